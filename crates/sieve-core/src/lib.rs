@@ -1,1 +1,10 @@
-//! sieve-core
+//! Recipes, shapes and errors of Sieve: what every other crate agrees on. No Burn, no CUDA, no input or output.
+//!
+//! - [`recipe`]: the TOML recipe, its rules and its error messages
+//! - [`model`]: the sizes a model is built from, in Sieve's own names, and its parameter counts
+
+pub mod model;
+pub mod recipe;
+
+pub use model::{Attention, DmaBias, ModelShape};
+pub use recipe::{Recipe, RecipeError};

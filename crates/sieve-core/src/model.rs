@@ -1,0 +1,68 @@
+//! The sizes a model is built from, in the names the Rust code uses.
+
+use serde::{Deserialize, Serialize};
+
+/// How a DMA key's score z enters the logit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DmaBias {
+    /// `q.k / sqrt(head_dim) + exp(min(z, 60))`
+    #[default]
+    Exp,
+    /// `q.k / sqrt(head_dim) + z`
+    Linear,
+}
+
+/// The attention of every layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Attention {
+    /// Dense causal attention with grouped queries.
+    Mha,
+    /// Sliding window.
+    Swa {
+        /// Keys a query sees, itself included, in tokens.
+        window_size: usize,
+    },
+    /// Dynamic mask attention.
+    Dma {
+        /// Keys a query keeps, per KV head.
+        keep_window_size: usize,
+        /// How a key's score enters the logit.
+        bias: DmaBias,
+        /// Initial value of every entry of A.
+        a_init: f64,
+    },
+}
+
+/// Everything that fixes a model's mathematics and parameter shapes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelShape {
+    /// Width of the residual stream.
+    pub d_model: usize,
+    /// Width of the SwiGLU layer.
+    pub d_ff: usize,
+    /// Number of transformer blocks.
+    pub num_layers: usize,
+    /// Number of query heads.
+    pub num_heads: usize,
+    /// Number of key and value heads.
+    pub num_kv_heads: usize,
+    /// Width of one head.
+    pub head_dim: usize,
+    /// Rows of the embedding.
+    pub vocab_size: usize,
+    /// Base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// Added to the mean square inside RMSNorm.
+    pub rms_norm_eps: f64,
+    /// Whether the output projection is the embedding.
+    pub tie_word_embeddings: bool,
+    /// Longest sequence the rotary tables cover, in tokens.
+    pub max_seq_len: usize,
+    /// Standard deviation of the normal initialisation.
+    pub initializer_range: f64,
+    /// Whether each block scales its residual inputs by learned vectors.
+    pub residual_scale: bool,
+    /// The attention of every layer.
+    pub attention: Attention,
+}

@@ -1,0 +1,60 @@
+//! The one file where recipe keys (Hugging Face's names) become the names of the Rust code.
+
+use super::{AttentionSection, Recipe, RecipeError};
+use crate::model::{Attention, ModelShape};
+
+impl Recipe {
+    /// The model of this recipe for a tokenizer of `tokenizer_vocab_size` tokens.
+    ///
+    /// The embedding has `model.vocab_size` rows where the recipe gives it (it may be padded above the tokenizer's),
+    /// else exactly the tokenizer's.
+    ///
+    /// # Errors
+    /// [`RecipeError::VocabularyTooSmall`] when `model.vocab_size` is below the tokenizer's.
+    pub fn model_shape(&self, tokenizer_vocab_size: usize) -> Result<ModelShape, RecipeError> {
+        let vocab_size = self.model.vocab_size.unwrap_or(tokenizer_vocab_size);
+        if vocab_size < tokenizer_vocab_size {
+            return Err(RecipeError::VocabularyTooSmall {
+                model: vocab_size,
+                tokenizer: tokenizer_vocab_size,
+            });
+        }
+        let model = &self.model;
+        Ok(ModelShape {
+            d_model: model.hidden_size,
+            d_ff: model.intermediate_size,
+            num_layers: model.num_hidden_layers,
+            num_heads: model.num_attention_heads,
+            num_kv_heads: model.num_key_value_heads,
+            head_dim: model.head_dim,
+            vocab_size,
+            rope_theta: model.rope_theta,
+            rms_norm_eps: model.rms_norm_eps,
+            tie_word_embeddings: model.tie_word_embeddings,
+            max_seq_len: model.max_position_embeddings,
+            initializer_range: model.initializer_range,
+            residual_scale: model.residual_scale,
+            attention: Attention::from(&self.attention),
+        })
+    }
+}
+
+impl From<&AttentionSection> for Attention {
+    fn from(section: &AttentionSection) -> Self {
+        match *section {
+            AttentionSection::Mha => Self::Mha,
+            AttentionSection::Swa { sliding_window } => Self::Swa {
+                window_size: sliding_window,
+            },
+            AttentionSection::Dma {
+                keep_window_size,
+                bias,
+                a_init,
+            } => Self::Dma {
+                keep_window_size,
+                bias,
+                a_init,
+            },
+        }
+    }
+}

@@ -1,0 +1,413 @@
+//! The sections of a recipe, one type each. Field names are the recipe's keys.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::model::DmaBias;
+
+/// `[model]`: sizes of a Qwen3-style model, in Hugging Face's names.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelSection {
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the SwiGLU layer.
+    pub intermediate_size: usize,
+    /// Number of transformer blocks.
+    pub num_hidden_layers: usize,
+    /// Number of query heads.
+    pub num_attention_heads: usize,
+    /// Number of key and value heads; divides `num_attention_heads`.
+    pub num_key_value_heads: usize,
+    /// Width of one head; even, because rotary embedding turns pairs.
+    pub head_dim: usize,
+    /// Rows of the embedding. Absent: the tokenizer's vocabulary.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vocab_size: Option<usize>,
+    /// Base of the rotary frequencies.
+    #[serde(default = "default_rope_theta")]
+    pub rope_theta: f64,
+    /// Added to the mean square inside RMSNorm.
+    #[serde(default = "default_rms_norm_eps")]
+    pub rms_norm_eps: f64,
+    /// Whether the output projection is the embedding.
+    pub tie_word_embeddings: bool,
+    /// Longest sequence the rotary tables cover, in tokens.
+    pub max_position_embeddings: usize,
+    /// Standard deviation of the normal initialisation.
+    #[serde(default = "default_initializer_range")]
+    pub initializer_range: f64,
+    /// Whether each block scales its residual inputs by learned vectors (as Doge does; they start at one).
+    #[serde(default)]
+    pub residual_scale: bool,
+}
+
+fn default_rope_theta() -> f64 {
+    10_000.0
+}
+
+fn default_rms_norm_eps() -> f64 {
+    1e-6
+}
+
+fn default_initializer_range() -> f64 {
+    0.02
+}
+
+/// `[attention]`: the kind and what that kind needs.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum AttentionSection {
+    /// Dense causal attention with grouped queries.
+    Mha,
+    /// Sliding window: each query sees the `sliding_window` latest keys, itself included.
+    Swa {
+        /// Keys a query sees, in tokens.
+        sliding_window: usize,
+    },
+    /// Dynamic mask attention: each query sees the `keep_window_size` best-scored keys before it.
+    Dma {
+        /// Keys a query keeps, per KV head.
+        keep_window_size: usize,
+        /// How a key's score enters the logit.
+        #[serde(default)]
+        bias: DmaBias,
+        /// Initial value of every entry of A. At 0 all scores tie, and DMA starts as a sliding window.
+        #[serde(default)]
+        a_init: f64,
+    },
+}
+
+impl AttentionSection {
+    /// The kind alone.
+    pub fn kind(&self) -> AttentionKind {
+        match self {
+            Self::Mha => AttentionKind::Mha,
+            Self::Swa { .. } => AttentionKind::Swa,
+            Self::Dma { .. } => AttentionKind::Dma,
+        }
+    }
+}
+
+/// The kinds of attention a recipe can name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum AttentionKind {
+    /// `"mha"`
+    Mha,
+    /// `"swa"`
+    Swa,
+    /// `"dma"`
+    Dma,
+}
+
+impl AttentionKind {
+    /// Every kind there is, in the order of the documentation.
+    pub const ALL: [Self; 3] = [Self::Mha, Self::Swa, Self::Dma];
+
+    /// The name a recipe uses.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Mha => "mha",
+            Self::Swa => "swa",
+            Self::Dma => "dma",
+        }
+    }
+}
+
+/// `[tokenizer]`: exactly one of the two.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TokenizerSection {
+    /// A Hugging Face `tokenizer.json`; `~` and `$VAR` are expanded.
+    Path(String),
+    /// A byte-level BPE trained on the recipe's own data.
+    Train(TokenizerTraining),
+}
+
+/// `[tokenizer] train = {…}`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TokenizerTraining {
+    /// Tokens in the trained vocabulary, special ones included.
+    pub vocab_size: usize,
+    /// Text the training reads, in bytes.
+    #[serde(default = "default_sample_bytes")]
+    pub sample_bytes: u64,
+}
+
+fn default_sample_bytes() -> u64 {
+    16 * 1024 * 1024
+}
+
+/// `[data]`: text files.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataSection {
+    /// Globs; `~`, `$VAR`, `${VAR}` and `${VAR:-default}` are expanded.
+    pub paths: Vec<String>,
+    /// What the files hold.
+    #[serde(default)]
+    pub format: DataFormat,
+    /// JSONL: the field that holds a document's text.
+    #[serde(default = "default_text_column")]
+    pub text_column: String,
+    /// Stop reading after this much text, in bytes. Absent: read all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_bytes: Option<u64>,
+    /// Leave out files larger than this, in bytes. Absent: none is too large.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_file_bytes: Option<u64>,
+    /// Whether a file or line that is not valid is counted and left out, instead of ending the run.
+    #[serde(default)]
+    pub skip_invalid: bool,
+    /// Share of the documents held out for validation, in `[0, 1)`.
+    #[serde(default = "default_validation_fraction")]
+    pub validation_fraction: f64,
+    /// Where tokenised shards go. Absent: under the output folder.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache_dir: Option<PathBuf>,
+}
+
+fn default_text_column() -> String {
+    "text".to_owned()
+}
+
+fn default_validation_fraction() -> f64 {
+    0.05
+}
+
+/// `[data] format`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DataFormat {
+    /// One document a file, UTF-8.
+    #[default]
+    Text,
+    /// One JSON object a line, the text in `text_column`.
+    Jsonl,
+}
+
+/// `[training]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainingSection {
+    /// Optimizer steps of the whole run.
+    pub steps: usize,
+    /// Tokens in one row.
+    pub seq_len: usize,
+    /// Rows one device holds at a time.
+    pub local_batch_size: usize,
+    /// Rows of one optimizer step over all devices and micro-batches; absent in the text: `local_batch_size`.
+    pub global_batch_size: usize,
+    /// Gradients are scaled down to this global norm.
+    #[serde(default = "default_max_norm")]
+    pub max_norm: f64,
+    /// Seed of weights, data order and sampling.
+    #[serde(default)]
+    pub seed: u64,
+    /// Whether two runs must be equal bit for bit.
+    #[serde(default)]
+    pub deterministic: bool,
+    /// Whether a row holds one document (cut or padded) instead of packed ones.
+    #[serde(default)]
+    pub one_document_per_row: bool,
+}
+
+fn default_max_norm() -> f64 {
+    1.0
+}
+
+impl TrainingSection {
+    /// Tokens one optimizer step reads.
+    pub fn tokens_per_step(&self) -> usize {
+        self.global_batch_size * self.seq_len
+    }
+
+    /// Micro-batches whose gradients add up to one step, on `world_size` devices.
+    ///
+    /// Rounds down; `None` when the global batch does not divide evenly.
+    pub fn accumulation_steps(&self, world_size: usize) -> Option<usize> {
+        let rows = self.local_batch_size.checked_mul(world_size)?;
+        (rows > 0 && self.global_batch_size % rows == 0).then(|| self.global_batch_size / rows)
+    }
+}
+
+/// `[optimizer]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OptimizerSection {
+    /// Which optimizer.
+    #[serde(default)]
+    pub name: OptimizerName,
+    /// Highest learning rate.
+    pub lr: f64,
+    /// Decay of the first moment.
+    #[serde(default = "default_beta1")]
+    pub beta1: f64,
+    /// Decay of the second moment.
+    #[serde(default = "default_beta2")]
+    pub beta2: f64,
+    /// Added to the root of the second moment.
+    #[serde(default = "default_eps")]
+    pub eps: f64,
+    /// Decoupled weight decay; matrices only.
+    #[serde(default = "default_weight_decay")]
+    pub weight_decay: f64,
+}
+
+fn default_beta1() -> f64 {
+    0.9
+}
+
+fn default_beta2() -> f64 {
+    0.95
+}
+
+fn default_eps() -> f64 {
+    1e-8
+}
+
+fn default_weight_decay() -> f64 {
+    0.1
+}
+
+/// `[optimizer] name`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum OptimizerName {
+    /// Adam with decoupled weight decay (arXiv:1711.05101).
+    #[default]
+    AdamW,
+}
+
+/// `[lr_scheduler]`: warm up, stay, decay.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LrSchedulerSection {
+    /// Steps over which the learning rate rises linearly.
+    pub warmup_steps: usize,
+    /// Share of all steps spent in the final decay, in `[0, 1]`.
+    pub decay_ratio: f64,
+    /// Shape of the decay.
+    #[serde(default)]
+    pub decay_type: DecayType,
+    /// Share of `optimizer.lr` that the decay ends at, in `[0, 1]`.
+    #[serde(default)]
+    pub min_lr_factor: f64,
+}
+
+/// `[lr_scheduler] decay_type`, over the decay's progress p in (0, 1).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DecayType {
+    /// `1 - p`
+    #[default]
+    Linear,
+    /// `1 - sqrt(p)`
+    Sqrt,
+    /// `(1 + cos(pi p)) / 2`
+    Cosine,
+}
+
+/// `[checkpoint]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct CheckpointSection {
+    /// Steps between two checkpoints; the last step always writes one.
+    pub interval: usize,
+    /// How many of the latest checkpoints stay. 0: all.
+    pub keep_latest_k: usize,
+    /// Whether the weights before the first step are written too.
+    pub at_start: bool,
+    /// Folder of the checkpoints, under the output folder.
+    pub folder: String,
+}
+
+impl Default for CheckpointSection {
+    fn default() -> Self {
+        Self {
+            interval: 500,
+            keep_latest_k: 3,
+            at_start: false,
+            folder: "checkpoint".to_owned(),
+        }
+    }
+}
+
+/// `[metrics]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct MetricsSection {
+    /// Steps between two log lines.
+    pub log_freq: usize,
+    /// Whether TensorBoard files are written.
+    pub enable_tensorboard: bool,
+}
+
+impl Default for MetricsSection {
+    fn default() -> Self {
+        Self {
+            log_freq: 10,
+            enable_tensorboard: true,
+        }
+    }
+}
+
+/// `[validation]`: runs before the first step, every `interval` steps, and after the last.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ValidationSection {
+    /// Steps between two validations.
+    pub interval: usize,
+    /// Batches of one validation.
+    pub steps: usize,
+    /// Globs of validation files. Absent: the documents `[data] validation_fraction` holds out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paths: Option<Vec<String>>,
+}
+
+impl Default for ValidationSection {
+    fn default() -> Self {
+        Self {
+            interval: 500,
+            steps: 20,
+            paths: None,
+        }
+    }
+}
+
+/// `[activation_checkpoint]`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ActivationCheckpointSection {
+    /// What the backward pass recomputes.
+    pub mode: ActivationCheckpointMode,
+}
+
+/// `[activation_checkpoint] mode`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ActivationCheckpointMode {
+    /// Nothing is recomputed.
+    #[default]
+    None,
+}
+
+/// `[generation]`: sample lines at the end of a run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct GenerationSection {
+    /// Texts to continue. Empty: none are generated.
+    pub prompts: Vec<String>,
+    /// Tokens after each prompt, at most.
+    pub max_new_tokens: usize,
+}
+
+impl Default for GenerationSection {
+    fn default() -> Self {
+        Self {
+            prompts: Vec::new(),
+            max_new_tokens: 64,
+        }
+    }
+}
