@@ -1,0 +1,23 @@
+// async_copy: cp.async from global to shared memory, in groups per thread (sm_80 and up).
+#include "common/types.cuh"
+
+// The address of a shared memory object as cp.async and ldmatrix take it.
+DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+// Copies 16 bytes past L1; the last 16 - `bytes` of them arrive as zeros (`bytes` = 0 reads nothing). Both addresses are multiples of 16.
+DEVICE void copy_async_16(u32 shared, const void* global, u32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+// As above with 8 bytes.
+DEVICE void copy_async_8(u32 shared, const void* global, u32 bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+// As above with 4 bytes.
+DEVICE void copy_async_4(u32 shared, const void* global, u32 bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+// Closes this thread's group of copies; a group may be empty.
+DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most PENDING of this thread's newest groups are under way. Other threads' copies need a barrier after it.
+template <int PENDING>
+DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }

@@ -1,0 +1,25 @@
+// types: the names every kernel here uses for numbers. No header is included, so NVRTC needs none either.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef int i32;
+typedef long long i64;
+
+// A bfloat16 in memory: the upper half of an f32. Arithmetic is done in f32 or on packed pairs in tensor cores.
+struct bf16 { unsigned short bits; };
+
+#define DEVICE __device__ __forceinline__
+
+DEVICE float bf16_to_f32(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
+// The two halves of a 32-bit word that holds two bf16, the lower address first.
+DEVICE float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
+DEVICE float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+// An f32 that came as a 64-bit params word (its bits are the lower half).
+DEVICE float f32_word(u64 word) { return __uint_as_float((u32)word); }
+
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+#define INFINITY_F32 __uint_as_float(0x7f800000u)
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int min_int(int a, int b) { return a < b ? a : b; }
+constexpr int max_int(int a, int b) { return a > b ? a : b; }
