@@ -12,21 +12,22 @@ typedef float element;
 static_assert(VECTOR == 1 || VECTOR == 4, "a 16-byte access holds 4 f32");
 #endif
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ void from_float(float x, float& out) { out = x; }
-__device__ __forceinline__ void from_float(float x, bf16& out) { out = __float2bfloat16_rn(x); }
+DEVICE float to_float(float x) { return x; }
+DEVICE float to_float(bf16 x) { return bf16_to_f32(x); }
+DEVICE void from_float(float x, float& out) { out = x; }
+// Round to nearest, ties to even; NaN stays NaN.
+DEVICE void from_float(float x, bf16& out) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(x)); }
 
 // VECTOR elements with the alignment that lets the compiler use one access.
 struct __align__(sizeof(element) * VECTOR) ElementVector { element at[VECTOR]; };
 
-__device__ __forceinline__ void load_vector(const element* from, float (&to)[VECTOR]) {
+DEVICE void load_vector(const element* from, float (&to)[VECTOR]) {
   const ElementVector loaded = *reinterpret_cast<const ElementVector*>(from);  // aligned by the wrapper's choice of VECTOR
 #pragma unroll
   for (int i = 0; i < VECTOR; ++i) to[i] = to_float(loaded.at[i]);
 }
 
-__device__ __forceinline__ void store_vector(element* to, const float (&from)[VECTOR]) {
+DEVICE void store_vector(element* to, const float (&from)[VECTOR]) {
   ElementVector stored;
 #pragma unroll
   for (int i = 0; i < VECTOR; ++i) from_float(from[i], stored.at[i]);

@@ -1,1 +1,32 @@
-//! sieve-kernels
+//! Sieve's CUDA kernels, and one safe function to launch each.
+//!
+//! The kernels are text under `kernels/`, built into this crate, specialised by `#define`s and compiled by NVRTC at first
+//! use (or ahead of time, see [`ahead_of_time`]). They run on Burn's own stream, in order with Burn's operations.
+//!
+//! Start with [`probe()`], which says in one sentence what is missing, then [`KernelCache::open`] and [`init_runtime`],
+//! all before the first CUDA tensor of the process. One thread per process touches device tensors.
+
+mod checks;
+mod error;
+mod layout;
+
+mod cuda_tensor;
+mod source;
+mod source_kernel;
+
+pub mod ahead_of_time;
+mod cache;
+mod probe;
+
+mod swiglu_backward;
+mod swiglu_forward;
+
+pub use cache::{KernelCache, init_runtime};
+pub use cuda_tensor::{CudaPrimitive, CudaTensor};
+pub use error::{CudaVersion, KernelError};
+pub use layout::{RowLayout, contiguous_strides, row_layout, strides_are_contiguous};
+pub use probe::{CudaReport, DeviceReport, memory_bytes, probe};
+pub use source::{KernelText, kernel_file, kernel_files};
+pub use source_kernel::SourceKernel;
+pub use swiglu_backward::{swiglu_backward, swiglu_backward_kernel};
+pub use swiglu_forward::{swiglu_forward, swiglu_forward_kernel};

@@ -1,0 +1,77 @@
+//! The checks that several launch wrappers make, each with one plain message.
+use crate::cuda_tensor::CudaTensor;
+use crate::error::KernelError;
+use burn::tensor::DType;
+
+/// Refuses a value outside a list of compiled ones.
+pub(crate) fn require_supported(kernel: &'static str, what: &'static str, got: usize, supported: &[usize]) -> Result<(), KernelError> {
+    if supported.contains(&got) {
+        return Ok(());
+    }
+    Err(KernelError::Unsupported { kernel, what, got: got.to_string(), supported: format!("{supported:?}") })
+}
+
+/// Refuses a size of zero.
+pub(crate) fn require_non_empty(kernel: &'static str, what: &'static str, size: usize) -> Result<(), KernelError> {
+    if size > 0 { Ok(()) } else { Err(KernelError::Empty { kernel, what }) }
+}
+
+/// A float type that the element-wise kernels are compiled for: true for bf16, false for f32.
+pub(crate) fn require_float(kernel: &'static str, what: &'static str, tensor: &CudaTensor) -> Result<bool, KernelError> {
+    match tensor.dtype() {
+        DType::BF16 => Ok(true),
+        DType::F32 => Ok(false),
+        other => Err(KernelError::Unsupported { kernel, what, got: other.name().to_owned(), supported: "bf16, f32".to_owned() }),
+    }
+}
+
+/// A tensor read as rows of `width` elements: how many rows, and how far apart. Takes any number of leading dimensions
+/// as long as one stride reaches from each row to the next; else the caller copies first.
+pub(crate) fn uniform_rows(shape: &[usize], strides: &[usize]) -> Option<(usize, usize)> {
+    let (&width, outer) = shape.split_last()?;
+    if width > 1 && strides[shape.len() - 1] != 1 {
+        return None;
+    }
+    let rows = outer.iter().product();
+    // The innermost dimension that has neighbours sets the stride; each outer one must continue it.
+    let mut row_stride = None;
+    let mut next = 0;
+    for (&size, &stride) in outer.iter().zip(strides).rev() {
+        if size == 1 {
+            continue;
+        }
+        match row_stride {
+            None if stride >= width => row_stride = Some(stride),
+            Some(_) if stride == next => {}
+            _ => return None,
+        }
+        next = stride * size;
+    }
+    Some((rows, row_stride.unwrap_or(width)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_of_pitched_and_sliced_tensors() {
+        assert_eq!(uniform_rows(&[2, 3, 5], &[15, 5, 1]), Some((6, 5)));
+        assert_eq!(uniform_rows(&[2, 3, 5], &[24, 8, 1]), Some((6, 8)), "pitched rows");
+        assert_eq!(uniform_rows(&[2, 3, 5], &[64, 8, 1]), None, "a gap between batches");
+        assert_eq!(uniform_rows(&[2, 3, 5], &[0, 8, 1]), None, "expanded batch");
+        assert_eq!(uniform_rows(&[3, 5], &[0, 1]), None, "expanded rows");
+        assert_eq!(uniform_rows(&[5, 3], &[1, 5]), None, "transposed");
+        assert_eq!(uniform_rows(&[1, 1, 5], &[7, 9, 1]), Some((1, 5)));
+        assert_eq!(uniform_rows(&[4, 1, 5], &[8, 3, 1]), Some((4, 8)));
+        assert_eq!(uniform_rows(&[5], &[1]), Some((1, 5)));
+        assert_eq!(uniform_rows(&[], &[]), None);
+    }
+
+    #[test]
+    fn refusals_say_what_is_supported() {
+        let error = require_supported("k", "head_dim", 48, &[64, 128]).expect_err("48 is missing").to_string();
+        assert_eq!(error, "k: head_dim 48 is not supported (supported: [64, 128])");
+        assert!(require_non_empty("k", "seq_len", 0).is_err());
+    }
+}

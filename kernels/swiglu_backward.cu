@@ -1,0 +1,36 @@
+// swiglu_backward: gradient of swiglu_forward.
+// Math       s = sigmoid(g); dg = dy * u * s * (1 + g * (1 - s)); du = dy * g * s  (derivative of arXiv:2002.05202, eq. 5)
+// Layout     gate_up [rows, 2*d_ff], rows row_stride elements apart; dy [rows, d_ff], rows dy_stride apart; dgate_up [rows, 2*d_ff] contiguous, gate columns first; all bf16 or all f32
+// Defines    IS_BF16 (1: bf16, 0: f32), VECTOR (elements a thread loads at once: 8 bf16 or 4 f32, or 1 when a size is no multiple) (set by sieve-kernels/src/swiglu_backward.rs)
+// Tiling     grid (rows, ceil(d_ff / (256*VECTOR))); 256 threads; a thread owns VECTOR neighbouring columns of one row; no shared memory
+// Numerics   f32 inside, one rounding at each store; writes every element of dgate_up, accumulates into nothing; memory-bound, each input is read once
+// Edges      the last block of columns may be short; rows = 0 or d_ff = 0 is refused by the wrapper
+#include "common/row_vector.cuh"
+
+struct SwigluBackwardParams { u64 d_ff, row_stride, dy_stride; };
+
+extern "C" __global__ void __launch_bounds__(256)
+swiglu_backward(const element* gate_up, const element* dy, element* dgate_up, const __grid_constant__ SwigluBackwardParams params) {
+  const u64 row = blockIdx.x;
+  const u64 column = (u64(blockIdx.y) * 256 + threadIdx.x) * VECTOR;
+  if (column >= params.d_ff) return;
+
+  // Load
+  float gate[VECTOR], up[VECTOR], grad[VECTOR];
+  load_vector(gate_up + row * params.row_stride + column, gate);
+  load_vector(gate_up + row * params.row_stride + params.d_ff + column, up);
+  load_vector(dy + row * params.dy_stride + column, grad);
+
+  float dgate[VECTOR], dup[VECTOR];
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) {
+    const float sigmoid = 1.0f / (1.0f + expf(-gate[i]));
+    dgate[i] = grad[i] * up[i] * sigmoid * (1.0f + gate[i] * (1.0f - sigmoid));
+    dup[i] = grad[i] * gate[i] * sigmoid;
+  }
+
+  // Store
+  element* out = dgate_up + row * 2 * params.d_ff;
+  store_vector(out + column, dgate);
+  store_vector(out + params.d_ff + column, dup);
+}
