@@ -1,0 +1,187 @@
+//! Attention forward and backward under one mask form: `active(i, j) <=> j <= i < expire[j]`.
+//!
+//! Dense causal, sliding window and DMA differ only in where `expire` comes from. Nothing here is seq_len x seq_len.
+
+pub mod decode;
+mod reference;
+
+/// Sizes of an attention op. A query head p reads KV head `p / (num_heads / num_kv_heads)`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionShape {
+    /// Rows of the batch.
+    pub batch: usize,
+    /// Tokens per row.
+    pub seq_len: usize,
+    /// Query heads, a multiple of `num_kv_heads`.
+    pub num_heads: usize,
+    /// Key and value heads.
+    pub num_kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Factor on `q . k`, usually `1 / sqrt(head_dim)`.
+    pub softmax_scale: f32,
+}
+
+/// Which document each token belongs to: consecutive ranges of positions within the row.
+#[derive(Clone, Copy, Debug)]
+pub struct Documents<'a> {
+    /// First position of the token's document, `[batch, seq_len]`.
+    pub start: &'a [i32],
+    /// One past the last position of the token's document, `[batch, seq_len]`.
+    pub end: &'a [i32],
+}
+
+/// Which keys a query sees, always inside its document and never later than itself.
+#[derive(Clone, Copy, Debug)]
+pub enum Mask<'a> {
+    /// All of them.
+    Causal,
+    /// The last so many, the query's own included.
+    Window(usize),
+    /// Those that have not expired, with a bias on the logit.
+    Expire {
+        /// First position that no longer sees the key, `[batch, num_kv_heads, seq_len]`; at most the document's end.
+        expire: &'a [i32],
+        /// Added to the logit of every query with the key, `[batch, num_kv_heads, seq_len]`.
+        delta: &'a [f32],
+    },
+}
+
+impl AttentionShape {
+    /// Query heads that share a KV head.
+    pub fn group_size(&self) -> usize {
+        self.num_heads / self.num_kv_heads
+    }
+
+    /// Elements of one token in the packed tensor.
+    pub fn token_len(&self) -> usize {
+        (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+    }
+
+    fn check(&self, documents: Documents<'_>, mask: Mask<'_>) {
+        assert!(
+            self.num_kv_heads > 0 && self.head_dim > 0,
+            "attention: num_kv_heads and head_dim must not be 0"
+        );
+        assert_eq!(
+            self.num_heads % self.num_kv_heads,
+            0,
+            "attention: num_heads is no multiple of num_kv_heads"
+        );
+        documents.check(self.batch, self.seq_len);
+        if let Mask::Expire { expire, delta } = mask {
+            let keys = self.batch * self.num_kv_heads * self.seq_len;
+            assert_eq!(
+                expire.len(),
+                keys,
+                "attention: expire is not [batch, num_kv_heads, seq_len]"
+            );
+            assert_eq!(
+                delta.len(),
+                keys,
+                "attention: delta is not [batch, num_kv_heads, seq_len]"
+            );
+        }
+    }
+}
+
+impl Documents<'_> {
+    /// Panics unless the documents of every row are consecutive ranges that cover it.
+    pub(crate) fn check(&self, batch: usize, seq_len: usize) {
+        let tokens = batch * seq_len;
+        assert_eq!(
+            self.start.len(),
+            tokens,
+            "documents.start is not [batch, seq_len]"
+        );
+        assert_eq!(
+            self.end.len(),
+            tokens,
+            "documents.end is not [batch, seq_len]"
+        );
+        for row in 0..batch {
+            let mut first = 0;
+            while first < seq_len {
+                let end = self.end[row * seq_len + first];
+                assert!(
+                    end as i64 > first as i64 && end as i64 <= seq_len as i64,
+                    "documents: row {row} has a document [{first}, {end}) outside (0, {seq_len}]"
+                );
+                for token in row * seq_len + first..row * seq_len + end as usize {
+                    assert!(
+                        self.start[token] as i64 == first as i64 && self.end[token] == end,
+                        "documents: tokens of [{first}, {end}) in row {row} disagree about it"
+                    );
+                }
+                first = end as usize;
+            }
+        }
+    }
+}
+
+/// Attention of every token over the keys it sees.
+///
+/// A row that sees nothing has `o = 0` and `lse = -inf`. Keys and values that no query sees never enter arithmetic.
+///
+/// # Shapes
+/// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, heads in the order q, k, v
+/// - o: `[batch, seq_len, num_heads, head_dim]`, lse: `[batch, num_heads, seq_len]` (natural logarithm); written whole
+///
+/// # Panics
+/// When lengths do not fit or the documents are not consecutive ranges.
+pub fn attention_forward(
+    shape: AttentionShape,
+    qkv: &[f32],
+    documents: Documents<'_>,
+    mask: Mask<'_>,
+    o: &mut [f32],
+    lse: &mut [f32],
+) {
+    shape.check(documents, mask);
+    let result = reference::forward(shape, qkv, documents, mask);
+    for (o, &value) in o.iter_mut().zip(&result.o) {
+        *o = value as f32;
+    }
+    for (lse, &value) in lse.iter_mut().zip(&result.lse) {
+        *lse = value as f32;
+    }
+}
+
+/// Gradients of [`attention_forward`], from its outputs; probabilities are computed again from `lse`.
+///
+/// # Shapes
+/// - qkv, d_qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
+/// - o, d_o: `[batch, seq_len, num_heads, head_dim]`, lse: `[batch, num_heads, seq_len]`
+/// - d_delta: `[batch, num_kv_heads, seq_len]`, the gradient of [`Mask::Expire`]'s delta (zeros for the other masks)
+///
+/// d_qkv and d_delta are written whole.
+///
+/// # Panics
+/// When lengths do not fit or the documents are not consecutive ranges.
+#[allow(
+    clippy::too_many_arguments,
+    reason = "six operands, two results, all slices of one op"
+)]
+pub fn attention_backward(
+    shape: AttentionShape,
+    qkv: &[f32],
+    documents: Documents<'_>,
+    mask: Mask<'_>,
+    o: &[f32],
+    lse: &[f32],
+    d_o: &[f32],
+    d_qkv: &mut [f32],
+    d_delta: Option<&mut [f32]>,
+) {
+    shape.check(documents, mask);
+    let _ = (o, lse);
+    let result = reference::backward(shape, qkv, documents, mask, d_o);
+    for (d_qkv, &value) in d_qkv.iter_mut().zip(&result.d_qkv) {
+        *d_qkv = value as f32;
+    }
+    if let Some(d_delta) = d_delta {
+        for (d_delta, &value) in d_delta.iter_mut().zip(&result.d_delta) {
+            *d_delta = value as f32;
+        }
+    }
+}

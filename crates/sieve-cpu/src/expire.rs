@@ -1,0 +1,267 @@
+//! DMA's selection as one integer per key (arXiv:2508.02124, eq. 3; kept keys as an expiry).
+//!
+//! Query i keeps the `keep_window_size` keys j <= i of its document with the largest (z_j, j). z_j depends on the key
+//! alone, so keys leave and never return, and `active(i, j) <=> j <= i < expire[j]` is the whole mask. `expire[j] == j`
+//! marks a key that its own arrival removed.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use rayon::prelude::*;
+
+use crate::attention::Documents;
+
+/// Queries and keys per tile in [`MaskStatistics::tiles`].
+pub const STATISTICS_TILE: usize = 64;
+
+/// What a mask keeps, over all batch rows and KV heads.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MaskStatistics {
+    /// (query, key) pairs that attend.
+    pub active_pairs: u64,
+    /// (query, key) pairs of dense causal attention inside documents.
+    pub causal_pairs: u64,
+    /// Keys that no query sees, their own included.
+    pub never_active: u64,
+    /// Tokens that see themselves in none of the KV heads.
+    pub not_self_visible: u64,
+    /// Tiles of [`STATISTICS_TILE`] queries by as many gathered keys.
+    pub tiles: u64,
+    /// The same for dense causal attention.
+    pub causal_tiles: u64,
+}
+
+/// Integer whose order is that of (z, position): -0 counts as +0, of equal z the later position is larger.
+fn rank_key(z: f32, position: usize) -> u64 {
+    let bits = (z + 0.0).to_bits();
+    let ordered = if bits >> 31 == 1 {
+        !bits
+    } else {
+        bits | 0x8000_0000
+    };
+    (u64::from(ordered) << 32) | position as u64
+}
+
+/// When each key stops being seen, by one heap pass per document. This form is the oracle.
+///
+/// # Shapes
+/// - z: `[batch, num_kv_heads, seq_len]`; expire: the same, positions within the row, written whole
+///
+/// # Panics
+/// When `keep_window_size` is 0, lengths do not fit, or the documents are not consecutive ranges.
+pub fn dma_expire(
+    z: &[f32],
+    documents: Documents<'_>,
+    batch: usize,
+    num_kv_heads: usize,
+    seq_len: usize,
+    keep_window_size: usize,
+    expire: &mut [i32],
+) {
+    assert!(
+        keep_window_size > 0,
+        "dma_expire: keep_window_size must be at least 1"
+    );
+    for_each_document(
+        z,
+        documents,
+        batch,
+        num_kv_heads,
+        seq_len,
+        expire,
+        |z, start, expire| {
+            expire_by_heap(z, start, keep_window_size, expire);
+        },
+    );
+}
+
+/// The same result by order statistics: with T(i) the w-th largest (z, j) up to i, `expire[j]` is the first i >= j with
+/// T(i) > (z_j, j). Shares nothing with the heap, so that each checks the other.
+///
+/// # Shapes
+/// As [`dma_expire`].
+///
+/// # Panics
+/// As [`dma_expire`].
+pub fn dma_expire_by_threshold(
+    z: &[f32],
+    documents: Documents<'_>,
+    batch: usize,
+    num_kv_heads: usize,
+    seq_len: usize,
+    keep_window_size: usize,
+    expire: &mut [i32],
+) {
+    assert!(
+        keep_window_size > 0,
+        "dma_expire_by_threshold: keep_window_size must be at least 1"
+    );
+    for_each_document(
+        z,
+        documents,
+        batch,
+        num_kv_heads,
+        seq_len,
+        expire,
+        |z, start, expire| {
+            expire_by_threshold(z, start, keep_window_size, expire);
+        },
+    );
+}
+
+/// Counts what `expire` keeps.
+///
+/// # Shapes
+/// - expire: `[batch, num_kv_heads, seq_len]`
+///
+/// # Panics
+/// When lengths do not fit.
+pub fn mask_statistics(
+    expire: &[i32],
+    documents: Documents<'_>,
+    batch: usize,
+    num_kv_heads: usize,
+    seq_len: usize,
+) -> MaskStatistics {
+    assert_eq!(
+        expire.len(),
+        batch * num_kv_heads * seq_len,
+        "mask_statistics: expire has another size"
+    );
+    documents.check(batch, seq_len);
+    let mut total = MaskStatistics::default();
+    for row in 0..batch {
+        let tokens = row * seq_len..(row + 1) * seq_len;
+        let (start, end) = (&documents.start[tokens.clone()], &documents.end[tokens]);
+        let mut sees_itself = vec![false; seq_len];
+        for head in 0..num_kv_heads {
+            let first = (row * num_kv_heads + head) * seq_len;
+            let expire = &expire[first..first + seq_len];
+            for (j, &expire) in expire.iter().enumerate() {
+                let life = (i64::from(expire) - j as i64).max(0) as u64;
+                total.active_pairs += life;
+                total.never_active += u64::from(life == 0);
+                sees_itself[j] |= life > 0;
+                total.causal_pairs += (j as i64 - i64::from(start[j]) + 1) as u64;
+            }
+            total.tiles += tiles_of(expire);
+            total.causal_tiles += tiles_of(end);
+        }
+        total.not_self_visible += sees_itself.iter().filter(|&&seen| !seen).count() as u64;
+    }
+    total
+}
+
+/// Tiles of gathered keys over all query tiles of one row.
+fn tiles_of(expire: &[i32]) -> u64 {
+    let num_tiles = expire.len().div_ceil(STATISTICS_TILE);
+    // Keys per query tile, as differences: key j is in the lists of the tiles from its own to that of its last query.
+    let mut change = vec![0_i64; num_tiles + 1];
+    for (j, &expire) in expire.iter().enumerate() {
+        if expire as i64 > j as i64 {
+            change[j / STATISTICS_TILE] += 1;
+            change[(expire as usize - 1) / STATISTICS_TILE + 1] -= 1;
+        }
+    }
+    let mut keys = 0;
+    let mut tiles = 0;
+    for change in &change[..num_tiles] {
+        keys += change;
+        tiles += (keys as u64).div_ceil(STATISTICS_TILE as u64);
+    }
+    tiles
+}
+
+/// Runs `work(z, start, expire)` for every (row, KV head, document), in parallel.
+fn for_each_document(
+    z: &[f32],
+    documents: Documents<'_>,
+    batch: usize,
+    num_kv_heads: usize,
+    seq_len: usize,
+    expire: &mut [i32],
+    work: impl Fn(&[f32], usize, &mut [i32]) + Sync,
+) {
+    assert_eq!(
+        z.len(),
+        batch * num_kv_heads * seq_len,
+        "dma_expire: z is not [batch, num_kv_heads, seq_len]"
+    );
+    assert_eq!(
+        expire.len(),
+        z.len(),
+        "dma_expire: expire is not as long as z"
+    );
+    documents.check(batch, seq_len);
+    let mut pieces = Vec::new();
+    let rows = z
+        .chunks_exact(seq_len.max(1))
+        .zip(expire.chunks_exact_mut(seq_len.max(1)));
+    for (row_and_head, (z, mut expire)) in rows.enumerate() {
+        let row = row_and_head / num_kv_heads;
+        let mut start = 0;
+        while start < seq_len {
+            let end = documents.end[row * seq_len + start] as usize;
+            let (piece, rest) = expire.split_at_mut(end - start);
+            pieces.push((&z[start..end], start, piece));
+            expire = rest;
+            start = end;
+        }
+    }
+    pieces
+        .into_par_iter()
+        .for_each(|(z, start, expire)| work(z, start, expire));
+}
+
+fn expire_by_heap(z: &[f32], start: usize, keep_window_size: usize, expire: &mut [i32]) {
+    let end = start + z.len();
+    expire.fill(end as i32);
+    let mut kept = BinaryHeap::with_capacity(keep_window_size.min(z.len()));
+    for (j, &score) in z.iter().enumerate() {
+        let key = rank_key(score, j);
+        if kept.len() < keep_window_size {
+            kept.push(Reverse(key));
+            continue;
+        }
+        let Some(mut smallest) = kept.peek_mut() else {
+            continue;
+        };
+        let popped = if smallest.0 < key {
+            let popped = smallest.0 as u32 as usize;
+            *smallest = Reverse(key); // sifted down when the guard drops
+            popped
+        } else {
+            j
+        };
+        expire[popped] = (start + j) as i32;
+    }
+}
+
+fn expire_by_threshold(z: &[f32], start: usize, keep_window_size: usize, expire: &mut [i32]) {
+    let len = z.len();
+    let mut order: Vec<usize> = (0..len).collect();
+    order.sort_by_key(|&j| rank_key(z[j], j));
+    let mut rank = vec![0; len];
+    for (r, &j) in order.iter().enumerate() {
+        rank[j] = r;
+    }
+    // threshold[i]: rank of the w-th largest key up to i. With w of them seen, one more arrival above it moves it to the
+    // next larger rank already seen; so the set of seen ranks is kept with links to the next larger one.
+    let mut seen = vec![false; len];
+    let mut threshold = vec![None; len];
+    let mut current: Option<usize> = None;
+    for i in 0..len {
+        seen[rank[i]] = true;
+        current = match current {
+            None if i + 1 == keep_window_size => seen.iter().position(|&seen| seen),
+            None => None,
+            Some(low) if rank[i] > low => (low + 1..len).find(|&r| seen[r]),
+            Some(low) => Some(low),
+        };
+        threshold[i] = current;
+    }
+    for j in 0..len {
+        let alive = threshold[j..].partition_point(|t| t.is_none_or(|t| t <= rank[j]));
+        expire[j] = (start + j + alive) as i32;
+    }
+}

@@ -1,0 +1,191 @@
+//! Matrix products on slices: a checked wrapper over the `gemm` crate.
+
+use gemm::Parallelism;
+
+/// A read-only matrix inside a slice, with any strides.
+#[derive(Clone, Copy, Debug)]
+pub struct Matrix<'a> {
+    data: &'a [f32],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
+}
+
+/// A writable matrix inside a slice, with any strides that keep its elements apart.
+#[derive(Debug)]
+pub struct MatrixMut<'a> {
+    data: &'a mut [f32],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
+}
+
+/// Whether a product may use the other threads of the current rayon pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Threads {
+    /// The calling thread alone.
+    One,
+    /// All threads of the pool; the result is the same.
+    All,
+}
+
+/// How many elements a slice needs so that every element of the matrix lies inside; `None` on overflow.
+fn extent(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> Option<usize> {
+    if rows == 0 || cols == 0 {
+        return Some(0);
+    }
+    let last_row = (rows - 1).checked_mul(row_stride)?;
+    let last_col = (cols - 1).checked_mul(col_stride)?;
+    last_row
+        .checked_add(last_col)?
+        .checked_add(1)
+        .filter(|&len| len <= isize::MAX as usize)
+}
+
+impl<'a> Matrix<'a> {
+    /// A dense row-major `[rows, cols]` matrix: the whole of `data`.
+    ///
+    /// # Panics
+    /// When `data` has another length.
+    pub fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
+        assert_eq!(
+            data.len(),
+            rows * cols,
+            "Matrix::new: data does not hold [{rows}, {cols}]"
+        );
+        Self::strided(data, rows, cols, cols, 1)
+    }
+
+    /// A matrix whose element (r, c) is `data[r * row_stride + c * col_stride]`.
+    ///
+    /// # Panics
+    /// When an element lies outside `data`.
+    pub fn strided(
+        data: &'a [f32],
+        rows: usize,
+        cols: usize,
+        row_stride: usize,
+        col_stride: usize,
+    ) -> Self {
+        let needed = extent(rows, cols, row_stride, col_stride);
+        assert!(
+            needed.is_some_and(|n| n <= data.len()),
+            "Matrix::strided: [{rows}, {cols}] leaves the slice"
+        );
+        Self {
+            data,
+            rows,
+            cols,
+            row_stride,
+            col_stride,
+        }
+    }
+
+    /// The transposed view.
+    #[must_use]
+    pub fn t(self) -> Self {
+        Self {
+            data: self.data,
+            rows: self.cols,
+            cols: self.rows,
+            row_stride: self.col_stride,
+            col_stride: self.row_stride,
+        }
+    }
+}
+
+impl<'a> MatrixMut<'a> {
+    /// A dense row-major `[rows, cols]` matrix: the whole of `data`.
+    ///
+    /// # Panics
+    /// When `data` has another length.
+    pub fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
+        assert_eq!(
+            data.len(),
+            rows * cols,
+            "MatrixMut::new: data does not hold [{rows}, {cols}]"
+        );
+        Self {
+            data,
+            rows,
+            cols,
+            row_stride: cols,
+            col_stride: 1,
+        }
+    }
+
+    /// Rows of `cols` consecutive elements, `row_stride >= cols` apart.
+    ///
+    /// # Panics
+    /// When rows would overlap or an element lies outside `data`.
+    pub fn strided(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+        assert!(row_stride >= cols, "MatrixMut::strided: rows overlap");
+        let needed = extent(rows, cols, row_stride, 1);
+        assert!(
+            needed.is_some_and(|n| n <= data.len()),
+            "MatrixMut::strided: [{rows}, {cols}] leaves the slice"
+        );
+        Self {
+            data,
+            rows,
+            cols,
+            row_stride,
+            col_stride: 1,
+        }
+    }
+}
+
+/// `c = beta * c + alpha * a b`; with `beta == 0` the old content of `c` is not read (it may be NaN).
+///
+/// # Shapes
+/// - a: `[m, k]`, b: `[k, n]`, c: `[m, n]`
+///
+/// # Panics
+/// When the shapes do not fit.
+pub fn matmul(
+    threads: Threads,
+    alpha: f32,
+    a: Matrix<'_>,
+    b: Matrix<'_>,
+    beta: f32,
+    c: MatrixMut<'_>,
+) {
+    assert_eq!(a.cols, b.rows, "matmul: a and b disagree in the inner size");
+    assert_eq!(
+        (a.rows, b.cols),
+        (c.rows, c.cols),
+        "matmul: c does not have the shape of a b"
+    );
+    let parallelism = match threads {
+        Threads::One => Parallelism::None,
+        Threads::All => Parallelism::Rayon(0),
+    };
+    // SAFETY: Matrix and MatrixMut are built only after `extent` showed that every element they name lies inside their
+    // slice, with offsets that fit isize; c is exclusively borrowed, its elements are distinct (row_stride >= cols) and
+    // it cannot overlap a or b. With beta == 0, read_dst is false and c is only written.
+    unsafe {
+        gemm::gemm(
+            c.rows,
+            c.cols,
+            a.cols,
+            c.data.as_mut_ptr(),
+            c.col_stride as isize,
+            c.row_stride as isize,
+            beta != 0.0,
+            a.data.as_ptr(),
+            a.col_stride as isize,
+            a.row_stride as isize,
+            b.data.as_ptr(),
+            b.col_stride as isize,
+            b.row_stride as isize,
+            beta,
+            alpha,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}

@@ -1,0 +1,268 @@
+//! Output projection and cross entropy in one, in chunks of rows: logits of all rows never exist at once.
+
+use rayon::prelude::*;
+
+use crate::gemm::{Matrix, MatrixMut, Threads, matmul};
+use crate::simd::{exp, fold, vectorize};
+
+/// Labels below 0 (Hugging Face's -100) are ignored: no loss, no gradient.
+const FIRST_LABEL: i32 = 0;
+
+/// Logits held at once, in elements (16 MiB).
+const MAX_LOGITS: usize = 1 << 22;
+
+/// Sums over the rows that have a label.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CrossEntropy {
+    /// Sum of `lse - logit[label]`, in nats.
+    pub loss_sum: f64,
+    /// Sum of `z_loss * lse^2`.
+    pub z_loss_sum: f64,
+    /// Rows with a label.
+    pub num_labels: usize,
+}
+
+/// Loss of `logits = h weight^T` against the labels.
+///
+/// # Shapes
+/// - h: `[n, d_model]`, weight: `[vocab_size, d_model]`, labels: `[n]` (negative: ignored)
+///
+/// # Panics
+/// When lengths do not fit or a label is not below vocab_size.
+pub fn linear_cross_entropy(
+    h: &[f32],
+    weight: &[f32],
+    labels: &[i32],
+    d_model: usize,
+    z_loss: f32,
+) -> CrossEntropy {
+    run(h, weight, labels, d_model, z_loss, None, None)
+}
+
+/// As [`linear_cross_entropy`] without z-loss, and the loss of every row: `nll[n] = lse - logit[label]`, 0 where ignored.
+///
+/// # Shapes
+/// - h: `[n, d_model]`, weight: `[vocab_size, d_model]`, labels, nll: `[n]`
+///
+/// # Panics
+/// When lengths do not fit or a label is not below vocab_size.
+pub fn linear_cross_entropy_per_row(
+    h: &[f32],
+    weight: &[f32],
+    labels: &[i32],
+    d_model: usize,
+    nll: &mut [f32],
+) -> CrossEntropy {
+    assert_eq!(
+        nll.len(),
+        labels.len(),
+        "linear_cross_entropy_per_row: nll is not [n]"
+    );
+    run(h, weight, labels, d_model, 0.0, None, Some(nll))
+}
+
+/// Loss and gradients in one pass, which saves one of the four products. The gradients are those of
+/// `loss_sum + z_loss_sum`; for a mean, scale them by `1 / num_labels` afterwards.
+///
+/// # Shapes
+/// - h, dh: `[n, d_model]`, weight, dweight: `[vocab_size, d_model]`, labels: `[n]`; dh and dweight are written whole
+///
+/// # Panics
+/// When lengths do not fit or a label is not below vocab_size.
+pub fn linear_cross_entropy_with_grad(
+    h: &[f32],
+    weight: &[f32],
+    labels: &[i32],
+    d_model: usize,
+    z_loss: f32,
+    dh: &mut [f32],
+    dweight: &mut [f32],
+) -> CrossEntropy {
+    assert_eq!(
+        dh.len(),
+        h.len(),
+        "linear_cross_entropy_with_grad: dh is not as long as h"
+    );
+    assert_eq!(
+        dweight.len(),
+        weight.len(),
+        "linear_cross_entropy_with_grad: dweight is not as long as weight"
+    );
+    run(
+        h,
+        weight,
+        labels,
+        d_model,
+        z_loss,
+        Some((dh, dweight)),
+        None,
+    )
+}
+
+fn run(
+    h: &[f32],
+    weight: &[f32],
+    labels: &[i32],
+    d_model: usize,
+    z_loss: f32,
+    mut gradients: Option<(&mut [f32], &mut [f32])>,
+    mut nll: Option<&mut [f32]>,
+) -> CrossEntropy {
+    assert!(
+        d_model > 0 && weight.len() % d_model == 0,
+        "linear_cross_entropy: weight is not [vocab_size, {d_model}]"
+    );
+    assert_eq!(
+        h.len(),
+        labels.len() * d_model,
+        "linear_cross_entropy: h is not [n, d_model]"
+    );
+    let vocab_size = weight.len() / d_model;
+    for &label in labels {
+        assert!(
+            i64::from(label) < vocab_size as i64,
+            "linear_cross_entropy: label {label} is not below {vocab_size}"
+        );
+    }
+    let chunk_rows = (MAX_LOGITS / vocab_size.max(1)).clamp(32, 1024);
+    let mut logits = vec![0.0; chunk_rows.min(labels.len()) * vocab_size];
+    let mut total = CrossEntropy {
+        loss_sum: 0.0,
+        z_loss_sum: 0.0,
+        num_labels: 0,
+    };
+    if labels.is_empty()
+        && let Some((_, dweight)) = &mut gradients
+    {
+        dweight.fill(0.0);
+    }
+    for (chunk, labels) in labels.chunks(chunk_rows).enumerate() {
+        let (first_row, rows) = (chunk * chunk_rows, labels.len());
+        let h = Matrix::new(
+            &h[first_row * d_model..(first_row + rows) * d_model],
+            rows,
+            d_model,
+        );
+        let w = Matrix::new(weight, vocab_size, d_model);
+        let logits = &mut logits[..rows * vocab_size];
+        matmul(
+            Threads::All,
+            1.0,
+            h,
+            w.t(),
+            0.0,
+            MatrixMut::new(logits, rows, vocab_size),
+        );
+        let with_gradient = gradients.is_some();
+        let losses: Vec<Option<(f64, f64)>> = logits
+            .par_chunks_mut(vocab_size)
+            .zip(labels)
+            .map(|(row, &label)| vectorize(|| row_loss(row, label, z_loss, with_gradient)))
+            .collect();
+        for (row, loss) in losses.iter().enumerate() {
+            let (loss_of_row, z_loss_of_row) = loss.unwrap_or((0.0, 0.0));
+            total.loss_sum += loss_of_row;
+            total.z_loss_sum += z_loss_of_row;
+            total.num_labels += usize::from(loss.is_some());
+            if let Some(nll) = &mut nll {
+                nll[first_row + row] = loss_of_row as f32;
+            }
+        }
+        if let Some((dh, dweight)) = &mut gradients {
+            let d_logits = Matrix::new(logits, rows, vocab_size);
+            let dh = MatrixMut::new(
+                &mut dh[first_row * d_model..(first_row + rows) * d_model],
+                rows,
+                d_model,
+            );
+            matmul(Threads::All, 1.0, d_logits, w, 0.0, dh);
+            let beta = if chunk == 0 { 0.0 } else { 1.0 };
+            matmul(
+                Threads::All,
+                1.0,
+                d_logits.t(),
+                h,
+                beta,
+                MatrixMut::new(dweight, vocab_size, d_model),
+            );
+        }
+    }
+    total
+}
+
+/// Cross entropy and z-loss of one row, `None` without a label. With `with_gradient` the logits become their gradient.
+#[inline(always)]
+fn row_loss(row: &mut [f32], label: i32, z_loss: f32, with_gradient: bool) -> Option<(f64, f64)> {
+    if label < FIRST_LABEL {
+        if with_gradient {
+            row.fill(0.0);
+        }
+        return None;
+    }
+    let logit = row[label as usize];
+    let max = max_of(row);
+    let sum = if with_gradient {
+        exp_and_sum(row, max)
+    } else {
+        sum_of_exp(row, max)
+    };
+    let lse = max + sum.ln();
+    if with_gradient {
+        let scale = (1.0 + 2.0 * z_loss * lse) / sum;
+        for p in row.iter_mut() {
+            *p *= scale;
+        }
+        row[label as usize] -= 1.0;
+    }
+    Some((
+        f64::from(lse) - f64::from(logit),
+        f64::from(z_loss) * f64::from(lse) * f64::from(lse),
+    ))
+}
+
+#[inline(always)]
+fn max_of(row: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; 32];
+    let (chunks, tail) = row.as_chunks::<32>();
+    for chunk in chunks {
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane = if x > *lane { x } else { *lane };
+        }
+    }
+    for (lane, &x) in lanes.iter_mut().zip(tail) {
+        *lane = if x > *lane { x } else { *lane };
+    }
+    lanes.into_iter().fold(f32::NEG_INFINITY, f32::max)
+}
+
+#[inline(always)]
+fn sum_of_exp(row: &[f32], max: f32) -> f32 {
+    let mut lanes = [0.0_f32; 32];
+    let (chunks, tail) = row.as_chunks::<32>();
+    for chunk in chunks {
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane += exp(x - max);
+        }
+    }
+    for (lane, &x) in lanes.iter_mut().zip(tail) {
+        *lane += exp(x - max);
+    }
+    fold(lanes)
+}
+
+#[inline(always)]
+fn exp_and_sum(row: &mut [f32], max: f32) -> f32 {
+    let mut lanes = [0.0_f32; 32];
+    let (chunks, tail) = row.as_chunks_mut::<32>();
+    for chunk in chunks {
+        for (lane, x) in lanes.iter_mut().zip(chunk) {
+            *x = exp(*x - max);
+            *lane += *x;
+        }
+    }
+    for (lane, x) in lanes.iter_mut().zip(tail) {
+        *x = exp(*x - max);
+        *lane += *x;
+    }
+    fold(lanes)
+}

@@ -1,0 +1,255 @@
+//! Per-head RMSNorm of q and k, then rotary positions, on the packed output of the qkv projection.
+//!
+//! Rotate-half form, as Hugging Face's Qwen3: `rope(x) = x * cos + cat(-x2, x1) * sin` with x1, x2 the halves of a head.
+
+use rayon::prelude::*;
+
+use crate::attention::Documents;
+use crate::rms_norm::{add_partials, norm_row_backward, reciprocal_rms};
+use crate::simd::vectorize;
+
+/// Tokens one task handles; also the tokens one partial weight gradient covers, so it fixes the order of that sum.
+const TOKENS: usize = 32;
+
+/// Sizes and weights of the op.
+#[derive(Clone, Copy, Debug)]
+pub struct QkNormRope<'a> {
+    /// Rows of the batch.
+    pub batch: usize,
+    /// Tokens per row.
+    pub seq_len: usize,
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key and value heads.
+    pub num_kv_heads: usize,
+    /// Width of a head, even.
+    pub head_dim: usize,
+    /// Norm weight of the queries, `[head_dim]`.
+    pub q_weight: &'a [f32],
+    /// Norm weight of the keys, `[head_dim]`.
+    pub k_weight: &'a [f32],
+    /// Added to the mean square.
+    pub eps: f32,
+    /// Cosines, `[max_positions, head_dim / 2]`.
+    pub cos: &'a [f32],
+    /// Sines, `[max_positions, head_dim / 2]`.
+    pub sin: &'a [f32],
+    /// Added to every position; when decoding, the number of tokens before these.
+    pub position_offset: usize,
+}
+
+impl QkNormRope<'_> {
+    fn heads(&self) -> usize {
+        self.num_heads + 2 * self.num_kv_heads
+    }
+
+    fn token_len(&self) -> usize {
+        self.heads() * self.head_dim
+    }
+
+    fn check(&self, documents: Documents<'_>) {
+        let tokens = self.batch * self.seq_len;
+        assert!(
+            self.head_dim > 0 && self.head_dim.is_multiple_of(2),
+            "qk_norm_rope: head_dim must be even"
+        );
+        assert_eq!(
+            self.q_weight.len(),
+            self.head_dim,
+            "qk_norm_rope: q_weight is not [head_dim]"
+        );
+        assert_eq!(
+            self.k_weight.len(),
+            self.head_dim,
+            "qk_norm_rope: k_weight is not [head_dim]"
+        );
+        assert_eq!(
+            self.cos.len(),
+            self.sin.len(),
+            "qk_norm_rope: cos and sin differ in length"
+        );
+        assert_eq!(
+            documents.start.len(),
+            tokens,
+            "qk_norm_rope: documents.start is not [batch, seq_len]"
+        );
+    }
+
+    /// Cosines and sines of one token: position inside its document plus the offset.
+    #[inline(always)]
+    fn angles(&self, documents: Documents<'_>, token: usize) -> (&[f32], &[f32]) {
+        let half = self.head_dim / 2;
+        let position = (token % self.seq_len) as i64 - i64::from(documents.start[token])
+            + self.position_offset as i64;
+        let at = position as usize * half;
+        (&self.cos[at..at + half], &self.sin[at..at + half])
+    }
+}
+
+/// Normalises and rotates q and k, copies v.
+///
+/// The position of a token is `i - documents.start[i] + position_offset`.
+///
+/// # Shapes
+/// - qkv, out: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, heads in the order q, k, v; out is written whole
+///
+/// # Panics
+/// When lengths do not fit or a position is outside the tables.
+pub fn qk_norm_rope_forward(
+    op: &QkNormRope<'_>,
+    qkv: &[f32],
+    documents: Documents<'_>,
+    out: &mut [f32],
+) {
+    op.check(documents);
+    let (token_len, head_dim) = (op.token_len(), op.head_dim);
+    assert_eq!(
+        qkv.len(),
+        op.batch * op.seq_len * token_len,
+        "qk_norm_rope_forward: qkv has another size"
+    );
+    assert_eq!(
+        out.len(),
+        qkv.len(),
+        "qk_norm_rope_forward: out is not as long as qkv"
+    );
+    let tasks = out
+        .par_chunks_mut(TOKENS * token_len)
+        .zip(qkv.par_chunks(TOKENS * token_len))
+        .enumerate();
+    tasks.for_each(|(task, (out, qkv))| {
+        vectorize(|| {
+            for (t, (out, qkv)) in out
+                .chunks_exact_mut(token_len)
+                .zip(qkv.chunks_exact(token_len))
+                .enumerate()
+            {
+                let (cos, sin) = op.angles(documents, task * TOKENS + t);
+                let heads = out
+                    .chunks_exact_mut(head_dim)
+                    .zip(qkv.chunks_exact(head_dim))
+                    .enumerate();
+                for (head, (out, x)) in heads {
+                    if head < op.num_heads {
+                        norm_and_rotate(x, op.q_weight, op.eps, cos, sin, out);
+                    } else if head < op.num_heads + op.num_kv_heads {
+                        norm_and_rotate(x, op.k_weight, op.eps, cos, sin, out);
+                    } else {
+                        out.copy_from_slice(x);
+                    }
+                }
+            }
+        });
+    });
+}
+
+/// Gradients of [`qk_norm_rope_forward`]; `qkv` is its input, and the norms are computed again.
+///
+/// # Shapes
+/// - qkv, d_out, d_qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
+/// - d_q_weight, d_k_weight: `[head_dim]`; all three gradients are written whole
+///
+/// # Panics
+/// When lengths do not fit or a position is outside the tables.
+pub fn qk_norm_rope_backward(
+    op: &QkNormRope<'_>,
+    qkv: &[f32],
+    documents: Documents<'_>,
+    d_out: &[f32],
+    d_qkv: &mut [f32],
+    d_q_weight: &mut [f32],
+    d_k_weight: &mut [f32],
+) {
+    op.check(documents);
+    let (token_len, head_dim) = (op.token_len(), op.head_dim);
+    assert_eq!(
+        qkv.len(),
+        op.batch * op.seq_len * token_len,
+        "qk_norm_rope_backward: qkv has another size"
+    );
+    assert_eq!(
+        (d_out.len(), d_qkv.len()),
+        (qkv.len(), qkv.len()),
+        "qk_norm_rope_backward: gradients have other sizes"
+    );
+    assert_eq!(
+        d_q_weight.len(),
+        head_dim,
+        "qk_norm_rope_backward: d_q_weight is not [head_dim]"
+    );
+    assert_eq!(
+        d_k_weight.len(),
+        head_dim,
+        "qk_norm_rope_backward: d_k_weight is not [head_dim]"
+    );
+    let tasks = d_qkv
+        .par_chunks_mut(TOKENS * token_len)
+        .zip(qkv.par_chunks(TOKENS * token_len))
+        .zip(d_out.par_chunks(TOKENS * token_len))
+        .enumerate();
+    let (q_partial, k_partial): (Vec<Vec<f32>>, Vec<Vec<f32>>) = tasks
+        .map(|(task, ((d_qkv, qkv), d_out))| {
+            let mut d_q_weight = vec![0.0; head_dim];
+            let mut d_k_weight = vec![0.0; head_dim];
+            let mut d_norm = vec![0.0; head_dim];
+            vectorize(|| {
+                let tokens = d_qkv
+                    .chunks_exact_mut(token_len)
+                    .zip(qkv.chunks_exact(token_len));
+                for (t, ((d_qkv, qkv), d_out)) in
+                    tokens.zip(d_out.chunks_exact(token_len)).enumerate()
+                {
+                    let (cos, sin) = op.angles(documents, task * TOKENS + t);
+                    let heads = d_qkv
+                        .chunks_exact_mut(head_dim)
+                        .zip(qkv.chunks_exact(head_dim));
+                    for (head, ((dx, x), dy)) in heads.zip(d_out.chunks_exact(head_dim)).enumerate()
+                    {
+                        if head < op.num_heads {
+                            rotate_back(dy, cos, sin, &mut d_norm);
+                            norm_row_backward(x, op.q_weight, op.eps, &d_norm, dx, &mut d_q_weight);
+                        } else if head < op.num_heads + op.num_kv_heads {
+                            rotate_back(dy, cos, sin, &mut d_norm);
+                            norm_row_backward(x, op.k_weight, op.eps, &d_norm, dx, &mut d_k_weight);
+                        } else {
+                            dx.copy_from_slice(dy);
+                        }
+                    }
+                }
+            });
+            (d_q_weight, d_k_weight)
+        })
+        .unzip();
+    add_partials(&q_partial, d_q_weight);
+    add_partials(&k_partial, d_k_weight);
+}
+
+#[inline(always)]
+fn norm_and_rotate(x: &[f32], weight: &[f32], eps: f32, cos: &[f32], sin: &[f32], out: &mut [f32]) {
+    let half = cos.len();
+    let rstd = reciprocal_rms(x, eps);
+    let ((x1, x2), (w1, w2)) = (x.split_at(half), weight.split_at(half));
+    let (out1, out2) = out.split_at_mut(half);
+    let columns = x1
+        .iter()
+        .zip(x2)
+        .zip(w1.iter().zip(w2))
+        .zip(cos.iter().zip(sin));
+    for ((o1, o2), (((&x1, &x2), (&w1, &w2)), (&c, &s))) in out1.iter_mut().zip(out2).zip(columns) {
+        let (y1, y2) = (w1 * (x1 * rstd), w2 * (x2 * rstd));
+        *o1 = y1 * c - y2 * s;
+        *o2 = y2 * c + y1 * s;
+    }
+}
+
+#[inline(always)]
+fn rotate_back(dy: &[f32], cos: &[f32], sin: &[f32], dx: &mut [f32]) {
+    let half = cos.len();
+    let (dy1, dy2) = dy.split_at(half);
+    let (dx1, dx2) = dx.split_at_mut(half);
+    let columns = dy1.iter().zip(dy2).zip(cos.iter().zip(sin));
+    for ((dx1, dx2), ((&dy1, &dy2), (&c, &s))) in dx1.iter_mut().zip(dx2).zip(columns) {
+        *dx1 = dy1 * c + dy2 * s;
+        *dx2 = dy2 * c - dy1 * s;
+    }
+}
