@@ -3,7 +3,8 @@ use std::path::{Path, PathBuf};
 use std::{env, fs};
 
 fn main() {
-    let manifest = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR"));
+    let manifest =
+        PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR"));
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let kernels = manifest.join("../../kernels");
     let mut files = Vec::new();
@@ -11,8 +12,14 @@ fn main() {
     files.sort();
     let mut table = String::from("static KERNEL_FILES: &[(&str, &str)] = &[\n");
     for name in &files {
-        let path = kernels.join(name).canonicalize().expect("the file was just listed");
-        table.push_str(&format!("    ({name:?}, include_str!({:?})),\n", path.display().to_string()));
+        let path = kernels
+            .join(name)
+            .canonicalize()
+            .expect("the file was just listed");
+        table.push_str(&format!(
+            "    ({name:?}, include_str!({:?})),\n",
+            path.display().to_string()
+        ));
     }
     table.push_str("];\n");
     fs::write(out.join("kernel_files.rs"), table).expect("OUT_DIR is writable");

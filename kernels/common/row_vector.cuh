@@ -12,24 +12,38 @@ typedef float element;
 static_assert(VECTOR == 1 || VECTOR == 4, "a 16-byte access holds 4 f32");
 #endif
 
-DEVICE float to_float(float x) { return x; }
-DEVICE float to_float(bf16 x) { return bf16_to_f32(x); }
-DEVICE void from_float(float x, float& out) { out = x; }
-// Round to nearest, ties to even; NaN stays NaN.
-DEVICE void from_float(float x, bf16& out) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(x)); }
+#if VECTOR > 1
+// The four words of a 16-byte access.
+#if IS_BF16
+DEVICE u32 pack_word(const float* pair) {
+  u32 word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(pair[1]), "f"(pair[0]));  // the first element is the low half
+  return word;
+}
+DEVICE void unpack_word(u32 word, float* pair) { pair[0] = bf16_low(word), pair[1] = bf16_high(word); }
+#else
+DEVICE u32 pack_word(const float* one) { return __float_as_uint(*one); }
+DEVICE void unpack_word(u32 word, float* one) { *one = __uint_as_float(word); }
+#endif
+constexpr int WORD_ELEMENTS = VECTOR / 4;
 
-// VECTOR elements with the alignment that lets the compiler use one access.
-struct __align__(sizeof(element) * VECTOR) ElementVector { element at[VECTOR]; };
-
+// Both need `from` and `to` aligned to 16 bytes: the wrapper's choice of VECTOR.
 DEVICE void load_vector(const element* from, float (&to)[VECTOR]) {
-  const ElementVector loaded = *reinterpret_cast<const ElementVector*>(from);  // aligned by the wrapper's choice of VECTOR
-#pragma unroll
-  for (int i = 0; i < VECTOR; ++i) to[i] = to_float(loaded.at[i]);
+  const uint4 words = *reinterpret_cast<const uint4*>(from);
+  unpack_word(words.x, to), unpack_word(words.y, to + WORD_ELEMENTS);
+  unpack_word(words.z, to + 2 * WORD_ELEMENTS), unpack_word(words.w, to + 3 * WORD_ELEMENTS);
 }
-
 DEVICE void store_vector(element* to, const float (&from)[VECTOR]) {
-  ElementVector stored;
-#pragma unroll
-  for (int i = 0; i < VECTOR; ++i) from_float(from[i], stored.at[i]);
-  *reinterpret_cast<ElementVector*>(to) = stored;  // aligned by the wrapper's choice of VECTOR
+  // By name: nvcc 13.0 splits the assignment of a uint4 into four stores here.
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(pack_word(from)), "r"(pack_word(from + WORD_ELEMENTS)),
+               "r"(pack_word(from + 2 * WORD_ELEMENTS)), "r"(pack_word(from + 3 * WORD_ELEMENTS)) : "memory");
 }
+#elif IS_BF16
+DEVICE void load_vector(const element* from, float (&to)[1]) { to[0] = bf16_to_f32(*from); }
+DEVICE void store_vector(element* to, const float (&from)[1]) {
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to->bits) : "f"(from[0]));
+}
+#else
+DEVICE void load_vector(const element* from, float (&to)[1]) { to[0] = *from; }
+DEVICE void store_vector(element* to, const float (&from)[1]) { *to = from[0]; }
+#endif

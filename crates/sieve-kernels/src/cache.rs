@@ -31,21 +31,35 @@ impl KernelCache {
     ///
     /// # Errors
     /// [`KernelError::Cache`] when the folder cannot be made or written.
-    pub fn open(root: &Path, arch: &str, nvrtc: impl std::fmt::Display) -> Result<Self, KernelError> {
+    pub fn open(
+        root: &Path,
+        arch: &str,
+        nvrtc: impl std::fmt::Display,
+    ) -> Result<Self, KernelError> {
         let shared = root.join(format!("{arch}-nvrtc{nvrtc}"));
         create_folder(&shared)?;
         if let Some(lock) = lock_folder(&shared)? {
             remove_abandoned(&shared);
-            return Ok(Self { folder: shared, private: false, _lock: lock });
+            return Ok(Self {
+                folder: shared,
+                private: false,
+                _lock: lock,
+            });
         }
         let folder = shared.join(format!("{PRIVATE_PREFIX}{}", std::process::id()));
         // A folder of that name is what a dead process with our number left.
         let _ = fs::remove_dir_all(&folder);
         create_folder(&folder)?;
-        let lock = lock_folder(&folder)?.ok_or_else(|| cache_error(&folder, "locked by another process"))?;
+        let lock = lock_folder(&folder)?
+            .ok_or_else(|| cache_error(&folder, "locked by another process"))?;
         // Reading while the owner appends is fine: CubeCL skips an entry that ends early.
-        copy_folder(&shared.join("cuda"), &folder.join("cuda")).map_err(|e| cache_error(&folder, e))?;
-        Ok(Self { folder, private: true, _lock: lock })
+        copy_folder(&shared.join("cuda"), &folder.join("cuda"))
+            .map_err(|e| cache_error(&folder, e))?;
+        Ok(Self {
+            folder,
+            private: true,
+            _lock: lock,
+        })
     }
 
     /// The folder that CubeCL gets.
@@ -101,7 +115,12 @@ fn create_folder(folder: &Path) -> Result<(), KernelError> {
 /// Locks a folder; `None` when another process holds it.
 fn lock_folder(folder: &Path) -> Result<Option<File>, KernelError> {
     let path = folder.join(LOCK_FILE);
-    let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(|e| cache_error(&path, e))?;
+    let file = File::options()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(&path)
+        .map_err(|e| cache_error(&path, e))?;
     match file.try_lock() {
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => Ok(None),
@@ -111,9 +130,15 @@ fn lock_folder(folder: &Path) -> Result<Option<File>, KernelError> {
 
 /// Deletes private copies whose processes are gone.
 fn remove_abandoned(shared: &Path) {
-    let Ok(entries) = fs::read_dir(shared) else { return };
+    let Ok(entries) = fs::read_dir(shared) else {
+        return;
+    };
     for entry in entries.flatten() {
-        if !entry.file_name().to_string_lossy().starts_with(PRIVATE_PREFIX) {
+        if !entry
+            .file_name()
+            .to_string_lossy()
+            .starts_with(PRIVATE_PREFIX)
+        {
             continue;
         }
         if let Ok(Some(_lock)) = lock_folder(&entry.path()) {
@@ -142,7 +167,10 @@ fn copy_folder(from: &Path, to: &Path) -> io::Result<()> {
 }
 
 fn cache_error(path: &Path, reason: impl ToString) -> KernelError {
-    KernelError::Cache { path: path.to_owned(), reason: reason.to_string() }
+    KernelError::Cache {
+        path: path.to_owned(),
+        reason: reason.to_string(),
+    }
 }
 
 #[cfg(test)]
@@ -163,8 +191,14 @@ mod tests {
         let second = KernelCache::open(root.path(), "sm_90a", "13.0").expect("writable");
         assert!(second.is_private());
         let copy = second.folder().join("cuda/0.10.0/ptx");
-        assert_eq!(fs::read_to_string(copy.join("chunk0.cbor")).expect("copied"), "compiled");
-        assert!(!copy.join("toc.json.log.lock").exists(), "a lock is not content");
+        assert_eq!(
+            fs::read_to_string(copy.join("chunk0.cbor")).expect("copied"),
+            "compiled"
+        );
+        assert!(
+            !copy.join("toc.json.log.lock").exists(),
+            "a lock is not content"
+        );
 
         let private = second.folder().to_owned();
         drop(second);
@@ -194,7 +228,8 @@ mod tests {
     #[test]
     fn an_unusable_folder_is_named() {
         let root = tempfile::NamedTempFile::new().expect("a temporary file");
-        let error = KernelCache::open(root.path(), "sm_80", "12.8").expect_err("a file is no folder");
+        let error =
+            KernelCache::open(root.path(), "sm_80", "12.8").expect_err("a file is no folder");
         assert!(error.to_string().contains("sm_80-nvrtc12.8"), "{error}");
     }
 }

@@ -4,24 +4,51 @@ use crate::error::KernelError;
 use burn::tensor::DType;
 
 /// Refuses a value outside a list of compiled ones.
-pub(crate) fn require_supported(kernel: &'static str, what: &'static str, got: usize, supported: &[usize]) -> Result<(), KernelError> {
+pub(crate) fn require_supported(
+    kernel: &'static str,
+    what: &'static str,
+    got: usize,
+    supported: &[usize],
+) -> Result<(), KernelError> {
     if supported.contains(&got) {
         return Ok(());
     }
-    Err(KernelError::Unsupported { kernel, what, got: got.to_string(), supported: format!("{supported:?}") })
+    Err(KernelError::Unsupported {
+        kernel,
+        what,
+        got: got.to_string(),
+        supported: format!("{supported:?}"),
+    })
 }
 
 /// Refuses a size of zero.
-pub(crate) fn require_non_empty(kernel: &'static str, what: &'static str, size: usize) -> Result<(), KernelError> {
-    if size > 0 { Ok(()) } else { Err(KernelError::Empty { kernel, what }) }
+pub(crate) fn require_non_empty(
+    kernel: &'static str,
+    what: &'static str,
+    size: usize,
+) -> Result<(), KernelError> {
+    if size > 0 {
+        Ok(())
+    } else {
+        Err(KernelError::Empty { kernel, what })
+    }
 }
 
 /// A float type that the element-wise kernels are compiled for: true for bf16, false for f32.
-pub(crate) fn require_float(kernel: &'static str, what: &'static str, tensor: &CudaTensor) -> Result<bool, KernelError> {
+pub(crate) fn require_float(
+    kernel: &'static str,
+    what: &'static str,
+    tensor: &CudaTensor,
+) -> Result<bool, KernelError> {
     match tensor.dtype() {
         DType::BF16 => Ok(true),
         DType::F32 => Ok(false),
-        other => Err(KernelError::Unsupported { kernel, what, got: other.name().to_owned(), supported: "bf16, f32".to_owned() }),
+        other => Err(KernelError::Unsupported {
+            kernel,
+            what,
+            got: other.name().to_owned(),
+            supported: "bf16, f32".to_owned(),
+        }),
     }
 }
 
@@ -57,8 +84,16 @@ mod tests {
     #[test]
     fn rows_of_pitched_and_sliced_tensors() {
         assert_eq!(uniform_rows(&[2, 3, 5], &[15, 5, 1]), Some((6, 5)));
-        assert_eq!(uniform_rows(&[2, 3, 5], &[24, 8, 1]), Some((6, 8)), "pitched rows");
-        assert_eq!(uniform_rows(&[2, 3, 5], &[64, 8, 1]), None, "a gap between batches");
+        assert_eq!(
+            uniform_rows(&[2, 3, 5], &[24, 8, 1]),
+            Some((6, 8)),
+            "pitched rows"
+        );
+        assert_eq!(
+            uniform_rows(&[2, 3, 5], &[64, 8, 1]),
+            None,
+            "a gap between batches"
+        );
         assert_eq!(uniform_rows(&[2, 3, 5], &[0, 8, 1]), None, "expanded batch");
         assert_eq!(uniform_rows(&[3, 5], &[0, 1]), None, "expanded rows");
         assert_eq!(uniform_rows(&[5, 3], &[1, 5]), None, "transposed");
@@ -70,8 +105,13 @@ mod tests {
 
     #[test]
     fn refusals_say_what_is_supported() {
-        let error = require_supported("k", "head_dim", 48, &[64, 128]).expect_err("48 is missing").to_string();
-        assert_eq!(error, "k: head_dim 48 is not supported (supported: [64, 128])");
+        let error = require_supported("k", "head_dim", 48, &[64, 128])
+            .expect_err("48 is missing")
+            .to_string();
+        assert_eq!(
+            error,
+            "k: head_dim 48 is not supported (supported: [64, 128])"
+        );
         assert!(require_non_empty("k", "seq_len", 0).is_err());
     }
 }

@@ -70,9 +70,18 @@ impl CudaTensor {
     ///
     /// # Errors
     /// [`KernelError::Rank`] when there are not `D` dimensions.
-    pub fn dims<const D: usize>(&self, kernel: &'static str, tensor: &'static str) -> Result<[usize; D], KernelError> {
+    pub fn dims<const D: usize>(
+        &self,
+        kernel: &'static str,
+        tensor: &'static str,
+    ) -> Result<[usize; D], KernelError> {
         let shape = self.shape();
-        shape.try_into().map_err(|_| KernelError::Rank { kernel, tensor, got: shape.len(), expected: D })
+        shape.try_into().map_err(|_| KernelError::Rank {
+            kernel,
+            tensor,
+            got: shape.len(),
+            expected: D,
+        })
     }
 
     /// True when elements lie in memory in index order, without gaps. Dimensions of size 1 don't count.
@@ -86,7 +95,11 @@ impl CudaTensor {
             return self.clone();
         }
         let tensor = self.0.clone();
-        let copy = cubecl::std::tensor::into_contiguous(self.client(), tensor.binding(), self.dtype().into());
+        let copy = cubecl::std::tensor::into_contiguous(
+            self.client(),
+            tensor.binding(),
+            self.dtype().into(),
+        );
         self.with_handle(copy.handle, self.shape(), self.dtype())
     }
 
@@ -94,10 +107,20 @@ impl CudaTensor {
     ///
     /// # Errors
     /// [`KernelError::Layout`] when the tensor is not contiguous, [`KernelError::Shape`] when the sizes differ.
-    pub fn reshaped(&self, kernel: &'static str, tensor: &'static str, shape: &[usize]) -> Result<Self, KernelError> {
+    pub fn reshaped(
+        &self,
+        kernel: &'static str,
+        tensor: &'static str,
+        shape: &[usize],
+    ) -> Result<Self, KernelError> {
         self.require_contiguous(kernel, tensor)?;
         if shape.iter().product::<usize>() != self.num_elements() {
-            return Err(KernelError::Shape { kernel, tensor, got: self.shape().to_vec(), expected: shape.to_vec() });
+            return Err(KernelError::Shape {
+                kernel,
+                tensor,
+                got: self.shape().to_vec(),
+                expected: shape.to_vec(),
+            });
         }
         Ok(self.with_handle(self.0.handle.clone(), shape, self.dtype()))
     }
@@ -105,7 +128,12 @@ impl CudaTensor {
     /// A new contiguous tensor on the same device, contents undefined.
     pub fn empty_contiguous(&self, shape: &[usize], dtype: DType) -> Self {
         let (client, device) = (self.client().clone(), self.device().clone());
-        Self(empty_device_contiguous_dtype(client, device, Shape::from(shape.to_vec()), dtype))
+        Self(empty_device_contiguous_dtype(
+            client,
+            device,
+            Shape::from(shape.to_vec()),
+            dtype,
+        ))
     }
 
     /// A new contiguous tensor of zeros on the same device: one small launch.
@@ -122,30 +150,54 @@ impl CudaTensor {
     ///
     /// # Errors
     /// [`KernelError::DType`].
-    pub fn require_dtype(&self, kernel: &'static str, tensor: &'static str, dtype: DType) -> Result<(), KernelError> {
+    pub fn require_dtype(
+        &self,
+        kernel: &'static str,
+        tensor: &'static str,
+        dtype: DType,
+    ) -> Result<(), KernelError> {
         if self.dtype() == dtype {
             return Ok(());
         }
         let (got, expected) = (self.dtype().name().to_owned(), dtype.name().to_owned());
-        Err(KernelError::DType { kernel, tensor, got, expected })
+        Err(KernelError::DType {
+            kernel,
+            tensor,
+            got,
+            expected,
+        })
     }
 
     /// Checks the shape.
     ///
     /// # Errors
     /// [`KernelError::Shape`].
-    pub fn require_shape(&self, kernel: &'static str, tensor: &'static str, expected: &[usize]) -> Result<(), KernelError> {
+    pub fn require_shape(
+        &self,
+        kernel: &'static str,
+        tensor: &'static str,
+        expected: &[usize],
+    ) -> Result<(), KernelError> {
         if self.shape() == expected {
             return Ok(());
         }
-        Err(KernelError::Shape { kernel, tensor, got: self.shape().to_vec(), expected: expected.to_vec() })
+        Err(KernelError::Shape {
+            kernel,
+            tensor,
+            got: self.shape().to_vec(),
+            expected: expected.to_vec(),
+        })
     }
 
     /// Checks that the tensor is contiguous.
     ///
     /// # Errors
     /// [`KernelError::Layout`].
-    pub fn require_contiguous(&self, kernel: &'static str, tensor: &'static str) -> Result<(), KernelError> {
+    pub fn require_contiguous(
+        &self,
+        kernel: &'static str,
+        tensor: &'static str,
+    ) -> Result<(), KernelError> {
         if self.is_contiguous() {
             return Ok(());
         }
@@ -153,9 +205,20 @@ impl CudaTensor {
     }
 
     /// A [`KernelError::Layout`] about this tensor; `expected` says in words what the kernel needs.
-    pub fn layout_error(&self, kernel: &'static str, tensor: &'static str, expected: &'static str) -> KernelError {
+    pub fn layout_error(
+        &self,
+        kernel: &'static str,
+        tensor: &'static str,
+        expected: &'static str,
+    ) -> KernelError {
         let (shape, strides) = (self.shape().to_vec(), self.strides().to_vec());
-        KernelError::Layout { kernel, tensor, shape, strides, expected }
+        KernelError::Layout {
+            kernel,
+            tensor,
+            shape,
+            strides,
+            expected,
+        }
     }
 
     fn full_contiguous(&self, shape: &[usize], value: InputScalar, dtype: DType) -> Self {

@@ -61,7 +61,9 @@ pub enum KernelError {
         expected: String,
     },
     /// A tensor whose strides the kernel cannot follow.
-    #[error("{kernel}: {tensor} of shape {shape:?} has strides {strides:?}; {expected}\n  hint: call into_contiguous() on it first")]
+    #[error(
+        "{kernel}: {tensor} of shape {shape:?} has strides {strides:?}; {expected}\n  hint: call into_contiguous() on it first"
+    )]
     Layout {
         /// Kernel that refused.
         kernel: &'static str,
@@ -87,7 +89,9 @@ pub enum KernelError {
         limit: usize,
     },
     /// No kernel text under that name is built in.
-    #[error("{name}: no such file among the kernels built into this program\n  hint: kernels/{name} must exist when sieve-kernels is compiled")]
+    #[error(
+        "{name}: no such file among the kernels built into this program\n  hint: kernels/{name} must exist when sieve-kernels is compiled"
+    )]
     UnknownSource {
         /// File name below `kernels/`.
         name: String,
@@ -103,7 +107,9 @@ pub enum KernelError {
         reason: String,
     },
     /// The CUDA compiler refused the source; its log follows.
-    #[error("{kernel}: the CUDA compiler refused the source\n{log}\n  hint: a Sieve kernel that does not compile is a bug; please report it with the CUDA version")]
+    #[error(
+        "{kernel}: the CUDA compiler refused the source\n{log}\n  hint: a Sieve kernel that does not compile is a bug; please report it with the CUDA version"
+    )]
     Compile {
         /// Kernel that failed.
         kernel: &'static str,
@@ -119,10 +125,14 @@ pub enum KernelError {
         reason: String,
     },
     /// libcuda is not on this machine.
-    #[error("CUDA: the driver library libcuda was not found\n  hint: install NVIDIA's driver, or run with --device cpu")]
+    #[error(
+        "CUDA: the driver library libcuda was not found\n  hint: install NVIDIA's driver, or run with --device cpu"
+    )]
     NoDriver,
     /// libcuda is there but does not start.
-    #[error("CUDA: the driver does not start: {reason}\n  hint: check `nvidia-smi`; in a container, pass the GPU through; or run with --device cpu")]
+    #[error(
+        "CUDA: the driver does not start: {reason}\n  hint: check `nvidia-smi`; in a container, pass the GPU through; or run with --device cpu"
+    )]
     DriverInit {
         /// The driver's error.
         reason: String,
@@ -153,7 +163,9 @@ pub enum KernelError {
         searched: String,
     },
     /// The driver runs but sees no GPU.
-    #[error("CUDA: the driver sees no GPU\n  hint: check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or run with --device cpu")]
+    #[error(
+        "CUDA: the driver sees no GPU\n  hint: check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or run with --device cpu"
+    )]
     NoDevice,
     /// A device number that does not exist.
     #[error("CUDA: there is no device {wanted}; this machine has {count}, numbered from 0\n  hint: use --device cuda:{} at most", count.saturating_sub(1))]
@@ -186,7 +198,9 @@ pub enum KernelError {
         reason: String,
     },
     /// The CUDA runtime was configured twice in one process.
-    #[error("the CUDA runtime is already configured in this process\n  hint: call init_runtime once, before the first tensor is made")]
+    #[error(
+        "the CUDA runtime is already configured in this process\n  hint: call init_runtime once, before the first tensor is made"
+    )]
     AlreadyInitialised,
 }
 

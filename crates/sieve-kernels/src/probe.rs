@@ -57,10 +57,18 @@ impl CudaReport {
     /// [`KernelError::WrongDevice`] with the number of devices, [`KernelError::OldDevice`].
     pub fn device(&self, wanted: usize) -> Result<&DeviceReport, KernelError> {
         let count = self.devices.len();
-        let device = self.devices.get(wanted).ok_or(KernelError::WrongDevice { wanted, count })?;
+        let device = self
+            .devices
+            .get(wanted)
+            .ok_or(KernelError::WrongDevice { wanted, count })?;
         if device.major < 8 {
             let (index, name) = (device.index, device.name.clone());
-            return Err(KernelError::OldDevice { index, name, major: device.major, minor: device.minor });
+            return Err(KernelError::OldDevice {
+                index,
+                name,
+                major: device.major,
+                minor: device.minor,
+            });
         }
         Ok(device)
     }
@@ -87,8 +95,15 @@ pub fn probe() -> Result<CudaReport, KernelError> {
     let (driver, nvrtc) = (driver_version()?, nvrtc_version()?);
     check_versions(driver, nvrtc)?;
     let include_folder = check_headers(install::cuda_path().as_deref())?;
-    let devices = (0..count as usize).map(describe).collect::<Result<_, _>>()?;
-    Ok(CudaReport { driver, nvrtc, include_folder, devices })
+    let devices = (0..count as usize)
+        .map(describe)
+        .collect::<Result<_, _>>()?;
+    Ok(CudaReport {
+        driver,
+        nvrtc,
+        include_folder,
+        devices,
+    })
 }
 
 /// Free and total memory of a device in bytes, now. Makes the device's primary context, which a client then shares
@@ -111,15 +126,25 @@ pub(crate) fn nvrtc_version() -> Result<CudaVersion, KernelError> {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: two valid pointers to integers.
     let status = unsafe { nvrtc_sys::nvrtcVersion(&mut major, &mut minor) };
-    status.result().map_err(|e| KernelError::DriverInit { reason: format!("nvrtcVersion: {e}") })?;
-    Ok(CudaVersion { major: major as u32, minor: minor as u32 })
+    status.result().map_err(|e| KernelError::DriverInit {
+        reason: format!("nvrtcVersion: {e}"),
+    })?;
+    Ok(CudaVersion {
+        major: major as u32,
+        minor: minor as u32,
+    })
 }
 
 fn driver_version() -> Result<CudaVersion, KernelError> {
     let mut version = 0;
     // SAFETY: a valid pointer to an integer.
-    unsafe { driver_sys::cuDriverGetVersion(&mut version) }.result().map_err(init_error)?;
-    Ok(CudaVersion { major: version as u32 / 1000, minor: version as u32 % 1000 / 10 })
+    unsafe { driver_sys::cuDriverGetVersion(&mut version) }
+        .result()
+        .map_err(init_error)?;
+    Ok(CudaVersion {
+        major: version as u32 / 1000,
+        minor: version as u32 % 1000 / 10,
+    })
 }
 
 /// A driver loads PTX of its own CUDA version and older.
@@ -134,12 +159,18 @@ fn check_versions(driver: CudaVersion, nvrtc: CudaVersion) -> Result<(), KernelE
 pub(crate) fn check_headers(cuda_path: Option<&Path>) -> Result<PathBuf, KernelError> {
     let Some(path) = cuda_path else {
         let searched = "$CUDA_PATH, /usr/local/cuda, /opt/cuda or /usr".to_owned();
-        return Err(KernelError::NoHeaders { header: HEADER, searched });
+        return Err(KernelError::NoHeaders {
+            header: HEADER,
+            searched,
+        });
     };
     let folder = path.join("include");
     for header in [HEADER, RUNTIME_HEADER] {
         if !folder.join(header).is_file() {
-            return Err(KernelError::NoHeaders { header, searched: folder.display().to_string() });
+            return Err(KernelError::NoHeaders {
+                header,
+                searched: folder.display().to_string(),
+            });
         }
     }
     Ok(folder)
@@ -148,18 +179,30 @@ pub(crate) fn check_headers(cuda_path: Option<&Path>) -> Result<PathBuf, KernelE
 fn describe(index: usize) -> Result<DeviceReport, KernelError> {
     let device = driver::device::get(index as i32).map_err(init_error)?;
     // SAFETY: the handle comes from the driver, the attributes are plain integers.
-    let attribute = |which| unsafe { driver::device::get_attribute(device, which) }.map_err(init_error);
+    let attribute =
+        |which| unsafe { driver::device::get_attribute(device, which) }.map_err(init_error);
     let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32;
     let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32;
-    let num_multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
+    let num_multiprocessors =
+        attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
     let name = driver::device::get_name(device).map_err(init_error)?;
     // SAFETY: the handle comes from the driver.
-    let total_memory_bytes = unsafe { driver::device::total_mem(device) }.map_err(init_error)? as u64;
-    Ok(DeviceReport { index, name, major, minor, num_multiprocessors, total_memory_bytes })
+    let total_memory_bytes =
+        unsafe { driver::device::total_mem(device) }.map_err(init_error)? as u64;
+    Ok(DeviceReport {
+        index,
+        name,
+        major,
+        minor,
+        num_multiprocessors,
+        total_memory_bytes,
+    })
 }
 
 fn init_error(error: cudarc::driver::DriverError) -> KernelError {
-    KernelError::DriverInit { reason: error.to_string() }
+    KernelError::DriverInit {
+        reason: error.to_string(),
+    }
 }
 
 #[cfg(test)]
@@ -180,7 +223,12 @@ mod tests {
             total_memory_bytes: 1,
         };
         let devices = majors.iter().enumerate().map(device).collect();
-        CudaReport { driver: version(13, 0), nvrtc: version(13, 0), include_folder: PathBuf::new(), devices }
+        CudaReport {
+            driver: version(13, 0),
+            nvrtc: version(13, 0),
+            include_folder: PathBuf::new(),
+            devices,
+        }
     }
 
     #[test]
@@ -194,8 +242,14 @@ mod tests {
 
     #[test]
     fn a_wrong_device_number_tells_how_many_there_are() {
-        let error = report(&[9, 9]).device(2).expect_err("two devices only").to_string();
-        assert!(error.contains("no device 2") && error.contains("has 2") && error.contains("cuda:1"), "{error}");
+        let error = report(&[9, 9])
+            .device(2)
+            .expect_err("two devices only")
+            .to_string();
+        assert!(
+            error.contains("no device 2") && error.contains("has 2") && error.contains("cuda:1"),
+            "{error}"
+        );
         let old = report(&[7]).device(0).expect_err("Volta").to_string();
         assert!(old.contains("7.0") && old.contains("8.0"), "{old}");
         assert_eq!(report(&[9]).device(0).expect("Hopper").arch(), "sm_90a");
@@ -207,19 +261,30 @@ mod tests {
         assert_eq!(check_versions(version(13, 0), version(12, 9)), Ok(()));
         assert_eq!(check_versions(version(13, 0), version(13, 0)), Ok(()));
         let error = check_versions(version(12, 4), version(12, 8)).expect_err("PTX is too new");
-        assert!(error.to_string().contains("12.8") && error.to_string().contains("12.4"), "{error}");
+        assert!(
+            error.to_string().contains("12.8") && error.to_string().contains("12.4"),
+            "{error}"
+        );
     }
 
     #[test]
     fn headers_are_looked_for_where_they_will_be_used() {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        let missing = check_headers(Some(folder.path())).expect_err("empty folder").to_string();
-        assert!(missing.contains("cuda_bf16.h") && missing.contains("CUDA_PATH"), "{missing}");
+        let missing = check_headers(Some(folder.path()))
+            .expect_err("empty folder")
+            .to_string();
+        assert!(
+            missing.contains("cuda_bf16.h") && missing.contains("CUDA_PATH"),
+            "{missing}"
+        );
         std::fs::create_dir(folder.path().join("include")).expect("created");
         for header in [HEADER, RUNTIME_HEADER] {
             std::fs::write(folder.path().join("include").join(header), "").expect("written");
         }
-        assert_eq!(check_headers(Some(folder.path())), Ok(folder.path().join("include")));
+        assert_eq!(
+            check_headers(Some(folder.path())),
+            Ok(folder.path().join("include"))
+        );
         assert!(check_headers(None).is_err());
     }
 }

@@ -33,7 +33,9 @@ pub fn kernel_file(name: &str) -> Result<&'static str, KernelError> {
     KERNEL_FILES
         .binary_search_by(|(known, _)| (*known).cmp(name))
         .map(|at| KERNEL_FILES[at].1)
-        .map_err(|_| KernelError::UnknownSource { name: name.to_owned() })
+        .map_err(|_| KernelError::UnknownSource {
+            name: name.to_owned(),
+        })
 }
 
 /// Puts the text for `file` together: `#define`s, then the file, then nothing. Remembers the result, since a training
@@ -41,8 +43,12 @@ pub fn kernel_file(name: &str) -> Result<&'static str, KernelError> {
 ///
 /// # Errors
 /// An unknown file, or an include that cannot be resolved.
-pub(crate) fn assemble_file(file: &str, defines: &[(&'static str, String)]) -> Result<Arc<KernelText>, KernelError> {
-    static ASSEMBLED: LazyLock<Mutex<HashMap<String, Arc<KernelText>>>> = LazyLock::new(Mutex::default);
+pub(crate) fn assemble_file(
+    file: &str,
+    defines: &[(&'static str, String)],
+) -> Result<Arc<KernelText>, KernelError> {
+    static ASSEMBLED: LazyLock<Mutex<HashMap<String, Arc<KernelText>>>> =
+        LazyLock::new(Mutex::default);
     let mut key = file.to_owned();
     for (name, value) in defines {
         // Infallible for a String; the newline keeps `A=1 B` and `A`, `1 B` apart.
@@ -61,7 +67,11 @@ pub(crate) fn assemble_file(file: &str, defines: &[(&'static str, String)]) -> R
 ///
 /// # Errors
 /// An include that cannot be resolved.
-pub(crate) fn assemble_text(file: &str, source: &str, defines: &[(&'static str, String)]) -> Result<KernelText, KernelError> {
+pub(crate) fn assemble_text(
+    file: &str,
+    source: &str,
+    defines: &[(&'static str, String)],
+) -> Result<KernelText, KernelError> {
     let mut text = String::with_capacity(source.len() + 4096);
     for (name, value) in defines {
         let _ = writeln!(text, "#define {name} {value}");
@@ -73,7 +83,12 @@ pub(crate) fn assemble_text(file: &str, source: &str, defines: &[(&'static str, 
 
 /// Copies `source` line by line, replacing each `#include "..."` by the file it names unless that is already in `seen`.
 /// `#line` directives keep the compiler's messages pointing at the real files.
-fn paste(file: &str, source: &str, seen: &mut Vec<String>, out: &mut String) -> Result<(), KernelError> {
+fn paste(
+    file: &str,
+    source: &str,
+    seen: &mut Vec<String>,
+    out: &mut String,
+) -> Result<(), KernelError> {
     let _ = writeln!(out, "#line 1 \"kernels/{file}\"");
     let mut depth = 0usize;
     for (index, line) in source.lines().enumerate() {
@@ -90,8 +105,14 @@ fn paste(file: &str, source: &str, seen: &mut Vec<String>, out: &mut String) -> 
             Some(d) if d.starts_with("include") => {
                 if let Some(name) = quoted(d) {
                     if depth > 0 {
-                        let reason = format!("include \"{name}\" stands inside #if; includes are pasted once, so put it above");
-                        return Err(KernelError::Include { file: file.to_owned(), line: number, reason });
+                        let reason = format!(
+                            "include \"{name}\" stands inside #if; includes are pasted once, so put it above"
+                        );
+                        return Err(KernelError::Include {
+                            file: file.to_owned(),
+                            line: number,
+                            reason,
+                        });
                     }
                     let (name, text) = resolve(file, name, number)?;
                     if !seen.contains(&name) {
@@ -112,7 +133,10 @@ fn paste(file: &str, source: &str, seen: &mut Vec<String>, out: &mut String) -> 
 
 /// The name in `include "name"`; `None` for `include <name>`, which is the compiler's own.
 fn quoted(directive: &str) -> Option<&str> {
-    let rest = directive.strip_prefix("include")?.trim_start().strip_prefix('"')?;
+    let rest = directive
+        .strip_prefix("include")?
+        .trim_start()
+        .strip_prefix('"')?;
     rest.split_once('"').map(|(name, _)| name)
 }
 
@@ -128,7 +152,11 @@ fn resolve(file: &str, name: &str, line: usize) -> Result<(String, &'static str)
         }
     }
     let reason = format!("include \"{name}\" names no file below kernels/");
-    Err(KernelError::Include { file: file.to_owned(), line, reason })
+    Err(KernelError::Include {
+        file: file.to_owned(),
+        line,
+        reason,
+    })
 }
 
 #[cfg(test)]
@@ -141,7 +169,10 @@ mod tests {
         assert!(!kernels.is_empty(), "no kernel is built in");
         for file in kernels {
             let text = assemble_file(file, &[("HEAD_DIM", "64".into())]).expect(file);
-            let left = text.text.lines().find(|l| l.trim_start().starts_with("#include \""));
+            let left = text
+                .text
+                .lines()
+                .find(|l| l.trim_start().starts_with("#include \""));
             assert_eq!(left, None, "{file}");
             assert!(text.text.starts_with("#define HEAD_DIM 64\n"));
         }
@@ -154,23 +185,41 @@ mod tests {
         let other_define = assemble_text("a.cu", "x", &[("A", "2".into())]).expect("no include");
         assert_ne!(base.hash, other_text.hash);
         assert_ne!(base.hash, other_define.hash);
-        assert_eq!(base, assemble_text("a.cu", "x", &[("A", "1".into())]).expect("no include"));
+        assert_eq!(
+            base,
+            assemble_text("a.cu", "x", &[("A", "1".into())]).expect("no include")
+        );
     }
 
     #[test]
     fn an_include_is_pasted_once_and_lines_are_kept() {
-        let header = kernel_files().find(|f| f.ends_with(".cuh")).expect("a shared header exists");
+        let header = kernel_files()
+            .find(|f| f.ends_with(".cuh"))
+            .expect("a shared header exists");
         let source = format!("#include \"{header}\"\n#include \"{header}\"\nlast\n");
-        let text = assemble_text("a.cu", &source, &[]).expect("header exists").text;
-        assert_eq!(text.matches(&format!("#line 1 \"kernels/{header}\"")).count(), 1);
+        let text = assemble_text("a.cu", &source, &[])
+            .expect("header exists")
+            .text;
+        assert_eq!(
+            text.matches(&format!("#line 1 \"kernels/{header}\""))
+                .count(),
+            1
+        );
         assert!(text.ends_with("#line 3 \"kernels/a.cu\"\nlast\n"), "{text}");
     }
 
     #[test]
     fn a_missing_include_names_file_and_line() {
-        let error = assemble_text("a.cu", "\n#include \"nowhere.cuh\"\n", &[]).expect_err("no such file");
-        assert!(error.to_string().starts_with("a.cu, line 2: include \"nowhere.cuh\""), "{error}");
-        let inside = assemble_text("a.cu", "#if 1\n#include \"nowhere.cuh\"\n#endif\n", &[]).expect_err("inside #if");
+        let error =
+            assemble_text("a.cu", "\n#include \"nowhere.cuh\"\n", &[]).expect_err("no such file");
+        assert!(
+            error
+                .to_string()
+                .starts_with("a.cu, line 2: include \"nowhere.cuh\""),
+            "{error}"
+        );
+        let inside = assemble_text("a.cu", "#if 1\n#include \"nowhere.cuh\"\n#endif\n", &[])
+            .expect_err("inside #if");
         assert!(inside.to_string().contains("inside #if"), "{inside}");
     }
 }

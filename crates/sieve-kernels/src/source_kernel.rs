@@ -12,7 +12,9 @@ use cubecl_cpp::shared::{Elem, Item, SharedMemory};
 use cubecl_runtime::compiler::{CompilationError, Compiler, CubeTask};
 use cubecl_runtime::id::KernelId;
 use cubecl_runtime::kernel::{CompiledKernel, KernelDefinition, KernelMetadata, KernelOptions};
-use cubecl_runtime::server::{ExecutionMode, KernelArguments, LaunchError, MetadataBindingInfo, ServerError};
+use cubecl_runtime::server::{
+    ExecutionMode, KernelArguments, LaunchError, MetadataBindingInfo, ServerError,
+};
 use std::collections::HashSet;
 use std::fmt::{Display, Write};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
@@ -42,12 +44,22 @@ pub struct SourceKernel {
 impl SourceKernel {
     /// The kernel in `kernels/<name>.cu`, whose entry point has the same name.
     pub fn new(name: &'static str) -> Self {
-        Self { name, entry: name, text: None, defines: Vec::new(), threads: 128, shared_bytes: 0 }
+        Self {
+            name,
+            entry: name,
+            text: None,
+            defines: Vec::new(),
+            threads: 128,
+            shared_bytes: 0,
+        }
     }
 
     /// A kernel given as text; includes still come from the built-in files. For tests and experiments.
     pub fn from_text(name: &'static str, text: impl Into<Arc<str>>) -> Self {
-        Self { text: Some(text.into()), ..Self::new(name) }
+        Self {
+            text: Some(text.into()),
+            ..Self::new(name)
+        }
     }
 
     /// Another entry point of the same file.
@@ -101,7 +113,9 @@ impl SourceKernel {
     pub fn text(&self) -> Result<Arc<KernelText>, KernelError> {
         match &self.text {
             None => assemble_file(&format!("{}.cu", self.name), &self.defines),
-            Some(text) => assemble_text(&format!("{}.cu", self.name), text, &self.defines).map(Arc::new),
+            Some(text) => {
+                assemble_text(&format!("{}.cu", self.name), text, &self.defines).map(Arc::new)
+            }
         }
     }
 
@@ -125,18 +139,32 @@ impl SourceKernel {
     ///
     /// # Safety
     /// The kernel must stay inside the given tensors for these words, grid and block, and must end.
-    pub unsafe fn launch(&self, grid: [usize; 3], tensors: &[&CudaTensor], words: &[u64]) -> Result<(), KernelError> {
+    pub unsafe fn launch(
+        &self,
+        grid: [usize; 3],
+        tensors: &[&CudaTensor],
+        words: &[u64],
+    ) -> Result<(), KernelError> {
         let [first, ..] = tensors else {
-            return Err(KernelError::Empty { kernel: self.name, what: "the list of tensors" });
+            return Err(KernelError::Empty {
+                kernel: self.name,
+                what: "the list of tensors",
+            });
         };
         let client = first.client();
         self.check_limits(grid, words.len(), &client.properties().hardware)?;
         let task = self.prepare()?;
         let first_of_its_kind = first_launch(first.device().index, task.hash);
         let arguments = KernelArguments {
-            buffers: tensors.iter().map(|t| t.primitive().handle.clone().binding()).collect(),
+            buffers: tensors
+                .iter()
+                .map(|t| t.primitive().handle.clone().binding())
+                .collect(),
             // The whole struct stays in constant memory: CubeCL copies words past this offset to a buffer.
-            info: MetadataBindingInfo { dynamic_metadata_offset: words.len(), data: words.to_vec() },
+            info: MetadataBindingInfo {
+                dynamic_metadata_offset: words.len(),
+                data: words.to_vec(),
+            },
             tensor_maps: vec![],
         };
         let [x, y, z] = grid.map(|n| n as u32);
@@ -152,23 +180,44 @@ impl SourceKernel {
         Ok(())
     }
 
-    fn check_limits(&self, grid: [usize; 3], words: usize, device: &cubecl::ir::HardwareProperties) -> Result<(), KernelError> {
+    fn check_limits(
+        &self,
+        grid: [usize; 3],
+        words: usize,
+        device: &cubecl::ir::HardwareProperties,
+    ) -> Result<(), KernelError> {
         let (x, y, z) = device.max_cube_count;
         let checks = [
             ("grid size x", grid[0], x as usize),
             ("grid size y", grid[1], y as usize),
             ("grid size z", grid[2], z as usize),
-            ("threads of a block", self.threads as usize, device.max_units_per_cube as usize),
-            ("shared memory in bytes", self.shared_bytes, device.max_shared_memory_size),
+            (
+                "threads of a block",
+                self.threads as usize,
+                device.max_units_per_cube as usize,
+            ),
+            (
+                "shared memory in bytes",
+                self.shared_bytes,
+                device.max_shared_memory_size,
+            ),
             ("number of parameter words", words, MAX_PARAM_WORDS),
         ];
         for (what, got, limit) in checks {
             if got > limit {
-                return Err(KernelError::DeviceLimit { kernel: self.name, what, got, limit });
+                return Err(KernelError::DeviceLimit {
+                    kernel: self.name,
+                    what,
+                    got,
+                    limit,
+                });
             }
         }
         if grid.contains(&0) {
-            return Err(KernelError::Empty { kernel: self.name, what: "the grid" });
+            return Err(KernelError::Empty {
+                kernel: self.name,
+                what: "the grid",
+            });
         }
         Ok(())
     }
@@ -181,7 +230,13 @@ impl SourceKernel {
         hasher.update(&self.threads.to_le_bytes());
         hasher.update(&self.shared_bytes.to_le_bytes());
         let (entry, threads, shared_bytes) = (self.entry, self.threads, self.shared_bytes);
-        Ok(PreparedKernel { entry, text, hash: hasher.digest128(), threads, shared_bytes })
+        Ok(PreparedKernel {
+            entry,
+            text,
+            hash: hasher.digest128(),
+            threads,
+            shared_bytes,
+        })
     }
 }
 
@@ -202,7 +257,9 @@ impl KernelMetadata for PreparedKernel {
     fn id(&self) -> KernelId {
         // CubeCL caches by this key alone, in memory and on disk. A plain u128, because the key on disk contains the
         // TypeId of what stands here, and that of our own types changes with every build.
-        KernelId::new::<SourceKernel>().info(self.hash).cube_dim(CubeDim::new_1d(self.threads))
+        KernelId::new::<SourceKernel>()
+            .info(self.hash)
+            .cube_dim(CubeDim::new_1d(self.threads))
     }
 
     fn address_type(&self) -> StorageType {
@@ -228,10 +285,17 @@ impl CubeTask<CudaCompiler> for PreparedKernel {
             body: Scope::root(false),
             options: KernelOptions::default(),
         };
-        let mut repr = compiler.clone().compile(empty, options, mode, address_type)?;
+        let mut repr = compiler
+            .clone()
+            .compile(empty, options, mode, address_type)?;
         if self.shared_bytes > 0 {
             let bytes = Item::scalar(Elem::U8, true);
-            repr.body.shared_memories.push(SharedMemory::new_array(0, bytes, self.shared_bytes, 1024));
+            repr.body.shared_memories.push(SharedMemory::new_array(
+                0,
+                bytes,
+                self.shared_bytes,
+                1024,
+            ));
         }
         Ok(CompiledKernel {
             entrypoint_name: self.entry.into(),
@@ -248,11 +312,17 @@ impl CubeTask<CudaCompiler> for PreparedKernel {
 static LAUNCHED: LazyLock<Mutex<HashSet<(usize, u128)>>> = LazyLock::new(Mutex::default);
 
 fn first_launch(device: usize, hash: u128) -> bool {
-    LAUNCHED.lock().unwrap_or_else(PoisonError::into_inner).insert((device, hash))
+    LAUNCHED
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .insert((device, hash))
 }
 
 fn forget_launch(device: usize, hash: u128) {
-    LAUNCHED.lock().unwrap_or_else(PoisonError::into_inner).remove(&(device, hash));
+    LAUNCHED
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .remove(&(device, hash));
 }
 
 /// Turns what a flush reports into one error of ours; a compile error comes first, since the rest follows from it.
@@ -260,8 +330,15 @@ fn launch_error(kernel: &'static str, error: &ServerError) -> KernelError {
     let mut leaves = Vec::new();
     collect_leaves(error, &mut leaves);
     for leaf in &leaves {
-        if let ServerError::Launch(LaunchError::CompilationError(CompilationError::Generic { reason, .. })) = leaf {
-            return KernelError::Compile { kernel, log: compiler_log(reason) };
+        if let ServerError::Launch(LaunchError::CompilationError(CompilationError::Generic {
+            reason,
+            ..
+        })) = leaf
+        {
+            return KernelError::Compile {
+                kernel,
+                log: compiler_log(reason),
+            };
         }
     }
     let mut reason = String::new();
@@ -271,12 +348,17 @@ fn launch_error(kernel: &'static str, error: &ServerError) -> KernelError {
         let text = text.split("\nBacktrace").next().unwrap_or_default();
         let _ = writeln!(reason, "{text}");
     }
-    KernelError::Launch { kernel, reason: reason.trim_end().to_owned() }
+    KernelError::Launch {
+        kernel,
+        reason: reason.trim_end().to_owned(),
+    }
 }
 
 fn collect_leaves<'a>(error: &'a ServerError, leaves: &mut Vec<&'a ServerError>) {
     match error {
-        ServerError::ServerUnhealthy { errors, .. } => errors.iter().for_each(|e| collect_leaves(e, leaves)),
+        ServerError::ServerUnhealthy { errors, .. } => {
+            errors.iter().for_each(|e| collect_leaves(e, leaves))
+        }
         leaf => leaves.push(leaf),
     }
 }
@@ -284,7 +366,9 @@ fn collect_leaves<'a>(error: &'a ServerError, leaves: &mut Vec<&'a ServerError>)
 /// NVRTC's log without the full source that CubeCL appends.
 fn compiler_log(reason: &str) -> String {
     let log = reason.split("\n[Source]").next().unwrap_or(reason);
-    log.trim_start_matches("[Compilation Error]").trim().to_owned()
+    log.trim_start_matches("[Compilation Error]")
+        .trim()
+        .to_owned()
 }
 
 #[cfg(test)]
@@ -292,24 +376,37 @@ mod tests {
     use super::*;
 
     fn kernel() -> SourceKernel {
-        SourceKernel::from_text("probe", "extern \"C\" __global__ void probe(float* x) { x[0] = 1.0f; }")
+        SourceKernel::from_text(
+            "probe",
+            "extern \"C\" __global__ void probe(float* x) { x[0] = 1.0f; }",
+        )
     }
 
     #[test]
     fn the_cache_key_follows_everything_that_matters() {
         let base = kernel().cache_key().expect("plain text");
         let others = [
-            SourceKernel::from_text("probe", "extern \"C\" __global__ void probe(float* x) { x[0] = 2.0f; }"),
+            SourceKernel::from_text(
+                "probe",
+                "extern \"C\" __global__ void probe(float* x) { x[0] = 2.0f; }",
+            ),
             kernel().define("A", 1),
             kernel().threads(256),
             kernel().shared_bytes(16),
             kernel().entry("other"),
         ];
-        let mut keys: Vec<_> = others.iter().map(|k| k.cache_key().expect("plain text")).collect();
+        let mut keys: Vec<_> = others
+            .iter()
+            .map(|k| k.cache_key().expect("plain text"))
+            .collect();
         keys.push(base);
         let distinct: HashSet<_> = keys.iter().collect();
         assert_eq!(distinct.len(), keys.len());
-        assert_eq!(kernel().cache_key().expect("plain text"), base, "the same kernel has the same key");
+        assert_eq!(
+            kernel().cache_key().expect("plain text"),
+            base,
+            "the same kernel has the same key"
+        );
     }
 
     #[test]
@@ -330,9 +427,19 @@ mod tests {
             max_vector_size: 16,
         };
         assert_eq!(kernel().check_limits([1, 1, 1], 3, &device), Ok(()));
-        let too_tall = kernel().check_limits([1, 65536, 1], 3, &device).expect_err("y is 16 bits");
-        assert!(too_tall.to_string().contains("grid size y 65536"), "{too_tall}");
-        assert!(kernel().shared_bytes(1001).check_limits([1, 1, 1], 3, &device).is_err());
+        let too_tall = kernel()
+            .check_limits([1, 65536, 1], 3, &device)
+            .expect_err("y is 16 bits");
+        assert!(
+            too_tall.to_string().contains("grid size y 65536"),
+            "{too_tall}"
+        );
+        assert!(
+            kernel()
+                .shared_bytes(1001)
+                .check_limits([1, 1, 1], 3, &device)
+                .is_err()
+        );
         assert!(kernel().check_limits([1, 1, 0], 3, &device).is_err());
         assert!(kernel().check_limits([1, 1, 1], 61, &device).is_err());
     }
@@ -341,9 +448,18 @@ mod tests {
     fn a_compile_error_keeps_the_log_and_drops_the_source() {
         let backtrace = cubecl_common::backtrace::BackTrace::capture();
         let reason = "[Compilation Error] \n    kernels/a.cu(3): error: x is undefined\n[Source]  \nlong text".into();
-        let leaf = ServerError::Launch(LaunchError::CompilationError(CompilationError::Generic { reason, backtrace: backtrace.clone() }));
-        let error = ServerError::ServerUnhealthy { errors: vec![leaf], backtrace };
-        let expected = KernelError::Compile { kernel: "a", log: "kernels/a.cu(3): error: x is undefined".into() };
+        let leaf = ServerError::Launch(LaunchError::CompilationError(CompilationError::Generic {
+            reason,
+            backtrace: backtrace.clone(),
+        }));
+        let error = ServerError::ServerUnhealthy {
+            errors: vec![leaf],
+            backtrace,
+        };
+        let expected = KernelError::Compile {
+            kernel: "a",
+            log: "kernels/a.cu(3): error: x is undefined".into(),
+        };
         assert_eq!(launch_error("a", &error), expected);
     }
 }

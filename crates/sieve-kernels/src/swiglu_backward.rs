@@ -29,11 +29,16 @@ pub fn swiglu_backward(gate_up: &CudaTensor, dy: &CudaTensor) -> Result<CudaTens
     let grid = [rows, d_ff.div_ceil(THREADS * vector), 1];
     let words = [d_ff, row_stride, dy_stride].map(|word| word as u64);
     // SAFETY: reads rows of 2*d_ff and d_ff columns, writes every element of dgate_up; sizes were read off the tensors.
-    unsafe { swiglu_backward_kernel(is_bf16, vector).launch(grid, &[&gate_up, &dy, &dgate_up], &words) }?;
+    unsafe {
+        swiglu_backward_kernel(is_bf16, vector).launch(grid, &[&gate_up, &dy, &dgate_up], &words)
+    }?;
     Ok(dgate_up)
 }
 
 /// The specialisation for an element type and a vector width (1, or 16 bytes' worth).
 pub fn swiglu_backward_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
-    SourceKernel::new(NAME).define("IS_BF16", is_bf16 as u8).define("VECTOR", vector).threads(THREADS)
+    SourceKernel::new(NAME)
+        .define("IS_BF16", is_bf16 as u8)
+        .define("VECTOR", vector)
+        .threads(THREADS)
 }

@@ -27,22 +27,39 @@ pub fn swiglu_forward(gate_up: &CudaTensor) -> Result<CudaTensor, KernelError> {
     let vector = vector_width(is_bf16, &[d_ff, row_stride]);
     let grid = [rows, d_ff.div_ceil(THREADS * vector), 1];
     // SAFETY: reads rows of 2*d_ff columns, writes every element of y; sizes and strides were read off the tensors.
-    unsafe { swiglu_forward_kernel(is_bf16, vector).launch(grid, &[&gate_up, &y], &[d_ff as u64, row_stride as u64]) }?;
+    unsafe {
+        swiglu_forward_kernel(is_bf16, vector).launch(
+            grid,
+            &[&gate_up, &y],
+            &[d_ff as u64, row_stride as u64],
+        )
+    }?;
     Ok(y)
 }
 
 /// The specialisation for an element type and a vector width (1, or 16 bytes' worth).
 pub fn swiglu_forward_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
-    SourceKernel::new(NAME).define("IS_BF16", is_bf16 as u8).define("VECTOR", vector).threads(THREADS)
+    SourceKernel::new(NAME)
+        .define("IS_BF16", is_bf16 as u8)
+        .define("VECTOR", vector)
+        .threads(THREADS)
 }
 
 /// Half the width of a packed tensor.
-pub(crate) fn packed_width(kernel: &'static str, gate_up: &CudaTensor) -> Result<usize, KernelError> {
+pub(crate) fn packed_width(
+    kernel: &'static str,
+    gate_up: &CudaTensor,
+) -> Result<usize, KernelError> {
     let width = gate_up.shape().last().copied().unwrap_or(0);
     require_non_empty(kernel, "d_ff", width)?;
     if !width.is_multiple_of(2) {
         let got = width.to_string();
-        return Err(KernelError::Unsupported { kernel, what: "width of gate_up", got, supported: "2 * d_ff".to_owned() });
+        return Err(KernelError::Unsupported {
+            kernel,
+            what: "width of gate_up",
+            got,
+            supported: "2 * d_ff".to_owned(),
+        });
     }
     Ok(width / 2)
 }
@@ -61,5 +78,9 @@ pub(crate) fn as_rows(tensor: &CudaTensor) -> (CudaTensor, usize, usize) {
 /// Elements of a 16-byte access when every size allows it, else 1.
 pub(crate) fn vector_width(is_bf16: bool, sizes: &[usize]) -> usize {
     let widest = if is_bf16 { 8 } else { 4 };
-    if sizes.iter().all(|size| size.is_multiple_of(widest)) { widest } else { 1 }
+    if sizes.iter().all(|size| size.is_multiple_of(widest)) {
+        widest
+    } else {
+        1
+    }
 }
