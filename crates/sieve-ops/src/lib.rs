@@ -1,1 +1,43 @@
-//! sieve-ops
+//! Differentiable ops of Sieve: a plain-Burn reference for each, the fast CPU path, the CUDA path, and their backward
+//! passes under Burn's autodiff.
+//!
+//! Tensors are packed as `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values. Every mask is
+//! `active(i, j) <=> j <= i < expire[j]`.
+
+mod backend;
+mod documents;
+
+mod adamw;
+mod attention;
+mod decode;
+mod dma;
+mod embedding;
+mod linear;
+mod linear_cross_entropy;
+mod qk_norm_rope;
+mod rms_norm;
+mod seed_gradient;
+mod swiglu;
+
+mod autodiff;
+mod flex;
+pub mod reference;
+
+pub use adamw::{adamw_step, sum_of_squares};
+pub use attention::attention;
+pub use backend::{
+    AdamWStep, AdamWTensors, AttentionOutput, AttentionSpec, DMA_SCORE_CLAMP, DmaBias,
+    DmaSelection, DocumentBounds, RopeTables, SieveBackend, TrainBackend,
+};
+pub use decode::decode_attention;
+pub use dma::{
+    DmaAttention, DmaForward, DmaSpec, dma_bias, dma_select, dynamic_mask_attention,
+};
+pub use documents::Documents;
+pub use embedding::embedding;
+pub use linear::linear;
+pub use linear_cross_entropy::{IGNORE_LABEL, linear_cross_entropy, token_losses};
+pub use qk_norm_rope::{QkNorm, RotaryEmbedding, qk_norm_rope};
+pub use rms_norm::rms_norm;
+pub use seed_gradient::seed_gradient;
+pub use swiglu::swiglu;

@@ -1,0 +1,58 @@
+//! Where documents begin and end in a batch of packed rows.
+use crate::DocumentBounds;
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor, TensorData};
+
+/// Document bounds and positions of a packed batch. Attention never crosses a document; positions restart at each.
+#[derive(Clone, Debug)]
+pub struct Documents<B: Backend> {
+    /// First position of each token's document inside its row, `[batch, seq_len]`.
+    pub start: Tensor<B, 2, Int>,
+    /// One past the last position of each token's document inside its row, `[batch, seq_len]`.
+    pub end: Tensor<B, 2, Int>,
+    /// Position of each token inside its document, `[batch, seq_len]`.
+    pub positions: Tensor<B, 2, Int>,
+}
+
+impl<B: Backend> Documents<B> {
+    /// From host values in row-major order, `batch * seq_len` each.
+    ///
+    /// Panics when a slice has another length, or a token lies outside its document.
+    pub fn new(start: &[u32], end: &[u32], [batch, seq_len]: [usize; 2], device: &B::Device) -> Self {
+        assert_eq!(start.len(), batch * seq_len, "one start per token");
+        assert_eq!(end.len(), batch * seq_len, "one end per token");
+        let positions: Vec<i32> = (0..batch * seq_len)
+            .map(|token| {
+                let column = (token % seq_len) as u32;
+                assert!(
+                    start[token] <= column && column < end[token] && end[token] as usize <= seq_len,
+                    "token {token} lies outside its document"
+                );
+                (column - start[token]) as i32
+            })
+            .collect();
+        let ints = |values: Vec<i32>| {
+            Tensor::from_data(TensorData::new(values, [batch, seq_len]), device)
+        };
+        Self {
+            start: ints(start.iter().map(|&x| x as i32).collect()),
+            end: ints(end.iter().map(|&x| x as i32).collect()),
+            positions: ints(positions),
+        }
+    }
+
+    /// One document per row, filling it.
+    pub fn whole_rows([batch, seq_len]: [usize; 2], device: &B::Device) -> Self {
+        Self::new(
+            &vec![0; batch * seq_len],
+            &vec![seq_len as u32; batch * seq_len],
+            [batch, seq_len],
+            device,
+        )
+    }
+
+    /// The bounds as backend primitives, `[start, end]`.
+    pub fn bounds(&self) -> DocumentBounds<B> {
+        [self.start.clone().into_primitive(), self.end.clone().into_primitive()]
+    }
+}

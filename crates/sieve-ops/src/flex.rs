@@ -1,0 +1,530 @@
+//! The CPU path: Burn's `Flex` tensors handed to the slice kernels of `sieve-cpu`.
+//!
+//! f32 takes the fast path; any other dtype (f64 in gradient checks) takes the reference.
+use crate::{
+    AdamWStep, AdamWTensors, AttentionOutput, AttentionSpec, DmaSelection, DocumentBounds,
+    RopeTables, SieveBackend, reference,
+};
+use burn::tensor::{DType, Shape, TensorData, TensorMetadata};
+use burn_flex::{Flex, FlexTensor};
+
+/// A contiguous tensor starting at the beginning of its storage.
+fn contiguous(x: FlexTensor) -> FlexTensor {
+    x.to_contiguous()
+}
+
+fn is_f32(x: &FlexTensor) -> bool {
+    x.dtype() == DType::F32
+}
+
+fn floats(x: &FlexTensor) -> &[f32] {
+    x.storage::<f32>()
+}
+
+fn ints(x: &FlexTensor) -> &[i32] {
+    x.storage::<i32>()
+}
+
+fn from_vec(values: Vec<f32>, shape: impl Into<Shape>) -> FlexTensor {
+    FlexTensor::from_data(TensorData::new(values, shape.into()))
+}
+
+fn zeros_like(x: &FlexTensor) -> Vec<f32> {
+    vec![0.0; x.shape().num_elements()]
+}
+
+/// Rows and width of a tensor whose leading dimensions are folded.
+fn last_dim(x: &FlexTensor) -> usize {
+    let shape = x.shape();
+    shape[shape.num_dims() - 1]
+}
+
+/// Sizes of a packed tensor.
+fn attention_shape(qkv: &FlexTensor, spec: AttentionSpec) -> sieve_cpu::AttentionShape {
+    let shape = qkv.shape();
+    sieve_cpu::AttentionShape {
+        batch: shape[0],
+        seq_len: shape[1],
+        num_heads: spec.num_heads,
+        num_kv_heads: spec.num_kv_heads,
+        head_dim: shape[3],
+        softmax_scale: spec.softmax_scale as f32,
+    }
+}
+
+fn window(spec: AttentionSpec) -> sieve_cpu::Mask<'static> {
+    spec.window_size.map_or(sieve_cpu::Mask::Causal, sieve_cpu::Mask::Window)
+}
+
+fn contiguous_bounds([start, end]: &DocumentBounds<Flex>) -> [FlexTensor; 2] {
+    [contiguous(start.clone()), contiguous(end.clone())]
+}
+
+fn documents(bounds: &[FlexTensor; 2]) -> sieve_cpu::Documents<'_> {
+    sieve_cpu::Documents { start: ints(&bounds[0]), end: ints(&bounds[1]) }
+}
+
+fn attention_forward(
+    qkv: &FlexTensor,
+    bounds: &[FlexTensor; 2],
+    mask: sieve_cpu::Mask<'_>,
+    spec: AttentionSpec,
+) -> AttentionOutput<Flex> {
+    let shape = attention_shape(qkv, spec);
+    let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_heads);
+    let mut o = vec![0.0; batch * seq_len * heads * shape.head_dim];
+    let mut lse = vec![0.0; batch * heads * seq_len];
+    sieve_cpu::attention_forward(shape, floats(qkv), documents(bounds), mask, &mut o, &mut lse);
+    AttentionOutput {
+        o: from_vec(o, [batch, seq_len, heads, shape.head_dim]),
+        lse: from_vec(lse, [batch, heads, seq_len]),
+    }
+}
+
+fn attention_backward(
+    qkv: &FlexTensor,
+    bounds: &[FlexTensor; 2],
+    mask: sieve_cpu::Mask<'_>,
+    spec: AttentionSpec,
+    [o, lse, d_o]: [FlexTensor; 3],
+    d_delta: Option<&mut [f32]>,
+) -> FlexTensor {
+    let mut dqkv = zeros_like(qkv);
+    let [o, lse, d_o] = [o, lse, d_o].map(contiguous);
+    sieve_cpu::attention_backward(
+        attention_shape(qkv, spec),
+        floats(qkv),
+        documents(bounds),
+        mask,
+        floats(&o),
+        floats(&lse),
+        floats(&d_o),
+        &mut dqkv,
+        d_delta,
+    );
+    from_vec(dqkv, qkv.shape())
+}
+
+/// The arguments of q/k-norm with RoPE, contiguous and owned.
+struct QkNormRope {
+    q_weight: FlexTensor,
+    k_weight: FlexTensor,
+    cos: FlexTensor,
+    sin: FlexTensor,
+    start: Vec<i32>,
+    num_kv_heads: usize,
+    epsilon: f64,
+}
+
+impl QkNormRope {
+    fn new(
+        [q_weight, k_weight, positions]: [FlexTensor; 3],
+        rope: &RopeTables<Flex>,
+        num_kv_heads: usize,
+        epsilon: f64,
+    ) -> Self {
+        let seq_len = positions.shape()[1];
+        // The kernel counts positions from a document's start; any position is a start for some column.
+        let start = ints(&contiguous(positions))
+            .iter()
+            .enumerate()
+            .map(|(token, &position)| (token % seq_len) as i32 - position)
+            .collect();
+        Self {
+            q_weight: contiguous(q_weight),
+            k_weight: contiguous(k_weight),
+            cos: contiguous(rope.cos.clone()),
+            sin: contiguous(rope.sin.clone()),
+            start,
+            num_kv_heads,
+            epsilon,
+        }
+    }
+
+    fn op(&self, qkv: &FlexTensor) -> sieve_cpu::QkNormRope<'_> {
+        let shape = qkv.shape();
+        sieve_cpu::QkNormRope {
+            batch: shape[0],
+            seq_len: shape[1],
+            num_heads: shape[2] - 2 * self.num_kv_heads,
+            num_kv_heads: self.num_kv_heads,
+            head_dim: shape[3],
+            q_weight: floats(&self.q_weight),
+            k_weight: floats(&self.k_weight),
+            eps: self.epsilon as f32,
+            cos: floats(&self.cos),
+            sin: floats(&self.sin),
+            position_offset: 0,
+        }
+    }
+
+    /// Only the starts are read by the kernel.
+    fn documents(&self) -> sieve_cpu::Documents<'_> {
+        sieve_cpu::Documents { start: &self.start, end: &self.start }
+    }
+}
+
+impl SieveBackend for Flex {
+    fn embedding_rows(weight: FlexTensor, ids: FlexTensor) -> FlexTensor {
+        if !is_f32(&weight) {
+            return reference::embedding::<Self>(weight, ids);
+        }
+        let (weight, ids) = (contiguous(weight), contiguous(ids));
+        let d_model = last_dim(&weight);
+        let shape = ids.shape();
+        let mut y = vec![0.0; shape.num_elements() * d_model];
+        sieve_cpu::embedding_forward(ints(&ids), floats(&weight), d_model, &mut y);
+        from_vec(y, [shape[0], shape[1], d_model])
+    }
+
+    fn embedding_rows_backward(dy: FlexTensor, ids: FlexTensor, vocab_size: usize) -> FlexTensor {
+        if !is_f32(&dy) {
+            return reference::embedding_backward::<Self>(dy, ids, vocab_size);
+        }
+        let (dy, ids) = (contiguous(dy), contiguous(ids));
+        let d_model = last_dim(&dy);
+        let mut dweight = vec![0.0; vocab_size * d_model];
+        sieve_cpu::embedding_backward(floats(&dy), ints(&ids), d_model, &mut dweight);
+        from_vec(dweight, [vocab_size, d_model])
+    }
+
+    fn rms_norm(x: FlexTensor, weight: FlexTensor, epsilon: f64) -> FlexTensor {
+        if !is_f32(&x) {
+            return reference::rms_norm::<Self>(x, weight, epsilon);
+        }
+        let (x, weight) = (contiguous(x), contiguous(weight));
+        let mut y = zeros_like(&x);
+        sieve_cpu::rms_norm_forward(floats(&x), floats(&weight), epsilon as f32, &mut y);
+        from_vec(y, x.shape())
+    }
+
+    fn rms_norm_backward(
+        x: FlexTensor,
+        weight: FlexTensor,
+        epsilon: f64,
+        dy: FlexTensor,
+    ) -> (FlexTensor, FlexTensor) {
+        if !is_f32(&x) {
+            return reference::rms_norm_backward::<Self>(x, weight, epsilon, dy);
+        }
+        let [x, weight, dy] = [x, weight, dy].map(contiguous);
+        let (mut dx, mut dweight) = (zeros_like(&x), zeros_like(&weight));
+        sieve_cpu::rms_norm_backward(
+            floats(&x),
+            floats(&weight),
+            epsilon as f32,
+            floats(&dy),
+            &mut dx,
+            &mut dweight,
+        );
+        (from_vec(dx, x.shape()), from_vec(dweight, weight.shape()))
+    }
+
+    fn qk_norm_rope(
+        qkv: FlexTensor,
+        q_weight: FlexTensor,
+        k_weight: FlexTensor,
+        positions: FlexTensor,
+        rope: &RopeTables<Self>,
+        num_kv_heads: usize,
+        epsilon: f64,
+    ) -> FlexTensor {
+        if !is_f32(&qkv) {
+            let args =
+                reference::QkNormRope { q_weight, k_weight, positions, num_kv_heads, epsilon };
+            return reference::qk_norm_rope::<Self>(qkv, args, rope);
+        }
+        let qkv = contiguous(qkv);
+        let args = QkNormRope::new([q_weight, k_weight, positions], rope, num_kv_heads, epsilon);
+        let mut y = zeros_like(&qkv);
+        let op = args.op(&qkv);
+        sieve_cpu::qk_norm_rope_forward(&op, floats(&qkv), args.documents(), &mut y);
+        from_vec(y, qkv.shape())
+    }
+
+    fn qk_norm_rope_backward(
+        qkv: FlexTensor,
+        q_weight: FlexTensor,
+        k_weight: FlexTensor,
+        positions: FlexTensor,
+        rope: &RopeTables<Self>,
+        num_kv_heads: usize,
+        epsilon: f64,
+        dy: FlexTensor,
+    ) -> (FlexTensor, FlexTensor, FlexTensor) {
+        if !is_f32(&qkv) {
+            let args =
+                reference::QkNormRope { q_weight, k_weight, positions, num_kv_heads, epsilon };
+            return reference::qk_norm_rope_backward::<Self>(qkv, args, rope, dy);
+        }
+        let (qkv, dy) = (contiguous(qkv), contiguous(dy));
+        let args = QkNormRope::new([q_weight, k_weight, positions], rope, num_kv_heads, epsilon);
+        let mut dqkv = zeros_like(&qkv);
+        let (mut dq, mut dk) = (zeros_like(&args.q_weight), zeros_like(&args.k_weight));
+        sieve_cpu::qk_norm_rope_backward(
+            &args.op(&qkv),
+            floats(&qkv),
+            args.documents(),
+            floats(&dy),
+            &mut dqkv,
+            &mut dq,
+            &mut dk,
+        );
+        let weight_shape = args.q_weight.shape();
+        (from_vec(dqkv, qkv.shape()), from_vec(dq, weight_shape.clone()), from_vec(dk, weight_shape))
+    }
+
+    fn swiglu(gate_up: FlexTensor) -> FlexTensor {
+        if !is_f32(&gate_up) {
+            return reference::swiglu::<Self>(gate_up);
+        }
+        let gate_up = contiguous(gate_up);
+        let mut shape = gate_up.shape().to_vec();
+        let d_ff = last_dim(&gate_up) / 2;
+        let last = shape.len() - 1;
+        shape[last] = d_ff;
+        let mut y = vec![0.0; shape.iter().product()];
+        sieve_cpu::swiglu_forward(floats(&gate_up), d_ff, &mut y);
+        from_vec(y, shape)
+    }
+
+    fn swiglu_backward(gate_up: FlexTensor, dy: FlexTensor) -> FlexTensor {
+        if !is_f32(&gate_up) {
+            return reference::swiglu_backward::<Self>(gate_up, dy);
+        }
+        let (gate_up, dy) = (contiguous(gate_up), contiguous(dy));
+        let mut d_gate_up = zeros_like(&gate_up);
+        let d_ff = last_dim(&gate_up) / 2;
+        sieve_cpu::swiglu_backward(floats(&gate_up), d_ff, floats(&dy), &mut d_gate_up);
+        from_vec(d_gate_up, gate_up.shape())
+    }
+
+    fn packed_attention(
+        qkv: FlexTensor,
+        bounds: &DocumentBounds<Self>,
+        spec: AttentionSpec,
+    ) -> AttentionOutput<Self> {
+        if !is_f32(&qkv) {
+            return reference::attention::<Self>(qkv, bounds, spec);
+        }
+        attention_forward(&contiguous(qkv), &contiguous_bounds(bounds), window(spec), spec)
+    }
+
+    fn packed_attention_backward(
+        qkv: FlexTensor,
+        bounds: &DocumentBounds<Self>,
+        spec: AttentionSpec,
+        output: AttentionOutput<Self>,
+        d_o: FlexTensor,
+    ) -> FlexTensor {
+        if !is_f32(&qkv) {
+            return reference::attention_backward::<Self>(qkv, bounds, spec, output, d_o);
+        }
+        let (qkv, bounds) = (contiguous(qkv), contiguous_bounds(bounds));
+        let operands = [output.o, output.lse, d_o];
+        attention_backward(&qkv, &bounds, window(spec), spec, operands, None)
+    }
+
+    fn dma_select(
+        z: FlexTensor,
+        bounds: &DocumentBounds<Self>,
+        keep_window_size: usize,
+    ) -> DmaSelection<Self> {
+        if !is_f32(&z) {
+            return reference::dma_select::<Self>(z, bounds, keep_window_size);
+        }
+        let (z, bounds) = (contiguous(z), contiguous_bounds(bounds));
+        let shape = z.shape();
+        let mut expire = vec![0i32; shape.num_elements()];
+        sieve_cpu::dma_expire(
+            floats(&z),
+            documents(&bounds),
+            shape[0],
+            shape[1],
+            shape[2],
+            keep_window_size,
+            &mut expire,
+        );
+        let expire = FlexTensor::from_data(TensorData::new(expire, shape));
+        DmaSelection { expire, lists: Vec::new() }
+    }
+
+    fn dma_attention(
+        qkv: FlexTensor,
+        delta: FlexTensor,
+        bounds: &DocumentBounds<Self>,
+        selection: &DmaSelection<Self>,
+        spec: AttentionSpec,
+    ) -> AttentionOutput<Self> {
+        if !is_f32(&qkv) {
+            return reference::dma_attention::<Self>(qkv, delta, bounds, selection, spec);
+        }
+        let [qkv, delta, expire] = [qkv, delta, selection.expire.clone()].map(contiguous);
+        let mask = sieve_cpu::Mask::Expire { expire: ints(&expire), delta: floats(&delta) };
+        attention_forward(&qkv, &contiguous_bounds(bounds), mask, spec)
+    }
+
+    fn dma_attention_backward(
+        qkv: FlexTensor,
+        delta: FlexTensor,
+        bounds: &DocumentBounds<Self>,
+        selection: &DmaSelection<Self>,
+        spec: AttentionSpec,
+        output: AttentionOutput<Self>,
+        d_o: FlexTensor,
+    ) -> (FlexTensor, FlexTensor) {
+        if !is_f32(&qkv) {
+            return reference::dma_attention_backward::<Self>(
+                qkv, delta, bounds, selection, spec, output, d_o,
+            );
+        }
+        let [qkv, delta, expire] = [qkv, delta, selection.expire.clone()].map(contiguous);
+        let mask = sieve_cpu::Mask::Expire { expire: ints(&expire), delta: floats(&delta) };
+        let mut d_delta = zeros_like(&delta);
+        let operands = [output.o, output.lse, d_o];
+        let bounds = contiguous_bounds(bounds);
+        let dqkv = attention_backward(&qkv, &bounds, mask, spec, operands, Some(&mut d_delta));
+        (dqkv, from_vec(d_delta, delta.shape()))
+    }
+
+    fn decode_attention(
+        q: FlexTensor,
+        k: FlexTensor,
+        v: FlexTensor,
+        delta: Option<FlexTensor>,
+        softmax_scale: f64,
+    ) -> FlexTensor {
+        if !is_f32(&q) {
+            return reference::decode_attention::<Self>(q, k, v, delta, softmax_scale);
+        }
+        let [q, k, v] = [q, k, v].map(contiguous);
+        let delta = delta.map(contiguous);
+        let (q_shape, k_shape) = (q.shape(), k.shape());
+        let kv_len = vec![k_shape[1]; k_shape[0]];
+        let shape = sieve_cpu::DecodeShape {
+            num_heads: q_shape[1],
+            num_kv_heads: k_shape[2],
+            head_dim: k_shape[3],
+            capacity: k_shape[1],
+            slot_stride: k_shape[2] * k_shape[3],
+            kv_len: &kv_len,
+            softmax_scale: softmax_scale as f32,
+        };
+        let mut o = zeros_like(&q);
+        let delta = delta.as_ref().map(floats);
+        sieve_cpu::decode_attention(&shape, floats(&q), floats(&k), floats(&v), delta, &mut o);
+        from_vec(o, q_shape)
+    }
+
+    fn token_losses(h: FlexTensor, weight: FlexTensor, labels: FlexTensor) -> FlexTensor {
+        if !is_f32(&h) {
+            return reference::token_losses::<Self>(h, weight, labels);
+        }
+        let [h, weight, labels] = [h, weight, labels].map(contiguous);
+        let mut losses = vec![0.0; labels.shape().num_elements()];
+        let d_model = last_dim(&h);
+        sieve_cpu::linear_cross_entropy_per_row(
+            floats(&h),
+            floats(&weight),
+            ints(&labels),
+            d_model,
+            &mut losses,
+        );
+        let count = losses.len();
+        from_vec(losses, [count])
+    }
+
+    fn linear_cross_entropy(
+        h: FlexTensor,
+        weight: FlexTensor,
+        labels: FlexTensor,
+        z_loss: f64,
+    ) -> FlexTensor {
+        if !is_f32(&h) {
+            return reference::linear_cross_entropy::<Self>(h, weight, labels, z_loss);
+        }
+        let [h, weight, labels] = [h, weight, labels].map(contiguous);
+        let d_model = last_dim(&h);
+        let loss = sieve_cpu::linear_cross_entropy(
+            floats(&h),
+            floats(&weight),
+            ints(&labels),
+            d_model,
+            z_loss as f32,
+        );
+        from_vec(vec![(loss.loss_sum + loss.z_loss_sum) as f32], [1])
+    }
+
+    fn linear_cross_entropy_with_gradients(
+        h: FlexTensor,
+        weight: FlexTensor,
+        labels: FlexTensor,
+        z_loss: f64,
+    ) -> (FlexTensor, FlexTensor, FlexTensor) {
+        if !is_f32(&h) {
+            return reference::linear_cross_entropy_with_gradients::<Self>(
+                h, weight, labels, z_loss,
+            );
+        }
+        let [h, weight, labels] = [h, weight, labels].map(contiguous);
+        let d_model = last_dim(&h);
+        let (mut dh, mut dweight) = (zeros_like(&h), zeros_like(&weight));
+        let loss = sieve_cpu::linear_cross_entropy_with_grad(
+            floats(&h),
+            floats(&weight),
+            ints(&labels),
+            d_model,
+            z_loss as f32,
+            &mut dh,
+            &mut dweight,
+        );
+        (
+            from_vec(vec![(loss.loss_sum + loss.z_loss_sum) as f32], [1]),
+            from_vec(dh, h.shape()),
+            from_vec(dweight, weight.shape()),
+        )
+    }
+
+    fn sum_of_squares(x: FlexTensor) -> FlexTensor {
+        if !is_f32(&x) {
+            return reference::sum_of_squares::<Self>(x);
+        }
+        let x = contiguous(x);
+        from_vec(vec![sieve_cpu::sum_of_squares(floats(&x)) as f32], [1])
+    }
+
+    fn adamw_step(
+        tensors: AdamWTensors<Self>,
+        grad: FlexTensor,
+        grad_scale: FlexTensor,
+        step: AdamWStep,
+    ) -> AdamWTensors<Self> {
+        if !is_f32(&tensors.param) {
+            return reference::adamw_step::<Self>(tensors, grad, grad_scale, step);
+        }
+        let grad = contiguous(grad);
+        let grad_scale = floats(&contiguous(grad_scale))[0];
+        let AdamWTensors { param, exp_avg, exp_avg_sq } = tensors;
+        let [mut param, mut exp_avg, mut exp_avg_sq] =
+            [param, exp_avg, exp_avg_sq].map(contiguous);
+        let step = sieve_cpu::AdamWStep {
+            lr: step.lr,
+            beta1: step.beta1,
+            beta2: step.beta2,
+            eps: step.eps,
+            weight_decay: step.weight_decay,
+            bias_correction1: step.bias_correction1,
+            bias_correction2: step.bias_correction2,
+            grad_scale,
+        };
+        // In place where nobody else holds the tensor; `storage_mut` copies where somebody does.
+        sieve_cpu::adamw_step(
+            param.storage_mut::<f32>(),
+            floats(&grad),
+            exp_avg.storage_mut::<f32>(),
+            exp_avg_sq.storage_mut::<f32>(),
+            &step,
+        );
+        AdamWTensors { param, exp_avg, exp_avg_sq }
+    }
+}

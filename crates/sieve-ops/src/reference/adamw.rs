@@ -1,0 +1,44 @@
+//! AdamW, norms, and the zero of a seeded graph.
+use super::{primitive, rows, tensor, upcast};
+use crate::{AdamWStep, AdamWTensors};
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Shape, Tensor, TensorMetadata};
+
+/// `p -= lr wd p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g²; p -= lr / c1 * m / (sqrt(v / c2) + eps)`.
+pub fn adamw_step<B: Backend>(
+    tensors: AdamWTensors<B>,
+    grad: FloatTensor<B>,
+    grad_scale: FloatTensor<B>,
+    step: AdamWStep,
+) -> AdamWTensors<B> {
+    let shape: Vec<usize> = tensors.param.shape().to_vec();
+    let flat = |x: FloatTensor<B>| {
+        let count = x.shape().num_elements();
+        tensor::<B, 1>(B::float_reshape(x, Shape::new([count])))
+    };
+    let (param, dtype) = (flat(tensors.param), grad.dtype());
+    let compute = param.dtype();
+    let _ = dtype;
+    let grad = flat(grad).cast(compute) * tensor::<B, 1>(grad_scale).cast(compute);
+    let exp_avg = flat(tensors.exp_avg) * step.beta1 + grad.clone() * (1.0 - step.beta1);
+    let exp_avg_sq = flat(tensors.exp_avg_sq) * step.beta2
+        + grad.clone() * grad * (1.0 - step.beta2);
+    let denominator = (exp_avg_sq.clone() / step.bias_correction2).sqrt() + step.eps;
+    let update = exp_avg.clone() / denominator * (step.lr / step.bias_correction1);
+    let param = param * (1.0 - step.lr * step.weight_decay) - update;
+    let back = |x: Tensor<B, 1>| B::float_reshape(primitive(x), shape.clone().into());
+    AdamWTensors { param: back(param), exp_avg: back(exp_avg), exp_avg_sq: back(exp_avg_sq) }
+}
+
+/// `sum(x²)`, `[1]`.
+pub fn sum_of_squares<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    let (x, _, _) = rows::<B>(x);
+    primitive(x.powi_scalar(2).sum())
+}
+
+/// A zero `[1]` beside `y`.
+pub fn zero_scalar<B: Backend>(y: FloatTensor<B>) -> FloatTensor<B> {
+    let (y, dtype) = upcast::<B, 1>(B::float_reshape(y.clone(), [y.shape().num_elements()].into()));
+    primitive(Tensor::<B, 1>::zeros([1], (&y.device(), dtype)))
+}
