@@ -1,1 +1,46 @@
-fn main() {}
+//! Chores around the code: `cargo xtask check | tidy | kernels`.
+//!
+//! - `check` runs what CI runs, cheapest first, and stops at the first failure.
+//! - `tidy` checks the rules of the repository that no compiler knows.
+//! - `kernels` compiles every shipped CUDA specialisation without a GPU and prints what it costs.
+
+// Chores talk to a person; everything here prints.
+#![allow(clippy::print_stdout, clippy::print_stderr)]
+
+mod check;
+mod kernels;
+mod tidy;
+mod workspace;
+
+use std::process::ExitCode;
+
+const USAGE: &str = "cargo xtask <command>
+
+  check [--gpu]          fmt, tidy, clippy, tests, kernels: what CI runs, cheapest first; --gpu adds `sieve kernels check`
+  tidy                   arrows between crates, features, file lengths, kernel headers, forbidden words
+  kernels [--arch A]     compile kernels/manifest.toml with nvcc (installed into target/cuda-venv when missing), print
+                         registers, spills, stack and shared memory; fails on any spill that the manifest does not allow";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let outcome = match words.as_slice() {
+        ["check"] => check::run(false),
+        ["check", "--gpu"] => check::run(true),
+        ["tidy"] => tidy::run(),
+        ["kernels"] => kernels::run(None),
+        ["kernels", "--arch", arch] => kernels::run(Some(arch)),
+        [] | ["help" | "--help" | "-h"] => {
+            println!("{USAGE}");
+            return ExitCode::SUCCESS;
+        }
+        other => Err(anyhow::anyhow!("unknown arguments {other:?}\n\n{USAGE}")),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

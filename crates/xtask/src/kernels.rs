@@ -1,0 +1,150 @@
+//! `cargo xtask kernels`: compiles what ships, without a GPU, and says what it costs.
+pub(crate) mod manifest;
+mod nvcc;
+mod resources;
+
+use crate::workspace;
+use anyhow::{Context, Result, bail};
+use manifest::{Manifest, Specialisation};
+use nvcc::Nvcc;
+use resources::Resources;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// One compilation's outcome.
+struct Compiled<'a> {
+    specialisation: &'a Specialisation<'a>,
+    arch: &'a str,
+    log: Result<String>,
+}
+
+/// Compiles the manifest for all its architectures, or for one.
+pub(crate) fn run(only_arch: Option<&str>) -> Result<()> {
+    let manifest = Manifest::load()?;
+    let nvcc = Nvcc::find_or_install()?;
+    let specialisations = manifest.specialisations();
+    let jobs: Vec<(&Specialisation, &str)> = specialisations
+        .iter()
+        .flat_map(|s| s.kernel.arch.iter().map(move |arch| (s, arch.as_str())))
+        .filter(|(_, arch)| only_arch.is_none_or(|only| only == *arch))
+        .collect();
+    if jobs.is_empty() {
+        bail!(
+            "nothing to compile: no specialisation names {}",
+            only_arch.unwrap_or("an architecture")
+        );
+    }
+    let results = compile_all(&nvcc, &jobs)?;
+    report(&results, specialisations.len())
+}
+
+/// Compiles on all cores; results come back in the order of the jobs.
+fn compile_all<'a>(
+    nvcc: &Nvcc,
+    jobs: &'a [(&'a Specialisation<'a>, &'a str)],
+) -> Result<Vec<Compiled<'a>>> {
+    let next = AtomicUsize::new(0);
+    let results = Mutex::new(Vec::new());
+    let threads = std::thread::available_parallelism()
+        .map_or(1, usize::from)
+        .min(jobs.len());
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(&(specialisation, arch)) = jobs.get(index) else {
+                        break;
+                    };
+                    let log = nvcc.compile(specialisation, arch);
+                    let compiled = Compiled {
+                        specialisation,
+                        arch,
+                        log,
+                    };
+                    results
+                        .lock()
+                        .unwrap_or_else(|e| e.into_inner())
+                        .push((index, compiled));
+                }
+            });
+        }
+    });
+    let mut results = results.into_inner().unwrap_or_else(|e| e.into_inner());
+    results.sort_by_key(|(index, _)| *index);
+    Ok(results.into_iter().map(|(_, compiled)| compiled).collect())
+}
+
+/// Prints the table, then what must not be.
+fn report(results: &[Compiled], num_specialisations: usize) -> Result<()> {
+    let mut problems = Vec::new();
+    println!(
+        "{:7} {:44} {:>9} {:>15} {:>6} {:>7}  defines",
+        "arch", "entry point", "registers", "spills st/ld B", "stack", "smem B"
+    );
+    for Compiled {
+        specialisation,
+        arch,
+        log,
+    } in results
+    {
+        let name = format!(
+            "{} [{}] {arch}",
+            specialisation.kernel.file,
+            specialisation.text()
+        );
+        let log = match log {
+            Ok(log) => log,
+            Err(error) => {
+                problems.push(format!("{name}: {error:#}"));
+                continue;
+            }
+        };
+        let functions = resources::parse(log)
+            .with_context(|| format!("{name}: ptxas printed something unexpected"))?;
+        if functions.is_empty() {
+            problems.push(format!("{name}: no function was compiled"));
+        }
+        for function in &functions {
+            let Resources {
+                registers,
+                spill_store_bytes: store,
+                spill_load_bytes: load,
+                stack_bytes,
+                shared_bytes,
+                ..
+            } = function;
+            println!(
+                "{arch:7} {:44} {registers:>9} {:>15} {stack_bytes:>6} {shared_bytes:>7}  {}",
+                function.name,
+                format!("{store}/{load}"),
+                specialisation.text()
+            );
+            problems.extend(
+                specialisation
+                    .over_allowance(function, arch)
+                    .map(|problem| format!("{name}: {problem}")),
+            );
+        }
+        problems.extend(resources::warnings(log).map(|line| format!("{name}: {line}")));
+    }
+    println!(
+        "kernels: {num_specialisations} specialisations, {} compilations",
+        results.len()
+    );
+    if problems.is_empty() {
+        return Ok(());
+    }
+    for problem in &problems {
+        println!("kernels: {problem}");
+    }
+    bail!(
+        "{} kernel problem(s); a spill needs an [[kernel.allow]] entry with its reason in kernels/manifest.toml",
+        problems.len()
+    )
+}
+
+/// The folder with the kernels.
+pub(crate) fn folder() -> std::path::PathBuf {
+    workspace::root().join("kernels")
+}

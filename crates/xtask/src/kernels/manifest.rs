@@ -1,0 +1,278 @@
+//! `kernels/manifest.toml`: the specialisations that ship.
+use super::resources::Resources;
+use crate::workspace;
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+
+/// More shipped specialisations than this, and nobody knows any longer what is tested.
+const MAX_SPECIALISATIONS: usize = 60;
+
+/// The whole file.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Manifest {
+    /// One block for each kernel file.
+    #[serde(rename = "kernel")]
+    pub(crate) kernels: Vec<Kernel>,
+}
+
+/// One kernel file and the forms it ships in.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Kernel {
+    /// File below `kernels/`.
+    pub(crate) file: String,
+    /// Architectures to compile for.
+    #[serde(default = "default_arch")]
+    pub(crate) arch: Vec<String>,
+    /// Defines of every variant.
+    #[serde(default)]
+    pub(crate) defines: BTreeMap<String, Value>,
+    /// What differs: one specialisation for each entry.
+    #[serde(default)]
+    pub(crate) variants: Vec<BTreeMap<String, Value>>,
+    /// Spills and stack frames that are accepted.
+    #[serde(default)]
+    pub(crate) allow: Vec<Allowance>,
+}
+
+/// Value of a define.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum Value {
+    /// An integer.
+    Integer(i64),
+    /// Any other text.
+    Text(String),
+}
+
+impl std::fmt::Display for Value {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Value::Integer(number) => write!(f, "{number}"),
+            Value::Text(text) => f.write_str(text),
+        }
+    }
+}
+
+/// An accepted spill or stack frame.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Allowance {
+    /// Entry point it is for.
+    pub(crate) entry: String,
+    /// Only variants with these defines; empty means all.
+    #[serde(default)]
+    pub(crate) defines: BTreeMap<String, Value>,
+    /// Only this architecture; absent means all.
+    pub(crate) arch: Option<String>,
+    /// Most bytes of spill stores, and of spill loads.
+    #[serde(default)]
+    pub(crate) spill_bytes: usize,
+    /// Most bytes of stack frame.
+    #[serde(default)]
+    pub(crate) stack_bytes: usize,
+    /// Why that is better than not spilling, with the measurement.
+    pub(crate) reason: String,
+}
+
+/// One kernel file with one set of defines.
+#[derive(Debug)]
+pub(crate) struct Specialisation<'a> {
+    /// The kernel.
+    pub(crate) kernel: &'a Kernel,
+    /// Its defines, by name.
+    pub(crate) defines: BTreeMap<&'a str, &'a Value>,
+}
+
+impl Manifest {
+    /// Reads and checks the file.
+    pub(crate) fn load() -> Result<Self> {
+        let path = workspace::root().join("kernels/manifest.toml");
+        Self::parse(&workspace::read(&path)?).with_context(|| path.display().to_string())
+    }
+
+    fn parse(text: &str) -> Result<Self> {
+        let manifest: Self = toml::from_str(text)?;
+        let count = manifest.specialisations().len();
+        if count > MAX_SPECIALISATIONS {
+            bail!("{count} specialisations, at most {MAX_SPECIALISATIONS}");
+        }
+        for allowance in manifest.kernels.iter().flat_map(|k| &k.allow) {
+            if allowance.reason.trim().len() < 20 {
+                bail!(
+                    "the allowance for {} needs its reason, with a measurement",
+                    allowance.entry
+                );
+            }
+        }
+        Ok(manifest)
+    }
+
+    /// All specialisations, in the file's order.
+    pub(crate) fn specialisations(&self) -> Vec<Specialisation<'_>> {
+        self.kernels
+            .iter()
+            .flat_map(Kernel::specialisations)
+            .collect()
+    }
+}
+
+impl Kernel {
+    fn specialisations(&self) -> Vec<Specialisation<'_>> {
+        let common = || self.defines.iter().map(|(k, v)| (k.as_str(), v));
+        if self.variants.is_empty() {
+            return vec![Specialisation {
+                kernel: self,
+                defines: common().collect(),
+            }];
+        }
+        self.variants
+            .iter()
+            .map(|variant| Specialisation {
+                kernel: self,
+                // Later pairs win, so a variant overrides what is common.
+                defines: common()
+                    .chain(variant.iter().map(|(k, v)| (k.as_str(), v)))
+                    .collect(),
+            })
+            .collect()
+    }
+
+    /// Names of all defines that some specialisation sets.
+    pub(crate) fn define_names(&self) -> Vec<&str> {
+        self.defines
+            .keys()
+            .chain(self.variants.iter().flat_map(BTreeMap::keys))
+            .map(String::as_str)
+            .collect()
+    }
+}
+
+impl Specialisation<'_> {
+    /// The defines as `A=1 B=2`.
+    pub(crate) fn text(&self) -> String {
+        let pairs: Vec<String> = self
+            .defines
+            .iter()
+            .map(|(name, value)| format!("{name}={value}"))
+            .collect();
+        pairs.join(" ")
+    }
+
+    /// What a compiled function uses beyond its allowance.
+    pub(crate) fn over_allowance(&self, function: &Resources, arch: &str) -> Option<String> {
+        let spill = function.spill_store_bytes.max(function.spill_load_bytes);
+        let fits = |allowance: &&Allowance| {
+            let variant = allowance.defines.iter().all(|(name, value)| {
+                self.defines
+                    .get(name.as_str())
+                    .is_some_and(|have| have.to_string() == value.to_string())
+            });
+            allowance.entry == function.name
+                && variant
+                && allowance.arch.as_deref().is_none_or(|only| only == arch)
+        };
+        let allowance = self.kernel.allow.iter().find(fits);
+        let (spill_allowed, stack_allowed) =
+            allowance.map_or((0, 0), |a| (a.spill_bytes, a.stack_bytes));
+        (spill > spill_allowed || function.stack_bytes > stack_allowed).then(|| {
+            format!(
+                "{} spills {spill} bytes (allowed {spill_allowed}) and has a stack frame of {} (allowed {stack_allowed})",
+                function.name, function.stack_bytes
+            )
+        })
+    }
+}
+
+fn default_arch() -> Vec<String> {
+    ["sm_80", "sm_90a"].map(str::to_owned).to_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = r#"
+        [[kernel]]
+        file = "a.cu"
+        defines = { COMMON = 1, WIDTH = 8 }
+        variants = [{ WIDTH = 4 }, { TYPE = "float" }]
+        [[kernel.allow]]
+        entry = "a"
+        arch = "sm_80"
+        defines = { WIDTH = 4 }
+        spill_bytes = 16
+        reason = "0.2 % slower than with one block less a multiprocessor"
+        [[kernel]]
+        file = "b.cu"
+    "#;
+
+    #[test]
+    fn variants_override_the_common_defines() {
+        let manifest = Manifest::parse(TEXT).expect("well formed");
+        let texts: Vec<String> = manifest
+            .specialisations()
+            .iter()
+            .map(Specialisation::text)
+            .collect();
+        assert_eq!(
+            texts,
+            ["COMMON=1 WIDTH=4", "COMMON=1 TYPE=float WIDTH=8", ""]
+        );
+    }
+
+    #[test]
+    fn only_the_allowed_spill_passes() {
+        let manifest = Manifest::parse(TEXT).expect("well formed");
+        let all = manifest.specialisations();
+        let spilling = |bytes| Resources {
+            name: "a".into(),
+            spill_store_bytes: bytes,
+            ..Resources::default()
+        };
+        assert_eq!(all[0].over_allowance(&spilling(16), "sm_80"), None);
+        assert!(
+            all[0].over_allowance(&spilling(20), "sm_80").is_some(),
+            "more than allowed"
+        );
+        assert!(
+            all[0].over_allowance(&spilling(16), "sm_90a").is_some(),
+            "another architecture"
+        );
+        assert!(
+            all[1].over_allowance(&spilling(4), "sm_80").is_some(),
+            "another variant"
+        );
+        let stack = Resources {
+            name: "a".into(),
+            stack_bytes: 8,
+            ..Resources::default()
+        };
+        assert!(
+            all[0].over_allowance(&stack, "sm_80").is_some(),
+            "no stack was allowed"
+        );
+    }
+
+    #[test]
+    fn mistakes_in_the_file_are_refused() {
+        assert!(
+            Manifest::parse("[[kernel]]\nfile = 'a.cu'\nvariant = []").is_err(),
+            "unknown key"
+        );
+        assert!(
+            Manifest::parse(&TEXT.replace(
+                "0.2 % slower than with one block less a multiprocessor",
+                "fine"
+            ))
+            .is_err()
+        );
+        let many = format!(
+            "[[kernel]]\nfile = 'a.cu'\nvariants = [{}]",
+            "{ A = 1 },".repeat(61)
+        );
+        assert!(Manifest::parse(&many).is_err(), "61 specialisations");
+    }
+}

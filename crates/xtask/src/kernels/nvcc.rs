@@ -1,0 +1,186 @@
+//! nvcc: found, or installed from its wheels, and run once for each distinct source.
+use super::manifest::Specialisation;
+use crate::workspace;
+use anyhow::{Context, Result, bail};
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use xxhash_rust::xxh3::xxh3_128;
+
+/// The compiler, headers and run-time compiler of CUDA 13.0, half a gigabyte; they need no driver.
+const WHEELS: &[&str] = &[
+    "nvidia-cuda-nvcc==13.0.88",
+    "nvidia-nvvm==13.0.88",
+    "nvidia-cuda-crt==13.0.88",
+    "nvidia-cuda-nvrtc==13.0.88",
+    "nvidia-cuda-runtime==13.0.96",
+    "nvidia-cuda-cccl==13.0.85",
+];
+
+/// An nvcc that works, and where its results are kept.
+pub(crate) struct Nvcc {
+    program: PathBuf,
+    version: String,
+    results: PathBuf,
+}
+
+impl Nvcc {
+    /// The nvcc in `target/cuda-venv`, which is made when missing.
+    pub(crate) fn find_or_install() -> Result<Self> {
+        let venv = workspace::target_folder("cuda-venv")?;
+        let program = match find(&venv) {
+            Some(program) => program,
+            None => {
+                install(&venv)?;
+                find(&venv).with_context(|| {
+                    format!("the wheels brought no nvcc into {}", venv.display())
+                })?
+            }
+        };
+        let output = Command::new(&program).arg("--version").output();
+        let output = output.with_context(|| format!("cannot start {}", program.display()))?;
+        let version = String::from_utf8_lossy(&output.stdout).into_owned();
+        Ok(Self {
+            program,
+            version,
+            results: workspace::target_folder("cuda-kernels")?,
+        })
+    }
+
+    /// Compiles one specialisation for one architecture and returns nvcc's messages, from an earlier run when nothing
+    /// changed since.
+    pub(crate) fn compile(&self, specialisation: &Specialisation, arch: &str) -> Result<String> {
+        let source = super::folder().join(&specialisation.kernel.file);
+        let key = self.key(&source, specialisation, arch)?;
+        let stem = self.results.join(format!(
+            "{}-{arch}-{key:032x}",
+            specialisation.kernel.file.trim_end_matches(".cu")
+        ));
+        let (log_file, cubin) = (stem.with_extension("log"), stem.with_extension("cubin"));
+        if let (Ok(log), true) = (fs::read_to_string(&log_file), cubin.is_file()) {
+            return Ok(log);
+        }
+        let output = Command::new(&self.program)
+            .arg(format!(
+                "-gencode=arch={},code={arch}",
+                arch.replacen("sm_", "compute_", 1)
+            ))
+            .args(["-std=c++17", "-Xptxas", "-v", "-cubin", "-I"])
+            .arg(super::folder())
+            .args(
+                specialisation
+                    .defines
+                    .iter()
+                    .map(|(name, value)| format!("-D{name}={value}")),
+            )
+            .arg("-o")
+            .args([&cubin, &source])
+            .output()
+            .with_context(|| format!("cannot start {}", self.program.display()))?;
+        let log = String::from_utf8_lossy(&output.stderr).into_owned();
+        if !output.status.success() {
+            bail!("nvcc refused it\n{log}");
+        }
+        // The log is written last, so that its presence says the cubin is complete.
+        fs::write(&log_file, &log)
+            .with_context(|| format!("cannot write {}", log_file.display()))?;
+        Ok(log)
+    }
+
+    /// A hash of all that decides the result.
+    fn key(&self, source: &Path, specialisation: &Specialisation, arch: &str) -> Result<u128> {
+        let mut files = BTreeSet::new();
+        collect_includes(source, &super::folder(), &mut files)?;
+        let mut all = format!("{}\n{arch}\n{}\n", self.version, specialisation.text());
+        for file in files {
+            all.push_str(&workspace::read(&file)?);
+            all.push('\0');
+        }
+        Ok(xxh3_128(all.as_bytes()))
+    }
+}
+
+/// nvcc below a venv, whatever its Python is called.
+fn find(venv: &Path) -> Option<PathBuf> {
+    fs::read_dir(venv.join("lib"))
+        .ok()?
+        .flatten()
+        .find_map(|python| {
+            let program = python.path().join("site-packages/nvidia/cu13/bin/nvcc");
+            program.is_file().then_some(program)
+        })
+}
+
+fn install(venv: &Path) -> Result<()> {
+    let path = venv.to_str().context("the path of target/ is not UTF-8")?;
+    workspace::run("python3", &["-m", "venv", path]).context(
+        "a Python virtual environment is needed for nvcc; on Debian: apt-get install python3-venv",
+    )?;
+    let pip = venv.join("bin/pip");
+    let pip = pip.to_str().context("the path of target/ is not UTF-8")?;
+    let arguments: Vec<&str> = ["install", "--quiet", "--disable-pip-version-check"]
+        .iter()
+        .chain(WHEELS)
+        .copied()
+        .collect();
+    workspace::run(pip, &arguments).context("nvcc could not be installed from its wheels")
+}
+
+/// The file and everything it includes by quotes, beside it or from `root`, directly or not.
+fn collect_includes(file: &Path, root: &Path, files: &mut BTreeSet<PathBuf>) -> Result<()> {
+    let file = file
+        .canonicalize()
+        .with_context(|| format!("cannot find {}", file.display()))?;
+    if !files.insert(file.clone()) {
+        return Ok(());
+    }
+    let folder = file.parent().unwrap_or(root).to_owned();
+    for line in workspace::read(&file)?.lines() {
+        let Some(rest) = line.trim_start().strip_prefix('#').map(str::trim_start) else {
+            continue;
+        };
+        let Some(name) = rest
+            .strip_prefix("include")
+            .map(str::trim_start)
+            .and_then(|r| r.strip_prefix('"'))
+        else {
+            continue;
+        };
+        let name = name.split('"').next().unwrap_or_default();
+        let beside = folder.join(name);
+        let included = if beside.is_file() {
+            beside
+        } else {
+            root.join(name)
+        };
+        collect_includes(&included, root, files)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn includes_are_followed_from_beside_and_from_the_root() {
+        let root = tempfile::tempdir().expect("a temporary folder");
+        let write =
+            |name: &str, text: &str| fs::write(root.path().join(name), text).expect("written");
+        fs::create_dir(root.path().join("common")).expect("created");
+        write(
+            "a.cu",
+            "#include \"common/x.cuh\"\n#include <cuda_bf16.h>\n",
+        );
+        write("common/x.cuh", "#include \"y.cuh\"\n");
+        write("common/y.cuh", "# include \"common/x.cuh\"\n");
+        let mut files = BTreeSet::new();
+        collect_includes(&root.path().join("a.cu"), root.path(), &mut files).expect("all there");
+        assert_eq!(files.len(), 3);
+        write("common/y.cuh", "#include \"missing.cuh\"\n");
+        assert!(
+            collect_includes(&root.path().join("a.cu"), root.path(), &mut BTreeSet::new()).is_err()
+        );
+    }
+}

@@ -1,0 +1,22 @@
+//! Rules of the repository that no compiler knows. All violations are listed, not only the first.
+mod arrows;
+mod files;
+mod headers;
+
+use anyhow::{Result, bail};
+
+/// Runs every rule.
+pub(crate) fn run() -> Result<()> {
+    let mut problems = Vec::new();
+    arrows::check(&mut problems)?;
+    files::check(&mut problems)?;
+    headers::check(&mut problems)?;
+    if problems.is_empty() {
+        println!("tidy: clean");
+        return Ok(());
+    }
+    for problem in &problems {
+        println!("tidy: {problem}");
+    }
+    bail!("tidy found {} problem(s)", problems.len())
+}

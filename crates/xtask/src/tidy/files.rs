@@ -1,0 +1,86 @@
+//! Rules about every file: its length, its name, and words that do not belong into a public repository.
+use crate::workspace;
+use anyhow::Result;
+
+/// Longest source file, in lines.
+const MAX_LINES: usize = 800;
+
+/// Endings of files that people write and read as source.
+const SOURCES: &[&str] = &[".rs", ".cu", ".cuh", ".py", ".sh"];
+
+/// Endings of files that are text to look through for words.
+const TEXTS: &[&str] = &[
+    ".rs", ".cu", ".cuh", ".py", ".sh", ".md", ".toml", ".yml", ".yaml", "run",
+];
+
+/// Text that says where or how something was made instead of what it is; the pieces keep this file itself clean.
+const FORBIDDEN: &[&str] = &[
+    concat!("..", "/shared"),
+    concat!("/", "work/"),
+    concat!("/", "root/"),
+    concat!("index.", "crates.io"),
+    concat!("files.", "pythonhosted.org"),
+];
+
+/// Checks all files of the repository.
+pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
+    for file in workspace::files()? {
+        if file.ends_with("/mod.rs") {
+            problems.push(format!("{file}: name the module's file after it (attention.rs beside attention/), not mod.rs"));
+        }
+        let is = |endings: &[&str]| endings.iter().any(|ending| file.ends_with(ending));
+        if !is(SOURCES) && !is(TEXTS) {
+            continue;
+        }
+        let Ok(text) = std::fs::read_to_string(workspace::root().join(&file)) else {
+            continue;
+        };
+        if is(SOURCES) && text.lines().count() > MAX_LINES {
+            problems.push(format!(
+                "{file}: {} lines, at most {MAX_LINES}; look for the seam",
+                text.lines().count()
+            ));
+        }
+        for (index, line) in text.lines().enumerate() {
+            if let Some(word) = forbidden_in(line) {
+                problems.push(format!(
+                    "{file}:{}: \"{word}\" does not belong into the repository",
+                    index + 1
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A forbidden word, or a number that points into an issue tracker.
+fn forbidden_in(line: &str) -> Option<String> {
+    if let Some(word) = FORBIDDEN.iter().find(|word| line.contains(**word)) {
+        return Some((*word).to_owned());
+    }
+    let lower = line.to_lowercase();
+    lower.match_indices("issue").find_map(|(at, word)| {
+        let rest = lower[at + word.len()..].trim_start_matches([' ', '#']);
+        let digits: String = rest.chars().take_while(char::is_ascii_digit).collect();
+        (!digits.is_empty()).then(|| format!("issue {digits}"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_that_lead_nowhere_are_found() {
+        assert_eq!(
+            forbidden_in(concat!("see ..", "/shared/notes")),
+            Some(concat!("..", "/shared").to_owned())
+        );
+        assert_eq!(
+            forbidden_in(concat!("as iss", "ue #12 says")),
+            Some(concat!("iss", "ue 12").to_owned())
+        );
+        assert_eq!(forbidden_in("no issue here, 12 of them"), None);
+        assert_eq!(forbidden_in("shared memory, network/"), None);
+    }
+}
