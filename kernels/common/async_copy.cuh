@@ -1,4 +1,5 @@
 // async_copy: cp.async from global to shared memory, in groups per thread (sm_80 and up).
+#pragma once
 #include "common/types.cuh"
 
 // The address of a shared memory object as cp.async and ldmatrix take it.
@@ -21,3 +22,8 @@ DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "mem
 // Waits until at most PENDING of this thread's newest groups are under way. Other threads' copies need a barrier after it.
 template <int PENDING>
 DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+// Hides where a pointer came from. Without it the compiler keeps the address of every row of a tile in registers across the main loop.
+DEVICE const void* opaque(const void* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}

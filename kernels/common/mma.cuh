@@ -3,6 +3,7 @@
 //   A 16x16  a[0] rows g, a[1] rows g + 8 (columns 2t, 2t + 1); a[2], a[3] the same rows, columns 2t + 8, 2t + 9
 //   B 16x8   b0 rows 2t, 2t + 1, b1 rows 2t + 8, 2t + 9; column g
 //   C 16x8   c[0], c[1] row g, columns 2t, 2t + 1; c[2], c[3] row g + 8
+#pragma once
 #include "common/types.cuh"
 
 // d += a b.
@@ -21,6 +22,11 @@ DEVICE void load_matrix_x4_transposed(u32 (&r)[4], u32 shared) {
 }
 
 DEVICE void store_shared_32(u32 shared, u32 value) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory"); }
+DEVICE uint4 load_shared_128(u32 shared) {
+  uint4 r;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(shared) : "memory");
+  return r;
+}
 
 // Rounds two f32 to bf16 (to nearest even); `low` lands at the lower address.
 DEVICE u32 pack_bf16(float low, float high) {

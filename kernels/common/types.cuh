@@ -1,4 +1,5 @@
 // types: the names every kernel here uses for numbers. No header is included, so NVRTC needs none either.
+#pragma once
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef int i32;
@@ -20,6 +21,6 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 #define INFINITY_F32 __uint_as_float(0x7f800000u)
 
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-constexpr int min_int(int a, int b) { return a < b ? a : b; }
-constexpr int max_int(int a, int b) { return a > b ? a : b; }
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int min_int(int a, int b) { return a < b ? a : b; }
+__host__ __device__ constexpr int max_int(int a, int b) { return a > b ? a : b; }

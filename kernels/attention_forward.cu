@@ -1,0 +1,67 @@
+// attention_forward: dense causal or sliding-window attention inside packed documents, with an optional bias per key.
+// Math       logit_ij = softmax_scale * q_i . k_j + delta_j; o_i = sum_j softmax_j(logit_ij) v_j over the keys max(doc_start_i, i - window + 1) <= j <= i;
+//            lse_i = log sum_j exp(logit_ij). delta (HAS_BIAS) is that of DMA with every key kept (w >= the longest document).
+// Layout     q [batch, seq_len, num_heads, HEAD_DIM], k [.., num_kv_heads, HEAD_DIM], v [.., num_kv_heads, HEAD_DIM_V] bf16: any token and batch
+//            stride and an element offset, all multiples of 8 (slices of one packed tensor: pass it three times); doc_start i32 [batch, seq_len];
+//            delta f32 [batch, num_kv_heads, seq_len]; o bf16 [batch, seq_len, num_heads, HEAD_DIM_V], lse f32 [batch, num_heads, seq_len] contiguous
+// Buffers    q, k, v, doc_start, (HAS_BIAS: delta,) o, lse
+// Defines    HEAD_DIM (16 .. 256, a multiple of 16), HEAD_DIM_V (default HEAD_DIM, at most it), HAS_BIAS 0|1; the tiling WARP_ROWS 16|32, NUM_WARPS,
+//            BLOCK_KV, NUM_STAGES, MIN_BLOCKS, Q_IN_REGISTERS; HEADS_PER_TILE (1; else a divisor of the group)
+// Tiling     BLOCK_Q = NUM_WARPS * WARP_ROWS rows = HEADS_PER_TILE heads x TILE_QUERIES queries.
+//            grid (ceil(seq_len / TILE_QUERIES), num_heads / HEADS_PER_TILE, batch), the longest tiles of a head first; NUM_WARPS * 32 threads;
+//            dynamic shared bytes = BLOCK_Q * HEAD_DIM * 2 + NUM_STAGES * BLOCK_KV * (HEAD_DIM + HEAD_DIM_V) * 2 + (HAS_BIAS ? NUM_STAGES * BLOCK_KV * 4 : 0)
+// Numerics   products on bf16 tensor cores, f32 accumulators; softmax f32 in powers of two, P rounded to bf16 for P V; one rounding at the store.
+//            A row's arithmetic does not depend on later tokens or on other rows of the batch. Writes every element of o and lse.
+// Edges      any seq_len >= 1; only tiles with a visible pair are read and only tiles seen in part are masked; softmax_scale > 0, window >= 1
+#include "common/attention_forward.cuh"
+
+struct AttentionForwardParams {
+  u64 batch, seq_len, num_heads, num_kv_heads;
+  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
+  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
+  u64 q_batch_stride, k_batch_stride, v_batch_stride;
+  u64 window;                                          // keys a query sees at most, itself included; seq_len or more: no window
+  u64 softmax_scale;                                   // f32 bits
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(
+    const bf16* q, const bf16* k, const bf16* v, const i32* doc_start,
+#if HAS_BIAS
+    const float* delta,
+#endif
+    bf16* o, float* lse, const __grid_constant__ AttentionForwardParams params) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
+  const int batch = (int)blockIdx.z, head = (int)blockIdx.y * HEADS_PER_TILE, kv_head = head / (num_heads / num_kv_heads);
+  const int tile_idx = (int)(gridDim.x - 1 - blockIdx.x);  // late tiles see most keys: start them first
+
+  ForwardTile tile;
+  tile.q = q + params.q_offset + batch * params.q_batch_stride + (u64)head * HEAD_DIM;
+  tile.q_stride = (u32)params.q_token_stride;
+  tile.o = o;
+  tile.lse = lse;
+  tile.batch = batch;
+  tile.head = head;
+  tile.num_heads = num_heads;
+  tile.seq_len = seq_len;
+  tile.first_query = tile_idx * TILE_QUERIES;
+  tile.end_query = min(tile.first_query + TILE_QUERIES, seq_len);
+  tile.doc_start = doc_start + (u64)batch * seq_len;
+  tile.window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
+  tile.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+
+  KvStream stream;
+  stream.k = k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM;
+  stream.v = v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM_V;
+  stream.k_stride = (u32)params.k_token_stride;
+  stream.v_stride = (u32)params.v_token_stride;
+#if HAS_BIAS
+  stream.delta = delta + ((u64)batch * num_kv_heads + kv_head) * seq_len;
+#endif
+  stream.num_keys = seq_len;
+  const int lowest = max(tile.doc_start[tile.first_query], tile.first_query - tile.window + 1);
+  stream.last_tile = (tile.end_query - 1) / BLOCK_KV;
+  stream.num_tiles = stream.last_tile - lowest / BLOCK_KV + 1;
+  stream.ring = shared_memory + Q_TILE_BYTES;
+  attention_forward_tile(tile, stream, shared_memory);
+}

@@ -1,0 +1,292 @@
+// attention_forward: one tile of queries against the keys it sees, with the softmax kept online (arXiv:2205.14135, arXiv:2307.08691).
+// Used by attention_forward.cu (dense, sliding window) and dma_attention_forward.cu (gathered lists), which document the interface.
+// Defines    HEAD_DIM, HEAD_DIM_V; WARP_ROWS rows a warp (16 or 32), NUM_WARPS, BLOCK_KV keys a tile, NUM_STAGES, MIN_BLOCKS per SM;
+//            HEADS_PER_TILE query heads of a group share a tile; Q_IN_REGISTERS; HAS_BIAS; GATHER
+#pragma once
+#include "common/kv_stream.cuh"
+
+#ifndef HEADS_PER_TILE
+#define HEADS_PER_TILE 1
+#endif
+#ifndef Q_IN_REGISTERS
+#define Q_IN_REGISTERS 0
+#endif
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 1
+#endif
+
+constexpr int BLOCK_Q = NUM_WARPS * WARP_ROWS;        // rows of a tile: heads x queries
+constexpr int TILE_QUERIES = BLOCK_Q / HEADS_PER_TILE;
+constexpr int ROW_TILES = WARP_ROWS / 16;
+constexpr int KEY_TILES = BLOCK_KV / 8;
+constexpr int VALUE_TILES = HEAD_DIM_V / 8;
+constexpr int Q_TILE_BYTES = BLOCK_Q * HEAD_DIM * 2;
+constexpr int FORWARD_SHARED_BYTES = Q_TILE_BYTES + KV_STREAM_BYTES;
+static_assert(WARP_ROWS % 16 == 0 && BLOCK_Q % HEADS_PER_TILE == 0, "tensor core tiles have 16 rows");
+static_assert(TILE_QUERIES % WARP_ROWS == 0 || WARP_ROWS % TILE_QUERIES == 0, "a warp holds parts of one head or whole heads");
+static_assert(HEAD_DIM_V <= HEAD_DIM, "the output tile is staged where the queries were");
+
+// The online softmax keeps its reference maximum until a row outgrows it by this many powers of two; exp2 then stays below 2^8.
+constexpr float RESCALE_AT = 8.0f;
+// Stands for "nothing seen yet": finite, so that no infinity is subtracted from another.
+constexpr float NO_MAXIMUM = -3.0e38f;
+
+struct ForwardTile {
+  const bf16* q;           // at the batch row and the tile's first head
+  u32 q_stride;            // elements from token to token
+  bf16* o;                 // [batch, seq_len, num_heads, HEAD_DIM_V]
+  float* lse;              // [batch, num_heads, seq_len]
+  int batch, head;         // the tile's batch row and first head
+  int num_heads, seq_len;
+  int first_query, end_query;
+  const i32* doc_start;    // dense: the row's document starts
+  int window;
+  float scale_log2;        // softmax_scale * log2(e)
+};
+
+// A tile row is (head, query), head-major.
+DEVICE int row_query(const ForwardTile& tile, int row) { return tile.first_query + row % TILE_QUERIES; }
+DEVICE int row_head(int row) { return row / TILE_QUERIES; }
+
+#if !GATHER
+// The lowest key a query sees; a position outside the row counts as its nearest end.
+DEVICE int lowest_key(const ForwardTile& tile, int query) {
+  query = min(max(query, 0), tile.seq_len - 1);
+  return max(tile.doc_start[query], query - tile.window + 1);
+}
+#endif
+
+// Asks for the query rows; rows past the end arrive as zeros.
+DEVICE void copy_queries(const ForwardTile& tile, u32 shared) {
+  constexpr int CHUNKS = HEAD_DIM / 8, TOTAL = BLOCK_Q * CHUNKS;
+#pragma unroll
+  for (int i = 0; i < ceil_div(TOTAL, THREADS); ++i) {
+    int at = i * THREADS + (int)threadIdx.x, row = at / CHUNKS, chunk = at % CHUNKS;
+    if (TOTAL % THREADS == 0 || at < TOTAL) {
+      int query = row_query(tile, row);
+      const bf16* from = tile.q + (u64)(u32)query * tile.q_stride + row_head(row) * HEAD_DIM + chunk * 8;
+      copy_async_16(shared + KTile::offset(row, chunk), from, query < tile.end_query ? 16 : 0);
+    }
+  }
+}
+
+DEVICE void attention_forward_tile(const ForwardTile& tile, const KvStream& stream, unsigned char* q_memory) {
+  const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int warp_row = warp * WARP_ROWS;
+  const u32 q_shared = shared_address(q_memory);
+
+  copy_queries(tile, q_shared);
+  stream.start();
+
+  WarpQueries queries;
+  queries.first = TILE_QUERIES >= WARP_ROWS ? row_query(tile, warp_row) : tile.first_query;
+  queries.last = min(queries.first + min_int(TILE_QUERIES, WARP_ROWS), tile.end_query) - 1;
+  const bool idle = queries.last < queries.first;
+#if !GATHER
+  queries.lowest_first = lowest_key(tile, queries.first);
+  queries.lowest_last = lowest_key(tile, queries.last);
+#endif
+
+  // Lane parts of the fragment addresses: A and transposed B rows by lane % 16, B rows by the 8-lane groups (0, 0, 1, 1).
+  const u32 q_lane = q_shared + (u32)warp_row * KTile::ROW_BYTES;
+  const u32 q_offset = KTile::lane_offset(lane % 16, lane / 16);
+  const u32 k_offset = KTile::lane_offset(lane % 8 + (lane / 16) * 8, (lane / 8) % 2);
+  const u32 v_offset = VTile::lane_offset(lane % 16, lane / 16);
+
+  float output[ROW_TILES][VALUE_TILES][4] = {};
+  float maximum[ROW_TILES][2], total[ROW_TILES][2];
+#pragma unroll
+  for (int r = 0; r < 2 * ROW_TILES; ++r) {
+    maximum[r / 2][r % 2] = NO_MAXIMUM;
+    total[r / 2][r % 2] = 0.0f;
+  }
+#if Q_IN_REGISTERS
+  u32 q_fragments[HEAD_DIM / 16][ROW_TILES][4];
+#endif
+
+  for (int it = 0; it < stream.num_tiles; ++it) {
+    stream.advance(it);
+#if Q_IN_REGISTERS
+    if (it == 0) {
+#pragma unroll
+      for (int step = 0; step < HEAD_DIM / 16; ++step)
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m) load_matrix_x4(q_fragments[step][m], q_lane + KTile::step(q_offset, m * 16, step * 2));
+    }
+#endif
+    const TileMask mask = idle ? TILE_EMPTY : tile_mask(stream, queries, it);
+    if (mask == TILE_EMPTY) continue;
+
+    // Score: S = Q K^T.
+    float score[ROW_TILES][KEY_TILES][4] = {};
+    const u32 k_shared = stream.k_slot(it);
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+      u32 a[ROW_TILES][4];
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; ++m) {
+#if Q_IN_REGISTERS
+#pragma unroll
+        for (int x = 0; x < 4; ++x) a[m][x] = q_fragments[step][m][x];
+#else
+        load_matrix_x4(a[m], q_lane + KTile::step(q_offset, m * 16, step * 2));
+#endif
+      }
+#pragma unroll
+      for (int n = 0; n < KEY_TILES / 2; ++n) {
+        u32 b[4];
+        load_matrix_x4(b, k_shared + KTile::step(k_offset, n * 16, step * 2));
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m) {
+          mma_bf16(score[m][2 * n], a[m], b[0], b[1]);
+          mma_bf16(score[m][2 * n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+
+#if HAS_BIAS
+    // From here on scores are final logits in powers of two; without a bias the scale waits for the exponent's multiply-add.
+    {
+      const float* bias = stream.bias_slot(it) + 2 * t;
+#pragma unroll
+      for (int n = 0; n < KEY_TILES; ++n) {
+        float2 delta = *(const float2*)(bias + n * 8);
+        delta.x *= LOG2_E;
+        delta.y *= LOG2_E;
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+          for (int x = 0; x < 4; ++x) score[m][n][x] = score[m][n][x] * tile.scale_log2 + (x % 2 ? delta.y : delta.x);
+      }
+    }
+    const float logit_scale = 1.0f;
+#else
+    const float logit_scale = tile.scale_log2;
+#endif
+
+    // Mask: only tiles that some query of the warp sees in part.
+    if (mask == TILE_PARTIAL) {
+      int position[ROW_TILES][2];
+#if !GATHER
+      int lowest[ROW_TILES][2];
+#endif
+#pragma unroll
+      for (int r = 0; r < 2 * ROW_TILES; ++r) {
+        position[r / 2][r % 2] = row_query(tile, warp_row + (r / 2) * 16 + (r % 2) * 8 + g);
+#if !GATHER
+        lowest[r / 2][r % 2] = lowest_key(tile, position[r / 2][r % 2]);
+#endif
+      }
+#pragma unroll
+      for (int n = 0; n < KEY_TILES; ++n) {
+#if GATHER
+        int4 pair = *(const int4*)(stream.entry_slot(it) + n * 8 + 2 * t);
+#else
+        int key = stream.first_key(it) + n * 8 + 2 * t;
+#endif
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+          for (int x = 0; x < 4; ++x) {
+            int i = position[m][x / 2];
+#if GATHER
+            bool active = x % 2 ? pair.z <= i && i < pair.w : pair.x <= i && i < pair.y;
+#else
+            bool active = key + x % 2 <= i && key + x % 2 >= lowest[m][x / 2];
+#endif
+            if (!active) score[m][n][x] = -INFINITY_F32;
+          }
+      }
+    }
+
+    // Reference maximum: moved only when some row of the warp outgrows it, so that the output is seldom rescaled.
+    float tile_maximum[ROW_TILES][2];
+    bool outgrown = false;
+#pragma unroll
+    for (int r = 0; r < 2 * ROW_TILES; ++r) {
+      const int m = r / 2, h = r % 2;
+      float largest = fmaxf(score[m][0][2 * h], score[m][0][2 * h + 1]);
+#pragma unroll
+      for (int n = 1; n < KEY_TILES; ++n) largest = fmaxf(largest, fmaxf(score[m][n][2 * h], score[m][n][2 * h + 1]));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      tile_maximum[m][h] = largest * logit_scale;
+      outgrown |= tile_maximum[m][h] > maximum[m][h] + RESCALE_AT;
+    }
+    if (__any_sync(~0u, outgrown)) {
+#pragma unroll
+      for (int r = 0; r < 2 * ROW_TILES; ++r) {
+        const int m = r / 2, h = r % 2;
+        float larger = fmaxf(maximum[m][h], tile_maximum[m][h]);
+        float factor = exp2_fast(maximum[m][h] - larger);
+        maximum[m][h] = larger;
+        total[m][h] *= factor;
+#pragma unroll
+        for (int n = 0; n < VALUE_TILES; ++n) {
+          output[m][n][2 * h] *= factor;
+          output[m][n][2 * h + 1] *= factor;
+        }
+      }
+    }
+
+    // Weigh and accumulate, 16 keys a step: P = 2^(S - maximum), O += P V. The exponentials of a step overlap the products of the last.
+    const u32 v_shared = stream.v_slot(it);
+#pragma unroll
+    for (int step = 0; step < BLOCK_KV / 16; ++step) {
+      u32 a[ROW_TILES][4];
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; ++m) {
+#pragma unroll
+        for (int n = 2 * step; n < 2 * step + 2; ++n)
+#pragma unroll
+          for (int x = 0; x < 4; ++x) {
+            score[m][n][x] = exp2_fast(score[m][n][x] * logit_scale - maximum[m][x / 2]);
+            total[m][x / 2] += score[m][n][x];
+          }
+        a[m][0] = pack_bf16(score[m][2 * step][0], score[m][2 * step][1]);
+        a[m][1] = pack_bf16(score[m][2 * step][2], score[m][2 * step][3]);
+        a[m][2] = pack_bf16(score[m][2 * step + 1][0], score[m][2 * step + 1][1]);
+        a[m][3] = pack_bf16(score[m][2 * step + 1][2], score[m][2 * step + 1][3]);
+      }
+#pragma unroll
+      for (int n = 0; n < VALUE_TILES / 2; ++n) {
+        u32 b[4];
+        load_matrix_x4_transposed(b, v_shared + VTile::step(v_offset, step * 16, n * 2));
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m) {
+          mma_bf16(output[m][2 * n], a[m], b[0], b[1]);
+          mma_bf16(output[m][2 * n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // Store: rows go through this warp's part of the query tile, so that they leave as 16-byte pieces of whole lines.
+  copy_async_wait<0>();  // with no tile at all the queries may still be on their way there
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < 2 * ROW_TILES; ++r) {
+    const int m = r / 2, h = r % 2;
+    float sum = total[m][h];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    // A row that sees nothing has sum 0: its output is 0 and its log-sum-exp -inf.
+    float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+    const int row = m * 16 + h * 8 + g;
+    const int query = row_query(tile, warp_row + row);
+    if (t == 0 && query < tile.end_query)
+      tile.lse[((u64)tile.batch * tile.num_heads + tile.head + row_head(warp_row + row)) * tile.seq_len + query] = sum > 0.0f ? maximum[m][h] * LN_2 + logf(sum) : -INFINITY_F32;
+#pragma unroll
+    for (int n = 0; n < VALUE_TILES; ++n)
+      store_shared_32(q_lane + VTile::offset(row, n) + t * 4, pack_bf16(output[m][n][2 * h] * inverse, output[m][n][2 * h + 1] * inverse));
+  }
+  __syncwarp();
+#pragma unroll
+  for (int at = lane; at < WARP_ROWS * HEAD_DIM_V / 8; at += 32) {
+    const int row = at / (HEAD_DIM_V / 8), chunk = at % (HEAD_DIM_V / 8);
+    const int query = row_query(tile, warp_row + row);
+    if (query < tile.end_query)
+      *(uint4*)(tile.o + (((u64)tile.batch * tile.seq_len + query) * tile.num_heads + tile.head + row_head(warp_row + row)) * HEAD_DIM_V + chunk * 8) =
+          load_shared_128(q_lane + VTile::offset(row, chunk));
+  }
+}
