@@ -1,5 +1,13 @@
 //! The sizes a model is built from, in the names the Rust code uses.
 
+mod flops;
+mod parameters;
+#[cfg(test)]
+mod test_shapes;
+
+pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents, peak_bf16_flops};
+pub use parameters::ParameterCounts;
+
 use serde::{Deserialize, Serialize};
 
 /// How a DMA key's score z enters the logit.
@@ -65,4 +73,21 @@ pub struct ModelShape {
     pub residual_scale: bool,
     /// The attention of every layer.
     pub attention: Attention,
+}
+
+impl ModelShape {
+    /// Query heads that share one KV head.
+    pub fn group_size(&self) -> usize {
+        self.num_heads / self.num_kv_heads
+    }
+
+    /// Width of the queries, and of the attention output before its projection: `num_heads * head_dim`.
+    pub fn q_width(&self) -> usize {
+        self.num_heads * self.head_dim
+    }
+
+    /// Width of the keys, and of the values: `num_kv_heads * head_dim`.
+    pub fn kv_width(&self) -> usize {
+        self.num_kv_heads * self.head_dim
+    }
 }

@@ -2,12 +2,31 @@
 //!
 //! [`Recipe::load`] is the door: text in, a checked recipe out, or every mistake in the text at once.
 
-mod error;
-mod load;
-mod model_names;
 mod sections;
 
+mod schema;
+
+mod document;
+
+mod check;
+
+mod rules;
+
+mod load;
+
+mod mistake;
+
+mod error;
+
+mod lr_schedule;
+
+mod resume;
+
+mod model_names;
+
 pub use error::RecipeError;
+pub use mistake::{Location, Mistake, Problem};
+pub use resume::{KeyChange, MAY_CHANGE_ON_RESUME};
 pub use sections::{
     ActivationCheckpointMode, ActivationCheckpointSection, AttentionKind, AttentionSection,
     CheckpointSection, DataFormat, DataSection, DecayType, GenerationSection, LrSchedulerSection,
@@ -53,3 +72,6 @@ pub struct Recipe {
     #[serde(default)]
     pub generation: GenerationSection,
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,72 +1,167 @@
 //! From text and overrides to a checked recipe, and back.
 
-use super::{Recipe, RecipeError};
+use serde::de::DeserializeOwned;
+use toml::{Table, Value};
+
+use super::check;
+use super::document::Document;
+use super::error::RecipeError;
+use super::mistake::{Location, Mistake, Problem};
+use super::rules::{self, Parts};
+use super::{Recipe, schema};
 
 impl Recipe {
     /// Reads a recipe, applies `overrides` (`section.key=value`, later ones win) and checks every rule.
     ///
-    /// `origin` names the text in messages, usually its path.
+    /// `origin` names the text in messages, usually its path. An override's value is read as TOML, else taken as a bare
+    /// string. Overriding `attention.kind` drops the keys that belong to the text's kind; overriding one of
+    /// `tokenizer.path` and `tokenizer.train` drops the other.
     ///
     /// # Errors
-    /// Every mistake of the text and of the overrides, at once.
+    /// [`RecipeError::Syntax`] when the text is not TOML, else [`RecipeError::Invalid`] with every mistake of the text
+    /// and of the overrides at once: unknown names, missing keys, wrong types, broken rules.
     pub fn load(text: &str, origin: &str, overrides: &[String]) -> Result<Self, RecipeError> {
-        let invalid = |message: String| RecipeError::Invalid {
-            origin: origin.to_owned(),
-            message,
-        };
-        let mut table: toml::Table = text
-            .parse()
-            .map_err(|error: toml::de::Error| invalid(error.to_string()))?;
-        for item in overrides {
-            let (path, value) = item
-                .split_once('=')
-                .ok_or_else(|| invalid(format!("--set {item}: write section.key=value")))?;
-            let (section, key) = path
-                .split_once('.')
-                .ok_or_else(|| invalid(format!("--set {item}: write section.key=value")))?;
-            let value = format!("v = {value}")
-                .parse::<toml::Table>()
-                .ok()
-                .and_then(|mut parsed| parsed.remove("v"))
-                .unwrap_or_else(|| toml::Value::String(value.to_owned()));
-            let section = table
-                .entry(section)
-                .or_insert_with(|| toml::Value::Table(toml::Table::new()));
-            if let Some(section) = section.as_table_mut() {
-                section.insert(key.to_owned(), value);
+        let mut document = Document::parse(text, origin)?;
+        document.apply(overrides);
+        let mut mistakes = std::mem::take(&mut document.mistakes);
+        check::check_table(&mut document.table, &mut mistakes);
+        resolve_defaults(&mut document.table);
+
+        let parts = OwnedParts::from_table(&document.table);
+        rules::check(&parts.borrow(), &mut mistakes);
+        if mistakes.is_empty() {
+            match Self::deserialize_table(document.table.clone()) {
+                Ok(recipe) => return Ok(recipe),
+                Err(error) => mistakes.push(Mistake::new(
+                    "recipe",
+                    Problem::Rule {
+                        what: error.message().to_owned(),
+                        hint: String::new(),
+                    },
+                )),
             }
         }
-        if let Some(training) = table
-            .get_mut("training")
-            .and_then(toml::Value::as_table_mut)
-            && !training.contains_key("global_batch_size")
-            && let Some(local) = training.get("local_batch_size").cloned()
-        {
-            training.insert("global_batch_size".to_owned(), local);
+        for mistake in &mut mistakes {
+            if mistake.location.is_none() {
+                mistake.location = document.locate(&mistake.key);
+            }
         }
-        let recipe: Self = table
-            .try_into()
-            .map_err(|error: toml::de::Error| invalid(error.to_string()))?;
-        recipe.validate()?;
-        Ok(recipe)
+        sort(&mut mistakes);
+        Err(RecipeError::Invalid {
+            origin: origin.to_owned(),
+            mistakes,
+        })
     }
 
-    /// Checks every rule between the values.
+    /// Checks every rule between the values, for a recipe built or changed in code.
     ///
     /// # Errors
-    /// Every rule that is broken, at once.
+    /// [`RecipeError::Invalid`] with every broken rule.
     pub fn validate(&self) -> Result<(), RecipeError> {
-        Ok(())
+        let mut mistakes = Vec::new();
+        rules::check(&Parts::from(self), &mut mistakes);
+        if mistakes.is_empty() {
+            Ok(())
+        } else {
+            Err(RecipeError::Invalid {
+                origin: "the recipe".to_owned(),
+                mistakes,
+            })
+        }
     }
 
     /// The recipe with every default written out; [`load`](Self::load) reads it back equal.
     ///
     /// # Errors
-    /// A value TOML cannot hold: an integer above `i64::MAX`.
+    /// [`RecipeError::NotRepresentable`] for a whole number above `i64::MAX`, which [`validate`](Self::validate)
+    /// refuses too.
     pub fn to_toml(&self) -> Result<String, RecipeError> {
-        toml::to_string(self).map_err(|error| RecipeError::Invalid {
-            origin: "recipe".to_owned(),
+        toml::to_string(self).map_err(|error| RecipeError::NotRepresentable {
             message: error.to_string(),
         })
     }
+
+    fn deserialize_table(table: Table) -> Result<Self, toml::de::Error> {
+        table.try_into()
+    }
+}
+
+/// Defaults that are another key's value.
+fn resolve_defaults(table: &mut Table) {
+    let Some(training) = table.get_mut("training").and_then(Value::as_table_mut) else {
+        return;
+    };
+    if let Some(local) = training.get("local_batch_size").cloned()
+        && !training.contains_key("global_batch_size")
+    {
+        training.insert("global_batch_size".to_owned(), local);
+    }
+}
+
+/// The sections that could be converted, so that their rules run even when another section has a wrong type.
+struct OwnedParts {
+    model: Option<super::ModelSection>,
+    attention: Option<super::AttentionSection>,
+    tokenizer: Option<super::TokenizerSection>,
+    data: Option<super::DataSection>,
+    training: Option<super::TrainingSection>,
+    optimizer: Option<super::OptimizerSection>,
+    lr_scheduler: Option<super::LrSchedulerSection>,
+    checkpoint: Option<super::CheckpointSection>,
+    metrics: Option<super::MetricsSection>,
+    validation: Option<super::ValidationSection>,
+    generation: Option<super::GenerationSection>,
+}
+
+impl OwnedParts {
+    fn from_table(table: &Table) -> Self {
+        Self {
+            model: section(table, "model"),
+            attention: section(table, "attention"),
+            tokenizer: section(table, "tokenizer"),
+            data: section(table, "data"),
+            training: section(table, "training"),
+            optimizer: section(table, "optimizer"),
+            lr_scheduler: section(table, "lr_scheduler"),
+            checkpoint: section(table, "checkpoint"),
+            metrics: section(table, "metrics"),
+            validation: section(table, "validation"),
+            generation: section(table, "generation"),
+        }
+    }
+
+    fn borrow(&self) -> Parts<'_> {
+        Parts {
+            model: self.model.as_ref(),
+            attention: self.attention.as_ref(),
+            tokenizer: self.tokenizer.as_ref(),
+            data: self.data.as_ref(),
+            training: self.training.as_ref(),
+            optimizer: self.optimizer.as_ref(),
+            lr_scheduler: self.lr_scheduler.as_ref(),
+            checkpoint: self.checkpoint.as_ref(),
+            metrics: self.metrics.as_ref(),
+            validation: self.validation.as_ref(),
+            generation: self.generation.as_ref(),
+        }
+    }
+}
+
+fn section<T: DeserializeOwned>(table: &Table, name: &str) -> Option<T> {
+    table.get(name)?.clone().try_into().ok()
+}
+
+/// In the order of the text; then the overrides; then what is written nowhere, in the order of the sections.
+fn sort(mistakes: &mut [Mistake]) {
+    let section_rank = |mistake: &Mistake| {
+        let name = mistake.key.split('.').next().unwrap_or_default();
+        schema::SECTIONS
+            .iter()
+            .position(|section| section.name == name)
+    };
+    mistakes.sort_by_key(|mistake| match &mistake.location {
+        Some(Location::Line(line)) => (0, *line, None),
+        Some(Location::Override(_)) => (1, 0, None),
+        None => (2, 0, section_rank(mistake)),
+    });
 }

@@ -1,7 +1,5 @@
 //! The sections of a recipe, one type each. Field names are the recipe's keys.
 
-use std::path::PathBuf;
-
 use serde::{Deserialize, Serialize};
 
 use crate::model::DmaBias;
@@ -119,7 +117,7 @@ impl AttentionKind {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TokenizerSection {
-    /// A Hugging Face `tokenizer.json`; `~` and `$VAR` are expanded.
+    /// A Hugging Face `tokenizer.json`; expanded as `data.paths` are.
     Path(String),
     /// A byte-level BPE trained on the recipe's own data.
     Train(TokenizerTraining),
@@ -144,7 +142,7 @@ fn default_sample_bytes() -> u64 {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataSection {
-    /// Globs; `~`, `$VAR`, `${VAR}` and `${VAR:-default}` are expanded.
+    /// Globs; `~`, `$VAR`, `${VAR}` and `${VAR:-default}` are expanded by [`crate::paths::expand`].
     pub paths: Vec<String>,
     /// What the files hold.
     #[serde(default)]
@@ -164,9 +162,9 @@ pub struct DataSection {
     /// Share of the documents held out for validation, in `[0, 1)`.
     #[serde(default = "default_validation_fraction")]
     pub validation_fraction: f64,
-    /// Where tokenised shards go. Absent: under the output folder.
+    /// Where tokenised shards go; expanded as `paths` are. Absent: under the output folder.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cache_dir: Option<PathBuf>,
+    pub cache_dir: Option<String>,
 }
 
 fn default_text_column() -> String {
@@ -226,10 +224,11 @@ impl TrainingSection {
 
     /// Micro-batches whose gradients add up to one step, on `world_size` devices.
     ///
-    /// Rounds down; `None` when the global batch does not divide evenly.
+    /// `None` when the global batch is not a multiple of one round over all devices.
     pub fn accumulation_steps(&self, world_size: usize) -> Option<usize> {
         let rows = self.local_batch_size.checked_mul(world_size)?;
-        (rows > 0 && self.global_batch_size % rows == 0).then(|| self.global_batch_size / rows)
+        (rows > 0 && self.global_batch_size.is_multiple_of(rows))
+            .then(|| self.global_batch_size / rows)
     }
 }
 

@@ -1,0 +1,114 @@
+//! Parameter counts, by part.
+
+use super::{Attention, ModelShape};
+
+/// Numbers of parameters, by part. The parts are disjoint; [`total`](Self::total) is their sum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ParameterCounts {
+    /// The embedding: `vocab_size * d_model`.
+    pub embedding: u64,
+    /// The output projection, of the embedding's size; 0 when tied to it.
+    pub output: u64,
+    /// Projections of queries, keys, values and attention output, all layers.
+    pub attention: u64,
+    /// DMA's own: A, one entry per KV head, and W_dt, `kv_width * num_kv_heads`, all layers.
+    pub mask: u64,
+    /// Gate, up and down projections, all layers.
+    pub mlp: u64,
+    /// RMSNorm weights: two per layer over `d_model`, two per layer over `head_dim`, one at the end.
+    pub norms: u64,
+    /// Learned residual scales: two vectors per layer over `d_model`; 0 without them.
+    pub residual_scale: u64,
+}
+
+impl ParameterCounts {
+    /// All parameters. A tied embedding counts once.
+    pub fn total(&self) -> u64 {
+        self.embedding + self.output + self.non_embedding()
+    }
+
+    /// All but the embedding and the output projection.
+    pub fn non_embedding(&self) -> u64 {
+        self.attention + self.mask + self.mlp + self.norms + self.residual_scale
+    }
+
+    /// Each part with a name, in the order of the forward pass, empty parts left out.
+    pub fn by_part(&self) -> Vec<(&'static str, u64)> {
+        let parts = [
+            ("embedding", self.embedding),
+            ("attention", self.attention),
+            ("mask", self.mask),
+            ("mlp", self.mlp),
+            ("norms", self.norms),
+            ("residual scale", self.residual_scale),
+            ("output", self.output),
+        ];
+        parts.into_iter().filter(|(_, count)| *count > 0).collect()
+    }
+}
+
+impl ModelShape {
+    /// Counts the parameters.
+    pub fn parameters(&self) -> ParameterCounts {
+        let layers = self.num_layers as u64;
+        let d_model = self.d_model as u64;
+        let (q_width, kv_width) = (self.q_width() as u64, self.kv_width() as u64);
+        let num_kv_heads = self.num_kv_heads as u64;
+        let embedding = self.vocab_size as u64 * d_model;
+        ParameterCounts {
+            embedding,
+            output: if self.tie_word_embeddings {
+                0
+            } else {
+                embedding
+            },
+            attention: layers * 2 * d_model * (q_width + kv_width),
+            mask: match self.attention {
+                Attention::Dma { .. } => layers * num_kv_heads * (1 + kv_width),
+                Attention::Mha | Attention::Swa { .. } => 0,
+            },
+            mlp: layers * 3 * d_model * self.d_ff as u64,
+            norms: layers * 2 * (d_model + self.head_dim as u64) + d_model,
+            residual_scale: if self.residual_scale {
+                layers * 2 * d_model
+            } else {
+                0
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::model::test_shapes::{qwen3_0_6b, tiny_dma};
+
+    #[test]
+    fn qwen3_0_6b_has_its_published_counts() {
+        // Its model card: 0.6B parameters, 0.44B without the embedding. Exactly, from the checkpoint's tensor shapes:
+        // per layer 2 * 1024 * 2048 (q, o) + 2 * 1024 * 1024 (k, v) + 3 * 1024 * 3072 + 2 * 1024 + 2 * 128 = 15,730,944.
+        let counts = qwen3_0_6b().parameters();
+        assert_eq!(counts.non_embedding(), 28 * 15_730_944 + 1024);
+        assert_eq!(counts.total(), 596_049_920);
+        assert_eq!(counts.output, 0);
+    }
+
+    #[test]
+    fn every_part_of_a_tiny_dma_model_is_counted() {
+        // d_model 12, d_ff 20, 3 layers, 4 heads, 2 KV heads, head_dim 6, 50 tokens, untied, residual scales.
+        let counts = tiny_dma().parameters();
+        assert_eq!(counts.embedding, 600);
+        assert_eq!(counts.output, 600);
+        assert_eq!(
+            counts.attention,
+            3 * (12 * 24 + 12 * 12 + 12 * 12 + 24 * 12)
+        );
+        assert_eq!(counts.mask, 3 * (2 + 12 * 2));
+        assert_eq!(counts.mlp, 3 * 3 * 12 * 20);
+        assert_eq!(counts.norms, 3 * (12 + 12 + 6 + 6) + 12);
+        assert_eq!(counts.residual_scale, 3 * 2 * 12);
+        assert_eq!(
+            counts.total(),
+            counts.by_part().iter().map(|(_, count)| count).sum::<u64>()
+        );
+    }
+}

@@ -1,0 +1,47 @@
+//! Shapes the tests of this folder share.
+
+use super::{Attention, DmaBias, ModelShape};
+
+/// Qwen3-0.6B, as its published config.json says.
+pub(super) fn qwen3_0_6b() -> ModelShape {
+    ModelShape {
+        d_model: 1024,
+        d_ff: 3072,
+        num_layers: 28,
+        num_heads: 16,
+        num_kv_heads: 8,
+        head_dim: 128,
+        vocab_size: 151_936,
+        rope_theta: 1e6,
+        rms_norm_eps: 1e-6,
+        tie_word_embeddings: true,
+        max_seq_len: 40_960,
+        initializer_range: 0.02,
+        residual_scale: false,
+        attention: Attention::Mha,
+    }
+}
+
+/// A small DMA model in which every part is present and sizes differ.
+pub(super) fn tiny_dma() -> ModelShape {
+    ModelShape {
+        d_model: 12,
+        d_ff: 20,
+        num_layers: 3,
+        num_heads: 4,
+        num_kv_heads: 2,
+        head_dim: 6,
+        vocab_size: 50,
+        rope_theta: 1e4,
+        rms_norm_eps: 1e-6,
+        tie_word_embeddings: false,
+        max_seq_len: 64,
+        initializer_range: 0.02,
+        residual_scale: true,
+        attention: Attention::Dma {
+            keep_window_size: 4,
+            bias: DmaBias::Exp,
+            a_init: 0.0,
+        },
+    }
+}

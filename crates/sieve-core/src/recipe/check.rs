@@ -1,0 +1,305 @@
+//! Names and types: every key known, every required key there, every value of its key's type.
+
+use toml::{Table, Value};
+
+use super::AttentionKind;
+use super::mistake::{Mistake, Problem, quoted};
+use super::schema::{self, Key, Kind, Section};
+
+/// Checks `table` against the schema and removes what is unknown, so that the rest can still be converted.
+pub(super) fn check_table(table: &mut Table, mistakes: &mut Vec<Mistake>) {
+    table.retain(|name, value| match schema::section(name) {
+        Some(section) => check_section(section, value, mistakes),
+        None if schema::PLANNED.contains(&name) => {
+            mistakes.push(not_built(name));
+            false
+        }
+        None if value.is_table() || is_list_of_tables(value) => {
+            mistakes.push(unknown_section(name));
+            false
+        }
+        None => {
+            mistakes.push(Mistake::new(
+                name,
+                Problem::OutsideSection {
+                    home: schema::home_of(name),
+                },
+            ));
+            false
+        }
+    });
+    for section in schema::SECTIONS.iter().filter(|section| section.required) {
+        let reported = mistakes.iter().any(|mistake| mistake.key == section.name);
+        if !table.contains_key(section.name) && !reported {
+            let required = section
+                .keys
+                .iter()
+                .filter(|key| key.required)
+                .map(|key| key.name)
+                .collect();
+            mistakes.push(Mistake::new(
+                section.name,
+                Problem::MissingSection {
+                    section: section.name,
+                    required,
+                },
+            ));
+        }
+    }
+}
+
+/// A section nobody knows.
+pub(super) fn unknown_section(name: &str) -> Mistake {
+    if schema::PLANNED.contains(&name) {
+        return not_built(name);
+    }
+    let known = schema::SECTIONS
+        .iter()
+        .map(|section| section.name)
+        .collect::<Vec<_>>();
+    let nearest = schema::nearest(name, &known);
+    Mistake::new(
+        name,
+        Problem::UnknownSection {
+            name: name.to_owned(),
+            nearest,
+            known,
+        },
+    )
+}
+
+/// A key that `owner` (a section, or a table inside one) does not have.
+pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mistake {
+    let path = format!("{owner}.{name}");
+    if schema::PLANNED.contains(&path.as_str()) {
+        return not_built(&path);
+    }
+    let known = keys.iter().map(|key| key.name).collect::<Vec<_>>();
+    // A key of another section is in the wrong place, not misspelt.
+    let home = schema::home_of(name);
+    let nearest = if home.is_none() {
+        schema::nearest(name, &known)
+    } else {
+        None
+    };
+    Mistake::new(
+        path,
+        Problem::UnknownKey {
+            section: owner.to_owned(),
+            name: name.to_owned(),
+            nearest,
+            home,
+            known,
+        },
+    )
+}
+
+fn not_built(key: &str) -> Mistake {
+    let hint = match key {
+        "data.weights" => "every path has the same weight; leave data.weights out",
+        "stage" => "one recipe is one stage for now; leave [[stage]] out",
+        _ => "one process trains on one device for now; leave the section out",
+    };
+    Mistake::new(
+        key,
+        Problem::NotBuilt {
+            hint: hint.to_owned(),
+        },
+    )
+}
+
+/// Returns whether the value is a table at all.
+fn check_section(
+    section: &'static Section,
+    value: &mut Value,
+    mistakes: &mut Vec<Mistake>,
+) -> bool {
+    let Some(table) = value.as_table_mut() else {
+        let problem = Problem::WrongType {
+            wanted: format!("a section [{}]", section.name),
+            got: describe(value),
+        };
+        mistakes.push(Mistake::new(section.name, problem));
+        return false;
+    };
+    check_keys(section.name, section.keys, table, mistakes);
+    match section.name {
+        "attention" => check_attention(table, mistakes),
+        "tokenizer" => check_tokenizer(table, mistakes),
+        _ => {}
+    }
+    true
+}
+
+fn check_keys(owner: &str, keys: &'static [Key], table: &mut Table, mistakes: &mut Vec<Mistake>) {
+    table.retain(|name, value| match schema::key(keys, name) {
+        Some(key) => {
+            check_value(&format!("{owner}.{name}"), key.kind, value, mistakes);
+            true
+        }
+        None => {
+            mistakes.push(unknown_key(owner, keys, name));
+            false
+        }
+    });
+    for key in keys
+        .iter()
+        .filter(|key| key.required && !table.contains_key(key.name))
+    {
+        mistakes.push(missing(&format!("{owner}.{}", key.name), key.kind));
+    }
+}
+
+fn missing(path: &str, kind: Kind) -> Mistake {
+    Mistake::new(
+        path,
+        Problem::MissingKey {
+            wanted: wanted(kind),
+        },
+    )
+}
+
+fn check_value(path: &str, kind: Kind, value: &mut Value, mistakes: &mut Vec<Mistake>) {
+    let fits = match (kind, &mut *value) {
+        (Kind::Integer, Value::Integer(number)) => *number >= 0,
+        (Kind::Number, Value::Integer(_) | Value::Float(_)) => true,
+        (Kind::Bool, Value::Boolean(_)) | (Kind::String, Value::String(_)) => true,
+        (Kind::Strings, Value::Array(items)) => items.iter().all(Value::is_str),
+        (Kind::Choice { built, planned }, Value::String(name)) => {
+            check_choice(path, name, built, planned, mistakes);
+            true
+        }
+        (Kind::Table(keys), Value::Table(table)) => {
+            check_keys(path, keys, table, mistakes);
+            true
+        }
+        _ => false,
+    };
+    if !fits {
+        mistakes.push(Mistake::new(
+            path,
+            Problem::WrongType {
+                wanted: wanted(kind),
+                got: describe(value),
+            },
+        ));
+    }
+}
+
+fn check_choice(
+    path: &str,
+    name: &str,
+    built: &'static [&'static str],
+    planned: &'static [&'static str],
+    mistakes: &mut Vec<Mistake>,
+) {
+    if built.contains(&name) {
+        return;
+    }
+    let problem = if planned.contains(&name) {
+        Problem::Rule {
+            what: format!("{name:?} is not built yet"),
+            hint: format!("it can be {}", quoted(built)),
+        }
+    } else {
+        Problem::UnknownChoice {
+            got: shorten(name),
+            nearest: schema::nearest(name, built),
+            known: built,
+        }
+    };
+    mistakes.push(Mistake::new(path, problem));
+}
+
+/// The keys that go with the kind, and no others.
+fn check_attention(table: &mut Table, mistakes: &mut Vec<Mistake>) {
+    let Some(kind) = table.get("kind").and_then(Value::as_str).map(str::to_owned) else {
+        return;
+    };
+    if !AttentionKind::ALL.iter().any(|known| known.name() == kind) {
+        return; // Reported as an unknown choice; what else belongs to it cannot be said.
+    }
+    let own = schema::attention_keys(&kind);
+    table.retain(|name, _| {
+        let belongs = name == "kind" || own.iter().any(|(key, _)| *key == name);
+        if !belongs {
+            let problem = Problem::OtherKind {
+                kind: kind.clone(),
+                kinds: schema::attention_kinds_with(name),
+                keys: own.iter().map(|(key, _)| *key).collect(),
+            };
+            mistakes.push(Mistake::new(format!("attention.{name}"), problem));
+        }
+        belongs
+    });
+    for (key, _) in own
+        .iter()
+        .filter(|(key, required)| *required && !table.contains_key(*key))
+    {
+        let wanted = format!("{} for kind = {kind:?}", wanted(Kind::Integer));
+        mistakes.push(Mistake::new(
+            format!("attention.{key}"),
+            Problem::MissingKey { wanted },
+        ));
+    }
+}
+
+fn check_tokenizer(table: &Table, mistakes: &mut Vec<Mistake>) {
+    let got = match (table.contains_key("path"), table.contains_key("train")) {
+        (true, true) => "both",
+        (false, false) => "neither",
+        _ => return,
+    };
+    mistakes.push(Mistake::new("tokenizer", Problem::TokenizerSource { got }));
+}
+
+fn is_list_of_tables(value: &Value) -> bool {
+    value
+        .as_array()
+        .is_some_and(|items| !items.is_empty() && items.iter().all(Value::is_table))
+}
+
+/// A kind in words.
+fn wanted(kind: Kind) -> String {
+    match kind {
+        Kind::Integer => "a whole number of at least 0".to_owned(),
+        Kind::Number => "a number".to_owned(),
+        Kind::Bool => "true or false".to_owned(),
+        Kind::String => "a string".to_owned(),
+        Kind::Strings => "a list of strings, like [\"a\", \"b\"]".to_owned(),
+        Kind::Choice { built, .. } => format!("one of {}", quoted(built)),
+        Kind::Table(keys) => {
+            let keys = keys
+                .iter()
+                .map(|key| format!("{} = …", key.name))
+                .collect::<Vec<_>>();
+            format!("a table, like {{ {} }}", keys.join(", "))
+        }
+    }
+}
+
+/// A value in words, short enough for one line.
+fn describe(value: &Value) -> String {
+    match value {
+        Value::String(text) => format!("the string {:?}", shorten(text)),
+        Value::Integer(number) => format!("{number}"),
+        Value::Float(number) => format!("{number:?}"),
+        Value::Boolean(flag) => format!("{flag}"),
+        Value::Datetime(date) => format!("the date {date}"),
+        Value::Table(_) => "a table".to_owned(),
+        Value::Array(items) => match items.iter().find(|item| !item.is_str()) {
+            Some(Value::Array(_)) => "a list of lists".to_owned(),
+            Some(item) => format!("a list with {}", describe(item)),
+            None => "a list of strings".to_owned(),
+        },
+    }
+}
+
+fn shorten(text: &str) -> String {
+    const LIMIT: usize = 60;
+    if text.chars().count() <= LIMIT {
+        text.to_owned()
+    } else {
+        text.chars().take(LIMIT).chain(['…']).collect()
+    }
+}

@@ -1,0 +1,214 @@
+//! A recipe before it has types: the TOML table, where each key was written, and the overrides applied to it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use toml::Value;
+use toml::de::{DeTable, DeValue};
+
+use super::check;
+use super::error::RecipeError;
+use super::mistake::{Location, Mistake, Problem};
+use super::schema::{self, Key, Kind};
+
+/// A parsed text with its overrides.
+pub(super) struct Document {
+    pub(super) table: toml::Table,
+    /// Mistakes in the overrides themselves.
+    pub(super) mistakes: Vec<Mistake>,
+    locations: BTreeMap<String, Location>,
+}
+
+impl Document {
+    /// Reads TOML.
+    ///
+    /// # Errors
+    /// [`RecipeError::Syntax`] with the line.
+    pub(super) fn parse(text: &str, origin: &str) -> Result<Self, RecipeError> {
+        let syntax = |error: toml::de::Error| RecipeError::Syntax {
+            origin: origin.to_owned(),
+            message: error.to_string().trim_end().to_owned(),
+        };
+        let table = text.parse::<toml::Table>().map_err(syntax)?;
+        let spans = DeTable::parse(text).map_err(syntax)?;
+        let mut locations = BTreeMap::new();
+        record_lines(spans.get_ref(), "", &LineStarts::new(text), &mut locations);
+        Ok(Self {
+            table,
+            mistakes: Vec::new(),
+            locations,
+        })
+    }
+
+    /// Applies `section.key=value` items in order; what cannot be applied becomes a mistake.
+    ///
+    /// The value is read as TOML, else taken as a bare string. Choosing another `attention.kind` here drops the keys of
+    /// the text's kind, and choosing another tokenizer source drops the text's, so that one override is enough.
+    pub(super) fn apply(&mut self, overrides: &[String]) {
+        let mut set = BTreeSet::new();
+        for item in overrides {
+            match self.apply_one(item) {
+                Ok(key) => {
+                    self.locations
+                        .insert(key.clone(), Location::Override(item.clone()));
+                    set.insert(key);
+                }
+                Err(mut mistake) => {
+                    mistake.location = Some(Location::Override(item.clone()));
+                    self.mistakes.push(*mistake);
+                }
+            }
+        }
+        self.drop_replaced(&set);
+    }
+
+    /// Where `key` was written, or the nearest thing around it.
+    pub(super) fn locate(&self, key: &str) -> Option<Location> {
+        let mut key = key;
+        loop {
+            if let Some(location) = self.locations.get(key) {
+                return Some(location.clone());
+            }
+            key = key.rsplit_once('.')?.0;
+        }
+    }
+
+    fn apply_one(&mut self, item: &str) -> Result<String, Box<Mistake>> {
+        let form = || Box::new(Mistake::new("override", Problem::OverrideForm));
+        let (path, text) = item.split_once('=').ok_or_else(form)?;
+        let (path, text) = (path.trim(), text.trim());
+        let mut names = path.split('.');
+        let section_name = names
+            .next()
+            .filter(|name| !name.is_empty())
+            .ok_or_else(form)?;
+        let names = names.collect::<Vec<_>>();
+        if names.is_empty() || names.iter().any(|name| name.is_empty()) {
+            return Err(form());
+        }
+        let section = schema::section(section_name)
+            .ok_or_else(|| Box::new(check::unknown_section(section_name)))?;
+        let kind = resolve_key(section.name, section.keys, &names)?;
+        let value = parse_value(text, kind);
+
+        let mut target = &mut self.table;
+        for name in std::iter::once(section_name).chain(names[..names.len() - 1].iter().copied()) {
+            let entry = target
+                .entry(name)
+                .or_insert_with(|| Value::Table(toml::Table::new()));
+            if !entry.is_table() {
+                // The text has something else where a table belongs; the override replaces it.
+                *entry = Value::Table(toml::Table::new());
+            }
+            target = entry.as_table_mut().expect("made a table just above");
+        }
+        target.insert(names[names.len() - 1].to_owned(), value);
+        Ok(path.to_owned())
+    }
+
+    fn drop_replaced(&mut self, set: &BTreeSet<String>) {
+        let tokenizer_source = |source: &str| {
+            let prefix = format!("tokenizer.{source}");
+            set.iter()
+                .any(|key| *key == prefix || key.starts_with(&format!("{prefix}.")))
+        };
+        let (path, train) = (tokenizer_source("path"), tokenizer_source("train"));
+        if let Some(tokenizer) = self
+            .table
+            .get_mut("tokenizer")
+            .and_then(Value::as_table_mut)
+        {
+            if path && !train {
+                tokenizer.remove("train");
+            } else if train && !path {
+                tokenizer.remove("path");
+            }
+        }
+        if !set.contains("attention.kind") {
+            return;
+        }
+        let Some(attention) = self
+            .table
+            .get_mut("attention")
+            .and_then(Value::as_table_mut)
+        else {
+            return;
+        };
+        let Some(kind) = attention
+            .get("kind")
+            .and_then(Value::as_str)
+            .map(str::to_owned)
+        else {
+            return;
+        };
+        attention.retain(|name, _| {
+            let of_another_kind = !schema::attention_kinds_with(name).is_empty()
+                && !schema::attention_keys(&kind)
+                    .iter()
+                    .any(|(own, _)| *own == name);
+            !of_another_kind || set.contains(&format!("attention.{name}"))
+        });
+    }
+}
+
+/// The kind of the key that `names` leads to.
+fn resolve_key(owner: &str, keys: &'static [Key], names: &[&str]) -> Result<Kind, Box<Mistake>> {
+    let unknown = |owner: &str, keys, name| Box::new(check::unknown_key(owner, keys, name));
+    let key = schema::key(keys, names[0]).ok_or_else(|| unknown(owner, keys, names[0]))?;
+    let path = format!("{owner}.{}", key.name);
+    match (&names[1..], key.kind) {
+        ([], kind) => Ok(kind),
+        (rest, Kind::Table(inner)) => resolve_key(&path, inner, rest),
+        (rest, _) => Err(unknown(&path, &[], rest[0])),
+    }
+}
+
+/// The value of an override: TOML, else a bare string; for a key that wants a string, the text itself.
+fn parse_value(text: &str, kind: Kind) -> Value {
+    let parsed = format!("value = {text}")
+        .parse::<toml::Table>()
+        .ok()
+        .filter(|table| table.len() == 1)
+        .and_then(|mut table| table.remove("value"));
+    let wants_string = matches!(kind, Kind::String | Kind::Choice { .. });
+    match parsed {
+        Some(value) if !wants_string || value.is_str() => value,
+        _ => Value::String(text.to_owned()),
+    }
+}
+
+/// Byte offsets at which the lines of a text begin.
+struct LineStarts(Vec<usize>);
+
+impl LineStarts {
+    fn new(text: &str) -> Self {
+        Self(
+            std::iter::once(0)
+                .chain(text.match_indices('\n').map(|(offset, _)| offset + 1))
+                .collect(),
+        )
+    }
+
+    /// Line of a byte offset, counted from 1.
+    fn line(&self, offset: usize) -> usize {
+        self.0.partition_point(|start| *start <= offset)
+    }
+}
+
+fn record_lines(
+    table: &DeTable<'_>,
+    prefix: &str,
+    lines: &LineStarts,
+    locations: &mut BTreeMap<String, Location>,
+) {
+    for (name, value) in table {
+        let key = if prefix.is_empty() {
+            name.get_ref().to_string()
+        } else {
+            format!("{prefix}.{}", name.get_ref())
+        };
+        if let DeValue::Table(inner) = value.get_ref() {
+            record_lines(inner, &key, lines, locations);
+        }
+        locations.insert(key, Location::Line(lines.line(name.span().start)));
+    }
+}

@@ -1,0 +1,176 @@
+//! The learning rate over the steps: warm up, stay, decay (WSD, arXiv:2404.06395).
+
+use super::{DecayType, LrSchedulerSection};
+
+impl LrSchedulerSection {
+    /// Share of `optimizer.lr` at `step` (counted from 0) of `total_steps`.
+    ///
+    /// The same numbers as torchtitan v0.2's `linear_warmup_stable_decay`: warm-up gives `(step + 1) / warmup_steps`;
+    /// the decay takes the last `round(total_steps * decay_ratio)` steps (halves round to even), at most what warm-up
+    /// leaves; it is stretched over one step more than there are, so that the last step still learns. Two departures:
+    /// `decay_ratio` has no default (1.0 is torchtitan's absent one: decay from the end of the warm-up), and a step
+    /// past the end stays at the decay's floor instead of following the formula below it.
+    pub fn factor(&self, step: usize, total_steps: usize) -> f64 {
+        let warmup_steps = self.warmup_steps.min(total_steps);
+        if step < warmup_steps {
+            return (step + 1) as f64 / warmup_steps as f64;
+        }
+        let decay_steps = self.decay_steps(total_steps);
+        let first_decay_step = total_steps + 1 - decay_steps;
+        if decay_steps == 0 || step < first_decay_step {
+            return 1.0;
+        }
+        let progress = ((step + 1 - first_decay_step) as f64 / decay_steps as f64).min(1.0);
+        let remaining = match self.decay_type {
+            DecayType::Linear => 1.0 - progress,
+            DecayType::Sqrt => 1.0 - progress.sqrt(),
+            DecayType::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
+        };
+        self.min_lr_factor + (1.0 - self.min_lr_factor) * remaining
+    }
+
+    /// Steps of the final decay.
+    pub fn decay_steps(&self, total_steps: usize) -> usize {
+        let warmup_steps = self.warmup_steps.min(total_steps);
+        let wanted = (total_steps as f64 * self.decay_ratio).round_ties_even() as usize;
+        wanted.min(total_steps - warmup_steps)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn schedule(
+        warmup_steps: usize,
+        decay_ratio: f64,
+        decay_type: DecayType,
+        min_lr_factor: f64,
+    ) -> LrSchedulerSection {
+        LrSchedulerSection {
+            warmup_steps,
+            decay_ratio,
+            decay_type,
+            min_lr_factor,
+        }
+    }
+
+    /// `expected` was computed by running torchtitan v0.2.0's own function in Python.
+    fn assert_factors(schedule: &LrSchedulerSection, total_steps: usize, expected: &[f64]) {
+        assert_eq!(expected.len(), total_steps);
+        for (step, expected) in expected.iter().enumerate() {
+            let factor = schedule.factor(step, total_steps);
+            assert!(
+                (factor - expected).abs() < 1e-12,
+                "step {step}: {factor} is not {expected}"
+            );
+        }
+    }
+
+    #[test]
+    fn equals_torchtitan_linear_with_a_floor() {
+        let schedule = schedule(3, 0.4, DecayType::Linear, 0.1);
+        assert_factors(
+            &schedule,
+            10,
+            &[
+                0.3333333333333333,
+                0.6666666666666666,
+                1.0,
+                1.0,
+                1.0,
+                1.0,
+                1.0,
+                0.775,
+                0.55,
+                0.325,
+            ],
+        );
+    }
+
+    #[test]
+    fn equals_torchtitan_sqrt() {
+        let schedule = schedule(2, 0.5, DecayType::Sqrt, 0.0);
+        assert_factors(
+            &schedule,
+            9,
+            &[
+                0.5,
+                1.0,
+                1.0,
+                1.0,
+                1.0,
+                1.0,
+                0.5,
+                0.2928932188134524,
+                0.1339745962155614,
+            ],
+        );
+    }
+
+    #[test]
+    fn equals_torchtitan_cosine_over_all_that_warm_up_leaves() {
+        let schedule = schedule(3, 1.0, DecayType::Cosine, 0.02);
+        assert_factors(
+            &schedule,
+            8,
+            &[
+                0.3333333333333333,
+                0.6666666666666666,
+                1.0,
+                1.0,
+                0.9064183272437243,
+                0.6614183272437243,
+                0.35858167275627584,
+                0.1135816727562758,
+            ],
+        );
+    }
+
+    #[test]
+    fn equals_torchtitan_decay_of_half_a_step_rounds_to_even() {
+        let schedule = schedule(1, 0.5, DecayType::Linear, 0.0);
+        assert_factors(&schedule, 5, &[1.0, 1.0, 1.0, 1.0, 0.5]);
+    }
+
+    #[test]
+    fn equals_torchtitan_no_decay_and_no_warm_up() {
+        let schedule = schedule(0, 0.0, DecayType::Linear, 0.0);
+        assert_factors(&schedule, 4, &[1.0, 1.0, 1.0, 1.0]);
+    }
+
+    #[test]
+    fn factor_stays_in_bounds_and_never_rises_after_warm_up() {
+        for total_steps in [1, 2, 3, 7, 50, 401] {
+            for warmup_steps in [0, 1, 2, total_steps / 2, total_steps] {
+                for decay_ratio in [0.0, 0.01, 0.2, 0.5, 0.999, 1.0] {
+                    for decay_type in [DecayType::Linear, DecayType::Sqrt, DecayType::Cosine] {
+                        let schedule =
+                            schedule(warmup_steps.min(total_steps), decay_ratio, decay_type, 0.05);
+                        let factors =
+                            (0..total_steps + 5).map(|step| schedule.factor(step, total_steps));
+                        let factors = factors.collect::<Vec<_>>();
+                        assert!(factors.iter().all(|factor| *factor > 0.0 && *factor <= 1.0));
+                        let after = &factors[schedule.warmup_steps..];
+                        assert!(
+                            after.iter().all(|factor| *factor >= 0.05 - 1e-12),
+                            "{schedule:?}"
+                        );
+                        assert!(
+                            after.windows(2).all(|pair| pair[1] <= pair[0] + 1e-12),
+                            "{schedule:?}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn last_step_of_a_run_still_learns_and_later_ones_do_not_fall_below_the_floor() {
+        let schedule = schedule(2, 1.0, DecayType::Linear, 0.0);
+        assert!(schedule.factor(9, 10) > 0.0);
+        assert_eq!(schedule.factor(10, 10), 0.0);
+        assert_eq!(schedule.factor(99, 10), 0.0);
+    }
+}

@@ -1,0 +1,129 @@
+//! Which keys of a recipe may differ when a run is resumed.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use toml::Value;
+
+use super::{Recipe, RecipeError};
+
+/// Keys and sections that may change on resume: none of them changes what a step that was already taken computed, nor
+/// which tokens a later step reads.
+///
+/// - `training.steps` and the shape of the decay: a run is made longer, or its decay is tried again from a checkpoint
+///   of the stable phase. A decay that has begun goes on with the new numbers.
+/// - `training.local_batch_size`: the same rows in other micro-batches (sums in another order); `global_batch_size`
+///   may not change.
+/// - the rest decides what is written, measured and printed, not what is learned.
+pub const MAY_CHANGE_ON_RESUME: &[&str] = &[
+    "training.steps",
+    "training.local_batch_size",
+    "training.deterministic",
+    "lr_scheduler.decay_ratio",
+    "lr_scheduler.decay_type",
+    "lr_scheduler.min_lr_factor",
+    "checkpoint.interval",
+    "checkpoint.keep_latest_k",
+    "checkpoint.at_start",
+    "metrics",
+    "validation",
+    "activation_checkpoint",
+    "generation",
+    "data.cache_dir",
+];
+
+/// A key whose value differs between two recipes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeyChange {
+    /// The key as `section.key`.
+    pub key: String,
+    /// The value the run began with, as TOML; `None` when absent.
+    pub saved: Option<String>,
+    /// The value now, as TOML; `None` when absent.
+    pub now: Option<String>,
+}
+
+impl KeyChange {
+    /// Whether this key may change on resume.
+    pub fn is_allowed(&self) -> bool {
+        MAY_CHANGE_ON_RESUME.iter().any(|allowed| {
+            self.key
+                .strip_prefix(allowed)
+                .is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+        })
+    }
+}
+
+impl fmt::Display for KeyChange {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let saved = self.saved.as_deref().unwrap_or("absent");
+        let now = self.now.as_deref().unwrap_or("absent");
+        write!(out, "{} was {saved}, is now {now}", self.key)
+    }
+}
+
+impl Recipe {
+    /// Every key whose value differs in `now`, defaults written out, in the order of the keys' names.
+    ///
+    /// # Errors
+    /// [`RecipeError::NotRepresentable`], as [`to_toml`](Self::to_toml).
+    pub fn diff(&self, now: &Self) -> Result<Vec<KeyChange>, RecipeError> {
+        let (saved, now) = (flatten(self)?, flatten(now)?);
+        let mut keys = saved.keys().chain(now.keys()).collect::<Vec<_>>();
+        keys.sort();
+        keys.dedup();
+        Ok(keys
+            .into_iter()
+            .filter(|key| saved.get(*key) != now.get(*key))
+            .map(|key| KeyChange {
+                key: key.clone(),
+                saved: saved.get(key).cloned(),
+                now: now.get(key).cloned(),
+            })
+            .collect())
+    }
+
+    /// Checks that a run which began with `self` may be resumed with `now`. Returns the changes it may make.
+    ///
+    /// # Errors
+    /// [`RecipeError::ResumeChanged`] with every key that differs and is not in [`MAY_CHANGE_ON_RESUME`].
+    pub fn check_resume(&self, now: &Self) -> Result<Vec<KeyChange>, RecipeError> {
+        let (allowed, refused) = self
+            .diff(now)?
+            .into_iter()
+            .partition::<Vec<_>, _>(KeyChange::is_allowed);
+        if refused.is_empty() {
+            Ok(allowed)
+        } else {
+            Err(RecipeError::ResumeChanged { refused })
+        }
+    }
+}
+
+/// `section.key` to its value as TOML.
+fn flatten(recipe: &Recipe) -> Result<BTreeMap<String, String>, RecipeError> {
+    let value = Value::try_from(recipe).map_err(|error| RecipeError::NotRepresentable {
+        message: error.to_string(),
+    })?;
+    let mut leaves = BTreeMap::new();
+    collect_leaves("", &value, &mut leaves);
+    Ok(leaves)
+}
+
+fn collect_leaves(path: &str, value: &Value, leaves: &mut BTreeMap<String, String>) {
+    match value {
+        Value::Table(table) => {
+            for (name, inner) in table {
+                let path = if path.is_empty() {
+                    name.clone()
+                } else {
+                    format!("{path}.{name}")
+                };
+                collect_leaves(&path, inner, leaves);
+            }
+        }
+        leaf => {
+            leaves.insert(path.to_owned(), leaf.to_string());
+        }
+    }
+}

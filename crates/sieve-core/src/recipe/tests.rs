@@ -1,0 +1,255 @@
+//! The recipe from outside: what loads, what is refused, and in which words.
+
+mod errors;
+mod overrides;
+mod properties;
+mod resume;
+
+use super::*;
+
+/// A small valid recipe that leaves every optional key out.
+pub(super) const MINIMAL: &str = r#"
+[model]
+hidden_size = 48
+intermediate_size = 80
+num_hidden_layers = 3
+num_attention_heads = 6
+num_key_value_heads = 2
+head_dim = 10
+tie_word_embeddings = true
+max_position_embeddings = 128
+
+[attention]
+kind = "dma"
+keep_window_size = 16
+
+[tokenizer]
+train = { vocab_size = 512 }
+
+[data]
+paths = ["text/*.md"]
+
+[training]
+steps = 40
+seq_len = 64
+local_batch_size = 5
+
+[optimizer]
+lr = 1e-3
+
+[lr_scheduler]
+warmup_steps = 7
+decay_ratio = 0.2
+"#;
+
+pub(super) fn minimal() -> Recipe {
+    Recipe::load(MINIMAL, "minimal.toml", &[]).expect("the minimal recipe is valid")
+}
+
+/// Loads `MINIMAL` with `from` replaced by `to`; the text must hold `from`.
+pub(super) fn load_replaced(from: &str, to: &str) -> Result<Recipe, RecipeError> {
+    assert!(MINIMAL.contains(from), "{from}");
+    Recipe::load(&MINIMAL.replacen(from, to, 1), "r.toml", &[])
+}
+
+#[test]
+fn minimal_recipe_takes_the_documented_defaults() {
+    let recipe = minimal();
+    assert_eq!(recipe.model.vocab_size, None);
+    assert_eq!(recipe.model.rope_theta, 10_000.0);
+    assert_eq!(recipe.model.rms_norm_eps, 1e-6);
+    assert_eq!(recipe.model.initializer_range, 0.02);
+    assert!(!recipe.model.residual_scale);
+    assert_eq!(
+        recipe.attention,
+        AttentionSection::Dma {
+            keep_window_size: 16,
+            bias: crate::model::DmaBias::Exp,
+            a_init: 0.0
+        }
+    );
+    assert_eq!(
+        recipe.tokenizer,
+        TokenizerSection::Train(TokenizerTraining {
+            vocab_size: 512,
+            sample_bytes: 16 << 20
+        })
+    );
+    assert_eq!(recipe.data.format, DataFormat::Text);
+    assert_eq!(recipe.training.global_batch_size, 5);
+    assert_eq!(recipe.training.max_norm, 1.0);
+    assert_eq!(recipe.optimizer.name, OptimizerName::AdamW);
+    assert_eq!(
+        (
+            recipe.optimizer.beta1,
+            recipe.optimizer.beta2,
+            recipe.optimizer.eps,
+            recipe.optimizer.weight_decay
+        ),
+        (0.9, 0.95, 1e-8, 0.1)
+    );
+    assert_eq!(recipe.checkpoint, CheckpointSection::default());
+    assert_eq!(recipe.generation.prompts, Vec::<String>::new());
+}
+
+#[test]
+fn resolved_text_states_every_default_and_loads_back_equal() {
+    let recipe = minimal();
+    let text = recipe.to_toml().expect("a loaded recipe can be written");
+    for line in [
+        "rope_theta = 10000.0",
+        "global_batch_size = 5",
+        "bias = \"exp\"",
+        "mode = \"none\"",
+        "beta2 = 0.95",
+    ] {
+        assert!(text.contains(line), "{line} is not in\n{text}");
+    }
+    assert_eq!(Recipe::load(&text, "resolved", &[]), Ok(recipe));
+}
+
+#[test]
+fn schema_and_serde_types_hold_the_same_keys() {
+    let mut full = minimal();
+    full.model.vocab_size = Some(600);
+    full.data.max_bytes = Some(1);
+    full.data.max_file_bytes = Some(1);
+    full.data.cache_dir = Some("cache".to_owned());
+    full.validation.paths = Some(vec!["v".to_owned()]);
+    let mut attention_keys = std::collections::BTreeSet::new();
+    for attention in [
+        AttentionSection::Mha,
+        AttentionSection::Swa { sliding_window: 3 },
+        AttentionSection::Dma {
+            keep_window_size: 3,
+            bias: Default::default(),
+            a_init: 0.0,
+        },
+    ] {
+        let kind = attention.kind().name();
+        let table = toml::Table::try_from(&attention).expect("serialises");
+        let own = schema::attention_keys(kind)
+            .iter()
+            .map(|(key, _)| (*key).to_owned());
+        let own = own
+            .chain(["kind".to_owned()])
+            .collect::<std::collections::BTreeSet<_>>();
+        assert_eq!(own, table.keys().cloned().collect(), "{kind}");
+        attention_keys.extend(own);
+    }
+    let table = toml::Table::try_from(&full).expect("serialises");
+    assert_eq!(table.len(), schema::SECTIONS.len());
+    for section in schema::SECTIONS {
+        let typed = match section.name {
+            "attention" => attention_keys.clone(),
+            "tokenizer" => ["path", "train"].map(str::to_owned).into(),
+            name => table[name]
+                .as_table()
+                .expect("a section")
+                .keys()
+                .cloned()
+                .collect(),
+        };
+        let listed = section.keys.iter().map(|key| key.name.to_owned()).collect();
+        assert_eq!(typed, listed, "[{}]", section.name);
+    }
+    let train = schema::section("tokenizer").and_then(|section| schema::key(section.keys, "train"));
+    let Some(schema::Kind::Table(keys)) = train.map(|key| key.kind) else {
+        panic!("train is a table")
+    };
+    let typed = table["tokenizer"]["train"]
+        .as_table()
+        .expect("a table")
+        .keys()
+        .cloned()
+        .collect::<Vec<_>>();
+    assert_eq!(typed.len(), keys.len());
+    assert!(
+        keys.iter()
+            .all(|key| typed.iter().any(|name| name == key.name))
+    );
+}
+
+#[test]
+fn every_required_key_is_really_required_and_no_other() {
+    let full = toml::Table::try_from(minimal()).expect("serialises");
+    for section in schema::SECTIONS {
+        for key in section.keys {
+            let mut table = full.clone();
+            let Some(_) = table[section.name]
+                .as_table_mut()
+                .expect("a section")
+                .remove(key.name)
+            else {
+                continue;
+            };
+            let loaded = Recipe::load(&table.to_string(), "r.toml", &[]);
+            let needed = key.required || ["keep_window_size", "train"].contains(&key.name);
+            assert_eq!(
+                loaded.is_err(),
+                needed,
+                "{}.{}: {loaded:?}",
+                section.name,
+                key.name
+            );
+        }
+        let mut table = full.clone();
+        table.remove(section.name);
+        assert_eq!(
+            Recipe::load(&table.to_string(), "r.toml", &[]).is_err(),
+            section.required,
+            "[{}]",
+            section.name
+        );
+    }
+}
+
+#[test]
+fn model_shape_translates_every_name() {
+    let mut recipe = minimal();
+    let shape = recipe.model_shape(512).expect("the vocabulary fits");
+    assert_eq!((shape.d_model, shape.d_ff, shape.num_layers), (48, 80, 3));
+    assert_eq!(
+        (shape.num_heads, shape.num_kv_heads, shape.head_dim),
+        (6, 2, 10)
+    );
+    assert_eq!(
+        (shape.vocab_size, shape.max_seq_len, shape.group_size()),
+        (512, 128, 3)
+    );
+    assert_eq!((shape.q_width(), shape.kv_width()), (60, 20));
+    assert_eq!(
+        shape.attention,
+        crate::model::Attention::Dma {
+            keep_window_size: 16,
+            bias: Default::default(),
+            a_init: 0.0
+        }
+    );
+
+    recipe.model.vocab_size = Some(640);
+    assert_eq!(
+        recipe.model_shape(512).map(|shape| shape.vocab_size),
+        Ok(640)
+    );
+    let error = recipe.model_shape(641).expect_err("641 tokens do not fit");
+    assert_eq!(
+        error,
+        RecipeError::VocabularyTooSmall {
+            model: 640,
+            tokenizer: 641
+        }
+    );
+}
+
+#[test]
+fn accumulation_divides_the_global_batch() {
+    let mut training = minimal().training;
+    training.local_batch_size = 4;
+    training.global_batch_size = 24;
+    assert_eq!(training.accumulation_steps(1), Some(6));
+    assert_eq!(training.accumulation_steps(3), Some(2));
+    assert_eq!(training.accumulation_steps(4), None);
+    assert_eq!(training.accumulation_steps(0), None);
+    assert_eq!(training.tokens_per_step(), 24 * 64);
+}

@@ -1,0 +1,524 @@
+//! Every rule, broken alone and together.
+
+use super::*;
+
+fn message(from: &str, to: &str) -> String {
+    load_replaced(from, to).expect_err(to).to_string()
+}
+
+fn mistakes(error: &RecipeError) -> &[Mistake] {
+    match error {
+        RecipeError::Invalid { mistakes, .. } => mistakes,
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn unknown_key_names_section_key_neighbour_and_list() {
+    let text = message("hidden_size = 48", "hiden_size = 48");
+    assert!(
+        text.contains(
+            "line 3: model.hiden_size: [model] has no key hiden_size, did you mean hidden_size?"
+        ),
+        "{text}"
+    );
+    assert!(
+        text.contains("the keys of [model] are hidden_size, intermediate_size, num_hidden_layers"),
+        "{text}"
+    );
+    assert!(
+        text.contains(
+            "line 2: model.hidden_size: is missing; it must be a whole number of at least 0"
+        ),
+        "{text}"
+    );
+    assert!(
+        text.starts_with("r.toml is not a valid recipe: 2 mistakes\n"),
+        "{text}"
+    );
+}
+
+#[test]
+fn misplaced_keys_are_sent_home() {
+    let text = message("lr = 1e-3", "lr = 1e-3\nwarmup_steps = 3");
+    assert!(
+        text.contains("warmup_steps belongs to [lr_scheduler]"),
+        "{text}"
+    );
+    let text = message("\n[model]", "seq_len = 3\n[model]");
+    assert!(
+        text.contains(
+            "line 1: seq_len: a key must stand in a section\n    hint: move it below [training]"
+        ),
+        "{text}"
+    );
+}
+
+#[test]
+fn unknown_sections_and_unbuilt_names_are_told_apart() {
+    let text = message("[optimizer]", "[optimiser]");
+    assert!(
+        text.contains("there is no section [optimiser], did you mean optimizer?"),
+        "{text}"
+    );
+    assert!(
+        text.contains("section [optimizer] is missing\n    hint: [optimizer] must give lr"),
+        "{text}"
+    );
+    let text = message("paths =", "weights = [1.0]\npaths =");
+    assert!(text.contains("data.weights: is not built yet"), "{text}");
+    let text = message("[optimizer]", "[[stage]]\nsteps = 3\n[optimizer]");
+    assert!(text.contains("stage: is not built yet"), "{text}");
+    let text = message("[optimizer]", "[[stages]]\nsteps = 3\n[optimizer]");
+    assert!(text.contains("there is no section [stages]"), "{text}");
+    let text = message("kind = \"dma\"", "kind = \"nsa\"");
+    assert!(text.contains("attention.kind: \"nsa\" is not built yet\n    hint: it can be \"mha\", \"swa\", \"dma\""), "{text}");
+    let text = message(
+        "[optimizer]",
+        "[activation_checkpoint]\nmode = \"full\"\n[optimizer]",
+    );
+    assert!(
+        text.contains("\"full\" is not built yet\n    hint: it can be \"none\""),
+        "{text}"
+    );
+    let text = message("kind = \"dma\"", "kind = \"dmaa\"");
+    assert!(
+        text.contains("there is no \"dmaa\", did you mean dma?"),
+        "{text}"
+    );
+}
+
+#[test]
+fn wrong_types_name_key_value_wish_and_line() {
+    for (from, to, expected) in [
+        (
+            "steps = 40",
+            "steps = \"ten\"",
+            "line 23: training.steps: wanted a whole number of at least 0, got the string \"ten\"",
+        ),
+        (
+            "steps = 40",
+            "steps = -4",
+            "training.steps: wanted a whole number of at least 0, got -4",
+        ),
+        (
+            "steps = 40",
+            "steps = 4.0",
+            "training.steps: wanted a whole number of at least 0, got 4.0",
+        ),
+        (
+            "lr = 1e-3",
+            "lr = \"1e-3\"",
+            "optimizer.lr: wanted a number, got the string \"1e-3\"",
+        ),
+        (
+            "= true",
+            "= 1",
+            "model.tie_word_embeddings: wanted true or false, got 1",
+        ),
+        (
+            "[\"text/*.md\"]",
+            "\"text/*.md\"",
+            "data.paths: wanted a list of strings, like [\"a\", \"b\"], got the string \"text/*.md\"",
+        ),
+        ("[\"text/*.md\"]", "[\"a\", 3]", "got a list with 3"),
+        (
+            "{ vocab_size = 512 }",
+            "512",
+            "tokenizer.train: wanted a table, like { vocab_size = …, sample_bytes = … }, got 512",
+        ),
+        (
+            "{ vocab_size = 512 }",
+            "{ vocab_size = true }",
+            "tokenizer.train.vocab_size: wanted a whole number of at least 0, got true",
+        ),
+        (
+            "{ vocab_size = 512 }",
+            "{ vocab_sise = 512 }",
+            "[tokenizer.train] has no key vocab_sise, did you mean vocab_size?",
+        ),
+        (
+            "kind = \"dma\"",
+            "kind = 3",
+            "attention.kind: wanted one of \"mha\", \"swa\", \"dma\", got 3",
+        ),
+        (
+            "steps = 40",
+            "steps = 2024-01-02",
+            "got the date 2024-01-02",
+        ),
+    ] {
+        let text = message(from, to);
+        assert!(text.contains(expected), "{to}: {text}");
+    }
+    let text = Recipe::load("model = 3", "r.toml", &[])
+        .expect_err("no section")
+        .to_string();
+    assert!(
+        text.contains("line 1: model: wanted a section [model], got 3"),
+        "{text}"
+    );
+    assert_eq!(text.matches("model: ").count(), 1, "{text}");
+}
+
+#[test]
+fn each_rule_is_checked() {
+    for (from, to, expected) in [
+        (
+            "num_key_value_heads = 2",
+            "num_key_value_heads = 4",
+            "model.num_key_value_heads: is 4, which does not divide num_attention_heads = 6\n    hint: 6 heads can share 1, 2, 3, 6 key-value heads",
+        ),
+        (
+            "head_dim = 10",
+            "head_dim = 9",
+            "model.head_dim: is 9, but rotary embedding turns pairs and needs an even number\n    hint: use 8 or 10",
+        ),
+        (
+            "hidden_size = 48",
+            "hidden_size = 0",
+            "model.hidden_size: is 0, outside 1 to",
+        ),
+        (
+            "num_key_value_heads = 2",
+            "num_key_value_heads = 0",
+            "model.num_key_value_heads: is 0",
+        ),
+        (
+            "hidden_size = 48",
+            "hidden_size = 9000000000",
+            "model.hidden_size: is 9000000000, outside",
+        ),
+        (
+            "head_dim = 10",
+            "head_dim = 10\nrope_theta = nan",
+            "model.rope_theta: is NaN, not a finite number above 0",
+        ),
+        (
+            "head_dim = 10",
+            "head_dim = 10\nrms_norm_eps = 0",
+            "model.rms_norm_eps: is 0",
+        ),
+        (
+            "head_dim = 10",
+            "head_dim = 10\ninitializer_range = -0.02",
+            "model.initializer_range: is -0.02",
+        ),
+        (
+            "head_dim = 10",
+            "head_dim = 10\nvocab_size = 511",
+            "model.vocab_size: is 511, below tokenizer.train.vocab_size = 512",
+        ),
+        (
+            "keep_window_size = 16",
+            "keep_window_size = 0",
+            "attention.keep_window_size: is 0",
+        ),
+        (
+            "keep_window_size = 16",
+            "keep_window_size = 16\na_init = inf",
+            "attention.a_init: is inf",
+        ),
+        (
+            "keep_window_size = 16",
+            "keep_window_size = 16\nsliding_window = 8",
+            "attention.sliding_window: does not go with kind = \"dma\"\n    hint: it belongs to kind = \"swa\"; besides kind, \"dma\" takes keep_window_size, bias, a_init",
+        ),
+        (
+            "kind = \"dma\"\nkeep_window_size = 16",
+            "kind = \"swa\"\nsliding_window = 0",
+            "attention.sliding_window: is 0",
+        ),
+        (
+            "kind = \"dma\"",
+            "kind = \"mha\"",
+            "attention.keep_window_size: does not go with kind = \"mha\"",
+        ),
+        (
+            "kind = \"dma\"\nkeep_window_size = 16",
+            "kind = \"swa\"",
+            "attention.sliding_window: is missing; it must be a whole number of at least 0 for kind = \"swa\"",
+        ),
+        (
+            "train = { vocab_size = 512 }",
+            "",
+            "line 16: tokenizer: needs exactly one of path and train, got neither",
+        ),
+        (
+            "train = {",
+            "path = \"t.json\"\ntrain = {",
+            "needs exactly one of path and train, got both",
+        ),
+        (
+            "train = { vocab_size = 512 }",
+            "path = \" \"",
+            "tokenizer.path: is empty",
+        ),
+        (
+            "vocab_size = 512",
+            "vocab_size = 256",
+            "tokenizer.train.vocab_size: is 256, outside 257",
+        ),
+        (
+            "vocab_size = 512",
+            "vocab_size = 512, sample_bytes = 0",
+            "tokenizer.train.sample_bytes: is 0",
+        ),
+        ("[\"text/*.md\"]", "[]", "data.paths: is an empty list"),
+        (
+            "[\"text/*.md\"]",
+            "[\"a\", \"\"]",
+            "data.paths: item 2 is empty",
+        ),
+        ("paths =", "max_bytes = 0\npaths =", "data.max_bytes: is 0"),
+        (
+            "paths =",
+            "max_file_bytes = 0\npaths =",
+            "data.max_file_bytes: is 0",
+        ),
+        (
+            "paths =",
+            "text_column = \"\"\npaths =",
+            "data.text_column: is empty",
+        ),
+        (
+            "paths =",
+            "cache_dir = \"\"\npaths =",
+            "data.cache_dir: is empty",
+        ),
+        (
+            "paths =",
+            "validation_fraction = 1.0\npaths =",
+            "data.validation_fraction: is 1, outside [0, 1)",
+        ),
+        (
+            "paths =",
+            "validation_fraction = nan\npaths =",
+            "data.validation_fraction: is NaN",
+        ),
+        ("steps = 40", "steps = 0", "training.steps: is 0"),
+        ("seq_len = 64", "seq_len = 0", "training.seq_len: is 0"),
+        (
+            "seq_len = 64",
+            "seq_len = 129",
+            "training.seq_len: is 129, above model.max_position_embeddings = 128",
+        ),
+        (
+            "local_batch_size = 5",
+            "local_batch_size = 5\nglobal_batch_size = 12",
+            "training.global_batch_size: is 12, not a multiple of local_batch_size = 5\n    hint: 10 and 15 are",
+        ),
+        (
+            "local_batch_size = 5",
+            "local_batch_size = 5\nglobal_batch_size = 0",
+            "training.global_batch_size: is 0",
+        ),
+        (
+            "local_batch_size = 5",
+            "local_batch_size = 0",
+            "training.local_batch_size: is 0",
+        ),
+        (
+            "seq_len = 64",
+            "seq_len = 64\nmax_norm = 0.0",
+            "training.max_norm: is 0",
+        ),
+        (
+            "lr = 1e-3",
+            "lr = nan",
+            "optimizer.lr: is NaN, not a finite number of at least 0",
+        ),
+        ("lr = 1e-3", "lr = -1e-3", "optimizer.lr: is -0.001"),
+        (
+            "lr = 1e-3",
+            "lr = 1e-3\nbeta1 = 1.0",
+            "optimizer.beta1: is 1, outside [0, 1)",
+        ),
+        (
+            "lr = 1e-3",
+            "lr = 1e-3\nbeta2 = -0.1",
+            "optimizer.beta2: is -0.1",
+        ),
+        ("lr = 1e-3", "lr = 1e-3\neps = 0.0", "optimizer.eps: is 0"),
+        (
+            "lr = 1e-3",
+            "lr = 1e-3\nweight_decay = inf",
+            "optimizer.weight_decay: is inf",
+        ),
+        (
+            "lr = 1e-3",
+            "lr = 1e-3\nname = \"Adam\"",
+            "optimizer.name: there is no \"Adam\", did you mean AdamW?",
+        ),
+        (
+            "warmup_steps = 7",
+            "warmup_steps = 41",
+            "lr_scheduler.warmup_steps: is 41, more than training.steps = 40\n    hint: set lr_scheduler.warmup_steps to 8 or less",
+        ),
+        (
+            "decay_ratio = 0.2",
+            "decay_ratio = 1.01",
+            "lr_scheduler.decay_ratio: is 1.01, outside [0, 1]",
+        ),
+        (
+            "decay_ratio = 0.2",
+            "decay_ratio = nan",
+            "lr_scheduler.decay_ratio: is NaN",
+        ),
+        (
+            "decay_ratio = 0.2",
+            "decay_ratio = 0.2\nmin_lr_factor = -0.1",
+            "lr_scheduler.min_lr_factor: is -0.1",
+        ),
+        (
+            "[optimizer]",
+            "[checkpoint]\ninterval = 0\n[optimizer]",
+            "checkpoint.interval: is 0",
+        ),
+        (
+            "[optimizer]",
+            "[checkpoint]\nfolder = \"../x\"\n[optimizer]",
+            "checkpoint.folder: is \"../x\", not a folder below",
+        ),
+        (
+            "[optimizer]",
+            "[checkpoint]\nfolder = \"/x\"\n[optimizer]",
+            "checkpoint.folder: is \"/x\"",
+        ),
+        (
+            "[optimizer]",
+            "[checkpoint]\nfolder = \"\"\n[optimizer]",
+            "checkpoint.folder: is \"\"",
+        ),
+        (
+            "[optimizer]",
+            "[metrics]\nlog_freq = 0\n[optimizer]",
+            "metrics.log_freq: is 0",
+        ),
+        (
+            "[optimizer]",
+            "[validation]\ninterval = 0\n[optimizer]",
+            "validation.interval: is 0",
+        ),
+        (
+            "[optimizer]",
+            "[validation]\nsteps = 0\n[optimizer]",
+            "validation.steps: is 0",
+        ),
+        (
+            "[optimizer]",
+            "[validation]\npaths = []\n[optimizer]",
+            "validation.paths: is an empty list",
+        ),
+        (
+            "[optimizer]",
+            "[generation]\nprompts = [\"a\"]\nmax_new_tokens = 0\n[optimizer]",
+            "generation.max_new_tokens: is 0, but there are prompts",
+        ),
+    ] {
+        let error = load_replaced(from, to).expect_err(to);
+        let text = error.to_string();
+        assert!(text.contains(expected), "{to}: {text}");
+        assert_eq!(
+            mistakes(&error).len(),
+            1,
+            "one broken rule, one mistake: {text}"
+        );
+        assert!(mistakes(&error)[0].location.is_some(), "{text}");
+    }
+}
+
+#[test]
+fn edges_of_the_rules_are_allowed() {
+    for (from, to) in [
+        ("warmup_steps = 7", "warmup_steps = 40"),
+        ("decay_ratio = 0.2", "decay_ratio = 1.0"),
+        ("decay_ratio = 0.2", "decay_ratio = 0"),
+        ("seq_len = 64", "seq_len = 128"),
+        ("head_dim = 10", "head_dim = 2"),
+        ("lr = 1e-3", "lr = 0"),
+        ("keep_window_size = 16", "keep_window_size = 1000"),
+        ("vocab_size = 512", "vocab_size = 257"),
+        ("paths =", "validation_fraction = 0\npaths ="),
+        ("head_dim = 10", "head_dim = 10\nvocab_size = 512"),
+        (
+            "train = { vocab_size = 512 }",
+            "path = \"~/tokenizer.json\"",
+        ),
+    ] {
+        assert!(load_replaced(from, to).is_ok(), "{to}");
+    }
+}
+
+#[test]
+fn every_mistake_is_reported_at_once_in_the_order_of_the_text() {
+    let text = MINIMAL
+        .replace("num_key_value_heads = 2", "num_key_value_heads = 5")
+        .replace("head_dim = 10", "head_dim = 7")
+        .replace("paths =", "path =")
+        .replace("steps = 40", "steps = \"many\"")
+        .replace("lr = 1e-3", "lr = -1.0")
+        .replace("decay_ratio = 0.2", "decay_ratio = 2.0");
+    let error = Recipe::load(&text, "r.toml", &["training.seq_len=x".to_owned()])
+        .expect_err("seven mistakes and more");
+    let keys = mistakes(&error)
+        .iter()
+        .map(|mistake| mistake.key.as_str())
+        .collect::<Vec<_>>();
+    assert_eq!(
+        keys,
+        [
+            "model.num_key_value_heads",
+            "model.head_dim",
+            "data.paths",
+            "data.path",
+            "training.steps",
+            "optimizer.lr",
+            "lr_scheduler.decay_ratio",
+            "training.seq_len",
+        ],
+        "{error}"
+    );
+}
+
+#[test]
+fn validate_reports_the_rules_for_a_recipe_changed_in_code() {
+    let mut recipe = minimal();
+    assert_eq!(recipe.validate(), Ok(()));
+    recipe.model.head_dim = 3;
+    recipe.training.seed = u64::MAX;
+    recipe.optimizer.lr = f64::NAN;
+    let error = recipe.validate().expect_err("three broken rules");
+    let keys = mistakes(&error)
+        .iter()
+        .map(|mistake| mistake.key.as_str())
+        .collect::<Vec<_>>();
+    assert_eq!(keys, ["model.head_dim", "training.seed", "optimizer.lr"]);
+    assert!(matches!(
+        recipe.diff(&minimal()),
+        Err(RecipeError::NotRepresentable { .. })
+    ));
+}
+
+#[test]
+fn text_that_is_not_toml_says_where() {
+    for text in [
+        "[model",
+        "a = ",
+        "x = 1\nx = 2",
+        "\u{0}",
+        "a = \"",
+        "[model]\n[model]",
+        &"[".repeat(100_000),
+        &format!("a = {}", "[".repeat(100_000)),
+    ] {
+        let error = Recipe::load(text, "bad.toml", &[]).expect_err("not TOML");
+        assert!(matches!(error, RecipeError::Syntax { .. }), "{error}");
+        assert!(
+            error
+                .to_string()
+                .starts_with("bad.toml is not valid TOML\nTOML parse error at line "),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,173 @@
+//! `--set section.key=value`.
+
+use super::*;
+
+fn load(overrides: &[&str]) -> Result<Recipe, RecipeError> {
+    let overrides = overrides
+        .iter()
+        .map(|item| (*item).to_owned())
+        .collect::<Vec<_>>();
+    Recipe::load(MINIMAL, "r.toml", &overrides)
+}
+
+fn loaded(overrides: &[&str]) -> Recipe {
+    load(overrides).unwrap_or_else(|error| panic!("{overrides:?}: {error}"))
+}
+
+#[test]
+fn values_are_toml_or_bare_strings() {
+    assert_eq!(loaded(&["optimizer.lr=3e-4"]).optimizer.lr, 3e-4);
+    assert_eq!(loaded(&["training.max_norm=2"]).training.max_norm, 2.0);
+    assert!(
+        loaded(&["training.deterministic=true"])
+            .training
+            .deterministic
+    );
+    assert_eq!(
+        loaded(&["data.paths=[\"a\", \"b\"]"]).data.paths,
+        ["a", "b"]
+    );
+    assert_eq!(
+        loaded(&["data.format=jsonl"]).data.format,
+        DataFormat::Jsonl
+    );
+    assert_eq!(
+        loaded(&["data.format=\"jsonl\""]).data.format,
+        DataFormat::Jsonl
+    );
+    assert_eq!(
+        loaded(&["data.text_column=a = b"]).data.text_column,
+        "a = b"
+    );
+    assert_eq!(loaded(&["data.text_column=12"]).data.text_column, "12");
+    assert_eq!(loaded(&[" training.steps = 50 "]).training.steps, 50);
+    assert_eq!(
+        loaded(&["data.cache_dir=x\n[model]\nhidden_size=3"])
+            .model
+            .hidden_size,
+        48
+    );
+}
+
+#[test]
+fn later_overrides_win_and_sections_appear_when_needed() {
+    let recipe = loaded(&[
+        "training.steps=50",
+        "checkpoint.at_start=true",
+        "training.steps=60",
+    ]);
+    assert_eq!(recipe.training.steps, 60);
+    assert!(recipe.checkpoint.at_start);
+    assert_eq!(
+        recipe.checkpoint.interval,
+        CheckpointSection::default().interval
+    );
+}
+
+#[test]
+fn global_batch_follows_an_overridden_local_batch_unless_given() {
+    assert_eq!(
+        loaded(&["training.local_batch_size=9"])
+            .training
+            .global_batch_size,
+        9
+    );
+    let both = loaded(&[
+        "training.local_batch_size=9",
+        "training.global_batch_size=27",
+    ]);
+    assert_eq!(both.training.global_batch_size, 27);
+}
+
+#[test]
+fn another_kind_drops_the_keys_of_the_texts_kind_only() {
+    assert_eq!(
+        loaded(&["attention.kind=mha"]).attention,
+        AttentionSection::Mha
+    );
+    let swa = loaded(&["attention.kind=swa", "attention.sliding_window=9"]);
+    assert_eq!(swa.attention, AttentionSection::Swa { sliding_window: 9 });
+    let same = loaded(&["attention.kind=dma"]);
+    assert_eq!(same.attention, minimal().attention);
+    let error = load(&["attention.kind=mha", "attention.keep_window_size=4"])
+        .expect_err("asked for by name");
+    assert!(
+        error
+            .to_string()
+            .contains("does not go with kind = \"mha\""),
+        "{error}"
+    );
+    let error = load(&["attention.kind=swa"])
+        .expect_err("the window is missing")
+        .to_string();
+    assert!(
+        error.contains("attention.sliding_window: is missing"),
+        "{error}"
+    );
+}
+
+#[test]
+fn another_tokenizer_source_replaces_the_texts() {
+    let recipe = loaded(&["tokenizer.path=my/tokenizer.json"]);
+    assert_eq!(
+        recipe.tokenizer,
+        TokenizerSection::Path("my/tokenizer.json".to_owned())
+    );
+    let TokenizerSection::Train(train) = loaded(&["tokenizer.train.vocab_size=700"]).tokenizer
+    else {
+        panic!("train")
+    };
+    assert_eq!((train.vocab_size, train.sample_bytes), (700, 16 << 20));
+    let TokenizerSection::Train(train) = loaded(&["tokenizer.train={vocab_size=701}"]).tokenizer
+    else {
+        panic!("train")
+    };
+    assert_eq!(train.vocab_size, 701);
+    let error =
+        load(&["tokenizer.train.vocab_size=700", "tokenizer.path=x"]).expect_err("both by name");
+    assert!(error.to_string().contains("got both"), "{error}");
+}
+
+#[test]
+fn bad_overrides_are_refused_by_name() {
+    for (item, expected) in [
+        (
+            "training.steps",
+            "--set training.steps: override: an override is written section.key=value",
+        ),
+        ("steps=3", "an override is written section.key=value"),
+        ("=3", "an override is written section.key=value"),
+        ("training.=3", "an override is written section.key=value"),
+        (".steps=3", "an override is written section.key=value"),
+        (
+            "trainning.steps=3",
+            "there is no section [trainning], did you mean training?",
+        ),
+        (
+            "training.step=3",
+            "--set training.step=3: training.step: [training] has no key step, did you mean steps?",
+        ),
+        (
+            "training.steps.x=3",
+            "[training.steps] has no key x\n    hint: training.steps is a value, not a table",
+        ),
+        (
+            "training.steps=x",
+            "--set training.steps=x: training.steps: wanted a whole number of at least 0, got the string \"x\"",
+        ),
+        (
+            "training.steps=",
+            "training.steps: wanted a whole number of at least 0, got the string \"\"",
+        ),
+        (
+            "optimizer.lr=-1",
+            "--set optimizer.lr=-1: optimizer.lr: is -1, not a finite number of at least 0",
+        ),
+        ("attention.kind=mla", "\"mla\" is not built yet"),
+        ("parallelism.degree=2", "parallelism: is not built yet"),
+        ("data.weights=[1]", "data.weights: is not built yet"),
+    ] {
+        let text = load(&[item]).expect_err(item).to_string();
+        assert!(text.contains(expected), "{item}: {text}");
+    }
+}

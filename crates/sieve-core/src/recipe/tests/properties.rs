@@ -1,0 +1,440 @@
+//! Properties over many recipes: valid ones survive a round trip, broken texts never panic.
+
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
+
+use super::*;
+use crate::model::DmaBias;
+
+fn finite_share() -> impl Strategy<Value = f64> {
+    prop_oneof![Just(0.0), Just(1.0), 0.0..=1.0f64]
+}
+
+fn positive() -> impl Strategy<Value = f64> {
+    prop_oneof![
+        1e-12..1.0f64,
+        1.0..1e12f64,
+        Just(f64::MIN_POSITIVE),
+        Just(0.1)
+    ]
+}
+
+fn text() -> impl Strategy<Value = String> {
+    // Quotes, escapes, control letters, dollar signs and letters beyond ASCII must survive TOML.
+    proptest::collection::vec(
+        prop_oneof![
+            any::<char>(),
+            Just('"'),
+            Just('\\'),
+            Just('\n'),
+            Just('$'),
+            Just('\''),
+            Just('ü'),
+            Just('\u{7f}')
+        ],
+        0..12,
+    )
+    .prop_map(|letters| letters.into_iter().collect::<String>())
+}
+
+fn path() -> impl Strategy<Value = String> {
+    text().prop_map(|text| format!("a{text}"))
+}
+
+fn model() -> impl Strategy<Value = ModelSection> {
+    let sizes = (
+        1usize..4096,
+        1usize..9000,
+        1usize..80,
+        1usize..9,
+        1usize..9,
+        1usize..129,
+        any::<bool>(),
+    );
+    let rest = (
+        positive(),
+        positive(),
+        positive(),
+        any::<bool>(),
+        proptest::option::of(70_000usize..1 << 24),
+    );
+    (sizes, rest).prop_map(
+        |(sizes, (rope_theta, rms_norm_eps, initializer_range, residual_scale, vocab_size))| {
+            let (
+                hidden_size,
+                intermediate_size,
+                num_hidden_layers,
+                num_key_value_heads,
+                group,
+                half,
+                tied,
+            ) = sizes;
+            ModelSection {
+                hidden_size,
+                intermediate_size,
+                num_hidden_layers,
+                num_attention_heads: num_key_value_heads * group,
+                num_key_value_heads,
+                head_dim: 2 * half,
+                vocab_size,
+                rope_theta,
+                rms_norm_eps,
+                tie_word_embeddings: tied,
+                max_position_embeddings: 5000,
+                initializer_range,
+                residual_scale,
+            }
+        },
+    )
+}
+
+fn attention() -> impl Strategy<Value = AttentionSection> {
+    prop_oneof![
+        Just(AttentionSection::Mha),
+        (1usize..1 << 27).prop_map(|sliding_window| AttentionSection::Swa { sliding_window }),
+        (1usize..1 << 27, any::<bool>(), -1e9..1e9f64).prop_map(
+            |(keep_window_size, linear, a_init)| {
+                let bias = if linear {
+                    DmaBias::Linear
+                } else {
+                    DmaBias::Exp
+                };
+                AttentionSection::Dma {
+                    keep_window_size,
+                    bias,
+                    a_init,
+                }
+            }
+        ),
+    ]
+}
+
+fn tokenizer() -> impl Strategy<Value = TokenizerSection> {
+    prop_oneof![
+        path().prop_map(TokenizerSection::Path),
+        (257usize..70_000, 1..i64::MAX as u64).prop_map(|(vocab_size, sample_bytes)| {
+            TokenizerSection::Train(TokenizerTraining {
+                vocab_size,
+                sample_bytes,
+            })
+        }),
+    ]
+}
+
+fn data() -> impl Strategy<Value = DataSection> {
+    (
+        proptest::collection::vec(path(), 1..4),
+        any::<bool>(),
+        path(),
+        (
+            proptest::option::of(1..i64::MAX as u64),
+            proptest::option::of(1..i64::MAX as u64),
+        ),
+        any::<bool>(),
+        0.0..1.0f64,
+        proptest::option::of(path()),
+    )
+        .prop_map(
+            |(
+                paths,
+                jsonl,
+                text_column,
+                (max_bytes, max_file_bytes),
+                skip_invalid,
+                fraction,
+                cache_dir,
+            )| {
+                DataSection {
+                    paths,
+                    format: if jsonl {
+                        DataFormat::Jsonl
+                    } else {
+                        DataFormat::Text
+                    },
+                    text_column,
+                    max_bytes,
+                    max_file_bytes,
+                    skip_invalid,
+                    validation_fraction: fraction,
+                    cache_dir,
+                }
+            },
+        )
+}
+
+fn training() -> impl Strategy<Value = TrainingSection> {
+    (
+        1usize..1 << 40,
+        1usize..=5000,
+        1usize..100,
+        1usize..50,
+        positive(),
+        0..=i64::MAX as u64,
+        any::<(bool, bool)>(),
+    )
+        .prop_map(
+            |(
+                steps,
+                seq_len,
+                local,
+                rounds,
+                max_norm,
+                seed,
+                (deterministic, one_document_per_row),
+            )| {
+                TrainingSection {
+                    steps,
+                    seq_len,
+                    local_batch_size: local,
+                    global_batch_size: local * rounds,
+                    max_norm,
+                    seed,
+                    deterministic,
+                    one_document_per_row,
+                }
+            },
+        )
+}
+
+fn recipe() -> impl Strategy<Value = Recipe> {
+    let optimizer = (
+        positive(),
+        0.0..1.0f64,
+        0.0..1.0f64,
+        positive(),
+        0.0..10.0f64,
+    );
+    let lr_scheduler = (finite_share(), finite_share(), finite_share(), 0..3u8);
+    let rest = (
+        (1usize..1000, 0usize..10, any::<(bool, bool)>(), 1usize..100),
+        (
+            1usize..1000,
+            1usize..1000,
+            proptest::option::of(proptest::collection::vec(path(), 1..3)),
+        ),
+        (proptest::collection::vec(text(), 0..3), 1usize..1000),
+    );
+    (
+        model(),
+        attention(),
+        tokenizer(),
+        data(),
+        training(),
+        optimizer,
+        lr_scheduler,
+        rest,
+    )
+        .prop_map(
+            |(model, attention, tokenizer, data, training, optimizer, lr_scheduler, rest)| {
+                let (lr, beta1, beta2, eps, weight_decay) = optimizer;
+                let (warmup_share, decay_ratio, min_lr_factor, decay) = lr_scheduler;
+                let (
+                    (interval, keep_latest_k, (at_start, enable_tensorboard), log_freq),
+                    validation,
+                    generation,
+                ) = rest;
+                Recipe {
+                    lr_scheduler: LrSchedulerSection {
+                        warmup_steps: (training.steps as f64 * warmup_share * 0.99) as usize,
+                        decay_ratio,
+                        decay_type: [DecayType::Linear, DecayType::Sqrt, DecayType::Cosine]
+                            [decay as usize],
+                        min_lr_factor,
+                    },
+                    model,
+                    attention,
+                    tokenizer,
+                    data,
+                    training,
+                    optimizer: OptimizerSection {
+                        name: OptimizerName::AdamW,
+                        lr,
+                        beta1,
+                        beta2,
+                        eps,
+                        weight_decay,
+                    },
+                    checkpoint: CheckpointSection {
+                        interval,
+                        keep_latest_k,
+                        at_start,
+                        folder: "a/b".to_owned(),
+                    },
+                    metrics: MetricsSection {
+                        log_freq,
+                        enable_tensorboard,
+                    },
+                    validation: ValidationSection {
+                        interval: validation.0,
+                        steps: validation.1,
+                        paths: validation.2,
+                    },
+                    activation_checkpoint: ActivationCheckpointSection::default(),
+                    generation: GenerationSection {
+                        prompts: generation.0,
+                        max_new_tokens: generation.1,
+                    },
+                }
+            },
+        )
+}
+
+#[test]
+fn valid_recipes_round_trip() {
+    TestRunner::new(Config {
+        cases: 2000,
+        failure_persistence: None,
+        ..Config::default()
+    })
+    .run(&recipe(), |recipe| {
+        prop_assert_eq!(recipe.validate(), Ok(()));
+        let text = recipe.to_toml().expect("a valid recipe can be written");
+        let loaded = Recipe::load(&text, "round trip", &[]);
+        prop_assert_eq!(loaded, Ok(recipe));
+        Ok(())
+    })
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+/// One change to a text: letters dropped, doubled, replaced, swapped lines, or a value put in another's place.
+fn mutate(text: &str, kind: u8, at: usize, other: usize, with: &str) -> String {
+    let letters = text.chars().collect::<Vec<_>>();
+    let lines = text.lines().collect::<Vec<_>>();
+    if letters.is_empty() || lines.is_empty() {
+        return with.to_owned();
+    }
+    let (at_letter, end) = (at % letters.len(), other % (letters.len() + 1));
+    let (first, second) = (at % lines.len(), other % lines.len());
+    let join = |parts: &[&str]| parts.join("\n");
+    match kind % 6 {
+        0 => letters[..at_letter]
+            .iter()
+            .chain(&letters[at_letter.max(end)..])
+            .collect(),
+        1 => letters[..at_letter]
+            .iter()
+            .copied()
+            .chain(with.chars())
+            .chain(letters[at_letter..].iter().copied())
+            .collect(),
+        2 => letters[..at_letter]
+            .iter()
+            .copied()
+            .chain(with.chars().take(1))
+            .chain(letters[at_letter + 1..].iter().copied())
+            .collect(),
+        3 => {
+            let mut lines = lines;
+            lines.swap(first, second);
+            join(&lines)
+        }
+        4 => {
+            let mut lines = lines;
+            lines.remove(first);
+            join(&lines)
+        }
+        _ => {
+            let key = lines[first].split('=').next().unwrap_or_default();
+            let value = lines[second].split('=').nth(1).unwrap_or(with);
+            let line = format!("{key}={value}");
+            let mut lines = lines;
+            lines[first] = &line;
+            join(&lines)
+        }
+    }
+}
+
+fn snippet() -> impl Strategy<Value = String> {
+    prop_oneof![
+        text(),
+        prop::sample::select(vec![
+            "[",
+            "]",
+            "=",
+            "nan",
+            "-inf",
+            "1e999",
+            "-1",
+            "0",
+            "99999999999999999999",
+            "9223372036854775807",
+            "{}",
+            "[[stage]]",
+            "'''",
+            "true",
+            "a.b = 1",
+            "[model]",
+            "2024-01-01",
+            "0x7fffffffffffffff",
+            "[1, \"a\"]",
+            "{ vocab_size = 1 }",
+            "\u{feff}",
+        ])
+        .prop_map(str::to_owned)
+    ]
+}
+
+#[test]
+fn mutated_texts_and_overrides_never_panic() {
+    let full = minimal()
+        .to_toml()
+        .expect("the minimal recipe can be written");
+    let change = (any::<u8>(), any::<usize>(), any::<usize>(), snippet());
+    let override_key = prop::sample::select(
+        schema::SECTIONS
+            .iter()
+            .flat_map(|section| {
+                section
+                    .keys
+                    .iter()
+                    .map(move |key| format!("{}.{}", section.name, key.name))
+            })
+            .collect::<Vec<_>>(),
+    );
+    let overrides = proptest::collection::vec(
+        prop_oneof![
+            (override_key, snippet()).prop_map(|(key, value)| format!("{key}={value}")),
+            text()
+        ],
+        0..2,
+    );
+    let loaded = std::cell::Cell::new(0);
+    TestRunner::new(Config {
+        cases: 10_000,
+        failure_persistence: None,
+        ..Config::default()
+    })
+    .run(
+        &(proptest::collection::vec(change, 1..4), overrides),
+        |(changes, overrides)| {
+            let text = changes
+                .iter()
+                .fold(full.clone(), |text, (kind, at, other, with)| {
+                    mutate(&text, *kind, *at, *other, with)
+                });
+            match Recipe::load(&text, "mutated", &overrides) {
+                Ok(recipe) => {
+                    loaded.set(loaded.get() + 1);
+                    prop_assert_eq!(recipe.validate(), Ok(()));
+                }
+                Err(error) => {
+                    let message = error.to_string();
+                    prop_assert!(message.lines().count() > 1, "no reason given: {}", message);
+                    prop_assert!(
+                        !message.contains("recipe: missing field"),
+                        "a serde message: {}",
+                        message
+                    );
+                }
+            }
+            Ok(())
+        },
+    )
+    .unwrap_or_else(|error| panic!("{error}"));
+    // Neither everything nor nothing loads, so both branches are tried.
+    assert!(
+        (500..9500).contains(&loaded.get()),
+        "{} of 10000 loaded",
+        loaded.get()
+    );
+}

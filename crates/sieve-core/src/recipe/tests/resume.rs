@@ -1,0 +1,85 @@
+//! What may change when a run is resumed.
+
+use super::*;
+
+#[test]
+fn equal_recipes_have_no_changes() {
+    assert_eq!(minimal().check_resume(&minimal()), Ok(Vec::new()));
+}
+
+#[test]
+fn allowed_changes_are_returned_with_both_values() {
+    let mut now = minimal();
+    now.training.steps = 80;
+    now.metrics.log_freq = 1;
+    now.validation.paths = Some(vec!["held/*.md".to_owned()]);
+    let changes = minimal().check_resume(&now).expect("all allowed");
+    let lines = changes.iter().map(ToString::to_string).collect::<Vec<_>>();
+    assert_eq!(
+        lines,
+        [
+            "metrics.log_freq was 10, is now 1",
+            "training.steps was 40, is now 80",
+            "validation.paths was absent, is now [\"held/*.md\"]"
+        ]
+    );
+}
+
+#[test]
+fn refused_changes_are_all_named() {
+    let mut now = minimal();
+    now.training.steps = 80;
+    now.model.hidden_size = 96;
+    now.optimizer.lr = 2e-3;
+    now.checkpoint.folder = "elsewhere".to_owned();
+    now.attention = AttentionSection::Swa { sliding_window: 16 };
+    let RecipeError::ResumeChanged { refused } =
+        minimal().check_resume(&now).expect_err("another model")
+    else {
+        panic!("wrong error")
+    };
+    let keys = refused
+        .iter()
+        .map(|change| change.key.as_str())
+        .collect::<Vec<_>>();
+    assert_eq!(
+        keys,
+        [
+            "attention.a_init",
+            "attention.bias",
+            "attention.keep_window_size",
+            "attention.kind",
+            "attention.sliding_window",
+            "checkpoint.folder",
+            "model.hidden_size",
+            "optimizer.lr"
+        ]
+    );
+    let text = RecipeError::ResumeChanged { refused }.to_string();
+    assert!(
+        text.contains("\n  optimizer.lr was 0.001, is now 0.002\n"),
+        "{text}"
+    );
+}
+
+#[test]
+fn every_allowed_name_exists() {
+    for allowed in MAY_CHANGE_ON_RESUME {
+        let (section, key) = allowed
+            .split_once('.')
+            .map_or((*allowed, None), |(section, key)| (section, Some(key)));
+        let section = schema::section(section).unwrap_or_else(|| panic!("{allowed}"));
+        assert!(
+            key.is_none_or(|key| schema::key(section.keys, key).is_some()),
+            "{allowed}"
+        );
+    }
+    let change = |key: &str| KeyChange {
+        key: key.to_owned(),
+        saved: None,
+        now: None,
+    };
+    assert!(change("metrics.log_freq").is_allowed());
+    assert!(!change("training.steps_extra").is_allowed());
+    assert!(!change("training.seed").is_allowed());
+}
