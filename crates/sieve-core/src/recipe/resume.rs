@@ -14,6 +14,7 @@ use super::{Recipe, RecipeError};
 ///   of the stable phase. A decay that has begun goes on with the new numbers.
 /// - `training.local_batch_size`: the same rows in other micro-batches (sums in another order); `global_batch_size`
 ///   may not change.
+/// - `validation.paths` may not change: its documents are kept out of the training split.
 /// - the rest decides what is written, measured and printed, not what is learned.
 pub const MAY_CHANGE_ON_RESUME: &[&str] = &[
     "training.steps",
@@ -26,7 +27,8 @@ pub const MAY_CHANGE_ON_RESUME: &[&str] = &[
     "checkpoint.keep_latest_k",
     "checkpoint.at_start",
     "metrics",
-    "validation",
+    "validation.interval",
+    "validation.steps",
     "activation_checkpoint",
     "generation",
     "data.cache_dir",

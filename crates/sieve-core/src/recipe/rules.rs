@@ -9,8 +9,8 @@ use super::{
     ValidationSection,
 };
 
-/// Bytes of a byte-level vocabulary, and one token that ends a document.
-const MIN_TRAINED_VOCAB: usize = 257;
+/// 256 bytes, the token that ends a document, and the token that pads.
+const MIN_TRAINED_VOCAB: usize = 258;
 /// Token ids and positions are `i32` on devices, and products of sizes must stay inside `u64`.
 const MAX_WIDTH: usize = 1 << 20;
 const MAX_COUNT: usize = 1 << 14;
@@ -209,7 +209,7 @@ fn check_tokenizer(
                 "tokenizer.train.vocab_size",
                 || format!("is {vocab_size}, outside {MIN_TRAINED_VOCAB} to {MAX_VOCAB}"),
                 || {
-                    "a byte-level vocabulary holds 256 bytes, the end-of-text token, and the merges"
+                    "a byte-level vocabulary holds 256 bytes, an end-of-text and a padding token, and the merges"
                         .to_owned()
                 },
             );
@@ -237,14 +237,14 @@ fn check_data(data: &DataSection, rules: &mut Rules<'_>) {
     if let Some(max_bytes) = data.max_bytes {
         rules.at_least_one("data.max_bytes", max_bytes);
     }
-    if let Some(max_file_bytes) = data.max_file_bytes {
-        rules.at_least_one("data.max_file_bytes", max_file_bytes);
+    if let Some(max_document_bytes) = data.max_document_bytes {
+        rules.at_least_one("data.max_document_bytes", max_document_bytes);
     }
     rules.require(
-        (0.0..1.0).contains(&data.validation_fraction),
+        data.validation_fraction > 0.0 && data.validation_fraction < 1.0,
         "data.validation_fraction",
-        || format!("is {}, outside [0, 1)", data.validation_fraction),
-        || "0.05 holds out one document in twenty; 0 holds out none".to_owned(),
+        || format!("is {}, outside (0, 1)", data.validation_fraction),
+        || "0.05 holds out one document in twenty".to_owned(),
     );
     rules.require(
         data.cache_dir

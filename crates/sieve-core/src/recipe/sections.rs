@@ -153,13 +153,17 @@ pub struct DataSection {
     /// Stop reading after this much text, in bytes. Absent: read all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_bytes: Option<u64>,
-    /// Leave out files larger than this, in bytes. Absent: none is too large.
+    /// A document larger than this, in bytes, is not valid (see `skip_invalid`). Absent: none is too large.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_file_bytes: Option<u64>,
-    /// Whether a file or line that is not valid is counted and left out, instead of ending the run.
+    pub max_document_bytes: Option<u64>,
+    /// Whether a document that is not valid (too large, not UTF-8, not JSON) is counted and left out, instead of ending
+    /// the run.
     #[serde(default)]
     pub skip_invalid: bool,
-    /// Share of the documents held out for validation, in `[0, 1)`.
+    /// Whether only the first of documents with equal text is kept.
+    #[serde(default)]
+    pub deduplicate: bool,
+    /// Share of the documents held out for validation, in `(0, 1)`. Not used when `[validation] paths` is given.
     #[serde(default = "default_validation_fraction")]
     pub validation_fraction: f64,
     /// Where tokenised shards go; expanded as `paths` are. Absent: under the output folder.

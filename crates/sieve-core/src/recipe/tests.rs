@@ -113,7 +113,7 @@ fn schema_and_serde_types_hold_the_same_keys() {
     let mut full = minimal();
     full.model.vocab_size = Some(600);
     full.data.max_bytes = Some(1);
-    full.data.max_file_bytes = Some(1);
+    full.data.max_document_bytes = Some(1);
     full.data.cache_dir = Some("cache".to_owned());
     full.validation.paths = Some(vec!["v".to_owned()]);
     let mut attention_keys = std::collections::BTreeSet::new();

@@ -256,8 +256,8 @@ fn each_rule_is_checked() {
         ),
         (
             "vocab_size = 512",
-            "vocab_size = 256",
-            "tokenizer.train.vocab_size: is 256, outside 257",
+            "vocab_size = 257",
+            "tokenizer.train.vocab_size: is 257, outside 258",
         ),
         (
             "vocab_size = 512",
@@ -273,8 +273,8 @@ fn each_rule_is_checked() {
         ("paths =", "max_bytes = 0\npaths =", "data.max_bytes: is 0"),
         (
             "paths =",
-            "max_file_bytes = 0\npaths =",
-            "data.max_file_bytes: is 0",
+            "max_document_bytes = 0\npaths =",
+            "data.max_document_bytes: is 0",
         ),
         (
             "paths =",
@@ -289,7 +289,7 @@ fn each_rule_is_checked() {
         (
             "paths =",
             "validation_fraction = 1.0\npaths =",
-            "data.validation_fraction: is 1, outside [0, 1)",
+            "data.validation_fraction: is 1, outside (0, 1)",
         ),
         (
             "paths =",
@@ -438,8 +438,8 @@ fn edges_of_the_rules_are_allowed() {
         ("head_dim = 10", "head_dim = 2"),
         ("lr = 1e-3", "lr = 0"),
         ("keep_window_size = 16", "keep_window_size = 1000"),
-        ("vocab_size = 512", "vocab_size = 257"),
-        ("paths =", "validation_fraction = 0\npaths ="),
+        ("vocab_size = 512", "vocab_size = 258"),
+        ("paths =", "validation_fraction = 1e-9\npaths ="),
         ("head_dim = 10", "head_dim = 10\nvocab_size = 512"),
         (
             "train = { vocab_size = 512 }",

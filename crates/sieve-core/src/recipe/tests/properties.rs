@@ -112,7 +112,7 @@ fn attention() -> impl Strategy<Value = AttentionSection> {
 fn tokenizer() -> impl Strategy<Value = TokenizerSection> {
     prop_oneof![
         path().prop_map(TokenizerSection::Path),
-        (257usize..70_000, 1..i64::MAX as u64).prop_map(|(vocab_size, sample_bytes)| {
+        (258usize..70_000, 1..i64::MAX as u64).prop_map(|(vocab_size, sample_bytes)| {
             TokenizerSection::Train(TokenizerTraining {
                 vocab_size,
                 sample_bytes,
@@ -130,8 +130,8 @@ fn data() -> impl Strategy<Value = DataSection> {
             proptest::option::of(1..i64::MAX as u64),
             proptest::option::of(1..i64::MAX as u64),
         ),
-        any::<bool>(),
-        0.0..1.0f64,
+        any::<(bool, bool)>(),
+        1e-9..1.0f64,
         proptest::option::of(path()),
     )
         .prop_map(
@@ -139,8 +139,8 @@ fn data() -> impl Strategy<Value = DataSection> {
                 paths,
                 jsonl,
                 text_column,
-                (max_bytes, max_file_bytes),
-                skip_invalid,
+                (max_bytes, max_document_bytes),
+                (skip_invalid, deduplicate),
                 fraction,
                 cache_dir,
             )| {
@@ -153,8 +153,9 @@ fn data() -> impl Strategy<Value = DataSection> {
                     },
                     text_column,
                     max_bytes,
-                    max_file_bytes,
+                    max_document_bytes,
                     skip_invalid,
+                    deduplicate,
                     validation_fraction: fraction,
                     cache_dir,
                 }

@@ -12,15 +12,15 @@ fn allowed_changes_are_returned_with_both_values() {
     let mut now = minimal();
     now.training.steps = 80;
     now.metrics.log_freq = 1;
-    now.validation.paths = Some(vec!["held/*.md".to_owned()]);
+    now.data.cache_dir = Some("shards".to_owned());
     let changes = minimal().check_resume(&now).expect("all allowed");
     let lines = changes.iter().map(ToString::to_string).collect::<Vec<_>>();
     assert_eq!(
         lines,
         [
+            "data.cache_dir was absent, is now \"shards\"",
             "metrics.log_freq was 10, is now 1",
             "training.steps was 40, is now 80",
-            "validation.paths was absent, is now [\"held/*.md\"]"
         ]
     );
 }
@@ -32,6 +32,7 @@ fn refused_changes_are_all_named() {
     now.model.hidden_size = 96;
     now.optimizer.lr = 2e-3;
     now.checkpoint.folder = "elsewhere".to_owned();
+    now.validation.paths = Some(vec!["held/*.md".to_owned()]);
     now.attention = AttentionSection::Swa { sliding_window: 16 };
     let RecipeError::ResumeChanged { refused } =
         minimal().check_resume(&now).expect_err("another model")
@@ -52,7 +53,8 @@ fn refused_changes_are_all_named() {
             "attention.sliding_window",
             "checkpoint.folder",
             "model.hidden_size",
-            "optimizer.lr"
+            "optimizer.lr",
+            "validation.paths",
         ]
     );
     let text = RecipeError::ResumeChanged { refused }.to_string();
