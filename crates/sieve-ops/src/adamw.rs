@@ -21,5 +21,7 @@ pub fn adamw_step<B: SieveBackend, const D: usize>(
 
 /// Sum of squares in an order that does not depend on the number of threads, `[1]`.
 pub fn sum_of_squares<B: SieveBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, 1> {
-    Tensor::from_primitive(TensorPrimitive::Float(B::sum_of_squares(x.into_primitive().tensor())))
+    Tensor::from_primitive(TensorPrimitive::Float(B::sum_of_squares(
+        x.into_primitive().tensor(),
+    )))
 }

@@ -56,7 +56,11 @@ fn enter<B: Backend, C: CheckpointStrategy, G: Gradient<B, N>, const N: usize>(
     output: FloatTensor<B>,
 ) -> Tracked<B, C> {
     let nodes = parents.map(|parent| parent.node.clone());
-    match Node::<G>(PhantomData).prepare::<C>(nodes).compute_bound().stateful() {
+    match Node::<G>(PhantomData)
+        .prepare::<C>(nodes)
+        .compute_bound()
+        .stateful()
+    {
         OpsKind::Tracked(prep) => prep.finish(state, output),
         OpsKind::UnTracked(prep) => prep.finish(output),
     }
@@ -70,7 +74,10 @@ fn constant<B: Backend, C: CheckpointStrategy>(value: FloatTensor<B>) -> Tracked
 fn inner_tables<B: Backend, C: CheckpointStrategy>(
     rope: &RopeTables<Autodiff<B, C>>,
 ) -> RopeTables<B> {
-    RopeTables { cos: rope.cos.primitive.clone(), sin: rope.sin.primitive.clone() }
+    RopeTables {
+        cos: rope.cos.primitive.clone(),
+        sin: rope.sin.primitive.clone(),
+    }
 }
 
 #[derive(Debug)]
@@ -152,8 +159,15 @@ struct AttentionGradient;
 impl<B: SieveBackend> Gradient<B, 1> for AttentionGradient {
     type State = AttentionState<B>;
     fn gradients(state: Self::State, dy: FloatTensor<B>) -> [FloatTensor<B>; 1] {
-        let AttentionState { qkv, documents, spec, output } = state;
-        [B::packed_attention_backward(qkv, &documents, spec, output, dy)]
+        let AttentionState {
+            qkv,
+            documents,
+            spec,
+            output,
+        } = state;
+        [B::packed_attention_backward(
+            qkv, &documents, spec, output, dy,
+        )]
     }
 }
 
@@ -263,7 +277,10 @@ impl<B: SieveBackend, C: CheckpointStrategy> SieveBackend for Autodiff<B, C> {
             output: output.clone(),
         };
         let o = enter::<B, C, AttentionGradient, 1>([&qkv], state, output.o);
-        AttentionOutput { o, lse: constant::<B, C>(output.lse) }
+        AttentionOutput {
+            o,
+            lse: constant::<B, C>(output.lse),
+        }
     }
 
     fn dynamic_mask_attention(
@@ -291,11 +308,21 @@ impl<B: SieveBackend, C: CheckpointStrategy> SieveBackend for Autodiff<B, C> {
             dma,
             forward: forward.clone(),
         };
-        let DmaForward { output, selection, z } = forward;
+        let DmaForward {
+            output,
+            selection,
+            z,
+        } = forward;
         let o = enter::<B, C, DynamicMaskAttentionGradient, 3>([&qkv, &w_dt, &a], state, output.o);
         DmaForward {
-            output: AttentionOutput { o, lse: constant::<B, C>(output.lse) },
-            selection: DmaSelection { expire: selection.expire, lists: selection.lists },
+            output: AttentionOutput {
+                o,
+                lse: constant::<B, C>(output.lse),
+            },
+            selection: DmaSelection {
+                expire: selection.expire,
+                lists: selection.lists,
+            },
             z: constant::<B, C>(z),
         }
     }
@@ -306,7 +333,10 @@ impl<B: SieveBackend, C: CheckpointStrategy> SieveBackend for Autodiff<B, C> {
         keep_window_size: usize,
     ) -> DmaSelection<Self> {
         let selection = B::dma_select(z.primitive, documents, keep_window_size);
-        DmaSelection { expire: selection.expire, lists: selection.lists }
+        DmaSelection {
+            expire: selection.expire,
+            lists: selection.lists,
+        }
     }
 
     fn token_losses(

@@ -1,8 +1,10 @@
 //! The backend trait: every fused op, with the plain-Burn reference as its default body.
+use crate::decode::{DmaCache, DmaToken};
 use crate::reference;
 use burn::backend::Autodiff;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::{FloatTensor, IntTensor};
+use sieve_core::DmaBias;
 
 /// Sizes and scale of one grouped-query attention call on a packed tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -27,15 +29,6 @@ impl AttentionSpec {
     pub fn group_size(&self) -> usize {
         self.num_heads / self.num_kv_heads
     }
-}
-
-/// How a score `z` becomes the additive bias of its key (paper 004, eq. 3; DMA).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DmaBias {
-    /// `delta = exp(min(z, 60))`, as in the paper; the clamp keeps f32 finite, its gradient is zero above.
-    Exp,
-    /// `delta = z`.
-    Linear,
 }
 
 /// Largest score that still enters the exponential: `exp(z)` overflows f32 at 88.7.
@@ -163,7 +156,13 @@ pub trait SieveBackend: Backend {
         num_kv_heads: usize,
         epsilon: f64,
     ) -> FloatTensor<Self> {
-        let args = reference::QkNormRope { q_weight, k_weight, positions, num_kv_heads, epsilon };
+        let args = reference::QkNormRope {
+            q_weight,
+            k_weight,
+            positions,
+            num_kv_heads,
+            epsilon,
+        };
         reference::qk_norm_rope::<Self>(qkv, args, rope)
     }
     /// `(dqkv, dq_weight, dk_weight)` of [`crate::qk_norm_rope`].
@@ -178,7 +177,13 @@ pub trait SieveBackend: Backend {
         epsilon: f64,
         dy: FloatTensor<Self>,
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
-        let args = reference::QkNormRope { q_weight, k_weight, positions, num_kv_heads, epsilon };
+        let args = reference::QkNormRope {
+            q_weight,
+            k_weight,
+            positions,
+            num_kv_heads,
+            epsilon,
+        };
         reference::qk_norm_rope_backward::<Self>(qkv, args, rope, dy)
     }
 
@@ -288,6 +293,16 @@ pub trait SieveBackend: Backend {
         softmax_scale: f64,
     ) -> FloatTensor<Self> {
         reference::decode_attention::<Self>(q, k, v, delta, softmax_scale)
+    }
+
+    /// One decoding step of DMA; see [`crate::dma_decode`].
+    fn dma_decode_step(
+        cache: DmaCache<Self>,
+        token: DmaToken<Self>,
+        softmax_scale: f64,
+        bias: DmaBias,
+    ) -> (DmaCache<Self>, FloatTensor<Self>) {
+        crate::decode::dma_decode_reference::<Self>(cache, token, softmax_scale, bias)
     }
 
     /// Per-token cross-entropy in nats, f32 `[tokens]`, zero where the label is [`crate::IGNORE_LABEL`].

@@ -78,8 +78,11 @@ pub fn dma_select<B: SieveBackend>(
     documents: &Documents<B>,
     keep_window_size: usize,
 ) -> Tensor<B, 3, Int> {
-    let selection =
-        B::dma_select(z.into_primitive().tensor(), &documents.bounds(), keep_window_size);
+    let selection = B::dma_select(
+        z.into_primitive().tensor(),
+        &documents.bounds(),
+        keep_window_size,
+    );
     Tensor::from_primitive(selection.expire)
 }
 
@@ -117,10 +120,16 @@ pub(crate) fn forward<B: SieveBackend>(
     dma: DmaSpec,
 ) -> DmaForward<B> {
     let z = B::dma_scores(qkv.clone(), w_dt, a, spec);
-    let delta = dma_bias(float::<B, 3>(z.clone()), dma.bias).into_primitive().tensor();
+    let delta = dma_bias(float::<B, 3>(z.clone()), dma.bias)
+        .into_primitive()
+        .tensor();
     let selection = B::dma_select(z.clone(), documents, dma.keep_window_size);
     let output = B::dma_attention(qkv, delta, documents, &selection, spec);
-    DmaForward { output, selection, z }
+    DmaForward {
+        output,
+        selection,
+        z,
+    }
 }
 
 /// Inputs and outputs of the forward pass that its backward pass needs.
@@ -140,7 +149,15 @@ pub(crate) fn backward<B: SieveBackend>(
     state: DmaState<B>,
     d_o: FloatTensor<B>,
 ) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
-    let DmaState { qkv, w_dt, a, documents, spec, dma, forward } = state;
+    let DmaState {
+        qkv,
+        w_dt,
+        a,
+        documents,
+        spec,
+        dma,
+        forward,
+    } = state;
     let z = float::<B, 3>(forward.z);
     let delta = dma_bias(z.clone(), dma.bias);
     let (dqkv, d_delta) = B::dma_attention_backward(

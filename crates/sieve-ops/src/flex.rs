@@ -53,7 +53,8 @@ fn attention_shape(qkv: &FlexTensor, spec: AttentionSpec) -> sieve_cpu::Attentio
 }
 
 fn window(spec: AttentionSpec) -> sieve_cpu::Mask<'static> {
-    spec.window_size.map_or(sieve_cpu::Mask::Causal, sieve_cpu::Mask::Window)
+    spec.window_size
+        .map_or(sieve_cpu::Mask::Causal, sieve_cpu::Mask::Window)
 }
 
 fn contiguous_bounds([start, end]: &DocumentBounds<Flex>) -> [FlexTensor; 2] {
@@ -61,7 +62,10 @@ fn contiguous_bounds([start, end]: &DocumentBounds<Flex>) -> [FlexTensor; 2] {
 }
 
 fn documents(bounds: &[FlexTensor; 2]) -> sieve_cpu::Documents<'_> {
-    sieve_cpu::Documents { start: ints(&bounds[0]), end: ints(&bounds[1]) }
+    sieve_cpu::Documents {
+        start: ints(&bounds[0]),
+        end: ints(&bounds[1]),
+    }
 }
 
 fn attention_forward(
@@ -74,7 +78,14 @@ fn attention_forward(
     let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_heads);
     let mut o = vec![0.0; batch * seq_len * heads * shape.head_dim];
     let mut lse = vec![0.0; batch * heads * seq_len];
-    sieve_cpu::attention_forward(shape, floats(qkv), documents(bounds), mask, &mut o, &mut lse);
+    sieve_cpu::attention_forward(
+        shape,
+        floats(qkv),
+        documents(bounds),
+        mask,
+        &mut o,
+        &mut lse,
+    );
     AttentionOutput {
         o: from_vec(o, [batch, seq_len, heads, shape.head_dim]),
         lse: from_vec(lse, [batch, heads, seq_len]),
@@ -160,7 +171,10 @@ impl QkNormRope {
 
     /// Only the starts are read by the kernel.
     fn documents(&self) -> sieve_cpu::Documents<'_> {
-        sieve_cpu::Documents { start: &self.start, end: &self.start }
+        sieve_cpu::Documents {
+            start: &self.start,
+            end: &self.start,
+        }
     }
 }
 
@@ -230,8 +244,13 @@ impl SieveBackend for Flex {
         epsilon: f64,
     ) -> FlexTensor {
         if !is_f32(&qkv) {
-            let args =
-                reference::QkNormRope { q_weight, k_weight, positions, num_kv_heads, epsilon };
+            let args = reference::QkNormRope {
+                q_weight,
+                k_weight,
+                positions,
+                num_kv_heads,
+                epsilon,
+            };
             return reference::qk_norm_rope::<Self>(qkv, args, rope);
         }
         let qkv = contiguous(qkv);
@@ -253,8 +272,13 @@ impl SieveBackend for Flex {
         dy: FlexTensor,
     ) -> (FlexTensor, FlexTensor, FlexTensor) {
         if !is_f32(&qkv) {
-            let args =
-                reference::QkNormRope { q_weight, k_weight, positions, num_kv_heads, epsilon };
+            let args = reference::QkNormRope {
+                q_weight,
+                k_weight,
+                positions,
+                num_kv_heads,
+                epsilon,
+            };
             return reference::qk_norm_rope_backward::<Self>(qkv, args, rope, dy);
         }
         let (qkv, dy) = (contiguous(qkv), contiguous(dy));
@@ -271,7 +295,11 @@ impl SieveBackend for Flex {
             &mut dk,
         );
         let weight_shape = args.q_weight.shape();
-        (from_vec(dqkv, qkv.shape()), from_vec(dq, weight_shape.clone()), from_vec(dk, weight_shape))
+        (
+            from_vec(dqkv, qkv.shape()),
+            from_vec(dq, weight_shape.clone()),
+            from_vec(dk, weight_shape),
+        )
     }
 
     fn swiglu(gate_up: FlexTensor) -> FlexTensor {
@@ -307,7 +335,12 @@ impl SieveBackend for Flex {
         if !is_f32(&qkv) {
             return reference::attention::<Self>(qkv, bounds, spec);
         }
-        attention_forward(&contiguous(qkv), &contiguous_bounds(bounds), window(spec), spec)
+        attention_forward(
+            &contiguous(qkv),
+            &contiguous_bounds(bounds),
+            window(spec),
+            spec,
+        )
     }
 
     fn packed_attention_backward(
@@ -346,7 +379,10 @@ impl SieveBackend for Flex {
             &mut expire,
         );
         let expire = FlexTensor::from_data(TensorData::new(expire, shape));
-        DmaSelection { expire, lists: Vec::new() }
+        DmaSelection {
+            expire,
+            lists: Vec::new(),
+        }
     }
 
     fn dma_attention(
@@ -360,7 +396,10 @@ impl SieveBackend for Flex {
             return reference::dma_attention::<Self>(qkv, delta, bounds, selection, spec);
         }
         let [qkv, delta, expire] = [qkv, delta, selection.expire.clone()].map(contiguous);
-        let mask = sieve_cpu::Mask::Expire { expire: ints(&expire), delta: floats(&delta) };
+        let mask = sieve_cpu::Mask::Expire {
+            expire: ints(&expire),
+            delta: floats(&delta),
+        };
         attention_forward(&qkv, &contiguous_bounds(bounds), mask, spec)
     }
 
@@ -379,7 +418,10 @@ impl SieveBackend for Flex {
             );
         }
         let [qkv, delta, expire] = [qkv, delta, selection.expire.clone()].map(contiguous);
-        let mask = sieve_cpu::Mask::Expire { expire: ints(&expire), delta: floats(&delta) };
+        let mask = sieve_cpu::Mask::Expire {
+            expire: ints(&expire),
+            delta: floats(&delta),
+        };
         let mut d_delta = zeros_like(&delta);
         let operands = [output.o, output.lse, d_o];
         let bounds = contiguous_bounds(bounds);
@@ -504,9 +546,12 @@ impl SieveBackend for Flex {
         }
         let grad = contiguous(grad);
         let grad_scale = floats(&contiguous(grad_scale))[0];
-        let AdamWTensors { param, exp_avg, exp_avg_sq } = tensors;
-        let [mut param, mut exp_avg, mut exp_avg_sq] =
-            [param, exp_avg, exp_avg_sq].map(contiguous);
+        let AdamWTensors {
+            param,
+            exp_avg,
+            exp_avg_sq,
+        } = tensors;
+        let [mut param, mut exp_avg, mut exp_avg_sq] = [param, exp_avg, exp_avg_sq].map(contiguous);
         let step = sieve_cpu::AdamWStep {
             lr: step.lr,
             beta1: step.beta1,
@@ -525,6 +570,10 @@ impl SieveBackend for Flex {
             exp_avg_sq.storage_mut::<f32>(),
             &step,
         );
-        AdamWTensors { param, exp_avg, exp_avg_sq }
+        AdamWTensors {
+            param,
+            exp_avg,
+            exp_avg_sq,
+        }
     }
 }

@@ -26,13 +26,11 @@ pub mod reference;
 pub use adamw::{adamw_step, sum_of_squares};
 pub use attention::attention;
 pub use backend::{
-    AdamWStep, AdamWTensors, AttentionOutput, AttentionSpec, DMA_SCORE_CLAMP, DmaBias,
-    DmaSelection, DocumentBounds, RopeTables, SieveBackend, TrainBackend,
+    AdamWStep, AdamWTensors, AttentionOutput, AttentionSpec, DMA_SCORE_CLAMP, DmaSelection,
+    DocumentBounds, RopeTables, SieveBackend, TrainBackend,
 };
-pub use decode::decode_attention;
-pub use dma::{
-    DmaAttention, DmaForward, DmaSpec, dma_bias, dma_select, dynamic_mask_attention,
-};
+pub use decode::{DmaCache, DmaToken, decode_attention, dma_decode};
+pub use dma::{DmaAttention, DmaForward, DmaSpec, dma_bias, dma_select, dynamic_mask_attention};
 pub use documents::Documents;
 pub use embedding::embedding;
 pub use linear::linear;
@@ -41,3 +39,5 @@ pub use qk_norm_rope::{QkNorm, RotaryEmbedding, qk_norm_rope};
 pub use rms_norm::rms_norm;
 pub use seed_gradient::seed_gradient;
 pub use swiglu::swiglu;
+
+pub use sieve_core::DmaBias;

@@ -12,6 +12,9 @@ pub fn linear<B: SieveBackend, const D: usize>(
     x: Tensor<B, D>,
     weight: Tensor<B, 2>,
 ) -> Tensor<B, D> {
-    let y = B::linear_nt(x.into_primitive().tensor(), weight.into_primitive().tensor());
+    let y = B::linear_nt(
+        x.into_primitive().tensor(),
+        weight.into_primitive().tensor(),
+    );
     Tensor::from_primitive(TensorPrimitive::Float(y))
 }

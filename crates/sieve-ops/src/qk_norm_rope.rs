@@ -40,7 +40,10 @@ impl<B: Backend> RotaryEmbedding<B> {
             let data = TensorData::new(values, [max_positions, half]).convert_dtype(dtype);
             Tensor::from_data(data, (device, dtype))
         };
-        Self { cos: table(f64::cos), sin: table(f64::sin) }
+        Self {
+            cos: table(f64::cos),
+            sin: table(f64::sin),
+        }
     }
 
     /// Number of positions the tables hold.

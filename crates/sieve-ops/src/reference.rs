@@ -39,7 +39,11 @@ fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> FloatTensor<B>
 
 /// The dtype a reference computes in: f64 stays, everything else becomes f32.
 fn compute_dtype(dtype: DType) -> DType {
-    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+    if dtype == DType::F64 {
+        DType::F64
+    } else {
+        DType::F32
+    }
 }
 
 /// A primitive in its compute dtype; its own dtype beside it.
@@ -55,7 +59,11 @@ fn rows<B: Backend>(primitive: FloatTensor<B>) -> (Tensor<B, 2>, DType, Vec<usiz
     let last = shape[shape.len() - 1];
     let count = shape.iter().product::<usize>() / last.max(1);
     let flat = B::float_reshape(primitive, [count, last].into());
-    (tensor::<B, 2>(flat).cast(compute_dtype(dtype)), dtype, shape)
+    (
+        tensor::<B, 2>(flat).cast(compute_dtype(dtype)),
+        dtype,
+        shape,
+    )
 }
 
 /// The inverse of [`rows`], in `dtype` and with `shape`.

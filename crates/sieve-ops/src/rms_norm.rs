@@ -13,6 +13,10 @@ pub fn rms_norm<B: SieveBackend, const D: usize>(
     weight: Tensor<B, 1>,
     epsilon: f64,
 ) -> Tensor<B, D> {
-    let y = B::rms_norm(x.into_primitive().tensor(), weight.into_primitive().tensor(), epsilon);
+    let y = B::rms_norm(
+        x.into_primitive().tensor(),
+        weight.into_primitive().tensor(),
+        epsilon,
+    );
     Tensor::from_primitive(TensorPrimitive::Float(y))
 }

@@ -22,13 +22,17 @@ pub fn adamw_step<B: Backend>(
     let _ = dtype;
     let grad = flat(grad).cast(compute) * tensor::<B, 1>(grad_scale).cast(compute);
     let exp_avg = flat(tensors.exp_avg) * step.beta1 + grad.clone() * (1.0 - step.beta1);
-    let exp_avg_sq = flat(tensors.exp_avg_sq) * step.beta2
-        + grad.clone() * grad * (1.0 - step.beta2);
+    let exp_avg_sq =
+        flat(tensors.exp_avg_sq) * step.beta2 + grad.clone() * grad * (1.0 - step.beta2);
     let denominator = (exp_avg_sq.clone() / step.bias_correction2).sqrt() + step.eps;
     let update = exp_avg.clone() / denominator * (step.lr / step.bias_correction1);
     let param = param * (1.0 - step.lr * step.weight_decay) - update;
     let back = |x: Tensor<B, 1>| B::float_reshape(primitive(x), shape.clone().into());
-    AdamWTensors { param: back(param), exp_avg: back(exp_avg), exp_avg_sq: back(exp_avg_sq) }
+    AdamWTensors {
+        param: back(param),
+        exp_avg: back(exp_avg),
+        exp_avg_sq: back(exp_avg_sq),
+    }
 }
 
 /// `sum(x²)`, `[1]`.
@@ -39,6 +43,9 @@ pub fn sum_of_squares<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
 
 /// A zero `[1]` beside `y`.
 pub fn zero_scalar<B: Backend>(y: FloatTensor<B>) -> FloatTensor<B> {
-    let (y, dtype) = upcast::<B, 1>(B::float_reshape(y.clone(), [y.shape().num_elements()].into()));
+    let (y, dtype) = upcast::<B, 1>(B::float_reshape(
+        y.clone(),
+        [y.shape().num_elements()].into(),
+    ));
     primitive(Tensor::<B, 1>::zeros([1], (&y.device(), dtype)))
 }

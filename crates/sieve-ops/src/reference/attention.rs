@@ -30,7 +30,16 @@ pub fn attention_backward<B: Backend>(
 ) -> FloatTensor<B> {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let hidden = hidden_by_documents(documents, spec);
-    backward(Grouped::new(qkv, spec), None, hidden, spec, output, d_o, dtype).0
+    backward(
+        Grouped::new(qkv, spec),
+        None,
+        hidden,
+        spec,
+        output,
+        d_o,
+        dtype,
+    )
+    .0
 }
 
 /// Attention over the keys with `j <= i < expire[j]`, plus `delta` per key.
@@ -58,7 +67,15 @@ pub fn dma_attention_backward<B: Backend>(
 ) -> (FloatTensor<B>, FloatTensor<B>) {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let hidden = hidden_by_expiry(documents, selection.expire.clone());
-    backward(Grouped::new(qkv, spec), Some(delta), hidden, spec, output, d_o, dtype)
+    backward(
+        Grouped::new(qkv, spec),
+        Some(delta),
+        hidden,
+        spec,
+        output,
+        d_o,
+        dtype,
+    )
 }
 
 /// One query per sequence over all keys; see [`crate::decode_attention`].
@@ -96,27 +113,41 @@ struct Grouped<B: Backend> {
 impl<B: Backend> Grouped<B> {
     fn new(qkv: Tensor<B, 4>, spec: AttentionSpec) -> Self {
         let [q, k, v] = split_heads(qkv, spec.num_kv_heads);
-        Self { q: group(q, spec), k: group(k, spec), v: group(v, spec) }
+        Self {
+            q: group(q, spec),
+            k: group(k, spec),
+            v: group(v, spec),
+        }
     }
 }
 
 /// `[batch, seq_len, heads, head_dim]` to `[batch, num_kv_heads, heads / num_kv_heads, seq_len, head_dim]`.
 fn group<B: Backend>(x: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 5> {
     let [batch, seq_len, heads, head_dim] = x.dims();
-    x.reshape([batch, seq_len, spec.num_kv_heads, heads / spec.num_kv_heads, head_dim])
-        .permute([0, 2, 3, 1, 4])
+    x.reshape([
+        batch,
+        seq_len,
+        spec.num_kv_heads,
+        heads / spec.num_kv_heads,
+        head_dim,
+    ])
+    .permute([0, 2, 3, 1, 4])
 }
 
 /// The inverse of [`group`].
 fn ungroup<B: Backend>(x: Tensor<B, 5>) -> Tensor<B, 4> {
     let [batch, kv_heads, group_size, seq_len, head_dim] = x.dims();
-    x.permute([0, 3, 1, 2, 4]).reshape([batch, seq_len, kv_heads * group_size, head_dim])
+    x.permute([0, 3, 1, 2, 4])
+        .reshape([batch, seq_len, kv_heads * group_size, head_dim])
 }
 
 /// `(i, j)` as `[1, seq_len, 1]` and `[1, 1, seq_len]`.
 fn grid<B: Backend>(seq_len: usize, device: &B::Device) -> (Tensor<B, 3, Int>, Tensor<B, 3, Int>) {
     let positions = Tensor::<B, 1, Int>::arange(0..seq_len as i64, device);
-    (positions.clone().reshape([1, seq_len, 1]), positions.reshape([1, 1, seq_len]))
+    (
+        positions.clone().reshape([1, seq_len, 1]),
+        positions.reshape([1, 1, seq_len]),
+    )
 }
 
 /// True where a pair is masked, `[batch, 1, 1, seq_len, seq_len]`.
@@ -129,7 +160,9 @@ fn hidden_by_documents<B: Backend>(
     let (i, j) = grid::<B>(seq_len, &start.device());
     let i = i.expand([batch, seq_len, seq_len]);
     let j = j.expand([batch, seq_len, seq_len]);
-    let start = start.reshape([batch, seq_len, 1]).expand([batch, seq_len, seq_len]);
+    let start = start
+        .reshape([batch, seq_len, 1])
+        .expand([batch, seq_len, seq_len]);
     let mut hidden = j.clone().greater(i.clone()).bool_or(j.clone().lower(start));
     if let Some(window_size) = spec.window_size {
         hidden = hidden.bool_or((i - j).greater_equal_elem(window_size as i64));
@@ -149,9 +182,14 @@ fn hidden_by_expiry<B: Backend>(
     let full = [batch, kv_heads, 1, seq_len, seq_len];
     let i = i.reshape([1, 1, 1, seq_len, 1]).expand(full);
     let j = j.reshape([1, 1, 1, 1, seq_len]).expand(full);
-    let expire = expire.reshape([batch, kv_heads, 1, 1, seq_len]).expand(full);
+    let expire = expire
+        .reshape([batch, kv_heads, 1, 1, seq_len])
+        .expand(full);
     let start = start.reshape([batch, 1, 1, seq_len, 1]).expand(full);
-    j.clone().greater(i.clone()).bool_or(i.greater_equal(expire)).bool_or(j.lower(start))
+    j.clone()
+        .greater(i.clone())
+        .bool_or(i.greater_equal(expire))
+        .bool_or(j.lower(start))
 }
 
 /// Scaled logits with masked pairs at [`MASKED`].
@@ -190,10 +228,14 @@ fn forward<B: Backend>(
     let head_dim = grouped.v.dims()[4];
     let full = [batch, kv_heads, group_size, seq_len, seq_len];
     let largest = s.clone().max_dim(4);
-    let p = (s - largest.clone()).exp().mask_fill(hidden.expand(full), 0.0);
+    let p = (s - largest.clone())
+        .exp()
+        .mask_fill(hidden.expand(full), 0.0);
     let sum = p.clone().sum_dim(4);
     let empty = sum.clone().equal_elem(0.0);
-    let v = grouped.v.expand([batch, kv_heads, group_size, seq_len, head_dim]);
+    let v = grouped
+        .v
+        .expand([batch, kv_heads, group_size, seq_len, head_dim]);
     let o = p.matmul(v) / sum.clone().mask_fill(empty.clone(), 1.0);
     let lse = (sum.log() + largest).mask_fill(empty, f64::NEG_INFINITY);
     AttentionOutput {
@@ -225,9 +267,12 @@ fn backward<B: Backend>(
     let lse = lse.mask_fill(empty, 0.0);
     let p = (s - lse).exp().mask_fill(hidden.expand(full), 0.0);
     let dv = p.clone().swap_dims(3, 4).matmul(d_o.clone()).sum_dim(2);
-    let dp = d_o.clone().matmul(grouped.v.swap_dims(3, 4).expand([
-        batch, kv_heads, group_size, head_dim, seq_len,
-    ]));
+    let dp = d_o.clone().matmul(
+        grouped
+            .v
+            .swap_dims(3, 4)
+            .expand([batch, kv_heads, group_size, head_dim, seq_len]),
+    );
     let row = (d_o * o).sum_dim(4);
     let ds = p * (dp - row);
     let dq = ds.clone().matmul(grouped.k.expand(like_q)) * spec.softmax_scale;

@@ -26,7 +26,10 @@ pub fn dma_scores<B: Backend>(
     let dtype = qkv.dtype();
     let x = value_rows(qkv, spec).matmul(tensor::<B, 2>(w_dt).cast(dtype));
     let z = softplus(x, 1.0) * tensor::<B, 1>(a).cast(dtype).unsqueeze();
-    primitive(z.reshape([batch, seq_len, spec.num_kv_heads]).swap_dims(1, 2))
+    primitive(
+        z.reshape([batch, seq_len, spec.num_kv_heads])
+            .swap_dims(1, 2),
+    )
 }
 
 /// `(dqkv + the path through v, dw_dt, da)`.
@@ -48,16 +51,26 @@ pub fn dma_scores_backward<B: Backend>(
     let x = v.clone().matmul(w_dt.clone());
     let dz = tensor::<B, 3>(dz).cast(compute).swap_dims(1, 2);
     let dz = dz.reshape([batch * seq_len, spec.num_kv_heads]);
-    let da = (dz.clone() * softplus(x.clone(), 1.0)).sum_dim(0).squeeze_dim::<1>(0);
+    let da = (dz.clone() * softplus(x.clone(), 1.0))
+        .sum_dim(0)
+        .squeeze_dim::<1>(0);
     let dx = dz * a.unsqueeze() * sigmoid(x);
     let dw = v.transpose().matmul(dx.clone());
     let dv = dx.matmul(w_dt.transpose());
     let dv = dv.reshape([batch, seq_len, spec.num_kv_heads, head_dim]);
     let first_value = heads - spec.num_kv_heads;
     let dqkv = tensor::<B, 4>(dqkv);
-    let values = dqkv.clone().narrow(2, first_value, spec.num_kv_heads).cast(compute) + dv;
+    let values = dqkv
+        .clone()
+        .narrow(2, first_value, spec.num_kv_heads)
+        .cast(compute)
+        + dv;
     let dqkv = Tensor::cat(vec![dqkv.narrow(2, 0, first_value), values.cast(dtype)], 2);
-    (primitive(dqkv), primitive(dw.cast(w_dtype)), primitive(da.cast(a_dtype)))
+    (
+        primitive(dqkv),
+        primitive(dw.cast(w_dtype)),
+        primitive(da.cast(a_dtype)),
+    )
 }
 
 /// `expire` by definition: for each query the `keep_window_size` best keys so far, on the host, O(n² log n).
@@ -87,7 +100,11 @@ pub fn dma_select<B: Backend>(
             let first = start[b * seq_len + i] as usize;
             let mut keys: Vec<usize> = (first..=i).collect();
             // Best first: larger score, then the more recent key. `+ 0.0` makes -0 equal to +0.
-            keys.sort_by(|&a, &b| (scores[b] + 0.0).total_cmp(&(scores[a] + 0.0)).then(b.cmp(&a)));
+            keys.sort_by(|&a, &b| {
+                (scores[b] + 0.0)
+                    .total_cmp(&(scores[a] + 0.0))
+                    .then(b.cmp(&a))
+            });
             for &j in keys.iter().skip(keep_window_size) {
                 expire[j] = expire[j].min(i as i32);
             }
@@ -95,5 +112,8 @@ pub fn dma_select<B: Backend>(
     }
     let expire = TensorData::new(expire, [batch, kv_heads, seq_len]);
     let expire = Tensor::<B, 3, Int>::from_data(expire, &device);
-    DmaSelection { expire: expire.into_primitive(), lists: Vec::new() }
+    DmaSelection {
+        expire: expire.into_primitive(),
+        lists: Vec::new(),
+    }
 }

@@ -30,7 +30,10 @@ pub fn linear_backward<B: Backend>(
     let (dy, _) = flatten::<B>(dy);
     let dx = dy.clone().matmul(tensor::<B, 2>(weight));
     let dweight = dy.transpose().matmul(x);
-    (B::float_reshape(primitive(dx), shape.into()), primitive(dweight))
+    (
+        B::float_reshape(primitive(dx), shape.into()),
+        primitive(dweight),
+    )
 }
 
 /// `weight[ids]`.
@@ -39,7 +42,11 @@ pub fn embedding<B: Backend>(weight: FloatTensor<B>, ids: IntTensor<B>) -> Float
     let [batch, seq_len] = ids.dims();
     let weight = tensor::<B, 2>(weight);
     let [_, d_model] = weight.dims();
-    primitive(weight.select(0, ids.reshape([batch * seq_len])).reshape([batch, seq_len, d_model]))
+    primitive(
+        weight
+            .select(0, ids.reshape([batch * seq_len]))
+            .reshape([batch, seq_len, d_model]),
+    )
 }
 
 /// Rows of `dy [batch, seq_len, d_model]` added by id into `[vocab_size, d_model]`.
@@ -52,7 +59,10 @@ pub fn embedding_backward<B: Backend>(
     let [batch, seq_len] = ids.dims();
     let dy = tensor::<B, 3>(dy);
     let [_, _, d_model] = dy.dims();
-    let zeros = Tensor::<B, 2>::zeros(Shape::new([vocab_size, d_model]), (&dy.device(), dy.dtype()));
+    let zeros = Tensor::<B, 2>::zeros(
+        Shape::new([vocab_size, d_model]),
+        (&dy.device(), dy.dtype()),
+    );
     let dy = dy.reshape([batch * seq_len, d_model]);
     primitive(zeros.select_assign(0, ids.reshape([batch * seq_len]), dy, IndexingUpdateOp::Add))
 }

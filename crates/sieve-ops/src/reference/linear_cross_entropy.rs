@@ -27,7 +27,14 @@ fn logits<B: Backend>(
     let lse = (logits.clone() - largest.clone()).exp().sum_dim(1).log() + largest;
     let ignored = labels.clone().lower_elem(0);
     let target = labels.mask_fill(ignored.clone(), 0);
-    Logits { h, weight, logits, lse, ignored, target }
+    Logits {
+        h,
+        weight,
+        logits,
+        lse,
+        ignored,
+        target,
+    }
 }
 
 fn losses<B: Backend>(all: &Logits<B>, z_loss: f64) -> Tensor<B, 2> {
@@ -80,5 +87,9 @@ pub fn linear_cross_entropy_with_gradients<B: Backend>(
         .mask_fill(all.ignored.expand([tokens, vocab]), 0.0);
     let dh = d_logits.clone().matmul(all.weight);
     let dweight = d_logits.transpose().matmul(all.h);
-    (primitive(loss), primitive(dh.cast(dtypes[0])), primitive(dweight.cast(dtypes[1])))
+    (
+        primitive(loss),
+        primitive(dh.cast(dtypes[0])),
+        primitive(dweight.cast(dtypes[1])),
+    )
 }

@@ -28,12 +28,17 @@ pub fn rms_norm_backward<B: Backend>(
     let weight_dtype = burn::tensor::TensorMetadata::dtype(&weight);
     let weight = tensor::<B, 1>(weight).cast(x.dtype());
     let (dx, dweight) = normalise_backward(x, weight, epsilon, dy);
-    (unrows(dx, dtype, shape), primitive(dweight.cast(weight_dtype)))
+    (
+        unrows(dx, dtype, shape),
+        primitive(dweight.cast(weight_dtype)),
+    )
 }
 
 /// `(n, r)` of the rows.
 fn normalise<B: Backend>(x: Tensor<B, 2>, epsilon: f64) -> (Tensor<B, 2>, Tensor<B, 2>) {
-    let r = (x.clone().powi_scalar(2).mean_dim(1) + epsilon).sqrt().recip();
+    let r = (x.clone().powi_scalar(2).mean_dim(1) + epsilon)
+        .sqrt()
+        .recip();
     (x * r.clone(), r)
 }
 
@@ -108,14 +113,15 @@ pub fn qk_norm_rope_backward<B: Backend>(
     };
     let (dq, dq_weight) = backward(q, dq, args.q_weight);
     let (dk, dk_weight) = backward(k, dk, args.k_weight);
-    (primitive(Tensor::cat(vec![dq, dk, dv], 2).cast(dtype)), dq_weight, dk_weight)
+    (
+        primitive(Tensor::cat(vec![dq, dk, dv], 2).cast(dtype)),
+        dq_weight,
+        dk_weight,
+    )
 }
 
 /// `[q, k, v]` of a packed tensor.
-pub(super) fn split_heads<B: Backend>(
-    qkv: Tensor<B, 4>,
-    num_kv_heads: usize,
-) -> [Tensor<B, 4>; 3] {
+pub(super) fn split_heads<B: Backend>(qkv: Tensor<B, 4>, num_kv_heads: usize) -> [Tensor<B, 4>; 3] {
     let [_, _, heads, _] = qkv.dims();
     let num_heads = heads - 2 * num_kv_heads;
     [
@@ -142,7 +148,10 @@ impl<B: Backend> Angles<B> {
             let rows = table.select(0, positions.clone());
             rows.reshape([batch, seq_len, 1, half]).cast(dtype)
         };
-        Self { cos: gather(&rope.cos), sin: gather(&rope.sin) }
+        Self {
+            cos: gather(&rope.cos),
+            sin: gather(&rope.sin),
+        }
     }
 
     /// Rotates the pairs `(x[i], x[i + head_dim / 2])` by the angle, or by its negative for `sign = -1`.

@@ -1,9 +1,9 @@
 //! `silu(gate) * up` and its gradient.
 use super::{rows, unrows};
+use burn::tensor::Tensor;
 use burn::tensor::activation::sigmoid;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::Tensor;
 
 /// `gate_up [.., 2 * d_ff]`, gate first; returns `[.., d_ff]`.
 pub fn swiglu<B: Backend>(gate_up: FloatTensor<B>) -> FloatTensor<B> {
@@ -15,10 +15,7 @@ pub fn swiglu<B: Backend>(gate_up: FloatTensor<B>) -> FloatTensor<B> {
 }
 
 /// With `s = sigmoid(gate)`: `dgate = dy * up * s * (1 + gate * (1 - s))`, `dup = dy * gate * s`.
-pub fn swiglu_backward<B: Backend>(
-    gate_up: FloatTensor<B>,
-    dy: FloatTensor<B>,
-) -> FloatTensor<B> {
+pub fn swiglu_backward<B: Backend>(gate_up: FloatTensor<B>, dy: FloatTensor<B>) -> FloatTensor<B> {
     let (gate_up, dtype, shape) = rows::<B>(gate_up);
     let (dy, _, _) = rows::<B>(dy);
     let [gate, up] = halves(gate_up);

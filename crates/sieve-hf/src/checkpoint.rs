@@ -1,0 +1,281 @@
+//! A checkpoint: one folder `step-N` that is either whole or not there.
+//!
+//! Everything is written into `step-N.tmp`, synced, and renamed. `state.json` carries the checksum of every other file, so
+//! a damaged file is noticed and named.
+use crate::{CheckpointError, NamedTensor, TensorFile, write_tensor_file};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use xxhash_rust::xxh3::xxh3_64;
+
+/// Version of the checkpoint layout; raised when an older reader would misread it.
+pub const FORMAT_VERSION: u32 = 1;
+
+const STATE: &str = "state.json";
+const MODEL: &str = "model.safetensors";
+const OPTIMIZER: &str = "optimizer.safetensors";
+const RECIPE: &str = "config.toml";
+const TOKENIZER: &str = "tokenizer.json";
+
+/// Where training stood.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CheckpointState {
+    /// [`FORMAT_VERSION`] of the writer.
+    pub format_version: u32,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Rows of training data read; the loader's whole state.
+    pub next_sample: u64,
+    /// Tokens trained on.
+    pub tokens_seen: u64,
+    /// Rows of the embedding.
+    pub vocab_size: usize,
+    /// Threads the run used; another number may round differently in Burn's own products.
+    pub num_threads: usize,
+    /// Version of the program.
+    pub sieve_version: String,
+    /// XXH3 of every file beside this one.
+    #[serde(default)]
+    pub checksums: BTreeMap<String, String>,
+}
+
+/// What goes into a checkpoint beside its state.
+#[derive(Clone, Debug)]
+pub struct CheckpointFiles {
+    /// Weights.
+    pub model: Vec<NamedTensor>,
+    /// Optimizer state; empty when only the weights are kept.
+    pub optimizer: Vec<NamedTensor>,
+    /// The resolved recipe.
+    pub recipe_toml: String,
+    /// The tokenizer.
+    pub tokenizer_json: String,
+}
+
+/// A checkpoint on disk whose state and checksums were read and verified.
+#[derive(Debug)]
+pub struct Checkpoint {
+    /// The folder.
+    pub path: PathBuf,
+    /// Where training stood.
+    pub state: CheckpointState,
+}
+
+/// Folder name of a step.
+fn folder_name(step: u64) -> String {
+    format!("step-{step}")
+}
+
+/// All whole checkpoints under `folder`, by ascending step.
+///
+/// # Errors
+/// An unreadable folder; one that does not exist holds none.
+pub fn list_checkpoints(folder: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(CheckpointError::io("reading", folder)(error)),
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(CheckpointError::io("reading", folder))?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if let Some(step) = name.strip_prefix("step-").and_then(|n| n.parse().ok()) {
+            found.push((step, entry.path()));
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+impl Checkpoint {
+    /// Writes `folder/step-N`, atomically; an existing one of the same step is replaced.
+    ///
+    /// # Errors
+    /// Any failure of the file system; then the folder under the final name is as it was before.
+    pub fn write(
+        folder: &Path,
+        mut state: CheckpointState,
+        files: &CheckpointFiles,
+    ) -> Result<PathBuf, CheckpointError> {
+        let path = folder.join(folder_name(state.step));
+        let partial = folder.join(format!("{}.tmp", folder_name(state.step)));
+        let result = Self::write_partial(&partial, &mut state, files)
+            .and_then(|()| publish(folder, &partial, &path));
+        if result.is_err() {
+            // Best effort: free the space that the failed attempt holds.
+            let _ = fs::remove_dir_all(&partial);
+        }
+        result.map(|()| path)
+    }
+
+    fn write_partial(
+        partial: &Path,
+        state: &mut CheckpointState,
+        files: &CheckpointFiles,
+    ) -> Result<(), CheckpointError> {
+        if partial.exists() {
+            fs::remove_dir_all(partial).map_err(CheckpointError::io("clearing", partial))?;
+        }
+        fs::create_dir_all(partial).map_err(CheckpointError::io("creating", partial))?;
+        let mut checksums = BTreeMap::new();
+        for (name, text) in [
+            (RECIPE, &files.recipe_toml),
+            (TOKENIZER, &files.tokenizer_json),
+        ] {
+            write_synced(&partial.join(name), text.as_bytes())?;
+            checksums.insert(
+                name.to_owned(),
+                format!("{:016x}", xxh3_64(text.as_bytes())),
+            );
+        }
+        checksums.insert(
+            MODEL.into(),
+            write_tensor_file(&partial.join(MODEL), &files.model, None)?,
+        );
+        if !files.optimizer.is_empty() {
+            let sum = write_tensor_file(&partial.join(OPTIMIZER), &files.optimizer, None)?;
+            checksums.insert(OPTIMIZER.into(), sum);
+        }
+        state.checksums = checksums;
+        let text = serde_json::to_string_pretty(state).expect("plain data serialises");
+        write_synced(&partial.join(STATE), text.as_bytes())?;
+        sync_folder(partial)
+    }
+
+    /// Opens `path` (a `step-N` folder, a folder of them, or a run folder) and verifies every checksum.
+    ///
+    /// Of several the latest is opened; a damaged one is an error that names the one before it, never skipped silently.
+    ///
+    /// # Errors
+    /// Nothing there, a damaged or truncated file, a layout of another version.
+    pub fn open(path: &Path) -> Result<Self, CheckpointError> {
+        if path.join(STATE).is_file() {
+            return Self::open_verified(path, None);
+        }
+        let nested = path.join("checkpoint");
+        let folder = if nested.is_dir() {
+            nested.as_path()
+        } else {
+            path
+        };
+        let all = list_checkpoints(folder)?;
+        let Some((_, latest)) = all.last() else {
+            return Err(CheckpointError::NotFound {
+                path: path.to_owned(),
+            });
+        };
+        let previous = all.len().checked_sub(2).map(|n| all[n].1.clone());
+        Self::open_verified(latest, previous)
+    }
+
+    fn open_verified(path: &Path, previous: Option<PathBuf>) -> Result<Self, CheckpointError> {
+        let previous = previous.or_else(|| previous_of(path));
+        let file = path.join(STATE);
+        let damaged = |path: PathBuf, problem: String| CheckpointError::Damaged {
+            path,
+            problem,
+            previous: previous.clone(),
+        };
+        let text = fs::read_to_string(&file)
+            .map_err(|error| damaged(file.clone(), format!("it cannot be read ({error})")))?;
+        let state: CheckpointState = serde_json::from_str(&text)
+            .map_err(|error| damaged(file.clone(), format!("it is no state of a run ({error})")))?;
+        if state.format_version != FORMAT_VERSION {
+            return Err(CheckpointError::Malformed {
+                path: file,
+                problem: format!(
+                    "layout version {} was written by Sieve {}, this one reads version {FORMAT_VERSION}",
+                    state.format_version, state.sieve_version
+                ),
+            });
+        }
+        for (name, expected) in &state.checksums {
+            let file = path.join(name);
+            let bytes = fs::read(&file)
+                .map_err(|error| damaged(file.clone(), format!("it cannot be read ({error})")))?;
+            let found = format!("{:016x}", xxh3_64(&bytes));
+            if found != *expected {
+                let problem = format!("its checksum is {found}, {STATE} says {expected}");
+                return Err(damaged(file, problem));
+            }
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            state,
+        })
+    }
+
+    /// The weights.
+    ///
+    /// # Errors
+    /// An unreadable file.
+    pub fn model(&self) -> Result<TensorFile, CheckpointError> {
+        TensorFile::open(&self.path.join(MODEL))
+    }
+
+    /// The optimizer state.
+    ///
+    /// # Errors
+    /// An unreadable file; a checkpoint of weights alone has none.
+    pub fn optimizer(&self) -> Result<TensorFile, CheckpointError> {
+        TensorFile::open(&self.path.join(OPTIMIZER))
+    }
+
+    /// The resolved recipe as text.
+    ///
+    /// # Errors
+    /// An unreadable file.
+    pub fn recipe_toml(&self) -> Result<String, CheckpointError> {
+        let path = self.path.join(RECIPE);
+        fs::read_to_string(&path).map_err(CheckpointError::io("reading", path))
+    }
+
+    /// Where the tokenizer lies.
+    pub fn tokenizer_path(&self) -> PathBuf {
+        self.path.join(TOKENIZER)
+    }
+}
+
+/// The checkpoint of the next lower step beside `path`.
+fn previous_of(path: &Path) -> Option<PathBuf> {
+    let own = path
+        .file_name()?
+        .to_str()?
+        .strip_prefix("step-")?
+        .parse::<u64>()
+        .ok()?;
+    let all = list_checkpoints(path.parent()?).ok()?;
+    all.into_iter()
+        .rev()
+        .find(|(step, _)| *step < own)
+        .map(|(_, path)| path)
+}
+
+fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
+    let mut file = File::create(path).map_err(CheckpointError::io("creating", path))?;
+    std::io::Write::write_all(&mut file, bytes).map_err(CheckpointError::io("writing", path))?;
+    file.sync_all()
+        .map_err(CheckpointError::io("syncing", path))
+}
+
+fn sync_folder(path: &Path) -> Result<(), CheckpointError> {
+    File::open(path)
+        .and_then(|folder| folder.sync_all())
+        .map_err(CheckpointError::io("syncing", path))
+}
+
+/// Renames `partial` to `path` and makes the rename durable; a folder already there stays until the new one is in place.
+fn publish(folder: &Path, partial: &Path, path: &Path) -> Result<(), CheckpointError> {
+    let replaced = path.with_extension("old");
+    if path.exists() {
+        fs::rename(path, &replaced).map_err(CheckpointError::io("replacing", path))?;
+    }
+    fs::rename(partial, path).map_err(CheckpointError::io("renaming", partial))?;
+    sync_folder(folder)?;
+    if replaced.exists() {
+        fs::remove_dir_all(&replaced).map_err(CheckpointError::io("clearing", &replaced))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,67 @@
+//! What can be wrong with files of weights.
+use std::path::PathBuf;
+
+/// An error of reading or writing weights.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// A file system operation failed.
+    #[error("{action} {}: {source}", path.display())]
+    Io {
+        /// What was tried, as a present participle.
+        action: &'static str,
+        /// On which path.
+        path: PathBuf,
+        /// Why it failed.
+        source: std::io::Error,
+    },
+    /// A file is not what its checksum says.
+    #[error(
+        "{} is damaged: {problem}\n  hint: resume from the checkpoint before it by naming it, --resume-from {}",
+        path.display(), previous.as_ref().map_or_else(|| "DIR (there is none before it)".to_owned(), |p| p.display().to_string())
+    )]
+    Damaged {
+        /// The damaged file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+        /// The checkpoint before it, if any.
+        previous: Option<PathBuf>,
+    },
+    /// A state file cannot be understood.
+    #[error("{}: {problem}", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// Tensors do not fit the model.
+    #[error("{} does not hold this model's weights: {problem}\n  hint: the checkpoint belongs to a recipe with another [model] or [attention]", path.display())]
+    OtherModel {
+        /// The file.
+        path: PathBuf,
+        /// The first difference.
+        problem: String,
+    },
+    /// No checkpoint where one was expected.
+    #[error("{} holds no checkpoint\n  hint: name a folder step-N, or a run folder with checkpoint/step-N inside", path.display())]
+    NotFound {
+        /// Where was looked.
+        path: PathBuf,
+    },
+}
+
+impl CheckpointError {
+    /// Adapter for `map_err`.
+    pub(crate) fn io(
+        action: &'static str,
+        path: impl Into<PathBuf>,
+    ) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::Io {
+            action,
+            path,
+            source,
+        }
+    }
+}

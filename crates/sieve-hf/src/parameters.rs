@@ -1,0 +1,167 @@
+//! A module's parameters by name, in module order.
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Tensor, TensorData};
+
+/// One parameter on the host.
+#[derive(Clone, Debug)]
+pub struct NamedTensor {
+    /// Path of the field, joined by dots; enum variants do not appear.
+    pub name: String,
+    /// Values, shape and dtype.
+    pub data: TensorData,
+}
+
+/// All float parameters, copied to the host, in module order.
+pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<NamedTensor> {
+    let mut reader = Reader {
+        path: Vec::new(),
+        tensors: Vec::new(),
+    };
+    module.visit(&mut reader);
+    reader.tensors
+}
+
+/// Replaces every float parameter by what `source` gives for its name and shape.
+///
+/// # Errors
+/// The first error of `source`; the module is consumed either way.
+pub fn load_parameters<B: Backend, M: Module<B>, E>(
+    module: M,
+    source: &mut dyn FnMut(&str, &[usize]) -> Result<TensorData, E>,
+) -> Result<M, E> {
+    let mut writer = Writer {
+        path: Vec::new(),
+        source,
+        error: None,
+    };
+    let module = module.map(&mut writer);
+    match writer.error {
+        Some(error) => Err(error),
+        None => Ok(module),
+    }
+}
+
+/// Whether the container is a level of the name: variants of an enum are not.
+fn is_level(container: &str) -> bool {
+    !container.starts_with("Enum:")
+}
+
+struct Reader {
+    path: Vec<String>,
+    tensors: Vec<NamedTensor>,
+}
+
+impl<B: Backend> ModuleVisitor<B> for Reader {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        self.tensors.push(NamedTensor {
+            name: self.path.join("."),
+            data: param.val().into_data(),
+        });
+    }
+
+    fn enter_module(&mut self, name: &str, container: &str) {
+        if is_level(container) {
+            self.path.push(name.to_owned());
+        }
+    }
+
+    fn exit_module(&mut self, _name: &str, container: &str) {
+        if is_level(container) {
+            self.path.pop();
+        }
+    }
+}
+
+struct Writer<'a, E> {
+    path: Vec<String>,
+    source: &'a mut dyn FnMut(&str, &[usize]) -> Result<TensorData, E>,
+    error: Option<E>,
+}
+
+impl<B: Backend, E> ModuleMapper<B> for Writer<'_, E> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        if self.error.is_some() {
+            return param;
+        }
+        let (name, shape) = (self.path.join("."), param.val().dims());
+        match (self.source)(&name, &shape) {
+            Ok(data) => param.map(|old| {
+                let dtype = old.dtype();
+                Tensor::from_data(data.convert_dtype(dtype), (&old.device(), dtype))
+                    .set_require_grad(old.is_require_grad())
+            }),
+            Err(error) => {
+                self.error = Some(error);
+                param
+            }
+        }
+    }
+
+    fn enter_module(&mut self, name: &str, container: &str) {
+        if is_level(container) {
+            self.path.push(name.to_owned());
+        }
+    }
+
+    fn exit_module(&mut self, _name: &str, container: &str) {
+        if is_level(container) {
+            self.path.pop();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn_flex::Flex;
+    use sieve_core::{Attention, DmaBias, ModelShape};
+    use sieve_nn::Qwen3;
+
+    #[test]
+    fn names_are_field_paths_and_round_trip() {
+        let shape = ModelShape {
+            d_model: 8,
+            d_ff: 12,
+            num_layers: 2,
+            num_heads: 2,
+            num_kv_heads: 1,
+            head_dim: 4,
+            vocab_size: 11,
+            rope_theta: 1e4,
+            rms_norm_eps: 1e-6,
+            tie_word_embeddings: true,
+            max_seq_len: 16,
+            initializer_range: 0.02,
+            residual_scale: false,
+            attention: Attention::Dma {
+                keep_window_size: 3,
+                bias: DmaBias::Exp,
+                a_init: 0.0,
+            },
+        };
+        let model = Qwen3::<Flex>::new(&shape, 7, &Default::default());
+        let tensors = named_parameters(&model);
+        let names: Vec<&str> = tensors.iter().map(|t| t.name.as_str()).collect();
+        assert_eq!(names[0], "embed_tokens.weight");
+        assert!(
+            names.contains(&"layers.1.self_attn.qkv.qkv_proj.weight"),
+            "{names:?}"
+        );
+        assert!(names.contains(&"layers.0.self_attn.a"), "{names:?}");
+        assert_eq!(names[names.len() - 1], "head.norm.weight");
+        let other = Qwen3::<Flex>::new(&shape, 8, &Default::default());
+        let loaded = load_parameters(other, &mut |name, shape| {
+            let tensor = tensors
+                .iter()
+                .find(|t| t.name == name)
+                .ok_or(name.to_owned())?;
+            assert_eq!(tensor.data.shape.to_vec(), shape);
+            Ok::<_, String>(tensor.data.clone())
+        })
+        .expect("every name is there");
+        for (a, b) in named_parameters(&loaded).iter().zip(&tensors) {
+            assert_eq!((&a.name, &a.data), (&b.name, &b.data));
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! Safetensors files, written so that a crash leaves no half file under the final name.
+use crate::{CheckpointError, NamedTensor};
+use burn::tensor::{DType, TensorData};
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use xxhash_rust::xxh3::xxh3_64;
+
+/// Writes `tensors` to `path` and syncs it; returns the checksum (XXH3, 64 bits, hexadecimal) of the file.
+///
+/// # Errors
+/// Any failure of the file system, a full disk among them.
+pub fn write_tensor_file(
+    path: &Path,
+    tensors: &[NamedTensor],
+    metadata: Option<HashMap<String, String>>,
+) -> Result<String, CheckpointError> {
+    let views = tensors.iter().map(|tensor| {
+        let dtype = to_safetensors(tensor.data.dtype);
+        TensorView::new(dtype, tensor.data.shape.to_vec(), &tensor.data.bytes)
+            .map(|view| (tensor.name.as_str(), view))
+            .map_err(|error| malformed(path, &format!("tensor {}: {error}", tensor.name)))
+    });
+    let views = views.collect::<Result<Vec<_>, _>>()?;
+    let bytes = safetensors::tensor::serialize(views, metadata)
+        .map_err(|error| malformed(path, &error.to_string()))?;
+    let mut file = File::create(path).map_err(CheckpointError::io("creating", path))?;
+    std::io::Write::write_all(&mut file, &bytes).map_err(CheckpointError::io("writing", path))?;
+    file.sync_all()
+        .map_err(CheckpointError::io("syncing", path))?;
+    Ok(format!("{:016x}", xxh3_64(&bytes)))
+}
+
+/// A safetensors file held in memory.
+#[derive(Debug)]
+pub struct TensorFile {
+    path: PathBuf,
+    bytes: Vec<u8>,
+}
+
+impl TensorFile {
+    /// Reads a file whole and checks its header.
+    ///
+    /// # Errors
+    /// An unreadable file, or one that is not safetensors.
+    pub fn open(path: &Path) -> Result<Self, CheckpointError> {
+        let bytes = std::fs::read(path).map_err(CheckpointError::io("reading", path))?;
+        SafeTensors::deserialize(&bytes)
+            .map_err(|error| malformed(path, &format!("not a safetensors file: {error}")))?;
+        Ok(Self {
+            path: path.to_owned(),
+            bytes,
+        })
+    }
+
+    /// Where the file lies.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Checksum of the bytes, as [`write_tensor_file`] returns it.
+    pub fn checksum(&self) -> String {
+        format!("{:016x}", xxh3_64(&self.bytes))
+    }
+
+    fn tensors(&self) -> SafeTensors<'_> {
+        SafeTensors::deserialize(&self.bytes)
+            .expect("the header was checked when the file was opened")
+    }
+
+    /// Names of all tensors, sorted.
+    pub fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = self
+            .tensors()
+            .names()
+            .into_iter()
+            .map(|name| name.to_string())
+            .collect();
+        names.sort();
+        names
+    }
+
+    /// One tensor of the given shape.
+    ///
+    /// # Errors
+    /// [`CheckpointError::OtherModel`] when it is missing or has another shape; an unknown dtype.
+    pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<TensorData, CheckpointError> {
+        let data = self.any_tensor(name)?;
+        if data.shape.to_vec() != shape {
+            return Err(self.other_model(format!(
+                "tensor {name} is {:?}, the model wants {shape:?}",
+                data.shape.to_vec()
+            )));
+        }
+        Ok(data)
+    }
+
+    /// One tensor of whatever shape.
+    ///
+    /// # Errors
+    /// [`CheckpointError::OtherModel`] when it is missing; an unknown dtype.
+    pub fn any_tensor(&self, name: &str) -> Result<TensorData, CheckpointError> {
+        let tensors = self.tensors();
+        let view = tensors
+            .tensor(name)
+            .map_err(|_| self.other_model(format!("tensor {name} is missing")))?;
+        let dtype = from_safetensors(view.dtype()).ok_or_else(|| {
+            malformed(
+                &self.path,
+                &format!("tensor {name} has dtype {:?}", view.dtype()),
+            )
+        })?;
+        let bytes = burn::tensor::Bytes::from_bytes_vec(view.data().to_vec());
+        Ok(TensorData::from_bytes(bytes, view.shape().to_vec(), dtype))
+    }
+
+    fn other_model(&self, problem: String) -> CheckpointError {
+        CheckpointError::OtherModel {
+            path: self.path.clone(),
+            problem,
+        }
+    }
+}
+
+fn malformed(path: &Path, problem: &str) -> CheckpointError {
+    CheckpointError::Malformed {
+        path: path.to_owned(),
+        problem: problem.to_owned(),
+    }
+}
+
+fn to_safetensors(dtype: DType) -> Dtype {
+    match dtype {
+        DType::F64 => Dtype::F64,
+        DType::F16 => Dtype::F16,
+        DType::BF16 => Dtype::BF16,
+        DType::I64 => Dtype::I64,
+        DType::I32 => Dtype::I32,
+        DType::U8 => Dtype::U8,
+        DType::U32 => Dtype::U32,
+        _ => Dtype::F32,
+    }
+}
+
+fn from_safetensors(dtype: Dtype) -> Option<DType> {
+    Some(match dtype {
+        Dtype::F64 => DType::F64,
+        Dtype::F32 => DType::F32,
+        Dtype::F16 => DType::F16,
+        Dtype::BF16 => DType::BF16,
+        Dtype::I64 => DType::I64,
+        Dtype::I32 => DType::I32,
+        Dtype::U8 => DType::U8,
+        Dtype::U32 => DType::U32,
+        _ => return None,
+    })
+}

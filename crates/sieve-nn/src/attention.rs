@@ -1,0 +1,116 @@
+//! The attention kinds behind one interface.
+
+pub(crate) mod dynamic_mask;
+pub(crate) mod multi_head;
+pub(crate) mod sliding_window;
+
+use crate::{LayerCache, WeightInit};
+use burn::module::Module;
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor};
+use dynamic_mask::DynamicMaskAttention;
+use multi_head::MultiHeadAttention;
+use sieve_core::ModelShape;
+use sieve_ops::{Documents, RotaryEmbedding, SieveBackend};
+use sliding_window::SlidingWindowAttention;
+
+/// What every layer of a forward pass shares.
+#[derive(Clone, Debug)]
+pub struct LayerContext<'a, B: Backend> {
+    /// Document bounds of the rows.
+    pub documents: &'a Documents<B>,
+    /// Positions to rotate by, `[batch, seq_len]`; those of the documents, shifted by the cache's length when decoding.
+    pub positions: Tensor<B, 2, Int>,
+    /// Rotary tables.
+    pub rope: &'a RotaryEmbedding<B>,
+}
+
+impl<'a, B: Backend> LayerContext<'a, B> {
+    /// The context of a pass without cache.
+    pub fn new(documents: &'a Documents<B>, rope: &'a RotaryEmbedding<B>) -> Self {
+        Self {
+            documents,
+            positions: documents.positions.clone(),
+            rope,
+        }
+    }
+}
+
+/// Output of an attention layer.
+#[derive(Clone, Debug)]
+pub struct AttentionResult<B: Backend> {
+    /// `[batch, seq_len, d_model]`.
+    pub y: Tensor<B, 3>,
+    /// DMA's mask, `[batch, num_kv_heads, seq_len]`: the first query that no longer sees the key.
+    pub expire: Option<Tensor<B, 3, Int>>,
+}
+
+/// One of the attention kinds.
+#[derive(Module, Debug)]
+#[allow(clippy::large_enum_variant)]
+pub enum Attention<B: Backend> {
+    /// Dense causal attention.
+    Mha(MultiHeadAttention<B>),
+    /// Sliding window.
+    Swa(SlidingWindowAttention<B>),
+    /// Dynamic mask attention.
+    Dma(DynamicMaskAttention<B>),
+}
+
+impl<B: Backend> Attention<B> {
+    /// The kind that `shape` names.
+    pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
+        match shape.attention {
+            sieve_core::Attention::Mha => Self::Mha(MultiHeadAttention::new(shape, init, device)),
+            sieve_core::Attention::Swa { window_size } => Self::Swa(SlidingWindowAttention::new(
+                shape,
+                window_size,
+                init,
+                device,
+            )),
+            sieve_core::Attention::Dma {
+                keep_window_size,
+                bias,
+                a_init,
+            } => Self::Dma(DynamicMaskAttention::new(
+                shape,
+                keep_window_size,
+                bias,
+                a_init,
+                init,
+                device,
+            )),
+        }
+    }
+}
+
+impl<B: SieveBackend> Attention<B> {
+    /// `[batch, seq_len, d_model]`, shape kept.
+    pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> AttentionResult<B> {
+        match self {
+            Self::Mha(layer) => AttentionResult {
+                y: layer.forward(x, context),
+                expire: None,
+            },
+            Self::Swa(layer) => AttentionResult {
+                y: layer.forward(x, context),
+                expire: None,
+            },
+            Self::Dma(layer) => layer.forward(x, context),
+        }
+    }
+
+    /// As [`forward`](Self::forward), reading and extending `cache`: a prompt into an empty cache, or one token at a time.
+    pub fn forward_cached(
+        &self,
+        x: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        cache: &mut LayerCache<B>,
+    ) -> Tensor<B, 3> {
+        match self {
+            Self::Mha(layer) => layer.forward_cached(x, context, cache),
+            Self::Swa(layer) => layer.forward_cached(x, context, cache),
+            Self::Dma(layer) => layer.forward_cached(x, context, cache),
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! Dynamic Mask Attention (paper: Trainable Dynamic Mask Sparse Attention), exact to the token.
+use super::{AttentionResult, LayerContext};
+use crate::{LayerCache, Linear, QkvProjection, WeightInit};
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use sieve_core::{DmaBias, ModelShape};
+use sieve_ops::{AttentionSpec, DmaSpec, SieveBackend};
+
+/// Every KV head scores each key once from its values; a query sees the `keep_window_size` best keys so far.
+#[derive(Module, Debug)]
+pub struct DynamicMaskAttention<B: Backend> {
+    /// Packed projection with q/k-norm and RoPE.
+    pub qkv: QkvProjection<B>,
+    /// `[d_model, num_heads * head_dim]`.
+    pub o_proj: Linear<B>,
+    /// Scores from the values of all KV heads (eq. 3's Δ), `[num_kv_heads, num_kv_heads * head_dim]`.
+    pub dt_proj: Linear<B>,
+    /// Gate per KV head (eq. 3's A), `[num_kv_heads]`. At 0 all scores tie and DMA is a sliding window.
+    pub a: Param<Tensor<B, 1>>,
+    #[module(skip)]
+    dma: DmaSpec,
+}
+
+impl<B: Backend> DynamicMaskAttention<B> {
+    /// Normal weights from `init`; A filled with `a_init`.
+    pub fn new(
+        shape: &ModelShape,
+        keep_window_size: usize,
+        bias: DmaBias,
+        a_init: f64,
+        init: &mut WeightInit,
+        device: &B::Device,
+    ) -> Self {
+        let ModelShape {
+            d_model,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            ..
+        } = *shape;
+        Self {
+            qkv: QkvProjection::new(shape, init, device),
+            o_proj: Linear::new(num_heads * head_dim, d_model, init, device),
+            dt_proj: Linear::new(num_kv_heads * head_dim, num_kv_heads, init, device),
+            a: init.constant(a_init, [num_kv_heads], device),
+            dma: DmaSpec {
+                keep_window_size,
+                bias,
+            },
+        }
+    }
+
+    fn spec(&self) -> AttentionSpec {
+        self.qkv.spec(None)
+    }
+}
+
+impl<B: SieveBackend> DynamicMaskAttention<B> {
+    /// `[batch, seq_len, d_model]`, shape kept; the mask beside it.
+    pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> AttentionResult<B> {
+        let qkv = self.qkv.forward(x, context);
+        let result = self.attend(qkv, context);
+        AttentionResult {
+            y: self.o_proj.forward(result.o.flatten(2, 3)),
+            expire: Some(result.expire),
+        }
+    }
+
+    fn attend(
+        &self,
+        qkv: Tensor<B, 4>,
+        context: &LayerContext<'_, B>,
+    ) -> sieve_ops::DmaAttention<B> {
+        sieve_ops::dynamic_mask_attention(
+            qkv,
+            self.dt_proj.weight.val().transpose(),
+            self.a.val(),
+            context.documents,
+            self.spec(),
+            self.dma,
+        )
+    }
+
+    /// As [`forward`](Self::forward) with a cache of `keep_window_size` slots a head; see [`LayerCache`].
+    pub fn forward_cached(
+        &self,
+        x: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        cache: &mut LayerCache<B>,
+    ) -> Tensor<B, 3> {
+        let qkv = self.qkv.forward(x, context);
+        let o = if cache.is_empty() {
+            let result = self.attend(qkv.clone(), context);
+            cache.keep_selected(qkv, result.z, result.expire, self.spec(), self.dma);
+            result.o
+        } else {
+            let w_dt = self.dt_proj.weight.val().transpose();
+            cache.attend_selected(qkv, w_dt, self.a.val(), self.spec(), self.dma)
+        };
+        self.o_proj.forward(o.flatten(2, 3))
+    }
+}

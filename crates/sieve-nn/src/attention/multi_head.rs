@@ -1,0 +1,53 @@
+//! Dense causal attention with grouped queries.
+use super::LayerContext;
+use crate::{LayerCache, Linear, QkvProjection, WeightInit};
+use burn::module::Module;
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use sieve_core::ModelShape;
+use sieve_ops::SieveBackend;
+
+/// Every query sees all earlier keys of its document (arXiv:2305.13245 for the groups).
+#[derive(Module, Debug)]
+pub struct MultiHeadAttention<B: Backend> {
+    /// Packed projection with q/k-norm and RoPE.
+    pub qkv: QkvProjection<B>,
+    /// `[d_model, num_heads * head_dim]`.
+    pub o_proj: Linear<B>,
+}
+
+impl<B: Backend> MultiHeadAttention<B> {
+    /// Normal weights from `init`.
+    pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
+        Self {
+            qkv: QkvProjection::new(shape, init, device),
+            o_proj: Linear::new(
+                shape.num_heads * shape.head_dim,
+                shape.d_model,
+                init,
+                device,
+            ),
+        }
+    }
+}
+
+impl<B: SieveBackend> MultiHeadAttention<B> {
+    /// `[batch, seq_len, d_model]`, shape kept.
+    pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+        let qkv = self.qkv.forward(x, context);
+        let o = sieve_ops::attention(qkv, context.documents, self.qkv.spec(None));
+        self.o_proj.forward(o.flatten(2, 3))
+    }
+
+    /// As [`forward`](Self::forward) with a cache; see [`LayerCache`].
+    pub fn forward_cached(
+        &self,
+        x: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        cache: &mut LayerCache<B>,
+    ) -> Tensor<B, 3> {
+        let qkv = self.qkv.forward(x, context);
+        let o = cache.attend_recent(qkv, context.documents, self.qkv.spec(None));
+        self.o_proj.forward(o.flatten(2, 3))
+    }
+}

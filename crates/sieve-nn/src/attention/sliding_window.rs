@@ -1,0 +1,62 @@
+//! Sliding-window attention.
+use super::LayerContext;
+use crate::{LayerCache, Linear, QkvProjection, WeightInit};
+use burn::module::Module;
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use sieve_core::ModelShape;
+use sieve_ops::SieveBackend;
+
+/// Query i sees the keys `i - window_size < j <= i` of its document.
+#[derive(Module, Debug)]
+pub struct SlidingWindowAttention<B: Backend> {
+    /// Packed projection with q/k-norm and RoPE.
+    pub qkv: QkvProjection<B>,
+    /// `[d_model, num_heads * head_dim]`.
+    pub o_proj: Linear<B>,
+    window_size: usize,
+}
+
+impl<B: Backend> SlidingWindowAttention<B> {
+    /// Normal weights from `init`; `window_size` in tokens, itself included.
+    pub fn new(
+        shape: &ModelShape,
+        window_size: usize,
+        init: &mut WeightInit,
+        device: &B::Device,
+    ) -> Self {
+        Self {
+            qkv: QkvProjection::new(shape, init, device),
+            o_proj: Linear::new(
+                shape.num_heads * shape.head_dim,
+                shape.d_model,
+                init,
+                device,
+            ),
+            window_size,
+        }
+    }
+}
+
+impl<B: SieveBackend> SlidingWindowAttention<B> {
+    /// `[batch, seq_len, d_model]`, shape kept.
+    pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+        let qkv = self.qkv.forward(x, context);
+        let spec = self.qkv.spec(Some(self.window_size));
+        let o = sieve_ops::attention(qkv, context.documents, spec);
+        self.o_proj.forward(o.flatten(2, 3))
+    }
+
+    /// As [`forward`](Self::forward) with a cache of `window_size` keys; see [`LayerCache`].
+    pub fn forward_cached(
+        &self,
+        x: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        cache: &mut LayerCache<B>,
+    ) -> Tensor<B, 3> {
+        let qkv = self.qkv.forward(x, context);
+        let spec = self.qkv.spec(Some(self.window_size));
+        let o = cache.attend_recent(qkv, context.documents, spec);
+        self.o_proj.forward(o.flatten(2, 3))
+    }
+}

@@ -1,0 +1,102 @@
+//! One transformer block: attention and feed-forward, each after a norm and added to the residual stream.
+use crate::{Attention, LayerCache, LayerContext, RmsNorm, SwigluMlp, WeightInit};
+use burn::module::{Module, Param};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor};
+use sieve_core::ModelShape;
+use sieve_ops::SieveBackend;
+
+/// Pre-norm block of Qwen3; with residual scales, of Doge.
+#[derive(Module, Debug)]
+pub struct DecoderLayer<B: Backend> {
+    /// Before the attention.
+    pub input_layernorm: RmsNorm<B>,
+    /// The attention.
+    pub self_attn: Attention<B>,
+    /// Before the feed-forward layer.
+    pub post_attention_layernorm: RmsNorm<B>,
+    /// The feed-forward layer.
+    pub mlp: SwigluMlp<B>,
+    /// Scale of the residual around the attention, `[d_model]`; one where absent.
+    pub input_residual: Option<Param<Tensor<B, 1>>>,
+    /// Scale of the residual around the feed-forward layer, `[d_model]`; one where absent.
+    pub post_attention_residual: Option<Param<Tensor<B, 1>>>,
+}
+
+/// Output of a block.
+#[derive(Clone, Debug)]
+pub struct LayerOutput<B: Backend> {
+    /// Residual stream, `[batch, seq_len, d_model]`.
+    pub x: Tensor<B, 3>,
+    /// DMA's mask, as in [`AttentionResult`](crate::AttentionResult).
+    pub expire: Option<Tensor<B, 3, Int>>,
+}
+
+impl<B: Backend> DecoderLayer<B> {
+    /// Normal weights from `init`, norms and scales of one.
+    pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
+        let ModelShape {
+            d_model,
+            d_ff,
+            rms_norm_eps,
+            ..
+        } = *shape;
+        let input_layernorm = RmsNorm::new(d_model, rms_norm_eps, init, device);
+        let self_attn = Attention::new(shape, init, device);
+        let post_attention_layernorm = RmsNorm::new(d_model, rms_norm_eps, init, device);
+        let mlp = SwigluMlp::new(d_model, d_ff, init, device);
+        let mut scale = || {
+            shape
+                .residual_scale
+                .then(|| init.constant(1.0, [d_model], device))
+        };
+        Self {
+            input_layernorm,
+            self_attn,
+            post_attention_layernorm,
+            mlp,
+            input_residual: scale(),
+            post_attention_residual: scale(),
+        }
+    }
+}
+
+impl<B: SieveBackend> DecoderLayer<B> {
+    /// `[batch, seq_len, d_model]`, shape kept.
+    pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
+        let result = self
+            .self_attn
+            .forward(self.input_layernorm.forward(x.clone()), context);
+        let x = scaled(x, &self.input_residual) + result.y;
+        LayerOutput {
+            x: self.feed_forward(x),
+            expire: result.expire,
+        }
+    }
+
+    /// As [`forward`](Self::forward) with a cache.
+    pub fn forward_cached(
+        &self,
+        x: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        cache: &mut LayerCache<B>,
+    ) -> Tensor<B, 3> {
+        let normed = self.input_layernorm.forward(x.clone());
+        let y = self.self_attn.forward_cached(normed, context, cache);
+        self.feed_forward(scaled(x, &self.input_residual) + y)
+    }
+
+    fn feed_forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+        let y = self
+            .mlp
+            .forward(self.post_attention_layernorm.forward(x.clone()));
+        scaled(x, &self.post_attention_residual) + y
+    }
+}
+
+fn scaled<B: Backend>(x: Tensor<B, 3>, scale: &Option<Param<Tensor<B, 1>>>) -> Tensor<B, 3> {
+    match scale {
+        Some(scale) => x * scale.val().unsqueeze(),
+        None => x,
+    }
+}

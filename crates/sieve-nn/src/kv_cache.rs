@@ -1,0 +1,217 @@
+//! Keys and values of earlier tokens, as much of them as the attention can still see.
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
+use sieve_ops::{
+    AttentionSpec, DmaCache, DmaSpec, DmaToken, Documents, SieveBackend, decode_attention,
+    dma_decode,
+};
+
+/// One cache per layer, and the number of tokens that went through.
+#[derive(Clone, Debug)]
+pub struct KvCache<B: Backend> {
+    /// In order of the layers.
+    pub layers: Vec<LayerCache<B>>,
+    /// Tokens seen so far; the position of the next one.
+    pub num_tokens: usize,
+}
+
+impl<B: Backend> KvCache<B> {
+    /// An empty cache.
+    pub fn new(num_layers: usize) -> Self {
+        Self {
+            layers: (0..num_layers).map(|_| LayerCache::Empty).collect(),
+            num_tokens: 0,
+        }
+    }
+}
+
+/// What one layer keeps. A prompt goes into an empty cache in one pass; after that tokens come one at a time.
+#[derive(Clone, Debug)]
+pub enum LayerCache<B: Backend> {
+    /// Nothing yet.
+    Empty,
+    /// The most recent keys: all of them for dense attention, `window_size` for a sliding window.
+    Recent {
+        /// `[batch, len, num_kv_heads, head_dim]`.
+        k: Tensor<B, 4>,
+        /// `[batch, len, num_kv_heads, head_dim]`.
+        v: Tensor<B, 4>,
+    },
+    /// The keys that DMA still sees, at most `keep_window_size` a head.
+    Selected {
+        /// The slots.
+        cache: DmaCache<B>,
+        /// Position of the next token.
+        next_position: usize,
+    },
+}
+
+impl<B: Backend> LayerCache<B> {
+    /// Whether no token went through yet.
+    pub fn is_empty(&self) -> bool {
+        matches!(self, Self::Empty)
+    }
+
+    /// Keys held per head.
+    pub fn num_keys(&self) -> usize {
+        match self {
+            Self::Empty => 0,
+            Self::Recent { k, .. } => k.dims()[1],
+            Self::Selected { cache, .. } => float::<B, 4>(cache.k.clone()).dims()[1],
+        }
+    }
+}
+
+fn float<B: Backend, const D: usize>(primitive: burn::tensor::ops::FloatTensor<B>) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(primitive))
+}
+
+/// `[q, k, v]` of a packed tensor.
+fn split<B: Backend>(qkv: Tensor<B, 4>, spec: AttentionSpec) -> [Tensor<B, 4>; 3] {
+    let AttentionSpec {
+        num_heads,
+        num_kv_heads,
+        ..
+    } = spec;
+    [
+        qkv.clone().narrow(2, 0, num_heads),
+        qkv.clone().narrow(2, num_heads, num_kv_heads),
+        qkv.narrow(2, num_heads + num_kv_heads, num_kv_heads),
+    ]
+}
+
+impl<B: SieveBackend> LayerCache<B> {
+    /// Dense or sliding-window attention of new tokens; `[batch, new, num_heads, head_dim]`.
+    ///
+    /// Panics when more than one token meets a cache that is not empty.
+    pub(crate) fn attend_recent(
+        &mut self,
+        qkv: Tensor<B, 4>,
+        documents: &Documents<B>,
+        spec: AttentionSpec,
+    ) -> Tensor<B, 4> {
+        let [q, new_k, new_v] = split(qkv.clone(), spec);
+        let (o, k, v) = match std::mem::replace(self, Self::Empty) {
+            Self::Recent { k, v } => {
+                let [batch, new, num_heads, head_dim] = q.dims();
+                assert_eq!(new, 1, "a filled cache takes one token at a time");
+                let k = recent(Tensor::cat(vec![k, new_k], 1), spec);
+                let v = recent(Tensor::cat(vec![v, new_v], 1), spec);
+                let q = q.reshape([batch, num_heads, head_dim]);
+                let o = decode_attention(q, k.clone(), v.clone(), None, spec.softmax_scale);
+                (o.reshape([batch, 1, num_heads, head_dim]), k, v)
+            }
+            _ => {
+                let o = sieve_ops::attention(qkv, documents, spec);
+                (o, recent(new_k, spec), recent(new_v, spec))
+            }
+        };
+        *self = Self::Recent { k, v };
+        o
+    }
+
+    /// Fills an empty cache with the keys that the mask still shows to the next query.
+    pub(crate) fn keep_selected(
+        &mut self,
+        qkv: Tensor<B, 4>,
+        z: Tensor<B, 3>,
+        expire: Tensor<B, 3, Int>,
+        spec: AttentionSpec,
+        dma: DmaSpec,
+    ) {
+        let device = qkv.device();
+        let [batch, seq_len, _, head_dim] = qkv.dims();
+        let [_, k, v] = split(qkv, spec);
+        let kv_heads = spec.num_kv_heads;
+        let kept = seq_len.min(dma.keep_window_size);
+        let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
+        let mut positions = Vec::with_capacity(batch * kv_heads * kept);
+        for expire in expire.chunks(seq_len) {
+            let alive = expire
+                .iter()
+                .enumerate()
+                .filter(|(_, e)| **e as usize == seq_len);
+            positions.extend(alive.map(|(j, _)| j as i32));
+        }
+        let positions = Tensor::<B, 3, Int>::from_data(
+            TensorData::new(positions, [batch, kv_heads, kept]),
+            &device,
+        );
+        let gather = |x: Tensor<B, 4>| {
+            let rows = positions
+                .clone()
+                .swap_dims(1, 2)
+                .reshape([batch, kept, kv_heads, 1]);
+            x.gather(1, rows.expand([batch, kept, kv_heads, head_dim]))
+        };
+        let cache = DmaCache {
+            k: gather(k).into_primitive().tensor(),
+            v: gather(v).into_primitive().tensor(),
+            z: z.gather(2, positions.clone()).into_primitive().tensor(),
+            positions: positions.into_primitive(),
+            keep_window_size: dma.keep_window_size,
+        };
+        *self = Self::Selected {
+            cache,
+            next_position: seq_len,
+        };
+    }
+
+    /// DMA of one new token; `[batch, 1, num_heads, head_dim]`.
+    ///
+    /// Panics on an empty cache or more than one token.
+    pub(crate) fn attend_selected(
+        &mut self,
+        qkv: Tensor<B, 4>,
+        w_dt: Tensor<B, 2>,
+        a: Tensor<B, 1>,
+        spec: AttentionSpec,
+        dma: DmaSpec,
+    ) -> Tensor<B, 4> {
+        let Self::Selected {
+            cache,
+            next_position,
+        } = std::mem::replace(self, Self::Empty)
+        else {
+            panic!("a DMA layer decodes after a prompt");
+        };
+        let [batch, new, _, head_dim] = qkv.dims();
+        assert_eq!(new, 1, "a filled cache takes one token at a time");
+        let z = B::dma_scores(
+            qkv.clone().into_primitive().tensor(),
+            w_dt.into_primitive().tensor(),
+            a.into_primitive().tensor(),
+            spec,
+        );
+        let z = float::<B, 3>(z).reshape([batch, spec.num_kv_heads]);
+        let [q, k, v] = split(qkv, spec);
+        let token = DmaToken {
+            q: q.reshape([batch, spec.num_heads, head_dim])
+                .into_primitive()
+                .tensor(),
+            k: k.reshape([batch, spec.num_kv_heads, head_dim])
+                .into_primitive()
+                .tensor(),
+            v: v.reshape([batch, spec.num_kv_heads, head_dim])
+                .into_primitive()
+                .tensor(),
+            z: z.into_primitive().tensor(),
+            position: next_position,
+        };
+        let (cache, o) = dma_decode(cache, token, spec.softmax_scale, dma.bias);
+        *self = Self::Selected {
+            cache,
+            next_position: next_position + 1,
+        };
+        o.reshape([batch, 1, spec.num_heads, head_dim])
+    }
+}
+
+/// The keys a later query can still see.
+fn recent<B: Backend>(x: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 4> {
+    let len = x.dims()[1];
+    match spec.window_size {
+        Some(window_size) if len > window_size => x.narrow(1, len - window_size, window_size),
+        _ => x,
+    }
+}

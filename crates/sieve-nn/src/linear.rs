@@ -1,0 +1,29 @@
+//! Product with a `[out, in]` weight, without bias.
+use crate::WeightInit;
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use sieve_ops::SieveBackend;
+
+/// `y = x Wᵀ`.
+#[derive(Module, Debug)]
+pub struct Linear<B: Backend> {
+    /// `[out, in]`.
+    pub weight: Param<Tensor<B, 2>>,
+}
+
+impl<B: Backend> Linear<B> {
+    /// Normal weights from `init`.
+    pub fn new(d_in: usize, d_out: usize, init: &mut WeightInit, device: &B::Device) -> Self {
+        Self {
+            weight: init.normal([d_out, d_in], device),
+        }
+    }
+}
+
+impl<B: SieveBackend> Linear<B> {
+    /// `[.., in]` to `[.., out]`.
+    pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
+        sieve_ops::linear(x, self.weight.val())
+    }
+}

@@ -1,0 +1,78 @@
+//! The packed projection of queries, keys and values, with per-head norms and rotary positions.
+use crate::attention::LayerContext;
+use crate::{Linear, RmsNorm, WeightInit};
+use burn::module::Module;
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use sieve_core::ModelShape;
+use sieve_ops::{AttentionSpec, QkNorm, SieveBackend};
+
+/// `x` to `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, q and k normalised per head and rotated.
+#[derive(Module, Debug)]
+pub struct QkvProjection<B: Backend> {
+    /// `[(num_heads + 2 * num_kv_heads) * head_dim, d_model]`, rows in the order q, k, v.
+    pub qkv_proj: Linear<B>,
+    /// `[head_dim]`.
+    pub q_norm: RmsNorm<B>,
+    /// `[head_dim]`.
+    pub k_norm: RmsNorm<B>,
+    num_heads: usize,
+    num_kv_heads: usize,
+    head_dim: usize,
+    epsilon: f64,
+}
+
+impl<B: Backend> QkvProjection<B> {
+    /// Normal weights from `init`, norms of one.
+    pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
+        let ModelShape {
+            d_model,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            ..
+        } = *shape;
+        let epsilon = shape.rms_norm_eps;
+        let packed = (num_heads + 2 * num_kv_heads) * head_dim;
+        Self {
+            qkv_proj: Linear::new(d_model, packed, init, device),
+            q_norm: RmsNorm::new(head_dim, epsilon, init, device),
+            k_norm: RmsNorm::new(head_dim, epsilon, init, device),
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            epsilon,
+        }
+    }
+
+    /// Sizes and scale of the attention call that follows.
+    pub fn spec(&self, window_size: Option<usize>) -> AttentionSpec {
+        AttentionSpec {
+            num_heads: self.num_heads,
+            num_kv_heads: self.num_kv_heads,
+            softmax_scale: 1.0 / (self.head_dim as f64).sqrt(),
+            window_size,
+        }
+    }
+}
+
+impl<B: SieveBackend> QkvProjection<B> {
+    /// # Shapes
+    /// - x: `[batch, seq_len, d_model]`
+    /// - returns: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
+    pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4> {
+        let [batch, seq_len, _d_model] = x.dims();
+        let heads = self.num_heads + 2 * self.num_kv_heads;
+        let qkv = self
+            .qkv_proj
+            .forward(x)
+            .reshape([batch, seq_len, heads, self.head_dim]);
+        let norm = QkNorm {
+            q_weight: self.q_norm.weight.val(),
+            k_weight: self.k_norm.weight.val(),
+            epsilon: self.epsilon,
+        };
+        let positions = context.positions.clone();
+        sieve_ops::qk_norm_rope(qkv, norm, positions, context.rope, self.num_kv_heads)
+    }
+}

@@ -1,0 +1,181 @@
+//! The language model: embedding, blocks, norm and output projection.
+use crate::{DecoderLayer, KvCache, LayerContext, Linear, RmsNorm, WeightInit};
+use burn::module::{Module, Param};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor};
+use sieve_core::ModelShape;
+use sieve_ops::{Documents, RotaryEmbedding, SieveBackend};
+
+/// Token embedding.
+#[derive(Module, Debug)]
+pub struct TokenEmbedding<B: Backend> {
+    /// `[vocab_size, d_model]`.
+    pub weight: Param<Tensor<B, 2>>,
+}
+
+impl<B: SieveBackend> TokenEmbedding<B> {
+    /// `[batch, seq_len]` ids to `[batch, seq_len, d_model]`.
+    pub fn forward(&self, ids: Tensor<B, 2, Int>) -> Tensor<B, 3> {
+        sieve_ops::embedding(self.weight.val(), ids)
+    }
+}
+
+/// Final norm, and the output projection where it is not the embedding.
+#[derive(Module, Debug)]
+pub struct LmHead<B: Backend> {
+    /// Before the projection.
+    pub norm: RmsNorm<B>,
+    /// `[vocab_size, d_model]`; absent when tied to the embedding.
+    pub lm_head: Option<Linear<B>>,
+}
+
+impl<B: SieveBackend> LmHead<B> {
+    /// Summed cross-entropy in nats over the labelled tokens, `[1]`; `tied` is the embedding's weight.
+    pub fn loss(
+        &self,
+        x: Tensor<B, 3>,
+        labels: Tensor<B, 2, Int>,
+        tied: &TokenEmbedding<B>,
+    ) -> Tensor<B, 1> {
+        let h = self.norm.forward(x).flatten(0, 1);
+        sieve_ops::linear_cross_entropy(h, self.weight(tied), labels.flatten(0, 1), 0.0)
+    }
+
+    /// Cross-entropy of each token in nats, `[batch, seq_len]`; zero where there is no label.
+    pub fn token_losses(
+        &self,
+        x: Tensor<B, 3>,
+        labels: Tensor<B, 2, Int>,
+        tied: &TokenEmbedding<B>,
+    ) -> Tensor<B, 2> {
+        let [batch, seq_len] = labels.dims();
+        let h = self.norm.forward(x).flatten(0, 1);
+        sieve_ops::token_losses(h, self.weight(tied), labels.flatten(0, 1))
+            .reshape([batch, seq_len])
+    }
+
+    /// `[batch, seq_len, vocab_size]`.
+    pub fn logits(&self, x: Tensor<B, 3>, tied: &TokenEmbedding<B>) -> Tensor<B, 3> {
+        sieve_ops::linear(self.norm.forward(x), self.weight(tied))
+    }
+
+    fn weight(&self, tied: &TokenEmbedding<B>) -> Tensor<B, 2> {
+        match &self.lm_head {
+            Some(lm_head) => lm_head.weight.val(),
+            None => tied.weight.val(),
+        }
+    }
+}
+
+/// A Qwen3-style causal language model with one attention kind in all layers.
+#[derive(Module, Debug)]
+pub struct Qwen3<B: Backend> {
+    /// First segment.
+    pub embed_tokens: TokenEmbedding<B>,
+    /// One segment each.
+    pub layers: Vec<DecoderLayer<B>>,
+    /// Last segment.
+    pub head: LmHead<B>,
+    #[module(skip)]
+    shape: ModelShape,
+}
+
+impl<B: Backend> Qwen3<B> {
+    /// Weights drawn from `seed`: normal with `shape.initializer_range`, norms of one.
+    pub fn new(shape: &ModelShape, seed: u64, device: &B::Device) -> Self {
+        let mut init = WeightInit::new(seed, shape.initializer_range);
+        let init = &mut init;
+        let ModelShape {
+            d_model,
+            vocab_size,
+            num_layers,
+            ..
+        } = *shape;
+        let embed_tokens = TokenEmbedding {
+            weight: init.normal([vocab_size, d_model], device),
+        };
+        let layers = (0..num_layers)
+            .map(|_| DecoderLayer::new(shape, init, device))
+            .collect();
+        let norm = RmsNorm::new(d_model, shape.rms_norm_eps, init, device);
+        let lm_head =
+            (!shape.tie_word_embeddings).then(|| Linear::new(d_model, vocab_size, init, device));
+        Self {
+            embed_tokens,
+            layers,
+            head: LmHead { norm, lm_head },
+            shape: shape.clone(),
+        }
+    }
+
+    /// The sizes this model was built from.
+    pub fn shape(&self) -> &ModelShape {
+        &self.shape
+    }
+
+    /// Rotary tables for `max_positions` positions.
+    pub fn rope(&self, max_positions: usize, device: &B::Device) -> RotaryEmbedding<B> {
+        RotaryEmbedding::new(
+            self.shape.head_dim,
+            max_positions,
+            self.shape.rope_theta,
+            device,
+        )
+    }
+}
+
+impl<B: SieveBackend> Qwen3<B> {
+    /// The residual stream after the last block, `[batch, seq_len, d_model]`.
+    pub fn hidden(&self, ids: Tensor<B, 2, Int>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+        let x = self.embed_tokens.forward(ids);
+        self.layers
+            .iter()
+            .fold(x, |x, layer| layer.forward(x, context).x)
+    }
+
+    /// `[batch, seq_len, vocab_size]`.
+    pub fn logits(&self, ids: Tensor<B, 2, Int>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+        self.head
+            .logits(self.hidden(ids, context), &self.embed_tokens)
+    }
+
+    /// Cross-entropy of each token in nats, `[batch, seq_len]`.
+    pub fn token_losses(
+        &self,
+        ids: Tensor<B, 2, Int>,
+        labels: Tensor<B, 2, Int>,
+        context: &LayerContext<'_, B>,
+    ) -> Tensor<B, 2> {
+        self.head
+            .token_losses(self.hidden(ids, context), labels, &self.embed_tokens)
+    }
+
+    /// Logits of the last token, `[batch, vocab_size]`, through the cache: a prompt first, then one token at a time.
+    ///
+    /// Panics when the cache is not empty and `ids` holds more than one token.
+    pub fn next_logits(
+        &self,
+        ids: Tensor<B, 2, Int>,
+        cache: &mut KvCache<B>,
+        rope: &RotaryEmbedding<B>,
+    ) -> Tensor<B, 2> {
+        let [batch, new] = ids.dims();
+        let device = ids.device();
+        let documents = Documents::whole_rows([batch, new], &device);
+        let context = LayerContext {
+            documents: &documents,
+            positions: documents
+                .positions
+                .clone()
+                .add_scalar(cache.num_tokens as i64),
+            rope,
+        };
+        let mut x = self.embed_tokens.forward(ids);
+        for (layer, cache) in self.layers.iter().zip(&mut cache.layers) {
+            x = layer.forward_cached(x, &context, cache);
+        }
+        cache.num_tokens += new;
+        let last = x.narrow(1, new - 1, 1);
+        self.head.logits(last, &self.embed_tokens).flatten(1, 2)
+    }
+}

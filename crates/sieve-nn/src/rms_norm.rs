@@ -1,0 +1,31 @@
+//! RMSNorm with a learned weight.
+use crate::WeightInit;
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use sieve_ops::SieveBackend;
+
+/// `y = x / sqrt(mean(x²) + epsilon) * weight` (arXiv:1910.07467).
+#[derive(Module, Debug)]
+pub struct RmsNorm<B: Backend> {
+    /// `[d_model]`.
+    pub weight: Param<Tensor<B, 1>>,
+    epsilon: f64,
+}
+
+impl<B: Backend> RmsNorm<B> {
+    /// Weights of one.
+    pub fn new(d_model: usize, epsilon: f64, init: &mut WeightInit, device: &B::Device) -> Self {
+        Self {
+            weight: init.constant(1.0, [d_model], device),
+            epsilon,
+        }
+    }
+}
+
+impl<B: SieveBackend> RmsNorm<B> {
+    /// `[.., d_model]`, shape kept.
+    pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
+        sieve_ops::rms_norm(x, self.weight.val(), self.epsilon)
+    }
+}

@@ -1,0 +1,33 @@
+//! The feed-forward layer: `down(silu(gate x) * up x)` (arXiv:2002.05202).
+use crate::{Linear, WeightInit};
+use burn::module::Module;
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use sieve_ops::SieveBackend;
+
+/// Gate and up are one packed product, gate first.
+#[derive(Module, Debug)]
+pub struct SwigluMlp<B: Backend> {
+    /// `[2 * d_ff, d_model]`.
+    pub gate_up_proj: Linear<B>,
+    /// `[d_model, d_ff]`.
+    pub down_proj: Linear<B>,
+}
+
+impl<B: Backend> SwigluMlp<B> {
+    /// Normal weights from `init`.
+    pub fn new(d_model: usize, d_ff: usize, init: &mut WeightInit, device: &B::Device) -> Self {
+        Self {
+            gate_up_proj: Linear::new(d_model, 2 * d_ff, init, device),
+            down_proj: Linear::new(d_ff, d_model, init, device),
+        }
+    }
+}
+
+impl<B: SieveBackend> SwigluMlp<B> {
+    /// `[batch, seq_len, d_model]`, shape kept.
+    pub fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+        self.down_proj
+            .forward(sieve_ops::swiglu(self.gate_up_proj.forward(x)))
+    }
+}
