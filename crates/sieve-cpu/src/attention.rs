@@ -2,8 +2,16 @@
 //!
 //! Dense causal, sliding window and DMA differ only in where `expire` comes from. Nothing here is seq_len x seq_len.
 
+mod backward;
 pub mod decode;
+mod forward;
+mod keys;
+mod panel;
+#[cfg(test)]
 mod reference;
+#[cfg(test)]
+mod tests;
+mod tile;
 
 /// Sizes of an attention op. A query head p reads KV head `p / (num_heads / num_kv_heads)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -69,6 +77,10 @@ impl AttentionShape {
             "attention: num_heads is no multiple of num_kv_heads"
         );
         documents.check(self.batch, self.seq_len);
+        assert!(
+            !matches!(mask, Mask::Window(0)),
+            "attention: a window must hold at least the query's own key"
+        );
         if let Mask::Expire { expire, delta } = mask {
             let keys = self.batch * self.num_kv_heads * self.seq_len;
             assert_eq!(
@@ -82,6 +94,27 @@ impl AttentionShape {
                 "attention: delta is not [batch, num_kv_heads, seq_len]"
             );
         }
+    }
+}
+
+impl AttentionShape {
+    fn check_operands(&self, op: &str, qkv: &[f32], o: &[f32], lse: &[f32]) {
+        let tokens = self.batch * self.seq_len;
+        assert_eq!(
+            qkv.len(),
+            tokens * self.token_len(),
+            "{op}: qkv has another size"
+        );
+        assert_eq!(
+            o.len(),
+            tokens * self.num_heads * self.head_dim,
+            "{op}: o has another size"
+        );
+        assert_eq!(
+            lse.len(),
+            tokens * self.num_heads,
+            "{op}: lse has another size"
+        );
     }
 }
 
@@ -138,12 +171,14 @@ pub fn attention_forward(
     lse: &mut [f32],
 ) {
     shape.check(documents, mask);
-    let result = reference::forward(shape, qkv, documents, mask);
-    for (o, &value) in o.iter_mut().zip(&result.o) {
-        *o = value as f32;
+    shape.check_operands("attention_forward", qkv, o, lse);
+    if shape.seq_len == 0 {
+        return;
     }
-    for (lse, &value) in lse.iter_mut().zip(&result.lse) {
-        *lse = value as f32;
+    match tile::panel_width(shape.head_dim) {
+        16 => forward::run::<16>(shape, qkv, documents, mask, o, lse),
+        32 => forward::run::<32>(shape, qkv, documents, mask, o, lse),
+        _ => forward::run::<64>(shape, qkv, documents, mask, o, lse),
     }
 }
 
@@ -174,14 +209,31 @@ pub fn attention_backward(
     d_delta: Option<&mut [f32]>,
 ) {
     shape.check(documents, mask);
-    let _ = (o, lse);
-    let result = reference::backward(shape, qkv, documents, mask, d_o);
-    for (d_qkv, &value) in d_qkv.iter_mut().zip(&result.d_qkv) {
-        *d_qkv = value as f32;
+    shape.check_operands("attention_backward", qkv, o, lse);
+    assert_eq!(
+        d_o.len(),
+        o.len(),
+        "attention_backward: d_o is not as long as o"
+    );
+    assert_eq!(
+        d_qkv.len(),
+        qkv.len(),
+        "attention_backward: d_qkv is not as long as qkv"
+    );
+    if let Some(d_delta) = &d_delta {
+        let keys = shape.batch * shape.num_kv_heads * shape.seq_len;
+        assert_eq!(
+            d_delta.len(),
+            keys,
+            "attention_backward: d_delta is not [batch, num_kv_heads, seq_len]"
+        );
     }
-    if let Some(d_delta) = d_delta {
-        for (d_delta, &value) in d_delta.iter_mut().zip(&result.d_delta) {
-            *d_delta = value as f32;
-        }
+    if shape.seq_len == 0 || shape.batch == 0 {
+        return;
+    }
+    match tile::panel_width(shape.head_dim) {
+        16 => backward::run::<16>(shape, qkv, documents, mask, o, lse, d_o, d_qkv, d_delta),
+        32 => backward::run::<32>(shape, qkv, documents, mask, o, lse, d_o, d_qkv, d_delta),
+        _ => backward::run::<64>(shape, qkv, documents, mask, o, lse, d_o, d_qkv, d_delta),
     }
 }

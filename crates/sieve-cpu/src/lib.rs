@@ -17,6 +17,8 @@ pub mod reduce;
 pub mod rms_norm;
 mod simd;
 pub mod swiglu;
+#[cfg(test)]
+mod test_data;
 
 pub use adamw::{AdamWStep, adamw_step};
 pub use attention::decode::{DecodeShape, decode_attention};

@@ -109,7 +109,7 @@ fn run(
     mut nll: Option<&mut [f32]>,
 ) -> CrossEntropy {
     assert!(
-        d_model > 0 && weight.len() % d_model == 0,
+        d_model > 0 && weight.len().is_multiple_of(d_model),
         "linear_cross_entropy: weight is not [vocab_size, {d_model}]"
     );
     assert_eq!(

@@ -1,6 +1,6 @@
 //! Run-time choice of the instruction set, and the vector pieces that kernels share.
 
-use pulp::Arch;
+use pulp::{Arch, Simd};
 
 /// Runs `f` compiled for the best instruction set of this CPU. What `f` calls must be `#[inline(always)]` to profit.
 #[inline(always)]
@@ -72,3 +72,27 @@ const EXP_POLY: [f32; 6] = [
 ];
 const EXP_UNDERFLOW: f32 = -87.33;
 const EXP_OVERFLOW: f32 = 88.37;
+
+/// [`exp`] on a vector, with fused multiply-adds where the CPU has them.
+#[inline(always)]
+pub(crate) fn exp_vector<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    let splat = |value| simd.splat_f32s(value);
+    let shifted = simd.mul_add_e_f32s(x, splat(std::f32::consts::LOG2_E), splat(ROUND));
+    let n = simd.sub_f32s(shifted, splat(ROUND));
+    let r = simd.mul_add_e_f32s(n, splat(-LN2_HIGH), x);
+    let r = simd.mul_add_e_f32s(n, splat(-LN2_LOW), r);
+    let mut p = splat(EXP_POLY[0]);
+    for &coefficient in &EXP_POLY[1..] {
+        p = simd.mul_add_e_f32s(p, r, splat(coefficient));
+    }
+    let y = simd.add_f32s(simd.mul_add_e_f32s(p, simd.mul_f32s(r, r), r), splat(1.0));
+    let bits = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
+    let scale = simd.transmute_f32s_u32s(simd.add_u32s(bits, simd.splat_u32s(0x3f80_0000)));
+    let y = simd.mul_f32s(y, scale);
+    let y = simd.select_f32s(simd.less_than_f32s(x, splat(EXP_UNDERFLOW)), splat(0.0), y);
+    simd.select_f32s(
+        simd.greater_than_f32s(x, splat(EXP_OVERFLOW)),
+        splat(f32::INFINITY),
+        y,
+    )
+}

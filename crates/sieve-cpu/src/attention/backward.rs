@@ -1,0 +1,556 @@
+//! The backward pass: probabilities are computed again from the log-sum-exp, all five products run on the forward's
+//! panels, and every sum has an order fixed by sizes and mask alone.
+
+use std::ops::Range;
+
+use pulp::{Arch, Simd, WithSimd};
+use rayon::prelude::*;
+
+use super::keys::Keys;
+use super::panel::{LANES, multiply, multiply_transposed};
+use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile, row_positions};
+use super::{AttentionShape, Documents, Mask};
+use crate::simd::{dot, exp_vector, vectorize};
+
+/// Vectors handled side by side, so that their chains of dependent operations overlap.
+const SIDE: usize = 4;
+
+/// Tasks aimed at. Where batch rows times KV heads give fewer, tiles are split into segments, each with its own sums of
+/// dk and dv, added in order at the end. A constant: the split must not depend on the number of threads.
+const TARGET_TASKS: usize = 16;
+
+/// What the backward pass reads.
+#[derive(Clone, Copy)]
+struct Inputs<'a> {
+    shape: AttentionShape,
+    qkv: &'a [f32],
+    o: &'a [f32],
+    lse: &'a [f32],
+    d_o: &'a [f32],
+    keys: &'a Keys<'a>,
+}
+
+/// The places for the gradients of one (row, KV head): rows of the packed tensor, token by token.
+#[derive(Default)]
+struct GroupRows<'g> {
+    dq: Vec<&'g mut [f32]>,
+    dk: Vec<&'g mut [f32]>,
+    dv: Vec<&'g mut [f32]>,
+    d_delta: Option<&'g mut [f32]>,
+}
+
+/// Sums of one segment over the keys `first..`.
+struct KeySums {
+    first: usize,
+    /// `[keys, head_dim]`.
+    dk: Vec<f32>,
+    dv: Vec<f32>,
+    /// `[keys]`.
+    d_delta: Vec<f32>,
+}
+
+/// What one thread needs for one segment.
+struct Scratch<const W: usize> {
+    q: RowPanels<W>,
+    d_o: RowPanels<W>,
+    dq: Vec<[[f32; W]; LANES]>,
+    positions: Vec<[i32; LANES]>,
+    statistics: Vec<RowStatistics>,
+    block: KeyBlock<W>,
+    list: Vec<u32>,
+    p: [[f32; LANES]; BLOCK_KEYS],
+    ds: [[f32; LANES]; BLOCK_KEYS],
+    dk: Vec<[[f32; W]; BLOCK_KEYS]>,
+    dv: Vec<[[f32; W]; BLOCK_KEYS]>,
+    d_delta: [f32; BLOCK_KEYS],
+}
+
+/// Per row of a panel: log-sum-exp and the dot product of o and d_o.
+#[derive(Clone)]
+struct RowStatistics {
+    lse: [f32; LANES],
+    correction: [f32; LANES],
+}
+
+#[allow(
+    clippy::too_many_arguments,
+    reason = "the operands of the public function"
+)]
+pub(super) fn run<const W: usize>(
+    shape: AttentionShape,
+    qkv: &[f32],
+    documents: Documents<'_>,
+    mask: Mask<'_>,
+    o: &[f32],
+    lse: &[f32],
+    d_o: &[f32],
+    d_qkv: &mut [f32],
+    d_delta: Option<&mut [f32]>,
+) {
+    let keys = Keys::new(shape, documents, mask);
+    let inputs = Inputs {
+        shape,
+        qkv,
+        o,
+        lse,
+        d_o,
+        keys: &keys,
+    };
+    let mut groups = split_by_group(shape, d_qkv, d_delta);
+    groups
+        .par_iter_mut()
+        .enumerate()
+        .with_max_len(1)
+        .for_each(|(group, rows)| {
+            let (row, kv_head) = (group / shape.num_kv_heads, group % shape.num_kv_heads);
+            let segments = segments_of(inputs, row, kv_head);
+            let mut dq = rows.dq.as_mut_slice();
+            let mut work = Vec::with_capacity(segments.len());
+            for tokens in segments {
+                let (part, rest) = dq.split_at_mut(tokens.len() * shape.group_size());
+                dq = rest;
+                work.push((tokens, part));
+            }
+            let sums: Vec<KeySums> = work
+                .into_par_iter()
+                .with_max_len(1)
+                .map_init(
+                    || Scratch::<W>::new(shape.head_dim),
+                    |scratch, (tokens, dq)| {
+                        Arch::new().dispatch(Segment {
+                            inputs,
+                            row,
+                            kv_head,
+                            tokens,
+                            dq,
+                            scratch,
+                        })
+                    },
+                )
+                .collect();
+            vectorize(|| write_sums(shape.head_dim, &sums, rows));
+        });
+}
+
+/// Hands every gradient row of the packed tensor to its (row, KV head).
+fn split_by_group<'g>(
+    shape: AttentionShape,
+    d_qkv: &'g mut [f32],
+    d_delta: Option<&'g mut [f32]>,
+) -> Vec<GroupRows<'g>> {
+    let mut groups: Vec<GroupRows<'g>> = Vec::new();
+    groups.resize_with(shape.batch * shape.num_kv_heads, GroupRows::default);
+    for (token, packed) in d_qkv.chunks_exact_mut(shape.token_len()).enumerate() {
+        let groups =
+            &mut groups[token / shape.seq_len * shape.num_kv_heads..][..shape.num_kv_heads];
+        for (head, x) in packed.chunks_exact_mut(shape.head_dim).enumerate() {
+            if head < shape.num_heads {
+                groups[head / shape.group_size()].dq.push(x);
+            } else if head < shape.num_heads + shape.num_kv_heads {
+                groups[head - shape.num_heads].dk.push(x);
+            } else {
+                groups[head - shape.num_heads - shape.num_kv_heads]
+                    .dv
+                    .push(x);
+            }
+        }
+    }
+    if let Some(d_delta) = d_delta {
+        for (group, d_delta) in groups
+            .iter_mut()
+            .zip(d_delta.chunks_exact_mut(shape.seq_len))
+        {
+            group.d_delta = Some(d_delta);
+        }
+    }
+    groups
+}
+
+/// Cuts the tokens of a row, at tile borders, into segments that touch about equally many keys.
+fn segments_of(inputs: Inputs<'_>, row: usize, kv_head: usize) -> Vec<Range<usize>> {
+    let Inputs { shape, keys, .. } = inputs;
+    let (n, tile_tokens) = (shape.seq_len, keys.tile_tokens());
+    let count = TARGET_TASKS.div_ceil(shape.batch * shape.num_kv_heads);
+    let cost =
+        |first: usize| keys.estimate(row, kv_head, first, (first + tile_tokens).min(n) - 1) as u64;
+    let total: u64 = (0..n).step_by(tile_tokens).map(cost).sum();
+    let mut segments = Vec::with_capacity(count);
+    let (mut start, mut done) = (0, 0);
+    for first in (0..n).step_by(tile_tokens) {
+        done += cost(first);
+        let end = (first + tile_tokens).min(n);
+        if end == n || done * count as u64 >= total * (segments.len() as u64 + 1) {
+            segments.push(start..end);
+            start = end;
+        }
+    }
+    segments
+}
+
+/// Adds the segments' sums in order and writes dk, dv and d_delta.
+#[inline(always)]
+fn write_sums(head_dim: usize, sums: &[KeySums], rows: &mut GroupRows<'_>) {
+    let add = |target: &mut [f32], x: &[f32]| {
+        for (target, &x) in target.iter_mut().zip(x) {
+            *target += x;
+        }
+    };
+    for (j, (dk, dv)) in rows.dk.iter_mut().zip(&mut rows.dv).enumerate() {
+        dk.fill(0.0);
+        dv.fill(0.0);
+        for sums in sums {
+            let Some(slot) = j.checked_sub(sums.first) else {
+                continue;
+            };
+            let Some(x) = sums.dk.get(slot * head_dim..(slot + 1) * head_dim) else {
+                continue;
+            };
+            add(dk, x);
+            add(dv, &sums.dv[slot * head_dim..(slot + 1) * head_dim]);
+        }
+    }
+    if let Some(d_delta) = &mut rows.d_delta {
+        d_delta.fill(0.0);
+        for sums in sums {
+            add(&mut d_delta[sums.first..], &sums.d_delta);
+        }
+    }
+}
+
+impl<const W: usize> Scratch<W> {
+    fn new(head_dim: usize) -> Self {
+        let columns = head_dim.div_ceil(W);
+        Self {
+            q: RowPanels::new(),
+            d_o: RowPanels::new(),
+            dq: Vec::new(),
+            positions: Vec::new(),
+            statistics: Vec::new(),
+            block: KeyBlock::new(head_dim),
+            list: Vec::new(),
+            p: [[0.0; LANES]; BLOCK_KEYS],
+            ds: [[0.0; LANES]; BLOCK_KEYS],
+            dk: vec![[[0.0; W]; BLOCK_KEYS]; columns],
+            dv: vec![[[0.0; W]; BLOCK_KEYS]; columns],
+            d_delta: [0.0; BLOCK_KEYS],
+        }
+    }
+}
+
+/// Consecutive tiles of one (row, KV head): writes their dq, returns their sums over keys.
+struct Segment<'s, 'g, const W: usize> {
+    inputs: Inputs<'s>,
+    row: usize,
+    kv_head: usize,
+    tokens: Range<usize>,
+    dq: &'s mut [&'g mut [f32]],
+    scratch: &'s mut Scratch<W>,
+}
+
+impl<const W: usize> WithSimd for Segment<'_, '_, W> {
+    type Output = KeySums;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> KeySums {
+        let Self {
+            inputs,
+            row,
+            kv_head,
+            tokens,
+            dq,
+            scratch,
+        } = self;
+        let Inputs { shape, keys, .. } = inputs;
+        let (d, group_size) = (shape.head_dim, shape.group_size());
+        // Keys only leave, so no later tile touches a key before the first tile's first.
+        let first_tile_end = (tokens.start + keys.tile_tokens()).min(tokens.end);
+        keys.of_tile(
+            row,
+            kv_head,
+            tokens.start,
+            first_tile_end - 1,
+            &mut scratch.list,
+        );
+        let first_key = scratch.list.first().map_or(tokens.start, |&j| j as usize);
+        let len = tokens.end - first_key;
+        let mut sums = KeySums {
+            first: first_key,
+            dk: vec![0.0; len * d],
+            dv: vec![0.0; len * d],
+            d_delta: vec![0.0; len],
+        };
+        let tiles = tokens
+            .clone()
+            .step_by(keys.tile_tokens())
+            .zip(dq.chunks_mut(keys.tile_tokens() * group_size));
+        for (first, dq) in tiles {
+            let end = (first + keys.tile_tokens()).min(tokens.end);
+            one_tile(
+                simd,
+                inputs,
+                Tile {
+                    row,
+                    kv_head,
+                    first,
+                    end,
+                },
+                scratch,
+                &mut sums,
+            );
+            let columns = d.div_ceil(W);
+            for (r, dq) in dq.iter_mut().enumerate() {
+                for (c, dq) in dq.chunks_mut(W).enumerate() {
+                    for (dq, &x) in dq
+                        .iter_mut()
+                        .zip(&scratch.dq[r / LANES * columns + c][r % LANES])
+                    {
+                        *dq = x * shape.softmax_scale;
+                    }
+                }
+            }
+        }
+        sums
+    }
+}
+
+/// Leaves dq (without the scale) in the scratch and adds to the sums over keys.
+#[inline(always)]
+fn one_tile<S: Simd, const W: usize>(
+    simd: S,
+    inputs: Inputs<'_>,
+    tile: Tile,
+    scratch: &mut Scratch<W>,
+    sums: &mut KeySums,
+) {
+    let Inputs {
+        shape, qkv, keys, ..
+    } = inputs;
+    let (d, group_size, columns) = (
+        shape.head_dim,
+        shape.group_size(),
+        shape.head_dim.div_ceil(W),
+    );
+    load_rows(inputs, tile, scratch);
+    let Scratch {
+        q,
+        d_o,
+        dq,
+        positions,
+        statistics,
+        block,
+        list,
+        p,
+        ds,
+        dk,
+        dv,
+        d_delta,
+    } = scratch;
+    let row_len = shape.seq_len * shape.token_len();
+    let qkv_row = &qkv[tile.row * row_len..(tile.row + 1) * row_len];
+    dq.clear();
+    dq.resize(positions.len() * columns, [[0.0; W]; LANES]);
+
+    keys.of_tile(tile.row, tile.kv_head, tile.first, tile.end - 1, list);
+    for list in list.chunks(BLOCK_KEYS) {
+        block.gather(qkv_row, shape, keys, tile, list);
+        dk.fill([[0.0; W]; BLOCK_KEYS]);
+        dv.fill([[0.0; W]; BLOCK_KEYS]);
+        d_delta.fill(0.0);
+        for (panel, positions) in positions.iter().enumerate() {
+            let last =
+                (tile.first + ((panel + 1) * LANES - 1) / group_size).min(tile.end - 1) as i32;
+            let Some(meeting) = block.meeting(positions[0], last) else {
+                continue;
+            };
+            let range = meeting.keys;
+            for c in 0..columns {
+                let at = panel * columns + c;
+                multiply(
+                    simd,
+                    &block.k[c][range.clone()],
+                    &q.transposed[at],
+                    &mut p[range.clone()],
+                    c > 0,
+                );
+                multiply(
+                    simd,
+                    &block.v[c][range.clone()],
+                    &d_o.transposed[at],
+                    &mut ds[range.clone()],
+                    c > 0,
+                );
+            }
+            let shown = Shown {
+                positions,
+                key: &block.position[range.clone()],
+                expire: &block.expire[range.clone()],
+                delta: keys
+                    .delta(tile.row, tile.kv_head)
+                    .map(|_| &block.delta[range.clone()]),
+                // Unused rows see nothing either.
+                masked: meeting.masked || positions[LANES - 1] < 0,
+                statistics: &statistics[panel],
+            };
+            let d_delta = &mut d_delta[range.clone()];
+            probabilities_and_gradients(
+                simd,
+                &shown,
+                &mut p[range.clone()],
+                &mut ds[range.clone()],
+                d_delta,
+            );
+            for c in 0..columns {
+                let at = panel * columns + c;
+                multiply(
+                    simd,
+                    &p[range.clone()],
+                    &d_o.natural[at],
+                    &mut dv[c][range.clone()],
+                    true,
+                );
+                multiply(
+                    simd,
+                    &ds[range.clone()],
+                    &q.natural[at],
+                    &mut dk[c][range.clone()],
+                    true,
+                );
+                multiply_transposed(
+                    simd,
+                    &ds[range.clone()],
+                    &block.k[c][range.clone()],
+                    &mut dq[at],
+                );
+            }
+        }
+        for (slot, &j) in list.iter().enumerate() {
+            let at = j as usize - sums.first;
+            add_columns(&mut sums.dk[at * d..(at + 1) * d], slot, dk);
+            add_columns(&mut sums.dv[at * d..(at + 1) * d], slot, dv);
+            sums.d_delta[at] += d_delta[slot];
+        }
+    }
+}
+
+/// Fills the panels of q (times the scale) and d_o and the statistics of their rows.
+#[inline(always)]
+fn load_rows<const W: usize>(inputs: Inputs<'_>, tile: Tile, scratch: &mut Scratch<W>) {
+    let Inputs {
+        shape,
+        qkv,
+        o,
+        lse,
+        d_o,
+        ..
+    } = inputs;
+    let (d, group_size, n) = (shape.head_dim, shape.group_size(), shape.seq_len);
+    let place = |r: usize| {
+        (
+            tile.first + r / group_size,
+            tile.kv_head * group_size + r % group_size,
+        )
+    };
+    let q_rows = (0..tile.num_rows(shape)).map(|r| {
+        let (token, head) = place(r);
+        let at = (tile.row * n + token) * shape.token_len() + head * d;
+        &qkv[at..at + d]
+    });
+    let o_at = |r: usize| {
+        let (token, head) = place(r);
+        let at = ((tile.row * n + token) * shape.num_heads + head) * d;
+        at..at + d
+    };
+    scratch.q.load(q_rows, d, shape.softmax_scale);
+    scratch.q.transpose();
+    scratch
+        .d_o
+        .load((0..tile.num_rows(shape)).map(|r| &d_o[o_at(r)]), d, 1.0);
+    scratch.d_o.transpose();
+    row_positions(tile, shape, &mut scratch.positions);
+    scratch.statistics.clear();
+    scratch.statistics.resize(
+        scratch.positions.len(),
+        RowStatistics {
+            lse: [0.0; LANES],
+            correction: [0.0; LANES],
+        },
+    );
+    for r in 0..tile.num_rows(shape) {
+        let (token, head) = place(r);
+        let statistics = &mut scratch.statistics[r / LANES];
+        let lse = lse[(tile.row * shape.num_heads + head) * n + token];
+        // A row that sees nothing has no visible pair; 0 keeps its masked lanes finite.
+        statistics.lse[r % LANES] = if lse == f32::NEG_INFINITY { 0.0 } else { lse };
+        statistics.correction[r % LANES] = dot(&o[o_at(r)], &d_o[o_at(r)]);
+    }
+}
+
+/// A rectangle of keys and query rows.
+struct Shown<'s> {
+    positions: &'s [i32; LANES],
+    key: &'s [i32],
+    expire: &'s [i32],
+    delta: Option<&'s [f32]>,
+    masked: bool,
+    statistics: &'s RowStatistics,
+}
+
+/// In: `p` holds scores, `ds` holds d_o . v. Out: probabilities and gradients of the logits, summed into `d_delta`.
+#[inline(always)]
+fn probabilities_and_gradients<S: Simd>(
+    simd: S,
+    shown: &Shown<'_>,
+    p: &mut [[f32; LANES]],
+    ds: &mut [[f32; LANES]],
+    d_delta: &mut [f32],
+) {
+    let positions = S::as_simd_i32s(shown.positions).0;
+    let lse = S::as_simd_f32s(&shown.statistics.lse).0;
+    let correction = S::as_simd_f32s(&shown.statistics.correction).0;
+    let zero = simd.splat_f32s(0.0);
+    for (s, (p, ds)) in p.iter_mut().zip(ds).enumerate() {
+        let p = S::as_mut_simd_f32s(p).0;
+        let ds = S::as_mut_simd_f32s(ds).0;
+        let delta = simd.splat_f32s(shown.delta.map_or(0.0, |delta| delta[s]));
+        let (key, expire) = (
+            simd.splat_i32s(shown.key[s]),
+            simd.splat_i32s(shown.expire[s]),
+        );
+        let mut total = [zero; SIDE];
+        for col in (0..LANES / S::F32_LANES).step_by(SIDE) {
+            for v in 0..SIDE {
+                let x = simd.add_f32s(p[col + v], delta);
+                let mut probability = exp_vector(simd, simd.sub_f32s(x, lse[col + v]));
+                if shown.masked {
+                    let at = positions[col + v];
+                    let seen = simd.and_m32s(
+                        simd.less_than_or_equal_i32s(key, at),
+                        simd.less_than_i32s(at, expire),
+                    );
+                    probability = simd.select_f32s(seen, probability, zero);
+                }
+                let gradient =
+                    simd.mul_f32s(probability, simd.sub_f32s(ds[col + v], correction[col + v]));
+                p[col + v] = probability;
+                ds[col + v] = gradient;
+                total[v] = simd.add_f32s(total[v], gradient);
+            }
+        }
+        if shown.delta.is_some() {
+            let total = simd.add_f32s(
+                simd.add_f32s(total[0], total[1]),
+                simd.add_f32s(total[2], total[3]),
+            );
+            d_delta[s] += simd.reduce_sum_f32s(total);
+        }
+    }
+}
+
+#[inline(always)]
+fn add_columns<const W: usize>(target: &mut [f32], slot: usize, panels: &[[[f32; W]; BLOCK_KEYS]]) {
+    for (target, panel) in target.chunks_mut(W).zip(panels) {
+        for (target, &x) in target.iter_mut().zip(&panel[slot]) {
+            *target += x;
+        }
+    }
+}

@@ -1,0 +1,345 @@
+//! The forward pass: tiles of queries, blocks of gathered keys, online softmax.
+//!
+//! Scores are kept transposed, keys by query rows, so that running maxima and sums are whole vectors.
+
+use pulp::{Arch, Simd, WithSimd};
+use rayon::prelude::*;
+
+use super::keys::Keys;
+use super::panel::{LANES, multiply, multiply_transposed, scale_rows};
+use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile, row_positions};
+use super::{AttentionShape, Documents, Mask};
+use crate::simd::exp_vector;
+
+/// Vectors handled side by side, so that their chains of dependent operations overlap.
+const SIDE: usize = 4;
+
+/// What one thread needs for one tile.
+struct Scratch<const W: usize> {
+    q: RowPanels<W>,
+    positions: Vec<[i32; LANES]>,
+    block: KeyBlock<W>,
+    list: Vec<u32>,
+    scores: [[f32; LANES]; BLOCK_KEYS],
+    /// `[num_panels, head_dim panels, LANES, W]`.
+    o: Vec<[[f32; W]; LANES]>,
+    softmax: Vec<Softmax>,
+}
+
+/// Running state of the online softmax of one panel.
+#[derive(Clone)]
+struct Softmax {
+    max: [f32; LANES],
+    sum: [f32; LANES],
+}
+
+/// All heads of one tile of tokens, and the places for its results.
+struct Task<'t> {
+    row: usize,
+    first: usize,
+    /// `[tokens, num_heads, head_dim]`.
+    o: &'t mut [f32],
+    /// Per head, `[tokens]`.
+    lse: Vec<&'t mut [f32]>,
+}
+
+pub(super) fn run<const W: usize>(
+    shape: AttentionShape,
+    qkv: &[f32],
+    documents: Documents<'_>,
+    mask: Mask<'_>,
+    o: &mut [f32],
+    lse: &mut [f32],
+) {
+    let keys = Keys::new(shape, documents, mask);
+    let o_len = shape.num_heads * shape.head_dim;
+    let mut tasks = Vec::new();
+    let rows = o
+        .chunks_exact_mut(shape.seq_len * o_len)
+        .zip(lse.chunks_exact_mut(shape.num_heads * shape.seq_len));
+    for (row, (o, lse)) in rows.enumerate() {
+        let mut lse: Vec<_> = lse
+            .chunks_exact_mut(shape.seq_len)
+            .map(|head| head.chunks_mut(keys.tile_tokens()))
+            .collect();
+        for (tile, o) in o.chunks_mut(keys.tile_tokens() * o_len).enumerate() {
+            let lse = lse.iter_mut().filter_map(Iterator::next).collect();
+            tasks.push(Task {
+                row,
+                first: tile * keys.tile_tokens(),
+                o,
+                lse,
+            });
+        }
+    }
+    tasks.into_par_iter().with_max_len(1).for_each_init(
+        || Scratch::<W>::new(shape.head_dim),
+        |scratch, task| {
+            Arch::new().dispatch(Forward {
+                shape,
+                qkv,
+                keys: &keys,
+                task,
+                scratch,
+            })
+        },
+    );
+}
+
+impl<const W: usize> Scratch<W> {
+    fn new(head_dim: usize) -> Self {
+        Self {
+            q: RowPanels::new(),
+            positions: Vec::new(),
+            block: KeyBlock::new(head_dim),
+            list: Vec::new(),
+            scores: [[0.0; LANES]; BLOCK_KEYS],
+            o: Vec::new(),
+            softmax: Vec::new(),
+        }
+    }
+}
+
+struct Forward<'t, 's, const W: usize> {
+    shape: AttentionShape,
+    qkv: &'s [f32],
+    keys: &'s Keys<'s>,
+    task: Task<'t>,
+    scratch: &'s mut Scratch<W>,
+}
+
+impl<const W: usize> WithSimd for Forward<'_, '_, W> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self {
+            shape,
+            qkv,
+            keys,
+            mut task,
+            scratch,
+        } = self;
+        let (d, heads) = (shape.head_dim, shape.num_heads);
+        let end = task.first + task.o.len() / (heads * d);
+        let row_len = shape.seq_len * shape.token_len();
+        let qkv_row = &qkv[task.row * row_len..(task.row + 1) * row_len];
+        for kv_head in 0..shape.num_kv_heads {
+            let tile = Tile {
+                row: task.row,
+                kv_head,
+                first: task.first,
+                end,
+            };
+            one_tile(simd, shape, qkv_row, keys, tile, scratch);
+            store(shape, tile, scratch, &mut task);
+        }
+    }
+}
+
+/// Leaves the unnormalised output and the softmax state of a tile in the scratch.
+#[inline(always)]
+fn one_tile<S: Simd, const W: usize>(
+    simd: S,
+    shape: AttentionShape,
+    qkv_row: &[f32],
+    keys: &Keys<'_>,
+    tile: Tile,
+    scratch: &mut Scratch<W>,
+) {
+    let (d, group_size) = (shape.head_dim, shape.group_size());
+    let columns = d.div_ceil(W);
+    let Scratch {
+        q,
+        positions,
+        block,
+        list,
+        scores,
+        o,
+        softmax,
+    } = scratch;
+    let rows = (0..tile.num_rows(shape)).map(|r| {
+        let at = (tile.first + r / group_size) * shape.token_len()
+            + (tile.kv_head * group_size + r % group_size) * d;
+        &qkv_row[at..at + d]
+    });
+    q.load(rows, d, shape.softmax_scale);
+    q.transpose();
+    row_positions(tile, shape, positions);
+    let num_panels = positions.len();
+    o.clear();
+    o.resize(num_panels * columns, [[0.0; W]; LANES]);
+    softmax.clear();
+    softmax.resize(
+        num_panels,
+        Softmax {
+            max: [f32::NEG_INFINITY; LANES],
+            sum: [0.0; LANES],
+        },
+    );
+
+    keys.of_tile(tile.row, tile.kv_head, tile.first, tile.end - 1, list);
+    for list in list.chunks(BLOCK_KEYS) {
+        block.gather(qkv_row, shape, keys, tile, list);
+        for (panel, positions) in positions.iter().enumerate() {
+            let first = positions[0];
+            let last =
+                (tile.first + ((panel + 1) * LANES - 1) / group_size).min(tile.end - 1) as i32;
+            let Some(meeting) = block.meeting(first, last) else {
+                continue;
+            };
+            let range = meeting.keys.clone();
+            for c in 0..columns {
+                let (k, q) = (
+                    &block.k[c][range.clone()],
+                    &q.transposed[panel * columns + c],
+                );
+                multiply(simd, k, q, &mut scores[range.clone()], c > 0);
+            }
+            let shown = Shown {
+                positions,
+                key: &block.position[range.clone()],
+                expire: &block.expire[range.clone()],
+                delta: keys
+                    .delta(tile.row, tile.kv_head)
+                    .map(|_| &block.delta[range.clone()]),
+                // Unused rows see nothing either.
+                masked: meeting.masked || positions[LANES - 1] < 0,
+            };
+            let state = &mut softmax[panel];
+            let o = &mut o[panel * columns..(panel + 1) * columns];
+            let mut rescale = [1.0; LANES];
+            if online_softmax(
+                simd,
+                &shown,
+                &mut scores[range.clone()],
+                state,
+                &mut rescale,
+            ) {
+                for o in o.iter_mut() {
+                    scale_rows(simd, o, &rescale);
+                }
+            }
+            for (o, v) in o.iter_mut().zip(&block.v) {
+                multiply_transposed(simd, &scores[range.clone()], &v[range.clone()], o);
+            }
+        }
+    }
+}
+
+/// A rectangle of keys and query rows.
+struct Shown<'s> {
+    positions: &'s [i32; LANES],
+    key: &'s [i32],
+    expire: &'s [i32],
+    delta: Option<&'s [f32]>,
+    masked: bool,
+}
+
+/// Turns scores into unnormalised probabilities; true when earlier output must be multiplied by `rescale`.
+#[inline(always)]
+fn online_softmax<S: Simd>(
+    simd: S,
+    shown: &Shown<'_>,
+    scores: &mut [[f32; LANES]],
+    state: &mut Softmax,
+    rescale: &mut [f32; LANES],
+) -> bool {
+    let positions = S::as_simd_i32s(shown.positions).0;
+    let old_max = S::as_mut_simd_f32s(&mut state.max).0;
+    let sum = S::as_mut_simd_f32s(&mut state.sum).0;
+    let rescale = S::as_mut_simd_f32s(rescale).0;
+    let low = simd.splat_f32s(f32::NEG_INFINITY);
+    let zero = simd.splat_f32s(0.0);
+    let mut changed = false;
+    for col in (0..LANES / S::F32_LANES).step_by(SIDE) {
+        let mut max = [low; SIDE];
+        for v in 0..SIDE {
+            max[v] = old_max[col + v];
+        }
+        if shown.masked || shown.delta.is_some() {
+            for (s, row) in scores.iter_mut().enumerate() {
+                let row = S::as_mut_simd_f32s(row).0;
+                let delta = simd.splat_f32s(shown.delta.map_or(0.0, |delta| delta[s]));
+                let (key, expire) = (
+                    simd.splat_i32s(shown.key[s]),
+                    simd.splat_i32s(shown.expire[s]),
+                );
+                for v in 0..SIDE {
+                    let at = positions[col + v];
+                    let seen = simd.and_m32s(
+                        simd.less_than_or_equal_i32s(key, at),
+                        simd.less_than_i32s(at, expire),
+                    );
+                    let x = simd.select_f32s(seen, simd.add_f32s(row[col + v], delta), low);
+                    row[col + v] = x;
+                    max[v] = simd.max_f32s(max[v], x);
+                }
+            }
+        } else {
+            for row in scores.iter() {
+                let row = S::as_simd_f32s(row).0;
+                for v in 0..SIDE {
+                    max[v] = simd.max_f32s(max[v], row[col + v]);
+                }
+            }
+        }
+        // A row that has seen nothing yet keeps its maximum of -inf; its probabilities are then exp(-inf - 0) = 0.
+        let mut shift = [zero; SIDE];
+        let mut total = [zero; SIDE];
+        for v in 0..SIDE {
+            let empty = simd.equal_f32s(max[v], low);
+            shift[v] = simd.select_f32s(empty, zero, max[v]);
+            let factor = exp_vector(simd, simd.sub_f32s(old_max[col + v], shift[v]));
+            let same = simd.equal_f32s(max[v], old_max[col + v]);
+            changed |= simd.first_true_m32s(simd.not_m32s(same)) < S::F32_LANES;
+            let factor = simd.select_f32s(same, simd.splat_f32s(1.0), factor);
+            rescale[col + v] = factor;
+            total[v] = simd.mul_f32s(sum[col + v], factor);
+            old_max[col + v] = max[v];
+        }
+        for row in scores.iter_mut() {
+            let row = S::as_mut_simd_f32s(row).0;
+            for v in 0..SIDE {
+                let p = exp_vector(simd, simd.sub_f32s(row[col + v], shift[v]));
+                row[col + v] = p;
+                total[v] = simd.add_f32s(total[v], p);
+            }
+        }
+        for v in 0..SIDE {
+            sum[col + v] = total[v];
+        }
+    }
+    changed
+}
+
+/// Normalises and writes a finished tile.
+#[inline(always)]
+fn store<const W: usize>(
+    shape: AttentionShape,
+    tile: Tile,
+    scratch: &Scratch<W>,
+    task: &mut Task<'_>,
+) {
+    let (d, group_size) = (shape.head_dim, shape.group_size());
+    let columns = d.div_ceil(W);
+    for r in 0..tile.num_rows(shape) {
+        let (panel, lane) = (r / LANES, r % LANES);
+        let (token, head) = (r / group_size, tile.kv_head * group_size + r % group_size);
+        let softmax = &scratch.softmax[panel];
+        let sum = softmax.sum[lane];
+        let empty = sum == 0.0;
+        task.lse[head][token] = if empty {
+            f32::NEG_INFINITY
+        } else {
+            softmax.max[lane] + sum.ln()
+        };
+        let factor = if empty { 0.0 } else { 1.0 / sum };
+        let at = (token * shape.num_heads + head) * d;
+        for (c, o) in task.o[at..at + d].chunks_mut(W).enumerate() {
+            for (o, &x) in o.iter_mut().zip(&scratch.o[panel * columns + c][lane]) {
+                *o = x * factor;
+            }
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Which keys a tile of queries touches.
+
+use rayon::prelude::*;
+
+use super::{AttentionShape, Documents, Mask};
+
+/// Query rows (token and head of the group) one tile aims at; small enough that a tile's panels stay in the L2 cache.
+const TILE_ROWS: usize = 128;
+
+/// Tiles that share one stored list of candidate keys.
+const TILES_PER_LIST: usize = 8;
+
+/// A mask made ready: per key the first position that no longer sees it, and lists of candidates where they are gathered.
+pub(super) struct Keys<'a> {
+    shape: AttentionShape,
+    documents: Documents<'a>,
+    mask: Mask<'a>,
+    /// `[batch, seq_len]` for masks that are the same for all heads, else `[batch, num_kv_heads, seq_len]`.
+    expire: Vec<i32>,
+    /// Per (row, KV head, group of tiles), ascending; empty for contiguous masks.
+    lists: Vec<Vec<u32>>,
+    tile_tokens: usize,
+}
+
+impl<'a> Keys<'a> {
+    pub(super) fn new(shape: AttentionShape, documents: Documents<'a>, mask: Mask<'a>) -> Self {
+        let tile_tokens = (TILE_ROWS / shape.group_size()).max(1);
+        let seq_len = shape.seq_len;
+        let expire = match mask {
+            Mask::Causal => documents.end.to_vec(),
+            Mask::Window(window_size) => {
+                let window_size = i32::try_from(window_size).unwrap_or(i32::MAX);
+                let positions = (0..shape.batch).flat_map(|_| 0..seq_len as i32);
+                let last = |(end, j): (&i32, i32)| (*end).min(j.saturating_add(window_size));
+                documents.end.iter().zip(positions).map(last).collect()
+            }
+            // No expiry reaches past the document, whatever the caller wrote.
+            Mask::Expire { expire, .. } => expire
+                .chunks_exact(seq_len.max(1))
+                .enumerate()
+                .flat_map(|(row_and_head, expire)| {
+                    let row = row_and_head / shape.num_kv_heads;
+                    let end = &documents.end[row * seq_len..(row + 1) * seq_len];
+                    expire
+                        .iter()
+                        .zip(end)
+                        .map(|(&expire, &end)| expire.min(end))
+                })
+                .collect(),
+        };
+        let mut keys = Self {
+            shape,
+            documents,
+            mask,
+            expire,
+            lists: Vec::new(),
+            tile_tokens,
+        };
+        if matches!(mask, Mask::Expire { .. }) {
+            keys.lists = (0..shape.batch * shape.num_kv_heads)
+                .into_par_iter()
+                .flat_map_iter(|row_and_head| keys.lists_of(row_and_head))
+                .collect();
+        }
+        keys
+    }
+
+    /// Tokens per tile (the last tile of a row may be shorter).
+    pub(super) fn tile_tokens(&self) -> usize {
+        self.tile_tokens
+    }
+
+    /// First position that no longer sees each key.
+    pub(super) fn expire(&self, row: usize, kv_head: usize) -> &[i32] {
+        let n = self.shape.seq_len;
+        let at = if matches!(self.mask, Mask::Expire { .. }) {
+            row * self.shape.num_kv_heads + kv_head
+        } else {
+            row
+        };
+        &self.expire[at * n..(at + 1) * n]
+    }
+
+    /// Biases on the logits, where the mask has them.
+    pub(super) fn delta(&self, row: usize, kv_head: usize) -> Option<&'a [f32]> {
+        let n = self.shape.seq_len;
+        let at = row * self.shape.num_kv_heads + kv_head;
+        match self.mask {
+            Mask::Expire { delta, .. } => Some(&delta[at * n..(at + 1) * n]),
+            Mask::Causal | Mask::Window(_) => None,
+        }
+    }
+
+    /// Writes the keys that some query in `[first, last]` sees, ascending.
+    pub(super) fn of_tile(
+        &self,
+        row: usize,
+        kv_head: usize,
+        first: usize,
+        last: usize,
+        keys: &mut Vec<u32>,
+    ) {
+        keys.clear();
+        if let Mask::Expire { .. } = self.mask {
+            let expire = self.expire(row, kv_head);
+            let sees = |&&j: &&u32| {
+                j as usize <= last && expire[j as usize] > (j as i32).max(first as i32)
+            };
+            keys.extend(self.list(row, kv_head, first).iter().filter(sees));
+        } else {
+            keys.extend(self.first_key(row, first)..=last as u32);
+        }
+    }
+
+    /// About how many keys [`of_tile`](Self::of_tile) gives.
+    pub(super) fn estimate(&self, row: usize, kv_head: usize, first: usize, last: usize) -> usize {
+        match self.mask {
+            Mask::Expire { .. } => self.list(row, kv_head, first).len(),
+            Mask::Causal | Mask::Window(_) => last + 1 - self.first_key(row, first) as usize,
+        }
+    }
+
+    /// First key a contiguous mask shows to query `first`; later queries see none before it.
+    fn first_key(&self, row: usize, first: usize) -> u32 {
+        let start = self.documents.start[row * self.shape.seq_len + first] as usize;
+        match self.mask {
+            Mask::Window(window_size) => start.max((first + 1).saturating_sub(window_size)) as u32,
+            Mask::Causal | Mask::Expire { .. } => start as u32,
+        }
+    }
+
+    fn list(&self, row: usize, kv_head: usize, first: usize) -> &[u32] {
+        let list_tokens = self.tile_tokens * TILES_PER_LIST;
+        let per_head = self.shape.seq_len.div_ceil(list_tokens);
+        &self.lists[(row * self.shape.num_kv_heads + kv_head) * per_head + first / list_tokens]
+    }
+
+    /// All lists of one (row, KV head). Each comes from the one before, so the work is the length of the lists.
+    fn lists_of(&self, row_and_head: usize) -> Vec<Vec<u32>> {
+        let (n, heads) = (self.shape.seq_len, self.shape.num_kv_heads);
+        let expire = self.expire(row_and_head / heads, row_and_head % heads);
+        let list_tokens = self.tile_tokens * TILES_PER_LIST;
+        let mut lists: Vec<Vec<u32>> = Vec::with_capacity(n.div_ceil(list_tokens));
+        for first in (0..n).step_by(list_tokens) {
+            let alive = |&j: &u32| expire[j as usize] > first as i32;
+            let mut list: Vec<u32> = lists
+                .last()
+                .into_iter()
+                .flatten()
+                .copied()
+                .filter(alive)
+                .collect();
+            let end = (first + list_tokens).min(n);
+            list.extend((first as u32..end as u32).filter(|&j| expire[j as usize] > j as i32));
+            lists.push(list);
+        }
+        lists
+    }
+}

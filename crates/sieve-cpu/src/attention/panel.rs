@@ -1,0 +1,160 @@
+//! Products of small panels, the arithmetic of the attention tiles.
+//!
+//! A panel is a slice of rows `[f32; W]`, W a multiple of 16: one row is a whole number of vectors, rows need no bounds
+//! checks, and no operand is ever transposed except the queries, once per tile. The right operand is read as vectors,
+//! the left one element by element (a broadcast).
+
+use pulp::Simd;
+
+/// Query rows (lanes) of one panel.
+pub(super) const LANES: usize = 64;
+
+/// Key ranges given to the products are multiples of this, so that no remainder kernels are needed.
+pub(super) const KEY_STEP: usize = 8;
+
+/// `c = a b`, or `c += a b` with `accumulate`.
+///
+/// # Shapes
+/// - a: `[m, K]` with m a multiple of [`KEY_STEP`], b: `[K, W]`, c: `[m, W]`
+#[inline(always)]
+pub(super) fn multiply<S: Simd, const K: usize, const W: usize>(
+    simd: S,
+    a: &[[f32; K]],
+    b: &[[f32; W]; K],
+    c: &mut [[f32; W]],
+    accumulate: bool,
+) {
+    // Rows times vectors per row: 16 accumulators where there are 32 registers, 8 where there are 16.
+    match (S::F32_LANES, W) {
+        (16, 64) => multiply_rows::<S, 4, 4, K, W>(simd, a, b, c, accumulate),
+        (16, 32) => multiply_rows::<S, 8, 2, K, W>(simd, a, b, c, accumulate),
+        (16, _) => multiply_rows::<S, 8, 1, K, W>(simd, a, b, c, accumulate),
+        (4, _) => multiply_rows::<S, 4, 4, K, W>(simd, a, b, c, accumulate),
+        (_, _) => multiply_rows::<S, 4, 2, K, W>(simd, a, b, c, accumulate),
+    }
+}
+
+#[inline(always)]
+fn multiply_rows<S: Simd, const MR: usize, const NV: usize, const K: usize, const W: usize>(
+    simd: S,
+    a: &[[f32; K]],
+    b: &[[f32; W]; K],
+    c: &mut [[f32; W]],
+    accumulate: bool,
+) {
+    let (a, _) = a.as_chunks::<MR>();
+    let (c, _) = c.as_chunks_mut::<MR>();
+    for (a, c) in a.iter().zip(c) {
+        let mut col = 0;
+        while col < W / S::F32_LANES {
+            let mut sum = start::<S, MR, NV, W>(simd, c, col, accumulate);
+            for k in 0..K {
+                let (b, _) = S::as_simd_f32s(&b[k]);
+                for m in 0..MR {
+                    let x = simd.splat_f32s(a[m][k]);
+                    for v in 0..NV {
+                        sum[m][v] = simd.mul_add_e_f32s(x, b[col + v], sum[m][v]);
+                    }
+                }
+            }
+            finish::<S, MR, NV, W>(sum, c, col);
+            col += NV;
+        }
+    }
+}
+
+/// `c += a^T b`.
+///
+/// # Shapes
+/// - a: `[k, LANES]`, b: `[k, W]`, c: `[LANES, W]`
+#[inline(always)]
+pub(super) fn multiply_transposed<S: Simd, const W: usize>(
+    simd: S,
+    a: &[[f32; LANES]],
+    b: &[[f32; W]],
+    c: &mut [[f32; W]; LANES],
+) {
+    match (S::F32_LANES, W) {
+        (16, 64) => transposed_rows::<S, 4, 4, W>(simd, a, b, c),
+        (16, 32) => transposed_rows::<S, 8, 2, W>(simd, a, b, c),
+        (16, _) => transposed_rows::<S, 8, 1, W>(simd, a, b, c),
+        (4, _) => transposed_rows::<S, 4, 4, W>(simd, a, b, c),
+        (_, _) => transposed_rows::<S, 4, 2, W>(simd, a, b, c),
+    }
+}
+
+#[inline(always)]
+fn transposed_rows<S: Simd, const MR: usize, const NV: usize, const W: usize>(
+    simd: S,
+    a: &[[f32; LANES]],
+    b: &[[f32; W]],
+    c: &mut [[f32; W]; LANES],
+) {
+    let (c, _) = c.as_chunks_mut::<MR>();
+    for (row, c) in c.iter_mut().enumerate() {
+        let mut col = 0;
+        while col < W / S::F32_LANES {
+            let mut sum = start::<S, MR, NV, W>(simd, c, col, true);
+            for (a, b) in a.iter().zip(b) {
+                let a = &a.as_chunks::<MR>().0[row];
+                let (b, _) = S::as_simd_f32s(b);
+                for m in 0..MR {
+                    let x = simd.splat_f32s(a[m]);
+                    for v in 0..NV {
+                        sum[m][v] = simd.mul_add_e_f32s(x, b[col + v], sum[m][v]);
+                    }
+                }
+            }
+            finish::<S, MR, NV, W>(sum, c, col);
+            col += NV;
+        }
+    }
+}
+
+#[inline(always)]
+fn start<S: Simd, const MR: usize, const NV: usize, const W: usize>(
+    simd: S,
+    c: &[[f32; W]; MR],
+    col: usize,
+    accumulate: bool,
+) -> [[S::f32s; NV]; MR] {
+    let mut sum = [[simd.splat_f32s(0.0); NV]; MR];
+    if accumulate {
+        for m in 0..MR {
+            let (c, _) = S::as_simd_f32s(&c[m]);
+            for v in 0..NV {
+                sum[m][v] = c[col + v];
+            }
+        }
+    }
+    sum
+}
+
+#[inline(always)]
+fn finish<S: Simd, const MR: usize, const NV: usize, const W: usize>(
+    sum: [[S::f32s; NV]; MR],
+    c: &mut [[f32; W]; MR],
+    col: usize,
+) {
+    for m in 0..MR {
+        let (c, _) = S::as_mut_simd_f32s(&mut c[m]);
+        for v in 0..NV {
+            c[col + v] = sum[m][v];
+        }
+    }
+}
+
+/// Elementwise `row *= factor` for each row of a panel.
+#[inline(always)]
+pub(super) fn scale_rows<S: Simd, const W: usize>(
+    simd: S,
+    c: &mut [[f32; W]; LANES],
+    factor: &[f32; LANES],
+) {
+    for (row, &factor) in c.iter_mut().zip(factor) {
+        let factor = simd.splat_f32s(factor);
+        for x in S::as_mut_simd_f32s(row).0 {
+            *x = simd.mul_f32s(*x, factor);
+        }
+    }
+}

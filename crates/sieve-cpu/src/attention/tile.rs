@@ -1,0 +1,202 @@
+//! What forward and backward tiles share: panels of queries, gathered blocks of keys, and which pairs of them meet.
+
+use std::ops::Range;
+
+use super::panel::{KEY_STEP, LANES};
+use super::{AttentionShape, keys::Keys};
+
+/// Keys gathered at once.
+pub(super) const BLOCK_KEYS: usize = 64;
+
+/// Width of the head_dim panels for a head_dim: the widest that wastes at most one panel of 16 or half a panel of 64.
+pub(super) fn panel_width(head_dim: usize) -> usize {
+    if head_dim <= 16 {
+        16
+    } else if head_dim.div_ceil(32) % 2 == 1 {
+        32
+    } else {
+        64
+    }
+}
+
+/// One tile of queries of one KV head.
+#[derive(Clone, Copy)]
+pub(super) struct Tile {
+    pub(super) row: usize,
+    pub(super) kv_head: usize,
+    /// First token and one past the last.
+    pub(super) first: usize,
+    pub(super) end: usize,
+}
+
+impl Tile {
+    /// Query rows: the tokens times the heads of the group, token by token.
+    pub(super) fn num_rows(&self, shape: AttentionShape) -> usize {
+        (self.end - self.first) * shape.group_size()
+    }
+}
+
+/// Rows of one operand (q or d_o), cut into panels of [`LANES`] rows; unused rows are zero.
+pub(super) struct RowPanels<const W: usize> {
+    /// `[num_panels, head_dim panels, W, LANES]`.
+    pub(super) transposed: Vec<[[f32; LANES]; W]>,
+    /// `[num_panels, head_dim panels, LANES, W]`.
+    pub(super) natural: Vec<[[f32; W]; LANES]>,
+}
+
+impl<const W: usize> RowPanels<W> {
+    pub(super) fn new() -> Self {
+        Self {
+            transposed: Vec::new(),
+            natural: Vec::new(),
+        }
+    }
+
+    /// Copies `scale * rows` into the natural panels.
+    #[inline(always)]
+    pub(super) fn load<'r>(
+        &mut self,
+        rows: impl ExactSizeIterator<Item = &'r [f32]>,
+        head_dim: usize,
+        scale: f32,
+    ) {
+        let columns = head_dim.div_ceil(W);
+        let num_panels = rows.len().div_ceil(LANES) * columns;
+        self.natural.resize(num_panels, [[0.0; W]; LANES]);
+        let used = rows.len();
+        for (r, x) in rows.enumerate() {
+            for (c, x) in x.chunks(W).enumerate() {
+                let row = &mut self.natural[r / LANES * columns + c][r % LANES];
+                for (row, &x) in row.iter_mut().zip(x) {
+                    *row = scale * x;
+                }
+                row[x.len()..].fill(0.0);
+            }
+        }
+        for r in used..num_panels / columns * LANES {
+            for c in 0..columns {
+                self.natural[r / LANES * columns + c][r % LANES].fill(0.0);
+            }
+        }
+    }
+
+    /// Fills the transposed panels from the natural ones.
+    #[inline(always)]
+    pub(super) fn transpose(&mut self) {
+        self.transposed
+            .resize(self.natural.len(), [[0.0; LANES]; W]);
+        for (transposed, natural) in self.transposed.iter_mut().zip(&self.natural) {
+            for (lane, row) in natural.iter().enumerate() {
+                for (column, &x) in transposed.iter_mut().zip(row) {
+                    column[lane] = x;
+                }
+            }
+        }
+    }
+}
+
+/// Positions of the rows of each panel; -1 for unused rows, which no key is visible to.
+pub(super) fn row_positions(tile: Tile, shape: AttentionShape, positions: &mut Vec<[i32; LANES]>) {
+    let rows = tile.num_rows(shape);
+    positions.clear();
+    positions.resize(rows.div_ceil(LANES), [-1; LANES]);
+    for r in 0..rows {
+        positions[r / LANES][r % LANES] = (tile.first + r / shape.group_size()) as i32;
+    }
+}
+
+/// The keys of a block that some row of a panel sees.
+pub(super) struct Meeting {
+    /// Inside the block; both ends are multiples of [`KEY_STEP`].
+    pub(super) keys: Range<usize>,
+    /// Whether some pair inside the range is not visible.
+    pub(super) masked: bool,
+}
+
+/// Keys and values gathered from the packed tensor; unused slots are zero and visible to nobody.
+pub(super) struct KeyBlock<const W: usize> {
+    /// `[head_dim panels, BLOCK_KEYS, W]`.
+    pub(super) k: Vec<[[f32; W]; BLOCK_KEYS]>,
+    /// `[head_dim panels, BLOCK_KEYS, W]`.
+    pub(super) v: Vec<[[f32; W]; BLOCK_KEYS]>,
+    pub(super) position: [i32; BLOCK_KEYS],
+    pub(super) expire: [i32; BLOCK_KEYS],
+    pub(super) delta: [f32; BLOCK_KEYS],
+    len: usize,
+}
+
+impl<const W: usize> KeyBlock<W> {
+    pub(super) fn new(head_dim: usize) -> Self {
+        let columns = head_dim.div_ceil(W);
+        Self {
+            k: vec![[[0.0; W]; BLOCK_KEYS]; columns],
+            v: vec![[[0.0; W]; BLOCK_KEYS]; columns],
+            position: [i32::MAX; BLOCK_KEYS],
+            expire: [0; BLOCK_KEYS],
+            delta: [0.0; BLOCK_KEYS],
+            len: 0,
+        }
+    }
+
+    /// Gathers `list` (at most [`BLOCK_KEYS`] keys) of one KV head from a batch row of qkv.
+    #[inline(always)]
+    pub(super) fn gather(
+        &mut self,
+        qkv_row: &[f32],
+        shape: AttentionShape,
+        keys: &Keys<'_>,
+        tile: Tile,
+        list: &[u32],
+    ) {
+        let d = shape.head_dim;
+        let k_at = (shape.num_heads + tile.kv_head) * d;
+        let v_at = k_at + shape.num_kv_heads * d;
+        let expire = keys.expire(tile.row, tile.kv_head);
+        let delta = keys.delta(tile.row, tile.kv_head);
+        for (slot, &j) in list.iter().enumerate() {
+            let j = j as usize;
+            let token = &qkv_row[j * shape.token_len()..(j + 1) * shape.token_len()];
+            copy_columns(&token[k_at..k_at + d], slot, &mut self.k);
+            copy_columns(&token[v_at..v_at + d], slot, &mut self.v);
+            self.position[slot] = j as i32;
+            self.expire[slot] = expire[j];
+            self.delta[slot] = delta.map_or(0.0, |delta| delta[j]);
+        }
+        for slot in list.len()..self.len {
+            copy_columns(&[], slot, &mut self.k);
+            copy_columns(&[], slot, &mut self.v);
+            self.position[slot] = i32::MAX;
+            self.expire[slot] = 0;
+            self.delta[slot] = 0.0;
+        }
+        self.len = list.len();
+    }
+
+    /// Where the rows of tokens `[first, last]` meet this block, `None` when nowhere.
+    #[inline(always)]
+    pub(super) fn meeting(&self, first: i32, last: i32) -> Option<Meeting> {
+        let sees =
+            |s: &usize| self.position[*s] <= last && self.expire[*s] > self.position[*s].max(first);
+        let low = (0..self.len).find(sees)?;
+        let high = (0..self.len).rfind(sees)?;
+        let keys = low / KEY_STEP * KEY_STEP..(high + 1).next_multiple_of(KEY_STEP);
+        let masked = keys
+            .clone()
+            .any(|s| self.position[s] > first || self.expire[s] <= last);
+        Some(Meeting { keys, masked })
+    }
+}
+
+#[inline(always)]
+fn copy_columns<const W: usize>(x: &[f32], slot: usize, panels: &mut [[[f32; W]; BLOCK_KEYS]]) {
+    for (c, panel) in panels.iter_mut().enumerate() {
+        let x = &x[(c * W).min(x.len())..((c + 1) * W).min(x.len())];
+        match <&[f32; W]>::try_from(x) {
+            Ok(whole) => panel[slot] = *whole,
+            Err(_) => {
+                panel[slot][..x.len()].copy_from_slice(x);
+                panel[slot][x.len()..].fill(0.0);
+            }
+        }
+    }
+}

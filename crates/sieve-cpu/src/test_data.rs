@@ -1,0 +1,82 @@
+//! Random inputs and comparisons for the tests.
+
+/// A small generator (splitmix64); tests name their seed.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut x = self.0;
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    pub(crate) fn below(&mut self, limit: usize) -> usize {
+        (self.bits() % limit as u64) as usize
+    }
+
+    /// About normal, mean 0, variance 1.
+    pub(crate) fn normal(&mut self) -> f32 {
+        let sum: f64 = (0..12)
+            .map(|_| (self.bits() >> 11) as f64 / (1_u64 << 53) as f64)
+            .sum();
+        (sum - 6.0) as f32
+    }
+
+    pub(crate) fn vector(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.normal()).collect()
+    }
+
+    /// Start and end of the document of each token, `[batch, seq_len]`, with documents of random length.
+    pub(crate) fn documents(&mut self, batch: usize, seq_len: usize) -> (Vec<i32>, Vec<i32>) {
+        let (mut start, mut end) = (Vec::new(), Vec::new());
+        for _ in 0..batch {
+            let mut first = 0;
+            while first < seq_len {
+                let len = 1 + self.below(seq_len - first).min(self.below(seq_len));
+                for _ in 0..len {
+                    start.push(first as i32);
+                    end.push((first + len) as i32);
+                }
+                first += len;
+            }
+        }
+        (start, end)
+    }
+}
+
+/// One document per row.
+pub(crate) fn whole_rows(batch: usize, seq_len: usize) -> (Vec<i32>, Vec<i32>) {
+    (
+        vec![0; batch * seq_len],
+        vec![seq_len as i32; batch * seq_len],
+    )
+}
+
+/// Fails on a value that is not finite, then on the largest |difference| above `tolerance * (1 + |expected|)`.
+#[track_caller]
+pub(crate) fn assert_close(what: &str, got: &[f32], expected: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), expected.len(), "{what}: lengths differ");
+    let mut worst = (0.0, 0);
+    for (i, (&got, &expected)) in got.iter().zip(expected).enumerate() {
+        if expected == f64::NEG_INFINITY && got == f32::NEG_INFINITY {
+            continue;
+        }
+        assert!(
+            got.is_finite() && expected.is_finite(),
+            "{what}[{i}]: {got}, expected {expected}"
+        );
+        let error = (f64::from(got) - expected).abs() / (1.0 + expected.abs());
+        if error > worst.0 {
+            worst = (error, i);
+        }
+    }
+    let (error, i) = worst;
+    assert!(
+        error <= tolerance,
+        "{what}[{i}]: {} instead of {}, error {error:e}",
+        got[i],
+        expected[i]
+    );
+}
