@@ -34,6 +34,18 @@ pub(crate) fn require_non_empty(
     }
 }
 
+/// An i32 tensor of one number a token, `[batch, seq_len]`; returned contiguous.
+pub(crate) fn require_tokens(
+    kernel: &'static str,
+    name: &'static str,
+    tensor: &CudaTensor,
+    shape: [usize; 2],
+) -> Result<CudaTensor, KernelError> {
+    tensor.require_dtype(kernel, name, DType::I32)?;
+    tensor.require_shape(kernel, name, &shape)?;
+    Ok(tensor.contiguous())
+}
+
 /// A float type that the element-wise kernels are compiled for: true for bf16, false for f32.
 pub(crate) fn require_float(
     kernel: &'static str,

@@ -18,12 +18,31 @@ pub mod ahead_of_time;
 mod cache;
 mod probe;
 
+pub mod oracle;
+
+mod attention_tiling;
+mod heads;
+
+mod attention_forward;
+mod dma_attention_forward;
+mod dma_lists;
+mod dma_select;
+
 mod swiglu_backward;
 mod swiglu_forward;
 
+pub use attention_forward::{AttentionResult, attention_forward, attention_forward_kernel};
+pub use attention_tiling::{ForwardTiling, KeySource};
 pub use cache::{KernelCache, init_runtime};
 pub use cuda_tensor::{CudaPrimitive, CudaTensor};
+pub use dma_attention_forward::{dma_attention_forward, dma_attention_forward_kernel};
+pub use dma_lists::{
+    KeyLists, TILE_QUERIES, dma_lists, dma_lists_kernel, dma_lists_prefix_kernel, list_capacity,
+    selection_of_expire,
+};
+pub use dma_select::{Selection, dma_select, dma_select_kernels};
 pub use error::{CudaVersion, KernelError};
+pub use heads::{AttentionShape, Heads, Qkv};
 pub use layout::{RowLayout, contiguous_strides, row_layout, strides_are_contiguous};
 pub use probe::{CudaReport, DeviceReport, memory_bytes, probe};
 pub use source::{KernelText, kernel_file, kernel_files};

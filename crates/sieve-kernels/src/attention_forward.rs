@@ -1,0 +1,129 @@
+//! Launch of `kernels/attention_forward.cu`: dense causal and sliding-window attention.
+use crate::attention_tiling::{ForwardTiling, KeySource};
+use crate::checks::{require_non_empty, require_tokens};
+use crate::cuda_tensor::CudaTensor;
+use crate::error::KernelError;
+use crate::heads::{AttentionShape, Qkv};
+use crate::source_kernel::SourceKernel;
+use burn::tensor::DType;
+
+const NAME: &str = "attention_forward";
+
+/// What a forward attention kernel returns.
+#[derive(Debug, Clone)]
+pub struct AttentionResult {
+    /// Output, bf16 `[batch, seq_len, num_heads, head_dim_v]`.
+    pub o: CudaTensor,
+    /// Natural logarithm of each row's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing.
+    pub lse: CudaTensor,
+}
+
+/// Causal attention inside documents: query i sees the keys `max(doc_start[i], i - window + 1) <= j <= i`; `None` is no
+/// window. `bias` is f32 `[batch, num_kv_heads, seq_len]`, added to every logit of its key (DMA with every key kept).
+/// `doc_start` is i32 `[batch, seq_len]`.
+///
+/// # Errors
+/// Another type than bf16, sizes that do not fit, a window of 0, a scale that is not positive.
+pub fn attention_forward(
+    qkv: &Qkv,
+    doc_start: &CudaTensor,
+    window: Option<usize>,
+    softmax_scale: f32,
+    bias: Option<&CudaTensor>,
+) -> Result<AttentionResult, KernelError> {
+    let shape = qkv.shape(NAME)?;
+    let qkv = qkv.walkable();
+    require_scale(NAME, softmax_scale)?;
+    let window = window.unwrap_or(shape.seq_len).min(shape.seq_len);
+    require_non_empty(NAME, "window", window)?;
+    let doc_start = require_tokens(NAME, "doc_start", doc_start, [shape.batch, shape.seq_len])?;
+    let bias = bias
+        .map(|bias| require_per_key(NAME, "bias", bias, &shape))
+        .transpose()?;
+    let q = qkv.q.tensor();
+    let o = q.empty_contiguous(&shape.output(), DType::BF16);
+    let lse = q.empty_contiguous(&shape.lse(), DType::F32);
+
+    let source = if bias.is_some() {
+        KeySource::Biased
+    } else {
+        KeySource::Dense
+    };
+    let limit = q.client().properties().hardware.max_shared_memory_size;
+    let tiling = ForwardTiling::choose(NAME, &shape, source, limit)?;
+    let mut words = shape_words(&shape);
+    words.extend(qkv.words(NAME)?);
+    words.extend([window as u64, u64::from(softmax_scale.to_bits())]);
+    let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &doc_start];
+    tensors.extend(bias.as_ref());
+    tensors.extend([&o, &lse]);
+    // SAFETY: sizes, strides and types checked above; reads the inputs, writes every element of o and lse.
+    unsafe {
+        attention_forward_kernel(&shape, &tiling, source).launch(
+            tiling.grid(&shape, source),
+            &tensors,
+            &words,
+        )
+    }?;
+    Ok(AttentionResult { o, lse })
+}
+
+/// The specialisation for a shape and tiling.
+pub fn attention_forward_kernel(
+    shape: &AttentionShape,
+    tiling: &ForwardTiling,
+    source: KeySource,
+) -> SourceKernel {
+    tiling.apply(SourceKernel::new(NAME), shape, source)
+}
+
+/// The first four words of every attention kernel's params.
+pub(crate) fn shape_words(shape: &AttentionShape) -> Vec<u64> {
+    [
+        shape.batch,
+        shape.seq_len,
+        shape.num_heads,
+        shape.num_kv_heads,
+    ]
+    .map(|word| word as u64)
+    .to_vec()
+}
+
+/// An f32 tensor of one number a key and KV head; returned contiguous.
+pub(crate) fn require_per_key(
+    kernel: &'static str,
+    name: &'static str,
+    tensor: &CudaTensor,
+    shape: &AttentionShape,
+) -> Result<CudaTensor, KernelError> {
+    tensor.require_dtype(kernel, name, DType::F32)?;
+    tensor.require_shape(kernel, name, &shape.per_key())?;
+    Ok(tensor.contiguous())
+}
+
+/// The kernels fold the scale into the exponent, so it must be a positive number.
+pub(crate) fn require_scale(kernel: &'static str, softmax_scale: f32) -> Result<(), KernelError> {
+    if softmax_scale > 0.0 && softmax_scale.is_finite() {
+        return Ok(());
+    }
+    let (got, supported) = (softmax_scale.to_string(), "positive and finite".to_owned());
+    Err(KernelError::Unsupported {
+        kernel,
+        what: "softmax_scale",
+        got,
+        supported,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scale_must_be_positive() {
+        assert!(require_scale("k", 0.125).is_ok());
+        for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+            assert!(require_scale("k", bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! Launch of `kernels/dma_attention_forward.cu`: attention over the keys that DMA kept.
+use crate::attention_forward::{AttentionResult, require_per_key, require_scale, shape_words};
+use crate::attention_tiling::{ForwardTiling, KeySource};
+use crate::cuda_tensor::CudaTensor;
+use crate::dma_lists::KeyLists;
+use crate::error::KernelError;
+use crate::heads::{AttentionShape, Qkv};
+use crate::oracle::SUPER_BLOCK;
+use crate::source_kernel::SourceKernel;
+use burn::tensor::DType;
+
+const NAME: &str = "dma_attention_forward";
+
+/// Attention of query i over the keys with `j <= i < expire[j]`, `delta` (f32 `[batch, num_kv_heads, seq_len]`) added to
+/// every logit of its key (paper 004, eq. 3 to 6). A query that sees nothing gets `o = 0`, `lse = -inf`.
+///
+/// # Errors
+/// Another type than bf16, sizes that do not fit each other or the lists, a scale that is not positive.
+pub fn dma_attention_forward(
+    qkv: &Qkv,
+    delta: &CudaTensor,
+    lists: &KeyLists,
+    softmax_scale: f32,
+) -> Result<AttentionResult, KernelError> {
+    let shape = qkv.shape(NAME)?;
+    let qkv = qkv.walkable();
+    require_scale(NAME, softmax_scale)?;
+    require_lists(NAME, lists, &shape)?;
+    let delta = require_per_key(NAME, "delta", delta, &shape)?;
+    let q = qkv.q.tensor();
+    let o = q.empty_contiguous(&shape.output(), DType::BF16);
+    let lse = q.empty_contiguous(&shape.lse(), DType::F32);
+
+    let limit = q.client().properties().hardware.max_shared_memory_size;
+    let tiling = ForwardTiling::choose(NAME, &shape, KeySource::Gathered, limit)?;
+    let mut words = shape_words(&shape);
+    words.extend(qkv.words(NAME)?);
+    words.extend([
+        u64::from(softmax_scale.to_bits()),
+        lists.capacity() as u64,
+        lists.tile_queries as u64,
+    ]);
+    let tensors = [
+        q,
+        qkv.k.tensor(),
+        qkv.v.tensor(),
+        &delta,
+        &lists.list,
+        &lists.tile_window,
+        &o,
+        &lse,
+    ];
+    let kernel = dma_attention_forward_kernel(&shape, &tiling);
+    // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; writes every element
+    // of o and lse.
+    unsafe { kernel.launch(tiling.grid(&shape, KeySource::Gathered), &tensors, &words) }?;
+    Ok(AttentionResult { o, lse })
+}
+
+/// The specialisation for a shape and tiling.
+pub fn dma_attention_forward_kernel(
+    shape: &AttentionShape,
+    tiling: &ForwardTiling,
+) -> SourceKernel {
+    tiling.apply(SourceKernel::new(NAME), shape, KeySource::Gathered)
+}
+
+/// Checks that lists were made for a shape.
+pub(crate) fn require_lists(
+    kernel: &'static str,
+    lists: &KeyLists,
+    shape: &AttentionShape,
+) -> Result<(), KernelError> {
+    let (batch, heads) = (shape.batch, shape.num_kv_heads);
+    let blocks = shape.seq_len.div_ceil(SUPER_BLOCK);
+    let tiles = shape.seq_len.div_ceil(lists.tile_queries);
+    let [_, _, _, capacity, _] = lists.list.dims::<5>(kernel, "list")?;
+    lists
+        .list
+        .require_shape(kernel, "list", &[batch, heads, blocks, capacity, 2])?;
+    lists
+        .tile_window
+        .require_shape(kernel, "tile_window", &[batch, heads, tiles, 2])?;
+    lists.list.require_contiguous(kernel, "list")?;
+    lists.tile_window.require_contiguous(kernel, "tile_window")
+}
