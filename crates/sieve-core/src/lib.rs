@@ -1,5 +1,18 @@
 //! Recipes, shapes and errors of Sieve: what every other crate agrees on. No Burn, no CUDA, no input or output.
 //!
+//! ```
+//! use sieve_core::Recipe;
+//!
+//! # let text = include_str!("../../../recipes/quickstart.toml");
+//! let overrides = ["optimizer.lr=1e-3".to_owned()];
+//! let recipe = Recipe::load(text, "quickstart.toml", &overrides)?;
+//! let shape = recipe.model_shape(4096)?;
+//! let sparse = shape.executed_flops_per_token(recipe.training.seq_len);
+//! let dense = shape.dense_flops_per_token(recipe.training.seq_len);
+//! assert!(sparse.attention < dense.attention && sparse.linear == dense.linear);
+//! # Ok::<(), sieve_core::RecipeError>(())
+//! ```
+//!
 //! - [`recipe`]: the TOML recipe, its rules and its error messages
 //! - [`paths`]: variables in a recipe's paths
 //! - [`model`]: the sizes a model is built from, in Sieve's own names, and its parameter counts

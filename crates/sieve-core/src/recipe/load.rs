@@ -73,12 +73,13 @@ impl Recipe {
     /// The recipe with every default written out; [`load`](Self::load) reads it back equal.
     ///
     /// # Errors
-    /// [`RecipeError::NotRepresentable`] for a whole number above `i64::MAX`, which [`validate`](Self::validate)
-    /// refuses too.
+    /// [`RecipeError::NotRepresentable`] for a whole number above `i64::MAX`.
     pub fn to_toml(&self) -> Result<String, RecipeError> {
-        toml::to_string(self).map_err(|error| RecipeError::NotRepresentable {
-            message: error.to_string(),
-        })
+        // The writer would print larger numbers, which no reader takes; the conversion refuses them.
+        Table::try_from(self)
+            .map_err(|error| error.to_string())
+            .and_then(|_| toml::to_string(self).map_err(|error| error.to_string()))
+            .map_err(|message| RecipeError::NotRepresentable { message })
     }
 
     fn deserialize_table(table: Table) -> Result<Self, toml::de::Error> {

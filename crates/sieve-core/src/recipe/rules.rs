@@ -18,6 +18,7 @@ const MAX_HEAD_DIM: usize = 1 << 12;
 const MAX_VOCAB: usize = 1 << 24;
 const MAX_SEQ_LEN: usize = 1 << 27;
 const MAX_BATCH: usize = 1 << 24;
+const MAX_STEPS: usize = 1 << 40;
 
 /// The sections to check; `None` for one that could not be read, whose rules are then left out.
 pub(super) struct Parts<'a> {
@@ -274,7 +275,7 @@ fn check_paths(key: &'static str, paths: &[String], rules: &mut Rules<'_>) {
 }
 
 fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
-    rules.at_least_one("training.steps", training.steps as u64);
+    rules.size("training.steps", training.steps, MAX_STEPS);
     rules.size("training.seq_len", training.seq_len, MAX_SEQ_LEN);
     rules.size(
         "training.local_batch_size",

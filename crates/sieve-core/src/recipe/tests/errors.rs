@@ -495,6 +495,10 @@ fn validate_reports_the_rules_for_a_recipe_changed_in_code() {
         .collect::<Vec<_>>();
     assert_eq!(keys, ["model.head_dim", "training.seed", "optimizer.lr"]);
     assert!(matches!(
+        recipe.to_toml(),
+        Err(RecipeError::NotRepresentable { .. })
+    ));
+    assert!(matches!(
         recipe.diff(&minimal()),
         Err(RecipeError::NotRepresentable { .. })
     ));

@@ -1,0 +1,220 @@
+//! Every recipe the project ships loads, and the paper's have the paper's numbers.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use sieve_core::recipe::{AttentionKind, Location, TokenizerSection};
+use sieve_core::{Attention, Recipe, paths};
+
+/// What the recipes of one size take from Table 4 of arXiv:2508.02124v1.
+struct Row {
+    size: &'static str,
+    steps: usize,
+    /// Millions of tokens in a step, rounded by the paper.
+    batch: f64,
+    lr: f64,
+    num_layers: usize,
+    d_model: usize,
+    num_heads: usize,
+    keep_window_size: usize,
+}
+
+/// The last row is the paper's first stage: 32,000 of 40,000 steps.
+#[rustfmt::skip]
+const TABLE_4: [Row; 4] = [
+    Row { size: "80m", steps: 13_500, batch: 0.128, lr: 3e-3, num_layers: 12, d_model: 768, num_heads: 6, keep_window_size: 1024 },
+    Row { size: "200m", steps: 20_800, batch: 0.192, lr: 2e-3, num_layers: 16, d_model: 1024, num_heads: 8, keep_window_size: 1024 },
+    Row { size: "680m", steps: 35_000, batch: 0.392, lr: 1e-3, num_layers: 24, d_model: 1536, num_heads: 12, keep_window_size: 1024 },
+    Row { size: "1p7b", steps: 32_000, batch: 1.0, lr: 1e-3, num_layers: 28, d_model: 2048, num_heads: 16, keep_window_size: 2048 },
+];
+
+fn shipped() -> BTreeMap<String, (String, Recipe)> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes");
+    let entries =
+        std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    let files = entries.map(|entry| entry.expect("a readable entry").path());
+    files
+        .filter(|path| {
+            path.extension()
+                .is_some_and(|extension| extension == "toml")
+        })
+        .map(|path| {
+            let name = path
+                .file_stem()
+                .expect("a file name")
+                .to_string_lossy()
+                .into_owned();
+            let text =
+                std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{name}: {error}"));
+            let recipe = Recipe::load(&text, &name, &[]).unwrap_or_else(|error| panic!("{error}"));
+            (name, (text, recipe))
+        })
+        .collect()
+}
+
+#[test]
+fn every_shipped_recipe_loads_and_is_complete() {
+    let recipes = shipped();
+    let kinds = AttentionKind::ALL.map(AttentionKind::name);
+    let expected = TABLE_4
+        .iter()
+        .flat_map(|row| kinds.map(|kind| format!("{kind}_{}", row.size)));
+    for name in expected.chain(["quickstart".to_owned()]) {
+        assert!(
+            recipes.contains_key(&name),
+            "recipes/{name}.toml is missing"
+        );
+    }
+    for (name, (_, recipe)) in &recipes {
+        let text = recipe.to_toml().expect("a loaded recipe can be written");
+        assert_eq!(
+            Recipe::load(&text, name, &[]).as_ref(),
+            Ok(recipe),
+            "{name}"
+        );
+        if let Some((kind, _)) = name.split_once('_') {
+            assert_eq!(
+                recipe.attention.kind().name(),
+                kind,
+                "{name}: named after another attention"
+            );
+        }
+    }
+}
+
+#[test]
+fn paper_recipes_follow_table_4() {
+    let recipes = shipped();
+    for row in TABLE_4 {
+        let size = row.size;
+        for kind in AttentionKind::ALL {
+            let name = format!("{}_{size}", kind.name());
+            let (text, recipe) = &recipes[&name];
+            assert_eq!(recipe.training.steps, row.steps, "{name}");
+            assert_eq!(recipe.optimizer.lr, row.lr, "{name}");
+            assert_eq!(recipe.model.num_hidden_layers, row.num_layers, "{name}");
+            assert_eq!(recipe.model.hidden_size, row.d_model, "{name}");
+            assert_eq!(recipe.model.num_attention_heads, row.num_heads, "{name}");
+            // The table rounds its batches; whole rows of 2048 tokens come within 5 %.
+            let tokens = recipe.training.tokens_per_step() as f64 / 1e6;
+            assert!(
+                (tokens / row.batch - 1.0).abs() < 0.05,
+                "{name}: {tokens}M tokens a step, not {}M",
+                row.batch
+            );
+            let shape = recipe.model_shape(50_277).expect("the NeoX tokenizer fits");
+            match shape.attention {
+                Attention::Mha => {}
+                Attention::Swa { window_size } => assert_eq!(window_size, 1024, "{name}"),
+                Attention::Dma {
+                    keep_window_size, ..
+                } => assert_eq!(keep_window_size, row.keep_window_size, "{name}"),
+            }
+            let extrapolated = kind == AttentionKind::Swa && ["680m", "1p7b"].contains(&size);
+            assert_eq!(text.contains("EXTRAPOLATION"), extrapolated, "{name}");
+            assert_eq!(text.contains("FIRST STAGE ONLY"), size == "1p7b", "{name}");
+            assert!(
+                text.lines().all(|line| line.chars().count() <= 120),
+                "{name}: a line over 120 letters"
+            );
+        }
+    }
+}
+
+#[test]
+fn paper_recipes_have_the_sizes_their_names_say() {
+    let recipes = shipped();
+    // Besides the embedding; the 1.7B counts its vocabulary of 151,936 tokens in the paper's model, Qwen3-1.7B.
+    for (size, millions) in [
+        ("80m", 85.0),
+        ("200m", 201.0),
+        ("680m", 680.0),
+        ("1p7b", 1410.0),
+    ] {
+        for kind in AttentionKind::ALL.map(AttentionKind::name) {
+            let shape = recipes[&format!("{kind}_{size}")]
+                .1
+                .model_shape(50_277)
+                .expect("the NeoX tokenizer fits");
+            let counted = shape.parameters().non_embedding() as f64 / 1e6;
+            assert!(
+                (counted / millions - 1.0).abs() < 0.005,
+                "{kind}_{size}: {counted}M, not {millions}M"
+            );
+        }
+    }
+}
+
+#[test]
+fn recipes_of_one_size_differ_in_their_attention_alone() {
+    let recipes = shipped();
+    for Row { size, .. } in TABLE_4 {
+        let (_, mha) = &recipes[&format!("mha_{size}")];
+        for kind in ["swa", "dma"] {
+            let changes = mha
+                .diff(&recipes[&format!("{kind}_{size}")].1)
+                .expect("both can be written");
+            let others = changes
+                .iter()
+                .filter(|change| !change.key.starts_with("attention."))
+                .collect::<Vec<_>>();
+            assert!(others.is_empty(), "{kind}_{size}: {others:?}");
+        }
+    }
+}
+
+#[test]
+fn quickstart_is_sparse_and_takes_one_override_to_compare() {
+    let (text, recipe) = &shipped()["quickstart"];
+    let Attention::Dma {
+        keep_window_size, ..
+    } = Attention::from(&recipe.attention)
+    else {
+        panic!("not DMA")
+    };
+    assert!(
+        4 * keep_window_size <= recipe.training.seq_len,
+        "the window is more than a quarter of the length"
+    );
+    assert!(
+        matches!(recipe.tokenizer, TokenizerSection::Train(_)),
+        "quickstart must need no file"
+    );
+    for overrides in [
+        vec!["attention.kind=mha"],
+        vec!["attention.kind=swa", "attention.sliding_window=64"],
+    ] {
+        let overrides = overrides.into_iter().map(str::to_owned).collect::<Vec<_>>();
+        Recipe::load(text, "quickstart", &overrides).unwrap_or_else(|error| panic!("{error}"));
+    }
+    // Without CARGO_HOME the registry is found below the home folder.
+    for path in &recipe.data.paths {
+        let home = |name: &str| (name == "HOME").then(|| "/home/ada".to_owned());
+        let expanded = paths::expand(path, &home).unwrap_or_else(|error| panic!("{error}"));
+        assert!(
+            expanded.starts_with("/home/ada/.cargo/registry/src/"),
+            "{expanded}"
+        );
+    }
+}
+
+#[test]
+fn a_mistake_in_a_shipped_recipe_would_be_found() {
+    let (text, _) = &shipped()["quickstart"];
+    let broken = text.replace("keep_window_size", "keep_windw_size");
+    let error = Recipe::load(&broken, "quickstart", &[]).expect_err("a misspelt key");
+    let sieve_core::RecipeError::Invalid { mistakes, .. } = error else {
+        panic!("{error}")
+    };
+    let line = broken
+        .lines()
+        .position(|line| line.starts_with("keep_windw_size"))
+        .expect("the line is there")
+        + 1;
+    assert!(
+        mistakes
+            .iter()
+            .any(|mistake| mistake.location == Some(Location::Line(line))),
+        "{mistakes:?}"
+    );
+}
