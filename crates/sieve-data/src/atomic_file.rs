@@ -1,0 +1,135 @@
+//! Files that appear whole or not at all: written to a temporary name, fsynced, renamed.
+
+use std::fs::{self, File};
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use crate::error::DataError;
+
+/// A file being written under `<path>.tmp`. Dropped before [`publish`](FinishedFile::publish), it leaves nothing.
+pub(crate) struct AtomicFile {
+    writer: Option<BufWriter<File>>,
+    names: Names,
+}
+
+/// A whole, fsynced temporary file that only needs its name.
+pub(crate) struct FinishedFile {
+    names: Names,
+}
+
+struct Names {
+    temporary: PathBuf,
+    path: PathBuf,
+    remove_on_drop: bool,
+}
+
+impl Drop for Names {
+    fn drop(&mut self) {
+        if self.remove_on_drop {
+            // The error that led here is the one worth telling; a leftover is removed by the next preparation.
+            let _ = fs::remove_file(&self.temporary);
+        }
+    }
+}
+
+impl AtomicFile {
+    pub(crate) fn create(path: &Path) -> Result<Self, DataError> {
+        let temporary = temporary_name(path);
+        let file = File::create(&temporary).map_err(DataError::io("create", &temporary))?;
+        let names = Names {
+            temporary,
+            path: path.to_path_buf(),
+            remove_on_drop: true,
+        };
+        Ok(Self {
+            writer: Some(BufWriter::with_capacity(1 << 20, file)),
+            names,
+        })
+    }
+
+    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), DataError> {
+        let writer = self
+            .writer
+            .as_mut()
+            .expect("the writer is taken by finish alone");
+        writer
+            .write_all(bytes)
+            .map_err(DataError::io("write", &self.names.temporary))
+    }
+
+    /// Flushes and fsyncs.
+    pub(crate) fn finish(mut self) -> Result<FinishedFile, DataError> {
+        let writer = self
+            .writer
+            .take()
+            .expect("the writer is taken by finish alone");
+        let file = writer
+            .into_inner()
+            .map_err(|error| DataError::io("write", &self.names.temporary)(error.into_error()))?;
+        file.sync_all()
+            .map_err(DataError::io("fsync", &self.names.temporary))?;
+        Ok(FinishedFile { names: self.names })
+    }
+}
+
+impl FinishedFile {
+    /// Renames to the final name. The folder is not fsynced: see [`sync_dir`].
+    pub(crate) fn publish(mut self) -> Result<(), DataError> {
+        fs::rename(&self.names.temporary, &self.names.path)
+            .map_err(DataError::io("rename", &self.names.temporary))?;
+        self.names.remove_on_drop = false;
+        Ok(())
+    }
+}
+
+/// Writes `bytes` to `path` whole or not at all, and makes the name durable.
+pub(crate) fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), DataError> {
+    let mut file = AtomicFile::create(path)?;
+    file.write(bytes)?;
+    file.finish()?.publish()?;
+    sync_dir(path.parent().unwrap_or(Path::new("")))
+}
+
+/// Makes renames inside `dir` durable.
+pub(crate) fn sync_dir(dir: &Path) -> Result<(), DataError> {
+    let dir = if dir.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        dir
+    };
+    File::open(dir)
+        .and_then(|file| file.sync_all())
+        .map_err(DataError::io("fsync", dir))
+}
+
+/// `<path>.tmp`, in the same folder, so that the rename is atomic.
+pub(crate) fn temporary_name(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".tmp");
+    PathBuf::from(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dropped_file_leaves_nothing_and_the_old_one_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.bin");
+        write_atomically(&path, b"old").unwrap();
+        let mut file = AtomicFile::create(&path).unwrap();
+        file.write(b"half").unwrap();
+        drop(file);
+        assert_eq!(fs::read(&path).unwrap(), b"old");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_missing_folder_is_named() {
+        let error = write_atomically(Path::new("/nonexistent/x"), b"")
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("/nonexistent/x"), "{error}");
+    }
+}

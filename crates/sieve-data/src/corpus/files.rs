@@ -1,0 +1,155 @@
+//! From paths, folders and globs to an ordered list of files.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
+
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::{CorpusConfig, FileOrder, SourceFile};
+use crate::error::DataError;
+
+/// A file with its place below the folder or glob that named it.
+struct Found {
+    path: PathBuf,
+    relative: PathBuf,
+}
+
+pub(super) fn expand(config: &CorpusConfig) -> Result<Vec<SourceFile>, DataError> {
+    if config.paths.is_empty() {
+        return Err(DataError::NoPaths);
+    }
+    let mut found = Vec::new();
+    for pattern in &config.paths {
+        let before = found.len();
+        expand_one(pattern, &config.extensions, &mut found)?;
+        if found.len() == before {
+            let searched = match Path::new(pattern).is_dir() {
+                true => format!(" ending in one of {:?}", config.extensions),
+                false => String::new(),
+            };
+            return Err(DataError::NoFiles {
+                pattern: pattern.clone(),
+                searched,
+            });
+        }
+    }
+    found.sort_by(|a, b| {
+        a.path
+            .cmp(&b.path)
+            .then_with(|| a.relative.cmp(&b.relative))
+    });
+    found.dedup_by(|a, b| a.path == b.path);
+    if let FileOrder::Hashed { seed } = config.order {
+        found.sort_by_cached_key(|file| {
+            xxh3_64_with_seed(file.relative.as_os_str().as_encoded_bytes(), seed)
+        });
+    }
+    found.into_iter().map(|file| stat(file.path)).collect()
+}
+
+fn stat(path: PathBuf) -> Result<SourceFile, DataError> {
+    let metadata = fs::metadata(&path).map_err(DataError::io("read", &path))?;
+    let modified = metadata
+        .modified()
+        .ok()
+        .and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+    let modified_ns = modified.map_or(0, |age| u64::try_from(age.as_nanos()).unwrap_or(u64::MAX));
+    Ok(SourceFile {
+        path,
+        num_bytes: metadata.len(),
+        modified_ns,
+    })
+}
+
+fn expand_one(
+    pattern: &str,
+    extensions: &[String],
+    found: &mut Vec<Found>,
+) -> Result<(), DataError> {
+    let path = Path::new(pattern);
+    // A path that exists is itself, even with a `[` in its name.
+    if path.is_dir() {
+        return walk(path, path, extensions, found);
+    }
+    if path.exists() {
+        found.push(Found {
+            path: path.to_path_buf(),
+            relative: path.file_name().unwrap_or_default().into(),
+        });
+        return Ok(());
+    }
+    let options = glob::MatchOptions {
+        require_literal_leading_dot: true,
+        ..Default::default()
+    };
+    let matches = glob::glob_with(pattern, options).map_err(|error| DataError::BadGlob {
+        pattern: pattern.to_owned(),
+        reason: error.to_string(),
+    })?;
+    let base = literal_base(path);
+    for entry in matches {
+        let path = entry.map_err(|error| {
+            let path = error.path().to_path_buf();
+            DataError::Io {
+                action: "list",
+                path,
+                source: error.into(),
+            }
+        })?;
+        if path.is_dir() {
+            walk(&path, &base, extensions, found)?;
+        } else {
+            let relative = path.strip_prefix(&base).unwrap_or(&path).to_path_buf();
+            found.push(Found { path, relative });
+        }
+    }
+    Ok(())
+}
+
+/// The part of a glob before its first wildcard.
+fn literal_base(pattern: &Path) -> PathBuf {
+    pattern
+        .components()
+        .take_while(|part| {
+            !part
+                .as_os_str()
+                .as_encoded_bytes()
+                .iter()
+                .any(|byte| b"*?[".contains(byte))
+        })
+        .collect()
+}
+
+fn walk(
+    dir: &Path,
+    base: &Path,
+    extensions: &[String],
+    found: &mut Vec<Found>,
+) -> Result<(), DataError> {
+    for entry in fs::read_dir(dir).map_err(DataError::io("list", dir))? {
+        let entry = entry.map_err(DataError::io("list", dir))?;
+        let path = entry.path();
+        if entry.file_name().as_encoded_bytes().starts_with(b".") {
+            continue;
+        }
+        let kind = entry.file_type().map_err(DataError::io("read", &path))?;
+        if kind.is_dir() {
+            walk(&path, base, extensions, found)?;
+        } else if path.is_file() && has_extension(&path, extensions) {
+            let relative = path.strip_prefix(base).unwrap_or(&path).to_path_buf();
+            found.push(Found { path, relative });
+        }
+    }
+    Ok(())
+}
+
+fn has_extension(path: &Path, extensions: &[String]) -> bool {
+    let extension = path
+        .extension()
+        .and_then(|extension| extension.to_str())
+        .unwrap_or_default();
+    extensions
+        .iter()
+        .any(|wanted| wanted.eq_ignore_ascii_case(extension))
+}

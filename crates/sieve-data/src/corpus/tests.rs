@@ -1,0 +1,348 @@
+use std::fs;
+use std::path::Path;
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn write(dir: &Path, name: &str, bytes: impl AsRef<[u8]>) -> String {
+    let path = dir.join(name);
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(&path, bytes).unwrap();
+    path.to_str().unwrap().to_owned()
+}
+
+fn texts(config: CorpusConfig) -> Result<Vec<String>, DataError> {
+    Corpus::open(config)?
+        .documents()
+        .map(|document| document.map(|document| document.text))
+        .collect()
+}
+
+fn message<T: std::fmt::Debug>(result: Result<T, DataError>) -> String {
+    result.unwrap_err().to_string()
+}
+
+#[test]
+fn folders_globs_and_files_give_each_file_once_and_sorted() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    for name in [
+        "b.txt",
+        "a.md",
+        "sub/c.rs",
+        "sub/deep/d.TXT",
+        "e.bin",
+        ".hidden/f.txt",
+        "g.toml",
+    ] {
+        write(root, name, format!("text of {name}"));
+    }
+    let at = |name: &str| root.join(name).to_str().unwrap().to_owned();
+    let config = CorpusConfig::text(vec![at(""), at("**/*.txt"), at("g.toml")]);
+    let names = Corpus::open(config.clone())
+        .unwrap()
+        .files()
+        .iter()
+        .map(|f| f.path.clone())
+        .collect::<Vec<_>>();
+    let wanted =
+        ["a.md", "b.txt", "g.toml", "sub/c.rs", "sub/deep/d.TXT"].map(|name| root.join(name));
+    assert_eq!(names, wanted);
+    let mut reversed = config;
+    reversed.paths.reverse();
+    let again = Corpus::open(reversed).unwrap();
+    assert_eq!(
+        again
+            .files()
+            .iter()
+            .map(|f| f.path.clone())
+            .collect::<Vec<_>>(),
+        names
+    );
+    // A glob may match folders, and takes any ending of a file.
+    assert_eq!(texts(CorpusConfig::text(vec![at("s*")])).unwrap().len(), 2);
+    assert_eq!(
+        texts(CorpusConfig::text(vec![at("*.bin")])).unwrap(),
+        ["text of e.bin"]
+    );
+}
+
+#[test]
+fn a_path_with_glob_signs_is_itself() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = write(dir.path(), "a[1].txt", "odd name");
+    assert_eq!(texts(CorpusConfig::text(vec![path])).unwrap(), ["odd name"]);
+}
+
+#[test]
+fn hashed_order_does_not_depend_on_the_folder() {
+    let order = |seed| {
+        let dir = tempfile::tempdir().unwrap();
+        for number in 0..40 {
+            write(dir.path(), &format!("{number:02}.txt"), format!("{number}"));
+        }
+        let order = FileOrder::Hashed { seed };
+        texts(CorpusConfig {
+            order,
+            ..CorpusConfig::text(vec![dir.path().to_str().unwrap().into()])
+        })
+        .unwrap()
+    };
+    assert_eq!(order(1), order(1));
+    assert_ne!(order(1), order(2));
+    let mut sorted = order(1);
+    sorted.sort_by_key(|text| text.parse::<u32>().unwrap());
+    assert_eq!(
+        sorted,
+        (0..40).map(|number| number.to_string()).collect::<Vec<_>>()
+    );
+}
+
+#[test]
+fn bad_paths_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), "x.bin", "x");
+    let root = dir.path().to_str().unwrap().to_owned();
+    assert!(message(Corpus::open(CorpusConfig::text(vec![]))).contains("no data paths"));
+    let missing = format!("{root}/missing.txt");
+    assert!(message(Corpus::open(CorpusConfig::text(vec![missing.clone()]))).contains(&missing));
+    assert!(
+        message(Corpus::open(CorpusConfig::text(vec![format!(
+            "{root}/*.zzz"
+        )])))
+        .contains("*.zzz")
+    );
+    assert!(
+        message(Corpus::open(CorpusConfig::text(vec!["a***b".into()])))
+            .contains("not a valid glob")
+    );
+    let folder = message(Corpus::open(CorpusConfig::text(vec![root])));
+    assert!(
+        folder.contains(r#"ending in one of ["txt", "md", "rs"]"#),
+        "{folder}"
+    );
+}
+
+#[test]
+fn a_file_that_vanishes_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = write(dir.path(), "a.txt", "a");
+    for config in [
+        CorpusConfig::text(vec![path.clone()]),
+        CorpusConfig::jsonl(vec![path.clone()], "text"),
+    ] {
+        write(dir.path(), "a.txt", "a");
+        let corpus = Corpus::open(config).unwrap();
+        fs::remove_file(&path).unwrap();
+        assert!(message(corpus.documents().collect::<Result<Vec<_>, _>>()).contains(&path));
+    }
+}
+
+#[test]
+fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let latin = write(dir.path(), "1.txt", b"caf\xe9 au lait");
+    let nul = write(dir.path(), "2.txt", b"ab\0cd");
+    let large = write(dir.path(), "3.txt", "x".repeat(50));
+    write(dir.path(), "4.txt", " \n\t");
+    write(dir.path(), "5.txt", "\u{feff}good");
+    let strict = |path: &str| CorpusConfig {
+        max_document_bytes: Some(20),
+        ..CorpusConfig::text(vec![path.into()])
+    };
+    let error = message(texts(strict(&latin)));
+    assert!(error.contains("1.txt: not UTF-8 at byte 3"), "{error}");
+    let error = message(texts(strict(&nul)));
+    assert!(error.contains("2.txt: NUL at byte 2"), "{error}");
+    let error = message(texts(strict(&large)));
+    assert!(
+        error.contains("3.txt: a document of 50 bytes is over the limit of 20"),
+        "{error}"
+    );
+
+    let lenient = CorpusConfig {
+        skip_invalid: true,
+        ..strict(dir.path().to_str().unwrap())
+    };
+    let corpus = Corpus::open(lenient).unwrap();
+    let mut documents = corpus.documents();
+    let first = documents.next().unwrap().unwrap();
+    assert_eq!(
+        first,
+        Document {
+            text: "good".into(),
+            file_idx: 4,
+            line: 1
+        }
+    );
+    assert!(documents.next().is_none());
+    let report = documents.report();
+    assert_eq!(
+        (report.num_files, report.num_documents, report.num_bytes),
+        (5, 1, 4)
+    );
+    assert_eq!((report.num_invalid, report.num_blank), (3, 1));
+    assert!(report.first_invalid.as_ref().unwrap().contains("1.txt"));
+}
+
+#[test]
+fn jsonl_gives_one_document_a_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let lines = "\u{feff}{\"id\": 1, \"text\": \"first\\nline\", \"meta\": {\"text\": 5}}\r\n\n  \n{\"t\\u0065xt\": \"h\\u00e9\"}";
+    let path = write(dir.path(), "a.jsonl", lines);
+    let corpus = Corpus::open(CorpusConfig::jsonl(vec![path], "text")).unwrap();
+    let documents = corpus
+        .documents()
+        .map(|document| document.unwrap())
+        .collect::<Vec<_>>();
+    assert_eq!(
+        documents
+            .iter()
+            .map(|d| (d.text.as_str(), d.line))
+            .collect::<Vec<_>>(),
+        [("first\nline", 1), ("hé", 4)]
+    );
+}
+
+#[test]
+fn bad_jsonl_lines_are_named_or_skipped() {
+    let dir = tempfile::tempdir().unwrap();
+    let cases: [(&[u8], &str); 7] = [
+        (
+            b"{\"body\": \"x\"}",
+            "line 2 has no column \"text\" (it has [\"body\"])",
+        ),
+        (b"{\"text\": 7}", "line 2: column \"text\" is a number"),
+        (b"{\"text\": null}", "line 2: column \"text\" is null"),
+        (b"{\"text\": \"x\"", "line 2 is not a JSON object"),
+        (b"[1, 2]", "line 2 is not a JSON object"),
+        (
+            b"{\"text\": \"x\"} {\"text\": \"y\"}",
+            "line 2 is not a JSON object",
+        ),
+        (b"{\"text\": \"\xff\"}", "not UTF-8 at byte 27"),
+    ];
+    for (bad, wanted) in cases {
+        let bytes = [
+            b"{\"text\": \"good\"}\n".as_slice(),
+            bad,
+            b"\n{\"text\": \"last\"}\n",
+        ]
+        .concat();
+        let path = write(dir.path(), "a.jsonl", bytes);
+        let config = CorpusConfig::jsonl(vec![path], "text");
+        let error = message(texts(config.clone()));
+        assert!(
+            error.contains("a.jsonl") && error.contains(wanted),
+            "{error} lacks {wanted}"
+        );
+        assert_eq!(
+            texts(CorpusConfig {
+                skip_invalid: true,
+                ..config
+            })
+            .unwrap(),
+            ["good", "last"]
+        );
+    }
+}
+
+#[test]
+fn duplicates_are_dropped_when_asked() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, text) in [("1.txt", "same"), ("2.txt", "other"), ("3.txt", "same")] {
+        write(dir.path(), name, text);
+    }
+    let config = CorpusConfig::text(vec![dir.path().to_str().unwrap().into()]);
+    assert_eq!(texts(config.clone()).unwrap(), ["same", "other", "same"]);
+    assert_eq!(
+        texts(CorpusConfig {
+            deduplicate: true,
+            ..config
+        })
+        .unwrap(),
+        ["same", "other"]
+    );
+}
+
+#[test]
+fn max_bytes_is_never_passed() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["1.txt", "2.txt", "3.txt"] {
+        write(dir.path(), name, format!("four{name}"));
+    }
+    let config = CorpusConfig::text(vec![dir.path().to_str().unwrap().into()]);
+    for (max_bytes, num_documents) in [(9, 1), (17, 1), (18, 2), (27, 3), (1000, 3)] {
+        let config = CorpusConfig {
+            max_bytes: Some(max_bytes),
+            ..config.clone()
+        };
+        assert_eq!(
+            texts(config).unwrap().len(),
+            num_documents,
+            "max_bytes {max_bytes}"
+        );
+    }
+    let error = message(texts(CorpusConfig {
+        max_bytes: Some(8),
+        ..config
+    }));
+    assert!(
+        error.contains("no document in 3 files") && error.contains("max_bytes"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_corpus_of_nothing_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = write(dir.path(), "a.txt", "");
+    assert!(
+        message(texts(CorpusConfig::text(vec![path]))).contains("no document in 1 files (1 blank")
+    );
+}
+
+#[test]
+fn the_fingerprint_sees_changes() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = write(dir.path(), "a.txt", "a");
+    let config = CorpusConfig::text(vec![path]);
+    let of = |config: &CorpusConfig| Corpus::open(config.clone()).unwrap().fingerprint();
+    let before = of(&config);
+    assert_eq!(of(&config), before);
+    assert_ne!(
+        of(&CorpusConfig {
+            deduplicate: true,
+            ..config.clone()
+        }),
+        before
+    );
+    write(dir.path(), "a.txt", "ab");
+    assert_ne!(of(&config), before);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    // Whatever the bytes, reading ends with documents or an error, never a panic.
+    #[test]
+    fn any_bytes_are_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = write(dir.path(), "a.txt", &bytes);
+        for skip_invalid in [false, true] {
+            for config in [CorpusConfig::text(vec![path.clone()]), CorpusConfig::jsonl(vec![path.clone()], "text")] {
+                let _ = texts(CorpusConfig { skip_invalid, ..config });
+            }
+        }
+    }
+
+    #[test]
+    fn jsonl_returns_what_was_written(texts_in in proptest::collection::vec("[^\\x00]{0,40}", 1..10)) {
+        let kept = texts_in.iter().filter(|text| !text.trim().is_empty()).cloned().collect::<Vec<_>>();
+        prop_assume!(!kept.is_empty());
+        let dir = tempfile::tempdir().unwrap();
+        let lines = texts_in.iter().map(|text| serde_json::json!({"id": 1, "text": text}).to_string() + "\n");
+        let path = write(dir.path(), "a.jsonl", lines.collect::<String>());
+        prop_assert_eq!(texts(CorpusConfig::jsonl(vec![path], "text")).unwrap(), kept);
+    }
+}

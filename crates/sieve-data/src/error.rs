@@ -1,0 +1,242 @@
+//! The one error type of the crate.
+
+use std::path::{Path, PathBuf};
+
+/// What can go wrong between a text file and a batch. Every message says what, where, and how to fix it.
+#[derive(Debug, thiserror::Error)]
+pub enum DataError {
+    /// The operating system refused: missing file, no permission, full disk.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// What was tried, as a verb: "read", "write", "rename".
+        action: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The reason of the operating system.
+        source: std::io::Error,
+    },
+    /// The list of paths is empty.
+    #[error("no data paths are given\n  hint: name at least one file, folder or glob")]
+    NoPaths,
+    /// A pattern is not a valid glob.
+    #[error("{pattern:?} is not a valid glob: {reason}")]
+    BadGlob {
+        /// The pattern as given.
+        pattern: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A path or glob matches no file.
+    #[error(
+        "{pattern:?} matches no file{searched}\n  hint: check the path; in folders only files with a known ending are taken, a glob takes any"
+    )]
+    NoFiles {
+        /// The path or glob as given.
+        pattern: String,
+        /// What was looked for, when it was a folder.
+        searched: String,
+    },
+    /// A document is not UTF-8.
+    #[error("{}: not UTF-8 at byte {byte_offset}\n  hint: convert the file, or allow invalid documents to be skipped", path.display())]
+    NotUtf8 {
+        /// The file.
+        path: PathBuf,
+        /// Offset of the first bad byte in the file.
+        byte_offset: u64,
+    },
+    /// A document holds a NUL byte, so it is most likely no text.
+    #[error("{}: NUL at byte {byte_offset}, so this is probably not text\n  hint: leave the file out, or allow invalid documents to be skipped", path.display())]
+    NulByte {
+        /// The file.
+        path: PathBuf,
+        /// Offset of the first NUL in the file (text), or of its line (JSONL).
+        byte_offset: u64,
+    },
+    /// A document is larger than allowed.
+    #[error("{}: a document of {bytes} bytes is over the limit of {max_bytes}\n  hint: raise max_document_bytes, split the document, or allow invalid documents to be skipped", path.display())]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+        /// Size of the document.
+        bytes: u64,
+        /// The limit.
+        max_bytes: u64,
+    },
+    /// A line of a JSONL file is not a JSON object.
+    #[error("{}: line {line} is not a JSON object: {reason}", path.display())]
+    BadJson {
+        /// The file.
+        path: PathBuf,
+        /// Line number, from 1.
+        line: u64,
+        /// The parser's reason.
+        reason: String,
+    },
+    /// A JSONL object lacks the text column.
+    #[error("{}: line {line} has no column {column:?} (it has {found:?})\n  hint: set text_column to the column that holds the text", path.display())]
+    MissingColumn {
+        /// The file.
+        path: PathBuf,
+        /// Line number, from 1.
+        line: u64,
+        /// The column looked for.
+        column: String,
+        /// The columns of that line.
+        found: Vec<String>,
+    },
+    /// The text column holds something else than a string.
+    #[error("{}: line {line}: column {column:?} is {found}, not a string", path.display())]
+    ColumnNotText {
+        /// The file.
+        path: PathBuf,
+        /// Line number, from 1.
+        line: u64,
+        /// The column looked for.
+        column: String,
+        /// What is there: "a number", "null".
+        found: &'static str,
+    },
+    /// Every file was read and no document came out.
+    #[error(
+        "no document in {num_files} files ({summary})\n  hint: check the paths, the format and the limits"
+    )]
+    EmptyCorpus {
+        /// Number of files read.
+        num_files: usize,
+        /// Where the documents went.
+        summary: String,
+    },
+    /// A split came out empty.
+    #[error(
+        "the {split} split holds no document: {num_documents} documents, validation_fraction {validation_fraction}\n  hint: change validation_fraction, or give more text"
+    )]
+    EmptySplit {
+        /// "train" or "validation".
+        split: &'static str,
+        /// Number of documents in all.
+        num_documents: u64,
+        /// The fraction asked for.
+        validation_fraction: f64,
+    },
+    /// A setting is out of its range.
+    #[error("{name}: {reason}")]
+    BadSetting {
+        /// Name of the setting.
+        name: &'static str,
+        /// What is wrong and what would be right.
+        reason: String,
+    },
+    /// A tokenizer file cannot be used.
+    #[error("{}: not a usable tokenizer.json: {reason}", path.display())]
+    BadTokenizer {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        reason: String,
+    },
+    /// Training a tokenizer failed.
+    #[error("the tokenizer could not be trained: {reason}")]
+    TokenizerTraining {
+        /// The reason.
+        reason: String,
+    },
+    /// A special token is not in the vocabulary.
+    #[error(
+        "the tokenizer has no token {token:?}\n  hint: name its end-of-document token, one of its special tokens: {special:?}"
+    )]
+    NoSuchToken {
+        /// What was looked for.
+        token: String,
+        /// The special tokens that there are (at most 16).
+        special: Vec<String>,
+    },
+    /// The tokenizer refused a text or ids.
+    #[error("the tokenizer cannot {action} {what}: {reason}")]
+    Tokenize {
+        /// "encode" or "decode".
+        action: &'static str,
+        /// The text's origin.
+        what: String,
+        /// The reason.
+        reason: String,
+    },
+    /// A shard file is malformed.
+    #[error("{}: {what}\n  hint: the file is damaged or no Megatron-LM shard; prepare the data again", path.display())]
+    BadShard {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
+    /// A token id is outside the vocabulary.
+    #[error("{}: document {document} holds token {token}, outside a vocabulary of {vocab_size}\n  hint: the shard was made with another tokenizer than the model's", path.display())]
+    TokenOutOfVocabulary {
+        /// The file.
+        path: PathBuf,
+        /// The document.
+        document: u64,
+        /// The token id as stored.
+        token: i64,
+        /// Size of the vocabulary.
+        vocab_size: usize,
+    },
+    /// A shard is too small for one sample.
+    #[error("{}: {num_tokens} tokens in {num_documents} documents give no sample of seq_len {seq_len}\n  hint: give more text or lower seq_len", path.display())]
+    TooFewTokens {
+        /// The shard.
+        path: PathBuf,
+        /// Its tokens.
+        num_tokens: u64,
+        /// Its documents.
+        num_documents: u64,
+        /// The length asked for.
+        seq_len: usize,
+    },
+    /// The folder holds another preparation, or something else.
+    #[error("{}: {what}\n  hint: choose another folder, or ask for the data to be replaced", dir.display())]
+    OtherPreparation {
+        /// The folder.
+        dir: PathBuf,
+        /// What it holds, and what differs.
+        what: String,
+    },
+    /// A side file of a preparation cannot be understood.
+    #[error("{}: {what}\n  hint: prepare the data again", path.display())]
+    BadMeta {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
+    /// The background thread ended early.
+    #[error("the loader's background thread ended early: {reason}")]
+    PrefetchStopped {
+        /// The reason.
+        reason: String,
+    },
+}
+
+impl DataError {
+    /// For `map_err`: wraps an I/O error with what was tried on which path.
+    pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.to_path_buf();
+        move |source| Self::Io {
+            action,
+            path,
+            source,
+        }
+    }
+
+    /// True when one document is at fault and the others can still be read.
+    pub(crate) fn is_invalid_document(&self) -> bool {
+        matches!(
+            self,
+            Self::NotUtf8 { .. }
+                | Self::NulByte { .. }
+                | Self::TooLarge { .. }
+                | Self::BadJson { .. }
+                | Self::MissingColumn { .. }
+                | Self::ColumnNotText { .. }
+        )
+    }
+}

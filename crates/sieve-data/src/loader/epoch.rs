@@ -1,0 +1,130 @@
+//! One epoch: documents in their order, and which pieces of them make up a row.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::{LoaderConfig, Order, Packing};
+use crate::permutation::Permutation;
+use crate::shard::ShardReader;
+
+/// Where each document ends when they are laid end to end in the epoch's order.
+#[derive(Debug)]
+pub(super) struct Epoch {
+    number: u64,
+    /// `None` keeps the shard's order.
+    permutation: Option<Permutation>,
+    packing: Packing,
+    seq_len: u64,
+    /// Per place in the order: tokens (concatenated) or rows (one document per row) up to and with that document.
+    ends: Vec<u64>,
+    num_samples: u64,
+}
+
+/// A piece of a document in a row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub(super) document: u64,
+    /// Tokens of the document, not empty.
+    pub(super) tokens: Range<u64>,
+}
+
+impl Epoch {
+    pub(super) fn new(shard: &ShardReader, config: &LoaderConfig, number: u64) -> Self {
+        let seq_len = config.seq_len as u64;
+        let permutation = match config.order {
+            Order::Shuffled { seed } => Some(Permutation::new(shard.num_documents(), seed, number)),
+            Order::Sequential => None,
+        };
+        let lengths = (0..shard.num_documents()).into_par_iter().map(|place| {
+            let document = permutation
+                .as_ref()
+                .map_or(place, |permutation| permutation.get(place));
+            let len = shard.document_len(document);
+            match config.packing {
+                Packing::Concatenated => len,
+                Packing::OneDocumentPerRow => len.saturating_sub(1).div_ceil(seq_len),
+            }
+        });
+        let mut ends = lengths.collect::<Vec<_>>();
+        let mut total = 0;
+        for end in &mut ends {
+            total += *end;
+            *end = total;
+        }
+        let num_samples = match (config.packing, config.order) {
+            (Packing::OneDocumentPerRow, _) => total,
+            (Packing::Concatenated, Order::Shuffled { .. }) => total / seq_len,
+            // The last token ends a document, so it has no label and needs no row of its own.
+            (Packing::Concatenated, Order::Sequential) => total.saturating_sub(1).div_ceil(seq_len),
+        };
+        Self {
+            number,
+            permutation,
+            packing: config.packing,
+            seq_len,
+            ends,
+            num_samples,
+        }
+    }
+
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
+    pub(super) fn num_samples(&self) -> u64 {
+        self.num_samples
+    }
+
+    /// The pieces of one row, at most `seq_len` tokens in all.
+    pub(super) fn row(&self, shard: &ShardReader, sample: u64) -> Vec<Piece> {
+        match self.packing {
+            Packing::Concatenated => self.concatenated_row(shard, sample),
+            Packing::OneDocumentPerRow => vec![self.single_row(shard, sample)],
+        }
+    }
+
+    fn concatenated_row(&self, shard: &ShardReader, sample: u64) -> Vec<Piece> {
+        let mut token = sample * self.seq_len;
+        let row_end = token + self.seq_len;
+        let mut pieces = Vec::new();
+        for place in self.place_of(token)..self.ends.len() {
+            if token == row_end {
+                break;
+            }
+            let document = self.document(place);
+            let begin = self.ends[place] - shard.document_len(document);
+            let piece_end = self.ends[place].min(row_end);
+            if token < piece_end {
+                pieces.push(Piece {
+                    document,
+                    tokens: token - begin..piece_end - begin,
+                });
+                token = piece_end;
+            }
+        }
+        pieces
+    }
+
+    fn single_row(&self, shard: &ShardReader, sample: u64) -> Piece {
+        let place = self.place_of(sample);
+        let document = self.document(place);
+        let rows_before = if place == 0 { 0 } else { self.ends[place - 1] };
+        let start = (sample - rows_before) * self.seq_len;
+        Piece {
+            document,
+            tokens: start..(start + self.seq_len).min(shard.document_len(document) - 1),
+        }
+    }
+
+    /// The place in the order that holds token or row number `unit`.
+    fn place_of(&self, unit: u64) -> usize {
+        self.ends.partition_point(|&end| end <= unit)
+    }
+
+    fn document(&self, place: usize) -> u64 {
+        self.permutation
+            .as_ref()
+            .map_or(place as u64, |permutation| permutation.get(place as u64))
+    }
+}

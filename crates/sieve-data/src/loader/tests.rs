@@ -1,0 +1,391 @@
+use std::fs;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::permutation::Permutation;
+use crate::prefetch::{Prefetch, PrefetchPlan};
+use crate::shard::ShardWriter;
+
+const VOCAB_SIZE: usize = 50_000;
+const EOS: u32 = 0;
+const PAD: u32 = 1;
+
+/// A shard of documents with these lengths; token `t` of document `d` is `100 d + t + 2`, the last one `EOS`.
+fn shard(lengths: &[usize]) -> (tempfile::TempDir, Arc<ShardReader>) {
+    let dir = tempfile::tempdir().unwrap();
+    let prefix = dir.path().join("s");
+    let mut writer = ShardWriter::create(&prefix, VOCAB_SIZE).unwrap();
+    for (document, &len) in lengths.iter().enumerate() {
+        let mut tokens = (0..len)
+            .map(|token| (100 * document + token + 2) as u32)
+            .collect::<Vec<_>>();
+        if let Some(last) = tokens.last_mut() {
+            *last = EOS;
+        }
+        writer.push(&tokens).unwrap();
+    }
+    writer.finish().unwrap();
+    let reader = Arc::new(ShardReader::open(&prefix).unwrap());
+    (dir, reader)
+}
+
+fn config(seq_len: usize, order: Order, packing: Packing) -> LoaderConfig {
+    LoaderConfig {
+        seq_len,
+        order,
+        packing,
+        vocab_size: VOCAB_SIZE,
+        pad_id: PAD,
+    }
+}
+
+fn join(mut left: Batch, right: Batch) -> Batch {
+    assert_eq!(
+        (left.first_sample + left.batch as u64, left.seq_len),
+        (right.first_sample, right.seq_len)
+    );
+    left.batch += right.batch;
+    left.tokens.extend(right.tokens);
+    left.labels.extend(right.labels);
+    left.doc_start.extend(right.doc_start);
+    left.doc_end.extend(right.doc_end);
+    left.positions.extend(right.positions);
+    left.documents.extend(right.documents);
+    left
+}
+
+#[test]
+fn a_packed_row_is_as_written_by_hand() {
+    let (_dir, shard) = shard(&[3, 1, 4]);
+    let loader = Loader::new(shard, config(5, Order::Sequential, Packing::Concatenated)).unwrap();
+    assert_eq!(loader.samples_per_epoch(), 2);
+    let batch = loader.batch(0, 2).unwrap();
+    let wanted = Batch {
+        first_sample: 0,
+        batch: 2,
+        seq_len: 5,
+        tokens: vec![2, 3, 0, 0, 202, /* second row */ 203, 204, 0, 1, 1],
+        labels: vec![3, 0, -100, -100, 203, 204, 0, -100, -100, -100],
+        doc_start: vec![0, 0, 0, 3, 4, 0, 0, 0, 3, 3],
+        doc_end: vec![3, 3, 3, 4, 5, 3, 3, 3, 5, 5],
+        positions: vec![0, 1, 2, 0, 0, 0, 1, 2, 0, 1],
+        documents: vec![0, 0, 0, 1, 2, 2, 2, 2, PAD_DOCUMENT, PAD_DOCUMENT],
+    };
+    assert_eq!(batch, wanted);
+    assert_eq!(batch.num_labels(), 5);
+}
+
+#[test]
+fn one_document_per_row_is_as_written_by_hand() {
+    let (_dir, shard) = shard(&[6, 1, 3]);
+    let loader = Loader::new(
+        shard,
+        config(4, Order::Sequential, Packing::OneDocumentPerRow),
+    )
+    .unwrap();
+    assert_eq!(loader.samples_per_epoch(), 3);
+    let batch = loader.batch(0, 3).unwrap();
+    assert_eq!(batch.tokens, [2, 3, 4, 5, 6, 1, 1, 1, 202, 203, 1, 1]);
+    assert_eq!(
+        batch.labels,
+        [3, 4, 5, 6, 0, -100, -100, -100, 203, 0, -100, -100]
+    );
+    assert_eq!(batch.doc_start, [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 2, 2]);
+    assert_eq!(batch.doc_end, [4, 4, 4, 4, 1, 4, 4, 4, 2, 2, 4, 4]);
+    assert_eq!(batch.positions, [0, 1, 2, 3, 0, 0, 1, 2, 0, 1, 0, 1]);
+    let pad = PAD_DOCUMENT;
+    assert_eq!(
+        batch.documents,
+        [0, 0, 0, 0, 0, pad, pad, pad, 2, 2, pad, pad]
+    );
+}
+
+#[test]
+fn settings_are_checked() {
+    let (_dir, small) = shard(&[3, 4]);
+    let shuffled = Order::Shuffled { seed: 1 };
+    let message = |config| {
+        Loader::new(Arc::clone(&small), config)
+            .unwrap_err()
+            .to_string()
+    };
+    let good = config(4, shuffled, Packing::Concatenated);
+    assert!(message(LoaderConfig { seq_len: 0, ..good }).contains("seq_len"));
+    assert!(
+        message(LoaderConfig {
+            pad_id: VOCAB_SIZE as u32,
+            ..good
+        })
+        .contains("pad_id")
+    );
+    assert!(
+        message(LoaderConfig { seq_len: 8, ..good })
+            .contains("7 tokens in 2 documents give no sample of seq_len 8")
+    );
+    assert_eq!(
+        Loader::new(Arc::clone(&small), LoaderConfig { seq_len: 7, ..good })
+            .unwrap()
+            .samples_per_epoch(),
+        1
+    );
+    // In order, a row is padded instead.
+    let padded = LoaderConfig {
+        seq_len: 8,
+        order: Order::Sequential,
+        ..good
+    };
+    assert_eq!(
+        Loader::new(Arc::clone(&small), padded)
+            .unwrap()
+            .samples_per_epoch(),
+        1
+    );
+    for (lengths, packing) in [
+        (&[][..], Packing::Concatenated),
+        (&[1, 1], Packing::OneDocumentPerRow),
+    ] {
+        let (_dir, none) = shard(lengths);
+        assert!(Loader::new(none, config(2, Order::Sequential, packing)).is_err());
+    }
+    let loader = Loader::new(
+        small,
+        LoaderConfig {
+            vocab_size: 102,
+            ..good
+        },
+    )
+    .unwrap();
+    let error = loader.batch(0, 1).unwrap_err().to_string();
+    assert!(
+        error.contains("document 1") && error.contains("vocabulary of 102"),
+        "{error}"
+    );
+}
+
+#[test]
+fn prefetching_gives_the_same_batches_and_ends() {
+    let (_dir, shard) = shard(&[30, 7, 12, 90, 4]);
+    let loader = Loader::new(
+        shard,
+        config(8, Order::Shuffled { seed: 4 }, Packing::Concatenated),
+    )
+    .unwrap();
+    let loader = Arc::new(loader);
+    let plan = PrefetchPlan {
+        first_sample: 5,
+        batch: 2,
+        stride: 6,
+        num_batches: Some(10),
+        depth: 3,
+    };
+    let batches = Prefetch::new(Arc::clone(&loader), plan)
+        .unwrap()
+        .map(|batch| batch.unwrap())
+        .collect::<Vec<_>>();
+    let wanted = (0..10)
+        .map(|number| loader.batch(5 + 6 * number, 2).unwrap())
+        .collect::<Vec<_>>();
+    assert_eq!(batches, wanted);
+
+    // Dropped while the thread waits for room, it ends: the loader has one owner again.
+    let mut endless = Prefetch::new(
+        Arc::clone(&loader),
+        PrefetchPlan {
+            num_batches: None,
+            ..plan
+        },
+    )
+    .unwrap();
+    assert_eq!(endless.next().unwrap().unwrap(), wanted[0]);
+    drop(endless);
+    assert_eq!(Arc::strong_count(&loader), 1);
+}
+
+#[test]
+fn prefetching_gives_an_error_once() {
+    let (_dir, shard) = shard(&[3, 4]);
+    let small = LoaderConfig {
+        vocab_size: 50,
+        ..config(7, Order::Sequential, Packing::Concatenated)
+    };
+    let loader = Arc::new(Loader::new(shard, small).unwrap());
+    let plan = PrefetchPlan {
+        first_sample: 0,
+        batch: 1,
+        stride: 1,
+        num_batches: None,
+        depth: 2,
+    };
+    let mut batches = Prefetch::new(loader, plan).unwrap();
+    assert!(batches.next().unwrap().is_err());
+    assert!(batches.next().is_none());
+    assert!(batches.next().is_none());
+}
+
+#[test]
+fn a_cut_file_is_refused_before_the_loader_sees_it() {
+    let (dir, _) = shard(&[3, 4]);
+    let bin = dir.path().join("s.bin");
+    let bytes = fs::read(&bin).unwrap();
+    fs::write(&bin, &bytes[..10]).unwrap();
+    assert!(ShardReader::open(&dir.path().join("s")).is_err());
+}
+
+/// What a row should be, by the plainest means: the epoch's whole stream as (document, place in it).
+fn brute_force_row(
+    lengths: &[usize],
+    config: LoaderConfig,
+    sample: u64,
+) -> Vec<Option<(usize, usize)>> {
+    let num_documents = lengths.len() as u64;
+    let order = |epoch| match config.order {
+        Order::Sequential => (0..lengths.len()).collect::<Vec<_>>(),
+        Order::Shuffled { seed } => {
+            let permutation = Permutation::new(num_documents, seed, epoch);
+            (0..num_documents)
+                .map(|place| permutation.get(place) as usize)
+                .collect()
+        }
+    };
+    let rows_of_epoch = |epoch| {
+        let mut rows: Vec<Vec<(usize, usize)>> = Vec::new();
+        match config.packing {
+            Packing::Concatenated => {
+                let stream = order(epoch)
+                    .into_iter()
+                    .flat_map(|d| (0..lengths[d]).map(move |token| (d, token)));
+                let mut stream = stream.collect::<Vec<_>>();
+                match config.order {
+                    Order::Shuffled { .. } => {
+                        stream.truncate(stream.len() / config.seq_len * config.seq_len)
+                    }
+                    Order::Sequential if stream.len() % config.seq_len == 1 => drop(stream.pop()),
+                    Order::Sequential => {}
+                }
+                rows.extend(stream.chunks(config.seq_len).map(<[_]>::to_vec));
+            }
+            Packing::OneDocumentPerRow => {
+                for d in order(epoch) {
+                    let tokens = (0..lengths[d].saturating_sub(1))
+                        .map(|token| (d, token))
+                        .collect::<Vec<_>>();
+                    rows.extend(tokens.chunks(config.seq_len).map(<[_]>::to_vec));
+                }
+            }
+        }
+        rows
+    };
+    let mut before = 0;
+    for epoch in 0.. {
+        let rows = rows_of_epoch(epoch);
+        if sample < before + rows.len() as u64 {
+            let mut row = rows[(sample - before) as usize]
+                .iter()
+                .copied()
+                .map(Some)
+                .collect::<Vec<_>>();
+            row.resize(config.seq_len, None);
+            return row;
+        }
+        before += rows.len() as u64;
+    }
+    unreachable!()
+}
+
+fn any_config() -> impl Strategy<Value = LoaderConfig> {
+    let order = prop_oneof![
+        any::<u64>().prop_map(|seed| Order::Shuffled { seed }),
+        Just(Order::Sequential)
+    ];
+    let packing = prop_oneof![
+        Just(Packing::Concatenated),
+        Just(Packing::OneDocumentPerRow)
+    ];
+    (1usize..20, order, packing)
+        .prop_map(|(seq_len, order, packing)| config(seq_len, order, packing))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+    #[test]
+    fn rows_are_what_brute_force_says(
+        lengths in proptest::collection::vec(0usize..40, 1..12),
+        config in any_config(),
+        first_sample in 0u64..60,
+        count in 1usize..8,
+    ) {
+        let (_dir, shard) = shard(&lengths);
+        let Ok(loader) = Loader::new(shard, config) else { return Ok(()) };
+        let batch = loader.batch(first_sample, count).unwrap();
+        for row in 0..count {
+            let wanted = brute_force_row(&lengths, config, first_sample + row as u64);
+            for column in 0..config.seq_len {
+                let at = row * config.seq_len + column;
+                let id = |document: usize, token: usize| {
+                    if token + 1 == lengths[document] { EOS } else { (100 * document + token + 2) as u32 }
+                };
+                let (token, label, document) = match wanted[column] {
+                    None => (PAD, IGNORED_LABEL, PAD_DOCUMENT),
+                    Some((document, token)) => {
+                        let last = token + 1 == lengths[document];
+                        let label = if last { IGNORED_LABEL } else { id(document, token + 1) as i32 };
+                        (id(document, token), label, document as u32)
+                    }
+                };
+                prop_assert_eq!(
+                    (batch.tokens[at], batch.labels[at], batch.documents[at]), (token, label, document),
+                    "row {} column {}", row, column
+                );
+                // Segments: the longest run of equal document ids around this column.
+                let same = |column: &usize| wanted[*column].map(|(d, _)| d) == wanted[at % config.seq_len].map(|(d, _)| d);
+                let start = (0..=column).rev().take_while(same).last().unwrap();
+                let end = (column..config.seq_len).take_while(same).last().unwrap() + 1;
+                prop_assert_eq!((batch.doc_start[at], batch.doc_end[at]), (start as u32, end as u32));
+                prop_assert_eq!(batch.positions[at], (column - start) as u32);
+            }
+        }
+    }
+
+    #[test]
+    fn any_split_of_the_samples_gives_the_same_rows(
+        lengths in proptest::collection::vec(0usize..40, 1..12),
+        config in any_config(),
+        first_sample in 0u64..200,
+        splits in proptest::collection::vec(1usize..5, 1..6),
+    ) {
+        let (_dir, shard) = shard(&lengths);
+        let Ok(loader) = Loader::new(Arc::clone(&shard), config) else { return Ok(()) };
+        let whole = loader.batch(first_sample, splits.iter().sum()).unwrap();
+        // A fresh loader, as after a resume, and the pieces read last one first.
+        let fresh = Loader::new(shard, config).unwrap();
+        let mut pieces = Vec::new();
+        let mut end = first_sample + splits.iter().sum::<usize>() as u64;
+        for &count in splits.iter().rev() {
+            end -= count as u64;
+            pieces.push(fresh.batch(end, count).unwrap());
+        }
+        prop_assert_eq!(pieces.into_iter().rev().reduce(join).unwrap(), whole);
+    }
+
+    // Each epoch gives each document's tokens once, but for the few that fill no row.
+    #[test]
+    fn an_epoch_is_every_token_once(lengths in proptest::collection::vec(1usize..40, 1..12), config in any_config()) {
+        let (_dir, shard) = shard(&lengths);
+        let Ok(loader) = Loader::new(shard, config) else { return Ok(()) };
+        let num_samples = loader.samples_per_epoch();
+        for epoch in 0..3 {
+            let batch = loader.batch(epoch * num_samples, num_samples as usize).unwrap();
+            let mut seen = vec![0usize; lengths.len()];
+            batch.documents.iter().filter(|&&d| d != PAD_DOCUMENT).for_each(|&d| seen[d as usize] += 1);
+            let num_labels = lengths.iter().map(|len| len - 1).sum::<usize>();
+            match (config.packing, config.order) {
+                (Packing::Concatenated, Order::Shuffled { .. }) => {
+                    let missing = lengths.iter().zip(&seen).map(|(len, seen)| len - seen).sum::<usize>();
+                    prop_assert!(missing < config.seq_len);
+                }
+                _ => prop_assert_eq!(batch.num_labels(), num_labels),
+            }
+        }
+    }
+}

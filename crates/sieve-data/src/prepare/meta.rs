@@ -1,0 +1,199 @@
+//! The side files of a preparation: `meta.json` and `validation.docs.json`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::{TRAIN, VALIDATION};
+use crate::corpus::{CorpusConfig, CorpusReport};
+use crate::error::DataError;
+use crate::shard::{TokenDtype, with_ending};
+
+pub(super) const FORMAT_VERSION: u32 = 1;
+
+pub(super) fn path(dir: &Path) -> PathBuf {
+    dir.join("meta.json")
+}
+
+/// What a preparation was made from and what came out.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PreparedMeta {
+    /// Version of the side files' format.
+    pub format_version: u32,
+    /// A hash of everything that decides the result: source files (path, size, time), settings, tokenizer.
+    pub fingerprint: String,
+    /// [`Tokenizer::hash`](crate::Tokenizer::hash), in hexadecimal.
+    pub tokenizer_hash: String,
+    /// Size of the tokenizer's vocabulary.
+    pub vocab_size: usize,
+    /// How tokens are stored.
+    pub dtype: TokenDtype,
+    /// The token that ends each document.
+    pub eos_id: u32,
+    /// [`Corpus::fingerprint`](crate::Corpus::fingerprint), in hexadecimal.
+    pub sources_hash: String,
+    /// The corpus's settings.
+    pub settings: CorpusConfig,
+    /// Where the documents for validation came from.
+    pub validation_settings: ValidationSettings,
+    /// What is in `train.bin`.
+    pub train: SplitMeta,
+    /// What is in `validation.bin`.
+    pub validation: SplitMeta,
+    /// Where the corpus's documents went.
+    pub report: CorpusReport,
+    /// Where the documents of an own validation corpus went.
+    pub validation_report: Option<CorpusReport>,
+}
+
+/// Where the documents for validation came from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ValidationSettings {
+    /// A fraction of the corpus.
+    Fraction(f64),
+    /// An own corpus.
+    Corpus {
+        /// Its fingerprint, in hexadecimal.
+        sources_hash: String,
+        /// Its settings.
+        settings: Box<CorpusConfig>,
+    },
+}
+
+/// What is in one shard.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SplitMeta {
+    /// Documents.
+    pub num_documents: u64,
+    /// Tokens, with one end-of-document token a document.
+    pub num_tokens: u64,
+    /// Bytes of UTF-8 text.
+    pub num_bytes: u64,
+    /// Words: runs of characters that are not white space.
+    pub num_words: u64,
+    /// Size of the `.bin` file.
+    pub bin_bytes: u64,
+    /// Size of the `.idx` file.
+    pub idx_bytes: u64,
+    /// XXH3-128 of the `.bin` file, in hexadecimal: equal tokens in equal order, wherever they came from.
+    pub tokens_hash: String,
+}
+
+impl PreparedMeta {
+    pub(super) fn read(dir: &Path) -> Result<Self, DataError> {
+        let path = path(dir);
+        let bytes = fs::read(&path).map_err(DataError::io("read", &path))?;
+        let bad = |what: String| DataError::BadMeta {
+            path: path.clone(),
+            what,
+        };
+        // The version first: the rest of another version need not fit.
+        let value: serde_json::Value =
+            serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
+        match value
+            .get("format_version")
+            .and_then(serde_json::Value::as_u64)
+        {
+            Some(version) if version == u64::from(FORMAT_VERSION) => {}
+            Some(version) => {
+                return Err(bad(format!(
+                    "format_version {version}; only {FORMAT_VERSION} is known"
+                )));
+            }
+            None => {
+                return Err(bad(
+                    "is no meta.json of a preparation: no format_version".into()
+                ));
+            }
+        }
+        serde_json::from_value(value).map_err(|error| bad(error.to_string()))
+    }
+
+    pub(super) fn to_json(&self) -> Vec<u8> {
+        let mut json =
+            serde_json::to_vec_pretty(self).expect("plain numbers and strings serialise");
+        json.push(b'\n');
+        json
+    }
+
+    /// Checks that the shards are there with the sizes that were written.
+    pub(super) fn check_files(&self, dir: &Path) -> Result<(), DataError> {
+        for (name, split) in [(TRAIN, &self.train), (VALIDATION, &self.validation)] {
+            for (ending, wanted) in [(".bin", split.bin_bytes), (".idx", split.idx_bytes)] {
+                let path = with_ending(&dir.join(name), ending);
+                let found = fs::metadata(&path)
+                    .map_err(DataError::io("read", &path))?
+                    .len();
+                if found != wanted {
+                    return Err(DataError::BadShard {
+                        path,
+                        what: format!("{found} bytes, but meta.json says {wanted}"),
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// How long a document's text is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DocumentSize {
+    /// Bytes of UTF-8 text.
+    pub num_bytes: u64,
+    /// Words: runs of characters that are not white space.
+    pub num_words: u64,
+}
+
+/// `validation.docs.json`: two lists as long as the shard has documents.
+#[derive(Serialize, Deserialize)]
+struct DocumentSizes {
+    format_version: u32,
+    num_bytes: Vec<u64>,
+    num_words: Vec<u64>,
+}
+
+pub(super) fn document_sizes_json(sizes: &[DocumentSize]) -> Vec<u8> {
+    let sizes = DocumentSizes {
+        format_version: FORMAT_VERSION,
+        num_bytes: sizes.iter().map(|size| size.num_bytes).collect(),
+        num_words: sizes.iter().map(|size| size.num_words).collect(),
+    };
+    serde_json::to_vec(&sizes).expect("plain numbers serialise")
+}
+
+/// Reads a `validation.docs.json`.
+///
+/// # Errors
+/// A file that cannot be read, is of another version, or whose lists differ in length.
+pub fn read_document_sizes(path: &Path) -> Result<Vec<DocumentSize>, DataError> {
+    let bytes = fs::read(path).map_err(DataError::io("read", path))?;
+    let bad = |what: String| DataError::BadMeta {
+        path: path.to_path_buf(),
+        what,
+    };
+    let sizes: DocumentSizes =
+        serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
+    if sizes.format_version != FORMAT_VERSION {
+        return Err(bad(format!(
+            "format_version {}; only {FORMAT_VERSION} is known",
+            sizes.format_version
+        )));
+    }
+    if sizes.num_bytes.len() != sizes.num_words.len() {
+        return Err(bad(format!(
+            "{} sizes in bytes, {} in words",
+            sizes.num_bytes.len(),
+            sizes.num_words.len()
+        )));
+    }
+    let pairs = sizes.num_bytes.into_iter().zip(sizes.num_words);
+    Ok(pairs
+        .map(|(num_bytes, num_words)| DocumentSize {
+            num_bytes,
+            num_words,
+        })
+        .collect())
+}

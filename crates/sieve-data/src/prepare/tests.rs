@@ -1,0 +1,457 @@
+use std::cell::RefCell;
+
+use super::*;
+use crate::corpus::CorpusConfig;
+
+struct Place {
+    dir: tempfile::TempDir,
+    tokenizer: Tokenizer,
+}
+
+impl Place {
+    /// 200 small files of which some repeat one another.
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("text")).unwrap();
+        let place = Self {
+            dir,
+            tokenizer: Tokenizer::train_on(["fn main() { Grüße }"].into_iter(), 262).unwrap(),
+        };
+        for number in 0..200 {
+            place.write(
+                &format!("{number:03}.txt"),
+                &format!("fn number_{} () {{\n Grüße }}\n", number % 150),
+            );
+        }
+        place
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        fs::write(self.dir.path().join("text").join(name), text).unwrap();
+    }
+
+    fn text(&self) -> CorpusConfig {
+        CorpusConfig::text(vec![
+            self.dir.path().join("text").to_str().unwrap().to_owned(),
+        ])
+    }
+
+    fn corpus(&self) -> Corpus {
+        Corpus::open(self.text()).unwrap()
+    }
+
+    fn out(&self) -> PathBuf {
+        self.dir.path().join("out")
+    }
+
+    fn config<'a>(&self) -> PrepareConfig<'a> {
+        PrepareConfig {
+            dir: self.out(),
+            validation: ValidationSource::Fraction(0.2),
+            eos_token: None,
+            on_change: OnChange::Refuse,
+        }
+    }
+
+    fn prepare(&self, config: &PrepareConfig) -> Result<Prepared, DataError> {
+        prepare(&self.corpus(), &self.tokenizer, config, &|_| {})
+    }
+
+    fn files(&self) -> Vec<(String, Vec<u8>)> {
+        let mut files = fs::read_dir(self.out())
+            .unwrap()
+            .map(|entry| entry.unwrap())
+            .map(|entry| {
+                (
+                    entry.file_name().into_string().unwrap(),
+                    fs::read(entry.path()).unwrap(),
+                )
+            })
+            .collect::<Vec<_>>();
+        files.sort();
+        files
+    }
+}
+
+fn documents(shard: &ShardReader) -> Vec<Vec<u32>> {
+    (0..shard.num_documents())
+        .map(|document| shard.document(document).unwrap())
+        .collect()
+}
+
+#[test]
+fn every_document_lands_in_one_split_ended_by_eos_with_its_size() {
+    let place = Place::new();
+    let prepared = place.prepare(&place.config()).unwrap();
+    let (train, validation) = (prepared.train().unwrap(), prepared.validation().unwrap());
+    let eos = place.tokenizer.eos_id(None).unwrap();
+    let mut texts = Vec::new();
+    for ids in documents(&train).into_iter().chain(documents(&validation)) {
+        assert_eq!(ids.iter().filter(|&&id| id == eos).count(), 1);
+        assert_eq!(ids.last(), Some(&eos));
+        texts.push(place.tokenizer.decode(&ids).unwrap());
+    }
+    texts.sort();
+    let mut wanted = place
+        .corpus()
+        .documents()
+        .map(|document| document.unwrap().text)
+        .collect::<Vec<_>>();
+    wanted.sort();
+    assert_eq!(texts, wanted);
+
+    // Equal texts stay together.
+    let held_out = documents(&validation);
+    assert!(
+        documents(&train)
+            .iter()
+            .all(|document| !held_out.contains(document))
+    );
+
+    let sizes = prepared.validation_sizes().unwrap();
+    assert_eq!(sizes.len(), held_out.len());
+    for (size, ids) in sizes.iter().zip(&held_out) {
+        let text = place.tokenizer.decode(ids).unwrap();
+        assert_eq!(
+            (size.num_bytes, size.num_words),
+            (text.len() as u64, text.split_whitespace().count() as u64)
+        );
+    }
+    let meta = &prepared.meta;
+    assert_eq!(
+        meta.validation.num_bytes,
+        sizes.iter().map(|size| size.num_bytes).sum::<u64>()
+    );
+    assert_eq!(
+        meta.validation.num_words,
+        sizes.iter().map(|size| size.num_words).sum::<u64>()
+    );
+    assert_eq!(
+        meta.train.num_documents + meta.validation.num_documents,
+        200
+    );
+    assert_eq!(
+        (meta.train.num_tokens, meta.validation.num_tokens),
+        (train.num_tokens(), validation.num_tokens())
+    );
+    assert_eq!(meta.report.num_documents, 200);
+    assert!(
+        (20..60).contains(&validation.num_documents()),
+        "{}",
+        validation.num_documents()
+    );
+    assert_eq!(Prepared::open(&place.out()).unwrap().meta, prepared.meta);
+}
+
+#[test]
+fn preparing_twice_writes_the_same_bytes() {
+    let place = Place::new();
+    place.prepare(&place.config()).unwrap();
+    let first = place.files();
+    fs::remove_dir_all(place.out()).unwrap();
+    place.prepare(&place.config()).unwrap();
+    assert_eq!(place.files(), first);
+    assert!(first.iter().all(|(name, _)| !name.ends_with(".tmp")));
+}
+
+#[test]
+fn more_text_moves_no_document_to_the_other_side() {
+    let place = Place::new();
+    let before = documents(
+        &place
+            .prepare(&place.config())
+            .unwrap()
+            .validation()
+            .unwrap(),
+    );
+    for number in 0..100 {
+        place.write(
+            &format!("more{number}.txt"),
+            &format!("other text {number}"),
+        );
+    }
+    let config = PrepareConfig {
+        on_change: OnChange::Replace,
+        ..place.config()
+    };
+    let after = place.prepare(&config).unwrap();
+    let held_out = documents(&after.validation().unwrap());
+    assert!(before.iter().all(|document| held_out.contains(document)));
+    assert!(held_out.len() > before.len());
+}
+
+#[test]
+fn an_unchanged_preparation_is_reused_and_a_changed_one_told_apart() {
+    let place = Place::new();
+    assert!(!place.prepare(&place.config()).unwrap().reused);
+    let first = place.files();
+    assert!(place.prepare(&place.config()).unwrap().reused);
+
+    let refused = |corpus: CorpusConfig, tokenizer: &Tokenizer, config: &PrepareConfig| {
+        prepare(&Corpus::open(corpus).unwrap(), tokenizer, config, &|_| {})
+            .unwrap_err()
+            .to_string()
+    };
+    let error = refused(
+        CorpusConfig {
+            deduplicate: true,
+            ..place.text()
+        },
+        &place.tokenizer,
+        &place.config(),
+    );
+    assert!(
+        error.contains("the corpus's settings changed") && error.contains("out"),
+        "{error}"
+    );
+    let other = Tokenizer::train_on(["other words here"].into_iter(), 260).unwrap();
+    assert!(refused(place.text(), &other, &place.config()).contains("the tokenizer changed"));
+    let fraction = PrepareConfig {
+        validation: ValidationSource::Fraction(0.3),
+        ..place.config()
+    };
+    assert!(
+        refused(place.text(), &place.tokenizer, &fraction)
+            .contains("the validation documents changed")
+    );
+    place.write("000.txt", "changed to another length");
+    assert!(
+        refused(place.text(), &place.tokenizer, &place.config())
+            .contains("the source files changed")
+    );
+    assert_eq!(place.files(), first, "nothing is overwritten");
+
+    let replaced = place
+        .prepare(&PrepareConfig {
+            on_change: OnChange::Replace,
+            ..place.config()
+        })
+        .unwrap();
+    assert!(
+        !replaced.reused && replaced.meta.train.tokens_hash != fs_meta(&first).train.tokens_hash
+    );
+    assert!(place.prepare(&place.config()).unwrap().reused);
+}
+
+fn fs_meta(files: &[(String, Vec<u8>)]) -> PreparedMeta {
+    let (_, bytes) = files.iter().find(|(name, _)| name == "meta.json").unwrap();
+    serde_json::from_slice(bytes).unwrap()
+}
+
+#[test]
+fn a_damaged_or_half_renamed_preparation_is_made_again() {
+    let place = Place::new();
+    place.prepare(&place.config()).unwrap();
+    let whole = place.files();
+    let damage: [&dyn Fn(&Path); 5] = [
+        &|out| fs::remove_file(out.join("train.bin")).unwrap(),
+        &|out| fs::write(out.join("validation.idx"), "cut").unwrap(),
+        // Killed after meta.json was removed and train.bin renamed.
+        &|out| {
+            fs::remove_file(out.join("meta.json")).unwrap();
+            fs::write(out.join("train.bin"), "newer").unwrap();
+        },
+        // Killed while writing.
+        &|out| {
+            fs::remove_file(out.join("meta.json")).unwrap();
+            fs::write(out.join("train.bin.tmp"), "half").unwrap();
+            fs::write(out.join("meta.json.tmp"), "half").unwrap();
+        },
+        &|out| fs::remove_dir_all(out).unwrap(),
+    ];
+    for (number, damage) in damage.iter().enumerate() {
+        damage(&place.out());
+        assert!(
+            !place.prepare(&place.config()).unwrap().reused,
+            "damage {number}"
+        );
+        assert_eq!(place.files(), whole, "damage {number}");
+    }
+}
+
+#[test]
+fn foreign_files_are_left_alone() {
+    let place = Place::new();
+    fs::create_dir(place.out()).unwrap();
+    fs::write(place.out().join("train.bin"), "somebody else's").unwrap();
+    let error = place.prepare(&place.config()).unwrap_err().to_string();
+    assert!(error.contains("train.bin without the meta.json"), "{error}");
+    assert_eq!(
+        fs::read(place.out().join("train.bin")).unwrap(),
+        b"somebody else's"
+    );
+    // Asking again does not help: the lock file made meanwhile is no mark of ownership.
+    assert!(place.prepare(&place.config()).is_err());
+    assert_eq!(
+        fs::read(place.out().join("train.bin")).unwrap(),
+        b"somebody else's"
+    );
+
+    fs::remove_file(place.out().join("train.bin")).unwrap();
+    for (content, wanted) in [
+        ("{\"format_version\": 9}", "format_version 9"),
+        ("{}", "no format_version"),
+        ("", "EOF"),
+    ] {
+        fs::write(place.out().join("meta.json"), content).unwrap();
+        let error = place.prepare(&place.config()).unwrap_err().to_string();
+        assert!(
+            error.contains("meta.json") && error.contains(wanted),
+            "{error}"
+        );
+        assert!(Prepared::open(&place.out()).is_err());
+    }
+}
+
+#[test]
+fn an_error_on_the_way_leaves_the_earlier_preparation() {
+    let place = Place::new();
+    place.prepare(&place.config()).unwrap();
+    let first = place.files();
+    fs::write(place.dir.path().join("text/zzz.txt"), b"bad \xff").unwrap();
+    let config = PrepareConfig {
+        on_change: OnChange::Replace,
+        ..place.config()
+    };
+    let error = place.prepare(&config).unwrap_err().to_string();
+    assert!(error.contains("zzz.txt: not UTF-8 at byte 4"), "{error}");
+    assert_eq!(place.files(), first);
+}
+
+#[test]
+fn an_own_validation_corpus_is_kept_out_of_training() {
+    let place = Place::new();
+    let path = place.dir.path().join("held.jsonl");
+    fs::write(
+        &path,
+        "{\"text\": \"fn number_7 () {\\n Grüße }\\n\"}\n{\"text\": \"fresh words\"}\n",
+    )
+    .unwrap();
+    let held = Corpus::open(CorpusConfig::jsonl(
+        vec![path.to_str().unwrap().into()],
+        "text",
+    ))
+    .unwrap();
+    let config = PrepareConfig {
+        validation: ValidationSource::Corpus(&held),
+        ..place.config()
+    };
+    let prepared = place.prepare(&config).unwrap();
+    let (train, validation) = (prepared.train().unwrap(), prepared.validation().unwrap());
+    assert_eq!(validation.num_documents(), 2);
+    // Number 7 comes twice among the 200 files: 7 and 157.
+    assert_eq!(train.num_documents(), 198);
+    let held_out = documents(&validation);
+    assert!(
+        documents(&train)
+            .iter()
+            .all(|document| !held_out.contains(document))
+    );
+    assert_eq!(prepared.meta.validation_report.unwrap().num_documents, 2);
+    assert!(place.prepare(&config).unwrap().reused);
+}
+
+#[test]
+fn bad_settings_and_empty_splits_are_refused() {
+    let place = Place::new();
+    for fraction in [0.0, 1.0, -0.5, f64::NAN] {
+        let config = PrepareConfig {
+            validation: ValidationSource::Fraction(fraction),
+            ..place.config()
+        };
+        assert!(
+            place
+                .prepare(&config)
+                .unwrap_err()
+                .to_string()
+                .contains("validation_fraction")
+        );
+    }
+    let config = PrepareConfig {
+        validation: ValidationSource::Fraction(1e-9),
+        ..place.config()
+    };
+    let error = place.prepare(&config).unwrap_err().to_string();
+    assert!(
+        error.contains("the validation split holds no document: 200 documents"),
+        "{error}"
+    );
+    let config = PrepareConfig {
+        validation: ValidationSource::Fraction(1.0 - 1e-12),
+        ..place.config()
+    };
+    assert!(
+        place
+            .prepare(&config)
+            .unwrap_err()
+            .to_string()
+            .contains("the train split holds no document")
+    );
+    let config = PrepareConfig {
+        eos_token: Some("</s>".into()),
+        ..place.config()
+    };
+    assert!(
+        place
+            .prepare(&config)
+            .unwrap_err()
+            .to_string()
+            .contains("</s>")
+    );
+    let config = PrepareConfig {
+        dir: "/proc/nowhere".into(),
+        ..place.config()
+    };
+    assert!(
+        place
+            .prepare(&config)
+            .unwrap_err()
+            .to_string()
+            .contains("/proc/nowhere")
+    );
+    assert!(
+        !place.files().iter().any(|(name, _)| name != LOCK),
+        "{:?}",
+        place.files()
+    );
+}
+
+#[test]
+fn progress_ends_at_the_whole() {
+    let place = Place::new();
+    let calls = RefCell::new(Vec::new());
+    prepare(
+        &place.corpus(),
+        &place.tokenizer,
+        &place.config(),
+        &|progress| calls.borrow_mut().push(progress),
+    )
+    .unwrap();
+    let calls = calls.into_inner();
+    let Progress::Tokenising {
+        bytes_done,
+        bytes_total,
+        num_documents,
+        ..
+    } = calls[calls.len() - 2]
+    else {
+        panic!("{calls:?}");
+    };
+    assert_eq!((bytes_done, num_documents), (bytes_total, 200));
+    assert_eq!(calls.last(), Some(&Progress::Writing));
+}
+
+#[test]
+fn two_at_once_do_the_work_once() {
+    let place = Place::new();
+    let reused = std::thread::scope(|scope| {
+        let threads =
+            [0, 1, 2].map(|_| scope.spawn(|| place.prepare(&place.config()).unwrap().reused));
+        threads.map(|thread| thread.join().unwrap())
+    });
+    assert_eq!(
+        reused.iter().filter(|&&reused| !reused).count(),
+        1,
+        "{reused:?}"
+    );
+}

@@ -1,0 +1,186 @@
+//! Reading a memory-mapped shard.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use rayon::prelude::*;
+
+use super::layout::Layout;
+use super::{TokenDtype, with_ending};
+use crate::error::DataError;
+use crate::mapped_file::MappedFile;
+
+/// A memory-mapped pair of `.bin` and `.idx`, checked whole when opened, so that reading cannot leave the files.
+///
+/// The files must not be changed in place while a reader lives (replacing them by renaming is fine).
+#[derive(Debug)]
+pub struct ShardReader {
+    prefix: PathBuf,
+    bin: MappedFile,
+    idx: MappedFile,
+    layout: Layout,
+}
+
+impl ShardReader {
+    /// Opens `<prefix>.bin` and `<prefix>.idx`, and checks every entry of the index.
+    ///
+    /// # Errors
+    /// A file that cannot be read or is malformed; the message names it and what is wrong.
+    pub fn open(prefix: &Path) -> Result<Self, DataError> {
+        let idx_path = with_ending(prefix, ".idx");
+        let idx = MappedFile::open(&idx_path)?;
+        let bin = MappedFile::open(&with_ending(prefix, ".bin"))?;
+        let layout = Layout::check(&idx, bin.len() as u64).map_err(|what| DataError::BadShard {
+            path: idx_path,
+            what,
+        })?;
+        Ok(Self {
+            prefix: prefix.to_path_buf(),
+            bin,
+            idx,
+            layout,
+        })
+    }
+
+    /// The path without `.bin` and `.idx`.
+    pub fn prefix(&self) -> &Path {
+        &self.prefix
+    }
+
+    /// How tokens are stored.
+    pub fn dtype(&self) -> TokenDtype {
+        self.layout.dtype
+    }
+
+    /// Documents in the shard.
+    pub fn num_documents(&self) -> u64 {
+        self.layout.num_documents
+    }
+
+    /// Tokens in the shard.
+    pub fn num_tokens(&self) -> u64 {
+        self.layout.num_tokens
+    }
+
+    /// Tokens of one document, its end-of-document token included.
+    ///
+    /// # Panics
+    /// When `document >= num_documents`.
+    pub fn document_len(&self, document: u64) -> u64 {
+        let tokens = self.document_tokens(document);
+        tokens.end - tokens.start
+    }
+
+    /// The tokens of one document.
+    ///
+    /// # Errors
+    /// A negative token id.
+    ///
+    /// # Panics
+    /// When `document >= num_documents`.
+    pub fn document(&self, document: u64) -> Result<Vec<u32>, DataError> {
+        let mut tokens = Vec::new();
+        self.read(
+            document,
+            0..self.document_len(document),
+            usize::MAX,
+            &mut tokens,
+        )?;
+        Ok(tokens)
+    }
+
+    /// How often each token id occurs: `vocab_size` counts. Reads the whole shard, in parallel.
+    ///
+    /// # Errors
+    /// A token id outside the vocabulary.
+    pub fn token_counts(&self, vocab_size: usize) -> Result<Vec<u64>, DataError> {
+        let count = |mut counts: Vec<u64>, document| {
+            let mut tokens = Vec::new();
+            self.read(
+                document,
+                0..self.document_len(document),
+                vocab_size,
+                &mut tokens,
+            )?;
+            tokens.iter().for_each(|&token| counts[token as usize] += 1);
+            Ok(counts)
+        };
+        let add = |mut left: Vec<u64>, right: Vec<u64>| {
+            left.iter_mut()
+                .zip(right)
+                .for_each(|(left, right)| *left += right);
+            Ok(left)
+        };
+        // Few, long pieces: each holds counts for the whole vocabulary.
+        let piece_len = (self.num_documents() / 64).max(1);
+        (0..self.num_documents().div_ceil(piece_len))
+            .into_par_iter()
+            .map(|piece| {
+                let documents =
+                    piece * piece_len..((piece + 1) * piece_len).min(self.num_documents());
+                documents.into_iter().try_fold(vec![0; vocab_size], count)
+            })
+            .try_reduce(|| vec![0; vocab_size], add)
+    }
+
+    /// Appends the tokens `range` of a document to `out`, each checked against `vocab_size`.
+    ///
+    /// # Panics
+    /// When the document or the range is outside.
+    pub(crate) fn read(
+        &self,
+        document: u64,
+        range: Range<u64>,
+        vocab_size: usize,
+        out: &mut Vec<u32>,
+    ) -> Result<(), DataError> {
+        let tokens = self.document_tokens(document);
+        assert!(
+            range.start <= range.end && range.end <= tokens.end - tokens.start,
+            "token range outside the document"
+        );
+        let size = self.layout.dtype.num_bytes();
+        let bytes = &self.bin[((tokens.start + range.start) * size) as usize
+            ..((tokens.start + range.end) * size) as usize];
+        let already = out.len();
+        match self.layout.dtype {
+            TokenDtype::U16 => out.extend(
+                bytes
+                    .as_chunks()
+                    .0
+                    .iter()
+                    .map(|&two| u32::from(u16::from_le_bytes(two))),
+            ),
+            // A negative id turns into one above any vocabulary, and is refused below.
+            TokenDtype::I32 => out.extend(
+                bytes
+                    .as_chunks()
+                    .0
+                    .iter()
+                    .map(|&four| u32::from_le_bytes(four)),
+            ),
+        }
+        let limit = vocab_size.min(1 << 31) as u32;
+        if let Some(&token) = out[already..].iter().find(|&&token| token >= limit) {
+            out.truncate(already);
+            let path = with_ending(&self.prefix, ".bin");
+            let token = i64::from(token as i32);
+            return Err(DataError::TokenOutOfVocabulary {
+                path,
+                document,
+                token,
+                vocab_size,
+            });
+        }
+        Ok(())
+    }
+
+    fn document_tokens(&self, document: u64) -> Range<u64> {
+        assert!(
+            document < self.num_documents(),
+            "document {document} of {}",
+            self.num_documents()
+        );
+        self.layout.document_tokens(&self.idx, document)
+    }
+}

@@ -1,0 +1,230 @@
+//! Text to token ids and back: any Hugging Face `tokenizer.json`, or a byte-level BPE trained here.
+
+mod stream;
+mod train;
+
+use std::path::Path;
+
+use tokenizers::Tokenizer as HfTokenizer;
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::atomic_file::write_atomically;
+use crate::error::DataError;
+pub use stream::DecodeStream;
+pub use train::BpeConfig;
+
+/// End of a document, and so also the begin of the next; the name that the tokenizers trained here use.
+const END_OF_TEXT: &str = "<|endoftext|>";
+/// Filling, never seen and never predicted.
+const PAD: &str = "<|pad|>";
+
+/// The names of the end-of-document token among published tokenizers, the likelier first.
+const END_OF_DOCUMENT_NAMES: [&str; 7] = [
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "<|end▁of▁sentence|>",
+    "</s>",
+    "<eos>",
+    "<|eot_id|>",
+    "<|im_end|>",
+];
+
+/// A tokenizer. Cheap to share by reference between threads.
+#[derive(Debug)]
+pub struct Tokenizer {
+    /// Takes the names of special tokens in a text for plain text.
+    plain: HfTokenizer,
+    /// Takes the names of special tokens in a text for those tokens.
+    marked: HfTokenizer,
+    vocab_size: usize,
+    hash: u128,
+}
+
+impl Tokenizer {
+    /// Loads a Hugging Face `tokenizer.json`. Truncation and padding set in it are ignored: they would lose text.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or that the `tokenizers` crate does not take.
+    pub fn from_file(path: &Path) -> Result<Self, DataError> {
+        let bytes = std::fs::read(path).map_err(DataError::io("read", path))?;
+        Self::from_bytes(&bytes).map_err(|reason| DataError::BadTokenizer {
+            path: path.to_path_buf(),
+            reason,
+        })
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Result<Self, String> {
+        let inner = HfTokenizer::from_bytes(bytes).map_err(|error| error.to_string())?;
+        Self::from_inner(inner)
+    }
+
+    fn from_inner(mut inner: HfTokenizer) -> Result<Self, String> {
+        inner
+            .with_truncation(None)
+            .map_err(|error| error.to_string())?;
+        inner.with_padding(None);
+        inner.set_encode_special_tokens(false);
+        // Ids may have gaps, so the count of tokens is no upper bound for them.
+        let vocab_size = inner
+            .get_vocab(true)
+            .values()
+            .max()
+            .map_or(0, |&id| id as usize + 1);
+        if vocab_size == 0 {
+            return Err("its vocabulary is empty".into());
+        }
+        let canonical = inner.to_string(false).map_err(|error| error.to_string())?;
+        let mut plain = inner.clone();
+        plain.set_encode_special_tokens(true);
+        Ok(Self {
+            plain,
+            marked: inner,
+            vocab_size,
+            hash: xxh3_128(canonical.as_bytes()),
+        })
+    }
+
+    /// Writes `tokenizer.json`, whole or not at all, as `transformers` reads it
+    /// (`PreTrainedTokenizerFast(tokenizer_file=…)`).
+    ///
+    /// # Errors
+    /// A file that cannot be written.
+    pub fn save(&self, path: &Path) -> Result<(), DataError> {
+        let json = self
+            .marked
+            .to_string(true)
+            .map_err(|error| DataError::BadTokenizer {
+                path: path.to_path_buf(),
+                reason: error.to_string(),
+            })?;
+        write_atomically(path, json.as_bytes())
+    }
+
+    /// The token ids of a document's text: nothing is added, and the name of a special token in it is plain text.
+    ///
+    /// # Errors
+    /// A text that the tokenizer cannot express.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        encode(&self.plain, text)
+    }
+
+    /// The token ids of a prompt: nothing is added, and the name of a special token in it is that token.
+    ///
+    /// # Errors
+    /// A text that the tokenizer cannot express.
+    pub fn encode_marked(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        encode(&self.marked, text)
+    }
+
+    /// The text of token ids, special tokens left out; bytes that are not UTF-8 become U+FFFD.
+    ///
+    /// # Errors
+    /// Ids that the tokenizer cannot express.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, DataError> {
+        decode(&self.marked, ids, true)
+    }
+
+    /// Like [`decode`](Self::decode), with special tokens written by their names.
+    ///
+    /// # Errors
+    /// Ids that the tokenizer cannot express.
+    pub fn decode_marked(&self, ids: &[u32]) -> Result<String, DataError> {
+        decode(&self.marked, ids, false)
+    }
+
+    /// Decodes ids one by one, giving only whole characters.
+    pub fn decode_stream(&self) -> DecodeStream<'_> {
+        DecodeStream::new(self)
+    }
+
+    /// One more than the largest id, added tokens included: the least number of rows for an embedding.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// The id of a token, special or not.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.marked.token_to_id(token)
+    }
+
+    /// The token of an id, as it stands in the vocabulary (byte-level tokenizers write a space as `Ġ`).
+    pub fn id_token(&self, id: u32) -> Option<String> {
+        self.marked.id_to_token(id)
+    }
+
+    /// The id of the end-of-document token: `name`, or else the first known name that the vocabulary has
+    /// (`<|endoftext|>`, `<|end_of_text|>`, `</s>`, …).
+    ///
+    /// # Errors
+    /// No such token; the message lists the special tokens that there are.
+    pub fn eos_id(&self, name: Option<&str>) -> Result<u32, DataError> {
+        let found = match name {
+            Some(name) => self.token_id(name),
+            None => END_OF_DOCUMENT_NAMES
+                .iter()
+                .find_map(|name| self.token_id(name)),
+        };
+        found.ok_or_else(|| DataError::NoSuchToken {
+            token: name.unwrap_or(END_OF_TEXT).to_owned(),
+            special: self.special_tokens().into_iter().take(16).collect(),
+        })
+    }
+
+    /// The id of `<|pad|>`, where there is one.
+    pub fn pad_id(&self) -> Option<u32> {
+        self.token_id(PAD)
+    }
+
+    /// A hash of everything that decides the token ids, equal for a tokenizer and its saved and loaded copy.
+    pub fn hash(&self) -> u128 {
+        self.hash
+    }
+
+    fn special_tokens(&self) -> Vec<String> {
+        let added = self.marked.get_added_tokens_decoder();
+        let mut special = added
+            .into_iter()
+            .filter(|(_, token)| token.special)
+            .collect::<Vec<_>>();
+        special.sort_by_key(|&(id, _)| id);
+        special
+            .into_iter()
+            .map(|(_, token)| token.content)
+            .collect()
+    }
+}
+
+fn encode(tokenizer: &HfTokenizer, text: &str) -> Result<Vec<u32>, DataError> {
+    // encode_fast leaves out the character offsets, which nobody here reads.
+    match tokenizer.encode_fast(text, false) {
+        Ok(encoding) => Ok(encoding.get_ids().to_vec()),
+        Err(error) => {
+            let what = format!(
+                "the text that begins {:?}",
+                text.chars().take(40).collect::<String>()
+            );
+            Err(DataError::Tokenize {
+                action: "encode",
+                what,
+                reason: error.to_string(),
+            })
+        }
+    }
+}
+
+fn decode(
+    tokenizer: &HfTokenizer,
+    ids: &[u32],
+    skip_special_tokens: bool,
+) -> Result<String, DataError> {
+    tokenizer
+        .decode(ids, skip_special_tokens)
+        .map_err(|error| DataError::Tokenize {
+            action: "decode",
+            what: format!("{} ids", ids.len()),
+            reason: error.to_string(),
+        })
+}
+
+#[cfg(test)]
+mod tests;

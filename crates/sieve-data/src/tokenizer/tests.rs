@@ -1,0 +1,264 @@
+use std::fs;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::corpus::{Corpus, CorpusConfig};
+
+const TEXT: &str =
+    "fn main() {\n    println!(\"Grüße, 世界! 👩‍🚀 naïve café\");\n}\n// Ünïcödé 漢字 и кириллица\n";
+
+fn texts() -> Vec<String> {
+    let word = |number: usize| {
+        format!(
+            "{TEXT}let value_{} = {}; ",
+            number % 37,
+            number * number % 1009
+        )
+    };
+    (0..300).map(word).collect()
+}
+
+fn small() -> Tokenizer {
+    let texts = texts();
+    Tokenizer::train_on(texts.iter().map(String::as_str), 400).unwrap()
+}
+
+fn json(tokenizer: &Tokenizer) -> String {
+    tokenizer.marked.to_string(false).unwrap()
+}
+
+#[test]
+fn training_gives_the_same_tokenizer_each_time_and_for_each_order() {
+    // Hash maps inside the trainer take another seed at each run, so equality here is not for want of chances.
+    let mut texts = texts();
+    let first = json(&small());
+    for run in 0..6 {
+        texts.rotate_left(run * 7 + 1);
+        let again = Tokenizer::train_on(texts.iter().map(String::as_str), 400).unwrap();
+        assert_eq!(json(&again), first, "run {run}");
+    }
+}
+
+#[test]
+fn ties_and_runs_do_not_make_training_depend_on_hash_order() {
+    // Two letters, short words, few counts: nearly every merge is a tie.
+    let mut state = 1u64;
+    let mut next = |below: u64| {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % below
+    };
+    for case in 0..30 {
+        let words = (0..60).map(|_| {
+            (0..1 + next(30))
+                .map(|_| if next(2) == 0 { 'a' } else { 'b' })
+                .collect()
+        });
+        let words = words.collect::<Vec<String>>();
+        let train = || json(&Tokenizer::train_on(words.iter().map(String::as_str), 330).unwrap());
+        let first = train();
+        assert!((0..3).all(|_| train() == first), "case {case}");
+    }
+}
+
+#[test]
+fn special_tokens_and_sizes_are_as_asked() {
+    let tokenizer = small();
+    assert_eq!(tokenizer.vocab_size(), 400);
+    assert_eq!(
+        (tokenizer.eos_id(None).unwrap(), tokenizer.pad_id()),
+        (0, Some(1))
+    );
+    assert_eq!(tokenizer.eos_id(Some("<|pad|>")).unwrap(), 1);
+    assert_eq!(tokenizer.id_token(0).unwrap(), "<|endoftext|>");
+    let error = tokenizer.eos_id(Some("</s>")).unwrap_err().to_string();
+    assert!(
+        error.contains("</s>") && error.contains(r#"["<|endoftext|>", "<|pad|>"]"#),
+        "{error}"
+    );
+}
+
+#[test]
+fn too_small_a_vocabulary_or_text_is_refused() {
+    let train = |text: &str, vocab_size| Tokenizer::train_on([text].into_iter(), vocab_size);
+    assert!(
+        train(TEXT, 257)
+            .unwrap_err()
+            .to_string()
+            .contains("take 258")
+    );
+    let error = train("ab", 300).unwrap_err().to_string();
+    assert!(error.contains("only 259 of 300"), "{error}");
+    // Every byte is a token, met in training or not.
+    let bytes_only = train("a", 258).unwrap();
+    assert_eq!(bytes_only.encode(TEXT).unwrap().len(), TEXT.len());
+}
+
+#[test]
+fn special_names_in_documents_are_text_and_in_prompts_are_tokens() {
+    let tokenizer = small();
+    let text = "a<|endoftext|>b";
+    let ids = tokenizer.encode(text).unwrap();
+    assert!(!ids.contains(&0), "{ids:?}");
+    assert_eq!(tokenizer.decode(&ids).unwrap(), text);
+    let ids = tokenizer.encode_marked(text).unwrap();
+    assert_eq!((ids.len(), ids[1]), (3, 0));
+    assert_eq!(tokenizer.decode(&ids).unwrap(), "ab");
+    assert_eq!(tokenizer.decode_marked(&ids).unwrap(), text);
+}
+
+#[test]
+fn saved_and_loaded_it_is_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tokenizer.json");
+    let tokenizer = small();
+    tokenizer.save(&path).unwrap();
+    let loaded = Tokenizer::from_file(&path).unwrap();
+    assert_eq!(
+        (loaded.hash(), loaded.vocab_size()),
+        (tokenizer.hash(), 400)
+    );
+    assert_eq!(
+        loaded.encode(TEXT).unwrap(),
+        tokenizer.encode(TEXT).unwrap()
+    );
+    let words = texts();
+    let other = Tokenizer::train_on(words.iter().map(String::as_str), 390).unwrap();
+    assert_ne!(other.hash(), tokenizer.hash());
+}
+
+#[test]
+fn truncation_and_padding_in_the_file_lose_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tokenizer.json");
+    small().save(&path).unwrap();
+    let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    json["truncation"] = serde_json::json!({"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0});
+    json["padding"] = serde_json::json!({"strategy": {"Fixed": 500}, "direction": "Right", "pad_to_multiple_of": null,
+        "pad_id": 1, "pad_type_id": 0, "pad_token": "<|pad|>"});
+    fs::write(&path, json.to_string()).unwrap();
+    let loaded = Tokenizer::from_file(&path).unwrap();
+    let ids = loaded.encode(TEXT).unwrap();
+    assert_eq!(ids, small().encode(TEXT).unwrap());
+    assert_eq!(loaded.hash(), small().hash());
+}
+
+#[test]
+fn gaps_in_the_ids_count() {
+    let json = r#"{"version": "1.0", "truncation": null, "padding": null, "normalizer": null, "pre_tokenizer": null,
+        "post_processor": null, "decoder": null,
+        "added_tokens": [{"id": 9, "content": "</s>", "special": true, "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false}],
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 7, "</s>": 9}, "unk_token": "a"}}"#;
+    let tokenizer = Tokenizer::from_bytes(json.as_bytes()).unwrap();
+    assert_eq!(
+        (tokenizer.vocab_size(), tokenizer.eos_id(None).unwrap()),
+        (10, 9)
+    );
+}
+
+#[test]
+fn unusable_files_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("broken.json");
+    let error = Tokenizer::from_file(&path).unwrap_err().to_string();
+    assert!(
+        error.contains("cannot read") && error.contains("broken.json"),
+        "{error}"
+    );
+    for content in ["", "{}", "[1]", "{\"model\": {\"type\": \"BPE\"}}", "\u{0}"] {
+        fs::write(&path, content).unwrap();
+        let error = Tokenizer::from_file(&path).unwrap_err().to_string();
+        assert!(
+            error.contains("broken.json: not a usable tokenizer.json"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn training_on_a_corpus_takes_a_bounded_repeatable_sample() {
+    let dir = tempfile::tempdir().unwrap();
+    for (number, text) in texts().iter().enumerate() {
+        fs::write(dir.path().join(format!("{number}.txt")), text).unwrap();
+    }
+    let corpus = Corpus::open(CorpusConfig::text(vec![
+        dir.path().to_str().unwrap().into(),
+    ]))
+    .unwrap();
+    let train = |sample_bytes| {
+        Tokenizer::train(
+            &corpus,
+            BpeConfig {
+                vocab_size: 300,
+                sample_bytes,
+            },
+        )
+    };
+    assert_eq!(json(&train(9_000).unwrap()), json(&train(9_000).unwrap()));
+    // All of the text, whatever the bound above it.
+    let all = json(&Tokenizer::train_on(texts().iter().map(String::as_str), 300).unwrap());
+    assert_eq!(json(&train(u64::MAX).unwrap()), all);
+    // A bound below one document leaves nothing to train on.
+    assert!(
+        train(10)
+            .unwrap_err()
+            .to_string()
+            .contains("only 258 of 300")
+    );
+}
+
+fn stream(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<String> {
+    let mut stream = tokenizer.decode_stream();
+    let mut pieces = ids
+        .iter()
+        .map(|&id| stream.push(id).unwrap())
+        .collect::<Vec<_>>();
+    pieces.push(stream.finish().unwrap());
+    pieces
+}
+
+#[test]
+fn streaming_holds_back_characters_until_they_are_whole() {
+    let bytes_only = Tokenizer::train_on(["a"].into_iter(), 258).unwrap();
+    let ids = bytes_only.encode("a世👩b").unwrap();
+    let wanted = ["a", "", "", "世", "", "", "", "👩", "b", ""];
+    assert_eq!(stream(&bytes_only, &ids), wanted);
+    // Cut inside a character: nothing is lost, the rest is marked at the end.
+    assert_eq!(stream(&bytes_only, &ids[..3]), ["a", "", "", "\u{fffd}"]);
+    // Bytes that are no UTF-8 do not hold up what follows for ever.
+    let bad = bytes_only.encode("世").unwrap()[1];
+    let pieces = stream(&bytes_only, &[&[bad; 40][..], &ids[..1]].concat());
+    assert_eq!(pieces.concat(), "\u{fffd}".repeat(40) + "a");
+    assert!(pieces[20..39].iter().any(|piece| !piece.is_empty()));
+}
+
+#[test]
+fn streaming_keeps_the_spaces_of_a_metaspace_tokenizer() {
+    let json = r#"{"version": "1.0", "truncation": null, "padding": null, "normalizer": null, "added_tokens": [],
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true},
+        "post_processor": null,
+        "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true},
+        "model": {"type": "WordLevel", "vocab": {"?": 0, "▁one": 1, "▁two": 2}, "unk_token": "?"}}"#;
+    let tokenizer = Tokenizer::from_bytes(json.as_bytes()).unwrap();
+    let ids = tokenizer.encode("one two one").unwrap();
+    assert_eq!(ids, [1, 2, 1]);
+    assert_eq!(stream(&tokenizer, &ids), ["one", " two", " one", ""]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn encoding_then_decoding_gives_the_text_back(text in any::<String>(), mixed in "[a世👩é \\n<|endoftext>]{0,60}") {
+        use std::sync::LazyLock;
+        static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(small);
+        for text in [text, mixed] {
+            let ids = TOKENIZER.encode(&text).unwrap();
+            prop_assert!(ids.iter().all(|&id| (2..400).contains(&id)));
+            prop_assert_eq!(&TOKENIZER.decode(&ids).unwrap(), &text);
+            prop_assert_eq!(stream(&TOKENIZER, &ids).concat(), text);
+        }
+    }
+}

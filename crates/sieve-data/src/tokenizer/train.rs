@@ -1,0 +1,119 @@
+//! Training a byte-level BPE.
+
+use tokenizers::models::TrainerWrapper;
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{AddedToken, Tokenizer as HfTokenizer};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::{END_OF_TEXT, PAD, Tokenizer};
+use crate::corpus::Corpus;
+use crate::error::DataError;
+
+/// How to train a byte-level BPE: GPT-2's splitting into words, every byte a token, and `vocab_size - 258` merges.
+/// `<|endoftext|>` is 0 and `<|pad|>` is 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BpeConfig {
+    /// Tokens in all, at least 258.
+    pub vocab_size: usize,
+    /// Train on about this many bytes of text, and never more: pieces of documents, chosen by a hash of their text.
+    pub sample_bytes: u64,
+}
+
+/// 256 bytes and two special tokens.
+const MIN_VOCAB_SIZE: usize = 258;
+/// Long documents are sampled in pieces of this many bytes.
+const PIECE_BYTES: usize = 1 << 16;
+const SAMPLE_SEED: u64 = 0x7461_736B_656E;
+
+impl Tokenizer {
+    /// Trains on a sample of a corpus. The same documents give the same tokenizer.
+    ///
+    /// # Errors
+    /// A `vocab_size` that is too small, or larger than the text gives merges for; the corpus's own errors.
+    pub fn train(corpus: &Corpus, config: BpeConfig) -> Result<Self, DataError> {
+        let wanted = config.sample_bytes as f64 / corpus.max_text_bytes().max(1) as f64;
+        let mut sample = Vec::new();
+        let mut free_bytes = config.sample_bytes;
+        for document in corpus.documents() {
+            for piece in pieces(&document?.text) {
+                let place = xxh3_64_with_seed(piece.as_bytes(), SAMPLE_SEED) as f64 / 2f64.powi(64);
+                if place < wanted && piece.len() as u64 <= free_bytes {
+                    free_bytes -= piece.len() as u64;
+                    sample.push(piece.to_owned());
+                }
+            }
+        }
+        Self::train_on(sample.iter().map(String::as_str), config.vocab_size)
+    }
+
+    /// Trains on all of `texts`; their order does not matter.
+    ///
+    /// # Errors
+    /// A `vocab_size` that is too small, or larger than the text gives merges for.
+    pub fn train_on<'a>(
+        texts: impl Iterator<Item = &'a str> + Send,
+        vocab_size: usize,
+    ) -> Result<Self, DataError> {
+        if vocab_size < MIN_VOCAB_SIZE {
+            let reason = format!(
+                "{vocab_size} is too small: 256 bytes and 2 special tokens take {MIN_VOCAB_SIZE}"
+            );
+            return Err(DataError::BadSetting {
+                name: "vocab_size",
+                reason,
+            });
+        }
+        let failed = |reason: String| DataError::TokenizerTraining { reason };
+        // No space is put before a text, so that decoding gives back exactly what was encoded.
+        let byte_level = ByteLevel::new(false, false, true);
+        let mut inner = HfTokenizer::new(BPE::default());
+        inner.with_pre_tokenizer(Some(byte_level));
+        inner.with_decoder(Some(byte_level));
+        let trainer = BpeTrainer::builder()
+            .vocab_size(vocab_size)
+            .show_progress(false)
+            .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+            .special_tokens(
+                [END_OF_TEXT, PAD]
+                    .map(|token| AddedToken::from(token, true))
+                    .to_vec(),
+            )
+            .build();
+        // Ties between pairs are broken by their ids and the alphabet is sorted, so no hash order shows in the result.
+        inner
+            .train(&mut TrainerWrapper::BpeTrainer(trainer), texts)
+            .map_err(|error| failed(error.to_string()))?;
+        let tokenizer = Self::from_inner(inner).map_err(failed)?;
+        if tokenizer.vocab_size() != vocab_size {
+            return Err(failed(format!(
+                "the text gives only {} of {vocab_size} tokens\n  hint: lower vocab_size or train on more text",
+                tokenizer.vocab_size()
+            )));
+        }
+        Ok(tokenizer)
+    }
+}
+
+/// Cuts a text between characters into pieces of at most [`PIECE_BYTES`].
+fn pieces(mut text: &str) -> impl Iterator<Item = &str> {
+    std::iter::from_fn(move || {
+        let (piece, rest) = text.split_at(text.floor_char_boundary(PIECE_BYTES));
+        text = rest;
+        (!piece.is_empty()).then_some(piece)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_the_whole_text_cut_between_characters() {
+        let text = "a世👩".repeat(40_000);
+        let cut = pieces(&text).collect::<Vec<_>>();
+        assert_eq!(cut.concat(), text);
+        assert_eq!(cut.len(), text.len().div_ceil(PIECE_BYTES - 3));
+        assert_eq!(pieces("").count(), 0);
+    }
+}
