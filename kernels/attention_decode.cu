@@ -1,0 +1,125 @@
+// attention_decode: one new token per row against its key-value cache, dense or sliding window; the token's k and v join the cache.
+// Math       o_h = sum_j softmax_j(softmax_scale q_h . k_j) v_j over j in [max(0, length + 1 - window_size), length]; row `length` of the
+//            cache is k_new, v_new, written here (APPEND=1). APPEND=0: over [max(0, length - window_size), length), nothing is written
+// Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16 [batch, num_kv_heads,
+//            HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed row, multiples of 8); k_cache bf16 [batch,
+//            num_kv_heads, capacity, HEAD_DIM], v_cache bf16 [.., HEAD_DIM_V]; length i32 [batch], keys in the cache before this token;
+//            o bf16 [batch, num_heads, HEAD_DIM_V]; partials f32 [batch, num_heads, num_splits, HEAD_DIM_V + 2] (any content, unused and
+//            of any size when num_splits = 1); counters u32 [batch, num_kv_heads], zero before the first launch, zero again after each
+// Buffers    q, k_new, v_new, k_cache, v_cache, length, o, partials, counters; APPEND=0: without k_new and v_new
+// Defines    HEAD_DIM, HEAD_DIM_V (128), APPEND (1), NUM_STAGES (4 for HEAD_DIM <= 64, else 2)
+// Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); NUM_THREADS = 128 (64 where a head_dim is above 128);
+//            dynamic shared bytes = 16 * (2 HEAD_DIM + 16) + WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576), WARPS = NUM_THREADS / 32;
+//            about three blocks per multiprocessor in all: num_splits = clamp(3 * multiprocessors / (batch * grid.y), 1, ceil(keys / 64))
+// Numerics   logits, softmax and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order: two runs are bit-equal
+// Edges      rows of different length in one batch; length 0 (only the new token); an empty row with APPEND=0 gives o = 0;
+//            length = capacity with APPEND=1 attends but does not store: the wrapper refuses it
+#include "common/split_decode.cuh"
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 128
+#endif
+#ifndef HEAD_DIM_V
+#define HEAD_DIM_V HEAD_DIM
+#endif
+#ifndef APPEND
+#define APPEND 1
+#endif
+#ifndef NUM_STAGES
+#define NUM_STAGES (HEAD_DIM <= 64 && HEAD_DIM_V <= 64 ? 4 : 2)
+#endif
+
+constexpr int NUM_WARPS = HEAD_DIM > 128 || HEAD_DIM_V > 128 ? 2 : 4;
+constexpr int NUM_THREADS = NUM_WARPS * 32;
+typedef SplitDecode<HEAD_DIM, HEAD_DIM_V, NUM_WARPS, NUM_STAGES> Decode;
+
+struct AttentionDecodeParams {
+  u64 num_heads, num_kv_heads, capacity, window_size, num_splits, softmax_scale;
+  u64 q_offset, q_batch_stride, k_offset, k_batch_stride, v_offset, v_batch_stride;
+};
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+attention_decode(const bf16* __restrict__ q,
+#if APPEND
+         const bf16* __restrict__ k_new, const bf16* __restrict__ v_new,
+#endif
+         bf16* k_cache, bf16* v_cache, const i32* __restrict__ length, bf16* __restrict__ o, float* partials, u32* counters,
+         const __grid_constant__ AttentionDecodeParams params) {
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  __shared__ u32 last_flag;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int group_size = (int)(params.num_heads / params.num_kv_heads), row_blocks = (group_size + DECODE_ROWS - 1) / DECODE_ROWS;
+  const int kv_head = blockIdx.y / row_blocks, first_row = blockIdx.y % row_blocks * DECODE_ROWS;
+  const int num_rows = min(group_size - first_row, DECODE_ROWS), split = blockIdx.x, num_splits = (int)params.num_splits;
+  const i64 batch = blockIdx.z, head = batch * params.num_kv_heads + kv_head, capacity = params.capacity;
+  const i64 query_head = batch * params.num_heads + (i64)kv_head * group_size;  // first of the group
+
+  // Keys of this split, in whole tiles of the block.
+  const i32 num_cached = min(length[batch], (i32)capacity);
+  const i32 first_key = (i32)max((i64)0, (i64)num_cached + APPEND - (i64)params.window_size);
+  const i32 num_keys = max(num_cached - first_key, 0);
+  const i32 per_split = ((num_keys + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS + num_splits - 1) / num_splits * Decode::SPLIT_KEYS;
+  const i32 begin = first_key + (i32)min((i64)split * per_split, (i64)num_keys), end = min(begin + per_split, num_cached);
+  const i32 warp_begin = begin + warp * DECODE_KEYS;
+  const int num_tiles = end > warp_begin ? (end - warp_begin + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS : 0;
+  bf16* row_k = k_cache + head * capacity * HEAD_DIM;
+  bf16* row_v = v_cache + head * capacity * HEAD_DIM_V;
+
+  // Load: fill this warp's ring, then the queries.
+  const u32 stages = shared_address(shared_bytes) + Decode::Q_BYTES + warp * NUM_STAGES * Decode::STAGE_BYTES;
+  auto load = [&](int tile) {
+    const i64 key = warp_begin + (i64)tile * Decode::SPLIT_KEYS;
+    if (tile < num_tiles)
+      Decode::load_tile(stages + tile % NUM_STAGES * Decode::STAGE_BYTES, row_k + key * HEAD_DIM, row_v + key * HEAD_DIM_V, 0,
+               (int)min((i64)DECODE_KEYS, end - key));
+    copy_async_commit();
+  };
+  for (int tile = 0; tile < NUM_STAGES; tile++) load(tile);
+  Decode::load_q(shared_bytes, q + params.q_offset + batch * params.q_batch_stride + ((i64)kv_head * group_size + first_row) * HEAD_DIM, num_rows);
+  __syncthreads();  // the queries are in shared memory
+
+  // Attend, tile by tile.
+  const u32 shared_q = shared_address(shared_bytes);
+  const float scale = f32_word(params.softmax_scale) * LOG2_E;
+  Decode decode;
+  decode.init();
+  for (int tile = 0; tile < num_tiles; tile++) {
+    copy_async_wait<NUM_STAGES - 1>();
+    __syncwarp();  // the copies of all lanes have landed
+    const int num_valid = end - (warp_begin + tile * Decode::SPLIT_KEYS);
+    decode.attend(shared_q, stages + tile % NUM_STAGES * Decode::STAGE_BYTES,
+           [&](int key, float s) { return key < num_valid ? s * scale : -INFINITY_F32; });
+    __syncwarp();  // all lanes have read the stage before it is filled again
+    load(tile + NUM_STAGES);
+  }
+#if APPEND
+  // The new token: attended from where it lies, stored into the cache, whose row `length` nobody reads in this launch.
+  const bf16* token_k = k_new + params.k_offset + batch * params.k_batch_stride + (i64)kv_head * HEAD_DIM;
+  const bf16* token_v = v_new + params.v_offset + batch * params.v_batch_stride + (i64)kv_head * HEAD_DIM_V;
+  if (split == 0 && warp == 0) {
+    copy_async_wait<0>();
+    __syncwarp();  // no copy into stage 0 is under way
+    Decode::load_tile(stages, token_k, token_v, 0, 1);
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncwarp();  // the row and the zeros below it have landed
+    decode.attend(shared_q, stages, [&](int key, float s) { return key == 0 ? s * scale : -INFINITY_F32; });
+    if (first_row == 0 && num_cached < capacity) {
+      for (int chunk = lane; chunk < HEAD_DIM / 8; chunk += 32)
+        ((uint4*)(row_k + (i64)num_cached * HEAD_DIM))[chunk] = ((const uint4*)token_k)[chunk];
+      for (int chunk = lane; chunk < HEAD_DIM_V / 8; chunk += 32)
+        ((uint4*)(row_v + (i64)num_cached * HEAD_DIM_V))[chunk] = ((const uint4*)token_v)[chunk];
+    }
+  }
+#endif
+
+  // Join the warps, then the splits.
+  copy_async_wait<0>();
+  __syncthreads();  // every warp is done with its stages
+  float* shared_partials = (float*)(shared_bytes + Decode::Q_BYTES);
+  decode.store_warp(shared_partials);
+  __syncthreads();  // all partial rows are there
+  decode_finish<HEAD_DIM_V, NUM_WARPS>(shared_partials, partials + query_head * num_splits * (HEAD_DIM_V + 2), o + query_head * HEAD_DIM_V,
+                     counters + head, &last_flag, split, num_splits, first_row, num_rows, group_size,
+                     num_splits == 1 ? 1 : num_splits * row_blocks);
+}

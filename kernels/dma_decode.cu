@@ -1,0 +1,175 @@
+// dma_decode: one new token per row against a DMA cache of w slots per KV head; the slot of the key that leaves is overwritten.
+// Math       heap step of the selection, then attention. Slots hold the w = keep_window_size largest (z_j, j) so far. The new key (z_new,
+//            length) takes a free slot; else the slot of the smallest (z_j, j) if that is smaller (so it wins ties, being the more
+//            recent); else nobody sees it. o_h = sum_j softmax_j(softmax_scale q_h . k_j + delta_j) v_j over the keys then kept,
+//            delta_j = exp(min(z_j, 60)) (BIAS_LINEAR: z_j)
+// Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16 [batch, num_kv_heads,
+//            HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed row, multiples of 8); z_new f32 [batch,
+//            num_kv_heads]; k_cache bf16 [batch, num_kv_heads, w, HEAD_DIM], v_cache bf16 [.., HEAD_DIM_V], slot_z f32, slot_position i32
+//            [batch, num_kv_heads, w], all updated in place, slots 0 .. min(length, w) in use, in any order; length i32 [batch], tokens
+//            of the row before this one; o bf16 [batch, num_heads, HEAD_DIM_V]; partials f32 [batch, num_heads, num_splits,
+//            HEAD_DIM_V + 2] (any content, unused and of any size when num_splits = 1); counters u32 [batch, num_kv_heads], zero before
+//            the first launch, zero again after each
+// Buffers    q, k_new, v_new, z_new, k_cache, v_cache, slot_z, slot_position, length, o, partials, counters
+// Defines    HEAD_DIM, HEAD_DIM_V (128), BIAS_LINEAR (0), NUM_STAGES (4 for HEAD_DIM <= 64, else 2)
+// Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); NUM_THREADS = 128 (64 where a head_dim is above 128);
+//            dynamic shared bytes = 16 * (2 HEAD_DIM + 16) + WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576), WARPS = NUM_THREADS / 32;
+//            num_splits = clamp(3 * multiprocessors / (batch * grid.y), 1, ceil(w / 64)). One launch: every block finds the smallest slot
+//            by itself while its first tiles arrive, split 0 attends the new key from where it lies, the last block of a head stores it
+// Numerics   order by integers, exact. Logits, softmax and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order
+// Edges      rows of different length in one batch; length 0; w not a multiple of a tile; w = 1. The slot that is overwritten is loaded
+//            and masked: its v must be finite (it was attended before)
+#include "common/order_key.cuh"
+#include "common/split_decode.cuh"
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 128
+#endif
+#ifndef HEAD_DIM_V
+#define HEAD_DIM_V HEAD_DIM
+#endif
+#ifndef BIAS_LINEAR
+#define BIAS_LINEAR 0
+#endif
+#ifndef NUM_STAGES
+#define NUM_STAGES (HEAD_DIM <= 64 && HEAD_DIM_V <= 64 ? 4 : 2)
+#endif
+
+constexpr int NUM_WARPS = HEAD_DIM > 128 || HEAD_DIM_V > 128 ? 2 : 4;
+constexpr int NUM_THREADS = NUM_WARPS * 32;
+constexpr float MAX_EXPONENT = 60.f;  // exp overflows at 88.7, and one such key would own the softmax
+constexpr i32 NO_SLOT = -1;
+typedef SplitDecode<HEAD_DIM, HEAD_DIM_V, NUM_WARPS, NUM_STAGES> Decode;
+
+struct DmaDecodeParams {
+  u64 num_heads, num_kv_heads, keep_window_size, num_splits, softmax_scale;
+  u64 q_offset, q_batch_stride, k_offset, k_batch_stride, v_offset, v_batch_stride;
+};
+
+// The key bias in base 2.
+DEVICE float bias_of_score(float z) { return (BIAS_LINEAR ? z : expf(fminf(z, MAX_EXPONENT))) * LOG2_E; }
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf16* __restrict__ v_new, const float* __restrict__ z_new,
+      bf16* k_cache, bf16* v_cache, float* slot_z, i32* slot_position, const i32* __restrict__ length, bf16* __restrict__ o,
+      float* partials, u32* counters, const __grid_constant__ DmaDecodeParams params) {
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  __shared__ u32 last_flag;
+  __shared__ u64 warp_smallest[NUM_WARPS];
+  __shared__ i32 smallest_slot;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int group_size = (int)(params.num_heads / params.num_kv_heads), row_blocks = (group_size + DECODE_ROWS - 1) / DECODE_ROWS;
+  const int kv_head = blockIdx.y / row_blocks, first_row = blockIdx.y % row_blocks * DECODE_ROWS;
+  const int num_rows = min(group_size - first_row, DECODE_ROWS), split = blockIdx.x, num_splits = (int)params.num_splits;
+  const i32 window = (i32)params.keep_window_size;
+  const i64 batch = blockIdx.z, head = batch * params.num_kv_heads + kv_head;
+  const i64 query_head = batch * params.num_heads + (i64)kv_head * group_size;  // first of the group
+
+  // Slots of this split, in whole tiles of the block.
+  const i32 position = length[batch], num_slots = min(position, window);
+  const i32 per_split = ((num_slots + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS + num_splits - 1) / num_splits * Decode::SPLIT_KEYS;
+  const i32 begin = (i32)min((i64)split * per_split, (i64)num_slots), end = min(begin + per_split, num_slots);
+  const i32 warp_begin = begin + warp * DECODE_KEYS;
+  const int num_tiles = end > warp_begin ? (end - warp_begin + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS : 0;
+  bf16* head_k = k_cache + head * window * HEAD_DIM;
+  bf16* head_v = v_cache + head * window * HEAD_DIM_V;
+  float* head_z = slot_z + head * window;
+  i32* head_position = slot_position + head * window;
+
+  // Load: fill this warp's ring, then the queries.
+  const u32 stages = shared_address(shared_bytes) + Decode::Q_BYTES + warp * NUM_STAGES * Decode::STAGE_BYTES;
+  auto load = [&](int tile) {
+    const i64 slot = warp_begin + (i64)tile * Decode::SPLIT_KEYS;
+    if (tile < num_tiles)
+      Decode::load_tile(stages + tile % NUM_STAGES * Decode::STAGE_BYTES, head_k + slot * HEAD_DIM, head_v + slot * HEAD_DIM_V,
+               head_z + slot, (int)min((i64)DECODE_KEYS, end - slot));
+    copy_async_commit();
+  };
+  for (int tile = 0; tile < NUM_STAGES; tile++) load(tile);
+  Decode::load_q(shared_bytes, q + params.q_offset + batch * params.q_batch_stride + ((i64)kv_head * group_size + first_row) * HEAD_DIM, num_rows);
+
+  // Select: which slot does the new key take, if any?
+  const float token_z = z_new[head];
+  i32 taken = num_slots;  // a free one
+  if (num_slots == window) {
+    u64 smallest = ~0ull;
+    i32 slot_of_smallest = NO_SLOT;
+#pragma unroll 4
+    for (i32 slot = threadIdx.x; slot < window; slot += NUM_THREADS) {
+      const u64 key = order_key(order_of_score(head_z[slot]), (u32)head_position[slot]);
+      if (key < smallest) {
+        smallest = key;
+        slot_of_smallest = slot;
+      }
+    }
+    u64 of_warp = smallest;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) of_warp = min(of_warp, __shfl_xor_sync(0xffffffffu, of_warp, distance));
+    if (lane == 0) warp_smallest[warp] = of_warp;
+    __syncthreads();  // every warp's smallest key is there
+    u64 of_block = warp_smallest[0];
+#pragma unroll
+    for (int other = 1; other < NUM_WARPS; other++) of_block = min(of_block, warp_smallest[other]);
+    const u64 token_key = order_key(order_of_score(token_z), (u32)position);
+    if (token_key < of_block) {
+      if (threadIdx.x == 0) smallest_slot = NO_SLOT;  // popped by its own arrival
+    } else if (smallest == of_block) {
+      smallest_slot = slot_of_smallest;  // one thread: keys are distinct
+    }
+    __syncthreads();  // the slot is known
+    taken = smallest_slot;
+  }
+  __syncthreads();  // the queries are in shared memory
+
+  // Attend, tile by tile; the key that leaves is masked.
+  const u32 shared_q = shared_address(shared_bytes);
+  const float scale = f32_word(params.softmax_scale) * LOG2_E;
+  Decode decode;
+  decode.init();
+  for (int tile = 0; tile < num_tiles; tile++) {
+    copy_async_wait<NUM_STAGES - 1>();
+    __syncwarp();  // the copies of all lanes have landed
+    const i32 tile_begin = warp_begin + tile * Decode::SPLIT_KEYS;
+    const int num_valid = end - tile_begin, left = taken - tile_begin;
+    const int stage_offset = Decode::Q_BYTES + (warp * NUM_STAGES + tile % NUM_STAGES) * Decode::STAGE_BYTES;
+    const float* tile_z = (const float*)(shared_bytes + stage_offset + Decode::K_BYTES + Decode::V_BYTES);
+    decode.attend(shared_q, shared_q + stage_offset, [&](int key, float s) {
+      return key < num_valid && key != left ? s * scale + bias_of_score(tile_z[key]) : -INFINITY_F32;
+    });
+    __syncwarp();  // all lanes have read the stage before it is filled again
+    load(tile + NUM_STAGES);
+  }
+  const bf16* token_k = k_new + params.k_offset + batch * params.k_batch_stride + (i64)kv_head * HEAD_DIM;
+  const bf16* token_v = v_new + params.v_offset + batch * params.v_batch_stride + (i64)kv_head * HEAD_DIM_V;
+  if (split == 0 && warp == 0 && taken != NO_SLOT) {
+    copy_async_wait<0>();
+    __syncwarp();  // no copy into stage 0 is under way
+    Decode::load_tile(stages, token_k, token_v, 0, 1);
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncwarp();  // the row and the zeros below it have landed
+    const float token_bias = bias_of_score(token_z);
+    decode.attend(shared_q, stages, [&](int key, float s) { return key == 0 ? s * scale + token_bias : -INFINITY_F32; });
+  }
+
+  // Join the warps, then the splits.
+  copy_async_wait<0>();
+  __syncthreads();  // every warp is done with its stages
+  float* shared_partials = (float*)(shared_bytes + Decode::Q_BYTES);
+  decode.store_warp(shared_partials);
+  __syncthreads();  // all partial rows are there
+  const bool is_last = decode_finish<HEAD_DIM_V, NUM_WARPS>(
+    shared_partials, partials + query_head * num_splits * (HEAD_DIM_V + 2), o + query_head * HEAD_DIM_V, counters + head, &last_flag,
+    split, num_splits, first_row, num_rows, group_size, num_splits * row_blocks);
+
+  // Store the new key, now that every block of the head has read the slots.
+  if (!is_last || taken == NO_SLOT) return;
+  for (int chunk = threadIdx.x; chunk < HEAD_DIM / 8; chunk += NUM_THREADS)
+    ((uint4*)(head_k + (i64)taken * HEAD_DIM))[chunk] = ((const uint4*)token_k)[chunk];
+  for (int chunk = threadIdx.x; chunk < HEAD_DIM_V / 8; chunk += NUM_THREADS)
+    ((uint4*)(head_v + (i64)taken * HEAD_DIM_V))[chunk] = ((const uint4*)token_v)[chunk];
+  if (threadIdx.x == 0) {
+    head_z[taken] = token_z;
+    head_position[taken] = position;
+  }
+}

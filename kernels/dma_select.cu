@@ -1,0 +1,181 @@
+// dma_select: second launch of the DMA selection, exact `expire` for every key (run after dma_select_prefix).
+// Math       per document and KV head: every arrival enters a heap on (z_j, j); while it holds more than w = keep_window_size keys the
+//            smallest is popped; expire[popped] = position of the arrival, which may be its own. Never popped: doc_end (already written).
+// Method     one block of threads per 1024 arrivals. T(s), T(e) = w-th largest key before and after them, by radix select over
+//            survivors(S) and the keys from S on, S the last multiple of PREFIX_BLOCK. Only survivors in [T(s), T(e)) and arrivals below
+//            T(e) can leave here, as many as keys are popped, at most 1024: the pool, sorted. An arrival below T(s) pops itself and
+//            changes nothing, so time t counts the others. Pops take the pool in ascending order of what is present, hence the pool's
+//            key of rank r, born at time b_r, leaves at
+//                the first t >= b_r with t - free >= c_r(t),   c_r(t) = number of pool keys of rank < r born by t,
+//            free = places still empty at s. t - c_r(t) never falls, so each key searches for its own time: first over blocks of 32
+//            times, where c_r is a prefix count in a bit matrix (times x ranks), then through the block.
+// Layout     z f32 [batch, num_kv_heads, seq_len]; doc_start, doc_end i32 [batch, seq_len]; survivors as dma_select_prefix writes them;
+//            expire i32 [batch, num_kv_heads, seq_len]
+// Defines    PREFIX_BLOCK (8192, as in dma_select_prefix)
+// Tiling     grid (ceil(seq_len / 1024), num_kv_heads, batch); 1024 threads, one per arrival; 37 KiB static shared memory, no dynamic
+// Numerics   integer comparisons only: exact; writes only the keys that leave; no two writes to one element
+// Edges      seq_len below 2^22; any number of documents a block (those of at most w keys so far cost nothing); w >= 1
+#include "common/bitonic_sort.cuh"
+#include "common/radix_select.cuh"
+
+#ifndef PREFIX_BLOCK
+#define PREFIX_BLOCK 8192
+#endif
+
+typedef unsigned short u16;
+
+constexpr int BLOCK = 1024;       // arrivals of a block: one per thread
+constexpr int TIME_BLOCK = 32;    // times between two rows of the bit matrix
+constexpr int NUM_WORDS = BLOCK / 32;
+constexpr int NUM_ROWS = BLOCK / TIME_BLOCK + 1;
+constexpr u32 ALL_LANES = 0xffffffffu;
+constexpr u16 NOT_IN_POOL = 0xffff;
+static_assert(BLOCK == SELECT_THREADS, "one thread per arrival, one block of threads per selection");
+static_assert(PREFIX_BLOCK % BLOCK == 0, "a block must not straddle a boundary of dma_select_prefix");
+
+struct DmaSelectParams {
+  u64 seq_len, num_kv_heads, keep_window_size;
+};
+
+struct Shared {
+  RadixSelect<2> select;               // 0: the keys before s, 1: the keys before e
+  u64 pool[BLOCK];                     // keys that leave in this block
+  u32 present[NUM_ROWS][NUM_WORDS];    // bit r of row k: the pool's key of rank r is born before time 32 k
+  u16 present_before[NUM_ROWS][NUM_WORDS];  // set bits of the words to the left
+  u16 time_of[BLOCK];                  // arrival -> time
+  u16 arrival_at[BLOCK];               // time -> arrival
+  u16 rank_at[BLOCK];                  // time -> rank in the pool of the key born then
+  u16 segment[BLOCK];                  // first arrivals of the documents in which keys leave here
+  u32 warp_sums[32];
+  u32 num_segments, pool_size;
+};
+
+// Keys of rank below `rank` born before time 32 * row.
+DEVICE int born_below(const Shared& shared, int row, int rank) {
+  const u32 word = shared.present[row][rank >> 5];
+  return shared.present_before[row][rank >> 5] + __popc(word & ((1u << (rank & 31)) - 1));
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const i32* __restrict__ doc_end,
+      const u64* __restrict__ survivors, i32* __restrict__ expire, const __grid_constant__ DmaSelectParams params) {
+  __shared__ Shared shared;
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  const i32 seq_len = (i32)params.seq_len, window = (i32)params.keep_window_size;
+  const i64 head = (i64)blockIdx.z * params.num_kv_heads + blockIdx.y;
+  const i64 tokens = (i64)blockIdx.z * seq_len;
+  const float* row_z = z + head * seq_len;
+  i32* row_expire = expire + head * seq_len;
+  const i32 block_first = blockIdx.x * BLOCK, block_end = min(block_first + BLOCK, seq_len);
+  const i32 position = block_first + thread;
+
+  // Find the documents, or parts of them, in which keys leave in this block.
+  if (thread == 0) shared.num_segments = 0;
+  __syncthreads();  // the counter is zero
+  u64 my_key = 0;
+  if (position < block_end) {
+    const i32 start = doc_start[tokens + position], end = min(doc_end[tokens + position], block_end);
+    if ((thread == 0 || start == position) && end - start > window)
+      shared.segment[atomicAdd(&shared.num_segments, 1u)] = (u16)thread;
+    my_key = order_key(order_of_score(row_z[position]), position);
+  }
+  __syncthreads();  // the list of segments is complete
+  const int num_segments = shared.num_segments;
+
+  // Survivors of the last boundary, if this block has a document that began so far before it.
+  const i32 prefix_block = block_first / PREFIX_BLOCK, boundary = prefix_block * PREFIX_BLOCK;
+  const i64 num_boundaries = (seq_len + PREFIX_BLOCK - 1) / PREFIX_BLOCK - 1;
+
+#pragma unroll 1
+  for (int index = 0; index < num_segments; index++) {
+    const i32 s = block_first + shared.segment[index];
+    const i32 document = doc_start[tokens + s], e = min(doc_end[tokens + s], block_end);
+    const bool from_survivors = boundary - document > window;
+    const u64* old_keys = survivors + (head * num_boundaries + prefix_block - 1) * window;
+    const i32 num_old = from_survivors ? window : 0, first = from_survivors ? boundary : document;
+    const bool full = s - document >= window;            // every arrival pops one key
+    const int free = full ? 0 : window - (s - document);  // else the first `free` pop none
+
+    // Thresholds: T(s) and T(e).
+    if (thread == 0) {
+      shared.select.remaining[0] = full ? window : 0;
+      shared.select.remaining[1] = window;
+      shared.pool_size = 0;
+    }
+    shared.rank_at[thread] = NOT_IN_POOL;
+    __syncthreads();  // radix_select reads `remaining`
+    auto for_each_key = [&](auto visit) {
+#pragma unroll 2
+      for (i32 i = thread; i < num_old; i += BLOCK) {
+        const u64 key = old_keys[i];
+        visit((u32)(key >> 32), (u32)key, true);
+      }
+#pragma unroll 2
+      for (i32 p = first + thread; p < e; p += BLOCK) visit(order_of_score(row_z[p]), (u32)p, p < s);
+    };
+    radix_select<2>(shared.select, for_each_key);
+    const u64 before = shared.select.threshold[0], after = shared.select.threshold[1];
+
+    // Times: number the arrivals that do not pop themselves.
+    const bool arrives = s <= position && position < e, effective = arrives && my_key >= before;
+    u32 num_times;
+    const u32 my_time = block_exclusive_sum<BLOCK>(effective, shared.warp_sums, num_times);
+    if (arrives && !effective) row_expire[position] = position;
+    if (effective) {
+      shared.time_of[thread] = (u16)my_time;
+      shared.arrival_at[my_time] = (u16)thread;
+    }
+
+    // Pool: the keys below T(e) that are alive at s or arrive.
+    if (effective && my_key < after) shared.pool[atomicAdd(&shared.pool_size, 1u) & (BLOCK - 1)] = my_key;
+    for_each_key([&](u32 order, u32 p, bool is_old) {
+      const u64 key = order_key(order, p);
+      if (is_old && before <= key && key < after) shared.pool[atomicAdd(&shared.pool_size, 1u) & (BLOCK - 1)] = key;
+    });
+    __syncthreads();  // pool, times and arrivals are complete
+    const int pool_size = min((int)shared.pool_size, BLOCK);
+    int sort_size = 32;
+    while (sort_size < pool_size) sort_size *= 2;
+    const u64 key = block_bitonic_sort(thread < pool_size ? shared.pool[thread] : ~0ull, shared.pool, sort_size);
+
+    // Rank `thread`: when was it born?
+    const int rank = thread;
+    const bool in_pool = rank < pool_size;
+    const i32 key_position = (i32)(u32)key;
+    int born = BLOCK;
+    if (in_pool) {
+      born = key_position >= s ? shared.time_of[key_position - block_first] : -1;
+      if (born >= 0) shared.rank_at[born] = (u16)rank;
+    }
+    const int num_rows = ((int)num_times + TIME_BLOCK - 1) / TIME_BLOCK;
+    for (int row = 0; row <= num_rows; row++) {
+      const u32 word = __ballot_sync(ALL_LANES, born < row * TIME_BLOCK);
+      if (lane == 0) shared.present[row][warp] = word;
+    }
+    __syncthreads();  // bit matrix and rank_at are complete
+    for (int row = warp; row <= num_rows; row += NUM_WORDS) {
+      const u32 count = __popc(shared.present[row][lane]);
+      shared.present_before[row][lane] = (u16)(warp_inclusive_sum(count) - count);
+    }
+    __syncthreads();  // prefix counts are complete
+
+    // Search: the first block of times, then the first time, at which this key is the smallest present.
+    if (in_pool) {
+      int low = 1, high = num_rows;
+      while (low < high) {
+        const int row = (low + high) / 2, time = row * TIME_BLOCK - 1;
+        if (time >= born && time - free >= born_below(shared, row, rank)) high = row;
+        else low = row + 1;
+      }
+      int below = born_below(shared, low - 1, rank);
+      for (int time = (low - 1) * TIME_BLOCK; time < low * TIME_BLOCK; time++) {
+        below += shared.rank_at[time] < rank;
+        if (time >= born && time - free >= below) {
+          row_expire[key_position] = block_first + shared.arrival_at[time];
+          break;
+        }
+      }
+    }
+    __syncthreads();  // the next segment reuses all of it
+  }
+}
