@@ -91,7 +91,7 @@ fn report(results: &[Compiled], num_specialisations: usize) -> Result<()> {
         let name = format!(
             "{} [{}] {arch}",
             specialisation.kernel.file,
-            specialisation.text()
+            specialisation.variant_text()
         );
         let log = match log {
             Ok(log) => log,
@@ -118,7 +118,7 @@ fn report(results: &[Compiled], num_specialisations: usize) -> Result<()> {
                 "{arch:7} {:44} {registers:>9} {:>15} {stack_bytes:>6} {shared_bytes:>7}  {}",
                 function.name,
                 format!("{store}/{load}"),
-                specialisation.text()
+                specialisation.variant_text()
             );
             problems.extend(
                 specialisation

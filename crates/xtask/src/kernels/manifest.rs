@@ -151,7 +151,22 @@ impl Kernel {
 }
 
 impl Specialisation<'_> {
-    /// The defines as `A=1 B=2`.
+    /// The defines that tell it from its file's other specialisations.
+    pub(crate) fn variant_text(&self) -> String {
+        let common = &self.kernel.defines;
+        let differs = |name: &str, value: &Value| {
+            common.get(name).map(ToString::to_string) != Some(value.to_string())
+        };
+        let pairs: Vec<String> = self
+            .defines
+            .iter()
+            .filter(|(name, value)| differs(name, value))
+            .map(|(name, value)| format!("{name}={value}"))
+            .collect();
+        pairs.join(" ")
+    }
+
+    /// All defines as `A=1 B=2`.
     pub(crate) fn text(&self) -> String {
         let pairs: Vec<String> = self
             .defines
