@@ -108,12 +108,7 @@ impl ForwardTiling {
         } else {
             self.num_stages * self.block_kv * F32
         };
-        // List entries are fetched further ahead than keys.
-        let entries_in_flight = match self.num_stages {
-            2 => 4,
-            3 | 4 => 8,
-            _ => 16,
-        };
+        let entries_in_flight = list_entries_in_flight(self.num_stages);
         let entries = if source == KeySource::Gathered {
             self.block_kv * 8 * entries_in_flight
         } else {
@@ -155,6 +150,15 @@ impl ForwardTiling {
             // The gathered kernel defines HAS_BIAS itself.
             KeySource::Gathered => kernel.define("HEADS_PER_TILE", self.heads_per_tile),
         }
+    }
+}
+
+/// Tiles of list entries in flight: fetched further ahead than the keys they name.
+pub(crate) fn list_entries_in_flight(num_stages: usize) -> usize {
+    match num_stages {
+        2 => 4,
+        3 | 4 => 8,
+        _ => 16,
     }
 }
 

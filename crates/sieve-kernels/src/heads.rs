@@ -218,19 +218,22 @@ impl Qkv {
     /// # Errors
     /// [`KernelError::Layout`] when [`walkable`](Self::walkable) was not called.
     pub(crate) fn words(&self, kernel: &'static str) -> Result<[u64; 9], KernelError> {
+        let [q, k, v] = self.head_words(kernel)?;
+        Ok([q[0], k[0], v[0], q[1], k[1], v[1], q[2], k[2], v[2]])
+    }
+
+    /// `{offset, token stride, batch stride}` of q, k and v.
+    ///
+    /// # Errors
+    /// As [`words`](Self::words).
+    pub(crate) fn head_words(&self, kernel: &'static str) -> Result<[[u64; 3]; 3], KernelError> {
         let of = |name, heads: &Heads| {
             let expected = "heads must lie side by side, rows 16-byte aligned";
-            heads
-                .words()
+            let words = heads.words();
+            words
                 .ok_or_else(|| heads.tensor.layout_error(kernel, name, expected))
+                .map(|w| w.map(|word| word as u64))
         };
-        let all = [of("q", &self.q)?, of("k", &self.k)?, of("v", &self.v)?];
-        let mut words = [0; 9];
-        for (which, of_one) in all.iter().enumerate() {
-            for (kind, word) in of_one.iter().enumerate() {
-                words[kind * 3 + which] = *word as u64;
-            }
-        }
-        Ok(words)
+        Ok([of("q", &self.q)?, of("k", &self.k)?, of("v", &self.v)?])
     }
 }

@@ -20,21 +20,34 @@ mod probe;
 
 pub mod oracle;
 
+mod attention_backward_tiling;
 mod attention_tiling;
 mod heads;
 
+mod attention_backward;
 mod attention_forward;
+mod dma_attention_backward;
 mod dma_attention_forward;
 mod dma_lists;
 mod dma_select;
 
+mod fill_zero;
 mod swiglu_backward;
 mod swiglu_forward;
 
+pub use attention_backward::{
+    AttentionGradients, attention_backward, attention_backward_convert_kernel,
+    attention_backward_kernel, attention_backward_prepare_kernel, attention_backward_query_kernel,
+};
+pub use attention_backward_tiling::{BackwardTiling, GradientSet, QueryTiling, SumOrder};
 pub use attention_forward::{AttentionResult, attention_forward, attention_forward_kernel};
 pub use attention_tiling::{ForwardTiling, KeySource};
 pub use cache::{KernelCache, init_runtime};
 pub use cuda_tensor::{CudaPrimitive, CudaTensor};
+pub use dma_attention_backward::{
+    dma_attention_backward, dma_attention_backward_convert_kernel, dma_attention_backward_kernel,
+    dma_attention_backward_query_kernel,
+};
 pub use dma_attention_forward::{dma_attention_forward, dma_attention_forward_kernel};
 pub use dma_lists::{
     KeyLists, TILE_QUERIES, dma_lists, dma_lists_kernel, dma_lists_prefix_kernel, list_capacity,
@@ -42,6 +55,7 @@ pub use dma_lists::{
 };
 pub use dma_select::{Selection, dma_select, dma_select_kernels};
 pub use error::{CudaVersion, KernelError};
+pub use fill_zero::{fill_zero, fill_zero_kernel};
 pub use heads::{AttentionShape, Heads, Qkv};
 pub use layout::{RowLayout, contiguous_strides, row_layout, strides_are_contiguous};
 pub use probe::{CudaReport, DeviceReport, memory_bytes, probe};

@@ -1,0 +1,332 @@
+//! Tile sizes of the attention backward kernels, and into which launches they fall apart.
+use crate::attention_tiling::{KeySource, define_head_dims, list_entries_in_flight};
+use crate::error::KernelError;
+use crate::heads::AttentionShape;
+use crate::oracle::SUPER_BLOCK;
+use crate::source_kernel::SourceKernel;
+
+const BF16: usize = 2;
+const F32: usize = 4;
+
+/// In which order sums over many keys or queries are made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SumOrder {
+    /// Whatever order the hardware happens to take: fastest, last bits vary from run to run.
+    #[default]
+    Any,
+    /// Always the same order, so that two runs are bit-equal: no float atomics, dq in a pass of its own.
+    Fixed,
+}
+
+/// The gradients one launch of a key-stationary kernel makes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GradientSet {
+    /// Sums of dq.
+    pub dq: bool,
+    /// dk, and the gradient of the bias.
+    pub dk: bool,
+    /// dv.
+    pub dv: bool,
+}
+
+/// Tile sizes of the key-stationary kernels, named as their defines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BackwardTiling {
+    /// Warps of a block, 16 keys each.
+    pub num_warps: usize,
+    /// Queries of a step.
+    pub block_q: usize,
+    /// Blocks that should share a multiprocessor.
+    pub min_blocks: usize,
+}
+
+impl BackwardTiling {
+    /// The tiling for a shape on a device with `max_shared_bytes` of shared memory a block.
+    ///
+    /// # Errors
+    /// [`KernelError::DeviceLimit`] when no tiling fits the device.
+    pub fn choose(
+        kernel: &'static str,
+        shape: &AttentionShape,
+        source: KeySource,
+        max_shared_bytes: usize,
+    ) -> Result<Self, KernelError> {
+        let small = Self {
+            num_warps: 4,
+            block_q: 32,
+            min_blocks: 1,
+        };
+        let large = Self {
+            num_warps: 8,
+            block_q: 64,
+            min_blocks: 1,
+        };
+        let tiling = if shape.head_dim > 128 { small } else { large };
+        let all = GradientSet {
+            dq: true,
+            dk: true,
+            dv: true,
+        };
+        for candidate in [tiling, small] {
+            if candidate.shared_bytes(shape, source, all) <= max_shared_bytes {
+                return Ok(candidate);
+            }
+        }
+        let got = small.shared_bytes(shape, source, all);
+        Err(KernelError::DeviceLimit {
+            kernel,
+            what: "shared memory in bytes",
+            got,
+            limit: max_shared_bytes,
+        })
+    }
+
+    /// Keys of a block.
+    pub fn block_kv(&self) -> usize {
+        16 * self.num_warps
+    }
+
+    /// The launches that make all gradients: one, or two where a warp's registers cannot hold both dk and dv. With a
+    /// fixed order dq is left to the query-stationary kernel.
+    pub fn launches(shape: &AttentionShape, order: SumOrder) -> Vec<GradientSet> {
+        let dq = order == SumOrder::Any;
+        if shape.head_dim + shape.head_dim_v > 320 {
+            let values = GradientSet {
+                dq: false,
+                dk: false,
+                dv: true,
+            };
+            return vec![
+                values,
+                GradientSet {
+                    dq,
+                    dk: true,
+                    dv: false,
+                },
+            ];
+        }
+        vec![GradientSet {
+            dq,
+            dk: true,
+            dv: true,
+        }]
+    }
+
+    /// Dynamic shared memory of a block.
+    pub fn shared_bytes(
+        &self,
+        shape: &AttentionShape,
+        source: KeySource,
+        set: GradientSet,
+    ) -> usize {
+        let (keys, queries) = (self.block_kv(), self.block_q);
+        let tiles = (keys + 2 * queries) * (shape.head_dim + shape.head_dim_v) * BF16;
+        let ds = if set.dq { 2 * keys * queries * BF16 } else { 0 };
+        let entries_and_bias = if source == KeySource::Dense { 8 } else { 12 };
+        tiles + ds + 16 * queries + keys * entries_and_bias
+    }
+
+    /// Sets the defines, block and shared memory of a kernel.
+    pub(crate) fn apply(
+        &self,
+        kernel: SourceKernel,
+        shape: &AttentionShape,
+        source: KeySource,
+        set: GradientSet,
+    ) -> SourceKernel {
+        let kernel = define_head_dims(kernel, shape)
+            .define("NUM_WARPS", self.num_warps)
+            .define("BLOCK_Q", self.block_q)
+            .define("MIN_BLOCKS", self.min_blocks)
+            .define("COMPUTE_DQ", set.dq as u8)
+            .define("COMPUTE_DK", set.dk as u8)
+            .define("COMPUTE_DV", set.dv as u8)
+            .threads(self.num_warps * 32)
+            .shared_bytes(self.shared_bytes(shape, source, set));
+        define_bias(kernel, source)
+    }
+}
+
+/// Tile sizes of the query-stationary dq kernels, named as their defines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueryTiling {
+    /// Warps of a block, 16 rows each.
+    pub num_warps: usize,
+    /// Keys of a tile.
+    pub block_kv: usize,
+    /// Key tiles in flight.
+    pub num_stages: usize,
+    /// Blocks that should share a multiprocessor.
+    pub min_blocks: usize,
+    /// Query heads of a group that share a tile.
+    pub heads_per_tile: usize,
+}
+
+impl QueryTiling {
+    /// The tiling for a shape on a device with `max_shared_bytes` of shared memory a block.
+    ///
+    /// # Errors
+    /// [`KernelError::DeviceLimit`] when no tiling fits the device.
+    pub fn choose(
+        kernel: &'static str,
+        shape: &AttentionShape,
+        source: KeySource,
+        max_shared_bytes: usize,
+    ) -> Result<Self, KernelError> {
+        let block_kv = if shape.head_dim > 128 { 32 } else { 64 };
+        let mut tiling = Self {
+            num_warps: 8,
+            block_kv,
+            num_stages: 2,
+            min_blocks: 1,
+            heads_per_tile: 1,
+        };
+        while tiling.shared_bytes(shape, source) > max_shared_bytes {
+            if tiling.num_warps <= 2 {
+                let got = tiling.shared_bytes(shape, source);
+                let what = "shared memory in bytes";
+                return Err(KernelError::DeviceLimit {
+                    kernel,
+                    what,
+                    got,
+                    limit: max_shared_bytes,
+                });
+            }
+            tiling.num_warps /= 2;
+        }
+        if source == KeySource::Gathered {
+            let rows = 16 * tiling.num_warps;
+            let fits =
+                |heads: &usize| shape.group_size().is_multiple_of(*heads) && rows / heads >= 16;
+            tiling.heads_per_tile = [8, 4, 2, 1].into_iter().find(fits).unwrap_or(1);
+        }
+        Ok(tiling)
+    }
+
+    /// Queries of a tile.
+    pub fn tile_queries(&self) -> usize {
+        16 * self.num_warps / self.heads_per_tile
+    }
+
+    /// Dynamic shared memory of a block.
+    pub fn shared_bytes(&self, shape: &AttentionShape, source: KeySource) -> usize {
+        let keys = self.num_stages * self.block_kv;
+        let tiles = (16 * self.num_warps + keys) * (shape.head_dim + shape.head_dim_v) * BF16;
+        let bias = if source == KeySource::Dense {
+            0
+        } else {
+            keys * F32
+        };
+        let in_flight = list_entries_in_flight(self.num_stages);
+        let entries = if source == KeySource::Gathered {
+            self.block_kv * 8 * in_flight
+        } else {
+            0
+        };
+        tiles + bias + entries
+    }
+
+    /// The grid over a whole sequence.
+    pub fn grid(&self, shape: &AttentionShape, source: KeySource) -> [usize; 3] {
+        let tiles = match source {
+            KeySource::Gathered => {
+                shape.seq_len.div_ceil(SUPER_BLOCK) * SUPER_BLOCK.div_ceil(self.tile_queries())
+            }
+            KeySource::Dense | KeySource::Biased => shape.seq_len.div_ceil(self.tile_queries()),
+        };
+        [tiles, shape.num_heads / self.heads_per_tile, shape.batch]
+    }
+
+    /// Sets the defines, block and shared memory of a kernel.
+    pub(crate) fn apply(
+        &self,
+        kernel: SourceKernel,
+        shape: &AttentionShape,
+        source: KeySource,
+    ) -> SourceKernel {
+        let kernel = define_head_dims(kernel, shape)
+            .define("NUM_WARPS", self.num_warps)
+            .define("BLOCK_KV", self.block_kv)
+            .define("NUM_STAGES", self.num_stages)
+            .define("MIN_BLOCKS", self.min_blocks)
+            .threads(self.num_warps * 32)
+            .shared_bytes(self.shared_bytes(shape, source));
+        if source == KeySource::Gathered {
+            return kernel.define("HEADS_PER_TILE", self.heads_per_tile);
+        }
+        define_bias(kernel, source)
+    }
+}
+
+/// HAS_BIAS, which the gathered kernels define themselves.
+fn define_bias(kernel: SourceKernel, source: KeySource) -> SourceKernel {
+    match source {
+        KeySource::Dense => kernel.define("HAS_BIAS", 0),
+        KeySource::Biased => kernel.define("HAS_BIAS", 1),
+        KeySource::Gathered => kernel,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(head_dim: usize, head_dim_v: usize) -> AttentionShape {
+        AttentionShape {
+            batch: 2,
+            seq_len: 2500,
+            num_heads: 6,
+            num_kv_heads: 3,
+            head_dim,
+            head_dim_v,
+        }
+    }
+
+    #[test]
+    fn usual_widths_fit_a_small_device() {
+        for head_dim in [16, 32, 64, 96, 128] {
+            for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {
+                let shape = shape(head_dim, head_dim);
+                assert!(
+                    BackwardTiling::choose("k", &shape, source, 99 * 1024).is_ok(),
+                    "{head_dim}"
+                );
+                assert!(
+                    QueryTiling::choose("k", &shape, source, 99 * 1024).is_ok(),
+                    "{head_dim}"
+                );
+            }
+        }
+        let error = BackwardTiling::choose("k", &shape(256, 256), KeySource::Dense, 99 * 1024);
+        assert!(error.is_err(), "refused before the launch, not by it");
+        let ampere = BackwardTiling::choose("k", &shape(128, 128), KeySource::Gathered, 163 * 1024);
+        assert_eq!(
+            ampere.map(|t| t.num_warps),
+            Ok(8),
+            "the full tiling just fits an A100"
+        );
+    }
+
+    #[test]
+    fn every_gradient_is_made_exactly_once() {
+        for (head_dim, head_dim_v) in [(64, 64), (128, 128), (192, 128), (256, 256)] {
+            for order in [SumOrder::Any, SumOrder::Fixed] {
+                let launches = BackwardTiling::launches(&shape(head_dim, head_dim_v), order);
+                let count = |made: fn(&GradientSet) -> bool| {
+                    launches.iter().filter(|set| made(set)).count()
+                };
+                assert_eq!(count(|set| set.dq), (order == SumOrder::Any) as usize);
+                assert_eq!(count(|set| set.dk), 1);
+                assert_eq!(count(|set| set.dv), 1);
+            }
+        }
+        assert_eq!(
+            BackwardTiling::launches(&shape(192, 128), SumOrder::Any).len(),
+            1
+        );
+        assert_eq!(
+            BackwardTiling::launches(&shape(256, 256), SumOrder::Any).len(),
+            2
+        );
+    }
+}
