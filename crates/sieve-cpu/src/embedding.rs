@@ -1,8 +1,7 @@
 //! Embedding lookup and its gradient.
 
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
-
-use crate::simd::vectorize;
 
 /// `y[n] = weight[ids[n]]`.
 ///
@@ -76,13 +75,31 @@ pub fn embedding_backward(dy: &[f32], ids: &[i32], d_model: usize, dweight: &mut
             row.fill(0.0);
             let rows = &order[first[id]..first[id + 1]];
             if !rows.is_empty() {
-                vectorize(|| {
-                    for &n in rows {
-                        for (sum, &g) in row.iter_mut().zip(&dy[n * d_model..(n + 1) * d_model]) {
-                            *sum += g;
-                        }
-                    }
-                });
+                Arch::new().dispatch(AddRows { dy, rows, sum: row });
             }
         });
+}
+
+struct AddRows<'a> {
+    dy: &'a [f32],
+    rows: &'a [usize],
+    sum: &'a mut [f32],
+}
+
+impl WithSimd for AddRows<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        let d_model = self.sum.len();
+        for &n in self.rows {
+            for (sum, &g) in self
+                .sum
+                .iter_mut()
+                .zip(&self.dy[n * d_model..(n + 1) * d_model])
+            {
+                *sum += g;
+            }
+        }
+    }
 }

@@ -1,9 +1,10 @@
 //! Output projection and cross entropy in one, in chunks of rows: logits of all rows never exist at once.
 
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use crate::gemm::{Matrix, MatrixMut, Threads, matmul};
-use crate::simd::{exp, fold, vectorize};
+use crate::simd::exp_and_sum;
 
 /// Labels below 0 (Hugging Face's -100) are ignored: no loss, no gradient.
 const FIRST_LABEL: i32 = 0;
@@ -157,7 +158,14 @@ fn run(
         let losses: Vec<Option<(f64, f64)>> = logits
             .par_chunks_mut(vocab_size)
             .zip(labels)
-            .map(|(row, &label)| vectorize(|| row_loss(row, label, z_loss, with_gradient)))
+            .map(|(row, &label)| {
+                Arch::new().dispatch(RowLoss {
+                    row,
+                    label,
+                    z_loss,
+                    with_gradient,
+                })
+            })
             .collect();
         for (row, loss) in losses.iter().enumerate() {
             let (loss_of_row, z_loss_of_row) = loss.unwrap_or((0.0, 0.0));
@@ -191,78 +199,63 @@ fn run(
 }
 
 /// Cross entropy and z-loss of one row, `None` without a label. With `with_gradient` the logits become their gradient.
-#[inline(always)]
-fn row_loss(row: &mut [f32], label: i32, z_loss: f32, with_gradient: bool) -> Option<(f64, f64)> {
-    if label < FIRST_LABEL {
+struct RowLoss<'r> {
+    row: &'r mut [f32],
+    label: i32,
+    z_loss: f32,
+    with_gradient: bool,
+}
+
+impl WithSimd for RowLoss<'_> {
+    type Output = Option<(f64, f64)>;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
+        let Self {
+            row,
+            label,
+            z_loss,
+            with_gradient,
+        } = self;
+        if label < FIRST_LABEL {
+            if with_gradient {
+                row.fill(0.0);
+            }
+            return None;
+        }
+        let logit = row[label as usize];
+        let max = max_of(simd, row);
+        let sum = exp_and_sum(simd, row, max);
+        let lse = max + sum.ln();
         if with_gradient {
-            row.fill(0.0);
+            let scale = (1.0 + 2.0 * z_loss * lse) / sum;
+            for p in row.iter_mut() {
+                *p *= scale;
+            }
+            row[label as usize] -= 1.0;
         }
-        return None;
+        Some((
+            f64::from(lse) - f64::from(logit),
+            f64::from(z_loss) * f64::from(lse) * f64::from(lse),
+        ))
     }
-    let logit = row[label as usize];
-    let max = max_of(row);
-    let sum = if with_gradient {
-        exp_and_sum(row, max)
-    } else {
-        sum_of_exp(row, max)
-    };
-    let lse = max + sum.ln();
-    if with_gradient {
-        let scale = (1.0 + 2.0 * z_loss * lse) / sum;
-        for p in row.iter_mut() {
-            *p *= scale;
-        }
-        row[label as usize] -= 1.0;
-    }
-    Some((
-        f64::from(lse) - f64::from(logit),
-        f64::from(z_loss) * f64::from(lse) * f64::from(lse),
-    ))
 }
 
 #[inline(always)]
-fn max_of(row: &[f32]) -> f32 {
-    let mut lanes = [f32::NEG_INFINITY; 32];
-    let (chunks, tail) = row.as_chunks::<32>();
-    for chunk in chunks {
-        for (lane, &x) in lanes.iter_mut().zip(chunk) {
-            *lane = if x > *lane { x } else { *lane };
+fn max_of<S: Simd>(simd: S, row: &[f32]) -> f32 {
+    let (row, tail) = S::as_simd_f32s(row);
+    let mut max = [simd.splat_f32s(f32::NEG_INFINITY); 4];
+    let (row4, row1) = row.as_chunks::<4>();
+    for x in row4 {
+        for v in 0..4 {
+            max[v] = simd.max_f32s(max[v], x[v]);
         }
     }
-    for (lane, &x) in lanes.iter_mut().zip(tail) {
-        *lane = if x > *lane { x } else { *lane };
+    for &x in row1 {
+        max[0] = simd.max_f32s(max[0], x);
     }
-    lanes.into_iter().fold(f32::NEG_INFINITY, f32::max)
-}
-
-#[inline(always)]
-fn sum_of_exp(row: &[f32], max: f32) -> f32 {
-    let mut lanes = [0.0_f32; 32];
-    let (chunks, tail) = row.as_chunks::<32>();
-    for chunk in chunks {
-        for (lane, &x) in lanes.iter_mut().zip(chunk) {
-            *lane += exp(x - max);
-        }
-    }
-    for (lane, &x) in lanes.iter_mut().zip(tail) {
-        *lane += exp(x - max);
-    }
-    fold(lanes)
-}
-
-#[inline(always)]
-fn exp_and_sum(row: &mut [f32], max: f32) -> f32 {
-    let mut lanes = [0.0_f32; 32];
-    let (chunks, tail) = row.as_chunks_mut::<32>();
-    for chunk in chunks {
-        for (lane, x) in lanes.iter_mut().zip(chunk) {
-            *x = exp(*x - max);
-            *lane += *x;
-        }
-    }
-    for (lane, x) in lanes.iter_mut().zip(tail) {
-        *x = exp(*x - max);
-        *lane += *x;
-    }
-    fold(lanes)
+    let max = simd.max_f32s(simd.max_f32s(max[0], max[1]), simd.max_f32s(max[2], max[3]));
+    tail.iter()
+        .copied()
+        .fold(simd.reduce_max_f32s(max), f32::max)
 }

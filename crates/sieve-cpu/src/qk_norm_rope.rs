@@ -2,11 +2,11 @@
 //!
 //! Rotate-half form, as Hugging Face's Qwen3: `rope(x) = x * cos + cat(-x2, x1) * sin` with x1, x2 the halves of a head.
 
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use crate::attention::Documents;
 use crate::rms_norm::{add_partials, norm_row_backward, reciprocal_rms};
-use crate::simd::vectorize;
 
 /// Tokens one task handles; also the tokens one partial weight gradient covers, so it fixes the order of that sum.
 const TOKENS: usize = 32;
@@ -102,7 +102,7 @@ pub fn qk_norm_rope_forward(
     out: &mut [f32],
 ) {
     op.check(documents);
-    let (token_len, head_dim) = (op.token_len(), op.head_dim);
+    let token_len = op.token_len();
     assert_eq!(
         qkv.len(),
         op.batch * op.seq_len * token_len,
@@ -118,27 +118,12 @@ pub fn qk_norm_rope_forward(
         .zip(qkv.par_chunks(TOKENS * token_len))
         .enumerate();
     tasks.for_each(|(task, (out, qkv))| {
-        vectorize(|| {
-            for (t, (out, qkv)) in out
-                .chunks_exact_mut(token_len)
-                .zip(qkv.chunks_exact(token_len))
-                .enumerate()
-            {
-                let (cos, sin) = op.angles(documents, task * TOKENS + t);
-                let heads = out
-                    .chunks_exact_mut(head_dim)
-                    .zip(qkv.chunks_exact(head_dim))
-                    .enumerate();
-                for (head, (out, x)) in heads {
-                    if head < op.num_heads {
-                        norm_and_rotate(x, op.q_weight, op.eps, cos, sin, out);
-                    } else if head < op.num_heads + op.num_kv_heads {
-                        norm_and_rotate(x, op.k_weight, op.eps, cos, sin, out);
-                    } else {
-                        out.copy_from_slice(x);
-                    }
-                }
-            }
+        Arch::new().dispatch(Forward {
+            op,
+            documents,
+            first: task * TOKENS,
+            qkv,
+            out,
         });
     });
 }
@@ -191,31 +176,17 @@ pub fn qk_norm_rope_backward(
         .map(|(task, ((d_qkv, qkv), d_out))| {
             let mut d_q_weight = vec![0.0; head_dim];
             let mut d_k_weight = vec![0.0; head_dim];
-            let mut d_norm = vec![0.0; head_dim];
-            vectorize(|| {
-                let tokens = d_qkv
-                    .chunks_exact_mut(token_len)
-                    .zip(qkv.chunks_exact(token_len));
-                for (t, ((d_qkv, qkv), d_out)) in
-                    tokens.zip(d_out.chunks_exact(token_len)).enumerate()
-                {
-                    let (cos, sin) = op.angles(documents, task * TOKENS + t);
-                    let heads = d_qkv
-                        .chunks_exact_mut(head_dim)
-                        .zip(qkv.chunks_exact(head_dim));
-                    for (head, ((dx, x), dy)) in heads.zip(d_out.chunks_exact(head_dim)).enumerate()
-                    {
-                        if head < op.num_heads {
-                            rotate_back(dy, cos, sin, &mut d_norm);
-                            norm_row_backward(x, op.q_weight, op.eps, &d_norm, dx, &mut d_q_weight);
-                        } else if head < op.num_heads + op.num_kv_heads {
-                            rotate_back(dy, cos, sin, &mut d_norm);
-                            norm_row_backward(x, op.k_weight, op.eps, &d_norm, dx, &mut d_k_weight);
-                        } else {
-                            dx.copy_from_slice(dy);
-                        }
-                    }
-                }
+            let (d_q, d_k) = (d_q_weight.as_mut_slice(), d_k_weight.as_mut_slice());
+            let first = task * TOKENS;
+            Arch::new().dispatch(Backward {
+                op,
+                documents,
+                first,
+                qkv,
+                d_out,
+                d_qkv,
+                d_q_weight: d_q,
+                d_k_weight: d_k,
             });
             (d_q_weight, d_k_weight)
         })
@@ -224,10 +195,122 @@ pub fn qk_norm_rope_backward(
     add_partials(&k_partial, d_k_weight);
 }
 
+/// Some tokens of the forward pass, `first` of the batch and those after it.
+struct Forward<'a> {
+    op: &'a QkNormRope<'a>,
+    documents: Documents<'a>,
+    first: usize,
+    qkv: &'a [f32],
+    out: &'a mut [f32],
+}
+
+impl WithSimd for Forward<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self {
+            op,
+            documents,
+            first,
+            qkv,
+            out,
+        } = self;
+        let (token_len, head_dim) = (op.token_len(), op.head_dim);
+        let (q_len, k_len) = (op.num_heads * head_dim, op.num_kv_heads * head_dim);
+        for (t, (out, qkv)) in out
+            .chunks_exact_mut(token_len)
+            .zip(qkv.chunks_exact(token_len))
+            .enumerate()
+        {
+            let (cos, sin) = op.angles(documents, first + t);
+            let ((q, kv), (q_out, kv_out)) = (qkv.split_at(q_len), out.split_at_mut(q_len));
+            let ((k, v), (k_out, v_out)) = (kv.split_at(k_len), kv_out.split_at_mut(k_len));
+            for (out, x) in q_out
+                .chunks_exact_mut(head_dim)
+                .zip(q.chunks_exact(head_dim))
+            {
+                norm_and_rotate(simd, x, op.q_weight, op.eps, cos, sin, out);
+            }
+            for (out, x) in k_out
+                .chunks_exact_mut(head_dim)
+                .zip(k.chunks_exact(head_dim))
+            {
+                norm_and_rotate(simd, x, op.k_weight, op.eps, cos, sin, out);
+            }
+            v_out.copy_from_slice(v);
+        }
+    }
+}
+
+/// Some tokens of the backward pass; adds to the weight gradients.
+struct Backward<'a> {
+    op: &'a QkNormRope<'a>,
+    documents: Documents<'a>,
+    first: usize,
+    qkv: &'a [f32],
+    d_out: &'a [f32],
+    d_qkv: &'a mut [f32],
+    d_q_weight: &'a mut [f32],
+    d_k_weight: &'a mut [f32],
+}
+
+impl WithSimd for Backward<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self {
+            op,
+            documents,
+            first,
+            qkv,
+            d_out,
+            d_qkv,
+            d_q_weight,
+            d_k_weight,
+        } = self;
+        let (token_len, head_dim) = (op.token_len(), op.head_dim);
+        let (q_len, k_len) = (op.num_heads * head_dim, op.num_kv_heads * head_dim);
+        let mut d_norm = vec![0.0; head_dim];
+        let tokens = d_qkv
+            .chunks_exact_mut(token_len)
+            .zip(qkv.chunks_exact(token_len));
+        for (t, ((d_qkv, qkv), d_out)) in tokens.zip(d_out.chunks_exact(token_len)).enumerate() {
+            let (cos, sin) = op.angles(documents, first + t);
+            let (dq, dkv) = d_qkv.split_at_mut(q_len);
+            let (dk, dv) = dkv.split_at_mut(k_len);
+            let heads = dq
+                .chunks_exact_mut(head_dim)
+                .zip(qkv.chunks_exact(head_dim));
+            for ((dx, x), dy) in heads.zip(d_out.chunks_exact(head_dim)) {
+                rotate_back(dy, cos, sin, &mut d_norm);
+                norm_row_backward(simd, x, op.q_weight, op.eps, &d_norm, dx, d_q_weight);
+            }
+            let heads = dk
+                .chunks_exact_mut(head_dim)
+                .zip(qkv[q_len..].chunks_exact(head_dim));
+            for ((dx, x), dy) in heads.zip(d_out[q_len..].chunks_exact(head_dim)) {
+                rotate_back(dy, cos, sin, &mut d_norm);
+                norm_row_backward(simd, x, op.k_weight, op.eps, &d_norm, dx, d_k_weight);
+            }
+            dv.copy_from_slice(&d_out[q_len + k_len..]);
+        }
+    }
+}
+
 #[inline(always)]
-fn norm_and_rotate(x: &[f32], weight: &[f32], eps: f32, cos: &[f32], sin: &[f32], out: &mut [f32]) {
+fn norm_and_rotate<S: Simd>(
+    simd: S,
+    x: &[f32],
+    weight: &[f32],
+    eps: f32,
+    cos: &[f32],
+    sin: &[f32],
+    out: &mut [f32],
+) {
     let half = cos.len();
-    let rstd = reciprocal_rms(x, eps);
+    let rstd = reciprocal_rms(simd, x, eps);
     let ((x1, x2), (w1, w2)) = (x.split_at(half), weight.split_at(half));
     let (out1, out2) = out.split_at_mut(half);
     let columns = x1

@@ -1,8 +1,7 @@
 //! Sums whose order does not depend on the number of threads.
 
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
-
-use crate::simd::vectorize;
 
 /// Elements one partial sum covers.
 const BLOCK: usize = 1 << 15;
@@ -11,22 +10,51 @@ const BLOCK: usize = 1 << 15;
 pub fn sum_of_squares(x: &[f32]) -> f64 {
     let partial: Vec<f64> = x
         .par_chunks(BLOCK)
-        .map(|block| vectorize(|| squares(block)))
+        .map(|block| Arch::new().dispatch(Squares(block)))
         .collect();
     partial.iter().sum()
 }
 
-#[inline(always)]
-fn squares(x: &[f32]) -> f64 {
-    let mut lanes = [0.0_f64; 16];
-    let (chunks, tail) = x.as_chunks::<16>();
-    for chunk in chunks {
-        for (lane, &value) in lanes.iter_mut().zip(chunk) {
+struct Squares<'x>(&'x [f32]);
+
+impl WithSimd for Squares<'_> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) -> f64 {
+        // Lanes, so that the loop vectorises although f64 sums must keep their order.
+        let mut lanes = [0.0_f64; 16];
+        let (chunks, tail) = self.0.as_chunks::<16>();
+        for chunk in chunks {
+            for (lane, &value) in lanes.iter_mut().zip(chunk) {
+                *lane += f64::from(value) * f64::from(value);
+            }
+        }
+        for (lane, &value) in lanes.iter_mut().zip(tail) {
             *lane += f64::from(value) * f64::from(value);
         }
+        lanes.iter().sum()
     }
-    for (lane, &value) in lanes.iter_mut().zip(tail) {
-        *lane += f64::from(value) * f64::from(value);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_data::{Random, threads};
+
+    #[test]
+    fn adds_all_squares_in_the_same_order_on_any_number_of_threads() {
+        for len in [0, 1, 17, BLOCK - 1, BLOCK, 3 * BLOCK + 7] {
+            let x = Random(len as u64).vector(len);
+            let exact: f64 = x.iter().map(|&x| f64::from(x).powi(2)).sum();
+            let sum = sum_of_squares(&x);
+            assert!(
+                (sum - exact).abs() <= 1e-12 * (1.0 + exact),
+                "{len}: {sum} instead of {exact}"
+            );
+            let pool = threads(3);
+            assert_eq!(pool.install(|| sum_of_squares(&x)), sum);
+        }
+        assert!(sum_of_squares(&[1.0, f32::NAN]).is_nan());
     }
-    lanes.iter().sum()
 }

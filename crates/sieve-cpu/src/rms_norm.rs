@@ -1,8 +1,9 @@
 //! RMSNorm over the last axis, forward and backward.
 
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-use crate::simd::{dot, vectorize};
+use crate::simd::dot;
 
 /// Rows one task handles; also the rows one partial weight gradient covers, so it fixes the order of that sum.
 const ROWS: usize = 64;
@@ -23,16 +24,7 @@ pub fn rms_norm_forward(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
     assert_eq!(x.len(), y.len(), "rms_norm_forward: y is not as long as x");
     y.par_chunks_mut(ROWS * d)
         .zip(x.par_chunks(ROWS * d))
-        .for_each(|(y, x)| {
-            vectorize(|| {
-                for (y, x) in y.chunks_exact_mut(d).zip(x.chunks_exact(d)) {
-                    let rstd = reciprocal_rms(x, eps);
-                    for ((y, &x), &w) in y.iter_mut().zip(x).zip(weight) {
-                        *y = w * (x * rstd);
-                    }
-                }
-            });
-        });
+        .for_each(|(y, x)| Arch::new().dispatch(Forward { x, weight, eps, y }));
 }
 
 /// Gradients of [`rms_norm_forward`]; the row statistics are computed again.
@@ -67,14 +59,13 @@ pub fn rms_norm_backward(
         .zip(dy.par_chunks(ROWS * d))
         .map(|((dx, x), dy)| {
             let mut dweight = vec![0.0; d];
-            vectorize(|| {
-                for ((dx, x), dy) in dx
-                    .chunks_exact_mut(d)
-                    .zip(x.chunks_exact(d))
-                    .zip(dy.chunks_exact(d))
-                {
-                    norm_row_backward(x, weight, eps, dy, dx, &mut dweight);
-                }
+            Arch::new().dispatch(Backward {
+                x,
+                weight,
+                eps,
+                dy,
+                dx,
+                dweight: &mut dweight,
             });
             dweight
         })
@@ -82,15 +73,64 @@ pub fn rms_norm_backward(
     add_partials(&partial, dweight);
 }
 
+struct Forward<'a> {
+    x: &'a [f32],
+    weight: &'a [f32],
+    eps: f32,
+    y: &'a mut [f32],
+}
+
+impl WithSimd for Forward<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let d = self.weight.len();
+        for (y, x) in self.y.chunks_exact_mut(d).zip(self.x.chunks_exact(d)) {
+            let rstd = reciprocal_rms(simd, x, self.eps);
+            for ((y, &x), &w) in y.iter_mut().zip(x).zip(self.weight) {
+                *y = w * (x * rstd);
+            }
+        }
+    }
+}
+
+struct Backward<'a> {
+    x: &'a [f32],
+    weight: &'a [f32],
+    eps: f32,
+    dy: &'a [f32],
+    dx: &'a mut [f32],
+    dweight: &'a mut [f32],
+}
+
+impl WithSimd for Backward<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let d = self.weight.len();
+        let rows = self
+            .dx
+            .chunks_exact_mut(d)
+            .zip(self.x.chunks_exact(d))
+            .zip(self.dy.chunks_exact(d));
+        for ((dx, x), dy) in rows {
+            norm_row_backward(simd, x, self.weight, self.eps, dy, dx, self.dweight);
+        }
+    }
+}
+
 /// `1 / sqrt(mean(x^2) + eps)`.
 #[inline(always)]
-pub(crate) fn reciprocal_rms(x: &[f32], eps: f32) -> f32 {
-    1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt()
+pub(crate) fn reciprocal_rms<S: Simd>(simd: S, x: &[f32], eps: f32) -> f32 {
+    1.0 / (dot(simd, x, x) / x.len() as f32 + eps).sqrt()
 }
 
 /// One row of the backward pass: writes dx, adds to dweight.
 #[inline(always)]
-pub(crate) fn norm_row_backward(
+pub(crate) fn norm_row_backward<S: Simd>(
+    simd: S,
     x: &[f32],
     weight: &[f32],
     eps: f32,
@@ -98,16 +138,15 @@ pub(crate) fn norm_row_backward(
     dx: &mut [f32],
     dweight: &mut [f32],
 ) {
-    let d = x.len();
-    let rstd = reciprocal_rms(x, eps);
-    // dx holds g = dy * weight for a moment: its dot product with x is needed before dx itself.
-    for (((dx, &x), (&dy, &w)), dweight) in
-        dx.iter_mut().zip(x).zip(dy.iter().zip(weight)).zip(dweight)
-    {
-        *dweight += dy * (x * rstd);
+    let rstd = reciprocal_rms(simd, x, eps);
+    // dx holds dy * weight for a moment: its dot product with x is needed before dx itself.
+    for ((dx, &dy), &w) in dx.iter_mut().zip(dy).zip(weight) {
         *dx = dy * w;
     }
-    let projection = dot(dx, x) / d as f32 * rstd * rstd;
+    for ((dweight, &dy), &x) in dweight.iter_mut().zip(dy).zip(x) {
+        *dweight += dy * (x * rstd);
+    }
+    let projection = dot(simd, dx, x) / x.len() as f32 * rstd * rstd;
     for (dx, &x) in dx.iter_mut().zip(x) {
         *dx = rstd * (*dx - x * projection);
     }

@@ -1,64 +1,47 @@
-//! Run-time choice of the instruction set, and the vector pieces that kernels share.
+//! The vector pieces that kernels share.
+//!
+//! The build targets baseline x86-64, so every hot loop sits in a `pulp::WithSimd` whose method is `#[inline(always)]`,
+//! as must be all it calls: only then is it compiled for the instruction set found at run time. (A closure given to
+//! `Arch::dispatch` is not enough: it is compiled on its own, for the baseline.)
 
-use pulp::{Arch, Simd};
+use pulp::Simd;
 
-/// Runs `f` compiled for the best instruction set of this CPU. What `f` calls must be `#[inline(always)]` to profit.
+/// `sum a_i b_i`; the order of the sum depends on the length and the width of the vectors alone.
 #[inline(always)]
-pub(crate) fn vectorize<R>(f: impl FnOnce() -> R) -> R {
-    Arch::new().dispatch(f)
-}
-
-/// `sum a_i b_i` in 32 running sums, added in a fixed order at the end.
-#[inline(always)]
-pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut lanes = [0.0_f32; 32];
-    let ((a_chunks, a_tail), (b_chunks, b_tail)) = (a.as_chunks::<32>(), b.as_chunks::<32>());
-    for (a_chunk, b_chunk) in a_chunks.iter().zip(b_chunks) {
-        for ((lane, &x), &y) in lanes.iter_mut().zip(a_chunk).zip(b_chunk) {
-            *lane += x * y;
+pub(crate) fn dot<S: Simd>(simd: S, a: &[f32], b: &[f32]) -> f32 {
+    let ((a, a_tail), (b, b_tail)) = (S::as_simd_f32s(a), S::as_simd_f32s(b));
+    let mut sums = [simd.splat_f32s(0.0); 4];
+    let ((a4, a1), (b4, b1)) = (a.as_chunks::<4>(), b.as_chunks::<4>());
+    for (a, b) in a4.iter().zip(b4) {
+        for v in 0..4 {
+            sums[v] = simd.mul_add_e_f32s(a[v], b[v], sums[v]);
         }
     }
-    for ((lane, &x), &y) in lanes.iter_mut().zip(a_tail).zip(b_tail) {
-        *lane += x * y;
+    for (&a, &b) in a1.iter().zip(b1) {
+        sums[0] = simd.mul_add_e_f32s(a, b, sums[0]);
     }
-    fold(lanes)
-}
-
-/// The sum of 32 lanes, as a tree.
-#[inline(always)]
-pub(crate) fn fold(mut lanes: [f32; 32]) -> f32 {
-    let mut width = 16;
-    while width > 0 {
-        for i in 0..width {
-            lanes[i] += lanes[i + width];
-        }
-        width /= 2;
+    if !a_tail.is_empty() {
+        sums[1] = simd.mul_add_e_f32s(
+            simd.partial_load_f32s(a_tail),
+            simd.partial_load_f32s(b_tail),
+            sums[1],
+        );
     }
-    lanes[0]
+    reduce_sum(simd, sums)
 }
 
-/// `e^x` within 2 ulp, in plain operations that vectorise. Below -87.33 the result is 0, above 88.37 infinity; NaN stays.
+/// The sum of all elements of four vectors.
 #[inline(always)]
-pub(crate) fn exp(x: f32) -> f32 {
-    // x = n ln 2 + r; adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
-    let shifted = x * std::f32::consts::LOG2_E + ROUND;
-    let n = shifted - ROUND;
-    let r = x - n * LN2_HIGH - n * LN2_LOW;
-    let mut p = EXP_POLY[0];
-    p = p * r + EXP_POLY[1];
-    p = p * r + EXP_POLY[2];
-    p = p * r + EXP_POLY[3];
-    p = p * r + EXP_POLY[4];
-    p = p * r + EXP_POLY[5];
-    let y = p * (r * r) + r + 1.0;
-    let scale = f32::from_bits((shifted.to_bits() << 23).wrapping_add(0x3f80_0000));
-    let y = y * scale;
-    let y = if x < EXP_UNDERFLOW { 0.0 } else { y };
-    if x > EXP_OVERFLOW { f32::INFINITY } else { y }
+pub(crate) fn reduce_sum<S: Simd>(simd: S, sums: [S::f32s; 4]) -> f32 {
+    simd.reduce_sum_f32s(simd.add_f32s(
+        simd.add_f32s(sums[0], sums[1]),
+        simd.add_f32s(sums[2], sums[3]),
+    ))
 }
 
+/// Adding this rounds to an integer and leaves that integer in the low bits.
 const ROUND: f32 = 12_582_912.0;
-/// ln 2 in two parts: the first has so few bits that its product with n is exact.
+/// ln 2 in two parts: the first has so few bits that its product with a small integer is exact.
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
 /// (e^r - 1 - r) / r^2 on |r| <= ln(2) / 2, highest power first (Cephes, expf).
@@ -73,10 +56,11 @@ const EXP_POLY: [f32; 6] = [
 const EXP_UNDERFLOW: f32 = -87.33;
 const EXP_OVERFLOW: f32 = 88.37;
 
-/// [`exp`] on a vector, with fused multiply-adds where the CPU has them.
+/// `e^x` within 2 ulp. Below -87.33 the result is 0, above 88.37 infinity; NaN stays NaN.
 #[inline(always)]
-pub(crate) fn exp_vector<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let splat = |value| simd.splat_f32s(value);
+    // x = n ln 2 + r, and e^x = 2^n e^r.
     let shifted = simd.mul_add_e_f32s(x, splat(std::f32::consts::LOG2_E), splat(ROUND));
     let n = simd.sub_f32s(shifted, splat(ROUND));
     let r = simd.mul_add_e_f32s(n, splat(-LN2_HIGH), x);
@@ -95,4 +79,127 @@ pub(crate) fn exp_vector<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
         splat(f32::INFINITY),
         y,
     )
+}
+
+/// Turns the row into `exp(row - max)` and returns its sum.
+#[inline(always)]
+pub(crate) fn exp_and_sum<S: Simd>(simd: S, row: &mut [f32], max: f32) -> f32 {
+    let (row, tail) = S::as_mut_simd_f32s(row);
+    let max_vector = simd.splat_f32s(max);
+    let mut sums = [simd.splat_f32s(0.0); 4];
+    let (row4, row1) = row.as_chunks_mut::<4>();
+    for x in row4 {
+        for v in 0..4 {
+            x[v] = exp(simd, simd.sub_f32s(x[v], max_vector));
+            sums[v] = simd.add_f32s(sums[v], x[v]);
+        }
+    }
+    for x in row1 {
+        *x = exp(simd, simd.sub_f32s(*x, max_vector));
+        sums[0] = simd.add_f32s(sums[0], *x);
+    }
+    if !tail.is_empty() {
+        let last = exp(
+            simd,
+            simd.sub_f32s(simd.partial_load_f32s(tail), max_vector),
+        );
+        simd.partial_store_f32s(tail, last);
+        // Loaded again, so that the unused lanes count as zero.
+        sums[1] = simd.add_f32s(sums[1], simd.partial_load_f32s(tail));
+    }
+    reduce_sum(simd, sums)
+}
+
+/// `1 / (1 + e^-x)`.
+#[inline(always)]
+pub(crate) fn sigmoid<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    let one = simd.splat_f32s(1.0);
+    simd.div_f32s(one, simd.add_f32s(one, exp(simd, simd.neg_f32s(x))))
+}
+
+#[cfg(test)]
+mod tests {
+    use pulp::{Arch, WithSimd};
+
+    use super::*;
+
+    struct Exp<'x>(&'x mut [f32]);
+
+    impl WithSimd for Exp<'_> {
+        type Output = ();
+
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, simd: S) {
+            let (head, tail) = S::as_mut_simd_f32s(self.0);
+            for x in head {
+                *x = exp(simd, *x);
+            }
+            let last = exp(simd, simd.partial_load_f32s(tail));
+            simd.partial_store_f32s(tail, last);
+        }
+    }
+
+    fn exp_of(x: &[f32]) -> Vec<f32> {
+        let mut y = x.to_vec();
+        Arch::new().dispatch(Exp(&mut y));
+        y
+    }
+
+    #[test]
+    fn exp_is_within_two_ulp() {
+        // Every 997th float from -87.33 to 88.37.
+        let negative = (0..(87.33_f32).to_bits())
+            .step_by(997)
+            .map(|bits| -f32::from_bits(bits));
+        let positive = (0..(88.37_f32).to_bits()).step_by(997).map(f32::from_bits);
+        let x: Vec<f32> = negative.chain(positive).collect();
+        for (&x, y) in x.iter().zip(exp_of(&x)) {
+            let exact = f64::from(x).exp();
+            let ulp = f64::from(f32::from_bits(y.to_bits() + 1)) - f64::from(y);
+            assert!(
+                (f64::from(y) - exact).abs() <= 2.0 * ulp,
+                "exp({x}) = {y}, exact {exact}"
+            );
+        }
+    }
+
+    #[test]
+    fn exp_at_the_ends() {
+        let y = exp_of(&[
+            f32::NEG_INFINITY,
+            -1.0e30,
+            -87.34,
+            88.38,
+            1.0e30,
+            f32::INFINITY,
+            0.0,
+            -0.0,
+            f32::NAN,
+        ]);
+        assert_eq!(y[..3], [0.0; 3]);
+        assert_eq!(y[3..6], [f32::INFINITY; 3]);
+        assert_eq!(y[6..8], [1.0; 2]);
+        assert!(y[8].is_nan());
+    }
+
+    struct Dot<'x>(&'x [f32], &'x [f32]);
+
+    impl WithSimd for Dot<'_> {
+        type Output = f32;
+
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, simd: S) -> f32 {
+            dot(simd, self.0, self.1)
+        }
+    }
+
+    #[test]
+    fn dot_at_every_length() {
+        for len in 0..200 {
+            let a: Vec<f32> = (0..len).map(|i| i as f32 + 1.0).collect();
+            let b: Vec<f32> = (0..len).map(|i| (i % 3) as f32 - 1.0).collect();
+            let exact: f32 = a.iter().zip(&b).map(|(a, b)| a * b).sum();
+            assert_eq!(Arch::new().dispatch(Dot(&a, &b)), exact);
+        }
+    }
 }

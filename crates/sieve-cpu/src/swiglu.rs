@@ -1,8 +1,9 @@
 //! SwiGLU on the packed output of one projection: `silu(gate) * up`.
 
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-use crate::simd::{exp, vectorize};
+use crate::simd::sigmoid;
 
 /// Rows one task handles.
 const ROWS: usize = 16;
@@ -26,16 +27,7 @@ pub fn swiglu_forward(gate_up: &[f32], d_ff: usize, y: &mut [f32]) {
     );
     y.par_chunks_mut(ROWS * d_ff)
         .zip(gate_up.par_chunks(ROWS * 2 * d_ff))
-        .for_each(|(y, gate_up)| {
-            vectorize(|| {
-                for (y, gate_up) in y.chunks_exact_mut(d_ff).zip(gate_up.chunks_exact(2 * d_ff)) {
-                    let (gate, up) = gate_up.split_at(d_ff);
-                    for ((y, &g), &u) in y.iter_mut().zip(gate).zip(up) {
-                        *y = g * sigmoid(g) * u;
-                    }
-                }
-            });
-        });
+        .for_each(|(y, gate_up)| Arch::new().dispatch(Forward { gate_up, d_ff, y }));
 }
 
 /// Gradient of [`swiglu_forward`].
@@ -65,26 +57,112 @@ pub fn swiglu_backward(gate_up: &[f32], d_ff: usize, dy: &[f32], d_gate_up: &mut
         .zip(gate_up.par_chunks(ROWS * 2 * d_ff))
         .zip(dy.par_chunks(ROWS * d_ff))
         .for_each(|((d_gate_up, gate_up), dy)| {
-            vectorize(|| {
-                let rows = d_gate_up
-                    .chunks_exact_mut(2 * d_ff)
-                    .zip(gate_up.chunks_exact(2 * d_ff));
-                for ((d_gate_up, gate_up), dy) in rows.zip(dy.chunks_exact(d_ff)) {
-                    let (gate, up) = gate_up.split_at(d_ff);
-                    let (d_gate, d_up) = d_gate_up.split_at_mut(d_ff);
-                    for (((dg, du), (&g, &u)), &dy) in
-                        d_gate.iter_mut().zip(d_up).zip(gate.iter().zip(up)).zip(dy)
-                    {
-                        let s = sigmoid(g);
-                        *du = dy * g * s;
-                        *dg = dy * u * s * (1.0 + g * (1.0 - s));
-                    }
-                }
-            });
+            Arch::new().dispatch(Backward {
+                gate_up,
+                d_ff,
+                dy,
+                d_gate_up,
+            })
         });
 }
 
+struct Forward<'a> {
+    gate_up: &'a [f32],
+    d_ff: usize,
+    y: &'a mut [f32],
+}
+
+impl WithSimd for Forward<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        for (y, gate_up) in self
+            .y
+            .chunks_exact_mut(self.d_ff)
+            .zip(self.gate_up.chunks_exact(2 * self.d_ff))
+        {
+            let (gate, up) = gate_up.split_at(self.d_ff);
+            let ((y, y_tail), (gate, gate_tail), (up, up_tail)) = (
+                S::as_mut_simd_f32s(y),
+                S::as_simd_f32s(gate),
+                S::as_simd_f32s(up),
+            );
+            for ((y, &g), &u) in y.iter_mut().zip(gate).zip(up) {
+                *y = value(simd, g, u);
+            }
+            if !y_tail.is_empty() {
+                let last = value(
+                    simd,
+                    simd.partial_load_f32s(gate_tail),
+                    simd.partial_load_f32s(up_tail),
+                );
+                simd.partial_store_f32s(y_tail, last);
+            }
+        }
+    }
+}
+
 #[inline(always)]
-fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + exp(-x))
+fn value<S: Simd>(simd: S, g: S::f32s, u: S::f32s) -> S::f32s {
+    simd.mul_f32s(simd.mul_f32s(g, sigmoid(simd, g)), u)
+}
+
+struct Backward<'a> {
+    gate_up: &'a [f32],
+    d_ff: usize,
+    dy: &'a [f32],
+    d_gate_up: &'a mut [f32],
+}
+
+impl WithSimd for Backward<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self {
+            gate_up,
+            d_ff,
+            dy,
+            d_gate_up,
+        } = self;
+        let rows = d_gate_up
+            .chunks_exact_mut(2 * d_ff)
+            .zip(gate_up.chunks_exact(2 * d_ff));
+        for ((d_gate_up, gate_up), dy) in rows.zip(dy.chunks_exact(d_ff)) {
+            let (gate, up) = gate_up.split_at(d_ff);
+            let (d_gate, d_up) = d_gate_up.split_at_mut(d_ff);
+            let ((gate, gate_tail), (up, up_tail), (dy, dy_tail)) = (
+                S::as_simd_f32s(gate),
+                S::as_simd_f32s(up),
+                S::as_simd_f32s(dy),
+            );
+            let ((d_gate, d_gate_tail), (d_up, d_up_tail)) =
+                (S::as_mut_simd_f32s(d_gate), S::as_mut_simd_f32s(d_up));
+            for (((dg, du), (&g, &u)), &dy) in
+                d_gate.iter_mut().zip(d_up).zip(gate.iter().zip(up)).zip(dy)
+            {
+                (*dg, *du) = gradients(simd, g, u, dy);
+            }
+            if !dy_tail.is_empty() {
+                let load = |x| simd.partial_load_f32s(x);
+                let (dg, du) = gradients(simd, load(gate_tail), load(up_tail), load(dy_tail));
+                simd.partial_store_f32s(d_gate_tail, dg);
+                simd.partial_store_f32s(d_up_tail, du);
+            }
+        }
+    }
+}
+
+/// Gradients of gate and up: with s = sigmoid(g), `dy u s (1 + g (1 - s))` and `dy g s`.
+#[inline(always)]
+fn gradients<S: Simd>(simd: S, g: S::f32s, u: S::f32s, dy: S::f32s) -> (S::f32s, S::f32s) {
+    let one = simd.splat_f32s(1.0);
+    let s = sigmoid(simd, g);
+    let dy_s = simd.mul_f32s(dy, s);
+    let slope = simd.mul_add_e_f32s(g, simd.sub_f32s(one, s), one);
+    (
+        simd.mul_f32s(simd.mul_f32s(dy_s, u), slope),
+        simd.mul_f32s(dy_s, g),
+    )
 }

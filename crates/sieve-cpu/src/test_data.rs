@@ -80,3 +80,11 @@ pub(crate) fn assert_close(what: &str, got: &[f32], expected: &[f64], tolerance:
         expected[i]
     );
 }
+
+/// A pool of so many threads.
+pub(crate) fn threads(count: usize) -> rayon::ThreadPool {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(count)
+        .build()
+        .expect("a small thread pool can be made")
+}

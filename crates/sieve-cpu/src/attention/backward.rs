@@ -10,7 +10,7 @@ use super::keys::Keys;
 use super::panel::{LANES, multiply, multiply_transposed};
 use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile, row_positions};
 use super::{AttentionShape, Documents, Mask};
-use crate::simd::{dot, exp_vector, vectorize};
+use crate::simd::{dot, exp};
 
 /// Vectors handled side by side, so that their chains of dependent operations overlap.
 const SIDE: usize = 4;
@@ -128,7 +128,11 @@ pub(super) fn run<const W: usize>(
                     },
                 )
                 .collect();
-            vectorize(|| write_sums(shape.head_dim, &sums, rows));
+            Arch::new().dispatch(WriteSums {
+                head_dim: shape.head_dim,
+                sums: &sums,
+                rows,
+            });
         });
 }
 
@@ -188,32 +192,49 @@ fn segments_of(inputs: Inputs<'_>, row: usize, kv_head: usize) -> Vec<Range<usiz
 }
 
 /// Adds the segments' sums in order and writes dk, dv and d_delta.
-#[inline(always)]
-fn write_sums(head_dim: usize, sums: &[KeySums], rows: &mut GroupRows<'_>) {
-    let add = |target: &mut [f32], x: &[f32]| {
-        for (target, &x) in target.iter_mut().zip(x) {
-            *target += x;
+struct WriteSums<'s, 'g> {
+    head_dim: usize,
+    sums: &'s [KeySums],
+    rows: &'s mut GroupRows<'g>,
+}
+
+impl WithSimd for WriteSums<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        let Self {
+            head_dim,
+            sums,
+            rows,
+        } = self;
+        for (j, (dk, dv)) in rows.dk.iter_mut().zip(&mut rows.dv).enumerate() {
+            dk.fill(0.0);
+            dv.fill(0.0);
+            for sums in sums {
+                let Some(slot) = j.checked_sub(sums.first) else {
+                    continue;
+                };
+                let Some(x) = sums.dk.get(slot * head_dim..(slot + 1) * head_dim) else {
+                    continue;
+                };
+                add(dk, x);
+                add(dv, &sums.dv[slot * head_dim..(slot + 1) * head_dim]);
+            }
         }
-    };
-    for (j, (dk, dv)) in rows.dk.iter_mut().zip(&mut rows.dv).enumerate() {
-        dk.fill(0.0);
-        dv.fill(0.0);
-        for sums in sums {
-            let Some(slot) = j.checked_sub(sums.first) else {
-                continue;
-            };
-            let Some(x) = sums.dk.get(slot * head_dim..(slot + 1) * head_dim) else {
-                continue;
-            };
-            add(dk, x);
-            add(dv, &sums.dv[slot * head_dim..(slot + 1) * head_dim]);
+        if let Some(d_delta) = &mut rows.d_delta {
+            d_delta.fill(0.0);
+            for sums in sums {
+                add(&mut d_delta[sums.first..], &sums.d_delta);
+            }
         }
     }
-    if let Some(d_delta) = &mut rows.d_delta {
-        d_delta.fill(0.0);
-        for sums in sums {
-            add(&mut d_delta[sums.first..], &sums.d_delta);
-        }
+}
+
+#[inline(always)]
+fn add(target: &mut [f32], x: &[f32]) {
+    for (target, &x) in target.iter_mut().zip(x) {
+        *target += x;
     }
 }
 
@@ -330,7 +351,7 @@ fn one_tile<S: Simd, const W: usize>(
         shape.group_size(),
         shape.head_dim.div_ceil(W),
     );
-    load_rows(inputs, tile, scratch);
+    load_rows(simd, inputs, tile, scratch);
     let Scratch {
         q,
         d_o,
@@ -434,7 +455,12 @@ fn one_tile<S: Simd, const W: usize>(
 
 /// Fills the panels of q (times the scale) and d_o and the statistics of their rows.
 #[inline(always)]
-fn load_rows<const W: usize>(inputs: Inputs<'_>, tile: Tile, scratch: &mut Scratch<W>) {
+fn load_rows<S: Simd, const W: usize>(
+    simd: S,
+    inputs: Inputs<'_>,
+    tile: Tile,
+    scratch: &mut Scratch<W>,
+) {
     let Inputs {
         shape,
         qkv,
@@ -481,7 +507,7 @@ fn load_rows<const W: usize>(inputs: Inputs<'_>, tile: Tile, scratch: &mut Scrat
         let lse = lse[(tile.row * shape.num_heads + head) * n + token];
         // A row that sees nothing has no visible pair; 0 keeps its masked lanes finite.
         statistics.lse[r % LANES] = if lse == f32::NEG_INFINITY { 0.0 } else { lse };
-        statistics.correction[r % LANES] = dot(&o[o_at(r)], &d_o[o_at(r)]);
+        statistics.correction[r % LANES] = dot(simd, &o[o_at(r)], &d_o[o_at(r)]);
     }
 }
 
@@ -520,7 +546,7 @@ fn probabilities_and_gradients<S: Simd>(
         for col in (0..LANES / S::F32_LANES).step_by(SIDE) {
             for v in 0..SIDE {
                 let x = simd.add_f32s(p[col + v], delta);
-                let mut probability = exp_vector(simd, simd.sub_f32s(x, lse[col + v]));
+                let mut probability = exp(simd, simd.sub_f32s(x, lse[col + v]));
                 if shown.masked {
                     let at = positions[col + v];
                     let seen = simd.and_m32s(

@@ -1,8 +1,9 @@
 //! Attention of one new token per batch row over cached keys and values.
 
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-use crate::simd::{dot, exp, vectorize};
+use crate::simd::{dot, exp_and_sum};
 
 /// Sizes of a decoding step. The cache may hold any subset of the past in any order (a ring, or DMA's kept keys).
 #[derive(Clone, Copy, Debug)]
@@ -92,51 +93,64 @@ pub fn decode_attention(
         let delta =
             delta.map(|delta| &delta[row_and_head * capacity..row_and_head * capacity + len]);
         let mut logits = vec![0.0; len];
-        vectorize(|| {
-            for (o, q) in o.chunks_exact_mut(head_dim).zip(q.chunks_exact(head_dim)) {
-                one_head(
-                    q,
-                    &k[first.min(k.len())..],
-                    &v[first.min(v.len())..],
-                    shape,
-                    delta,
-                    &mut logits,
-                    o,
-                );
-            }
+        let (k, v) = (&k[first.min(k.len())..], &v[first.min(v.len())..]);
+        Arch::new().dispatch(Group {
+            shape,
+            q,
+            k,
+            v,
+            delta,
+            logits: &mut logits,
+            o,
         });
     });
 }
 
-#[inline(always)]
-fn one_head(
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    shape: &DecodeShape<'_>,
-    delta: Option<&[f32]>,
-    logits: &mut [f32],
-    o: &mut [f32],
-) {
-    o.fill(0.0);
-    let mut max = f32::NEG_INFINITY;
-    for (s, logit) in logits.iter_mut().enumerate() {
-        let k = &k[s * shape.slot_stride..s * shape.slot_stride + shape.head_dim];
-        *logit = shape.softmax_scale * dot(q, k) + delta.map_or(0.0, |delta| delta[s]);
-        max = if *logit > max { *logit } else { max };
-    }
-    let mut sum = 0.0;
-    for (s, logit) in logits.iter().enumerate() {
-        let p = exp(*logit - max);
-        sum += p;
-        let v = &v[s * shape.slot_stride..s * shape.slot_stride + shape.head_dim];
-        for (o, &v) in o.iter_mut().zip(v) {
-            *o += p * v;
-        }
-    }
-    if sum != 0.0 {
-        for o in o.iter_mut() {
-            *o /= sum;
+/// The query heads of one (batch row, KV head); k and v begin with its first slot.
+struct Group<'a> {
+    shape: &'a DecodeShape<'a>,
+    q: &'a [f32],
+    k: &'a [f32],
+    v: &'a [f32],
+    delta: Option<&'a [f32]>,
+    logits: &'a mut [f32],
+    o: &'a mut [f32],
+}
+
+impl WithSimd for Group<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self {
+            shape,
+            q,
+            k,
+            v,
+            delta,
+            logits,
+            o,
+        } = self;
+        let (d, stride) = (shape.head_dim, shape.slot_stride);
+        for (o, q) in o.chunks_exact_mut(d).zip(q.chunks_exact(d)) {
+            let mut max = f32::NEG_INFINITY;
+            for (s, logit) in logits.iter_mut().enumerate() {
+                let dot = dot(simd, q, &k[s * stride..s * stride + d]);
+                *logit = shape.softmax_scale * dot + delta.map_or(0.0, |delta| delta[s]);
+                max = if *logit > max { *logit } else { max };
+            }
+            let sum = exp_and_sum(simd, logits, max);
+            o.fill(0.0);
+            for (s, &p) in logits.iter().enumerate() {
+                for (o, &v) in o.iter_mut().zip(&v[s * stride..s * stride + d]) {
+                    *o += p * v;
+                }
+            }
+            if sum != 0.0 {
+                for o in o.iter_mut() {
+                    *o /= sum;
+                }
+            }
         }
     }
 }

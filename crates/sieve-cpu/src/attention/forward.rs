@@ -9,7 +9,7 @@ use super::keys::Keys;
 use super::panel::{LANES, multiply, multiply_transposed, scale_rows};
 use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile, row_positions};
 use super::{AttentionShape, Documents, Mask};
-use crate::simd::exp_vector;
+use crate::simd::exp;
 
 /// Vectors handled side by side, so that their chains of dependent operations overlap.
 const SIDE: usize = 4;
@@ -254,9 +254,7 @@ fn online_softmax<S: Simd>(
     let mut changed = false;
     for col in (0..LANES / S::F32_LANES).step_by(SIDE) {
         let mut max = [low; SIDE];
-        for v in 0..SIDE {
-            max[v] = old_max[col + v];
-        }
+        max.copy_from_slice(&old_max[col..col + SIDE]);
         if shown.masked || shown.delta.is_some() {
             for (s, row) in scores.iter_mut().enumerate() {
                 let row = S::as_mut_simd_f32s(row).0;
@@ -290,7 +288,7 @@ fn online_softmax<S: Simd>(
         for v in 0..SIDE {
             let empty = simd.equal_f32s(max[v], low);
             shift[v] = simd.select_f32s(empty, zero, max[v]);
-            let factor = exp_vector(simd, simd.sub_f32s(old_max[col + v], shift[v]));
+            let factor = exp(simd, simd.sub_f32s(old_max[col + v], shift[v]));
             let same = simd.equal_f32s(max[v], old_max[col + v]);
             changed |= simd.first_true_m32s(simd.not_m32s(same)) < S::F32_LANES;
             let factor = simd.select_f32s(same, simd.splat_f32s(1.0), factor);
@@ -301,14 +299,12 @@ fn online_softmax<S: Simd>(
         for row in scores.iter_mut() {
             let row = S::as_mut_simd_f32s(row).0;
             for v in 0..SIDE {
-                let p = exp_vector(simd, simd.sub_f32s(row[col + v], shift[v]));
+                let p = exp(simd, simd.sub_f32s(row[col + v], shift[v]));
                 row[col + v] = p;
                 total[v] = simd.add_f32s(total[v], p);
             }
         }
-        for v in 0..SIDE {
-            sum[col + v] = total[v];
-        }
+        sum[col..col + SIDE].copy_from_slice(&total);
     }
     changed
 }

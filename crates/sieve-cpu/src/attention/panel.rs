@@ -122,9 +122,7 @@ fn start<S: Simd, const MR: usize, const NV: usize, const W: usize>(
     if accumulate {
         for m in 0..MR {
             let (c, _) = S::as_simd_f32s(&c[m]);
-            for v in 0..NV {
-                sum[m][v] = c[col + v];
-            }
+            sum[m].copy_from_slice(&c[col..col + NV]);
         }
     }
     sum
@@ -138,9 +136,7 @@ fn finish<S: Simd, const MR: usize, const NV: usize, const W: usize>(
 ) {
     for m in 0..MR {
         let (c, _) = S::as_mut_simd_f32s(&mut c[m]);
-        for v in 0..NV {
-            c[col + v] = sum[m][v];
-        }
+        c[col..col + NV].copy_from_slice(&sum[m]);
     }
 }
 

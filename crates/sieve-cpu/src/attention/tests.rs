@@ -3,7 +3,7 @@
 use super::reference;
 use super::{AttentionShape, Documents, Mask, attention_backward, attention_forward};
 use crate::expire::dma_expire;
-use crate::test_data::{Random, assert_close, whole_rows};
+use crate::test_data::{Random, assert_close, threads, whole_rows};
 
 struct Case {
     shape: AttentionShape,
@@ -366,16 +366,10 @@ fn a_row_that_sees_nothing_is_empty() {
 fn threads_do_not_change_a_bit() {
     let case = Case::new(shape(2, 400, 4, 1, 64), true, 30, 12);
     for kind in [Kind::Causal, Kind::Window(50), Kind::Expire] {
-        let run = |threads: usize| {
-            let pool = rayon::ThreadPoolBuilder::new()
-                .num_threads(threads)
-                .build()
-                .unwrap();
-            pool.install(|| case.run(kind))
-        };
+        let run = |count: usize| threads(count).install(|| case.run(kind));
         let one = run(1);
-        for threads in [2, 5] {
-            let many = run(threads);
+        for count in [2, 5] {
+            let many = run(count);
             assert_eq!(one.o, many.o);
             assert_eq!(one.lse, many.lse);
             assert_eq!(one.d_qkv, many.d_qkv);

@@ -1,0 +1,355 @@
+//! Speed of the CPU kernels on this machine, beside its 2048 x 2048 x 2048 product:
+//! `cargo run --release -p sieve-cpu --example bench_cpu`.
+//!
+//! Attention rows count the products of the visible pairs only (4 d flops a pair forward, 10 d backward), so tiles that
+//! compute masked pairs, gathering and softmax all show as a lower rate.
+#![allow(clippy::print_stdout, reason = "a program for people")]
+
+use std::time::Instant;
+
+use sieve_cpu::{
+    AdamWStep, AttentionShape, Documents, Mask, Matrix, MatrixMut, QkNormRope, Threads, adamw_step,
+    attention_backward, attention_forward, dma_expire, embedding_backward, linear_cross_entropy,
+    linear_cross_entropy_with_grad, mask_statistics, matmul, qk_norm_rope_backward,
+    qk_norm_rope_forward, rms_norm_backward, rms_norm_forward, sum_of_squares, swiglu_backward,
+    swiglu_forward,
+};
+
+const TOKENS: usize = 16384;
+const WINDOW: usize = 256;
+
+/// Time of one run of a kernel.
+#[derive(Clone, Copy)]
+struct Time {
+    /// Seconds that passed.
+    wall: f64,
+    /// Seconds of CPU over all threads, NaN where the system does not tell.
+    cpu: f64,
+}
+
+/// Medians over at least five runs and half a second, after one to warm up.
+fn measure(mut work: impl FnMut()) -> Time {
+    work();
+    let begin = Instant::now();
+    let (mut wall, mut cpu) = (Vec::new(), Vec::new());
+    while wall.len() < 5 || (begin.elapsed().as_secs_f64() < 0.5 && wall.len() < 200) {
+        let (start, cpu_start) = (Instant::now(), cpu_seconds());
+        work();
+        wall.push(start.elapsed().as_secs_f64());
+        cpu.push(cpu_seconds() - cpu_start);
+    }
+    wall.sort_by(f64::total_cmp);
+    cpu.sort_by(f64::total_cmp);
+    Time {
+        wall: wall[wall.len() / 2],
+        cpu: cpu[cpu.len() / 2],
+    }
+}
+
+/// CPU time of all threads of this process so far (Linux; elsewhere NaN). On a machine that others use at the same
+/// time, rates per CPU second compare kernels where rates per second of wall clock do not.
+fn cpu_seconds() -> f64 {
+    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else {
+        return f64::NAN;
+    };
+    let nanoseconds = |path: std::path::PathBuf| -> Option<f64> {
+        std::fs::read_to_string(path.join("schedstat"))
+            .ok()?
+            .split(' ')
+            .next()?
+            .parse()
+            .ok()
+    };
+    tasks
+        .flatten()
+        .filter_map(|task| nanoseconds(task.path()))
+        .sum::<f64>()
+        / 1e9
+}
+
+/// Rates of the 2048^3 product, in FLOP per second of wall clock and of CPU.
+#[derive(Clone, Copy)]
+struct Reference {
+    wall: f64,
+    cpu: f64,
+}
+
+impl Reference {
+    fn print(&self, kernel: &str, shape: &str, flops: f64, time: Time) {
+        let (ms, rate) = (time.wall * 1e3, flops / time.wall / 1e9);
+        let (share, cpu_share) = (
+            100.0 * flops / time.wall / self.wall,
+            100.0 * flops / time.cpu / self.cpu,
+        );
+        println!("{kernel} | {shape} | {ms:.1} | {rate:.0} GFLOP/s | {share:.0} | {cpu_share:.0}");
+    }
+}
+
+/// Values in (-1, 1) that look random enough not to be special.
+fn values(len: usize, seed: u64) -> Vec<f32> {
+    let mut x = seed;
+    let mut next = || {
+        x = x
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (x >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+fn main() {
+    println!("{} threads", rayon::current_num_threads());
+    println!(
+        "kernel | shape | median ms | rate | % of the 2048^3 product, by wall clock | by CPU time"
+    );
+    let reference = product(2048);
+    attention(reference);
+    cross_entropy(reference);
+    pointwise();
+}
+
+fn product(n: usize) -> Reference {
+    let (a, b) = (values(n * n, 1), values(n * n, 2));
+    let mut c = vec![0.0; n * n];
+    let time = measure(|| {
+        let c = MatrixMut::new(&mut c, n, n);
+        matmul(
+            Threads::All,
+            1.0,
+            Matrix::new(&a, n, n),
+            Matrix::new(&b, n, n),
+            0.0,
+            c,
+        );
+    });
+    let flops = 2.0 * (n as f64).powi(3);
+    let reference = Reference {
+        wall: flops / time.wall,
+        cpu: flops / time.cpu,
+    };
+    reference.print("gemm", "2048^3", flops, time);
+    reference
+}
+
+fn attention(reference: Reference) {
+    for kind in ["causal", "window", "dma tied", "dma random"] {
+        for seq_len in [512, 1024, 2048, 4096, 8192, 16384] {
+            let (num_heads, num_kv_heads, head_dim) = (8, 4, 64);
+            let batch = TOKENS / seq_len;
+            let shape = AttentionShape {
+                batch,
+                seq_len,
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                softmax_scale: 0.125,
+            };
+            let (start, end) = (vec![0; TOKENS], vec![seq_len as i32; TOKENS]);
+            let documents = Documents {
+                start: &start,
+                end: &end,
+            };
+            let keys = TOKENS * num_kv_heads;
+            let z = if kind == "dma random" {
+                values(keys, 3)
+            } else {
+                vec![0.0; keys]
+            };
+            let mut expire = vec![0; keys];
+            let mut select_time = Time {
+                wall: 0.0,
+                cpu: 0.0,
+            };
+            let mask = match kind {
+                "causal" => {
+                    expire.fill(seq_len as i32);
+                    Mask::Causal
+                }
+                _ => {
+                    select_time = measure(|| {
+                        dma_expire(
+                            &z,
+                            documents,
+                            batch,
+                            num_kv_heads,
+                            seq_len,
+                            WINDOW,
+                            &mut expire,
+                        );
+                    });
+                    if kind == "window" {
+                        Mask::Window(WINDOW)
+                    } else {
+                        Mask::Expire {
+                            expire: &expire,
+                            delta: &z,
+                        }
+                    }
+                }
+            };
+            let statistics = mask_statistics(&expire, documents, batch, num_kv_heads, seq_len);
+            let pairs = statistics.active_pairs as f64 * (num_heads / num_kv_heads) as f64;
+            let qkv = values(TOKENS * shape.token_len(), 4);
+            let d_o = values(TOKENS * num_heads * head_dim, 5);
+            let (mut o, mut lse) = (vec![0.0; d_o.len()], vec![0.0; TOKENS * num_heads]);
+            let (mut d_qkv, mut d_delta) = (vec![0.0; qkv.len()], vec![0.0; keys]);
+            let forward =
+                measure(|| attention_forward(shape, &qkv, documents, mask, &mut o, &mut lse));
+            let backward = measure(|| {
+                let d_delta = Some(d_delta.as_mut_slice());
+                attention_backward(
+                    shape, &qkv, documents, mask, &o, &lse, &d_o, &mut d_qkv, d_delta,
+                );
+            });
+            for (pass, time, flops) in [("forward", forward, 4.0), ("backward", backward, 10.0)] {
+                let shape = format!("batch {batch} seq_len {seq_len}");
+                reference.print(
+                    &format!("{kind} {pass}"),
+                    &shape,
+                    flops * head_dim as f64 * pairs,
+                    time,
+                );
+            }
+            if kind.starts_with("dma") {
+                println!(
+                    "dma_expire | batch {batch} seq_len {seq_len} | {:.1} | - | -",
+                    select_time.wall * 1e3
+                );
+            }
+        }
+    }
+}
+
+fn cross_entropy(reference: Reference) {
+    for (n, d_model, vocab_size) in [(2048, 256, 4096), (2048, 512, 8192), (1024, 512, 50304)] {
+        let (h, weight) = (values(n * d_model, 6), values(vocab_size * d_model, 7));
+        let labels: Vec<i32> = (0..n).map(|i| (i * 31 % vocab_size) as i32).collect();
+        let (mut dh, mut dweight) = (vec![0.0; h.len()], vec![0.0; weight.len()]);
+        let forward = measure(|| {
+            linear_cross_entropy(&h, &weight, &labels, d_model, 0.0);
+        });
+        let both = measure(|| {
+            linear_cross_entropy_with_grad(
+                &h,
+                &weight,
+                &labels,
+                d_model,
+                0.0,
+                &mut dh,
+                &mut dweight,
+            );
+        });
+        let product = 2.0 * (n * d_model * vocab_size) as f64;
+        for (pass, time, products) in [("loss", forward, 1.0), ("loss and gradients", both, 3.0)] {
+            let shape = format!("{n} x {d_model} x {vocab_size}");
+            reference.print(
+                &format!("cross entropy, {pass}"),
+                &shape,
+                products * product,
+                time,
+            );
+        }
+    }
+}
+
+fn pointwise() {
+    let report = |name: &str, shape: &str, time: Time, bytes: usize| {
+        println!(
+            "{name} | {shape} | {:.2} | {:.1} GB/s | -",
+            time.wall * 1e3,
+            bytes as f64 / time.wall / 1e9
+        );
+    };
+    let len = 1 << 24;
+    let (mut param, grad) = (values(len, 8), values(len, 9));
+    let (mut m, mut v) = (vec![0.0; len], vec![0.0; len]);
+    let step = AdamWStep {
+        lr: 1e-3,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        bias_correction1: 0.1,
+        bias_correction2: 0.05,
+        grad_scale: 1.0,
+    };
+    let time = measure(|| adamw_step(&mut param, &grad, &mut m, &mut v, &step));
+    report("adamw", "2^24", time, 28 * len);
+    let mut norm = 0.0;
+    let time = measure(|| norm = sum_of_squares(&grad));
+    report("sum of squares", "2^24", time, 4 * len);
+
+    let (rows, d) = (4096, 512);
+    let (x, weight, dy) = (values(rows * d, 10), values(d, 11), values(rows * d, 12));
+    let (mut y, mut dx, mut dweight) = (vec![0.0; rows * d], vec![0.0; rows * d], vec![0.0; d]);
+    let time = measure(|| rms_norm_forward(&x, &weight, 1e-6, &mut y));
+    report("rms_norm forward", "4096 x 512", time, 8 * rows * d);
+    let time = measure(|| rms_norm_backward(&x, &weight, 1e-6, &dy, &mut dx, &mut dweight));
+    report("rms_norm backward", "4096 x 512", time, 12 * rows * d);
+
+    let d_ff = 1536;
+    let (gate_up, dy) = (values(rows * 2 * d_ff, 13), values(rows * d_ff, 14));
+    let (mut y, mut d_gate_up) = (vec![0.0; rows * d_ff], vec![0.0; rows * 2 * d_ff]);
+    let time = measure(|| swiglu_forward(&gate_up, d_ff, &mut y));
+    report("swiglu forward", "4096 x 1536", time, 12 * rows * d_ff);
+    let time = measure(|| swiglu_backward(&gate_up, d_ff, &dy, &mut d_gate_up));
+    report("swiglu backward", "4096 x 1536", time, 20 * rows * d_ff);
+
+    let (q_weight, k_weight) = (values(64, 15), values(64, 16));
+    let (cos, sin) = (values(rows * 32, 17), values(rows * 32, 18));
+    let (start, end) = (vec![0; rows], vec![rows as i32; rows]);
+    let documents = Documents {
+        start: &start,
+        end: &end,
+    };
+    let op = QkNormRope {
+        batch: 1,
+        seq_len: rows,
+        num_heads: 8,
+        num_kv_heads: 4,
+        head_dim: 64,
+        q_weight: &q_weight,
+        k_weight: &k_weight,
+        eps: 1e-6,
+        cos: &cos,
+        sin: &sin,
+        position_offset: 0,
+    };
+    let (qkv, d_out) = (values(rows * 1024, 19), values(rows * 1024, 20));
+    let (mut out, mut d_qkv) = (vec![0.0; rows * 1024], vec![0.0; rows * 1024]);
+    let (mut d_q_weight, mut d_k_weight) = (vec![0.0; 64], vec![0.0; 64]);
+    let time = measure(|| qk_norm_rope_forward(&op, &qkv, documents, &mut out));
+    report(
+        "qk_norm_rope forward",
+        "4096 x 16 x 64",
+        time,
+        8 * rows * 1024,
+    );
+    let time = measure(|| {
+        qk_norm_rope_backward(
+            &op,
+            &qkv,
+            documents,
+            &d_out,
+            &mut d_qkv,
+            &mut d_q_weight,
+            &mut d_k_weight,
+        );
+    });
+    report(
+        "qk_norm_rope backward",
+        "4096 x 16 x 64",
+        time,
+        12 * rows * 1024,
+    );
+
+    let ids: Vec<i32> = (0..rows).map(|i| (i * 7919 % 8192) as i32).collect();
+    let mut dweight = vec![0.0; 8192 * d];
+    let time = measure(|| embedding_backward(&x, &ids, d, &mut dweight));
+    report(
+        "embedding backward",
+        "4096 x 512, 8192 ids",
+        time,
+        4 * (rows + 8192) * d,
+    );
+}
