@@ -1,4 +1,5 @@
 use std::cell::RefCell;
+use std::time::Duration;
 
 use super::*;
 use crate::corpus::CorpusConfig;
@@ -454,4 +455,108 @@ fn two_at_once_do_the_work_once() {
         1,
         "{reused:?}"
     );
+}
+
+const KILL_DIR: &str = "SIEVE_TEST_KILL_DIR";
+/// A file that the child writes after each preparation.
+const AT_WORK: &str = "at_work";
+
+/// The child of the next test: prepares the same folder in two ways, in turn, until it is killed.
+#[test]
+#[ignore = "a part of killed_at_any_moment_it_leaves_nothing_half_valid"]
+fn prepare_for_ever() {
+    let Some(dir) = std::env::var_os(KILL_DIR).map(PathBuf::from) else {
+        return;
+    };
+    let corpus = Corpus::open(CorpusConfig::text(vec![
+        dir.join("text").to_str().unwrap().to_owned(),
+    ]))
+    .unwrap();
+    let tokenizer = Tokenizer::from_file(&dir.join("tokenizer.json")).unwrap();
+    for fraction in [0.2, 0.3].into_iter().cycle() {
+        let config = PrepareConfig {
+            dir: dir.join("out"),
+            validation: ValidationSource::Fraction(fraction),
+            eos_token: None,
+            on_change: OnChange::Replace,
+        };
+        prepare(&corpus, &tokenizer, &config, &|_| {}).unwrap();
+        fs::write(dir.join(AT_WORK), "").unwrap();
+    }
+}
+
+#[test]
+fn killed_at_any_moment_it_leaves_nothing_half_valid() {
+    let place = Place::new();
+    place
+        .tokenizer
+        .save(&place.dir.path().join("tokenizer.json"))
+        .unwrap();
+    place.prepare(&place.config()).unwrap();
+    let whole = place.files();
+    let (mut num_whole, mut num_partial) = (0, 0);
+    for moment in 0..16u64 {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact", "prepare::tests::prepare_for_ever"])
+            .env(KILL_DIR, place.dir.path())
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        // Once it is at work: starting takes longer than a preparation.
+        while !place.dir.path().join(AT_WORK).exists() {
+            assert!(
+                child.try_wait().unwrap().is_none(),
+                "the child ended by itself"
+            );
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if moment % 2 == 0 {
+            std::thread::sleep(Duration::from_micros(moment * 7_919 % 20_000));
+        } else {
+            // Between the first and the last rename, a time too short to meet by chance.
+            while place.out().join("meta.json").exists() {
+                assert!(
+                    child.try_wait().unwrap().is_none(),
+                    "the child ended by itself"
+                );
+            }
+        }
+        child.kill().unwrap();
+        assert!(!child.wait().unwrap().success());
+        fs::remove_file(place.dir.path().join(AT_WORK)).unwrap();
+        // Whoever can read meta.json finds exactly the files that it describes.
+        if place.out().join("meta.json").exists() {
+            num_whole += 1;
+            let prepared = Prepared::open(&place.out()).unwrap();
+            for (shard, split) in [
+                (prepared.train().unwrap(), &prepared.meta.train),
+                (prepared.validation().unwrap(), &prepared.meta.validation),
+            ] {
+                let bin = fs::read(with_ending(shard.prefix(), ".bin")).unwrap();
+                assert_eq!(hex(xxhash_rust::xxh3::xxh3_128(&bin)), split.tokens_hash);
+                assert_eq!(
+                    (shard.num_documents(), shard.num_tokens()),
+                    (split.num_documents, split.num_tokens)
+                );
+            }
+            assert_eq!(
+                prepared.validation_sizes().unwrap().len() as u64,
+                prepared.meta.validation.num_documents
+            );
+        } else {
+            num_partial += 1;
+            assert!(Prepared::open(&place.out()).is_err());
+        }
+    }
+    assert!(
+        num_whole > 0 && num_partial > 0,
+        "{num_whole} whole, {num_partial} partial"
+    );
+    let config = PrepareConfig {
+        on_change: OnChange::Replace,
+        ..place.config()
+    };
+    place.prepare(&config).unwrap();
+    let after = place.files();
+    assert_eq!(after, whole);
 }

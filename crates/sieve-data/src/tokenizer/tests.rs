@@ -210,6 +210,32 @@ fn training_on_a_corpus_takes_a_bounded_repeatable_sample() {
     );
 }
 
+#[test]
+fn the_fast_way_is_taken_where_it_fits_and_nowhere_else() {
+    let tokenizer = small();
+    assert!(tokenizer.fast.is_some());
+    type Change = dyn Fn(&mut serde_json::Value);
+    let changes: [&Change; 6] = [
+        &|json| json["normalizer"] = serde_json::json!({"type": "NFC"}),
+        &|json| json["pre_tokenizer"]["add_prefix_space"] = true.into(),
+        &|json| json["pre_tokenizer"]["use_regex"] = false.into(),
+        &|json| json["model"]["byte_fallback"] = true.into(),
+        &|json| json["model"]["unk_token"] = "!".into(),
+        &|json| json["added_tokens"][0]["special"] = false.into(),
+    ];
+    for (number, change) in changes.iter().enumerate() {
+        let mut json: serde_json::Value = serde_json::from_str(&json(&tokenizer)).unwrap();
+        change(&mut json);
+        assert!(
+            Tokenizer::from_bytes(json.to_string().as_bytes())
+                .unwrap()
+                .fast
+                .is_none(),
+            "change {number}"
+        );
+    }
+}
+
 fn stream(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<String> {
     let mut stream = tokenizer.decode_stream();
     let mut pieces = ids
@@ -249,7 +275,7 @@ fn streaming_keeps_the_spaces_of_a_metaspace_tokenizer() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig::with_cases(500))]
     #[test]
     fn encoding_then_decoding_gives_the_text_back(text in any::<String>(), mixed in "[a世👩é \\n<|endoftext>]{0,60}") {
         use std::sync::LazyLock;
@@ -257,6 +283,7 @@ proptest! {
         for text in [text, mixed] {
             let ids = TOKENIZER.encode(&text).unwrap();
             prop_assert!(ids.iter().all(|&id| (2..400).contains(&id)));
+            prop_assert_eq!(&ids, &encode(&TOKENIZER.plain, &text).unwrap(), "the fast way differs");
             prop_assert_eq!(&TOKENIZER.decode(&ids).unwrap(), &text);
             prop_assert_eq!(stream(&TOKENIZER, &ids).concat(), text);
         }

@@ -1,11 +1,11 @@
 //! Training a byte-level BPE.
 
-use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
-use tokenizers::{AddedToken, Tokenizer as HfTokenizer};
+use tokenizers::{AddedToken, Tokenizer as HfTokenizer, Trainer};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use super::words::{byte_chars, in_byte_chars, words};
 use super::{END_OF_TEXT, PAD, Tokenizer};
 use crate::corpus::Corpus;
 use crate::error::DataError;
@@ -65,25 +65,33 @@ impl Tokenizer {
             });
         }
         let failed = |reason: String| DataError::TokenizerTraining { reason };
-        // No space is put before a text, so that decoding gives back exactly what was encoded.
-        let byte_level = ByteLevel::new(false, false, true);
-        let mut inner = HfTokenizer::new(BPE::default());
-        inner.with_pre_tokenizer(Some(byte_level));
-        inner.with_decoder(Some(byte_level));
-        let trainer = BpeTrainer::builder()
+        let special_tokens = [END_OF_TEXT, PAD]
+            .map(|token| AddedToken::from(token, true))
+            .to_vec();
+        let mut trainer = BpeTrainer::builder()
             .vocab_size(vocab_size)
             .show_progress(false)
             .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
-            .special_tokens(
-                [END_OF_TEXT, PAD]
-                    .map(|token| AddedToken::from(token, true))
-                    .to_vec(),
-            )
+            .special_tokens(special_tokens.clone())
             .build();
         // Ties between pairs are broken by their ids and the alphabet is sorted, so no hash order shows in the result.
-        inner
-            .train(&mut TrainerWrapper::BpeTrainer(trainer), texts)
+        let byte_chars = byte_chars();
+        let mut model = BPE::default();
+        trainer
+            .feed(texts, |text| {
+                Ok(words(text)
+                    .map(|word| in_byte_chars(word, &byte_chars))
+                    .collect())
+            })
+            .and_then(|()| trainer.train(&mut model))
             .map_err(|error| failed(error.to_string()))?;
+
+        // No space is put before a text, so that decoding gives back exactly what was encoded.
+        let byte_level = ByteLevel::new(false, false, true);
+        let mut inner = HfTokenizer::new(model);
+        inner.with_pre_tokenizer(Some(byte_level));
+        inner.with_decoder(Some(byte_level));
+        inner.add_special_tokens(&special_tokens);
         let tokenizer = Self::from_inner(inner).map_err(failed)?;
         if tokenizer.vocab_size() != vocab_size {
             return Err(failed(format!(
