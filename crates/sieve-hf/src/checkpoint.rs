@@ -31,6 +31,8 @@ pub struct CheckpointState {
     pub tokens_seen: u64,
     /// Rows of the embedding.
     pub vocab_size: usize,
+    /// Fingerprint of the prepared data the run reads.
+    pub data_fingerprint: String,
     /// Threads the run used; another number may round differently in Burn's own products.
     pub num_threads: usize,
     /// Version of the program.
@@ -253,14 +255,14 @@ fn previous_of(path: &Path) -> Option<PathBuf> {
         .map(|(_, path)| path)
 }
 
-fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
+pub(crate) fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
     let mut file = File::create(path).map_err(CheckpointError::io("creating", path))?;
     std::io::Write::write_all(&mut file, bytes).map_err(CheckpointError::io("writing", path))?;
     file.sync_all()
         .map_err(CheckpointError::io("syncing", path))
 }
 
-fn sync_folder(path: &Path) -> Result<(), CheckpointError> {
+pub(crate) fn sync_folder(path: &Path) -> Result<(), CheckpointError> {
     File::open(path)
         .and_then(|folder| folder.sync_all())
         .map_err(CheckpointError::io("syncing", path))

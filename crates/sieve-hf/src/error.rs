@@ -43,6 +43,30 @@ pub enum CheckpointError {
         /// The first difference.
         problem: String,
     },
+    /// The recipe beside the weights cannot be used.
+    #[error("{}: {source}", path.display())]
+    BadRecipe {
+        /// The recipe.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: Box<sieve_core::RecipeError>,
+    },
+    /// No class of `transformers` computes the model.
+    #[error("{what}\n  hint: {hint}")]
+    NotExportable {
+        /// The key of the recipe, and why it has no place there.
+        what: &'static str,
+        /// What can be exported.
+        hint: &'static str,
+    },
+    /// The folder to export to holds something else.
+    #[error("{} holds {found}, which no export wrote\n  hint: name a new or empty folder", path.display())]
+    FolderInUse {
+        /// The folder.
+        path: PathBuf,
+        /// What is there.
+        found: String,
+    },
     /// No checkpoint where one was expected.
     #[error("{} holds no checkpoint\n  hint: name a folder step-N, or a run folder with checkpoint/step-N inside", path.display())]
     NotFound {

@@ -5,10 +5,15 @@ mod parameters;
 mod tensor_file;
 
 mod checkpoint;
+mod loaded_model;
+
+mod export;
 
 pub use checkpoint::{
     Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints,
 };
 pub use error::CheckpointError;
-pub use parameters::{NamedTensor, load_parameters, named_parameters};
+pub use export::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, ExportReport, export};
+pub use loaded_model::{LoadedModel, load_model};
+pub use parameters::{NamedTensor, load_parameters, named_parameters, parameter_names};
 pub use tensor_file::{TensorFile, write_tensor_file};

@@ -22,6 +22,16 @@ pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<NamedTensor
     reader.tensors
 }
 
+/// Names of all float parameters, in module order.
+pub fn parameter_names<B: Backend, M: Module<B>>(module: &M) -> Vec<String> {
+    let mut names = Names {
+        path: Vec::new(),
+        names: Vec::new(),
+    };
+    module.visit(&mut names);
+    names.names
+}
+
 /// Replaces every float parameter by what `source` gives for its name and shape.
 ///
 /// # Errors
@@ -58,6 +68,29 @@ impl<B: Backend> ModuleVisitor<B> for Reader {
             name: self.path.join("."),
             data: param.val().into_data(),
         });
+    }
+
+    fn enter_module(&mut self, name: &str, container: &str) {
+        if is_level(container) {
+            self.path.push(name.to_owned());
+        }
+    }
+
+    fn exit_module(&mut self, _name: &str, container: &str) {
+        if is_level(container) {
+            self.path.pop();
+        }
+    }
+}
+
+struct Names {
+    path: Vec<String>,
+    names: Vec<String>,
+}
+
+impl<B: Backend> ModuleVisitor<B> for Names {
+    fn visit_float<const D: usize>(&mut self, _param: &Param<Tensor<B, D>>) {
+        self.names.push(self.path.join("."));
     }
 
     fn enter_module(&mut self, name: &str, container: &str) {

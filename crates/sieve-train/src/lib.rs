@@ -1,1 +1,33 @@
-//! sieve-train
+//! The training loop: segments, optimizer, validation, checkpoints, metrics.
+//!
+//! The crate prints nothing; what happens is told to the caller as [`TrainEvent`]s.
+
+mod error;
+
+mod attention_statistics;
+mod device_batch;
+mod gradients;
+mod optimizer;
+mod segments;
+
+mod data;
+mod memory;
+mod metrics;
+mod report;
+mod run_folder;
+mod trainer;
+mod unigram;
+mod validation;
+
+pub use attention_statistics::AttentionStatistics;
+pub use data::{DataEvent, TrainingData, corpus_configs, prepare_data};
+pub use device_batch::DeviceBatch;
+pub use error::TrainError;
+pub use gradients::GradientBuffer;
+pub use optimizer::AdamW;
+pub use report::{StepReport, TrainEvent, TrainSummary, ValidationReport};
+pub use run_folder::{RunFolder, Start};
+pub use segments::{MicroBatchResult, accumulate_gradients};
+pub use trainer::Trainer;
+pub use unigram::Unigram;
+pub use validation::{TokenBytes, validate};

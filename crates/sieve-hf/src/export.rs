@@ -1,0 +1,174 @@
+//! The Hugging Face layout: weights, configuration and tokenizer as stock `transformers` classes read them.
+//!
+//! Dense and sliding-window models are `Qwen3ForCausalLM`, dynamic mask models `DogeForCausalLM`; no remote code is needed.
+//! The same checkpoint always gives the same bytes.
+
+mod config;
+mod folder;
+mod shards;
+mod tensors;
+mod tokenizer_files;
+
+use crate::checkpoint::write_synced;
+use crate::{Checkpoint, CheckpointError, NamedTensor, write_tensor_file};
+use burn::tensor::DType;
+use folder::OutFolder;
+use sieve_core::{Attention, DmaBias, ModelShape};
+use std::collections::HashMap;
+use std::path::Path;
+use tensors::ExportTensor;
+
+/// Number type of the exported weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ExportDtype {
+    /// As trained on the CPU, and as the masters of a GPU run.
+    #[default]
+    F32,
+    /// Rounded to nearest, ties to even. A dynamic mask may keep other keys where scores nearly tie.
+    Bf16,
+}
+
+impl ExportDtype {
+    fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 => DType::BF16,
+        }
+    }
+
+    /// PyTorch's name.
+    fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::Bf16 => "bfloat16",
+        }
+    }
+}
+
+/// What an export needs beside the checkpoint.
+#[derive(Clone, Copy, Debug)]
+pub struct ExportOptions {
+    /// Number type of the weights.
+    pub dtype: ExportDtype,
+    /// Largest size of one file's tensors, in bytes; a single larger tensor still gets a file.
+    pub max_shard_bytes: u64,
+    /// The token that ends a document.
+    pub eos_token_id: u32,
+    /// The token of padding, if there is one.
+    pub pad_token_id: Option<u32>,
+}
+
+/// 5 GB, the size that the Hugging Face Hub recommends.
+pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
+
+/// What was written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExportReport {
+    /// The class of `transformers` that reads it.
+    pub architecture: &'static str,
+    /// Names of the files, in the order of writing.
+    pub files: Vec<String>,
+    /// Numbers in all tensors.
+    pub num_parameters: u64,
+    /// Bytes of all tensors.
+    pub num_bytes: u64,
+}
+
+/// The class of `transformers` that computes a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Architecture {
+    Qwen3,
+    Doge,
+}
+
+impl Architecture {
+    fn class_name(self) -> &'static str {
+        match self {
+            Self::Qwen3 => "Qwen3ForCausalLM",
+            Self::Doge => "DogeForCausalLM",
+        }
+    }
+
+    /// The class that expresses `shape`, or why there is none.
+    fn of(shape: &ModelShape) -> Result<Self, CheckpointError> {
+        match shape.attention {
+            Attention::Mha | Attention::Swa { .. } if shape.residual_scale => {
+                Err(CheckpointError::NotExportable {
+                    what: "model.residual_scale = true with dense or sliding-window attention: Qwen3 has no residual scales",
+                    hint: "only attention.kind = \"dma\" is exported with them, as Doge",
+                })
+            }
+            Attention::Mha | Attention::Swa { .. } => Ok(Self::Qwen3),
+            Attention::Dma {
+                bias: DmaBias::Linear,
+                ..
+            } => Err(CheckpointError::NotExportable {
+                what: "attention.bias = \"linear\": Doge adds the exponential of a key's score, not the score",
+                hint: "train with attention.bias = \"exp\" to export",
+            }),
+            Attention::Dma { .. } => Ok(Self::Doge),
+        }
+    }
+}
+
+/// Writes the model of `checkpoint` to the folder `out`, which must be new, empty, or an earlier export.
+///
+/// An earlier export is replaced; other files beside it stay. A failure leaves no half-written file under a final name.
+///
+/// # Errors
+/// A model that no stock class expresses, a folder that holds something else, weights that are not the recipe's model,
+/// any failure of the file system.
+pub fn export(
+    checkpoint: &Checkpoint,
+    out: &Path,
+    options: &ExportOptions,
+) -> Result<ExportReport, CheckpointError> {
+    let (_, shape) = checkpoint.recipe_and_shape()?;
+    let architecture = Architecture::of(&shape)?;
+    let weights = checkpoint.model()?;
+    let tensors = tensors::tensors_of(&shape, architecture);
+    tensors::check_complete(&tensors, &weights)?;
+
+    let json_files = [
+        ("config.json", config::model(&shape, architecture, options)),
+        ("generation_config.json", config::generation(options)),
+    ];
+    let tokenizer_files = tokenizer_files::read(checkpoint, shape.max_seq_len, options)?;
+
+    let folder = OutFolder::claim(out)?;
+    let mut files = Vec::new();
+    for (name, text) in json_files.into_iter().chain(tokenizer_files) {
+        write_synced(&folder.partial(name), text.as_bytes())?;
+        files.push(name.to_owned());
+    }
+    let dtype = options.dtype.dtype();
+    let shards = shards::plan(&tensors, dtype, options.max_shard_bytes);
+    for shard in &shards {
+        let named: Vec<NamedTensor> = shard
+            .tensors
+            .iter()
+            .map(|tensor| tensor.read(&weights, dtype))
+            .collect::<Result<_, _>>()?;
+        let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+        write_tensor_file(&folder.partial(&shard.file), &named, Some(metadata))?;
+        files.push(shard.file.clone());
+    }
+    if shards.len() > 1 {
+        let name = "model.safetensors.index.json";
+        write_synced(
+            &folder.partial(name),
+            shards::index(&shards, dtype).as_bytes(),
+        )?;
+        files.push(name.to_owned());
+    }
+    folder.publish(&files)?;
+    Ok(ExportReport {
+        architecture: architecture.class_name(),
+        files,
+        num_parameters: tensors.iter().map(ExportTensor::num_elements).sum(),
+        num_bytes: tensors.iter().map(|tensor| tensor.num_bytes(dtype)).sum(),
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,94 @@
+//! `config.json` and `generation_config.json`, readable by `transformers` 4 and 5.
+use super::{Architecture, ExportOptions};
+use serde_json::{Map, Value, json};
+use sieve_core::{Attention, ModelShape};
+
+/// Text of a JSON file: two spaces, a line end at the end, keys in the order given.
+pub(super) fn to_text(value: &Value) -> String {
+    let mut text = serde_json::to_string_pretty(value).expect("plain data serialises");
+    text.push('\n');
+    text
+}
+
+/// `config.json`.
+pub(super) fn model(
+    shape: &ModelShape,
+    architecture: Architecture,
+    options: &ExportOptions,
+) -> String {
+    let mut config = json!({
+        "architectures": [architecture.class_name()],
+        "model_type": match architecture {
+            Architecture::Qwen3 => "qwen3",
+            Architecture::Doge => "doge",
+        },
+        "attention_bias": false,
+        "attention_dropout": 0.0,
+        "bos_token_id": null,
+        "eos_token_id": options.eos_token_id,
+        "pad_token_id": options.pad_token_id,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": shape.d_model,
+        "initializer_range": shape.initializer_range,
+        "intermediate_size": shape.d_ff,
+        "max_position_embeddings": shape.max_seq_len,
+        "num_attention_heads": shape.num_heads,
+        "num_hidden_layers": shape.num_layers,
+        "num_key_value_heads": shape.num_kv_heads,
+        "rms_norm_eps": shape.rms_norm_eps,
+        // Version 4 reads rope_theta and torch_dtype, version 5 rope_parameters and dtype.
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": { "rope_type": "default", "rope_theta": shape.rope_theta },
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "torch_dtype": options.dtype.name(),
+        "dtype": options.dtype.name(),
+        "use_cache": true,
+        "vocab_size": shape.vocab_size,
+    });
+    let of_kind = attention(shape);
+    let all = config.as_object_mut().expect("built as an object above");
+    all.extend(of_kind);
+    to_text(&config)
+}
+
+/// The keys of the attention kind.
+fn attention(shape: &ModelShape) -> Map<String, Value> {
+    let layer_types = |name: &str| vec![name.to_owned(); shape.num_layers];
+    let keys = match shape.attention {
+        Attention::Mha => json!({
+            "use_sliding_window": false,
+            "sliding_window": null,
+            "max_window_layers": shape.num_layers,
+            "layer_types": layer_types("full_attention"),
+        }),
+        // Layers from max_window_layers on have the window.
+        Attention::Swa { window_size } => json!({
+            "use_sliding_window": true,
+            "sliding_window": window_size,
+            "max_window_layers": 0,
+            "layer_types": layer_types("sliding_attention"),
+        }),
+        Attention::Dma {
+            keep_window_size, ..
+        } => json!({
+            "keep_window_size": keep_window_size,
+            "sliding_window": null,
+            "hidden_dropout": 0.0,
+            "mlp_bias": false,
+            "is_moe": false,
+        }),
+    };
+    match keys {
+        Value::Object(keys) => keys,
+        _ => unreachable!("built as an object above"),
+    }
+}
+
+/// `generation_config.json`.
+pub(super) fn generation(options: &ExportOptions) -> String {
+    to_text(&json!({
+        "eos_token_id": options.eos_token_id,
+        "pad_token_id": options.pad_token_id,
+    }))
+}

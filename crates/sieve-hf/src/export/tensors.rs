@@ -1,0 +1,227 @@
+//! Which tensor of a checkpoint becomes which tensor of `transformers`.
+use super::Architecture;
+use crate::{CheckpointError, NamedTensor, TensorFile};
+use burn::tensor::{Bytes, DType, TensorData};
+use sieve_core::{Attention, ModelShape};
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+/// One tensor of the export.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ExportTensor {
+    /// Its name in `transformers`.
+    pub(super) name: String,
+    /// Its shape.
+    pub(super) shape: Vec<usize>,
+    source: Source,
+}
+
+/// Where its values come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Source {
+    /// These rows of a checkpoint's tensor, which has `num_rows` of them.
+    Rows {
+        name: String,
+        rows: Range<usize>,
+        num_rows: usize,
+    },
+    /// No tensor: the model leaves out a factor of one.
+    Ones,
+}
+
+impl ExportTensor {
+    fn whole(name: String, shape: &[usize], source: String) -> Self {
+        Self::rows(name, shape, source, 0..shape[0], shape[0])
+    }
+
+    fn rows(
+        name: String,
+        shape: &[usize],
+        source: String,
+        rows: Range<usize>,
+        num_rows: usize,
+    ) -> Self {
+        Self {
+            name,
+            shape: shape.to_vec(),
+            source: Source::Rows {
+                name: source,
+                rows,
+                num_rows,
+            },
+        }
+    }
+
+    pub(super) fn num_elements(&self) -> u64 {
+        self.shape.iter().map(|&size| size as u64).product()
+    }
+
+    pub(super) fn num_bytes(&self, dtype: DType) -> u64 {
+        self.num_elements() * dtype.size() as u64
+    }
+
+    /// The values as `dtype`.
+    pub(super) fn read(
+        &self,
+        weights: &TensorFile,
+        dtype: DType,
+    ) -> Result<NamedTensor, CheckpointError> {
+        let data = match &self.source {
+            Source::Ones => {
+                TensorData::new(vec![1f32; self.num_elements() as usize], self.shape.clone())
+            }
+            Source::Rows {
+                name,
+                rows,
+                num_rows,
+            } => {
+                let mut shape = self.shape.clone();
+                shape[0] = *num_rows;
+                let whole = weights.tensor(name, &shape)?;
+                let row_bytes = whole.bytes.len() / num_rows;
+                let bytes = whole.bytes[rows.start * row_bytes..rows.end * row_bytes].to_vec();
+                TensorData::from_bytes(
+                    Bytes::from_bytes_vec(bytes),
+                    self.shape.clone(),
+                    whole.dtype,
+                )
+            }
+        };
+        Ok(NamedTensor {
+            name: self.name.clone(),
+            data: data.convert_dtype(dtype),
+        })
+    }
+}
+
+/// All tensors of the export, in the order of the forward pass.
+pub(super) fn tensors_of(shape: &ModelShape, architecture: Architecture) -> Vec<ExportTensor> {
+    let (d_model, vocab_size) = (shape.d_model, shape.vocab_size);
+    let embedding = "embed_tokens.weight";
+    let mut tensors = vec![ExportTensor::whole(
+        format!("model.{embedding}"),
+        &[vocab_size, d_model],
+        embedding.to_owned(),
+    )];
+    for layer_idx in 0..shape.num_layers {
+        push_layer(&mut tensors, shape, architecture, layer_idx);
+    }
+    tensors.push(ExportTensor::whole(
+        "model.norm.weight".to_owned(),
+        &[d_model],
+        "head.norm.weight".to_owned(),
+    ));
+    if !shape.tie_word_embeddings {
+        tensors.push(ExportTensor::whole(
+            "lm_head.weight".to_owned(),
+            &[vocab_size, d_model],
+            "head.lm_head.weight".to_owned(),
+        ));
+    }
+    tensors
+}
+
+fn push_layer(
+    tensors: &mut Vec<ExportTensor>,
+    shape: &ModelShape,
+    architecture: Architecture,
+    layer_idx: usize,
+) {
+    let (d_model, d_ff, head_dim) = (shape.d_model, shape.d_ff, shape.head_dim);
+    let (q_width, kv_width) = (shape.q_width(), shape.kv_width());
+    let theirs = |name: &str| format!("model.layers.{layer_idx}.{name}");
+    let ours = |name: &str| format!("layers.{layer_idx}.{name}");
+
+    let whole = |name: &str, source: &str, shape: &[usize]| {
+        ExportTensor::whole(theirs(name), shape, ours(source))
+    };
+    // Packed products are split by rows, which is their output.
+    let split = |source: &str, parts: &[(&str, usize)]| {
+        let num_rows = parts.iter().map(|(_, rows)| rows).sum();
+        let mut start = 0;
+        let mut split = Vec::new();
+        for (name, rows) in parts {
+            split.push(ExportTensor::rows(
+                theirs(name),
+                &[*rows, d_model],
+                ours(source),
+                start..start + rows,
+                num_rows,
+            ));
+            start += rows;
+        }
+        split
+    };
+
+    let norm = "input_layernorm.weight";
+    tensors.push(whole(norm, norm, &[d_model]));
+    tensors.extend(split(
+        "self_attn.qkv.qkv_proj.weight",
+        &[
+            ("self_attn.q_proj.weight", q_width),
+            ("self_attn.k_proj.weight", kv_width),
+            ("self_attn.v_proj.weight", kv_width),
+        ],
+    ));
+    for norm in ["q_norm", "k_norm"] {
+        tensors.push(whole(
+            &format!("self_attn.{norm}.weight"),
+            &format!("self_attn.qkv.{norm}.weight"),
+            &[head_dim],
+        ));
+    }
+    if let Attention::Dma { .. } = shape.attention {
+        let num_kv_heads = shape.num_kv_heads;
+        tensors.push(whole("self_attn.A", "self_attn.a", &[num_kv_heads]));
+        let dt_proj = "self_attn.dt_proj.weight";
+        tensors.push(whole(dt_proj, dt_proj, &[num_kv_heads, kv_width]));
+    }
+    let o_proj = "self_attn.o_proj.weight";
+    tensors.push(whole(o_proj, o_proj, &[d_model, q_width]));
+    let norm = "post_attention_layernorm.weight";
+    tensors.push(whole(norm, norm, &[d_model]));
+    tensors.extend(split(
+        "mlp.gate_up_proj.weight",
+        &[("mlp.gate_proj.weight", d_ff), ("mlp.up_proj.weight", d_ff)],
+    ));
+    let down_proj = "mlp.down_proj.weight";
+    tensors.push(whole(down_proj, down_proj, &[d_model, d_ff]));
+    if architecture == Architecture::Doge {
+        for scale in ["input_residual", "post_attention_residual"] {
+            tensors.push(if shape.residual_scale {
+                whole(scale, scale, &[d_model])
+            } else {
+                ExportTensor {
+                    name: theirs(scale),
+                    shape: vec![d_model],
+                    source: Source::Ones,
+                }
+            });
+        }
+    }
+}
+
+/// Refuses weights with a tensor that the export would lose.
+pub(super) fn check_complete(
+    tensors: &[ExportTensor],
+    weights: &TensorFile,
+) -> Result<(), CheckpointError> {
+    let used: BTreeSet<&str> = tensors
+        .iter()
+        .filter_map(|tensor| match &tensor.source {
+            Source::Rows { name, .. } => Some(name.as_str()),
+            Source::Ones => None,
+        })
+        .collect();
+    match weights
+        .names()
+        .into_iter()
+        .find(|name| !used.contains(name.as_str()))
+    {
+        None => Ok(()),
+        Some(name) => Err(CheckpointError::OtherModel {
+            path: weights.path().to_owned(),
+            problem: format!("tensor {name} has no place in the model of the recipe"),
+        }),
+    }
+}

@@ -1,0 +1,287 @@
+use super::*;
+use crate::{CheckpointFiles, CheckpointState, TensorFile, load_model, named_parameters};
+use burn_flex::Flex;
+use serde_json::Value;
+use sieve_nn::Qwen3;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::PathBuf;
+
+const MHA: &str = "kind = \"mha\"";
+const SWA: &str = "kind = \"swa\"\nsliding_window = 5";
+const DMA: &str = "kind = \"dma\"\nkeep_window_size = 3";
+
+const TOKENIZER: &str = r#"{"added_tokens":[{"id":1,"content":"<|endoftext|>","special":true}],
+    "model":{"type":"WordLevel","vocab":{"a":0,"<|endoftext|>":1},"unk_token":"a"}}"#;
+
+/// Writes a random checkpoint; `model` and `attention` are lines of those sections.
+fn checkpoint(folder: &Path, model: &str, attention: &str) -> Checkpoint {
+    let text = format!(
+        "[model]\nhidden_size = 12\nintermediate_size = 20\nnum_hidden_layers = 2\nnum_attention_heads = 4
+         num_key_value_heads = 2\nhead_dim = 6\nmax_position_embeddings = 16\n{model}
+         [attention]\n{attention}\n[tokenizer]\npath = \"t.json\"\n[data]\npaths = [\"x\"]
+         [training]\nsteps = 1\nseq_len = 8\nlocal_batch_size = 1\n[optimizer]\nlr = 1e-3
+         [lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n"
+    );
+    let recipe = sieve_core::Recipe::load(&text, "test", &[]).expect("the recipe is valid");
+    let shape = recipe.model_shape(11).expect("no vocab_size is given");
+    let model = Qwen3::<Flex>::new(&shape, 7, &Default::default());
+    let state = CheckpointState {
+        format_version: crate::FORMAT_VERSION,
+        step: 4,
+        next_sample: 8,
+        tokens_seen: 64,
+        vocab_size: 11,
+        data_fingerprint: String::new(),
+        num_threads: 1,
+        sieve_version: "test".to_owned(),
+        checksums: BTreeMap::new(),
+    };
+    let mut weights = named_parameters(&model);
+    for tensor in &mut weights {
+        if tensor.name.ends_with("post_attention_residual") {
+            tensor.data = burn::tensor::TensorData::new(trained_scale(), [12]);
+        }
+    }
+    let files = CheckpointFiles {
+        model: weights,
+        optimizer: Vec::new(),
+        recipe_toml: recipe.to_toml().expect("small numbers"),
+        tokenizer_json: TOKENIZER.to_owned(),
+    };
+    let path = Checkpoint::write(folder, state, &files).expect("the folder is writable");
+    Checkpoint::open(&path).expect("just written")
+}
+
+/// Residual scales unlike those a model starts with.
+fn trained_scale() -> Vec<f32> {
+    (0..12).map(|n| n as f32).collect()
+}
+
+fn options() -> ExportOptions {
+    ExportOptions {
+        dtype: ExportDtype::F32,
+        max_shard_bytes: DEFAULT_SHARD_BYTES,
+        eos_token_id: 1,
+        pad_token_id: None,
+    }
+}
+
+fn values(file: &TensorFile, name: &str) -> Vec<f32> {
+    let data = file.any_tensor(name).expect(name).convert::<f32>();
+    data.to_vec().expect("converted to f32")
+}
+
+fn json(path: PathBuf) -> Value {
+    serde_json::from_str(&fs::read_to_string(path).expect("written")).expect("JSON")
+}
+
+fn folder_bytes(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = fs::read_dir(folder).expect("a folder");
+    entries
+        .map(|entry| entry.expect("readable"))
+        .map(|entry| {
+            let bytes = fs::read(entry.path()).expect("a file");
+            (entry.file_name().to_string_lossy().into_owned(), bytes)
+        })
+        .collect()
+}
+
+#[test]
+fn packed_rows_are_split_and_nothing_is_lost() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let untied = "tie_word_embeddings = false";
+    let checkpoint = checkpoint(&folder.path().join("run"), untied, MHA);
+    let out = folder.path().join("hf");
+    let report = export(&checkpoint, &out, &options()).expect("exports");
+    assert_eq!(report.architecture, "Qwen3ForCausalLM");
+    let (_, shape) = checkpoint.recipe_and_shape().expect("just written");
+    assert_eq!(report.num_parameters, shape.parameters().total());
+
+    let (ours, theirs) = (
+        checkpoint.model().expect("just written"),
+        TensorFile::open(&out.join("model.safetensors")).expect("just written"),
+    );
+    let packed = values(&ours, "layers.1.self_attn.qkv.qkv_proj.weight");
+    let parts = ["q", "k", "v"].map(|part| {
+        let name = format!("model.layers.1.self_attn.{part}_proj.weight");
+        values(&theirs, &name)
+    });
+    assert_eq!(parts.each_ref().map(Vec::len), [24 * 12, 12 * 12, 12 * 12]);
+    assert_eq!(packed, parts.concat());
+    let packed = values(&ours, "layers.0.mlp.gate_up_proj.weight");
+    let gate = values(&theirs, "model.layers.0.mlp.gate_proj.weight");
+    let up = values(&theirs, "model.layers.0.mlp.up_proj.weight");
+    assert_eq!(packed, [gate, up].concat());
+    assert_eq!(
+        values(&ours, "head.lm_head.weight"),
+        values(&theirs, "lm_head.weight")
+    );
+
+    let config = json(out.join("config.json"));
+    assert_eq!(config["model_type"], "qwen3");
+    assert_eq!(config["use_sliding_window"], false);
+    assert_eq!(config["eos_token_id"], 1);
+    let special = json(out.join("special_tokens_map.json"));
+    assert_eq!(special["eos_token"], "<|endoftext|>");
+}
+
+#[test]
+fn a_dynamic_mask_model_becomes_doge_with_scales_of_one_or_the_trained_ones() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tied = "tie_word_embeddings = true";
+    let scaled = "tie_word_embeddings = true\nresidual_scale = true";
+    for (name, line, expected) in [
+        ("ones", tied, vec![1.0; 12]),
+        ("trained", scaled, trained_scale()),
+    ] {
+        let checkpoint = checkpoint(&folder.path().join(name), line, DMA);
+        let out = folder.path().join(format!("{name}-hf"));
+        let report = export(&checkpoint, &out, &options()).expect("exports");
+        assert_eq!(report.architecture, "DogeForCausalLM");
+        let theirs = TensorFile::open(&out.join("model.safetensors")).expect("just written");
+        assert!(!theirs.names().contains(&"lm_head.weight".to_owned()));
+        let scale = values(&theirs, "model.layers.0.post_attention_residual");
+        assert_eq!(scale, expected);
+        let ours = checkpoint.model().expect("just written");
+        assert_eq!(
+            values(&ours, "layers.1.self_attn.a"),
+            values(&theirs, "model.layers.1.self_attn.A")
+        );
+        assert_eq!(json(out.join("config.json"))["keep_window_size"], 3);
+    }
+}
+
+#[test]
+fn a_window_is_in_every_layer() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tied = "tie_word_embeddings = true";
+    let checkpoint = checkpoint(&folder.path().join("run"), tied, SWA);
+    let out = folder.path().join("hf");
+    export(&checkpoint, &out, &options()).expect("exports");
+    let config = json(out.join("config.json"));
+    assert_eq!(config["sliding_window"], 5);
+    assert_eq!(config["max_window_layers"], 0);
+    assert_eq!(
+        config["layer_types"],
+        serde_json::json!(["sliding_attention", "sliding_attention"])
+    );
+}
+
+#[test]
+fn the_same_checkpoint_gives_the_same_bytes_and_replaces_an_earlier_export_alone() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tied = "tie_word_embeddings = true";
+    let checkpoint = checkpoint(&folder.path().join("run"), tied, DMA);
+    let (first, second) = (folder.path().join("a"), folder.path().join("b"));
+    // The second folder first holds an export in several files; they go, a file that a user put beside them stays.
+    let small = ExportOptions {
+        max_shard_bytes: 4000,
+        ..options()
+    };
+    let sharded = export(&checkpoint, &second, &small).expect("exports");
+    let index = json(second.join("model.safetensors.index.json"));
+    let map = index["weight_map"].as_object().expect("a map");
+    assert!(sharded.files.len() > 7, "{:?}", sharded.files);
+    assert_eq!(index["metadata"]["total_size"], sharded.num_bytes);
+    for (name, file) in map {
+        let file = second.join(file.as_str().expect("a name"));
+        let shard = TensorFile::open(&file).expect("listed files exist");
+        assert!(shard.names().contains(name), "{name}");
+    }
+    fs::write(second.join("NOTES.md"), "mine").expect("writable");
+
+    export(&checkpoint, &first, &options()).expect("exports");
+    export(&checkpoint, &second, &options()).expect("replaces its own");
+    let (one, mut two) = (folder_bytes(&first), folder_bytes(&second));
+    assert_eq!(two.remove("NOTES.md").as_deref(), Some(&b"mine"[..]));
+    assert_eq!(
+        one.keys().collect::<Vec<_>>(),
+        two.keys().collect::<Vec<_>>()
+    );
+    assert!(one == two, "the bytes differ");
+}
+
+#[test]
+fn bf16_halves_the_bytes_and_rounds_to_nearest() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tied = "tie_word_embeddings = true";
+    let checkpoint = checkpoint(&folder.path().join("run"), tied, DMA);
+    let out = folder.path().join("hf");
+    let bf16 = ExportOptions {
+        dtype: ExportDtype::Bf16,
+        ..options()
+    };
+    let report = export(&checkpoint, &out, &bf16).expect("exports");
+    assert_eq!(report.num_bytes, 2 * report.num_parameters);
+    assert_eq!(json(out.join("config.json"))["dtype"], "bfloat16");
+    let theirs = TensorFile::open(&out.join("model.safetensors")).expect("just written");
+    let ours = checkpoint.model().expect("just written");
+    let exact = values(&ours, "embed_tokens.weight");
+    let rounded = values(&theirs, "model.embed_tokens.weight");
+    let mut changed = 0;
+    for (exact, rounded) in exact.iter().zip(&rounded) {
+        // Half a unit in the last of 8 bits.
+        assert!(
+            (exact - rounded).abs() <= exact.abs() / 256.0,
+            "{exact} became {rounded}"
+        );
+        changed += usize::from(exact != rounded);
+    }
+    assert!(changed > exact.len() / 2, "only {changed} values changed");
+}
+
+#[test]
+fn refuses_what_it_cannot_express_and_folders_of_others() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let scaled = "tie_word_embeddings = true\nresidual_scale = true";
+    let tied = "tie_word_embeddings = true";
+    let linear = "kind = \"dma\"\nkeep_window_size = 3\nbias = \"linear\"";
+    for (name, line, attention, word) in [
+        ("scaled", scaled, MHA, "residual_scale"),
+        ("linear", tied, linear, "exponential"),
+    ] {
+        let checkpoint = checkpoint(&folder.path().join(name), line, attention);
+        let out = folder.path().join("refused");
+        let error = export(&checkpoint, &out, &options()).expect_err(name);
+        assert!(error.to_string().contains(word), "{error}");
+        assert!(!out.exists(), "nothing is written before the checks");
+    }
+    let checkpoint = checkpoint(&folder.path().join("run"), tied, MHA);
+    let out = folder.path().join("thesis");
+    fs::create_dir(&out).expect("writable");
+    fs::write(out.join("config.json"), "mine").expect("writable");
+    let error = export(&checkpoint, &out, &options()).expect_err("holds something else");
+    assert!(error.to_string().contains("config.json"), "{error}");
+    assert_eq!(
+        fs::read_to_string(out.join("config.json")).expect("kept"),
+        "mine"
+    );
+}
+
+#[test]
+fn loads_the_model_it_was_written_from() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tied = "tie_word_embeddings = true";
+    let run = folder.path().join("run");
+    let checkpoint = checkpoint(&run, tied, DMA);
+    let loaded = load_model::<Flex>(&run, &Default::default()).expect("loads");
+    assert_eq!(loaded.path, checkpoint.path);
+    let weights = checkpoint.model().expect("just written");
+    for tensor in named_parameters(&loaded.model) {
+        assert_eq!(
+            weights.any_tensor(&tensor.name).expect("same names"),
+            tensor.data
+        );
+    }
+    let empty = folder.path().join("empty");
+    let error = load_model::<Flex>(&empty, &Default::default()).expect_err("nothing there");
+    assert!(matches!(error, CheckpointError::NotFound { .. }), "{error}");
+    let file = loaded.path.join("model.safetensors");
+    let mut bytes = fs::read(&file).expect("there");
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&file, bytes).expect("writable");
+    let error = load_model::<Flex>(&run, &Default::default()).expect_err("a flipped bit");
+    assert!(error.to_string().contains("model.safetensors"), "{error}");
+}

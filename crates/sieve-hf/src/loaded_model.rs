@@ -1,0 +1,76 @@
+//! A model as a checkpoint holds it.
+use crate::{Checkpoint, CheckpointError, CheckpointState, load_parameters};
+use burn::tensor::backend::Backend;
+use sieve_core::{ModelShape, Recipe};
+use sieve_nn::Qwen3;
+use std::path::{Path, PathBuf};
+
+/// Weights on a device, and what they were trained with.
+#[derive(Debug)]
+pub struct LoadedModel<B: Backend> {
+    /// The model.
+    pub model: Qwen3<B>,
+    /// The resolved recipe of the run.
+    pub recipe: Recipe,
+    /// The sizes the recipe and the vocabulary give.
+    pub shape: ModelShape,
+    /// Where the tokenizer of the run lies.
+    pub tokenizer_path: PathBuf,
+    /// Where training stood.
+    pub state: CheckpointState,
+    /// The folder `step-N` that was read.
+    pub path: PathBuf,
+}
+
+/// Loads the model of a checkpoint: a folder `step-N`, a folder of them, or a run folder; of several the latest.
+///
+/// # Errors
+/// No checkpoint there, a damaged one, a recipe that cannot be read, weights that are not this recipe's model.
+pub fn load_model<B: Backend>(
+    path: &Path,
+    device: &B::Device,
+) -> Result<LoadedModel<B>, CheckpointError> {
+    let checkpoint = Checkpoint::open(path)?;
+    let (recipe, shape) = checkpoint.recipe_and_shape()?;
+    let weights = checkpoint.model()?;
+    // The drawn weights are all replaced; the seed does not matter.
+    let model = load_parameters(Qwen3::new(&shape, 0, device), &mut |name, dims| {
+        weights.tensor(name, dims)
+    })?;
+    Ok(LoadedModel {
+        model,
+        recipe,
+        shape,
+        tokenizer_path: checkpoint.tokenizer_path(),
+        state: checkpoint.state,
+        path: checkpoint.path,
+    })
+}
+
+impl Checkpoint {
+    /// The recipe of the run, and the sizes of its model.
+    ///
+    /// # Errors
+    /// A recipe that cannot be read, or one whose embedding has another number of rows than the state says.
+    pub fn recipe_and_shape(&self) -> Result<(Recipe, ModelShape), CheckpointError> {
+        let path = self.path.join("config.toml");
+        let bad_recipe = |source: sieve_core::RecipeError| CheckpointError::BadRecipe {
+            path: path.clone(),
+            source: Box::new(source),
+        };
+        let text = self.recipe_toml()?;
+        let recipe = Recipe::load(&text, &path.display().to_string(), &[]).map_err(bad_recipe)?;
+        let rows = self.state.vocab_size;
+        let shape = recipe.model_shape(rows).map_err(bad_recipe)?;
+        if shape.vocab_size != rows {
+            return Err(CheckpointError::OtherModel {
+                path,
+                problem: format!(
+                    "the recipe's embedding has {} rows, state.json says {rows}",
+                    shape.vocab_size
+                ),
+            });
+        }
+        Ok((recipe, shape))
+    }
+}

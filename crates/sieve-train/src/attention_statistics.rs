@@ -1,0 +1,115 @@
+//! What a mask let through, for the log: DMA has no built-in locality, and a reader must see that in the numbers.
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor};
+use serde::Serialize;
+use sieve_core::Attention;
+use sieve_data::Batch;
+
+/// Shares over all layers and heads of one micro-batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct AttentionStatistics {
+    /// Active (query, key) pairs over causal pairs of the same documents.
+    pub density: f64,
+    /// Active keys a query, on average.
+    pub mean_active_keys: f64,
+    /// Share of keys that no query ever sees.
+    pub never_active: f64,
+    /// Share of queries that do not see their own key.
+    pub not_self_visible: f64,
+}
+
+impl AttentionStatistics {
+    /// Of one micro-batch: counted from DMA's masks, or known from the documents for the other kinds.
+    pub fn of<B: Backend>(
+        attention: Attention,
+        batch: &Batch,
+        expire: &[Tensor<B, 3, Int>],
+    ) -> Self {
+        let window_size = match attention {
+            Attention::Swa { window_size } => window_size as u64,
+            _ => u64::MAX,
+        };
+        let causal: u64 = batch.positions.iter().map(|&p| u64::from(p) + 1).sum();
+        let tokens = batch.positions.len() as f64;
+        if expire.is_empty() {
+            let keys = batch
+                .positions
+                .iter()
+                .map(|&p| (u64::from(p) + 1).min(window_size));
+            let active: u64 = keys.sum();
+            return Self {
+                density: active as f64 / causal as f64,
+                mean_active_keys: active as f64 / tokens,
+                never_active: 0.0,
+                not_self_visible: 0.0,
+            };
+        }
+        let (mut heads, mut active, mut unseen) = (0u64, 0u64, 0u64);
+        for layer in expire {
+            let [_, kv_heads, seq_len] = layer.dims();
+            heads += kv_heads as u64;
+            let expire: Vec<i64> = layer.to_data().iter::<i64>().collect();
+            for (token, expire) in expire.into_iter().enumerate() {
+                let lifetime = expire - (token % seq_len) as i64;
+                active += lifetime.max(0) as u64;
+                unseen += u64::from(lifetime <= 0);
+            }
+        }
+        let heads = heads as f64;
+        Self {
+            density: active as f64 / (causal as f64 * heads),
+            mean_active_keys: active as f64 / (tokens * heads),
+            never_active: unseen as f64 / (tokens * heads),
+            // A key that leaves with its own arrival is also the one its own query does not see.
+            not_self_visible: unseen as f64 / (tokens * heads),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::TensorData;
+    use burn_flex::Flex;
+
+    fn batch() -> Batch {
+        Batch {
+            first_sample: 0,
+            batch: 1,
+            seq_len: 5,
+            tokens: vec![1; 5],
+            labels: vec![1; 5],
+            doc_start: vec![0, 0, 0, 3, 3],
+            doc_end: vec![3, 3, 3, 5, 5],
+            positions: vec![0, 1, 2, 0, 1],
+            documents: vec![0, 0, 0, 1, 1],
+        }
+    }
+
+    #[test]
+    fn dense_and_window_follow_from_positions() {
+        let dense = AttentionStatistics::of::<Flex>(Attention::Mha, &batch(), &[]);
+        assert_eq!((dense.density, dense.mean_active_keys), (1.0, 9.0 / 5.0));
+        let window = Attention::Swa { window_size: 2 };
+        let window = AttentionStatistics::of::<Flex>(window, &batch(), &[]);
+        assert_eq!(
+            (window.density, window.mean_active_keys),
+            (8.0 / 9.0, 8.0 / 5.0)
+        );
+    }
+
+    #[test]
+    fn dma_counts_lifetimes() {
+        // Key 1 leaves with its own arrival; key 0 is seen by queries 0 to 2.
+        let expire = TensorData::new(vec![3i32, 1, 3, 5, 5], [1, 1, 5]);
+        let expire = Tensor::<Flex, 3, Int>::from_data(expire, &Default::default());
+        let kind = Attention::Dma {
+            keep_window_size: 2,
+            bias: sieve_core::DmaBias::Exp,
+            a_init: 0.0,
+        };
+        let found = AttentionStatistics::of(kind, &batch(), &[expire]);
+        assert_eq!(found.density, 7.0 / 9.0);
+        assert_eq!(found.never_active, 1.0 / 5.0);
+    }
+}

@@ -1,0 +1,89 @@
+//! Gradients of all parameters, added up over micro-batches.
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::{Tensor, TensorPrimitive};
+use sieve_ops::{SieveBackend, TrainBackend};
+use std::collections::HashMap;
+
+type Primitive<B> =
+    <<B as AutodiffBackend>::InnerBackend as burn::tensor::backend::BackendTypes>::FloatTensorPrimitive;
+
+/// One gradient per parameter. Looked up by id; walked only in module order, so sums have a fixed order.
+#[derive(Debug)]
+pub struct GradientBuffer<B: TrainBackend> {
+    by_id: HashMap<ParamId, Primitive<B>>,
+}
+
+impl<B: TrainBackend> Default for GradientBuffer<B> {
+    fn default() -> Self {
+        Self {
+            by_id: HashMap::new(),
+        }
+    }
+}
+
+impl<B: TrainBackend> GradientBuffer<B> {
+    /// Takes the gradients of `module`'s parameters out of a backward pass and adds them to those held.
+    pub fn collect<M: Module<B>>(&mut self, module: &M, gradients: &mut B::Gradients) {
+        module.visit(&mut Collector {
+            buffer: self,
+            gradients,
+        });
+    }
+
+    /// Removes and returns one gradient.
+    pub(crate) fn take<const D: usize>(
+        &mut self,
+        id: ParamId,
+    ) -> Option<Tensor<B::InnerBackend, D>> {
+        let primitive = self.by_id.remove(&id)?;
+        Some(Tensor::from_primitive(TensorPrimitive::Float(primitive)))
+    }
+
+    /// Euclidean norm over all gradients of `module`, `[1]`.
+    pub fn norm<M: Module<B>>(&self, module: &M, device: &B::Device) -> Tensor<B::InnerBackend, 1> {
+        let mut squares = SquareSum {
+            buffer: self,
+            sum: Tensor::zeros([1], device),
+        };
+        module.visit(&mut squares);
+        squares.sum.sqrt()
+    }
+
+    fn add<const D: usize>(&mut self, id: ParamId, gradient: Tensor<B::InnerBackend, D>) {
+        let sum = match self.take(id) {
+            Some(held) => held + gradient,
+            None => gradient,
+        };
+        self.by_id.insert(id, sum.into_primitive().tensor());
+    }
+}
+
+struct Collector<'a, B: TrainBackend> {
+    buffer: &'a mut GradientBuffer<B>,
+    gradients: &'a mut B::Gradients,
+}
+
+impl<B: TrainBackend> ModuleVisitor<B> for Collector<'_, B> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        if let Some(gradient) = param.val().grad_remove(self.gradients) {
+            self.buffer.add(param.id, gradient);
+        }
+    }
+}
+
+struct SquareSum<'a, B: TrainBackend> {
+    buffer: &'a GradientBuffer<B>,
+    sum: Tensor<B::InnerBackend, 1>,
+}
+
+impl<B: TrainBackend> ModuleVisitor<B> for SquareSum<'_, B> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        if let Some(gradient) = self.buffer.by_id.get(&param.id) {
+            let square = B::InnerBackend::sum_of_squares(gradient.clone());
+            let square: Tensor<B::InnerBackend, 1> =
+                Tensor::from_primitive(TensorPrimitive::Float(square));
+            self.sum = self.sum.clone() + square;
+        }
+    }
+}

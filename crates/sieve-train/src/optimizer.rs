@@ -1,0 +1,210 @@
+//! AdamW over all parameters of a model.
+use crate::GradientBuffer;
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::tensor::ops::FloatTensorOps;
+use burn::tensor::{Shape, Tensor, TensorData, TensorPrimitive};
+use sieve_core::recipe::OptimizerSection;
+use sieve_hf::NamedTensor;
+use sieve_ops::{AdamWStep, AdamWTensors, TrainBackend};
+use std::collections::HashMap;
+use std::marker::PhantomData;
+
+/// Moments of every parameter. Matrices (rank 2 and more) decay; norms, gates and scales do not.
+#[derive(Debug)]
+pub struct AdamW<B: TrainBackend> {
+    settings: OptimizerSection,
+    num_updates: u64,
+    moments: HashMap<ParamId, Moments<B>>,
+}
+
+#[derive(Debug)]
+struct Moments<B: TrainBackend> {
+    exp_avg: Inner<B>,
+    exp_avg_sq: Inner<B>,
+}
+
+type Inner<B> = <<B as burn::tensor::backend::AutodiffBackend>::InnerBackend as burn::tensor::backend::BackendTypes>::FloatTensorPrimitive;
+
+impl<B: TrainBackend> AdamW<B> {
+    /// Zero moments, made at each parameter's first update.
+    pub fn new(settings: OptimizerSection) -> Self {
+        Self {
+            settings,
+            num_updates: 0,
+            moments: HashMap::new(),
+        }
+    }
+
+    /// One update of every parameter that has a gradient; `grad_scale` `[1]` multiplies all gradients.
+    pub fn step<M: Module<B>>(
+        &mut self,
+        module: M,
+        gradients: &mut GradientBuffer<B>,
+        grad_scale: Tensor<B::InnerBackend, 1>,
+        lr: f64,
+    ) -> M {
+        self.num_updates += 1;
+        let OptimizerSection {
+            beta1, beta2, eps, ..
+        } = self.settings;
+        let power = self.num_updates.min(i32::MAX as u64) as i32;
+        let step = AdamWStep {
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay: 0.0,
+            bias_correction1: 1.0 - beta1.powi(power),
+            bias_correction2: 1.0 - beta2.powi(power),
+        };
+        module.map(&mut Update {
+            optimizer: self,
+            gradients,
+            grad_scale,
+            step,
+        })
+    }
+
+    /// Moments by parameter name, in module order, and the number of updates.
+    pub fn state<M: Module<B>>(&self, module: &M) -> Vec<NamedTensor> {
+        let mut tensors = vec![NamedTensor {
+            name: NUM_UPDATES.to_owned(),
+            data: TensorData::new(vec![self.num_updates as i64], [1]),
+        }];
+        for (name, id, shape) in parameter_ids(module) {
+            if let Some(moments) = self.moments.get(&id) {
+                let parts = [
+                    (EXP_AVG, &moments.exp_avg),
+                    (EXP_AVG_SQ, &moments.exp_avg_sq),
+                ];
+                for (part, values) in parts {
+                    let flat = Tensor::<B::InnerBackend, 1>::from_primitive(
+                        TensorPrimitive::Float(B::InnerBackend::float_reshape(
+                            values.clone(),
+                            Shape::new([shape.iter().product::<usize>()]),
+                        )),
+                    );
+                    let mut data = flat.into_data();
+                    data.shape = shape.clone().into();
+                    tensors.push(NamedTensor {
+                        name: format!("{name}.{part}"),
+                        data,
+                    });
+                }
+            }
+        }
+        tensors
+    }
+
+    /// Restores what [`state`](Self::state) gave; `read` finds a tensor by name and shape.
+    ///
+    /// # Errors
+    /// The first error of `read`.
+    pub fn load_state<M: Module<B>, E>(
+        &mut self,
+        module: &M,
+        device: &B::Device,
+        read: &mut dyn FnMut(&str, &[usize]) -> Result<TensorData, E>,
+    ) -> Result<(), E> {
+        let updates = read(NUM_UPDATES, &[1])?;
+        self.num_updates = updates.iter::<i64>().next().unwrap_or(0) as u64;
+        self.moments.clear();
+        for (name, id, shape) in parameter_ids(module) {
+            let mut part = |part: &str| -> Result<Inner<B>, E> {
+                let mut data = read(&format!("{name}.{part}"), &shape)?;
+                data.shape = [shape.iter().product::<usize>()].into();
+                let flat = Tensor::<B::InnerBackend, 1>::from_data(data, device);
+                let flat = flat.into_primitive().tensor();
+                Ok(B::InnerBackend::float_reshape(flat, shape.clone().into()))
+            };
+            let moments = Moments {
+                exp_avg: part(EXP_AVG)?,
+                exp_avg_sq: part(EXP_AVG_SQ)?,
+            };
+            self.moments.insert(id, moments);
+        }
+        Ok(())
+    }
+}
+
+const NUM_UPDATES: &str = "num_updates";
+const EXP_AVG: &str = "exp_avg";
+const EXP_AVG_SQ: &str = "exp_avg_sq";
+
+/// Name, id and shape of every float parameter, in module order.
+fn parameter_ids<B: TrainBackend, M: Module<B>>(module: &M) -> Vec<(String, ParamId, Vec<usize>)> {
+    let mut ids = Ids {
+        found: Vec::new(),
+        backend: PhantomData,
+    };
+    module.visit(&mut ids);
+    let names = sieve_hf::parameter_names(module);
+    names
+        .into_iter()
+        .zip(ids.found)
+        .map(|(name, (id, shape))| (name, id, shape))
+        .collect()
+}
+
+struct Ids<B> {
+    found: Vec<(ParamId, Vec<usize>)>,
+    backend: PhantomData<B>,
+}
+
+impl<B: TrainBackend> burn::module::ModuleVisitor<B> for Ids<B> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        self.found.push((param.id, param.val().dims().to_vec()));
+    }
+}
+
+struct Update<'a, B: TrainBackend> {
+    optimizer: &'a mut AdamW<B>,
+    gradients: &'a mut GradientBuffer<B>,
+    grad_scale: Tensor<B::InnerBackend, 1>,
+    step: AdamWStep,
+}
+
+impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let (id, tensor, mapper) = param.consume();
+        let Some(gradient) = self.gradients.take::<D>(id) else {
+            return Param::from_mapped_value(id, tensor, mapper);
+        };
+        let value = tensor.inner();
+        let zeros = || value.zeros_like().into_primitive().tensor();
+        let Moments {
+            exp_avg,
+            exp_avg_sq,
+        } = self
+            .optimizer
+            .moments
+            .remove(&id)
+            .unwrap_or_else(|| Moments {
+                exp_avg: zeros(),
+                exp_avg_sq: zeros(),
+            });
+        let decays = D >= 2;
+        let weight_decay = if decays {
+            self.optimizer.settings.weight_decay
+        } else {
+            0.0
+        };
+        let tensors = AdamWTensors {
+            param: value.into_primitive().tensor(),
+            exp_avg,
+            exp_avg_sq,
+        };
+        let step = AdamWStep {
+            weight_decay,
+            ..self.step
+        };
+        let next = sieve_ops::adamw_step(tensors, gradient, self.grad_scale.clone(), step);
+        let moments = Moments {
+            exp_avg: next.exp_avg,
+            exp_avg_sq: next.exp_avg_sq,
+        };
+        self.optimizer.moments.insert(id, moments);
+        let value = Tensor::from_primitive(TensorPrimitive::Float(next.param));
+        Param::from_mapped_value(id, Tensor::from_inner(value).require_grad(), mapper)
+    }
+}

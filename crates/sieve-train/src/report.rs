@@ -1,0 +1,86 @@
+//! What a run tells its caller.
+use crate::AttentionStatistics;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+
+/// One logged step.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StepReport {
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Optimizer steps of the whole run.
+    pub num_steps: u64,
+    /// Mean cross-entropy over the step's labels, nats.
+    pub loss: f64,
+    /// Global gradient norm before clipping.
+    pub grad_norm: f64,
+    /// Learning rate.
+    pub lr: f64,
+    /// Tokens trained on so far.
+    pub tokens_seen: u64,
+    /// Tokens a second since the last report, steps only.
+    pub tokens_per_second: f64,
+    /// Executed FLOPs a second, in units of 10¹².
+    pub tflops: f64,
+    /// Executed FLOPs as a share of the device's peak, in percent; `None` where no peak is known.
+    pub mfu_percent: Option<f64>,
+    /// FLOPs of the same model with dense causal attention as a share of the peak, in percent.
+    pub dense_mfu_percent: Option<f64>,
+    /// Memory in use, in bytes.
+    pub memory_bytes: u64,
+    /// Memory of the device or machine, in bytes; 0 where unknown.
+    pub memory_total_bytes: u64,
+    /// Seconds left at the present speed.
+    pub eta_seconds: f64,
+    /// What the mask did in this step's last micro-batch.
+    pub attention: AttentionStatistics,
+}
+
+/// One validation.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ValidationReport {
+    /// Optimizer steps done before it.
+    pub step: u64,
+    /// Mean cross-entropy, nats per token.
+    pub loss: f64,
+    /// `exp(loss)`.
+    pub perplexity: f64,
+    /// Cross-entropy in bits over the bytes that the predicted tokens stand for.
+    pub bits_per_byte: f64,
+    /// The same for a unigram model counted on the training documents.
+    pub unigram_bits_per_byte: f64,
+    /// Predicted tokens.
+    pub num_labels: u64,
+    /// Bytes those tokens stand for.
+    pub num_bytes: u64,
+}
+
+/// What happens during a run.
+#[derive(Clone, Debug)]
+pub enum TrainEvent<'a> {
+    /// A step worth a line.
+    Step(&'a StepReport),
+    /// A validation.
+    Validation(&'a ValidationReport),
+    /// A checkpoint is on disk.
+    Checkpoint(&'a Path),
+    /// Something a person should know.
+    Notice(&'a str),
+}
+
+/// How a run ended.
+#[derive(Clone, Debug)]
+pub struct TrainSummary {
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Whether a signal ended it before its last step.
+    pub interrupted: bool,
+    /// The validation before the first step of this process.
+    pub first_validation: Option<ValidationReport>,
+    /// The last validation.
+    pub last_validation: Option<ValidationReport>,
+    /// The last checkpoint.
+    pub checkpoint: Option<PathBuf>,
+    /// The last logged step.
+    pub last_step: Option<StepReport>,
+}

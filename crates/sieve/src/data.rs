@@ -1,0 +1,95 @@
+//! `sieve data`: what a run reads.
+use crate::recipe::RecipeArgs;
+use crate::terminal;
+use anyhow::{Context, Result};
+use clap::{Args, Subcommand};
+use sieve_data::{Loader, LoaderConfig, Order, Packing};
+use sieve_hf::{NamedTensor, write_tensor_file};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Subcommands of `sieve data`.
+#[derive(Subcommand, Debug)]
+pub(crate) enum DataCommand {
+    /// Write the token ids, labels and document ids of one training step as safetensors
+    Batch(BatchArgs),
+}
+
+/// Arguments of `sieve data batch`.
+#[derive(Args, Debug)]
+pub(crate) struct BatchArgs {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// Which optimizer step, from 1
+    #[arg(long)]
+    step: u64,
+    /// The file to write
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    /// Folder of the prepared data; as `sieve train` finds it when absent
+    #[arg(long, value_name = "DIR")]
+    data_dir: Option<PathBuf>,
+}
+
+/// Runs the command.
+pub(crate) fn run(command: DataCommand) -> Result<()> {
+    let DataCommand::Batch(args) = command;
+    batch(args)
+}
+
+fn batch(args: BatchArgs) -> Result<()> {
+    let recipe = args.recipe.load()?;
+    anyhow::ensure!(args.step >= 1, "--step counts from 1");
+    let dir = match (&args.data_dir, &recipe.data.cache_dir) {
+        (Some(dir), _) => dir.clone(),
+        (None, Some(dir)) => {
+            PathBuf::from(sieve_core::paths::expand(dir, &crate::train::variable)?)
+        }
+        (None, None) => PathBuf::from("out").join(args.recipe.name()).join("data"),
+    };
+    let data = sieve_train::prepare_data(&recipe, &dir, &crate::train::variable, &mut |_event| {})?;
+    let shape = recipe.model_shape(data.tokenizer.vocab_size())?;
+    let training = &recipe.training;
+    let loader = Loader::new(
+        Arc::new(data.prepared.train()?),
+        LoaderConfig {
+            seq_len: training.seq_len,
+            order: Order::Shuffled {
+                seed: training.seed,
+            },
+            packing: if training.one_document_per_row {
+                Packing::OneDocumentPerRow
+            } else {
+                Packing::Concatenated
+            },
+            vocab_size: shape.vocab_size,
+            pad_id: data.tokenizer.pad_id().unwrap_or(0),
+        },
+    )?;
+    let rows = training.global_batch_size;
+    let batch = loader.batch((args.step - 1) * rows as u64, rows)?;
+    let named = |name: &str, values: Vec<i32>| NamedTensor {
+        name: name.to_owned(),
+        data: burn::tensor::TensorData::new(values, [rows, training.seq_len]),
+    };
+    let signed = |values: &[u32]| values.iter().map(|&x| x as i32).collect::<Vec<i32>>();
+    let tensors = [
+        named("tokens", signed(&batch.tokens)),
+        named("labels", batch.labels.clone()),
+        named("documents", signed(&batch.documents)),
+        named("doc_start", signed(&batch.doc_start)),
+        named("doc_end", signed(&batch.doc_end)),
+        named("positions", signed(&batch.positions)),
+    ];
+    write_tensor_file(&args.out, &tensors, None)
+        .with_context(|| format!("writing step {} to {}", args.step, args.out.display()))?;
+    terminal::line(&format!(
+        "wrote step {}: {} rows x {} tokens, {} labels, to {}",
+        args.step,
+        rows,
+        training.seq_len,
+        batch.num_labels(),
+        args.out.display()
+    ));
+    Ok(())
+}
