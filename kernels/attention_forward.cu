@@ -35,11 +35,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
   const int batch = (int)blockIdx.z, head = (int)blockIdx.y * HEADS_PER_TILE, kv_head = head / (num_heads / num_kv_heads);
   const int tile_idx = (int)(gridDim.x - 1 - blockIdx.x);  // late tiles see most keys: start them first
 
-  ForwardTile tile;
+  QueryTile tile;
   tile.q = q + params.q_offset + batch * params.q_batch_stride + (u64)head * HEAD_DIM;
   tile.q_stride = (u32)params.q_token_stride;
-  tile.o = o;
-  tile.lse = lse;
   tile.batch = batch;
   tile.head = head;
   tile.num_heads = num_heads;
@@ -63,5 +61,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
   stream.last_tile = (tile.end_query - 1) / BLOCK_KV;
   stream.num_tiles = stream.last_tile - lowest / BLOCK_KV + 1;
   stream.ring = shared_memory + Q_TILE_BYTES;
-  attention_forward_tile(tile, stream, shared_memory);
+  attention_forward_tile(tile, {o, lse}, stream, shared_memory);
 }

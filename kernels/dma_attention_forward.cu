@@ -41,14 +41,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_
   const int batch = (int)blockIdx.z, head = (int)blockIdx.y * HEADS_PER_TILE, kv_head = head / (num_heads / num_kv_heads);
   const int tile_idx = (int)(gridDim.x - 1 - blockIdx.x), super_block = tile_idx / BLOCK_TILES;
 
-  ForwardTile tile;
+  QueryTile tile;
   tile.first_query = super_block * SUPER_BLOCK + tile_idx % BLOCK_TILES * TILE_QUERIES;
   tile.end_query = min(min(tile.first_query + TILE_QUERIES, (super_block + 1) * SUPER_BLOCK), seq_len);
   if (tile.first_query >= tile.end_query) return;  // past the end of a short last super-block
   tile.q = q + params.q_offset + batch * params.q_batch_stride + (u64)head * HEAD_DIM;
   tile.q_stride = (u32)params.q_token_stride;
-  tile.o = o;
-  tile.lse = lse;
   tile.batch = batch;
   tile.head = head;
   tile.num_heads = num_heads;
@@ -71,5 +69,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_
   stream.num_keys = end - begin;
   stream.num_tiles = ceil_div(max(stream.num_keys, 0), BLOCK_KV);
   stream.ring = shared_memory + Q_TILE_BYTES;
-  attention_forward_tile(tile, stream, shared_memory);
+  attention_forward_tile(tile, {o, lse}, stream, shared_memory);
 }

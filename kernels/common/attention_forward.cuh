@@ -3,27 +3,16 @@
 // Defines    HEAD_DIM, HEAD_DIM_V; WARP_ROWS rows a warp (16 or 32), NUM_WARPS, BLOCK_KV keys a tile, NUM_STAGES, MIN_BLOCKS per SM;
 //            HEADS_PER_TILE query heads of a group share a tile; Q_IN_REGISTERS; HAS_BIAS; GATHER
 #pragma once
-#include "common/kv_stream.cuh"
+#include "common/query_tile.cuh"
 
-#ifndef HEADS_PER_TILE
-#define HEADS_PER_TILE 1
-#endif
 #ifndef Q_IN_REGISTERS
 #define Q_IN_REGISTERS 0
 #endif
-#ifndef MIN_BLOCKS
-#define MIN_BLOCKS 1
-#endif
 
-constexpr int BLOCK_Q = NUM_WARPS * WARP_ROWS;        // rows of a tile: heads x queries
-constexpr int TILE_QUERIES = BLOCK_Q / HEADS_PER_TILE;
-constexpr int ROW_TILES = WARP_ROWS / 16;
 constexpr int KEY_TILES = BLOCK_KV / 8;
 constexpr int VALUE_TILES = HEAD_DIM_V / 8;
 constexpr int Q_TILE_BYTES = BLOCK_Q * HEAD_DIM * 2;
 constexpr int FORWARD_SHARED_BYTES = Q_TILE_BYTES + KV_STREAM_BYTES;
-static_assert(WARP_ROWS % 16 == 0 && BLOCK_Q % HEADS_PER_TILE == 0, "tensor core tiles have 16 rows");
-static_assert(TILE_QUERIES % WARP_ROWS == 0 || WARP_ROWS % TILE_QUERIES == 0, "a warp holds parts of one head or whole heads");
 static_assert(HEAD_DIM_V <= HEAD_DIM, "the output tile is staged where the queries were");
 
 // The online softmax keeps its reference maximum until a row outgrows it by this many powers of two; exp2 then stays below 2^8.
@@ -31,61 +20,21 @@ constexpr float RESCALE_AT = 8.0f;
 // Stands for "nothing seen yet": finite, so that no infinity is subtracted from another.
 constexpr float NO_MAXIMUM = -3.0e38f;
 
-struct ForwardTile {
-  const bf16* q;           // at the batch row and the tile's first head
-  u32 q_stride;            // elements from token to token
-  bf16* o;                 // [batch, seq_len, num_heads, HEAD_DIM_V]
-  float* lse;              // [batch, num_heads, seq_len]
-  int batch, head;         // the tile's batch row and first head
-  int num_heads, seq_len;
-  int first_query, end_query;
-  const i32* doc_start;    // dense: the row's document starts
-  int window;
-  float scale_log2;        // softmax_scale * log2(e)
+struct ForwardOutput {
+  bf16* o;     // [batch, seq_len, num_heads, HEAD_DIM_V]
+  float* lse;  // [batch, num_heads, seq_len]
 };
 
-// A tile row is (head, query), head-major.
-DEVICE int row_query(const ForwardTile& tile, int row) { return tile.first_query + row % TILE_QUERIES; }
-DEVICE int row_head(int row) { return row / TILE_QUERIES; }
-
-#if !GATHER
-// The lowest key a query sees; a position outside the row counts as its nearest end.
-DEVICE int lowest_key(const ForwardTile& tile, int query) {
-  query = min(max(query, 0), tile.seq_len - 1);
-  return max(tile.doc_start[query], query - tile.window + 1);
-}
-#endif
-
-// Asks for the query rows; rows past the end arrive as zeros.
-DEVICE void copy_queries(const ForwardTile& tile, u32 shared) {
-  constexpr int CHUNKS = HEAD_DIM / 8, TOTAL = BLOCK_Q * CHUNKS;
-#pragma unroll
-  for (int i = 0; i < ceil_div(TOTAL, THREADS); ++i) {
-    int at = i * THREADS + (int)threadIdx.x, row = at / CHUNKS, chunk = at % CHUNKS;
-    if (TOTAL % THREADS == 0 || at < TOTAL) {
-      int query = row_query(tile, row);
-      const bf16* from = tile.q + (u64)(u32)query * tile.q_stride + row_head(row) * HEAD_DIM + chunk * 8;
-      copy_async_16(shared + KTile::offset(row, chunk), from, query < tile.end_query ? 16 : 0);
-    }
-  }
-}
-
-DEVICE void attention_forward_tile(const ForwardTile& tile, const KvStream& stream, unsigned char* q_memory) {
+DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& out, const KvStream& stream, unsigned char* q_memory) {
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int warp_row = warp * WARP_ROWS;
   const u32 q_shared = shared_address(q_memory);
 
-  copy_queries(tile, q_shared);
+  copy_query_rows<HEAD_DIM>(tile, q_shared, tile.q, tile.q_stride);
   stream.start();
 
-  WarpQueries queries;
-  queries.first = TILE_QUERIES >= WARP_ROWS ? row_query(tile, warp_row) : tile.first_query;
-  queries.last = min(queries.first + min_int(TILE_QUERIES, WARP_ROWS), tile.end_query) - 1;
+  const WarpQueries queries = warp_queries(tile, warp_row);
   const bool idle = queries.last < queries.first;
-#if !GATHER
-  queries.lowest_first = lowest_key(tile, queries.first);
-  queries.lowest_last = lowest_key(tile, queries.last);
-#endif
 
   // Lane parts of the fragment addresses: A and transposed B rows by lane % 16, B rows by the 8-lane groups (0, 0, 1, 1).
   const u32 q_lane = q_shared + (u32)warp_row * KTile::ROW_BYTES;
@@ -166,37 +115,8 @@ DEVICE void attention_forward_tile(const ForwardTile& tile, const KvStream& stre
 
     // Mask: only tiles that some query of the warp sees in part.
     if (mask == TILE_PARTIAL) {
-      int position[ROW_TILES][2];
-#if !GATHER
-      int lowest[ROW_TILES][2];
-#endif
 #pragma unroll
-      for (int r = 0; r < 2 * ROW_TILES; ++r) {
-        position[r / 2][r % 2] = row_query(tile, warp_row + (r / 2) * 16 + (r % 2) * 8 + g);
-#if !GATHER
-        lowest[r / 2][r % 2] = lowest_key(tile, position[r / 2][r % 2]);
-#endif
-      }
-#pragma unroll
-      for (int n = 0; n < KEY_TILES; ++n) {
-#if GATHER
-        int4 pair = *(const int4*)(stream.entry_slot(it) + n * 8 + 2 * t);
-#else
-        int key = stream.first_key(it) + n * 8 + 2 * t;
-#endif
-#pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-          for (int x = 0; x < 4; ++x) {
-            int i = position[m][x / 2];
-#if GATHER
-            bool active = x % 2 ? pair.z <= i && i < pair.w : pair.x <= i && i < pair.y;
-#else
-            bool active = key + x % 2 <= i && key + x % 2 >= lowest[m][x / 2];
-#endif
-            if (!active) score[m][n][x] = -INFINITY_F32;
-          }
-      }
+      for (int m = 0; m < ROW_TILES; ++m) mask_scores(tile, stream, it, warp_row + m * 16, score[m], -INFINITY_F32);
     }
 
     // Reference maximum: moved only when some row of the warp outgrows it, so that the output is seldom rescaled.
@@ -275,7 +195,7 @@ DEVICE void attention_forward_tile(const ForwardTile& tile, const KvStream& stre
     const int row = m * 16 + h * 8 + g;
     const int query = row_query(tile, warp_row + row);
     if (t == 0 && query < tile.end_query)
-      tile.lse[((u64)tile.batch * tile.num_heads + tile.head + row_head(warp_row + row)) * tile.seq_len + query] = sum > 0.0f ? maximum[m][h] * LN_2 + logf(sum) : -INFINITY_F32;
+      out.lse[((u64)tile.batch * tile.num_heads + tile.head + row_head(warp_row + row)) * tile.seq_len + query] = sum > 0.0f ? maximum[m][h] * LN_2 + logf(sum) : -INFINITY_F32;
 #pragma unroll
     for (int n = 0; n < VALUE_TILES; ++n)
       store_shared_32(q_lane + VTile::offset(row, n) + t * 4, pack_bf16(output[m][n][2 * h] * inverse, output[m][n][2 * h + 1] * inverse));
@@ -286,7 +206,7 @@ DEVICE void attention_forward_tile(const ForwardTile& tile, const KvStream& stre
     const int row = at / (HEAD_DIM_V / 8), chunk = at % (HEAD_DIM_V / 8);
     const int query = row_query(tile, warp_row + row);
     if (query < tile.end_query)
-      *(uint4*)(tile.o + (((u64)tile.batch * tile.seq_len + query) * tile.num_heads + tile.head + row_head(warp_row + row)) * HEAD_DIM_V + chunk * 8) =
+      *(uint4*)(out.o + (((u64)tile.batch * tile.seq_len + query) * tile.num_heads + tile.head + row_head(warp_row + row)) * HEAD_DIM_V + chunk * 8) =
           load_shared_128(q_lane + VTile::offset(row, chunk));
   }
 }

@@ -3,8 +3,7 @@
 // A ring of NUM_STAGES slots holds K and V (swizzled rows) and, with HAS_BIAS, the keys' delta. With GATHER a second ring holds the
 // list entries {key, expire}; they must be here before the rows they name can be asked for, so they run NUM_STAGES - 1 tiles further ahead.
 #pragma once
-#include "common/async_copy.cuh"
-#include "common/mma.cuh"
+#include "common/copy_rows.cuh"
 
 #ifndef HEAD_DIM_V
 #define HEAD_DIM_V HEAD_DIM
@@ -21,7 +20,6 @@
 static_assert(BLOCK_KV % 16 == 0, "P x V takes 16 keys a step");
 static_assert(NUM_STAGES >= 2, "one tile is used while the next one arrives");
 
-constexpr int THREADS = NUM_WARPS * 32;
 constexpr int K_TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
 constexpr int V_TILE_BYTES = BLOCK_KV * HEAD_DIM_V * 2;
 constexpr int KV_STAGE_BYTES = K_TILE_BYTES + V_TILE_BYTES;
@@ -32,59 +30,6 @@ constexpr int ENTRY_BYTES = GATHER ? ENTRY_SLOTS * BLOCK_KV * 8 : 0;
 constexpr int KV_STREAM_BYTES = NUM_STAGES * KV_STAGE_BYTES + BIAS_BYTES + ENTRY_BYTES;
 using KTile = SwizzledTile<HEAD_DIM>;
 using VTile = SwizzledTile<HEAD_DIM_V>;
-
-// Where a thread copies: row after row of one chunk when that comes out even, else chunk after chunk of the whole tile.
-template <int ROW, int ROWS>
-struct CopyPlan {
-  static constexpr int CHUNKS = ROW / 8, TOTAL = ROWS * CHUNKS;
-  static constexpr bool EVEN = THREADS % CHUNKS == 0 && TOTAL % THREADS == 0 && THREADS / CHUNKS % 8 == 0;
-  static constexpr int PASSES = ceil_div(TOTAL, THREADS), PASS_ROWS = THREADS / CHUNKS;
-};
-
-// Asks for ROWS rows of ROW elements; row r comes from base + (first + r) * stride, rows at or past `limit` arrive as zeros.
-template <int ROW, int ROWS>
-DEVICE void copy_rows(u32 shared, const bf16* base, u32 stride, int first, int limit) {
-  using Plan = CopyPlan<ROW, ROWS>;
-  if constexpr (Plan::EVEN) {
-    const int row = (int)threadIdx.x / Plan::CHUNKS, chunk = (int)threadIdx.x % Plan::CHUNKS;
-    const void* from = base + (u64)(u32)(first + row) * stride + chunk * 8;
-#pragma unroll
-    for (int i = 0; i < Plan::PASSES; ++i) {
-      copy_async_16(shared + SwizzledTile<ROW>::offset(row, chunk) + i * Plan::PASS_ROWS * ROW * 2, from,
-                    first + row + i * Plan::PASS_ROWS < limit ? 16 : 0);
-      from = opaque((const bf16*)from + Plan::PASS_ROWS * stride);
-    }
-  } else {
-#pragma unroll 4
-    for (int at = (int)threadIdx.x; at < Plan::TOTAL; at += THREADS) {
-      const int row = at / Plan::CHUNKS, chunk = at % Plan::CHUNKS;
-      const bf16* from = base + (u64)(u32)(first + row) * stride + chunk * 8;
-      copy_async_16(shared + SwizzledTile<ROW>::offset(row, chunk), from, first + row < limit ? 16 : 0);
-    }
-  }
-}
-
-// As copy_rows, with the row numbers taken from list entries in shared memory; an entry that expires at 0 is filler and gives zeros.
-template <int ROW, int ROWS>
-DEVICE void gather_rows(u32 shared, const bf16* base, u32 stride, const int2* entries) {
-  using Plan = CopyPlan<ROW, ROWS>;
-  if constexpr (Plan::EVEN) {
-    const int row = (int)threadIdx.x / Plan::CHUNKS, chunk = (int)threadIdx.x % Plan::CHUNKS;
-#pragma unroll
-    for (int i = 0; i < Plan::PASSES; ++i) {
-      const int2 entry = entries[row + i * Plan::PASS_ROWS];
-      copy_async_16(shared + SwizzledTile<ROW>::offset(row, chunk) + i * Plan::PASS_ROWS * ROW * 2,
-                    base + (u64)(u32)entry.x * stride + chunk * 8, entry.y > 0 ? 16 : 0);
-    }
-  } else {
-#pragma unroll 4
-    for (int at = (int)threadIdx.x; at < Plan::TOTAL; at += THREADS) {
-      const int row = at / Plan::CHUNKS, chunk = at % Plan::CHUNKS;
-      const int2 entry = entries[row];
-      copy_async_16(shared + SwizzledTile<ROW>::offset(row, chunk), base + (u64)(u32)entry.x * stride + chunk * 8, entry.y > 0 ? 16 : 0);
-    }
-  }
-}
 
 // What a tile of queries streams. The pointers stand at the batch row and the KV head.
 struct KvStream {
@@ -169,31 +114,3 @@ struct KvStream {
     copy_async_commit();
   }
 };
-
-// Which queries see which keys. One object per warp and query tile; `first` and `last` are the warp's queries.
-struct WarpQueries {
-  int first, last;           // positions
-  int lowest_first, lowest_last;  // dense: the lowest key seen by the first and by the last query
-};
-
-enum TileMask { TILE_EMPTY, TILE_FULL, TILE_PARTIAL };
-
-// Whether the warp's queries see none, all or some of the keys of tile `it`.
-DEVICE TileMask tile_mask(const KvStream& stream, const WarpQueries& queries, int it) {
-#if GATHER
-  const int2* entries = stream.entry_slot(it);
-  bool some = false, all = true;
-#pragma unroll
-  for (int row = (int)threadIdx.x % 32; row < BLOCK_KV; row += 32) {
-    int2 entry = entries[row];
-    some |= entry.x <= queries.last && entry.y > queries.first && entry.y > entry.x;
-    all &= entry.x <= queries.first && entry.y > queries.last;
-  }
-  if (!__any_sync(~0u, some)) return TILE_EMPTY;
-  return __all_sync(~0u, all) ? TILE_FULL : TILE_PARTIAL;
-#else
-  int first = stream.first_key(it), last = first + BLOCK_KV - 1;
-  if (first > queries.last || last < queries.lowest_first) return TILE_EMPTY;
-  return last <= queries.first && first >= queries.lowest_last ? TILE_FULL : TILE_PARTIAL;
-#endif
-}

@@ -68,11 +68,10 @@ class CubinRuntime:
 
 
 class Heads:
-    """A strided [batch, seq_len, heads, head_dim] view of a packed tensor, as the kernels address it."""
+    """Heads from element `offset` on in each token of a packed [batch, seq_len, width] tensor, as the kernels address them."""
 
-    def __init__(self, packed, first_head, num_heads, head_dim):
-        self.packed, self.num_heads, self.head_dim = packed, num_heads, head_dim
-        self.offset = first_head * head_dim if isinstance(first_head, int) else first_head[0]
+    def __init__(self, packed, offset, num_heads, head_dim):
+        self.packed, self.offset, self.num_heads, self.head_dim = packed, offset, num_heads, head_dim
         self.token_stride, self.batch_stride = packed.stride(1), packed.stride(0)
 
     def view(self):
@@ -137,3 +136,152 @@ def dma_attention_forward(rt, q, k, v, delta, lists, scale, o, lse, tiling=None)
     rt.launch("dma_attention_forward.cu", "dma_attention_forward", {**head_defines(d, dv), **t},
               (ceil_div(n, SUPER_BLOCK) * ceil_div(SUPER_BLOCK, tile_queries), h // t["HEADS_PER_TILE"], b), t["NUM_WARPS"] * 32,
               forward_shared_bytes(d, dv, t, True, True), tensors, words)
+
+
+def padded_len(n):
+    return ceil_div(n, 64) * 64
+
+
+def backward_tiling(d, dv):
+    """The shipped tiling of the key-stationary backward, and the gradients its launches make: (defines, [launch flags])."""
+    both = [dict(COMPUTE_DQ=1, COMPUTE_DK=1, COMPUTE_DV=1)]
+    apart = [dict(COMPUTE_DQ=0, COMPUTE_DK=0, COMPUTE_DV=1), dict(COMPUTE_DQ=1, COMPUTE_DK=1, COMPUTE_DV=0)]
+    if d + dv > 320:
+        return dict(NUM_WARPS=4, BLOCK_Q=32, MIN_BLOCKS=1), apart
+    if d > 128:
+        return dict(NUM_WARPS=4, BLOCK_Q=32, MIN_BLOCKS=1), both
+    return dict(NUM_WARPS=8, BLOCK_Q=64, MIN_BLOCKS=1), both
+
+
+def backward_shared_bytes(d, dv, t, flags, bias):
+    kv, q = 16 * t["NUM_WARPS"], t["BLOCK_Q"]
+    return (kv + 2 * q) * (d + dv) * 2 + (4 * kv * q if flags["COMPUTE_DQ"] else 0) + 16 * q + kv * (12 if bias else 8)
+
+
+def query_tiling(d, dv, gather=False, group=1):
+    """The shipped tiling of the query-stationary dq kernel."""
+    if d > 128:
+        tiling = dict(NUM_WARPS=8, BLOCK_KV=32, NUM_STAGES=2, MIN_BLOCKS=1)
+    else:
+        tiling = dict(NUM_WARPS=8, BLOCK_KV=64, NUM_STAGES=2, MIN_BLOCKS=1)
+    if gather:
+        rows = 16 * tiling["NUM_WARPS"]
+        tiling["HEADS_PER_TILE"] = next(h for h in (8, 4, 2, 1) if group % h == 0 and rows // h >= 16)
+    return tiling
+
+
+def query_shared_bytes(d, dv, t, gather, bias):
+    rows, stages, kv = 16 * t["NUM_WARPS"], t["NUM_STAGES"], t["BLOCK_KV"]
+    shared = (rows + stages * kv) * (d + dv) * 2
+    if bias:
+        shared += stages * kv * 4
+    if gather:
+        shared += kv * 8 * (4 if stages == 2 else 8 if stages <= 4 else 16)
+    return shared
+
+
+def fill_zero(rt, x):
+    rt.launch("fill_zero.cu", "fill_zero", {}, (ceil_div(x.numel(), 1024), 1, 1), 256, 0, [x], [x.numel()])
+
+
+def prepare(rt, o, do, lse):
+    """row_stats of the backward kernels."""
+    b, n, h, dv = o.shape
+    stats = torch.full((b, h, padded_len(n), 2), float("nan"), device=o.device)
+    rt.launch("attention_backward_prepare.cu", "attention_backward_prepare", dict(HEAD_DIM_V=dv),
+              (ceil_div(b * padded_len(n) * h, 8), 1, 1), 256, 0, [o, do, lse, stats], [b, n, h, padded_len(n)])
+    return stats
+
+
+def convert_dq(rt, dq_sum, sum_len, first_query, dq, scale):
+    b, n = dq.packed.shape[:2]
+    threads = b * dq.num_heads * sum_len // 2 * (dq.head_dim // 8)
+    rt.launch("attention_backward_convert.cu", "attention_backward_convert", dict(HEAD_DIM=dq.head_dim), (ceil_div(threads, 256), 1, 1), 256, 0,
+              [dq_sum, dq.packed], [b, n, dq.num_heads, sum_len, first_query, dq.offset, dq.token_stride, dq.batch_stride, f32_word(scale)])
+
+
+def convert_rows(rt, sums, grad, scale):
+    b, n = grad.packed.shape[:2]
+    threads = b * grad.num_heads * n * (grad.head_dim // 16)
+    rt.launch("dma_attention_backward_convert.cu", "dma_attention_backward_convert", dict(ROW_DIM=grad.head_dim), (ceil_div(threads, 256), 1, 1), 256, 0,
+              [sums, grad.packed], [b, n, grad.num_heads, grad.offset, grad.token_stride, grad.batch_stride, f32_word(scale)])
+
+
+def attention_backward(rt, q, k, v, o, lse, do, doc_start, doc_end, window, scale, dq, dk, dv, delta=None, ddelta=None, deterministic=False,
+                       tiling=None, dq_sum=None):
+    b, n = q.packed.shape[:2]
+    d, d_v, h, hkv = q.head_dim, v.head_dim, q.num_heads, k.num_heads
+    bias = delta is not None
+    t, launches = backward_tiling(d, d_v)
+    t = tiling or t
+    stats = prepare(rt, o, do, lse)
+    if not deterministic:
+        if dq_sum is None:
+            dq_sum = torch.empty(b, h, padded_len(n), d, device=o.device)
+        fill_zero(rt, dq_sum)
+    words = [b, n, h, hkv] + stride_words(q, k, v) + [dk.offset, dv.offset, dk.token_stride, dv.token_stride, dk.batch_stride, dv.batch_stride,
+                                                      window, f32_word(scale), padded_len(n)]
+    for flags in launches:
+        if deterministic:
+            flags = {**flags, "COMPUTE_DQ": 0}
+        tensors = [q.packed, k.packed, v.packed, do, stats, doc_end] + ([delta] if bias else [])
+        tensors += [dq_sum] if flags["COMPUTE_DQ"] else []
+        tensors += [dk.packed] if flags["COMPUTE_DK"] else []
+        tensors += [dv.packed] if flags["COMPUTE_DV"] else []
+        tensors += [ddelta] if bias and flags["COMPUTE_DK"] else []
+        rt.launch("attention_backward.cu", "attention_backward", {**head_defines(d, d_v), **t, **flags, "HAS_BIAS": int(bias)},
+                  (ceil_div(n, 16 * t["NUM_WARPS"]), hkv, b), t["NUM_WARPS"] * 32, backward_shared_bytes(d, d_v, t, flags, bias), tensors, words)
+    if not deterministic:
+        convert_dq(rt, dq_sum, padded_len(n), 0, dq, scale)
+        return
+    t = query_tiling(d, d_v)
+    words = [b, n, h, hkv] + stride_words(q, k, v) + [window, f32_word(scale), padded_len(n), dq.offset, dq.token_stride, dq.batch_stride]
+    tensors = [q.packed, k.packed, v.packed, do, stats, doc_start] + ([delta] if bias else []) + [dq.packed]
+    rt.launch("attention_backward_query.cu", "attention_backward_query", {**head_defines(d, d_v), **t, "HAS_BIAS": int(bias)},
+              (ceil_div(n, 16 * t["NUM_WARPS"]), h, b), t["NUM_WARPS"] * 32, query_shared_bytes(d, d_v, t, False, bias), tensors, words)
+
+
+def dma_attention_backward(rt, q, k, v, o, lse, do, delta, lists, scale, dq, dk, dv, ddelta, deterministic=False, super_blocks=16, tiling=None,
+                           sums=None):
+    """`super_blocks`: how many share one buffer of dq sums, and one launch. `sums`: (dq, dk, dv) f32 buffers to reuse."""
+    b, n = q.packed.shape[:2]
+    d, d_v, h, hkv = q.head_dim, v.head_dim, q.num_heads, k.num_heads
+    t, launches = backward_tiling(d, d_v)
+    t = tiling or t
+    blocks = ceil_div(n, SUPER_BLOCK)
+    super_blocks = 1 if deterministic else min(super_blocks, blocks)
+    stats = prepare(rt, o, do, lse)
+    if sums is None:
+        dq_sum = None if deterministic else torch.empty(b, h, super_blocks * SUPER_BLOCK, d, device=o.device)
+        dk_sum, dv_sum = torch.empty(b, hkv, n, d, device=o.device), torch.empty(b, hkv, n, d_v, device=o.device)
+    else:
+        dq_sum, dk_sum, dv_sum = sums
+    for x in (dk_sum, dv_sum, ddelta) + (() if deterministic else (dq_sum,)):
+        fill_zero(rt, x)
+    for first in range(0, blocks, super_blocks):
+        count = min(super_blocks, blocks - first)
+        words = [b, n, h, hkv] + stride_words(q, k, v) + [f32_word(scale), padded_len(n), lists.capacity, first, count * SUPER_BLOCK]
+        for flags in launches:
+            if deterministic:
+                flags = {**flags, "COMPUTE_DQ": 0, "DETERMINISTIC": 1}
+            tensors = [q.packed, k.packed, v.packed, do, stats, delta, lists.list, lists.list_len]
+            tensors += [dq_sum] if flags["COMPUTE_DQ"] else []
+            tensors += [dk_sum] if flags["COMPUTE_DK"] else []
+            tensors += [dv_sum] if flags["COMPUTE_DV"] else []
+            tensors += [ddelta] if flags["COMPUTE_DK"] else []
+            rt.launch("dma_attention_backward.cu", "dma_attention_backward", {**head_defines(d, d_v), **t, **flags},
+                      (count * ceil_div(lists.capacity, 16 * t["NUM_WARPS"]), hkv, b), t["NUM_WARPS"] * 32,
+                      backward_shared_bytes(d, d_v, t, flags, True), tensors, words)
+        if not deterministic:
+            convert_dq(rt, dq_sum, count * SUPER_BLOCK, first * SUPER_BLOCK, dq, scale)
+    convert_rows(rt, dk_sum, dk, scale)
+    convert_rows(rt, dv_sum, dv, 1.0)
+    if deterministic:
+        t = query_tiling(d, d_v, True, h // hkv)
+        tile_queries = 16 * t["NUM_WARPS"] // t["HEADS_PER_TILE"]
+        words = [b, n, h, hkv] + stride_words(q, k, v) + [f32_word(scale), lists.capacity, padded_len(n), dq.offset, dq.token_stride, dq.batch_stride,
+                                                          lists.tile_queries]
+        tensors = [q.packed, k.packed, v.packed, do, stats, delta, lists.list, lists.tile_window, dq.packed]
+        rt.launch("dma_attention_backward_query.cu", "dma_attention_backward_query", {**head_defines(d, d_v), **t},
+                  (blocks * ceil_div(SUPER_BLOCK, tile_queries), h // t["HEADS_PER_TILE"], b), t["NUM_WARPS"] * 32,
+                  query_shared_bytes(d, d_v, t, True, True), tensors, words)

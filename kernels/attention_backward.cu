@@ -1,0 +1,134 @@
+// attention_backward: gradients of dense causal or sliding-window attention, keys outermost; attention_backward_prepare runs before it,
+// attention_backward_convert after it.
+// Math       P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i) over the pairs attention_forward sees; dv_j = sum_i P_ij do_i;
+//            dS_ij = P_ij (do_i . v_j - D_i), D_i = do_i . o_i; dk_j = softmax_scale * sum_i dS_ij q_i; ddelta_j = sum_i dS_ij (sums over the
+//            heads of the group too); dq_sum_i = sum_j dS_ij k_j, still without softmax_scale
+// Layout     q, k, v as attention_forward; do bf16 [batch, seq_len, num_heads, HEAD_DIM_V] contiguous; row_stats f32 pairs [batch, num_heads, padded_len, 2]
+//            from attention_backward_prepare; doc_end i32 [batch, seq_len]; delta, ddelta f32 [batch, num_kv_heads, seq_len];
+//            dk, dv bf16 with strides and offsets like k, v; dq_sum f32 [batch, num_heads, padded_len / 16, HEAD_DIM / 8, 32, 4]: 16 x 8 tiles in the
+//            order of tensor core accumulators, zero before the launch (see attention_backward_convert)
+// Buffers    q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta,) (COMPUTE_DQ: dq_sum,) (COMPUTE_DK: dk,) (COMPUTE_DV: dv,) (HAS_BIAS and COMPUTE_DK: ddelta)
+// Defines    HEAD_DIM, HEAD_DIM_V; HAS_BIAS; COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV (1; DETERMINISTIC mode sets COMPUTE_DQ 0 and runs
+//            attention_backward_query instead; HEAD_DIM + HEAD_DIM_V > 320 takes two launches, one with COMPUTE_DV alone, one without it);
+//            tiling NUM_WARPS, BLOCK_Q, MIN_BLOCKS
+// Tiling     BLOCK_KV = 16 * NUM_WARPS keys a block: grid (ceil(seq_len / BLOCK_KV), num_kv_heads, batch), early keys (most queries) first; NUM_WARPS * 32 threads;
+//            dynamic shared bytes = (BLOCK_KV + 2 * BLOCK_Q) * (HEAD_DIM + HEAD_DIM_V) * 2 + (COMPUTE_DQ ? 4 * BLOCK_KV * BLOCK_Q : 0)
+//              + 16 * BLOCK_Q + BLOCK_KV * (HAS_BIAS ? 12 : 8)
+// Numerics   P and dS rounded to bf16 for the products, f32 accumulators; dk, dv, ddelta: fixed order, one rounding, every element written;
+//            dq_sum: f32 atomics, so its order varies from run to run
+// Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
+#include "common/attention_backward.cuh"
+
+struct AttentionBackwardParams {
+  u64 batch, seq_len, num_heads, num_kv_heads;
+  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
+  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
+  u64 q_batch_stride, k_batch_stride, v_batch_stride;
+  u64 dk_offset, dv_offset;
+  u64 dk_token_stride, dv_token_stride;
+  u64 dk_batch_stride, dv_batch_stride;
+  u64 window;                                          // as attention_forward
+  u64 softmax_scale;                                   // f32 bits
+  u64 padded_len;                                      // rows of row_stats and dq_sum a head
+};
+
+// Writes the warp's 16 rows of one gradient through its own (no longer needed) rows of the K or V tile.
+template <int ROW>
+DEVICE void store_rows(u32 shared, const float (&sums)[ROW / 8][4], float scale, bf16* to, u64 stride, int first_key, int seq_len) {
+  const int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int n = 0; n < ROW / 8; ++n) {
+    store_shared_32(shared + SwizzledTile<ROW>::offset(g, n) + t * 4, pack_bf16(sums[n][0] * scale, sums[n][1] * scale));
+    store_shared_32(shared + SwizzledTile<ROW>::offset(g + 8, n) + t * 4, pack_bf16(sums[n][2] * scale, sums[n][3] * scale));
+  }
+  __syncwarp();
+#pragma unroll
+  for (int at = lane; at < ROW * 2; at += 32) {
+    const int row = at / (ROW / 8), chunk = at % (ROW / 8);
+    if (first_key + row < seq_len)
+      *(uint4*)(to + (u64)(first_key + row) * stride + chunk * 8) = load_shared_128(shared + SwizzledTile<ROW>::offset(row, chunk));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward(
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_end,
+#if HAS_BIAS
+    const float* delta,
+#endif
+#if COMPUTE_DQ
+    float* dq_sum,
+#endif
+#if COMPUTE_DK
+    bf16* dk,
+#endif
+#if COMPUTE_DV
+    bf16* dv,
+#endif
+#if HAS_BIAS && COMPUTE_DK
+    float* ddelta,
+#endif
+    const __grid_constant__ AttentionBackwardParams params) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
+  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, group_size = num_heads / num_kv_heads, head = kv_head * group_size;
+  const int first_key = (int)blockIdx.x * BLOCK_KV, warp = (int)threadIdx.x / 32;
+  const u32 shared = shared_address(shared_memory);
+
+  // Load: the block's keys and values stay for the whole launch.
+  copy_rows<HEAD_DIM, BLOCK_KV>(shared, k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM,
+                                (u32)params.k_token_stride, first_key, seq_len);
+  copy_rows<HEAD_DIM_V, BLOCK_KV>(shared + K_BYTES, v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM_V,
+                                  (u32)params.v_token_stride, first_key, seq_len);
+  int2* entries = (int2*)(shared_memory + ENTRIES_AT);
+  const int window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
+  for (int at = (int)threadIdx.x; at < BLOCK_KV; at += THREADS) {
+    const int key = first_key + at;
+    int2 entry = {key, 0};
+    if (key < seq_len) entry.y = min(doc_end[(u64)batch * seq_len + key], key + window);
+    entries[at] = entry;
+#if HAS_BIAS
+    ((float*)(shared_memory + BIAS_AT))[at] = key < seq_len ? delta[((u64)batch * num_kv_heads + kv_head) * seq_len + key] : 0.0f;
+#endif
+  }
+  __syncthreads();  // entries and bias are read by other threads
+  const int end_query = key_range(entries, BLOCK_KV).last_expire;
+
+  BackwardBlock block;
+  block.q = q + params.q_offset + batch * params.q_batch_stride + (u64)head * HEAD_DIM;
+  block.q_stride = (u32)params.q_token_stride;
+  block.d_out = d_out + ((u64)batch * seq_len * num_heads + head) * HEAD_DIM_V;
+  block.stats = row_stats + ((u64)batch * num_heads + head) * params.padded_len;
+#if COMPUTE_DQ
+  block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.padded_len * HEAD_DIM;
+#endif
+  block.num_heads = num_heads;
+  block.group_size = group_size;
+  block.seq_len = seq_len;
+  block.padded_len = (int)params.padded_len;
+  block.dq_first = 0;
+  block.dq_len = (int)params.padded_len;
+  block.first_tile = first_key / BLOCK_Q;
+  block.num_tiles = ceil_div(end_query, BLOCK_Q) - block.first_tile;
+  block.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+  KeyGradients sums;
+  attention_backward_block(block, shared_memory, sums);
+
+  // Store.
+  __syncthreads();  // dQ of the last step still read every warp's keys
+  const int warp_key = first_key + warp * 16;
+#if COMPUTE_DK
+  store_rows<HEAD_DIM>(shared + warp * 16 * KTile::ROW_BYTES, sums.dk, f32_word(params.softmax_scale),
+                       dk + params.dk_offset + batch * params.dk_batch_stride + (u64)kv_head * HEAD_DIM, params.dk_token_stride, warp_key, seq_len);
+#endif
+#if COMPUTE_DV
+  store_rows<HEAD_DIM_V>(shared + K_BYTES + warp * 16 * VTile::ROW_BYTES, sums.dv, 1.0f,
+                         dv + params.dv_offset + batch * params.dv_batch_stride + (u64)kv_head * HEAD_DIM_V, params.dv_token_stride, warp_key, seq_len);
+#endif
+#if HAS_BIAS && COMPUTE_DK
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int key = warp_key + (int)threadIdx.x % 32 / 4 + h * 8;
+    if (threadIdx.x % 4 == 0 && key < seq_len) ddelta[((u64)batch * num_kv_heads + kv_head) * seq_len + key] = sums.ddelta[h];
+  }
+#endif
+}

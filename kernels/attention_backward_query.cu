@@ -1,0 +1,72 @@
+// attention_backward_query: dq of dense causal or sliding-window attention, queries in place: the deterministic partner of attention_backward
+// with COMPUTE_DQ 0.
+// Math       dq_i = softmax_scale * sum_j dS_ij k_j, dS_ij = P_ij (do_i . v_j - D_i), P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i)
+// Layout     q, k, v, doc_start, delta as attention_forward; do bf16 [batch, seq_len, num_heads, HEAD_DIM_V] contiguous; row_stats f32 pairs
+//            [batch, num_heads, padded_len, 2] from attention_backward_prepare; dq bf16 with strides and an offset like q
+// Buffers    q, k, v, do, row_stats, doc_start, (HAS_BIAS: delta,) dq
+// Defines    HEAD_DIM, HEAD_DIM_V, HAS_BIAS, HEADS_PER_TILE (1); tiling NUM_WARPS, BLOCK_KV, NUM_STAGES, MIN_BLOCKS
+// Tiling     BLOCK_Q = 16 * NUM_WARPS rows = HEADS_PER_TILE heads x TILE_QUERIES queries: grid (ceil(seq_len / TILE_QUERIES), num_heads / HEADS_PER_TILE,
+//            batch); NUM_WARPS * 32 threads; dynamic shared bytes = (BLOCK_Q + NUM_STAGES * BLOCK_KV) * (HEAD_DIM + HEAD_DIM_V) * 2
+//              + (HAS_BIAS ? NUM_STAGES * BLOCK_KV * 4 : 0)
+// Numerics   dS rounded to bf16 for the product, f32 accumulator, fixed order, one rounding; writes every element of dq
+// Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
+#include "common/attention_backward_query.cuh"
+
+struct AttentionBackwardQueryParams {
+  u64 batch, seq_len, num_heads, num_kv_heads;
+  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
+  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
+  u64 q_batch_stride, k_batch_stride, v_batch_stride;
+  u64 window;                                          // keys a query sees at most, itself included; seq_len or more: no window
+  u64 softmax_scale;                                   // f32 bits
+  u64 padded_len;                                      // rows of row_stats a head
+  u64 dq_offset, dq_token_stride, dq_batch_stride;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_query(
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_start,
+#if HAS_BIAS
+    const float* delta,
+#endif
+    bf16* dq, const __grid_constant__ AttentionBackwardQueryParams params) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
+  const int batch = (int)blockIdx.z, head = (int)blockIdx.y * HEADS_PER_TILE, kv_head = head / (num_heads / num_kv_heads);
+  const int tile_idx = (int)(gridDim.x - 1 - blockIdx.x);  // late tiles see most keys: start them first
+
+  QueryTile tile;
+  tile.q = q + params.q_offset + batch * params.q_batch_stride + (u64)head * HEAD_DIM;
+  tile.q_stride = (u32)params.q_token_stride;
+  tile.batch = batch;
+  tile.head = head;
+  tile.num_heads = num_heads;
+  tile.seq_len = seq_len;
+  tile.first_query = tile_idx * TILE_QUERIES;
+  tile.end_query = min(tile.first_query + TILE_QUERIES, seq_len);
+  tile.doc_start = doc_start + (u64)batch * seq_len;
+  tile.window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
+  tile.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+
+  KvStream stream;
+  stream.k = k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM;
+  stream.v = v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM_V;
+  stream.k_stride = (u32)params.k_token_stride;
+  stream.v_stride = (u32)params.v_token_stride;
+#if HAS_BIAS
+  stream.delta = delta + ((u64)batch * num_kv_heads + kv_head) * seq_len;
+#endif
+  stream.num_keys = seq_len;
+  const int lowest = max(tile.doc_start[tile.first_query], tile.first_query - tile.window + 1);
+  stream.last_tile = (tile.end_query - 1) / BLOCK_KV;
+  stream.num_tiles = stream.last_tile - lowest / BLOCK_KV + 1;
+  stream.ring = shared_memory + BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2;
+
+  BackwardQueries back;
+  back.d_out = d_out;
+  back.stats = row_stats;
+  back.dq = dq + params.dq_offset + batch * params.dq_batch_stride + (u64)head * HEAD_DIM;
+  back.dq_stride = params.dq_token_stride;
+  back.padded_len = (int)params.padded_len;
+  back.softmax_scale = f32_word(params.softmax_scale);
+  attention_backward_query_tile(tile, back, stream, shared_memory);
+}

@@ -1,0 +1,126 @@
+// attention_backward_query: dq of one tile of queries, summed over the keys it sees in the order of its stream: no atomics.
+// Used by attention_backward_query.cu and dma_attention_backward_query.cu, which document the interface.
+// Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (a warp owns 16 rows), BLOCK_KV, NUM_STAGES, MIN_BLOCKS; HEADS_PER_TILE; HAS_BIAS; GATHER
+#pragma once
+#include "common/query_tile.cuh"
+
+struct BackwardQueries {
+  const bf16* d_out;    // [batch, seq_len, num_heads, HEAD_DIM_V]
+  const float2* stats;  // [batch, num_heads, padded_len]
+  bf16* dq;             // at the batch row and the tile's first head
+  u64 dq_stride;        // elements from token to token
+  int padded_len;
+  float softmax_scale;
+};
+
+constexpr int BACKWARD_QUERY_SHARED_BYTES = BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2 + KV_STREAM_BYTES;
+static_assert(WARP_ROWS == 16, "one row tile a warp: scores and their gradients stand in registers together");
+
+DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQueries& back, const KvStream& stream, unsigned char* memory) {
+  const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int warp_row = warp * 16;
+  const u32 q_lane = shared_address(memory) + warp_row * KTile::ROW_BYTES;
+  const u32 do_lane = shared_address(memory) + BLOCK_Q * HEAD_DIM * 2 + warp_row * VTile::ROW_BYTES;
+
+  copy_query_rows<HEAD_DIM>(tile, shared_address(memory), tile.q, tile.q_stride);
+  copy_query_rows<HEAD_DIM_V>(tile, shared_address(memory) + BLOCK_Q * HEAD_DIM * 2,
+                              back.d_out + ((u64)tile.batch * tile.seq_len * tile.num_heads + tile.head) * HEAD_DIM_V, (u32)tile.num_heads * HEAD_DIM_V);
+  stream.start();
+
+  const WarpQueries queries = warp_queries(tile, warp_row);
+  float lse[2], dot[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = warp_row + h * 8 + g, query = row_query(tile, row);
+    float2 stat = {INFINITY_F32, 0.0f};
+    if (query < tile.end_query) stat = back.stats[((u64)tile.batch * tile.num_heads + tile.head + row_head(row)) * back.padded_len + query];
+    lse[h] = stat.x;
+    dot[h] = stat.y;
+  }
+  const u32 a_rows = KTile::lane_offset(lane % 16, lane / 16), do_rows = VTile::lane_offset(lane % 16, lane / 16);
+  const u32 k_columns = KTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const u32 v_columns = VTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  float dq[HEAD_DIM / 8][4] = {};
+
+  for (int it = 0; it < stream.num_tiles; ++it) {
+    stream.advance(it);
+    const TileMask mask = queries.last < queries.first ? TILE_EMPTY : tile_mask(stream, queries, it);
+    if (mask == TILE_EMPTY) continue;
+    const u32 k_shared = stream.k_slot(it), v_shared = stream.v_slot(it);
+
+    // Score: S = Q K^T, and dP = dO V^T.
+    float p[BLOCK_KV / 8][4] = {}, ds[BLOCK_KV / 8][4] = {};
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / 16; ++k) {
+      u32 a[4];
+      load_matrix_x4(a, q_lane + KTile::step(a_rows, 0, k * 2));
+#pragma unroll
+      for (int n = 0; n < BLOCK_KV / 16; ++n) {
+        u32 b[4];
+        load_matrix_x4(b, k_shared + KTile::step(k_columns, n * 16, k * 2));
+        mma_bf16(p[2 * n], a, b[0], b[1]);
+        mma_bf16(p[2 * n + 1], a, b[2], b[3]);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM_V / 16; ++k) {
+      u32 a[4];
+      load_matrix_x4(a, do_lane + VTile::step(do_rows, 0, k * 2));
+#pragma unroll
+      for (int n = 0; n < BLOCK_KV / 16; ++n) {
+        u32 b[4];
+        load_matrix_x4(b, v_shared + VTile::step(v_columns, n * 16, k * 2));
+        mma_bf16(ds[2 * n], a, b[0], b[1]);
+        mma_bf16(ds[2 * n + 1], a, b[2], b[3]);
+      }
+    }
+
+    // dS = P (dP - rowsum(do * o)), zero where masked.
+#pragma unroll
+    for (int n = 0; n < BLOCK_KV / 8; ++n) {
+#if HAS_BIAS
+      const float2 delta = *(const float2*)(stream.bias_slot(it) + n * 8 + 2 * t);
+      const float bias[2] = {delta.x * LOG2_E, delta.y * LOG2_E};
+#else
+      const float bias[2] = {0.0f, 0.0f};
+#endif
+#pragma unroll
+      for (int x = 0; x < 4; ++x) p[n][x] = exp2_fast(p[n][x] * tile.scale_log2 + (bias[x % 2] - lse[x / 2]));
+    }
+    if (mask == TILE_PARTIAL) mask_scores(tile, stream, it, warp_row, p, 0.0f);
+#pragma unroll
+    for (int n = 0; n < BLOCK_KV / 8; ++n)
+#pragma unroll
+      for (int x = 0; x < 4; ++x) ds[n][x] = p[n][x] * (ds[n][x] - dot[x / 2]);
+
+    // dQ += dS K.
+#pragma unroll
+    for (int k = 0; k < BLOCK_KV / 16; ++k) {
+      const u32 a[4] = {pack_bf16(ds[2 * k][0], ds[2 * k][1]), pack_bf16(ds[2 * k][2], ds[2 * k][3]),
+                        pack_bf16(ds[2 * k + 1][0], ds[2 * k + 1][1]), pack_bf16(ds[2 * k + 1][2], ds[2 * k + 1][3])};
+#pragma unroll
+      for (int n = 0; n < HEAD_DIM / 16; ++n) {
+        u32 b[4];
+        load_matrix_x4_transposed(b, k_shared + KTile::step(a_rows, k * 16, n * 2));
+        mma_bf16(dq[2 * n], a, b[0], b[1]);
+        mma_bf16(dq[2 * n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // Store through the warp's own query rows.
+  copy_async_wait<0>();
+  __syncthreads();  // with no tile at all the queries may still be on their way there
+#pragma unroll
+  for (int n = 0; n < HEAD_DIM / 8; ++n)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      store_shared_32(q_lane + KTile::offset(h * 8 + g, n) + t * 4, pack_bf16(dq[n][2 * h] * back.softmax_scale, dq[n][2 * h + 1] * back.softmax_scale));
+  __syncwarp();
+#pragma unroll
+  for (int at = lane; at < HEAD_DIM * 2; at += 32) {
+    const int row = at / (HEAD_DIM / 8), chunk = at % (HEAD_DIM / 8), query = row_query(tile, warp_row + row);
+    if (query < tile.end_query)
+      *(uint4*)(back.dq + (u64)query * back.dq_stride + row_head(warp_row + row) * HEAD_DIM + chunk * 8) = load_shared_128(q_lane + KTile::offset(row, chunk));
+  }
+}
