@@ -3,6 +3,41 @@
 //! [`Corpus`] finds and reads documents, [`Tokenizer`] turns text into token ids, [`prepare`] writes shards once,
 //! [`ShardReader`] maps them, and [`Loader`] makes batches from them. A batch is a pure function of the number of its
 //! first sample, so the loader's whole state is that number. The crate prints nothing and reads no environment.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use sieve_data::*;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let dir = tempfile::tempdir()?;
+//! # for number in 0..50 {
+//! #     std::fs::write(dir.path().join(format!("{number}.txt")), format!("Document {number} says something."))?;
+//! # }
+//! # let folder = dir.path().to_str().unwrap().to_owned();
+//! let corpus = Corpus::open(CorpusConfig::text(vec![folder]))?;
+//! let tokenizer = Tokenizer::train(&corpus, BpeConfig { vocab_size: 270, sample_bytes: 10_000_000 })?;
+//! let config = PrepareConfig {
+//!     dir: dir.path().join("prepared"),
+//!     validation: ValidationSource::Fraction(0.1),
+//!     eos_token: None,
+//!     on_change: OnChange::Refuse,
+//! };
+//! let prepared = prepare(&corpus, &tokenizer, &config, &|_progress| {})?;
+//! let loader = Loader::new(
+//!     Arc::new(prepared.train()?),
+//!     LoaderConfig {
+//!         seq_len: 16,
+//!         order: Order::Shuffled { seed: 1 },
+//!         packing: Packing::Concatenated,
+//!         vocab_size: tokenizer.vocab_size(),
+//!         pad_id: 0,
+//!     },
+//! )?;
+//! let batch = loader.batch(0, 4)?;
+//! assert_eq!(batch.tokens.len(), 4 * 16);
+//! # Ok(())
+//! # }
+//! ```
 
 #![cfg_attr(
     test,
@@ -29,7 +64,7 @@ pub use permutation::Permutation;
 pub use prefetch::{Prefetch, PrefetchPlan};
 pub use prepare::{
     DocumentSize, OnChange, PrepareConfig, Prepared, PreparedMeta, Progress, SplitMeta,
-    ValidationSource, prepare, read_document_sizes,
+    ValidationSettings, ValidationSource, prepare, read_document_sizes,
 };
 pub use shard::{ShardReader, ShardWriter, TokenDtype};
 pub use tokenizer::{BpeConfig, DecodeStream, Tokenizer};

@@ -20,7 +20,7 @@ use std::sync::Mutex;
 
 use xxhash_rust::xxh3::Xxh3;
 
-pub use meta::{DocumentSize, PreparedMeta, SplitMeta, read_document_sizes};
+pub use meta::{DocumentSize, PreparedMeta, SplitMeta, ValidationSettings, read_document_sizes};
 
 use crate::atomic_file::{AtomicFile, sync_dir, temporary_name};
 use crate::corpus::{Corpus, CorpusReport};
@@ -297,10 +297,8 @@ impl Plan<'_> {
             sources_hash: hex(self.corpus.fingerprint()),
             settings: self.corpus.config().clone(),
             validation_settings: match self.config.validation {
-                ValidationSource::Fraction(fraction) => {
-                    meta::ValidationSettings::Fraction(fraction)
-                }
-                ValidationSource::Corpus(corpus) => meta::ValidationSettings::Corpus {
+                ValidationSource::Fraction(fraction) => ValidationSettings::Fraction(fraction),
+                ValidationSource::Corpus(corpus) => ValidationSettings::Corpus {
                     sources_hash: hex(corpus.fingerprint()),
                     settings: Box::new(corpus.config().clone()),
                 },

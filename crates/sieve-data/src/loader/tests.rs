@@ -102,6 +102,17 @@ fn one_document_per_row_is_as_written_by_hand() {
 }
 
 #[test]
+fn rows_of_one_token_are_rows() {
+    let (_dir, shard) = shard(&[2, 3]);
+    let loader = Loader::new(shard, config(1, Order::Sequential, Packing::Concatenated)).unwrap();
+    // The end of the last document has no label, and nothing to share a row with.
+    assert_eq!(loader.samples_per_epoch(), 4);
+    let batch = loader.batch(0, 5).unwrap();
+    assert_eq!(batch.tokens, [2, 0, 102, 103, 2]);
+    assert_eq!(batch.labels, [0, -100, 103, 0, 0]);
+}
+
+#[test]
 fn settings_are_checked() {
     let (_dir, small) = shard(&[3, 4]);
     let shuffled = Order::Shuffled { seed: 1 };
@@ -260,7 +271,10 @@ fn brute_force_row(
                     Order::Shuffled { .. } => {
                         stream.truncate(stream.len() / config.seq_len * config.seq_len)
                     }
-                    Order::Sequential if stream.len() % config.seq_len == 1 => drop(stream.pop()),
+                    // The stream's last token has no label and gets no row of its own.
+                    Order::Sequential if stream.len() % config.seq_len == 1 % config.seq_len => {
+                        stream.pop();
+                    }
                     Order::Sequential => {}
                 }
                 rows.extend(stream.chunks(config.seq_len).map(<[_]>::to_vec));

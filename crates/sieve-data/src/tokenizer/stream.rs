@@ -6,7 +6,7 @@ use crate::error::DataError;
 /// Turns ids into text as they come. A character whose bytes lie in several tokens is held back until it is whole.
 ///
 /// Special tokens give no text. All pieces together are what [`Tokenizer::decode`] gives for all ids (where the ids are
-/// no UTF-8 at all, a run of bad bytes longer than [`MAX_PENDING`] tokens may be marked in other places).
+/// no UTF-8 at all, a run of more than 16 bad tokens may be marked in other places).
 #[derive(Debug)]
 pub struct DecodeStream<'a> {
     tokenizer: &'a Tokenizer,

@@ -236,6 +236,33 @@ fn the_fast_way_is_taken_where_it_fits_and_nowhere_else() {
     }
 }
 
+/// Splitting, normalising and added tokens as in Qwen's files: digits stand alone, `<think>` is found in every text.
+#[test]
+fn a_file_of_qwens_kind_works() {
+    let mut json: serde_json::Value = serde_json::from_str(&json(&small())).unwrap();
+    json["normalizer"] = serde_json::json!({"type": "NFC"});
+    let pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    json["pre_tokenizer"] = serde_json::json!({"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false},
+        {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false}]});
+    let mut added = json["added_tokens"][0].clone();
+    added["id"] = 400.into();
+    added["content"] = "<think>".into();
+    added["special"] = false.into();
+    json["added_tokens"].as_array_mut().unwrap().push(added);
+    let tokenizer = Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap();
+    assert_eq!(tokenizer.vocab_size(), 401);
+    let ids = tokenizer.encode("cafe\u{301} 1234<think>").unwrap();
+    assert_eq!(
+        (tokenizer.decode(&ids).unwrap().as_str(), ids.last()),
+        ("café 1234<think>", Some(&400))
+    );
+    let digits = ids[ids.len() - 5..ids.len() - 1]
+        .iter()
+        .map(|&id| tokenizer.id_token(id).unwrap());
+    assert_eq!(digits.collect::<Vec<_>>(), ["1", "2", "3", "4"]);
+}
+
 fn stream(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<String> {
     let mut stream = tokenizer.decode_stream();
     let mut pieces = ids
