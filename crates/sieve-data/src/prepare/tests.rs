@@ -319,6 +319,29 @@ fn an_error_on_the_way_leaves_the_earlier_preparation() {
     assert_eq!(place.files(), first);
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_is_told_and_leaves_nothing() {
+    let place = Place::new();
+    fs::create_dir(place.out()).unwrap();
+    for name in ["train.bin.tmp", "validation.idx.tmp", "meta.json.tmp"] {
+        std::os::unix::fs::symlink("/dev/full", place.out().join(name)).unwrap();
+        let error = place.prepare(&place.config()).unwrap_err().to_string();
+        assert!(
+            error.contains("cannot write")
+                && error.contains(name)
+                && error.contains("No space left"),
+            "{error}"
+        );
+        assert!(
+            place.files().iter().all(|(name, _)| name == LOCK),
+            "{:?}",
+            place.files()
+        );
+    }
+    assert!(!place.prepare(&place.config()).unwrap().reused);
+}
+
 #[test]
 fn an_own_validation_corpus_is_kept_out_of_training() {
     let place = Place::new();
