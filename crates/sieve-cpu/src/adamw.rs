@@ -93,3 +93,70 @@ impl WithSimd for Update<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_data::{Random, assert_close, threads, wide};
+
+    fn step_number(t: i32, weight_decay: f64) -> AdamWStep {
+        let (beta1, beta2) = (0.9_f64, 0.95_f64);
+        AdamWStep {
+            lr: 3e-3,
+            beta1,
+            beta2,
+            eps: 1e-8,
+            weight_decay,
+            bias_correction1: 1.0 - beta1.powi(t),
+            bias_correction2: 1.0 - beta2.powi(t),
+            grad_scale: 0.5,
+        }
+    }
+
+    #[test]
+    fn ten_steps_equal_the_formulas_in_f64() {
+        let mut random = Random(1);
+        let len = BLOCK + 77;
+        let mut param = random.vector(len);
+        let (mut m, mut v) = (vec![0.0; len], vec![0.0; len]);
+        let (mut param64, mut m64, mut v64) = (wide(&param), vec![0.0; len], vec![0.0; len]);
+        for t in 1..=10 {
+            let grad = random.vector(len);
+            let step = step_number(t, 0.1);
+            adamw_step(&mut param, &grad, &mut m, &mut v, &step);
+            for i in 0..len {
+                let g = 0.5 * f64::from(grad[i]);
+                m64[i] = step.beta1 * m64[i] + (1.0 - step.beta1) * g;
+                v64[i] = step.beta2 * v64[i] + (1.0 - step.beta2) * g * g;
+                param64[i] *= 1.0 - step.lr * step.weight_decay;
+                let m_hat = m64[i] / step.bias_correction1;
+                param64[i] -=
+                    step.lr * m_hat / ((v64[i] / step.bias_correction2).sqrt() + step.eps);
+            }
+        }
+        assert_close("param", &param, &param64, 2e-6);
+        assert_close("m", &m, &m64, 1e-6);
+        assert_close("v", &v, &v64, 1e-6);
+    }
+
+    #[test]
+    fn decay_comes_first_and_a_zero_gradient_only_decays() {
+        let (mut param, mut m, mut v) = ([2.0], [0.0], [0.0]);
+        adamw_step(&mut param, &[0.0], &mut m, &mut v, &step_number(1, 0.1));
+        assert_eq!(param, [2.0 * (1.0 - 3e-3 * 0.1) as f32]);
+        assert_eq!((m, v), ([0.0], [0.0]));
+    }
+
+    #[test]
+    fn threads_do_not_change_a_bit() {
+        let run = |count| {
+            let mut random = Random(2);
+            let (mut param, grad) = (random.vector(3 * BLOCK + 5), random.vector(3 * BLOCK + 5));
+            let (mut m, mut v) = (vec![0.0; param.len()], vec![0.0; param.len()]);
+            threads(count)
+                .install(|| adamw_step(&mut param, &grad, &mut m, &mut v, &step_number(1, 0.01)));
+            param
+        };
+        assert_eq!(run(1), run(4));
+    }
+}

@@ -21,10 +21,15 @@ pub fn embedding_forward(ids: &[i32], weight: &[f32], d_model: usize, y: &mut [f
         0,
         "embedding_forward: weight is not [vocab_size, d_model]"
     );
+    let vocab_size = weight.len() / d_model;
     y.par_chunks_mut(d_model)
         .zip(ids)
         .with_min_len(64)
         .for_each(|(row, &id)| {
+            assert!(
+                (0..vocab_size as i64).contains(&i64::from(id)),
+                "embedding_forward: id {id} is not below {vocab_size}"
+            );
             let start = id as usize * d_model;
             row.copy_from_slice(&weight[start..start + d_model]);
         });
@@ -101,5 +106,60 @@ impl WithSimd for AddRows<'_> {
                 *sum += g;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_data::{Random, assert_close, threads};
+
+    #[test]
+    fn looks_up_and_adds_up() {
+        let mut random = Random(1);
+        for (n, d_model, vocab_size) in [(1, 3, 1), (40, 5, 7), (301, 16, 50), (0, 4, 3)] {
+            let ids: Vec<i32> = (0..n).map(|_| random.below(vocab_size) as i32).collect();
+            let (weight, dy) = (
+                random.vector(vocab_size * d_model),
+                random.vector(n * d_model),
+            );
+            let mut y = vec![f32::NAN; n * d_model];
+            embedding_forward(&ids, &weight, d_model, &mut y);
+            let mut dweight = vec![f32::NAN; vocab_size * d_model];
+            embedding_backward(&dy, &ids, d_model, &mut dweight);
+            let mut expected = vec![0.0; dweight.len()];
+            for (row, &id) in ids.iter().enumerate() {
+                for c in 0..d_model {
+                    assert_eq!(y[row * d_model + c], weight[id as usize * d_model + c]);
+                    expected[id as usize * d_model + c] += f64::from(dy[row * d_model + c]);
+                }
+            }
+            assert_close("dweight", &dweight, &expected, 1e-5);
+        }
+    }
+
+    #[test]
+    fn threads_do_not_change_a_bit() {
+        let mut random = Random(2);
+        let ids: Vec<i32> = (0..5000).map(|_| random.below(9) as i32).collect();
+        let dy = random.vector(5000 * 8);
+        let run = |count| {
+            let mut dweight = vec![f32::NAN; 9 * 8];
+            threads(count).install(|| embedding_backward(&dy, &ids, 8, &mut dweight));
+            dweight
+        };
+        assert_eq!(run(1), run(3));
+    }
+
+    #[test]
+    #[should_panic(expected = "id -1 is not below 3")]
+    fn an_id_outside_the_vocabulary_is_refused() {
+        embedding_backward(&[0.0, 0.0], &[1, -1], 1, &mut [0.0; 3]);
+    }
+
+    #[test]
+    #[should_panic(expected = "id 3 is not below 3")]
+    fn a_lookup_outside_the_vocabulary_is_refused() {
+        embedding_forward(&[3], &[0.0; 3], 1, &mut [0.0]);
     }
 }

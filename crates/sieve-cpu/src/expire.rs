@@ -265,3 +265,238 @@ fn expire_by_threshold(z: &[f32], start: usize, keep_window_size: usize, expire:
         expire[j] = (start + j + alive) as i32;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::test_data::{Random, threads};
+
+    /// Per query, the keys kept, by sorting all of its candidates.
+    fn kept_by_definition(
+        z: &[f32],
+        start: &[i32],
+        i: usize,
+        keep_window_size: usize,
+    ) -> Vec<usize> {
+        let mut keys: Vec<usize> = (start[i] as usize..=i).collect();
+        // `partial_cmp` holds -0 equal to +0; of equal scores the later key comes first.
+        keys.sort_by(|&a, &b| {
+            z[b].partial_cmp(&z[a])
+                .expect("scores are numbers")
+                .then(b.cmp(&a))
+        });
+        keys.truncate(keep_window_size);
+        keys.sort_unstable();
+        keys
+    }
+
+    fn kept_by_expire(expire: &[i32], start: &[i32], i: usize) -> Vec<usize> {
+        (start[i] as usize..=i)
+            .filter(|&j| (i as i32) < expire[j])
+            .collect()
+    }
+
+    /// Scores from a few values, both zeros among them, so that most rows have ties.
+    fn score(random: &mut Random) -> f32 {
+        match random.below(6) {
+            0 => -0.0,
+            1 => 0.0,
+            2 => random.normal(),
+            _ => random.below(4) as f32 - 2.0,
+        }
+    }
+
+    fn check(seed: u64) {
+        let mut random = Random(seed);
+        let (batch, num_kv_heads, seq_len) = (
+            1 + random.below(3),
+            1 + random.below(3),
+            1 + random.below(70),
+        );
+        let keep_window_size = 1 + random.below(seq_len + 3);
+        let z: Vec<f32> = (0..batch * num_kv_heads * seq_len)
+            .map(|_| score(&mut random))
+            .collect();
+        let (start, end) = random.documents(batch, seq_len);
+        let documents = Documents {
+            start: &start,
+            end: &end,
+        };
+        let (mut heap, mut threshold) = (vec![-7; z.len()], vec![-7; z.len()]);
+        dma_expire(
+            &z,
+            documents,
+            batch,
+            num_kv_heads,
+            seq_len,
+            keep_window_size,
+            &mut heap,
+        );
+        dma_expire_by_threshold(
+            &z,
+            documents,
+            batch,
+            num_kv_heads,
+            seq_len,
+            keep_window_size,
+            &mut threshold,
+        );
+        assert_eq!(heap, threshold, "seed {seed}: heap and threshold differ");
+
+        let mut expected = MaskStatistics::default();
+        for row in 0..batch {
+            let start = &start[row * seq_len..(row + 1) * seq_len];
+            let mut sees_itself = vec![false; seq_len];
+            for head in 0..num_kv_heads {
+                let first = (row * num_kv_heads + head) * seq_len;
+                let (z, expire) = (&z[first..first + seq_len], &heap[first..first + seq_len]);
+                let mut seen = vec![false; seq_len];
+                for i in 0..seq_len {
+                    let kept = kept_by_definition(z, start, i, keep_window_size);
+                    assert_eq!(
+                        kept_by_expire(expire, start, i),
+                        kept,
+                        "seed {seed}, head {head}, query {i}"
+                    );
+                    expected.active_pairs += kept.len() as u64;
+                    expected.causal_pairs += (i - start[i] as usize + 1) as u64;
+                    sees_itself[i] |= kept.contains(&i);
+                    kept.iter().for_each(|&j| seen[j] = true);
+                }
+                expected.never_active += seen.iter().filter(|&&seen| !seen).count() as u64;
+                for first in (0..seq_len).step_by(STATISTICS_TILE) {
+                    let queries = first..(first + STATISTICS_TILE).min(seq_len);
+                    let touched = |j: &usize| {
+                        queries
+                            .clone()
+                            .any(|i| kept_by_expire(expire, start, i).contains(j))
+                    };
+                    expected.tiles += (0..seq_len)
+                        .filter(touched)
+                        .count()
+                        .div_ceil(STATISTICS_TILE) as u64;
+                    let causal = queries.end - start[first] as usize;
+                    expected.causal_tiles += causal.div_ceil(STATISTICS_TILE) as u64;
+                }
+            }
+            expected.not_self_visible += sees_itself.iter().filter(|&&seen| !seen).count() as u64;
+        }
+        let statistics = mask_statistics(&heap, documents, batch, num_kv_heads, seq_len);
+        assert_eq!(statistics, expected, "seed {seed}");
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn equals_the_top_w_of_every_row(seed in any::<u64>()) {
+            check(seed);
+        }
+    }
+
+    #[test]
+    fn equal_scores_are_a_sliding_window() {
+        let z: Vec<f32> = (0..40)
+            .map(|j| if j % 3 == 0 { -0.0 } else { 0.0 })
+            .collect();
+        let (start, end) = (vec![0; 40], vec![40; 40]);
+        let mut expire = vec![-1; 40];
+        dma_expire(
+            &z,
+            Documents {
+                start: &start,
+                end: &end,
+            },
+            1,
+            1,
+            40,
+            7,
+            &mut expire,
+        );
+        let expected: Vec<i32> = (0..40).map(|j| (j + 7).min(40)).collect();
+        assert_eq!(expire, expected);
+    }
+
+    #[test]
+    fn falling_scores_keep_the_first_keys() {
+        let z: Vec<f32> = (0..20).map(|j| -(j as f32)).collect();
+        let (start, end) = (vec![0; 20], vec![20; 20]);
+        let mut expire = vec![-1; 20];
+        dma_expire(
+            &z,
+            Documents {
+                start: &start,
+                end: &end,
+            },
+            1,
+            1,
+            20,
+            4,
+            &mut expire,
+        );
+        // Later keys are removed by their own arrival.
+        let expected: Vec<i32> = (0..20).map(|j| if j < 4 { 20 } else { j }).collect();
+        assert_eq!(expire, expected);
+    }
+
+    #[test]
+    fn infinities_have_their_place() {
+        let z = [f32::NEG_INFINITY, 1.0, f32::INFINITY, -1.0e38, f32::MAX];
+        let (start, end) = ([0; 5], [5; 5]);
+        let documents = Documents {
+            start: &start,
+            end: &end,
+        };
+        let (mut heap, mut threshold) = ([0; 5], [0; 5]);
+        dma_expire(&z, documents, 1, 1, 5, 2, &mut heap);
+        dma_expire_by_threshold(&z, documents, 1, 1, 5, 2, &mut threshold);
+        assert_eq!(heap, [2, 4, 5, 3, 5]);
+        assert_eq!(threshold, heap);
+    }
+
+    #[test]
+    fn threads_do_not_change_the_result() {
+        let mut random = Random(3);
+        let z = random.vector(2 * 3 * 500);
+        let (start, end) = random.documents(2, 500);
+        let run = |count| {
+            let mut expire = vec![0; z.len()];
+            let documents = Documents {
+                start: &start,
+                end: &end,
+            };
+            threads(count).install(|| dma_expire(&z, documents, 2, 3, 500, 40, &mut expire));
+            expire
+        };
+        assert_eq!(run(1), run(4));
+    }
+
+    #[test]
+    #[should_panic(expected = "disagree about it")]
+    fn documents_that_overlap_are_refused() {
+        let documents = Documents {
+            start: &[0, 0, 1],
+            end: &[2, 2, 3],
+        };
+        dma_expire(&[0.0; 3], documents, 1, 1, 3, 1, &mut [0; 3]);
+    }
+
+    #[test]
+    #[should_panic(expected = "at least 1")]
+    fn an_empty_budget_is_refused() {
+        dma_expire(
+            &[0.0],
+            Documents {
+                start: &[0],
+                end: &[1],
+            },
+            1,
+            1,
+            1,
+            0,
+            &mut [0],
+        );
+    }
+}

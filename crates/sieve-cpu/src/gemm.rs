@@ -189,3 +189,124 @@ pub fn matmul(
         );
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_data::{Random, assert_close, threads};
+
+    /// a[r, c] of a matrix with strides.
+    fn at(m: &Matrix<'_>, r: usize, c: usize) -> f64 {
+        f64::from(m.data[r * m.row_stride + c * m.col_stride])
+    }
+
+    #[test]
+    fn equals_the_definition_for_any_strides() {
+        let mut random = Random(1);
+        for (m, n, k) in [
+            (1, 1, 1),
+            (3, 5, 7),
+            (17, 2, 33),
+            (65, 129, 31),
+            (1, 40, 9),
+            (50, 1, 6),
+            (4, 6, 0),
+        ] {
+            let (a, b) = (random.vector(m * (k + 3) + 2), random.vector(k * n + 2));
+            let a = Matrix::strided(&a, m, k, k + 3, 1);
+            // b is stored transposed.
+            let b = Matrix::strided(&b, n, k, k, 1).t();
+            let old = random.vector(m * (n + 1) + 1);
+            for (alpha, beta) in [(1.0, 0.0), (-0.5, 1.0), (2.0, 0.25)] {
+                let mut c = old.clone();
+                matmul(
+                    Threads::All,
+                    alpha,
+                    a,
+                    b,
+                    beta,
+                    MatrixMut::strided(&mut c, m, n, n + 1),
+                );
+                let mut expected: Vec<f64> = old.iter().map(|&x| f64::from(x)).collect();
+                for r in 0..m {
+                    for col in 0..n {
+                        let sum: f64 = (0..k).map(|i| at(&a, r, i) * at(&b, i, col)).sum();
+                        let c = &mut expected[r * (n + 1) + col];
+                        *c = f64::from(beta) * *c + f64::from(alpha) * sum;
+                    }
+                }
+                // The gaps between rows must stay as they were, so the whole slice is compared.
+                assert_close("c", &c, &expected, 1e-5);
+            }
+        }
+    }
+
+    #[test]
+    fn beta_zero_does_not_read_c() {
+        let mut c = [f32::NAN; 4];
+        matmul(
+            Threads::One,
+            1.0,
+            Matrix::new(&[1.0, 2.0], 2, 1),
+            Matrix::new(&[3.0, 4.0], 1, 2),
+            0.0,
+            MatrixMut::new(&mut c, 2, 2),
+        );
+        assert_eq!(c, [3.0, 4.0, 6.0, 8.0]);
+    }
+
+    #[test]
+    fn threads_do_not_change_a_bit() {
+        let mut random = Random(2);
+        let (m, n, k) = (333, 257, 1100);
+        let (a, b) = (random.vector(m * k), random.vector(k * n));
+        let run = |threads: Threads| {
+            let mut c = vec![f32::NAN; m * n];
+            matmul(
+                threads,
+                1.0,
+                Matrix::new(&a, m, k),
+                Matrix::new(&b, k, n),
+                0.0,
+                MatrixMut::new(&mut c, m, n),
+            );
+            c
+        };
+        let one = run(Threads::One);
+        for count in [1, 2, 3, 7] {
+            assert_eq!(threads(count).install(|| run(Threads::All)), one);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "leaves the slice")]
+    fn a_matrix_outside_its_slice_is_refused() {
+        let _ = Matrix::strided(&[0.0; 10], 3, 3, 4, 1);
+    }
+
+    #[test]
+    #[should_panic(expected = "leaves the slice")]
+    fn an_overflowing_extent_is_refused() {
+        let _ = Matrix::strided(&[0.0; 10], usize::MAX, 2, usize::MAX, 1);
+    }
+
+    #[test]
+    #[should_panic(expected = "rows overlap")]
+    fn overlapping_rows_are_refused() {
+        let _ = MatrixMut::strided(&mut [0.0; 10], 3, 3, 2);
+    }
+
+    #[test]
+    #[should_panic(expected = "inner size")]
+    fn shapes_that_do_not_fit_are_refused() {
+        let mut c = [0.0; 4];
+        matmul(
+            Threads::One,
+            1.0,
+            Matrix::new(&[0.0; 4], 2, 2),
+            Matrix::new(&[0.0; 6], 3, 2),
+            0.0,
+            MatrixMut::new(&mut c, 2, 2),
+        );
+    }
+}

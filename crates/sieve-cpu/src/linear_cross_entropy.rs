@@ -12,6 +12,9 @@ const FIRST_LABEL: i32 = 0;
 /// Logits held at once, in elements (16 MiB).
 const MAX_LOGITS: usize = 1 << 22;
 
+/// Rows of a chunk at most, whatever the vocabulary.
+const MAX_CHUNK_ROWS: usize = 1024;
+
 /// Sums over the rows that have a label.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CrossEntropy {
@@ -125,7 +128,7 @@ fn run(
             "linear_cross_entropy: label {label} is not below {vocab_size}"
         );
     }
-    let chunk_rows = (MAX_LOGITS / vocab_size.max(1)).clamp(32, 1024);
+    let chunk_rows = (MAX_LOGITS / vocab_size.max(1)).clamp(32, MAX_CHUNK_ROWS);
     let mut logits = vec![0.0; chunk_rows.min(labels.len()) * vocab_size];
     let mut total = CrossEntropy {
         loss_sum: 0.0,
@@ -258,4 +261,227 @@ fn max_of<S: Simd>(simd: S, row: &[f32]) -> f32 {
     tail.iter()
         .copied()
         .fold(simd.reduce_max_f32s(max), f32::max)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_data::{Random, assert_close, finite_differences, threads, wide};
+
+    struct Case {
+        h: Vec<f32>,
+        weight: Vec<f32>,
+        labels: Vec<i32>,
+        d_model: usize,
+    }
+
+    impl Case {
+        fn new(n: usize, d_model: usize, vocab_size: usize, seed: u64) -> Self {
+            let mut random = Random(seed);
+            let labels = (0..n)
+                .map(|i| {
+                    if i % 5 == 3 {
+                        -100
+                    } else {
+                        random.below(vocab_size) as i32
+                    }
+                })
+                .collect();
+            Self {
+                h: random.vector(n * d_model),
+                weight: random.vector(vocab_size * d_model),
+                labels,
+                d_model,
+            }
+        }
+
+        /// Loss and z-loss of each row.
+        fn reference(&self, h: &[f64], weight: &[f64], z_loss: f32) -> Vec<(f64, f64)> {
+            let row = |(h, &label): (&[f64], &i32)| {
+                if label < 0 {
+                    return (0.0, 0.0);
+                }
+                let logits: Vec<f64> = weight
+                    .chunks(self.d_model)
+                    .map(|w| w.iter().zip(h).map(|(w, h)| w * h).sum())
+                    .collect();
+                let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let lse = max + logits.iter().map(|x| (x - max).exp()).sum::<f64>().ln();
+                (lse - logits[label as usize], f64::from(z_loss) * lse * lse)
+            };
+            h.chunks(self.d_model).zip(&self.labels).map(row).collect()
+        }
+
+        fn total(&self, h: &[f64], weight: &[f64], z_loss: f32) -> f64 {
+            self.reference(h, weight, z_loss)
+                .iter()
+                .map(|(loss, z_loss)| loss + z_loss)
+                .sum()
+        }
+
+        fn with_grad(&self, z_loss: f32) -> (CrossEntropy, Vec<f32>, Vec<f32>) {
+            let (mut dh, mut dweight) = (
+                vec![f32::NAN; self.h.len()],
+                vec![f32::NAN; self.weight.len()],
+            );
+            let Self {
+                h,
+                weight,
+                labels,
+                d_model,
+            } = self;
+            let loss = linear_cross_entropy_with_grad(
+                h,
+                weight,
+                labels,
+                *d_model,
+                z_loss,
+                &mut dh,
+                &mut dweight,
+            );
+            (loss, dh, dweight)
+        }
+    }
+
+    #[track_caller]
+    fn assert_sums(got: CrossEntropy, rows: &[(f64, f64)], labels: &[i32]) {
+        let loss: f64 = rows.iter().map(|row| row.0).sum();
+        let z_loss: f64 = rows.iter().map(|row| row.1).sum();
+        assert!(
+            (got.loss_sum - loss).abs() <= 1e-6 * (1.0 + loss),
+            "{} instead of {loss}",
+            got.loss_sum
+        );
+        assert!(
+            (got.z_loss_sum - z_loss).abs() <= 1e-6 * (1.0 + z_loss),
+            "{} instead of {z_loss}",
+            got.z_loss_sum
+        );
+        assert_eq!(
+            got.num_labels,
+            labels.iter().filter(|&&label| label >= 0).count()
+        );
+    }
+
+    #[test]
+    fn equals_the_definition_and_its_differences() {
+        for (n, d_model, vocab_size, z_loss) in [
+            (1, 1, 1, 0.0),
+            (7, 3, 5, 0.0),
+            (4, 6, 37, 0.01),
+            (9, 2, 19, 0.1),
+            (3, 5, 101, 0.0),
+        ] {
+            let case = Case::new(n, d_model, vocab_size, n as u64);
+            let (h, weight) = (wide(&case.h), wide(&case.weight));
+            let rows = case.reference(&h, &weight, z_loss);
+            assert_sums(
+                linear_cross_entropy(&case.h, &case.weight, &case.labels, d_model, z_loss),
+                &rows,
+                &case.labels,
+            );
+            let (loss, dh, dweight) = case.with_grad(z_loss);
+            assert_sums(loss, &rows, &case.labels);
+            assert_close(
+                "dh",
+                &dh,
+                &finite_differences(&h, |h| case.total(h, &weight, z_loss)),
+                2e-5,
+            );
+            assert_close(
+                "dweight",
+                &dweight,
+                &finite_differences(&weight, |w| case.total(&h, w, z_loss)),
+                2e-5,
+            );
+        }
+    }
+
+    #[test]
+    fn chunks_add_up() {
+        // Three chunks of rows; gradients by the formula (softmax - onehot).
+        let case = Case::new(2 * MAX_CHUNK_ROWS + 17, 4, 11, 3);
+        let (loss, dh, dweight) = case.with_grad(0.0);
+        let (h, weight) = (wide(&case.h), wide(&case.weight));
+        assert_sums(loss, &case.reference(&h, &weight, 0.0), &case.labels);
+        let (mut expected_dh, mut expected_dweight) =
+            (vec![0.0; dh.len()], vec![0.0; dweight.len()]);
+        for (row, &label) in case
+            .labels
+            .iter()
+            .enumerate()
+            .filter(|(_, label)| **label >= 0)
+        {
+            let h = &h[row * 4..row * 4 + 4];
+            let logits: Vec<f64> = weight
+                .chunks(4)
+                .map(|w| w.iter().zip(h).map(|(w, h)| w * h).sum())
+                .collect();
+            let sum: f64 = logits.iter().map(|x| x.exp()).sum();
+            for (id, x) in logits.iter().enumerate() {
+                let gradient = x.exp() / sum - f64::from(u8::from(id == label as usize));
+                for c in 0..4 {
+                    expected_dh[row * 4 + c] += gradient * weight[id * 4 + c];
+                    expected_dweight[id * 4 + c] += gradient * h[c];
+                }
+            }
+        }
+        assert_close("dh", &dh, &expected_dh, 1e-5);
+        assert_close("dweight", &dweight, &expected_dweight, 1e-5);
+    }
+
+    #[test]
+    fn per_row_losses() {
+        let case = Case::new(23, 5, 31, 4);
+        let mut nll = vec![f32::NAN; 23];
+        linear_cross_entropy_per_row(&case.h, &case.weight, &case.labels, 5, &mut nll);
+        let rows = case.reference(&wide(&case.h), &wide(&case.weight), 0.0);
+        assert_close(
+            "nll",
+            &nll,
+            &rows.iter().map(|row| row.0).collect::<Vec<_>>(),
+            1e-6,
+        );
+    }
+
+    #[test]
+    fn large_logits_stay_finite_and_nan_shows() {
+        let mut case = Case::new(4, 3, 8, 5);
+        case.h.iter_mut().for_each(|x| *x *= 1e4);
+        let (loss, dh, dweight) = case.with_grad(0.0);
+        assert!(loss.loss_sum.is_finite() && dh.iter().chain(&dweight).all(|x| x.is_finite()));
+        case.h[0] = f32::NAN;
+        assert!(case.with_grad(0.0).0.loss_sum.is_nan());
+    }
+
+    #[test]
+    fn no_rows_and_no_labels() {
+        let mut case = Case::new(3, 2, 4, 6);
+        case.labels.fill(-100);
+        let (loss, dh, dweight) = case.with_grad(0.0);
+        assert_eq!(
+            loss,
+            CrossEntropy {
+                loss_sum: 0.0,
+                z_loss_sum: 0.0,
+                num_labels: 0
+            }
+        );
+        assert!(dh.iter().chain(&dweight).all(|&x| x == 0.0));
+        let (_, _, dweight) = Case::new(0, 2, 4, 7).with_grad(0.0);
+        assert!(dweight.iter().all(|&x| x == 0.0));
+    }
+
+    #[test]
+    fn threads_do_not_change_a_bit() {
+        let case = Case::new(130, 24, 301, 8);
+        let one = threads(1).install(|| case.with_grad(0.01));
+        assert_eq!(threads(3).install(|| case.with_grad(0.01)), one);
+    }
+
+    #[test]
+    #[should_panic(expected = "label 4 is not below 4")]
+    fn a_label_outside_the_vocabulary_is_refused() {
+        linear_cross_entropy(&[0.0; 2], &[0.0; 8], &[4], 2, 0.0);
+    }
 }

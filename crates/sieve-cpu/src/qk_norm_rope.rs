@@ -81,6 +81,11 @@ impl QkNormRope<'_> {
         let half = self.head_dim / 2;
         let position = (token % self.seq_len) as i64 - i64::from(documents.start[token])
             + self.position_offset as i64;
+        let known = (self.cos.len() / half) as i64;
+        assert!(
+            (0..known).contains(&position),
+            "qk_norm_rope: position {position} is outside the tables ({known} rows)"
+        );
         let at = position as usize * half;
         (&self.cos[at..at + half], &self.sin[at..at + half])
     }
@@ -334,5 +339,212 @@ fn rotate_back(dy: &[f32], cos: &[f32], sin: &[f32], dx: &mut [f32]) {
     for ((dx1, dx2), ((&dy1, &dy2), (&c, &s))) in dx1.iter_mut().zip(dx2).zip(columns) {
         *dx1 = dy1 * c + dy2 * s;
         *dx2 = dy2 * c - dy1 * s;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_data::{
+        Random, assert_close, finite_differences, inner, threads, whole_rows, wide,
+    };
+
+    struct Case {
+        sizes: [usize; 5],
+        q_weight: Vec<f32>,
+        k_weight: Vec<f32>,
+        cos: Vec<f32>,
+        sin: Vec<f32>,
+        qkv: Vec<f32>,
+        d_out: Vec<f32>,
+        start: Vec<i32>,
+        end: Vec<i32>,
+        offset: usize,
+    }
+
+    impl Case {
+        fn new(sizes: [usize; 5], offset: usize, packed: bool) -> Self {
+            let [batch, seq_len, num_heads, num_kv_heads, head_dim] = sizes;
+            let mut random = Random(head_dim as u64);
+            let (start, end) = if packed {
+                random.documents(batch, seq_len)
+            } else {
+                whole_rows(batch, seq_len)
+            };
+            let angle = |position: usize, i: usize| {
+                position as f64 * 10_000_f64.powf(-2.0 * i as f64 / head_dim as f64)
+            };
+            let table = |f: fn(f64) -> f64| {
+                (0..(seq_len + offset) * head_dim / 2)
+                    .map(|at| f(angle(at / (head_dim / 2), at % (head_dim / 2))) as f32)
+                    .collect()
+            };
+            let len = batch * seq_len * (num_heads + 2 * num_kv_heads) * head_dim;
+            Self {
+                sizes,
+                q_weight: random.vector(head_dim),
+                k_weight: random.vector(head_dim),
+                cos: table(f64::cos),
+                sin: table(f64::sin),
+                qkv: random.vector(len),
+                d_out: random.vector(len),
+                start,
+                end,
+                offset,
+            }
+        }
+
+        fn op(&self) -> QkNormRope<'_> {
+            let [batch, seq_len, num_heads, num_kv_heads, head_dim] = self.sizes;
+            QkNormRope {
+                batch,
+                seq_len,
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                q_weight: &self.q_weight,
+                k_weight: &self.k_weight,
+                eps: 1e-6,
+                cos: &self.cos,
+                sin: &self.sin,
+                position_offset: self.offset,
+            }
+        }
+
+        fn documents(&self) -> Documents<'_> {
+            Documents {
+                start: &self.start,
+                end: &self.end,
+            }
+        }
+
+        fn forward(&self) -> Vec<f32> {
+            let mut out = vec![f32::NAN; self.qkv.len()];
+            qk_norm_rope_forward(&self.op(), &self.qkv, self.documents(), &mut out);
+            out
+        }
+
+        fn backward(&self) -> [Vec<f32>; 3] {
+            let mut d_qkv = vec![f32::NAN; self.qkv.len()];
+            let (mut dq, mut dk) = (
+                vec![f32::NAN; self.q_weight.len()],
+                vec![f32::NAN; self.q_weight.len()],
+            );
+            qk_norm_rope_backward(
+                &self.op(),
+                &self.qkv,
+                self.documents(),
+                &self.d_out,
+                &mut d_qkv,
+                &mut dq,
+                &mut dk,
+            );
+            [d_qkv, dq, dk]
+        }
+
+        /// As Hugging Face writes it: x * cos + rotate_half(x) * sin, angles from the definition.
+        fn reference(&self, qkv: &[f64], q_weight: &[f64], k_weight: &[f64]) -> Vec<f64> {
+            let [_, seq_len, num_heads, num_kv_heads, d] = self.sizes;
+            let heads = num_heads + 2 * num_kv_heads;
+            let mut out = Vec::new();
+            for (vector, x) in qkv.chunks(d).enumerate() {
+                let (token, head) = (vector / heads, vector % heads);
+                if head >= num_heads + num_kv_heads {
+                    out.extend_from_slice(x);
+                    continue;
+                }
+                let position = token % seq_len - self.start[token] as usize + self.offset;
+                let weight = if head < num_heads { q_weight } else { k_weight };
+                let mean = x.iter().map(|x| x * x).sum::<f64>() / d as f64;
+                let x: Vec<f64> = x
+                    .iter()
+                    .zip(weight)
+                    .map(|(x, w)| w * x / (mean + 1e-6).sqrt())
+                    .collect();
+                for c in 0..d {
+                    let angle =
+                        position as f64 * 10_000_f64.powf(-2.0 * (c % (d / 2)) as f64 / d as f64);
+                    let rotated = if c < d / 2 {
+                        -x[c + d / 2]
+                    } else {
+                        x[c - d / 2]
+                    };
+                    out.push(x[c] * angle.cos() + rotated * angle.sin());
+                }
+            }
+            out
+        }
+    }
+
+    #[test]
+    fn equals_the_definition_and_its_differences() {
+        for (sizes, offset, packed) in [
+            ([1, 1, 1, 1, 2], 0, false),
+            ([2, 3, 4, 2, 6], 5, false),
+            ([1, 11, 3, 1, 8], 0, true),
+            ([2, 2, 2, 1, 34], 1, true),
+        ] {
+            let case = Case::new(sizes, offset, packed);
+            let (qkv, q_weight, k_weight) =
+                (wide(&case.qkv), wide(&case.q_weight), wide(&case.k_weight));
+            assert_close(
+                "out",
+                &case.forward(),
+                &case.reference(&qkv, &q_weight, &k_weight),
+                2e-6,
+            );
+            let [d_qkv, dq, dk] = case.backward();
+            let loss =
+                |qkv: &[f64], q: &[f64], k: &[f64]| inner(&case.reference(qkv, q, k), &case.d_out);
+            assert_close(
+                "d_qkv",
+                &d_qkv,
+                &finite_differences(&qkv, |x| loss(x, &q_weight, &k_weight)),
+                3e-5,
+            );
+            assert_close(
+                "dq_weight",
+                &dq,
+                &finite_differences(&q_weight, |x| loss(&qkv, x, &k_weight)),
+                3e-5,
+            );
+            assert_close(
+                "dk_weight",
+                &dk,
+                &finite_differences(&k_weight, |x| loss(&qkv, &q_weight, x)),
+                3e-5,
+            );
+        }
+    }
+
+    #[test]
+    fn one_token_with_an_offset_equals_its_row() {
+        let mut case = Case::new([1, 9, 4, 2, 16], 0, false);
+        let whole = case.forward();
+        let token = whole.len() / 9;
+        let last = case.qkv[8 * token..].to_vec();
+        case.qkv = last;
+        case.sizes[1] = 1;
+        case.offset = 8;
+        (case.start, case.end) = (vec![0], vec![1]);
+        assert_eq!(case.forward(), whole[8 * token..]);
+    }
+
+    #[test]
+    fn threads_do_not_change_a_bit() {
+        let case = Case::new([3, 70, 4, 2, 16], 0, true);
+        let one = threads(1).install(|| (case.forward(), case.backward()));
+        assert_eq!(
+            threads(3).install(|| (case.forward(), case.backward())),
+            one
+        );
+    }
+
+    #[test]
+    #[should_panic(expected = "position 9 is outside the tables")]
+    fn a_position_past_the_tables_is_refused() {
+        let mut case = Case::new([1, 9, 1, 1, 4], 0, false);
+        case.offset = 1;
+        case.forward();
     }
 }

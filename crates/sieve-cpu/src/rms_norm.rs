@@ -161,3 +161,75 @@ pub(crate) fn add_partials(partial: &[Vec<f32>], total: &mut [f32]) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_data::{Random, assert_close, finite_differences, inner, threads, wide};
+
+    const EPS: f32 = 1e-5;
+
+    fn reference(x: &[f64], weight: &[f64]) -> Vec<f64> {
+        let d = weight.len();
+        x.chunks(d)
+            .flat_map(|x| {
+                let mean = x.iter().map(|x| x * x).sum::<f64>() / d as f64;
+                x.iter()
+                    .zip(weight)
+                    .map(move |(x, w)| w * x / (mean + f64::from(EPS)).sqrt())
+            })
+            .collect()
+    }
+
+    #[test]
+    fn equals_the_definition_and_its_differences() {
+        let mut random = Random(1);
+        for (rows, d) in [(1, 1), (3, 7), (2, 33), (5, 64), (67, 5)] {
+            let (x, weight, dy) = (
+                random.vector(rows * d),
+                random.vector(d),
+                random.vector(rows * d),
+            );
+            let mut y = vec![f32::NAN; rows * d];
+            rms_norm_forward(&x, &weight, EPS, &mut y);
+            assert_close("y", &y, &reference(&wide(&x), &wide(&weight)), 1e-6);
+
+            let (mut dx, mut dweight) = (vec![f32::NAN; rows * d], vec![f32::NAN; d]);
+            rms_norm_backward(&x, &weight, EPS, &dy, &mut dx, &mut dweight);
+            let expected =
+                finite_differences(&wide(&x), |x| inner(&reference(x, &wide(&weight)), &dy));
+            assert_close("dx", &dx, &expected, 2e-5);
+            let expected = finite_differences(&wide(&weight), |weight| {
+                inner(&reference(&wide(&x), weight), &dy)
+            });
+            assert_close("dweight", &dweight, &expected, 2e-5);
+        }
+    }
+
+    #[test]
+    fn threads_do_not_change_a_bit() {
+        let mut random = Random(2);
+        let (x, weight, dy) = (
+            random.vector(500 * 24),
+            random.vector(24),
+            random.vector(500 * 24),
+        );
+        let run = |count| {
+            let (mut dx, mut dweight) = (vec![f32::NAN; x.len()], vec![f32::NAN; 24]);
+            threads(count)
+                .install(|| rms_norm_backward(&x, &weight, EPS, &dy, &mut dx, &mut dweight));
+            (dx, dweight)
+        };
+        assert_eq!(run(1), run(3));
+    }
+
+    #[test]
+    fn a_row_of_zeros_stays_finite() {
+        let (mut y, mut dx, mut dweight) = ([f32::NAN; 3], [f32::NAN; 3], [f32::NAN; 3]);
+        rms_norm_forward(&[0.0; 3], &[1.0; 3], 1e-6, &mut y);
+        rms_norm_backward(&[0.0; 3], &[1.0; 3], 1e-6, &[1.0; 3], &mut dx, &mut dweight);
+        assert_eq!(y, [0.0; 3]);
+        assert!(dx.iter().all(|x| (x - 1000.0).abs() < 1.0));
+        assert_eq!(dweight, [0.0; 3]);
+    }
+}

@@ -166,3 +166,46 @@ fn gradients<S: Simd>(simd: S, g: S::f32s, u: S::f32s, dy: S::f32s) -> (S::f32s,
         simd.mul_f32s(dy_s, g),
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_data::{Random, assert_close, finite_differences, inner, wide};
+
+    fn reference(gate_up: &[f64], d_ff: usize) -> Vec<f64> {
+        gate_up
+            .chunks(2 * d_ff)
+            .flat_map(|row| (0..d_ff).map(|c| row[c] / (1.0 + (-row[c]).exp()) * row[d_ff + c]))
+            .collect()
+    }
+
+    #[test]
+    fn equals_the_definition_and_its_differences() {
+        let mut random = Random(1);
+        for (rows, d_ff) in [(1, 1), (3, 5), (2, 16), (19, 37), (5, 100)] {
+            let gate_up: Vec<f32> = random
+                .vector(rows * 2 * d_ff)
+                .iter()
+                .map(|x| 3.0 * x)
+                .collect();
+            let dy = random.vector(rows * d_ff);
+            let mut y = vec![f32::NAN; rows * d_ff];
+            swiglu_forward(&gate_up, d_ff, &mut y);
+            assert_close("y", &y, &reference(&wide(&gate_up), d_ff), 1e-6);
+            let mut d_gate_up = vec![f32::NAN; gate_up.len()];
+            swiglu_backward(&gate_up, d_ff, &dy, &mut d_gate_up);
+            let expected = finite_differences(&wide(&gate_up), |x| inner(&reference(x, d_ff), &dy));
+            assert_close("d_gate_up", &d_gate_up, &expected, 1e-5);
+        }
+    }
+
+    #[test]
+    fn large_gates_saturate() {
+        let gate_up = [-200.0, 200.0, 3.0, 3.0];
+        let (mut y, mut d_gate_up) = ([f32::NAN; 2], [f32::NAN; 4]);
+        swiglu_forward(&gate_up, 2, &mut y);
+        swiglu_backward(&gate_up, 2, &[1.0, 1.0], &mut d_gate_up);
+        assert_eq!(y, [0.0, 600.0]);
+        assert_eq!(d_gate_up, [0.0, 3.0, 0.0, 200.0]);
+    }
+}

@@ -154,3 +154,163 @@ impl WithSimd for Group<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::{AttentionShape, Documents, Mask, reference};
+    use crate::test_data::{Random, assert_close, whole_rows};
+
+    const HEADS: usize = 6;
+    const KV_HEADS: usize = 3;
+    const LEN: usize = 37;
+
+    /// q of the last token, k and v `[LEN, KV_HEADS, d]` of one packed row.
+    fn split(qkv: &[f32], d: usize) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
+        let token_len = (HEADS + 2 * KV_HEADS) * d;
+        let (mut k, mut v) = (Vec::new(), Vec::new());
+        for token in qkv.chunks(token_len) {
+            k.extend_from_slice(&token[HEADS * d..(HEADS + KV_HEADS) * d]);
+            v.extend_from_slice(&token[(HEADS + KV_HEADS) * d..]);
+        }
+        (qkv[(LEN - 1) * token_len..][..HEADS * d].to_vec(), k, v)
+    }
+
+    fn decode_shape(d: usize, kv_len: &[usize], capacity: usize) -> DecodeShape<'_> {
+        let (num_heads, num_kv_heads, softmax_scale) = (HEADS, KV_HEADS, 0.3);
+        DecodeShape {
+            num_heads,
+            num_kv_heads,
+            head_dim: d,
+            capacity,
+            slot_stride: num_kv_heads * d,
+            kv_len,
+            softmax_scale,
+        }
+    }
+
+    #[test]
+    fn equals_the_last_row_of_the_definition() {
+        for d in [1, 16, 23, 64] {
+            let mut random = Random(d as u64);
+            let qkv = random.vector(LEN * (HEADS + 2 * KV_HEADS) * d);
+            let delta = random.vector(KV_HEADS * LEN);
+            let expire = vec![LEN as i32; KV_HEADS * LEN];
+            let (start, end) = whole_rows(1, LEN);
+            let documents = Documents {
+                start: &start,
+                end: &end,
+            };
+            let shape = AttentionShape {
+                batch: 1,
+                seq_len: LEN,
+                num_heads: HEADS,
+                num_kv_heads: KV_HEADS,
+                head_dim: d,
+                softmax_scale: 0.3,
+            };
+            let (q, k, v) = split(&qkv, d);
+            let masks = [
+                (None, Mask::Causal),
+                (
+                    Some(&delta),
+                    Mask::Expire {
+                        expire: &expire,
+                        delta: &delta,
+                    },
+                ),
+            ];
+            for (delta, mask) in masks {
+                let full = reference::forward(shape, &qkv, documents, mask);
+                let mut o = vec![f32::NAN; HEADS * d];
+                let delta = delta.map(Vec::as_slice);
+                decode_attention(&decode_shape(d, &[LEN], LEN), &q, &k, &v, delta, &mut o);
+                assert_close("o", &o, &full.o[(LEN - 1) * HEADS * d..], 2e-6);
+            }
+        }
+    }
+
+    #[test]
+    fn rows_differ_in_length_and_unused_slots_may_be_nan() {
+        let (d, capacity) = (8, 10);
+        let mut random = Random(1);
+        let kv_len = [4, 0, 10];
+        let q = random.vector(3 * HEADS * d);
+        let (mut k, mut v) = (
+            random.vector(3 * capacity * KV_HEADS * d),
+            random.vector(3 * capacity * KV_HEADS * d),
+        );
+        let mut delta = random.vector(3 * KV_HEADS * capacity);
+        let mut o = vec![f32::NAN; 3 * HEADS * d];
+        decode_attention(
+            &decode_shape(d, &kv_len, capacity),
+            &q,
+            &k,
+            &v,
+            Some(&delta),
+            &mut o,
+        );
+        assert!(o[HEADS * d..2 * HEADS * d].iter().all(|&x| x == 0.0));
+        for row in 0..3 {
+            for slot in kv_len[row]..capacity {
+                let at = (row * capacity + slot) * KV_HEADS * d;
+                k[at..at + KV_HEADS * d].fill(f32::NAN);
+                v[at..at + KV_HEADS * d].fill(f32::NAN);
+                for head in 0..KV_HEADS {
+                    delta[(row * KV_HEADS + head) * capacity + slot] = f32::NAN;
+                }
+            }
+        }
+        let mut again = vec![f32::NAN; o.len()];
+        decode_attention(
+            &decode_shape(d, &kv_len, capacity),
+            &q,
+            &k,
+            &v,
+            Some(&delta),
+            &mut again,
+        );
+        assert_eq!(o, again);
+    }
+
+    #[test]
+    fn the_order_of_slots_does_not_matter() {
+        let d = 16;
+        let mut random = Random(2);
+        let qkv = random.vector(LEN * (HEADS + 2 * KV_HEADS) * d);
+        let (q, k, v) = split(&qkv, d);
+        let reverse = |x: &[f32]| {
+            x.chunks(KV_HEADS * d)
+                .rev()
+                .flatten()
+                .copied()
+                .collect::<Vec<f32>>()
+        };
+        let (mut o, mut reversed) = (vec![f32::NAN; HEADS * d], vec![f32::NAN; HEADS * d]);
+        decode_attention(&decode_shape(d, &[LEN], LEN), &q, &k, &v, None, &mut o);
+        decode_attention(
+            &decode_shape(d, &[LEN], LEN),
+            &q,
+            &reverse(&k),
+            &reverse(&v),
+            None,
+            &mut reversed,
+        );
+        let expected: Vec<f64> = o.iter().map(|&x| f64::from(x)).collect();
+        assert_close("o", &reversed, &expected, 1e-6);
+    }
+
+    #[test]
+    #[should_panic(expected = "exceeds the capacity")]
+    fn more_slots_than_the_cache_has_are_refused() {
+        let mut o = [0.0; HEADS];
+        decode_attention(
+            &decode_shape(1, &[3], 2),
+            &[0.0; HEADS],
+            &[0.0; 9],
+            &[0.0; 9],
+            None,
+            &mut o,
+        );
+    }
+}

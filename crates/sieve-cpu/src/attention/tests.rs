@@ -3,7 +3,7 @@
 use super::reference;
 use super::{AttentionShape, Documents, Mask, attention_backward, attention_forward};
 use crate::expire::dma_expire;
-use crate::test_data::{Random, assert_close, threads, whole_rows};
+use crate::test_data::{Random, assert_close, inner, threads, whole_rows};
 
 struct Case {
     shape: AttentionShape,
@@ -374,6 +374,61 @@ fn threads_do_not_change_a_bit() {
             assert_eq!(one.lse, many.lse);
             assert_eq!(one.d_qkv, many.d_qkv);
             assert_eq!(one.d_delta, many.d_delta);
+        }
+    }
+}
+
+#[test]
+fn the_definition_s_gradients_are_its_differences() {
+    let case = Case::new(shape(1, 9, 4, 2, 3), true, 3, 13);
+    for kind in [Kind::Causal, Kind::Window(4), Kind::Expire] {
+        let loss = |qkv: &[f32], delta: &[f32]| {
+            let mask = match kind {
+                Kind::Expire => Mask::Expire {
+                    expire: &case.expire,
+                    delta,
+                },
+                Kind::Causal | Kind::Window(_) => case.mask(kind),
+            };
+            inner(
+                &reference::forward(case.shape, qkv, case.documents(), mask).o,
+                &case.d_o,
+            )
+        };
+        // The inputs are f32, so the steps must be large enough to be exact in f32; the reference itself is f64.
+        let differences = |x: &[f32], loss: &dyn Fn(&[f32]) -> f64| -> Vec<f64> {
+            let mut at = x.to_vec();
+            (0..x.len())
+                .map(|i| {
+                    let (above, below) = (x[i] + 0.001, x[i] - 0.001);
+                    at[i] = above;
+                    let high = loss(&at);
+                    at[i] = below;
+                    let low = loss(&at);
+                    at[i] = x[i];
+                    (high - low) / (f64::from(above) - f64::from(below))
+                })
+                .collect()
+        };
+        let narrow = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<f32>>();
+        let got = reference::backward(
+            case.shape,
+            &case.qkv,
+            case.documents(),
+            case.mask(kind),
+            &case.d_o,
+        );
+        let expected = differences(&case.qkv, &|qkv| loss(qkv, &case.delta));
+        assert_close(
+            &format!("d_qkv, {kind:?}"),
+            &narrow(&got.d_qkv),
+            &expected,
+            1e-5,
+        );
+        if matches!(kind, Kind::Expire) {
+            let expected = differences(&case.delta, &|delta| loss(&case.qkv, delta));
+            assert_close("d_delta", &narrow(&got.d_delta), &expected, 1e-5);
+            assert!(got.d_delta.iter().any(|&x| x.abs() > 0.01));
         }
     }
 }
