@@ -3,30 +3,23 @@ use std::path::{Path, PathBuf};
 use std::{env, fs};
 
 fn main() {
-    let manifest =
-        PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR"));
+    let manifest = env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let kernels = manifest.join("../../kernels");
+    let kernels = PathBuf::from(manifest).join("../../kernels");
     let mut files = Vec::new();
     collect(&kernels, &kernels, &mut files);
     files.sort();
+    // The text itself, not include_str!: the table must be of one moment, also while files are being edited.
     let mut table = String::from("static KERNEL_FILES: &[(&str, &str)] = &[\n");
-    for name in &files {
-        let path = kernels
-            .join(name)
-            .canonicalize()
-            .expect("the file was just listed");
-        table.push_str(&format!(
-            "    ({name:?}, include_str!({:?})),\n",
-            path.display().to_string()
-        ));
+    for (name, text) in &files {
+        table.push_str(&format!("    ({name:?}, {text:?}),\n"));
     }
     table.push_str("];\n");
     fs::write(out.join("kernel_files.rs"), table).expect("OUT_DIR is writable");
 }
 
-/// Lists `.cu` and `.cuh` files below `folder`, as paths relative to `root` with forward slashes.
-fn collect(root: &Path, folder: &Path, files: &mut Vec<String>) {
+/// Reads `.cu` and `.cuh` files below `folder`; names are relative to `root`, with forward slashes.
+fn collect(root: &Path, folder: &Path, files: &mut Vec<(String, String)>) {
     println!("cargo:rerun-if-changed={}", folder.display());
     let entries = fs::read_dir(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
     for entry in entries {
@@ -36,7 +29,10 @@ fn collect(root: &Path, folder: &Path, files: &mut Vec<String>) {
         } else if path.extension().is_some_and(|e| e == "cu" || e == "cuh") {
             println!("cargo:rerun-if-changed={}", path.display());
             let relative = path.strip_prefix(root).expect("found below root");
-            files.push(relative.to_string_lossy().replace('\\', "/"));
+            let name = relative.to_string_lossy().replace('\\', "/");
+            let text =
+                fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+            files.push((name, text));
         }
     }
 }

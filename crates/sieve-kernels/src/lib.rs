@@ -25,10 +25,14 @@ mod attention_tiling;
 mod heads;
 
 mod attention_backward;
+mod attention_decode;
 mod attention_forward;
+mod decode_scratch;
 mod dma_attention_backward;
 mod dma_attention_forward;
+mod dma_decode;
 mod dma_lists;
+mod dma_scores;
 mod dma_select;
 
 mod fill_zero;
@@ -40,19 +44,25 @@ pub use attention_backward::{
     attention_backward_kernel, attention_backward_prepare_kernel, attention_backward_query_kernel,
 };
 pub use attention_backward_tiling::{BackwardTiling, GradientSet, QueryTiling, SumOrder};
+pub use attention_decode::{
+    DecodeStep, KvCache, attention_decode, attention_decode_cached, attention_decode_kernel,
+};
 pub use attention_forward::{AttentionResult, attention_forward, attention_forward_kernel};
 pub use attention_tiling::{ForwardTiling, KeySource};
 pub use cache::{KernelCache, init_runtime};
 pub use cuda_tensor::{CudaPrimitive, CudaTensor};
+pub use decode_scratch::DecodeScratch;
 pub use dma_attention_backward::{
     dma_attention_backward, dma_attention_backward_convert_kernel, dma_attention_backward_kernel,
     dma_attention_backward_query_kernel,
 };
 pub use dma_attention_forward::{dma_attention_forward, dma_attention_forward_kernel};
+pub use dma_decode::{DmaSlots, dma_decode, dma_decode_kernel};
 pub use dma_lists::{
     KeyLists, TILE_QUERIES, dma_lists, dma_lists_kernel, dma_lists_prefix_kernel, list_capacity,
     selection_of_expire,
 };
+pub use dma_scores::{ScoreBias, Scores, dma_scores, dma_scores_kernel};
 pub use dma_select::{Selection, dma_select, dma_select_kernels};
 pub use error::{CudaVersion, KernelError};
 pub use fill_zero::{fill_zero, fill_zero_kernel};

@@ -135,14 +135,14 @@ mod tests {
         #[test]
         fn expire_is_the_top_w_of_every_prefix((scores, starts, ends, window) in rows()) {
             let expire = expire(&scores, &starts, &ends, window);
-            for i in 0..scores.len() {
-                let mut keys: Vec<usize> = (starts[i] as usize..=i).collect();
+            for (i, &start) in starts.iter().enumerate() {
+                let mut keys: Vec<usize> = (start as usize..=i).collect();
                 // -0 and +0 compare equal here; the later key of equals comes first.
                 keys.sort_by(|&a, &b| scores[b].partial_cmp(&scores[a]).expect("no NaN").then(b.cmp(&a)));
                 keys.truncate(window);
-                for j in 0..scores.len() {
-                    let active = j <= i && (i as i32) < expire[j];
-                    prop_assert_eq!(active, keys.contains(&j), "query {} key {} expire {}", i, j, expire[j]);
+                for (j, &expire) in expire.iter().enumerate() {
+                    let active = j <= i && (i as i32) < expire;
+                    prop_assert_eq!(active, keys.contains(&j), "query {} key {} expire {}", i, j, expire);
                 }
             }
         }

@@ -52,6 +52,8 @@ pub(crate) fn warnings(log: &str) -> impl Iterator<Item = &str> {
     log.lines()
         .map(str::trim)
         .filter(|line| line.contains("warning") || line.contains("Potential Performance Loss"))
+        // What nvcc says about warnings in general.
+        .filter(|line| !line.starts_with("Remark:"))
 }
 
 fn number_before(line: &str, label: &str) -> Option<usize> {

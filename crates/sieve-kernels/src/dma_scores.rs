@@ -1,0 +1,85 @@
+//! Launch of `kernels/dma_scores.cu`: what DMA ranks keys by, and adds to their logits.
+use crate::checks::require_non_empty;
+use crate::cuda_tensor::CudaTensor;
+use crate::error::KernelError;
+use crate::heads::Qkv;
+use crate::source_kernel::SourceKernel;
+use burn::tensor::DType;
+
+const NAME: &str = "dma_scores";
+
+/// Tokens of a block.
+const BLOCK_TOKENS: usize = 64;
+
+/// More KV heads than this do not fit a lane's sums.
+const MAX_KV_HEADS: usize = 32;
+
+/// How a score becomes the bias of its key's logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ScoreBias {
+    /// `exp(min(z, 60))`, as in paper 004.
+    Exp,
+    /// `z` itself.
+    Linear,
+}
+
+/// What [`dma_scores`] returns, each f32 `[batch, num_kv_heads, seq_len]`.
+#[derive(Debug, Clone)]
+pub struct Scores {
+    /// `concat(v_j) . W_dt`, for the backward pass.
+    pub x: CudaTensor,
+    /// `A * softplus(x)`: the order of the keys.
+    pub z: CudaTensor,
+    /// The bias.
+    pub delta: CudaTensor,
+}
+
+/// Scores of all keys from their values (paper 004, eq. 3). `w_dt` is f32 `[num_kv_heads * head_dim, num_kv_heads]`, `a`
+/// f32 `[num_kv_heads]`.
+///
+/// # Errors
+/// Other types or shapes, more than 32 KV heads, a W_dt that does not fit the device's shared memory.
+pub fn dma_scores(
+    qkv: &Qkv,
+    w_dt: &CudaTensor,
+    a: &CudaTensor,
+    bias: ScoreBias,
+) -> Result<Scores, KernelError> {
+    let shape = qkv.shape(NAME)?;
+    let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
+    require_non_empty(NAME, "the number of KV heads", kv_heads)?;
+    if kv_heads > MAX_KV_HEADS {
+        let (got, supported) = (kv_heads.to_string(), format!("1 to {MAX_KV_HEADS}"));
+        return Err(KernelError::Unsupported {
+            kernel: NAME,
+            what: "number of KV heads",
+            got,
+            supported,
+        });
+    }
+    for (name, tensor) in [("w_dt", w_dt), ("a", a)] {
+        tensor.require_dtype(NAME, name, DType::F32)?;
+    }
+    w_dt.require_shape(NAME, "w_dt", &[kv_heads * head_dim, kv_heads])?;
+    a.require_shape(NAME, "a", &[kv_heads])?;
+    let (w_dt, a) = (w_dt.contiguous(), a.contiguous());
+    let qkv = qkv.walkable();
+    let [_, _, v] = qkv.head_words(NAME)?;
+    let new = || w_dt.empty_contiguous(&shape.per_key(), DType::F32);
+    let (x, z, delta) = (new(), new(), new());
+    let words = [shape.seq_len as u64, head_dim as u64, v[0], v[1], v[2]];
+    let grid = [shape.seq_len.div_ceil(BLOCK_TOKENS), 1, shape.batch];
+    let kernel = dma_scores_kernel(kv_heads, head_dim, bias);
+    // SAFETY: sizes, strides and types checked above; writes every element of x, z and delta.
+    unsafe { kernel.launch(grid, &[qkv.v.tensor(), &w_dt, &a, &x, &z, &delta], &words) }?;
+    Ok(Scores { x, z, delta })
+}
+
+/// The specialisation for a number of KV heads and a form of the bias.
+pub fn dma_scores_kernel(num_kv_heads: usize, head_dim: usize, bias: ScoreBias) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("NUM_KV_HEADS", num_kv_heads)
+        .define("BIAS_LINEAR", (bias == ScoreBias::Linear) as u8)
+        .threads(256)
+        .shared_bytes(4 * num_kv_heads * num_kv_heads * head_dim)
+}
