@@ -6,18 +6,21 @@
 // Layout     q, k, v as attention_forward; do bf16 [batch, seq_len, num_heads, HEAD_DIM_V] contiguous; row_stats f32 pairs [batch, num_heads, padded_len, 2]
 //            from attention_backward_prepare; doc_end i32 [batch, seq_len]; delta, ddelta f32 [batch, num_kv_heads, seq_len];
 //            dk, dv bf16 with strides and offsets like k, v; dq_sum f32 [batch, num_heads, padded_len / 16, HEAD_DIM / 8, 32, 4]: 16 x 8 tiles in the
-//            order of tensor core accumulators, zero before the launch (see attention_backward_convert)
+//            order of tensor core accumulators, zero before the launch
 // Buffers    q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta,) (COMPUTE_DQ: dq_sum,) (COMPUTE_DK: dk,) (COMPUTE_DV: dv,) (HAS_BIAS and COMPUTE_DK: ddelta)
 // Defines    HEAD_DIM, HEAD_DIM_V; HAS_BIAS; COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV (1; DETERMINISTIC mode sets COMPUTE_DQ 0 and runs
 //            attention_backward_query instead; HEAD_DIM + HEAD_DIM_V > 320 takes two launches, one with COMPUTE_DV alone, one without it);
 //            tiling NUM_WARPS, BLOCK_Q, MIN_BLOCKS
-// Tiling     BLOCK_KV = 16 * NUM_WARPS keys a block: grid (ceil(seq_len / BLOCK_KV), num_kv_heads, batch), early keys (most queries) first; NUM_WARPS * 32 threads;
+// Tiling     BLOCK_KV = 16 * NUM_WARPS keys a block: grid (ceil(seq_len / BLOCK_KV), num_kv_heads, batch), early keys (most queries) first (block_order.cuh); NUM_WARPS * 32 threads;
 //            dynamic shared bytes = (BLOCK_KV + 2 * BLOCK_Q) * (HEAD_DIM + HEAD_DIM_V) * 2 + (COMPUTE_DQ ? 4 * BLOCK_KV * BLOCK_Q : 0)
 //              + 16 * BLOCK_Q + BLOCK_KV * (HAS_BIAS ? 12 : 8)
 // Numerics   P and dS rounded to bf16 for the products, f32 accumulators; dk, dv, ddelta: fixed order, one rounding, every element written;
 //            dq_sum: f32 atomics, so its order varies from run to run
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
+#include "common/block_order.cuh"
 #include "common/attention_backward.cuh"
+
+constexpr u64 SECTION_BYTES = 64 << 20;  // queries and output gradients of the heads in work at a time
 
 struct AttentionBackwardParams {
   u64 batch, seq_len, num_heads, num_kv_heads;
@@ -70,8 +73,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const __grid_constant__ AttentionBackwardParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
-  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, group_size = num_heads / num_kv_heads, head = kv_head * group_size;
-  const int first_key = (int)blockIdx.x * BLOCK_KV, warp = (int)threadIdx.x / 32;
+  const int group_size = num_heads / num_kv_heads;
+  const BlockPlace place = block_place(num_kv_heads, params.seq_len * group_size * (HEAD_DIM + HEAD_DIM_V) * 2, SECTION_BYTES);
+  const int batch = place.batch, kv_head = place.head, head = kv_head * group_size;
+  const int first_key = place.tile * BLOCK_KV, warp = (int)threadIdx.x / 32;
   const u32 shared = shared_address(shared_memory);
 
   // Load: the block's keys and values stay for the whole launch.

@@ -1,13 +1,17 @@
-// attention_backward_convert: the f32 sums of dq, in tensor core order, to strided bf16 rows; leaves the sums zero for the next launch.
+// attention_backward_convert: the f32 sums of dq, in tensor core order, to strided bf16 rows.
 // Math       dq = softmax_scale * dq_sum
 // Layout     dq_sum f32 [batch, num_heads, sum_len / 16, HEAD_DIM / 8, 32, 4]: lane 4g + t of a 16 x 8 tile holds row g, columns 2t, 2t + 1, then row g + 8;
 //            it stands for the queries first_query .. first_query + sum_len; dq bf16 [batch, seq_len, num_heads, HEAD_DIM], any strides that are multiples of 8
 // Buffers    dq_sum, dq
-// Defines    HEAD_DIM
-// Tiling     grid (ceil(batch * num_heads * sum_len / 2 * (HEAD_DIM / 8) / 256)); 256 threads; a thread turns 64 bytes of sums into 8 columns of two rows
+// Defines    HEAD_DIM; CLEAR 0|1: whether the sums are left zero for another launch
+// Tiling     grid (ceil(batch * num_heads * sum_len / 16 * ceil(HEAD_DIM / 32) / 8)); 256 threads; a warp turns 16 rows of 32 columns; no shared memory
 // Numerics   one rounding; memory-bound
 // Edges      queries at or past seq_len are skipped, their sums still cleared
 #include "common/mma.cuh"
+
+#ifndef CLEAR
+#define CLEAR 0
+#endif
 
 struct AttentionBackwardConvertParams {
   u64 batch, seq_len, num_heads;
@@ -17,24 +21,47 @@ struct AttentionBackwardConvertParams {
   u64 softmax_scale;  // f32 bits
 };
 
+// Turns x[i] of lane t into x[t] of lane i, in each group of four lanes.
+DEVICE void transpose_quad(u32 (&x)[4]) {
+  const bool odd = threadIdx.x % 2, upper = threadIdx.x % 4 >= 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const u32 other = __shfl_xor_sync(~0u, odd ? x[i] : x[i + 1], 1);
+    if (odd) x[i] = other; else x[i + 1] = other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const u32 other = __shfl_xor_sync(~0u, upper ? x[i] : x[i + 2], 2);
+    if (upper) x[i] = other; else x[i + 2] = other;
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(256) attention_backward_convert(float* dq_sum, bf16* dq, const __grid_constant__ AttentionBackwardConvertParams params) {
-  constexpr u32 COLUMN_TILES = HEAD_DIM / 8;
-  const u64 at = (u64)blockIdx.x * 256 + threadIdx.x;  // (batch, head, row tile, g, column tile)
-  const u32 column = (u32)(at % COLUMN_TILES), g = (u32)(at / COLUMN_TILES % 8);
-  const u64 row_tile = at / (COLUMN_TILES * 8), tiles = params.sum_len / 16;
+  constexpr u32 COLUMN_TILES = HEAD_DIM / 8, PARTS = (COLUMN_TILES + 3) / 4;
+  const u64 at = (u64)blockIdx.x * 8 + threadIdx.x / 32, row_tile = at / PARTS, tiles = params.sum_len / 16;  // (batch, head, row tile, part)
   if (row_tile >= params.batch * params.num_heads * tiles) return;
+  const u32 part = (u32)(at % PARTS), lane = threadIdx.x % 32, g = lane / 4, column = part * 4 + lane % 4;  // the column tile this lane stores
   const u64 query = params.first_query + row_tile % tiles * 16 + g;
   const u64 head = row_tile / tiles % params.num_heads, batch = row_tile / tiles / params.num_heads;
-  float4* sums = (float4*)(dq_sum + (row_tile * COLUMN_TILES + column) * 128 + g * 16);
   const float scale = f32_word(params.softmax_scale);
-  u32 low[4], high[4];
+
+  // Load: four column tiles, 512 contiguous bytes each.
+  u32 low[4] = {}, high[4] = {};
+  float4* sums = (float4*)(dq_sum + (row_tile * COLUMN_TILES + part * 4) * 128) + lane;
 #pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    const float4 sum = sums[t];
-    low[t] = pack_bf16(sum.x * scale, sum.y * scale);
-    high[t] = pack_bf16(sum.z * scale, sum.w * scale);
-    sums[t] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int n = 0; n < 4; ++n) {
+    if (COLUMN_TILES % 4 != 0 && part * 4 + n >= COLUMN_TILES) break;
+    const float4 sum = sums[n * 32];
+    low[n] = pack_bf16(sum.x * scale, sum.y * scale);
+    high[n] = pack_bf16(sum.z * scale, sum.w * scale);
+#if CLEAR
+    sums[n * 32] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#endif
   }
+  // Store: a lane gathers eight columns of a row from its quad.
+  transpose_quad(low);
+  transpose_quad(high);
+  if (COLUMN_TILES % 4 != 0 && column >= COLUMN_TILES) return;
   bf16* to = dq + params.dq_offset + batch * params.dq_batch_stride + query * params.dq_token_stride + head * HEAD_DIM + column * 8;
   if (query < params.seq_len) *(uint4*)to = make_uint4(low[0], low[1], low[2], low[3]);
   if (query + 8 < params.seq_len) *(uint4*)(to + 8 * params.dq_token_stride) = make_uint4(high[0], high[1], high[2], high[3]);

@@ -10,7 +10,10 @@
 //              + (HAS_BIAS ? NUM_STAGES * BLOCK_KV * 4 : 0)
 // Numerics   dS rounded to bf16 for the product, f32 accumulator, fixed order, one rounding; writes every element of dq
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
+#include "common/block_order.cuh"
 #include "common/attention_backward_query.cuh"
+
+constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
 
 struct AttentionBackwardQueryParams {
   u64 batch, seq_len, num_heads, num_kv_heads;
@@ -31,8 +34,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     bf16* dq, const __grid_constant__ AttentionBackwardQueryParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
-  const int batch = (int)blockIdx.z, head = (int)blockIdx.y * HEADS_PER_TILE, kv_head = head / (num_heads / num_kv_heads);
-  const int tile_idx = (int)(gridDim.x - 1 - blockIdx.x);  // late tiles see most keys: start them first
+  const BlockPlace place = block_place(num_kv_heads, params.seq_len * (HEAD_DIM + HEAD_DIM_V) * 2, SECTION_BYTES);
+  const int batch = place.batch, head = place.head * HEADS_PER_TILE, kv_head = head / (num_heads / num_kv_heads);
+  const int tile_idx = (int)gridDim.x - 1 - place.tile;  // late tiles see most keys: start them first
 
   QueryTile tile;
   tile.q = q + params.q_offset + batch * params.q_batch_stride + (u64)head * HEAD_DIM;

@@ -8,12 +8,15 @@
 // Defines    HEAD_DIM (16 .. 256, a multiple of 16), HEAD_DIM_V (default HEAD_DIM, at most it), HAS_BIAS 0|1; the tiling WARP_ROWS 16|32, NUM_WARPS,
 //            BLOCK_KV, NUM_STAGES, MIN_BLOCKS, Q_IN_REGISTERS; HEADS_PER_TILE (1; else a divisor of the group)
 // Tiling     BLOCK_Q = NUM_WARPS * WARP_ROWS rows = HEADS_PER_TILE heads x TILE_QUERIES queries.
-//            grid (ceil(seq_len / TILE_QUERIES), num_heads / HEADS_PER_TILE, batch), the longest tiles of a head first; NUM_WARPS * 32 threads;
+//            grid (ceil(seq_len / TILE_QUERIES), num_heads / HEADS_PER_TILE, batch), the longest tiles first (block_order.cuh); NUM_WARPS * 32 threads;
 //            dynamic shared bytes = BLOCK_Q * HEAD_DIM * 2 + NUM_STAGES * BLOCK_KV * (HEAD_DIM + HEAD_DIM_V) * 2 + (HAS_BIAS ? NUM_STAGES * BLOCK_KV * 4 : 0)
 // Numerics   products on bf16 tensor cores, f32 accumulators; softmax f32 in powers of two, P rounded to bf16 for P V; one rounding at the store.
 //            A row's arithmetic does not depend on later tokens or on other rows of the batch. Writes every element of o and lse.
 // Edges      any seq_len >= 1; only tiles with a visible pair are read and only tiles seen in part are masked; softmax_scale > 0, window >= 1
+#include "common/block_order.cuh"
 #include "common/attention_forward.cuh"
+
+constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
 
 struct AttentionForwardParams {
   u64 batch, seq_len, num_heads, num_kv_heads;
@@ -32,8 +35,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     bf16* o, float* lse, const __grid_constant__ AttentionForwardParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
-  const int batch = (int)blockIdx.z, head = (int)blockIdx.y * HEADS_PER_TILE, kv_head = head / (num_heads / num_kv_heads);
-  const int tile_idx = (int)(gridDim.x - 1 - blockIdx.x);  // late tiles see most keys: start them first
+  const BlockPlace place = block_place(num_kv_heads, params.seq_len * (HEAD_DIM + HEAD_DIM_V) * 2, SECTION_BYTES);
+  const int batch = place.batch, head = place.head * HEADS_PER_TILE, kv_head = head / (num_heads / num_kv_heads);
+  const int tile_idx = (int)gridDim.x - 1 - place.tile;  // late tiles see most keys: start them first
 
   QueryTile tile;
   tile.q = q + params.q_offset + batch * params.q_batch_stride + (u64)head * HEAD_DIM;

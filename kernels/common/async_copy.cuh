@@ -22,8 +22,13 @@ DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "mem
 // Waits until at most PENDING of this thread's newest groups are under way. Other threads' copies need a barrier after it.
 template <int PENDING>
 DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
-// Hides where a pointer came from. Without it the compiler keeps the address of every row of a tile in registers across the main loop.
+// Hide where an address came from. Without it the compiler keeps everything it can derive from one (the address of every row of a tile, every
+// swizzled chunk) in registers across the main loop, and spills.
 DEVICE const void* opaque(const void* pointer) {
   asm volatile("" : "+l"(pointer));
   return pointer;
+}
+DEVICE u32 opaque(u32 address) {
+  asm volatile("" : "+r"(address));
+  return address;
 }

@@ -112,19 +112,20 @@ DEVICE void add_dq(const BackwardBlock& block, u32 shared, int slot, int head, i
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
   if (warp >= DQ_COLUMN_WARPS * DQ_ROW_WARPS) return;
   const int row = warp / DQ_COLUMN_WARPS * DQ_ROW_TILES, column = warp % DQ_COLUMN_WARPS * DQ_COLUMN_TILES;  // in 16s, in 8s
-  const u32 ds_lane = shared + DS_AT + slot * DS_BYTES, k_lane = shared;
-  const u32 ds_offset = DsTile::offset(lane % 8 + lane / 16 * 8, row * 2 + lane / 8 % 2);
-  const u32 k_offset = KTile::lane_offset(lane % 16, lane / 16);
+  const u32 ds_at = opaque(shared + DS_AT + slot * DS_BYTES + DsTile::offset(lane % 8 + lane / 16 * 8, row * 2 + lane / 8 % 2));
   float dq[DQ_ROW_TILES][DQ_COLUMN_TILES][4] = {};
+  u32 k_at[DQ_COLUMN_TILES / 2];  // the columns of a warp need not begin at a power of two, so each pair has its own address
+#pragma unroll
+  for (int n = 0; n < DQ_COLUMN_TILES / 2; ++n) k_at[n] = opaque(shared + KTile::offset(lane % 16, column + n * 2 + lane / 16));
 #pragma unroll
   for (int step = 0; step < BLOCK_KV / 16; ++step) {
     u32 a[DQ_ROW_TILES][4];
 #pragma unroll
-    for (int m = 0; m < DQ_ROW_TILES; ++m) load_matrix_x4_transposed(a[m], ds_lane + DsTile::step(ds_offset, step * 16, m * 2));
+    for (int m = 0; m < DQ_ROW_TILES; ++m) load_matrix_x4_transposed(a[m], DsTile::step(ds_at, step * 16, m * 2));
 #pragma unroll
     for (int n = 0; n < DQ_COLUMN_TILES / 2; ++n) {
       u32 b[4];
-      load_matrix_x4_transposed(b, k_lane + KTile::offset(lane % 16 + step * 16, column + n * 2 + lane / 16));
+      load_matrix_x4_transposed(b, k_at[n] + step * 16 * KTile::ROW_BYTES);
 #pragma unroll
       for (int m = 0; m < DQ_ROW_TILES; ++m) {
         mma_bf16(dq[m][2 * n], a[m], b[0], b[1]);
@@ -160,15 +161,13 @@ DEVICE void attention_backward_block(const BackwardBlock& block, unsigned char* 
   const int2* entries = (const int2*)(memory + ENTRIES_AT) + warp * 16;
   const KeyRange keys = key_range(entries, 16);
 
-  // Lane parts of the fragment addresses.
-  const u32 k_lane = shared + warp * 16 * KTile::ROW_BYTES;
+  // Lane parts of the fragment addresses: A, and B transposed, by rows; B by columns.
+  const u32 k_rows = KTile::offset(lane % 16, lane / 16), v_rows = VTile::offset(lane % 16, lane / 16);
+  const u32 q_columns = KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  u32 k_at = shared + warp * 16 * KTile::ROW_BYTES + k_rows;
 #if COMPUTE_DS
-  const u32 v_lane = shared + K_BYTES + warp * 16 * VTile::ROW_BYTES;
-#endif
-  const u32 k_rows = KTile::lane_offset(lane % 16, lane / 16), v_rows = VTile::lane_offset(lane % 16, lane / 16);  // A, and B transposed
-  const u32 q_columns = KTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);                                // B
-#if COMPUTE_DS
-  const u32 do_columns = VTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const u32 do_columns = VTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  u32 v_at = shared + K_BYTES + warp * 16 * VTile::ROW_BYTES + v_rows;
 #endif
 
 #if COMPUTE_DK
@@ -224,19 +223,21 @@ DEVICE void attention_backward_block(const BackwardBlock& block, unsigned char* 
 #endif
       continue;
     }
-    const u32 q_lane = shared + Q_AT + slot * Q_BYTES, do_lane = shared + DO_AT + slot * DO_BYTES;
+    const u32 q_tile = shared + Q_AT + slot * Q_BYTES, do_tile = shared + DO_AT + slot * DO_BYTES;
     const float4* stats = (const float4*)(memory + STATS_AT + slot * STATS_BYTES) + t;  // of queries 2t, 2t + 1
 
     // Score: S^T = K Q^T, then P^T = 2^(S^T - lse).
     float p[QUERY_TILES][4] = {};
+    k_at = opaque(k_at);
+    const u32 q_at = opaque(q_tile + q_columns);
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k) {
       u32 a[4];
-      load_matrix_x4(a, k_lane + KTile::step(k_rows, 0, k * 2));
+      load_matrix_x4(a, KTile::step(k_at, 0, k * 2));
 #pragma unroll
       for (int n = 0; n < QUERY_TILES / 2; ++n) {
         u32 b[4];
-        load_matrix_x4(b, q_lane + KTile::step(q_columns, n * 16, k * 2));
+        load_matrix_x4(b, KTile::step(q_at, n * 16, k * 2));
         mma_bf16(p[2 * n], a, b[0], b[1]);
         mma_bf16(p[2 * n + 1], a, b[2], b[3]);
       }
@@ -270,6 +271,7 @@ DEVICE void attention_backward_block(const BackwardBlock& block, unsigned char* 
 
 #if COMPUTE_DV
     // dV += P^T dO.
+    const u32 do_transposed = opaque(do_tile + v_rows);
 #pragma unroll
     for (int k = 0; k < BLOCK_Q / 16; ++k) {
       const u32 a[4] = {pack_bf16(p[2 * k][0], p[2 * k][1]), pack_bf16(p[2 * k][2], p[2 * k][3]),
@@ -277,7 +279,7 @@ DEVICE void attention_backward_block(const BackwardBlock& block, unsigned char* 
 #pragma unroll
       for (int n = 0; n < HEAD_DIM_V / 16; ++n) {
         u32 b[4];
-        load_matrix_x4_transposed(b, do_lane + VTile::step(v_rows, k * 16, n * 2));
+        load_matrix_x4_transposed(b, VTile::step(do_transposed, k * 16, n * 2));
         mma_bf16(sums.dv[2 * n], a, b[0], b[1]);
         mma_bf16(sums.dv[2 * n + 1], a, b[2], b[3]);
       }
@@ -287,14 +289,16 @@ DEVICE void attention_backward_block(const BackwardBlock& block, unsigned char* 
 #if COMPUTE_DS
     // dP^T = V dO^T, then dS^T = P^T (dP^T - rowsum(do * o)).
     float ds[QUERY_TILES][4] = {};
+    v_at = opaque(v_at);
+    const u32 do_at = opaque(do_tile + do_columns);
 #pragma unroll
     for (int k = 0; k < HEAD_DIM_V / 16; ++k) {
       u32 a[4];
-      load_matrix_x4(a, v_lane + VTile::step(v_rows, 0, k * 2));
+      load_matrix_x4(a, VTile::step(v_at, 0, k * 2));
 #pragma unroll
       for (int n = 0; n < QUERY_TILES / 2; ++n) {
         u32 b[4];
-        load_matrix_x4(b, do_lane + VTile::step(do_columns, n * 16, k * 2));
+        load_matrix_x4(b, VTile::step(do_at, n * 16, k * 2));
         mma_bf16(ds[2 * n], a, b[0], b[1]);
         mma_bf16(ds[2 * n + 1], a, b[2], b[3]);
       }
@@ -310,6 +314,9 @@ DEVICE void attention_backward_block(const BackwardBlock& block, unsigned char* 
     }
 
     // dK += dS^T Q; dS^T to shared memory for dQ.
+#if COMPUTE_DK
+    const u32 q_transposed = opaque(q_tile + k_rows);
+#endif
 #pragma unroll
     for (int k = 0; k < BLOCK_Q / 16; ++k) {
       const u32 a[4] = {pack_bf16(ds[2 * k][0], ds[2 * k][1]), pack_bf16(ds[2 * k][2], ds[2 * k][3]),
@@ -322,7 +329,7 @@ DEVICE void attention_backward_block(const BackwardBlock& block, unsigned char* 
 #pragma unroll
       for (int n = 0; n < HEAD_DIM / 16; ++n) {
         u32 b[4];
-        load_matrix_x4_transposed(b, q_lane + KTile::step(k_rows, k * 16, n * 2));
+        load_matrix_x4_transposed(b, KTile::step(q_transposed, k * 16, n * 2));
         mma_bf16(sums.dk[2 * n], a, b[0], b[1]);
         mma_bf16(sums.dk[2 * n + 1], a, b[2], b[3]);
       }

@@ -37,27 +37,29 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
     lse[h] = stat.x;
     dot[h] = stat.y;
   }
-  const u32 a_rows = KTile::lane_offset(lane % 16, lane / 16), do_rows = VTile::lane_offset(lane % 16, lane / 16);
-  const u32 k_columns = KTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  const u32 v_columns = VTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const u32 k_rows = KTile::offset(lane % 16, lane / 16);
+  const u32 k_columns = KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2), v_columns = VTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  u32 q_at = q_lane + k_rows, do_at = do_lane + VTile::offset(lane % 16, lane / 16);
   float dq[HEAD_DIM / 8][4] = {};
 
   for (int it = 0; it < stream.num_tiles; ++it) {
     stream.advance(it);
     const TileMask mask = queries.last < queries.first ? TILE_EMPTY : tile_mask(stream, queries, it);
     if (mask == TILE_EMPTY) continue;
-    const u32 k_shared = stream.k_slot(it), v_shared = stream.v_slot(it);
+    const u32 k_at = stream.k_slot(it) + k_columns, v_at = stream.v_slot(it) + v_columns;
+    q_at = opaque(q_at);
+    do_at = opaque(do_at);
 
     // Score: S = Q K^T, and dP = dO V^T.
     float p[BLOCK_KV / 8][4] = {}, ds[BLOCK_KV / 8][4] = {};
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k) {
       u32 a[4];
-      load_matrix_x4(a, q_lane + KTile::step(a_rows, 0, k * 2));
+      load_matrix_x4(a, KTile::step(q_at, 0, k * 2));
 #pragma unroll
       for (int n = 0; n < BLOCK_KV / 16; ++n) {
         u32 b[4];
-        load_matrix_x4(b, k_shared + KTile::step(k_columns, n * 16, k * 2));
+        load_matrix_x4(b, KTile::step(k_at, n * 16, k * 2));
         mma_bf16(p[2 * n], a, b[0], b[1]);
         mma_bf16(p[2 * n + 1], a, b[2], b[3]);
       }
@@ -65,11 +67,11 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
 #pragma unroll
     for (int k = 0; k < HEAD_DIM_V / 16; ++k) {
       u32 a[4];
-      load_matrix_x4(a, do_lane + VTile::step(do_rows, 0, k * 2));
+      load_matrix_x4(a, VTile::step(do_at, 0, k * 2));
 #pragma unroll
       for (int n = 0; n < BLOCK_KV / 16; ++n) {
         u32 b[4];
-        load_matrix_x4(b, v_shared + VTile::step(v_columns, n * 16, k * 2));
+        load_matrix_x4(b, VTile::step(v_at, n * 16, k * 2));
         mma_bf16(ds[2 * n], a, b[0], b[1]);
         mma_bf16(ds[2 * n + 1], a, b[2], b[3]);
       }
@@ -94,6 +96,7 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
       for (int x = 0; x < 4; ++x) ds[n][x] = p[n][x] * (ds[n][x] - dot[x / 2]);
 
     // dQ += dS K.
+    const u32 k_transposed = stream.k_slot(it) + k_rows;
 #pragma unroll
     for (int k = 0; k < BLOCK_KV / 16; ++k) {
       const u32 a[4] = {pack_bf16(ds[2 * k][0], ds[2 * k][1]), pack_bf16(ds[2 * k][2], ds[2 * k][3]),
@@ -101,7 +104,7 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
 #pragma unroll
       for (int n = 0; n < HEAD_DIM / 16; ++n) {
         u32 b[4];
-        load_matrix_x4_transposed(b, k_shared + KTile::step(a_rows, k * 16, n * 2));
+        load_matrix_x4_transposed(b, KTile::step(k_transposed, k * 16, n * 2));
         mma_bf16(dq[2 * n], a, b[0], b[1]);
         mma_bf16(dq[2 * n + 1], a, b[2], b[3]);
       }

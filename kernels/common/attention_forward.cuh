@@ -38,9 +38,9 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
 
   // Lane parts of the fragment addresses: A and transposed B rows by lane % 16, B rows by the 8-lane groups (0, 0, 1, 1).
   const u32 q_lane = q_shared + (u32)warp_row * KTile::ROW_BYTES;
-  const u32 q_offset = KTile::lane_offset(lane % 16, lane / 16);
-  const u32 k_offset = KTile::lane_offset(lane % 8 + (lane / 16) * 8, (lane / 8) % 2);
-  const u32 v_offset = VTile::lane_offset(lane % 16, lane / 16);
+  u32 q_rows = q_lane + KTile::offset(lane % 16, lane / 16);
+  const u32 k_columns = KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const u32 v_rows = VTile::offset(lane % 16, lane / 16);
 
   float output[ROW_TILES][VALUE_TILES][4] = {};
   float maximum[ROW_TILES][2], total[ROW_TILES][2];
@@ -60,7 +60,7 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
 #pragma unroll
       for (int step = 0; step < HEAD_DIM / 16; ++step)
 #pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m) load_matrix_x4(q_fragments[step][m], q_lane + KTile::step(q_offset, m * 16, step * 2));
+        for (int m = 0; m < ROW_TILES; ++m) load_matrix_x4(q_fragments[step][m], KTile::step(q_rows, m * 16, step * 2));
     }
 #endif
     const TileMask mask = idle ? TILE_EMPTY : tile_mask(stream, queries, it);
@@ -68,7 +68,8 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
 
     // Score: S = Q K^T.
     float score[ROW_TILES][KEY_TILES][4] = {};
-    const u32 k_shared = stream.k_slot(it);
+    const u32 k_at = stream.k_slot(it) + k_columns;
+    q_rows = opaque(q_rows);
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
       u32 a[ROW_TILES][4];
@@ -78,13 +79,13 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
 #pragma unroll
         for (int x = 0; x < 4; ++x) a[m][x] = q_fragments[step][m][x];
 #else
-        load_matrix_x4(a[m], q_lane + KTile::step(q_offset, m * 16, step * 2));
+        load_matrix_x4(a[m], KTile::step(q_rows, m * 16, step * 2));
 #endif
       }
 #pragma unroll
       for (int n = 0; n < KEY_TILES / 2; ++n) {
         u32 b[4];
-        load_matrix_x4(b, k_shared + KTile::step(k_offset, n * 16, step * 2));
+        load_matrix_x4(b, KTile::step(k_at, n * 16, step * 2));
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m) {
           mma_bf16(score[m][2 * n], a[m], b[0], b[1]);
@@ -150,7 +151,7 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
     }
 
     // Weigh and accumulate, 16 keys a step: P = 2^(S - maximum), O += P V. The exponentials of a step overlap the products of the last.
-    const u32 v_shared = stream.v_slot(it);
+    const u32 v_at = stream.v_slot(it) + v_rows;
 #pragma unroll
     for (int step = 0; step < BLOCK_KV / 16; ++step) {
       u32 a[ROW_TILES][4];
@@ -171,7 +172,7 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
 #pragma unroll
       for (int n = 0; n < VALUE_TILES / 2; ++n) {
         u32 b[4];
-        load_matrix_x4_transposed(b, v_shared + VTile::step(v_offset, step * 16, n * 2));
+        load_matrix_x4_transposed(b, VTile::step(v_at, step * 16, n * 2));
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m) {
           mma_bf16(output[m][2 * n], a[m], b[0], b[1]);

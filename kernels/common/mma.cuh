@@ -54,10 +54,9 @@ struct SwizzledTile {
 
   // Byte offset of a chunk.
   static DEVICE u32 offset(int row, int chunk) { return (u32)(row * ROW_BYTES + ((chunk ^ ((row >> SHIFT) & MASK)) << 4)); }
-  // The part of `offset` that a lane knows ahead: `lane_chunk` is 0 or 1. Complete it with `step`.
-  static DEVICE u32 lane_offset(int lane_row, int lane_chunk) { return offset(lane_row, lane_chunk); }
-  // The offset `row` rows (a multiple of 8) and `chunk` chunks (even) further: everything but one xor folds into constants.
-  static DEVICE u32 step(u32 lane_offset, int row, int chunk) {
-    return (lane_offset ^ (u32)((chunk & MASK) << 4)) + (u32)(row * ROW_BYTES + ((chunk & ~MASK) << 4));
+  // The address `row` rows (a multiple of 8) and `chunk` chunks (even) further than `at`, which is a tile's address (a multiple of 128) plus the
+  // `offset` of a chunk numbered 0 or 1: one xor, the rest folds into the load's immediate.
+  static DEVICE u32 step(u32 at, int row, int chunk) {
+    return (at ^ (u32)((chunk & MASK) << 4)) + (u32)(row * ROW_BYTES + ((chunk & ~MASK) << 4));
   }
 };

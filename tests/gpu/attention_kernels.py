@@ -95,7 +95,7 @@ def forward_tiling(d, dv, gather=False, group=1):
         tiling = dict(WARP_ROWS=16, NUM_WARPS=8, BLOCK_KV=64, NUM_STAGES=2, MIN_BLOCKS=2, Q_IN_REGISTERS=1)
     if gather:
         rows = tiling["WARP_ROWS"] * tiling["NUM_WARPS"]
-        tiling["HEADS_PER_TILE"] = next(h for h in (8, 4, 2, 1) if group % h == 0 and rows // h >= 16)
+        tiling["HEADS_PER_TILE"] = next(h for h in ((8, 4, 2, 1) if d in (64, 128) else (2, 1)) if group % h == 0 and rows // h >= 16)
     return tiling
 
 
@@ -166,7 +166,7 @@ def query_tiling(d, dv, gather=False, group=1):
         tiling = dict(NUM_WARPS=8, BLOCK_KV=64, NUM_STAGES=2, MIN_BLOCKS=1)
     if gather:
         rows = 16 * tiling["NUM_WARPS"]
-        tiling["HEADS_PER_TILE"] = next(h for h in (8, 4, 2, 1) if group % h == 0 and rows // h >= 16)
+        tiling["HEADS_PER_TILE"] = next(h for h in ((8, 4, 2, 1) if d in (64, 128) else (2, 1)) if group % h == 0 and rows // h >= 16)
     return tiling
 
 
@@ -188,15 +188,18 @@ def prepare(rt, o, do, lse):
     """row_stats of the backward kernels."""
     b, n, h, dv = o.shape
     stats = torch.full((b, h, padded_len(n), 2), float("nan"), device=o.device)
+    lanes = 2
+    while lanes < dv // 8:
+        lanes *= 2
     rt.launch("attention_backward_prepare.cu", "attention_backward_prepare", dict(HEAD_DIM_V=dv),
-              (ceil_div(b * padded_len(n) * h, 8), 1, 1), 256, 0, [o, do, lse, stats], [b, n, h, padded_len(n)])
+              (ceil_div(b * padded_len(n) * h, 256 // lanes), 1, 1), 256, 0, [o, do, lse, stats], [b, n, h, padded_len(n)])
     return stats
 
 
-def convert_dq(rt, dq_sum, sum_len, first_query, dq, scale):
+def convert_dq(rt, dq_sum, sum_len, first_query, dq, scale, clear=False):
     b, n = dq.packed.shape[:2]
-    threads = b * dq.num_heads * sum_len // 2 * (dq.head_dim // 8)
-    rt.launch("attention_backward_convert.cu", "attention_backward_convert", dict(HEAD_DIM=dq.head_dim), (ceil_div(threads, 256), 1, 1), 256, 0,
+    warps = b * dq.num_heads * sum_len // 16 * ceil_div(dq.head_dim, 32)
+    rt.launch("attention_backward_convert.cu", "attention_backward_convert", dict(HEAD_DIM=dq.head_dim, CLEAR=int(clear)), (ceil_div(warps, 8), 1, 1), 256, 0,
               [dq_sum, dq.packed], [b, n, dq.num_heads, sum_len, first_query, dq.offset, dq.token_stride, dq.batch_stride, f32_word(scale)])
 
 
@@ -273,7 +276,7 @@ def dma_attention_backward(rt, q, k, v, o, lse, do, delta, lists, scale, dq, dk,
                       (count * ceil_div(lists.capacity, 16 * t["NUM_WARPS"]), hkv, b), t["NUM_WARPS"] * 32,
                       backward_shared_bytes(d, d_v, t, flags, True), tensors, words)
         if not deterministic:
-            convert_dq(rt, dq_sum, count * SUPER_BLOCK, first * SUPER_BLOCK, dq, scale)
+            convert_dq(rt, dq_sum, count * SUPER_BLOCK, first * SUPER_BLOCK, dq, scale, first + count < blocks)
     convert_rows(rt, dk_sum, dk, scale)
     convert_rows(rt, dv_sum, dv, 1.0)
     if deterministic:
