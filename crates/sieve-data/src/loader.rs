@@ -1,7 +1,7 @@
 //! Batches as a pure function of the number of their first sample.
 //!
-//! An epoch is a permutation of the documents, laid end to end and cut into samples of `seq_len` tokens. Sample `i` of
-//! all belongs to epoch `i / samples_per_epoch`; nothing else is remembered, so a run is resumed by a number, and any
+//! An epoch is a permutation of the documents, laid end to end and cut into rows of `seq_len` tokens, which are permuted in
+//! turn: neighbouring rows of one long document would make a batch of one kind. Sample `i` of all belongs to epoch `i / samples_per_epoch`; nothing else is remembered, so a run is resumed by a number, and any
 //! split of the samples over ranks and micro-batches reads the same ones.
 
 mod epoch;

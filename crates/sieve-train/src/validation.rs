@@ -29,7 +29,7 @@ impl TokenBytes {
     }
 }
 
-/// Mean loss over the first `num_batches` batches of `loader`, or over all of it when that is less.
+/// Mean loss over `num_batches` batches spread evenly over `loader`, or over all of it when that is less.
 ///
 /// Every token of a document but its first is predicted once; the unigram model is scored on the same tokens.
 ///
@@ -47,10 +47,13 @@ pub fn validate<B: SieveBackend>(
     let rows = loader
         .samples_per_epoch()
         .min((num_batches * batch_size) as u64);
+    let num_chunks = rows.div_ceil(batch_size as u64);
     let (mut nats, mut unigram_nats, mut num_labels, mut num_bytes) = (0f64, 0f64, 0u64, 0u64);
-    let mut first = 0;
-    while first < rows {
-        let count = (rows - first).min(batch_size as u64) as usize;
+    for chunk in 0..num_chunks {
+        // Spread over the whole shard: its first documents alone may be of one kind.
+        let first = chunk * loader.samples_per_epoch() / num_chunks;
+        let last = (chunk + 1) * loader.samples_per_epoch() / num_chunks;
+        let count = (last - first).min(batch_size as u64) as usize;
         let batch = loader.batch(first, count)?;
         let on_device = DeviceBatch::<B>::new(&batch, device);
         let context = LayerContext::new(&on_device.documents, rope);
@@ -64,7 +67,6 @@ pub fn validate<B: SieveBackend>(
                 num_bytes += u64::from(bytes[label as usize]);
             }
         }
-        first += count as u64;
     }
     let loss = nats / num_labels.max(1) as f64;
     let bits = std::f64::consts::LN_2 * num_bytes.max(1) as f64;

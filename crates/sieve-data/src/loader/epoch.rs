@@ -8,12 +8,17 @@ use super::{LoaderConfig, Order, Packing};
 use crate::permutation::Permutation;
 use crate::shard::ShardReader;
 
+/// Keeps the order of rows independent of the order of documents.
+const ROW_ORDER_SALT: u64 = 0x726F_775F_6F72_6465;
+
 /// Where each document ends when they are laid end to end in the epoch's order.
 #[derive(Debug)]
 pub(super) struct Epoch {
     number: u64,
     /// `None` keeps the shard's order.
     permutation: Option<Permutation>,
+    /// Order of the rows, so that the rows of a batch come from many documents; `None` keeps them as they lie.
+    row_order: Option<Permutation>,
     packing: Packing,
     seq_len: u64,
     /// Per place in the order: tokens (concatenated) or rows (one document per row) up to and with that document.
@@ -58,9 +63,16 @@ impl Epoch {
             // The last token ends a document, so it has no label and needs no row of its own.
             (Packing::Concatenated, Order::Sequential) => total.saturating_sub(1).div_ceil(seq_len),
         };
+        let row_order = match config.order {
+            Order::Shuffled { seed } => {
+                Some(Permutation::new(num_samples, seed ^ ROW_ORDER_SALT, number))
+            }
+            Order::Sequential => None,
+        };
         Self {
             number,
             permutation,
+            row_order,
             packing: config.packing,
             seq_len,
             ends,
@@ -78,6 +90,10 @@ impl Epoch {
 
     /// The pieces of one row, at most `seq_len` tokens in all.
     pub(super) fn row(&self, shard: &ShardReader, sample: u64) -> Vec<Piece> {
+        let sample = self
+            .row_order
+            .as_ref()
+            .map_or(sample, |order| order.get(sample));
         match self.packing {
             Packing::Concatenated => self.concatenated_row(shard, sample),
             Packing::OneDocumentPerRow => vec![self.single_row(shard, sample)],

@@ -288,7 +288,16 @@ fn brute_force_row(
                 }
             }
         }
-        rows
+        match config.order {
+            Order::Sequential => rows,
+            Order::Shuffled { seed } => {
+                let order =
+                    Permutation::new(rows.len() as u64, seed ^ 0x726F_775F_6F72_6465, epoch);
+                (0..rows.len() as u64)
+                    .map(|row| rows[order.get(row) as usize].clone())
+                    .collect()
+            }
+        }
     };
     let mut before = 0;
     for epoch in 0.. {
@@ -402,4 +411,17 @@ proptest! {
             }
         }
     }
+}
+
+// One long document must not fill a batch: its rows are spread over the epoch.
+#[test]
+fn neighbouring_samples_come_from_many_documents() {
+    let lengths = vec![400usize; 10];
+    let (_dir, shard) = shard(&lengths);
+    let config = config(20, Order::Shuffled { seed: 3 }, Packing::Concatenated);
+    let batch = Loader::new(shard, config).unwrap().batch(0, 16).unwrap();
+    let mut documents: Vec<u32> = batch.documents.clone();
+    documents.sort_unstable();
+    documents.dedup();
+    assert!(documents.len() >= 6, "{documents:?}");
 }
