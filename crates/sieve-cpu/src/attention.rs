@@ -9,6 +9,7 @@ mod keys;
 mod panel;
 #[cfg(test)]
 mod reference;
+mod scratch;
 #[cfg(test)]
 mod tests;
 mod tile;

@@ -9,8 +9,9 @@ use crate::simd::exp_and_sum;
 /// Labels below 0 (Hugging Face's -100) are ignored: no loss, no gradient.
 const FIRST_LABEL: i32 = 0;
 
-/// Logits held at once, in elements (16 MiB).
-const MAX_LOGITS: usize = 1 << 22;
+/// Logits held at once, in elements (64 MiB): with a large vocabulary, fewer rows a chunk would read and write the
+/// weight and its gradient too often.
+const MAX_LOGITS: usize = 1 << 24;
 
 /// Rows of a chunk at most, whatever the vocabulary.
 const MAX_CHUNK_ROWS: usize = 1024;

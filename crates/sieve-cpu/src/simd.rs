@@ -44,14 +44,15 @@ const ROUND: f32 = 12_582_912.0;
 /// ln 2 in two parts: the first has so few bits that its product with a small integer is exact.
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
-/// (e^r - 1 - r) / r^2 on |r| <= ln(2) / 2, highest power first (Cephes, expf).
+/// (e^r - 1) / r on |r| <= ln(2) / 2, highest power first: least squares of the relative error of e^r, reweighted
+/// until it was even; 1.7e-8 with these roundings, an eighth of an ulp.
 const EXP_POLY: [f32; 6] = [
-    1.987_569_1e-4,
-    1.398_199_9e-3,
-    8.333_452e-3,
-    4.166_579_6e-2,
-    1.666_666_5e-1,
-    0.5,
+    1.384_365_1e-3,
+    8.374_156e-3,
+    4.166_8e-2,
+    0.166_664_32,
+    0.499_999_94,
+    1.0,
 ];
 const EXP_UNDERFLOW: f32 = -87.33;
 const EXP_OVERFLOW: f32 = 88.37;
@@ -59,6 +60,13 @@ const EXP_OVERFLOW: f32 = 88.37;
 /// `e^x` within 2 ulp. Below -87.33 the result is 0, above 88.37 infinity; NaN stays NaN.
 #[inline(always)]
 pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    let overflow = simd.greater_than_f32s(x, simd.splat_f32s(EXP_OVERFLOW));
+    simd.select_f32s(overflow, simd.splat_f32s(f32::INFINITY), exp_below(simd, x))
+}
+
+/// As [`exp`] for x up to 88.37; what it gives above is meaningless.
+#[inline(always)]
+pub(crate) fn exp_below<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let splat = |value| simd.splat_f32s(value);
     // x = n ln 2 + r, and e^x = 2^n e^r.
     let shifted = simd.mul_add_e_f32s(x, splat(std::f32::consts::LOG2_E), splat(ROUND));
@@ -69,19 +77,14 @@ pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     for &coefficient in &EXP_POLY[1..] {
         p = simd.mul_add_e_f32s(p, r, splat(coefficient));
     }
-    let y = simd.add_f32s(simd.mul_add_e_f32s(p, simd.mul_f32s(r, r), r), splat(1.0));
+    let y = simd.mul_add_e_f32s(p, r, splat(1.0));
     let bits = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
     let scale = simd.transmute_f32s_u32s(simd.add_u32s(bits, simd.splat_u32s(0x3f80_0000)));
     let y = simd.mul_f32s(y, scale);
-    let y = simd.select_f32s(simd.less_than_f32s(x, splat(EXP_UNDERFLOW)), splat(0.0), y);
-    simd.select_f32s(
-        simd.greater_than_f32s(x, splat(EXP_OVERFLOW)),
-        splat(f32::INFINITY),
-        y,
-    )
+    simd.select_f32s(simd.less_than_f32s(x, splat(EXP_UNDERFLOW)), splat(0.0), y)
 }
 
-/// Turns the row into `exp(row - max)` and returns its sum.
+/// Turns the row into `exp(row - max)` and returns its sum; no element may exceed `max`.
 #[inline(always)]
 pub(crate) fn exp_and_sum<S: Simd>(simd: S, row: &mut [f32], max: f32) -> f32 {
     let (row, tail) = S::as_mut_simd_f32s(row);
@@ -90,12 +93,12 @@ pub(crate) fn exp_and_sum<S: Simd>(simd: S, row: &mut [f32], max: f32) -> f32 {
     let (row4, row1) = row.as_chunks_mut::<4>();
     for x in row4 {
         for v in 0..4 {
-            x[v] = exp(simd, simd.sub_f32s(x[v], max_vector));
+            x[v] = exp_below(simd, simd.sub_f32s(x[v], max_vector));
             sums[v] = simd.add_f32s(sums[v], x[v]);
         }
     }
     for x in row1 {
-        *x = exp(simd, simd.sub_f32s(*x, max_vector));
+        *x = exp_below(simd, simd.sub_f32s(*x, max_vector));
         sums[0] = simd.add_f32s(sums[0], *x);
     }
     if !tail.is_empty() {

@@ -7,7 +7,8 @@ use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::keys::Keys;
-use super::panel::{LANES, multiply, multiply_transposed};
+use super::panel::{Aligned, LANES, multiply, multiply_transposed};
+use super::scratch::Pool;
 use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile, row_positions};
 use super::{AttentionShape, Documents, Mask};
 use crate::simd::{dot, exp};
@@ -53,23 +54,23 @@ struct KeySums {
 struct Scratch<const W: usize> {
     q: RowPanels<W>,
     d_o: RowPanels<W>,
-    dq: Vec<[[f32; W]; LANES]>,
+    dq: Vec<Aligned<[[f32; W]; LANES]>>,
     positions: Vec<[i32; LANES]>,
     statistics: Vec<RowStatistics>,
     block: KeyBlock<W>,
     list: Vec<u32>,
-    p: [[f32; LANES]; BLOCK_KEYS],
-    ds: [[f32; LANES]; BLOCK_KEYS],
-    dk: Vec<[[f32; W]; BLOCK_KEYS]>,
-    dv: Vec<[[f32; W]; BLOCK_KEYS]>,
+    p: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
+    ds: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
+    dk: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
+    dv: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
     d_delta: [f32; BLOCK_KEYS],
 }
 
 /// Per row of a panel: log-sum-exp and the dot product of o and d_o.
 #[derive(Clone)]
 struct RowStatistics {
-    lse: [f32; LANES],
-    correction: [f32; LANES],
+    lse: Aligned<[f32; LANES]>,
+    correction: Aligned<[f32; LANES]>,
 }
 
 #[allow(
@@ -97,6 +98,7 @@ pub(super) fn run<const W: usize>(
         keys: &keys,
     };
     let mut groups = split_by_group(shape, d_qkv, d_delta);
+    let pool = Pool::new(Scratch::<W>::new, shape.head_dim);
     groups
         .par_iter_mut()
         .enumerate()
@@ -114,9 +116,8 @@ pub(super) fn run<const W: usize>(
             let sums: Vec<KeySums> = work
                 .into_par_iter()
                 .with_max_len(1)
-                .map_init(
-                    || Scratch::<W>::new(shape.head_dim),
-                    |scratch, (tokens, dq)| {
+                .map(|(tokens, dq)| {
+                    pool.lend(|scratch| {
                         Arch::new().dispatch(Segment {
                             inputs,
                             row,
@@ -125,8 +126,8 @@ pub(super) fn run<const W: usize>(
                             dq,
                             scratch,
                         })
-                    },
-                )
+                    })
+                })
                 .collect();
             Arch::new().dispatch(WriteSums {
                 head_dim: shape.head_dim,
@@ -249,10 +250,10 @@ impl<const W: usize> Scratch<W> {
             statistics: Vec::new(),
             block: KeyBlock::new(head_dim),
             list: Vec::new(),
-            p: [[0.0; LANES]; BLOCK_KEYS],
-            ds: [[0.0; LANES]; BLOCK_KEYS],
-            dk: vec![[[0.0; W]; BLOCK_KEYS]; columns],
-            dv: vec![[[0.0; W]; BLOCK_KEYS]; columns],
+            p: Aligned([[0.0; LANES]; BLOCK_KEYS]),
+            ds: Aligned([[0.0; LANES]; BLOCK_KEYS]),
+            dk: vec![Aligned([[0.0; W]; BLOCK_KEYS]); columns],
+            dv: vec![Aligned([[0.0; W]; BLOCK_KEYS]); columns],
             d_delta: [0.0; BLOCK_KEYS],
         }
     }
@@ -369,13 +370,13 @@ fn one_tile<S: Simd, const W: usize>(
     let row_len = shape.seq_len * shape.token_len();
     let qkv_row = &qkv[tile.row * row_len..(tile.row + 1) * row_len];
     dq.clear();
-    dq.resize(positions.len() * columns, [[0.0; W]; LANES]);
+    dq.resize(positions.len() * columns, Aligned([[0.0; W]; LANES]));
 
     keys.of_tile(tile.row, tile.kv_head, tile.first, tile.end - 1, list);
     for list in list.chunks(BLOCK_KEYS) {
         block.gather(qkv_row, shape, keys, tile, list);
-        dk.fill([[0.0; W]; BLOCK_KEYS]);
-        dv.fill([[0.0; W]; BLOCK_KEYS]);
+        dk.fill(Aligned([[0.0; W]; BLOCK_KEYS]));
+        dv.fill(Aligned([[0.0; W]; BLOCK_KEYS]));
         d_delta.fill(0.0);
         for (panel, positions) in positions.iter().enumerate() {
             let last =
@@ -497,8 +498,8 @@ fn load_rows<S: Simd, const W: usize>(
     scratch.statistics.resize(
         scratch.positions.len(),
         RowStatistics {
-            lse: [0.0; LANES],
-            correction: [0.0; LANES],
+            lse: Aligned([0.0; LANES]),
+            correction: Aligned([0.0; LANES]),
         },
     );
     for r in 0..tile.num_rows(shape) {
@@ -531,8 +532,8 @@ fn probabilities_and_gradients<S: Simd>(
     d_delta: &mut [f32],
 ) {
     let positions = S::as_simd_i32s(shown.positions).0;
-    let lse = S::as_simd_f32s(&shown.statistics.lse).0;
-    let correction = S::as_simd_f32s(&shown.statistics.correction).0;
+    let lse = S::as_simd_f32s(&*shown.statistics.lse).0;
+    let correction = S::as_simd_f32s(&*shown.statistics.correction).0;
     let zero = simd.splat_f32s(0.0);
     for (s, (p, ds)) in p.iter_mut().zip(ds).enumerate() {
         let p = S::as_mut_simd_f32s(p).0;
@@ -573,7 +574,11 @@ fn probabilities_and_gradients<S: Simd>(
 }
 
 #[inline(always)]
-fn add_columns<const W: usize>(target: &mut [f32], slot: usize, panels: &[[[f32; W]; BLOCK_KEYS]]) {
+fn add_columns<const W: usize>(
+    target: &mut [f32],
+    slot: usize,
+    panels: &[Aligned<[[f32; W]; BLOCK_KEYS]>],
+) {
     for (target, panel) in target.chunks_mut(W).zip(panels) {
         for (target, &x) in target.iter_mut().zip(&panel[slot]) {
             *target += x;

@@ -6,10 +6,11 @@ use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::keys::Keys;
-use super::panel::{LANES, multiply, multiply_transposed, scale_rows};
+use super::panel::{Aligned, LANES, multiply, multiply_transposed, scale_rows};
+use super::scratch::Pool;
 use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile, row_positions};
 use super::{AttentionShape, Documents, Mask};
-use crate::simd::exp;
+use crate::simd::exp_below;
 
 /// Vectors handled side by side, so that their chains of dependent operations overlap.
 const SIDE: usize = 4;
@@ -20,17 +21,17 @@ struct Scratch<const W: usize> {
     positions: Vec<[i32; LANES]>,
     block: KeyBlock<W>,
     list: Vec<u32>,
-    scores: [[f32; LANES]; BLOCK_KEYS],
+    scores: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
     /// `[num_panels, head_dim panels, LANES, W]`.
-    o: Vec<[[f32; W]; LANES]>,
+    o: Vec<Aligned<[[f32; W]; LANES]>>,
     softmax: Vec<Softmax>,
 }
 
 /// Running state of the online softmax of one panel.
 #[derive(Clone)]
 struct Softmax {
-    max: [f32; LANES],
-    sum: [f32; LANES],
+    max: Aligned<[f32; LANES]>,
+    sum: Aligned<[f32; LANES]>,
 }
 
 /// All heads of one tile of tokens, and the places for its results.
@@ -72,9 +73,9 @@ pub(super) fn run<const W: usize>(
             });
         }
     }
-    tasks.into_par_iter().with_max_len(1).for_each_init(
-        || Scratch::<W>::new(shape.head_dim),
-        |scratch, task| {
+    let pool = Pool::new(Scratch::<W>::new, shape.head_dim);
+    tasks.into_par_iter().with_max_len(1).for_each(|task| {
+        pool.lend(|scratch| {
             Arch::new().dispatch(Forward {
                 shape,
                 qkv,
@@ -82,8 +83,8 @@ pub(super) fn run<const W: usize>(
                 task,
                 scratch,
             })
-        },
-    );
+        });
+    });
 }
 
 impl<const W: usize> Scratch<W> {
@@ -93,7 +94,7 @@ impl<const W: usize> Scratch<W> {
             positions: Vec::new(),
             block: KeyBlock::new(head_dim),
             list: Vec::new(),
-            scores: [[0.0; LANES]; BLOCK_KEYS],
+            scores: Aligned([[0.0; LANES]; BLOCK_KEYS]),
             o: Vec::new(),
             softmax: Vec::new(),
         }
@@ -168,13 +169,13 @@ fn one_tile<S: Simd, const W: usize>(
     row_positions(tile, shape, positions);
     let num_panels = positions.len();
     o.clear();
-    o.resize(num_panels * columns, [[0.0; W]; LANES]);
+    o.resize(num_panels * columns, Aligned([[0.0; W]; LANES]));
     softmax.clear();
     softmax.resize(
         num_panels,
         Softmax {
-            max: [f32::NEG_INFINITY; LANES],
-            sum: [0.0; LANES],
+            max: Aligned([f32::NEG_INFINITY; LANES]),
+            sum: Aligned([0.0; LANES]),
         },
     );
 
@@ -208,7 +209,7 @@ fn one_tile<S: Simd, const W: usize>(
             };
             let state = &mut softmax[panel];
             let o = &mut o[panel * columns..(panel + 1) * columns];
-            let mut rescale = [1.0; LANES];
+            let mut rescale = Aligned([1.0; LANES]);
             if online_softmax(
                 simd,
                 &shown,
@@ -246,8 +247,8 @@ fn online_softmax<S: Simd>(
     rescale: &mut [f32; LANES],
 ) -> bool {
     let positions = S::as_simd_i32s(shown.positions).0;
-    let old_max = S::as_mut_simd_f32s(&mut state.max).0;
-    let sum = S::as_mut_simd_f32s(&mut state.sum).0;
+    let old_max = S::as_mut_simd_f32s(&mut *state.max).0;
+    let sum = S::as_mut_simd_f32s(&mut *state.sum).0;
     let rescale = S::as_mut_simd_f32s(rescale).0;
     let low = simd.splat_f32s(f32::NEG_INFINITY);
     let zero = simd.splat_f32s(0.0);
@@ -255,7 +256,7 @@ fn online_softmax<S: Simd>(
     for col in (0..LANES / S::F32_LANES).step_by(SIDE) {
         let mut max = [low; SIDE];
         max.copy_from_slice(&old_max[col..col + SIDE]);
-        if shown.masked || shown.delta.is_some() {
+        if shown.masked {
             for (s, row) in scores.iter_mut().enumerate() {
                 let row = S::as_mut_simd_f32s(row).0;
                 let delta = simd.splat_f32s(shown.delta.map_or(0.0, |delta| delta[s]));
@@ -274,6 +275,15 @@ fn online_softmax<S: Simd>(
                     max[v] = simd.max_f32s(max[v], x);
                 }
             }
+        } else if let Some(delta) = shown.delta {
+            for (row, &delta) in scores.iter_mut().zip(delta) {
+                let row = S::as_mut_simd_f32s(row).0;
+                let delta = simd.splat_f32s(delta);
+                for v in 0..SIDE {
+                    row[col + v] = simd.add_f32s(row[col + v], delta);
+                    max[v] = simd.max_f32s(max[v], row[col + v]);
+                }
+            }
         } else {
             for row in scores.iter() {
                 let row = S::as_simd_f32s(row).0;
@@ -288,7 +298,7 @@ fn online_softmax<S: Simd>(
         for v in 0..SIDE {
             let empty = simd.equal_f32s(max[v], low);
             shift[v] = simd.select_f32s(empty, zero, max[v]);
-            let factor = exp(simd, simd.sub_f32s(old_max[col + v], shift[v]));
+            let factor = exp_below(simd, simd.sub_f32s(old_max[col + v], shift[v]));
             let same = simd.equal_f32s(max[v], old_max[col + v]);
             changed |= simd.first_true_m32s(simd.not_m32s(same)) < S::F32_LANES;
             let factor = simd.select_f32s(same, simd.splat_f32s(1.0), factor);
@@ -299,7 +309,7 @@ fn online_softmax<S: Simd>(
         for row in scores.iter_mut() {
             let row = S::as_mut_simd_f32s(row).0;
             for v in 0..SIDE {
-                let p = exp(simd, simd.sub_f32s(row[col + v], shift[v]));
+                let p = exp_below(simd, simd.sub_f32s(row[col + v], shift[v]));
                 row[col + v] = p;
                 total[v] = simd.add_f32s(total[v], p);
             }

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use super::{AttentionShape, Documents, Mask};
 
 /// Query rows (token and head of the group) one tile aims at; small enough that a tile's panels stay in the L2 cache.
-const TILE_ROWS: usize = 128;
+const TILE_ROWS: usize = 192;
 
 /// Tiles that share one stored list of candidate keys.
 const TILES_PER_LIST: usize = 8;

@@ -4,6 +4,8 @@
 //! checks, and no operand is ever transposed except the queries, once per tile. The right operand is read as vectors,
 //! the left one element by element (a broadcast).
 
+use std::ops::{Deref, DerefMut};
+
 use pulp::Simd;
 
 /// Query rows (lanes) of one panel.
@@ -11,6 +13,27 @@ pub(super) const LANES: usize = 64;
 
 /// Key ranges given to the products are multiples of this, so that no remainder kernels are needed.
 pub(super) const KEY_STEP: usize = 8;
+
+/// A value at a multiple of the cache line, so that no vector of it is split over two lines.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(super) struct Aligned<T>(pub(super) T);
+
+impl<T> Deref for Aligned<T> {
+    type Target = T;
+
+    #[inline(always)]
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T> DerefMut for Aligned<T> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.0
+    }
+}
 
 /// `c = a b`, or `c += a b` with `accumulate`.
 ///

@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use super::panel::{KEY_STEP, LANES};
+use super::panel::{Aligned, KEY_STEP, LANES};
 use super::{AttentionShape, keys::Keys};
 
 /// Keys gathered at once.
-pub(super) const BLOCK_KEYS: usize = 64;
+pub(super) const BLOCK_KEYS: usize = 96;
 
 /// Width of the head_dim panels for a head_dim: the widest that wastes at most one panel of 16 or half a panel of 64.
 pub(super) fn panel_width(head_dim: usize) -> usize {
@@ -39,9 +39,9 @@ impl Tile {
 /// Rows of one operand (q or d_o), cut into panels of [`LANES`] rows; unused rows are zero.
 pub(super) struct RowPanels<const W: usize> {
     /// `[num_panels, head_dim panels, W, LANES]`.
-    pub(super) transposed: Vec<[[f32; LANES]; W]>,
+    pub(super) transposed: Vec<Aligned<[[f32; LANES]; W]>>,
     /// `[num_panels, head_dim panels, LANES, W]`.
-    pub(super) natural: Vec<[[f32; W]; LANES]>,
+    pub(super) natural: Vec<Aligned<[[f32; W]; LANES]>>,
 }
 
 impl<const W: usize> RowPanels<W> {
@@ -62,7 +62,7 @@ impl<const W: usize> RowPanels<W> {
     ) {
         let columns = head_dim.div_ceil(W);
         let num_panels = rows.len().div_ceil(LANES) * columns;
-        self.natural.resize(num_panels, [[0.0; W]; LANES]);
+        self.natural.resize(num_panels, Aligned([[0.0; W]; LANES]));
         let used = rows.len();
         for (r, x) in rows.enumerate() {
             for (c, x) in x.chunks(W).enumerate() {
@@ -84,15 +84,40 @@ impl<const W: usize> RowPanels<W> {
     #[inline(always)]
     pub(super) fn transpose(&mut self) {
         self.transposed
-            .resize(self.natural.len(), [[0.0; LANES]; W]);
+            .resize(self.natural.len(), Aligned([[0.0; LANES]; W]));
         for (transposed, natural) in self.transposed.iter_mut().zip(&self.natural) {
-            for (lane, row) in natural.iter().enumerate() {
-                for (column, &x) in transposed.iter_mut().zip(row) {
-                    column[lane] = x;
+            for (block, rows) in natural.as_chunks::<SQUARE>().0.iter().enumerate() {
+                for at in 0..W / SQUARE {
+                    let square = rows.each_ref().map(|row| row.as_chunks::<SQUARE>().0[at]);
+                    let columns = &mut transposed[at * SQUARE..(at + 1) * SQUARE];
+                    for (column, x) in columns.iter_mut().zip(transpose_square(square)) {
+                        column.as_chunks_mut::<SQUARE>().0[block] = x;
+                    }
                 }
             }
         }
     }
+}
+
+/// Side of the squares that are transposed at once: one vector where vectors are widest.
+const SQUARE: usize = 16;
+
+/// Transposes by four rounds of perfect shuffles, each of which is one instruction per vector.
+#[inline(always)]
+fn transpose_square(mut x: [[f32; SQUARE]; SQUARE]) -> [[f32; SQUARE]; SQUARE] {
+    for _ in 0..SQUARE.ilog2() {
+        let mut y = [[0.0; SQUARE]; SQUARE];
+        for i in 0..SQUARE / 2 {
+            for lane in 0..SQUARE / 2 {
+                y[2 * i][2 * lane] = x[i][lane];
+                y[2 * i][2 * lane + 1] = x[i + SQUARE / 2][lane];
+                y[2 * i + 1][2 * lane] = x[i][lane + SQUARE / 2];
+                y[2 * i + 1][2 * lane + 1] = x[i + SQUARE / 2][lane + SQUARE / 2];
+            }
+        }
+        x = y;
+    }
+    x
 }
 
 /// Positions of the rows of each panel; -1 for unused rows, which no key is visible to.
@@ -116,9 +141,9 @@ pub(super) struct Meeting {
 /// Keys and values gathered from the packed tensor; unused slots are zero and visible to nobody.
 pub(super) struct KeyBlock<const W: usize> {
     /// `[head_dim panels, BLOCK_KEYS, W]`.
-    pub(super) k: Vec<[[f32; W]; BLOCK_KEYS]>,
+    pub(super) k: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
     /// `[head_dim panels, BLOCK_KEYS, W]`.
-    pub(super) v: Vec<[[f32; W]; BLOCK_KEYS]>,
+    pub(super) v: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
     pub(super) position: [i32; BLOCK_KEYS],
     pub(super) expire: [i32; BLOCK_KEYS],
     pub(super) delta: [f32; BLOCK_KEYS],
@@ -129,8 +154,8 @@ impl<const W: usize> KeyBlock<W> {
     pub(super) fn new(head_dim: usize) -> Self {
         let columns = head_dim.div_ceil(W);
         Self {
-            k: vec![[[0.0; W]; BLOCK_KEYS]; columns],
-            v: vec![[[0.0; W]; BLOCK_KEYS]; columns],
+            k: vec![Aligned([[0.0; W]; BLOCK_KEYS]); columns],
+            v: vec![Aligned([[0.0; W]; BLOCK_KEYS]); columns],
             position: [i32::MAX; BLOCK_KEYS],
             expire: [0; BLOCK_KEYS],
             delta: [0.0; BLOCK_KEYS],
@@ -188,7 +213,11 @@ impl<const W: usize> KeyBlock<W> {
 }
 
 #[inline(always)]
-fn copy_columns<const W: usize>(x: &[f32], slot: usize, panels: &mut [[[f32; W]; BLOCK_KEYS]]) {
+fn copy_columns<const W: usize>(
+    x: &[f32],
+    slot: usize,
+    panels: &mut [Aligned<[[f32; W]; BLOCK_KEYS]>],
+) {
     for (c, panel) in panels.iter_mut().enumerate() {
         let x = &x[(c * W).min(x.len())..((c + 1) * W).min(x.len())];
         match <&[f32; W]>::try_from(x) {
