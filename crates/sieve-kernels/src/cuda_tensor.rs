@@ -1,6 +1,6 @@
 //! A Burn CUDA tensor as the launch wrappers see it: shape, strides, element type, and fresh outputs.
 use crate::error::KernelError;
-use crate::layout::{contiguous_strides, strides_are_contiguous};
+use crate::layout::{contiguous_strides, required_elements, strides_are_contiguous};
 use burn::tensor::{DType, Shape};
 use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, full_device_dtype};
 use burn_cubecl::tensor::CubeTensor;
@@ -123,6 +123,44 @@ impl CudaTensor {
             });
         }
         Ok(self.with_handle(self.0.handle.clone(), shape, self.dtype()))
+    }
+
+    /// The same buffer under another shape and other strides, in elements; no copy, no check of what lies there.
+    ///
+    /// # Errors
+    /// [`KernelError::Layout`] when the buffer is too small.
+    pub fn view(
+        &self,
+        kernel: &'static str,
+        tensor: &'static str,
+        shape: &[usize],
+        strides: &[usize],
+    ) -> Result<Self, KernelError> {
+        let capacity = self.0.handle.size_in_used() as usize / self.dtype().size();
+        if required_elements(shape, strides) > capacity {
+            let (shape, strides) = (shape.to_vec(), strides.to_vec());
+            let expected = "the buffer is too small for this view";
+            return Err(KernelError::Layout {
+                kernel,
+                tensor,
+                shape,
+                strides,
+                expected,
+            });
+        }
+        let metadata = Metadata::new(shape.to_vec(), strides.to_vec());
+        let (client, device, handle) = (
+            self.client().clone(),
+            self.device().clone(),
+            self.0.handle.clone(),
+        );
+        Ok(Self(CubeTensor::new(
+            client,
+            handle,
+            metadata,
+            device,
+            self.dtype(),
+        )))
     }
 
     /// A new contiguous tensor on the same device, contents undefined.

@@ -23,6 +23,19 @@ pub fn strides_are_contiguous(shape: &[usize], strides: &[usize]) -> bool {
         .all(|((&size, &stride), expected)| size == 1 || stride == expected)
 }
 
+/// Elements a buffer must hold so that every index of a strided tensor lies inside.
+pub(crate) fn required_elements(shape: &[usize], strides: &[usize]) -> usize {
+    if shape.contains(&0) {
+        return 0;
+    }
+    let last: usize = shape
+        .iter()
+        .zip(strides)
+        .map(|(size, stride)| (size - 1) * stride)
+        .sum();
+    last + 1
+}
+
 /// How a kernel walks a `[batch, seq_len, heads, width]` tensor: the last two dimensions without gaps, the first two by
 /// strides. This is what a slice of a packed `[batch, seq_len, all_heads, width]` tensor looks like.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,6 +80,15 @@ mod tests {
     fn strides_of_a_shape() {
         assert_eq!(contiguous_strides(&[2, 3, 5]), [15, 5, 1]);
         assert_eq!(contiguous_strides(&[]), Vec::<usize>::new());
+    }
+
+    #[test]
+    fn a_view_needs_its_last_element() {
+        assert_eq!(required_elements(&[2, 3, 5], &[15, 5, 1]), 30);
+        assert_eq!(required_elements(&[2, 3, 5], &[64, 8, 1]), 64 + 16 + 5);
+        assert_eq!(required_elements(&[4, 7], &[0, 1]), 7);
+        assert_eq!(required_elements(&[4, 0], &[9, 1]), 0);
+        assert_eq!(required_elements(&[], &[]), 1);
     }
 
     #[test]

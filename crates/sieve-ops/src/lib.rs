@@ -20,6 +20,7 @@ mod seed_gradient;
 mod swiglu;
 
 mod autodiff;
+mod cuda;
 mod flex;
 pub mod reference;
 
@@ -29,6 +30,7 @@ pub use backend::{
     AdamWStep, AdamWTensors, AttentionOutput, AttentionSpec, DMA_SCORE_CLAMP, DmaSelection,
     DocumentBounds, RopeTables, SieveBackend, TrainBackend,
 };
+pub use cuda::{Cuda, OpPath, op_paths, set_sum_order};
 pub use decode::{DmaCache, DmaToken, decode_attention, dma_decode};
 pub use dma::{DmaAttention, DmaForward, DmaSpec, dma_bias, dma_select, dynamic_mask_attention};
 pub use documents::Documents;
@@ -41,3 +43,4 @@ pub use seed_gradient::seed_gradient;
 pub use swiglu::swiglu;
 
 pub use sieve_core::DmaBias;
+pub use sieve_kernels::SumOrder;

@@ -1,0 +1,151 @@
+//! The CUDA path: Burn's CUDA tensors handed to the kernels of `sieve-kernels`.
+//!
+//! An op whose kernel refuses a call (another dtype, a width it is not compiled for) takes the plain-Burn reference on the
+//! GPU; [`op_paths`] tells which way every op went and why. Ops without a kernel yet are not overridden.
+mod attention;
+mod decode;
+mod dma;
+mod paths;
+
+pub use paths::{OpPath, op_paths, set_sum_order};
+
+use crate::decode::{DmaCache, DmaToken, dma_decode_reference};
+use crate::{
+    AttentionOutput, AttentionSpec, DmaBias, DmaSelection, DocumentBounds, SieveBackend, reference,
+};
+use burn::tensor::DType;
+use paths::kernel_or;
+use sieve_kernels::{CudaPrimitive, CudaTensor};
+
+/// Burn's CUDA backend, without fusion.
+pub type Cuda = burn_cuda::Cuda<f32, i32>;
+
+impl SieveBackend for Cuda {
+    fn swiglu(gate_up: CudaPrimitive) -> CudaPrimitive {
+        let attempt = sieve_kernels::swiglu_forward(&CudaTensor::from(gate_up.clone()));
+        kernel_or("swiglu", attempt.map(Into::into), || {
+            reference::swiglu::<Self>(gate_up)
+        })
+    }
+
+    fn swiglu_backward(gate_up: CudaPrimitive, dy: CudaPrimitive) -> CudaPrimitive {
+        let (x, d) = (
+            CudaTensor::from(gate_up.clone()),
+            CudaTensor::from(dy.clone()),
+        );
+        let attempt = sieve_kernels::swiglu_backward(&x, &d);
+        kernel_or("swiglu_backward", attempt.map(Into::into), || {
+            reference::swiglu_backward::<Self>(gate_up, dy)
+        })
+    }
+
+    fn packed_attention(
+        qkv: CudaPrimitive,
+        documents: &DocumentBounds<Self>,
+        spec: AttentionSpec,
+    ) -> AttentionOutput<Self> {
+        let attempt = attention::forward(&qkv, documents, spec, None);
+        kernel_or("attention", attempt, || {
+            reference::attention::<Self>(qkv, documents, spec)
+        })
+    }
+
+    fn packed_attention_backward(
+        qkv: CudaPrimitive,
+        documents: &DocumentBounds<Self>,
+        spec: AttentionSpec,
+        output: AttentionOutput<Self>,
+        d_o: CudaPrimitive,
+    ) -> CudaPrimitive {
+        let attempt = attention::backward(&qkv, documents, spec, None, &output, &d_o);
+        kernel_or("attention_backward", attempt.map(|(dqkv, _)| dqkv), || {
+            reference::attention_backward::<Self>(qkv, documents, spec, output, d_o)
+        })
+    }
+
+    fn dma_scores(
+        qkv: CudaPrimitive,
+        w_dt: CudaPrimitive,
+        a: CudaPrimitive,
+        spec: AttentionSpec,
+    ) -> CudaPrimitive {
+        let attempt = dma::scores(&qkv, &w_dt, &a, spec);
+        kernel_or("dma_scores", attempt, || {
+            reference::dma_scores::<Self>(qkv, w_dt, a, spec)
+        })
+    }
+
+    fn dma_select(
+        z: CudaPrimitive,
+        documents: &DocumentBounds<Self>,
+        keep_window_size: usize,
+    ) -> DmaSelection<Self> {
+        let attempt = dma::select(&z, documents, keep_window_size);
+        kernel_or("dma_select", attempt, || {
+            reference::dma_select::<Self>(z, documents, keep_window_size)
+        })
+    }
+
+    fn dma_attention(
+        qkv: CudaPrimitive,
+        delta: CudaPrimitive,
+        documents: &DocumentBounds<Self>,
+        selection: &DmaSelection<Self>,
+        spec: AttentionSpec,
+    ) -> AttentionOutput<Self> {
+        let attempt = dma::forward(&qkv, &delta, documents, selection, spec);
+        kernel_or("dma_attention", attempt, || {
+            reference::dma_attention::<Self>(qkv, delta, documents, selection, spec)
+        })
+    }
+
+    fn dma_attention_backward(
+        qkv: CudaPrimitive,
+        delta: CudaPrimitive,
+        documents: &DocumentBounds<Self>,
+        selection: &DmaSelection<Self>,
+        spec: AttentionSpec,
+        output: AttentionOutput<Self>,
+        d_o: CudaPrimitive,
+    ) -> (CudaPrimitive, CudaPrimitive) {
+        let attempt = dma::backward(&qkv, &delta, documents, selection, spec, &output, &d_o);
+        kernel_or("dma_attention_backward", attempt, || {
+            reference::dma_attention_backward::<Self>(
+                qkv, delta, documents, selection, spec, output, d_o,
+            )
+        })
+    }
+
+    fn decode_attention(
+        q: CudaPrimitive,
+        k: CudaPrimitive,
+        v: CudaPrimitive,
+        delta: Option<CudaPrimitive>,
+        softmax_scale: f64,
+    ) -> CudaPrimitive {
+        let attempt = decode::attention(&q, &k, &v, delta.as_ref(), softmax_scale);
+        kernel_or("decode_attention", attempt, || {
+            reference::decode_attention::<Self>(q, k, v, delta, softmax_scale)
+        })
+    }
+
+    fn dma_decode_step(
+        cache: DmaCache<Self>,
+        token: DmaToken<Self>,
+        softmax_scale: f64,
+        bias: DmaBias,
+    ) -> (DmaCache<Self>, CudaPrimitive) {
+        let attempt = decode::dma_step(&cache, &token, softmax_scale, bias);
+        kernel_or("dma_decode", attempt, || {
+            dma_decode_reference::<Self>(cache, token, softmax_scale, bias)
+        })
+    }
+}
+
+/// The tensor in another float type, itself when it has that type.
+fn cast(x: &CudaPrimitive, dtype: DType) -> CudaTensor {
+    if x.dtype == dtype {
+        return CudaTensor::from(x.clone());
+    }
+    CudaTensor::from(burn_cubecl::kernel::cast(x.clone(), dtype))
+}

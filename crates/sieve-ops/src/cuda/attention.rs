@@ -1,0 +1,101 @@
+//! Dense and sliding-window attention on packed tensors, with an optional bias per key.
+use super::Cuda;
+use super::paths::sum_order;
+use crate::{AttentionOutput, AttentionSpec, DocumentBounds};
+use sieve_kernels::{
+    AttentionGradients, AttentionResult, CudaPrimitive, CudaTensor, KernelError, Qkv,
+};
+
+/// A packed tensor as the kernels take it.
+pub(super) fn packed(qkv: &CudaPrimitive, spec: AttentionSpec) -> Qkv {
+    let qkv = CudaTensor::from(qkv.clone());
+    Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads)
+}
+
+pub(super) fn bounds(documents: &DocumentBounds<Cuda>) -> [CudaTensor; 2] {
+    documents.clone().map(CudaTensor::from)
+}
+
+/// Both names of one result.
+pub(super) fn output(result: AttentionResult) -> AttentionOutput<Cuda> {
+    AttentionOutput {
+        o: result.o.into(),
+        lse: result.lse.into(),
+    }
+}
+
+pub(super) fn result(output: &AttentionOutput<Cuda>) -> AttentionResult {
+    AttentionResult {
+        o: CudaTensor::from(output.o.clone()).contiguous(),
+        lse: CudaTensor::from(output.lse.clone()).contiguous(),
+    }
+}
+
+/// The arguments of a backward call: `dqkv` is packed as the input, every element is written.
+pub(super) struct Backward {
+    qkv: Qkv,
+    result: AttentionResult,
+    d_o: CudaTensor,
+    grads: Qkv,
+    softmax_scale: f32,
+    pub(super) dqkv: CudaTensor,
+}
+
+impl Backward {
+    pub(super) fn new(
+        qkv: &CudaPrimitive,
+        spec: AttentionSpec,
+        output: &AttentionOutput<Cuda>,
+        d_o: &CudaPrimitive,
+    ) -> Self {
+        let input = CudaTensor::from(qkv.clone());
+        let dqkv = input.empty_contiguous(input.shape(), input.dtype());
+        Self {
+            qkv: packed(qkv, spec),
+            result: result(output),
+            d_o: CudaTensor::from(d_o.clone()),
+            grads: Qkv::packed(&dqkv, spec.num_heads, spec.num_kv_heads),
+            softmax_scale: spec.softmax_scale as f32,
+            dqkv,
+        }
+    }
+
+    pub(super) fn call(&self) -> AttentionGradients<'_> {
+        AttentionGradients {
+            qkv: &self.qkv,
+            result: &self.result,
+            d_o: &self.d_o,
+            grads: &self.grads,
+            softmax_scale: self.softmax_scale,
+            order: sum_order(),
+        }
+    }
+}
+
+pub(super) fn forward(
+    qkv: &CudaPrimitive,
+    documents: &DocumentBounds<Cuda>,
+    spec: AttentionSpec,
+    bias: Option<&CudaTensor>,
+) -> Result<AttentionOutput<Cuda>, KernelError> {
+    let [start, _] = bounds(documents);
+    let scale = spec.softmax_scale as f32;
+    sieve_kernels::attention_forward(&packed(qkv, spec), &start, spec.window_size, scale, bias)
+        .map(output)
+}
+
+/// `(dqkv, dbias)`.
+pub(super) fn backward(
+    qkv: &CudaPrimitive,
+    documents: &DocumentBounds<Cuda>,
+    spec: AttentionSpec,
+    bias: Option<&CudaTensor>,
+    output: &AttentionOutput<Cuda>,
+    d_o: &CudaPrimitive,
+) -> Result<(CudaPrimitive, Option<CudaTensor>), KernelError> {
+    let [start, end] = bounds(documents);
+    let backward = Backward::new(qkv, spec, output, d_o);
+    let window = spec.window_size;
+    let dbias = sieve_kernels::attention_backward(backward.call(), [&start, &end], window, bias)?;
+    Ok((backward.dqkv.into(), dbias))
+}

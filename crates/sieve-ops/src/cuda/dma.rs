@@ -1,0 +1,133 @@
+//! DMA's scores, selection and attention.
+use super::attention::{self, Backward, bounds, output, packed};
+use super::{Cuda, cast};
+use crate::{AttentionOutput, AttentionSpec, DmaSelection, DocumentBounds};
+use burn::tensor::DType;
+use sieve_kernels::{CudaPrimitive, CudaTensor, KernelError, KeyLists, ScoreBias, TILE_QUERIES};
+
+/// What a selection of this backend holds in [`DmaSelection::lists`].
+enum Kept {
+    /// Every key of every document: the dense kernel with a bias per key.
+    All,
+    /// Ordered key lists.
+    Lists(Box<KeyLists>),
+}
+
+impl Kept {
+    /// Reads the lists back; one tensor stands for "all", none for a selection that the reference made.
+    fn of(selection: &DmaSelection<Cuda>) -> Result<Self, KernelError> {
+        match selection.lists.as_slice() {
+            [_all] => Ok(Self::All),
+            [list, list_len, num_entering, tile_window] => {
+                let of = |tensor: &CudaPrimitive| CudaTensor::from(tensor.clone());
+                Ok(Self::Lists(Box::new(KeyLists {
+                    list: of(list),
+                    list_len: of(list_len),
+                    num_entering: of(num_entering),
+                    tile_window: of(tile_window),
+                    tile_queries: TILE_QUERIES,
+                })))
+            }
+            _ => Err(KernelError::Unsupported {
+                kernel: "dma_attention",
+                what: "selection",
+                got: "made by the reference".to_owned(),
+                supported: "made by dma_select".to_owned(),
+            }),
+        }
+    }
+}
+
+pub(super) fn scores(
+    qkv: &CudaPrimitive,
+    w_dt: &CudaPrimitive,
+    a: &CudaPrimitive,
+    spec: AttentionSpec,
+) -> Result<CudaPrimitive, KernelError> {
+    let (w_dt, a) = (cast(w_dt, DType::F32), cast(a, DType::F32));
+    // The bias that the kernel computes along is not used: the caller makes it from z.
+    let scores = sieve_kernels::dma_scores(&packed(qkv, spec), &w_dt, &a, ScoreBias::Linear)?;
+    Ok(scores.z.into())
+}
+
+pub(super) fn select(
+    z: &CudaPrimitive,
+    documents: &DocumentBounds<Cuda>,
+    keep_window_size: usize,
+) -> Result<DmaSelection<Cuda>, KernelError> {
+    let z = CudaTensor::from(z.clone());
+    let [start, end] = bounds(documents);
+    let selection = sieve_kernels::dma_select(&z, &start, &end, keep_window_size)?;
+    let [_, _, seq_len] = z.dims("dma_select", "z")?;
+    let lists: Vec<CudaPrimitive> = if keep_window_size >= seq_len {
+        vec![selection.expire.clone().into()]
+    } else {
+        let lists = sieve_kernels::dma_lists(&selection, &start, &end, TILE_QUERIES)?;
+        let KeyLists {
+            list,
+            list_len,
+            num_entering,
+            tile_window,
+            ..
+        } = lists;
+        [list, list_len, num_entering, tile_window]
+            .map(Into::into)
+            .to_vec()
+    };
+    let expire = selection.expire.into();
+    Ok(DmaSelection { expire, lists })
+}
+
+pub(super) fn forward(
+    qkv: &CudaPrimitive,
+    delta: &CudaPrimitive,
+    documents: &DocumentBounds<Cuda>,
+    selection: &DmaSelection<Cuda>,
+    spec: AttentionSpec,
+) -> Result<AttentionOutput<Cuda>, KernelError> {
+    let delta = CudaTensor::from(delta.clone());
+    let spec = without_window(spec);
+    match Kept::of(selection)? {
+        Kept::All => attention::forward(qkv, documents, spec, Some(&delta)),
+        Kept::Lists(lists) => {
+            let scale = spec.softmax_scale as f32;
+            let qkv = packed(qkv, spec);
+            sieve_kernels::dma_attention_forward(&qkv, &delta, &lists, scale).map(output)
+        }
+    }
+}
+
+/// `(dqkv, ddelta)`.
+pub(super) fn backward(
+    qkv: &CudaPrimitive,
+    delta: &CudaPrimitive,
+    documents: &DocumentBounds<Cuda>,
+    selection: &DmaSelection<Cuda>,
+    spec: AttentionSpec,
+    output: &AttentionOutput<Cuda>,
+    d_o: &CudaPrimitive,
+) -> Result<(CudaPrimitive, CudaPrimitive), KernelError> {
+    let delta = CudaTensor::from(delta.clone());
+    let spec = without_window(spec);
+    match Kept::of(selection)? {
+        Kept::All => {
+            let bias = Some(&delta);
+            let (dqkv, d_delta) = attention::backward(qkv, documents, spec, bias, output, d_o)?;
+            let d_delta = d_delta.expect("a call with a bias returns the bias's gradient");
+            Ok((dqkv, d_delta.into()))
+        }
+        Kept::Lists(lists) => {
+            let backward = Backward::new(qkv, spec, output, d_o);
+            let d_delta = sieve_kernels::dma_attention_backward(backward.call(), &delta, &lists)?;
+            Ok((backward.dqkv.into(), d_delta.into()))
+        }
+    }
+}
+
+/// The selection is the whole mask of DMA.
+fn without_window(spec: AttentionSpec) -> AttentionSpec {
+    AttentionSpec {
+        window_size: None,
+        ..spec
+    }
+}
