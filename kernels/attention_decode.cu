@@ -10,7 +10,7 @@
 // Defines    HEAD_DIM, HEAD_DIM_V (128), APPEND (1), NUM_STAGES (4 for HEAD_DIM <= 64, else 2)
 // Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); NUM_THREADS = 128 (64 where a head_dim is above 128);
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16) + WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576), WARPS = NUM_THREADS / 32;
-//            about three blocks per multiprocessor in all: num_splits = clamp(3 * multiprocessors / (batch * grid.y), 1, ceil(keys / 64))
+//            about three blocks per multiprocessor in all: num_splits = clamp(3 * multiprocessors / (batch * grid.y), 1, min(ceil(keys / 64), 4096))
 // Numerics   logits, softmax and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order: two runs are bit-equal
 // Edges      rows of different length in one batch; length 0 (only the new token); an empty row with APPEND=0 gives o = 0;
 //            length = capacity with APPEND=1 attends but does not store: the wrapper refuses it
@@ -38,7 +38,7 @@ struct AttentionDecodeParams {
   u64 q_offset, q_batch_stride, k_offset, k_batch_stride, v_offset, v_batch_stride;
 };
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
 attention_decode(const bf16* __restrict__ q,
 #if APPEND
          const bf16* __restrict__ k_new, const bf16* __restrict__ v_new,

@@ -14,7 +14,7 @@
 // Defines    HEAD_DIM, HEAD_DIM_V (128), BIAS_LINEAR (0), NUM_STAGES (4 for HEAD_DIM <= 64, else 2)
 // Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); NUM_THREADS = 128 (64 where a head_dim is above 128);
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16) + WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576), WARPS = NUM_THREADS / 32;
-//            num_splits = clamp(3 * multiprocessors / (batch * grid.y), 1, ceil(w / 64)). One launch: every block finds the smallest slot
+//            num_splits = clamp(3 * multiprocessors / (batch * grid.y), 1, min(ceil(w / 64), 4096)). One launch: every block finds the smallest slot
 //            by itself while its first tiles arrive, split 0 attends the new key from where it lies, the last block of a head stores it
 // Numerics   order by integers, exact. Logits, softmax and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order
 // Edges      rows of different length in one batch; length 0; w not a multiple of a tile; w = 1. The slot that is overwritten is loaded
@@ -49,7 +49,7 @@ struct DmaDecodeParams {
 // The key bias in base 2.
 DEVICE float bias_of_score(float z) { return (BIAS_LINEAR ? z : expf(fminf(z, MAX_EXPONENT))) * LOG2_E; }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
 dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf16* __restrict__ v_new, const float* __restrict__ z_new,
       bf16* k_cache, bf16* v_cache, float* slot_z, i32* slot_position, const i32* __restrict__ length, bf16* __restrict__ o,
       float* partials, u32* counters, const __grid_constant__ DmaDecodeParams params) {
@@ -94,13 +94,26 @@ dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf1
   if (num_slots == window) {
     u64 smallest = ~0ull;
     i32 slot_of_smallest = NO_SLOT;
-#pragma unroll 4
-    for (i32 slot = threadIdx.x; slot < window; slot += NUM_THREADS) {
-      const u64 key = order_key(order_of_score(head_z[slot]), (u32)head_position[slot]);
+    auto consider = [&](i32 slot, u32 z_bits, u32 key_position) {
+      const u64 key = order_key(order_of_score(__uint_as_float(z_bits)), key_position);
       if (key < smallest) {
         smallest = key;
         slot_of_smallest = slot;
       }
+    };
+    if (window % 4 == 0) {  // 16 bytes at a time, all of a 2048-slot cache in flight at once
+#pragma unroll 4
+      for (i32 slot = threadIdx.x * 4; slot < window; slot += NUM_THREADS * 4) {
+        const uint4 z4 = *(const uint4*)(head_z + slot), position4 = *(const uint4*)(head_position + slot);
+        consider(slot, z4.x, position4.x);
+        consider(slot + 1, z4.y, position4.y);
+        consider(slot + 2, z4.z, position4.z);
+        consider(slot + 3, z4.w, position4.w);
+      }
+    } else {
+#pragma unroll 4
+      for (i32 slot = threadIdx.x; slot < window; slot += NUM_THREADS)
+        consider(slot, __float_as_uint(head_z[slot]), (u32)head_position[slot]);
     }
     u64 of_warp = smallest;
 #pragma unroll

@@ -4,25 +4,31 @@
 //            [a, e): a = entering keys with j > i1; e = num_entering + old keys with expire > i0.
 // Method     no sort: at most one key leaves at a position, so an old key's place is the number of old keys that leave later. Leaving
 //            times are bits (bit expire - q0 - 1; never popped: bit (doc_end - q0 - 1) + (j - doc_start)), places are counts of higher
-//            bits, in windows of 131072 bits from the top. Old keys are found among the survivors at the last PREFIX_BLOCK boundary.
+//            bits, in windows of 65536 bits from the top. Old keys are found among the survivors at the last PREFIX_BLOCK boundary and
+//            the keys since, and kept in shared memory if they are at most MAX_OLD (else found again each time).
 // Layout     expire i32 [batch, num_kv_heads, seq_len]; doc_start, doc_end i32 [batch, seq_len]; survivors u64 as dma_select_prefix (or
 //            dma_lists_prefix) writes them; list int2 [batch, num_kv_heads, num_super_blocks, capacity], capacity a multiple of 128 and
 //            at least min(w + 1024, seq_len); list_len, num_entering i32 [batch, num_kv_heads, num_super_blocks]; tile_window int2 {a, e}
 //            [batch, num_kv_heads, ceil(seq_len / tile_queries)]. All contiguous.
-// Defines    PREFIX_BLOCK (8192, as in dma_select_prefix)
-// Tiling     grid (num_super_blocks, num_kv_heads, batch); 1024 threads; 33 KiB static shared memory, no dynamic
+// Defines    PREFIX_BLOCK (8192, as in dma_select_prefix), MIN_BLOCKS (2, blocks to fit on a multiprocessor)
+// Tiling     grid (num_super_blocks, num_kv_heads, batch); 1024 threads; 37 KiB static shared memory, no dynamic
 // Numerics   integers only; deterministic. Entries list_len .. round_up(list_len, 128) are written as {j of entry 0, 0}: safe to gather,
 //            never active. Entries past those are not written.
 // Edges      tile_queries divides 1024. An `expire` that lets two keys of a document go at one place, or more keys live than w, breaks
 //            the order; entries past `capacity` are dropped, nothing is written out of bounds.
 #include "common/block_scan.cuh"
+#include "common/block_stream.cuh"
 
 #ifndef PREFIX_BLOCK
 #define PREFIX_BLOCK 8192
 #endif
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 2
+#endif
 
 constexpr int SUPER_BLOCK = 1024;    // queries a list serves: one thread per query
-constexpr int WINDOW_WORDS = 4096;   // leaving times handled at once, in words of 32
+constexpr int WINDOW_WORDS = 2048;   // leaving times handled at once, in words of 32
+constexpr int MAX_OLD = 2560;        // old keys remembered
 constexpr int WORDS_EACH = WINDOW_WORDS / SUPER_BLOCK;
 constexpr int LIST_ALIGNMENT = 128;
 static_assert(PREFIX_BLOCK % SUPER_BLOCK == 0, "a super-block must not straddle a boundary of dma_select_prefix");
@@ -35,10 +41,12 @@ struct Shared {
   u32 leaves[WINDOW_WORDS];       // bit t: an old key leaves at time t of the window
   u32 later[WINDOW_WORDS];        // old keys of the window that leave in a word to the right
   u32 entering[SUPER_BLOCK / 32]; // bit per key of the block: some query sees it
+  int2 old[MAX_OLD];              // {key, expire}, any order
   u32 warp_sums[32];
+  u32 num_old;
 };
 
-extern "C" __global__ void __launch_bounds__(SUPER_BLOCK)
+extern "C" __global__ void __launch_bounds__(SUPER_BLOCK, MIN_BLOCKS)
 dma_lists(const i32* __restrict__ expire, const i32* __restrict__ doc_start, const i32* __restrict__ doc_end,
      const u64* __restrict__ survivors, int2* __restrict__ list, i32* __restrict__ list_len, i32* __restrict__ num_entering_out,
      int2* __restrict__ tile_window, const __grid_constant__ DmaListsParams params) {
@@ -54,6 +62,8 @@ dma_lists(const i32* __restrict__ expire, const i32* __restrict__ doc_start, con
   int2* out = list + list_idx * capacity;
 
   // Entering keys, latest first.
+  if (thread == 0) shared.num_old = 0;
+  const i32 document = doc_start[tokens + q0], document_end = doc_end[tokens + q0];  // of the old keys
   const i32 position = q0 + thread;
   const i32 position_expire = position < q1 ? row_expire[position] : 0;
   const bool enters = position < q1 && position_expire > position;
@@ -65,25 +75,36 @@ dma_lists(const i32* __restrict__ expire, const i32* __restrict__ doc_start, con
     out[num_entering - 1 - enters_before] = make_int2(position, position_expire);
 
   // Old keys: all of the document of query q0. Its length bounds the leaving times.
-  const i32 document = doc_start[tokens + q0], document_end = doc_end[tokens + q0];
   const i32 prefix_block = q0 / PREFIX_BLOCK, boundary = prefix_block * PREFIX_BLOCK;
   const i64 num_boundaries = (seq_len + PREFIX_BLOCK - 1) / PREFIX_BLOCK - 1;
   const bool from_survivors = boundary - document > window;
   const u64* old_keys = survivors + (head * num_boundaries + prefix_block - 1) * window;
-  const i32 num_survivors = from_survivors ? window : 0, first = from_survivors ? boundary : document;
-  // Calls visit(key position, expire, leaving time) for each old key.
-  auto for_each_old_key = [&](auto visit) {
-    auto consider = [&](i32 key) {
+  auto find_old_keys = [&](auto visit) {
+    for_each_pair<SUPER_BLOCK, 2>(old_keys, from_survivors ? window : 0, [&](u32 key, u32) {
+      if (key >= (u32)q0) return;  // a place left over by dma_lists_prefix holds ~0
       const i32 leaves = row_expire[key];
-      if (leaves > q0) visit(key, leaves, leaves < document_end ? leaves - q0 - 1 : document_end - q0 - 1 + key - document);
+      if (leaves > q0) visit((i32)key, leaves);
+    });
+    for_each_word<SUPER_BLOCK, 2>((const u32*)row_expire, from_survivors ? boundary : document, q0, [&](u32 leaves, i32 key) {
+      if ((i32)leaves > q0) visit(key, (i32)leaves);
+    });
+  };
+  find_old_keys([&](i32 key, i32 leaves) {
+    const u32 slot = atomicAdd(&shared.num_old, 1u);
+    if (slot < MAX_OLD) shared.old[slot] = make_int2(key, leaves);
+  });
+  __syncthreads();  // the old keys are known
+  const i32 num_old = (i32)shared.num_old;
+  // Calls visit(key, expire, leaving time) for each old key.
+  auto for_each_old_key = [&](auto visit) {
+    auto with_time = [&](i32 key, i32 leaves) {
+      visit(key, leaves, leaves < document_end ? leaves - q0 - 1 : document_end - q0 - 1 + key - document);
     };
-#pragma unroll 2
-    for (i32 i = thread; i < num_survivors; i += SUPER_BLOCK) {
-      const u32 key = (u32)old_keys[i];
-      if (key < (u32)q0) consider((i32)key);  // a place left over by dma_lists_prefix holds ~0
+    if (num_old <= MAX_OLD) {
+      for (i32 i = thread; i < num_old; i += SUPER_BLOCK) with_time(shared.old[i].x, shared.old[i].y);
+    } else {
+      find_old_keys(with_time);
     }
-#pragma unroll 4
-    for (i32 key = first + thread; key < q0; key += SUPER_BLOCK) consider(key);
   };
 
   u32 num_later = 0, num_above = 0;  // old keys in the windows done, and in those above the last

@@ -26,6 +26,7 @@ constexpr int TOKENS = NUM_KV_HEADS <= 8 ? 4 : NUM_KV_HEADS <= 16 ? 2 : 1;  // t
 constexpr int NUM_SUMS = NUM_KV_HEADS * TOKENS;
 constexpr int TILE_CHUNKS = 1536 / NUM_KV_HEADS;  // chunks of 8 channels whose part of W_dt is in shared memory at once: 48 KiB
 constexpr int PADDED_SUMS = NUM_SUMS <= 4 ? 4 : NUM_SUMS <= 8 ? 8 : NUM_SUMS <= 16 ? 16 : 32;
+constexpr int HEADS_AT_ONCE = NUM_KV_HEADS % 4 == 0 ? 4 : 1;  // of a row of W_dt
 constexpr float LINEAR_SOFTPLUS = 20.f;  // softplus(x) = x beyond, to f32
 constexpr float MAX_EXPONENT = 60.f;     // exp overflows at 88.7, and one such key would own the softmax
 static_assert(NUM_SUMS <= 32, "a lane ends up with at most one sum");
@@ -33,6 +34,15 @@ static_assert(NUM_SUMS <= 32, "a lane ends up with at most one sum");
 struct DmaScoresParams {
   u64 seq_len, head_dim, v_offset, v_token_stride, v_batch_stride;
 };
+
+DEVICE void load_heads(float (&values)[HEADS_AT_ONCE], const float* row) {
+  if constexpr (HEADS_AT_ONCE == 4) {
+    const float4 four = *(const float4*)row;
+    values[0] = four.x, values[1] = four.y, values[2] = four.z, values[3] = four.w;
+  } else {
+    values[0] = *row;
+  }
+}
 
 // Adds up `sums` over the warp; lane l receives the total number l % PADDED_SUMS in sums[0]. Half the sums change lanes at each step.
 template <int HALF>
@@ -69,28 +79,44 @@ dma_scores(const bf16* __restrict__ v, const float* __restrict__ w_dt, const flo
       const int tile_chunks = min(TILE_CHUNKS, num_chunks - tile);
       if (group == 0 || !one_tile) {
         __syncthreads();  // the tile before is no longer read
-        for (int i = threadIdx.x; i < NUM_KV_HEADS * tile_chunks * 8; i += NUM_THREADS) {
-          const int channel = i / NUM_KV_HEADS, head = i % NUM_KV_HEADS, chunk = channel / 8, part = channel % 8;
-          ((float*)shared_w)[((head * 2 + part / 4) * tile_chunks + chunk) * 4 + part % 4] = w_dt[(i64)tile * 8 * NUM_KV_HEADS + i];
+        for (int half = threadIdx.x; half < tile_chunks * 2; half += NUM_THREADS) {
+          const float* rows = w_dt + (i64)(tile * 8 + half * 4) * NUM_KV_HEADS;  // of four channels
+#pragma unroll 2
+          for (int head = 0; head < NUM_KV_HEADS; head += HEADS_AT_ONCE) {
+            float four[4][HEADS_AT_ONCE];
+#pragma unroll
+            for (int channel = 0; channel < 4; channel++) load_heads(four[channel], rows + channel * NUM_KV_HEADS + head);
+#pragma unroll
+            for (int i = 0; i < HEADS_AT_ONCE; i++)
+              shared_w[((head + i) * 2 + half % 2) * tile_chunks + half / 2] = make_float4(four[0][i], four[1][i], four[2][i], four[3][i]);
+          }
         }
         __syncthreads();  // the tile is in shared memory
       }
 
       // Score: a lane's channels of TOKENS tokens against every head.
-#pragma unroll 1  // one chunk of every token in flight; warps hide the rest
+      uint4 next[TOKENS];
+      auto load = [&](int chunk) {
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++) {
+          const i64 token = min(first + t, seq_len - 1);  // a token past the end repeats the last one and is not stored
+          next[t] = *(const uint4*)(v + params.v_offset + batch * params.v_batch_stride + token * params.v_token_stride + (tile + chunk) * 8);
+        }
+      };
+      if (lane < tile_chunks) load(lane);
+#pragma unroll 1
       for (int chunk = lane; chunk < tile_chunks; chunk += 32) {
         float values[TOKENS][8];
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) {
-          const i64 token = min(first + t, seq_len - 1);  // a token past the end repeats the last one and is not stored
-          const uint4 bits = *(const uint4*)(v + params.v_offset + batch * params.v_batch_stride + token * params.v_token_stride + (tile + chunk) * 8);
-          const u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
+          const u32 words[4] = {next[t].x, next[t].y, next[t].z, next[t].w};
 #pragma unroll
           for (int i = 0; i < 4; i++) {
             values[t][2 * i] = bf16_low(words[i]);
             values[t][2 * i + 1] = bf16_high(words[i]);
           }
         }
+        if (chunk + 32 < tile_chunks) load(chunk + 32);  // arrives while this chunk is multiplied
 #pragma unroll
         for (int head = 0; head < NUM_KV_HEADS; head++) {
           const float4 low = shared_w[head * 2 * tile_chunks + chunk], high = shared_w[(head * 2 + 1) * tile_chunks + chunk];

@@ -11,15 +11,19 @@
 //            times, where c_r is a prefix count in a bit matrix (times x ranks), then through the block.
 // Layout     z f32 [batch, num_kv_heads, seq_len]; doc_start, doc_end i32 [batch, seq_len]; survivors as dma_select_prefix writes them;
 //            expire i32 [batch, num_kv_heads, seq_len]
-// Defines    PREFIX_BLOCK (8192, as in dma_select_prefix)
+// Defines    PREFIX_BLOCK (8192, as in dma_select_prefix), MIN_BLOCKS (2, blocks to fit on a multiprocessor)
 // Tiling     grid (ceil(seq_len / 1024), num_kv_heads, batch); 1024 threads, one per arrival; 37 KiB static shared memory, no dynamic
 // Numerics   integer comparisons only: exact; writes only the keys that leave; no two writes to one element
 // Edges      seq_len below 2^22; any number of documents a block (those of at most w keys so far cost nothing); w >= 1
-#include "common/bitonic_sort.cuh"
+#include "common/block_sort.cuh"
+#include "common/block_stream.cuh"
 #include "common/radix_select.cuh"
 
 #ifndef PREFIX_BLOCK
 #define PREFIX_BLOCK 8192
+#endif
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 2
 #endif
 
 typedef unsigned short u16;
@@ -38,13 +42,13 @@ struct DmaSelectParams {
 };
 
 struct Shared {
-  RadixSelect<2> select;               // 0: the keys before s, 1: the keys before e
+  RadixSelect<2> select;               // 0: the keys before s, 1: those and the arrivals
   u64 pool[BLOCK];                     // keys that leave in this block
   u32 present[NUM_ROWS][NUM_WORDS];    // bit r of row k: the pool's key of rank r is born before time 32 k
   u16 present_before[NUM_ROWS][NUM_WORDS];  // set bits of the words to the left
+  alignas(16) u16 rank_at[BLOCK];      // time -> rank in the pool of the key born then
   u16 time_of[BLOCK];                  // arrival -> time
   u16 arrival_at[BLOCK];               // time -> arrival
-  u16 rank_at[BLOCK];                  // time -> rank in the pool of the key born then
   u16 segment[BLOCK];                  // first arrivals of the documents in which keys leave here
   u32 warp_sums[32];
   u32 num_segments, pool_size;
@@ -56,7 +60,7 @@ DEVICE int born_below(const Shared& shared, int row, int rank) {
   return shared.present_before[row][rank >> 5] + __popc(word & ((1u << (rank & 31)) - 1));
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
+extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
 dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const i32* __restrict__ doc_end,
       const u64* __restrict__ survivors, i32* __restrict__ expire, const __grid_constant__ DmaSelectParams params) {
   __shared__ Shared shared;
@@ -64,7 +68,7 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
   const i32 seq_len = (i32)params.seq_len, window = (i32)params.keep_window_size;
   const i64 head = (i64)blockIdx.z * params.num_kv_heads + blockIdx.y;
   const i64 tokens = (i64)blockIdx.z * seq_len;
-  const float* row_z = z + head * seq_len;
+  const u32* row_z = (const u32*)(z + head * seq_len);
   i32* row_expire = expire + head * seq_len;
   const i32 block_first = blockIdx.x * BLOCK, block_end = min(block_first + BLOCK, seq_len);
   const i32 position = block_first + thread;
@@ -77,7 +81,7 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
     const i32 start = doc_start[tokens + position], end = min(doc_end[tokens + position], block_end);
     if ((thread == 0 || start == position) && end - start > window)
       shared.segment[atomicAdd(&shared.num_segments, 1u)] = (u16)thread;
-    my_key = order_key(order_of_score(row_z[position]), position);
+    my_key = order_key(order_of_bits(row_z[position]), (u32)position);
   }
   __syncthreads();  // the list of segments is complete
   const int num_segments = shared.num_segments;
@@ -96,28 +100,22 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
     const bool full = s - document >= window;            // every arrival pops one key
     const int free = full ? 0 : window - (s - document);  // else the first `free` pop none
 
-    // Thresholds: T(s) and T(e).
-    if (thread == 0) {
-      shared.select.remaining[0] = full ? window : 0;
-      shared.select.remaining[1] = window;
-      shared.pool_size = 0;
-    }
+    // Thresholds: T(s) over the keys before s, T(e) over those and the arrivals, one a thread.
+    if (thread == 0) shared.pool_size = 0;
     shared.rank_at[thread] = NOT_IN_POOL;
-    __syncthreads();  // radix_select reads `remaining`
-    auto for_each_key = [&](auto visit) {
-#pragma unroll 2
-      for (i32 i = thread; i < num_old; i += BLOCK) {
-        const u64 key = old_keys[i];
-        visit((u32)(key >> 32), (u32)key, true);
-      }
-#pragma unroll 2
-      for (i32 p = first + thread; p < e; p += BLOCK) visit(order_of_score(row_z[p]), (u32)p, p < s);
+    const bool arrives = s <= position && position < e;
+    auto for_each_before = [&](auto visit) {
+      for_each_pair<BLOCK, 1>(old_keys, num_old, [&](u32 p, u32 order) { visit(order, p); });
+      for_each_word<BLOCK, 1>(row_z, first, s, [&](u32 bits, i32 p) { visit(order_of_bits(bits), (u32)p); });
     };
-    radix_select<2>(shared.select, for_each_key);
+    radix_begin<2>(shared.select, full ? window : 0, window);
+    radix_select<2>(shared.select, 0, for_each_before, [&](auto visit) {
+      if (arrives) visit((u32)(my_key >> 32), (u32)my_key);
+    });
     const u64 before = shared.select.threshold[0], after = shared.select.threshold[1];
 
     // Times: number the arrivals that do not pop themselves.
-    const bool arrives = s <= position && position < e, effective = arrives && my_key >= before;
+    const bool effective = arrives && my_key >= before;
     u32 num_times;
     const u32 my_time = block_exclusive_sum<BLOCK>(effective, shared.warp_sums, num_times);
     if (arrives && !effective) row_expire[position] = position;
@@ -128,15 +126,20 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
 
     // Pool: the keys below T(e) that are alive at s or arrive.
     if (effective && my_key < after) shared.pool[atomicAdd(&shared.pool_size, 1u) & (BLOCK - 1)] = my_key;
-    for_each_key([&](u32 order, u32 p, bool is_old) {
+    const u32 lowest = (u32)(before >> 32), highest = (u32)(after >> 32);
+    for_each_before([&](u32 order, u32 p) {
+      if (order < lowest || highest < order) return;  // nearly all keys, by one word
       const u64 key = order_key(order, p);
-      if (is_old && before <= key && key < after) shared.pool[atomicAdd(&shared.pool_size, 1u) & (BLOCK - 1)] = key;
+      if (before <= key && key < after) shared.pool[atomicAdd(&shared.pool_size, 1u) & (BLOCK - 1)] = key;
     });
     __syncthreads();  // pool, times and arrivals are complete
     const int pool_size = min((int)shared.pool_size, BLOCK);
     int sort_size = 32;
     while (sort_size < pool_size) sort_size *= 2;
-    const u64 key = block_bitonic_sort(thread < pool_size ? shared.pool[thread] : ~0ull, shared.pool, sort_size);
+    const u64 unsorted = thread < pool_size ? shared.pool[thread] : ~0ull;
+    __syncthreads();  // the pool and its size are read; the sort writes there and into the histograms, which are free by now
+    if (pool_size == 0) continue;  // uniform over the block: every arrival popped itself
+    const u64 key = block_sort(unsorted, shared.pool, (u64*)shared.select.histogram, sort_size);
 
     // Rank `thread`: when was it born?
     const int rank = thread;
@@ -167,14 +170,21 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
         if (time >= born && time - free >= born_below(shared, row, rank)) high = row;
         else low = row + 1;
       }
-      int below = born_below(shared, low - 1, rank);
-      for (int time = (low - 1) * TIME_BLOCK; time < low * TIME_BLOCK; time++) {
-        below += shared.rank_at[time] < rank;
-        if (time >= born && time - free >= below) {
-          row_expire[key_position] = block_first + shared.arrival_at[time];
-          break;
+      int below = born_below(shared, low - 1, rank), time = (low - 1) * TIME_BLOCK;
+      const uint4* ranks = (const uint4*)(shared.rank_at + time);  // eight a load
+      bool found = false;
+      for (int eight = 0; eight < TIME_BLOCK / 8 && !found; eight++) {
+        const uint4 packed = ranks[eight];
+        const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          if (found) continue;
+          below += (int)(i % 2 == 0 ? words[i / 2] & 0xffffu : words[i / 2] >> 16) < rank;
+          found = time >= born && time - free >= below;
+          time += !found;
         }
       }
+      if (found) row_expire[key_position] = block_first + shared.arrival_at[time];
     }
     __syncthreads();  // the next segment reuses all of it
   }

@@ -6,58 +6,76 @@
 //            survivors u64 [batch, num_kv_heads, max(num_blocks - 1, 1), w], num_blocks = ceil(seq_len / PREFIX_BLOCK): entry b - 1 holds
 //            boundary b * PREFIX_BLOCK, unordered; low word position, high word order_of_score(z). All contiguous.
 // Defines    PREFIX_BLOCK (8192; a multiple of 1024; the same in dma_select and dma_lists)
-// Tiling     grid (num_blocks, num_kv_heads, batch); 1024 threads; one block a boundary, the longest prefixes first; radix select over
-//            the prefix, read three to five times from L2 plus once to collect; 8.5 KiB static shared memory, no dynamic
+// Tiling     grid (num_blocks, num_kv_heads, batch); 1024 threads; one block a boundary, the longest prefixes first; 41 KiB static shared
+//            memory, no dynamic. Radix select from the top digit: as soon as at most 4096 keys share the threshold's digits, one more walk
+//            writes the keys above them and gathers those, which decide the rest in shared memory: as a rule the prefix is read twice
 // Numerics   integer comparisons only: exact. Writes every element of expire and of the survivors named above; accumulates into nothing
 // Edges      seq_len below 2^22 (radix_select.cuh); w >= 1; seq_len = 0 is refused by the wrapper
+#include "common/block_stream.cuh"
 #include "common/radix_select.cuh"
 
 #ifndef PREFIX_BLOCK
 #define PREFIX_BLOCK 8192
 #endif
 static_assert(PREFIX_BLOCK % 1024 == 0, "a block of dma_select must not straddle a boundary");
+constexpr int MAX_CANDIDATES = 4096;  // keys that share the threshold's digits, in shared memory
 
 struct DmaSelectPrefixParams {
   u64 seq_len, num_kv_heads, keep_window_size;
 };
 
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS)
+struct Shared {
+  RadixSelect<1> select;
+  u64 candidates[MAX_CANDIDATES];
+  u32 num_candidates, num_survivors;
+};
+
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
 dma_select_prefix(const float* __restrict__ z, const i32* __restrict__ doc_start, const i32* __restrict__ doc_end,
-         i32* __restrict__ expire, u64* __restrict__ survivors, const __grid_constant__ DmaSelectPrefixParams params) {
-  __shared__ RadixSelect<1> select;
-  __shared__ u32 num_collected;
+                  i32* __restrict__ expire, u64* __restrict__ survivors, const __grid_constant__ DmaSelectPrefixParams params) {
+  __shared__ Shared shared;
   const int block = gridDim.x - 1 - blockIdx.x;  // the longest prefix starts first
   const i32 seq_len = (i32)params.seq_len, window = (i32)params.keep_window_size;
   const i64 head = (i64)blockIdx.z * params.num_kv_heads + blockIdx.y;
-  const float* row_z = z + head * seq_len;
+  const u32* row_z = (const u32*)(z + head * seq_len);
   const i32 boundary = block * PREFIX_BLOCK;
   const i64 tokens = (i64)blockIdx.z * seq_len;
+  const i32 first = doc_start[tokens + boundary];
 
   // Nobody has left yet: keys live to the end of their document.
   const i32 block_end = min(boundary + PREFIX_BLOCK, seq_len);
+#pragma unroll 8
   for (i32 position = boundary + threadIdx.x; position < block_end; position += SELECT_THREADS)
     expire[head * seq_len + position] = doc_end[tokens + position];
-
-  const i32 first = doc_start[tokens + boundary];
   if (boundary - first <= window) return;  // uniform over the block; also boundary 0
 
-  if (threadIdx.x == 0) {
-    select.remaining[0] = window;
-    num_collected = 0;
-  }
-  __syncthreads();  // radix_select reads `remaining`
-  radix_select<1>(select, [&](auto visit) {
-#pragma unroll 8
-    for (i32 position = first + threadIdx.x; position < boundary; position += SELECT_THREADS)
-      visit(order_of_score(row_z[position]), (u32)position, true);
-  });
+  // Select: digits over the whole prefix, until few keys share them.
+  if (threadIdx.x == 0) shared.num_candidates = shared.num_survivors = 0;
+  radix_begin<1>(shared.select, 0, window);
+  auto nothing = [](auto) {};
+  int pass = 0;
+#pragma unroll 1
+  do {
+    radix_pass<1>(shared.select, pass, [&](auto visit) {
+      for_each_word<SELECT_THREADS, 4>(row_z, first, boundary, [&](u32 bits, i32 position) { visit(order_of_bits(bits), (u32)position); });
+    }, nothing);
+    pass++;
+  } while (shared.select.num_tied[0] > MAX_CANDIDATES);
 
-  // Collect: exactly `window` keys reach the threshold.
-  const u64 threshold = select.threshold[0];
+  // Collect: keys above those digits survive, keys that share them are candidates.
   u64* out = survivors + (head * (gridDim.x - 1) + block - 1) * window;
-#pragma unroll 4
-  for (i32 position = first + threadIdx.x; position < boundary; position += SELECT_THREADS) {
-    const u64 key = order_key(order_of_score(row_z[position]), position);
-    if (key >= threshold) out[atomicAdd(&num_collected, 1u)] = key;
-  }
+  const u64 lowest = shared.select.threshold[0], highest = lowest | ~radix_fixed_bits(pass - 1);
+  for_each_word<SELECT_THREADS, 4>(row_z, first, boundary, [&](u32 bits, i32 position) {
+    const u64 key = order_key(order_of_bits(bits), (u32)position);
+    if (key > highest) out[atomicAdd(&shared.num_survivors, 1u)] = key;
+    else if (key >= lowest) shared.candidates[atomicAdd(&shared.num_candidates, 1u)] = key;
+  });
+  __syncthreads();  // the candidates are complete
+  const i32 num_candidates = (i32)shared.num_candidates;
+  radix_select<1>(shared.select, pass, [&](auto visit) {
+    for (i32 i = threadIdx.x; i < num_candidates; i += SELECT_THREADS) visit((u32)(shared.candidates[i] >> 32), (u32)shared.candidates[i]);
+  }, nothing);
+  const u64 threshold = shared.select.threshold[0];
+  for (i32 i = threadIdx.x; i < num_candidates; i += SELECT_THREADS)
+    if (shared.candidates[i] >= threshold) out[atomicAdd(&shared.num_survivors, 1u)] = shared.candidates[i];
 }

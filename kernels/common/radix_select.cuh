@@ -1,45 +1,69 @@
 // radix_select: exact k-th largest of a stream of (order, position) keys by a whole block of 1024 threads.
 // Three histogram passes of 11, 11 and 10 bits fix the 32 score bits; only where the score that results is shared by more
 // keys than are still needed, two more passes of 11 bits choose among their positions (so positions stay below 2^22).
-// One or two selections run over the same stream: selector 1 sees every key, selector 0 only those marked `in_subset`
-// (with one selector, selector 0 sees every key).
+// One or two selections run over one stream: the last selector sees every key, with two selectors number 0 sees a subset.
 #pragma once
 #include "common/block_scan.cuh"
 #include "common/order_key.cuh"
+#include "common/shared_count.cuh"
 
 constexpr int SELECT_THREADS = 1024;
 constexpr int SELECT_BINS = 2048;
-constexpr int SELECT_MAX_POSITION_BITS = 22;
+constexpr int SELECT_PASSES = 5;
 
-/// Shared memory of a selection. Before `radix_select`, `remaining[x]` holds k (0: selector x is off, its threshold 0);
-/// afterwards `threshold[x]` is an order key that exactly k keys of the stream reach.
+// Shared memory of a selection. `radix_begin` sets it up; afterwards `threshold[x]` is an order key that exactly k keys of the
+// stream reach (0 where selector x is off).
 template <int NUM_SELECTORS>
 struct RadixSelect {
   u32 histogram[NUM_SELECTORS][SELECT_BINS];
   u64 threshold[NUM_SELECTORS];
-  u32 remaining[NUM_SELECTORS];  // keys still to take at or below the digits fixed so far
-  u32 num_tied[NUM_SELECTORS];   // keys that share the digits fixed so far
+  u32 remaining[NUM_SELECTORS];  // keys still to take among those that share the digits fixed so far
+  u32 num_tied[NUM_SELECTORS];   // keys that share them
   u32 warp_sums[SELECT_THREADS / 32];
 };
 
-/// Fixes the next digit of each selector from its histogram: the largest digit that at least `remaining` keys reach.
+// The bits that passes 0 .. pass fix, of a key's 64.
+DEVICE u64 radix_fixed_bits(int pass) {
+  return pass < 0 ? 0ull : pass == 0 ? ~0ull << 53 : pass == 1 ? ~0ull << 42 : pass == 2 ? ~0ull << 32 : pass == 3 ? ~0ull << 11 : ~0ull;
+}
+
+// Asks for the k-th largest (k = 0: selector off; the last selector is always on). Every thread of the block calls; no barrier is needed
+// before, unless the state was in use, nor after.
 template <int NUM_SELECTORS>
-DEVICE void radix_select_digit(RadixSelect<NUM_SELECTORS>& state, int shift) {
+DEVICE void radix_begin(RadixSelect<NUM_SELECTORS>& state, u32 k_of_subset, u32 k_of_all) {
+  u32* bins = &state.histogram[0][0];
+#pragma unroll
+  for (int i = 0; i < NUM_SELECTORS * SELECT_BINS / SELECT_THREADS; i++) bins[threadIdx.x + i * SELECT_THREADS] = 0;
+  if (threadIdx.x < NUM_SELECTORS) {
+    state.threshold[threadIdx.x] = 0;
+    state.remaining[threadIdx.x] = threadIdx.x == NUM_SELECTORS - 1 ? k_of_all : k_of_subset;
+  }
+  __syncthreads();  // the state is complete
+}
+
+// Fixes a digit of each selector from its histogram: the largest digit that at least `remaining` keys reach. Leaves the bins empty.
+// `subset_in_first`: the last selector's keys of the subset were counted in histogram 0 only, for both.
+template <int NUM_SELECTORS>
+DEVICE void radix_find_digit(RadixSelect<NUM_SELECTORS>& state, int shift, bool subset_in_first) {
   constexpr int THREADS_EACH = SELECT_THREADS / NUM_SELECTORS, BINS_EACH = SELECT_BINS / THREADS_EACH;
   constexpr int WARPS_EACH = THREADS_EACH / 32;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int selector = threadIdx.x / THREADS_EACH, first = threadIdx.x % THREADS_EACH * BINS_EACH;
+  const int selector = threadIdx.x / THREADS_EACH;
   // Descending bins: thread 0 of a selector holds the largest digits.
+  const int last = SELECT_BINS - 1 - threadIdx.x % THREADS_EACH * BINS_EACH;
   u32 counts[BINS_EACH], sum = 0;
 #pragma unroll
   for (int i = 0; i < BINS_EACH; i++) {
-    counts[i] = state.histogram[selector][SELECT_BINS - 1 - first - i];
+    counts[i] = state.histogram[selector][last - i];
+    if (NUM_SELECTORS == 2 && selector == 1 && subset_in_first) counts[i] += state.histogram[0][last - i];
     sum += counts[i];
   }
   const u32 wanted = state.remaining[selector];
   const u32 inclusive = warp_inclusive_sum(sum);
   if (lane == 31) state.warp_sums[warp] = inclusive;
-  __syncthreads();  // sums visible; and nobody may still read `remaining` when its owner rewrites it below
+  __syncthreads();  // sums visible; bins and `remaining` are read, so that their owners may write them below
+#pragma unroll
+  for (int i = 0; i < BINS_EACH; i++) state.histogram[selector][last - i] = 0;
   const u32 sums = warp_inclusive_sum(lane < WARPS_EACH ? state.warp_sums[selector * WARPS_EACH + lane] : 0);
   const int warp_in_selector = warp - selector * WARPS_EACH;
   const u32 warps_above = __shfl_sync(0xffffffffu, sums, warp_in_selector == 0 ? 0 : warp_in_selector - 1);
@@ -50,66 +74,69 @@ DEVICE void radix_select_digit(RadixSelect<NUM_SELECTORS>& state, int shift) {
     for (int i = 0; i < BINS_EACH; i++) {
       if (!found && wanted <= above + counts[i]) {
         found = true;
-        state.threshold[selector] |= (u64)(SELECT_BINS - 1 - first - i) << shift;
+        state.threshold[selector] |= (u64)(last - i) << shift;
         state.remaining[selector] = wanted - above;
         state.num_tied[selector] = counts[i];
       }
       if (!found) above += counts[i];
     }
   }
-  __syncthreads();  // the digit must be known before the next pass compares with it
+  __syncthreads();  // the digit is known, the bins are empty
 }
 
-/// `for_each_key(visit)` must call `visit(order, position, in_subset)` once for each key of the stream, spread over the
-/// block's threads in any way, the same for every call. Every thread of the block calls; `state` is ready when it returns.
-template <int NUM_SELECTORS, class ForEachKey>
-DEVICE void radix_select(RadixSelect<NUM_SELECTORS>& state, ForEachKey for_each_key) {
-  constexpr int ALL = NUM_SELECTORS - 1;  // the selector that sees every key
-  if (threadIdx.x < NUM_SELECTORS) {
-    state.threshold[threadIdx.x] = 0;
-    state.num_tied[threadIdx.x] = state.remaining[threadIdx.x];
+// One pass. `for_subset(visit)` and `for_rest(visit)` call visit(order, position) once for each key of the subset and of the rest, spread
+// over the threads in any way (one selector: the subset is everything). Every thread of the block calls; barriers are inside.
+template <int NUM_SELECTORS, class ForSubset, class ForRest>
+DEVICE void radix_pass(RadixSelect<NUM_SELECTORS>& state, int pass, ForSubset for_subset, ForRest for_rest) {
+  constexpr int ALL = NUM_SELECTORS - 1;
+  const u64 of_all = state.threshold[ALL], of_subset = state.threshold[0];
+  // While both selectors look at the same digits, a key of the subset is counted once for both.
+  const bool together = NUM_SELECTORS == 1 || state.remaining[0] == 0 || of_all == of_subset;
+  u32 *const bins = state.histogram[0], *const bins_all = state.histogram[ALL];
+  const u32 score_all = (u32)(of_all >> 32), score_subset = (u32)(of_subset >> 32);
+  if (pass < 3) {
+    const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
+    const u32 fixed = (u32)(radix_fixed_bits(pass - 1) >> 32);
+    const u32 digit_bytes = pass == 2 ? 1023u << 2 : 2047u << 2;  // of a digit times 4, a bin's offset
+    auto offset = [&](u32 order) { return __funnelshift_r(order, order, shift - 2) & digit_bytes; };  // rotated: shift - 2 may be -2
+    if (together) {
+      for_subset([&](u32 order, u32) { count_if_zero(bins, offset(order), (order ^ score_all) & fixed); });
+    } else {
+      for_subset([&](u32 order, u32) {
+        count_if_zero(bins, offset(order), (order ^ score_subset) & fixed);
+        count_if_zero(bins_all, offset(order), (order ^ score_all) & fixed);
+      });
+    }
+    if (NUM_SELECTORS == 2) for_rest([&](u32 order, u32) { count_if_zero(bins_all, offset(order), (order ^ score_all) & fixed); });
+    __syncthreads();  // histograms complete
+    radix_find_digit<NUM_SELECTORS>(state, 32 + shift, together);
+  } else {
+    const int shift = pass == 3 ? 11 : 0;
+    const u32 fixed = (u32)radix_fixed_bits(pass - 1);
+    auto count = [&](u32* into, u32 score, u32 low, u32 order, u32 position) {
+      count_if_zero(into, (position >> shift & 2047u) << 2, (order ^ score) | ((position ^ low) & fixed));
+    };
+    for_subset([&](u32 order, u32 position) {
+      count(bins, score_subset, (u32)of_subset, order, position);
+      if (NUM_SELECTORS == 2) count(bins_all, score_all, (u32)of_all, order, position);
+    });
+    if (NUM_SELECTORS == 2) for_rest([&](u32 order, u32 position) { count(bins_all, score_all, (u32)of_all, order, position); });
+    __syncthreads();  // histograms complete
+    radix_find_digit<NUM_SELECTORS>(state, shift, false);
   }
+}
+
+// Passes `first_pass` and later, as many as are needed; see radix_pass.
+template <int NUM_SELECTORS, class ForSubset, class ForRest>
+DEVICE void radix_select(RadixSelect<NUM_SELECTORS>& state, int first_pass, ForSubset for_subset, ForRest for_rest) {
 #pragma unroll 1
-  for (int pass = 0; pass < 5; pass++) {
-    const bool on_positions = pass >= 3;
-    u32* bins = &state.histogram[0][0];
-#pragma unroll
-    for (int i = 0; i < NUM_SELECTORS * SELECT_BINS / SELECT_THREADS; i++) bins[threadIdx.x + i * SELECT_THREADS] = 0;
-    __syncthreads();  // bins are empty, and the state of the pass before is complete
-    if (pass == 3) {
+  for (int pass = first_pass; pass < SELECT_PASSES; pass++) {
+    if (pass >= 3) {
       bool ambiguous = false;
 #pragma unroll
-      for (int x = 0; x < NUM_SELECTORS; x++) ambiguous |= state.remaining[x] != state.num_tied[x];
-      if (!ambiguous) break;  // uniform over the block: every key tied at the threshold is taken
+      for (int x = 0; x < NUM_SELECTORS; x++) ambiguous |= state.remaining[x] != 0 && state.remaining[x] != state.num_tied[x];
+      if (!ambiguous) break;  // uniform over the block: every key tied at a threshold is taken
     }
-    const bool subset_on = state.remaining[0] != 0;
-    const u64 of_all = state.threshold[ALL], of_subset = state.threshold[0];
-    if (!on_positions) {
-      const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
-      const u32 fixed = pass == 0 ? 0u : pass == 1 ? 0xffe00000u : 0xfffffc00u;  // score bits of earlier passes
-      const u32 digit_mask = pass == 2 ? 1023u : 2047u;
-      const u32 score_all = (u32)(of_all >> 32), score_subset = (u32)(of_subset >> 32);
-      for_each_key([&](u32 order, u32, bool in_subset) {
-        const u32 digit = order >> shift & digit_mask;
-        if (((order ^ score_all) & fixed) == 0) atomicAdd(&state.histogram[ALL][digit], 1u);
-        if (NUM_SELECTORS == 2 && in_subset && subset_on && ((order ^ score_subset) & fixed) == 0)
-          atomicAdd(&state.histogram[0][digit], 1u);
-      });
-      __syncthreads();  // histograms complete
-      radix_select_digit<NUM_SELECTORS>(state, 32 + shift);
-    } else {
-      const int shift = pass == 3 ? 11 : 0;
-      const u32 fixed = pass == 3 ? 0u : ~2047u;
-      for_each_key([&](u32 order, u32 position, bool in_subset) {
-        const u32 digit = position >> shift & 2047u;
-        if (order == (u32)(of_all >> 32) && ((position ^ (u32)of_all) & fixed) == 0)
-          atomicAdd(&state.histogram[ALL][digit], 1u);
-        if (NUM_SELECTORS == 2 && in_subset && subset_on && order == (u32)(of_subset >> 32) &&
-          ((position ^ (u32)of_subset) & fixed) == 0)
-          atomicAdd(&state.histogram[0][digit], 1u);
-      });
-      __syncthreads();  // histograms complete
-      radix_select_digit<NUM_SELECTORS>(state, shift);
-    }
+    radix_pass<NUM_SELECTORS>(state, pass, for_subset, for_rest);
   }
 }

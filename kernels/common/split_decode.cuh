@@ -21,6 +21,7 @@ struct SplitDecode {
   static constexpr int SHARED_BYTES = Q_BYTES + WARPS * STAGES * STAGE_BYTES;
   static constexpr int SPLIT_KEYS = WARPS * DECODE_KEYS;  // granularity of a split
   static constexpr int NUM_O = V_DIM / 8;
+  static_assert(4096 * 4 <= WARPS * STAGES * STAGE_BYTES, "so do the weights of the splits");
   static_assert(WARPS * DECODE_ROWS * (V_DIM + 2) * 4 <= WARPS * STAGES * STAGE_BYTES,
          "the partial results of the warps reuse the stages");
 
@@ -172,9 +173,9 @@ DEVICE bool decode_is_last_block(u32* counter, u32 num_blocks, u32* shared_flag)
 // Joins the warps of a block (`shared_partials`, as SplitDecode::store_warp leaves it), then the splits of a row.
 // `partials` f32 [batch, num_heads, num_splits, V_DIM + 2] and `o` bf16 [batch, num_heads, V_DIM] point at the block's
 // batch row and its KV head's first query head; this block holds rows `first_row` .. `first_row + num_rows` of `group_size`.
-// The order of the sums is fixed, whichever block is last. Returns true in all threads of the last of the `num_blocks` blocks.
+// num_splits is at most 4096. The order of the sums is fixed, whichever block is last. Returns true in all threads of the last of the `num_blocks` blocks.
 template <int V_DIM, int WARPS>
-DEVICE bool decode_finish(const float* shared_partials, float* partials, bf16* o, u32* counter, u32* shared_flag, int split,
+DEVICE bool decode_finish(float* shared_partials, float* partials, bf16* o, u32* counter, u32* shared_flag, int split,
              int num_splits, int first_row, int num_rows, int group_size, u32 num_blocks) {
   constexpr int ROW = V_DIM + 2;
   const DecodeSum nothing = {-INFINITY_F32, 0.f, 0.f};
@@ -201,17 +202,44 @@ DEVICE bool decode_finish(const float* shared_partials, float* partials, bf16* o
   if (num_blocks == 1) return true;
   if (!decode_is_last_block(counter, num_blocks, shared_flag)) return false;
   if (num_splits == 1) return true;
-  for (int i = threadIdx.x; i < group_size * V_DIM; i += WARPS * 32) {
-    const int row = i / V_DIM, column = i % V_DIM;
-    const float* in = partials + (i64)row * num_splits * ROW;
-    DecodeSum all = nothing;
-#pragma unroll 4
-    for (int other = 0; other < num_splits; other++) {
-      const float* part = in + (i64)other * ROW;  // past L1: another block wrote it
-      all = decode_join(all, DecodeSum{__ldcg(part), __ldcg(part + 1), __ldcg(part + 2 + column)});
+
+  // The last block joins the splits, some rows at a time. Loads go past L1: other blocks wrote what they read.
+  const int join_rows = max(1, min(8, 4096 / num_splits));  // their weights fit into the stages
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  float* weights = shared_partials;  // [row][split]; the barrier of the ticket lies behind its last readers
+#pragma unroll 1
+  for (int block_row = 0; block_row < group_size; block_row += join_rows) {
+    const int rows = min(group_size - block_row, join_rows);
+    const float* in = partials + (i64)block_row * num_splits * ROW;
+    for (int row = warp; row < rows; row += WARPS) {  // the weight of each split, exp2(its maximum - the row's) / sum
+      DecodeSum all = nothing;
+      for (int other = lane; other < num_splits; other += 32) {
+        const float* part = in + ((i64)row * num_splits + other) * ROW;
+        const DecodeSum sum = {__ldcg(part), __ldcg(part + 1), 0.f};
+        weights[row * num_splits + other] = sum.max;
+        all = decode_join(all, sum);
+      }
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2)
+        all = decode_join(all, DecodeSum{__shfl_xor_sync(0xffffffffu, all.max, distance), __shfl_xor_sync(0xffffffffu, all.sum, distance), 0.f});
+      const float base = all.max == -INFINITY_F32 ? 0.f : all.max, inverse = all.sum > 0.f ? 1.f / all.sum : 0.f;
+      for (int other = lane; other < num_splits; other += 32)
+        weights[row * num_splits + other] = exp2_fast(weights[row * num_splits + other] - base) * inverse;
     }
-    const u32 rounded = pack_bf16(all.sum > 0.f ? all.value / all.sum : 0.f, 0.f);
-    o[(i64)row * V_DIM + column].bits = (unsigned short)rounded;
+    __syncthreads();  // the weights are there
+    for (int i = threadIdx.x; i < rows * (V_DIM / 2); i += WARPS * 32) {
+      const int row = i / (V_DIM / 2), column = i % (V_DIM / 2) * 2;
+      const float* part = in + (i64)row * num_splits * ROW + 2 + column;
+      float first = 0.f, second = 0.f;
+#pragma unroll 8
+      for (int other = 0; other < num_splits; other++) {
+        const float2 value = __ldcg((const float2*)(part + (i64)other * ROW));
+        first = fmaf(weights[row * num_splits + other], value.x, first);
+        second = fmaf(weights[row * num_splits + other], value.y, second);
+      }
+      *(u32*)(o + (i64)(block_row + row) * V_DIM + column) = pack_bf16(first, second);
+    }
+    __syncthreads();  // the weights are no longer read
   }
   return true;
 }

@@ -12,6 +12,8 @@ build() { # ENTRY NAME DEFINES...
 for block in 1024 4096 8192 16384; do
   for entry in dma_select_prefix dma_select dma_lists_prefix dma_lists; do build $entry -PREFIX_BLOCK=$block -DPREFIX_BLOCK=$block; done
 done
+for entry in dma_select dma_lists; do build $entry -PREFIX_BLOCK=8192-MIN_BLOCKS=1 -DPREFIX_BLOCK=8192 -DMIN_BLOCKS=1; done
+"$nvcc" -gencode=arch=compute_$arch,code=sm_$arch -cubin -O3 -o "$out/read_flush.cubin" "$(dirname "$0")/read_flush.cu"
 for heads in 1 2 3 4 8 16 32; do build dma_scores -NUM_KV_HEADS=$heads -DNUM_KV_HEADS=$heads; done
 for entry in attention_decode dma_decode; do
   for dims in "16 16" "32 32" "64 64" "96 96" "128 128" "192 128" "256 256"; do

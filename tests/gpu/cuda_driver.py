@@ -106,16 +106,23 @@ class Cuda:
     def synchronize(self):
         self.call("cuCtxSynchronize")
 
+    def reader(self, nbytes=1 << 29):
+        """A call that reads `nbytes` and so throws everything else out of the L2; it leaves nothing dirty there, as a fill would."""
+        array, out = self.empty((nbytes,), np.uint8, 1), self.empty((4,), np.uint32)
+        return self.prepare("read_flush", "read_flush", (2 * self.multiprocessors, 1, 1), 1024, 0, [array, out], [nbytes // 16])
+
     def time_ms(self, run, repeats=30, warm=3, flush=None):
-        """Median, 10th and 90th percentile of the time of `run()`, the L2 flushed by a fill of `flush` before each."""
+        """Median, 10th and 90th percentile of the time of `run()`, after `flush()` each time.
+
+        The flush is asynchronous and long: the launches behind it are queued while it runs, so gaps on the host do not count.
+        """
         start, stop = c_void_p(), c_void_p()
         self.call("cuEventCreate", byref(start), 0)
         self.call("cuEventCreate", byref(stop), 0)
         times = []
         for repeat in range(warm + repeats):
             if flush is not None:
-                # Asynchronous and long: the launches behind it are queued while it runs, so gaps on the host do not count.
-                self.call("cuMemsetD8Async", flush.pointer, ctypes.c_ubyte(repeat & 127), ctypes.c_size_t(flush.nbytes), None)
+                flush()
             self.call("cuEventRecord", start, None)
             run()
             self.call("cuEventRecord", stop, None)

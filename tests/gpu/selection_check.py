@@ -271,7 +271,7 @@ def random_bytes(cuda, rng, array):
 
 
 def group_timing(cuda, rng):
-    rows, flush = [], cuda.empty((1 << 29,), np.uint8)
+    rows, flush = [], cuda.reader()
 
     def row(name, shape, times, gigabytes=None, ceiling=None):
         entry = {"kernel": name, "shape": shape, "us": round(times[0] * 1e3, 1), "p10": round(times[1] * 1e3, 1), "p90": round(times[2] * 1e3, 1)}
@@ -294,21 +294,22 @@ def group_timing(cuda, rng):
     for n, window, kind in cases:
         start, end = documents(rng, 1, n, "one")
         z = scores(rng, (1, 8, n), kind)
-        for prefix_block in (8192,) if kind == "equal" or n == 8192 else (4096, 8192, 16384):
-            s = Selection(cuda, z, start, end, window, prefix_block)
-            shape = f"n {n} w {window} {kind} block {prefix_block}"
-            repeats = 30 if prefix_block == 8192 else 15
-            row("select", shape, cuda.time_ms(s.select, repeats, flush=flush), 8 * 8 * n / 1e9, copy)
-            if kind != "equal":
-                row("  prefix", shape, cuda.time_ms(s.prefix, 15, flush=flush))
-            cuda.synchronize()
+        variants = [(8192, None)]
+        if kind != "equal":
+            variants += [(8192, 1)]
+        if kind != "equal" and n >= 32768:
+            variants += [(4096, None), (16384, None)]
+        for prefix_block, min_blocks in variants:
+            s = Selection(cuda, z, start, end, window, prefix_block, min_blocks=min_blocks)
+            shape = f"n {n} w {window} {kind}" + (f" block {prefix_block} min {min_blocks}" if (prefix_block, min_blocks) != variants[0] else "")
+            row("select", shape, cuda.time_ms(s.select, flush=flush), 8 * 8 * n / 1e9, copy)
+            row("  prefix", shape, cuda.time_ms(s.prefix, 15, flush=flush))
             s.lists()
             cuda.synchronize()
-            list_bytes = 8 * int(s.list_len.get().sum()) + 4 * 8 * n
-            row("lists", shape, cuda.time_ms(s.lists, repeats, flush=flush), list_bytes / 1e9, copy)
-            if prefix_block == 8192 and kind == "independent":
+            row("lists", shape, cuda.time_ms(s.lists, flush=flush), (8 * int(s.list_len.get().sum()) + 4 * 8 * n) / 1e9, copy)
+            if prefix_block == 8192 and kind == "independent" and min_blocks is None:
                 row("  lists_prefix", shape, cuda.time_ms(s.lists_prefix, 15, flush=flush))
-            row("select + lists", shape, cuda.time_ms(s.all, repeats, flush=flush))
+            row("select + lists", shape, cuda.time_ms(s.all, flush=flush))
             del s
     for batch, n, window, kinds in ((8, 2048, 2048, ("one", "independent")), (2, 8192, 1024, ("mixed", "independent")), (8, 8192, 2048, ("mixed", "narrow"))):
         start, end = documents(rng, batch, n, kinds[0])
@@ -333,14 +334,11 @@ def group_timing(cuda, rng):
                 best = decode_splits(cuda.multiprocessors, batch, 8, slots)
                 tries = [(best, None)]
                 if head_dim == 128:
-                    tries += [(splits, None) for splits in ((1, 2, 4, 8) if batch == 16 else (8, 16, 32, 64)) if splits != best]
-                    tries += [(splits, 3) for splits in (2, best)]
-                d = None
+                    tries += [(splits, None) for splits in ((1, 2, 4) if batch == 16 else (8, 16, 24, 32)) if splits != best]
+                    tries += [(splits, 3) for splits in ((1, 2) if batch == 16 else (16,))]
                 for splits, stages in tries:
-                    fresh = Decode(cuda, entry, batch, 16, 8, head_dim, head_dim, slots, slots + 1, splits, head_dim ** -0.5, stages) if slots < 131072 or d is None else None
-                    if fresh is None:
-                        continue  # one cache of this size is enough: the formula's splits only
-                    d = fresh
+                    d = None  # the cache of before goes first
+                    d = Decode(cuda, entry, batch, 16, 8, head_dim, head_dim, slots, slots + 1, splits, head_dim ** -0.5, stages)
                     random_bytes(cuda, rng, d.k), random_bytes(cuda, rng, d.v), random_bytes(cuda, rng, d.packed)
                     if entry == "dma_decode":
                         d.length.set(np.full(batch, 131072))
@@ -352,7 +350,7 @@ def group_timing(cuda, rng):
                     gigabytes = batch * 8 * slots * head_dim * 4 / 1e9
                     row(entry, f"batch {batch} keys {slots} d {head_dim} splits {splits} stages {stages or 'default'}{' *' if splits == best and not stages else ''}",
                         cuda.time_ms(d.run, flush=flush if slots < 131072 else None), gigabytes, copy)
-                del d, fresh
+                del d
     return rows
 
 

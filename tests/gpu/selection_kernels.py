@@ -20,7 +20,7 @@ def num_blocks(seq_len, prefix_block):
 class Selection:
     """Buffers and launches of the selection and the lists for one shape."""
 
-    def __init__(self, cuda, z, doc_start, doc_end, window, prefix_block=8192, tile_queries=64):
+    def __init__(self, cuda, z, doc_start, doc_end, window, prefix_block=8192, tile_queries=64, min_blocks=None):
         batch, heads, n = z.shape
         window = min(window, n)
         blocks = num_blocks(n, prefix_block)
@@ -34,13 +34,14 @@ class Selection:
         self.tile_window = cuda.empty((batch, heads, ceil_div(n, tile_queries), 2), np.int32)
         words = [n, heads, window]
         name = f"-PREFIX_BLOCK={prefix_block}"
+        busy = name if min_blocks is None else f"{name}-MIN_BLOCKS={min_blocks}"
         self.prefix = cuda.prepare("dma_select_prefix" + name, "dma_select_prefix", (blocks, heads, batch), 1024, 0,
                                    [self.z, self.start, self.end, self.expire, self.survivors], words)
-        self.leave = cuda.prepare("dma_select" + name, "dma_select", (self.num_super, heads, batch), 1024, 0,
+        self.leave = cuda.prepare("dma_select" + busy, "dma_select", (self.num_super, heads, batch), 1024, 0,
                                   [self.z, self.start, self.end, self.survivors, self.expire], words)
         self.lists_prefix = cuda.prepare("dma_lists_prefix" + name, "dma_lists_prefix", (max(blocks - 1, 1), heads, batch), 1024, 0,
                                          [self.expire, self.start, self.survivors], words)
-        self.lists = cuda.prepare("dma_lists" + name, "dma_lists", (self.num_super, heads, batch), 1024, 0,
+        self.lists = cuda.prepare("dma_lists" + busy, "dma_lists", (self.num_super, heads, batch), 1024, 0,
                                   [self.expire, self.start, self.end, self.survivors, self.list, self.list_len, self.num_entering,
                                    self.tile_window], words + [self.capacity, tile_queries])
 
