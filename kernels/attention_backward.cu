@@ -12,8 +12,8 @@
 //            attention_backward_query instead; HEAD_DIM + HEAD_DIM_V > 320 takes two launches, one with COMPUTE_DV alone, one without it);
 //            tiling NUM_WARPS, BLOCK_Q, MIN_BLOCKS
 // Tiling     BLOCK_KV = 16 * NUM_WARPS keys a block: grid (ceil(seq_len / BLOCK_KV), num_kv_heads, batch), early keys (most queries) first (block_order.cuh); NUM_WARPS * 32 threads;
-//            dynamic shared bytes = (BLOCK_KV + 2 * BLOCK_Q) * (HEAD_DIM + HEAD_DIM_V) * 2 + (COMPUTE_DQ ? 4 * BLOCK_KV * BLOCK_Q : 0)
-//              + 16 * BLOCK_Q + BLOCK_KV * (HAS_BIAS ? 12 : 8)
+//            dynamic shared bytes = (BLOCK_KV + 2 * BLOCK_Q) * (HEAD_DIM + HEAD_DIM_V) * 2 + 2 * BLOCK_KV * BLOCK_Q * (COMPUTE_DV + (COMPUTE_DQ ? 2 :
+//              COMPUTE_DK ? 1 : 0)) + 16 * BLOCK_Q + BLOCK_KV * (HAS_BIAS ? 12 : 8) + 128
 // Numerics   P and dS rounded to bf16 for the products, f32 accumulators; dk, dv, ddelta: fixed order, one rounding, every element written;
 //            dq_sum: f32 atomics, so its order varies from run to run
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
@@ -35,21 +35,24 @@ struct AttentionBackwardParams {
   u64 padded_len;                                      // rows of row_stats and dq_sum a head
 };
 
-// Writes the warp's 16 rows of one gradient through its own (no longer needed) rows of the K or V tile.
-template <int ROW>
-DEVICE void store_rows(u32 shared, const float (&sums)[ROW / 8][4], float scale, bf16* to, u64 stride, int first_key, int seq_len) {
-  const int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
+// Writes the warp's columns of the pair's 32 rows of one gradient, through the pair's (no longer needed) rows of the K or V tile.
+template <int ROW, int HALF_PAIRS>
+DEVICE void store_rows(u32 shared, const float (&sums)[2][2 * HALF_PAIRS][4], float scale, bf16* to, u64 stride, int first_key, int seq_len) {
+  using Tile = SwizzledTile<ROW>;
+  const int lane = (int)threadIdx.x % 32, half = (int)threadIdx.x / 32 % 2, g = lane / 4, t = lane % 4;
+  const int first_chunk = half * HALF_PAIRS * 2, num_chunks = half ? ROW / 8 - HALF_PAIRS * 2 : HALF_PAIRS * 2;
 #pragma unroll
-  for (int n = 0; n < ROW / 8; ++n) {
-    store_shared_32(shared + SwizzledTile<ROW>::offset(g, n) + t * 4, pack_bf16(sums[n][0] * scale, sums[n][1] * scale));
-    store_shared_32(shared + SwizzledTile<ROW>::offset(g + 8, n) + t * 4, pack_bf16(sums[n][2] * scale, sums[n][3] * scale));
-  }
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int n = 0; n < 2 * HALF_PAIRS; ++n) {
+      if (n >= num_chunks) break;
+      store_shared_32(shared + Tile::offset(m * 16 + g, first_chunk + n) + t * 4, pack_bf16(sums[m][n][0] * scale, sums[m][n][1] * scale));
+      store_shared_32(shared + Tile::offset(m * 16 + g + 8, first_chunk + n) + t * 4, pack_bf16(sums[m][n][2] * scale, sums[m][n][3] * scale));
+    }
   __syncwarp();
-#pragma unroll
-  for (int at = lane; at < ROW * 2; at += 32) {
-    const int row = at / (ROW / 8), chunk = at % (ROW / 8);
-    if (first_key + row < seq_len)
-      *(uint4*)(to + (u64)(first_key + row) * stride + chunk * 8) = load_shared_128(shared + SwizzledTile<ROW>::offset(row, chunk));
+  for (int at = lane; at < 32 * num_chunks; at += 32) {
+    const int row = at / num_chunks, chunk = first_chunk + at % num_chunks;
+    if (first_key + row < seq_len) *(uint4*)(to + (u64)(first_key + row) * stride + chunk * 8) = load_shared_128(shared + Tile::offset(row, chunk));
   }
 }
 
@@ -119,21 +122,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   attention_backward_block(block, shared_memory, sums);
 
   // Store.
-  __syncthreads();  // dQ of the last step still read every warp's keys
-  const int warp_key = first_key + warp * 16;
+  const int pair = warp / 2, pair_key = first_key + pair * 32;
 #if COMPUTE_DK
-  store_rows<HEAD_DIM>(shared + warp * 16 * KTile::ROW_BYTES, sums.dk, f32_word(params.softmax_scale),
-                       dk + params.dk_offset + batch * params.dk_batch_stride + (u64)kv_head * HEAD_DIM, params.dk_token_stride, warp_key, seq_len);
+  store_rows<HEAD_DIM, HALF_K_PAIRS>(shared + pair * 32 * KTile::ROW_BYTES, sums.dk, f32_word(params.softmax_scale),
+                                     dk + params.dk_offset + batch * params.dk_batch_stride + (u64)kv_head * HEAD_DIM, params.dk_token_stride, pair_key, seq_len);
 #endif
 #if COMPUTE_DV
-  store_rows<HEAD_DIM_V>(shared + K_BYTES + warp * 16 * VTile::ROW_BYTES, sums.dv, 1.0f,
-                         dv + params.dv_offset + batch * params.dv_batch_stride + (u64)kv_head * HEAD_DIM_V, params.dv_token_stride, warp_key, seq_len);
+  store_rows<HEAD_DIM_V, HALF_V_PAIRS>(shared + K_BYTES + pair * 32 * VTile::ROW_BYTES, sums.dv, 1.0f,
+                                       dv + params.dv_offset + batch * params.dv_batch_stride + (u64)kv_head * HEAD_DIM_V, params.dv_token_stride, pair_key, seq_len);
 #endif
 #if HAS_BIAS && COMPUTE_DK
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int key = warp_key + (int)threadIdx.x % 32 / 4 + h * 8;
-    if (threadIdx.x % 4 == 0 && key < seq_len) ddelta[((u64)batch * num_kv_heads + kv_head) * seq_len + key] = sums.ddelta[h];
+  for (int r = 0; r < 4; ++r) {
+    const int key = pair_key + r * 8 + (int)threadIdx.x % 32 / 4;
+    if (warp % 2 == 0 && threadIdx.x % 4 == 0 && key < seq_len) ddelta[((u64)batch * num_kv_heads + kv_head) * seq_len + key] = sums.ddelta[r / 2][r % 2];
   }
 #endif
 }

@@ -51,19 +51,23 @@ DEVICE void add_f32x4(float* to, float a, float b, float c, float d) {
 #endif
 }
 
-// Adds the rows of the warp's keys; a quad writes 64 contiguous bytes.
-template <int ROW>
-DEVICE void add_rows(float* to, const float (&sums)[ROW / 8][4], const int2* entries) {
-  const int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
+// Adds the warp's columns of the pair's 32 rows; a quad writes 64 contiguous bytes.
+template <int ROW, int HALF_PAIRS>
+DEVICE void add_rows(float* to, const float (&sums)[2][2 * HALF_PAIRS][4], const int2* entries) {
+  const int lane = (int)threadIdx.x % 32, half = (int)threadIdx.x / 32 % 2, g = lane / 4, t = lane % 4;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int2 entry = entries[g + h * 8];
-    if (entry.y <= 0) continue;
-    float* row = to + (u64)entry.x * ROW + t * 4;
+  for (int m = 0; m < 2; ++m)
 #pragma unroll
-    for (int n = 0; n < ROW / 16; ++n)
-      add_f32x4(row + n * 16, sums[2 * n][2 * h], sums[2 * n][2 * h + 1], sums[2 * n + 1][2 * h], sums[2 * n + 1][2 * h + 1]);
-  }
+    for (int h = 0; h < 2; ++h) {
+      const int2 entry = entries[m * 16 + h * 8 + g];
+      if (entry.y <= 0) continue;
+      float* row = to + (u64)entry.x * ROW + half * HALF_PAIRS * 16 + t * 4;
+#pragma unroll
+      for (int n = 0; n < HALF_PAIRS; ++n) {
+        if (half * HALF_PAIRS + n >= ROW / 16) break;
+        add_f32x4(row + n * 16, sums[m][2 * n][2 * h], sums[m][2 * n][2 * h + 1], sums[m][2 * n + 1][2 * h], sums[m][2 * n + 1][2 * h + 1]);
+      }
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_backward(
@@ -131,23 +135,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_
   attention_backward_block(block, shared_memory, sums);
 
   // Accumulate.
-  entries += warp * 16;
+  entries += warp / 2 * 32;
 #if COMPUTE_DK
-  add_rows<HEAD_DIM>(dk_sum + list_row * seq_len * HEAD_DIM, sums.dk, entries);
+  add_rows<HEAD_DIM, HALF_K_PAIRS>(dk_sum + list_row * seq_len * HEAD_DIM, sums.dk, entries);
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int2 entry = entries[lane / 4 + h * 8];
-    if (lane % 4 == 0 && entry.y > 0) {
+  for (int r = 0; r < 4; ++r) {
+    const int2 entry = entries[r * 8 + lane / 4];
+    if (warp % 2 == 0 && lane % 4 == 0 && entry.y > 0) {
       float* to = ddelta + list_row * seq_len + entry.x;
 #if DETERMINISTIC
-      *to += sums.ddelta[h];
+      *to += sums.ddelta[r / 2][r % 2];
 #else
-      atomicAdd(to, sums.ddelta[h]);
+      atomicAdd(to, sums.ddelta[r / 2][r % 2]);
 #endif
     }
   }
 #endif
 #if COMPUTE_DV
-  add_rows<HEAD_DIM_V>(dv_sum + list_row * seq_len * HEAD_DIM_V, sums.dv, entries);
+  add_rows<HEAD_DIM_V, HALF_V_PAIRS>(dv_sum + list_row * seq_len * HEAD_DIM_V, sums.dv, entries);
 #endif
 }

@@ -32,3 +32,6 @@ DEVICE u32 opaque(u32 address) {
   asm volatile("" : "+r"(address));
   return address;
 }
+
+// A barrier among `threads` threads (whole warps) of the block, number 1 .. 15; it orders their shared memory accesses.
+DEVICE void barrier_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }

@@ -1,10 +1,12 @@
 // attention_backward: the gradients of a block of keys, from every query that sees one of them (arXiv:2307.08691, algorithm 2, keys outermost).
 // Used by attention_backward.cu (dense, sliding window) and dma_attention_backward.cu (gathered lists), which document the interface.
-// Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (a warp owns 16 keys), BLOCK_Q queries a step (32 or 64); HAS_BIAS; GATHER;
+// Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (even; two warps own 32 keys), BLOCK_Q queries a step (32 or 64); HAS_BIAS; GATHER;
 //            COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV: which gradients this launch makes (large heads take two launches, for want of registers)
-// Scores are kept transposed, S^T = K Q^T: a warp's P^T and dS^T then are A fragments of dV += P^T dO and dK += dS^T Q as they stand in
-// registers. Only dQ = dS K sums over keys, hence over warps: dS^T goes through shared memory, and dQ of a step is made one step later, so
-// that one barrier a step is enough.
+// Scores are kept transposed, S^T = K Q^T, so that P^T and dS^T in registers are A fragments of dV += P^T dO and dK += dS^T Q. What limits this
+// kernel is shared memory bandwidth, so a warp works on 32 keys: a fragment of Q or dO then serves two products. Of a pair of warps each scores
+// half the queries of a step and keeps half the columns of dK and dV; they swap the halves of P^T and dS^T through shared memory, after having
+// multiplied with their own. dQ = dS K sums over all keys: it is made from the dS^T in shared memory one step later, so that the block needs one
+// barrier a step.
 #pragma once
 #include "common/copy_rows.cuh"
 #include "common/reduce_add.cuh"
@@ -33,7 +35,10 @@
 #define COMPUTE_DS (COMPUTE_DQ || COMPUTE_DK)
 
 constexpr int BLOCK_KV = NUM_WARPS * 16;
-constexpr int QUERY_TILES = BLOCK_Q / 8;
+constexpr int HALF_QUERY_TILES = BLOCK_Q / 16;                      // tiles of 8 queries a warp scores
+constexpr int HALF_K_PAIRS = ceil_div(HEAD_DIM / 16, 2);             // pairs of column tiles of dk a warp keeps; the second warp of a pair
+constexpr int HALF_V_PAIRS = ceil_div(HEAD_DIM_V / 16, 2);           // may have one less
+static_assert(NUM_WARPS % 2 == 0, "warps work in pairs");
 static_assert(BLOCK_Q == 32 || BLOCK_Q == 64, "a row of dS^T is one swizzled line of queries");
 
 using KTile = SwizzledTile<HEAD_DIM>;
@@ -45,15 +50,19 @@ constexpr int K_BYTES = BLOCK_KV * HEAD_DIM * 2;
 constexpr int V_BYTES = BLOCK_KV * HEAD_DIM_V * 2;
 constexpr int Q_BYTES = BLOCK_Q * HEAD_DIM * 2;       // x 2 slots
 constexpr int DO_BYTES = BLOCK_Q * HEAD_DIM_V * 2;    // x 2
-constexpr int DS_BYTES = COMPUTE_DQ ? BLOCK_KV * BLOCK_Q * 2 : 0;  // x 2
+constexpr int DS_BYTES = BLOCK_KV * BLOCK_Q * 2;
+constexpr int P_BYTES = COMPUTE_DV ? BLOCK_KV * BLOCK_Q * 2 : 0;
+constexpr int SWAP_BYTES = COMPUTE_DQ ? 2 * DS_BYTES : COMPUTE_DK ? BLOCK_KV * BLOCK_Q * 2 : 0;  // dS^T: two slots where dQ needs it a step later
 constexpr int STATS_BYTES = BLOCK_Q * 8;              // x 2
 constexpr int Q_AT = K_BYTES + V_BYTES;
 constexpr int DO_AT = Q_AT + 2 * Q_BYTES;
 constexpr int DS_AT = DO_AT + 2 * DO_BYTES;
-constexpr int STATS_AT = DS_AT + 2 * DS_BYTES;
+constexpr int P_AT = DS_AT + SWAP_BYTES;
+constexpr int STATS_AT = P_AT + P_BYTES;
 constexpr int ENTRIES_AT = STATS_AT + 2 * STATS_BYTES;
 constexpr int BIAS_AT = ENTRIES_AT + BLOCK_KV * 8;
-constexpr int BACKWARD_SHARED_BYTES = BIAS_AT + (HAS_BIAS ? BLOCK_KV * 4 : 0);
+constexpr int BLOCK_AT = BIAS_AT + (HAS_BIAS ? BLOCK_KV * 4 : 0);
+constexpr int BACKWARD_SHARED_BYTES = BLOCK_AT + 128;
 
 // How the warps share out a dQ tile of BLOCK_Q x HEAD_DIM: DQ_COLUMN_WARPS x DQ_ROW_WARPS of them, the others rest.
 constexpr int DQ_COLUMN_WARPS = HEAD_DIM % 64 == 0 && NUM_WARPS >= 8 ? 4 : HEAD_DIM % 32 == 0 ? 2 : 1;
@@ -62,6 +71,7 @@ constexpr int DQ_ROW_TILES = BLOCK_Q / DQ_ROW_WARPS / 16;
 constexpr int DQ_COLUMN_TILES = HEAD_DIM / DQ_COLUMN_WARPS / 8;
 static_assert(DQ_COLUMN_TILES % 2 == 0 && DQ_ROW_TILES >= 1, "fragments are loaded for 16 rows and 16 columns at a time");
 
+// Kept in shared memory: pointers that are needed once a step would cost the main loop ten registers.
 struct BackwardBlock {
   const bf16* q;         // at the batch row and the KV head's first query head
   u32 q_stride;          // elements from token to token
@@ -73,8 +83,9 @@ struct BackwardBlock {
   int first_tile, num_tiles;  // query tiles (of BLOCK_Q positions) seen by a key of the block
   float scale_log2;
 };
+static_assert(sizeof(BackwardBlock) <= 128, "the block's description fits its place");
 
-// The keys of a warp at a glance: their smallest and largest {position, expire}.
+// The keys of a pair of warps, or of the block, at a glance: their smallest and largest {position, expire}.
 struct KeyRange {
   int lowest, highest, first_expire, last_expire;
 };
@@ -143,46 +154,102 @@ DEVICE void add_dq(const BackwardBlock& block, u32 shared, int slot, int head, i
 }
 #endif
 
-// Gradients of the warp's 16 keys, summed over heads and queries; dk still lacks the softmax scale. Expects K, V (and the bias) on their
-// way or there, and the entries {position, expire} in shared memory behind a barrier.
-struct KeyGradients {
-#if COMPUTE_DK
-  float dk[HEAD_DIM / 8][4];
-#endif
-#if COMPUTE_DV
-  float dv[HEAD_DIM_V / 8][4];
-#endif
-  float ddelta[2];  // rows g and g + 8; partial sums of a lane
+// The query half of a fragment loop: A fragments of 32 keys x 16 queries from a swapped tile of shared memory.
+DEVICE void load_swapped(u32 (&a)[2][4], u32 at, int step) {
+#pragma unroll
+  for (int m = 0; m < 2; ++m) load_matrix_x4(a[m], DsTile::step(at, m * 16, step * 2));
+}
+
+// C fragments of 32 keys x 16 queries as A fragments.
+DEVICE void pack_fragments(u32 (&a)[2][4], const float (&c)[2][HALF_QUERY_TILES][4], int step) {
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int x = 0; x < 4; ++x) a[m][x] = pack_bf16(c[m][2 * step + x / 2][x % 2 * 2], c[m][2 * step + x / 2][x % 2 * 2 + 1]);
+}
+
+// Where a lane finds the column pairs its warp keeps, in the first 16 rows of a tile of Q or dO.
+template <class Tile, int HALF_PAIRS>
+struct HalfColumns {
+  static constexpr bool ALIGNED = (HALF_PAIRS & (HALF_PAIRS - 1)) == 0;  // then the pairs differ from the first by an xor
+  u32 first[ALIGNED ? 1 : HALF_PAIRS];
+  DEVICE HalfColumns(u32 tile, int half) {
+    const int lane = (int)threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < (ALIGNED ? 1 : HALF_PAIRS); ++n) first[n] = opaque(tile + Tile::offset(lane % 16, (half * HALF_PAIRS + n) * 2 + lane / 16));
+  }
+  DEVICE u32 at(int n) const { return ALIGNED ? Tile::step(first[0], 0, n * 2) : first[n]; }
 };
 
-DEVICE void attention_backward_block(const BackwardBlock& block, unsigned char* memory, KeyGradients& sums) {
+// sums += a b over the 16 queries from `first_row` on; b the column pairs a warp keeps.
+template <class Tile, int HALF_PAIRS>
+DEVICE void accumulate_columns(float (&sums)[2][2 * HALF_PAIRS][4], const u32 (&a)[2][4], const HalfColumns<Tile, HALF_PAIRS>& columns, int first_row, int num_pairs) {
+#pragma unroll
+  for (int n = 0; n < HALF_PAIRS; ++n) {
+    if (Tile::CHUNKS / 2 % 2 != 0 && n >= num_pairs) break;  // an odd number of pairs: the second warp has one less
+    u32 b[4];
+    load_matrix_x4_transposed(b, columns.at(n) + first_row * Tile::ROW_BYTES);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      mma_bf16(sums[m][2 * n], a[m], b[0], b[1]);
+      mma_bf16(sums[m][2 * n + 1], a[m], b[2], b[3]);
+    }
+  }
+}
+
+// Gradients of the pair's 32 keys, the warp's half of the columns, summed over heads and queries; dk still lacks the softmax scale.
+struct KeyGradients {
+#if COMPUTE_DK
+  float dk[2][2 * HALF_K_PAIRS][4];
+#endif
+#if COMPUTE_DV
+  float dv[2][2 * HALF_V_PAIRS][4];
+#endif
+#if HAS_BIAS
+  float ddelta[2][2];  // rows 16m + 8h + g
+#endif
+};
+
+// Expects K and V on their way to shared memory, the entries {position, expire} (and the bias) there behind a barrier.
+DEVICE void attention_backward_block(const BackwardBlock& description, unsigned char* memory, KeyGradients& sums) {
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int pair = warp / 2, half = warp % 2;
+  if (threadIdx.x == 0) *(BackwardBlock*)(memory + BLOCK_AT) = description;
+  __syncthreads();  // every thread reads the description
+  const BackwardBlock& block = *(const BackwardBlock*)(memory + BLOCK_AT);
   const u32 shared = shared_address(memory);
-  const int2* entries = (const int2*)(memory + ENTRIES_AT) + warp * 16;
-  const KeyRange keys = key_range(entries, 16);
+  const int2* entries = (const int2*)(memory + ENTRIES_AT) + pair * 32;
+  const KeyRange keys = key_range(entries, 32);
 
   // Lane parts of the fragment addresses: A, and B transposed, by rows; B by columns.
-  const u32 k_rows = KTile::offset(lane % 16, lane / 16), v_rows = VTile::offset(lane % 16, lane / 16);
-  const u32 q_columns = KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  u32 k_at = shared + warp * 16 * KTile::ROW_BYTES + k_rows;
+  const u32 k_columns = KTile::offset(half * BLOCK_Q / 2 + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  u32 k_at = shared + pair * 32 * KTile::ROW_BYTES + KTile::offset(lane % 16, lane / 16);
 #if COMPUTE_DS
-  const u32 do_columns = VTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  u32 v_at = shared + K_BYTES + warp * 16 * VTile::ROW_BYTES + v_rows;
+  const u32 v_columns = VTile::offset(half * BLOCK_Q / 2 + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  u32 v_at = shared + K_BYTES + pair * 32 * VTile::ROW_BYTES + VTile::offset(lane % 16, lane / 16);
 #endif
+  // The pair's rows of P^T or dS^T in shared memory, and in them this lane's first word of its warp's half, and first row of the other half.
+  const u32 swap_rows = pair * 32 * DsTile::ROW_BYTES, own_word = DsTile::offset(g, half * HALF_QUERY_TILES) + t * 4;
+  const u32 other_rows = DsTile::offset(lane % 16, (half ^ 1) * HALF_QUERY_TILES + lane / 16);
+  const int num_k_pairs = half ? HEAD_DIM / 16 - HALF_K_PAIRS : HALF_K_PAIRS, num_v_pairs = half ? HEAD_DIM_V / 16 - HALF_V_PAIRS : HALF_V_PAIRS;
 
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
 #if COMPUTE_DK
 #pragma unroll
-  for (int n = 0; n < HEAD_DIM / 8; ++n)
-#pragma unroll
-    for (int x = 0; x < 4; ++x) sums.dk[n][x] = 0.0f;
+      for (int n = 0; n < 2 * HALF_K_PAIRS; ++n) sums.dk[m][n][x] = 0.0f;
 #endif
 #if COMPUTE_DV
 #pragma unroll
-  for (int n = 0; n < HEAD_DIM_V / 8; ++n)
-#pragma unroll
-    for (int x = 0; x < 4; ++x) sums.dv[n][x] = 0.0f;
+      for (int n = 0; n < 2 * HALF_V_PAIRS; ++n) sums.dv[m][n][x] = 0.0f;
 #endif
-  sums.ddelta[0] = sums.ddelta[1] = 0.0f;
+    }
+#if HAS_BIAS
+    sums.ddelta[m][0] = sums.ddelta[m][1] = 0.0f;
+#endif
+  }
 
   // Steps go through the query tiles of one head after the other.
   const int num_steps = block.num_tiles * block.group_size;
@@ -210,141 +277,184 @@ DEVICE void attention_backward_block(const BackwardBlock& block, unsigned char* 
     head = next_head;
     tile = next_tile;
 
-#if COMPUTE_DQ
-    const u32 ds_lane = shared + DS_AT + slot * DS_BYTES + warp * 16 * DsTile::ROW_BYTES;
+#if COMPUTE_DS
+    const u32 ds_tile = shared + DS_AT + (COMPUTE_DQ ? slot * DS_BYTES : 0) + swap_rows;
+    const u32 ds_word = opaque(ds_tile + own_word);
 #endif
-    if (first_query + BLOCK_Q <= keys.lowest || first_query >= keys.last_expire) {  // no query of the step sees a key of the warp
+    if (first_query + BLOCK_Q <= keys.lowest || first_query >= keys.last_expire) {  // no query of the step sees a key of the pair
 #if COMPUTE_DQ
 #pragma unroll
-      for (int n = 0; n < QUERY_TILES; ++n) {
-        store_shared_32(ds_lane + DsTile::offset(g, n) + t * 4, 0);
-        store_shared_32(ds_lane + DsTile::offset(g + 8, n) + t * 4, 0);
-      }
+      for (int n = 0; n < HALF_QUERY_TILES; ++n)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) store_shared_32(DsTile::step(ds_word, r * 8, n), 0);
 #endif
       continue;
     }
     const u32 q_tile = shared + Q_AT + slot * Q_BYTES, do_tile = shared + DO_AT + slot * DO_BYTES;
-    const float4* stats = (const float4*)(memory + STATS_AT + slot * STATS_BYTES) + t;  // of queries 2t, 2t + 1
+    const float4* stats = (const float4*)(memory + STATS_AT + slot * STATS_BYTES) + half * BLOCK_Q / 4 + t;  // of queries 2t, 2t + 1
 
     // Score: S^T = K Q^T, then P^T = 2^(S^T - lse).
-    float p[QUERY_TILES][4] = {};
+    float p[2][HALF_QUERY_TILES][4] = {};
     k_at = opaque(k_at);
-    const u32 q_at = opaque(q_tile + q_columns);
+    const u32 q_at = opaque(q_tile + k_columns);
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k) {
-      u32 a[4];
-      load_matrix_x4(a, KTile::step(k_at, 0, k * 2));
+      u32 a[2][4];
 #pragma unroll
-      for (int n = 0; n < QUERY_TILES / 2; ++n) {
+      for (int m = 0; m < 2; ++m) load_matrix_x4(a[m], KTile::step(k_at, m * 16, k * 2));
+#pragma unroll
+      for (int n = 0; n < HALF_QUERY_TILES / 2; ++n) {
         u32 b[4];
         load_matrix_x4(b, KTile::step(q_at, n * 16, k * 2));
-        mma_bf16(p[2 * n], a, b[0], b[1]);
-        mma_bf16(p[2 * n + 1], a, b[2], b[3]);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          mma_bf16(p[m][2 * n], a[m], b[0], b[1]);
+          mma_bf16(p[m][2 * n + 1], a[m], b[2], b[3]);
+        }
       }
     }
     {
+      const float scale_log2 = block.scale_log2;
+      float row_bias[2][2] = {};
 #if HAS_BIAS
-      const float* bias = (const float*)(memory + BIAS_AT) + warp * 16 + g;
-      const float row_bias[2] = {bias[0] * LOG2_E, bias[8] * LOG2_E};
-#else
-      const float row_bias[2] = {0.0f, 0.0f};
+      const float* bias = (const float*)(memory + BIAS_AT) + pair * 32 + g;
+#pragma unroll
+      for (int r = 0; r < 4; ++r) row_bias[r / 2][r % 2] = bias[r * 8] * LOG2_E;
 #endif
 #pragma unroll
-      for (int n = 0; n < QUERY_TILES; ++n) {
+      for (int n = 0; n < HALF_QUERY_TILES; ++n) {
         const float4 stat = stats[n * 4];
 #pragma unroll
-        for (int x = 0; x < 4; ++x) p[n][x] = exp2_fast(p[n][x] * block.scale_log2 + (row_bias[x / 2] - (x % 2 ? stat.z : stat.x)));
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+          for (int x = 0; x < 4; ++x) p[m][n][x] = exp2_fast(p[m][n][x] * scale_log2 + (row_bias[m][x / 2] - (x % 2 ? stat.z : stat.x)));
       }
     }
-    // Mask: only where some query of the step sees a key of the warp in part.
+    // Mask: only where some query of the step sees a key of the pair in part.
     if (first_query < keys.highest || first_query + BLOCK_Q > keys.first_expire) {
-      const int2 low = entries[g], high = entries[g + 8];
 #pragma unroll
-      for (int n = 0; n < QUERY_TILES; ++n)
+      for (int r = 0; r < 4; ++r) {
+        const int2 entry = entries[g + r * 8];
 #pragma unroll
-        for (int x = 0; x < 4; ++x) {
-          const int i = first_query + n * 8 + 2 * t + x % 2;
-          const bool active = x < 2 ? low.x <= i && i < low.y : high.x <= i && i < high.y;
-          if (!active) p[n][x] = 0.0f;
-        }
+        for (int n = 0; n < HALF_QUERY_TILES; ++n)
+#pragma unroll
+          for (int x = 0; x < 2; ++x) {
+            const int i = first_query + half * BLOCK_Q / 2 + n * 8 + 2 * t + x;
+            if (!(entry.x <= i && i < entry.y)) p[r / 2][n][r % 2 * 2 + x] = 0.0f;
+          }
+      }
     }
 
 #if COMPUTE_DV
-    // dV += P^T dO.
-    const u32 do_transposed = opaque(do_tile + v_rows);
+    // P^T to shared memory for the other warp; dV += P^T dO over the own half of the queries.
+    const u32 p_tile = shared + P_AT + swap_rows, p_word = opaque(p_tile + own_word);
+    const HalfColumns<VTile, HALF_V_PAIRS> do_transposed(do_tile, half);
 #pragma unroll
-    for (int k = 0; k < BLOCK_Q / 16; ++k) {
-      const u32 a[4] = {pack_bf16(p[2 * k][0], p[2 * k][1]), pack_bf16(p[2 * k][2], p[2 * k][3]),
-                        pack_bf16(p[2 * k + 1][0], p[2 * k + 1][1]), pack_bf16(p[2 * k + 1][2], p[2 * k + 1][3])};
+    for (int k = 0; k < HALF_QUERY_TILES / 2; ++k) {
+      u32 a[2][4];
+      pack_fragments(a, p, k);
 #pragma unroll
-      for (int n = 0; n < HEAD_DIM_V / 16; ++n) {
-        u32 b[4];
-        load_matrix_x4_transposed(b, VTile::step(do_transposed, k * 16, n * 2));
-        mma_bf16(sums.dv[2 * n], a, b[0], b[1]);
-        mma_bf16(sums.dv[2 * n + 1], a, b[2], b[3]);
-      }
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int x = 0; x < 4; ++x)
+          store_shared_32(DsTile::step(p_word, m * 16 + x % 2 * 8, 2 * k + x / 2), a[m][x]);
+      accumulate_columns(sums.dv, a, do_transposed, half * BLOCK_Q / 2 + k * 16, num_v_pairs);
     }
 #endif
 
 #if COMPUTE_DS
     // dP^T = V dO^T, then dS^T = P^T (dP^T - rowsum(do * o)).
-    float ds[QUERY_TILES][4] = {};
+    float ds[2][HALF_QUERY_TILES][4] = {};
     v_at = opaque(v_at);
-    const u32 do_at = opaque(do_tile + do_columns);
+    const u32 do_at = opaque(do_tile + v_columns);
 #pragma unroll
     for (int k = 0; k < HEAD_DIM_V / 16; ++k) {
-      u32 a[4];
-      load_matrix_x4(a, VTile::step(v_at, 0, k * 2));
+      u32 a[2][4];
 #pragma unroll
-      for (int n = 0; n < QUERY_TILES / 2; ++n) {
+      for (int m = 0; m < 2; ++m) load_matrix_x4(a[m], VTile::step(v_at, m * 16, k * 2));
+#pragma unroll
+      for (int n = 0; n < HALF_QUERY_TILES / 2; ++n) {
         u32 b[4];
         load_matrix_x4(b, VTile::step(do_at, n * 16, k * 2));
-        mma_bf16(ds[2 * n], a, b[0], b[1]);
-        mma_bf16(ds[2 * n + 1], a, b[2], b[3]);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          mma_bf16(ds[m][2 * n], a[m], b[0], b[1]);
+          mma_bf16(ds[m][2 * n + 1], a[m], b[2], b[3]);
+        }
       }
     }
 #pragma unroll
-    for (int n = 0; n < QUERY_TILES; ++n) {
+    for (int n = 0; n < HALF_QUERY_TILES; ++n) {
       const float4 stat = stats[n * 4];
 #pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        ds[n][x] = p[n][x] * (ds[n][x] - (x % 2 ? stat.w : stat.y));
-        sums.ddelta[x / 2] += ds[n][x];
-      }
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+          ds[m][n][x] = p[m][n][x] * (ds[m][n][x] - (x % 2 ? stat.w : stat.y));
+#if HAS_BIAS
+          sums.ddelta[m][x / 2] += ds[m][n][x];
+#endif
+        }
     }
 
-    // dK += dS^T Q; dS^T to shared memory for dQ.
+    // dS^T to shared memory for the other warp and for dQ; dK += dS^T Q over the own half of the queries.
 #if COMPUTE_DK
-    const u32 q_transposed = opaque(q_tile + k_rows);
+    const HalfColumns<KTile, HALF_K_PAIRS> q_transposed(q_tile, half);
 #endif
 #pragma unroll
-    for (int k = 0; k < BLOCK_Q / 16; ++k) {
-      const u32 a[4] = {pack_bf16(ds[2 * k][0], ds[2 * k][1]), pack_bf16(ds[2 * k][2], ds[2 * k][3]),
-                        pack_bf16(ds[2 * k + 1][0], ds[2 * k + 1][1]), pack_bf16(ds[2 * k + 1][2], ds[2 * k + 1][3])};
-#if COMPUTE_DQ
+    for (int k = 0; k < HALF_QUERY_TILES / 2; ++k) {
+      u32 a[2][4];
+      pack_fragments(a, ds, k);
 #pragma unroll
-      for (int x = 0; x < 4; ++x) store_shared_32(ds_lane + DsTile::offset(g + x % 2 * 8, 2 * k + x / 2) + t * 4, a[x]);
-#endif
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int x = 0; x < 4; ++x)
+          store_shared_32(DsTile::step(ds_word, m * 16 + x % 2 * 8, 2 * k + x / 2), a[m][x]);
 #if COMPUTE_DK
-#pragma unroll
-      for (int n = 0; n < HEAD_DIM / 16; ++n) {
-        u32 b[4];
-        load_matrix_x4_transposed(b, KTile::step(q_transposed, k * 16, n * 2));
-        mma_bf16(sums.dk[2 * n], a, b[0], b[1]);
-        mma_bf16(sums.dk[2 * n + 1], a, b[2], b[3]);
-      }
+      accumulate_columns(sums.dk, a, q_transposed, half * BLOCK_Q / 2 + k * 16, num_k_pairs);
 #endif
     }
 #endif
+
+    // The other half of the queries, from the other warp.
+    barrier_sync(1 + pair, 64);
+#pragma unroll
+    for (int k = 0; k < HALF_QUERY_TILES / 2; ++k) {
+      u32 a[2][4];
+#if COMPUTE_DV
+      load_swapped(a, p_tile + other_rows, k);
+      accumulate_columns(sums.dv, a, do_transposed, (half ^ 1) * BLOCK_Q / 2 + k * 16, num_v_pairs);
+#endif
+#if COMPUTE_DK
+      load_swapped(a, ds_tile + other_rows, k);
+      accumulate_columns(sums.dk, a, q_transposed, (half ^ 1) * BLOCK_Q / 2 + k * 16, num_k_pairs);
+#endif
+    }
   }
   copy_async_wait<0>();
   __syncthreads();  // the last dS^T is complete
 #if COMPUTE_DQ
   if (num_steps > 0) add_dq(block, shared, (num_steps - 1) & 1, last_head, block.first_tile + last_tile);
 #endif
+#if HAS_BIAS
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    sums.ddelta[h] += __shfl_xor_sync(~0u, sums.ddelta[h], 1);
-    sums.ddelta[h] += __shfl_xor_sync(~0u, sums.ddelta[h], 2);
+  for (int r = 0; r < 4; ++r) {
+    float& sum = sums.ddelta[r / 2][r % 2];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
   }
+  // Behind the barrier nobody reads the statistics any more: they are where the pair adds up ddelta.
+  float* swapped = (float*)(memory + STATS_AT) + pair * 32 + g;
+  if (half == 1 && t == 0) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) swapped[r * 8] = sums.ddelta[r / 2][r % 2];
+  }
+  __syncthreads();  // the other warp's ddelta; and every read of K and V is over
+  if (half == 0) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) sums.ddelta[r / 2][r % 2] += swapped[r * 8];
+  }
+#else
+  __syncthreads();  // every read of K and V is over
+#endif
 }

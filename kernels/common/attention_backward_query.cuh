@@ -1,12 +1,17 @@
-// attention_backward_query: dq of one tile of queries, summed over the keys it sees in the order of its stream: no atomics.
+// attention_backward_query: dq of one tile of queries, summed over the keys it sees in the order of its stream: no atomics. With STATS_ONLY the
+// row sums of P dP instead, which dq, dk and ddelta need.
 // Used by attention_backward_query.cu and dma_attention_backward_query.cu, which document the interface.
-// Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (a warp owns 16 rows), BLOCK_KV, NUM_STAGES, MIN_BLOCKS; HEADS_PER_TILE; HAS_BIAS; GATHER
+// Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (a warp owns 16 rows), BLOCK_KV, NUM_STAGES, MIN_BLOCKS; HEADS_PER_TILE; HAS_BIAS; GATHER; STATS_ONLY
 #pragma once
 #include "common/query_tile.cuh"
 
+#ifndef STATS_ONLY
+#define STATS_ONLY 0
+#endif
+
 struct BackwardQueries {
   const bf16* d_out;    // [batch, seq_len, num_heads, HEAD_DIM_V]
-  const float2* stats;  // [batch, num_heads, padded_len]
+  float2* stats;        // [batch, num_heads, padded_len] {lse * log2(e) or +inf, rowsum(do * o)}; STATS_ONLY writes the second
   bf16* dq;             // at the batch row and the tile's first head
   u64 dq_stride;        // elements from token to token
   int padded_len;
@@ -35,12 +40,14 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
     float2 stat = {INFINITY_F32, 0.0f};
     if (query < tile.end_query) stat = back.stats[((u64)tile.batch * tile.num_heads + tile.head + row_head(row)) * back.padded_len + query];
     lse[h] = stat.x;
-    dot[h] = stat.y;
+    dot[h] = STATS_ONLY ? 0.0f : stat.y;
   }
   const u32 k_rows = KTile::offset(lane % 16, lane / 16);
   const u32 k_columns = KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2), v_columns = VTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   u32 q_at = q_lane + k_rows, do_at = do_lane + VTile::offset(lane % 16, lane / 16);
+#if !STATS_ONLY
   float dq[HEAD_DIM / 8][4] = {};
+#endif
 
   for (int it = 0; it < stream.num_tiles; ++it) {
     stream.advance(it);
@@ -77,7 +84,7 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
       }
     }
 
-    // dS = P (dP - rowsum(do * o)), zero where masked.
+    // P, zero where masked; dS = P (dP - rowsum(do * o)).
 #pragma unroll
     for (int n = 0; n < BLOCK_KV / 8; ++n) {
 #if HAS_BIAS
@@ -90,6 +97,12 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
       for (int x = 0; x < 4; ++x) p[n][x] = exp2_fast(p[n][x] * tile.scale_log2 + (bias[x % 2] - lse[x / 2]));
     }
     if (mask == TILE_PARTIAL) mask_scores(tile, stream, it, warp_row, p, 0.0f);
+#if STATS_ONLY
+#pragma unroll
+    for (int n = 0; n < BLOCK_KV / 8; ++n)
+#pragma unroll
+      for (int x = 0; x < 4; ++x) dot[x / 2] += p[n][x] * ds[n][x];
+#else
 #pragma unroll
     for (int n = 0; n < BLOCK_KV / 8; ++n)
 #pragma unroll
@@ -109,10 +122,21 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
         mma_bf16(dq[2 * n + 1], a, b[2], b[3]);
       }
     }
+#endif
   }
 
-  // Store through the warp's own query rows.
   copy_async_wait<0>();
+#if STATS_ONLY
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    dot[h] += __shfl_xor_sync(~0u, dot[h], 1);
+    dot[h] += __shfl_xor_sync(~0u, dot[h], 2);
+    const int row = warp_row + h * 8 + g, query = row_query(tile, row);
+    if (t == 0 && query < tile.end_query)
+      back.stats[((u64)tile.batch * tile.num_heads + tile.head + row_head(row)) * back.padded_len + query].y = dot[h];
+  }
+#else
+  // Store through the warp's own query rows.
   __syncthreads();  // with no tile at all the queries may still be on their way there
 #pragma unroll
   for (int n = 0; n < HEAD_DIM / 8; ++n)
@@ -126,4 +150,5 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
     if (query < tile.end_query)
       *(uint4*)(back.dq + (u64)query * back.dq_stride + row_head(warp_row + row) * HEAD_DIM + chunk * 8) = load_shared_128(q_lane + KTile::offset(row, chunk));
   }
+#endif
 }

@@ -54,8 +54,8 @@ struct SwizzledTile {
 
   // Byte offset of a chunk.
   static DEVICE u32 offset(int row, int chunk) { return (u32)(row * ROW_BYTES + ((chunk ^ ((row >> SHIFT) & MASK)) << 4)); }
-  // The address `row` rows (a multiple of 8) and `chunk` chunks (even) further than `at`, which is a tile's address (a multiple of 128) plus the
-  // `offset` of a chunk numbered 0 or 1: one xor, the rest folds into the load's immediate.
+  // The address `row` rows (a multiple of 8) and `chunk` chunks further than `at`, which is a tile's address (a multiple of 128) plus the `offset`
+  // of a chunk whose number has no bit in common with `chunk`: one xor, the rest folds into the load's immediate.
   static DEVICE u32 step(u32 at, int row, int chunk) {
     return (at ^ (u32)((chunk & MASK) << 4)) + (u32)(row * ROW_BYTES + ((chunk & ~MASK) << 4));
   }

@@ -155,7 +155,8 @@ def backward_tiling(d, dv):
 
 def backward_shared_bytes(d, dv, t, flags, bias):
     kv, q = 16 * t["NUM_WARPS"], t["BLOCK_Q"]
-    return (kv + 2 * q) * (d + dv) * 2 + (4 * kv * q if flags["COMPUTE_DQ"] else 0) + 16 * q + kv * (12 if bias else 8)
+    swapped = flags["COMPUTE_DV"] + (2 if flags["COMPUTE_DQ"] else flags["COMPUTE_DK"])
+    return (kv + 2 * q) * (d + dv) * 2 + 2 * kv * q * swapped + 16 * q + kv * (12 if bias else 8) + 128
 
 
 def query_tiling(d, dv, gather=False, group=1):
@@ -210,14 +211,42 @@ def convert_rows(rt, sums, grad, scale):
               [sums, grad.packed], [b, n, grad.num_heads, grad.offset, grad.token_stride, grad.batch_stride, f32_word(scale)])
 
 
+def attention_query(rt, q, k, v, do, stats, doc_start, window, scale, delta, dq=None):
+    """dq without atomics, or without `dq` the exact row sums in `stats`."""
+    b, n = q.packed.shape[:2]
+    d, d_v, h, hkv, bias = q.head_dim, v.head_dim, q.num_heads, k.num_heads, delta is not None
+    t = query_tiling(d, d_v)
+    words = [b, n, h, hkv] + stride_words(q, k, v) + [window, f32_word(scale), padded_len(n)] + ([dq.offset, dq.token_stride, dq.batch_stride] if dq else [0] * 3)
+    tensors = [q.packed, k.packed, v.packed, do, stats, doc_start] + ([delta] if bias else []) + ([dq.packed] if dq else [])
+    rt.launch("attention_backward_query.cu", "attention_backward_query", {**head_defines(d, d_v), **t, "HAS_BIAS": int(bias), "STATS_ONLY": int(not dq)},
+              (ceil_div(n, 16 * t["NUM_WARPS"]), h, b), t["NUM_WARPS"] * 32, query_shared_bytes(d, d_v, t, False, bias), tensors, words)
+
+
+def dma_attention_query(rt, q, k, v, do, stats, delta, lists, scale, dq=None):
+    """As attention_query, over lists."""
+    b, n = q.packed.shape[:2]
+    d, d_v, h, hkv = q.head_dim, v.head_dim, q.num_heads, k.num_heads
+    t = query_tiling(d, d_v, True, h // hkv)
+    tile_queries = 16 * t["NUM_WARPS"] // t["HEADS_PER_TILE"]
+    words = [b, n, h, hkv] + stride_words(q, k, v) + [f32_word(scale), lists.capacity, padded_len(n)]
+    words += ([dq.offset, dq.token_stride, dq.batch_stride] if dq else [0] * 3) + [lists.tile_queries]
+    tensors = [q.packed, k.packed, v.packed, do, stats, delta, lists.list, lists.tile_window] + ([dq.packed] if dq else [])
+    rt.launch("dma_attention_backward_query.cu", "dma_attention_backward_query", {**head_defines(d, d_v), **t, "STATS_ONLY": int(not dq)},
+              (ceil_div(n, SUPER_BLOCK) * ceil_div(SUPER_BLOCK, tile_queries), h // t["HEADS_PER_TILE"], b), t["NUM_WARPS"] * 32,
+              query_shared_bytes(d, d_v, t, True, True), tensors, words)
+
+
 def attention_backward(rt, q, k, v, o, lse, do, doc_start, doc_end, window, scale, dq, dk, dv, delta=None, ddelta=None, deterministic=False,
-                       tiling=None, dq_sum=None):
+                       tiling=None, dq_sum=None, exact=None):
+    """`exact`: row sums from the probabilities instead of from o; on by default where there is a bias."""
     b, n = q.packed.shape[:2]
     d, d_v, h, hkv = q.head_dim, v.head_dim, q.num_heads, k.num_heads
     bias = delta is not None
     t, launches = backward_tiling(d, d_v)
     t = tiling or t
     stats = prepare(rt, o, do, lse)
+    if bias if exact is None else exact:
+        attention_query(rt, q, k, v, do, stats, doc_start, window, scale, delta)
     if not deterministic:
         if dq_sum is None:
             dq_sum = torch.empty(b, h, padded_len(n), d, device=o.device)
@@ -237,15 +266,11 @@ def attention_backward(rt, q, k, v, o, lse, do, doc_start, doc_end, window, scal
     if not deterministic:
         convert_dq(rt, dq_sum, padded_len(n), 0, dq, scale)
         return
-    t = query_tiling(d, d_v)
-    words = [b, n, h, hkv] + stride_words(q, k, v) + [window, f32_word(scale), padded_len(n), dq.offset, dq.token_stride, dq.batch_stride]
-    tensors = [q.packed, k.packed, v.packed, do, stats, doc_start] + ([delta] if bias else []) + [dq.packed]
-    rt.launch("attention_backward_query.cu", "attention_backward_query", {**head_defines(d, d_v), **t, "HAS_BIAS": int(bias)},
-              (ceil_div(n, 16 * t["NUM_WARPS"]), h, b), t["NUM_WARPS"] * 32, query_shared_bytes(d, d_v, t, False, bias), tensors, words)
+    attention_query(rt, q, k, v, do, stats, doc_start, window, scale, delta, dq)
 
 
 def dma_attention_backward(rt, q, k, v, o, lse, do, delta, lists, scale, dq, dk, dv, ddelta, deterministic=False, super_blocks=16, tiling=None,
-                           sums=None):
+                           sums=None, exact=True):
     """`super_blocks`: how many share one buffer of dq sums, and one launch. `sums`: (dq, dk, dv) f32 buffers to reuse."""
     b, n = q.packed.shape[:2]
     d, d_v, h, hkv = q.head_dim, v.head_dim, q.num_heads, k.num_heads
@@ -254,6 +279,8 @@ def dma_attention_backward(rt, q, k, v, o, lse, do, delta, lists, scale, dq, dk,
     blocks = ceil_div(n, SUPER_BLOCK)
     super_blocks = 1 if deterministic else min(super_blocks, blocks)
     stats = prepare(rt, o, do, lse)
+    if exact:
+        dma_attention_query(rt, q, k, v, do, stats, delta, lists, scale)
     if sums is None:
         dq_sum = None if deterministic else torch.empty(b, h, super_blocks * SUPER_BLOCK, d, device=o.device)
         dk_sum, dv_sum = torch.empty(b, hkv, n, d, device=o.device), torch.empty(b, hkv, n, d_v, device=o.device)
@@ -280,11 +307,4 @@ def dma_attention_backward(rt, q, k, v, o, lse, do, delta, lists, scale, dq, dk,
     convert_rows(rt, dk_sum, dk, scale)
     convert_rows(rt, dv_sum, dv, 1.0)
     if deterministic:
-        t = query_tiling(d, d_v, True, h // hkv)
-        tile_queries = 16 * t["NUM_WARPS"] // t["HEADS_PER_TILE"]
-        words = [b, n, h, hkv] + stride_words(q, k, v) + [f32_word(scale), lists.capacity, padded_len(n), dq.offset, dq.token_stride, dq.batch_stride,
-                                                          lists.tile_queries]
-        tensors = [q.packed, k.packed, v.packed, do, stats, delta, lists.list, lists.tile_window, dq.packed]
-        rt.launch("dma_attention_backward_query.cu", "dma_attention_backward_query", {**head_defines(d, d_v), **t},
-                  (blocks * ceil_div(SUPER_BLOCK, tile_queries), h // t["HEADS_PER_TILE"], b), t["NUM_WARPS"] * 32,
-                  query_shared_bytes(d, d_v, t, True, True), tensors, words)
+        dma_attention_query(rt, q, k, v, do, stats, delta, lists, scale, dq)
