@@ -1,7 +1,9 @@
 //! AdamW on one parameter, in place, in the update order of torch.
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
+
+use crate::simd::arch;
 
 /// Elements one task updates.
 const BLOCK: usize = 1 << 14;
@@ -47,7 +49,7 @@ pub fn adamw_step(param: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32],
         .zip(m.par_chunks_mut(BLOCK))
         .zip(v.par_chunks_mut(BLOCK))
         .for_each(|(((param, grad), m), v)| {
-            Arch::new().dispatch(Update {
+            arch().dispatch(Update {
                 param,
                 grad,
                 m,
@@ -97,6 +99,7 @@ impl WithSimd for Update<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::simd::tests::on_every_arch;
     use crate::test_data::{Random, assert_close, threads, wide};
 
     fn step_number(t: i32, weight_decay: f64) -> AdamWStep {
@@ -115,28 +118,30 @@ mod tests {
 
     #[test]
     fn ten_steps_equal_the_formulas_in_f64() {
-        let mut random = Random(1);
-        let len = BLOCK + 77;
-        let mut param = random.vector(len);
-        let (mut m, mut v) = (vec![0.0; len], vec![0.0; len]);
-        let (mut param64, mut m64, mut v64) = (wide(&param), vec![0.0; len], vec![0.0; len]);
-        for t in 1..=10 {
-            let grad = random.vector(len);
-            let step = step_number(t, 0.1);
-            adamw_step(&mut param, &grad, &mut m, &mut v, &step);
-            for i in 0..len {
-                let g = 0.5 * f64::from(grad[i]);
-                m64[i] = step.beta1 * m64[i] + (1.0 - step.beta1) * g;
-                v64[i] = step.beta2 * v64[i] + (1.0 - step.beta2) * g * g;
-                param64[i] *= 1.0 - step.lr * step.weight_decay;
-                let m_hat = m64[i] / step.bias_correction1;
-                param64[i] -=
-                    step.lr * m_hat / ((v64[i] / step.bias_correction2).sqrt() + step.eps);
+        on_every_arch(|| {
+            let mut random = Random(1);
+            let len = BLOCK + 77;
+            let mut param = random.vector(len);
+            let (mut m, mut v) = (vec![0.0; len], vec![0.0; len]);
+            let (mut param64, mut m64, mut v64) = (wide(&param), vec![0.0; len], vec![0.0; len]);
+            for t in 1..=10 {
+                let grad = random.vector(len);
+                let step = step_number(t, 0.1);
+                adamw_step(&mut param, &grad, &mut m, &mut v, &step);
+                for i in 0..len {
+                    let g = 0.5 * f64::from(grad[i]);
+                    m64[i] = step.beta1 * m64[i] + (1.0 - step.beta1) * g;
+                    v64[i] = step.beta2 * v64[i] + (1.0 - step.beta2) * g * g;
+                    param64[i] *= 1.0 - step.lr * step.weight_decay;
+                    let m_hat = m64[i] / step.bias_correction1;
+                    param64[i] -=
+                        step.lr * m_hat / ((v64[i] / step.bias_correction2).sqrt() + step.eps);
+                }
             }
-        }
-        assert_close("param", &param, &param64, 2e-6);
-        assert_close("m", &m, &m64, 1e-6);
-        assert_close("v", &v, &v64, 1e-6);
+            assert_close("param", &param, &param64, 2e-6);
+            assert_close("m", &m, &m64, 1e-6);
+            assert_close("v", &v, &v64, 1e-6);
+        });
     }
 
     #[test]

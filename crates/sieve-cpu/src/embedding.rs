@@ -1,7 +1,9 @@
 //! Embedding lookup and its gradient.
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
+
+use crate::simd::arch;
 
 /// `y[n] = weight[ids[n]]`.
 ///
@@ -80,7 +82,7 @@ pub fn embedding_backward(dy: &[f32], ids: &[i32], d_model: usize, dweight: &mut
             row.fill(0.0);
             let rows = &order[first[id]..first[id + 1]];
             if !rows.is_empty() {
-                Arch::new().dispatch(AddRows { dy, rows, sum: row });
+                arch().dispatch(AddRows { dy, rows, sum: row });
             }
         });
 }
@@ -112,30 +114,33 @@ impl WithSimd for AddRows<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::simd::tests::on_every_arch;
     use crate::test_data::{Random, assert_close, threads};
 
     #[test]
     fn looks_up_and_adds_up() {
-        let mut random = Random(1);
-        for (n, d_model, vocab_size) in [(1, 3, 1), (40, 5, 7), (301, 16, 50), (0, 4, 3)] {
-            let ids: Vec<i32> = (0..n).map(|_| random.below(vocab_size) as i32).collect();
-            let (weight, dy) = (
-                random.vector(vocab_size * d_model),
-                random.vector(n * d_model),
-            );
-            let mut y = vec![f32::NAN; n * d_model];
-            embedding_forward(&ids, &weight, d_model, &mut y);
-            let mut dweight = vec![f32::NAN; vocab_size * d_model];
-            embedding_backward(&dy, &ids, d_model, &mut dweight);
-            let mut expected = vec![0.0; dweight.len()];
-            for (row, &id) in ids.iter().enumerate() {
-                for c in 0..d_model {
-                    assert_eq!(y[row * d_model + c], weight[id as usize * d_model + c]);
-                    expected[id as usize * d_model + c] += f64::from(dy[row * d_model + c]);
+        on_every_arch(|| {
+            let mut random = Random(1);
+            for (n, d_model, vocab_size) in [(1, 3, 1), (40, 5, 7), (301, 16, 50), (0, 4, 3)] {
+                let ids: Vec<i32> = (0..n).map(|_| random.below(vocab_size) as i32).collect();
+                let (weight, dy) = (
+                    random.vector(vocab_size * d_model),
+                    random.vector(n * d_model),
+                );
+                let mut y = vec![f32::NAN; n * d_model];
+                embedding_forward(&ids, &weight, d_model, &mut y);
+                let mut dweight = vec![f32::NAN; vocab_size * d_model];
+                embedding_backward(&dy, &ids, d_model, &mut dweight);
+                let mut expected = vec![0.0; dweight.len()];
+                for (row, &id) in ids.iter().enumerate() {
+                    for c in 0..d_model {
+                        assert_eq!(y[row * d_model + c], weight[id as usize * d_model + c]);
+                        expected[id as usize * d_model + c] += f64::from(dy[row * d_model + c]);
+                    }
                 }
+                assert_close("dweight", &dweight, &expected, 1e-5);
             }
-            assert_close("dweight", &dweight, &expected, 1e-5);
-        }
+        });
     }
 
     #[test]

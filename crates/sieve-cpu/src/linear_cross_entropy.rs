@@ -1,10 +1,10 @@
 //! Output projection and cross entropy in one, in chunks of rows: logits of all rows never exist at once.
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use crate::gemm::{Matrix, MatrixMut, Threads, matmul};
-use crate::simd::exp_and_sum;
+use crate::simd::{arch, exp_and_sum};
 
 /// Labels below 0 (Hugging Face's -100) are ignored: no loss, no gradient.
 const FIRST_LABEL: i32 = 0;
@@ -163,7 +163,7 @@ fn run(
             .par_chunks_mut(vocab_size)
             .zip(labels)
             .map(|(row, &label)| {
-                Arch::new().dispatch(RowLoss {
+                arch().dispatch(RowLoss {
                     row,
                     label,
                     z_loss,
@@ -267,6 +267,7 @@ fn max_of<S: Simd>(simd: S, row: &[f32]) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::simd::tests::on_every_arch;
     use crate::test_data::{Random, assert_close, finite_differences, threads, wide};
 
     struct Case {
@@ -366,36 +367,38 @@ mod tests {
 
     #[test]
     fn equals_the_definition_and_its_differences() {
-        for (n, d_model, vocab_size, z_loss) in [
-            (1, 1, 1, 0.0),
-            (7, 3, 5, 0.0),
-            (4, 6, 37, 0.01),
-            (9, 2, 19, 0.1),
-            (3, 5, 101, 0.0),
-        ] {
-            let case = Case::new(n, d_model, vocab_size, n as u64);
-            let (h, weight) = (wide(&case.h), wide(&case.weight));
-            let rows = case.reference(&h, &weight, z_loss);
-            assert_sums(
-                linear_cross_entropy(&case.h, &case.weight, &case.labels, d_model, z_loss),
-                &rows,
-                &case.labels,
-            );
-            let (loss, dh, dweight) = case.with_grad(z_loss);
-            assert_sums(loss, &rows, &case.labels);
-            assert_close(
-                "dh",
-                &dh,
-                &finite_differences(&h, |h| case.total(h, &weight, z_loss)),
-                2e-5,
-            );
-            assert_close(
-                "dweight",
-                &dweight,
-                &finite_differences(&weight, |w| case.total(&h, w, z_loss)),
-                2e-5,
-            );
-        }
+        on_every_arch(|| {
+            for (n, d_model, vocab_size, z_loss) in [
+                (1, 1, 1, 0.0),
+                (7, 3, 5, 0.0),
+                (4, 6, 37, 0.01),
+                (9, 2, 19, 0.1),
+                (3, 5, 101, 0.0),
+            ] {
+                let case = Case::new(n, d_model, vocab_size, n as u64);
+                let (h, weight) = (wide(&case.h), wide(&case.weight));
+                let rows = case.reference(&h, &weight, z_loss);
+                assert_sums(
+                    linear_cross_entropy(&case.h, &case.weight, &case.labels, d_model, z_loss),
+                    &rows,
+                    &case.labels,
+                );
+                let (loss, dh, dweight) = case.with_grad(z_loss);
+                assert_sums(loss, &rows, &case.labels);
+                assert_close(
+                    "dh",
+                    &dh,
+                    &finite_differences(&h, |h| case.total(h, &weight, z_loss)),
+                    2e-5,
+                );
+                assert_close(
+                    "dweight",
+                    &dweight,
+                    &finite_differences(&weight, |w| case.total(&h, w, z_loss)),
+                    2e-5,
+                );
+            }
+        });
     }
 
     #[test]

@@ -2,8 +2,10 @@
 //!
 //! Rotate-half form, as Hugging Face's Qwen3: `rope(x) = x * cos + cat(-x2, x1) * sin` with x1, x2 the halves of a head.
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
+
+use crate::simd::arch;
 
 use crate::attention::Documents;
 use crate::rms_norm::{add_partials, norm_row_backward, reciprocal_rms};
@@ -123,7 +125,7 @@ pub fn qk_norm_rope_forward(
         .zip(qkv.par_chunks(TOKENS * token_len))
         .enumerate();
     tasks.for_each(|(task, (out, qkv))| {
-        Arch::new().dispatch(Forward {
+        arch().dispatch(Forward {
             op,
             documents,
             first: task * TOKENS,
@@ -183,7 +185,7 @@ pub fn qk_norm_rope_backward(
             let mut d_k_weight = vec![0.0; head_dim];
             let (d_q, d_k) = (d_q_weight.as_mut_slice(), d_k_weight.as_mut_slice());
             let first = task * TOKENS;
-            Arch::new().dispatch(Backward {
+            arch().dispatch(Backward {
                 op,
                 documents,
                 first,
@@ -214,6 +216,19 @@ impl WithSimd for Forward<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
+        match self.op.head_dim {
+            32 => self.run::<S, 32>(simd),
+            64 => self.run::<S, 64>(simd),
+            128 => self.run::<S, 128>(simd),
+            _ => self.run::<S, 0>(simd),
+        }
+    }
+}
+
+impl Forward<'_> {
+    /// With the head_dim known to the compiler, or 0: loops over a few vectors are then straight code.
+    #[inline(always)]
+    fn run<S: Simd, const HEAD_DIM: usize>(self, simd: S) {
         let Self {
             op,
             documents,
@@ -221,7 +236,8 @@ impl WithSimd for Forward<'_> {
             qkv,
             out,
         } = self;
-        let (token_len, head_dim) = (op.token_len(), op.head_dim);
+        let head_dim = if HEAD_DIM == 0 { op.head_dim } else { HEAD_DIM };
+        let token_len = op.token_len();
         let (q_len, k_len) = (op.num_heads * head_dim, op.num_kv_heads * head_dim);
         for (t, (out, qkv)) in out
             .chunks_exact_mut(token_len)
@@ -265,6 +281,19 @@ impl WithSimd for Backward<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
+        match self.op.head_dim {
+            32 => self.run::<S, 32>(simd),
+            64 => self.run::<S, 64>(simd),
+            128 => self.run::<S, 128>(simd),
+            _ => self.run::<S, 0>(simd),
+        }
+    }
+}
+
+impl Backward<'_> {
+    /// With the head_dim known to the compiler, or 0.
+    #[inline(always)]
+    fn run<S: Simd, const HEAD_DIM: usize>(self, simd: S) {
         let Self {
             op,
             documents,
@@ -275,7 +304,8 @@ impl WithSimd for Backward<'_> {
             d_q_weight,
             d_k_weight,
         } = self;
-        let (token_len, head_dim) = (op.token_len(), op.head_dim);
+        let head_dim = if HEAD_DIM == 0 { op.head_dim } else { HEAD_DIM };
+        let token_len = op.token_len();
         let (q_len, k_len) = (op.num_heads * head_dim, op.num_kv_heads * head_dim);
         let mut d_norm = vec![0.0; head_dim];
         let tokens = d_qkv
@@ -289,14 +319,14 @@ impl WithSimd for Backward<'_> {
                 .chunks_exact_mut(head_dim)
                 .zip(qkv.chunks_exact(head_dim));
             for ((dx, x), dy) in heads.zip(d_out.chunks_exact(head_dim)) {
-                rotate_back(dy, cos, sin, &mut d_norm);
+                rotate_back(dy, cos, sin, &mut d_norm[..head_dim]);
                 norm_row_backward(simd, x, op.q_weight, op.eps, &d_norm, dx, d_q_weight);
             }
             let heads = dk
                 .chunks_exact_mut(head_dim)
                 .zip(qkv[q_len..].chunks_exact(head_dim));
             for ((dx, x), dy) in heads.zip(d_out[q_len..].chunks_exact(head_dim)) {
-                rotate_back(dy, cos, sin, &mut d_norm);
+                rotate_back(dy, cos, sin, &mut d_norm[..head_dim]);
                 norm_row_backward(simd, x, op.k_weight, op.eps, &d_norm, dx, d_k_weight);
             }
             dv.copy_from_slice(&d_out[q_len + k_len..]);
@@ -314,7 +344,8 @@ fn norm_and_rotate<S: Simd>(
     sin: &[f32],
     out: &mut [f32],
 ) {
-    let half = cos.len();
+    let half = x.len() / 2;
+    let (cos, sin) = (&cos[..half], &sin[..half]);
     let rstd = reciprocal_rms(simd, x, eps);
     let ((x1, x2), (w1, w2)) = (x.split_at(half), weight.split_at(half));
     let (out1, out2) = out.split_at_mut(half);
@@ -332,7 +363,8 @@ fn norm_and_rotate<S: Simd>(
 
 #[inline(always)]
 fn rotate_back(dy: &[f32], cos: &[f32], sin: &[f32], dx: &mut [f32]) {
-    let half = cos.len();
+    let half = dy.len() / 2;
+    let (cos, sin) = (&cos[..half], &sin[..half]);
     let (dy1, dy2) = dy.split_at(half);
     let (dx1, dx2) = dx.split_at_mut(half);
     let columns = dy1.iter().zip(dy2).zip(cos.iter().zip(sin));
@@ -345,6 +377,7 @@ fn rotate_back(dy: &[f32], cos: &[f32], sin: &[f32], dx: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::simd::tests::on_every_arch;
     use crate::test_data::{
         Random, assert_close, finite_differences, inner, threads, whole_rows, wide,
     };
@@ -478,43 +511,46 @@ mod tests {
 
     #[test]
     fn equals_the_definition_and_its_differences() {
-        for (sizes, offset, packed) in [
-            ([1, 1, 1, 1, 2], 0, false),
-            ([2, 3, 4, 2, 6], 5, false),
-            ([1, 11, 3, 1, 8], 0, true),
-            ([2, 2, 2, 1, 34], 1, true),
-        ] {
-            let case = Case::new(sizes, offset, packed);
-            let (qkv, q_weight, k_weight) =
-                (wide(&case.qkv), wide(&case.q_weight), wide(&case.k_weight));
-            assert_close(
-                "out",
-                &case.forward(),
-                &case.reference(&qkv, &q_weight, &k_weight),
-                2e-6,
-            );
-            let [d_qkv, dq, dk] = case.backward();
-            let loss =
-                |qkv: &[f64], q: &[f64], k: &[f64]| inner(&case.reference(qkv, q, k), &case.d_out);
-            assert_close(
-                "d_qkv",
-                &d_qkv,
-                &finite_differences(&qkv, |x| loss(x, &q_weight, &k_weight)),
-                3e-5,
-            );
-            assert_close(
-                "dq_weight",
-                &dq,
-                &finite_differences(&q_weight, |x| loss(&qkv, x, &k_weight)),
-                3e-5,
-            );
-            assert_close(
-                "dk_weight",
-                &dk,
-                &finite_differences(&k_weight, |x| loss(&qkv, &q_weight, x)),
-                3e-5,
-            );
-        }
+        on_every_arch(|| {
+            for (sizes, offset, packed) in [
+                ([1, 1, 1, 1, 2], 0, false),
+                ([2, 3, 4, 2, 6], 5, false),
+                ([1, 11, 3, 1, 8], 0, true),
+                ([2, 2, 2, 1, 34], 1, true),
+            ] {
+                let case = Case::new(sizes, offset, packed);
+                let (qkv, q_weight, k_weight) =
+                    (wide(&case.qkv), wide(&case.q_weight), wide(&case.k_weight));
+                assert_close(
+                    "out",
+                    &case.forward(),
+                    &case.reference(&qkv, &q_weight, &k_weight),
+                    2e-6,
+                );
+                let [d_qkv, dq, dk] = case.backward();
+                let loss = |qkv: &[f64], q: &[f64], k: &[f64]| {
+                    inner(&case.reference(qkv, q, k), &case.d_out)
+                };
+                assert_close(
+                    "d_qkv",
+                    &d_qkv,
+                    &finite_differences(&qkv, |x| loss(x, &q_weight, &k_weight)),
+                    3e-5,
+                );
+                assert_close(
+                    "dq_weight",
+                    &dq,
+                    &finite_differences(&q_weight, |x| loss(&qkv, x, &k_weight)),
+                    3e-5,
+                );
+                assert_close(
+                    "dk_weight",
+                    &dk,
+                    &finite_differences(&k_weight, |x| loss(&qkv, &q_weight, x)),
+                    3e-5,
+                );
+            }
+        });
     }
 
     #[test]

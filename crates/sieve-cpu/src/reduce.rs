@@ -1,7 +1,9 @@
 //! Sums whose order does not depend on the number of threads.
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
+
+use crate::simd::arch;
 
 /// Elements one partial sum covers.
 const BLOCK: usize = 1 << 15;
@@ -10,7 +12,7 @@ const BLOCK: usize = 1 << 15;
 pub fn sum_of_squares(x: &[f32]) -> f64 {
     let partial: Vec<f64> = x
         .par_chunks(BLOCK)
-        .map(|block| Arch::new().dispatch(Squares(block)))
+        .map(|block| arch().dispatch(Squares(block)))
         .collect();
     partial.iter().sum()
 }

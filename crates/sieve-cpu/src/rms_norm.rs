@@ -1,9 +1,9 @@
 //! RMSNorm over the last axis, forward and backward.
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
-use crate::simd::dot;
+use crate::simd::{arch, dot};
 
 /// Rows one task handles; also the rows one partial weight gradient covers, so it fixes the order of that sum.
 const ROWS: usize = 64;
@@ -24,7 +24,7 @@ pub fn rms_norm_forward(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
     assert_eq!(x.len(), y.len(), "rms_norm_forward: y is not as long as x");
     y.par_chunks_mut(ROWS * d)
         .zip(x.par_chunks(ROWS * d))
-        .for_each(|(y, x)| Arch::new().dispatch(Forward { x, weight, eps, y }));
+        .for_each(|(y, x)| arch().dispatch(Forward { x, weight, eps, y }));
 }
 
 /// Gradients of [`rms_norm_forward`]; the row statistics are computed again.
@@ -59,7 +59,7 @@ pub fn rms_norm_backward(
         .zip(dy.par_chunks(ROWS * d))
         .map(|((dx, x), dy)| {
             let mut dweight = vec![0.0; d];
-            Arch::new().dispatch(Backward {
+            arch().dispatch(Backward {
                 x,
                 weight,
                 eps,
@@ -138,6 +138,8 @@ pub(crate) fn norm_row_backward<S: Simd>(
     dx: &mut [f32],
     dweight: &mut [f32],
 ) {
+    let d = x.len();
+    let (weight, dy, dx, dweight) = (&weight[..d], &dy[..d], &mut dx[..d], &mut dweight[..d]);
     let rstd = reciprocal_rms(simd, x, eps);
     // dx holds dy * weight for a moment: its dot product with x is needed before dx itself.
     for ((dx, &dy), &w) in dx.iter_mut().zip(dy).zip(weight) {
@@ -165,6 +167,7 @@ pub(crate) fn add_partials(partial: &[Vec<f32>], total: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::simd::tests::on_every_arch;
     use crate::test_data::{Random, assert_close, finite_differences, inner, threads, wide};
 
     const EPS: f32 = 1e-5;
@@ -183,27 +186,29 @@ mod tests {
 
     #[test]
     fn equals_the_definition_and_its_differences() {
-        let mut random = Random(1);
-        for (rows, d) in [(1, 1), (3, 7), (2, 33), (5, 64), (67, 5)] {
-            let (x, weight, dy) = (
-                random.vector(rows * d),
-                random.vector(d),
-                random.vector(rows * d),
-            );
-            let mut y = vec![f32::NAN; rows * d];
-            rms_norm_forward(&x, &weight, EPS, &mut y);
-            assert_close("y", &y, &reference(&wide(&x), &wide(&weight)), 1e-6);
+        on_every_arch(|| {
+            let mut random = Random(1);
+            for (rows, d) in [(1, 1), (3, 7), (2, 33), (5, 64), (67, 5)] {
+                let (x, weight, dy) = (
+                    random.vector(rows * d),
+                    random.vector(d),
+                    random.vector(rows * d),
+                );
+                let mut y = vec![f32::NAN; rows * d];
+                rms_norm_forward(&x, &weight, EPS, &mut y);
+                assert_close("y", &y, &reference(&wide(&x), &wide(&weight)), 1e-6);
 
-            let (mut dx, mut dweight) = (vec![f32::NAN; rows * d], vec![f32::NAN; d]);
-            rms_norm_backward(&x, &weight, EPS, &dy, &mut dx, &mut dweight);
-            let expected =
-                finite_differences(&wide(&x), |x| inner(&reference(x, &wide(&weight)), &dy));
-            assert_close("dx", &dx, &expected, 2e-5);
-            let expected = finite_differences(&wide(&weight), |weight| {
-                inner(&reference(&wide(&x), weight), &dy)
-            });
-            assert_close("dweight", &dweight, &expected, 2e-5);
-        }
+                let (mut dx, mut dweight) = (vec![f32::NAN; rows * d], vec![f32::NAN; d]);
+                rms_norm_backward(&x, &weight, EPS, &dy, &mut dx, &mut dweight);
+                let expected =
+                    finite_differences(&wide(&x), |x| inner(&reference(x, &wide(&weight)), &dy));
+                assert_close("dx", &dx, &expected, 2e-5);
+                let expected = finite_differences(&wide(&weight), |weight| {
+                    inner(&reference(&wide(&x), weight), &dy)
+                });
+                assert_close("dweight", &dweight, &expected, 2e-5);
+            }
+        });
     }
 
     #[test]

@@ -4,7 +4,19 @@
 //! as must be all it calls: only then is it compiled for the instruction set found at run time. (A closure given to
 //! `Arch::dispatch` is not enough: it is compiled on its own, for the baseline.)
 
-use pulp::Simd;
+use pulp::{Arch, Simd};
+
+/// The best instruction set of this CPU.
+#[cfg(not(test))]
+pub(crate) fn arch() -> Arch {
+    Arch::new()
+}
+
+/// The same, unless [`tests::on_every_arch`] chose another.
+#[cfg(test)]
+pub(crate) fn arch() -> Arch {
+    tests::CHOSEN.get().unwrap_or_default()
+}
 
 /// `sum a_i b_i`; the order of the sum depends on the length and the width of the vectors alone.
 #[inline(always)]
@@ -121,10 +133,31 @@ pub(crate) fn sigmoid<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
 }
 
 #[cfg(test)]
-mod tests {
-    use pulp::{Arch, WithSimd};
+pub(crate) mod tests {
+    use std::cell::Cell;
+
+    use pulp::WithSimd;
 
     use super::*;
+    use crate::test_data::threads;
+
+    thread_local! {
+        pub(super) static CHOSEN: Cell<Option<Arch>> = const { Cell::new(None) };
+    }
+
+    /// Runs a test with each instruction set this CPU has, not only the best.
+    pub(crate) fn on_every_arch(test: impl Fn() + Sync) {
+        let mut all = vec![Arch::Scalar, Arch::new()];
+        #[cfg(target_arch = "x86_64")]
+        all.extend(pulp::x86::V3::try_new().map(Arch::V3));
+        for arch in all {
+            // One thread, so that all tasks of the test see its choice.
+            threads(1).install(|| {
+                CHOSEN.set(Some(arch));
+                test();
+            });
+        }
+    }
 
     struct Exp<'x>(&'x mut [f32]);
 
@@ -144,45 +177,49 @@ mod tests {
 
     fn exp_of(x: &[f32]) -> Vec<f32> {
         let mut y = x.to_vec();
-        Arch::new().dispatch(Exp(&mut y));
+        arch().dispatch(Exp(&mut y));
         y
     }
 
     #[test]
     fn exp_is_within_two_ulp() {
-        // Every 997th float from -87.33 to 88.37.
-        let negative = (0..(87.33_f32).to_bits())
-            .step_by(997)
-            .map(|bits| -f32::from_bits(bits));
-        let positive = (0..(88.37_f32).to_bits()).step_by(997).map(f32::from_bits);
-        let x: Vec<f32> = negative.chain(positive).collect();
-        for (&x, y) in x.iter().zip(exp_of(&x)) {
-            let exact = f64::from(x).exp();
-            let ulp = f64::from(f32::from_bits(y.to_bits() + 1)) - f64::from(y);
-            assert!(
-                (f64::from(y) - exact).abs() <= 2.0 * ulp,
-                "exp({x}) = {y}, exact {exact}"
-            );
-        }
+        on_every_arch(|| {
+            // Every 997th float from -87.33 to 88.37.
+            let negative = (0..(87.33_f32).to_bits())
+                .step_by(997)
+                .map(|bits| -f32::from_bits(bits));
+            let positive = (0..(88.37_f32).to_bits()).step_by(997).map(f32::from_bits);
+            let x: Vec<f32> = negative.chain(positive).collect();
+            for (&x, y) in x.iter().zip(exp_of(&x)) {
+                let exact = f64::from(x).exp();
+                let ulp = f64::from(f32::from_bits(y.to_bits() + 1)) - f64::from(y);
+                assert!(
+                    (f64::from(y) - exact).abs() <= 2.0 * ulp,
+                    "exp({x}) = {y}, exact {exact}"
+                );
+            }
+        });
     }
 
     #[test]
     fn exp_at_the_ends() {
-        let y = exp_of(&[
-            f32::NEG_INFINITY,
-            -1.0e30,
-            -87.34,
-            88.38,
-            1.0e30,
-            f32::INFINITY,
-            0.0,
-            -0.0,
-            f32::NAN,
-        ]);
-        assert_eq!(y[..3], [0.0; 3]);
-        assert_eq!(y[3..6], [f32::INFINITY; 3]);
-        assert_eq!(y[6..8], [1.0; 2]);
-        assert!(y[8].is_nan());
+        on_every_arch(|| {
+            let y = exp_of(&[
+                f32::NEG_INFINITY,
+                -1.0e30,
+                -87.34,
+                88.38,
+                1.0e30,
+                f32::INFINITY,
+                0.0,
+                -0.0,
+                f32::NAN,
+            ]);
+            assert_eq!(y[..3], [0.0; 3]);
+            assert_eq!(y[3..6], [f32::INFINITY; 3]);
+            assert_eq!(y[6..8], [1.0; 2]);
+            assert!(y[8].is_nan());
+        });
     }
 
     struct Dot<'x>(&'x [f32], &'x [f32]);
@@ -198,11 +235,13 @@ mod tests {
 
     #[test]
     fn dot_at_every_length() {
-        for len in 0..200 {
-            let a: Vec<f32> = (0..len).map(|i| i as f32 + 1.0).collect();
-            let b: Vec<f32> = (0..len).map(|i| (i % 3) as f32 - 1.0).collect();
-            let exact: f32 = a.iter().zip(&b).map(|(a, b)| a * b).sum();
-            assert_eq!(Arch::new().dispatch(Dot(&a, &b)), exact);
-        }
+        on_every_arch(|| {
+            for len in 0..200 {
+                let a: Vec<f32> = (0..len).map(|i| i as f32 + 1.0).collect();
+                let b: Vec<f32> = (0..len).map(|i| (i % 3) as f32 - 1.0).collect();
+                let exact: f32 = a.iter().zip(&b).map(|(a, b)| a * b).sum();
+                assert_eq!(arch().dispatch(Dot(&a, &b)), exact);
+            }
+        });
     }
 }

@@ -1,9 +1,9 @@
 //! SwiGLU on the packed output of one projection: `silu(gate) * up`.
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
-use crate::simd::sigmoid;
+use crate::simd::{arch, sigmoid};
 
 /// Rows one task handles.
 const ROWS: usize = 16;
@@ -27,7 +27,7 @@ pub fn swiglu_forward(gate_up: &[f32], d_ff: usize, y: &mut [f32]) {
     );
     y.par_chunks_mut(ROWS * d_ff)
         .zip(gate_up.par_chunks(ROWS * 2 * d_ff))
-        .for_each(|(y, gate_up)| Arch::new().dispatch(Forward { gate_up, d_ff, y }));
+        .for_each(|(y, gate_up)| arch().dispatch(Forward { gate_up, d_ff, y }));
 }
 
 /// Gradient of [`swiglu_forward`].
@@ -57,7 +57,7 @@ pub fn swiglu_backward(gate_up: &[f32], d_ff: usize, dy: &[f32], d_gate_up: &mut
         .zip(gate_up.par_chunks(ROWS * 2 * d_ff))
         .zip(dy.par_chunks(ROWS * d_ff))
         .for_each(|((d_gate_up, gate_up), dy)| {
-            Arch::new().dispatch(Backward {
+            arch().dispatch(Backward {
                 gate_up,
                 d_ff,
                 dy,
@@ -170,6 +170,7 @@ fn gradients<S: Simd>(simd: S, g: S::f32s, u: S::f32s, dy: S::f32s) -> (S::f32s,
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::simd::tests::on_every_arch;
     use crate::test_data::{Random, assert_close, finite_differences, inner, wide};
 
     fn reference(gate_up: &[f64], d_ff: usize) -> Vec<f64> {
@@ -181,31 +182,36 @@ mod tests {
 
     #[test]
     fn equals_the_definition_and_its_differences() {
-        let mut random = Random(1);
-        for (rows, d_ff) in [(1, 1), (3, 5), (2, 16), (19, 37), (5, 100)] {
-            let gate_up: Vec<f32> = random
-                .vector(rows * 2 * d_ff)
-                .iter()
-                .map(|x| 3.0 * x)
-                .collect();
-            let dy = random.vector(rows * d_ff);
-            let mut y = vec![f32::NAN; rows * d_ff];
-            swiglu_forward(&gate_up, d_ff, &mut y);
-            assert_close("y", &y, &reference(&wide(&gate_up), d_ff), 1e-6);
-            let mut d_gate_up = vec![f32::NAN; gate_up.len()];
-            swiglu_backward(&gate_up, d_ff, &dy, &mut d_gate_up);
-            let expected = finite_differences(&wide(&gate_up), |x| inner(&reference(x, d_ff), &dy));
-            assert_close("d_gate_up", &d_gate_up, &expected, 1e-5);
-        }
+        on_every_arch(|| {
+            let mut random = Random(1);
+            for (rows, d_ff) in [(1, 1), (3, 5), (2, 16), (19, 37), (5, 100)] {
+                let gate_up: Vec<f32> = random
+                    .vector(rows * 2 * d_ff)
+                    .iter()
+                    .map(|x| 3.0 * x)
+                    .collect();
+                let dy = random.vector(rows * d_ff);
+                let mut y = vec![f32::NAN; rows * d_ff];
+                swiglu_forward(&gate_up, d_ff, &mut y);
+                assert_close("y", &y, &reference(&wide(&gate_up), d_ff), 1e-6);
+                let mut d_gate_up = vec![f32::NAN; gate_up.len()];
+                swiglu_backward(&gate_up, d_ff, &dy, &mut d_gate_up);
+                let expected =
+                    finite_differences(&wide(&gate_up), |x| inner(&reference(x, d_ff), &dy));
+                assert_close("d_gate_up", &d_gate_up, &expected, 1e-5);
+            }
+        });
     }
 
     #[test]
     fn large_gates_saturate() {
-        let gate_up = [-200.0, 200.0, 3.0, 3.0];
-        let (mut y, mut d_gate_up) = ([f32::NAN; 2], [f32::NAN; 4]);
-        swiglu_forward(&gate_up, 2, &mut y);
-        swiglu_backward(&gate_up, 2, &[1.0, 1.0], &mut d_gate_up);
-        assert_eq!(y, [0.0, 600.0]);
-        assert_eq!(d_gate_up, [0.0, 3.0, 0.0, 200.0]);
+        on_every_arch(|| {
+            let gate_up = [-200.0, 200.0, 3.0, 3.0];
+            let (mut y, mut d_gate_up) = ([f32::NAN; 2], [f32::NAN; 4]);
+            swiglu_forward(&gate_up, 2, &mut y);
+            swiglu_backward(&gate_up, 2, &[1.0, 1.0], &mut d_gate_up);
+            assert_eq!(y, [0.0, 600.0]);
+            assert_eq!(d_gate_up, [0.0, 3.0, 0.0, 200.0]);
+        });
     }
 }

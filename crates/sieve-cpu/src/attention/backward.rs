@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::keys::Keys;
@@ -11,7 +11,7 @@ use super::panel::{Aligned, LANES, multiply, multiply_transposed};
 use super::scratch::Pool;
 use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile, row_positions};
 use super::{AttentionShape, Documents, Mask};
-use crate::simd::{dot, exp};
+use crate::simd::{arch, dot, exp};
 
 /// Vectors handled side by side, so that their chains of dependent operations overlap.
 const SIDE: usize = 4;
@@ -118,7 +118,7 @@ pub(super) fn run<const W: usize>(
                 .with_max_len(1)
                 .map(|(tokens, dq)| {
                     pool.lend(|scratch| {
-                        Arch::new().dispatch(Segment {
+                        arch().dispatch(Segment {
                             inputs,
                             row,
                             kv_head,
@@ -129,7 +129,7 @@ pub(super) fn run<const W: usize>(
                     })
                 })
                 .collect();
-            Arch::new().dispatch(WriteSums {
+            arch().dispatch(WriteSums {
                 head_dim: shape.head_dim,
                 sums: &sums,
                 rows,

@@ -1,9 +1,9 @@
 //! Attention of one new token per batch row over cached keys and values.
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
-use crate::simd::{dot, exp_and_sum};
+use crate::simd::{arch, dot, exp_and_sum};
 
 /// Sizes of a decoding step. The cache may hold any subset of the past in any order (a ring, or DMA's kept keys).
 #[derive(Clone, Copy, Debug)]
@@ -94,7 +94,7 @@ pub fn decode_attention(
             delta.map(|delta| &delta[row_and_head * capacity..row_and_head * capacity + len]);
         let mut logits = vec![0.0; len];
         let (k, v) = (&k[first.min(k.len())..], &v[first.min(v.len())..]);
-        Arch::new().dispatch(Group {
+        arch().dispatch(Group {
             shape,
             q,
             k,
@@ -159,6 +159,7 @@ impl WithSimd for Group<'_> {
 mod tests {
     use super::*;
     use crate::attention::{AttentionShape, Documents, Mask, reference};
+    use crate::simd::tests::on_every_arch;
     use crate::test_data::{Random, assert_close, whole_rows};
 
     const HEADS: usize = 6;
@@ -191,43 +192,45 @@ mod tests {
 
     #[test]
     fn equals_the_last_row_of_the_definition() {
-        for d in [1, 16, 23, 64] {
-            let mut random = Random(d as u64);
-            let qkv = random.vector(LEN * (HEADS + 2 * KV_HEADS) * d);
-            let delta = random.vector(KV_HEADS * LEN);
-            let expire = vec![LEN as i32; KV_HEADS * LEN];
-            let (start, end) = whole_rows(1, LEN);
-            let documents = Documents {
-                start: &start,
-                end: &end,
-            };
-            let shape = AttentionShape {
-                batch: 1,
-                seq_len: LEN,
-                num_heads: HEADS,
-                num_kv_heads: KV_HEADS,
-                head_dim: d,
-                softmax_scale: 0.3,
-            };
-            let (q, k, v) = split(&qkv, d);
-            let masks = [
-                (None, Mask::Causal),
-                (
-                    Some(&delta),
-                    Mask::Expire {
-                        expire: &expire,
-                        delta: &delta,
-                    },
-                ),
-            ];
-            for (delta, mask) in masks {
-                let full = reference::forward(shape, &qkv, documents, mask);
-                let mut o = vec![f32::NAN; HEADS * d];
-                let delta = delta.map(Vec::as_slice);
-                decode_attention(&decode_shape(d, &[LEN], LEN), &q, &k, &v, delta, &mut o);
-                assert_close("o", &o, &full.o[(LEN - 1) * HEADS * d..], 2e-6);
+        on_every_arch(|| {
+            for d in [1, 16, 23, 64] {
+                let mut random = Random(d as u64);
+                let qkv = random.vector(LEN * (HEADS + 2 * KV_HEADS) * d);
+                let delta = random.vector(KV_HEADS * LEN);
+                let expire = vec![LEN as i32; KV_HEADS * LEN];
+                let (start, end) = whole_rows(1, LEN);
+                let documents = Documents {
+                    start: &start,
+                    end: &end,
+                };
+                let shape = AttentionShape {
+                    batch: 1,
+                    seq_len: LEN,
+                    num_heads: HEADS,
+                    num_kv_heads: KV_HEADS,
+                    head_dim: d,
+                    softmax_scale: 0.3,
+                };
+                let (q, k, v) = split(&qkv, d);
+                let masks = [
+                    (None, Mask::Causal),
+                    (
+                        Some(&delta),
+                        Mask::Expire {
+                            expire: &expire,
+                            delta: &delta,
+                        },
+                    ),
+                ];
+                for (delta, mask) in masks {
+                    let full = reference::forward(shape, &qkv, documents, mask);
+                    let mut o = vec![f32::NAN; HEADS * d];
+                    let delta = delta.map(Vec::as_slice);
+                    decode_attention(&decode_shape(d, &[LEN], LEN), &q, &k, &v, delta, &mut o);
+                    assert_close("o", &o, &full.o[(LEN - 1) * HEADS * d..], 2e-6);
+                }
             }
-        }
+        });
     }
 
     #[test]

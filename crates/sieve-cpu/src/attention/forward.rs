@@ -2,7 +2,7 @@
 //!
 //! Scores are kept transposed, keys by query rows, so that running maxima and sums are whole vectors.
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::keys::Keys;
@@ -10,7 +10,7 @@ use super::panel::{Aligned, LANES, multiply, multiply_transposed, scale_rows};
 use super::scratch::Pool;
 use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile, row_positions};
 use super::{AttentionShape, Documents, Mask};
-use crate::simd::exp_below;
+use crate::simd::{arch, exp_below};
 
 /// Vectors handled side by side, so that their chains of dependent operations overlap.
 const SIDE: usize = 4;
@@ -76,7 +76,7 @@ pub(super) fn run<const W: usize>(
     let pool = Pool::new(Scratch::<W>::new, shape.head_dim);
     tasks.into_par_iter().with_max_len(1).for_each(|task| {
         pool.lend(|scratch| {
-            Arch::new().dispatch(Forward {
+            arch().dispatch(Forward {
                 shape,
                 qkv,
                 keys: &keys,

@@ -3,6 +3,7 @@
 use super::reference;
 use super::{AttentionShape, Documents, Mask, attention_backward, attention_forward};
 use crate::expire::dma_expire;
+use crate::simd::tests::on_every_arch;
 use crate::test_data::{Random, assert_close, inner, threads, whole_rows};
 
 struct Case {
@@ -150,8 +151,9 @@ impl Case {
         assert_close(&name("o"), &got.o, &forward.o, 2e-6);
         assert_close(&name("lse"), &got.lse, &forward.lse, 2e-6);
         assert_close(&name("d_qkv"), &got.d_qkv, &backward.d_qkv, 8e-6);
+        // Sums over many rows that cancel: 9.9e-6 measured with scalar code, 6e-6 with vectors.
         match kind {
-            Kind::Expire => assert_close(&name("d_delta"), &got.d_delta, &backward.d_delta, 8e-6),
+            Kind::Expire => assert_close(&name("d_delta"), &got.d_delta, &backward.d_delta, 2e-5),
             Kind::Causal | Kind::Window(_) => assert!(got.d_delta.iter().all(|&x| x == 0.0)),
         }
     }
@@ -175,28 +177,32 @@ fn shapes() -> Vec<AttentionShape> {
 
 #[test]
 fn equals_the_definition_with_whole_rows() {
-    for (seed, shape) in shapes().into_iter().enumerate() {
-        let case = Case::new(shape, false, 9, seed as u64);
-        for kind in [
-            Kind::Causal,
-            Kind::Window(1),
-            Kind::Window(17),
-            Kind::Window(100_000),
-            Kind::Expire,
-        ] {
-            case.check(kind);
+    on_every_arch(|| {
+        for (seed, shape) in shapes().into_iter().enumerate() {
+            let case = Case::new(shape, false, 9, seed as u64);
+            for kind in [
+                Kind::Causal,
+                Kind::Window(1),
+                Kind::Window(17),
+                Kind::Window(100_000),
+                Kind::Expire,
+            ] {
+                case.check(kind);
+            }
         }
-    }
+    });
 }
 
 #[test]
 fn equals_the_definition_with_documents() {
-    for (seed, shape) in shapes().into_iter().enumerate() {
-        let case = Case::new(shape, true, 7, 100 + seed as u64);
-        for kind in [Kind::Causal, Kind::Window(19), Kind::Expire] {
-            case.check(kind);
+    on_every_arch(|| {
+        for (seed, shape) in shapes().into_iter().enumerate() {
+            let case = Case::new(shape, true, 7, 100 + seed as u64);
+            for kind in [Kind::Causal, Kind::Window(19), Kind::Expire] {
+                case.check(kind);
+            }
         }
-    }
+    });
 }
 
 #[test]
@@ -292,74 +298,78 @@ fn later_tokens_leave_earlier_rows_of_dma_within_rounding() {
 
 #[test]
 fn keys_that_nobody_sees_may_be_nan() {
-    let shape = shape(2, 333, 4, 2, 48);
-    let case = Case::new(shape, true, 5, 10);
-    let before = case.run(Kind::Expire);
-    let mut poisoned = Case::new(shape, true, 5, 10);
-    let mut count = 0;
-    for row in 0..shape.batch {
-        for kv_head in 0..shape.num_kv_heads {
-            for j in 0..shape.seq_len {
-                let at = (row * shape.num_kv_heads + kv_head) * shape.seq_len + j;
-                if case.expire[at] > j as i32 {
-                    continue;
-                }
-                count += 1;
-                poisoned.delta[at] = f32::NAN;
-                for head in [
-                    shape.num_heads + kv_head,
-                    shape.num_heads + shape.num_kv_heads + kv_head,
-                ] {
-                    let first =
-                        (row * shape.seq_len + j) * shape.token_len() + head * shape.head_dim;
-                    poisoned.qkv[first..first + shape.head_dim].fill(f32::NAN);
+    on_every_arch(|| {
+        let shape = shape(2, 333, 4, 2, 48);
+        let case = Case::new(shape, true, 5, 10);
+        let before = case.run(Kind::Expire);
+        let mut poisoned = Case::new(shape, true, 5, 10);
+        let mut count = 0;
+        for row in 0..shape.batch {
+            for kv_head in 0..shape.num_kv_heads {
+                for j in 0..shape.seq_len {
+                    let at = (row * shape.num_kv_heads + kv_head) * shape.seq_len + j;
+                    if case.expire[at] > j as i32 {
+                        continue;
+                    }
+                    count += 1;
+                    poisoned.delta[at] = f32::NAN;
+                    for head in [
+                        shape.num_heads + kv_head,
+                        shape.num_heads + shape.num_kv_heads + kv_head,
+                    ] {
+                        let first =
+                            (row * shape.seq_len + j) * shape.token_len() + head * shape.head_dim;
+                        poisoned.qkv[first..first + shape.head_dim].fill(f32::NAN);
+                    }
                 }
             }
         }
-    }
-    assert!(
-        count > 100,
-        "the case has few keys that nobody sees: {count}"
-    );
-    let after = poisoned.run(Kind::Expire);
-    assert_eq!(before.o, after.o);
-    assert_eq!(before.lse, after.lse);
-    assert_eq!(before.d_qkv, after.d_qkv);
-    assert_eq!(before.d_delta, after.d_delta);
+        assert!(
+            count > 100,
+            "the case has few keys that nobody sees: {count}"
+        );
+        let after = poisoned.run(Kind::Expire);
+        assert_eq!(before.o, after.o);
+        assert_eq!(before.lse, after.lse);
+        assert_eq!(before.d_qkv, after.d_qkv);
+        assert_eq!(before.d_delta, after.d_delta);
+    });
 }
 
 #[test]
 fn a_row_that_sees_nothing_is_empty() {
-    let shape = shape(1, 70, 2, 1, 16);
-    let mut case = Case::new(shape, false, 70, 11);
-    // Queries 20 to 29 see nothing: every key up to 29 is gone by 20.
-    for (j, expire) in case.expire.iter_mut().enumerate() {
-        *expire = if j < 20 {
-            20
-        } else if j < 30 {
-            j as i32
-        } else {
-            70
-        };
-    }
-    case.check(Kind::Expire);
-    let got = case.run(Kind::Expire);
-    let o_len = shape.num_heads * shape.head_dim;
-    assert!(got.o[20 * o_len..30 * o_len].iter().all(|&x| x == 0.0));
-    for head in 0..shape.num_heads {
-        assert!(
-            got.lse[head * 70 + 20..head * 70 + 30]
-                .iter()
-                .all(|&x| x == f32::NEG_INFINITY)
-        );
-    }
-    for token in 20..30 {
-        assert!(
-            got.d_qkv[token * shape.token_len()..(token + 1) * shape.token_len()]
-                .iter()
-                .all(|&x| x == 0.0)
-        );
-    }
+    on_every_arch(|| {
+        let shape = shape(1, 70, 2, 1, 16);
+        let mut case = Case::new(shape, false, 70, 11);
+        // Queries 20 to 29 see nothing: every key up to 29 is gone by 20.
+        for (j, expire) in case.expire.iter_mut().enumerate() {
+            *expire = if j < 20 {
+                20
+            } else if j < 30 {
+                j as i32
+            } else {
+                70
+            };
+        }
+        case.check(Kind::Expire);
+        let got = case.run(Kind::Expire);
+        let o_len = shape.num_heads * shape.head_dim;
+        assert!(got.o[20 * o_len..30 * o_len].iter().all(|&x| x == 0.0));
+        for head in 0..shape.num_heads {
+            assert!(
+                got.lse[head * 70 + 20..head * 70 + 30]
+                    .iter()
+                    .all(|&x| x == f32::NEG_INFINITY)
+            );
+        }
+        for token in 20..30 {
+            assert!(
+                got.d_qkv[token * shape.token_len()..(token + 1) * shape.token_len()]
+                    .iter()
+                    .all(|&x| x == 0.0)
+            );
+        }
+    });
 }
 
 #[test]
