@@ -10,6 +10,7 @@ mod panel;
 #[cfg(test)]
 mod reference;
 mod scratch;
+mod segments;
 #[cfg(test)]
 mod tests;
 mod tile;
@@ -72,6 +73,7 @@ impl AttentionShape {
             self.num_kv_heads > 0 && self.head_dim > 0,
             "attention: num_kv_heads and head_dim must not be 0"
         );
+        assert!(self.num_heads > 0, "attention: num_heads must not be 0");
         assert_eq!(
             self.num_heads % self.num_kv_heads,
             0,

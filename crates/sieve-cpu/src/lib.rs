@@ -3,6 +3,20 @@
 //! Everything is f32 and row-major. Each function splits its work by sizes alone and adds in a fixed order, so a result
 //! is bit-identical from run to run and does not depend on the number of threads.
 //!
+//! ```
+//! use sieve_cpu::{AttentionShape, Documents, Mask, attention_forward};
+//!
+//! // One row of 100 tokens, 4 query heads on 2 KV heads; each query sees the last 16 keys.
+//! let shape =
+//!     AttentionShape { batch: 1, seq_len: 100, num_heads: 4, num_kv_heads: 2, head_dim: 32, softmax_scale: 0.18 };
+//! let qkv = vec![0.1; 100 * shape.token_len()];
+//! let (start, end) = (vec![0; 100], vec![100; 100]);
+//! let documents = Documents { start: &start, end: &end };
+//! let (mut o, mut lse) = (vec![0.0; 100 * 4 * 32], vec![0.0; 4 * 100]);
+//! attention_forward(shape, &qkv, documents, Mask::Window(16), &mut o, &mut lse);
+//! assert!((o[0] - 0.1).abs() < 1e-6);
+//! ```
+//!
 //! Slices of the wrong length and impossible sizes are programming errors and panic with the name of the operand; the
 //! callers check what a user can get wrong.
 

@@ -9,16 +9,13 @@ use rayon::prelude::*;
 use super::keys::Keys;
 use super::panel::{Aligned, LANES, multiply, multiply_transposed};
 use super::scratch::Pool;
+use super::segments::{KeySums, WriteSums, segments_of, split_by_group};
 use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile, row_positions};
 use super::{AttentionShape, Documents, Mask};
 use crate::simd::{arch, dot, exp};
 
 /// Vectors handled side by side, so that their chains of dependent operations overlap.
 const SIDE: usize = 4;
-
-/// Tasks aimed at. Where batch rows times KV heads give fewer, tiles are split into segments, each with its own sums of
-/// dk and dv, added in order at the end. A constant: the split must not depend on the number of threads.
-const TARGET_TASKS: usize = 16;
 
 /// What the backward pass reads.
 #[derive(Clone, Copy)]
@@ -29,25 +26,6 @@ struct Inputs<'a> {
     lse: &'a [f32],
     d_o: &'a [f32],
     keys: &'a Keys<'a>,
-}
-
-/// The places for the gradients of one (row, KV head): rows of the packed tensor, token by token.
-#[derive(Default)]
-struct GroupRows<'g> {
-    dq: Vec<&'g mut [f32]>,
-    dk: Vec<&'g mut [f32]>,
-    dv: Vec<&'g mut [f32]>,
-    d_delta: Option<&'g mut [f32]>,
-}
-
-/// Sums of one segment over the keys `first..`.
-struct KeySums {
-    first: usize,
-    /// `[keys, head_dim]`.
-    dk: Vec<f32>,
-    dv: Vec<f32>,
-    /// `[keys]`.
-    d_delta: Vec<f32>,
 }
 
 /// What one thread needs for one segment.
@@ -105,7 +83,7 @@ pub(super) fn run<const W: usize>(
         .with_max_len(1)
         .for_each(|(group, rows)| {
             let (row, kv_head) = (group / shape.num_kv_heads, group % shape.num_kv_heads);
-            let segments = segments_of(inputs, row, kv_head);
+            let segments = segments_of(shape, &keys, row, kv_head);
             let mut dq = rows.dq.as_mut_slice();
             let mut work = Vec::with_capacity(segments.len());
             for tokens in segments {
@@ -135,108 +113,6 @@ pub(super) fn run<const W: usize>(
                 rows,
             });
         });
-}
-
-/// Hands every gradient row of the packed tensor to its (row, KV head).
-fn split_by_group<'g>(
-    shape: AttentionShape,
-    d_qkv: &'g mut [f32],
-    d_delta: Option<&'g mut [f32]>,
-) -> Vec<GroupRows<'g>> {
-    let mut groups: Vec<GroupRows<'g>> = Vec::new();
-    groups.resize_with(shape.batch * shape.num_kv_heads, GroupRows::default);
-    for (token, packed) in d_qkv.chunks_exact_mut(shape.token_len()).enumerate() {
-        let groups =
-            &mut groups[token / shape.seq_len * shape.num_kv_heads..][..shape.num_kv_heads];
-        for (head, x) in packed.chunks_exact_mut(shape.head_dim).enumerate() {
-            if head < shape.num_heads {
-                groups[head / shape.group_size()].dq.push(x);
-            } else if head < shape.num_heads + shape.num_kv_heads {
-                groups[head - shape.num_heads].dk.push(x);
-            } else {
-                groups[head - shape.num_heads - shape.num_kv_heads]
-                    .dv
-                    .push(x);
-            }
-        }
-    }
-    if let Some(d_delta) = d_delta {
-        for (group, d_delta) in groups
-            .iter_mut()
-            .zip(d_delta.chunks_exact_mut(shape.seq_len))
-        {
-            group.d_delta = Some(d_delta);
-        }
-    }
-    groups
-}
-
-/// Cuts the tokens of a row, at tile borders, into segments that touch about equally many keys.
-fn segments_of(inputs: Inputs<'_>, row: usize, kv_head: usize) -> Vec<Range<usize>> {
-    let Inputs { shape, keys, .. } = inputs;
-    let (n, tile_tokens) = (shape.seq_len, keys.tile_tokens());
-    let count = TARGET_TASKS.div_ceil(shape.batch * shape.num_kv_heads);
-    let cost =
-        |first: usize| keys.estimate(row, kv_head, first, (first + tile_tokens).min(n) - 1) as u64;
-    let total: u64 = (0..n).step_by(tile_tokens).map(cost).sum();
-    let mut segments = Vec::with_capacity(count);
-    let (mut start, mut done) = (0, 0);
-    for first in (0..n).step_by(tile_tokens) {
-        done += cost(first);
-        let end = (first + tile_tokens).min(n);
-        if end == n || done * count as u64 >= total * (segments.len() as u64 + 1) {
-            segments.push(start..end);
-            start = end;
-        }
-    }
-    segments
-}
-
-/// Adds the segments' sums in order and writes dk, dv and d_delta.
-struct WriteSums<'s, 'g> {
-    head_dim: usize,
-    sums: &'s [KeySums],
-    rows: &'s mut GroupRows<'g>,
-}
-
-impl WithSimd for WriteSums<'_, '_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _simd: S) {
-        let Self {
-            head_dim,
-            sums,
-            rows,
-        } = self;
-        for (j, (dk, dv)) in rows.dk.iter_mut().zip(&mut rows.dv).enumerate() {
-            dk.fill(0.0);
-            dv.fill(0.0);
-            for sums in sums {
-                let Some(slot) = j.checked_sub(sums.first) else {
-                    continue;
-                };
-                let Some(x) = sums.dk.get(slot * head_dim..(slot + 1) * head_dim) else {
-                    continue;
-                };
-                add(dk, x);
-                add(dv, &sums.dv[slot * head_dim..(slot + 1) * head_dim]);
-            }
-        }
-        if let Some(d_delta) = &mut rows.d_delta {
-            d_delta.fill(0.0);
-            for sums in sums {
-                add(&mut d_delta[sums.first..], &sums.d_delta);
-            }
-        }
-    }
-}
-
-#[inline(always)]
-fn add(target: &mut [f32], x: &[f32]) {
-    for (target, &x) in target.iter_mut().zip(x) {
-        *target += x;
-    }
 }
 
 impl<const W: usize> Scratch<W> {

@@ -172,6 +172,8 @@ fn shapes() -> Vec<AttentionShape> {
         shape(1, 140, 2, 2, 72),
         shape(1, 31, 130, 1, 16),
         shape(2, 517, 2, 1, 40),
+        // Many tiles, stored lists and segments: a tile is 12 tokens of 16 heads, a list 8 tiles.
+        shape(1, 401, 16, 1, 16),
     ]
 }
 
@@ -441,4 +443,20 @@ fn the_definition_s_gradients_are_its_differences() {
             assert!(got.d_delta.iter().any(|&x| x.abs() > 0.01));
         }
     }
+}
+
+#[test]
+fn long_rows_equal_the_definition() {
+    let case = Case::new(shape(1, 1790, 1, 1, 16), false, 37, 14);
+    for kind in [Kind::Causal, Kind::Window(300), Kind::Expire] {
+        case.check(kind);
+    }
+}
+
+#[test]
+#[should_panic(expected = "qkv has another size")]
+fn a_short_operand_is_refused() {
+    let mut case = Case::new(shape(1, 5, 2, 1, 8), false, 3, 15);
+    case.qkv.pop();
+    case.run(Kind::Causal);
 }

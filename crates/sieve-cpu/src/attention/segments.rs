@@ -1,0 +1,138 @@
+//! How the backward pass is split into tasks: gradient rows handed to their heads, tokens cut into segments, and the
+//! segments' sums over keys added in order.
+
+use std::ops::Range;
+
+use pulp::{Simd, WithSimd};
+
+use super::AttentionShape;
+use super::keys::Keys;
+
+/// Tasks aimed at. Where batch rows times KV heads give fewer, tiles are split into segments, each with its own sums of
+/// dk and dv, added in order at the end. A constant: the split must not depend on the number of threads.
+const TARGET_TASKS: usize = 16;
+
+/// The places for the gradients of one (row, KV head): rows of the packed tensor, token by token.
+#[derive(Default)]
+pub(super) struct GroupRows<'g> {
+    pub(super) dq: Vec<&'g mut [f32]>,
+    pub(super) dk: Vec<&'g mut [f32]>,
+    pub(super) dv: Vec<&'g mut [f32]>,
+    pub(super) d_delta: Option<&'g mut [f32]>,
+}
+
+/// Sums of one segment over the keys `first..`.
+pub(super) struct KeySums {
+    pub(super) first: usize,
+    /// `[keys, head_dim]`.
+    pub(super) dk: Vec<f32>,
+    pub(super) dv: Vec<f32>,
+    /// `[keys]`.
+    pub(super) d_delta: Vec<f32>,
+}
+
+/// Hands every gradient row of the packed tensor to its (row, KV head).
+pub(super) fn split_by_group<'g>(
+    shape: AttentionShape,
+    d_qkv: &'g mut [f32],
+    d_delta: Option<&'g mut [f32]>,
+) -> Vec<GroupRows<'g>> {
+    let mut groups: Vec<GroupRows<'g>> = Vec::new();
+    groups.resize_with(shape.batch * shape.num_kv_heads, GroupRows::default);
+    for (token, packed) in d_qkv.chunks_exact_mut(shape.token_len()).enumerate() {
+        let groups =
+            &mut groups[token / shape.seq_len * shape.num_kv_heads..][..shape.num_kv_heads];
+        for (head, x) in packed.chunks_exact_mut(shape.head_dim).enumerate() {
+            if head < shape.num_heads {
+                groups[head / shape.group_size()].dq.push(x);
+            } else if head < shape.num_heads + shape.num_kv_heads {
+                groups[head - shape.num_heads].dk.push(x);
+            } else {
+                groups[head - shape.num_heads - shape.num_kv_heads]
+                    .dv
+                    .push(x);
+            }
+        }
+    }
+    if let Some(d_delta) = d_delta {
+        for (group, d_delta) in groups
+            .iter_mut()
+            .zip(d_delta.chunks_exact_mut(shape.seq_len))
+        {
+            group.d_delta = Some(d_delta);
+        }
+    }
+    groups
+}
+
+/// Cuts the tokens of a row, at tile borders, into segments that touch about equally many keys.
+pub(super) fn segments_of(
+    shape: AttentionShape,
+    keys: &Keys<'_>,
+    row: usize,
+    kv_head: usize,
+) -> Vec<Range<usize>> {
+    let (n, tile_tokens) = (shape.seq_len, keys.tile_tokens());
+    let count = TARGET_TASKS.div_ceil(shape.batch * shape.num_kv_heads);
+    let cost =
+        |first: usize| keys.estimate(row, kv_head, first, (first + tile_tokens).min(n) - 1) as u64;
+    let total: u64 = (0..n).step_by(tile_tokens).map(cost).sum();
+    let mut segments = Vec::with_capacity(count);
+    let (mut start, mut done) = (0, 0);
+    for first in (0..n).step_by(tile_tokens) {
+        done += cost(first);
+        let end = (first + tile_tokens).min(n);
+        if end == n || done * count as u64 >= total * (segments.len() as u64 + 1) {
+            segments.push(start..end);
+            start = end;
+        }
+    }
+    segments
+}
+
+/// Adds the segments' sums in order and writes dk, dv and d_delta.
+pub(super) struct WriteSums<'s, 'g> {
+    pub(super) head_dim: usize,
+    pub(super) sums: &'s [KeySums],
+    pub(super) rows: &'s mut GroupRows<'g>,
+}
+
+impl WithSimd for WriteSums<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        let Self {
+            head_dim,
+            sums,
+            rows,
+        } = self;
+        for (j, (dk, dv)) in rows.dk.iter_mut().zip(&mut rows.dv).enumerate() {
+            dk.fill(0.0);
+            dv.fill(0.0);
+            for sums in sums {
+                let Some(slot) = j.checked_sub(sums.first) else {
+                    continue;
+                };
+                let Some(x) = sums.dk.get(slot * head_dim..(slot + 1) * head_dim) else {
+                    continue;
+                };
+                add(dk, x);
+                add(dv, &sums.dv[slot * head_dim..(slot + 1) * head_dim]);
+            }
+        }
+        if let Some(d_delta) = &mut rows.d_delta {
+            d_delta.fill(0.0);
+            for sums in sums {
+                add(&mut d_delta[sums.first..], &sums.d_delta);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn add(target: &mut [f32], x: &[f32]) {
+    for (target, &x) in target.iter_mut().zip(x) {
+        *target += x;
+    }
+}
