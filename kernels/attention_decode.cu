@@ -10,7 +10,8 @@
 // Defines    HEAD_DIM, HEAD_DIM_V (128), APPEND (1), NUM_STAGES (4 for HEAD_DIM <= 64, else 2)
 // Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); NUM_THREADS = 128 (64 where a head_dim is above 128);
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16) + WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576), WARPS = NUM_THREADS / 32;
-//            about three blocks per multiprocessor in all: num_splits = clamp(3 * multiprocessors / (batch * grid.y), 1, min(ceil(keys / 64), 4096))
+//            one block per multiprocessor in all is fastest (whole waves matter): num_splits = clamp(multiprocessors / (batch * grid.y), 1,
+//            min(ceil(keys / 64), 4096)); two blocks cost 2 %
 // Numerics   logits, softmax and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order: two runs are bit-equal
 // Edges      rows of different length in one batch; length 0 (only the new token); an empty row with APPEND=0 gives o = 0;
 //            length = capacity with APPEND=1 attends but does not store: the wrapper refuses it

@@ -14,7 +14,7 @@
 // Defines    HEAD_DIM, HEAD_DIM_V (128), BIAS_LINEAR (0), NUM_STAGES (4 for HEAD_DIM <= 64, else 2)
 // Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); NUM_THREADS = 128 (64 where a head_dim is above 128);
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16) + WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576), WARPS = NUM_THREADS / 32;
-//            num_splits = clamp(3 * multiprocessors / (batch * grid.y), 1, min(ceil(w / 64), 4096)). One launch: every block finds the smallest slot
+//            num_splits = clamp(2 * multiprocessors / (batch * grid.y), 1, min(ceil(w / 64), 4096)). One launch: every block finds the smallest slot
 //            by itself while its first tiles arrive, split 0 attends the new key from where it lies, the last block of a head stores it
 // Numerics   order by integers, exact. Logits, softmax and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order
 // Edges      rows of different length in one batch; length 0; w not a multiple of a tile; w = 1. The slot that is overwritten is loaded

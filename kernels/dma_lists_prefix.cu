@@ -7,7 +7,7 @@
 // Tiling     grid (max(num_blocks - 1, 1), num_kv_heads, batch), num_blocks = ceil(seq_len / PREFIX_BLOCK); 1024 threads; reads a prefix once
 // Numerics   none; writes all w places of every boundary named above
 // Edges      one block of positions: nothing to do, the launch may be left out; more than w keys alive: the rest is dropped, see dma_lists
-#include "common/types.cuh"
+#include "common/block_stream.cuh"
 
 #ifndef PREFIX_BLOCK
 #define PREFIX_BLOCK 8192
@@ -18,7 +18,7 @@ struct DmaListsPrefixParams {
   u64 seq_len, num_kv_heads, keep_window_size;
 };
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 dma_lists_prefix(const i32* __restrict__ expire, const i32* __restrict__ doc_start, u64* __restrict__ survivors,
          const __grid_constant__ DmaListsPrefixParams params) {
   __shared__ u32 num_collected;
@@ -33,12 +33,11 @@ dma_lists_prefix(const i32* __restrict__ expire, const i32* __restrict__ doc_sta
   if (threadIdx.x == 0) num_collected = 0;
   __syncthreads();  // the counter is zero
   u64* out = survivors + (head * gridDim.x + block - 1) * window;
-#pragma unroll 4
-  for (i32 position = first + threadIdx.x; position < boundary; position += NUM_THREADS) {
-    if (row_expire[position] < boundary) continue;
+  for_each_word<NUM_THREADS, 4>((const u32*)row_expire, first, boundary, [&](u32 leaves, i32 position) {
+    if ((i32)leaves < boundary) return;
     const u32 slot = atomicAdd(&num_collected, 1u);
     if (slot < (u32)window) out[slot] = (u64)position;
-  }
+  });
   __syncthreads();  // the count is final
   for (i32 slot = num_collected + threadIdx.x; slot < window; slot += NUM_THREADS) out[slot] = ~0ull;
 }

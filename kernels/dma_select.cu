@@ -151,9 +151,13 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
       if (born >= 0) shared.rank_at[born] = (u16)rank;
     }
     const int num_rows = ((int)num_times + TIME_BLOCK - 1) / TIME_BLOCK;
-    for (int row = 0; row <= num_rows; row++) {
-      const u32 word = __ballot_sync(ALL_LANES, born < row * TIME_BLOCK);
-      if (lane == 0) shared.present[row][warp] = word;
+    if (warp * 32 < pool_size) {
+      for (int row = 0; row <= num_rows; row++) {
+        const u32 word = __ballot_sync(ALL_LANES, born < row * TIME_BLOCK);
+        if (lane == 0) shared.present[row][warp] = word;
+      }
+    } else {
+      for (int row = lane; row <= num_rows; row += 32) shared.present[row][warp] = 0;
     }
     __syncthreads();  // bit matrix and rank_at are complete
     for (int row = warp; row <= num_rows; row += NUM_WORDS) {

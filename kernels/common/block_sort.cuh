@@ -1,4 +1,4 @@
-// block_sort: one 64-bit key per thread, sorted ascending over aligned groups of `size` threads.
+// block_sort: one 64-bit key per thread, sorted ascending over the block's first `size` threads.
 // Bitonic inside a warp, then merges: a key's place in two joined runs is its place in its own run plus the number of keys of the other
 // run below it, by binary search; one barrier a merge.
 #pragma once
@@ -19,26 +19,31 @@ DEVICE u64 warp_bitonic_sort(u64 key) {
   return key;
 }
 
-// Returns the key of rank (threadIdx.x mod size) in the thread's group. `size` is a power of two from 32 to the block's, the same for all
-// threads; `front` and `back` are shared memory of one u64 per thread each. Every thread of the block calls; a barrier must lie between
-// earlier uses of `front`, `back` and the call, and another before they are written again.
+// Returns the key of rank threadIdx.x to the first `size` threads, anything to the others, whose keys do not count. `size` is a power of
+// two from 32 to the block's, the same for all threads; `front` and `back` are shared memory of one u64 per thread each. Every thread of
+// the block calls; a barrier must lie between earlier uses of `front`, `back` and the call, and another before they are written again.
 DEVICE u64 block_sort(u64 key, u64* front, u64* back, int size) {
   const int thread = threadIdx.x;
-  key = warp_bitonic_sort(key);
-  if (size > 32) front[thread] = key;
+  const bool takes_part = thread < size;  // uniform in a warp
+  if (takes_part) {
+    key = warp_bitonic_sort(key);
+    if (size > 32) front[thread] = key;
+  }
 #pragma unroll 1
   for (int run = 32; run < size; run *= 2) {
     __syncthreads();  // the runs are in `front`; nobody reads `back` any more
-    const bool is_right = thread & run;
-    const u64* other = front + ((thread & ~(run - 1)) ^ run);
-    int below = 0;  // keys of the other run before mine; of equal ones the left run's come first
+    if (takes_part) {
+      const bool is_right = thread & run;
+      const u64* other = front + ((thread & ~(run - 1)) ^ run);
+      int below = 0;  // keys of the other run before mine; of equal ones the left run's come first
 #pragma unroll 1
-    for (int step = run / 2; step > 0; step /= 2)
-      if (is_right ? other[below + step - 1] <= key : other[below + step - 1] < key) below += step;
-    if (is_right ? other[below] <= key : other[below] < key) below++;
-    back[(thread & ~(2 * run - 1)) + (thread & (run - 1)) + below] = key;
+      for (int step = run / 2; step > 0; step /= 2)
+        if (is_right ? other[below + step - 1] <= key : other[below + step - 1] < key) below += step;
+      if (is_right ? other[below] <= key : other[below] < key) below++;
+      back[(thread & ~(2 * run - 1)) + (thread & (run - 1)) + below] = key;
+    }
     __syncthreads();  // the merged runs are complete
-    key = back[thread];
+    if (takes_part) key = back[thread];
     u64* merged = back;
     back = front;
     front = merged;

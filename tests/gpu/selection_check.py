@@ -331,7 +331,7 @@ def group_timing(cuda, rng):
             for entry, slots in (("dma_decode", 1024), ("dma_decode", 2048), ("attention_decode", 16384), ("attention_decode", 131072)):
                 if head_dim == 64 and slots in (1024, 131072):
                     continue
-                best = decode_splits(cuda.multiprocessors, batch, 8, slots)
+                best = decode_splits(cuda.multiprocessors * (2 if entry == "dma_decode" else 1), batch, 8, slots)
                 tries = [(best, None)]
                 if head_dim == 128:
                     tries += [(splits, None) for splits in ((1, 2, 4) if batch == 16 else (8, 16, 24, 32)) if splits != best]
@@ -352,6 +352,23 @@ def group_timing(cuda, rng):
                         cuda.time_ms(d.run, flush=flush if slots < 131072 else None), gigabytes, copy)
                 del d
     return rows
+
+
+def group_profile(cuda, rng):
+    """One launch of each kernel at two lengths, for a profiler around this process."""
+    for n in (8192, 131072):
+        start, end = documents(rng, 1, n, "one")
+        Selection(cuda, scores(rng, (1, 8, n), "independent"), start, end, 2048).all()
+        cuda.synchronize()
+    for head_dim in (128, 64):
+        d = Decode(cuda, "dma_decode", 16, 16, 8, head_dim, head_dim, 2048, 2048, 2, head_dim ** -0.5)
+        for array in (d.k, d.v, d.packed):
+            random_bytes(cuda, rng, array)
+        d.length.set(np.full(16, 131072)), d.z_new.set(np.ones(d.z_new.shape)), d.slot_z.set(rng.standard_normal(d.slot_z.shape))
+        d.slot_position.set(np.broadcast_to(np.arange(2048), d.slot_position.shape))
+        d.run()
+        cuda.synchronize()
+    return "ok"
 
 
 GROUPS = {name[len("group_"):]: function for name, function in list(globals().items()) if name.startswith("group_")}
@@ -376,7 +393,7 @@ def main():
 
     skipped = arguments.skip.split(",")
     base = [sys.executable, os.path.abspath(__file__), "--cubins", arguments.cubins, "--seed", str(arguments.seed)]
-    jobs = {name: (base + ["--group", name], 60) for name in GROUPS if name not in ("timing", "sanitize")}
+    jobs = {name: (base + ["--group", name], 60) for name in GROUPS if name not in ("timing", "sanitize", "profile")}
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if os.path.exists(sanitizer):
         for tool in TOOLS:

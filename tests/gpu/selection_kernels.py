@@ -125,8 +125,8 @@ def decode_shared(head_dim, head_dim_v, stages):
     return 16 * (2 * head_dim + 16) + decode_threads(head_dim, head_dim_v) // 32 * stages * (32 * head_dim + 32 * head_dim_v + 576)
 
 
-def decode_splits(multiprocessors, batch, grid_y, keys):
-    return max(1, min(3 * multiprocessors // (batch * grid_y), ceil_div(keys, 64)))
+def decode_splits(blocks, batch, grid_y, keys):
+    return max(1, min(blocks // (batch * grid_y), ceil_div(keys, 64)))
 
 
 def decode_name(entry, head_dim, head_dim_v, stages=None):
