@@ -212,7 +212,7 @@ fn attention(reference: Reference) {
             }
             if kind.starts_with("dma") {
                 println!(
-                    "dma_expire | batch {batch} seq_len {seq_len} | {:.1} | - | -",
+                    "dma_expire | batch {batch} seq_len {seq_len} | {:.1} | - | - | -",
                     select_time.wall * 1e3
                 );
             }
@@ -255,7 +255,7 @@ fn cross_entropy(reference: Reference) {
 fn pointwise() {
     let report = |name: &str, shape: &str, time: Time, bytes: usize| {
         println!(
-            "{name} | {shape} | {:.2} | {:.1} GB/s | -",
+            "{name} | {shape} | {:.2} | {:.1} GB/s | - | -",
             time.wall * 1e3,
             bytes as f64 / time.wall / 1e9
         );
