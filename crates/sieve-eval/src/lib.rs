@@ -1,1 +1,21 @@
-//! sieve-eval
+//! What a trained model says: logits, perplexity over documents, and text token by token.
+//!
+//! The crate prints nothing and reads no environment; the caller decides where text and progress go.
+
+mod error;
+
+mod input;
+mod logits;
+
+mod generator;
+mod sampler;
+
+mod document;
+mod perplexity;
+
+pub use document::{EvalDocument, prepared_documents, text_documents};
+pub use error::EvalError;
+pub use generator::{GenerateConfig, Generator};
+pub use logits::logits;
+pub use perplexity::{PerplexityConfig, PerplexityReport, perplexity};
+pub use sampler::{Sampler, Sampling};

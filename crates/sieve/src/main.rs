@@ -2,7 +2,12 @@
 
 mod data;
 mod device;
+mod eval;
+mod export;
+mod generate;
 mod interrupt;
+mod loaded;
+mod logits;
 mod recipe;
 mod terminal;
 mod train;
@@ -22,6 +27,15 @@ struct Cli {
 enum Command {
     /// Train a model from a recipe
     Train(train::TrainArgs),
+    /// Continue a prompt with a trained model
+    Generate(generate::GenerateArgs),
+    /// Measure a trained model
+    #[command(subcommand)]
+    Eval(eval::EvalCommand),
+    /// Write a trained model in the Hugging Face layout
+    Export(export::ExportArgs),
+    /// Write raw model output, to compare with other programs
+    Logits(logits::LogitsArgs),
     /// Inspect what a run reads
     #[command(subcommand)]
     Data(data::DataCommand),
@@ -31,6 +45,10 @@ fn main() -> ExitCode {
     terminal::install_panic_message();
     let result = match Cli::parse().command {
         Command::Train(args) => train::run(args),
+        Command::Generate(args) => generate::run(args),
+        Command::Eval(command) => eval::run(command),
+        Command::Export(args) => export::run(args),
+        Command::Logits(args) => logits::run(args),
         Command::Data(command) => data::run(command),
     };
     match result {

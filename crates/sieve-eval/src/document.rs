@@ -1,0 +1,111 @@
+//! Documents to evaluate on, from text files or from prepared shards.
+use crate::EvalError;
+use sieve_data::{Corpus, Prepared, Tokenizer};
+
+/// One tokenised document.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EvalDocument {
+    /// Its tokens, the end-of-document token last.
+    pub tokens: Vec<u32>,
+    /// Bytes of UTF-8 text that the predicted tokens stand for: all but those of the first token.
+    pub num_bytes: u64,
+    /// Words of its text: runs of characters that are not white space.
+    pub num_words: u64,
+}
+
+/// The documents of a corpus, in its order.
+pub fn text_documents<'a>(
+    corpus: &'a Corpus,
+    tokenizer: &'a Tokenizer,
+    eos_id: u32,
+) -> impl Iterator<Item = Result<EvalDocument, EvalError>> + 'a {
+    corpus.documents().map(move |document| {
+        let text = document?.text;
+        let mut tokens = tokenizer.encode(&text)?;
+        tokens.push(eos_id);
+        Ok(EvalDocument {
+            num_bytes: text.len() as u64 - first_token_bytes(tokenizer, &tokens, text.len())?,
+            num_words: text.split_whitespace().count() as u64,
+            tokens,
+        })
+    })
+}
+
+/// The held-out documents of a preparation, in the shard's order.
+///
+/// # Errors
+/// Shards made with another tokenizer, or that cannot be read.
+pub fn prepared_documents<'a>(
+    prepared: &Prepared,
+    tokenizer: &'a Tokenizer,
+) -> Result<impl Iterator<Item = Result<EvalDocument, EvalError>> + use<'a>, EvalError> {
+    if prepared.meta.tokenizer_hash != format!("{:032x}", tokenizer.hash()) {
+        return Err(EvalError::OtherTokenizer {
+            dir: prepared.dir.clone(),
+        });
+    }
+    let (shard, sizes) = (prepared.validation()?, prepared.validation_sizes()?);
+    Ok((0..shard.num_documents()).zip(sizes).map(move |(n, size)| {
+        let tokens = shard.document(n)?;
+        let first = first_token_bytes(tokenizer, &tokens, size.num_bytes as usize)?;
+        Ok(EvalDocument {
+            tokens,
+            num_bytes: size.num_bytes - first,
+            num_words: size.num_words,
+        })
+    }))
+}
+
+/// Bytes of text that the first token stands for, at most `limit`.
+fn first_token_bytes(
+    tokenizer: &Tokenizer,
+    tokens: &[u32],
+    limit: usize,
+) -> Result<u64, EvalError> {
+    let Some(&first) = tokens.first() else {
+        return Ok(0);
+    };
+    let text = tokenizer.decode(&[first])?;
+    let num_bytes = match tokenizer.id_token(first) {
+        // In the byte-level alphabet one character is one byte, also where the bytes alone are no text.
+        Some(token) if tokenizer.is_byte_level() && !text.is_empty() => token.chars().count(),
+        _ => text.len(),
+    };
+    Ok(num_bytes.min(limit) as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sieve_data::{BpeConfig, CorpusConfig};
+
+    #[test]
+    fn bytes_are_those_of_all_tokens_but_the_first() {
+        let folder = tempfile::tempdir().expect("a folder");
+        // The first text begins with a character of three bytes that no merge makes one token.
+        let texts = ["€ uro and two words", "abc abc abc abc"];
+        let paths = ["a.txt", "b.txt"].map(|name| folder.path().join(name));
+        for (path, text) in paths.iter().zip(texts) {
+            std::fs::write(path, text).expect("writable");
+        }
+        let paths = paths.map(|path| path.display().to_string()).to_vec();
+        let corpus = Corpus::open(CorpusConfig::text(paths)).expect("two files");
+        let config = BpeConfig {
+            vocab_size: 262,
+            sample_bytes: 1 << 20,
+        };
+        let tokenizer = Tokenizer::train(&corpus, config).expect("enough text");
+        let eos_id = tokenizer.eos_id(None).expect("its own name");
+        let documents: Vec<EvalDocument> = text_documents(&corpus, &tokenizer, eos_id)
+            .collect::<Result<_, _>>()
+            .expect("readable");
+        assert_eq!(documents.len(), 2);
+        for (document, text) in documents.iter().zip(texts) {
+            assert_eq!(document.tokens.last(), Some(&eos_id));
+            let first = tokenizer.id_token(document.tokens[0]).expect("known");
+            let rest = text.len() - first.chars().count();
+            assert_eq!(document.num_bytes, rest as u64);
+        }
+        assert_eq!(documents[0].num_words, 5);
+    }
+}

@@ -1,0 +1,83 @@
+//! What can go wrong between a model and an answer.
+
+/// Every error of this crate.
+#[derive(Debug, thiserror::Error)]
+pub enum EvalError {
+    /// Data or tokenizer.
+    #[error(transparent)]
+    Data(#[from] sieve_data::DataError),
+    /// No token at all.
+    #[error("there is no token to start from\n  hint: give at least one")]
+    NoTokens,
+    /// A token that the model does not know.
+    #[error(
+        "token {token} at position {position} is outside the model's vocabulary of {vocab_size}\n  hint: use the tokenizer.json of the checkpoint"
+    )]
+    TokenOutOfVocabulary {
+        /// The token.
+        token: u32,
+        /// Where it stands, from 0.
+        position: usize,
+        /// Rows of the embedding.
+        vocab_size: usize,
+    },
+    /// More tokens than positions.
+    #[error(
+        "{num_tokens} tokens do not fit into the model's context of {context} (max_position_embeddings)\n  hint: shorten the input"
+    )]
+    TooLong {
+        /// Tokens given.
+        num_tokens: usize,
+        /// The model's context, in tokens.
+        context: usize,
+    },
+    /// A prompt with its continuation has more tokens than positions.
+    #[error("a prompt of {prompt} tokens and {max_new_tokens} new ones do not fit into the model's context of {context} (max_position_embeddings)\n  hint: {}", hint(*prompt, *context))]
+    NoRoom {
+        /// Tokens of the prompt.
+        prompt: usize,
+        /// New tokens asked for.
+        max_new_tokens: usize,
+        /// The model's context, in tokens.
+        context: usize,
+    },
+    /// A setting outside its range.
+    #[error("{name} is {value}\n  hint: {hint}")]
+    BadSetting {
+        /// Its name on the command line, without dashes.
+        name: &'static str,
+        /// What was given.
+        value: String,
+        /// What would be right.
+        hint: &'static str,
+    },
+    /// The model's output is no number.
+    #[error(
+        "the model's output after {num_tokens} tokens is not finite\n  hint: the weights are damaged or training diverged; use an earlier checkpoint"
+    )]
+    NotFinite {
+        /// Tokens that went in.
+        num_tokens: usize,
+    },
+    /// The shards were made with another tokenizer.
+    #[error("{}: the shards there were made with another tokenizer than the checkpoint's\n  hint: name the text with --data instead", dir.display())]
+    OtherTokenizer {
+        /// Folder of the shards.
+        dir: std::path::PathBuf,
+    },
+    /// Nothing to predict.
+    #[error(
+        "no document holds a token to predict ({num_documents} documents)\n  hint: give longer documents"
+    )]
+    NothingToPredict {
+        /// Documents read.
+        num_documents: u64,
+    },
+}
+
+fn hint(prompt: usize, context: usize) -> String {
+    match context.checked_sub(prompt) {
+        None | Some(0) => format!("shorten the prompt below {context} tokens"),
+        Some(room) => format!("ask for at most {room} new tokens, or shorten the prompt"),
+    }
+}

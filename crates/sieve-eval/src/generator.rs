@@ -1,0 +1,110 @@
+//! Text token by token, through the KV cache.
+use crate::input::{check_vocabulary, ids};
+use crate::{EvalError, Sampler, Sampling};
+use sieve_nn::{KvCache, Qwen3};
+use sieve_ops::{RotaryEmbedding, SieveBackend};
+
+/// What to generate.
+#[derive(Clone, Copy, Debug)]
+pub struct GenerateConfig {
+    /// Tokens after the prompt, at most.
+    pub max_new_tokens: usize,
+    /// How tokens are drawn.
+    pub sampling: Sampling,
+    /// The token that ends a document: generation stops at it, and begins with it when the prompt is empty (the model
+    /// was never trained to go on from it, so such text starts anywhere).
+    pub eos_id: u32,
+    /// Tokens of the tokenizer; rows of the embedding above are padding and never drawn.
+    pub num_tokens: usize,
+}
+
+/// Continues a prompt; an iterator over the new tokens.
+#[derive(Debug)]
+pub struct Generator<'a, B: SieveBackend> {
+    model: &'a Qwen3<B>,
+    device: B::Device,
+    rope: RotaryEmbedding<B>,
+    cache: KvCache<B>,
+    sampler: Sampler,
+    eos_id: u32,
+    num_tokens: usize,
+    /// What the cache has not seen yet: the prompt, then the last token.
+    unseen: Vec<u32>,
+    remaining: usize,
+}
+
+impl<'a, B: SieveBackend> Generator<'a, B> {
+    /// Checks everything before the model runs.
+    ///
+    /// # Errors
+    /// A prompt that leaves no room for `max_new_tokens` in the model's context, a token outside the vocabulary, a bad
+    /// sampling setting.
+    pub fn new(
+        model: &'a Qwen3<B>,
+        prompt: &[u32],
+        config: GenerateConfig,
+        device: &B::Device,
+    ) -> Result<Self, EvalError> {
+        let unseen = match prompt {
+            [] => vec![config.eos_id],
+            tokens => tokens.to_vec(),
+        };
+        let context = model.shape().max_seq_len;
+        if unseen.len() + config.max_new_tokens > context {
+            return Err(EvalError::NoRoom {
+                prompt: unseen.len(),
+                max_new_tokens: config.max_new_tokens,
+                context,
+            });
+        }
+        check_vocabulary(&unseen, model.shape().vocab_size)?;
+        Ok(Self {
+            rope: model.rope(unseen.len() + config.max_new_tokens, device),
+            cache: KvCache::new(model.layers.len()),
+            sampler: Sampler::new(config.sampling)?,
+            model,
+            device: device.clone(),
+            eos_id: config.eos_id,
+            num_tokens: config.num_tokens.min(model.shape().vocab_size),
+            unseen,
+            remaining: config.max_new_tokens,
+        })
+    }
+
+    /// The keys and values held now.
+    pub fn cache(&self) -> &KvCache<B> {
+        &self.cache
+    }
+
+    fn step(&mut self) -> Result<u32, EvalError> {
+        let unseen = std::mem::take(&mut self.unseen);
+        let ids = ids(&unseen, [1, unseen.len()], &self.device);
+        let logits = self.model.next_logits(ids, &mut self.cache, &self.rope);
+        let logits: Vec<f32> = logits.into_data().iter::<f32>().collect();
+        let token =
+            self.sampler
+                .sample(&logits[..self.num_tokens])
+                .ok_or(EvalError::NotFinite {
+                    num_tokens: self.cache.num_tokens,
+                })?;
+        self.unseen.push(token);
+        Ok(token)
+    }
+}
+
+impl<B: SieveBackend> Iterator for Generator<'_, B> {
+    type Item = Result<u32, EvalError>;
+
+    /// The next token; `None` after `max_new_tokens`, at the end-of-document token (which is not given), and after an error.
+    fn next(&mut self) -> Option<Self::Item> {
+        self.remaining = self.remaining.checked_sub(1)?;
+        let token = self.step();
+        if !token.as_ref().is_ok_and(|token| *token != self.eos_id) {
+            self.remaining = 0;
+        }
+        match token {
+            Ok(token) if token == self.eos_id => None,
+            token => Some(token),
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! Perplexity over whole documents, by a sliding window where a document is longer than the context.
+//!
+//! Every token of a document but its first is predicted exactly once, the end-of-document token among them, as in training. No
+//! prediction sees another document. Windows of several documents share a row; the document bounds keep them apart.
+
+mod windows;
+
+use crate::input::{check_vocabulary, ids};
+use crate::{EvalDocument, EvalError};
+use burn::tensor::{Tensor, TensorData};
+use serde::Serialize;
+use sieve_nn::{LayerContext, Qwen3};
+use sieve_ops::{Documents, IGNORE_LABEL, RotaryEmbedding, SieveBackend};
+use windows::{Rows, windows};
+
+/// How documents are cut, and how many are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PerplexityConfig {
+    /// Tokens the model sees at most.
+    pub context: usize,
+    /// Tokens a window lies behind the one before it: from the second window on, each prediction sees at least
+    /// `context - stride` tokens.
+    pub stride: usize,
+    /// Stop after the document with which this many tokens are predicted.
+    pub max_tokens: Option<u64>,
+    /// Tokens of one forward pass.
+    pub batch_tokens: usize,
+}
+
+/// What came out.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct PerplexityReport {
+    /// Documents read.
+    pub num_documents: u64,
+    /// Tokens predicted: all but the first of each document.
+    pub num_tokens: u64,
+    /// Words of the documents.
+    pub num_words: u64,
+    /// Bytes of text that the predicted tokens stand for.
+    pub num_bytes: u64,
+    /// Cross-entropy of all predictions, nats.
+    pub nats: f64,
+    /// Mean cross-entropy, nats per token.
+    pub loss: f64,
+    /// `exp(nats / num_tokens)`.
+    pub token_perplexity: f64,
+    /// `exp(nats / num_words)`.
+    pub word_perplexity: f64,
+    /// `exp(nats / num_bytes)`.
+    pub byte_perplexity: f64,
+    /// `nats / ln(2) / num_bytes`.
+    pub bits_per_byte: f64,
+    /// Tokens the model saw at most.
+    pub context: usize,
+    /// Tokens between two windows.
+    pub stride: usize,
+}
+
+/// Predicts every document of `documents`; `observe` hears the number of tokens predicted so far, once a forward pass.
+///
+/// # Errors
+/// A context or stride out of range, a token outside the vocabulary, a document that cannot be read, nothing to predict, a
+/// loss that is no number.
+pub fn perplexity<B: SieveBackend>(
+    model: &Qwen3<B>,
+    documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
+    config: &PerplexityConfig,
+    device: &B::Device,
+    observe: &mut dyn FnMut(u64),
+) -> Result<PerplexityReport, EvalError> {
+    let vocab_size = model.shape().vocab_size;
+    check(config, model.shape().max_seq_len)?;
+    let PerplexityConfig {
+        context, stride, ..
+    } = *config;
+    let mut pass = Pass {
+        model,
+        rope: model.rope(context, device),
+        device,
+        nats: 0.0,
+        num_tokens: 0,
+    };
+    let mut rows = Rows::new(context, (config.batch_tokens / context).max(1));
+    let (mut num_documents, mut num_words, mut num_bytes, mut planned) = (0, 0, 0, 0);
+    for document in documents {
+        let document = document?;
+        check_vocabulary(&document.tokens, vocab_size)?;
+        num_documents += 1;
+        num_words += document.num_words;
+        num_bytes += document.num_bytes;
+        for window in windows(document.tokens.len(), context, stride) {
+            planned += window.num_scored() as u64;
+            if !rows.push(&document.tokens, &window) {
+                pass.run(&rows)?;
+                observe(pass.num_tokens);
+                rows.clear();
+                assert!(rows.push(&document.tokens, &window), "a window fits a row");
+            }
+        }
+        if config.max_tokens.is_some_and(|limit| planned >= limit) {
+            break;
+        }
+    }
+    pass.run(&rows)?;
+    observe(pass.num_tokens);
+    let (nats, num_tokens) = (pass.nats, pass.num_tokens);
+    if num_tokens == 0 {
+        return Err(EvalError::NothingToPredict { num_documents });
+    }
+    let per = |count: u64| nats / count.max(1) as f64;
+    Ok(PerplexityReport {
+        num_documents,
+        num_tokens,
+        num_words,
+        num_bytes,
+        nats,
+        loss: per(num_tokens),
+        token_perplexity: per(num_tokens).exp(),
+        word_perplexity: per(num_words).exp(),
+        byte_perplexity: per(num_bytes).exp(),
+        bits_per_byte: per(num_bytes) / std::f64::consts::LN_2,
+        context,
+        stride,
+    })
+}
+
+fn check(config: &PerplexityConfig, max_seq_len: usize) -> Result<(), EvalError> {
+    if config.context == 0 || config.context > max_seq_len {
+        return Err(EvalError::BadSetting {
+            name: "context",
+            value: format!(
+                "{}, the model's positions end at {max_seq_len}",
+                config.context
+            ),
+            hint: "use 1 up to the model's max_position_embeddings",
+        });
+    }
+    if config.stride == 0 || config.stride > config.context {
+        return Err(EvalError::BadSetting {
+            name: "stride",
+            value: format!("{} with a context of {}", config.stride, config.context),
+            hint: "use 1 up to the context; smaller is slower and sees more",
+        });
+    }
+    Ok(())
+}
+
+/// Forward passes and their sum.
+struct Pass<'a, B: SieveBackend> {
+    model: &'a Qwen3<B>,
+    rope: RotaryEmbedding<B>,
+    device: &'a B::Device,
+    nats: f64,
+    num_tokens: u64,
+}
+
+impl<B: SieveBackend> Pass<'_, B> {
+    fn run(&mut self, rows: &Rows) -> Result<(), EvalError> {
+        let Some(batch) = rows.batch() else {
+            return Ok(());
+        };
+        let shape = batch.shape;
+        let documents = Documents::new(&batch.start, &batch.end, shape, self.device);
+        let context = LayerContext::new(&documents, &self.rope);
+        let labels = TensorData::new(batch.labels.clone(), shape);
+        let losses = self.model.token_losses(
+            ids(&batch.tokens, shape, self.device),
+            Tensor::from_data(labels, self.device),
+            &context,
+        );
+        let losses = losses.into_data();
+        for (loss, label) in losses.iter::<f64>().zip(&batch.labels) {
+            if *label != IGNORE_LABEL {
+                self.nats += loss;
+                self.num_tokens += 1;
+            }
+        }
+        match self.nats.is_finite() {
+            true => Ok(()),
+            false => Err(EvalError::NotFinite {
+                num_tokens: self.num_tokens as usize,
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

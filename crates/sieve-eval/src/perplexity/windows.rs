@@ -1,0 +1,191 @@
+//! Documents cut into windows, and windows laid into rows.
+use sieve_ops::IGNORE_LABEL;
+use std::ops::Range;
+
+/// A piece of a document that the model reads in one go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Window {
+    /// Tokens that go in.
+    pub(super) input: Range<usize>,
+    /// Of these, those whose next token is predicted here and not in an earlier window: up to the end of `input`.
+    pub(super) first_scored: usize,
+}
+
+impl Window {
+    /// Predictions of this window.
+    pub(super) fn num_scored(&self) -> usize {
+        self.input.end - self.first_scored
+    }
+}
+
+/// The windows of a document of `len` tokens: each of its tokens but the first is predicted in exactly one.
+pub(super) fn windows(len: usize, context: usize, stride: usize) -> impl Iterator<Item = Window> {
+    // The last token goes into no window: nothing follows it.
+    let num_inputs = len.saturating_sub(1);
+    let mut start = 0;
+    let mut first_scored = 0;
+    std::iter::from_fn(move || {
+        if first_scored >= num_inputs {
+            return None;
+        }
+        let end = (start + context).min(num_inputs);
+        let window = Window {
+            input: start..end,
+            first_scored,
+        };
+        first_scored = end;
+        start += stride;
+        Some(window)
+    })
+}
+
+/// Rows of one forward pass, filled window after window.
+#[derive(Debug)]
+pub(super) struct Rows {
+    row_len: usize,
+    max_rows: usize,
+    rows: Vec<Row>,
+}
+
+#[derive(Debug, Default)]
+struct Row {
+    tokens: Vec<u32>,
+    labels: Vec<i32>,
+    start: Vec<u32>,
+    end: Vec<u32>,
+}
+
+/// Rows of equal length, laid end to end.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct PackedRows {
+    /// Rows, tokens of a row.
+    pub(super) shape: [usize; 2],
+    pub(super) tokens: Vec<u32>,
+    pub(super) labels: Vec<i32>,
+    pub(super) start: Vec<u32>,
+    pub(super) end: Vec<u32>,
+}
+
+impl Rows {
+    pub(super) fn new(row_len: usize, max_rows: usize) -> Self {
+        Self {
+            row_len,
+            max_rows,
+            rows: Vec::new(),
+        }
+    }
+
+    /// Takes a window; false when there is no room left.
+    pub(super) fn push(&mut self, tokens: &[u32], window: &Window) -> bool {
+        let len = window.input.len();
+        let fits = |row: &Row| row.tokens.len() + len <= self.row_len;
+        if !self.rows.last().is_some_and(fits) {
+            if self.rows.len() == self.max_rows || len > self.row_len {
+                return false;
+            }
+            self.rows.push(Row::default());
+        }
+        let row = self.rows.last_mut().expect("a row was there or pushed");
+        let start = row.tokens.len() as u32;
+        let end = start + len as u32;
+        row.tokens.extend_from_slice(&tokens[window.input.clone()]);
+        row.labels.extend(window.input.clone().map(|position| {
+            match position >= window.first_scored {
+                true => tokens[position + 1] as i32,
+                false => IGNORE_LABEL,
+            }
+        }));
+        row.start.extend(std::iter::repeat_n(start, len));
+        row.end.extend(std::iter::repeat_n(end, len));
+        true
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.rows.clear();
+    }
+
+    /// All rows, padded to the longest; `None` when there are none. Padding is a document of its own without labels.
+    pub(super) fn batch(&self) -> Option<PackedRows> {
+        let row_len = self.rows.iter().map(|row| row.tokens.len()).max()?;
+        let mut batch = PackedRows {
+            shape: [self.rows.len(), row_len],
+            tokens: Vec::new(),
+            labels: Vec::new(),
+            start: Vec::new(),
+            end: Vec::new(),
+        };
+        for row in &self.rows {
+            let filled = row.tokens.len();
+            let padding = row_len - filled;
+            let pad = |values: &mut Vec<u32>, row: &[u32], value: u32| {
+                values.extend_from_slice(row);
+                values.extend(std::iter::repeat_n(value, padding));
+            };
+            pad(&mut batch.tokens, &row.tokens, 0);
+            pad(&mut batch.start, &row.start, filled as u32);
+            pad(&mut batch.end, &row.end, row_len as u32);
+            batch.labels.extend_from_slice(&row.labels);
+            batch
+                .labels
+                .extend(std::iter::repeat_n(IGNORE_LABEL, padding));
+        }
+        Some(batch)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_token_but_the_first_is_predicted_once_with_enough_context() {
+        for len in 0..40 {
+            for context in 1..12 {
+                for stride in 1..=context {
+                    let mut predicted = vec![0; len];
+                    for (n, window) in windows(len, context, stride).enumerate() {
+                        assert!(window.input.len() <= context && !window.input.is_empty());
+                        assert!(window.num_scored() >= 1);
+                        for position in window.first_scored..window.input.end {
+                            predicted[position + 1] += 1;
+                            let seen = position + 1 - window.input.start;
+                            assert!(
+                                n == 0 || seen > context - stride,
+                                "{len} {context} {stride}"
+                            );
+                        }
+                    }
+                    let expected: Vec<i32> = (0..len).map(|n| i32::from(n > 0)).collect();
+                    assert_eq!(predicted, expected, "{len} {context} {stride}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn windows_share_rows_and_keep_their_bounds() {
+        let mut rows = Rows::new(5, 2);
+        let window = |input: Range<usize>, first_scored| Window {
+            input,
+            first_scored,
+        };
+        let tokens = [10, 11, 12, 13, 14, 15];
+        assert!(rows.push(&tokens, &window(0..3, 0)));
+        assert!(rows.push(&tokens, &window(3..5, 4)));
+        assert!(rows.push(&tokens, &window(1..4, 1)));
+        assert!(!rows.push(&tokens, &window(0..3, 0)), "two rows are full");
+        let ignored = IGNORE_LABEL;
+        assert_eq!(
+            rows.batch(),
+            Some(PackedRows {
+                shape: [2, 5],
+                tokens: vec![10, 11, 12, 13, 14, 11, 12, 13, 0, 0],
+                labels: vec![11, 12, 13, ignored, 15, 12, 13, 14, ignored, ignored],
+                start: vec![0, 0, 0, 3, 3, 0, 0, 0, 3, 3],
+                end: vec![3, 3, 3, 5, 5, 3, 3, 3, 5, 5],
+            })
+        );
+        rows.clear();
+        assert_eq!(rows.batch(), None);
+    }
+}

@@ -1,0 +1,195 @@
+//! From logits to one token: greedy, or temperature with nucleus sampling (arXiv:1904.09751).
+use crate::EvalError;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+
+/// How tokens are drawn.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampling {
+    /// Divides the logits; at 0 the most likely token is always taken.
+    pub temperature: f64,
+    /// Only the most likely tokens that together have this probability are drawn from, in `(0, 1]`.
+    pub top_p: f64,
+    /// The same seed and model give the same text.
+    pub seed: u64,
+}
+
+impl Sampling {
+    /// Always the most likely token.
+    pub const GREEDY: Self = Self {
+        temperature: 0.0,
+        top_p: 1.0,
+        seed: 0,
+    };
+}
+
+/// Draws tokens one after another.
+#[derive(Clone, Debug)]
+pub struct Sampler {
+    sampling: Sampling,
+    random: ChaCha8Rng,
+}
+
+impl Sampler {
+    /// Checks the settings.
+    ///
+    /// # Errors
+    /// A temperature that is negative or no number; a `top_p` outside `(0, 1]`.
+    pub fn new(sampling: Sampling) -> Result<Self, EvalError> {
+        if !(sampling.temperature >= 0.0 && sampling.temperature.is_finite()) {
+            return Err(EvalError::BadSetting {
+                name: "temperature",
+                value: sampling.temperature.to_string(),
+                hint: "use 0 for the most likely token, or a positive number such as 0.8",
+            });
+        }
+        if !(sampling.top_p > 0.0 && sampling.top_p <= 1.0) {
+            return Err(EvalError::BadSetting {
+                name: "top-p",
+                value: sampling.top_p.to_string(),
+                hint: "use a number above 0 and up to 1, such as 0.95",
+            });
+        }
+        let random = ChaCha8Rng::seed_from_u64(sampling.seed);
+        Ok(Self { sampling, random })
+    }
+
+    /// One token; `None` when a logit is NaN or infinite. Of equal logits the lower id is the likelier.
+    ///
+    /// Panics on an empty slice.
+    pub fn sample(&mut self, logits: &[f32]) -> Option<u32> {
+        if !logits.iter().all(|logit| logit.is_finite()) {
+            return None;
+        }
+        let best = argmax(logits);
+        if self.sampling.temperature == 0.0 {
+            return Some(best);
+        }
+        let max = f64::from(logits[best as usize]);
+        let weight = |logit: f32| ((f64::from(logit) - max) / self.sampling.temperature).exp();
+        let mut weights: Vec<(f64, u32)> = (0..)
+            .zip(logits)
+            .map(|(token, &logit)| (weight(logit), token))
+            .collect();
+        weights.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        let total: f64 = weights.iter().map(|(weight, _)| weight).sum();
+        let nucleus = self.keep_nucleus(&mut weights, total);
+        let target = self.uniform() * nucleus;
+        let mut passed = 0.0;
+        for (weight, token) in &weights {
+            passed += weight;
+            if target < passed {
+                return Some(*token);
+            }
+        }
+        // Rounding can leave the target a hair above the sum.
+        weights.last().map(|(_, token)| *token)
+    }
+
+    /// Cuts the sorted weights after the first ones that reach `top_p`; returns their sum.
+    fn keep_nucleus(&self, weights: &mut Vec<(f64, u32)>, total: f64) -> f64 {
+        let wanted = self.sampling.top_p * total;
+        let mut sum = 0.0;
+        for kept in 0..weights.len() {
+            sum += weights[kept].0;
+            if sum >= wanted {
+                weights.truncate(kept + 1);
+                break;
+            }
+        }
+        sum
+    }
+
+    /// In `[0, 1)`, 53 random bits.
+    fn uniform(&mut self) -> f64 {
+        (self.random.next_u64() >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+fn argmax(logits: &[f32]) -> u32 {
+    let mut best = 0;
+    for (token, logit) in logits.iter().enumerate() {
+        if *logit > logits[best] {
+            best = token;
+        }
+    }
+    best as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sampler(temperature: f64, top_p: f64, seed: u64) -> Sampler {
+        Sampler::new(Sampling {
+            temperature,
+            top_p,
+            seed,
+        })
+        .expect("valid settings")
+    }
+
+    fn frequencies(mut sampler: Sampler, logits: &[f32]) -> Vec<f64> {
+        const DRAWS: usize = 20_000;
+        let mut counts = vec![0usize; logits.len()];
+        for _ in 0..DRAWS {
+            counts[sampler.sample(logits).expect("finite") as usize] += 1;
+        }
+        counts.iter().map(|&n| n as f64 / DRAWS as f64).collect()
+    }
+
+    #[test]
+    fn temperature_zero_takes_the_first_of_the_largest() {
+        assert_eq!(sampler(0.0, 1.0, 0).sample(&[-1.0, 3.0, 3.0, 2.0]), Some(1));
+    }
+
+    #[test]
+    fn frequencies_follow_the_softmax_at_the_temperature() {
+        let logits = [0.0, 1.0, -0.5, 2.0];
+        for temperature in [0.5, 1.0, 2.0] {
+            let weights = logits.map(|logit| (f64::from(logit) / temperature).exp());
+            let total: f64 = weights.iter().sum();
+            let found = frequencies(sampler(temperature, 1.0, 3), &logits);
+            for (weight, found) in weights.iter().zip(found) {
+                // Four standard deviations of 20,000 draws at most.
+                assert!((weight / total - found).abs() < 0.015, "{found}");
+            }
+        }
+    }
+
+    #[test]
+    fn top_p_keeps_the_fewest_that_reach_it() {
+        // Probabilities 0.5, 0.3, 0.2.
+        let logits = [0.3f32.ln(), 0.5f32.ln(), 0.2f32.ln()];
+        let found = frequencies(sampler(1.0, 0.7, 5), &logits);
+        assert_eq!(found[2], 0.0);
+        assert!((found[1] - 0.625).abs() < 0.015, "{found:?}");
+        let alone = frequencies(sampler(1.0, 0.4, 5), &logits);
+        assert_eq!(alone, [0.0, 1.0, 0.0]);
+    }
+
+    #[test]
+    fn a_seed_repeats_and_another_does_not() {
+        let draw = |seed| {
+            let mut sampler = sampler(1.0, 1.0, seed);
+            (0..40)
+                .map(|_| sampler.sample(&[0.0; 50]))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(draw(1), draw(1));
+        assert_ne!(draw(1), draw(2));
+    }
+
+    #[test]
+    fn refuses_what_is_no_probability() {
+        for (temperature, top_p) in [(-1.0, 1.0), (f64::NAN, 1.0), (1.0, 0.0), (1.0, 1.5)] {
+            let sampling = Sampling {
+                temperature,
+                top_p,
+                seed: 0,
+            };
+            assert!(Sampler::new(sampling).is_err(), "{sampling:?}");
+        }
+        assert_eq!(sampler(1.0, 1.0, 0).sample(&[0.0, f32::NAN]), None);
+    }
+}

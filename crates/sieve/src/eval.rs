@@ -1,0 +1,20 @@
+//! `sieve eval`: how good a model is.
+
+mod ppl;
+
+use anyhow::Result;
+use clap::Subcommand;
+
+/// Subcommands of `sieve eval`.
+#[derive(Subcommand, Debug)]
+pub(crate) enum EvalCommand {
+    /// Perplexity and bits per byte on text
+    Ppl(ppl::PplArgs),
+}
+
+/// Runs the command.
+pub(crate) fn run(command: EvalCommand) -> Result<()> {
+    match command {
+        EvalCommand::Ppl(args) => ppl::run(args),
+    }
+}

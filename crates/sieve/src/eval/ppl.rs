@@ -1,0 +1,215 @@
+//! `sieve eval ppl`.
+use crate::device::{Device, DeviceChoice};
+use crate::{loaded, terminal};
+use anyhow::{Context, Result};
+use burn_flex::{Flex, FlexDevice};
+use clap::{ArgGroup, Args, ValueEnum};
+use sieve_data::{Corpus, CorpusConfig, Prepared, Tokenizer};
+use sieve_eval::{
+    EvalDocument, EvalError, PerplexityConfig, PerplexityReport, perplexity, prepared_documents,
+    text_documents,
+};
+use sieve_hf::LoadedModel;
+use sieve_ops::SieveBackend;
+use std::path::{Path, PathBuf};
+
+/// Tokens of one forward pass; more only takes memory.
+const BATCH_TOKENS: usize = 8192;
+
+/// Arguments of `sieve eval ppl`.
+#[derive(Args, Debug)]
+#[command(group = ArgGroup::new("source").required(true).args(["data", "recipe_validation"]))]
+pub(crate) struct PplArgs {
+    /// A checkpoint (step-N), or a run folder: then its latest
+    #[arg(long, value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// Text or JSONL files, folders or globs
+    #[arg(long, num_args = 1.., value_name = "PATH")]
+    data: Vec<String>,
+    /// The documents that the run held out
+    #[arg(long)]
+    recipe_validation: bool,
+    /// How the files hold documents; by their ending when absent
+    #[arg(long, value_enum, requires = "data")]
+    format: Option<FormatArg>,
+    /// JSONL: the field that holds a document's text
+    #[arg(long, default_value = "text", value_name = "NAME")]
+    text_column: String,
+    /// Tokens the model sees at most; the length it was trained with when absent
+    #[arg(long, value_name = "N")]
+    context: Option<usize>,
+    /// Tokens between the windows of a long document; half the context when absent
+    #[arg(long, value_name = "N")]
+    stride: Option<usize>,
+    /// Stop after the document with which this many tokens are predicted
+    #[arg(long, value_name = "N")]
+    max_tokens: Option<u64>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    device: DeviceChoice,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum FormatArg {
+    /// One document a file
+    Text,
+    /// One JSON object a line
+    Jsonl,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: PplArgs) -> Result<()> {
+    match args.device.resolve()? {
+        Device::Cpu => run_on::<Flex>(&args, &FlexDevice),
+    }
+}
+
+fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device) -> Result<()> {
+    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device)?;
+    let context = args.context.unwrap_or(loaded.recipe.training.seq_len);
+    let config = PerplexityConfig {
+        context,
+        stride: args.stride.unwrap_or(context.div_ceil(2)),
+        max_tokens: args.max_tokens,
+        batch_tokens: BATCH_TOKENS,
+    };
+    let report = if args.recipe_validation {
+        let prepared = prepared_data(&loaded)?;
+        let total = prepared.meta.validation.num_tokens - prepared.meta.validation.num_documents;
+        let documents = prepared_documents(&prepared, &tokenizer)?;
+        with_progress(
+            &loaded,
+            documents,
+            &config,
+            device,
+            Some(total.min(args.max_tokens.unwrap_or(total))),
+        )?
+    } else {
+        let corpus = corpus(args)?;
+        let documents = text_documents(&corpus, &tokenizer, eos_id(&tokenizer)?);
+        with_progress(&loaded, documents, &config, device, args.max_tokens)?
+    };
+    print(args, &loaded, &report)
+}
+
+fn eos_id(tokenizer: &Tokenizer) -> Result<u32> {
+    Ok(tokenizer.eos_id(None)?)
+}
+
+fn with_progress<B: SieveBackend>(
+    loaded: &LoadedModel<B>,
+    documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
+    config: &PerplexityConfig,
+    device: &B::Device,
+    total: Option<u64>,
+) -> Result<PerplexityReport> {
+    let template = match total {
+        Some(_) => "{bar:30} {human_pos}/{human_len} tokens, {eta} left",
+        None => "{human_pos} tokens, {elapsed}",
+    };
+    let bar = terminal::progress_bar(total.unwrap_or(0), template);
+    let mut observe = |num_tokens: u64| bar.set_position(num_tokens);
+    let report = perplexity(&loaded.model, documents, config, device, &mut observe);
+    bar.finish_and_clear();
+    Ok(report?)
+}
+
+fn corpus(args: &PplArgs) -> Result<Corpus> {
+    let is_jsonl = |path: &String| path.ends_with(".jsonl");
+    let format = args.format.unwrap_or({
+        match args.data.iter().all(is_jsonl) {
+            true => FormatArg::Jsonl,
+            false => FormatArg::Text,
+        }
+    });
+    let paths = args.data.clone();
+    Ok(Corpus::open(match format {
+        FormatArg::Text => CorpusConfig::text(paths),
+        FormatArg::Jsonl => CorpusConfig::jsonl(paths, &args.text_column),
+    })?)
+}
+
+/// The shards that the run of this checkpoint read.
+fn prepared_data<B: SieveBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> {
+    let dir = match &loaded.recipe.data.cache_dir {
+        Some(dir) => PathBuf::from(sieve_core::paths::expand(dir, &crate::train::variable)?),
+        None => run_folder(&loaded.path, &loaded.recipe.checkpoint.folder).join("data"),
+    };
+    Prepared::open(&dir).with_context(|| {
+        format!(
+            "the held-out documents of the run are not in {}\n  hint: name text with --data, or keep the checkpoint in its run folder",
+            dir.display()
+        )
+    })
+}
+
+/// The run folder above `<run>/<checkpoint folder>/step-N`.
+fn run_folder(checkpoint: &Path, folder: &str) -> PathBuf {
+    let levels = 1 + Path::new(folder).components().count();
+    // A relative path such as `step-9` has fewer parents than levels.
+    let absolute = std::path::absolute(checkpoint).unwrap_or_else(|_| checkpoint.to_owned());
+    let run = absolute.ancestors().nth(levels).map(Path::to_owned);
+    run.unwrap_or(absolute)
+}
+
+fn print<B: SieveBackend>(
+    args: &PplArgs,
+    loaded: &LoadedModel<B>,
+    report: &PerplexityReport,
+) -> Result<()> {
+    if args.json {
+        let mut json = serde_json::to_value(report)?;
+        if let Some(object) = json.as_object_mut() {
+            object.insert(
+                "checkpoint".into(),
+                loaded.path.display().to_string().into(),
+            );
+            object.insert("step".into(), loaded.state.step.into());
+        }
+        terminal::line(&json.to_string());
+        return Ok(());
+    }
+    let count = terminal::thousands;
+    terminal::line(&format!(
+        "{} (step {}), context {}, stride {}\n\
+         documents         {:>14}\n\
+         predicted tokens  {:>14}\n\
+         words             {:>14}\n\
+         bytes             {:>14}\n\
+         loss              {:>14.4}  nats per token\n\
+         token perplexity  {:>14.3}\n\
+         word perplexity   {:>14.3}\n\
+         byte perplexity   {:>14.4}\n\
+         bits per byte     {:>14.4}",
+        loaded.path.display(),
+        loaded.state.step,
+        report.context,
+        report.stride,
+        count(report.num_documents),
+        count(report.num_tokens),
+        count(report.num_words),
+        count(report.num_bytes),
+        report.loss,
+        report.token_perplexity,
+        report.word_perplexity,
+        report.byte_perplexity,
+        report.bits_per_byte,
+    ));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_run_folder_is_above_the_checkpoint_folder() {
+        let run = run_folder(Path::new("/a/run/checkpoint/step-3"), "checkpoint");
+        assert_eq!(run, Path::new("/a/run"));
+        let run = run_folder(Path::new("/a/run/x/y/step-3"), "x/y");
+        assert_eq!(run, Path::new("/a/run"));
+    }
+}

@@ -1,0 +1,58 @@
+//! `sieve export`.
+use crate::terminal;
+use anyhow::Result;
+use clap::{Args, ValueEnum};
+use sieve_data::Tokenizer;
+use sieve_hf::{Checkpoint, DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, export};
+use std::path::PathBuf;
+
+/// Arguments of `sieve export`.
+#[derive(Args, Debug)]
+pub(crate) struct ExportArgs {
+    /// A checkpoint (step-N), or a run folder: then its latest
+    #[arg(long, value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// Folder to write: new, empty, or an earlier export, which is replaced
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Number type of the weights
+    #[arg(long, value_enum, default_value = "f32")]
+    dtype: DtypeArg,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum DtypeArg {
+    F32,
+    Bf16,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: ExportArgs) -> Result<()> {
+    let checkpoint = Checkpoint::open(&args.checkpoint)?;
+    let tokenizer = Tokenizer::from_file(&checkpoint.tokenizer_path())?;
+    let options = ExportOptions {
+        dtype: match args.dtype {
+            DtypeArg::F32 => ExportDtype::F32,
+            DtypeArg::Bf16 => ExportDtype::Bf16,
+        },
+        max_shard_bytes: DEFAULT_SHARD_BYTES,
+        eos_token_id: tokenizer.eos_id(None)?,
+        pad_token_id: tokenizer.pad_id(),
+    };
+    let report = export(&checkpoint, &args.out, &options)?;
+    terminal::line(&format!(
+        "exported step {} as {}: {} parameters, {} of weights, {} files in {}",
+        checkpoint.state.step,
+        report.architecture,
+        terminal::thousands(report.num_parameters),
+        terminal::bytes(report.num_bytes),
+        report.files.len(),
+        args.out.display()
+    ));
+    terminal::line(&format!(
+        "next:\n  python3 -c \"from transformers import pipeline; \
+         print(pipeline('text-generation', '{}')('Once', max_new_tokens=20)[0]['generated_text'])\"",
+        args.out.display()
+    ));
+    Ok(())
+}

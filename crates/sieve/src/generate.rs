@@ -1,0 +1,78 @@
+//! `sieve generate`: text as it comes.
+use crate::device::{Device, DeviceChoice};
+use crate::{loaded, terminal};
+use anyhow::Result;
+use burn_flex::{Flex, FlexDevice};
+use clap::Args;
+use sieve_eval::{GenerateConfig, Generator, Sampling};
+use sieve_ops::SieveBackend;
+use std::path::PathBuf;
+
+/// New tokens when nothing is said and the context has room for them.
+const DEFAULT_NEW_TOKENS: usize = 128;
+
+/// Arguments of `sieve generate`.
+#[derive(Args, Debug)]
+pub(crate) struct GenerateArgs {
+    /// A checkpoint (step-N), or a run folder: then its latest
+    #[arg(long, value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// Text to continue; when empty, the text begins at a document's start
+    #[arg(long)]
+    prompt: String,
+    /// Tokens after the prompt, at most; 128 when absent, or what the context still holds
+    #[arg(long, value_name = "N")]
+    max_new_tokens: Option<usize>,
+    /// 0 takes the likeliest token each time; higher is more varied
+    #[arg(long, default_value_t = 0.8)]
+    temperature: f64,
+    /// Draw only from the likeliest tokens that together have this probability
+    #[arg(long, default_value_t = 0.95)]
+    top_p: f64,
+    /// The same seed gives the same text
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    device: DeviceChoice,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: GenerateArgs) -> Result<()> {
+    match args.device.resolve()? {
+        Device::Cpu => run_on::<Flex>(&args, &FlexDevice),
+    }
+}
+
+fn run_on<B: SieveBackend>(args: &GenerateArgs, device: &B::Device) -> Result<()> {
+    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device)?;
+    let prompt = tokenizer.encode_marked(&args.prompt)?;
+    // An empty prompt takes one position for the token it starts from.
+    let room = loaded.shape.max_seq_len.saturating_sub(prompt.len().max(1));
+    let config = GenerateConfig {
+        max_new_tokens: args
+            .max_new_tokens
+            .unwrap_or(room.clamp(1, DEFAULT_NEW_TOKENS)),
+        sampling: Sampling {
+            temperature: args.temperature,
+            top_p: args.top_p,
+            seed: args.seed,
+        },
+        eos_id: tokenizer.eos_id(None)?,
+        num_tokens: tokenizer.vocab_size(),
+    };
+    let generator = Generator::new(&loaded.model, &prompt, config, device)?;
+    terminal::text(&args.prompt);
+    let mut stream = tokenizer.decode_stream();
+    for token in generator {
+        match token {
+            Ok(token) => terminal::text(&stream.push(token)?),
+            Err(error) => {
+                terminal::line("");
+                return Err(error.into());
+            }
+        }
+    }
+    terminal::line(&stream.finish()?);
+    Ok(())
+}

@@ -1,0 +1,83 @@
+//! `sieve logits`: raw model output for parity checks by other programs.
+use crate::device::{Device, DeviceChoice};
+use crate::terminal;
+use anyhow::{Context, Result, ensure};
+use burn_flex::{Flex, FlexDevice};
+use clap::Args;
+use sieve_hf::{NamedTensor, load_model, write_tensor_file};
+use sieve_ops::SieveBackend;
+use std::path::PathBuf;
+
+/// Arguments of `sieve logits`.
+#[derive(Args, Debug)]
+pub(crate) struct LogitsArgs {
+    /// A checkpoint (step-N), or a run folder: then its latest
+    #[arg(long, value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// Token ids, separated by commas
+    #[arg(long, value_delimiter = ',', required_unless_present = "tokens_file")]
+    tokens: Vec<u32>,
+    /// A file of token ids, separated by commas or white space
+    #[arg(long, value_name = "FILE", conflicts_with = "tokens")]
+    tokens_file: Option<PathBuf>,
+    /// The safetensors file to write: "logits", f32 [1, tokens, vocabulary]
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    /// auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    device: DeviceChoice,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: LogitsArgs) -> Result<()> {
+    match args.device.resolve()? {
+        Device::Cpu => run_on::<Flex>(&args, &FlexDevice),
+    }
+}
+
+fn run_on<B: SieveBackend>(args: &LogitsArgs, device: &B::Device) -> Result<()> {
+    let tokens = match &args.tokens_file {
+        Some(path) => {
+            let text = std::fs::read_to_string(path)
+                .with_context(|| format!("reading token ids from {}", path.display()))?;
+            parse(&text).with_context(|| format!("reading token ids from {}", path.display()))?
+        }
+        None => args.tokens.clone(),
+    };
+    let loaded = load_model::<B>(&args.checkpoint, device)?;
+    let data = sieve_eval::logits(&loaded.model, &tokens, device)?;
+    let shape = data.shape.to_vec();
+    let name = "logits".to_owned();
+    write_tensor_file(&args.out, &[NamedTensor { name, data }], None)?;
+    terminal::line(&format!(
+        "wrote logits {shape:?} of step {} to {}",
+        loaded.state.step,
+        args.out.display()
+    ));
+    Ok(())
+}
+
+fn parse(text: &str) -> Result<Vec<u32>> {
+    let words = text.split(|c: char| c == ',' || c.is_whitespace());
+    let tokens = words
+        .filter(|word| !word.is_empty())
+        .map(|word| {
+            word.parse()
+                .with_context(|| format!("{word:?} is no token id"))
+        })
+        .collect::<Result<Vec<u32>>>()?;
+    ensure!(!tokens.is_empty(), "there is no token id");
+    Ok(tokens)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn token_files_take_commas_and_lines() {
+        assert_eq!(parse("1, 2\n3,\n").expect("numbers"), [1, 2, 3]);
+        assert!(parse("1 x").is_err());
+        assert!(parse(" \n").is_err());
+    }
+}
