@@ -14,7 +14,7 @@ struct AttentionBackwardPrepareParams {
   u64 batch, seq_len, num_heads, padded_len;
 };
 
-constexpr int power_of_two(int least) { return least <= 2 ? 2 : 2 * power_of_two((least + 1) / 2); }
+__host__ __device__ constexpr int power_of_two(int least) { return least <= 2 ? 2 : 2 * power_of_two((least + 1) / 2); }
 constexpr u32 ROW_LANES = power_of_two(HEAD_DIM_V / 8);
 static_assert(ROW_LANES <= 32, "a row is summed inside one warp");
 

@@ -46,6 +46,46 @@ struct Shared {
   u32 num_old;
 };
 
+// Key sources are structs with a templated call: NVRTC takes a generic lambda of a kernel for host code and refuses it.
+
+// The old keys: among the survivors at the last boundary and the keys from `first` on, those that leave after q0.
+struct FindOldKeys {
+  const u64* survivors;
+  i32 num_survivors;
+  const i32* expire;
+  i32 first, q0;
+  template <class Visit>
+  DEVICE void operator()(Visit visit) const {
+    for_each_pair<SUPER_BLOCK, 2>(survivors, num_survivors, [&](u32 key, u32) {
+      if (key >= (u32)q0) return;  // a place left over by dma_lists_prefix holds ~0
+      const i32 leaves = expire[key];
+      if (leaves > q0) visit((i32)key, leaves);
+    });
+    for_each_word<SUPER_BLOCK, 2>((const u32*)expire, first, q0, [&](u32 leaves, i32 key) {
+      if ((i32)leaves > q0) visit(key, (i32)leaves);
+    });
+  }
+};
+
+// Calls visit(key, expire, leaving time) for each old key: from shared memory where they all fit.
+struct OldKeys {
+  const Shared& shared;
+  FindOldKeys find;
+  i32 num_old, document, document_end;
+  template <class Visit>
+  DEVICE void operator()(Visit visit) const {
+    const i32 q0 = find.q0;
+    auto with_time = [&](i32 key, i32 leaves) {
+      visit(key, leaves, leaves < document_end ? leaves - q0 - 1 : document_end - q0 - 1 + key - document);
+    };
+    if (num_old <= MAX_OLD) {
+      for (i32 i = threadIdx.x; i < num_old; i += SUPER_BLOCK) with_time(shared.old[i].x, shared.old[i].y);
+    } else {
+      find(with_time);
+    }
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(SUPER_BLOCK, MIN_BLOCKS)
 dma_lists(const i32* __restrict__ expire, const i32* __restrict__ doc_start, const i32* __restrict__ doc_end,
      const u64* __restrict__ survivors, int2* __restrict__ list, i32* __restrict__ list_len, i32* __restrict__ num_entering_out,
@@ -79,33 +119,14 @@ dma_lists(const i32* __restrict__ expire, const i32* __restrict__ doc_start, con
   const i64 num_boundaries = (seq_len + PREFIX_BLOCK - 1) / PREFIX_BLOCK - 1;
   const bool from_survivors = boundary - document > window;
   const u64* old_keys = survivors + (head * num_boundaries + prefix_block - 1) * window;
-  auto find_old_keys = [&](auto visit) {
-    for_each_pair<SUPER_BLOCK, 2>(old_keys, from_survivors ? window : 0, [&](u32 key, u32) {
-      if (key >= (u32)q0) return;  // a place left over by dma_lists_prefix holds ~0
-      const i32 leaves = row_expire[key];
-      if (leaves > q0) visit((i32)key, leaves);
-    });
-    for_each_word<SUPER_BLOCK, 2>((const u32*)row_expire, from_survivors ? boundary : document, q0, [&](u32 leaves, i32 key) {
-      if ((i32)leaves > q0) visit(key, (i32)leaves);
-    });
-  };
+  const FindOldKeys find_old_keys = {old_keys, from_survivors ? window : 0, row_expire, from_survivors ? boundary : document, q0};
   find_old_keys([&](i32 key, i32 leaves) {
     const u32 slot = atomicAdd(&shared.num_old, 1u);
     if (slot < MAX_OLD) shared.old[slot] = make_int2(key, leaves);
   });
   __syncthreads();  // the old keys are known
   const i32 num_old = (i32)shared.num_old;
-  // Calls visit(key, expire, leaving time) for each old key.
-  auto for_each_old_key = [&](auto visit) {
-    auto with_time = [&](i32 key, i32 leaves) {
-      visit(key, leaves, leaves < document_end ? leaves - q0 - 1 : document_end - q0 - 1 + key - document);
-    };
-    if (num_old <= MAX_OLD) {
-      for (i32 i = thread; i < num_old; i += SUPER_BLOCK) with_time(shared.old[i].x, shared.old[i].y);
-    } else {
-      find_old_keys(with_time);
-    }
-  };
+  const OldKeys for_each_old_key = {shared, find_old_keys, num_old, document, document_end};
 
   u32 num_later = 0, num_above = 0;  // old keys in the windows done, and in those above the last
   const i32 num_times = document < q0 ? document_end - document - 1 : 0;

@@ -54,6 +54,31 @@ struct Shared {
   u32 num_segments, pool_size;
 };
 
+// Key sources are structs with a templated call: NVRTC takes a generic lambda of a kernel for host code and refuses it.
+
+// The keys before the arrivals: survivors of the last boundary, then everything from `first` on.
+struct KeysBefore {
+  const u64* survivors;
+  i32 num_survivors;
+  const u32* z;
+  i32 first, end;
+  template <class Visit>
+  DEVICE void operator()(Visit visit) const {
+    for_each_pair<BLOCK, 1>(survivors, num_survivors, [&](u32 position, u32 order) { visit(order, position); });
+    for_each_word<BLOCK, 1>(z, first, end, [&](u32 bits, i32 position) { visit(order_of_bits(bits), (u32)position); });
+  }
+};
+
+// A thread's own arrival, if it has one.
+struct OwnArrival {
+  bool arrives;
+  u64 key;
+  template <class Visit>
+  DEVICE void operator()(Visit visit) const {
+    if (arrives) visit((u32)(key >> 32), (u32)key);
+  }
+};
+
 // Keys of rank below `rank` born before time 32 * row.
 DEVICE int born_below(const Shared& shared, int row, int rank) {
   const u32 word = shared.present[row][rank >> 5];
@@ -104,14 +129,9 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
     if (thread == 0) shared.pool_size = 0;
     shared.rank_at[thread] = NOT_IN_POOL;
     const bool arrives = s <= position && position < e;
-    auto for_each_before = [&](auto visit) {
-      for_each_pair<BLOCK, 1>(old_keys, num_old, [&](u32 p, u32 order) { visit(order, p); });
-      for_each_word<BLOCK, 1>(row_z, first, s, [&](u32 bits, i32 p) { visit(order_of_bits(bits), (u32)p); });
-    };
+    const KeysBefore for_each_before = {old_keys, num_old, row_z, first, s};
     radix_begin<2>(shared.select, full ? window : 0, window);
-    radix_select<2>(shared.select, 0, for_each_before, [&](auto visit) {
-      if (arrives) visit((u32)(my_key >> 32), (u32)my_key);
-    });
+    radix_select<2>(shared.select, 0, for_each_before, OwnArrival{arrives, my_key});
     const u64 before = shared.select.threshold[0], after = shared.select.threshold[1];
 
     // Times: number the arrivals that do not pop themselves.

@@ -30,6 +30,32 @@ struct Shared {
   u32 num_candidates, num_survivors;
 };
 
+// Key sources are structs with a templated call: NVRTC takes a generic lambda of a kernel for host code and refuses it.
+struct NoKeys {
+  template <class Visit>
+  DEVICE void operator()(Visit) const {}
+};
+
+// All keys before the boundary.
+struct PrefixKeys {
+  const u32* z;
+  i32 first, boundary;
+  template <class Visit>
+  DEVICE void operator()(Visit visit) const {
+    for_each_word<SELECT_THREADS, 4>(z, first, boundary, [&](u32 bits, i32 position) { visit(order_of_bits(bits), (u32)position); });
+  }
+};
+
+// The keys that share the threshold's first digits.
+struct Candidates {
+  const Shared& shared;
+  i32 count;
+  template <class Visit>
+  DEVICE void operator()(Visit visit) const {
+    for (i32 i = threadIdx.x; i < count; i += SELECT_THREADS) visit((u32)(shared.candidates[i] >> 32), (u32)shared.candidates[i]);
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
 dma_select_prefix(const float* __restrict__ z, const i32* __restrict__ doc_start, const i32* __restrict__ doc_end,
                   i32* __restrict__ expire, u64* __restrict__ survivors, const __grid_constant__ DmaSelectPrefixParams params) {
@@ -52,13 +78,10 @@ dma_select_prefix(const float* __restrict__ z, const i32* __restrict__ doc_start
   // Select: digits over the whole prefix, until few keys share them.
   if (threadIdx.x == 0) shared.num_candidates = shared.num_survivors = 0;
   radix_begin<1>(shared.select, 0, window);
-  auto nothing = [](auto) {};
   int pass = 0;
 #pragma unroll 1
   do {
-    radix_pass<1>(shared.select, pass, [&](auto visit) {
-      for_each_word<SELECT_THREADS, 4>(row_z, first, boundary, [&](u32 bits, i32 position) { visit(order_of_bits(bits), (u32)position); });
-    }, nothing);
+    radix_pass<1>(shared.select, pass, PrefixKeys{row_z, first, boundary}, NoKeys{});
     pass++;
   } while (shared.select.num_tied[0] > MAX_CANDIDATES);
 
@@ -72,9 +95,7 @@ dma_select_prefix(const float* __restrict__ z, const i32* __restrict__ doc_start
   });
   __syncthreads();  // the candidates are complete
   const i32 num_candidates = (i32)shared.num_candidates;
-  radix_select<1>(shared.select, pass, [&](auto visit) {
-    for (i32 i = threadIdx.x; i < num_candidates; i += SELECT_THREADS) visit((u32)(shared.candidates[i] >> 32), (u32)shared.candidates[i]);
-  }, nothing);
+  radix_select<1>(shared.select, pass, Candidates{shared, num_candidates}, NoKeys{});
   const u64 threshold = shared.select.threshold[0];
   for (i32 i = threadIdx.x; i < num_candidates; i += SELECT_THREADS)
     if (shared.candidates[i] >= threshold) out[atomicAdd(&shared.num_survivors, 1u)] = shared.candidates[i];
