@@ -211,7 +211,10 @@ pub(crate) fn row_stats(
 ) -> Result<CudaTensor, KernelError> {
     let padded = padded_len(shape.seq_len);
     let stats = d_o.empty_contiguous(&[shape.batch, shape.num_heads, padded, 2], DType::F32);
-    let grid = [(shape.batch * padded * shape.num_heads).div_ceil(8), 1, 1];
+    // Lanes that share a row: 16 bytes each, in powers of two.
+    let row_lanes = (shape.head_dim_v / 8).next_power_of_two().max(2);
+    let rows = shape.batch * padded * shape.num_heads;
+    let grid = [rows.div_ceil(256 / row_lanes), 1, 1];
     let words = [shape.batch, shape.seq_len, shape.num_heads, padded].map(|word| word as u64);
     let tensors = [&call.result.o, d_o, &call.result.lse, &stats];
     // SAFETY: sizes checked by require_gradients; writes every element of stats.

@@ -121,9 +121,11 @@ impl BackwardTiling {
     ) -> usize {
         let (keys, queries) = (self.block_kv(), self.block_q);
         let tiles = (keys + 2 * queries) * (shape.head_dim + shape.head_dim_v) * BF16;
-        let ds = if set.dq { 2 * keys * queries * BF16 } else { 0 };
+        // P for dv and dS for dk change hands between warps; dS of two steps where dq is made a step later.
+        let ds = if set.dq { 2 } else { usize::from(set.dk) };
+        let swapped = keys * queries * BF16 * (usize::from(set.dv) + ds);
         let entries_and_bias = if source == KeySource::Dense { 8 } else { 12 };
-        tiles + ds + 16 * queries + keys * entries_and_bias
+        tiles + swapped + 16 * queries + keys * entries_and_bias + 128
     }
 
     /// Sets the defines, block and shared memory of a kernel.
