@@ -1,0 +1,170 @@
+//! Decoding token by token through the cache computes the rows of the full forward pass.
+use crate::random_model::{KINDS, VOCAB_SIZE, max_difference, random_model, recipe, tokens};
+use burn::tensor::{Int, Tensor, TensorData};
+use burn_flex::Flex;
+use sieve_core::Attention;
+use sieve_eval::{GenerateConfig, Generator, Sampling, logits};
+use sieve_nn::{KvCache, Qwen3};
+
+/// Tokens in all; the windows are 7 and 5.
+const LEN: usize = 48;
+
+fn ids(tokens: &[u32]) -> Tensor<Flex, 2, Int> {
+    let ids: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
+    Tensor::from_data(TensorData::new(ids, [1, tokens.len()]), &Default::default())
+}
+
+/// Rows of the full forward pass.
+fn full_rows(model: &Qwen3<Flex>, tokens: &[u32]) -> Vec<Vec<f32>> {
+    let data = logits(model, tokens, &Default::default()).expect("tokens of the vocabulary");
+    let values: Vec<f32> = data.to_vec().expect("f32");
+    values.chunks(VOCAB_SIZE).map(<[f32]>::to_vec).collect()
+}
+
+fn argmax(row: &[f32]) -> usize {
+    (0..row.len()).fold(0, |best, n| if row[n] > row[best] { n } else { best })
+}
+
+/// Keys a cache may hold after `num_tokens`.
+fn expected_keys(attention: Attention, num_tokens: usize) -> usize {
+    match attention {
+        Attention::Mha => num_tokens,
+        Attention::Swa { window_size } => num_tokens.min(window_size),
+        Attention::Dma {
+            keep_window_size, ..
+        } => num_tokens.min(keep_window_size),
+    }
+}
+
+#[test]
+fn step_by_step_decoding_equals_the_full_forward_pass() {
+    for (kind, model_lines, attention) in KINDS {
+        for seed in [1, 2] {
+            let recipe = recipe(model_lines, attention);
+            let model = random_model(&recipe, seed);
+            let tokens = tokens(LEN, seed);
+            let rows = full_rows(&model, &tokens);
+            let rope = model.rope(LEN, &Default::default());
+            // Shorter than, equal to and longer than each window.
+            for prompt in [1, 3, 5, 7, 8, 29] {
+                let mut cache = KvCache::new(model.layers.len());
+                for end in prompt..=LEN {
+                    let start = if end == prompt { 0 } else { end - 1 };
+                    let next = model.next_logits(ids(&tokens[start..end]), &mut cache, &rope);
+                    let next: Vec<f32> = next.into_data().to_vec().expect("f32");
+                    let row = &rows[end - 1];
+                    let difference = max_difference(&next, row);
+                    assert!(
+                        difference <= 1e-4,
+                        "{kind}, prompt {prompt}, row {}: {difference}",
+                        end - 1
+                    );
+                    assert_eq!(argmax(&next), argmax(row), "{kind}, prompt {prompt}, {end}");
+                    assert_eq!(cache.num_tokens, end);
+                    for layer in &cache.layers {
+                        let expected = expected_keys(model.shape().attention, end);
+                        assert_eq!(layer.num_keys(), expected, "{kind} after {end} tokens");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_window_matters_at_these_sizes() {
+    // Else the test above would pass with any cache: the first token changes what a dense model says at the end, and nothing
+    // that a one-layer reach of the window cannot carry there.
+    for (kind, model_lines, attention) in KINDS {
+        let recipe = recipe(model_lines, attention);
+        let model = random_model(&recipe, 1);
+        let sparse = full_rows(&model, &tokens(LEN, 1));
+        let wide = recipe_with_window(&recipe);
+        let dense = full_rows(&random_model(&wide, 1), &tokens(LEN, 1));
+        let difference = max_difference(&sparse[LEN - 1], &dense[LEN - 1]);
+        assert_eq!(difference > 0.05, kind != "mha", "{kind}: {difference}");
+    }
+}
+
+/// The same recipe with a window that holds everything.
+fn recipe_with_window(recipe: &sieve_core::Recipe) -> sieve_core::Recipe {
+    use sieve_core::recipe::AttentionSection;
+    let mut wide = recipe.clone();
+    match &mut wide.attention {
+        AttentionSection::Mha => {}
+        AttentionSection::Swa { sliding_window } => *sliding_window = LEN,
+        AttentionSection::Dma {
+            keep_window_size, ..
+        } => *keep_window_size = LEN,
+    }
+    wide
+}
+
+#[test]
+fn greedy_generation_takes_the_tokens_of_the_full_forward_pass() {
+    for (kind, model_lines, attention) in KINDS {
+        let model = random_model(&recipe(model_lines, attention), 3);
+        for prompt in [1, 20] {
+            let mut text = tokens(prompt, 4);
+            let config = GenerateConfig {
+                max_new_tokens: 24,
+                sampling: Sampling::GREEDY,
+                // No token of the vocabulary: nothing ends the text early.
+                eos_id: VOCAB_SIZE as u32,
+                num_tokens: VOCAB_SIZE,
+            };
+            let generated: Vec<u32> = Generator::new(&model, &text, config, &Default::default())
+                .expect("it fits")
+                .collect::<Result<_, _>>()
+                .expect("finite");
+            for _ in 0..24 {
+                let rows = full_rows(&model, &text);
+                text.push(argmax(&rows[text.len() - 1]) as u32);
+            }
+            assert_eq!(generated, text[prompt..], "{kind}, prompt {prompt}");
+        }
+    }
+}
+
+#[test]
+fn generation_ends_at_the_end_of_a_document_and_within_the_context() {
+    let (_, model_lines, attention) = KINDS[2];
+    let model = random_model(&recipe(model_lines, attention), 3);
+    let device = Default::default();
+    let config = |max_new_tokens, eos_id| GenerateConfig {
+        max_new_tokens,
+        sampling: Sampling::GREEDY,
+        eos_id,
+        num_tokens: VOCAB_SIZE,
+    };
+    let all = |generator: Generator<'_, Flex>| -> Vec<u32> {
+        generator.collect::<Result<_, _>>().expect("finite")
+    };
+    let start = tokens(4, 9);
+    let never = VOCAB_SIZE as u32;
+    let free = all(Generator::new(&model, &start, config(30, never), &device).expect("fits"));
+    assert_eq!(free.len(), 30);
+    let eos = free[12];
+    let first = free.iter().position(|&token| token == eos).expect("there");
+    let ended = all(Generator::new(&model, &start, config(30, eos), &device).expect("fits"));
+    assert_eq!(ended, free[..first]);
+
+    // An empty prompt begins where the end-of-document token stands.
+    let empty = all(Generator::new(&model, &[], config(5, 6), &device).expect("fits"));
+    let begun = all(Generator::new(&model, &[6], config(5, 6), &device).expect("fits"));
+    assert_eq!(empty, begun);
+
+    let error = |prompt: usize, new| {
+        Generator::new(&model, &tokens(prompt, 1), config(new, 0), &device)
+            .expect_err("too long")
+            .to_string()
+    };
+    assert!(
+        error(60, 5).contains("at most 4 new tokens"),
+        "{}",
+        error(60, 5)
+    );
+    assert!(error(65, 1).contains("context of 64"), "{}", error(65, 1));
+    let unknown = Generator::new(&model, &[1, 97], config(1, 0), &device).expect_err("unknown");
+    assert!(unknown.to_string().contains("token 97"), "{unknown}");
+}

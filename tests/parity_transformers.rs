@@ -1,0 +1,136 @@
+//! Exported models in Hugging Face transformers: the same logits.
+//!
+//! Live where Python has transformers, and against stored logits everywhere. `UPDATE_GOLDEN=1` rewrites the stored ones.
+#![allow(
+    clippy::print_stderr,
+    reason = "the largest difference is worth a line"
+)]
+use crate::python;
+use crate::random_model::{
+    KINDS, VOCAB_SIZE, distinct_tokens, max_difference, random_model, recipe, write_checkpoint,
+};
+use burn::tensor::TensorData;
+use burn_flex::Flex;
+use sieve_eval::logits;
+use sieve_hf::{
+    DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, TensorFile, export, load_model,
+    write_tensor_file,
+};
+use std::path::{Path, PathBuf};
+
+const LEN: usize = 48;
+const SEED: u64 = 11;
+/// Largest difference allowed, f32 on both sides.
+const TOLERANCE: f32 = 1e-4;
+
+fn golden_path(kind: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden");
+    folder.join(format!("transformers_{kind}.safetensors"))
+}
+
+fn values(data: TensorData) -> Vec<f32> {
+    data.convert::<f32>().to_vec().expect("converted to f32")
+}
+
+/// Logits of a checkpoint, read back from disk.
+fn our_logits(checkpoint: &Path, tokens: &[u32]) -> Vec<f32> {
+    let device = Default::default();
+    let loaded = load_model::<Flex>(checkpoint, &device).expect("just written");
+    values(logits(&loaded.model, tokens, &device).expect("tokens of the vocabulary"))
+}
+
+fn options(max_shard_bytes: u64) -> ExportOptions {
+    ExportOptions {
+        dtype: ExportDtype::F32,
+        max_shard_bytes,
+        eos_token_id: VOCAB_SIZE as u32 - 1,
+        pad_token_id: None,
+    }
+}
+
+#[test]
+fn transformers_computes_the_same_logits() {
+    let Some(python) = python::interpreter("transformers_computes_the_same_logits") else {
+        return;
+    };
+    let folder = tempfile::tempdir().expect("a folder");
+    let tokens = distinct_tokens(LEN, SEED);
+    let list: Vec<String> = tokens.iter().map(u32::to_string).collect();
+    let mut arguments = vec![list.join(","), "t5 t96 t1 <|endoftext|> t30".to_owned()];
+    let mut ours = Vec::new();
+    for (kind, model_lines, attention) in KINDS {
+        let recipe = recipe(model_lines, attention);
+        let model = random_model(&recipe, SEED);
+        let run = folder.path().join(kind);
+        let checkpoint = write_checkpoint(&run, &recipe, &model);
+        let out = folder.path().join(format!("{kind}-hf"));
+        // One of them in several files.
+        let shard_bytes = if kind == "swa" {
+            100_000
+        } else {
+            DEFAULT_SHARD_BYTES
+        };
+        let report = export(&checkpoint, &out, &options(shard_bytes)).expect("exports");
+        arguments.push(out.display().to_string());
+        ours.push((kind, out, report, our_logits(&run, &tokens)));
+    }
+    let printed = python::run(&python, "transformers_logits.py", &arguments);
+    let lines: Vec<serde_json::Value> = printed
+        .lines()
+        .filter_map(|line| serde_json::from_str(line).ok())
+        .collect();
+    assert_eq!(lines.len(), KINDS.len(), "{printed}");
+    for ((kind, out, report, ours), line) in ours.into_iter().zip(lines) {
+        assert_eq!(line["model"], report.architecture);
+        assert_eq!(line["missing"], serde_json::json!([]), "{kind}");
+        assert_eq!(line["unexpected"], serde_json::json!([]), "{kind}");
+        assert_eq!(line["num_parameters"], report.num_parameters, "{kind}");
+        assert_eq!(
+            line["text_ids"],
+            serde_json::json!([5, 0, 1, 96, 30]),
+            "{kind}"
+        );
+        assert_eq!(line["eos_token_id"], VOCAB_SIZE - 1, "{kind}");
+        let theirs = TensorFile::open(&out.join("transformers.safetensors")).expect("written");
+        let theirs = theirs.tensor("logits", &[1, LEN, VOCAB_SIZE]);
+        let theirs = values(theirs.expect("logits of this shape"));
+        let difference = max_difference(&ours, &theirs);
+        let (transformers, torch) = (&line["transformers"], &line["torch"]);
+        let largest = theirs.iter().fold(0f32, |max, x| max.max(x.abs()));
+        eprintln!(
+            "{kind}: largest difference {difference:.2e} of logits up to {largest:.2} (transformers {transformers}, torch {torch})"
+        );
+        assert!(difference < TOLERANCE, "{kind}: {difference}");
+        if std::env::var_os("UPDATE_GOLDEN").is_some() {
+            write_golden(kind, &tokens, theirs);
+        }
+    }
+}
+
+fn write_golden(kind: &str, tokens: &[u32], logits: Vec<f32>) {
+    let tokens: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
+    let tensor = |name: &str, data| NamedTensor {
+        name: name.to_owned(),
+        data,
+    };
+    let tensors = [
+        tensor("tokens", TensorData::new(tokens, [1, LEN])),
+        tensor("logits", TensorData::new(logits, [1, LEN, VOCAB_SIZE])),
+    ];
+    write_tensor_file(&golden_path(kind), &tensors, None).expect("the folder is writable");
+}
+
+#[test]
+fn stored_logits_of_transformers_are_reproduced() {
+    for (kind, model_lines, attention) in KINDS {
+        let golden = TensorFile::open(&golden_path(kind)).expect("stored beside the tests");
+        let tokens = golden.tensor("tokens", &[1, LEN]).expect("of this length");
+        let tokens: Vec<u32> = tokens.iter::<i32>().map(|token| token as u32).collect();
+        let theirs = golden.tensor("logits", &[1, LEN, VOCAB_SIZE]);
+        let theirs = values(theirs.expect("logits of this shape"));
+        let model = random_model(&recipe(model_lines, attention), SEED);
+        let ours = values(logits(&model, &tokens, &Default::default()).expect("valid"));
+        let difference = max_difference(&ours, &theirs);
+        assert!(difference < TOLERANCE, "{kind}: {difference}");
+    }
+}

@@ -1,0 +1,46 @@
+//! An interpreter with PyTorch and transformers, where there is one.
+#![allow(clippy::print_stderr, reason = "a test that could not run must say so")]
+use std::path::PathBuf;
+use std::process::Command;
+
+/// The interpreter to use, or `None` after saying that `test` was skipped.
+///
+/// `SIEVE_PYTHON` names one, and then it must work; else `python3` is taken where it can import what is needed.
+pub(crate) fn interpreter(test: &str) -> Option<PathBuf> {
+    let named = std::env::var_os("SIEVE_PYTHON");
+    let python = PathBuf::from(named.clone().unwrap_or_else(|| "python3".into()));
+    let imports = "import torch, transformers, safetensors";
+    let output = Command::new(&python).args(["-c", imports]).output();
+    match output {
+        Ok(output) if output.status.success() => Some(python),
+        failed => {
+            assert!(
+                named.is_none(),
+                "SIEVE_PYTHON={} cannot `{imports}`: {failed:?}",
+                python.display()
+            );
+            eprintln!(
+                "{test}: skipped, python3 cannot `{imports}`; set SIEVE_PYTHON to one that can"
+            );
+            None
+        }
+    }
+}
+
+/// Runs a script of `tests/python` and returns what it printed.
+///
+/// Panics with its error output when it fails.
+pub(crate) fn run(python: &PathBuf, script: &str, arguments: &[String]) -> String {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("python");
+    let output = Command::new(python)
+        .arg(folder.join(script))
+        .args(arguments)
+        .output()
+        .expect("the interpreter ran before");
+    assert!(
+        output.status.success(),
+        "{script} failed:\n{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    String::from_utf8(output.stdout).expect("the scripts print UTF-8")
+}

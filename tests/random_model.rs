@@ -1,0 +1,166 @@
+//! Small models with random weights of every kind of parameter, gates and norms too, and their checkpoints.
+use burn::tensor::TensorData;
+use burn_flex::Flex;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use sieve_core::{ModelShape, Recipe};
+use sieve_hf::{
+    Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, load_parameters, named_parameters,
+};
+use sieve_nn::Qwen3;
+use std::path::Path;
+
+/// Rows of the embedding.
+pub(crate) const VOCAB_SIZE: usize = 97;
+
+/// Name, `[model]` lines and `[attention]` lines of the three kinds; windows far below any length tested.
+pub(crate) const KINDS: [(&str, &str, &str); 3] = [
+    ("mha", "tie_word_embeddings = true", "kind = \"mha\""),
+    (
+        "swa",
+        "tie_word_embeddings = false",
+        "kind = \"swa\"\nsliding_window = 7",
+    ),
+    (
+        "dma",
+        "tie_word_embeddings = true\nresidual_scale = true",
+        "kind = \"dma\"\nkeep_window_size = 5",
+    ),
+];
+
+/// The recipe of a kind: width 64, 3 layers, 4 query and 2 KV heads of 16.
+pub(crate) fn recipe(model: &str, attention: &str) -> Recipe {
+    let text = format!(
+        "[model]\nhidden_size = 64\nintermediate_size = 96\nnum_hidden_layers = 3\nnum_attention_heads = 4\n\
+         num_key_value_heads = 2\nhead_dim = 16\nvocab_size = {VOCAB_SIZE}\nmax_position_embeddings = 64\n{model}\n\
+         [attention]\n{attention}\n[tokenizer]\npath = \"tokenizer.json\"\n[data]\npaths = [\"none\"]\n\
+         [training]\nsteps = 1\nseq_len = 48\nlocal_batch_size = 1\n[optimizer]\nlr = 1e-3\n\
+         [lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n"
+    );
+    Recipe::load(&text, "a test's recipe", &[]).expect("the text above is valid")
+}
+
+/// A model of `recipe` whose every parameter is random.
+pub(crate) fn random_model(recipe: &Recipe, seed: u64) -> Qwen3<Flex> {
+    let shape = recipe
+        .model_shape(VOCAB_SIZE)
+        .expect("the recipe gives the vocabulary");
+    randomise(Qwen3::new(&shape, 0, &Default::default()), &shape, seed)
+}
+
+fn randomise(model: Qwen3<Flex>, shape: &ModelShape, seed: u64) -> Qwen3<Flex> {
+    load_parameters(model, &mut |name, dims| {
+        let (centre, spread) = distribution(name, shape);
+        Ok::<_, String>(values(name, dims, seed, centre, spread))
+    })
+    .expect("every name has values")
+}
+
+/// Uniform in `centre ± spread`, from the tensor's name and the seed alone: goldens outlive any change to the model's own
+/// initialisation.
+pub(crate) fn values(
+    name: &str,
+    dims: &[usize],
+    seed: u64,
+    centre: f64,
+    spread: f64,
+) -> TensorData {
+    // FNV-1a.
+    let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+    });
+    let mut random = ChaCha8Rng::seed_from_u64(hash ^ seed);
+    let count: usize = dims.iter().product();
+    let uniform = |random: &mut ChaCha8Rng| random.next_u32() as f64 / 2f64.powi(31) - 1.0;
+    let values: Vec<f32> = (0..count)
+        .map(|_| (centre + spread * uniform(&mut random)) as f32)
+        .collect();
+    TensorData::new(values, dims.to_vec())
+}
+
+/// Centre and half width of a parameter's values: products keep the size of their input, norms and scales lie around one, A
+/// in ±1, and W_dt is large enough for scores far apart.
+fn distribution(name: &str, shape: &ModelShape) -> (f64, f64) {
+    let product = |d_in: usize| (0.0, (3.0 / d_in as f64).sqrt());
+    match name {
+        _ if name.ends_with("norm.weight") => (1.0, 0.5),
+        _ if name.ends_with("_residual") => (1.0, 0.2),
+        _ if name.ends_with(".a") => (0.0, 1.0),
+        _ if name.ends_with("dt_proj.weight") => product(shape.kv_width()),
+        _ if name.ends_with("o_proj.weight") => product(shape.q_width()),
+        _ if name.ends_with("down_proj.weight") => product(shape.d_ff),
+        "embed_tokens.weight" if shape.tie_word_embeddings => (0.0, 0.4),
+        _ => product(shape.d_model),
+    }
+}
+
+/// A tokenizer of [`VOCAB_SIZE`] words `t0`, `t1`, …, the last one the end of a document.
+pub(crate) fn tokenizer_json() -> String {
+    let eos = VOCAB_SIZE - 1;
+    let mut vocab: serde_json::Map<String, serde_json::Value> =
+        (0..eos).map(|id| (format!("t{id}"), id.into())).collect();
+    vocab.insert("<|endoftext|>".into(), eos.into());
+    serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+        "added_tokens": [{"id": eos, "content": "<|endoftext|>", "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true}],
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null, "decoder": null,
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "t0"},
+    })
+    .to_string()
+}
+
+/// Writes a checkpoint of `model` below `folder` and opens it.
+pub(crate) fn write_checkpoint(folder: &Path, recipe: &Recipe, model: &Qwen3<Flex>) -> Checkpoint {
+    let state = CheckpointState {
+        format_version: FORMAT_VERSION,
+        step: 1,
+        next_sample: 0,
+        tokens_seen: 0,
+        vocab_size: VOCAB_SIZE,
+        data_fingerprint: String::new(),
+        num_threads: 1,
+        sieve_version: "test".to_owned(),
+        checksums: Default::default(),
+    };
+    let files = CheckpointFiles {
+        model: named_parameters(model),
+        optimizer: Vec::new(),
+        recipe_toml: recipe.to_toml().expect("small numbers"),
+        tokenizer_json: tokenizer_json(),
+    };
+    let path = Checkpoint::write(folder, state, &files).expect("the folder is writable");
+    Checkpoint::open(&path).expect("just written")
+}
+
+/// `len` tokens without a pattern.
+pub(crate) fn tokens(len: usize, seed: u64) -> Vec<u32> {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    (0..len)
+        .map(|_| random.next_u32() % VOCAB_SIZE as u32)
+        .collect()
+}
+
+/// `len` tokens, no two alike: equal tokens have equal scores in the first layer, and which of them `torch.topk` keeps is not
+/// defined, where here the later one stays.
+pub(crate) fn distinct_tokens(len: usize, seed: u64) -> Vec<u32> {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    let mut all: Vec<u32> = (0..VOCAB_SIZE as u32).collect();
+    for n in 0..len {
+        all.swap(n, n + random.next_u32() as usize % (VOCAB_SIZE - n));
+    }
+    all.truncate(len);
+    all
+}
+
+/// Largest difference of two lists.
+///
+/// Panics on another length, and on values that are not finite.
+pub(crate) fn max_difference(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).fold(0.0, |max, (a, b)| {
+        let difference = (a - b).abs();
+        assert!(difference.is_finite(), "{a} and {b}");
+        f32::max(max, difference)
+    })
+}
