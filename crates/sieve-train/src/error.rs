@@ -15,15 +15,29 @@ pub enum TrainError {
     Checkpoint(#[from] sieve_hf::CheckpointError),
     /// The output folder holds another run.
     #[error(
-        "{} already holds a run\n  hint: continue it with --resume, or name another folder with --out",
+        "{} already holds a run ({found} is there)\n  hint: continue it with --resume, or name another folder with --out",
         path.display()
     )]
     FolderInUse {
         /// The folder.
         path: PathBuf,
+        /// What a run wrote there.
+        found: String,
+    },
+    /// Another process trains in the output folder.
+    #[error("another process is training in {}\n  hint: wait for it or stop it, or name another folder with --out", path.display())]
+    FolderBusy {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The output folder is a file.
+    #[error("{} is a file, and a run needs a folder\n  hint: name another folder with --out", path.display())]
+    NotAFolder {
+        /// The path.
+        path: PathBuf,
     },
     /// `--resume` where nothing can be resumed.
-    #[error("{} holds no run to resume: {problem}\n  hint: leave out --resume to start one there", path.display())]
+    #[error("{} holds no run to resume: {problem}\n  hint: check --out, or leave out --resume to start a run there", path.display())]
     NothingToResume {
         /// The folder.
         path: PathBuf,
@@ -41,22 +55,37 @@ pub enum TrainError {
         now: usize,
     },
     /// The data found on resume is not the data the run began with.
-    #[error("the prepared data in {} is not what this run began with: its files or settings have changed since\n  hint: put the old files back, or start a new run", path.display())]
+    #[error("the data in {} is not what this run began with: {what}\n  hint: put the old files back and prepare them in another folder, --set data.cache_dir=DIR; or start a new run", path.display())]
     OtherData {
         /// Folder of the shards.
         path: PathBuf,
+        /// What differs.
+        what: String,
     },
-    /// The loss is no number any more.
+    /// A folder of shards that may be another run's holds other data.
+    #[error("the data folder {} {what}\n  hint: name another with --set data.cache_dir=DIR, or delete this one if no run needs it", path.display())]
+    CacheInUse {
+        /// Folder of the shards.
+        path: PathBuf,
+        /// What it holds.
+        what: String,
+    },
+    /// The loss or the gradient is no number any more.
     #[error(
-        "step {step}: the loss is {loss}; the last checkpoint is untouched\n  hint: lower optimizer.lr (now {lr:e}) or raise lr_scheduler.warmup_steps, then --resume"
+        "step {step}: the loss is {loss}, the gradient norm {grad_norm}: training diverged; {}\n  hint: start a new run (--out) with a lower optimizer.lr (now {lr:e}) or more lr_scheduler.warmup_steps",
+        last_checkpoint.as_ref().map_or_else(|| "there is no checkpoint yet".to_owned(), |path| format!("the last checkpoint, {}, is untouched", path.display()))
     )]
     Diverged {
-        /// The step.
+        /// The step at which it was seen; it may have begun a few steps before.
         step: u64,
         /// Its loss.
         loss: f64,
+        /// Its gradient norm.
+        grad_norm: f64,
         /// Its learning rate.
         lr: f64,
+        /// The last good checkpoint.
+        last_checkpoint: Option<PathBuf>,
     },
     /// Rows of the recipe do not divide.
     #[error(

@@ -1,7 +1,8 @@
 //! Gradients of all parameters, added up over micro-batches.
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{Tensor, TensorPrimitive};
+use burn::tensor::{Tensor, TensorData, TensorPrimitive};
+use sieve_hf::NamedTensor;
 use sieve_ops::{SieveBackend, TrainBackend};
 use std::collections::HashMap;
 
@@ -50,6 +51,20 @@ impl<B: TrainBackend> GradientBuffer<B> {
         squares.sum.sqrt()
     }
 
+    /// Copies all gradients of `module` to the host, by parameter name, in module order.
+    pub fn named<M: Module<B>>(&self, module: &M) -> Vec<NamedTensor> {
+        let mut reader = Reader {
+            buffer: self,
+            found: Vec::new(),
+        };
+        module.visit(&mut reader);
+        let names = sieve_hf::parameter_names(module).into_iter();
+        let named = names.zip(reader.found);
+        named
+            .filter_map(|(name, data)| data.map(|data| NamedTensor { name, data }))
+            .collect()
+    }
+
     fn add<const D: usize>(&mut self, id: ParamId, gradient: Tensor<B::InnerBackend, D>) {
         let sum = match self.take(id) {
             Some(held) => held + gradient,
@@ -85,5 +100,20 @@ impl<B: TrainBackend> ModuleVisitor<B> for SquareSum<'_, B> {
                 Tensor::from_primitive(TensorPrimitive::Float(square));
             self.sum = self.sum.clone() + square;
         }
+    }
+}
+
+struct Reader<'a, B: TrainBackend> {
+    buffer: &'a GradientBuffer<B>,
+    found: Vec<Option<TensorData>>,
+}
+
+impl<B: TrainBackend> ModuleVisitor<B> for Reader<'_, B> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        let gradient = self.buffer.by_id.get(&param.id).cloned();
+        self.found.push(gradient.map(|gradient| {
+            Tensor::<B::InnerBackend, D>::from_primitive(TensorPrimitive::Float(gradient))
+                .into_data()
+        }));
     }
 }

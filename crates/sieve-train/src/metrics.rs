@@ -1,10 +1,11 @@
 //! `metrics.jsonl` and TensorBoard, with torchtitan's tags.
+use crate::atomic::write_atomically;
 use crate::{RunFolder, StepReport, TrainError, ValidationReport};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use tensorboard_rs::summary_writer::SummaryWriter;
 
 /// Writers of a run's numbers.
@@ -22,17 +23,26 @@ enum Line<'a> {
     Validation(&'a ValidationReport),
 }
 
+/// The validations that an earlier process of the same run wrote.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct History {
+    pub(crate) first: Option<ValidationReport>,
+    pub(crate) last: Option<ValidationReport>,
+}
+
 impl Metrics {
-    /// Opens both; lines of steps after `step`, left by a run that was killed, are dropped.
+    /// Opens both; lines of steps after `step`, and a half line left by a process that was killed, are dropped.
     pub(crate) fn open(
         folder: &RunFolder,
         step: u64,
         enable_tensorboard: bool,
-    ) -> Result<Self, TrainError> {
+    ) -> Result<(Self, History), TrainError> {
         let path = folder.metrics_path();
-        if path.exists() {
-            drop_later_lines(&path, step)?;
-        }
+        let history = if path.exists() {
+            drop_later_lines(&path, step)?
+        } else {
+            History::default()
+        };
         let file = OpenOptions::new()
             .create(true)
             .append(true)
@@ -45,11 +55,12 @@ impl Metrics {
         } else {
             None
         };
-        Ok(Self {
+        let metrics = Self {
             path,
             file,
             tensorboard,
-        })
+        };
+        Ok((metrics, history))
     }
 
     pub(crate) fn step(&mut self, report: &StepReport) -> Result<(), TrainError> {
@@ -126,20 +137,77 @@ impl Drop for Metrics {
     }
 }
 
-fn drop_later_lines(path: &PathBuf, step: u64) -> Result<(), TrainError> {
-    let file = File::open(path).map_err(TrainError::io("reading", path))?;
-    let mut kept = String::new();
-    for line in BufReader::new(file).lines() {
-        let line = line.map_err(TrainError::io("reading", path))?;
-        let value: Option<serde_json::Value> = serde_json::from_str(&line).ok();
-        let at = value
-            .as_ref()
-            .and_then(|v| v.get("step"))
-            .and_then(serde_json::Value::as_u64);
-        if at.is_some_and(|at| at <= step) {
-            kept.push_str(&line);
-            kept.push('\n');
+/// What is needed of a line written earlier.
+#[derive(Deserialize)]
+struct Written {
+    kind: String,
+    step: u64,
+}
+
+fn drop_later_lines(path: &Path, step: u64) -> Result<History, TrainError> {
+    let text = std::fs::read(path).map_err(TrainError::io("reading", path))?;
+    let text = String::from_utf8_lossy(&text);
+    let mut kept = String::with_capacity(text.len());
+    let mut history = History::default();
+    for line in text.split_inclusive('\n') {
+        let Ok(written) = serde_json::from_str::<Written>(line) else {
+            continue;
+        };
+        if written.step > step || !line.ends_with('\n') {
+            continue;
+        }
+        kept.push_str(line);
+        if written.kind == "validation" {
+            // A loss that was no number is written as null, and is no report to go on with.
+            let report: Option<ValidationReport> = serde_json::from_str(line).ok();
+            history.first = history.first.or_else(|| report.clone());
+            history.last = report.or(history.last);
         }
     }
-    std::fs::write(path, kept).map_err(TrainError::io("writing", path))
+    if kept != text {
+        write_atomically(path, &kept)?;
+    }
+    Ok(history)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Start;
+
+    const LINES: [&str; 4] = [
+        r#"{"kind":"validation","step":0,"loss":2.0,"perplexity":7.4,"bits_per_byte":1.0,"unigram_bits_per_byte":1.0,"num_labels":3,"num_bytes":4}"#,
+        r#"{"kind":"step","step":1,"loss":1.5}"#,
+        r#"{"kind":"validation","step":2,"loss":1.0,"perplexity":2.7,"bits_per_byte":0.5,"unigram_bits_per_byte":1.0,"num_labels":3,"num_bytes":4}"#,
+        r#"{"kind":"step","step":3,"loss":0.5}"#,
+    ];
+
+    fn reopened(text: &str, step: u64) -> (String, History) {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = RunFolder::open(dir.path(), "checkpoint", &Start::New).unwrap();
+        std::fs::write(folder.metrics_path(), text).unwrap();
+        let (metrics, history) = Metrics::open(&folder, step, false).unwrap();
+        drop(metrics);
+        let kept = std::fs::read_to_string(folder.metrics_path()).unwrap();
+        (kept, history)
+    }
+
+    #[test]
+    fn lines_after_the_checkpoint_are_dropped() {
+        let text = LINES.join("\n") + "\n";
+        let (kept, history) = reopened(&text, 2);
+        assert_eq!(kept, LINES[..3].join("\n") + "\n");
+        assert_eq!(history.first.unwrap().step, 0);
+        assert_eq!(history.last.unwrap().step, 2);
+        assert_eq!(reopened(&text, 3).0, text);
+    }
+
+    #[test]
+    fn a_half_line_is_dropped() {
+        let text = LINES.join("\n") + "\n" + &LINES[3][..17];
+        assert_eq!(reopened(&text, 9).0, LINES.join("\n") + "\n");
+        // Whole, but its end was not written: the next line would be glued to it.
+        let text = LINES.join("\n");
+        assert_eq!(reopened(&text, 9).0, LINES[..3].join("\n") + "\n");
+    }
 }

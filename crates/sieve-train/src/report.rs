@@ -1,6 +1,6 @@
 //! What a run tells its caller.
 use crate::AttentionStatistics;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
 /// One logged step.
@@ -37,7 +37,7 @@ pub struct StepReport {
 }
 
 /// One validation.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ValidationReport {
     /// Optimizer steps done before it.
     pub step: u64,
@@ -75,7 +75,7 @@ pub struct TrainSummary {
     pub step: u64,
     /// Whether a signal ended it before its last step.
     pub interrupted: bool,
-    /// The validation before the first step of this process.
+    /// The run's first validation, also where an earlier process made it.
     pub first_validation: Option<ValidationReport>,
     /// The last validation.
     pub last_validation: Option<ValidationReport>,

@@ -1,51 +1,108 @@
 //! The output folder of a run: `config.toml`, `checkpoint/step-N/`, `tb/`, `metrics.jsonl`, `log`.
 use crate::TrainError;
-use std::fs;
+use crate::lock::{Taken, try_lock};
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 /// How a run begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Start {
-    /// In an empty folder.
+    /// In a folder that holds no run.
     New,
-    /// From the latest checkpoint.
+    /// From the latest checkpoint of the folder.
     Resume,
-    /// From a checkpoint named by the user.
+    /// From a checkpoint named by the user: one of the folder's own, or one of another run to begin a new folder with.
     ResumeFrom(PathBuf),
 }
 
 /// Paths inside an output folder.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct RunFolder {
     path: PathBuf,
     checkpoint_folder: String,
+    /// Held until the run ends; the system gives it back when the process is killed.
+    _lock: Option<File>,
 }
 
 impl RunFolder {
-    /// Checks that `path` is free for a new run, or holds one to resume; creates it for a new run.
+    /// Checks that `path` is free for a new run, or holds one to resume. Writes nothing.
     ///
     /// # Errors
-    /// A folder that holds another run; nothing to resume; a path that cannot be created.
+    /// A folder that holds another run; nothing to resume; a path that is no folder.
     pub fn open(path: &Path, checkpoint_folder: &str, start: &Start) -> Result<Self, TrainError> {
         let folder = Self {
             path: path.to_owned(),
             checkpoint_folder: checkpoint_folder.to_owned(),
+            _lock: None,
         };
-        let has_run = folder.config_path().exists() || folder.metrics_path().exists();
-        match start {
-            Start::New if has_run => Err(TrainError::FolderInUse {
-                path: path.to_owned(),
-            }),
-            Start::New => {
-                fs::create_dir_all(path).map_err(TrainError::io("creating", path))?;
-                Ok(folder)
+        folder.check(start)?;
+        Ok(folder)
+    }
+
+    /// Makes the folder where it is missing, and takes it for this process.
+    ///
+    /// # Errors
+    /// A folder that cannot be made or written to, or that another process trains in.
+    pub fn claim(&mut self, start: &Start) -> Result<(), TrainError> {
+        fs::create_dir_all(&self.path).map_err(TrainError::io("creating", &self.path))?;
+        let lock = self.path.join("run.lock");
+        match try_lock(&lock).map_err(TrainError::io("locking", &lock))? {
+            Taken::Yes(file) => self._lock = Some(file),
+            Taken::ByAnother(_) => {
+                return Err(TrainError::FolderBusy {
+                    path: self.path.clone(),
+                });
             }
-            _ if !folder.config_path().is_file() => Err(TrainError::NothingToResume {
-                path: path.to_owned(),
-                problem: "it has no config.toml",
-            }),
-            _ => Ok(folder),
         }
+        // Another process may have begun a run between the first check and the lock.
+        self.check(start)
+    }
+
+    fn check(&self, start: &Start) -> Result<(), TrainError> {
+        let path = self.path.clone();
+        if path.exists() && !path.is_dir() {
+            return Err(TrainError::NotAFolder { path });
+        }
+        let found = self.first_of_a_run();
+        match (start, found) {
+            (Start::New, Some(found)) => Err(TrainError::FolderInUse { path, found }),
+            (Start::Resume, None) if !path.exists() => Err(TrainError::NothingToResume {
+                path,
+                problem: "there is no such folder",
+            }),
+            (Start::Resume, _) if !self.config_path().is_file() => {
+                Err(TrainError::NothingToResume {
+                    path,
+                    problem: "it has no config.toml",
+                })
+            }
+            (Start::ResumeFrom(checkpoint), Some(found)) if !self.holds(checkpoint) => {
+                Err(TrainError::FolderInUse { path, found })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The first thing found that a run writes; data prepared beforehand is none of them.
+    fn first_of_a_run(&self) -> Option<String> {
+        let names = [
+            "config.toml",
+            "metrics.jsonl",
+            &self.checkpoint_folder,
+            "log",
+            "tb",
+        ];
+        let found = names.into_iter().find(|name| self.path.join(name).exists());
+        found.map(str::to_owned)
+    }
+
+    /// Whether `path` is this run, its folder of checkpoints, or one of them.
+    fn holds(&self, path: &Path) -> bool {
+        let (Ok(own), Ok(path)) = (self.path.canonicalize(), path.canonicalize()) else {
+            return false;
+        };
+        let checkpoints = own.join(&self.checkpoint_folder);
+        path == own || path == checkpoints || path.parent() == Some(&checkpoints)
     }
 
     /// The folder itself.
@@ -81,5 +138,70 @@ impl RunFolder {
     /// Where shards and a trained tokenizer go when the recipe names no cache.
     pub fn data_path(&self) -> PathBuf {
         self.path.join("data")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_new_run_wants_a_folder_without_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run");
+        let open = |start: &Start| RunFolder::open(&path, "checkpoint", start);
+        assert!(!path.exists());
+        open(&Start::New).unwrap().claim(&Start::New).unwrap();
+        // Prepared data alone is no run.
+        fs::create_dir(path.join("data")).unwrap();
+        open(&Start::New).unwrap();
+        for name in ["config.toml", "metrics.jsonl", "log"] {
+            fs::write(path.join(name), "x").unwrap();
+            let error = open(&Start::New).unwrap_err().to_string();
+            assert!(
+                error.contains(name) && error.contains("--resume"),
+                "{error}"
+            );
+            fs::remove_file(path.join(name)).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_file_is_no_folder() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        for start in [Start::New, Start::Resume] {
+            let error = RunFolder::open(file.path(), "checkpoint", &start).unwrap_err();
+            assert!(matches!(error, TrainError::NotAFolder { .. }), "{error}");
+        }
+    }
+
+    #[test]
+    fn only_one_process_has_the_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        let open = || RunFolder::open(dir.path(), "checkpoint", &Start::New).unwrap();
+        let mut first = open();
+        first.claim(&Start::New).unwrap();
+        let error = open().claim(&Start::New).unwrap_err();
+        assert!(matches!(error, TrainError::FolderBusy { .. }), "{error}");
+        drop(first);
+        open().claim(&Start::New).unwrap();
+    }
+
+    #[test]
+    fn a_foreign_checkpoint_begins_only_an_empty_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        let own = dir.path().join("run/checkpoint/step-3");
+        let other = dir.path().join("other/checkpoint/step-3");
+        for path in [&own, &other] {
+            fs::create_dir_all(path).unwrap();
+        }
+        let run = dir.path().join("run");
+        let open = |path: &Path, from: &PathBuf| {
+            RunFolder::open(path, "checkpoint", &Start::ResumeFrom(from.clone()))
+        };
+        open(&run, &own).unwrap();
+        open(&run, &run).unwrap();
+        assert!(open(&run, &other).is_err());
+        open(&dir.path().join("new"), &other).unwrap();
     }
 }

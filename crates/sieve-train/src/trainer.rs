@@ -1,25 +1,25 @@
 //! The loop: batches, gradients, clipping, update, validation, checkpoints.
+mod checkpoints;
+mod clock;
+
+use crate::atomic::write_atomically;
 use crate::memory::process_memory;
-use crate::metrics::Metrics;
+use crate::metrics::{History, Metrics};
 use crate::{
-    AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, RunFolder, Start, StepReport,
+    AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Origin, RunFolder, StepReport,
     TokenBytes, TrainError, TrainEvent, TrainSummary, TrainingData, Unigram, ValidationReport,
     accumulate_gradients, validate,
 };
 use burn::module::AutodiffModule;
 use burn::tensor::{ElementConversion, Tensor};
+use clock::Clock;
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::{Batch, Loader, LoaderConfig, Order, Packing, Prefetch, PrefetchPlan};
-use sieve_hf::{
-    Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints,
-    load_parameters, named_parameters,
-};
+use sieve_hf::{Checkpoint, load_parameters};
 use sieve_nn::Qwen3;
 use sieve_ops::{RotaryEmbedding, TrainBackend};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
 
 /// Batches made ahead of the step that needs them.
 const PREFETCH_DEPTH: usize = 4;
@@ -37,13 +37,17 @@ pub struct Trainer<B: TrainBackend> {
     rope: RotaryEmbedding<B>,
     loader: Arc<Loader>,
     validation: Validation<B>,
-    metrics: Metrics,
     /// FLOP/s of the device, where known.
     peak_flops: Option<f64>,
     step: u64,
     next_sample: u64,
     tokens_seen: u64,
-    last_checkpoint: Option<(u64, PathBuf)>,
+    /// What the last step left on the device; `None` before the first of this process.
+    last_step: Option<StepOutcome<B>>,
+    /// Step of the last checkpoint in `folder`.
+    last_checkpoint: Option<u64>,
+    /// To be told when the run begins.
+    notices: Vec<String>,
 }
 
 struct Validation<B: TrainBackend> {
@@ -53,34 +57,52 @@ struct Validation<B: TrainBackend> {
     unigram: Unigram,
 }
 
+/// Where a run's news goes: to its files and to the caller.
+struct Reporter<'a> {
+    metrics: Metrics,
+    observe: &'a mut dyn FnMut(TrainEvent<'_>),
+}
+
+impl Reporter<'_> {
+    fn tell(&mut self, event: TrainEvent<'_>) {
+        (self.observe)(event);
+    }
+}
+
+/// How `recipe` reads its training shard.
+pub fn loader_config(recipe: &Recipe, shape: &ModelShape, data: &TrainingData) -> LoaderConfig {
+    let training = &recipe.training;
+    LoaderConfig {
+        seq_len: training.seq_len,
+        order: Order::Shuffled {
+            seed: training.seed,
+        },
+        packing: if training.one_document_per_row {
+            Packing::OneDocumentPerRow
+        } else {
+            Packing::Concatenated
+        },
+        vocab_size: shape.vocab_size,
+        pad_id: data.tokenizer.pad_id().unwrap_or(0),
+    }
+}
+
 impl<B: TrainBackend> Trainer<B> {
-    /// A new run, or one restored from its checkpoint.
+    /// A new run, or one restored from its checkpoint. Writes nothing: [`run`](Self::run) does.
     ///
     /// # Errors
-    /// A recipe that does not fit the tokenizer or the checkpoint, a damaged checkpoint, an unreadable shard.
+    /// A recipe that does not fit the tokenizer or the checkpoint, an unreadable shard.
     pub fn new(
         recipe: Recipe,
         data: TrainingData,
         folder: RunFolder,
-        start: &Start,
+        origin: Origin,
         device: B::Device,
         peak_flops: Option<f64>,
     ) -> Result<Self, TrainError> {
         let shape = recipe.model_shape(data.tokenizer.vocab_size())?;
         let training = &recipe.training;
-        let config = LoaderConfig {
-            seq_len: training.seq_len,
-            order: Order::Shuffled {
-                seed: training.seed,
-            },
-            packing: if training.one_document_per_row {
-                Packing::OneDocumentPerRow
-            } else {
-                Packing::Concatenated
-            },
-            vocab_size: shape.vocab_size,
-            pad_id: data.tokenizer.pad_id().unwrap_or(0),
-        };
+        let config = loader_config(&recipe, &shape, &data);
         let train_shard = Arc::new(data.prepared.train()?);
         let counts = train_shard.token_counts(shape.vocab_size)?;
         let loader = Arc::new(Loader::new(train_shard, config)?);
@@ -88,7 +110,6 @@ impl<B: TrainBackend> Trainer<B> {
             order: Order::Sequential,
             ..config
         };
-        let rope = |max| RotaryEmbedding::new(shape.head_dim, max, shape.rope_theta, &device);
         let validation = Validation {
             loader: Loader::new(Arc::new(data.prepared.validation()?), sequential)?,
             rope: RotaryEmbedding::new(shape.head_dim, training.seq_len, shape.rope_theta, &device),
@@ -98,31 +119,25 @@ impl<B: TrainBackend> Trainer<B> {
         let mut trainer = Self {
             model: Some(Qwen3::new(&shape, training.seed, &device)),
             optimizer: AdamW::new(recipe.optimizer.clone()),
-            rope: rope(training.seq_len),
+            rope: RotaryEmbedding::new(shape.head_dim, training.seq_len, shape.rope_theta, &device),
             loader,
             validation,
-            metrics: Metrics::open(&folder, 0, false)?,
             peak_flops,
             step: 0,
             next_sample: 0,
             tokens_seen: 0,
+            last_step: None,
             last_checkpoint: None,
+            notices: origin.notices,
             shape,
             recipe,
             data,
             folder,
             device,
         };
-        match start {
-            Start::New => {}
-            Start::Resume => {
-                let path = trainer.folder.checkpoint_path();
-                trainer.restore(&Checkpoint::open(&path)?)?;
-            }
-            Start::ResumeFrom(path) => trainer.restore(&Checkpoint::open(path)?)?,
+        if let Some(checkpoint) = &origin.checkpoint {
+            trainer.restore(checkpoint)?;
         }
-        let tensorboard = trainer.recipe.metrics.enable_tensorboard;
-        trainer.metrics = Metrics::open(&trainer.folder, trainer.step, tensorboard)?;
         Ok(trainer)
     }
 
@@ -149,20 +164,11 @@ impl<B: TrainBackend> Trainer<B> {
     }
 
     fn restore(&mut self, checkpoint: &Checkpoint) -> Result<(), TrainError> {
-        let saved = checkpoint.recipe_toml()?;
-        let origin = checkpoint.path.join("config.toml");
-        let saved = Recipe::load(&saved, &origin.display().to_string(), &[])?;
-        saved.check_resume(&self.recipe)?;
         let state = &checkpoint.state;
         if state.vocab_size != self.shape.vocab_size {
             return Err(TrainError::OtherTokenizer {
                 saved: state.vocab_size,
                 now: self.shape.vocab_size,
-            });
-        }
-        if state.data_fingerprint != self.data.prepared.meta.fingerprint {
-            return Err(TrainError::OtherData {
-                path: self.data.prepared.dir.clone(),
             });
         }
         let weights = checkpoint.model()?;
@@ -180,7 +186,12 @@ impl<B: TrainBackend> Trainer<B> {
         self.step = state.step;
         self.next_sample = state.next_sample;
         self.tokens_seen = state.tokens_seen;
-        self.last_checkpoint = Some((state.step, checkpoint.path.clone()));
+        // A checkpoint of another run begins this one, and is written here before the first step.
+        let parent = |path: &std::path::Path| path.parent().and_then(|p| p.canonicalize().ok());
+        let own = self.folder.checkpoint_path().canonicalize().ok();
+        if own.is_some() && parent(&checkpoint.path) == own {
+            self.last_checkpoint = Some(state.step);
+        }
         Ok(())
     }
 
@@ -206,17 +217,22 @@ impl<B: TrainBackend> Trainer<B> {
                     global: rows,
                     local,
                 })?;
-        let first_validation = self.validate(observe)?;
+        let (mut reporter, history) = self.begin(observe)?;
+        let first_validation = match history.first {
+            Some(report) => report,
+            None => self.validate(&mut reporter)?,
+        };
         let mut summary = TrainSummary {
             step: self.step,
             interrupted: false,
-            first_validation: Some(first_validation.clone()),
-            last_validation: Some(first_validation),
+            last_validation: history.last.or_else(|| Some(first_validation.clone())),
+            first_validation: Some(first_validation),
             checkpoint: None,
             last_step: None,
         };
-        if self.step == 0 && self.recipe.checkpoint.at_start {
-            self.write_checkpoint(observe)?;
+        let is_fork = self.step > 0 && self.last_checkpoint.is_none();
+        if is_fork || (self.step == 0 && self.recipe.checkpoint.at_start) {
+            self.write_checkpoint(&mut reporter)?;
         }
         let mut batches = Prefetch::new(
             self.loader.clone(),
@@ -228,50 +244,60 @@ impl<B: TrainBackend> Trainer<B> {
                 depth: PREFETCH_DEPTH.max(micro_batches),
             },
         )?;
-        let mut clock = Clock::default();
+        let mut clock = Clock::start();
         while self.step < num_steps && !stop.load(Ordering::Relaxed) {
-            let started = Instant::now();
             let mut step_batches = Vec::with_capacity(micro_batches);
             for _ in 0..micro_batches {
                 let batch = batches.next().expect("the plan has no end");
                 step_batches.push(batch?);
             }
-            let outcome = self.train_step(&step_batches)?;
-            clock.add(
-                started.elapsed(),
-                (rows * self.recipe.training.seq_len) as u64,
-            );
+            self.train_step(&step_batches)?;
+            clock.step((rows * self.recipe.training.seq_len) as u64);
 
             let is_last = self.step == num_steps;
             let log_freq = self.recipe.metrics.log_freq.max(1) as u64;
             if self.step.is_multiple_of(log_freq) || self.step == 1 || is_last {
-                let report = self.step_report(outcome, &step_batches, &mut clock)?;
-                self.metrics.step(&report)?;
-                observe(TrainEvent::Step(&report));
+                let report = self.step_report(&step_batches, &mut clock)?;
+                reporter.metrics.step(&report)?;
+                reporter.tell(TrainEvent::Step(&report));
                 summary.last_step = Some(report);
             }
             let interval = self.recipe.validation.interval as u64;
-            if is_last || (interval > 0 && self.step.is_multiple_of(interval)) {
-                summary.last_validation = Some(self.validate(observe)?);
+            if is_last || self.step.is_multiple_of(interval) {
+                let report = clock.pause(|| self.validate(&mut reporter))?;
+                summary.last_validation = Some(report);
             }
             let interval = self.recipe.checkpoint.interval as u64;
-            if is_last || (interval > 0 && self.step.is_multiple_of(interval)) {
-                self.write_checkpoint(observe)?;
+            if is_last || self.step.is_multiple_of(interval) {
+                clock.pause(|| self.write_checkpoint(&mut reporter))?;
             }
         }
         drop(batches);
+        self.write_checkpoint(&mut reporter)?;
         summary.step = self.step;
         summary.interrupted = self.step < num_steps;
-        let saved = self.last_checkpoint.as_ref().map(|(step, _)| *step);
-        if saved != Some(self.step) {
-            self.write_checkpoint(observe)?;
-        }
-        summary.checkpoint = self.last_checkpoint.as_ref().map(|(_, path)| path.clone());
+        summary.checkpoint = self.last_checkpoint_path();
         Ok(summary)
     }
 
+    /// The first writes of a run: everything that could be refused has been by now.
+    fn begin<'a>(
+        &mut self,
+        observe: &'a mut dyn FnMut(TrainEvent<'_>),
+    ) -> Result<(Reporter<'a>, History), TrainError> {
+        write_atomically(&self.folder.config_path(), &self.recipe.to_toml()?)?;
+        let tensorboard = self.recipe.metrics.enable_tensorboard;
+        let (metrics, history) = Metrics::open(&self.folder, self.step, tensorboard)?;
+        let mut reporter = Reporter { metrics, observe };
+        for notice in std::mem::take(&mut self.notices) {
+            reporter.tell(TrainEvent::Notice(&notice));
+        }
+        self.tidy_checkpoints(&mut reporter)?;
+        Ok((reporter, history))
+    }
+
     /// Gradients over all micro-batches, clipping, update.
-    fn train_step(&mut self, batches: &[Batch]) -> Result<StepOutcome<B>, TrainError> {
+    fn train_step(&mut self, batches: &[Batch]) -> Result<(), TrainError> {
         let num_labels: usize = batches.iter().map(Batch::num_labels).sum();
         if num_labels == 0 {
             return Err(TrainError::NoLabels {
@@ -304,12 +330,13 @@ impl<B: TrainBackend> Trainer<B> {
             self.next_sample += batch.batch as u64;
             self.tokens_seen += (batch.batch * batch.seq_len) as u64;
         }
-        Ok(StepOutcome {
+        self.last_step = Some(StepOutcome {
             loss,
             grad_norm,
             lr,
             expire,
-        })
+        });
+        Ok(())
     }
 
     /// Learning rate of the step that comes next.
@@ -318,20 +345,31 @@ impl<B: TrainBackend> Trainer<B> {
         self.recipe.optimizer.lr * self.recipe.lr_scheduler.factor(self.step as usize, steps)
     }
 
-    fn step_report(
-        &self,
-        outcome: StepOutcome<B>,
-        batches: &[Batch],
-        clock: &mut Clock,
-    ) -> Result<StepReport, TrainError> {
-        let loss = outcome.loss.into_scalar().elem::<f64>();
-        if !loss.is_finite() {
-            return Err(TrainError::Diverged {
-                step: self.step,
-                loss,
-                lr: outcome.lr,
-            });
+    /// Loss and gradient norm of the last step, read back from the device.
+    ///
+    /// # Errors
+    /// [`TrainError::Diverged`] when one of them is no finite number; the weights are spoilt then.
+    fn check_finite(&self) -> Result<Option<(f64, f64)>, TrainError> {
+        let Some(outcome) = &self.last_step else {
+            return Ok(None);
+        };
+        let loss = outcome.loss.clone().into_scalar().elem::<f64>();
+        let grad_norm = outcome.grad_norm.clone().into_scalar().elem::<f64>();
+        if loss.is_finite() && grad_norm.is_finite() {
+            return Ok(Some((loss, grad_norm)));
         }
+        Err(TrainError::Diverged {
+            step: self.step,
+            loss,
+            grad_norm,
+            lr: outcome.lr,
+            last_checkpoint: self.last_checkpoint_path(),
+        })
+    }
+
+    fn step_report(&self, batches: &[Batch], clock: &mut Clock) -> Result<StepReport, TrainError> {
+        let (loss, grad_norm) = self.check_finite()?.expect("a step was taken");
+        let outcome = self.last_step.as_ref().expect("a step was taken");
         let last = batches.last().expect("a step has at least one batch");
         let attention = AttentionStatistics::of(self.shape.attention, last, &outcome.expire);
         let executed = self
@@ -353,7 +391,7 @@ impl<B: TrainBackend> Trainer<B> {
             step: self.step,
             num_steps,
             loss,
-            grad_norm: outcome.grad_norm.into_scalar().elem::<f64>(),
+            grad_norm,
             lr: outcome.lr,
             tokens_seen: self.tokens_seen,
             tokens_per_second,
@@ -367,10 +405,7 @@ impl<B: TrainBackend> Trainer<B> {
         })
     }
 
-    fn validate(
-        &mut self,
-        observe: &mut dyn FnMut(TrainEvent<'_>),
-    ) -> Result<ValidationReport, TrainError> {
+    fn validate(&self, reporter: &mut Reporter<'_>) -> Result<ValidationReport, TrainError> {
         let model = self.model().valid();
         let Validation {
             loader,
@@ -394,60 +429,9 @@ impl<B: TrainBackend> Trainer<B> {
             step: self.step,
             ..report
         };
-        self.metrics.validation(&report)?;
-        observe(TrainEvent::Validation(&report));
+        reporter.metrics.validation(&report)?;
+        reporter.tell(TrainEvent::Validation(&report));
         Ok(report)
-    }
-
-    fn write_checkpoint(
-        &mut self,
-        observe: &mut dyn FnMut(TrainEvent<'_>),
-    ) -> Result<(), TrainError> {
-        let folder = self.folder.checkpoint_path();
-        std::fs::create_dir_all(&folder).map_err(TrainError::io("creating", &folder))?;
-        let tokenizer = &self.data.tokenizer_path;
-        let files = CheckpointFiles {
-            model: named_parameters(self.model()),
-            optimizer: self.optimizer.state(self.model()),
-            recipe_toml: self.recipe.to_toml()?,
-            tokenizer_json: std::fs::read_to_string(tokenizer)
-                .map_err(TrainError::io("reading", tokenizer))?,
-        };
-        let state = CheckpointState {
-            format_version: FORMAT_VERSION,
-            step: self.step,
-            next_sample: self.next_sample,
-            tokens_seen: self.tokens_seen,
-            vocab_size: self.shape.vocab_size,
-            data_fingerprint: self.data.prepared.meta.fingerprint.clone(),
-            num_threads: rayon::current_num_threads(),
-            sieve_version: env!("CARGO_PKG_VERSION").to_owned(),
-            checksums: Default::default(),
-        };
-        let path = Checkpoint::write(&folder, state, &files)?;
-        observe(TrainEvent::Checkpoint(&path));
-        self.last_checkpoint = Some((self.step, path));
-        self.prune(&folder)
-    }
-
-    /// Removes all but the latest checkpoints; the one before the first step stays.
-    fn prune(&self, folder: &std::path::Path) -> Result<(), TrainError> {
-        let keep = self.recipe.checkpoint.keep_latest_k;
-        let kept = |step: u64| step == 0 && self.recipe.checkpoint.at_start;
-        let all: Vec<_> = list_checkpoints(folder)?
-            .into_iter()
-            .filter(|(step, _)| !kept(*step))
-            .collect();
-        if keep == 0 || all.len() <= keep {
-            return Ok(());
-        }
-        // Never the one just written, also when older runs left later ones behind.
-        for (step, path) in &all[..all.len() - keep] {
-            if *step != self.step {
-                std::fs::remove_dir_all(path).map_err(TrainError::io("removing", path))?;
-            }
-        }
-        Ok(())
     }
 }
 
@@ -465,31 +449,4 @@ fn clip_scale<B: TrainBackend>(
     max_norm: f64,
 ) -> Tensor<B::InnerBackend, 1> {
     (norm + 1e-6).recip().mul_scalar(max_norm).clamp_max(1.0)
-}
-
-/// Time and tokens of steps alone, without validation and checkpoints.
-#[derive(Default)]
-struct Clock {
-    elapsed: Duration,
-    tokens: u64,
-    steps: u32,
-}
-
-impl Clock {
-    fn add(&mut self, elapsed: Duration, tokens: u64) {
-        self.elapsed += elapsed;
-        self.tokens += tokens;
-        self.steps += 1;
-    }
-
-    /// `(tokens a second, seconds a step)` since the last call.
-    fn restart(&mut self) -> (f64, f64) {
-        let seconds = self.elapsed.as_secs_f64().max(1e-9);
-        let result = (
-            self.tokens as f64 / seconds,
-            seconds / f64::from(self.steps.max(1)),
-        );
-        *self = Self::default();
-        result
-    }
 }

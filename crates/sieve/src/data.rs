@@ -3,8 +3,9 @@ use crate::recipe::RecipeArgs;
 use crate::terminal;
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
-use sieve_data::{Loader, LoaderConfig, Order, Packing};
+use sieve_data::{Loader, OnChange};
 use sieve_hf::{NamedTensor, write_tensor_file};
+use sieve_train::DataSource;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -21,7 +22,7 @@ pub(crate) struct BatchArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
     /// Which optimizer step, from 1
-    #[arg(long)]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     step: u64,
     /// The file to write
     #[arg(long, value_name = "FILE")]
@@ -39,7 +40,13 @@ pub(crate) fn run(command: DataCommand) -> Result<()> {
 
 fn batch(args: BatchArgs) -> Result<()> {
     let recipe = args.recipe.load()?;
-    anyhow::ensure!(args.step >= 1, "--step counts from 1");
+    let training = &recipe.training;
+    anyhow::ensure!(
+        args.step <= training.steps as u64,
+        "--step {} is beyond the run's last step, training.steps = {}\n  hint: steps count from 1",
+        args.step,
+        training.steps
+    );
     let dir = match (&args.data_dir, &recipe.data.cache_dir) {
         (Some(dir), _) => dir.clone(),
         (None, Some(dir)) => {
@@ -47,25 +54,12 @@ fn batch(args: BatchArgs) -> Result<()> {
         }
         (None, None) => PathBuf::from("out").join(args.recipe.name()).join("data"),
     };
-    let data = sieve_train::prepare_data(&recipe, &dir, &crate::train::variable, &mut |_event| {})?;
+    // Never replaced: a run may be reading what is there.
+    let source = DataSource::open(&recipe, &crate::train::variable)?;
+    let data = source.prepare(&recipe, &dir, OnChange::Refuse, &mut |_event| {})?;
     let shape = recipe.model_shape(data.tokenizer.vocab_size())?;
-    let training = &recipe.training;
-    let loader = Loader::new(
-        Arc::new(data.prepared.train()?),
-        LoaderConfig {
-            seq_len: training.seq_len,
-            order: Order::Shuffled {
-                seed: training.seed,
-            },
-            packing: if training.one_document_per_row {
-                Packing::OneDocumentPerRow
-            } else {
-                Packing::Concatenated
-            },
-            vocab_size: shape.vocab_size,
-            pad_id: data.tokenizer.pad_id().unwrap_or(0),
-        },
-    )?;
+    let config = sieve_train::loader_config(&recipe, &shape, &data);
+    let loader = Loader::new(Arc::new(data.prepared.train()?), config)?;
     let rows = training.global_batch_size;
     let batch = loader.batch((args.step - 1) * rows as u64, rows)?;
     let named = |name: &str, values: Vec<i32>| NamedTensor {
@@ -81,7 +75,14 @@ fn batch(args: BatchArgs) -> Result<()> {
         named("doc_end", signed(&batch.doc_end)),
         named("positions", signed(&batch.positions)),
     ];
-    write_tensor_file(&args.out, &tensors, None)
+    let partial = PathBuf::from(format!("{}.tmp", args.out.display()));
+    write_tensor_file(&partial, &tensors, None)
+        .map_err(anyhow::Error::from)
+        .and_then(|_| Ok(std::fs::rename(&partial, &args.out)?))
+        .inspect_err(|_| {
+            // Best effort: the error is worth more than what is left of the file.
+            let _ = std::fs::remove_file(&partial);
+        })
         .with_context(|| format!("writing step {} to {}", args.step, args.out.display()))?;
     terminal::line(&format!(
         "wrote step {}: {} rows x {} tokens, {} labels, to {}",

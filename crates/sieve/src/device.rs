@@ -65,6 +65,11 @@ pub(crate) fn cpu_peak_flops() -> f64 {
     2.0 * (SIZE as f64).powi(3) / seconds.fold(f64::INFINITY, f64::min)
 }
 
+/// Threads that compute on the CPU.
+pub(crate) fn num_threads() -> usize {
+    rayon::current_num_threads()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -21,8 +21,8 @@ pub(crate) fn text(text: &str) {
     let _ = out.flush();
 }
 
-/// Prints an error and its causes; a cause that its parent already quotes is left out.
-pub(crate) fn print_error(error: &anyhow::Error) {
+/// An error and its causes on one line each; a cause that its parent already quotes is left out.
+pub(crate) fn error_text(error: &anyhow::Error) -> String {
     let mut message = error.to_string();
     for cause in error.chain().skip(1) {
         let cause = cause.to_string();
@@ -31,7 +31,22 @@ pub(crate) fn print_error(error: &anyhow::Error) {
             message.push_str(&cause);
         }
     }
-    eprintln!("error: {message}");
+    let no_space = error
+        .chain()
+        .filter_map(|cause| cause.downcast_ref::<std::io::Error>())
+        .any(|cause| {
+            use std::io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+            matches!(cause.kind(), StorageFull | QuotaExceeded | FileTooLarge)
+        });
+    if no_space {
+        message.push_str("\n  hint: make room there, then go on; checkpoints already written are whole, and --resume uses the last");
+    }
+    format!("error: {message}")
+}
+
+/// Prints an error and its causes.
+pub(crate) fn print_error(error: &anyhow::Error) {
+    eprintln!("{}", error_text(error));
 }
 
 /// Whether progress bars make sense.
@@ -73,12 +88,12 @@ pub(crate) fn duration(seconds: f64) -> String {
     }
 }
 
-/// Replaces the panic report by one line that says what to do with it. Panics of helper threads that their owners catch
-/// (a TensorBoard writer on a full disk) stay silent.
+/// Replaces the panic report by one line that says what to do with it, on whichever thread it happens. Only TensorBoard's
+/// writer may panic (on a full disk): its owner catches that, and goes on without it.
 pub(crate) fn install_panic_message() {
     std::panic::set_hook(Box::new(|panic| {
-        let thread = std::thread::current();
-        if thread.name() != Some("main") {
+        let file = panic.location().map_or("", |place| place.file());
+        if file.contains("tensorboard") {
             return;
         }
         let place = panic

@@ -1,22 +1,25 @@
 //! `sieve train`.
 use crate::device::{Device, DeviceChoice};
+use crate::interrupt::Interrupt;
 use crate::recipe::RecipeArgs;
-use crate::{interrupt, terminal};
+use crate::terminal;
 use anyhow::{Context, Result};
 use burn::backend::Autodiff;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use indicatif::ProgressBar;
 use sieve_core::Recipe;
-use sieve_data::Progress;
+use sieve_core::recipe::AttentionSection;
+use sieve_data::{OnChange, Progress};
+use sieve_ops::TrainBackend;
 use sieve_train::{
-    DataEvent, RunFolder, Start, StepReport, TrainEvent, TrainSummary, Trainer, TrainingData,
-    ValidationReport,
+    DataEvent, DataSource, Origin, RunFolder, Start, StepReport, TrainEvent, TrainSummary, Trainer,
+    TrainingData, ValidationReport,
 };
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 /// Arguments of `sieve train`.
@@ -33,15 +36,44 @@ pub(crate) struct TrainArgs {
     /// Continue from the latest checkpoint of the output folder
     #[arg(long)]
     resume: bool,
-    /// Continue from this checkpoint instead of the latest
+    /// Continue from this checkpoint instead of the latest; one of another run begins a new output folder
     #[arg(long, value_name = "DIR", conflicts_with = "resume")]
     resume_from: Option<PathBuf>,
+}
+
+/// What computes.
+struct Hardware<B: TrainBackend> {
+    device: B::Device,
+    /// For the log.
+    description: String,
+    /// FLOP/s, where known.
+    peak_flops: Option<f64>,
 }
 
 /// Runs the command.
 pub(crate) fn run(args: TrainArgs) -> Result<()> {
     let recipe = args.recipe.load()?;
     let Device::Cpu = args.device.resolve()?;
+    train::<Autodiff<Flex>>(&args, &recipe, || {
+        let peak = crate::device::cpu_peak_flops();
+        Hardware {
+            device: FlexDevice,
+            description: format!(
+                "the CPU, {} threads, {:.0} GFLOP/s measured in f32 products",
+                crate::device::num_threads(),
+                peak / 1e9
+            ),
+            peak_flops: Some(peak),
+        }
+    })
+}
+
+/// Everything that can be refused is checked before anything is written into the output folder.
+fn train<B: TrainBackend>(
+    args: &TrainArgs,
+    recipe: &Recipe,
+    hardware: impl FnOnce() -> Hardware<B>,
+) -> Result<()> {
     let start = match (&args.resume_from, args.resume) {
         (Some(path), _) => Start::ResumeFrom(path.clone()),
         (None, true) => Start::Resume,
@@ -51,45 +83,98 @@ pub(crate) fn run(args: TrainArgs) -> Result<()> {
         .out
         .clone()
         .unwrap_or_else(|| PathBuf::from("out").join(args.recipe.name()));
-    let folder = RunFolder::open(&out, &recipe.checkpoint.folder, &start)?;
-    let stop = interrupt::stop_flag()?;
+    let mut folder = RunFolder::open(&out, &recipe.checkpoint.folder, &start)?;
+    let origin = Origin::find(&folder, &start, recipe)?;
+    if let Some(checkpoint) = &origin.checkpoint
+        && origin.step() >= recipe.training.steps as u64
+    {
+        terminal::line(&format!(
+            "nothing to do: {} has all {} steps\n  to go on: raise training.steps, for example --set training.steps={}",
+            checkpoint.path.display(),
+            recipe.training.steps,
+            2 * origin.step(),
+        ));
+        return Ok(());
+    }
+    let interrupt = Interrupt::install()?;
+    let mut log = Log::default();
+    let data = prepare(recipe, &mut folder, &start, &origin, &log)?;
 
-    let data = prepare(&recipe, &folder)?;
-    let config = folder.config_path();
-    std::fs::write(&config, recipe.to_toml()?)
-        .with_context(|| format!("writing {}", config.display()))?;
-    let log = Log::open(&folder, data.prepared.reused)?;
-
-    let peak = crate::device::cpu_peak_flops();
-    let device = FlexDevice;
-    let folder_path = folder.path().to_owned();
-    let mut trainer =
-        Trainer::<Autodiff<Flex>>::new(recipe.clone(), data, folder, &start, device, Some(peak))?;
-    log.line(&describe(&recipe, &trainer, peak));
+    let hardware = hardware();
+    let resumed = origin.checkpoint.as_ref().map(|c| c.path.clone());
+    let log_path = folder.log_path();
+    let mut trainer = Trainer::<B>::new(
+        recipe.clone(),
+        data,
+        folder,
+        origin,
+        hardware.device,
+        hardware.peak_flops,
+    )?;
+    log.open(&log_path)?;
+    log.line(&describe(recipe, &trainer, &hardware.description));
+    if let Some(path) = resumed {
+        log.line(&format!(
+            "continuing at step {} from {}",
+            trainer.step(),
+            path.display()
+        ));
+    }
     let bar = terminal::progress_bar(
         recipe.training.steps as u64,
         "{bar:30} {pos}/{len} steps  {msg}",
     );
     bar.set_position(trainer.step());
     let started = Instant::now();
-    let summary = trainer.run(&stop, &mut |event| show(&log, &bar, &event))?;
+    let first_step = trainer.step();
+    let result = trainer.run(interrupt.keep_state(), &mut |event| {
+        show(&log, &bar, &event)
+    });
     bar.finish_and_clear();
-    let elapsed = started.elapsed().as_secs_f64();
-    finish(&log, &recipe, &trainer, &summary, &folder_path, elapsed)
+    let summary = result.inspect_err(|error| {
+        let error = anyhow::anyhow!("{error}");
+        log.keep(&terminal::error_text(&error));
+    })?;
+    if summary.interrupted {
+        log.line(&stopped_line(recipe, &summary));
+        return Ok(());
+    }
+    log.line(&format!(
+        "trained {} steps in {}",
+        summary.step - first_step,
+        terminal::duration(started.elapsed().as_secs_f64())
+    ));
+    finish(&log, &summary);
+    Ok(())
 }
 
-/// Shards and tokenizer, with a bar or plain lines.
-fn prepare(recipe: &Recipe, folder: &RunFolder) -> Result<TrainingData> {
-    let dir = match &recipe.data.cache_dir {
-        Some(dir) => PathBuf::from(sieve_core::paths::expand(dir, &variable)?),
-        None => folder.data_path(),
+/// Shards and tokenizer, with a bar or plain lines. Takes the output folder once the recipe's files are found.
+fn prepare(
+    recipe: &Recipe,
+    folder: &mut RunFolder,
+    start: &Start,
+    origin: &Origin,
+    log: &Log,
+) -> Result<TrainingData> {
+    let (dir, on_change) = match &recipe.data.cache_dir {
+        // Other runs may read what is there.
+        Some(dir) => (
+            PathBuf::from(sieve_core::paths::expand(dir, &variable)?),
+            OnChange::Refuse,
+        ),
+        None => (folder.data_path(), OnChange::Replace),
     };
+    let source = match &origin.checkpoint {
+        Some(_) => None,
+        None => Some(DataSource::open(recipe, &variable)?),
+    };
+    folder.claim(start)?;
     let bar: RefCell<Option<ProgressBar>> = RefCell::new(None);
-    let data = sieve_train::prepare_data(recipe, &dir, &variable, &mut |event| match event {
+    let mut observe = |event: DataEvent| match event {
         DataEvent::TrainingTokenizer {
             vocab_size,
             sample_bytes,
-        } => terminal::line(&format!(
+        } => log.line(&format!(
             "tokenizer: training a byte-level BPE of {vocab_size} tokens on up to {}",
             terminal::bytes(sample_bytes)
         )),
@@ -109,10 +194,17 @@ fn prepare(recipe: &Recipe, folder: &RunFolder) -> Result<TrainingData> {
             bar.set_position(bytes_done);
         }
         DataEvent::Preparing(Progress::Waiting) => {
-            terminal::line("data: another process is preparing the same folder; waiting");
+            log.line("data: another process is preparing the same folder; waiting");
         }
         DataEvent::Preparing(Progress::Writing) => {}
-    })?;
+    };
+    let data = match (source, &origin.checkpoint) {
+        (None, Some(checkpoint)) => {
+            TrainingData::resume(recipe, &dir, checkpoint, &variable, &mut observe)
+        }
+        (Some(source), _) => source.prepare(recipe, &dir, on_change, &mut observe),
+        (None, None) => unreachable!("without a checkpoint the files were listed above"),
+    }?;
     if let Some(bar) = bar.into_inner() {
         bar.finish_and_clear();
     }
@@ -122,7 +214,7 @@ fn prepare(recipe: &Recipe, folder: &RunFolder) -> Result<TrainingData> {
     } else {
         "wrote"
     };
-    terminal::line(&format!(
+    log.line(&format!(
         "data: {verb} {} training tokens in {} documents, {} held-out tokens in {} documents ({}, {:.1} s)",
         terminal::thousands(meta.train.num_tokens),
         terminal::thousands(meta.train.num_documents),
@@ -139,41 +231,52 @@ pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// Terminal lines, kept in `log` too.
+/// Terminal lines, kept in `log` too. Lines from before the file is open are written when it is.
+#[derive(Default)]
 struct Log {
-    file: RefCell<File>,
+    file: RefCell<Option<File>>,
+    early: RefCell<String>,
 }
 
 impl Log {
-    fn open(folder: &RunFolder, _reused: bool) -> Result<Self> {
-        let path = folder.log_path();
-        let file = OpenOptions::new()
+    fn open(&mut self, path: &Path) -> Result<()> {
+        let mut file = OpenOptions::new()
             .create(true)
             .append(true)
-            .open(&path)
+            .open(path)
             .with_context(|| format!("opening {}", path.display()))?;
-        Ok(Self {
-            file: RefCell::new(file),
-        })
+        file.write_all(self.early.take().as_bytes())
+            .with_context(|| format!("writing {}", path.display()))?;
+        *self.file.borrow_mut() = Some(file);
+        Ok(())
     }
 
+    /// Prints and keeps.
     fn line(&self, text: &str) {
         terminal::line(text);
-        // The log repeats the terminal; losing a line of it is no reason to stop a run.
-        let _ = writeln!(self.file.borrow_mut(), "{text}");
+        self.keep(text);
+    }
+
+    /// Keeps without printing.
+    fn keep(&self, text: &str) {
+        match self.file.borrow_mut().as_mut() {
+            // The log repeats the terminal; losing a line of it is no reason to stop a run.
+            Some(file) => drop(writeln!(file, "{text}")),
+            None => self.early.borrow_mut().push_str(&format!("{text}\n")),
+        }
     }
 }
 
-fn describe(recipe: &Recipe, trainer: &Trainer<Autodiff<Flex>>, peak: f64) -> String {
+fn describe<B: TrainBackend>(recipe: &Recipe, trainer: &Trainer<B>, hardware: &str) -> String {
     let shape = trainer.shape();
     let parameters = shape.parameters();
     let training = &recipe.training;
     let kind = match recipe.attention {
-        sieve_core::recipe::AttentionSection::Mha => "mha".to_owned(),
-        sieve_core::recipe::AttentionSection::Swa { sliding_window } => {
+        AttentionSection::Mha => "mha".to_owned(),
+        AttentionSection::Swa { sliding_window } => {
             format!("swa, {sliding_window} keys a query")
         }
-        sieve_core::recipe::AttentionSection::Dma {
+        AttentionSection::Dma {
             keep_window_size, ..
         } => {
             format!("dma, {keep_window_size} keys a query")
@@ -181,7 +284,7 @@ fn describe(recipe: &Recipe, trainer: &Trainer<Autodiff<Flex>>, peak: f64) -> St
     };
     format!(
         "model: {} parameters ({} without embedding), {} layers x {}, attention {kind}\n\
-         run: {} steps x {} rows x {} tokens on the CPU, {} threads, {:.0} GFLOP/s measured in f32 products",
+         run: {} steps x {} rows x {} tokens on {hardware}",
         terminal::thousands(parameters.total()),
         terminal::thousands(parameters.non_embedding()),
         shape.num_layers,
@@ -189,13 +292,7 @@ fn describe(recipe: &Recipe, trainer: &Trainer<Autodiff<Flex>>, peak: f64) -> St
         training.steps,
         training.global_batch_size,
         training.seq_len,
-        rayon_threads(),
-        peak / 1e9,
     )
-}
-
-fn rayon_threads() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
@@ -245,29 +342,18 @@ fn validation_line(report: &ValidationReport) -> String {
     )
 }
 
-fn finish(
-    log: &Log,
-    recipe: &Recipe,
-    trainer: &Trainer<Autodiff<Flex>>,
-    summary: &TrainSummary,
-    folder: &std::path::Path,
-    elapsed: f64,
-) -> Result<()> {
-    let checkpoint = summary.checkpoint.as_deref().unwrap_or(folder);
-    if summary.interrupted {
-        log.line(&format!(
-            "stopped at step {} of {}; the state is in {}\n  to go on: the same command with --resume",
-            summary.step,
-            recipe.training.steps,
-            checkpoint.display()
-        ));
-        return Ok(());
-    }
-    log.line(&format!(
-        "trained {} steps in {}",
+fn stopped_line(recipe: &Recipe, summary: &TrainSummary) -> String {
+    let checkpoint = summary.checkpoint.as_deref().unwrap_or(Path::new(""));
+    format!(
+        "stopped at step {} of {}; the state is in {}\n  to go on: the same command with --resume",
         summary.step,
-        terminal::duration(elapsed)
-    ));
+        recipe.training.steps,
+        checkpoint.display()
+    )
+}
+
+/// What a finished run has come to, and what to do with it.
+fn finish(log: &Log, summary: &TrainSummary) {
     if let (Some(first), Some(last)) = (&summary.first_validation, &summary.last_validation) {
         log.line(&format!(
             "             loss   perplexity   bits per byte\n\
@@ -294,7 +380,9 @@ fn finish(
             100.0 * attention.not_self_visible,
         ));
     }
-    let _ = trainer;
+    let Some(checkpoint) = &summary.checkpoint else {
+        return;
+    };
     let checkpoint = checkpoint.display();
     log.line(&format!(
         "next:\n  sieve generate --checkpoint {checkpoint} --prompt \"fn main() {{\"\n  \
@@ -302,5 +390,4 @@ fn finish(
          sieve export --checkpoint {checkpoint} --out exported\n  \
          (sieve is target/release/sieve, or cargo run --release --)"
     ));
-    Ok(())
 }

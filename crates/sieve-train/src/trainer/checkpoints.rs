@@ -1,0 +1,106 @@
+//! Checkpoints of a run: when they may be written, which stay.
+use super::{Reporter, Trainer};
+use crate::{TrainError, TrainEvent};
+use sieve_hf::{
+    Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints,
+    named_parameters,
+};
+use sieve_ops::TrainBackend;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+impl<B: TrainBackend> Trainer<B> {
+    /// Writes the state as it stands, unless the folder has it already.
+    ///
+    /// # Errors
+    /// A diverged step, whose weights are not worth keeping; any failure of the file system. Earlier checkpoints stay.
+    pub(super) fn write_checkpoint(
+        &mut self,
+        reporter: &mut Reporter<'_>,
+    ) -> Result<(), TrainError> {
+        let folder = self.folder.checkpoint_path();
+        if self.last_checkpoint == Some(self.step) {
+            return Ok(());
+        }
+        self.check_finite()?;
+        fs::create_dir_all(&folder).map_err(TrainError::io("creating", &folder))?;
+        let files = CheckpointFiles {
+            model: named_parameters(self.model()),
+            optimizer: self.optimizer.state(self.model()),
+            recipe_toml: self.recipe.to_toml()?,
+            tokenizer_json: self.data.tokenizer_json.clone(),
+        };
+        let state = CheckpointState {
+            format_version: FORMAT_VERSION,
+            step: self.step,
+            next_sample: self.next_sample,
+            tokens_seen: self.tokens_seen,
+            vocab_size: self.shape.vocab_size,
+            data_fingerprint: self.data.prepared.meta.fingerprint.clone(),
+            num_threads: rayon::current_num_threads(),
+            sieve_version: env!("CARGO_PKG_VERSION").to_owned(),
+            checksums: Default::default(),
+        };
+        let path = Checkpoint::write(&folder, state, &files)?;
+        self.last_checkpoint = Some(self.step);
+        reporter.tell(TrainEvent::Checkpoint(&path));
+        self.prune(&folder)
+    }
+
+    /// Where the last checkpoint of this run lies.
+    pub(super) fn last_checkpoint_path(&self) -> Option<PathBuf> {
+        let step = self.last_checkpoint?;
+        Some(self.folder.checkpoint_path().join(format!("step-{step}")))
+    }
+
+    /// Removes all but the latest checkpoints; the one before the first step stays where the recipe asks for it.
+    fn prune(&self, folder: &Path) -> Result<(), TrainError> {
+        let keep = self.recipe.checkpoint.keep_latest_k;
+        if keep == 0 {
+            return Ok(());
+        }
+        let always = |step: u64| step == 0 && self.recipe.checkpoint.at_start;
+        let mut all = list_checkpoints(folder)?;
+        all.retain(|(step, _)| !always(*step));
+        all.truncate(all.len().saturating_sub(keep));
+        for (step, path) in all {
+            // Renamed first: a kill in the middle leaves no half checkpoint under a checkpoint's name.
+            let going = folder.join(format!("step-{step}.tmp"));
+            fs::rename(&path, &going)
+                .and_then(|()| fs::remove_dir_all(&going))
+                .map_err(TrainError::io("removing", &path))?;
+        }
+        Ok(())
+    }
+
+    /// Clears away what a killed process left half written, and sets checkpoints aside that lie ahead of this run's
+    /// step: they belong to another continuation of it, and the latest must be this one's.
+    pub(super) fn tidy_checkpoints(&self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
+        let folder = self.folder.checkpoint_path();
+        for (step, path) in list_checkpoints(&folder)? {
+            if step <= self.step {
+                continue;
+            }
+            let aside = (1..)
+                .map(|number| folder.join(format!("step-{step}.aside-{number}")))
+                .find(|path| !path.exists());
+            let aside = aside.expect("some number is free");
+            fs::rename(&path, &aside).map_err(TrainError::io("renaming", &path))?;
+            reporter.tell(TrainEvent::Notice(&format!(
+                "note: step-{step} is ahead of this continuation; it is kept as {}",
+                aside.display()
+            )));
+        }
+        let Ok(entries) = fs::read_dir(&folder) else {
+            return Ok(());
+        };
+        for entry in entries.flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if name.starts_with("step-") && name.ends_with(".tmp") {
+                let path = entry.path();
+                fs::remove_dir_all(&path).map_err(TrainError::io("removing", &path))?;
+            }
+        }
+        Ok(())
+    }
+}
