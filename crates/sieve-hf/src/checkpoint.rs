@@ -1,7 +1,7 @@
 //! A checkpoint: one folder `step-N` that is either whole or not there.
 //!
-//! Everything is written into `step-N.tmp`, synced, and renamed. `state.json` carries the checksum of every other file, so
-//! a damaged file is noticed and named.
+//! Everything is written into `step-N.tmp`, synced, and renamed. `state.json` carries the checksum of every file, its own
+//! rest among them, so a damaged file is noticed and named.
 use crate::{CheckpointError, NamedTensor, TensorFile, write_tensor_file};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -37,7 +37,7 @@ pub struct CheckpointState {
     pub num_threads: usize,
     /// Version of the program.
     pub sieve_version: String,
-    /// XXH3 of every file beside this one.
+    /// XXH3 of every file beside this one; on disk also of this one without that entry.
     #[serde(default)]
     pub checksums: BTreeMap<String, String>,
 }
@@ -141,7 +141,10 @@ impl Checkpoint {
             checksums.insert(OPTIMIZER.into(), sum);
         }
         state.checksums = checksums;
-        let text = serde_json::to_string_pretty(state).expect("plain data serialises");
+        let mut value = serde_json::to_value(state).expect("plain data serialises");
+        let own = checksum_without_own(&value);
+        value["checksums"][STATE] = own.into();
+        let text = serde_json::to_string_pretty(&value).expect("plain data serialises");
         write_synced(&partial.join(STATE), text.as_bytes())?;
         sync_folder(partial)
     }
@@ -182,8 +185,11 @@ impl Checkpoint {
         };
         let text = fs::read_to_string(&file)
             .map_err(|error| damaged(file.clone(), format!("it cannot be read ({error})")))?;
-        let state: CheckpointState = serde_json::from_str(&text)
-            .map_err(|error| damaged(file.clone(), format!("it is no state of a run ({error})")))?;
+        let no_state = |error: serde_json::Error| {
+            damaged(file.clone(), format!("it is no state of a run ({error})"))
+        };
+        let value: serde_json::Value = serde_json::from_str(&text).map_err(no_state)?;
+        let mut state: CheckpointState = serde_json::from_value(value.clone()).map_err(no_state)?;
         if state.format_version != FORMAT_VERSION {
             return Err(CheckpointError::Malformed {
                 path: file,
@@ -192,6 +198,13 @@ impl Checkpoint {
                     state.format_version, state.sieve_version
                 ),
             });
+        }
+        // Absent in a state edited by hand; a damaged name of the entry is a file that cannot be read, below.
+        if let Some(own) = state.checksums.remove(STATE)
+            && own != checksum_without_own(&value)
+        {
+            let problem = "its values are not the ones it was written with".to_owned();
+            return Err(damaged(file, problem));
         }
         for (name, expected) in &state.checksums {
             let file = path.join(name);
@@ -238,6 +251,18 @@ impl Checkpoint {
     pub fn tokenizer_path(&self) -> PathBuf {
         self.path.join(TOKENIZER)
     }
+}
+
+/// XXH3 of a state's JSON without the entry that holds it.
+fn checksum_without_own(state: &serde_json::Value) -> String {
+    let mut rest = state.clone();
+    if let Some(checksums) = rest
+        .get_mut("checksums")
+        .and_then(|sums| sums.as_object_mut())
+    {
+        checksums.shift_remove(STATE);
+    }
+    format!("{:016x}", xxh3_64(rest.to_string().as_bytes()))
 }
 
 /// The checkpoint of the next lower step beside `path`.
