@@ -126,7 +126,7 @@ class Sieve:
 
 
 def randomise_gates(checkpoint: pathlib.Path) -> None:
-    """Random A in ±1 and W_dt of deviation 1 in a checkpoint; its checksum of the weights is dropped."""
+    """Random A in ±1 and W_dt of deviation 1 in a checkpoint; the checksums of the weights and the state are dropped."""
     generator = torch.Generator().manual_seed(5)
     path = checkpoint / "model.safetensors"
     weights = load_file(path)
@@ -139,7 +139,8 @@ def randomise_gates(checkpoint: pathlib.Path) -> None:
     save_file(weights, path)
     state_path = checkpoint / "state.json"
     state = json.loads(state_path.read_text())
-    del state["checksums"]["model.safetensors"]
+    for name in ("model.safetensors", "state.json"):
+        state["checksums"].pop(name, None)
     state_path.write_text(json.dumps(state))
 
 
