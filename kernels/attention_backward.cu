@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const int group_size = num_heads / num_kv_heads;
   const BlockPlace place = block_place(num_kv_heads, params.seq_len * group_size * (HEAD_DIM + HEAD_DIM_V) * 2, SECTION_BYTES);
   const int batch = place.batch, kv_head = place.head, head = kv_head * group_size;
-  const int first_key = place.tile * BLOCK_KV, warp = (int)threadIdx.x / 32;
+  const int first_key = place.tile * BLOCK_KV;
   const u32 shared = shared_address(shared_memory);
 
   // Load: the block's keys and values stay for the whole launch.
@@ -118,24 +118,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   block.first_tile = first_key / BLOCK_Q;
   block.num_tiles = ceil_div(end_query, BLOCK_Q) - block.first_tile;
   block.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+  block.batch = place.batch;
+  block.kv_head = place.head;
+  block.first_key = first_key;
   KeyGradients sums;
   attention_backward_block(block, shared_memory, sums);
 
-  // Store.
-  const int pair = warp / 2, pair_key = first_key + pair * 32;
+  // Store. Places come from shared memory, where they cost the loop nothing.
+  const BackwardBlock& done = *(const BackwardBlock*)(shared_memory + BLOCK_AT);
+  const int warp = (int)threadIdx.x / 32, pair = warp / 2, pair_key = done.first_key + pair * 32, seq_end = (int)params.seq_len;
 #if COMPUTE_DK
   store_rows<HEAD_DIM, HALF_K_PAIRS>(shared + pair * 32 * KTile::ROW_BYTES, sums.dk, f32_word(params.softmax_scale),
-                                     dk + params.dk_offset + batch * params.dk_batch_stride + (u64)kv_head * HEAD_DIM, params.dk_token_stride, pair_key, seq_len);
+                                     dk + params.dk_offset + done.batch * params.dk_batch_stride + (u64)done.kv_head * HEAD_DIM, params.dk_token_stride, pair_key, seq_end);
 #endif
 #if COMPUTE_DV
   store_rows<HEAD_DIM_V, HALF_V_PAIRS>(shared + K_BYTES + pair * 32 * VTile::ROW_BYTES, sums.dv, 1.0f,
-                                       dv + params.dv_offset + batch * params.dv_batch_stride + (u64)kv_head * HEAD_DIM_V, params.dv_token_stride, pair_key, seq_len);
+                                       dv + params.dv_offset + done.batch * params.dv_batch_stride + (u64)done.kv_head * HEAD_DIM_V, params.dv_token_stride, pair_key, seq_end);
 #endif
 #if HAS_BIAS && COMPUTE_DK
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const int key = pair_key + r * 8 + (int)threadIdx.x % 32 / 4;
-    if (warp % 2 == 0 && threadIdx.x % 4 == 0 && key < seq_len) ddelta[((u64)batch * num_kv_heads + kv_head) * seq_len + key] = sums.ddelta[r / 2][r % 2];
+    if (warp % 2 == 0 && threadIdx.x % 4 == 0 && key < seq_end) ddelta[((u64)done.batch * params.num_kv_heads + done.kv_head) * params.seq_len + key] = sums.ddelta[r / 2][r % 2];
   }
 #endif
 }

@@ -3,14 +3,14 @@
 // Layout     dq_sum f32 [batch, num_heads, sum_len / 16, HEAD_DIM / 8, 32, 4]: lane 4g + t of a 16 x 8 tile holds row g, columns 2t, 2t + 1, then row g + 8;
 //            it stands for the queries first_query .. first_query + sum_len; dq bf16 [batch, seq_len, num_heads, HEAD_DIM], any strides that are multiples of 8
 // Buffers    dq_sum, dq
-// Defines    HEAD_DIM; CLEAR 0|1: whether the sums are left zero for another launch
+// Defines    HEAD_DIM; CLEAR 0|1 (default 1): whether the sums are left zero for another launch
 // Tiling     grid (ceil(batch * num_heads * sum_len / 16 * ceil(HEAD_DIM / 32) / 8)); 256 threads; a warp turns 16 rows of 32 columns; no shared memory
 // Numerics   one rounding; memory-bound
 // Edges      queries at or past seq_len are skipped, their sums still cleared
 #include "common/mma.cuh"
 
 #ifndef CLEAR
-#define CLEAR 0
+#define CLEAR 1
 #endif
 
 struct AttentionBackwardConvertParams {

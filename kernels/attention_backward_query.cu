@@ -1,16 +1,14 @@
 // attention_backward_query: dq of dense causal or sliding-window attention, queries in place: the deterministic partner of attention_backward
-// with COMPUTE_DQ 0. With STATS_ONLY: row sums D_i for attention_backward that do not suffer from the rounding of o.
+// with COMPUTE_DQ 0.
 // Math       dq_i = softmax_scale * sum_j dS_ij k_j, dS_ij = P_ij (do_i . v_j - D_i), P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i)
 // Layout     q, k, v, doc_start, delta as attention_forward; do bf16 [batch, seq_len, num_heads, HEAD_DIM_V] contiguous; row_stats f32 pairs
 //            [batch, num_heads, padded_len, 2] from attention_backward_prepare; dq bf16 with strides and an offset like q
-//            STATS_ONLY: D_i = sum_j P_ij (do_i . v_j) replaces the second number of each row_stats pair. do_i . o_i is the same number, but from a
-//            bf16 o: where one key holds most of the softmax (a large delta does that), dP - D cancels and that rounding dominates ddelta, dq, dk
-// Buffers    q, k, v, do, row_stats, doc_start, (HAS_BIAS: delta,) (not STATS_ONLY: dq)
-// Defines    HEAD_DIM, HEAD_DIM_V, HAS_BIAS, STATS_ONLY 0|1, HEADS_PER_TILE (1); tiling NUM_WARPS, BLOCK_KV, NUM_STAGES, MIN_BLOCKS
+// Buffers    q, k, v, do, row_stats, doc_start, (HAS_BIAS: delta,) dq
+// Defines    HEAD_DIM, HEAD_DIM_V, HAS_BIAS, HEADS_PER_TILE (1); tiling NUM_WARPS, BLOCK_KV, NUM_STAGES, MIN_BLOCKS
 // Tiling     BLOCK_Q = 16 * NUM_WARPS rows = HEADS_PER_TILE heads x TILE_QUERIES queries: grid (ceil(seq_len / TILE_QUERIES), num_heads / HEADS_PER_TILE,
 //            batch); NUM_WARPS * 32 threads; dynamic shared bytes = (BLOCK_Q + NUM_STAGES * BLOCK_KV) * (HEAD_DIM + HEAD_DIM_V) * 2
 //              + (HAS_BIAS ? NUM_STAGES * BLOCK_KV * 4 : 0)
-// Numerics   dS rounded to bf16 for the product, f32 accumulator, fixed order, one rounding; writes every element of dq (STATS_ONLY: D of every row)
+// Numerics   dS rounded to bf16 for the product, f32 accumulator, fixed order, one rounding; writes every element of dq
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
 #include "common/block_order.cuh"
 #include "common/attention_backward_query.cuh"
@@ -29,14 +27,11 @@ struct AttentionBackwardQueryParams {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_query(
-    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const i32* doc_start,
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_start,
 #if HAS_BIAS
     const float* delta,
 #endif
-#if !STATS_ONLY
-    bf16* dq,
-#endif
-    const __grid_constant__ AttentionBackwardQueryParams params) {
+    bf16* dq, const __grid_constant__ AttentionBackwardQueryParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
   const BlockPlace place = block_place(num_kv_heads, params.seq_len * (HEAD_DIM + HEAD_DIM_V) * 2, SECTION_BYTES);
@@ -73,11 +68,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   BackwardQueries back;
   back.d_out = d_out;
   back.stats = row_stats;
-#if !STATS_ONLY
   back.dq = dq + params.dq_offset + batch * params.dq_batch_stride + (u64)head * HEAD_DIM;
   back.dq_stride = params.dq_token_stride;
-#endif
   back.padded_len = (int)params.padded_len;
   back.softmax_scale = f32_word(params.softmax_scale);
-  attention_backward_query_tile(tile, back, stream, shared_memory);
+  __shared__ QueryTile shared_tile;  // what is needed at the ends of the loop only would cost it registers
+  if (threadIdx.x == 0) shared_tile = tile;
+  __syncthreads();  // every thread reads it
+  attention_backward_query_tile(shared_tile, back, stream, shared_memory);
 }

@@ -65,5 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
   stream.last_tile = (tile.end_query - 1) / BLOCK_KV;
   stream.num_tiles = stream.last_tile - lowest / BLOCK_KV + 1;
   stream.ring = shared_memory + Q_TILE_BYTES;
-  attention_forward_tile(tile, {o, lse}, stream, shared_memory);
+  __shared__ QueryTile shared_tile;  // what is needed at the ends of the loop only would cost it registers
+  if (threadIdx.x == 0) shared_tile = tile;
+  __syncthreads();  // every thread reads it
+  attention_forward_tile(shared_tile, {o, lse}, stream, shared_memory);
 }

@@ -1,8 +1,8 @@
 // dma_attention_backward_query: dq of exact dynamic mask attention, queries in place: the deterministic partner of dma_attention_backward with
-// COMPUTE_DQ 0. With STATS_ONLY: exact row sums for dma_attention_backward.
+// COMPUTE_DQ 0.
 // Math       as attention_backward_query over the pairs j <= i < expire_j
 // Layout     q, k, v, delta, list, tile_window as dma_attention_forward; do, row_stats, dq as attention_backward_query
-// Buffers    q, k, v, do, row_stats, delta, list, tile_window, (not STATS_ONLY: dq)
+// Buffers    q, k, v, do, row_stats, delta, list, tile_window, dq
 // Defines    as attention_backward_query, HAS_BIAS is always 1; HEADS_PER_TILE as dma_attention_forward; SUPER_BLOCK (1024)
 // Tiling     grid as dma_attention_forward with BLOCK_Q = 16 * NUM_WARPS; NUM_WARPS * 32 threads; dynamic shared bytes =
 //            (BLOCK_Q + NUM_STAGES * BLOCK_KV) * (HEAD_DIM + HEAD_DIM_V) * 2 + NUM_STAGES * BLOCK_KV * 4 + BLOCK_KV * 8 * (NUM_STAGES == 2 ? 4 : NUM_STAGES <= 4 ? 8 : 16)
@@ -29,12 +29,9 @@ struct DmaAttentionBackwardQueryParams {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_backward_query(
-    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const float* delta, const int2* list,
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const float* delta, const int2* list,
     const i32* tile_window,
-#if !STATS_ONLY
-    bf16* dq,
-#endif
-    const __grid_constant__ DmaAttentionBackwardQueryParams params) {
+    bf16* dq, const __grid_constant__ DmaAttentionBackwardQueryParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   constexpr int BLOCK_TILES = ceil_div(SUPER_BLOCK, TILE_QUERIES);
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
@@ -73,11 +70,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_
   BackwardQueries back;
   back.d_out = d_out;
   back.stats = row_stats;
-#if !STATS_ONLY
   back.dq = dq + params.dq_offset + batch * params.dq_batch_stride + (u64)head * HEAD_DIM;
   back.dq_stride = params.dq_token_stride;
-#endif
   back.padded_len = (int)params.padded_len;
   back.softmax_scale = f32_word(params.softmax_scale);
-  attention_backward_query_tile(tile, back, stream, shared_memory);
+  __shared__ QueryTile shared_tile;  // what is needed at the ends of the loop only would cost it registers
+  if (threadIdx.x == 0) shared_tile = tile;
+  __syncthreads();  // every thread reads it
+  attention_backward_query_tile(shared_tile, back, stream, shared_memory);
 }

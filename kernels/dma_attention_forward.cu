@@ -69,5 +69,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_
   stream.num_keys = end - begin;
   stream.num_tiles = ceil_div(max(stream.num_keys, 0), BLOCK_KV);
   stream.ring = shared_memory + Q_TILE_BYTES;
-  attention_forward_tile(tile, {o, lse}, stream, shared_memory);
+  __shared__ QueryTile shared_tile;  // what is needed at the ends of the loop only would cost it registers
+  if (threadIdx.x == 0) shared_tile = tile;
+  __syncthreads();  // every thread reads it
+  attention_forward_tile(shared_tile, {o, lse}, stream, shared_memory);
 }

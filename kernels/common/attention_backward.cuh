@@ -32,6 +32,9 @@
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 1
 #endif
+#ifndef STAGGER
+#define STAGGER 1
+#endif
 #define COMPUTE_DS (COMPUTE_DQ || COMPUTE_DK)
 
 constexpr int BLOCK_KV = NUM_WARPS * 16;
@@ -82,11 +85,12 @@ struct BackwardBlock {
   int dq_first, dq_len;  // the queries dq_sum holds
   int first_tile, num_tiles;  // query tiles (of BLOCK_Q positions) seen by a key of the block
   float scale_log2;
+  int batch, kv_head, first_key;  // dense: for the stores at the end
 };
 static_assert(sizeof(BackwardBlock) <= 128, "the block's description fits its place");
 
 // The keys of a pair of warps, or of the block, at a glance: their smallest and largest {position, expire}.
-struct KeyRange {
+struct alignas(16) KeyRange {
   int lowest, highest, first_expire, last_expire;
 };
 
@@ -120,7 +124,7 @@ DEVICE void load_queries(const BackwardBlock& block, u32 shared, int slot, int h
 #if COMPUTE_DQ
 // dQ += dS K of one step, from dS^T in shared memory; added to the f32 sums as 16 x 8 fragments of 512 contiguous bytes.
 DEVICE void add_dq(const BackwardBlock& block, u32 shared, int slot, int head, int query_tile) {
-  const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+  const int thread = (int)opaque(threadIdx.x), lane = thread % 32, warp = thread / 32;
   if (warp >= DQ_COLUMN_WARPS * DQ_ROW_WARPS) return;
   const int row = warp / DQ_COLUMN_WARPS * DQ_ROW_TILES, column = warp % DQ_COLUMN_WARPS * DQ_COLUMN_TILES;  // in 16s, in 8s
   const u32 ds_at = opaque(shared + DS_AT + slot * DS_BYTES + DsTile::offset(lane % 8 + lane / 16 * 8, row * 2 + lane / 8 % 2));
@@ -212,26 +216,16 @@ struct KeyGradients {
 
 // Expects K and V on their way to shared memory, the entries {position, expire} (and the bias) there behind a barrier.
 DEVICE void attention_backward_block(const BackwardBlock& description, unsigned char* memory, KeyGradients& sums) {
-  const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int pair = warp / 2, half = warp % 2;
   if (threadIdx.x == 0) *(BackwardBlock*)(memory + BLOCK_AT) = description;
   __syncthreads();  // every thread reads the description
   const BackwardBlock& block = *(const BackwardBlock*)(memory + BLOCK_AT);
   const u32 shared = shared_address(memory);
-  const int2* entries = (const int2*)(memory + ENTRIES_AT) + pair * 32;
-  const KeyRange keys = key_range(entries, 32);
+  __shared__ KeyRange pair_keys[NUM_WARPS / 2];
+  {
+    const KeyRange range = key_range((const int2*)(memory + ENTRIES_AT) + threadIdx.x / 64 * 32, 32);
+    if (threadIdx.x % 64 == 0) pair_keys[threadIdx.x / 64] = range;  // read behind the first step's barrier
+  }
 
-  // Lane parts of the fragment addresses: A, and B transposed, by rows; B by columns.
-  const u32 k_columns = KTile::offset(half * BLOCK_Q / 2 + lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  u32 k_at = shared + pair * 32 * KTile::ROW_BYTES + KTile::offset(lane % 16, lane / 16);
-#if COMPUTE_DS
-  const u32 v_columns = VTile::offset(half * BLOCK_Q / 2 + lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  u32 v_at = shared + K_BYTES + pair * 32 * VTile::ROW_BYTES + VTile::offset(lane % 16, lane / 16);
-#endif
-  // The pair's rows of P^T or dS^T in shared memory, and in them this lane's first word of its warp's half, and first row of the other half.
-  const u32 swap_rows = pair * 32 * DsTile::ROW_BYTES, own_word = DsTile::offset(g, half * HALF_QUERY_TILES) + t * 4;
-  const u32 other_rows = DsTile::offset(lane % 16, (half ^ 1) * HALF_QUERY_TILES + lane / 16);
-  const int num_k_pairs = half ? HEAD_DIM / 16 - HALF_K_PAIRS : HALF_K_PAIRS, num_v_pairs = half ? HEAD_DIM_V / 16 - HALF_V_PAIRS : HALF_V_PAIRS;
 
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
@@ -270,23 +264,41 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     if (step + 1 < num_steps) load_queries(block, shared, slot ^ 1, next_head, block.first_tile + next_tile);
     copy_async_commit();
 #if COMPUTE_DQ
-    if (step > 0) add_dq(block, shared, slot ^ 1, last_head, block.first_tile + last_tile);
+    // The two warps that share a scheduler do this at either end of the step, so that one's products meet the other's exponentials.
+    const bool early = !STAGGER || threadIdx.x < THREADS / 2;
+    const int dq_head = last_head, dq_tile = block.first_tile + last_tile;
+    if (step > 0 && early) add_dq(block, shared, slot ^ 1, dq_head, dq_tile);
     last_head = head;
     last_tile = tile;
 #endif
     head = next_head;
     tile = next_tile;
 
+    // Everything this thread's number decides is worked out anew each step: kept, it would not fit into registers.
+    const int thread = (int)opaque(threadIdx.x), lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4, pair = warp / 2, half = warp % 2;
+    // Lane parts of the fragment addresses: A, and B transposed, by rows; B by columns.
+    const u32 k_columns = KTile::offset(half * BLOCK_Q / 2 + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const u32 k_at = shared + pair * 32 * KTile::ROW_BYTES + KTile::offset(lane % 16, lane / 16);
+#if COMPUTE_DS
+    const u32 v_columns = VTile::offset(half * BLOCK_Q / 2 + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const u32 v_at = shared + K_BYTES + pair * 32 * VTile::ROW_BYTES + VTile::offset(lane % 16, lane / 16);
+#endif
+    // The pair's rows of P^T or dS^T in shared memory, and in them this lane's first word of its warp's half, and first row of the other half.
+    const u32 swap_rows = pair * 32 * DsTile::ROW_BYTES, own_word = DsTile::offset(g, half * HALF_QUERY_TILES) + t * 4;
+    const u32 other_rows = DsTile::offset(lane % 16, (half ^ 1) * HALF_QUERY_TILES + lane / 16);
+    const int num_k_pairs = half ? HEAD_DIM / 16 - HALF_K_PAIRS : HALF_K_PAIRS, num_v_pairs = half ? HEAD_DIM_V / 16 - HALF_V_PAIRS : HALF_V_PAIRS;
 #if COMPUTE_DS
     const u32 ds_tile = shared + DS_AT + (COMPUTE_DQ ? slot * DS_BYTES : 0) + swap_rows;
     const u32 ds_word = opaque(ds_tile + own_word);
 #endif
+    const KeyRange keys = pair_keys[pair];
     if (first_query + BLOCK_Q <= keys.lowest || first_query >= keys.last_expire) {  // no query of the step sees a key of the pair
 #if COMPUTE_DQ
 #pragma unroll
       for (int n = 0; n < HALF_QUERY_TILES; ++n)
 #pragma unroll
         for (int r = 0; r < 4; ++r) store_shared_32(DsTile::step(ds_word, r * 8, n), 0);
+      if (step > 0 && !early) add_dq(block, shared, slot ^ 1, dq_head, dq_tile);
 #endif
       continue;
     }
@@ -295,7 +307,6 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
 
     // Score: S^T = K Q^T, then P^T = 2^(S^T - lse).
     float p[2][HALF_QUERY_TILES][4] = {};
-    k_at = opaque(k_at);
     const u32 q_at = opaque(q_tile + k_columns);
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k) {
@@ -332,9 +343,10 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     }
     // Mask: only where some query of the step sees a key of the pair in part.
     if (first_query < keys.highest || first_query + BLOCK_Q > keys.first_expire) {
+      const int2* entries = (const int2*)(memory + ENTRIES_AT) + pair * 32 + g;
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const int2 entry = entries[g + r * 8];
+        const int2 entry = entries[r * 8];
 #pragma unroll
         for (int n = 0; n < HALF_QUERY_TILES; ++n)
 #pragma unroll
@@ -365,7 +377,6 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
 #if COMPUTE_DS
     // dP^T = V dO^T, then dS^T = P^T (dP^T - rowsum(do * o)).
     float ds[2][HALF_QUERY_TILES][4] = {};
-    v_at = opaque(v_at);
     const u32 do_at = opaque(do_tile + v_columns);
 #pragma unroll
     for (int k = 0; k < HEAD_DIM_V / 16; ++k) {
@@ -430,6 +441,9 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
       accumulate_columns(sums.dk, a, q_transposed, (half ^ 1) * BLOCK_Q / 2 + k * 16, num_k_pairs);
 #endif
     }
+#if COMPUTE_DQ
+    if (step > 0 && !early) add_dq(block, shared, slot ^ 1, dq_head, dq_tile);
+#endif
   }
   copy_async_wait<0>();
   __syncthreads();  // the last dS^T is complete
@@ -443,9 +457,10 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
   }
+  const int lane = (int)threadIdx.x % 32, pair = (int)threadIdx.x / 64, half = (int)threadIdx.x / 32 % 2;
   // Behind the barrier nobody reads the statistics any more: they are where the pair adds up ddelta.
-  float* swapped = (float*)(memory + STATS_AT) + pair * 32 + g;
-  if (half == 1 && t == 0) {
+  float* swapped = (float*)(memory + STATS_AT) + pair * 32 + lane / 4;
+  if (half == 1 && lane % 4 == 0) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) swapped[r * 8] = sums.ddelta[r / 2][r % 2];
   }

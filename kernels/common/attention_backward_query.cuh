@@ -1,17 +1,13 @@
-// attention_backward_query: dq of one tile of queries, summed over the keys it sees in the order of its stream: no atomics. With STATS_ONLY the
-// row sums of P dP instead, which dq, dk and ddelta need.
+// attention_backward_query: dq of one tile of queries, summed over the keys it sees in the order of its stream: no atomics.
 // Used by attention_backward_query.cu and dma_attention_backward_query.cu, which document the interface.
-// Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (a warp owns 16 rows), BLOCK_KV, NUM_STAGES, MIN_BLOCKS; HEADS_PER_TILE; HAS_BIAS; GATHER; STATS_ONLY
+// Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (a warp owns 16 rows), BLOCK_KV, NUM_STAGES, MIN_BLOCKS; HEADS_PER_TILE; HAS_BIAS; GATHER
 #pragma once
 #include "common/query_tile.cuh"
 
-#ifndef STATS_ONLY
-#define STATS_ONLY 0
-#endif
 
 struct BackwardQueries {
   const bf16* d_out;    // [batch, seq_len, num_heads, HEAD_DIM_V]
-  float2* stats;        // [batch, num_heads, padded_len] {lse * log2(e) or +inf, rowsum(do * o)}; STATS_ONLY writes the second
+  const float2* stats;  // [batch, num_heads, padded_len] {lse * log2(e) or +inf, D}
   bf16* dq;             // at the batch row and the tile's first head
   u64 dq_stride;        // elements from token to token
   int padded_len;
@@ -21,7 +17,7 @@ struct BackwardQueries {
 constexpr int BACKWARD_QUERY_SHARED_BYTES = BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2 + KV_STREAM_BYTES;
 static_assert(WARP_ROWS == 16, "one row tile a warp: scores and their gradients stand in registers together");
 
-DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQueries& back, const KvStream& stream, unsigned char* memory) {
+DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQueries& back, KvStream& stream, unsigned char* memory) {
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int warp_row = warp * 16;
   const u32 q_lane = shared_address(memory) + warp_row * KTile::ROW_BYTES;
@@ -40,20 +36,18 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
     float2 stat = {INFINITY_F32, 0.0f};
     if (query < tile.end_query) stat = back.stats[((u64)tile.batch * tile.num_heads + tile.head + row_head(row)) * back.padded_len + query];
     lse[h] = stat.x;
-    dot[h] = STATS_ONLY ? 0.0f : stat.y;
+    dot[h] = stat.y;
   }
   const u32 k_rows = KTile::offset(lane % 16, lane / 16);
   const u32 k_columns = KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2), v_columns = VTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   u32 q_at = q_lane + k_rows, do_at = do_lane + VTile::offset(lane % 16, lane / 16);
-#if !STATS_ONLY
   float dq[HEAD_DIM / 8][4] = {};
-#endif
 
   for (int it = 0; it < stream.num_tiles; ++it) {
     stream.advance(it);
     const TileMask mask = queries.last < queries.first ? TILE_EMPTY : tile_mask(stream, queries, it);
     if (mask == TILE_EMPTY) continue;
-    const u32 k_at = stream.k_slot(it) + k_columns, v_at = stream.v_slot(it) + v_columns;
+    const u32 k_at = stream.k_slot(stream.slot) + k_columns, v_at = stream.v_slot(stream.slot) + v_columns;
     q_at = opaque(q_at);
     do_at = opaque(do_at);
 
@@ -88,7 +82,7 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
 #pragma unroll
     for (int n = 0; n < BLOCK_KV / 8; ++n) {
 #if HAS_BIAS
-      const float2 delta = *(const float2*)(stream.bias_slot(it) + n * 8 + 2 * t);
+      const float2 delta = *(const float2*)(stream.bias_slot(stream.slot) + n * 8 + 2 * t);
       const float bias[2] = {delta.x * LOG2_E, delta.y * LOG2_E};
 #else
       const float bias[2] = {0.0f, 0.0f};
@@ -97,19 +91,13 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
       for (int x = 0; x < 4; ++x) p[n][x] = exp2_fast(p[n][x] * tile.scale_log2 + (bias[x % 2] - lse[x / 2]));
     }
     if (mask == TILE_PARTIAL) mask_scores(tile, stream, it, warp_row, p, 0.0f);
-#if STATS_ONLY
-#pragma unroll
-    for (int n = 0; n < BLOCK_KV / 8; ++n)
-#pragma unroll
-      for (int x = 0; x < 4; ++x) dot[x / 2] += p[n][x] * ds[n][x];
-#else
 #pragma unroll
     for (int n = 0; n < BLOCK_KV / 8; ++n)
 #pragma unroll
       for (int x = 0; x < 4; ++x) ds[n][x] = p[n][x] * (ds[n][x] - dot[x / 2]);
 
     // dQ += dS K.
-    const u32 k_transposed = stream.k_slot(it) + k_rows;
+    const u32 k_transposed = stream.k_slot(stream.slot) + k_rows;
 #pragma unroll
     for (int k = 0; k < BLOCK_KV / 16; ++k) {
       const u32 a[4] = {pack_bf16(ds[2 * k][0], ds[2 * k][1]), pack_bf16(ds[2 * k][2], ds[2 * k][3]),
@@ -122,20 +110,9 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
         mma_bf16(dq[2 * n + 1], a, b[2], b[3]);
       }
     }
-#endif
   }
 
   copy_async_wait<0>();
-#if STATS_ONLY
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    dot[h] += __shfl_xor_sync(~0u, dot[h], 1);
-    dot[h] += __shfl_xor_sync(~0u, dot[h], 2);
-    const int row = warp_row + h * 8 + g, query = row_query(tile, row);
-    if (t == 0 && query < tile.end_query)
-      back.stats[((u64)tile.batch * tile.num_heads + tile.head + row_head(row)) * back.padded_len + query].y = dot[h];
-  }
-#else
   // Store through the warp's own query rows.
   __syncthreads();  // with no tile at all the queries may still be on their way there
 #pragma unroll
@@ -150,5 +127,4 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
     if (query < tile.end_query)
       *(uint4*)(back.dq + (u64)query * back.dq_stride + row_head(warp_row + row) * HEAD_DIM + chunk * 8) = load_shared_128(q_lane + KTile::offset(row, chunk));
   }
-#endif
 }

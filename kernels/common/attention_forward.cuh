@@ -25,7 +25,7 @@ struct ForwardOutput {
   float* lse;  // [batch, num_heads, seq_len]
 };
 
-DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& out, const KvStream& stream, unsigned char* q_memory) {
+DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& out, KvStream& stream, unsigned char* q_memory) {
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int warp_row = warp * WARP_ROWS;
   const u32 q_shared = shared_address(q_memory);
@@ -36,11 +36,9 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
   const WarpQueries queries = warp_queries(tile, warp_row);
   const bool idle = queries.last < queries.first;
 
-  // Lane parts of the fragment addresses: A and transposed B rows by lane % 16, B rows by the 8-lane groups (0, 0, 1, 1).
+  // Fragment addresses: A and transposed B rows go by lane % 16, B rows by the 8-lane groups (0, 0, 1, 1).
   const u32 q_lane = q_shared + (u32)warp_row * KTile::ROW_BYTES;
   u32 q_rows = q_lane + KTile::offset(lane % 16, lane / 16);
-  const u32 k_columns = KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  const u32 v_rows = VTile::offset(lane % 16, lane / 16);
 
   float output[ROW_TILES][VALUE_TILES][4] = {};
   float maximum[ROW_TILES][2], total[ROW_TILES][2];
@@ -68,7 +66,8 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
 
     // Score: S = Q K^T.
     float score[ROW_TILES][KEY_TILES][4] = {};
-    const u32 k_at = stream.k_slot(it) + k_columns;
+    const int lane = (int)opaque(threadIdx.x) % 32;  // offsets by lane are worked out anew: kept, they would not fit into registers
+    const u32 k_at = stream.k_slot(stream.slot) + KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     q_rows = opaque(q_rows);
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
@@ -97,7 +96,7 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
 #if HAS_BIAS
     // From here on scores are final logits in powers of two; without a bias the scale waits for the exponent's multiply-add.
     {
-      const float* bias = stream.bias_slot(it) + 2 * t;
+      const float* bias = stream.bias_slot(stream.slot) + 2 * (lane % 4);
 #pragma unroll
       for (int n = 0; n < KEY_TILES; ++n) {
         float2 delta = *(const float2*)(bias + n * 8);
@@ -151,7 +150,7 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
     }
 
     // Weigh and accumulate, 16 keys a step: P = 2^(S - maximum), O += P V. The exponentials of a step overlap the products of the last.
-    const u32 v_at = stream.v_slot(it) + v_rows;
+    const u32 v_at = stream.v_slot(stream.slot) + VTile::offset(lane % 16, lane / 16);
 #pragma unroll
     for (int step = 0; step < BLOCK_KV / 16; ++step) {
       u32 a[ROW_TILES][4];

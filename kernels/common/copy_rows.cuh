@@ -19,7 +19,7 @@ template <int ROW, int ROWS>
 DEVICE void copy_rows(u32 shared, const bf16* base, u32 stride, int first, int limit) {
   using Plan = CopyPlan<ROW, ROWS>;
   if constexpr (Plan::EVEN) {
-    const int row = (int)threadIdx.x / Plan::CHUNKS, chunk = (int)threadIdx.x % Plan::CHUNKS;
+    const int thread = (int)opaque(threadIdx.x), row = thread / Plan::CHUNKS, chunk = thread % Plan::CHUNKS;
     const void* from = base + (u64)(u32)(first + row) * stride + chunk * 8;
 #pragma unroll
     for (int i = 0; i < Plan::PASSES; ++i) {
@@ -42,7 +42,7 @@ template <int ROW, int ROWS>
 DEVICE void gather_rows(u32 shared, const bf16* base, u32 stride, const int2* entries) {
   using Plan = CopyPlan<ROW, ROWS>;
   if constexpr (Plan::EVEN) {
-    const int row = (int)threadIdx.x / Plan::CHUNKS, chunk = (int)threadIdx.x % Plan::CHUNKS;
+    const int thread = (int)opaque(threadIdx.x), row = thread / Plan::CHUNKS, chunk = thread % Plan::CHUNKS;
 #pragma unroll
     for (int i = 0; i < Plan::PASSES; ++i) {
       const int2 entry = entries[row + i * Plan::PASS_ROWS];

@@ -42,10 +42,11 @@ struct KvStream {
   int num_tiles;
   int last_tile;           // dense: tiles are visited from this one (by key / BLOCK_KV) downwards
   unsigned char* ring;     // shared memory, KV_STREAM_BYTES
+  int slot;                // of the tile in use
 
-  DEVICE u32 k_slot(int it) const { return shared_address(ring) + (u32)(it % NUM_STAGES) * KV_STAGE_BYTES; }
-  DEVICE u32 v_slot(int it) const { return k_slot(it) + K_TILE_BYTES; }
-  DEVICE float* bias_slot(int it) const { return (float*)(ring + NUM_STAGES * KV_STAGE_BYTES) + (it % NUM_STAGES) * BLOCK_KV; }
+  DEVICE u32 k_slot(int slot) const { return shared_address(ring) + (u32)slot * KV_STAGE_BYTES; }
+  DEVICE u32 v_slot(int slot) const { return k_slot(slot) + K_TILE_BYTES; }
+  DEVICE float* bias_slot(int slot) const { return (float*)(ring + NUM_STAGES * KV_STAGE_BYTES) + slot * BLOCK_KV; }
   DEVICE int2* entry_slot(int it) const {
     return (int2*)(ring + NUM_STAGES * KV_STAGE_BYTES + BIAS_BYTES) + (it & (ENTRY_SLOTS - 1)) * BLOCK_KV;
   }
@@ -65,33 +66,33 @@ struct KvStream {
 #endif
   }
 
-  // Asks for the rows of tile `it`, whose entries must have arrived.
-  DEVICE void load_rows(int it) const {
+  // Asks for the rows of tile `it`, whose entries must have arrived, to go to `slot`.
+  DEVICE void load_rows(int it, int slot) const {
     if (it >= num_tiles) return;
 #if GATHER
     const int2* entries = entry_slot(it);
-    gather_rows<HEAD_DIM, BLOCK_KV>(k_slot(it), k, k_stride, entries);
-    gather_rows<HEAD_DIM_V, BLOCK_KV>(v_slot(it), v, v_stride, entries);
+    gather_rows<HEAD_DIM, BLOCK_KV>(k_slot(slot), k, k_stride, entries);
+    gather_rows<HEAD_DIM_V, BLOCK_KV>(v_slot(slot), v, v_stride, entries);
 #else
-    copy_rows<HEAD_DIM, BLOCK_KV>(k_slot(it), k, k_stride, first_key(it), num_keys);
-    copy_rows<HEAD_DIM_V, BLOCK_KV>(v_slot(it), v, v_stride, first_key(it), num_keys);
+    copy_rows<HEAD_DIM, BLOCK_KV>(k_slot(slot), k, k_stride, first_key(it), num_keys);
+    copy_rows<HEAD_DIM_V, BLOCK_KV>(v_slot(slot), v, v_stride, first_key(it), num_keys);
 #endif
 #if HAS_BIAS
 #pragma unroll
     for (int row = (int)threadIdx.x; row < BLOCK_KV; row += THREADS) {
 #if GATHER
       int2 entry = entries[row];
-      copy_async_4(shared_address(bias_slot(it) + row), delta + entry.x, entry.y > 0 ? 4 : 0);
+      copy_async_4(shared_address(bias_slot(slot) + row), delta + entry.x, entry.y > 0 ? 4 : 0);
 #else
       int key = first_key(it) + row;
-      copy_async_4(shared_address(bias_slot(it) + row), delta + key, key < num_keys ? 4 : 0);
+      copy_async_4(shared_address(bias_slot(slot) + row), delta + key, key < num_keys ? 4 : 0);
 #endif
     }
 #endif
   }
 
   // Fills the pipeline. The caller's own copies made before join the first group.
-  DEVICE void start() const {
+  DEVICE void start() {
 #if GATHER
     for (int it = 0; it < ENTRY_LEAD; ++it) load_entries(it);
     copy_async_commit();
@@ -100,16 +101,19 @@ struct KvStream {
 #endif
 #pragma unroll
     for (int it = 0; it < NUM_STAGES - 1; ++it) {
-      load_rows(it);
+      load_rows(it, it);
       copy_async_commit();
     }
+    slot = NUM_STAGES - 1;
   }
 
   // Waits for tile `it` and asks for the tile that will take the slot freed by the barrier.
-  DEVICE void advance(int it) const {
+  DEVICE void advance(int it) {
     copy_async_wait<NUM_STAGES - 2>();
     __syncthreads();  // tile `it` is here for every thread, and nobody reads tile it - 1 any more
-    load_rows(it + NUM_STAGES - 1);
+    const int freed = slot;
+    slot = slot == NUM_STAGES - 1 ? 0 : slot + 1;
+    load_rows(it + NUM_STAGES - 1, freed);
     load_entries(it + ENTRY_LEAD);
     copy_async_commit();
   }

@@ -18,12 +18,12 @@ def tiling(rows, warps, kv, stages, blocks, q_in_registers=0, **more):
 
 
 # Forward tilings tried at head_dim 128: (rows a warp, warps, keys a tile, stages, blocks per SM, queries in registers).
-FORWARD = [(32, 4, 64, 2, 2, 0), (32, 4, 32, 2, 2, 0), (32, 4, 32, 3, 2, 0), (32, 4, 48, 2, 2, 0), (32, 8, 64, 2, 1, 0), (32, 8, 32, 3, 1, 0),
-           (16, 12, 64, 2, 1, 1), (16, 12, 32, 3, 1, 1), (16, 12, 64, 2, 1, 0), (16, 8, 64, 2, 1, 1), (16, 8, 128, 2, 1, 0), (16, 8, 64, 2, 2, 0),
-           (16, 8, 32, 3, 2, 0), (16, 6, 64, 2, 2, 1), (16, 6, 32, 3, 2, 1), (16, 4, 32, 2, 3, 1)]
-FORWARD_64 = [(32, 4, 64, 2, 2, 0), (16, 8, 64, 2, 2, 1), (16, 12, 64, 2, 1, 1), (32, 4, 64, 2, 2, 1), (16, 4, 64, 2, 4, 1), (16, 8, 128, 2, 1, 1)]
-BACKWARD = [dict(NUM_WARPS=8, BLOCK_Q=64, MIN_BLOCKS=1), dict(NUM_WARPS=8, BLOCK_Q=32, MIN_BLOCKS=1), dict(NUM_WARPS=4, BLOCK_Q=32, MIN_BLOCKS=2)]
-DMA_FORWARD = [(32, 4, 64, 2, 2, 0), (16, 12, 64, 2, 1, 1), (16, 8, 64, 2, 1, 1), (16, 8, 32, 3, 2, 0)]
+FORWARD = [(32, 4, 48, 3, 2, 0), (32, 4, 48, 2, 2, 0), (32, 4, 64, 2, 2, 0), (32, 4, 32, 4, 2, 0)]
+FORWARD_64 = [(32, 4, 64, 2, 2, 1), (32, 4, 80, 2, 2, 1), (32, 4, 96, 2, 2, 0)]
+BACKWARD = [dict(NUM_WARPS=8, BLOCK_Q=64, MIN_BLOCKS=1), dict(NUM_WARPS=8, BLOCK_Q=64, MIN_BLOCKS=1, STAGGER=0)]
+BACKWARD_64 = [dict(NUM_WARPS=4, BLOCK_Q=64, MIN_BLOCKS=2), dict(NUM_WARPS=4, BLOCK_Q=64, MIN_BLOCKS=2, STAGGER=0), dict(NUM_WARPS=8, BLOCK_Q=64, MIN_BLOCKS=1)]
+DMA_FORWARD = [(32, 4, 64, 2, 2, 0), (32, 4, 48, 3, 2, 0)]
+ROW_SUMS = [(32, 4, 32, 2, 2, 1), (32, 4, 32, 3, 2, 1), (32, 4, 32, 2, 2, 0), (32, 8, 48, 2, 1, 0)]
 
 
 class Inputs:
@@ -46,16 +46,16 @@ class Inputs:
     def forward(self, rt, tiling=None, bias=False, window=None):
         kernels.attention_forward(rt, self.q, self.k, self.v, self.start, window or self.n, self.scale, self.o, self.lse, self.delta if bias else None, tiling)
 
-    def backward(self, rt, tiling=None, bias=False, window=None, deterministic=False, dq_sum=None):
+    def backward(self, rt, tiling=None, bias=False, window=None, deterministic=False, dq_sum=None, exact=None, row_sums=None):
         kernels.attention_backward(rt, self.q, self.k, self.v, self.o, self.lse, self.do, self.start, self.end, window or self.n, self.scale,
-                                   self.dq, self.dk, self.dv, self.delta if bias else None, self.ddelta if bias else None, deterministic, tiling, dq_sum)
+                                   self.dq, self.dk, self.dv, self.delta if bias else None, self.ddelta if bias else None, deterministic, tiling, dq_sum, exact, row_sums)
 
     def dma_forward(self, rt, lists, tiling=None):
         kernels.dma_attention_forward(rt, self.q, self.k, self.v, self.delta, lists, self.scale, self.o, self.lse, tiling)
 
-    def dma_backward(self, rt, lists, tiling=None, deterministic=False, super_blocks=16, sums=None):
+    def dma_backward(self, rt, lists, tiling=None, deterministic=False, super_blocks=16, sums=None, exact=True):
         kernels.dma_attention_backward(rt, self.q, self.k, self.v, self.o, self.lse, self.do, self.delta, lists, self.scale, self.dq, self.dk, self.dv,
-                                       self.ddelta, deterministic, super_blocks, tiling, sums)
+                                       self.ddelta, deterministic, super_blocks, tiling, sums, exact)
 
 
 def record(rt, which):
@@ -74,13 +74,17 @@ def record(rt, which):
     for t in BACKWARD:
         x.backward(rt, t)
         x.backward(rt, t, bias=True)
+    for t in ROW_SUMS:
+        x.backward(rt, bias=True, row_sums=tiling(*t))
+    for t in BACKWARD:
         x.dma_backward(rt, NoLists, t)
     x.backward(rt, deterministic=True)
     x.dma_backward(rt, NoLists, deterministic=True)
     y = Inputs("cpu", 1, 64, 64)
     for t in FORWARD_64:
         y.forward(rt, tiling(*t))
-    y.backward(rt)
+    for t in BACKWARD_64:
+        y.backward(rt, t)
     y.forward(rt)
 
 
@@ -155,10 +159,10 @@ def run(make_runtime, which):
         x, flops = Inputs("cuda", b, n, 128), 4 * 128 * HEADS * b * n * (n + 1) / 2
         label = f"dense {b}x{n}"
         rivals(timer, x, label, flops)
-        for t in FORWARD if n == 8192 else FORWARD[:1]:
+        for t in FORWARD:
             timer.time(f"{label} forward: {t}", flops, lambda: x.forward(rt, tiling(*t)))
         if n != n32:
-            for t in FORWARD if n == 2048 else FORWARD[:1]:
+            for t in FORWARD:
                 timer.time(f"{label} forward + bias: {t}", flops, lambda: x.forward(rt, tiling(*t), bias=True))
         x.forward(rt)
         dq_sum = torch.empty(b, HEADS, kernels.padded_len(n), 128, device="cuda")
@@ -166,7 +170,9 @@ def run(make_runtime, which):
             timer.time(f"{label} backward: {list(t.values())}", 2.5 * flops, lambda: x.backward(rt, t, dq_sum=dq_sum), 8)
         if n != n32:
             x.forward(rt, bias=True)
-            timer.time(f"{label} backward + bias", 2.5 * flops, lambda: x.backward(rt, bias=True, dq_sum=dq_sum), 8)
+            for t in ROW_SUMS:
+                timer.time(f"{label} backward + bias, row sums {t}", 2.5 * flops, lambda: x.backward(rt, bias=True, dq_sum=dq_sum, row_sums=tiling(*t)), 8)
+            timer.time(f"{label} backward + bias, row sums from o", 2.5 * flops, lambda: x.backward(rt, bias=True, dq_sum=dq_sum, exact=False), 8)
             timer.time(f"{label} backward, deterministic", 2.5 * flops, lambda: x.backward(rt, deterministic=True), 8)
             stats = kernels.prepare(rt, x.o, x.do, x.lse)
             timer.time(f"{label} prepare", 0, lambda: kernels.prepare(rt, x.o, x.do, x.lse), 8)
@@ -178,23 +184,25 @@ def run(make_runtime, which):
     for t in FORWARD_64:
         timer.time(f"dense 2x8192 d64 forward: {t}", flops, lambda: y.forward(rt, tiling(*t)))
     y.forward(rt)
-    timer.time("dense 2x8192 d64 backward", 2.5 * flops, lambda: y.backward(rt), 8)
+    for t in BACKWARD_64:
+        timer.time(f"dense 2x8192 d64 backward: {list(t.values())}", 2.5 * flops, lambda: y.backward(rt, t), 8)
     del y
-    for kind in ("independent", "rising", "tied"):
-        window = 1024
-        lists = make_lists(pool, kind, n32, window, "cuda")
-        x = Inputs("cuda", 1, n32, 128)
-        flops = 4 * 128 * HEADS * (window * n32 - window * (window - 1) / 2)
-        label = f"dma 32768 w {window} {kind}"
+    for n, window, kind in ((n32, 1024, "independent"), (n32, 1024, "rising"), (131072, 2048, "independent")):
+        lists = make_lists(pool, kind, n, window, "cuda")
+        x = Inputs("cuda", 1, n, 128)
+        flops = 4 * 128 * HEADS * (window * n - window * (window - 1) / 2)
+        label = f"dma {n} w {window} {kind}"
         for t in DMA_FORWARD:
             timer.time(f"{label} forward: {t}", flops, lambda: x.dma_forward(rt, lists, tiling(*t, HEADS_PER_TILE=2)))
-        x.dma_forward(rt, lists, tiling(*DMA_FORWARD[0], HEADS_PER_TILE=2))
-        dk_sum, dv_sum = torch.empty(1, KV_HEADS, n32, 128, device="cuda"), torch.empty(1, KV_HEADS, n32, 128, device="cuda")
-        for blocks in (32, 8, 4):
+        dk_sum, dv_sum = torch.empty(1, KV_HEADS, n, 128, device="cuda"), torch.empty(1, KV_HEADS, n, 128, device="cuda")
+        for blocks in (32, 16, 8):
             sums = (torch.empty(1, HEADS, blocks * 1024, 128, device="cuda"), dk_sum, dv_sum)
             for t in BACKWARD if blocks == 32 else BACKWARD[:1]:
                 timer.time(f"{label} backward, {blocks} super-blocks: {list(t.values())}", 2.5 * flops, lambda: x.dma_backward(rt, lists, t, False, blocks, sums), 8)
-        timer.time(f"{label} backward, deterministic", 2.5 * flops, lambda: x.dma_backward(rt, lists, None, True, 1, (None, dk_sum, dv_sum)), 8)
-        timer.time(f"{label}: dense kernel with window {window}, forward", flops, lambda: x.forward(rt, tiling(*FORWARD[0]), window=window))
+            if blocks == 32:
+                timer.time(f"{label} backward, row sums from o", 2.5 * flops, lambda: x.dma_backward(rt, lists, BACKWARD[0], False, blocks, sums, False), 8)
+        if n == n32:
+            timer.time(f"{label} backward, deterministic", 2.5 * flops, lambda: x.dma_backward(rt, lists, None, True, 1, (None, dk_sum, dv_sum)), 8)
+            timer.time(f"{label}: dense kernel with window {window}, forward", flops, lambda: x.forward(rt, tiling(*FORWARD[0]), window=window))
         del x, sums, dk_sum, dv_sum
     return timer.rows

@@ -90,9 +90,9 @@ def forward_tiling(d, dv, gather=False, group=1):
     elif d > 128:
         tiling = dict(WARP_ROWS=16, NUM_WARPS=8, BLOCK_KV=64, NUM_STAGES=2, MIN_BLOCKS=1, Q_IN_REGISTERS=0)
     elif d > 64:
-        tiling = dict(WARP_ROWS=16, NUM_WARPS=8, BLOCK_KV=64, NUM_STAGES=2, MIN_BLOCKS=1, Q_IN_REGISTERS=1)
+        tiling = dict(WARP_ROWS=32, NUM_WARPS=4, BLOCK_KV=64 if gather else 48, NUM_STAGES=2, MIN_BLOCKS=2, Q_IN_REGISTERS=0)
     else:
-        tiling = dict(WARP_ROWS=16, NUM_WARPS=8, BLOCK_KV=64, NUM_STAGES=2, MIN_BLOCKS=2, Q_IN_REGISTERS=1)
+        tiling = dict(WARP_ROWS=32, NUM_WARPS=4, BLOCK_KV=64, NUM_STAGES=2, MIN_BLOCKS=2, Q_IN_REGISTERS=1)
     if gather:
         rows = tiling["WARP_ROWS"] * tiling["NUM_WARPS"]
         tiling["HEADS_PER_TILE"] = next(h for h in ((8, 4, 2, 1) if d in (64, 128) else (2, 1)) if group % h == 0 and rows // h >= 16)
@@ -150,6 +150,8 @@ def backward_tiling(d, dv):
         return dict(NUM_WARPS=4, BLOCK_Q=32, MIN_BLOCKS=1), apart
     if d > 128:
         return dict(NUM_WARPS=4, BLOCK_Q=32, MIN_BLOCKS=1), both
+    if d <= 64:
+        return dict(NUM_WARPS=4, BLOCK_Q=64, MIN_BLOCKS=2), both
     return dict(NUM_WARPS=8, BLOCK_Q=64, MIN_BLOCKS=1), both
 
 
@@ -172,7 +174,7 @@ def query_tiling(d, dv, gather=False, group=1):
 
 
 def query_shared_bytes(d, dv, t, gather, bias):
-    rows, stages, kv = 16 * t["NUM_WARPS"], t["NUM_STAGES"], t["BLOCK_KV"]
+    rows, stages, kv = t.get("WARP_ROWS", 16) * t["NUM_WARPS"], t["NUM_STAGES"], t["BLOCK_KV"]
     shared = (rows + stages * kv) * (d + dv) * 2
     if bias:
         shared += stages * kv * 4
@@ -211,33 +213,43 @@ def convert_rows(rt, sums, grad, scale):
               [sums, grad.packed], [b, n, grad.num_heads, grad.offset, grad.token_stride, grad.batch_stride, f32_word(scale)])
 
 
-def attention_query(rt, q, k, v, do, stats, doc_start, window, scale, delta, dq=None):
-    """dq without atomics, or without `dq` the exact row sums in `stats`."""
+def row_sums_tiling(d, dv, gather=False, group=1):
+    """The shipped tiling of the row sums."""
+    if d > 128:
+        tiling = dict(WARP_ROWS=16, NUM_WARPS=8, BLOCK_KV=32, NUM_STAGES=2, MIN_BLOCKS=1, Q_IN_REGISTERS=0)
+    else:
+        tiling = dict(WARP_ROWS=32, NUM_WARPS=4, BLOCK_KV=32, NUM_STAGES=2, MIN_BLOCKS=2, Q_IN_REGISTERS=1)
+    if gather:
+        rows = tiling["WARP_ROWS"] * tiling["NUM_WARPS"]
+        tiling["HEADS_PER_TILE"] = next(h for h in ((8, 4, 2, 1) if d in (64, 128) else (2, 1)) if group % h == 0 and rows // h >= 16)
+    return tiling
+
+
+def query_kernel(rt, name, t, q, k, v, do, stats, doc_start, window, scale, delta, dq=None):
+    """attention_backward_query, or attention_row_sums when there is no `dq`."""
     b, n = q.packed.shape[:2]
     d, d_v, h, hkv, bias = q.head_dim, v.head_dim, q.num_heads, k.num_heads, delta is not None
-    t = query_tiling(d, d_v)
-    words = [b, n, h, hkv] + stride_words(q, k, v) + [window, f32_word(scale), padded_len(n)] + ([dq.offset, dq.token_stride, dq.batch_stride] if dq else [0] * 3)
+    rows = t.get("WARP_ROWS", 16) * t["NUM_WARPS"]
+    words = [b, n, h, hkv] + stride_words(q, k, v) + [window, f32_word(scale), padded_len(n)] + ([dq.offset, dq.token_stride, dq.batch_stride] if dq else [])
     tensors = [q.packed, k.packed, v.packed, do, stats, doc_start] + ([delta] if bias else []) + ([dq.packed] if dq else [])
-    rt.launch("attention_backward_query.cu", "attention_backward_query", {**head_defines(d, d_v), **t, "HAS_BIAS": int(bias), "STATS_ONLY": int(not dq)},
-              (ceil_div(n, 16 * t["NUM_WARPS"]), h, b), t["NUM_WARPS"] * 32, query_shared_bytes(d, d_v, t, False, bias), tensors, words)
+    rt.launch(name + ".cu", name, {**head_defines(d, d_v), **t, "HAS_BIAS": int(bias)}, (ceil_div(n, rows), h, b), t["NUM_WARPS"] * 32,
+              query_shared_bytes(d, d_v, t, False, bias), tensors, words)
 
 
-def dma_attention_query(rt, q, k, v, do, stats, delta, lists, scale, dq=None):
-    """As attention_query, over lists."""
+def dma_query_kernel(rt, name, t, q, k, v, do, stats, delta, lists, scale, dq=None):
+    """dma_attention_backward_query, or dma_attention_row_sums when there is no `dq`."""
     b, n = q.packed.shape[:2]
     d, d_v, h, hkv = q.head_dim, v.head_dim, q.num_heads, k.num_heads
-    t = query_tiling(d, d_v, True, h // hkv)
-    tile_queries = 16 * t["NUM_WARPS"] // t["HEADS_PER_TILE"]
+    tile_queries = t.get("WARP_ROWS", 16) * t["NUM_WARPS"] // t["HEADS_PER_TILE"]
     words = [b, n, h, hkv] + stride_words(q, k, v) + [f32_word(scale), lists.capacity, padded_len(n)]
-    words += ([dq.offset, dq.token_stride, dq.batch_stride] if dq else [0] * 3) + [lists.tile_queries]
+    words += ([dq.offset, dq.token_stride, dq.batch_stride] if dq else []) + [lists.tile_queries]
     tensors = [q.packed, k.packed, v.packed, do, stats, delta, lists.list, lists.tile_window] + ([dq.packed] if dq else [])
-    rt.launch("dma_attention_backward_query.cu", "dma_attention_backward_query", {**head_defines(d, d_v), **t, "STATS_ONLY": int(not dq)},
-              (ceil_div(n, SUPER_BLOCK) * ceil_div(SUPER_BLOCK, tile_queries), h // t["HEADS_PER_TILE"], b), t["NUM_WARPS"] * 32,
-              query_shared_bytes(d, d_v, t, True, True), tensors, words)
+    rt.launch(name + ".cu", name, {**head_defines(d, d_v), **t}, (ceil_div(n, SUPER_BLOCK) * ceil_div(SUPER_BLOCK, tile_queries), h // t["HEADS_PER_TILE"], b),
+              t["NUM_WARPS"] * 32, query_shared_bytes(d, d_v, t, True, True), tensors, words)
 
 
 def attention_backward(rt, q, k, v, o, lse, do, doc_start, doc_end, window, scale, dq, dk, dv, delta=None, ddelta=None, deterministic=False,
-                       tiling=None, dq_sum=None, exact=None):
+                       tiling=None, dq_sum=None, exact=None, row_sums=None):
     """`exact`: row sums from the probabilities instead of from o; on by default where there is a bias."""
     b, n = q.packed.shape[:2]
     d, d_v, h, hkv = q.head_dim, v.head_dim, q.num_heads, k.num_heads
@@ -246,7 +258,7 @@ def attention_backward(rt, q, k, v, o, lse, do, doc_start, doc_end, window, scal
     t = tiling or t
     stats = prepare(rt, o, do, lse)
     if bias if exact is None else exact:
-        attention_query(rt, q, k, v, do, stats, doc_start, window, scale, delta)
+        query_kernel(rt, "attention_row_sums", row_sums or row_sums_tiling(d, d_v), q, k, v, do, stats, doc_start, window, scale, delta)
     if not deterministic:
         if dq_sum is None:
             dq_sum = torch.empty(b, h, padded_len(n), d, device=o.device)
@@ -266,7 +278,7 @@ def attention_backward(rt, q, k, v, o, lse, do, doc_start, doc_end, window, scal
     if not deterministic:
         convert_dq(rt, dq_sum, padded_len(n), 0, dq, scale)
         return
-    attention_query(rt, q, k, v, do, stats, doc_start, window, scale, delta, dq)
+    query_kernel(rt, "attention_backward_query", query_tiling(d, d_v), q, k, v, do, stats, doc_start, window, scale, delta, dq)
 
 
 def dma_attention_backward(rt, q, k, v, o, lse, do, delta, lists, scale, dq, dk, dv, ddelta, deterministic=False, super_blocks=16, tiling=None,
@@ -280,7 +292,7 @@ def dma_attention_backward(rt, q, k, v, o, lse, do, delta, lists, scale, dq, dk,
     super_blocks = 1 if deterministic else min(super_blocks, blocks)
     stats = prepare(rt, o, do, lse)
     if exact:
-        dma_attention_query(rt, q, k, v, do, stats, delta, lists, scale)
+        dma_query_kernel(rt, "dma_attention_row_sums", row_sums_tiling(d, d_v, True, h // hkv), q, k, v, do, stats, delta, lists, scale)
     if sums is None:
         dq_sum = None if deterministic else torch.empty(b, h, super_blocks * SUPER_BLOCK, d, device=o.device)
         dk_sum, dv_sum = torch.empty(b, hkv, n, d, device=o.device), torch.empty(b, hkv, n, d_v, device=o.device)
@@ -307,4 +319,4 @@ def dma_attention_backward(rt, q, k, v, o, lse, do, delta, lists, scale, dq, dk,
     convert_rows(rt, dk_sum, dk, scale)
     convert_rows(rt, dv_sum, dv, 1.0)
     if deterministic:
-        dma_attention_query(rt, q, k, v, do, stats, delta, lists, scale, dq)
+        dma_query_kernel(rt, "dma_attention_backward_query", query_tiling(d, d_v, True, h // hkv), q, k, v, do, stats, delta, lists, scale, dq)

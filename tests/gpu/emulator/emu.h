@@ -12,7 +12,7 @@
 #define __host__
 #define __global__
 #define __forceinline__ inline
-#define __shared__
+#define __shared__ static
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __restrict__

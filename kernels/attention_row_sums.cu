@@ -1,0 +1,71 @@
+// attention_row_sums: exact row sums for attention_backward; runs between attention_backward_prepare and it.
+// Math       D_i = sum_j P_ij (do_i . v_j), P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i). do_i . o_i is the same number, but from an o rounded
+//            to bf16: where one key holds most of the softmax, as a large delta makes it, do_i . v_j - D_i cancels and that rounding dominates ddelta,
+//            dq and dk (measured: up to 17 times the error of plain bf16 attention). Worth its time where there is a bias
+// Layout     q, k, v, doc_start, delta as attention_forward; do bf16 [batch, seq_len, num_heads, HEAD_DIM_V] contiguous; row_stats f32 pairs
+//            [batch, num_heads, padded_len, 2]: lse of each pair is read, D_i replaces the second number
+// Buffers    q, k, v, do, row_stats, doc_start, (HAS_BIAS: delta)
+// Defines    HEAD_DIM, HEAD_DIM_V, HAS_BIAS, HEADS_PER_TILE (1); tiling WARP_ROWS 16|32, NUM_WARPS, BLOCK_KV, NUM_STAGES, MIN_BLOCKS, Q_IN_REGISTERS
+// Tiling     BLOCK_Q = NUM_WARPS * WARP_ROWS rows = HEADS_PER_TILE heads x TILE_QUERIES queries: grid (ceil(seq_len / TILE_QUERIES), num_heads /
+//            HEADS_PER_TILE, batch); NUM_WARPS * 32 threads; dynamic shared bytes = (BLOCK_Q + NUM_STAGES * BLOCK_KV) * (HEAD_DIM + HEAD_DIM_V) * 2
+//              + (HAS_BIAS ? NUM_STAGES * BLOCK_KV * 4 : 0)
+// Numerics   f32 probabilities and sums, fixed order; writes D of every query, no padding
+// Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
+#include "common/block_order.cuh"
+#include "common/attention_row_sums.cuh"
+
+constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
+
+struct AttentionRowSumsParams {
+  u64 batch, seq_len, num_heads, num_kv_heads;
+  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
+  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
+  u64 q_batch_stride, k_batch_stride, v_batch_stride;
+  u64 window;                                          // keys a query sees at most, itself included; seq_len or more: no window
+  u64 softmax_scale;                                   // f32 bits
+  u64 padded_len;                                      // rows of row_stats a head
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_row_sums(
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const i32* doc_start,
+#if HAS_BIAS
+    const float* delta,
+#endif
+    const __grid_constant__ AttentionRowSumsParams params) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
+  const BlockPlace place = block_place(num_kv_heads, params.seq_len * (HEAD_DIM + HEAD_DIM_V) * 2, SECTION_BYTES);
+  const int batch = place.batch, head = place.head * HEADS_PER_TILE, kv_head = head / (num_heads / num_kv_heads);
+  const int tile_idx = (int)gridDim.x - 1 - place.tile;  // late tiles see most keys: start them first
+
+  QueryTile tile;
+  tile.q = q + params.q_offset + batch * params.q_batch_stride + (u64)head * HEAD_DIM;
+  tile.q_stride = (u32)params.q_token_stride;
+  tile.batch = batch;
+  tile.head = head;
+  tile.num_heads = num_heads;
+  tile.seq_len = seq_len;
+  tile.first_query = tile_idx * TILE_QUERIES;
+  tile.end_query = min(tile.first_query + TILE_QUERIES, seq_len);
+  tile.doc_start = doc_start + (u64)batch * seq_len;
+  tile.window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
+  tile.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+
+  KvStream stream;
+  stream.k = k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM;
+  stream.v = v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM_V;
+  stream.k_stride = (u32)params.k_token_stride;
+  stream.v_stride = (u32)params.v_token_stride;
+#if HAS_BIAS
+  stream.delta = delta + ((u64)batch * num_kv_heads + kv_head) * seq_len;
+#endif
+  stream.num_keys = seq_len;
+  const int lowest = max(tile.doc_start[tile.first_query], tile.first_query - tile.window + 1);
+  stream.last_tile = (tile.end_query - 1) / BLOCK_KV;
+  stream.num_tiles = stream.last_tile - lowest / BLOCK_KV + 1;
+  stream.ring = shared_memory + Q_AND_DO_BYTES;
+  __shared__ QueryTile shared_tile;  // what is needed at the ends of the loop only would cost it registers
+  if (threadIdx.x == 0) shared_tile = tile;
+  __syncthreads();  // every thread reads it
+  attention_row_sums_tile(shared_tile, {d_out, row_stats, (int)params.padded_len}, stream, shared_memory);
+}

@@ -1,0 +1,129 @@
+// attention_row_sums: for each query of a tile, sum_j P_ij (do_i . v_j) over the keys it sees.
+// Used by attention_row_sums.cu and dma_attention_row_sums.cu, which document the interface.
+// Defines    HEAD_DIM, HEAD_DIM_V; WARP_ROWS rows a warp (16 or 32), NUM_WARPS, BLOCK_KV, NUM_STAGES, MIN_BLOCKS; Q_IN_REGISTERS (queries and
+//            output gradients); HEADS_PER_TILE; HAS_BIAS; GATHER
+#pragma once
+#include "common/query_tile.cuh"
+
+#ifndef Q_IN_REGISTERS
+#define Q_IN_REGISTERS 0
+#endif
+
+constexpr int Q_AND_DO_BYTES = BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2;
+constexpr int ROW_SUMS_SHARED_BYTES = Q_AND_DO_BYTES + KV_STREAM_BYTES;
+
+struct RowSums {
+  const bf16* d_out;  // [batch, seq_len, num_heads, HEAD_DIM_V]
+  float2* stats;      // [batch, num_heads, padded_len] {lse * log2(e) or +inf, the row sum}: the first is read, the second written
+  int padded_len;
+};
+
+// score += rows columns^T: A from registers (`kept`) or from `row_at`, B from `column_at`; one fragment per 16 elements of a row.
+template <class Tile, int STEPS>
+DEVICE void multiply_rows(float (&score)[ROW_TILES][BLOCK_KV / 8][4], const u32 (&kept)[Q_IN_REGISTERS ? STEPS : 1][ROW_TILES][4], u32 row_at, u32 column_at) {
+#pragma unroll
+  for (int k = 0; k < STEPS; ++k) {
+    u32 a[ROW_TILES][4];
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) {
+      if (Q_IN_REGISTERS) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) a[m][x] = kept[Q_IN_REGISTERS ? k : 0][m][x];
+      } else {
+        load_matrix_x4(a[m], Tile::step(row_at, m * 16, k * 2));
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < BLOCK_KV / 16; ++n) {
+      u32 b[4];
+      load_matrix_x4(b, Tile::step(column_at, n * 16, k * 2));
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; ++m) {
+        mma_bf16(score[m][2 * n], a[m], b[0], b[1]);
+        mma_bf16(score[m][2 * n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+DEVICE void attention_row_sums_tile(const QueryTile& tile, const RowSums& out, KvStream& stream, unsigned char* memory) {
+  const int lane = (int)threadIdx.x % 32, warp_row = (int)threadIdx.x / 32 * WARP_ROWS, g = lane / 4, t = lane % 4;
+  const u32 q_shared = shared_address(memory), do_shared = q_shared + BLOCK_Q * HEAD_DIM * 2;
+  copy_query_rows<HEAD_DIM>(tile, q_shared, tile.q, tile.q_stride);
+  copy_query_rows<HEAD_DIM_V>(tile, do_shared, out.d_out + ((u64)tile.batch * tile.seq_len * tile.num_heads + tile.head) * HEAD_DIM_V,
+                              (u32)tile.num_heads * HEAD_DIM_V);
+  stream.start();
+
+  const WarpQueries queries = warp_queries(tile, warp_row);
+  float2* stats = out.stats + ((u64)tile.batch * tile.num_heads + tile.head) * out.padded_len;
+  float lse[ROW_TILES][2], dot[ROW_TILES][2];
+#pragma unroll
+  for (int r = 0; r < 2 * ROW_TILES; ++r) {
+    const int row = warp_row + r * 8 + g, query = row_query(tile, row);
+    lse[r / 2][r % 2] = query < tile.end_query ? stats[(u64)row_head(row) * out.padded_len + query].x : INFINITY_F32;
+    dot[r / 2][r % 2] = 0.0f;
+  }
+  const u32 q_at = q_shared + warp_row * KTile::ROW_BYTES + KTile::offset(lane % 16, lane / 16);
+  const u32 do_at = do_shared + warp_row * VTile::ROW_BYTES + VTile::offset(lane % 16, lane / 16);
+  u32 q_kept[Q_IN_REGISTERS ? HEAD_DIM / 16 : 1][ROW_TILES][4], do_kept[Q_IN_REGISTERS ? HEAD_DIM_V / 16 : 1][ROW_TILES][4];
+
+  for (int it = 0; it < stream.num_tiles; ++it) {
+    stream.advance(it);
+    if (Q_IN_REGISTERS && it == 0) {
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; ++m) {
+#pragma unroll
+        for (int k = 0; k < (Q_IN_REGISTERS ? HEAD_DIM / 16 : 1); ++k) load_matrix_x4(q_kept[k][m], KTile::step(q_at, m * 16, k * 2));
+#pragma unroll
+        for (int k = 0; k < (Q_IN_REGISTERS ? HEAD_DIM_V / 16 : 1); ++k) load_matrix_x4(do_kept[k][m], VTile::step(do_at, m * 16, k * 2));
+      }
+    }
+    const TileMask mask = queries.last < queries.first ? TILE_EMPTY : tile_mask(stream, queries, it);
+    if (mask == TILE_EMPTY) continue;
+
+    // Score: S = Q K^T, and dP = dO V^T.
+    const u32 k_at = stream.k_slot(stream.slot) + KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const u32 v_at = stream.v_slot(stream.slot) + VTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    float p[ROW_TILES][BLOCK_KV / 8][4] = {}, dp[ROW_TILES][BLOCK_KV / 8][4] = {};
+    multiply_rows<KTile, HEAD_DIM / 16>(p, q_kept, opaque(q_at), k_at);
+    multiply_rows<VTile, HEAD_DIM_V / 16>(dp, do_kept, opaque(do_at), v_at);
+
+    // P = 2^(S - lse), zero where masked.
+#pragma unroll
+    for (int n = 0; n < BLOCK_KV / 8; ++n) {
+#if HAS_BIAS
+      const float2 delta = *(const float2*)(stream.bias_slot(stream.slot) + n * 8 + 2 * t);
+      const float bias[2] = {delta.x * LOG2_E, delta.y * LOG2_E};
+#else
+      const float bias[2] = {0.0f, 0.0f};
+#endif
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int x = 0; x < 4; ++x) p[m][n][x] = exp2_fast(p[m][n][x] * tile.scale_log2 + (bias[x % 2] - lse[m][x / 2]));
+    }
+    if (mask == TILE_PARTIAL) {
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; ++m) mask_scores(tile, stream, it, warp_row + m * 16, p[m], 0.0f);
+    }
+
+    // Accumulate.
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+      for (int n = 0; n < BLOCK_KV / 8; ++n)
+#pragma unroll
+        for (int x = 0; x < 4; ++x) dot[m][x / 2] += p[m][n][x] * dp[m][n][x];
+  }
+
+  // Store.
+  copy_async_wait<0>();
+#pragma unroll
+  for (int r = 0; r < 2 * ROW_TILES; ++r) {
+    float sum = dot[r / 2][r % 2];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    const int row = warp_row + r * 8 + g, query = row_query(tile, row);
+    if (t == 0 && query < tile.end_query) stats[(u64)row_head(row) * out.padded_len + query].y = sum;
+  }
+}

@@ -1,0 +1,71 @@
+// dma_attention_row_sums: exact row sums for dma_attention_backward; runs between attention_backward_prepare and it.
+// Math       as attention_row_sums over the pairs j <= i < expire_j
+// Layout     q, k, v, delta, list, tile_window as dma_attention_forward; do, row_stats as attention_row_sums
+// Buffers    q, k, v, do, row_stats, delta, list, tile_window
+// Defines    as attention_row_sums, HAS_BIAS is always 1; HEADS_PER_TILE as dma_attention_forward; SUPER_BLOCK (1024)
+// Tiling     grid as dma_attention_forward; NUM_WARPS * 32 threads; dynamic shared bytes = (BLOCK_Q + NUM_STAGES * BLOCK_KV) * (HEAD_DIM + HEAD_DIM_V) * 2
+//              + NUM_STAGES * BLOCK_KV * 4 + BLOCK_KV * 8 * (NUM_STAGES == 2 ? 4 : NUM_STAGES <= 4 ? 8 : 16)
+// Numerics   as attention_row_sums; the order of sums follows the list
+// Edges      any seq_len >= 1; queries that see nothing get 0
+#define GATHER 1
+#define HAS_BIAS 1
+#include "common/attention_row_sums.cuh"
+
+#ifndef SUPER_BLOCK
+#define SUPER_BLOCK 1024
+#endif
+
+struct DmaAttentionRowSumsParams {
+  u64 batch, seq_len, num_heads, num_kv_heads;
+  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
+  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
+  u64 q_batch_stride, k_batch_stride, v_batch_stride;
+  u64 softmax_scale;                                   // f32 bits
+  u64 list_capacity;                                   // entries a list has room for
+  u64 padded_len;                                      // rows of row_stats a head
+  u64 tile_queries;                                    // queries a row of tile_window stands for; divides SUPER_BLOCK
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_row_sums(
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const float* delta, const int2* list,
+    const i32* tile_window,
+    const __grid_constant__ DmaAttentionRowSumsParams params) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  constexpr int BLOCK_TILES = ceil_div(SUPER_BLOCK, TILE_QUERIES);
+  const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
+  const int batch = (int)blockIdx.z, head = (int)blockIdx.y * HEADS_PER_TILE, kv_head = head / (num_heads / num_kv_heads);
+  const int tile_idx = (int)(gridDim.x - 1 - blockIdx.x), super_block = tile_idx / BLOCK_TILES;
+
+  QueryTile tile;
+  tile.first_query = super_block * SUPER_BLOCK + tile_idx % BLOCK_TILES * TILE_QUERIES;
+  tile.end_query = min(min(tile.first_query + TILE_QUERIES, (super_block + 1) * SUPER_BLOCK), seq_len);
+  if (tile.first_query >= tile.end_query) return;  // past the end of a short last super-block
+  tile.q = q + params.q_offset + batch * params.q_batch_stride + (u64)head * HEAD_DIM;
+  tile.q_stride = (u32)params.q_token_stride;
+  tile.batch = batch;
+  tile.head = head;
+  tile.num_heads = num_heads;
+  tile.seq_len = seq_len;
+  tile.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+
+  // The window's begin falls and its end falls from tile to tile: the last query decides the one, the first query the other.
+  const u64 list_row = (u64)batch * num_kv_heads + kv_head;
+  const int tile_queries = (int)params.tile_queries, num_windows = ceil_div(seq_len, tile_queries), num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
+  const i32* windows = tile_window + list_row * num_windows * 2;
+  const int begin = windows[(tile.end_query - 1) / tile_queries * 2], end = windows[tile.first_query / tile_queries * 2 + 1];
+
+  KvStream stream;
+  stream.k = k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM;
+  stream.v = v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM_V;
+  stream.k_stride = (u32)params.k_token_stride;
+  stream.v_stride = (u32)params.v_token_stride;
+  stream.delta = delta + list_row * seq_len;
+  stream.list = list + (list_row * num_super_blocks + super_block) * params.list_capacity + begin;
+  stream.num_keys = end - begin;
+  stream.num_tiles = ceil_div(max(stream.num_keys, 0), BLOCK_KV);
+  stream.ring = shared_memory + Q_AND_DO_BYTES;
+  __shared__ QueryTile shared_tile;  // what is needed at the ends of the loop only would cost it registers
+  if (threadIdx.x == 0) shared_tile = tile;
+  __syncthreads();  // every thread reads it
+  attention_row_sums_tile(shared_tile, {d_out, row_stats, (int)params.padded_len}, stream, shared_memory);
+}
