@@ -1,6 +1,6 @@
 // dma_select_prefix: first of two launches of the DMA selection. Fills `expire` with document ends, and for each boundary S of
 // PREFIX_BLOCK positions finds the w keys that survive at S, so that dma_select need not look further back than one block.
-// Math       survivors(S) = the w = keep_window_size largest (z_j, j) over doc_start[S] <= j < S (DESIGN: -0 counts as +0, ties to the
+// Math       survivors(S) = the w = keep_window_size largest (z_j, j) over doc_start[S] <= j < S (-0 counts as +0, ties to the
 //            more recent key). Written only where S - doc_start[S] > w; elsewhere every key of the document survives.
 // Layout     z f32 [batch, num_kv_heads, seq_len]; doc_start, doc_end i32 [batch, seq_len]; expire i32 [batch, num_kv_heads, seq_len];
 //            survivors u64 [batch, num_kv_heads, max(num_blocks - 1, 1), w], num_blocks = ceil(seq_len / PREFIX_BLOCK): entry b - 1 holds
