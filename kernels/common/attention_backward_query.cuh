@@ -14,7 +14,7 @@ struct BackwardQueries {
   float softmax_scale;
 };
 
-constexpr int BACKWARD_QUERY_SHARED_BYTES = BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2 + KV_STREAM_BYTES;
+static_assert(BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2 + KV_STREAM_BYTES <= 227 * 1024, "no device gives a block more shared memory");
 static_assert(WARP_ROWS == 16, "one row tile a warp: scores and their gradients stand in registers together");
 
 DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQueries& back, KvStream& stream, unsigned char* memory) {

@@ -12,7 +12,7 @@
 constexpr int KEY_TILES = BLOCK_KV / 8;
 constexpr int VALUE_TILES = HEAD_DIM_V / 8;
 constexpr int Q_TILE_BYTES = BLOCK_Q * HEAD_DIM * 2;
-constexpr int FORWARD_SHARED_BYTES = Q_TILE_BYTES + KV_STREAM_BYTES;
+static_assert(Q_TILE_BYTES + KV_STREAM_BYTES <= 227 * 1024, "no device gives a block more shared memory; the caller checks its own limit");
 static_assert(HEAD_DIM_V <= HEAD_DIM, "the output tile is staged where the queries were");
 
 // The online softmax keeps its reference maximum until a row outgrows it by this many powers of two; exp2 then stays below 2^8.

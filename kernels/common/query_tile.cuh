@@ -15,7 +15,7 @@
 
 constexpr int BLOCK_Q = NUM_WARPS * WARP_ROWS;  // rows of a tile: heads x queries
 constexpr int TILE_QUERIES = BLOCK_Q / HEADS_PER_TILE;
-constexpr int ROW_TILES = WARP_ROWS / 16;
+[[maybe_unused]] constexpr int ROW_TILES = WARP_ROWS / 16;
 static_assert(WARP_ROWS % 16 == 0 && BLOCK_Q % HEADS_PER_TILE == 0, "tensor core tiles have 16 rows");
 static_assert(TILE_QUERIES % WARP_ROWS == 0 || WARP_ROWS % TILE_QUERIES == 0, "a warp holds parts of one head or whole heads");
 

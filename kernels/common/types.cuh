@@ -17,8 +17,8 @@ DEVICE float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 // An f32 that came as a 64-bit params word (its bits are the lower half).
 DEVICE float f32_word(u64 word) { return __uint_as_float((u32)word); }
 
-constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float LN_2 = 0.6931471805599453f;
+[[maybe_unused]] constexpr float LOG2_E = 1.4426950408889634f;
+[[maybe_unused]] constexpr float LN_2 = 0.6931471805599453f;
 #define INFINITY_F32 __uint_as_float(0x7f800000u)
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

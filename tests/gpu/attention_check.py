@@ -2,10 +2,11 @@
 
     python3 tests/gpu/attention_build.py --out DIR
     python3 tests/gpu/attention_check.py --cubins DIR --json OUT [--only check|bench] [--cases N]
-    python3 tests/gpu/attention_check.py --emulate --cases 20          (no GPU: tests/gpu/emulator, small shapes)
+    python3 tests/gpu/attention_check.py --emulate --cases 10 --longest 150          (no GPU: tests/gpu/emulator)
+    compute-sanitizer --tool memcheck python3 tests/gpu/attention_check.py --cubins DIR --only check --cases 5 --processes 0 --longest 150
 
 A result passes when err(kernel, f32) <= 2 * err(plain bf16, f32) + floor, err being the largest absolute difference; from 64 tokens on the
-norm of the difference must pass without a floor too. The floor of a gradient is 2^-8 of its largest element: rowsum(do * o) is taken from the
+norm of the difference must pass without a floor too. The floor of a gradient is 2^-8 of its largest element, 2^-7 below 64 tokens: rowsum(do * o) is taken from the
 rounded o, and among a handful of numbers the plain computation may round to the exact result by luck. Cases run in several processes with a
 time limit, so that one kernel's crash costs its own group only. Exit code 0 only if everything passed.
 """
@@ -14,10 +15,10 @@ import argparse
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 import time
 import traceback
+from queue import Empty
 
 import numpy as np
 import torch
@@ -114,7 +115,7 @@ def check_case(rt, case):
         nonlocal worst
         want = reference[index]
         largest = want[torch.isfinite(want)].abs().max().item() if torch.isfinite(want).any() else 0.0
-        error, allowed = gap(got.float(), want), 2 * gap(plain[index], want) + floor + (2.0**-8 if index > 1 else 1e-4) * largest
+        error, allowed = gap(got.float(), want), 2 * gap(plain[index], want) + floor + (1e-4 if index < 2 else 2.0**-8 if n >= 64 else 2.0**-7) * largest
         worst = max(worst, error / allowed)
         if not error <= allowed:
             failures.append(f"{name}: error {error:.3e}, allowed {allowed:.3e}")
@@ -182,17 +183,19 @@ def run_checks(make_runtime, cases, processes, longest, limit_s, seed):
     modes = ["dma", "dense", "dma", "window", "bias"]
     context, results = multiprocessing.get_context("fork"), []
     queue = context.Queue()
-    counts = [cases // processes + (i < cases % processes) for i in range(processes)]
+    counts = [cases // max(processes, 1) + (i < cases % max(processes, 1)) for i in range(processes)]
     workers = [context.Process(target=check_group, args=(make_runtime, seed * 1000 + i, c, longest, modes[i % 5 :] + modes[: i % 5], queue)) for i, c in enumerate(counts)]
     for w in workers:
         w.start()
+    if processes == 0:  # in this process, for tools that watch one
+        check_group(make_runtime, seed * 1000, cases, longest, modes, queue)
     deadline = time.time() + limit_s
-    while any(w.is_alive() for w in workers) or not queue.empty():
+    while len(results) < cases if processes == 0 else any(w.is_alive() for w in workers) or not queue.empty():
         try:
-            results.append(queue.get(timeout=0.5))
+            results.append(queue.get(timeout=0.5))  # raises Empty
             if results[-1]["failures"]:
                 print("FAIL", json.dumps(results[-1]["case"]), *results[-1]["failures"], sep="\n  ", flush=True)
-        except Exception:
+        except Empty:
             pass
         if time.time() > deadline:
             for w in workers:

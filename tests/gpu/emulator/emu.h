@@ -1,85 +1,133 @@
-// CPU emulation of the CUDA subset used by the attention kernels: one fiber per thread, warp collectives and barriers as rendezvous.
+// CUDA's vocabulary for the CPU emulator: qualifiers, vector types, thread indices, warp collectives, barriers. See README.md.
 #pragma once
 #include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <cmath>
-#include <vector>
 #include <functional>
 #include <random>
+#include <vector>
+
 #define __device__
 #define __host__
 #define __global__
 #define __forceinline__ inline
-#define __shared__ static
+#define __shared__ static  // blocks run one after the other, all threads in one OS thread
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __restrict__
 #define __align__(n) __attribute__((aligned(n)))
-struct int2 { int x, y; };
+
+struct Dim3 { unsigned x, y, z; };
+struct alignas(8) int2 { int x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
-struct alignas(16) uint4_ { unsigned x, y, z, w; }; struct alignas(8) uint2 { unsigned x, y; };
-typedef uint4_ uint4;
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
-inline float4 make_float4(float a,float b,float c,float d){return {a,b,c,d};}
-inline float2 make_float2(float a,float b){return {a,b};}
-inline uint4 make_uint4(unsigned a,unsigned b,unsigned c,unsigned d){return {a,b,c,d};}
-inline int2 make_int2(int a,int b){return {a,b};}
-struct Dim3 { unsigned x, y, z; };
-inline float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
-inline unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
-using std::min; using std::max;
-extern Dim3 gridDim, blockDim, blockIdx;
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline float __uint_as_float(unsigned u) { float f; std::memcpy(&f, &u, 4); return f; }
+inline unsigned __float_as_uint(float f) { unsigned u; std::memcpy(&u, &f, 4); return u; }
+inline float atomicAdd(float* to, float x) { float old = *to; *to += x; return old; }
+using std::max;
+using std::min;
+
 namespace emu {
-struct Copy { void* dst; const void* src; int size, bytes; };
+constexpr int SHARED_BYTES = 1 << 18, NAMED_BARRIERS = 16;
+
+// An asynchronous copy under way; `bytes` of `size` are read, the rest is zeros.
+struct Copy { void* to; const void* from; int size, bytes; };
+
+// Threads wait until a given number of them has arrived; then the next generation begins.
+struct Rendezvous { int arrived = 0; unsigned long long generation = 0; };
+struct Warp : Rendezvous { const void* in[32]; void* out[32]; };
+
 struct Fiber {
-  ucontext_t ctx; Dim3 tid; bool done = false; int wait = 0; unsigned long long gen = 0;  // wait: 0 ready, 1 warp, 2 block
-  std::vector<std::vector<Copy>> groups; std::vector<Copy> open;
+  ucontext_t context;
   std::vector<char> stack;
+  Dim3 tid;
+  bool done = false;
+  const Rendezvous* waits_for = nullptr;
+  unsigned long long generation = 0;  // of what it waits for
+  std::vector<std::vector<Copy>> groups;
+  std::vector<Copy> open;
 };
-struct Warp { int arrived = 0; unsigned long long gen = 0; const void* in[32]; void* out[32]; };
-extern std::vector<Fiber> fibers; extern std::vector<Warp> warps; extern int current; extern ucontext_t scheduler;
-extern int block_arrived; extern unsigned long long block_gen;
-inline void yield() { swapcontext(&fibers[current].ctx, &scheduler); }
-inline int lane() { return current % 32; }
-// Rendezvous of a warp: every lane deposits in/out; the last one runs f over all lanes.
-template <class F> void warp_op(const void* in, void* out, F f) {
-  Warp& w = warps[current / 32]; int l = lane(); w.in[l] = in; w.out[l] = out;
-  unsigned long long gen = w.gen; int size = min<int>(32, (int)fibers.size() - current / 32 * 32);
-  if (++w.arrived == size) { f(w); w.arrived = 0; ++w.gen; } else { while (w.gen == gen) { fibers[current].wait = 1; fibers[current].gen = gen; yield(); } }
-  fibers[current].wait = 0;
+extern std::vector<Fiber> fibers;
+extern std::vector<Warp> warps;
+extern Rendezvous block, named[NAMED_BARRIERS];
+extern int current;
+extern ucontext_t scheduler;
+
+// Arrives; the last of `count` runs `finish` and lets the others go on.
+template <class Finish>
+void arrive(Rendezvous& at, int count, Finish finish) {
+  const unsigned long long generation = at.generation;
+  if (++at.arrived == count) {
+    finish();
+    at.arrived = 0;
+    ++at.generation;
+    return;
+  }
+  while (at.generation == generation) {
+    fibers[current].waits_for = &at;
+    fibers[current].generation = generation;
+    swapcontext(&fibers[current].context, &scheduler);
+  }
 }
+// Every lane leaves `in` and `out`; the last one runs `collective` for all.
+template <class Collective>
+void warp_op(const void* in, void* out, Collective collective) {
+  Warp& warp = warps[current / 32];
+  warp.in[current % 32] = in;
+  warp.out[current % 32] = out;
+  arrive(warp, std::min(32, (int)fibers.size() - current / 32 * 32), [&] { collective(warp); });
 }
-namespace emu {
-extern int named_arrived[16]; extern unsigned long long named_gen[16];
-inline void named_barrier(int number, int threads) {
-  unsigned long long gen = named_gen[number];
-  if (++named_arrived[number] == threads) { named_arrived[number] = 0; ++named_gen[number]; }
-  else while (named_gen[number] == gen) { fibers[current].wait = 3; yield(); }
-  fibers[current].wait = 0;
-}
-}
+inline void named_barrier(int number, int threads) { arrive(named[number], threads, [] {}); }
+}  // namespace emu
+
 #define threadIdx (emu::fibers[emu::current].tid)
-extern __attribute__((aligned(1024))) unsigned char shared_memory[1 << 18];
+extern Dim3 gridDim, blockDim, blockIdx;
+extern __attribute__((aligned(1024))) unsigned char shared_memory[emu::SHARED_BYTES];
+
 inline void __syncthreads() {
-  using namespace emu; unsigned long long gen = block_gen; int alive = 0; for (auto& f : fibers) alive += !f.done;
-  if (++block_arrived == alive) { block_arrived = 0; ++block_gen; } else while (block_gen == gen) { fibers[current].wait = 2; fibers[current].gen = gen; yield(); }
-  fibers[current].wait = 0;
+  int alive = 0;
+  for (const emu::Fiber& fiber : emu::fibers) alive += !fiber.done;
+  emu::arrive(emu::block, alive, [] {});
 }
 inline void __syncwarp(unsigned = ~0u) { emu::warp_op(nullptr, nullptr, [](emu::Warp&) {}); }
-template <class T> T __shfl_xor_sync(unsigned, T v, int m, int = 32) {
-  T r; emu::warp_op(&v, &r, [m](emu::Warp& w) { for (int l = 0; l < 32; ++l) *(T*)w.out[l] = *(const T*)w.in[l ^ m]; }); return r; }
-template <class T> T __shfl_sync(unsigned, T v, int s, int = 32) {
-  struct P { T v; int s; } p{v, s}; T r;
-  emu::warp_op(&p, &r, [](emu::Warp& w) { for (int l = 0; l < 32; ++l) *(T*)w.out[l] = ((const P*)w.in[((const P*)w.in[l])->s & 31])->v; }); return r; }
-template <class T> T __shfl_down_sync(unsigned, T v, int d, int = 32) {
-  T r; emu::warp_op(&v, &r, [d](emu::Warp& w) { for (int l = 0; l < 32; ++l) *(T*)w.out[l] = *(const T*)w.in[l + d < 32 ? l + d : l]; }); return r; }
-inline unsigned __ballot_sync(unsigned, bool v) { unsigned r; emu::warp_op(&v, &r, [](emu::Warp& w) { unsigned b = 0; for (int l = 0; l < 32; ++l) b |= (unsigned)*(const bool*)w.in[l] << l; for (int l = 0; l < 32; ++l) *(unsigned*)w.out[l] = b; }); return r; }
-inline int __any_sync(unsigned, bool v) { return __ballot_sync(~0u, v) != 0; }
-inline int __all_sync(unsigned, bool v) { return __ballot_sync(~0u, v) == ~0u; }
-inline unsigned __reduce_max_sync(unsigned, unsigned v) { unsigned r; emu::warp_op(&v, &r, [](emu::Warp& w) { unsigned b = 0; for (int l = 0; l < 32; ++l) b = max(b, *(const unsigned*)w.in[l]); for (int l = 0; l < 32; ++l) *(unsigned*)w.out[l] = b; }); return r; }
-inline int __reduce_max_sync(unsigned, int v) { int r; emu::warp_op(&v, &r, [](emu::Warp& w) { int b = *(const int*)w.in[0]; for (int l = 0; l < 32; ++l) b = max(b, *(const int*)w.in[l]); for (int l = 0; l < 32; ++l) *(int*)w.out[l] = b; }); return r; }
-inline int __reduce_min_sync(unsigned, int v) { int r; emu::warp_op(&v, &r, [](emu::Warp& w) { int b = *(const int*)w.in[0]; for (int l = 0; l < 32; ++l) b = min(b, *(const int*)w.in[l]); for (int l = 0; l < 32; ++l) *(int*)w.out[l] = b; }); return r; }
-inline float atomicAdd(float* p, float v) { float o = *p; *p += v; return o; }
+
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  T result;
+  emu::warp_op(&value, &result, [mask](emu::Warp& w) { for (int l = 0; l < 32; ++l) *(T*)w.out[l] = *(const T*)w.in[l ^ mask]; });
+  return result;
+}
+inline unsigned __ballot_sync(unsigned, bool value) {
+  unsigned result;
+  emu::warp_op(&value, &result, [](emu::Warp& w) {
+    unsigned bits = 0;
+    for (int l = 0; l < 32; ++l) bits |= (unsigned)*(const bool*)w.in[l] << l;
+    for (int l = 0; l < 32; ++l) *(unsigned*)w.out[l] = bits;
+  });
+  return result;
+}
+inline int __any_sync(unsigned, bool value) { return __ballot_sync(~0u, value) != 0; }
+inline int __all_sync(unsigned, bool value) { return __ballot_sync(~0u, value) == ~0u; }
+template <class Pick>
+int reduce_warp(int value, Pick pick) {
+  int result;
+  emu::warp_op(&value, &result, [&](emu::Warp& w) {
+    int all = *(const int*)w.in[0];
+    for (int l = 1; l < 32; ++l) all = pick(all, *(const int*)w.in[l]);
+    for (int l = 0; l < 32; ++l) *(int*)w.out[l] = all;
+  });
+  return result;
+}
+inline int __reduce_min_sync(unsigned, int value) { return reduce_warp(value, [](int a, int b) { return std::min(a, b); }); }
+inline int __reduce_max_sync(unsigned, int value) { return reduce_warp(value, [](int a, int b) { return std::max(a, b); }); }

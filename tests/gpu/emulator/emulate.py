@@ -1,69 +1,110 @@
-"""Compiles a kernel for the CPU emulator and runs it on torch CPU tensors."""
-import ctypes, hashlib, os, re, subprocess
+"""Compiles a kernel's text for the CPU emulator and runs it on torch CPU tensors. See README.md."""
+
+import ctypes
+import hashlib
+import os
+import re
+import subprocess
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 KERNELS = os.path.join(HERE, "../../../kernels")
 BUILD = os.path.join(HERE, "../../../target/emulator")
+
+
+def read(path):
+    with open(path) as f:
+        return f.read()
+
+
+def replacement(name, seen):
+    """Text that stands in for a header of PTX wrappers, or None."""
+    types = [] if "types.cuh" in seen else expand(os.path.join(KERNELS, "common/types.cuh"), seen)
+    seen.add("types.cuh")
+    if name == "async_copy.cuh":
+        return types + [line for line in read(os.path.join(HERE, name)).splitlines(True) if not line.startswith("#include")]
+    if name == "mma.cuh":
+        text = read(os.path.join(KERNELS, "common/mma.cuh"))
+        return types + [read(os.path.join(HERE, "mma_ops.h")), text[text.index("// A tile of ROW_ELEMENTS") :]]
+    return [] if name == "reduce_add.cuh" else None  # reduce_add is in mma_ops.h
+
+
 def expand(path, seen):
+    """Lines of a kernel file with its includes, once each, in place."""
     out = []
-    for line in open(path):
-        m = re.match(r'#include "common/(.*)"', line)
-        if m:
-            name = m[1]
-            if name in seen: continue
-            seen.add(name)
-            if name == "async_copy.cuh":
-                out += expand(f"{KERNELS}/common/types.cuh", seen) if "types.cuh" not in seen else []; seen.add("types.cuh")
-                out += [l for l in open(f"{HERE}/async_copy.cuh") if not l.startswith("#include")]
-            elif name == "reduce_add.cuh": pass
-            elif name == "mma.cuh":
-                out += expand(f"{KERNELS}/common/types.cuh", seen) if "types.cuh" not in seen else []; seen.add("types.cuh")
-                text = open(f"{KERNELS}/common/mma.cuh").read()
-                out.append(open(f"{HERE}/mma_ops.h").read())
-                out.append(text[text.index("// A tile of ROW_ELEMENTS"):])
-            else: out += expand(f"{KERNELS}/common/{name}", seen)
-        else: out.append(line)
-    return [l for l in out if "#pragma once" not in l and "#pragma unroll" not in l]
-_cache = {}
+    for line in read(path).splitlines(True):
+        include = re.match(r'#include "common/(.*)"', line)
+        if not include:
+            out.append(line)
+        elif include[1] not in seen:
+            name = include[1]
+            if name in ("async_copy.cuh", "mma.cuh", "reduce_add.cuh"):
+                text = replacement(name, seen)
+                seen.add(name)
+                out += text
+            else:
+                seen.add(name)
+                out += expand(os.path.join(KERNELS, "common", name), seen)
+    return [line for line in out if "#pragma" not in line]
+
+
+_built = {}
+
+
 def build(file, entry, defines):
+    """The shared library of one specialisation."""
     key = (file, entry, tuple(sorted(defines.items())))
-    if key in _cache: return _cache[key]
-    body = "".join(expand(f"{KERNELS}/{file}", set()))
-    body = body.replace("extern __shared__ __align__(128) unsigned char shared_memory[];", "").replace("extern __shared__", "//")
-    defs = "".join(f"#define {k} {v}\n" for k, v in defines.items())
-    # find entry signature (after preprocessing): use the preprocessor to strip #if in the signature
-    text = '#include "emu.h"\n' + "#define EMULATED 1\n" + defs + body
+    if key in _built:
+        return _built[key]
+    body = "".join(expand(os.path.join(KERNELS, file), set()))
+    body = re.sub(r"extern __shared__ .*?;", "", body)  # runner.h defines shared_memory
+    text = '#include "emu.h"\n' + "".join(f"#define {k} {v}\n" for k, v in defines.items()) + body
     os.makedirs(BUILD, exist_ok=True)
-    tag = hashlib.sha1((text + entry + open(f"{HERE}/emu.h").read() + open(f"{HERE}/runner.h").read()).encode()).hexdigest()[:16]
-    so = f"{BUILD}/{entry}_{tag}.so"
-    if not os.path.exists(so):
-        cpp = f"{BUILD}/{entry}_{tag}.cpp"
-        open(cpp, "w").write(text)
-        pre = subprocess.run(["g++", "-std=c++17", "-E", "-P", f"-I{HERE}", cpp], capture_output=True, text=True, check=True).stdout
-        m = re.search(r'extern "C"[^;{]*?\b' + entry + r'\s*\(([^)]*)\)', pre)
-        params = [re.sub(r"\s+", " ", p.strip()) for p in m[1].split(",")]
-        args = []
-        for i, p in enumerate(params):
-            ty = re.sub(r"\b\w+$", "", p).strip()
-            args.append(f"({ty})pointers[{i}]" if "*" in p else f"*(const {ty.replace('const', '').strip()}*)words")
-        text += f'\n#include "runner.h"\nextern "C" int run_kernel(void** pointers, unsigned long long* words, int gx, int gy, int gz, int threads, int shared, int seed) {{ return emu::run({{(unsigned)gx,(unsigned)gy,(unsigned)gz}}, threads, shared, seed, [&]() {{ {entry}({", ".join(args)}); }}); }}\n'
-        open(cpp, "w").write(text)
-        r = subprocess.run(["g++", "-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{HERE}", "-o", so + ".tmp", cpp], capture_output=True, text=True)
-        if r.returncode: raise RuntimeError(r.stderr[:4000])
-        os.replace(so + ".tmp", so)
-    lib = ctypes.CDLL(so); _cache[key] = lib
-    return lib
-def launch(file, entry, defines, grid, threads, shared, tensors, words, seed=0):
-    lib = build(file, entry, defines)
-    ptrs = (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
-    ws = (ctypes.c_ulonglong * len(words))(*[int(w) & (2**64 - 1) for w in words])
-    r = lib.run_kernel(ptrs, ws, *grid, threads, shared, seed)
-    if r: raise RuntimeError(f"{entry}: emulator returned {r}")
+    tag = hashlib.sha1((text + entry + read(os.path.join(HERE, "emu.h")) + read(os.path.join(HERE, "runner.h"))).encode()).hexdigest()[:16]
+    library = os.path.join(BUILD, f"{entry}_{tag}.so")
+    if not os.path.exists(library):
+        source = os.path.join(BUILD, f"{entry}_{tag}_{os.getpid()}.cpp")
+        with open(source, "w") as f:
+            f.write(text)
+        # The entry's signature, as the defines leave it, gives the casts of the call.
+        preprocessed = subprocess.run(["g++", "-std=c++17", "-E", "-P", f"-I{HERE}", source], capture_output=True, text=True, check=True).stdout
+        signature = re.search(r'extern "C"[^;{]*?\b' + entry + r"\s*\(([^)]*)\)", preprocessed)[1]
+        arguments = []
+        for index, parameter in enumerate(re.sub(r"\s+", " ", p.strip()) for p in signature.split(",")):
+            kind = re.sub(r"\b\w+$", "", parameter).strip()
+            arguments.append(f"({kind})pointers[{index}]" if "*" in parameter else f"*(const {kind.replace('const', '').strip()}*)words")
+        with open(source, "a") as f:
+            f.write(f'''
+#include "runner.h"
+extern "C" int run_kernel(void** pointers, unsigned long long* words, int x, int y, int z, int threads, int shared, int seed) {{
+  return emu::run({{(unsigned)x, (unsigned)y, (unsigned)z}}, threads, shared, seed, [&]() {{ {entry}({", ".join(arguments)}); }});
+}}
+''')
+        command = ["g++", "-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{HERE}", "-o", f"{source}.so", source]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr[:4000])
+        os.replace(f"{source}.so", library)
+        os.remove(source)
+    _built[key] = ctypes.CDLL(library)
+    return _built[key]
 
 
 class EmulatorRuntime:
+    """A runtime for attention_kernels.py; every launch gets another order of warps."""
+
     device = "cpu"
-    def __init__(self): self.seed = 0
+    FAILURES = {2: "deadlock", 3: "wrote past its dynamic shared memory"}
+
+    def __init__(self):
+        self.seed = 0
+
     def launch(self, file, entry, defines, grid, threads, shared, tensors, words):
         self.seed += 1
-        launch(file, entry, defines, grid, threads, shared, tensors, words, self.seed)
-    def synchronize(self): pass
+        pointers = (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
+        params = (ctypes.c_ulonglong * len(words))(*[int(w) for w in words])
+        code = build(file, entry, defines).run_kernel(pointers, params, *grid, threads, shared, self.seed)
+        if code:
+            raise RuntimeError(f"{entry} {defines}: {self.FAILURES.get(code, code)}")
+
+    def synchronize(self):
+        pass

@@ -1,31 +1,63 @@
-inline float emu_bf(u32 p, int h) { return h ? bf16_high(p) : bf16_low(p); }
+// The PTX wrappers of common/mma.cuh and common/reduce_add.cuh on the CPU.
+inline float bf16_half(u32 pair, int half) { return half ? bf16_high(pair) : bf16_low(pair); }
+
 DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  struct In { u32 a[4], b[2]; float c[4]; } in; memcpy(in.a, a, 16); in.b[0] = b0; in.b[1] = b1; memcpy(in.c, d, 16);
-  emu::warp_op(&in, d, [](emu::Warp& w) {
-    static float A[16][16], B[16][8];
-    for (int l = 0; l < 32; ++l) { const In* x = (const In*)w.in[l]; int g = l / 4, t = l % 4;
+  struct Operands { u32 a[4], b[2]; float c[4]; } mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
+  emu::warp_op(&mine, d, [](emu::Warp& warp) {
+    static float left[16][16], right[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      const Operands& x = *(const Operands*)warp.in[lane];
+      const int g = lane / 4, t = lane % 4;
       for (int h = 0; h < 2; ++h) {
-        A[g][2*t+h] = emu_bf(x->a[0], h); A[g+8][2*t+h] = emu_bf(x->a[1], h); A[g][2*t+8+h] = emu_bf(x->a[2], h); A[g+8][2*t+8+h] = emu_bf(x->a[3], h);
-        B[2*t+h][g] = emu_bf(x->b[0], h); B[2*t+8+h][g] = emu_bf(x->b[1], h); } }
-    for (int l = 0; l < 32; ++l) { const In* x = (const In*)w.in[l]; int g = l / 4, t = l % 4; float* o = (float*)w.out[l];
-      for (int r = 0; r < 4; ++r) { int i = g + (r / 2) * 8, j = 2 * t + r % 2; float s = x->c[r]; for (int k = 0; k < 16; ++k) s += A[i][k] * B[k][j]; o[r] = s; } }
-  });
-}
-inline void emu_ldm(u32 (&r)[4], u32 addr, bool trans) {
-  if (addr % 16) { fprintf(stderr, "ldmatrix alignment\n"); abort(); }
-  emu::warp_op(&addr, r, [trans](emu::Warp& w) {
-    static unsigned short M[8][8];
-    for (int m = 0; m < 4; ++m) {
-      for (int i = 0; i < 8; ++i) memcpy(M[i], shared_memory + *(const u32*)w.in[m * 8 + i], 16);
-      for (int l = 0; l < 32; ++l) { int g = l / 4, t = l % 4; u32 lo = trans ? M[2*t][g] : M[g][2*t], hi = trans ? M[2*t+1][g] : M[g][2*t+1]; ((u32*)w.out[l])[m] = lo | hi << 16; }
+        for (int part = 0; part < 4; ++part) left[g + part % 2 * 8][2 * t + part / 2 * 8 + h] = bf16_half(x.a[part], h);
+        for (int part = 0; part < 2; ++part) right[2 * t + part * 8 + h][g] = bf16_half(x.b[part], h);
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      const Operands& x = *(const Operands*)warp.in[lane];
+      for (int r = 0; r < 4; ++r) {
+        const int row = lane / 4 + r / 2 * 8, column = 2 * (lane % 4) + r % 2;
+        float sum = x.c[r];
+        for (int k = 0; k < 16; ++k) sum += left[row][k] * right[k][column];
+        ((float*)warp.out[lane])[r] = sum;
+      }
     }
   });
 }
-DEVICE void load_matrix_x4(u32 (&r)[4], u32 s) { emu_ldm(r, s, false); }
-DEVICE void load_matrix_x4_transposed(u32 (&r)[4], u32 s) { emu_ldm(r, s, true); }
-DEVICE void store_shared_32(u32 s, u32 v) { memcpy(shared_memory + s, &v, 4); }
-DEVICE uint4 load_shared_128(u32 s) { uint4 r; memcpy(&r, shared_memory + s, 16); return r; }
-inline u32 emu_round(float x) { u32 u = __float_as_uint(x); if (x != x) return 0x7fff; return (u + 0x7fff + ((u >> 16) & 1)) >> 16; }
-DEVICE u32 pack_bf16(float low, float high) { return emu_round(low) | emu_round(high) << 16; }
+
+inline void emulate_load_matrix(u32 (&r)[4], u32 shared, bool transposed) {
+  if (shared % 16) {
+    std::fprintf(stderr, "matrix row at shared %u\n", shared);
+    std::abort();
+  }
+  emu::warp_op(&shared, r, [transposed](emu::Warp& warp) {
+    for (int m = 0; m < 4; ++m) {
+      unsigned short matrix[8][8];
+      for (int row = 0; row < 8; ++row) std::memcpy(matrix[row], shared_memory + *(const u32*)warp.in[m * 8 + row], 16);
+      for (int lane = 0; lane < 32; ++lane) {
+        const int g = lane / 4, t = lane % 4;
+        const u32 low = transposed ? matrix[2 * t][g] : matrix[g][2 * t], high = transposed ? matrix[2 * t + 1][g] : matrix[g][2 * t + 1];
+        ((u32*)warp.out[lane])[m] = low | high << 16;
+      }
+    }
+  });
+}
+DEVICE void load_matrix_x4(u32 (&r)[4], u32 shared) { emulate_load_matrix(r, shared, false); }
+DEVICE void load_matrix_x4_transposed(u32 (&r)[4], u32 shared) { emulate_load_matrix(r, shared, true); }
+DEVICE void store_shared_32(u32 shared, u32 value) { std::memcpy(shared_memory + shared, &value, 4); }
+DEVICE uint4 load_shared_128(u32 shared) { return *(const uint4*)(shared_memory + shared); }
+
+inline u32 round_bf16(float x) {
+  const u32 bits = __float_as_uint(x);
+  return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+DEVICE u32 pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
 DEVICE float exp2_fast(float x) { return exp2f(x); }
-DEVICE void reduce_add_f32x4(float* p, float a, float b, float c, float d) { if ((u64)p % 16) abort(); p[0] += a; p[1] += b; p[2] += c; p[3] += d; }
+
+DEVICE void reduce_add_f32x4(float* to, float a, float b, float c, float d) {
+  if ((u64)to % 16) std::abort();
+  to[0] += a;
+  to[1] += b;
+  to[2] += c;
+  to[3] += d;
+}
