@@ -53,7 +53,7 @@ steps = {steps}
 seq_len = 96
 local_batch_size = 4
 global_batch_size = 8
-max_norm = 1.0
+max_norm = 0.8
 seed = 1
 one_document_per_row = true
 [optimizer]
@@ -126,7 +126,7 @@ class Sieve:
 
 
 def randomise_gates(checkpoint: pathlib.Path) -> None:
-    """Random A in ±1 and W_dt of deviation 1 in a checkpoint; the checksums of the weights and the state are dropped."""
+    """Random A in ±1 and W_dt of deviation 1 in a checkpoint before the first step; checksums of edited files are dropped."""
     generator = torch.Generator().manual_seed(5)
     path = checkpoint / "model.safetensors"
     weights = load_file(path)
@@ -137,9 +137,14 @@ def randomise_gates(checkpoint: pathlib.Path) -> None:
         elif name.endswith("dt_proj.weight"):
             weights[name] = torch.randn(shape, generator=generator)
     save_file(weights, path)
+    moments = {"num_updates": torch.zeros(1, dtype=torch.int64)}
+    for name, weight in weights.items():
+        moments[f"{name}.exp_avg"] = torch.zeros_like(weight)
+        moments[f"{name}.exp_avg_sq"] = torch.zeros_like(weight)
+    save_file(moments, checkpoint / "optimizer.safetensors")
     state_path = checkpoint / "state.json"
     state = json.loads(state_path.read_text())
-    for name in ("model.safetensors", "state.json"):
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
         state["checksums"].pop(name, None)
     state_path.write_text(json.dumps(state))
 
@@ -183,7 +188,7 @@ def torch_steps(model, batches, steps: int) -> list[tuple[float, float]]:
         )
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.8)
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * learning_rate_factor(step, steps)
         optimizer.step()
