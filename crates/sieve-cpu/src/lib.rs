@@ -22,6 +22,7 @@
 
 pub mod adamw;
 pub mod attention;
+pub mod dma_scores;
 pub mod embedding;
 pub mod expire;
 pub mod gemm;
@@ -37,6 +38,7 @@ mod test_data;
 pub use adamw::{AdamWStep, adamw_step};
 pub use attention::decode::{DecodeShape, decode_attention};
 pub use attention::{AttentionShape, Documents, Mask, attention_backward, attention_forward};
+pub use dma_scores::{dma_scores_backward, dma_scores_forward};
 pub use embedding::{embedding_backward, embedding_forward};
 pub use expire::{MaskStatistics, dma_expire, dma_expire_by_threshold, mask_statistics};
 pub use gemm::{Matrix, MatrixMut, Threads, matmul};
