@@ -25,3 +25,6 @@ pub fn sum_of_squares<B: SieveBackend, const D: usize>(x: Tensor<B, D>) -> Tenso
         x.into_primitive().tensor(),
     )))
 }
+
+#[cfg(test)]
+mod tests;

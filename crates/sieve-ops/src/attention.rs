@@ -15,3 +15,6 @@ pub fn attention<B: SieveBackend>(
     let output = B::packed_attention(qkv.into_primitive().tensor(), &documents.bounds(), spec);
     Tensor::from_primitive(TensorPrimitive::Float(output.o))
 }
+
+#[cfg(test)]
+mod tests;

@@ -9,9 +9,9 @@ use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::tensor::TensorMetadata;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
 use std::fmt::Debug;
 use std::marker::PhantomData;
 
@@ -186,13 +186,7 @@ struct LinearCrossEntropyGradient;
 impl<B: SieveBackend> Gradient<B, 2> for LinearCrossEntropyGradient {
     type State = (FloatTensor<B>, FloatTensor<B>);
     fn gradients((dh, dweight): Self::State, dy: FloatTensor<B>) -> [FloatTensor<B>; 2] {
-        let scale: Tensor<B, 1> = Tensor::from_primitive(TensorPrimitive::Float(dy));
-        [dh, dweight].map(|gradient| {
-            let dtype = gradient.dtype();
-            let gradient: Tensor<B, 2> = Tensor::from_primitive(TensorPrimitive::Float(gradient));
-            let scale = scale.clone().cast(dtype).unsqueeze();
-            (gradient * scale).into_primitive().tensor()
-        })
+        [dh, dweight].map(|gradient| B::scaled(gradient, dy.clone()))
     }
 }
 
@@ -353,6 +347,10 @@ impl<B: SieveBackend, C: CheckpointStrategy> SieveBackend for Autodiff<B, C> {
         labels: IntTensor<Self>,
         z_loss: f64,
     ) -> FloatTensor<Self> {
+        if !h.is_tracked() && !weight.is_tracked() {
+            let loss = B::linear_cross_entropy(h.primitive, weight.primitive, labels, z_loss);
+            return constant::<B, C>(loss);
+        }
         let (loss, dh, dweight) = B::linear_cross_entropy_with_gradients(
             h.primitive.clone(),
             weight.primitive.clone(),

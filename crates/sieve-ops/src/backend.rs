@@ -332,6 +332,11 @@ pub trait SieveBackend: Backend {
         reference::linear_cross_entropy::<Self>(h, weight, labels, z_loss)
     }
 
+    /// `x` times a `[1]` that lies on the device; x may be changed in place where nobody else holds it.
+    fn scaled(x: FloatTensor<Self>, factor: FloatTensor<Self>) -> FloatTensor<Self> {
+        reference::scaled::<Self>(x, factor)
+    }
+
     /// Replaces whatever gradient arrives by `dy`; the output is a zero `[1]`. See [`crate::seed_gradient`].
     fn seed_gradient(y: FloatTensor<Self>, _dy: FloatTensor<Self>) -> FloatTensor<Self> {
         reference::zero_scalar::<Self>(y)

@@ -176,3 +176,6 @@ impl<B: Backend> Slots<B> {
         slot.bool_and(z.expand(all).greater_equal(smallest))
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -172,3 +172,6 @@ pub(crate) fn backward<B: SieveBackend>(
     let dz = dma_bias_backward(z, delta, float(d_delta), dma.bias);
     B::dma_scores_backward(qkv, w_dt, a, spec, dz.into_primitive().tensor(), dqkv)
 }
+
+#[cfg(test)]
+mod tests;

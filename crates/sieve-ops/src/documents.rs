@@ -63,3 +63,6 @@ impl<B: Backend> Documents<B> {
         ]
     }
 }
+
+#[cfg(test)]
+mod tests;

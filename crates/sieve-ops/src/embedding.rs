@@ -12,3 +12,6 @@ pub fn embedding<B: SieveBackend>(weight: Tensor<B, 2>, ids: Tensor<B, 2, Int>) 
     let y = B::embedding_rows(weight.into_primitive().tensor(), ids.into_primitive());
     Tensor::from_primitive(TensorPrimitive::Float(y))
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,12 +1,19 @@
 //! The CPU path: Burn's `Flex` tensors handed to the slice kernels of `sieve-cpu`.
 //!
 //! f32 takes the fast path; any other dtype (f64 in gradient checks) takes the reference.
+mod attention;
+mod qk_norm_rope;
+
 use crate::{
     AdamWStep, AdamWTensors, AttentionOutput, AttentionSpec, DmaSelection, DocumentBounds,
     RopeTables, SieveBackend, reference,
 };
+use attention::{
+    attention_backward, attention_forward, attention_shape, contiguous_bounds, documents, window,
+};
 use burn::tensor::{DType, Shape, TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
+use qk_norm_rope::QkNormRope;
 
 /// A contiguous tensor starting at the beginning of its storage.
 fn contiguous(x: FlexTensor) -> FlexTensor {
@@ -37,145 +44,6 @@ fn zeros_like(x: &FlexTensor) -> Vec<f32> {
 fn last_dim(x: &FlexTensor) -> usize {
     let shape = x.shape();
     shape[shape.num_dims() - 1]
-}
-
-/// Sizes of a packed tensor.
-fn attention_shape(qkv: &FlexTensor, spec: AttentionSpec) -> sieve_cpu::AttentionShape {
-    let shape = qkv.shape();
-    sieve_cpu::AttentionShape {
-        batch: shape[0],
-        seq_len: shape[1],
-        num_heads: spec.num_heads,
-        num_kv_heads: spec.num_kv_heads,
-        head_dim: shape[3],
-        softmax_scale: spec.softmax_scale as f32,
-    }
-}
-
-fn window(spec: AttentionSpec) -> sieve_cpu::Mask<'static> {
-    spec.window_size
-        .map_or(sieve_cpu::Mask::Causal, sieve_cpu::Mask::Window)
-}
-
-fn contiguous_bounds([start, end]: &DocumentBounds<Flex>) -> [FlexTensor; 2] {
-    [contiguous(start.clone()), contiguous(end.clone())]
-}
-
-fn documents(bounds: &[FlexTensor; 2]) -> sieve_cpu::Documents<'_> {
-    sieve_cpu::Documents {
-        start: ints(&bounds[0]),
-        end: ints(&bounds[1]),
-    }
-}
-
-fn attention_forward(
-    qkv: &FlexTensor,
-    bounds: &[FlexTensor; 2],
-    mask: sieve_cpu::Mask<'_>,
-    spec: AttentionSpec,
-) -> AttentionOutput<Flex> {
-    let shape = attention_shape(qkv, spec);
-    let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_heads);
-    let mut o = vec![0.0; batch * seq_len * heads * shape.head_dim];
-    let mut lse = vec![0.0; batch * heads * seq_len];
-    sieve_cpu::attention_forward(
-        shape,
-        floats(qkv),
-        documents(bounds),
-        mask,
-        &mut o,
-        &mut lse,
-    );
-    AttentionOutput {
-        o: from_vec(o, [batch, seq_len, heads, shape.head_dim]),
-        lse: from_vec(lse, [batch, heads, seq_len]),
-    }
-}
-
-fn attention_backward(
-    qkv: &FlexTensor,
-    bounds: &[FlexTensor; 2],
-    mask: sieve_cpu::Mask<'_>,
-    spec: AttentionSpec,
-    [o, lse, d_o]: [FlexTensor; 3],
-    d_delta: Option<&mut [f32]>,
-) -> FlexTensor {
-    let mut dqkv = zeros_like(qkv);
-    let [o, lse, d_o] = [o, lse, d_o].map(contiguous);
-    sieve_cpu::attention_backward(
-        attention_shape(qkv, spec),
-        floats(qkv),
-        documents(bounds),
-        mask,
-        floats(&o),
-        floats(&lse),
-        floats(&d_o),
-        &mut dqkv,
-        d_delta,
-    );
-    from_vec(dqkv, qkv.shape())
-}
-
-/// The arguments of q/k-norm with RoPE, contiguous and owned.
-struct QkNormRope {
-    q_weight: FlexTensor,
-    k_weight: FlexTensor,
-    cos: FlexTensor,
-    sin: FlexTensor,
-    start: Vec<i32>,
-    num_kv_heads: usize,
-    epsilon: f64,
-}
-
-impl QkNormRope {
-    fn new(
-        [q_weight, k_weight, positions]: [FlexTensor; 3],
-        rope: &RopeTables<Flex>,
-        num_kv_heads: usize,
-        epsilon: f64,
-    ) -> Self {
-        let seq_len = positions.shape()[1];
-        // The kernel counts positions from a document's start; any position is a start for some column.
-        let start = ints(&contiguous(positions))
-            .iter()
-            .enumerate()
-            .map(|(token, &position)| (token % seq_len) as i32 - position)
-            .collect();
-        Self {
-            q_weight: contiguous(q_weight),
-            k_weight: contiguous(k_weight),
-            cos: contiguous(rope.cos.clone()),
-            sin: contiguous(rope.sin.clone()),
-            start,
-            num_kv_heads,
-            epsilon,
-        }
-    }
-
-    fn op(&self, qkv: &FlexTensor) -> sieve_cpu::QkNormRope<'_> {
-        let shape = qkv.shape();
-        sieve_cpu::QkNormRope {
-            batch: shape[0],
-            seq_len: shape[1],
-            num_heads: shape[2] - 2 * self.num_kv_heads,
-            num_kv_heads: self.num_kv_heads,
-            head_dim: shape[3],
-            q_weight: floats(&self.q_weight),
-            k_weight: floats(&self.k_weight),
-            eps: self.epsilon as f32,
-            cos: floats(&self.cos),
-            sin: floats(&self.sin),
-            position_offset: 0,
-        }
-    }
-
-    /// Only the starts are read by the kernel.
-    fn documents(&self) -> sieve_cpu::Documents<'_> {
-        sieve_cpu::Documents {
-            start: &self.start,
-            end: &self.start,
-        }
-    }
 }
 
 impl SieveBackend for Flex {
@@ -358,6 +226,51 @@ impl SieveBackend for Flex {
         attention_backward(&qkv, &bounds, window(spec), spec, operands, None)
     }
 
+    fn dma_scores(
+        qkv: FlexTensor,
+        w_dt: FlexTensor,
+        a: FlexTensor,
+        spec: AttentionSpec,
+    ) -> FlexTensor {
+        if !is_f32(&qkv) {
+            return reference::dma_scores::<Self>(qkv, w_dt, a, spec);
+        }
+        // The kernel reads W_dt by KV head; a layer stores it so, and hands over a transposed view.
+        let [qkv, w, a] = [qkv, w_dt.transpose(0, 1), a].map(contiguous);
+        let shape = attention_shape(&qkv, spec);
+        let mut z = vec![0.0; shape.batch * shape.num_kv_heads * shape.seq_len];
+        sieve_cpu::dma_scores_forward(shape, floats(&qkv), floats(&w), floats(&a), &mut z);
+        from_vec(z, [shape.batch, shape.num_kv_heads, shape.seq_len])
+    }
+
+    fn dma_scores_backward(
+        qkv: FlexTensor,
+        w_dt: FlexTensor,
+        a: FlexTensor,
+        spec: AttentionSpec,
+        dz: FlexTensor,
+        dqkv: FlexTensor,
+    ) -> (FlexTensor, FlexTensor, FlexTensor) {
+        if !is_f32(&qkv) {
+            return reference::dma_scores_backward::<Self>(qkv, w_dt, a, spec, dz, dqkv);
+        }
+        let [qkv, w, a] = [qkv, w_dt.transpose(0, 1), a].map(contiguous);
+        let [dz, mut dqkv] = [dz, dqkv].map(contiguous);
+        let (mut dw, mut da) = (zeros_like(&w), zeros_like(&a));
+        sieve_cpu::dma_scores_backward(
+            attention_shape(&qkv, spec),
+            floats(&qkv),
+            floats(&w),
+            floats(&a),
+            floats(&dz),
+            dqkv.storage_mut(),
+            &mut dw,
+            &mut da,
+        );
+        let dw = from_vec(dw, w.shape()).transpose(0, 1);
+        (dqkv, dw, from_vec(da, a.shape()))
+    }
+
     fn dma_select(
         z: FlexTensor,
         bounds: &DocumentBounds<Self>,
@@ -525,6 +438,18 @@ impl SieveBackend for Flex {
             from_vec(dh, h.shape()),
             from_vec(dweight, weight.shape()),
         )
+    }
+
+    fn scaled(x: FlexTensor, factor: FlexTensor) -> FlexTensor {
+        if !is_f32(&x) || !is_f32(&factor) {
+            return reference::scaled::<Self>(x, factor);
+        }
+        let factor = floats(&contiguous(factor))[0];
+        let mut x = contiguous(x);
+        if factor != 1.0 {
+            x.storage_mut::<f32>().iter_mut().for_each(|x| *x *= factor);
+        }
+        x
     }
 
     fn sum_of_squares(x: FlexTensor) -> FlexTensor {

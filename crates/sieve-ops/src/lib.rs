@@ -24,6 +24,9 @@ mod cuda;
 mod flex;
 pub mod reference;
 
+#[cfg(test)]
+mod testing;
+
 pub use adamw::{adamw_step, sum_of_squares};
 pub use attention::attention;
 pub use backend::{

@@ -18,3 +18,6 @@ pub fn linear<B: SieveBackend, const D: usize>(
     );
     Tensor::from_primitive(TensorPrimitive::Float(y))
 }
+
+#[cfg(test)]
+mod tests;

@@ -39,3 +39,6 @@ pub fn token_losses<B: SieveBackend>(
     );
     Tensor::from_primitive(TensorPrimitive::Float(losses))
 }
+
+#[cfg(test)]
+mod tests;

@@ -94,3 +94,6 @@ pub fn qk_norm_rope<B: SieveBackend>(
     );
     Tensor::from_primitive(TensorPrimitive::Float(y))
 }
+
+#[cfg(test)]
+mod tests;

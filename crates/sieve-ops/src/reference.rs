@@ -11,7 +11,7 @@ mod linear_cross_entropy;
 mod norm;
 mod swiglu;
 
-pub use adamw::{adamw_step, sum_of_squares, zero_scalar};
+pub use adamw::{adamw_step, scaled, sum_of_squares, zero_scalar};
 pub use attention::{
     attention, attention_backward, decode_attention, dma_attention, dma_attention_backward,
 };

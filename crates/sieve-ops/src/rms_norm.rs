@@ -20,3 +20,6 @@ pub fn rms_norm<B: SieveBackend, const D: usize>(
     );
     Tensor::from_primitive(TensorPrimitive::Float(y))
 }
+
+#[cfg(test)]
+mod tests;

@@ -13,3 +13,6 @@ pub fn seed_gradient<B: SieveBackend, const D: usize>(
     let seed = B::seed_gradient(y.into_primitive().tensor(), dy.into_primitive().tensor());
     Tensor::from_primitive(TensorPrimitive::Float(seed))
 }
+
+#[cfg(test)]
+mod tests;

@@ -11,3 +11,6 @@ pub fn swiglu<B: SieveBackend, const D: usize>(gate_up: Tensor<B, D>) -> Tensor<
     let y = B::swiglu(gate_up.into_primitive().tensor());
     Tensor::from_primitive(TensorPrimitive::Float(y))
 }
+
+#[cfg(test)]
+mod tests;

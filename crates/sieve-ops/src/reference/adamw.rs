@@ -1,5 +1,5 @@
-//! AdamW, norms, and the zero of a seeded graph.
-use super::{primitive, rows, tensor, upcast};
+//! AdamW, norms, products with a scalar, and the zero of a seeded graph.
+use super::{primitive, rows, tensor, unrows};
 use crate::{AdamWStep, AdamWTensors};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
@@ -17,9 +17,8 @@ pub fn adamw_step<B: Backend>(
         let count = x.shape().num_elements();
         tensor::<B, 1>(B::float_reshape(x, Shape::new([count])))
     };
-    let (param, dtype) = (flat(tensors.param), grad.dtype());
+    let param = flat(tensors.param);
     let compute = param.dtype();
-    let _ = dtype;
     let grad = flat(grad).cast(compute) * tensor::<B, 1>(grad_scale).cast(compute);
     let exp_avg = flat(tensors.exp_avg) * step.beta1 + grad.clone() * (1.0 - step.beta1);
     let exp_avg_sq =
@@ -41,11 +40,14 @@ pub fn sum_of_squares<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
     primitive(x.powi_scalar(2).sum())
 }
 
-/// A zero `[1]` beside `y`.
+/// `x * factor`, the factor a `[1]`; the product is rounded to the dtype of x.
+pub fn scaled<B: Backend>(x: FloatTensor<B>, factor: FloatTensor<B>) -> FloatTensor<B> {
+    let (x, dtype, shape) = rows::<B>(x);
+    let factor = tensor::<B, 1>(factor).cast(x.dtype());
+    unrows(x * factor.unsqueeze(), dtype, shape)
+}
+
+/// A zero `[1]` of the dtype and on the device of `y`.
 pub fn zero_scalar<B: Backend>(y: FloatTensor<B>) -> FloatTensor<B> {
-    let (y, dtype) = upcast::<B, 1>(B::float_reshape(
-        y.clone(),
-        [y.shape().num_elements()].into(),
-    ));
-    primitive(Tensor::<B, 1>::zeros([1], (&y.device(), dtype)))
+    B::float_zeros([1].into(), &B::float_device(&y), y.dtype().into())
 }

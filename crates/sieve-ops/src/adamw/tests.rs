@@ -1,0 +1,165 @@
+use super::{adamw_step, sum_of_squares};
+use crate::testing::{Input, Random, assert_close, host};
+use crate::{AdamWStep, AdamWTensors};
+use burn::tensor::{DType, Tensor, TensorPrimitive};
+use burn_flex::{Flex, FlexTensor};
+
+fn step_number(t: i32) -> AdamWStep {
+    let (beta1, beta2) = (0.9_f64, 0.95_f64);
+    AdamWStep {
+        lr: 3e-3,
+        beta1,
+        beta2,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        bias_correction1: 1.0 - beta1.powi(t),
+        bias_correction2: 1.0 - beta2.powi(t),
+    }
+}
+
+fn tensor<const D: usize>(x: FlexTensor) -> Tensor<Flex, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(x))
+}
+
+fn start(param: FlexTensor) -> AdamWTensors<Flex> {
+    let zeros = || FlexTensor::zeros(param.layout().shape().clone(), param.dtype());
+    AdamWTensors {
+        exp_avg: zeros(),
+        exp_avg_sq: zeros(),
+        param,
+    }
+}
+
+fn scale(value: f64, dtype: DType) -> Tensor<Flex, 1> {
+    Tensor::from_data([value], (&Default::default(), dtype))
+}
+
+/// Ten steps with a fresh gradient each.
+fn ten_steps(dtype: DType) -> AdamWTensors<Flex> {
+    let mut random = Random(1);
+    let mut tensors = start(random.input(&[63, 40]).tensor(dtype));
+    for t in 1..=10 {
+        let gradient = tensor::<2>(random.input(&[63, 40]).tensor(dtype));
+        tensors = adamw_step(tensors, gradient, scale(0.5, dtype), step_number(t));
+    }
+    tensors
+}
+
+#[test]
+fn ten_steps_equal_the_formulas() {
+    // The formulas again, on single numbers.
+    let mut random = Random(1);
+    let mut param = random.input(&[63, 40]).values;
+    let (mut m, mut v) = (vec![0.0; param.len()], vec![0.0; param.len()]);
+    for t in 1..=10 {
+        let gradient = random.input(&[63, 40]).values;
+        let step = step_number(t);
+        for n in 0..param.len() {
+            let g = 0.5 * gradient[n];
+            param[n] *= 1.0 - step.lr * step.weight_decay;
+            m[n] = step.beta1 * m[n] + (1.0 - step.beta1) * g;
+            v[n] = step.beta2 * v[n] + (1.0 - step.beta2) * g * g;
+            let (m, v) = (m[n] / step.bias_correction1, v[n] / step.bias_correction2);
+            param[n] -= step.lr * m / (v.sqrt() + step.eps);
+        }
+    }
+    for (dtype, tolerance) in [(DType::F32, 2e-6), (DType::F64, 1e-13)] {
+        let got = ten_steps(dtype);
+        assert_close("param", &host(got.param), &param, tolerance);
+        assert_close("exp_avg", &host(got.exp_avg), &m, tolerance);
+        assert_close("exp_avg_sq", &host(got.exp_avg_sq), &v, tolerance);
+    }
+}
+
+fn address(x: &FlexTensor) -> *const f32 {
+    x.storage::<f32>().as_ptr()
+}
+
+#[test]
+fn tensors_that_nobody_else_holds_are_updated_in_place() {
+    let tensors = start(Random(2).input(&[300, 7]).tensor(DType::F32));
+    let addresses = |x: &AdamWTensors<Flex>| {
+        [
+            address(&x.param),
+            address(&x.exp_avg),
+            address(&x.exp_avg_sq),
+        ]
+    };
+    let before = addresses(&tensors);
+    let gradient = tensor::<2>(Random(3).input(&[300, 7]).tensor(DType::F32));
+    let after = adamw_step(tensors, gradient, scale(1.0, DType::F32), step_number(1));
+    assert_eq!(addresses(&after), before);
+}
+
+#[test]
+fn a_tensor_that_somebody_holds_is_left_as_it_was() {
+    let tensors = start(Random(2).input(&[300, 7]).tensor(DType::F32));
+    let held = tensors.clone();
+    let gradient = tensor::<2>(Random(3).input(&[300, 7]).tensor(DType::F32));
+    let after = adamw_step(tensors, gradient, scale(1.0, DType::F32), step_number(1));
+    assert_eq!(host(held.param.clone()), Random(2).input(&[300, 7]).values);
+    assert!(host(held.exp_avg).iter().all(|&x| x == 0.0));
+    assert!(address(&after.param) != address(&held.param));
+}
+
+#[test]
+fn gradients_may_be_views() {
+    let gradient = Random(4).input(&[6, 10]).tensor(DType::F32);
+    let run = |gradient: FlexTensor| {
+        let param = Random(5).input(&[6, 10]).tensor(DType::F32);
+        let next = adamw_step(
+            start(param),
+            tensor::<2>(gradient),
+            scale(1.0, DType::F32),
+            step_number(1),
+        );
+        host(next.param)
+    };
+    let stored = run(gradient.clone());
+    let transposed = gradient.transpose(0, 1).to_contiguous().transpose(0, 1);
+    assert_eq!(run(transposed), stored);
+    // A parameter that is a window into a larger tensor.
+    let wide = Random(6).input(&[8, 10]).tensor(DType::F32);
+    let narrow = wide.narrow(0, 1, 6);
+    let next = adamw_step(
+        start(narrow.clone()),
+        tensor::<2>(gradient.clone()),
+        scale(1.0, DType::F32),
+        step_number(1),
+    );
+    let copied = adamw_step(
+        start(narrow.to_contiguous()),
+        tensor::<2>(gradient),
+        scale(1.0, DType::F32),
+        step_number(1),
+    );
+    assert_eq!(host(next.param), host(copied.param));
+}
+
+#[test]
+fn squares_add_up_in_any_view() {
+    let input: Input = Random(7).input(&[63, 40]);
+    let exact: f64 = input.values.iter().map(|x| x * x).sum();
+    let x = input.tensor(DType::F32);
+    let sum = |x: FlexTensor| -> f64 { sum_of_squares(tensor::<2>(x)).into_scalar().into() };
+    assert_close("sum", &[sum(x.clone())], &[exact], 2e-7 * exact);
+    assert_close(
+        "transposed",
+        &[sum(x.transpose(0, 1))],
+        &[exact],
+        2e-7 * exact,
+    );
+    let f64s: Vec<f64> = sum_of_squares(tensor::<2>(input.tensor(DType::F64)))
+        .into_data()
+        .iter::<f64>()
+        .collect();
+    assert_close("in f64", &f64s, &[exact], 1e-11 * exact);
+    assert!(
+        sum(FlexTensor::filled_typed(
+            [3, 4].into(),
+            DType::F32,
+            f32::NAN
+        ))
+        .is_nan()
+    );
+}

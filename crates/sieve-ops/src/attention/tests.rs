@@ -1,0 +1,210 @@
+use super::attention;
+use crate::testing::{
+    Ad, Float, Input, Random, assert_close, check_finite_differences, check_parity, check_views,
+    documents, float, host, primitive,
+};
+use crate::{AttentionSpec, Documents, SieveBackend, reference};
+use burn::tensor::DType;
+use burn::tensor::backend::AutodiffBackend;
+use burn_flex::Flex;
+
+fn spec(group_size: usize, head_dim: usize, window_size: Option<usize>) -> AttentionSpec {
+    AttentionSpec {
+        num_heads: 3 * group_size,
+        num_kv_heads: 3,
+        softmax_scale: 1.0 / (head_dim as f64).sqrt(),
+        window_size,
+    }
+}
+
+fn packed(spec: AttentionSpec, [batch, seq_len, head_dim]: [usize; 3], seed: u64) -> Input {
+    // Logits far apart and close together.
+    let dims = [batch, seq_len, spec.packed_heads(), head_dim];
+    Random(seed).input(&dims).affine(1.5, 0.0)
+}
+
+fn run(qkv: &Float, documents: &Documents<Ad>, spec: AttentionSpec) -> Float {
+    primitive(attention(float(qkv), documents, spec))
+}
+
+fn reference_run(qkv: &Float, documents: &Documents<Ad>, spec: AttentionSpec) -> Float {
+    reference::attention::<Ad>(qkv.clone(), &documents.bounds(), spec).o
+}
+
+fn check(spec: AttentionSpec, dims: [usize; 3], lengths: &[usize]) {
+    let inputs = [packed(spec, dims, 1)];
+    let documents = documents::<Ad>(lengths, [dims[0], dims[1]]);
+    let what = format!("attention {spec:?} {dims:?} {lengths:?}");
+    check_parity(
+        &what,
+        &inputs,
+        &|inputs| run(&inputs[0], &documents, spec),
+        &|inputs| reference_run(&inputs[0], &documents, spec),
+    );
+}
+
+#[test]
+fn dense_attention_equals_the_reference() {
+    for (group_size, head_dim) in [(1, 16), (2, 20), (4, 7)] {
+        let spec = spec(group_size, head_dim, None);
+        check(spec, [2, 63, head_dim], &[]);
+        check(spec, [2, 63, head_dim], &[5, 1, 1, 30]);
+        check(spec, [1, 1, head_dim], &[]);
+    }
+    // More than one tile of queries and of keys.
+    check(spec(2, 32, None), [1, 193, 32], &[100]);
+}
+
+#[test]
+fn window_attention_equals_the_reference() {
+    for window_size in [1, 7, 63, 100] {
+        let spec = spec(2, 16, Some(window_size));
+        check(spec, [2, 63, 16], &[]);
+        check(spec, [2, 63, 16], &[9, 1, 1, 40]);
+        check(spec, [1, 1, 16], &[]);
+    }
+    check(spec(4, 32, Some(40)), [1, 193, 32], &[100]);
+}
+
+#[test]
+fn log_sum_exp_equals_the_reference() {
+    let spec = spec(2, 16, Some(7));
+    let qkv = packed(spec, [2, 63, 16], 2);
+    let bounds = documents::<Flex>(&[20, 1], [2, 63]).bounds();
+    let lse = |dtype| {
+        let qkv = qkv.tensor(dtype);
+        host(Flex::packed_attention(qkv, &bounds, spec).lse)
+    };
+    assert_close("lse", &lse(DType::F32), &lse(DType::F64), 2e-6);
+}
+
+#[test]
+fn gradients_are_those_of_the_function() {
+    for window_size in [None, Some(3)] {
+        let spec = spec(2, 4, window_size);
+        let documents = documents::<Ad>(&[4, 1], [2, 9]);
+        let inputs = [packed(spec, [2, 9, 4], 3)];
+        let op = |inputs: &[Float]| run(&inputs[0], &documents, spec);
+        check_finite_differences("attention", &inputs, &op);
+    }
+}
+
+#[test]
+fn views_give_the_same_bits() {
+    for window_size in [None, Some(7)] {
+        let spec = spec(2, 16, window_size);
+        let documents = documents::<Ad>(&[20, 1], [2, 37]);
+        let inputs = [packed(spec, [2, 37, 16], 4)];
+        let op = |inputs: &[Float]| run(&inputs[0], &documents, spec);
+        check_views("attention", &inputs, &op);
+    }
+}
+
+#[test]
+fn document_bounds_may_be_views() {
+    let spec = spec(1, 16, None);
+    let stored = documents::<Ad>(&[20, 1], [2, 37]);
+    let transposed = |x: burn::tensor::Tensor<Ad, 2, burn::tensor::Int>| {
+        let rows: Vec<i32> = x.swap_dims(0, 1).into_data().to_vec().expect("i32");
+        crate::testing::ints(rows, [37, 2]).swap_dims(0, 1)
+    };
+    let viewed = Documents {
+        start: transposed(stored.start.clone()),
+        end: transposed(stored.end.clone()),
+        positions: stored.positions.clone(),
+    };
+    let qkv = Ad::from_inner(packed(spec, [2, 37, 16], 5).tensor(DType::F32));
+    assert_eq!(
+        host(run(&qkv, &viewed, spec).primitive),
+        host(run(&qkv, &stored, spec).primitive)
+    );
+}
+
+/// Output rows of a batch of one, `[seq_len][heads * head_dim]`.
+fn rows(qkv: &Input, lengths: &[usize], spec: AttentionSpec) -> Vec<Vec<f64>> {
+    let seq_len = qkv.dims[1];
+    let documents = documents::<Ad>(lengths, [1, seq_len]);
+    let qkv = Ad::from_inner(qkv.tensor(DType::F32));
+    let o = host(run(&qkv, &documents, spec).primitive);
+    o.chunks(o.len() / seq_len).map(<[f64]>::to_vec).collect()
+}
+
+#[test]
+fn later_tokens_change_no_bit_of_earlier_rows() {
+    let seq_len = 150;
+    for window_size in [None, Some(1), Some(40)] {
+        let spec = spec(2, 16, window_size);
+        let qkv = packed(spec, [1, seq_len, 16], 6);
+        let before = rows(&qkv, &[], spec);
+        let token = qkv.values.len() / seq_len;
+        for changed_from in [1, 15, 16, 64, 100, 149] {
+            let mut other = qkv.clone();
+            let later = other.values[changed_from * token..].iter_mut();
+            later.for_each(|x| *x = -2.0 * *x + 1.0);
+            let after = rows(&other, &[], spec);
+            assert!(
+                before[..changed_from] == after[..changed_from],
+                "{window_size:?}, changed from {changed_from}"
+            );
+            assert!(before[changed_from] != after[changed_from]);
+        }
+    }
+}
+
+#[test]
+fn other_documents_change_no_bit() {
+    let (seq_len, lengths) = (120, [50, 1, 33]);
+    for window_size in [None, Some(20)] {
+        let spec = spec(2, 16, window_size);
+        let qkv = packed(spec, [1, seq_len, 16], 7);
+        let before = rows(&qkv, &lengths, spec);
+        let token = qkv.values.len() / seq_len;
+        for document in [0..50, 50..51, 51..84, 84..120] {
+            let mut other = qkv.clone();
+            let its = document.start * token..document.end * token;
+            other.values[its]
+                .iter_mut()
+                .for_each(|x| *x = -20.0 * *x + 1e3);
+            let after = rows(&other, &lengths, spec);
+            for row in 0..seq_len {
+                let same = before[row] == after[row];
+                assert_eq!(same, !document.contains(&row), "{document:?}, row {row}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_document_gives_the_bits_it_gives_alone() {
+    let spec = spec(2, 16, Some(20));
+    let qkv = packed(spec, [1, 100, 16], 8);
+    let packed_rows = rows(&qkv, &[37, 40], spec);
+    let token = qkv.values.len() / 100;
+    let alone = Input {
+        values: qkv.values[37 * token..77 * token].to_vec(),
+        dims: vec![1, 40, spec.packed_heads(), 16],
+    };
+    for (row, alone) in rows(&alone, &[], spec).iter().enumerate() {
+        let got = &packed_rows[37 + row];
+        assert_close(&format!("row {row}"), got, alone, 2e-6);
+    }
+}
+
+#[test]
+fn a_window_of_the_whole_length_is_dense() {
+    let dense = spec(2, 16, None);
+    let qkv = packed(dense, [1, 70, 16], 9);
+    let (all, one) = (spec(2, 16, Some(70)), spec(2, 16, Some(1)));
+    let (a, b) = (rows(&qkv, &[], dense), rows(&qkv, &[], all));
+    assert_close("window", &a.concat(), &b.concat(), 2e-6);
+    // A window of one copies the values.
+    let o = rows(&qkv, &[], one);
+    let heads = dense.packed_heads();
+    for (token, row) in o.iter().enumerate() {
+        for head in 0..dense.num_heads {
+            let value_head = dense.num_heads + 3 + head / 2;
+            let at = (token * heads + value_head) * 16;
+            assert_eq!(&row[head * 16..][..16], &qkv.values[at..at + 16]);
+        }
+    }
+}

@@ -1,0 +1,155 @@
+use super::{DmaCache, DmaToken, decode_attention, dma_decode};
+use crate::testing::{Random, assert_close, documents, host};
+use crate::{AttentionSpec, DmaBias, DmaSelection, SieveBackend, attention, dma_bias, dma_select};
+use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
+use burn_flex::{Flex, FlexTensor};
+
+const HEAD_DIM: usize = 16;
+const KV_HEADS: usize = 3;
+
+fn tensor<const D: usize>(x: FlexTensor) -> Tensor<Flex, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(x))
+}
+
+fn spec(group_size: usize) -> AttentionSpec {
+    AttentionSpec {
+        num_heads: KV_HEADS * group_size,
+        num_kv_heads: KV_HEADS,
+        softmax_scale: 1.0 / (HEAD_DIM as f64).sqrt(),
+        window_size: None,
+    }
+}
+
+/// q of token `at`; k and v of the tokens up to it.
+fn last_query(
+    qkv: &Tensor<Flex, 4>,
+    at: usize,
+    spec: AttentionSpec,
+) -> (Tensor<Flex, 3>, Tensor<Flex, 4>, Tensor<Flex, 4>) {
+    let batch = qkv.dims()[0];
+    let heads = spec.num_heads;
+    let q = qkv.clone().narrow(1, at, 1).narrow(2, 0, heads);
+    let keys = qkv.clone().narrow(1, 0, at + 1);
+    (
+        q.reshape([batch, heads, HEAD_DIM]),
+        keys.clone().narrow(2, heads, KV_HEADS),
+        keys.narrow(2, heads + KV_HEADS, KV_HEADS),
+    )
+}
+
+#[test]
+fn one_query_gives_the_row_of_the_whole_pass() {
+    for (group_size, seq_len) in [(1, 1), (2, 37), (4, 130)] {
+        let spec = spec(group_size);
+        let qkv = Random(1).input(&[2, seq_len, spec.packed_heads(), HEAD_DIM]);
+        let qkv = tensor::<4>(qkv.tensor(DType::F32));
+        let rows = attention(qkv.clone(), &documents(&[], [2, seq_len]), spec);
+        for at in [0, seq_len / 2, seq_len - 1] {
+            // k and v are views into the packed tensor.
+            let (q, k, v) = last_query(&qkv, at, spec);
+            let row = decode_attention(q, k, v, None, spec.softmax_scale);
+            let expected = rows.clone().narrow(1, at, 1);
+            assert_close(
+                &format!("row {at}"),
+                &host(row.into_primitive().tensor()),
+                &host(expected.into_primitive().tensor()),
+                4e-6,
+            );
+        }
+    }
+}
+
+#[test]
+fn a_bias_per_key_equals_the_reference() {
+    let spec = spec(2);
+    let qkv = Random(2).input(&[2, 29, spec.packed_heads(), HEAD_DIM]);
+    let delta = Random(3).input(&[2, KV_HEADS, 29]);
+    let run = |dtype| {
+        let (q, k, v) = last_query(&tensor(qkv.tensor(dtype)), 28, spec);
+        let delta = Some(tensor(delta.tensor(dtype)));
+        let o = decode_attention(q, k, v, delta, spec.softmax_scale);
+        host(o.into_primitive().tensor())
+    };
+    assert_close("o", &run(DType::F32), &run(DType::F64), 2e-6);
+}
+
+/// Scores on a few levels, so that most keys tie.
+fn tied_scores(seq_len: usize, seed: u64) -> FlexTensor {
+    let mut random = Random(seed);
+    let mut scores = random.input(&[2, KV_HEADS, seq_len]);
+    let levels = [0.0, -0.0, 1.0, -1.0, 0.5];
+    for value in &mut scores.values {
+        *value = levels[random.below(levels.len())];
+    }
+    scores.tensor(DType::F32)
+}
+
+fn bits(x: Tensor<Flex, 3, Int>) -> Vec<i64> {
+    x.into_data().iter::<i64>().collect()
+}
+
+#[test]
+fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
+    let (seq_len, keep_window_size) = (48, 5);
+    for (group_size, bias) in [(1, DmaBias::Exp), (2, DmaBias::Linear), (4, DmaBias::Exp)] {
+        let spec = spec(group_size);
+        let heads = spec.num_heads;
+        let qkv = Random(4).input(&[2, seq_len, spec.packed_heads(), HEAD_DIM]);
+        let qkv = qkv.tensor(DType::F32);
+        let z = tied_scores(seq_len, 5);
+        let all = documents::<Flex>(&[], [2, seq_len]);
+        let expire = dma_select(tensor::<3>(z.clone()), &all, keep_window_size);
+        let selection = DmaSelection {
+            expire: expire.clone().into_primitive(),
+            lists: Vec::new(),
+        };
+        let delta = dma_bias(tensor::<3>(z.clone()), bias)
+            .into_primitive()
+            .tensor();
+        let rows = Flex::dma_attention(qkv.clone(), delta, &all.bounds(), &selection, spec).o;
+        let expire = bits(expire);
+
+        let token = |at: usize| qkv.narrow(1, at, 1);
+        let mut cache = DmaCache::<Flex> {
+            k: token(0).narrow(2, heads, KV_HEADS),
+            v: token(0).narrow(2, heads + KV_HEADS, KV_HEADS),
+            z: z.narrow(2, 0, 1),
+            positions: Tensor::<Flex, 3, Int>::zeros([2, KV_HEADS, 1], &Default::default())
+                .into_primitive(),
+            keep_window_size,
+        };
+        for at in 1..seq_len {
+            let offered = DmaToken {
+                q: token(at)
+                    .narrow(2, 0, heads)
+                    .reshape([2, heads, HEAD_DIM].into()),
+                k: token(at)
+                    .narrow(2, heads, KV_HEADS)
+                    .reshape([2, KV_HEADS, HEAD_DIM].into()),
+                v: token(at)
+                    .narrow(2, heads + KV_HEADS, KV_HEADS)
+                    .reshape([2, KV_HEADS, HEAD_DIM].into()),
+                z: z.narrow(2, at, 1).reshape([2, KV_HEADS].into()),
+                position: at,
+            };
+            let (next, o) = dma_decode(cache, offered, spec.softmax_scale, bias);
+            cache = next;
+            assert_close(
+                &format!("row {at}, {bias:?}"),
+                &host(o.into_primitive().tensor()),
+                &host(rows.narrow(1, at, 1)),
+                4e-6,
+            );
+            // The slots hold exactly the keys that the mask shows to this query.
+            let positions = bits(Tensor::from_primitive(cache.positions.clone()));
+            let slots = positions.len() / (2 * KV_HEADS);
+            for (head, held) in positions.chunks(slots).enumerate() {
+                let mut held = held.to_vec();
+                held.sort_unstable();
+                let seen = (0..=at as i64)
+                    .filter(|&key| expire[head * seq_len + key as usize] > at as i64);
+                assert_eq!(held, seen.collect::<Vec<_>>(), "row {at}, head {head}");
+            }
+        }
+    }
+}

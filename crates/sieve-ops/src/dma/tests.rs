@@ -1,0 +1,56 @@
+mod gradients;
+mod mask;
+
+use super::{DmaSpec, dma_bias, dynamic_mask_attention};
+use crate::testing::{Ad, Float, Input, Random, float, primitive};
+use crate::{AttentionSpec, DmaBias, Documents, reference};
+
+/// Three KV heads, a group of `group_size`.
+fn spec(group_size: usize, head_dim: usize) -> AttentionSpec {
+    AttentionSpec {
+        num_heads: 3 * group_size,
+        num_kv_heads: 3,
+        softmax_scale: 1.0 / (head_dim as f64).sqrt(),
+        window_size: None,
+    }
+}
+
+fn dma(keep_window_size: usize, bias: DmaBias) -> DmaSpec {
+    DmaSpec {
+        keep_window_size,
+        bias,
+    }
+}
+
+/// The packed tensor, W_dt and A.
+fn inputs(spec: AttentionSpec, [batch, seq_len, head_dim]: [usize; 3], seed: u64) -> [Input; 3] {
+    let mut random = Random(seed);
+    let width = spec.num_kv_heads * head_dim;
+    [
+        random.input(&[batch, seq_len, spec.packed_heads(), head_dim]),
+        random
+            .input(&[width, spec.num_kv_heads])
+            .affine(1.0 / (width as f64).sqrt(), 0.0),
+        random.input(&[spec.num_kv_heads]).affine(0.5, 0.0),
+    ]
+}
+
+fn run(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec, dma: DmaSpec) -> Float {
+    let (qkv, w_dt, a) = (float(&inputs[0]), float(&inputs[1]), float(&inputs[2]));
+    primitive(dynamic_mask_attention(qkv, w_dt, a, documents, spec, dma).o)
+}
+
+/// Scores, brute-force selection and attention with the whole score matrix, in plain Burn ops.
+fn reference_run(
+    inputs: &[Float],
+    documents: &Documents<Ad>,
+    spec: AttentionSpec,
+    dma: DmaSpec,
+) -> Float {
+    let [qkv, w_dt, a] = [0, 1, 2].map(|n| inputs[n].clone());
+    let bounds = documents.bounds();
+    let z = reference::dma_scores::<Ad>(qkv.clone(), w_dt, a, spec);
+    let selection = reference::dma_select::<Ad>(z.clone(), &bounds, dma.keep_window_size);
+    let delta = primitive(dma_bias(float::<3>(&z), dma.bias));
+    reference::dma_attention::<Ad>(qkv, delta, &bounds, &selection, spec).o
+}

@@ -1,0 +1,140 @@
+use super::{dma, inputs, reference_run, run, spec};
+use crate::testing::{
+    Ad, Float, Input, View, assert_close, check_finite_differences, check_parity, check_views,
+    documents, evaluate,
+};
+use crate::{DMA_SCORE_CLAMP, DmaBias};
+use burn::tensor::DType;
+
+fn check(group_size: usize, dims: [usize; 3], keep_window_size: usize, lengths: &[usize]) {
+    let spec = spec(group_size, dims[2]);
+    let documents = documents::<Ad>(lengths, [dims[0], dims[1]]);
+    for bias in [DmaBias::Exp, DmaBias::Linear] {
+        let dma = dma(keep_window_size, bias);
+        check_parity(
+            &format!("{dma:?} group {group_size} {dims:?} {lengths:?}"),
+            &inputs(spec, dims, 1),
+            &|inputs| run(inputs, &documents, spec, dma),
+            &|inputs| reference_run(inputs, &documents, spec, dma),
+        );
+    }
+}
+
+#[test]
+fn equals_the_reference_for_groups_windows_and_documents() {
+    check(1, [2, 63, 16], 7, &[]);
+    check(2, [2, 63, 20], 7, &[20, 1, 1, 30]);
+    check(4, [2, 63, 16], 2, &[9]);
+    check(2, [1, 63, 8], 63, &[]);
+    check(2, [1, 63, 8], 100, &[30]);
+    check(2, [1, 1, 16], 5, &[]);
+    check(2, [1, 193, 32], 40, &[100]);
+}
+
+#[test]
+fn a_query_that_keeps_one_key_copies_its_value() {
+    // A softmax of one key is constant: all that flows is dv, and what is left of differences that cancel.
+    let spec = spec(4, 16);
+    let documents = documents::<Ad>(&[9], [2, 63]);
+    let inputs = inputs(spec, [2, 63, 16], 1);
+    let run_in = |dtype| {
+        let op = |inputs: &[Float]| run(inputs, &documents, spec, dma(1, DmaBias::Exp));
+        evaluate(&op, &inputs, 5, dtype, View::Contiguous)
+    };
+    let (fast, exact) = (run_in(DType::F32), run_in(DType::F64));
+    assert_close("o", &fast.output, &exact.output, 0.0);
+    assert_close("dqkv", &fast.gradients[0], &exact.gradients[0], 2e-5);
+    for n in [1, 2] {
+        let zeros = vec![0.0; exact.gradients[n].len()];
+        assert_close("in f64", &exact.gradients[n], &zeros, 1e-12);
+        assert_close("in f32", &fast.gradients[n], &zeros, 1e-4);
+    }
+}
+
+#[test]
+fn gradients_are_those_of_the_function() {
+    let spec = spec(2, 4);
+    let documents = documents::<Ad>(&[6, 1], [2, 12]);
+    for bias in [DmaBias::Exp, DmaBias::Linear] {
+        let op = |inputs: &[Float]| run(inputs, &documents, spec, dma(3, bias));
+        check_finite_differences("dma", &inputs(spec, [2, 12, 4], 2), &op);
+    }
+}
+
+#[test]
+fn at_zero_the_gate_learns_and_the_scores_do_not() {
+    // Every score ties whatever W_dt is. A small step of A reorders keys, so differences hold for a window of all keys.
+    let spec = spec(2, 4);
+    let documents = documents::<Ad>(&[5], [2, 12]);
+    let mut inputs = inputs(spec, [2, 12, 4], 3);
+    inputs[2] = inputs[2].clone().affine(0.0, 0.0);
+    for bias in [DmaBias::Exp, DmaBias::Linear] {
+        let all = |inputs: &[Float]| run(inputs, &documents, spec, dma(12, bias));
+        check_finite_differences("dma at A = 0", &inputs, &all);
+        for dtype in [DType::F32, DType::F64] {
+            let op = |inputs: &[Float]| run(inputs, &documents, spec, dma(3, bias));
+            let gradients = evaluate(&op, &inputs, 4, dtype, View::Contiguous).gradients;
+            assert!(gradients[1].iter().all(|&dw| dw == 0.0), "dW_dt");
+            assert!(gradients[2].iter().all(|&da| da.abs() > 1e-4), "dA");
+        }
+    }
+}
+
+/// Inputs whose every score is `softplus(1) * a`, up to the random part of x.
+fn with_gates(a: f64) -> [Input; 3] {
+    let mut inputs = inputs(spec(2, 4), [1, 12, 4], 5);
+    inputs[2] = inputs[2].clone().affine(0.0, a);
+    inputs
+}
+
+#[test]
+fn above_the_clamp_the_bias_is_flat() {
+    // softplus of a value near 0 is about 0.7, so a gate of 400 puts every score near 280.
+    let documents = documents::<Ad>(&[], [1, 12]);
+    let op = |inputs: &[Float]| run(inputs, &documents, spec(2, 4), dma(5, DmaBias::Exp));
+    for dtype in [DType::F32, DType::F64] {
+        let clamped = evaluate(&op, &with_gates(400.0), 6, dtype, View::Contiguous);
+        assert!(clamped.output.iter().all(|o| o.is_finite()));
+        assert!(clamped.gradients[1].iter().all(|&dw| dw == 0.0), "dW_dt");
+        assert!(clamped.gradients[2].iter().all(|&da| da == 0.0), "dA");
+        let below = evaluate(&op, &with_gates(2.0), 6, dtype, View::Contiguous);
+        assert!(below.gradients[2].iter().all(|&da| da != 0.0), "dA");
+    }
+    // Scores on both sides of the clamp: those above count in no gradient. exp(60) is far beyond what differences can
+    // resolve, so the boundary is checked on the bias alone.
+    let z = [
+        0.0,
+        DMA_SCORE_CLAMP - 1e-3,
+        DMA_SCORE_CLAMP,
+        DMA_SCORE_CLAMP + 1e-3,
+        88.0,
+        1e6,
+    ];
+    for dtype in [DType::F32, DType::F64] {
+        let z = Input {
+            values: z.to_vec(),
+            dims: vec![1, 1, z.len()],
+        };
+        let z: burn::tensor::Tensor<burn_flex::Flex, 3> = burn::tensor::Tensor::from_primitive(
+            burn::tensor::TensorPrimitive::Float(z.tensor(dtype)),
+        );
+        let delta = super::dma_bias(z.clone(), DmaBias::Exp);
+        let dz =
+            crate::dma::dma_bias_backward(z.clone(), delta.clone(), z.ones_like(), DmaBias::Exp);
+        let delta: Vec<f64> = delta.into_data().iter::<f64>().collect();
+        let dz: Vec<f64> = dz.into_data().iter::<f64>().collect();
+        assert!(delta.iter().all(|x| x.is_finite()));
+        assert_eq!(dz[..3], delta[..3]);
+        assert_eq!(dz[3..], [0.0; 3]);
+        let top = DMA_SCORE_CLAMP.exp();
+        assert_close("clamp", &delta[2..], &[top; 4], 1e-5 * top);
+    }
+}
+
+#[test]
+fn views_give_the_same_bits() {
+    let spec = spec(2, 16);
+    let documents = documents::<Ad>(&[20, 1], [2, 37]);
+    let op = |inputs: &[Float]| run(inputs, &documents, spec, dma(7, DmaBias::Exp));
+    check_views("dma", &inputs(spec, [2, 37, 16], 7), &op);
+}

@@ -1,0 +1,339 @@
+use super::{dma, inputs, run, spec};
+use crate::testing::{Ad, Input, Random, assert_close, documents, float, host, primitive};
+use crate::{
+    AttentionOutput, AttentionSpec, DmaBias, DmaSelection, Documents, SieveBackend, attention,
+    dma_select, reference,
+};
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn_flex::Flex;
+use proptest::prelude::*;
+
+fn scores(values: &[f32], dims: [usize; 3]) -> Tensor<Flex, 3> {
+    Tensor::from_data(TensorData::new(values.to_vec(), dims), &Default::default())
+}
+
+fn integers<const D: usize>(x: Tensor<Flex, D, Int>) -> Vec<i64> {
+    x.into_data().iter::<i64>().collect()
+}
+
+/// The `keep_window_size` best keys of each row, found row by row with nothing shared between rows.
+fn visible(z: &[f32], start: usize, query: usize, keep_window_size: usize) -> Vec<usize> {
+    let mut keys: Vec<usize> = (start..=query).collect();
+    // Larger score first, then later key; == so that -0 ties with +0.
+    keys.sort_by(|&a, &b| match z[a] == z[b] {
+        true => b.cmp(&a),
+        false => z[b].total_cmp(&z[a]),
+    });
+    keys.truncate(keep_window_size);
+    keys
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_mask_is_the_top_of_every_row(
+        picks in prop::collection::vec((0usize..9, any::<f32>()), 1..70),
+        lengths in prop::collection::vec(1usize..20, 0..6),
+        keep_window_size in 1usize..24,
+        ties in any::<bool>(),
+    ) {
+        let levels = [0.0, -0.0, 1.0, -1.0, 1.0 + f32::EPSILON, f32::MIN_POSITIVE, -3.0, 60.0, f32::MAX];
+        // Two KV heads: the picks and their reverse.
+        let one: Vec<f32> = picks
+            .iter()
+            .map(|&(level, free)| if ties || !free.is_finite() { levels[level] } else { free })
+            .collect();
+        let seq_len = one.len();
+        let z: Vec<f32> = one.iter().chain(one.iter().rev()).copied().collect();
+        let documents = documents::<Flex>(&lengths, [1, seq_len]);
+        let expire = integers(dma_select(scores(&z, [1, 2, seq_len]), &documents, keep_window_size));
+        let oracle = reference::dma_select::<Flex>(
+            scores(&z, [1, 2, seq_len]).into_primitive().tensor(), &documents.bounds(), keep_window_size);
+        prop_assert_eq!(&expire, &integers::<3>(Tensor::from_primitive(oracle.expire)));
+        let (start, end) = (integers(documents.start), integers(documents.end));
+        for head in 0..2 {
+            let (z, expire) = (&z[head * seq_len..][..seq_len], &expire[head * seq_len..][..seq_len]);
+            for query in 0..seq_len {
+                let first = start[query] as usize;
+                let kept = visible(z, first, query, keep_window_size);
+                for key in 0..seq_len {
+                    let active = first <= key && key <= query && (query as i64) < expire[key];
+                    prop_assert_eq!(active, kept.contains(&key), "head {} query {} key {}", head, query, key);
+                }
+                prop_assert!(expire[query] >= query as i64 && expire[query] <= end[query]);
+            }
+        }
+    }
+}
+
+/// Output and gradients of the attention step alone, by hand-made masks.
+struct Attended {
+    output: AttentionOutput<Flex>,
+    dqkv: Vec<f64>,
+    d_delta: Vec<f64>,
+}
+
+fn attend(
+    qkv: &Input,
+    delta: &Input,
+    expire: &[i32],
+    documents: &Documents<Flex>,
+    spec: AttentionSpec,
+    dtype: DType,
+) -> Attended {
+    let [batch, seq_len] = [qkv.dims[0], qkv.dims[1]];
+    let dims = [batch, spec.num_kv_heads, seq_len];
+    let expire = Tensor::<Flex, 3, Int>::from_data(
+        TensorData::new(expire.to_vec(), dims),
+        &Default::default(),
+    );
+    let selection = DmaSelection {
+        expire: expire.into_primitive(),
+        lists: Vec::new(),
+    };
+    let bounds = documents.bounds();
+    let (qkv, delta) = (qkv.tensor(dtype), delta.tensor(dtype));
+    let output = Flex::dma_attention(qkv.clone(), delta.clone(), &bounds, &selection, spec);
+    let d_o = Random(9).input(&output.o.layout().shape().to_vec());
+    let (dqkv, d_delta) = Flex::dma_attention_backward(
+        qkv,
+        delta,
+        &bounds,
+        &selection,
+        spec,
+        output.clone(),
+        d_o.tensor(dtype),
+    );
+    Attended {
+        output,
+        dqkv: host(dqkv),
+        d_delta: host(d_delta),
+    }
+}
+
+#[test]
+fn keys_that_no_query_sees_are_never_read() {
+    let (seq_len, head_dim) = (90, 16);
+    let spec = spec(2, head_dim);
+    let mut random = Random(1);
+    let mut qkv = random.input(&[1, seq_len, spec.packed_heads(), head_dim]);
+    let delta = random.input(&[1, 3, seq_len]);
+    let documents = documents::<Flex>(&[40], [1, seq_len]);
+    // A window that leaves many keys popped by their own arrival.
+    let z: Vec<f32> = (0..3 * seq_len).map(|_| random.normal() as f32).collect();
+    let expire = integers(dma_select(scores(&z, [1, 3, seq_len]), &documents, 4));
+    let expire: Vec<i32> = expire.into_iter().map(|e| e as i32).collect();
+    let dead: Vec<(usize, usize)> = (0..3 * seq_len)
+        .filter(|&n| expire[n] == (n % seq_len) as i32)
+        .map(|n| (n / seq_len, n % seq_len))
+        .collect();
+    assert!(dead.len() > 100, "{} keys that nobody sees", dead.len());
+    let before = attend(&qkv, &delta, &expire, &documents, spec, DType::F32);
+    for &(head, key) in &dead {
+        for first in [spec.num_heads, spec.num_heads + 3] {
+            let at = (key * spec.packed_heads() + first + head) * head_dim;
+            qkv.values[at..at + head_dim].fill(f64::NAN);
+        }
+    }
+    let mut delta_nan = delta.clone();
+    for &(head, key) in &dead {
+        delta_nan.values[head * seq_len + key] = f64::NAN;
+    }
+    let after = attend(&qkv, &delta_nan, &expire, &documents, spec, DType::F32);
+    assert_close("o", &host(after.output.o), &host(before.output.o), 0.0);
+    assert_close(
+        "lse",
+        &host(after.output.lse),
+        &host(before.output.lse),
+        0.0,
+    );
+    assert_close("dqkv", &after.dqkv, &before.dqkv, 0.0);
+    assert_close("ddelta", &after.d_delta, &before.d_delta, 0.0);
+    for &(head, key) in &dead {
+        for first in [spec.num_heads, spec.num_heads + 3] {
+            let at = (key * spec.packed_heads() + first + head) * head_dim;
+            assert!(after.dqkv[at..at + head_dim].iter().all(|&x| x == 0.0));
+        }
+        assert_eq!(after.d_delta[head * seq_len + key], 0.0);
+    }
+}
+
+#[test]
+fn a_query_that_sees_nothing_gives_zeros() {
+    let (seq_len, head_dim) = (40, 16);
+    let spec = spec(2, head_dim);
+    let mut random = Random(2);
+    let qkv = random.input(&[1, seq_len, spec.packed_heads(), head_dim]);
+    let delta = random.input(&[1, 3, seq_len]);
+    let documents = documents::<Flex>(&[], [1, seq_len]);
+    // Head 0 sees nothing at all; head 1 only from query 20 on; head 2 everything.
+    let expire: Vec<i32> = (0..3 * seq_len as i32)
+        .map(|n| match (n / seq_len as i32, n % seq_len as i32) {
+            (0, key) => key,
+            (1, key) if key < 20 => key,
+            _ => seq_len as i32,
+        })
+        .collect();
+    for dtype in [DType::F32, DType::F64] {
+        let all = attend(&qkv, &delta, &expire, &documents, spec, dtype);
+        let (o, lse) = (host(all.output.o), host(all.output.lse));
+        let finite = o.iter().chain(&all.dqkv).chain(&all.d_delta);
+        assert!(finite.into_iter().all(|x| x.is_finite()));
+        for token in 0..seq_len {
+            for head in 0..6 {
+                let row = &o[(token * 6 + head) * head_dim..][..head_dim];
+                let blind = head < 2 || (head < 4 && token < 20);
+                let sum = lse[head * seq_len + token];
+                assert_eq!(row.iter().all(|&x| x == 0.0), blind, "{token} {head}");
+                assert_eq!(sum == f64::NEG_INFINITY, blind, "{token} {head}");
+                let dq = &all.dqkv[(token * 12 + head) * head_dim..][..head_dim];
+                assert!(!blind || dq.iter().all(|&x| x == 0.0));
+            }
+        }
+    }
+}
+
+/// Output and the gradients of qkv, by the public functions.
+fn through(
+    inputs: &[Input],
+    dtype: DType,
+    op: impl Fn(&[crate::testing::Float]) -> crate::testing::Float,
+) -> crate::testing::Evaluation {
+    crate::testing::evaluate(&op, inputs, 11, dtype, crate::testing::View::Contiguous)
+}
+
+#[test]
+fn at_zero_it_is_a_sliding_window() {
+    let (head_dim, keep_window_size) = (16, 7);
+    let spec = spec(2, head_dim);
+    let documents = documents::<Ad>(&[31, 1], [2, 63]);
+    let mut inputs = inputs(spec, [2, 63, head_dim], 3);
+    inputs[2] = inputs[2].clone().affine(0.0, 0.0);
+    let windowed = AttentionSpec {
+        window_size: Some(keep_window_size),
+        ..spec
+    };
+    let window = through(&inputs[..1], DType::F32, |inputs| {
+        primitive(attention(float(&inputs[0]), &documents, windowed))
+    });
+    // exp(0) = 1 on every logit cancels, 0 too.
+    for bias in [DmaBias::Exp, DmaBias::Linear] {
+        let dma = through(&inputs, DType::F32, |inputs| {
+            run(inputs, &documents, spec, dma(keep_window_size, bias))
+        });
+        assert_close("o", &dma.output, &window.output, 4e-6);
+        // At A = 0 nothing flows through the scores.
+        assert_close("dqkv", &dma.gradients[0], &window.gradients[0], 1e-5);
+    }
+}
+
+#[test]
+fn with_room_for_all_keys_it_is_dense_attention_with_a_bias() {
+    let (seq_len, head_dim) = (63, 16);
+    let spec = spec(2, head_dim);
+    let all = documents::<Ad>(&[31, 1], [2, seq_len]);
+    let inputs = inputs(spec, [2, seq_len, head_dim], 4);
+    // The mask of dense attention, written down.
+    let end = all.end.clone().into_data();
+    let ends: Vec<i32> = end.iter::<i64>().map(|end| end as i32).collect();
+    let expire: Vec<i32> = ends
+        .chunks(seq_len)
+        .flat_map(|row| row.repeat(spec.num_kv_heads))
+        .collect();
+    for bias in [DmaBias::Exp, DmaBias::Linear] {
+        let dense = through(&inputs, DType::F64, |inputs| {
+            let (qkv, w_dt, a) = (inputs[0].clone(), inputs[1].clone(), inputs[2].clone());
+            let z = reference::dma_scores::<Ad>(qkv.clone(), w_dt, a, spec);
+            let delta = primitive(crate::dma_bias(float::<3>(&z), bias));
+            let selection = DmaSelection {
+                expire: crate::testing::ints(expire.clone(), [2, 3, seq_len]).into_primitive(),
+                lists: Vec::new(),
+            };
+            reference::dma_attention::<Ad>(qkv, delta, &all.bounds(), &selection, spec).o
+        });
+        for keep_window_size in [62, 63, 1000] {
+            let dma = through(&inputs, DType::F32, |inputs| {
+                run(inputs, &all, spec, dma(keep_window_size, bias))
+            });
+            let what = format!("{bias:?}, room for {keep_window_size}");
+            assert_close(&what, &dma.output, &dense.output, 1e-5);
+            for (dma, dense) in dma.gradients.iter().zip(&dense.gradients) {
+                let scale = dense.iter().fold(1.0, |max: f64, x| max.max(x.abs()));
+                assert_close(&what, dma, dense, 1e-5 * scale);
+            }
+        }
+    }
+}
+
+/// Output rows, a batch of one.
+fn rows(inputs: &[Input], lengths: &[usize], spec: AttentionSpec) -> Vec<Vec<f64>> {
+    let seq_len = inputs[0].dims[1];
+    let documents = documents::<Ad>(lengths, [1, seq_len]);
+    let leaves: Vec<_> = inputs
+        .iter()
+        .map(|input| Ad::from_inner(input.tensor(DType::F32)))
+        .collect();
+    let o = host(run(&leaves, &documents, spec, dma(9, DmaBias::Exp)).primitive);
+    o.chunks(o.len() / seq_len).map(<[f64]>::to_vec).collect()
+}
+
+/// Equal up to the order of the sums.
+fn assert_rows(before: &[Vec<f64>], after: &[Vec<f64>], what: &str) {
+    let tolerance = 8.0 * f64::from(f32::EPSILON) * 4.0;
+    assert_close(what, &after.concat(), &before.concat(), tolerance);
+}
+
+#[test]
+fn later_tokens_change_earlier_rows_by_their_grouping_at_most() {
+    let seq_len = 150;
+    let spec = spec(2, 16);
+    let inputs = inputs(spec, [1, seq_len, 16], 5);
+    let before = rows(&inputs, &[], spec);
+    let token = inputs[0].values.len() / seq_len;
+    for changed_from in [1, 15, 16, 64, 100, 149] {
+        let mut other = inputs.clone();
+        let later = other[0].values[changed_from * token..].iter_mut();
+        later.for_each(|x| *x = -2.0 * *x + 1.0);
+        let after = rows(&other, &[], spec);
+        let what = format!("changed from {changed_from}");
+        assert_rows(&before[..changed_from], &after[..changed_from], &what);
+        assert!(before[changed_from] != after[changed_from]);
+    }
+}
+
+#[test]
+fn other_documents_change_nothing() {
+    let (seq_len, lengths) = (120, [50, 1, 33]);
+    let spec = spec(2, 16);
+    let inputs = inputs(spec, [1, seq_len, 16], 6);
+    let before = rows(&inputs, &lengths, spec);
+    let token = inputs[0].values.len() / seq_len;
+    for document in [0..50, 50..51, 51..84, 84..120] {
+        let mut other = inputs.clone();
+        let its = document.start * token..document.end * token;
+        let changed = other[0].values[its].iter_mut();
+        changed.for_each(|x| *x = -2.0 * *x + 1.0);
+        let after = rows(&other, &lengths, spec);
+        for range in [0..document.start, document.end..seq_len] {
+            let what = format!("{document:?} changed, rows {range:?}");
+            assert_rows(&before[range.clone()], &after[range], &what);
+        }
+    }
+}
+
+#[test]
+fn scores_of_a_token_do_not_depend_on_its_neighbours() {
+    // Decoding computes one token's score at a time; another rounding could flip a near tie.
+    let spec = spec(2, 16);
+    let [qkv, w_dt, a] = inputs(spec, [2, 37, 16], 7).map(|input| input.tensor(DType::F32));
+    let z = host(Flex::dma_scores(qkv.clone(), w_dt.clone(), a.clone(), spec));
+    for (batch, token) in [(0, 0), (0, 5), (1, 17), (1, 36)] {
+        let one = qkv.narrow(0, batch, 1).narrow(1, token, 1);
+        let alone = host(Flex::dma_scores(one, w_dt.clone(), a.clone(), spec));
+        for head in 0..3 {
+            assert_eq!(alone[head], z[(batch * 3 + head) * 37 + token]);
+        }
+    }
+}

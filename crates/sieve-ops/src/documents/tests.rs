@@ -1,0 +1,34 @@
+use super::Documents;
+use burn_flex::Flex;
+
+fn values(x: burn::tensor::Tensor<Flex, 2, burn::tensor::Int>) -> Vec<i64> {
+    x.into_data().iter::<i64>().collect()
+}
+
+#[test]
+fn positions_restart_at_each_document() {
+    let (start, end) = ([0, 0, 2, 3, 0, 0, 0, 0], [2, 2, 3, 4, 4, 4, 4, 4]);
+    let documents = Documents::<Flex>::new(&start, &end, [2, 4], &Default::default());
+    assert_eq!(values(documents.positions), [0, 1, 0, 0, 0, 1, 2, 3]);
+    assert_eq!(values(documents.start), [0, 0, 2, 3, 0, 0, 0, 0]);
+    assert_eq!(values(documents.end), [2, 2, 3, 4, 4, 4, 4, 4]);
+}
+
+#[test]
+fn a_row_may_be_one_document() {
+    let documents = Documents::<Flex>::whole_rows([2, 3], &Default::default());
+    assert_eq!(values(documents.positions), [0, 1, 2, 0, 1, 2]);
+    assert_eq!(values(documents.end), [3; 6]);
+}
+
+#[test]
+#[should_panic(expected = "token 1 lies outside its document")]
+fn a_token_outside_its_document_is_refused() {
+    Documents::<Flex>::new(&[0, 0], &[1, 1], [1, 2], &Default::default());
+}
+
+#[test]
+#[should_panic(expected = "one end per token")]
+fn bounds_of_another_length_are_refused() {
+    Documents::<Flex>::new(&[0, 0], &[2], [1, 2], &Default::default());
+}

@@ -1,0 +1,54 @@
+use super::linear;
+use crate::reference;
+use crate::testing::{
+    Float, Random, check_finite_differences, check_parity, check_views, float, primitive,
+};
+
+fn op(inputs: &[Float]) -> Float {
+    primitive(linear(float::<3>(&inputs[0]), float(&inputs[1])))
+}
+
+fn reference_op(inputs: &[Float]) -> Float {
+    reference::linear::<crate::testing::Ad>(inputs[0].clone(), inputs[1].clone())
+}
+
+#[test]
+fn equals_the_reference_for_any_sizes() {
+    let mut random = Random(1);
+    for [batch, seq_len, d_in, d_out] in [
+        [2, 63, 48, 40],
+        [1, 1, 5, 3],
+        [3, 1, 33, 65],
+        [1, 129, 17, 1],
+        [2, 5, 1, 7],
+    ] {
+        let inputs = [
+            random.input(&[batch, seq_len, d_in]),
+            random.input(&[d_out, d_in]),
+        ];
+        let what = format!("linear {batch} {seq_len} {d_in} {d_out}");
+        check_parity(&what, &inputs, &op, &reference_op);
+    }
+}
+
+#[test]
+fn gradients_are_those_of_the_function() {
+    let mut random = Random(2);
+    let inputs = [random.input(&[2, 3, 5]), random.input(&[4, 5])];
+    check_finite_differences("linear", &inputs, &op);
+}
+
+#[test]
+fn views_give_the_same_bits() {
+    let mut random = Random(3);
+    let inputs = [random.input(&[2, 19, 24]), random.input(&[36, 24])];
+    check_views("linear", &inputs, &op);
+}
+
+#[test]
+fn a_matrix_needs_no_batch() {
+    let mut random = Random(4);
+    let inputs = [random.input(&[7, 5]), random.input(&[3, 5])];
+    let op = |inputs: &[Float]| primitive(linear(float::<2>(&inputs[0]), float(&inputs[1])));
+    check_parity("linear of a matrix", &inputs, &op, &reference_op);
+}

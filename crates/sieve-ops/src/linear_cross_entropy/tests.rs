@@ -1,0 +1,109 @@
+use super::{IGNORE_LABEL, linear_cross_entropy, token_losses};
+use crate::reference;
+use crate::testing::{
+    Ad, Float, Input, Random, assert_close, check_finite_differences, check_parity, check_views,
+    float, ints, primitive,
+};
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::{DType, Int, Tensor};
+
+fn inputs([tokens, d_model, vocab_size]: [usize; 3]) -> [Input; 2] {
+    let mut random = Random(1);
+    [
+        random.input(&[tokens, d_model]),
+        random.input(&[vocab_size, d_model]).affine(0.5, 0.0),
+    ]
+}
+
+/// Every third token has no label.
+fn labels(tokens: usize, vocab_size: usize) -> Tensor<Ad, 1, Int> {
+    let mut random = Random(2);
+    let label = |token| match token % 3 {
+        1 => IGNORE_LABEL,
+        _ => random.below(vocab_size) as i32,
+    };
+    ints((0..tokens).map(label).collect(), [tokens])
+}
+
+fn run(inputs: &[Float], labels: &Tensor<Ad, 1, Int>, z_loss: f64) -> Float {
+    let (h, weight) = (float(&inputs[0]), float(&inputs[1]));
+    primitive(linear_cross_entropy(h, weight, labels.clone(), z_loss))
+}
+
+#[test]
+fn equals_the_reference_for_any_sizes() {
+    for dims in [[63, 24, 40], [1, 5, 3], [300, 16, 700], [7, 3, 1]] {
+        let labels = labels(dims[0], dims[2]);
+        for z_loss in [0.0, 1e-2] {
+            let op = |inputs: &[Float]| run(inputs, &labels, z_loss);
+            let reference = |inputs: &[Float]| {
+                let (h, weight) = (inputs[0].clone(), inputs[1].clone());
+                let labels = labels.clone().into_primitive();
+                reference::linear_cross_entropy::<Ad>(h, weight, labels, z_loss)
+            };
+            let what = format!("linear_cross_entropy {dims:?} {z_loss}");
+            check_parity(&what, &inputs(dims), &op, &reference);
+        }
+    }
+}
+
+#[test]
+fn gradients_are_those_of_the_function() {
+    let dims = [8, 5, 6];
+    for z_loss in [0.0, 0.1] {
+        let op = |inputs: &[Float]| run(inputs, &labels(8, 6), z_loss);
+        check_finite_differences("linear_cross_entropy", &inputs(dims), &op);
+    }
+}
+
+#[test]
+fn views_give_the_same_bits() {
+    let labels = labels(21, 30);
+    let op = |inputs: &[Float]| run(inputs, &labels, 1e-2);
+    check_views("linear_cross_entropy", &inputs([21, 16, 30]), &op);
+}
+
+#[test]
+fn token_losses_add_up_to_the_loss() {
+    let dims = [63, 24, 40];
+    let labels = labels(dims[0], dims[2]);
+    let [h, weight] = inputs(dims).map(|input| Ad::from_inner(input.tensor(DType::F32)));
+    let losses = token_losses(float(&h), float(&weight), labels.clone());
+    let losses: Vec<f64> = losses.into_data().iter::<f64>().collect();
+    for (token, loss) in losses.iter().enumerate() {
+        assert_eq!(token % 3 == 1, *loss == 0.0, "token {token}: {loss}");
+    }
+    let sum = run(&[h, weight], &labels, 0.0).primitive;
+    let sum = crate::testing::host(sum);
+    assert_close("sum", &[losses.iter().sum()], &sum, 1e-4);
+    let [h, weight] = inputs(dims).map(|input| Ad::from_inner(input.tensor(DType::F64)));
+    let exact = token_losses(float(&h), float(&weight), labels);
+    let exact: Vec<f64> = exact.into_data().iter::<f64>().collect();
+    assert_close("losses", &losses, &exact, 4e-6);
+}
+
+#[test]
+fn without_labels_all_is_zero() {
+    let inputs = inputs([5, 4, 6]);
+    let none = ints(vec![IGNORE_LABEL; 5], [5]);
+    let op = |inputs: &[Float]| run(inputs, &none, 0.1);
+    for dtype in [DType::F32, DType::F64] {
+        let how = crate::testing::View::Contiguous;
+        let all = crate::testing::evaluate(&op, &inputs, 3, dtype, how);
+        assert_eq!(all.output, [0.0]);
+        assert!(all.gradients.concat().iter().all(|&x| x == 0.0));
+    }
+}
+
+#[test]
+fn large_logits_stay_finite() {
+    let mut inputs = inputs([9, 16, 30]);
+    inputs[0] = inputs[0].clone().affine(300.0, 0.0);
+    let labels = labels(9, 30);
+    let op = |inputs: &[Float]| run(inputs, &labels, 0.0);
+    let reference = |inputs: &[Float]| {
+        let (h, weight) = (inputs[0].clone(), inputs[1].clone());
+        reference::linear_cross_entropy::<Ad>(h, weight, labels.clone().into_primitive(), 0.0)
+    };
+    check_parity("large logits", &inputs, &op, &reference);
+}

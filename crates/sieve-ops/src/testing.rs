@@ -1,0 +1,337 @@
+//! Inputs and comparisons of the ops' tests.
+//!
+//! An op under test is a function of primitives, so that one harness serves every rank. Its reference is the plain-Burn
+//! forward pass on `Autodiff<Flex>`: Burn's own autodiff then gives gradients that share nothing with ours.
+use crate::Documents;
+use burn::backend::Autodiff;
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::ops::{FloatTensor, FloatTensorOps};
+use burn::tensor::{DType, Int, Shape, Tensor, TensorData, TensorPrimitive};
+use burn_flex::{Flex, FlexTensor};
+
+/// The backend the ops are tested on.
+pub(crate) type Ad = Autodiff<Flex>;
+/// Its primitive, of any rank.
+pub(crate) type Float = FloatTensor<Ad>;
+/// An op under test.
+pub(crate) type Op<'a> = &'a dyn Fn(&[Float]) -> Float;
+
+/// A small generator (splitmix64); tests name their seed.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut x = self.0;
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    pub(crate) fn below(&mut self, limit: usize) -> usize {
+        (self.bits() % limit as u64) as usize
+    }
+
+    /// About normal, mean 0, variance 1, exact in f32.
+    pub(crate) fn normal(&mut self) -> f64 {
+        let unit = |bits: u64| (bits >> 11) as f64 / (1_u64 << 53) as f64;
+        let sum: f64 = (0..12).map(|_| unit(self.bits())).sum();
+        f64::from((sum - 6.0) as f32)
+    }
+
+    pub(crate) fn input(&mut self, dims: &[usize]) -> Input {
+        Input {
+            values: (0..dims.iter().product()).map(|_| self.normal()).collect(),
+            dims: dims.to_vec(),
+        }
+    }
+}
+
+/// Values of one input, exact in f32.
+#[derive(Clone, Debug)]
+pub(crate) struct Input {
+    pub(crate) values: Vec<f64>,
+    pub(crate) dims: Vec<usize>,
+}
+
+impl Input {
+    /// `scale * x + offset`, rounded to f32.
+    pub(crate) fn affine(mut self, scale: f64, offset: f64) -> Self {
+        for value in &mut self.values {
+            *value = f64::from((scale * *value + offset) as f32);
+        }
+        self
+    }
+
+    /// The same values in every row of the first dimension: those of row 0.
+    fn with_equal_rows(&self) -> Self {
+        let row = self.values.len() / self.dims[0];
+        Self {
+            values: self.values[..row].repeat(self.dims[0]),
+            dims: self.dims.clone(),
+        }
+    }
+
+    pub(crate) fn tensor(&self, dtype: DType) -> FlexTensor {
+        FlexTensor::from_data(
+            TensorData::new(self.values.clone(), self.dims.clone()).convert_dtype(dtype),
+        )
+    }
+}
+
+/// How an input lies in memory. The values are the same.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum View {
+    Contiguous,
+    /// A window into a larger tensor that is NaN elsewhere.
+    Sliced,
+    /// Dimensions stored in the opposite order.
+    Transposed,
+    /// One stored row, repeated by a stride of zero.
+    Expanded,
+}
+
+fn view(input: &Input, dtype: DType, view: View) -> FlexTensor {
+    let rank = input.dims.len();
+    match view {
+        View::Contiguous => input.tensor(dtype),
+        View::Sliced => {
+            let wide: Vec<usize> = input.dims.iter().map(|n| n + 2).collect();
+            let mut values = vec![f64::NAN; wide.iter().product()];
+            for (n, &value) in input.values.iter().enumerate() {
+                let (mut rest, mut at, mut stride) = (n, 0, 1);
+                for dim in (0..rank).rev() {
+                    at += (rest % input.dims[dim] + 1) * stride;
+                    rest /= input.dims[dim];
+                    stride *= wide[dim];
+                }
+                values[at] = value;
+            }
+            let padded = Input { values, dims: wide }.tensor(dtype);
+            (0..rank).fold(padded, |x, dim| x.narrow(dim, 1, input.dims[dim]))
+        }
+        View::Transposed => {
+            let reversed: Vec<usize> = (0..rank).rev().collect();
+            input
+                .tensor(dtype)
+                .permute(&reversed)
+                .to_contiguous()
+                .permute(&reversed)
+        }
+        View::Expanded => {
+            let row = input.tensor(dtype).narrow(0, 0, 1);
+            Flex::float_expand(row, Shape::from(input.dims.clone()))
+        }
+    }
+}
+
+/// What an op computed, as f64.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Evaluation {
+    pub(crate) output: Vec<f64>,
+    pub(crate) gradients: Vec<Vec<f64>>,
+}
+
+pub(crate) fn host(x: FlexTensor) -> Vec<f64> {
+    x.into_data().iter::<f64>().collect()
+}
+
+pub(crate) fn float<const D: usize>(x: &Float) -> Tensor<Ad, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(x.clone()))
+}
+
+pub(crate) fn primitive<const D: usize>(x: Tensor<Ad, D>) -> Float {
+    x.into_primitive().tensor()
+}
+
+fn flat(x: Float) -> Tensor<Ad, 1> {
+    let len = x.primitive.layout().num_elements();
+    Tensor::from_primitive(TensorPrimitive::Float(Ad::float_reshape(x, [len].into())))
+}
+
+fn leaves(inputs: &[Input], dtype: DType, how: View) -> Vec<Float> {
+    let leaf = |input| Ad::from_inner(view(input, dtype, how));
+    inputs
+        .iter()
+        .map(|input| Ad::float_set_require_grad(leaf(input), true))
+        .collect()
+}
+
+/// Output and gradients of `sum(output * dy)`, dy from the seed. Views also hand the op a dy that is not contiguous.
+pub(crate) fn evaluate(op: Op, inputs: &[Input], seed: u64, dtype: DType, how: View) -> Evaluation {
+    let leaves = leaves(inputs, dtype, how);
+    let y = op(&leaves);
+    let dims = y.primitive.layout().shape().to_vec();
+    let dy = Random(seed).input(&dims);
+    let output = host(y.primitive.clone());
+    let last = dims.len() - 1;
+    let swap = |x: Float| match how {
+        View::Contiguous => x,
+        _ => Ad::float_swap_dims(x, 0, last),
+    };
+    let dy = Ad::from_inner(dy.tensor(dtype));
+    let loss = (flat(swap(y)) * flat(swap(dy))).sum();
+    let gradients = Ad::backward(primitive(loss));
+    let gradient = |leaf| Ad::grad(leaf, &gradients).expect("every input has a gradient");
+    Evaluation {
+        output,
+        gradients: leaves.iter().map(|leaf| host(gradient(leaf))).collect(),
+    }
+}
+
+/// Largest absolute difference; infinite where a value is not finite.
+fn max_error(got: &[f64], exact: &[f64]) -> f64 {
+    got.iter().zip(exact).fold(0.0, |max: f64, (got, exact)| {
+        let error = (got - exact).abs();
+        max.max(if error.is_finite() {
+            error
+        } else {
+            f64::INFINITY
+        })
+    })
+}
+
+fn largest(x: &[f64]) -> f64 {
+    x.iter().fold(0.0, |max: f64, x| max.max(x.abs()))
+}
+
+/// Fails on a value that is not finite first, then where the largest difference is not within `tolerance`.
+#[track_caller]
+pub(crate) fn assert_close(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), expected.len(), "{what}: lengths differ");
+    for (n, (got, expected)) in got.iter().zip(expected).enumerate() {
+        assert!(
+            got.is_finite() && expected.is_finite(),
+            "{what}[{n}]: {got}, expected {expected}"
+        );
+    }
+    let errors = got.iter().zip(expected).map(|(a, b)| (a - b).abs());
+    let worst = errors.enumerate().max_by(|a, b| a.1.total_cmp(&b.1));
+    if let Some((n, error)) = worst {
+        assert!(
+            error <= tolerance,
+            "{what}[{n}]: {} instead of {}, error {error:e}, allowed {tolerance:e}",
+            got[n],
+            expected[n]
+        );
+    }
+}
+
+/// Names of an evaluation's parts, with the parts.
+fn parts<'a>(what: &str, x: &'a Evaluation) -> Vec<(String, &'a Vec<f64>)> {
+    let gradients = x.gradients.iter().enumerate();
+    std::iter::once((format!("{what}: output"), &x.output))
+        .chain(gradients.map(|(n, gradient)| (format!("{what}: gradient {n}"), gradient)))
+        .collect()
+}
+
+/// The f32 path errs at most twice as much as the f32 reference, both against the f64 reference, plus 32 roundings of
+/// the largest value; the f64 path, which is our explicit backward pass, agrees with Burn's autodiff to 1e-11.
+#[track_caller]
+pub(crate) fn check_parity(what: &str, inputs: &[Input], op: Op, reference: Op) {
+    let run = |op, dtype| evaluate(op, inputs, 77, dtype, View::Contiguous);
+    let exact = run(reference, DType::F64);
+    let plain = run(reference, DType::F32);
+    let fast = run(op, DType::F32);
+    let explicit = run(op, DType::F64);
+    assert_eq!(exact.gradients.len(), fast.gradients.len());
+    let plain = parts(what, &plain);
+    let fast = parts(what, &fast);
+    let explicit = parts(what, &explicit);
+    for (n, (name, exact)) in parts(what, &exact).into_iter().enumerate() {
+        let scale = largest(exact);
+        assert_close(
+            &format!("{name} in f64"),
+            explicit[n].1,
+            exact,
+            1e-11 * (1.0 + scale),
+        );
+        // Inputs are of order one, so differences that cancel keep roundings of order one.
+        let floor = 32.0 * f64::from(f32::EPSILON) * (1.0 + scale);
+        let allowed = 2.0 * max_error(plain[n].1, exact) + floor;
+        assert_close(&name, fast[n].1, exact, allowed);
+    }
+}
+
+/// Every view of the inputs gives the bits of the contiguous ones.
+#[track_caller]
+pub(crate) fn check_views(what: &str, inputs: &[Input], op: Op) {
+    let contiguous = evaluate(op, inputs, 78, DType::F32, View::Contiguous);
+    for how in [View::Sliced, View::Transposed] {
+        let viewed = evaluate(op, inputs, 78, DType::F32, how);
+        assert_same(what, how, &viewed, &contiguous);
+    }
+    let equal: Vec<Input> = inputs.iter().map(Input::with_equal_rows).collect();
+    let stored = evaluate(op, &equal, 78, DType::F32, View::Contiguous);
+    let expanded = evaluate(op, &equal, 78, DType::F32, View::Expanded);
+    assert_same(what, View::Expanded, &expanded, &stored);
+}
+
+#[track_caller]
+fn assert_same(what: &str, how: View, got: &Evaluation, expected: &Evaluation) {
+    let (got, expected) = (parts(what, got), parts(what, expected));
+    for ((name, got), (_, expected)) in got.into_iter().zip(expected) {
+        assert_close(&format!("{name}, {how:?}"), got, expected, 0.0);
+    }
+}
+
+/// Central differences in f64 of the explicit reference: up to `MAX_COORDINATES` of each input.
+#[track_caller]
+pub(crate) fn check_finite_differences(what: &str, inputs: &[Input], op: Op) {
+    const MAX_COORDINATES: usize = 48;
+    let seed = 79;
+    let explicit = evaluate(op, inputs, seed, DType::F64, View::Contiguous);
+    let dy = Random(seed).input(&[explicit.output.len()]);
+    let value = |inputs: &[Input]| -> f64 {
+        let leaf = |input: &Input| Ad::from_inner(input.tensor(DType::F64));
+        let leaves: Vec<Float> = inputs.iter().map(leaf).collect();
+        let y = host(op(&leaves).primitive);
+        y.iter().zip(&dy.values).map(|(y, dy)| y * dy).sum()
+    };
+    for (which, gradient) in explicit.gradients.iter().enumerate() {
+        let len = gradient.len();
+        let mut at = inputs.to_vec();
+        let (mut expected, mut got) = (Vec::new(), Vec::new());
+        for n in (0..len).step_by(len.div_ceil(MAX_COORDINATES)) {
+            let x = inputs[which].values[n];
+            let step = 1e-5 * (1.0 + x.abs());
+            at[which].values[n] = x + step;
+            let above = value(&at);
+            at[which].values[n] = x - step;
+            let below = value(&at);
+            at[which].values[n] = x;
+            expected.push((above - below) / (2.0 * step));
+            got.push(gradient[n]);
+        }
+        let tolerance = 1e-6 * (1.0 + largest(&expected));
+        let name = format!("{what}: gradient {which} against differences");
+        assert_close(&name, &got, &expected, tolerance);
+    }
+}
+
+/// Documents of the given lengths in every row; the last one is filled up to `seq_len`.
+pub(crate) fn documents<B: burn::tensor::backend::Backend>(
+    lengths: &[usize],
+    [batch, seq_len]: [usize; 2],
+) -> Documents<B> {
+    let (mut start, mut end) = (Vec::new(), Vec::new());
+    let mut first = 0_usize;
+    for &len in lengths.iter().chain([&usize::MAX]) {
+        let last = first.max(first.saturating_add(len).min(seq_len));
+        start.extend(vec![first as u32; last - first]);
+        end.extend(vec![last as u32; last - first]);
+        first = last;
+    }
+    let device = Default::default();
+    Documents::new(
+        &start.repeat(batch),
+        &end.repeat(batch),
+        [batch, seq_len],
+        &device,
+    )
+}
+
+/// Host integers as a tensor.
+pub(crate) fn ints<const D: usize>(values: Vec<i32>, dims: [usize; D]) -> Tensor<Ad, D, Int> {
+    Tensor::from_data(TensorData::new(values, dims), &Default::default())
+}
