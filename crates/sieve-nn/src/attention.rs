@@ -1,5 +1,6 @@
 //! The attention kinds behind one interface.
 
+pub(crate) mod config;
 pub(crate) mod dynamic_mask;
 pub(crate) mod multi_head;
 pub(crate) mod sliding_window;
@@ -114,3 +115,6 @@ impl<B: SieveBackend> Attention<B> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

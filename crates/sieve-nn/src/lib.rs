@@ -1,7 +1,25 @@
 //! Qwen3-style language models as Burn modules: each layer usable alone, generic over the backend.
 //!
 //! Weights of products are stored `[out, in]`, as in PyTorch; q, k and v share one packed projection, gate and up another.
+//!
+//! A layer alone, without a model:
+//! ```
+//! use burn::tensor::{Distribution, Tensor};
+//! use burn_flex::Flex;
+//! use sieve_nn::{AttentionConfig, LayerContext};
+//! use sieve_ops::Documents;
+//!
+//! let device = Default::default();
+//! let config = AttentionConfig::new(64, 4, 2, 16); // d_model, query heads, KV heads, head_dim
+//! let layer = config.dynamic_mask::<Flex>(8, &device); // or multi_head, sliding_window
+//! let documents = Documents::whole_rows([1, 32], &device);
+//! let rope = config.rope(32, &device);
+//! let x = Tensor::random([1, 32, 64], Distribution::Default, &device);
+//! let y = layer.forward(x, &LayerContext::new(&documents, &rope)).y;
+//! assert_eq!(y.dims(), [1, 32, 64]);
+//! ```
 
+mod precision;
 mod weight_init;
 
 mod linear;
@@ -14,6 +32,7 @@ mod decoder_layer;
 mod kv_cache;
 mod qwen3;
 
+pub use attention::config::{AttentionConfig, AttentionConfigError};
 pub use attention::dynamic_mask::DynamicMaskAttention;
 pub use attention::multi_head::MultiHeadAttention;
 pub use attention::sliding_window::SlidingWindowAttention;
@@ -21,8 +40,12 @@ pub use attention::{Attention, AttentionResult, LayerContext};
 pub use decoder_layer::{DecoderLayer, LayerOutput};
 pub use kv_cache::{KvCache, LayerCache};
 pub use linear::Linear;
+pub use precision::cast_parameters;
 pub use qkv_projection::QkvProjection;
 pub use qwen3::{LmHead, Qwen3, TokenEmbedding};
 pub use rms_norm::RmsNorm;
 pub use swiglu_mlp::SwigluMlp;
 pub use weight_init::WeightInit;
+
+#[cfg(test)]
+mod testing;

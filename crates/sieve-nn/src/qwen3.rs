@@ -179,3 +179,6 @@ impl<B: SieveBackend> Qwen3<B> {
         self.head.logits(last, &self.embed_tokens).flatten(1, 2)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -69,3 +69,6 @@ fn parameter<B: Backend, const D: usize>(
 ) -> Param<Tensor<B, D>> {
     Param::from_data(TensorData::new(values, Shape::new(shape)), device)
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,7 +1,7 @@
 //! Gradients of all parameters, added up over micro-batches.
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use sieve_hf::NamedTensor;
 use sieve_ops::{SieveBackend, TrainBackend};
 use std::collections::HashMap;
@@ -66,6 +66,11 @@ impl<B: TrainBackend> GradientBuffer<B> {
     }
 
     fn add<const D: usize>(&mut self, id: ParamId, gradient: Tensor<B::InnerBackend, D>) {
+        // bf16 sums over micro-batches would lose small gradients.
+        let gradient = match gradient.dtype() {
+            DType::BF16 | DType::F16 => gradient.cast(DType::F32),
+            _ => gradient,
+        };
         let sum = match self.take(id) {
             Some(held) => held + gradient,
             None => gradient,

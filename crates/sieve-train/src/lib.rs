@@ -7,6 +7,7 @@ mod error;
 mod attention_statistics;
 mod device_batch;
 mod gradients;
+mod hardware;
 mod optimizer;
 mod segments;
 
@@ -27,6 +28,7 @@ pub use data::{DataEvent, DataSource, TrainingData, corpus_configs};
 pub use device_batch::DeviceBatch;
 pub use error::TrainError;
 pub use gradients::GradientBuffer;
+pub use hardware::{Hardware, MemoryProbe, Precision};
 pub use optimizer::AdamW;
 pub use origin::Origin;
 pub use report::{StepReport, TrainEvent, TrainSummary, ValidationReport};

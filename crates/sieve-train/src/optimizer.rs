@@ -2,19 +2,21 @@
 use crate::GradientBuffer;
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::ops::FloatTensorOps;
-use burn::tensor::{Shape, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{DType, Shape, Tensor, TensorData, TensorPrimitive};
 use sieve_core::recipe::OptimizerSection;
 use sieve_hf::NamedTensor;
 use sieve_ops::{AdamWStep, AdamWTensors, TrainBackend};
 use std::collections::HashMap;
 use std::marker::PhantomData;
 
-/// Moments of every parameter. Matrices (rank 2 and more) decay; norms, gates and scales do not.
+/// Moments of every parameter, and its f32 master where the model itself holds bf16. Matrices (rank 2 and more) decay;
+/// norms, gates and scales do not.
 #[derive(Debug)]
 pub struct AdamW<B: TrainBackend> {
     settings: OptimizerSection,
     num_updates: u64,
     moments: HashMap<ParamId, Moments<B>>,
+    masters: HashMap<ParamId, Inner<B>>,
 }
 
 #[derive(Debug)]
@@ -32,7 +34,29 @@ impl<B: TrainBackend> AdamW<B> {
             settings,
             num_updates: 0,
             moments: HashMap::new(),
+            masters: HashMap::new(),
         }
+    }
+
+    /// Keeps the f32 values of `module`'s parameters as masters and returns the module in bf16.
+    ///
+    /// Updates then change the masters and round them into the module.
+    pub fn hold_masters<M: Module<B>>(&mut self, module: M) -> M {
+        module.map(&mut ToBf16 { optimizer: self })
+    }
+
+    /// The f32 values of `module`'s parameters: their masters where there are any.
+    pub fn master_weights<M: Module<B>>(&self, module: &M) -> Vec<NamedTensor> {
+        let mut weights = Weights {
+            optimizer: self,
+            found: Vec::new(),
+        };
+        module.visit(&mut weights);
+        let names = sieve_hf::parameter_names(module).into_iter();
+        names
+            .zip(weights.found)
+            .map(|(name, data)| NamedTensor { name, data })
+            .collect()
     }
 
     /// One update of every parameter that has a gradient; `grad_scale` `[1]` multiplies all gradients.
@@ -109,6 +133,10 @@ impl<B: TrainBackend> AdamW<B> {
         let updates = read(NUM_UPDATES, &[1])?;
         self.num_updates = updates.iter::<i64>().next().unwrap_or(0) as u64;
         self.moments.clear();
+        if self.num_updates == 0 {
+            // A run saved before its first update has no moments yet; the next step makes them.
+            return Ok(());
+        }
         for (name, id, shape) in parameter_ids(module) {
             let mut part = |part: &str| -> Result<Inner<B>, E> {
                 let mut data = read(&format!("{name}.{part}"), &shape)?;
@@ -170,7 +198,12 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
         let Some(gradient) = self.gradients.take::<D>(id) else {
             return Param::from_mapped_value(id, tensor, mapper);
         };
-        let value = tensor.inner();
+        let leaf = tensor.inner();
+        let dtype = leaf.dtype();
+        let value: Tensor<B::InnerBackend, D> = match self.optimizer.masters.remove(&id) {
+            Some(master) => Tensor::from_primitive(TensorPrimitive::Float(master)),
+            None => leaf,
+        };
         let zeros = || value.zeros_like().into_primitive().tensor();
         let Moments {
             exp_avg,
@@ -204,7 +237,48 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
             exp_avg_sq: next.exp_avg_sq,
         };
         self.optimizer.moments.insert(id, moments);
-        let value = Tensor::from_primitive(TensorPrimitive::Float(next.param));
-        Param::from_mapped_value(id, Tensor::from_inner(value).require_grad(), mapper)
+        let value: Tensor<B::InnerBackend, D> =
+            Tensor::from_primitive(TensorPrimitive::Float(next.param));
+        let leaf = if value.dtype() == dtype {
+            value
+        } else {
+            let leaf = value.clone().cast(dtype);
+            self.optimizer
+                .masters
+                .insert(id, value.into_primitive().tensor());
+            leaf
+        };
+        Param::from_mapped_value(id, Tensor::from_inner(leaf).require_grad(), mapper)
+    }
+}
+
+struct ToBf16<'a, B: TrainBackend> {
+    optimizer: &'a mut AdamW<B>,
+}
+
+impl<B: TrainBackend> ModuleMapper<B> for ToBf16<'_, B> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let (id, tensor, mapper) = param.consume();
+        let master = tensor.inner();
+        let leaf = master.clone().cast(DType::BF16);
+        self.optimizer
+            .masters
+            .insert(id, master.into_primitive().tensor());
+        Param::from_mapped_value(id, Tensor::from_inner(leaf).require_grad(), mapper)
+    }
+}
+
+struct Weights<'a, B: TrainBackend> {
+    optimizer: &'a AdamW<B>,
+    found: Vec<TensorData>,
+}
+
+impl<B: TrainBackend> burn::module::ModuleVisitor<B> for Weights<'_, B> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        let value: Tensor<B::InnerBackend, D> = match self.optimizer.masters.get(&param.id) {
+            Some(master) => Tensor::from_primitive(TensorPrimitive::Float(master.clone())),
+            None => param.val().inner(),
+        };
+        self.found.push(value.into_data());
     }
 }

@@ -3,12 +3,11 @@ mod checkpoints;
 mod clock;
 
 use crate::atomic::write_atomically;
-use crate::memory::process_memory;
 use crate::metrics::{History, Metrics};
 use crate::{
-    AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Origin, RunFolder, StepReport,
-    TokenBytes, TrainError, TrainEvent, TrainSummary, TrainingData, Unigram, ValidationReport,
-    accumulate_gradients, validate,
+    AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Hardware, MemoryProbe, Origin,
+    Precision, RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary,
+    TrainingData, Unigram, ValidationReport, accumulate_gradients, validate,
 };
 use burn::module::AutodiffModule;
 use burn::tensor::{ElementConversion, Tensor};
@@ -39,6 +38,7 @@ pub struct Trainer<B: TrainBackend> {
     validation: Validation<B>,
     /// FLOP/s of the device, where known.
     peak_flops: Option<f64>,
+    memory: MemoryProbe,
     step: u64,
     next_sample: u64,
     tokens_seen: u64,
@@ -97,9 +97,14 @@ impl<B: TrainBackend> Trainer<B> {
         data: TrainingData,
         folder: RunFolder,
         origin: Origin,
-        device: B::Device,
-        peak_flops: Option<f64>,
+        hardware: Hardware<B>,
     ) -> Result<Self, TrainError> {
+        let Hardware {
+            device,
+            precision,
+            peak_flops,
+            memory,
+        } = hardware;
         let shape = recipe.model_shape(data.tokenizer.vocab_size())?;
         let training = &recipe.training;
         let config = loader_config(&recipe, &shape, &data);
@@ -123,6 +128,7 @@ impl<B: TrainBackend> Trainer<B> {
             loader,
             validation,
             peak_flops,
+            memory,
             step: 0,
             next_sample: 0,
             tokens_seen: 0,
@@ -137,6 +143,10 @@ impl<B: TrainBackend> Trainer<B> {
         };
         if let Some(checkpoint) = &origin.checkpoint {
             trainer.restore(checkpoint)?;
+        }
+        if precision == Precision::Bf16 {
+            let model = trainer.model.take();
+            trainer.model = model.map(|model| trainer.optimizer.hold_masters(model));
         }
         Ok(trainer)
     }
@@ -385,7 +395,7 @@ impl<B: TrainBackend> Trainer<B> {
             self.peak_flops
                 .map(|peak| 100.0 * flops * tokens_per_second / peak)
         };
-        let (memory_bytes, memory_total_bytes) = process_memory();
+        let (memory_bytes, memory_total_bytes) = self.memory.read();
         let num_steps = self.recipe.training.steps as u64;
         Ok(StepReport {
             step: self.step,

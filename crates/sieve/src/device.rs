@@ -1,7 +1,9 @@
 //! `--device`: where a command computes.
-use anyhow::{Result, bail};
+use anyhow::{Context, Result};
 use burn::tensor::{Distribution, Tensor};
 use burn_flex::{Flex, FlexDevice};
+use sieve_kernels::{CudaReport, DeviceReport, KernelCache, KernelError};
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Instant;
 
@@ -34,22 +36,54 @@ impl FromStr for DeviceChoice {
 }
 
 /// What a command was given.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Device {
     /// The CPU.
     Cpu,
+    /// A CUDA device that was found working.
+    Cuda(DeviceReport),
 }
 
 impl DeviceChoice {
-    /// Looks for the device.
+    /// Looks for the device; a CUDA device is probed, and the kernel cache opened, before any tensor is made.
     pub(crate) fn resolve(self) -> Result<Device> {
         match self {
-            Self::Auto | Self::Cpu => Ok(Device::Cpu),
-            Self::Cuda(index) => bail!(
-                "--device cuda:{index}: training on CUDA is not part of this build yet\n  hint: use --device cpu"
-            ),
+            Self::Cpu => Ok(Device::Cpu),
+            Self::Auto => match sieve_kernels::probe() {
+                Ok(report) => open_cuda(&report, 0),
+                Err(KernelError::NoDriver | KernelError::NoDevice) => Ok(Device::Cpu),
+                Err(error) => {
+                    crate::terminal::line(&format!("device: using the CPU, because {error}"));
+                    Ok(Device::Cpu)
+                }
+            },
+            Self::Cuda(index) => open_cuda(&sieve_kernels::probe()?, index),
         }
     }
+}
+
+fn open_cuda(report: &CudaReport, index: usize) -> Result<Device> {
+    let device = report.device(index)?.clone();
+    let cache = KernelCache::open(&cache_root()?, &device.arch(), report.nvrtc)?;
+    sieve_kernels::init_runtime(&cache)?;
+    // Its lock holds until the process ends.
+    std::mem::forget(cache);
+    Ok(Device::Cuda(device))
+}
+
+/// `$XDG_CACHE_HOME/sieve`, else `~/.cache/sieve`.
+fn cache_root() -> Result<PathBuf> {
+    let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
+    let base = variable("XDG_CACHE_HOME")
+        .map(PathBuf::from)
+        .or_else(|| variable("HOME").map(|home| PathBuf::from(home).join(".cache")))
+        .context("no place for compiled kernels: set XDG_CACHE_HOME or HOME")?;
+    Ok(base.join("sieve"))
+}
+
+/// `(in use, total)` memory of a CUDA device, in bytes; zero when the driver does not answer.
+pub(crate) fn cuda_memory(index: usize) -> (u64, u64) {
+    sieve_kernels::memory_bytes(index).map_or((0, 0), |(free, total)| (total - free, total))
 }
 
 /// FLOP/s of f32 matrix products on this CPU: the best of a few products of 1024 x 1024 x 1024.

@@ -2,10 +2,12 @@
 use crate::device::{Device, DeviceChoice};
 use crate::{loaded, terminal};
 use anyhow::Result;
+use burn::tensor::DType;
+use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use sieve_eval::{GenerateConfig, Generator, Sampling};
-use sieve_ops::SieveBackend;
+use sieve_ops::{Cuda, SieveBackend};
 use std::path::PathBuf;
 
 /// New tokens when nothing is said and the context has room for them.
@@ -40,12 +42,13 @@ pub(crate) struct GenerateArgs {
 /// Runs the command.
 pub(crate) fn run(args: GenerateArgs) -> Result<()> {
     match args.device.resolve()? {
-        Device::Cpu => run_on::<Flex>(&args, &FlexDevice),
+        Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
+        Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
     }
 }
 
-fn run_on<B: SieveBackend>(args: &GenerateArgs, device: &B::Device) -> Result<()> {
-    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device)?;
+fn run_on<B: SieveBackend>(args: &GenerateArgs, device: &B::Device, dtype: DType) -> Result<()> {
+    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let prompt = tokenizer.encode_marked(&args.prompt)?;
     // An empty prompt takes one position for the token it starts from.
     let room = loaded.shape.max_seq_len.saturating_sub(prompt.len().max(1));

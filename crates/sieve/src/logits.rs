@@ -2,10 +2,12 @@
 use crate::device::{Device, DeviceChoice};
 use crate::terminal;
 use anyhow::{Context, Result, ensure};
+use burn::tensor::DType;
+use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use sieve_hf::{NamedTensor, load_model, write_tensor_file};
-use sieve_ops::SieveBackend;
+use sieve_ops::{Cuda, SieveBackend};
 use std::path::PathBuf;
 
 /// Arguments of `sieve logits`.
@@ -31,11 +33,12 @@ pub(crate) struct LogitsArgs {
 /// Runs the command.
 pub(crate) fn run(args: LogitsArgs) -> Result<()> {
     match args.device.resolve()? {
-        Device::Cpu => run_on::<Flex>(&args, &FlexDevice),
+        Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
+        Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
     }
 }
 
-fn run_on<B: SieveBackend>(args: &LogitsArgs, device: &B::Device) -> Result<()> {
+fn run_on<B: SieveBackend>(args: &LogitsArgs, device: &B::Device, dtype: DType) -> Result<()> {
     let tokens = match &args.tokens_file {
         Some(path) => {
             let text = std::fs::read_to_string(path)
@@ -45,7 +48,8 @@ fn run_on<B: SieveBackend>(args: &LogitsArgs, device: &B::Device) -> Result<()> 
         None => args.tokens.clone(),
     };
     let loaded = load_model::<B>(&args.checkpoint, device)?;
-    let data = sieve_eval::logits(&loaded.model, &tokens, device)?;
+    let model = sieve_nn::cast_parameters(loaded.model, dtype);
+    let data = sieve_eval::logits(&model, &tokens, device)?;
     let shape = data.shape.to_vec();
     let name = "logits".to_owned();
     write_tensor_file(&args.out, &[NamedTensor { name, data }], None)?;

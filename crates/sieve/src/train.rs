@@ -5,16 +5,20 @@ use crate::recipe::RecipeArgs;
 use crate::terminal;
 use anyhow::{Context, Result};
 use burn::backend::Autodiff;
+use burn::module::AutodiffModule;
+use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use indicatif::ProgressBar;
 use sieve_core::Recipe;
 use sieve_core::recipe::AttentionSection;
 use sieve_data::{OnChange, Progress};
-use sieve_ops::TrainBackend;
+use sieve_eval::{GenerateConfig, Generator, Sampling};
+use sieve_kernels::{DeviceReport, SumOrder};
+use sieve_ops::{Cuda, TrainBackend};
 use sieve_train::{
-    DataEvent, DataSource, Origin, RunFolder, Start, StepReport, TrainEvent, TrainSummary, Trainer,
-    TrainingData, ValidationReport,
+    DataEvent, DataSource, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start, StepReport,
+    TrainEvent, TrainSummary, Trainer, TrainingData, ValidationReport,
 };
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
@@ -41,38 +45,61 @@ pub(crate) struct TrainArgs {
     resume_from: Option<PathBuf>,
 }
 
-/// What computes.
-struct Hardware<B: TrainBackend> {
-    device: B::Device,
-    /// For the log.
-    description: String,
-    /// FLOP/s, where known.
-    peak_flops: Option<f64>,
-}
-
 /// Runs the command.
 pub(crate) fn run(args: TrainArgs) -> Result<()> {
     let recipe = args.recipe.load()?;
-    let Device::Cpu = args.device.resolve()?;
-    train::<Autodiff<Flex>>(&args, &recipe, || {
-        let peak = crate::device::cpu_peak_flops();
-        Hardware {
-            device: FlexDevice,
-            description: format!(
-                "the CPU, {} threads, {:.0} GFLOP/s measured in f32 products",
-                crate::device::num_threads(),
-                peak / 1e9
-            ),
-            peak_flops: Some(peak),
+    match args.device.resolve()? {
+        Device::Cpu => train::<Autodiff<Flex>>(&args, &recipe, on_cpu),
+        Device::Cuda(gpu) => {
+            sieve_ops::set_sum_order(if recipe.training.deterministic {
+                SumOrder::Fixed
+            } else {
+                SumOrder::Any
+            });
+            train::<Autodiff<Cuda>>(&args, &recipe, || on_cuda(&gpu))
         }
-    })
+    }
+}
+
+fn on_cpu() -> (Hardware<Autodiff<Flex>>, String) {
+    let peak = crate::device::cpu_peak_flops();
+    let hardware = Hardware {
+        device: FlexDevice,
+        precision: Precision::F32,
+        peak_flops: Some(peak),
+        memory: MemoryProbe::Process,
+    };
+    let description = format!(
+        "the CPU in f32, {} threads, {:.0} GFLOP/s measured in products",
+        crate::device::num_threads(),
+        peak / 1e9
+    );
+    (hardware, description)
+}
+
+fn on_cuda(gpu: &DeviceReport) -> (Hardware<Autodiff<Cuda>>, String) {
+    let peak = sieve_core::model::peak_bf16_flops(&gpu.name);
+    let hardware = Hardware {
+        device: CudaDevice::new(gpu.index),
+        precision: Precision::Bf16,
+        peak_flops: peak,
+        memory: MemoryProbe::Device(crate::device::cuda_memory, gpu.index),
+    };
+    let peak = peak.map_or("unknown peak".to_owned(), |peak| {
+        format!("{:.0} TFLOP/s peak", peak / 1e12)
+    });
+    let description = format!(
+        "cuda:{} ({}, {peak}) in bf16 over f32 masters",
+        gpu.index, gpu.name
+    );
+    (hardware, description)
 }
 
 /// Everything that can be refused is checked before anything is written into the output folder.
 fn train<B: TrainBackend>(
     args: &TrainArgs,
     recipe: &Recipe,
-    hardware: impl FnOnce() -> Hardware<B>,
+    hardware: impl FnOnce() -> (Hardware<B>, String),
 ) -> Result<()> {
     let start = match (&args.resume_from, args.resume) {
         (Some(path), _) => Start::ResumeFrom(path.clone()),
@@ -100,19 +127,13 @@ fn train<B: TrainBackend>(
     let mut log = Log::default();
     let data = prepare(recipe, &mut folder, &start, &origin, &log)?;
 
-    let hardware = hardware();
+    let (hardware, description) = hardware();
+    let device = hardware.device.clone();
     let resumed = origin.checkpoint.as_ref().map(|c| c.path.clone());
     let log_path = folder.log_path();
-    let mut trainer = Trainer::<B>::new(
-        recipe.clone(),
-        data,
-        folder,
-        origin,
-        hardware.device,
-        hardware.peak_flops,
-    )?;
+    let mut trainer = Trainer::<B>::new(recipe.clone(), data, folder, origin, hardware)?;
     log.open(&log_path)?;
-    log.line(&describe(recipe, &trainer, &hardware.description));
+    log.line(&describe(recipe, &trainer, &description));
     if let Some(path) = resumed {
         log.line(&format!(
             "continuing at step {} from {}",
@@ -144,7 +165,12 @@ fn train<B: TrainBackend>(
         summary.step - first_step,
         terminal::duration(started.elapsed().as_secs_f64())
     ));
+    for line in reference_lines() {
+        log.line(&line);
+    }
     finish(&log, &summary);
+    samples(&log, recipe, &trainer, &device)?;
+    next_steps(&log, &summary);
     Ok(())
 }
 
@@ -380,6 +406,57 @@ fn finish(log: &Log, summary: &TrainSummary) {
             100.0 * attention.not_self_visible,
         ));
     }
+}
+
+/// A few lines of generated text, as the recipe asks for.
+fn samples<B: TrainBackend>(
+    log: &Log,
+    recipe: &Recipe,
+    trainer: &Trainer<B>,
+    device: &B::Device,
+) -> Result<()> {
+    let model = trainer.model().valid();
+    let tokenizer = &trainer.data().tokenizer;
+    for prompt in &recipe.generation.prompts {
+        let ids = tokenizer.encode_marked(prompt)?;
+        let room = trainer.shape().max_seq_len.saturating_sub(ids.len().max(1));
+        let config = GenerateConfig {
+            max_new_tokens: recipe.generation.max_new_tokens.min(room),
+            sampling: Sampling {
+                temperature: 0.7,
+                top_p: 0.95,
+                seed: recipe.training.seed,
+            },
+            eos_id: tokenizer.eos_id(None)?,
+            num_tokens: tokenizer.vocab_size(),
+        };
+        let tokens: Vec<u32> =
+            Generator::new(&model, &ids, config, device)?.collect::<Result<_, _>>()?;
+        let text = tokenizer.decode(&tokens)?;
+        log.line(&format!(
+            "sample:\n  {}",
+            format!("{prompt}{text}").replace('\n', "\n  ")
+        ));
+    }
+    Ok(())
+}
+
+/// One line for each op that a GPU ran without its kernel.
+fn reference_lines() -> Vec<String> {
+    let paths = sieve_ops::op_paths();
+    let slow = paths.iter().filter(|(_, path)| path.reference_calls > 0);
+    slow.map(|(op, path)| {
+        let reason = path.reason.as_deref().unwrap_or("no reason given");
+        format!(
+            "kernels: {op} took the plain path {} times: {reason}",
+            path.reference_calls
+        )
+    })
+    .collect()
+}
+
+/// What to type next.
+fn next_steps(log: &Log, summary: &TrainSummary) {
     let Some(checkpoint) = &summary.checkpoint else {
         return;
     };

@@ -1,10 +1,7 @@
 //! Checkpoints of a run: when they may be written, which stay.
 use super::{Reporter, Trainer};
 use crate::{TrainError, TrainEvent};
-use sieve_hf::{
-    Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints,
-    named_parameters,
-};
+use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints};
 use sieve_ops::TrainBackend;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -25,7 +22,7 @@ impl<B: TrainBackend> Trainer<B> {
         self.check_finite()?;
         fs::create_dir_all(&folder).map_err(TrainError::io("creating", &folder))?;
         let files = CheckpointFiles {
-            model: named_parameters(self.model()),
+            model: self.optimizer.master_weights(self.model()),
             optimizer: self.optimizer.state(self.model()),
             recipe_toml: self.recipe.to_toml()?,
             tokenizer_json: self.data.tokenizer_json.clone(),

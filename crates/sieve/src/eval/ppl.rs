@@ -2,6 +2,8 @@
 use crate::device::{Device, DeviceChoice};
 use crate::{loaded, terminal};
 use anyhow::{Context, Result};
+use burn::tensor::DType;
+use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::{ArgGroup, Args, ValueEnum};
 use sieve_data::{Corpus, CorpusConfig, Prepared, Tokenizer};
@@ -10,7 +12,7 @@ use sieve_eval::{
     text_documents,
 };
 use sieve_hf::LoadedModel;
-use sieve_ops::SieveBackend;
+use sieve_ops::{Cuda, SieveBackend};
 use std::path::{Path, PathBuf};
 
 /// Tokens of one forward pass; more only takes memory.
@@ -63,12 +65,13 @@ enum FormatArg {
 /// Runs the command.
 pub(crate) fn run(args: PplArgs) -> Result<()> {
     match args.device.resolve()? {
-        Device::Cpu => run_on::<Flex>(&args, &FlexDevice),
+        Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
+        Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
     }
 }
 
-fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device) -> Result<()> {
-    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device)?;
+fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> Result<()> {
+    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let context = args.context.unwrap_or(loaded.recipe.training.seq_len);
     let config = PerplexityConfig {
         context,

@@ -1,0 +1,206 @@
+//! Attention layers outside a model: sizes in, a layer out.
+use super::dynamic_mask::DynamicMaskAttention;
+use super::multi_head::MultiHeadAttention;
+use super::sliding_window::SlidingWindowAttention;
+use crate::WeightInit;
+use burn::tensor::backend::Backend;
+use sieve_core::{Attention, DmaBias, ModelShape};
+use sieve_ops::RotaryEmbedding;
+use thiserror::Error;
+
+/// Sizes of one attention layer and how its weights are drawn.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AttentionConfig {
+    /// Width of the residual stream.
+    pub d_model: usize,
+    /// Number of query heads.
+    pub num_heads: usize,
+    /// Number of key and value heads; divides `num_heads`.
+    pub num_kv_heads: usize,
+    /// Width of one head; even, because RoPE rotates pairs.
+    pub head_dim: usize,
+    /// Added to the mean square inside the per-head norms; 1e-6 by [`new`](Self::new).
+    pub rms_norm_eps: f64,
+    /// Standard deviation of the normal initialisation; 0.02 by [`new`](Self::new).
+    pub initializer_range: f64,
+    /// Base of the rotary frequencies; 10 000 by [`new`](Self::new).
+    pub rope_theta: f64,
+    /// How DMA's scores become biases; `exp` by [`new`](Self::new).
+    pub dma_bias: DmaBias,
+    /// Initial value of DMA's gates; 0 by [`new`](Self::new), which makes DMA start as a sliding window.
+    pub dma_a_init: f64,
+    /// Seed of the weights; 0 by [`new`](Self::new).
+    pub seed: u64,
+}
+
+/// Sizes from which no layer can be built.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum AttentionConfigError {
+    /// A size is 0.
+    #[error("attention: {name} is 0\n  hint: give at least 1")]
+    Zero {
+        /// The field.
+        name: &'static str,
+    },
+    /// Query heads that do not form equal groups.
+    #[error(
+        "attention: num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}\n  hint: each KV head serves \
+         the same number of query heads"
+    )]
+    UnequalGroups {
+        /// Query heads.
+        num_heads: usize,
+        /// Key and value heads.
+        num_kv_heads: usize,
+    },
+    /// A head that RoPE cannot split into pairs.
+    #[error(
+        "attention: head_dim {head_dim} is odd\n  hint: RoPE rotates pairs of channels; give an even number"
+    )]
+    OddHeadDim {
+        /// Width of one head.
+        head_dim: usize,
+    },
+}
+
+impl AttentionConfig {
+    /// The four sizes, and the usual values for the rest.
+    pub fn new(d_model: usize, num_heads: usize, num_kv_heads: usize, head_dim: usize) -> Self {
+        Self {
+            d_model,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            rms_norm_eps: 1e-6,
+            initializer_range: 0.02,
+            rope_theta: 10_000.0,
+            dma_bias: DmaBias::default(),
+            dma_a_init: 0.0,
+            seed: 0,
+        }
+    }
+
+    /// Checks the sizes.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn validate(&self) -> Result<(), AttentionConfigError> {
+        let sizes = [
+            ("d_model", self.d_model),
+            ("num_heads", self.num_heads),
+            ("num_kv_heads", self.num_kv_heads),
+            ("head_dim", self.head_dim),
+        ];
+        if let Some((name, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
+            return Err(AttentionConfigError::Zero { name });
+        }
+        if !self.num_heads.is_multiple_of(self.num_kv_heads) {
+            return Err(AttentionConfigError::UnequalGroups {
+                num_heads: self.num_heads,
+                num_kv_heads: self.num_kv_heads,
+            });
+        }
+        if !self.head_dim.is_multiple_of(2) {
+            return Err(AttentionConfigError::OddHeadDim {
+                head_dim: self.head_dim,
+            });
+        }
+        Ok(())
+    }
+
+    /// Dense causal attention. Panics when [`validate`](Self::validate) fails.
+    pub fn multi_head<B: Backend>(&self, device: &B::Device) -> MultiHeadAttention<B> {
+        let shape = self.shape(Attention::Mha);
+        MultiHeadAttention::new(&shape, &mut self.weights(), device)
+    }
+
+    /// Attention over the last `window_size` tokens. Panics when [`validate`](Self::validate) fails or the window is 0.
+    pub fn sliding_window<B: Backend>(
+        &self,
+        window_size: usize,
+        device: &B::Device,
+    ) -> SlidingWindowAttention<B> {
+        assert!(window_size > 0, "a window holds at least the token itself");
+        let shape = self.shape(Attention::Swa { window_size });
+        SlidingWindowAttention::new(&shape, window_size, &mut self.weights(), device)
+    }
+
+    /// Attention over the `keep_window_size` best keys. Panics when [`validate`](Self::validate) fails or it is 0.
+    pub fn dynamic_mask<B: Backend>(
+        &self,
+        keep_window_size: usize,
+        device: &B::Device,
+    ) -> DynamicMaskAttention<B> {
+        assert!(keep_window_size > 0, "a query keeps at least one key");
+        let (bias, a_init) = (self.dma_bias, self.dma_a_init);
+        let shape = self.shape(Attention::Dma {
+            keep_window_size,
+            bias,
+            a_init,
+        });
+        let weights = &mut self.weights();
+        DynamicMaskAttention::new(&shape, keep_window_size, bias, a_init, weights, device)
+    }
+
+    /// Rotary tables for positions `0..max_positions`.
+    pub fn rope<B: Backend>(&self, max_positions: usize, device: &B::Device) -> RotaryEmbedding<B> {
+        RotaryEmbedding::new(self.head_dim, max_positions, self.rope_theta, device)
+    }
+
+    fn weights(&self) -> WeightInit {
+        WeightInit::new(self.seed, self.initializer_range)
+    }
+
+    /// A model's shape that holds the layer's sizes; what only a model has is empty and read by no layer.
+    fn shape(&self, attention: Attention) -> ModelShape {
+        if let Err(error) = self.validate() {
+            panic!("{error}");
+        }
+        ModelShape {
+            d_model: self.d_model,
+            d_ff: 0,
+            num_layers: 1,
+            num_heads: self.num_heads,
+            num_kv_heads: self.num_kv_heads,
+            head_dim: self.head_dim,
+            vocab_size: 0,
+            rope_theta: self.rope_theta,
+            rms_norm_eps: self.rms_norm_eps,
+            tie_word_embeddings: true,
+            max_seq_len: 0,
+            initializer_range: self.initializer_range,
+            residual_scale: false,
+            attention,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_that_build_no_layer_are_named() {
+        let valid = AttentionConfig::new(64, 4, 2, 16);
+        assert_eq!(valid.validate(), Ok(()));
+        for (config, message) in [
+            (AttentionConfig::new(0, 4, 2, 16), "d_model is 0"),
+            (AttentionConfig::new(64, 4, 0, 16), "num_kv_heads is 0"),
+            (
+                AttentionConfig::new(64, 4, 3, 16),
+                "num_heads 4 is not a multiple",
+            ),
+            (AttentionConfig::new(64, 4, 2, 15), "head_dim 15 is odd"),
+        ] {
+            let error = config.validate().expect_err("an invalid size").to_string();
+            assert!(error.contains(message), "{error}");
+            assert!(error.contains("hint: "), "{error}");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "num_heads 4 is not a multiple of num_kv_heads 3")]
+    fn a_layer_of_invalid_sizes_panics_with_the_reason() {
+        AttentionConfig::new(64, 4, 3, 16).multi_head::<burn_flex::Flex>(&Default::default());
+    }
+}

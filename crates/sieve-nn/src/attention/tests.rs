@@ -1,0 +1,117 @@
+use super::{Attention, LayerContext};
+use crate::testing::{KEEP_WINDOW_SIZE, Rows, assert_close, input, kinds, shape, values};
+use crate::{AttentionConfig, LayerCache, WeightInit};
+use burn::backend::Autodiff;
+use burn::tensor::Tensor;
+use burn_flex::Flex;
+use sieve_ops::Documents;
+
+fn layer<B: burn::tensor::backend::Backend>(attention: sieve_core::Attention) -> Attention<B> {
+    let mut init = WeightInit::new(1, 0.2);
+    Attention::new(&shape(attention), &mut init, &Default::default())
+}
+
+#[test]
+fn every_kind_keeps_the_shape_and_dma_returns_its_mask() {
+    for attention in kinds(0.5) {
+        for dims in [[2, 13], [1, 1]] {
+            let rows = Rows::new(dims, &shape(attention));
+            let x = input::<Flex, 3>([dims[0], dims[1], 24], 2);
+            let result = layer::<Flex>(attention).forward(x, &rows.context());
+            assert_eq!(result.y.dims(), [dims[0], dims[1], 24]);
+            let is_dma = matches!(attention, sieve_core::Attention::Dma { .. });
+            assert_eq!(
+                result.expire.map(|expire| expire.dims()),
+                is_dma.then_some([dims[0], 3, dims[1]])
+            );
+        }
+    }
+}
+
+#[test]
+fn dma_starts_as_the_sliding_window_of_the_same_weights() {
+    let rows = Rows::new([2, 17], &shape(sieve_core::Attention::Mha));
+    let x = input::<Flex, 3>([2, 17, 24], 3);
+    let [mha, swa, dma] =
+        kinds(0.0).map(|kind| values(layer::<Flex>(kind).forward(x.clone(), &rows.context()).y));
+    assert_close("dma at A = 0", &dma, &swa, 4e-6);
+    // Up to the window's length dense attention sees the same keys; after it, others.
+    let first = KEEP_WINDOW_SIZE * 24;
+    assert_close("the first rows", &mha[..first], &swa[..first], 4e-6);
+    assert!(mha[first..first + 24] != swa[first..first + 24]);
+}
+
+#[test]
+fn with_the_cache_a_layer_gives_the_rows_it_gives_without() {
+    for attention in kinds(0.5) {
+        let (len, prompt) = (23, 9);
+        let layer = layer::<Flex>(attention);
+        let rows = Rows::new([2, len], &shape(attention));
+        let x = input::<Flex, 3>([2, len, 24], 4);
+        let all = layer.forward(x.clone(), &rows.context()).y;
+        let mut cache = LayerCache::Empty;
+        assert_eq!(cache.num_keys(), 0);
+        let mut got = Vec::new();
+        let mut done = 0;
+        for new in std::iter::once(prompt).chain(vec![1; len - prompt]) {
+            let documents = Documents::whole_rows([2, new], &Default::default());
+            let context = LayerContext {
+                documents: &documents,
+                positions: documents.positions.clone().add_scalar(done as i64),
+                rope: rows.context().rope,
+            };
+            let tokens = x.clone().narrow(1, done, new);
+            got.push(layer.forward_cached(tokens, &context, &mut cache));
+            done += new;
+            let most = match attention {
+                sieve_core::Attention::Mha => len,
+                _ => KEEP_WINDOW_SIZE,
+            };
+            assert_eq!(cache.num_keys(), done.min(most), "{attention:?}");
+        }
+        let got = values(Tensor::cat(got, 1));
+        assert_close(&format!("{attention:?}"), &got, &values(all), 1e-5);
+    }
+}
+
+#[test]
+#[should_panic(expected = "a filled cache takes one token at a time")]
+fn a_filled_cache_refuses_several_tokens() {
+    let attention = sieve_core::Attention::Mha;
+    let layer = layer::<Flex>(attention);
+    let rows = Rows::new([1, 3], &shape(attention));
+    let mut cache = LayerCache::Empty;
+    for _ in 0..2 {
+        let x = input::<Flex, 3>([1, 3, 24], 5);
+        layer.forward_cached(x, &rows.context(), &mut cache);
+    }
+}
+
+#[test]
+fn every_parameter_and_the_input_get_gradients() {
+    type Ad = Autodiff<Flex>;
+    let config = AttentionConfig::new(24, 6, 3, 8);
+    let rows = Rows::<Ad>::new([2, 13], &shape(sieve_core::Attention::Mha));
+    let x = input::<Ad, 3>([2, 13, 24], 6).require_grad();
+    let layer = config.dynamic_mask::<Ad>(4, &Default::default());
+    let y = layer.forward(x.clone(), &rows.context()).y;
+    let gradients = (y * input([2, 13, 24], 7)).sum().backward();
+    let matrix = |weight: &burn::module::Param<Tensor<Ad, 2>>| {
+        values(weight.val().grad(&gradients).expect("a parameter"))
+    };
+    for weight in [&layer.qkv.qkv_proj.weight, &layer.o_proj.weight] {
+        let gradient = matrix(weight);
+        assert!(gradient.iter().all(|dw| dw.is_finite()));
+        assert!(gradient.iter().any(|dw| dw.abs() > 1e-6));
+    }
+    // At A = 0 the gates learn first: every score is 0 whatever W_dt.
+    assert!(matrix(&layer.dt_proj.weight).iter().all(|&dw| dw == 0.0));
+    let da = values(layer.a.val().grad(&gradients).expect("a parameter"));
+    assert!(da.iter().all(|da| da.abs() > 1e-9), "{da:?}");
+    for norm in [&layer.qkv.q_norm, &layer.qkv.k_norm] {
+        let gradient = values(norm.weight.val().grad(&gradients).expect("a parameter"));
+        assert!(gradient.iter().all(|dw| *dw != 0.0));
+    }
+    let dx = values(x.grad(&gradients).expect("the input"));
+    assert!(dx.iter().all(|dx| *dx != 0.0));
+}

@@ -1,0 +1,156 @@
+use super::Qwen3;
+use crate::testing::{Rows, assert_close, ids, input, kinds, shape, values};
+use crate::{DecoderLayer, WeightInit};
+use burn::backend::Autodiff;
+use burn::module::Module;
+use burn::tensor::activation::log_softmax;
+use burn::tensor::{Int, Tensor, TensorData};
+use burn_flex::Flex;
+use sieve_core::ModelShape;
+
+const DIMS: [usize; 2] = [2, 13];
+
+#[test]
+fn a_model_has_the_parameters_its_shape_counts() {
+    for attention in kinds(0.0) {
+        for (tie_word_embeddings, residual_scale) in [(true, false), (false, true)] {
+            let shape = ModelShape {
+                tie_word_embeddings,
+                residual_scale,
+                ..shape(attention)
+            };
+            let model = Qwen3::<Flex>::new(&shape, 1, &Default::default());
+            let counted = shape.parameters().total();
+            assert_eq!(model.num_params() as u64, counted, "{attention:?}");
+            assert_eq!(model.shape(), &shape);
+        }
+    }
+}
+
+/// Labels are the next ids; the last one and every fifth are ignored.
+fn labels() -> Tensor<Flex, 2, Int> {
+    let ids: Vec<i64> = ids::<Flex>(DIMS, 1).into_data().iter::<i64>().collect();
+    let label = |n: usize| match (n + 1) % DIMS[1] == 0 || n % 5 == 0 {
+        true => sieve_ops::IGNORE_LABEL,
+        false => ids[n + 1] as i32,
+    };
+    let labels: Vec<i32> = (0..ids.len()).map(label).collect();
+    Tensor::from_data(TensorData::new(labels, DIMS), &Default::default())
+}
+
+#[test]
+fn losses_are_those_of_the_logits() {
+    for attention in kinds(0.5) {
+        for tie_word_embeddings in [true, false] {
+            let shape = ModelShape {
+                tie_word_embeddings,
+                ..shape(attention)
+            };
+            let model = Qwen3::<Flex>::new(&shape, 1, &Default::default());
+            assert_eq!(model.head.lm_head.is_none(), tie_word_embeddings);
+            let rows = Rows::new(DIMS, &shape);
+            let ids = ids(DIMS, 1);
+            let logits = model.logits(ids.clone(), &rows.context());
+            assert_eq!(logits.dims(), [2, 13, 50]);
+            let log_p = values(log_softmax(logits, 2));
+            let expected: Vec<f64> = labels()
+                .into_data()
+                .iter::<i64>()
+                .enumerate()
+                .map(|(n, label)| match label < 0 {
+                    true => 0.0,
+                    false => -log_p[n * 50 + label as usize],
+                })
+                .collect();
+            let losses = model.token_losses(ids.clone(), labels(), &rows.context());
+            assert_eq!(losses.dims(), DIMS);
+            assert_close("losses", &values(losses), &expected, 1e-5);
+            let x = model.hidden(ids, &rows.context());
+            let loss = values(model.head.loss(x, labels(), &model.embed_tokens));
+            assert_close("loss", &loss, &[expected.iter().sum()], 1e-4);
+        }
+    }
+}
+
+#[test]
+fn every_parameter_gets_a_gradient() {
+    type Ad = Autodiff<Flex>;
+
+    struct Missing<'a> {
+        gradients: &'a <Ad as burn::tensor::backend::AutodiffBackend>::Gradients,
+        seen: usize,
+        zero: usize,
+    }
+    impl burn::module::ModuleVisitor<Ad> for Missing<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &burn::module::Param<Tensor<Ad, D>>) {
+            let gradient = param.val().grad(self.gradients).expect("a gradient");
+            assert_eq!(gradient.dims(), param.val().dims());
+            let gradient = values(gradient);
+            assert!(gradient.iter().all(|x| x.is_finite()));
+            self.seen += 1;
+            self.zero += usize::from(gradient.iter().all(|&x| x == 0.0));
+        }
+    }
+
+    for attention in kinds(0.5) {
+        let shape = ModelShape {
+            residual_scale: true,
+            tie_word_embeddings: false,
+            ..shape(attention)
+        };
+        let model = Qwen3::<Ad>::new(&shape, 1, &Default::default());
+        let rows = Rows::new(DIMS, &shape);
+        let x = model.hidden(ids(DIMS, 1), &rows.context());
+        let labels = Tensor::from_inner(labels());
+        let gradients = model.head.loss(x, labels, &model.embed_tokens).backward();
+        let mut missing = Missing {
+            gradients: &gradients,
+            seen: 0,
+            zero: 0,
+        };
+        model.visit(&mut missing);
+        // Embedding, final norm, projection; per layer 2 norms, qkv, 2 head norms, o, gate_up, down, 2 scales, A and W_dt.
+        let per_layer = match attention {
+            sieve_core::Attention::Dma { .. } => 12,
+            _ => 10,
+        };
+        assert_eq!((missing.seen, missing.zero), (3 + 2 * per_layer, 0));
+    }
+}
+
+#[test]
+fn residual_scales_of_one_change_nothing_and_others_do() {
+    let plain = shape(kinds(0.5)[2]);
+    let scaled = ModelShape {
+        residual_scale: true,
+        ..plain.clone()
+    };
+    let rows = Rows::new(DIMS, &plain);
+    let x = input::<Flex, 3>([2, 13, 24], 3);
+    let layer = |shape: &ModelShape| {
+        DecoderLayer::<Flex>::new(shape, &mut WeightInit::new(1, 0.2), &Default::default())
+    };
+    let expected = values(layer(&plain).forward(x.clone(), &rows.context()).x);
+    let mut ones = layer(&scaled);
+    let got = values(ones.forward(x.clone(), &rows.context()).x);
+    assert_close("scales of one", &got, &expected, 0.0);
+    ones.input_residual = ones
+        .input_residual
+        .map(|scale| scale.map(|scale| scale * 2.0));
+    let got = values(ones.forward(x, &rows.context()).x);
+    assert!(got != expected);
+}
+
+#[test]
+fn tokens_beyond_the_rotary_tables_are_refused() {
+    let shape = shape(kinds(0.5)[0]);
+    let model = Qwen3::<Flex>::new(&shape, 1, &Default::default());
+    let rope = model.rope(5, &Default::default());
+    let mut cache = crate::KvCache::new(2);
+    model.next_logits(ids([1, 5], 1), &mut cache, &rope);
+    assert_eq!((cache.num_tokens, cache.layers[0].num_keys()), (5, 5));
+    let beyond = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        model.next_logits(ids([1, 1], 1), &mut cache, &rope)
+    }));
+    assert!(beyond.is_err());
+}

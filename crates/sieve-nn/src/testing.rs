@@ -1,0 +1,110 @@
+//! Shapes, inputs and comparisons of the layers' tests.
+use crate::LayerContext;
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor, TensorData};
+use sieve_core::{Attention, DmaBias, ModelShape};
+use sieve_ops::{Documents, RotaryEmbedding};
+
+/// A small model whose sizes all differ.
+pub(crate) fn shape(attention: Attention) -> ModelShape {
+    ModelShape {
+        d_model: 24,
+        d_ff: 40,
+        num_layers: 2,
+        num_heads: 6,
+        num_kv_heads: 3,
+        head_dim: 8,
+        vocab_size: 50,
+        rope_theta: 1e4,
+        rms_norm_eps: 1e-6,
+        tie_word_embeddings: true,
+        max_seq_len: 64,
+        initializer_range: 0.2,
+        residual_scale: false,
+        attention,
+    }
+}
+
+pub(crate) const KEEP_WINDOW_SIZE: usize = 5;
+
+/// The kinds, DMA with gates at `a_init`.
+pub(crate) fn kinds(a_init: f64) -> [Attention; 3] {
+    [
+        Attention::Mha,
+        Attention::Swa {
+            window_size: KEEP_WINDOW_SIZE,
+        },
+        Attention::Dma {
+            keep_window_size: KEEP_WINDOW_SIZE,
+            bias: DmaBias::Exp,
+            a_init,
+        },
+    ]
+}
+
+/// Values in -1 to 1 from a fixed sequence.
+pub(crate) fn input<B: Backend, const D: usize>(dims: [usize; D], seed: u64) -> Tensor<B, D> {
+    let mut state = seed;
+    let mut next = || {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    };
+    let values: Vec<f32> = (0..dims.iter().product()).map(|_| next()).collect();
+    Tensor::from_data(TensorData::new(values, dims), &Default::default())
+}
+
+/// Token ids below the vocabulary of [`shape`].
+pub(crate) fn ids<B: Backend>(dims: [usize; 2], seed: usize) -> Tensor<B, 2, Int> {
+    let ids: Vec<i32> = (0..dims[0] * dims[1])
+        .map(|n| ((n * 31 + seed * 17 + n * n) % 50) as i32)
+        .collect();
+    Tensor::from_data(TensorData::new(ids, dims), &Default::default())
+}
+
+/// One document per row, and its tables.
+pub(crate) struct Rows<B: Backend> {
+    documents: Documents<B>,
+    rope: RotaryEmbedding<B>,
+}
+
+impl<B: Backend> Rows<B> {
+    pub(crate) fn new(dims: [usize; 2], shape: &ModelShape) -> Self {
+        let device = Default::default();
+        Self {
+            documents: Documents::whole_rows(dims, &device),
+            rope: RotaryEmbedding::new(shape.head_dim, dims[1], shape.rope_theta, &device),
+        }
+    }
+
+    pub(crate) fn context(&self) -> LayerContext<'_, B> {
+        LayerContext::new(&self.documents, &self.rope)
+    }
+}
+
+pub(crate) fn values<B: Backend, const D: usize>(x: Tensor<B, D>) -> Vec<f64> {
+    x.into_data().iter::<f64>().collect()
+}
+
+/// Fails on a value that is not finite first, then names the worst one.
+#[track_caller]
+pub(crate) fn assert_close(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), expected.len(), "{what}: lengths differ");
+    for (n, (got, expected)) in got.iter().zip(expected).enumerate() {
+        assert!(
+            got.is_finite() && expected.is_finite(),
+            "{what}[{n}]: {got}, expected {expected}"
+        );
+    }
+    let errors = got.iter().zip(expected).map(|(a, b)| (a - b).abs());
+    let worst = errors.enumerate().max_by(|a, b| a.1.total_cmp(&b.1));
+    if let Some((n, error)) = worst {
+        assert!(
+            error <= tolerance,
+            "{what}[{n}]: {} instead of {}, error {error:e}, allowed {tolerance:e}",
+            got[n],
+            expected[n]
+        );
+    }
+}

@@ -1,0 +1,62 @@
+use super::{CHUNK, WeightInit};
+use burn::tensor::Tensor;
+use burn_flex::Flex;
+
+fn draw(init: &mut WeightInit, shape: [usize; 2]) -> Vec<f32> {
+    let param = init.normal::<Flex, 2>(shape, &Default::default());
+    let values: Tensor<Flex, 2> = param.val();
+    values.into_data().to_vec().expect("f32")
+}
+
+fn pool(threads: usize) -> rayon::ThreadPool {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .build()
+        .expect("a small pool")
+}
+
+#[test]
+fn weights_do_not_depend_on_the_number_of_threads() {
+    let shape = [3, CHUNK + 77];
+    let weights = |threads| pool(threads).install(|| draw(&mut WeightInit::new(5, 0.02), shape));
+    let one = weights(1);
+    for threads in [2, 5] {
+        assert!(weights(threads) == one);
+    }
+}
+
+#[test]
+fn a_parameter_depends_on_its_number_and_the_seed_alone() {
+    let (mut a, mut b) = (WeightInit::new(5, 0.02), WeightInit::new(5, 0.02));
+    let first = draw(&mut a, [4, 10]);
+    draw(&mut b, [300, 300]);
+    b.constant::<Flex, 1>(1.0, [7], &Default::default());
+    let second = draw(&mut a, [6, 5]);
+    assert_eq!(draw(&mut b, [6, 5]), second);
+    assert_ne!(first[..30], second[..]);
+    assert_ne!(draw(&mut WeightInit::new(6, 0.02), [4, 10]), first);
+}
+
+#[test]
+fn values_are_normal_with_the_given_deviation() {
+    let values = draw(&mut WeightInit::new(7, 0.02), [400, 500]);
+    let count = values.len() as f64;
+    let moment = |power: i32| {
+        values
+            .iter()
+            .map(|&x| (f64::from(x) / 0.02).powi(power))
+            .sum::<f64>()
+            / count
+    };
+    // Standard errors are 0.0022, 0.0032 and 0.022.
+    assert!(moment(1).abs() < 0.01, "{}", moment(1));
+    assert!((moment(2) - 1.0).abs() < 0.015, "{}", moment(2));
+    assert!((moment(4) - 3.0).abs() < 0.1, "{}", moment(4));
+}
+
+#[test]
+fn a_constant_fills() {
+    let param = WeightInit::new(0, 1.0).constant::<Flex, 1>(0.25, [5], &Default::default());
+    let values: Vec<f32> = param.val().into_data().to_vec().expect("f32");
+    assert_eq!(values, [0.25; 5]);
+}
