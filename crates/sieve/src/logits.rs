@@ -5,22 +5,23 @@ use anyhow::{Context, Result, ensure};
 use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
-use clap::Args;
+use clap::{ArgGroup, Args};
 use sieve_hf::{NamedTensor, load_model, write_tensor_file};
 use sieve_ops::{Cuda, SieveBackend};
 use std::path::PathBuf;
 
 /// Arguments of `sieve logits`.
 #[derive(Args, Debug)]
+#[command(group = ArgGroup::new("input").required(true).args(["tokens", "tokens_file"]))]
 pub(crate) struct LogitsArgs {
     /// A checkpoint (step-N), or a run folder: then its latest
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Token ids, separated by commas
-    #[arg(long, value_delimiter = ',', required_unless_present = "tokens_file")]
+    #[arg(long, value_delimiter = ',')]
     tokens: Vec<u32>,
     /// A file of token ids, separated by commas or white space
-    #[arg(long, value_name = "FILE", conflicts_with = "tokens")]
+    #[arg(long, value_name = "FILE")]
     tokens_file: Option<PathBuf>,
     /// The safetensors file to write: "logits", f32 [1, tokens, vocabulary]
     #[arg(long, value_name = "FILE")]

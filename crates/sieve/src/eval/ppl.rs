@@ -137,13 +137,19 @@ fn corpus(args: &PplArgs) -> Result<Corpus> {
 
 /// The shards that the run of this checkpoint read.
 fn prepared_data<B: SieveBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> {
-    let dir = match &loaded.recipe.data.cache_dir {
-        Some(dir) => PathBuf::from(sieve_core::paths::expand(dir, &crate::train::variable)?),
-        None => run_folder(&loaded.path, &loaded.recipe.checkpoint.folder).join("data"),
+    let (dir, hint) = match &loaded.recipe.data.cache_dir {
+        Some(dir) => (
+            PathBuf::from(sieve_core::paths::expand(dir, &crate::train::variable)?),
+            "run this where the recipe's data.cache_dir leads to them",
+        ),
+        None => (
+            run_folder(&loaded.path, &loaded.recipe.checkpoint.folder).join("data"),
+            "keep the checkpoint in its run folder",
+        ),
     };
     Prepared::open(&dir).with_context(|| {
         format!(
-            "the held-out documents of the run are not in {}\n  hint: name text with --data, or keep the checkpoint in its run folder",
+            "the held-out documents of the run are not in {}\n  hint: {hint}, or name text with --data",
             dir.display()
         )
     })
