@@ -6,3 +6,11 @@ mod random_model;
 mod parity_causality;
 mod parity_decode;
 mod parity_transformers;
+
+mod tiny_run;
+
+mod cli_bad_input;
+mod resume_damage;
+mod resume_kill;
+mod train_gradients;
+mod train_run;

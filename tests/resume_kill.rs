@@ -1,0 +1,295 @@
+//! A run that is killed or stopped goes on as if nothing had happened.
+use crate::tiny_run::{INTERVAL, STEPS, TinyRun, signal, succeed, text, wait_until};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
+use std::time::{Duration, Instant, SystemTime};
+
+/// How often the process is killed.
+const NUM_KILLS: usize = 20;
+
+#[test]
+fn killed_at_random_moments_and_resumed_it_ends_with_the_same_weights() {
+    let seed = match std::env::var("SIEVE_TEST_SEED") {
+        Ok(seed) => seed.parse().expect("SIEVE_TEST_SEED is a number"),
+        Err(_) => SystemTime::UNIX_EPOCH
+            .elapsed()
+            .expect("after 1970")
+            .as_nanos() as u64,
+    };
+    println!("SIEVE_TEST_SEED={seed}");
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    let tiny = TinyRun::dma();
+    let whole = tiny.trained("reference", "");
+
+    let (mut kills, mut round, mut resumed_at) = (0, 0, Vec::new());
+    while kills < NUM_KILLS {
+        round += 1;
+        let out = format!("killed-{round}");
+        loop {
+            // Until the recipe is in the folder there is no run to resume, and the message says so.
+            let more = match tiny.path(&out).join("config.toml").exists() {
+                true => "--resume",
+                false => "",
+            };
+            let mut command = tiny.train(&out, more);
+            if kills == NUM_KILLS {
+                succeed(&mut command);
+                break;
+            }
+            let mut child = command
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+                .expect("the program starts");
+            let moment = whole.mul_f64(f64::from(random.next_u32()) / f64::from(u32::MAX));
+            let started = Instant::now();
+            while started.elapsed() < moment && child.try_wait().expect("a child").is_none() {
+                std::thread::sleep(Duration::from_micros(500));
+            }
+            let ended = child.try_wait().expect("a child").is_some();
+            if !ended {
+                child.kill().expect("SIGKILL is sent");
+                kills += 1;
+            }
+            let output = child.wait_with_output().expect("it ends");
+            if ended {
+                assert!(output.status.success(), "{}", text(&output));
+                break;
+            }
+            let latest = tiny.metrics_of_killed(&out);
+            resumed_at.push(latest);
+        }
+        tiny.assert_same_end(&out, "reference");
+        tiny.assert_same_metrics(&out, "reference");
+        let left: Vec<_> = fs::read_dir(tiny.path(&out).join("checkpoint"))
+            .expect("checkpoint")
+            .map(|entry| entry.expect("readable").file_name())
+            .collect();
+        assert_eq!(left.len(), 3, "something half written was left: {left:?}");
+    }
+    println!("killed at steps {resumed_at:?}, in {round} runs");
+}
+
+impl TinyRun {
+    /// The last step that a killed run logged.
+    fn metrics_of_killed(&self, out: &str) -> u64 {
+        let text = fs::read_to_string(self.path(out).join("metrics.jsonl")).unwrap_or_default();
+        let lines = text
+            .lines()
+            .filter_map(|line| serde_json::from_str(line).ok());
+        let steps = lines.filter_map(|line: serde_json::Value| line["step"].as_u64());
+        steps.max().unwrap_or(0)
+    }
+}
+
+#[test]
+fn the_first_signal_keeps_the_state_and_the_run_goes_on_from_it() {
+    let tiny = TinyRun::dma();
+    tiny.trained("reference", "");
+    for name in ["INT", "TERM"] {
+        let mut child = tiny
+            .train(name, "")
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        let stdout = child.stdout.take().expect("it is piped");
+        let mut lines = BufReader::new(stdout)
+            .lines()
+            .map(|line| line.expect("text"));
+        // Between two checkpoints.
+        let third = lines.find(|line| line.starts_with("step:     3"));
+        third.expect("the run gets to step 3");
+        signal(&child, name);
+        let rest: Vec<String> = lines.collect();
+        assert_eq!(child.wait().expect("it ends").code(), Some(0), "{rest:?}");
+        let said = rest.join("\n");
+        if !said.contains("trained 40 steps") {
+            assert!(said.contains("stopping after this step"), "{said}");
+            assert!(said.contains("--resume"), "{said}");
+            let printed = succeed(&mut tiny.train(name, "--resume"));
+            assert!(printed.contains("continuing at step"), "{printed}");
+        }
+        tiny.assert_same_end(name, "reference");
+        tiny.assert_same_metrics(name, "reference");
+        let log = fs::read_to_string(tiny.path(name).join("log")).expect("log");
+        assert!(log.contains("step:     1 ") && log.contains("step:    40 "));
+    }
+}
+
+#[test]
+fn the_second_signal_ends_the_process_at_once() {
+    let tiny = TinyRun::dma();
+    // A step of a quarter of a million tokens takes seconds.
+    let slow = "--set training.local_batch_size=8192 --set training.global_batch_size=8192";
+    let mut child = tiny
+        .train("run", slow)
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    let stdout = child.stdout.take().expect("it is piped");
+    let mut lines = BufReader::new(stdout)
+        .lines()
+        .map(|line| line.expect("text"));
+    // Printed after the recipe is in the folder; the first step begins next.
+    lines
+        .find(|line| line.starts_with("validate step:"))
+        .expect("the run begins");
+    signal(&child, "INT");
+    lines
+        .find(|line| line.contains("stopping after this step"))
+        .expect("it is told");
+    let told = Instant::now();
+    signal(&child, "TERM");
+    assert_eq!(child.wait().expect("it ends").code(), Some(130));
+    println!("ended {:?} after the second signal", told.elapsed());
+    assert!(!tiny.path("run/checkpoint").exists());
+}
+
+#[test]
+fn a_signal_before_the_first_step_ends_the_process() {
+    let tiny = TinyRun::dma();
+    // As if another process prepared the same folder.
+    fs::create_dir_all(tiny.path("run/data")).expect("writable");
+    let lock = fs::File::create(tiny.path("run/data/tokenizer.lock")).expect("writable");
+    lock.lock().expect("nobody else has it");
+    let mut child = tiny
+        .train("run", "")
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    let stdout = child.stdout.take().expect("it is piped");
+    let mut lines = BufReader::new(stdout)
+        .lines()
+        .map(|line| line.expect("text"));
+    lines
+        .find(|line| line.contains("waiting"))
+        .expect("it waits for the folder");
+    signal(&child, "INT");
+    assert_eq!(child.wait().expect("it ends").code(), Some(130));
+    assert!(!tiny.path("run/config.toml").exists());
+    drop(lock);
+    tiny.trained("run", "--set training.steps=4 --set checkpoint.interval=2");
+}
+
+#[test]
+fn a_run_killed_before_its_first_checkpoint_starts_over() {
+    let tiny = TinyRun::dma();
+    tiny.trained("reference", "");
+    let mut child = tiny
+        .train("run", "--set checkpoint.interval=1000")
+        .stdout(Stdio::null())
+        .spawn()
+        .expect("the program starts");
+    wait_until("three steps", || tiny.metrics_of_killed("run") >= 3);
+    child.kill().expect("SIGKILL is sent");
+    child.wait().expect("it ends");
+    if tiny.path("run/checkpoint").exists() {
+        return; // It was faster than the signal.
+    }
+    // Without --resume the folder stays as it is.
+    tiny.refuse(&mut tiny.train("run", ""), &["run", "--resume"]);
+    let printed = succeed(&mut tiny.train("run", "--resume"));
+    assert!(printed.contains("starts over"), "{printed}");
+    tiny.assert_same_end("run", "reference");
+    tiny.assert_same_metrics("run", "reference");
+}
+
+#[test]
+fn a_finished_run_is_left_alone_or_made_longer() {
+    let tiny = TinyRun::dma();
+    // A constant rate, so that the length of the run does not change its steps.
+    let constant = "--set lr_scheduler.decay_ratio=0";
+    tiny.trained("reference", constant);
+    tiny.trained("run", &format!("{constant} --set training.steps=12"));
+    let before = tiny.snapshot("run");
+    let printed = succeed(&mut tiny.train(
+        "run",
+        &format!("{constant} --set training.steps=12 --resume"),
+    ));
+    assert!(printed.contains("nothing to do"), "{printed}");
+    assert!(before == tiny.snapshot("run"), "a file was written");
+
+    let printed = succeed(&mut tiny.train("run", &format!("{constant} --resume")));
+    assert!(
+        printed.contains("training.steps was 12, is now 40"),
+        "{printed}"
+    );
+    tiny.assert_same_end("run", "reference");
+    let steps = tiny.metrics("run", "step");
+    assert!(steps.into_keys().eq(1..=STEPS));
+}
+
+#[test]
+fn another_number_of_threads_is_told() {
+    let tiny = TinyRun::dma();
+    tiny.trained(
+        "run",
+        "--set training.steps=8 --set lr_scheduler.decay_ratio=0",
+    );
+    let mut command = tiny.train("run", "--resume --set lr_scheduler.decay_ratio=0");
+    let printed = succeed(command.env("RAYON_NUM_THREADS", "1"));
+    assert!(
+        printed.contains("note: 1 threads compute, the run used 2"),
+        "{printed}"
+    );
+}
+
+#[test]
+fn a_run_goes_on_without_its_text_files() {
+    let tiny = TinyRun::dma();
+    let constant = "--set lr_scheduler.decay_ratio=0";
+    tiny.trained("reference", constant);
+    tiny.trained("run", &format!("{constant} --set training.steps=12"));
+    tiny.trained("other", &format!("{constant} --set training.steps=12"));
+    fs::remove_dir_all(tiny.path("other/data")).expect("writable");
+    let resume = format!("{constant} --resume");
+
+    // The shards are gone, and are made again from the same text.
+    fs::rename(tiny.path("corpus"), tiny.path("away")).expect("writable");
+    tiny.refuse_run("other", &resume, &["corpus/*.txt", "matches no file"]);
+    succeed(&mut tiny.train("run", &resume));
+    tiny.assert_same_end("run", "reference");
+
+    fs::rename(tiny.path("away"), tiny.path("corpus")).expect("writable");
+    fs::write(tiny.path("corpus/61.txt"), "one more sentence.\n").expect("writable");
+    tiny.refuse_run(
+        "other",
+        &resume,
+        &["other/data", "the text files have changed"],
+    );
+    fs::remove_dir_all(tiny.path("other/data")).expect("writable");
+    fs::remove_file(tiny.path("corpus/61.txt")).expect("writable");
+    succeed(&mut tiny.train("other", &resume));
+    tiny.assert_same_end("other", "reference");
+}
+
+impl TinyRun {
+    /// Refused, with the checkpoints and the metrics of the run as they were; its data may have been made again.
+    fn refuse_run(&self, out: &str, more: &str, words: &[&str]) {
+        let kept = ["checkpoint", "config.toml", "metrics.jsonl", "log", "tb"];
+        let before = kept.map(|name| self.snapshot(&format!("{out}/{name}")));
+        crate::tiny_run::refused(&mut self.train(out, more), words);
+        assert!(before == kept.map(|name| self.snapshot(&format!("{out}/{name}"))));
+    }
+}
+
+#[test]
+fn a_checkpoint_of_another_run_begins_a_new_folder() {
+    let tiny = TinyRun::dma();
+    tiny.trained("reference", "--set checkpoint.keep_latest_k=0");
+    let before = tiny.snapshot("reference");
+    let from = format!("--resume-from reference/checkpoint/step-{}", 3 * INTERVAL);
+    succeed(&mut tiny.train("fork", &from));
+    tiny.assert_same_end("fork", "reference");
+    assert!(
+        tiny.metrics("fork", "step")
+            .into_keys()
+            .eq(3 * INTERVAL + 1..=STEPS)
+    );
+    assert!(before == tiny.snapshot("reference"));
+    // Into a folder that holds a run of its own it does not go.
+    tiny.refuse(&mut tiny.train("fork", &from), &["fork", "--out"]);
+}

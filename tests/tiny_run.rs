@@ -1,0 +1,348 @@
+//! Runs of the built program on a tiny recipe over a tiny generated corpus: a second each.
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant, SystemTime};
+use tempfile::TempDir;
+
+/// Steps of the recipe.
+pub(crate) const STEPS: u64 = 40;
+/// Steps between two checkpoints.
+pub(crate) const INTERVAL: u64 = 4;
+
+/// A folder with `corpus/`, `tiny.toml` and the runs made in it.
+pub(crate) struct TinyRun {
+    dir: TempDir,
+}
+
+impl TinyRun {
+    /// A recipe with the given `[attention]` lines.
+    pub(crate) fn new(attention: &str) -> Self {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let this = Self { dir };
+        fs::create_dir(this.path("corpus")).expect("the folder is new");
+        for (name, text) in corpus() {
+            fs::write(this.path("corpus").join(name), text).expect("the folder is writable");
+        }
+        fs::write(this.path("tiny.toml"), recipe(attention)).expect("the folder is writable");
+        this
+    }
+
+    /// The usual recipe: DMA that keeps a quarter of a row.
+    pub(crate) fn dma() -> Self {
+        Self::new("kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5")
+    }
+
+    /// A path below the folder.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// The program with the words of `args`, run from the folder.
+    pub(crate) fn sieve(&self, args: &str) -> Command {
+        self.sieve_args(&args.split_whitespace().collect::<Vec<_>>())
+    }
+
+    /// The program with arguments that hold spaces.
+    pub(crate) fn sieve_args(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(program());
+        command
+            .args(args)
+            .current_dir(self.dir.path())
+            // Resuming is bit-exact for the same number of threads, and tests share their cores with others.
+            .env("RAYON_NUM_THREADS", "2")
+            .stdin(Stdio::null());
+        command
+    }
+
+    /// `sieve train` on the recipe into `out`, with more arguments.
+    pub(crate) fn train(&self, out: &str, more: &str) -> Command {
+        self.sieve(&format!(
+            "train --recipe tiny.toml --device cpu --out {out} {more}"
+        ))
+    }
+
+    /// The run in `out` from its beginning to its end, undisturbed.
+    pub(crate) fn trained(&self, out: &str, more: &str) -> Duration {
+        let started = Instant::now();
+        succeed(&mut self.train(out, more));
+        started.elapsed()
+    }
+
+    /// Weights and optimizer of a checkpoint, byte for byte, and where the run stood.
+    pub(crate) fn checkpoint(&self, out: &str, step: u64) -> BTreeMap<String, Vec<u8>> {
+        let folder = self.path(out).join(format!("checkpoint/step-{step}"));
+        let read = |name: &str| {
+            let path = folder.join(name);
+            fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+        };
+        let mut state: serde_json::Value =
+            serde_json::from_slice(&read("state.json")).expect("JSON");
+        // The recipes may differ in what they may differ in.
+        state["checksums"] = serde_json::Value::Null;
+        let files = ["model.safetensors", "optimizer.safetensors"];
+        let mut found: BTreeMap<_, _> = files
+            .into_iter()
+            .map(|name| (name.to_owned(), read(name)))
+            .collect();
+        found.insert("state.json".to_owned(), state.to_string().into_bytes());
+        found
+    }
+
+    /// Asserts that two runs ended with the same weights, optimizer and place in the data, to the last bit.
+    pub(crate) fn assert_same_end(&self, out: &str, reference: &str) {
+        let found = self.checkpoint(out, STEPS);
+        for (name, expected) in self.checkpoint(reference, STEPS) {
+            assert!(found[&name] == expected, "{out} and {reference}: {name}");
+        }
+    }
+
+    /// The lines of `metrics.jsonl` of one kind, by step; asserts that each step is there once.
+    pub(crate) fn metrics(&self, out: &str, kind: &str) -> BTreeMap<u64, serde_json::Value> {
+        let text = fs::read_to_string(self.path(out).join("metrics.jsonl")).expect("metrics");
+        let mut lines = BTreeMap::new();
+        for line in text.lines() {
+            let value: serde_json::Value = serde_json::from_str(line).expect(line);
+            if value["kind"] == kind {
+                let step = value["step"].as_u64().expect(line);
+                let before = lines.insert(step, value);
+                assert!(before.is_none(), "{kind} {step} is there twice");
+            }
+        }
+        lines
+    }
+
+    /// Asserts that `metrics.jsonl` has each step of the run once, with the losses of an undisturbed run.
+    pub(crate) fn assert_same_metrics(&self, out: &str, reference: &str) {
+        for (kind, keys) in [
+            (
+                "step",
+                &["loss", "grad_norm", "lr", "tokens_seen", "attention"][..],
+            ),
+            ("validation", &["loss", "bits_per_byte"][..]),
+        ] {
+            let (found, expected) = (self.metrics(out, kind), self.metrics(reference, kind));
+            assert!(found.keys().eq(expected.keys()), "{kind}: {found:?}");
+            for (step, line) in expected {
+                for key in keys {
+                    assert_eq!(found[&step][key], line[key], "{kind} {step}: {key}");
+                }
+            }
+        }
+        let steps = self.metrics(out, "step");
+        assert!(steps.into_keys().eq(1..=STEPS));
+    }
+
+    /// Everything below `name` with its bytes and the time it was last written; of folders only that they are there.
+    pub(crate) fn snapshot(&self, name: &str) -> BTreeMap<PathBuf, (Vec<u8>, Option<SystemTime>)> {
+        let mut found = BTreeMap::new();
+        let mut open = vec![self.path(name)];
+        while let Some(path) = open.pop() {
+            if let Ok(entries) = fs::read_dir(&path) {
+                open.extend(entries.map(|entry| entry.expect("readable").path()));
+                found.insert(path, (Vec::new(), None));
+            } else if let Ok(bytes) = fs::read(&path) {
+                let modified = path.metadata().and_then(|meta| meta.modified()).ok();
+                found.insert(path, (bytes, modified));
+            }
+        }
+        found
+    }
+
+    /// Runs `command`, which must refuse: with each of `words` in its message, and with no file made or changed.
+    pub(crate) fn refuse(&self, command: &mut Command, words: &[&str]) -> String {
+        let before = self.snapshot("");
+        let message = refused(command, words);
+        let after = self.snapshot("");
+        let changed: Vec<_> = after
+            .iter()
+            .filter(|(path, file)| before.get(*path) != Some(*file))
+            .map(|(path, _)| path)
+            .collect();
+        assert!(changed.is_empty(), "{message}\nchanged {changed:?}");
+        assert_eq!(before.len(), after.len(), "{message}\nremoved a file");
+        message
+    }
+}
+
+/// Runs `command`, which must end well. Returns what it printed.
+pub(crate) fn succeed(command: &mut Command) -> String {
+    let output = command.output().expect("the program starts");
+    let text = text(&output);
+    assert!(output.status.success(), "{command:?}: {text}");
+    // Not to a terminal, so nothing is drawn over.
+    assert!(!text.contains(['\r', '\u{1b}']), "{text:?}");
+    text
+}
+
+/// Runs `command`, which must refuse with each of `words` in its message and without a panic. Returns the message.
+pub(crate) fn refused(command: &mut Command, words: &[&str]) -> String {
+    let output = command.output().expect("the program starts");
+    let text = text(&output);
+    assert!(!output.status.success(), "{command:?} went on: {text}");
+    assert!(output.status.code().is_some_and(|code| code != 101));
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(message.contains("error"), "{command:?}: {text}");
+    for broken in ["panicked", "a bug in Sieve", "unwrap"] {
+        assert!(!text.contains(broken), "{command:?}: {text}");
+    }
+    for word in words {
+        assert!(message.contains(word), "no {word:?} in: {message}");
+    }
+    message
+}
+
+/// Both outputs of a process.
+pub(crate) fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&[&output.stdout[..], &output.stderr[..]].concat()).into_owned()
+}
+
+/// Sends a signal by name.
+pub(crate) fn signal(child: &Child, name: &str) {
+    let sent = Command::new("kill")
+        .args(["-s", name, &child.id().to_string()])
+        .status()
+        .expect("kill starts");
+    assert!(sent.success(), "kill -s {name}");
+}
+
+/// Waits until `happened`, for a minute at most.
+pub(crate) fn wait_until(what: &str, mut happened: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !happened() {
+        assert!(started.elapsed() < Duration::from_secs(60), "{what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// The program, built before if it is missing or older than its sources.
+fn program() -> &'static Path {
+    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAM.get_or_init(|| {
+        let test = std::env::current_exe().expect("a test has a path");
+        let profile = test.ancestors().nth(2).expect("target/<profile>/deps/all");
+        let program = profile.join("sieve");
+        if !is_fresh(&program) {
+            let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
+            let mut build = Command::new(cargo);
+            build.args(["build", "--bin", "sieve"]);
+            build.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
+            if profile.ends_with("release") {
+                build.arg("--release");
+            }
+            assert!(build.status().expect("cargo starts").success());
+        }
+        program
+    })
+}
+
+/// Whether `program` is newer than each file that cargo notes beside it.
+fn is_fresh(program: &Path) -> bool {
+    let modified = |path: &Path| path.metadata().and_then(|meta| meta.modified()).ok();
+    let Some(built) = modified(program) else {
+        return false;
+    };
+    let Ok(list) = fs::read_to_string(program.with_extension("d")) else {
+        return false;
+    };
+    let sources = list.split_once(": ").map_or("", |(_, sources)| sources);
+    sources
+        .split_whitespace()
+        .all(|source| modified(Path::new(source)).is_none_or(|changed| changed <= built))
+}
+
+/// Sixty documents of simple sentences, the same on every machine: about 200 KB.
+fn corpus() -> Vec<(String, String)> {
+    const SUBJECTS: [&str; 8] = [
+        "the cat",
+        "a dog",
+        "my aunt",
+        "the pilot",
+        "some child",
+        "the old king",
+        "a teacher",
+        "nobody",
+    ];
+    const VERBS: [&str; 8] = [
+        "sees", "follows", "paints", "forgets", "likes", "draws", "finds", "carries",
+    ];
+    const OBJECTS: [&str; 8] = [
+        "the river",
+        "a red apple",
+        "seven stones",
+        "the long road",
+        "her letter",
+        "an empty house",
+        "the moon",
+        "two birds",
+    ];
+    let mut random = ChaCha8Rng::seed_from_u64(17);
+    let mut pick = |words: &[&'static str; 8]| words[random.next_u32() as usize % words.len()];
+    let mut document = |number: usize| {
+        let num_sentences = 10 + 7 * (number % 30);
+        (0..num_sentences)
+            .map(|_| format!("{} {} {}.\n", pick(&SUBJECTS), pick(&VERBS), pick(&OBJECTS)))
+            .collect::<String>()
+    };
+    (0..60)
+        .map(|number| (format!("{number:02}.txt"), document(number)))
+        .collect()
+}
+
+fn recipe(attention: &str) -> String {
+    format!(
+        r#"
+[model]
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 1
+head_dim = 16
+tie_word_embeddings = true
+max_position_embeddings = 64
+
+[attention]
+{attention}
+
+[tokenizer]
+train = {{ vocab_size = 300, sample_bytes = 100_000 }}
+
+[data]
+paths = ["corpus/*.txt"]
+validation_fraction = 0.1
+
+[training]
+steps = {STEPS}
+seq_len = 32
+local_batch_size = 4
+global_batch_size = 8
+max_norm = 1.0
+seed = 3
+
+[optimizer]
+lr = 1e-2
+beta2 = 0.95
+weight_decay = 0.1
+
+[lr_scheduler]
+warmup_steps = 4
+decay_ratio = 0.25
+
+[checkpoint]
+interval = {INTERVAL}
+keep_latest_k = 3
+
+[metrics]
+log_freq = 1
+
+[validation]
+interval = 10
+steps = 2
+"#
+    )
+}

@@ -1,0 +1,161 @@
+//! Gradients of the training loop: segment by segment, and over micro-batches.
+use burn::backend::Autodiff;
+use burn::tensor::TensorData;
+use burn_flex::Flex;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use sieve_core::Recipe;
+use sieve_data::{Batch, IGNORED_LABEL};
+use sieve_hf::NamedTensor;
+use sieve_nn::{LayerContext, Qwen3};
+use sieve_train::{DeviceBatch, GradientBuffer, accumulate_gradients};
+
+type B = Autodiff<Flex>;
+
+const VOCAB_SIZE: usize = 61;
+const SEQ_LEN: usize = 37;
+
+const KINDS: [&str; 3] = [
+    "kind = \"mha\"",
+    "kind = \"swa\"\nsliding_window = 7",
+    "kind = \"dma\"\nkeep_window_size = 5\na_init = 0.5",
+];
+
+fn model(attention: &str, tied: bool) -> Qwen3<B> {
+    let text = format!(
+        "[model]\nhidden_size = 48\nintermediate_size = 80\nnum_hidden_layers = 3\nnum_attention_heads = 4\n\
+         num_key_value_heads = 2\nhead_dim = 16\nmax_position_embeddings = 64\ntie_word_embeddings = {tied}\n\
+         residual_scale = true\ninitializer_range = 0.2\n[attention]\n{attention}\n[tokenizer]\npath = \"none\"\n\
+         [data]\npaths = [\"none\"]\n[training]\nsteps = 1\nseq_len = {SEQ_LEN}\nlocal_batch_size = 1\n\
+         [optimizer]\nlr = 1e-3\n[lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n"
+    );
+    let recipe = Recipe::load(&text, "a test's recipe", &[]).expect("the text above is valid");
+    let shape = recipe.model_shape(VOCAB_SIZE).expect("it fits");
+    Qwen3::new(&shape, 5, &Default::default())
+}
+
+/// `rows` rows of two documents each and padding without labels: another number of labels in each row.
+fn batch(first_row: usize, rows: usize) -> Batch {
+    let mut batch = Batch {
+        first_sample: first_row as u64,
+        batch: rows,
+        seq_len: SEQ_LEN,
+        tokens: Vec::new(),
+        labels: Vec::new(),
+        doc_start: Vec::new(),
+        doc_end: Vec::new(),
+        positions: Vec::new(),
+        documents: Vec::new(),
+    };
+    for row in first_row..first_row + rows {
+        let mut random = ChaCha8Rng::seed_from_u64(row as u64);
+        let ends = [5 + row % 4, 12 + 3 * row, SEQ_LEN];
+        let mut start = 0;
+        for (number, end) in ends.into_iter().enumerate() {
+            for place in start..end {
+                batch.tokens.push(random.next_u32() % VOCAB_SIZE as u32);
+                let has_label = number < 2 && place + 1 < end;
+                let label = (random.next_u32() % VOCAB_SIZE as u32) as i32;
+                batch
+                    .labels
+                    .push(if has_label { label } else { IGNORED_LABEL });
+                batch.doc_start.push(start as u32);
+                batch.doc_end.push(end as u32);
+                batch.positions.push((place - start) as u32);
+                batch.documents.push(number as u32);
+            }
+            start = end;
+        }
+    }
+    batch
+}
+
+/// Loss and gradients by name, from the trainer's segments.
+fn by_segments(model: &Qwen3<B>, batches: &[Batch]) -> (f32, Vec<NamedTensor>) {
+    let device = Default::default();
+    let rope = model.rope(SEQ_LEN, &device);
+    let num_labels: usize = batches.iter().map(Batch::num_labels).sum();
+    let mut gradients = GradientBuffer::default();
+    let mut loss = 0.0;
+    for batch in batches {
+        let batch = DeviceBatch::<B>::new(batch, &device);
+        let scale = 1.0 / num_labels as f64;
+        let result = accumulate_gradients(model, &batch, &rope, scale, &mut gradients);
+        loss += result.loss.into_scalar();
+    }
+    (loss, gradients.named(model))
+}
+
+/// The same from one graph over the whole model.
+fn by_whole_graph(model: &Qwen3<B>, batch: &Batch) -> (f32, Vec<NamedTensor>) {
+    let device = Default::default();
+    let rope = model.rope(SEQ_LEN, &device);
+    let on_device = DeviceBatch::<B>::new(batch, &device);
+    let context = LayerContext::new(&on_device.documents, &rope);
+    let x = model.hidden(on_device.tokens, &context);
+    let loss = model.head.loss(x, on_device.labels, &model.embed_tokens);
+    let loss = loss.mul_scalar(1.0 / batch.num_labels() as f64);
+    let value = loss.clone().inner().into_scalar();
+    let mut pass = loss.backward();
+    let mut gradients = GradientBuffer::<B>::default();
+    gradients.collect(model, &mut pass);
+    (value, gradients.named(model))
+}
+
+fn values(data: &TensorData) -> Vec<f32> {
+    data.to_vec().expect("f32")
+}
+
+#[test]
+fn segments_give_the_gradients_of_the_whole_graph_to_the_bit() {
+    for attention in KINDS {
+        for tied in [true, false] {
+            let model = model(attention, tied);
+            let batch = batch(0, 3);
+            let (loss, segments) = by_segments(&model, std::slice::from_ref(&batch));
+            let (whole_loss, whole) = by_whole_graph(&model, &batch);
+            assert_eq!(loss.to_bits(), whole_loss.to_bits(), "{attention}");
+            assert_eq!(segments.len(), sieve_hf::parameter_names(&model).len());
+            assert_eq!(segments.len(), whole.len());
+            for (segment, whole) in segments.iter().zip(&whole) {
+                assert_eq!(segment.name, whole.name);
+                let (found, expected) = (values(&segment.data), values(&whole.data));
+                assert!(expected.iter().any(|x| *x != 0.0), "{} is zero", whole.name);
+                let same = found
+                    .iter()
+                    .zip(&expected)
+                    .all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{attention}, tied {tied}: {}", whole.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn micro_batches_give_the_mean_over_all_labels() {
+    for attention in KINDS {
+        let model = model(attention, true);
+        let parts = [batch(0, 2), batch(2, 2), batch(4, 2), batch(6, 2)];
+        let counts = parts.each_ref().map(Batch::num_labels);
+        assert!(counts.iter().any(|count| *count != counts[0]), "{counts:?}");
+        let (split_loss, split) = by_segments(&model, &parts);
+        let (whole_loss, whole) = by_segments(&model, &[batch(0, 8)]);
+        assert!((split_loss - whole_loss).abs() <= 4.0 * f32::EPSILON * whole_loss);
+        // The mean of the micro-batches' own means is something else: the check above can fail.
+        let means = parts
+            .iter()
+            .map(|part| by_segments(&model, std::slice::from_ref(part)).0);
+        let mean_of_means = means.sum::<f32>() / 4.0;
+        assert!((mean_of_means - whole_loss).abs() > 1e-3 * whole_loss);
+
+        for (split, whole) in split.iter().zip(&whole) {
+            let (found, expected) = (values(&split.data), values(&whole.data));
+            let largest = expected.iter().fold(0f32, |max, x| max.max(x.abs()));
+            for (a, b) in found.iter().zip(&expected) {
+                // A few hundred terms are summed in two orders.
+                let close = (a - b).abs() <= 64.0 * f32::EPSILON * largest;
+                assert!(close, "{attention}: {}: {a} and {b}", whole.name);
+            }
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! A run from its first to its last step, and what it leaves.
+use crate::tiny_run::{STEPS, TinyRun, refused, succeed};
+use sieve_core::Recipe;
+use std::fs;
+use std::process::Stdio;
+
+#[test]
+fn a_run_learns_and_leaves_every_file() {
+    for attention in [
+        "kind = \"mha\"",
+        "kind = \"swa\"\nsliding_window = 8",
+        "kind = \"dma\"\nkeep_window_size = 8",
+    ] {
+        let tiny = TinyRun::new(attention);
+        let printed = succeed(&mut tiny.train("run", "--set checkpoint.at_start=true"));
+        for expected in ["bits per byte", "unigram", "step:", "loss:", "grad_norm:"] {
+            assert!(printed.contains(expected), "no {expected:?} in: {printed}");
+        }
+
+        let resolved = fs::read_to_string(tiny.path("run/config.toml")).expect("config.toml");
+        let loaded = Recipe::load(&resolved, "config.toml", &[]).expect("it loads");
+        let text = fs::read_to_string(tiny.path("tiny.toml")).expect("tiny.toml");
+        let set = ["checkpoint.at_start=true".to_owned()];
+        assert_eq!(
+            loaded,
+            Recipe::load(&text, "tiny.toml", &set).expect("it loads")
+        );
+
+        let steps = tiny.metrics("run", "step");
+        assert!(steps.keys().copied().eq(1..=STEPS));
+        let loss = |step: u64| steps[&step]["loss"].as_f64().expect("a number");
+        assert!(
+            loss(STEPS) < 0.7 * loss(1),
+            "{} to {}",
+            loss(1),
+            loss(STEPS)
+        );
+        let density = steps[&STEPS]["attention"]["density"].as_f64();
+        let density = density.expect("a number");
+        assert_eq!(density == 1.0, attention.contains("mha"), "{density}");
+
+        let validations = tiny.metrics("run", "validation");
+        assert!(validations.keys().copied().eq([0, 10, 20, 30, 40]));
+        let bits = |step: u64, key: &str| validations[&step][key].as_f64().expect("a number");
+        assert!(bits(STEPS, "bits_per_byte") < bits(STEPS, "unigram_bits_per_byte"));
+        assert!(bits(STEPS, "bits_per_byte") < 0.7 * bits(0, "bits_per_byte"));
+
+        let mut events = fs::read_dir(tiny.path("run/tb")).expect("tb");
+        let event = events.next().expect("one file").expect("readable");
+        assert!(event.metadata().expect("readable").len() > 1000);
+        let log = fs::read_to_string(tiny.path("run/log")).expect("log");
+        assert!(
+            log.contains("step:    40") && log.contains("data: wrote"),
+            "{log}"
+        );
+
+        // The latest three, and the weights before the first step.
+        let mut kept: Vec<_> = fs::read_dir(tiny.path("run/checkpoint"))
+            .expect("checkpoint")
+            .map(|entry| {
+                entry
+                    .expect("readable")
+                    .file_name()
+                    .into_string()
+                    .expect("text")
+            })
+            .collect();
+        kept.sort();
+        assert_eq!(kept, ["step-0", "step-32", "step-36", "step-40"]);
+    }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_run_in_one_folder_of_data_or_two() {
+    let tiny = TinyRun::dma();
+    tiny.trained("own", "");
+    // Two processes at once: one prepares, the other waits and reads.
+    let shared = "--set data.cache_dir=shared";
+    let spawn = |out: &str| {
+        let mut command = tiny.train(out, shared);
+        command
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("the program starts")
+    };
+    let both = [spawn("first"), spawn("second")];
+    for mut run in both {
+        assert!(run.wait().expect("it ends").success());
+    }
+    for out in ["first", "second"] {
+        assert!(!tiny.path(out).join("data").exists());
+        tiny.assert_same_end(out, "own");
+        tiny.assert_same_metrics(out, "own");
+    }
+    // Other data in the same folder would pull it from under the runs above.
+    let before = tiny.snapshot("shared");
+    refused(
+        &mut tiny.train(
+            "third",
+            "--set data.cache_dir=shared --set data.max_bytes=20000",
+        ),
+        &["shared", "data.cache_dir=DIR"],
+    );
+    let changed = tiny.snapshot("shared");
+    assert!(before.keys().eq(changed.keys()));
+    assert!(before == changed);
+}
+
+#[test]
+fn micro_batches_add_up_to_the_batch() {
+    let tiny = TinyRun::dma();
+    let losses = |out: &str, more: &str| {
+        tiny.trained(out, more);
+        let steps = tiny.metrics(out, "step");
+        steps
+            .into_values()
+            .map(|line| line["loss"].as_f64().expect("a number"))
+            .collect::<Vec<_>>()
+    };
+    // One document per row: rows end in padding, so micro-batches differ in their number of labels.
+    for packing in ["false", "true"] {
+        let more = format!(
+            "--set training.one_document_per_row={packing} --set training.steps=10 --set training.local_batch_size="
+        );
+        let whole = losses(&format!("whole-{packing}"), &format!("{more}8"));
+        let split = losses(&format!("split-{packing}"), &format!("{more}2"));
+        for (step, (whole, split)) in whole.iter().zip(&split).enumerate() {
+            let difference = (whole - split).abs();
+            assert!(difference < 1e-4, "step {}: {whole} and {split}", step + 1);
+        }
+        assert_ne!(whole, split, "sums in another order differ somewhere");
+    }
+}
+
+#[test]
+fn a_diverged_step_is_not_kept() {
+    let tiny = TinyRun::dma();
+    tiny.trained("run", "--set training.steps=8");
+    // Not logged before the checkpoint of step 12 is due.
+    let message = refused(
+        &mut tiny.train("nan", "--set optimizer.lr=1e30 --set metrics.log_freq=100"),
+        &["diverged", "optimizer.lr", "no checkpoint yet"],
+    );
+    assert!(!tiny.path("nan/checkpoint/step-4").exists(), "{message}");
+    let log = fs::read_to_string(tiny.path("nan/log")).expect("log");
+    assert!(log.contains("diverged"), "{log}");
+}
+
+#[test]
+fn data_batch_writes_what_the_loader_gives() {
+    use sieve_data::{Loader, LoaderConfig, Order, Packing, Prepared};
+    let tiny = TinyRun::dma();
+    tiny.trained("out/tiny", "--set training.steps=4");
+    let prepared = Prepared::open(&tiny.path("out/tiny/data")).expect("prepared");
+    for (packing, name) in [
+        (Packing::Concatenated, "false"),
+        (Packing::OneDocumentPerRow, "true"),
+    ] {
+        let tokenizer =
+            sieve_data::Tokenizer::from_file(&tiny.path("out/tiny/data/tokenizer.json"));
+        let config = LoaderConfig {
+            seq_len: 32,
+            order: Order::Shuffled { seed: 3 },
+            packing,
+            vocab_size: 300,
+            pad_id: tokenizer.expect("trained").pad_id().unwrap_or(0),
+        };
+        let loader =
+            Loader::new(prepared.train().expect("a shard").into(), config).expect("a loader");
+        for step in [1, 2, 17] {
+            succeed(&mut tiny.sieve(&format!(
+                "data batch --recipe tiny.toml --step {step} --out batch.safetensors \
+                 --set training.one_document_per_row={name}"
+            )));
+            let file = sieve_hf::TensorFile::open(&tiny.path("batch.safetensors")).expect("a file");
+            let values = |name: &str| {
+                let data = file.tensor(name, &[8, 32]).expect(name);
+                data.iter::<i64>().collect::<Vec<_>>()
+            };
+            let batch = loader.batch((step - 1) * 8, 8).expect("a batch");
+            let unsigned = |values: &[u32]| {
+                values
+                    .iter()
+                    .map(|&x| i64::from(x as i32))
+                    .collect::<Vec<_>>()
+            };
+            assert_eq!(values("tokens"), unsigned(&batch.tokens));
+            assert_eq!(values("documents"), unsigned(&batch.documents));
+            assert_eq!(values("doc_start"), unsigned(&batch.doc_start));
+            assert_eq!(values("doc_end"), unsigned(&batch.doc_end));
+            assert_eq!(values("positions"), unsigned(&batch.positions));
+            let labels: Vec<i64> = batch.labels.iter().map(|&label| i64::from(label)).collect();
+            assert_eq!(values("labels"), labels);
+        }
+    }
+    // The data of a run stays as it is.
+    tiny.refuse(
+        &mut tiny.sieve("data batch --recipe tiny.toml --step 1 --out b --set data.max_bytes=9000"),
+        &["out/tiny/data"],
+    );
+}
