@@ -1,5 +1,7 @@
 //! Launches of `kernels/attention_backward*.cu`: gradients of dense causal and sliding-window attention.
-use crate::attention_backward_tiling::{BackwardTiling, GradientSet, QueryTiling, SumOrder};
+use crate::attention_backward_tiling::{
+    BackwardTiling, GradientSet, QueryPass, QueryTiling, SumOrder,
+};
 use crate::attention_forward::{AttentionResult, require_per_key, require_scale, shape_words};
 use crate::attention_tiling::KeySource;
 use crate::checks::{require_non_empty, require_tokens};
@@ -83,6 +85,17 @@ pub fn attention_backward(
     let padded = padded_len(shape.seq_len) as u64;
     let [dq, dk, dv] = call.grads.head_words(NAME)?;
 
+    if let Some(bias) = &bias {
+        // do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
+        let tiling = QueryTiling::choose(NAME, QueryPass::RowSums, &shape, source, limit)?;
+        let mut words = shape_and_strides.clone();
+        words.extend([window as u64, scale, padded]);
+        let mut tensors = inputs.to_vec();
+        tensors.extend([&doc_start, bias]);
+        let kernel = attention_row_sums_kernel(&shape, &tiling, source);
+        // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats.
+        unsafe { kernel.launch(tiling.grid(&shape, source), &tensors, &words) }?;
+    }
     for set in BackwardTiling::launches(&shape, call.order) {
         let mut words = shape_and_strides.clone();
         words.extend([dk[0], dv[0], dk[1], dv[1], dk[2], dv[2]]);
@@ -108,7 +121,7 @@ pub fn attention_backward(
         convert_dq(dq_sum, &call, &shape, padded_len(shape.seq_len), 0)?;
         return Ok(dbias);
     }
-    let tiling = QueryTiling::choose(NAME, &shape, source, limit)?;
+    let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
     let mut words = shape_and_strides;
     words.extend([window as u64, scale, padded]);
     words.extend(dq);
@@ -139,6 +152,15 @@ pub fn attention_backward_query_kernel(
     source: KeySource,
 ) -> SourceKernel {
     tiling.apply(SourceKernel::new("attention_backward_query"), shape, source)
+}
+
+/// The specialisation of the exact row sums for a shape and tiling.
+pub fn attention_row_sums_kernel(
+    shape: &AttentionShape,
+    tiling: &QueryTiling,
+    source: KeySource,
+) -> SourceKernel {
+    tiling.apply(SourceKernel::new("attention_row_sums"), shape, source)
 }
 
 /// The kernel that prepares each row's statistics.

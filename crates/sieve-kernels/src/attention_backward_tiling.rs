@@ -1,5 +1,7 @@
 //! Tile sizes of the attention backward kernels, and into which launches they fall apart.
-use crate::attention_tiling::{KeySource, define_head_dims, list_entries_in_flight};
+use crate::attention_tiling::{
+    KeySource, define_head_dims, heads_sharing_a_tile, list_entries_in_flight,
+};
 use crate::error::KernelError;
 use crate::heads::AttentionShape;
 use crate::oracle::SUPER_BLOCK;
@@ -51,23 +53,24 @@ impl BackwardTiling {
         source: KeySource,
         max_shared_bytes: usize,
     ) -> Result<Self, KernelError> {
-        let small = Self {
-            num_warps: 4,
-            block_q: 32,
-            min_blocks: 1,
+        let of = |num_warps, block_q, min_blocks| Self {
+            num_warps,
+            block_q,
+            min_blocks,
         };
-        let large = Self {
-            num_warps: 8,
-            block_q: 64,
-            min_blocks: 1,
+        let small = of(4, 32, 1);
+        let tiling = match shape.head_dim {
+            ..=64 => of(4, 64, 2),
+            65..=128 => of(8, 64, 1),
+            _ => small,
         };
-        let tiling = if shape.head_dim > 128 { small } else { large };
         let all = GradientSet {
             dq: true,
             dk: true,
             dv: true,
         };
-        for candidate in [tiling, small] {
+        // Shorter steps fit an A100 (163 KiB), fewer keys consumer cards (99 KiB).
+        for candidate in [tiling, of(8, 32, 1), small] {
             if candidate.shared_bytes(shape, source, all) <= max_shared_bytes {
                 return Ok(candidate);
             }
@@ -149,10 +152,23 @@ impl BackwardTiling {
     }
 }
 
-/// Tile sizes of the query-stationary dq kernels, named as their defines.
+/// The kernels that keep queries in place and stream keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QueryPass {
+    /// dq in a fixed order.
+    Gradient,
+    /// Exact row sums, which a bias makes worth their time.
+    RowSums,
+}
+
+/// Tile sizes of a query-stationary kernel, named as their defines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueryTiling {
-    /// Warps of a block, 16 rows each.
+    /// What the kernel computes.
+    pub pass: QueryPass,
+    /// Rows of a warp.
+    pub warp_rows: usize,
+    /// Warps of a block.
     pub num_warps: usize,
     /// Keys of a tile.
     pub block_kv: usize,
@@ -171,17 +187,26 @@ impl QueryTiling {
     /// [`KernelError::DeviceLimit`] when no tiling fits the device.
     pub fn choose(
         kernel: &'static str,
+        pass: QueryPass,
         shape: &AttentionShape,
         source: KeySource,
         max_shared_bytes: usize,
     ) -> Result<Self, KernelError> {
-        let block_kv = if shape.head_dim > 128 { 32 } else { 64 };
+        let wide = shape.head_dim > 128;
+        let (warp_rows, num_warps, block_kv, min_blocks) = match pass {
+            QueryPass::Gradient => (16, 8, if wide { 32 } else { 64 }, 1),
+            QueryPass::RowSums if wide => (16, 8, 32, 1),
+            QueryPass::RowSums => (32, 4, 32, 2),
+        };
+        let (num_stages, heads_per_tile) = (2, 1);
         let mut tiling = Self {
-            num_warps: 8,
+            pass,
+            warp_rows,
+            num_warps,
             block_kv,
-            num_stages: 2,
-            min_blocks: 1,
-            heads_per_tile: 1,
+            num_stages,
+            min_blocks,
+            heads_per_tile,
         };
         while tiling.shared_bytes(shape, source) > max_shared_bytes {
             if tiling.num_warps <= 2 {
@@ -197,23 +222,24 @@ impl QueryTiling {
             tiling.num_warps /= 2;
         }
         if source == KeySource::Gathered {
-            let rows = 16 * tiling.num_warps;
-            let fits =
-                |heads: &usize| shape.group_size().is_multiple_of(*heads) && rows / heads >= 16;
-            tiling.heads_per_tile = [8, 4, 2, 1].into_iter().find(fits).unwrap_or(1);
+            tiling.heads_per_tile = heads_sharing_a_tile(shape, tiling.block_rows());
         }
         Ok(tiling)
     }
 
+    fn block_rows(&self) -> usize {
+        self.warp_rows * self.num_warps
+    }
+
     /// Queries of a tile.
     pub fn tile_queries(&self) -> usize {
-        16 * self.num_warps / self.heads_per_tile
+        self.block_rows() / self.heads_per_tile
     }
 
     /// Dynamic shared memory of a block.
     pub fn shared_bytes(&self, shape: &AttentionShape, source: KeySource) -> usize {
         let keys = self.num_stages * self.block_kv;
-        let tiles = (16 * self.num_warps + keys) * (shape.head_dim + shape.head_dim_v) * BF16;
+        let tiles = (self.block_rows() + keys) * (shape.head_dim + shape.head_dim_v) * BF16;
         let bias = if source == KeySource::Dense {
             0
         } else {
@@ -246,13 +272,19 @@ impl QueryTiling {
         shape: &AttentionShape,
         source: KeySource,
     ) -> SourceKernel {
-        let kernel = define_head_dims(kernel, shape)
+        let mut kernel = define_head_dims(kernel, shape)
             .define("NUM_WARPS", self.num_warps)
             .define("BLOCK_KV", self.block_kv)
             .define("NUM_STAGES", self.num_stages)
             .define("MIN_BLOCKS", self.min_blocks)
             .threads(self.num_warps * 32)
             .shared_bytes(self.shared_bytes(shape, source));
+        if self.pass == QueryPass::RowSums {
+            let q_in_registers = (shape.head_dim <= 128) as u8;
+            kernel = kernel
+                .define("WARP_ROWS", self.warp_rows)
+                .define("Q_IN_REGISTERS", q_in_registers);
+        }
         if source == KeySource::Gathered {
             return kernel.define("HEADS_PER_TILE", self.heads_per_tile);
         }
@@ -294,18 +326,22 @@ mod tests {
                     "{head_dim}"
                 );
                 assert!(
-                    QueryTiling::choose("k", &shape, source, 99 * 1024).is_ok(),
+                    QueryTiling::choose("k", QueryPass::Gradient, &shape, source, 99 * 1024)
+                        .is_ok(),
                     "{head_dim}"
                 );
             }
         }
         let error = BackwardTiling::choose("k", &shape(256, 256), KeySource::Dense, 99 * 1024);
         assert!(error.is_err(), "refused before the launch, not by it");
-        let ampere = BackwardTiling::choose("k", &shape(128, 128), KeySource::Gathered, 163 * 1024);
+        let on = |kib: usize| {
+            let tiling =
+                BackwardTiling::choose("k", &shape(128, 128), KeySource::Gathered, kib * 1024);
+            tiling.map(|tiling| (tiling.num_warps, tiling.block_q))
+        };
         assert_eq!(
-            ampere.map(|t| t.num_warps),
-            Ok(8),
-            "the full tiling just fits an A100"
+            [on(227), on(163), on(99)],
+            [Ok((8, 64)), Ok((8, 32)), Ok((4, 32))]
         );
     }
 

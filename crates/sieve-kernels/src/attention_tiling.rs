@@ -49,19 +49,20 @@ impl ForwardTiling {
         source: KeySource,
         max_shared_bytes: usize,
     ) -> Result<Self, KernelError> {
-        let (block_kv, min_blocks, q_in_registers) = match shape.head_dim {
-            ..=64 => (64, 2, true),
-            65..=128 => (64, 1, true),
-            129..=192 => (64, 1, false),
-            _ => (32, 1, false),
+        let (warp_rows, num_warps, block_kv, min_blocks) = match shape.head_dim {
+            ..=64 => (32, 4, 64, 2),
+            65..=128 if source == KeySource::Gathered => (32, 4, 64, 2),
+            65..=128 => (32, 4, 48, 2),
+            129..=192 => (16, 8, 64, 1),
+            _ => (16, 8, 32, 1),
         };
         let mut tiling = Self {
-            warp_rows: 16,
-            num_warps: 8,
+            warp_rows,
+            num_warps,
             block_kv,
             num_stages: 2,
             min_blocks,
-            q_in_registers,
+            q_in_registers: shape.head_dim <= 64,
             heads_per_tile: 1,
         };
         // Blocks of fewer warps ask for less shared memory (consumer Ampere and Ada have 99 KiB).
@@ -69,7 +70,7 @@ impl ForwardTiling {
             if tiling.num_warps > 2 {
                 tiling.num_warps /= 2;
             } else if tiling.block_kv > 32 {
-                tiling.block_kv /= 2;
+                tiling.block_kv = 32;
             } else {
                 let got = tiling.shared_bytes(shape, source);
                 return Err(KernelError::DeviceLimit {
@@ -81,10 +82,7 @@ impl ForwardTiling {
             }
         }
         if source == KeySource::Gathered {
-            let fits = |heads: &usize| {
-                shape.group_size().is_multiple_of(*heads) && tiling.block_rows() / heads >= 16
-            };
-            tiling.heads_per_tile = [8, 4, 2, 1].into_iter().find(fits).unwrap_or(1);
+            tiling.heads_per_tile = heads_sharing_a_tile(shape, tiling.block_rows());
         }
         Ok(tiling)
     }
@@ -151,6 +149,20 @@ impl ForwardTiling {
             KeySource::Gathered => kernel.define("HEADS_PER_TILE", self.heads_per_tile),
         }
     }
+}
+
+/// Query heads of a group whose rows share a gathered tile of `block_rows` rows. Widths in wide use have a form for every
+/// group; others one for two heads.
+pub(crate) fn heads_sharing_a_tile(shape: &AttentionShape, block_rows: usize) -> usize {
+    let most = if matches!(shape.head_dim, 64 | 128) {
+        8
+    } else {
+        2
+    };
+    let fits = |heads: &usize| {
+        *heads <= most && shape.group_size().is_multiple_of(*heads) && block_rows / heads >= 16
+    };
+    [8, 4, 2, 1].into_iter().find(fits).unwrap_or(1)
 }
 
 /// Tiles of list entries in flight: fetched further ahead than the keys they name.

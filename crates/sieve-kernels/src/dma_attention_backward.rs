@@ -3,7 +3,9 @@ use crate::attention_backward::{
     AttentionGradients, convert_dq, device_shared_bytes, dq_sum_shape, padded_len,
     require_gradients, row_stats,
 };
-use crate::attention_backward_tiling::{BackwardTiling, GradientSet, QueryTiling, SumOrder};
+use crate::attention_backward_tiling::{
+    BackwardTiling, GradientSet, QueryPass, QueryTiling, SumOrder,
+};
 use crate::attention_forward::{require_per_key, shape_words};
 use crate::attention_tiling::KeySource;
 use crate::cuda_tensor::CudaTensor;
@@ -70,6 +72,16 @@ pub fn dma_attention_backward(
     common.push(u64::from(call.softmax_scale.to_bits()));
     let (padded, capacity) = (padded_len(seq_len) as u64, lists.capacity() as u64);
 
+    // Exact row sums: do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
+    let row_sums = QueryTiling::choose(NAME, QueryPass::RowSums, &shape, source, limit)?;
+    let mut words = common.clone();
+    words.extend([capacity, padded, lists.tile_queries as u64]);
+    let mut tensors = inputs.to_vec();
+    tensors.push(&lists.tile_window);
+    let kernel = dma_attention_row_sums_kernel(&shape, &row_sums);
+    // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats.
+    unsafe { kernel.launch(row_sums.grid(&shape, source), &tensors, &words) }?;
+
     for first in (0..blocks).step_by(per_launch) {
         let count = per_launch.min(blocks - first);
         for set in BackwardTiling::launches(&shape, call.order) {
@@ -105,7 +117,7 @@ pub fn dma_attention_backward(
     convert_rows(&dk_sum, &call.grads.k, dk, call.softmax_scale)?;
     convert_rows(&dv_sum, &call.grads.v, dv, 1.0)?;
     if call.order == SumOrder::Fixed {
-        let tiling = QueryTiling::choose(NAME, &shape, source, limit)?;
+        let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
         let mut words = common;
         words.extend([capacity, padded]);
         words.extend(dq);
@@ -140,6 +152,15 @@ pub fn dma_attention_backward_query_kernel(
 ) -> SourceKernel {
     tiling.apply(
         SourceKernel::new("dma_attention_backward_query"),
+        shape,
+        KeySource::Gathered,
+    )
+}
+
+/// The specialisation of the exact row sums for a shape and tiling.
+pub fn dma_attention_row_sums_kernel(shape: &AttentionShape, tiling: &QueryTiling) -> SourceKernel {
+    tiling.apply(
+        SourceKernel::new("dma_attention_row_sums"),
         shape,
         KeySource::Gathered,
     )

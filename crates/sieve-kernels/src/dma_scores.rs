@@ -81,5 +81,31 @@ pub fn dma_scores_kernel(num_kv_heads: usize, head_dim: usize, bias: ScoreBias) 
         .define("NUM_KV_HEADS", num_kv_heads)
         .define("BIAS_LINEAR", (bias == ScoreBias::Linear) as u8)
         .threads(256)
-        .shared_bytes(4 * num_kv_heads * num_kv_heads * head_dim)
+        .shared_bytes(shared_bytes(num_kv_heads, head_dim))
+}
+
+/// W_dt goes through shared memory in tiles of some chunks of 8 channels, 48 KiB at most.
+fn shared_bytes(num_kv_heads: usize, head_dim: usize) -> usize {
+    let chunks = num_kv_heads * head_dim / 8;
+    32 * num_kv_heads * chunks.min(1536 / num_kv_heads)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wide_w_dt_is_tiled() {
+        assert_eq!(
+            shared_bytes(8, 128),
+            32 * 8 * 128,
+            "8 heads of 128: all of it"
+        );
+        assert_eq!(
+            shared_bytes(32, 128),
+            32 * 32 * 48,
+            "32 heads: 48 KiB of 512"
+        );
+        assert!((1..=32).all(|heads| shared_bytes(heads, 256) <= 48 * 1024));
+    }
 }

@@ -36,14 +36,18 @@ mod dma_scores;
 mod dma_select;
 
 mod fill_zero;
+mod shipped;
 mod swiglu_backward;
 mod swiglu_forward;
 
 pub use attention_backward::{
     AttentionGradients, attention_backward, attention_backward_convert_kernel,
     attention_backward_kernel, attention_backward_prepare_kernel, attention_backward_query_kernel,
+    attention_row_sums_kernel,
 };
-pub use attention_backward_tiling::{BackwardTiling, GradientSet, QueryTiling, SumOrder};
+pub use attention_backward_tiling::{
+    BackwardTiling, GradientSet, QueryPass, QueryTiling, SumOrder,
+};
 pub use attention_decode::{
     DecodeStep, KvCache, attention_decode, attention_decode_cached, attention_decode_kernel,
 };
@@ -54,7 +58,7 @@ pub use cuda_tensor::{CudaPrimitive, CudaTensor};
 pub use decode_scratch::DecodeScratch;
 pub use dma_attention_backward::{
     dma_attention_backward, dma_attention_backward_convert_kernel, dma_attention_backward_kernel,
-    dma_attention_backward_query_kernel,
+    dma_attention_backward_query_kernel, dma_attention_row_sums_kernel,
 };
 pub use dma_attention_forward::{dma_attention_forward, dma_attention_forward_kernel};
 pub use dma_decode::{DmaSlots, dma_decode, dma_decode_kernel};
@@ -69,6 +73,7 @@ pub use fill_zero::{fill_zero, fill_zero_kernel};
 pub use heads::{AttentionShape, Heads, Qkv};
 pub use layout::{RowLayout, contiguous_strides, row_layout, strides_are_contiguous};
 pub use probe::{CudaReport, DeviceReport, memory_bytes, probe};
+pub use shipped::shipped_kernels;
 pub use source::{KernelText, kernel_file, kernel_files};
 pub use source_kernel::SourceKernel;
 pub use swiglu_backward::{swiglu_backward, swiglu_backward_kernel};

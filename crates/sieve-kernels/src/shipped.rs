@@ -1,0 +1,238 @@
+//! The specialisations that ship, as launches ask for them: the Rust side of `kernels/manifest.toml`.
+//!
+//! A test keeps both lists equal, so that CI compiles exactly what runs on a large GPU for the usual shapes, and a build
+//! ahead of time has something to go by.
+use crate::attention_backward::{
+    attention_backward_convert_kernel, attention_backward_kernel,
+    attention_backward_prepare_kernel, attention_backward_query_kernel, attention_row_sums_kernel,
+};
+use crate::attention_backward_tiling::{BackwardTiling, QueryPass, QueryTiling, SumOrder};
+use crate::attention_decode::attention_decode_kernel;
+use crate::attention_forward::attention_forward_kernel;
+use crate::attention_tiling::{ForwardTiling, KeySource};
+use crate::dma_attention_backward::{
+    dma_attention_backward_convert_kernel, dma_attention_backward_kernel,
+    dma_attention_backward_query_kernel, dma_attention_row_sums_kernel,
+};
+use crate::dma_attention_forward::dma_attention_forward_kernel;
+use crate::dma_decode::dma_decode_kernel;
+use crate::dma_lists::{dma_lists_kernel, dma_lists_prefix_kernel};
+use crate::dma_scores::{ScoreBias, dma_scores_kernel};
+use crate::dma_select::dma_select_kernels;
+use crate::error::KernelError;
+use crate::fill_zero::fill_zero_kernel;
+use crate::heads::AttentionShape;
+use crate::source_kernel::SourceKernel;
+use crate::swiglu_backward::swiglu_backward_kernel;
+use crate::swiglu_forward::swiglu_forward_kernel;
+
+const NAME: &str = "shipped_kernels";
+
+/// Shared memory of a block on the devices the list is for: H100 and H200. Smaller devices take smaller tilings of some.
+const SHARED_BYTES: usize = 227 * 1024;
+
+/// Widths of queries and keys, and of values.
+const WIDTHS: &[(usize, usize)] = &[
+    (16, 16),
+    (32, 32),
+    (64, 64),
+    (96, 96),
+    (128, 128),
+    (192, 128),
+    (256, 256),
+];
+
+/// Query heads that share a KV head, where only the width matters.
+const USUAL_GROUP: usize = 2;
+
+/// All shipped specialisations.
+///
+/// # Errors
+/// None for the sizes listed here; [`KernelError::DeviceLimit`] would mean that a tiling outgrew an H100.
+pub fn shipped_kernels() -> Result<Vec<SourceKernel>, KernelError> {
+    let mut kernels = vec![
+        fill_zero_kernel(),
+        dma_lists_kernel(),
+        dma_lists_prefix_kernel(),
+    ];
+    kernels.extend(dma_select_kernels());
+    for (is_bf16, vector) in [(true, 8), (false, 4)] {
+        kernels.push(swiglu_forward_kernel(is_bf16, vector));
+        kernels.push(swiglu_backward_kernel(is_bf16, vector));
+    }
+    for num_kv_heads in [4, 8] {
+        // The launch's shared memory follows the head width; the code does not.
+        kernels.push(dma_scores_kernel(num_kv_heads, 128, ScoreBias::Linear));
+    }
+    for width in [64, 128] {
+        kernels.push(attention_backward_prepare_kernel(width));
+        kernels.push(attention_backward_convert_kernel(width));
+        kernels.push(dma_attention_backward_convert_kernel(width));
+        kernels.push(attention_decode_kernel(width, width, 0));
+        kernels.push(attention_decode_kernel(width, width, 1));
+        kernels.push(dma_decode_kernel(width, width, ScoreBias::Exp));
+    }
+    forward(&mut kernels)?;
+    backward(&mut kernels)?;
+    Ok(kernels)
+}
+
+fn forward(kernels: &mut Vec<SourceKernel>) -> Result<(), KernelError> {
+    let mut dense = |shape: AttentionShape, source| {
+        let tiling = ForwardTiling::choose(NAME, &shape, source, SHARED_BYTES)?;
+        kernels.push(attention_forward_kernel(&shape, &tiling, source));
+        Ok(())
+    };
+    for &widths in WIDTHS {
+        dense(shape(widths, USUAL_GROUP), KeySource::Dense)?;
+    }
+    for width in [64, 128] {
+        dense(shape((width, width), USUAL_GROUP), KeySource::Biased)?;
+    }
+    let groups = [32, 64, 96, 128].map(|width| (width, USUAL_GROUP));
+    for (width, group) in groups
+        .into_iter()
+        .chain([(64, 1), (64, 4), (128, 1), (128, 4)])
+    {
+        let shape = shape((width, width), group);
+        let tiling = ForwardTiling::choose(NAME, &shape, KeySource::Gathered, SHARED_BYTES)?;
+        kernels.push(dma_attention_forward_kernel(&shape, &tiling));
+    }
+    Ok(())
+}
+
+fn backward(kernels: &mut Vec<SourceKernel>) -> Result<(), KernelError> {
+    let mut dense = |widths, source, order| {
+        let shape = shape(widths, USUAL_GROUP);
+        let tiling = BackwardTiling::choose(NAME, &shape, source, SHARED_BYTES)?;
+        for set in BackwardTiling::launches(&shape, order) {
+            kernels.push(attention_backward_kernel(&shape, &tiling, source, set));
+        }
+        Ok(())
+    };
+    for widths in WIDTHS.iter().copied().filter(|widths| widths.0 > 16) {
+        dense(widths, KeySource::Dense, SumOrder::Any)?;
+    }
+    for width in [64, 128] {
+        dense((width, width), KeySource::Biased, SumOrder::Any)?;
+    }
+    dense((128, 128), KeySource::Dense, SumOrder::Fixed)?;
+    let fixed = shape((128, 128), USUAL_GROUP);
+    let query = |shape: &AttentionShape, pass, source| {
+        QueryTiling::choose(NAME, pass, shape, source, SHARED_BYTES)
+    };
+    let tiling = query(&fixed, QueryPass::Gradient, KeySource::Dense)?;
+    kernels.push(attention_backward_query_kernel(
+        &fixed,
+        &tiling,
+        KeySource::Dense,
+    ));
+    let tiling = query(&fixed, QueryPass::Gradient, KeySource::Gathered)?;
+    kernels.push(dma_attention_backward_query_kernel(&fixed, &tiling));
+    for width in [64, 128] {
+        let shape = shape((width, width), USUAL_GROUP);
+        let tiling = query(&shape, QueryPass::RowSums, KeySource::Biased)?;
+        kernels.push(attention_row_sums_kernel(
+            &shape,
+            &tiling,
+            KeySource::Biased,
+        ));
+        let tiling = query(&shape, QueryPass::RowSums, KeySource::Gathered)?;
+        kernels.push(dma_attention_row_sums_kernel(&shape, &tiling));
+    }
+    for (width, order) in [
+        (32, SumOrder::Any),
+        (64, SumOrder::Any),
+        (128, SumOrder::Any),
+        (128, SumOrder::Fixed),
+    ] {
+        let shape = shape((width, width), USUAL_GROUP);
+        let tiling = BackwardTiling::choose(NAME, &shape, KeySource::Gathered, SHARED_BYTES)?;
+        for set in BackwardTiling::launches(&shape, order) {
+            kernels.push(dma_attention_backward_kernel(&shape, &tiling, set, order));
+        }
+    }
+    Ok(())
+}
+
+/// A shape of which only widths and group count.
+fn shape((head_dim, head_dim_v): (usize, usize), group: usize) -> AttentionShape {
+    let (batch, seq_len, num_kv_heads) = (1, 1, 1);
+    AttentionShape {
+        batch,
+        seq_len,
+        num_heads: group,
+        num_kv_heads,
+        head_dim,
+        head_dim_v,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::{BTreeMap, BTreeSet};
+
+    /// File and defines of every specialisation in `kernels/manifest.toml`.
+    fn manifest() -> BTreeSet<(String, BTreeMap<String, String>)> {
+        let text = include_str!("../../../kernels/manifest.toml");
+        let manifest: toml::Table = text.parse().expect("the manifest is TOML");
+        let mut all = BTreeSet::new();
+        for kernel in manifest["kernel"].as_array().expect("a list") {
+            let file = kernel["file"].as_str().expect("a name").to_owned();
+            let table = |value: Option<&toml::Value>| -> BTreeMap<String, String> {
+                let pairs = value.and_then(toml::Value::as_table).into_iter().flatten();
+                pairs
+                    .map(|(name, value)| (name.clone(), value.to_string()))
+                    .collect()
+            };
+            let common = table(kernel.get("defines"));
+            let variants = kernel.get("variants").and_then(toml::Value::as_array);
+            let variants = variants.map_or_else(
+                || vec![BTreeMap::new()],
+                |v| v.iter().map(|v| table(Some(v))).collect(),
+            );
+            for variant in variants {
+                let mut defines = common.clone();
+                defines.extend(variant);
+                all.insert((file.clone(), defines));
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn the_manifest_lists_what_launches_ask_for() {
+        let launched: BTreeSet<_> = shipped_kernels()
+            .expect("every tiling fits")
+            .iter()
+            .map(|kernel| {
+                let defines = kernel
+                    .defines()
+                    .iter()
+                    .map(|(name, value)| ((*name).to_owned(), value.clone()));
+                (
+                    format!("{}.cu", kernel.name()),
+                    defines.collect::<BTreeMap<_, _>>(),
+                )
+            })
+            .collect();
+        let manifest = manifest();
+        let missing: Vec<_> = launched.difference(&manifest).collect();
+        let unused: Vec<_> = manifest.difference(&launched).collect();
+        assert!(
+            missing.is_empty() && unused.is_empty(),
+            "not in the manifest: {missing:#?}\nnot launched: {unused:#?}"
+        );
+    }
+
+    #[test]
+    fn every_shipped_kernel_has_a_key_of_its_own() {
+        let kernels = shipped_kernels().expect("every tiling fits");
+        let keys: BTreeSet<u128> = kernels
+            .iter()
+            .map(|k| k.cache_key().expect("the file exists"))
+            .collect();
+        assert_eq!(keys.len(), kernels.len());
+    }
+}
