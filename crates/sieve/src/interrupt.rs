@@ -1,4 +1,4 @@
-//! SIGINT and SIGTERM: the first asks a run to stop at the next step, the second ends the process at once.
+//! SIGINT, SIGTERM and SIGHUP: the first asks a run to stop at the next step, the second ends the process at once.
 use crate::terminal;
 use anyhow::{Context, Result};
 use std::sync::Arc;
@@ -44,5 +44,26 @@ impl Interrupt {
     pub(crate) fn keep_state(&self) -> &AtomicBool {
         self.has_state.store(true, Ordering::Relaxed);
         &self.stop
+    }
+}
+
+/// Lets a run started with `nohup` outlive its terminal, whose SIGHUP would stop it like any other signal taken over.
+///
+/// To be called before any thread is started: threads inherit that the signal waits.
+pub(crate) fn respect_nohup() {
+    #[cfg(unix)]
+    {
+        use nix::sys::signal::{SigSet, Signal::SIGHUP};
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let ignored = status
+            .lines()
+            .find_map(|line| line.strip_prefix("SigIgn:"))
+            .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+        if ignored.is_some_and(|mask| mask >> (SIGHUP as u64 - 1) & 1 == 1) {
+            let mut hangup = SigSet::empty();
+            hangup.add(SIGHUP);
+            // Where it cannot be blocked, a hangup stops the run with a checkpoint.
+            let _ = hangup.thread_block();
+        }
     }
 }

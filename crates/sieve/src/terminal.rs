@@ -44,9 +44,9 @@ pub(crate) fn error_text(error: &anyhow::Error) -> String {
     format!("error: {message}")
 }
 
-/// Prints an error and its causes.
+/// Prints an error and its causes; a terminal that went away is no reason to fail in another way.
 pub(crate) fn print_error(error: &anyhow::Error) {
-    eprintln!("{}", error_text(error));
+    let _ = writeln!(std::io::stderr(), "{}", error_text(error));
 }
 
 /// Whether progress bars make sense.
@@ -100,9 +100,11 @@ pub(crate) fn install_panic_message() {
             .location()
             .map(|l| format!(" at {}:{}", l.file(), l.line()));
         let what = panic.payload_as_str().unwrap_or("no message");
-        eprintln!("error: a bug in Sieve{}: {what}", place.unwrap_or_default());
-        eprintln!(
-            "  hint: please report it with the command and the recipe; checkpoints on disk are whole"
+        let _ = writeln!(
+            std::io::stderr(),
+            "error: a bug in Sieve{}: {what}\n  hint: please report it with the command and the recipe; checkpoints \
+             on disk are whole",
+            place.unwrap_or_default()
         );
     }));
 }

@@ -1,6 +1,6 @@
 //! `sieve train`.
 use crate::device::{Device, DeviceChoice};
-use crate::interrupt::Interrupt;
+use crate::interrupt::{Interrupt, respect_nohup};
 use crate::recipe::RecipeArgs;
 use crate::terminal;
 use anyhow::{Context, Result};
@@ -47,6 +47,7 @@ pub(crate) struct TrainArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: TrainArgs) -> Result<()> {
+    respect_nohup();
     let recipe = args.recipe.load()?;
     match args.device.resolve()? {
         Device::Cpu => train::<Autodiff<Flex>>(&args, &recipe, on_cpu),
@@ -152,10 +153,9 @@ fn train<B: TrainBackend>(
         show(&log, &bar, &event)
     });
     bar.finish_and_clear();
-    let summary = result.inspect_err(|error| {
-        let error = anyhow::anyhow!("{error}");
-        log.keep(&terminal::error_text(&error));
-    })?;
+    let summary = result
+        .map_err(anyhow::Error::from)
+        .inspect_err(|error| log.keep(&terminal::error_text(error)))?;
     if summary.interrupted {
         log.line(&stopped_line(recipe, &summary));
         return Ok(());
@@ -169,7 +169,10 @@ fn train<B: TrainBackend>(
         log.line(&line);
     }
     finish(&log, &summary);
-    samples(&log, recipe, &trainer, &device)?;
+    // The run itself is done; a prompt that is too long does not make it fail.
+    if let Err(error) = samples(&log, recipe, &trainer, &device) {
+        log.line(&format!("no sample: {error}"));
+    }
     next_steps(&log, &summary);
     Ok(())
 }
