@@ -54,13 +54,13 @@ fn ten_steps_equal_the_formulas() {
     for t in 1..=10 {
         let gradient = random.input(&[63, 40]).values;
         let step = step_number(t);
-        for n in 0..param.len() {
-            let g = 0.5 * gradient[n];
-            param[n] *= 1.0 - step.lr * step.weight_decay;
-            m[n] = step.beta1 * m[n] + (1.0 - step.beta1) * g;
-            v[n] = step.beta2 * v[n] + (1.0 - step.beta2) * g * g;
-            let (m, v) = (m[n] / step.bias_correction1, v[n] / step.bias_correction2);
-            param[n] -= step.lr * m / (v.sqrt() + step.eps);
+        for (((p, g), m), v) in param.iter_mut().zip(&gradient).zip(&mut m).zip(&mut v) {
+            let g = 0.5 * g;
+            *p *= 1.0 - step.lr * step.weight_decay;
+            *m = step.beta1 * *m + (1.0 - step.beta1) * g;
+            *v = step.beta2 * *v + (1.0 - step.beta2) * g * g;
+            let (m, v) = (*m / step.bias_correction1, *v / step.bias_correction2);
+            *p -= step.lr * m / (v.sqrt() + step.eps);
         }
     }
     for (dtype, tolerance) in [(DType::F32, 2e-6), (DType::F64, 1e-13)] {

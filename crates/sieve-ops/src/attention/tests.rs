@@ -166,8 +166,8 @@ fn other_documents_change_no_bit() {
                 .iter_mut()
                 .for_each(|x| *x = -20.0 * *x + 1e3);
             let after = rows(&other, &lengths, spec);
-            for row in 0..seq_len {
-                let same = before[row] == after[row];
+            for (row, (before, after)) in before.iter().zip(&after).enumerate() {
+                let same = before == after;
                 assert_eq!(same, !document.contains(&row), "{document:?}, row {row}");
             }
         }

@@ -55,11 +55,11 @@ proptest! {
         let (start, end) = (integers(documents.start), integers(documents.end));
         for head in 0..2 {
             let (z, expire) = (&z[head * seq_len..][..seq_len], &expire[head * seq_len..][..seq_len]);
-            for query in 0..seq_len {
-                let first = start[query] as usize;
+            for (query, &first) in start.iter().enumerate() {
+                let first = first as usize;
                 let kept = visible(z, first, query, keep_window_size);
-                for key in 0..seq_len {
-                    let active = first <= key && key <= query && (query as i64) < expire[key];
+                for (key, &expire) in expire.iter().enumerate() {
+                    let active = first <= key && key <= query && (query as i64) < expire;
                     prop_assert_eq!(active, kept.contains(&key), "head {} query {} key {}", head, query, key);
                 }
                 prop_assert!(expire[query] >= query as i64 && expire[query] <= end[query]);
@@ -83,7 +83,7 @@ fn attend(
     spec: AttentionSpec,
     dtype: DType,
 ) -> Attended {
-    let [batch, seq_len] = [qkv.dims[0], qkv.dims[1]];
+    let [batch, seq_len, head_dim] = [qkv.dims[0], qkv.dims[1], qkv.dims[3]];
     let dims = [batch, spec.num_kv_heads, seq_len];
     let expire = Tensor::<Flex, 3, Int>::from_data(
         TensorData::new(expire.to_vec(), dims),
@@ -96,7 +96,8 @@ fn attend(
     let bounds = documents.bounds();
     let (qkv, delta) = (qkv.tensor(dtype), delta.tensor(dtype));
     let output = Flex::dma_attention(qkv.clone(), delta.clone(), &bounds, &selection, spec);
-    let d_o = Random(9).input(&output.o.layout().shape().to_vec());
+    let o_dims = [batch, seq_len, spec.num_heads, head_dim];
+    let d_o = Random(9).input(&o_dims);
     let (dqkv, d_delta) = Flex::dma_attention_backward(
         qkv,
         delta,
@@ -332,8 +333,8 @@ fn scores_of_a_token_do_not_depend_on_its_neighbours() {
     for (batch, token) in [(0, 0), (0, 5), (1, 17), (1, 36)] {
         let one = qkv.narrow(0, batch, 1).narrow(1, token, 1);
         let alone = host(Flex::dma_scores(one, w_dt.clone(), a.clone(), spec));
-        for head in 0..3 {
-            assert_eq!(alone[head], z[(batch * 3 + head) * 37 + token]);
+        for (head, alone) in alone.iter().enumerate() {
+            assert_eq!(*alone, z[(batch * 3 + head) * 37 + token]);
         }
     }
 }
