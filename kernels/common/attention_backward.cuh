@@ -242,34 +242,27 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
   }
 
   // Steps go through the query tiles of one head after the other.
-  const int num_steps = block.num_tiles * block.group_size;
-  int head = 0, tile = 0;
-#if COMPUTE_DQ
-  int last_head = 0, last_tile = 0;
-#endif
-  if (num_steps > 0) load_queries(block, shared, 0, 0, block.first_tile);
+  int step = 0, head = 0, tile = 0;
+  if (block.num_tiles > 0) load_queries(block, shared, 0, 0, block.first_tile);
   copy_async_commit();
 
-  for (int step = 0; step < num_steps; ++step) {
+  for (; step < block.num_tiles * block.group_size; ++step) {
     const int slot = step & 1, first_query = (block.first_tile + tile) * BLOCK_Q;
-    int next_tile = tile + 1, next_head = head;
-    if (next_tile == block.num_tiles) next_tile = 0, ++next_head;
+#if COMPUTE_DQ
+    const int dq_head = tile == 0 ? head - 1 : head, dq_tile = block.first_tile + (tile == 0 ? block.num_tiles : tile) - 1;  // of the last step
+#endif
+    if (++tile == block.num_tiles) tile = 0, ++head;
 
     copy_async_wait<0>();
     __syncthreads();  // this step's rows and the last step's dS^T are here for every thread; the other slot is no longer read
-    if (step + 1 < num_steps) load_queries(block, shared, slot ^ 1, next_head, block.first_tile + next_tile);
+    if (head < block.group_size) load_queries(block, shared, slot ^ 1, head, block.first_tile + tile);
     copy_async_commit();
 #if COMPUTE_DQ
     // Of the warps that share a scheduler one does this first and one last, so that the products of one meet the exponentials of the other: 11 %
     // of the whole kernel at head_dim 128 on an H200.
     const bool early = threadIdx.x < THREADS / 2;
-    const int dq_head = last_head, dq_tile = block.first_tile + last_tile;
     if (step > 0 && early) add_dq(block, shared, slot ^ 1, dq_head, dq_tile);
-    last_head = head;
-    last_tile = tile;
 #endif
-    head = next_head;
-    tile = next_tile;
 
     // Everything this thread's number decides is worked out anew each step: kept, it would not fit into registers.
     const int thread = (int)opaque(threadIdx.x), lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4, pair = warp / 2, half = warp % 2;
@@ -297,6 +290,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
         for (int r = 0; r < 4; ++r) store_shared_32(DsTile::step(ds_word, r * 8, n), 0);
       if (step > 0 && !early) add_dq(block, shared, slot ^ 1, dq_head, dq_tile);
 #endif
+      barrier_sync(1 + pair, 64);  // nothing is swapped; but every pair passes its barrier once a step, which race checkers count on
       continue;
     }
     const u32 q_tile = shared + Q_AT + slot * Q_BYTES, do_tile = shared + DO_AT + slot * DO_BYTES;
@@ -443,7 +437,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
   copy_async_wait<0>();
   __syncthreads();  // the last dS^T is complete
 #if COMPUTE_DQ
-  if (num_steps > 0) add_dq(block, shared, (num_steps - 1) & 1, last_head, block.first_tile + last_tile);
+  if (step > 0) add_dq(block, shared, (step - 1) & 1, block.group_size - 1, block.first_tile + block.num_tiles - 1);
 #endif
 #if HAS_BIAS
 #pragma unroll

@@ -33,12 +33,10 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
   copy_query_rows<HEAD_DIM>(tile, q_shared, tile.q, tile.q_stride);
   stream.start();
 
-  const WarpQueries queries = warp_queries(tile, warp_row);
-  const bool idle = queries.last < queries.first;
+  __shared__ WarpQueries all_queries[NUM_WARPS];
+  if (lane == 0) all_queries[threadIdx.x / 32] = warp_queries(tile, warp_row);  // read behind the first tile's barrier
 
-  // Fragment addresses: A and transposed B rows go by lane % 16, B rows by the 8-lane groups (0, 0, 1, 1).
   const u32 q_lane = q_shared + (u32)warp_row * KTile::ROW_BYTES;
-  u32 q_rows = q_lane + KTile::offset(lane % 16, lane / 16);
 
   float output[ROW_TILES][VALUE_TILES][4] = {};
   float maximum[ROW_TILES][2], total[ROW_TILES][2];
@@ -55,20 +53,25 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
     stream.advance(it);
 #if Q_IN_REGISTERS
     if (it == 0) {
+      const u32 q_rows = q_lane + KTile::offset(lane % 16, lane / 16);
 #pragma unroll
       for (int step = 0; step < HEAD_DIM / 16; ++step)
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m) load_matrix_x4(q_fragments[step][m], KTile::step(q_rows, m * 16, step * 2));
     }
 #endif
-    const TileMask mask = idle ? TILE_EMPTY : tile_mask(stream, queries, it);
+    const WarpQueries queries = all_queries[threadIdx.x / 32];
+    const TileMask mask = queries.last < queries.first ? TILE_EMPTY : tile_mask(stream, queries, it);
     if (mask == TILE_EMPTY) continue;
 
     // Score: S = Q K^T.
+    // Fragment addresses: A and transposed B rows go by lane % 16, B rows by the 8-lane groups (0, 0, 1, 1).
     float score[ROW_TILES][KEY_TILES][4] = {};
-    const int lane = (int)opaque(threadIdx.x) % 32;  // offsets by lane are worked out anew: kept, they would not fit into registers
+    const int thread = (int)opaque(threadIdx.x), lane = thread % 32;  // offsets by lane are worked out anew: kept, they would not fit into registers
     const u32 k_at = stream.k_slot(stream.slot) + KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-    q_rows = opaque(q_rows);
+#if !Q_IN_REGISTERS
+    const u32 q_rows = q_shared + (u32)(thread / 32 * WARP_ROWS) * KTile::ROW_BYTES + KTile::offset(lane % 16, lane / 16);
+#endif
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
       u32 a[ROW_TILES][4];

@@ -54,7 +54,8 @@ DEVICE void attention_row_sums_tile(const QueryTile& tile, const RowSums& out, K
                               (u32)tile.num_heads * HEAD_DIM_V);
   stream.start();
 
-  const WarpQueries queries = warp_queries(tile, warp_row);
+  __shared__ WarpQueries all_queries[NUM_WARPS];
+  if (lane == 0) all_queries[threadIdx.x / 32] = warp_queries(tile, warp_row);  // read behind the first tile's barrier
   float2* stats = out.stats + ((u64)tile.batch * tile.num_heads + tile.head) * out.padded_len;
   float lse[ROW_TILES][2], dot[ROW_TILES][2];
 #pragma unroll
@@ -78,6 +79,7 @@ DEVICE void attention_row_sums_tile(const QueryTile& tile, const RowSums& out, K
         for (int k = 0; k < (Q_IN_REGISTERS ? HEAD_DIM_V / 16 : 1); ++k) load_matrix_x4(do_kept[k][m], VTile::step(do_at, m * 16, k * 2));
       }
     }
+    const WarpQueries queries = all_queries[threadIdx.x / 32];
     const TileMask mask = queries.last < queries.first ? TILE_EMPTY : tile_mask(stream, queries, it);
     if (mask == TILE_EMPTY) continue;
 

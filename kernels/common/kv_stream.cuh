@@ -58,8 +58,9 @@ struct KvStream {
 #if GATHER
     if (it < num_tiles) {
 #pragma unroll
-      for (int row = (int)threadIdx.x; row < BLOCK_KV; row += THREADS) {
-        int at = it * BLOCK_KV + row;
+      for (int first = 0; first < BLOCK_KV; first += THREADS) {
+        const int row = first + (int)opaque(threadIdx.x), at = it * BLOCK_KV + row;
+        if (row >= BLOCK_KV) break;
         copy_async_8(shared_address(entry_slot(it) + row), list + at, at < num_keys ? 8 : 0);
       }
     }
@@ -79,7 +80,9 @@ struct KvStream {
 #endif
 #if HAS_BIAS
 #pragma unroll
-    for (int row = (int)threadIdx.x; row < BLOCK_KV; row += THREADS) {
+    for (int first = 0; first < BLOCK_KV; first += THREADS) {
+      const int row = first + (int)opaque(threadIdx.x);
+      if (row >= BLOCK_KV) break;
 #if GATHER
       int2 entry = entries[row];
       copy_async_4(shared_address(bias_slot(slot) + row), delta + entry.x, entry.y > 0 ? 4 : 0);

@@ -58,7 +58,7 @@ DEVICE void copy_query_rows(const QueryTile& tile, u32 shared, const bf16* base,
 }
 
 // Which queries see which keys. One object per warp and query tile; `first` and `last` are the warp's queries.
-struct WarpQueries {
+struct alignas(16) WarpQueries {
   int first, last;           // positions
   int lowest_first, lowest_last;  // dense: the lowest key seen by the first and by the last query
 };
@@ -99,7 +99,7 @@ DEVICE WarpQueries warp_queries(const QueryTile& tile, int warp_row) {
 
 // Puts `masked` where a row of the 16 from tile row `first_row` on does not see the key of tile `it`.
 DEVICE void mask_scores(const QueryTile& tile, const KvStream& stream, int it, int first_row, float (&score)[BLOCK_KV / 8][4], float masked) {
-  const int g = (int)threadIdx.x % 32 / 4, t = (int)threadIdx.x % 4;
+  const int lane = (int)opaque(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   int position[2];
 #if !GATHER
   int lowest[2];

@@ -18,12 +18,12 @@ def tiling(rows, warps, kv, stages, blocks, q_in_registers=0, **more):
 
 
 # Forward tilings tried at head_dim 128: (rows a warp, warps, keys a tile, stages, blocks per SM, queries in registers).
-FORWARD = [(32, 4, 48, 3, 2, 0), (32, 4, 48, 2, 2, 0), (32, 4, 64, 2, 2, 0), (32, 4, 32, 4, 2, 0)]
+FORWARD = [(32, 4, 64, 2, 2, 0), (32, 4, 48, 2, 2, 0)]
 FORWARD_64 = [(32, 4, 64, 2, 2, 1), (32, 4, 80, 2, 2, 1), (32, 4, 96, 2, 2, 0)]
 BACKWARD = [dict(NUM_WARPS=8, BLOCK_Q=64, MIN_BLOCKS=1)]
 BACKWARD_64 = [dict(NUM_WARPS=4, BLOCK_Q=64, MIN_BLOCKS=2), dict(NUM_WARPS=8, BLOCK_Q=64, MIN_BLOCKS=1)]
-DMA_FORWARD = [(32, 4, 64, 2, 2, 0), (32, 4, 48, 3, 2, 0)]
-ROW_SUMS = [(32, 4, 32, 2, 2, 1), (32, 4, 32, 3, 2, 1), (32, 4, 32, 2, 2, 0), (32, 8, 48, 2, 1, 0)]
+DMA_FORWARD = [(32, 4, 64, 2, 2, 0)]
+ROW_SUMS = [(32, 4, 32, 2, 2, 1)]
 
 
 class Inputs:

@@ -90,7 +90,7 @@ def forward_tiling(d, dv, gather=False, group=1):
     elif d > 128:
         tiling = dict(WARP_ROWS=16, NUM_WARPS=8, BLOCK_KV=64, NUM_STAGES=2, MIN_BLOCKS=1, Q_IN_REGISTERS=0)
     elif d > 64:
-        tiling = dict(WARP_ROWS=32, NUM_WARPS=4, BLOCK_KV=64 if gather else 48, NUM_STAGES=2, MIN_BLOCKS=2, Q_IN_REGISTERS=0)
+        tiling = dict(WARP_ROWS=32, NUM_WARPS=4, BLOCK_KV=64, NUM_STAGES=2, MIN_BLOCKS=2, Q_IN_REGISTERS=0)
     else:
         tiling = dict(WARP_ROWS=32, NUM_WARPS=4, BLOCK_KV=64, NUM_STAGES=2, MIN_BLOCKS=2, Q_IN_REGISTERS=1)
     if gather:

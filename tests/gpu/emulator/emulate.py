@@ -79,7 +79,8 @@ extern "C" int run_kernel(void** pointers, unsigned long long* words, int x, int
   return emu::run({{(unsigned)x, (unsigned)y, (unsigned)z}}, threads, shared, seed, [&]() {{ {entry}({", ".join(arguments)}); }});
 }}
 ''')
-        command = ["g++", "-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{HERE}", "-o", f"{source}.so", source]
+        # Without -fno-gnu-unique the static variables of inline functions, which stand for shared memory, would be one for all specialisations.
+        command = ["g++", "-std=c++17", "-O2", "-w", "-fno-gnu-unique", "-shared", "-fPIC", f"-I{HERE}", "-o", f"{source}.so", source]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(done.stderr[:4000])
