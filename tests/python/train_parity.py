@@ -126,7 +126,7 @@ class Sieve:
 
 
 def randomise_gates(checkpoint: pathlib.Path) -> None:
-    """Random A in ±1 and W_dt of deviation 1 in a checkpoint before the first step; checksums of edited files are dropped."""
+    """Random A in ±1 and W_dt of deviation 1 in a checkpoint before the first step; the checksums of what is edited are dropped."""
     generator = torch.Generator().manual_seed(5)
     path = checkpoint / "model.safetensors"
     weights = load_file(path)
@@ -137,14 +137,9 @@ def randomise_gates(checkpoint: pathlib.Path) -> None:
         elif name.endswith("dt_proj.weight"):
             weights[name] = torch.randn(shape, generator=generator)
     save_file(weights, path)
-    moments = {"num_updates": torch.zeros(1, dtype=torch.int64)}
-    for name, weight in weights.items():
-        moments[f"{name}.exp_avg"] = torch.zeros_like(weight)
-        moments[f"{name}.exp_avg_sq"] = torch.zeros_like(weight)
-    save_file(moments, checkpoint / "optimizer.safetensors")
     state_path = checkpoint / "state.json"
     state = json.loads(state_path.read_text())
-    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+    for name in ("model.safetensors", "state.json"):
         state["checksums"].pop(name, None)
     state_path.write_text(json.dumps(state))
 
