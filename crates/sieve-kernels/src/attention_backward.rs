@@ -252,7 +252,8 @@ pub(crate) fn convert_dq(
     rows: usize,
     first_query: usize,
 ) -> Result<(), KernelError> {
-    let threads = shape.batch * shape.num_heads * rows / 2 * (shape.head_dim / 8);
+    // A warp turns 16 rows of 32 columns; a block has eight warps.
+    let warps = shape.batch * shape.num_heads * (rows / 16) * shape.head_dim.div_ceil(32);
     let [dq, _, _] = call.grads.head_words(NAME)?;
     let mut words = [
         shape.batch,
@@ -269,7 +270,7 @@ pub(crate) fn convert_dq(
     // SAFETY: reads and clears `rows` rows of sums a head; rows past the sequence are skipped.
     unsafe {
         kernel.launch(
-            [threads.div_ceil(256), 1, 1],
+            [warps.div_ceil(8), 1, 1],
             &[dq_sum, call.grads.q.tensor()],
             &words,
         )
