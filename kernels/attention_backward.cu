@@ -1,7 +1,7 @@
-// attention_backward: gradients of dense causal or sliding-window attention, keys outermost; attention_backward_prepare runs before it,
-// attention_backward_convert after it.
+// attention_backward: gradients of dense causal or sliding-window attention, keys outermost; attention_backward_prepare (and, with a bias,
+// attention_row_sums) runs before it, attention_backward_convert after it.
 // Math       P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i) over the pairs attention_forward sees; dv_j = sum_i P_ij do_i;
-//            dS_ij = P_ij (do_i . v_j - D_i), D_i = do_i . o_i; dk_j = softmax_scale * sum_i dS_ij q_i; ddelta_j = sum_i dS_ij (sums over the
+//            dS_ij = P_ij (do_i . v_j - D_i), D_i = do_i . o_i = sum_j P_ij do_i . v_j; dk_j = softmax_scale * sum_i dS_ij q_i; ddelta_j = sum_i dS_ij (sums over the
 //            heads of the group too); dq_sum_i = sum_j dS_ij k_j, still without softmax_scale
 // Layout     q, k, v as attention_forward; do bf16 [batch, seq_len, num_heads, HEAD_DIM_V] contiguous; row_stats f32 pairs [batch, num_heads, padded_len, 2]
 //            from attention_backward_prepare; doc_end i32 [batch, seq_len]; delta, ddelta f32 [batch, num_kv_heads, seq_len];
@@ -10,7 +10,7 @@
 // Buffers    q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta,) (COMPUTE_DQ: dq_sum,) (COMPUTE_DK: dk,) (COMPUTE_DV: dv,) (HAS_BIAS and COMPUTE_DK: ddelta)
 // Defines    HEAD_DIM, HEAD_DIM_V; HAS_BIAS; COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV (1; DETERMINISTIC mode sets COMPUTE_DQ 0 and runs
 //            attention_backward_query instead; HEAD_DIM + HEAD_DIM_V > 320 takes two launches, one with COMPUTE_DV alone, one without it);
-//            tiling NUM_WARPS, BLOCK_Q, MIN_BLOCKS
+//            tiling NUM_WARPS (even), BLOCK_Q 32|64, MIN_BLOCKS
 // Tiling     BLOCK_KV = 16 * NUM_WARPS keys a block: grid (ceil(seq_len / BLOCK_KV), num_kv_heads, batch), early keys (most queries) first (block_order.cuh); NUM_WARPS * 32 threads;
 //            dynamic shared bytes = (BLOCK_KV + 2 * BLOCK_Q) * (HEAD_DIM + HEAD_DIM_V) * 2 + 2 * BLOCK_KV * BLOCK_Q * (COMPUTE_DV + (COMPUTE_DQ ? 2 :
 //              COMPUTE_DK ? 1 : 0)) + 16 * BLOCK_Q + BLOCK_KV * (HAS_BIAS ? 12 : 8) + 128

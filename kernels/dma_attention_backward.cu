@@ -1,5 +1,6 @@
 // dma_attention_backward: gradients of exact dynamic mask attention, keys outermost: a block owns BLOCK_KV entries of a super-block's list,
-// gathers their K and V once and streams the queries that see them. attention_backward_prepare runs before it, dma_attention_backward_convert after it.
+// gathers their K and V once and streams the queries that see them. attention_backward_prepare and dma_attention_row_sums run before it,
+// attention_backward_convert (dq) and dma_attention_backward_convert (dk, dv) after it.
 // Math       as attention_backward over the pairs j <= i < expire_j: dq_sum_i += sum_j dS_ij k_j (without softmax_scale), dk_sum_j += sum_i dS_ij q_i
 //            (without softmax_scale), dv_sum_j += sum_i P_ij do_i, ddelta_j += sum_i dS_ij, i over the queries of the launch's super-blocks
 // Layout     q, k, v, delta, list as dma_attention_forward, list_len i32 [batch, num_kv_heads, num_super_blocks]; do bf16 [batch, seq_len, num_heads,
