@@ -1,6 +1,6 @@
 //! An interpreter with PyTorch and transformers, where there is one.
 #![allow(clippy::print_stderr, reason = "a test that could not run must say so")]
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The interpreter to use, or `None` after saying that `test` was skipped.
@@ -30,7 +30,7 @@ pub(crate) fn interpreter(test: &str) -> Option<PathBuf> {
 /// Runs a script of `tests/python` and returns what it printed.
 ///
 /// Panics with its error output when it fails.
-pub(crate) fn run(python: &PathBuf, script: &str, arguments: &[String]) -> String {
+pub(crate) fn run(python: &Path, script: &str, arguments: &[String]) -> String {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("python");
     let output = Command::new(python)
         .arg(folder.join(script))
