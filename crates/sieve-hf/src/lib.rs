@@ -15,5 +15,7 @@ pub use checkpoint::{
 pub use error::CheckpointError;
 pub use export::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, ExportReport, export};
 pub use loaded_model::{LoadedModel, load_model};
-pub use parameters::{NamedTensor, load_parameters, named_parameters, parameter_names};
+pub use parameters::{
+    NamedTensor, TensorSource, load_parameters, named_parameters, parameter_names,
+};
 pub use tensor_file::{TensorFile, write_tensor_file};

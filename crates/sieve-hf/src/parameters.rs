@@ -12,6 +12,9 @@ pub struct NamedTensor {
     pub data: TensorData,
 }
 
+/// Finds a tensor by name and shape.
+pub type TensorSource<'a, E> = dyn FnMut(&str, &[usize]) -> Result<TensorData, E> + 'a;
+
 /// All float parameters, copied to the host, in module order.
 pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<NamedTensor> {
     let mut reader = Reader {
@@ -38,7 +41,7 @@ pub fn parameter_names<B: Backend, M: Module<B>>(module: &M) -> Vec<String> {
 /// The first error of `source`; the module is consumed either way.
 pub fn load_parameters<B: Backend, M: Module<B>, E>(
     module: M,
-    source: &mut dyn FnMut(&str, &[usize]) -> Result<TensorData, E>,
+    source: &mut TensorSource<'_, E>,
 ) -> Result<M, E> {
     let mut writer = Writer {
         path: Vec::new(),
@@ -106,13 +109,13 @@ impl<B: Backend> ModuleVisitor<B> for Names {
     }
 }
 
-struct Writer<'a, E> {
+struct Writer<'a, 'b, E> {
     path: Vec<String>,
-    source: &'a mut dyn FnMut(&str, &[usize]) -> Result<TensorData, E>,
+    source: &'a mut TensorSource<'b, E>,
     error: Option<E>,
 }
 
-impl<B: Backend, E> ModuleMapper<B> for Writer<'_, E> {
+impl<B: Backend, E> ModuleMapper<B> for Writer<'_, '_, E> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         if self.error.is_some() {
             return param;

@@ -5,6 +5,7 @@
 mod attention;
 mod decode;
 mod dma;
+mod embedding;
 mod paths;
 
 pub use paths::{OpPath, op_paths, set_sum_order};
@@ -21,6 +22,14 @@ use sieve_kernels::{CudaPrimitive, CudaTensor};
 pub type Cuda = burn_cuda::Cuda<f32, i32>;
 
 impl SieveBackend for Cuda {
+    fn embedding_rows_backward(
+        dy: CudaPrimitive,
+        ids: CudaPrimitive,
+        vocab_size: usize,
+    ) -> CudaPrimitive {
+        embedding::backward(dy, ids, vocab_size)
+    }
+
     fn swiglu(gate_up: CudaPrimitive) -> CudaPrimitive {
         let attempt = sieve_kernels::swiglu_forward(&CudaTensor::from(gate_up.clone()));
         kernel_or("swiglu", attempt.map(Into::into), || {

@@ -4,7 +4,7 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, Shape, Tensor, TensorData, TensorPrimitive};
 use sieve_core::recipe::OptimizerSection;
-use sieve_hf::NamedTensor;
+use sieve_hf::{NamedTensor, TensorSource};
 use sieve_ops::{AdamWStep, AdamWTensors, TrainBackend};
 use std::collections::HashMap;
 use std::marker::PhantomData;
@@ -128,7 +128,7 @@ impl<B: TrainBackend> AdamW<B> {
         &mut self,
         module: &M,
         device: &B::Device,
-        read: &mut dyn FnMut(&str, &[usize]) -> Result<TensorData, E>,
+        read: &mut TensorSource<'_, E>,
     ) -> Result<(), E> {
         let updates = read(NUM_UPDATES, &[1])?;
         self.num_updates = updates.iter::<i64>().next().unwrap_or(0) as u64;

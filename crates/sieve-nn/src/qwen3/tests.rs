@@ -30,7 +30,7 @@ fn a_model_has_the_parameters_its_shape_counts() {
 /// Labels are the next ids; the last one and every fifth are ignored.
 fn labels() -> Tensor<Flex, 2, Int> {
     let ids: Vec<i64> = ids::<Flex>(DIMS, 1).into_data().iter::<i64>().collect();
-    let label = |n: usize| match (n + 1) % DIMS[1] == 0 || n % 5 == 0 {
+    let label = |n: usize| match (n + 1).is_multiple_of(DIMS[1]) || n.is_multiple_of(5) {
         true => sieve_ops::IGNORE_LABEL,
         false => ids[n + 1] as i32,
     };

@@ -52,3 +52,47 @@ fn a_matrix_needs_no_batch() {
     let op = |inputs: &[Float]| primitive(linear(float::<2>(&inputs[0]), float(&inputs[1])));
     check_parity("linear of a matrix", &inputs, &op, &reference_op);
 }
+
+// Decoding hands over one row where a prompt had many: the same row must give the same bits.
+#[test]
+fn a_row_does_not_depend_on_the_number_of_rows() {
+    use burn::tensor::{Tensor, TensorData};
+    use burn_flex::Flex;
+    let device = Default::default();
+    let mut state = 1u64;
+    let mut random = |len: usize| -> Vec<f32> {
+        let mut next = || {
+            state = state
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
+            (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+        };
+        (0..len).map(|_| next()).collect()
+    };
+    for [d_in, d_out] in [[64, 128], [192, 1024], [48, 40], [512, 192]] {
+        let weight = Tensor::<Flex, 2>::from_data(
+            TensorData::new(random(d_in * d_out), [d_out, d_in]),
+            &device,
+        );
+        let rows = 61;
+        let x = Tensor::<Flex, 2>::from_data(
+            TensorData::new(random(rows * d_in), [rows, d_in]),
+            &device,
+        );
+        let all: Vec<f32> = linear(x.clone(), weight.clone())
+            .into_data()
+            .to_vec()
+            .unwrap();
+        for count in [1, 2, 5, 7, 8, 9, 16, 33] {
+            let some: Vec<f32> = linear(x.clone().narrow(0, 3, count), weight.clone())
+                .into_data()
+                .to_vec()
+                .unwrap();
+            assert_eq!(
+                some,
+                all[3 * d_out..(3 + count) * d_out],
+                "{d_in} to {d_out}, {count} rows"
+            );
+        }
+    }
+}

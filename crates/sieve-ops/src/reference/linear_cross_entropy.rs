@@ -69,7 +69,7 @@ pub fn linear_cross_entropy_with_gradients<B: Backend>(
     labels: IntTensor<B>,
     z_loss: f64,
 ) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
-    let dtypes = [&h, &weight].map(|t| burn::tensor::TensorMetadata::dtype(t));
+    let dtypes = [&h, &weight].map(burn::tensor::TensorMetadata::dtype);
     let all = logits::<B>(h, weight, labels);
     let loss = losses(&all, z_loss).sum();
     let [tokens, vocab] = all.logits.dims();
