@@ -1,0 +1,383 @@
+//! Attention of one tile of query rows over any list of keys, in any order: the piece that block-sparse attention is
+//! made of. Queries and keys carry their positions, so both may be permuted.
+
+use pulp::{Simd, WithSimd};
+
+use super::forward::{Shown, Softmax, online_softmax};
+use super::panel::{Aligned, LANES, multiply, multiply_transposed, scale_rows};
+use super::scratch::Pool;
+use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, copy_columns, panel_width};
+use crate::simd::arch;
+
+/// Query rows and the keys they read. A key is visible where `key_position <= query_position < key_expire`.
+///
+/// Every listed key must be visible to some row: a key nobody sees costs time, and a NaN in its value would spread.
+#[derive(Clone, Copy, Debug)]
+pub struct ListedTile<'a> {
+    /// Holds the query vectors.
+    pub q: &'a [f32],
+    /// Where each row's vector starts in `q`, `[rows]`.
+    pub query_at: &'a [usize],
+    /// Position of each row, not negative, `[rows]`.
+    pub query_position: &'a [i32],
+    /// Holds the keys.
+    pub k: &'a [f32],
+    /// Holds the values, laid out as `k`.
+    pub v: &'a [f32],
+    /// Where each key's vector starts in `k` and `v`, `[keys]`.
+    pub key_at: &'a [usize],
+    /// Position of each key; `i32::MIN` for one that all rows see, `[keys]`.
+    pub key_position: &'a [i32],
+    /// First position that no longer sees the key, `i32::MAX` for never, `[keys]`.
+    pub key_expire: &'a [i32],
+}
+
+/// Working memory and sizes of [`run`](ListedAttention::run); shared by all threads.
+pub struct ListedAttention {
+    head_dim: usize,
+    softmax_scale: f32,
+    pools: Pools,
+}
+
+enum Pools {
+    Of16(Pool<Scratch<16>>),
+    Of32(Pool<Scratch<32>>),
+    Of64(Pool<Scratch<64>>),
+}
+
+struct Scratch<const W: usize> {
+    q: RowPanels<W>,
+    block: KeyBlock<W>,
+    scores: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
+    /// `[num_panels, head_dim panels, LANES, W]`.
+    o: Vec<Aligned<[[f32; W]; LANES]>>,
+    panels: Vec<Panel>,
+}
+
+/// Positions of a panel's rows, -1 for unused rows, and the running state of their softmax.
+struct Panel {
+    positions: [i32; LANES],
+    first: i32,
+    last: i32,
+    full: bool,
+    softmax: Softmax,
+}
+
+impl ListedAttention {
+    /// For heads of this width; `softmax_scale` is the factor on `q . k`.
+    pub fn new(head_dim: usize, softmax_scale: f32) -> Self {
+        let pools = match panel_width(head_dim) {
+            16 => Pools::Of16(Pool::new(Scratch::new, head_dim)),
+            32 => Pools::Of32(Pool::new(Scratch::new, head_dim)),
+            _ => Pools::Of64(Pool::new(Scratch::new, head_dim)),
+        };
+        Self {
+            head_dim,
+            softmax_scale,
+            pools,
+        }
+    }
+
+    /// Attention of one tile on the calling thread. A row that sees nothing has `o = 0` and `lse = -inf`.
+    ///
+    /// # Shapes
+    /// - o: `[rows, head_dim]`, lse: `[rows]` (natural logarithm); written whole
+    ///
+    /// # Panics
+    /// When lengths do not fit or a vector leaves its slice.
+    pub fn run(&self, tile: ListedTile<'_>, o: &mut [f32], lse: &mut [f32]) {
+        let (rows, keys) = (tile.query_at.len(), tile.key_at.len());
+        assert_eq!(
+            tile.query_position.len(),
+            rows,
+            "listed_attention: query_position is not [rows]"
+        );
+        assert_eq!(
+            tile.key_position.len(),
+            keys,
+            "listed_attention: key_position is not [keys]"
+        );
+        assert_eq!(
+            tile.key_expire.len(),
+            keys,
+            "listed_attention: key_expire is not [keys]"
+        );
+        assert_eq!(
+            o.len(),
+            rows * self.head_dim,
+            "listed_attention: o is not [rows, head_dim]"
+        );
+        assert_eq!(lse.len(), rows, "listed_attention: lse is not [rows]");
+        match &self.pools {
+            Pools::Of16(pool) => self.dispatch(pool, tile, o, lse),
+            Pools::Of32(pool) => self.dispatch(pool, tile, o, lse),
+            Pools::Of64(pool) => self.dispatch(pool, tile, o, lse),
+        }
+    }
+
+    fn dispatch<const W: usize>(
+        &self,
+        pool: &Pool<Scratch<W>>,
+        tile: ListedTile<'_>,
+        o: &mut [f32],
+        lse: &mut [f32],
+    ) {
+        pool.lend(|scratch| {
+            arch().dispatch(Run {
+                head_dim: self.head_dim,
+                softmax_scale: self.softmax_scale,
+                tile,
+                scratch,
+                o,
+                lse,
+            });
+        });
+    }
+}
+
+impl std::fmt::Debug for ListedAttention {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("ListedAttention")
+            .field("head_dim", &self.head_dim)
+            .field("softmax_scale", &self.softmax_scale)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<const W: usize> Scratch<W> {
+    fn new(head_dim: usize) -> Self {
+        Self {
+            q: RowPanels::new(),
+            block: KeyBlock::new(head_dim),
+            scores: Aligned([[0.0; LANES]; BLOCK_KEYS]),
+            o: Vec::new(),
+            panels: Vec::new(),
+        }
+    }
+}
+
+impl Panel {
+    fn new(positions_of_rows: &[i32]) -> Self {
+        let mut positions = [-1; LANES];
+        positions[..positions_of_rows.len()].copy_from_slice(positions_of_rows);
+        Self {
+            positions,
+            first: positions_of_rows.iter().copied().min().unwrap_or(0),
+            last: positions_of_rows.iter().copied().max().unwrap_or(0),
+            full: positions_of_rows.len() == LANES,
+            softmax: Softmax::new(),
+        }
+    }
+}
+
+struct Run<'a, 's, const W: usize> {
+    head_dim: usize,
+    softmax_scale: f32,
+    tile: ListedTile<'a>,
+    scratch: &'s mut Scratch<W>,
+    o: &'a mut [f32],
+    lse: &'a mut [f32],
+}
+
+impl<const W: usize> WithSimd for Run<'_, '_, W> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self {
+            head_dim: d,
+            tile,
+            scratch,
+            ..
+        } = self;
+        let Scratch {
+            q,
+            block,
+            scores,
+            o,
+            panels,
+        } = scratch;
+        let columns = d.div_ceil(W);
+        let rows = tile.query_at.iter().map(|&at| &tile.q[at..at + d]);
+        q.load(rows, d, self.softmax_scale);
+        q.transpose();
+        panels.clear();
+        panels.extend(tile.query_position.chunks(LANES).map(Panel::new));
+        o.clear();
+        o.resize(panels.len() * columns, Aligned([[0.0; W]; LANES]));
+
+        for start in (0..tile.key_at.len()).step_by(BLOCK_KEYS) {
+            let end = (start + BLOCK_KEYS).min(tile.key_at.len());
+            block.gather_listed(&tile, start..end, d);
+            for (index, panel) in panels.iter_mut().enumerate() {
+                let Some(meeting) = block.meeting(panel.first, panel.last) else {
+                    continue;
+                };
+                let range = meeting.keys.clone();
+                for c in 0..columns {
+                    let (k, q) = (
+                        &block.k[c][range.clone()],
+                        &q.transposed[index * columns + c],
+                    );
+                    multiply(simd, k, q, &mut scores[range.clone()], c > 0);
+                }
+                let shown = Shown {
+                    positions: &panel.positions,
+                    key: &block.position[range.clone()],
+                    expire: &block.expire[range.clone()],
+                    delta: None,
+                    masked: meeting.masked || !panel.full,
+                };
+                let o = &mut o[index * columns..(index + 1) * columns];
+                let mut rescale = Aligned([1.0; LANES]);
+                let softmax = &mut panel.softmax;
+                if online_softmax(
+                    simd,
+                    &shown,
+                    &mut scores[range.clone()],
+                    softmax,
+                    &mut rescale,
+                ) {
+                    for o in o.iter_mut() {
+                        scale_rows(simd, o, &rescale);
+                    }
+                }
+                for (o, v) in o.iter_mut().zip(&block.v) {
+                    multiply_transposed(simd, &scores[range.clone()], &v[range.clone()], o);
+                }
+            }
+        }
+
+        for (r, (out, lse)) in self.o.chunks_exact_mut(d).zip(self.lse).enumerate() {
+            let (index, lane) = (r / LANES, r % LANES);
+            let sum;
+            (*lse, sum) = panels[index].softmax.finish(lane);
+            let factor = if sum == 0.0 { 0.0 } else { 1.0 / sum };
+            for (c, out) in out.chunks_mut(W).enumerate() {
+                for (out, &x) in out.iter_mut().zip(&o[index * columns + c][lane]) {
+                    *out = x * factor;
+                }
+            }
+        }
+    }
+}
+
+impl<const W: usize> KeyBlock<W> {
+    /// Gathers the listed keys `range` (at most [`BLOCK_KEYS`]); the other slots are visible to nobody.
+    #[inline(always)]
+    fn gather_listed(
+        &mut self,
+        tile: &ListedTile<'_>,
+        range: std::ops::Range<usize>,
+        head_dim: usize,
+    ) {
+        let used = range.len();
+        for (slot, key) in range.enumerate() {
+            let at = tile.key_at[key];
+            copy_columns(&tile.k[at..at + head_dim], slot, &mut self.k);
+            copy_columns(&tile.v[at..at + head_dim], slot, &mut self.v);
+            self.position[slot] = tile.key_position[key];
+            self.expire[slot] = tile.key_expire[key];
+        }
+        for slot in used..self.len {
+            copy_columns(&[], slot, &mut self.k);
+            copy_columns(&[], slot, &mut self.v);
+            self.position[slot] = i32::MAX;
+            self.expire[slot] = 0;
+        }
+        self.len = used;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simd::tests::on_every_arch;
+    use crate::test_data::{Random, assert_close};
+
+    /// Softmax over the visible keys in f64.
+    fn expected(tile: &ListedTile<'_>, d: usize, scale: f32) -> (Vec<f64>, Vec<f64>) {
+        let (mut o, mut lse) = (Vec::new(), Vec::new());
+        for (&at, &position) in tile.query_at.iter().zip(tile.query_position) {
+            let seen: Vec<(usize, f64)> = (0..tile.key_at.len())
+                .filter(|&s| tile.key_position[s] <= position && position < tile.key_expire[s])
+                .map(|s| {
+                    let dot: f64 = (0..d)
+                        .map(|c| f64::from(tile.q[at + c]) * f64::from(tile.k[tile.key_at[s] + c]))
+                        .sum();
+                    (s, f64::from(scale) * dot)
+                })
+                .collect();
+            let max = seen.iter().fold(f64::NEG_INFINITY, |m, x| m.max(x.1));
+            let sum: f64 = seen.iter().map(|x| (x.1 - max).exp()).sum();
+            lse.push(if seen.is_empty() {
+                f64::NEG_INFINITY
+            } else {
+                max + sum.ln()
+            });
+            for c in 0..d {
+                let y: f64 = seen
+                    .iter()
+                    .map(|x| (x.1 - max).exp() / sum * f64::from(tile.v[tile.key_at[x.0] + c]))
+                    .sum();
+                o.push(y);
+            }
+        }
+        (o, lse)
+    }
+
+    #[test]
+    fn any_list_in_any_order_equals_the_definition() {
+        on_every_arch(|| {
+            let mut random = Random(7);
+            for (d, rows, keys, tokens) in [
+                (16, 1, 1, 5),
+                (40, 63, 97, 130),
+                (64, 65, 8, 200),
+                (96, 130, 205, 300),
+                (128, 64, 96, 96),
+            ] {
+                let (q, k) = (random.vector(rows * d), random.vector(tokens * d));
+                let v = random.vector(tokens * d);
+                let query_at: Vec<usize> = (0..rows).rev().map(|r| r * d).collect();
+                let query_position: Vec<i32> =
+                    (0..rows).map(|_| random.below(tokens) as i32).collect();
+                let mut order: Vec<usize> = (0..tokens).collect();
+                for i in (1..tokens).rev() {
+                    order.swap(i, random.below(i + 1));
+                }
+                order.truncate(keys);
+                let key_at: Vec<usize> = order.iter().map(|j| j * d).collect();
+                let key_position: Vec<i32> = order.iter().map(|&j| j as i32).collect();
+                let key_expire: Vec<i32> = order
+                    .iter()
+                    .map(|&j| {
+                        if j % 3 == 0 {
+                            (j + 1 + j % 50) as i32
+                        } else {
+                            i32::MAX
+                        }
+                    })
+                    .collect();
+                let tile = ListedTile {
+                    q: &q,
+                    query_at: &query_at,
+                    query_position: &query_position,
+                    k: &k,
+                    v: &v,
+                    key_at: &key_at,
+                    key_position: &key_position,
+                    key_expire: &key_expire,
+                };
+                let (mut o, mut lse) = (vec![f32::NAN; rows * d], vec![f32::NAN; rows]);
+                let attention = ListedAttention::new(d, 0.2);
+                for _ in 0..2 {
+                    attention.run(tile, &mut o, &mut lse);
+                    let (o64, lse64) = expected(&tile, d, 0.2);
+                    assert_close("o", &o, &o64, 2e-6);
+                    assert_close("lse", &lse, &lse64, 2e-6);
+                }
+            }
+        });
+    }
+}

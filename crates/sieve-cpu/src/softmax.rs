@@ -1,0 +1,99 @@
+//! Softmax pieces of one row, for callers that score blocks of keys instead of keys.
+
+use pulp::{Simd, WithSimd};
+
+use crate::simd::{arch, exp_and_sum};
+
+/// Turns the row into `exp(x - shift)` and returns its sum. No element may exceed `shift` by more than 88.
+///
+/// Elements of -inf become 0 when `shift` is finite. NaN stays NaN.
+pub fn exp_row(row: &mut [f32], shift: f32) -> f32 {
+    arch().dispatch(ExpRow { row, shift })
+}
+
+/// The largest element, -inf for an empty row; NaN when an element is NaN.
+pub fn max_of_row(row: &[f32]) -> f32 {
+    arch().dispatch(MaxOfRow(row))
+}
+
+struct ExpRow<'x> {
+    row: &'x mut [f32],
+    shift: f32,
+}
+
+impl WithSimd for ExpRow<'_> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> f32 {
+        exp_and_sum(simd, self.row, self.shift)
+    }
+}
+
+struct MaxOfRow<'x>(&'x [f32]);
+
+impl WithSimd for MaxOfRow<'_> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) -> f32 {
+        let mut lanes = [f32::NEG_INFINITY; 32];
+        let mut unordered = [0.0_f32; 32];
+        let (chunks, tail) = self.0.as_chunks::<32>();
+        for chunk in chunks {
+            for lane in 0..32 {
+                lanes[lane] = if chunk[lane] > lanes[lane] {
+                    chunk[lane]
+                } else {
+                    lanes[lane]
+                };
+                unordered[lane] += if chunk[lane] == chunk[lane] { 0.0 } else { 1.0 };
+            }
+        }
+        let mut max = lanes.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
+        let mut nan = unordered.iter().any(|&count| count > 0.0);
+        for &x in tail {
+            nan |= x.is_nan();
+            max = max.max(x);
+        }
+        if nan { f32::NAN } else { max }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simd::tests::on_every_arch;
+    use crate::test_data::{Random, assert_close};
+
+    #[test]
+    fn rows_of_any_length_equal_the_definition() {
+        on_every_arch(|| {
+            for len in [0, 1, 31, 32, 33, 100, 515] {
+                let mut row = Random(len as u64).vector(len);
+                if len > 40 {
+                    row[7] = f32::NEG_INFINITY;
+                    row[len - 1] = f32::NEG_INFINITY;
+                }
+                let max = row.iter().fold(f32::NEG_INFINITY, |m, &x| m.max(x));
+                assert_eq!(max_of_row(&row), max);
+                let expected: Vec<f64> = row
+                    .iter()
+                    .map(|&x| (f64::from(x) - f64::from(max)).exp())
+                    .collect();
+                let sum = exp_row(&mut row, max);
+                assert_close("row", &row, &expected, 1e-6);
+                assert_close("sum", &[sum], &[expected.iter().sum()], 1e-6);
+            }
+        });
+    }
+
+    #[test]
+    fn a_nan_anywhere_is_not_lost() {
+        for at in [0, 31, 32, 39] {
+            let mut row = [1.0; 40];
+            row[at] = f32::NAN;
+            assert!(max_of_row(&row).is_nan(), "{at}");
+        }
+    }
+}
