@@ -28,7 +28,7 @@ fn argmax(row: &[f32]) -> usize {
 /// Keys a cache may hold after `num_tokens`.
 fn expected_keys(attention: Attention, num_tokens: usize) -> usize {
     match attention {
-        Attention::Mha => num_tokens,
+        Attention::Mha | Attention::Mla(_) | Attention::Nsa(_) => num_tokens,
         Attention::Swa { window_size } => num_tokens.min(window_size),
         Attention::Dma {
             keep_window_size, ..
@@ -91,7 +91,7 @@ fn recipe_with_window(recipe: &sieve_core::Recipe) -> sieve_core::Recipe {
     use sieve_core::recipe::AttentionSection;
     let mut wide = recipe.clone();
     match &mut wide.attention {
-        AttentionSection::Mha => {}
+        AttentionSection::Mha | AttentionSection::Mla(_) | AttentionSection::Nsa(_) => {}
         AttentionSection::Swa { sliding_window } => *sliding_window = LEN,
         AttentionSection::Dma {
             keep_window_size, ..

@@ -23,5 +23,5 @@ pub mod paths;
 
 pub mod model;
 
-pub use model::{Attention, DmaBias, ModelShape};
+pub use model::{Attention, DmaBias, MlaShape, ModelShape, NsaCompression, NsaShape};
 pub use recipe::{Recipe, RecipeError};

@@ -1,46 +1,14 @@
 //! The sizes a model is built from, in the names the Rust code uses.
 
+mod attention;
 mod flops;
 mod parameters;
 #[cfg(test)]
 mod test_shapes;
 
+pub use attention::{Attention, DmaBias, MlaShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape};
 pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents, peak_bf16_flops};
 pub use parameters::ParameterCounts;
-
-use serde::{Deserialize, Serialize};
-
-/// How a DMA key's score z enters the logit.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum DmaBias {
-    /// `q.k / sqrt(head_dim) + exp(min(z, 60))`
-    #[default]
-    Exp,
-    /// `q.k / sqrt(head_dim) + z`
-    Linear,
-}
-
-/// The attention of every layer.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Attention {
-    /// Dense causal attention with grouped queries.
-    Mha,
-    /// Sliding window.
-    Swa {
-        /// Keys a query sees, itself included, in tokens.
-        window_size: usize,
-    },
-    /// Dynamic mask attention.
-    Dma {
-        /// Keys a query keeps, per KV head.
-        keep_window_size: usize,
-        /// How a key's score enters the logit.
-        bias: DmaBias,
-        /// Initial value of every entry of A.
-        a_init: f64,
-    },
-}
 
 /// Everything that fixes a model's mathematics and parameter shapes.
 #[derive(Clone, Debug, PartialEq)]

@@ -105,12 +105,24 @@ fn paper_recipes_follow_table_4() {
             let shape = recipe.model_shape(50_277).expect("the NeoX tokenizer fits");
             match shape.attention {
                 Attention::Mha => {}
+                Attention::Mla(mla) => {
+                    assert_eq!(4 * mla.kv_lora_rank, row.d_model, "{name}");
+                    assert_eq!(mla.qk_rope_head_dim, 64, "{name}");
+                }
+                Attention::Nsa(nsa) => {
+                    let blocks = [nsa.compress_block_size, nsa.select_block_size];
+                    assert_eq!(blocks, [32, 64], "{name}");
+                    assert_eq!((nsa.num_selected_blocks, nsa.window_size), (16, 512));
+                    let hidden = if size == "1p7b" { 256 } else { 192 };
+                    assert_eq!(nsa.compress_hidden_size, Some(hidden), "{name}");
+                }
                 Attention::Swa { window_size } => assert_eq!(window_size, 1024, "{name}"),
                 Attention::Dma {
                     keep_window_size, ..
                 } => assert_eq!(keep_window_size, row.keep_window_size, "{name}"),
             }
-            let extrapolated = kind == AttentionKind::Swa && ["680m", "1p7b"].contains(&size);
+            let without_row = [AttentionKind::Swa, AttentionKind::Mla].contains(&kind);
+            let extrapolated = without_row && ["680m", "1p7b"].contains(&size);
             assert_eq!(text.contains("EXTRAPOLATION"), extrapolated, "{name}");
             assert_eq!(text.contains("FIRST STAGE ONLY"), size == "1p7b", "{name}");
             assert!(
@@ -131,7 +143,8 @@ fn paper_recipes_have_the_sizes_their_names_say() {
         ("680m", 680.0),
         ("1p7b", 1410.0),
     ] {
-        for kind in AttentionKind::ALL.map(AttentionKind::name) {
+        // MLA and NSA have other projections, which the paper's sizes leave aside.
+        for kind in ["mha", "swa", "dma"] {
             let shape = recipes[&format!("{kind}_{size}")]
                 .1
                 .model_shape(50_277)
@@ -150,13 +163,14 @@ fn recipes_of_one_size_differ_in_their_attention_alone() {
     let recipes = shipped();
     for Row { size, .. } in TABLE_4 {
         let (_, mha) = &recipes[&format!("mha_{size}")];
-        for kind in ["swa", "dma"] {
+        for kind in ["swa", "mla", "nsa", "dma"] {
             let changes = mha
                 .diff(&recipes[&format!("{kind}_{size}")].1)
                 .expect("both can be written");
             let others = changes
                 .iter()
                 .filter(|change| !change.key.starts_with("attention."))
+                .filter(|change| kind != "mla" || change.key != "model.num_key_value_heads")
                 .collect::<Vec<_>>();
             assert!(others.is_empty(), "{kind}_{size}: {others:?}");
         }

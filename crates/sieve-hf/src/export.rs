@@ -99,6 +99,10 @@ impl Architecture {
                 })
             }
             Attention::Mha | Attention::Swa { .. } => Ok(Self::Qwen3),
+            Attention::Mla(_) | Attention::Nsa(_) => Err(CheckpointError::NotExportable {
+                what: "attention.kind = \"mla\" or \"nsa\"",
+                hint: "not built yet",
+            }),
             Attention::Dma {
                 bias: DmaBias::Linear,
                 ..

@@ -69,6 +69,9 @@ impl<B: Backend> Attention<B> {
                 init,
                 device,
             )),
+            sieve_core::Attention::Mla(_) | sieve_core::Attention::Nsa(_) => {
+                unimplemented!("the modules of MLA and NSA are being built")
+            }
             sieve_core::Attention::Dma {
                 keep_window_size,
                 bias,

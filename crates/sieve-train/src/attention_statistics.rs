@@ -3,12 +3,14 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use serde::Serialize;
 use sieve_core::Attention;
+use sieve_core::model::mean_active_keys_of_documents;
 use sieve_data::Batch;
 
 /// Shares over all layers and heads of one micro-batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct AttentionStatistics {
-    /// Active (query, key) pairs over causal pairs of the same documents.
+    /// Active (query, key) pairs over causal pairs of the same documents; NSA's branches add up, a compressed block
+    /// being one key.
     pub density: f64,
     /// Active keys a query, on average.
     pub mean_active_keys: f64,
@@ -25,21 +27,17 @@ impl AttentionStatistics {
         batch: &Batch,
         expire: &[Tensor<B, 3, Int>],
     ) -> Self {
-        let window_size = match attention {
-            Attention::Swa { window_size } => window_size as u64,
-            _ => u64::MAX,
-        };
         let causal: u64 = batch.positions.iter().map(|&p| u64::from(p) + 1).sum();
         let tokens = batch.positions.len() as f64;
         if expire.is_empty() {
-            let keys = batch
-                .positions
-                .iter()
-                .map(|&p| (u64::from(p) + 1).min(window_size));
-            let active: u64 = keys.sum();
+            let lengths = batch.doc_start.iter().zip(&batch.doc_end).enumerate();
+            let lengths = lengths
+                .filter(|(token, (start, _))| token % batch.seq_len == **start as usize)
+                .map(|(_, (start, end))| (end - start) as usize);
+            let mean_active_keys = mean_active_keys_of_documents(attention, lengths);
             return Self {
-                density: active as f64 / causal as f64,
-                mean_active_keys: active as f64 / tokens,
+                density: mean_active_keys * tokens / causal as f64,
+                mean_active_keys,
                 never_active: 0.0,
                 not_self_visible: 0.0,
             };

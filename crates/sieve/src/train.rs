@@ -305,6 +305,11 @@ fn describe<B: TrainBackend>(recipe: &Recipe, trainer: &Trainer<B>, hardware: &s
         AttentionSection::Swa { sliding_window } => {
             format!("swa, {sliding_window} keys a query")
         }
+        AttentionSection::Mla(mla) => format!("mla, latent of {}", mla.kv_lora_rank),
+        AttentionSection::Nsa(nsa) => format!(
+            "nsa, {} blocks of {} and {} keys a query",
+            nsa.num_selected_blocks, nsa.select_block_size, nsa.window_size
+        ),
         AttentionSection::Dma {
             keep_window_size, ..
         } => {

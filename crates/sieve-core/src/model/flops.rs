@@ -3,17 +3,18 @@
 //! A multiply-add counts as two. Counted are matrix products; norms, softmax, activations, DMA's selection (comparisons)
 //! and the optimizer are left out, as is usual for MFU (arXiv:2204.02311, appendix B).
 //!
-//! - forward, linear: `2 * (weights of q, k, v, o, gate, up, down, W_dt, output)`; the embedding is a look-up, the output
-//!   projection a product whether tied or not
-//! - forward, attention, per layer: `4 * num_heads * head_dim * keys`, for `Q K^T` and `P V`, where `keys` is the mean
-//!   number of keys a query sees
+//! - forward, linear: `2 * (weights of q, k, v, o, gate, up, down, output, and of the attention kind)`; the embedding is a
+//!   look-up, the output projection a product whether tied or not; NSA's compression runs once every `compress_stride`
+//!   tokens
+//! - forward, attention, per layer: `2 * num_heads * (width of a query + width of a value) * keys`, for `Q K^T` and
+//!   `P V`, where `keys` is the mean number of keys a query sees, over NSA's three branches together
 //! - backward: twice the forward (two products for each one). The scores that a backward kernel computes again are not
 //!   counted: MFU counts what the mathematics needs, not what an implementation repeats.
 //!
 //! torchtitan counts `seq_len` keys for causal attention, twice what a causal mask leaves; ours is the mean over
 //! positions, `(seq_len + 1) / 2`, so our MFU is the lower one.
 
-use super::{Attention, ModelShape};
+use super::{Attention, ModelShape, NUM_NSA_BRANCHES};
 
 /// Forward floating-point operations of one token, mean over the positions of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -51,14 +52,35 @@ impl ModelShape {
             self.kv_width() as f64,
         );
         let num_layers = self.num_layers as f64;
-        let mask = match self.attention {
-            Attention::Dma { .. } => kv_width * self.num_kv_heads as f64,
-            Attention::Mha | Attention::Swa { .. } => 0.0,
+        let grouped = 2.0 * d_model * (q_width + kv_width);
+        // Weights a token is multiplied with, and widths of a pair's two products.
+        let (weights, pair) = match self.attention {
+            Attention::Mha | Attention::Swa { .. } => (grouped, 2.0 * q_width),
+            Attention::Dma { .. } => (grouped + kv_width * self.num_kv_heads as f64, 2.0 * q_width),
+            Attention::Mla(mla) => {
+                let (rank, rope) = (mla.kv_lora_rank as f64, mla.qk_rope_head_dim as f64);
+                let q = q_width + self.num_heads as f64 * rope;
+                let weights = d_model * (q + rank + rope + q_width) + 2.0 * rank * q_width;
+                (weights, q + q_width)
+            }
+            Attention::Nsa(nsa) => {
+                let copies = (nsa.num_kv_copies() - 1) as f64;
+                let gates = d_model * (NUM_NSA_BRANCHES * self.num_heads) as f64;
+                let head_dim = self.head_dim as f64;
+                // One block begins every `compress_stride` tokens, per KV head, for keys and for values.
+                let compress = nsa.compress_hidden_size.unwrap_or(0) as f64
+                    * (nsa.compress_block_size as f64 * head_dim + head_dim)
+                    * 2.0
+                    * self.num_kv_heads as f64
+                    / nsa.compress_stride as f64;
+                let weights = grouped + 2.0 * copies * d_model * kv_width + gates + compress;
+                (weights, 2.0 * q_width)
+            }
         };
-        let layer = 2.0 * d_model * (q_width + kv_width) + 3.0 * d_model * self.d_ff as f64 + mask;
+        let layer = weights + 3.0 * d_model * self.d_ff as f64;
         FlopsPerToken {
             linear: 2.0 * (num_layers * layer + d_model * self.vocab_size as f64),
-            attention: num_layers * 4.0 * q_width * mean_active_keys,
+            attention: num_layers * 2.0 * pair * mean_active_keys,
         }
     }
 
@@ -76,7 +98,8 @@ impl ModelShape {
 /// Mean number of keys a query sees in one document of `seq_len` tokens; 0 for an empty one.
 ///
 /// Query i (from 0) sees `min(i + 1, w)` keys, exactly, in a sliding window of w and in DMA with `keep_window_size` w
-/// alike; `w >= seq_len` where there is no window. The mean is `(w / n)(n - (w - 1) / 2)` with `w = min(w, n)`.
+/// alike; `w >= seq_len` where there is no window. The mean is `(w / n)(n - (w - 1) / 2)` with `w = min(w, n)`. NSA's
+/// three branches add up ([`NsaShape::pairs`](super::NsaShape::pairs)).
 pub fn mean_active_keys(attention: Attention, seq_len: usize) -> f64 {
     mean_active_keys_of_documents(attention, [seq_len])
 }
@@ -87,7 +110,22 @@ pub fn mean_active_keys_of_documents(
     lengths: impl IntoIterator<Item = usize>,
 ) -> f64 {
     let window = match attention {
-        Attention::Mha => usize::MAX,
+        Attention::Mha | Attention::Mla(_) => usize::MAX,
+        Attention::Nsa(nsa) => {
+            let (pairs, tokens) = lengths
+                .into_iter()
+                .fold((0.0, 0), |(pairs, tokens), length| {
+                    (
+                        pairs + nsa.pairs(length).iter().sum::<f64>(),
+                        tokens + length,
+                    )
+                });
+            return if tokens == 0 {
+                0.0
+            } else {
+                pairs / tokens as f64
+            };
+        }
         Attention::Swa { window_size } => window_size,
         Attention::Dma {
             keep_window_size, ..
@@ -149,7 +187,7 @@ const PEAKS: &[(&[&str], f64)] = &[
 mod tests {
     use super::*;
     use crate::model::DmaBias;
-    use crate::model::test_shapes::{qwen3_0_6b, tiny_dma};
+    use crate::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
 
     fn dma(keep_window_size: usize) -> Attention {
         Attention::Dma {
@@ -221,6 +259,33 @@ mod tests {
         );
         assert!((executed.attention - 3.0 * 4.0 * 24.0 * 3.4).abs() < 1e-9);
         assert!((dense.attention - 3.0 * 4.0 * 24.0 * 5.5).abs() < 1e-9);
+    }
+
+    #[test]
+    fn mla_multiplies_its_latent_and_pays_for_wider_keys() {
+        // Weights: 12 x 32 (q) + 12 x 10 (down) + 8 x 48 (up) + 24 x 12 (out) + 720 (MLP). A pair: 4 heads of 8 and of 6.
+        let flops = tiny_mla().executed_flops_per_token(9);
+        assert_eq!(
+            flops.linear,
+            2.0 * (3.0 * (384.0 + 120.0 + 384.0 + 288.0 + 720.0) + 600.0)
+        );
+        assert_eq!(flops.attention, 3.0 * 2.0 * 4.0 * (8.0 + 6.0) * 5.0);
+    }
+
+    #[test]
+    fn nsa_adds_its_branches_gates_and_compression() {
+        // Weights: q, o 576; k, v three times 864; gates 144; compression of 2 KV heads, keys and values, every 2 tokens:
+        // (5 x 24 + 5 x 6) x 2 x 2 / 2 = 300; MLP 720.
+        let flops = tiny_nsa().executed_flops_per_token(20);
+        assert_eq!(
+            flops.linear,
+            2.0 * (3.0 * (576.0 + 864.0 + 144.0 + 300.0 + 720.0) + 600.0)
+        );
+        // Compressed: 9 blocks, seen by 17, 15, … 1 queries: 81. Window of 7: 21 + 7 x 14. Selected: all of the first 18
+        // (171), then 12 whole keys and 1 and 2 own ones.
+        let pairs = 81.0 + (21.0 + 98.0) + (171.0 + 13.0 + 14.0);
+        let expected = 3.0 * 4.0 * 24.0 * pairs / 20.0;
+        assert!((flops.attention - expected).abs() < 1e-9, "{flops:?}");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Parameter counts, by part.
 
-use super::{Attention, ModelShape};
+use super::{Attention, ModelShape, NUM_NSA_BRANCHES};
 
 /// Numbers of parameters, by part. The parts are disjoint; [`total`](Self::total) is their sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,9 +13,12 @@ pub struct ParameterCounts {
     pub attention: u64,
     /// DMA's own: A, one entry per KV head, and W_dt, `kv_width * num_kv_heads`, all layers.
     pub mask: u64,
+    /// NSA's own: the gates, and the compression of keys and values, all layers.
+    pub branches: u64,
     /// Gate, up and down projections, all layers.
     pub mlp: u64,
-    /// RMSNorm weights: two per layer over `d_model`, two per layer over `head_dim`, one at the end.
+    /// RMSNorm weights: two per layer over `d_model`, two per layer over `head_dim` (MLA: one over its latent), one at
+    /// the end.
     pub norms: u64,
     /// Learned residual scales: two vectors per layer over `d_model`; 0 without them.
     pub residual_scale: u64,
@@ -29,7 +32,7 @@ impl ParameterCounts {
 
     /// All but the embedding and the output projection.
     pub fn non_embedding(&self) -> u64 {
-        self.attention + self.mask + self.mlp + self.norms + self.residual_scale
+        self.attention + self.mask + self.branches + self.mlp + self.norms + self.residual_scale
     }
 
     /// Each part with a name, in the order of the forward pass, empty parts left out.
@@ -38,6 +41,7 @@ impl ParameterCounts {
             ("embedding", self.embedding),
             ("attention", self.attention),
             ("mask", self.mask),
+            ("branches", self.branches),
             ("mlp", self.mlp),
             ("norms", self.norms),
             ("residual scale", self.residual_scale),
@@ -53,8 +57,29 @@ impl ModelShape {
         let layers = self.num_layers as u64;
         let d_model = self.d_model as u64;
         let (q_width, kv_width) = (self.q_width() as u64, self.kv_width() as u64);
-        let num_kv_heads = self.num_kv_heads as u64;
+        let (num_heads, num_kv_heads) = (self.num_heads as u64, self.num_kv_heads as u64);
+        let head_dim = self.head_dim as u64;
         let embedding = self.vocab_size as u64 * d_model;
+        let grouped = 2 * d_model * (q_width + kv_width);
+        let (attention, mask, branches, head_norms) = match self.attention {
+            Attention::Mha | Attention::Swa { .. } => (grouped, 0, 0, 2 * head_dim),
+            Attention::Dma { .. } => (grouped, num_kv_heads * (1 + kv_width), 0, 2 * head_dim),
+            Attention::Mla(mla) => {
+                let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
+                let from_x = q_width + num_heads * rope + rank + rope;
+                let attention = d_model * (from_x + q_width) + 2 * rank * q_width;
+                (attention, 0, 0, rank)
+            }
+            Attention::Nsa(nsa) => {
+                let more_kv = 2 * (nsa.num_kv_copies() as u64 - 1) * d_model * kv_width;
+                let gates = NUM_NSA_BRANCHES as u64 * num_heads * (d_model + 1);
+                let block = nsa.compress_block_size as u64 * head_dim;
+                let compress = nsa
+                    .compress_hidden_size
+                    .map_or(0, |hidden| 2 * (block + hidden as u64 * (block + head_dim)));
+                (grouped + more_kv, 0, gates + compress, 2 * head_dim)
+            }
+        };
         ParameterCounts {
             embedding,
             output: if self.tie_word_embeddings {
@@ -62,13 +87,11 @@ impl ModelShape {
             } else {
                 embedding
             },
-            attention: layers * 2 * d_model * (q_width + kv_width),
-            mask: match self.attention {
-                Attention::Dma { .. } => layers * num_kv_heads * (1 + kv_width),
-                Attention::Mha | Attention::Swa { .. } => 0,
-            },
+            attention: layers * attention,
+            mask: layers * mask,
+            branches: layers * branches,
             mlp: layers * 3 * d_model * self.d_ff as u64,
-            norms: layers * 2 * (d_model + self.head_dim as u64) + d_model,
+            norms: layers * (2 * d_model + head_norms) + d_model,
             residual_scale: if self.residual_scale {
                 layers * 2 * d_model
             } else {
@@ -80,7 +103,8 @@ impl ModelShape {
 
 #[cfg(test)]
 mod tests {
-    use crate::model::test_shapes::{qwen3_0_6b, tiny_dma};
+    use crate::model::Attention;
+    use crate::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
 
     #[test]
     fn qwen3_0_6b_has_its_published_counts() {
@@ -110,5 +134,34 @@ mod tests {
             counts.total(),
             counts.by_part().iter().map(|(_, count)| count).sum::<u64>()
         );
+    }
+
+    #[test]
+    fn every_part_of_a_tiny_mla_model_is_counted() {
+        // d_model 12, 4 heads of 6, latent 8, rotated 2: q 12 x 4 x (6 + 2), down 12 x (8 + 2), up 8 x 4 x (6 + 6),
+        // out 24 x 12.
+        let counts = tiny_mla().parameters();
+        assert_eq!(counts.attention, 3 * (12 * 32 + 12 * 10 + 8 * 48 + 24 * 12));
+        assert_eq!((counts.mask, counts.branches), (0, 0));
+        assert_eq!(counts.norms, 3 * (12 + 12 + 8) + 12);
+    }
+
+    #[test]
+    fn every_part_of_a_tiny_nsa_model_is_counted() {
+        // q and o 12 x 24 each, three pairs of k and v 12 x 12; gates 12 numbers from 12, with bias; per keys and values
+        // positions 4 x 6, matrices 5 x 24 and 6 x 5.
+        let mut shape = tiny_nsa();
+        let counts = shape.parameters();
+        assert_eq!(counts.attention, 3 * (2 * 12 * 24 + 6 * 12 * 12));
+        assert_eq!(counts.branches, 3 * (12 * 12 + 12 + 2 * (24 + 120 + 30)));
+        assert_eq!(counts.norms, 3 * (12 + 12 + 6 + 6) + 12);
+        let Attention::Nsa(nsa) = &mut shape.attention else {
+            panic!("not NSA")
+        };
+        nsa.shared_kv = true;
+        nsa.compress_hidden_size = None;
+        let counts = shape.parameters();
+        assert_eq!(counts.attention, 3 * (2 * 12 * 24 + 2 * 12 * 12));
+        assert_eq!(counts.branches, 3 * (12 * 12 + 12));
     }
 }

@@ -1,6 +1,6 @@
 //! Shapes the tests of this folder share.
 
-use super::{Attention, DmaBias, ModelShape};
+use super::{Attention, DmaBias, MlaShape, ModelShape, NsaCompression, NsaShape};
 
 /// Qwen3-0.6B, as its published config.json says.
 pub(super) fn qwen3_0_6b() -> ModelShape {
@@ -43,5 +43,36 @@ pub(super) fn tiny_dma() -> ModelShape {
             bias: DmaBias::Exp,
             a_init: 0.0,
         },
+    }
+}
+
+/// The small model with latent attention: 4 heads of 6, latent of 8, 2 rotated numbers.
+pub(super) fn tiny_mla() -> ModelShape {
+    ModelShape {
+        num_kv_heads: 4,
+        residual_scale: false,
+        attention: Attention::Mla(MlaShape {
+            kv_lora_rank: 8,
+            qk_rope_head_dim: 2,
+        }),
+        ..tiny_dma()
+    }
+}
+
+/// The small model with native sparse attention, and a key and value projection per branch.
+pub(super) fn tiny_nsa() -> ModelShape {
+    ModelShape {
+        residual_scale: false,
+        attention: Attention::Nsa(NsaShape {
+            compress_block_size: 4,
+            compress_stride: 2,
+            compress: NsaCompression::Mlp,
+            compress_hidden_size: Some(5),
+            select_block_size: 6,
+            num_selected_blocks: 3,
+            window_size: 7,
+            shared_kv: false,
+        }),
+        ..tiny_dma()
     }
 }

@@ -46,6 +46,8 @@ impl From<&AttentionSection> for Attention {
             AttentionSection::Swa { sliding_window } => Self::Swa {
                 window_size: sliding_window,
             },
+            AttentionSection::Mla(mla) => Self::Mla(mla),
+            AttentionSection::Nsa(nsa) => Self::Nsa(nsa),
             AttentionSection::Dma {
                 keep_window_size,
                 bias,

@@ -1,6 +1,10 @@
 //! Rules between values that have the right types. All are checked; none hides another.
 
+mod attention;
+
 use std::path::{Component, Path};
+
+use attention::check_attention;
 
 use super::mistake::{Mistake, Problem};
 use super::{
@@ -60,7 +64,7 @@ pub(super) fn check(parts: &Parts<'_>, mistakes: &mut Vec<Mistake>) {
         check_model(model, &mut rules);
     }
     if let Some(attention) = parts.attention {
-        check_attention(attention, &mut rules);
+        check_attention(attention, parts.model, &mut rules);
     }
     if let Some(tokenizer) = parts.tokenizer {
         check_tokenizer(tokenizer, parts.model, &mut rules);
@@ -167,28 +171,6 @@ fn check_model(model: &ModelSection, rules: &mut Rules<'_>) {
     rules.positive("model.rope_theta", model.rope_theta);
     rules.positive("model.rms_norm_eps", model.rms_norm_eps);
     rules.positive("model.initializer_range", model.initializer_range);
-}
-
-fn check_attention(attention: &AttentionSection, rules: &mut Rules<'_>) {
-    match *attention {
-        AttentionSection::Mha => {}
-        AttentionSection::Swa { sliding_window } => {
-            rules.size("attention.sliding_window", sliding_window, MAX_SEQ_LEN);
-        }
-        AttentionSection::Dma {
-            keep_window_size,
-            bias: _,
-            a_init,
-        } => {
-            rules.size("attention.keep_window_size", keep_window_size, MAX_SEQ_LEN);
-            rules.require(
-                a_init.is_finite(),
-                "attention.a_init",
-                || format!("is {a_init}, not a finite number"),
-                || "0.0 starts DMA as a sliding window".to_owned(),
-            );
-        }
-    }
 }
 
 fn check_tokenizer(

@@ -88,14 +88,18 @@ pub(super) const SECTIONS: &[Section] = &[
         name: "attention",
         required: true,
         keys: &[
-            needed(
-                "kind",
-                Kind::Choice {
-                    built: &["mha", "swa", "dma"],
-                    planned: &["mla", "nsa"],
-                },
-            ),
+            needed("kind", choice(&["mha", "swa", "mla", "nsa", "dma"])),
             optional("sliding_window", Integer),
+            optional("kv_lora_rank", Integer),
+            optional("qk_rope_head_dim", Integer),
+            optional("compress_block_size", Integer),
+            optional("compress_stride", Integer),
+            optional("compress", choice(&["mlp", "mean"])),
+            optional("compress_hidden_size", Integer),
+            optional("select_block_size", Integer),
+            optional("num_selected_blocks", Integer),
+            optional("window_size", Integer),
+            optional("shared_kv", Bool),
             optional("keep_window_size", Integer),
             optional("bias", choice(&["exp", "linear"])),
             optional("a_init", Number),
@@ -227,6 +231,17 @@ pub(super) const PLANNED: &[&str] = &["parallelism", "stage", "data.weights"];
 pub(super) fn attention_keys(kind: &str) -> &'static [(&'static str, bool)] {
     match kind {
         "swa" => &[("sliding_window", true)],
+        "mla" => &[("kv_lora_rank", true), ("qk_rope_head_dim", true)],
+        "nsa" => &[
+            ("compress_block_size", true),
+            ("compress_stride", true),
+            ("compress", false),
+            ("compress_hidden_size", false),
+            ("select_block_size", true),
+            ("num_selected_blocks", true),
+            ("window_size", true),
+            ("shared_kv", false),
+        ],
         "dma" => &[
             ("keep_window_size", true),
             ("bias", false),

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::model::DmaBias;
+use crate::model::{DmaBias, MlaShape, NsaShape};
 
 /// `[model]`: sizes of a Qwen3-style model, in Hugging Face's names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -64,6 +64,10 @@ pub enum AttentionSection {
         /// Keys a query sees, in tokens.
         sliding_window: usize,
     },
+    /// Multi-head latent attention.
+    Mla(MlaShape),
+    /// Native sparse attention: compressed, selected and window branches.
+    Nsa(NsaShape),
     /// Dynamic mask attention: each query sees the `keep_window_size` best-scored keys before it.
     Dma {
         /// Keys a query keeps, per KV head.
@@ -83,6 +87,8 @@ impl AttentionSection {
         match self {
             Self::Mha => AttentionKind::Mha,
             Self::Swa { .. } => AttentionKind::Swa,
+            Self::Mla(_) => AttentionKind::Mla,
+            Self::Nsa(_) => AttentionKind::Nsa,
             Self::Dma { .. } => AttentionKind::Dma,
         }
     }
@@ -95,19 +101,25 @@ pub enum AttentionKind {
     Mha,
     /// `"swa"`
     Swa,
+    /// `"mla"`
+    Mla,
+    /// `"nsa"`
+    Nsa,
     /// `"dma"`
     Dma,
 }
 
 impl AttentionKind {
     /// Every kind there is, in the order of the documentation.
-    pub const ALL: [Self; 3] = [Self::Mha, Self::Swa, Self::Dma];
+    pub const ALL: [Self; 5] = [Self::Mha, Self::Swa, Self::Mla, Self::Nsa, Self::Dma];
 
     /// The name a recipe uses.
     pub fn name(self) -> &'static str {
         match self {
             Self::Mha => "mha",
             Self::Swa => "swa",
+            Self::Mla => "mla",
+            Self::Nsa => "nsa",
             Self::Dma => "dma",
         }
     }

@@ -6,6 +6,7 @@ mod properties;
 mod resume;
 
 use super::*;
+use crate::model::{MlaShape, NsaCompression, NsaShape};
 
 /// A small valid recipe that leaves every optional key out.
 pub(super) const MINIMAL: &str = r#"
@@ -120,6 +121,20 @@ fn schema_and_serde_types_hold_the_same_keys() {
     for attention in [
         AttentionSection::Mha,
         AttentionSection::Swa { sliding_window: 3 },
+        AttentionSection::Mla(MlaShape {
+            kv_lora_rank: 8,
+            qk_rope_head_dim: 4,
+        }),
+        AttentionSection::Nsa(NsaShape {
+            compress_block_size: 4,
+            compress_stride: 2,
+            compress: NsaCompression::Mlp,
+            compress_hidden_size: Some(5),
+            select_block_size: 8,
+            num_selected_blocks: 3,
+            window_size: 7,
+            shared_kv: true,
+        }),
         AttentionSection::Dma {
             keep_window_size: 3,
             bias: Default::default(),

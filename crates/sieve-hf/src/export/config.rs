@@ -69,6 +69,7 @@ fn attention(shape: &ModelShape) -> Map<String, Value> {
             "max_window_layers": 0,
             "layer_types": layer_types("sliding_attention"),
         }),
+        Attention::Mla(_) | Attention::Nsa(_) => unreachable!("Architecture::of refuses them"),
         Attention::Dma {
             keep_window_size, ..
         } => json!({

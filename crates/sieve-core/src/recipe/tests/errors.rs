@@ -71,8 +71,6 @@ fn unknown_sections_and_unbuilt_names_are_told_apart() {
     assert!(text.contains("stage: is not built yet"), "{text}");
     let text = message("[optimizer]", "[[stages]]\nsteps = 3\n[optimizer]");
     assert!(text.contains("there is no section [stages]"), "{text}");
-    let text = message("kind = \"dma\"", "kind = \"nsa\"");
-    assert!(text.contains("attention.kind: \"nsa\" is not built yet\n    hint: it can be \"mha\", \"swa\", \"dma\""), "{text}");
     let text = message(
         "[optimizer]",
         "[activation_checkpoint]\nmode = \"full\"\n[optimizer]",
@@ -140,7 +138,7 @@ fn wrong_types_name_key_value_wish_and_line() {
         (
             "kind = \"dma\"",
             "kind = 3",
-            "attention.kind: wanted one of \"mha\", \"swa\", \"dma\", got 3",
+            "attention.kind: wanted one of \"mha\", \"swa\", \"mla\", \"nsa\", \"dma\", got 3",
         ),
         (
             "steps = 40",
@@ -525,4 +523,67 @@ fn text_that_is_not_toml_says_where() {
             "{error}"
         );
     }
+}
+
+/// The minimal recipe with another `[attention]`.
+fn attention_message(lines: &str) -> String {
+    message("kind = \"dma\"\nkeep_window_size = 16", lines)
+}
+
+const NSA: &str = "kind = \"nsa\"\ncompress_block_size = 8\ncompress_stride = 4\ncompress_hidden_size = 6\n\
+                   select_block_size = 8\nnum_selected_blocks = 4\nwindow_size = 16";
+
+#[test]
+fn rules_of_mla_and_nsa() {
+    let dma = "kind = \"dma\"\nkeep_window_size = 16";
+    assert!(load_replaced(dma, NSA).is_ok());
+    for (from, to, expected) in [
+        (
+            "compress_block_size = 8",
+            "compress_block_size = 10",
+            "attention.compress_block_size: is 10, not a multiple of compress_stride = 4\n    hint: 12 is",
+        ),
+        (
+            "select_block_size = 8",
+            "select_block_size = 2",
+            "attention.select_block_size: is 2, not a multiple of compress_stride = 4\n    hint: 4 is",
+        ),
+        (
+            "compress_stride = 4",
+            "compress_stride = 0",
+            "attention.compress_stride: is 0, outside 1 to",
+        ),
+        (
+            "num_selected_blocks = 4",
+            "num_selected_blocks = 2",
+            "attention.num_selected_blocks: is 2, outside 3 to",
+        ),
+        (
+            "compress_hidden_size = 6\n",
+            "",
+            "attention.compress_hidden_size: is missing; compress = \"mlp\" needs it",
+        ),
+        (
+            "compress_hidden_size = 6",
+            "compress_hidden_size = 6\ncompress = \"mean\"",
+            "attention.compress_hidden_size: does not go with compress = \"mean\"",
+        ),
+        (
+            "window_size = 16",
+            "windows_size = 16",
+            "[attention] has no key windows_size, did you mean window_size?",
+        ),
+    ] {
+        let text = attention_message(&NSA.replacen(from, to, 1));
+        assert!(text.contains(expected), "{to}: {text}");
+    }
+    let text = attention_message("kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 3");
+    assert!(
+        text.contains("qk_rope_head_dim: is 3, but rotary embedding turns pairs\n    hint: use 4"),
+        "{text}"
+    );
+    assert!(
+        text.contains("num_key_value_heads: is 2, but kind = \"mla\" has keys and values for each of its 6 heads"),
+        "{text}"
+    );
 }

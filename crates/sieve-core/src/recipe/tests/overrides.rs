@@ -163,7 +163,10 @@ fn bad_overrides_are_refused_by_name() {
             "optimizer.lr=-1",
             "--set optimizer.lr=-1: optimizer.lr: is -1, not a finite number of at least 0",
         ),
-        ("attention.kind=mla", "\"mla\" is not built yet"),
+        (
+            "attention.kind=mlaa",
+            "there is no \"mlaa\", did you mean mla?",
+        ),
         ("parallelism.degree=2", "parallelism: is not built yet"),
         ("data.weights=[1]", "data.weights: is not built yet"),
     ] {

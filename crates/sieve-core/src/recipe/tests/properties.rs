@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
 use super::*;
-use crate::model::DmaBias;
+use crate::model::{DmaBias, NsaCompression, NsaShape};
 
 fn finite_share() -> impl Strategy<Value = f64> {
     prop_oneof![Just(0.0), Just(1.0), 0.0..=1.0f64]
@@ -92,6 +92,32 @@ fn attention() -> impl Strategy<Value = AttentionSection> {
     prop_oneof![
         Just(AttentionSection::Mha),
         (1usize..1 << 27).prop_map(|sliding_window| AttentionSection::Swa { sliding_window }),
+        (
+            1usize..99,
+            1usize..9,
+            1usize..9,
+            3usize..99,
+            1usize..1 << 20,
+            any::<bool>(),
+            proptest::option::of(1usize..500)
+        )
+            .prop_map(
+                |(stride, blocks, select, k, window_size, shared_kv, hidden)| {
+                    AttentionSection::Nsa(NsaShape {
+                        compress_block_size: stride * blocks,
+                        compress_stride: stride,
+                        compress: match hidden {
+                            Some(_) => NsaCompression::Mlp,
+                            None => NsaCompression::Mean,
+                        },
+                        compress_hidden_size: hidden,
+                        select_block_size: stride * select,
+                        num_selected_blocks: k,
+                        window_size,
+                        shared_kv,
+                    })
+                }
+            ),
         (1usize..1 << 27, any::<bool>(), -1e9..1e9f64).prop_map(
             |(keep_window_size, linear, a_init)| {
                 let bias = if linear {

@@ -1,0 +1,115 @@
+//! Rules of `[attention]`.
+
+use super::{MAX_SEQ_LEN, MAX_WIDTH, Rules};
+use crate::model::{MlaShape, NsaCompression, NsaShape};
+use crate::recipe::{AttentionSection, ModelSection};
+
+/// The forced blocks: the first, the query's own, and the one before.
+const MIN_SELECTED_BLOCKS: usize = 3;
+
+pub(super) fn check_attention(
+    attention: &AttentionSection,
+    model: Option<&ModelSection>,
+    rules: &mut Rules<'_>,
+) {
+    match attention {
+        AttentionSection::Mha => {}
+        AttentionSection::Swa { sliding_window } => {
+            rules.size("attention.sliding_window", *sliding_window, MAX_SEQ_LEN);
+        }
+        AttentionSection::Mla(mla) => check_mla(mla, model, rules),
+        AttentionSection::Nsa(nsa) => check_nsa(nsa, rules),
+        AttentionSection::Dma {
+            keep_window_size,
+            bias: _,
+            a_init,
+        } => {
+            rules.size("attention.keep_window_size", *keep_window_size, MAX_SEQ_LEN);
+            rules.require(
+                a_init.is_finite(),
+                "attention.a_init",
+                || format!("is {a_init}, not a finite number"),
+                || "0.0 starts DMA as a sliding window".to_owned(),
+            );
+        }
+    }
+}
+
+fn check_mla(mla: &MlaShape, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
+    rules.size("attention.kv_lora_rank", mla.kv_lora_rank, MAX_WIDTH);
+    rules.size(
+        "attention.qk_rope_head_dim",
+        mla.qk_rope_head_dim,
+        MAX_WIDTH,
+    );
+    rules.require(
+        mla.qk_rope_head_dim.is_multiple_of(2),
+        "attention.qk_rope_head_dim",
+        || {
+            format!(
+                "is {}, but rotary embedding turns pairs",
+                mla.qk_rope_head_dim
+            )
+        },
+        || format!("use {}", mla.qk_rope_head_dim + 1),
+    );
+    let Some(model) = model else { return };
+    let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
+    rules.require(
+        heads == kv_heads,
+        "model.num_key_value_heads",
+        || format!("is {kv_heads}, but kind = \"mla\" has keys and values for each of its {heads} heads"),
+        || format!("set model.num_key_value_heads to {heads}; the cache holds the latent alone"),
+    );
+}
+
+fn check_nsa(nsa: &NsaShape, rules: &mut Rules<'_>) {
+    let stride = nsa.compress_stride;
+    rules.size("attention.compress_stride", stride, MAX_SEQ_LEN);
+    rules.size("attention.window_size", nsa.window_size, MAX_SEQ_LEN);
+    for (key, size) in [
+        ("attention.compress_block_size", nsa.compress_block_size),
+        ("attention.select_block_size", nsa.select_block_size),
+    ] {
+        rules.size(key, size, MAX_SEQ_LEN);
+        rules.require(
+            stride == 0 || size.is_multiple_of(stride),
+            key,
+            || format!("is {size}, not a multiple of compress_stride = {stride}"),
+            || {
+                format!(
+                    "{} is; block sizes are multiples of the stride so that compressed blocks map onto selected ones",
+                    size.div_ceil(stride.max(1)).saturating_mul(stride)
+                )
+            },
+        );
+    }
+    rules.require(
+        (MIN_SELECTED_BLOCKS..=MAX_SEQ_LEN).contains(&nsa.num_selected_blocks),
+        "attention.num_selected_blocks",
+        || {
+            format!(
+                "is {}, outside {MIN_SELECTED_BLOCKS} to {MAX_SEQ_LEN}",
+                nsa.num_selected_blocks
+            )
+        },
+        || "the first block, the query's own and the one before are always selected".to_owned(),
+    );
+    match (nsa.compress, nsa.compress_hidden_size) {
+        (NsaCompression::Mlp, None) => rules.require(
+            false,
+            "attention.compress_hidden_size",
+            || "is missing; compress = \"mlp\" needs it".to_owned(),
+            || "give the hidden width, like 192, or set compress = \"mean\"".to_owned(),
+        ),
+        (NsaCompression::Mlp, Some(hidden)) => {
+            rules.size("attention.compress_hidden_size", hidden, MAX_WIDTH);
+        }
+        (NsaCompression::Mean, hidden) => rules.require(
+            hidden.is_none(),
+            "attention.compress_hidden_size",
+            || "does not go with compress = \"mean\"".to_owned(),
+            || "leave it out, or set compress = \"mlp\"".to_owned(),
+        ),
+    }
+}
