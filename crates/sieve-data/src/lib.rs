@@ -49,6 +49,8 @@ mod corpus;
 mod error;
 mod loader;
 mod mapped_file;
+mod mixture;
+mod mqar;
 mod permutation;
 mod prefetch;
 mod prepare;
@@ -60,6 +62,9 @@ pub use corpus::{
 };
 pub use error::DataError;
 pub use loader::{Batch, IGNORED_LABEL, Loader, LoaderConfig, Order, PAD_DOCUMENT, Packing};
+pub use mqar::{
+    Mqar, MqarConfig, MqarMixture, MqarNoise, MqarPart, MqarQuery, MqarSample, MqarSplit,
+};
 pub use permutation::Permutation;
 pub use prefetch::{Prefetch, PrefetchPlan};
 pub use prepare::{

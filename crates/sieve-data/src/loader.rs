@@ -5,12 +5,15 @@
 //! split of the samples over ranks and micro-batches reads the same ones.
 
 mod epoch;
+mod shard_rows;
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::error::DataError;
-use crate::shard::{ShardReader, with_ending};
-use epoch::Epoch;
+use crate::mixture::Schedule;
+use crate::mqar::MqarMixture;
+use crate::shard::ShardReader;
+use shard_rows::ShardRows;
 
 /// The label of a position that nothing is predicted at: the end of a document, and padding.
 pub const IGNORED_LABEL: i32 = -100;
@@ -88,7 +91,7 @@ impl Batch {
             .count()
     }
 
-    fn empty(first_sample: u64, batch: usize, seq_len: usize) -> Self {
+    pub(crate) fn empty(first_sample: u64, batch: usize, seq_len: usize) -> Self {
         let len = batch * seq_len;
         Self {
             first_sample,
@@ -104,7 +107,7 @@ impl Batch {
     }
 
     /// Appends a segment at place `start` of the current row, all but `tokens` and `labels`.
-    fn push_segment(&mut self, document: u32, start: usize, len: usize) {
+    pub(crate) fn push_segment(&mut self, document: u32, start: usize, len: usize) {
         self.doc_start
             .extend(std::iter::repeat_n(start as u32, len));
         self.doc_end
@@ -114,73 +117,87 @@ impl Batch {
     }
 }
 
-/// Makes batches from a shard. Shared between threads by reference.
+/// Makes batches from shards or from a generator. Shared between threads by reference.
 #[derive(Debug)]
 pub struct Loader {
-    shard: Arc<ShardReader>,
+    rows: Rows,
     config: LoaderConfig,
-    samples_per_epoch: u64,
-    /// The epochs used last: eight bytes a document each. Two, since a batch may cross from one into the next.
-    epochs: Mutex<Vec<Arc<Epoch>>>,
 }
 
-const MAX_EPOCHS_HELD: usize = 2;
+/// Where rows come from.
+#[derive(Debug)]
+enum Rows {
+    Shard(ShardRows),
+    Mixture {
+        sources: Vec<ShardRows>,
+        schedule: Schedule,
+    },
+    Mqar(MqarMixture),
+}
 
 impl Loader {
-    /// Checks the settings against the shard.
+    /// Reads one shard.
     ///
     /// # Errors
     /// A `seq_len` of 0, a `pad_id` outside the vocabulary, a shard with too few tokens for one sample or with 2^32
     /// documents or more.
     pub fn new(shard: Arc<ShardReader>, config: LoaderConfig) -> Result<Self, DataError> {
-        let bad = |name, reason| Err(DataError::BadSetting { name, reason });
-        if config.seq_len == 0 || config.seq_len >= u32::MAX as usize {
-            return bad(
-                "seq_len",
-                format!("{} is not a length of a row", config.seq_len),
-            );
+        check(&config)?;
+        let rows = Rows::Shard(ShardRows::new(shard, &config)?);
+        Ok(Self { rows, config })
+    }
+
+    /// Mixes shards: of the first n rows, source s has its share `n w_s / (w_0 + w_1 + …)` with an error below one row, for
+    /// every n. Rows of equal length, so the shares are shares of tokens. Each source goes through its own epochs; a small
+    /// one with a large weight is repeated more often.
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new) for each shard, a weight that is no positive number, an order that is not shuffled (an
+    /// unshuffled reading has an end, a mixture has none).
+    pub fn mixture(
+        sources: Vec<(Arc<ShardReader>, f64)>,
+        config: LoaderConfig,
+    ) -> Result<Self, DataError> {
+        check(&config)?;
+        if config.order == Order::Sequential {
+            return Err(DataError::BadSetting {
+                name: "order",
+                reason: "a mixture has no end, so it cannot be read in sequence".to_owned(),
+            });
         }
-        if config.vocab_size > i32::MAX as usize {
-            return bad(
+        let weights = sources.iter().map(|source| source.1).collect::<Vec<_>>();
+        let schedule = Schedule::new(&weights)?;
+        let sources = sources
+            .into_iter()
+            .map(|(shard, _)| ShardRows::new(shard, &config));
+        let rows = Rows::Mixture {
+            sources: sources.collect::<Result<_, _>>()?,
+            schedule,
+        };
+        Ok(Self { rows, config })
+    }
+
+    /// Generates MQAR samples. The mixture decides the order; `config.order` and `config.packing` are not read.
+    ///
+    /// # Errors
+    /// A `seq_len` that is not the mixture's, a `pad_id` outside the vocabulary, a vocabulary smaller than the samples'.
+    pub fn mqar(mixture: MqarMixture, config: LoaderConfig) -> Result<Self, DataError> {
+        check(&config)?;
+        for (name, got, wanted) in [
+            ("seq_len", config.seq_len, mixture.seq_len()),
+            (
                 "vocab_size",
-                format!("{} is more than 31 bits can number", config.vocab_size),
-            );
+                config.vocab_size,
+                mixture.vocab_size().max(config.vocab_size),
+            ),
+        ] {
+            if got != wanted {
+                let reason = format!("{got}, but the MQAR samples are made for {wanted}");
+                return Err(DataError::BadSetting { name, reason });
+            }
         }
-        if config.pad_id as usize >= config.vocab_size {
-            return bad(
-                "pad_id",
-                format!(
-                    "{} is outside the vocabulary of {}",
-                    config.pad_id, config.vocab_size
-                ),
-            );
-        }
-        if shard.num_documents() >= u64::from(PAD_DOCUMENT) {
-            let what = format!(
-                "{} documents; the loader numbers them with 32 bits",
-                shard.num_documents()
-            );
-            return Err(DataError::BadShard {
-                path: with_ending(shard.prefix(), ".idx"),
-                what,
-            });
-        }
-        let first = Epoch::new(&shard, &config, 0);
-        let samples_per_epoch = first.num_samples();
-        if samples_per_epoch == 0 {
-            return Err(DataError::TooFewTokens {
-                path: with_ending(shard.prefix(), ".bin"),
-                num_tokens: shard.num_tokens(),
-                num_documents: shard.num_documents(),
-                seq_len: config.seq_len,
-            });
-        }
-        Ok(Self {
-            shard,
-            config,
-            samples_per_epoch,
-            epochs: Mutex::new(vec![Arc::new(first)]),
-        })
+        let rows = Rows::Mqar(mixture);
+        Ok(Self { rows, config })
     }
 
     /// What it was made with.
@@ -188,14 +205,21 @@ impl Loader {
         &self.config
     }
 
-    /// The shard it reads.
-    pub fn shard(&self) -> &Arc<ShardReader> {
-        &self.shard
+    /// Samples of an epoch, the same for each. Of a mixture: as many as all its sources have together.
+    pub fn samples_per_epoch(&self) -> u64 {
+        match &self.rows {
+            Rows::Shard(rows) => rows.samples_per_epoch(),
+            Rows::Mixture { sources, .. } => sources.iter().map(ShardRows::samples_per_epoch).sum(),
+            Rows::Mqar(mixture) => mixture.rows_per_epoch(),
+        }
     }
 
-    /// Samples of an epoch, the same for each.
-    pub fn samples_per_epoch(&self) -> u64 {
-        self.samples_per_epoch
+    /// Which source of a mixture a sample comes from, from 0; always 0 for one shard and for MQAR.
+    pub fn source_of(&self, sample: u64) -> usize {
+        match &self.rows {
+            Rows::Mixture { schedule, .. } => schedule.get(sample).0,
+            _ => 0,
+        }
     }
 
     /// The samples `first_sample..first_sample + count`, as rows. Depends on nothing else.
@@ -203,68 +227,49 @@ impl Loader {
     /// # Errors
     /// A token id outside the vocabulary; the message names its document.
     pub fn batch(&self, first_sample: u64, count: usize) -> Result<Batch, DataError> {
+        if let Rows::Mqar(mixture) = &self.rows {
+            return Ok(mixture.batch(first_sample, count, self.config.pad_id));
+        }
         let mut batch = Batch::empty(first_sample, count, self.config.seq_len);
         for sample in (0..count as u64).map(|row| first_sample + row) {
-            let epoch = self.epoch(sample / self.samples_per_epoch);
-            self.push_row(&epoch, sample % self.samples_per_epoch, &mut batch)?;
+            match &self.rows {
+                Rows::Shard(rows) => rows.push(sample, &self.config, &mut batch)?,
+                Rows::Mixture { sources, schedule } => {
+                    let (source, sample) = schedule.get(sample);
+                    sources[source].push(sample, &self.config, &mut batch)?;
+                }
+                Rows::Mqar(_) => unreachable!("answered above"),
+            }
         }
         Ok(batch)
     }
+}
 
-    fn epoch(&self, number: u64) -> Arc<Epoch> {
-        let number = if self.config.order == Order::Sequential {
-            0
-        } else {
-            number
-        };
-        // A panic elsewhere leaves the list whole: entries are only ever put in or taken out.
-        let mut epochs = self
-            .epochs
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
-        if let Some(epoch) = epochs.iter().find(|epoch| epoch.number() == number) {
-            return Arc::clone(epoch);
-        }
-        let epoch = Arc::new(Epoch::new(&self.shard, &self.config, number));
-        if epochs.len() == MAX_EPOCHS_HELD {
-            epochs.remove(0);
-        }
-        epochs.push(Arc::clone(&epoch));
-        epoch
+/// What holds for every source of rows.
+fn check(config: &LoaderConfig) -> Result<(), DataError> {
+    let bad = |name, reason| Err(DataError::BadSetting { name, reason });
+    if config.seq_len == 0 || config.seq_len >= u32::MAX as usize {
+        return bad(
+            "seq_len",
+            format!("{} is not a length of a row", config.seq_len),
+        );
     }
-
-    fn push_row(&self, epoch: &Epoch, sample: u64, batch: &mut Batch) -> Result<(), DataError> {
-        let seq_len = self.config.seq_len;
-        let mut filled = 0;
-        let mut buffer = Vec::with_capacity(seq_len + 1);
-        for piece in epoch.row(&self.shard, sample) {
-            // One token more than the row takes, if the document has it: the last label.
-            let len = (piece.tokens.end - piece.tokens.start) as usize;
-            let document_len = self.shard.document_len(piece.document);
-            buffer.clear();
-            let range = piece.tokens.start..document_len.min(piece.tokens.end + 1);
-            self.shard
-                .read(piece.document, range, self.config.vocab_size, &mut buffer)?;
-            batch.tokens.extend_from_slice(&buffer[..len]);
-            batch
-                .labels
-                .extend(buffer[1..].iter().map(|&token| token as i32));
-            if buffer.len() == len {
-                batch.labels.push(IGNORED_LABEL);
-            }
-            batch.push_segment(piece.document as u32, filled, len);
-            filled += len;
-        }
-        let num_pads = seq_len - filled;
-        batch
-            .tokens
-            .extend(std::iter::repeat_n(self.config.pad_id, num_pads));
-        batch
-            .labels
-            .extend(std::iter::repeat_n(IGNORED_LABEL, num_pads));
-        batch.push_segment(PAD_DOCUMENT, filled, num_pads);
-        Ok(())
+    if config.vocab_size > i32::MAX as usize {
+        return bad(
+            "vocab_size",
+            format!("{} is more than 31 bits can number", config.vocab_size),
+        );
     }
+    if config.pad_id as usize >= config.vocab_size {
+        return bad(
+            "pad_id",
+            format!(
+                "{} is outside the vocabulary of {}",
+                config.pad_id, config.vocab_size
+            ),
+        );
+    }
+    Ok(())
 }
 
 #[cfg(test)]

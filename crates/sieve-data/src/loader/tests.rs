@@ -425,3 +425,99 @@ fn neighbouring_samples_come_from_many_documents() {
     documents.dedup();
     assert!(documents.len() >= 6, "{documents:?}");
 }
+
+const SHUFFLED: Order = Order::Shuffled { seed: 7 };
+
+// Two sources at 3 to 1: each row is the row that the source alone gives, and shares hold over every prefix.
+#[test]
+fn a_mixture_is_rows_of_its_sources_in_their_shares() {
+    let shards = [shard(&[9; 40]), shard(&[5; 7])].map(|(dir, shard)| (dir, shard));
+    let config = config(6, SHUFFLED, Packing::Concatenated);
+    let alone = [0, 1].map(|source| Loader::new(Arc::clone(&shards[source].1), config).unwrap());
+    let sources = vec![
+        (Arc::clone(&shards[0].1), 0.75),
+        (Arc::clone(&shards[1].1), 0.25),
+    ];
+    let mixture = Loader::mixture(sources, config).unwrap();
+    assert_eq!(
+        mixture.samples_per_epoch(),
+        alone[0].samples_per_epoch() + alone[1].samples_per_epoch()
+    );
+    let mut given = [0u64; 2];
+    for sample in 0..200 {
+        let source = mixture.source_of(sample);
+        let row = mixture.batch(sample, 1).unwrap();
+        let wanted = alone[source].batch(given[source], 1).unwrap();
+        assert_eq!((row.tokens, row.labels), (wanted.tokens, wanted.labels));
+        given[source] += 1;
+        let share = 0.75 * (sample + 1) as f64;
+        assert!((given[0] as f64 - share).abs() < 1.0, "{given:?}");
+    }
+    // The smaller source is in its ninth epoch by now; a batch does not depend on those before it.
+    let whole = mixture.batch(0, 200).unwrap();
+    let parts = [0..64, 64..65, 65..200].map(|part: std::ops::Range<u64>| {
+        mixture
+            .batch(part.start, (part.end - part.start) as usize)
+            .unwrap()
+    });
+    assert_eq!(parts.into_iter().reduce(join).unwrap(), whole);
+}
+
+#[test]
+fn a_mixture_that_cannot_be_is_refused() {
+    let (_dir, shard) = shard(&[9; 40]);
+    let mixture = |weights: &[f64], order| {
+        let sources = weights
+            .iter()
+            .map(|&weight| (Arc::clone(&shard), weight))
+            .collect();
+        Loader::mixture(sources, config(6, order, Packing::Concatenated))
+            .unwrap_err()
+            .to_string()
+    };
+    assert!(mixture(&[1.0, 0.0], SHUFFLED).contains("not a positive number"));
+    assert!(mixture(&[], SHUFFLED).contains("0 sources"));
+    assert!(mixture(&[1.0], Order::Sequential).contains("no end"));
+}
+
+#[test]
+fn an_mqar_loader_gives_the_mixture_and_prefetches() {
+    use crate::mqar::{MqarConfig, MqarMixture, MqarPart, MqarSplit};
+    let part = MqarPart {
+        config: MqarConfig::new(64, 4, 1),
+        num_samples: 10,
+    };
+    let mixture = MqarMixture::shuffled(&[part], MqarSplit::Train, 128, 3).unwrap();
+    let settings = LoaderConfig {
+        vocab_size: 8192,
+        ..config(128, SHUFFLED, Packing::Concatenated)
+    };
+    let loader = Arc::new(Loader::mqar(mixture.clone(), settings).unwrap());
+    assert_eq!(loader.batch(3, 4).unwrap(), mixture.batch(3, 4, PAD));
+    let plan = PrefetchPlan {
+        first_sample: 0,
+        batch: 2,
+        stride: 2,
+        num_batches: Some(3),
+        depth: 2,
+    };
+    let made = Prefetch::new(Arc::clone(&loader), plan)
+        .unwrap()
+        .map(Result::unwrap);
+    assert_eq!(made.reduce(join).unwrap(), loader.batch(0, 6).unwrap());
+    for (settings, wanted) in [
+        (config(64, SHUFFLED, Packing::Concatenated), "seq_len: 64"),
+        (
+            LoaderConfig {
+                vocab_size: 100,
+                ..settings
+            },
+            "vocab_size: 100",
+        ),
+    ] {
+        let error = Loader::mqar(mixture.clone(), settings)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains(wanted), "{error}");
+    }
+}

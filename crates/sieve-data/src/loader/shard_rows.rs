@@ -1,0 +1,113 @@
+//! Rows out of one shard.
+
+use std::sync::{Arc, Mutex};
+
+use super::epoch::Epoch;
+use super::{Batch, IGNORED_LABEL, LoaderConfig, Order, PAD_DOCUMENT};
+use crate::error::DataError;
+use crate::shard::{ShardReader, with_ending};
+
+/// A shard, cut into rows.
+#[derive(Debug)]
+pub(super) struct ShardRows {
+    shard: Arc<ShardReader>,
+    samples_per_epoch: u64,
+    /// The epochs used last: eight bytes a document each. Two, since a batch may cross from one into the next.
+    epochs: Mutex<Vec<Arc<Epoch>>>,
+}
+
+const MAX_EPOCHS_HELD: usize = 2;
+
+impl ShardRows {
+    pub(super) fn new(shard: Arc<ShardReader>, config: &LoaderConfig) -> Result<Self, DataError> {
+        if shard.num_documents() >= u64::from(PAD_DOCUMENT) {
+            let what = format!(
+                "{} documents; the loader numbers them with 32 bits",
+                shard.num_documents()
+            );
+            return Err(DataError::BadShard {
+                path: with_ending(shard.prefix(), ".idx"),
+                what,
+            });
+        }
+        let first = Epoch::new(&shard, config, 0);
+        let samples_per_epoch = first.num_samples();
+        if samples_per_epoch == 0 {
+            return Err(DataError::TooFewTokens {
+                path: with_ending(shard.prefix(), ".bin"),
+                num_tokens: shard.num_tokens(),
+                num_documents: shard.num_documents(),
+                seq_len: config.seq_len,
+            });
+        }
+        Ok(Self {
+            shard,
+            samples_per_epoch,
+            epochs: Mutex::new(vec![Arc::new(first)]),
+        })
+    }
+
+    pub(super) fn samples_per_epoch(&self) -> u64 {
+        self.samples_per_epoch
+    }
+
+    /// Appends row `sample`, counted over all epochs.
+    pub(super) fn push(
+        &self,
+        sample: u64,
+        config: &LoaderConfig,
+        batch: &mut Batch,
+    ) -> Result<(), DataError> {
+        let epoch = self.epoch(sample / self.samples_per_epoch, config);
+        let mut filled = 0;
+        let mut buffer = Vec::with_capacity(config.seq_len + 1);
+        for piece in epoch.row(&self.shard, sample % self.samples_per_epoch) {
+            // One token more than the row takes, if the document has it: the last label.
+            let len = (piece.tokens.end - piece.tokens.start) as usize;
+            let document_len = self.shard.document_len(piece.document);
+            buffer.clear();
+            let range = piece.tokens.start..document_len.min(piece.tokens.end + 1);
+            self.shard
+                .read(piece.document, range, config.vocab_size, &mut buffer)?;
+            batch.tokens.extend_from_slice(&buffer[..len]);
+            batch
+                .labels
+                .extend(buffer[1..].iter().map(|&token| token as i32));
+            if buffer.len() == len {
+                batch.labels.push(IGNORED_LABEL);
+            }
+            batch.push_segment(piece.document as u32, filled, len);
+            filled += len;
+        }
+        let num_pads = config.seq_len - filled;
+        batch
+            .tokens
+            .extend(std::iter::repeat_n(config.pad_id, num_pads));
+        batch
+            .labels
+            .extend(std::iter::repeat_n(IGNORED_LABEL, num_pads));
+        batch.push_segment(PAD_DOCUMENT, filled, num_pads);
+        Ok(())
+    }
+
+    fn epoch(&self, number: u64, config: &LoaderConfig) -> Arc<Epoch> {
+        let number = match config.order {
+            Order::Sequential => 0,
+            Order::Shuffled { .. } => number,
+        };
+        // A panic elsewhere leaves the list whole: entries are only ever put in or taken out.
+        let mut epochs = self
+            .epochs
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        if let Some(epoch) = epochs.iter().find(|epoch| epoch.number() == number) {
+            return Arc::clone(epoch);
+        }
+        let epoch = Arc::new(Epoch::new(&self.shard, config, number));
+        if epochs.len() == MAX_EPOCHS_HELD {
+            epochs.remove(0);
+        }
+        epochs.push(Arc::clone(&epoch));
+        epoch
+    }
+}

@@ -1,0 +1,283 @@
+//! Multi-query associative recall (MQAR, arXiv:2312.04927): keys and values in alternation, then the keys again at random
+//! places, each to be answered with its value. Also the hard variant of arXiv:2508.02124, section 5.2.
+//!
+//! A sample is a pure function of (configuration, split, number): nothing is stored, and no file is read.
+//!
+//! With vocabulary V, length L and D pairs, a sample is
+//!
+//! - tokens `0..2D`: key, value, key, value, …; the keys are D different ones of `1..V/2`, the values D different ones of
+//!   `V/2..V`;
+//! - then `(L - 2D) / 2` query slots of two tokens. D different slots are drawn one after another with weight `x^(a-1)` for
+//!   slot `x` from 1; key `r` stands first in the r-th slot drawn, and its label, *at the same position*, is its value;
+//! - everywhere else the label is ignored, and the token is 0 or noise.
+
+mod draw;
+mod packed;
+
+use crate::error::DataError;
+use crate::loader::{Batch, IGNORED_LABEL, PAD_DOCUMENT};
+pub(crate) use draw::Draws;
+pub use packed::{MqarMixture, MqarPart};
+
+/// What stands where no key or value does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum MqarNoise {
+    /// Token 0 (`random_non_queries = false`).
+    #[default]
+    Zeros,
+    /// A uniform token of the whole vocabulary, which may be a key (`random_non_queries = true`).
+    Uniform,
+    /// A uniform token that is no key of this sample. An extension: with [`Uniform`](Self::Uniform), noise may ask a
+    /// question that no label answers.
+    Disjoint,
+}
+
+/// One kind of MQAR sample.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MqarConfig {
+    /// V: token ids are below it. Keys come from the lower half, values from the upper.
+    pub vocab_size: usize,
+    /// L: tokens of a sample.
+    pub seq_len: usize,
+    /// D: pairs of key and value, and so also queries.
+    pub num_pairs: usize,
+    /// a of the weight `x^(a-1)`: at 0.01 most queries come soon after the pairs, at 1 anywhere.
+    pub power: f64,
+    /// What stands where no key or value does.
+    pub noise: MqarNoise,
+    /// Another seed, other samples.
+    pub seed: u64,
+}
+
+impl MqarConfig {
+    /// The paper's: vocabulary 8192, a = 0.01, zeros between the queries.
+    pub fn new(seq_len: usize, num_pairs: usize, seed: u64) -> Self {
+        Self {
+            vocab_size: 8192,
+            seq_len,
+            num_pairs,
+            power: 0.01,
+            noise: MqarNoise::Zeros,
+            seed,
+        }
+    }
+
+    /// The hard variant of arXiv:2508.02124: 512 pairs among random tokens. Vocabulary 16384 is our reading; the paper
+    /// gives none. `seq_len` is at least 2048.
+    pub fn hard(seq_len: usize, seed: u64) -> Self {
+        Self {
+            vocab_size: 16_384,
+            noise: MqarNoise::Uniform,
+            ..Self::new(seq_len, 512, seed)
+        }
+    }
+
+    /// Checks that such samples can be drawn.
+    ///
+    /// # Errors
+    /// An odd length, more pairs than fit (`4 D > L`) or than there are keys, a vocabulary that is odd or not larger than
+    /// the length, a power that is no positive number.
+    pub fn validate(&self) -> Result<(), DataError> {
+        let Self {
+            vocab_size,
+            seq_len,
+            num_pairs,
+            power,
+            ..
+        } = *self;
+        let bad = |name, reason| Err(DataError::BadSetting { name, reason });
+        if vocab_size % 2 != 0 || vocab_size <= seq_len || vocab_size > i32::MAX as usize {
+            return bad(
+                "mqar vocab_size",
+                format!(
+                    "{vocab_size} is not an even number above seq_len = {seq_len} and below 2^31"
+                ),
+            );
+        }
+        if seq_len % 2 != 0 {
+            return bad("mqar seq_len", format!("{seq_len} is odd; use an even one"));
+        }
+        if num_pairs == 0 || num_pairs > seq_len / 4 {
+            return bad(
+                "mqar num_pairs",
+                format!(
+                    "{num_pairs} pairs do not fit: seq_len {seq_len} holds 1 to {}, two tokens a pair and two a query",
+                    seq_len / 4
+                ),
+            );
+        }
+        if num_pairs > vocab_size / 2 - 1 {
+            return bad(
+                "mqar num_pairs",
+                format!(
+                    "{num_pairs} pairs need as many different keys; vocab_size {vocab_size} has {}",
+                    vocab_size / 2 - 1
+                ),
+            );
+        }
+        if !(power.is_finite() && power > 0.0) {
+            return bad("mqar power", format!("{power} is not a positive number"));
+        }
+        Ok(())
+    }
+
+    /// Query slots of a sample.
+    pub fn num_slots(&self) -> usize {
+        (self.seq_len - 2 * self.num_pairs) / 2
+    }
+}
+
+/// A stream of samples that shares none with another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum MqarSplit {
+    /// To train on.
+    Train,
+    /// To measure on.
+    Test,
+}
+
+impl MqarSplit {
+    fn stream(self) -> u64 {
+        match self {
+            Self::Train => 0,
+            Self::Test => 1,
+        }
+    }
+}
+
+/// One question of a sample.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MqarQuery {
+    /// Which pair it asks for, from 0.
+    pub pair: usize,
+    /// Where the key stands again, and where the label is.
+    pub position: usize,
+    /// The answer.
+    pub value: u32,
+}
+
+impl MqarQuery {
+    /// Tokens from the pair's value back there to the query; the value stands at `2 * pair + 1`.
+    pub fn distance(&self) -> usize {
+        self.position - (2 * self.pair + 1)
+    }
+}
+
+/// One sample.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MqarSample {
+    /// Token ids, `[seq_len]`.
+    pub tokens: Vec<u32>,
+    /// The questions, pair by pair.
+    pub queries: Vec<MqarQuery>,
+}
+
+impl MqarSample {
+    /// The answers at the queries' positions, [`IGNORED_LABEL`] elsewhere; `[seq_len]`.
+    pub fn labels(&self) -> Vec<i32> {
+        let mut labels = vec![IGNORED_LABEL; self.tokens.len()];
+        for query in &self.queries {
+            labels[query.position] = query.value as i32;
+        }
+        labels
+    }
+}
+
+/// Makes samples of one kind. Shared between threads by reference.
+#[derive(Debug, Clone)]
+pub struct Mqar {
+    config: MqarConfig,
+    /// `1 / weight` of each slot.
+    inverse_weights: Vec<f64>,
+}
+
+impl Mqar {
+    /// Checks the settings and computes the slots' weights.
+    ///
+    /// # Errors
+    /// Those of [`MqarConfig::validate`].
+    pub fn new(config: MqarConfig) -> Result<Self, DataError> {
+        config.validate()?;
+        let slots = 1..=config.num_slots();
+        Ok(Self {
+            config,
+            inverse_weights: slots
+                .map(|slot| (slot as f64).powf(1.0 - config.power))
+                .collect(),
+        })
+    }
+
+    /// What it was made with.
+    pub fn config(&self) -> &MqarConfig {
+        &self.config
+    }
+
+    /// Sample `index` of a split. Depends on nothing else.
+    pub fn sample(&self, split: MqarSplit, index: u64) -> MqarSample {
+        let MqarConfig {
+            vocab_size,
+            seq_len,
+            num_pairs,
+            noise,
+            seed,
+            ..
+        } = self.config;
+        let shape = (vocab_size as u64) << 40 ^ (seq_len as u64) << 20 ^ num_pairs as u64;
+        let mut draws = Draws::new([seed, shape, split.stream(), index]);
+        let half = vocab_size as u64 / 2;
+        let keys = draws.different(half - 1, num_pairs);
+        let values = draws.different(half, num_pairs);
+        let slots = draws.weighted_slots(&self.inverse_weights, num_pairs);
+
+        let mut tokens = vec![0; seq_len];
+        let mut is_set = vec![false; seq_len];
+        let mut queries = Vec::with_capacity(num_pairs);
+        for pair in 0..num_pairs {
+            // Key 0 is left out: it would look like filling.
+            let (key, value) = (keys[pair] as u32 + 1, (values[pair] + half) as u32);
+            let position = 2 * num_pairs + 2 * slots[pair];
+            for (place, token) in [(2 * pair, key), (2 * pair + 1, value), (position, key)] {
+                tokens[place] = token;
+                is_set[place] = true;
+            }
+            queries.push(MqarQuery {
+                pair,
+                position,
+                value,
+            });
+        }
+        if noise != MqarNoise::Zeros {
+            let mut forbidden = keys.iter().map(|key| key + 1).collect::<Vec<_>>();
+            forbidden.sort_unstable();
+            for (token, _) in tokens.iter_mut().zip(is_set).filter(|(_, set)| !set) {
+                *token = match noise {
+                    MqarNoise::Disjoint => {
+                        draws.below_without(vocab_size as u64, &forbidden) as u32
+                    }
+                    _ => draws.below(vocab_size as u64) as u32,
+                };
+            }
+        }
+        MqarSample { tokens, queries }
+    }
+
+    /// Samples `first_sample..first_sample + count` of a split, one a row.
+    pub fn batch(&self, split: MqarSplit, first_sample: u64, count: usize) -> Batch {
+        let mut batch = Batch::empty(first_sample, count, self.config.seq_len);
+        for index in first_sample..first_sample + count as u64 {
+            push_sample(&self.sample(split, index), index as u32, 0, &mut batch);
+        }
+        batch
+    }
+}
+
+/// Appends a sample as one document at place `start` of the batch's current row.
+fn push_sample(sample: &MqarSample, document: u32, start: usize, batch: &mut Batch) {
+    batch.tokens.extend_from_slice(&sample.tokens);
+    batch.labels.extend(sample.labels());
+    // Documents are numbered with 32 bits, of which one number means padding.
+    batch.push_segment(document.min(PAD_DOCUMENT - 1), start, sample.tokens.len());
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,197 @@
+//! Several kinds of MQAR samples as rows of one length.
+
+use super::{Mqar, MqarConfig, MqarSplit, push_sample};
+use crate::error::DataError;
+use crate::loader::{Batch, IGNORED_LABEL, PAD_DOCUMENT};
+use crate::mixture::Schedule;
+use crate::permutation::Permutation;
+
+/// One kind of sample in a mixture, and how many there are.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MqarPart {
+    /// The kind.
+    pub config: MqarConfig,
+    /// Samples `0..num_samples` of the split make an epoch of this part.
+    pub num_samples: u64,
+}
+
+/// Kinds of samples in the proportion of their numbers, packed into rows.
+///
+/// A row holds as many samples of *one* kind as fit, each a document of its own, so that attention does not cross from one
+/// to the next and packing changes nothing; then padding.
+#[derive(Debug, Clone)]
+pub struct MqarMixture {
+    parts: Vec<Part>,
+    split: MqarSplit,
+    seq_len: usize,
+    /// `None` reads part after part in order: to measure with.
+    shuffled: Option<Shuffled>,
+}
+
+#[derive(Debug, Clone)]
+struct Part {
+    mqar: Mqar,
+    num_samples: u64,
+    /// Samples of a row.
+    per_row: u64,
+    /// Number of the first sample, over all parts.
+    first_document: u64,
+}
+
+#[derive(Debug, Clone)]
+struct Shuffled {
+    schedule: Schedule,
+    seed: u64,
+}
+
+impl MqarMixture {
+    /// Rows in a mixed order, fixed by `seed`, that never ends: to train with. Each part is permuted anew in each of its
+    /// epochs.
+    ///
+    /// # Errors
+    /// No parts, a part without samples or with samples longer than `seq_len`, and those of [`MqarConfig::validate`].
+    pub fn shuffled(
+        parts: &[MqarPart],
+        split: MqarSplit,
+        seq_len: usize,
+        seed: u64,
+    ) -> Result<Self, DataError> {
+        let mut mixture = Self::sequential(parts, split, seq_len)?;
+        let rows = |part: &Part| part.num_samples as f64 / part.per_row as f64;
+        let weights = mixture.parts.iter().map(rows).collect::<Vec<_>>();
+        let schedule = Schedule::new(&weights)?;
+        mixture.shuffled = Some(Shuffled { schedule, seed });
+        Ok(mixture)
+    }
+
+    /// Every sample once, part after part; then again.
+    ///
+    /// # Errors
+    /// Those of [`shuffled`](Self::shuffled).
+    pub fn sequential(
+        parts: &[MqarPart],
+        split: MqarSplit,
+        seq_len: usize,
+    ) -> Result<Self, DataError> {
+        let bad = |reason| {
+            Err(DataError::BadSetting {
+                name: "mqar",
+                reason,
+            })
+        };
+        if parts.is_empty() {
+            return bad("no kind of sample is named".to_owned());
+        }
+        let mut first_document = 0;
+        let mut made = Vec::with_capacity(parts.len());
+        for part in parts {
+            let mqar = Mqar::new(part.config)?;
+            let len = part.config.seq_len;
+            if part.num_samples == 0 {
+                return bad(format!("0 samples of {len} tokens; leave the kind out"));
+            }
+            if len > seq_len {
+                return bad(format!(
+                    "samples of {len} tokens do not fit rows of {seq_len}\n  hint: raise seq_len"
+                ));
+            }
+            made.push(Part {
+                mqar,
+                num_samples: part.num_samples,
+                per_row: (seq_len / len) as u64,
+                first_document,
+            });
+            first_document += part.num_samples;
+        }
+        Ok(Self {
+            parts: made,
+            split,
+            seq_len,
+            shuffled: None,
+        })
+    }
+
+    /// Tokens of a row.
+    pub fn seq_len(&self) -> usize {
+        self.seq_len
+    }
+
+    /// The largest vocabulary among the parts.
+    pub fn vocab_size(&self) -> usize {
+        let sizes = self.parts.iter().map(|part| part.mqar.config().vocab_size);
+        sizes.max().expect("there is a part")
+    }
+
+    /// Rows in which every sample comes once (in a mixed order: about once).
+    pub fn rows_per_epoch(&self) -> u64 {
+        self.parts.iter().map(Part::num_rows).sum()
+    }
+
+    /// The rows `first_row..first_row + count`. Depends on nothing else. A token of padding is `pad_id`.
+    pub fn batch(&self, first_row: u64, count: usize, pad_id: u32) -> Batch {
+        let mut batch = Batch::empty(first_row, count, self.seq_len);
+        for row in first_row..first_row + count as u64 {
+            let filled = self.push_row(row, &mut batch);
+            let num_pads = self.seq_len - filled;
+            batch.tokens.extend(std::iter::repeat_n(pad_id, num_pads));
+            batch
+                .labels
+                .extend(std::iter::repeat_n(IGNORED_LABEL, num_pads));
+            batch.push_segment(PAD_DOCUMENT, filled, num_pads);
+        }
+        batch
+    }
+
+    /// Returns the tokens of the row.
+    fn push_row(&self, row: u64, batch: &mut Batch) -> usize {
+        let (part, samples) = match &self.shuffled {
+            Some(shuffled) => {
+                let (part, place) = shuffled.schedule.get(row);
+                let part = &self.parts[part];
+                let seed = shuffled.seed ^ part.first_document.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+                let first = place * part.per_row;
+                let sample = |place: u64| {
+                    let (epoch, place) = (place / part.num_samples, place % part.num_samples);
+                    Permutation::new(part.num_samples, seed, epoch).get(place)
+                };
+                (
+                    part,
+                    (first..first + part.per_row)
+                        .map(sample)
+                        .collect::<Vec<_>>(),
+                )
+            }
+            None => {
+                let mut row = row % self.rows_per_epoch();
+                let mut parts = self.parts.iter();
+                let mut part = parts.next().expect("there is a part");
+                while row >= part.num_rows() {
+                    row -= part.num_rows();
+                    part = parts.next().expect("the row is one of the epoch's");
+                }
+                let first = row * part.per_row;
+                (
+                    part,
+                    (first..part.num_samples.min(first + part.per_row)).collect(),
+                )
+            }
+        };
+        let len = part.mqar.config().seq_len;
+        for (place, &index) in samples.iter().enumerate() {
+            let sample = part.mqar.sample(self.split, index);
+            push_sample(
+                &sample,
+                (part.first_document + index) as u32,
+                place * len,
+                batch,
+            );
+        }
+        samples.len() * len
+    }
+}
+
+impl Part {
+    fn num_rows(&self) -> u64 {
+        self.num_samples.div_ceil(self.per_row)
+    }
+}
