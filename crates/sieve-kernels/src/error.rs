@@ -142,6 +142,11 @@ pub enum KernelError {
         "CUDA: the run-time compiler libnvrtc was not found\n  hint: install the CUDA toolkit, or `pip install nvidia-cuda-nvrtc`, and put its folder on LD_LIBRARY_PATH"
     )]
     NoNvrtc,
+    /// cuBLASLt is not on this machine.
+    #[error(
+        "CUDA: the library libcublasLt was not found\n  hint: install the CUDA toolkit, or `pip install nvidia-cublas`, and put its folder on LD_LIBRARY_PATH"
+    )]
+    NoCublasLt,
     /// NVRTC emits code that the driver cannot load.
     #[error(
         "CUDA: libnvrtc is version {nvrtc}, but the driver supports CUDA {driver} only, so it would refuse the compiled kernels\n  hint: update the driver, or use a toolkit of version {driver} or older"

@@ -35,6 +35,7 @@ mod dma_lists;
 mod dma_scores;
 mod dma_select;
 
+mod cublaslt;
 mod fill_zero;
 mod shipped;
 mod swiglu_backward;
@@ -54,6 +55,10 @@ pub use attention_decode::{
 pub use attention_forward::{AttentionResult, attention_forward, attention_forward_kernel};
 pub use attention_tiling::{ForwardTiling, KeySource};
 pub use cache::{KernelCache, init_runtime};
+pub use cublaslt::{
+    AlgorithmSearch, MatmulOutput, Product, matmul, matmul_is_inline, matmul_nn, matmul_nt,
+    matmul_tn, require_cublaslt, set_algorithm_search,
+};
 pub use cuda_tensor::{CudaPrimitive, CudaTensor};
 pub use decode_scratch::DecodeScratch;
 pub use dma_attention_backward::{

@@ -222,7 +222,11 @@ impl SourceKernel {
         Ok(())
     }
 
-    fn prepare(&self) -> Result<PreparedKernel, KernelError> {
+    /// The kernel as CubeCL's server takes it; for a launch that does not go through a client.
+    ///
+    /// # Errors
+    /// As [`text`](Self::text).
+    pub(crate) fn prepare(&self) -> Result<PreparedKernel, KernelError> {
         let text = self.text()?;
         let mut hasher = Xxh3::new();
         hasher.update(&text.hash.to_le_bytes());
@@ -241,7 +245,8 @@ impl SourceKernel {
 }
 
 /// What CubeCL is given.
-struct PreparedKernel {
+#[derive(Clone)]
+pub(crate) struct PreparedKernel {
     entry: &'static str,
     text: Arc<KernelText>,
     hash: u128,

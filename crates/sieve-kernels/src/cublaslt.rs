@@ -1,0 +1,316 @@
+//! Matrix products by NVIDIA's cuBLASLt, queued on Burn's own stream, in order with Burn's operations.
+//!
+//! A product is a closure for CubeCL's device thread: it runs there between the launches before and after it, fetches the
+//! buffers' addresses and hands the product to cuBLASLt on *the same stream*, so nothing waits for anything and a buffer
+//! that is freed afterwards may be reused at once. How that stream is found, and what happens where it cannot be, is in
+//! `cublaslt/lane.rs`. Algorithms are asked for once per shape and kept, the workspace is held, the library is loaded at
+//! the first product.
+mod lane;
+mod plan;
+mod problem;
+
+use crate::cuda_tensor::CudaTensor;
+use crate::error::KernelError;
+use crate::swiglu_forward::as_rows;
+use burn::tensor::DType;
+use cubecl::device::Device;
+use cubecl::device_handle::DeviceHandle;
+use cubecl::stream_id::StreamId;
+use lane::{Call, Library, Server};
+pub use problem::Product;
+use problem::{Problem, operand_rows, result_shape};
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{LazyLock, Mutex, OnceLock, PoisonError};
+
+const NAME: &str = "cublaslt";
+
+/// Where a product goes.
+#[derive(Debug, Clone, Copy)]
+pub enum MatmulOutput<'a> {
+    /// A new contiguous tensor, bf16 or f32.
+    New(DType),
+    /// A new contiguous tensor `product + this`, of this tensor's type: a residual stream's addition without a launch.
+    Plus(&'a CudaTensor),
+    /// Overwrites this tensor in place, for every clone of it; bf16 or f32, rows one stride apart.
+    Into(&'a CudaTensor),
+    /// Adds to this tensor in place, for every clone of it: f32 sums of weight gradients over micro-batches.
+    AddTo(&'a CudaTensor),
+}
+
+/// How an algorithm is found at the first product of a shape.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AlgorithmSearch {
+    /// The heuristic's first choice: the same in every run.
+    First,
+    /// The fastest of so many of the heuristic's choices, timed once on the operands at hand (some milliseconds a shape).
+    /// Two runs may choose differently and then sum in another order.
+    Timed(usize),
+}
+
+/// `x wᵀ` for bf16 `x [.., k]` and `w [n, k]`; returns bf16 `[.., n]`.
+///
+/// # Errors
+/// As [`matmul`].
+pub fn matmul_nt(x: &CudaTensor, w: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    matmul(Product::Nt, x, w, MatmulOutput::New(DType::BF16))
+}
+
+/// `x w` for bf16 `x [.., k]` and `w [k, n]`; returns bf16 `[.., n]`.
+///
+/// # Errors
+/// As [`matmul`].
+pub fn matmul_nn(x: &CudaTensor, w: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    matmul(Product::Nn, x, w, MatmulOutput::New(DType::BF16))
+}
+
+/// `xᵀ w` for bf16 `x [.., m]` and `w [.., n]` with as many rows; returns bf16 `[m, n]`.
+///
+/// # Errors
+/// As [`matmul`].
+pub fn matmul_tn(x: &CudaTensor, w: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    matmul(Product::Tn, x, w, MatmulOutput::New(DType::BF16))
+}
+
+/// A product of two bf16 tensors with f32 accumulation, rounded once at the store. Leading dimensions count as rows; rows
+/// may be pitched. Returns the output tensor: the new one, or the one that was written.
+///
+/// # Errors
+/// [`KernelError::NoCublasLt`] when the library is missing; another type, sizes that do not fit, an output whose rows are
+/// not one stride apart, a product that cuBLASLt has no algorithm for. A product that fails after it was queued is
+/// reported by a later call.
+pub fn matmul(
+    product: Product,
+    x: &CudaTensor,
+    w: &CudaTensor,
+    output: MatmulOutput<'_>,
+) -> Result<CudaTensor, KernelError> {
+    require_cublaslt()?;
+    x.require_dtype(NAME, "x", DType::BF16)?;
+    w.require_dtype(NAME, "w", DType::BF16)?;
+    let ((x, x_rows, x_stride), (w, w_rows, w_stride)) = (as_rows(x), as_rows(w));
+    let width = |tensor: &CudaTensor| tensor.shape().last().copied().unwrap_or(0);
+    let sizes = operand_rows(product, [x_rows, width(&x)], [w_rows, width(&w)])?;
+    let shape = result_shape(product, x.shape(), sizes);
+    let target = Target::of(output, &x, &shape, sizes)?;
+    let problem = Problem {
+        product,
+        sizes,
+        x_stride,
+        w_stride,
+        c_stride: target.c_stride,
+        d_stride: target.d_stride,
+        is_f32: target.d.dtype() == DType::F32,
+    };
+    let call = Call {
+        problem,
+        handles: [&x, &w, &target.c, &target.d].map(|t| t.primitive().handle.clone()),
+        beta: target.beta,
+        stream: StreamId::current(),
+        candidates: CANDIDATES.load(Ordering::Relaxed),
+    };
+    submit(&x, call)?;
+    Ok(target.d)
+}
+
+/// Chooses how algorithms are found from now on, for shapes not met before. [`AlgorithmSearch::First`] unless told.
+pub fn set_algorithm_search(search: AlgorithmSearch) {
+    let candidates = match search {
+        AlgorithmSearch::First => 1,
+        AlgorithmSearch::Timed(count) => count.clamp(1, plan::MAX_CANDIDATES),
+    };
+    CANDIDATES.store(candidates, Ordering::Relaxed);
+}
+
+/// Is the library there? Asked once.
+///
+/// # Errors
+/// [`KernelError::NoCublasLt`].
+pub fn require_cublaslt() -> Result<(), KernelError> {
+    static PRESENT: OnceLock<bool> = OnceLock::new();
+    // SAFETY: only tries to open the library.
+    let present = *PRESENT.get_or_init(|| unsafe { cudarc::cublaslt::sys::is_culib_present() });
+    if present {
+        Ok(())
+    } else {
+        Err(KernelError::NoCublasLt)
+    }
+}
+
+/// True when products of this process go straight to Burn's stream, false when they go through a stream of their own
+/// between two events; `None` before the first product.
+pub fn matmul_is_inline() -> Option<bool> {
+    lane::inline_products()
+}
+
+/// C (read when beta is not zero) and D (written) of a product.
+struct Target {
+    c: CudaTensor,
+    d: CudaTensor,
+    c_stride: usize,
+    d_stride: usize,
+    beta: f32,
+}
+
+impl Target {
+    fn of(
+        output: MatmulOutput<'_>,
+        x: &CudaTensor,
+        shape: &[usize],
+        [m, n, _k]: [usize; 3],
+    ) -> Result<Self, KernelError> {
+        let in_place = |tensor: &CudaTensor, beta| {
+            require_output_type(tensor.dtype())?;
+            let rows = crate::checks::uniform_rows(tensor.shape(), tensor.strides());
+            let (rows, stride) = rows.ok_or_else(|| {
+                tensor.layout_error(NAME, "the output", "rows one stride apart are needed")
+            })?;
+            require_matrix("the output", tensor, rows, [m, n])?;
+            Ok(Self {
+                c: tensor.clone(),
+                d: tensor.clone(),
+                c_stride: stride,
+                d_stride: stride,
+                beta,
+            })
+        };
+        match output {
+            MatmulOutput::New(dtype) => {
+                require_output_type(dtype)?;
+                in_place(&x.empty_contiguous(shape, dtype), 0.0)
+            }
+            MatmulOutput::Into(tensor) => in_place(tensor, 0.0),
+            MatmulOutput::AddTo(tensor) => in_place(tensor, 1.0),
+            MatmulOutput::Plus(addend) => {
+                require_output_type(addend.dtype())?;
+                let (c, rows, c_stride) = as_rows(addend);
+                require_matrix("the addend", &c, rows, [m, n])?;
+                let d = x.empty_contiguous(shape, c.dtype());
+                Ok(Self {
+                    c,
+                    d,
+                    c_stride,
+                    d_stride: n,
+                    beta: 1.0,
+                })
+            }
+        }
+    }
+}
+
+fn require_output_type(dtype: DType) -> Result<(), KernelError> {
+    if matches!(dtype, DType::BF16 | DType::F32) {
+        return Ok(());
+    }
+    Err(KernelError::Unsupported {
+        kernel: NAME,
+        what: "output type",
+        got: dtype.name().to_owned(),
+        supported: "bf16, f32".to_owned(),
+    })
+}
+
+fn require_matrix(
+    name: &'static str,
+    tensor: &CudaTensor,
+    rows: usize,
+    expected: [usize; 2],
+) -> Result<(), KernelError> {
+    let columns = tensor.shape().last().copied().unwrap_or(0);
+    if [rows, columns] == expected {
+        return Ok(());
+    }
+    Err(KernelError::Shape {
+        kernel: NAME,
+        tensor: name,
+        got: tensor.shape().to_vec(),
+        expected: expected.to_vec(),
+    })
+}
+
+// Process-wide, because Burn's backend methods have no place for state: a choice, what has been planned, and an error that
+// came after its call had returned.
+static CANDIDATES: AtomicUsize = AtomicUsize::new(1);
+static PLANNED: LazyLock<Mutex<HashSet<(usize, u64, Problem)>>> = LazyLock::new(Mutex::default);
+static LATE_ERROR: Mutex<Option<String>> = Mutex::new(None);
+
+/// Queues a product. The first of a shape waits until its algorithm is found, so that a refusal is this call's error.
+fn submit(like: &CudaTensor, call: Call) -> Result<(), KernelError> {
+    if let Some(reason) = lock(&LATE_ERROR).take() {
+        return Err(KernelError::Launch {
+            kernel: NAME,
+            reason,
+        });
+    }
+    let queue: DeviceHandle<Server> = DeviceHandle::new(like.device().to_id());
+    let key = (like.device().index, call.stream.value, call.problem);
+    if lock(&PLANNED).contains(&key) {
+        queue.submit(move |server| {
+            if let Err(refusal) = Library::run(server, call) {
+                lock(&LATE_ERROR).get_or_insert(refusal.to_string());
+            }
+        });
+        return Ok(());
+    }
+    lane::open(like)?;
+    let described = call.problem.to_string();
+    let outcome = queue.submit_blocking(move |server| Library::run(server, call));
+    match outcome {
+        Ok(Ok(())) => {
+            lock(&PLANNED).insert(key);
+            Ok(())
+        }
+        Ok(Err(lane::Refusal::NoAlgorithm(reason))) => Err(KernelError::Unsupported {
+            kernel: NAME,
+            what: "product",
+            got: described,
+            supported: format!("what cuBLASLt has an algorithm for ({reason})"),
+        }),
+        Ok(Err(failure)) => Err(KernelError::Launch {
+            kernel: NAME,
+            reason: format!("{described}: {failure}"),
+        }),
+        Err(_) => Err(KernelError::Launch {
+            kernel: NAME,
+            reason: format!("{described}: the device thread is gone"),
+        }),
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_library_is_told_plainly() {
+        let text = KernelError::NoCublasLt.to_string();
+        assert!(
+            text.contains("libcublasLt") && text.contains("hint"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn outputs_are_bf16_or_f32() {
+        assert!(require_output_type(DType::BF16).is_ok());
+        assert!(require_output_type(DType::F32).is_ok());
+        let error = require_output_type(DType::F16)
+            .expect_err("no f16")
+            .to_string();
+        assert!(error.contains("f16"), "{error}");
+    }
+
+    #[test]
+    fn the_search_is_bounded() {
+        set_algorithm_search(AlgorithmSearch::Timed(1000));
+        assert_eq!(CANDIDATES.load(Ordering::Relaxed), plan::MAX_CANDIDATES);
+        set_algorithm_search(AlgorithmSearch::Timed(0));
+        assert_eq!(CANDIDATES.load(Ordering::Relaxed), 1);
+        set_algorithm_search(AlgorithmSearch::First);
+        assert_eq!(CANDIDATES.load(Ordering::Relaxed), 1);
+    }
+}

@@ -1,0 +1,257 @@
+//! One product's descriptors and algorithm, made once per shape and kept.
+use super::lane::Refusal;
+use super::problem::{Layout, Problem};
+use cudarc::cublaslt::result as lt;
+use cudarc::cublaslt::sys::{
+    cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulAlgoGetHeuristic,
+    cublasLtMatmulDesc_t, cublasLtMatmulDescAttributes_t, cublasLtMatmulHeuristicResult_t,
+    cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t, cublasLtMatrixLayout_t,
+    cudaDataType_t,
+};
+use cudarc::driver::sys::CUstream;
+use std::ffi::c_void;
+use std::mem::MaybeUninit;
+
+/// The most algorithms that a search times.
+pub(super) const MAX_CANDIDATES: usize = 16;
+
+/// Memory that algorithms may use: what NVIDIA recommends for Hopper, doubled.
+pub(super) const WORKSPACE_BYTES: usize = 64 << 20;
+
+/// Descriptors of a product with the algorithm that runs it.
+#[derive(Debug)]
+pub(super) struct Plan {
+    operation: cublasLtMatmulDesc_t,
+    layouts: [cublasLtMatrixLayout_t; 4],
+    algorithm: cublasLtMatmulAlgo_t,
+}
+
+/// What a launch needs besides its plan.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Operands {
+    /// Addresses of x, w, C and D.
+    pub(super) pointers: [u64; 4],
+    pub(super) beta: f32,
+    pub(super) workspace: u64,
+    pub(super) stream: CUstream,
+}
+
+impl Plan {
+    /// Asks for algorithms, and takes the first, or of several the one that `time_ms` finds fastest.
+    ///
+    /// `alignments` are those of x, w, C and D in bytes.
+    pub(super) fn find(
+        library: cublasLtHandle_t,
+        problem: &Problem,
+        alignments: [u32; 4],
+        candidates: usize,
+        mut time_ms: impl FnMut(&Plan) -> Result<f32, Refusal>,
+    ) -> Result<Self, Refusal> {
+        let mut plan = Self::describe(problem)?;
+        let found = plan.heuristic(library, alignments, candidates)?;
+        let first = found
+            .first()
+            .ok_or_else(|| Refusal::NoAlgorithm("the heuristic knows none".to_owned()))?;
+        plan.algorithm = *first;
+        if found.len() > 1 {
+            let mut best = (f32::INFINITY, *first);
+            for algorithm in found {
+                plan.algorithm = algorithm;
+                // One that does not run after all is no candidate.
+                let time = time_ms(&plan).unwrap_or(f32::INFINITY);
+                if time < best.0 {
+                    best = (time, algorithm);
+                }
+            }
+            plan.algorithm = best.1;
+        }
+        Ok(plan)
+    }
+
+    /// Queues the product.
+    ///
+    /// # Safety
+    /// The addresses must hold matrices of the plan's layouts, the workspace [`WORKSPACE_BYTES`], on the current context.
+    pub(super) unsafe fn launch(
+        &self,
+        library: cublasLtHandle_t,
+        operands: &Operands,
+    ) -> Result<(), Refusal> {
+        let (alpha, beta) = (1.0f32, operands.beta);
+        let [x, w, c, d] = operands.pointers.map(|address| address as *mut c_void);
+        let [a_layout, b_layout, c_layout, d_layout] = self.layouts;
+        // SAFETY: the caller's promise; alpha and beta are read before the call returns.
+        unsafe {
+            lt::matmul(
+                library,
+                self.operation,
+                (&raw const alpha).cast(),
+                (&raw const beta).cast(),
+                w,
+                a_layout,
+                x,
+                b_layout,
+                c,
+                c_layout,
+                d,
+                d_layout,
+                &self.algorithm,
+                operands.workspace as *mut c_void,
+                WORKSPACE_BYTES,
+                operands.stream.cast(),
+            )
+        }
+        .map_err(|e| Refusal::Failed(format!("cublasLtMatmul: {e}")))
+    }
+
+    fn describe(problem: &Problem) -> Result<Self, Refusal> {
+        let [a, b, c, d] = problem.layouts();
+        let bf16 = cudaDataType_t::CUDA_R_16BF;
+        let output = if problem.is_f32 {
+            cudaDataType_t::CUDA_R_32F
+        } else {
+            bf16
+        };
+        let operation = lt::create_matmul_desc(
+            cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            cudaDataType_t::CUDA_R_32F,
+        )
+        .map_err(|e| Refusal::Failed(format!("cublasLtMatmulDescCreate: {e}")))?;
+        // The layouts follow one by one, so that a failure half way frees what there is.
+        let mut plan = Self {
+            operation,
+            layouts: [std::ptr::null_mut(); 4],
+            algorithm: cublasLtMatmulAlgo_t { data: [0; 8] },
+        };
+        for (attribute, layout) in [
+            (
+                cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
+                a,
+            ),
+            (
+                cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSB,
+                b,
+            ),
+        ] {
+            let value = i32::from(layout.is_transposed);
+            // SAFETY: the descriptor was just made; the attribute is a 32-bit integer.
+            unsafe {
+                lt::set_matmul_desc_attribute(operation, attribute, (&raw const value).cast(), 4)
+            }
+            .map_err(|e| Refusal::Failed(format!("cublasLtMatmulDescSetAttribute: {e}")))?;
+        }
+        for (slot, (layout, dtype)) in
+            plan.layouts
+                .iter_mut()
+                .zip([(a, bf16), (b, bf16), (c, output), (d, output)])
+        {
+            let Layout {
+                rows,
+                cols,
+                leading,
+                ..
+            } = layout;
+            *slot = lt::create_matrix_layout(dtype, rows, cols, leading)
+                .map_err(|e| Refusal::Failed(format!("cublasLtMatrixLayoutCreate: {e}")))?;
+        }
+        Ok(plan)
+    }
+
+    fn heuristic(
+        &self,
+        library: cublasLtHandle_t,
+        [x, w, c, d]: [u32; 4],
+        candidates: usize,
+    ) -> Result<Vec<cublasLtMatmulAlgo_t>, Refusal> {
+        use cublasLtMatmulPreferenceAttributes_t as Attribute;
+        let preference = Preference::new()?;
+        preference.set(
+            Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+            &WORKSPACE_BYTES,
+        )?;
+        // A is w and B is x.
+        for (attribute, bytes) in [
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, w),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, x),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, d),
+        ] {
+            preference.set(attribute, &bytes)?;
+        }
+        let mut found =
+            [const { MaybeUninit::<cublasLtMatmulHeuristicResult_t>::uninit() }; MAX_CANDIDATES];
+        let mut count = 0;
+        let [a, b, c, d] = self.layouts;
+        // SAFETY: the descriptors are alive, and the array has room for as many results as are asked for.
+        let status = unsafe {
+            cublasLtMatmulAlgoGetHeuristic(
+                library,
+                self.operation,
+                a,
+                b,
+                c,
+                d,
+                preference.0,
+                candidates.clamp(1, MAX_CANDIDATES) as i32,
+                found.as_mut_ptr().cast(),
+                &mut count,
+            )
+        };
+        status
+            .result()
+            .map_err(|e| Refusal::NoAlgorithm(e.to_string()))?;
+        let found = found.iter().take(count.max(0) as usize);
+        // SAFETY: the call filled the first `count`.
+        let found = found.map(|result| unsafe { result.assume_init_ref() });
+        Ok(found
+            .filter(|result| result.state.result().is_ok())
+            .map(|result| result.algo)
+            .collect())
+    }
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        for layout in self.layouts.into_iter().filter(|layout| !layout.is_null()) {
+            // SAFETY: made by `describe`, dropped once. A failure leaves a few bytes behind.
+            let _ = unsafe { lt::destroy_matrix_layout(layout) };
+        }
+        // SAFETY: as above.
+        let _ = unsafe { lt::destroy_matmul_desc(self.operation) };
+    }
+}
+
+/// What an algorithm must respect.
+struct Preference(cublasLtMatmulPreference_t);
+
+impl Preference {
+    fn new() -> Result<Self, Refusal> {
+        lt::create_matmul_pref()
+            .map(Self)
+            .map_err(|e| Refusal::Failed(format!("cublasLtMatmulPreferenceCreate: {e}")))
+    }
+
+    fn set<T: Copy>(
+        &self,
+        attribute: cublasLtMatmulPreferenceAttributes_t,
+        value: &T,
+    ) -> Result<(), Refusal> {
+        // SAFETY: the preference is alive, and the value has the size that is passed.
+        unsafe {
+            lt::set_matmul_pref_attribute(
+                self.0,
+                attribute,
+                (&raw const *value).cast(),
+                size_of::<T>(),
+            )
+        }
+        .map_err(|e| Refusal::Failed(format!("cublasLtMatmulPreferenceSetAttribute: {e}")))
+    }
+}
+
+impl Drop for Preference {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, dropped once.
+        let _ = unsafe { lt::destroy_matmul_pref(self.0) };
+    }
+}

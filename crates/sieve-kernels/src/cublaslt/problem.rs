@@ -1,0 +1,246 @@
+//! The sizes of a product, and what cuBLASLt's column-major words for it are.
+use super::NAME;
+use crate::error::KernelError;
+use std::fmt;
+
+/// Which operands of a row-major product are transposed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Product {
+    /// `x wᵀ`: `x [m, k]`, `w [n, k]`. A projection with a `[out, in]` weight.
+    Nt,
+    /// `x w`: `x [m, k]`, `w [k, n]`. The gradient of a projection's input.
+    Nn,
+    /// `xᵀ w`: `x [k, m]`, `w [k, n]`. The gradient of a projection's weight.
+    Tn,
+}
+
+/// Everything that an algorithm depends on, addresses' alignment aside.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Problem {
+    pub(super) product: Product,
+    /// `[m, n, k]`.
+    pub(super) sizes: [usize; 3],
+    /// Elements from row to row.
+    pub(super) x_stride: usize,
+    pub(super) w_stride: usize,
+    pub(super) c_stride: usize,
+    pub(super) d_stride: usize,
+    /// The output's type: f32, else bf16.
+    pub(super) is_f32: bool,
+}
+
+/// A matrix as cuBLASLt sees it: column-major, so our rows are its columns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Layout {
+    pub(super) rows: u64,
+    pub(super) cols: u64,
+    pub(super) leading: i64,
+    pub(super) is_transposed: bool,
+}
+
+impl Problem {
+    /// A, B, C, D of the column-major product `Dᵀ = op(A) op(B) + beta Cᵀ`: A is w and B is x.
+    pub(super) fn layouts(&self) -> [Layout; 4] {
+        let [m, n, k] = self.sizes.map(|size| size as u64);
+        let layout = |rows, cols, leading: usize, is_transposed| Layout {
+            rows,
+            cols,
+            leading: leading as i64,
+            is_transposed,
+        };
+        let (a, b) = match self.product {
+            Product::Nt => (
+                layout(k, n, self.w_stride, true),
+                layout(k, m, self.x_stride, false),
+            ),
+            Product::Nn => (
+                layout(n, k, self.w_stride, false),
+                layout(k, m, self.x_stride, false),
+            ),
+            Product::Tn => (
+                layout(n, k, self.w_stride, false),
+                layout(m, k, self.x_stride, true),
+            ),
+        };
+        let c = layout(n, m, self.c_stride, false);
+        let d = layout(n, m, self.d_stride, false);
+        [a, b, c, d]
+    }
+
+    /// Bytes from the first to one past the last element of the output.
+    pub(super) fn output_bytes(&self) -> usize {
+        let [m, n, _k] = self.sizes;
+        ((m - 1) * self.d_stride + n) * if self.is_f32 { 4 } else { 2 }
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [m, n, k] = self.sizes;
+        let output = if self.is_f32 { "f32" } else { "bf16" };
+        write!(
+            f,
+            "{:?} m {m} n {n} k {k}, bf16 to {output}, strides {} {} {} {}",
+            self.product, self.x_stride, self.w_stride, self.c_stride, self.d_stride
+        )
+    }
+}
+
+/// `[m, n, k]` of operands given as `[rows, columns]`.
+///
+/// # Errors
+/// Inner sizes that differ, or a size of zero.
+pub(super) fn operand_rows(
+    product: Product,
+    x: [usize; 2],
+    w: [usize; 2],
+) -> Result<[usize; 3], KernelError> {
+    let (sizes, inner, expected) = match product {
+        Product::Nt => ([x[0], w[0], x[1]], w[1], [w[0], x[1]]),
+        Product::Nn => ([x[0], w[1], x[1]], w[0], [x[1], w[1]]),
+        Product::Tn => ([x[1], w[1], x[0]], w[0], [x[0], w[1]]),
+    };
+    if inner != sizes[2] {
+        return Err(KernelError::Shape {
+            kernel: NAME,
+            tensor: "w",
+            got: w.to_vec(),
+            expected: expected.to_vec(),
+        });
+    }
+    for (what, size) in [("m", sizes[0]), ("n", sizes[1]), ("k", sizes[2])] {
+        crate::checks::require_non_empty(NAME, what, size)?;
+    }
+    Ok(sizes)
+}
+
+/// Shape of a new output: x's leading dimensions and n, or `[m, n]` when x is transposed.
+pub(super) fn result_shape(product: Product, x: &[usize], [m, n, _k]: [usize; 3]) -> Vec<usize> {
+    if product == Product::Tn {
+        return vec![m, n];
+    }
+    let mut shape = x.to_vec();
+    if let Some(last) = shape.last_mut() {
+        *last = n;
+    }
+    shape
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Multiplies as cuBLASLt would, from the layouts alone.
+    fn column_major(problem: &Problem, x: &[f64], w: &[f64], c: &[f64], beta: f64) -> Vec<f64> {
+        let [a, b, c_layout, d] = problem.layouts();
+        let at = |values: &[f64], layout: Layout, row: u64, col: u64| {
+            let (row, col) = if layout.is_transposed {
+                (col, row)
+            } else {
+                (row, col)
+            };
+            assert!(row < layout.rows && col < layout.cols);
+            values[row as usize + col as usize * layout.leading as usize]
+        };
+        let inner = if a.is_transposed { a.rows } else { a.cols };
+        let mut out = vec![f64::NAN; d.leading as usize * d.cols as usize];
+        for col in 0..d.cols {
+            for row in 0..d.rows {
+                let sum: f64 = (0..inner)
+                    .map(|i| at(w, a, row, i) * at(x, b, i, col))
+                    .sum();
+                let old = if beta == 0.0 {
+                    0.0
+                } else {
+                    beta * at(c, c_layout, row, col)
+                };
+                out[row as usize + col as usize * d.leading as usize] = sum + old;
+            }
+        }
+        out
+    }
+
+    fn numbers(count: usize, seed: usize) -> Vec<f64> {
+        (0..count)
+            .map(|i| ((i * 37 + seed * 11) % 23) as f64 - 11.0)
+            .collect()
+    }
+
+    #[test]
+    fn column_major_words_give_the_row_major_product() {
+        let [m, n, k] = [3, 5, 4];
+        for product in [Product::Nt, Product::Nn, Product::Tn] {
+            let (x_rows, x_cols) = if product == Product::Tn {
+                (k, m)
+            } else {
+                (m, k)
+            };
+            let (w_rows, w_cols) = if product == Product::Nt {
+                (n, k)
+            } else {
+                (k, n)
+            };
+            // Pitched rows everywhere, each by another amount.
+            let problem = Problem {
+                product,
+                sizes: [m, n, k],
+                x_stride: x_cols + 1,
+                w_stride: w_cols + 2,
+                c_stride: n + 3,
+                d_stride: n + 4,
+                is_f32: true,
+            };
+            let x = numbers(x_rows * problem.x_stride, 1);
+            let w = numbers(w_rows * problem.w_stride, 2);
+            let c = numbers(m * problem.c_stride, 3);
+            let d = column_major(&problem, &x, &w, &c, 1.0);
+            for i in 0..m {
+                for j in 0..n {
+                    let product: f64 = (0..k)
+                        .map(|l| {
+                            let x_at = match product {
+                                Product::Tn => x[l * problem.x_stride + i],
+                                _ => x[i * problem.x_stride + l],
+                            };
+                            let w_at = match product {
+                                Product::Nt => w[j * problem.w_stride + l],
+                                _ => w[l * problem.w_stride + j],
+                            };
+                            x_at * w_at
+                        })
+                        .sum();
+                    let expected = product + c[i * problem.c_stride + j];
+                    assert_eq!(
+                        d[i * problem.d_stride + j],
+                        expected,
+                        "{:?} {i} {j}",
+                        problem.product
+                    );
+                }
+            }
+            assert_eq!(problem.output_bytes(), ((m - 1) * (n + 4) + n) * 4);
+        }
+    }
+
+    #[test]
+    fn sizes_that_do_not_fit_are_named() {
+        assert_eq!(operand_rows(Product::Nt, [7, 4], [5, 4]), Ok([7, 5, 4]));
+        assert_eq!(operand_rows(Product::Nn, [7, 4], [4, 5]), Ok([7, 5, 4]));
+        assert_eq!(operand_rows(Product::Tn, [4, 7], [4, 5]), Ok([7, 5, 4]));
+        let error = operand_rows(Product::Nn, [7, 4], [5, 4])
+            .expect_err("k differs")
+            .to_string();
+        assert!(
+            error.contains("[5, 4]") && error.contains("[4, 4]"),
+            "{error}"
+        );
+        assert!(operand_rows(Product::Nt, [0, 4], [5, 4]).is_err());
+        assert!(operand_rows(Product::Nt, [7, 0], [5, 0]).is_err());
+    }
+
+    #[test]
+    fn leading_dimensions_stay() {
+        assert_eq!(result_shape(Product::Nt, &[2, 3, 4], [6, 5, 4]), [2, 3, 5]);
+        assert_eq!(result_shape(Product::Tn, &[2, 3, 4], [4, 5, 6]), [4, 5]);
+    }
+}
