@@ -14,6 +14,8 @@ mod rules;
 
 mod load;
 
+mod resolve;
+
 mod mistake;
 
 mod error;
@@ -24,6 +26,8 @@ mod resume;
 
 mod model_names;
 
+mod stages;
+
 pub use error::RecipeError;
 pub use mistake::{Location, Mistake, Problem};
 pub use resume::{KeyChange, MAY_CHANGE_ON_RESUME};
@@ -33,6 +37,7 @@ pub use sections::{
     MetricsSection, ModelSection, OptimizerName, OptimizerSection, TokenizerSection,
     TokenizerTraining, TrainingSection, ValidationSection,
 };
+pub use stages::{Stage, StageSection};
 
 use serde::{Deserialize, Serialize};
 
@@ -68,6 +73,9 @@ pub struct Recipe {
     /// What is recomputed in the backward pass.
     #[serde(default)]
     pub activation_checkpoint: ActivationCheckpointSection,
+    /// What changes on the way; empty: nothing does.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub stage: Vec<StageSection>,
     /// Sample lines printed at the end of a run.
     #[serde(default)]
     pub generation: GenerationSection,

@@ -40,7 +40,8 @@ impl Origin {
             }
         };
         let saved = Recipe::load(&saved, &path.display().to_string(), &[])?;
-        for change in saved.check_resume(recipe)? {
+        let steps_done = checkpoint.as_ref().map_or(0, |found| found.state.step);
+        for change in saved.check_resume(recipe, steps_done as usize)? {
             notices.push(format!("note: {change}"));
         }
         match &checkpoint {

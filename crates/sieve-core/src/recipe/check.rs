@@ -10,6 +10,7 @@ use super::schema::{self, Key, Kind, Section};
 pub(super) fn check_table(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     table.retain(|name, value| match schema::section(name) {
         Some(section) => check_section(section, value, mistakes),
+        None if name == schema::STAGE.name => check_stages(value, mistakes),
         None if schema::PLANNED.contains(&name) => {
             mistakes.push(not_built(name));
             false
@@ -56,6 +57,7 @@ pub(super) fn unknown_section(name: &str) -> Mistake {
     let known = schema::SECTIONS
         .iter()
         .map(|section| section.name)
+        .chain([schema::STAGE.name])
         .collect::<Vec<_>>();
     let nearest = schema::nearest(name, &known);
     Mistake::new(
@@ -97,7 +99,6 @@ pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mist
 fn not_built(key: &str) -> Mistake {
     let hint = match key {
         "data.weights" => "every path has the same weight; leave data.weights out",
-        "stage" => "one recipe is one stage for now; leave [[stage]] out",
         _ => "one process trains on one device for now; leave the section out",
     };
     Mistake::new(
@@ -127,6 +128,29 @@ fn check_section(
         "attention" => check_attention(table, mistakes),
         "tokenizer" => check_tokenizer(table, mistakes),
         _ => {}
+    }
+    true
+}
+
+/// Returns whether the value is a list of stages.
+fn check_stages(value: &mut Value, mistakes: &mut Vec<Mistake>) -> bool {
+    let name = schema::STAGE.name;
+    if !is_list_of_tables(value) {
+        let problem = Problem::WrongType {
+            wanted: "one or more blocks [[stage]]".to_owned(),
+            got: describe(value),
+        };
+        mistakes.push(Mistake::new(name, problem));
+        return false;
+    }
+    let stages = value.as_array_mut().into_iter().flatten();
+    for (number, stage) in (1..).zip(stages.filter_map(Value::as_table_mut)) {
+        check_keys(
+            &format!("{name}.{number}"),
+            schema::STAGE.keys,
+            stage,
+            mistakes,
+        );
     }
     true
 }

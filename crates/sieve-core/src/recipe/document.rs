@@ -85,6 +85,9 @@ impl Document {
         if names.is_empty() || names.iter().any(|name| name.is_empty()) {
             return Err(form());
         }
+        if section_name == schema::STAGE.name {
+            return self.apply_to_stage(path, &names, text);
+        }
         let section = schema::section(section_name)
             .ok_or_else(|| Box::new(check::unknown_section(section_name)))?;
         let kind = resolve_key(section.name, section.keys, &names)?;
@@ -102,6 +105,41 @@ impl Document {
             target = entry.as_table_mut().expect("made a table just above");
         }
         target.insert(names[names.len() - 1].to_owned(), value);
+        Ok(path.to_owned())
+    }
+
+    /// `stage.2.steps=…`: a key of one of the text's stages, counted from 1.
+    fn apply_to_stage(
+        &mut self,
+        path: &str,
+        names: &[&str],
+        text: &str,
+    ) -> Result<String, Box<Mistake>> {
+        let stages = self.table.get_mut(schema::STAGE.name);
+        let mut stages = stages.and_then(Value::as_array_mut);
+        let count = stages.as_ref().map_or(0, |stages| stages.len());
+        let [number, key] = names else {
+            return Err(Box::new(Mistake::new("override", Problem::OverrideForm)));
+        };
+        let stage = number
+            .parse::<usize>()
+            .ok()
+            .and_then(|number| stages.as_mut()?.get_mut(number.checked_sub(1)?));
+        let Some(stage) = stage.and_then(Value::as_table_mut) else {
+            let problem = Problem::Rule {
+                what: format!("there is no stage {number}"),
+                hint: format!("the recipe has {count} blocks [[stage]], counted from 1"),
+            };
+            return Err(Box::new(Mistake::new(path, problem)));
+        };
+        let kind = resolve_key(&format!("stage.{number}"), schema::STAGE.keys, &[key])?;
+        // One replaces the other.
+        match *key {
+            "steps" => stage.remove("tokens"),
+            "tokens" => stage.remove("steps"),
+            _ => None,
+        };
+        stage.insert((*key).to_owned(), parse_value(text, kind));
         Ok(path.to_owned())
     }
 
@@ -206,8 +244,19 @@ fn record_lines(
         } else {
             format!("{prefix}.{}", name.get_ref())
         };
-        if let DeValue::Table(inner) = value.get_ref() {
-            record_lines(inner, &key, lines, locations);
+        match value.get_ref() {
+            DeValue::Table(inner) => record_lines(inner, &key, lines, locations),
+            // Blocks [[stage]] are stage.1, stage.2 and so on.
+            DeValue::Array(items) => {
+                for (number, item) in (1..).zip(items.iter()) {
+                    if let DeValue::Table(inner) = item.get_ref() {
+                        let key = format!("{key}.{number}");
+                        record_lines(inner, &key, lines, locations);
+                        locations.insert(key, Location::Line(lines.line(item.span().start)));
+                    }
+                }
+            }
+            _ => {}
         }
         locations.insert(key, Location::Line(lines.line(name.span().start)));
     }

@@ -1,14 +1,14 @@
 //! From text and overrides to a checked recipe, and back.
 
 use serde::de::DeserializeOwned;
-use toml::{Table, Value};
+use toml::Table;
 
 use super::check;
 use super::document::Document;
 use super::error::RecipeError;
 use super::mistake::{Location, Mistake, Problem};
 use super::rules::{self, Parts};
-use super::{Recipe, schema};
+use super::{Recipe, resolve, schema};
 
 impl Recipe {
     /// Reads a recipe, applies `overrides` (`section.key=value`, later ones win) and checks every rule.
@@ -24,8 +24,9 @@ impl Recipe {
         let mut document = Document::parse(text, origin)?;
         document.apply(overrides);
         let mut mistakes = std::mem::take(&mut document.mistakes);
+        resolve::steps_of_stages(&mut document.table, &mut mistakes);
         check::check_table(&mut document.table, &mut mistakes);
-        resolve_defaults(&mut document.table);
+        resolve::defaults(&mut document.table);
 
         let parts = OwnedParts::from_table(&document.table);
         rules::check(&parts.borrow(), &mut mistakes);
@@ -87,18 +88,6 @@ impl Recipe {
     }
 }
 
-/// Defaults that are another key's value.
-fn resolve_defaults(table: &mut Table) {
-    let Some(training) = table.get_mut("training").and_then(Value::as_table_mut) else {
-        return;
-    };
-    if let Some(local) = training.get("local_batch_size").cloned()
-        && !training.contains_key("global_batch_size")
-    {
-        training.insert("global_batch_size".to_owned(), local);
-    }
-}
-
 /// The sections that could be converted, so that their rules run even when another section has a wrong type.
 struct OwnedParts {
     model: Option<super::ModelSection>,
@@ -112,6 +101,8 @@ struct OwnedParts {
     metrics: Option<super::MetricsSection>,
     validation: Option<super::ValidationSection>,
     generation: Option<super::GenerationSection>,
+    activation_checkpoint: Option<super::ActivationCheckpointSection>,
+    stage: Option<Vec<super::StageSection>>,
 }
 
 impl OwnedParts {
@@ -128,6 +119,8 @@ impl OwnedParts {
             metrics: section(table, "metrics"),
             validation: section(table, "validation"),
             generation: section(table, "generation"),
+            activation_checkpoint: section(table, "activation_checkpoint"),
+            stage: section(table, "stage"),
         }
     }
 
@@ -144,6 +137,8 @@ impl OwnedParts {
             metrics: self.metrics.as_ref(),
             validation: self.validation.as_ref(),
             generation: self.generation.as_ref(),
+            activation_checkpoint: self.activation_checkpoint.as_ref(),
+            stage: self.stage.as_deref(),
         }
     }
 }

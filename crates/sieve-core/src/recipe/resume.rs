@@ -12,12 +12,14 @@ use super::{Recipe, RecipeError};
 ///
 /// - `training.steps` and the shape of the decay: a run is made longer, or its decay is tried again from a checkpoint
 ///   of the stable phase. A decay that has begun goes on with the new numbers.
+/// - `model.max_position_embeddings`: how far the rotary tables reach; a longer stage may need more.
 /// - `training.local_batch_size`: the same rows in other micro-batches (sums in another order); `global_batch_size`
 ///   may not change.
 /// - `validation.paths` may not change: its documents are kept out of the training split.
 /// - the rest decides what is written, measured and printed, not what is learned.
 pub const MAY_CHANGE_ON_RESUME: &[&str] = &[
     "training.steps",
+    "model.max_position_embeddings",
     "training.local_batch_size",
     "training.deterministic",
     "lr_scheduler.decay_ratio",
@@ -30,6 +32,8 @@ pub const MAY_CHANGE_ON_RESUME: &[&str] = &[
     "validation.interval",
     "validation.steps",
     "activation_checkpoint",
+    "training.guard_spike_factor",
+    "training.guard_patience",
     "generation",
     "data.cache_dir",
 ];
@@ -85,15 +89,23 @@ impl Recipe {
             .collect())
     }
 
-    /// Checks that a run which began with `self` may be resumed with `now`. Returns the changes it may make.
+    /// Checks that a run which took `steps_done` steps by `self` may be resumed with `now`. Returns the changes it may
+    /// make. Stages may change, come or go where none of those steps was computed by other values.
     ///
     /// # Errors
     /// [`RecipeError::ResumeChanged`] with every key that differs and is not in [`MAY_CHANGE_ON_RESUME`].
-    pub fn check_resume(&self, now: &Self) -> Result<Vec<KeyChange>, RecipeError> {
+    pub fn check_resume(
+        &self,
+        now: &Self,
+        steps_done: usize,
+    ) -> Result<Vec<KeyChange>, RecipeError> {
+        let same_past = self.past(steps_done) == now.past(steps_done);
         let (allowed, refused) = self
             .diff(now)?
             .into_iter()
-            .partition::<Vec<_>, _>(KeyChange::is_allowed);
+            .partition::<Vec<_>, _>(|change| {
+                change.is_allowed() || (same_past && change.key.starts_with("stage."))
+            });
         if refused.is_empty() {
             Ok(allowed)
         } else {
@@ -114,6 +126,11 @@ fn flatten(recipe: &Recipe) -> Result<BTreeMap<String, String>, RecipeError> {
 
 fn collect_leaves(path: &str, value: &Value, leaves: &mut BTreeMap<String, String>) {
     match value {
+        Value::Array(items) if items.iter().any(Value::is_table) => {
+            for (number, inner) in (1..).zip(items) {
+                collect_leaves(&format!("{path}.{number}"), inner, leaves);
+            }
+        }
         Value::Table(table) => {
             for (name, inner) in table {
                 let path = if path.is_empty() {

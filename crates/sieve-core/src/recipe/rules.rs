@@ -1,6 +1,7 @@
 //! Rules between values that have the right types. All are checked; none hides another.
 
 mod attention;
+mod stages;
 
 use std::path::{Component, Path};
 
@@ -8,9 +9,9 @@ use attention::check_attention;
 
 use super::mistake::{Mistake, Problem};
 use super::{
-    AttentionSection, CheckpointSection, DataSection, GenerationSection, LrSchedulerSection,
-    MetricsSection, ModelSection, OptimizerSection, Recipe, TokenizerSection, TrainingSection,
-    ValidationSection,
+    ActivationCheckpointSection, AttentionSection, CheckpointSection, DataSection,
+    GenerationSection, LrSchedulerSection, MetricsSection, ModelSection, OptimizerSection, Recipe,
+    StageSection, TokenizerSection, TrainingSection, ValidationSection,
 };
 
 /// 256 bytes, the token that ends a document, and the token that pads.
@@ -37,6 +38,8 @@ pub(super) struct Parts<'a> {
     pub(super) metrics: Option<&'a MetricsSection>,
     pub(super) validation: Option<&'a ValidationSection>,
     pub(super) generation: Option<&'a GenerationSection>,
+    pub(super) activation_checkpoint: Option<&'a ActivationCheckpointSection>,
+    pub(super) stage: Option<&'a [StageSection]>,
 }
 
 impl<'a> From<&'a Recipe> for Parts<'a> {
@@ -53,6 +56,8 @@ impl<'a> From<&'a Recipe> for Parts<'a> {
             metrics: Some(&recipe.metrics),
             validation: Some(&recipe.validation),
             generation: Some(&recipe.generation),
+            activation_checkpoint: Some(&recipe.activation_checkpoint),
+            stage: Some(&recipe.stage),
         }
     }
 }
@@ -94,6 +99,15 @@ pub(super) fn check(parts: &Parts<'_>, mistakes: &mut Vec<Mistake>) {
         if let Some(paths) = &validation.paths {
             check_paths("validation.paths", paths, &mut rules);
         }
+    }
+    if let Some(section) = parts.activation_checkpoint {
+        rules.at_least_one(
+            "activation_checkpoint.selective_ac_option",
+            section.selective_ac_option as u64,
+        );
+    }
+    if let Some(stages) = parts.stage.filter(|stages| !stages.is_empty()) {
+        stages::check_stages(stages, parts, &mut rules);
     }
     if let Some(generation) = parts.generation {
         let wanted = generation.prompts.is_empty() || generation.max_new_tokens > 0;
@@ -298,6 +312,17 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
         );
     }
     rules.positive("training.max_norm", training.max_norm);
+    let factor = training.guard_spike_factor;
+    rules.require(
+        factor == 0.0 || (factor.is_finite() && factor > 1.0),
+        "training.guard_spike_factor",
+        || format!("is {factor}, neither 0 nor a finite number above 1"),
+        || {
+            "0 puts no limit on the gradient norm; steps that are not finite are never taken"
+                .to_owned()
+        },
+    );
+    rules.at_least_one("training.guard_patience", training.guard_patience as u64);
     rules.require(
         i64::try_from(training.seed).is_ok(),
         "training.seed",

@@ -144,6 +144,7 @@ pub(super) const SECTIONS: &[Section] = &[
         name: "training",
         required: true,
         keys: &[
+            // Filled in from the stages where there are any.
             needed("steps", Integer),
             needed("seq_len", Integer),
             needed("local_batch_size", Integer),
@@ -152,6 +153,8 @@ pub(super) const SECTIONS: &[Section] = &[
             optional("seed", Integer),
             optional("deterministic", Bool),
             optional("one_document_per_row", Bool),
+            optional("guard_spike_factor", Number),
+            optional("guard_patience", Integer),
         ],
     },
     Section {
@@ -206,13 +209,10 @@ pub(super) const SECTIONS: &[Section] = &[
     Section {
         name: "activation_checkpoint",
         required: false,
-        keys: &[optional(
-            "mode",
-            Kind::Choice {
-                built: &["none"],
-                planned: &["selective", "full"],
-            },
-        )],
+        keys: &[
+            optional("mode", choice(&["none", "selective", "full"])),
+            optional("selective_ac_option", Integer),
+        ],
     },
     Section {
         name: "generation",
@@ -224,8 +224,23 @@ pub(super) const SECTIONS: &[Section] = &[
     },
 ];
 
+/// One `[[stage]]`. `steps` is filled in from `tokens`, and the rest from the sections the values come from.
+pub(super) const STAGE: Section = Section {
+    name: "stage",
+    required: false,
+    keys: &[
+        needed("steps", Integer),
+        optional("tokens", Integer),
+        optional("seq_len", Integer),
+        optional("rope_theta", Number),
+        optional("window", Integer),
+        optional("local_batch_size", Integer),
+        optional("global_batch_size", Integer),
+    ],
+};
+
 /// Sections and keys the recipe format reserves for what is not built yet.
-pub(super) const PLANNED: &[&str] = &["parallelism", "stage", "data.weights"];
+pub(super) const PLANNED: &[&str] = &["parallelism", "data.weights"];
 
 /// The keys of `[attention]` that go with `kind`, and whether the kind needs them.
 pub(super) fn attention_keys(kind: &str) -> &'static [(&'static str, bool)] {

@@ -41,7 +41,7 @@ pub struct ModelSection {
     pub residual_scale: bool,
 }
 
-fn default_rope_theta() -> f64 {
+pub(super) fn default_rope_theta() -> f64 {
     10_000.0
 }
 
@@ -226,10 +226,26 @@ pub struct TrainingSection {
     /// Whether a row holds one document (cut or padded) instead of packed ones.
     #[serde(default)]
     pub one_document_per_row: bool,
+    /// A step whose gradient norm is more than this many times the running mean of the steps before it is not taken; nor
+    /// is, always, one whose loss or norm is not finite. 0: no limit.
+    #[serde(default = "default_guard_spike_factor")]
+    pub guard_spike_factor: f64,
+    /// After this many steps in a row that were not taken, the run goes back to its last checkpoint and skips the data
+    /// since.
+    #[serde(default = "default_guard_patience")]
+    pub guard_patience: usize,
 }
 
 fn default_max_norm() -> f64 {
     1.0
+}
+
+fn default_guard_spike_factor() -> f64 {
+    10.0
+}
+
+fn default_guard_patience() -> usize {
+    3
 }
 
 impl TrainingSection {
@@ -392,20 +408,48 @@ impl Default for ValidationSection {
 }
 
 /// `[activation_checkpoint]`.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ActivationCheckpointSection {
     /// What the backward pass recomputes.
     pub mode: ActivationCheckpointMode,
+    /// `mode = "selective"`: every how many blocks one is recomputed.
+    pub selective_ac_option: usize,
+}
+
+impl Default for ActivationCheckpointSection {
+    fn default() -> Self {
+        Self {
+            mode: ActivationCheckpointMode::None,
+            selective_ac_option: 2,
+        }
+    }
+}
+
+impl ActivationCheckpointSection {
+    /// Whether block `layer_idx`, from 0, is computed a second time in the backward pass.
+    pub fn recomputes(&self, layer_idx: usize) -> bool {
+        match self.mode {
+            ActivationCheckpointMode::None => false,
+            ActivationCheckpointMode::Selective => {
+                layer_idx.is_multiple_of(self.selective_ac_option.max(1))
+            }
+            ActivationCheckpointMode::Full => true,
+        }
+    }
 }
 
 /// `[activation_checkpoint] mode`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationCheckpointMode {
-    /// Nothing is recomputed.
+    /// Nothing is recomputed: every block's activations wait for its backward pass.
     #[default]
     None,
+    /// Every `selective_ac_option`-th block is recomputed from its input.
+    Selective,
+    /// Every block is recomputed from its input.
+    Full,
 }
 
 /// `[generation]`: sample lines at the end of a run.

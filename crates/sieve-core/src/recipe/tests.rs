@@ -4,6 +4,7 @@ mod errors;
 mod overrides;
 mod properties;
 mod resume;
+mod stages;
 
 use super::*;
 use crate::model::{MlaShape, NsaCompression, NsaShape};
@@ -152,8 +153,18 @@ fn schema_and_serde_types_hold_the_same_keys() {
         assert_eq!(own, table.keys().cloned().collect(), "{kind}");
         attention_keys.extend(own);
     }
+    full.stage = full
+        .stages()
+        .into_iter()
+        .map(|stage| stage.section)
+        .collect();
     let table = toml::Table::try_from(&full).expect("serialises");
-    assert_eq!(table.len(), schema::SECTIONS.len());
+    assert_eq!(table.len(), schema::SECTIONS.len() + 1);
+    let stage = table["stage"][0].as_table().expect("a table").keys();
+    let listed = schema::STAGE.keys.iter().map(|key| key.name);
+    let listed = listed.filter(|name| *name != "tokens").collect::<Vec<_>>();
+    assert_eq!(stage.len(), listed.len());
+    assert!(stage.into_iter().all(|key| listed.contains(&key.as_str())));
     for section in schema::SECTIONS {
         let typed = match section.name {
             "attention" => attention_keys.clone(),

@@ -218,6 +218,8 @@ fn training() -> impl Strategy<Value = TrainingSection> {
                     seed,
                     deterministic,
                     one_document_per_row,
+                    guard_spike_factor: max_norm + 2.0,
+                    guard_patience: rounds,
                 }
             },
         )
@@ -260,7 +262,19 @@ fn recipe() -> impl Strategy<Value = Recipe> {
                     validation,
                     generation,
                 ) = rest;
+                // Half of them in two stages.
+                let steps =
+                    (training.seed % 2 == 1 && training.steps > 1).then(|| [1, training.steps - 1]);
+                let stage = steps.into_iter().flatten().map(|steps| StageSection {
+                    steps,
+                    seq_len: training.seq_len,
+                    rope_theta: weight_decay + 1.0,
+                    window: attention.window(),
+                    local_batch_size: training.local_batch_size,
+                    global_batch_size: training.global_batch_size,
+                });
                 Recipe {
+                    stage: stage.collect(),
                     lr_scheduler: LrSchedulerSection {
                         warmup_steps: (training.steps as f64 * warmup_share * 0.99) as usize,
                         decay_ratio,
@@ -296,7 +310,10 @@ fn recipe() -> impl Strategy<Value = Recipe> {
                         steps: validation.1,
                         paths: validation.2,
                     },
-                    activation_checkpoint: ActivationCheckpointSection::default(),
+                    activation_checkpoint: ActivationCheckpointSection {
+                        mode: ActivationCheckpointMode::Selective,
+                        selective_ac_option: interval,
+                    },
                     generation: GenerationSection {
                         prompts: generation.0,
                         max_new_tokens: generation.1,

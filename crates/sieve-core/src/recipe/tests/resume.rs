@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn equal_recipes_have_no_changes() {
-    assert_eq!(minimal().check_resume(&minimal()), Ok(Vec::new()));
+    assert_eq!(minimal().check_resume(&minimal(), 8), Ok(Vec::new()));
 }
 
 #[test]
@@ -13,7 +13,7 @@ fn allowed_changes_are_returned_with_both_values() {
     now.training.steps = 80;
     now.metrics.log_freq = 1;
     now.data.cache_dir = Some("shards".to_owned());
-    let changes = minimal().check_resume(&now).expect("all allowed");
+    let changes = minimal().check_resume(&now, 8).expect("all allowed");
     let lines = changes.iter().map(ToString::to_string).collect::<Vec<_>>();
     assert_eq!(
         lines,
@@ -35,7 +35,7 @@ fn refused_changes_are_all_named() {
     now.validation.paths = Some(vec!["held/*.md".to_owned()]);
     now.attention = AttentionSection::Swa { sliding_window: 16 };
     let RecipeError::ResumeChanged { refused } =
-        minimal().check_resume(&now).expect_err("another model")
+        minimal().check_resume(&now, 8).expect_err("another model")
     else {
         panic!("wrong error")
     };
@@ -84,4 +84,38 @@ fn every_allowed_name_exists() {
     assert!(change("metrics.log_freq").is_allowed());
     assert!(!change("training.steps_extra").is_allowed());
     assert!(!change("training.seed").is_allowed());
+}
+
+const STAGES: &str =
+    "[[stage]]\nsteps = 30\n[[stage]]\nsteps = 10\nseq_len = 128\nwindow = 32\n[optimizer]";
+
+#[test]
+fn stages_may_change_where_no_step_was_taken() {
+    let now = load_replaced("[optimizer]", STAGES).expect("two stages of 40 steps");
+    // 30 steps at the lengths of the recipe without stages: the rest is still to come.
+    let changes = minimal().check_resume(&now, 30).expect("the same past");
+    assert!(
+        changes
+            .iter()
+            .any(|change| change.to_string() == "stage.2.seq_len was absent, is now 128"),
+        "{changes:?}"
+    );
+    let RecipeError::ResumeChanged { refused } = minimal()
+        .check_resume(&now, 31)
+        .expect_err("step 31 had another length")
+    else {
+        panic!("wrong error")
+    };
+    assert!(
+        refused
+            .iter()
+            .all(|change| change.key.starts_with("stage."))
+    );
+    let mut longer = now.clone();
+    longer.stage[1].steps = 20;
+    longer.training.steps = 50;
+    assert!(now.check_resume(&longer, 40).is_ok());
+    longer.stage[1].window = Some(33);
+    assert!(now.check_resume(&longer, 30).is_ok());
+    assert!(now.check_resume(&longer, 31).is_err());
 }

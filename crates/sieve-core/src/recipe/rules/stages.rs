@@ -1,0 +1,67 @@
+//! Rules of `[[stage]]`.
+
+use super::{MAX_BATCH, MAX_SEQ_LEN, MAX_STEPS, Parts, Rules};
+use crate::recipe::StageSection;
+
+pub(super) fn check_stages(stages: &[StageSection], parts: &Parts<'_>, rules: &mut Rules<'_>) {
+    for (number, stage) in (1..).zip(stages) {
+        check_stage(number, stage, parts, rules);
+    }
+    let sum = stages
+        .iter()
+        .fold(0usize, |sum, stage| sum.saturating_add(stage.steps));
+    if let Some(training) = parts.training {
+        rules.require(
+            training.steps == sum,
+            "training.steps",
+            || format!("is {}, but the stages take {sum} steps", training.steps),
+            || "leave training.steps out; a stage's own are changed as stage.1.steps".to_owned(),
+        );
+    }
+}
+
+fn check_stage(number: usize, stage: &StageSection, parts: &Parts<'_>, rules: &mut Rules<'_>) {
+    let key = |name: &str| format!("stage.{number}.{name}");
+    rules.size(&key("steps"), stage.steps, MAX_STEPS);
+    rules.size(&key("seq_len"), stage.seq_len, MAX_SEQ_LEN);
+    rules.positive(&key("rope_theta"), stage.rope_theta);
+    if let Some(model) = parts.model {
+        let longest = model.max_position_embeddings;
+        rules.require(
+            stage.seq_len <= longest,
+            &key("seq_len"),
+            || {
+                format!(
+                    "is {}, above model.max_position_embeddings = {longest}",
+                    stage.seq_len
+                )
+            },
+            || format!("set model.max_position_embeddings to {}", stage.seq_len),
+        );
+    }
+    if let Some(window) = stage.window {
+        rules.size(&key("window"), window, MAX_SEQ_LEN);
+        if let Some(attention) = parts.attention {
+            rules.require(
+                attention.window().is_some(),
+                &key("window"),
+                || {
+                    format!(
+                        "does not go with kind = {:?}, which has no window",
+                        attention.kind().name()
+                    )
+                },
+                || "leave it out".to_owned(),
+            );
+        }
+    }
+    let (local, global) = (stage.local_batch_size, stage.global_batch_size);
+    rules.size(&key("local_batch_size"), local, MAX_BATCH);
+    rules.size(&key("global_batch_size"), global, MAX_BATCH);
+    rules.require(
+        local == 0 || global.is_multiple_of(local),
+        &key("global_batch_size"),
+        || format!("is {global}, not a multiple of local_batch_size = {local}"),
+        || "give the stage its own local_batch_size".to_owned(),
+    );
+}

@@ -1,0 +1,151 @@
+//! `[[stage]]`: a run whose sequence length, rotary base, window or batch changes on the way.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use super::{AttentionSection, Recipe};
+
+/// One `[[stage]]`. What the text leaves out is the value of the sections it comes from.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StageSection {
+    /// Optimizer steps of the stage. A text may give `tokens` instead; steps are then rounded up.
+    pub steps: usize,
+    /// Tokens in one row; absent in the text: `training.seq_len`.
+    pub seq_len: usize,
+    /// Base of the rotary frequencies; absent in the text: `model.rope_theta`.
+    pub rope_theta: f64,
+    /// The attention's window in tokens: `sliding_window`, `keep_window_size` or `window_size` of `[attention]`, which is
+    /// the default. Kinds without a window have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub window: Option<usize>,
+    /// Rows one device holds at a time; absent in the text: `training.local_batch_size`.
+    pub local_batch_size: usize,
+    /// Rows of one optimizer step; absent in the text: `training.global_batch_size`.
+    pub global_batch_size: usize,
+}
+
+/// A stage and where it lies in the run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stage {
+    /// Place among the stages, from 0.
+    pub index: usize,
+    /// The steps it takes, counted from 0 over the whole run.
+    pub steps: Range<usize>,
+    /// Its values.
+    pub section: StageSection,
+}
+
+impl AttentionSection {
+    /// The window a stage may change, in tokens.
+    pub fn window(&self) -> Option<usize> {
+        match *self {
+            Self::Mha | Self::Mla(_) => None,
+            Self::Swa { sliding_window } => Some(sliding_window),
+            Self::Nsa(nsa) => Some(nsa.window_size),
+            Self::Dma {
+                keep_window_size, ..
+            } => Some(keep_window_size),
+        }
+    }
+
+    /// The same attention with another window; unchanged where there is none.
+    pub fn with_window(&self, window: usize) -> Self {
+        let mut changed = self.clone();
+        match &mut changed {
+            Self::Mha | Self::Mla(_) => {}
+            Self::Swa { sliding_window } => *sliding_window = window,
+            Self::Nsa(nsa) => nsa.window_size = window,
+            Self::Dma {
+                keep_window_size, ..
+            } => *keep_window_size = window,
+        }
+        changed
+    }
+}
+
+impl Recipe {
+    /// The stages in order; a recipe without `[[stage]]` is one stage.
+    pub fn stages(&self) -> Vec<Stage> {
+        let single = || StageSection {
+            steps: self.training.steps,
+            seq_len: self.training.seq_len,
+            rope_theta: self.model.rope_theta,
+            window: self.attention.window(),
+            local_batch_size: self.training.local_batch_size,
+            global_batch_size: self.training.global_batch_size,
+        };
+        let sections = if self.stage.is_empty() {
+            vec![single()]
+        } else {
+            self.stage.clone()
+        };
+        let mut first = 0;
+        let numbered = sections.into_iter().enumerate();
+        numbered
+            .map(|(index, section)| {
+                let steps = first..first + section.steps;
+                first = steps.end;
+                Stage {
+                    index,
+                    steps,
+                    section,
+                }
+            })
+            .collect()
+    }
+
+    /// The stage that computes step `step`, counted from 0; the last one beyond the end.
+    pub fn stage_of_step(&self, step: usize) -> Stage {
+        let stages = self.stages();
+        let found = stages.iter().position(|stage| stage.steps.contains(&step));
+        let index = found.unwrap_or(stages.len() - 1);
+        stages[index].clone()
+    }
+
+    /// The stage that a state after `steps_done` steps was computed by: the first for a state before the first step.
+    pub fn stage_of_state(&self, steps_done: usize) -> Stage {
+        self.stage_of_step(steps_done.saturating_sub(1))
+    }
+
+    /// The recipe of one stage alone: its values in `[model]`, `[attention]` and `[training]`, no `[[stage]]`.
+    ///
+    /// `training.steps` stays the whole run's, which is what the learning rate goes by.
+    pub fn at_stage(&self, stage: &Stage) -> Self {
+        let section = &stage.section;
+        let mut recipe = self.clone();
+        recipe.stage.clear();
+        recipe.model.rope_theta = section.rope_theta;
+        if let Some(window) = section.window {
+            recipe.attention = self.attention.with_window(window);
+        }
+        recipe.training.seq_len = section.seq_len;
+        recipe.training.local_batch_size = section.local_batch_size;
+        recipe.training.global_batch_size = section.global_batch_size;
+        recipe
+    }
+
+    /// Tokens of the whole run.
+    pub fn num_tokens(&self) -> u64 {
+        let stages = self.stages().into_iter();
+        stages
+            .map(|Stage { section, .. }| {
+                (section.steps * section.global_batch_size * section.seq_len) as u64
+            })
+            .sum()
+    }
+
+    /// What steps `0..steps_done` are computed by, with batches in whatever micro-batches.
+    pub(super) fn past(&self, steps_done: usize) -> Vec<StageSection> {
+        let stages = self.stages().into_iter();
+        stages
+            .take_while(|stage| stage.steps.start < steps_done)
+            .map(|stage| StageSection {
+                steps: stage.steps.end.min(steps_done) - stage.steps.start,
+                local_batch_size: 0,
+                ..stage.section
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,162 @@
+//! `[[stage]]`: defaults, order, rules, overrides.
+
+use super::*;
+use crate::model::Attention;
+
+/// The minimal recipe with two stages instead of `steps = 40`.
+const STAGED: &str = "local_batch_size = 5\n\
+    [[stage]]\nsteps = 30\n\
+    [[stage]]\ntokens = 1281\nseq_len = 128\nrope_theta = 5e4\nwindow = 32\nlocal_batch_size = 1\nglobal_batch_size = 2\n";
+
+fn staged() -> Recipe {
+    let text = MINIMAL
+        .replacen("steps = 40\n", "", 1)
+        .replacen("local_batch_size = 5", STAGED, 1);
+    Recipe::load(&text, "staged.toml", &[]).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn message(from: &str, to: &str, overrides: &[&str]) -> String {
+    let text = MINIMAL.replacen("steps = 40\n", "", 1).replacen(
+        "local_batch_size = 5",
+        &STAGED.replacen(from, to, 1),
+        1,
+    );
+    let overrides = overrides
+        .iter()
+        .map(|item| (*item).to_owned())
+        .collect::<Vec<_>>();
+    Recipe::load(&text, "staged.toml", &overrides)
+        .expect_err(to)
+        .to_string()
+}
+
+#[test]
+fn what_a_stage_leaves_out_comes_from_the_sections() {
+    let recipe = staged();
+    assert_eq!(
+        recipe.stage[0],
+        StageSection {
+            steps: 30,
+            seq_len: 64,
+            rope_theta: 10_000.0,
+            window: Some(16),
+            local_batch_size: 5,
+            global_batch_size: 5,
+        }
+    );
+    // 1281 tokens at 2 x 128 a step: 5 steps and a token, rounded up.
+    assert_eq!(recipe.stage[1].steps, 6);
+    assert_eq!(recipe.training.steps, 36);
+    assert_eq!(recipe.num_tokens(), 30 * 5 * 64 + 6 * 2 * 128);
+    let text = recipe.to_toml().expect("TOML");
+    assert_eq!(Recipe::load(&text, "again", &[]), Ok(recipe));
+}
+
+#[test]
+fn steps_and_states_find_their_stage() {
+    let recipe = staged();
+    let index = |step| recipe.stage_of_step(step).index;
+    assert_eq!([0, 29, 30, 35, 99].map(index), [0, 0, 1, 1, 1]);
+    let index = |done| recipe.stage_of_state(done).index;
+    assert_eq!([0, 1, 30, 31, 36].map(index), [0, 0, 0, 1, 1]);
+
+    let second = recipe.at_stage(&recipe.stage_of_step(30));
+    assert_eq!(second.validate(), Ok(()));
+    assert_eq!(second.training.seq_len, 128);
+    assert_eq!(second.training.tokens_per_step(), 256);
+    assert_eq!(second.training.steps, 36);
+    let shape = second.model_shape(512).expect("fits");
+    assert_eq!(shape.rope_theta, 5e4);
+    let Attention::Dma {
+        keep_window_size, ..
+    } = shape.attention
+    else {
+        panic!("not DMA")
+    };
+    assert_eq!(keep_window_size, 32);
+    let single = minimal();
+    assert_eq!(single.at_stage(&single.stage_of_step(3)), single);
+    assert_eq!(single.stages().len(), 1);
+}
+
+#[test]
+fn mistakes_in_stages_name_the_stage_and_the_line() {
+    for (from, to, expected) in [
+        (
+            "seq_len = 128",
+            "seq_len = 129",
+            "line 29: stage.2.seq_len: is 129, above model.max_position_embeddings = 128",
+        ),
+        (
+            "tokens = 1281",
+            "tokens = 0",
+            "stage.2.tokens: is 0, which is no number of steps",
+        ),
+        (
+            "tokens = 1281",
+            "tokens = 1281\nsteps = 4",
+            "stage.2.tokens: stands beside steps",
+        ),
+        ("steps = 30", "seq_len = 3", "stage.1.steps: is missing"),
+        (
+            "rope_theta = 5e4",
+            "rope_teta = 5e4",
+            "[stage.2] has no key rope_teta, did you mean rope_theta?",
+        ),
+        (
+            "local_batch_size = 1\n",
+            "",
+            "stage.2.global_batch_size: is 2, not a multiple of local_batch_size = 5",
+        ),
+        (
+            "[[stage]]",
+            "steps = 7\n[[stage]]",
+            "training.steps: is 7, but the stages take 36 steps",
+        ),
+        ("window = 32", "window = 0", "stage.2.window: is 0, outside"),
+    ] {
+        let text = message(from, to, &[]);
+        assert!(text.contains(expected), "{to}: {text}");
+    }
+    let text = load_replaced("[optimizer]", "[stage]\nsteps = 3\n[optimizer]")
+        .expect_err("no list")
+        .to_string();
+    assert!(
+        text.contains("stage: wanted one or more blocks [[stage]], got a table"),
+        "{text}"
+    );
+    let text = message("", "", &["attention.kind=mha"]);
+    assert!(
+        text.contains("stage.2.window: does not go with kind = \"mha\""),
+        "{text}"
+    );
+}
+
+#[test]
+fn stages_are_overridden_by_number() {
+    let load = |items: &[&str]| {
+        let text =
+            MINIMAL
+                .replacen("steps = 40\n", "", 1)
+                .replacen("local_batch_size = 5", STAGED, 1);
+        let items = items
+            .iter()
+            .map(|item| (*item).to_owned())
+            .collect::<Vec<_>>();
+        Recipe::load(&text, "staged.toml", &items)
+    };
+    let recipe = load(&["stage.1.steps=3", "stage.2.steps=4", "stage.2.window=8"]).expect("valid");
+    assert_eq!((recipe.training.steps, recipe.stage[1].steps), (7, 4));
+    assert_eq!(recipe.stage[1].window, Some(8));
+    let error = load(&["stage.3.steps=3"])
+        .expect_err("two stages")
+        .to_string();
+    assert!(
+        error.contains("--set stage.3.steps=3: stage.3.steps: there is no stage 3"),
+        "{error}"
+    );
+    let error = load(&["stage.1.step=3"]).expect_err("no key").to_string();
+    assert!(error.contains("did you mean steps?"), "{error}");
+    let error = load(&["stage=3"]).expect_err("no key").to_string();
+    assert!(error.contains("section.key=value"), "{error}");
+}
