@@ -20,7 +20,7 @@ fn main() -> ExitCode {
     for kernel in specialisations(&manifest) {
         for arch in ["sm_80", "sm_90a"] {
             match compile_with_nvrtc(&kernel, arch, Path::new(&cuda_path)) {
-                Ok(cubin) if cubin.starts_with(b"\x7fELF") => compiled += 1,
+                Ok(kernel) if kernel.cubin.starts_with(b"\x7fELF") => compiled += 1,
                 Ok(_) => {
                     eprintln!(
                         "{} {:?} {arch}: the result is no cubin",

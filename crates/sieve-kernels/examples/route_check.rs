@@ -286,8 +286,8 @@ fn run(folder: &Path, quick: bool) -> Result<Outcomes, KernelError> {
         .unwrap_or(Path::new("/usr/local/cuda"));
     let good = SourceKernel::from_text("constant", constant_text("7.0f")).threads(32);
     let start = Instant::now();
-    let cubin = ahead_of_time::compile_with_nvrtc(&good, &device.arch(), cuda_path)?;
-    ahead_of_time::store(&cache, &[(stored_kernel(), cubin)])?;
+    let compiled = ahead_of_time::compile_with_nvrtc(&good, &device.arch(), cuda_path)?;
+    ahead_of_time::store(&cache, &[(stored_kernel(), compiled.cubin)])?;
     println!(
         "stored a cubin ahead of time in {:.0} ms",
         start.elapsed().as_secs_f64() * 1e3

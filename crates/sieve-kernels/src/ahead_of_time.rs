@@ -2,23 +2,81 @@
 //!
 //! CubeCL would compile each kernel at its first launch, one after the other, to PTX that the driver compiles once more.
 //! What [`store`] puts into the cache is loaded instead, without any compiler.
+mod resources;
+
+pub use resources::KernelResources;
+
 use crate::cache::KernelCache;
-use crate::error::KernelError;
-use crate::probe::check_headers;
+use crate::cache_files::{CacheEntry, open_files};
+use crate::error::{CudaVersion, KernelError};
+use crate::probe::{check_headers, nvrtc_version};
 use crate::source_kernel::SourceKernel;
-use cubecl_common::cache::CacheOption;
-use cubecl_common::compilation_cache::CompilationCache;
+use cubecl::cuda::install;
 use cudarc::nvrtc::{result as nvrtc, sys};
 use std::ffi::{CString, c_char};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What CubeCL 0.10 stores under a kernel's key; field names and order are its format.
-#[derive(serde::Serialize, serde::Deserialize, Clone, Debug, PartialEq, Eq)]
-struct CacheEntry {
-    entrypoint_name: String,
-    shared_mem_bytes: usize,
-    ptx: Vec<c_char>,
+/// A kernel as a GPU loads it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CompiledKernel {
+    /// The machine code.
+    pub cubin: Vec<u8>,
+    /// What it uses; `None` when the compiler did not say.
+    pub resources: Option<KernelResources>,
+}
+
+/// Version of the NVRTC on this machine.
+///
+/// # Errors
+/// [`KernelError::NoNvrtc`].
+pub fn installed_nvrtc() -> Result<CudaVersion, KernelError> {
+    // SAFETY: only tries to open the library.
+    if unsafe { sys::is_culib_present() } {
+        nvrtc_version()
+    } else {
+        Err(KernelError::NoNvrtc)
+    }
+}
+
+/// The toolkit folder whose headers kernels are compiled against: `$CUDA_PATH`, or one of the usual places.
+///
+/// # Errors
+/// [`KernelError::NoHeaders`].
+pub fn cuda_folder() -> Result<PathBuf, KernelError> {
+    let folder = install::cuda_path();
+    check_headers(folder.as_deref())?;
+    Ok(folder.unwrap_or_default())
+}
+
+/// Version of an nvcc: that of its toolkit, and so of the NVRTC beside it.
+///
+/// # Errors
+/// [`KernelError::Nvcc`] when it does not start or is no nvcc.
+pub fn nvcc_version(nvcc: &Path) -> Result<CudaVersion, KernelError> {
+    let error = |reason: String| KernelError::Nvcc {
+        path: nvcc.to_owned(),
+        reason,
+    };
+    let output = Command::new(nvcc)
+        .arg("--version")
+        .output()
+        .map_err(|e| error(e.to_string()))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    release(&text).ok_or_else(|| {
+        error("it does not print a CUDA release when asked for its --version".to_owned())
+    })
+}
+
+/// `13.0` of `Cuda compilation tools, release 13.0, V13.0.88`.
+fn release(text: &str) -> Option<CudaVersion> {
+    let (_, rest) = text.split_once("release ")?;
+    let (major, rest) = rest.split_once('.')?;
+    let digits = rest.split(|c: char| !c.is_ascii_digit()).next()?;
+    Some(CudaVersion {
+        major: major.parse().ok()?,
+        minor: digits.parse().ok()?,
+    })
 }
 
 /// Compiles one kernel with NVRTC for `arch` (`sm_80`, `sm_90a`, …) to a cubin. Needs no GPU. Safe to call from several
@@ -30,7 +88,7 @@ pub fn compile_with_nvrtc(
     kernel: &SourceKernel,
     arch: &str,
     cuda_path: &Path,
-) -> Result<Vec<u8>, KernelError> {
+) -> Result<CompiledKernel, KernelError> {
     // SAFETY: only tries to open the library.
     if !unsafe { sys::is_culib_present() } {
         return Err(KernelError::NoNvrtc);
@@ -49,21 +107,22 @@ pub fn compile_with_nvrtc(
         format!("--gpu-architecture={arch}"),
         format!("--include-path={}", include.display()),
         "-lineinfo".to_owned(),
+        // Changes no code: the log names registers and spills.
+        "--ptxas-options=-v".to_owned(),
         format!("--include-path={}", cccl.display()),
     ];
     let used = if cccl.is_dir() {
         &options[..]
     } else {
-        &options[..3]
+        &options[..4]
     };
     // SAFETY: the program is alive.
-    if unsafe { nvrtc::compile_program(program.0, used) }.is_err() {
-        // SAFETY: the program is alive and was compiled.
-        let log = unsafe { nvrtc::get_program_log(program.0) }.map_err(failed)?;
-        return Err(KernelError::Compile {
-            kernel: kernel.name(),
-            log: text_of(&log),
-        });
+    let compiled = unsafe { nvrtc::compile_program(program.0, used) };
+    // SAFETY: the program is alive and was compiled.
+    let log = text_of(&unsafe { nvrtc::get_program_log(program.0) }.map_err(failed)?);
+    if compiled.is_err() {
+        let kernel = kernel.name();
+        return Err(KernelError::Compile { kernel, log });
     }
     let mut size = 0;
     // SAFETY: the program is compiled; `size` is a valid pointer.
@@ -75,20 +134,26 @@ pub fn compile_with_nvrtc(
     unsafe { sys::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast()) }
         .result()
         .map_err(failed)?;
-    Ok(cubin)
+    let resources = resources::parse(&log, kernel.entry_point());
+    Ok(CompiledKernel { cubin, resources })
 }
 
 /// Compiles one kernel with an installed nvcc for `arch` to a cubin.
 ///
 /// # Errors
-/// [`KernelError::Cache`] when nvcc or the temporary files cannot be used, [`KernelError::Compile`] with nvcc's messages.
+/// [`KernelError::Nvcc`] when it does not start, [`KernelError::Cache`] when the temporary files cannot be used,
+/// [`KernelError::Compile`] with nvcc's messages.
 pub fn compile_with_nvcc(
     kernel: &SourceKernel,
     arch: &str,
     nvcc: &Path,
     work_folder: &Path,
-) -> Result<Vec<u8>, KernelError> {
-    let stem = format!("{}-{:032x}", kernel.entry_point(), kernel.cache_key()?);
+) -> Result<CompiledKernel, KernelError> {
+    let stem = format!(
+        "{}-{arch}-{:032x}",
+        kernel.entry_point(),
+        kernel.cache_key()?
+    );
     let (source, cubin) = (
         work_folder.join(format!("{stem}.cu")),
         work_folder.join(format!("{stem}.cubin")),
@@ -101,15 +166,15 @@ pub fn compile_with_nvcc(
     let virtual_arch = arch.replacen("sm_", "compute_", 1);
     let run = Command::new(nvcc)
         .arg(format!("-gencode=arch={virtual_arch},code={arch}"))
-        .args(["-std=c++17", "-cubin", "-o"])
+        .args(["-std=c++17", "-lineinfo", "-Xptxas", "-v", "-cubin", "-o"])
         .args([&cubin, &source])
         .output();
-    let output = run.map_err(|e| KernelError::Cache {
+    let output = run.map_err(|e| KernelError::Nvcc {
         path: nvcc.to_owned(),
         reason: e.to_string(),
     })?;
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
     if !output.status.success() {
-        let log = String::from_utf8_lossy(&output.stderr).into_owned();
         return Err(KernelError::Compile {
             kernel: kernel.name(),
             log,
@@ -117,19 +182,23 @@ pub fn compile_with_nvcc(
     }
     let bytes = std::fs::read(&cubin).map_err(io)?;
     let _ = (std::fs::remove_file(source), std::fs::remove_file(cubin));
-    Ok(bytes)
+    Ok(CompiledKernel {
+        cubin: bytes,
+        resources: resources::parse(&log, kernel.entry_point()),
+    })
 }
 
 /// Puts compiled kernels into a cache, before the first client is made. Returns how many were new; a kernel already there
 /// stays as it is.
 ///
 /// # Errors
-/// An unresolvable source; writing failures make CubeCL fall back to compiling, so they are no error here.
+/// An unresolvable source, a folder without room for the kernels.
 pub fn store(
     cache: &KernelCache,
     kernels: &[(SourceKernel, Vec<u8>)],
 ) -> Result<usize, KernelError> {
-    let mut files = open_files(cache);
+    require_room(cache, kernels)?;
+    let mut files = open_files(cache.folder());
     let mut stored = 0;
     for (kernel, cubin) in kernels {
         let key = kernel.cache_key()?;
@@ -151,21 +220,38 @@ pub fn store(
     Ok(stored)
 }
 
+/// For each kernel, whether a launch would find it in the cache.
+///
+/// # Errors
+/// An unresolvable source.
+pub fn are_stored(cache: &KernelCache, kernels: &[SourceKernel]) -> Result<Vec<bool>, KernelError> {
+    let files = open_files(cache.folder());
+    let stored = |kernel: &SourceKernel| Ok(files.get(&kernel.cache_key()?).is_some());
+    kernels.iter().map(stored).collect()
+}
+
 /// True when a launch of this kernel would find it in the cache.
 ///
 /// # Errors
 /// An unresolvable source.
 pub fn is_stored(cache: &KernelCache, kernel: &SourceKernel) -> Result<bool, KernelError> {
-    let key = kernel.cache_key()?;
-    Ok(open_files(cache).get(&key).is_some())
+    Ok(are_stored(cache, std::slice::from_ref(kernel))? == [true])
 }
 
-fn open_files(cache: &KernelCache) -> CompilationCache<u128, CacheEntry> {
-    // Folder names as cubecl-cuda opens them; the version directory is cubecl-common's own.
-    CompilationCache::new(
-        "ptx",
-        CacheOption::default().name("cuda").root(cache.folder()),
-    )
+/// CubeCL's files panic when the disk is full, so the room is tried first: as much as they will take (an entry stores
+/// most bytes as two).
+fn require_room(
+    cache: &KernelCache,
+    kernels: &[(SourceKernel, Vec<u8>)],
+) -> Result<(), KernelError> {
+    let bytes: usize = kernels.iter().map(|(_, cubin)| 2 * cubin.len() + 512).sum();
+    let trial = cache.folder().join("room");
+    let written = std::fs::write(&trial, vec![1u8; bytes]);
+    let _ = std::fs::remove_file(&trial);
+    written.map_err(|e| KernelError::Cache {
+        path: cache.folder().to_owned(),
+        reason: format!("no room for {bytes} bytes of kernels: {e}"),
+    })
 }
 
 /// Destroys the program when it goes.
@@ -200,6 +286,21 @@ mod tests {
     use super::*;
 
     #[test]
+    fn an_nvcc_tells_its_release() {
+        let text = "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release 12.8, V12.8.93\n";
+        let version = CudaVersion {
+            major: 12,
+            minor: 8,
+        };
+        assert_eq!(release(text), Some(version));
+        assert_eq!(release("something else"), None);
+        let error = nvcc_version(Path::new("no-such-nvcc"))
+            .expect_err("there is none")
+            .to_string();
+        assert!(error.contains("no-such-nvcc"), "{error}");
+    }
+
+    #[test]
     fn what_is_stored_is_found_again_and_only_that() {
         let root = tempfile::tempdir().expect("a temporary folder");
         let kernel = SourceKernel::from_text("probe", "one").shared_bytes(2048);
@@ -215,7 +316,7 @@ mod tests {
             );
         }
         let cache = KernelCache::open(root.path(), "sm_80", "13.0").expect("writable");
-        let files = open_files(&cache);
+        let files = open_files(cache.folder());
         let entry = files
             .get(&kernel.cache_key().expect("plain text"))
             .expect("stored");

@@ -2,6 +2,7 @@
 //!
 //! CubeCL keeps compiled kernels in append-only files that only one process may write. The first process of a machine
 //! locks the shared folder; others work on a private copy beside it, which goes when they end.
+use crate::cache_files::{cubecl_folder, repair};
 use crate::error::KernelError;
 use cubecl_runtime::config::cache::CacheConfig;
 use cubecl_runtime::config::{CubeClRuntimeConfig, RuntimeConfig};
@@ -12,6 +13,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// File in a cache folder whose lock says that a process writes there. The operating system frees it with the process.
 const LOCK_FILE: &str = "lock";
+
+/// File with the size that the compiled kernels had when they were last known to be whole.
+const CHECKED_FILE: &str = "checked-bytes";
 
 /// Start of the names of private folders.
 const PRIVATE_PREFIX: &str = "private-";
@@ -40,6 +44,7 @@ impl KernelCache {
         create_folder(&shared)?;
         if let Some(lock) = lock_folder(&shared)? {
             remove_abandoned(&shared);
+            repair_if_changed(&shared)?;
             return Ok(Self {
                 folder: shared,
                 private: false,
@@ -53,7 +58,7 @@ impl KernelCache {
         let lock = lock_folder(&folder)?
             .ok_or_else(|| cache_error(&folder, "locked by another process"))?;
         // Reading while the owner appends is fine: CubeCL skips an entry that ends early.
-        copy_folder(&shared.join("cuda"), &folder.join("cuda"))
+        copy_folder(&cubecl_folder(&shared), &cubecl_folder(&folder))
             .map_err(|e| cache_error(&folder, e))?;
         Ok(Self {
             folder,
@@ -77,7 +82,7 @@ impl KernelCache {
     /// # Errors
     /// [`KernelError::Cache`].
     pub fn clear(&self) -> Result<(), KernelError> {
-        match fs::remove_dir_all(self.folder.join("cuda")) {
+        match fs::remove_dir_all(cubecl_folder(&self.folder)) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(cache_error(&self.folder, e)),
             _ => Ok(()),
         }
@@ -147,6 +152,40 @@ fn remove_abandoned(shared: &Path) {
     }
 }
 
+/// Repairs the files when an earlier process wrote to them: it may have been killed in the middle of an entry. A process
+/// that compiled nothing changes nothing, so the usual start costs nothing here.
+fn repair_if_changed(folder: &Path) -> Result<(), KernelError> {
+    let record = folder.join(CHECKED_FILE);
+    let size = || total_bytes(&cubecl_folder(folder)).map_err(|e| cache_error(folder, e));
+    let checked = fs::read_to_string(&record)
+        .ok()
+        .and_then(|text| text.trim().parse().ok());
+    if checked == Some(size()?) {
+        return Ok(());
+    }
+    repair(folder)?;
+    fs::write(&record, size()?.to_string()).map_err(|e| cache_error(&record, e))
+}
+
+/// Bytes of all files below a folder that is not there, or is.
+fn total_bytes(folder: &Path) -> io::Result<u64> {
+    let entries = match fs::read_dir(folder) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(0),
+        entries => entries?,
+    };
+    let mut total = 0;
+    for entry in entries {
+        let entry = entry?;
+        let metadata = entry.metadata()?;
+        total += if metadata.is_dir() {
+            total_bytes(&entry.path())?
+        } else {
+            metadata.len()
+        };
+    }
+    Ok(total)
+}
+
 /// Copies a folder tree, without CubeCL's own lock files. A missing source is an empty one.
 fn copy_folder(from: &Path, to: &Path) -> io::Result<()> {
     let entries = match fs::read_dir(from) {
@@ -176,6 +215,7 @@ fn cache_error(path: &Path, reason: impl ToString) -> KernelError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cache_files::{CacheEntry, open_files};
 
     #[test]
     fn the_second_user_works_on_a_private_copy() {
@@ -214,6 +254,40 @@ mod tests {
         drop(first);
         let next = KernelCache::open(root.path(), "sm_80", "12.8").expect("writable");
         assert!(!next.is_private() && !abandoned.exists());
+    }
+
+    #[test]
+    fn a_torn_cache_is_repaired_once() {
+        let root = tempfile::tempdir().expect("a temporary folder");
+        let open = || KernelCache::open(root.path(), "sm_80", "12.8").expect("writable");
+        let folder = open().folder().to_owned();
+        let entry = CacheEntry {
+            entrypoint_name: "k".into(),
+            shared_mem_bytes: 0,
+            ptx: vec![1; 100],
+        };
+        open_files(&folder).insert(7, entry.clone()).expect("new");
+        let chunk = cubecl_folder(&folder).join("0.10.0/ptx/chunk0.cbor");
+        let whole = fs::read(&chunk).expect("written");
+        fs::write(&chunk, [&whole[..], &whole[..20]].concat()).expect("written");
+        drop(open());
+        assert_eq!(
+            fs::read(&chunk).expect("there"),
+            whole,
+            "the torn end is gone"
+        );
+        let before = fs::metadata(&chunk)
+            .and_then(|m| m.modified())
+            .expect("a time");
+        drop(open());
+        let after = fs::metadata(&chunk)
+            .and_then(|m| m.modified())
+            .expect("a time");
+        assert_eq!(
+            before, after,
+            "nothing was written since, so nothing is done"
+        );
+        assert_eq!(open_files(&folder).get(&7), Some(&entry));
     }
 
     #[test]

@@ -16,6 +16,7 @@ mod source_kernel;
 
 pub mod ahead_of_time;
 mod cache;
+mod cache_files;
 mod probe;
 
 pub mod oracle;
@@ -37,6 +38,7 @@ mod dma_select;
 
 mod cublaslt;
 mod fill_zero;
+mod needed;
 mod shipped;
 mod swiglu_backward;
 mod swiglu_forward;
@@ -77,8 +79,9 @@ pub use error::{CudaVersion, KernelError};
 pub use fill_zero::{fill_zero, fill_zero_kernel};
 pub use heads::{AttentionShape, Heads, Qkv};
 pub use layout::{RowLayout, contiguous_strides, row_layout, strides_are_contiguous};
+pub use needed::{AttentionNeeds, NeededKernels, NeededKeys, needed_kernels, shared_bytes_of};
 pub use probe::{CudaReport, DeviceReport, memory_bytes, probe};
-pub use shipped::shipped_kernels;
+pub use shipped::{shipped_kernels, shipped_kernels_for};
 pub use source::{KernelText, kernel_file, kernel_files};
 pub use source_kernel::SourceKernel;
 pub use swiglu_backward::{swiglu_backward, swiglu_backward_kernel};

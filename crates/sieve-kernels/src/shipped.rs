@@ -22,6 +22,7 @@ use crate::dma_select::dma_select_kernels;
 use crate::error::KernelError;
 use crate::fill_zero::fill_zero_kernel;
 use crate::heads::AttentionShape;
+use crate::needed::NeededKernels;
 use crate::source_kernel::SourceKernel;
 use crate::swiglu_backward::swiglu_backward_kernel;
 use crate::swiglu_forward::swiglu_forward_kernel;
@@ -50,6 +51,15 @@ const USUAL_GROUP: usize = 2;
 /// # Errors
 /// None for the sizes listed here; [`KernelError::DeviceLimit`] would mean that a tiling outgrew an H100.
 pub fn shipped_kernels() -> Result<Vec<SourceKernel>, KernelError> {
+    let mut list = shipped_kernels_for(SHARED_BYTES);
+    match list.refused.pop() {
+        Some(error) => Err(error),
+        None => Ok(list.kernels),
+    }
+}
+
+/// The same specialisations with the tilings of a device whose blocks may have `shared_bytes` of shared memory.
+pub fn shipped_kernels_for(shared_bytes: usize) -> NeededKernels {
     let mut kernels = vec![
         fill_zero_kernel(),
         dma_lists_kernel(),
@@ -72,22 +82,25 @@ pub fn shipped_kernels() -> Result<Vec<SourceKernel>, KernelError> {
         kernels.push(attention_decode_kernel(width, width, 1));
         kernels.push(dma_decode_kernel(width, width, ScoreBias::Exp));
     }
-    forward(&mut kernels)?;
-    backward(&mut kernels)?;
-    Ok(kernels)
+    let mut list = NeededKernels {
+        kernels,
+        refused: Vec::new(),
+    };
+    forward(&mut list, shared_bytes);
+    backward(&mut list, shared_bytes);
+    list
 }
 
-fn forward(kernels: &mut Vec<SourceKernel>) -> Result<(), KernelError> {
+fn forward(list: &mut NeededKernels, shared_bytes: usize) {
     let mut dense = |shape: AttentionShape, source| {
-        let tiling = ForwardTiling::choose(NAME, &shape, source, SHARED_BYTES)?;
-        kernels.push(attention_forward_kernel(&shape, &tiling, source));
-        Ok(())
+        let tiling = ForwardTiling::choose(NAME, &shape, source, shared_bytes);
+        list.add(tiling.map(|tiling| attention_forward_kernel(&shape, &tiling, source)));
     };
     for &widths in WIDTHS {
-        dense(shape(widths, USUAL_GROUP), KeySource::Dense)?;
+        dense(shape(widths, USUAL_GROUP), KeySource::Dense);
     }
     for width in [64, 128] {
-        dense(shape((width, width), USUAL_GROUP), KeySource::Biased)?;
+        dense(shape((width, width), USUAL_GROUP), KeySource::Biased);
     }
     let groups = [32, 64, 96, 128].map(|width| (width, USUAL_GROUP));
     for (width, group) in groups
@@ -95,50 +108,45 @@ fn forward(kernels: &mut Vec<SourceKernel>) -> Result<(), KernelError> {
         .chain([(64, 1), (64, 4), (128, 1), (128, 4)])
     {
         let shape = shape((width, width), group);
-        let tiling = ForwardTiling::choose(NAME, &shape, KeySource::Gathered, SHARED_BYTES)?;
-        kernels.push(dma_attention_forward_kernel(&shape, &tiling));
+        let tiling = ForwardTiling::choose(NAME, &shape, KeySource::Gathered, shared_bytes);
+        list.add(tiling.map(|tiling| dma_attention_forward_kernel(&shape, &tiling)));
     }
-    Ok(())
 }
 
-fn backward(kernels: &mut Vec<SourceKernel>) -> Result<(), KernelError> {
+fn backward(list: &mut NeededKernels, shared_bytes: usize) {
     let mut dense = |widths, source, order| {
         let shape = shape(widths, USUAL_GROUP);
-        let tiling = BackwardTiling::choose(NAME, &shape, source, SHARED_BYTES)?;
+        let tiling = BackwardTiling::choose(NAME, &shape, source, shared_bytes);
         for set in BackwardTiling::launches(&shape, order) {
-            kernels.push(attention_backward_kernel(&shape, &tiling, source, set));
+            let kernel = tiling.clone();
+            list.add(kernel.map(|tiling| attention_backward_kernel(&shape, &tiling, source, set)));
         }
-        Ok(())
     };
     for widths in WIDTHS.iter().copied().filter(|widths| widths.0 > 16) {
-        dense(widths, KeySource::Dense, SumOrder::Any)?;
+        dense(widths, KeySource::Dense, SumOrder::Any);
     }
     for width in [64, 128] {
-        dense((width, width), KeySource::Biased, SumOrder::Any)?;
+        dense((width, width), KeySource::Biased, SumOrder::Any);
     }
-    dense((128, 128), KeySource::Dense, SumOrder::Fixed)?;
+    dense((128, 128), KeySource::Dense, SumOrder::Fixed);
     let fixed = shape((128, 128), USUAL_GROUP);
     let query = |shape: &AttentionShape, pass, source| {
-        QueryTiling::choose(NAME, pass, shape, source, SHARED_BYTES)
+        QueryTiling::choose(NAME, pass, shape, source, shared_bytes)
     };
-    let tiling = query(&fixed, QueryPass::Gradient, KeySource::Dense)?;
-    kernels.push(attention_backward_query_kernel(
-        &fixed,
-        &tiling,
-        KeySource::Dense,
-    ));
-    let tiling = query(&fixed, QueryPass::Gradient, KeySource::Gathered)?;
-    kernels.push(dma_attention_backward_query_kernel(&fixed, &tiling));
+    let tiling = query(&fixed, QueryPass::Gradient, KeySource::Dense);
+    list.add(
+        tiling.map(|tiling| attention_backward_query_kernel(&fixed, &tiling, KeySource::Dense)),
+    );
+    let tiling = query(&fixed, QueryPass::Gradient, KeySource::Gathered);
+    list.add(tiling.map(|tiling| dma_attention_backward_query_kernel(&fixed, &tiling)));
     for width in [64, 128] {
         let shape = shape((width, width), USUAL_GROUP);
-        let tiling = query(&shape, QueryPass::RowSums, KeySource::Biased)?;
-        kernels.push(attention_row_sums_kernel(
-            &shape,
-            &tiling,
-            KeySource::Biased,
-        ));
-        let tiling = query(&shape, QueryPass::RowSums, KeySource::Gathered)?;
-        kernels.push(dma_attention_row_sums_kernel(&shape, &tiling));
+        let tiling = query(&shape, QueryPass::RowSums, KeySource::Biased);
+        list.add(
+            tiling.map(|tiling| attention_row_sums_kernel(&shape, &tiling, KeySource::Biased)),
+        );
+        let tiling = query(&shape, QueryPass::RowSums, KeySource::Gathered);
+        list.add(tiling.map(|tiling| dma_attention_row_sums_kernel(&shape, &tiling)));
     }
     for (width, order) in [
         (32, SumOrder::Any),
@@ -147,12 +155,14 @@ fn backward(kernels: &mut Vec<SourceKernel>) -> Result<(), KernelError> {
         (128, SumOrder::Fixed),
     ] {
         let shape = shape((width, width), USUAL_GROUP);
-        let tiling = BackwardTiling::choose(NAME, &shape, KeySource::Gathered, SHARED_BYTES)?;
+        let tiling = BackwardTiling::choose(NAME, &shape, KeySource::Gathered, shared_bytes);
         for set in BackwardTiling::launches(&shape, order) {
-            kernels.push(dma_attention_backward_kernel(&shape, &tiling, set, order));
+            let kernel = tiling.clone();
+            list.add(
+                kernel.map(|tiling| dma_attention_backward_kernel(&shape, &tiling, set, order)),
+            );
         }
     }
-    Ok(())
 }
 
 /// A shape of which only widths and group count.

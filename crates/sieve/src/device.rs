@@ -72,7 +72,7 @@ fn open_cuda(report: &CudaReport, index: usize) -> Result<Device> {
 }
 
 /// `$XDG_CACHE_HOME/sieve`, else `~/.cache/sieve`.
-fn cache_root() -> Result<PathBuf> {
+pub(crate) fn cache_root() -> Result<PathBuf> {
     let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
     let base = variable("XDG_CACHE_HOME")
         .map(PathBuf::from)

@@ -6,6 +6,7 @@ mod eval;
 mod export;
 mod generate;
 mod interrupt;
+mod kernels;
 mod loaded;
 mod logits;
 mod recipe;
@@ -39,6 +40,9 @@ enum Command {
     /// Inspect what a run reads
     #[command(subcommand)]
     Data(data::DataCommand),
+    /// Compile, check, time and run the CUDA kernels
+    #[command(subcommand)]
+    Kernels(kernels::KernelsCommand),
 }
 
 fn main() -> ExitCode {
@@ -50,6 +54,7 @@ fn main() -> ExitCode {
         Command::Export(args) => export::run(args),
         Command::Logits(args) => logits::run(args),
         Command::Data(command) => data::run(command),
+        Command::Kernels(command) => kernels::run(command),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
