@@ -2,18 +2,19 @@
 //!
 //! Dense causal, sliding window and DMA differ only in where `expire` comes from. Nothing here is seq_len x seq_len.
 
-mod backward;
+pub(crate) mod backward;
 pub mod decode;
-mod forward;
+pub(crate) mod forward;
 mod keys;
-mod panel;
+pub mod listed;
+pub(crate) mod panel;
 #[cfg(test)]
 mod reference;
-mod scratch;
-mod segments;
+pub(crate) mod scratch;
+pub(crate) mod segments;
 #[cfg(test)]
 mod tests;
-mod tile;
+pub(crate) mod tile;
 
 /// Sizes of an attention op. A query head p reads KV head `p / (num_heads / num_kv_heads)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -100,7 +101,48 @@ impl AttentionShape {
     }
 }
 
-impl AttentionShape {
+/// Sizes of an op on a packed tensor whose values may be narrower than its keys.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Packed {
+    shape: AttentionShape,
+    /// Width of a value, at most that of a key.
+    pub(crate) head_dim_v: usize,
+}
+
+impl std::ops::Deref for Packed {
+    type Target = AttentionShape;
+
+    fn deref(&self) -> &AttentionShape {
+        &self.shape
+    }
+}
+
+impl From<AttentionShape> for Packed {
+    fn from(shape: AttentionShape) -> Self {
+        Self {
+            shape,
+            head_dim_v: shape.head_dim,
+        }
+    }
+}
+
+impl Packed {
+    /// Values of width `head_dim_v`.
+    ///
+    /// Panics when they would be wider than the keys.
+    pub(crate) fn new(shape: AttentionShape, head_dim_v: usize) -> Self {
+        assert!(
+            0 < head_dim_v && head_dim_v <= shape.head_dim,
+            "attention: head_dim_v must be in 1..=head_dim"
+        );
+        Self { shape, head_dim_v }
+    }
+
+    /// Elements of one token in the packed tensor.
+    pub(crate) fn token_len(&self) -> usize {
+        (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.head_dim_v
+    }
+
     fn check_operands(&self, op: &str, qkv: &[f32], o: &[f32], lse: &[f32]) {
         let tokens = self.batch * self.seq_len;
         assert_eq!(
@@ -110,7 +152,7 @@ impl AttentionShape {
         );
         assert_eq!(
             o.len(),
-            tokens * self.num_heads * self.head_dim,
+            tokens * self.num_heads * self.head_dim_v,
             "{op}: o has another size"
         );
         assert_eq!(
@@ -173,6 +215,38 @@ pub fn attention_forward(
     o: &mut [f32],
     lse: &mut [f32],
 ) {
+    packed_forward(shape.into(), qkv, documents, mask, o, lse);
+}
+
+/// As [`attention_forward`], dense causal, with values narrower than the keys (`0 < head_dim_v <= head_dim`), as
+/// multi-head latent attention has them.
+///
+/// # Shapes
+/// - qkv: `[batch, seq_len, (num_heads + num_kv_heads) * head_dim + num_kv_heads * head_dim_v]`, q, then k, then v
+/// - o: `[batch, seq_len, num_heads, head_dim_v]`, lse: `[batch, num_heads, seq_len]`; written whole
+///
+/// # Panics
+/// When lengths do not fit or the documents are not consecutive ranges.
+pub fn narrow_value_attention_forward(
+    shape: AttentionShape,
+    head_dim_v: usize,
+    qkv: &[f32],
+    documents: Documents<'_>,
+    o: &mut [f32],
+    lse: &mut [f32],
+) {
+    let shape = Packed::new(shape, head_dim_v);
+    packed_forward(shape, qkv, documents, Mask::Causal, o, lse);
+}
+
+fn packed_forward(
+    shape: Packed,
+    qkv: &[f32],
+    documents: Documents<'_>,
+    mask: Mask<'_>,
+    o: &mut [f32],
+    lse: &mut [f32],
+) {
     shape.check(documents, mask);
     shape.check_operands("attention_forward", qkv, o, lse);
     if shape.seq_len == 0 {
@@ -202,6 +276,48 @@ pub fn attention_forward(
 )]
 pub fn attention_backward(
     shape: AttentionShape,
+    qkv: &[f32],
+    documents: Documents<'_>,
+    mask: Mask<'_>,
+    o: &[f32],
+    lse: &[f32],
+    d_o: &[f32],
+    d_qkv: &mut [f32],
+    d_delta: Option<&mut [f32]>,
+) {
+    let shape = shape.into();
+    packed_backward(shape, qkv, documents, mask, o, lse, d_o, d_qkv, d_delta);
+}
+
+/// Gradient of [`narrow_value_attention_forward`]; shapes as there, d_qkv is written whole.
+///
+/// # Panics
+/// When lengths do not fit or the documents are not consecutive ranges.
+#[allow(
+    clippy::too_many_arguments,
+    reason = "the operands of one op, all slices"
+)]
+pub fn narrow_value_attention_backward(
+    shape: AttentionShape,
+    head_dim_v: usize,
+    qkv: &[f32],
+    documents: Documents<'_>,
+    o: &[f32],
+    lse: &[f32],
+    d_o: &[f32],
+    d_qkv: &mut [f32],
+) {
+    let shape = Packed::new(shape, head_dim_v);
+    let mask = Mask::Causal;
+    packed_backward(shape, qkv, documents, mask, o, lse, d_o, d_qkv, None);
+}
+
+#[allow(
+    clippy::too_many_arguments,
+    reason = "the operands of the public function"
+)]
+fn packed_backward(
+    shape: Packed,
     qkv: &[f32],
     documents: Documents<'_>,
     mask: Mask<'_>,

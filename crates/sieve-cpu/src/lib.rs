@@ -27,17 +27,24 @@ pub mod embedding;
 pub mod expire;
 pub mod gemm;
 pub mod linear_cross_entropy;
+pub mod mla;
+pub mod nsa;
 pub mod qk_norm_rope;
 pub mod reduce;
 pub mod rms_norm;
 mod simd;
+pub mod softmax;
 pub mod swiglu;
 #[cfg(test)]
 mod test_data;
 
 pub use adamw::{AdamWStep, adamw_step};
 pub use attention::decode::{DecodeShape, decode_attention};
-pub use attention::{AttentionShape, Documents, Mask, attention_backward, attention_forward};
+pub use attention::listed::{ListedAttention, ListedTile};
+pub use attention::{
+    AttentionShape, Documents, Mask, attention_backward, attention_forward,
+    narrow_value_attention_backward, narrow_value_attention_forward,
+};
 pub use dma_scores::{dma_scores_backward, dma_scores_forward};
 pub use embedding::{embedding_backward, embedding_forward};
 pub use expire::{MaskStatistics, dma_expire, dma_expire_by_threshold, mask_statistics};
@@ -46,7 +53,14 @@ pub use linear_cross_entropy::{
     CrossEntropy, linear_cross_entropy, linear_cross_entropy_per_row,
     linear_cross_entropy_with_grad,
 };
+pub use mla::{MlaPack, mla_pack_backward, mla_pack_forward};
+pub use nsa::{
+    NsaBlocks, nsa_blocks_backward, nsa_blocks_forward, nsa_compressed_backward,
+    nsa_compressed_forward, nsa_gates_backward, nsa_gates_forward, nsa_mean_pool_backward,
+    nsa_mean_pool_forward, nsa_selected_backward, nsa_selected_forward,
+};
 pub use qk_norm_rope::{QkNormRope, qk_norm_rope_backward, qk_norm_rope_forward};
 pub use reduce::sum_of_squares;
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
+pub use softmax::{exp_row, max_of_row};
 pub use swiglu::{swiglu_backward, swiglu_forward};

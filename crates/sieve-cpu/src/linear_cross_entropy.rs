@@ -16,6 +16,12 @@ const MAX_LOGITS: usize = 1 << 24;
 /// Rows of a chunk at most, whatever the vocabulary.
 const MAX_CHUNK_ROWS: usize = 1024;
 
+/// Share of unlabelled rows, one in so many, from which the labelled ones are copied together first.
+const MIN_UNLABELLED: usize = 8;
+
+/// Fewer rows than these take other code in the product library, and round otherwise.
+const MIN_PRODUCT_ROWS: usize = 8;
+
 /// Sums over the rows that have a label.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CrossEntropy {
@@ -129,6 +135,11 @@ fn run(
             "linear_cross_entropy: label {label} is not below {vocab_size}"
         );
     }
+    let labelled = labels.iter().filter(|&&label| label >= FIRST_LABEL).count();
+    let worth_it = (labels.len() - labelled) * MIN_UNLABELLED >= labels.len();
+    if worth_it && labelled < labels.len() && (labelled == 0 || labelled >= MIN_PRODUCT_ROWS) {
+        return run_labelled(h, weight, labels, d_model, z_loss, gradients, nll);
+    }
     let chunk_rows = (MAX_LOGITS / vocab_size.max(1)).clamp(32, MAX_CHUNK_ROWS);
     let mut logits = vec![0.0; chunk_rows.min(labels.len()) * vocab_size];
     let mut total = CrossEntropy {
@@ -197,6 +208,58 @@ fn run(
                 beta,
                 MatrixMut::new(dweight, vocab_size, d_model),
             );
+        }
+    }
+    total
+}
+
+/// The rows that have a label, copied together, and their results back to where they belong: tasks that ask few questions
+/// of long sequences pay for the questions alone.
+fn run_labelled(
+    h: &[f32],
+    weight: &[f32],
+    labels: &[i32],
+    d_model: usize,
+    z_loss: f32,
+    gradients: Option<(&mut [f32], &mut [f32])>,
+    nll: Option<&mut [f32]>,
+) -> CrossEntropy {
+    let rows: Vec<usize> = (0..labels.len())
+        .filter(|&row| labels[row] >= FIRST_LABEL)
+        .collect();
+    let labels: Vec<i32> = rows.iter().map(|&row| labels[row]).collect();
+    let mut gathered = Vec::with_capacity(rows.len() * d_model);
+    for &row in &rows {
+        gathered.extend_from_slice(&h[row * d_model..(row + 1) * d_model]);
+    }
+    let h = gathered.as_slice();
+    let mut nll_of_rows = vec![0.0; rows.len()];
+    let total = match gradients {
+        None => run(
+            h,
+            weight,
+            &labels,
+            d_model,
+            z_loss,
+            None,
+            Some(&mut nll_of_rows),
+        ),
+        Some((dh, dweight)) => {
+            let mut dh_of_rows = vec![0.0; h.len()];
+            let both = (dh_of_rows.as_mut_slice(), dweight);
+            let nll = Some(nll_of_rows.as_mut_slice());
+            let total = run(h, weight, &labels, d_model, z_loss, Some(both), nll);
+            dh.fill(0.0);
+            for (&row, x) in rows.iter().zip(dh_of_rows.chunks_exact(d_model)) {
+                dh[row * d_model..(row + 1) * d_model].copy_from_slice(x);
+            }
+            total
+        }
+    };
+    if let Some(nll) = nll {
+        nll.fill(0.0);
+        for (&row, x) in rows.iter().zip(nll_of_rows) {
+            nll[row] = x;
         }
     }
     total

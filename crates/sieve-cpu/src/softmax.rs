@@ -47,7 +47,7 @@ impl WithSimd for MaxOfRow<'_> {
                 } else {
                     lanes[lane]
                 };
-                unordered[lane] += if chunk[lane] == chunk[lane] { 0.0 } else { 1.0 };
+                unordered[lane] += if chunk[lane].is_nan() { 1.0 } else { 0.0 };
             }
         }
         let mut max = lanes.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));

@@ -11,7 +11,7 @@ use super::panel::{Aligned, LANES, multiply, multiply_transposed};
 use super::scratch::Pool;
 use super::segments::{KeySums, WriteSums, segments_of, split_by_group};
 use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile, row_positions};
-use super::{AttentionShape, Documents, Mask};
+use super::{Documents, Mask, Packed};
 use crate::simd::{arch, dot, exp};
 
 /// Vectors handled side by side, so that their chains of dependent operations overlap.
@@ -20,7 +20,7 @@ const SIDE: usize = 4;
 /// What the backward pass reads.
 #[derive(Clone, Copy)]
 struct Inputs<'a> {
-    shape: AttentionShape,
+    shape: Packed,
     qkv: &'a [f32],
     o: &'a [f32],
     lse: &'a [f32],
@@ -46,9 +46,9 @@ struct Scratch<const W: usize> {
 
 /// Per row of a panel: log-sum-exp and the dot product of o and d_o.
 #[derive(Clone)]
-struct RowStatistics {
-    lse: Aligned<[f32; LANES]>,
-    correction: Aligned<[f32; LANES]>,
+pub(crate) struct RowStatistics {
+    pub(crate) lse: Aligned<[f32; LANES]>,
+    pub(crate) correction: Aligned<[f32; LANES]>,
 }
 
 #[allow(
@@ -56,7 +56,7 @@ struct RowStatistics {
     reason = "the operands of the public function"
 )]
 pub(super) fn run<const W: usize>(
-    shape: AttentionShape,
+    shape: Packed,
     qkv: &[f32],
     documents: Documents<'_>,
     mask: Mask<'_>,
@@ -108,7 +108,7 @@ pub(super) fn run<const W: usize>(
                 })
                 .collect();
             arch().dispatch(WriteSums {
-                head_dim: shape.head_dim,
+                shape,
                 sums: &sums,
                 rows,
             });
@@ -159,7 +159,7 @@ impl<const W: usize> WithSimd for Segment<'_, '_, W> {
             scratch,
         } = self;
         let Inputs { shape, keys, .. } = inputs;
-        let (d, group_size) = (shape.head_dim, shape.group_size());
+        let (d, d_v, group_size) = (shape.head_dim, shape.head_dim_v, shape.group_size());
         // Keys only leave, so no later tile touches a key before the first tile's first.
         let first_tile_end = (tokens.start + keys.tile_tokens()).min(tokens.end);
         keys.of_tile(
@@ -174,7 +174,7 @@ impl<const W: usize> WithSimd for Segment<'_, '_, W> {
         let mut sums = KeySums {
             first: first_key,
             dk: vec![0.0; len * d],
-            dv: vec![0.0; len * d],
+            dv: vec![0.0; len * d_v],
             d_delta: vec![0.0; len],
         };
         let tiles = tokens
@@ -223,11 +223,8 @@ fn one_tile<S: Simd, const W: usize>(
     let Inputs {
         shape, qkv, keys, ..
     } = inputs;
-    let (d, group_size, columns) = (
-        shape.head_dim,
-        shape.group_size(),
-        shape.head_dim.div_ceil(W),
-    );
+    let (d, d_v, group_size) = (shape.head_dim, shape.head_dim_v, shape.group_size());
+    let (columns, columns_v) = (d.div_ceil(W), d_v.div_ceil(W));
     load_rows(simd, inputs, tile, scratch);
     let Scratch {
         q,
@@ -262,18 +259,19 @@ fn one_tile<S: Simd, const W: usize>(
             };
             let range = meeting.keys;
             for c in 0..columns {
-                let at = panel * columns + c;
                 multiply(
                     simd,
                     &block.k[c][range.clone()],
-                    &q.transposed[at],
+                    &q.transposed[panel * columns + c],
                     &mut p[range.clone()],
                     c > 0,
                 );
+            }
+            for c in 0..columns_v {
                 multiply(
                     simd,
                     &block.v[c][range.clone()],
-                    &d_o.transposed[at],
+                    &d_o.transposed[panel * columns_v + c],
                     &mut ds[range.clone()],
                     c > 0,
                 );
@@ -297,20 +295,22 @@ fn one_tile<S: Simd, const W: usize>(
                 &mut ds[range.clone()],
                 d_delta,
             );
-            for c in 0..columns {
-                let at = panel * columns + c;
+            for (c, dv) in dv.iter_mut().enumerate().take(columns_v) {
                 multiply(
                     simd,
                     &p[range.clone()],
-                    &d_o.natural[at],
-                    &mut dv[c][range.clone()],
+                    &d_o.natural[panel * columns_v + c],
+                    &mut dv[range.clone()],
                     true,
                 );
+            }
+            for (c, dk) in dk.iter_mut().enumerate() {
+                let at = panel * columns + c;
                 multiply(
                     simd,
                     &ds[range.clone()],
                     &q.natural[at],
-                    &mut dk[c][range.clone()],
+                    &mut dk[range.clone()],
                     true,
                 );
                 multiply_transposed(
@@ -324,7 +324,7 @@ fn one_tile<S: Simd, const W: usize>(
         for (slot, &j) in list.iter().enumerate() {
             let at = j as usize - sums.first;
             add_columns(&mut sums.dk[at * d..(at + 1) * d], slot, dk);
-            add_columns(&mut sums.dv[at * d..(at + 1) * d], slot, dv);
+            add_columns(&mut sums.dv[at * d_v..(at + 1) * d_v], slot, dv);
             sums.d_delta[at] += d_delta[slot];
         }
     }
@@ -346,7 +346,8 @@ fn load_rows<S: Simd, const W: usize>(
         d_o,
         ..
     } = inputs;
-    let (d, group_size, n) = (shape.head_dim, shape.group_size(), shape.seq_len);
+    let (d, d_v) = (shape.head_dim, shape.head_dim_v);
+    let (group_size, n) = (shape.group_size(), shape.seq_len);
     let place = |r: usize| {
         (
             tile.first + r / group_size,
@@ -360,14 +361,14 @@ fn load_rows<S: Simd, const W: usize>(
     });
     let o_at = |r: usize| {
         let (token, head) = place(r);
-        let at = ((tile.row * n + token) * shape.num_heads + head) * d;
-        at..at + d
+        let at = ((tile.row * n + token) * shape.num_heads + head) * d_v;
+        at..at + d_v
     };
     scratch.q.load(q_rows, d, shape.softmax_scale);
     scratch.q.transpose();
     scratch
         .d_o
-        .load((0..tile.num_rows(shape)).map(|r| &d_o[o_at(r)]), d, 1.0);
+        .load((0..tile.num_rows(shape)).map(|r| &d_o[o_at(r)]), d_v, 1.0);
     scratch.d_o.transpose();
     row_positions(tile, shape, &mut scratch.positions);
     scratch.statistics.clear();
@@ -389,18 +390,18 @@ fn load_rows<S: Simd, const W: usize>(
 }
 
 /// A rectangle of keys and query rows.
-struct Shown<'s> {
-    positions: &'s [i32; LANES],
-    key: &'s [i32],
-    expire: &'s [i32],
-    delta: Option<&'s [f32]>,
-    masked: bool,
-    statistics: &'s RowStatistics,
+pub(crate) struct Shown<'s> {
+    pub(crate) positions: &'s [i32; LANES],
+    pub(crate) key: &'s [i32],
+    pub(crate) expire: &'s [i32],
+    pub(crate) delta: Option<&'s [f32]>,
+    pub(crate) masked: bool,
+    pub(crate) statistics: &'s RowStatistics,
 }
 
 /// In: `p` holds scores, `ds` holds d_o . v. Out: probabilities and gradients of the logits, summed into `d_delta`.
 #[inline(always)]
-fn probabilities_and_gradients<S: Simd>(
+pub(crate) fn probabilities_and_gradients<S: Simd>(
     simd: S,
     shown: &Shown<'_>,
     p: &mut [[f32; LANES]],
@@ -450,7 +451,7 @@ fn probabilities_and_gradients<S: Simd>(
 }
 
 #[inline(always)]
-fn add_columns<const W: usize>(
+pub(crate) fn add_columns<const W: usize>(
     target: &mut [f32],
     slot: usize,
     panels: &[Aligned<[[f32; W]; BLOCK_KEYS]>],

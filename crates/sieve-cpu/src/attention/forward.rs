@@ -9,7 +9,7 @@ use super::keys::Keys;
 use super::panel::{Aligned, LANES, multiply, multiply_transposed, scale_rows};
 use super::scratch::Pool;
 use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile, row_positions};
-use super::{AttentionShape, Documents, Mask};
+use super::{Documents, Mask, Packed};
 use crate::simd::{arch, exp_below};
 
 /// Vectors handled side by side, so that their chains of dependent operations overlap.
@@ -29,9 +29,30 @@ struct Scratch<const W: usize> {
 
 /// Running state of the online softmax of one panel.
 #[derive(Clone)]
-struct Softmax {
-    max: Aligned<[f32; LANES]>,
-    sum: Aligned<[f32; LANES]>,
+pub(crate) struct Softmax {
+    pub(crate) max: Aligned<[f32; LANES]>,
+    pub(crate) sum: Aligned<[f32; LANES]>,
+}
+
+impl Softmax {
+    /// Nothing seen yet.
+    pub(crate) fn new() -> Self {
+        Self {
+            max: Aligned([f32::NEG_INFINITY; LANES]),
+            sum: Aligned([0.0; LANES]),
+        }
+    }
+
+    /// Log-sum-exp of a row (-inf when it saw nothing) and the sum its output is divided by.
+    pub(crate) fn finish(&self, lane: usize) -> (f32, f32) {
+        let sum = self.sum[lane];
+        let lse = if sum == 0.0 {
+            f32::NEG_INFINITY
+        } else {
+            self.max[lane] + sum.ln()
+        };
+        (lse, sum)
+    }
 }
 
 /// All heads of one tile of tokens, and the places for its results.
@@ -44,8 +65,8 @@ struct Task<'t> {
     lse: Vec<&'t mut [f32]>,
 }
 
-pub(super) fn run<const W: usize>(
-    shape: AttentionShape,
+pub(crate) fn run<const W: usize>(
+    shape: Packed,
     qkv: &[f32],
     documents: Documents<'_>,
     mask: Mask<'_>,
@@ -53,7 +74,7 @@ pub(super) fn run<const W: usize>(
     lse: &mut [f32],
 ) {
     let keys = Keys::new(shape, documents, mask);
-    let o_len = shape.num_heads * shape.head_dim;
+    let o_len = shape.num_heads * shape.head_dim_v;
     let mut tasks = Vec::new();
     let rows = o
         .chunks_exact_mut(shape.seq_len * o_len)
@@ -102,7 +123,7 @@ impl<const W: usize> Scratch<W> {
 }
 
 struct Forward<'t, 's, const W: usize> {
-    shape: AttentionShape,
+    shape: Packed,
     qkv: &'s [f32],
     keys: &'s Keys<'s>,
     task: Task<'t>,
@@ -121,8 +142,8 @@ impl<const W: usize> WithSimd for Forward<'_, '_, W> {
             mut task,
             scratch,
         } = self;
-        let (d, heads) = (shape.head_dim, shape.num_heads);
-        let end = task.first + task.o.len() / (heads * d);
+        let o_len = shape.num_heads * shape.head_dim_v;
+        let end = task.first + task.o.len() / o_len;
         let row_len = shape.seq_len * shape.token_len();
         let qkv_row = &qkv[task.row * row_len..(task.row + 1) * row_len];
         for kv_head in 0..shape.num_kv_heads {
@@ -142,14 +163,14 @@ impl<const W: usize> WithSimd for Forward<'_, '_, W> {
 #[inline(always)]
 fn one_tile<S: Simd, const W: usize>(
     simd: S,
-    shape: AttentionShape,
+    shape: Packed,
     qkv_row: &[f32],
     keys: &Keys<'_>,
     tile: Tile,
     scratch: &mut Scratch<W>,
 ) {
     let (d, group_size) = (shape.head_dim, shape.group_size());
-    let columns = d.div_ceil(W);
+    let (columns, columns_v) = (d.div_ceil(W), shape.head_dim_v.div_ceil(W));
     let Scratch {
         q,
         positions,
@@ -169,15 +190,9 @@ fn one_tile<S: Simd, const W: usize>(
     row_positions(tile, shape, positions);
     let num_panels = positions.len();
     o.clear();
-    o.resize(num_panels * columns, Aligned([[0.0; W]; LANES]));
+    o.resize(num_panels * columns_v, Aligned([[0.0; W]; LANES]));
     softmax.clear();
-    softmax.resize(
-        num_panels,
-        Softmax {
-            max: Aligned([f32::NEG_INFINITY; LANES]),
-            sum: Aligned([0.0; LANES]),
-        },
-    );
+    softmax.resize(num_panels, Softmax::new());
 
     keys.of_tile(tile.row, tile.kv_head, tile.first, tile.end - 1, list);
     for list in list.chunks(BLOCK_KEYS) {
@@ -208,7 +223,7 @@ fn one_tile<S: Simd, const W: usize>(
                 masked: meeting.masked || positions[LANES - 1] < 0,
             };
             let state = &mut softmax[panel];
-            let o = &mut o[panel * columns..(panel + 1) * columns];
+            let o = &mut o[panel * columns_v..(panel + 1) * columns_v];
             let mut rescale = Aligned([1.0; LANES]);
             if online_softmax(
                 simd,
@@ -229,17 +244,17 @@ fn one_tile<S: Simd, const W: usize>(
 }
 
 /// A rectangle of keys and query rows.
-struct Shown<'s> {
-    positions: &'s [i32; LANES],
-    key: &'s [i32],
-    expire: &'s [i32],
-    delta: Option<&'s [f32]>,
-    masked: bool,
+pub(crate) struct Shown<'s> {
+    pub(crate) positions: &'s [i32; LANES],
+    pub(crate) key: &'s [i32],
+    pub(crate) expire: &'s [i32],
+    pub(crate) delta: Option<&'s [f32]>,
+    pub(crate) masked: bool,
 }
 
 /// Turns scores into unnormalised probabilities; true when earlier output must be multiplied by `rescale`.
 #[inline(always)]
-fn online_softmax<S: Simd>(
+pub(crate) fn online_softmax<S: Simd>(
     simd: S,
     shown: &Shown<'_>,
     scores: &mut [[f32; LANES]],
@@ -321,26 +336,16 @@ fn online_softmax<S: Simd>(
 
 /// Normalises and writes a finished tile.
 #[inline(always)]
-fn store<const W: usize>(
-    shape: AttentionShape,
-    tile: Tile,
-    scratch: &Scratch<W>,
-    task: &mut Task<'_>,
-) {
-    let (d, group_size) = (shape.head_dim, shape.group_size());
+fn store<const W: usize>(shape: Packed, tile: Tile, scratch: &Scratch<W>, task: &mut Task<'_>) {
+    let (d, group_size) = (shape.head_dim_v, shape.group_size());
     let columns = d.div_ceil(W);
     for r in 0..tile.num_rows(shape) {
         let (panel, lane) = (r / LANES, r % LANES);
         let (token, head) = (r / group_size, tile.kv_head * group_size + r % group_size);
         let softmax = &scratch.softmax[panel];
-        let sum = softmax.sum[lane];
-        let empty = sum == 0.0;
-        task.lse[head][token] = if empty {
-            f32::NEG_INFINITY
-        } else {
-            softmax.max[lane] + sum.ln()
-        };
-        let factor = if empty { 0.0 } else { 1.0 / sum };
+        let sum;
+        (task.lse[head][token], sum) = softmax.finish(lane);
+        let factor = if sum == 0.0 { 0.0 } else { 1.0 / sum };
         let at = (token * shape.num_heads + head) * d;
         for (c, o) in task.o[at..at + d].chunks_mut(W).enumerate() {
             for (o, &x) in o.iter_mut().zip(&scratch.o[panel * columns + c][lane]) {

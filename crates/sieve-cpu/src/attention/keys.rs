@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{AttentionShape, Documents, Mask};
+use super::{Documents, Mask, Packed};
 
 /// Query rows (token and head of the group) one tile aims at; small enough that a tile's panels stay in the L2 cache.
 const TILE_ROWS: usize = 192;
@@ -11,8 +11,8 @@ const TILE_ROWS: usize = 192;
 const TILES_PER_LIST: usize = 8;
 
 /// A mask made ready: per key the first position that no longer sees it, and lists of candidates where they are gathered.
-pub(super) struct Keys<'a> {
-    shape: AttentionShape,
+pub(crate) struct Keys<'a> {
+    shape: Packed,
     documents: Documents<'a>,
     mask: Mask<'a>,
     /// `[batch, seq_len]` for masks that are the same for all heads, else `[batch, num_kv_heads, seq_len]`.
@@ -23,7 +23,7 @@ pub(super) struct Keys<'a> {
 }
 
 impl<'a> Keys<'a> {
-    pub(super) fn new(shape: AttentionShape, documents: Documents<'a>, mask: Mask<'a>) -> Self {
+    pub(super) fn new(shape: Packed, documents: Documents<'a>, mask: Mask<'a>) -> Self {
         let tile_tokens = (TILE_ROWS / shape.group_size()).max(1);
         let seq_len = shape.seq_len;
         let expire = match mask {

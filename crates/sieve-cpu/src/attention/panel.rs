@@ -9,15 +9,15 @@ use std::ops::{Deref, DerefMut};
 use pulp::Simd;
 
 /// Query rows (lanes) of one panel.
-pub(super) const LANES: usize = 64;
+pub(crate) const LANES: usize = 64;
 
 /// Key ranges given to the products are multiples of this, so that no remainder kernels are needed.
-pub(super) const KEY_STEP: usize = 8;
+pub(crate) const KEY_STEP: usize = 8;
 
 /// A value at a multiple of the cache line, so that no vector of it is split over two lines.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-pub(super) struct Aligned<T>(pub(super) T);
+pub(crate) struct Aligned<T>(pub(crate) T);
 
 impl<T> Deref for Aligned<T> {
     type Target = T;
@@ -40,7 +40,7 @@ impl<T> DerefMut for Aligned<T> {
 /// # Shapes
 /// - a: `[m, K]` with m a multiple of [`KEY_STEP`], b: `[K, W]`, c: `[m, W]`
 #[inline(always)]
-pub(super) fn multiply<S: Simd, const K: usize, const W: usize>(
+pub(crate) fn multiply<S: Simd, const K: usize, const W: usize>(
     simd: S,
     a: &[[f32; K]],
     b: &[[f32; W]; K],
@@ -91,7 +91,7 @@ fn multiply_rows<S: Simd, const MR: usize, const NV: usize, const K: usize, cons
 /// # Shapes
 /// - a: `[k, LANES]`, b: `[k, W]`, c: `[LANES, W]`
 #[inline(always)]
-pub(super) fn multiply_transposed<S: Simd, const W: usize>(
+pub(crate) fn multiply_transposed<S: Simd, const W: usize>(
     simd: S,
     a: &[[f32; LANES]],
     b: &[[f32; W]],
@@ -165,7 +165,7 @@ fn finish<S: Simd, const MR: usize, const NV: usize, const W: usize>(
 
 /// Elementwise `row *= factor` for each row of a panel.
 #[inline(always)]
-pub(super) fn scale_rows<S: Simd, const W: usize>(
+pub(crate) fn scale_rows<S: Simd, const W: usize>(
     simd: S,
     c: &mut [[f32; W]; LANES],
     factor: &[f32; LANES],

@@ -5,35 +5,36 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use super::AttentionShape;
+use super::Packed;
 use super::keys::Keys;
 
 /// Tasks aimed at. Where batch rows times KV heads give fewer, tiles are split into segments, each with its own sums of
 /// dk and dv, added in order at the end. A constant: the split must not depend on the number of threads.
-const TARGET_TASKS: usize = 16;
+pub(crate) const TARGET_TASKS: usize = 16;
 
 /// The places for the gradients of one (row, KV head): rows of the packed tensor, token by token.
 #[derive(Default)]
-pub(super) struct GroupRows<'g> {
-    pub(super) dq: Vec<&'g mut [f32]>,
-    pub(super) dk: Vec<&'g mut [f32]>,
-    pub(super) dv: Vec<&'g mut [f32]>,
-    pub(super) d_delta: Option<&'g mut [f32]>,
+pub(crate) struct GroupRows<'g> {
+    pub(crate) dq: Vec<&'g mut [f32]>,
+    pub(crate) dk: Vec<&'g mut [f32]>,
+    pub(crate) dv: Vec<&'g mut [f32]>,
+    pub(crate) d_delta: Option<&'g mut [f32]>,
 }
 
 /// Sums of one segment over the keys `first..`.
-pub(super) struct KeySums {
-    pub(super) first: usize,
+pub(crate) struct KeySums {
+    pub(crate) first: usize,
     /// `[keys, head_dim]`.
-    pub(super) dk: Vec<f32>,
-    pub(super) dv: Vec<f32>,
+    pub(crate) dk: Vec<f32>,
+    /// `[keys, head_dim_v]`.
+    pub(crate) dv: Vec<f32>,
     /// `[keys]`.
-    pub(super) d_delta: Vec<f32>,
+    pub(crate) d_delta: Vec<f32>,
 }
 
 /// Hands every gradient row of the packed tensor to its (row, KV head).
-pub(super) fn split_by_group<'g>(
-    shape: AttentionShape,
+pub(crate) fn split_by_group<'g>(
+    shape: Packed,
     d_qkv: &'g mut [f32],
     d_delta: Option<&'g mut [f32]>,
 ) -> Vec<GroupRows<'g>> {
@@ -42,16 +43,16 @@ pub(super) fn split_by_group<'g>(
     for (token, packed) in d_qkv.chunks_exact_mut(shape.token_len()).enumerate() {
         let groups =
             &mut groups[token / shape.seq_len * shape.num_kv_heads..][..shape.num_kv_heads];
-        for (head, x) in packed.chunks_exact_mut(shape.head_dim).enumerate() {
-            if head < shape.num_heads {
-                groups[head / shape.group_size()].dq.push(x);
-            } else if head < shape.num_heads + shape.num_kv_heads {
-                groups[head - shape.num_heads].dk.push(x);
-            } else {
-                groups[head - shape.num_heads - shape.num_kv_heads]
-                    .dv
-                    .push(x);
-            }
+        let (q, kv) = packed.split_at_mut(shape.num_heads * shape.head_dim);
+        let (k, v) = kv.split_at_mut(shape.num_kv_heads * shape.head_dim);
+        for (head, x) in q.chunks_exact_mut(shape.head_dim).enumerate() {
+            groups[head / shape.group_size()].dq.push(x);
+        }
+        for (x, group) in k.chunks_exact_mut(shape.head_dim).zip(groups.iter_mut()) {
+            group.dk.push(x);
+        }
+        for (x, group) in v.chunks_exact_mut(shape.head_dim_v).zip(groups.iter_mut()) {
+            group.dv.push(x);
         }
     }
     if let Some(d_delta) = d_delta {
@@ -66,8 +67,8 @@ pub(super) fn split_by_group<'g>(
 }
 
 /// Cuts the tokens of a row, at tile borders, into segments that touch about equally many keys.
-pub(super) fn segments_of(
-    shape: AttentionShape,
+pub(crate) fn segments_of(
+    shape: Packed,
     keys: &Keys<'_>,
     row: usize,
     kv_head: usize,
@@ -91,10 +92,10 @@ pub(super) fn segments_of(
 }
 
 /// Adds the segments' sums in order and writes dk, dv and d_delta.
-pub(super) struct WriteSums<'s, 'g> {
-    pub(super) head_dim: usize,
-    pub(super) sums: &'s [KeySums],
-    pub(super) rows: &'s mut GroupRows<'g>,
+pub(crate) struct WriteSums<'s, 'g> {
+    pub(crate) shape: Packed,
+    pub(crate) sums: &'s [KeySums],
+    pub(crate) rows: &'s mut GroupRows<'g>,
 }
 
 impl WithSimd for WriteSums<'_, '_> {
@@ -102,11 +103,8 @@ impl WithSimd for WriteSums<'_, '_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _simd: S) {
-        let Self {
-            head_dim,
-            sums,
-            rows,
-        } = self;
+        let Self { shape, sums, rows } = self;
+        let (d, d_v) = (shape.head_dim, shape.head_dim_v);
         for (j, (dk, dv)) in rows.dk.iter_mut().zip(&mut rows.dv).enumerate() {
             dk.fill(0.0);
             dv.fill(0.0);
@@ -114,11 +112,11 @@ impl WithSimd for WriteSums<'_, '_> {
                 let Some(slot) = j.checked_sub(sums.first) else {
                     continue;
                 };
-                let Some(x) = sums.dk.get(slot * head_dim..(slot + 1) * head_dim) else {
+                let Some(x) = sums.dk.get(slot * d..(slot + 1) * d) else {
                     continue;
                 };
                 add(dk, x);
-                add(dv, &sums.dv[slot * head_dim..(slot + 1) * head_dim]);
+                add(dv, &sums.dv[slot * d_v..(slot + 1) * d_v]);
             }
         }
         if let Some(d_delta) = &mut rows.d_delta {

@@ -3,13 +3,13 @@
 use std::ops::Range;
 
 use super::panel::{Aligned, KEY_STEP, LANES};
-use super::{AttentionShape, keys::Keys};
+use super::{Packed, keys::Keys};
 
 /// Keys gathered at once.
-pub(super) const BLOCK_KEYS: usize = 96;
+pub(crate) const BLOCK_KEYS: usize = 96;
 
 /// Width of the head_dim panels for a head_dim: the widest that wastes at most one panel of 16 or half a panel of 64.
-pub(super) fn panel_width(head_dim: usize) -> usize {
+pub(crate) fn panel_width(head_dim: usize) -> usize {
     if head_dim <= 16 {
         16
     } else if head_dim.div_ceil(32) % 2 == 1 {
@@ -21,31 +21,31 @@ pub(super) fn panel_width(head_dim: usize) -> usize {
 
 /// One tile of queries of one KV head.
 #[derive(Clone, Copy)]
-pub(super) struct Tile {
-    pub(super) row: usize,
-    pub(super) kv_head: usize,
+pub(crate) struct Tile {
+    pub(crate) row: usize,
+    pub(crate) kv_head: usize,
     /// First token and one past the last.
-    pub(super) first: usize,
-    pub(super) end: usize,
+    pub(crate) first: usize,
+    pub(crate) end: usize,
 }
 
 impl Tile {
     /// Query rows: the tokens times the heads of the group, token by token.
-    pub(super) fn num_rows(&self, shape: AttentionShape) -> usize {
+    pub(crate) fn num_rows(&self, shape: Packed) -> usize {
         (self.end - self.first) * shape.group_size()
     }
 }
 
 /// Rows of one operand (q or d_o), cut into panels of [`LANES`] rows; unused rows are zero.
-pub(super) struct RowPanels<const W: usize> {
+pub(crate) struct RowPanels<const W: usize> {
     /// `[num_panels, head_dim panels, W, LANES]`.
-    pub(super) transposed: Vec<Aligned<[[f32; LANES]; W]>>,
+    pub(crate) transposed: Vec<Aligned<[[f32; LANES]; W]>>,
     /// `[num_panels, head_dim panels, LANES, W]`.
-    pub(super) natural: Vec<Aligned<[[f32; W]; LANES]>>,
+    pub(crate) natural: Vec<Aligned<[[f32; W]; LANES]>>,
 }
 
 impl<const W: usize> RowPanels<W> {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self {
             transposed: Vec::new(),
             natural: Vec::new(),
@@ -54,7 +54,7 @@ impl<const W: usize> RowPanels<W> {
 
     /// Copies `scale * rows` into the natural panels.
     #[inline(always)]
-    pub(super) fn load<'r>(
+    pub(crate) fn load<'r>(
         &mut self,
         rows: impl ExactSizeIterator<Item = &'r [f32]>,
         head_dim: usize,
@@ -82,7 +82,7 @@ impl<const W: usize> RowPanels<W> {
 
     /// Fills the transposed panels from the natural ones.
     #[inline(always)]
-    pub(super) fn transpose(&mut self) {
+    pub(crate) fn transpose(&mut self) {
         self.transposed
             .resize(self.natural.len(), Aligned([[0.0; LANES]; W]));
         for (transposed, natural) in self.transposed.iter_mut().zip(&self.natural) {
@@ -121,7 +121,7 @@ fn transpose_square(mut x: [[f32; SQUARE]; SQUARE]) -> [[f32; SQUARE]; SQUARE] {
 }
 
 /// Positions of the rows of each panel; -1 for unused rows, which no key is visible to.
-pub(super) fn row_positions(tile: Tile, shape: AttentionShape, positions: &mut Vec<[i32; LANES]>) {
+pub(crate) fn row_positions(tile: Tile, shape: Packed, positions: &mut Vec<[i32; LANES]>) {
     let rows = tile.num_rows(shape);
     positions.clear();
     positions.resize(rows.div_ceil(LANES), [-1; LANES]);
@@ -131,27 +131,27 @@ pub(super) fn row_positions(tile: Tile, shape: AttentionShape, positions: &mut V
 }
 
 /// The keys of a block that some row of a panel sees.
-pub(super) struct Meeting {
+pub(crate) struct Meeting {
     /// Inside the block; both ends are multiples of [`KEY_STEP`].
-    pub(super) keys: Range<usize>,
+    pub(crate) keys: Range<usize>,
     /// Whether some pair inside the range is not visible.
-    pub(super) masked: bool,
+    pub(crate) masked: bool,
 }
 
 /// Keys and values gathered from the packed tensor; unused slots are zero and visible to nobody.
-pub(super) struct KeyBlock<const W: usize> {
+pub(crate) struct KeyBlock<const W: usize> {
     /// `[head_dim panels, BLOCK_KEYS, W]`.
-    pub(super) k: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
+    pub(crate) k: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
     /// `[head_dim panels, BLOCK_KEYS, W]`.
-    pub(super) v: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
-    pub(super) position: [i32; BLOCK_KEYS],
-    pub(super) expire: [i32; BLOCK_KEYS],
-    pub(super) delta: [f32; BLOCK_KEYS],
-    len: usize,
+    pub(crate) v: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
+    pub(crate) position: [i32; BLOCK_KEYS],
+    pub(crate) expire: [i32; BLOCK_KEYS],
+    pub(crate) delta: [f32; BLOCK_KEYS],
+    pub(crate) len: usize,
 }
 
 impl<const W: usize> KeyBlock<W> {
-    pub(super) fn new(head_dim: usize) -> Self {
+    pub(crate) fn new(head_dim: usize) -> Self {
         let columns = head_dim.div_ceil(W);
         Self {
             k: vec![Aligned([[0.0; W]; BLOCK_KEYS]); columns],
@@ -165,24 +165,24 @@ impl<const W: usize> KeyBlock<W> {
 
     /// Gathers `list` (at most [`BLOCK_KEYS`] keys) of one KV head from a batch row of qkv.
     #[inline(always)]
-    pub(super) fn gather(
+    pub(crate) fn gather(
         &mut self,
         qkv_row: &[f32],
-        shape: AttentionShape,
+        shape: Packed,
         keys: &Keys<'_>,
         tile: Tile,
         list: &[u32],
     ) {
-        let d = shape.head_dim;
+        let (d, d_v) = (shape.head_dim, shape.head_dim_v);
         let k_at = (shape.num_heads + tile.kv_head) * d;
-        let v_at = k_at + shape.num_kv_heads * d;
+        let v_at = (shape.num_heads + shape.num_kv_heads) * d + tile.kv_head * d_v;
         let expire = keys.expire(tile.row, tile.kv_head);
         let delta = keys.delta(tile.row, tile.kv_head);
         for (slot, &j) in list.iter().enumerate() {
             let j = j as usize;
             let token = &qkv_row[j * shape.token_len()..(j + 1) * shape.token_len()];
             copy_columns(&token[k_at..k_at + d], slot, &mut self.k);
-            copy_columns(&token[v_at..v_at + d], slot, &mut self.v);
+            copy_columns(&token[v_at..v_at + d_v], slot, &mut self.v);
             self.position[slot] = j as i32;
             self.expire[slot] = expire[j];
             self.delta[slot] = delta.map_or(0.0, |delta| delta[j]);
@@ -199,7 +199,7 @@ impl<const W: usize> KeyBlock<W> {
 
     /// Where the rows of tokens `[first, last]` meet this block, `None` when nowhere.
     #[inline(always)]
-    pub(super) fn meeting(&self, first: i32, last: i32) -> Option<Meeting> {
+    pub(crate) fn meeting(&self, first: i32, last: i32) -> Option<Meeting> {
         let sees =
             |s: &usize| self.position[*s] <= last && self.expire[*s] > self.position[*s].max(first);
         let low = (0..self.len).find(sees)?;
@@ -213,7 +213,7 @@ impl<const W: usize> KeyBlock<W> {
 }
 
 #[inline(always)]
-fn copy_columns<const W: usize>(
+pub(crate) fn copy_columns<const W: usize>(
     x: &[f32],
     slot: usize,
     panels: &mut [Aligned<[[f32; W]; BLOCK_KEYS]>],
