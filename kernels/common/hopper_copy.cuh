@@ -1,0 +1,47 @@
+// hopper_copy: what producers and consumers of the Hopper attention kernels share: tiles of keys, releases, shared memory loads.
+// A tile of R rows of HEAD_DIM bf16 is HEAD_DIM / 64 blocks of R rows of 128 bytes, swizzled as wgmma.cuh says.
+// Defines    HEAD_DIM
+#pragma once
+#include "common/async_copy.cuh"
+#include "common/barrier.cuh"
+
+constexpr int DIM_BLOCKS = HEAD_DIM / 64;  // 64-column blocks of a tile
+
+// Copies 32 rows of a tile of 128 as a warp, number `warp` of four: eight lanes bring 128 bytes of a row, an instruction four rows. `key`: this lane's row, negative for none.
+DEVICE void copy_key_rows(u32 tile, const bf16* rows, u32 stride_bytes, int key, int warp) {
+  const int lane = (int)threadIdx.x % 32, row = lane / 8, chunk = lane % 8;
+  const char* from = (const char*)rows + chunk * 16;
+  const u32 even = tile + (warp * 32 + row) * 128 + ((chunk ^ row) << 4), odd = even ^ 64;  // rows 4 further: chunk bit 2 flips
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int at = __shfl_sync(~0u, key, 4 * i + row);
+    const char* line = from + (u64)(u32)max(at, 0) * stride_bytes;
+    const u32 to = (i % 2 ? odd : even) + i * 512, bytes = at >= 0 ? 16 : 0;
+#pragma unroll
+    for (int h = 0; h < DIM_BLOCKS; ++h) copy_async_16(to + h * 128 * 128, line + h * 128, bytes);
+  }
+}
+
+// A consumer warp has done reading.
+DEVICE void release(u32 barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// Values must be there at this point of the program.
+template <int N>
+DEVICE void keep_here(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+DEVICE int load_shared_int(u32 shared) {
+  int x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(shared) : "memory");
+  return x;
+}
+DEVICE float2 load_shared_float2(u32 shared) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(shared) : "memory");
+  return x;
+}

@@ -1,0 +1,118 @@
+"""The Hopper kernels behind the launches of attention_kernels: a runtime that takes the sm_90a kernel where there is one.
+
+Buffers and params words are those of the portable kernels; grid, threads, shared memory and defines differ, as the heads of kernels/hopper_*.cu
+state them.
+"""
+
+import ctypes
+
+import torch
+
+import attention_kernels as kernels
+from attention_kernels import CubinRuntime, ceil_div, spec_name
+
+TENSOR_MAP_BF16, SWIZZLE_128, PROMOTE_256 = 9, 3, 3
+
+
+def forward_tiling(d, gather, group):
+    """The tiling of a forward kernel."""
+    tiling = dict(NUM_CONSUMERS=2, BLOCK_KV=128, K_STAGES=2, V_STAGES=2, TAKE_TURNS=1, CONSUMER_REGISTERS=224, PRODUCER_REGISTERS=56)
+    if d == 64:
+        tiling.update(K_STAGES=3, V_STAGES=3)
+    tiling["HEADS_PER_TILE"] = 2 if gather and group % 2 == 0 else 1
+    return tiling
+
+
+def forward_shared_bytes(d, t, gather, bias):
+    rows, stages = t["NUM_CONSUMERS"] * 64, t["K_STAGES"] + t["V_STAGES"]
+    shared = rows * d * 2 + stages * 256 * d + (2048 if bias else 0) + (4096 if gather else 0)
+    return shared + 2 * (32 + (0 if gather else rows // t["HEADS_PER_TILE"] * 4)) + (2 * stages + 2) * 8 + 1024
+
+
+def backward_tiling(d):
+    """The tiling of a backward kernel."""
+    return dict(DQ_BULK=1, CONSUMER_REGISTERS=224, PRODUCER_REGISTERS=56)
+
+
+def backward_shared_bytes(d, t, compute_dq, bias):
+    shared = 2 * 128 * d * 2 + (t["Q_STAGES"] + t["DO_STAGES"]) * 64 * d * 2 + t["DO_STAGES"] * 512 + 128 * (12 if bias else 8)
+    if compute_dq:
+        shared += 2 * 128 * 64 * 2 + (64 * d * 4 if t["DQ_BULK"] else 0)
+    return shared + 2048
+
+
+class HopperRuntime(CubinRuntime):
+    """`forward`, `backward`: entries that replace those of the tiling chosen, for trying others."""
+
+    def __init__(self, folder, forward=None, backward=None, kinds=("forward", "backward")):
+        super().__init__(folder)
+        self.forward, self.backward, self.kinds = forward or {}, backward or {}, kinds
+        self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        self.maps = {}
+
+    def launch(self, file, entry, defines, grid, threads, shared, tensors, words):
+        spec = self.translate(entry, defines, grid, words)
+        if spec is None:
+            return super().launch(file, entry, defines, grid, threads, shared, tensors, words)
+        entry, defines, grid, threads, shared, tensor_maps = spec
+        maps = [self.tensor_map(tensors[at], *shape) for at, shape in tensor_maps]
+        function = self.function(entry, defines, shared)
+        values = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+        params = (ctypes.c_ulonglong * len(words))(*[int(w) for w in words])
+        pointers = [ctypes.c_void_p(m) for m in maps] + [ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in values] + [ctypes.cast(params, ctypes.c_void_p)]
+        args = (ctypes.c_void_p * len(pointers))(*pointers)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self.check(self.driver.cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream, args, None), f"launch {entry} {defines}")
+
+    def translate(self, entry, defines, grid, words):
+        """(entry, defines, grid, threads, shared bytes, tensor maps) of the Hopper kernel, or None."""
+        d, gather = defines.get("HEAD_DIM"), entry.startswith("dma_")
+        if d not in (64, 128) or defines.get("HEAD_DIM_V", d) != d:
+            return None
+        group, bias = words[2] // words[3], gather or bool(defines.get("HAS_BIAS"))
+        if entry in ("attention_forward", "dma_attention_forward") and "forward" in self.kinds:
+            t = {**forward_tiling(d, gather, group), **self.forward}
+            while group % t["HEADS_PER_TILE"]:
+                t["HEADS_PER_TILE"] //= 2
+            specific = {} if gather else dict(HAS_BIAS=int(bias))
+            maps = []
+            if gather:
+                t.pop("TENSOR_MAPS", None)
+            elif t.get("TENSOR_MAPS"):
+                maps = [(at, (words[4 + at], words[3] * d, words[1], words[0], words[7 + at], words[10 + at])) for at in (1, 2)]
+            return ("hopper_" + entry, {"HEAD_DIM": d, **t, **specific}, (self.multiprocessors, 1, 1), 128 + t["NUM_CONSUMERS"] * 128,
+                    forward_shared_bytes(d, t, gather, bias), maps)
+        return None
+
+    def tensor_map(self, tensor, offset, width, rows, batch, token_stride, batch_stride):
+        """Address of a map of bf16 [batch, rows, width], boxes 1 x 128 x 64."""
+        key = (tensor.data_ptr(), offset, width, rows, batch, token_stride, batch_stride)
+        if key not in self.maps:
+            memory = ctypes.create_string_buffer(256)
+            at = (ctypes.addressof(memory) + 63) & ~63
+            u64, u32 = ctypes.c_ulonglong, ctypes.c_uint
+            code = self.driver.cuTensorMapEncodeTiled(
+                ctypes.c_void_p(at), TENSOR_MAP_BF16, 3, ctypes.c_void_p(tensor.data_ptr() + 2 * offset), (u64 * 3)(width, rows, batch),
+                (u64 * 2)(2 * token_stride, 2 * batch_stride), (u32 * 3)(64, 128, 1), (u32 * 3)(1, 1, 1), 0, SWIZZLE_128, PROMOTE_256, 0)
+            self.check(code, "tensor map")
+            self.maps[key] = (memory, at)
+        return self.maps[key][1]
+
+
+class HopperRecorder(HopperRuntime):
+    """Launches nothing and remembers which specialisations were asked for."""
+
+    device = "cpu"
+
+    def __init__(self, forward=None, backward=None):
+        self.forward, self.backward, self.kinds, self.multiprocessors, self.seen = forward or {}, backward or {}, ("forward", "backward"), 132, {}
+
+    def launch(self, file, entry, defines, grid, threads, shared, tensors, words):
+        spec = self.translate(entry, defines, grid, words)
+        if spec is None:
+            self.seen[spec_name(entry, defines)] = (file, defines, shared)
+        else:
+            self.seen[spec_name(spec[0], spec[1])] = (spec[0] + ".cu", spec[1], spec[4])
+
+    def synchronize(self):
+        pass
