@@ -10,6 +10,7 @@ mod parity_transformers;
 mod tiny_run;
 
 mod cli_bad_input;
+mod plan_recipes;
 mod resume_damage;
 mod resume_kill;
 mod train_gradients;

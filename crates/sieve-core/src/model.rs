@@ -2,12 +2,14 @@
 
 mod attention;
 mod flops;
+pub mod gpu;
 mod parameters;
 #[cfg(test)]
-mod test_shapes;
+pub(crate) mod test_shapes;
 
 pub use attention::{Attention, DmaBias, MlaShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape};
-pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents, peak_bf16_flops};
+pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};
+pub use gpu::peak_bf16_flops;
 pub use parameters::ParameterCounts;
 
 /// Everything that fixes a model's mathematics and parameter shapes.

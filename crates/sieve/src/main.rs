@@ -9,6 +9,7 @@ mod interrupt;
 mod kernels;
 mod loaded;
 mod logits;
+mod plan;
 mod recipe;
 mod terminal;
 mod train;
@@ -28,6 +29,8 @@ struct Cli {
 enum Command {
     /// Train a model from a recipe
     Train(train::TrainArgs),
+    /// Say what a recipe needs before it runs: parameters, FLOPs, memory, cache, time
+    Plan(plan::PlanArgs),
     /// Continue a prompt with a trained model
     Generate(generate::GenerateArgs),
     /// Measure a trained model
@@ -49,6 +52,7 @@ fn main() -> ExitCode {
     terminal::install_panic_message();
     let result = match Cli::parse().command {
         Command::Train(args) => train::run(args),
+        Command::Plan(args) => plan::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Eval(command) => eval::run(command),
         Command::Export(args) => export::run(args),

@@ -1,4 +1,4 @@
-//! Floating-point operations per token, and the peak rates they are compared with.
+//! Floating-point operations per token.
 //!
 //! A multiply-add counts as two. Counted are matrix products; norms, softmax, activations, DMA's selection (comparisons)
 //! and the optimizer are left out, as is usual for MFU (arXiv:2204.02311, appendix B).
@@ -140,49 +140,6 @@ pub fn mean_active_keys_of_documents(
     if tokens == 0.0 { 0.0 } else { pairs / tokens }
 }
 
-/// Peak dense bf16 rate of a GPU in FLOP/s (tensor cores, f32 accumulation, no sparsity), by the vendor's data sheet.
-///
-/// `device_name` is the name the driver gives. `None` for a device that is not in the list; no guess is made.
-pub fn peak_bf16_flops(device_name: &str) -> Option<f64> {
-    let name = device_name.to_ascii_uppercase();
-    let words = name
-        .split(|letter: char| !letter.is_ascii_alphanumeric())
-        .collect::<Vec<_>>();
-    let has = |word: &str| words.contains(&word);
-    PEAKS
-        .iter()
-        .find(|(marks, _)| marks.iter().all(|mark| has(mark)))
-        .map(|(_, peak)| *peak)
-}
-
-/// Words of a device's name, and its peak; the first row whose words are all there counts.
-const PEAKS: &[(&[&str], f64)] = &[
-    (&["B200"], 2250e12),
-    (&["GH200"], 989e12),
-    (&["H200", "NVL"], 835e12),
-    (&["H200"], 989e12),
-    (&["H100", "NVL"], 835e12),
-    (&["H100", "PCIE"], 756e12),
-    (&["H100"], 989e12),
-    (&["H800", "PCIE"], 756e12),
-    (&["H800"], 989e12),
-    (&["H20"], 148e12),
-    (&["A100"], 312e12),
-    (&["A800"], 312e12),
-    (&["A30"], 165e12),
-    (&["A40"], 149.7e12),
-    (&["A10"], 125e12),
-    (&["A10G"], 70e12),
-    (&["L40S"], 362e12),
-    (&["L40"], 181e12),
-    (&["L4"], 121e12),
-    (&["RTX", "6000", "ADA"], 364.2e12),
-    (&["RTX", "A6000"], 154.8e12),
-    (&["RTX", "4090"], 165.2e12),
-    (&["RTX", "3090", "TI"], 80e12),
-    (&["RTX", "3090"], 71e12),
-];
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -286,26 +243,5 @@ mod tests {
         let pairs = 81.0 + (21.0 + 98.0) + (171.0 + 13.0 + 14.0);
         let expected = 3.0 * 4.0 * 24.0 * pairs / 20.0;
         assert!((flops.attention - expected).abs() < 1e-9, "{flops:?}");
-    }
-
-    #[test]
-    fn peaks_are_found_by_the_drivers_names() {
-        for (name, peak) in [
-            ("NVIDIA H200", Some(989e12)),
-            ("NVIDIA H200 NVL", Some(835e12)),
-            ("NVIDIA H100 80GB HBM3", Some(989e12)),
-            ("NVIDIA H100 PCIe", Some(756e12)),
-            ("NVIDIA A100-SXM4-80GB", Some(312e12)),
-            ("NVIDIA GeForce RTX 4090", Some(165.2e12)),
-            ("NVIDIA GeForce RTX 3090 Ti", Some(80e12)),
-            ("NVIDIA RTX 6000 Ada Generation", Some(364.2e12)),
-            ("NVIDIA L4", Some(121e12)),
-            ("NVIDIA L40S", Some(362e12)),
-            ("NVIDIA A10G", Some(70e12)),
-            ("Tesla V100-SXM2-16GB", None),
-            ("", None),
-        ] {
-            assert_eq!(peak_bf16_flops(name), peak, "{name}");
-        }
     }
 }

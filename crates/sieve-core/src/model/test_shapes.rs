@@ -3,7 +3,7 @@
 use super::{Attention, DmaBias, MlaShape, ModelShape, NsaCompression, NsaShape};
 
 /// Qwen3-0.6B, as its published config.json says.
-pub(super) fn qwen3_0_6b() -> ModelShape {
+pub(crate) fn qwen3_0_6b() -> ModelShape {
     ModelShape {
         d_model: 1024,
         d_ff: 3072,
@@ -23,7 +23,7 @@ pub(super) fn qwen3_0_6b() -> ModelShape {
 }
 
 /// A small DMA model in which every part is present and sizes differ.
-pub(super) fn tiny_dma() -> ModelShape {
+pub(crate) fn tiny_dma() -> ModelShape {
     ModelShape {
         d_model: 12,
         d_ff: 20,
@@ -47,7 +47,7 @@ pub(super) fn tiny_dma() -> ModelShape {
 }
 
 /// The small model with latent attention: 4 heads of 6, latent of 8, 2 rotated numbers.
-pub(super) fn tiny_mla() -> ModelShape {
+pub(crate) fn tiny_mla() -> ModelShape {
     ModelShape {
         num_kv_heads: 4,
         residual_scale: false,
@@ -60,7 +60,7 @@ pub(super) fn tiny_mla() -> ModelShape {
 }
 
 /// The small model with native sparse attention, and a key and value projection per branch.
-pub(super) fn tiny_nsa() -> ModelShape {
+pub(crate) fn tiny_nsa() -> ModelShape {
     ModelShape {
         residual_scale: false,
         attention: Attention::Nsa(NsaShape {

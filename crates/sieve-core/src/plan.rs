@@ -1,0 +1,205 @@
+//! What a run will need, from its recipe alone: parameters, operations, memory, cache, time.
+//!
+//! Parameters and operations are counted exactly. Memory is counted from the tensors the training loop keeps, without the
+//! allocator's slack. Time is a guess, and says of what.
+
+mod cache;
+mod memory;
+mod ops;
+
+pub use cache::{CachePlan, cache_plan};
+pub use memory::{MemoryPlan, activation_bytes_per_token, memory_plan};
+pub use ops::{OpPlan, op_plans};
+
+use serde::Serialize;
+
+use crate::model::{ModelShape, ParameterCounts, gpu};
+use crate::recipe::{Recipe, RecipeError, Stage, TokenizerSection};
+
+/// Share of the peak that the time is guessed with: what well-kept training programs reach on dense models, not a
+/// measurement of this one.
+pub const ASSUMED_MFU: f64 = 0.4;
+
+/// What a run computes on.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Target {
+    /// The CPU, in f32.
+    Cpu {
+        /// FLOP/s of f32 matrix products; `None` leaves the time out.
+        flops_per_second: Option<f64>,
+        /// Memory of the machine, in bytes; 0 where unknown.
+        memory_bytes: u64,
+    },
+    /// One GPU, in bf16 over f32 masters.
+    Gpu(gpu::Gpu),
+}
+
+impl Target {
+    /// Bytes of a parameter and of an activation as the layers compute with them.
+    pub fn value_bytes(&self) -> u64 {
+        match self {
+            Self::Cpu { .. } => 4,
+            Self::Gpu(_) => 2,
+        }
+    }
+
+    /// Memory there is, in bytes; 0 where unknown.
+    pub fn memory_bytes(&self) -> u64 {
+        match self {
+            Self::Cpu { memory_bytes, .. } => *memory_bytes,
+            Self::Gpu(gpu) => gpu.memory_bytes,
+        }
+    }
+
+    /// Peak FLOP/s in the type the layers compute in.
+    pub fn flops_per_second(&self) -> Option<f64> {
+        match self {
+            Self::Cpu {
+                flops_per_second, ..
+            } => *flops_per_second,
+            Self::Gpu(gpu) => Some(gpu.bf16_flops),
+        }
+    }
+}
+
+/// Everything `sieve plan` says.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Plan {
+    /// The attention kind.
+    pub attention: &'static str,
+    /// Parameters by part, in the order of the forward pass.
+    pub parameters: Vec<(&'static str, u64)>,
+    /// All parameters.
+    pub num_parameters: u64,
+    /// Without embedding and output.
+    pub num_non_embedding: u64,
+    /// Tokens of the whole run.
+    pub num_tokens: u64,
+    /// `num_tokens / num_parameters`.
+    pub tokens_per_parameter: f64,
+    /// One entry for each stage; one for a recipe without stages.
+    pub stages: Vec<StagePlan>,
+    /// Training FLOPs of the whole run, executed.
+    pub total_flops: f64,
+    /// Memory of the stage that needs most.
+    pub memory: MemoryPlan,
+    /// The cache of one decoded sequence.
+    pub cache: CachePlan,
+    /// What the guessed time assumes; `None` where there is none.
+    pub assumption: Option<String>,
+    /// Guessed seconds of the whole run.
+    pub seconds: Option<f64>,
+    /// Which way each op goes, and why.
+    pub ops: Vec<OpPlan>,
+}
+
+/// One stage.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StagePlan {
+    /// Optimizer steps.
+    pub steps: usize,
+    /// Tokens in one row.
+    pub seq_len: usize,
+    /// Tokens in one step.
+    pub tokens_per_step: usize,
+    /// Micro-batches in one step, on one device.
+    pub micro_batches: usize,
+    /// Keys a query sees on average, if every row is one document.
+    pub mean_active_keys: f64,
+    /// Training FLOPs of one token, executed.
+    pub executed_flops_per_token: f64,
+    /// The same model with dense causal attention.
+    pub dense_flops_per_token: f64,
+    /// Share of the executed FLOPs that attention takes.
+    pub attention_share: f64,
+    /// Guessed tokens a second.
+    pub tokens_per_second: Option<f64>,
+}
+
+impl Recipe {
+    /// Rows of the embedding where the recipe says so itself; `None` when only the tokenizer's file does.
+    pub fn stated_vocab_size(&self) -> Option<usize> {
+        match (self.model.vocab_size, &self.tokenizer) {
+            (Some(rows), _) => Some(rows),
+            (None, TokenizerSection::Train(train)) => Some(train.vocab_size),
+            (None, TokenizerSection::Path(_)) => None,
+        }
+    }
+}
+
+/// The plan of `recipe` for an embedding of `vocab_size` rows.
+///
+/// # Errors
+/// [`RecipeError::VocabularyTooSmall`].
+pub fn plan(recipe: &Recipe, vocab_size: usize, target: &Target) -> Result<Plan, RecipeError> {
+    let shape = recipe.model_shape(vocab_size)?;
+    let counts: ParameterCounts = shape.parameters();
+    let mut stages = Vec::new();
+    let mut memory: Option<MemoryPlan> = None;
+    let (mut total_flops, mut seconds) = (0.0, Some(0.0));
+    for stage in recipe.stages() {
+        let alone = recipe.at_stage(&stage);
+        let shape = alone.model_shape(vocab_size)?;
+        let planned = stage_plan(&stage, &shape, target);
+        let tokens = (stage.section.steps * planned.tokens_per_step) as f64;
+        total_flops += tokens * planned.executed_flops_per_token;
+        seconds = seconds
+            .zip(planned.tokens_per_second)
+            .map(|(seconds, speed)| seconds + tokens / speed);
+        let needed = memory_plan(&alone, &shape, target);
+        if memory
+            .as_ref()
+            .is_none_or(|most| most.total_bytes < needed.total_bytes)
+        {
+            memory = Some(needed);
+        }
+        stages.push(planned);
+    }
+    let last = recipe.at_stage(&recipe.stage_of_step(usize::MAX));
+    let last_shape = last.model_shape(vocab_size)?;
+    let memory = memory.expect("a recipe has at least one stage");
+    let num_tokens = recipe.num_tokens();
+    Ok(Plan {
+        attention: recipe.attention.kind().name(),
+        parameters: counts.by_part(),
+        num_parameters: counts.total(),
+        num_non_embedding: counts.non_embedding(),
+        num_tokens,
+        tokens_per_parameter: num_tokens as f64 / counts.total() as f64,
+        stages,
+        total_flops,
+        memory,
+        cache: cache_plan(&last_shape, last.training.seq_len, target.value_bytes()),
+        assumption: target.flops_per_second().map(|peak| {
+            format!(
+                "{:.0} % of {:.1} TFLOP/s in executed operations, on one device",
+                100.0 * ASSUMED_MFU,
+                peak / 1e12
+            )
+        }),
+        seconds,
+        ops: op_plans(&shape, target),
+    })
+}
+
+fn stage_plan(stage: &Stage, shape: &ModelShape, target: &Target) -> StagePlan {
+    let section = &stage.section;
+    let executed = shape.executed_flops_per_token(section.seq_len);
+    let speed = target
+        .flops_per_second()
+        .map(|peak| ASSUMED_MFU * peak / executed.training());
+    StagePlan {
+        steps: section.steps,
+        seq_len: section.seq_len,
+        tokens_per_step: section.global_batch_size * section.seq_len,
+        micro_batches: section.global_batch_size / section.local_batch_size,
+        mean_active_keys: crate::model::mean_active_keys(shape.attention, section.seq_len),
+        executed_flops_per_token: executed.training(),
+        dense_flops_per_token: shape.dense_flops_per_token(section.seq_len).training(),
+        attention_share: executed.attention / executed.forward(),
+        tokens_per_second: speed,
+    }
+}
+
+#[cfg(test)]
+mod tests;

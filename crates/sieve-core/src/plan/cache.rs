@@ -1,0 +1,64 @@
+//! The cache of one decoded sequence.
+
+use serde::Serialize;
+
+use crate::model::{Attention, ModelShape, NUM_NSA_BRANCHES};
+
+/// Bytes a decoded sequence holds, all layers.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct CachePlan {
+    /// Bytes that one more token adds while the cache still grows.
+    pub bytes_per_token: u64,
+    /// Tokens after which the cache stops growing; `None` when it never does.
+    pub stops_at_tokens: Option<usize>,
+    /// Length the next number is for, in tokens.
+    pub seq_len: usize,
+    /// Bytes at that length.
+    pub bytes_at_seq_len: u64,
+}
+
+/// The cache at `seq_len` tokens, with values of `value_bytes`.
+///
+/// Dense attention holds K and V of every token, a window those of the last w, MLA the latent and the rotated key, DMA
+/// `keep_window_size` slots a KV head with their score (f32) and position (i32), NSA K and V of every token, the
+/// compressed ones, and the un-rotated keys of the block that is not full yet.
+pub fn cache_plan(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
+    let layers = shape.num_layers as u64;
+    let kv = 2 * shape.kv_width() as u64 * value_bytes;
+    let held = |window: usize| window.min(seq_len) as u64;
+    let (per_token, stops_at_tokens, at_seq_len) = match shape.attention {
+        Attention::Mha => (kv, None, kv * seq_len as u64),
+        Attention::Swa { window_size } => (kv, Some(window_size), kv * held(window_size)),
+        Attention::Mla(mla) => {
+            let latent = (mla.kv_lora_rank + mla.qk_rope_head_dim) as u64 * value_bytes;
+            (latent, None, latent * seq_len as u64)
+        }
+        Attention::Nsa(nsa) => {
+            let copies = nsa.num_kv_copies() as u64;
+            // Copies of the compressed and selected branches grow; the window's own does not.
+            let growing = if nsa.shared_kv {
+                1
+            } else {
+                NUM_NSA_BRANCHES as u64 - 1
+            };
+            let blocks = nsa.num_compressed_blocks(seq_len) as u64;
+            let open_block = kv / 2 * nsa.compress_block_size as u64;
+            let own_window = (copies - growing) * kv * held(nsa.window_size);
+            let at = growing * kv * seq_len as u64 + own_window + blocks * kv + open_block;
+            let per_token = growing * kv + kv / nsa.compress_stride as u64;
+            (per_token, None, at)
+        }
+        Attention::Dma {
+            keep_window_size, ..
+        } => {
+            let slot = kv + 8 * shape.num_kv_heads as u64;
+            (slot, Some(keep_window_size), slot * held(keep_window_size))
+        }
+    };
+    CachePlan {
+        bytes_per_token: layers * per_token,
+        stops_at_tokens,
+        seq_len,
+        bytes_at_seq_len: layers * at_seq_len,
+    }
+}

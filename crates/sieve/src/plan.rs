@@ -1,0 +1,220 @@
+//! `sieve plan`.
+use crate::recipe::RecipeArgs;
+use crate::terminal;
+use crate::train::variable;
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use sieve_core::Recipe;
+use sieve_core::model::gpu;
+use sieve_core::plan::{Plan, StagePlan, Target, plan};
+use sieve_core::recipe::TokenizerSection;
+use sieve_data::Tokenizer;
+use sieve_train::MemoryProbe;
+
+/// Arguments of `sieve plan`.
+#[derive(Args, Debug)]
+pub(crate) struct PlanArgs {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// Plan for a GPU by name (h200, h100, a100, "rtx 4090", …) instead of this machine's CPU; none need be there
+    #[arg(long, value_name = "NAME")]
+    gpu: Option<String>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: PlanArgs) -> Result<()> {
+    let recipe = args.recipe.load()?;
+    let vocab_size = vocab_size(&recipe)?;
+    let (target, name) = target(args.gpu.as_deref())?;
+    let plan = plan(&recipe, vocab_size, &target)?;
+    if args.json {
+        terminal::line(&serde_json::to_string_pretty(&plan)?);
+        return Ok(());
+    }
+    for line in text(&plan, &recipe, &name) {
+        terminal::line(&line);
+    }
+    Ok(())
+}
+
+fn target(gpu: Option<&str>) -> Result<(Target, String)> {
+    let Some(name) = gpu else {
+        let (_, memory_bytes) = MemoryProbe::Process.read();
+        let peak = crate::device::cpu_peak_flops();
+        let target = Target::Cpu {
+            flops_per_second: Some(peak),
+            memory_bytes,
+        };
+        let name = format!("this CPU, {} threads, f32", crate::device::num_threads());
+        return Ok((target, name));
+    };
+    match gpu::find(name) {
+        Some(gpu) => {
+            let name = format!("{}, bf16 over f32 masters", gpu.name);
+            Ok((Target::Gpu(gpu), name))
+        }
+        None => bail!(
+            "--gpu {name} is not known\n  hint: one of {}",
+            gpu::names().join(", ")
+        ),
+    }
+}
+
+/// Rows of the embedding: the recipe's, else the tokenizer file's.
+fn vocab_size(recipe: &Recipe) -> Result<usize> {
+    match (recipe.stated_vocab_size(), &recipe.tokenizer) {
+        (Some(rows), _) => Ok(rows),
+        (None, TokenizerSection::Path(path)) => {
+            let path = sieve_core::paths::expand(path, &variable)?;
+            let tokenizer = Tokenizer::from_file(path.as_ref()).context(
+                "the recipe leaves model.vocab_size to its tokenizer, which cannot be read\n  \
+                 hint: get the tokenizer, or plan with --set model.vocab_size=N",
+            )?;
+            Ok(tokenizer.vocab_size())
+        }
+        (None, TokenizerSection::Train(_)) => unreachable!("a trained tokenizer states its size"),
+    }
+}
+
+fn text(plan: &Plan, recipe: &Recipe, target: &str) -> Vec<String> {
+    let mut lines = vec![format!("plan for {target}"), String::new()];
+    lines.push(format!(
+        "parameters    {} ({} besides embedding and output), attention {}",
+        count(plan.num_parameters as f64),
+        count(plan.num_non_embedding as f64),
+        plan.attention
+    ));
+    for (part, number) in &plan.parameters {
+        let share = 100.0 * *number as f64 / plan.num_parameters as f64;
+        let number = terminal::thousands(*number);
+        lines.push(format!("  {part:<16} {number:>16}  {share:>5.1} %"));
+    }
+    lines.push(String::new());
+    lines.push(format!(
+        "run           {} tokens, {:.1} per parameter, {} FLOPs executed",
+        count(plan.num_tokens as f64),
+        plan.tokens_per_parameter,
+        exponent(plan.total_flops)
+    ));
+    for (number, stage) in (1..).zip(&plan.stages) {
+        lines.extend(stage_lines(number, stage, plan.stages.len()));
+    }
+    lines.push(String::new());
+    lines.extend(memory_lines(plan, recipe));
+    lines.push(String::new());
+    lines.extend(cache_lines(plan));
+    lines.push(String::new());
+    lines.push("ops".to_owned());
+    for op in &plan.ops {
+        lines.push(format!("  {:<30} {:<12} {}", op.op, op.path, op.reason));
+    }
+    if let (Some(seconds), Some(assumption)) = (plan.seconds, &plan.assumption) {
+        lines.push(String::new());
+        lines.push(format!(
+            "time          a guess: {} at {assumption}",
+            terminal::duration(seconds)
+        ));
+    }
+    lines
+}
+
+fn stage_lines(number: usize, stage: &StagePlan, num_stages: usize) -> Vec<String> {
+    let name = if num_stages == 1 {
+        "steps".to_owned()
+    } else {
+        format!("stage {number}")
+    };
+    let mut lines = vec![
+        format!(
+            "  {name:<10} {} steps of {} tokens, rows of {}, {} micro-batches",
+            terminal::thousands(stage.steps as u64),
+            terminal::thousands(stage.tokens_per_step as u64),
+            stage.seq_len,
+            stage.micro_batches
+        ),
+        format!(
+            "             {} FLOPs a token executed, {} dense equivalent ({:.2}x); {:.1} keys a query, attention {:.1} %",
+            exponent(stage.executed_flops_per_token),
+            exponent(stage.dense_flops_per_token),
+            stage.dense_flops_per_token / stage.executed_flops_per_token,
+            stage.mean_active_keys,
+            100.0 * stage.attention_share
+        ),
+    ];
+    if let Some(speed) = stage.tokens_per_second {
+        let speed = terminal::thousands(speed as u64);
+        lines.push(format!("             about {speed} tokens/s"));
+    }
+    lines
+}
+
+fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
+    let memory = &plan.memory;
+    let verdict = match memory.fits {
+        Some(true) => format!("of {}: fits", gib(memory.available_bytes)),
+        Some(false) => format!(
+            "of {}: DOES NOT FIT; lower local_batch_size or set activation_checkpoint.mode",
+            gib(memory.available_bytes)
+        ),
+        None => "(memory of the device unknown)".to_owned(),
+    };
+    let mut lines = vec![format!(
+        "memory        {} {verdict}",
+        gib(memory.total_bytes)
+    )];
+    for (part, bytes) in [
+        ("parameters", memory.parameter_bytes),
+        ("f32 masters", memory.master_bytes),
+        ("moments", memory.moment_bytes),
+        ("gradients", memory.gradient_bytes),
+        ("activations", memory.activation_bytes),
+        ("workspace", memory.workspace_bytes),
+    ] {
+        if bytes > 0 {
+            lines.push(format!("  {part:<16} {:>12}", gib(bytes)));
+        }
+    }
+    let modes = memory.activations_by_mode.iter();
+    let modes = modes.map(|(mode, bytes)| format!("{mode} {}", gib(*bytes)));
+    lines.push(format!(
+        "  activations by mode: {} (now {:?})",
+        modes.collect::<Vec<_>>().join(", "),
+        recipe.activation_checkpoint.mode
+    ));
+    lines
+}
+
+fn cache_lines(plan: &Plan) -> Vec<String> {
+    let cache = &plan.cache;
+    let until = match cache.stops_at_tokens {
+        Some(tokens) => format!(", up to {} tokens", terminal::thousands(tokens as u64)),
+        None => String::new(),
+    };
+    vec![format!(
+        "KV cache      {} a token{until}; {} at {} tokens",
+        terminal::bytes(cache.bytes_per_token),
+        terminal::bytes(cache.bytes_at_seq_len),
+        terminal::thousands(cache.seq_len as u64)
+    )]
+}
+
+fn gib(bytes: u64) -> String {
+    format!("{:.2} GiB", bytes as f64 / (1u64 << 30) as f64)
+}
+
+/// `85.0M`, `1.72B`.
+fn count(number: f64) -> String {
+    match number {
+        n if n >= 1e9 => format!("{:.2}B", n / 1e9),
+        n if n >= 1e6 => format!("{:.1}M", n / 1e6),
+        n if n >= 1e3 => format!("{:.1}K", n / 1e3),
+        n => format!("{n:.0}"),
+    }
+}
+
+fn exponent(number: f64) -> String {
+    format!("{number:.3e}")
+}

@@ -1,0 +1,86 @@
+//! `sieve plan` on every shipped recipe, and its messages.
+use crate::tiny_run::{TinyRun, refused, succeed};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Recipes that leave the vocabulary to a file that does not ship.
+const WITHOUT_VOCABULARY: &[&str] = &[];
+
+#[test]
+fn every_shipped_recipe_is_planned_within_a_second() {
+    let run = TinyRun::dma();
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../recipes");
+    let mut planned = 0;
+    for entry in std::fs::read_dir(folder).expect("recipes") {
+        let path = entry.expect("an entry").path();
+        let name = path
+            .file_stem()
+            .expect("a name")
+            .to_string_lossy()
+            .into_owned();
+        if path.extension().is_none_or(|ending| ending != "toml")
+            || WITHOUT_VOCABULARY.contains(&name.as_str())
+        {
+            continue;
+        }
+        let mut fastest = Duration::MAX;
+        let mut text = String::new();
+        // Other tests share the cores: the faster of two says what planning takes.
+        for _ in 0..2 {
+            let started = Instant::now();
+            text = succeed(&mut run.sieve(&format!("plan --recipe {name} --gpu h200 --json")));
+            fastest = fastest.min(started.elapsed());
+        }
+        assert!(fastest < Duration::from_secs(1), "{name}: {fastest:?}");
+        let plan: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        let sum = plan["parameters"].as_array().expect("a list").iter();
+        let sum: u64 = sum.map(|part| part[1].as_u64().expect("a count")).sum();
+        assert_eq!(plan["num_parameters"].as_u64(), Some(sum), "{name}");
+        assert!(
+            !plan["ops"].as_array().expect("a list").is_empty(),
+            "{name}"
+        );
+        for stage in plan["stages"].as_array().expect("a list") {
+            let number = |key: &str| stage[key].as_f64().expect("a number");
+            assert!(number("executed_flops_per_token") > 0.0, "{name}");
+            assert!(number("tokens_per_second") > 0.0, "{name}");
+        }
+        planned += 1;
+    }
+    assert!(planned >= 20, "{planned} recipes");
+}
+
+#[test]
+fn the_text_names_every_part() {
+    let run = TinyRun::dma();
+    let text = succeed(&mut run.sieve("plan --recipe dma_1p7b --gpu h100"));
+    for word in [
+        "attention dma",
+        "stage 1",
+        "stage 2",
+        "keys a query",
+        "f32 masters",
+        "activations by mode: none",
+        "KV cache",
+        "up to 2,048 tokens",
+        "dma selection",
+        "a guess:",
+    ] {
+        assert!(text.contains(word), "no {word:?} in {text}");
+    }
+    let text = succeed(&mut run.sieve("plan --recipe quickstart"));
+    assert!(text.contains("plan for this CPU"), "{text}");
+}
+
+#[test]
+fn unknown_gpus_and_tokenizers_are_told() {
+    let run = TinyRun::dma();
+    refused(
+        &mut run.sieve("plan --recipe quickstart --gpu h2000"),
+        &["--gpu h2000 is not known", "h200"],
+    );
+    refused(
+        &mut run.sieve("plan --recipe quickstart --set tokenizer.path=nowhere/tokenizer.json"),
+        &["model.vocab_size", "nowhere/tokenizer.json"],
+    );
+}
