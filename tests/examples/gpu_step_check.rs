@@ -312,8 +312,18 @@ fn main() -> ExitCode {
         }
     }
     if wants("deterministic") {
+        let quickstart = Size {
+            d_ff: 512,
+            layers: 4,
+            heads: [3, 1],
+            vocab: 4096,
+            batch: 16,
+            seq_len: 256,
+            ..SMALL
+        };
         for (name, attention) in KINDS {
             good &= deterministic(name, SMALL, attention, &device);
+            good &= deterministic(name, quickstart, attention, &device);
         }
     }
     if wants("time") {

@@ -347,6 +347,7 @@ fn optimizer(table: &mut Table) {
     };
     let mut tensors = Some(AdamWTensors::<Flex> {
         param: float([parameters], 0.02),
+        leaf: None,
         exp_avg: zeros(),
         exp_avg_sq: zeros(),
     });

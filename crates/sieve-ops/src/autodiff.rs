@@ -377,12 +377,14 @@ impl<B: SieveBackend, C: CheckpointStrategy> SieveBackend for Autodiff<B, C> {
     ) -> AdamWTensors<Self> {
         let inner = AdamWTensors {
             param: tensors.param.primitive,
+            leaf: tensors.leaf.map(|leaf| leaf.primitive),
             exp_avg: tensors.exp_avg.primitive,
             exp_avg_sq: tensors.exp_avg_sq.primitive,
         };
         let next = B::adamw_step(inner, grad.primitive, grad_scale.primitive, step);
         AdamWTensors {
             param: constant::<B, C>(next.param),
+            leaf: next.leaf.map(constant::<B, C>),
             exp_avg: constant::<B, C>(next.exp_avg),
             exp_avg_sq: constant::<B, C>(next.exp_avg_sq),
         }

@@ -77,11 +77,13 @@ pub struct AdamWStep {
     pub bias_correction2: f64,
 }
 
-/// One parameter's state in an AdamW update, all of one shape and f32 (f64 in tests).
+/// One parameter's state in an AdamW update, all of one shape and, but for `leaf`, f32 (f64 in tests).
 #[derive(Clone, Debug)]
 pub struct AdamWTensors<B: Backend> {
     /// The master weights.
     pub param: FloatTensor<B>,
+    /// The weights that the model computes with, in bf16, where they are another tensor than `param`.
+    pub leaf: Option<FloatTensor<B>>,
     /// First moment.
     pub exp_avg: FloatTensor<B>,
     /// Second moment.
@@ -347,7 +349,8 @@ pub trait SieveBackend: Backend {
         reference::sum_of_squares::<Self>(x)
     }
 
-    /// One AdamW update; `grad_scale` is `[1]` on the device (clipping, and a gate that may be zero).
+    /// One AdamW update; `grad_scale` is `[1]` on the device. Where it is zero or no finite number nothing changes: the
+    /// gate of a step whose gradients are spoilt.
     fn adamw_step(
         tensors: AdamWTensors<Self>,
         grad: FloatTensor<Self>,

@@ -6,6 +6,7 @@ mod attention;
 mod decode;
 mod dma;
 mod embedding;
+mod linear;
 mod paths;
 
 pub use paths::{OpPath, op_paths, set_sum_order};
@@ -22,6 +23,24 @@ use sieve_kernels::{CudaPrimitive, CudaTensor};
 pub type Cuda = burn_cuda::Cuda<f32, i32>;
 
 impl SieveBackend for Cuda {
+    fn linear_nt(x: CudaPrimitive, weight: CudaPrimitive) -> CudaPrimitive {
+        kernel_or("linear", linear::forward(&x, &weight), || {
+            reference::linear::<Self>(x, weight)
+        })
+    }
+
+    fn linear_nt_backward(
+        x: CudaPrimitive,
+        weight: CudaPrimitive,
+        dy: CudaPrimitive,
+    ) -> (CudaPrimitive, CudaPrimitive) {
+        kernel_or(
+            "linear_backward",
+            linear::backward(&x, &weight, &dy),
+            || reference::linear_backward::<Self>(x, weight, dy),
+        )
+    }
+
     fn embedding_rows_backward(
         dy: CudaPrimitive,
         ids: CudaPrimitive,

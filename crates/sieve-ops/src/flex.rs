@@ -495,15 +495,19 @@ impl SieveBackend for Flex {
         grad_scale: FlexTensor,
         step: AdamWStep,
     ) -> AdamWTensors<Self> {
-        if !is_f32(&tensors.param) {
+        if !is_f32(&tensors.param) || tensors.leaf.is_some() {
             return reference::adamw_step::<Self>(tensors, grad, grad_scale, step);
         }
         let grad = contiguous(grad);
         let grad_scale = floats(&contiguous(grad_scale))[0];
+        if grad_scale == 0.0 || !grad_scale.is_finite() {
+            return tensors;
+        }
         let AdamWTensors {
             param,
             exp_avg,
             exp_avg_sq,
+            ..
         } = tensors;
         let [mut param, mut exp_avg, mut exp_avg_sq] = [param, exp_avg, exp_avg_sq].map(contiguous);
         let step = sieve_cpu::AdamWStep {
@@ -526,6 +530,7 @@ impl SieveBackend for Flex {
         );
         AdamWTensors {
             param,
+            leaf: None,
             exp_avg,
             exp_avg_sq,
         }

@@ -199,12 +199,15 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
             return Param::from_mapped_value(id, tensor, mapper);
         };
         let leaf = tensor.inner();
-        let dtype = leaf.dtype();
-        let value: Tensor<B::InnerBackend, D> = match self.optimizer.masters.remove(&id) {
-            Some(master) => Tensor::from_primitive(TensorPrimitive::Float(master)),
-            None => leaf,
+        let (param, leaf) = match self.optimizer.masters.remove(&id) {
+            Some(master) => (master, Some(leaf.into_primitive().tensor())),
+            None => (leaf.into_primitive().tensor(), None),
         };
-        let zeros = || value.zeros_like().into_primitive().tensor();
+        let zeros = || {
+            let like: Tensor<B::InnerBackend, D> =
+                Tensor::from_primitive(TensorPrimitive::Float(param.clone()));
+            like.zeros_like().into_primitive().tensor()
+        };
         let Moments {
             exp_avg,
             exp_avg_sq,
@@ -223,7 +226,8 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
             0.0
         };
         let tensors = AdamWTensors {
-            param: value.into_primitive().tensor(),
+            param,
+            leaf,
             exp_avg,
             exp_avg_sq,
         };
@@ -237,18 +241,15 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
             exp_avg_sq: next.exp_avg_sq,
         };
         self.optimizer.moments.insert(id, moments);
-        let value: Tensor<B::InnerBackend, D> =
-            Tensor::from_primitive(TensorPrimitive::Float(next.param));
-        let leaf = if value.dtype() == dtype {
-            value
-        } else {
-            let leaf = value.clone().cast(dtype);
-            self.optimizer
-                .masters
-                .insert(id, value.into_primitive().tensor());
-            leaf
+        let leaf = match next.leaf {
+            Some(leaf) => {
+                self.optimizer.masters.insert(id, next.param);
+                leaf
+            }
+            None => next.param,
         };
-        Param::from_mapped_value(id, Tensor::from_inner(leaf).require_grad(), mapper)
+        let leaf = Tensor::from_primitive(TensorPrimitive::Float(leaf));
+        Param::from_mapped_value(id, Tensor::<B, D>::from_inner(leaf).require_grad(), mapper)
     }
 }
 

@@ -26,6 +26,7 @@ fn start(param: FlexTensor) -> AdamWTensors<Flex> {
     AdamWTensors {
         exp_avg: zeros(),
         exp_avg_sq: zeros(),
+        leaf: None,
         param,
     }
 }
@@ -69,6 +70,45 @@ fn ten_steps_equal_the_formulas() {
         assert_close("exp_avg", &host(got.exp_avg), &m, tolerance);
         assert_close("exp_avg_sq", &host(got.exp_avg_sq), &v, tolerance);
     }
+}
+
+#[test]
+fn a_scale_of_zero_or_nan_changes_nothing() {
+    for dtype in [DType::F32, DType::F64] {
+        let tensors = || start(Random(2).input(&[30, 7]).tensor(dtype));
+        let gradient = tensor::<2>(Random(3).input(&[30, 7]).tensor(dtype)) / 0.0;
+        let once = adamw_step(
+            tensors(),
+            tensor::<2>(Random(4).input(&[30, 7]).tensor(dtype)),
+            scale(1.0, dtype),
+            step_number(1),
+        );
+        for gate in [0.0, f64::NAN, f64::INFINITY] {
+            let after = adamw_step(
+                once.clone(),
+                gradient.clone(),
+                scale(gate, dtype),
+                step_number(2),
+            );
+            assert_eq!(host(after.param), host(once.param.clone()), "{dtype:?}");
+            assert_eq!(host(after.exp_avg), host(once.exp_avg.clone()));
+            assert_eq!(host(after.exp_avg_sq), host(once.exp_avg_sq.clone()));
+        }
+        assert!(host(once.param) != host(tensors().param), "a step moves");
+    }
+}
+
+#[test]
+fn the_leaf_is_the_rounded_weight() {
+    let mut tensors = start(Random(2).input(&[30, 7]).tensor(DType::F32));
+    let leaf = tensor::<2>(tensors.param.clone()).cast(DType::BF16);
+    tensors.leaf = Some(leaf.into_primitive().tensor());
+    let gradient = tensor::<2>(Random(3).input(&[30, 7]).tensor(DType::F32));
+    let after = adamw_step(tensors, gradient, scale(1.0, DType::F32), step_number(1));
+    let leaf = tensor::<2>(after.leaf.expect("it was given one"));
+    assert_eq!(leaf.dtype(), DType::BF16);
+    let rounded = tensor::<2>(after.param).cast(DType::BF16);
+    assert_eq!(leaf.into_data(), rounded.into_data());
 }
 
 fn address(x: &FlexTensor) -> *const f32 {
