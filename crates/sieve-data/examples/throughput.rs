@@ -61,7 +61,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         eos_token: None,
         on_change: OnChange::Replace,
     };
-    let prepared = prepare(&corpus, &tokenizer, &config, &|_| {})?;
+    let prepared = prepare(std::slice::from_ref(&corpus), &tokenizer, &config, &|_| {})?;
     let num_tokens = prepared.meta.train.num_tokens + prepared.meta.validation.num_tokens;
     println!(
         "prepare   {:8.2} MB/s, {num_tokens} tokens, reused: {}",

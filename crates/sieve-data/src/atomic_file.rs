@@ -1,7 +1,7 @@
 //! Files that appear whole or not at all: written to a temporary name, fsynced, renamed.
 
 use std::fs::{self, File};
-use std::io::{BufWriter, Write};
+use std::io::{BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use crate::error::DataError;
@@ -47,6 +47,43 @@ impl AtomicFile {
         })
     }
 
+    /// Goes on with the first `num_bytes` of a temporary file that [`keep`](Self::keep) left, and drops what is behind.
+    pub(crate) fn resume(path: &Path, num_bytes: u64) -> Result<Self, DataError> {
+        let temporary = temporary_name(path);
+        let mut file = File::options()
+            .write(true)
+            .open(&temporary)
+            .map_err(DataError::io("open", &temporary))?;
+        let cut = file.metadata().and_then(|metadata| {
+            if metadata.len() < num_bytes {
+                return Err(std::io::Error::other("the file is shorter than it was"));
+            }
+            file.set_len(num_bytes)?;
+            file.seek(SeekFrom::End(0))
+        });
+        cut.map_err(DataError::io("go on with", &temporary))?;
+        let names = Names {
+            temporary,
+            path: path.to_path_buf(),
+            remove_on_drop: false,
+        };
+        Ok(Self {
+            writer: Some(BufWriter::with_capacity(1 << 20, file)),
+            names,
+        })
+    }
+
+    /// Makes what was written durable, and leaves it under its temporary name when dropped.
+    pub(crate) fn keep(&mut self) -> Result<(), DataError> {
+        self.names.remove_on_drop = false;
+        let writer = self
+            .writer
+            .as_mut()
+            .expect("the writer is taken by finish alone");
+        let synced = writer.flush().and_then(|()| writer.get_ref().sync_data());
+        synced.map_err(DataError::io("write", &self.names.temporary))
+    }
+
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), DataError> {
         let writer = self
             .writer
@@ -79,6 +116,15 @@ impl FinishedFile {
             .map_err(DataError::io("rename", &self.names.temporary))?;
         self.names.remove_on_drop = false;
         Ok(())
+    }
+}
+
+impl FinishedFile {
+    /// Removes the temporary file: it has served.
+    pub(crate) fn remove(mut self) -> Result<(), DataError> {
+        self.names.remove_on_drop = false;
+        fs::remove_file(&self.names.temporary)
+            .map_err(DataError::io("remove", &self.names.temporary))
     }
 }
 

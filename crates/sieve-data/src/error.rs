@@ -85,7 +85,7 @@ pub enum DataError {
         found: Vec<String>,
     },
     /// The text column holds something else than a string.
-    #[error("{}: line {line}: column {column:?} is {found}, not a string", path.display())]
+    #[error("{}: line {line}: column {column:?} is {found}, not a string\n  hint: set text_column to the column that holds the text, or allow invalid documents to be skipped", path.display())]
     ColumnNotText {
         /// The file.
         path: PathBuf,
@@ -95,6 +95,86 @@ pub enum DataError {
         column: String,
         /// What is there: "a number", "null".
         found: &'static str,
+    },
+    /// A packed file cannot be unpacked.
+    #[error("{}: damaged after {byte_offset} bytes of text: {packing}: {reason}\n  hint: nothing of it was used; fetch or pack the file again", path.display())]
+    BrokenArchive {
+        /// The file.
+        path: PathBuf,
+        /// "gzip" or "zstd".
+        packing: &'static str,
+        /// Unpacked bytes before the damage.
+        byte_offset: u64,
+        /// The unpacker's reason.
+        reason: String,
+    },
+    /// A Parquet file cannot be read.
+    #[error("{}: not a readable Parquet file: {reason}\n  hint: fetch or write the file again", path.display())]
+    BadParquet {
+        /// The file.
+        path: PathBuf,
+        /// The reader's reason.
+        reason: String,
+    },
+    /// A Parquet file lacks the text column.
+    #[error("{}: no column {column:?} (it has {found:?})\n  hint: set text_column to the column that holds the text", path.display())]
+    MissingParquetColumn {
+        /// The file.
+        path: PathBuf,
+        /// The column looked for.
+        column: String,
+        /// The columns that there are (at most 16).
+        found: Vec<String>,
+    },
+    /// The text column of a Parquet file holds no text.
+    #[error("{}: column {column:?} holds {found}, not text\n  hint: set text_column to the column that holds the text", path.display())]
+    ParquetColumnNotText {
+        /// The file.
+        path: PathBuf,
+        /// The column looked for.
+        column: String,
+        /// What it holds: "INT64", "lists".
+        found: String,
+    },
+    /// The text of a Parquet row cannot be used.
+    #[error("{}: row {row} {what}\n  hint: leave the row out, or allow invalid documents to be skipped", path.display())]
+    BadRow {
+        /// The file.
+        path: PathBuf,
+        /// The row, from 1.
+        row: u64,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// A path that begins with `hf://` cannot be understood.
+    #[error(
+        "{path:?} is no data set: {reason}\n  hint: write hf://datasets/OWNER/NAME, with @REVISION and /FILES behind it if need be"
+    )]
+    BadHubPath {
+        /// The path as given.
+        path: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A data set of the Hugging Face hub cannot be reached.
+    #[error(
+        "data set {repo} at {endpoint}: {reason}\n  hint: check the name, the revision and the network; 401 and 404 mean that there is no such data set, or that it needs a token (HF_TOKEN); what was fetched before is kept, so ask again"
+    )]
+    Hub {
+        /// "OWNER/NAME".
+        repo: String,
+        /// The hub's address.
+        endpoint: String,
+        /// The reason.
+        reason: String,
+    },
+    /// A corpus names a data set of the hub and was not told how to reach it.
+    #[error(
+        "{path:?} lies on the Hugging Face hub, which is not read here\n  hint: prepare the data first, or name local files"
+    )]
+    NotConnected {
+        /// The path as given.
+        path: String,
     },
     /// Every file was read and no document came out.
     #[error(
@@ -111,8 +191,8 @@ pub enum DataError {
         "the {split} split holds no document: {num_documents} documents, validation_fraction {validation_fraction}\n  hint: change validation_fraction, or give more text"
     )]
     EmptySplit {
-        /// "train" or "validation".
-        split: &'static str,
+        /// "train", "train-001" for the second of several corpora, or "validation".
+        split: String,
         /// Number of documents in all.
         num_documents: u64,
         /// The fraction asked for.
@@ -237,6 +317,7 @@ impl DataError {
                 | Self::BadJson { .. }
                 | Self::MissingColumn { .. }
                 | Self::ColumnNotText { .. }
+                | Self::BadRow { .. }
         )
     }
 }

@@ -22,7 +22,7 @@
 //!     eos_token: None,
 //!     on_change: OnChange::Refuse,
 //! };
-//! let prepared = prepare(&corpus, &tokenizer, &config, &|_progress| {})?;
+//! let prepared = prepare(&[corpus], &tokenizer, &config, &|_progress| {})?;
 //! let loader = Loader::new(
 //!     Arc::new(prepared.train()?),
 //!     LoaderConfig {
@@ -58,7 +58,8 @@ mod shard;
 mod tokenizer;
 
 pub use corpus::{
-    Corpus, CorpusConfig, CorpusReport, Document, Documents, FileOrder, Format, SourceFile,
+    Corpus, CorpusConfig, CorpusReport, Document, Documents, FileOrder, Format, HubConfig,
+    SourceFile,
 };
 pub use error::DataError;
 pub use loader::{Batch, IGNORED_LABEL, Loader, LoaderConfig, Order, PAD_DOCUMENT, Packing};
@@ -68,7 +69,7 @@ pub use mqar::{
 pub use permutation::Permutation;
 pub use prefetch::{Prefetch, PrefetchPlan};
 pub use prepare::{
-    DocumentSize, OnChange, PrepareConfig, Prepared, PreparedMeta, Progress, SplitMeta,
+    DocumentSize, OnChange, PrepareConfig, Prepared, PreparedMeta, Progress, SourceMeta, SplitMeta,
     ValidationSettings, ValidationSource, prepare, read_document_sizes,
 };
 pub use shard::{ShardReader, ShardWriter, TokenDtype};

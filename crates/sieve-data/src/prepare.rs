@@ -1,35 +1,39 @@
-//! Preparation: a corpus becomes one shard to train on and one to validate on, once.
+//! Preparation: a corpus becomes one shard to train on and one to validate on, once; several corpora that are to be mixed
+//! become a shard each to train on.
 //!
 //! ```text
 //! <dir>/train.bin, train.idx                 documents to train on, each ended by the end-of-document token
+//!       (train-000.bin, train-001.bin, …     one pair a corpus where several are mixed)
 //! <dir>/validation.bin, validation.idx       documents held out
 //! <dir>/validation.docs.json                 bytes and words of each held-out document, for perplexity per byte and word
 //! <dir>/meta.json                            what it was made from and what came out; written last, so with it all is whole
+//! <dir>/prepare.state.json, *.tmp            an unfinished preparation; the next one goes on from there
 //! <dir>/prepare.lock                         held while a process prepares here; tells that files of these names are ours
 //! ```
 
 mod lock;
 mod meta;
+mod partial;
+mod plan;
 mod tokenise;
 
-use std::collections::HashSet;
 use std::fs;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 
 use xxhash_rust::xxh3::Xxh3;
 
-pub use meta::{DocumentSize, PreparedMeta, SplitMeta, ValidationSettings, read_document_sizes};
+pub use meta::{
+    DocumentSize, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings, read_document_sizes,
+};
 
-use crate::atomic_file::{AtomicFile, sync_dir, temporary_name};
-use crate::corpus::{Corpus, CorpusReport};
+use crate::corpus::Corpus;
 use crate::error::DataError;
-use crate::shard::{ShardReader, ShardWriter, TokenDtype, with_ending};
+use crate::shard::ShardReader;
 use crate::tokenizer::Tokenizer;
 use lock::Lock;
 use meta::FORMAT_VERSION;
-use tokenise::{Encoded, Pass, Target};
+use plan::{Plan, earlier_preparation, remove_leftovers};
+use tokenise::Pace;
 
 /// Where the documents for validation come from.
 #[derive(Debug, Clone, Copy)]
@@ -114,9 +118,27 @@ impl Prepared {
     /// Maps the shard to train on.
     ///
     /// # Errors
-    /// Those of [`ShardReader::open`].
+    /// Those of [`ShardReader::open`]; several corpora were prepared.
     pub fn train(&self) -> Result<ShardReader, DataError> {
+        if !self.meta.sources.is_empty() {
+            return Err(DataError::BadMeta {
+                path: meta::path(&self.dir),
+                what: format!("{} sources to be mixed, not one", self.meta.sources.len()),
+            });
+        }
         ShardReader::open(&self.dir.join(TRAIN))
+    }
+
+    /// Maps the shards to train on, one for each corpus that was prepared.
+    ///
+    /// # Errors
+    /// Those of [`ShardReader::open`].
+    pub fn train_shards(&self) -> Result<Vec<ShardReader>, DataError> {
+        let names = train_names(self.meta.sources.len().max(1));
+        names
+            .iter()
+            .map(|name| ShardReader::open(&self.dir.join(name)))
+            .collect()
     }
 
     /// Maps the shard to validate on.
@@ -141,20 +163,49 @@ const VALIDATION: &str = "validation";
 const VALIDATION_SIZES: &str = "validation.docs.json";
 const LOCK: &str = "prepare.lock";
 
-/// Tokenises `corpus` into `config.dir`, or finds that it was done before from the same files, tokenizer and settings.
+/// Names of the shards to train on.
+fn train_names(num_corpora: usize) -> Vec<String> {
+    match num_corpora {
+        1 => vec![TRAIN.to_owned()],
+        _ => (0..num_corpora)
+            .map(|number| format!("{TRAIN}-{number:03}"))
+            .collect(),
+    }
+}
+
+/// Tokenises `corpora` into `config.dir`, or finds that it was done before from the same files, tokenizer and settings.
+/// Each corpus gets a shard of its own; what is held out of all of them goes into one.
 ///
-/// Files appear under their own names only when all of them are whole. Several processes may call this for one folder:
-/// one works, the others wait for it.
+/// Files appear under their own names only when all of them are whole. An error or a kill loses the work of the last
+/// moments: asked again with nothing changed, the preparation goes on, and the files are the same as without the
+/// interruption. Several processes may call this for one folder: one works, the others wait for it.
 ///
 /// # Errors
-/// The corpus's and the tokenizer's errors, an empty split, a folder that holds something else, a full disk. After an
+/// The corpora's and the tokenizer's errors, an empty split, a folder that holds something else, a full disk. After an
 /// error an earlier preparation is still whole.
 pub fn prepare(
-    corpus: &Corpus,
+    corpora: &[Corpus],
     tokenizer: &Tokenizer,
     config: &PrepareConfig,
     progress: &dyn Fn(Progress),
 ) -> Result<Prepared, DataError> {
+    prepare_at_pace(corpora, tokenizer, config, progress, Pace::default())
+}
+
+fn prepare_at_pace(
+    corpora: &[Corpus],
+    tokenizer: &Tokenizer,
+    config: &PrepareConfig,
+    progress: &dyn Fn(Progress),
+    pace: Pace,
+) -> Result<Prepared, DataError> {
+    if corpora.is_empty() || corpora.len() > 1000 {
+        let reason = format!("{} corpora; 1 to 1000 can be prepared", corpora.len());
+        return Err(DataError::BadSetting {
+            name: "corpora",
+            reason,
+        });
+    }
     if let ValidationSource::Fraction(fraction) = config.validation
         && !(fraction > 0.0 && fraction < 1.0)
     {
@@ -169,17 +220,20 @@ pub fn prepare(
     fs::create_dir_all(dir).map_err(DataError::io("create", dir))?;
     let lock = Lock::take(dir.join(LOCK), progress)?;
     let earlier = earlier_preparation(dir, lock.has_mark()?)?;
-    let fingerprint = fingerprint(corpus, tokenizer, config, eos_id);
     let plan = Plan {
-        corpus,
+        corpora,
         tokenizer,
         config,
         eos_id,
-        fingerprint,
+        fingerprint: fingerprint(corpora, tokenizer, config, eos_id),
         lock,
+        pace,
     };
     if let Some(meta) = &earlier {
         if meta.fingerprint == plan.fingerprint && meta.check_files(dir).is_ok() {
+            if plan.lock.has_mark()? {
+                remove_leftovers(dir)?;
+            }
             return Ok(Prepared {
                 dir: dir.clone(),
                 meta: meta.clone(),
@@ -201,224 +255,9 @@ pub fn prepare(
     })
 }
 
-struct Plan<'a> {
-    corpus: &'a Corpus,
-    tokenizer: &'a Tokenizer,
-    config: &'a PrepareConfig<'a>,
-    eos_id: u32,
-    fingerprint: String,
-    lock: Lock,
-}
-
-impl Plan<'_> {
-    fn run(&self, progress: &dyn Fn(Progress)) -> Result<PreparedMeta, DataError> {
-        let dir = &self.config.dir;
-        let mut train = Split::create(dir, TRAIN, self.tokenizer.vocab_size())?;
-        let mut validation = Split::create(dir, VALIDATION, self.tokenizer.vocab_size())?;
-        let mut sizes = Vec::new();
-        let mut keep = |document: Encoded| match document.target {
-            Target::Train => train.push(&document),
-            Target::Validation => {
-                sizes.push(document.size);
-                validation.push(&document)
-            }
-        };
-        let pass = |split| Pass {
-            tokenizer: self.tokenizer,
-            eos_id: self.eos_id,
-            split,
-            progress,
-        };
-        let (report, validation_report) = match self.config.validation {
-            ValidationSource::Fraction(fraction) => {
-                let target = |text: &str| match is_held_out(text, fraction) {
-                    true => Some(Target::Validation),
-                    false => Some(Target::Train),
-                };
-                (pass(TRAIN).run(self.corpus, target, &mut keep)?, None)
-            }
-            ValidationSource::Corpus(corpus) => {
-                let held_out = Mutex::new(HashSet::new());
-                let target = |text: &str| {
-                    held_out
-                        .lock()
-                        .expect("no panic while held")
-                        .insert(content_hash(text));
-                    Some(Target::Validation)
-                };
-                let validation_report = pass(VALIDATION).run(corpus, target, &mut keep)?;
-                let held_out = held_out.into_inner().expect("no panic while held");
-                let target =
-                    |text: &str| (!held_out.contains(&content_hash(text))).then_some(Target::Train);
-                (
-                    pass(TRAIN).run(self.corpus, target, &mut keep)?,
-                    Some(validation_report),
-                )
-            }
-        };
-        for (split, name) in [(&train, TRAIN), (&validation, VALIDATION)] {
-            if split.meta.num_documents == 0 {
-                return Err(DataError::EmptySplit {
-                    split: name,
-                    num_documents: report.num_documents,
-                    validation_fraction: match self.config.validation {
-                        ValidationSource::Fraction(fraction) => fraction,
-                        ValidationSource::Corpus(_) => 0.0,
-                    },
-                });
-            }
-        }
-        progress(Progress::Writing);
-        self.publish(train, validation, &sizes, report, validation_report)
-    }
-
-    /// Fsyncs everything under temporary names, then renames, `meta.json` last.
-    fn publish(
-        &self,
-        train: Split,
-        validation: Split,
-        sizes: &[DocumentSize],
-        report: CorpusReport,
-        validation_report: Option<CorpusReport>,
-    ) -> Result<PreparedMeta, DataError> {
-        let dir = &self.config.dir;
-        let (train, train_meta) = train.finish()?;
-        let (validation, validation_meta) = validation.finish()?;
-        let mut sizes_file = AtomicFile::create(&dir.join(VALIDATION_SIZES))?;
-        sizes_file.write(&meta::document_sizes_json(sizes))?;
-        let sizes_file = sizes_file.finish()?;
-        let meta = PreparedMeta {
-            format_version: FORMAT_VERSION,
-            fingerprint: self.fingerprint.clone(),
-            tokenizer_hash: hex(self.tokenizer.hash()),
-            vocab_size: self.tokenizer.vocab_size(),
-            dtype: TokenDtype::for_vocab_size(self.tokenizer.vocab_size()),
-            eos_id: self.eos_id,
-            sources_hash: hex(self.corpus.fingerprint()),
-            settings: self.corpus.config().clone(),
-            validation_settings: match self.config.validation {
-                ValidationSource::Fraction(fraction) => ValidationSettings::Fraction(fraction),
-                ValidationSource::Corpus(corpus) => ValidationSettings::Corpus {
-                    sources_hash: hex(corpus.fingerprint()),
-                    settings: Box::new(corpus.config().clone()),
-                },
-            },
-            train: train_meta,
-            validation: validation_meta,
-            report,
-            validation_report,
-        };
-        let mut meta_file = AtomicFile::create(&meta::path(dir))?;
-        meta_file.write(&meta.to_json())?;
-        let meta_file = meta_file.finish()?;
-
-        self.lock.mark()?;
-        // Without meta.json nobody takes the folder for whole while its files change one by one.
-        match fs::remove_file(meta::path(dir)) {
-            Err(error) if error.kind() != ErrorKind::NotFound => {
-                return Err(DataError::io("remove", &meta::path(dir))(error));
-            }
-            _ => sync_dir(dir)?,
-        }
-        train.publish()?;
-        validation.publish()?;
-        sizes_file.publish()?;
-        sync_dir(dir)?;
-        meta_file.publish()?;
-        sync_dir(dir)?;
-        Ok(meta)
-    }
-
-    /// What is not as it was, for a message.
-    fn difference(&self, earlier: &PreparedMeta) -> String {
-        let mut changed = Vec::new();
-        if earlier.format_version != FORMAT_VERSION {
-            changed.push("the format's version");
-        }
-        if earlier.tokenizer_hash != hex(self.tokenizer.hash()) || earlier.eos_id != self.eos_id {
-            changed.push("the tokenizer");
-        }
-        if &earlier.settings != self.corpus.config() {
-            changed.push("the corpus's settings");
-        } else if earlier.sources_hash != hex(self.corpus.fingerprint()) {
-            changed.push("the source files");
-        }
-        if changed.is_empty() {
-            changed.push("the validation documents");
-        }
-        format!(
-            "holds data prepared otherwise: {} changed",
-            changed.join(" and ")
-        )
-    }
-}
-
-struct Split {
-    writer: ShardWriter,
-    meta: SplitMeta,
-}
-
-impl Split {
-    fn create(dir: &Path, name: &str, vocab_size: usize) -> Result<Self, DataError> {
-        Ok(Self {
-            writer: ShardWriter::create(&dir.join(name), vocab_size)?,
-            meta: SplitMeta::default(),
-        })
-    }
-
-    fn push(&mut self, document: &Encoded) -> Result<(), DataError> {
-        self.meta.num_documents += 1;
-        self.meta.num_tokens += document.ids.len() as u64;
-        self.meta.num_bytes += document.size.num_bytes;
-        self.meta.num_words += document.size.num_words;
-        self.writer.push(&document.ids)
-    }
-
-    fn finish(mut self) -> Result<(crate::shard::FinishedShard, SplitMeta), DataError> {
-        let shard = self.writer.finish_unnamed()?;
-        self.meta.bin_bytes = shard.bin_bytes;
-        self.meta.idx_bytes = shard.idx_bytes;
-        self.meta.tokens_hash = hex(shard.bin_hash);
-        Ok((shard, self.meta))
-    }
-}
-
-/// What a whole earlier preparation says of itself. Clears away what a killed one left; refuses files that are not ours.
-fn earlier_preparation(dir: &Path, has_mark: bool) -> Result<Option<PreparedMeta>, DataError> {
-    let shards = [TRAIN, VALIDATION].map(|name| dir.join(name));
-    let shards = shards
-        .iter()
-        .flat_map(|prefix| [".bin", ".idx"].map(|ending| with_ending(prefix, ending)));
-    let files = shards
-        .chain([dir.join(VALIDATION_SIZES), meta::path(dir)])
-        .collect::<Vec<_>>();
-    for leftover in files.iter().map(|file| temporary_name(file)) {
-        if has_mark && leftover.exists() {
-            fs::remove_file(&leftover).map_err(DataError::io("remove", &leftover))?;
-        }
-    }
-    if meta::path(dir).exists() {
-        return PreparedMeta::read(dir).map(Some);
-    }
-    // A preparation killed between renames leaves its mark; other files of these names are somebody else's.
-    match files.iter().find(|file| file.exists()) {
-        Some(file) if !has_mark => {
-            let what = format!(
-                "holds {} without the meta.json of a preparation",
-                file.display()
-            );
-            Err(DataError::OtherPreparation {
-                dir: dir.to_path_buf(),
-                what,
-            })
-        }
-        _ => Ok(None),
-    }
-}
-
 /// One string for everything that decides the result.
 fn fingerprint(
-    corpus: &Corpus,
+    corpora: &[Corpus],
     tokenizer: &Tokenizer,
     config: &PrepareConfig,
     eos_id: u32,
@@ -427,7 +266,9 @@ fn fingerprint(
     hash.update(&FORMAT_VERSION.to_le_bytes());
     hash.update(&tokenizer.hash().to_le_bytes());
     hash.update(&eos_id.to_le_bytes());
-    hash.update(&corpus.fingerprint().to_le_bytes());
+    for corpus in corpora {
+        hash.update(&corpus.fingerprint().to_le_bytes());
+    }
     match config.validation {
         ValidationSource::Fraction(fraction) => hash.update(&fraction.to_le_bytes()),
         ValidationSource::Corpus(corpus) => hash.update(&corpus.fingerprint().to_le_bytes()),

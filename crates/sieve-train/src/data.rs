@@ -159,7 +159,8 @@ impl DataSource {
         };
         let observe = std::cell::RefCell::new(observe);
         let report = |progress| observe.borrow_mut()(DataEvent::Preparing(progress));
-        let prepared = prepare(&self.train, &tokenizer, &config, &report).map_err(in_cache)?;
+        let corpora = std::slice::from_ref(&self.train);
+        let prepared = prepare(corpora, &tokenizer, &config, &report).map_err(in_cache)?;
         let prepare_time = started.elapsed();
         Ok(TrainingData {
             tokenizer,

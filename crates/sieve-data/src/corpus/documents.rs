@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::source::{self, DocumentSource};
-use super::{Corpus, Document};
+use super::{Corpus, Document, SourceFile};
 use crate::error::DataError;
 
 /// Where the documents went.
@@ -49,80 +49,151 @@ impl CorpusReport {
     }
 }
 
+impl std::ops::AddAssign<&Self> for CorpusReport {
+    fn add_assign(&mut self, other: &Self) {
+        self.num_files += other.num_files;
+        self.num_documents += other.num_documents;
+        self.num_bytes += other.num_bytes;
+        self.num_blank += other.num_blank;
+        self.num_duplicates += other.num_duplicates;
+        self.num_invalid += other.num_invalid;
+        if self.first_invalid.is_none() {
+            self.first_invalid.clone_from(&other.first_invalid);
+        }
+        self.reached_max_bytes |= other.reached_max_bytes;
+    }
+}
+
+/// How far a reading has come: enough to go on from there, together with the hashes of the texts seen.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Cursor {
+    /// The file being read; those before it are done.
+    pub(crate) file_idx: usize,
+    /// Documents taken from it, valid or not.
+    num_taken: u64,
+    pub(crate) report: CorpusReport,
+}
+
 /// The documents of a corpus, in order. Ends after its first error; a corpus without any document is an error too.
 pub struct Documents<'a> {
     corpus: &'a Corpus,
-    next_file: usize,
     source: Option<Box<dyn DocumentSource>>,
+    cursor: Cursor,
     seen: HashSet<u128>,
-    report: CorpusReport,
+    /// Hashes that came into `seen` and were not asked for yet.
+    newly_seen: Vec<u128>,
     done: bool,
 }
 
 impl<'a> Documents<'a> {
     pub(super) fn new(corpus: &'a Corpus) -> Self {
-        let report = CorpusReport::default();
+        Self::resume(corpus, Cursor::default(), HashSet::new())
+    }
+
+    /// Goes on from where `cursor` was taken; `seen` holds the hashes of the texts met before it.
+    pub(crate) fn resume(corpus: &'a Corpus, cursor: Cursor, seen: HashSet<u128>) -> Self {
         Self {
             corpus,
-            next_file: 0,
             source: None,
-            seen: HashSet::new(),
-            report,
+            cursor,
+            seen,
+            newly_seen: Vec::new(),
             done: false,
         }
     }
 
+    /// How far the reading has come.
+    pub(crate) fn cursor(&self) -> &Cursor {
+        &self.cursor
+    }
+
+    /// The hashes of texts met since the last call, where duplicates are dropped.
+    pub(crate) fn take_newly_seen(&mut self) -> Vec<u128> {
+        std::mem::take(&mut self.newly_seen)
+    }
+
+    /// All hashes of texts met, for the next corpus.
+    pub(crate) fn into_seen(self) -> HashSet<u128> {
+        self.seen
+    }
+
     /// The account so far.
     pub fn report(&self) -> &CorpusReport {
-        &self.report
+        &self.cursor.report
+    }
+
+    /// Opens the file that the cursor is in, at the place where the cursor is.
+    fn open(&mut self, file: &SourceFile) -> Result<(), DataError> {
+        let config = self.corpus.config();
+        let path = self.corpus.local_path(file)?;
+        let mut source = source::open(&config.format, &path, config.max_document_bytes)?;
+        if self.cursor.num_taken == 0 {
+            self.cursor.report.num_files += 1;
+        }
+        for _ in 0..self.cursor.num_taken {
+            // What it is was judged when it was taken the first time.
+            let _ = source.next_document();
+        }
+        self.source = Some(source);
+        Ok(())
     }
 
     /// The next document that counts, or `None` at the end.
     fn advance(&mut self) -> Result<Option<Document>, DataError> {
-        let config = self.corpus.config();
+        let corpus = self.corpus;
+        let config = corpus.config();
+        corpus.check_connected()?;
+        if self.cursor.report.reached_max_bytes {
+            return Ok(None);
+        }
         loop {
             let Some(source) = &mut self.source else {
-                let Some(file) = self.corpus.files().get(self.next_file) else {
+                let Some(file) = corpus.files().get(self.cursor.file_idx) else {
                     return Ok(None);
                 };
-                self.source = Some(source::open(
-                    &config.format,
-                    &file.path,
-                    config.max_document_bytes,
-                )?);
-                self.next_file += 1;
-                self.report.num_files += 1;
+                self.open(file)?;
                 continue;
             };
-            let (text, line) = match source.next_document() {
+            let document = source.next_document();
+            self.cursor.num_taken += 1;
+            let report = &mut self.cursor.report;
+            let (text, line) = match document {
                 None => {
                     self.source = None;
+                    self.cursor.num_taken = 0;
+                    self.cursor.file_idx += 1;
                     continue;
                 }
                 Some(Err(error)) if config.skip_invalid && error.is_invalid_document() => {
-                    self.report.num_invalid += 1;
-                    self.report
+                    report.num_invalid += 1;
+                    report
                         .first_invalid
                         .get_or_insert_with(|| error.to_string());
                     continue;
                 }
                 Some(document) => document?,
             };
+            let hash = config.deduplicate.then(|| xxh3_128(text.as_bytes()));
             if text.trim().is_empty() {
-                self.report.num_blank += 1;
-            } else if config.deduplicate && !self.seen.insert(xxh3_128(text.as_bytes())) {
-                self.report.num_duplicates += 1;
-            } else if self.report.num_bytes + text.len() as u64
-                > config.max_bytes.unwrap_or(u64::MAX)
-            {
-                self.report.reached_max_bytes = true;
-                return Ok(None);
+                report.num_blank += 1;
+            } else if hash.is_some_and(|hash| self.seen.contains(&hash)) {
+                report.num_duplicates += 1;
             } else {
-                self.report.num_documents += 1;
-                self.report.num_bytes += text.len() as u64;
+                // A text that no longer fits is remembered too: nothing comes after it.
+                if let Some(hash) = hash {
+                    self.seen.insert(hash);
+                    self.newly_seen.push(hash);
+                }
+                let num_bytes = report.num_bytes + text.len() as u64;
+                if num_bytes > config.max_bytes.unwrap_or(u64::MAX) {
+                    report.reached_max_bytes = true;
+                    return Ok(None);
+                }
+                report.num_documents += 1;
+                report.num_bytes = num_bytes;
                 return Ok(Some(Document {
                     text,
-                    file_idx: self.next_file - 1,
+                    file_idx: self.cursor.file_idx,
                     line,
                 }));
             }
@@ -138,9 +209,9 @@ impl Iterator for Documents<'_> {
             return None;
         }
         let next = match self.advance() {
-            Ok(None) if self.report.num_documents == 0 => Err(DataError::EmptyCorpus {
+            Ok(None) if self.report().num_documents == 0 => Err(DataError::EmptyCorpus {
                 num_files: self.corpus.files().len(),
-                summary: self.report.summary(),
+                summary: self.report().summary(),
             }),
             next => next,
         };

@@ -6,6 +6,8 @@ use std::time::UNIX_EPOCH;
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use super::hub::{Hub, RemoteFile, is_remote};
+use super::source::Packed;
 use super::{CorpusConfig, FileOrder, SourceFile};
 use crate::error::DataError;
 
@@ -13,18 +15,31 @@ use crate::error::DataError;
 struct Found {
     path: PathBuf,
     relative: PathBuf,
+    remote: Option<RemoteFile>,
 }
 
-pub(super) fn expand(config: &CorpusConfig) -> Result<Vec<SourceFile>, DataError> {
+/// `hub` is asked for the paths that name a data set of the hub.
+pub(super) fn expand(
+    config: &CorpusConfig,
+    hub: Option<&Hub>,
+) -> Result<Vec<SourceFile>, DataError> {
     if config.paths.is_empty() {
         return Err(DataError::NoPaths);
     }
     let mut found = Vec::new();
     for pattern in &config.paths {
         let before = found.len();
-        expand_one(pattern, &config.extensions, &mut found)?;
+        match (is_remote(pattern), hub) {
+            (false, _) => expand_one(pattern, &config.extensions, &mut found)?,
+            (true, Some(hub)) => expand_remote(pattern, &config.extensions, hub, &mut found)?,
+            (true, None) => {
+                return Err(DataError::NotConnected {
+                    path: pattern.clone(),
+                });
+            }
+        }
         if found.len() == before {
-            let searched = match Path::new(pattern).is_dir() {
+            let searched = match Path::new(pattern).is_dir() || is_remote(pattern) {
                 true => format!(" ending in one of {:?}", config.extensions),
                 false => String::new(),
             };
@@ -45,10 +60,35 @@ pub(super) fn expand(config: &CorpusConfig) -> Result<Vec<SourceFile>, DataError
             xxh3_64_with_seed(file.relative.as_os_str().as_encoded_bytes(), seed)
         });
     }
-    found.into_iter().map(|file| stat(file.path)).collect()
+    found.into_iter().map(stat).collect()
 }
 
-fn stat(path: PathBuf) -> Result<SourceFile, DataError> {
+fn expand_remote(
+    pattern: &str,
+    extensions: &[String],
+    hub: &Hub,
+    found: &mut Vec<Found>,
+) -> Result<(), DataError> {
+    let files = hub.list(pattern, &|path| has_extension(path, extensions))?;
+    found.extend(files.into_iter().map(|file| Found {
+        path: file.display_path(),
+        relative: PathBuf::from(&file.name),
+        remote: Some(file),
+    }));
+    Ok(())
+}
+
+fn stat(found: Found) -> Result<SourceFile, DataError> {
+    let Found { path, remote, .. } = found;
+    if let Some(remote) = remote {
+        // The path names the commit, so that no time is needed to tell versions apart.
+        return Ok(SourceFile {
+            path,
+            num_bytes: remote.num_bytes(),
+            modified_ns: 0,
+            remote: Some(remote),
+        });
+    }
     let metadata = fs::metadata(&path).map_err(DataError::io("read", &path))?;
     let modified = metadata
         .modified()
@@ -59,6 +99,7 @@ fn stat(path: PathBuf) -> Result<SourceFile, DataError> {
         path,
         num_bytes: metadata.len(),
         modified_ns,
+        remote: None,
     })
 }
 
@@ -76,6 +117,7 @@ fn expand_one(
         found.push(Found {
             path: path.to_path_buf(),
             relative: path.file_name().unwrap_or_default().into(),
+            remote: None,
         });
         return Ok(());
     }
@@ -101,7 +143,11 @@ fn expand_one(
             walk(&path, &base, extensions, found)?;
         } else {
             let relative = path.strip_prefix(&base).unwrap_or(&path).to_path_buf();
-            found.push(Found { path, relative });
+            found.push(Found {
+                path,
+                relative,
+                remote: None,
+            });
         }
     }
     Ok(())
@@ -138,14 +184,19 @@ fn walk(
             walk(&path, base, extensions, found)?;
         } else if path.is_file() && has_extension(&path, extensions) {
             let relative = path.strip_prefix(base).unwrap_or(&path).to_path_buf();
-            found.push(Found { path, relative });
+            found.push(Found {
+                path,
+                relative,
+                remote: None,
+            });
         }
     }
     Ok(())
 }
 
 fn has_extension(path: &Path, extensions: &[String]) -> bool {
-    let extension = path
+    let extension = Packed::of(path)
+        .1
         .extension()
         .and_then(|extension| extension.to_str())
         .unwrap_or_default();

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::{TRAIN, VALIDATION};
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::VALIDATION;
 use crate::corpus::{CorpusConfig, CorpusReport};
 use crate::error::DataError;
 use crate::shard::{TokenDtype, with_ending};
@@ -33,11 +35,14 @@ pub struct PreparedMeta {
     pub eos_id: u32,
     /// [`Corpus::fingerprint`](crate::Corpus::fingerprint), in hexadecimal.
     pub sources_hash: String,
-    /// The corpus's settings.
+    /// The corpus's settings; of several, the first one's.
     pub settings: CorpusConfig,
+    /// Several corpora, to be mixed: each by itself. Empty for one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sources: Vec<SourceMeta>,
     /// Where the documents for validation came from.
     pub validation_settings: ValidationSettings,
-    /// What is in `train.bin`.
+    /// What is in `train.bin`, or in all of `train-000.bin`, `train-001.bin`, …
     pub train: SplitMeta,
     /// What is in `validation.bin`.
     pub validation: SplitMeta,
@@ -62,6 +67,19 @@ pub enum ValidationSettings {
     },
 }
 
+/// One of several corpora.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SourceMeta {
+    /// [`Corpus::fingerprint`](crate::Corpus::fingerprint), in hexadecimal.
+    pub sources_hash: String,
+    /// Its settings.
+    pub settings: CorpusConfig,
+    /// What is in its shard.
+    pub train: SplitMeta,
+    /// Where its documents went.
+    pub report: CorpusReport,
+}
+
 /// What is in one shard.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SplitMeta {
@@ -79,6 +97,26 @@ pub struct SplitMeta {
     pub idx_bytes: u64,
     /// XXH3-128 of the `.bin` file, in hexadecimal: equal tokens in equal order, wherever they came from.
     pub tokens_hash: String,
+}
+
+impl SplitMeta {
+    /// Several shards as one; the hash is that of their hashes.
+    pub(super) fn total(parts: &[Self]) -> Self {
+        let sum = |number: fn(&Self) -> u64| parts.iter().map(number).sum();
+        let hashes = parts.iter().map(|part| part.tokens_hash.as_str());
+        Self {
+            num_documents: sum(|part| part.num_documents),
+            num_tokens: sum(|part| part.num_tokens),
+            num_bytes: sum(|part| part.num_bytes),
+            num_words: sum(|part| part.num_words),
+            bin_bytes: sum(|part| part.bin_bytes),
+            idx_bytes: sum(|part| part.idx_bytes),
+            tokens_hash: match parts {
+                [only] => only.tokens_hash.clone(),
+                _ => super::hex(xxh3_128(hashes.collect::<String>().as_bytes())),
+            },
+        }
+    }
 }
 
 impl PreparedMeta {
@@ -120,7 +158,13 @@ impl PreparedMeta {
 
     /// Checks that the shards are there with the sizes that were written.
     pub(super) fn check_files(&self, dir: &Path) -> Result<(), DataError> {
-        for (name, split) in [(TRAIN, &self.train), (VALIDATION, &self.validation)] {
+        let trains = match self.sources.as_slice() {
+            [] => vec![&self.train],
+            sources => sources.iter().map(|source| &source.train).collect(),
+        };
+        let names = super::train_names(trains.len());
+        let trains = names.iter().map(String::as_str).zip(trains);
+        for (name, split) in trains.chain([(VALIDATION, &self.validation)]) {
             for (ending, wanted) in [(".bin", split.bin_bytes), (".idx", split.idx_bytes)] {
                 let path = with_ending(&dir.join(name), ending);
                 let found = fs::metadata(&path)

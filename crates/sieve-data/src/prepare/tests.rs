@@ -3,6 +3,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::corpus::CorpusConfig;
+use crate::shard::with_ending;
 
 struct Place {
     dir: tempfile::TempDir,
@@ -55,7 +56,7 @@ impl Place {
     }
 
     fn prepare(&self, config: &PrepareConfig) -> Result<Prepared, DataError> {
-        prepare(&self.corpus(), &self.tokenizer, config, &|_| {})
+        prepare(&[self.corpus()], &self.tokenizer, config, &|_| {})
     }
 
     fn files(&self) -> Vec<(String, Vec<u8>)> {
@@ -189,7 +190,7 @@ fn an_unchanged_preparation_is_reused_and_a_changed_one_told_apart() {
     assert!(place.prepare(&place.config()).unwrap().reused);
 
     let refused = |corpus: CorpusConfig, tokenizer: &Tokenizer, config: &PrepareConfig| {
-        prepare(&Corpus::open(corpus).unwrap(), tokenizer, config, &|_| {})
+        prepare(&[Corpus::open(corpus).unwrap()], tokenizer, config, &|_| {})
             .unwrap_err()
             .to_string()
     };
@@ -445,7 +446,7 @@ fn progress_ends_at_the_whole() {
     let place = Place::new();
     let calls = RefCell::new(Vec::new());
     prepare(
-        &place.corpus(),
+        &[place.corpus()],
         &place.tokenizer,
         &place.config(),
         &|progress| calls.borrow_mut().push(progress),
@@ -503,7 +504,7 @@ fn prepare_for_ever() {
             eos_token: None,
             on_change: OnChange::Replace,
         };
-        prepare(&corpus, &tokenizer, &config, &|_| {}).unwrap();
+        prepare(std::slice::from_ref(&corpus), &tokenizer, &config, &|_| {}).unwrap();
         fs::write(dir.join(AT_WORK), "").unwrap();
     }
 }

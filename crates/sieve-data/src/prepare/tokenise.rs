@@ -2,8 +2,8 @@
 
 use rayon::prelude::*;
 
-use super::{DocumentSize, Progress};
-use crate::corpus::{Corpus, CorpusReport, Documents};
+use super::{DocumentSize, Progress, content_hash};
+use crate::corpus::{Corpus, Cursor, Documents};
 use crate::error::DataError;
 use crate::tokenizer::Tokenizer;
 
@@ -20,10 +20,34 @@ pub(super) struct Encoded {
     /// Ends with the end-of-document token.
     pub(super) ids: Vec<u32>,
     pub(super) size: DocumentSize,
+    /// Of its text.
+    pub(super) hash: u128,
 }
 
-/// Text held at once, twice over: one batch being read, one being tokenised. Ids take about as much again.
-const BATCH_BYTES: usize = 8 << 20;
+/// How much is done at a time.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Pace {
+    /// Text held at once, twice over: one batch being read, one being tokenised. Ids take about as much again.
+    pub(super) batch_bytes: usize,
+    /// Text between two times that the work is made durable.
+    pub(super) keep_bytes: usize,
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self {
+            batch_bytes: 8 << 20,
+            keep_bytes: 128 << 20,
+        }
+    }
+}
+
+/// Documents taken together, and how far the reading was after them.
+struct Batch {
+    texts: Vec<String>,
+    cursor: Cursor,
+    newly_seen: Vec<u128>,
+}
 
 /// One pass over a corpus.
 pub(super) struct Pass<'a> {
@@ -32,16 +56,32 @@ pub(super) struct Pass<'a> {
     /// For the progress.
     pub(super) split: &'static str,
     pub(super) progress: &'a dyn Fn(Progress),
+    pub(super) pace: Pace,
+}
+
+/// What a pass does with its documents.
+pub(super) trait Sink {
+    /// Takes the documents of one batch, in the corpus's order.
+    fn take(
+        &mut self,
+        documents: Vec<Encoded>,
+        cursor: Cursor,
+        newly_seen: &[u128],
+    ) -> Result<(), DataError>;
+
+    /// Makes all that was taken durable.
+    fn keep(&mut self) -> Result<(), DataError>;
 }
 
 impl Pass<'_> {
-    /// Gives every document for which `target` names a shard to `keep`, in the corpus's order.
+    /// Gives every document from `documents` on for which `target` names a shard to `sink`.
     pub(super) fn run(
         &self,
         corpus: &Corpus,
+        documents: &mut Documents,
         target: impl Fn(&str) -> Option<Target> + Sync,
-        keep: &mut dyn FnMut(Encoded) -> Result<(), DataError>,
-    ) -> Result<CorpusReport, DataError> {
+        sink: &mut dyn Sink,
+    ) -> Result<(), DataError> {
         let (tokenizer, eos_id, split) = (self.tokenizer, self.eos_id, self.split);
         let encode = |text: String| {
             let Some(target) = target(&text) else {
@@ -53,27 +93,44 @@ impl Pass<'_> {
                 num_bytes: text.len() as u64,
                 num_words: text.split_whitespace().count() as u64,
             };
-            Ok(Some(Encoded { target, ids, size }))
+            let hash = content_hash(&text);
+            Ok(Some(Encoded {
+                target,
+                ids,
+                size,
+                hash,
+            }))
         };
-        let mut documents = corpus.documents();
-        let (mut bytes_done, mut num_documents, mut num_tokens) = (0, 0, 0);
+        let mut bytes_done = documents.report().num_bytes;
+        let (mut num_documents, mut num_tokens, mut bytes_since_kept) = (0, 0, 0);
         let bytes_total = corpus.max_text_bytes();
-        let mut batch = next_batch(&mut documents)?;
-        while !batch.is_empty() {
-            bytes_done += batch.iter().map(|text| text.len() as u64).sum::<u64>();
+        let wanted_bytes = self.pace.batch_bytes;
+        let mut batch = next_batch(documents, wanted_bytes)?;
+        while !batch.texts.is_empty() {
+            let batch_bytes = batch.texts.iter().map(String::len).sum::<usize>();
+            bytes_done += batch_bytes as u64;
+            bytes_since_kept += batch_bytes;
+            let texts = batch.texts;
             let (encoded, next) = rayon::join(
                 || {
-                    batch
+                    texts
                         .into_par_iter()
                         .map(encode)
                         .collect::<Result<Vec<_>, DataError>>()
                 },
-                || next_batch(&mut documents),
+                || next_batch(documents, wanted_bytes),
             );
-            for document in encoded?.into_iter().flatten() {
-                num_documents += 1;
-                num_tokens += document.ids.len() as u64;
-                keep(document)?;
+            let encoded = encoded?.into_iter().flatten().collect::<Vec<_>>();
+            num_documents += encoded.len() as u64;
+            num_tokens += encoded
+                .iter()
+                .map(|document| document.ids.len() as u64)
+                .sum::<u64>();
+            sink.take(encoded, batch.cursor, &batch.newly_seen)?;
+            // What was done is also worth keeping when the next batch cannot be read: a network that fails, say.
+            if bytes_since_kept >= self.pace.keep_bytes || next.is_err() {
+                sink.keep()?;
+                bytes_since_kept = 0;
             }
             (self.progress)(Progress::Tokenising {
                 split,
@@ -84,19 +141,23 @@ impl Pass<'_> {
             });
             batch = next?;
         }
-        Ok(documents.report().clone())
+        Ok(())
     }
 }
 
-fn next_batch(documents: &mut Documents) -> Result<Vec<String>, DataError> {
-    let mut batch = Vec::new();
+fn next_batch(documents: &mut Documents, wanted_bytes: usize) -> Result<Batch, DataError> {
+    let mut texts = Vec::new();
     let mut num_bytes = 0;
-    while num_bytes < BATCH_BYTES {
+    while num_bytes < wanted_bytes {
         let Some(document) = documents.next().transpose()? else {
             break;
         };
         num_bytes += document.text.len();
-        batch.push(document.text);
+        texts.push(document.text);
     }
-    Ok(batch)
+    Ok(Batch {
+        texts,
+        cursor: documents.cursor().clone(),
+        newly_seen: documents.take_newly_seen(),
+    })
 }

@@ -1,18 +1,21 @@
 //! Writing a shard: token ids as they come, the index at the end.
 
+use std::fs::{self, File};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3;
 
 use super::{MAGIC, TokenDtype, VERSION, with_ending};
-use crate::atomic_file::{AtomicFile, FinishedFile, sync_dir};
+use crate::atomic_file::{AtomicFile, FinishedFile, sync_dir, temporary_name};
 use crate::error::DataError;
 
 /// Writes `<prefix>.bin` and `<prefix>.idx` under temporary names; they get their own when all is written and fsynced.
 pub struct ShardWriter {
     prefix: PathBuf,
     bin: AtomicFile,
-    idx: AtomicFile,
+    /// The lengths as they come, `<prefix>.len.tmp`: what the index is made of, for whoever goes on after a kill.
+    lengths_log: AtomicFile,
     dtype: TokenDtype,
     vocab_size: usize,
     lengths: Vec<i32>,
@@ -24,6 +27,7 @@ pub struct ShardWriter {
 pub(crate) struct FinishedShard {
     bin: FinishedFile,
     idx: FinishedFile,
+    lengths_log: FinishedFile,
     pub(crate) bin_bytes: u64,
     pub(crate) idx_bytes: u64,
     /// XXH3-128 of the `.bin` file.
@@ -36,23 +40,66 @@ impl ShardWriter {
     /// # Errors
     /// A file that cannot be created, a vocabulary of 2^31 or more.
     pub fn create(prefix: &Path, vocab_size: usize) -> Result<Self, DataError> {
-        if vocab_size > i32::MAX as usize {
-            let reason = format!("{vocab_size} is more than 31 bits can number");
-            return Err(DataError::BadSetting {
-                name: "vocab_size",
-                reason,
-            });
-        }
+        check_vocab_size(vocab_size)?;
         Ok(Self {
             prefix: prefix.to_path_buf(),
             bin: AtomicFile::create(&with_ending(prefix, ".bin"))?,
-            idx: AtomicFile::create(&with_ending(prefix, ".idx"))?,
+            lengths_log: AtomicFile::create(&lengths_path(prefix))?,
             dtype: TokenDtype::for_vocab_size(vocab_size),
             vocab_size,
             lengths: Vec::new(),
             hash: Xxh3::new(),
             bytes: Vec::new(),
         })
+    }
+
+    /// Goes on after `num_documents` documents that [`keep`](Self::keep) made durable.
+    pub(crate) fn resume(
+        prefix: &Path,
+        vocab_size: usize,
+        num_documents: u64,
+    ) -> Result<Self, DataError> {
+        check_vocab_size(vocab_size)?;
+        let lengths_log = AtomicFile::resume(&lengths_path(prefix), 4 * num_documents)?;
+        let temporary = temporary_name(&lengths_path(prefix));
+        let bytes = fs::read(&temporary).map_err(DataError::io("read", &temporary))?;
+        let lengths = bytes
+            .as_chunks()
+            .0
+            .iter()
+            .map(|&four| i32::from_le_bytes(four));
+        let lengths = lengths.collect::<Vec<_>>();
+        let dtype = TokenDtype::for_vocab_size(vocab_size);
+        let num_tokens = lengths.iter().map(|&length| i64::from(length)).sum::<i64>();
+        let bin_path = with_ending(prefix, ".bin");
+        let bin_bytes = num_tokens as u64 * dtype.num_bytes();
+        let bin = AtomicFile::resume(&bin_path, bin_bytes)?;
+        Ok(Self {
+            prefix: prefix.to_path_buf(),
+            bin,
+            lengths_log,
+            dtype,
+            vocab_size,
+            lengths,
+            hash: hash_file(&temporary_name(&bin_path))?,
+            bytes: Vec::new(),
+        })
+    }
+
+    /// Makes the documents so far durable, and has them stay under their temporary names when the writer is dropped.
+    pub(crate) fn keep(&mut self) -> Result<(), DataError> {
+        self.bin.keep()?;
+        self.lengths_log.keep()
+    }
+
+    /// Tokens so far.
+    pub(crate) fn num_tokens(&self) -> u64 {
+        self.lengths.iter().map(|&length| length as u64).sum()
+    }
+
+    /// Documents so far.
+    pub(crate) fn num_documents(&self) -> u64 {
+        self.lengths.len() as u64
     }
 
     /// Appends one document.
@@ -92,6 +139,7 @@ impl ShardWriter {
         }
         self.hash.update(&self.bytes);
         self.lengths.push(length);
+        self.lengths_log.write(&length.to_le_bytes())?;
         self.bin.write(&self.bytes)
     }
 
@@ -106,27 +154,29 @@ impl ShardWriter {
     }
 
     /// Like [`finish`](Self::finish), without the names.
-    pub(crate) fn finish_unnamed(mut self) -> Result<FinishedShard, DataError> {
-        let num_documents = self.lengths.len() as u64;
-        self.idx.write(MAGIC)?;
-        self.idx.write(&VERSION.to_le_bytes())?;
-        self.idx.write(&[self.dtype.code()])?;
-        self.idx.write(&num_documents.to_le_bytes())?;
-        self.idx.write(&(num_documents + 1).to_le_bytes())?;
+    pub(crate) fn finish_unnamed(self) -> Result<FinishedShard, DataError> {
+        let num_documents = self.num_documents();
+        let mut idx = AtomicFile::create(&with_ending(&self.prefix, ".idx"))?;
+        idx.write(MAGIC)?;
+        idx.write(&VERSION.to_le_bytes())?;
+        idx.write(&[self.dtype.code()])?;
+        idx.write(&num_documents.to_le_bytes())?;
+        idx.write(&(num_documents + 1).to_le_bytes())?;
         for length in &self.lengths {
-            self.idx.write(&length.to_le_bytes())?;
+            idx.write(&length.to_le_bytes())?;
         }
         let mut pointer = 0i64;
         for &length in &self.lengths {
-            self.idx.write(&pointer.to_le_bytes())?;
+            idx.write(&pointer.to_le_bytes())?;
             pointer += i64::from(length) * self.dtype.num_bytes() as i64;
         }
         for document in 0..=num_documents {
-            self.idx.write(&document.to_le_bytes())?;
+            idx.write(&document.to_le_bytes())?;
         }
         Ok(FinishedShard {
             bin: self.bin.finish()?,
-            idx: self.idx.finish()?,
+            idx: idx.finish()?,
+            lengths_log: self.lengths_log.finish()?,
             bin_bytes: pointer as u64,
             idx_bytes: super::HEADER_BYTES + 12 * num_documents + 8 * (num_documents + 1),
             bin_hash: self.hash.digest128(),
@@ -138,6 +188,36 @@ impl FinishedShard {
     /// Gives both files their names. The folder is not fsynced.
     pub(crate) fn publish(self) -> Result<(), DataError> {
         self.bin.publish()?;
-        self.idx.publish()
+        self.idx.publish()?;
+        self.lengths_log.remove()
+    }
+}
+
+fn check_vocab_size(vocab_size: usize) -> Result<(), DataError> {
+    if vocab_size > i32::MAX as usize {
+        let reason = format!("{vocab_size} is more than 31 bits can number");
+        return Err(DataError::BadSetting {
+            name: "vocab_size",
+            reason,
+        });
+    }
+    Ok(())
+}
+
+fn lengths_path(prefix: &Path) -> PathBuf {
+    with_ending(prefix, ".len")
+}
+
+fn hash_file(path: &Path) -> Result<Xxh3, DataError> {
+    let mut file = File::open(path).map_err(DataError::io("open", path))?;
+    let (mut hash, mut buffer) = (Xxh3::new(), vec![0; 1 << 20]);
+    loop {
+        match file
+            .read(&mut buffer)
+            .map_err(DataError::io("read", path))?
+        {
+            0 => return Ok(hash),
+            num_bytes => hash.update(&buffer[..num_bytes]),
+        }
     }
 }

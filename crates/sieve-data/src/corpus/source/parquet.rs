@@ -1,0 +1,184 @@
+//! Parquet: one row is one document, its text in one column. Read page by page; the other columns are not touched.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use parquet::basic::Type as PhysicalType;
+use parquet::column::reader::{ColumnReader, ColumnReaderImpl};
+use parquet::data_type::{ByteArray, ByteArrayType};
+use parquet::errors::ParquetError;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+
+use super::{DocumentSource, check_size};
+use crate::error::DataError;
+
+pub(super) struct ParquetSource {
+    reader: SerializedFileReader<File>,
+    path: PathBuf,
+    column: String,
+    column_idx: usize,
+    /// The level at which a value is there; below it, it is null.
+    max_level: i16,
+    max_bytes: u64,
+    next_row_group: usize,
+    current: Option<ColumnReaderImpl<ByteArrayType>>,
+    /// Values of the rows read ahead, last row first; `None` is null.
+    rows: Vec<Option<ByteArray>>,
+    /// The row given last, from 1.
+    row: u64,
+}
+
+/// Rows decoded at once: their values are slices of one unpacked page or two.
+const ROWS_AT_ONCE: usize = 256;
+
+impl ParquetSource {
+    pub(super) fn open(path: &Path, column: &str, max_bytes: u64) -> Result<Self, DataError> {
+        let file = File::open(path).map_err(DataError::io("open", path))?;
+        let reader = guarded(path, || SerializedFileReader::new(file))?;
+        let schema = reader.metadata().file_metadata().schema_descr_ptr();
+        let names = schema.columns().iter().map(|column| column.path().string());
+        let Some(column_idx) = names.clone().position(|name| name == column) else {
+            return Err(DataError::MissingParquetColumn {
+                path: path.to_path_buf(),
+                column: column.to_owned(),
+                found: names.take(16).collect(),
+            });
+        };
+        let descriptor = schema.column(column_idx);
+        let not_text = match (descriptor.physical_type(), descriptor.max_rep_level()) {
+            (PhysicalType::BYTE_ARRAY, 0) => None,
+            (PhysicalType::BYTE_ARRAY, _) => Some("lists".to_owned()),
+            (other, _) => Some(other.to_string()),
+        };
+        if let Some(found) = not_text {
+            return Err(DataError::ParquetColumnNotText {
+                path: path.to_path_buf(),
+                column: column.to_owned(),
+                found,
+            });
+        }
+        Ok(Self {
+            reader,
+            path: path.to_path_buf(),
+            column: column.to_owned(),
+            column_idx,
+            max_level: descriptor.max_def_level(),
+            max_bytes,
+            next_row_group: 0,
+            current: None,
+            rows: Vec::new(),
+            row: 0,
+        })
+    }
+
+    /// Fills `rows`; leaves it empty at the end of the file.
+    fn read_rows(&mut self) -> Result<(), DataError> {
+        while self.rows.is_empty() {
+            let Some(column) = &mut self.current else {
+                if self.next_row_group == self.reader.num_row_groups() {
+                    return Ok(());
+                }
+                self.current = Some(self.open_row_group(self.next_row_group)?);
+                self.next_row_group += 1;
+                continue;
+            };
+            let (mut levels, mut values) = (Vec::new(), Vec::new());
+            let path = self.path.clone();
+            let read = || column.read_records(ROWS_AT_ONCE, Some(&mut levels), None, &mut values);
+            let (num_rows, num_values, _) = guarded(&path, read)?;
+            if num_rows == 0 {
+                self.current = None;
+                continue;
+            }
+            // A column that is never null has no levels.
+            let mut values = values.into_iter();
+            self.rows = match self.max_level {
+                0 => values.map(Some).collect(),
+                level => levels
+                    .iter()
+                    .map(|&found| if found == level { values.next() } else { None })
+                    .collect(),
+            };
+            let num_there = self.rows.iter().flatten().count();
+            if self.rows.len() != num_rows || num_there != num_values {
+                return Err(self.bad(format!(
+                    "{num_rows} rows hold {num_values} values, but their levels say {num_there} in {}",
+                    self.rows.len()
+                )));
+            }
+            self.rows.reverse();
+        }
+        Ok(())
+    }
+
+    fn open_row_group(&self, idx: usize) -> Result<ColumnReaderImpl<ByteArrayType>, DataError> {
+        let open = || {
+            self.reader
+                .get_row_group(idx)?
+                .get_column_reader(self.column_idx)
+        };
+        match guarded(&self.path, open)? {
+            ColumnReader::ByteArrayColumnReader(column) => Ok(column),
+            _ => Err(self.bad("a row group has another schema than the file".to_owned())),
+        }
+    }
+
+    fn bad(&self, reason: String) -> DataError {
+        DataError::BadParquet {
+            path: self.path.clone(),
+            reason,
+        }
+    }
+
+    fn text(&self, value: Option<ByteArray>) -> Result<String, DataError> {
+        let Some(value) = value else {
+            return Err(DataError::ColumnNotText {
+                path: self.path.clone(),
+                line: self.row,
+                column: self.column.clone(),
+                found: "null",
+            });
+        };
+        let bytes = value.data();
+        check_size(&self.path, bytes.len() as u64, self.max_bytes)?;
+        let bad_text = |what: String| DataError::BadRow {
+            path: self.path.clone(),
+            row: self.row,
+            what,
+        };
+        if bytes.contains(&0) {
+            return Err(bad_text(
+                "holds a NUL, so it is probably not text".to_owned(),
+            ));
+        }
+        let text = std::str::from_utf8(bytes);
+        text.map(str::to_owned)
+            .map_err(|error| bad_text(format!("is not UTF-8 at its byte {}", error.valid_up_to())))
+    }
+}
+
+impl DocumentSource for ParquetSource {
+    fn next_document(&mut self) -> Option<Result<(String, u64), DataError>> {
+        if self.rows.is_empty()
+            && let Err(error) = self.read_rows()
+        {
+            return Some(Err(error));
+        }
+        let value = self.rows.pop()?;
+        self.row += 1;
+        Some(self.text(value).map(|text| (text, self.row)))
+    }
+}
+
+/// Calls the Parquet reader, which panics on some damaged files; a panic becomes its error like any other.
+fn guarded<T>(path: &Path, work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, DataError> {
+    let bad = |reason| DataError::BadParquet {
+        path: path.to_path_buf(),
+        reason,
+    };
+    // What the reader was doing is not used again after an error.
+    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)) {
+        Ok(result) => result.map_err(|error| bad(error.to_string())),
+        Err(_) => Err(bad("its pages contradict one another".to_owned())),
+    }
+}

@@ -1,0 +1,55 @@
+//! Plain text: one file is one document.
+
+use std::io::Read;
+use std::path::PathBuf;
+
+use super::unpack::Unpacked;
+use super::{BYTE_ORDER_MARK, DocumentSource, check_size};
+use crate::error::DataError;
+
+pub(super) struct TextSource {
+    pub(super) path: PathBuf,
+    pub(super) max_bytes: u64,
+    pub(super) done: bool,
+}
+
+impl DocumentSource for TextSource {
+    fn next_document(&mut self) -> Option<Result<(String, u64), DataError>> {
+        let first = !std::mem::replace(&mut self.done, true);
+        first.then(|| Ok((self.read()?, 1)))
+    }
+}
+
+impl TextSource {
+    fn read(&self) -> Result<String, DataError> {
+        let path = &self.path;
+        let mut reader = Unpacked::open(path)?;
+        if let Some(num_bytes) = reader.known_bytes() {
+            check_size(path, num_bytes, self.max_bytes)?;
+        }
+        // One byte more than allowed shows that there is more, without unpacking all of it.
+        let mut bytes = Vec::new();
+        let read = reader
+            .by_ref()
+            .take(self.max_bytes.saturating_add(1))
+            .read_to_end(&mut bytes);
+        read.map_err(|error| reader.error(path, error))?;
+        check_size(path, bytes.len() as u64, self.max_bytes)?;
+        if let Some(position) = bytes.iter().position(|&byte| byte == 0) {
+            return Err(DataError::NulByte {
+                path: path.clone(),
+                byte_offset: position as u64,
+            });
+        }
+        if let Err(error) = std::str::from_utf8(&bytes) {
+            return Err(DataError::NotUtf8 {
+                path: path.clone(),
+                byte_offset: error.valid_up_to() as u64,
+            });
+        }
+        if bytes.starts_with(BYTE_ORDER_MARK) {
+            bytes.drain(..BYTE_ORDER_MARK.len());
+        }
+        Ok(String::from_utf8(bytes).expect("checked above, and the mark is a whole character"))
+    }
+}

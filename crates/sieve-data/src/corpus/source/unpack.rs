@@ -1,0 +1,122 @@
+//! Files packed with gzip or Zstandard, told by their ending, read as what they hold.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::Path;
+
+use flate2::bufread::MultiGzDecoder;
+
+use crate::error::DataError;
+
+/// How a file is packed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::corpus) enum Packed {
+    Gzip,
+    Zstd,
+}
+
+impl Packed {
+    /// The packing that a file's ending names, and the name without that ending.
+    pub(in crate::corpus) fn of(path: &Path) -> (Option<Self>, &Path) {
+        let ending = path.extension().and_then(OsStr::to_str).unwrap_or_default();
+        let packed = match ending.to_ascii_lowercase().as_str() {
+            "gz" => Self::Gzip,
+            "zst" => Self::Zstd,
+            _ => return (None, path),
+        };
+        let stem = path.file_stem().map_or(path, Path::new);
+        (Some(packed), stem)
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Gzip => "gzip",
+            Self::Zstd => "zstd",
+        }
+    }
+}
+
+const BUFFER_BYTES: usize = 1 << 18;
+
+/// The contents of a file, unpacked where its ending is `.gz` or `.zst`. Several packed pieces one after another are one
+/// file, as for `gzip` and `zstd` themselves.
+pub(super) struct Unpacked {
+    reader: Box<dyn BufRead + Send>,
+    packed: Option<Packed>,
+    /// Unpacked bytes given so far.
+    offset: u64,
+    file_bytes: u64,
+}
+
+impl Unpacked {
+    pub(super) fn open(path: &Path) -> Result<Self, DataError> {
+        let file = File::open(path).map_err(DataError::io("open", path))?;
+        let file_bytes = file.metadata().map_err(DataError::io("read", path))?.len();
+        let packed = Packed::of(path).0;
+        let file = BufReader::with_capacity(BUFFER_BYTES, file);
+        let reader: Box<dyn BufRead + Send> = match packed {
+            None => Box::new(file),
+            Some(Packed::Gzip) => Box::new(BufReader::with_capacity(
+                BUFFER_BYTES,
+                MultiGzDecoder::new(file),
+            )),
+            Some(Packed::Zstd) => Box::new(BufReader::with_capacity(
+                BUFFER_BYTES,
+                zstd::stream::read::Decoder::with_buffer(file)
+                    .map_err(DataError::io("unpack", path))?,
+            )),
+        };
+        let unpacked = Self {
+            reader,
+            packed,
+            offset: 0,
+            file_bytes,
+        };
+        // Both decoders take a file of nothing for an archive of nothing, but it is one that was cut.
+        match packed {
+            Some(_) if file_bytes == 0 => {
+                let cut = io::Error::new(io::ErrorKind::UnexpectedEof, "the file is empty");
+                Err(unpacked.error(path, cut))
+            }
+            _ => Ok(unpacked),
+        }
+    }
+
+    /// Bytes to come, where the file's size tells it.
+    pub(super) fn known_bytes(&self) -> Option<u64> {
+        self.packed.is_none().then_some(self.file_bytes)
+    }
+
+    /// What to say when reading failed.
+    pub(super) fn error(&self, path: &Path, error: io::Error) -> DataError {
+        match self.packed {
+            None => DataError::io("read", path)(error),
+            Some(packed) => DataError::BrokenArchive {
+                path: path.to_path_buf(),
+                packing: packed.name(),
+                byte_offset: self.offset,
+                reason: error.to_string(),
+            },
+        }
+    }
+}
+
+impl Read for Unpacked {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let num_bytes = self.reader.read(buffer)?;
+        self.offset += num_bytes as u64;
+        Ok(num_bytes)
+    }
+}
+
+impl BufRead for Unpacked {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        self.reader.fill_buf()
+    }
+
+    fn consume(&mut self, num_bytes: usize) {
+        self.offset += num_bytes as u64;
+        self.reader.consume(num_bytes);
+    }
+}

@@ -1,0 +1,429 @@
+//! The work of a preparation, from documents to renamed files.
+
+use std::collections::HashSet;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use super::lock::Lock;
+use super::meta::{self, FORMAT_VERSION, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings};
+use super::partial::{self, Partial};
+use super::tokenise::{Encoded, Pace, Pass, Sink, Target};
+use super::{
+    PrepareConfig, Progress, TRAIN, VALIDATION, VALIDATION_SIZES, ValidationSource, content_hash,
+    hex, is_held_out, train_names,
+};
+use crate::atomic_file::{AtomicFile, sync_dir};
+use crate::corpus::{Corpus, CorpusReport, Cursor, Documents};
+use crate::error::DataError;
+use crate::shard::{FinishedShard, TokenDtype};
+use crate::tokenizer::Tokenizer;
+
+pub(super) struct Plan<'a> {
+    pub(super) corpora: &'a [Corpus],
+    pub(super) tokenizer: &'a Tokenizer,
+    pub(super) config: &'a PrepareConfig<'a>,
+    pub(super) eos_id: u32,
+    pub(super) fingerprint: String,
+    pub(super) lock: Lock,
+    pub(super) pace: Pace,
+}
+
+/// Takes the documents of one corpus.
+struct Intake<'a> {
+    partial: &'a mut Partial,
+    lock: &'a Lock,
+    corpus: &'a Corpus,
+    /// Where documents to train on go.
+    train_split: usize,
+    /// Whether documents held out are to be known again in other corpora.
+    remember_held_out: bool,
+    /// Files whose fetched copies were removed.
+    num_discarded: usize,
+}
+
+impl Sink for Intake<'_> {
+    fn take(
+        &mut self,
+        documents: Vec<Encoded>,
+        cursor: Cursor,
+        newly_seen: &[u128],
+    ) -> Result<(), DataError> {
+        let validation_split = self.partial.splits.len() - 1;
+        for document in documents {
+            let split = match document.target {
+                Target::Train => self.train_split,
+                Target::Validation => validation_split,
+            };
+            let split = &mut self.partial.splits[split];
+            split.meta.num_documents += 1;
+            split.meta.num_tokens += document.ids.len() as u64;
+            split.meta.num_bytes += document.size.num_bytes;
+            split.meta.num_words += document.size.num_words;
+            split.writer.push(&document.ids)?;
+            if document.target == Target::Validation {
+                self.partial.push_size(document.size)?;
+                if self.remember_held_out {
+                    self.partial.push_held_out(document.hash)?;
+                }
+            }
+        }
+        self.partial.push_seen(newly_seen)?;
+        self.partial.place.cursor = cursor;
+        Ok(())
+    }
+
+    fn keep(&mut self) -> Result<(), DataError> {
+        // The mark first: it tells the next preparation that these temporary files are ours.
+        self.lock.mark()?;
+        self.partial.keep()?;
+        let num_read = self.partial.place.cursor.file_idx;
+        self.corpus.discard_fetched(self.num_discarded..num_read);
+        self.num_discarded = num_read;
+        Ok(())
+    }
+}
+
+impl Plan<'_> {
+    pub(super) fn run(&self, progress: &dyn Fn(Progress)) -> Result<PreparedMeta, DataError> {
+        let dir = &self.config.dir;
+        let mut names = train_names(self.corpora.len());
+        names.push(VALIDATION.to_owned());
+        let vocab_size = self.tokenizer.vocab_size();
+        let (mut partial, mut seen) =
+            match Partial::resume(dir, &names, vocab_size, &self.fingerprint) {
+                Some(found) => found,
+                None => {
+                    if self.lock.has_mark()? {
+                        remove_leftovers(dir)?;
+                    }
+                    let partial = Partial::create(dir, &names, vocab_size, &self.fingerprint)?;
+                    (partial, HashSet::new())
+                }
+            };
+        let own_validation = match self.config.validation {
+            ValidationSource::Corpus(corpus) => Some(corpus),
+            ValidationSource::Fraction(_) => None,
+        };
+        if let Some(corpus) = own_validation
+            && partial.place.done.is_empty()
+        {
+            let target = |_: &str| Some(Target::Validation);
+            // Its texts are no duplicates of those to train on: they are held out of them.
+            self.read(
+                corpus,
+                None,
+                &mut partial,
+                HashSet::new(),
+                &target,
+                progress,
+            )?;
+        }
+        let held_out = std::mem::take(&mut partial.held_out_set);
+        let fraction = match self.config.validation {
+            ValidationSource::Fraction(fraction) => fraction,
+            ValidationSource::Corpus(_) => 0.0,
+        };
+        let target = |text: &str| match own_validation {
+            Some(_) => (!held_out.contains(&content_hash(text))).then_some(Target::Train),
+            None if is_held_out(text, fraction) => Some(Target::Validation),
+            None => Some(Target::Train),
+        };
+        let num_before = usize::from(own_validation.is_some());
+        let first = partial.place.done.len().saturating_sub(num_before);
+        for (number, corpus) in self.corpora.iter().enumerate().skip(first) {
+            let split = Some(number);
+            seen = self.read(corpus, split, &mut partial, seen, &target, progress)?;
+        }
+        for (number, split) in partial.splits.iter().enumerate() {
+            if split.meta.num_documents == 0 {
+                let reports = &partial.place.done[num_before..];
+                return Err(DataError::EmptySplit {
+                    split: split.name.clone(),
+                    num_documents: match reports.get(number) {
+                        Some(report) => report.num_documents,
+                        None => reports.iter().map(|report| report.num_documents).sum(),
+                    },
+                    validation_fraction: fraction,
+                });
+            }
+        }
+        progress(Progress::Writing);
+        let meta = self.publish(partial)?;
+        for corpus in own_validation.into_iter().chain(self.corpora) {
+            corpus.discard_fetched(0..corpus.files().len());
+        }
+        Ok(meta)
+    }
+
+    /// Reads one corpus to its end, into split `train_split` or, for `None`, into the validation split. Returns the hashes
+    /// of the texts seen.
+    fn read(
+        &self,
+        corpus: &Corpus,
+        train_split: Option<usize>,
+        partial: &mut Partial,
+        seen: HashSet<u128>,
+        target: &(dyn Fn(&str) -> Option<Target> + Sync),
+        progress: &dyn Fn(Progress),
+    ) -> Result<HashSet<u128>, DataError> {
+        let pass = Pass {
+            tokenizer: self.tokenizer,
+            eos_id: self.eos_id,
+            split: match train_split {
+                Some(_) => TRAIN,
+                None => VALIDATION,
+            },
+            progress,
+            pace: self.pace,
+        };
+        let mut documents = Documents::resume(corpus, partial.place.cursor.clone(), seen);
+        let mut intake = Intake {
+            partial,
+            lock: &self.lock,
+            corpus,
+            train_split: train_split.unwrap_or(0),
+            remember_held_out: train_split.is_none(),
+            num_discarded: 0,
+        };
+        pass.run(corpus, &mut documents, target, &mut intake)?;
+        let place = &mut partial.place;
+        place.done.push(documents.report().clone());
+        place.cursor = Cursor::default();
+        Ok(documents.into_seen())
+    }
+
+    /// Fsyncs everything under temporary names, then renames, `meta.json` last.
+    fn publish(&self, partial: Partial) -> Result<PreparedMeta, DataError> {
+        let dir = &self.config.dir;
+        let Partial {
+            splits,
+            sizes_list,
+            place,
+            ..
+        } = &partial;
+        let mut sizes_file = AtomicFile::create(&dir.join(VALIDATION_SIZES))?;
+        sizes_file.write(&meta::document_sizes_json(sizes_list))?;
+        let sizes_file = sizes_file.finish()?;
+        let mut names = splits
+            .iter()
+            .map(|split| split.name.clone())
+            .collect::<Vec<_>>();
+        let mut reports = place.done.clone();
+        let validation_report = match self.config.validation {
+            ValidationSource::Corpus(_) => Some(reports.remove(0)),
+            ValidationSource::Fraction(_) => None,
+        };
+        let (shards, mut metas) = finish(partial)?;
+        let validation = metas.pop().expect("the validation split is the last");
+        let meta = self.meta(metas, validation, reports, validation_report);
+        let mut meta_file = AtomicFile::create(&meta::path(dir))?;
+        meta_file.write(&meta.to_json())?;
+        let meta_file = meta_file.finish()?;
+
+        self.lock.mark()?;
+        // Without meta.json nobody takes the folder for whole while its files change one by one.
+        match fs::remove_file(meta::path(dir)) {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                return Err(DataError::io("remove", &meta::path(dir))(error));
+            }
+            _ => sync_dir(dir)?,
+        }
+        names.push(VALIDATION_SIZES.to_owned());
+        remove_shards_of_earlier(dir, &names)?;
+        for shard in shards {
+            shard.publish()?;
+        }
+        sizes_file.publish()?;
+        sync_dir(dir)?;
+        meta_file.publish()?;
+        sync_dir(dir)?;
+        partial::discard(dir)?;
+        Ok(meta)
+    }
+
+    fn meta(
+        &self,
+        train: Vec<SplitMeta>,
+        validation: SplitMeta,
+        reports: Vec<CorpusReport>,
+        validation_report: Option<CorpusReport>,
+    ) -> PreparedMeta {
+        let mut report = CorpusReport::default();
+        reports.iter().for_each(|part| report += part);
+        let total = SplitMeta::total(&train);
+        let sources = match self.corpora {
+            [_] => Vec::new(),
+            corpora => corpora
+                .iter()
+                .zip(train)
+                .zip(reports)
+                .map(|((corpus, train), report)| SourceMeta {
+                    sources_hash: hex(corpus.fingerprint()),
+                    settings: corpus.config().clone(),
+                    train,
+                    report,
+                })
+                .collect(),
+        };
+        PreparedMeta {
+            format_version: FORMAT_VERSION,
+            fingerprint: self.fingerprint.clone(),
+            tokenizer_hash: hex(self.tokenizer.hash()),
+            vocab_size: self.tokenizer.vocab_size(),
+            dtype: TokenDtype::for_vocab_size(self.tokenizer.vocab_size()),
+            eos_id: self.eos_id,
+            sources_hash: hex(self.corpora[0].fingerprint()),
+            settings: self.corpora[0].config().clone(),
+            sources,
+            validation_settings: match self.config.validation {
+                ValidationSource::Fraction(fraction) => ValidationSettings::Fraction(fraction),
+                ValidationSource::Corpus(corpus) => ValidationSettings::Corpus {
+                    sources_hash: hex(corpus.fingerprint()),
+                    settings: Box::new(corpus.config().clone()),
+                },
+            },
+            train: total,
+            validation,
+            report,
+            validation_report,
+        }
+    }
+
+    /// What is not as it was, for a message.
+    pub(super) fn difference(&self, earlier: &PreparedMeta) -> String {
+        let mut changed = Vec::new();
+        if earlier.format_version != FORMAT_VERSION {
+            changed.push("the format's version");
+        }
+        if earlier.tokenizer_hash != hex(self.tokenizer.hash()) || earlier.eos_id != self.eos_id {
+            changed.push("the tokenizer");
+        }
+        let before = match earlier.sources.as_slice() {
+            [] => vec![(&earlier.settings, &earlier.sources_hash)],
+            sources => sources
+                .iter()
+                .map(|source| (&source.settings, &source.sources_hash))
+                .collect(),
+        };
+        let same_settings = before.len() == self.corpora.len()
+            && before
+                .iter()
+                .zip(self.corpora)
+                .all(|((settings, _), corpus)| *settings == corpus.config());
+        let mut pairs = before.iter().zip(self.corpora);
+        if !same_settings {
+            changed.push("the corpus's settings");
+        } else if pairs.any(|((_, hash), corpus)| **hash != hex(corpus.fingerprint())) {
+            changed.push("the source files");
+        }
+        if changed.is_empty() {
+            changed.push("the validation documents");
+        }
+        format!(
+            "holds data prepared otherwise: {} changed",
+            changed.join(" and ")
+        )
+    }
+}
+
+/// Fsyncs all shards under their temporary names.
+fn finish(partial: Partial) -> Result<(Vec<FinishedShard>, Vec<SplitMeta>), DataError> {
+    let mut finished = (Vec::new(), Vec::new());
+    for mut split in partial.splits {
+        let shard = split.writer.finish_unnamed()?;
+        split.meta.bin_bytes = shard.bin_bytes;
+        split.meta.idx_bytes = shard.idx_bytes;
+        split.meta.tokens_hash = hex(shard.bin_hash);
+        finished.0.push(shard);
+        finished.1.push(split.meta);
+    }
+    Ok(finished)
+}
+
+/// What a whole earlier preparation says of itself; refuses files that are not ours.
+pub(super) fn earlier_preparation(
+    dir: &Path,
+    has_mark: bool,
+) -> Result<Option<PreparedMeta>, DataError> {
+    if meta::path(dir).exists() {
+        return PreparedMeta::read(dir).map(Some);
+    }
+    // A preparation killed between renames leaves its mark; other files of these names are somebody else's.
+    let mut files = own_names(dir)?;
+    files.retain(|name| !name.ends_with(".tmp"));
+    match files.first() {
+        Some(name) if !has_mark => {
+            let what = format!(
+                "holds {} without the meta.json of a preparation",
+                dir.join(name).display()
+            );
+            Err(DataError::OtherPreparation {
+                dir: dir.to_path_buf(),
+                what,
+            })
+        }
+        _ => Ok(None),
+    }
+}
+
+/// Clears away what an unfinished preparation left.
+pub(super) fn remove_leftovers(dir: &Path) -> Result<(), DataError> {
+    partial::discard(dir)?;
+    for name in own_names(dir)? {
+        if name.ends_with(".tmp") {
+            let path = dir.join(name);
+            fs::remove_file(&path).map_err(DataError::io("remove", &path))?;
+        }
+    }
+    Ok(())
+}
+
+/// Removes shards of an earlier preparation that the new one does not replace.
+fn remove_shards_of_earlier(dir: &Path, new_names: &[String]) -> Result<(), DataError> {
+    for name in own_names(dir)? {
+        let stem = name.trim_end_matches(".bin").trim_end_matches(".idx");
+        if !name.ends_with(".tmp") && !new_names.iter().any(|new| new == stem) {
+            let path = dir.join(&name);
+            fs::remove_file(&path).map_err(DataError::io("remove", &path))?;
+        }
+    }
+    Ok(())
+}
+
+/// The files in `dir` with names that preparations give, temporary ones with their ending; sorted.
+fn own_names(dir: &Path) -> Result<Vec<String>, DataError> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir).map_err(DataError::io("list", dir))? {
+        let entry = entry.map_err(DataError::io("list", dir))?;
+        let Ok(name) = entry.file_name().into_string() else {
+            continue;
+        };
+        let is_temporary = name.ends_with(".tmp");
+        let stem = name.trim_end_matches(".tmp");
+        let shard = [".bin", ".idx", ".len"]
+            .iter()
+            .find_map(|ending| stem.strip_suffix(ending));
+        let is_ours = match shard {
+            Some(shard) => is_shard_name(shard) && (is_temporary || !stem.ends_with(".len")),
+            None => {
+                stem == VALIDATION_SIZES
+                    || stem == "meta.json"
+                    || is_temporary && (stem == partial::STATE || partial::LOGS.contains(&stem))
+            }
+        };
+        if is_ours {
+            names.push(name);
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+fn is_shard_name(name: &str) -> bool {
+    let numbered = name
+        .strip_prefix(TRAIN)
+        .and_then(|rest| rest.strip_prefix('-'));
+    let is_number = |digits: &str| digits.len() == 3 && digits.bytes().all(|b| b.is_ascii_digit());
+    name == TRAIN || name == VALIDATION || numbered.is_some_and(is_number)
+}
