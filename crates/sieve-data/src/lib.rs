@@ -55,6 +55,8 @@ mod permutation;
 mod prefetch;
 mod prepare;
 mod shard;
+#[cfg(test)]
+mod test_files;
 mod tokenizer;
 
 pub use corpus::{

@@ -5,6 +5,8 @@ use proptest::prelude::*;
 
 use super::*;
 
+mod packed;
+
 fn write(dir: &Path, name: &str, bytes: impl AsRef<[u8]>) -> String {
     let path = dir.join(name);
     fs::create_dir_all(path.parent().unwrap()).unwrap();

@@ -22,6 +22,8 @@ pub(super) struct ParquetSource {
     max_bytes: u64,
     next_row_group: usize,
     current: Option<ColumnReaderImpl<ByteArrayType>>,
+    /// Rows of the current group that are still to come.
+    rows_left: i64,
     /// Values of the rows read ahead, last row first; `None` is null.
     rows: Vec<Option<ByteArray>>,
     /// The row given last, from 1.
@@ -66,6 +68,7 @@ impl ParquetSource {
             max_bytes,
             next_row_group: 0,
             current: None,
+            rows_left: 0,
             rows: Vec::new(),
             row: 0,
         })
@@ -79,6 +82,11 @@ impl ParquetSource {
                     return Ok(());
                 }
                 self.current = Some(self.open_row_group(self.next_row_group)?);
+                self.rows_left = self
+                    .reader
+                    .metadata()
+                    .row_group(self.next_row_group)
+                    .num_rows();
                 self.next_row_group += 1;
                 continue;
             };
@@ -86,9 +94,13 @@ impl ParquetSource {
             let path = self.path.clone();
             let read = || column.read_records(ROWS_AT_ONCE, Some(&mut levels), None, &mut values);
             let (num_rows, num_values, _) = guarded(&path, read)?;
+            self.rows_left -= num_rows as i64;
             if num_rows == 0 {
                 self.current = None;
-                continue;
+                match self.rows_left {
+                    0 => continue,
+                    left => return Err(self.bad(format!("a row group lacks {left} rows"))),
+                }
             }
             // A column that is never null has no levels.
             let mut values = values.into_iter();

@@ -1,0 +1,261 @@
+//! gzip, Zstandard and Parquet.
+
+use parquet::basic::{Compression, GzipLevel, ZstdLevel};
+
+use super::*;
+use crate::test_files::{gzip, write_parquet, zstd};
+
+const LINES: &str = "{\"text\": \"first\"}\n{\"text\": \"second\"}\n{\"text\": \"third\"}\n";
+
+#[test]
+fn packed_files_are_read_as_what_they_hold() {
+    let dir = tempfile::tempdir().unwrap();
+    let [one, two] = [&LINES.as_bytes()[..18], &LINES.as_bytes()[18..]];
+    write(dir.path(), "a.jsonl.gz", gzip(LINES.as_bytes()));
+    // Two packed pieces one after another, as `cat` makes them.
+    write(dir.path(), "b.jsonl.gz", [gzip(one), gzip(two)].concat());
+    write(dir.path(), "c.jsonl.zst", zstd(LINES.as_bytes()));
+    write(dir.path(), "d.jsonl.ZST", [zstd(one), zstd(two)].concat());
+    write(dir.path(), "e.jsonl", LINES);
+    write(dir.path(), "f.txt.gz", gzip(b"no line"));
+    let folder = dir.path().to_str().unwrap().to_owned();
+    let found = texts(CorpusConfig::jsonl(vec![folder.clone()], "text")).unwrap();
+    assert_eq!(found, ["first", "second", "third"].repeat(5));
+    assert_eq!(
+        texts(CorpusConfig::text(vec![folder.clone()])).unwrap(),
+        ["no line"]
+    );
+    // A glob names packed files as any others.
+    let globbed = CorpusConfig::jsonl(vec![format!("{folder}/*.gz")], "text");
+    let error = message(texts(globbed));
+    assert!(
+        error.contains("f.txt.gz: line 1 is not a JSON object"),
+        "{error}"
+    );
+}
+
+#[test]
+fn the_size_limit_holds_for_the_unpacked_text() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = write(dir.path(), "a.txt.gz", gzip(&[b'x'; 100_000]));
+    let config = |max| CorpusConfig {
+        max_document_bytes: Some(max),
+        ..CorpusConfig::text(vec![path.clone()])
+    };
+    assert_eq!(texts(config(100_000)).unwrap()[0].len(), 100_000);
+    let error = message(texts(config(99_999)));
+    assert!(error.contains("over the limit of 99999"), "{error}");
+}
+
+// Text that a packer cannot shorten much, so that damage in the middle is damage of the middle.
+fn many_lines() -> String {
+    let line = |number: u64| {
+        format!(
+            "{{\"text\": \"{:x}\"}}\n",
+            number.wrapping_mul(0x9E37_79B9_7F4A_7C15)
+        )
+    };
+    (0..20_000).map(line).collect()
+}
+
+#[test]
+fn a_packed_file_that_is_cut_or_damaged_is_an_error_also_when_invalid_documents_are_skipped() {
+    let dir = tempfile::tempdir().unwrap();
+    let lines = many_lines();
+    for (name, packing, whole) in [
+        ("a.jsonl.gz", "gzip", gzip(lines.as_bytes())),
+        ("a.jsonl.zst", "zstd", zstd(lines.as_bytes())),
+    ] {
+        let middle = whole.len() / 2;
+        let mut damaged = whole.clone();
+        damaged[middle..middle + 64]
+            .iter_mut()
+            .for_each(|byte| *byte ^= 0x5A);
+        for (what, bytes) in [
+            ("damaged", damaged),
+            ("cut", whole[..middle].to_vec()),
+            ("without its end", whole[..whole.len() - 1].to_vec()),
+            ("of another kind", b"plain text".to_vec()),
+            ("with a tail", [whole.as_slice(), b"tail"].concat()),
+            ("empty", Vec::new()),
+        ] {
+            let path = write(dir.path(), name, bytes);
+            let config = CorpusConfig {
+                skip_invalid: true,
+                ..CorpusConfig::jsonl(vec![path], "text")
+            };
+            let error = message(texts(config));
+            assert!(
+                error.contains(name) && error.contains(packing) && error.contains("fetch or pack"),
+                "{what}: {error}"
+            );
+        }
+        let path = write(dir.path(), name, whole);
+        assert_eq!(
+            texts(CorpusConfig::jsonl(vec![path], "text"))
+                .unwrap()
+                .len(),
+            20_000
+        );
+    }
+}
+
+fn parquet(path: String) -> CorpusConfig {
+    CorpusConfig::parquet(vec![path], "text")
+}
+
+#[test]
+fn parquet_gives_a_document_a_row_in_order() {
+    let dir = tempfile::tempdir().unwrap();
+    let wanted = (0..700)
+        .map(|row| format!("text of row {row}"))
+        .collect::<Vec<_>>();
+    let rows = wanted
+        .iter()
+        .map(|text| Some(text.as_bytes()))
+        .collect::<Vec<_>>();
+    for (number, compression) in [
+        Compression::UNCOMPRESSED,
+        Compression::SNAPPY,
+        Compression::ZSTD(ZstdLevel::default()),
+        Compression::GZIP(GzipLevel::default()),
+        Compression::LZ4_RAW,
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let path = dir.path().join(format!("{number}.parquet"));
+        write_parquet(&path, &[&rows[..300], &[], &rows[300..]], compression);
+        let path = path.to_str().unwrap().to_owned();
+        assert_eq!(texts(parquet(path.clone())).unwrap(), wanted);
+        assert_eq!(
+            texts(CorpusConfig::parquet(vec![path], "meta.note")).unwrap(),
+            wanted
+        );
+    }
+    let folder = dir.path().to_str().unwrap().to_owned();
+    let corpus = Corpus::open(parquet(folder)).unwrap();
+    let last = corpus.documents().last().unwrap().unwrap();
+    assert_eq!((last.file_idx, last.line), (4, 700));
+}
+
+#[test]
+fn parquet_rows_without_text_are_named_or_skipped() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.parquet");
+    for (bad, wanted) in [
+        (None, "line 2: column \"text\" is null"),
+        (Some(b"\xff".as_slice()), "row 2 is not UTF-8 at its byte 0"),
+        (Some(b"a\0b".as_slice()), "row 2 holds a NUL"),
+    ] {
+        write_parquet(
+            &path,
+            &[&[Some(b"one"), bad, Some(b"three")]],
+            Compression::SNAPPY,
+        );
+        let config = parquet(path.to_str().unwrap().to_owned());
+        let error = message(texts(config.clone()));
+        assert!(
+            error.contains("a.parquet") && error.contains(wanted),
+            "{error}"
+        );
+        let lenient = CorpusConfig {
+            skip_invalid: true,
+            ..config
+        };
+        assert_eq!(texts(lenient).unwrap(), ["one", "three"]);
+    }
+}
+
+#[test]
+fn a_parquet_file_without_the_column_says_which_it_has() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.parquet");
+    write_parquet(&path, &[&[Some(b"one".as_slice())]], Compression::SNAPPY);
+    let path = path.to_str().unwrap().to_owned();
+    for (column, wanted) in [
+        (
+            "body",
+            "no column \"body\" (it has [\"id\", \"text\", \"meta.note\", \"tags\"])",
+        ),
+        ("id", "column \"id\" holds INT64, not text"),
+        ("tags", "column \"tags\" holds lists, not text"),
+    ] {
+        let error = message(texts(CorpusConfig::parquet(vec![path.clone()], column)));
+        assert!(
+            error.contains("a.parquet")
+                && error.contains(wanted)
+                && error.contains("set text_column"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_parquet_file_that_is_cut_or_none_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.parquet");
+    write_parquet(&path, &[&[Some(b"one".as_slice()); 200]], Compression::SNAPPY);
+    let whole = fs::read(&path).unwrap();
+    for bytes in [
+        &whole[..whole.len() - 3],
+        &whole[..whole.len() / 2],
+        b"PAR1",
+        b"",
+        b"text",
+    ] {
+        let path = write(dir.path(), "a.parquet", bytes);
+        let error = message(texts(CorpusConfig {
+            skip_invalid: true,
+            ..parquet(path)
+        }));
+        assert!(
+            error.contains("a.parquet: not a readable Parquet file"),
+            "{error}"
+        );
+    }
+}
+
+// What a reading was given so far and its cursor make the rest, whatever the file and wherever it stopped.
+#[test]
+fn a_reading_goes_on_from_its_cursor() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().to_str().unwrap().to_owned();
+    let lines = "{\"text\": \"a\"}\n{\"no\": 1}\n{\"text\": \"b\"}\n\n{\"text\": \"a\"}\n{\"text\": \" \"}\n{\"text\": \"c\"}\n";
+    write(dir.path(), "1.jsonl", lines);
+    write(
+        dir.path(),
+        "2.jsonl.gz",
+        gzip(lines.replace(": \"c", ": \"d").as_bytes()),
+    );
+    write(
+        dir.path(),
+        "3.jsonl",
+        "{\"text\": \"eeee\"}\n{\"text\": \"f\"}\n",
+    );
+    for max_bytes in [None, Some(6)] {
+        let config = CorpusConfig {
+            deduplicate: true,
+            skip_invalid: true,
+            max_bytes,
+            ..CorpusConfig::jsonl(vec![folder.clone()], "text")
+        };
+        let corpus = Corpus::open(config).unwrap();
+        let mut whole = corpus.documents();
+        let all = whole.by_ref().map(Result::unwrap).collect::<Vec<_>>();
+        for stop in 1..=all.len() + 1 {
+            let mut first = corpus.documents();
+            let mut given = first
+                .by_ref()
+                .take(stop)
+                .map(Result::unwrap)
+                .collect::<Vec<_>>();
+            let cursor = serde_json::to_string(first.cursor()).unwrap();
+            let seen = first.take_newly_seen().into_iter().collect();
+            let mut rest = Documents::resume(&corpus, serde_json::from_str(&cursor).unwrap(), seen);
+            given.extend(rest.by_ref().map(Result::unwrap));
+            assert_eq!(given, all, "stopped after {stop}");
+            assert_eq!(rest.report(), whole.report());
+        }
+    }
+}
