@@ -147,6 +147,14 @@ pub enum KernelError {
         "CUDA: the library libcublasLt was not found\n  hint: install the CUDA toolkit, or `pip install nvidia-cublas`, and put its folder on LD_LIBRARY_PATH"
     )]
     NoCublasLt,
+    /// CUPTI, which traces kernels, is missing or refuses.
+    #[error(
+        "CUDA: kernels cannot be traced: {reason}\n  hint: install the CUDA toolkit, or `pip install nvidia-cuda-cupti`, put the folder of libcupti.so on LD_LIBRARY_PATH, and run no other profiler"
+    )]
+    NoCupti {
+        /// What CUPTI or the loader said.
+        reason: String,
+    },
     /// NVRTC emits code that the driver cannot load.
     #[error(
         "CUDA: libnvrtc is version {nvrtc}, but the driver supports CUDA {driver} only, so it would refuse the compiled kernels\n  hint: update the driver, or use a toolkit of version {driver} or older"

@@ -38,11 +38,29 @@ mod dma_select;
 
 mod cublaslt;
 mod fill_zero;
+mod vector_rows;
+
+mod adamw;
+mod column_sums;
+mod cross_entropy;
+mod dma_scores_backward;
+mod embedding_backward;
+mod embedding_forward;
+mod linear_cross_entropy;
+mod qk_norm_rope_backward;
+mod qk_norm_rope_forward;
+mod residual_add;
+mod rms_norm_backward;
+mod rms_norm_forward;
+mod sum_of_squares;
+
+mod kernel_trace;
 mod needed;
 mod shipped;
 mod swiglu_backward;
 mod swiglu_forward;
 
+pub use adamw::{AdamwTensors, AdamwUpdate, adamw, adamw_kernel};
 pub use attention_backward::{
     AttentionGradients, attention_backward, attention_backward_convert_kernel,
     attention_backward_kernel, attention_backward_prepare_kernel, attention_backward_query_kernel,
@@ -57,6 +75,8 @@ pub use attention_decode::{
 pub use attention_forward::{AttentionResult, attention_forward, attention_forward_kernel};
 pub use attention_tiling::{ForwardTiling, KeySource};
 pub use cache::{KernelCache, init_runtime};
+pub use column_sums::column_sums_kernel;
+pub use cross_entropy::{LossFactors, cross_entropy_kernel};
 pub use cublaslt::{
     AlgorithmSearch, MatmulOutput, Product, matmul, matmul_is_inline, matmul_nn, matmul_nt,
     matmul_tn, require_cublaslt, set_algorithm_search,
@@ -74,15 +94,40 @@ pub use dma_lists::{
     selection_of_expire,
 };
 pub use dma_scores::{ScoreBias, Scores, dma_scores, dma_scores_kernel};
+pub use dma_scores_backward::{ScoresBackward, dma_scores_backward, dma_scores_backward_kernel};
 pub use dma_select::{Selection, dma_select, dma_select_kernels};
+pub use embedding_backward::{
+    embedding_backward, embedding_backward_kernel, embedding_carry_kernel, embedding_order_kernel,
+};
+pub use embedding_forward::{embedding_forward, embedding_forward_kernel};
 pub use error::{CudaVersion, KernelError};
 pub use fill_zero::{fill_zero, fill_zero_kernel};
 pub use heads::{AttentionShape, Heads, Qkv};
+pub use kernel_trace::{KernelRecord, KernelTotal, KernelTrace, TraceResult};
 pub use layout::{RowLayout, contiguous_strides, row_layout, strides_are_contiguous};
+pub use linear_cross_entropy::{
+    LinearCrossEntropyGradients, linear_cross_entropy_with_gradients, token_losses,
+};
 pub use needed::{AttentionNeeds, NeededKernels, NeededKeys, needed_kernels, shared_bytes_of};
 pub use probe::{CudaReport, DeviceReport, memory_bytes, probe};
+pub use qk_norm_rope_backward::{
+    QkNormRopeGradients, qk_norm_rope_backward, qk_norm_rope_backward_kernel,
+};
+pub use qk_norm_rope_forward::{
+    QkNormRope, Reuse, qk_norm_rope_forward, qk_norm_rope_forward_kernel,
+};
+pub use residual_add::{residual_add, residual_add_kernel};
+pub use rms_norm_backward::{rms_norm_backward, rms_norm_backward_kernel};
+pub use rms_norm_forward::{
+    NormResidual, rms_norm_forward, rms_norm_forward_kernel, rms_norm_residual_forward,
+};
 pub use shipped::{shipped_kernels, shipped_kernels_for};
 pub use source::{KernelText, kernel_file, kernel_files};
 pub use source_kernel::SourceKernel;
+pub use sum_of_squares::{
+    ClippedNorm, FixedSum, SumResult, Term, finish_sum_kernel, fixed_sum, sum_of_squares,
+    sum_partials_kernel,
+};
 pub use swiglu_backward::{swiglu_backward, swiglu_backward_kernel};
 pub use swiglu_forward::{swiglu_forward, swiglu_forward_kernel};
+pub use vector_rows::GradientTarget;
