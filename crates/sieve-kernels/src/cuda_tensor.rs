@@ -163,6 +163,35 @@ impl CudaTensor {
         )))
     }
 
+    /// Rows `first .. first + count` of the outermost dimension of a contiguous tensor, without a copy.
+    ///
+    /// # Errors
+    /// [`KernelError::Layout`] when the tensor is not contiguous or has fewer rows.
+    pub(crate) fn row_range(
+        &self,
+        kernel: &'static str,
+        tensor: &'static str,
+        first: usize,
+        count: usize,
+    ) -> Result<Self, KernelError> {
+        let mut shape = self.shape().to_vec();
+        if !self.is_contiguous() || shape.first().is_none_or(|&rows| first + count > rows) {
+            return Err(self.layout_error(
+                kernel,
+                tensor,
+                "a contiguous tensor of more rows is needed",
+            ));
+        }
+        shape[0] = count;
+        let row_bytes = shape[1..].iter().product::<usize>() * self.dtype().size();
+        let handle = self
+            .0
+            .handle
+            .clone()
+            .offset_start((first * row_bytes) as u64);
+        Ok(self.with_handle(handle, &shape, self.dtype()))
+    }
+
     /// A new contiguous tensor on the same device, contents undefined.
     pub fn empty_contiguous(&self, shape: &[usize], dtype: DType) -> Self {
         let (client, device) = (self.client().clone(), self.device().clone());

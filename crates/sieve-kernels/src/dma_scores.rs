@@ -47,16 +47,7 @@ pub fn dma_scores(
 ) -> Result<Scores, KernelError> {
     let shape = qkv.shape(NAME)?;
     let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
-    require_non_empty(NAME, "the number of KV heads", kv_heads)?;
-    if kv_heads > MAX_KV_HEADS {
-        let (got, supported) = (kv_heads.to_string(), format!("1 to {MAX_KV_HEADS}"));
-        return Err(KernelError::Unsupported {
-            kernel: NAME,
-            what: "number of KV heads",
-            got,
-            supported,
-        });
-    }
+    require_kv_heads(NAME, kv_heads)?;
     for (name, tensor) in [("w_dt", w_dt), ("a", a)] {
         tensor.require_dtype(NAME, name, DType::F32)?;
     }
@@ -82,6 +73,20 @@ pub fn dma_scores_kernel(num_kv_heads: usize, head_dim: usize, bias: ScoreBias) 
         .define("BIAS_LINEAR", (bias == ScoreBias::Linear) as u8)
         .threads(256)
         .shared_bytes(shared_bytes(num_kv_heads, head_dim))
+}
+
+/// Refuses more KV heads than the kernels have registers for.
+pub(crate) fn require_kv_heads(kernel: &'static str, kv_heads: usize) -> Result<(), KernelError> {
+    require_non_empty(kernel, "the number of KV heads", kv_heads)?;
+    if kv_heads <= MAX_KV_HEADS {
+        return Ok(());
+    }
+    Err(KernelError::Unsupported {
+        kernel,
+        what: "number of KV heads",
+        got: kv_heads.to_string(),
+        supported: format!("1 to {MAX_KV_HEADS}"),
+    })
 }
 
 /// W_dt goes through shared memory in tiles of some chunks of 8 channels, 48 KiB at most.

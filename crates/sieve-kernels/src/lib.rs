@@ -52,6 +52,7 @@ mod qk_norm_rope_forward;
 mod residual_add;
 mod rms_norm_backward;
 mod rms_norm_forward;
+mod step_kernels;
 mod sum_of_squares;
 
 mod kernel_trace;
@@ -124,6 +125,7 @@ pub use rms_norm_forward::{
 pub use shipped::{shipped_kernels, shipped_kernels_for};
 pub use source::{KernelText, kernel_file, kernel_files};
 pub use source_kernel::SourceKernel;
+pub use step_kernels::step_kernels;
 pub use sum_of_squares::{
     ClippedNorm, FixedSum, SumResult, Term, finish_sum_kernel, fixed_sum, sum_of_squares,
     sum_partials_kernel,

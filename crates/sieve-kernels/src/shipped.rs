@@ -24,6 +24,7 @@ use crate::fill_zero::fill_zero_kernel;
 use crate::heads::AttentionShape;
 use crate::needed::NeededKernels;
 use crate::source_kernel::SourceKernel;
+use crate::step_kernels::step_kernels;
 use crate::swiglu_backward::swiglu_backward_kernel;
 use crate::swiglu_forward::swiglu_forward_kernel;
 
@@ -66,6 +67,7 @@ pub fn shipped_kernels_for(shared_bytes: usize) -> NeededKernels {
         dma_lists_prefix_kernel(),
     ];
     kernels.extend(dma_select_kernels());
+    kernels.extend(step_kernels());
     for (is_bf16, vector) in [(true, 8), (false, 4)] {
         kernels.push(swiglu_forward_kernel(is_bf16, vector));
         kernels.push(swiglu_backward_kernel(is_bf16, vector));

@@ -1,0 +1,54 @@
+//! The specialisations of the kernels around attention that ship: norms, rotary positions, loss, optimizer, embedding.
+//!
+//! Most do not depend on a model's sizes; heads of 64 and 128 columns and 4 or 8 KV heads are the usual ones.
+use crate::adamw::adamw_kernel;
+use crate::column_sums::column_sums_kernel;
+use crate::cross_entropy::cross_entropy_kernel;
+use crate::dma_scores_backward::dma_scores_backward_kernel;
+use crate::embedding_backward::{
+    embedding_backward_kernel, embedding_carry_kernel, embedding_order_kernel,
+};
+use crate::embedding_forward::embedding_forward_kernel;
+use crate::qk_norm_rope_backward::qk_norm_rope_backward_kernel;
+use crate::qk_norm_rope_forward::{Reuse, qk_norm_rope_forward_kernel};
+use crate::residual_add::residual_add_kernel;
+use crate::rms_norm_backward::rms_norm_backward_kernel;
+use crate::rms_norm_forward::{NormResidual, rms_norm_forward_kernel};
+use crate::source_kernel::SourceKernel;
+use crate::sum_of_squares::{SumResult, Term, finish_sum_kernel, sum_partials_kernel};
+
+/// All of them.
+pub fn step_kernels() -> Vec<SourceKernel> {
+    let mut kernels = vec![
+        column_sums_kernel(),
+        cross_entropy_kernel(true, true),
+        cross_entropy_kernel(false, false),
+        embedding_forward_kernel(),
+        embedding_order_kernel(),
+        embedding_backward_kernel(),
+        embedding_carry_kernel(),
+        sum_partials_kernel(Term::Square, false),
+        sum_partials_kernel(Term::Value, false),
+        finish_sum_kernel(SumResult::Total),
+        finish_sum_kernel(SumResult::ClippedNorm),
+        adamw_kernel(false),
+        adamw_kernel(true),
+        residual_add_kernel(true, 8),
+        residual_add_kernel(false, 4),
+    ];
+    for residual in [NormResidual::None, NormResidual::Added] {
+        for warps_per_row in [1, 4] {
+            kernels.push(rms_norm_forward_kernel(residual, warps_per_row));
+            kernels.push(rms_norm_backward_kernel(residual, warps_per_row));
+        }
+    }
+    for head_dim in [64, 128] {
+        kernels.push(qk_norm_rope_forward_kernel(head_dim, Reuse::Copy));
+        kernels.push(qk_norm_rope_backward_kernel(head_dim, Reuse::Copy));
+        kernels.push(qk_norm_rope_backward_kernel(head_dim, Reuse::InPlace));
+    }
+    for num_kv_heads in [4, 8] {
+        kernels.push(dma_scores_backward_kernel(num_kv_heads));
+    }
+    kernels
+}

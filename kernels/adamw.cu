@@ -1,0 +1,63 @@
+// adamw: one update of a parameter's f32 master and its moments, and of the bf16 leaf that the model computes with.
+// Math       g = grad grad_scale; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
+//            p = p (1 - lr weight_decay) - lr / c1 m / (sqrt(v / c2) + eps), c1 and c2 the bias corrections  (arXiv:1711.05101, algorithm 2)
+// Layout     param, exp_avg, exp_avg_sq, grad f32 [num_elements]; leaf bf16 [num_elements]; all contiguous, 16-byte aligned; grad_scale f32 [1]
+// Buffers    param, exp_avg, exp_avg_sq, grad, grad_scale, leaf (HAS_LEAF); the first three are read and written
+// Defines    HAS_LEAF (1)
+// Tiling     grid (ceil(num_elements / 1024)); 256 threads, four elements each
+// Numerics   f32; 30 bytes an element, memory-bound. The gate: where grad_scale is 0 or not finite nothing changes, leaf included
+// Edges      num_elements of any size
+#include "common/bf16x8.cuh"
+
+#ifndef HAS_LEAF
+#define HAS_LEAF 1
+#endif
+
+// Floats in the low half of each word but the first: decay = 1 - lr weight_decay, step_size = lr / c1.
+struct AdamwParams { u64 num_elements, beta1, beta2, eps, decay, step_size, inverse_c2; };
+
+struct Update {
+  float beta1, beta2, eps, decay, step_size, inverse_c2, scale;
+  DEVICE void operator()(float& p, float& m, float& v, float grad) const {
+    const float g = grad * scale;
+    m = m * beta1 + g * (1.f - beta1);
+    v = v * beta2 + g * g * (1.f - beta2);
+    p = p * decay - step_size * (m / (sqrtf(v * inverse_c2) + eps));
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+adamw(float* param, float* exp_avg, float* exp_avg_sq, const float* grad, const float* grad_scale
+#if HAS_LEAF
+      , bf16* leaf
+#endif
+      , const __grid_constant__ AdamwParams params) {
+  const float scale = *grad_scale;
+  if (!(fabsf(scale) < INFINITY_F32) || scale == 0.f) return;  // the gate; also taken for a NaN
+  const Update update = {f32_word(params.beta1), f32_word(params.beta2),     f32_word(params.eps),  f32_word(params.decay),
+                         f32_word(params.step_size), f32_word(params.inverse_c2), scale};
+  const u64 at = ((u64)blockIdx.x * 256 + threadIdx.x) * 4;
+  if (at + 4 <= params.num_elements) {
+    // Load
+    float4 p = *(const float4*)(param + at), m = *(const float4*)(exp_avg + at), v = *(const float4*)(exp_avg_sq + at);
+    const float4 g = *(const float4*)(grad + at);
+    update(p.x, m.x, v.x, g.x);
+    update(p.y, m.y, v.y, g.y);
+    update(p.z, m.z, v.z, g.z);
+    update(p.w, m.w, v.w, g.w);
+    // Store
+    *(float4*)(param + at) = p;
+    *(float4*)(exp_avg + at) = m;
+    *(float4*)(exp_avg_sq + at) = v;
+#if HAS_LEAF
+    *(uint2*)(leaf + at) = make_uint2(round_bf16x2(p.x, p.y), round_bf16x2(p.z, p.w));
+#endif
+  } else {
+    for (u64 i = at; i < params.num_elements; i++) {
+      update(param[i], exp_avg[i], exp_avg_sq[i], grad[i]);
+#if HAS_LEAF
+      leaf[i].bits = (unsigned short)round_bf16x2(param[i], 0.f);
+#endif
+    }
+  }
+}

@@ -1,0 +1,27 @@
+// fixed_sum: sums over lanes and warps in an order that depends on nothing but their number.
+#pragma once
+#include "common/types.cuh"
+
+// Sum over groups of LANES neighbouring lanes (a power of two); every lane receives it. The whole warp must call.
+template <int LANES>
+DEVICE float lanes_sum(float value) {
+#pragma unroll
+  for (int distance = LANES / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
+  return value;
+}
+
+// Sum over WARPS neighbouring warps that work on one row; every thread receives it. `shared` holds a float a warp of the
+// block; all threads of the block must call, and a barrier must lie between two calls that share it.
+template <int WARPS>
+DEVICE float warps_sum(float value, float* shared) {
+  value = lanes_sum<32>(value);
+  if constexpr (WARPS > 1) {
+    const int warp = threadIdx.x >> 5, first = warp / WARPS * WARPS;
+    if ((threadIdx.x & 31) == 0) shared[warp] = value;
+    __syncthreads();  // every warp's sum must be there before any warp reads them
+    value = 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) value += shared[first + i];
+  }
+  return value;
+}

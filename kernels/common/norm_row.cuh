@@ -1,0 +1,16 @@
+// norm_row: how the RMSNorm kernels lay rows over warps. A row of up to 2048 * WARPS_PER_ROW columns belongs to WARPS_PER_ROW
+// neighbouring warps; a lane holds up to CHUNKS groups of eight neighbouring columns.
+// Defines    WARPS_PER_ROW (1, 2 or 4)
+#pragma once
+#include "common/types.cuh"
+
+#ifndef WARPS_PER_ROW
+#define WARPS_PER_ROW 1
+#endif
+
+constexpr int CHUNKS = 8;
+constexpr int CHUNK_STEP = 32 * WARPS_PER_ROW;  // between a lane's chunks
+constexpr int MAX_WIDTH = CHUNKS * CHUNK_STEP * 8;
+
+// The lane's first chunk of its row.
+DEVICE int first_chunk() { return (int)(threadIdx.x % CHUNK_STEP); }

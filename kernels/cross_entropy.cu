@@ -1,0 +1,186 @@
+// cross_entropy: losses of rows of logits, and their gradients in the same launch.
+// Math       lse = log sum exp(x); loss = lse - x[label] + z_loss lse^2; dx = (softmax(x) (1 + 2 z_loss lse) - onehot(label)) scale; a
+//            negative label is ignored: loss 0, dx 0
+// Layout     logits bf16 (IS_BF16) or f32 [rows, vocab_size], rows in_stride apart; dlogits bf16 [rows, vocab_size], rows out_stride apart,
+//            written up to the next multiple of 8; labels i32 [rows]; losses f32 [rows]; strides multiples of 8 and at least that width
+// Buffers    logits, labels, losses, dlogits (GRADIENT); dlogits may be bf16 logits
+// Defines    IS_BF16 (1), GRADIENT (1)
+// Tiling     grid (rows); 512 threads; the first CACHED_CHUNKS chunks of a thread stay in registers between the two passes, the others are
+//            read again, from the L2
+// Numerics   f32 inside, sums in a fixed order; memory-bound
+// Edges      vocab_size not a multiple of 8: what lies behind it is not read into arithmetic. A label >= vocab_size makes the loss NaN
+#include "common/bf16x8.cuh"
+#include "common/fixed_sum.cuh"
+
+#ifndef IS_BF16
+#define IS_BF16 1
+#endif
+#ifndef GRADIENT
+#define GRADIENT 1
+#endif
+
+constexpr int NUM_THREADS = 512, NUM_WARPS = NUM_THREADS / 32;
+constexpr int CACHED_CHUNKS = !GRADIENT ? 0 : IS_BF16 ? 7 : 4;  // 28 or 32 registers
+constexpr int CACHE_SIZE = CACHED_CHUNKS > 0 ? CACHED_CHUNKS : 1;
+
+#if IS_BF16
+typedef bf16 logit;
+struct Words { uint4 all; };
+DEVICE Words load_words(const logit* from) { return {load_16_bytes(from)}; }
+DEVICE void unpack(const Words& words, float (&to)[8]) { unpack_bf16x8(words.all, to); }
+#else
+typedef float logit;
+struct Words { uint4 low, high; };
+DEVICE Words load_words(const logit* from) { return {load_16_bytes(from), load_16_bytes(from + 4)}; }
+DEVICE void unpack(const Words& words, float (&to)[8]) {
+  to[0] = __uint_as_float(words.low.x), to[1] = __uint_as_float(words.low.y), to[2] = __uint_as_float(words.low.z);
+  to[3] = __uint_as_float(words.low.w), to[4] = __uint_as_float(words.high.x), to[5] = __uint_as_float(words.high.y);
+  to[6] = __uint_as_float(words.high.z), to[7] = __uint_as_float(words.high.w);
+}
+#endif
+
+struct CrossEntropyParams { u64 vocab_size, in_stride, out_stride, z_loss, scale; };
+
+DEVICE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// A running maximum (in units of log 2) and the sum of 2^(x - maximum).
+struct SoftmaxSum {
+  float maximum, sum;
+  DEVICE void merge(float other_maximum, float other_sum) {
+    const float both = fmaxf(maximum, other_maximum);
+    // Nothing seen yet on either side: -inf minus -inf would be a NaN.
+    const float shift = both == -INFINITY_F32 ? 0.f : both;
+    sum = sum * exp2_fast(maximum - shift) + other_sum * exp2_fast(other_maximum - shift);
+    maximum = both;
+  }
+};
+
+// Columns at and past `count` become -inf.
+DEVICE void mask_tail(float (&values)[8], int count) {
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    if (i >= count) values[i] = -INFINITY_F32;
+}
+
+DEVICE void add_chunk(SoftmaxSum& running, float (&values)[8]) {
+  float largest = values[0];
+#pragma unroll
+  for (int i = 1; i < 8; i++) largest = fmaxf(largest, values[i]);
+  largest *= LOG2_E;
+  if (largest > running.maximum) {
+    running.sum *= exp2_fast(running.maximum - largest);
+    running.maximum = largest;
+  }
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum += exp2_fast(fmaf(values[i], LOG2_E, -running.maximum));
+  // A chunk of nothing but -inf before anything else: its terms are NaN and count nothing.
+  if (running.maximum != -INFINITY_F32) running.sum += sum;
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
+cross_entropy(const logit* logits, const i32* labels, float* losses
+#if GRADIENT
+              , bf16* dlogits
+#endif
+              , const __grid_constant__ CrossEntropyParams params) {
+  __shared__ float shared_maximum[NUM_WARPS], shared_sum[NUM_WARPS];
+  const u64 row = blockIdx.x;
+  const i32 label = labels[row];
+  const int vocab_size = (int)params.vocab_size, num_chunks = (vocab_size + 7) / 8;
+  const logit* in = logits + row * params.in_stride;
+#if GRADIENT
+  bf16* out = dlogits + row * params.out_stride;
+#endif
+
+  if (label < 0) {
+    if (threadIdx.x == 0) losses[row] = 0.f;
+#if GRADIENT
+    for (int chunk = threadIdx.x; chunk < num_chunks; chunk += NUM_THREADS) store_16_bytes(out + (i64)chunk * 8, make_uint4(0, 0, 0, 0));
+#endif
+    return;
+  }
+  // Read before any thread may overwrite it.
+  float picked = __uint_as_float(0x7fc00000u);
+  if (label < vocab_size) {
+#if IS_BF16
+    picked = bf16_to_f32(in[label]);
+#else
+    picked = in[label];
+#endif
+  }
+
+  // Load and score: the cached chunks together, then the others one after the other.
+  Words cache[CACHE_SIZE];
+#pragma unroll
+  for (int c = 0; c < CACHED_CHUNKS; c++) {
+    const int chunk = threadIdx.x + c * NUM_THREADS;
+    if (chunk < num_chunks) cache[c] = load_words(in + (i64)chunk * 8);
+  }
+  SoftmaxSum running = {-INFINITY_F32, 0.f};
+#pragma unroll
+  for (int c = 0; c < CACHED_CHUNKS; c++) {
+    const int chunk = threadIdx.x + c * NUM_THREADS;
+    if (chunk < num_chunks) {
+      float values[8];
+      unpack(cache[c], values);
+      mask_tail(values, vocab_size - chunk * 8);
+      add_chunk(running, values);
+    }
+  }
+#pragma unroll 4
+  for (int chunk = threadIdx.x + CACHED_CHUNKS * NUM_THREADS; chunk < num_chunks; chunk += NUM_THREADS) {
+    float values[8];
+    unpack(load_words(in + (i64)chunk * 8), values);
+    mask_tail(values, vocab_size - chunk * 8);
+    add_chunk(running, values);
+  }
+
+  // Accumulate over lanes, then over warps, in a fixed order.
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    const float maximum = __shfl_xor_sync(0xffffffffu, running.maximum, distance), sum = __shfl_xor_sync(0xffffffffu, running.sum, distance);
+    running.merge(maximum, sum);
+  }
+  if ((threadIdx.x & 31) == 0) {
+    shared_maximum[threadIdx.x >> 5] = running.maximum;
+    shared_sum[threadIdx.x >> 5] = running.sum;
+  }
+  __syncthreads();  // every warp's part must be there; `picked` has been read by all
+  running = {shared_maximum[0], shared_sum[0]};
+#pragma unroll
+  for (int warp = 1; warp < NUM_WARPS; warp++) running.merge(shared_maximum[warp], shared_sum[warp]);
+  const float lse = running.maximum * LN_2 + logf(running.sum);
+  const float z_loss = f32_word(params.z_loss);
+  if (threadIdx.x == 0) losses[row] = lse - picked + z_loss * lse * lse;
+
+#if GRADIENT
+  // Store
+  const float scale = f32_word(params.scale), slope = (1.f + 2.f * z_loss * lse) * scale;
+  const float shift = running.maximum + log2f(running.sum);
+  auto store_chunk = [&](int chunk, const Words& words) {
+    float values[8];
+    unpack(words, values);
+    mask_tail(values, vocab_size - chunk * 8);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      values[i] = exp2_fast(fmaf(values[i], LOG2_E, -shift)) * slope;
+      if (chunk * 8 + i == label) values[i] -= scale;
+    }
+    store_16_bytes(out + (i64)chunk * 8, pack_bf16x8(values));
+  };
+#pragma unroll
+  for (int c = 0; c < CACHED_CHUNKS; c++) {
+    const int chunk = threadIdx.x + c * NUM_THREADS;
+    if (chunk < num_chunks) store_chunk(chunk, cache[c]);
+  }
+#pragma unroll 4
+  for (int chunk = threadIdx.x + CACHED_CHUNKS * NUM_THREADS; chunk < num_chunks; chunk += NUM_THREADS) {
+    store_chunk(chunk, load_words(in + (i64)chunk * 8));
+  }
+#endif
+}

@@ -1,0 +1,92 @@
+// rms_norm_forward: RMSNorm of rows, with the residual stream's addition in front of it.
+// Math       s = x + residual (HAS_RESIDUAL, else s = x); r = 1 / sqrt(mean(s^2) + epsilon); y = s r weight  (arXiv:1910.07467, eq. 4)
+// Layout     x, residual bf16 [rows, width], rows x_stride and residual_stride apart; sum, y bf16 [rows, width] contiguous; weight
+//            bf16 [width]; width and strides multiples of 8
+// Buffers    x, residual and sum (HAS_RESIDUAL), weight, y
+// Defines    HAS_RESIDUAL (0), WARPS_PER_ROW (1: width up to 2048, 4: up to 8192)
+// Tiling     grid (ceil(rows / (8 / WARPS_PER_ROW))); 256 threads; a row stays in registers between its two uses
+// Numerics   f32 sums in a fixed order; the norm is that of the rounded sum, which is what the backward pass reads; writes every
+//            element of its outputs; memory-bound, each input is read once
+// Edges      the last block may have fewer rows; lanes past the width hold nothing
+#include "common/bf16x8.cuh"
+#include "common/fixed_sum.cuh"
+#include "common/norm_row.cuh"
+
+#ifndef HAS_RESIDUAL
+#define HAS_RESIDUAL 0
+#endif
+
+constexpr int NUM_WARPS = 8, ROWS = NUM_WARPS / WARPS_PER_ROW;
+static_assert(NUM_WARPS % WARPS_PER_ROW == 0, "a row's warps are in one block");
+
+struct RmsNormForwardParams { u64 rows, width, x_stride, residual_stride, epsilon; };
+
+#if HAS_RESIDUAL
+#define RESIDUAL_BUFFERS const bf16 *residual, bf16 *sum,
+#else
+#define RESIDUAL_BUFFERS
+#endif
+
+extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
+rms_norm_forward(const bf16* x, RESIDUAL_BUFFERS const bf16* weight, bf16* y, const __grid_constant__ RmsNormForwardParams params) {
+  __shared__ float shared[NUM_WARPS];
+  const u64 row = (u64)blockIdx.x * ROWS + threadIdx.x / CHUNK_STEP;
+  const bool exists = row < params.rows;
+  const int num_chunks = exists ? (int)(params.width / 8) : 0;
+  const int first = first_chunk();
+
+  // Load, all of the row at once.
+  uint4 words[CHUNKS];
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    words[c] = make_uint4(0, 0, 0, 0);
+    const int chunk = first + c * CHUNK_STEP;
+    if (chunk < num_chunks) words[c] = load_16_bytes(x + row * params.x_stride + chunk * 8);
+  }
+#if HAS_RESIDUAL
+  uint4 residual_words[CHUNKS];
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    const int chunk = first + c * CHUNK_STEP;
+    if (chunk < num_chunks) residual_words[c] = load_16_bytes(residual + row * params.residual_stride + chunk * 8);
+  }
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    const int chunk = first + c * CHUNK_STEP;
+    if (chunk < num_chunks) {
+      float a[8], b[8];
+      unpack_bf16x8(words[c], a);
+      unpack_bf16x8(residual_words[c], b);
+#pragma unroll
+      for (int i = 0; i < 8; i++) a[i] += b[i];
+      words[c] = pack_bf16x8(a);
+      store_16_bytes(sum + row * params.width + chunk * 8, words[c]);
+    }
+  }
+#endif
+
+  float squares = 0.f;
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    float values[8];
+    unpack_bf16x8(words[c], values);
+#pragma unroll
+    for (int i = 0; i < 8; i++) squares = fmaf(values[i], values[i], squares);
+  }
+  squares = warps_sum<WARPS_PER_ROW>(squares, shared);
+  const float inverse = 1.f / sqrtf(squares / (float)params.width + f32_word(params.epsilon));
+
+  // Store
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    const int chunk = first + c * CHUNK_STEP;
+    if (chunk < num_chunks) {
+      float values[8], factors[8];
+      unpack_bf16x8(words[c], values);
+      unpack_bf16x8(load_16_bytes(weight + chunk * 8), factors);
+#pragma unroll
+      for (int i = 0; i < 8; i++) values[i] = values[i] * inverse * factors[i];
+      store_16_bytes(y + row * params.width + chunk * 8, pack_bf16x8(values));
+    }
+  }
+}
