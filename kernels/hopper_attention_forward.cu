@@ -78,7 +78,7 @@ DEVICE void produce_tile(const ForwardTensors& tensors, const DenseWork& work, c
       copy_key_rows(to, k, (u32)tensors.k_token_stride * 2, key < tensors.seq_len ? key : -1, thread / 32);
 #endif
 #if HAS_BIAS
-      copy_async_4(key_slot(shared, stage) + thread * 4, delta + min(key, tensors.seq_len - 1), key < tensors.seq_len ? 4 : 0);
+      copy_async_4(key_slot(shared, stage) + bias_place(thread) * 4, delta + min(key, tensors.seq_len - 1), key < tensors.seq_len ? 4 : 0);
 #endif
       if (!TENSOR_MAPS || HAS_BIAS) barrier_arrive_copies(full);
       k_place.advance();
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_forwar
   tensors.seq_len = (int)params.seq_len;
   tensors.num_heads = (int)params.num_heads;
   tensors.num_kv_heads = (int)params.num_kv_heads;
-  tensors.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+  tensors.softmax_scale = f32_word(params.softmax_scale);
   DenseWork work;
   work.doc_start = doc_start;
   work.seq_len = tensors.seq_len;
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_forwar
   work.num_items = work.tiles * work.head_units * work.batch;
   __syncthreads();  // the barriers are set up
 
-  const int warpgroup = (int)threadIdx.x / 128;
+  const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {
     registers_shrink<PRODUCER_REGISTERS>();
     RingPlace<K_STAGES> k_place;

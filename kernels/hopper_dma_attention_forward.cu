@@ -83,7 +83,7 @@ DEVICE void produce_tile(const ForwardTensors& tensors, const GatherWork& work, 
       copy_key_rows(shared + K_AT + k_place.slot * STAGE_BYTES, k, (u32)tensors.k_token_stride * 2, live ? next.x : -1, warp);
       const int at = (it + 1) * BLOCK_KV + thread;
       copy_async_8(keys + thread * 8, window.entries + (at < window.count ? at : 0), at < window.count ? 8 : 0);
-      copy_async_4(keys + ENTRY_BYTES + thread * 4, delta + (live ? next.x : 0), live ? 4 : 0);
+      copy_async_4(keys + ENTRY_BYTES + bias_place(thread) * 4, delta + (live ? next.x : 0), live ? 4 : 0);
       barrier_arrive_copies(full);
       k_place.advance();
       stage += 1;
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_fo
   tensors.seq_len = (int)params.seq_len;
   tensors.num_heads = (int)params.num_heads;
   tensors.num_kv_heads = (int)params.num_kv_heads;
-  tensors.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+  tensors.softmax_scale = f32_word(params.softmax_scale);
   GatherWork work;
   work.list = list;
   work.tile_window = tile_window;
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_fo
   work.num_items = work.tiles * work.head_units * (u32)params.batch;
   __syncthreads();  // the barriers are set up
 
-  const int warpgroup = (int)threadIdx.x / 128;
+  const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {
     registers_shrink<PRODUCER_REGISTERS>();
     RingPlace<K_STAGES> k_place;

@@ -84,7 +84,7 @@ struct ForwardTensors {
   bf16* o;
   float* lse;
   int seq_len, num_heads, num_kv_heads;
-  float scale_log2;                    // softmax_scale * log2(e)
+  float softmax_scale;
 };
 
 DEVICE u32 tile_base(u32 shared, u32 round) { return shared + TILE_AT + (round & 1) * TILE_BYTES; }
@@ -112,16 +112,18 @@ DEVICE void copy_queries(u32 shared, const ForwardTensors& tensors, const TileHe
 
 // S = Q K^T of the warpgroup's 64 rows.
 DEVICE void score_stage(float (&score)[64], u32 q, u32 k) {
+  const u64 a = wgmma_along(q), b = wgmma_along(k);
 #pragma unroll
   for (int step = 0; step < HEAD_DIM / 16; ++step)
-    wgmma<0, 0>(score, wgmma_along(q + step / 4 * BLOCK_Q * 128 + step % 4 * 32), wgmma_along(k + step / 4 * BLOCK_KV * 128 + step % 4 * 32), step > 0);
+    wgmma<0, 0>(score, wgmma_step(a, step / 4 * BLOCK_Q * 128 + step % 4 * 32), wgmma_step(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32), step > 0);
   wgmma_commit();
 }
 
 // O += P V.
 DEVICE void weigh_stage(float (&output)[O_REGISTERS], const u32 (&weights)[BLOCK_KV / 16][4], u32 v) {
+  const u64 b = wgmma_across(v, BLOCK_KV * 128);
 #pragma unroll
-  for (int step = 0; step < BLOCK_KV / 16; ++step) wgmma<1>(output, weights[step], wgmma_across(v + step * 2048, BLOCK_KV * 128), 1);
+  for (int step = 0; step < BLOCK_KV / 16; ++step) wgmma<1>(output, weights[step], wgmma_step(b, step * 2048), 1);
   wgmma_commit();
 }
 
@@ -214,16 +216,18 @@ DEVICE void mask_stage(float (&score)[64], const ConsumerRows& rows, u32 keys, i
 }
 
 #if HAS_BIAS
-// From here on scores are logits in powers of two.
-DEVICE void bias_stage(float (&score)[64], u32 keys, float scale_log2) {
-  const u32 bias = keys + ENTRY_BYTES + (threadIdx.x % 4) * 8;
+// Where the bias of a stage's key lies: a thread's keys of two 8-key tiles side by side.
+DEVICE int bias_place(int key) { return key / 16 * 16 + key % 8 / 2 * 4 + key / 8 % 2 * 2 + key % 2; }
+
+// Scores become logits: softmax_scale * q.k + delta.
+DEVICE void bias_stage(float (&score)[64], u32 keys, float softmax_scale) {
+  const u32 bias = keys + ENTRY_BYTES + (threadIdx.x % 4) * 16;
 #pragma unroll
-  for (int n = 0; n < 16; ++n) {
-    float2 delta = load_shared_float2(bias + n * 32);
-    delta.x *= LOG2_E;
-    delta.y *= LOG2_E;
+  for (int pair = 0; pair < 8; ++pair) {
+    const uint4 bits = load_shared_128(bias + pair * 64);
+    const float delta[4] = {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w)};
 #pragma unroll
-    for (int x = 0; x < 4; ++x) score[4 * n + x] = score[4 * n + x] * scale_log2 + (x % 2 ? delta.y : delta.x);
+    for (int x = 0; x < 8; ++x) score[8 * pair + x] = score[8 * pair + x] * softmax_scale + delta[x / 4 * 2 + x % 2];
   }
 }
 #endif
@@ -287,9 +291,9 @@ DEVICE void consume_tile(const ForwardTensors& tensors, u32 shared, u32 round, i
 #endif
   }
 #if HAS_BIAS
-  const float logit_scale = 1.0f;
+  const float logit_scale = LOG2_E;
 #else
-  const float logit_scale = tensors.scale_log2;
+  const float logit_scale = tensors.softmax_scale * LOG2_E;
 #endif
 
   float output[O_REGISTERS], score[64], factor[2];
@@ -312,7 +316,7 @@ DEVICE void consume_tile(const ForwardTensors& tensors, u32 shared, u32 round, i
   release(barrier_at(shared, EMPTY_K + places.k.slot));
   if (num_stages == 1) release(barrier_at(shared, EMPTY_Q));
 #if HAS_BIAS
-  bias_stage(score, key_slot(shared, places.stage), tensors.scale_log2);
+  bias_stage(score, key_slot(shared, places.stage), tensors.softmax_scale);
 #endif
   mask_stage(score, rows, key_slot(shared, places.stage), 0);
   softmax_stage(score, state, factor, logit_scale);
@@ -338,7 +342,7 @@ DEVICE void consume_tile(const ForwardTensors& tensors, u32 shared, u32 round, i
     release(barrier_at(shared, EMPTY_K + places.k.slot));
     if (it == num_stages - 1) release(barrier_at(shared, EMPTY_Q));
 #if HAS_BIAS
-    bias_stage(score, key_slot(shared, places.stage), tensors.scale_log2);
+    bias_stage(score, key_slot(shared, places.stage), tensors.softmax_scale);
 #endif
     mask_stage(score, rows, key_slot(shared, places.stage), it);
     const bool outgrown = softmax_stage(score, state, factor, logit_scale);

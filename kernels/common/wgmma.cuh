@@ -7,13 +7,13 @@
 #include "common/types.cuh"
 
 // Descriptor of a tile whose 64-column blocks run along the summed dimension. 16 columns further: 32 bytes further.
-DEVICE u64 wgmma_along(u32 shared) { return (u64)((shared & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62; }
+DEVICE u64 wgmma_along(u32 shared) { return (u64)0x40000040u << 32 | (shared >> 4 | 1u << 16); }
 // Descriptor of a tile whose rows are the summed dimension (TRANSPOSE 1); the next 64 columns lie `block_bytes` further. 16 rows further: 2048 bytes.
-DEVICE u64 wgmma_across(u32 shared, u32 block_bytes) {
-  return (u64)((shared & 0x3ffff) >> 4) | (u64)(block_bytes >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
-// A descriptor `bytes` further.
-DEVICE u64 wgmma_step(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
+DEVICE u64 wgmma_across(u32 shared, u32 block_bytes) { return (u64)0x40000040u << 32 | (shared >> 4 | block_bytes >> 4 << 16); }
+// A descriptor `bytes` further; addresses of shared memory never carry into the other fields.
+DEVICE u64 wgmma_step(u64 descriptor, u32 bytes) { return descriptor >> 32 << 32 | ((u32)descriptor + (bytes >> 4)); }
+// The calling thread's warpgroup, in a form that the compiler sees is the same for a whole warp.
+DEVICE int warpgroup_index() { return __shfl_sync(~0u, (int)threadIdx.x / 128, 0); }
 
 // Before the first product, and after registers of one were written: orders those writes.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

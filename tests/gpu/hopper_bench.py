@@ -10,19 +10,14 @@ from attention_bench import HEADS, Inputs, Timer, make_lists, rivals
 
 FORWARD = {
     "cp.async": {},
-    "cp.async v3": dict(V_STAGES=3),
-    "cp.async free": dict(TAKE_TURNS=0),
     "cp.async 2 heads": dict(HEADS_PER_TILE=2),
-    "cp.async 2 heads v3": dict(HEADS_PER_TILE=2, V_STAGES=3),
     "maps": dict(TENSOR_MAPS=1),
-    "maps v3": dict(TENSOR_MAPS=1, V_STAGES=3),
-    "maps free": dict(TENSOR_MAPS=1, TAKE_TURNS=0),
     "maps 2 heads": dict(TENSOR_MAPS=1, HEADS_PER_TILE=2),
+    "maps 2 heads free": dict(TENSOR_MAPS=1, HEADS_PER_TILE=2, TAKE_TURNS=0),
 }
-FORWARD_64 = {"cp.async": {}, "cp.async free": dict(TAKE_TURNS=0), "cp.async 2 heads": dict(HEADS_PER_TILE=2), "maps": dict(TENSOR_MAPS=1),
-              "maps free": dict(TENSOR_MAPS=1, TAKE_TURNS=0)}
-GATHER = {"": {}, "free": dict(TAKE_TURNS=0), "v3": dict(V_STAGES=3), "k3": dict(K_STAGES=3), "1 head": dict(HEADS_PER_TILE=1)}
-BACKWARD = {"": {}}
+FORWARD_64 = {"cp.async": {}, "maps": dict(TENSOR_MAPS=1), "maps 2 heads": dict(TENSOR_MAPS=1, HEADS_PER_TILE=2)}
+GATHER = {"": {}, "1 head": dict(HEADS_PER_TILE=1)}
+BACKWARD = {"bulk": {}, "red": dict(DQ_BULK=0), "bulk do3": dict(Q_STAGES=2, DO_STAGES=3), "red do3": dict(DQ_BULK=0, DO_STAGES=3)}
 
 
 class NoLists:
@@ -52,8 +47,9 @@ def record(rt, names):
     rt.forward = {}
     if "backward" in names:
         for options in BACKWARD.values():
+            with_variant(rt, "backward", options)
             for z in (x, y):
-                z.backward(with_variant(rt, "backward", options))
+                z.backward(rt)
                 z.backward(rt, bias=True)
                 z.dma_backward(rt, NoLists)
     rt.backward = {}
@@ -90,6 +86,58 @@ def run_forward(rt, timer, pool):
         timer.time(f"dma {n} w {window} {kind} d64", pairs_flops(64, 1, n, window), lambda: y.dma_forward(rt, lists), 15)
 
 
+def run_backward(rt, timer, pool):
+    for b, n, window, d in ((2, 8192, 8192, 128), (1, 32768, 32768, 128), (1, 16384, 1024, 128), (1, 16384, 2048, 128), (2, 8192, 8192, 64)):
+        x = Inputs("cuda", b, n, d)
+        flops = 2.5 * pairs_flops(d, b, n, window)
+        label = f"{b}x{n} d{d}" + (f" w {window}" if window < n else "")
+        if window == n:
+            rivals(timer, x, label, flops / 2.5)
+        x.forward(rt, window=window)
+        dq_sum = torch.empty(b, HEADS, kernels.padded_len(n), d, device="cuda")
+        for name, options in BACKWARD.items():
+            timer.time(f"{label} backward: {name}", flops, lambda: x.backward(with_variant(rt, "backward", options), window=window, dq_sum=dq_sum), 8)
+        rt.backward = {}
+        words = backward_words(x, window)
+        for name, options in BACKWARD.items():
+            timer.time(f"{label} backward, main kernel: {name}", flops, lambda: words(with_variant(rt, "backward", options), dq_sum), 8)
+        rt.backward = {}
+        timer.time(f"{label} backward, deterministic", flops, lambda: x.backward(rt, window=window, deterministic=True), 8)
+    n, window = 16384, 1024
+    for d in (128, 64):
+        x = Inputs("cuda", 1, n, d)
+        dk_sum, dv_sum = torch.empty(1, x.hkv, n, d, device="cuda"), torch.empty(1, x.hkv, n, d, device="cuda")
+        sums = (torch.empty(1, HEADS, 16384, d, device="cuda"), dk_sum, dv_sum)
+        for kind in ("rising", "independent"):
+            lists = make_lists(pool, kind, n, window, "cuda")
+            x.dma_forward(rt, lists)
+            flops = 2.5 * pairs_flops(d, 1, n, window)
+            for name, options in BACKWARD.items():
+                timer.time(f"dma {n} w {window} {kind} d{d} backward: {name}", flops, lambda: x.dma_backward(with_variant(rt, "backward", options), lists, None, False, 16, sums), 8)
+            rt.backward = {}
+            timer.time(f"dma {n} w {window} {kind} d{d} backward, row sums from o", flops, lambda: x.dma_backward(rt, lists, None, False, 16, sums, False), 8)
+
+
+def backward_words(x, window):
+    """A call of the main backward kernel alone."""
+    recorded = []
+
+    class Capture:
+        def launch(self, file, entry, defines, grid, threads, shared, tensors, words):
+            recorded.append((file, entry, defines, grid, threads, shared, tensors, words))
+
+    x.backward(Capture(), window=window)
+    (launch,) = [r for r in recorded if r[1] == "attention_backward"]
+    at = next(i for i, t in enumerate(launch[6]) if t.dtype == torch.float32 and t.numel() == x.b * HEADS * kernels.padded_len(x.n) * x.d)
+
+    def run(rt, dq_sum):
+        tensors = list(launch[6])
+        tensors[at] = dq_sum
+        rt.launch(*launch[:6], tensors, launch[7])
+
+    return run
+
+
 def run(make_runtime, names, torch):
     """Rows of the variants named."""
     pool = multiprocessing.get_context("fork").Pool(8)
@@ -98,4 +146,6 @@ def run(make_runtime, names, torch):
     print(torch.cuda.get_device_name(), torch.__version__)
     if "forward" in names:
         run_forward(rt, timer, pool)
+    if "backward" in names:
+        run_backward(rt, timer, pool)
     return timer.rows

@@ -16,9 +16,9 @@ TENSOR_MAP_BF16, SWIZZLE_128, PROMOTE_256 = 9, 3, 3
 
 def forward_tiling(d, gather, group):
     """The tiling of a forward kernel."""
-    tiling = dict(NUM_CONSUMERS=2, BLOCK_KV=128, K_STAGES=2, V_STAGES=2, TAKE_TURNS=1, CONSUMER_REGISTERS=224, PRODUCER_REGISTERS=56)
+    tiling = dict(NUM_CONSUMERS=2, BLOCK_KV=128, K_STAGES=2, V_STAGES=3, TAKE_TURNS=1, CONSUMER_REGISTERS=224, PRODUCER_REGISTERS=56)
     if d == 64:
-        tiling.update(K_STAGES=3, V_STAGES=3)
+        tiling.update(K_STAGES=3)
     tiling["HEADS_PER_TILE"] = 2 if gather and group % 2 == 0 else 1
     return tiling
 
@@ -31,14 +31,12 @@ def forward_shared_bytes(d, t, gather, bias):
 
 def backward_tiling(d):
     """The tiling of a backward kernel."""
-    return dict(DQ_BULK=1, CONSUMER_REGISTERS=224, PRODUCER_REGISTERS=56)
+    return dict(DQ_BULK=1, Q_STAGES=3, DO_STAGES=2, CONSUMER_REGISTERS=224, PRODUCER_REGISTERS=56)
 
 
-def backward_shared_bytes(d, t, compute_dq, bias):
-    shared = 2 * 128 * d * 2 + (t["Q_STAGES"] + t["DO_STAGES"]) * 64 * d * 2 + t["DO_STAGES"] * 512 + 128 * (12 if bias else 8)
-    if compute_dq:
-        shared += 2 * 128 * 64 * 2 + (64 * d * 4 if t["DQ_BULK"] else 0)
-    return shared + 2048
+def backward_shared_bytes(d, t, compute_dq):
+    stages = t["Q_STAGES"] + t["DO_STAGES"]
+    return 512 * d + stages * 128 * d + 32768 + (256 * d if compute_dq and t["DQ_BULK"] else 0) + t["DO_STAGES"] * 512 + (2 * stages + 1) * 8 + 1024
 
 
 class HopperRuntime(CubinRuntime):
@@ -82,6 +80,16 @@ class HopperRuntime(CubinRuntime):
                 maps = [(at, (words[4 + at], words[3] * d, words[1], words[0], words[7 + at], words[10 + at])) for at in (1, 2)]
             return ("hopper_" + entry, {"HEAD_DIM": d, **t, **specific}, (self.multiprocessors, 1, 1), 128 + t["NUM_CONSUMERS"] * 128,
                     forward_shared_bytes(d, t, gather, bias), maps)
+        if entry in ("attention_backward", "dma_attention_backward") and "backward" in self.kinds and defines["COMPUTE_DK"] and defines["COMPUTE_DV"]:
+            t = {**backward_tiling(d), **self.backward}
+            compute_dq = defines["COMPUTE_DQ"]
+            if gather:
+                specific = dict(DETERMINISTIC=defines.get("DETERMINISTIC", 0))
+                blocks = words[17] // kernels.SUPER_BLOCK * ceil_div(words[15], 128)
+            else:
+                specific, blocks = dict(HAS_BIAS=int(bias)), ceil_div(words[1], 128)
+            return ("hopper_" + entry, {"HEAD_DIM": d, **t, "COMPUTE_DQ": compute_dq, **specific}, (blocks, words[3], words[0]), 384,
+                    backward_shared_bytes(d, t, compute_dq), [])
         return None
 
     def tensor_map(self, tensor, offset, width, rows, batch, token_stride, batch_stride):

@@ -1,0 +1,137 @@
+// hopper_attention_backward: attention_backward for sm_90a; the same mathematics, layout, buffers, params words and results to rounding.
+// attention_backward_prepare (and, with a bias, attention_row_sums) runs before it, attention_backward_convert after it.
+// Math       P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i) over the pairs attention_forward sees; dv_j = sum_i P_ij do_i;
+//            dS_ij = P_ij (do_i . v_j - D_i); dk_j = softmax_scale * sum_i dS_ij q_i; ddelta_j = sum_i dS_ij; dq_sum_i = sum_j dS_ij k_j
+// Layout     as attention_backward
+// Buffers    q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta,) (COMPUTE_DQ: dq_sum,) dk, dv, (HAS_BIAS: ddelta)
+// Defines    HEAD_DIM (64, 128), HAS_BIAS, COMPUTE_DQ (1; 0 for a fixed order: attention_backward_query makes dq), DQ_BULK, Q_STAGES, DO_STAGES,
+//            CONSUMER_REGISTERS, PRODUCER_REGISTERS
+// Tiling     128 keys a block: grid (ceil(seq_len / 128), num_kv_heads, batch), early keys (most queries) first (block_order.cuh); 384 threads, one block a
+//            multiprocessor; dynamic shared bytes = 512 * HEAD_DIM + (Q_STAGES + DO_STAGES) * 128 * HEAD_DIM + 32768 + COMPUTE_DQ * DQ_BULK * 256 * HEAD_DIM
+//              + DO_STAGES * 512 + (2 * Q_STAGES + 2 * DO_STAGES + 1) * 8 + 1024
+// Numerics   as attention_backward
+// Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
+#include "common/block_order.cuh"
+#include "common/hopper_backward.cuh"
+
+constexpr u64 SECTION_BYTES = 64 << 20;  // queries and output gradients of the heads in work at a time
+
+struct HopperAttentionBackwardParams {
+  u64 batch, seq_len, num_heads, num_kv_heads;
+  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
+  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
+  u64 q_batch_stride, k_batch_stride, v_batch_stride;
+  u64 dk_offset, dv_offset;
+  u64 dk_token_stride, dv_token_stride;
+  u64 dk_batch_stride, dv_batch_stride;
+  u64 window;                                          // as attention_forward
+  u64 softmax_scale;                                   // f32 bits
+  u64 padded_len;                                      // rows of row_stats and dq_sum a head
+};
+
+// 128 successive keys.
+struct DenseKeys {
+  const i32* doc_end;
+  int first_key, seq_len, window;
+
+  DEVICE int2 entry(int at) const {
+    const int key = first_key + at;
+    return make_int2(key, key < seq_len ? min(doc_end[key], key + window) : 0);
+  }
+};
+
+// Writes the warp's 16 rows of one gradient.
+DEVICE void store_gradient(const float (&sums)[SUM_REGISTERS], float scale, bf16* to, u64 stride, int first_key, int seq_len) {
+  const int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int key = first_key + g + 8 * r;
+    bf16* row = to + (u64)key * stride + t * 8;
+#pragma unroll
+    for (int n = 0; n < HEAD_DIM / 32; ++n) {
+      u32 x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = pack_bf16(sums[(4 * n + i) * 4 + 2 * r] * scale, sums[(4 * n + i) * 4 + 2 * r + 1] * scale);
+      quad_transpose(x);
+      if (key < seq_len) *(uint4*)(row + n * 32) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backward(
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_end,
+#if HAS_BIAS
+    const float* delta,
+#endif
+#if COMPUTE_DQ
+    float* dq_sum,
+#endif
+    bf16* dk, bf16* dv,
+#if HAS_BIAS
+    float* ddelta,
+#endif
+    const __grid_constant__ HopperAttentionBackwardParams params) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = start_block(shared_memory);
+  const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
+  const int group_size = num_heads / num_kv_heads;
+  const BlockPlace place = block_place(num_kv_heads, params.seq_len * group_size * HEAD_DIM * 4, SECTION_BYTES);
+  const int batch = place.batch, kv_head = place.head, head = kv_head * group_size;
+  DenseKeys keys;
+  keys.doc_end = doc_end + (u64)batch * seq_len;
+  keys.first_key = place.tile * BLOCK_KV;
+  keys.seq_len = seq_len;
+  keys.window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
+  BackwardBlock block;
+  block.k = k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM;
+  block.v = v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM;
+  block.k_stride = (u32)params.k_token_stride;
+  block.v_stride = (u32)params.v_token_stride;
+  block.q = q + params.q_offset + batch * params.q_batch_stride + (u64)head * HEAD_DIM;
+  block.q_stride = (u32)params.q_token_stride;
+  block.d_out = d_out + ((u64)batch * seq_len * num_heads + head) * HEAD_DIM;
+  block.do_stride = (u32)num_heads * HEAD_DIM;
+  block.stats = row_stats + ((u64)batch * num_heads + head) * params.padded_len;
+#if COMPUTE_DQ
+  block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.padded_len * HEAD_DIM;
+#endif
+  block.group_size = group_size;
+  block.seq_len = seq_len;
+  block.padded_len = (int)params.padded_len;
+  block.dq_first = 0;
+  block.dq_len = (int)params.padded_len;
+  block.first_tile = keys.first_key / BLOCK_Q;
+  block.num_tiles = ceil_div(key_range(keys, 0, BLOCK_KV).last_expire, BLOCK_Q) - block.first_tile;
+  block.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+  __syncthreads();  // the barriers are set up
+
+  const int warpgroup = warpgroup_index();
+  if (warpgroup == 0) {
+    registers_shrink<PRODUCER_REGISTERS>();
+    produce(block, keys, shared);
+  } else {
+    registers_grow<CONSUMER_REGISTERS>();
+    const int first_key = keys.first_key + (warpgroup - 1) * 64 + (int)threadIdx.x % 128 / 32 * 16;
+    float bias[2] = {0.0f, 0.0f};
+#if HAS_BIAS
+    const u64 bias_row = ((u64)batch * num_kv_heads + kv_head) * seq_len;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int own = first_key + (int)threadIdx.x % 32 / 4 + 8 * r;
+      bias[r] = own < seq_len ? delta[bias_row + own] * LOG2_E : 0.0f;
+    }
+#endif
+    KeyGradients sums;
+    consume(block, keys, bias, shared, warpgroup - 1, sums);
+    store_gradient(sums.dk, f32_word(params.softmax_scale), dk + params.dk_offset + batch * params.dk_batch_stride + (u64)kv_head * HEAD_DIM, params.dk_token_stride, first_key,
+                   seq_len);
+    store_gradient(sums.dv, 1.0f, dv + params.dv_offset + batch * params.dv_batch_stride + (u64)kv_head * HEAD_DIM, params.dv_token_stride, first_key, seq_len);
+#if HAS_BIAS
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int own = first_key + (int)threadIdx.x % 32 / 4 + 8 * r;
+      if (threadIdx.x % 4 == 0 && own < seq_len) ddelta[bias_row + own] = sums.ddelta[r];
+    }
+#endif
+  }
+}

@@ -1,0 +1,145 @@
+// hopper_dma_attention_backward: dma_attention_backward for sm_90a; the same mathematics, layout, buffers, params words and results to rounding.
+// attention_backward_prepare and dma_attention_row_sums run before it, attention_backward_convert (dq) and dma_attention_backward_convert (dk, dv) after it.
+// Math       as hopper_attention_backward over the pairs j <= i < expire_j: dq_sum_i += sum_j dS_ij k_j (without softmax_scale), dk_sum_j += sum_i dS_ij q_i
+//            (without softmax_scale), dv_sum_j += sum_i P_ij do_i, ddelta_j += sum_i dS_ij, i over the queries of the launch's super-blocks
+// Layout     as dma_attention_backward
+// Buffers    q, k, v, do, row_stats, delta, list, list_len, (COMPUTE_DQ: dq_sum,) dk_sum, dv_sum, ddelta
+// Defines    as hopper_attention_backward (HAS_BIAS is always 1); SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made without atomics, COMPUTE_DQ must
+//            be 0 and a launch covers one super-block (launches in ascending order fix the order of every sum; dq comes from dma_attention_backward_query)
+// Tiling     128 entries a block: grid (super_blocks * ceil(list_capacity / 128), num_kv_heads, batch), super_blocks = those of this launch; blocks past a
+//            list's end leave at once; threads and dynamic shared bytes as hopper_attention_backward
+// Numerics   as dma_attention_backward; never-active keys are not touched
+// Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
+#define HAS_BIAS 1
+#include "common/hopper_backward.cuh"
+
+#ifndef SUPER_BLOCK
+#define SUPER_BLOCK 1024
+#endif
+#ifndef DETERMINISTIC
+#define DETERMINISTIC 0
+#endif
+static_assert(!DETERMINISTIC || !COMPUTE_DQ, "dq over keys in many blocks has no fixed order");
+static_assert(SUPER_BLOCK % BLOCK_Q == 0, "a step stays inside one super-block");
+
+struct HopperDmaAttentionBackwardParams {
+  u64 batch, seq_len, num_heads, num_kv_heads;
+  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
+  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
+  u64 q_batch_stride, k_batch_stride, v_batch_stride;
+  u64 softmax_scale;                                   // f32 bits
+  u64 padded_len;                                      // rows of row_stats a head
+  u64 list_capacity;                                   // entries a list has room for
+  u64 first_super_block;
+  u64 dq_len;                                          // queries of the launch: super_blocks * SUPER_BLOCK
+};
+
+// Up to 128 entries of a list.
+struct ListKeys {
+  const int2* entries;
+  int count;
+
+  DEVICE int2 entry(int at) const { return at < count ? entries[at] : make_int2(0, 0); }
+};
+
+// Adds four f32 at a 16-byte aligned address.
+DEVICE void add_f32x4(float* to, float a, float b, float c, float d) {
+#if DETERMINISTIC
+  // A key stands in a super-block's list once, so within a launch nobody else touches its row.
+  const float4 old = *(const float4*)to;
+  *(float4*)to = make_float4(old.x + a, old.y + b, old.z + c, old.w + d);
+#else
+  reduce_add_f32x4(to, a, b, c, d);
+#endif
+}
+
+// Adds the thread's two rows; a quad writes 64 contiguous bytes: columns 2t, 2t + 1, 2t + 8, 2t + 9 of 16 side by side.
+DEVICE void add_rows(float* to, const float (&sums)[SUM_REGISTERS], const int2 (&entries)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (entries[r].y <= 0) continue;
+    float* row = to + (u64)(u32)entries[r].x * HEAD_DIM + threadIdx.x % 4 * 4;
+#pragma unroll
+    for (int n = 0; n < HEAD_DIM / 16; ++n) add_f32x4(row + n * 16, sums[8 * n + 2 * r], sums[8 * n + 2 * r + 1], sums[8 * n + 4 + 2 * r], sums[8 * n + 5 + 2 * r]);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_backward(
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const float* delta, const int2* list, const i32* list_len,
+#if COMPUTE_DQ
+    float* dq_sum,
+#endif
+    float* dk_sum, float* dv_sum, float* ddelta, const __grid_constant__ HopperDmaAttentionBackwardParams params) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
+  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, group_size = num_heads / num_kv_heads, head = kv_head * group_size;
+  const int num_chunks = ceil_div((int)params.list_capacity, BLOCK_KV), num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
+  const int super_block = (int)params.first_super_block + (int)blockIdx.x / num_chunks, first_entry = (int)blockIdx.x % num_chunks * BLOCK_KV;
+  const u64 list_row = (u64)batch * num_kv_heads + kv_head;
+  if (super_block >= num_super_blocks) return;
+  ListKeys keys;
+  keys.count = min(list_len[list_row * num_super_blocks + super_block] - first_entry, BLOCK_KV);
+  if (keys.count <= 0) return;
+  keys.entries = list + (list_row * num_super_blocks + super_block) * params.list_capacity + first_entry;
+  const u32 shared = start_block(shared_memory);
+  const KeyRange range = key_range(keys, 0, BLOCK_KV);
+  const int block_first = super_block * SUPER_BLOCK, block_end = min(block_first + SUPER_BLOCK, seq_len);
+  const int first_query = max(block_first, range.lowest), end_query = min(block_end, range.last_expire);
+
+  BackwardBlock block;
+  block.k = k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM;
+  block.v = v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM;
+  block.k_stride = (u32)params.k_token_stride;
+  block.v_stride = (u32)params.v_token_stride;
+  block.q = q + params.q_offset + batch * params.q_batch_stride + (u64)head * HEAD_DIM;
+  block.q_stride = (u32)params.q_token_stride;
+  block.d_out = d_out + ((u64)batch * seq_len * num_heads + head) * HEAD_DIM;
+  block.do_stride = (u32)num_heads * HEAD_DIM;
+  block.stats = row_stats + ((u64)batch * num_heads + head) * params.padded_len;
+#if COMPUTE_DQ
+  block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.dq_len * HEAD_DIM;
+#endif
+  block.group_size = group_size;
+  block.seq_len = seq_len;
+  block.padded_len = (int)params.padded_len;
+  block.dq_first = (int)params.first_super_block * SUPER_BLOCK;
+  block.dq_len = (int)params.dq_len;
+  block.first_tile = first_query / BLOCK_Q;
+  block.num_tiles = max(ceil_div(end_query, BLOCK_Q) - block.first_tile, 0);
+  block.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+  __syncthreads();  // the barriers are set up
+
+  const int warpgroup = warpgroup_index();
+  if (warpgroup == 0) {
+    registers_shrink<PRODUCER_REGISTERS>();
+    produce(block, keys, shared);
+  } else {
+    registers_grow<CONSUMER_REGISTERS>();
+    const int first_row = (warpgroup - 1) * 64 + (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;
+    float bias[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int2 entry = keys.entry(first_row + 8 * r);
+      bias[r] = entry.y > 0 ? delta[list_row * seq_len + entry.x] * LOG2_E : 0.0f;
+    }
+    KeyGradients sums;
+    consume(block, keys, bias, shared, warpgroup - 1, sums);
+
+    // Accumulate.
+    int2 entries[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) entries[r] = keys.entry(first_row + 8 * r);
+    add_rows(dk_sum + list_row * seq_len * HEAD_DIM, sums.dk, entries);
+    add_rows(dv_sum + list_row * seq_len * HEAD_DIM, sums.dv, entries);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (threadIdx.x % 4 != 0 || entries[r].y <= 0) continue;
+      float* to = ddelta + list_row * seq_len + entries[r].x;
+#if DETERMINISTIC
+      *to += sums.ddelta[r];
+#else
+      atomicAdd(to, sums.ddelta[r]);
+#endif
+    }
+  }
+}
