@@ -57,6 +57,7 @@ mod sum_of_squares;
 
 mod kernel_trace;
 mod needed;
+mod scale;
 mod shipped;
 mod swiglu_backward;
 mod swiglu_forward;
@@ -122,6 +123,7 @@ pub use rms_norm_backward::{rms_norm_backward, rms_norm_backward_kernel};
 pub use rms_norm_forward::{
     NormResidual, rms_norm_forward, rms_norm_forward_kernel, rms_norm_residual_forward,
 };
+pub use scale::{scale, scale_kernel};
 pub use shipped::{shipped_kernels, shipped_kernels_for};
 pub use source::{KernelText, kernel_file, kernel_files};
 pub use source_kernel::SourceKernel;

@@ -14,6 +14,7 @@ use crate::qk_norm_rope_forward::{Reuse, qk_norm_rope_forward_kernel};
 use crate::residual_add::residual_add_kernel;
 use crate::rms_norm_backward::rms_norm_backward_kernel;
 use crate::rms_norm_forward::{NormResidual, rms_norm_forward_kernel};
+use crate::scale::scale_kernel;
 use crate::source_kernel::SourceKernel;
 use crate::sum_of_squares::{SumResult, Term, finish_sum_kernel, sum_partials_kernel};
 
@@ -35,6 +36,8 @@ pub fn step_kernels() -> Vec<SourceKernel> {
         adamw_kernel(true),
         residual_add_kernel(true, 8),
         residual_add_kernel(false, 4),
+        scale_kernel(true, 8),
+        scale_kernel(false, 4),
     ];
     for residual in [NormResidual::None, NormResidual::Added] {
         for warps_per_row in [1, 4] {

@@ -16,7 +16,7 @@ use std::fmt::Debug;
 use std::marker::PhantomData;
 
 /// The gradient of an op with `N` differentiable inputs.
-trait Gradient<B: Backend, const N: usize>: Debug + Send + 'static {
+pub(crate) trait Gradient<B: Backend, const N: usize>: Debug + Send + 'static {
     /// What the forward pass keeps.
     type State: Clone + Debug + Send + 'static;
 
@@ -47,10 +47,10 @@ impl<B: Backend, G: Gradient<B, N>, const N: usize> Backward<B, N> for Node<G> {
     }
 }
 
-type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
+pub(crate) type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
 
 /// Enters `output` into the graph as a function of `parents`; `state` is kept only when one of them needs a gradient.
-fn enter<B: Backend, C: CheckpointStrategy, G: Gradient<B, N>, const N: usize>(
+pub(crate) fn enter<B: Backend, C: CheckpointStrategy, G: Gradient<B, N>, const N: usize>(
     parents: [&Tracked<B, C>; N],
     state: G::State,
     output: FloatTensor<B>,
@@ -67,11 +67,11 @@ fn enter<B: Backend, C: CheckpointStrategy, G: Gradient<B, N>, const N: usize>(
 }
 
 /// A value without gradient.
-fn constant<B: Backend, C: CheckpointStrategy>(value: FloatTensor<B>) -> Tracked<B, C> {
+pub(crate) fn constant<B: Backend, C: CheckpointStrategy>(value: FloatTensor<B>) -> Tracked<B, C> {
     <Autodiff<B, C> as AutodiffBackend>::from_inner(value)
 }
 
-fn inner_tables<B: Backend, C: CheckpointStrategy>(
+pub(crate) fn inner_tables<B: Backend, C: CheckpointStrategy>(
     rope: &RopeTables<Autodiff<B, C>>,
 ) -> RopeTables<B> {
     RopeTables {
@@ -367,6 +367,11 @@ impl<B: SieveBackend, C: CheckpointStrategy> SieveBackend for Autodiff<B, C> {
 
     fn sum_of_squares(x: FloatTensor<Self>) -> FloatTensor<Self> {
         constant::<B, C>(B::sum_of_squares(x.primitive))
+    }
+
+    fn global_norm(tensors: Vec<FloatTensor<Self>>) -> FloatTensor<Self> {
+        let tensors = tensors.into_iter().map(|x| x.primitive).collect();
+        constant::<B, C>(B::global_norm(tensors))
     }
 
     fn adamw_step(

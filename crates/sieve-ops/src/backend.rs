@@ -1,5 +1,7 @@
 //! The backend trait: every fused op, with the plain-Burn reference as its default body.
 use crate::decode::{DmaCache, DmaToken};
+use crate::mla::MlaBackend;
+use crate::nsa::NsaBackend;
 use crate::reference;
 use burn::backend::Autodiff;
 use burn::tensor::backend::{AutodiffBackend, Backend};
@@ -103,7 +105,7 @@ pub struct RopeTables<B: Backend> {
 /// breaks no backend; `Flex` and CUDA override them, `Autodiff` registers their backward passes.
 ///
 /// These are primitives-level methods; users call the functions of this crate that carry the ops' names.
-pub trait SieveBackend: Backend {
+pub trait SieveBackend: NsaBackend + MlaBackend {
     /// See [`crate::linear`].
     fn linear_nt(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
         reference::linear::<Self>(x, weight)
@@ -347,6 +349,11 @@ pub trait SieveBackend: Backend {
     /// Sum of squares in a fixed order, `[1]`.
     fn sum_of_squares(x: FloatTensor<Self>) -> FloatTensor<Self> {
         reference::sum_of_squares::<Self>(x)
+    }
+
+    /// Euclidean norm over all `tensors` together, in their order, `[1]`; at least one tensor.
+    fn global_norm(tensors: Vec<FloatTensor<Self>>) -> FloatTensor<Self> {
+        reference::global_norm::<Self>(tensors)
     }
 
     /// One AdamW update; `grad_scale` is `[1]` on the device. Where it is zero or no finite number nothing changes: the

@@ -7,13 +7,17 @@ mod decode;
 mod dma;
 mod embedding;
 mod linear;
+mod loss;
+mod norm;
+mod optimizer;
 mod paths;
 
 pub use paths::{OpPath, op_paths, set_sum_order};
 
 use crate::decode::{DmaCache, DmaToken, dma_decode_reference};
 use crate::{
-    AttentionOutput, AttentionSpec, DmaBias, DmaSelection, DocumentBounds, SieveBackend, reference,
+    AdamWStep, AdamWTensors, AttentionOutput, AttentionSpec, DmaBias, DmaSelection, DocumentBounds,
+    RopeTables, SieveBackend, reference,
 };
 use burn::tensor::DType;
 use paths::kernel_or;
@@ -41,12 +45,88 @@ impl SieveBackend for Cuda {
         )
     }
 
+    fn embedding_rows(weight: CudaPrimitive, ids: CudaPrimitive) -> CudaPrimitive {
+        kernel_or("embedding", embedding::forward(&weight, &ids), || {
+            reference::embedding::<Self>(weight, ids)
+        })
+    }
+
     fn embedding_rows_backward(
         dy: CudaPrimitive,
         ids: CudaPrimitive,
         vocab_size: usize,
     ) -> CudaPrimitive {
-        embedding::backward(dy, ids, vocab_size)
+        let attempt = embedding::backward(&dy, &ids, vocab_size);
+        kernel_or("embedding_backward", attempt, || {
+            embedding::reference_backward(dy, ids, vocab_size)
+        })
+    }
+
+    fn rms_norm(x: CudaPrimitive, weight: CudaPrimitive, epsilon: f64) -> CudaPrimitive {
+        kernel_or("rms_norm", norm::rms(&x, &weight, epsilon), || {
+            reference::rms_norm::<Self>(x, weight, epsilon)
+        })
+    }
+
+    fn rms_norm_backward(
+        x: CudaPrimitive,
+        weight: CudaPrimitive,
+        epsilon: f64,
+        dy: CudaPrimitive,
+    ) -> (CudaPrimitive, CudaPrimitive) {
+        let attempt = norm::rms_backward(&x, &weight, epsilon, &dy);
+        kernel_or("rms_norm_backward", attempt, || {
+            reference::rms_norm_backward::<Self>(x, weight, epsilon, dy)
+        })
+    }
+
+    fn qk_norm_rope(
+        qkv: CudaPrimitive,
+        q_weight: CudaPrimitive,
+        k_weight: CudaPrimitive,
+        positions: CudaPrimitive,
+        rope: &RopeTables<Self>,
+        num_kv_heads: usize,
+        epsilon: f64,
+    ) -> CudaPrimitive {
+        let weights = [&q_weight, &k_weight];
+        let rotation = norm::Rotation::new(weights, &positions, rope, num_kv_heads, epsilon);
+        kernel_or("qk_norm_rope", rotation.forward(&qkv), || {
+            let args = reference::QkNormRope {
+                q_weight,
+                k_weight,
+                positions,
+                num_kv_heads,
+                epsilon,
+            };
+            reference::qk_norm_rope::<Self>(qkv, args, rope)
+        })
+    }
+
+    fn qk_norm_rope_backward(
+        qkv: CudaPrimitive,
+        q_weight: CudaPrimitive,
+        k_weight: CudaPrimitive,
+        positions: CudaPrimitive,
+        rope: &RopeTables<Self>,
+        num_kv_heads: usize,
+        epsilon: f64,
+        dy: CudaPrimitive,
+    ) -> (CudaPrimitive, CudaPrimitive, CudaPrimitive) {
+        let weights = [&q_weight, &k_weight];
+        let rotation = norm::Rotation::new(weights, &positions, rope, num_kv_heads, epsilon);
+        let is_free = dy.can_mut();
+        let attempt = rotation.backward(&qkv, &dy, is_free);
+        kernel_or("qk_norm_rope_backward", attempt, || {
+            let args = reference::QkNormRope {
+                q_weight,
+                k_weight,
+                positions,
+                num_kv_heads,
+                epsilon,
+            };
+            reference::qk_norm_rope_backward::<Self>(qkv, args, rope, dy)
+        })
     }
 
     fn swiglu(gate_up: CudaPrimitive) -> CudaPrimitive {
@@ -101,6 +181,24 @@ impl SieveBackend for Cuda {
         kernel_or("dma_scores", attempt, || {
             reference::dma_scores::<Self>(qkv, w_dt, a, spec)
         })
+    }
+
+    fn dma_scores_backward(
+        qkv: CudaPrimitive,
+        w_dt: CudaPrimitive,
+        a: CudaPrimitive,
+        spec: AttentionSpec,
+        dz: CudaPrimitive,
+        dqkv: CudaPrimitive,
+    ) -> (CudaPrimitive, CudaPrimitive, CudaPrimitive) {
+        // The kernel adds to dqkv in place, so it must be nobody else's.
+        let dqkv = if dqkv.can_mut() { dqkv } else { dqkv.copy() };
+        let attempt = dma::scores_backward(&qkv, [&w_dt, &a], spec, &dz, &dqkv);
+        kernel_or(
+            "dma_scores_backward",
+            attempt.map(|(dw_dt, da)| (dqkv.clone(), dw_dt, da)),
+            || reference::dma_scores_backward::<Self>(qkv, w_dt, a, spec, dz, dqkv),
+        )
     }
 
     fn dma_select(
@@ -168,6 +266,83 @@ impl SieveBackend for Cuda {
             dma_decode_reference::<Self>(cache, token, softmax_scale, bias)
         })
     }
+
+    fn token_losses(
+        h: CudaPrimitive,
+        weight: CudaPrimitive,
+        labels: CudaPrimitive,
+    ) -> CudaPrimitive {
+        let attempt = loss::token_losses(&h, &weight, &labels);
+        kernel_or("token_losses", attempt, || {
+            reference::token_losses::<Self>(h, weight, labels)
+        })
+    }
+
+    fn linear_cross_entropy(
+        h: CudaPrimitive,
+        weight: CudaPrimitive,
+        labels: CudaPrimitive,
+        z_loss: f64,
+    ) -> CudaPrimitive {
+        let attempt = loss::summed(&h, &weight, &labels, z_loss);
+        kernel_or("linear_cross_entropy", attempt, || {
+            reference::linear_cross_entropy::<Self>(h, weight, labels, z_loss)
+        })
+    }
+
+    fn linear_cross_entropy_with_gradients(
+        h: CudaPrimitive,
+        weight: CudaPrimitive,
+        labels: CudaPrimitive,
+        z_loss: f64,
+    ) -> (CudaPrimitive, CudaPrimitive, CudaPrimitive) {
+        let attempt = loss::with_gradients(&h, &weight, &labels, z_loss);
+        kernel_or("linear_cross_entropy_with_gradients", attempt, || {
+            reference::linear_cross_entropy_with_gradients::<Self>(h, weight, labels, z_loss)
+        })
+    }
+
+    fn scaled(x: CudaPrimitive, factor: CudaPrimitive) -> CudaPrimitive {
+        match optimizer::scaled(x, &factor) {
+            Ok(x) => kernel_or("scaled", Ok(x), unused),
+            Err((x, error)) => kernel_or("scaled", Err(error), || {
+                reference::scaled::<Self>(x, factor)
+            }),
+        }
+    }
+
+    fn sum_of_squares(x: CudaPrimitive) -> CudaPrimitive {
+        let attempt = optimizer::sum_of_squares(&x);
+        kernel_or("sum_of_squares", attempt, || {
+            reference::sum_of_squares::<Self>(x)
+        })
+    }
+
+    fn global_norm(tensors: Vec<CudaPrimitive>) -> CudaPrimitive {
+        let attempt = optimizer::global_norm(&tensors);
+        kernel_or("global_norm", attempt, || {
+            reference::global_norm::<Self>(tensors)
+        })
+    }
+
+    fn adamw_step(
+        tensors: AdamWTensors<Self>,
+        grad: CudaPrimitive,
+        grad_scale: CudaPrimitive,
+        step: AdamWStep,
+    ) -> AdamWTensors<Self> {
+        match optimizer::adamw(tensors, &grad, &grad_scale, step) {
+            Ok(next) => kernel_or("adamw", Ok(next), unused),
+            Err((tensors, error)) => kernel_or("adamw", Err(error), || {
+                reference::adamw_step::<Self>(tensors, grad, grad_scale, step)
+            }),
+        }
+    }
+}
+
+/// The other way of an op that has already succeeded.
+fn unused<T>() -> T {
+    unreachable!("the kernel's result is taken")
 }
 
 /// The tensor in another float type, itself when it has that type.

@@ -8,10 +8,12 @@ mod attention;
 mod dma;
 mod linear;
 mod linear_cross_entropy;
+mod mla;
 mod norm;
+mod nsa;
 mod swiglu;
 
-pub use adamw::{adamw_step, scaled, sum_of_squares, zero_scalar};
+pub use adamw::{adamw_step, global_norm, scaled, sum_of_squares, zero_scalar};
 pub use attention::{
     attention, attention_backward, decode_attention, dma_attention, dma_attention_backward,
 };
@@ -20,7 +22,13 @@ pub use linear::{embedding, embedding_backward, linear, linear_backward};
 pub use linear_cross_entropy::{
     linear_cross_entropy, linear_cross_entropy_with_gradients, token_losses,
 };
+pub use mla::{mla_attention, mla_attention_backward, mla_pack, mla_pack_backward};
 pub use norm::{QkNormRope, qk_norm_rope, qk_norm_rope_backward, rms_norm, rms_norm_backward};
+pub use nsa::{
+    nsa_blocks, nsa_blocks_backward, nsa_compressed_attention, nsa_compressed_attention_backward,
+    nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward, nsa_selected_attention,
+    nsa_selected_attention_backward,
+};
 pub use swiglu::{swiglu, swiglu_backward};
 
 use burn::tensor::backend::Backend;

@@ -43,12 +43,16 @@ impl<B: TrainBackend> GradientBuffer<B> {
 
     /// Euclidean norm over all gradients of `module`, `[1]`.
     pub fn norm<M: Module<B>>(&self, module: &M, device: &B::Device) -> Tensor<B::InnerBackend, 1> {
-        let mut squares = SquareSum {
+        let mut all = All {
             buffer: self,
-            sum: Tensor::zeros([1], device),
+            found: Vec::new(),
         };
-        module.visit(&mut squares);
-        squares.sum.sqrt()
+        module.visit(&mut all);
+        if all.found.is_empty() {
+            return Tensor::zeros([1], device);
+        }
+        let norm = B::InnerBackend::global_norm(all.found);
+        Tensor::from_primitive(TensorPrimitive::Float(norm))
     }
 
     /// Copies all gradients of `module` to the host, by parameter name, in module order.
@@ -92,19 +96,14 @@ impl<B: TrainBackend> ModuleVisitor<B> for Collector<'_, B> {
     }
 }
 
-struct SquareSum<'a, B: TrainBackend> {
+struct All<'a, B: TrainBackend> {
     buffer: &'a GradientBuffer<B>,
-    sum: Tensor<B::InnerBackend, 1>,
+    found: Vec<Primitive<B>>,
 }
 
-impl<B: TrainBackend> ModuleVisitor<B> for SquareSum<'_, B> {
+impl<B: TrainBackend> ModuleVisitor<B> for All<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        if let Some(gradient) = self.buffer.by_id.get(&param.id) {
-            let square = B::InnerBackend::sum_of_squares(gradient.clone());
-            let square: Tensor<B::InnerBackend, 1> =
-                Tensor::from_primitive(TensorPrimitive::Float(square));
-            self.sum = self.sum.clone() + square;
-        }
+        self.found.extend(self.buffer.by_id.get(&param.id).cloned());
     }
 }
 

@@ -3,7 +3,10 @@ use super::attention::{self, Backward, bounds, output, packed};
 use super::{Cuda, cast};
 use crate::{AttentionOutput, AttentionSpec, DmaSelection, DocumentBounds};
 use burn::tensor::DType;
-use sieve_kernels::{CudaPrimitive, CudaTensor, KernelError, KeyLists, ScoreBias, TILE_QUERIES};
+use sieve_kernels::{
+    CudaPrimitive, CudaTensor, GradientTarget, KernelError, KeyLists, ScoreBias, ScoresBackward,
+    TILE_QUERIES,
+};
 
 /// What a selection of this backend holds in [`DmaSelection::lists`].
 enum Kept {
@@ -48,6 +51,32 @@ pub(super) fn scores(
     // The bias that the kernel computes along is not used: the caller makes it from z.
     let scores = sieve_kernels::dma_scores(&packed(qkv, spec), &w_dt, &a, ScoreBias::Linear)?;
     Ok(scores.z.into())
+}
+
+/// Adds the path through the scores to `dqkv` in place; returns `(dw_dt, da)` in f32.
+pub(super) fn scores_backward(
+    qkv: &CudaPrimitive,
+    [w_dt, a]: [&CudaPrimitive; 2],
+    spec: AttentionSpec,
+    dz: &CudaPrimitive,
+    dqkv: &CudaPrimitive,
+) -> Result<(CudaPrimitive, CudaPrimitive), KernelError> {
+    let (w_dt, a) = (cast(w_dt, DType::F32), cast(a, DType::F32));
+    let (w_dt, a) = (w_dt.contiguous(), a.contiguous());
+    let qkv = packed(qkv, spec);
+    // One read of v is cheaper than keeping x of every layer.
+    let scores = sieve_kernels::dma_scores(&qkv, &w_dt, &a, ScoreBias::Linear)?;
+    let dz = cast(dz, DType::F32).contiguous();
+    let call = ScoresBackward {
+        qkv: &qkv,
+        w_dt: &w_dt,
+        a: &a,
+        x: &scores.x,
+        dz: &dz,
+    };
+    let (new_w, new_a) = (GradientTarget::New, GradientTarget::New);
+    let (dw_dt, da) = sieve_kernels::dma_scores_backward(call, &packed(dqkv, spec), new_w, new_a)?;
+    Ok((dw_dt.into(), da.into()))
 }
 
 pub(super) fn select(

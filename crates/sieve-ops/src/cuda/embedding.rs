@@ -1,14 +1,40 @@
-//! The embedding's gradient: Burn's scatter, or products in a fixed order where two runs must be bit-equal.
+//! Rows of the embedding, and their gradient. Where the kernel refuses: Burn's scatter, or products in a fixed order where
+//! two runs must be bit-equal.
 use super::{Cuda, paths};
 use crate::reference;
 use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
-use sieve_kernels::{CudaPrimitive, SumOrder};
+use sieve_kernels::{CudaPrimitive, CudaTensor, GradientTarget, KernelError, SumOrder};
 
 /// Tokens of one product in the fixed-order form; bounds the one-hot matrix.
 const TOKENS: usize = 1024;
 
+pub(super) fn forward(
+    weight: &CudaPrimitive,
+    ids: &CudaPrimitive,
+) -> Result<CudaPrimitive, KernelError> {
+    let (weight, ids) = (
+        CudaTensor::from(weight.clone()),
+        CudaTensor::from(ids.clone()),
+    );
+    sieve_kernels::embedding_forward(&weight, &ids).map(Into::into)
+}
+
+/// `dweight [vocab_size, d_model]` in f32, by a sort of the ids: no atomics.
+pub(super) fn backward(
+    dy: &CudaPrimitive,
+    ids: &CudaPrimitive,
+    vocab_size: usize,
+) -> Result<CudaPrimitive, KernelError> {
+    let (dy, ids) = (CudaTensor::from(dy.clone()), CudaTensor::from(ids.clone()));
+    sieve_kernels::embedding_backward(&dy, &ids, vocab_size, GradientTarget::New).map(Into::into)
+}
+
 /// `dweight [vocab_size, d_model]` in f32: many tokens share a row, and a bf16 sum of them would lose the small ones.
-pub(super) fn backward(dy: CudaPrimitive, ids: CudaPrimitive, vocab_size: usize) -> CudaPrimitive {
+pub(super) fn reference_backward(
+    dy: CudaPrimitive,
+    ids: CudaPrimitive,
+    vocab_size: usize,
+) -> CudaPrimitive {
     let dy: Tensor<Cuda, 3> = Tensor::from_primitive(TensorPrimitive::Float(dy));
     let dy = dy.cast(DType::F32);
     match paths::sum_order() {

@@ -1,6 +1,6 @@
 //! AdamW, norms, products with a scalar, and the zero of a seeded graph.
 use super::{primitive, rows, tensor, unrows};
-use crate::{AdamWStep, AdamWTensors};
+use crate::{AdamWStep, AdamWTensors, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, Tensor, TensorMetadata};
@@ -55,6 +55,15 @@ pub fn adamw_step<B: Backend>(
 pub fn sum_of_squares<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
     let (x, _, _) = rows::<B>(x);
     primitive(x.powi_scalar(2).sum())
+}
+
+/// `sqrt(sum over tensors of sum(x²))`, `[1]`.
+pub fn global_norm<B: SieveBackend>(tensors: Vec<FloatTensor<B>>) -> FloatTensor<B> {
+    let squares = tensors
+        .into_iter()
+        .map(|x| tensor::<B, 1>(B::sum_of_squares(x)));
+    let sum = squares.reduce(|sum, square| sum + square);
+    primitive(sum.expect("at least one tensor").sqrt())
 }
 
 /// `x * factor`, the factor a `[1]`; the product is rounded to the dtype of x.
