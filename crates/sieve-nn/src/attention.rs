@@ -1,8 +1,11 @@
 //! The attention kinds behind one interface.
 
+pub(crate) mod block_mlp;
 pub(crate) mod config;
 pub(crate) mod dynamic_mask;
+pub(crate) mod latent;
 pub(crate) mod multi_head;
+pub(crate) mod native_sparse;
 pub(crate) mod sliding_window;
 
 use crate::{LayerCache, WeightInit};
@@ -10,7 +13,9 @@ use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use dynamic_mask::DynamicMaskAttention;
+use latent::LatentAttention;
 use multi_head::MultiHeadAttention;
+use native_sparse::NativeSparseAttention;
 use sieve_core::ModelShape;
 use sieve_ops::{Documents, RotaryEmbedding, SieveBackend};
 use sliding_window::SlidingWindowAttention;
@@ -37,6 +42,14 @@ impl<'a, B: Backend> LayerContext<'a, B> {
     }
 }
 
+/// Width of the rotary tables that the layers of `shape` read: MLA rotates a part of a head of its own.
+pub(crate) fn rope_dim(shape: &ModelShape) -> usize {
+    match shape.attention {
+        sieve_core::Attention::Mla(mla) => mla.qk_rope_head_dim,
+        _ => shape.head_dim,
+    }
+}
+
 /// Output of an attention layer.
 #[derive(Clone, Debug)]
 pub struct AttentionResult<B: Backend> {
@@ -54,6 +67,10 @@ pub enum Attention<B: Backend> {
     Mha(MultiHeadAttention<B>),
     /// Sliding window.
     Swa(SlidingWindowAttention<B>),
+    /// Multi-head latent attention.
+    Mla(LatentAttention<B>),
+    /// Native sparse attention.
+    Nsa(NativeSparseAttention<B>),
     /// Dynamic mask attention.
     Dma(DynamicMaskAttention<B>),
 }
@@ -69,8 +86,11 @@ impl<B: Backend> Attention<B> {
                 init,
                 device,
             )),
-            sieve_core::Attention::Mla(_) | sieve_core::Attention::Nsa(_) => {
-                unimplemented!("the modules of MLA and NSA are being built")
+            sieve_core::Attention::Mla(mla) => {
+                Self::Mla(LatentAttention::new(shape, mla, init, device))
+            }
+            sieve_core::Attention::Nsa(nsa) => {
+                Self::Nsa(NativeSparseAttention::new(shape, nsa, init, device))
             }
             sieve_core::Attention::Dma {
                 keep_window_size,
@@ -100,6 +120,14 @@ impl<B: SieveBackend> Attention<B> {
                 y: layer.forward(x, context),
                 expire: None,
             },
+            Self::Mla(layer) => AttentionResult {
+                y: layer.forward(x, context),
+                expire: None,
+            },
+            Self::Nsa(layer) => AttentionResult {
+                y: layer.forward(x, context),
+                expire: None,
+            },
             Self::Dma(layer) => layer.forward(x, context),
         }
     }
@@ -114,6 +142,8 @@ impl<B: SieveBackend> Attention<B> {
         match self {
             Self::Mha(layer) => layer.forward_cached(x, context, cache),
             Self::Swa(layer) => layer.forward_cached(x, context, cache),
+            Self::Mla(layer) => layer.forward_cached(x, context, cache),
+            Self::Nsa(layer) => layer.forward_cached(x, context, cache),
             Self::Dma(layer) => layer.forward_cached(x, context, cache),
         }
     }

@@ -1,4 +1,9 @@
 //! Keys and values of earlier tokens, as much of them as the attention can still see.
+mod blocks;
+
+pub use blocks::BlockCache;
+pub(crate) use blocks::Growing;
+
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 use sieve_ops::{
@@ -44,6 +49,10 @@ pub enum LayerCache<B: Backend> {
         /// Position of the next token.
         next_position: usize,
     },
+    /// What NSA's three branches need.
+    Blocks(BlockCache<B>),
+    /// MLA's latents and rotated keys, `[batch, len, 1, kv_lora_rank + qk_rope_head_dim]`.
+    Latent(Tensor<B, 4>),
 }
 
 impl<B: Backend> LayerCache<B> {
@@ -58,6 +67,8 @@ impl<B: Backend> LayerCache<B> {
             Self::Empty => 0,
             Self::Recent { k, .. } => k.dims()[1],
             Self::Selected { cache, .. } => float::<B, 4>(cache.k.clone()).dims()[1],
+            Self::Blocks(cache) => cache.num_tokens(),
+            Self::Latent(latents) => latents.dims()[1],
         }
     }
 }
@@ -108,6 +119,16 @@ impl<B: SieveBackend> LayerCache<B> {
         };
         *self = Self::Recent { k, v };
         o
+    }
+
+    /// Adds MLA's latents of new tokens and returns all of them.
+    pub(crate) fn extend_latents(&mut self, new: Tensor<B, 4>) -> Tensor<B, 4> {
+        let all = match std::mem::replace(self, Self::Empty) {
+            Self::Latent(old) => Tensor::cat(vec![old, new], 1),
+            _ => new,
+        };
+        *self = Self::Latent(all.clone());
+        all
     }
 
     /// Fills an empty cache with the keys that the mask still shows to the next query.

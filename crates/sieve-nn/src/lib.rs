@@ -11,7 +11,7 @@
 //!
 //! let device = Default::default();
 //! let config = AttentionConfig::new(64, 4, 2, 16); // d_model, query heads, KV heads, head_dim
-//! let layer = config.dynamic_mask::<Flex>(8, &device); // or multi_head, sliding_window
+//! let layer = config.dynamic_mask::<Flex>(8, &device); // or multi_head, sliding_window, native_sparse, latent
 //! let documents = Documents::whole_rows([1, 32], &device);
 //! let rope = config.rope(32, &device);
 //! let x = Tensor::random([1, 32, 64], Distribution::Default, &device);
@@ -32,13 +32,16 @@ mod decoder_layer;
 mod kv_cache;
 mod qwen3;
 
+pub use attention::block_mlp::BlockMlp;
 pub use attention::config::{AttentionConfig, AttentionConfigError};
 pub use attention::dynamic_mask::DynamicMaskAttention;
+pub use attention::latent::LatentAttention;
 pub use attention::multi_head::MultiHeadAttention;
+pub use attention::native_sparse::NativeSparseAttention;
 pub use attention::sliding_window::SlidingWindowAttention;
 pub use attention::{Attention, AttentionResult, LayerContext};
 pub use decoder_layer::{DecoderLayer, LayerOutput};
-pub use kv_cache::{KvCache, LayerCache};
+pub use kv_cache::{BlockCache, KvCache, LayerCache};
 pub use linear::Linear;
 pub use precision::cast_parameters;
 pub use qkv_projection::QkvProjection;

@@ -2,8 +2,8 @@
 use crate::attention::LayerContext;
 use crate::{Linear, RmsNorm, WeightInit};
 use burn::module::Module;
-use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
 use sieve_ops::{AttentionSpec, QkNorm, SieveBackend};
 
@@ -61,18 +61,39 @@ impl<B: SieveBackend> QkvProjection<B> {
     /// - x: `[batch, seq_len, d_model]`
     /// - returns: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4> {
+        self.norm_rope(self.project(x), context)
+    }
+
+    /// The packed product alone, as [`forward`](Self::forward) shapes it.
+    pub fn project(&self, x: Tensor<B, 3>) -> Tensor<B, 4> {
         let [batch, seq_len, _d_model] = x.dims();
         let heads = self.num_heads + 2 * self.num_kv_heads;
-        let qkv = self
-            .qkv_proj
+        self.qkv_proj
             .forward(x)
-            .reshape([batch, seq_len, heads, self.head_dim]);
+            .reshape([batch, seq_len, heads, self.head_dim])
+    }
+
+    /// Norms and rotation of a packed tensor.
+    pub fn norm_rope(&self, qkv: Tensor<B, 4>, context: &LayerContext<'_, B>) -> Tensor<B, 4> {
+        self.at_positions(qkv, context.positions.clone(), context)
+    }
+
+    /// Norms of a packed tensor, without rotation: every token stands at position 0.
+    pub fn norm(&self, qkv: Tensor<B, 4>, context: &LayerContext<'_, B>) -> Tensor<B, 4> {
+        self.at_positions(qkv, context.positions.zeros_like(), context)
+    }
+
+    fn at_positions(
+        &self,
+        qkv: Tensor<B, 4>,
+        positions: Tensor<B, 2, Int>,
+        context: &LayerContext<'_, B>,
+    ) -> Tensor<B, 4> {
         let norm = QkNorm {
             q_weight: self.q_norm.weight.val(),
             k_weight: self.k_norm.weight.val(),
             epsilon: self.epsilon,
         };
-        let positions = context.positions.clone();
         sieve_ops::qk_norm_rope(qkv, norm, positions, context.rope, self.num_kv_heads)
     }
 }

@@ -1,4 +1,5 @@
 //! The language model: embedding, blocks, norm and output projection.
+use crate::attention::rope_dim;
 use crate::{DecoderLayer, KvCache, LayerContext, Linear, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
@@ -116,7 +117,7 @@ impl<B: Backend> Qwen3<B> {
     /// Rotary tables for `max_positions` positions.
     pub fn rope(&self, max_positions: usize, device: &B::Device) -> RotaryEmbedding<B> {
         RotaryEmbedding::new(
-            self.shape.head_dim,
+            rope_dim(&self.shape),
             max_positions,
             self.shape.rope_theta,
             device,

@@ -2,7 +2,7 @@
 use crate::LayerContext;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::{Attention, DmaBias, ModelShape};
+use sieve_core::{Attention, DmaBias, MlaShape, ModelShape, NsaCompression, NsaShape};
 use sieve_ops::{Documents, RotaryEmbedding};
 
 /// A small model whose sizes all differ.
@@ -27,8 +27,22 @@ pub(crate) fn shape(attention: Attention) -> ModelShape {
 
 pub(crate) const KEEP_WINDOW_SIZE: usize = 5;
 
-/// The kinds, DMA with gates at `a_init`.
-pub(crate) fn kinds(a_init: f64) -> [Attention; 3] {
+/// NSA with blocks of four tokens: three of them selected, the window as long as the others'.
+fn nsa(compress: NsaCompression, shared_kv: bool) -> Attention {
+    Attention::Nsa(NsaShape {
+        compress_block_size: 4,
+        compress_stride: 2,
+        compress,
+        compress_hidden_size: (compress == NsaCompression::Mlp).then_some(10),
+        select_block_size: 4,
+        num_selected_blocks: 3,
+        window_size: KEEP_WINDOW_SIZE,
+        shared_kv,
+    })
+}
+
+/// The kinds, DMA with gates at `a_init`: MHA, SWA, DMA, MLA, and NSA in three forms.
+pub(crate) fn kinds(a_init: f64) -> [Attention; 7] {
     [
         Attention::Mha,
         Attention::Swa {
@@ -39,6 +53,13 @@ pub(crate) fn kinds(a_init: f64) -> [Attention; 3] {
             bias: DmaBias::Exp,
             a_init,
         },
+        Attention::Mla(MlaShape {
+            kv_lora_rank: 10,
+            qk_rope_head_dim: 4,
+        }),
+        nsa(NsaCompression::Mlp, true),
+        nsa(NsaCompression::Mean, false),
+        nsa(NsaCompression::Mlp, false),
     ]
 }
 
@@ -74,7 +95,12 @@ impl<B: Backend> Rows<B> {
         let device = Default::default();
         Self {
             documents: Documents::whole_rows(dims, &device),
-            rope: RotaryEmbedding::new(shape.head_dim, dims[1], shape.rope_theta, &device),
+            rope: RotaryEmbedding::new(
+                crate::attention::rope_dim(shape),
+                dims[1],
+                shape.rope_theta,
+                &device,
+            ),
         }
     }
 

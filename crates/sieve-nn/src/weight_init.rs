@@ -51,6 +51,17 @@ impl WeightInit {
         parameter(values, shape, device)
     }
 
+    /// A vector of `len` values that repeat `pattern`.
+    pub fn repeated<B: Backend>(
+        &mut self,
+        pattern: &[f64],
+        len: usize,
+        device: &B::Device,
+    ) -> Param<Tensor<B, 1>> {
+        let values = pattern.iter().map(|&x| x as f32).cycle().take(len);
+        parameter(values.collect(), [len], device)
+    }
+
     /// A parameter filled with one value.
     pub fn constant<B: Backend, const D: usize>(
         &mut self,

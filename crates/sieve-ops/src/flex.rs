@@ -1,7 +1,7 @@
 //! The CPU path: Burn's `Flex` tensors handed to the slice kernels of `sieve-cpu`.
 //!
 //! f32 takes the fast path; any other dtype (f64 in gradient checks) takes the reference.
-mod attention;
+pub(crate) mod attention;
 mod qk_norm_rope;
 
 use crate::{
@@ -16,27 +16,27 @@ use burn_flex::{Flex, FlexTensor};
 use qk_norm_rope::QkNormRope;
 
 /// A contiguous tensor starting at the beginning of its storage.
-fn contiguous(x: FlexTensor) -> FlexTensor {
+pub(crate) fn contiguous(x: FlexTensor) -> FlexTensor {
     x.to_contiguous()
 }
 
-fn is_f32(x: &FlexTensor) -> bool {
+pub(crate) fn is_f32(x: &FlexTensor) -> bool {
     x.dtype() == DType::F32
 }
 
-fn floats(x: &FlexTensor) -> &[f32] {
+pub(crate) fn floats(x: &FlexTensor) -> &[f32] {
     x.storage::<f32>()
 }
 
-fn ints(x: &FlexTensor) -> &[i32] {
+pub(crate) fn ints(x: &FlexTensor) -> &[i32] {
     x.storage::<i32>()
 }
 
-fn from_vec(values: Vec<f32>, shape: impl Into<Shape>) -> FlexTensor {
+pub(crate) fn from_vec(values: Vec<f32>, shape: impl Into<Shape>) -> FlexTensor {
     FlexTensor::from_data(TensorData::new(values, shape.into()))
 }
 
-fn zeros_like(x: &FlexTensor) -> Vec<f32> {
+pub(crate) fn zeros_like(x: &FlexTensor) -> Vec<f32> {
     vec![0.0; x.shape().num_elements()]
 }
 

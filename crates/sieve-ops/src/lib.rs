@@ -14,6 +14,8 @@ mod dma;
 mod embedding;
 mod linear;
 mod linear_cross_entropy;
+mod mla;
+mod nsa;
 mod qk_norm_rope;
 mod rms_norm;
 mod seed_gradient;
@@ -40,6 +42,11 @@ pub use documents::Documents;
 pub use embedding::embedding;
 pub use linear::linear;
 pub use linear_cross_entropy::{IGNORE_LABEL, linear_cross_entropy, token_losses};
+pub use mla::{MlaBackend, MlaSpec, mla_attention, mla_pack};
+pub use nsa::{
+    CompressedAttention, NsaBackend, NsaBlocks, NsaCompressed, choose_blocks, nsa_blocks,
+    nsa_compressed_attention, nsa_gates, nsa_mean_pool, nsa_selected_attention, overlap_weight,
+};
 pub use qk_norm_rope::{QkNorm, RotaryEmbedding, qk_norm_rope};
 pub use rms_norm::rms_norm;
 pub use seed_gradient::seed_gradient;

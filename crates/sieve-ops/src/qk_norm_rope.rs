@@ -51,7 +51,7 @@ impl<B: Backend> RotaryEmbedding<B> {
         self.cos.dims()[0]
     }
 
-    fn tables(&self) -> RopeTables<B> {
+    pub(crate) fn tables(&self) -> RopeTables<B> {
         RopeTables {
             cos: self.cos.clone().into_primitive().tensor(),
             sin: self.sin.clone().into_primitive().tensor(),

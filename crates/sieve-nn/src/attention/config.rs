@@ -1,10 +1,13 @@
 //! Attention layers outside a model: sizes in, a layer out.
 use super::dynamic_mask::DynamicMaskAttention;
+use super::latent::LatentAttention;
 use super::multi_head::MultiHeadAttention;
+use super::native_sparse::NativeSparseAttention;
 use super::sliding_window::SlidingWindowAttention;
 use crate::WeightInit;
 use burn::tensor::backend::Backend;
 use sieve_core::{Attention, DmaBias, ModelShape};
+use sieve_core::{MlaShape, NsaShape};
 use sieve_ops::RotaryEmbedding;
 use thiserror::Error;
 
@@ -140,6 +143,33 @@ impl AttentionConfig {
         });
         let weights = &mut self.weights();
         DynamicMaskAttention::new(&shape, keep_window_size, bias, a_init, weights, device)
+    }
+
+    /// Native sparse attention. Panics when [`validate`](Self::validate) fails or a block size does.
+    pub fn native_sparse<B: Backend>(
+        &self,
+        nsa: NsaShape,
+        device: &B::Device,
+    ) -> NativeSparseAttention<B> {
+        let shape = self.shape(Attention::Nsa(nsa));
+        NativeSparseAttention::new(&shape, nsa, &mut self.weights(), device)
+    }
+
+    /// Latent attention; it reads the tables of [`latent_rope`](Self::latent_rope). Panics when
+    /// [`validate`](Self::validate) fails.
+    pub fn latent<B: Backend>(&self, mla: MlaShape, device: &B::Device) -> LatentAttention<B> {
+        let shape = self.shape(Attention::Mla(mla));
+        LatentAttention::new(&shape, mla, &mut self.weights(), device)
+    }
+
+    /// Rotary tables of latent attention for positions `0..max_positions`.
+    pub fn latent_rope<B: Backend>(
+        &self,
+        mla: MlaShape,
+        max_positions: usize,
+        device: &B::Device,
+    ) -> RotaryEmbedding<B> {
+        RotaryEmbedding::new(mla.qk_rope_head_dim, max_positions, self.rope_theta, device)
     }
 
     /// Rotary tables for positions `0..max_positions`.

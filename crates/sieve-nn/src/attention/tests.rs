@@ -32,7 +32,7 @@ fn every_kind_keeps_the_shape_and_dma_returns_its_mask() {
 fn dma_starts_as_the_sliding_window_of_the_same_weights() {
     let rows = Rows::new([2, 17], &shape(sieve_core::Attention::Mha));
     let x = input::<Flex, 3>([2, 17, 24], 3);
-    let [mha, swa, dma] =
+    let [mha, swa, dma, ..] =
         kinds(0.0).map(|kind| values(layer::<Flex>(kind).forward(x.clone(), &rows.context()).y));
     assert_close("dma at A = 0", &dma, &swa, 4e-6);
     // Up to the window's length dense attention sees the same keys; after it, others.
@@ -43,8 +43,11 @@ fn dma_starts_as_the_sliding_window_of_the_same_weights() {
 
 #[test]
 fn with_the_cache_a_layer_gives_the_rows_it_gives_without() {
-    for attention in kinds(0.5) {
-        let (len, prompt) = (23, 9);
+    let cases = kinds(0.5)
+        .into_iter()
+        .flat_map(|kind| [1, 3, 4, 9, 14].map(|prompt| (kind, prompt)));
+    for (attention, prompt) in cases {
+        let len = 23;
         let layer = layer::<Flex>(attention);
         let rows = Rows::new([2, len], &shape(attention));
         let x = input::<Flex, 3>([2, len, 24], 4);
@@ -64,7 +67,9 @@ fn with_the_cache_a_layer_gives_the_rows_it_gives_without() {
             got.push(layer.forward_cached(tokens, &context, &mut cache));
             done += new;
             let most = match attention {
-                sieve_core::Attention::Mha => len,
+                sieve_core::Attention::Mha
+                | sieve_core::Attention::Mla(_)
+                | sieve_core::Attention::Nsa(_) => len,
                 _ => KEEP_WINDOW_SIZE,
             };
             assert_eq!(cache.num_keys(), done.min(most), "{attention:?}");

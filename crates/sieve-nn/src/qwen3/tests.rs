@@ -112,6 +112,13 @@ fn every_parameter_gets_a_gradient() {
         // Embedding, final norm, projection; per layer 2 norms, qkv, 2 head norms, o, gate_up, down, 2 scales, A and W_dt.
         let per_layer = match attention {
             sieve_core::Attention::Dma { .. } => 12,
+            // Latent, its norm and the way up and down for the packed projection and the head norms.
+            sieve_core::Attention::Mla(_) => 11,
+            // Gates; two compressions of three; two more pairs of keys and values.
+            sieve_core::Attention::Nsa(nsa) => {
+                let compression = 6 * usize::from(nsa.compress_hidden_size.is_some());
+                12 + compression + 2 * usize::from(!nsa.shared_kv)
+            }
             _ => 10,
         };
         assert_eq!((missing.seen, missing.zero), (3 + 2 * per_layer, 0));

@@ -5,7 +5,7 @@ use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 
 /// Sizes of a packed tensor.
-pub(super) fn attention_shape(qkv: &FlexTensor, spec: AttentionSpec) -> sieve_cpu::AttentionShape {
+pub(crate) fn attention_shape(qkv: &FlexTensor, spec: AttentionSpec) -> sieve_cpu::AttentionShape {
     let shape = qkv.shape();
     sieve_cpu::AttentionShape {
         batch: shape[0],
@@ -22,11 +22,11 @@ pub(super) fn window(spec: AttentionSpec) -> sieve_cpu::Mask<'static> {
         .map_or(sieve_cpu::Mask::Causal, sieve_cpu::Mask::Window)
 }
 
-pub(super) fn contiguous_bounds([start, end]: &DocumentBounds<Flex>) -> [FlexTensor; 2] {
+pub(crate) fn contiguous_bounds([start, end]: &DocumentBounds<Flex>) -> [FlexTensor; 2] {
     [contiguous(start.clone()), contiguous(end.clone())]
 }
 
-pub(super) fn documents(bounds: &[FlexTensor; 2]) -> sieve_cpu::Documents<'_> {
+pub(crate) fn documents(bounds: &[FlexTensor; 2]) -> sieve_cpu::Documents<'_> {
     sieve_cpu::Documents {
         start: ints(&bounds[0]),
         end: ints(&bounds[1]),

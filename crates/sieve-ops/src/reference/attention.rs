@@ -30,16 +30,81 @@ pub fn attention_backward<B: Backend>(
 ) -> FloatTensor<B> {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let hidden = hidden_by_documents(documents, spec);
-    backward(
-        Grouped::new(qkv, spec),
-        None,
-        hidden,
-        spec,
-        output,
-        d_o,
-        dtype,
-    )
-    .0
+    let grouped = Grouped::new(qkv, spec);
+    backward(grouped, None, hidden, spec, output, d_o).packed(dtype)
+}
+
+/// Attention over the pairs that `hidden` does not mask; `hidden` is `[batch, num_kv_heads, 1, seq_len, seq_len]`.
+pub(super) fn masked_attention<B: Backend>(
+    qkv: FloatTensor<B>,
+    hidden: Tensor<B, 5, Bool>,
+    spec: AttentionSpec,
+) -> AttentionOutput<B> {
+    let (qkv, dtype) = upcast::<B, 4>(qkv);
+    forward(Grouped::new(qkv, spec), None, hidden, spec, dtype)
+}
+
+/// `dqkv` of [`masked_attention`].
+pub(super) fn masked_attention_backward<B: Backend>(
+    qkv: FloatTensor<B>,
+    hidden: Tensor<B, 5, Bool>,
+    spec: AttentionSpec,
+    output: AttentionOutput<B>,
+    d_o: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let (qkv, dtype) = upcast::<B, 4>(qkv);
+    backward(Grouped::new(qkv, spec), None, hidden, spec, output, d_o).packed(dtype)
+}
+
+/// Probabilities of [`masked_attention`] summed over the heads of a group, `[batch, num_kv_heads, seq_len, seq_len]`.
+pub(super) fn group_probabilities<B: Backend>(
+    qkv: FloatTensor<B>,
+    hidden: Tensor<B, 5, Bool>,
+    spec: AttentionSpec,
+    lse: FloatTensor<B>,
+) -> Tensor<B, 4> {
+    let (qkv, _) = upcast::<B, 4>(qkv);
+    let grouped = Grouped::new(qkv, spec);
+    let [batch, kv_heads, group_size, seq_len, _] = grouped.q.dims();
+    let full = [batch, kv_heads, group_size, seq_len, seq_len];
+    let s = logits(&grouped, None, &hidden, spec);
+    let lse = finite_lse(lse, &s);
+    let p = (s - lse).exp().mask_fill(hidden.expand(full), 0.0);
+    p.sum_dim(2).reshape([batch, kv_heads, seq_len, seq_len])
+}
+
+/// Dense causal attention on q, k `[batch, seq_len, heads, head_dim]` and a narrower v.
+pub(super) fn separate_attention<B: Backend>(
+    [q, k, v]: [Tensor<B, 4>; 3],
+    documents: &DocumentBounds<B>,
+    spec: AttentionSpec,
+    dtype: DType,
+) -> AttentionOutput<B> {
+    let hidden = hidden_by_documents(documents, spec);
+    let grouped = Grouped {
+        q: group(q, spec),
+        k: group(k, spec),
+        v: group(v, spec),
+    };
+    forward(grouped, None, hidden, spec, dtype)
+}
+
+/// `[dq, dk, dv]` of [`separate_attention`].
+pub(super) fn separate_attention_backward<B: Backend>(
+    [q, k, v]: [Tensor<B, 4>; 3],
+    documents: &DocumentBounds<B>,
+    spec: AttentionSpec,
+    output: AttentionOutput<B>,
+    d_o: FloatTensor<B>,
+) -> [Tensor<B, 4>; 3] {
+    let hidden = hidden_by_documents(documents, spec);
+    let grouped = Grouped {
+        q: group(q, spec),
+        k: group(k, spec),
+        v: group(v, spec),
+    };
+    let gradients = backward(grouped, None, hidden, spec, output, d_o);
+    [gradients.dq, gradients.dk, gradients.dv]
 }
 
 /// Attention over the keys with `j <= i < expire[j]`, plus `delta` per key.
@@ -67,15 +132,10 @@ pub fn dma_attention_backward<B: Backend>(
 ) -> (FloatTensor<B>, FloatTensor<B>) {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let hidden = hidden_by_expiry(documents, selection.expire.clone());
-    backward(
-        Grouped::new(qkv, spec),
-        Some(delta),
-        hidden,
-        spec,
-        output,
-        d_o,
-        dtype,
-    )
+    let grouped = Grouped::new(qkv, spec);
+    let gradients = backward(grouped, Some(delta), hidden, spec, output, d_o);
+    let d_delta = primitive(gradients.d_delta.clone());
+    (gradients.packed(dtype), d_delta)
 }
 
 /// One query per sequence over all keys; see [`crate::decode_attention`].
@@ -171,7 +231,7 @@ fn hidden_by_documents<B: Backend>(
 }
 
 /// True where a pair is masked, `[batch, num_kv_heads, 1, seq_len, seq_len]`.
-fn hidden_by_expiry<B: Backend>(
+pub(super) fn hidden_by_expiry<B: Backend>(
     documents: &DocumentBounds<B>,
     expire: IntTensor<B>,
 ) -> Tensor<B, 5, Bool> {
@@ -244,6 +304,31 @@ fn forward<B: Backend>(
     }
 }
 
+/// Gradients of an attention call, `[batch, seq_len, heads, width]`.
+struct Gradients<B: Backend> {
+    dq: Tensor<B, 4>,
+    dk: Tensor<B, 4>,
+    dv: Tensor<B, 4>,
+    /// `[batch, num_kv_heads, seq_len]`.
+    d_delta: Tensor<B, 3>,
+}
+
+impl<B: Backend> Gradients<B> {
+    fn packed(self, dtype: DType) -> FloatTensor<B> {
+        primitive(Tensor::cat(vec![self.dq, self.dk, self.dv], 2).cast(dtype))
+    }
+}
+
+/// The log-sum-exp in the shape and dtype of the logits, 0 where a row sees nothing.
+fn finite_lse<B: Backend>(lse: FloatTensor<B>, logits: &Tensor<B, 5>) -> Tensor<B, 5> {
+    let [batch, kv_heads, group_size, seq_len, _] = logits.dims();
+    let lse = tensor::<B, 3>(lse)
+        .cast(logits.dtype())
+        .reshape([batch, kv_heads, group_size, seq_len, 1]);
+    let empty = lse.clone().equal_elem(f64::NEG_INFINITY);
+    lse.mask_fill(empty, 0.0)
+}
+
 fn backward<B: Backend>(
     grouped: Grouped<B>,
     delta: Option<FloatTensor<B>>,
@@ -251,33 +336,34 @@ fn backward<B: Backend>(
     spec: AttentionSpec,
     output: AttentionOutput<B>,
     d_o: FloatTensor<B>,
-    dtype: DType,
-) -> (FloatTensor<B>, FloatTensor<B>) {
+) -> Gradients<B> {
     let s = logits(&grouped, delta, &hidden, spec);
     let [batch, kv_heads, group_size, seq_len, head_dim] = grouped.q.dims();
+    let value_width = grouped.v.dims()[4];
     let full = [batch, kv_heads, group_size, seq_len, seq_len];
     let like_q = [batch, kv_heads, group_size, seq_len, head_dim];
     let (o, _) = upcast::<B, 4>(output.o);
     let (d_o, _) = upcast::<B, 4>(d_o);
     let (o, d_o) = (group(o, spec), group(d_o, spec));
-    let lse = tensor::<B, 3>(output.lse)
-        .cast(s.dtype())
-        .reshape([batch, kv_heads, group_size, seq_len, 1]);
-    let empty = lse.clone().equal_elem(f64::NEG_INFINITY);
-    let lse = lse.mask_fill(empty, 0.0);
+    let lse = finite_lse(output.lse, &s);
     let p = (s - lse).exp().mask_fill(hidden.expand(full), 0.0);
     let dv = p.clone().swap_dims(3, 4).matmul(d_o.clone()).sum_dim(2);
-    let dp = d_o.clone().matmul(
-        grouped
-            .v
-            .swap_dims(3, 4)
-            .expand([batch, kv_heads, group_size, head_dim, seq_len]),
-    );
+    let dp = d_o.clone().matmul(grouped.v.swap_dims(3, 4).expand([
+        batch,
+        kv_heads,
+        group_size,
+        value_width,
+        seq_len,
+    ]));
     let row = (d_o * o).sum_dim(4);
     let ds = p * (dp - row);
     let dq = ds.clone().matmul(grouped.k.expand(like_q)) * spec.softmax_scale;
     let dk = ds.clone().swap_dims(3, 4).matmul(grouped.q).sum_dim(2) * spec.softmax_scale;
     let d_delta = ds.sum_dim(3).sum_dim(2).reshape([batch, kv_heads, seq_len]);
-    let dqkv = Tensor::cat(vec![ungroup(dq), ungroup(dk), ungroup(dv)], 2);
-    (primitive(dqkv.cast(dtype)), primitive(d_delta))
+    Gradients {
+        dq: ungroup(dq),
+        dk: ungroup(dk),
+        dv: ungroup(dv),
+        d_delta,
+    }
 }

@@ -132,13 +132,17 @@ pub(super) fn split_heads<B: Backend>(qkv: Tensor<B, 4>, num_kv_heads: usize) ->
 }
 
 /// Cosines and sines of each token, `[batch, seq_len, 1, head_dim / 2]`.
-struct Angles<B: Backend> {
+pub(super) struct Angles<B: Backend> {
     cos: Tensor<B, 4>,
     sin: Tensor<B, 4>,
 }
 
 impl<B: Backend> Angles<B> {
-    fn new(rope: &RopeTables<B>, positions: IntTensor<B>, dtype: burn::tensor::DType) -> Self {
+    pub(super) fn new(
+        rope: &RopeTables<B>,
+        positions: IntTensor<B>,
+        dtype: burn::tensor::DType,
+    ) -> Self {
         let positions: Tensor<B, 2, Int> = Tensor::from_primitive(positions);
         let [batch, seq_len] = positions.dims();
         let positions = positions.reshape([batch * seq_len]);
@@ -155,7 +159,7 @@ impl<B: Backend> Angles<B> {
     }
 
     /// Rotates the pairs `(x[i], x[i + head_dim / 2])` by the angle, or by its negative for `sign = -1`.
-    fn rotate(&self, x: Tensor<B, 4>, sign: f64) -> Tensor<B, 4> {
+    pub(super) fn rotate(&self, x: Tensor<B, 4>, sign: f64) -> Tensor<B, 4> {
         let [_, _, _, head_dim] = x.dims();
         let half = head_dim / 2;
         let (x1, x2) = (x.clone().narrow(3, 0, half), x.narrow(3, half, half));

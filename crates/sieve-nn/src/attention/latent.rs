@@ -1,0 +1,162 @@
+//! Multi-head latent attention (arXiv:2405.04434, section 2.1), without query compression.
+use super::LayerContext;
+use crate::{LayerCache, Linear, RmsNorm, WeightInit};
+use burn::module::Module;
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use sieve_core::ModelShape;
+use sieve_core::model::MlaShape;
+use sieve_ops::{MlaSpec, SieveBackend, decode_attention};
+
+/// Dense attention whose keys and values come from a latent of `kv_lora_rank` numbers per token, beside one rotated key
+/// for all heads. Nothing else is cached.
+#[derive(Module, Debug)]
+pub struct LatentAttention<B: Backend> {
+    /// `[num_heads * (head_dim + qk_rope_head_dim), d_model]`, per head the part without rotation first.
+    pub q_proj: Linear<B>,
+    /// Latent and shared rotated key, `[kv_lora_rank + qk_rope_head_dim, d_model]`.
+    pub kv_a_proj: Linear<B>,
+    /// Of the latent, `[kv_lora_rank]`.
+    pub kv_a_norm: RmsNorm<B>,
+    /// Keys and values from the latent, `[num_heads * 2 * head_dim, kv_lora_rank]`, per head the key first.
+    pub kv_b_proj: Linear<B>,
+    /// `[d_model, num_heads * head_dim]`.
+    pub o_proj: Linear<B>,
+    num_heads: usize,
+    head_dim: usize,
+    kv_lora_rank: usize,
+    rope_dim: usize,
+}
+
+impl<B: Backend> LatentAttention<B> {
+    /// Normal weights from `init`, a norm of one.
+    pub fn new(
+        shape: &ModelShape,
+        mla: MlaShape,
+        init: &mut WeightInit,
+        device: &B::Device,
+    ) -> Self {
+        let ModelShape {
+            d_model,
+            num_heads,
+            head_dim,
+            rms_norm_eps,
+            ..
+        } = *shape;
+        let MlaShape {
+            kv_lora_rank,
+            qk_rope_head_dim: rope_dim,
+        } = mla;
+        Self {
+            q_proj: Linear::new(d_model, num_heads * (head_dim + rope_dim), init, device),
+            kv_a_proj: Linear::new(d_model, kv_lora_rank + rope_dim, init, device),
+            kv_a_norm: RmsNorm::new(kv_lora_rank, rms_norm_eps, init, device),
+            kv_b_proj: Linear::new(kv_lora_rank, num_heads * 2 * head_dim, init, device),
+            o_proj: Linear::new(num_heads * head_dim, d_model, init, device),
+            num_heads,
+            head_dim,
+            kv_lora_rank,
+            rope_dim,
+        }
+    }
+
+    fn spec(&self) -> MlaSpec {
+        MlaSpec {
+            num_heads: self.num_heads,
+            head_dim: self.head_dim,
+            rope_dim: self.rope_dim,
+            softmax_scale: 1.0 / ((self.head_dim + self.rope_dim) as f64).sqrt(),
+        }
+    }
+}
+
+impl<B: SieveBackend> LatentAttention<B> {
+    /// `[batch, seq_len, d_model]`, shape kept. The context's tables are `qk_rope_head_dim` wide.
+    pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+        let (latent, k_rope) = self.latent(x.clone());
+        let packed = self.packed(x, self.kv_b_proj.forward(latent), k_rope, context);
+        self.dense(packed, context)
+    }
+
+    /// As [`forward`](Self::forward), caching `kv_lora_rank + qk_rope_head_dim` numbers a token; see [`LayerCache`].
+    ///
+    /// A single token is computed on the latents themselves: W_UK goes into the query and W_UV behind the sum.
+    pub fn forward_cached(
+        &self,
+        x: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        cache: &mut LayerCache<B>,
+    ) -> Tensor<B, 3> {
+        let [batch, new, _d_model] = x.dims();
+        let (latent, k_rope) = self.latent(x.clone());
+        if cache.is_empty() {
+            let kv = self.kv_b_proj.forward(latent.clone());
+            let packed = self.packed(x, kv, k_rope, context);
+            cache.extend_latents(self.cached(latent, &packed));
+            return self.dense(packed, context);
+        }
+        assert_eq!(new, 1, "a filled cache takes one token at a time");
+        // Only the rotated parts and q_C of the packed tensor are read.
+        let kv = Tensor::zeros(
+            [batch, 1, self.num_heads * 2 * self.head_dim],
+            (&x.device(), x.dtype()),
+        );
+        let packed = self.packed(x, kv, k_rope, context);
+        let latents = cache.extend_latents(self.cached(latent, &packed));
+        let o = self.folded(packed, latents);
+        self.o_proj
+            .forward(o.reshape([batch, 1, self.num_heads * self.head_dim]))
+    }
+
+    /// The normalised latent `[batch, seq_len, kv_lora_rank]` and the shared key before its rotation.
+    fn latent(&self, x: Tensor<B, 3>) -> (Tensor<B, 3>, Tensor<B, 3>) {
+        let down = self.kv_a_proj.forward(x);
+        let latent = down.clone().narrow(2, 0, self.kv_lora_rank);
+        let k_rope = down.narrow(2, self.kv_lora_rank, self.rope_dim);
+        (self.kv_a_norm.forward(latent), k_rope)
+    }
+
+    fn packed(
+        &self,
+        x: Tensor<B, 3>,
+        kv: Tensor<B, 3>,
+        k_rope: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+    ) -> Tensor<B, 3> {
+        let (q, positions) = (self.q_proj.forward(x), context.positions.clone());
+        sieve_ops::mla_pack(q, kv, k_rope, positions, context.rope, self.spec())
+    }
+
+    fn dense(&self, packed: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+        let o = sieve_ops::mla_attention(packed, context.documents, self.spec());
+        self.o_proj.forward(o.flatten(2, 3))
+    }
+
+    /// What the cache keeps of new tokens: latent and rotated key, `[batch, new, 1, kv_lora_rank + rope_dim]`.
+    fn cached(&self, latent: Tensor<B, 3>, packed: &Tensor<B, 3>) -> Tensor<B, 4> {
+        let first_key = self.num_heads * self.spec().key_dim();
+        let k_rope = packed
+            .clone()
+            .narrow(2, first_key + self.head_dim, self.rope_dim);
+        Tensor::cat(vec![latent, k_rope], 2).unsqueeze_dim(2)
+    }
+
+    /// Attention of one token on cached latents, `[batch, num_heads, head_dim]`.
+    fn folded(&self, packed: Tensor<B, 3>, latents: Tensor<B, 4>) -> Tensor<B, 3> {
+        let (heads, d, rank) = (self.num_heads, self.head_dim, self.kv_lora_rank);
+        let batch = packed.dims()[0];
+        let key_dim = self.spec().key_dim();
+        let q = packed
+            .narrow(2, 0, heads * key_dim)
+            .reshape([batch, heads, key_dim]);
+        let up = self.kv_b_proj.weight.val().reshape([heads, 2 * d, rank]);
+        let (w_uk, w_uv) = (up.clone().narrow(1, 0, d), up.narrow(1, d, d));
+        let q_c = q.clone().narrow(2, 0, d).swap_dims(0, 1).matmul(w_uk);
+        let q = Tensor::cat(vec![q_c.swap_dims(0, 1), q.narrow(2, d, self.rope_dim)], 2);
+        // The latents are keys and values at once; of the sum only their first `rank` numbers mean something.
+        let scale = self.spec().softmax_scale;
+        let o = decode_attention(q, latents.clone(), latents, None, scale);
+        let o = o.narrow(2, 0, rank).swap_dims(0, 1);
+        o.matmul(w_uv.swap_dims(1, 2)).swap_dims(0, 1)
+    }
+}

@@ -1,0 +1,223 @@
+//! Native sparse attention (arXiv:2502.11089): compressed, selected and window branches, gated.
+use super::LayerContext;
+use super::block_mlp::BlockMlp;
+use crate::kv_cache::{BlockCache, Growing};
+use crate::{LayerCache, Linear, QkvProjection, WeightInit};
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use sieve_core::ModelShape;
+use sieve_core::model::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
+use sieve_ops::{AttentionSpec, Documents, NsaBlocks, SieveBackend};
+
+/// Bias of the gates at the start, by branch: training begins as a window.
+const GATE_BIAS: [f64; NUM_NSA_BRANCHES] = [-2.0, -2.0, 2.0];
+
+/// Each query sees every compressed block before it, the tokens of a few blocks that the compressed branch finds
+/// important, and a window; a gate per token, head and branch weighs them.
+///
+/// The mean of a block is taken over rotated keys and met by rotated queries. The MLP takes keys before rotation, met by
+/// queries before rotation: its positions are learned.
+#[derive(Module, Debug)]
+pub struct NativeSparseAttention<B: Backend> {
+    /// Packed projection with q/k-norm and RoPE; the keys and values of the window branch, of all where they are shared.
+    pub qkv: QkvProjection<B>,
+    /// Keys and values of the compressed branch, `[2 * num_kv_heads * head_dim, d_model]`; absent where shared.
+    pub compress_kv_proj: Option<Linear<B>>,
+    /// Keys and values of the selected branch, `[2 * num_kv_heads * head_dim, d_model]`; absent where shared.
+    pub select_kv_proj: Option<Linear<B>>,
+    /// Compression of keys; absent for means.
+    pub k_compress: Option<BlockMlp<B>>,
+    /// Compression of values; absent for means.
+    pub v_compress: Option<BlockMlp<B>>,
+    /// `[num_heads * 3, d_model]`, the branch varying fastest: compressed, selected, window.
+    pub gate_proj: Linear<B>,
+    /// `[num_heads * 3]`.
+    pub gate_bias: Param<Tensor<B, 1>>,
+    /// `[d_model, num_heads * head_dim]`.
+    pub o_proj: Linear<B>,
+    #[module(skip)]
+    nsa: NsaShape,
+}
+
+/// The packed tensors of the three branches; clones of one where keys and values are shared and rotated alike.
+struct Branches<B: Backend> {
+    compressed: Tensor<B, 4>,
+    selected: Tensor<B, 4>,
+    window: Tensor<B, 4>,
+}
+
+impl<B: Backend> NativeSparseAttention<B> {
+    /// Normal weights from `init`; gates of weight 0 that let the window through.
+    pub fn new(
+        shape: &ModelShape,
+        nsa: NsaShape,
+        init: &mut WeightInit,
+        device: &B::Device,
+    ) -> Self {
+        let ModelShape {
+            d_model,
+            num_heads,
+            head_dim,
+            ..
+        } = *shape;
+        let qkv = QkvProjection::new(shape, init, device);
+        let mut kv_proj =
+            || (!nsa.shared_kv).then(|| Linear::new(d_model, 2 * shape.kv_width(), init, device));
+        let (compress_kv_proj, select_kv_proj) = (kv_proj(), kv_proj());
+        let mut mlp = || {
+            let hidden = nsa.compress_hidden_size.unwrap_or(head_dim);
+            let size = nsa.compress_block_size;
+            (nsa.compress == NsaCompression::Mlp)
+                .then(|| BlockMlp::new(size, head_dim, hidden, init, device))
+        };
+        let (k_compress, v_compress) = (mlp(), mlp());
+        let num_gates = num_heads * NUM_NSA_BRANCHES;
+        Self {
+            qkv,
+            compress_kv_proj,
+            select_kv_proj,
+            k_compress,
+            v_compress,
+            gate_proj: Linear {
+                weight: init.constant(0.0, [num_gates, d_model], device),
+            },
+            gate_bias: init.repeated(&GATE_BIAS, num_gates, device),
+            o_proj: Linear::new(num_heads * head_dim, d_model, init, device),
+            nsa,
+        }
+    }
+
+    fn spec(&self) -> AttentionSpec {
+        self.qkv.spec(Some(self.nsa.window_size))
+    }
+
+    fn blocks(&self) -> NsaBlocks {
+        NsaBlocks {
+            compress_block_size: self.nsa.compress_block_size,
+            compress_stride: self.nsa.compress_stride,
+            select_block_size: self.nsa.select_block_size,
+            num_selected_blocks: self.nsa.num_selected_blocks,
+        }
+    }
+}
+
+impl<B: SieveBackend> NativeSparseAttention<B> {
+    /// `[batch, seq_len, d_model]`, shape kept.
+    pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+        let branches = self.branches(x.clone(), context);
+        let compressed = self.compress(branches.compressed.clone(), context.documents);
+        self.attend(x, branches, compressed, context.documents)
+    }
+
+    /// As [`forward`](Self::forward) with a cache; see [`LayerCache`].
+    pub fn forward_cached(
+        &self,
+        x: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        cache: &mut LayerCache<B>,
+    ) -> Tensor<B, 3> {
+        let (spec, blocks) = (self.spec(), self.blocks());
+        let branches = self.branches(x.clone(), context);
+        let growing = Growing {
+            compressed: &branches.compressed,
+            selected: &branches.selected,
+            window: &branches.window,
+        };
+        if let LayerCache::Blocks(cache) = cache {
+            let block = |tail, documents: &Documents<B>| self.compress(tail, documents);
+            let o = cache.attend(growing, spec, blocks, &block);
+            return self.gate(x, o);
+        }
+        let compressed = self.compress(branches.compressed.clone(), context.documents);
+        *cache = LayerCache::Blocks(BlockCache::of_prompt(
+            growing,
+            compressed.clone(),
+            spec,
+            blocks,
+        ));
+        self.attend(x, branches, compressed, context.documents)
+    }
+
+    fn attend(
+        &self,
+        x: Tensor<B, 3>,
+        branches: Branches<B>,
+        compressed: Tensor<B, 3>,
+        documents: &Documents<B>,
+    ) -> Tensor<B, 3> {
+        let (spec, blocks) = (self.spec(), self.blocks());
+        let coarse = sieve_ops::nsa_compressed_attention(
+            branches.compressed,
+            compressed,
+            documents,
+            spec,
+            blocks,
+        );
+        let selected = sieve_ops::nsa_selected_attention(
+            branches.selected,
+            coarse.block_indices,
+            documents,
+            spec,
+            blocks,
+        );
+        let window = sieve_ops::attention(branches.window, documents, spec);
+        self.gate(x, [coarse.o, selected, window])
+    }
+
+    /// The gated sum and its projection.
+    fn gate(&self, x: Tensor<B, 3>, branches: [Tensor<B, 4>; 3]) -> Tensor<B, 3> {
+        let o = sieve_ops::nsa_gates(branches, self.gate_proj.forward(x), self.gate_bias.val());
+        self.o_proj.forward(o.flatten(2, 3))
+    }
+
+    fn branches(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Branches<B> {
+        let raw = self.qkv.project(x.clone());
+        let with = |kv_proj: &Option<Linear<B>>| match kv_proj {
+            Some(kv_proj) => self.with_kv(raw.clone(), kv_proj.forward(x.clone())),
+            None => raw.clone(),
+        };
+        let rotated = |raw| self.qkv.norm_rope(raw, context);
+        let window = rotated(raw.clone());
+        let selected = match &self.select_kv_proj {
+            Some(_) => rotated(with(&self.select_kv_proj)),
+            None => window.clone(),
+        };
+        let compressed = match (self.nsa.compress, &self.compress_kv_proj) {
+            (NsaCompression::Mean, None) => window.clone(),
+            (NsaCompression::Mean, Some(_)) => rotated(with(&self.compress_kv_proj)),
+            (NsaCompression::Mlp, _) => self.qkv.norm(with(&self.compress_kv_proj), context),
+        };
+        Branches {
+            compressed,
+            selected,
+            window,
+        }
+    }
+
+    /// The packed tensor with other keys and values, `kv` `[batch, seq_len, 2 * num_kv_heads * head_dim]`.
+    fn with_kv(&self, raw: Tensor<B, 4>, kv: Tensor<B, 3>) -> Tensor<B, 4> {
+        let [batch, seq_len, heads, head_dim] = raw.dims();
+        let AttentionSpec {
+            num_heads,
+            num_kv_heads,
+            ..
+        } = self.spec();
+        debug_assert_eq!(heads, num_heads + 2 * num_kv_heads);
+        let kv = kv.reshape([batch, seq_len, 2 * num_kv_heads, head_dim]);
+        Tensor::cat(vec![raw.narrow(2, 0, num_heads), kv], 2)
+    }
+
+    /// Compressed keys and values, `[2, batch * num_slots * num_kv_heads, head_dim]`.
+    fn compress(&self, qkv: Tensor<B, 4>, documents: &Documents<B>) -> Tensor<B, 3> {
+        let (spec, blocks) = (self.spec(), self.blocks());
+        let (Some(k), Some(v)) = (&self.k_compress, &self.v_compress) else {
+            return sieve_ops::nsa_mean_pool(qkv, documents, spec, blocks);
+        };
+        let (k_positions, v_positions) = (k.positions.val(), v.positions.val());
+        let inputs = sieve_ops::nsa_blocks(qkv, k_positions, v_positions, documents, spec, blocks);
+        let [_, rows, width] = inputs.dims();
+        let part = |which| inputs.clone().narrow(0, which, 1).reshape([rows, width]);
+        Tensor::stack(vec![k.forward(part(0)), v.forward(part(1))], 0)
+    }
+}

@@ -1,0 +1,330 @@
+//! NSA on the CPU; f32 takes the kernels of `sieve-cpu`, any other dtype the reference.
+use super::{NsaBackend, NsaCompressed};
+use crate::flex::attention::{attention_shape, contiguous_bounds, documents};
+use crate::flex::{contiguous, floats, from_vec, ints, is_f32, zeros_like};
+use crate::{AttentionOutput, AttentionSpec, DocumentBounds, NsaBlocks, reference};
+use burn::tensor::{TensorData, TensorMetadata};
+use burn_flex::{Flex, FlexTensor};
+use sieve_cpu::AttentionShape;
+
+fn shape_of(dims: [usize; 4], spec: AttentionSpec) -> AttentionShape {
+    AttentionShape {
+        batch: dims[0],
+        seq_len: dims[1],
+        num_heads: spec.num_heads,
+        num_kv_heads: spec.num_kv_heads,
+        head_dim: dims[3],
+        softmax_scale: spec.softmax_scale as f32,
+    }
+}
+
+/// Compressed keys of a batch.
+fn rows(shape: AttentionShape, blocks: NsaBlocks) -> usize {
+    shape.batch * blocks.num_slots(shape.seq_len) * shape.num_kv_heads
+}
+
+fn output_of(shape: AttentionShape, o: Vec<f32>, lse: Vec<f32>) -> AttentionOutput<Flex> {
+    let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_heads);
+    AttentionOutput {
+        o: from_vec(o, [batch, seq_len, heads, shape.head_dim]),
+        lse: from_vec(lse, [batch, heads, seq_len]),
+    }
+}
+
+fn empty_output(shape: AttentionShape) -> [Vec<f32>; 2] {
+    let rows = shape.batch * shape.seq_len * shape.num_heads;
+    [vec![0.0; rows * shape.head_dim], vec![0.0; rows]]
+}
+
+impl NsaBackend for Flex {
+    fn nsa_blocks(
+        qkv: FlexTensor,
+        positions: [FlexTensor; 2],
+        bounds: &DocumentBounds<Self>,
+        spec: AttentionSpec,
+        blocks: NsaBlocks,
+    ) -> FlexTensor {
+        if !is_f32(&qkv) {
+            return reference::nsa_blocks::<Self>(qkv, positions, bounds, spec, blocks);
+        }
+        let (qkv, positions, bounds) = (
+            contiguous(qkv),
+            positions.map(contiguous),
+            contiguous_bounds(bounds),
+        );
+        let shape = attention_shape(&qkv, spec);
+        let width = blocks.compress_block_size * shape.head_dim;
+        let rows = rows(shape, blocks);
+        let mut out = vec![0.0; 2 * rows * width];
+        sieve_cpu::nsa_blocks_forward(
+            shape,
+            blocks,
+            floats(&qkv),
+            documents(&bounds),
+            positions.each_ref().map(floats),
+            &mut out,
+        );
+        from_vec(out, [2, rows, width])
+    }
+
+    fn nsa_blocks_backward(
+        dims: [usize; 4],
+        bounds: &DocumentBounds<Self>,
+        spec: AttentionSpec,
+        blocks: NsaBlocks,
+        dy: FlexTensor,
+    ) -> [FlexTensor; 3] {
+        if !is_f32(&dy) {
+            return reference::nsa_blocks_backward::<Self>(dims, bounds, spec, blocks, dy);
+        }
+        let (dy, bounds) = (contiguous(dy), contiguous_bounds(bounds));
+        let (l, d) = (blocks.compress_block_size, dims[3]);
+        let mut dqkv = vec![0.0; dims.iter().product()];
+        let (mut dk, mut dv) = (vec![0.0; l * d], vec![0.0; l * d]);
+        sieve_cpu::nsa_blocks_backward(
+            shape_of(dims, spec),
+            blocks,
+            documents(&bounds),
+            floats(&dy),
+            &mut dqkv,
+            [&mut dk, &mut dv],
+        );
+        [
+            from_vec(dqkv, dims),
+            from_vec(dk, [l, d]),
+            from_vec(dv, [l, d]),
+        ]
+    }
+
+    fn nsa_mean_pool(
+        qkv: FlexTensor,
+        bounds: &DocumentBounds<Self>,
+        spec: AttentionSpec,
+        blocks: NsaBlocks,
+    ) -> FlexTensor {
+        if !is_f32(&qkv) {
+            return reference::nsa_mean_pool::<Self>(qkv, bounds, spec, blocks);
+        }
+        let (qkv, bounds) = (contiguous(qkv), contiguous_bounds(bounds));
+        let shape = attention_shape(&qkv, spec);
+        let rows = rows(shape, blocks);
+        let mut out = vec![0.0; 2 * rows * shape.head_dim];
+        let documents = documents(&bounds);
+        sieve_cpu::nsa_mean_pool_forward(shape, blocks, floats(&qkv), documents, &mut out);
+        from_vec(out, [2, rows, shape.head_dim])
+    }
+
+    fn nsa_mean_pool_backward(
+        dims: [usize; 4],
+        bounds: &DocumentBounds<Self>,
+        spec: AttentionSpec,
+        blocks: NsaBlocks,
+        dy: FlexTensor,
+    ) -> FlexTensor {
+        if !is_f32(&dy) {
+            return reference::nsa_mean_pool_backward::<Self>(dims, bounds, spec, blocks, dy);
+        }
+        let (dy, bounds) = (contiguous(dy), contiguous_bounds(bounds));
+        let mut dqkv = vec![0.0; dims.iter().product()];
+        let (shape, documents) = (shape_of(dims, spec), documents(&bounds));
+        sieve_cpu::nsa_mean_pool_backward(shape, blocks, documents, floats(&dy), &mut dqkv);
+        from_vec(dqkv, dims)
+    }
+
+    fn nsa_compressed_attention(
+        qkv: FlexTensor,
+        compressed: FlexTensor,
+        bounds: &DocumentBounds<Self>,
+        spec: AttentionSpec,
+        blocks: NsaBlocks,
+    ) -> NsaCompressed<Self> {
+        if !is_f32(&qkv) {
+            return reference::nsa_compressed_attention::<Self>(
+                qkv, compressed, bounds, spec, blocks,
+            );
+        }
+        let [qkv, compressed] = [qkv, compressed].map(contiguous);
+        let bounds = contiguous_bounds(bounds);
+        let shape = attention_shape(&qkv, spec);
+        let [mut o, mut lse] = empty_output(shape);
+        let chosen = [
+            shape.batch,
+            shape.seq_len,
+            shape.num_kv_heads,
+            blocks.num_selected_blocks,
+        ];
+        let mut block_indices = vec![0i32; chosen.iter().product()];
+        sieve_cpu::nsa_compressed_forward(
+            shape,
+            blocks,
+            floats(&qkv),
+            documents(&bounds),
+            floats(&compressed),
+            &mut o,
+            &mut lse,
+            &mut block_indices,
+        );
+        NsaCompressed {
+            output: output_of(shape, o, lse),
+            block_indices: FlexTensor::from_data(TensorData::new(block_indices, chosen)),
+        }
+    }
+
+    fn nsa_compressed_attention_backward(
+        qkv: FlexTensor,
+        compressed: FlexTensor,
+        bounds: &DocumentBounds<Self>,
+        spec: AttentionSpec,
+        blocks: NsaBlocks,
+        output: AttentionOutput<Self>,
+        d_o: FlexTensor,
+    ) -> [FlexTensor; 2] {
+        if !is_f32(&qkv) {
+            return reference::nsa_compressed_attention_backward::<Self>(
+                qkv, compressed, bounds, spec, blocks, output, d_o,
+            );
+        }
+        let [qkv, compressed] = [qkv, compressed].map(contiguous);
+        let [o, lse, d_o] = [output.o, output.lse, d_o].map(contiguous);
+        let bounds = contiguous_bounds(bounds);
+        let (mut dqkv, mut d_compressed) = (zeros_like(&qkv), zeros_like(&compressed));
+        sieve_cpu::nsa_compressed_backward(
+            attention_shape(&qkv, spec),
+            blocks,
+            floats(&qkv),
+            documents(&bounds),
+            floats(&compressed),
+            floats(&o),
+            floats(&lse),
+            floats(&d_o),
+            &mut dqkv,
+            &mut d_compressed,
+        );
+        [
+            from_vec(dqkv, qkv.shape()),
+            from_vec(d_compressed, compressed.shape()),
+        ]
+    }
+
+    fn nsa_selected_attention(
+        qkv: FlexTensor,
+        block_indices: FlexTensor,
+        bounds: &DocumentBounds<Self>,
+        spec: AttentionSpec,
+        blocks: NsaBlocks,
+    ) -> AttentionOutput<Self> {
+        if !is_f32(&qkv) {
+            return reference::nsa_selected_attention::<Self>(
+                qkv,
+                block_indices,
+                bounds,
+                spec,
+                blocks,
+            );
+        }
+        let [qkv, block_indices] = [qkv, block_indices].map(contiguous);
+        let bounds = contiguous_bounds(bounds);
+        let shape = attention_shape(&qkv, spec);
+        let [mut o, mut lse] = empty_output(shape);
+        sieve_cpu::nsa_selected_forward(
+            shape,
+            blocks,
+            floats(&qkv),
+            documents(&bounds),
+            ints(&block_indices),
+            &mut o,
+            &mut lse,
+        );
+        output_of(shape, o, lse)
+    }
+
+    fn nsa_selected_attention_backward(
+        qkv: FlexTensor,
+        block_indices: FlexTensor,
+        bounds: &DocumentBounds<Self>,
+        spec: AttentionSpec,
+        blocks: NsaBlocks,
+        output: AttentionOutput<Self>,
+        d_o: FlexTensor,
+    ) -> FlexTensor {
+        if !is_f32(&qkv) {
+            return reference::nsa_selected_attention_backward::<Self>(
+                qkv,
+                block_indices,
+                bounds,
+                spec,
+                blocks,
+                output,
+                d_o,
+            );
+        }
+        let [qkv, block_indices] = [qkv, block_indices].map(contiguous);
+        let [o, lse, d_o] = [output.o, output.lse, d_o].map(contiguous);
+        let bounds = contiguous_bounds(bounds);
+        let mut dqkv = zeros_like(&qkv);
+        sieve_cpu::nsa_selected_backward(
+            attention_shape(&qkv, spec),
+            blocks,
+            floats(&qkv),
+            documents(&bounds),
+            ints(&block_indices),
+            floats(&o),
+            floats(&lse),
+            floats(&d_o),
+            &mut dqkv,
+        );
+        from_vec(dqkv, qkv.shape())
+    }
+
+    fn nsa_gates(branches: [FlexTensor; 3], logits: FlexTensor, bias: FlexTensor) -> FlexTensor {
+        if !is_f32(&logits) {
+            return reference::nsa_gates::<Self>(branches, logits, bias);
+        }
+        let branches = branches.map(contiguous);
+        let [logits, bias] = [logits, bias].map(contiguous);
+        let shape = branches[0].shape();
+        let mut o = zeros_like(&branches[0]);
+        sieve_cpu::nsa_gates_forward(
+            branches.each_ref().map(floats),
+            floats(&logits),
+            floats(&bias),
+            shape[3],
+            &mut o,
+        );
+        from_vec(o, shape)
+    }
+
+    fn nsa_gates_backward(
+        branches: [FlexTensor; 3],
+        logits: FlexTensor,
+        bias: FlexTensor,
+        d_o: FlexTensor,
+    ) -> [FlexTensor; 5] {
+        if !is_f32(&logits) {
+            return reference::nsa_gates_backward::<Self>(branches, logits, bias, d_o);
+        }
+        let branches = branches.map(contiguous);
+        let [logits, bias, d_o] = [logits, bias, d_o].map(contiguous);
+        let shape = d_o.shape();
+        let mut d_branches = [0; 3].map(|_| zeros_like(&d_o));
+        let (mut d_logits, mut d_bias) = (zeros_like(&logits), zeros_like(&bias));
+        sieve_cpu::nsa_gates_backward(
+            branches.each_ref().map(floats),
+            floats(&logits),
+            floats(&bias),
+            shape[3],
+            floats(&d_o),
+            d_branches.each_mut().map(Vec::as_mut_slice),
+            &mut d_logits,
+            &mut d_bias,
+        );
+        let [c, s, w] = d_branches.map(|dx| from_vec(dx, shape.clone()));
+        [
+            c,
+            s,
+            w,
+            from_vec(d_logits, logits.shape()),
+            from_vec(d_bias, bias.shape()),
+        ]
+    }
+}

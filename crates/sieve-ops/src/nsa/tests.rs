@@ -1,0 +1,246 @@
+//! NSA's ops against their references, against differences, and for every way a tensor can lie in memory.
+use super::{primitive, *};
+use crate::testing::{
+    Ad, Float, Input, Random, check_finite_differences, check_parity, check_views, documents,
+    float, ints,
+};
+use crate::{AttentionSpec, DocumentBounds, Documents, reference};
+
+const BLOCKS: NsaBlocks = NsaBlocks {
+    compress_block_size: 4,
+    compress_stride: 2,
+    select_block_size: 4,
+    num_selected_blocks: 3,
+};
+
+fn spec(num_heads: usize, num_kv_heads: usize, head_dim: usize) -> AttentionSpec {
+    AttentionSpec {
+        num_heads,
+        num_kv_heads,
+        softmax_scale: 1.0 / (head_dim as f64).sqrt(),
+        window_size: None,
+    }
+}
+
+/// A call of given sizes: `[batch, seq_len]`, spec, head_dim, documents.
+struct Call {
+    dims: [usize; 2],
+    spec: AttentionSpec,
+    head_dim: usize,
+    documents: Documents<Ad>,
+}
+
+impl Call {
+    fn new(dims: [usize; 2], heads: [usize; 2], head_dim: usize, lengths: &[usize]) -> Self {
+        Self {
+            dims,
+            spec: spec(heads[0], heads[1], head_dim),
+            head_dim,
+            documents: documents(lengths, dims),
+        }
+    }
+
+    fn bounds(&self) -> DocumentBounds<Ad> {
+        self.documents.bounds()
+    }
+
+    fn qkv(&self, seed: u64) -> Input {
+        let [batch, n] = self.dims;
+        Random(seed).input(&[batch, n, self.spec.packed_heads(), self.head_dim])
+    }
+
+    fn compressed(&self, seed: u64) -> Input {
+        let [batch, n] = self.dims;
+        let rows = batch * BLOCKS.num_slots(n) * self.spec.num_kv_heads;
+        Random(seed).input(&[2, rows, self.head_dim])
+    }
+
+    /// Some blocks of each query, its own among them.
+    fn chosen(&self, seed: u64) -> Tensor<Ad, 4, Int> {
+        let [batch, n] = self.dims;
+        let (kv_heads, k) = (self.spec.num_kv_heads, BLOCKS.num_selected_blocks);
+        let starts = self.documents.start.clone().into_data();
+        let starts: Vec<usize> = starts.iter::<i64>().map(|x| x as usize).collect();
+        let mut random = Random(seed);
+        let mut all = Vec::new();
+        for (token, start) in starts.into_iter().enumerate() {
+            let own = (token % n - start) / BLOCKS.select_block_size;
+            for _ in 0..kv_heads {
+                let mut chosen = vec![own as i32, random.below(own + 1) as i32];
+                chosen.sort_unstable();
+                chosen.dedup();
+                chosen.resize(k, -1);
+                all.extend(chosen);
+            }
+        }
+        ints(all, [batch, n, kv_heads, k])
+    }
+}
+
+fn calls() -> Vec<Call> {
+    vec![
+        Call::new([2, 23], [4, 2], 6, &[]),
+        Call::new([2, 31], [3, 3], 16, &[5, 1, 3, 12]),
+        Call::new([1, 1], [2, 1], 4, &[]),
+        Call::new([1, 3], [2, 2], 8, &[2]),
+        Call::new([1, 70], [6, 2], 20, &[33]),
+    ]
+}
+
+/// The op of each kind, on the backend's methods or on the references.
+fn blocks_op(call: &Call, inputs: &[Float]) -> Float {
+    let positions = [inputs[1].clone(), inputs[2].clone()];
+    Ad::nsa_blocks(
+        inputs[0].clone(),
+        positions,
+        &call.bounds(),
+        call.spec,
+        BLOCKS,
+    )
+}
+
+fn positions(call: &Call, seed: u64) -> Input {
+    Random(seed).input(&[BLOCKS.compress_block_size, call.head_dim])
+}
+
+#[test]
+fn nsa_blocks_equal_the_reference() {
+    for call in calls() {
+        let inputs = [call.qkv(1), positions(&call, 2), positions(&call, 3)];
+        check_parity(
+            "nsa_blocks",
+            &inputs,
+            &|inputs| blocks_op(&call, inputs),
+            &|inputs| {
+                let positions = [inputs[1].clone(), inputs[2].clone()];
+                let (qkv, bounds) = (inputs[0].clone(), call.bounds());
+                reference::nsa_blocks::<Ad>(qkv, positions, &bounds, call.spec, BLOCKS)
+            },
+        );
+        check_views("nsa_blocks", &inputs, &|inputs| blocks_op(&call, inputs));
+        let pool = |inputs: &[Float]| {
+            Ad::nsa_mean_pool(inputs[0].clone(), &call.bounds(), call.spec, BLOCKS)
+        };
+        check_parity("nsa_mean_pool", &inputs[..1], &pool, &|inputs| {
+            let qkv = inputs[0].clone();
+            reference::nsa_mean_pool::<Ad>(qkv, &call.bounds(), call.spec, BLOCKS)
+        });
+        check_views("nsa_mean_pool", &inputs[..1], &pool);
+    }
+    let call = Call::new([2, 13], [4, 2], 3, &[6]);
+    let inputs = [call.qkv(4), positions(&call, 5), positions(&call, 6)];
+    check_finite_differences("nsa_blocks", &inputs, &|inputs| blocks_op(&call, inputs));
+}
+
+#[test]
+fn nsa_compressed_attention_equals_the_reference() {
+    let op = |call: &Call, inputs: &[Float]| {
+        let (qkv, compressed) = (inputs[0].clone(), inputs[1].clone());
+        Ad::nsa_compressed_attention(qkv, compressed, &call.bounds(), call.spec, BLOCKS)
+            .output
+            .o
+    };
+    for call in calls() {
+        let inputs = [call.qkv(1), call.compressed(2)];
+        check_parity(
+            "nsa_compressed_attention",
+            &inputs,
+            &|inputs| op(&call, inputs),
+            &|inputs| {
+                let (qkv, compressed) = (inputs[0].clone(), inputs[1].clone());
+                let bounds = call.bounds();
+                let result = reference::nsa_compressed_attention::<Ad>(
+                    qkv, compressed, &bounds, call.spec, BLOCKS,
+                );
+                result.output.o
+            },
+        );
+        check_views("nsa_compressed_attention", &inputs, &|inputs| {
+            op(&call, inputs)
+        });
+    }
+    let call = Call::new([2, 13], [4, 2], 3, &[6]);
+    let inputs = [call.qkv(4), call.compressed(5)];
+    check_finite_differences("nsa_compressed_attention", &inputs, &|inputs| {
+        op(&call, inputs)
+    });
+}
+
+#[test]
+fn nsa_choice_of_blocks_equals_the_reference() {
+    for call in calls() {
+        for seed in 0..3 {
+            let [qkv, compressed] = [call.qkv(seed), call.compressed(seed + 9)]
+                .map(|input| input.tensor(burn::tensor::DType::F32));
+            let bounds = call.documents.bounds();
+            let run = |reference: bool| -> Vec<i64> {
+                let (qkv, compressed) = (qkv.clone(), compressed.clone());
+                let result = match reference {
+                    true => reference::nsa_compressed_attention::<burn_flex::Flex>(
+                        qkv, compressed, &bounds, call.spec, BLOCKS,
+                    ),
+                    false => burn_flex::Flex::nsa_compressed_attention(
+                        qkv, compressed, &bounds, call.spec, BLOCKS,
+                    ),
+                };
+                let indices =
+                    Tensor::<burn_flex::Flex, 4, Int>::from_primitive(result.block_indices);
+                indices.into_data().iter::<i64>().collect()
+            };
+            assert_eq!(run(false), run(true));
+        }
+    }
+}
+
+#[test]
+fn nsa_selected_attention_equals_the_reference() {
+    let op = |call: &Call, chosen: &Tensor<Ad, 4, Int>, inputs: &[Float]| {
+        let chosen = chosen.clone().into_primitive();
+        let qkv = inputs[0].clone();
+        Ad::nsa_selected_attention(qkv, chosen, &call.bounds(), call.spec, BLOCKS).o
+    };
+    for call in calls() {
+        let (inputs, chosen) = ([call.qkv(1)], call.chosen(2));
+        check_parity(
+            "nsa_selected_attention",
+            &inputs,
+            &|inputs| op(&call, &chosen, inputs),
+            &|inputs| {
+                let (qkv, indices) = (inputs[0].clone(), chosen.clone().into_primitive());
+                let bounds = call.bounds();
+                reference::nsa_selected_attention::<Ad>(qkv, indices, &bounds, call.spec, BLOCKS).o
+            },
+        );
+        check_views("nsa_selected_attention", &inputs, &|inputs| {
+            op(&call, &chosen, inputs)
+        });
+    }
+    let call = Call::new([2, 13], [4, 2], 3, &[6]);
+    let chosen = call.chosen(5);
+    check_finite_differences("nsa_selected_attention", &[call.qkv(4)], &|inputs| {
+        op(&call, &chosen, inputs)
+    });
+}
+
+#[test]
+fn nsa_gates_equal_the_reference() {
+    for [batch, n, heads, d] in [[2, 9, 3, 5], [1, 1, 1, 16], [1, 70, 2, 33]] {
+        let mut random = Random(3);
+        let branch = [batch, n, heads, d];
+        let mut inputs: Vec<Input> = (0..3).map(|_| random.input(&branch)).collect();
+        inputs.push(random.input(&[batch, n, heads * 3]));
+        inputs.push(random.input(&[heads * 3]));
+        let op = |inputs: &[Float]| {
+            let branches = [0, 1, 2].map(|c| float::<4>(&inputs[c]));
+            let gated = nsa_gates(branches, float(&inputs[3]), float(&inputs[4]));
+            primitive::<Ad, 4>(gated)
+        };
+        check_parity("nsa_gates", &inputs, &op, &|inputs| {
+            let branches = [0, 1, 2].map(|c| inputs[c].clone());
+            reference::nsa_gates::<Ad>(branches, inputs[3].clone(), inputs[4].clone())
+        });
+        if n < 20 {
+            check_finite_differences("nsa_gates", &inputs, &op);
+        }
+    }
+}
