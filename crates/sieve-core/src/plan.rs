@@ -122,6 +122,7 @@ impl Recipe {
         match (self.model.vocab_size, &self.tokenizer) {
             (Some(rows), _) => Some(rows),
             (None, TokenizerSection::Train(train)) => Some(train.vocab_size),
+            (None, TokenizerSection::Numbers(numbers)) => Some(*numbers),
             (None, TokenizerSection::Path(_)) => None,
         }
     }

@@ -4,6 +4,8 @@
 
 mod sections;
 
+mod data;
+
 mod schema;
 
 mod document;
@@ -28,14 +30,15 @@ mod model_names;
 
 mod stages;
 
+pub use data::{DataFormat, DataSection, MqarNoise, MqarSection};
 pub use error::RecipeError;
 pub use mistake::{Location, Mistake, Problem};
 pub use resume::{KeyChange, MAY_CHANGE_ON_RESUME};
 pub use sections::{
     ActivationCheckpointMode, ActivationCheckpointSection, AttentionKind, AttentionSection,
-    CheckpointSection, DataFormat, DataSection, DecayType, GenerationSection, LrSchedulerSection,
-    MetricsSection, ModelSection, OptimizerName, OptimizerSection, TokenizerSection,
-    TokenizerTraining, TrainingSection, ValidationSection,
+    CheckpointSection, DecayType, GenerationSection, LrSchedulerSection, MetricsSection,
+    ModelSection, OptimizerName, OptimizerSection, TokenizerSection, TokenizerTraining,
+    TrainingSection, ValidationSection,
 };
 pub use stages::{Stage, StageSection};
 

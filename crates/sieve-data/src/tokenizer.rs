@@ -1,5 +1,6 @@
 //! Text to token ids and back: any Hugging Face `tokenizer.json`, or a byte-level BPE trained here.
 
+mod numbers;
 mod stream;
 mod train;
 mod word_encoder;
@@ -97,14 +98,20 @@ impl Tokenizer {
     /// # Errors
     /// A file that cannot be written.
     pub fn save(&self, path: &Path) -> Result<(), DataError> {
-        let json = self
-            .marked
-            .to_string(true)
-            .map_err(|error| DataError::BadTokenizer {
-                path: path.to_path_buf(),
-                reason: error.to_string(),
-            })?;
-        write_atomically(path, json.as_bytes())
+        write_atomically(path, self.to_json()?.as_bytes())
+    }
+
+    /// The text of its `tokenizer.json`.
+    ///
+    /// # Errors
+    /// A tokenizer that cannot be written as JSON.
+    pub fn to_json(&self) -> Result<String, DataError> {
+        let json = self.marked.to_string(true);
+        json.map_err(|error| DataError::Tokenize {
+            action: "write",
+            what: "its tokenizer.json".to_owned(),
+            reason: error.to_string(),
+        })
     }
 
     /// The token ids of a document's text: nothing is added, and the name of a special token in it is plain text.

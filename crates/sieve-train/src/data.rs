@@ -1,32 +1,53 @@
-//! From a recipe to a tokenizer and two shards.
+//! From a recipe to a tokenizer and what rows come from: shards, or a synthetic task.
+mod mqar;
+mod sources;
+
 use crate::TrainError;
 use crate::lock::{Taken, try_lock};
 use sieve_core::Recipe;
+pub use sources::corpus_configs;
+
 use sieve_core::recipe::{DataFormat, TokenizerSection};
 use sieve_data::{
-    BpeConfig, Corpus, CorpusConfig, DataError, FileOrder, OnChange, PrepareConfig, Prepared,
-    Progress, Tokenizer, ValidationSource, prepare,
+    BpeConfig, Corpus, DataError, HubConfig, MqarPart, OnChange, PrepareConfig, Prepared, Progress,
+    Tokenizer, ValidationSource, prepare,
 };
 use sieve_hf::Checkpoint;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Seed of the sample that `data.max_bytes` takes of a larger corpus.
-const CORPUS_SEED: u64 = 0;
-
-/// A tokenizer and the shards it made.
+/// A tokenizer and what rows come from.
 #[derive(Debug)]
 pub struct TrainingData {
     /// The tokenizer.
     pub tokenizer: Tokenizer,
     /// Its `tokenizer.json`, kept because the file may go or change while a run lasts.
     pub tokenizer_json: String,
-    /// The shards.
-    pub prepared: Prepared,
+    /// What rows come from.
+    pub rows: RowSource,
     /// Time spent training the tokenizer; zero when it was there.
     pub tokenizer_time: Duration,
     /// Time spent on the shards.
     pub prepare_time: Duration,
+}
+
+/// What rows come from.
+#[derive(Debug)]
+pub enum RowSource {
+    /// Tokenised text.
+    Shards {
+        /// The shards.
+        prepared: Prepared,
+        /// `data.weights`: one for each shard to train on.
+        weights: Option<Vec<f64>>,
+    },
+    /// Multi-query associative recall, generated.
+    Mqar {
+        /// What is trained on.
+        train: Vec<MqarPart>,
+        /// What is validated on: the same kinds, other samples.
+        test: Vec<MqarPart>,
+    },
 }
 
 /// What is happening while data is prepared.
@@ -43,60 +64,29 @@ pub enum DataEvent {
     Preparing(Progress),
 }
 
-/// Settings of the training corpus, and of the validation corpus where the recipe names one.
-///
-/// `variable` looks environment variables up.
-///
-/// # Errors
-/// A variable in a path that is not set.
-pub fn corpus_configs(
-    recipe: &Recipe,
-    variable: &dyn Fn(&str) -> Option<String>,
-) -> Result<(CorpusConfig, Option<CorpusConfig>), TrainError> {
-    let expand = |paths: &[String]| {
-        let expanded = paths
-            .iter()
-            .map(|path| sieve_core::paths::expand(path, variable));
-        expanded.collect::<Result<Vec<_>, _>>()
-    };
-    let data = &recipe.data;
-    let base = |paths: Vec<String>| match data.format {
-        DataFormat::Text => CorpusConfig::text(paths),
-        DataFormat::Jsonl => CorpusConfig::jsonl(paths, &data.text_column),
-    };
-    let train = CorpusConfig {
-        order: match data.max_bytes {
-            Some(_) => FileOrder::Hashed { seed: CORPUS_SEED },
-            None => FileOrder::Sorted,
-        },
-        max_bytes: data.max_bytes,
-        max_document_bytes: data.max_document_bytes,
-        deduplicate: data.deduplicate,
-        skip_invalid: data.skip_invalid,
-        ..base(expand(&data.paths)?)
-    };
-    let validation = match &recipe.validation.paths {
-        Some(paths) => Some(CorpusConfig {
-            max_document_bytes: data.max_document_bytes,
-            skip_invalid: data.skip_invalid,
-            ..base(expand(paths)?)
-        }),
-        None => None,
-    };
-    Ok((train, validation))
-}
-
 /// The files a recipe names, found and listed; nothing is written yet.
 #[derive(Debug)]
 pub struct DataSource {
-    train: Corpus,
-    validation: Option<Corpus>,
+    text: Option<TextSource>,
     /// `None` where the recipe has one trained.
     tokenizer: Option<(Tokenizer, String)>,
 }
 
+#[derive(Debug)]
+struct TextSource {
+    /// One; or one for each path, where the recipe weights them.
+    train: Vec<Corpus>,
+    /// All paths as one corpus: what a tokenizer is trained on.
+    whole: Corpus,
+    validation: Option<Corpus>,
+    /// `HF_ENDPOINT` and `HF_TOKEN`.
+    endpoint: String,
+    token: Option<String>,
+}
+
 impl DataSource {
-    /// Lists the files and reads the tokenizer, where the recipe names one. Writes nothing.
+    /// Lists the files on this machine and reads the tokenizer, where the recipe names one. Writes nothing, and asks no
+    /// hub.
     ///
     /// # Errors
     /// A path that matches no file, an unreadable tokenizer, a vocabulary that does not fit the model.
@@ -111,20 +101,38 @@ impl DataSource {
                 recipe.model_shape(found.0.vocab_size())?;
                 Some(found)
             }
+            TokenizerSection::Numbers(count) => {
+                let tokenizer = Tokenizer::numbers(*count)?;
+                let json = tokenizer.to_json()?;
+                Some((tokenizer, json))
+            }
             TokenizerSection::Train(_) => None,
         };
-        let (train, validation) = corpus_configs(recipe, variable)?;
-        Ok(Self {
-            train: Corpus::open(train)?,
-            validation: validation.map(Corpus::open).transpose()?,
-            tokenizer,
-        })
+        let text = match recipe.data.format {
+            DataFormat::Mqar => None,
+            _ => {
+                let (whole, validation) = corpus_configs(recipe, variable)?;
+                let train = sources::weighted_configs(recipe, &whole);
+                let train = train.into_iter().map(Corpus::open);
+                let endpoint = variable("HF_ENDPOINT").filter(|endpoint| !endpoint.is_empty());
+                Some(TextSource {
+                    train: train.collect::<Result<_, _>>()?,
+                    whole: Corpus::open(whole)?,
+                    validation: validation.map(Corpus::open).transpose()?,
+                    endpoint: endpoint.unwrap_or_else(|| HubConfig::ENDPOINT.to_owned()),
+                    token: variable("HF_TOKEN").filter(|token| !token.is_empty()),
+                })
+            }
+        };
+        Ok(Self { text, tokenizer })
     }
 
-    /// Makes, or finds again, everything a run reads, in `dir`.
+    /// Makes, or finds again, everything a run reads, in `dir`. Data sets of the Hugging Face hub are asked for here: their
+    /// list of files is kept in `dir`, and a file is fetched when it is read.
     ///
     /// # Errors
-    /// Broken files; a folder that holds another preparation, unless `on_change` has it replaced.
+    /// Broken files; a data set that cannot be reached; a folder that holds another preparation, unless `on_change` has it
+    /// replaced.
     pub fn prepare(
         self,
         recipe: &Recipe,
@@ -132,7 +140,19 @@ impl DataSource {
         on_change: OnChange,
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<TrainingData, TrainError> {
+        let Some(mut text) = self.text else {
+            let (tokenizer, tokenizer_json) = self.tokenizer.ok_or(TrainError::NoTokenizer)?;
+            let (train, test) = mqar::parts(recipe)?;
+            return Ok(TrainingData {
+                tokenizer,
+                tokenizer_json,
+                rows: RowSource::Mqar { train, test },
+                tokenizer_time: Duration::ZERO,
+                prepare_time: Duration::ZERO,
+            });
+        };
         std::fs::create_dir_all(dir).map_err(TrainError::io("creating", dir))?;
+        text.connect(dir)?;
         let started = Instant::now();
         let (tokenizer, tokenizer_json) = match (self.tokenizer, &recipe.tokenizer) {
             (Some(found), _) => found,
@@ -141,16 +161,16 @@ impl DataSource {
                     vocab_size: training.vocab_size,
                     sample_bytes: training.sample_bytes,
                 };
-                trained_tokenizer(&self.train, config, dir, on_change, observe)?
+                trained_tokenizer(&text.whole, config, dir, on_change, observe)?
             }
-            (None, TokenizerSection::Path(path)) => read_tokenizer(Path::new(path))?,
+            (None, _) => return Err(TrainError::NoTokenizer),
         };
         let tokenizer_time = started.elapsed();
 
         let started = Instant::now();
         let config = PrepareConfig {
             dir: dir.to_owned(),
-            validation: match &self.validation {
+            validation: match &text.validation {
                 Some(corpus) => ValidationSource::Corpus(corpus),
                 None => ValidationSource::Fraction(recipe.data.validation_fraction),
             },
@@ -159,20 +179,57 @@ impl DataSource {
         };
         let observe = std::cell::RefCell::new(observe);
         let report = |progress| observe.borrow_mut()(DataEvent::Preparing(progress));
-        let corpora = std::slice::from_ref(&self.train);
-        let prepared = prepare(corpora, &tokenizer, &config, &report).map_err(in_cache)?;
+        let prepared = prepare(&text.train, &tokenizer, &config, &report).map_err(in_cache)?;
         let prepare_time = started.elapsed();
         Ok(TrainingData {
             tokenizer,
             tokenizer_json,
-            prepared,
+            rows: RowSource::Shards {
+                prepared,
+                weights: recipe.data.weights.clone(),
+            },
             tokenizer_time,
             prepare_time,
         })
     }
 }
 
+impl TextSource {
+    /// Asks the hub for the data sets that the recipe names, if any.
+    fn connect(&mut self, dir: &Path) -> Result<(), TrainError> {
+        let config = HubConfig {
+            endpoint: self.endpoint.clone(),
+            token: self.token.clone(),
+            dir: dir.join("hub"),
+        };
+        let corpora = self.train.iter_mut().chain([&mut self.whole]);
+        for corpus in corpora.chain(&mut self.validation) {
+            corpus.connect(&config)?;
+        }
+        Ok(())
+    }
+}
+
 impl TrainingData {
+    /// What a run that branches off `checkpoint` reads: the recipe's files, by the checkpoint's tokenizer.
+    ///
+    /// # Errors
+    /// Those of [`DataSource::open`] and [`DataSource::prepare`].
+    pub fn branch(
+        recipe: &Recipe,
+        (dir, on_change): (&Path, OnChange),
+        checkpoint: &Checkpoint,
+        variable: &dyn Fn(&str) -> Option<String>,
+        observe: &mut dyn FnMut(DataEvent),
+    ) -> Result<Self, TrainError> {
+        let tokenizer = read_tokenizer(&checkpoint.tokenizer_path())?;
+        let source = DataSource {
+            tokenizer: Some(tokenizer),
+            ..DataSource::open(recipe, variable)?
+        };
+        source.prepare(recipe, dir, on_change, observe)
+    }
+
     /// What the run of `checkpoint` reads: its tokenizer, and the shards in `dir`, which are made again from the
     /// recipe's files only where they are gone. What is in `dir` stays as it is.
     ///
@@ -187,14 +244,22 @@ impl TrainingData {
     ) -> Result<Self, TrainError> {
         let expected = &checkpoint.state.data_fingerprint;
         let (tokenizer, tokenizer_json) = read_tokenizer(&checkpoint.tokenizer_path())?;
+        let other = |what: String| TrainError::OtherData {
+            path: dir.to_owned(),
+            what,
+        };
         // The files may have changed or gone since: what counts is what was made of them.
-        if let Ok(prepared) = Prepared::open(dir)
+        if recipe.data.format != DataFormat::Mqar
+            && let Ok(prepared) = Prepared::open(dir)
             && prepared.meta.fingerprint == *expected
         {
             return Ok(Self {
                 tokenizer,
                 tokenizer_json,
-                prepared,
+                rows: RowSource::Shards {
+                    prepared,
+                    weights: recipe.data.weights.clone(),
+                },
                 tokenizer_time: Duration::ZERO,
                 prepare_time: Duration::ZERO,
             });
@@ -203,12 +268,8 @@ impl TrainingData {
             tokenizer: Some((tokenizer, tokenizer_json)),
             ..DataSource::open(recipe, variable)?
         };
-        let other = |what: String| TrainError::OtherData {
-            path: dir.to_owned(),
-            what,
-        };
         match source.prepare(recipe, dir, OnChange::Refuse, observe) {
-            Ok(data) if data.prepared.meta.fingerprint == *expected => Ok(data),
+            Ok(data) if data.fingerprint() == *expected => Ok(data),
             Ok(_) => Err(other("the text files have changed since".to_owned())),
             Err(TrainError::CacheInUse { what, .. }) => Err(other(format!("it {what}"))),
             Err(error) => Err(error),

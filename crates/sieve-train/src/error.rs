@@ -54,6 +54,17 @@ pub enum TrainError {
         /// Tokens now.
         now: usize,
     },
+    /// The checkpoint to branch from is another model's.
+    #[error(
+        "{} cannot begin this run: {what}\n  hint: [model] and [attention] must have the sizes of the checkpoint; windows and rope_theta may differ",
+        path.display()
+    )]
+    OtherModel {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The first difference.
+        what: String,
+    },
     /// The data found on resume is not the data the run began with.
     #[error("the data in {} is not what this run began with: {what}\n  hint: put the old files back and prepare them in another folder, --set data.cache_dir=DIR; or start a new run", path.display())]
     OtherData {
@@ -62,6 +73,16 @@ pub enum TrainError {
         /// What differs.
         what: String,
     },
+    /// Text is asked of a synthetic task.
+    #[error(
+        "the recipe's data are a synthetic task (data.format = \"mqar\"), which has no text\n  hint: give data.mqar, or name text with data.paths and another data.format"
+    )]
+    NoText,
+    /// A synthetic task came without a tokenizer.
+    #[error(
+        "the recipe's data need a tokenizer that is there before them\n  hint: set tokenizer.numbers for a synthetic task"
+    )]
+    NoTokenizer,
     /// A folder of shards that may be another run's holds other data.
     #[error("the data folder {} {what}\n  hint: name another with --set data.cache_dir=DIR, or delete this one if no run needs it", path.display())]
     CacheInUse {

@@ -3,11 +3,10 @@ use crate::recipe::RecipeArgs;
 use crate::terminal;
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
-use sieve_data::{Loader, OnChange};
+use sieve_data::OnChange;
 use sieve_hf::{NamedTensor, write_tensor_file};
 use sieve_train::DataSource;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 /// Subcommands of `sieve data`.
 #[derive(Subcommand, Debug)]
@@ -59,7 +58,7 @@ fn batch(args: BatchArgs) -> Result<()> {
     let data = source.prepare(&recipe, &dir, OnChange::Refuse, &mut |_event| {})?;
     let shape = recipe.model_shape(data.tokenizer.vocab_size())?;
     let config = sieve_train::loader_config(&recipe, &shape, &data);
-    let loader = Loader::new(Arc::new(data.prepared.train()?), config)?;
+    let loader = data.train_loader(config)?;
     let rows = training.global_batch_size;
     let batch = loader.batch((args.step - 1) * rows as u64, rows)?;
     let named = |name: &str, values: Vec<i32>| NamedTensor {

@@ -75,7 +75,9 @@ fn vocab_size(recipe: &Recipe) -> Result<usize> {
             )?;
             Ok(tokenizer.vocab_size())
         }
-        (None, TokenizerSection::Train(_)) => unreachable!("a trained tokenizer states its size"),
+        (None, TokenizerSection::Train(_) | TokenizerSection::Numbers(_)) => {
+            unreachable!("a tokenizer made here states its size")
+        }
     }
 }
 

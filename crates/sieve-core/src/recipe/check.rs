@@ -97,10 +97,7 @@ pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mist
 }
 
 fn not_built(key: &str) -> Mistake {
-    let hint = match key {
-        "data.weights" => "every path has the same weight; leave data.weights out",
-        _ => "one process trains on one device for now; leave the section out",
-    };
+    let hint = "one process trains on one device for now; leave the section out";
     Mistake::new(
         key,
         Problem::NotBuilt {
@@ -189,6 +186,18 @@ fn check_value(path: &str, kind: Kind, value: &mut Value, mistakes: &mut Vec<Mis
         (Kind::Number, Value::Integer(_) | Value::Float(_)) => true,
         (Kind::Bool, Value::Boolean(_)) | (Kind::String, Value::String(_)) => true,
         (Kind::Strings, Value::Array(items)) => items.iter().all(Value::is_str),
+        (Kind::Integers, Value::Array(items)) => items
+            .iter()
+            .all(|item| item.as_integer().is_some_and(|number| number >= 0)),
+        (Kind::Numbers, Value::Array(items)) => {
+            // A list of mixed numbers is one of numbers: 1 is 1.0.
+            for item in items.iter_mut() {
+                if let Some(number) = item.as_integer() {
+                    *item = Value::Float(number as f64);
+                }
+            }
+            items.iter().all(Value::is_float)
+        }
         (Kind::Choice { built, planned }, Value::String(name)) => {
             check_choice(path, name, built, planned, mistakes);
             true
@@ -269,10 +278,14 @@ fn check_attention(table: &mut Table, mistakes: &mut Vec<Mistake>) {
 }
 
 fn check_tokenizer(table: &Table, mistakes: &mut Vec<Mistake>) {
-    let got = match (table.contains_key("path"), table.contains_key("train")) {
-        (true, true) => "both",
-        (false, false) => "neither",
-        _ => return,
+    let given = ["path", "train", "numbers"]
+        .into_iter()
+        .filter(|source| table.contains_key(*source));
+    let got = match given.count() {
+        0 => "none",
+        1 => return,
+        2 => "two",
+        _ => "all",
     };
     mistakes.push(Mistake::new("tokenizer", Problem::TokenizerSource { got }));
 }
@@ -291,6 +304,8 @@ fn wanted(kind: Kind) -> String {
         Kind::Bool => "true or false".to_owned(),
         Kind::String => "a string".to_owned(),
         Kind::Strings => "a list of strings, like [\"a\", \"b\"]".to_owned(),
+        Kind::Integers => "a list of whole numbers of at least 0, like [64, 128]".to_owned(),
+        Kind::Numbers => "a list of numbers, like [0.7, 0.3]".to_owned(),
         Kind::Choice { built, .. } => format!("one of {}", quoted(built)),
         Kind::Table(keys) => {
             let keys = keys

@@ -149,17 +149,19 @@ impl Document {
             set.iter()
                 .any(|key| *key == prefix || key.starts_with(&format!("{prefix}.")))
         };
-        let (path, train) = (tokenizer_source("path"), tokenizer_source("train"));
-        if let Some(tokenizer) = self
-            .table
-            .get_mut("tokenizer")
-            .and_then(Value::as_table_mut)
+        const SOURCES: [&str; 3] = ["path", "train", "numbers"];
+        let chosen = SOURCES
+            .into_iter()
+            .filter(|source| tokenizer_source(source));
+        if let [chosen] = chosen.collect::<Vec<_>>()[..]
+            && let Some(tokenizer) = self
+                .table
+                .get_mut("tokenizer")
+                .and_then(Value::as_table_mut)
         {
-            if path && !train {
-                tokenizer.remove("train");
-            } else if train && !path {
-                tokenizer.remove("path");
-            }
+            tokenizer.retain(|source, _| {
+                source == chosen || SOURCES.iter().all(|other| source != *other)
+            });
         }
         if !set.contains("attention.kind") {
             return;

@@ -140,10 +140,10 @@ pub enum Problem {
         /// The keys of the recipe's kind.
         keys: Vec<&'static str>,
     },
-    /// Not exactly one of `path` and `train`.
-    #[error("needs exactly one of path and train, got {got}")]
+    /// Not exactly one of `path`, `train` and `numbers`.
+    #[error("needs exactly one of path, train and numbers, got {got}")]
     TokenizerSource {
-        /// `both` or `neither`.
+        /// `none`, `two` or `all`.
         got: &'static str,
     },
     /// A value, or two values together, that cannot work.
@@ -178,7 +178,10 @@ impl Problem {
                 Some(format!("it belongs to kind = {}; besides kind, {kind:?} takes {own}", quoted(kinds)))
             }
             Self::TokenizerSource { .. } => {
-                Some("path = \"…/tokenizer.json\" to read one, or train = { vocab_size = 4096 } to make one".to_owned())
+                Some(
+                    "path = \"…/tokenizer.json\" to read one, train = { vocab_size = 4096 } to make one, or numbers = 8192 for a synthetic task"
+                        .to_owned(),
+                )
             }
             Self::NotBuilt { hint } | Self::Rule { hint, .. } => Some(hint.clone()).filter(|hint| !hint.is_empty()),
             Self::MissingSection { .. } | Self::MissingKey { .. } | Self::WrongType { .. } => None,

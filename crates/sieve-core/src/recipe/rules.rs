@@ -7,6 +7,7 @@ use std::path::{Component, Path};
 
 use attention::check_attention;
 
+use super::data;
 use super::mistake::{Mistake, Problem};
 use super::{
     ActivationCheckpointSection, AttentionSection, CheckpointSection, DataSection,
@@ -20,7 +21,7 @@ const MIN_TRAINED_VOCAB: usize = 258;
 const MAX_WIDTH: usize = 1 << 20;
 const MAX_COUNT: usize = 1 << 14;
 const MAX_HEAD_DIM: usize = 1 << 12;
-const MAX_VOCAB: usize = 1 << 24;
+pub(super) const MAX_VOCAB: usize = 1 << 24;
 const MAX_SEQ_LEN: usize = 1 << 27;
 const MAX_BATCH: usize = 1 << 24;
 const MAX_STEPS: usize = 1 << 40;
@@ -75,7 +76,7 @@ pub(super) fn check(parts: &Parts<'_>, mistakes: &mut Vec<Mistake>) {
         check_tokenizer(tokenizer, parts.model, &mut rules);
     }
     if let Some(data) = parts.data {
-        check_data(data, &mut rules);
+        data::check_data(data, parts, &mut rules);
     }
     if let Some(training) = parts.training {
         check_training(training, parts.model, &mut rules);
@@ -199,6 +200,17 @@ fn check_tokenizer(
             || "is empty".to_owned(),
             || "name a Hugging Face tokenizer.json".to_owned(),
         ),
+        TokenizerSection::Numbers(numbers) => {
+            rules.size("tokenizer.numbers", *numbers, MAX_VOCAB);
+            if let Some(rows) = model.and_then(|model| model.vocab_size) {
+                rules.require(
+                    rows >= *numbers,
+                    "model.vocab_size",
+                    || format!("is {rows}, below tokenizer.numbers = {numbers}"),
+                    || "leave model.vocab_size out to take the tokenizer's".to_owned(),
+                );
+            }
+        }
         TokenizerSection::Train(train) => {
             let vocab_size = train.vocab_size;
             rules.require(
@@ -223,37 +235,7 @@ fn check_tokenizer(
     }
 }
 
-fn check_data(data: &DataSection, rules: &mut Rules<'_>) {
-    check_paths("data.paths", &data.paths, rules);
-    rules.require(
-        !data.text_column.is_empty(),
-        "data.text_column",
-        || "is empty".to_owned(),
-        || "name the JSON field that holds the text; \"text\" is usual".to_owned(),
-    );
-    if let Some(max_bytes) = data.max_bytes {
-        rules.at_least_one("data.max_bytes", max_bytes);
-    }
-    if let Some(max_document_bytes) = data.max_document_bytes {
-        rules.at_least_one("data.max_document_bytes", max_document_bytes);
-    }
-    rules.require(
-        data.validation_fraction > 0.0 && data.validation_fraction < 1.0,
-        "data.validation_fraction",
-        || format!("is {}, outside (0, 1)", data.validation_fraction),
-        || "0.05 holds out one document in twenty".to_owned(),
-    );
-    rules.require(
-        data.cache_dir
-            .as_ref()
-            .is_none_or(|folder| !folder.trim().is_empty()),
-        "data.cache_dir",
-        || "is empty".to_owned(),
-        || "leave it out to keep the shards under the output folder".to_owned(),
-    );
-}
-
-fn check_paths(key: &'static str, paths: &[String], rules: &mut Rules<'_>) {
+pub(super) fn check_paths(key: &'static str, paths: &[String], rules: &mut Rules<'_>) {
     rules.require(
         !paths.is_empty(),
         key,
@@ -379,10 +361,10 @@ fn check_folder(folder: &str, rules: &mut Rules<'_>) {
 }
 
 /// Collects broken rules.
-struct Rules<'a>(&'a mut Vec<Mistake>);
+pub(super) struct Rules<'a>(&'a mut Vec<Mistake>);
 
 impl Rules<'_> {
-    fn require(
+    pub(super) fn require(
         &mut self,
         holds: bool,
         key: &str,
@@ -400,7 +382,7 @@ impl Rules<'_> {
         }
     }
 
-    fn at_least_one(&mut self, key: &str, value: u64) {
+    pub(super) fn at_least_one(&mut self, key: &str, value: u64) {
         self.require(
             value > 0,
             key,
@@ -418,7 +400,7 @@ impl Rules<'_> {
         );
     }
 
-    fn positive(&mut self, key: &str, value: f64) {
+    pub(super) fn positive(&mut self, key: &str, value: f64) {
         self.require(
             value.is_finite() && value > 0.0,
             key,

@@ -15,6 +15,10 @@ pub(super) enum Kind {
     String,
     /// A list of strings.
     Strings,
+    /// A list of whole numbers of at least 0.
+    Integers,
+    /// A list of numbers.
+    Numbers,
     /// One of `built`; `planned` names are refused as not built yet.
     Choice {
         built: &'static [&'static str],
@@ -61,7 +65,7 @@ const fn choice(built: &'static [&'static str]) -> Kind {
     }
 }
 
-use Kind::{Bool, Integer, Number, String, Strings, Table};
+use Kind::{Bool, Integer, Integers, Number, Numbers, String, Strings, Table};
 
 /// Every section, in the order a recipe writes them.
 pub(super) const SECTIONS: &[Section] = &[
@@ -110,6 +114,7 @@ pub(super) const SECTIONS: &[Section] = &[
         required: true,
         keys: &[
             optional("path", String),
+            optional("numbers", Integer),
             optional(
                 "train",
                 Table(&[
@@ -123,14 +128,9 @@ pub(super) const SECTIONS: &[Section] = &[
         name: "data",
         required: true,
         keys: &[
-            needed("paths", Strings),
-            optional(
-                "format",
-                Kind::Choice {
-                    built: &["text", "jsonl"],
-                    planned: &["parquet"],
-                },
-            ),
+            optional("paths", Strings),
+            optional("weights", Numbers),
+            optional("format", choice(&["text", "jsonl", "parquet", "mqar"])),
             optional("text_column", String),
             optional("max_bytes", Integer),
             optional("max_document_bytes", Integer),
@@ -138,6 +138,19 @@ pub(super) const SECTIONS: &[Section] = &[
             optional("deduplicate", Bool),
             optional("validation_fraction", Number),
             optional("cache_dir", String),
+            optional(
+                "mqar",
+                Table(&[
+                    needed("vocab_size", Integer),
+                    needed("seq_lens", Integers),
+                    needed("num_pairs", Integers),
+                    needed("num_samples", Integers),
+                    optional("num_test_samples", Integer),
+                    optional("noise", choice(&["zeros", "uniform", "disjoint"])),
+                    optional("power", Number),
+                    optional("seed", Integer),
+                ]),
+            ),
         ],
     },
     Section {
@@ -240,7 +253,7 @@ pub(super) const STAGE: Section = Section {
 };
 
 /// Sections and keys the recipe format reserves for what is not built yet.
-pub(super) const PLANNED: &[&str] = &["parallelism", "data.weights"];
+pub(super) const PLANNED: &[&str] = &["parallelism"];
 
 /// The keys of `[attention]` that go with `kind`, and whether the kind needs them.
 pub(super) fn attention_keys(kind: &str) -> &'static [(&'static str, bool)] {

@@ -125,7 +125,7 @@ impl AttentionKind {
     }
 }
 
-/// `[tokenizer]`: exactly one of the two.
+/// `[tokenizer]`: exactly one of them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TokenizerSection {
@@ -133,6 +133,8 @@ pub enum TokenizerSection {
     Path(String),
     /// A byte-level BPE trained on the recipe's own data.
     Train(TokenizerTraining),
+    /// One token for each number below this, named by it: for synthetic tasks.
+    Numbers(usize),
 }
 
 /// `[tokenizer] train = {…}`.
@@ -148,58 +150,6 @@ pub struct TokenizerTraining {
 
 fn default_sample_bytes() -> u64 {
     16 * 1024 * 1024
-}
-
-/// `[data]`: text files.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct DataSection {
-    /// Globs; `~`, `$VAR`, `${VAR}` and `${VAR:-default}` are expanded by [`crate::paths::expand`].
-    pub paths: Vec<String>,
-    /// What the files hold.
-    #[serde(default)]
-    pub format: DataFormat,
-    /// JSONL: the field that holds a document's text.
-    #[serde(default = "default_text_column")]
-    pub text_column: String,
-    /// Stop reading after this much text, in bytes. Absent: read all.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_bytes: Option<u64>,
-    /// A document larger than this, in bytes, is not valid (see `skip_invalid`). Absent: none is too large.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_document_bytes: Option<u64>,
-    /// Whether a document that is not valid (too large, not UTF-8, not JSON) is counted and left out, instead of ending
-    /// the run.
-    #[serde(default)]
-    pub skip_invalid: bool,
-    /// Whether only the first of documents with equal text is kept.
-    #[serde(default)]
-    pub deduplicate: bool,
-    /// Share of the documents held out for validation, in `(0, 1)`. Not used when `[validation] paths` is given.
-    #[serde(default = "default_validation_fraction")]
-    pub validation_fraction: f64,
-    /// Where tokenised shards go; expanded as `paths` are. Absent: under the output folder.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cache_dir: Option<String>,
-}
-
-fn default_text_column() -> String {
-    "text".to_owned()
-}
-
-fn default_validation_fraction() -> f64 {
-    0.05
-}
-
-/// `[data] format`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum DataFormat {
-    /// One document a file, UTF-8.
-    #[default]
-    Text,
-    /// One JSON object a line, the text in `text_column`.
-    Jsonl,
 }
 
 /// `[training]`.

@@ -117,6 +117,17 @@ fn schema_and_serde_types_hold_the_same_keys() {
     full.data.max_bytes = Some(1);
     full.data.max_document_bytes = Some(1);
     full.data.cache_dir = Some("cache".to_owned());
+    full.data.weights = Some(vec![1.0]);
+    full.data.mqar = Some(MqarSection {
+        vocab_size: 512,
+        seq_lens: vec![64],
+        num_pairs: vec![4],
+        num_samples: vec![10],
+        num_test_samples: 5,
+        noise: MqarNoise::Uniform,
+        power: 0.5,
+        seed: 3,
+    });
     full.validation.paths = Some(vec!["v".to_owned()]);
     let mut attention_keys = std::collections::BTreeSet::new();
     for attention in [
@@ -168,7 +179,7 @@ fn schema_and_serde_types_hold_the_same_keys() {
     for section in schema::SECTIONS {
         let typed = match section.name {
             "attention" => attention_keys.clone(),
-            "tokenizer" => ["path", "train"].map(str::to_owned).into(),
+            "tokenizer" => ["path", "train", "numbers"].map(str::to_owned).into(),
             name => table[name]
                 .as_table()
                 .expect("a section")
@@ -179,21 +190,16 @@ fn schema_and_serde_types_hold_the_same_keys() {
         let listed = section.keys.iter().map(|key| key.name.to_owned()).collect();
         assert_eq!(typed, listed, "[{}]", section.name);
     }
-    let train = schema::section("tokenizer").and_then(|section| schema::key(section.keys, "train"));
-    let Some(schema::Kind::Table(keys)) = train.map(|key| key.kind) else {
-        panic!("train is a table")
-    };
-    let typed = table["tokenizer"]["train"]
-        .as_table()
-        .expect("a table")
-        .keys()
-        .cloned()
-        .collect::<Vec<_>>();
-    assert_eq!(typed.len(), keys.len());
-    assert!(
-        keys.iter()
-            .all(|key| typed.iter().any(|name| name == key.name))
-    );
+    for (section, name) in [("tokenizer", "train"), ("data", "mqar")] {
+        let key = schema::section(section).and_then(|section| schema::key(section.keys, name));
+        let Some(schema::Kind::Table(keys)) = key.map(|key| key.kind) else {
+            panic!("{name} is a table")
+        };
+        let typed = table[section][name].as_table().expect("a table").keys();
+        let typed = typed.cloned().collect::<std::collections::BTreeSet<_>>();
+        let listed = keys.iter().map(|key| key.name.to_owned()).collect();
+        assert_eq!(typed, listed, "{section}.{name}");
+    }
 }
 
 #[test]
@@ -210,7 +216,7 @@ fn every_required_key_is_really_required_and_no_other() {
                 continue;
             };
             let loaded = Recipe::load(&table.to_string(), "r.toml", &[]);
-            let needed = key.required || ["keep_window_size", "train"].contains(&key.name);
+            let needed = key.required || ["keep_window_size", "train", "paths"].contains(&key.name);
             assert_eq!(
                 loaded.is_err(),
                 needed,

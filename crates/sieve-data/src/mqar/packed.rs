@@ -1,5 +1,7 @@
 //! Several kinds of MQAR samples as rows of one length.
 
+use xxhash_rust::xxh3::Xxh3;
+
 use super::{Mqar, MqarConfig, MqarSplit, push_sample};
 use crate::error::DataError;
 use crate::loader::{Batch, IGNORED_LABEL, PAD_DOCUMENT};
@@ -13,6 +15,35 @@ pub struct MqarPart {
     pub config: MqarConfig,
     /// Samples `0..num_samples` of the split make an epoch of this part.
     pub num_samples: u64,
+}
+
+impl MqarPart {
+    /// A string that tells parts from other parts.
+    pub fn fingerprint(parts: &[Self]) -> String {
+        let mut hash = Xxh3::new();
+        for part in parts {
+            let MqarConfig {
+                vocab_size,
+                seq_len,
+                num_pairs,
+                power,
+                noise,
+                seed,
+            } = part.config;
+            for number in [
+                vocab_size as u64,
+                seq_len as u64,
+                num_pairs as u64,
+                power.to_bits(),
+                noise as u64,
+                seed,
+                part.num_samples,
+            ] {
+                hash.update(&number.to_le_bytes());
+            }
+        }
+        format!("mqar-{:032x}", hash.digest128())
+    }
 }
 
 /// Kinds of samples in the proportion of their numbers, packed into rows.

@@ -65,8 +65,6 @@ fn unknown_sections_and_unbuilt_names_are_told_apart() {
         text.contains("section [optimizer] is missing\n    hint: [optimizer] must give lr"),
         "{text}"
     );
-    let text = message("paths =", "weights = [1.0]\npaths =");
-    assert!(text.contains("data.weights: is not built yet"), "{text}");
     let text = message("[optimizer]", "[[stages]]\nsteps = 3\n[optimizer]");
     assert!(
         text.contains("there is no section [stages], did you mean stage?"),
@@ -241,12 +239,12 @@ fn each_rule_is_checked() {
         (
             "train = { vocab_size = 512 }",
             "",
-            "line 16: tokenizer: needs exactly one of path and train, got neither",
+            "line 16: tokenizer: needs exactly one of path, train and numbers, got none",
         ),
         (
             "train = {",
             "path = \"t.json\"\ntrain = {",
-            "needs exactly one of path and train, got both",
+            "needs exactly one of path, train and numbers, got two",
         ),
         (
             "train = { vocab_size = 512 }",
@@ -587,4 +585,115 @@ fn rules_of_mla_and_nsa() {
         text.contains("num_key_value_heads: is 2, but kind = \"mla\" has keys and values for each of its 6 heads"),
         "{text}"
     );
+}
+
+#[test]
+fn mixtures_and_synthetic_data_are_checked() {
+    const MQAR: &str = "format = \"mqar\"\nmqar = { vocab_size = 512, seq_lens = [64, 32], num_pairs = [4, 8], num_samples = [10, 5] }";
+    let load = |data: &str, tokenizer: &str| {
+        let text = MINIMAL
+            .replacen("paths = [\"text/*.md\"]", data, 1)
+            .replacen("train = { vocab_size = 512 }", tokenizer, 1);
+        Recipe::load(&text, "r.toml", &[])
+    };
+    let recipe = load(MQAR, "numbers = 512").expect("a synthetic task");
+    let mqar = recipe.data.mqar.expect("its section");
+    assert_eq!(
+        (mqar.num_test_samples, mqar.power, mqar.seed),
+        (1000, 0.01, 0)
+    );
+    assert_eq!(
+        (mqar.seq_lens, mqar.noise),
+        (vec![64, 32], MqarNoise::Zeros)
+    );
+    let recipe =
+        load("paths = [\"a\", \"b\"]\nweights = [3, 0.5]", "numbers = 9").expect("a mixture");
+    assert_eq!(recipe.data.weights, Some(vec![3.0, 0.5]));
+    for (data, tokenizer, wanted) in [
+        ("", "numbers = 9", "data.paths: is an empty list"),
+        ("format = \"mqar\"", "numbers = 9", "data.mqar: is missing"),
+        (
+            MQAR,
+            "train = { vocab_size = 512 }",
+            "tokenizer.numbers: is missing or too small",
+        ),
+        (
+            MQAR,
+            "numbers = 511",
+            "tokenizer.numbers: is missing or too small",
+        ),
+        (
+            &MQAR.replace("= 512", "= 64"),
+            "numbers = 512",
+            "data.mqar.vocab_size: is 64",
+        ),
+        (
+            &MQAR.replace("[64, 32]", "[66, 32]"),
+            "numbers = 512",
+            "does not fit rows of training.seq_len = 64",
+        ),
+        (
+            &MQAR.replace("[64, 32]", "[64, 31]"),
+            "numbers = 512",
+            "holds 31, which is odd",
+        ),
+        (
+            &MQAR.replace("[4, 8]", "[4, 9]"),
+            "numbers = 512",
+            "samples of 32 tokens have room for 1 to 8",
+        ),
+        (
+            &MQAR.replace("[4, 8]", "[4]"),
+            "numbers = 512",
+            "num_pairs 1",
+        ),
+        (
+            &MQAR.replace("[10, 5]", "[10, 0]"),
+            "numbers = 512",
+            "data.mqar.num_samples: is 0",
+        ),
+        (
+            &MQAR.replace("[4, 8]", "[4, -8]"),
+            "numbers = 512",
+            "wanted a list of whole numbers",
+        ),
+        (
+            &format!("{MQAR}\npaths = [\"a\"]"),
+            "numbers = 512",
+            "reads no files",
+        ),
+        (
+            &MQAR.replace("\"mqar\"", "\"text\""),
+            "numbers = 512",
+            "but the format is another",
+        ),
+        (
+            &MQAR.replace("seq_lens", "lengths"),
+            "numbers = 512",
+            "[data.mqar] has no key lengths",
+        ),
+        (
+            "paths = [\"a\"]\nweights = [1, 2]",
+            "numbers = 9",
+            "has 2 entries, data.paths has 1",
+        ),
+        (
+            "paths = [\"a\"]\nweights = [0]",
+            "numbers = 9",
+            "item 1 is 0, not a positive number",
+        ),
+        (
+            "paths = [\"a\"]\nweights = [\"x\"]",
+            "numbers = 9",
+            "wanted a list of numbers",
+        ),
+        (
+            "paths = [\"a\"]\nformat = \"csv\"",
+            "numbers = 9",
+            "there is no \"csv\"",
+        ),
+    ] {
+        let error = load(data, tokenizer).expect_err(data).to_string();
+        assert!(error.contains(wanted), "{data}: {error}");
+    }
 }

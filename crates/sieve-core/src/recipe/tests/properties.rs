@@ -171,11 +171,13 @@ fn data() -> impl Strategy<Value = DataSection> {
                 cache_dir,
             )| {
                 DataSection {
+                    weights: jsonl
+                        .then(|| (1..=paths.len()).map(|part| part as f64 / 3.0).collect()),
                     paths,
                     format: if jsonl {
                         DataFormat::Jsonl
                     } else {
-                        DataFormat::Text
+                        DataFormat::Parquet
                     },
                     text_column,
                     max_bytes,
@@ -184,6 +186,7 @@ fn data() -> impl Strategy<Value = DataSection> {
                     deduplicate,
                     validation_fraction: fraction,
                     cache_dir,
+                    mqar: None,
                 }
             },
         )

@@ -195,7 +195,11 @@ fn a_parquet_file_without_the_column_says_which_it_has() {
 fn a_parquet_file_that_is_cut_or_none_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.parquet");
-    write_parquet(&path, &[&[Some(b"one".as_slice()); 200]], Compression::SNAPPY);
+    write_parquet(
+        &path,
+        &[&[Some(b"one".as_slice()); 200]],
+        Compression::SNAPPY,
+    );
     let whole = fs::read(&path).unwrap();
     for bytes in [
         &whole[..whole.len() - 3],

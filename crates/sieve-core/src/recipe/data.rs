@@ -1,0 +1,276 @@
+//! `[data]`: what a run reads, and its rules.
+
+use serde::{Deserialize, Serialize};
+
+use super::TokenizerSection;
+use super::rules::{MAX_VOCAB, Parts, Rules, check_paths};
+
+/// `[data]`: text files, or a synthetic task.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataSection {
+    /// Globs; `~`, `$VAR`, `${VAR}` and `${VAR:-default}` are expanded by [`crate::paths::expand`]. A data set of the
+    /// Hugging Face hub is `hf://datasets/OWNER/NAME[@REVISION][/FILES]`. Empty for `format = "mqar"` alone.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub paths: Vec<String>,
+    /// One for each of `paths`: its share of the tokens trained on, in proportion. Absent: every document once an epoch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weights: Option<Vec<f64>>,
+    /// What the files hold.
+    #[serde(default)]
+    pub format: DataFormat,
+    /// JSONL and Parquet: the field or column that holds a document's text.
+    #[serde(default = "default_text_column")]
+    pub text_column: String,
+    /// Stop reading after this much text, in bytes; with `weights`, shared among `paths` by them. Absent: read all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_bytes: Option<u64>,
+    /// A document larger than this, in bytes, is not valid (see `skip_invalid`). Absent: none is too large.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_document_bytes: Option<u64>,
+    /// Whether a document that is not valid (too large, not UTF-8, not JSON) is counted and left out, instead of ending
+    /// the run.
+    #[serde(default)]
+    pub skip_invalid: bool,
+    /// Whether only the first of documents with equal text is kept.
+    #[serde(default)]
+    pub deduplicate: bool,
+    /// Share of the documents held out for validation, in `(0, 1)`. Not used when `[validation] paths` is given.
+    #[serde(default = "default_validation_fraction")]
+    pub validation_fraction: f64,
+    /// Where tokenised shards go; expanded as `paths` are. Absent: under the output folder.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache_dir: Option<String>,
+    /// What `format = "mqar"` generates.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mqar: Option<MqarSection>,
+}
+
+fn default_text_column() -> String {
+    "text".to_owned()
+}
+
+fn default_validation_fraction() -> f64 {
+    0.05
+}
+
+/// `[data] format`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DataFormat {
+    /// One document a file, UTF-8. Text and JSONL may be packed (`.gz`, `.zst`).
+    #[default]
+    Text,
+    /// One JSON object a line, the text in `text_column`.
+    Jsonl,
+    /// Apache Parquet, the text in `text_column`.
+    Parquet,
+    /// Multi-query associative recall, generated as `mqar` says.
+    Mqar,
+}
+
+/// `[data] mqar`: kinds of samples of multi-query associative recall (arXiv:2312.04927). The lists have one entry a kind.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MqarSection {
+    /// Token ids are below it; keys come from the lower half, values from the upper.
+    pub vocab_size: usize,
+    /// Tokens of a sample. Samples of one kind share a row as separate documents, as many as fit `training.seq_len`.
+    pub seq_lens: Vec<usize>,
+    /// Pairs of key and value in a sample; a sample has room for `seq_len / 4`.
+    pub num_pairs: Vec<usize>,
+    /// Samples of an epoch of training.
+    pub num_samples: Vec<usize>,
+    /// Samples of each kind to validate on.
+    #[serde(default = "default_test_samples")]
+    pub num_test_samples: usize,
+    /// What stands where no key or value does.
+    #[serde(default)]
+    pub noise: MqarNoise,
+    /// a of the weight `x^(a-1)` of query slot x.
+    #[serde(default = "default_power")]
+    pub power: f64,
+    /// Another seed, other samples; `training.seed` decides their order.
+    #[serde(default)]
+    pub seed: u64,
+}
+
+fn default_test_samples() -> usize {
+    1000
+}
+
+fn default_power() -> f64 {
+    0.01
+}
+
+/// `[data] mqar.noise`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MqarNoise {
+    /// Token 0.
+    #[default]
+    Zeros,
+    /// Any token of the vocabulary.
+    Uniform,
+    /// Any token that is no key of the sample.
+    Disjoint,
+}
+
+/// Appends the broken rules of `[data]`.
+pub(super) fn check_data(data: &DataSection, parts: &Parts<'_>, rules: &mut Rules<'_>) {
+    match (data.format, &data.mqar) {
+        (DataFormat::Mqar, Some(mqar)) => check_mqar(mqar, parts, rules),
+        (DataFormat::Mqar, None) => rules.require(
+            false,
+            "data.mqar",
+            || "is missing, and format = \"mqar\" needs it".to_owned(),
+            || {
+                "mqar = { vocab_size = 8192, seq_lens = [64], num_pairs = [4], num_samples = [100000] }"
+                    .to_owned()
+            },
+        ),
+        (_, mqar) => {
+            check_paths("data.paths", &data.paths, rules);
+            rules.require(
+                mqar.is_none(),
+                "data.mqar",
+                || "is given, but the format is another".to_owned(),
+                || "set data.format = \"mqar\", or leave data.mqar out".to_owned(),
+            );
+        }
+    }
+    if data.format == DataFormat::Mqar {
+        rules.require(
+            data.paths.is_empty(),
+            "data.paths",
+            || "is given, but format = \"mqar\" reads no files".to_owned(),
+            || "leave data.paths out".to_owned(),
+        );
+    }
+    if let Some(weights) = &data.weights {
+        check_weights(weights, data.paths.len(), rules);
+    }
+    rules.require(
+        !data.text_column.is_empty(),
+        "data.text_column",
+        || "is empty".to_owned(),
+        || "name the field or column that holds the text; \"text\" is usual".to_owned(),
+    );
+    if let Some(max_bytes) = data.max_bytes {
+        rules.at_least_one("data.max_bytes", max_bytes);
+    }
+    if let Some(max_document_bytes) = data.max_document_bytes {
+        rules.at_least_one("data.max_document_bytes", max_document_bytes);
+    }
+    rules.require(
+        data.validation_fraction > 0.0 && data.validation_fraction < 1.0,
+        "data.validation_fraction",
+        || format!("is {}, outside (0, 1)", data.validation_fraction),
+        || "0.05 holds out one document in twenty".to_owned(),
+    );
+    rules.require(
+        data.cache_dir
+            .as_ref()
+            .is_none_or(|folder| !folder.trim().is_empty()),
+        "data.cache_dir",
+        || "is empty".to_owned(),
+        || "leave it out to keep the shards under the output folder".to_owned(),
+    );
+}
+
+fn check_weights(weights: &[f64], num_paths: usize, rules: &mut Rules<'_>) {
+    rules.require(
+        weights.len() == num_paths,
+        "data.weights",
+        || format!("has {} entries, data.paths has {num_paths}", weights.len()),
+        || "give one weight for each path, in their order".to_owned(),
+    );
+    for (index, weight) in weights.iter().enumerate() {
+        rules.require(
+            weight.is_finite() && *weight > 0.0,
+            "data.weights",
+            || format!("item {} is {weight}, not a positive number", index + 1),
+            || "remove the path to leave its text out".to_owned(),
+        );
+    }
+}
+
+fn check_mqar(mqar: &MqarSection, parts: &Parts<'_>, rules: &mut Rules<'_>) {
+    let num_kinds = mqar.seq_lens.len();
+    let same_lengths = mqar.num_pairs.len() == num_kinds && mqar.num_samples.len() == num_kinds;
+    rules.require(
+        num_kinds > 0 && same_lengths,
+        "data.mqar.seq_lens",
+        || {
+            format!(
+                "has {num_kinds} entries, num_pairs {} and num_samples {}",
+                mqar.num_pairs.len(),
+                mqar.num_samples.len()
+            )
+        },
+        || "give each list one entry a kind of sample, at least one".to_owned(),
+    );
+    rules.at_least_one("data.mqar.num_test_samples", mqar.num_test_samples as u64);
+    rules.positive("data.mqar.power", mqar.power);
+    let longest = mqar.seq_lens.iter().copied().max().unwrap_or(0);
+    let vocab_size = mqar.vocab_size;
+    rules.require(
+        vocab_size.is_multiple_of(2) && vocab_size > longest && vocab_size <= MAX_VOCAB,
+        "data.mqar.vocab_size",
+        || {
+            format!(
+                "is {vocab_size}, not an even number above the longest sample's {longest} tokens"
+            )
+        },
+        || "8192 is usual".to_owned(),
+    );
+    if let Some(tokenizer) = parts.tokenizer {
+        rules.require(
+            matches!(tokenizer, TokenizerSection::Numbers(numbers) if *numbers >= vocab_size),
+            "tokenizer.numbers",
+            || "is missing or too small: MQAR's tokens are numbers, and the tokenizer's job is to name them".to_owned(),
+            || format!("[tokenizer] numbers = {vocab_size}"),
+        );
+    }
+    if let Some(training) = parts.training {
+        rules.require(
+            longest <= training.seq_len,
+            "data.mqar.seq_lens",
+            || {
+                format!(
+                    "holds {longest}, which does not fit rows of training.seq_len = {}",
+                    training.seq_len
+                )
+            },
+            || format!("set training.seq_len = {longest}"),
+        );
+    }
+    let kinds = mqar
+        .seq_lens
+        .iter()
+        .zip(&mqar.num_pairs)
+        .zip(&mqar.num_samples);
+    for ((&seq_len, &num_pairs), &num_samples) in kinds {
+        rules.require(
+            seq_len.is_multiple_of(2),
+            "data.mqar.seq_lens",
+            || format!("holds {seq_len}, which is odd"),
+            || "use even lengths".to_owned(),
+        );
+        let room = (seq_len / 4).min((vocab_size / 2).saturating_sub(1));
+        rules.require(
+            (1..=room).contains(&num_pairs),
+            "data.mqar.num_pairs",
+            || {
+                format!(
+                    "holds {num_pairs}, but samples of {seq_len} tokens have room for 1 to {room}"
+                )
+            },
+            || {
+                "a pair takes two tokens, its query two more, and each needs a key of its own"
+                    .to_owned()
+            },
+        );
+        rules.at_least_one("data.mqar.num_samples", num_samples as u64);
+    }
+}

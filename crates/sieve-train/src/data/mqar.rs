@@ -1,0 +1,32 @@
+//! From `[data] mqar` to the samples it names.
+use crate::TrainError;
+use sieve_core::Recipe;
+use sieve_core::recipe::MqarNoise as Noise;
+use sieve_data::{MqarConfig, MqarNoise, MqarPart};
+
+/// What a recipe trains on, and what it validates on.
+///
+/// # Errors
+/// A recipe without `data.mqar`.
+pub(super) fn parts(recipe: &Recipe) -> Result<(Vec<MqarPart>, Vec<MqarPart>), TrainError> {
+    let mqar = recipe.data.mqar.as_ref().ok_or(TrainError::NoText)?;
+    let kinds = mqar.seq_lens.iter().zip(&mqar.num_pairs);
+    let part = |((&seq_len, &num_pairs), num_samples): ((&usize, &usize), usize)| MqarPart {
+        config: MqarConfig {
+            vocab_size: mqar.vocab_size,
+            seq_len,
+            num_pairs,
+            power: mqar.power,
+            noise: match mqar.noise {
+                Noise::Zeros => MqarNoise::Zeros,
+                Noise::Uniform => MqarNoise::Uniform,
+                Noise::Disjoint => MqarNoise::Disjoint,
+            },
+            seed: mqar.seed,
+        },
+        num_samples: num_samples as u64,
+    };
+    let train = kinds.clone().zip(mqar.num_samples.iter().copied());
+    let test = kinds.zip(std::iter::repeat(mqar.num_test_samples));
+    Ok((train.map(part).collect(), test.map(part).collect()))
+}
