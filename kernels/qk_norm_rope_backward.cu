@@ -111,7 +111,7 @@ qk_norm_rope_backward(const bf16* qkv, const bf16* q_weight, const bf16* k_weigh
     unrotate_and_norm(in, grad, out, k_weight, angles, k_sums, num_heads, num_kv_heads, column, epsilon);
 #if COPY_V
     const int first = (num_heads + num_kv_heads) * HEAD_DIM, end = first + num_kv_heads * HEAD_DIM;
-#pragma unroll 4
+#pragma unroll 1
     for (int at = first + lane * 8; at < end; at += 256) store_16_bytes(out + at, load_16_bytes(grad + at));
 #endif
   }

@@ -10,7 +10,7 @@
 
 constexpr int CHUNKS = 8;
 constexpr int CHUNK_STEP = 32 * WARPS_PER_ROW;  // between a lane's chunks
-constexpr int MAX_WIDTH = CHUNKS * CHUNK_STEP * 8;
+[[maybe_unused]] constexpr int MAX_WIDTH = CHUNKS * CHUNK_STEP * 8;
 
 // The lane's first chunk of its row.
 DEVICE int first_chunk() { return (int)(threadIdx.x % CHUNK_STEP); }
