@@ -12,7 +12,7 @@ use rand_chacha::rand_core::{RngCore, SeedableRng};
 use sieve_core::Recipe;
 use sieve_data::{Batch, IGNORED_LABEL};
 use sieve_hf::{NamedTensor, load_parameters, named_parameters};
-use sieve_kernels::{KernelCache, SumOrder, init_runtime, probe};
+use sieve_kernels::{KernelCache, KernelTrace, SumOrder, TraceResult, init_runtime, probe};
 use sieve_nn::Qwen3;
 use sieve_ops::{Cuda, TrainBackend, op_paths, set_sum_order};
 use sieve_train::{AdamW, DeviceBatch, GradientBuffer, accumulate_gradients};
@@ -224,6 +224,26 @@ fn sync(device: &burn_cuda::CudaDevice) {
     let _value = Tensor::<Cuda, 1>::zeros([1], (device, DType::F32)).into_data();
 }
 
+/// Where the GPU's time went, and how much of the span it idled.
+fn print_trace(trace: &TraceResult, steps: f64) {
+    let (busy, span) = (trace.busy_ns() as f64, trace.span_ns() as f64);
+    println!(
+        "  a step: {:.2} ms on the GPU's clock, idle {:.1} %, {:.0} kernels",
+        span / steps * 1e-6,
+        100.0 * (1.0 - busy / span),
+        trace.records.len() as f64 / steps
+    );
+    for total in trace.totals().iter().take(28) {
+        println!(
+            "  {:5.1} %  {:9.3} ms  {:6.0} x  {:.100}",
+            100.0 * total.total_ns as f64 / busy,
+            total.total_ns as f64 / steps * 1e-6,
+            total.count as f64 / steps,
+            total.name
+        );
+    }
+}
+
 fn time(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice) {
     let recipe = recipe(size, attention);
     let shape = recipe.model_shape(size.vocab).expect("it fits");
@@ -232,7 +252,13 @@ fn time(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice)
     let batch = batch(size, 3);
     let scale = 1.0 / batch.num_labels() as f64;
     let mut rows = Vec::new();
-    for _ in 0..12 {
+    const STEPS: usize = 12;
+    const TRACED: usize = 2;
+    let mut trace = None;
+    for step in 0..STEPS + TRACED {
+        if step == STEPS {
+            trace = KernelTrace::start().map_err(|error| println!("{error}")).ok();
+        }
         let current = model.take().expect("put back below");
         let rope = current.rope(batch.seq_len, device);
         let on_device = DeviceBatch::<Gpu>::new(&batch, device);
@@ -253,7 +279,7 @@ fn time(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice)
         rows.push([pass, host_pass, all - pass, host_all, all]);
     }
     let median = |at: usize| {
-        let mut column: Vec<f64> = rows[3..].iter().map(|row| row[at]).collect();
+        let mut column: Vec<f64> = rows[3..STEPS].iter().map(|row| row[at]).collect();
         column.sort_by(f64::total_cmp);
         1e3 * column[column.len() / 2]
     };
@@ -267,6 +293,12 @@ fn time(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice)
         median(4),
         tokens / median(4) * 1e3
     );
+    if let Some(trace) = trace {
+        match trace.finish() {
+            Ok(result) => print_trace(&result, TRACED as f64),
+            Err(error) => println!("{error}"),
+        }
+    }
 }
 
 const KINDS: [(&str, &str); 4] = [
@@ -338,6 +370,16 @@ fn main() -> ExitCode {
             seq_len: 2048,
         };
         time("80m mha", size, "kind = \"mha\"", &device);
+        let wide = Size {
+            d_model: 2048,
+            d_ff: 6144,
+            layers: 4,
+            heads: [16, 8],
+            vocab: 50280,
+            batch: 8,
+            ..size
+        };
+        time("1.7b/7 mha", wide, "kind = \"mha\"", &device);
         time(
             "80m dma",
             size,
