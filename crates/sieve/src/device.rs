@@ -47,24 +47,37 @@ pub(crate) enum Device {
 impl DeviceChoice {
     /// Looks for the device; a CUDA device is probed, and the kernel cache opened, before any tensor is made.
     pub(crate) fn resolve(self) -> Result<Device> {
+        self.resolve_and_prepare(|_, _| Ok(()))
+    }
+
+    /// As [`resolve`](Self::resolve); of a CUDA device, `prepare` may fill the kernel cache before anything reads it.
+    pub(crate) fn resolve_and_prepare(
+        self,
+        prepare: impl FnOnce(&KernelCache, &DeviceReport) -> Result<()>,
+    ) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
             Self::Auto => match sieve_kernels::probe() {
-                Ok(report) => open_cuda(&report, 0),
+                Ok(report) => open_cuda(&report, 0, prepare),
                 Err(KernelError::NoDriver | KernelError::NoDevice) => Ok(Device::Cpu),
                 Err(error) => {
                     crate::terminal::line(&format!("device: using the CPU, because {error}"));
                     Ok(Device::Cpu)
                 }
             },
-            Self::Cuda(index) => open_cuda(&sieve_kernels::probe()?, index),
+            Self::Cuda(index) => open_cuda(&sieve_kernels::probe()?, index, prepare),
         }
     }
 }
 
-fn open_cuda(report: &CudaReport, index: usize) -> Result<Device> {
+fn open_cuda(
+    report: &CudaReport,
+    index: usize,
+    prepare: impl FnOnce(&KernelCache, &DeviceReport) -> Result<()>,
+) -> Result<Device> {
     let device = report.device(index)?.clone();
     let cache = KernelCache::open(&cache_root()?, &device.arch(), report.nvrtc)?;
+    prepare(&cache, &device)?;
     sieve_kernels::init_runtime(&cache)?;
     // Its lock holds until the process ends.
     std::mem::forget(cache);

@@ -86,6 +86,32 @@ pub(crate) fn run(args: &BuildArgs) -> Result<()> {
     Ok(())
 }
 
+/// Compiles what is missing into a cache that is about to be used, with the run-time compiler of this machine.
+pub(crate) fn prefill(cache: &KernelCache, arch: &str, needed: &NeededKernels) -> Result<()> {
+    let compiler = Compiler::Nvrtc(ahead_of_time::cuda_folder()?);
+    let stored = ahead_of_time::are_stored(cache, &needed.kernels)?;
+    let missing = stored.iter().filter(|stored| !**stored).count();
+    if missing == 0 {
+        return Ok(());
+    }
+    let started = Instant::now();
+    let outcomes = compile_all(arch, &needed.kernels, &stored, &compiler, cache.folder());
+    let mut ready = Vec::new();
+    for (kernel, outcome) in needed.kernels.iter().zip(outcomes) {
+        match outcome {
+            Outcome::Compiled(compiled) => ready.push((kernel.clone(), compiled.cubin)),
+            Outcome::Failed(error) => return Err(error.into()),
+            Outcome::Kept => {}
+        }
+    }
+    ahead_of_time::store(cache, &ready)?;
+    terminal::line(&format!(
+        "{missing} kernels compiled in {:.1} s",
+        started.elapsed().as_secs_f64()
+    ));
+    Ok(())
+}
+
 /// Compiles one architecture's kernels into the cache and prints what they use; returns how many failed.
 fn build(
     arch: &str,

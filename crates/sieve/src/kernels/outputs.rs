@@ -1,0 +1,70 @@
+//! What an attention call computes, on the host.
+use sieve_kernels::AttentionShape;
+
+/// Outputs and gradients in f32, whatever they were computed in.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Outputs {
+    /// `[batch, seq_len, num_heads, head_dim_v]`.
+    pub(crate) o: Vec<f32>,
+    /// `[batch, num_heads, seq_len]`.
+    pub(crate) lse: Vec<f32>,
+    /// `[batch, seq_len, num_heads, head_dim]`.
+    pub(crate) dq: Vec<f32>,
+    /// `[batch, seq_len, num_kv_heads, head_dim]`.
+    pub(crate) dk: Vec<f32>,
+    /// `[batch, seq_len, num_kv_heads, head_dim_v]`.
+    pub(crate) dv: Vec<f32>,
+    /// `[batch, num_kv_heads, seq_len]`; empty without a bias.
+    pub(crate) ddelta: Vec<f32>,
+    /// `[batch, num_kv_heads, seq_len]`; empty where the path does not say.
+    pub(crate) expire: Vec<i32>,
+}
+
+impl Outputs {
+    /// Zeros of the right sizes.
+    pub(crate) fn zeros(shape: AttentionShape) -> Self {
+        let size = |dims: &[usize]| vec![0.0; dims.iter().product()];
+        let AttentionShape {
+            batch,
+            seq_len,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            ..
+        } = shape;
+        Self {
+            o: size(&shape.output()),
+            lse: size(&shape.lse()),
+            dq: size(&[batch, seq_len, num_heads, head_dim]),
+            dk: size(&[batch, seq_len, num_kv_heads, head_dim]),
+            dv: size(&[batch, seq_len, num_kv_heads, shape.head_dim_v]),
+            ddelta: size(&shape.per_key()),
+            expire: Vec::new(),
+        }
+    }
+
+    /// Splits the gradient of a packed tensor `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]` into dq, dk, dv;
+    /// values narrower than keys were padded with zeros.
+    pub(crate) fn set_packed_gradient(&mut self, shape: AttentionShape, dqkv: &[f32]) {
+        let AttentionShape {
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim_v,
+            ..
+        } = shape;
+        let token = (num_heads + 2 * num_kv_heads) * head_dim;
+        self.dq.clear();
+        self.dk.clear();
+        self.dv.clear();
+        for row in dqkv.chunks_exact(token) {
+            let (q, rest) = row.split_at(num_heads * head_dim);
+            let (k, v) = rest.split_at(num_kv_heads * head_dim);
+            self.dq.extend(q);
+            self.dk.extend(k);
+            for v in v.chunks_exact(head_dim) {
+                self.dv.extend(&v[..head_dim_v]);
+            }
+        }
+    }
+}
