@@ -3,8 +3,9 @@
 // Math       P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i) over the pairs attention_forward sees; dv_j = sum_i P_ij do_i;
 //            dS_ij = P_ij (do_i . v_j - D_i); dk_j = softmax_scale * sum_i dS_ij q_i; ddelta_j = sum_i dS_ij; dq_sum_i = sum_j dS_ij k_j
 // Layout     as attention_backward
-// Buffers    q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta,) (COMPUTE_DQ: dq_sum,) dk, dv, (HAS_BIAS: ddelta)
+// Buffers    (TENSOR_MAPS: q_map, do_map by value,) q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta,) (COMPUTE_DQ: dq_sum,) dk, dv, (HAS_BIAS: ddelta)
 // Defines    HEAD_DIM (64, 128), HAS_BIAS, COMPUTE_DQ (1; 0 for a fixed order: attention_backward_query makes dq), DQ_BULK, Q_STAGES, DO_STAGES,
+//            TENSOR_MAPS 0|1: maps of bf16 [batch, seq_len, num_heads * HEAD_DIM], q (its strides, base at its offset) and do, box 1 x 64 x 64, 128-byte swizzle;
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // Tiling     128 keys a block: grid (ceil(seq_len / 128), num_kv_heads, batch), early keys (most queries) first (block_order.cuh); 384 threads, one block a
 //            multiprocessor; dynamic shared bytes = 512 * HEAD_DIM + (Q_STAGES + DO_STAGES) * 128 * HEAD_DIM + 32768 + COMPUTE_DQ * DQ_BULK * 256 * HEAD_DIM
@@ -38,6 +39,7 @@ struct DenseKeys {
     const int key = first_key + at;
     return make_int2(key, key < seq_len ? min(doc_end[key], key + window) : 0);
   }
+  DEVICE int row(int at) const { return min(first_key + at, seq_len - 1); }
 };
 
 // Writes the warp's 16 rows of one gradient.
@@ -59,6 +61,9 @@ DEVICE void store_gradient(const float (&sums)[SUM_REGISTERS], float scale, bf16
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backward(
+#if TENSOR_MAPS
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
+#endif
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_end,
 #if HAS_BIAS
     const float* delta,
@@ -83,6 +88,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
   keys.seq_len = seq_len;
   keys.window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
   BackwardBlock block;
+#if TENSOR_MAPS
+  block.q_map = &q_map;
+  block.do_map = &do_map;
+#endif
+  block.batch = batch;
+  block.head = head;
   block.k = k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM;
   block.v = v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM;
   block.k_stride = (u32)params.k_token_stride;

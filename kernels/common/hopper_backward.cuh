@@ -1,7 +1,7 @@
 // hopper_backward: the gradients of a block of 128 keys on Hopper (sm_90a), from every query that sees one of them (arXiv:2407.08608, section 3 and
 // its backward). Used by hopper_attention_backward.cu (dense, sliding window) and hopper_dma_attention_backward.cu (gathered lists), which document it.
 // Defines    HEAD_DIM (64, 128); HAS_BIAS; COMPUTE_DQ 0|1; DQ_BULK 0|1: dq leaves through shared memory by bulk adds, or from registers;
-//            Q_STAGES, DO_STAGES; CONSUMER_REGISTERS, PRODUCER_REGISTERS
+//            Q_STAGES, DO_STAGES; TENSOR_MAPS 0|1: queries and output gradients by the copy engine instead of cp.async; CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // A producer warpgroup streams tiles of 64 queries and output gradients; two consumer warpgroups own 64 keys each. Scores are kept transposed,
 // S^T = K Q^T, so that P^T in registers is the A operand of dV += P^T dO; dS^T goes through shared memory, for dK += dS^T Q (the sums of dK and dV stay
 // in registers) and for dQ = dS K, of which each warpgroup makes half the columns, over all 128 keys. Order of a step's products, so that tensor cores work
@@ -22,6 +22,9 @@
 #endif
 #ifndef DQ_BULK
 #define DQ_BULK 1
+#endif
+#ifndef TENSOR_MAPS
+#define TENSOR_MAPS 0
 #endif
 
 constexpr int BLOCK_KV = 128, BLOCK_Q = 64, NUM_CONSUMERS = 2;
@@ -62,6 +65,9 @@ struct BackwardBlock {
   int dq_first, dq_len;  // the queries dq_sum holds
   int first_tile, num_tiles;  // query tiles (of BLOCK_Q positions) seen by a key of the block
   float scale_log2;
+  const TensorMap* q_map;     // TENSOR_MAPS: of bf16 [batch, seq_len, num_heads * HEAD_DIM]
+  const TensorMap* do_map;
+  int batch, head;            // head: the KV head's first query head
 };
 
 // The keys of a warp's choice at a glance.
@@ -69,7 +75,7 @@ struct KeyRange {
   int lowest, highest, first_expire, last_expire;
 };
 
-// Over the entries first .. first + count; `keys` answers {position, expire}; entries that are none have expire 0 and count for the smallest expire only.
+// Over the entries first .. first + count; `keys.entry(at)` is {position, expire}, `keys.row(at)` a row to load in its place that holds numbers; entries that are none have expire 0 and count for the smallest expire only.
 template <class Keys>
 DEVICE KeyRange key_range(const Keys& keys, int first, int count) {
   KeyRange range = {0x7fffffff, -1, 0x7fffffff, 0};
@@ -93,14 +99,14 @@ DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + b
 DEVICE u32 start_block(void* memory) {
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
-    // Arrivals: every producer thread's copies; one of each consumer warp.
+    // Arrivals: every producer thread's copies (one expect_tx with tensor maps); one of each consumer warp.
     barrier_init(barrier_at(shared, FULL_KV), 128);
     for (int i = 0; i < Q_STAGES; ++i) {
-      barrier_init(barrier_at(shared, FULL_Q + i), 128);
+      barrier_init(barrier_at(shared, FULL_Q + i), TENSOR_MAPS ? 1 : 128);
       barrier_init(barrier_at(shared, EMPTY_Q + i), NUM_CONSUMERS * 4);
     }
     for (int i = 0; i < DO_STAGES; ++i) {
-      barrier_init(barrier_at(shared, FULL_DO + i), 128);
+      barrier_init(barrier_at(shared, FULL_DO + i), TENSOR_MAPS ? 1 : 128);
       barrier_init(barrier_at(shared, EMPTY_DO + i), NUM_CONSUMERS * 4);
     }
     barrier_ready();
@@ -128,8 +134,7 @@ template <class Keys>
 DEVICE void produce(const BackwardBlock& block, const Keys& keys, u32 shared) {
   const int thread = (int)threadIdx.x % 128, warp = thread / 32;
   {
-    const int2 entry = keys.entry(thread);
-    const int key = entry.y > 0 ? entry.x : -1;
+    const int key = keys.row(thread);
     copy_key_rows(shared, block.k, block.k_stride * 2, key, warp);
     copy_key_rows(shared + V_AT, block.v, block.v_stride * 2, key, warp);
     barrier_arrive_copies(barrier_at(shared, FULL_KV));
@@ -139,14 +144,30 @@ DEVICE void produce(const BackwardBlock& block, const Keys& keys, u32 shared) {
   for (int head = 0; head < block.group_size; ++head) {
     const float2* stats = block.stats + (u64)head * block.padded_len;
     for (int tile = block.first_tile; tile < block.first_tile + block.num_tiles; ++tile) {
+#if TENSOR_MAPS
+      if (thread != 0) continue;
+      const u32 full_q = barrier_at(shared, FULL_Q + q_place.slot), full_do = barrier_at(shared, FULL_DO + do_place.slot);
+      barrier_wait(barrier_at(shared, EMPTY_Q + q_place.slot), q_place.phase ^ 1);
+      barrier_expect(full_q, QUERY_TILE_BYTES);
+#pragma unroll
+      for (int h = 0; h < DIM_BLOCKS; ++h)
+        tensor_load_3d(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES + h * BLOCK_Q * 128, block.q_map, full_q, (block.head + head) * HEAD_DIM + h * 64, tile * BLOCK_Q, block.batch);
+      barrier_wait(barrier_at(shared, EMPTY_DO + do_place.slot), do_place.phase ^ 1);
+      barrier_expect(full_do, QUERY_TILE_BYTES + STATS_BYTES);
+#pragma unroll
+      for (int h = 0; h < DIM_BLOCKS; ++h)
+        tensor_load_3d(shared + DO_AT + do_place.slot * QUERY_TILE_BYTES + h * BLOCK_Q * 128, block.do_map, full_do, (block.head + head) * HEAD_DIM + h * 64, tile * BLOCK_Q, block.batch);
+      bulk_load(shared + STATS_AT + do_place.slot * STATS_BYTES, stats + tile * BLOCK_Q, STATS_BYTES, full_do);
+#else
       barrier_wait(barrier_at(shared, EMPTY_Q + q_place.slot), q_place.phase ^ 1);
       copy_query_rows(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES, block.q + head * HEAD_DIM, block.q_stride, tile * BLOCK_Q, block.seq_len);
       barrier_arrive_copies(barrier_at(shared, FULL_Q + q_place.slot));
-      q_place.advance();
       barrier_wait(barrier_at(shared, EMPTY_DO + do_place.slot), do_place.phase ^ 1);
       copy_query_rows(shared + DO_AT + do_place.slot * QUERY_TILE_BYTES, block.d_out + head * HEAD_DIM, block.do_stride, tile * BLOCK_Q, block.seq_len);
       if (thread < BLOCK_Q / 2) copy_async_16(shared + STATS_AT + do_place.slot * STATS_BYTES + thread * 16, stats + tile * BLOCK_Q + thread * 2, 16);
       barrier_arrive_copies(barrier_at(shared, FULL_DO + do_place.slot));
+#endif
+      q_place.advance();
       do_place.advance();
     }
   }
@@ -267,7 +288,7 @@ DEVICE void consume(const BackwardBlock& block, const Keys& keys, const float (&
 
   barrier_wait(barrier_at(shared, FULL_KV), 0);
   barrier_wait(barrier_at(shared, FULL_Q), 0);
-  fence_async_proxy();  // keys, values and queries came by cp.async
+  fence_async_proxy();  // keys and values (and queries) came by cp.async
   wgmma_fence();
   multiply_queries(scores, k, shared + Q_AT);
   wgmma_wait<0>();
@@ -276,7 +297,7 @@ DEVICE void consume(const BackwardBlock& block, const Keys& keys, const float (&
     const u32 q = shared + Q_AT + q_place.slot * QUERY_TILE_BYTES, d_out = shared + DO_AT + do_place.slot * QUERY_TILE_BYTES;
     const u32 stats = shared + STATS_AT + do_place.slot * STATS_BYTES + t * 16;
     barrier_wait(barrier_at(shared, FULL_DO + do_place.slot), do_place.phase);
-    fence_async_proxy();
+    if (!TENSOR_MAPS) fence_async_proxy();
     wgmma_fence();
     multiply_queries(dp, v, d_out);  // dP^T = V dO^T
 

@@ -14,6 +14,11 @@ DEVICE void tensor_load_3d(u32 shared, const TensorMap* map, u32 barrier, int x,
                : "memory");
 }
 
+// Copies `bytes` (a multiple of 16), which count on `barrier`.
+DEVICE void bulk_load(u32 shared, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
 // Adds `bytes` (a multiple of 16) of f32 in shared memory to as many in global memory, each atomically.
 DEVICE void bulk_add_f32(float* to, u32 shared, u32 bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(shared), "r"(bytes) : "memory");

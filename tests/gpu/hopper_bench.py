@@ -8,16 +8,11 @@ import torch
 import attention_kernels as kernels
 from attention_bench import HEADS, Inputs, Timer, make_lists, rivals
 
-FORWARD = {
-    "cp.async": {},
-    "cp.async 2 heads": dict(HEADS_PER_TILE=2),
-    "maps": dict(TENSOR_MAPS=1),
-    "maps 2 heads": dict(TENSOR_MAPS=1, HEADS_PER_TILE=2),
-    "maps 2 heads free": dict(TENSOR_MAPS=1, HEADS_PER_TILE=2, TAKE_TURNS=0),
-}
-FORWARD_64 = {"cp.async": {}, "maps": dict(TENSOR_MAPS=1), "maps 2 heads": dict(TENSOR_MAPS=1, HEADS_PER_TILE=2)}
-GATHER = {"": {}, "1 head": dict(HEADS_PER_TILE=1)}
-BACKWARD = {"bulk": {}, "red": dict(DQ_BULK=0), "bulk do3": dict(Q_STAGES=2, DO_STAGES=3), "red do3": dict(DQ_BULK=0, DO_STAGES=3)}
+FORWARD = {"": {}, "2 heads": dict(HEADS_PER_TILE=2), "k3": dict(K_STAGES=3, V_STAGES=2), "cp.async": dict(TENSOR_MAPS=0)}
+FORWARD_64 = {"": {}, "free": dict(TAKE_TURNS=0), "2 heads": dict(HEADS_PER_TILE=2)}
+GATHER = {"": {}, "free": dict(TAKE_TURNS=0)}
+ROW_SUMS = {"": {}, "free": dict(TAKE_TURNS=0)}
+BACKWARD = {"maps": {}, "maps 232": dict(CONSUMER_REGISTERS=232, PRODUCER_REGISTERS=40), "maps red": dict(DQ_BULK=0, DO_STAGES=3), "cp.async": dict(TENSOR_MAPS=0)}
 
 
 class NoLists:
@@ -44,12 +39,18 @@ def record(rt, names):
         for options in GATHER.values():
             x.dma_forward(with_variant(rt, "forward", options), NoLists)
         y.dma_forward(with_variant(rt, "forward", {}), NoLists)
+        for options in ROW_SUMS.values():
+            for z in (x, y):
+                z.backward(with_variant(rt, "row_sums", options), bias=True)
+                z.dma_backward(rt, NoLists)
+        rt.row_sums = {}
     rt.forward = {}
     if "backward" in names:
         for options in BACKWARD.values():
             with_variant(rt, "backward", options)
             for z in (x, y):
                 z.backward(rt)
+                z.backward(rt, deterministic=True)
                 z.backward(rt, bias=True)
                 z.dma_backward(rt, NoLists)
     rt.backward = {}
@@ -115,7 +116,16 @@ def run_backward(rt, timer, pool):
             for name, options in BACKWARD.items():
                 timer.time(f"dma {n} w {window} {kind} d{d} backward: {name}", flops, lambda: x.dma_backward(with_variant(rt, "backward", options), lists, None, False, 16, sums), 8)
             rt.backward = {}
+            for name, options in ROW_SUMS.items():
+                timer.time(f"dma {n} w {window} {kind} d{d} row sums: {name}", pairs_flops(d, 1, n, window), lambda: row_sums(with_variant(rt, "row_sums", options), x, lists), 8)
+            rt.row_sums = {}
             timer.time(f"dma {n} w {window} {kind} d{d} backward, row sums from o", flops, lambda: x.dma_backward(rt, lists, None, False, 16, sums, False), 8)
+
+
+def row_sums(rt, x, lists):
+    stats = x.ddelta.new_zeros(x.b, HEADS, kernels.padded_len(x.n), 2)
+    t = kernels.row_sums_tiling(x.d, x.d, True, HEADS // x.hkv)
+    kernels.dma_query_kernel(rt, "dma_attention_row_sums", t, x.q, x.k, x.v, x.do, stats, x.delta, lists, x.scale)
 
 
 def backward_words(x, window):

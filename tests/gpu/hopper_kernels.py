@@ -16,22 +16,27 @@ TENSOR_MAP_BF16, SWIZZLE_128, PROMOTE_256 = 9, 3, 3
 
 def forward_tiling(d, gather, group):
     """The tiling of a forward kernel."""
-    tiling = dict(NUM_CONSUMERS=2, BLOCK_KV=128, K_STAGES=2, V_STAGES=3, TAKE_TURNS=1, CONSUMER_REGISTERS=224, PRODUCER_REGISTERS=56)
-    if d == 64:
-        tiling.update(K_STAGES=3)
+    tiling = dict(NUM_CONSUMERS=2, BLOCK_KV=128, K_STAGES=2 if d == 128 else 3, V_STAGES=3, TAKE_TURNS=1, CONSUMER_REGISTERS=216, PRODUCER_REGISTERS=72)
     tiling["HEADS_PER_TILE"] = 2 if gather and group % 2 == 0 else 1
+    if not gather:
+        tiling["TENSOR_MAPS"] = 1
     return tiling
 
 
-def forward_shared_bytes(d, t, gather, bias):
+def row_sums_tiling(d, gather, group):
+    """The tiling of the row sums."""
+    return {**forward_tiling(d, gather, group), "V_STAGES": 2 if d == 128 else 3}
+
+
+def forward_shared_bytes(d, t, gather, bias, sums):
     rows, stages = t["NUM_CONSUMERS"] * 64, t["K_STAGES"] + t["V_STAGES"]
-    shared = rows * d * 2 + stages * 256 * d + (2048 if bias else 0) + (4096 if gather else 0)
+    shared = rows * d * (4 if sums else 2) + stages * 256 * d + (2048 if bias else 0) + (4096 if gather else 0)
     return shared + 2 * (32 + (0 if gather else rows // t["HEADS_PER_TILE"] * 4)) + (2 * stages + 2) * 8 + 1024
 
 
 def backward_tiling(d):
     """The tiling of a backward kernel."""
-    return dict(DQ_BULK=1, Q_STAGES=3, DO_STAGES=2, CONSUMER_REGISTERS=224, PRODUCER_REGISTERS=56)
+    return dict(DQ_BULK=1, Q_STAGES=3, DO_STAGES=2, TENSOR_MAPS=1, CONSUMER_REGISTERS=224, PRODUCER_REGISTERS=56)
 
 
 def backward_shared_bytes(d, t, compute_dq):
@@ -40,11 +45,11 @@ def backward_shared_bytes(d, t, compute_dq):
 
 
 class HopperRuntime(CubinRuntime):
-    """`forward`, `backward`: entries that replace those of the tiling chosen, for trying others."""
+    """`forward`, `row_sums`, `backward`: entries that replace those of the tiling chosen, for trying others."""
 
-    def __init__(self, folder, forward=None, backward=None, kinds=("forward", "backward")):
+    def __init__(self, folder, kinds=("forward", "backward")):
         super().__init__(folder)
-        self.forward, self.backward, self.kinds = forward or {}, backward or {}, kinds
+        self.forward, self.row_sums, self.backward, self.kinds = {}, {}, {}, kinds
         self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         self.maps = {}
 
@@ -68,18 +73,18 @@ class HopperRuntime(CubinRuntime):
         if d not in (64, 128) or defines.get("HEAD_DIM_V", d) != d:
             return None
         group, bias = words[2] // words[3], gather or bool(defines.get("HAS_BIAS"))
-        if entry in ("attention_forward", "dma_attention_forward") and "forward" in self.kinds:
-            t = {**forward_tiling(d, gather, group), **self.forward}
+        packed = lambda at, heads, rows: (at, (words[4 + at], heads * d, words[1], words[0], words[7 + at], words[10 + at], rows))
+        if entry.replace("dma_", "") in ("attention_forward", "attention_row_sums") and "forward" in self.kinds:
+            sums = entry.endswith("row_sums")
+            t = {**(row_sums_tiling if sums else forward_tiling)(d, gather, group), **(self.row_sums if sums else self.forward)}
             while group % t["HEADS_PER_TILE"]:
                 t["HEADS_PER_TILE"] //= 2
-            specific = {} if gather else dict(HAS_BIAS=int(bias))
-            maps = []
             if gather:
                 t.pop("TENSOR_MAPS", None)
-            elif t.get("TENSOR_MAPS"):
-                maps = [(at, (words[4 + at], words[3] * d, words[1], words[0], words[7 + at], words[10 + at])) for at in (1, 2)]
+            maps = [packed(at, words[3], 128) for at in (1, 2)] if t.get("TENSOR_MAPS") else []
+            specific = {} if gather else dict(HAS_BIAS=int(bias))
             return ("hopper_" + entry, {"HEAD_DIM": d, **t, **specific}, (self.multiprocessors, 1, 1), 128 + t["NUM_CONSUMERS"] * 128,
-                    forward_shared_bytes(d, t, gather, bias), maps)
+                    forward_shared_bytes(d, t, gather, bias, sums), maps)
         if entry in ("attention_backward", "dma_attention_backward") and "backward" in self.kinds and defines["COMPUTE_DK"] and defines["COMPUTE_DV"]:
             t = {**backward_tiling(d), **self.backward}
             compute_dq = defines["COMPUTE_DQ"]
@@ -88,20 +93,22 @@ class HopperRuntime(CubinRuntime):
                 blocks = words[17] // kernels.SUPER_BLOCK * ceil_div(words[15], 128)
             else:
                 specific, blocks = dict(HAS_BIAS=int(bias)), ceil_div(words[1], 128)
+            width = words[2] * d
+            maps = [packed(0, words[2], 64), (3, (0, width, words[1], words[0], width, words[1] * width, 64))] if t.get("TENSOR_MAPS") else []
             return ("hopper_" + entry, {"HEAD_DIM": d, **t, "COMPUTE_DQ": compute_dq, **specific}, (blocks, words[3], words[0]), 384,
-                    backward_shared_bytes(d, t, compute_dq), [])
+                    backward_shared_bytes(d, t, compute_dq), maps)
         return None
 
-    def tensor_map(self, tensor, offset, width, rows, batch, token_stride, batch_stride):
-        """Address of a map of bf16 [batch, rows, width], boxes 1 x 128 x 64."""
-        key = (tensor.data_ptr(), offset, width, rows, batch, token_stride, batch_stride)
+    def tensor_map(self, tensor, offset, width, rows, batch, token_stride, batch_stride, box_rows):
+        """Address of a map of bf16 [batch, rows, width], boxes 1 x box_rows x 64."""
+        key = (tensor.data_ptr(), offset, width, rows, batch, token_stride, batch_stride, box_rows)
         if key not in self.maps:
             memory = ctypes.create_string_buffer(256)
             at = (ctypes.addressof(memory) + 63) & ~63
             u64, u32 = ctypes.c_ulonglong, ctypes.c_uint
             code = self.driver.cuTensorMapEncodeTiled(
                 ctypes.c_void_p(at), TENSOR_MAP_BF16, 3, ctypes.c_void_p(tensor.data_ptr() + 2 * offset), (u64 * 3)(width, rows, batch),
-                (u64 * 2)(2 * token_stride, 2 * batch_stride), (u32 * 3)(64, 128, 1), (u32 * 3)(1, 1, 1), 0, SWIZZLE_128, PROMOTE_256, 0)
+                (u64 * 2)(2 * token_stride, 2 * batch_stride), (u32 * 3)(64, box_rows, 1), (u32 * 3)(1, 1, 1), 0, SWIZZLE_128, PROMOTE_256, 0)
             self.check(code, "tensor map")
             self.maps[key] = (memory, at)
         return self.maps[key][1]
@@ -112,8 +119,8 @@ class HopperRecorder(HopperRuntime):
 
     device = "cpu"
 
-    def __init__(self, forward=None, backward=None):
-        self.forward, self.backward, self.kinds, self.multiprocessors, self.seen = forward or {}, backward or {}, ("forward", "backward"), 132, {}
+    def __init__(self):
+        self.forward, self.row_sums, self.backward, self.kinds, self.multiprocessors, self.seen = {}, {}, {}, ("forward", "backward"), 132, {}
 
     def launch(self, file, entry, defines, grid, threads, shared, tensors, words):
         spec = self.translate(entry, defines, grid, words)

@@ -1,0 +1,101 @@
+// hopper_dense: tiles of queries and the contiguous stages of keys they see: causal, a window, packed documents.
+// Defines    as hopper_tiles.cuh, which the includer includes first
+#pragma once
+#include "common/hopper_tiles.cuh"
+
+constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
+
+struct DenseWork {
+  const i32* doc_start;  // [batch, seq_len]
+  u32 tiles, head_units, kv_heads, batch, num_items;
+  int seq_len, window;
+
+  template <class Params>
+  DEVICE DenseWork(const i32* doc_start, const Params& params)
+      : doc_start(doc_start), head_units((u32)params.num_heads / HEADS_PER_TILE), kv_heads((u32)params.num_kv_heads), batch((u32)params.batch), seq_len((int)params.seq_len) {
+    window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
+    tiles = (u32)ceil_div(seq_len, TILE_QUERIES);
+    num_items = tiles * head_units * batch;
+  }
+
+  // The producer warpgroup's part of one tile.
+  DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, u32 item, u32 round, u32 shared, ProducerPlaces& places) const {
+    const int thread = (int)threadIdx.x % 128;
+    WorkPlace place = work_place(item, tiles, head_units, kv_heads, batch, (u64)seq_len * HEAD_DIM * 4, SECTION_BYTES);
+    place.tile = (int)tiles - 1 - place.tile;  // late tiles see most keys
+    place.head *= HEADS_PER_TILE;
+    const int kv_head = place.head / (tensors.num_heads / tensors.num_kv_heads);
+    TileHead tile = {};
+    tile.batch = place.batch;
+    tile.head = place.head;
+    tile.first_query = place.tile * TILE_QUERIES;
+    tile.end_query = min(tile.first_query + TILE_QUERIES, seq_len);
+    const i32* starts = doc_start + (u64)place.batch * seq_len;
+    const int first_low = max(starts[tile.first_query], tile.first_query - window + 1);
+    tile.last_stage = (tile.end_query - 1) / BLOCK_KV;
+    tile.num_stages = tile.last_stage - first_low / BLOCK_KV + 1;
+#if !TENSOR_MAPS
+    const bf16* k = tensors.k + place.batch * tensors.k_batch_stride + (u64)kv_head * HEAD_DIM;
+    const bf16* v = tensors.v + place.batch * tensors.v_batch_stride + (u64)kv_head * HEAD_DIM;
+#endif
+#if HAS_BIAS
+    const float* delta = tensors.delta + ((u64)place.batch * tensors.num_kv_heads + kv_head) * seq_len;
+#endif
+
+    for (int it = -1; it < tile.num_stages; ++it) {
+      if (it + 1 < tile.num_stages) {
+        // Keys run one stage ahead of values. Past the end the last key stands in, which is masked there.
+        const int first_key = (tile.last_stage - it - 1) * BLOCK_KV;
+        [[maybe_unused]] const int key = min(first_key + thread, seq_len - 1);
+        const u32 full = barrier_at(shared, FULL_K + places.k.slot), to = shared + K_AT + places.k.slot * STAGE_BYTES;
+#if TENSOR_MAPS
+        if (HAS_BIAS || thread == 0) barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
+        if (thread == 0) {
+          barrier_expect(full, STAGE_BYTES);
+#pragma unroll
+          for (int h = 0; h < DIM_BLOCKS; ++h) tensor_load_3d(to + h * BLOCK_KV * 128, maps[0], full, kv_head * HEAD_DIM + h * 64, first_key, place.batch);
+        }
+#else
+        barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
+        copy_key_rows(to, k, (u32)tensors.k_token_stride * 2, key, thread / 32);
+#endif
+#if HAS_BIAS
+        copy_async_4(key_slot(shared, places.stage) + bias_place(thread) * 4, delta + key, 4);
+#endif
+        if (!TENSOR_MAPS || HAS_BIAS) barrier_arrive_copies(full);
+        places.k.advance();
+        places.stage += 1;
+      }
+      if (it < 0) {
+        // The queries and the tile's description, once the last tile's products with its queries are done.
+        const u32 full = barrier_at(shared, FULL_Q);
+        barrier_wait(barrier_at(shared, EMPTY_Q), (round & 1) ^ 1);
+        copy_queries(shared, tensors, tile);
+        barrier_arrive_copies(full);
+        unsigned char* described = (unsigned char*)__cvta_shared_to_generic(tile_base(shared, round));
+        if (thread == 0) *(TileHead*)described = tile;
+        for (int at = thread; at < TILE_QUERIES; at += 128) {
+          const int query = min(tile.first_query + at, seq_len - 1);
+          ((int*)(described + 32))[at] = max(starts[query], query - window + 1);
+        }
+        barrier_arrive(full);
+        continue;
+      }
+      const u32 full = barrier_at(shared, FULL_V + places.v.slot), to = shared + V_AT + places.v.slot * STAGE_BYTES;
+      const int first_key = (tile.last_stage - it) * BLOCK_KV;
+#if TENSOR_MAPS
+      if (thread == 0) {
+        barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
+        barrier_expect(full, STAGE_BYTES);
+#pragma unroll
+        for (int h = 0; h < DIM_BLOCKS; ++h) tensor_load_3d(to + h * BLOCK_KV * 128, maps[1], full, kv_head * HEAD_DIM + h * 64, first_key, place.batch);
+      }
+#else
+      barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
+      copy_key_rows(to, v, (u32)tensors.v_token_stride * 2, min(first_key + thread, seq_len - 1), thread / 32);
+      barrier_arrive_copies(full);
+#endif
+      places.v.advance();
+    }
+  }
+};

@@ -1,0 +1,98 @@
+// hopper_gather: tiles of queries and the listed keys they see, for exact dynamic mask attention.
+// Defines    as hopper_tiles.cuh, with GATHER and HAS_BIAS 1; SUPER_BLOCK (1024)
+#pragma once
+#include "common/hopper_tiles.cuh"
+
+#ifndef SUPER_BLOCK
+#define SUPER_BLOCK 1024
+#endif
+
+constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
+constexpr int BLOCK_TILES = ceil_div(SUPER_BLOCK, TILE_QUERIES);
+
+// A tile's keys: `count` entries of a list. Past them the first one stands in, with an expire that nobody precedes.
+struct KeyWindow {
+  const int2* entries;
+  int count;
+
+  DEVICE int2 entry(int at) const { return at < count ? entries[at] : make_int2(entries[0].x, 0); }
+};
+
+struct GatherWork {
+  const int2* list;        // [batch, num_kv_heads, num_super_blocks, list_capacity]
+  const i32* tile_window;  // [batch, num_kv_heads, ceil(seq_len / tile_queries), 2]
+  u64 list_capacity, unit_bytes;
+  u32 tiles, head_units, kv_heads, batch, num_items;
+  int tile_queries;
+
+  template <class Params>
+  DEVICE GatherWork(const int2* list, const i32* tile_window, const Params& params)
+      : list(list), tile_window(tile_window), list_capacity(params.list_capacity), unit_bytes(params.seq_len * HEAD_DIM * 4),
+        head_units((u32)params.num_heads / HEADS_PER_TILE), kv_heads((u32)params.num_kv_heads), batch((u32)params.batch), tile_queries((int)params.tile_queries) {
+    const int seq_len = (int)params.seq_len;
+    tiles = (u32)(seq_len / SUPER_BLOCK * BLOCK_TILES + ceil_div(seq_len % SUPER_BLOCK, TILE_QUERIES));
+    num_items = tiles * head_units * batch;
+  }
+
+  // The producer warpgroup's part of one tile.
+  DEVICE void produce(const InputTensors& tensors, const TensorMap* const*, u32 item, u32 round, u32 shared, ProducerPlaces& places) const {
+    const int thread = (int)threadIdx.x % 128, warp = thread / 32;
+    WorkPlace place = work_place(item, tiles, head_units, kv_heads, batch, unit_bytes, SECTION_BYTES);
+    place.tile = (int)tiles - 1 - place.tile;  // early tiles may see fewer keys
+    place.head *= HEADS_PER_TILE;
+    const int kv_head = place.head / (tensors.num_heads / tensors.num_kv_heads), super_block = place.tile / BLOCK_TILES;
+    TileHead tile = {};
+    tile.batch = place.batch;
+    tile.head = place.head;
+    tile.first_query = super_block * SUPER_BLOCK + place.tile % BLOCK_TILES * TILE_QUERIES;
+    tile.end_query = min(min(tile.first_query + TILE_QUERIES, (super_block + 1) * SUPER_BLOCK), tensors.seq_len);
+
+    // The window's begin falls and its end falls from tile to tile: the last query decides the one, the first query the other.
+    const u64 list_row = (u64)place.batch * tensors.num_kv_heads + kv_head;
+    const int num_windows = ceil_div(tensors.seq_len, tile_queries), num_super_blocks = ceil_div(tensors.seq_len, SUPER_BLOCK);
+    const i32* windows = tile_window + list_row * num_windows * 2;
+    const int begin = windows[(tile.end_query - 1) / tile_queries * 2], end = windows[tile.first_query / tile_queries * 2 + 1];
+    KeyWindow window;
+    window.count = max(end - begin, 0);
+    window.entries = list + (list_row * num_super_blocks + super_block) * list_capacity + (window.count > 0 ? begin : 0);
+    tile.num_stages = max(ceil_div(window.count, BLOCK_KV), 1);
+
+    const bf16* k = tensors.k + place.batch * tensors.k_batch_stride + (u64)kv_head * HEAD_DIM;
+    const bf16* v = tensors.v + place.batch * tensors.v_batch_stride + (u64)kv_head * HEAD_DIM;
+    const float* delta = tensors.delta + list_row * tensors.seq_len;
+    int here = 0;                      // this thread's key of stage it
+    int2 next = window.entry(thread);  // its entry of stage it + 1; the loads run one stage further ahead
+
+    for (int it = -1; it < tile.num_stages; ++it) {
+      const int2 after = window.entry((it + 2) * BLOCK_KV + thread);
+      if (it + 1 < tile.num_stages) {
+        // Keys run one stage ahead of values.
+        const u32 full = barrier_at(shared, FULL_K + places.k.slot), keys = key_slot(shared, places.stage);
+        barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
+        copy_key_rows(shared + K_AT + places.k.slot * STAGE_BYTES, k, (u32)tensors.k_token_stride * 2, next.x, warp);
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(keys + thread * 8), "r"(next.x), "r"(next.y) : "memory");
+        copy_async_4(keys + ENTRY_BYTES + bias_place(thread) * 4, delta + next.x, 4);
+        barrier_arrive_copies(full);
+        barrier_arrive(full);  // for the entry, which was stored
+        places.k.advance();
+        places.stage += 1;
+      }
+      if (it < 0) {
+        // The queries and the tile's description, once the last tile's products with its queries are done.
+        const u32 full = barrier_at(shared, FULL_Q);
+        barrier_wait(barrier_at(shared, EMPTY_Q), (round & 1) ^ 1);
+        copy_queries(shared, tensors, tile);
+        barrier_arrive_copies(full);
+        if (thread == 0) *(TileHead*)__cvta_shared_to_generic(tile_base(shared, round)) = tile;
+        barrier_arrive(full);
+      } else {
+        barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
+        copy_key_rows(shared + V_AT + places.v.slot * STAGE_BYTES, v, (u32)tensors.v_token_stride * 2, here, warp);
+        barrier_arrive_copies(barrier_at(shared, FULL_V + places.v.slot));
+        places.v.advance();
+      }
+      here = next.x;
+      next = after;
+    }
+  }
+};

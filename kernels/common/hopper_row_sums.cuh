@@ -1,0 +1,84 @@
+// hopper_row_sums: for each query of a tile, sum_j P_ij (do_i . v_j) over the keys it sees, on Hopper (sm_90a).
+// Used by hopper_attention_row_sums.cu and hopper_dma_attention_row_sums.cu, which document the interface. Two products a stage, S = Q K^T and
+// dP = dO V^T, whose exponentials and sums run beside the other warpgroup's products.
+// Defines    as hopper_tiles.cuh
+#pragma once
+#define ROW_SUMS 1
+#include "common/hopper_tiles.cuh"
+
+struct RowSumsConsumer {
+  float2* stats;  // [batch, num_heads, padded_len] {lse * log2(e) or +inf, the row sum}: the first is read, the second written
+  int padded_len;
+
+  // The warpgroup's 64 rows of one tile.
+  DEVICE void consume(const InputTensors& tensors, u32 shared, u32 round, int warpgroup, ConsumerPlaces& places) const {
+    const u32 tile = tile_base(shared, round), q = shared + warpgroup * 64 * 128, d_out = q + DO_AT;
+    barrier_wait(barrier_at(shared, FULL_Q), round & 1);
+    fence_async_proxy();  // queries and output gradients came by cp.async
+    const int num_stages = load_shared_int(tile + 16);
+    const ConsumerRows rows = consumer_rows(tile, warpgroup);
+    float2* row_stats[2];
+    float lse[2], sums[2] = {0.0f, 0.0f};
+    const int batch = load_shared_int(tile), head = load_shared_int(tile + 4), end_query = load_shared_int(tile + 12);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = warpgroup * 64 + (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4 + 8 * r;
+      row_stats[r] = stats + ((u64)batch * tensors.num_heads + head + row / TILE_QUERIES) * padded_len + rows.query[r];
+      lse[r] = rows.query[r] < end_query ? row_stats[r]->x : INFINITY_F32;
+    }
+
+    for (int it = 0; it < num_stages; ++it) {
+      float score[64], dp[64];
+      barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
+      barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
+      if (!TENSOR_MAPS) fence_async_proxy();
+#if TAKE_TURNS
+      barrier_sync(1 + warpgroup, 256);
+#endif
+      wgmma_fence();
+      multiply_stage(score, q, shared + K_AT + places.k.slot * STAGE_BYTES);
+      multiply_stage(dp, d_out, shared + V_AT + places.v.slot * STAGE_BYTES);
+#if TAKE_TURNS
+      barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
+#endif
+      wgmma_wait<1>();
+      release(barrier_at(shared, EMPTY_K + places.k.slot));
+
+      // P = 2^(S - lse), zero where masked.
+#if HAS_BIAS
+      bias_stage(score, key_slot(shared, places.stage), tensors.softmax_scale);
+      const float scale_log2 = LOG2_E;
+#else
+      const float scale_log2 = tensors.softmax_scale * LOG2_E;
+#endif
+#pragma unroll
+      for (int i = 0; i < 64; ++i) score[i] = exp2_fast(score[i] * scale_log2 - lse[i % 4 / 2]);
+      mask_stage(score, rows, key_slot(shared, places.stage), it, 0.0f);
+      keep_here(score);  // before the wait, where dP covers them
+      wgmma_wait<0>();
+      release(barrier_at(shared, EMPTY_V + places.v.slot));
+      if (it == num_stages - 1) release(barrier_at(shared, EMPTY_Q));
+      places.k.advance();
+      places.v.advance();
+      places.stage += 1;
+
+      // Accumulate.
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int n = 0; n < 16; ++n)
+#pragma unroll
+          for (int x = 0; x < 2; ++x) sum[x] += score[4 * n + 2 * r + x] * dp[4 * n + 2 * r + x];
+        sums[r] += sum[0] + sum[1];
+      }
+    }
+
+    // Store.
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float sum = quad_sum(sums[r]);
+      if (threadIdx.x % 4 == 0 && rows.query[r] < end_query) row_stats[r]->y = sum;
+    }
+  }
+};

@@ -1,0 +1,295 @@
+// hopper_tiles: a tile of query rows and the stages of keys and values that stream past it, on Hopper (sm_90a): shared memory, barriers, masks; common to the
+// kernels that keep queries in place: attention (hopper_forward.cuh) and its backward's row sums (hopper_row_sums.cuh).
+// Defines    HEAD_DIM (64, 128); NUM_CONSUMERS warpgroups of 64 rows; BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query heads of a
+//            group share a tile; HAS_BIAS; GATHER; TENSOR_MAPS 0|1: keys and values by the copy engine instead of cp.async (dense only);
+//            TAKE_TURNS 0|1: consumers issue their products in turns; CONSUMER_REGISTERS, PRODUCER_REGISTERS; ROW_SUMS: output gradients beside the queries
+// A stage's life: a producer thread waits for the slot (empty barrier), copies, and arrives at the full barrier when its copies are there; each
+// consumer warp releases the slot after the products that read it.
+#pragma once
+#include "common/hopper_copy.cuh"
+#include "common/hopper_schedule.cuh"
+#include "common/mma.cuh"
+#include "common/quad.cuh"
+#include "common/tma.cuh"
+#include "common/wgmma.cuh"
+
+#ifndef HAS_BIAS
+#define HAS_BIAS 0
+#endif
+#ifndef GATHER
+#define GATHER 0
+#endif
+#ifndef ROW_SUMS
+#define ROW_SUMS 0
+#endif
+#ifndef HEADS_PER_TILE
+#define HEADS_PER_TILE 1
+#endif
+#ifndef TENSOR_MAPS
+#define TENSOR_MAPS 0
+#endif
+#ifndef TAKE_TURNS
+#define TAKE_TURNS 1
+#endif
+
+constexpr int BLOCK_Q = NUM_CONSUMERS * 64;
+constexpr int TILE_QUERIES = BLOCK_Q / HEADS_PER_TILE;
+constexpr int THREADS = 128 + NUM_CONSUMERS * 128;
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "output rows are 32 or 64 registers of a thread, and a producer thread copies whole chunks");
+static_assert(BLOCK_KV == 128, "scores are 64 registers of a thread; each of four producer warps brings 32 keys");
+static_assert(BLOCK_Q % HEADS_PER_TILE == 0, "a tile holds whole heads");
+static_assert(!TENSOR_MAPS || !GATHER, "the copy engine brings boxes");
+static_assert(K_STAGES >= 2 && K_STAGES <= 3 && V_STAGES >= 2, "stage k + 1 is scored while stage k is weighed");
+
+// Shared memory, from a 1024-byte boundary on.
+constexpr int Q_BYTES = BLOCK_Q * HEAD_DIM * 2;
+constexpr int STAGE_BYTES = BLOCK_KV * HEAD_DIM * 2;
+constexpr int DO_AT = Q_BYTES;
+constexpr int K_AT = DO_AT + (ROW_SUMS ? Q_BYTES : 0);
+constexpr int V_AT = K_AT + K_STAGES * STAGE_BYTES;
+// Per key of a stage: {position, expire} (GATHER) and delta (HAS_BIAS). They are needed longer than K's rows: until the softmax, which precedes the
+// release of the next stage's K. So K_STAGES + 1 slots need no barriers of their own; four keep the index a mask.
+constexpr int NUM_KEY_SLOTS = 4;
+constexpr int ENTRY_BYTES = GATHER ? BLOCK_KV * 8 : 0;
+constexpr int KEY_BYTES = ENTRY_BYTES + (HAS_BIAS ? BLOCK_KV * 4 : 0);
+constexpr int KEYS_AT = V_AT + V_STAGES * STAGE_BYTES;
+// Two of these: the producer describes the next tile while the consumers store the last.
+constexpr int TILE_BYTES = 32 + (GATHER ? 0 : TILE_QUERIES * 4);
+constexpr int TILE_AT = KEYS_AT + NUM_KEY_SLOTS * KEY_BYTES;
+constexpr int BARRIERS_AT = TILE_AT + 2 * TILE_BYTES;
+constexpr int FULL_K = 0, EMPTY_K = FULL_K + K_STAGES, FULL_V = EMPTY_K + K_STAGES, EMPTY_V = FULL_V + V_STAGES, FULL_Q = EMPTY_V + V_STAGES, EMPTY_Q = FULL_Q + 1;
+constexpr int NUM_BARRIERS = EMPTY_Q + 1;
+constexpr int SHARED_BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
+static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with room to align it");
+static_assert(BARRIERS_AT % 16 == 0, "barriers and vectors are aligned");
+
+// What consumers need to know of a tile; followed by the lowest key of each query (dense).
+struct TileHead {
+  int batch, head, first_query, end_query;
+  int num_stages, last_stage;  // last_stage: dense, stages are visited from this one (key / BLOCK_KV) downwards
+  int unused[2];
+};
+
+struct InputTensors {
+  const bf16* q;
+  const bf16* k;
+  const bf16* v;
+  u64 q_token_stride, q_batch_stride;  // elements
+  u64 k_token_stride, k_batch_stride, v_token_stride, v_batch_stride;
+  const float* delta;                  // [batch, num_kv_heads, seq_len] (HAS_BIAS)
+  const bf16* d_out;                   // [batch, seq_len, num_heads, HEAD_DIM] (ROW_SUMS)
+  int seq_len, num_heads, num_kv_heads;
+  float softmax_scale;
+};
+
+// From the words that all params structs here begin with.
+template <class Params>
+DEVICE InputTensors input_tensors(const bf16* q, const bf16* k, const bf16* v, const Params& params) {
+  InputTensors tensors = {};
+  tensors.q = q + params.q_offset;
+  tensors.k = k + params.k_offset;
+  tensors.v = v + params.v_offset;
+  tensors.q_token_stride = params.q_token_stride;
+  tensors.q_batch_stride = params.q_batch_stride;
+  tensors.k_token_stride = params.k_token_stride;
+  tensors.k_batch_stride = params.k_batch_stride;
+  tensors.v_token_stride = params.v_token_stride;
+  tensors.v_batch_stride = params.v_batch_stride;
+  tensors.seq_len = (int)params.seq_len;
+  tensors.num_heads = (int)params.num_heads;
+  tensors.num_kv_heads = (int)params.num_kv_heads;
+  tensors.softmax_scale = f32_word(params.softmax_scale);
+  return tensors;
+}
+
+DEVICE u32 tile_base(u32 shared, u32 round) { return shared + TILE_AT + (round & 1) * TILE_BYTES; }
+DEVICE u32 key_slot(u32 shared, u32 stage) { return shared + KEYS_AT + (stage % NUM_KEY_SLOTS) * KEY_BYTES; }
+DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + barrier * 8; }
+
+// ---- Producer ------------------------------------------------------------------------------------------------------------------------------
+
+// The tile's rows of q or do, `base` at the tile's batch row and first head; rows past its end arrive as zeros.
+DEVICE void copy_rows_of_tile(u32 to, const bf16* base, u64 token_stride, const TileHead& tile) {
+  constexpr int CHUNKS = HEAD_DIM / 8, STEP = 128 / CHUNKS;  // rows that the warpgroup copies at once
+  static_assert(STEP % 8 == 0 && BLOCK_Q % STEP == 0, "a thread's rows differ by multiples of 8, so its swizzled chunk is one");
+  const int thread = (int)opaque(threadIdx.x) % 128, chunk = thread % CHUNKS;
+  base += chunk * 8;
+  to += chunk / 8 * BLOCK_Q * 128 + thread / CHUNKS * 128 + (((chunk % 8) ^ (thread / CHUNKS % 8)) << 4);
+#pragma unroll 2
+  for (int row = thread / CHUNKS; row < BLOCK_Q; row += STEP, to += STEP * 128) {
+    const int query = tile.first_query + row % TILE_QUERIES;
+    const bool inside = query < tile.end_query;
+    copy_async_16(to, base + (u64)(inside ? query : tile.first_query) * token_stride + row / TILE_QUERIES * HEAD_DIM, inside ? 16 : 0);
+  }
+}
+
+DEVICE void copy_queries(u32 shared, const InputTensors& tensors, const TileHead& tile) {
+  copy_rows_of_tile(shared, tensors.q + tile.batch * tensors.q_batch_stride + (u64)tile.head * HEAD_DIM, tensors.q_token_stride, tile);
+#if ROW_SUMS
+  copy_rows_of_tile(shared + DO_AT, tensors.d_out + ((u64)tile.batch * tensors.seq_len * tensors.num_heads + tile.head) * HEAD_DIM, (u64)tensors.num_heads * HEAD_DIM, tile);
+#endif
+}
+
+// Where a producer stands in the rings; `stage` counts stages over all tiles.
+struct ProducerPlaces {
+  RingPlace<K_STAGES> k;
+  RingPlace<V_STAGES> v;
+  u32 stage = 0;
+};
+
+// ---- Consumer ------------------------------------------------------------------------------------------------------------------------------
+
+// d = a b^T: the warpgroup's 64 rows of a tile of BLOCK_Q, against a stage.
+DEVICE void multiply_stage(float (&d)[64], u32 rows, u32 stage) {
+  const u64 a = wgmma_along(rows), b = wgmma_along(stage);
+#pragma unroll
+  for (int step = 0; step < HEAD_DIM / 16; ++step)
+    wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_Q * 128 + step % 4 * 32), wgmma_step(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32), step > 0);
+  wgmma_commit();
+}
+
+// The warpgroup's rows of a tile.
+struct ConsumerRows {
+  int first_query, last_query;  // of the warpgroup's rows: what decides whether a stage needs the mask
+  int query[2];                 // of this thread's rows
+#if !GATHER
+  int highest_low;              // the lowest key seen by the last query: keys from here on need no lower bound
+  int lowest[2];
+  int last_stage;
+#endif
+};
+
+// The rows of this thread's warpgroup in the tile described at `tile`.
+DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
+  ConsumerRows rows;
+  const int first_query = load_shared_int(tile + 8), end_query = load_shared_int(tile + 12), first_row = warpgroup * 64 % TILE_QUERIES;
+  constexpr bool WHOLE_TILE = TILE_QUERIES % 64 != 0;  // a warpgroup's rows then may be several heads
+  rows.first_query = first_query + (WHOLE_TILE ? 0 : first_row);
+  rows.last_query = min(rows.first_query + (WHOLE_TILE ? TILE_QUERIES : 64), end_query) - 1;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int at = (warpgroup * 64 + (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4 + 8 * r) % TILE_QUERIES;
+    rows.query[r] = first_query + at;
+#if !GATHER
+    rows.lowest[r] = load_shared_int(tile + 32 + at * 4);
+#endif
+  }
+#if !GATHER
+  rows.highest_low = load_shared_int(tile + 32 + max(rows.last_query - first_query, 0) * 4);
+  rows.last_stage = load_shared_int(tile + 20);
+#endif
+  return rows;
+}
+
+// Puts `masked` where a row does not see a key of the stage, if there is such a place.
+DEVICE void mask_stage(float (&score)[64], const ConsumerRows& rows, u32 keys, int it, float masked) {
+  const int t = (int)threadIdx.x % 4;
+#if GATHER
+  bool all = true;
+#pragma unroll
+  for (int i = 0; i < BLOCK_KV / 32; ++i) {
+    int2 entry;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(entry.x), "=r"(entry.y) : "r"(keys + (i * 32 + threadIdx.x % 32) * 8) : "memory");
+    all &= entry.x <= rows.first_query && entry.y > rows.last_query;
+  }
+  if (__all_sync(~0u, all)) return;
+#pragma unroll
+  for (int n = 0; n < 16; ++n) {
+    const uint4 pair = load_shared_128(keys + (n * 8 + 2 * t) * 8);
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      const int i = rows.query[x / 2], key = (int)(x % 2 ? pair.z : pair.x), expire = (int)(x % 2 ? pair.w : pair.y);
+      if (!(key <= i && i < expire)) score[4 * n + x] = masked;
+    }
+  }
+#else
+  const int first_key = (rows.last_stage - it) * BLOCK_KV;
+  if (first_key + BLOCK_KV - 1 <= rows.first_query && first_key >= rows.highest_low) return;
+  int last[2], lowest[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    last[r] = rows.query[r] - first_key - 2 * t;
+    lowest[r] = rows.lowest[r] - first_key - 2 * t;
+  }
+#pragma unroll
+  for (int n = 0; n < 16; ++n)
+#pragma unroll
+    for (int x = 0; x < 4; ++x)
+      if (n * 8 + x % 2 > last[x / 2] || n * 8 + x % 2 < lowest[x / 2]) score[4 * n + x] = masked;
+#endif
+}
+
+#if HAS_BIAS
+// Where the bias of a stage's key lies: a thread's keys of two 8-key tiles side by side.
+DEVICE int bias_place(int key) { return key / 16 * 16 + key % 8 / 2 * 4 + key / 8 % 2 * 2 + key % 2; }
+
+// Scores become logits: softmax_scale * q.k + delta.
+DEVICE void bias_stage(float (&score)[64], u32 keys, float softmax_scale) {
+  const u32 bias = keys + ENTRY_BYTES + (threadIdx.x % 4) * 16;
+#pragma unroll
+  for (int pair = 0; pair < 8; ++pair) {
+    const uint4 bits = load_shared_128(bias + pair * 64);
+    const float delta[4] = {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w)};
+#pragma unroll
+    for (int x = 0; x < 8; ++x) score[8 * pair + x] = score[8 * pair + x] * softmax_scale + delta[x / 4 * 2 + x % 2];
+  }
+}
+#endif
+
+struct ConsumerPlaces {
+  RingPlace<K_STAGES> k;
+  RingPlace<V_STAGES> v;
+  u32 stage = 0;  // stages so far, over all tiles
+};
+
+// The first consumer's turn comes once the last one has passed it on.
+DEVICE void start_turns(int warpgroup) {
+  if (TAKE_TURNS && warpgroup == NUM_CONSUMERS - 1) barrier_pass(1, 256);
+}
+DEVICE void end_turns(int warpgroup) {
+  if (TAKE_TURNS && warpgroup == 0) barrier_sync(1, 256);  // the last turn passed on, so that no arrival is left over
+}
+
+// Sets up the barriers. Returns the aligned shared memory; followed by a __syncthreads.
+DEVICE u32 start_block(void* memory) {
+  const u32 shared = (shared_address(memory) + 1023) & ~1023u;
+  if (threadIdx.x == 0) {
+    // Arrivals: every producer thread's copies (one expect_tx with tensor maps); one of each consumer warp.
+    constexpr int FILL = TENSOR_MAPS ? 1 : 128;
+    constexpr int KEY_ARRIVALS = FILL + (GATHER || (TENSOR_MAPS && HAS_BIAS) ? 128 : 0);  // and entries stored, or biases copied
+    for (int i = 0; i < K_STAGES; ++i) {
+      barrier_init(barrier_at(shared, FULL_K + i), KEY_ARRIVALS);
+      barrier_init(barrier_at(shared, EMPTY_K + i), NUM_CONSUMERS * 4);
+    }
+    for (int i = 0; i < V_STAGES; ++i) {
+      barrier_init(barrier_at(shared, FULL_V + i), FILL);
+      barrier_init(barrier_at(shared, EMPTY_V + i), NUM_CONSUMERS * 4);
+    }
+    barrier_init(barrier_at(shared, FULL_Q), 256);  // copies of the queries; stores of the tile's description
+    barrier_init(barrier_at(shared, EMPTY_Q), NUM_CONSUMERS * 4);
+    barrier_ready();
+  }
+  return shared;
+}
+
+// A block's whole work, once `start_block` and a __syncthreads are behind it. `work` knows the items and how to produce one; `consumer` works on one.
+template <class Work, class Consumer>
+DEVICE void run_block(const InputTensors& tensors, const Work& work, const Consumer& consumer, const TensorMap* const* maps, u32 shared) {
+  const int warpgroup = warpgroup_index();
+  if (warpgroup == 0) {
+    registers_shrink<PRODUCER_REGISTERS>();
+    ProducerPlaces places;
+    for (u32 round = 0;; ++round) {
+      const u32 item = round_item(round);
+      if (item >= work.num_items) break;
+      work.produce(tensors, maps, item, round, shared, places);
+    }
+    copy_async_wait<0>();
+  } else {
+    registers_grow<CONSUMER_REGISTERS>();
+    ConsumerPlaces places;
+    start_turns(warpgroup - 1);
+    for (u32 round = 0; round_item(round) < work.num_items; ++round) consumer.consume(tensors, shared, round, warpgroup - 1, places);
+    end_turns(warpgroup - 1);
+  }
+}

@@ -1,0 +1,48 @@
+// hopper_attention_row_sums: attention_row_sums for sm_90a; the same mathematics, layout, buffers, params words and results to rounding; runs between
+// attention_backward_prepare and the backward.
+// Math       D_i = sum_j P_ij (do_i . v_j), P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i)
+// Layout     as attention_row_sums
+// Buffers    (TENSOR_MAPS: k_map, v_map by value,) q, k, v, do, row_stats, doc_start, (HAS_BIAS: delta)
+// Defines    as hopper_attention_forward
+// Tiling     as hopper_attention_forward, with BLOCK_Q * HEAD_DIM * 2 more dynamic shared bytes for output gradients
+// Numerics   f32 probabilities and sums, fixed order; writes D of every query, no padding
+// Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
+#include "common/hopper_row_sums.cuh"
+#include "common/hopper_dense.cuh"
+
+struct HopperAttentionRowSumsParams {
+  u64 batch, seq_len, num_heads, num_kv_heads;
+  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
+  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
+  u64 q_batch_stride, k_batch_stride, v_batch_stride;
+  u64 window;                                          // keys a query sees at most, itself included; seq_len or more: no window
+  u64 softmax_scale;                                   // f32 bits
+  u64 padded_len;                                      // rows of row_stats a head
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_row_sums(
+#if TENSOR_MAPS
+    const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+#endif
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const i32* doc_start,
+#if HAS_BIAS
+    const float* delta,
+#endif
+    const __grid_constant__ HopperAttentionRowSumsParams params) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = start_block(shared_memory);
+  InputTensors tensors = input_tensors(q, k, v, params);
+#if HAS_BIAS
+  tensors.delta = delta;
+#endif
+  tensors.d_out = d_out;
+  const DenseWork work(doc_start, params);
+  const RowSumsConsumer consumer = {row_stats, (int)params.padded_len};
+  __syncthreads();  // the barriers are set up
+#if TENSOR_MAPS
+  const TensorMap* maps[2] = {&k_map, &v_map};
+  run_block(tensors, work, consumer, maps, shared);
+#else
+  run_block(tensors, work, consumer, nullptr, shared);
+#endif
+}

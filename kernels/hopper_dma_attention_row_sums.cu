@@ -1,0 +1,38 @@
+// hopper_dma_attention_row_sums: dma_attention_row_sums for sm_90a; the same mathematics, layout, buffers, params words and results to rounding; runs between
+// attention_backward_prepare and the backward.
+// Math       D_i = sum_j P_ij (do_i . v_j), P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i) over the pairs j <= i < expire_j
+// Layout     as dma_attention_row_sums
+// Buffers    q, k, v, do, row_stats, delta, list, tile_window
+// Defines    as hopper_dma_attention_forward
+// Tiling     as hopper_dma_attention_forward, with BLOCK_Q * HEAD_DIM * 2 more dynamic shared bytes for output gradients
+// Numerics   f32 probabilities and sums; the order of sums follows the list; writes D of every query, no padding
+// Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
+#define GATHER 1
+#define HAS_BIAS 1
+#include "common/hopper_row_sums.cuh"
+#include "common/hopper_gather.cuh"
+
+struct HopperDmaAttentionRowSumsParams {
+  u64 batch, seq_len, num_heads, num_kv_heads;
+  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
+  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
+  u64 q_batch_stride, k_batch_stride, v_batch_stride;
+  u64 softmax_scale;                                   // f32 bits
+  u64 list_capacity;                                   // entries a list has room for
+  u64 padded_len;                                      // rows of row_stats a head
+  u64 tile_queries;                                    // queries a row of tile_window stands for; divides SUPER_BLOCK
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_row_sums(
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const float* delta, const int2* list, const i32* tile_window,
+    const __grid_constant__ HopperDmaAttentionRowSumsParams params) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = start_block(shared_memory);
+  InputTensors tensors = input_tensors(q, k, v, params);
+  tensors.delta = delta;
+  tensors.d_out = d_out;
+  const GatherWork work(list, tile_window, params);
+  const RowSumsConsumer consumer = {row_stats, (int)params.padded_len};
+  __syncthreads();  // the barriers are set up
+  run_block(tensors, work, consumer, nullptr, shared);
+}
