@@ -1,95 +1,40 @@
-//! `sieve data`: what a run reads.
+//! `sieve data` and `sieve tokenizer`: what a run reads.
+mod batch;
+mod prepare;
+mod tokenizer;
+
 use crate::recipe::RecipeArgs;
-use crate::terminal;
-use anyhow::{Context, Result};
-use clap::{Args, Subcommand};
-use sieve_data::OnChange;
-use sieve_hf::{NamedTensor, write_tensor_file};
-use sieve_train::DataSource;
+use anyhow::Result;
+use clap::Subcommand;
+use sieve_core::Recipe;
 use std::path::PathBuf;
+
+pub(crate) use tokenizer::{TokenizerCommand, run as run_tokenizer};
 
 /// Subcommands of `sieve data`.
 #[derive(Subcommand, Debug)]
 pub(crate) enum DataCommand {
+    /// Tokenise a recipe's text into shards; asked again after an interruption, it goes on
+    Prepare(prepare::PrepareArgs),
     /// Write the token ids, labels and document ids of one training step as safetensors
-    Batch(BatchArgs),
-}
-
-/// Arguments of `sieve data batch`.
-#[derive(Args, Debug)]
-pub(crate) struct BatchArgs {
-    #[command(flatten)]
-    recipe: RecipeArgs,
-    /// Which optimizer step, from 1
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
-    step: u64,
-    /// The file to write
-    #[arg(long, value_name = "FILE")]
-    out: PathBuf,
-    /// Folder of the prepared data; as `sieve train` finds it when absent
-    #[arg(long, value_name = "DIR")]
-    data_dir: Option<PathBuf>,
+    Batch(batch::BatchArgs),
 }
 
 /// Runs the command.
 pub(crate) fn run(command: DataCommand) -> Result<()> {
-    let DataCommand::Batch(args) = command;
-    batch(args)
+    match command {
+        DataCommand::Prepare(args) => prepare::run(args),
+        DataCommand::Batch(args) => batch::run(args),
+    }
 }
 
-fn batch(args: BatchArgs) -> Result<()> {
-    let recipe = args.recipe.load()?;
-    let training = &recipe.training;
-    anyhow::ensure!(
-        args.step <= training.steps as u64,
-        "--step {} is beyond the run's last step, training.steps = {}\n  hint: steps count from 1",
-        args.step,
-        training.steps
-    );
-    let dir = match (&args.data_dir, &recipe.data.cache_dir) {
-        (Some(dir), _) => dir.clone(),
+/// Where the shards of a recipe go: `--data-dir`, else `data.cache_dir`, else where `sieve train` without `--out` puts them.
+fn folder(args: &RecipeArgs, recipe: &Recipe, data_dir: Option<PathBuf>) -> Result<PathBuf> {
+    Ok(match (data_dir, &recipe.data.cache_dir) {
+        (Some(dir), _) => dir,
         (None, Some(dir)) => {
             PathBuf::from(sieve_core::paths::expand(dir, &crate::train::variable)?)
         }
-        (None, None) => PathBuf::from("out").join(args.recipe.name()).join("data"),
-    };
-    // Never replaced: a run may be reading what is there.
-    let source = DataSource::open(&recipe, &crate::train::variable)?;
-    let data = source.prepare(&recipe, &dir, OnChange::Refuse, &mut |_event| {})?;
-    let shape = recipe.model_shape(data.tokenizer.vocab_size())?;
-    let config = sieve_train::loader_config(&recipe, &shape, &data);
-    let loader = data.train_loader(config)?;
-    let rows = training.global_batch_size;
-    let batch = loader.batch((args.step - 1) * rows as u64, rows)?;
-    let named = |name: &str, values: Vec<i32>| NamedTensor {
-        name: name.to_owned(),
-        data: burn::tensor::TensorData::new(values, [rows, training.seq_len]),
-    };
-    let signed = |values: &[u32]| values.iter().map(|&x| x as i32).collect::<Vec<i32>>();
-    let tensors = [
-        named("tokens", signed(&batch.tokens)),
-        named("labels", batch.labels.clone()),
-        named("documents", signed(&batch.documents)),
-        named("doc_start", signed(&batch.doc_start)),
-        named("doc_end", signed(&batch.doc_end)),
-        named("positions", signed(&batch.positions)),
-    ];
-    let partial = PathBuf::from(format!("{}.tmp", args.out.display()));
-    write_tensor_file(&partial, &tensors, None)
-        .map_err(anyhow::Error::from)
-        .and_then(|_| Ok(std::fs::rename(&partial, &args.out)?))
-        .inspect_err(|_| {
-            // Best effort: the error is worth more than what is left of the file.
-            let _ = std::fs::remove_file(&partial);
-        })
-        .with_context(|| format!("writing step {} to {}", args.step, args.out.display()))?;
-    terminal::line(&format!(
-        "wrote step {}: {} rows x {} tokens, {} labels, to {}",
-        args.step,
-        rows,
-        training.seq_len,
-        batch.num_labels(),
-        args.out.display()
-    ));
-    Ok(())
+        (None, None) => PathBuf::from("out").join(args.name()).join("data"),
+    })
 }

@@ -1,0 +1,77 @@
+//! `sieve data batch`: the rows of one training step.
+use crate::recipe::RecipeArgs;
+use crate::terminal;
+use anyhow::{Context, Result};
+use clap::Args;
+use sieve_data::OnChange;
+use sieve_hf::{NamedTensor, write_tensor_file};
+use sieve_train::DataSource;
+use std::path::PathBuf;
+
+/// Arguments of `sieve data batch`.
+#[derive(Args, Debug)]
+pub(crate) struct BatchArgs {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// Which optimizer step, from 1
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    step: u64,
+    /// The file to write
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    /// Folder of the prepared data; as `sieve train` finds it when absent
+    #[arg(long, value_name = "DIR")]
+    data_dir: Option<PathBuf>,
+}
+
+/// Writes one step's rows.
+pub(super) fn run(args: BatchArgs) -> Result<()> {
+    let recipe = args.recipe.load()?;
+    let training = &recipe.training;
+    anyhow::ensure!(
+        args.step <= training.steps as u64,
+        "--step {} is beyond the run's last step, training.steps = {}\n  hint: steps count from 1",
+        args.step,
+        training.steps
+    );
+    let dir = super::folder(&args.recipe, &recipe, args.data_dir)?;
+    // Never replaced: a run may be reading what is there.
+    let source = DataSource::open(&recipe, &crate::train::variable)?;
+    let data = source.prepare(&recipe, &dir, OnChange::Refuse, &mut |_event| {})?;
+    let shape = recipe.model_shape(data.tokenizer.vocab_size())?;
+    let config = sieve_train::loader_config(&recipe, &shape, &data);
+    let loader = data.train_loader(config)?;
+    let rows = training.global_batch_size;
+    let batch = loader.batch((args.step - 1) * rows as u64, rows)?;
+    let named = |name: &str, values: Vec<i32>| NamedTensor {
+        name: name.to_owned(),
+        data: burn::tensor::TensorData::new(values, [rows, training.seq_len]),
+    };
+    let signed = |values: &[u32]| values.iter().map(|&x| x as i32).collect::<Vec<i32>>();
+    let tensors = [
+        named("tokens", signed(&batch.tokens)),
+        named("labels", batch.labels.clone()),
+        named("documents", signed(&batch.documents)),
+        named("doc_start", signed(&batch.doc_start)),
+        named("doc_end", signed(&batch.doc_end)),
+        named("positions", signed(&batch.positions)),
+    ];
+    let partial = PathBuf::from(format!("{}.tmp", args.out.display()));
+    write_tensor_file(&partial, &tensors, None)
+        .map_err(anyhow::Error::from)
+        .and_then(|_| Ok(std::fs::rename(&partial, &args.out)?))
+        .inspect_err(|_| {
+            // Best effort: the error is worth more than what is left of the file.
+            let _ = std::fs::remove_file(&partial);
+        })
+        .with_context(|| format!("writing step {} to {}", args.step, args.out.display()))?;
+    terminal::line(&format!(
+        "wrote step {}: {} rows x {} tokens, {} labels, to {}",
+        args.step,
+        rows,
+        training.seq_len,
+        batch.num_labels(),
+        args.out.display()
+    ));
+    Ok(())
+}

@@ -1,0 +1,143 @@
+//! `sieve data prepare`: text into shards, ahead of training.
+use crate::recipe::RecipeArgs;
+use crate::terminal;
+use anyhow::Result;
+use clap::Args;
+use indicatif::ProgressBar;
+use sieve_core::recipe::DataFormat;
+use sieve_data::{OnChange, Progress, SplitMeta};
+use sieve_train::{DataEvent, DataSource};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// Arguments of `sieve data prepare`.
+#[derive(Args, Debug)]
+pub(crate) struct PrepareArgs {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// Folder of the shards; as `sieve train` finds it when absent
+    #[arg(long, value_name = "DIR")]
+    data_dir: Option<PathBuf>,
+    /// Replace what the folder holds, should it be made from other text, settings or another tokenizer
+    #[arg(long)]
+    replace: bool,
+}
+
+/// Tokenises, or finds that it was done.
+pub(super) fn run(args: PrepareArgs) -> Result<()> {
+    let recipe = args.recipe.load()?;
+    anyhow::ensure!(
+        recipe.data.format != DataFormat::Mqar,
+        "data.format = \"mqar\" is generated as it is read; there is nothing to prepare"
+    );
+    let dir = super::folder(&args.recipe, &recipe, args.data_dir)?;
+    let on_change = match args.replace {
+        true => OnChange::Replace,
+        false => OnChange::Refuse,
+    };
+    let source = DataSource::open(&recipe, &crate::train::variable)?;
+    let mut watch = Watch::default();
+    let data = source.prepare(&recipe, &dir, on_change, &mut |event| watch.see(event))?;
+    watch.end();
+    let prepared = data.prepared().expect("text becomes shards");
+    let meta = &prepared.meta;
+    let verb = if prepared.reused { "found" } else { "wrote" };
+    terminal::line(&format!(
+        "{verb} {} in {:.1} s",
+        dir.display(),
+        (data.tokenizer_time + data.prepare_time).as_secs_f64()
+    ));
+    let weights = recipe.data.weights.as_deref().unwrap_or_default();
+    for ((source, path), weight) in meta.sources.iter().zip(&recipe.data.paths).zip(weights) {
+        print_split(&format!("train, weight {weight}, {path}"), &source.train);
+    }
+    if meta.sources.is_empty() {
+        print_split("train", &meta.train);
+    }
+    print_split("validation", &meta.validation);
+    let report = &meta.report;
+    if report.num_blank + report.num_duplicates + report.num_invalid > 0 {
+        terminal::line(&format!(
+            "left out: {} blank, {} duplicates, {} invalid",
+            terminal::thousands(report.num_blank),
+            terminal::thousands(report.num_duplicates),
+            terminal::thousands(report.num_invalid)
+        ));
+    }
+    if let Some(first) = &report.first_invalid {
+        terminal::line(&format!("  the first invalid one: {first}"));
+    }
+    Ok(())
+}
+
+fn print_split(name: &str, split: &SplitMeta) {
+    terminal::line(&format!(
+        "{name}: {} tokens in {} documents, {:.2} bytes of text a token, {} on disk",
+        terminal::thousands(split.num_tokens),
+        terminal::thousands(split.num_documents),
+        split.num_bytes as f64 / split.num_tokens.max(1) as f64,
+        terminal::bytes(split.bin_bytes + split.idx_bytes)
+    ));
+}
+
+/// Tells how far the work is: a bar on a terminal, else a line now and then.
+#[derive(Default)]
+struct Watch {
+    bar: Option<ProgressBar>,
+    last_line: Option<Instant>,
+}
+
+const BETWEEN_LINES: Duration = Duration::from_secs(15);
+
+impl Watch {
+    fn see(&mut self, event: DataEvent) {
+        match event {
+            DataEvent::TrainingTokenizer {
+                vocab_size,
+                sample_bytes,
+            } => terminal::line(&format!(
+                "training a byte-level BPE of {vocab_size} tokens on up to {}",
+                terminal::bytes(sample_bytes)
+            )),
+            DataEvent::Preparing(Progress::Waiting) => {
+                terminal::line("another process is preparing the same folder; waiting");
+            }
+            DataEvent::Preparing(Progress::Writing) => {}
+            DataEvent::Preparing(Progress::Tokenising {
+                split,
+                bytes_done,
+                bytes_total,
+                num_tokens,
+                ..
+            }) => {
+                let bar = self.bar.get_or_insert_with(|| {
+                    terminal::progress_bar(
+                        bytes_total,
+                        "tokenising {bar:30} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left",
+                    )
+                });
+                // The total is a guess for packed files, which may hold more.
+                bar.set_length(bytes_total.max(bytes_done));
+                bar.set_position(bytes_done);
+                let is_due = self
+                    .last_line
+                    .is_none_or(|last| last.elapsed() >= BETWEEN_LINES);
+                if !terminal::is_interactive() && is_due {
+                    terminal::line(&format!(
+                        "{split}: {} of about {} of text, {} tokens in this run",
+                        terminal::bytes(bytes_done),
+                        terminal::bytes(bytes_total.max(bytes_done)),
+                        terminal::thousands(num_tokens)
+                    ));
+                    self.last_line = Some(Instant::now());
+                }
+            }
+        }
+    }
+
+    fn end(self) {
+        if let Some(bar) = self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! `sieve tokenizer train`: a byte-level BPE from text.
+use crate::recipe::RecipeArgs;
+use crate::terminal;
+use anyhow::{Context, Result};
+use clap::{Args, Subcommand, ValueEnum};
+use sieve_core::recipe::TokenizerSection;
+use sieve_data::{BpeConfig, Corpus, CorpusConfig, HubConfig, Tokenizer};
+use sieve_train::corpus_configs;
+use std::path::{Path, PathBuf};
+
+/// Subcommands of `sieve tokenizer`.
+#[derive(Subcommand, Debug)]
+pub(crate) enum TokenizerCommand {
+    /// Train a byte-level BPE on text and write its tokenizer.json
+    Train(TrainArgs),
+}
+
+/// Arguments of `sieve tokenizer train`.
+#[derive(Args, Debug)]
+pub(crate) struct TrainArgs {
+    /// Train on the text of this recipe: a path, else a name in recipes/
+    #[arg(
+        long,
+        value_name = "FILE",
+        required_unless_present = "data",
+        conflicts_with = "data"
+    )]
+    recipe: Option<String>,
+    /// Override a key of the recipe; may be repeated
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE", requires = "recipe")]
+    overrides: Vec<String>,
+    /// Train on these files, folders, globs or data sets (hf://datasets/OWNER/NAME); may be repeated
+    #[arg(long, value_name = "PATH")]
+    data: Vec<String>,
+    /// What --data holds
+    #[arg(long, value_enum, default_value_t = FormatArg::Text, requires = "data")]
+    format: FormatArg,
+    /// JSONL and Parquet: the column that holds the text
+    #[arg(long, default_value = "text", requires = "data")]
+    text_column: String,
+    /// Tokens in all, special ones included; the recipe's when absent
+    #[arg(long)]
+    vocab_size: Option<usize>,
+    /// Text to train on, at most, in bytes; the recipe's when absent, else 16 MiB
+    #[arg(long)]
+    sample_bytes: Option<u64>,
+    /// The tokenizer.json to write
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug)]
+enum FormatArg {
+    Text,
+    Jsonl,
+    Parquet,
+}
+
+const DEFAULT_SAMPLE_BYTES: u64 = 16 << 20;
+/// Text that the printed bytes per token are measured on.
+const MEASURED_BYTES: usize = 1 << 20;
+
+/// Runs the command.
+pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
+    let TokenizerCommand::Train(args) = command;
+    let variable = &crate::train::variable;
+    let (config, from_recipe) = match &args.recipe {
+        Some(recipe) => {
+            let recipe = RecipeArgs {
+                recipe: recipe.clone(),
+                overrides: args.overrides.clone(),
+            };
+            let recipe = recipe.load()?;
+            let training = match &recipe.tokenizer {
+                TokenizerSection::Train(training) => Some(training.clone()),
+                _ => None,
+            };
+            (corpus_configs(&recipe, variable)?.0, training)
+        }
+        None => {
+            let expanded = args.data.iter();
+            let paths = expanded
+                .map(|path| sieve_core::paths::expand(path, variable))
+                .collect::<Result<Vec<_>, _>>()?;
+            let config = match args.format {
+                FormatArg::Text => CorpusConfig::text(paths),
+                FormatArg::Jsonl => CorpusConfig::jsonl(paths, &args.text_column),
+                FormatArg::Parquet => CorpusConfig::parquet(paths, &args.text_column),
+            };
+            (config, None)
+        }
+    };
+    let vocab_size = args
+        .vocab_size
+        .or(from_recipe.as_ref().map(|training| training.vocab_size))
+        .context("--vocab-size is missing, and no recipe with tokenizer.train names one")?;
+    let sample_bytes = args
+        .sample_bytes
+        .or(from_recipe.as_ref().map(|training| training.sample_bytes))
+        .unwrap_or(DEFAULT_SAMPLE_BYTES);
+    anyhow::ensure!(
+        !args.out.is_dir(),
+        "--out {} is a folder\n  hint: name the file to write, for example {}",
+        args.out.display(),
+        args.out.join("tokenizer.json").display()
+    );
+    let mut corpus = Corpus::open(config)?;
+    corpus.connect(&hub(&args.out))?;
+    terminal::line(&format!(
+        "training a byte-level BPE of {vocab_size} tokens on up to {} of {} files",
+        terminal::bytes(sample_bytes),
+        terminal::thousands(corpus.files().len() as u64)
+    ));
+    let config = BpeConfig {
+        vocab_size,
+        sample_bytes,
+    };
+    let tokenizer = Tokenizer::train(&corpus, config)?;
+    tokenizer.save(&args.out)?;
+    let (num_bytes, num_tokens) = measure(&corpus, &tokenizer)?;
+    terminal::line(&format!(
+        "wrote {}: {} tokens, {:.2} bytes of text a token on the first {}",
+        args.out.display(),
+        terminal::thousands(tokenizer.vocab_size() as u64),
+        num_bytes as f64 / num_tokens.max(1) as f64,
+        terminal::bytes(num_bytes as u64)
+    ));
+    Ok(())
+}
+
+/// The hub, with fetched files beside the tokenizer.
+fn hub(out: &Path) -> HubConfig {
+    let set = |name: &str| crate::train::variable(name).filter(|value| !value.is_empty());
+    HubConfig {
+        endpoint: set("HF_ENDPOINT").unwrap_or_else(|| HubConfig::ENDPOINT.to_owned()),
+        token: set("HF_TOKEN"),
+        dir: out.with_extension("hub"),
+    }
+}
+
+/// Bytes and tokens of the first documents.
+fn measure(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<(usize, usize)> {
+    let (mut num_bytes, mut num_tokens) = (0, 0);
+    for document in corpus.documents() {
+        let text = document?.text;
+        num_bytes += text.len();
+        num_tokens += tokenizer.encode(&text)?.len();
+        if num_bytes >= MEASURED_BYTES {
+            break;
+        }
+    }
+    Ok((num_bytes, num_tokens))
+}
