@@ -10,8 +10,12 @@ mod parity_transformers;
 mod tiny_run;
 
 mod cli_bad_input;
+mod kernels_cli;
 mod plan_recipes;
 mod resume_damage;
 mod resume_kill;
 mod train_gradients;
+mod train_guard;
 mod train_run;
+mod train_stages;
+mod train_sweep;

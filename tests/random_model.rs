@@ -13,8 +13,8 @@ use std::path::Path;
 /// Rows of the embedding.
 pub(crate) const VOCAB_SIZE: usize = 97;
 
-/// Name, `[model]` lines and `[attention]` lines of the three kinds; windows far below any length tested.
-pub(crate) const KINDS: [(&str, &str, &str); 3] = [
+/// Name, `[model]` lines and `[attention]` lines of the kinds, NSA in two forms; windows far below any length tested.
+pub(crate) const KINDS: [(&str, &str, &str); 6] = [
     ("mha", "tie_word_embeddings = true", "kind = \"mha\""),
     (
         "swa",
@@ -26,13 +26,32 @@ pub(crate) const KINDS: [(&str, &str, &str); 3] = [
         "tie_word_embeddings = true\nresidual_scale = true",
         "kind = \"dma\"\nkeep_window_size = 5",
     ),
+    (
+        "mla",
+        "tie_word_embeddings = true",
+        "kind = \"mla\"\nkv_lora_rank = 24\nqk_rope_head_dim = 8",
+    ),
+    (
+        "nsa",
+        "tie_word_embeddings = true\nresidual_scale = true",
+        "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\ncompress = \"mlp\"\ncompress_hidden_size = 20\n\
+         select_block_size = 4\nnum_selected_blocks = 4\nwindow_size = 7",
+    ),
+    (
+        "nsa_mean",
+        "tie_word_embeddings = false",
+        "kind = \"nsa\"\ncompress_block_size = 6\ncompress_stride = 3\ncompress = \"mean\"\nselect_block_size = 6\n\
+         num_selected_blocks = 3\nwindow_size = 5\nshared_kv = false",
+    ),
 ];
 
 /// The recipe of a kind: width 64, 3 layers, 4 query and 2 KV heads of 16.
 pub(crate) fn recipe(model: &str, attention: &str) -> Recipe {
+    // MLA has a key and a value for every query head.
+    let kv_heads = if attention.contains("mla") { 4 } else { 2 };
     let text = format!(
         "[model]\nhidden_size = 64\nintermediate_size = 96\nnum_hidden_layers = 3\nnum_attention_heads = 4\n\
-         num_key_value_heads = 2\nhead_dim = 16\nvocab_size = {VOCAB_SIZE}\nmax_position_embeddings = 64\n{model}\n\
+         num_key_value_heads = {kv_heads}\nhead_dim = 16\nvocab_size = {VOCAB_SIZE}\nmax_position_embeddings = 64\n{model}\n\
          [attention]\n{attention}\n[tokenizer]\npath = \"tokenizer.json\"\n[data]\npaths = [\"none\"]\n\
          [training]\nsteps = 1\nseq_len = 48\nlocal_batch_size = 1\n[optimizer]\nlr = 1e-3\n\
          [lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n"
@@ -117,6 +136,7 @@ pub(crate) fn write_checkpoint(folder: &Path, recipe: &Recipe, model: &Qwen3<Fle
         step: 1,
         next_sample: 0,
         tokens_seen: 0,
+        guard: None,
         vocab_size: VOCAB_SIZE,
         data_fingerprint: String::new(),
         num_threads: 1,

@@ -5,10 +5,11 @@ use burn_flex::Flex;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use sieve_core::Recipe;
+use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection};
 use sieve_data::{Batch, IGNORED_LABEL};
 use sieve_hf::NamedTensor;
 use sieve_nn::{LayerContext, Qwen3};
-use sieve_train::{DeviceBatch, GradientBuffer, accumulate_gradients};
+use sieve_train::{DeviceBatch, GradientBuffer, accumulate_gradients, accumulate_gradients_with};
 
 type B = Autodiff<Flex>;
 
@@ -155,6 +156,56 @@ fn micro_batches_give_the_mean_over_all_labels() {
                 // A few hundred terms are summed in two orders.
                 let close = (a - b).abs() <= 64.0 * f32::EPSILON * largest;
                 assert!(close, "{attention}: {}: {a} and {b}", whole.name);
+            }
+        }
+    }
+}
+
+/// Loss, gradients and masks with blocks recomputed as `mode` says.
+fn with_checkpointing(
+    model: &Qwen3<B>,
+    mode: ActivationCheckpointMode,
+) -> (u32, Vec<NamedTensor>, Vec<TensorData>) {
+    let device = Default::default();
+    let rope = model.rope(SEQ_LEN, &device);
+    let section = ActivationCheckpointSection {
+        mode,
+        ..Default::default()
+    };
+    let batch = batch(0, 3);
+    let scale = 1.0 / batch.num_labels() as f64;
+    let batch = DeviceBatch::<B>::new(&batch, &device);
+    let mut gradients = GradientBuffer::default();
+    let result = accumulate_gradients_with(&section, model, &batch, &rope, scale, &mut gradients);
+    let loss = result
+        .loss
+        .into_data()
+        .iter::<f32>()
+        .next()
+        .expect("a loss");
+    let expire = result.expire.into_iter().map(|mask| mask.into_data());
+    (loss.to_bits(), gradients.named(model), expire.collect())
+}
+
+#[test]
+fn recomputing_blocks_changes_no_bit_of_a_gradient() {
+    use ActivationCheckpointMode::{Full, None, Selective};
+    for attention in KINDS {
+        let model = model(attention, true);
+        let (loss, gradients, masks) = with_checkpointing(&model, None);
+        assert_eq!(gradients.len(), sieve_hf::parameter_names(&model).len());
+        for mode in [Selective, Full] {
+            let (other_loss, other, other_masks) = with_checkpointing(&model, mode);
+            assert_eq!(loss, other_loss, "{attention} {mode:?}");
+            assert_eq!(masks, other_masks, "{attention} {mode:?}");
+            for (one, other) in gradients.iter().zip(&other) {
+                assert_eq!(one.name, other.name);
+                assert!(values(&one.data).iter().any(|value| *value != 0.0));
+                assert!(
+                    one.data.as_bytes() == other.data.as_bytes(),
+                    "{attention} {mode:?}: {}",
+                    one.name
+                );
             }
         }
     }

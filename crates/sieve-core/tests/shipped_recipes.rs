@@ -58,7 +58,8 @@ fn every_shipped_recipe_loads_and_is_complete() {
     let expected = TABLE_4
         .iter()
         .flat_map(|row| kinds.map(|kind| format!("{kind}_{}", row.size)));
-    for name in expected.chain(["quickstart".to_owned()]) {
+    let synthetic = kinds.map(|kind| format!("mqar_{kind}"));
+    for name in expected.chain(synthetic).chain(["quickstart".to_owned()]) {
         assert!(
             recipes.contains_key(&name),
             "recipes/{name}.toml is missing"
@@ -71,7 +72,12 @@ fn every_shipped_recipe_loads_and_is_complete() {
             Ok(recipe),
             "{name}"
         );
-        if let Some((kind, _)) = name.split_once('_') {
+        let kind = match name.split_once('_') {
+            Some(("mqar", kind)) => Some(kind),
+            Some((kind, _)) => Some(kind),
+            None => None,
+        };
+        if let Some(kind) = kind.filter(|kind| kinds.contains(kind)) {
             assert_eq!(
                 recipe.attention.kind().name(),
                 kind,
@@ -186,6 +192,22 @@ fn recipes_of_one_size_differ_in_their_attention_alone() {
                 .collect::<Vec<_>>();
             assert!(others.is_empty(), "{kind}_{size}: {others:?}");
         }
+    }
+}
+
+#[test]
+fn mqar_recipes_differ_in_their_attention_alone() {
+    let recipes = shipped();
+    let (_, mha) = &recipes["mqar_mha"];
+    for kind in ["swa", "mla", "nsa", "dma"] {
+        let (_, other) = &recipes[&format!("mqar_{kind}")];
+        let changes = mha.diff(other).expect("both can be written");
+        assert!(
+            changes
+                .iter()
+                .all(|change| change.key.starts_with("attention.")),
+            "{kind}: {changes:?}"
+        );
     }
 }
 

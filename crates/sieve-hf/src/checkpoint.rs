@@ -18,6 +18,31 @@ const OPTIMIZER: &str = "optimizer.safetensors";
 const RECIPE: &str = "config.toml";
 const TOKENIZER: &str = "tokenizer.json";
 
+/// The running mean of gradient norms, which tells a spike. On disk as bits: the digits of a JSON number may be read as
+/// its neighbour.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct GuardState {
+    /// Mean gradient norm of the steps that were taken.
+    #[serde(rename = "mean_norm_bits", with = "bits")]
+    pub mean_norm: f32,
+    /// How many there were.
+    #[serde(rename = "num_norms_bits", with = "bits")]
+    pub num_norms: f32,
+}
+
+/// An f32 as the whole number of its bits.
+mod bits {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(value: &f32, out: S) -> Result<S::Ok, S::Error> {
+        out.serialize_u32(value.to_bits())
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<f32, D::Error> {
+        u32::deserialize(from).map(f32::from_bits)
+    }
+}
+
 /// Where training stood.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointState {
@@ -25,10 +50,13 @@ pub struct CheckpointState {
     pub format_version: u32,
     /// Optimizer steps done.
     pub step: u64,
-    /// Rows of training data read; the loader's whole state.
+    /// Rows of training data read in the present stage; the loader's whole state.
     pub next_sample: u64,
     /// Tokens trained on.
     pub tokens_seen: u64,
+    /// The mean of gradient norms; absent where none was taken.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guard: Option<GuardState>,
     /// Rows of the embedding.
     pub vocab_size: usize,
     /// Fingerprint of the prepared data the run reads.
@@ -236,6 +264,11 @@ impl Checkpoint {
     /// An unreadable file; a checkpoint of weights alone has none.
     pub fn optimizer(&self) -> Result<TensorFile, CheckpointError> {
         TensorFile::open(&self.path.join(OPTIMIZER))
+    }
+
+    /// Whether it holds optimizer state; one of weights alone begins with none.
+    pub fn has_optimizer(&self) -> bool {
+        self.state.checksums.contains_key(OPTIMIZER)
     }
 
     /// The resolved recipe as text.

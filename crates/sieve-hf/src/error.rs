@@ -59,6 +59,16 @@ pub enum CheckpointError {
         /// What can be exported.
         hint: &'static str,
     },
+    /// A folder of `transformers` that no recipe describes.
+    #[error("{} cannot be imported: {problem}\n  hint: {hint}", path.display())]
+    NotImportable {
+        /// The folder or file.
+        path: PathBuf,
+        /// Everything that is in the way.
+        problem: String,
+        /// What can be imported.
+        hint: &'static str,
+    },
     /// The folder to export to holds something else.
     #[error("{} holds {found}, which no export wrote\n  hint: name a new or empty folder", path.display())]
     FolderInUse {

@@ -8,12 +8,14 @@ mod checkpoint;
 mod loaded_model;
 
 mod export;
+mod import;
 
 pub use checkpoint::{
-    Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints,
+    Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, GuardState, list_checkpoints,
 };
 pub use error::CheckpointError;
 pub use export::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, ExportReport, export};
+pub use import::{ImportReport, import};
 pub use loaded_model::{LoadedModel, load_model};
 pub use parameters::{
     NamedTensor, TensorSource, load_parameters, named_parameters, parameter_names,

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 pub struct LoadedModel<B: Backend> {
     /// The model.
     pub model: Qwen3<B>,
-    /// The resolved recipe of the run.
+    /// The resolved recipe of the run, at the stage that the weights come from.
     pub recipe: Recipe,
     /// The sizes the recipe and the vocabulary give.
     pub shape: ModelShape,
@@ -48,7 +48,7 @@ pub fn load_model<B: Backend>(
 }
 
 impl Checkpoint {
-    /// The recipe of the run, and the sizes of its model.
+    /// The recipe of the stage that the weights come from, and the sizes of its model.
     ///
     /// # Errors
     /// A recipe that cannot be read, or one whose embedding has another number of rows than the state says.
@@ -60,6 +60,7 @@ impl Checkpoint {
         };
         let text = self.recipe_toml()?;
         let recipe = Recipe::load(&text, &path.display().to_string(), &[]).map_err(bad_recipe)?;
+        let recipe = recipe.at_stage(&recipe.stage_of_state(self.state.step as usize));
         let rows = self.state.vocab_size;
         let shape = recipe.model_shape(rows).map_err(bad_recipe)?;
         if shape.vocab_size != rows {

@@ -1,6 +1,6 @@
 //! `metrics.jsonl` and TensorBoard, with torchtitan's tags.
 use crate::atomic::write_atomically;
-use crate::{RunFolder, StepReport, TrainError, ValidationReport};
+use crate::{RunFolder, SkippedStep, StepReport, TrainError, ValidationReport};
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -20,6 +20,7 @@ pub(crate) struct Metrics {
 #[serde(tag = "kind", rename_all = "snake_case")]
 enum Line<'a> {
     Step(&'a StepReport),
+    Skipped(&'a SkippedStep),
     Validation(&'a ValidationReport),
 }
 
@@ -89,6 +90,10 @@ impl Metrics {
         Ok(())
     }
 
+    pub(crate) fn skipped(&mut self, report: &SkippedStep) -> Result<(), TrainError> {
+        self.line(&Line::Skipped(report))
+    }
+
     pub(crate) fn validation(&mut self, report: &ValidationReport) -> Result<(), TrainError> {
         self.line(&Line::Validation(report))?;
         let scalars = [
@@ -135,6 +140,13 @@ impl Drop for Metrics {
             let _ = catch_unwind(AssertUnwindSafe(|| drop(writer)));
         }
     }
+}
+
+/// The last validation that the run in `folder` wrote.
+pub fn last_validation(folder: &Path) -> Option<ValidationReport> {
+    let text = std::fs::read_to_string(folder.join("metrics.jsonl")).ok()?;
+    let mut lines = text.lines().rev();
+    lines.find_map(|line| serde_json::from_str::<ValidationReport>(line).ok())
 }
 
 /// What is needed of a line written earlier.

@@ -55,11 +55,36 @@ pub struct ValidationReport {
     pub num_bytes: u64,
 }
 
+/// A step that was not taken: the weights and moments are as before it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct SkippedStep {
+    /// Number of the step.
+    pub step: u64,
+    /// Its loss.
+    pub loss: f64,
+    /// Its gradient norm.
+    pub grad_norm: f64,
+    /// Mean gradient norm of the steps taken before.
+    pub mean_grad_norm: f64,
+    /// The first of its rows, in the stage's order.
+    pub first_row: u64,
+    /// Its rows.
+    pub num_rows: u64,
+    /// Documents in it, by their numbers in the shard; the first of them.
+    pub documents: Vec<u32>,
+    /// How many there are in all.
+    pub num_documents: usize,
+    /// Gradient norm by part of the model; empty where the gradients were gone when the host learned of the step.
+    pub grad_norms: Vec<(String, f64)>,
+}
+
 /// What happens during a run.
 #[derive(Clone, Debug)]
 pub enum TrainEvent<'a> {
     /// A step worth a line.
     Step(&'a StepReport),
+    /// A step the guard did not take.
+    Skipped(&'a SkippedStep),
     /// A validation.
     Validation(&'a ValidationReport),
     /// A checkpoint is on disk.

@@ -13,6 +13,8 @@ pub enum Start {
     Resume,
     /// From a checkpoint named by the user: one of the folder's own, or one of another run to begin a new folder with.
     ResumeFrom(PathBuf),
+    /// A new run with another recipe, in a folder that holds none, from a checkpoint's weights, moments and step.
+    BranchFrom(PathBuf),
 }
 
 /// Paths inside an output folder.
@@ -65,7 +67,9 @@ impl RunFolder {
         }
         let found = self.first_of_a_run();
         match (start, found) {
-            (Start::New, Some(found)) => Err(TrainError::FolderInUse { path, found }),
+            (Start::New | Start::BranchFrom(_), Some(found)) => {
+                Err(TrainError::FolderInUse { path, found })
+            }
             (Start::Resume, None) if !path.exists() => Err(TrainError::NothingToResume {
                 path,
                 problem: "there is no such folder",

@@ -2,10 +2,17 @@
 //!
 //! Each segment is a graph of its own. The forward pass cuts the graph between segments; the backward pass walks them from
 //! the last and seeds each with the gradient of its output. A block's graph is freed as soon as its gradient is known.
+//!
+//! Activation checkpointing lives here, because a graph cannot be made inside a backward pass: a block that is recomputed
+//! keeps its input alone, and its graph is made when the walk comes to it. The same ops on the same numbers, so gradients
+//! are equal to the last bit.
 use crate::{DeviceBatch, GradientBuffer};
+use burn::module::AutodiffModule;
+use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Int, Tensor};
-use sieve_nn::{LayerContext, Qwen3};
-use sieve_ops::{RotaryEmbedding, TrainBackend, seed_gradient};
+use sieve_core::recipe::ActivationCheckpointSection;
+use sieve_nn::{DecoderLayer, LayerContext, Qwen3};
+use sieve_ops::{Documents, RotaryEmbedding, TrainBackend, seed_gradient};
 
 /// What one micro-batch yields beside its gradients.
 #[derive(Clone, Debug)]
@@ -16,10 +23,31 @@ pub struct MicroBatchResult<B: TrainBackend> {
     pub expire: Vec<Tensor<B, 3, Int>>,
 }
 
+/// What the backward pass of one block begins with.
+enum Block<B: TrainBackend> {
+    /// Its graph: the input that takes the gradient, and the output.
+    Graph(Tensor<B, 3>, Tensor<B, 3>),
+    /// Its input alone.
+    Input(Tensor<B::InnerBackend, 3>),
+}
+
 /// Adds the gradients of `loss_scale * sum of cross-entropies` of one micro-batch to `gradients`.
 ///
-/// With `loss_scale = 1 / labels of the whole step`, micro-batches add up to the mean over the step.
+/// With `loss_scale = 1 / labels of the whole step`, micro-batches add up to the mean over the step. Nothing is recomputed.
 pub fn accumulate_gradients<B: TrainBackend>(
+    model: &Qwen3<B>,
+    batch: &DeviceBatch<B>,
+    rope: &RotaryEmbedding<B>,
+    loss_scale: f64,
+    gradients: &mut GradientBuffer<B>,
+) -> MicroBatchResult<B> {
+    let nothing = ActivationCheckpointSection::default();
+    accumulate_gradients_with(&nothing, model, batch, rope, loss_scale, gradients)
+}
+
+/// As [`accumulate_gradients`], with the blocks that `checkpointing` names computed a second time in the backward pass.
+pub fn accumulate_gradients_with<B: TrainBackend>(
+    checkpointing: &ActivationCheckpointSection,
     model: &Qwen3<B>,
     batch: &DeviceBatch<B>,
     rope: &RotaryEmbedding<B>,
@@ -30,14 +58,19 @@ pub fn accumulate_gradients<B: TrainBackend>(
     let embedded = model.embed_tokens.forward(batch.tokens.clone());
 
     let mut expire = Vec::new();
-    let mut joints = Vec::with_capacity(model.layers.len());
+    let mut blocks = Vec::with_capacity(model.layers.len());
     let mut stream = embedded.clone().inner();
-    for layer in &model.layers {
-        let input = Tensor::<B, 3>::from_inner(stream).require_grad();
-        let output = layer.forward(input.clone(), &context);
-        expire.extend(output.expire);
-        stream = output.x.clone().inner();
-        joints.push((input, output.x));
+    for (layer_idx, layer) in model.layers.iter().enumerate() {
+        if checkpointing.recomputes(layer_idx) {
+            blocks.push(Block::Input(stream.clone()));
+            stream = without_graph(layer, stream, &context, &mut expire);
+        } else {
+            let input = Tensor::<B, 3>::from_inner(stream).require_grad();
+            let output = layer.forward(input.clone(), &context);
+            expire.extend(output.expire);
+            stream = output.x.clone().inner();
+            blocks.push(Block::Graph(input, output.x));
+        }
     }
 
     let input = Tensor::<B, 3>::from_inner(stream).require_grad();
@@ -54,7 +87,15 @@ pub fn accumulate_gradients<B: TrainBackend>(
         .grad_remove(&mut pass)
         .expect("the loss depends on the stream");
 
-    for (layer, (input, output)) in model.layers.iter().zip(joints).rev() {
+    for (layer, block) in model.layers.iter().zip(blocks).rev() {
+        let (input, output) = match block {
+            Block::Graph(input, output) => (input, output),
+            Block::Input(input) => {
+                let input = Tensor::<B, 3>::from_inner(input).require_grad();
+                let output = layer.forward(input.clone(), &context);
+                (input, output.x)
+            }
+        };
         let mut pass = seed_gradient(output, Tensor::from_inner(dy)).backward();
         gradients.collect(layer, &mut pass);
         dy = input
@@ -68,4 +109,26 @@ pub fn accumulate_gradients<B: TrainBackend>(
         loss: value,
         expire,
     }
+}
+
+/// The block's output, with nothing kept of how it came about.
+fn without_graph<B: TrainBackend>(
+    layer: &DecoderLayer<B>,
+    x: Tensor<B::InnerBackend, 3>,
+    context: &LayerContext<'_, B>,
+    expire: &mut Vec<Tensor<B, 3, Int>>,
+) -> Tensor<B::InnerBackend, 3> {
+    let documents = Documents {
+        start: context.documents.start.clone().inner(),
+        end: context.documents.end.clone().inner(),
+        positions: context.documents.positions.clone().inner(),
+    };
+    let rope = RotaryEmbedding::<<B as AutodiffBackend>::InnerBackend> {
+        cos: context.rope.cos.clone().inner(),
+        sin: context.rope.sin.clone().inner(),
+    };
+    let context = LayerContext::new(&documents, &rope);
+    let output = layer.valid().forward(x, &context);
+    expire.extend(output.expire.map(Tensor::from_inner));
+    output.x
 }

@@ -1,60 +1,65 @@
 //! The loop: batches, gradients, clipping, update, validation, checkpoints.
 mod checkpoints;
 mod clock;
+mod guarding;
+mod stage;
+mod writer;
+
+pub use stage::loader_config;
 
 use crate::atomic::write_atomically;
+use crate::guard::Guard;
 use crate::metrics::{History, Metrics};
 use crate::{
     AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Hardware, MemoryProbe, Origin,
     Precision, RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary,
-    TrainingData, Unigram, ValidationReport, accumulate_gradients, validate,
+    TrainingData, Unigram, ValidationReport, accumulate_gradients_with, validate,
 };
 use burn::module::AutodiffModule;
-use burn::tensor::{ElementConversion, Tensor};
+use burn::tensor::Tensor;
 use clock::Clock;
+use guarding::{Disturbance, GuardLog, Verdict};
 use sieve_core::{ModelShape, Recipe};
-use sieve_data::{Batch, Loader, LoaderConfig, Order, Packing, Prefetch, PrefetchPlan};
-use sieve_hf::{Checkpoint, load_parameters};
+use sieve_data::{Batch, Prefetch};
+use sieve_hf::{Checkpoint, GuardState};
 use sieve_nn::Qwen3;
-use sieve_ops::{RotaryEmbedding, TrainBackend};
-use std::sync::Arc;
+use sieve_ops::TrainBackend;
+use stage::{Ropes, StageState};
 use std::sync::atomic::{AtomicBool, Ordering};
-
-/// Batches made ahead of the step that needs them.
-const PREFETCH_DEPTH: usize = 4;
+use writer::CheckpointWriter;
 
 /// A run: model, optimizer, data and where they stand.
 pub struct Trainer<B: TrainBackend> {
+    /// All stages.
     recipe: Recipe,
-    shape: ModelShape,
+    stage: StageState,
     data: TrainingData,
     folder: RunFolder,
     device: B::Device,
+    precision: Precision,
     /// Taken while it is mapped to its next value.
     model: Option<Qwen3<B>>,
     optimizer: AdamW<B>,
-    rope: RotaryEmbedding<B>,
-    loader: Arc<Loader>,
-    validation: Validation<B>,
+    ropes: Ropes<B>,
+    token_bytes: TokenBytes,
+    unigram: Unigram,
+    guard: Guard<B>,
+    guard_log: GuardLog<B>,
     /// FLOP/s of the device, where known.
     peak_flops: Option<f64>,
     memory: MemoryProbe,
     step: u64,
+    /// Next row of the stage.
     next_sample: u64,
     tokens_seen: u64,
-    /// What the last step left on the device; `None` before the first of this process.
+    /// DMA's masks of the last micro-batch, and the learning rate of the last step.
     last_step: Option<StepOutcome<B>>,
     /// Step of the last checkpoint in `folder`.
     last_checkpoint: Option<u64>,
+    writer: CheckpointWriter,
     /// To be told when the run begins.
     notices: Vec<String>,
-}
-
-struct Validation<B: TrainBackend> {
-    loader: Loader,
-    rope: RotaryEmbedding<B::InnerBackend>,
-    token_bytes: TokenBytes,
-    unigram: Unigram,
+    disturbance: Option<Disturbance>,
 }
 
 /// Where a run's news goes: to its files and to the caller.
@@ -69,22 +74,10 @@ impl Reporter<'_> {
     }
 }
 
-/// How `recipe` reads its training shard.
-pub fn loader_config(recipe: &Recipe, shape: &ModelShape, data: &TrainingData) -> LoaderConfig {
-    let training = &recipe.training;
-    LoaderConfig {
-        seq_len: training.seq_len,
-        order: Order::Shuffled {
-            seed: training.seed,
-        },
-        packing: if training.one_document_per_row {
-            Packing::OneDocumentPerRow
-        } else {
-            Packing::Concatenated
-        },
-        vocab_size: shape.vocab_size,
-        pad_id: data.tokenizer.pad_id().unwrap_or(0),
-    }
+/// What the last step left on the device.
+struct StepOutcome<B: TrainBackend> {
+    lr: f64,
+    expire: Vec<Tensor<B, 3, burn::tensor::Int>>,
 }
 
 impl<B: TrainBackend> Trainer<B> {
@@ -105,28 +98,21 @@ impl<B: TrainBackend> Trainer<B> {
             peak_flops,
             memory,
         } = hardware;
-        let shape = recipe.model_shape(data.tokenizer.vocab_size())?;
+        let first = recipe.stage_of_step(origin.step() as usize);
+        let stage = StageState::new(&recipe, first, &data)?;
+        let vocab_size = stage.shape.vocab_size;
         let training = &recipe.training;
-        let config = loader_config(&recipe, &shape, &data);
-        let train_shard = Arc::new(data.prepared.train()?);
-        let counts = train_shard.token_counts(shape.vocab_size)?;
-        let loader = Arc::new(Loader::new(train_shard, config)?);
-        let sequential = LoaderConfig {
-            order: Order::Sequential,
-            ..config
-        };
-        let validation = Validation {
-            loader: Loader::new(Arc::new(data.prepared.validation()?), sequential)?,
-            rope: RotaryEmbedding::new(shape.head_dim, training.seq_len, shape.rope_theta, &device),
-            token_bytes: TokenBytes::new(&data.tokenizer, shape.vocab_size)?,
-            unigram: Unigram::new(&counts),
-        };
+        let model = Qwen3::new(&stage.shape, training.seed, &device);
         let mut trainer = Self {
-            model: Some(Qwen3::new(&shape, training.seed, &device)),
+            token_bytes: TokenBytes::new(&data.tokenizer, vocab_size)?,
+            unigram: Unigram::new(&data.token_counts(vocab_size)?),
+            ropes: Ropes::new(&model, stage.recipe.training.seq_len, &device),
+            model: Some(model),
             optimizer: AdamW::new(recipe.optimizer.clone()),
-            rope: RotaryEmbedding::new(shape.head_dim, training.seq_len, shape.rope_theta, &device),
-            loader,
-            validation,
+            guard: Guard::new(training, GuardState::default(), &device),
+            guard_log: GuardLog::new(precision),
+            stage,
+            precision,
             peak_flops,
             memory,
             step: 0,
@@ -134,8 +120,9 @@ impl<B: TrainBackend> Trainer<B> {
             tokens_seen: 0,
             last_step: None,
             last_checkpoint: None,
+            writer: CheckpointWriter::default(),
             notices: origin.notices,
-            shape,
+            disturbance: None,
             recipe,
             data,
             folder,
@@ -143,8 +130,7 @@ impl<B: TrainBackend> Trainer<B> {
         };
         if let Some(checkpoint) = &origin.checkpoint {
             trainer.restore(checkpoint)?;
-        }
-        if precision == Precision::Bf16 {
+        } else if precision == Precision::Bf16 {
             let model = trainer.model.take();
             trainer.model = model.map(|model| trainer.optimizer.hold_masters(model));
         }
@@ -158,9 +144,9 @@ impl<B: TrainBackend> Trainer<B> {
             .expect("the model is only away inside an update")
     }
 
-    /// The model's sizes.
+    /// The model's sizes in the present stage.
     pub fn shape(&self) -> &ModelShape {
-        &self.shape
+        &self.stage.shape
     }
 
     /// The tokenizer and the shards.
@@ -173,29 +159,51 @@ impl<B: TrainBackend> Trainer<B> {
         self.step
     }
 
+    /// Makes the loss of some steps wrong on purpose: it is multiplied by what `factor` gives for the number of the
+    /// step's first row in its stage. For tests of the guard.
+    #[doc(hidden)]
+    pub fn disturb(&mut self, factor: impl Fn(u64) -> f64 + 'static) {
+        self.disturbance = Some(Disturbance(Box::new(factor)));
+    }
+
+    /// The state of `checkpoint` in the present stage.
     fn restore(&mut self, checkpoint: &Checkpoint) -> Result<(), TrainError> {
         let state = &checkpoint.state;
-        if state.vocab_size != self.shape.vocab_size {
+        let now = self.stage.shape.vocab_size;
+        if state.vocab_size != now {
             return Err(TrainError::OtherTokenizer {
                 saved: state.vocab_size,
-                now: self.shape.vocab_size,
+                now,
             });
         }
         let weights = checkpoint.model()?;
-        let model = self
-            .model
-            .take()
-            .expect("the model is only away inside an update");
-        let model = load_parameters(model, &mut |name, shape| weights.tensor(name, shape))?;
-        let moments = checkpoint.optimizer()?;
-        self.optimizer
-            .load_state(&model, &self.device, &mut |name, shape| {
-                moments.tensor(name, shape)
-            })?;
-        self.model = Some(model);
+        let mut weights = |name: &str, shape: &[usize]| Ok(weights.tensor(name, shape)?);
+        self.optimizer = AdamW::new(self.recipe.optimizer.clone());
+        if checkpoint.has_optimizer() {
+            let moments = checkpoint.optimizer()?;
+            self.install(
+                &mut weights,
+                Some(&mut |name, shape| Ok(moments.tensor(name, shape)?)),
+            )?;
+        } else {
+            self.install(&mut weights, None)?;
+        }
+        self.guard = Guard::new(
+            &self.recipe.training,
+            state.guard.unwrap_or_default(),
+            &self.device,
+        );
         self.step = state.step;
-        self.next_sample = state.next_sample;
         self.tokens_seen = state.tokens_seen;
+        // At the end of a stage the next one's rows begin; other data begins with its first row.
+        let ended = self.recipe.stage_of_state(state.step as usize).index;
+        let goes_on = ended == self.stage.stage.index;
+        let same_data = state.data_fingerprint == self.data.fingerprint();
+        self.next_sample = if goes_on && same_data {
+            state.next_sample
+        } else {
+            0
+        };
         // A checkpoint of another run begins this one, and is written here before the first step.
         let parent = |path: &std::path::Path| path.parent().and_then(|p| p.canonicalize().ok());
         let own = self.folder.checkpoint_path().canonicalize().ok();
@@ -208,25 +216,12 @@ impl<B: TrainBackend> Trainer<B> {
     /// Trains until the last step, or until `stop` is set; then the state is on disk.
     ///
     /// # Errors
-    /// A shard or checkpoint that fails, or a loss that is no number; earlier checkpoints stay.
+    /// A shard or checkpoint that fails, or a loss that stays no number; earlier checkpoints stay.
     pub fn run(
         &mut self,
         stop: &AtomicBool,
         observe: &mut dyn FnMut(TrainEvent<'_>),
     ) -> Result<TrainSummary, TrainError> {
-        let num_steps = self.recipe.training.steps as u64;
-        let (rows, local) = (
-            self.recipe.training.global_batch_size,
-            self.recipe.training.local_batch_size,
-        );
-        let micro_batches =
-            self.recipe
-                .training
-                .accumulation_steps(1)
-                .ok_or(TrainError::BatchSizes {
-                    global: rows,
-                    local,
-                })?;
         let (mut reporter, history) = self.begin(observe)?;
         let first_validation = match history.first {
             Some(report) => report,
@@ -242,52 +237,101 @@ impl<B: TrainBackend> Trainer<B> {
         };
         let is_fork = self.step > 0 && self.last_checkpoint.is_none();
         if is_fork || (self.step == 0 && self.recipe.checkpoint.at_start) {
-            self.write_checkpoint(&mut reporter)?;
+            self.start_checkpoint(&mut reporter)?;
+            self.finish_checkpoint(&mut reporter)?;
         }
-        let mut batches = Prefetch::new(
-            self.loader.clone(),
-            PrefetchPlan {
-                first_sample: self.next_sample,
-                batch: local,
-                stride: local as u64,
-                num_batches: None,
-                depth: PREFETCH_DEPTH.max(micro_batches),
-            },
-        )?;
+        let result = self.steps(stop, &mut reporter, &mut summary);
+        // A checkpoint on its way is made whole and told of, also when a step failed.
+        let written = self.finish_checkpoint(&mut reporter);
+        result?;
+        written?;
+        let num_steps = self.recipe.training.steps as u64;
+        summary.step = self.step;
+        summary.interrupted = self.step < num_steps;
+        summary.checkpoint = self.last_checkpoint_path();
+        Ok(summary)
+    }
+
+    fn steps(
+        &mut self,
+        stop: &AtomicBool,
+        reporter: &mut Reporter<'_>,
+        summary: &mut TrainSummary,
+    ) -> Result<(), TrainError> {
+        let num_steps = self.recipe.training.steps as u64;
+        let mut batches = self.stage.batches(self.next_sample)?;
         let mut clock = Clock::start();
         while self.step < num_steps && !stop.load(Ordering::Relaxed) {
-            let mut step_batches = Vec::with_capacity(micro_batches);
-            for _ in 0..micro_batches {
-                let batch = batches.next().expect("the plan has no end");
-                step_batches.push(batch?);
+            if let Some(next) = self.next_stage() {
+                drop(batches);
+                clock.pause(|| self.enter_stage(next))?;
+                reporter.tell(TrainEvent::Notice(&self.stage_line()));
+                batches = self.stage.batches(self.next_sample)?;
             }
+            let step_batches = self.take_batches(&mut batches)?;
             self.train_step(&step_batches)?;
-            clock.step((rows * self.recipe.training.seq_len) as u64);
+            clock.step(self.stage.recipe.training.tokens_per_step() as u64);
 
             let is_last = self.step == num_steps;
             let log_freq = self.recipe.metrics.log_freq.max(1) as u64;
-            if self.step.is_multiple_of(log_freq) || self.step == 1 || is_last {
-                let report = self.step_report(&step_batches, &mut clock)?;
+            let is_logged = self.step.is_multiple_of(log_freq) || self.step == 1 || is_last;
+            let interval = self.recipe.checkpoint.interval as u64;
+            let is_saved = is_last || self.step.is_multiple_of(interval);
+            match self.check_steps(is_logged || is_saved, reporter)? {
+                Verdict::GoOn => {}
+                Verdict::WentBack => {
+                    drop(batches);
+                    batches = self.stage.batches(self.next_sample)?;
+                    clock = Clock::start();
+                    continue;
+                }
+            }
+            if is_logged && let Some(report) = self.step_report(&step_batches, &mut clock) {
                 reporter.metrics.step(&report)?;
                 reporter.tell(TrainEvent::Step(&report));
                 summary.last_step = Some(report);
             }
             let interval = self.recipe.validation.interval as u64;
             if is_last || self.step.is_multiple_of(interval) {
-                let report = clock.pause(|| self.validate(&mut reporter))?;
+                let report = clock.pause(|| self.validate(reporter))?;
                 summary.last_validation = Some(report);
             }
-            let interval = self.recipe.checkpoint.interval as u64;
-            if is_last || self.step.is_multiple_of(interval) {
-                clock.pause(|| self.write_checkpoint(&mut reporter))?;
+            // To go back among steps that are not taken would be to stay.
+            if is_saved && !self.guard_log.in_streak() {
+                clock.pause(|| self.start_checkpoint(reporter))?;
             }
+            self.poll_checkpoint(reporter)?;
         }
         drop(batches);
-        self.write_checkpoint(&mut reporter)?;
-        summary.step = self.step;
-        summary.interrupted = self.step < num_steps;
-        summary.checkpoint = self.last_checkpoint_path();
-        Ok(summary)
+        // Also where a signal ended the loop.
+        self.start_checkpoint(reporter)
+    }
+
+    /// The micro-batches of one step.
+    fn take_batches(&self, batches: &mut Prefetch) -> Result<Vec<Batch>, TrainError> {
+        let taken = (0..self.stage.micro_batches).map(|_| {
+            let batch = batches.next().expect("the plan has no end");
+            Ok(batch?)
+        });
+        taken.collect()
+    }
+
+    /// What a person should know of the stage that begins.
+    fn stage_line(&self) -> String {
+        let stage = &self.stage.stage;
+        let section = &stage.section;
+        let window = section
+            .window
+            .map_or(String::new(), |window| format!(", window {window}"));
+        format!(
+            "stage {} of {}: steps {} to {}, rows of {} tokens, rope_theta {}{window}",
+            stage.index + 1,
+            self.recipe.stages().len(),
+            stage.steps.start + 1,
+            stage.steps.end,
+            section.seq_len,
+            section.rope_theta,
+        )
     }
 
     /// The first writes of a run: everything that could be refused has been by now.
@@ -303,10 +347,13 @@ impl<B: TrainBackend> Trainer<B> {
             reporter.tell(TrainEvent::Notice(&notice));
         }
         self.tidy_checkpoints(&mut reporter)?;
+        if !self.recipe.stage.is_empty() {
+            reporter.tell(TrainEvent::Notice(&self.stage_line()));
+        }
         Ok((reporter, history))
     }
 
-    /// Gradients over all micro-batches, clipping, update.
+    /// Gradients over all micro-batches, clipping, judgement, update.
     fn train_step(&mut self, batches: &[Batch]) -> Result<(), TrainError> {
         let num_labels: usize = batches.iter().map(Batch::num_labels).sum();
         if num_labels == 0 {
@@ -314,15 +361,22 @@ impl<B: TrainBackend> Trainer<B> {
                 step: self.step + 1,
             });
         }
-        let loss_scale = 1.0 / num_labels as f64;
+        let disturbance = self.disturbance.as_ref();
+        let factor = disturbance.map_or(1.0, |Disturbance(of)| of(self.next_sample));
+        let loss_scale = factor / num_labels as f64;
         let mut gradients = GradientBuffer::default();
         let mut loss = Tensor::<B::InnerBackend, 1>::zeros([1], &self.device);
         let mut expire = Vec::new();
         for batch in batches {
             let on_device = DeviceBatch::<B>::new(batch, &self.device);
-            let model = self.model();
-            let result =
-                accumulate_gradients(model, &on_device, &self.rope, loss_scale, &mut gradients);
+            let result = accumulate_gradients_with(
+                &self.recipe.activation_checkpoint,
+                self.model(),
+                &on_device,
+                &self.ropes.training,
+                loss_scale,
+                &mut gradients,
+            );
             loss = loss + result.loss;
             expire = result.expire;
         }
@@ -331,21 +385,25 @@ impl<B: TrainBackend> Trainer<B> {
             .take()
             .expect("the model is only away inside an update");
         let grad_norm = gradients.norm(&model, &self.device);
-        let grad_scale = clip_scale::<B>(grad_norm.clone(), self.recipe.training.max_norm);
+        let clip_scale = clip_scale::<B>(grad_norm.clone(), self.recipe.training.max_norm);
+        let judgement = self.guard.judge(loss, grad_norm, clip_scale);
         let lr = self.learning_rate();
-        self.model = Some(self.optimizer.step(model, &mut gradients, grad_scale, lr));
+        self.guard_log.note(
+            self.step + 1,
+            lr,
+            batches,
+            &judgement,
+            (&model, &gradients, &self.device),
+        );
+        let scale = judgement.grad_scale;
+        self.model = Some(self.optimizer.step(model, &mut gradients, scale, lr));
 
         self.step += 1;
         for batch in batches {
             self.next_sample += batch.batch as u64;
             self.tokens_seen += (batch.batch * batch.seq_len) as u64;
         }
-        self.last_step = Some(StepOutcome {
-            loss,
-            grad_norm,
-            lr,
-            expire,
-        });
+        self.last_step = Some(StepOutcome { lr, expire });
         Ok(())
     }
 
@@ -355,41 +413,16 @@ impl<B: TrainBackend> Trainer<B> {
         self.recipe.optimizer.lr * self.recipe.lr_scheduler.factor(self.step as usize, steps)
     }
 
-    /// Loss and gradient norm of the last step, read back from the device.
-    ///
-    /// # Errors
-    /// [`TrainError::Diverged`] when one of them is no finite number; the weights are spoilt then.
-    fn check_finite(&self) -> Result<Option<(f64, f64)>, TrainError> {
-        let Some(outcome) = &self.last_step else {
-            return Ok(None);
-        };
-        let loss = outcome.loss.clone().into_scalar().elem::<f64>();
-        let grad_norm = outcome.grad_norm.clone().into_scalar().elem::<f64>();
-        if loss.is_finite() && grad_norm.is_finite() {
-            return Ok(Some((loss, grad_norm)));
-        }
-        Err(TrainError::Diverged {
-            step: self.step,
-            loss,
-            grad_norm,
-            lr: outcome.lr,
-            last_checkpoint: self.last_checkpoint_path(),
-        })
-    }
-
-    fn step_report(&self, batches: &[Batch], clock: &mut Clock) -> Result<StepReport, TrainError> {
-        let (loss, grad_norm) = self.check_finite()?.expect("a step was taken");
-        let outcome = self.last_step.as_ref().expect("a step was taken");
-        let last = batches.last().expect("a step has at least one batch");
-        let attention = AttentionStatistics::of(self.shape.attention, last, &outcome.expire);
-        let executed = self
-            .shape
-            .flops_per_token(attention.mean_active_keys)
-            .training();
-        let dense = self
-            .shape
-            .dense_flops_per_token(self.recipe.training.seq_len)
-            .training();
+    /// The report of the last step; `None` where it was not taken, which has been told in another way.
+    fn step_report(&self, batches: &[Batch], clock: &mut Clock) -> Option<StepReport> {
+        let judged = self.guard_log.last_taken(self.step)?;
+        let outcome = self.last_step.as_ref()?;
+        let last = batches.last()?;
+        let shape = &self.stage.shape;
+        let attention = AttentionStatistics::of(shape.attention, last, &outcome.expire);
+        let executed = shape.flops_per_token(attention.mean_active_keys).training();
+        let seq_len = self.stage.recipe.training.seq_len;
+        let dense = shape.dense_flops_per_token(seq_len).training();
         let (tokens_per_second, step_seconds) = clock.restart();
         let percent = |flops: f64| {
             self.peak_flops
@@ -397,11 +430,11 @@ impl<B: TrainBackend> Trainer<B> {
         };
         let (memory_bytes, memory_total_bytes) = self.memory.read();
         let num_steps = self.recipe.training.steps as u64;
-        Ok(StepReport {
+        Some(StepReport {
             step: self.step,
             num_steps,
-            loss,
-            grad_norm,
+            loss: judged.loss,
+            grad_norm: judged.grad_norm,
             lr: outcome.lr,
             tokens_seen: self.tokens_seen,
             tokens_per_second,
@@ -417,22 +450,16 @@ impl<B: TrainBackend> Trainer<B> {
 
     fn validate(&self, reporter: &mut Reporter<'_>) -> Result<ValidationReport, TrainError> {
         let model = self.model().valid();
-        let Validation {
-            loader,
-            rope,
-            token_bytes,
-            unigram,
-        } = &self.validation;
         let size = [
             self.recipe.validation.steps,
-            self.recipe.training.local_batch_size,
+            self.stage.recipe.training.local_batch_size,
         ];
         let report = validate(
             &model,
-            loader,
-            rope,
+            &self.stage.validation_loader,
+            &self.ropes.validation,
             size,
-            (token_bytes, unigram),
+            (&self.token_bytes, &self.unigram),
             &self.device,
         )?;
         let report = ValidationReport {
@@ -443,14 +470,6 @@ impl<B: TrainBackend> Trainer<B> {
         reporter.tell(TrainEvent::Validation(&report));
         Ok(report)
     }
-}
-
-/// Device values of one step, read only when they are wanted.
-struct StepOutcome<B: TrainBackend> {
-    loss: Tensor<B::InnerBackend, 1>,
-    grad_norm: Tensor<B::InnerBackend, 1>,
-    lr: f64,
-    expire: Vec<Tensor<B, 3, burn::tensor::Int>>,
 }
 
 /// `min(1, max_norm / (norm + 1e-6))`, as PyTorch's `clip_grad_norm_`.

@@ -5,6 +5,7 @@ mod device;
 mod eval;
 mod export;
 mod generate;
+mod import;
 mod interrupt;
 mod kernels;
 mod loaded;
@@ -38,11 +39,16 @@ enum Command {
     Eval(eval::EvalCommand),
     /// Write a trained model in the Hugging Face layout
     Export(export::ExportArgs),
+    /// Read a Qwen3 or Doge model in the Hugging Face layout as a checkpoint
+    Import(import::ImportArgs),
     /// Write raw model output, to compare with other programs
     Logits(logits::LogitsArgs),
-    /// Inspect what a run reads
+    /// Prepare and inspect what a run reads
     #[command(subcommand)]
     Data(data::DataCommand),
+    /// Make a tokenizer
+    #[command(subcommand)]
+    Tokenizer(data::TokenizerCommand),
     /// Compile, check, time and run the CUDA kernels
     #[command(subcommand)]
     Kernels(kernels::KernelsCommand),
@@ -56,8 +62,10 @@ fn main() -> ExitCode {
         Command::Generate(args) => generate::run(args),
         Command::Eval(command) => eval::run(command),
         Command::Export(args) => export::run(args),
+        Command::Import(args) => import::run(args),
         Command::Logits(args) => logits::run(args),
         Command::Data(command) => data::run(command),
+        Command::Tokenizer(command) => data::run_tokenizer(command),
         Command::Kernels(command) => kernels::run(command),
     };
     match result {

@@ -1,4 +1,7 @@
 //! `sieve train`.
+mod lines;
+mod sweep;
+
 use crate::device::{Device, DeviceChoice};
 use crate::interrupt::{Interrupt, respect_nohup};
 use crate::recipe::RecipeArgs;
@@ -10,15 +13,15 @@ use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use indicatif::ProgressBar;
+use lines::{describe, reference_lines, skipped_line, step_line, stopped_line, validation_line};
 use sieve_core::Recipe;
-use sieve_core::recipe::AttentionSection;
 use sieve_data::{OnChange, Progress};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_kernels::{DeviceReport, SumOrder};
 use sieve_ops::{Cuda, TrainBackend};
 use sieve_train::{
-    DataEvent, DataSource, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start, StepReport,
-    TrainEvent, TrainSummary, Trainer, TrainingData, ValidationReport,
+    DataEvent, DataSource, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start, TrainEvent,
+    TrainSummary, Trainer, TrainingData,
 };
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
@@ -43,21 +46,81 @@ pub(crate) struct TrainArgs {
     /// Continue from this checkpoint instead of the latest; one of another run begins a new output folder
     #[arg(long, value_name = "DIR", conflicts_with = "resume")]
     resume_from: Option<PathBuf>,
+    /// Begin a new run with this checkpoint's weights, moments and step; the recipe may be another one for the same model
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["resume", "resume_from"])]
+    branch_from: Option<PathBuf>,
+    /// Train once for each value, each in a folder of its own, and compare; several keys give all combinations
+    #[arg(
+        long,
+        value_name = "SECTION.KEY=V1,V2,…",
+        conflicts_with = "resume_from"
+    )]
+    sweep: Vec<String>,
+}
+
+/// What the runs of one process share.
+struct Session {
+    device: Device,
+    interrupt: Interrupt,
+}
+
+/// How one run ended.
+enum Ending {
+    /// All steps are done.
+    Finished,
+    /// A signal ended it.
+    Interrupted,
 }
 
 /// Runs the command.
 pub(crate) fn run(args: TrainArgs) -> Result<()> {
     respect_nohup();
+    if !args.sweep.is_empty() {
+        return sweep::run(args);
+    }
     let recipe = args.recipe.load()?;
-    match args.device.resolve()? {
-        Device::Cpu => train::<Autodiff<Flex>>(&args, &recipe, on_cpu),
+    let session = Session::open(&args)?;
+    let out = args.out_folder();
+    train_on(&session, &args.start(), &recipe, &out).map(|_ending| ())
+}
+
+impl TrainArgs {
+    fn out_folder(&self) -> PathBuf {
+        let default = || PathBuf::from("out").join(self.recipe.name());
+        self.out.clone().unwrap_or_else(default)
+    }
+
+    fn start(&self) -> Start {
+        match (&self.branch_from, &self.resume_from, self.resume) {
+            (Some(path), _, _) => Start::BranchFrom(path.clone()),
+            (None, Some(path), _) => Start::ResumeFrom(path.clone()),
+            (None, None, true) => Start::Resume,
+            (None, None, false) => Start::New,
+        }
+    }
+}
+
+impl Session {
+    fn open(args: &TrainArgs) -> Result<Self> {
+        Ok(Self {
+            device: args.device.resolve()?,
+            interrupt: Interrupt::install()?,
+        })
+    }
+}
+
+/// Trains `recipe` on the session's device.
+fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Result<Ending> {
+    let interrupt = &session.interrupt;
+    match &session.device {
+        Device::Cpu => train::<Autodiff<Flex>>((start, out), recipe, interrupt, on_cpu),
         Device::Cuda(gpu) => {
             sieve_ops::set_sum_order(if recipe.training.deterministic {
                 SumOrder::Fixed
             } else {
                 SumOrder::Any
             });
-            train::<Autodiff<Cuda>>(&args, &recipe, || on_cuda(&gpu))
+            train::<Autodiff<Cuda>>((start, out), recipe, interrupt, || on_cuda(gpu))
         }
     }
 }
@@ -98,21 +161,13 @@ fn on_cuda(gpu: &DeviceReport) -> (Hardware<Autodiff<Cuda>>, String) {
 
 /// Everything that can be refused is checked before anything is written into the output folder.
 fn train<B: TrainBackend>(
-    args: &TrainArgs,
+    (start, out): (&Start, &Path),
     recipe: &Recipe,
+    interrupt: &Interrupt,
     hardware: impl FnOnce() -> (Hardware<B>, String),
-) -> Result<()> {
-    let start = match (&args.resume_from, args.resume) {
-        (Some(path), _) => Start::ResumeFrom(path.clone()),
-        (None, true) => Start::Resume,
-        (None, false) => Start::New,
-    };
-    let out = args
-        .out
-        .clone()
-        .unwrap_or_else(|| PathBuf::from("out").join(args.recipe.name()));
-    let mut folder = RunFolder::open(&out, &recipe.checkpoint.folder, &start)?;
-    let origin = Origin::find(&folder, &start, recipe)?;
+) -> Result<Ending> {
+    let mut folder = RunFolder::open(out, &recipe.checkpoint.folder, start)?;
+    let origin = Origin::find(&folder, start, recipe)?;
     if let Some(checkpoint) = &origin.checkpoint
         && origin.step() >= recipe.training.steps as u64
     {
@@ -122,11 +177,10 @@ fn train<B: TrainBackend>(
             recipe.training.steps,
             2 * origin.step(),
         ));
-        return Ok(());
+        return Ok(Ending::Finished);
     }
-    let interrupt = Interrupt::install()?;
     let mut log = Log::default();
-    let data = prepare(recipe, &mut folder, &start, &origin, &log)?;
+    let data = prepare(recipe, &mut folder, start, &origin, &log)?;
 
     let (hardware, description) = hardware();
     let device = hardware.device.clone();
@@ -158,7 +212,7 @@ fn train<B: TrainBackend>(
         .inspect_err(|error| log.keep(&terminal::error_text(error)))?;
     if summary.interrupted {
         log.line(&stopped_line(recipe, &summary));
-        return Ok(());
+        return Ok(Ending::Interrupted);
     }
     log.line(&format!(
         "trained {} steps in {}",
@@ -174,7 +228,7 @@ fn train<B: TrainBackend>(
         log.line(&format!("no sample: {error}"));
     }
     next_steps(&log, &summary);
-    Ok(())
+    Ok(Ending::Finished)
 }
 
 /// Shards and tokenizer, with a bar or plain lines. Takes the output folder once the recipe's files are found.
@@ -194,8 +248,8 @@ fn prepare(
         None => (folder.data_path(), OnChange::Replace),
     };
     let source = match &origin.checkpoint {
-        Some(_) => None,
-        None => Some(DataSource::open(recipe, &variable)?),
+        Some(_) if !origin.is_branch => None,
+        _ => Some(DataSource::open(recipe, &variable)?),
     };
     folder.claim(start)?;
     let bar: RefCell<Option<ProgressBar>> = RefCell::new(None);
@@ -228,6 +282,11 @@ fn prepare(
         DataEvent::Preparing(Progress::Writing) => {}
     };
     let data = match (source, &origin.checkpoint) {
+        // What was listed above is listed again, with the checkpoint's tokenizer.
+        (Some(_), Some(checkpoint)) => {
+            let place = (dir.as_path(), on_change);
+            TrainingData::branch(recipe, place, checkpoint, &variable, &mut observe)
+        }
         (None, Some(checkpoint)) => {
             TrainingData::resume(recipe, &dir, checkpoint, &variable, &mut observe)
         }
@@ -237,20 +296,20 @@ fn prepare(
     if let Some(bar) = bar.into_inner() {
         bar.finish_and_clear();
     }
-    let meta = &data.prepared.meta;
-    let verb = if data.prepared.reused {
-        "found"
-    } else {
-        "wrote"
+    let seconds = (data.tokenizer_time + data.prepare_time).as_secs_f64();
+    let Some(prepared) = data.prepared() else {
+        log.line("data: a synthetic task, generated as it is read");
+        return Ok(data);
     };
+    let meta = &prepared.meta;
+    let verb = if prepared.reused { "found" } else { "wrote" };
     log.line(&format!(
-        "data: {verb} {} training tokens in {} documents, {} held-out tokens in {} documents ({}, {:.1} s)",
+        "data: {verb} {} training tokens in {} documents, {} held-out tokens in {} documents ({}, {seconds:.1} s)",
         terminal::thousands(meta.train.num_tokens),
         terminal::thousands(meta.train.num_documents),
         terminal::thousands(meta.validation.num_tokens),
         terminal::thousands(meta.validation.num_documents),
         dir.display(),
-        (data.tokenizer_time + data.prepare_time).as_secs_f64(),
     ));
     Ok(data)
 }
@@ -296,42 +355,10 @@ impl Log {
     }
 }
 
-fn describe<B: TrainBackend>(recipe: &Recipe, trainer: &Trainer<B>, hardware: &str) -> String {
-    let shape = trainer.shape();
-    let parameters = shape.parameters();
-    let training = &recipe.training;
-    let kind = match recipe.attention {
-        AttentionSection::Mha => "mha".to_owned(),
-        AttentionSection::Swa { sliding_window } => {
-            format!("swa, {sliding_window} keys a query")
-        }
-        AttentionSection::Mla(mla) => format!("mla, latent of {}", mla.kv_lora_rank),
-        AttentionSection::Nsa(nsa) => format!(
-            "nsa, {} blocks of {} and {} keys a query",
-            nsa.num_selected_blocks, nsa.select_block_size, nsa.window_size
-        ),
-        AttentionSection::Dma {
-            keep_window_size, ..
-        } => {
-            format!("dma, {keep_window_size} keys a query")
-        }
-    };
-    format!(
-        "model: {} parameters ({} without embedding), {} layers x {}, attention {kind}\n\
-         run: {} steps x {} rows x {} tokens on {hardware}",
-        terminal::thousands(parameters.total()),
-        terminal::thousands(parameters.non_embedding()),
-        shape.num_layers,
-        shape.d_model,
-        training.steps,
-        training.global_batch_size,
-        training.seq_len,
-    )
-}
-
 fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
     bar.suspend(|| match event {
         TrainEvent::Step(report) => log.line(&step_line(report)),
+        TrainEvent::Skipped(report) => log.line(&skipped_line(report)),
         TrainEvent::Validation(report) => log.line(&validation_line(report)),
         TrainEvent::Checkpoint(path) => log.line(&format!("checkpoint: {}", path.display())),
         TrainEvent::Notice(text) => log.line(text),
@@ -340,50 +367,6 @@ fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
         bar.set_position(report.step);
         bar.set_message(format!("{} left", terminal::duration(report.eta_seconds)));
     }
-}
-
-/// torchtitan's line, then density, percent done and time left.
-fn step_line(report: &StepReport) -> String {
-    let gib = report.memory_bytes as f64 / (1u64 << 30) as f64;
-    let share = 100.0 * report.memory_bytes as f64 / report.memory_total_bytes.max(1) as f64;
-    let percent = |value: Option<f64>| value.map_or("n/a".to_owned(), |v| format!("{v:.2}%"));
-    format!(
-        "step: {:>5}  loss: {:>8.5}  grad_norm: {:>7.4}  memory: {gib:>5.2}GiB({share:.2}%)  tps: {}  tflops: {:.3}  \
-         mfu: {} (dense equivalent {})  density: {:.3} ({:.1} keys)  {:.0}% done, {} left",
-        report.step,
-        report.loss,
-        report.grad_norm,
-        terminal::thousands(report.tokens_per_second as u64),
-        report.tflops,
-        percent(report.mfu_percent),
-        percent(report.dense_mfu_percent),
-        report.attention.density,
-        report.attention.mean_active_keys,
-        100.0 * report.step as f64 / report.num_steps as f64,
-        terminal::duration(report.eta_seconds),
-    )
-}
-
-fn validation_line(report: &ValidationReport) -> String {
-    format!(
-        "validate step: {:>5}  loss: {:>8.5}  perplexity: {:.2}  bits per byte: {:.4}  (unigram: {:.4}; {} tokens)",
-        report.step,
-        report.loss,
-        report.perplexity,
-        report.bits_per_byte,
-        report.unigram_bits_per_byte,
-        terminal::thousands(report.num_labels),
-    )
-}
-
-fn stopped_line(recipe: &Recipe, summary: &TrainSummary) -> String {
-    let checkpoint = summary.checkpoint.as_deref().unwrap_or(Path::new(""));
-    format!(
-        "stopped at step {} of {}; the state is in {}\n  to go on: the same command with --resume",
-        summary.step,
-        recipe.training.steps,
-        checkpoint.display()
-    )
 }
 
 /// What a finished run has come to, and what to do with it.
@@ -447,20 +430,6 @@ fn samples<B: TrainBackend>(
         ));
     }
     Ok(())
-}
-
-/// One line for each op that a GPU ran without its kernel.
-fn reference_lines() -> Vec<String> {
-    let paths = sieve_ops::op_paths();
-    let slow = paths.iter().filter(|(_, path)| path.reference_calls > 0);
-    slow.map(|(op, path)| {
-        let reason = path.reason.as_deref().unwrap_or("no reason given");
-        format!(
-            "kernels: {op} took the plain path {} times: {reason}",
-            path.reference_calls
-        )
-    })
-    .collect()
 }
 
 /// What to type next.

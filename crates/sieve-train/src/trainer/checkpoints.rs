@@ -1,25 +1,27 @@
 //! Checkpoints of a run: when they may be written, which stay.
+use super::writer::Written;
 use super::{Reporter, Trainer};
 use crate::{TrainError, TrainEvent};
-use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints};
+use sieve_hf::{CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints};
 use sieve_ops::TrainBackend;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 impl<B: TrainBackend> Trainer<B> {
-    /// Writes the state as it stands, unless the folder has it already.
+    /// Copies the state as it stands and begins to write it, unless the folder has it already. The checkpoint before is
+    /// on disk then.
     ///
     /// # Errors
-    /// A diverged step, whose weights are not worth keeping; any failure of the file system. Earlier checkpoints stay.
-    pub(super) fn write_checkpoint(
+    /// Any failure of the file system, also of the checkpoint before. Earlier checkpoints stay.
+    pub(super) fn start_checkpoint(
         &mut self,
         reporter: &mut Reporter<'_>,
     ) -> Result<(), TrainError> {
         let folder = self.folder.checkpoint_path();
-        if self.last_checkpoint == Some(self.step) {
+        if [self.last_checkpoint, self.writer.step()].contains(&Some(self.step)) {
             return Ok(());
         }
-        self.check_finite()?;
+        self.finish_checkpoint(reporter)?;
         fs::create_dir_all(&folder).map_err(TrainError::io("creating", &folder))?;
         let files = CheckpointFiles {
             model: self.optimizer.master_weights(self.model()),
@@ -32,16 +34,48 @@ impl<B: TrainBackend> Trainer<B> {
             step: self.step,
             next_sample: self.next_sample,
             tokens_seen: self.tokens_seen,
-            vocab_size: self.shape.vocab_size,
-            data_fingerprint: self.data.prepared.meta.fingerprint.clone(),
+            guard: Some(self.guard.state()),
+            vocab_size: self.stage.shape.vocab_size,
+            data_fingerprint: self.data.fingerprint().to_owned(),
             num_threads: rayon::current_num_threads(),
             sieve_version: env!("CARGO_PKG_VERSION").to_owned(),
             checksums: Default::default(),
         };
-        let path = Checkpoint::write(&folder, state, &files)?;
-        self.last_checkpoint = Some(self.step);
+        self.writer.start(&folder, state, files)
+    }
+
+    /// Waits for the checkpoint being written, tells of it, and removes those that are too old.
+    ///
+    /// # Errors
+    /// Why it could not be written.
+    pub(super) fn finish_checkpoint(
+        &mut self,
+        reporter: &mut Reporter<'_>,
+    ) -> Result<(), TrainError> {
+        let written = self.writer.finish()?;
+        self.keep(written, reporter)
+    }
+
+    /// As [`finish_checkpoint`](Self::finish_checkpoint), where it needs no waiting.
+    pub(super) fn poll_checkpoint(
+        &mut self,
+        reporter: &mut Reporter<'_>,
+    ) -> Result<(), TrainError> {
+        let written = self.writer.poll()?;
+        self.keep(written, reporter)
+    }
+
+    fn keep(
+        &mut self,
+        written: Option<Written>,
+        reporter: &mut Reporter<'_>,
+    ) -> Result<(), TrainError> {
+        let Some(Written { step, path }) = written else {
+            return Ok(());
+        };
+        self.last_checkpoint = Some(step);
         reporter.tell(TrainEvent::Checkpoint(&path));
-        self.prune(&folder)
+        self.prune(&self.folder.checkpoint_path())
     }
 
     /// Where the last checkpoint of this run lies.

@@ -1,0 +1,353 @@
+//! Weights of `transformers` become a checkpoint: Qwen3 and Doge, in one file or many.
+//!
+//! The reverse of [`export`](crate::export), by the same list of tensors: importing what was exported gives the same
+//! weights to the last bit. A model may come in with another attention; what that adds starts as in a new model.
+
+mod config;
+
+use crate::export::Architecture;
+use crate::export::tensors::{Source, tensors_of};
+use crate::{
+    Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, FORMAT_VERSION, TensorFile,
+    named_parameters,
+};
+use burn::tensor::TensorData;
+use burn::tensor::backend::Backend;
+use config::HfConfig;
+use sieve_core::Recipe;
+use sieve_core::recipe::AttentionKind;
+use sieve_nn::Qwen3;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Names told in one message, at most.
+const MAX_NAMES: usize = 20;
+/// Tensors that hold nothing of their own: old files keep tables of rotary frequencies.
+const IGNORED_ENDING: &str = "rotary_emb.inv_freq";
+const INDEX: &str = "model.safetensors.index.json";
+const SINGLE: &str = "model.safetensors";
+
+/// What was imported.
+#[derive(Clone, Debug)]
+pub struct ImportReport {
+    /// The checkpoint, `step-0` in the folder asked for.
+    pub path: PathBuf,
+    /// Its recipe: the model, with placeholders where `transformers` says nothing.
+    pub recipe: Recipe,
+    /// Numbers in all tensors.
+    pub num_parameters: u64,
+    /// Parameters that the folder does not have; they start as in a new model.
+    pub added: Vec<String>,
+    /// Tensors of the folder that say nothing new.
+    pub ignored: Vec<String>,
+}
+
+/// Writes the model in `from` as a checkpoint of step 0 into `out`.
+///
+/// `attention` gives it another attention kind; `overrides` are `section.key=value`, as for a recipe. Parameters that the
+/// other kind adds are drawn as in a new model: DMA then starts as a window of `keep_window_size` (A is 0), NSA mostly as
+/// its window (its gates).
+///
+/// # Errors
+/// A configuration no recipe expresses, missing, unknown or ill-shaped tensors (all of them named), an attention that
+/// cannot take the weights, a folder that holds a checkpoint, any failure of the file system.
+pub fn import<B: Backend>(
+    from: &Path,
+    out: &Path,
+    attention: Option<AttentionKind>,
+    overrides: &[String],
+    device: &B::Device,
+) -> Result<ImportReport, CheckpointError> {
+    let path = out.join("step-0");
+    if path.exists() {
+        return Err(CheckpointError::FolderInUse {
+            path: out.to_owned(),
+            found: "step-0".to_owned(),
+        });
+    }
+    let tokenizer_path = from.join("tokenizer.json");
+    let tokenizer_json = fs::read_to_string(&tokenizer_path)
+        .map_err(CheckpointError::io("reading", &tokenizer_path))?;
+    let config = HfConfig::read(&from.join("config.json"))?;
+    let recipe_error = |source| CheckpointError::BadRecipe {
+        path: from.join("config.json"),
+        source: Box::new(source),
+    };
+    let load = |text: &str, overrides: &[String]| {
+        let recipe = Recipe::load(text, "the imported model", overrides).map_err(recipe_error)?;
+        let shape = recipe
+            .model_shape(config.vocab_size)
+            .map_err(recipe_error)?;
+        Ok::<_, CheckpointError>((recipe, shape))
+    };
+    // Doge always has residual scales; whether they say something is known when they are read.
+    let is_doge = config.architecture == Architecture::Doge;
+    let (_, source_shape) = load(&config.recipe_toml(is_doge), &[])?;
+    let mut read = read_tensors(from, &tensors_of(&source_shape, config.architecture))?;
+    let has_scales = is_doge && !read.drop_unit_scales();
+
+    let kind = attention.map(|kind| format!("attention.kind={}", kind.name()));
+    let all = kind.into_iter().chain(overrides.iter().cloned());
+    let all = all.collect::<Vec<_>>();
+    let (recipe, shape) = load(&config.recipe_toml(has_scales), &all)?;
+    let model = Qwen3::<B>::new(&shape, recipe.training.seed, device);
+    let mut added = Vec::new();
+    let mut weights = named_parameters(&model);
+    drop(model);
+    for tensor in &mut weights {
+        match read.tensors.remove(&tensor.name) {
+            Some(data) if data.shape == tensor.data.shape => tensor.data = data,
+            Some(data) => {
+                return Err(not_importable(
+                    from,
+                    format!(
+                        "{} is {:?}, the recipe's model wants {:?}",
+                        tensor.name,
+                        data.shape.to_vec(),
+                        tensor.data.shape.to_vec()
+                    ),
+                    "only the attention may change; leave [model] as it is",
+                ));
+            }
+            None => added.push(tensor.name.clone()),
+        }
+    }
+    if !read.tensors.is_empty() {
+        let names = read.tensors.keys().cloned().collect::<BTreeSet<_>>();
+        return Err(not_importable(
+            from,
+            format!("the new attention has no place for {}", list(&names)),
+            "Qwen3's attention becomes dma, swa or nsa (with shared_kv = true)",
+        ));
+    }
+    let state = CheckpointState {
+        format_version: FORMAT_VERSION,
+        step: 0,
+        next_sample: 0,
+        tokens_seen: 0,
+        guard: None,
+        vocab_size: shape.vocab_size,
+        data_fingerprint: String::new(),
+        num_threads: 1,
+        sieve_version: env!("CARGO_PKG_VERSION").to_owned(),
+        checksums: BTreeMap::new(),
+    };
+    let files = CheckpointFiles {
+        model: weights,
+        optimizer: Vec::new(),
+        recipe_toml: recipe.to_toml().map_err(recipe_error)?,
+        tokenizer_json,
+    };
+    fs::create_dir_all(out).map_err(CheckpointError::io("creating", out))?;
+    Ok(ImportReport {
+        path: Checkpoint::write(out, state, &files)?,
+        num_parameters: shape.parameters().total(),
+        recipe,
+        added,
+        ignored: read.ignored,
+    })
+}
+
+/// What a folder holds, under the names of this project, in f32.
+struct ReadTensors {
+    tensors: HashMap<String, TensorData>,
+    ignored: Vec<String>,
+}
+
+impl ReadTensors {
+    /// Takes residual scales out when every one of them is exactly one, and says so.
+    fn drop_unit_scales(&mut self) -> bool {
+        let is_scale = |name: &str| {
+            name.ends_with("input_residual") || name.ends_with("post_attention_residual")
+        };
+        let mut scales = self.tensors.iter().filter(|(name, _)| is_scale(name));
+        let all_one = scales.all(|(_, data)| data.iter::<f32>().all(|value| value == 1.0));
+        if all_one {
+            self.tensors.retain(|name, _| !is_scale(name));
+        }
+        all_one
+    }
+}
+
+/// A tensor of ours while its parts arrive.
+struct Packed {
+    values: Vec<f32>,
+    shape: Vec<usize>,
+}
+
+fn read_tensors(
+    from: &Path,
+    wanted: &[crate::export::tensors::ExportTensor],
+) -> Result<ReadTensors, CheckpointError> {
+    let by_name: HashMap<&str, _> = wanted
+        .iter()
+        .map(|tensor| (tensor.name.as_str(), tensor))
+        .collect();
+    let is_tied = !by_name.contains_key("lm_head.weight");
+    let mut packed: HashMap<String, Packed> = HashMap::new();
+    let mut found = BTreeSet::new();
+    let mut problems = Problems::default();
+    let mut ignored = Vec::new();
+    for path in weight_files(from)? {
+        let file = TensorFile::open(&path)?;
+        for name in file.names() {
+            let Some(tensor) = by_name.get(name.as_str()) else {
+                // A tied output may be written a second time.
+                if name.ends_with(IGNORED_ENDING) || (is_tied && name == "lm_head.weight") {
+                    ignored.push(name);
+                } else {
+                    problems.unknown.insert(name);
+                }
+                continue;
+            };
+            if !found.insert(name.clone()) {
+                problems.twice.insert(name.clone());
+            }
+            let data = file.any_tensor(&name)?;
+            if data.shape.to_vec() != tensor.shape {
+                let got = data.shape.to_vec();
+                let wanted = &tensor.shape;
+                problems
+                    .shapes
+                    .insert(format!("{name} {got:?} instead of {wanted:?}"));
+                continue;
+            }
+            let Source::Rows {
+                name: ours,
+                rows,
+                num_rows,
+            } = &tensor.source
+            else {
+                continue;
+            };
+            let values = data.convert::<f32>();
+            let values = values.iter::<f32>().collect::<Vec<_>>();
+            let row = tensor.shape[1..].iter().product::<usize>();
+            let whole = packed.entry(ours.clone()).or_insert_with(|| Packed {
+                values: vec![0.0; num_rows * row],
+                shape: std::iter::once(*num_rows)
+                    .chain(tensor.shape[1..].iter().copied())
+                    .collect(),
+            });
+            whole.values[rows.start * row..rows.end * row].copy_from_slice(&values);
+        }
+    }
+    problems.missing = by_name
+        .keys()
+        .filter(|name| !found.contains(**name))
+        .map(|name| (*name).to_owned())
+        .collect();
+    problems.check(from)?;
+    let tensors = packed.into_iter().map(|(name, packed)| {
+        let data = TensorData::new(packed.values, packed.shape);
+        (name, data)
+    });
+    Ok(ReadTensors {
+        tensors: tensors.collect(),
+        ignored,
+    })
+}
+
+/// Everything that does not fit, by kind.
+#[derive(Default)]
+struct Problems {
+    missing: BTreeSet<String>,
+    unknown: BTreeSet<String>,
+    shapes: BTreeSet<String>,
+    twice: BTreeSet<String>,
+}
+
+impl Problems {
+    fn check(&self, from: &Path) -> Result<(), CheckpointError> {
+        let parts = [
+            ("missing", &self.missing),
+            ("unknown", &self.unknown),
+            ("of another shape", &self.shapes),
+            ("there twice", &self.twice),
+        ];
+        let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());
+        let text = parts
+            .map(|(what, names)| format!("{} tensors are {what}: {}", names.len(), list(names)))
+            .collect::<Vec<_>>();
+        if text.is_empty() {
+            return Ok(());
+        }
+        Err(not_importable(
+            from,
+            text.join("\n  "),
+            "config.json and the weights must be of one Qwen3 or Doge model",
+        ))
+    }
+}
+
+fn list(names: &BTreeSet<String>) -> String {
+    let mut text = names
+        .iter()
+        .take(MAX_NAMES)
+        .cloned()
+        .collect::<Vec<_>>()
+        .join(", ");
+    if names.len() > MAX_NAMES {
+        text.push_str(&format!(" and {} more", names.len() - MAX_NAMES));
+    }
+    text
+}
+
+/// The files of weights, each once, in the order of their names.
+fn weight_files(from: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
+    let (index, single) = (from.join(INDEX), from.join(SINGLE));
+    if !index.is_file() {
+        if single.is_file() {
+            return Ok(vec![single]);
+        }
+        return Err(not_importable(
+            from,
+            format!("it has neither {SINGLE} nor {INDEX}"),
+            "name a folder with weights as safetensors",
+        ));
+    }
+    let text = fs::read_to_string(&index).map_err(CheckpointError::io("reading", &index))?;
+    let malformed = |problem: String| CheckpointError::Malformed {
+        path: index.clone(),
+        problem,
+    };
+    let value: serde_json::Value =
+        serde_json::from_str(&text).map_err(|error| malformed(error.to_string()))?;
+    let map = value["weight_map"].as_object();
+    let map = map.ok_or_else(|| malformed("it has no weight_map".to_owned()))?;
+    let mut files = BTreeSet::new();
+    for (tensor, file) in map {
+        let plain = file
+            .as_str()
+            .filter(|file| Path::new(file).file_name() == Some(file.as_ref()));
+        let file = plain
+            .ok_or_else(|| malformed(format!("{tensor} lies in no file beside it: {file}")))?;
+        files.insert(from.join(file));
+    }
+    Ok(files.into_iter().collect())
+}
+
+fn not_importable(path: &Path, problem: String, hint: &'static str) -> CheckpointError {
+    CheckpointError::NotImportable {
+        path: path.to_owned(),
+        problem,
+        hint,
+    }
+}
+
+/// For tests: named tensors of a file.
+#[cfg(test)]
+fn all_tensors(path: &Path) -> Vec<crate::NamedTensor> {
+    let file = TensorFile::open(path).expect("a file of tensors");
+    let names = file.names().into_iter();
+    names
+        .map(|name| crate::NamedTensor {
+            data: file.any_tensor(&name).expect("it is named"),
+            name,
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests;

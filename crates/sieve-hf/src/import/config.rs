@@ -1,0 +1,169 @@
+//! `config.json` of `transformers` as a recipe.
+use super::not_importable;
+use crate::CheckpointError;
+use crate::export::Architecture;
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const HINT: &str = "Qwen3ForCausalLM and DogeForCausalLM (dense feed-forward, plain rotary embedding) can be imported";
+
+/// What of a `config.json` a recipe can say.
+pub(super) struct HfConfig {
+    pub(super) architecture: Architecture,
+    pub(super) vocab_size: usize,
+    /// The lines of `[model]`, without `residual_scale`.
+    model: String,
+    /// The lines of `[attention]`.
+    attention: String,
+    max_positions: usize,
+}
+
+/// A configuration and where it lies.
+struct Reader {
+    path: PathBuf,
+    value: Value,
+}
+
+impl Reader {
+    fn refuse(&self, problem: impl Into<String>) -> CheckpointError {
+        not_importable(&self.path, problem.into(), HINT)
+    }
+
+    fn integer(&self, key: &str) -> Result<usize, CheckpointError> {
+        let number = self.value[key].as_u64();
+        number
+            .map(|number| number as usize)
+            .ok_or_else(|| self.refuse(format!("{key} is {}, not a whole number", self.value[key])))
+    }
+
+    fn number(&self, key: &str) -> Result<f64, CheckpointError> {
+        self.value[key]
+            .as_f64()
+            .ok_or_else(|| self.refuse(format!("{key} is {}, not a number", self.value[key])))
+    }
+
+    /// Refuses any value of `key` but `false`, null and absent.
+    fn must_be_off(&self, key: &str) -> Result<(), CheckpointError> {
+        match &self.value[key] {
+            Value::Null | Value::Bool(false) => Ok(()),
+            other => Err(self.refuse(format!("{key} is {other}, and a recipe has no such thing"))),
+        }
+    }
+
+    /// Version 5 writes `rope_parameters`, version 4 `rope_theta` and `rope_scaling`.
+    fn rope_theta(&self) -> Result<f64, CheckpointError> {
+        let parameters = &self.value["rope_parameters"];
+        for scaling in [parameters, &self.value["rope_scaling"]] {
+            let kind = scaling["rope_type"].as_str().or(scaling["type"].as_str());
+            if kind.is_some_and(|kind| kind != "default") {
+                return Err(self.refuse(format!("rotary embedding is scaled: {scaling}")));
+            }
+        }
+        match parameters["rope_theta"].as_f64() {
+            Some(theta) => Ok(theta),
+            None => self.number("rope_theta"),
+        }
+    }
+
+    /// The attention of a Qwen3 model: all layers dense, or all with one window.
+    fn qwen3_attention(&self, num_layers: usize) -> Result<String, CheckpointError> {
+        let types = self.value["layer_types"].as_array();
+        let types = types.map(|types| types.iter().filter_map(Value::as_str).collect::<Vec<_>>());
+        let sliding = match types {
+            Some(types) => types
+                .iter()
+                .filter(|kind| **kind == "sliding_attention")
+                .count(),
+            None if self.value["use_sliding_window"] == Value::Bool(true) => {
+                let dense = self.value["max_window_layers"].as_u64().unwrap_or(0) as usize;
+                num_layers.saturating_sub(dense)
+            }
+            None => 0,
+        };
+        match sliding {
+            0 => Ok("kind = \"mha\"".to_owned()),
+            all if all == num_layers => {
+                let window = self.integer("sliding_window")?;
+                Ok(format!("kind = \"swa\"\nsliding_window = {window}"))
+            }
+            some => Err(self.refuse(format!(
+                "{some} of {num_layers} layers have a window; a recipe has one attention for all"
+            ))),
+        }
+    }
+}
+
+impl HfConfig {
+    pub(super) fn read(path: &Path) -> Result<Self, CheckpointError> {
+        let text = fs::read_to_string(path).map_err(CheckpointError::io("reading", path))?;
+        let value = serde_json::from_str(&text).map_err(|error| CheckpointError::Malformed {
+            path: path.to_owned(),
+            problem: error.to_string(),
+        })?;
+        let reader = Reader {
+            path: path.to_owned(),
+            value,
+        };
+        let num_layers = reader.integer("num_hidden_layers")?;
+        let (architecture, attention) = match reader.value["model_type"].as_str() {
+            Some("qwen3") => (Architecture::Qwen3, reader.qwen3_attention(num_layers)?),
+            Some("doge") => {
+                for key in ["is_moe", "mlp_bias", "sliding_window"] {
+                    reader.must_be_off(key)?;
+                }
+                let window = reader.integer("keep_window_size")?;
+                let attention = format!("kind = \"dma\"\nkeep_window_size = {window}");
+                (Architecture::Doge, attention)
+            }
+            _ => {
+                return Err(reader.refuse(format!("model_type is {}", reader.value["model_type"])));
+            }
+        };
+        reader.must_be_off("attention_bias")?;
+        if reader.value["hidden_act"] != "silu" {
+            return Err(reader.refuse(format!("hidden_act is {}", reader.value["hidden_act"])));
+        }
+        let heads = reader.integer("num_attention_heads")?;
+        let hidden_size = reader.integer("hidden_size")?;
+        let head_dim = match &reader.value["head_dim"] {
+            Value::Null => hidden_size / heads.max(1),
+            _ => reader.integer("head_dim")?,
+        };
+        let vocab_size = reader.integer("vocab_size")?;
+        let max_positions = reader.integer("max_position_embeddings")?;
+        let tied = reader.value["tie_word_embeddings"]
+            .as_bool()
+            .unwrap_or(false);
+        let model = format!(
+            "hidden_size = {hidden_size}\nintermediate_size = {}\nnum_hidden_layers = {num_layers}\n\
+             num_attention_heads = {heads}\nnum_key_value_heads = {}\nhead_dim = {head_dim}\n\
+             vocab_size = {vocab_size}\nrope_theta = {:?}\nrms_norm_eps = {:?}\ntie_word_embeddings = {tied}\n\
+             max_position_embeddings = {max_positions}\ninitializer_range = {:?}\n",
+            reader.integer("intermediate_size")?,
+            reader.integer("num_key_value_heads")?,
+            reader.rope_theta()?,
+            reader.number("rms_norm_eps")?,
+            reader.number("initializer_range").unwrap_or(0.02),
+        );
+        Ok(Self {
+            architecture,
+            vocab_size,
+            model,
+            attention,
+            max_positions,
+        })
+    }
+
+    /// A recipe of the model; what `transformers` does not say are placeholders that train nothing.
+    pub(super) fn recipe_toml(&self, residual_scale: bool) -> String {
+        let seq_len = self.max_positions.min(2048);
+        format!(
+            "[model]\n{}residual_scale = {residual_scale}\n[attention]\n{}\n\
+             [tokenizer]\npath = \"tokenizer.json\"\n[data]\npaths = [\"data/*.jsonl\"]\nformat = \"jsonl\"\n\
+             [training]\nsteps = 1\nseq_len = {seq_len}\nlocal_batch_size = 1\n\
+             [optimizer]\nlr = 0.0\n[lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n",
+            self.model, self.attention
+        )
+    }
+}

@@ -1,0 +1,258 @@
+use super::*;
+use crate::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, export, load_model};
+use burn_flex::Flex;
+use serde_json::json;
+
+const TOKENIZER: &str = r#"{"added_tokens":[{"id":1,"content":"<|endoftext|>","special":true}],
+    "model":{"type":"WordLevel","vocab":{"a":0,"<|endoftext|>":1},"unk_token":"a"}}"#;
+
+/// A random checkpoint, exported: the folder of `transformers`.
+fn exported(folder: &Path, model: &str, attention: &str, options: ExportOptions) -> PathBuf {
+    let text = format!(
+        "[model]\nhidden_size = 12\nintermediate_size = 20\nnum_hidden_layers = 2\nnum_attention_heads = 4\n\
+         num_key_value_heads = 2\nhead_dim = 6\nmax_position_embeddings = 16\nrope_theta = 54321.5\n{model}\n\
+         [attention]\n{attention}\n[tokenizer]\npath = \"t.json\"\n[data]\npaths = [\"x\"]\n\
+         [training]\nsteps = 1\nseq_len = 8\nlocal_batch_size = 1\n[optimizer]\nlr = 1e-3\n\
+         [lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n"
+    );
+    let recipe = Recipe::load(&text, "test", &[]).expect("the recipe is valid");
+    let shape = recipe.model_shape(11).expect("no vocab_size is given");
+    let state = CheckpointState {
+        format_version: FORMAT_VERSION,
+        step: 4,
+        next_sample: 8,
+        tokens_seen: 64,
+        guard: None,
+        vocab_size: 11,
+        data_fingerprint: String::new(),
+        num_threads: 1,
+        sieve_version: "test".to_owned(),
+        checksums: BTreeMap::new(),
+    };
+    let mut weights = named_parameters(&Qwen3::<Flex>::new(&shape, 7, &Default::default()));
+    for (number, tensor) in weights.iter_mut().enumerate() {
+        // Norms, A and scales too are unlike what a new model has.
+        let shift = 1.0 + number as f32 / 64.0;
+        let values = tensor.data.iter::<f32>().map(|value| value + shift);
+        tensor.data = TensorData::new(values.collect::<Vec<_>>(), tensor.data.shape.to_vec());
+    }
+    let files = CheckpointFiles {
+        model: weights,
+        optimizer: Vec::new(),
+        recipe_toml: recipe.to_toml().expect("small numbers"),
+        tokenizer_json: TOKENIZER.to_owned(),
+    };
+    let run = folder.join("run");
+    let path = Checkpoint::write(&run, state, &files).expect("writable");
+    let out = folder.join("hf");
+    export(&Checkpoint::open(&path).expect("written"), &out, &options).expect("exports");
+    out
+}
+
+fn options(dtype: ExportDtype, max_shard_bytes: u64) -> ExportOptions {
+    ExportOptions {
+        dtype,
+        max_shard_bytes,
+        eos_token_id: 1,
+        pad_token_id: None,
+    }
+}
+
+fn whole() -> ExportOptions {
+    options(ExportDtype::F32, DEFAULT_SHARD_BYTES)
+}
+
+fn imported(
+    from: &Path,
+    out: &Path,
+    attention: Option<AttentionKind>,
+    overrides: &[&str],
+) -> Result<ImportReport, CheckpointError> {
+    let overrides = overrides
+        .iter()
+        .map(|item| (*item).to_owned())
+        .collect::<Vec<_>>();
+    import::<Flex>(from, out, attention, &overrides, &Default::default())
+}
+
+fn problem(result: Result<ImportReport, CheckpointError>) -> String {
+    result.expect_err("it must be refused").to_string()
+}
+
+/// Rewrites one file of weights.
+fn rewrite(hf: &Path, change: impl FnOnce(&mut Vec<NamedTensor>)) {
+    let path = hf.join(SINGLE);
+    let mut tensors = all_tensors(&path);
+    change(&mut tensors);
+    crate::write_tensor_file(&path, &tensors, None).expect("writable");
+}
+
+#[test]
+fn export_import_export_gives_the_same_bytes() {
+    for (model, attention) in [
+        ("tie_word_embeddings = true", "kind = \"mha\""),
+        ("tie_word_embeddings = false", "kind = \"mha\""),
+        (
+            "tie_word_embeddings = false",
+            "kind = \"swa\"\nsliding_window = 5",
+        ),
+        (
+            "tie_word_embeddings = true",
+            "kind = \"dma\"\nkeep_window_size = 3",
+        ),
+        (
+            "tie_word_embeddings = true\nresidual_scale = true",
+            "kind = \"dma\"\nkeep_window_size = 3",
+        ),
+    ] {
+        for options in [
+            whole(),
+            options(ExportDtype::Bf16, DEFAULT_SHARD_BYTES),
+            options(ExportDtype::F32, 1500),
+        ] {
+            let folder = tempfile::tempdir().expect("a folder");
+            let first = exported(folder.path(), model, attention, options);
+            let back = folder.path().join("back");
+            let report = imported(&first, &back, None, &[]).expect("imports");
+            assert_eq!(report.added, Vec::<String>::new());
+            assert_eq!(report.recipe.model.rope_theta, 54321.5);
+            let second = folder.path().join("again");
+            let checkpoint = Checkpoint::open(&back).expect("just written");
+            export(&checkpoint, &second, &options).expect("exports again");
+            let mut names = fs::read_dir(&first)
+                .expect("a folder")
+                .map(|entry| entry.expect("an entry").file_name())
+                .collect::<Vec<_>>();
+            names.sort();
+            assert!(names.len() >= 5, "{names:?}");
+            for name in names {
+                let read = |folder: &Path| fs::read(folder.join(&name)).expect("a file");
+                assert!(read(&first) == read(&second), "{attention}: {name:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_dense_model_becomes_sparse_with_new_weights_at_their_start() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tied = "tie_word_embeddings = true";
+    let hf = exported(folder.path(), tied, "kind = \"mha\"", whole());
+    let out = folder.path().join("dma");
+    let kind = Some(AttentionKind::Dma);
+    let report = imported(&hf, &out, kind, &["attention.keep_window_size=3"]).expect("imports");
+    assert_eq!(
+        report.added,
+        [
+            "layers.0.self_attn.dt_proj.weight",
+            "layers.0.self_attn.a",
+            "layers.1.self_attn.dt_proj.weight",
+            "layers.1.self_attn.a",
+        ]
+    );
+    let loaded = load_model::<Flex>(&out, &Default::default()).expect("loads");
+    let new = named_parameters(&loaded.model);
+    let find = |name: &str| new.iter().find(|tensor| tensor.name == name).expect(name);
+    let a = find("layers.1.self_attn.a");
+    assert!(a.data.iter::<f32>().all(|value| value == 0.0));
+    let dt = find("layers.1.self_attn.dt_proj.weight");
+    assert!(dt.data.iter::<f32>().any(|value| value != 0.0));
+    // The rest is what was exported.
+    let theirs = TensorFile::open(&hf.join(SINGLE)).expect("exported");
+    let name = "model.layers.1.self_attn.o_proj.weight";
+    let expected = theirs.any_tensor(name).expect(name);
+    let found = &find("layers.1.self_attn.o_proj.weight").data;
+    assert_eq!(found.as_bytes(), expected.as_bytes());
+}
+
+#[test]
+fn missing_unknown_and_ill_shaped_tensors_are_all_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tied = "tie_word_embeddings = true";
+    let hf = exported(folder.path(), tied, "kind = \"mha\"", whole());
+    rewrite(&hf, |tensors| {
+        tensors.retain(|tensor| !tensor.name.contains("layers.0.mlp"));
+        for tensor in tensors.iter_mut() {
+            if tensor.name == "model.norm.weight" {
+                tensor.name = "model.norm.wait".to_owned();
+            }
+            if tensor.name.ends_with("0.self_attn.q_norm.weight") {
+                tensor.data = TensorData::new(vec![1f32; 7], [7]);
+            }
+        }
+    });
+    let text = problem(imported(&hf, &folder.path().join("out"), None, &[]));
+    for word in [
+        "4 tensors are missing: model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.gate_proj.weight",
+        "model.norm.weight",
+        "1 tensors are unknown: model.norm.wait",
+        "model.layers.0.self_attn.q_norm.weight [7] instead of [6]",
+    ] {
+        assert!(text.contains(word), "no {word:?} in {text}");
+    }
+    assert!(!folder.path().join("out").exists(), "nothing is written");
+}
+
+#[test]
+fn what_says_nothing_new_is_passed_over() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tied = "tie_word_embeddings = true";
+    let hf = exported(folder.path(), tied, "kind = \"mha\"", whole());
+    rewrite(&hf, |tensors| {
+        for name in [
+            "lm_head.weight",
+            "model.layers.0.self_attn.rotary_emb.inv_freq",
+        ] {
+            tensors.push(NamedTensor {
+                name: name.to_owned(),
+                data: TensorData::new(vec![0f32; 3], [3]),
+            });
+        }
+    });
+    let report = imported(&hf, &folder.path().join("out"), None, &[]).expect("imports");
+    assert_eq!(report.ignored.len(), 2);
+}
+
+#[test]
+fn configurations_without_a_recipe_are_refused() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tied = "tie_word_embeddings = true";
+    let hf = exported(folder.path(), tied, "kind = \"mha\"", whole());
+    let path = hf.join("config.json");
+    let config: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(&path).expect("written")).expect("JSON");
+    let out = folder.path().join("out");
+    for (key, value, word) in [
+        ("model_type", json!("llama"), "model_type is \"llama\""),
+        ("hidden_act", json!("gelu"), "hidden_act"),
+        ("attention_bias", json!(true), "attention_bias"),
+        (
+            "rope_parameters",
+            json!({ "rope_type": "yarn", "rope_theta": 1e4 }),
+            "scaled",
+        ),
+        (
+            "layer_types",
+            json!(["full_attention", "sliding_attention"]),
+            "1 of 2 layers",
+        ),
+        ("num_hidden_layers", json!("two"), "num_hidden_layers"),
+        ("num_key_value_heads", json!(3), "num_key_value_heads"),
+        ("hidden_size", json!(13), "of another shape"),
+    ] {
+        let mut changed = config.clone();
+        changed[key] = value;
+        fs::write(&path, changed.to_string()).expect("writable");
+        let text = problem(imported(&hf, &out, None, &[]));
+        assert!(text.contains(word), "{key}: {text}");
+    }
+    fs::write(&path, config.to_string()).expect("writable");
+    let text = problem(imported(&hf, &out, None, &["model.intermediate_size=24"]));
+    assert!(text.contains("only the attention may change"), "{text}");
+    fs::remove_file(hf.join(SINGLE)).expect("there");
+    let text = problem(imported(&hf, &out, None, &[]));
+    assert!(text.contains("neither model.safetensors"), "{text}");
+    fs::write(hf.join(INDEX), r#"{"weight_map":{"a":"../secret"}}"#).expect("writable");
+    let text = problem(imported(&hf, &out, None, &[]));
+    assert!(text.contains("../secret"), "{text}");
+}

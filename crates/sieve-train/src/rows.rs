@@ -1,0 +1,102 @@
+//! The rows a run trains and validates on, from its data.
+use crate::data::RowSource;
+use crate::{TrainError, TrainingData};
+use sieve_data::{Loader, LoaderConfig, MqarMixture, MqarPart, MqarSplit, Order, Prepared};
+use std::sync::Arc;
+
+/// Rows of a synthetic task that its token statistics are taken from.
+const SAMPLED_ROWS: u64 = 1000;
+
+impl TrainingData {
+    /// What makes rows to train on.
+    ///
+    /// # Errors
+    /// An unreadable shard, or one with too few tokens for a row.
+    pub fn train_loader(&self, config: LoaderConfig) -> Result<Loader, TrainError> {
+        match &self.rows {
+            RowSource::Shards { prepared, weights } => match weights {
+                None => Ok(Loader::new(Arc::new(prepared.train()?), config)?),
+                Some(weights) => {
+                    let shards = prepared.train_shards()?.into_iter().map(Arc::new);
+                    let sources = shards.zip(weights.iter().copied()).collect();
+                    Ok(Loader::mixture(sources, config)?)
+                }
+            },
+            RowSource::Mqar { train, .. } => {
+                let seed = match config.order {
+                    Order::Shuffled { seed } => seed,
+                    Order::Sequential => 0,
+                };
+                let mixture = MqarMixture::shuffled(train, MqarSplit::Train, config.seq_len, seed)?;
+                Ok(Loader::mqar(mixture, config)?)
+            }
+        }
+    }
+
+    /// What makes rows to validate on.
+    ///
+    /// # Errors
+    /// An unreadable shard, or one with too few tokens for a row.
+    pub fn validation_loader(&self, config: LoaderConfig) -> Result<Loader, TrainError> {
+        match &self.rows {
+            RowSource::Shards { prepared, .. } => {
+                Ok(Loader::new(Arc::new(prepared.validation()?), config)?)
+            }
+            RowSource::Mqar { test, .. } => {
+                let mixture = MqarMixture::sequential(test, MqarSplit::Test, config.seq_len)?;
+                Ok(Loader::mqar(mixture, config)?)
+            }
+        }
+    }
+
+    /// The shards, where rows come from shards.
+    pub fn prepared(&self) -> Option<&Prepared> {
+        match &self.rows {
+            RowSource::Shards { prepared, .. } => Some(prepared),
+            RowSource::Mqar { .. } => None,
+        }
+    }
+
+    /// What tells this data from other data.
+    pub fn fingerprint(&self) -> String {
+        match &self.rows {
+            RowSource::Shards { prepared, .. } => prepared.meta.fingerprint.clone(),
+            RowSource::Mqar { train, test } => {
+                MqarPart::fingerprint(&[train.as_slice(), test].concat())
+            }
+        }
+    }
+
+    /// How often each token is in the data to train on; of a synthetic task, in the first rows.
+    ///
+    /// # Errors
+    /// An unreadable shard, a token outside the vocabulary.
+    pub fn token_counts(&self, vocab_size: usize) -> Result<Vec<u64>, TrainError> {
+        let mut counts = vec![0; vocab_size];
+        match &self.rows {
+            RowSource::Shards { prepared, .. } => {
+                for shard in prepared.train_shards()? {
+                    let found = shard.token_counts(vocab_size)?;
+                    counts.iter_mut().zip(found).for_each(|(sum, n)| *sum += n);
+                }
+            }
+            RowSource::Mqar { train, .. } => {
+                let seq_len = train
+                    .iter()
+                    .map(|part| part.config.seq_len)
+                    .max()
+                    .unwrap_or(0);
+                let mixture = MqarMixture::shuffled(train, MqarSplit::Train, seq_len, 0)?;
+                for row in 0..SAMPLED_ROWS {
+                    // What is predicted are the labels: the statistics a guesser would use.
+                    for label in mixture.batch(row, 1, 0).labels {
+                        if let Some(count) = counts.get_mut(label as usize) {
+                            *count += 1;
+                        }
+                    }
+                }
+            }
+        }
+        Ok(counts)
+    }
+}

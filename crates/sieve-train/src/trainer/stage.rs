@@ -1,0 +1,157 @@
+//! What belongs to one stage of a run, and going from one to the next.
+use super::Trainer;
+use crate::{AdamW, Precision, TrainError, TrainingData};
+use burn::module::AutodiffModule;
+use burn::tensor::TensorData;
+use sieve_core::recipe::Stage;
+use sieve_core::{ModelShape, Recipe};
+use sieve_data::{Loader, LoaderConfig, Order, Packing, Prefetch, PrefetchPlan};
+use sieve_hf::{NamedTensor, TensorSource, load_parameters};
+use sieve_nn::Qwen3;
+use sieve_ops::{RotaryEmbedding, TrainBackend};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// Batches made ahead of the step that needs them.
+const PREFETCH_DEPTH: usize = 4;
+/// Keeps the order of each stage its own: the golden ratio in 64 bits.
+const STAGE_SALT: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// Sizes and batches of one stage.
+pub(super) struct StageState {
+    pub(super) stage: Stage,
+    /// The recipe of this stage alone.
+    pub(super) recipe: Recipe,
+    pub(super) shape: ModelShape,
+    pub(super) loader: Arc<Loader>,
+    pub(super) validation_loader: Loader,
+    /// Micro-batches of a step.
+    pub(super) micro_batches: usize,
+}
+
+/// How `recipe`, which is one stage's, reads its training rows.
+pub fn loader_config(recipe: &Recipe, shape: &ModelShape, data: &TrainingData) -> LoaderConfig {
+    let training = &recipe.training;
+    LoaderConfig {
+        seq_len: training.seq_len,
+        order: Order::Shuffled {
+            seed: training.seed,
+        },
+        packing: if training.one_document_per_row {
+            Packing::OneDocumentPerRow
+        } else {
+            Packing::Concatenated
+        },
+        vocab_size: shape.vocab_size,
+        pad_id: data.tokenizer.pad_id().unwrap_or(0),
+    }
+}
+
+impl StageState {
+    pub(super) fn new(
+        recipe: &Recipe,
+        stage: Stage,
+        data: &TrainingData,
+    ) -> Result<Self, TrainError> {
+        let recipe = recipe.at_stage(&stage);
+        let shape = recipe.model_shape(data.tokenizer.vocab_size())?;
+        let training = &recipe.training;
+        let (global, local) = (training.global_batch_size, training.local_batch_size);
+        let micro_batches = training
+            .accumulation_steps(1)
+            .ok_or(TrainError::BatchSizes { global, local })?;
+        let mut config = loader_config(&recipe, &shape, data);
+        if let Order::Shuffled { seed } = &mut config.order {
+            // Other rows in another order: a stage does not begin with what the one before began with.
+            *seed ^= STAGE_SALT.wrapping_mul(stage.index as u64);
+        }
+        let sequential = LoaderConfig {
+            order: Order::Sequential,
+            ..config
+        };
+        Ok(Self {
+            loader: Arc::new(data.train_loader(config)?),
+            validation_loader: data.validation_loader(sequential)?,
+            micro_batches,
+            stage,
+            shape,
+            recipe,
+        })
+    }
+
+    /// The stage's batches from row `first_sample` on.
+    pub(super) fn batches(&self, first_sample: u64) -> Result<Prefetch, TrainError> {
+        let local = self.recipe.training.local_batch_size;
+        let plan = PrefetchPlan {
+            first_sample,
+            batch: local,
+            stride: local as u64,
+            num_batches: None,
+            depth: PREFETCH_DEPTH.max(self.micro_batches),
+        };
+        Ok(Prefetch::new(self.loader.clone(), plan)?)
+    }
+}
+
+/// Rotary tables of the model, for training and for validation.
+pub(super) struct Ropes<B: TrainBackend> {
+    pub(super) training: RotaryEmbedding<B>,
+    pub(super) validation: RotaryEmbedding<B::InnerBackend>,
+}
+
+impl<B: TrainBackend> Ropes<B> {
+    pub(super) fn new(model: &Qwen3<B>, seq_len: usize, device: &B::Device) -> Self {
+        Self {
+            training: model.rope(seq_len, device),
+            validation: model.valid().rope(seq_len, device),
+        }
+    }
+}
+
+impl<B: TrainBackend> Trainer<B> {
+    /// The stage that computes the next step, where it is another than the present one.
+    pub(super) fn next_stage(&self) -> Option<Stage> {
+        let next = self.recipe.stage_of_step(self.step as usize);
+        (next.index != self.stage.stage.index).then_some(next)
+    }
+
+    /// Goes on with `stage`: the same weights and moments in a model of its window and rotary base. Its rows begin anew.
+    pub(super) fn enter_stage(&mut self, stage: Stage) -> Result<(), TrainError> {
+        let weights = by_name(self.optimizer.master_weights(self.model()));
+        let moments = by_name(self.optimizer.state(self.model()));
+        self.stage = StageState::new(&self.recipe, stage, &self.data)?;
+        self.next_sample = 0;
+        // Free the old tensors before there are new ones.
+        self.model = None;
+        self.optimizer = AdamW::new(self.recipe.optimizer.clone());
+        self.install(
+            &mut |name, _| Ok(weights[name].clone()),
+            Some(&mut |name, _| Ok(moments[name].clone())),
+        )
+    }
+
+    /// A model of the present stage with these weights, and moments where there are any.
+    pub(super) fn install(
+        &mut self,
+        weights: &mut TensorSource<'_, TrainError>,
+        moments: Option<&mut TensorSource<'_, TrainError>>,
+    ) -> Result<(), TrainError> {
+        let seed = self.recipe.training.seed;
+        let model = Qwen3::new(&self.stage.shape, seed, &self.device);
+        let model = load_parameters(model, weights)?;
+        if let Some(moments) = moments {
+            self.optimizer.load_state(&model, &self.device, moments)?;
+        }
+        self.ropes = Ropes::new(&model, self.stage.recipe.training.seq_len, &self.device);
+        self.model = Some(match self.precision {
+            Precision::F32 => model,
+            Precision::Bf16 => self.optimizer.hold_masters(model),
+        });
+        Ok(())
+    }
+}
+
+fn by_name(tensors: Vec<NamedTensor>) -> HashMap<String, TensorData> {
+    let pairs = tensors.into_iter().map(|tensor| (tensor.name, tensor.data));
+    pairs.collect()
+}

@@ -1,0 +1,134 @@
+//! What `sieve train` says, as text.
+use crate::terminal;
+use sieve_core::Recipe;
+use sieve_core::recipe::AttentionSection;
+use sieve_ops::TrainBackend;
+use sieve_train::{SkippedStep, StepReport, TrainSummary, Trainer, ValidationReport};
+use std::path::Path;
+
+/// The model and the run in two lines.
+pub(super) fn describe<B: TrainBackend>(
+    recipe: &Recipe,
+    trainer: &Trainer<B>,
+    hardware: &str,
+) -> String {
+    let shape = trainer.shape();
+    let parameters = shape.parameters();
+    let training = &recipe.training;
+    let kind = match recipe.attention {
+        AttentionSection::Mha => "mha".to_owned(),
+        AttentionSection::Swa { sliding_window } => {
+            format!("swa, {sliding_window} keys a query")
+        }
+        AttentionSection::Mla(mla) => format!("mla, latent of {}", mla.kv_lora_rank),
+        AttentionSection::Nsa(nsa) => format!(
+            "nsa, {} blocks of {} and {} keys a query",
+            nsa.num_selected_blocks, nsa.select_block_size, nsa.window_size
+        ),
+        AttentionSection::Dma {
+            keep_window_size, ..
+        } => {
+            format!("dma, {keep_window_size} keys a query")
+        }
+    };
+    format!(
+        "model: {} parameters ({} without embedding), {} layers x {}, attention {kind}\n\
+         run: {} steps x {} rows x {} tokens on {hardware}",
+        terminal::thousands(parameters.total()),
+        terminal::thousands(parameters.non_embedding()),
+        shape.num_layers,
+        shape.d_model,
+        training.steps,
+        training.global_batch_size,
+        training.seq_len,
+    )
+}
+
+/// torchtitan's line, then density, percent done and time left.
+pub(super) fn step_line(report: &StepReport) -> String {
+    let gib = report.memory_bytes as f64 / (1u64 << 30) as f64;
+    let share = 100.0 * report.memory_bytes as f64 / report.memory_total_bytes.max(1) as f64;
+    let percent = |value: Option<f64>| value.map_or("n/a".to_owned(), |v| format!("{v:.2}%"));
+    format!(
+        "step: {:>5}  loss: {:>8.5}  grad_norm: {:>7.4}  memory: {gib:>5.2}GiB({share:.2}%)  tps: {}  tflops: {:.3}  \
+         mfu: {} (dense equivalent {})  density: {:.3} ({:.1} keys)  {:.0}% done, {} left",
+        report.step,
+        report.loss,
+        report.grad_norm,
+        terminal::thousands(report.tokens_per_second as u64),
+        report.tflops,
+        percent(report.mfu_percent),
+        percent(report.dense_mfu_percent),
+        report.attention.density,
+        report.attention.mean_active_keys,
+        100.0 * report.step as f64 / report.num_steps as f64,
+        terminal::duration(report.eta_seconds),
+    )
+}
+
+/// A step the guard did not take.
+pub(super) fn skipped_line(report: &SkippedStep) -> String {
+    let documents = report.documents.iter().map(u32::to_string);
+    let more = report.num_documents - report.documents.len();
+    let more = if more > 0 {
+        format!(" and {more} more")
+    } else {
+        String::new()
+    };
+    let norms = report.grad_norms.iter();
+    let norms = norms.map(|(part, norm)| format!("{part} {norm:.4}"));
+    let norms = norms.collect::<Vec<_>>().join(", ");
+    format!(
+        "guard: step {} was not taken: loss {:.5}, grad_norm {:.4} (mean before {:.4})\n  rows {} to {}, documents {}{more}{}",
+        report.step,
+        report.loss,
+        report.grad_norm,
+        report.mean_grad_norm,
+        report.first_row,
+        report.first_row + report.num_rows.max(1) - 1,
+        documents.collect::<Vec<_>>().join(", "),
+        if norms.is_empty() {
+            String::new()
+        } else {
+            format!("\n  gradient norms: {norms}")
+        }
+    )
+}
+
+/// One validation.
+pub(super) fn validation_line(report: &ValidationReport) -> String {
+    format!(
+        "validate step: {:>5}  loss: {:>8.5}  perplexity: {:.2}  bits per byte: {:.4}  (unigram: {:.4}; {} tokens)",
+        report.step,
+        report.loss,
+        report.perplexity,
+        report.bits_per_byte,
+        report.unigram_bits_per_byte,
+        terminal::thousands(report.num_labels),
+    )
+}
+
+/// Where a stopped run stands.
+pub(super) fn stopped_line(recipe: &Recipe, summary: &TrainSummary) -> String {
+    let checkpoint = summary.checkpoint.as_deref().unwrap_or(Path::new(""));
+    format!(
+        "stopped at step {} of {}; the state is in {}\n  to go on: the same command with --resume",
+        summary.step,
+        recipe.training.steps,
+        checkpoint.display()
+    )
+}
+
+/// One line for each op that a GPU ran without its kernel.
+pub(super) fn reference_lines() -> Vec<String> {
+    let paths = sieve_ops::op_paths();
+    let slow = paths.iter().filter(|(_, path)| path.reference_calls > 0);
+    slow.map(|(op, path)| {
+        let reason = path.reason.as_deref().unwrap_or("no reason given");
+        format!(
+            "kernels: {op} took the plain path {} times: {reason}",
+            path.reference_calls
+        )
+    })
+    .collect()
+}

@@ -1,0 +1,225 @@
+//! Steps that would spoil the weights, made on purpose: by a wrong loss on chosen rows.
+use crate::tiny_run::TinyRun;
+use burn::backend::Autodiff;
+use burn_flex::{Flex, FlexDevice};
+use sieve_core::Recipe;
+use sieve_data::OnChange;
+use sieve_hf::named_parameters;
+use sieve_train::{
+    DataSource, Hardware, MemoryProbe, Origin, Precision, RunFolder, SkippedStep, Start,
+    TrainError, TrainEvent, TrainSummary, Trainer,
+};
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+type B = Autodiff<Flex>;
+
+/// What a run of the trainer came to.
+struct Outcome {
+    result: Result<TrainSummary, TrainError>,
+    skipped: Vec<SkippedStep>,
+    notices: Vec<String>,
+    /// Steps that were reported.
+    steps: Vec<u64>,
+    weights: Vec<Vec<u8>>,
+    moments: Vec<u8>,
+}
+
+/// Trains the tiny recipe; rows are read 8 a step, and `factor` multiplies the loss of the step that begins with a row.
+fn train(run: &TinyRun, out: &str, overrides: &[&str], factor: fn(u64) -> f64) -> Outcome {
+    let text = std::fs::read_to_string(run.path("tiny.toml")).expect("the recipe");
+    let corpus = run.path("corpus/*.txt").display().to_string();
+    let mut all = vec![
+        format!("data.paths=[{corpus:?}]"),
+        "metrics.enable_tensorboard=false".to_owned(),
+    ];
+    all.extend(overrides.iter().map(|item| (*item).to_owned()));
+    let recipe = Recipe::load(&text, "tiny.toml", &all).unwrap_or_else(|error| panic!("{error}"));
+    let data = DataSource::open(&recipe, &|_| None).expect("the corpus");
+    let data = data
+        .prepare(&recipe, &run.path("data"), OnChange::Refuse, &mut |_| {})
+        .expect("prepared");
+    let mut folder =
+        RunFolder::open(&run.path(out), &recipe.checkpoint.folder, &Start::New).expect("free");
+    folder.claim(&Start::New).expect("free");
+    let hardware = Hardware::<B> {
+        device: FlexDevice,
+        precision: Precision::F32,
+        peak_flops: None,
+        memory: MemoryProbe::Process,
+    };
+    let mut trainer =
+        Trainer::new(recipe, data, folder, Origin::seed(), hardware).expect("it fits");
+    trainer.disturb(factor);
+    let (mut skipped, mut notices, mut steps) = (Vec::new(), Vec::new(), Vec::new());
+    let result = trainer.run(&AtomicBool::new(false), &mut |event| match event {
+        TrainEvent::Skipped(step) => skipped.push(step.clone()),
+        TrainEvent::Notice(text) => notices.push(text.to_owned()),
+        TrainEvent::Step(report) => steps.push(report.step),
+        _ => {}
+    });
+    let weights = named_parameters(trainer.model()).into_iter();
+    let last = result
+        .as_ref()
+        .ok()
+        .and_then(|summary| summary.checkpoint.clone());
+    Outcome {
+        skipped,
+        notices,
+        steps,
+        weights: weights
+            .map(|tensor| tensor.data.as_bytes().to_vec())
+            .collect(),
+        moments: last.map_or(Vec::new(), |path| read(&path, "optimizer.safetensors")),
+        result,
+    }
+}
+
+fn read(folder: &Path, name: &str) -> Vec<u8> {
+    let path = folder.join(name);
+    std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// Twelve steps, so that nothing is a spike yet.
+const TWELVE: &[&str] = &["training.steps=12", "lr_scheduler.decay_ratio=0"];
+
+#[test]
+fn a_step_that_is_not_finite_leaves_weights_and_moments_alone() {
+    let run = TinyRun::dma();
+    for (number, factor) in [f64::NAN, f64::INFINITY, -f64::INFINITY]
+        .into_iter()
+        .enumerate()
+    {
+        // The eleventh step, rows 80 to 87, would be the last but one.
+        let bad: fn(u64) -> f64 = match number {
+            0 => |row| if row == 80 { f64::NAN } else { 1.0 },
+            1 => |row| if row == 80 { f64::INFINITY } else { 1.0 },
+            _ => |row| if row == 80 { f64::NEG_INFINITY } else { 1.0 },
+        };
+        let out = format!("bad-{number}");
+        let eleven = &["training.steps=11", "lr_scheduler.decay_ratio=0"];
+        let found = train(&run, &out, eleven, bad);
+        let ten = &["training.steps=10", "lr_scheduler.decay_ratio=0"];
+        let expected = train(&run, &format!("good-{number}"), ten, |_| 1.0);
+        found.result.as_ref().expect("the run goes on");
+        assert!(
+            found.weights == expected.weights,
+            "{factor}: weights changed"
+        );
+        assert_eq!(found.steps, (1..=10).collect::<Vec<_>>());
+        let [skipped] = found.skipped.as_slice() else {
+            panic!("{factor}: {:?}", found.skipped)
+        };
+        assert_eq!(
+            (skipped.step, skipped.first_row, skipped.num_rows),
+            (11, 80, 8)
+        );
+        assert!(!skipped.loss.is_finite());
+        assert!(skipped.num_documents > 0 && !skipped.documents.is_empty());
+        let parts = skipped.grad_norms.iter().map(|(part, _)| part.as_str());
+        assert!(parts.eq(["embedding", "layer 0", "layer 1", "head"]));
+        // All but the count of updates, which has the attempt too.
+        assert_eq!(found.moments.len(), expected.moments.len());
+    }
+}
+
+#[test]
+fn training_goes_on_after_a_bad_batch() {
+    let run = TinyRun::dma();
+    let bad = |row: u64| if row == 40 { f64::NAN } else { 1.0 };
+    let found = train(&run, "out", TWELVE, bad);
+    let summary = found.result.expect("the run goes on");
+    assert_eq!(summary.step, 12);
+    assert!(
+        found
+            .steps
+            .iter()
+            .copied()
+            .eq([1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12])
+    );
+    let metrics = std::fs::read_to_string(run.path("out/metrics.jsonl")).expect("metrics");
+    assert_eq!(
+        metrics.matches("\"kind\":\"skipped\"").count(),
+        1,
+        "{metrics}"
+    );
+    let losses = summary.last_step.expect("a step").loss;
+    assert!(losses.is_finite());
+}
+
+#[test]
+fn a_spike_is_not_taken_once_the_mean_is_known() {
+    let run = TinyRun::dma();
+    let spike = |row: u64| {
+        if row == 8 * 29 || row == 16 {
+            1000.0
+        } else {
+            1.0
+        }
+    };
+    let found = train(&run, "out", &[], spike);
+    found.result.expect("the run goes on");
+    // The third step came before there was a mean worth the name.
+    assert_eq!(found.skipped.len(), 1, "{:?}", found.skipped);
+    let skipped = &found.skipped[0];
+    assert_eq!(skipped.step, 30);
+    assert!(skipped.grad_norm > 10.0 * skipped.mean_grad_norm);
+    let found = train(&run, "off", &["training.guard_spike_factor=0"], spike);
+    assert!(found.skipped.is_empty());
+}
+
+#[test]
+fn several_in_a_row_go_back_to_the_checkpoint_and_skip_the_rows() {
+    let run = TinyRun::dma();
+    // Checkpoints every 4 steps; steps 10, 11 and 12 are bad.
+    let bad = |row: u64| {
+        if (72..96).contains(&row) {
+            f64::NAN
+        } else {
+            1.0
+        }
+    };
+    let found = train(&run, "out", TWELVE, bad);
+    let summary = found.result.expect("the run goes on");
+    assert_eq!((summary.step, found.skipped.len()), (12, 3));
+    let back = found.notices.iter().find(|text| text.starts_with("guard:"));
+    let back = back.expect("a notice");
+    assert!(
+        back.contains("back from step 12 to") && back.contains("step-8, rows 64 to 95 are skipped"),
+        "{back}"
+    );
+    // Steps 9 to 12 were taken on the rows after the bad ones.
+    assert!(
+        found.steps.iter().copied().eq((1..=9).chain(9..=12)),
+        "{:?}",
+        found.steps
+    );
+    let state = String::from_utf8(read(&run.path("out/checkpoint/step-12"), "state.json"));
+    let state: serde_json::Value = serde_json::from_str(&state.expect("text")).expect("JSON");
+    assert_eq!(state["next_sample"], 128);
+    // The metrics have each step once.
+    let metrics = std::fs::read_to_string(run.path("out/metrics.jsonl")).expect("metrics");
+    for step in 1..=12 {
+        let line = format!("\"kind\":\"step\",\"step\":{step},");
+        assert_eq!(metrics.matches(&line).count(), 1, "{step}: {metrics}");
+    }
+}
+
+#[test]
+fn a_run_that_cannot_go_on_says_so_and_keeps_its_checkpoints() {
+    let run = TinyRun::dma();
+    let hopeless = |row: u64| if row >= 72 { f64::NAN } else { 1.0 };
+    let found = train(&run, "out", TWELVE, hopeless);
+    let error = found.result.expect_err("nothing is left to do").to_string();
+    assert!(
+        error.contains("diverged") && error.contains("step-8"),
+        "{error}"
+    );
+    assert!(run.path("out/checkpoint/step-8/state.json").is_file());
+    // Back twice, then the end.
+    assert_eq!(found.skipped.len(), 9);
+
+    let at_once = train(&run, "other", TWELVE, |_| f64::NAN);
+    let error = at_once.result.expect_err("no checkpoint").to_string();
+    assert!(error.contains("no checkpoint yet"), "{error}");
+}

@@ -1,0 +1,193 @@
+//! Runs with stages, branches, and what they must not change.
+use crate::tiny_run::{STEPS, TinyRun, refused, signal, succeed, wait_until};
+use std::fs;
+
+/// The tiny recipe in three stages of 40 steps: a length, a longer one with another base, and a wider window.
+const STAGES: &str = "[[stage]]\nsteps = 13\n[[stage]]\nsteps = 14\nseq_len = 64\nrope_theta = 50000.0\n\
+    local_batch_size = 2\nglobal_batch_size = 4\n[[stage]]\nsteps = 13\nwindow = 16\n";
+
+/// `staged.toml` in the run's folder.
+fn staged() -> TinyRun {
+    let run = TinyRun::dma();
+    let text = fs::read_to_string(run.path("tiny.toml")).expect("the recipe");
+    assert!(text.contains("steps = 40\nseq_len = 32"), "{text}");
+    let text = text.replacen("steps = 40\n", "", 1).replacen(
+        "[optimizer]",
+        &format!("{STAGES}[optimizer]"),
+        1,
+    );
+    fs::write(run.path("staged.toml"), text).expect("writable");
+    run
+}
+
+fn train(run: &TinyRun, out: &str, more: &str) -> std::process::Command {
+    run.sieve(&format!(
+        "train --recipe staged.toml --device cpu --out {out} {more}"
+    ))
+}
+
+#[test]
+fn a_staged_run_changes_length_base_and_window() {
+    let run = staged();
+    let text = succeed(&mut train(&run, "out", ""));
+    for line in [
+        "stage 1 of 3: steps 1 to 13, rows of 32 tokens, rope_theta 10000, window 8",
+        "stage 2 of 3: steps 14 to 27, rows of 64 tokens, rope_theta 50000, window 8",
+        "stage 3 of 3: steps 28 to 40, rows of 32 tokens, rope_theta 10000, window 16",
+    ] {
+        assert!(text.contains(line), "no {line:?} in {text}");
+    }
+    let steps = run.metrics("out", "step");
+    assert!(steps.keys().copied().eq(1..=STEPS));
+    // 8 rows of 32, then 4 of 64, then 8 of 32: the same tokens a step.
+    assert_eq!(steps[&STEPS]["tokens_seen"], 256 * STEPS);
+    let keys = |step: u64| {
+        steps[&step]["attention"]["mean_active_keys"]
+            .as_f64()
+            .expect("a number")
+    };
+    assert!(keys(13) <= 8.0 && keys(27) <= 8.0);
+    assert!(keys(40) > 8.0, "the wider window: {}", keys(40));
+
+    // What evaluation reads from a checkpoint are the values of its stage.
+    let exported = |step: u64| {
+        let out = format!("hf-{step}");
+        succeed(&mut run.sieve(&format!(
+            "export --checkpoint out/checkpoint/step-{step} --out {out}"
+        )));
+        let text = fs::read_to_string(run.path(&out).join("config.json")).expect("a config");
+        let config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        (
+            config["rope_theta"].as_f64().expect("a number"),
+            config["keep_window_size"].as_u64().expect("a number"),
+        )
+    };
+    assert_eq!(exported(40), (10_000.0, 16));
+}
+
+#[test]
+fn a_run_stopped_in_any_stage_goes_on_bit_for_bit() {
+    let run = staged();
+    succeed(&mut train(&run, "whole", ""));
+    for (out, stop_at) in [("first", 8), ("border", 12), ("second", 20), ("third", 32)] {
+        let mut child = train(&run, out, "").spawn().expect("the program starts");
+        let reached = run.path(out).join(format!("checkpoint/step-{stop_at}"));
+        wait_until("the checkpoint", || reached.is_dir());
+        signal(&child, "KILL");
+        child.wait().expect("it ends");
+        succeed(&mut train(&run, out, "--resume"));
+        run.assert_same_end(out, "whole");
+        run.assert_same_metrics(out, "whole");
+    }
+}
+
+#[test]
+fn a_checkpoint_at_the_end_of_a_stage_is_resumed_in_the_next() {
+    let run = staged();
+    succeed(&mut train(
+        &run,
+        "whole",
+        "--set checkpoint.interval=13 --set checkpoint.keep_latest_k=0",
+    ));
+    let more = "--set checkpoint.interval=13 --set checkpoint.keep_latest_k=0 --resume-from whole/checkpoint/step-13";
+    succeed(&mut train(&run, "other", more));
+    run.assert_same_end("other", "whole");
+}
+
+#[test]
+fn stages_may_be_added_to_a_finished_run_but_not_changed() {
+    let run = TinyRun::dma();
+    let half = "--set training.steps=20 --set lr_scheduler.decay_ratio=0";
+    run.trained("out", half);
+    let text = fs::read_to_string(run.path("tiny.toml")).expect("the recipe");
+    let longer = |first: &str| {
+        text.replacen("steps = 40\n", "", 1).replacen(
+            "[optimizer]",
+            &format!(
+                "[[stage]]\nsteps = 20\n{first}[[stage]]\nsteps = 20\nseq_len = 64\n[optimizer]"
+            ),
+            1,
+        )
+    };
+    fs::write(run.path("longer.toml"), longer("")).expect("writable");
+    fs::write(run.path("other.toml"), longer("rope_theta = 3.0\n")).expect("writable");
+    let resume = |recipe: &str| {
+        run.sieve(&format!(
+            "train --recipe {recipe} --device cpu --out out --resume --set lr_scheduler.decay_ratio=0"
+        ))
+    };
+    refused(&mut resume("other.toml"), &["stage.1.rope_theta"]);
+    let text = succeed(&mut resume("longer.toml"));
+    assert!(text.contains("stage 2 of 2: steps 21 to 40"), "{text}");
+    assert!(run.path("out/checkpoint/step-40").is_dir());
+}
+
+#[test]
+fn a_branch_goes_on_under_another_recipe() {
+    let run = TinyRun::dma();
+    run.trained("trunk", "");
+    let before = run.snapshot("trunk");
+    let branch = "--branch-from trunk/checkpoint/step-36 --set optimizer.lr=1e-3 --set attention.keep_window_size=4 \
+                  --set training.steps=44 --set data.validation_fraction=0.2";
+    let text = succeed(&mut run.train("branch", branch));
+    for word in [
+        "optimizer.lr was 0.01, is now 0.001",
+        "attention.keep_window_size was 8, is now 4",
+        "continuing at step 36",
+    ] {
+        assert!(text.contains(word), "no {word:?} in {text}");
+    }
+    let steps = run.metrics("branch", "step");
+    assert!(steps.into_keys().eq(37..=44));
+    assert!(run.path("branch/checkpoint/step-44").is_dir());
+    assert!(run.snapshot("trunk") == before, "the trunk is as it was");
+
+    refused(
+        &mut run.train("bad", "--branch-from trunk --set model.hidden_size=48"),
+        &[
+            "cannot begin this run",
+            "hidden_size is 32 there and 48 here",
+        ],
+    );
+    refused(
+        &mut run.train("trunk", "--branch-from trunk/checkpoint/step-36"),
+        &["already holds a run"],
+    );
+    assert!(!run.path("bad").exists());
+}
+
+#[test]
+fn an_imported_model_can_be_trained_on() {
+    let run = TinyRun::new("kind = \"mha\"");
+    run.trained("out", "");
+    succeed(&mut run.sieve("export --checkpoint out --out hf"));
+    let text =
+        succeed(&mut run.sieve(
+            "import --from hf --out sparse --attention dma --set attention.keep_window_size=8",
+        ));
+    assert!(text.contains("4 parameters are new"), "{text}");
+    let branch = "--branch-from sparse --set attention.kind=dma --set attention.keep_window_size=8 --set training.steps=8 \
+                  --set lr_scheduler.warmup_steps=2";
+    let text = succeed(&mut run.train("tuned", branch));
+    let losses = run.metrics("tuned", "step");
+    let first = losses[&1]["loss"].as_f64().expect("a loss");
+    let trained = run.metrics("out", "step")[&STEPS]["loss"]
+        .as_f64()
+        .expect("a loss");
+    let untrained = run.metrics("out", "step")[&1]["loss"]
+        .as_f64()
+        .expect("a loss");
+    assert!(
+        first - trained < 0.3 * (untrained - trained),
+        "{untrained} {trained} {first}: {text}"
+    );
+    refused(
+        &mut run.sieve("import --from hf --out other --attention mla"),
+        &["attention.kv_lora_rank"],
+    );
+    refused(
+        &mut run.sieve("import --from nowhere --out other"),
+        &["nowhere"],
+    );
+    refused(&mut run.sieve("import --from hf --out sparse"), &["step-0"]);
+}
