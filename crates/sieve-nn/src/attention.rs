@@ -53,8 +53,8 @@ pub(crate) fn rope_dim(shape: &ModelShape) -> usize {
 /// Output of an attention layer.
 #[derive(Clone, Debug)]
 pub struct AttentionResult<B: Backend> {
-    /// `[batch, seq_len, d_model]`.
-    pub y: Tensor<B, 3>,
+    /// The residual stream with the attention's output added, `[batch, seq_len, d_model]`.
+    pub x: Tensor<B, 3>,
     /// DMA's mask, `[batch, num_kv_heads, seq_len]`: the first query that no longer sees the key.
     pub expire: Option<Tensor<B, 3, Int>>,
 }
@@ -109,30 +109,35 @@ impl<B: Backend> Attention<B> {
 }
 
 impl<B: SieveBackend> Attention<B> {
-    /// `[batch, seq_len, d_model]`, shape kept.
-    pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> AttentionResult<B> {
+    /// `residual` plus the attention's output; both `[batch, seq_len, d_model]`.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        residual: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+    ) -> AttentionResult<B> {
         match self {
             Self::Mha(layer) => AttentionResult {
-                y: layer.forward(x, context),
+                x: layer.forward(x, residual, context),
                 expire: None,
             },
             Self::Swa(layer) => AttentionResult {
-                y: layer.forward(x, context),
+                x: layer.forward(x, residual, context),
                 expire: None,
             },
             Self::Mla(layer) => AttentionResult {
-                y: layer.forward(x, context),
+                x: residual + layer.forward(x, context),
                 expire: None,
             },
             Self::Nsa(layer) => AttentionResult {
-                y: layer.forward(x, context),
+                x: residual + layer.forward(x, context),
                 expire: None,
             },
-            Self::Dma(layer) => layer.forward(x, context),
+            Self::Dma(layer) => layer.forward(x, residual, context),
         }
     }
 
-    /// As [`forward`](Self::forward), reading and extending `cache`: a prompt into an empty cache, or one token at a time.
+    /// The output alone, `[batch, seq_len, d_model]`, reading and extending `cache`: a prompt into an empty cache, or one token at a time.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,

@@ -64,12 +64,11 @@ impl<B: Backend> DecoderLayer<B> {
 impl<B: SieveBackend> DecoderLayer<B> {
     /// `[batch, seq_len, d_model]`, shape kept.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
-        let result = self
-            .self_attn
-            .forward(self.input_layernorm.forward(x.clone()), context);
-        let x = scaled(x, &self.input_residual) + result.y;
+        let normed = self.input_layernorm.forward(x.clone());
+        let residual = scaled(x, &self.input_residual);
+        let result = self.self_attn.forward(normed, residual, context);
         LayerOutput {
-            x: self.feed_forward(x),
+            x: self.feed_forward(result.x),
             expire: result.expire,
         }
     }
@@ -87,10 +86,9 @@ impl<B: SieveBackend> DecoderLayer<B> {
     }
 
     fn feed_forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
-        let y = self
-            .mlp
-            .forward(self.post_attention_layernorm.forward(x.clone()));
-        scaled(x, &self.post_attention_residual) + y
+        let normed = self.post_attention_layernorm.forward(x.clone());
+        self.mlp
+            .forward(normed, scaled(x, &self.post_attention_residual))
     }
 }
 

@@ -26,4 +26,13 @@ impl<B: SieveBackend> Linear<B> {
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         sieve_ops::linear(x, self.weight.val())
     }
+
+    /// As [`forward`](Self::forward), added to `residual`, `[.., out]`.
+    pub fn forward_add<const D: usize>(
+        &self,
+        x: Tensor<B, D>,
+        residual: Tensor<B, D>,
+    ) -> Tensor<B, D> {
+        sieve_ops::linear_add(x, self.weight.val(), residual)
+    }
 }

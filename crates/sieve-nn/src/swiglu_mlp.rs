@@ -25,9 +25,9 @@ impl<B: Backend> SwigluMlp<B> {
 }
 
 impl<B: SieveBackend> SwigluMlp<B> {
-    /// `[batch, seq_len, d_model]`, shape kept.
-    pub fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
-        self.down_proj
-            .forward(sieve_ops::swiglu(self.gate_up_proj.forward(x)))
+    /// `residual` plus the layer's output; both `[batch, seq_len, d_model]`.
+    pub fn forward(&self, x: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3> {
+        let hidden = sieve_ops::swiglu(self.gate_up_proj.forward(x));
+        self.down_proj.forward_add(hidden, residual)
     }
 }

@@ -90,6 +90,16 @@ impl<B: SieveBackend> Gradient<B, 2> for LinearGradient {
 }
 
 #[derive(Debug)]
+struct LinearAddGradient;
+impl<B: SieveBackend> Gradient<B, 3> for LinearAddGradient {
+    type State = (FloatTensor<B>, FloatTensor<B>);
+    fn gradients((x, weight): Self::State, dy: FloatTensor<B>) -> [FloatTensor<B>; 3] {
+        let (dx, dweight) = B::linear_nt_backward(x, weight, dy.clone());
+        [dx, dweight, dy]
+    }
+}
+
+#[derive(Debug)]
 struct EmbeddingGradient;
 impl<B: SieveBackend> Gradient<B, 1> for EmbeddingGradient {
     type State = (IntTensor<B>, usize);
@@ -204,6 +214,20 @@ impl<B: SieveBackend, C: CheckpointStrategy> SieveBackend for Autodiff<B, C> {
         let y = B::linear_nt(x.primitive.clone(), weight.primitive.clone());
         let state = (x.primitive.clone(), weight.primitive.clone());
         enter::<B, C, LinearGradient, 2>([&x, &weight], state, y)
+    }
+
+    fn linear_nt_add(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        residual: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let state = (x.primitive.clone(), weight.primitive.clone());
+        let y = B::linear_nt_add(
+            x.primitive.clone(),
+            weight.primitive.clone(),
+            residual.primitive.clone(),
+        );
+        enter::<B, C, LinearAddGradient, 3>([&x, &weight, &residual], state, y)
     }
 
     fn embedding_rows(weight: FloatTensor<Self>, ids: IntTensor<Self>) -> FloatTensor<Self> {

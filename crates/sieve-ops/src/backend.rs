@@ -110,6 +110,14 @@ pub trait SieveBackend: NsaBackend + MlaBackend {
     fn linear_nt(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
         reference::linear::<Self>(x, weight)
     }
+    /// See [`crate::linear_add`]; its gradients are those of [`crate::linear`] and, for the residual, dy itself.
+    fn linear_nt_add(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        residual: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        Self::float_add(residual, Self::linear_nt(x, weight))
+    }
     /// `(dx, dweight)` of [`crate::linear`].
     fn linear_nt_backward(
         x: FloatTensor<Self>,

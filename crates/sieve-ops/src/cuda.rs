@@ -20,6 +20,7 @@ use crate::{
     RopeTables, SieveBackend, reference,
 };
 use burn::tensor::DType;
+use burn::tensor::ops::FloatTensorOps;
 use paths::kernel_or;
 use sieve_kernels::{CudaPrimitive, CudaTensor};
 
@@ -31,6 +32,18 @@ impl SieveBackend for Cuda {
         kernel_or("linear", linear::forward(&x, &weight), || {
             reference::linear::<Self>(x, weight)
         })
+    }
+
+    fn linear_nt_add(
+        x: CudaPrimitive,
+        weight: CudaPrimitive,
+        residual: CudaPrimitive,
+    ) -> CudaPrimitive {
+        kernel_or(
+            "linear_add",
+            linear::forward_add(&x, &weight, &residual),
+            || Self::float_add(residual, reference::linear::<Self>(x, weight)),
+        )
     }
 
     fn linear_nt_backward(

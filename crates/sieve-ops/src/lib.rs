@@ -40,7 +40,7 @@ pub use decode::{DmaCache, DmaToken, decode_attention, dma_decode};
 pub use dma::{DmaAttention, DmaForward, DmaSpec, dma_bias, dma_select, dynamic_mask_attention};
 pub use documents::Documents;
 pub use embedding::embedding;
-pub use linear::linear;
+pub use linear::{linear, linear_add};
 pub use linear_cross_entropy::{IGNORE_LABEL, linear_cross_entropy, token_losses};
 pub use mla::{MlaBackend, MlaSpec, mla_attention, mla_pack};
 pub use nsa::{

@@ -19,5 +19,19 @@ pub fn linear<B: SieveBackend, const D: usize>(
     Tensor::from_primitive(TensorPrimitive::Float(y))
 }
 
+/// `y = residual + x Wᵀ`; shapes as [`linear`], residual `[.., out]`.
+pub fn linear_add<B: SieveBackend, const D: usize>(
+    x: Tensor<B, D>,
+    weight: Tensor<B, 2>,
+    residual: Tensor<B, D>,
+) -> Tensor<B, D> {
+    let y = B::linear_nt_add(
+        x.into_primitive().tensor(),
+        weight.into_primitive().tensor(),
+        residual.into_primitive().tensor(),
+    );
+    Tensor::from_primitive(TensorPrimitive::Float(y))
+}
+
 #[cfg(test)]
 mod tests;

@@ -57,12 +57,17 @@ impl<B: Backend> DynamicMaskAttention<B> {
 }
 
 impl<B: SieveBackend> DynamicMaskAttention<B> {
-    /// `[batch, seq_len, d_model]`, shape kept; the mask beside it.
-    pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> AttentionResult<B> {
+    /// `residual` plus the attention's output, both `[batch, seq_len, d_model]`; the mask beside it.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        residual: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+    ) -> AttentionResult<B> {
         let qkv = self.qkv.forward(x, context);
         let result = self.attend(qkv, context);
         AttentionResult {
-            y: self.o_proj.forward(result.o.flatten(2, 3)),
+            x: self.o_proj.forward_add(result.o.flatten(2, 3), residual),
             expire: Some(result.expire),
         }
     }
@@ -82,7 +87,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         )
     }
 
-    /// As [`forward`](Self::forward) with a cache of `keep_window_size` slots a head; see [`LayerCache`].
+    /// The output alone, with a cache of `keep_window_size` slots a head; see [`LayerCache`].
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,

@@ -32,14 +32,19 @@ impl<B: Backend> MultiHeadAttention<B> {
 }
 
 impl<B: SieveBackend> MultiHeadAttention<B> {
-    /// `[batch, seq_len, d_model]`, shape kept.
-    pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+    /// `residual` plus the attention's output; both `[batch, seq_len, d_model]`.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        residual: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+    ) -> Tensor<B, 3> {
         let qkv = self.qkv.forward(x, context);
         let o = sieve_ops::attention(qkv, context.documents, self.qkv.spec(None));
-        self.o_proj.forward(o.flatten(2, 3))
+        self.o_proj.forward_add(o.flatten(2, 3), residual)
     }
 
-    /// As [`forward`](Self::forward) with a cache; see [`LayerCache`].
+    /// The output alone, with a cache; see [`LayerCache`].
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,

@@ -39,12 +39,17 @@ impl<B: Backend> SlidingWindowAttention<B> {
 }
 
 impl<B: SieveBackend> SlidingWindowAttention<B> {
-    /// `[batch, seq_len, d_model]`, shape kept.
-    pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+    /// `residual` plus the attention's output; both `[batch, seq_len, d_model]`.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        residual: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+    ) -> Tensor<B, 3> {
         let qkv = self.qkv.forward(x, context);
         let spec = self.qkv.spec(Some(self.window_size));
         let o = sieve_ops::attention(qkv, context.documents, spec);
-        self.o_proj.forward(o.flatten(2, 3))
+        self.o_proj.forward_add(o.flatten(2, 3), residual)
     }
 
     /// As [`forward`](Self::forward) with a cache of `window_size` keys; see [`LayerCache`].

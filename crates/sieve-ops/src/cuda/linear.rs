@@ -14,6 +14,18 @@ pub(super) fn forward(
     Ok(y.into())
 }
 
+/// The residual is added before the product is rounded.
+pub(super) fn forward_add(
+    x: &CudaPrimitive,
+    weight: &CudaPrimitive,
+    residual: &CudaPrimitive,
+) -> Result<CudaPrimitive, KernelError> {
+    let [x, weight, residual] =
+        [x, weight, residual].map(|tensor| CudaTensor::from(tensor.clone()));
+    let y = matmul(Product::Nt, &x, &weight, MatmulOutput::Plus(&residual))?;
+    Ok(y.into())
+}
+
 /// `(dx, dweight)`; dweight is f32, as the optimizer's masters are.
 pub(super) fn backward(
     x: &CudaPrimitive,
