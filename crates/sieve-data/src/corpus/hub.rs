@@ -8,6 +8,7 @@
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use hf_hub::api::sync::{Api, ApiBuilder};
 use hf_hub::{Cache, Repo, RepoType};
@@ -182,6 +183,8 @@ struct Answer {
 const MAX_ANSWER_BYTES: u64 = 256 << 20;
 /// Tries of one file, each going on where the last stopped.
 const NUM_TRIES: usize = 6;
+/// Doubled from try to try: 15 seconds in all.
+const FIRST_PAUSE: Duration = Duration::from_millis(500);
 
 /// A way to the hub.
 pub(super) struct Hub {
@@ -202,7 +205,6 @@ impl Hub {
             .with_endpoint(config.endpoint.trim_end_matches('/').to_owned())
             .with_token(config.token.clone())
             .with_progress(false)
-            .with_retries(NUM_TRIES - 1)
             .build();
         let api = api.map_err(|error| DataError::Hub {
             repo: "(none yet)".to_owned(),
@@ -296,15 +298,26 @@ impl Hub {
     pub(super) fn fetch(&self, file: &RemoteFile) -> Result<PathBuf, DataError> {
         let repo = Repo::with_revision(file.repo.clone(), RepoType::Dataset, file.commit.clone());
         let repo = self.api.repo(repo);
-        // A second try only where the first left an unfinished file that cannot be gone on with.
-        let fetched = repo
-            .get(&file.name)
-            .or_else(|error| match self.drop_whole_parts(file) {
-                0 => Err(error),
-                _ => repo.get(&file.name),
-            });
-        let path = fetched
-            .map_err(|error| self.failed(&file.repo, format!("fetching {}: {error}", file.name)))?;
+        self.drop_whole_parts(file);
+        let mut pause = FIRST_PAUSE;
+        let mut tries = 1;
+        let path = loop {
+            // Each call goes on with what the one before has left. The crate's own tries do not: they begin at byte 0 and
+            // put the file behind the part that is there.
+            match repo.get(&file.name) {
+                Ok(path) => break path,
+                // The hub has answered; asking again changes nothing.
+                Err(error)
+                    if tries == NUM_TRIES || error.to_string().contains("http status: 4") =>
+                {
+                    let reason = format!("fetching {}: {error}", file.name);
+                    return Err(self.failed(&file.repo, reason));
+                }
+                Err(_) => std::thread::sleep(pause),
+            }
+            tries += 1;
+            pause *= 2;
+        };
         let found = fs::metadata(&path)
             .map_err(DataError::io("read", &path))?
             .len();
@@ -339,8 +352,8 @@ impl Hub {
     }
 
     /// Removes unfinished files that have all their bytes and only lack their name: asked for the rest of such a file, a
-    /// server answers that there is none. Returns how many there were.
-    fn drop_whole_parts(&self, file: &RemoteFile) -> usize {
+    /// server answers that there is none.
+    fn drop_whole_parts(&self, file: &RemoteFile) {
         let folder = format!("datasets--{}", file.repo.replace('/', "--"));
         let blobs = self.config.dir.join(folder).join("blobs");
         let entries = fs::read_dir(blobs).into_iter().flatten().flatten();
@@ -350,11 +363,12 @@ impl Hub {
                 .extension()
                 .is_some_and(|ending| ending == "part");
             let len = entry.metadata().map_or(0, |metadata| metadata.len());
-            is_part && file.num_bytes.is_none_or(|num_bytes| len >= num_bytes)
+            is_part && file.num_bytes.is_some_and(|num_bytes| len >= num_bytes)
         });
-        whole
-            .filter(|entry| fs::remove_file(entry.path()).is_ok())
-            .count()
+        for entry in whole {
+            // Best effort: what stays shows as an error of the fetch.
+            let _ = fs::remove_file(entry.path());
+        }
     }
 
     fn failed(&self, repo: &str, reason: String) -> DataError {

@@ -2,6 +2,8 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 use super::*;
+
+mod resume;
 use crate::corpus::CorpusConfig;
 use crate::shard::with_ending;
 
