@@ -1,8 +1,8 @@
-//! A training step on a GPU, checked and timed: `gpu_step_check CACHE_DIR [check] [time] [deterministic]`.
+//! A training step on a GPU, checked and timed: `gpu_step_check CACHE_DIR [check] [time] [deterministic] [portable]`.
 //!
 //! `check` compares the loss and every gradient of small models of all kinds with the CPU's f32 step on the same weights;
 //! `deterministic` repeats a step in fixed order and wants equal bits; `time` prints milliseconds of a step's parts at the
-//! size of the 80M recipes.
+//! size of the 80M recipes. `portable` takes no Hopper kernel.
 #![allow(clippy::print_stdout)]
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Tensor, TensorData};
@@ -12,7 +12,9 @@ use rand_chacha::rand_core::{RngCore, SeedableRng};
 use sieve_core::Recipe;
 use sieve_data::{Batch, IGNORED_LABEL};
 use sieve_hf::{NamedTensor, load_parameters, named_parameters};
-use sieve_kernels::{KernelCache, KernelTrace, SumOrder, TraceResult, init_runtime, probe};
+use sieve_kernels::{
+    KernelCache, KernelTrace, SumOrder, TraceResult, init_runtime, probe, use_portable_kernels_only,
+};
 use sieve_nn::Qwen3;
 use sieve_ops::{Cuda, TrainBackend, op_paths, set_sum_order};
 use sieve_train::{AdamW, DeviceBatch, GradientBuffer, accumulate_gradients};
@@ -257,7 +259,9 @@ fn time(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice)
     let mut trace = None;
     for step in 0..STEPS + TRACED {
         if step == STEPS {
-            trace = KernelTrace::start().map_err(|error| println!("{error}")).ok();
+            trace = KernelTrace::start()
+                .map_err(|error| println!("{error}"))
+                .ok();
         }
         let current = model.take().expect("put back below");
         let rope = current.rope(batch.seq_len, device);
@@ -330,6 +334,7 @@ fn main() -> ExitCode {
     let cache = KernelCache::open(Path::new(&cache_dir), &arch, report.nvrtc).expect("cache");
     init_runtime(&cache).expect("runtime");
     let device = burn_cuda::CudaDevice::default();
+    use_portable_kernels_only(wanted.iter().any(|x| x == "portable"));
     let mut good = true;
     if wants("check") {
         for (name, attention) in KINDS {

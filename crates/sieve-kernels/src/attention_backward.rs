@@ -9,6 +9,10 @@ use crate::cuda_tensor::CudaTensor;
 use crate::error::KernelError;
 use crate::fill_zero::empty_zero;
 use crate::heads::{AttentionShape, Qkv};
+use crate::hopper_tiling::{
+    BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, attention_family, backward_maps,
+    hopper_backward_kernel,
+};
 use crate::source_kernel::SourceKernel;
 use burn::tensor::DType;
 
@@ -64,7 +68,7 @@ pub fn attention_backward(
         KeySource::Dense
     };
     let limit = device_shared_bytes(&qkv);
-    let tiling = BackwardTiling::choose(NAME, &shape, source, limit)?;
+    let family = attention_family(&shape, qkv.q.tensor());
 
     let d_o = call.d_o.contiguous();
     let stats = row_stats(&call, &d_o, &shape)?;
@@ -87,14 +91,30 @@ pub fn attention_backward(
 
     if let Some(bias) = &bias {
         // do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
-        let tiling = QueryTiling::choose(NAME, QueryPass::RowSums, &shape, source, limit)?;
         let mut words = shape_and_strides.clone();
         words.extend([window as u64, scale, padded]);
         let mut tensors = inputs.to_vec();
         tensors.extend([&doc_start, bias]);
-        let kernel = attention_row_sums_kernel(&shape, &tiling, source);
-        // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats.
-        unsafe { kernel.launch(tiling.grid(&shape, source), &tensors, &words) }?;
+        match family {
+            KernelFamily::Hopper => {
+                let tiling = HopperTiling::new(HopperPass::RowSums, &shape, source);
+                let maps = tiling.maps(NAME, &qkv, &shape)?;
+                let grid = tiling.grid(&d_o);
+                // SAFETY: as below; the maps are of k and v, which are among the tensors.
+                unsafe {
+                    tiling
+                        .kernel()
+                        .launch_with_maps(grid, &maps, &tensors, &words)
+                }?;
+            }
+            KernelFamily::Portable => {
+                let pass = QueryPass::RowSums;
+                let tiling = QueryTiling::choose(NAME, pass, &shape, source, limit)?;
+                let kernel = attention_row_sums_kernel(&shape, &tiling, source);
+                // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats.
+                unsafe { kernel.launch(tiling.grid(&shape, source), &tensors, &words) }?;
+            }
+        }
     }
     for set in BackwardTiling::launches(&shape, call.order) {
         let mut words = shape_and_strides.clone();
@@ -107,15 +127,26 @@ pub fn attention_backward(
         tensors.extend(set.dk.then_some(call.grads.k.tensor()));
         tensors.extend(set.dv.then_some(call.grads.v.tensor()));
         tensors.extend(dbias.as_ref().filter(|_| set.dk));
-        let grid = [
-            shape.seq_len.div_ceil(tiling.block_kv()),
-            shape.num_kv_heads,
-            shape.batch,
-        ];
-        // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, adds to dq_sum.
-        unsafe {
-            attention_backward_kernel(&shape, &tiling, source, set).launch(grid, &tensors, &words)
-        }?;
+        let grid = |block_kv| {
+            let blocks = shape.seq_len.div_ceil(block_kv);
+            [blocks, shape.num_kv_heads, shape.batch]
+        };
+        match family {
+            KernelFamily::Hopper => {
+                let maps = backward_maps(NAME, &qkv, &d_o, &shape)?;
+                let kernel = hopper_backward_kernel(&shape, source, set, false);
+                // SAFETY: as below; the maps are of q and d_o, which are among the tensors.
+                unsafe {
+                    kernel.launch_with_maps(grid(BACKWARD_BLOCK_KV), &maps, &tensors, &words)
+                }?;
+            }
+            KernelFamily::Portable => {
+                let tiling = BackwardTiling::choose(NAME, &shape, source, limit)?;
+                let kernel = attention_backward_kernel(&shape, &tiling, source, set);
+                // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, adds to dq_sum.
+                unsafe { kernel.launch(grid(tiling.block_kv()), &tensors, &words) }?;
+            }
+        }
     }
     if let Some(dq_sum) = &dq_sum {
         convert_dq(dq_sum, &call, &shape, padded_len(shape.seq_len), 0)?;

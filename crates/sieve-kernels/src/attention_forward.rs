@@ -4,6 +4,7 @@ use crate::checks::{require_non_empty, require_tokens};
 use crate::cuda_tensor::CudaTensor;
 use crate::error::KernelError;
 use crate::heads::{AttentionShape, Qkv};
+use crate::hopper_tiling::{HopperPass, HopperTiling, KernelFamily, attention_family};
 use crate::source_kernel::SourceKernel;
 use burn::tensor::DType;
 
@@ -49,22 +50,28 @@ pub fn attention_forward(
     } else {
         KeySource::Dense
     };
-    let limit = q.client().properties().hardware.max_shared_memory_size;
-    let tiling = ForwardTiling::choose(NAME, &shape, source, limit)?;
     let mut words = shape_words(&shape);
     words.extend(qkv.words(NAME)?);
     words.extend([window as u64, u64::from(softmax_scale.to_bits())]);
     let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &doc_start];
     tensors.extend(bias.as_ref());
     tensors.extend([&o, &lse]);
-    // SAFETY: sizes, strides and types checked above; reads the inputs, writes every element of o and lse.
-    unsafe {
-        attention_forward_kernel(&shape, &tiling, source).launch(
-            tiling.grid(&shape, source),
-            &tensors,
-            &words,
-        )
-    }?;
+    match attention_family(&shape, q) {
+        KernelFamily::Hopper => {
+            let tiling = HopperTiling::new(HopperPass::Output, &shape, source);
+            let maps = tiling.maps(NAME, &qkv, &shape)?;
+            let kernel = tiling.kernel();
+            // SAFETY: as below; the maps are of k and v, which are among the tensors.
+            unsafe { kernel.launch_with_maps(tiling.grid(q), &maps, &tensors, &words) }?;
+        }
+        KernelFamily::Portable => {
+            let limit = q.client().properties().hardware.max_shared_memory_size;
+            let tiling = ForwardTiling::choose(NAME, &shape, source, limit)?;
+            let kernel = attention_forward_kernel(&shape, &tiling, source);
+            // SAFETY: sizes, strides and types checked above; reads the inputs, writes every element of o and lse.
+            unsafe { kernel.launch(tiling.grid(&shape, source), &tensors, &words) }?;
+        }
+    }
     Ok(AttentionResult { o, lse })
 }
 

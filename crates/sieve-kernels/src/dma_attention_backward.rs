@@ -14,6 +14,10 @@ use crate::dma_lists::KeyLists;
 use crate::error::KernelError;
 use crate::fill_zero::empty_zero;
 use crate::heads::{AttentionShape, Heads};
+use crate::hopper_tiling::{
+    BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, attention_family, backward_maps,
+    hopper_backward_kernel,
+};
 use crate::oracle::SUPER_BLOCK;
 use crate::source_kernel::SourceKernel;
 
@@ -40,7 +44,7 @@ pub fn dma_attention_backward(
     require_lists(NAME, lists, &shape)?;
     let delta = require_per_key(NAME, "delta", delta, &shape)?;
     let limit = device_shared_bytes(&qkv);
-    let tiling = BackwardTiling::choose(NAME, &shape, source, limit)?;
+    let family = attention_family(&shape, qkv.q.tensor());
 
     let d_o = call.d_o.contiguous();
     let stats = row_stats(&call, &d_o, &shape)?;
@@ -73,14 +77,23 @@ pub fn dma_attention_backward(
     let (padded, capacity) = (padded_len(seq_len) as u64, lists.capacity() as u64);
 
     // Exact row sums: do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
-    let row_sums = QueryTiling::choose(NAME, QueryPass::RowSums, &shape, source, limit)?;
     let mut words = common.clone();
     words.extend([capacity, padded, lists.tile_queries as u64]);
     let mut tensors = inputs.to_vec();
     tensors.push(&lists.tile_window);
-    let kernel = dma_attention_row_sums_kernel(&shape, &row_sums);
+    let (kernel, grid) = match family {
+        KernelFamily::Hopper => {
+            let tiling = HopperTiling::new(HopperPass::RowSums, &shape, source);
+            (tiling.kernel(), tiling.grid(&d_o))
+        }
+        KernelFamily::Portable => {
+            let tiling = QueryTiling::choose(NAME, QueryPass::RowSums, &shape, source, limit)?;
+            let kernel = dma_attention_row_sums_kernel(&shape, &tiling);
+            (kernel, tiling.grid(&shape, source))
+        }
+    };
     // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats.
-    unsafe { kernel.launch(row_sums.grid(&shape, source), &tensors, &words) }?;
+    unsafe { kernel.launch(grid, &tensors, &words) }?;
 
     for first in (0..blocks).step_by(per_launch) {
         let count = per_launch.min(blocks - first);
@@ -93,15 +106,28 @@ pub fn dma_attention_backward(
             tensors.extend(set.dk.then_some(&dk_sum));
             tensors.extend(set.dv.then_some(&dv_sum));
             tensors.extend(set.dk.then_some(&ddelta));
-            let grid = [
-                count * lists.capacity().div_ceil(tiling.block_kv()),
-                kv_heads,
-                batch,
-            ];
-            let kernel = dma_attention_backward_kernel(&shape, &tiling, set, call.order);
-            // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; adds to the
-            // sums, which were cleared.
-            unsafe { kernel.launch(grid, &tensors, &words) }?;
+            let grid = |block_kv| {
+                let blocks = count * lists.capacity().div_ceil(block_kv);
+                [blocks, kv_heads, batch]
+            };
+            match family {
+                KernelFamily::Hopper => {
+                    let maps = backward_maps(NAME, &qkv, &d_o, &shape)?;
+                    let fixed = call.order == SumOrder::Fixed;
+                    let kernel = hopper_backward_kernel(&shape, source, set, fixed);
+                    // SAFETY: as below; the maps are of q and d_o, which are among the tensors.
+                    unsafe {
+                        kernel.launch_with_maps(grid(BACKWARD_BLOCK_KV), &maps, &tensors, &words)
+                    }?;
+                }
+                KernelFamily::Portable => {
+                    let tiling = BackwardTiling::choose(NAME, &shape, source, limit)?;
+                    let kernel = dma_attention_backward_kernel(&shape, &tiling, set, call.order);
+                    // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; adds
+                    // to the sums, which were cleared.
+                    unsafe { kernel.launch(grid(tiling.block_kv()), &tensors, &words) }?;
+                }
+            }
         }
         if let Some(dq_sum) = &dq_sum {
             convert_dq(

@@ -5,6 +5,7 @@ use crate::cuda_tensor::CudaTensor;
 use crate::dma_lists::KeyLists;
 use crate::error::KernelError;
 use crate::heads::{AttentionShape, Qkv};
+use crate::hopper_tiling::{HopperPass, HopperTiling, KernelFamily, attention_family};
 use crate::oracle::SUPER_BLOCK;
 use crate::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -31,8 +32,6 @@ pub fn dma_attention_forward(
     let o = q.empty_contiguous(&shape.output(), DType::BF16);
     let lse = q.empty_contiguous(&shape.lse(), DType::F32);
 
-    let limit = q.client().properties().hardware.max_shared_memory_size;
-    let tiling = ForwardTiling::choose(NAME, &shape, KeySource::Gathered, limit)?;
     let mut words = shape_words(&shape);
     words.extend(qkv.words(NAME)?);
     words.extend([
@@ -50,10 +49,22 @@ pub fn dma_attention_forward(
         &o,
         &lse,
     ];
-    let kernel = dma_attention_forward_kernel(&shape, &tiling);
+    let source = KeySource::Gathered;
+    let (kernel, grid) = match attention_family(&shape, q) {
+        KernelFamily::Hopper => {
+            let tiling = HopperTiling::new(HopperPass::Output, &shape, source);
+            (tiling.kernel(), tiling.grid(q))
+        }
+        KernelFamily::Portable => {
+            let limit = q.client().properties().hardware.max_shared_memory_size;
+            let tiling = ForwardTiling::choose(NAME, &shape, source, limit)?;
+            let kernel = dma_attention_forward_kernel(&shape, &tiling);
+            (kernel, tiling.grid(&shape, source))
+        }
+    };
     // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; writes every element
     // of o and lse.
-    unsafe { kernel.launch(tiling.grid(&shape, KeySource::Gathered), &tensors, &words) }?;
+    unsafe { kernel.launch(grid, &tensors, &words) }?;
     Ok(AttentionResult { o, lse })
 }
 

@@ -24,6 +24,7 @@ pub mod oracle;
 mod attention_backward_tiling;
 mod attention_tiling;
 mod heads;
+mod hopper_tiling;
 
 mod attention_backward;
 mod attention_decode;
@@ -105,6 +106,10 @@ pub use embedding_forward::{embedding_forward, embedding_forward_kernel};
 pub use error::{CudaVersion, KernelError};
 pub use fill_zero::{fill_zero, fill_zero_kernel};
 pub use heads::{AttentionShape, Heads, Qkv};
+pub use hopper_tiling::{
+    HopperPass, HopperTiling, KernelFamily, attention_family, has_hopper_form,
+    hopper_backward_kernel, use_portable_kernels_only,
+};
 pub use kernel_trace::{KernelRecord, KernelTotal, KernelTrace, TraceResult};
 pub use layout::{RowLayout, contiguous_strides, row_layout, strides_are_contiguous};
 pub use linear_cross_entropy::{

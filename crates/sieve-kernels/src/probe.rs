@@ -4,7 +4,9 @@ use cubecl::cuda::install;
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::{self as driver_sys, CUdevice_attribute};
 use cudarc::nvrtc::sys as nvrtc_sys;
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::{LazyLock, Mutex, PoisonError};
 
 /// The header every kernel, Burn's and ours, needs at run time.
 const HEADER: &str = "cuda_bf16.h";
@@ -119,6 +121,18 @@ pub fn memory_bytes(device: usize) -> Result<(u64, u64), KernelError> {
     unsafe { driver::ctx::set_current(context) }.map_err(init_error)?;
     let (free, total) = driver::mem_get_info().map_err(init_error)?;
     Ok((free as u64, total as u64))
+}
+
+/// Major and minor compute capability of a device in use; asked of the driver once.
+pub(crate) fn compute_capability(device: usize) -> Option<(u32, u32)> {
+    static KNOWN: LazyLock<Mutex<HashMap<usize, (u32, u32)>>> = LazyLock::new(Mutex::default);
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(found) = known.get(&device) {
+        return Some(*found);
+    }
+    let report = describe(device).ok()?;
+    known.insert(device, (report.major, report.minor));
+    Some((report.major, report.minor))
 }
 
 /// NVRTC's version; the library must be present.

@@ -6,14 +6,19 @@ use crate::cuda_tensor::CudaTensor;
 use crate::error::KernelError;
 use crate::source::{KernelText, assemble_file, assemble_text};
 use cubecl::cuda::CudaRuntime;
-use cubecl::ir::{ElemType, Scope, StorageType, UIntKind};
+use cubecl::ir::{ElemType, FloatKind, Scope, StorageType, UIntKind};
 use cubecl::prelude::{CubeCount, CubeDim};
+use cubecl::zspace::metadata::Metadata;
 use cubecl_cpp::shared::{Elem, Item, SharedMemory};
 use cubecl_runtime::compiler::{CompilationError, Compiler, CubeTask};
 use cubecl_runtime::id::KernelId;
 use cubecl_runtime::kernel::{CompiledKernel, KernelDefinition, KernelMetadata, KernelOptions};
 use cubecl_runtime::server::{
     ExecutionMode, KernelArguments, LaunchError, MetadataBindingInfo, ServerError,
+    TensorMapBinding, TensorMapMeta,
+};
+use cubecl_runtime::tma::{
+    OobFill, TensorMapFormat, TensorMapInterleave, TensorMapPrefetch, TensorMapSwizzle, TiledArgs,
 };
 use std::collections::HashSet;
 use std::fmt::{Display, Write};
@@ -24,6 +29,45 @@ type CudaCompiler = <CudaRuntime as cubecl::Runtime>::Compiler;
 
 /// The words of one params struct are few; more would mean a kernel that takes a table by value.
 const MAX_PARAM_WORDS: usize = 60;
+
+/// A bf16 tensor `[batch, rows, width]` that the copy engine (TMA) reads in tiles of `tile` rows and columns, swizzled in
+/// lines of 128 bytes; what lies outside arrives as zeros.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct TileMap<'a> {
+    /// The tensor.
+    pub(crate) tensor: &'a CudaTensor,
+    /// Its first element that the map sees; a multiple of 8.
+    pub(crate) offset: usize,
+    /// `[batch, rows, width]`.
+    pub(crate) shape: [usize; 3],
+    /// Elements from batch row to batch row and from row to row, multiples of 8; columns are neighbours.
+    pub(crate) strides: [usize; 2],
+    /// Rows and columns of a tile.
+    pub(crate) tile: [usize; 2],
+}
+
+impl TileMap<'_> {
+    fn binding(&self) -> TensorMapBinding {
+        let [batch_stride, row_stride] = self.strides;
+        let handle = self.tensor.primitive().handle.clone();
+        let bytes = self.offset * self.tensor.dtype().size();
+        TensorMapBinding {
+            binding: handle.offset_start(bytes as u64).binding(),
+            map: TensorMapMeta {
+                format: TensorMapFormat::Tiled(TiledArgs {
+                    tile_size: [1, self.tile[0], self.tile[1]].into(),
+                }),
+                metadata: Metadata::new(self.shape, [batch_stride, row_stride, 1]),
+                elem_stride: [1usize, 1, 1].into(),
+                interleave: TensorMapInterleave::None,
+                swizzle: TensorMapSwizzle::B128,
+                prefetch: TensorMapPrefetch::B256,
+                oob_fill: OobFill::Zero,
+                storage_ty: StorageType::Scalar(ElemType::Float(FloatKind::BF16)),
+            },
+        }
+    }
+}
 
 /// One specialisation of one kernel: file, entry point, defines, block and shared memory.
 ///
@@ -145,6 +189,25 @@ impl SourceKernel {
         tensors: &[&CudaTensor],
         words: &[u64],
     ) -> Result<(), KernelError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_with_maps(grid, &[], tensors, words) }
+    }
+
+    /// As [`launch`](Self::launch), with tensor maps by value before the pointers.
+    ///
+    /// # Errors
+    /// As [`launch`](Self::launch).
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch); the tensors behind the maps are among `tensors`, which is what orders the launch after
+    /// their writers.
+    pub(crate) unsafe fn launch_with_maps(
+        &self,
+        grid: [usize; 3],
+        maps: &[TileMap<'_>],
+        tensors: &[&CudaTensor],
+        words: &[u64],
+    ) -> Result<(), KernelError> {
         let [first, ..] = tensors else {
             return Err(KernelError::Empty {
                 kernel: self.name,
@@ -165,7 +228,7 @@ impl SourceKernel {
                 dynamic_metadata_offset: words.len(),
                 data: words.to_vec(),
             },
-            tensor_maps: vec![],
+            tensor_maps: maps.iter().map(TileMap::binding).collect(),
         };
         let [x, y, z] = grid.map(|n| n as u32);
         // SAFETY: the caller vouches for the kernel; the checks above keep the launch within the device's limits.
