@@ -9,6 +9,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("sieve-cpu", &["sieve-core"]),
     ("sieve-data", &["sieve-core"]),
     ("sieve-kernels", &["sieve-core"]),
+    ("sieve-select", &["sieve-cpu", "sieve-core"]),
     ("sieve-ops", &["sieve-kernels", "sieve-cpu", "sieve-core"]),
     ("sieve-nn", &["sieve-ops", "sieve-core"]),
     ("sieve-hf", &["sieve-nn", "sieve-core"]),
@@ -39,7 +40,13 @@ const ARROWS: &[(&str, &[&str])] = &[
 const TOP: &[&str] = &["sieve", "sieve-tests"];
 
 /// Crates that must build without the tensor library.
-const WITHOUT_BURN: &[&str] = &["sieve-core", "sieve-cpu", "sieve-data", "xtask"];
+const WITHOUT_BURN: &[&str] = &[
+    "sieve-core",
+    "sieve-cpu",
+    "sieve-data",
+    "sieve-select",
+    "xtask",
+];
 
 /// Features of Burn's and CubeCL's crates that change tensor types or cost a minute at the first step.
 const FORBIDDEN_FEATURES: &[&str] = &["autotune", "fusion"];

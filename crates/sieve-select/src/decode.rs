@@ -1,0 +1,323 @@
+//! Selectors for decoding: which cached keys a new token reads.
+//!
+//! A [`DecodeSession`] is one layer of one request. `stream` feeds it from token 0, row by row; `prompt` computes the prompt
+//! densely and lets the method act at its end. Keys and values stay stored, also those a method has evicted: the sets are
+//! the methods', the memory is not.
+
+pub mod dam;
+pub mod exact_top;
+pub mod h2o;
+pub mod infllm;
+pub mod quest;
+pub mod rope;
+pub mod snapkv;
+pub mod streaming;
+
+use rayon::prelude::*;
+
+use crate::attention::{AttentionOutput, block_sparse_attention};
+use crate::call::{Call, CallShape};
+use crate::error::SelectError;
+use crate::mask::SparseMask;
+use crate::prefill::infinitehip::dot;
+use crate::selector::{Method, Phase, Selector, names_of};
+
+/// Sizes of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerShape {
+    /// Query heads, a multiple of `num_kv_heads`.
+    pub num_heads: usize,
+    /// Key and value heads.
+    pub num_kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Layer of the model.
+    pub layer: usize,
+}
+
+/// One layer of one request while it decodes.
+#[derive(Clone, Debug)]
+pub struct DecodeSession {
+    cache: Cache,
+    state: State,
+    kept: Vec<Vec<u32>>,
+}
+
+/// All keys and values so far.
+#[derive(Clone, Debug)]
+pub(crate) struct Cache {
+    pub(crate) shape: LayerShape,
+    pub(crate) keys: Vec<f32>,
+    pub(crate) values: Vec<f32>,
+    pub(crate) len: usize,
+}
+
+/// What each method remembers.
+#[derive(Clone, Debug)]
+enum State {
+    Dense,
+    Streaming(streaming::Streaming),
+    H2o(h2o::H2o),
+    Snapkv(snapkv::Snapkv),
+    Quest(quest::Quest),
+    Infllm(infllm::Infllm),
+    Dam(dam::Dam),
+    ExactTop(exact_top::ExactTopConfig),
+}
+
+/// Attention of one query row of one head over a list, and the probabilities it came from.
+pub(crate) struct RowAttention {
+    pub(crate) o: Vec<f32>,
+    pub(crate) p: Vec<f32>,
+}
+
+impl DecodeSession {
+    /// A session without tokens.
+    ///
+    /// # Errors
+    /// A prefill method; a method that needs a file it was not given.
+    pub fn new(selector: &Selector, shape: LayerShape) -> Result<Self, SelectError> {
+        let empty: &[f32] = &[];
+        // Checks the sizes.
+        Call::new(shape.call(0, 0), empty, empty, empty)?;
+        let dense = shape.layer < selector.common.first_dense_layers;
+        let state = match &selector.method {
+            Method::Streamingllm(config) => {
+                State::Streaming(streaming::Streaming::new(config.clone()))
+            }
+            Method::H2o(config) => State::H2o(h2o::H2o::new(config.clone(), shape)),
+            Method::Snapkv(config) => State::Snapkv(snapkv::Snapkv::new(config.clone(), shape)),
+            Method::Quest(config) => State::Quest(quest::Quest::new(config.clone(), shape)),
+            Method::Infllm(config) => State::Infllm(infllm::Infllm::new(config.clone(), shape)),
+            Method::Dam(config) => State::Dam(dam::Dam::new(config, shape)?),
+            Method::ExactTop(config) => State::ExactTop(config.clone()),
+            _ => {
+                return Err(SelectError::Unsupported {
+                    selector: selector.name(),
+                    problem: "acts in prefill, not while decoding".to_owned(),
+                    hint: format!("decode methods are {}", names_of(Phase::Decode).join(", ")),
+                });
+            }
+        };
+        Ok(Self {
+            cache: Cache {
+                shape,
+                keys: Vec::new(),
+                values: Vec::new(),
+                len: 0,
+            },
+            state: if dense { State::Dense } else { state },
+            kept: Vec::new(),
+        })
+    }
+
+    /// Tokens so far.
+    pub fn len(&self) -> usize {
+        self.cache.len
+    }
+
+    /// Whether there are none yet.
+    pub fn is_empty(&self) -> bool {
+        self.cache.len == 0
+    }
+
+    /// Keys the last token read, ascending, per KV head (per query head for `exact_top` and `dam`).
+    pub fn kept(&self) -> &[Vec<u32>] {
+        &self.kept
+    }
+
+    /// Computes a prompt densely, then lets the method act. Only on an empty session.
+    ///
+    /// # Shapes
+    /// - q: `[tokens, num_heads, head_dim]`; k, v: `[tokens, num_kv_heads, head_dim]`
+    ///
+    /// # Errors
+    /// Operands of another size; a session that has tokens already.
+    pub fn prompt(
+        &mut self,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+    ) -> Result<AttentionOutput, SelectError> {
+        let shape = self.cache.shape;
+        if self.cache.len > 0 {
+            return Err(SelectError::Shape {
+                problem: format!("a prompt for a session that has {} tokens", self.cache.len),
+                hint: "start a new session, or feed the tokens with step",
+            });
+        }
+        let tokens = q.len() / (shape.num_heads * shape.head_dim);
+        let call = Call::new(shape.call(tokens, tokens), q, k, v)?.in_layer(shape.layer, 0);
+        let output = block_sparse_attention(&call, &SparseMask::dense(call.shape))?;
+        self.cache.keys.extend_from_slice(k);
+        self.cache.values.extend_from_slice(v);
+        self.cache.len = tokens;
+        match &mut self.state {
+            State::Dense | State::Streaming(_) | State::Dam(_) | State::ExactTop(_) => {}
+            State::H2o(state) => state.prompt(&call),
+            State::Snapkv(state) => state.prompt(&call),
+            State::Quest(state) => state.extend(&self.cache),
+            State::Infllm(state) => state.prompt(&call),
+        }
+        Ok(output)
+    }
+
+    /// One token: stores its key and value, chooses what its query reads, attends. Returns `[num_heads, head_dim]`.
+    ///
+    /// # Shapes
+    /// - q: `[num_heads, head_dim]`; k, v: `[num_kv_heads, head_dim]`
+    ///
+    /// # Errors
+    /// Operands of another size.
+    pub fn step(&mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<Vec<f32>, SelectError> {
+        let shape = self.cache.shape;
+        Call::new(shape.call(1, 1), q, k, v)?;
+        self.cache.keys.extend_from_slice(k);
+        self.cache.values.extend_from_slice(v);
+        self.cache.len += 1;
+        let cache = &self.cache;
+        let all = || -> Vec<Vec<u32>> { vec![(0..cache.len as u32).collect(); shape.num_kv_heads] };
+        self.kept = match &mut self.state {
+            State::Dense => all(),
+            State::Streaming(state) => state.choose(cache),
+            State::H2o(state) => state.choose(cache),
+            State::Snapkv(state) => state.choose(cache),
+            State::Quest(state) => state.choose(cache, q),
+            State::Infllm(state) => return Ok(state.step(cache, q, &mut self.kept)),
+            State::Dam(state) => state.choose(cache),
+            State::ExactTop(config) => exact_top::choose(config, cache, q),
+        };
+        let (kept, state) = (&self.kept, &self.state);
+        let rows: Vec<RowAttention> = (0..shape.num_heads)
+            .into_par_iter()
+            .map(|head| {
+                let list = &kept[head * kept.len() / shape.num_heads];
+                let query = &q[head * shape.head_dim..(head + 1) * shape.head_dim];
+                match state {
+                    State::Streaming(state) => state.attend(cache, head, query, list),
+                    _ => cache.attend(head, query, list),
+                }
+            })
+            .collect();
+        match &mut self.state {
+            State::H2o(state) => state.after(cache, &self.kept, &rows),
+            State::Snapkv(state) => state.after(cache, q),
+            _ => {}
+        }
+        Ok(rows.into_iter().flat_map(|row| row.o).collect())
+    }
+
+    /// Feeds tokens one by one; `[tokens, num_heads, head_dim]`. Every output depends on earlier tokens alone, except that
+    /// `infllm` with a `chunk` above 1 chooses blocks by the queries of a whole chunk.
+    ///
+    /// # Errors
+    /// Operands of another size.
+    pub fn stream(&mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<Vec<f32>, SelectError> {
+        let shape = self.cache.shape;
+        let (q_len, k_len) = (
+            shape.num_heads * shape.head_dim,
+            shape.num_kv_heads * shape.head_dim,
+        );
+        let tokens = q.len() / q_len;
+        Call::new(shape.call(tokens, tokens), q, k, v)?;
+        let mut o = Vec::with_capacity(q.len());
+        let chunk = match &self.state {
+            State::Infllm(state) => state.chunk(),
+            _ => 1,
+        };
+        for (index, q) in q.chunks(chunk * q_len).enumerate() {
+            if let State::Infllm(state) = &mut self.state {
+                state.begin_chunk(&self.cache, q);
+            }
+            for (row, q) in q.chunks_exact(q_len).enumerate() {
+                let at = (index * chunk + row) * k_len;
+                o.extend(self.step(q, &k[at..at + k_len], &v[at..at + k_len])?);
+            }
+            if let State::Infllm(state) = &mut self.state {
+                state.end_chunk();
+            }
+        }
+        Ok(o)
+    }
+}
+
+impl LayerShape {
+    fn call(&self, num_queries: usize, num_keys: usize) -> CallShape {
+        CallShape {
+            num_queries,
+            num_keys,
+            num_heads: self.num_heads,
+            num_kv_heads: self.num_kv_heads,
+            head_dim: self.head_dim,
+        }
+    }
+
+    pub(crate) fn group_size(&self) -> usize {
+        self.num_heads / self.num_kv_heads
+    }
+}
+
+impl Cache {
+    pub(crate) fn key(&self, kv_head: usize, key: usize) -> &[f32] {
+        let at = (key * self.shape.num_kv_heads + kv_head) * self.shape.head_dim;
+        &self.keys[at..at + self.shape.head_dim]
+    }
+
+    pub(crate) fn value(&self, kv_head: usize, key: usize) -> &[f32] {
+        let at = (key * self.shape.num_kv_heads + kv_head) * self.shape.head_dim;
+        &self.values[at..at + self.shape.head_dim]
+    }
+
+    pub(crate) fn scale(&self) -> f32 {
+        1.0 / (self.shape.head_dim as f32).sqrt()
+    }
+
+    /// Logits of a query over a list.
+    pub(crate) fn logits(&self, kv_head: usize, q: &[f32], list: &[u32]) -> Vec<f32> {
+        list.iter()
+            .map(|&j| self.scale() * dot(q, self.key(kv_head, j as usize)))
+            .collect()
+    }
+
+    /// Attention of a query head over a list.
+    pub(crate) fn attend(&self, head: usize, q: &[f32], list: &[u32]) -> RowAttention {
+        let kv_head = head / self.shape.group_size();
+        self.weigh(kv_head, self.logits(kv_head, q, list), list)
+    }
+
+    /// Softmax of given logits and the weighted values.
+    pub(crate) fn weigh(&self, kv_head: usize, mut p: Vec<f32>, list: &[u32]) -> RowAttention {
+        let max = p.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let mut sum = 0.0;
+        for p in &mut p {
+            *p = (*p - max).exp();
+            sum += *p;
+        }
+        let mut o = vec![0.0; self.shape.head_dim];
+        for (p, &j) in p.iter_mut().zip(list) {
+            *p /= sum;
+            for (o, &v) in o.iter_mut().zip(self.value(kv_head, j as usize)) {
+                *o += *p * v;
+            }
+        }
+        RowAttention { o, p }
+    }
+}
+
+/// A number of tokens: a share of `tokens` when below 1, else itself; at least 1.
+pub(crate) fn amount(value: f64, tokens: usize) -> usize {
+    let amount = if value < 1.0 {
+        value * tokens as f64
+    } else {
+        value
+    };
+    (amount.round() as usize).max(1)
+}
+
+/// Ascending keys of a set.
+pub(crate) fn ascending(keys: impl Iterator<Item = usize>) -> Vec<u32> {
+    let mut keys: Vec<u32> = keys.map(|key| key as u32).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    keys
+}

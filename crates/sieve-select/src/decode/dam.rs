@@ -1,0 +1,302 @@
+//! DAM (arXiv:2506.11104), as far as its overview tells: a map per head from a calibration run, extended beyond it by the
+//! columns and diagonals it has. Results are of this reading.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Cache, LayerShape, ascending};
+use crate::call::Call;
+use crate::error::SelectError;
+use crate::keep::falling;
+use crate::pool::causal_probabilities;
+use crate::range::Rules;
+
+/// Settings of `dam`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DamConfig {
+    /// File with the maps of a calibration run; must be given.
+    pub map: String,
+    /// What it holds.
+    #[serde(skip)]
+    pub maps: Option<DamMaps>,
+}
+
+/// How maps are made.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DamCalibration {
+    /// Longest sequence of the calibration, side of the maps.
+    pub capture: usize,
+    /// Share of causal pairs that are on.
+    pub density: f64,
+    /// Exponent of the Box-Cox transform.
+    pub lambda: f64,
+    /// Floor of the mean probabilities.
+    pub floor: f64,
+    /// Share of its rows in which a column or diagonal must be on to go beyond the map.
+    pub matching: f64,
+    /// First keys that are always on.
+    pub sink: usize,
+}
+
+impl Default for DamCalibration {
+    fn default() -> Self {
+        Self {
+            capture: 512,
+            density: 0.25,
+            lambda: 0.5,
+            floor: 1e-6,
+            matching: 0.8,
+            sink: 4,
+        }
+    }
+}
+
+/// Maps of all layers and query heads.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DamMaps {
+    /// `[layers][query heads]`.
+    pub layers: Vec<Vec<DamMap>>,
+}
+
+/// The map of one head.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DamMap {
+    /// Keys that are on in each row, ascending.
+    pub rows: Vec<Vec<u32>>,
+    /// Columns that are on beyond the map, ascending.
+    pub columns: Vec<u32>,
+    /// Distances that are on beyond the map, ascending; 0 is the token itself.
+    pub offsets: Vec<u32>,
+}
+
+/// Mean attention of calibration sequences, one head each.
+#[derive(Clone, Debug)]
+pub struct DamCapture {
+    calibration: DamCalibration,
+    /// `[heads][capture, capture]`.
+    sums: Vec<Vec<f64>>,
+    /// Sequences that reached each row.
+    rows: Vec<usize>,
+}
+
+impl DamCalibration {
+    fn check(&self) -> Result<(), SelectError> {
+        let rules = Rules("dam");
+        rules.positive("capture", self.capture)?;
+        rules.share("density", self.density)?;
+        rules.share("matching", self.matching)?;
+        if self.floor > 0.0 {
+            return Ok(());
+        }
+        rules.fail(
+            format!("floor={} is not positive", self.floor),
+            "give a small positive floor",
+        )
+    }
+}
+
+impl DamCapture {
+    /// A capture without sequences.
+    ///
+    /// # Errors
+    /// Values outside their ranges.
+    pub fn new(calibration: DamCalibration, num_heads: usize) -> Result<Self, SelectError> {
+        calibration.check()?;
+        let n = calibration.capture;
+        Ok(Self {
+            sums: vec![vec![0.0; n * n]; num_heads],
+            rows: vec![0; n],
+            calibration,
+        })
+    }
+
+    /// Adds a sequence of one layer; tokens past the capture length are left out.
+    ///
+    /// # Errors
+    /// A call with context, or of another number of heads.
+    pub fn add(&mut self, call: &Call<'_>) -> Result<(), SelectError> {
+        if call.shape.context() > 0 || call.shape.num_heads != self.sums.len() {
+            return Err(SelectError::Shape {
+                problem: format!(
+                    "calibration takes whole sequences of {} heads, got {} heads and a context of {}",
+                    self.sums.len(),
+                    call.shape.num_heads,
+                    call.shape.context()
+                ),
+                hint: "run one layer's sequences from token 0 through one capture",
+            });
+        }
+        let side = self.calibration.capture;
+        let n = call.shape.num_queries.min(side);
+        for (head, sums) in self.sums.iter_mut().enumerate() {
+            let Some(p) = causal_probabilities(call, head, 0..n) else {
+                continue;
+            };
+            for (i, row) in p.chunks_exact(n.max(1)).enumerate() {
+                let sums = &mut sums[i * side..(i + 1) * side];
+                sums.iter_mut()
+                    .zip(row)
+                    .for_each(|(sum, &p)| *sum += f64::from(p));
+            }
+        }
+        self.rows[..n].iter_mut().for_each(|rows| *rows += 1);
+        Ok(())
+    }
+
+    /// The maps of the layer's heads.
+    pub fn maps(&self) -> Vec<DamMap> {
+        self.sums.iter().map(|sums| self.map(sums)).collect()
+    }
+
+    fn map(&self, sums: &[f64]) -> DamMap {
+        let (side, settings) = (self.calibration.capture, &self.calibration);
+        let n = self.rows.iter().take_while(|&&rows| rows > 0).count();
+        let box_cox = |x: f64| {
+            if settings.lambda == 0.0 {
+                x.ln()
+            } else {
+                (x.powf(settings.lambda) - 1.0) / settings.lambda
+            }
+        };
+        let pairs: Vec<(usize, usize)> =
+            (0..n).flat_map(|i| (0..=i).map(move |j| (i, j))).collect();
+        let transformed: Vec<f64> = pairs
+            .iter()
+            .map(|&(i, j)| box_cox((sums[i * side + j] / self.rows[i] as f64).max(settings.floor)))
+            .collect();
+        let (low, high) = transformed
+            .iter()
+            .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &x| {
+                (low.min(x), high.max(x))
+            });
+        let scaled: Vec<f32> = transformed
+            .iter()
+            .map(|x| ((x - low) / (high - low).max(f64::MIN_POSITIVE)) as f32)
+            .collect();
+        // The threshold that meets the density.
+        let wanted = (settings.density * scaled.len() as f64).ceil() as usize;
+        let mut rows: Vec<Vec<u32>> = vec![Vec::new(); n];
+        for at in falling(&scaled).into_iter().take(wanted) {
+            let (i, j) = pairs[at];
+            rows[i].push(j as u32);
+        }
+        for (i, row) in rows.iter_mut().enumerate() {
+            row.extend(0..settings.sink.min(i) as u32);
+            row.push(i as u32);
+            row.sort_unstable();
+            row.dedup();
+        }
+        let on = |i: usize, j: usize| rows[i].binary_search(&(j as u32)).is_ok();
+        let enough = |hits: usize, of: usize| hits as f64 >= settings.matching * of as f64;
+        let columns = (0..n).filter(|&j| enough((j..n).filter(|&i| on(i, j)).count(), n - j));
+        let offsets = (0..n).filter(|&o| enough((o..n).filter(|&i| on(i, i - o)).count(), n - o));
+        // A distance or column of a single row says nothing.
+        let most = n.saturating_sub(n / 8);
+        DamMap {
+            columns: columns.filter(|&j| j < most).map(|j| j as u32).collect(),
+            offsets: offsets.filter(|&o| o < most).map(|o| o as u32).collect(),
+            rows: rows.clone(),
+        }
+    }
+}
+
+impl DamMap {
+    /// Keys that the token at position `a` reads, ascending.
+    pub fn keys(&self, a: usize, sink: usize) -> Vec<u32> {
+        if let Some(row) = self.rows.get(a) {
+            return row.clone();
+        }
+        let columns = self.columns.iter().map(|&j| j as usize);
+        let diagonals = self.offsets.iter().map(|&o| a - o as usize);
+        ascending(columns.chain(diagonals).chain(0..sink.min(a)).chain([a]))
+    }
+}
+
+impl DamMaps {
+    /// Reads a file written by [`write`](Self::write).
+    ///
+    /// # Errors
+    /// A file that cannot be read or holds something else.
+    pub fn read(path: &Path) -> Result<Self, SelectError> {
+        let problem = |problem: String| file_error(path, problem);
+        let text = std::fs::read_to_string(path).map_err(|error| problem(error.to_string()))?;
+        serde_json::from_str(&text).map_err(|error| problem(error.to_string()))
+    }
+
+    /// Writes the maps as JSON.
+    ///
+    /// # Errors
+    /// A file that cannot be written.
+    pub fn write(&self, path: &Path) -> Result<(), SelectError> {
+        let problem = |problem: String| file_error(path, problem);
+        let text = serde_json::to_string(self).map_err(|error| problem(error.to_string()))?;
+        std::fs::write(path, text).map_err(|error| problem(error.to_string()))
+    }
+}
+
+fn file_error(path: &Path, problem: String) -> SelectError {
+    SelectError::File {
+        path: path.display().to_string(),
+        problem,
+        hint: "the maps come from a calibration run, DamCapture::maps per layer, DamMaps::write",
+    }
+}
+
+impl DamConfig {
+    pub(crate) fn check(&self) -> Result<(), SelectError> {
+        Ok(())
+    }
+
+    /// Reads the maps, when a file is named.
+    pub(crate) fn load(&mut self) -> Result<(), SelectError> {
+        if !self.map.is_empty() {
+            self.maps = Some(DamMaps::read(Path::new(&self.map))?);
+        }
+        Ok(())
+    }
+}
+
+/// State of `dam`: the maps of the layer.
+#[derive(Clone, Debug)]
+pub(crate) struct Dam {
+    maps: Vec<DamMap>,
+}
+
+/// First keys that stay on beyond the map.
+const SINK: usize = 4;
+
+impl Dam {
+    pub(crate) fn new(config: &DamConfig, shape: LayerShape) -> Result<Self, SelectError> {
+        let maps = config
+            .maps
+            .as_ref()
+            .and_then(|maps| maps.layers.get(shape.layer));
+        match maps {
+            Some(maps) if maps.len() == shape.num_heads => Ok(Self { maps: maps.clone() }),
+            Some(maps) => Rules("dam").fail(
+                format!(
+                    "the maps of layer {} are of {} heads, the model has {}",
+                    shape.layer,
+                    maps.len(),
+                    shape.num_heads
+                ),
+                "calibrate on this model",
+            ),
+            None => Rules("dam").fail(
+                format!("there is no map for layer {}", shape.layer),
+                "give map=FILE with the maps of a calibration run on this model",
+            ),
+        }
+    }
+
+    pub(crate) fn choose(&self, cache: &Cache) -> Vec<Vec<u32>> {
+        self.maps
+            .iter()
+            .map(|map| map.keys(cache.len - 1, SINK))
+            .collect()
+    }
+}

@@ -1,0 +1,48 @@
+//! The largest logits, after computing them all: an upper bound for other methods at the same budget, no faster than dense.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Cache, amount, ascending};
+use crate::error::SelectError;
+use crate::keep::descending;
+use crate::range::Rules;
+
+/// Settings of `exact_top`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ExactTopConfig {
+    /// Keys per query and head, or a share of those so far when below 1.
+    pub k: f64,
+}
+
+impl Default for ExactTopConfig {
+    fn default() -> Self {
+        Self { k: 1024.0 }
+    }
+}
+
+impl ExactTopConfig {
+    pub(crate) fn check(&self) -> Result<(), SelectError> {
+        if self.k > 0.0 {
+            return Ok(());
+        }
+        Rules("exact_top").fail(
+            format!("k={} is not positive", self.k),
+            "give a number of keys, or a share below 1",
+        )
+    }
+}
+
+/// Lists per query head; ties go to the later key.
+pub(crate) fn choose(config: &ExactTopConfig, cache: &Cache, q: &[f32]) -> Vec<Vec<u32>> {
+    let (d, m) = (cache.shape.head_dim, cache.shape.group_size());
+    let all: Vec<u32> = (0..cache.len as u32).collect();
+    (0..cache.shape.num_heads)
+        .map(|head| {
+            let logits = cache.logits(head / m, &q[head * d..(head + 1) * d], &all);
+            let mut order: Vec<usize> = (0..cache.len).collect();
+            order.sort_by(|&a, &b| descending(logits[a], logits[b]).then(b.cmp(&a)));
+            ascending(order.into_iter().take(amount(config.k, cache.len)))
+        })
+        .collect()
+}

@@ -1,0 +1,137 @@
+//! H2O (arXiv:2306.14048): the keys that have received the most attention, and the most recent ones.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Cache, LayerShape, RowAttention, amount};
+use crate::call::Call;
+use crate::error::SelectError;
+use crate::pool::causal_probabilities;
+use crate::range::Rules;
+
+/// Settings of `h2o`. Values below 1 are shares of the prompt (of the tokens so far in `stream` form).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct H2oConfig {
+    /// Keys kept for the attention they received.
+    pub heavy: f64,
+    /// Last keys.
+    pub recent: f64,
+}
+
+impl Default for H2oConfig {
+    fn default() -> Self {
+        Self {
+            heavy: 0.1,
+            recent: 0.1,
+        }
+    }
+}
+
+impl H2oConfig {
+    pub(crate) fn check(&self) -> Result<(), SelectError> {
+        if self.heavy > 0.0 && self.recent > 0.0 {
+            return Ok(());
+        }
+        Rules("h2o").fail(
+            format!(
+                "heavy={} and recent={} must be positive",
+                self.heavy, self.recent
+            ),
+            "give shares below 1 or numbers of tokens",
+        )
+    }
+}
+
+/// Rows whose probabilities are held at once.
+const CHUNK_ROWS: usize = 64;
+
+/// State of `h2o`, per KV head: the kept keys, ascending, with the attention they received.
+#[derive(Clone, Debug)]
+pub(crate) struct H2o {
+    config: H2oConfig,
+    kept: Vec<Vec<(u32, f32)>>,
+    /// Length the shares are of; 0 while it is the tokens so far.
+    prompt_tokens: usize,
+}
+
+impl H2o {
+    pub(crate) fn new(config: H2oConfig, shape: LayerShape) -> Self {
+        Self {
+            config,
+            kept: vec![Vec::new(); shape.num_kv_heads],
+            prompt_tokens: 0,
+        }
+    }
+
+    /// Attention received from all rows of the prompt; keeps once.
+    pub(crate) fn prompt(&mut self, call: &Call<'_>) {
+        let n = call.shape.num_keys;
+        self.prompt_tokens = n;
+        for kv_head in 0..call.shape.num_kv_heads {
+            let mut received = vec![0.0_f32; n];
+            for head in call.group(kv_head) {
+                for first in (0..n).step_by(CHUNK_ROWS) {
+                    let rows = first..(first + CHUNK_ROWS).min(n);
+                    let cols = rows.end;
+                    // A row with NaN tells nothing about its keys.
+                    let Some(p) = causal_probabilities(call, head, rows) else {
+                        continue;
+                    };
+                    for row in p.chunks_exact(cols) {
+                        received.iter_mut().zip(row).for_each(|(sum, &p)| *sum += p);
+                    }
+                }
+            }
+            self.kept[kv_head] = (0..n as u32).zip(received).collect();
+            self.evict(kv_head, n);
+        }
+    }
+
+    pub(crate) fn choose(&mut self, cache: &Cache) -> Vec<Vec<u32>> {
+        let newest = cache.len as u32 - 1;
+        for kept in &mut self.kept {
+            kept.push((newest, 0.0));
+        }
+        self.kept
+            .iter()
+            .map(|kept| kept.iter().map(|key| key.0).collect())
+            .collect()
+    }
+
+    /// Adds what the new token gave, then evicts.
+    pub(crate) fn after(&mut self, cache: &Cache, kept: &[Vec<u32>], rows: &[RowAttention]) {
+        let m = cache.shape.group_size();
+        for kv_head in 0..kept.len() {
+            for row in &rows[kv_head * m..(kv_head + 1) * m] {
+                for (key, &p) in self.kept[kv_head].iter_mut().zip(&row.p) {
+                    key.1 += p;
+                }
+            }
+            self.evict(kv_head, cache.len);
+        }
+    }
+
+    /// Drops the keys with the least attention outside the recent ones; of equal ones the older goes.
+    fn evict(&mut self, kv_head: usize, tokens: usize) {
+        let of = if self.prompt_tokens > 0 {
+            self.prompt_tokens
+        } else {
+            tokens
+        };
+        let (heavy, recent) = (
+            amount(self.config.heavy, of),
+            amount(self.config.recent, of),
+        );
+        let kept = &mut self.kept[kv_head];
+        let surplus = kept.len().saturating_sub(heavy + recent);
+        if surplus == 0 {
+            return;
+        }
+        let old = kept.len() - recent;
+        let mut order: Vec<usize> = (0..old).collect();
+        order.sort_by(|&a, &b| kept[a].1.total_cmp(&kept[b].1).then(a.cmp(&b)));
+        let evicted: std::collections::HashSet<u32> =
+            order[..surplus].iter().map(|&at| kept[at].0).collect();
+        kept.retain(|key| !evicted.contains(&key.0));
+    }
+}

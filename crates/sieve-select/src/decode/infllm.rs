@@ -1,0 +1,270 @@
+//! InfLLM (arXiv:2402.04617): a local window, the first tokens, and the blocks of the past whose representative keys the
+//! query likes best, read at a fixed distance.
+
+use serde::{Deserialize, Serialize};
+
+use super::rope::rotate;
+use super::{Cache, LayerShape, ascending};
+use crate::call::Call;
+use crate::error::SelectError;
+use crate::keep::{falling, top_k};
+use crate::pool::causal_probabilities;
+use crate::prefill::infinitehip::dot;
+use crate::range::Rules;
+
+/// Settings of `infllm`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct InfllmConfig {
+    /// First tokens that all queries see.
+    pub init: usize,
+    /// Last tokens a query sees at their true positions, its own included.
+    pub local: usize,
+    /// Tokens of a block.
+    pub block: usize,
+    /// Blocks read.
+    pub topk: usize,
+    /// Keys whose mean represents a block.
+    pub repr: usize,
+    /// Queries that choose together in `stream` form; while decoding each chooses alone.
+    pub chunk: usize,
+    /// Base of the model's rotary embedding.
+    pub rope_theta: f64,
+}
+
+impl Default for InfllmConfig {
+    fn default() -> Self {
+        Self {
+            init: 128,
+            local: 4096,
+            block: 128,
+            topk: 16,
+            repr: 4,
+            chunk: 512,
+            rope_theta: 10_000.0,
+        }
+    }
+}
+
+impl InfllmConfig {
+    pub(crate) fn check(&self) -> Result<(), SelectError> {
+        let rules = Rules("infllm");
+        for (key, value) in [
+            ("local", self.local),
+            ("block", self.block),
+            ("repr", self.repr),
+            ("chunk", self.chunk),
+        ] {
+            rules.positive(key, value)?;
+        }
+        if self.rope_theta > 1.0 {
+            return Ok(());
+        }
+        rules.fail(
+            format!("rope_theta={} is no base of a rotation", self.rope_theta),
+            "give the rope_theta of the model, 10000 or more",
+        )
+    }
+}
+
+/// Rows whose probabilities are held at once.
+const CHUNK_ROWS: usize = 64;
+
+/// State of `infllm`.
+#[derive(Clone, Debug)]
+pub(crate) struct Infllm {
+    config: InfllmConfig,
+    shape: LayerShape,
+    /// Keys at position 0, as the cache's keys.
+    unrotated: Vec<f32>,
+    /// Attention each key received while local, `[num_kv_heads][keys]`.
+    received: Vec<Vec<f32>>,
+    /// Representative per block, `[blocks, num_kv_heads, head_dim]`.
+    representatives: Vec<f32>,
+    /// The choice of a chunk of queries, while it lasts.
+    chosen: Option<Vec<usize>>,
+}
+
+impl Infllm {
+    pub(crate) fn new(config: InfllmConfig, shape: LayerShape) -> Self {
+        Self {
+            config,
+            shape,
+            unrotated: Vec::new(),
+            received: vec![Vec::new(); shape.num_kv_heads],
+            representatives: Vec::new(),
+            chosen: None,
+        }
+    }
+
+    pub(crate) fn chunk(&self) -> usize {
+        self.config.chunk
+    }
+
+    /// Attention every key of the prompt received from the queries it was local to.
+    pub(crate) fn prompt(&mut self, call: &Call<'_>) {
+        let n = call.shape.num_keys;
+        for kv_head in 0..call.shape.num_kv_heads {
+            let mut received = vec![0.0_f32; n];
+            for head in call.group(kv_head) {
+                for first in (0..n).step_by(CHUNK_ROWS) {
+                    let rows = first..(first + CHUNK_ROWS).min(n);
+                    let cols = rows.end;
+                    let Some(p) = causal_probabilities(call, head, rows) else {
+                        continue;
+                    };
+                    for (r, row) in p.chunks_exact(cols).enumerate() {
+                        let local = (first + r + 1).saturating_sub(self.config.local);
+                        let seen = row.iter().enumerate().skip(local);
+                        seen.for_each(|(key, &p)| received[key] += p);
+                    }
+                }
+            }
+            self.received[kv_head] = received;
+        }
+        let (d, heads) = (call.shape.head_dim, call.shape.num_kv_heads);
+        for (at, k) in call.k.chunks_exact(d).enumerate() {
+            self.unrotated
+                .extend(rotate(k, -((at / heads) as f64), self.config.rope_theta));
+        }
+    }
+
+    /// Chooses blocks by the mean of a chunk's queries; keys that leave the window meanwhile form no blocks.
+    pub(crate) fn begin_chunk(&mut self, cache: &Cache, q: &[f32]) {
+        self.form_blocks(cache.len + 1);
+        let q_len = self.shape.num_heads * self.shape.head_dim;
+        let mut mean = vec![0.0_f32; q_len];
+        let rows = q.len() / q_len;
+        for (row, q) in q.chunks_exact(q_len).enumerate() {
+            let far = self.at_distance(q, cache.len + row);
+            mean.iter_mut()
+                .zip(far)
+                .for_each(|(mean, x)| *mean += x / rows as f32);
+        }
+        self.chosen = Some(self.best_blocks(&mean));
+    }
+
+    pub(crate) fn end_chunk(&mut self) {
+        self.chosen = None;
+    }
+
+    /// Attention of the newest token, `[num_heads, head_dim]`.
+    pub(crate) fn step(&mut self, cache: &Cache, q: &[f32], kept: &mut Vec<Vec<u32>>) -> Vec<f32> {
+        let (n, d, m) = (cache.len, self.shape.head_dim, self.shape.group_size());
+        for kv_head in 0..self.shape.num_kv_heads {
+            let k = rotate(
+                cache.key(kv_head, n - 1),
+                -((n - 1) as f64),
+                self.config.rope_theta,
+            );
+            self.unrotated.extend(k);
+            self.received[kv_head].push(0.0);
+        }
+        let far = self.at_distance(q, n - 1);
+        let blocks = match &self.chosen {
+            Some(blocks) => blocks.clone(),
+            None => {
+                self.form_blocks(n);
+                self.best_blocks(&far)
+            }
+        };
+        let local = n.saturating_sub(self.config.local);
+        let init = self.config.init.min(local);
+        let tokens = |&block: &usize| {
+            let first = self.config.init + block * self.config.block;
+            first..first + self.config.block
+        };
+        let remainder =
+            (self.config.init + self.num_blocks() * self.config.block).min(local)..local;
+        let past = (0..init)
+            .chain(blocks.iter().flat_map(tokens))
+            .chain(remainder);
+        let list = ascending(past.chain(local..n));
+        let mut o = Vec::with_capacity(q.len());
+        for head in 0..self.shape.num_heads {
+            let (kv_head, at) = (head / m, head * d);
+            let logits = list
+                .iter()
+                .map(|&j| {
+                    let j = j as usize;
+                    let product = if j >= local {
+                        dot(&q[at..at + d], cache.key(kv_head, j))
+                    } else {
+                        dot(&far[at..at + d], self.unrotated_key(kv_head, j))
+                    };
+                    cache.scale() * product
+                })
+                .collect();
+            let row = cache.weigh(kv_head, logits, &list);
+            for (&j, p) in list
+                .iter()
+                .zip(&row.p)
+                .filter(|(j, _)| **j as usize >= local)
+            {
+                self.received[kv_head][j as usize] += p;
+            }
+            o.extend(row.o);
+        }
+        *kept = vec![list; self.shape.num_kv_heads];
+        o
+    }
+
+    fn num_blocks(&self) -> usize {
+        self.representatives.len() / (self.shape.num_kv_heads * self.shape.head_dim)
+    }
+
+    fn unrotated_key(&self, kv_head: usize, key: usize) -> &[f32] {
+        let at = (key * self.shape.num_kv_heads + kv_head) * self.shape.head_dim;
+        &self.unrotated[at..at + self.shape.head_dim]
+    }
+
+    /// A query at `position`, turned as if its keys at position 0 were `local` away.
+    fn at_distance(&self, q: &[f32], position: usize) -> Vec<f32> {
+        let shift = self.config.local as f64 - position as f64;
+        q.chunks_exact(self.shape.head_dim)
+            .flat_map(|q| rotate(q, shift, self.config.rope_theta))
+            .collect()
+    }
+
+    /// Blocks of keys that have left the window of the `n`-th token.
+    fn form_blocks(&mut self, n: usize) {
+        let local = n.saturating_sub(self.config.local);
+        loop {
+            let first = self.config.init + self.num_blocks() * self.config.block;
+            let keys = first..first + self.config.block;
+            if keys.end > local {
+                return;
+            }
+            for kv_head in 0..self.shape.num_kv_heads {
+                let received = &self.received[kv_head][keys.clone()];
+                let most: Vec<usize> = falling(received)
+                    .into_iter()
+                    .take(self.config.repr)
+                    .collect();
+                let mut mean = vec![0.0_f32; self.shape.head_dim];
+                for &at in &most {
+                    let key = self.unrotated_key(kv_head, keys.start + at);
+                    mean.iter_mut()
+                        .zip(key)
+                        .for_each(|(mean, k)| *mean += k / most.len() as f32);
+                }
+                self.representatives.extend(mean);
+            }
+        }
+    }
+
+    /// The best blocks for queries `[num_heads, head_dim]`, shared by all heads.
+    fn best_blocks(&self, far: &[f32]) -> Vec<usize> {
+        let (d, m) = (self.shape.head_dim, self.shape.group_size());
+        let scores: Vec<f32> = self
+            .representatives
+            .chunks_exact(self.shape.num_kv_heads * d)
+            .map(|block| {
+                let head =
+                    |(head, q): (usize, &[f32])| dot(q, &block[head / m * d..(head / m + 1) * d]);
+                far.chunks_exact(d).enumerate().map(head).sum()
+            })
+            .collect();
+        top_k(&scores, self.config.topk)
+    }
+}

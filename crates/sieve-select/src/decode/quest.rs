@@ -1,0 +1,168 @@
+//! Quest (arXiv:2406.10774): pages of keys by an upper bound of their products with the query; nothing is evicted.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Cache, LayerShape, amount, ascending};
+use crate::error::SelectError;
+use crate::keep::top_k_forced;
+use crate::range::Rules;
+
+/// Settings of `quest`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct QuestConfig {
+    /// Tokens of a page.
+    pub page: usize,
+    /// Tokens read, or a share of those so far when below 1.
+    pub budget: f64,
+    /// Layers at the start that read all.
+    pub dense_layers: usize,
+}
+
+impl Default for QuestConfig {
+    fn default() -> Self {
+        Self {
+            page: 16,
+            budget: 1024.0,
+            dense_layers: 2,
+        }
+    }
+}
+
+impl QuestConfig {
+    pub(crate) fn check(&self) -> Result<(), SelectError> {
+        Rules("quest").positive("page", self.page)?;
+        if self.budget > 0.0 {
+            return Ok(());
+        }
+        Rules("quest").fail(
+            format!("budget={} is not positive", self.budget),
+            "give a number of tokens, or a share below 1",
+        )
+    }
+}
+
+/// Pages that are read at least.
+const MIN_PAGES: usize = 3;
+
+/// State of `quest`: minima and maxima per page, KV head and channel.
+#[derive(Clone, Debug)]
+pub(crate) struct Quest {
+    config: QuestConfig,
+    /// `[pages, num_kv_heads, head_dim]`.
+    min: Vec<f32>,
+    max: Vec<f32>,
+    len: usize,
+    dense: bool,
+}
+
+impl Quest {
+    pub(crate) fn new(config: QuestConfig, shape: LayerShape) -> Self {
+        Self {
+            dense: shape.layer < config.dense_layers,
+            config,
+            min: Vec::new(),
+            max: Vec::new(),
+            len: 0,
+        }
+    }
+
+    /// Takes in the keys it has not seen.
+    pub(crate) fn extend(&mut self, cache: &Cache) {
+        let width = cache.shape.num_kv_heads * cache.shape.head_dim;
+        for key in self.len..cache.len {
+            if key % self.config.page == 0 {
+                self.min.extend(std::iter::repeat_n(f32::INFINITY, width));
+                self.max
+                    .extend(std::iter::repeat_n(f32::NEG_INFINITY, width));
+            }
+            let at = self.min.len() - width;
+            let k = &cache.keys[key * width..(key + 1) * width];
+            for ((min, max), &k) in self.min[at..].iter_mut().zip(&mut self.max[at..]).zip(k) {
+                *min = min.min(k);
+                *max = max.max(k);
+            }
+        }
+        self.len = cache.len;
+    }
+
+    /// Upper bounds of the products of a query head with each page, added over the heads of a group.
+    pub(crate) fn page_scores(&self, cache: &Cache, q: &[f32], kv_head: usize) -> Vec<f32> {
+        let (d, m) = (cache.shape.head_dim, cache.shape.group_size());
+        let width = cache.shape.num_kv_heads * d;
+        (0..self.min.len() / width)
+            .map(|page| {
+                let at = page * width + kv_head * d;
+                (kv_head * m..(kv_head + 1) * m)
+                    .map(|head| {
+                        let q = &q[head * d..(head + 1) * d];
+                        let bounds = self.min[at..at + d].iter().zip(&self.max[at..at + d]);
+                        q.iter()
+                            .zip(bounds)
+                            .map(|(q, (min, max))| (q * min).max(q * max))
+                            .sum::<f32>()
+                    })
+                    .sum()
+            })
+            .collect()
+    }
+
+    pub(crate) fn choose(&mut self, cache: &Cache, q: &[f32]) -> Vec<Vec<u32>> {
+        self.extend(cache);
+        let n = cache.len;
+        (0..cache.shape.num_kv_heads)
+            .map(|kv_head| {
+                if self.dense {
+                    return (0..n as u32).collect();
+                }
+                let scores = self.page_scores(cache, q, kv_head);
+                let last = scores.len() - 1;
+                let pages = (amount(self.config.budget, n) / self.config.page).max(MIN_PAGES);
+                let kept = top_k_forced(&scores, pages, |page| page == last);
+                let tokens =
+                    |page: usize| page * self.config.page..((page + 1) * self.config.page).min(n);
+                ascending(kept.into_iter().flat_map(tokens))
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::prefill::infinitehip::dot;
+    use crate::test_data::Random;
+
+    #[test]
+    fn quest_score_bounds_every_product_in_the_page() {
+        let mut random = Random(4);
+        let shape = LayerShape {
+            num_heads: 2,
+            num_kv_heads: 2,
+            head_dim: 12,
+            layer: 5,
+        };
+        let cache = Cache {
+            shape,
+            keys: random.vector(50 * 24),
+            values: random.vector(50 * 24),
+            len: 50,
+        };
+        let mut quest = Quest::new(QuestConfig::default(), shape);
+        quest.extend(&cache);
+        for _ in 0..20 {
+            let q = random.vector(24);
+            for h in 0..2 {
+                for (page, &bound) in quest.page_scores(&cache, &q, h).iter().enumerate() {
+                    for key in page * 16..(page * 16 + 16).min(50) {
+                        let product = dot(&q[h * 12..(h + 1) * 12], cache.key(h, key));
+                        assert!(
+                            product <= bound + 1e-5,
+                            "page {page}: {product} above {bound}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}

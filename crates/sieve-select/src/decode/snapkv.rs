@@ -1,0 +1,175 @@
+//! SnapKV (arXiv:2404.14469): what the last queries of the prompt look at, smoothed, once.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Cache, LayerShape, ascending};
+use crate::call::Call;
+use crate::error::SelectError;
+use crate::keep::top_k;
+use crate::pool::{causal_probabilities, last_rows};
+use crate::range::Rules;
+
+/// Smoothing over neighbouring keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Pool {
+    /// Mean; divides by the kernel also at the ends.
+    Avg,
+    /// Maximum.
+    Max,
+}
+
+/// Settings of `snapkv`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SnapkvConfig {
+    /// Last queries that vote, and last keys that stay.
+    pub window: usize,
+    /// Keys that stay, window included.
+    pub capacity: usize,
+    /// Width of the smoothing, odd.
+    pub kernel: usize,
+    /// Smoothing.
+    pub pool: Pool,
+}
+
+impl Default for SnapkvConfig {
+    fn default() -> Self {
+        Self {
+            window: 32,
+            capacity: 2048,
+            kernel: 5,
+            pool: Pool::Avg,
+        }
+    }
+}
+
+impl SnapkvConfig {
+    pub(crate) fn check(&self) -> Result<(), SelectError> {
+        let rules = Rules("snapkv");
+        rules.positive("window", self.window)?;
+        if self.capacity <= self.window {
+            return rules.fail(
+                format!(
+                    "capacity={} leaves nothing beside window={}",
+                    self.capacity, self.window
+                ),
+                "capacity counts the window too; make it larger",
+            );
+        }
+        if self.kernel % 2 == 1 {
+            return Ok(());
+        }
+        rules.fail(
+            format!("kernel={} is even", self.kernel),
+            "give an odd width",
+        )
+    }
+}
+
+/// State of `snapkv`, per KV head: the kept keys; and the last queries, for the `stream` form.
+#[derive(Clone, Debug)]
+pub(crate) struct Snapkv {
+    config: SnapkvConfig,
+    shape: LayerShape,
+    kept: Vec<Vec<u32>>,
+    queries: Vec<Vec<f32>>,
+    /// After a prompt it never acts again.
+    acted: bool,
+}
+
+impl Snapkv {
+    pub(crate) fn new(config: SnapkvConfig, shape: LayerShape) -> Self {
+        Self {
+            config,
+            shape,
+            kept: vec![Vec::new(); shape.num_kv_heads],
+            queries: Vec::new(),
+            acted: false,
+        }
+    }
+
+    pub(crate) fn prompt(&mut self, call: &Call<'_>) {
+        self.acted = true;
+        let n = call.shape.num_keys;
+        for kv_head in 0..call.shape.num_kv_heads {
+            self.kept[kv_head] = (0..n as u32).collect();
+            if n <= self.config.capacity {
+                continue;
+            }
+            let earlier = n - self.config.window;
+            let mut votes = vec![0.0_f32; earlier];
+            for head in call.group(kv_head) {
+                let rows = last_rows(call, self.config.window);
+                if let Some(p) = causal_probabilities(call, head, rows) {
+                    for row in p.chunks_exact(n) {
+                        votes.iter_mut().zip(row).for_each(|(sum, &p)| *sum += p);
+                    }
+                }
+            }
+            self.keep(kv_head, &votes);
+        }
+    }
+
+    pub(crate) fn choose(&mut self, cache: &Cache) -> Vec<Vec<u32>> {
+        for kept in &mut self.kept {
+            kept.push(cache.len as u32 - 1);
+        }
+        self.kept.clone()
+    }
+
+    /// `stream` form (our reading; the method acts at the end of a prompt, which a stream has not): it acts whenever the
+    /// kept keys exceed the capacity by a window.
+    pub(crate) fn after(&mut self, cache: &Cache, q: &[f32]) {
+        if self.acted {
+            return;
+        }
+        self.queries.push(q.to_vec());
+        if self.queries.len() > self.config.window {
+            self.queries.remove(0);
+        }
+        if self.kept[0].len() < self.config.capacity + self.config.window
+            || self.queries.len() < self.config.window
+        {
+            return;
+        }
+        let (d, m) = (self.shape.head_dim, self.shape.group_size());
+        for kv_head in 0..self.kept.len() {
+            let earlier = self.kept[kv_head].len() - self.config.window;
+            let mut votes = vec![0.0_f32; earlier];
+            for (age, q) in self.queries.iter().enumerate() {
+                let list = &self.kept[kv_head][..earlier + age + 1];
+                for head in kv_head * m..(kv_head + 1) * m {
+                    let row = cache.attend(head, &q[head * d..(head + 1) * d], list);
+                    votes.iter_mut().zip(&row.p).for_each(|(sum, &p)| *sum += p);
+                }
+            }
+            self.keep(kv_head, &votes);
+        }
+    }
+
+    /// Keeps the best by smoothed votes, and the window.
+    fn keep(&mut self, kv_head: usize, votes: &[f32]) {
+        let best = top_k(
+            &self.smooth(votes),
+            self.config.capacity - self.config.window,
+        );
+        let kept = &self.kept[kv_head];
+        let window = kept.len() - self.config.window..kept.len();
+        self.kept[kv_head] = ascending(best.into_iter().chain(window).map(|at| kept[at] as usize));
+    }
+
+    /// Pooling of width `kernel`, stride 1.
+    pub(crate) fn smooth(&self, votes: &[f32]) -> Vec<f32> {
+        let half = self.config.kernel / 2;
+        (0..votes.len())
+            .map(|at| {
+                let near = &votes[at.saturating_sub(half)..(at + half + 1).min(votes.len())];
+                match self.config.pool {
+                    Pool::Avg => near.iter().sum::<f32>() / self.config.kernel as f32,
+                    Pool::Max => near.iter().copied().fold(f32::NEG_INFINITY, f32::max),
+                }
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,57 @@
+//! StreamingLLM while decoding: the first tokens and the last; positions stay, or become those of the cache.
+
+use super::rope::rotate;
+use super::{Cache, RowAttention};
+use crate::prefill::infinitehip::dot;
+use crate::prefill::streaming::StreamingConfig;
+
+/// State of `streamingllm`: none beside the settings.
+#[derive(Clone, Debug)]
+pub(crate) struct Streaming {
+    config: StreamingConfig,
+}
+
+impl Streaming {
+    pub(crate) fn new(config: StreamingConfig) -> Self {
+        Self { config }
+    }
+
+    pub(crate) fn choose(&self, cache: &Cache) -> Vec<Vec<u32>> {
+        let local = cache.len.saturating_sub(self.config.n_local);
+        let init = self.config.n_init.min(local);
+        let list: Vec<u32> = (0..init)
+            .chain(local..cache.len)
+            .map(|key| key as u32)
+            .collect();
+        vec![list; cache.shape.num_kv_heads]
+    }
+
+    /// With `reindex`, the first keys are as near as their place in the cache says.
+    pub(crate) fn attend(
+        &self,
+        cache: &Cache,
+        head: usize,
+        q: &[f32],
+        list: &[u32],
+    ) -> RowAttention {
+        if !self.config.reindex {
+            return cache.attend(head, q, list);
+        }
+        let kv_head = head / cache.shape.group_size();
+        // Local keys keep their distances; only the first ones come nearer, by the tokens between.
+        let gap = cache.len - list.len();
+        let near = rotate(q, -(gap as f64), self.config.rope_theta);
+        let logits = list
+            .iter()
+            .map(|&j| {
+                let q = if (j as usize) < self.config.n_init {
+                    &near
+                } else {
+                    q
+                };
+                cache.scale() * dot(q, cache.key(kv_head, j as usize))
+            })
+            .collect();
+        cache.weigh(kv_head, logits, list)
+    }
+}

@@ -1,0 +1,100 @@
+//! What can go wrong, and how to fix it.
+
+use thiserror::Error;
+
+/// Everything a selector can refuse.
+#[derive(Debug, Error)]
+pub enum SelectError {
+    /// A name no selector has.
+    #[error("there is no selector {name:?}, did you mean {nearest}?\n  hint: the selectors are {}", known.join(", "))]
+    UnknownName {
+        /// As written.
+        name: String,
+        /// The name most like it.
+        nearest: String,
+        /// All names.
+        known: Vec<&'static str>,
+    },
+    /// A key the selector does not have.
+    #[error("{selector} has no key {key:?}, did you mean {nearest}?\n  hint: its keys are {}", known.join(", "))]
+    UnknownKey {
+        /// The selector.
+        selector: String,
+        /// As written.
+        key: String,
+        /// The key most like it.
+        nearest: String,
+        /// All its keys.
+        known: Vec<String>,
+    },
+    /// Text that is not `NAME:key=value,…`.
+    #[error(
+        "{selector}: cannot read {item:?}: {problem}\n  hint: write NAME:key=value,key=value, for example pbs:select=xattention,tau=0.9"
+    )]
+    Form {
+        /// The selector.
+        selector: String,
+        /// The piece that cannot be read.
+        item: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A value outside its range, or values that do not go together.
+    #[error("{selector}: {problem}\n  hint: {hint}")]
+    Value {
+        /// The selector.
+        selector: &'static str,
+        /// What is wrong, with the values.
+        problem: String,
+        /// How to fix it.
+        hint: String,
+    },
+    /// A method asked to do what it cannot.
+    #[error("{selector}: {problem}\n  hint: {hint}")]
+    Unsupported {
+        /// The selector.
+        selector: &'static str,
+        /// What was asked.
+        problem: String,
+        /// What to do instead.
+        hint: String,
+    },
+    /// Operands whose sizes do not fit.
+    #[error(
+        "{what} has {got} elements, expected {expected}\n  hint: q is [num_queries, num_heads, head_dim], k and v are [num_keys, num_kv_heads, head_dim]"
+    )]
+    Operand {
+        /// Which operand.
+        what: &'static str,
+        /// Its length.
+        got: usize,
+        /// The length the sizes ask for.
+        expected: usize,
+    },
+    /// Sizes that cannot be.
+    #[error("{problem}\n  hint: {hint}")]
+    Shape {
+        /// What is wrong, with the values.
+        problem: String,
+        /// How to fix it.
+        hint: &'static str,
+    },
+    /// A mask whose arrays break the rules of its form.
+    #[error(
+        "sparse mask: {problem}\n  hint: masks come from a selector; one built by hand must pass SparseMask::check"
+    )]
+    Mask {
+        /// The broken rule, with the place.
+        problem: String,
+    },
+    /// A file that could not be read or written.
+    #[error("{path}: {problem}\n  hint: {hint}")]
+    File {
+        /// The file.
+        path: String,
+        /// What happened.
+        problem: String,
+        /// How to fix it.
+        hint: &'static str,
+    },
+}

@@ -1,0 +1,54 @@
+//! Training-free sparse attention: which pairs of queries and keys are worth computing.
+//!
+//! Every method of the literature here gives one form of mask ([`SparseMask`]), which one block-sparse attention computes
+//! and one set of measures judges. Operands are plain f32 slices of one layer and one request.
+//!
+//! ```
+//! use sieve_select::{Call, CallShape, Selector, density};
+//!
+//! let shape = CallShape { num_queries: 1000, num_keys: 1000, num_heads: 2, num_kv_heads: 1, head_dim: 16 };
+//! let q: Vec<f32> = (0..1000 * 2 * 16).map(|i| ((i * 37) % 101) as f32 / 50.0 - 1.0).collect();
+//! let k: Vec<f32> = (0..1000 * 16).map(|i| ((i * 53) % 97) as f32 / 50.0 - 1.0).collect();
+//! let call = Call::new(shape, &q, &k, &k)?;
+//! let done = Selector::parse("xattention:tau=0.8")?.prefill(&call)?;
+//! assert_eq!(done.output.o.len(), q.len());
+//! assert!(density(&done.mask).token <= 1.0);
+//! # Ok::<(), sieve_select::SelectError>(())
+//! ```
+//!
+//! Prefill selectors look at a whole call at once: most of them choose a row's keys by later rows too, so they are no
+//! causal maps from text to logits. Likelihoods under them are "prefill perplexity", never scores of rows
+//! ([`Selector::is_causal_map`]). Decode methods ([`DecodeSession`]) are causal.
+
+pub mod call;
+pub mod error;
+pub mod mask;
+
+pub mod attention;
+pub mod measure;
+pub mod oracle;
+
+pub mod gqa;
+pub mod keep;
+mod permute;
+mod pool;
+mod range;
+
+pub mod decode;
+pub mod prefill;
+pub mod selector;
+
+#[cfg(test)]
+mod test_data;
+#[cfg(test)]
+mod tests;
+
+pub use attention::{AttentionOutput, block_sparse_attention, dense_rows_attention};
+pub use call::{Call, CallShape, Tiles};
+pub use decode::{DecodeSession, LayerShape};
+pub use error::SelectError;
+pub use gqa::GqaPolicy;
+pub use mask::{Correction, CorrectionMode, ListsPer, SelectStats, SparseMask, TokenWindow};
+pub use measure::{Density, dense_attention, density, recall};
+pub use oracle::{OracleOutput, oracle_attention, oracle_dense};
+pub use selector::{Common, ENTRIES, Entry, Method, Phase, Prefill, Selector, names_of};

@@ -1,0 +1,128 @@
+//! The definition: dense attention under the expanded mask, row by row in f64. Slow, and what everything is tested by.
+
+use crate::attention::probe_window;
+use crate::call::Call;
+use crate::mask::{CorrectionMode, SparseMask};
+
+/// Result of the oracle.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OracleOutput {
+    /// `[num_queries, num_heads, head_dim]`.
+    pub o: Vec<f64>,
+    /// Log-sum-exp of the visible logits, `[num_heads, num_queries]`.
+    pub lse: Vec<f64>,
+}
+
+/// Which keys (by original position) a row of the call sees: `[num_keys]`.
+pub fn expanded_row(mask: &SparseMask, head: usize, row: usize) -> Vec<bool> {
+    let (num_keys, a) = (mask.shape.num_keys, mask.shape.context() + row);
+    if mask.is_dense_row(row) {
+        return (0..num_keys).map(|j| !mask.causal || j <= a).collect();
+    }
+    let list = mask.list_of(head);
+    let slot = (0..mask.shape.num_queries)
+        .find(|&slot| mask.query_row(head, slot) == row)
+        .unwrap_or(row);
+    let i = mask.tiles.tile_of_row(slot);
+    let tiles = mask
+        .row(list, i)
+        .iter()
+        .flat_map(|&j| mask.tiles.keys(j as usize));
+    let columns = mask.columns(list, i).iter().map(|&slot| slot as usize);
+    let mut shown = vec![false; num_keys];
+    for slot in tiles.chain(columns) {
+        let key = mask
+            .key_order_of(list)
+            .map_or(slot, |order| order[slot] as usize);
+        shown[key] = mask.visible(list, a, key);
+    }
+    shown
+}
+
+/// Attention of one row over the keys `shown` says, in f64: the output `[head_dim]` and the log-sum-exp.
+pub fn oracle_row(call: &Call<'_>, head: usize, row: usize, shown: &[bool]) -> (Vec<f64>, f64) {
+    let (kv_head, d) = (call.kv_head(head), call.shape.head_dim);
+    let scale = 1.0 / (d as f64).sqrt();
+    let q = call.query(head, row);
+    let logits: Vec<(usize, f64)> = (0..call.shape.num_keys)
+        .filter(|&j| shown[j])
+        .map(|j| (j, scale * dot(q, call.key(kv_head, j))))
+        .collect();
+    let max = logits.iter().fold(f64::NEG_INFINITY, |max, x| max.max(x.1));
+    let sum: f64 = logits.iter().map(|x| (x.1 - max).exp()).sum();
+    let mut o = vec![0.0; d];
+    for &(j, logit) in &logits {
+        let p = (logit - max).exp() / sum;
+        for (o, &v) in o.iter_mut().zip(call.value(kv_head, j)) {
+            *o += p * f64::from(v);
+        }
+    }
+    let lse = if logits.is_empty() {
+        f64::NEG_INFINITY
+    } else {
+        max + sum.ln()
+    };
+    (o, lse)
+}
+
+/// Attention under a mask, with its dense rows and its correction.
+pub fn oracle_attention(call: &Call<'_>, mask: &SparseMask) -> OracleOutput {
+    let shape = call.shape;
+    let d = shape.head_dim;
+    let mut output = OracleOutput {
+        o: vec![0.0; call.q.len()],
+        lse: vec![f64::NEG_INFINITY; shape.num_heads * shape.num_queries],
+    };
+    for head in 0..shape.num_heads {
+        for row in 0..shape.num_queries {
+            let (o, lse) = oracle_row(call, head, row, &expanded_row(mask, head, row));
+            let at = call.query_at(head, row);
+            output.o[at..at + d].copy_from_slice(&o);
+            output.lse[head * shape.num_queries + row] = lse;
+        }
+    }
+    let Some(correction) = mask
+        .correction
+        .as_ref()
+        .filter(|c| c.mode != CorrectionMode::SparseOnly)
+    else {
+        return output;
+    };
+    let sparse = output.o.clone();
+    for index in 0..correction.probe_rows.len() {
+        let window = probe_window(correction, index, shape.num_queries);
+        let probe = window.start;
+        let a = shape.context() + probe;
+        let causal: Vec<bool> = (0..shape.num_keys).map(|j| j <= a).collect();
+        for head in 0..shape.num_heads {
+            let (dense, _) = oracle_row(call, head, probe, &causal);
+            let at_probe = call.query_at(head, probe);
+            for row in window.clone() {
+                let at = call.query_at(head, row);
+                for c in 0..d {
+                    if row == probe {
+                        output.o[at + c] = dense[c];
+                    } else if correction.mode == CorrectionMode::Correct
+                        && !mask.is_dense_row(row)
+                        && !mask.is_dense_row(probe)
+                    {
+                        output.o[at + c] = sparse[at + c] + dense[c] - sparse[at_probe + c];
+                    }
+                }
+            }
+        }
+    }
+    output
+}
+
+/// Dense causal attention in f64.
+pub fn oracle_dense(call: &Call<'_>) -> OracleOutput {
+    oracle_attention(call, &SparseMask::dense(call.shape))
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter()
+        .zip(b)
+        .map(|(&a, &b)| f64::from(a) * f64::from(b))
+        .sum()
+}

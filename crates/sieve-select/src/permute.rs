@@ -1,0 +1,178 @@
+//! Orders of keys and queries inside segments of a sequence, and the blocks they make.
+
+use std::ops::Range;
+
+use crate::call::{Call, Tiles};
+use crate::keep::falling;
+use crate::mask::{ListRows, SparseMask};
+use crate::pool::{mean_pool, scores};
+
+/// Segments `[g * segment, (g + 1) * segment)` of absolute positions.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Segments {
+    pub(crate) segment: usize,
+    pub(crate) block: usize,
+}
+
+impl Segments {
+    /// Blocks of segments before those of a query tile: `0..earlier`.
+    pub(crate) fn earlier(self, tiles: Tiles, i: usize) -> usize {
+        tiles.first(i) / self.segment * (self.segment / self.block)
+    }
+
+    /// Blocks of the segments that a query tile meets.
+    pub(crate) fn own(self, tiles: Tiles, i: usize) -> Range<usize> {
+        let end = (tiles.last(i) / self.segment + 1) * (self.segment / self.block);
+        self.earlier(tiles, i)..end.min(tiles.num_key_tiles())
+    }
+
+    /// Positions of whole segments of a sequence, one range each.
+    pub(crate) fn whole(self, num_keys: usize) -> impl Iterator<Item = Range<usize>> {
+        (0..num_keys / self.segment).map(move |g| g * self.segment..(g + 1) * self.segment)
+    }
+
+    /// Rows of the call in each segment it meets.
+    pub(crate) fn rows(self, call: &Call<'_>) -> Vec<Range<usize>> {
+        let (context, n) = (call.shape.context(), call.shape.num_keys);
+        (context / self.segment..n.div_ceil(self.segment))
+            .map(|g| {
+                let end = ((g + 1) * self.segment).min(n);
+                (g * self.segment).max(context) - context..end - context
+            })
+            .collect()
+    }
+}
+
+/// Sorts slots of each range by falling score, stable; the rest keeps its order.
+pub(crate) fn sort_ranges(
+    len: usize,
+    ranges: impl Iterator<Item = Range<usize>>,
+    score: &[f32],
+) -> Vec<i32> {
+    let mut order: Vec<i32> = (0..len as i32).collect();
+    for range in ranges {
+        let by_score = falling(&score[range.clone()]);
+        for (slot, from) in range.clone().zip(by_score) {
+            order[slot] = (range.start + from) as i32;
+        }
+    }
+    order
+}
+
+/// Drops tiles that hold only keys after the last row of a query tile, in each list of a mask.
+pub(crate) fn drop_future_tiles(
+    call: &Call<'_>,
+    tiles: Tiles,
+    lists: &mut [ListRows],
+    orders: &[Vec<i32>],
+    queries: &[Vec<i32>],
+) {
+    let (heads, per_list) = (call.shape.num_heads, call.shape.num_heads / lists.len());
+    for (list, rows) in lists.iter_mut().enumerate() {
+        let own = list * per_list..(list + 1) * per_list;
+        let order = &orders[own.start * orders.len() / heads];
+        let smallest: Vec<i32> = (0..tiles.num_key_tiles())
+            .map(|j| {
+                order[tiles.keys(j)]
+                    .iter()
+                    .copied()
+                    .min()
+                    .unwrap_or(i32::MAX)
+            })
+            .collect();
+        for (i, row) in rows.tiles.iter_mut().enumerate() {
+            let last_of = |head: usize| match queries.get(head) {
+                Some(order) => order[tiles.rows(i)]
+                    .iter()
+                    .max()
+                    .map_or(0, |&row| tiles.context() + row as usize),
+                None => tiles.last(i),
+            };
+            let last = own.clone().map(last_of).max().unwrap_or(0);
+            row.retain(|&j| smallest[j as usize] as usize <= last);
+        }
+    }
+}
+
+/// Means of the blocks of permuted keys, `[key tiles, head_dim]`.
+pub(crate) fn key_means(call: &Call<'_>, kv_head: usize, tiles: Tiles, order: &[i32]) -> Vec<f32> {
+    let key = |slot: usize| call.key(kv_head, order[slot] as usize);
+    mean_pool(
+        (0..tiles.num_key_tiles()).map(|j| tiles.keys(j).map(key)),
+        call.shape.head_dim,
+    )
+}
+
+/// Order of a head's queries by the block of keys each resembles most (paper 003, key-aware query permutation).
+///
+/// Pairs of a query and a block are visited by falling cosine; a block takes at most `segments.block` queries of a segment.
+pub(crate) fn order_queries(
+    call: &Call<'_>,
+    head: usize,
+    segments: Segments,
+    means: &[f32],
+) -> Vec<i32> {
+    let d = call.shape.head_dim;
+    let norm = |x: &[f32]| {
+        x.iter()
+            .map(|x| x * x)
+            .sum::<f32>()
+            .sqrt()
+            .max(f32::MIN_POSITIVE)
+    };
+    let directions: Vec<f32> = means
+        .chunks_exact(d)
+        .flat_map(|mean| {
+            let factor = 1.0 / norm(mean);
+            mean.iter().map(move |x| x * factor)
+        })
+        .collect();
+    let mut order = Vec::with_capacity(call.shape.num_queries);
+    for rows in segments.rows(call) {
+        if rows.is_empty() {
+            continue;
+        }
+        let last = call.shape.context() + rows.end - 1;
+        let blocks = last / segments.block + 1;
+        let queries: Vec<f32> = rows
+            .clone()
+            .flat_map(|row| {
+                let q = call.query(head, row);
+                let factor = 1.0 / norm(q);
+                q.iter().map(move |x| x * factor)
+            })
+            .collect();
+        let cosine = scores(&queries, &directions[..blocks * d], d, 1.0);
+        let mut block_of = vec![usize::MAX; rows.len()];
+        let mut taken = vec![0; blocks];
+        for pair in falling(&cosine) {
+            let (query, block) = (pair / blocks, pair % blocks);
+            if block_of[query] == usize::MAX && taken[block] < segments.block {
+                block_of[query] = block;
+                taken[block] += 1;
+            }
+        }
+        let mut sorted: Vec<usize> = (0..rows.len()).collect();
+        sorted.sort_by_key(|&query| block_of[query]);
+        order.extend(sorted.into_iter().map(|query| (rows.start + query) as i32));
+    }
+    order
+}
+
+/// Puts permutations into a mask; those that change nothing stay out.
+pub(crate) fn attach(mask: &mut SparseMask, key_orders: &[Vec<i32>], query_orders: &[Vec<i32>]) {
+    let moved = |orders: &[Vec<i32>]| {
+        orders.iter().any(|order| {
+            order
+                .iter()
+                .enumerate()
+                .any(|(slot, &x)| slot != x as usize)
+        })
+    };
+    if moved(key_orders) {
+        mask.key_order = key_orders.concat();
+    }
+    if moved(query_orders) {
+        mask.query_order = query_orders.concat();
+    }
+}

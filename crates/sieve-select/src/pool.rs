@@ -1,0 +1,207 @@
+//! Blocks of tokens reduced to one vector, and the sampled scores that methods share.
+
+use std::ops::Range;
+
+use sieve_cpu::{Matrix, MatrixMut, Threads, matmul};
+
+use crate::call::Call;
+use crate::keep::softmax;
+
+/// Mean and, on request, population variance per channel of each block, `[blocks, head_dim]`.
+pub(crate) struct Pooled {
+    pub(crate) mean: Vec<f32>,
+    pub(crate) variance: Vec<f32>,
+}
+
+/// Means of blocks of tokens; each block is the list of its vectors, short blocks count their own tokens only.
+pub(crate) fn mean_pool<'x, B>(blocks: impl Iterator<Item = B>, head_dim: usize) -> Vec<f32>
+where
+    B: Iterator<Item = &'x [f32]>,
+{
+    let mut means = Vec::new();
+    for block in blocks {
+        let at = means.len();
+        means.resize(at + head_dim, 0.0);
+        let mean = &mut means[at..];
+        let mut count = 0;
+        for x in block {
+            count += 1;
+            mean.iter_mut().zip(x).for_each(|(mean, &x)| *mean += x);
+        }
+        let factor = 1.0 / count.max(1) as f32;
+        mean.iter_mut().for_each(|mean| *mean *= factor);
+    }
+    means
+}
+
+/// Means and variances of blocks of tokens.
+pub(crate) fn mean_and_variance<'x, B>(
+    blocks: impl Iterator<Item = B> + Clone,
+    head_dim: usize,
+) -> Pooled
+where
+    B: Iterator<Item = &'x [f32]>,
+{
+    let mean = mean_pool(blocks.clone(), head_dim);
+    let mut variance = vec![0.0; mean.len()];
+    for ((block, mean), variance) in blocks
+        .zip(mean.chunks_exact(head_dim))
+        .zip(variance.chunks_exact_mut(head_dim))
+    {
+        let mut count = 0;
+        for x in block {
+            count += 1;
+            for ((variance, &mean), &x) in variance.iter_mut().zip(mean).zip(x) {
+                *variance += (x - mean) * (x - mean);
+            }
+        }
+        variance.iter_mut().for_each(|v| *v /= count.max(1) as f32);
+    }
+    Pooled { mean, variance }
+}
+
+/// Vectors of consecutive rows of a head's queries.
+pub(crate) fn query_rows<'a>(
+    call: &Call<'a>,
+    head: usize,
+    rows: Range<usize>,
+) -> impl Iterator<Item = &'a [f32]> + use<'a> {
+    let call = *call;
+    rows.map(move |row| call.query(head, row))
+}
+
+/// Vectors of consecutive keys of a KV head.
+pub(crate) fn key_rows<'a>(
+    call: &Call<'a>,
+    kv_head: usize,
+    keys: Range<usize>,
+) -> impl Iterator<Item = &'a [f32]> + use<'a> {
+    let call = *call;
+    keys.map(move |key| call.key(kv_head, key))
+}
+
+/// `scale * a b^T`.
+///
+/// # Shapes
+/// - a: `[rows, d]`, b: `[cols, d]`, returns `[rows, cols]`
+pub(crate) fn scores(a: &[f32], b: &[f32], d: usize, scale: f32) -> Vec<f32> {
+    let (rows, cols) = (a.len() / d, b.len() / d);
+    let mut out = vec![0.0; rows * cols];
+    matmul(
+        Threads::One,
+        scale,
+        Matrix::new(a, rows, d),
+        Matrix::new(b, cols, d).t(),
+        0.0,
+        MatrixMut::new(&mut out, rows, cols),
+    );
+    out
+}
+
+/// Causal softmax of consecutive rows of a head over keys `0..=last position`, `[rows, last + 1]`; `None` on NaN.
+pub(crate) fn causal_probabilities(
+    call: &Call<'_>,
+    head: usize,
+    rows: Range<usize>,
+) -> Option<Vec<f32>> {
+    let context = call.shape.context();
+    let (num_rows, first) = (rows.len(), rows.start);
+    let cols = context + rows.end;
+    let mut p = vec![0.0; num_rows * cols];
+    matmul(
+        Threads::One,
+        call.shape.softmax_scale(),
+        call.queries(head, rows),
+        call.keys(call.kv_head(head), 0..cols).t(),
+        0.0,
+        MatrixMut::new(&mut p, num_rows, cols),
+    );
+    for (r, row) in p.chunks_exact_mut(cols).enumerate() {
+        let (seen, future) = row.split_at_mut(context + first + r + 1);
+        future.fill(0.0);
+        if !softmax(seen) {
+            return None;
+        }
+    }
+    Some(p)
+}
+
+/// Rows of the probe most methods use: the last `count`, or all when there are fewer.
+pub(crate) fn last_rows(call: &Call<'_>, count: usize) -> Range<usize> {
+    call.shape.num_queries.saturating_sub(count)..call.shape.num_queries
+}
+
+/// Sums per key and per distance from the diagonal of a probe's probabilities.
+pub(crate) struct ProbeSums {
+    /// `[num_keys]`.
+    pub(crate) column: Vec<f32>,
+    /// `[num_keys]`, by `a - j`.
+    pub(crate) diagonal: Vec<f32>,
+}
+
+/// Column and diagonal sums of the causal softmax of some rows, averaged over heads; `None` on NaN.
+pub(crate) fn probe_sums(
+    call: &Call<'_>,
+    heads: &[usize],
+    rows: Range<usize>,
+) -> Option<ProbeSums> {
+    let n = call.shape.num_keys;
+    let mut sums = ProbeSums {
+        column: vec![0.0; n],
+        diagonal: vec![0.0; n],
+    };
+    for &head in heads {
+        let p = causal_probabilities(call, head, rows.clone())?;
+        let cols = call.shape.context() + rows.end;
+        for (r, p) in p.chunks_exact(cols).enumerate() {
+            let a = call.shape.context() + rows.start + r;
+            let seen = &p[..=a];
+            for (sum, &p) in sums.column.iter_mut().zip(seen) {
+                *sum += p;
+            }
+            for (sum, &p) in sums.diagonal.iter_mut().zip(seen.iter().rev()) {
+                *sum += p;
+            }
+        }
+    }
+    if heads.len() > 1 {
+        let factor = 1.0 / heads.len() as f32;
+        let all = sums.column.iter_mut().chain(&mut sums.diagonal);
+        all.for_each(|x| *x *= factor);
+    }
+    Some(sums)
+}
+
+/// Sums of consecutive runs of `block` elements.
+pub(crate) fn block_sums(x: &[f32], block: usize) -> Vec<f32> {
+    x.chunks(block).map(|x| x.iter().sum()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_data::{Random, TestCall};
+
+    #[test]
+    fn a_short_block_is_divided_by_its_own_length() {
+        let data = [[2.0, 4.0], [4.0, 8.0], [7.0, 1.0]];
+        let blocks = [0..2, 2..3];
+        let pooled = mean_and_variance(
+            blocks
+                .iter()
+                .map(|b| data[b.clone()].iter().map(|x| &x[..])),
+            2,
+        );
+        assert_eq!(pooled.mean, [3.0, 6.0, 7.0, 1.0]);
+        assert_eq!(pooled.variance, [1.0, 4.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn probe_sums_add_up_to_the_rows() {
+        let data = TestCall::random(&mut Random(3), 50, 90, [2, 1], 8);
+        let sums = probe_sums(&data.call(), &[0, 1], 43..50).expect("finite");
+        for sums in [sums.column, sums.diagonal] {
+            assert!((sums.iter().sum::<f32>() - 7.0).abs() < 1e-4);
+        }
+    }
+}

@@ -1,0 +1,315 @@
+//! BFLA (paper 000): coarse blocks by the largest product of flattened groups, kept by mass, spread over small tiles, with
+//! a local band, a sink and a deterministic rescue of dropped tiles.
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use crate::call::{Call, Tiles};
+use crate::error::SelectError;
+use crate::gqa::{self, GqaPolicy};
+use crate::keep::{keep_mass, softmax};
+use crate::mask::{ListRows, SparseMask};
+use crate::pool::mean_pool;
+use crate::prefill::meanpool::add;
+use crate::prefill::xattention::cell_scores;
+use crate::range::Rules;
+
+/// How a block becomes the vectors that are compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Pooling {
+    /// Groups of tokens read as one long vector each (the paper's).
+    Flat,
+    /// Mean of the block.
+    Mean,
+    /// Its middle token.
+    Center,
+    /// Per channel the value of the largest size.
+    Maxabs,
+}
+
+/// Grid of the rescue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RescueGrid {
+    /// Tiles of the kernel.
+    Tile,
+    /// Coarse blocks.
+    Block,
+}
+
+/// Hash of the random rescue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RescueHash {
+    /// splitmix64 of each coordinate in turn.
+    Mix,
+    /// The published linear congruence, whose neighbours are strongly correlated.
+    Linear,
+}
+
+/// Settings of `bfla`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct BflaConfig {
+    /// Tokens of a coarse block (b).
+    pub block: usize,
+    /// Tokens of a flattened group (g); divides `block`.
+    pub group: usize,
+    /// How blocks are compared.
+    pub pooling: Pooling,
+    /// Share of the estimated mass that stays (gamma).
+    pub keep_mass: f64,
+    /// Tokens before a tile's first row that stay.
+    pub local_tokens: usize,
+    /// Tiles at the start that stay (`block / tile` for the published code's whole block).
+    pub sink_tiles: usize,
+    /// One of so many dropped tiles is rescued (eta), 0 for none.
+    pub stride: u64,
+    /// Share of dropped tiles rescued at random (rho).
+    pub prob: f64,
+    /// Seed of both rescues.
+    pub seed: u64,
+    /// Grid of both rescues.
+    pub rescue_grid: RescueGrid,
+    /// Hash of the random rescue.
+    pub hash: RescueHash,
+    /// Tokens of a tile (T); divides `block`.
+    pub tile: usize,
+}
+
+impl Default for BflaConfig {
+    fn default() -> Self {
+        Self {
+            block: 256,
+            group: 64,
+            pooling: Pooling::Flat,
+            keep_mass: 0.99,
+            local_tokens: 256,
+            sink_tiles: 1,
+            stride: 0,
+            prob: 0.0,
+            seed: 1,
+            rescue_grid: RescueGrid::Tile,
+            hash: RescueHash::Mix,
+            tile: 64,
+        }
+    }
+}
+
+/// Rows of group vectors multiplied at once.
+const CHUNK_BLOCKS: usize = 16;
+
+impl BflaConfig {
+    pub(crate) fn check(&self) -> Result<(), SelectError> {
+        let rules = Rules("bfla");
+        rules.divides("group", self.group, "block", self.block)?;
+        rules.divides("tile", self.tile, "block", self.block)?;
+        rules.share("keep_mass", self.keep_mass)?;
+        rules.share("prob", self.prob)
+    }
+
+    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+        let blocks = Tiles::new(call.shape, self.block, self.block);
+        let coarse = gqa::lists(call, blocks, gqa, |heads| {
+            self.kept_blocks(call, blocks, heads)
+        });
+        let tiles = Tiles::new(call.shape, self.tile, self.tile);
+        let rows: Vec<ListRows> = coarse
+            .rows
+            .par_iter()
+            .enumerate()
+            .map(|(list, rows)| self.expand(rows, list as u64, blocks, tiles))
+            .collect();
+        let mut mask = SparseMask::from_lists(call.shape, tiles, coarse.per, &rows);
+        mask.stats.nan_lists = coarse.nan_lists;
+        mask
+    }
+
+    /// Coarse blocks kept by mass; `None` on NaN.
+    fn kept_blocks(&self, call: &Call<'_>, blocks: Tiles, heads: &[usize]) -> Option<ListRows> {
+        let cols = blocks.num_key_tiles();
+        let mut p: Vec<f32> = Vec::new();
+        for &head in heads {
+            let mut scores = self.block_scores(call, blocks, head);
+            for (i, row) in scores.chunks_exact_mut(cols).enumerate() {
+                let (admissible, rest) = row.split_at_mut(blocks.admissible(i));
+                rest.fill(0.0);
+                if !softmax(admissible) {
+                    return None;
+                }
+            }
+            add(&mut p, scores);
+        }
+        let kept = p.chunks_exact(cols).enumerate().map(|(i, row)| {
+            let kept = keep_mass(&row[..blocks.admissible(i)], self.keep_mass);
+            kept.into_iter().map(|j| j as i32).collect()
+        });
+        Some(ListRows {
+            tiles: kept.collect(),
+            columns: Vec::new(),
+        })
+    }
+
+    /// Largest products of group vectors, scaled, `[query blocks, key blocks]`; blocks never compared are -inf.
+    fn block_scores(&self, call: &Call<'_>, blocks: Tiles, head: usize) -> Vec<f32> {
+        let kv_head = call.kv_head(head);
+        let (rows, cols) = (blocks.num_query_tiles(), blocks.num_key_tiles());
+        let (q, width) = self.pool(
+            call.shape.head_dim,
+            rows,
+            |i| blocks.rows(i),
+            |row| call.query(head, row),
+        );
+        let (k, _) = self.pool(
+            call.shape.head_dim,
+            cols,
+            |j| blocks.keys(j),
+            |key| call.key(kv_head, key),
+        );
+        let per_block = q.len() / (rows * width).max(1);
+        let block_len = per_block * width;
+        let mut scores = vec![f32::NEG_INFINITY; rows * cols];
+        scores
+            .par_chunks_mut(CHUNK_BLOCKS * cols)
+            .enumerate()
+            .for_each(|(chunk, scores)| {
+                let first = chunk * CHUNK_BLOCKS;
+                let end = first + scores.len() / cols;
+                let used = blocks.admissible(end - 1);
+                let products = cell_scores(
+                    &q[first * block_len..end * block_len],
+                    &k[..used * block_len],
+                    width,
+                    call.shape.softmax_scale(),
+                );
+                for (r, products) in products.chunks_exact(used * per_block).enumerate() {
+                    let row = &mut scores[r / per_block * cols..][..used];
+                    for (score, products) in row.iter_mut().zip(products.chunks_exact(per_block)) {
+                        for &x in products {
+                            // A NaN must not be lost: it makes the head dense.
+                            if x > *score || x.is_nan() {
+                                *score = x;
+                            }
+                        }
+                    }
+                }
+            });
+        scores
+    }
+
+    /// Vectors of each block side by side, and their width; missing tokens are zero.
+    fn pool<'x>(
+        &self,
+        d: usize,
+        num_blocks: usize,
+        range: impl Fn(usize) -> std::ops::Range<usize>,
+        token: impl Fn(usize) -> &'x [f32],
+    ) -> (Vec<f32>, usize) {
+        match self.pooling {
+            Pooling::Flat => {
+                let mut out = vec![0.0; num_blocks * self.block * d];
+                for (i, out) in out.chunks_exact_mut(self.block * d).enumerate() {
+                    for (t, out) in range(i).zip(out.chunks_exact_mut(d)) {
+                        out.copy_from_slice(token(t));
+                    }
+                }
+                (out, self.group * d)
+            }
+            Pooling::Mean => {
+                let token = &token;
+                (
+                    mean_pool((0..num_blocks).map(|i| range(i).map(token)), d),
+                    d,
+                )
+            }
+            Pooling::Center => {
+                let middle = |i: usize| (range(i).start + range(i).end) / 2;
+                (
+                    (0..num_blocks)
+                        .flat_map(|i| token(middle(i)).iter().copied())
+                        .collect(),
+                    d,
+                )
+            }
+            Pooling::Maxabs => {
+                let mut out = vec![0.0_f32; num_blocks * d];
+                for (i, out) in out.chunks_exact_mut(d).enumerate() {
+                    for t in range(i) {
+                        for (out, &x) in out.iter_mut().zip(token(t)) {
+                            if x.abs() > out.abs() || x.is_nan() {
+                                *out = x;
+                            }
+                        }
+                    }
+                }
+                (out, d)
+            }
+        }
+    }
+
+    /// Tiles of the coarse blocks, with band, sink and rescue. `list` is the head in the hashes.
+    fn expand(&self, coarse: &ListRows, list: u64, blocks: Tiles, tiles: Tiles) -> ListRows {
+        let per_block = self.block / self.tile;
+        gqa::rows(tiles, |i| {
+            let admissible = tiles.admissible(i);
+            let coarse_row = &coarse.tiles[i / per_block];
+            let mut kept = vec![false; admissible];
+            for &block in coarse_row {
+                let first = block as usize * per_block;
+                kept[first.min(admissible)..(first + per_block).min(admissible)].fill(true);
+            }
+            let band = tiles.first(i).saturating_sub(self.local_tokens) / self.tile;
+            kept[band..].fill(true);
+            kept[..self.sink_tiles.min(admissible)].fill(true);
+            // Absolute coordinates, so that chunks of a prompt agree.
+            let row = (tiles.first(i) / self.tile) as u64;
+            let block_row =
+                (blocks.context() + i / per_block * self.block) as u64 / self.block as u64;
+            for (j, kept) in kept.iter_mut().enumerate().filter(|(_, kept)| !**kept) {
+                *kept = match self.rescue_grid {
+                    RescueGrid::Tile => self.rescued(list, row, j as u64),
+                    RescueGrid::Block => self.rescued(list, block_row, (j / per_block) as u64),
+                };
+            }
+            (0..admissible).filter(|&j| kept[j]).collect()
+        })
+    }
+
+    fn rescued(&self, head: u64, row: u64, column: u64) -> bool {
+        let strided = self.stride > 0
+            && 131_u64
+                .wrapping_mul(row)
+                .wrapping_add(17 * column)
+                .wrapping_add(self.seed)
+                .is_multiple_of(self.stride);
+        strided || (self.prob > 0.0 && self.draw(head, row, column) < self.prob)
+    }
+
+    /// A number in [0, 1) that depends on the coordinates alone.
+    fn draw(&self, head: u64, row: u64, column: u64) -> f64 {
+        match self.hash {
+            RescueHash::Mix => {
+                let mixed = mix(mix(mix(mix(head).wrapping_add(row)).wrapping_add(column))
+                    .wrapping_add(self.seed));
+                (mixed >> 40) as f64 / f64::from(1 << 24)
+            }
+            RescueHash::Linear => {
+                let sum = (row + 1)
+                    .wrapping_mul(1_103_515_245)
+                    .wrapping_add((column + 1).wrapping_mul(12_345))
+                    .wrapping_add((head + 1).wrapping_mul(2_654_435_761))
+                    .wrapping_add(self.seed);
+                ((sum & 0x7fff_ffff) % 1_000_000) as f64 / 1e6
+            }
+        }
+    }
+}
+
+/// One step of splitmix64.
+pub(crate) fn mix(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}

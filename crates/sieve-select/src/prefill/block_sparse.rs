@@ -1,0 +1,65 @@
+//! The block-sparse pattern of MInference (arXiv:2407.02490): the best blocks by the product of their means.
+
+use serde::{Deserialize, Serialize};
+
+use crate::call::{Call, Tiles};
+use crate::error::SelectError;
+use crate::gqa::{self, GqaPolicy};
+use crate::keep::top_k;
+use crate::mask::{ListRows, SparseMask};
+use crate::prefill::meanpool::{pooled_scores, sorted};
+use crate::range::Rules;
+
+/// Settings of `block_sparse`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct BlockSparseConfig {
+    /// Tokens of a block.
+    pub block: usize,
+    /// Blocks per row; the diagonal is added.
+    pub topk: usize,
+}
+
+impl Default for BlockSparseConfig {
+    fn default() -> Self {
+        Self {
+            block: 64,
+            topk: 100,
+        }
+    }
+}
+
+impl BlockSparseConfig {
+    pub(crate) fn check(&self) -> Result<(), SelectError> {
+        Rules("block_sparse").positive("block", self.block)
+    }
+
+    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+        let tiles = Tiles::new(call.shape, self.block, self.block);
+        gqa::mask(call, tiles, gqa, |heads| {
+            best_blocks(call, tiles, heads, |_| self.topk)
+        })
+    }
+}
+
+/// The best so many blocks of each row; `None` on NaN.
+pub(crate) fn best_blocks(
+    call: &Call<'_>,
+    tiles: Tiles,
+    heads: &[usize],
+    num_kept: impl Fn(usize) -> usize,
+) -> Option<ListRows> {
+    let scores = pooled_scores(call, tiles, heads);
+    let mut rows = Vec::new();
+    for (i, row) in scores.chunks_exact(tiles.num_key_tiles()).enumerate() {
+        let row = &row[..tiles.admissible(i)];
+        if row.iter().any(|x| x.is_nan()) {
+            return None;
+        }
+        rows.push(sorted(top_k(row, num_kept(row.len()))));
+    }
+    Some(ListRows {
+        tiles: rows,
+        columns: Vec::new(),
+    })
+}

@@ -1,0 +1,63 @@
+//! Delta: any sparse method, corrected by the dense output of every gamma-th row (as paper 001 uses it, eq. 3).
+
+use serde::{Deserialize, Serialize};
+
+use crate::attention::dense_rows_attention;
+use crate::call::Call;
+use crate::error::SelectError;
+use crate::mask::{Correction, CorrectionMode, SparseMask};
+use crate::range::Rules;
+
+/// Settings of `delta`, beside those of its base.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DeltaConfig {
+    /// The method it corrects; its settings are given as `base.key=value`.
+    pub base: String,
+    /// Every so many rows one is a probe.
+    pub gamma: usize,
+    /// Also compute the last `(N mod gamma) + max(128, gamma)` rows densely.
+    pub dense_tail: bool,
+    /// What the probes do.
+    pub mode: CorrectionMode,
+}
+
+impl Default for DeltaConfig {
+    fn default() -> Self {
+        Self {
+            base: "streamingllm".to_owned(),
+            gamma: 16,
+            dense_tail: true,
+            mode: CorrectionMode::Correct,
+        }
+    }
+}
+
+impl DeltaConfig {
+    pub(crate) fn check(&self) -> Result<(), SelectError> {
+        Rules("delta").positive("gamma", self.gamma)
+    }
+
+    /// Adds probes to a mask of the base.
+    pub(crate) fn correct(&self, call: &Call<'_>, mask: &mut SparseMask) {
+        let rows = probe_rows(call, self.gamma);
+        mask.correction = Some(Correction {
+            mode: self.mode,
+            probe_o: dense_rows_attention(call, &rows).o,
+            probe_rows: rows.into_iter().map(|row| row as i32).collect(),
+        });
+        if self.dense_tail {
+            let tail = call.shape.num_keys % self.gamma + self.gamma.max(128);
+            let rows = call.shape.num_queries;
+            mask.add_dense_rows(rows.saturating_sub(tail)..rows);
+        }
+    }
+}
+
+/// Rows whose position is a multiple of gamma, and the first row of the call.
+pub(crate) fn probe_rows(call: &Call<'_>, gamma: usize) -> Vec<usize> {
+    let context = call.shape.context();
+    (0..call.shape.num_queries)
+        .filter(|row| *row == 0 || (context + row).is_multiple_of(gamma))
+        .collect()
+}

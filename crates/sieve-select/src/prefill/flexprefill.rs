@@ -1,0 +1,251 @@
+//! A pattern and a budget per head from what the last queries look at: FlexPrefill (arXiv:2502.20766).
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use serde::{Deserialize, Serialize};
+
+use crate::call::{Call, Tiles};
+use crate::error::SelectError;
+use crate::gqa::{self, GqaPolicy};
+use crate::keep::{falling, softmax, top_k_forced};
+use crate::mask::{ListRows, SparseMask};
+use crate::pool::{block_sums, key_rows, last_rows, mean_pool, probe_sums, query_rows, scores};
+use crate::prefill::meanpool::{pooled_scores, sorted};
+use crate::range::Rules;
+
+/// Settings of `flexprefill`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct FlexprefillConfig {
+    /// Tokens of a block, and queries of the probe.
+    pub block: usize,
+    /// Share of the probe's attention that columns and diagonals must cover.
+    pub gamma: f64,
+    /// Distance below which the estimated block map is trusted.
+    pub tau: f64,
+    /// Fewest tokens of columns and of diagonals.
+    pub min_budget: usize,
+    /// Most tokens of columns and of diagonals.
+    pub max_budget: Option<usize>,
+}
+
+impl Default for FlexprefillConfig {
+    fn default() -> Self {
+        Self {
+            block: 128,
+            gamma: 0.95,
+            tau: 0.1,
+            min_budget: 512,
+            max_budget: None,
+        }
+    }
+}
+
+impl FlexprefillConfig {
+    pub(crate) fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
+        let rules = Rules("flexprefill");
+        rules.positive("block", self.block)?;
+        rules.share("gamma", self.gamma)?;
+        rules.share("tau", self.tau)?;
+        if gqa == GqaPolicy::Mean {
+            return rules.fail(
+                "gqa=mean is not defined: heads of a group may take different patterns".to_owned(),
+                "use gqa=per_query or gqa=union",
+            );
+        }
+        match self.max_budget {
+            Some(max) if max < self.min_budget => rules.fail(
+                format!("max_budget={max} is below min_budget={}", self.min_budget),
+                "raise max_budget or lower min_budget",
+            ),
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+        let n = call.shape.num_keys;
+        if n <= (2 * self.block).max(self.min_budget.next_multiple_of(self.block)) {
+            return SparseMask::dense(call.shape);
+        }
+        let tiles = Tiles::new(call.shape, self.block, self.block);
+        let query_aware = AtomicUsize::new(0);
+        let mut mask = gqa::mask(call, tiles, gqa, |heads| {
+            let (list, aware) = self.rows(call, tiles, heads[0])?;
+            query_aware.fetch_add(usize::from(aware), Ordering::Relaxed);
+            Some(list)
+        });
+        let aware = query_aware.into_inner();
+        let heads = call.shape.num_heads - mask.stats.nan_lists - aware;
+        mask.stats.patterns = vec![("query_aware", aware), ("vertical_slash", heads)];
+        mask
+    }
+
+    /// Tiles of one head, and whether they are query-aware; `None` on NaN.
+    fn rows(&self, call: &Call<'_>, tiles: Tiles, head: usize) -> Option<(ListRows, bool)> {
+        let probe = last_rows(call, self.block);
+        let factor = 1.0 / probe.len() as f32;
+        let mut sums = probe_sums(call, &[head], probe.clone())?;
+        sums.column
+            .iter_mut()
+            .chain(&mut sums.diagonal)
+            .for_each(|x| *x *= factor);
+        let column = block_sums(&sums.column, self.block);
+        let diagonal = block_sums(&sums.diagonal, self.block);
+
+        let d = call.shape.head_dim;
+        let kv_head = call.kv_head(head);
+        let q = mean_pool(std::iter::once(query_rows(call, head, probe)), d);
+        let k = mean_pool(
+            (0..tiles.num_key_tiles()).map(|j| key_rows(call, kv_head, tiles.keys(j))),
+            d,
+        );
+        let mut estimate = scores(&q, &k, d, call.shape.softmax_scale());
+        if !softmax(&mut estimate) {
+            return None;
+        }
+        if jensen_shannon(&estimate, &column) < self.tau {
+            let least = self.min_budget / self.block;
+            let mut kept = slashes(tiles, &column, &diagonal, least, least);
+            self.add_query_aware(call, tiles, head, &mut kept)?;
+            return Some((list_of(kept), true));
+        }
+        let columns = self.num_blocks(&sums.column);
+        let diagonals = self.num_blocks(&sums.diagonal);
+        Some((
+            list_of(slashes(tiles, &column, &diagonal, columns, diagonals)),
+            false,
+        ))
+    }
+
+    /// Blocks that hold as many tokens as are needed to pass gamma in sorted order.
+    fn num_blocks(&self, p: &[f32]) -> usize {
+        let mut sum = 0.0_f32;
+        let within = falling(p)
+            .into_iter()
+            .take_while(|&j| {
+                sum += p[j];
+                f64::from(sum) <= self.gamma
+            })
+            .count();
+        let blocks = (within + 1) / self.block + 1;
+        let most = self.max_budget.map_or(usize::MAX, |max| max / self.block);
+        blocks.max(self.min_budget / self.block).min(most)
+    }
+
+    /// Adds the largest entries of the whole block map until they reach gamma times the number of rows.
+    fn add_query_aware(
+        &self,
+        call: &Call<'_>,
+        tiles: Tiles,
+        head: usize,
+        kept: &mut [Vec<bool>],
+    ) -> Option<()> {
+        let cols = tiles.num_key_tiles();
+        let mut map = pooled_scores(call, tiles, &[head]);
+        for (i, row) in map.chunks_exact_mut(cols).enumerate() {
+            let (admissible, rest) = row.split_at_mut(tiles.admissible(i));
+            rest.fill(0.0);
+            if !softmax(admissible) {
+                return None;
+            }
+        }
+        let goal = self.gamma * tiles.num_query_tiles() as f64;
+        let mut sum = 0.0_f64;
+        for at in falling(&map) {
+            if sum >= goal {
+                break;
+            }
+            sum += f64::from(map[at]);
+            if let Some(kept) = kept[at / cols].get_mut(at % cols) {
+                *kept = true;
+            }
+        }
+        Some(())
+    }
+}
+
+/// The best block columns (0 among them) and block diagonals (0 among them), on every row.
+fn slashes(
+    tiles: Tiles,
+    column: &[f32],
+    diagonal: &[f32],
+    num_columns: usize,
+    num_diagonals: usize,
+) -> Vec<Vec<bool>> {
+    let columns = top_k_forced(column, num_columns.max(1), |j| j == 0);
+    let diagonals = top_k_forced(diagonal, num_diagonals.max(1), |o| o == 0);
+    (0..tiles.num_query_tiles())
+        .map(|i| {
+            let admissible = tiles.admissible(i);
+            let mut kept = vec![false; admissible];
+            for &j in columns.iter().take_while(|&&j| j < admissible) {
+                kept[j] = true;
+            }
+            for &offset in &diagonals {
+                for own in tiles.diagonal(i) {
+                    if let Some(j) = own.checked_sub(offset) {
+                        kept[j] = true;
+                    }
+                }
+            }
+            kept
+        })
+        .collect()
+}
+
+fn list_of(kept: Vec<Vec<bool>>) -> ListRows {
+    let row = |kept: Vec<bool>| sorted((0..kept.len()).filter(|&j| kept[j]).collect());
+    ListRows {
+        tiles: kept.into_iter().map(row).collect(),
+        columns: Vec::new(),
+    }
+}
+
+/// Square root of the mean of both divergences from the midpoint; 0 log 0 = 0.
+fn jensen_shannon(p: &[f32], q: &[f32]) -> f64 {
+    let half = |x: f32, m: f64| {
+        let x = f64::from(x);
+        if x > 0.0 { x * (x / m).ln() } else { 0.0 }
+    };
+    let sum: f64 = p
+        .iter()
+        .zip(q)
+        .map(|(&p, &q)| {
+            let m = (f64::from(p) + f64::from(q)) / 2.0;
+            half(p, m) + half(q, m)
+        })
+        .sum();
+    (sum / 2.0).max(0.0).sqrt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flexprefill_distance_of_equal_and_disjoint_distributions() {
+        assert_eq!(jensen_shannon(&[0.25, 0.75, 0.0], &[0.25, 0.75, 0.0]), 0.0);
+        let apart = jensen_shannon(&[1.0, 0.0], &[0.0, 1.0]);
+        assert!((apart - 2.0_f64.ln().sqrt()).abs() < 1e-12);
+    }
+
+    #[test]
+    fn flexprefill_budget_counts_tokens_to_pass_gamma() {
+        let config = FlexprefillConfig {
+            block: 4,
+            gamma: 0.75,
+            min_budget: 4,
+            ..Default::default()
+        };
+        // 0.5, 0.25 are within 0.75, the third passes it: 3 tokens, 0 whole blocks, plus one.
+        assert_eq!(config.num_blocks(&[0.125, 0.5, 0.125, 0.25]), 1);
+        let even = [1.0 / 16.0; 16];
+        // 12 within, one more: 13 / 4 + 1.
+        assert_eq!(config.num_blocks(&even), 4);
+        let config = FlexprefillConfig {
+            max_budget: Some(8),
+            ..config
+        };
+        assert_eq!(config.num_blocks(&even), 2);
+    }
+}

@@ -1,0 +1,214 @@
+//! InfiniteHiP (arXiv:2502.08910): chunks of keys ranked by one representative, found by halving, in three stages.
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use crate::call::{Call, Tiles};
+use crate::error::SelectError;
+use crate::gqa::{self, GqaPolicy};
+use crate::keep::top_k;
+use crate::mask::{ListRows, SparseMask};
+use crate::prefill::meanpool::sorted;
+use crate::range::Rules;
+
+/// Settings of `infinitehip`. Stage `i` samples every `stride_i`-th query of a block and ranks chunks of `chunk_i` keys.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct InfinitehipConfig {
+    /// Rows of a query block.
+    pub block: usize,
+    /// Every so many queries one is sampled, stage 1 (all candidates).
+    pub stride_1: usize,
+    /// Keys of a chunk, stage 1.
+    pub chunk_1: usize,
+    /// Tokens that enter stage 2.
+    pub budget_2: usize,
+    /// Sampling of stage 2.
+    pub stride_2: usize,
+    /// Keys of a chunk, stage 2.
+    pub chunk_2: usize,
+    /// Tokens that enter stage 3.
+    pub budget_3: usize,
+    /// Sampling of stage 3.
+    pub stride_3: usize,
+    /// Keys of a chunk, stage 3; the tile of the mask.
+    pub chunk_3: usize,
+    /// Tokens that stay at the end, beside sink and window.
+    pub budget: usize,
+    /// First tokens that stay.
+    pub sink: usize,
+    /// Last tokens before each query that stay.
+    pub window: usize,
+    /// With fewer keys the call is dense.
+    pub prefill_dense_below: usize,
+}
+
+impl Default for InfinitehipConfig {
+    fn default() -> Self {
+        Self {
+            block: 64,
+            stride_1: 4,
+            chunk_1: 256,
+            budget_2: 32_768,
+            stride_2: 4,
+            chunk_2: 32,
+            budget_3: 8192,
+            stride_3: 1,
+            chunk_3: 8,
+            budget: 2048,
+            sink: 256,
+            window: 1024,
+            prefill_dense_below: 8192,
+        }
+    }
+}
+
+impl InfinitehipConfig {
+    pub(crate) fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
+        let rules = Rules("infinitehip");
+        for (key, value) in [
+            ("block", self.block),
+            ("stride_1", self.stride_1),
+            ("stride_2", self.stride_2),
+            ("stride_3", self.stride_3),
+            ("window", self.window),
+        ] {
+            rules.positive(key, value)?;
+        }
+        rules.divides("chunk_2", self.chunk_2, "chunk_1", self.chunk_1)?;
+        rules.divides("chunk_3", self.chunk_3, "chunk_2", self.chunk_2)?;
+        if self.sink > 0 {
+            rules.divides("chunk_3", self.chunk_3, "sink", self.sink)?;
+        }
+        if gqa == GqaPolicy::Mean {
+            return rules.fail(
+                "gqa=mean is not defined: chunks are ranked by single keys".to_owned(),
+                "use gqa=per_query or gqa=union",
+            );
+        }
+        Ok(())
+    }
+
+    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+        if call.shape.num_keys < self.prefill_dense_below {
+            return SparseMask::dense(call.shape);
+        }
+        let tiles = Tiles::new(call.shape, self.block, self.chunk_3);
+        gqa::mask(call, tiles, gqa, |heads| {
+            let rows: Option<Vec<Vec<i32>>> = (0..tiles.num_query_tiles())
+                .into_par_iter()
+                .map(|i| self.row(call, tiles, heads[0], i))
+                .collect();
+            Some(ListRows {
+                tiles: rows?,
+                columns: Vec::new(),
+            })
+        })
+    }
+
+    /// Tiles of one query block; `None` on NaN.
+    fn row(&self, call: &Call<'_>, tiles: Tiles, head: usize, i: usize) -> Option<Vec<i32>> {
+        let low = self.sink;
+        // Whole chunks of the last stage, so that sink, chunks and window do not overlap.
+        let high = (tiles.first(i) + 1).saturating_sub(self.window) / self.chunk_3 * self.chunk_3;
+        let mut kept: Vec<usize> = (0..(low / self.chunk_3).min(tiles.admissible(i))).collect();
+        kept.extend(high.max(low) / self.chunk_3..tiles.admissible(i));
+        let mut chunks = cut(std::iter::once((low, high.max(low))), self.chunk_1);
+        let stages = [
+            (self.stride_1, self.budget_2 / self.chunk_1, self.chunk_2),
+            (self.stride_2, self.budget_3 / self.chunk_2, self.chunk_3),
+            (self.stride_3, self.budget / self.chunk_3, self.chunk_3),
+        ];
+        for (stride, num_kept, next_chunk) in stages {
+            let queries: Vec<usize> = tiles.rows(i).step_by(stride).collect();
+            let scores: Vec<f32> = chunks
+                .iter()
+                .map(|&(start, end)| representative(call, head, &queries, start, end))
+                .collect();
+            if scores.iter().any(|x| x.is_nan()) {
+                return None;
+            }
+            let best = top_k(&scores, num_kept);
+            chunks = cut(best.into_iter().map(|at| chunks[at]), next_chunk);
+        }
+        kept.extend(chunks.into_iter().map(|(start, _)| start / self.chunk_3));
+        Some(sorted(kept))
+    }
+}
+
+/// Ranges cut into chunks.
+fn cut(ranges: impl Iterator<Item = (usize, usize)>, chunk: usize) -> Vec<(usize, usize)> {
+    ranges
+        .flat_map(|(start, end)| {
+            (start..end)
+                .step_by(chunk)
+                .map(move |at| (at, (at + chunk).min(end)))
+        })
+        .collect()
+}
+
+/// Score of the key a chunk is narrowed to: the half whose first key has the larger best product with the queries, again and
+/// again; the first half on a tie.
+fn representative(
+    call: &Call<'_>,
+    head: usize,
+    queries: &[usize],
+    mut start: usize,
+    mut end: usize,
+) -> f32 {
+    let score = |key: usize| best_product(call, head, queries, key);
+    let mut best = score(start);
+    while end - start > 1 {
+        let middle = start + (end - start).div_ceil(2);
+        let other = score(middle);
+        if other > best || other.is_nan() {
+            (start, best) = (middle, other);
+        } else {
+            end = middle;
+        }
+    }
+    best
+}
+
+/// Largest product of a key with some queries; NaN when there is one.
+fn best_product(call: &Call<'_>, head: usize, queries: &[usize], key: usize) -> f32 {
+    let k = call.key(call.kv_head(head), key);
+    let mut best = f32::NEG_INFINITY;
+    for &row in queries {
+        let product = dot(call.query(head, row), k);
+        if product > best || product.is_nan() {
+            best = product;
+        }
+    }
+    best
+}
+
+/// Product in eight lanes, so that it vectorises with a fixed order.
+pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut lanes = [0.0_f32; 8];
+    let ((a8, a1), (b8, b1)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
+    for (a, b) in a8.iter().zip(b8) {
+        for lane in 0..8 {
+            lanes[lane] += a[lane] * b[lane];
+        }
+    }
+    let tail: f32 = a1.iter().zip(b1).map(|(a, b)| a * b).sum();
+    lanes.iter().sum::<f32>() + tail
+}
+
+/// The chunks a method may not do better than, for tests: exact maxima over all pairs.
+#[cfg(test)]
+pub(crate) fn exact_chunk_order(
+    call: &Call<'_>,
+    head: usize,
+    queries: &[usize],
+    chunks: &[(usize, usize)],
+) -> Vec<usize> {
+    let best = |&(start, end): &(usize, usize)| {
+        (start..end)
+            .map(|key| best_product(call, head, queries, key))
+            .fold(f32::NEG_INFINITY, f32::max)
+    };
+    let scores: Vec<f32> = chunks.iter().map(best).collect();
+    crate::keep::falling(&scores)
+}

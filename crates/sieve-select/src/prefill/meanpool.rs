@@ -1,0 +1,112 @@
+//! Blocks by the product of their means: MeanPool (paper 003, algorithm 2 on unpermuted keys; with `top_k`, paper 001's
+//! baseline).
+
+use serde::{Deserialize, Serialize};
+
+use crate::call::{Call, Tiles};
+use crate::error::SelectError;
+use crate::gqa::{self, GqaPolicy};
+use crate::keep::{keep_mass, softmax, top_k};
+use crate::mask::{ListRows, SparseMask};
+use crate::pool::{key_rows, mean_pool, query_rows, scores};
+use crate::range::Rules;
+
+/// Settings of `meanpool`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MeanpoolConfig {
+    /// Tokens of a block.
+    pub block: usize,
+    /// Share of the estimated mass that stays.
+    pub tau: f64,
+    /// Blocks per row instead of a share.
+    pub top_k: Option<usize>,
+}
+
+impl Default for MeanpoolConfig {
+    fn default() -> Self {
+        Self {
+            block: 128,
+            tau: 0.9,
+            top_k: None,
+        }
+    }
+}
+
+impl MeanpoolConfig {
+    pub(crate) fn check(&self) -> Result<(), SelectError> {
+        Rules("meanpool").positive("block", self.block)?;
+        Rules("meanpool").share("tau", self.tau)
+    }
+
+    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+        let tiles = Tiles::new(call.shape, self.block, self.block);
+        gqa::mask(call, tiles, gqa, |heads| {
+            let scores = pooled_scores(call, tiles, heads);
+            let cols = tiles.num_key_tiles();
+            let mut rows = Vec::new();
+            for (i, row) in scores.chunks_exact(cols).enumerate() {
+                let row = &row[..tiles.admissible(i)];
+                let mut kept = match self.top_k {
+                    Some(k) => {
+                        if row.iter().any(|x| x.is_nan()) {
+                            return None;
+                        }
+                        top_k(row, k)
+                    }
+                    None => {
+                        let mut p = row.to_vec();
+                        if !softmax(&mut p) {
+                            return None;
+                        }
+                        keep_mass(&p, self.tau)
+                    }
+                };
+                kept.push(0);
+                rows.push(kept);
+            }
+            Some(ListRows {
+                tiles: rows.into_iter().map(sorted).collect(),
+                columns: Vec::new(),
+            })
+        })
+    }
+}
+
+/// Scaled products of block means, `[query tiles, key tiles]`, averaged over heads.
+pub(crate) fn pooled_scores(call: &Call<'_>, tiles: Tiles, heads: &[usize]) -> Vec<f32> {
+    let d = call.shape.head_dim;
+    let kv_head = call.kv_head(heads[0]);
+    let k = mean_pool(
+        (0..tiles.num_key_tiles()).map(|j| key_rows(call, kv_head, tiles.keys(j))),
+        d,
+    );
+    let mut sum: Vec<f32> = Vec::new();
+    for &head in heads {
+        let q = mean_pool(
+            (0..tiles.num_query_tiles()).map(|i| query_rows(call, head, tiles.rows(i))),
+            d,
+        );
+        add(
+            &mut sum,
+            scores(&q, &k, d, call.shape.softmax_scale() / heads.len() as f32),
+        );
+    }
+    sum
+}
+
+/// `sum += x`, where an empty sum is zero.
+pub(crate) fn add(sum: &mut Vec<f32>, x: Vec<f32>) {
+    if sum.is_empty() {
+        *sum = x;
+    } else {
+        sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
+    }
+}
+
+/// Ascending, no duplicates, as tile indices.
+pub(crate) fn sorted(mut tiles: Vec<usize>) -> Vec<i32> {
+    tiles.sort_unstable();
+    tiles.dedup();
+    tiles.into_iter().map(|j| j as i32).collect()
+}

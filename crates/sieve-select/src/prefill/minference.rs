@@ -1,0 +1,269 @@
+//! MInference (arXiv:2407.02490): a pattern per head, from a file or from a search on one long sample.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use crate::attention::block_sparse_attention;
+use crate::call::{Call, Tiles};
+use crate::error::SelectError;
+use crate::gqa::{self, GqaPolicy};
+use crate::mask::{SparseMask, TokenWindow};
+use crate::measure::dense_attention;
+use crate::prefill::a_shape::{tiles_of_ranges, window};
+use crate::prefill::block_sparse::best_blocks;
+use crate::prefill::vertical_slash::{TILE, VerticalSlashConfig};
+use crate::range::Rules;
+
+/// Settings of `minference`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MinferenceConfig {
+    /// File with a pattern per layer and head, as MInference writes it; empty: vertical-slash (1000, 6096) everywhere.
+    pub pattern: String,
+    /// What the file holds.
+    #[serde(skip)]
+    pub patterns: PatternFile,
+}
+
+/// What one head does.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Pattern {
+    /// First and last tokens.
+    AShape {
+        /// First tokens.
+        n_init: usize,
+        /// Last tokens.
+        n_local: usize,
+    },
+    /// Columns and diagonals.
+    VerticalSlash {
+        /// Columns.
+        vertical: usize,
+        /// Diagonals.
+        slash: usize,
+    },
+    /// The best blocks of 64 by their means.
+    BlockSparse {
+        /// Blocks per row.
+        topk: usize,
+    },
+    /// The best eighth of the blocks.
+    BlockSparseEighth,
+}
+
+/// Patterns per layer and head; what is missing is vertical-slash (1000, 6096).
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PatternFile {
+    /// `[layers][heads]`.
+    pub layers: Vec<Vec<Option<Pattern>>>,
+}
+
+/// What heads without a pattern do.
+const DEFAULT: Pattern = Pattern::VerticalSlash {
+    vertical: 1000,
+    slash: 6096,
+};
+
+/// Candidates of the search.
+const CANDIDATES: [Pattern; 6] = [
+    Pattern::AShape {
+        n_init: 100,
+        n_local: 800,
+    },
+    Pattern::VerticalSlash {
+        vertical: 30,
+        slash: 800,
+    },
+    Pattern::VerticalSlash {
+        vertical: 100,
+        slash: 750,
+    },
+    Pattern::VerticalSlash {
+        vertical: 500,
+        slash: 700,
+    },
+    Pattern::VerticalSlash {
+        vertical: 3500,
+        slash: 100,
+    },
+    Pattern::BlockSparseEighth,
+];
+
+impl MinferenceConfig {
+    pub(crate) fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
+        if gqa == GqaPolicy::PerQuery {
+            return Ok(());
+        }
+        Rules("minference").fail(
+            "patterns belong to query heads, so the heads of a group have lists of their own"
+                .to_owned(),
+            "use gqa=per_query",
+        )
+    }
+
+    /// Reads the pattern file, when there is one.
+    pub(crate) fn load(&mut self) -> Result<(), SelectError> {
+        if !self.pattern.is_empty() {
+            self.patterns = PatternFile::read(Path::new(&self.pattern))?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn select(&self, call: &Call<'_>) -> SparseMask {
+        let patterns: Vec<Pattern> = (0..call.shape.num_heads)
+            .map(|head| self.patterns.of(call.layer, head))
+            .collect();
+        of_patterns(call, &patterns)
+    }
+}
+
+/// A mask of one pattern per query head.
+fn of_patterns(call: &Call<'_>, patterns: &[Pattern]) -> SparseMask {
+    let tiles = Tiles::new(call.shape, TILE, TILE);
+    let mut mask = gqa::mask(call, tiles, GqaPolicy::PerQuery, |heads| {
+        match patterns[heads[0]] {
+            Pattern::AShape { n_init, n_local } => Some(tiles_of_ranges(tiles, n_init, n_local)),
+            Pattern::VerticalSlash { vertical, slash } => {
+                VerticalSlashConfig { vertical, slash }.rows(call, tiles, heads)
+            }
+            Pattern::BlockSparse { topk } => best_blocks(call, tiles, heads, |_| topk),
+            Pattern::BlockSparseEighth => {
+                best_blocks(call, tiles, heads, |blocks| blocks.div_ceil(8))
+            }
+        }
+    });
+    let everything = TokenWindow {
+        init: 0,
+        local: i32::MAX,
+    };
+    let windows: Vec<TokenWindow> = patterns
+        .iter()
+        .map(|pattern| match *pattern {
+            Pattern::AShape { n_init, n_local } => window(n_init, n_local),
+            _ => everything,
+        })
+        .collect();
+    if windows.iter().any(|window| *window != everything) {
+        mask.windows = windows;
+    }
+    let count =
+        |wanted: fn(&Pattern) -> bool| patterns.iter().filter(|pattern| wanted(pattern)).count();
+    mask.stats.patterns = vec![
+        ("a_shape", count(|p| matches!(p, Pattern::AShape { .. }))),
+        (
+            "vertical_slash",
+            count(|p| matches!(p, Pattern::VerticalSlash { .. })),
+        ),
+        (
+            "block_sparse",
+            count(|p| matches!(p, Pattern::BlockSparse { .. } | Pattern::BlockSparseEighth)),
+        ),
+    ];
+    mask
+}
+
+/// The candidate that keeps the most dense mass, for each query head of one long sample. The kept mass is returned with it.
+///
+/// # Errors
+/// None for a call that passed [`Call::new`].
+pub fn search_patterns(call: &Call<'_>) -> Result<Vec<(Pattern, f64)>, SelectError> {
+    let rows = call.shape.num_queries;
+    let dense = dense_attention(call)?;
+    let mut best = vec![(DEFAULT, -1.0); call.shape.num_heads];
+    for pattern in CANDIDATES {
+        let mask = of_patterns(call, &vec![pattern; call.shape.num_heads]);
+        let sparse = block_sparse_attention(call, &mask)?;
+        for (head, best) in best.iter_mut().enumerate() {
+            let lse = |x: &[f32]| x[head * rows..(head + 1) * rows].to_vec();
+            let mass = crate::measure::recall(&lse(&sparse.lse), &lse(&dense.lse));
+            if mass > best.1 {
+                *best = (pattern, mass);
+            }
+        }
+    }
+    Ok(best)
+}
+
+impl PatternFile {
+    fn of(&self, layer: usize, head: usize) -> Pattern {
+        let patterns = self.layers.get(layer);
+        patterns
+            .and_then(|layer| layer.get(head).copied().flatten())
+            .unwrap_or(DEFAULT)
+    }
+
+    /// Reads a file as MInference writes it: per layer an object from head to `[type, v, s, …]`.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or a pattern that is none.
+    pub fn read(path: &Path) -> Result<Self, SelectError> {
+        let problem = |problem: String| SelectError::File {
+            path: path.display().to_string(),
+            problem,
+            hint: "the file is a JSON list with one object per layer: {\"0\": [\"vertical_and_slash\", 1000, 6096], …}",
+        };
+        let text = std::fs::read_to_string(path).map_err(|error| problem(error.to_string()))?;
+        let layers: Vec<Map<String, Value>> =
+            serde_json::from_str(&text).map_err(|error| problem(error.to_string()))?;
+        let mut file = Self::default();
+        for (index, layer) in layers.iter().enumerate() {
+            let mut heads = Vec::new();
+            for (head, value) in layer {
+                let place = || format!("layer {index}, head {head}: {value}");
+                let at: usize = head
+                    .parse()
+                    .map_err(|_| problem(format!("{} has no head number", place())))?;
+                if at > 4096 {
+                    return Err(problem(format!("{} is beyond any model", place())));
+                }
+                if at >= heads.len() {
+                    heads.resize(at + 1, None);
+                }
+                heads[at] = Some(
+                    pattern_of(value)
+                        .ok_or_else(|| problem(format!("{} is no pattern", place())))?,
+                );
+            }
+            file.layers.push(heads);
+        }
+        Ok(file)
+    }
+
+    /// The text of such a file.
+    pub fn to_json(&self) -> String {
+        let head = |(head, pattern): (usize, &Option<Pattern>)| {
+            let value = match (*pattern)? {
+                Pattern::AShape { n_init, n_local } => json!(["stream_llm", n_init, n_local]),
+                Pattern::VerticalSlash { vertical, slash } => {
+                    json!(["vertical_and_slash", vertical, slash])
+                }
+                Pattern::BlockSparse { topk } => json!(["block_sparse", topk, 1]),
+                Pattern::BlockSparseEighth => json!(["block_sparse_eighth", 0, 0]),
+            };
+            Some((head.to_string(), value))
+        };
+        let layer = |heads: &Vec<Option<Pattern>>| {
+            Value::Object(heads.iter().enumerate().filter_map(head).collect())
+        };
+        Value::Array(self.layers.iter().map(layer).collect()).to_string()
+    }
+}
+
+fn pattern_of(value: &Value) -> Option<Pattern> {
+    let number = |at: usize| value.get(at)?.as_u64().map(|x| x as usize);
+    match value.get(0)?.as_str()? {
+        "vertical_and_slash" | "vertical_slash" => Some(Pattern::VerticalSlash {
+            vertical: number(1)?,
+            slash: number(2)?,
+        }),
+        "stream_llm" | "a_shape" => Some(Pattern::AShape {
+            n_init: number(1)?,
+            n_local: number(2).filter(|&n| n > 0)?,
+        }),
+        "block_sparse" => Some(Pattern::BlockSparse { topk: number(1)? }),
+        "block_sparse_eighth" => Some(Pattern::BlockSparseEighth),
+        _ => None,
+    }
+}

@@ -1,0 +1,79 @@
+//! The best blocks by their dense attention mass: what no estimate can beat at equal density (paper 001, fig. 2).
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use crate::call::{Call, Tiles};
+use crate::error::SelectError;
+use crate::gqa::{self, GqaPolicy};
+use crate::keep::{keep_mass, top_k};
+use crate::mask::{ListRows, SparseMask};
+use crate::pool::{block_sums, causal_probabilities};
+use crate::prefill::meanpool::{add, sorted};
+use crate::range::Rules;
+
+/// Settings of `oracle_topk`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct OracleTopkConfig {
+    /// Tokens of a block.
+    pub block: usize,
+    /// Blocks per row.
+    pub k: usize,
+    /// Share of the mass instead of a number.
+    pub tau: Option<f64>,
+}
+
+impl Default for OracleTopkConfig {
+    fn default() -> Self {
+        Self {
+            block: 32,
+            k: 128,
+            tau: None,
+        }
+    }
+}
+
+impl OracleTopkConfig {
+    pub(crate) fn check(&self) -> Result<(), SelectError> {
+        Rules("oracle_topk").positive("block", self.block)?;
+        Rules("oracle_topk").share("tau", self.tau.unwrap_or(0.0))
+    }
+
+    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+        let tiles = Tiles::new(call.shape, self.block, self.block);
+        gqa::mask(call, tiles, gqa, |heads| {
+            let rows: Option<Vec<Vec<i32>>> = (0..tiles.num_query_tiles())
+                .into_par_iter()
+                .map(|i| {
+                    let mass = block_mass(call, tiles, heads, i)?;
+                    Some(sorted(match self.tau {
+                        Some(tau) => keep_mass(&mass, tau),
+                        None => top_k(&mass, self.k),
+                    }))
+                })
+                .collect();
+            Some(ListRows {
+                tiles: rows?,
+                columns: Vec::new(),
+            })
+        })
+    }
+}
+
+/// Dense probability mass of a query tile on each admissible block, `[admissible]`, averaged over heads.
+pub(crate) fn block_mass(
+    call: &Call<'_>,
+    tiles: Tiles,
+    heads: &[usize],
+    i: usize,
+) -> Option<Vec<f32>> {
+    let mut mass = Vec::new();
+    for &head in heads {
+        let p = causal_probabilities(call, head, tiles.rows(i))?;
+        for row in p.chunks_exact(tiles.last(i) + 1) {
+            add(&mut mass, block_sums(row, tiles.key_tile));
+        }
+    }
+    Some(mass)
+}

@@ -1,0 +1,373 @@
+//! PBS-Attn (paper 003): keys sorted by importance inside segments, so that important keys share blocks.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use crate::call::{Call, Tiles};
+use crate::error::SelectError;
+use crate::gqa::{self, GqaPolicy};
+use crate::keep::{keep_mass, softmax};
+use crate::mask::{ListRows, SparseMask};
+use crate::permute::{Segments, attach, drop_future_tiles, key_means, order_queries, sort_ranges};
+use crate::pool::{causal_probabilities, last_rows, mean_pool, scores};
+use crate::prefill::meanpool::{add, sorted};
+use crate::prefill::xattention::{XattentionConfig, cell_scores};
+use crate::range::Rules;
+
+/// How blocks of permuted keys are scored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PbsSelect {
+    /// Products of means.
+    Meanpool,
+    /// Antidiagonal sums.
+    Xattention,
+}
+
+/// What is permuted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Permute {
+    /// Keys.
+    Keys,
+    /// Queries.
+    Queries,
+    /// Both.
+    Both,
+}
+
+/// Which permutation comes first with [`Permute::Both`]; the second sees its result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PermuteOrder {
+    /// Keys, then queries.
+    KeysFirst,
+    /// Queries, then keys.
+    QueriesFirst,
+}
+
+/// Whose permutation of the keys it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PermutePer {
+    /// One per KV head; importance is averaged over its query heads.
+    Kv,
+    /// One per query head, as the published code does.
+    Query,
+}
+
+/// Settings of `pbs`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PbsConfig {
+    /// Tokens of a block; divides `segment`.
+    pub block: usize,
+    /// Tokens of a segment, inside which keys move.
+    pub segment: usize,
+    /// Share of the estimated mass over earlier segments that stays.
+    pub tau: f64,
+    /// How blocks are scored.
+    pub select: PbsSelect,
+    /// Side of the cells of `select=xattention`; divides `block`.
+    pub stride: usize,
+    /// What is permuted.
+    pub permute: Permute,
+    /// Which comes first with `permute=both`.
+    pub order: PermuteOrder,
+    /// Whose permutation of the keys it is.
+    pub perm: PermutePer,
+}
+
+impl Default for PbsConfig {
+    fn default() -> Self {
+        Self {
+            block: 128,
+            segment: 256,
+            tau: 0.9,
+            select: PbsSelect::Meanpool,
+            stride: 8,
+            permute: Permute::Keys,
+            order: PermuteOrder::KeysFirst,
+            perm: PermutePer::Kv,
+        }
+    }
+}
+
+/// Orders of all heads.
+struct Orders {
+    /// Per KV head or per query head.
+    keys: Vec<Vec<i32>>,
+    /// Per query head.
+    queries: Vec<Vec<i32>>,
+}
+
+impl PbsConfig {
+    pub(crate) fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
+        let rules = Rules("pbs");
+        rules.divides("block", self.block, "segment", self.segment)?;
+        rules.divides("stride", self.stride, "block", self.block)?;
+        rules.share("tau", self.tau)?;
+        if gqa != GqaPolicy::PerQuery && self.perm == PermutePer::Query {
+            return rules.fail(
+                "perm=query gives the heads of a group different keys per block, so they cannot share a list".to_owned(),
+                "use perm=kv, or gqa=per_query",
+            );
+        }
+        if gqa == GqaPolicy::Mean && self.permute != Permute::Keys {
+            return rules.fail(
+                "gqa=mean averages blocks of queries, which permute=queries moves differently for each head".to_owned(),
+                "use gqa=per_query or gqa=union",
+            );
+        }
+        Ok(())
+    }
+
+    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+        if call.shape.num_keys <= self.segment {
+            return SparseMask::dense(call.shape);
+        }
+        let started = Instant::now();
+        let segments = Segments {
+            segment: self.segment,
+            block: self.block,
+        };
+        let tiles = Tiles::new(call.shape, self.block, self.block);
+        let orders = self.orders(call, tiles, segments);
+        let permute_seconds = started.elapsed().as_secs_f64();
+        let nan = AtomicUsize::new(0);
+        let (per, mut lists) = gqa::lists_as_selected(call, tiles, gqa, |heads| {
+            let list = self.rows(call, tiles, segments, heads, &orders);
+            // The dense fallback of other methods knows nothing of segments.
+            list.unwrap_or_else(|| {
+                nan.fetch_add(1, Ordering::Relaxed);
+                gqa::rows(tiles, |i| (0..segments.own(tiles, i).end).collect())
+            })
+        });
+        drop_future_tiles(call, tiles, &mut lists, &orders.keys, &orders.queries);
+        let mut mask = SparseMask::from_lists(call.shape, tiles, per, &lists);
+        attach(&mut mask, &orders.keys, &orders.queries);
+        mask.stats.nan_lists = nan.into_inner();
+        mask.stats.permute_seconds = permute_seconds;
+        mask
+    }
+
+    fn orders(&self, call: &Call<'_>, tiles: Tiles, segments: Segments) -> Orders {
+        let (heads, kv_heads) = (call.shape.num_heads, call.shape.num_kv_heads);
+        let identity: Vec<i32> = (0..call.shape.num_keys as i32).collect();
+        let importance_heads: Vec<Vec<usize>> = match self.perm {
+            PermutePer::Kv => (0..kv_heads).map(|h| call.group(h).collect()).collect(),
+            PermutePer::Query => (0..heads).map(|p| vec![p]).collect(),
+        };
+        let no_queries: &[Vec<i32>] = &[];
+        let keys = |queries: &[Vec<i32>]| -> Vec<Vec<i32>> {
+            importance_heads
+                .par_iter()
+                .map(|heads| {
+                    key_order(call, segments, heads, queries).unwrap_or_else(|| identity.clone())
+                })
+                .collect()
+        };
+        let queries = |keys: &[Vec<i32>]| -> Vec<Vec<i32>> {
+            (0..heads)
+                .into_par_iter()
+                .map(|head| {
+                    let order = &keys[head * keys.len() / heads];
+                    let means = key_means(call, call.kv_head(head), tiles, order);
+                    order_queries(call, head, segments, &means)
+                })
+                .collect()
+        };
+        let unmoved = vec![identity.clone(); kv_heads];
+        match (self.permute, self.order) {
+            (Permute::Keys, _) => Orders {
+                keys: keys(no_queries),
+                queries: Vec::new(),
+            },
+            (Permute::Queries, _) => Orders {
+                queries: queries(&unmoved),
+                keys: unmoved,
+            },
+            (Permute::Both, PermuteOrder::KeysFirst) => {
+                let keys = keys(no_queries);
+                Orders {
+                    queries: queries(&keys),
+                    keys,
+                }
+            }
+            (Permute::Both, PermuteOrder::QueriesFirst) => {
+                let queries = queries(&unmoved);
+                Orders {
+                    keys: keys(&queries),
+                    queries,
+                }
+            }
+        }
+    }
+
+    /// Tiles of one list; `None` on NaN.
+    fn rows(
+        &self,
+        call: &Call<'_>,
+        tiles: Tiles,
+        segments: Segments,
+        heads: &[usize],
+        orders: &Orders,
+    ) -> Option<ListRows> {
+        let order = &orders.keys[heads[0] * orders.keys.len() / call.shape.num_heads];
+        let token_0 = order.iter().position(|&key| key == 0).unwrap_or(0) / self.block;
+        let mut p: Vec<Vec<f32>> = vec![Vec::new(); tiles.num_query_tiles()];
+        for &head in heads {
+            let rows = match self.select {
+                PbsSelect::Meanpool => self.pooled(call, tiles, segments, head, order, orders)?,
+                PbsSelect::Xattention => {
+                    self.antidiagonals(call, tiles, segments, head, order, orders)?
+                }
+            };
+            for (p, row) in p.iter_mut().zip(rows) {
+                add(p, row);
+            }
+        }
+        let row = |(i, p): (usize, &Vec<f32>)| {
+            let mut kept = if p.is_empty() {
+                Vec::new()
+            } else {
+                keep_mass(p, self.tau)
+            };
+            kept.extend(segments.own(tiles, i));
+            kept.push(token_0);
+            sorted(kept)
+        };
+        Some(ListRows {
+            tiles: p.iter().enumerate().map(row).collect(),
+            columns: Vec::new(),
+        })
+    }
+
+    /// Softmax over blocks of earlier segments by products of means, `[query tiles][earlier blocks]`.
+    fn pooled(
+        &self,
+        call: &Call<'_>,
+        tiles: Tiles,
+        segments: Segments,
+        head: usize,
+        order: &[i32],
+        orders: &Orders,
+    ) -> Option<Vec<Vec<f32>>> {
+        let d = call.shape.head_dim;
+        let k = key_means(call, call.kv_head(head), tiles, order);
+        let query = |slot: usize| call.query(head, orders.query_row(head, slot));
+        let q = mean_pool(
+            (0..tiles.num_query_tiles()).map(|i| tiles.rows(i).map(query)),
+            d,
+        );
+        let mut all = scores(&q, &k, d, call.shape.softmax_scale());
+        all.chunks_exact_mut(tiles.num_key_tiles())
+            .enumerate()
+            .map(|(i, row)| {
+                let row = &mut row[..segments.earlier(tiles, i)];
+                softmax(row).then(|| row.to_vec())
+            })
+            .collect()
+    }
+
+    /// The same by antidiagonal sums; cells of queries count from the tile's first row.
+    fn antidiagonals(
+        &self,
+        call: &Call<'_>,
+        tiles: Tiles,
+        segments: Segments,
+        head: usize,
+        order: &[i32],
+        orders: &Orders,
+    ) -> Option<Vec<Vec<f32>>> {
+        let cells = XattentionConfig {
+            block: self.block,
+            stride: self.stride,
+            ..XattentionConfig::default()
+        };
+        let (s, width) = (self.stride, self.stride * call.shape.head_dim);
+        let keys = cells.cells_of_keys(call, head, 0..call.shape.num_keys, |slot| {
+            order[slot] as usize
+        });
+        (0..tiles.num_query_tiles())
+            .into_par_iter()
+            .map(|i| {
+                let earlier = segments.earlier(tiles, i);
+                let rows = tiles.rows(i);
+                let queries = cells.cells_of_queries(call, 0..rows.len().div_ceil(s), |offset| {
+                    let slot = rows.start + offset;
+                    (slot < rows.end).then(|| call.query(head, orders.query_row(head, slot)))
+                });
+                let cols = earlier * self.block / s;
+                let mut sum = vec![0.0; earlier];
+                if cols == 0 {
+                    return Some(sum);
+                }
+                let scale = call.shape.softmax_scale() / s as f32;
+                for row in cell_scores(&queries, &keys[..cols * width], width, scale)
+                    .chunks_exact_mut(cols)
+                {
+                    if !softmax(row) {
+                        return None;
+                    }
+                    for (sum, cells) in sum.iter_mut().zip(row.chunks(self.block / s)) {
+                        *sum += cells.iter().sum::<f32>();
+                    }
+                }
+                Some(sum)
+            })
+            .collect()
+    }
+}
+
+impl Orders {
+    fn query_row(&self, head: usize, slot: usize) -> usize {
+        self.queries
+            .get(head)
+            .map_or(slot, |order| order[slot] as usize)
+    }
+}
+
+/// Keys of each whole segment by falling importance: the mean attention of the last block of queries (eq. 10, with the token
+/// rule inside that block). `None` on NaN.
+fn key_order(
+    call: &Call<'_>,
+    segments: Segments,
+    heads: &[usize],
+    queries: &[Vec<i32>],
+) -> Option<Vec<i32>> {
+    let n = call.shape.num_keys;
+    let rows = last_rows(call, segments.block);
+    let mut importance = vec![0.0; n];
+    for &head in heads {
+        // Permuted queries: the last block of slots, whose rows need not be the last ones.
+        let rows: Vec<usize> = match queries.get(head) {
+            Some(order) => order[rows.clone()]
+                .iter()
+                .map(|&row| row as usize)
+                .collect(),
+            None => rows.clone().collect(),
+        };
+        if rows.windows(2).all(|w| w[0] + 1 == w[1]) {
+            let p = causal_probabilities(call, head, rows[0]..rows[0] + rows.len())?;
+            for row in p.chunks_exact(call.shape.context() + rows[0] + rows.len()) {
+                importance
+                    .iter_mut()
+                    .zip(row)
+                    .for_each(|(sum, &p)| *sum += p);
+            }
+        } else {
+            for row in rows {
+                let p = causal_probabilities(call, head, row..row + 1)?;
+                importance
+                    .iter_mut()
+                    .zip(&p)
+                    .for_each(|(sum, &p)| *sum += p);
+            }
+        }
+    }
+    Some(sort_ranges(n, segments.whole(n), &importance))
+}

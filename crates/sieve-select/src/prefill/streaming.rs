@@ -1,0 +1,51 @@
+//! The first tokens and a window: StreamingLLM (arXiv:2309.17453) in prefill.
+
+use serde::{Deserialize, Serialize};
+
+use crate::call::Call;
+use crate::error::SelectError;
+use crate::mask::SparseMask;
+use crate::prefill::a_shape;
+use crate::range::Rules;
+
+/// Settings of `streamingllm`, in prefill and in decode.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct StreamingConfig {
+    /// First tokens that all queries see.
+    pub n_init: usize,
+    /// Last tokens a query sees, its own included.
+    pub n_local: usize,
+    /// In decode, keys take their position in the cache instead of their own; needs `rope_theta`.
+    pub reindex: bool,
+    /// Base of the rotary embedding, to move keys with `reindex`.
+    pub rope_theta: f64,
+}
+
+impl Default for StreamingConfig {
+    fn default() -> Self {
+        Self {
+            n_init: 4,
+            n_local: 1024,
+            reindex: false,
+            rope_theta: 10_000.0,
+        }
+    }
+}
+
+impl StreamingConfig {
+    pub(crate) fn check(&self) -> Result<(), SelectError> {
+        Rules("streamingllm").positive("n_local", self.n_local)?;
+        if self.rope_theta > 1.0 {
+            return Ok(());
+        }
+        Rules("streamingllm").fail(
+            format!("rope_theta={} is no base of a rotation", self.rope_theta),
+            "give the rope_theta of the model, 10000 or more",
+        )
+    }
+
+    pub(crate) fn select(&self, call: &Call<'_>) -> SparseMask {
+        a_shape::ranges(call, self.n_init, self.n_local)
+    }
+}

@@ -1,0 +1,62 @@
+//! Rules for the values of settings.
+
+use crate::error::SelectError;
+
+/// The settings of one selector, while they are checked.
+#[derive(Clone, Copy)]
+pub(crate) struct Rules(pub(crate) &'static str);
+
+impl Rules {
+    pub(crate) fn fail<T>(
+        self,
+        problem: String,
+        hint: impl Into<String>,
+    ) -> Result<T, SelectError> {
+        Err(SelectError::Value {
+            selector: self.0,
+            problem,
+            hint: hint.into(),
+        })
+    }
+
+    /// A threshold or a share.
+    pub(crate) fn share(self, key: &str, value: f64) -> Result<(), SelectError> {
+        if (0.0..=1.0).contains(&value) {
+            return Ok(());
+        }
+        self.fail(
+            format!("{key}={value} is outside [0, 1]"),
+            format!("give {key} a value from 0 to 1"),
+        )
+    }
+
+    /// A size.
+    pub(crate) fn positive(self, key: &str, value: usize) -> Result<(), SelectError> {
+        if value > 0 {
+            return Ok(());
+        }
+        self.fail(
+            format!("{key}=0 makes no sense"),
+            format!("give {key} at least 1"),
+        )
+    }
+
+    /// A size that others are cut by.
+    pub(crate) fn divides(
+        self,
+        key: &str,
+        value: usize,
+        whole_key: &str,
+        whole: usize,
+    ) -> Result<(), SelectError> {
+        self.positive(key, value)?;
+        self.positive(whole_key, whole)?;
+        if whole.is_multiple_of(value) {
+            return Ok(());
+        }
+        self.fail(
+            format!("{key}={value} does not divide {whole_key}={whole}"),
+            format!("choose {key} so that {whole_key} is a multiple of it"),
+        )
+    }
+}

@@ -1,0 +1,467 @@
+//! All selectors by name: `NAME:key=value,…` in, a mask or a decoding session out.
+
+mod parse;
+
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+
+use crate::attention::{AttentionOutput, block_sparse_attention};
+use crate::call::Call;
+use crate::decode::dam::DamConfig;
+use crate::decode::exact_top::ExactTopConfig;
+use crate::decode::h2o::H2oConfig;
+use crate::decode::infllm::InfllmConfig;
+use crate::decode::quest::QuestConfig;
+use crate::decode::snapkv::SnapkvConfig;
+use crate::error::SelectError;
+use crate::gqa::GqaPolicy;
+use crate::mask::SparseMask;
+use crate::prefill::a_shape::{AShapeConfig, TriShapeConfig};
+use crate::prefill::ba_att::BaAttConfig;
+use crate::prefill::bfla::BflaConfig;
+use crate::prefill::block_sparse::BlockSparseConfig;
+use crate::prefill::delta::DeltaConfig;
+use crate::prefill::flexprefill::FlexprefillConfig;
+use crate::prefill::infinitehip::InfinitehipConfig;
+use crate::prefill::meanpool::MeanpoolConfig;
+use crate::prefill::minference::MinferenceConfig;
+use crate::prefill::momo::MomoConfig;
+use crate::prefill::oracle_topk::OracleTopkConfig;
+use crate::prefill::pbs::PbsConfig;
+use crate::prefill::streaming::StreamingConfig;
+use crate::prefill::vertical_slash::VerticalSlashConfig;
+use crate::prefill::xattention::XattentionConfig;
+
+/// A selector with its settings.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Selector {
+    /// The method.
+    pub method: Method,
+    /// What every method has.
+    pub common: Common,
+}
+
+/// Settings of every method.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Common {
+    /// Shorter prefill calls are dense.
+    pub min_prefill_tokens: usize,
+    /// Layers at the start that stay dense.
+    pub first_dense_layers: usize,
+    /// Rows at the end of a call that are dense.
+    pub last_dense_rows: usize,
+    /// What the query heads of a group do.
+    pub gqa: GqaPolicy,
+}
+
+/// The methods.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(missing_docs, reason = "each is documented by its settings")]
+pub enum Method {
+    Bfla(BflaConfig),
+    Momo(MomoConfig),
+    Delta(DeltaConfig, Box<Selector>),
+    BaAtt(BaAttConfig),
+    Pbs(PbsConfig),
+    Xattention(XattentionConfig),
+    Minference(MinferenceConfig),
+    VerticalSlash(VerticalSlashConfig),
+    BlockSparse(BlockSparseConfig),
+    AShape(AShapeConfig),
+    TriShape(TriShapeConfig),
+    Flexprefill(FlexprefillConfig),
+    Meanpool(MeanpoolConfig),
+    Streamingllm(StreamingConfig),
+    Infinitehip(InfinitehipConfig),
+    OracleTopk(OracleTopkConfig),
+    H2o(H2oConfig),
+    Snapkv(SnapkvConfig),
+    Quest(QuestConfig),
+    Infllm(InfllmConfig),
+    Dam(DamConfig),
+    ExactTop(ExactTopConfig),
+}
+
+/// When a method acts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// On prompts.
+    Prefill,
+    /// Token by token.
+    Decode,
+    /// Both.
+    Both,
+}
+
+/// What is known of a method beside its settings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Its name on the flag.
+    pub name: &'static str,
+    /// When it acts.
+    pub phase: Phase,
+    /// What it chooses.
+    pub about: &'static str,
+    /// Where it comes from.
+    pub paper: &'static str,
+}
+
+/// All methods, in the order of the help.
+pub const ENTRIES: [Entry; 22] = [
+    entry(
+        "bfla",
+        Phase::Prefill,
+        "tiles, by flattened groups of coarse blocks",
+        "BFLA",
+    ),
+    entry(
+        "momo",
+        Phase::Prefill,
+        "blocks per dense probe row, corrected by it",
+        "MOMO",
+    ),
+    entry(
+        "delta",
+        Phase::Prefill,
+        "any base, corrected by dense probe rows",
+        "Delta Attention, arXiv:2505.11254",
+    ),
+    entry(
+        "ba_att",
+        Phase::Prefill,
+        "blocks of tokens sorted by norm",
+        "BA-Att, arXiv:2605.19726",
+    ),
+    entry(
+        "pbs",
+        Phase::Prefill,
+        "blocks of keys sorted by importance in segments",
+        "PBS-Attn",
+    ),
+    entry(
+        "xattention",
+        Phase::Prefill,
+        "blocks, by antidiagonal sums",
+        "XAttention, arXiv:2503.16428",
+    ),
+    entry(
+        "minference",
+        Phase::Prefill,
+        "a pattern per head, from a file",
+        "MInference, arXiv:2407.02490",
+    ),
+    entry(
+        "vertical_slash",
+        Phase::Prefill,
+        "columns and diagonals of the last queries",
+        "MInference, arXiv:2407.02490",
+    ),
+    entry(
+        "block_sparse",
+        Phase::Prefill,
+        "the best blocks of 64 by their means",
+        "MInference, arXiv:2407.02490",
+    ),
+    entry(
+        "a_shape",
+        Phase::Prefill,
+        "first and last tokens",
+        "MInference, arXiv:2407.02490",
+    ),
+    entry(
+        "tri_shape",
+        Phase::Prefill,
+        "first and last tokens, a dense end",
+        "SCBench, arXiv:2412.10319",
+    ),
+    entry(
+        "flexprefill",
+        Phase::Prefill,
+        "a pattern and a budget per head",
+        "FlexPrefill, arXiv:2502.20766",
+    ),
+    entry(
+        "meanpool",
+        Phase::Prefill,
+        "blocks, by the products of their means",
+        "PBS-Attn; MOMO (top_k)",
+    ),
+    entry(
+        "streamingllm",
+        Phase::Both,
+        "first and last tokens",
+        "StreamingLLM, arXiv:2309.17453",
+    ),
+    entry(
+        "infinitehip",
+        Phase::Prefill,
+        "chunks of 8 keys, in three stages",
+        "InfiniteHiP, arXiv:2502.08910",
+    ),
+    entry(
+        "oracle_topk",
+        Phase::Prefill,
+        "the best blocks by dense mass; no speed",
+        "MOMO, fig. 2",
+    ),
+    entry(
+        "h2o",
+        Phase::Decode,
+        "keys with the most attention so far, and the last",
+        "H2O, arXiv:2306.14048",
+    ),
+    entry(
+        "snapkv",
+        Phase::Decode,
+        "keys the end of the prompt looks at, once",
+        "SnapKV, arXiv:2404.14469",
+    ),
+    entry(
+        "quest",
+        Phase::Decode,
+        "pages by an upper bound of their products",
+        "Quest, arXiv:2406.10774",
+    ),
+    entry(
+        "infllm",
+        Phase::Decode,
+        "blocks by representative keys, beside a window",
+        "InfLLM, arXiv:2402.04617",
+    ),
+    entry(
+        "dam",
+        Phase::Decode,
+        "a calibrated map per head, extended",
+        "DAM, arXiv:2506.11104; our reading",
+    ),
+    entry(
+        "exact_top",
+        Phase::Decode,
+        "the largest logits; no speed",
+        "paper of DMA, table 3",
+    ),
+];
+
+const fn entry(
+    name: &'static str,
+    phase: Phase,
+    about: &'static str,
+    paper: &'static str,
+) -> Entry {
+    Entry {
+        name,
+        phase,
+        about,
+        paper,
+    }
+}
+
+/// A prefill call done.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Prefill {
+    /// The attention.
+    pub output: AttentionOutput,
+    /// What was kept, with its statistics.
+    pub mask: SparseMask,
+    /// Seconds from q, k, v to the output, selection included.
+    pub seconds: f64,
+}
+
+impl Selector {
+    /// The method's name on the flag.
+    pub fn name(&self) -> &'static str {
+        match self.method {
+            Method::Bfla(_) => "bfla",
+            Method::Momo(_) => "momo",
+            Method::Delta(..) => "delta",
+            Method::BaAtt(_) => "ba_att",
+            Method::Pbs(_) => "pbs",
+            Method::Xattention(_) => "xattention",
+            Method::Minference(_) => "minference",
+            Method::VerticalSlash(_) => "vertical_slash",
+            Method::BlockSparse(_) => "block_sparse",
+            Method::AShape(_) => "a_shape",
+            Method::TriShape(_) => "tri_shape",
+            Method::Flexprefill(_) => "flexprefill",
+            Method::Meanpool(_) => "meanpool",
+            Method::Streamingllm(_) => "streamingllm",
+            Method::Infinitehip(_) => "infinitehip",
+            Method::OracleTopk(_) => "oracle_topk",
+            Method::H2o(_) => "h2o",
+            Method::Snapkv(_) => "snapkv",
+            Method::Quest(_) => "quest",
+            Method::Infllm(_) => "infllm",
+            Method::Dam(_) => "dam",
+            Method::ExactTop(_) => "exact_top",
+        }
+    }
+
+    /// When it acts.
+    pub fn phase(&self) -> Phase {
+        let name = self.name();
+        ENTRIES
+            .iter()
+            .find(|entry| entry.name == name)
+            .map_or(Phase::Prefill, |entry| entry.phase)
+    }
+
+    /// Whether the output of a row depends on no later token, so that likelihoods may be scored row by row.
+    pub fn is_causal_map(&self) -> bool {
+        matches!(self.method, Method::AShape(_) | Method::Streamingllm(_))
+            || self.phase() == Phase::Decode
+    }
+
+    /// Checks all settings.
+    ///
+    /// # Errors
+    /// The first value outside its range.
+    pub fn check(&self) -> Result<(), SelectError> {
+        let gqa = self.common.gqa;
+        match &self.method {
+            Method::Bfla(config) => config.check(),
+            Method::Momo(config) => config.check(gqa),
+            Method::Delta(config, base) => base.check().and(config.check()),
+            Method::BaAtt(config) => config.check(gqa),
+            Method::Pbs(config) => config.check(gqa),
+            Method::Xattention(config) => config.check(),
+            Method::Minference(config) => config.check(gqa),
+            Method::VerticalSlash(config) => config.check(),
+            Method::BlockSparse(config) => config.check(),
+            Method::AShape(config) => config.check(),
+            Method::TriShape(config) => config.check(),
+            Method::Flexprefill(config) => config.check(gqa),
+            Method::Meanpool(config) => config.check(),
+            Method::Streamingllm(config) => config.check(),
+            Method::Infinitehip(config) => config.check(gqa),
+            Method::OracleTopk(config) => config.check(),
+            Method::H2o(config) => config.check(),
+            Method::Snapkv(config) => config.check(),
+            Method::Quest(config) => config.check(),
+            Method::Infllm(config) => config.check(),
+            Method::Dam(config) => config.check(),
+            Method::ExactTop(config) => config.check(),
+        }
+    }
+
+    /// Refuses settings that cannot work within a context of so many tokens.
+    ///
+    /// # Errors
+    /// A segment longer than the context.
+    pub fn check_context(&self, max_tokens: usize) -> Result<(), SelectError> {
+        let segment = match &self.method {
+            Method::Pbs(config) => config.segment,
+            Method::BaAtt(config) if config.causal => config.segment,
+            Method::Delta(_, base) => return base.check_context(max_tokens),
+            _ => return Ok(()),
+        };
+        if segment <= max_tokens {
+            return Ok(());
+        }
+        Err(SelectError::Value {
+            selector: self.name(),
+            problem: format!(
+                "segment={segment} is longer than the context of {max_tokens} tokens, so every call would be dense"
+            ),
+            hint: "give a shorter segment or a longer context".to_owned(),
+        })
+    }
+
+    /// What a prefill call computes under this selector.
+    ///
+    /// # Errors
+    /// A decode method; settings that do not fit the call.
+    pub fn select(&self, call: &Call<'_>) -> Result<SparseMask, SelectError> {
+        let started = Instant::now();
+        let mut mask = self.select_untimed(call)?;
+        let rows = call.shape.num_queries;
+        if self.common.last_dense_rows > 0 && !mask.stats.dense_call {
+            mask.add_dense_rows(rows.saturating_sub(self.common.last_dense_rows)..rows);
+        }
+        mask.stats.select_seconds = started.elapsed().as_secs_f64();
+        Ok(mask)
+    }
+
+    fn select_untimed(&self, call: &Call<'_>) -> Result<SparseMask, SelectError> {
+        let gqa = self.common.gqa;
+        if self.phase() == Phase::Decode {
+            return Err(SelectError::Unsupported {
+                selector: self.name(),
+                problem: "acts while decoding, not in prefill".to_owned(),
+                hint: format!(
+                    "use it where tokens are generated one by one; prefill methods are {}",
+                    names_of(Phase::Prefill).join(", ")
+                ),
+            });
+        }
+        if call.shape.num_queries < self.common.min_prefill_tokens.max(1)
+            || call.layer < self.common.first_dense_layers
+        {
+            return Ok(SparseMask::dense(call.shape));
+        }
+        Ok(match &self.method {
+            Method::Bfla(config) => config.select(call, gqa),
+            Method::Momo(config) => config.select(call, gqa),
+            Method::Delta(config, base) => {
+                let mut mask = base.select(call)?;
+                if !mask.stats.dense_call {
+                    config.correct(call, &mut mask);
+                }
+                mask
+            }
+            Method::BaAtt(config) => config.select(call, gqa)?,
+            Method::Pbs(config) => config.select(call, gqa),
+            Method::Xattention(config) => config.select(call, gqa),
+            Method::Minference(config) => config.select(call),
+            Method::VerticalSlash(config) => config.select(call, gqa),
+            Method::BlockSparse(config) => config.select(call, gqa),
+            Method::AShape(config) => config.select(call),
+            Method::TriShape(config) => config.select(call),
+            Method::Flexprefill(config) => config.select(call, gqa),
+            Method::Meanpool(config) => config.select(call, gqa),
+            Method::Streamingllm(config) => config.select(call),
+            Method::Infinitehip(config) => config.select(call, gqa),
+            Method::OracleTopk(config) => config.select(call, gqa),
+            // Refused above.
+            Method::H2o(_)
+            | Method::Snapkv(_)
+            | Method::Quest(_)
+            | Method::Infllm(_)
+            | Method::Dam(_)
+            | Method::ExactTop(_) => SparseMask::dense(call.shape),
+        })
+    }
+
+    /// Selects and attends.
+    ///
+    /// # Errors
+    /// As [`select`](Self::select).
+    pub fn prefill(&self, call: &Call<'_>) -> Result<Prefill, SelectError> {
+        let started = Instant::now();
+        let mask = self.select(call)?;
+        let output = block_sparse_attention(call, &mask)?;
+        Ok(Prefill {
+            output,
+            mask,
+            seconds: started.elapsed().as_secs_f64(),
+        })
+    }
+
+    /// The same for requests of different lengths; each is its own call.
+    ///
+    /// # Errors
+    /// As [`select`](Self::select).
+    pub fn prefill_batch(&self, calls: &[Call<'_>]) -> Result<Vec<Prefill>, SelectError> {
+        calls.iter().map(|call| self.prefill(call)).collect()
+    }
+}
+
+/// Names of the methods that act in a phase.
+pub fn names_of(phase: Phase) -> Vec<&'static str> {
+    ENTRIES
+        .iter()
+        .filter(|entry| entry.phase == phase || entry.phase == Phase::Both)
+        .map(|entry| entry.name)
+        .collect()
+}

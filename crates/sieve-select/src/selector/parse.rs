@@ -1,0 +1,436 @@
+//! `NAME:key=value,…`, read and written, and the help.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Number, Value};
+
+use super::{Common, ENTRIES, Method, Phase, Selector};
+use crate::error::SelectError;
+use crate::gqa::GqaPolicy;
+
+/// One key=value as written.
+type Item<'t> = (&'t str, &'t str);
+
+impl Selector {
+    /// A selector by its name, with its defaults.
+    ///
+    /// # Errors
+    /// An unknown name.
+    pub fn by_name(name: &str) -> Result<Self, SelectError> {
+        Self::parse(name)
+    }
+
+    /// Reads `NAME:key=value,…`; the pattern file of `minference` and the map of `dam` are read too.
+    ///
+    /// # Errors
+    /// An unknown name or key (the nearest is named), a value of another type or outside its range, a missing file.
+    pub fn parse(text: &str) -> Result<Self, SelectError> {
+        let (name, rest) = text.split_once(':').unwrap_or((text, ""));
+        let name = name.trim();
+        let mut items = Vec::new();
+        for item in rest
+            .split(',')
+            .map(str::trim)
+            .filter(|item| !item.is_empty())
+        {
+            let Some((key, value)) = item.split_once('=') else {
+                return Err(SelectError::Form {
+                    selector: name.to_owned(),
+                    item: item.to_owned(),
+                    problem: "it has no =".to_owned(),
+                });
+            };
+            items.push((key.trim(), value.trim()));
+        }
+        if let Some(at) =
+            (1..items.len()).find(|&at| items[..at].iter().any(|item| item.0 == items[at].0))
+        {
+            return Err(SelectError::Form {
+                selector: name.to_owned(),
+                item: format!("{}={}", items[at].0, items[at].1),
+                problem: "the key is given twice".to_owned(),
+            });
+        }
+        let method = method_of(name, &mut items)?;
+        let defaults = serde_json::to_value(method_common(name)).ok();
+        let common: Common = read(name, &items, defaults)?;
+        let selector = Self { method, common };
+        selector.check()?;
+        Ok(selector)
+    }
+
+    /// Names, keys with defaults, and papers of all methods.
+    pub fn help() -> String {
+        let mut text = String::from("--selector NAME:key=value,key=value\n");
+        for (phase, title) in [(Phase::Prefill, "prefill"), (Phase::Decode, "decode")] {
+            text += &format!("\n{title}\n");
+            for entry in ENTRIES
+                .iter()
+                .filter(|e| e.phase == phase || (e.phase == Phase::Both && phase == Phase::Prefill))
+            {
+                let both = if entry.phase == Phase::Both {
+                    " (decode too)"
+                } else {
+                    ""
+                };
+                text += &format!(
+                    "  {:15} {}{both}  [{}]\n",
+                    entry.name, entry.about, entry.paper
+                );
+                let keys = Self::by_name(entry.name).map(|selector| selector.own_items());
+                let keys: Vec<String> = keys
+                    .into_iter()
+                    .flatten()
+                    .map(|(key, value)| format!("{key}={value}"))
+                    .collect();
+                if !keys.is_empty() {
+                    text += &format!("  {:15} {}\n", "", keys.join(","));
+                }
+            }
+        }
+        text += "\nall: min_prefill_tokens=256 (shorter prefill calls are dense), first_dense_layers=0 (momo, infinitehip: 3; quest has \
+                 dense_layers), last_dense_rows=0, gqa=per_query|union|mean (bfla: union, others: per_query)\n\
+                 delta takes the settings of its base as base.key=value\n";
+        text
+    }
+
+    /// All keys of the method with their values, as written on the flag.
+    fn own_items(&self) -> Vec<(String, String)> {
+        fn items(config: &impl Serialize) -> Vec<(String, String)> {
+            let Ok(Value::Object(map)) = serde_json::to_value(config) else {
+                return Vec::new();
+            };
+            map.into_iter()
+                .map(|(key, value)| (key, text_of(&value)))
+                .collect()
+        }
+        match &self.method {
+            Method::Bfla(config) => items(config),
+            Method::Momo(config) => items(config),
+            Method::Delta(config, base) => {
+                let own = items(config).into_iter();
+                let base = base
+                    .all_items()
+                    .into_iter()
+                    .map(|(key, value)| (format!("base.{key}"), value));
+                own.chain(base).collect()
+            }
+            Method::BaAtt(config) => items(config),
+            Method::Pbs(config) => items(config),
+            Method::Xattention(config) => items(config),
+            Method::Minference(config) => items(config),
+            Method::VerticalSlash(config) => items(config),
+            Method::BlockSparse(config) => items(config),
+            Method::AShape(config) => items(config),
+            Method::TriShape(config) => items(config),
+            Method::Flexprefill(config) => items(config),
+            Method::Meanpool(config) => items(config),
+            Method::Streamingllm(config) => items(config),
+            Method::Infinitehip(config) => items(config),
+            Method::OracleTopk(config) => items(config),
+            Method::H2o(config) => items(config),
+            Method::Snapkv(config) => items(config),
+            Method::Quest(config) => items(config),
+            Method::Infllm(config) => items(config),
+            Method::Dam(config) => items(config),
+            Method::ExactTop(config) => items(config),
+        }
+    }
+
+    fn all_items(&self) -> Vec<(String, String)> {
+        let mut items = self.own_items();
+        if let Ok(Value::Object(map)) = serde_json::to_value(&self.common) {
+            items.extend(map.into_iter().map(|(key, value)| (key, text_of(&value))));
+        }
+        items
+    }
+}
+
+impl FromStr for Selector {
+    type Err = SelectError;
+
+    fn from_str(text: &str) -> Result<Self, SelectError> {
+        Self::parse(text)
+    }
+}
+
+/// The whole setting, every key with its value; [`Selector::parse`] reads it back.
+impl fmt::Display for Selector {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let items = self
+            .all_items()
+            .into_iter()
+            .filter(|(_, value)| !value.is_empty());
+        let items: Vec<String> = items.map(|(key, value)| format!("{key}={value}")).collect();
+        write!(out, "{}:{}", self.name(), items.join(","))
+    }
+}
+
+/// Reads the method's own keys and takes them out of the list.
+fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
+    Ok(match name {
+        "bfla" => Method::Bfla(own(name, items)?),
+        "momo" => Method::Momo(own(name, items)?),
+        "delta" => delta(items)?,
+        "ba_att" => Method::BaAtt(own(name, items)?),
+        "pbs" => Method::Pbs(own(name, items)?),
+        "xattention" => Method::Xattention(own(name, items)?),
+        "minference" => {
+            let mut config: crate::prefill::minference::MinferenceConfig = own(name, items)?;
+            config.load()?;
+            Method::Minference(config)
+        }
+        "vertical_slash" => Method::VerticalSlash(own(name, items)?),
+        "block_sparse" => Method::BlockSparse(own(name, items)?),
+        "a_shape" => Method::AShape(own(name, items)?),
+        "tri_shape" => Method::TriShape(own(name, items)?),
+        "flexprefill" => Method::Flexprefill(own(name, items)?),
+        "meanpool" => Method::Meanpool(own(name, items)?),
+        "streamingllm" => Method::Streamingllm(own(name, items)?),
+        "infinitehip" => Method::Infinitehip(own(name, items)?),
+        "oracle_topk" => Method::OracleTopk(own(name, items)?),
+        "h2o" => Method::H2o(own(name, items)?),
+        "snapkv" => Method::Snapkv(own(name, items)?),
+        "quest" => Method::Quest(own(name, items)?),
+        "infllm" => Method::Infllm(own(name, items)?),
+        "dam" => {
+            let mut config: crate::decode::dam::DamConfig = own(name, items)?;
+            config.load()?;
+            Method::Dam(config)
+        }
+        "exact_top" => Method::ExactTop(own(name, items)?),
+        _ => {
+            let known: Vec<&'static str> = ENTRIES.iter().map(|entry| entry.name).collect();
+            return Err(SelectError::UnknownName {
+                name: name.to_owned(),
+                nearest: nearest(name, known.iter().copied()),
+                known,
+            });
+        }
+    })
+}
+
+/// The settings of delta's base are given as `base.key=value`.
+fn delta(items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
+    let (base_items, rest): (Vec<Item<'_>>, Vec<Item<'_>>) = items
+        .drain(..)
+        .partition(|item| item.0.starts_with("base."));
+    *items = rest;
+    let config: crate::prefill::delta::DeltaConfig = own("delta", items)?;
+    let keys: Vec<String> = base_items
+        .iter()
+        .map(|(key, value)| format!("{}={value}", key.trim_start_matches("base.")))
+        .collect();
+    let base = Selector::parse(&format!("{}:{}", config.base, keys.join(",")))?;
+    if base.phase() == Phase::Decode || matches!(base.method, Method::Delta(..) | Method::Momo(_)) {
+        return Err(SelectError::Value {
+            selector: "delta",
+            problem: format!(
+                "base={} cannot be corrected: it acts in decode, or corrects itself",
+                config.base
+            ),
+            hint: "use a prefill method other than momo and delta".to_owned(),
+        });
+    }
+    Ok(Method::Delta(config, Box::new(base)))
+}
+
+fn method_common(name: &str) -> Common {
+    Common {
+        min_prefill_tokens: 256,
+        first_dense_layers: if matches!(name, "momo" | "infinitehip") {
+            3
+        } else {
+            0
+        },
+        last_dense_rows: 0,
+        gqa: if name == "bfla" {
+            GqaPolicy::Union
+        } else {
+            GqaPolicy::PerQuery
+        },
+    }
+}
+
+/// Reads the keys a settings struct has; what is left belongs to the common ones.
+fn own<T: Default + Serialize + DeserializeOwned>(
+    name: &str,
+    items: &mut Vec<Item<'_>>,
+) -> Result<T, SelectError> {
+    let defaults = serde_json::to_value(T::default()).ok();
+    let Some(Value::Object(map)) = &defaults else {
+        return Ok(T::default());
+    };
+    let common = common_keys(name);
+    if let Some((key, _)) = items
+        .iter()
+        .find(|item| !map.contains_key(item.0) && !common.iter().any(|key| key == item.0))
+    {
+        let known: Vec<String> = map.keys().cloned().chain(common).collect();
+        return Err(SelectError::UnknownKey {
+            selector: name.to_owned(),
+            key: (*key).to_owned(),
+            nearest: nearest(key, known.iter().map(String::as_str)),
+            known,
+        });
+    }
+    let (mine, rest): (Vec<Item<'_>>, Vec<Item<'_>>) =
+        items.drain(..).partition(|item| map.contains_key(item.0));
+    *items = rest;
+    read(name, &mine, defaults)
+}
+
+fn common_keys(name: &str) -> Vec<String> {
+    match serde_json::to_value(method_common(name)) {
+        Ok(Value::Object(map)) => map.keys().cloned().collect(),
+        _ => Vec::new(),
+    }
+}
+
+/// Defaults with the given values in their place.
+fn read<T: DeserializeOwned>(
+    name: &str,
+    items: &[Item<'_>],
+    defaults: Option<Value>,
+) -> Result<T, SelectError> {
+    let mut map = match defaults {
+        Some(Value::Object(map)) => map,
+        _ => Map::new(),
+    };
+    let wrong = |key: &str, value: &str, problem: String| SelectError::Form {
+        selector: name.to_owned(),
+        item: format!("{key}={value}"),
+        problem,
+    };
+    for &(key, text) in items {
+        let default = map.get(key).cloned().unwrap_or(Value::Null);
+        let value = value_of(text, &default).map_err(|problem| wrong(key, text, problem))?;
+        // One at a time, so that the message names the key it is about.
+        let mut one = map.clone();
+        one.insert(key.to_owned(), value.clone());
+        if let Err(error) = serde_json::from_value::<T>(Value::Object(one)) {
+            return Err(wrong(key, text, error.to_string()));
+        }
+        map.insert(key.to_owned(), value);
+    }
+    serde_json::from_value(Value::Object(map)).map_err(|error| wrong("", "", error.to_string()))
+}
+
+/// Text as the type its default has; a default of none takes a number or `none`.
+fn value_of(text: &str, default: &Value) -> Result<Value, String> {
+    let float = |text: &str| {
+        let number = text.parse::<f64>().ok().and_then(Number::from_f64);
+        number
+            .map(Value::Number)
+            .ok_or_else(|| "wanted a number".to_owned())
+    };
+    let whole = |text: &str| {
+        text.parse::<u64>()
+            .map(Value::from)
+            .map_err(|_| "wanted a whole number".to_owned())
+    };
+    match default {
+        Value::Number(number) if number.is_f64() => float(text),
+        Value::Number(_) => whole(text),
+        Value::Bool(_) => text
+            .parse()
+            .map(Value::Bool)
+            .map_err(|_| "wanted true or false".to_owned()),
+        Value::Null if text == "none" => Ok(Value::Null),
+        Value::Null => whole(text).or_else(|_| float(text)),
+        _ => Ok(Value::String(text.to_owned())),
+    }
+}
+
+fn text_of(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Null => "none".to_owned(),
+        other => other.to_string(),
+    }
+}
+
+fn nearest<'k>(name: &str, known: impl Iterator<Item = &'k str>) -> String {
+    let likeness = |candidate: &str| strsim::jaro_winkler(&name.to_lowercase(), candidate);
+    known
+        .max_by(|a, b| likeness(a).total_cmp(&likeness(b)))
+        .unwrap_or_default()
+        .to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_selector_prints_what_it_reads() {
+        for entry in ENTRIES {
+            let selector = Selector::parse(entry.name).expect("defaults are valid");
+            assert_eq!(selector.name(), entry.name);
+            let text = selector.to_string();
+            assert_eq!(
+                Selector::parse(&text).expect("what it prints it reads"),
+                selector,
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn values_reach_their_settings() {
+        let selector =
+            Selector::parse("pbs:select=xattention, tau=0.8,segment=512,gqa=union").expect("valid");
+        let Method::Pbs(config) = &selector.method else {
+            panic!("another method");
+        };
+        assert_eq!((config.tau, config.segment), (0.8, 512));
+        assert_eq!(config.select, crate::prefill::pbs::PbsSelect::Xattention);
+        assert_eq!(selector.common.gqa, GqaPolicy::Union);
+        let selector =
+            Selector::parse("delta:base=a_shape,base.n_local=77,gamma=8").expect("valid");
+        assert!(selector.to_string().contains("base.n_local=77"));
+        let selector = Selector::parse("meanpool:top_k=5").expect("valid");
+        assert!(selector.to_string().contains("top_k=5"));
+    }
+
+    #[test]
+    fn mistakes_name_the_nearest_and_the_range() {
+        for (text, wanted) in [
+            ("xatention", "did you mean xattention?"),
+            ("pbs:segmnt=3", "did you mean segment?"),
+            ("pbs:segment", "it has no ="),
+            ("pbs:segment=x", "wanted a whole number"),
+            ("pbs:tau=2", "tau=2 is outside [0, 1]"),
+            ("pbs:select=best", "unknown variant"),
+            ("pbs:tau=0.1,tau=0.2", "given twice"),
+            ("xattention:stride=7", "stride=7 does not divide block=128"),
+            ("xattention:stride=0", "stride=0 makes no sense"),
+            ("bfla:tile=100", "tile=100 does not divide block=256"),
+            ("flexprefill:gqa=mean", "gqa=mean is not defined"),
+            ("delta:base=h2o", "cannot be corrected"),
+            ("delta:base=strem", "did you mean streamingllm?"),
+            ("minference:pattern=/nowhere.json", "/nowhere.json"),
+            ("oracle_topk:tau=-1", "outside [0, 1]"),
+        ] {
+            let error = Selector::parse(text).expect_err(text).to_string();
+            assert!(error.contains(wanted), "{text}: {error}");
+            assert!(error.contains("hint:"), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn help_lists_every_name_with_its_keys() {
+        let help = Selector::help();
+        for entry in ENTRIES {
+            assert!(
+                help.contains(entry.name) && help.contains(entry.paper),
+                "{}",
+                entry.name
+            );
+        }
+        assert!(help.contains("tau=0.9"));
+    }
+}

@@ -1,0 +1,149 @@
+//! Random and structured inputs, and comparisons, for the tests.
+
+use crate::call::{Call, CallShape};
+
+/// A small generator (splitmix64); tests name their seed.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut x = self.0;
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    pub(crate) fn below(&mut self, limit: usize) -> usize {
+        (self.bits() % limit as u64) as usize
+    }
+
+    /// About normal, mean 0, variance 1.
+    pub(crate) fn normal(&mut self) -> f32 {
+        let sum: f64 = (0..12)
+            .map(|_| (self.bits() >> 11) as f64 / (1_u64 << 53) as f64)
+            .sum();
+        (sum - 6.0) as f32
+    }
+
+    pub(crate) fn vector(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.normal()).collect()
+    }
+}
+
+/// Operands that own their memory.
+#[derive(Clone)]
+pub(crate) struct TestCall {
+    pub(crate) shape: CallShape,
+    pub(crate) q: Vec<f32>,
+    pub(crate) k: Vec<f32>,
+    pub(crate) v: Vec<f32>,
+}
+
+impl TestCall {
+    /// Normal numbers; `heads` are query and KV heads.
+    pub(crate) fn random(
+        random: &mut Random,
+        num_queries: usize,
+        num_keys: usize,
+        heads: [usize; 2],
+        head_dim: usize,
+    ) -> Self {
+        let shape = CallShape {
+            num_queries,
+            num_keys,
+            num_heads: heads[0],
+            num_kv_heads: heads[1],
+            head_dim,
+        };
+        let kv_len = num_keys * heads[1] * head_dim;
+        Self {
+            shape,
+            q: random.vector(num_queries * heads[0] * head_dim),
+            k: random.vector(kv_len),
+            v: random.vector(kv_len),
+        }
+    }
+
+    /// As trained heads look: a sink, a few keys that many queries want, topics that come and go, and nearness.
+    pub(crate) fn structured(
+        random: &mut Random,
+        num_tokens: usize,
+        heads: [usize; 2],
+        head_dim: usize,
+    ) -> Self {
+        let mut call = Self::random(random, num_tokens, num_tokens, heads, head_dim);
+        let topics: Vec<Vec<f32>> = (0..7).map(|_| random.vector(head_dim)).collect();
+        for t in 0..num_tokens {
+            let topic = &topics[(t / 97) % 7];
+            for p in 0..heads[0] {
+                let at = (t * heads[0] + p) * head_dim;
+                mix_in(&mut call.q[at..at + head_dim], topic);
+                call.q[at] = 3.0;
+            }
+            for h in 0..heads[1] {
+                let at = (t * heads[1] + h) * head_dim;
+                mix_in(&mut call.k[at..at + head_dim], topic);
+                call.k[at] = match t {
+                    0 => 12.0,
+                    _ if t % 211 == 5 => 8.0,
+                    _ => 0.0,
+                };
+            }
+        }
+        call
+    }
+
+    pub(crate) fn call(&self) -> Call<'_> {
+        Call::new(self.shape, &self.q, &self.k, &self.v).expect("the sizes fit")
+    }
+
+    /// Rows `first..end` as a call of their own, over the keys before `end`.
+    pub(crate) fn chunk(&self, first: usize, end: usize) -> TestCall {
+        let context = self.shape.context();
+        let (q_len, k_len) = (
+            self.shape.num_heads * self.shape.head_dim,
+            self.shape.num_kv_heads * self.shape.head_dim,
+        );
+        TestCall {
+            shape: CallShape {
+                num_queries: end - first,
+                num_keys: context + end,
+                ..self.shape
+            },
+            q: self.q[first * q_len..end * q_len].to_vec(),
+            k: self.k[..(context + end) * k_len].to_vec(),
+            v: self.v[..(context + end) * k_len].to_vec(),
+        }
+    }
+}
+
+fn mix_in(x: &mut [f32], topic: &[f32]) {
+    x.iter_mut()
+        .zip(topic)
+        .for_each(|(x, topic)| *x = 0.6 * *x + 0.7 * topic);
+}
+
+/// Fails on a value that is not finite, then on the largest |difference| above `tolerance * (1 + |expected|)`.
+#[track_caller]
+pub(crate) fn assert_close(what: &str, got: &[f32], expected: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), expected.len(), "{what}: lengths differ");
+    let mut worst = (0.0, 0);
+    for (i, (&got, &expected)) in got.iter().zip(expected).enumerate() {
+        assert!(
+            got.is_finite() && expected.is_finite(),
+            "{what}[{i}]: {got}, expected {expected}"
+        );
+        let error = (f64::from(got) - expected).abs() / (1.0 + expected.abs());
+        if error > worst.0 {
+            worst = (error, i);
+        }
+    }
+    let (error, i) = worst;
+    assert!(
+        error <= tolerance,
+        "{what}[{i}]: {} instead of {}, error {error:e}",
+        got[i],
+        expected[i]
+    );
+}

@@ -1,0 +1,93 @@
+//! Nobody beats the oracle: recall of dense mass at equal density, among methods that choose among the same blocks.
+
+use super::{select, selector};
+use crate::test_data::{Random, TestCall};
+use crate::{block_sparse_attention, dense_attention, density, oracle_dense, recall};
+
+fn measured(text: &str, data: &TestCall) -> (f64, f64) {
+    let call = data.call();
+    let mask = select(text, data);
+    let sparse = block_sparse_attention(&call, &mask).expect("valid");
+    let dense = dense_attention(&call).expect("valid");
+    (density(&mask).token, recall(&sparse.lse, &dense.lse))
+}
+
+#[test]
+fn recall_of_everything_is_one_and_of_a_mask_is_its_dense_mass() {
+    let data = TestCall::structured(&mut Random(81), 200, [2, 1], 16);
+    let (density, all) = measured("meanpool:block=16,tau=1", &data);
+    assert!((density - 1.0).abs() < 1e-12 && (all - 1.0).abs() < 1e-5);
+    let mask = select("meanpool:block=16,tau=0.4", &data);
+    let (_, some) = measured("meanpool:block=16,tau=0.4", &data);
+    let (call, dense) = (data.call(), oracle_dense(&data.call()));
+    let mut mass = 0.0;
+    for head in 0..2 {
+        for row in 0..200 {
+            let shown = crate::oracle::expanded_row(&mask, head, row);
+            let (_, lse) = crate::oracle::oracle_row(&call, head, row, &shown);
+            mass += (lse - dense.lse[head * 200 + row]).exp() / 400.0;
+        }
+    }
+    assert!((some - mass).abs() < 1e-5, "{some} {mass}");
+}
+
+#[test]
+fn oracle_topk_is_an_upper_bound_at_equal_density() {
+    for seed in [82, 83] {
+        let data = TestCall::structured(&mut Random(seed), 512, [2, 1], 16);
+        for text in [
+            "meanpool:block=16,tau=0.5",
+            "xattention:block=16,stride=4,tau=0.6",
+            "block_sparse:block=16,topk=5",
+            "flexprefill:block=16,min_budget=16,gamma=0.5",
+            "bfla:block=16,group=8,tile=16,local_tokens=16,keep_mass=0.7,gqa=per_query",
+            "momo:gamma=4,beta=16,chi=16,k=3,k_exact=1,first_dense_layers=0,mode=sparse_only",
+        ] {
+            let (density, kept) = measured(text, &data);
+            // The smallest oracle that is at least as dense; then the largest that is not denser.
+            let oracles: Vec<(f64, f64)> = (1..=32)
+                .map(|k| measured(&format!("oracle_topk:block=16,k={k}"), &data))
+                .collect();
+            let above = oracles
+                .iter()
+                .find(|oracle| oracle.0 >= density)
+                .expect("all blocks are enough");
+            assert!(
+                above.1 >= kept - 1e-6,
+                "{text}: {kept} at {density}, oracle {above:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn momo_exact_choice_is_close_to_the_oracle() {
+    let data = TestCall::structured(&mut Random(84), 512, [2, 1], 16);
+    let (density, kept) = measured(
+        "momo:gamma=4,beta=16,chi=16,k=8,topk=exact,first_dense_layers=0,mode=sparse_only",
+        &data,
+    );
+    let oracle = (1..=32)
+        .map(|k| measured(&format!("oracle_topk:block=16,k={k}"), &data))
+        .find(|oracle| oracle.0 >= density)
+        .expect("all blocks are enough");
+    assert!(oracle.1 - kept < 0.05, "{kept} {oracle:?}");
+}
+
+#[test]
+fn estimates_beat_ranges_at_equal_density_where_topics_return() {
+    let data = TestCall::structured(&mut Random(85), 512, [2, 1], 16);
+    let estimate = measured("xattention:block=16,stride=4,tau=0.6", &data);
+    let ranges = (1..512)
+        .step_by(16)
+        .map(|local| measured(&format!("streamingllm:n_init=16,n_local={local}"), &data))
+        .find(|ranges| ranges.0 >= estimate.0)
+        .expect("all tokens are enough");
+    assert!(estimate.1 > ranges.1, "{estimate:?} {ranges:?}");
+    // What the flag prints reads back to the same selection.
+    let text = selector("xattention:block=16,stride=4,tau=0.6").to_string();
+    assert_eq!(
+        select(&text, &data).tile_idx,
+        select("xattention:block=16,stride=4,tau=0.6", &data).tile_idx
+    );
+}
