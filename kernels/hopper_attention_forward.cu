@@ -2,9 +2,9 @@
 // Math       logit_ij = softmax_scale * q_i . k_j + delta_j; o_i = sum_j softmax_j(logit_ij) v_j over the keys max(doc_start_i, i - window + 1) <= j <= i;
 //            lse_i = log sum_j exp(logit_ij)
 // Layout     as attention_forward; strides and offsets are multiples of 8
-// Buffers    (TENSOR_MAPS: k_map, v_map by value,) q, k, v, doc_start, (HAS_BIAS: delta,) o, lse
-// Defines    HEAD_DIM (64, 128), HAS_BIAS, HEADS_PER_TILE (a divisor of the group), NUM_CONSUMERS, BLOCK_KV 128, K_STAGES, V_STAGES, TAKE_TURNS,
-//            TENSOR_MAPS 0|1: maps of bf16 [batch, seq_len, num_kv_heads * HEAD_DIM] (k's and v's strides, base at their offset), box 1 x 128 x 64, 128-byte swizzle;
+// Buffers    (TENSOR_MAPS: q_map, k_map, v_map by value,) q, k, v, doc_start, (HAS_BIAS: delta,) o, lse
+// Defines    HEAD_DIM (64, 128), HAS_BIAS, HEADS_PER_TILE (a divisor of the group), NUM_CONSUMERS, BLOCK_KV 128, K_STAGES, V_STAGES, TAKE_TURNS (0, 1, 2),
+//            TENSOR_MAPS 0|1: maps of bf16 [batch, seq_len, heads * HEAD_DIM] (the tensor's strides, base at its offset), box 1 x TILE_QUERIES (q, do) or 128 (k, v) x 64, 128-byte swizzle;
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS (multiples of 8; 128 * (NUM_CONSUMERS * consumer + producer) <= 65536)
 // Tiling     BLOCK_Q = NUM_CONSUMERS * 64 rows = HEADS_PER_TILE heads x TILE_QUERIES queries. Persistent: grid (multiprocessors, 1, 1), any number works;
 //            128 + NUM_CONSUMERS * 128 threads, one block a multiprocessor; dynamic shared bytes = BLOCK_Q * HEAD_DIM * 2 + (K_STAGES + V_STAGES) * 256 * HEAD_DIM
@@ -25,7 +25,7 @@ struct HopperAttentionForwardParams {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_forward(
 #if TENSOR_MAPS
-    const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
 #endif
     const bf16* q, const bf16* k, const bf16* v, const i32* doc_start,
 #if HAS_BIAS
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_forwar
   const ForwardConsumer consumer = {{o, lse}};
   __syncthreads();  // the barriers are set up
 #if TENSOR_MAPS
-  const TensorMap* maps[2] = {&k_map, &v_map};
+  const TensorMap* maps[3] = {&q_map, &k_map, &v_map};
   run_block(tensors, work, consumer, maps, shared);
 #else
   run_block(tensors, work, consumer, nullptr, shared);

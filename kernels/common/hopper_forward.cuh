@@ -146,10 +146,13 @@ struct ForwardConsumer {
       multiply_stage(score, q, shared + K_AT + places.k.slot * STAGE_BYTES);
       wgmma_fence();
       weigh_stage(output, weights, shared + V_AT + places.v.slot * STAGE_BYTES);
-#if TAKE_TURNS
+#if TAKE_TURNS == 1
       barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
 #endif
       wgmma_wait<1>();
+#if TAKE_TURNS == 2
+      barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
+#endif
       release(barrier_at(shared, EMPTY_K + places.k.slot));
       if (it == num_stages - 1) release(barrier_at(shared, EMPTY_Q));
 #if HAS_BIAS

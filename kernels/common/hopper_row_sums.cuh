@@ -38,10 +38,13 @@ struct RowSumsConsumer {
       wgmma_fence();
       multiply_stage(score, q, shared + K_AT + places.k.slot * STAGE_BYTES);
       multiply_stage(dp, d_out, shared + V_AT + places.v.slot * STAGE_BYTES);
-#if TAKE_TURNS
+#if TAKE_TURNS == 1
       barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
 #endif
       wgmma_wait<1>();
+#if TAKE_TURNS == 2
+      barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
+#endif
       release(barrier_at(shared, EMPTY_K + places.k.slot));
 
       // P = 2^(S - lse), zero where masked.

@@ -1,8 +1,8 @@
 // hopper_tiles: a tile of query rows and the stages of keys and values that stream past it, on Hopper (sm_90a): shared memory, barriers, masks; common to the
 // kernels that keep queries in place: attention (hopper_forward.cuh) and its backward's row sums (hopper_row_sums.cuh).
 // Defines    HEAD_DIM (64, 128); NUM_CONSUMERS warpgroups of 64 rows; BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query heads of a
-//            group share a tile; HAS_BIAS; GATHER; TENSOR_MAPS 0|1: keys and values by the copy engine instead of cp.async (dense only);
-//            TAKE_TURNS 0|1: consumers issue their products in turns; CONSUMER_REGISTERS, PRODUCER_REGISTERS; ROW_SUMS: output gradients beside the queries
+//            group share a tile; HAS_BIAS; GATHER; TENSOR_MAPS 0|1: tiles by the copy engine instead of cp.async (dense only);
+//            TAKE_TURNS: consumers issue their products in turns, 1: the next one's follow at once, 2: after this one's first product; CONSUMER_REGISTERS, PRODUCER_REGISTERS; ROW_SUMS: output gradients beside the queries
 // A stage's life: a producer thread waits for the slot (empty barrier), copies, and arrives at the full barrier when its copies are there; each
 // consumer warp releases the slot after the products that read it.
 #pragma once
@@ -265,7 +265,7 @@ DEVICE u32 start_block(void* memory) {
       barrier_init(barrier_at(shared, FULL_V + i), FILL);
       barrier_init(barrier_at(shared, EMPTY_V + i), NUM_CONSUMERS * 4);
     }
-    barrier_init(barrier_at(shared, FULL_Q), 256);  // copies of the queries; stores of the tile's description
+    barrier_init(barrier_at(shared, FULL_Q), FILL + 128);  // the queries; every producer thread's stores of the tile's description
     barrier_init(barrier_at(shared, EMPTY_Q), NUM_CONSUMERS * 4);
     barrier_ready();
   }

@@ -1,14 +1,17 @@
-// norm_row: how the RMSNorm kernels lay rows over warps. A row of up to 2048 * WARPS_PER_ROW columns belongs to WARPS_PER_ROW
-// neighbouring warps; a lane holds up to CHUNKS groups of eight neighbouring columns.
-// Defines    WARPS_PER_ROW (1, 2 or 4)
+// norm_row: how the RMSNorm kernels lay rows over warps. A row belongs to WARPS_PER_ROW neighbouring warps; a lane holds up to CHUNKS
+// groups of eight neighbouring columns of it.
+// Defines    WARPS_PER_ROW (a power of two), CHUNKS_PER_LANE (8)
 #pragma once
 #include "common/types.cuh"
 
 #ifndef WARPS_PER_ROW
 #define WARPS_PER_ROW 1
 #endif
+#ifndef CHUNKS_PER_LANE
+#define CHUNKS_PER_LANE 8
+#endif
 
-constexpr int CHUNKS = 8;
+constexpr int CHUNKS = CHUNKS_PER_LANE;
 constexpr int CHUNK_STEP = 32 * WARPS_PER_ROW;  // between a lane's chunks
 [[maybe_unused]] constexpr int MAX_WIDTH = CHUNKS * CHUNK_STEP * 8;
 

@@ -1,6 +1,6 @@
-// rotary_head: how the q/k-norm kernels lay a head over lanes. A lane holds eight columns of the first half of a head and the eight of
-// the second half that rotate with them; GROUP lanes hold a head, a warp HEADS_PER_WARP heads at once.
-// Defines    HEAD_DIM (a multiple of 16, at most 512)
+// rotary_head: how the q/k-norm kernels lay a head over lanes. A lane holds LANE_COLUMNS neighbouring columns of the first half of a head and
+// those of the second half that rotate with them; GROUP lanes hold a head, a warp HEADS_PER_WARP heads at once.
+// Defines    HEAD_DIM (a multiple of 16, at most 256)
 #pragma once
 #include "common/bf16x8.cuh"
 
@@ -8,30 +8,59 @@
 #define HEAD_DIM 128
 #endif
 
-constexpr int HALF = HEAD_DIM / 2, LANES = HALF / 8;
+// Four: with eight columns a lane, 16-byte accesses, too few warps fit an SM to keep the memory busy.
+constexpr int LANE_COLUMNS = 4, PAIRS = LANE_COLUMNS / 2;
+constexpr int HALF = HEAD_DIM / 2, LANES = HALF / LANE_COLUMNS;
 constexpr int GROUP = LANES <= 1 ? 1 : LANES <= 2 ? 2 : LANES <= 4 ? 4 : LANES <= 8 ? 8 : LANES <= 16 ? 16 : 32;
 constexpr int HEADS_PER_WARP = 32 / GROUP;
-static_assert(HEAD_DIM % 16 == 0 && LANES <= 32, "a head is 16 columns a lane, on at most a warp");
+static_assert(HEAD_DIM % 16 == 0 && LANES <= 32, "a head is whole lanes, on at most a warp");
 
-// Sixteen columns of a head: c .. c + 7 of each half.
+// A lane's columns of a head: the same of each half.
 struct HeadColumns {
-  float low[8], high[8];
+  float low[LANE_COLUMNS], high[LANE_COLUMNS];
 };
 
-DEVICE HeadColumns load_head(const bf16* head, int column) {
-  HeadColumns columns;
-  unpack_bf16x8(load_16_bytes(head + column), columns.low);
-  unpack_bf16x8(load_16_bytes(head + HALF + column), columns.high);
-  return columns;
+DEVICE void load_pairs(u32 (&to)[PAIRS], const bf16* from) {
+  const uint2 words = *reinterpret_cast<const uint2*>(from);
+  to[0] = words.x, to[1] = words.y;
+}
+DEVICE void store_columns(bf16* to, const float (&from)[LANE_COLUMNS]) {
+  *reinterpret_cast<uint2*>(to) = make_uint2(round_bf16x2(from[0], from[1]), round_bf16x2(from[2], from[3]));
+}
+
+// The same as it lies in memory.
+struct HeadWords {
+  u32 low[PAIRS], high[PAIRS];
+  DEVICE HeadColumns columns() const {
+    HeadColumns columns;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+      columns.low[2 * i] = bf16_low(low[i]), columns.low[2 * i + 1] = bf16_high(low[i]);
+      columns.high[2 * i] = bf16_low(high[i]), columns.high[2 * i + 1] = bf16_high(high[i]);
+    }
+    return columns;
+  }
+};
+
+DEVICE HeadWords load_head(const bf16* head, int column) {
+  HeadWords words;
+  load_pairs(words.low, head + column);
+  load_pairs(words.high, head + HALF + column);
+  return words;
 }
 DEVICE void store_head(bf16* head, int column, const HeadColumns& columns) {
-  store_16_bytes(head + column, pack_bf16x8(columns.low));
-  store_16_bytes(head + HALF + column, pack_bf16x8(columns.high));
+  store_columns(head + column, columns.low);
+  store_columns(head + HALF + column, columns.high);
+}
+
+DEVICE void load_f32_columns(float (&to)[LANE_COLUMNS], const float* from) {
+  const float4 four = *reinterpret_cast<const float4*>(from);
+  to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
 }
 // Cosines and sines of a token's angles, for the same columns.
 DEVICE HeadColumns load_angles(const float* cos, const float* sin, i64 at) {
   HeadColumns angles;
-  load_f32x8(cos + at, angles.low);
-  load_f32x8(sin + at, angles.high);
+  load_f32_columns(angles.low, cos + at);
+  load_f32_columns(angles.high, sin + at);
   return angles;
 }

@@ -8,11 +8,12 @@ import torch
 import attention_kernels as kernels
 from attention_bench import HEADS, Inputs, Timer, make_lists, rivals
 
-FORWARD = {"": {}, "2 heads": dict(HEADS_PER_TILE=2), "k3": dict(K_STAGES=3, V_STAGES=2), "cp.async": dict(TENSOR_MAPS=0)}
-FORWARD_64 = {"": {}, "free": dict(TAKE_TURNS=0), "2 heads": dict(HEADS_PER_TILE=2)}
-GATHER = {"": {}, "free": dict(TAKE_TURNS=0)}
-ROW_SUMS = {"": {}, "free": dict(TAKE_TURNS=0)}
-BACKWARD = {"maps": {}, "maps 232": dict(CONSUMER_REGISTERS=232, PRODUCER_REGISTERS=40), "maps red": dict(DQ_BULK=0, DO_STAGES=3), "cp.async": dict(TENSOR_MAPS=0)}
+FORWARD = {"turns 1": dict(TAKE_TURNS=1), "turns 2": dict(TAKE_TURNS=2), "turns 2, 2 heads": dict(TAKE_TURNS=2, HEADS_PER_TILE=2), "turns 2, 232": dict(TAKE_TURNS=2, CONSUMER_REGISTERS=232, PRODUCER_REGISTERS=40)}
+THREE = dict(NUM_CONSUMERS=3, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32)
+FORWARD_64 = {"turns 1": dict(TAKE_TURNS=1), "turns 2": dict(TAKE_TURNS=2), "3, free": dict(TAKE_TURNS=0, **THREE), "3, turns 1": dict(TAKE_TURNS=1, **THREE), "3, turns 2": dict(TAKE_TURNS=2, **THREE)}
+GATHER = {"turns 1": dict(TAKE_TURNS=1), "turns 2": dict(TAKE_TURNS=2)}
+ROW_SUMS = {"turns 1": dict(TAKE_TURNS=1), "turns 2": dict(TAKE_TURNS=2)}
+BACKWARD = {"bulk": {}, "red do3": dict(DQ_BULK=0, DO_STAGES=3)}
 
 
 class NoLists:
@@ -37,8 +38,8 @@ def record(rt, names):
             y.forward(with_variant(rt, "forward", options))
         x.forward(with_variant(rt, "forward", {}), bias=True)
         for options in GATHER.values():
-            x.dma_forward(with_variant(rt, "forward", options), NoLists)
-        y.dma_forward(with_variant(rt, "forward", {}), NoLists)
+            for z in (x, y):
+                z.dma_forward(with_variant(rt, "forward", options), NoLists)
         for options in ROW_SUMS.values():
             for z in (x, y):
                 z.backward(with_variant(rt, "row_sums", options), bias=True)
@@ -83,8 +84,8 @@ def run_forward(rt, timer, pool):
         lists = make_lists(pool, kind, n, window, "cuda")
         for name, options in GATHER.items():
             timer.time(f"dma {n} w {window} {kind}: {name}", pairs_flops(128, 1, n, window), lambda: x.dma_forward(with_variant(rt, "forward", options), lists), 15)
+            timer.time(f"dma {n} w {window} {kind} d64: {name}", pairs_flops(64, 1, n, window), lambda: y.dma_forward(rt, lists), 15)
         rt.forward = {}
-        timer.time(f"dma {n} w {window} {kind} d64", pairs_flops(64, 1, n, window), lambda: y.dma_forward(rt, lists), 15)
 
 
 def run_backward(rt, timer, pool):
@@ -99,10 +100,7 @@ def run_backward(rt, timer, pool):
         for name, options in BACKWARD.items():
             timer.time(f"{label} backward: {name}", flops, lambda: x.backward(with_variant(rt, "backward", options), window=window, dq_sum=dq_sum), 8)
         rt.backward = {}
-        words = backward_words(x, window)
-        for name, options in BACKWARD.items():
-            timer.time(f"{label} backward, main kernel: {name}", flops, lambda: words(with_variant(rt, "backward", options), dq_sum), 8)
-        rt.backward = {}
+        pieces(rt, timer, label, lambda rt: x.backward(rt, window=window, dq_sum=dq_sum))
         timer.time(f"{label} backward, deterministic", flops, lambda: x.backward(rt, window=window, deterministic=True), 8)
     n, window = 16384, 1024
     for d in (128, 64):
@@ -117,35 +115,23 @@ def run_backward(rt, timer, pool):
                 timer.time(f"dma {n} w {window} {kind} d{d} backward: {name}", flops, lambda: x.dma_backward(with_variant(rt, "backward", options), lists, None, False, 16, sums), 8)
             rt.backward = {}
             for name, options in ROW_SUMS.items():
-                timer.time(f"dma {n} w {window} {kind} d{d} row sums: {name}", pairs_flops(d, 1, n, window), lambda: row_sums(with_variant(rt, "row_sums", options), x, lists), 8)
+                timer.time(f"dma {n} w {window} {kind} d{d} backward: row sums {name}", flops, lambda: x.dma_backward(with_variant(rt, "row_sums", options), lists, None, False, 16, sums), 8)
             rt.row_sums = {}
+            pieces(rt, timer, f"dma {n} w {window} {kind} d{d}", lambda rt: x.dma_backward(rt, lists, None, False, 16, sums))
             timer.time(f"dma {n} w {window} {kind} d{d} backward, row sums from o", flops, lambda: x.dma_backward(rt, lists, None, False, 16, sums, False), 8)
 
 
-def row_sums(rt, x, lists):
-    stats = x.ddelta.new_zeros(x.b, HEADS, kernels.padded_len(x.n), 2)
-    t = kernels.row_sums_tiling(x.d, x.d, True, HEADS // x.hkv)
-    kernels.dma_query_kernel(rt, "dma_attention_row_sums", t, x.q, x.k, x.v, x.do, stats, x.delta, lists, x.scale)
-
-
-def backward_words(x, window):
-    """A call of the main backward kernel alone."""
+def pieces(rt, timer, label, call):
+    """Times each launch of `call` by itself."""
     recorded = []
 
     class Capture:
-        def launch(self, file, entry, defines, grid, threads, shared, tensors, words):
-            recorded.append((file, entry, defines, grid, threads, shared, tensors, words))
+        def launch(self, *launch):
+            recorded.append(launch)
 
-    x.backward(Capture(), window=window)
-    (launch,) = [r for r in recorded if r[1] == "attention_backward"]
-    at = next(i for i, t in enumerate(launch[6]) if t.dtype == torch.float32 and t.numel() == x.b * HEADS * kernels.padded_len(x.n) * x.d)
-
-    def run(rt, dq_sum):
-        tensors = list(launch[6])
-        tensors[at] = dq_sum
-        rt.launch(*launch[:6], tensors, launch[7])
-
-    return run
+    call(Capture())
+    for launch in recorded:
+        timer.time(f"{label}: {launch[1]}", 0, lambda: rt.launch(*launch), 8)
 
 
 def run(make_runtime, names, torch):

@@ -81,7 +81,11 @@ class HopperRuntime(CubinRuntime):
                 t["HEADS_PER_TILE"] //= 2
             if gather:
                 t.pop("TENSOR_MAPS", None)
-            maps = [packed(at, words[3], 128) for at in (1, 2)] if t.get("TENSOR_MAPS") else []
+            maps, width = [], words[2] * d
+            if t.get("TENSOR_MAPS"):
+                rows = t["NUM_CONSUMERS"] * 64 // t["HEADS_PER_TILE"]
+                maps = [packed(0, words[2], rows)] + [packed(at, words[3], 128) for at in (1, 2)]
+                maps += [(3, (0, width, words[1], words[0], width, words[1] * width, rows))] if sums else []
             specific = {} if gather else dict(HAS_BIAS=int(bias))
             return ("hopper_" + entry, {"HEAD_DIM": d, **t, **specific}, (self.multiprocessors, 1, 1), 128 + t["NUM_CONSUMERS"] * 128,
                     forward_shared_bytes(d, t, gather, bias, sums), maps)
