@@ -35,6 +35,8 @@ pub(crate) fn run(python: &Path, script: &str, arguments: &[String]) -> String {
     let output = Command::new(python)
         .arg(folder.join(script))
         .args(arguments)
+        // Exports bring code of their own, which transformers copies before it runs.
+        .env("HF_MODULES_CACHE", env!("CARGO_TARGET_TMPDIR"))
         .output()
         .expect("the interpreter ran before");
     assert!(

@@ -20,9 +20,9 @@ def main() -> None:
     input_ids = torch.tensor([[int(token) for token in tokens.split(",")]])
     for folder in folders:
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", torch_dtype=torch.float32, output_loading_info=True
+            folder, attn_implementation="eager", torch_dtype=torch.float32, output_loading_info=True, trust_remote_code=True
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
         model.eval()
         with torch.no_grad():
             logits = model(input_ids, use_cache=False).logits

@@ -13,9 +13,12 @@ mod sampler;
 mod document;
 mod perplexity;
 
+mod recall;
+
 pub use document::{EvalDocument, prepared_documents, text_documents};
 pub use error::EvalError;
 pub use generator::{GenerateConfig, Generator};
 pub use logits::logits;
 pub use perplexity::{PerplexityConfig, PerplexityReport, perplexity};
+pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, recall};
 pub use sampler::{Sampler, Sampling};

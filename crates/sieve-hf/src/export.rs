@@ -1,12 +1,14 @@
 //! The Hugging Face layout: weights, configuration and tokenizer as stock `transformers` classes read them.
 //!
 //! Dense and sliding-window models are `Qwen3ForCausalLM`, dynamic mask models `DogeForCausalLM`; no remote code is needed.
+//! NSA and MLA have no stock class: `modeling_sieve.py`, written beside their weights, computes them
+//! (`trust_remote_code=True`).
 //! The same checkpoint always gives the same bytes.
 
 mod config;
 mod folder;
 mod shards;
-mod tensors;
+pub(crate) mod tensors;
 mod tokenizer_files;
 
 use crate::checkpoint::write_synced;
@@ -74,11 +76,19 @@ pub struct ExportReport {
     pub num_bytes: u64,
 }
 
+/// The Python file that computes NSA and MLA.
+const MODELING: (&str, &str) = (
+    "modeling_sieve.py",
+    include_str!("export/modeling_sieve.py"),
+);
+
 /// The class of `transformers` that computes a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Architecture {
+pub(crate) enum Architecture {
     Qwen3,
     Doge,
+    /// Of `modeling_sieve.py`.
+    Sieve,
 }
 
 impl Architecture {
@@ -86,6 +96,7 @@ impl Architecture {
         match self {
             Self::Qwen3 => "Qwen3ForCausalLM",
             Self::Doge => "DogeForCausalLM",
+            Self::Sieve => "SieveForCausalLM",
         }
     }
 
@@ -99,10 +110,7 @@ impl Architecture {
                 })
             }
             Attention::Mha | Attention::Swa { .. } => Ok(Self::Qwen3),
-            Attention::Mla(_) | Attention::Nsa(_) => Err(CheckpointError::NotExportable {
-                what: "attention.kind = \"mla\" or \"nsa\"",
-                hint: "not built yet",
-            }),
+            Attention::Mla(_) | Attention::Nsa(_) => Ok(Self::Sieve),
             Attention::Dma {
                 bias: DmaBias::Linear,
                 ..
@@ -139,9 +147,16 @@ pub fn export(
     ];
     let tokenizer_files = tokenizer_files::read(checkpoint, shape.max_seq_len, options)?;
 
+    let modeling =
+        (architecture == Architecture::Sieve).then(|| (MODELING.0, MODELING.1.to_owned()));
+    let texts = json_files
+        .into_iter()
+        .chain(modeling)
+        .chain(tokenizer_files);
+
     let folder = OutFolder::claim(out)?;
     let mut files = Vec::new();
-    for (name, text) in json_files.into_iter().chain(tokenizer_files) {
+    for (name, text) in texts {
         write_synced(&folder.partial(name), text.as_bytes())?;
         files.push(name.to_owned());
     }

@@ -1,5 +1,6 @@
 //! `sieve eval`: how good a model is.
 
+mod mqar;
 mod ppl;
 
 use anyhow::Result;
@@ -10,11 +11,14 @@ use clap::Subcommand;
 pub(crate) enum EvalCommand {
     /// Perplexity and bits per byte on text
     Ppl(ppl::PplArgs),
+    /// Accuracy on multi-query associative recall, by number of pairs, length and distance
+    Mqar(mqar::MqarArgs),
 }
 
 /// Runs the command.
 pub(crate) fn run(command: EvalCommand) -> Result<()> {
     match command {
         EvalCommand::Ppl(args) => ppl::run(args),
+        EvalCommand::Mqar(args) => mqar::run(args),
     }
 }

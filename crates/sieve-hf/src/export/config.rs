@@ -21,6 +21,7 @@ pub(super) fn model(
         "model_type": match architecture {
             Architecture::Qwen3 => "qwen3",
             Architecture::Doge => "doge",
+            Architecture::Sieve => "sieve",
         },
         "attention_bias": false,
         "attention_dropout": 0.0,
@@ -69,7 +70,8 @@ fn attention(shape: &ModelShape) -> Map<String, Value> {
             "max_window_layers": 0,
             "layer_types": layer_types("sliding_attention"),
         }),
-        Attention::Mla(_) | Attention::Nsa(_) => unreachable!("Architecture::of refuses them"),
+        Attention::Mla(mla) => of_sieve(shape, "mla", json!(mla)),
+        Attention::Nsa(nsa) => of_sieve(shape, "nsa", json!(nsa)),
         Attention::Dma {
             keep_window_size, ..
         } => json!({
@@ -84,6 +86,23 @@ fn attention(shape: &ModelShape) -> Map<String, Value> {
         Value::Object(keys) => keys,
         _ => unreachable!("built as an object above"),
     }
+}
+
+/// The keys that `modeling_sieve.py` reads.
+fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
+    let mut keys = json!({
+        "attention_kind": kind,
+        "residual_scale": shape.residual_scale,
+        "auto_map": {
+            "AutoConfig": "modeling_sieve.SieveConfig",
+            "AutoModelForCausalLM": "modeling_sieve.SieveForCausalLM",
+        },
+        "use_cache": false,
+    });
+    if let (Value::Object(keys), Value::Object(sizes)) = (&mut keys, sizes) {
+        keys.extend(sizes);
+    }
+    keys
 }
 
 /// `generation_config.json`.

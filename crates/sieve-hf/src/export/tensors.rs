@@ -2,23 +2,24 @@
 use super::Architecture;
 use crate::{CheckpointError, NamedTensor, TensorFile};
 use burn::tensor::{Bytes, DType, TensorData};
-use sieve_core::{Attention, ModelShape};
+use sieve_core::model::NUM_NSA_BRANCHES;
+use sieve_core::{Attention, MlaShape, ModelShape, NsaShape};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// One tensor of the export.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct ExportTensor {
+pub(crate) struct ExportTensor {
     /// Its name in `transformers`.
-    pub(super) name: String,
+    pub(crate) name: String,
     /// Its shape.
-    pub(super) shape: Vec<usize>,
-    source: Source,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) source: Source,
 }
 
 /// Where its values come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Source {
+pub(crate) enum Source {
     /// These rows of a checkpoint's tensor, which has `num_rows` of them.
     Rows {
         name: String,
@@ -95,7 +96,7 @@ impl ExportTensor {
 }
 
 /// All tensors of the export, in the order of the forward pass.
-pub(super) fn tensors_of(shape: &ModelShape, architecture: Architecture) -> Vec<ExportTensor> {
+pub(crate) fn tensors_of(shape: &ModelShape, architecture: Architecture) -> Vec<ExportTensor> {
     let (d_model, vocab_size) = (shape.d_model, shape.vocab_size);
     let embedding = "embed_tokens.weight";
     let mut tensors = vec![ExportTensor::whole(
@@ -155,26 +156,46 @@ fn push_layer(
 
     let norm = "input_layernorm.weight";
     tensors.push(whole(norm, norm, &[d_model]));
-    tensors.extend(split(
-        "self_attn.qkv.qkv_proj.weight",
-        &[
-            ("self_attn.q_proj.weight", q_width),
-            ("self_attn.k_proj.weight", kv_width),
-            ("self_attn.v_proj.weight", kv_width),
-        ],
-    ));
-    for norm in ["q_norm", "k_norm"] {
-        tensors.push(whole(
-            &format!("self_attn.{norm}.weight"),
-            &format!("self_attn.qkv.{norm}.weight"),
-            &[head_dim],
-        ));
+    match shape.attention {
+        Attention::Mla(mla) => push_latent(tensors, shape, mla, &whole),
+        _ => {
+            tensors.extend(split(
+                "self_attn.qkv.qkv_proj.weight",
+                &[
+                    ("self_attn.q_proj.weight", q_width),
+                    ("self_attn.k_proj.weight", kv_width),
+                    ("self_attn.v_proj.weight", kv_width),
+                ],
+            ));
+            for norm in ["q_norm", "k_norm"] {
+                tensors.push(whole(
+                    &format!("self_attn.{norm}.weight"),
+                    &format!("self_attn.qkv.{norm}.weight"),
+                    &[head_dim],
+                ));
+            }
+        }
     }
-    if let Attention::Dma { .. } = shape.attention {
-        let num_kv_heads = shape.num_kv_heads;
-        tensors.push(whole("self_attn.A", "self_attn.a", &[num_kv_heads]));
-        let dt_proj = "self_attn.dt_proj.weight";
-        tensors.push(whole(dt_proj, dt_proj, &[num_kv_heads, kv_width]));
+    match shape.attention {
+        Attention::Dma { .. } => {
+            let num_kv_heads = shape.num_kv_heads;
+            tensors.push(whole("self_attn.A", "self_attn.a", &[num_kv_heads]));
+            let dt_proj = "self_attn.dt_proj.weight";
+            tensors.push(whole(dt_proj, dt_proj, &[num_kv_heads, kv_width]));
+        }
+        Attention::Nsa(nsa) => {
+            for branch in ["compress", "select"] {
+                if !nsa.shared_kv {
+                    let part = |part: &str| format!("self_attn.{branch}_{part}_proj.weight");
+                    tensors.extend(split(
+                        &format!("self_attn.{branch}_kv_proj.weight"),
+                        &[(&part("k"), kv_width), (&part("v"), kv_width)],
+                    ));
+                }
+            }
+            push_compression(tensors, shape, nsa, &whole);
+        }
+        Attention::Mha | Attention::Swa { .. } | Attention::Mla(_) => {}
     }
     let o_proj = "self_attn.o_proj.weight";
     tensors.push(whole(o_proj, o_proj, &[d_model, q_width]));
@@ -186,7 +207,8 @@ fn push_layer(
     ));
     let down_proj = "mlp.down_proj.weight";
     tensors.push(whole(down_proj, down_proj, &[d_model, d_ff]));
-    if architecture == Architecture::Doge {
+    let scaled = architecture == Architecture::Sieve && shape.residual_scale;
+    if architecture == Architecture::Doge || scaled {
         for scale in ["input_residual", "post_attention_residual"] {
             tensors.push(if shape.residual_scale {
                 whole(scale, scale, &[d_model])
@@ -199,6 +221,65 @@ fn push_layer(
             });
         }
     }
+}
+
+/// A tensor taken over whole: name there, name here, shape.
+type Whole<'a> = dyn Fn(&str, &str, &[usize]) -> ExportTensor + 'a;
+
+/// MLA's projections but the last, in DeepSeek's names.
+fn push_latent(
+    tensors: &mut Vec<ExportTensor>,
+    shape: &ModelShape,
+    mla: MlaShape,
+    whole: &Whole<'_>,
+) {
+    let (d_model, num_heads, head_dim) = (shape.d_model, shape.num_heads, shape.head_dim);
+    let MlaShape {
+        kv_lora_rank: rank,
+        qk_rope_head_dim: rope,
+    } = mla;
+    let parts: [(&str, &str, &[usize]); 4] = [
+        (
+            "q_proj",
+            "q_proj",
+            &[num_heads * (head_dim + rope), d_model],
+        ),
+        ("kv_a_proj_with_mqa", "kv_a_proj", &[rank + rope, d_model]),
+        ("kv_a_layernorm", "kv_a_norm", &[rank]),
+        ("kv_b_proj", "kv_b_proj", &[num_heads * 2 * head_dim, rank]),
+    ];
+    for (theirs, ours, shape) in parts {
+        let name = |name: &str| format!("self_attn.{name}.weight");
+        tensors.push(whole(&name(theirs), &name(ours), shape));
+    }
+}
+
+/// NSA's compression MLPs and gates.
+fn push_compression(
+    tensors: &mut Vec<ExportTensor>,
+    shape: &ModelShape,
+    nsa: NsaShape,
+    whole: &Whole<'_>,
+) {
+    let (head_dim, block) = (shape.head_dim, nsa.compress_block_size);
+    if let Some(hidden) = nsa.compress_hidden_size {
+        for part in ["k_compress", "v_compress"] {
+            let parts: [(&str, &[usize]); 3] = [
+                ("positions", &[block, head_dim]),
+                ("up_proj.weight", &[hidden, block * head_dim]),
+                ("down_proj.weight", &[head_dim, hidden]),
+            ];
+            for (name, shape) in parts {
+                let name = format!("self_attn.{part}.{name}");
+                tensors.push(whole(&name, &name, shape));
+            }
+        }
+    }
+    let num_gates = shape.num_heads * NUM_NSA_BRANCHES;
+    let weight = "self_attn.gate_proj.weight";
+    tensors.push(whole(weight, weight, &[num_gates, shape.d_model]));
+    let (theirs, ours) = ("self_attn.gate_proj.bias", "self_attn.gate_bias");
+    tensors.push(whole(theirs, ours, &[num_gates]));
 }
 
 /// Refuses weights with a tensor that the export would lose.

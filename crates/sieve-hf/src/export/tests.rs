@@ -31,6 +31,7 @@ fn checkpoint(folder: &Path, model: &str, attention: &str) -> Checkpoint {
         step: 4,
         next_sample: 8,
         tokens_seen: 64,
+        guard: None,
         vocab_size: 11,
         data_fingerprint: String::new(),
         num_threads: 1,

@@ -1,0 +1,305 @@
+//! Accuracy on multi-query associative recall (arXiv:2312.04927), by kind of sample and by distance.
+use crate::EvalError;
+use crate::input::{check_vocabulary, ids};
+use burn::tensor::{Int, Tensor, TensorData};
+use serde::Serialize;
+use sieve_data::{Mqar, MqarConfig, MqarSplit};
+use sieve_nn::{LayerContext, Qwen3};
+use sieve_ops::{Documents, SieveBackend};
+
+/// Right answers among questions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Answers {
+    /// Questions asked.
+    pub num_queries: u64,
+    /// Questions whose value had the largest logit of the whole vocabulary.
+    pub num_correct: u64,
+}
+
+impl Answers {
+    /// Share of right answers; 0 without questions.
+    pub fn accuracy(&self) -> f64 {
+        self.num_correct as f64 / self.num_queries.max(1) as f64
+    }
+
+    fn count(&mut self, correct: bool) {
+        self.num_queries += 1;
+        self.num_correct += u64::from(correct);
+    }
+}
+
+/// Questions whose distance lies in `[from, to)`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct DistanceAnswers {
+    /// Smallest distance, in tokens between the value and the place it is asked for.
+    pub from: usize,
+    /// One past the largest.
+    pub to: usize,
+    /// What was answered.
+    #[serde(flatten)]
+    pub answers: Answers,
+    /// Share of right answers.
+    pub accuracy: f64,
+}
+
+/// Results of one kind of sample.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct RecallOfKind {
+    /// Tokens of a sample.
+    pub seq_len: usize,
+    /// Pairs of key and value, and questions, of a sample.
+    pub num_pairs: usize,
+    /// Samples.
+    pub num_samples: u64,
+    /// What was answered.
+    #[serde(flatten)]
+    pub answers: Answers,
+    /// Share of right answers.
+    pub accuracy: f64,
+    /// By distance, in powers of two; distances nobody asked about are left out.
+    pub by_distance: Vec<DistanceAnswers>,
+}
+
+/// What came out, in the order of the kinds.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct RecallReport {
+    /// Per kind of sample.
+    pub kinds: Vec<RecallOfKind>,
+    /// Over all kinds.
+    pub all: Answers,
+    /// Share of right answers over all kinds.
+    pub accuracy: f64,
+}
+
+/// Asks `num_samples` samples of each kind, from the test split; `observe` hears the number of samples answered so far, once
+/// a forward pass of at most `batch_tokens` tokens.
+///
+/// # Errors
+/// A kind that cannot be drawn, samples longer than the model's context, a vocabulary larger than the model's.
+pub fn recall<B: SieveBackend>(
+    model: &Qwen3<B>,
+    kinds: &[MqarConfig],
+    num_samples: u64,
+    batch_tokens: usize,
+    device: &B::Device,
+    observe: &mut dyn FnMut(u64),
+) -> Result<RecallReport, EvalError> {
+    let made = kinds
+        .iter()
+        .map(|config| {
+            check(model, config)?;
+            Ok(Mqar::new(*config)?)
+        })
+        .collect::<Result<Vec<_>, EvalError>>()?;
+    let (mut report, mut all, mut done) = (Vec::new(), Answers::default(), 0);
+    for mqar in &made {
+        let seq_len = mqar.config().seq_len;
+        let per_batch = (batch_tokens / seq_len).max(1) as u64;
+        let mut counts = Counts::new(seq_len);
+        for first in (0..num_samples).step_by(per_batch as usize) {
+            let count = per_batch.min(num_samples - first);
+            ask(model, mqar, first, count, device, &mut counts)?;
+            done += count;
+            observe(done);
+        }
+        all.num_queries += counts.all.num_queries;
+        all.num_correct += counts.all.num_correct;
+        report.push(RecallOfKind {
+            seq_len,
+            num_pairs: mqar.config().num_pairs,
+            num_samples,
+            answers: counts.all,
+            accuracy: counts.all.accuracy(),
+            by_distance: counts.by_distance(),
+        });
+    }
+    Ok(RecallReport {
+        kinds: report,
+        all,
+        accuracy: all.accuracy(),
+    })
+}
+
+fn check<B: SieveBackend>(model: &Qwen3<B>, config: &MqarConfig) -> Result<(), EvalError> {
+    let shape = model.shape();
+    if config.seq_len > shape.max_seq_len {
+        return Err(EvalError::TooLong {
+            num_tokens: config.seq_len,
+            context: shape.max_seq_len,
+        });
+    }
+    if config.vocab_size > shape.vocab_size {
+        return Err(EvalError::BadSetting {
+            name: "vocab-size",
+            value: format!(
+                "{}, the model knows {} tokens",
+                config.vocab_size, shape.vocab_size
+            ),
+            hint: "ask with the vocabulary that the model was trained on",
+        });
+    }
+    Ok(())
+}
+
+/// Answers of one kind, in all and by the power of two below the distance.
+struct Counts {
+    all: Answers,
+    by_power: Vec<Answers>,
+}
+
+impl Counts {
+    fn new(seq_len: usize) -> Self {
+        Self {
+            all: Answers::default(),
+            by_power: vec![Answers::default(); seq_len.ilog2() as usize + 1],
+        }
+    }
+
+    fn count(&mut self, distance: usize, correct: bool) {
+        self.all.count(correct);
+        self.by_power[distance.max(1).ilog2() as usize].count(correct);
+    }
+
+    fn by_distance(&self) -> Vec<DistanceAnswers> {
+        let powers = self.by_power.iter().enumerate();
+        powers
+            .filter(|(_, answers)| answers.num_queries > 0)
+            .map(|(power, &answers)| DistanceAnswers {
+                from: 1 << power,
+                to: 2 << power,
+                answers,
+                accuracy: answers.accuracy(),
+            })
+            .collect()
+    }
+}
+
+/// One forward pass over `count` samples. Logits are computed at the questions alone.
+fn ask<B: SieveBackend>(
+    model: &Qwen3<B>,
+    mqar: &Mqar,
+    first: u64,
+    count: u64,
+    device: &B::Device,
+    counts: &mut Counts,
+) -> Result<(), EvalError> {
+    let seq_len = mqar.config().seq_len;
+    let shape = [count as usize, seq_len];
+    let (mut tokens, mut rows, mut questions) = (Vec::new(), Vec::new(), Vec::new());
+    for row in 0..count {
+        let sample = mqar.sample(MqarSplit::Test, first + row);
+        check_vocabulary(&sample.tokens, model.shape().vocab_size)?;
+        tokens.extend_from_slice(&sample.tokens);
+        for query in sample.queries {
+            rows.push((row as usize * seq_len + query.position) as i32);
+            questions.push((query.distance(), query.value));
+        }
+    }
+    let documents = Documents::whole_rows(shape, device);
+    let rope = model.rope(seq_len, device);
+    let context = LayerContext::new(&documents, &rope);
+    let hidden = model.hidden(ids(&tokens, shape, device), &context);
+    let num_rows = rows.len();
+    let rows = Tensor::<B, 1, Int>::from_data(TensorData::new(rows, [num_rows]), device);
+    let asked = hidden.flatten::<2>(0, 1).select(0, rows).unsqueeze_dim(0);
+    let logits = model.head.logits(asked, &model.embed_tokens);
+    let best = logits.flatten::<2>(0, 1).argmax(1).into_data();
+    for (best, (distance, value)) in best.iter::<i64>().zip(questions) {
+        counts.count(distance, best == i64::from(value));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn_flex::Flex;
+    use sieve_core::{Attention, ModelShape};
+
+    fn model(vocab_size: usize) -> Qwen3<Flex> {
+        let shape = ModelShape {
+            d_model: 16,
+            d_ff: 24,
+            num_layers: 1,
+            num_heads: 2,
+            num_kv_heads: 1,
+            head_dim: 8,
+            vocab_size,
+            rope_theta: 1e4,
+            rms_norm_eps: 1e-6,
+            tie_word_embeddings: true,
+            max_seq_len: 64,
+            initializer_range: 0.1,
+            residual_scale: false,
+            attention: Attention::Mha,
+        };
+        Qwen3::new(&shape, 3, &Default::default())
+    }
+
+    fn kind(seq_len: usize, num_pairs: usize) -> MqarConfig {
+        MqarConfig {
+            vocab_size: 80,
+            ..MqarConfig::new(seq_len, num_pairs, 1)
+        }
+    }
+
+    #[test]
+    fn answers_are_the_argmax_of_the_full_logits_at_each_question() {
+        let model = model(80);
+        let device = Default::default();
+        let config = kind(32, 3);
+        let mut heard = Vec::new();
+        // Two samples a pass, five in all.
+        let report =
+            recall(&model, &[config], 5, 64, &device, &mut |n| heard.push(n)).expect("it fits");
+        assert_eq!(heard, [2, 4, 5]);
+        let mqar = Mqar::new(config).expect("valid");
+        let (mut correct, mut by_distance) = (0, vec![0; 6]);
+        for index in 0..5 {
+            let sample = mqar.sample(MqarSplit::Test, index);
+            let logits = crate::logits(&model, &sample.tokens, &device).expect("known tokens");
+            let logits: Vec<f32> = logits.to_vec().expect("f32");
+            for query in sample.queries {
+                let row = &logits[query.position * 80..(query.position + 1) * 80];
+                let better = row.iter().filter(|&&x| x > row[query.value as usize]);
+                correct += u64::from(better.count() == 0);
+                by_distance[query.distance().ilog2() as usize] += 1;
+            }
+        }
+        let of_kind = &report.kinds[0];
+        assert_eq!(
+            (of_kind.answers.num_queries, report.all.num_queries),
+            (15, 15)
+        );
+        assert_eq!(of_kind.answers.num_correct, correct);
+        for bin in &of_kind.by_distance {
+            let power = bin.from.ilog2() as usize;
+            assert_eq!(bin.answers.num_queries, by_distance[power]);
+            assert_eq!(bin.to, 2 * bin.from);
+        }
+        let asked: u64 = of_kind
+            .by_distance
+            .iter()
+            .map(|bin| bin.answers.num_queries)
+            .sum();
+        assert_eq!(asked, 15);
+    }
+
+    #[test]
+    fn what_the_model_cannot_be_asked_is_told() {
+        let device = Default::default();
+        let run = |kind| recall(&model(80), &[kind], 1, 64, &device, &mut |_| {});
+        let error = |kind| run(kind).expect_err("refused").to_string();
+        assert!(error(kind(66, 3)).contains("context of 64"));
+        let large = MqarConfig {
+            vocab_size: 82,
+            ..kind(32, 3)
+        };
+        assert!(error(large).contains("the model knows 80 tokens"));
+        assert!(
+            error(kind(32, 9)).contains("do not fit"),
+            "{}",
+            error(kind(32, 9))
+        );
+    }
+}

@@ -1,0 +1,191 @@
+//! `sieve eval mqar`.
+mod chart;
+
+use crate::device::{Device, DeviceChoice};
+use crate::{loaded, terminal};
+use anyhow::{Context, Result, anyhow, bail};
+use burn::tensor::DType;
+use burn_cuda::CudaDevice;
+use burn_flex::{Flex, FlexDevice};
+use clap::{Args, ValueEnum};
+use sieve_core::Recipe;
+use sieve_core::recipe::MqarNoise as RecipeNoise;
+use sieve_data::{MqarConfig, MqarNoise};
+use sieve_eval::{RecallReport, recall};
+use sieve_hf::LoadedModel;
+use sieve_ops::{Cuda, SieveBackend};
+use std::path::PathBuf;
+
+/// Tokens of one forward pass; more only takes memory.
+const BATCH_TOKENS: usize = 16_384;
+
+/// Samples of a kind where neither the command nor the recipe says.
+const NUM_SAMPLES: u64 = 1000;
+
+/// Arguments of `sieve eval mqar`.
+#[derive(Args, Debug)]
+pub(crate) struct MqarArgs {
+    /// A checkpoint (step-N), or a run folder: then its latest
+    #[arg(long, value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// Kinds of samples, LENGTH:PAIRS, separated by commas; those the run was trained on when absent
+    #[arg(long, value_delimiter = ',', value_name = "L:D", value_parser = kind)]
+    kinds: Vec<(usize, usize)>,
+    /// Samples of each kind; the recipe's num_test_samples when absent
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    samples: Option<u64>,
+    /// What stands where no key or value does; as in training when absent
+    #[arg(long, value_enum)]
+    noise: Option<NoiseArg>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Draw accuracy by distance, one line a kind
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    device: DeviceChoice,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum NoiseArg {
+    /// Token 0
+    Zeros,
+    /// Any token
+    Uniform,
+    /// Any token that is no key of the sample
+    Disjoint,
+}
+
+/// Reads `LENGTH:PAIRS`.
+fn kind(text: &str) -> Result<(usize, usize), String> {
+    let parts = text.split_once(':').map(|(a, b)| (a.parse(), b.parse()));
+    match parts {
+        Some((Ok(seq_len), Ok(num_pairs))) => Ok((seq_len, num_pairs)),
+        _ => Err("write LENGTH:PAIRS, for example 64:4".to_owned()),
+    }
+}
+
+/// Runs the command.
+pub(crate) fn run(args: MqarArgs) -> Result<()> {
+    match args.device.resolve()? {
+        Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
+        Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
+    }
+}
+
+fn run_on<B: SieveBackend>(args: &MqarArgs, device: &B::Device, dtype: DType) -> Result<()> {
+    let (loaded, _tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
+    let kinds = kinds(args, &loaded.recipe, loaded.model.shape().vocab_size)?;
+    let trained = loaded.recipe.data.mqar.as_ref();
+    let of_recipe = trained.map(|mqar| mqar.num_test_samples as u64);
+    let num_samples = args.samples.or(of_recipe).unwrap_or(NUM_SAMPLES);
+    let total = num_samples * kinds.len() as u64;
+    let bar = terminal::progress_bar(
+        total,
+        "{bar:30} {human_pos}/{human_len} samples, {eta} left",
+    );
+    let mut observe = |done: u64| bar.set_position(done);
+    let report = recall(
+        &loaded.model,
+        &kinds,
+        num_samples,
+        BATCH_TOKENS,
+        device,
+        &mut observe,
+    );
+    bar.finish_and_clear();
+    let report = report?;
+    print(args, &loaded, &report)?;
+    if let Some(path) = &args.svg {
+        let title = format!("{} (step {})", loaded.path.display(), loaded.state.step);
+        std::fs::write(path, chart::accuracy_by_distance(&title, &report))
+            .with_context(|| format!("writing {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// What is asked: the kinds of the command, or those of the recipe.
+fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Vec<MqarConfig>> {
+    let trained = recipe.data.mqar.as_ref();
+    let noise = match (args.noise, trained.map(|mqar| mqar.noise)) {
+        (Some(NoiseArg::Zeros), _) | (None, None | Some(RecipeNoise::Zeros)) => MqarNoise::Zeros,
+        (Some(NoiseArg::Uniform), _) | (None, Some(RecipeNoise::Uniform)) => MqarNoise::Uniform,
+        (Some(NoiseArg::Disjoint), _) | (None, Some(RecipeNoise::Disjoint)) => MqarNoise::Disjoint,
+    };
+    let sizes: Vec<(usize, usize)> = match (args.kinds.is_empty(), trained) {
+        (false, _) => args.kinds.clone(),
+        (true, Some(mqar)) => {
+            let sizes = mqar.seq_lens.iter().zip(&mqar.num_pairs);
+            sizes
+                .map(|(&seq_len, &num_pairs)| (seq_len, num_pairs))
+                .collect()
+        }
+        (true, None) => bail!(
+            "the recipe of this checkpoint has no [data] mqar\n  hint: name what to ask with --kinds, for example 64:4,128:8"
+        ),
+    };
+    // Without the recipe's vocabulary, the largest even one that the model knows.
+    let vocab_size = trained.map_or(model_vocab_size / 2 * 2, |mqar| mqar.vocab_size);
+    let config = |(seq_len, num_pairs)| {
+        let config = MqarConfig {
+            vocab_size,
+            power: trained.map_or(0.01, |mqar| mqar.power),
+            noise,
+            ..MqarConfig::new(seq_len, num_pairs, trained.map_or(0, |mqar| mqar.seed))
+        };
+        config
+            .validate()
+            .map_err(|error| anyhow!(error).context(format!("--kinds {seq_len}:{num_pairs}")))?;
+        Ok(config)
+    };
+    sizes.into_iter().map(config).collect()
+}
+
+fn print<B: SieveBackend>(
+    args: &MqarArgs,
+    loaded: &LoadedModel<B>,
+    report: &RecallReport,
+) -> Result<()> {
+    if args.json {
+        let mut json = serde_json::to_value(report)?;
+        if let Some(object) = json.as_object_mut() {
+            object.insert(
+                "checkpoint".into(),
+                loaded.path.display().to_string().into(),
+            );
+            object.insert("step".into(), loaded.state.step.into());
+        }
+        terminal::line(&json.to_string());
+        return Ok(());
+    }
+    terminal::line(&format!(
+        "{} (step {})\nlength  pairs  questions  accuracy  by distance",
+        loaded.path.display(),
+        loaded.state.step
+    ));
+    for kind in &report.kinds {
+        let bins: Vec<String> = kind
+            .by_distance
+            .iter()
+            .map(|bin| format!("{}: {:.1} %", bin.from, 100.0 * bin.accuracy))
+            .collect();
+        terminal::line(&format!(
+            "{:>6}  {:>5}  {:>9}  {:>6.2} %  {}",
+            kind.seq_len,
+            kind.num_pairs,
+            terminal::thousands(kind.answers.num_queries),
+            100.0 * kind.accuracy,
+            bins.join("  ")
+        ));
+    }
+    if report.kinds.len() > 1 {
+        terminal::line(&format!(
+            "   all         {:>9}  {:>6.2} %",
+            terminal::thousands(report.all.num_queries),
+            100.0 * report.accuracy
+        ));
+    }
+    Ok(())
+}
