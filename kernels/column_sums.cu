@@ -1,19 +1,19 @@
-// column_sums: adds up partial sums of a gradient that blocks left behind, column by column, in a fixed order.
-// Math       out[c] = (accumulate ? out[c] : 0) + sum over p of partials[p, offset + c]
-// Layout     partials f32 [num_partials, stride]; out f32 [width] contiguous
-// Buffers    partials, out
+// column_sums: adds up partial sums of one or two gradients that blocks left behind, column by column, in a fixed order.
+// Math       out[c] = (accumulate ? out[c] : 0) + sum over p of partials[p, c]; columns from `split` on belong to the second output
+// Layout     partials f32 [num_partials, width]; first f32 [split], second f32 [width - split], contiguous
+// Buffers    partials, first, second (any where split = width)
 // Defines    none
-// Tiling     grid (ceil(width / 32)); 256 threads: 32 columns, eight threads each that take every eighth partial
+// Tiling     grid (ceil(width / 32)); 1024 threads: 32 columns, 32 threads each that take every 32nd partial
 // Numerics   f32, in a fixed order; latency-bound: the partials are a few MB and lie in the L2
 // Edges      width not a multiple of 32; num_partials of any size
 #include "common/types.cuh"
 
-constexpr int COLUMNS = 32, SHARES = 8;
+constexpr int COLUMNS = 32, SHARES = 32;
 
-struct ColumnSumsParams { u64 num_partials, stride, offset, width, accumulate; };
+struct ColumnSumsParams { u64 num_partials, width, split, accumulate_first, accumulate_second; };
 
 extern "C" __global__ void __launch_bounds__(COLUMNS * SHARES)
-column_sums(const float* partials, float* out, const __grid_constant__ ColumnSumsParams params) {
+column_sums(const float* partials, float* first, float* second, const __grid_constant__ ColumnSumsParams params) {
   __shared__ float sums[SHARES][COLUMNS];
   const int lane = threadIdx.x % COLUMNS, share = threadIdx.x / COLUMNS;
   const u64 column = (u64)blockIdx.x * COLUMNS + lane;
@@ -22,18 +22,19 @@ column_sums(const float* partials, float* out, const __grid_constant__ ColumnSum
   // Load and accumulate
   float sum = 0.f;
   if (exists) {
-    const float* at = partials + params.offset + column;
 #pragma unroll 8
-    for (u64 p = share; p < params.num_partials; p += SHARES) sum += at[p * params.stride];
+    for (u64 p = share; p < params.num_partials; p += SHARES) sum += partials[p * params.width + column];
   }
   sums[share][lane] = sum;
-  __syncthreads();  // all eight shares of a column must be there
+  __syncthreads();  // all shares of a column must be there
 
   // Store
   if (share == 0 && exists) {
-    sum = params.accumulate ? out[column] : 0.f;
+    const bool is_first = column < params.split;
+    float* out = is_first ? first + column : second + (column - params.split);
+    sum = (is_first ? params.accumulate_first : params.accumulate_second) ? *out : 0.f;
 #pragma unroll
     for (int i = 0; i < SHARES; i++) sum += sums[i][lane];
-    out[column] = sum;
+    *out = sum;
   }
 }

@@ -61,6 +61,7 @@ struct SoftmaxSum {
 
 // Columns at and past `count` become -inf.
 DEVICE void mask_tail(float (&values)[8], int count) {
+  if (count >= 8) return;
 #pragma unroll
   for (int i = 0; i < 8; i++)
     if (i >= count) values[i] = -INFINITY_F32;
@@ -167,9 +168,11 @@ cross_entropy(const logit* logits, const i32* labels, float* losses
     unpack(words, values);
     mask_tail(values, vocab_size - chunk * 8);
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      values[i] = exp2_fast(fmaf(values[i], LOG2_E, -shift)) * slope;
-      if (chunk * 8 + i == label) values[i] -= scale;
+    for (int i = 0; i < 8; i++) values[i] = exp2_fast(fmaf(values[i], LOG2_E, -shift)) * slope;
+    if (label / 8 == chunk) {
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        if (chunk * 8 + i == label) values[i] -= scale;
     }
     store_16_bytes(out + (i64)chunk * 8, pack_bf16x8(values));
   };

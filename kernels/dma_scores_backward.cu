@@ -7,9 +7,11 @@
 // Buffers    v, w_dt, a, x, dz, dv (read and written), partials
 // Defines    NUM_KV_HEADS (1 to 32)
 // Tiling     grid (any number of blocks, ceil(C / (128 CHANNELS))); 128 threads; a thread owns CHANNELS neighbouring channels, their W_dt and
-//            dW_dt in registers; block b takes tiles of 16 tokens b, b + gridDim.x, ..
+//            dW_dt in registers; block b takes tiles of 16 tokens b, b + gridDim.x, ..; dynamic shared bytes = 8192 CHANNELS: the thread's
+//            channels of v and dv for two groups of 8 tokens, one being multiplied while the other arrives
 // Numerics   f32 sums in a fixed order, which the grid is part of; dv is rounded once, after the sum; memory-bound
 // Edges      the last tile of a row may be short; C not a multiple of 128 CHANNELS leaves threads idle
+#include "common/async_copy.cuh"
 #include "common/bf16x8.cuh"
 
 #ifndef NUM_KV_HEADS
@@ -18,7 +20,8 @@
 
 constexpr int NUM_THREADS = 128, TILE_TOKENS = 16;
 constexpr int CHANNELS = NUM_KV_HEADS <= 8 ? 8 : NUM_KV_HEADS <= 16 ? 4 : 2;  // of a thread
-constexpr int WORDS = CHANNELS / 2;
+constexpr int WORDS = CHANNELS / 2, NUM_WEIGHTS = CHANNELS * NUM_KV_HEADS;
+constexpr int VECTOR = NUM_WEIGHTS % 4 == 0 && NUM_KV_HEADS % 4 == 0 ? 4 : 1;  // a row of partials begins on a multiple of NUM_KV_HEADS
 constexpr int PAIRS = (NUM_KV_HEADS * TILE_TOKENS + NUM_THREADS - 1) / NUM_THREADS;  // of head and token, that a thread turns into dx
 constexpr float LINEAR_SOFTPLUS = 20.f;  // as in dma_scores
 
@@ -26,31 +29,49 @@ struct DmaScoresBackwardParams {
   u64 batch, seq_len, head_dim, v_offset, v_token_stride, v_batch_stride, dv_offset, dv_token_stride, dv_batch_stride;
 };
 
-// A thread's channels of one token.
-struct Channels {
+constexpr int GROUP_TOKENS = 8, TILE_GROUPS = TILE_TOKENS / GROUP_TOKENS;
+
+// A thread's channels of one token, in memory.
+struct alignas(CHANNELS * 2) Channels {
   u32 words[WORDS];
-  DEVICE void load(const bf16* from) {
-    if constexpr (WORDS == 4) {
-      const uint4 all = load_16_bytes(from);
-      words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
-    } else if constexpr (WORDS == 2) {
-      const uint2 all = *(const uint2*)from;
-      words[0] = all.x, words[1] = all.y;
+};
+typedef Channels Ring[2][2][GROUP_TOKENS][NUM_THREADS];  // [group][v, dv][token][thread]
+
+DEVICE void load_weights(float (&to)[NUM_WEIGHTS], const float* from) {
+#pragma unroll
+  for (int i = 0; i < NUM_WEIGHTS; i += VECTOR) {
+    if constexpr (VECTOR == 4) {
+      const float4 four = *(const float4*)(from + i);
+      to[i] = four.x, to[i + 1] = four.y, to[i + 2] = four.z, to[i + 3] = four.w;
     } else {
-      words[0] = *(const u32*)from;
+      to[i] = from[i];
     }
   }
-  DEVICE void store(bf16* to) const {
-    if constexpr (WORDS == 4) store_16_bytes(to, make_uint4(words[0], words[1], words[2], words[3]));
-    else if constexpr (WORDS == 2) *(uint2*)to = make_uint2(words[0], words[1]);
-    else *(u32*)to = words[0];
+}
+DEVICE void store_weights(float* to, const float (&from)[NUM_WEIGHTS]) {
+#pragma unroll
+  for (int i = 0; i < NUM_WEIGHTS; i += VECTOR) {
+    if constexpr (VECTOR == 4) *(float4*)(to + i) = make_float4(from[i], from[i + 1], from[i + 2], from[i + 3]);
+    else to[i] = from[i];
   }
-};
+}
+
+DEVICE void copy_channels(Channels* to, const bf16* from) {
+  if constexpr (WORDS == 4) copy_async_16(shared_address(to), from, 16);
+  else if constexpr (WORDS == 2) copy_async_8(shared_address(to), from, 8);
+  else copy_async_4(shared_address(to), from, 4);
+}
+DEVICE void store_channels(bf16* to, const Channels& channels) {
+  if constexpr (WORDS == 4) store_16_bytes(to, make_uint4(channels.words[0], channels.words[1], channels.words[2], channels.words[3]));
+  else *(Channels*)to = channels;
+}
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
 dma_scores_backward(const bf16* v, const float* w_dt, const float* a, const float* x, const float* dz, bf16* dv, float* partials,
                     const __grid_constant__ DmaScoresBackwardParams params) {
-  __shared__ float dx[TILE_TOKENS][NUM_KV_HEADS];
+  extern __shared__ uint4 shared_words[];
+  Ring& ring = *(Ring*)shared_words;
+  __shared__ __align__(16) float dx[TILE_TOKENS][NUM_KV_HEADS];
   __shared__ float da_parts[NUM_KV_HEADS * TILE_TOKENS];
   const i32 seq_len = (i32)params.seq_len, num_channels = NUM_KV_HEADS * (i32)params.head_dim;
   const i32 channel = (blockIdx.y * NUM_THREADS + threadIdx.x) * CHANNELS;
@@ -58,57 +79,75 @@ dma_scores_backward(const bf16* v, const float* w_dt, const float* a, const floa
   const i32 row_tiles = (seq_len + TILE_TOKENS - 1) / TILE_TOKENS;
   const i64 num_tiles = (i64)params.batch * row_tiles;
 
-  float weights[CHANNELS][NUM_KV_HEADS], dweights[CHANNELS][NUM_KV_HEADS], da[PAIRS];
+  // Entry c NUM_KV_HEADS + h: channel c and head h, as they lie in memory.
+  float weights[NUM_WEIGHTS], dweights[NUM_WEIGHTS], da[PAIRS];
 #pragma unroll
-  for (int c = 0; c < CHANNELS; c++)
-#pragma unroll
-    for (int h = 0; h < NUM_KV_HEADS; h++) {
-      weights[c][h] = active ? w_dt[(i64)(channel + c) * NUM_KV_HEADS + h] : 0.f;
-      dweights[c][h] = 0.f;
-    }
+  for (int i = 0; i < NUM_WEIGHTS; i++) weights[i] = dweights[i] = 0.f;
+  if (active) load_weights(weights, w_dt + (i64)channel * NUM_KV_HEADS);
 #pragma unroll
   for (int p = 0; p < PAIRS; p++) da[p] = 0.f;
 
-#pragma unroll 1
-  for (i64 tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-    const i64 row = tile / row_tiles;
-    const i32 first = (i32)(tile - row * row_tiles) * TILE_TOKENS, count = min(TILE_TOKENS, seq_len - first);
-
-    // Score: dx of the tile. Neighbouring threads take neighbouring tokens of one head.
-    __syncthreads();  // the tile before is no longer read
-#pragma unroll
-    for (int p = 0; p < PAIRS; p++) {
-      const int pair = p * NUM_THREADS + threadIdx.x, head = pair / TILE_TOKENS, token = pair % TILE_TOKENS;
-      if (head < NUM_KV_HEADS) {
-        float result = 0.f;
-        if (token < count) {
-          const i64 at = (row * NUM_KV_HEADS + head) * seq_len + first + token;
-          const float score = x[at], grad = dz[at];
-          result = grad * a[head] / (1.f + expf(-score));
-          da[p] += grad * (score > LINEAR_SOFTPLUS ? score : log1pf(expf(score)));
-        }
-        dx[token][head] = result;
-      }
-    }
-    __syncthreads();  // dx of the tile is there
-
-    if (active) {
+  // Group g of this block: half of its tile g / 2. A thread reads back only what it copied itself.
+  const i64 num_groups = blockIdx.x < num_tiles ? ((num_tiles - 1 - blockIdx.x) / gridDim.x + 1) * TILE_GROUPS : 0;
+  auto locate = [&](i64 group, i64& row, i32& token) {
+    const i64 tile = blockIdx.x + group / TILE_GROUPS * gridDim.x;
+    row = tile / row_tiles;
+    token = (i32)(tile - row * row_tiles) * TILE_TOKENS + (i32)(group % TILE_GROUPS) * GROUP_TOKENS;
+  };
+  auto copy_group = [&](i64 group) {
+    if (active && group < num_groups) {
+      i64 row;
+      i32 first;
+      locate(group, row, first);
       const bf16* from = v + params.v_offset + row * params.v_batch_stride + (i64)first * params.v_token_stride + channel;
-      bf16* to = dv + params.dv_offset + row * params.dv_batch_stride + (i64)first * params.dv_token_stride + channel;
-      Channels values, grads;
-      values.load(from);
-      grads.load(to);
-#pragma unroll 1
-      for (int token = 0; token < count; token++) {
-        // Load the next token's while this one's are multiplied.
-        Channels next_values = values, next_grads = grads;
-        if (token + 1 < count) {
-          next_values.load(from + (token + 1) * params.v_token_stride);
-          next_grads.load(to + (token + 1) * params.dv_token_stride);
+      const bf16* grads = dv + params.dv_offset + row * params.dv_batch_stride + (i64)first * params.dv_token_stride + channel;
+#pragma unroll
+      for (int token = 0; token < GROUP_TOKENS; token++)
+        if (first + token < seq_len) {
+          copy_channels(&ring[group % 2][0][token][threadIdx.x], from + token * params.v_token_stride);
+          copy_channels(&ring[group % 2][1][token][threadIdx.x], grads + token * params.dv_token_stride);
         }
+    }
+    copy_async_commit();
+  };
+  copy_group(0);
+
+#pragma unroll 1
+  for (i64 group = 0; group < num_groups; group++) {
+    copy_group(group + 1);
+    i64 row;
+    i32 first;
+    locate(group, row, first);
+    if (group % TILE_GROUPS == 0) {
+      // Score: dx of the tile. Neighbouring threads take neighbouring tokens of one head.
+      __syncthreads();  // the tile before is no longer read
+#pragma unroll
+      for (int p = 0; p < PAIRS; p++) {
+        const int pair = p * NUM_THREADS + threadIdx.x, head = pair / TILE_TOKENS, token = pair % TILE_TOKENS;
+        if (head < NUM_KV_HEADS) {
+          float result = 0.f;
+          if (first + token < seq_len) {
+            const i64 at = (row * NUM_KV_HEADS + head) * seq_len + first + token;
+            const float score = x[at], grad = dz[at];
+            result = grad * a[head] / (1.f + expf(-score));
+            da[p] += grad * (score > LINEAR_SOFTPLUS ? score : log1pf(expf(score)));
+          }
+          dx[token][head] = result;
+        }
+      }
+      __syncthreads();  // dx of the tile is there
+    }
+    copy_async_wait<1>();  // this group's channels are there
+    if (active) {
+      bf16* to = dv + params.dv_offset + row * params.dv_batch_stride + (i64)first * params.dv_token_stride + channel;
+      const int in_tile = (int)(group % TILE_GROUPS) * GROUP_TOKENS, count = min(GROUP_TOKENS, seq_len - first);
+#pragma unroll 2
+      for (int token = 0; token < count; token++) {
+        const Channels values = ring[group % 2][0][token][threadIdx.x];
+        Channels grads = ring[group % 2][1][token][threadIdx.x];
         float slopes[NUM_KV_HEADS];
 #pragma unroll
-        for (int h = 0; h < NUM_KV_HEADS; h++) slopes[h] = dx[token][h];
+        for (int h = 0; h < NUM_KV_HEADS; h++) slopes[h] = dx[in_tile + token][h];
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
           const float pair[2] = {bf16_low(values.words[w]), bf16_high(values.words[w])};
@@ -117,25 +156,20 @@ dma_scores_backward(const bf16* v, const float* w_dt, const float* a, const floa
           for (int i = 0; i < 2; i++)
 #pragma unroll
             for (int h = 0; h < NUM_KV_HEADS; h++) {
-              dweights[2 * w + i][h] = fmaf(pair[i], slopes[h], dweights[2 * w + i][h]);
-              sums[i] = fmaf(weights[2 * w + i][h], slopes[h], sums[i]);
+              const int at = (2 * w + i) * NUM_KV_HEADS + h;
+              dweights[at] = fmaf(pair[i], slopes[h], dweights[at]);
+              sums[i] = fmaf(weights[at], slopes[h], sums[i]);
             }
           grads.words[w] = round_bf16x2(bf16_low(grads.words[w]) + sums[0], bf16_high(grads.words[w]) + sums[1]);
         }
-        grads.store(to + token * params.dv_token_stride);
-        values = next_values, grads = next_grads;
+        store_channels(to + token * params.dv_token_stride, grads);
       }
     }
   }
 
   // Store
   float* out = partials + (u64)blockIdx.x * (num_channels + 1) * NUM_KV_HEADS;
-  if (active) {
-#pragma unroll
-    for (int c = 0; c < CHANNELS; c++)
-#pragma unroll
-      for (int h = 0; h < NUM_KV_HEADS; h++) out[(i64)(channel + c) * NUM_KV_HEADS + h] = dweights[c][h];
-  }
+  if (active) store_weights(out + (i64)channel * NUM_KV_HEADS, dweights);
   if (blockIdx.y == 0) {
 #pragma unroll
     for (int p = 0; p < PAIRS; p++)

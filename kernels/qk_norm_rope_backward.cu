@@ -21,54 +21,74 @@ constexpr int NUM_WARPS = 8;
 
 struct QkNormRopeBackwardParams { u64 tokens, num_heads, num_kv_heads, in_stride, dy_stride, out_stride, max_positions, table_stride, epsilon; };
 
-// Heads first .. first + count - 1 of a token, all with one weight.
-DEVICE void unrotate_and_norm(const bf16* in, const bf16* grad, bf16* out, const bf16* weight, const HeadColumns& angles, HeadColumns& dweight,
-                              int first, int count, int column, float epsilon) {
-  const int lane = threadIdx.x & 31, head_in_warp = lane / GROUP;
-  const bool holds = lane % GROUP < LANES;
-  HeadColumns factors = {};
-  if (holds) factors = load_head(weight, column);
-#pragma unroll 2
-  for (int base = 0; base < count; base += HEADS_PER_WARP) {
-    const int head = first + base + head_in_warp;
-    const bool active = holds && base + head_in_warp < count;
-    HeadColumns x = {}, dy = {};
-    if (active) {
-      x = load_head(in + head * HEAD_DIM, column);
-      dy = load_head(grad + head * HEAD_DIM, column);
-    }
-    float squares = 0.f;
+constexpr int BATCH = 4;  // heads of a lane on their way at once
+
+// What a lane knows of its token.
+struct Token {
+  const bf16 *in, *grad;
+  bf16* out;
+  int column;
+  bool holds;
+};
+
+// Heads base .. of a token, up to `end`.
+struct HeadBatch {
+  HeadWords x[BATCH], dy[BATCH];
+
+  DEVICE void load(const Token& token, int base, int end) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) squares = fmaf(x.low[i], x.low[i], fmaf(x.high[i], x.high[i], squares));
-    const float inverse = 1.f / sqrtf(lanes_sum<GROUP>(squares) * (1.f / HEAD_DIM) + epsilon);
-    float products = 0.f;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float low = dy.low[i] * angles.low[i] + dy.high[i] * angles.high[i];
-      const float high = dy.high[i] * angles.low[i] - dy.low[i] * angles.high[i];
-      x.low[i] *= inverse;
-      x.high[i] *= inverse;
-      dweight.low[i] = fmaf(low, x.low[i], dweight.low[i]);
-      dweight.high[i] = fmaf(high, x.high[i], dweight.high[i]);
-      dy.low[i] = low * factors.low[i];
-      dy.high[i] = high * factors.high[i];
-      products = fmaf(dy.low[i], x.low[i], fmaf(dy.high[i], x.high[i], products));
+    for (int i = 0; i < BATCH; i++) {
+      const int head = base + i * HEADS_PER_WARP + (int)(threadIdx.x & 31) / GROUP;
+      x[i] = dy[i] = {};
+      if (token.holds && head < end) {
+        x[i] = load_head(token.in + head * HEAD_DIM, token.column);
+        dy[i] = load_head(token.grad + head * HEAD_DIM, token.column);
+      }
     }
-    const float mean = lanes_sum<GROUP>(products) * (1.f / HEAD_DIM);
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      x.low[i] = inverse * (dy.low[i] - x.low[i] * mean);
-      x.high[i] = inverse * (dy.high[i] - x.high[i] * mean);
-    }
-    if (active) store_head(out + head * HEAD_DIM, column, x);
   }
-}
+
+  // Unrotates and passes back through the norm; all heads have one weight, whose gradient is added to `dweight`.
+  DEVICE void finish(const Token& token, int base, int end, const HeadWords& weight, const HeadColumns& angles, HeadColumns& dweight,
+                     float epsilon) const {
+    const HeadColumns factors = weight.columns();
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      const int head = base + i * HEADS_PER_WARP + (int)(threadIdx.x & 31) / GROUP;
+      if (base + i * HEADS_PER_WARP >= end) break;
+      HeadColumns n = x[i].columns(), g = dy[i].columns();
+      float squares = 0.f;
+#pragma unroll
+      for (int k = 0; k < LANE_COLUMNS; k++) squares = fmaf(n.low[k], n.low[k], fmaf(n.high[k], n.high[k], squares));
+      const float inverse = 1.f / sqrtf(lanes_sum<GROUP>(squares) * (1.f / HEAD_DIM) + epsilon);
+      float products = 0.f;
+#pragma unroll
+      for (int k = 0; k < LANE_COLUMNS; k++) {
+        const float low = g.low[k] * angles.low[k] + g.high[k] * angles.high[k];
+        const float high = g.high[k] * angles.low[k] - g.low[k] * angles.high[k];
+        n.low[k] *= inverse;
+        n.high[k] *= inverse;
+        dweight.low[k] = fmaf(low, n.low[k], dweight.low[k]);
+        dweight.high[k] = fmaf(high, n.high[k], dweight.high[k]);
+        g.low[k] = low * factors.low[k];
+        g.high[k] = high * factors.high[k];
+        products = fmaf(g.low[k], n.low[k], fmaf(g.high[k], n.high[k], products));
+      }
+      const float mean = lanes_sum<GROUP>(products) * (1.f / HEAD_DIM);
+#pragma unroll
+      for (int k = 0; k < LANE_COLUMNS; k++) {
+        n.low[k] = inverse * (g.low[k] - n.low[k] * mean);
+        n.high[k] = inverse * (g.high[k] - n.high[k] * mean);
+      }
+      if (token.holds && head < end) store_head(token.out + head * HEAD_DIM, token.column, n);
+    }
+  }
+};
 
 // Sum over the heads that a warp held at once, then over warps in order, into `to`.
 DEVICE void store_weight_sums(HeadColumns& sums, float (*shared)[HEAD_DIM], float* to, int column) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
+  for (int i = 0; i < LANE_COLUMNS; i++) {
 #pragma unroll
     for (int distance = GROUP; distance < 32; distance *= 2) {
       sums.low[i] += __shfl_xor_sync(0xffffffffu, sums.low[i], distance);
@@ -77,8 +97,8 @@ DEVICE void store_weight_sums(HeadColumns& sums, float (*shared)[HEAD_DIM], floa
   }
   __syncthreads();  // the sums of the weight before have been read
   if (lane < LANES) {
-    store_f32x8(shared[warp] + column, sums.low);
-    store_f32x8(shared[warp] + HALF + column, sums.high);
+#pragma unroll
+    for (int i = 0; i < LANE_COLUMNS; i++) shared[warp][column + i] = sums.low[i], shared[warp][HALF + column + i] = sums.high[i];
   }
   __syncthreads();  // every warp's sums must be there
   for (int at = threadIdx.x; at < HEAD_DIM; at += NUM_WARPS * 32) {
@@ -93,22 +113,42 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
 qk_norm_rope_backward(const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const i32* positions, const float* cos, const float* sin,
                       const bf16* dy, bf16* dqkv, float* partials, const __grid_constant__ QkNormRopeBackwardParams params) {
   __shared__ __align__(16) float shared[NUM_WARPS][HEAD_DIM];
-  const int lane = threadIdx.x & 31, column = lane % GROUP * 8;
+  const int lane = threadIdx.x & 31, column = lane % GROUP * LANE_COLUMNS;
   const int num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
   const float epsilon = f32_word(params.epsilon);
   const i64 last = (i64)params.max_positions - 1;
 
   HeadColumns q_sums = {}, k_sums = {};
+  const u64 step = (u64)gridDim.x * NUM_WARPS;
+  u64 index = (u64)blockIdx.x * NUM_WARPS + (threadIdx.x >> 5);
+  i64 asked = index < params.tokens ? positions[index] : 0;
 #pragma unroll 1
-  for (u64 token = (u64)blockIdx.x * NUM_WARPS + (threadIdx.x >> 5); token < params.tokens; token += (u64)gridDim.x * NUM_WARPS) {
-    const bf16* in = qkv + token * params.in_stride;
-    const bf16* grad = dy + token * params.dy_stride;
-    bf16* out = dqkv + token * params.out_stride;
-    const i64 asked = positions[token];
+  for (; index < params.tokens; index += step) {
+    const bf16* grad = dy + index * params.dy_stride;
+    bf16* out = dqkv + index * params.out_stride;
+    const Token token = {qkv + index * params.in_stride, grad, out, column, lane % GROUP < LANES};
+    const int q_end = num_heads, k_end = num_heads + num_kv_heads;
+    // Load heads first and the angles after: they are needed last.
+    HeadBatch heads;
+    heads.load(token, 0, q_end);
     HeadColumns angles = {};
-    if (lane % GROUP < LANES) angles = load_angles(cos, sin, (asked < 0 ? 0 : asked > last ? last : asked) * (i64)params.table_stride + column);
-    unrotate_and_norm(in, grad, out, q_weight, angles, q_sums, 0, num_heads, column, epsilon);
-    unrotate_and_norm(in, grad, out, k_weight, angles, k_sums, num_heads, num_kv_heads, column, epsilon);
+    HeadWords weight = {};
+    if (token.holds) {
+      angles = load_angles(cos, sin, (asked < 0 ? 0 : asked > last ? last : asked) * (i64)params.table_stride + column);
+      weight = load_head(q_weight, column);
+    }
+    if (index + step < params.tokens) asked = positions[index + step];  // of the next token, whose angles wait for it
+#pragma unroll 1
+    for (int base = 0; base < q_end; base += BATCH * HEADS_PER_WARP) {
+      if (base > 0) heads.load(token, base, q_end);
+      heads.finish(token, base, q_end, weight, angles, q_sums, epsilon);
+    }
+    if (token.holds) weight = load_head(k_weight, column);
+#pragma unroll 1
+    for (int base = q_end; base < k_end; base += BATCH * HEADS_PER_WARP) {
+      heads.load(token, base, k_end);
+      heads.finish(token, base, k_end, weight, angles, k_sums, epsilon);
+    }
 #if COPY_V
     const int first = (num_heads + num_kv_heads) * HEAD_DIM, end = first + num_kv_heads * HEAD_DIM;
 #pragma unroll 1

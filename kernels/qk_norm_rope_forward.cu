@@ -20,38 +20,23 @@ constexpr int NUM_WARPS = 8;
 
 struct QkNormRopeForwardParams { u64 tokens, num_heads, num_kv_heads, in_stride, out_stride, max_positions, table_stride, epsilon; };
 
-// Heads first .. first + count - 1 of a token, all with one weight.
-DEVICE void norm_and_rotate(const bf16* in, bf16* out, const bf16* weight, const HeadColumns& angles, int first, int count, int column,
-                            float epsilon) {
-  const int lane = threadIdx.x & 31, head_in_warp = lane / GROUP;
-  const bool holds = lane % GROUP < LANES;
-  HeadColumns factors = {};
-  if (holds) factors = load_head(weight, column);
-#pragma unroll 2
-  for (int base = 0; base < count; base += HEADS_PER_WARP) {
-    const int head = first + base + head_in_warp;
-    const bool active = holds && base + head_in_warp < count;
-    HeadColumns x = {};
-    if (active) x = load_head(in + head * HEAD_DIM, column);
-    float squares = 0.f;
+constexpr int BATCH = 4;  // heads of a lane on their way at once
+
+// One of two, without putting them into memory.
+DEVICE HeadWords selected(bool first, const HeadWords& a, const HeadWords& b) {
+  HeadWords words;
 #pragma unroll
-    for (int i = 0; i < 8; i++) squares = fmaf(x.low[i], x.low[i], fmaf(x.high[i], x.high[i], squares));
-    const float inverse = 1.f / sqrtf(lanes_sum<GROUP>(squares) * (1.f / HEAD_DIM) + epsilon);
-    HeadColumns y;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float low = x.low[i] * inverse * factors.low[i], high = x.high[i] * inverse * factors.high[i];
-      y.low[i] = low * angles.low[i] - high * angles.high[i];
-      y.high[i] = high * angles.low[i] + low * angles.high[i];
-    }
-    if (active) store_head(out + head * HEAD_DIM, column, y);
+  for (int i = 0; i < PAIRS; i++) {
+    words.low[i] = first ? a.low[i] : b.low[i];
+    words.high[i] = first ? a.high[i] : b.high[i];
   }
+  return words;
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
+extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
 qk_norm_rope_forward(const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const i32* positions, const float* cos, const float* sin,
                      bf16* out, const __grid_constant__ QkNormRopeForwardParams params) {
-  const int lane = threadIdx.x & 31, column = lane % GROUP * 8;
+  const int lane = threadIdx.x & 31, column = lane % GROUP * LANE_COLUMNS;
   const u64 token = (u64)blockIdx.x * NUM_WARPS + (threadIdx.x >> 5);
   if (token >= params.tokens) return;
   const bf16* in = qkv + token * params.in_stride;
@@ -59,11 +44,46 @@ qk_norm_rope_forward(const bf16* qkv, const bf16* q_weight, const bf16* k_weight
   const int num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
   const float epsilon = f32_word(params.epsilon);
 
+  const int num_normed = num_heads + num_kv_heads, head_in_warp = lane / GROUP;
+  const bool holds = lane % GROUP < LANES;
   const i64 last = (i64)params.max_positions - 1, asked = positions[token];
+
   HeadColumns angles = {};
-  if (lane % GROUP < LANES) angles = load_angles(cos, sin, (asked < 0 ? 0 : asked > last ? last : asked) * (i64)params.table_stride + column);
-  norm_and_rotate(in, to, q_weight, angles, 0, num_heads, column, epsilon);
-  norm_and_rotate(in, to, k_weight, angles, num_heads, num_kv_heads, column, epsilon);
+  HeadWords q_words = {}, k_words = {};
+#pragma unroll 1
+  for (int base = 0; base < num_normed; base += BATCH * HEADS_PER_WARP) {
+    // Load the heads; the angles' address comes from memory too, and waiting for it must not keep the heads from being asked for.
+    HeadWords words[BATCH] = {};
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      const int head = base + i * HEADS_PER_WARP + head_in_warp;
+      if (holds && head < num_normed) words[i] = load_head(in + head * HEAD_DIM, column);
+    }
+    if (base == 0 && holds) {
+      q_words = load_head(q_weight, column);
+      k_words = load_head(k_weight, column);
+      angles = load_angles(cos, sin, (asked < 0 ? 0 : asked > last ? last : asked) * (i64)params.table_stride + column);
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      const int head = base + i * HEADS_PER_WARP + head_in_warp;
+      if (base + i * HEADS_PER_WARP >= num_normed) break;
+      const HeadColumns x = words[i].columns();
+      float squares = 0.f;
+#pragma unroll
+      for (int k = 0; k < LANE_COLUMNS; k++) squares = fmaf(x.low[k], x.low[k], fmaf(x.high[k], x.high[k], squares));
+      const float inverse = 1.f / sqrtf(lanes_sum<GROUP>(squares) * (1.f / HEAD_DIM) + epsilon);
+      const HeadColumns factors = selected(head < num_heads, q_words, k_words).columns();
+      HeadColumns y;
+#pragma unroll
+      for (int k = 0; k < LANE_COLUMNS; k++) {
+        const float low = x.low[k] * inverse * factors.low[k], high = x.high[k] * inverse * factors.high[k];
+        y.low[k] = low * angles.low[k] - high * angles.high[k];
+        y.high[k] = high * angles.low[k] + low * angles.high[k];
+      }
+      if (holds && head < num_normed) store_head(to + head * HEAD_DIM, column, y);
+    }
+  }
 #if COPY_V
   const int first = (num_heads + num_kv_heads) * HEAD_DIM, end = first + num_kv_heads * HEAD_DIM;
 #pragma unroll 4

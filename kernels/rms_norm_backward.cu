@@ -4,19 +4,23 @@
 //            bf16 [width]; dx bf16 [rows, width] contiguous; partials f32 [gridDim.x, width]; width and strides
 //            multiples of 8
 // Buffers    x, weight, dy, d_residual (HAS_RESIDUAL), dx, partials; dx may be dy or d_residual
-// Defines    HAS_RESIDUAL (0): d_residual is the gradient that reaches s beside this norm, WARPS_PER_ROW (1: width up to 2048, 4: up to 8192)
-// Tiling     grid (any number of blocks, fixed by the wrapper); 128 threads; block b takes rows b ROWS .. and on in strides of the grid
+// Defines    HAS_RESIDUAL (0): d_residual is the gradient that reaches s beside this norm, WARPS_PER_ROW (1, 2, 4, 8, 16: width up to 512
+//            times that)
+// Tiling     grid (any number of blocks, fixed by the wrapper); 512 threads; block b takes rows b ROWS .. and on in strides of the grid; a row
+//            is two chunks a lane, so that registers leave room for many rows on their way
 // Numerics   f32 sums in a fixed order, which the grid is part of; writes every element of dx and partials; memory-bound
 // Edges      the last rows may be missing; lanes past the width hold nothing
+#include "common/async_copy.cuh"
 #include "common/bf16x8.cuh"
 #include "common/fixed_sum.cuh"
+#define CHUNKS_PER_LANE 2
 #include "common/norm_row.cuh"
 
 #ifndef HAS_RESIDUAL
 #define HAS_RESIDUAL 0
 #endif
 
-constexpr int NUM_WARPS = 4, ROWS = NUM_WARPS / WARPS_PER_ROW;
+constexpr int NUM_WARPS = 16, ROWS = NUM_WARPS / WARPS_PER_ROW;
 static_assert(NUM_WARPS % WARPS_PER_ROW == 0, "a row's warps are in one block");
 
 struct RmsNormBackwardParams { u64 rows, width, x_stride, dy_stride, d_residual_stride, epsilon; };
@@ -27,10 +31,27 @@ struct RmsNormBackwardParams { u64 rows, width, x_stride, dy_stride, d_residual_
 #define RESIDUAL_BUFFER
 #endif
 
-extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 3)
+// Sums of two values over the warps of a row; a barrier of their own, so that rows need not wait for each other.
+DEVICE void row_sums(float& a, float& b, float2* shared, int row_in_block) {
+  a = lanes_sum<32>(a), b = lanes_sum<32>(b);
+  if constexpr (WARPS_PER_ROW > 1) {
+    const int warp = threadIdx.x >> 5, first = row_in_block * WARPS_PER_ROW;
+    if ((threadIdx.x & 31) == 0) shared[warp] = make_float2(a, b);
+    // Every warp's sums must be there before any warp of the row reads them.
+    barrier_sync(row_in_block + 1, CHUNK_STEP);
+    a = b = 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS_PER_ROW; i++) {
+      const float2 part = shared[first + i];
+      a += part.x, b += part.y;
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
 rms_norm_backward(const bf16* x, const bf16* weight, const bf16* dy, RESIDUAL_BUFFER bf16* dx, float* partials,
                   const __grid_constant__ RmsNormBackwardParams params) {
-  __shared__ float shared[4][NUM_WARPS];
+  __shared__ float2 shared[2][NUM_WARPS];
   __shared__ float4 weight_sums[ROWS > 1 ? MAX_WIDTH / 4 : 1];
   const int num_chunks = (int)(params.width / 8), first = first_chunk(), row_in_block = threadIdx.x / CHUNK_STEP;
   const u64 rounds = (params.rows + (u64)gridDim.x * ROWS - 1) / ((u64)gridDim.x * ROWS);
@@ -49,6 +70,9 @@ rms_norm_backward(const bf16* x, const bf16* weight, const bf16* dy, RESIDUAL_BU
 
     // Load
     uint4 x_words[CHUNKS], dy_words[CHUNKS];
+#if HAS_RESIDUAL
+    uint4 residual_words[CHUNKS];
+#endif
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       x_words[c] = dy_words[c] = make_uint4(0, 0, 0, 0);
@@ -56,6 +80,9 @@ rms_norm_backward(const bf16* x, const bf16* weight, const bf16* dy, RESIDUAL_BU
       if (chunk < here) {
         x_words[c] = load_16_bytes(x + row * params.x_stride + chunk * 8);
         dy_words[c] = load_16_bytes(dy + row * params.dy_stride + chunk * 8);
+#if HAS_RESIDUAL
+        residual_words[c] = load_16_bytes(d_residual + row * params.d_residual_stride + chunk * 8);
+#endif
       }
     }
 
@@ -76,9 +103,8 @@ rms_norm_backward(const bf16* x, const bf16* weight, const bf16* dy, RESIDUAL_BU
         }
       }
     }
-    // Two sets of buffers in turn, so that one barrier a sum is enough.
-    squares = warps_sum<WARPS_PER_ROW>(squares, shared[round & 1]);
-    products = warps_sum<WARPS_PER_ROW>(products, shared[2 + (round & 1)]);
+    // Two buffers in turn, so that one barrier a round is enough.
+    row_sums(squares, products, shared[round & 1], row_in_block);
     const float inverse = 1.f / sqrtf(squares / (float)params.width + f32_word(params.epsilon));
     const float mean = products * inverse / (float)params.width;
 
@@ -99,7 +125,7 @@ rms_norm_backward(const bf16* x, const bf16* weight, const bf16* dy, RESIDUAL_BU
         }
 #if HAS_RESIDUAL
         float beside[8];
-        unpack_bf16x8(load_16_bytes(d_residual + row * params.d_residual_stride + chunk * 8), beside);
+        unpack_bf16x8(residual_words[c], beside);
 #pragma unroll
         for (int i = 0; i < 8; i++) result[i] += beside[i];
 #endif

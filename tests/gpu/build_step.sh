@@ -11,9 +11,8 @@ build() { # ENTRY [NAME=VALUE...]
     2>&1 | awk -v name="$name" '/stack frame/ { spill = $0 } /Used/ { print name ": " $5 " registers," spill } /error|warning/ { print }'
 }
 for residual in 0 1; do
-  for warps in 1 4; do
-    for pass in forward backward; do build rms_norm_$pass HAS_RESIDUAL=$residual WARPS_PER_ROW=$warps; done
-  done
+  for warps in 1 4; do build rms_norm_forward HAS_RESIDUAL=$residual WARPS_PER_ROW=$warps; done
+  for warps in 1 2 4 8 16; do build rms_norm_backward HAS_RESIDUAL=$residual WARPS_PER_ROW=$warps; done
 done
 build column_sums
 for head_dim in 16 64 96 128; do

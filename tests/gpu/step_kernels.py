@@ -6,7 +6,7 @@ import torch
 
 from cuda_driver import Cuda, ceil_div, f32_word
 
-RMS_BLOCKS, QK_BLOCKS, SCORE_BLOCKS = 396, 264, 264  # as the wrappers choose them
+MAX_BLOCKS = 264  # as the wrappers choose them
 
 
 class Pointer:
@@ -21,12 +21,12 @@ class StepKernels:
         torch.zeros(1, device="cuda")  # torch's context is the primary one, which Cuda joins
         self.cuda = Cuda(folder)
 
-    def launch(self, name, grid, threads, tensors, words):
-        return self.cuda.prepare(name, name.split("-")[0], tuple(grid), threads, 0, [Pointer(t) for t in tensors], words)
+    def launch(self, name, grid, threads, tensors, words, shared=0):
+        return self.cuda.prepare(name, name.split("-")[0], tuple(grid), threads, shared, [Pointer(t) for t in tensors], words)
 
-    def column_sums(self, partials, offset, out, accumulate=0):
-        words = [partials.shape[0], partials.shape[1], offset, out.numel(), accumulate]
-        return self.launch("column_sums", (ceil_div(out.numel(), 32), 1, 1), 256, [partials, out], words)
+    def column_sums(self, partials, first, second=None, accumulate=0):
+        words = [partials.shape[0], partials.shape[1], first.numel(), accumulate, accumulate]
+        return self.launch("column_sums", (ceil_div(partials.shape[1], 32), 1, 1), 1024, [partials, first, first if second is None else second], words)
 
     def rms_norm_forward(self, x, weight, y, epsilon, residual=None, total=None):
         rows, width = x.shape
@@ -38,14 +38,14 @@ class StepKernels:
 
     def rms_norm_backward(self, x, weight, dy, dx, dweight, epsilon, d_residual=None, accumulate=0):
         rows, width = x.shape
-        warps = 1 if width <= 2048 else 4
-        blocks = min(ceil_div(rows, 4 // warps), RMS_BLOCKS)
+        warps = 1 << (ceil_div(width, 512) - 1).bit_length()
+        blocks = min(ceil_div(rows, 16 // warps), MAX_BLOCKS)
         partials = torch.full((blocks, width), float("nan"), device="cuda")
         added = d_residual is not None
         tensors = [x, weight, dy] + ([d_residual] if added else []) + [dx, partials]
         words = [rows, width, x.stride(0), dy.stride(0), d_residual.stride(0) if added else 0, f32_word(epsilon)]
         name = f"rms_norm_backward-HAS_RESIDUAL={int(added)}-WARPS_PER_ROW={warps}"
-        return [self.launch(name, (blocks, 1, 1), 128, tensors, words), self.column_sums(partials, 0, dweight, accumulate)]
+        return [self.launch(name, (blocks, 1, 1), 512, tensors, words), self.column_sums(partials, dweight, None, accumulate)]
 
     def qk_forward(self, qkv, weights, positions, tables, out, kv_heads, epsilon):
         tokens, heads, head_dim = qkv.shape
@@ -57,13 +57,13 @@ class StepKernels:
     def qk_backward(self, qkv, weights, positions, tables, dy, dqkv, dweights, kv_heads, epsilon):
         tokens, heads, head_dim = qkv.shape
         copy = int(dqkv.data_ptr() != dy.data_ptr())
-        blocks = min(ceil_div(tokens, 8), QK_BLOCKS)
+        blocks = min(ceil_div(tokens, 8), MAX_BLOCKS)
         partials = torch.full((blocks, 2 * head_dim), float("nan"), device="cuda")
         words = [tokens, heads - 2 * kv_heads, kv_heads, qkv.stride(0), dy.stride(0), dqkv.stride(0), tables[0].shape[0], tables[0].stride(0),
                  f32_word(epsilon)]
         name = f"qk_norm_rope_backward-HEAD_DIM={head_dim}-COPY_V={copy}"
         return [self.launch(name, (blocks, 1, 1), 256, [qkv, *weights, positions, *tables, dy, dqkv, partials], words),
-                self.column_sums(partials, 0, dweights[0]), self.column_sums(partials, head_dim, dweights[1])]
+                self.column_sums(partials, *dweights)]
 
     def cross_entropy(self, logits, labels, losses, vocab, dlogits=None, z_loss=0.0, scale=1.0):
         gradient = dlogits is not None
@@ -111,13 +111,13 @@ class StepKernels:
         batch, seq_len, heads, head_dim = qkv.shape
         kv_heads = a.numel()
         channels, offset = kv_heads * head_dim, (heads - kv_heads) * head_dim
-        blocks = min(batch * ceil_div(seq_len, 16), SCORE_BLOCKS)
+        blocks = min(batch * ceil_div(seq_len, 16), MAX_BLOCKS)
         partials = torch.full((blocks, (channels + 1) * kv_heads), float("nan"), device="cuda")
         per_thread = 8 if kv_heads <= 8 else 4 if kv_heads <= 16 else 2
         words = [batch, seq_len, head_dim] + 2 * [offset, qkv.stride(1), qkv.stride(0)]
         return [self.launch(f"dma_scores_backward-NUM_KV_HEADS={kv_heads}", (blocks, ceil_div(channels, 128 * per_thread), 1), 128,
-                            [qkv, w_dt, a, x, dz, dqkv, partials], words),
-                self.column_sums(partials, 0, dw_dt), self.column_sums(partials, channels * kv_heads, da)]
+                            [qkv, w_dt, a, x, dz, dqkv, partials], words, 8192 * per_thread),
+                self.column_sums(partials, dw_dt, da)]
 
 
 def run_all(launches):

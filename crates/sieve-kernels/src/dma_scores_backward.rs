@@ -1,4 +1,5 @@
 //! Launches of `kernels/dma_scores_backward.cu` and `column_sums.cu`.
+use crate::column_sums::column_sums;
 use crate::cuda_tensor::CudaTensor;
 use crate::dma_scores::require_kv_heads;
 use crate::error::KernelError;
@@ -89,8 +90,11 @@ pub fn dma_scores_backward(
     ];
     // SAFETY: reads v, x and dz, reads and writes the value heads of every token, writes every partial sum.
     unsafe { dma_scores_backward_kernel(kv_heads).launch([blocks, slabs, 1], &tensors, &words) }?;
-    let dw_dt = dw_dt.sum(NAME, &partials, 0, &[channels, kv_heads])?;
-    let da = da.sum(NAME, &partials, channels * kv_heads, &[kv_heads])?;
+    let [dw_dt, da] = column_sums(
+        NAME,
+        &partials,
+        [(dw_dt, &[channels, kv_heads]), (da, &[kv_heads])],
+    )?;
     Ok((dw_dt, da))
 }
 
@@ -99,6 +103,7 @@ pub fn dma_scores_backward_kernel(num_kv_heads: usize) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("NUM_KV_HEADS", num_kv_heads)
         .threads(THREADS)
+        .shared_bytes(shared_bytes(num_kv_heads))
 }
 
 /// Neighbouring channels of a thread, whose weights and sums stay in registers.
@@ -110,6 +115,11 @@ fn channels_per_thread(num_kv_heads: usize) -> usize {
     }
 }
 
+/// Two groups of 8 tokens, the channels of v and dv that each thread owns.
+fn shared_bytes(num_kv_heads: usize) -> usize {
+    2 * 2 * 8 * THREADS * channels_per_thread(num_kv_heads) * 2
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -118,6 +128,7 @@ mod tests {
     fn many_heads_leave_room_for_fewer_channels() {
         for heads in 1..=32 {
             assert!(heads * channels_per_thread(heads) <= 64, "{heads}");
+            assert!(shared_bytes(heads) <= 64 * 1024, "{heads}");
         }
     }
 }

@@ -1,4 +1,5 @@
 //! Launches of `kernels/qk_norm_rope_backward.cu` and `column_sums.cu`.
+use crate::column_sums::column_sums;
 use crate::cuda_tensor::CudaTensor;
 use crate::error::KernelError;
 use crate::qk_norm_rope_forward::{BLOCK_TOKENS, Checked, PackedTokens, QkNormRope, Reuse};
@@ -81,11 +82,13 @@ pub fn qk_norm_rope_backward(
             &with_epsilon(&words, args.epsilon),
         )
     }?;
-    let [q_target, k_target] = dweights;
+    let shape = [qkv.head_dim];
+    let targets = dweights.map(|target| (target, shape.as_slice()));
+    let [dq_weight, dk_weight] = column_sums(NAME, &partials, targets)?;
     Ok(QkNormRopeGradients {
         dqkv,
-        dq_weight: q_target.sum(NAME, &partials, 0, &[qkv.head_dim])?,
-        dk_weight: k_target.sum(NAME, &partials, qkv.head_dim, &[qkv.head_dim])?,
+        dq_weight,
+        dk_weight,
     })
 }
 

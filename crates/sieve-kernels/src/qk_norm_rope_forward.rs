@@ -42,7 +42,7 @@ pub enum Reuse {
 }
 
 /// Normalises the query and key heads of `qkv` bf16 `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]` and rotates
-/// them by their positions; values pass through. `head_dim` is a multiple of 16 up to 512.
+/// them by their positions; values pass through. `head_dim` is a multiple of 16 up to 256.
 ///
 /// With [`Reuse::InPlace`] the result lies in `qkv`, which must be packed without gaps between heads.
 ///
@@ -231,14 +231,14 @@ fn query_heads(
 }
 
 fn require_head_dim(kernel: &'static str, head_dim: usize) -> Result<(), KernelError> {
-    if head_dim > 0 && head_dim.is_multiple_of(16) && head_dim <= 512 {
+    if head_dim > 0 && head_dim.is_multiple_of(16) && head_dim <= 256 {
         return Ok(());
     }
     Err(KernelError::Unsupported {
         kernel,
         what: "head_dim",
         got: head_dim.to_string(),
-        supported: "multiples of 16 up to 512".to_owned(),
+        supported: "multiples of 16 up to 256".to_owned(),
     })
 }
 
@@ -258,12 +258,12 @@ mod tests {
     #[test]
     fn widths_of_heads() {
         assert!(
-            [16, 48, 64, 96, 128, 192, 256, 512]
+            [16, 48, 64, 96, 128, 192, 256]
                 .iter()
                 .all(|&d| require_head_dim("k", d).is_ok())
         );
         assert!(
-            [0, 8, 40, 528]
+            [0, 8, 40, 272]
                 .iter()
                 .all(|&d| require_head_dim("k", d).is_err())
         );

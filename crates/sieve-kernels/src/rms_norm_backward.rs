@@ -1,18 +1,22 @@
 //! Launches of `kernels/rms_norm_backward.cu` and `column_sums.cu`.
+use crate::column_sums::column_sums;
 use crate::cuda_tensor::CudaTensor;
 use crate::error::KernelError;
-use crate::rms_norm_forward::{NormResidual, warps_per_row, with_epsilon};
+use crate::rms_norm_forward::{NormResidual, with_epsilon};
 use crate::source_kernel::SourceKernel;
 use crate::vector_rows::{GradientTarget, VectorRows};
 use burn::tensor::DType;
 
 const NAME: &str = "rms_norm_backward";
 
-/// Blocks, and so partial sums: three on each multiprocessor of an H100. A constant, because the order of the sum follows it.
-const MAX_BLOCKS: usize = 396;
+/// Blocks, and so partial sums: two on each multiprocessor of an H100. A constant, because the order of the sum follows it.
+const MAX_BLOCKS: usize = 264;
 
-/// Rows of a block when one warp takes a row.
-const BLOCK_WARPS: usize = 4;
+/// Warps of a block.
+const BLOCK_WARPS: usize = 16;
+
+/// Columns that a warp holds of a row.
+const WARP_WIDTH: usize = 512;
 
 /// Gradients of [`rms_norm_forward`](crate::rms_norm_forward()): `(dx, dweight)`, dx bf16 `[.., width]`, dweight f32
 /// `[width]`. `x` is what was normalised.
@@ -32,7 +36,7 @@ pub fn rms_norm_backward(
     let x = VectorRows::of(NAME, "x", x)?;
     let dy = x.like(NAME, "dy", dy)?;
     let weight = x.weight(NAME, weight)?;
-    let warps = warps_per_row(NAME, x.width)?;
+    let warps = warps_per_row(x.width)?;
     let dx = x.tensor.empty_contiguous(x.tensor.shape(), DType::BF16);
     let blocks = num_blocks(x.rows, warps);
     let partials = x.tensor.empty_contiguous(&[blocks, x.width], DType::F32);
@@ -62,7 +66,7 @@ pub fn rms_norm_backward(
             &with_epsilon(&words, epsilon),
         )
     }?;
-    let dweight = dweight.sum(NAME, &partials, 0, &[x.width])?;
+    let [dweight] = column_sums(NAME, &partials, [(dweight, &[x.width])])?;
     Ok((dx, dweight))
 }
 
@@ -74,6 +78,20 @@ pub fn rms_norm_backward_kernel(residual: NormResidual, warps_per_row: usize) ->
         .threads(BLOCK_WARPS * 32)
 }
 
+/// Warps that share a row: a power of two.
+fn warps_per_row(width: usize) -> Result<usize, KernelError> {
+    let warps = width.div_ceil(WARP_WIDTH).next_power_of_two();
+    if warps <= BLOCK_WARPS {
+        return Ok(warps);
+    }
+    Err(KernelError::Unsupported {
+        kernel: NAME,
+        what: "width",
+        got: width.to_string(),
+        supported: format!("up to {}", BLOCK_WARPS * WARP_WIDTH),
+    })
+}
+
 fn num_blocks(rows: usize, warps_per_row: usize) -> usize {
     rows.div_ceil(BLOCK_WARPS / warps_per_row).min(MAX_BLOCKS)
 }
@@ -83,10 +101,18 @@ mod tests {
     use super::*;
 
     #[test]
+    fn wide_rows_are_shared() {
+        let warps = [8, 512, 768, 2048, 4096, 8192].map(|width| warps_per_row(width).ok());
+        assert_eq!(warps, [1, 1, 2, 4, 8, 16].map(Some));
+        assert!(warps_per_row(8200).is_err());
+    }
+
+    #[test]
     fn few_rows_take_few_blocks() {
         assert_eq!(num_blocks(1, 1), 1);
-        assert_eq!(num_blocks(9, 1), 3);
-        assert_eq!(num_blocks(9, 4), 9);
+        assert_eq!(num_blocks(17, 1), 2);
+        assert_eq!(num_blocks(9, 4), 3);
+        assert_eq!(num_blocks(9, 16), 9);
         assert_eq!(num_blocks(1 << 20, 1), MAX_BLOCKS);
     }
 }

@@ -42,6 +42,8 @@ pub fn step_kernels() -> Vec<SourceKernel> {
     for residual in [NormResidual::None, NormResidual::Added] {
         for warps_per_row in [1, 4] {
             kernels.push(rms_norm_forward_kernel(residual, warps_per_row));
+        }
+        for warps_per_row in [2, 4, 8] {
             kernels.push(rms_norm_backward_kernel(residual, warps_per_row));
         }
     }

@@ -1,5 +1,4 @@
 //! Operands of the element-wise step kernels: rows of whole 16-byte words, and where gradients of weights go.
-use crate::column_sums::column_sums;
 use crate::cuda_tensor::CudaTensor;
 use crate::error::KernelError;
 use crate::fill_zero::empty_zero;
@@ -19,22 +18,6 @@ pub enum GradientTarget<'a> {
 }
 
 impl GradientTarget<'_> {
-    /// The tensor that column `offset` and on of `partials` are summed into.
-    pub(crate) fn sum(
-        self,
-        kernel: &'static str,
-        partials: &CudaTensor,
-        offset: usize,
-        shape: &[usize],
-    ) -> Result<CudaTensor, KernelError> {
-        let (out, accumulate) = match self {
-            Self::New => (partials.empty_contiguous(shape, DType::F32), false),
-            Self::AddTo(_) => (self.in_place(kernel, partials, shape)?, true),
-        };
-        column_sums(partials, offset, &out, accumulate)?;
-        Ok(out)
-    }
-
     /// The tensor that a kernel adds to: a cleared new one, or the given one.
     pub(crate) fn in_place(
         self,
