@@ -4,6 +4,7 @@ mod chunks;
 mod decode;
 mod extremes;
 mod forms;
+mod golden;
 mod methods;
 mod recall;
 

@@ -1,0 +1,254 @@
+//! How long selection and sparse prefill attention take against dense attention, and how selection grows with the prompt.
+//!
+//! `cargo run --release -p sieve-select --example bench_select -- [tokens] [query heads] [kv heads] [head_dim] [selector…]`;
+//! 32768 tokens, 2 heads on 1 KV head of 128 by default. Queries and keys have a sink, wanted columns, topics that return and
+//! nearness; nothing here says how a trained model's would do.
+
+#![allow(clippy::print_stdout, reason = "an example")]
+
+use std::time::Instant;
+
+use sieve_cpu::{AttentionShape, Documents, Mask, attention_forward};
+use sieve_select::{Call, CallShape, Selector, dense_attention, density, recall};
+
+/// Selectors timed when none is named.
+const DEFAULT: [&str; 4] = ["bfla", "xattention", "pbs", "meanpool"];
+
+/// Prompts of the growth measurement, in tokens.
+const GROWTH: [usize; 6] = [1024, 2048, 4096, 8192, 16_384, 32_768];
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let number = |at: usize, default: usize| -> Result<usize, std::num::ParseIntError> {
+        arguments.get(at).map_or(Ok(default), |text| text.parse())
+    };
+    let (tokens, num_heads) = (number(0, 32_768)?, number(1, 2)?);
+    let (num_kv_heads, head_dim) = (number(2, 1)?, number(3, 128)?);
+    let named: Vec<&str> = arguments.iter().skip(4).map(String::as_str).collect();
+    let selectors = if named.is_empty() {
+        DEFAULT.to_vec()
+    } else {
+        named
+    };
+    let operands = Operands::new(
+        tokens.max(GROWTH[GROWTH.len() - 1]),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+    );
+
+    println!(
+        "{tokens} tokens, {num_heads} query heads on {num_kv_heads}, head_dim {head_dim}, {} threads",
+        rayon_threads()
+    );
+    let packed = operands.packed_dense_seconds(tokens)?;
+    let call = operands.call(tokens)?;
+    let started = Instant::now();
+    let dense = dense_attention(&call)?;
+    let listed = started.elapsed().as_secs_f64();
+    let flops = 4.0 * call.shape.causal_pairs() as f64 * (num_heads * head_dim) as f64;
+    for (name, seconds) in [("dense, packed", packed), ("dense, all tiles", listed)] {
+        println!(
+            "{name:18} {seconds:8.3} s {:7.1} GFLOP/s",
+            flops / seconds / 1e9
+        );
+    }
+    println!(
+        "{:18} {:>8} {:>9} {:>9} {:>8} {:>8} {:>8} {:>9} {:>9}",
+        "selector",
+        "s",
+        "select s",
+        "permute s",
+        "tokens",
+        "tiles",
+        "recall",
+        "x packed",
+        "x tiles"
+    );
+    for text in &selectors {
+        let selector = Selector::parse(text)?;
+        let done = selector.prefill(&call)?;
+        let shares = density(&done.mask);
+        println!(
+            "{:18} {:8.3} {:9.4} {:9.4} {:8.4} {:8.4} {:8.4} {:9.2} {:9.2}",
+            selector.name(),
+            done.seconds,
+            done.mask.stats.select_seconds,
+            done.mask.stats.permute_seconds,
+            shares.token,
+            shares.tile,
+            recall(&done.output.lse, &dense.lse),
+            packed / done.seconds,
+            listed / done.seconds,
+        );
+    }
+    println!(
+        "\nselection seconds, median of 3, and the exponent over the last {} lengths",
+        FITTED
+    );
+    for text in &selectors {
+        growth(&operands, &Selector::parse(text)?)?;
+    }
+    Ok(())
+}
+
+/// Lengths the exponent is fitted over; shorter prompts measure overheads.
+const FITTED: usize = 4;
+
+/// Prints selection times over prompt lengths and the slope of their logarithms.
+fn growth(operands: &Operands, selector: &Selector) -> Result<(), Box<dyn std::error::Error>> {
+    let mut points = Vec::new();
+    for tokens in GROWTH {
+        let call = operands.call(tokens)?;
+        let mut times = Vec::new();
+        for _ in 0..3 {
+            times.push(selector.select(&call)?.stats.select_seconds);
+        }
+        times.sort_by(f64::total_cmp);
+        points.push((tokens as f64, times[1]));
+    }
+    let text: Vec<String> = points.iter().map(|(n, s)| format!("{n}: {s:.5}")).collect();
+    println!(
+        "{:18} exponent {:.2}   {}",
+        selector.name(),
+        slope(&points[points.len() - FITTED..]),
+        text.join("  ")
+    );
+    Ok(())
+}
+
+/// Least-squares slope of log seconds over log tokens.
+fn slope(points: &[(f64, f64)]) -> f64 {
+    let n = points.len() as f64;
+    let logs = points.iter().map(|(x, y)| (x.ln(), y.ln()));
+    let (x, y) = logs
+        .clone()
+        .fold((0.0, 0.0), |sum, (x, y)| (sum.0 + x / n, sum.1 + y / n));
+    let (xy, xx) = logs.fold((0.0, 0.0), |sum, (a, b)| {
+        (sum.0 + (a - x) * (b - y), sum.1 + (a - x).powi(2))
+    });
+    xy / xx
+}
+
+fn rayon_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Inputs of the longest prompt; shorter ones are its beginning.
+struct Operands {
+    shape: CallShape,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+}
+
+impl Operands {
+    fn new(tokens: usize, num_heads: usize, num_kv_heads: usize, head_dim: usize) -> Self {
+        let mut random = Random(7);
+        let topics: Vec<Vec<f32>> = (0..12).map(|_| random.vector(head_dim)).collect();
+        let mut fill = |heads: usize, is_key: bool| {
+            let mut x = random.vector(tokens * heads * head_dim);
+            for (t, token) in x.chunks_exact_mut(heads * head_dim).enumerate() {
+                // Topics change every few hundred tokens and return.
+                let topic = &topics[(t / 300 * 7) % topics.len()];
+                for head in token.chunks_exact_mut(head_dim) {
+                    head.iter_mut()
+                        .zip(topic)
+                        .for_each(|(x, topic)| *x = 0.8 * *x + 0.5 * topic);
+                    // One channel for columns: a sink, and one key in 499 that many queries want.
+                    head[0] = match (is_key, t) {
+                        (false, _) => 6.0,
+                        (true, 0) => 22.0,
+                        (true, _) if t % 499 == 17 => 16.0,
+                        (true, _) => 0.0,
+                    };
+                }
+            }
+            x
+        };
+        let (q, k, v) = (
+            fill(num_heads, false),
+            fill(num_kv_heads, true),
+            fill(num_kv_heads, true),
+        );
+        let shape = CallShape {
+            num_queries: tokens,
+            num_keys: tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+        };
+        Self { shape, q, k, v }
+    }
+
+    /// The first tokens.
+    fn call(&self, tokens: usize) -> Result<Call<'_>, sieve_select::SelectError> {
+        let shape = CallShape {
+            num_queries: tokens,
+            num_keys: tokens,
+            ..self.shape
+        };
+        let kv_len = tokens * shape.num_kv_heads * shape.head_dim;
+        let q = &self.q[..tokens * shape.num_heads * shape.head_dim];
+        // Past the first dense layers that some methods have.
+        Call::new(shape, q, &self.k[..kv_len], &self.v[..kv_len]).map(|call| call.in_layer(8, 16))
+    }
+
+    /// The crate's dense attention on the packed layout.
+    fn packed_dense_seconds(&self, tokens: usize) -> Result<f64, sieve_select::SelectError> {
+        let call = self.call(tokens)?;
+        let shape = AttentionShape {
+            batch: 1,
+            seq_len: tokens,
+            num_heads: call.shape.num_heads,
+            num_kv_heads: call.shape.num_kv_heads,
+            head_dim: call.shape.head_dim,
+            softmax_scale: call.shape.softmax_scale(),
+        };
+        let (q_len, k_len) = (
+            shape.num_heads * shape.head_dim,
+            shape.num_kv_heads * shape.head_dim,
+        );
+        let mut qkv = Vec::with_capacity(tokens * shape.token_len());
+        for t in 0..tokens {
+            qkv.extend_from_slice(&call.q[t * q_len..(t + 1) * q_len]);
+            qkv.extend_from_slice(&call.k[t * k_len..(t + 1) * k_len]);
+            qkv.extend_from_slice(&call.v[t * k_len..(t + 1) * k_len]);
+        }
+        let (start, end) = (vec![0; tokens], vec![tokens as i32; tokens]);
+        let documents = Documents {
+            start: &start,
+            end: &end,
+        };
+        let (mut o, mut lse) = (
+            vec![0.0; tokens * q_len],
+            vec![0.0; tokens * shape.num_heads],
+        );
+        let started = Instant::now();
+        attention_forward(shape, &qkv, documents, Mask::Causal, &mut o, &mut lse);
+        Ok(started.elapsed().as_secs_f64())
+    }
+}
+
+/// A small generator (splitmix64).
+struct Random(u64);
+
+impl Random {
+    /// About normal, mean 0, variance 1.
+    fn normal(&mut self) -> f32 {
+        let mut sum = -2.0;
+        for _ in 0..4 {
+            self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut x = self.0;
+            x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            sum += ((x ^ (x >> 31)) >> 40) as f32 / (1 << 24) as f32;
+        }
+        // Four uniform numbers have a variance of a third.
+        sum * 3.0_f32.sqrt()
+    }
+
+    fn vector(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.normal()).collect()
+    }
+}

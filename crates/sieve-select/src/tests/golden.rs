@@ -1,0 +1,199 @@
+//! Lists of an independent computation (`tests/golden/selectors`), method by method.
+
+use std::collections::BTreeMap;
+
+use safetensors::SafeTensors;
+
+use crate::call::{Call, CallShape};
+use crate::mask::SparseMask;
+use crate::{DecodeSession, LayerShape, Selector};
+
+/// The stored lists; rewritten by `tests/golden/selectors/make_lists.py`.
+static FILE: &[u8] = include_bytes!("../../../../tests/golden/selectors/lists.safetensors");
+
+fn f32s(file: &SafeTensors<'_>, name: &str) -> Vec<f32> {
+    let tensor = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let words = tensor.data().as_chunks::<4>().0;
+    words.iter().map(|b| f32::from_le_bytes(*b)).collect()
+}
+
+fn i32s(file: &SafeTensors<'_>, name: &str) -> Vec<i32> {
+    let tensor = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let words = tensor.data().as_chunks::<4>().0;
+    words.iter().map(|b| i32::from_le_bytes(*b)).collect()
+}
+
+/// Cases of one method: (inputs, place, selector).
+fn cases(file: &SafeTensors<'_>, method: &str) -> Vec<(String, String, String)> {
+    let names: BTreeMap<String, ()> = file
+        .names()
+        .into_iter()
+        .map(|name| (name.to_owned(), ()))
+        .collect();
+    let cases: Vec<_> = names
+        .keys()
+        .filter_map(|name| {
+            let parts: Vec<&str> = name.split('/').collect();
+            let [inputs, place, text, "ptr"] = parts[..] else {
+                return None;
+            };
+            (text.split(':').next() == Some(method))
+                .then(|| (inputs.to_owned(), place.to_owned(), text.to_owned()))
+        })
+        .collect();
+    assert!(cases.len() >= 18, "{method}: {} cases", cases.len());
+    cases
+}
+
+fn heads_of(inputs: &str) -> [usize; 2] {
+    let mut parts = inputs
+        .split('.')
+        .skip(1)
+        .map(|x| x.parse().expect("a number"));
+    [
+        parts.next().expect("heads"),
+        parts.next().expect("kv heads"),
+    ]
+}
+
+/// Runs `check` on the mask of every stored call of a method.
+fn masks(method: &str, check: impl Fn(&SafeTensors<'_>, &str, &SparseMask)) {
+    let file = SafeTensors::deserialize(FILE).expect("the stored lists");
+    for (inputs, place, text) in cases(&file, method) {
+        let [num_heads, num_kv_heads] = heads_of(&inputs);
+        let (context, end) = place.split_once('-').expect("a range");
+        let (context, end): (usize, usize) = (
+            context.parse().expect("a number"),
+            end.parse().expect("a number"),
+        );
+        let (q, k) = (
+            f32s(&file, &format!("{inputs}/q")),
+            f32s(&file, &format!("{inputs}/k")),
+        );
+        let shape = CallShape {
+            num_queries: end - context,
+            num_keys: end,
+            num_heads,
+            num_kv_heads,
+            head_dim: 8,
+        };
+        let k = &k[..end * num_kv_heads * 8];
+        let q = &q[context * num_heads * 8..end * num_heads * 8];
+        let call = Call::new(shape, q, k, k).expect("the sizes fit");
+        let mut selector = Selector::parse(&text).unwrap_or_else(|e| panic!("{text}: {e}"));
+        selector.common.min_prefill_tokens = 0;
+        let mask = selector
+            .select(&call)
+            .unwrap_or_else(|e| panic!("{text}: {e}"));
+        mask.check(&call).unwrap_or_else(|e| panic!("{text}: {e}"));
+        check(&file, &format!("{inputs}/{place}/{text}"), &mask);
+    }
+}
+
+/// Tiles equal the stored ones, with the first differing row in the message.
+fn same_tiles(file: &SafeTensors<'_>, case: &str, mask: &SparseMask) {
+    let (ptr, idx) = (
+        i32s(file, &format!("{case}/ptr")),
+        i32s(file, &format!("{case}/idx")),
+    );
+    assert_eq!(
+        ptr.len(),
+        mask.row_ptr.len(),
+        "{case}: another number of rows"
+    );
+    for row in 0..ptr.len() - 1 {
+        let expected = &idx[ptr[row] as usize..ptr[row + 1] as usize];
+        let got = &mask.tile_idx[mask.row_ptr[row] as usize..mask.row_ptr[row + 1] as usize];
+        assert_eq!(got, expected, "{case}: row {row}");
+    }
+}
+
+#[test]
+fn golden_bfla() {
+    masks("bfla", same_tiles);
+}
+
+#[test]
+fn golden_momo() {
+    masks("momo", same_tiles);
+}
+
+#[test]
+fn golden_xattention() {
+    masks("xattention", same_tiles);
+}
+
+#[test]
+fn golden_pbs() {
+    masks("pbs", |file, case, mask| {
+        let order = i32s(file, &format!("{case}/order"));
+        assert_eq!(mask.key_order, order, "{case}");
+        same_tiles(file, case, mask);
+    });
+}
+
+#[test]
+fn golden_vertical_slash() {
+    masks("vertical_slash", |file, case, mask| {
+        same_tiles(file, case, mask);
+        let col_idx = i32s(file, &format!("{case}/col_idx"));
+        assert_eq!(mask.col_idx, col_idx, "{case}");
+        if !mask.col_idx.is_empty() {
+            assert_eq!(
+                mask.col_ptr,
+                i32s(file, &format!("{case}/col_ptr")),
+                "{case}"
+            );
+        }
+    });
+}
+
+#[test]
+fn golden_flexprefill() {
+    masks("flexprefill", same_tiles);
+}
+
+#[test]
+fn golden_quest() {
+    let file = SafeTensors::deserialize(FILE).expect("the stored lists");
+    for (inputs, place, text) in cases(&file, "quest") {
+        let [num_heads, num_kv_heads] = heads_of(&inputs);
+        let token: usize = place
+            .trim_start_matches("token-")
+            .parse()
+            .expect("a number");
+        let (q, k) = (
+            f32s(&file, &format!("{inputs}/q")),
+            f32s(&file, &format!("{inputs}/k")),
+        );
+        let shape = LayerShape {
+            num_heads,
+            num_kv_heads,
+            head_dim: 8,
+            layer: 0,
+        };
+        let mut session =
+            DecodeSession::new(&Selector::parse(&text).expect("valid"), shape).expect("valid");
+        let (q_len, k_len) = (num_heads * 8, num_kv_heads * 8);
+        let tokens = token + 1;
+        session
+            .stream(
+                &q[..tokens * q_len],
+                &k[..tokens * k_len],
+                &k[..tokens * k_len],
+            )
+            .expect("valid");
+        let case = format!("{inputs}/{place}/{text}");
+        let (ptr, idx) = (
+            i32s(&file, &format!("{case}/ptr")),
+            i32s(&file, &format!("{case}/idx")),
+        );
+        for (head, kept) in session.kept().iter().enumerate() {
+            let expected: Vec<u32> = idx[ptr[head] as usize..ptr[head + 1] as usize]
+                .iter()
+                .map(|&j| j as u32)
+                .collect();
+            assert_eq!(*kept, expected, "{case}, head {head}");
+        }
+    }
+}
