@@ -47,10 +47,13 @@
 mod atomic_file;
 mod corpus;
 mod error;
+mod guard;
 mod loader;
 mod mapped_file;
 mod mixture;
 mod mqar;
+#[cfg(test)]
+mod mutated;
 mod permutation;
 mod prefetch;
 mod prepare;
@@ -64,6 +67,7 @@ pub use corpus::{
     SourceFile,
 };
 pub use error::DataError;
+pub use guard::expects_panic;
 pub use loader::{Batch, IGNORED_LABEL, Loader, LoaderConfig, Order, PAD_DOCUMENT, Packing};
 pub use mqar::{
     Mqar, MqarConfig, MqarMixture, MqarNoise, MqarPart, MqarQuery, MqarSample, MqarSplit,

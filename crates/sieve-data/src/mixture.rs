@@ -87,7 +87,7 @@ fn parts(weights: &[f64]) -> Vec<u64> {
         let scaled = weights.iter().map(|weight| weight * scale);
         let exact = scaled
             .clone()
-            .all(|part| part >= 0.5 && part < 1e15 && (part - part.round()).abs() <= 1e-9 * part);
+            .all(|part| (0.5..1e15).contains(&part) && (part - part.round()).abs() <= 1e-9 * part);
         if !exact {
             continue;
         }

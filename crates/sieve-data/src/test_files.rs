@@ -13,6 +13,17 @@ use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 
+/// A folder in memory where the system has one: thousands of small files, and files fsynced again and again.
+pub(crate) fn quick_dir() -> tempfile::TempDir {
+    let memory = Path::new("/dev/shm");
+    match memory.is_dir() {
+        true => tempfile::tempdir_in(memory)
+            .or_else(|_| tempfile::tempdir())
+            .unwrap(),
+        false => tempfile::tempdir().unwrap(),
+    }
+}
+
 pub(crate) fn gzip(bytes: &[u8]) -> Vec<u8> {
     let mut encoder = GzEncoder::new(Vec::new(), GzipLevel::default());
     encoder.write_all(bytes).unwrap();

@@ -14,6 +14,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::atomic_file::write_atomically;
 use crate::error::DataError;
+use crate::guard::guarded;
 pub use stream::DecodeStream;
 pub use train::BpeConfig;
 use word_encoder::WordEncoder;
@@ -61,8 +62,12 @@ impl Tokenizer {
     }
 
     fn from_bytes(bytes: &[u8]) -> Result<Self, String> {
-        let inner = HfTokenizer::from_bytes(bytes).map_err(|error| error.to_string())?;
-        Self::from_inner(inner)
+        // The crate panics on some damaged files.
+        let loaded = guarded(|| {
+            let inner = HfTokenizer::from_bytes(bytes).map_err(|error| error.to_string())?;
+            Self::from_inner(inner)
+        });
+        loaded.unwrap_or_else(|| Err("its parts contradict one another".to_owned()))
     }
 
     fn from_inner(mut inner: HfTokenizer) -> Result<Self, String> {

@@ -11,6 +11,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 
 use super::{DocumentSource, check_size};
 use crate::error::DataError;
+use crate::guard;
 
 pub(super) struct ParquetSource {
     reader: SerializedFileReader<File>,
@@ -37,6 +38,18 @@ impl ParquetSource {
     pub(super) fn open(path: &Path, column: &str, max_bytes: u64) -> Result<Self, DataError> {
         let file = File::open(path).map_err(DataError::io("open", path))?;
         let reader = guarded(path, || SerializedFileReader::new(file))?;
+        let groups = reader.metadata().row_groups().iter();
+        let num_rows = reader.metadata().file_metadata().num_rows();
+        if groups
+            .map(|group| i128::from(group.num_rows()))
+            .sum::<i128>()
+            != i128::from(num_rows)
+        {
+            return Err(DataError::BadParquet {
+                path: path.to_path_buf(),
+                reason: format!("its row groups do not hold the {num_rows} rows it names"),
+            });
+        }
         let schema = reader.metadata().file_metadata().schema_descr_ptr();
         let names = schema.columns().iter().map(|column| column.path().string());
         let Some(column_idx) = names.clone().position(|name| name == column) else {
@@ -182,15 +195,15 @@ impl DocumentSource for ParquetSource {
     }
 }
 
-/// Calls the Parquet reader, which panics on some damaged files; a panic becomes its error like any other.
+/// Calls the Parquet reader, which panics on some damaged files.
 fn guarded<T>(path: &Path, work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, DataError> {
     let bad = |reason| DataError::BadParquet {
         path: path.to_path_buf(),
         reason,
     };
     // What the reader was doing is not used again after an error.
-    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)) {
-        Ok(result) => result.map_err(|error| bad(error.to_string())),
-        Err(_) => Err(bad("its pages contradict one another".to_owned())),
+    match guard::guarded(work) {
+        Some(result) => result.map_err(|error| bad(error.to_string())),
+        None => Err(bad("its pages contradict one another".to_owned())),
     }
 }

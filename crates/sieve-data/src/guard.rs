@@ -1,0 +1,38 @@
+//! Libraries that panic on damaged input, called so that a panic is an error like any other.
+
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+thread_local! {
+    static IS_GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this thread is inside a call whose panic becomes an error. A panic hook that tells users of bugs asks this and
+/// stays silent.
+pub fn expects_panic() -> bool {
+    IS_GUARDED.get()
+}
+
+/// What `work` gives, or `None` when it panicked. `work` must not leave anything behind that is used after a panic.
+pub(crate) fn guarded<T>(work: impl FnOnce() -> T) -> Option<T> {
+    let outer = IS_GUARDED.replace(true);
+    let result = catch_unwind(AssertUnwindSafe(work));
+    IS_GUARDED.set(outer);
+    result.ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_is_nothing_and_what_is_outside_is_not_guarded() {
+        assert_eq!(guarded(|| (expects_panic(), 7)), Some((true, 7)));
+        assert_eq!(guarded(|| -> u32 { panic!("damaged") }), None);
+        assert_eq!(
+            guarded(|| guarded(|| ()).is_some() && expects_panic()),
+            Some(true)
+        );
+        assert!(!expects_panic());
+    }
+}

@@ -1,0 +1,353 @@
+//! Damaged input of every kind: thousands of files with a few bytes changed, cut, doubled or lost. None may bring the program
+//! down, and none may be taken for what it is not.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use parquet::basic::Compression;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use rayon::prelude::*;
+
+use crate::mqar::Draws;
+use crate::test_files::{gzip, quick_dir, write_parquet, zstd};
+use crate::{Corpus, CorpusConfig, DataError, ShardReader, ShardWriter, Tokenizer};
+
+const NUM_INPUTS: u64 = 10_000;
+
+/// `bytes` with one to four changes, fixed by `number`.
+fn mutated(bytes: &[u8], number: u64) -> Vec<u8> {
+    let mut draws = Draws::new([number, bytes.len() as u64, 0, 0]);
+    let mut bytes = bytes.to_vec();
+    for _ in 0..=draws.below(4) {
+        let len = bytes.len() as u64;
+        if len == 0 {
+            return bytes;
+        }
+        let at = draws.below(len) as usize;
+        let piece = at..(at + 1 + draws.below(16) as usize).min(bytes.len());
+        match draws.below(8) {
+            0 => bytes[at] ^= 1 << draws.below(8),
+            1 => bytes[at] = draws.word() as u8,
+            2 => bytes.truncate(at),
+            3 => drop(bytes.drain(piece)),
+            4 => {
+                let copy = bytes[piece].to_vec();
+                let to = draws.below(len) as usize;
+                bytes.splice(to..to, copy);
+            }
+            // Numbers at the ends of their ranges, where sizes and offsets overflow.
+            5 | 6 => {
+                let numbers = [
+                    0,
+                    1,
+                    u64::MAX,
+                    i64::MAX as u64,
+                    u64::from(u32::MAX),
+                    i32::MAX as u64,
+                    1 << 31,
+                    1 << 62,
+                ];
+                let number = numbers[draws.below(8) as usize].to_le_bytes();
+                let len = [1, 4, 8][draws.below(3) as usize];
+                for (byte, new) in bytes[at..].iter_mut().zip(&number[..len]) {
+                    *byte = *new;
+                }
+            }
+            _ => {
+                // A byte that text formats give a meaning to.
+                let meaning = b"{}[]\"\\:,\n0-9eE.\0\xff";
+                bytes[at] = meaning[draws.below(meaning.len() as u64) as usize];
+            }
+        }
+    }
+    bytes
+}
+
+/// Gives `check` every mutation of `bytes`, written to a file called `name`, and returns how many of them it says were
+/// taken.
+fn each_mutated(name: &str, bytes: &[u8], check: impl Fn(&Path, &[u8]) -> bool + Sync) -> usize {
+    let dir = quick_dir();
+    let taken = (0..NUM_INPUTS).into_par_iter().map(|number| {
+        let thread = rayon::current_thread_index().unwrap_or(0).to_string();
+        let folder = dir.path().join(thread);
+        fs::create_dir_all(&folder).unwrap();
+        let path = folder.join(name);
+        let bytes = mutated(bytes, number);
+        fs::write(&path, &bytes).unwrap();
+        check(&path, &bytes)
+    });
+    let taken = taken.filter(|&taken| taken).count();
+    // All taken or none: then the mutations tested nothing.
+    assert!(
+        taken < NUM_INPUTS as usize,
+        "every mutation of {name} was taken"
+    );
+    taken
+}
+
+/// Documents of a corpus, blank ones too.
+fn count(config: CorpusConfig) -> Result<u64, DataError> {
+    let corpus = Corpus::open(config)?;
+    let mut documents = corpus.documents();
+    while documents.next().transpose()?.is_some() {}
+    let report = documents.report();
+    Ok(report.num_documents + report.num_blank)
+}
+
+fn texts(config: CorpusConfig) -> Result<Vec<String>, DataError> {
+    let corpus = Corpus::open(config)?;
+    corpus
+        .documents()
+        .map(|document| document.map(|document| document.text))
+        .collect()
+}
+
+fn path_of(path: &Path) -> Vec<String> {
+    vec![path.to_str().unwrap().to_owned()]
+}
+
+/// An error names the file it is about.
+fn assert_named(error: &DataError, path: &Path) {
+    let text = error.to_string();
+    let name = path.file_name().unwrap().to_str().unwrap();
+    assert!(
+        text.contains(name) || text.contains("no document"),
+        "{text}"
+    );
+}
+
+fn lines() -> String {
+    let line = |number: u32| {
+        format!(
+            "{{\"id\": {number}, \"text\": \"line {number} \\u00e9 \\\"x\\\"\", \"more\": [1, {{\"text\": 2}}]}}\n"
+        )
+    };
+    (0..12).map(line).collect()
+}
+
+// What is taken is what another reading of the same bytes gives.
+#[test]
+fn damaged_jsonl_is_read_as_it_stands_or_refused() {
+    let taken = each_mutated("a.jsonl", lines().as_bytes(), |path, bytes| {
+        match texts(CorpusConfig::jsonl(path_of(path), "text")) {
+            Err(error) => {
+                assert_named(&error, path);
+                false
+            }
+            Ok(found) => {
+                let text = std::str::from_utf8(bytes).expect("taken, so UTF-8");
+                let wanted = text
+                    .trim_start_matches('\u{feff}')
+                    .lines()
+                    .filter(|line| !line.trim().is_empty());
+                let wanted = wanted.map(|line| {
+                    let value =
+                        serde_json::from_str::<serde_json::Value>(line).expect("taken, so JSON");
+                    value["text"]
+                        .as_str()
+                        .expect("taken, so a string")
+                        .to_owned()
+                });
+                let wanted = wanted
+                    .filter(|text| !text.trim().is_empty())
+                    .collect::<Vec<_>>();
+                assert_eq!(found, wanted);
+                true
+            }
+        }
+    });
+    assert!(taken > 100, "{taken}");
+}
+
+// Packed files carry checksums: what is taken is the original, or a front part that was packed by itself.
+#[test]
+fn damaged_packed_files_are_the_original_or_refused() {
+    let text = lines();
+    let wanted = texts_of(&text);
+    for (name, bytes) in [
+        ("a.jsonl.gz", gzip(text.as_bytes())),
+        ("a.jsonl.zst", zstd(text.as_bytes())),
+    ] {
+        each_mutated(name, &bytes, |path, _| {
+            match texts(CorpusConfig::jsonl(path_of(path), "text")) {
+                Err(error) => {
+                    assert_named(&error, path);
+                    false
+                }
+                // A changed time or name in gzip's header, or a piece doubled whole.
+                Ok(found) => {
+                    assert_eq!(found, wanted);
+                    true
+                }
+            }
+        });
+    }
+}
+
+fn texts_of(lines: &str) -> Vec<String> {
+    let values = lines
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    values
+        .map(|value| value["text"].as_str().unwrap().to_owned())
+        .collect()
+}
+
+// A page may be damaged in a way that nothing in the file shows; what is taken has all its rows, and is text.
+#[test]
+fn damaged_parquet_has_all_its_rows_or_is_refused() {
+    let dir = quick_dir();
+    let rows = (0..90)
+        .map(|row| format!("text of row {row}"))
+        .collect::<Vec<_>>();
+    let rows = rows
+        .iter()
+        .map(|text| Some(text.as_bytes()))
+        .collect::<Vec<_>>();
+    for compression in [Compression::UNCOMPRESSED, Compression::SNAPPY] {
+        let path = dir.path().join("whole.parquet");
+        write_parquet(&path, &[&rows[..70], &rows[70..]], compression);
+        let bytes = fs::read(&path).unwrap();
+        each_mutated("a.parquet", &bytes, |path, _| {
+            match count(CorpusConfig::parquet(path_of(path), "text")) {
+                Err(error) => {
+                    assert_named(&error, path);
+                    false
+                }
+                Ok(found) => {
+                    // Judged by the file's own account of itself.
+                    let file = fs::File::open(path).unwrap();
+                    let footer = SerializedFileReader::new(file).unwrap().metadata().clone();
+                    let groups = footer.row_groups().iter().map(|group| group.num_rows());
+                    assert_eq!(groups.sum::<i64>(), footer.file_metadata().num_rows());
+                    assert_eq!(found as i64, footer.file_metadata().num_rows());
+                    true
+                }
+            }
+        });
+    }
+}
+
+/// A shard of 20 documents with two bytes a token.
+fn shard(dir: &Path) -> PathBuf {
+    let prefix = dir.join("s");
+    let mut writer = ShardWriter::create(&prefix, 1000).unwrap();
+    for document in 0..20u32 {
+        writer.push(&(0..=document).collect::<Vec<_>>()).unwrap();
+    }
+    writer.finish().unwrap();
+    prefix
+}
+
+/// Reads everything that an index names.
+fn read_all(prefix: &Path) -> Result<Vec<Vec<u32>>, DataError> {
+    let shard = ShardReader::open(prefix)?;
+    let documents = (0..shard.num_documents()).map(|document| shard.document(document));
+    let documents = documents.collect::<Result<Vec<_>, _>>()?;
+    let num_tokens = documents.iter().map(Vec::len).sum::<usize>();
+    assert_eq!(
+        num_tokens as u64,
+        shard.num_tokens(),
+        "every token belongs to one document"
+    );
+    Ok(documents)
+}
+
+// An index that is taken gives the tokens of the .bin file, each once and in their order, under whatever division.
+#[test]
+fn a_damaged_index_divides_all_tokens_or_is_refused() {
+    let dir = quick_dir();
+    let whole = shard(dir.path());
+    let tokens = read_all(&whole).unwrap().concat();
+    let bin = fs::read(whole.with_extension("bin")).unwrap();
+    let idx = fs::read(whole.with_extension("idx")).unwrap();
+    each_mutated("s.idx", &idx, |path, _| {
+        fs::write(path.with_extension("bin"), &bin).unwrap();
+        match read_all(&path.with_extension("")) {
+            Err(error) => {
+                assert_named(&error, path);
+                false
+            }
+            Ok(documents) => {
+                let found = documents.concat();
+                // Read as four-byte tokens, the lengths no longer fit, so the dtype cannot have changed.
+                assert_eq!(found, tokens);
+                true
+            }
+        }
+    });
+}
+
+// The .bin file holds numbers, all of which are tokens; its length must fit the index.
+#[test]
+fn damaged_tokens_are_read_as_they_stand_or_refused() {
+    let dir = quick_dir();
+    let whole = shard(dir.path());
+    let bin = fs::read(whole.with_extension("bin")).unwrap();
+    let idx = fs::read(whole.with_extension("idx")).unwrap();
+    each_mutated("s.bin", &bin, |path, bytes| {
+        fs::write(path.with_extension("idx"), &idx).unwrap();
+        match read_all(&path.with_extension("")) {
+            Err(_) => {
+                assert_ne!(bytes.len(), bin.len());
+                false
+            }
+            Ok(documents) => {
+                let wanted = bytes
+                    .as_chunks()
+                    .0
+                    .iter()
+                    .map(|&two| u32::from(u16::from_le_bytes(two)));
+                assert_eq!(documents.concat(), wanted.collect::<Vec<_>>());
+                let shard = ShardReader::open(&path.with_extension("")).unwrap();
+                let in_vocabulary = documents.concat().iter().all(|&token| token < 1000);
+                assert_eq!(shard.token_counts(1000).is_ok(), in_vocabulary);
+                true
+            }
+        }
+    });
+}
+
+// A tokenizer that is taken encodes and decodes without falling over, and stays below its own vocabulary size.
+#[test]
+fn damaged_tokenizers_work_or_are_refused() {
+    let merges = serde_json::json!([["a", "b"], ["ab", "c"], ["Ġ", "a"]]);
+    let tokens = ["<|endoftext|>", "a", "b", "c", "Ġ", "ab", "abc", "Ġa"];
+    let vocab = tokens
+        .iter()
+        .enumerate()
+        .map(|(id, token)| ((*token).to_owned(), id.into()));
+    let tokenizer = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null,
+        "added_tokens": [{"id": 0, "content": "<|endoftext|>", "single_word": false, "lstrip": false,
+                          "rstrip": false, "normalized": false, "special": true}],
+        "normalizer": null, "post_processor": null,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                  "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+                  "vocab": vocab.collect::<serde_json::Map<_, _>>(), "merges": merges}
+    });
+    let taken = each_mutated(
+        "tokenizer.json",
+        tokenizer.to_string().as_bytes(),
+        |path, _| {
+            let tokenizer = match Tokenizer::from_file(path) {
+                Err(error) => {
+                    assert_named(&error, path);
+                    return false;
+                }
+                Ok(tokenizer) => tokenizer,
+            };
+            for text in ["abc abc a", "", "<|endoftext|>", "é\u{0} b", "cab  \n"] {
+                if let Ok(ids) = tokenizer.encode(text) {
+                    assert!(ids.iter().all(|&id| (id as usize) < tokenizer.vocab_size()));
+                    let _ = tokenizer.decode(&ids);
+                }
+            }
+            let _ = tokenizer.eos_id(None);
+            true
+        },
+    );
+    assert!(taken > 100, "{taken}");
+}
