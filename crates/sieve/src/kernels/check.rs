@@ -19,7 +19,8 @@ use report::Report;
 use serde_json::json;
 use sieve_kernels::{
     AttentionNeeds, AttentionShape, DeviceReport, KernelCache, NeededKernels, NeededKeys,
-    ScoreBias, SumOrder, needed_kernels, shared_bytes_of, shipped_kernels_for,
+    ScoreBias, SumOrder, attention_decode_kernel, needed_kernels, shared_bytes_of,
+    shipped_kernels_for,
 };
 use sieve_ops::Cuda;
 use std::path::{Path, PathBuf};
@@ -139,6 +140,8 @@ fn all_kernels(gpu: &DeviceReport) -> Result<NeededKernels> {
                 head_dim,
                 head_dim_v,
             };
+            list.kernels
+                .push(attention_decode_kernel(head_dim, head_dim_v, 1));
             for keys in [
                 NeededKeys::Neighbours,
                 NeededKeys::AllBiased,

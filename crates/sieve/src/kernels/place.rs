@@ -134,6 +134,27 @@ impl<B: Place> Call<'_, B> {
     }
 }
 
+/// Fills memory of the sizes of a call's outputs with NaN and frees it, so that the pool hands it to the call: an element
+/// that a kernel forgets shows.
+pub(crate) fn poison<B: Place>(shape: AttentionShape, device: &B::Device) {
+    let tokens = shape.batch * shape.seq_len;
+    let packed = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim;
+    let per_key = tokens * shape.num_kv_heads;
+    let held: Vec<Tensor<B, 1>> = [
+        (tokens * shape.num_heads * shape.head_dim, B::DTYPE),
+        (tokens * shape.num_heads * shape.head_dim_v, B::DTYPE),
+        (tokens * packed, B::DTYPE),
+        (per_key * shape.head_dim, B::DTYPE),
+        (tokens * shape.num_heads, DType::F32),
+        (per_key, DType::F32),
+    ]
+    .into_iter()
+    .flat_map(|(count, dtype)| [(count, dtype); 2])
+    .map(|(count, dtype)| Tensor::full([count], f32::NAN, (device, dtype)))
+    .collect();
+    drop(held);
+}
+
 /// `expire` of a case's scores.
 pub(crate) fn select<B: Place>(case: &Case, device: &B::Device) -> Vec<i32> {
     let shape = case.shape;

@@ -13,6 +13,7 @@ use anyhow::Result;
 use burn_cuda::CudaDevice;
 use rayon::prelude::*;
 use sieve_kernels::{AttentionShape, SumOrder};
+use sieve_ops::Cuda;
 
 /// Widths of keys and of values.
 pub(crate) const WIDTHS: [(usize, usize); 7] = [
@@ -179,6 +180,7 @@ pub(crate) fn check_ops<B: Place>(
             packed(&case, prepared.layout),
             packed_d_o(&case, Layout::Contiguous),
         );
+        place::poison::<B>(case.shape, device);
         let watch = PathWatch::start();
         let outputs = place::attention::<B>(&case, &qkv, &d_o, device);
         let path = if is_cuda { watch.path() } else { Path::Kernel };
@@ -243,6 +245,7 @@ fn wrappers(
     tile_queries: usize,
 ) -> Result<Outcomes, sieve_kernels::KernelError> {
     let call = OnCuda::new(case, device);
+    place::poison::<Cuda>(case.shape, device);
     let lists = call.lists(tile_queries)?;
     let any = call.run(lists.as_ref(), SumOrder::Any)?;
     let fixed = call.run(lists.as_ref(), SumOrder::Fixed)?;

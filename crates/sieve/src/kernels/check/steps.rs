@@ -7,6 +7,7 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_ops::{AdamWStep, AdamWTensors, AttentionSpec, RopeTables, SieveBackend, reference};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Names and values of an op's results.
 type Results = Vec<(&'static str, Vec<f32>)>;
@@ -51,24 +52,34 @@ pub(crate) fn check<B: Place>(report: &mut Report, device: &B::Device, seed: u64
     for (step, name) in STEPS {
         for (at, rows) in [3, 61, 130].into_iter().enumerate() {
             let seed = seed + at as u64;
-            let exact = On::<Flex>::new(&FlexDevice, DType::F32, Form::Plain, seed).run(step, rows);
-            let plain = On::<B>::new(device, B::DTYPE, Form::Plain, seed).run(step, rows);
             let watch = PathWatch::start();
-            let own = On::<B>::new(device, B::DTYPE, Form::Own, seed).run(step, rows);
-            let path = match (is_cuda, watch.path()) {
-                (false, _) => "cpu".to_owned(),
-                (true, Path::Kernel) => "kernel".to_owned(),
-                (true, Path::None) => "Burn's operations, no kernel".to_owned(),
-                (true, Path::Reference(reason)) => format!("reference: {reason}"),
-            };
-            let outcome = if path.starts_with("reference") {
-                Err("took the reference".to_owned())
-            } else {
-                judge(&own, &plain, &exact, is_cuda)
+            // A panic in one op costs its own row only.
+            let outcome = catch_unwind(AssertUnwindSafe(|| compare::<B>(step, rows, device, seed)))
+                .unwrap_or_else(|_| Err("panicked".to_owned()));
+            let (path, outcome) = match (is_cuda, watch.path()) {
+                (false, _) => ("cpu".to_owned(), outcome),
+                (true, Path::Kernel) => ("kernel".to_owned(), outcome),
+                (true, Path::None) => ("Burn's operations, no kernel".to_owned(), outcome),
+                (true, Path::Reference(reason)) => (
+                    format!("reference: {reason}"),
+                    Err("took the reference".to_owned()),
+                ),
             };
             report.add(name, &path, &format!("{rows} rows, seed {seed}"), outcome);
         }
     }
+}
+
+fn compare<B: Place>(
+    step: Step,
+    rows: usize,
+    device: &B::Device,
+    seed: u64,
+) -> Result<f32, String> {
+    let exact = On::<Flex>::new(&FlexDevice, DType::F32, Form::Plain, seed).run(step, rows);
+    let plain = On::<B>::new(device, B::DTYPE, Form::Plain, seed).run(step, rows);
+    let own = On::<B>::new(device, B::DTYPE, Form::Own, seed).run(step, rows);
+    judge(&own, &plain, &exact, B::DTYPE == DType::BF16)
 }
 
 fn judge(own: &Results, plain: &Results, exact: &Results, is_bf16: bool) -> Result<f32, String> {

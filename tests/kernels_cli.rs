@@ -1,0 +1,442 @@
+//! `sieve kernels`: files that other programs can check, a check that runs anywhere, builds without a GPU, plain errors.
+use crate::tiny_run::{TinyRun, refused, succeed};
+use sieve_hf::TensorFile;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+/// A file of `sieve kernels run`: values in f64 by name, and the metadata.
+struct Written {
+    tensors: BTreeMap<String, (Vec<usize>, Vec<f64>)>,
+    metadata: BTreeMap<String, String>,
+}
+
+impl Written {
+    fn read_tensors(path: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f64>)> {
+        let file = TensorFile::open(path).expect("a safetensors file");
+        let tensors = file.names().into_iter().map(|name| {
+            let data = file.any_tensor(&name).expect("just listed");
+            let shape = data.shape.to_vec();
+            let values = data.convert::<f64>().to_vec().expect("f64");
+            (name, (shape, values))
+        });
+        tensors.collect()
+    }
+
+    fn read(path: &Path) -> Self {
+        let tensors = Self::read_tensors(path);
+        let bytes = fs::read(path).expect("readable");
+        let length = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;
+        let header: serde_json::Value =
+            serde_json::from_slice(&bytes[8..8 + length]).expect("a JSON header");
+        let metadata = header["__metadata__"].as_object().expect("metadata");
+        let text = |value: &serde_json::Value| value.as_str().expect("text").to_owned();
+        let metadata = metadata.iter().map(|(k, v)| (k.clone(), text(v))).collect();
+        Self { tensors, metadata }
+    }
+
+    fn values(&self, name: &str) -> &[f64] {
+        &self.tensors[name].1
+    }
+
+    fn shape(&self, name: &str) -> &[usize] {
+        &self.tensors[name].0
+    }
+
+    fn scale(&self) -> f64 {
+        self.metadata["scale"].parse().expect("a number")
+    }
+
+    /// Largest errors of `o`, `lse` and `ddelta` against the definition, computed here in f64 from the file's own inputs.
+    fn errors(&self) -> [f64; 3] {
+        let [batch, seq_len, heads, d] = *self.shape("q") else {
+            panic!("q has four dimensions")
+        };
+        let kv_heads = self.shape("k")[2];
+        let dv = self.shape("v")[3];
+        let (q, k, v, d_o) = (
+            self.values("q"),
+            self.values("k"),
+            self.values("v"),
+            self.values("do"),
+        );
+        let expire = self.values("expire");
+        let starts: Vec<usize> = self
+            .values("cu_seqlens")
+            .iter()
+            .map(|&x| x as usize)
+            .collect();
+        let zeros = vec![0.0; expire.len()];
+        let delta = self
+            .tensors
+            .get("delta")
+            .map_or(&zeros, |(_, values)| values);
+        let mut ddelta = zeros.clone();
+        let mut worst = [0.0f64; 3];
+        for b in 0..batch {
+            for head in 0..heads {
+                let kv = head / (heads / kv_heads);
+                for i in 0..seq_len {
+                    let token = b * seq_len + i;
+                    let first = starts
+                        .iter()
+                        .rev()
+                        .find(|&&start| start <= token)
+                        .expect("0 is one");
+                    let row = |x: &'_ [f64], j: usize, width: usize| -> Vec<f64> {
+                        x[((b * seq_len + j) * kv_heads + kv) * width..][..width].to_vec()
+                    };
+                    let dot =
+                        |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+                    let query = &q[(token * heads + head) * d..][..d];
+                    let per_key = (b * kv_heads + kv) * seq_len;
+                    let keys: Vec<usize> = (first - b * seq_len..=i)
+                        .filter(|&j| (i as f64) < expire[per_key + j])
+                        .collect();
+                    let logits: Vec<f64> = keys
+                        .iter()
+                        .map(|&j| self.scale() * dot(query, &row(k, j, d)) + delta[per_key + j])
+                        .collect();
+                    let total: f64 = logits.iter().map(|s| s.exp()).sum();
+                    let mut o = vec![0.0; dv];
+                    let p: Vec<f64> = logits.iter().map(|s| s.exp() / total).collect();
+                    for (&j, p) in keys.iter().zip(&p) {
+                        o.iter_mut()
+                            .zip(row(v, j, dv))
+                            .for_each(|(o, v)| *o += p * v);
+                    }
+                    let gradient = &d_o[(token * heads + head) * dv..][..dv];
+                    for (&j, p) in keys.iter().zip(&p) {
+                        ddelta[per_key + j] +=
+                            p * (dot(gradient, &row(v, j, dv)) - dot(gradient, &o));
+                    }
+                    let got = &self.values("o")[(token * heads + head) * dv..][..dv];
+                    for (got, o) in got.iter().zip(&o) {
+                        worst[0] = worst[0].max((got - o).abs());
+                    }
+                    if !keys.is_empty() {
+                        let lse = self.values("lse")[(b * heads + head) * seq_len + i];
+                        worst[1] = worst[1].max((lse - total.ln()).abs());
+                    }
+                }
+            }
+        }
+        if let Some((_, got)) = self.tensors.get("ddelta") {
+            for (got, expected) in got.iter().zip(&ddelta) {
+                worst[2] = worst[2].max((got - expected).abs());
+            }
+        }
+        worst
+    }
+}
+
+/// A folder to work in; its corpus is not used.
+fn folder() -> TinyRun {
+    TinyRun::dma()
+}
+
+#[test]
+fn a_file_holds_inputs_outputs_and_gradients_that_agree() {
+    let tiny = folder();
+    let sizes = "batch=2,seq_len=61,heads=4,kv_heads=2,head_dim=32";
+    for (op, more, names) in [
+        ("attention", "", "q k v do o lse dq dk dv expire cu_seqlens"),
+        (
+            "swa",
+            "--window 9 --documents 3",
+            "q k v do o lse dq dk dv expire cu_seqlens",
+        ),
+        (
+            "dma",
+            "--window 9 --documents 2 --scores rising",
+            "q k v z delta do o lse dq dk dv ddelta expire cu_seqlens",
+        ),
+    ] {
+        succeed(&mut tiny.sieve(&format!(
+            "kernels run {op} --shape {sizes} {more} --seed 5 --out {op}.safetensors --device cpu"
+        )));
+        let written = Written::read(&tiny.path(&format!("{op}.safetensors")));
+        let mut expected: Vec<&str> = names.split(' ').collect();
+        expected.sort_unstable();
+        assert!(
+            written.tensors.keys().eq(expected),
+            "{op}: {:?}",
+            written.tensors.keys()
+        );
+        assert_eq!(written.shape("dk"), [2, 61, 2, 32]);
+        assert_eq!(written.shape("lse"), [2, 4, 61]);
+        assert_eq!(written.shape("expire"), [2, 2, 61]);
+        assert_eq!(written.metadata["op"], op);
+        let [o, lse, ddelta] = written.errors();
+        assert!(
+            o < 2e-5 && lse < 2e-5 && ddelta < 2e-4,
+            "{op}: {o:.1e} {lse:.1e} {ddelta:.1e}"
+        );
+        // The softmax's gradients sum to nothing over the keys of a query, and so over all.
+        if op == "dma" {
+            let sum: f64 = written.values("ddelta").iter().sum();
+            assert!(sum.abs() < 1e-3, "{sum}");
+        }
+    }
+}
+
+#[test]
+fn decoding_writes_the_rows_of_the_whole_pass() {
+    let tiny = folder();
+    let sizes = "batch=2,seq_len=30,heads=4,kv_heads=2,head_dim=16,head_dim_v=16";
+    for (whole, decode, window) in [
+        ("attention", "decode", ""),
+        ("swa", "decode", "--window 7"),
+        ("dma", "dma_decode", "--window 7"),
+    ] {
+        for (op, file) in [(whole, "whole"), (decode, "decode")] {
+            succeed(&mut tiny.sieve(&format!(
+                "kernels run {op} --shape {sizes} {window} --seed 8 --out {file} --device cpu"
+            )));
+        }
+        let (whole, decode) = (
+            Written::read(&tiny.path("whole")),
+            Written::read(&tiny.path("decode")),
+        );
+        assert_eq!(whole.values("q"), decode.values("q"));
+        let gap = whole
+            .values("o")
+            .iter()
+            .zip(decode.values("o"))
+            .fold(0.0f64, |m, (a, b)| m.max((a - b).abs()));
+        assert!(gap < 1e-5, "{op}: {gap}", op = decode.metadata["op"]);
+    }
+}
+
+#[test]
+fn a_seed_gives_one_file() {
+    let tiny = folder();
+    for (seed, file) in [(1, "a"), (1, "b"), (2, "c")] {
+        succeed(&mut tiny.sieve(&format!(
+            "kernels run dma_select --shape seq_len=500,heads=2,kv_heads=2,head_dim=16 --window 20 --seed {seed} --out {file} --device cpu"
+        )));
+    }
+    let read = |file: &str| {
+        let written = Written::read(&tiny.path(file));
+        (written.tensors, written.metadata)
+    };
+    assert!(read("a") == read("b"), "one seed, two files");
+    assert!(read("a") != read("c"), "two seeds, one file");
+    let names: Vec<String> = Written::read(&tiny.path("a")).tensors.into_keys().collect();
+    assert_eq!(names, ["cu_seqlens", "delta", "expire", "z"]);
+}
+
+#[test]
+fn the_check_runs_on_the_cpu() {
+    let tiny = folder();
+    let words = "kernels check --cases 15 --longest 60 --json check.json --device cpu";
+    let printed = succeed(&mut tiny.sieve(words));
+    assert!(printed.contains("every row passed on cpu"), "{printed}");
+    let json = fs::read_to_string(tiny.path("check.json")).expect("written");
+    let json: serde_json::Value = serde_json::from_str(&json).expect("JSON");
+    assert_eq!(json["failed_rows"], 0);
+    let rows = json["rows"].as_array().expect("rows");
+    let names: Vec<&str> = rows.iter().filter_map(|row| row["name"].as_str()).collect();
+    for name in [
+        "op dma_attention",
+        "op attention",
+        "op dma_select",
+        "op dma_decode",
+        "op rms_norm",
+    ] {
+        assert!(names.contains(&name), "{names:?}");
+    }
+    assert!(rows.iter().all(|row| row["path"] == "cpu"), "{rows:?}");
+}
+
+#[test]
+fn scores_of_a_trained_model_can_be_used() {
+    let tiny = folder();
+    tiny.trained("run", "--set training.steps=8");
+    let captured = "kernels capture --checkpoint run --out z --device cpu";
+    succeed(&mut tiny.sieve(captured));
+    let z = Written::read_tensors(&tiny.path("z"));
+    // Two layers with one KV head each; whole rows of 32 tokens.
+    assert_eq!(z["z"].0[0], 2);
+    assert_eq!(z["z"].0[1] % 32, 0);
+    assert!(z["z"].0[1] > 4096, "{:?}", z["z"].0);
+    let op = "kernels run dma --shape seq_len=300,heads=2,kv_heads=2,head_dim=16 --window 40 --device cpu";
+    succeed(&mut tiny.sieve(&format!("{op} --scores captured:z --out out")));
+    let written = Written::read(&tiny.path("out"));
+    assert_eq!(written.values("z")[..300], z["z"].1[..300]);
+    assert!(written.errors()[0] < 2e-5);
+
+    let long = "kernels run dma_select --shape seq_len=9999999,heads=1,head_dim=16 --window 40 --scores captured:z --out out --device cpu";
+    refused(
+        &mut tiny.sieve(long),
+        &["too short for seq_len=9999999", "hint"],
+    );
+}
+
+#[test]
+fn a_dense_model_has_no_scores() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    tiny.trained("run", "--set training.steps=4");
+    let capture = "kernels capture --checkpoint run --out z --device cpu";
+    refused(&mut tiny.sieve(capture), &["no DMA"]);
+    assert!(!tiny.path("z").exists());
+}
+
+/// A compiler that takes no time: it says what nvcc says, and its machine code is the name of the source.
+#[cfg(unix)]
+fn fake_nvcc(tiny: &TinyRun) {
+    use std::os::unix::fs::PermissionsExt;
+    let script = r#"#!/bin/sh
+if [ "$1" = --version ]; then echo "Cuda compilation tools, release 12.9, V12.9.41"; exit 0; fi
+while [ $# -gt 0 ]; do
+  if [ "$1" = -o ]; then out=$2; shift; fi
+  last=$1; shift
+done
+if grep -q FORBIDDEN "$last"; then echo "error: forbidden" >&2; exit 1; fi
+name=$(basename "$last"); entry=${name%%-*}
+echo "$name" > "$out"
+echo "ptxas info    : Function properties for $entry" >&2
+echo "    0 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads" >&2
+echo "ptxas info    : Used 77 registers, used 1 barriers, 512 bytes smem" >&2
+"#;
+    let path = tiny.path("nvcc");
+    fs::write(&path, script).expect("the folder is writable");
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("our file");
+}
+
+#[cfg(unix)]
+#[test]
+fn kernels_are_built_without_a_gpu_and_once() {
+    let tiny = folder();
+    fake_nvcc(&tiny);
+    let build =
+        "kernels build --recipe tiny.toml --arch sm_80 --arch sm_90a --nvcc ./nvcc --out cache";
+    let printed = succeed(&mut tiny.sieve(build));
+    for words in [
+        "dma_attention_forward",
+        "77",
+        "4/8",
+        "+512",
+        "sm_80",
+        "sm_90a",
+        " 0 were there, 0 failed",
+    ] {
+        assert!(printed.contains(words), "{words}: {printed}");
+    }
+    assert!(tiny.path("cache/sm_80-nvrtc12.9/cuda").is_dir());
+    let printed = succeed(&mut tiny.sieve(build));
+    assert!(printed.contains("0 kernels compiled"), "{printed}");
+    // Another width is another kernel; the rest is there.
+    let wider = format!("{build} --set model.head_dim=32");
+    let printed = succeed(&mut tiny.sieve(&wider));
+    assert!(
+        printed.contains("HEAD_DIM=32") && !printed.contains(" 0 were there"),
+        "{printed}"
+    );
+}
+
+#[cfg(unix)]
+#[test]
+fn a_kernel_cache_cut_off_in_mid_write_is_used_again() {
+    let tiny = folder();
+    fake_nvcc(&tiny);
+    let build = "kernels build --recipe tiny.toml --arch sm_90a --nvcc ./nvcc --out cache";
+    succeed(&mut tiny.sieve(build));
+    // As a kill -9 in the middle of a write leaves it: half an entry, and a line of the table of contents without its end.
+    let torn = |ending: &str| {
+        let snapshot = tiny.snapshot("cache");
+        let mut found = 0;
+        for (path, (bytes, _)) in snapshot {
+            if path.to_string_lossy().ends_with(ending) && !bytes.is_empty() {
+                let half = bytes[..bytes.len() / 3].to_vec();
+                fs::write(&path, [bytes, half].concat()).expect("writable");
+                found += 1;
+            }
+        }
+        assert!(found > 0, "no file ends with {ending}");
+    };
+    torn("chunk0.cbor");
+    let printed = succeed(&mut tiny.sieve(build));
+    assert!(printed.contains("0 kernels compiled"), "{printed}");
+    torn(".log");
+    let printed = succeed(&mut tiny.sieve(build));
+    assert!(printed.contains("0 failed"), "{printed}");
+    // What is compiled after a repair is found again.
+    let wider = format!("{build} --set model.head_dim=32");
+    succeed(&mut tiny.sieve(&wider));
+    let printed = succeed(&mut tiny.sieve(&wider));
+    assert!(printed.contains("0 kernels compiled"), "{printed}");
+}
+
+#[test]
+fn mistakes_get_one_plain_message_and_write_nothing() {
+    let tiny = folder();
+    let shape = "--shape seq_len=20,heads=2,head_dim=16 --out out --device cpu";
+    for (words, expected) in [
+        (format!("run sparse {shape}"), &["sparse", "dma_select"][..]),
+        (format!("run swa {shape}"), &["--window"]),
+        (format!("run dma {shape}"), &["--window"]),
+        (format!("run attention {shape} --window 3"), &["swa"]),
+        (format!("run dma {shape} --window 0"), &["at least one key"]),
+        (
+            format!("run attention {shape} --scores tied"),
+            &["--scores"],
+        ),
+        (
+            format!("run swa {shape} --window 3 --documents 21"),
+            &["--documents 21", "1 to 20"],
+        ),
+        (
+            format!("run decode {shape} --documents 2"),
+            &["one document"],
+        ),
+        (
+            format!("run dma {shape} --window 3 --scores captured:none"),
+            &["none"],
+        ),
+        (
+            "run attention --shape seq_len=20,head_dim=16 --out out".to_owned(),
+            &["heads is missing"],
+        ),
+        (
+            "run attention --shape seq_len=20,heads=3,kv_heads=2,head_dim=16 --out out".to_owned(),
+            &["kv_heads=2 does not divide heads=3"],
+        ),
+        ("build --arch sm_75".to_owned(), &["sm_75", "sm_80"]),
+        (
+            "build --arch sm_80 --nvcc ./none".to_owned(),
+            &["./none", "--nvrtc"],
+        ),
+        (
+            "build --arch sm_80 --recipe none".to_owned(),
+            &["no recipe none"],
+        ),
+        ("check --cases 0 --device cpu".to_owned(), &["--cases 0"]),
+        ("bench --device cpu".to_owned(), &["GPU"]),
+        (
+            "capture --checkpoint none --out out --device cpu".to_owned(),
+            &["none"],
+        ),
+    ] {
+        refused(&mut tiny.sieve(&format!("kernels {words}")), expected);
+    }
+    assert!(!tiny.path("out").exists());
+}
+
+/// On a machine without a GPU each subcommand that needs one says so; with one it would run, and this says nothing.
+#[test]
+fn no_gpu_is_said_plainly() {
+    let tiny = folder();
+    let probe = tiny.sieve("kernels run dma_select --shape seq_len=20,heads=1,head_dim=16 --window 3 --out probe --device cuda").output();
+    if probe.expect("the program starts").status.success() {
+        return;
+    }
+    for words in [
+        "run attention --shape seq_len=20,heads=2,head_dim=16 --out out --device cuda",
+        "check --cases 1 --device cuda",
+        "bench --device cuda",
+        "build",
+    ] {
+        refused(&mut tiny.sieve(&format!("kernels {words}")), &["CUDA"]);
+    }
+}
