@@ -16,7 +16,13 @@ mod terminal;
 mod train;
 
 use clap::{Parser, Subcommand};
+use mimalloc::MiMalloc;
 use std::process::ExitCode;
+
+/// Keeps what tensors free: the system's allocator gives large buffers back at once, and a step on the CPU then spends half
+/// its time on page faults.
+#[global_allocator]
+static ALLOCATOR: MiMalloc = MiMalloc;
 
 /// Trains, evaluates and exports language models whose attention is learned to be sparse.
 #[derive(Parser)]
