@@ -1,12 +1,13 @@
 //! `sieve train`.
 mod lines;
+mod profile;
 mod sweep;
 
 use crate::device::{Device, DeviceChoice};
 use crate::interrupt::{Interrupt, respect_nohup};
 use crate::recipe::RecipeArgs;
 use crate::terminal;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn_cuda::CudaDevice;
@@ -14,6 +15,7 @@ use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use indicatif::ProgressBar;
 use lines::{describe, reference_lines, skipped_line, step_line, stopped_line, validation_line};
+use profile::{StepProfile, StepRange};
 use sieve_core::Recipe;
 use sieve_data::{OnChange, Progress};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
@@ -53,15 +55,19 @@ pub(crate) struct TrainArgs {
     #[arg(
         long,
         value_name = "SECTION.KEY=V1,V2,…",
-        conflicts_with = "resume_from"
+        conflicts_with_all = ["resume_from", "profile"]
     )]
     sweep: Vec<String>,
+    /// Print where the GPU's time goes in N steps, kernel by kernel, and go on training
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1000))]
+    profile: Option<u64>,
 }
 
 /// What the runs of one process share.
 struct Session {
     device: Device,
     interrupt: Interrupt,
+    profile: Option<u64>,
 }
 
 /// How one run ended.
@@ -78,8 +84,12 @@ pub(crate) fn run(args: TrainArgs) -> Result<()> {
     if !args.sweep.is_empty() {
         return sweep::run(args);
     }
-    let recipe = args.recipe.load()?;
+    let mut recipe = args.recipe.load()?;
     let session = Session::open(&args)?;
+    if let Some(num_steps) = args.profile {
+        // A report reads the loss back and so drains the GPU: none may come between the traced steps.
+        recipe.metrics.log_freq = num_steps as usize;
+    }
     let out = args.out_folder();
     train_on(&session, &args.start(), &recipe, &out).map(|_ending| ())
 }
@@ -102,25 +112,29 @@ impl TrainArgs {
 
 impl Session {
     fn open(args: &TrainArgs) -> Result<Self> {
+        let device = args.device.resolve()?;
+        if args.profile.is_some() && device == Device::Cpu {
+            bail!("--profile traces a GPU, and this run is on the CPU\n  hint: add --device cuda");
+        }
         Ok(Self {
-            device: args.device.resolve()?,
+            device,
             interrupt: Interrupt::install()?,
+            profile: args.profile,
         })
     }
 }
 
 /// Trains `recipe` on the session's device.
 fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Result<Ending> {
-    let interrupt = &session.interrupt;
     match &session.device {
-        Device::Cpu => train::<Autodiff<Flex>>((start, out), recipe, interrupt, on_cpu),
+        Device::Cpu => train::<Autodiff<Flex>>((start, out), recipe, session, on_cpu),
         Device::Cuda(gpu) => {
             sieve_ops::set_sum_order(if recipe.training.deterministic {
                 SumOrder::Fixed
             } else {
                 SumOrder::Any
             });
-            train::<Autodiff<Cuda>>((start, out), recipe, interrupt, || on_cuda(gpu))
+            train::<Autodiff<Cuda>>((start, out), recipe, session, || on_cuda(gpu))
         }
     }
 }
@@ -163,7 +177,7 @@ fn on_cuda(gpu: &DeviceReport) -> (Hardware<Autodiff<Cuda>>, String) {
 fn train<B: TrainBackend>(
     (start, out): (&Start, &Path),
     recipe: &Recipe,
-    interrupt: &Interrupt,
+    session: &Session,
     hardware: impl FnOnce() -> (Hardware<B>, String),
 ) -> Result<Ending> {
     let mut folder = RunFolder::open(out, &recipe.checkpoint.folder, start)?;
@@ -187,6 +201,7 @@ fn train<B: TrainBackend>(
     let resumed = origin.checkpoint.as_ref().map(|c| c.path.clone());
     let log_path = folder.log_path();
     let mut trainer = Trainer::<B>::new(recipe.clone(), data, folder, origin, hardware)?;
+    trainer.write_config()?;
     log.open(&log_path)?;
     log.line(&describe(recipe, &trainer, &description));
     if let Some(path) = resumed {
@@ -203,8 +218,14 @@ fn train<B: TrainBackend>(
     bar.set_position(trainer.step());
     let started = Instant::now();
     let first_step = trainer.step();
-    let result = trainer.run(interrupt.keep_state(), &mut |event| {
-        show(&log, &bar, &event)
+    let mut profile = profile(session, recipe, &trainer)?;
+    let result = trainer.run(session.interrupt.keep_state(), &mut |event| {
+        show(&log, &bar, &event);
+        if let (Some(profile), TrainEvent::Step(report)) = (&mut profile, &event)
+            && let Some(table) = profile.after(report)
+        {
+            bar.suspend(|| log.line(&table));
+        }
     });
     bar.finish_and_clear();
     let summary = result
@@ -229,6 +250,24 @@ fn train<B: TrainBackend>(
     }
     next_steps(&log, &summary);
     Ok(Ending::Finished)
+}
+
+/// What `--profile` asks for.
+fn profile<B: TrainBackend>(
+    session: &Session,
+    recipe: &Recipe,
+    trainer: &Trainer<B>,
+) -> Result<Option<StepProfile>> {
+    let (Some(num_steps), Device::Cuda(gpu)) = (session.profile, &session.device) else {
+        return Ok(None);
+    };
+    let training = &recipe.training;
+    let run = StepRange {
+        first: trainer.step(),
+        last: training.steps as u64,
+    };
+    let tokens = training.global_batch_size * training.seq_len;
+    StepProfile::new(num_steps, run, trainer.shape(), tokens, &gpu.name).map(Some)
 }
 
 /// Shards and tokenizer, with a bar or plain lines. Takes the output folder once the recipe's files are found.

@@ -1,0 +1,299 @@
+//! `--profile N`: where the GPU's time goes in N steps, kernel by kernel.
+use anyhow::{Result, bail};
+use sieve_core::ModelShape;
+use sieve_core::model::peak_bf16_flops;
+use sieve_kernels::{KernelTotal, KernelTrace, TraceResult};
+use sieve_train::StepReport;
+use std::fmt::Write;
+
+/// Steps that a run takes before it is traced: kernels are compiled and memory is found in the first ones.
+const WARM_UP_STEPS: u64 = 4;
+/// Kernels listed one by one.
+const LISTED: usize = 24;
+
+/// Steps a run has done, and its last.
+pub(super) struct StepRange {
+    pub(super) first: u64,
+    pub(super) last: u64,
+}
+
+/// Traces the steps between two reports of a run.
+pub(super) struct StepProfile {
+    /// Reports come at multiples of N; the first of them after the warm-up.
+    first_traced: u64,
+    shape: ModelShape,
+    tokens_per_step: f64,
+    peak_flops: Option<f64>,
+    state: State,
+}
+
+enum State {
+    Waiting,
+    Tracing(KernelTrace, u64),
+    Done,
+}
+
+impl StepProfile {
+    /// # Errors
+    /// A run that ends before the steps are traced.
+    pub(super) fn new(
+        num_steps: u64,
+        run: StepRange,
+        shape: &ModelShape,
+        tokens_per_step: usize,
+        gpu_name: &str,
+    ) -> Result<Self> {
+        let first_traced = (run.first + WARM_UP_STEPS).next_multiple_of(num_steps);
+        let needed = first_traced + num_steps;
+        if run.last < needed {
+            bail!(
+                "--profile {num_steps} needs a run that goes to step {needed}, this one ends at {}\n  hint: raise training.steps or profile fewer steps",
+                run.last
+            );
+        }
+        Ok(Self {
+            first_traced,
+            shape: shape.clone(),
+            tokens_per_step: tokens_per_step as f64,
+            peak_flops: peak_bf16_flops(gpu_name),
+            state: State::Waiting,
+        })
+    }
+
+    /// Follows the run. The report has been read back from the GPU, which therefore idles now. Returns the table once.
+    pub(super) fn after(&mut self, report: &StepReport) -> Option<String> {
+        match std::mem::replace(&mut self.state, State::Done) {
+            State::Waiting if report.step < self.first_traced => {
+                self.state = State::Waiting;
+                None
+            }
+            State::Waiting => match KernelTrace::start() {
+                Ok(trace) => {
+                    self.state = State::Tracing(trace, report.step);
+                    None
+                }
+                Err(error) => Some(format!("profile: {error}")),
+            },
+            State::Tracing(trace, first) => {
+                let steps = report.step - first;
+                Some(match trace.finish() {
+                    Ok(result) => self.table(&result, steps, report),
+                    Err(error) => format!("profile: {error}"),
+                })
+            }
+            State::Done => None,
+        }
+    }
+
+    fn table(&self, result: &TraceResult, steps: u64, report: &StepReport) -> String {
+        let steps_f = steps as f64;
+        let (span, busy) = (result.span_ns() as f64, result.busy_ns() as f64);
+        let mut text = format!(
+            "profile of {steps} steps: {:.2} ms a step on the GPU's clock, {:.1} % of it idle (1 - time in which a kernel ran / span)\n",
+            span / steps_f * 1e-6,
+            100.0 * (1.0 - busy / span)
+        );
+        let flops = self
+            .shape
+            .flops_per_token(report.attention.mean_active_keys);
+        let work = Work {
+            tokens: self.tokens_per_step * steps_f,
+            linear: 3.0 * flops.linear,
+            attention: 3.0 * flops.attention,
+            parameters: self.shape.parameters().total() as f64 * steps_f,
+        };
+        let totals = result.totals();
+        let _ = writeln!(text, "  share        ms  launches");
+        for group in Group::ALL {
+            let members = || {
+                totals
+                    .iter()
+                    .filter(|total| Group::of(&total.name) == group)
+            };
+            let ns: u64 = members().map(|total| total.total_ns).sum();
+            if ns == 0 {
+                continue;
+            }
+            let launches: usize = members().map(|total| total.count).sum();
+            let _ = writeln!(
+                text,
+                "{:6.1} %  {:8.3}  {:8.0}  {}{}",
+                100.0 * ns as f64 / busy,
+                ns as f64 / steps_f * 1e-6,
+                launches as f64 / steps_f,
+                group.name(),
+                self.rate(group, &work, ns)
+            );
+        }
+        let _ = writeln!(text, "  kernel by kernel");
+        for KernelTotal {
+            name,
+            count,
+            total_ns,
+        } in totals.iter().take(LISTED)
+        {
+            let _ = writeln!(
+                text,
+                "{:6.1} %  {:8.3}  {:8.0}  {:.90}",
+                100.0 * *total_ns as f64 / busy,
+                *total_ns as f64 / steps_f * 1e-6,
+                *count as f64 / steps_f,
+                name
+            );
+        }
+        text.truncate(text.trim_end().len());
+        text
+    }
+
+    /// What a group achieved, where its work is known.
+    fn rate(&self, group: Group, work: &Work, ns: u64) -> String {
+        let seconds = ns as f64 * 1e-9;
+        let tflops = |flops: f64| {
+            let achieved = flops / seconds;
+            let share = self.peak_flops.map_or(String::new(), |peak| {
+                format!(", {:.0} % of the peak", 100.0 * achieved / peak)
+            });
+            format!(": {:.0} TFLOP/s{share}", achieved * 1e-12)
+        };
+        match group {
+            Group::Products => tflops(work.tokens * work.linear),
+            Group::Attention => tflops(work.tokens * work.attention),
+            Group::Optimizer => {
+                // Master, two moments and the gradient are read, the first three written, all f32; the leaf written in
+                // bf16; the norm reads the gradient once more.
+                let bytes = work.parameters * (4.0 * 4.0 + 3.0 * 4.0 + 2.0 + 4.0);
+                format!(": {:.0} GB/s", bytes / seconds * 1e-9)
+            }
+            _ => String::new(),
+        }
+    }
+}
+
+/// Operations of the traced steps.
+struct Work {
+    tokens: f64,
+    /// Of products with weights, per token.
+    linear: f64,
+    /// Of attention, per token.
+    attention: f64,
+    /// Parameters times steps.
+    parameters: f64,
+}
+
+/// What a kernel is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Group {
+    Products,
+    Attention,
+    Selection,
+    Norms,
+    Swiglu,
+    Loss,
+    Embedding,
+    Optimizer,
+    Other,
+}
+
+impl Group {
+    const ALL: [Self; 9] = [
+        Self::Products,
+        Self::Attention,
+        Self::Selection,
+        Self::Norms,
+        Self::Swiglu,
+        Self::Loss,
+        Self::Embedding,
+        Self::Optimizer,
+        Self::Other,
+    ];
+
+    fn of(kernel: &str) -> Self {
+        let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| kernel.starts_with(prefix));
+        let contains = |parts: &[&str]| parts.iter().any(|part| kernel.contains(part));
+        if contains(&["nvjet", "cublas", "gemm", "cutlass", "splitK"]) {
+            Self::Products
+        } else if starts(&["attention_", "hopper_", "dma_attention", "nsa_"]) {
+            Self::Attention
+        } else if starts(&["dma_"]) {
+            Self::Selection
+        } else if starts(&["rms_norm", "qk_norm_rope", "column_sums"]) {
+            Self::Norms
+        } else if starts(&["swiglu"]) {
+            Self::Swiglu
+        } else if starts(&["cross_entropy", "scale"]) {
+            Self::Loss
+        } else if starts(&["embedding"]) {
+            Self::Embedding
+        } else if starts(&["adamw", "sum_partials", "finish_sum"]) {
+            Self::Optimizer
+        } else {
+            Self::Other
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Products => "products with weights",
+            Self::Attention => "attention",
+            Self::Selection => "scores, selection and lists of DMA",
+            Self::Norms => "norms and rotary positions",
+            Self::Swiglu => "SwiGLU",
+            Self::Loss => "cross-entropy",
+            Self::Embedding => "embedding",
+            Self::Optimizer => "AdamW and the gradient norm",
+            Self::Other => "the rest: residual gradients, copies, fills",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_have_groups() {
+        for (kernel, group) in [
+            (
+                "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT",
+                "products with weights",
+            ),
+            ("hopper_dma_attention_backward", "attention"),
+            ("dma_attention_row_sums", "attention"),
+            ("dma_select", "scores, selection and lists of DMA"),
+            ("adamw", "AdamW and the gradient norm"),
+            (
+                "kernel_binop_c_bf16_n_8",
+                "the rest: residual gradients, copies, fills",
+            ),
+        ] {
+            assert_eq!(Group::of(kernel).name(), group, "{kernel}");
+        }
+    }
+
+    #[test]
+    fn a_run_must_reach_the_traced_steps() {
+        let text = "[model]\nhidden_size = 32\nintermediate_size = 64\nnum_hidden_layers = 1\nnum_attention_heads = 2\n\
+                    num_key_value_heads = 1\nhead_dim = 16\nmax_position_embeddings = 64\ntie_word_embeddings = true\n\
+                    [attention]\nkind = \"mha\"\n[tokenizer]\npath = \"none\"\n[data]\npaths = [\"none\"]\n\
+                    [training]\nsteps = 1\nseq_len = 32\nlocal_batch_size = 1\n[optimizer]\nlr = 1e-3\n\
+                    [lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n";
+        let recipe = sieve_core::Recipe::load(text, "a test's recipe", &[]).expect("valid");
+        let shape = recipe.model_shape(100).expect("it fits");
+        let profile = |num_steps, first, last| {
+            StepProfile::new(
+                num_steps,
+                StepRange { first, last },
+                &shape,
+                32,
+                "NVIDIA H200",
+            )
+        };
+        assert!(profile(3, 0, 9).is_ok());
+        let error = profile(3, 0, 8).err().expect("too short").to_string();
+        assert!(
+            error.contains("step 9") && error.contains("ends at 8"),
+            "{error}"
+        );
+        assert!(profile(3, 100, 105).is_err(), "a resumed run warms up too");
+    }
+}
