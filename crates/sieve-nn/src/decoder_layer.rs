@@ -85,14 +85,14 @@ impl<B: SieveBackend> DecoderLayer<B> {
         self.feed_forward(scaled(x, &self.input_residual) + y)
     }
 
-    fn feed_forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+    pub(crate) fn feed_forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
         let normed = self.post_attention_layernorm.forward(x.clone());
         self.mlp
             .forward(normed, scaled(x, &self.post_attention_residual))
     }
 }
 
-fn scaled<B: Backend>(x: Tensor<B, 3>, scale: &Option<Param<Tensor<B, 1>>>) -> Tensor<B, 3> {
+pub(crate) fn scaled<B: Backend>(x: Tensor<B, 3>, scale: &Option<Param<Tensor<B, 1>>>) -> Tensor<B, 3> {
     match scale {
         Some(scale) => x * scale.val().unsqueeze(),
         None => x,

@@ -30,6 +30,7 @@ mod swiglu_mlp;
 mod attention;
 mod decoder_layer;
 mod kv_cache;
+mod prefill_hook;
 mod qwen3;
 
 pub use attention::block_mlp::BlockMlp;
@@ -44,6 +45,7 @@ pub use decoder_layer::{DecoderLayer, LayerOutput};
 pub use kv_cache::{BlockCache, KvCache, LayerCache};
 pub use linear::Linear;
 pub use precision::cast_parameters;
+pub use prefill_hook::{HostAttention, HostOperands};
 pub use qkv_projection::QkvProjection;
 pub use qwen3::{LmHead, Qwen3, TokenEmbedding};
 pub use rms_norm::RmsNorm;

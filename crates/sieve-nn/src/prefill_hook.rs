@@ -1,0 +1,267 @@
+//! Another attention in place of a dense model's own, layer by layer, computed by the caller on the host.
+//!
+//! This is how selectors run on a checkpoint: the model's projections, norms, positions and feed-forward layers stay as they are.
+use crate::attention::Attention;
+use crate::decoder_layer::scaled;
+use crate::{KvCache, LayerCache, LayerContext, Qwen3};
+use burn::tensor::{Int, Tensor, TensorData};
+use sieve_ops::{Documents, RotaryEmbedding, SieveBackend};
+
+/// Queries and keys after norm and rotation, and values, of one document in one layer.
+#[derive(Clone, Copy, Debug)]
+pub struct HostOperands<'a> {
+    /// The layer.
+    pub layer: usize,
+    /// Layers of the model.
+    pub num_layers: usize,
+    /// Tokens of the document.
+    pub num_tokens: usize,
+    /// Query heads.
+    pub num_heads: usize,
+    /// KV heads.
+    pub num_kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// `[num_tokens, num_heads, head_dim]`.
+    pub q: &'a [f32],
+    /// `[num_tokens, num_kv_heads, head_dim]`.
+    pub k: &'a [f32],
+    /// `[num_tokens, num_kv_heads, head_dim]`.
+    pub v: &'a [f32],
+}
+
+/// Attention of one document in one layer: `[num_tokens, num_heads, head_dim]`, or an error that ends the pass.
+pub type HostAttention<'a, E> = dyn FnMut(HostOperands<'_>) -> Result<Vec<f32>, E> + 'a;
+
+impl<B: SieveBackend> Qwen3<B> {
+    /// As [`hidden`](Self::hidden), with `attend` in place of every dense layer's attention; it is called once per layer and
+    /// document, layer by layer. Layers of other kinds keep their own attention.
+    ///
+    /// # Errors
+    /// The first error of `attend`.
+    pub fn hidden_attending<E>(
+        &self,
+        ids: Tensor<B, 2, Int>,
+        context: &LayerContext<'_, B>,
+        attend: &mut HostAttention<'_, E>,
+    ) -> Result<Tensor<B, 3>, E> {
+        self.pass(ids, context, None, attend)
+    }
+
+    /// As [`token_losses`](Self::token_losses), with `attend`.
+    ///
+    /// # Errors
+    /// The first error of `attend`.
+    pub fn token_losses_attending<E>(
+        &self,
+        ids: Tensor<B, 2, Int>,
+        labels: Tensor<B, 2, Int>,
+        context: &LayerContext<'_, B>,
+        attend: &mut HostAttention<'_, E>,
+    ) -> Result<Tensor<B, 2>, E> {
+        let hidden = self.hidden_attending(ids, context, attend)?;
+        Ok(self.head.token_losses(hidden, labels, &self.embed_tokens))
+    }
+
+    /// As [`next_logits`](Self::next_logits) for tokens at positions `cache.num_tokens..`, with `attend`. Keys and values of a
+    /// prompt go into an empty cache, from which [`next_logits`](Self::next_logits) may go on. With a cache that is not empty
+    /// only its count is used and raised: `attend` then remembers earlier keys itself.
+    ///
+    /// # Errors
+    /// The first error of `attend`.
+    pub fn next_logits_attending<E>(
+        &self,
+        ids: Tensor<B, 2, Int>,
+        cache: &mut KvCache<B>,
+        rope: &RotaryEmbedding<B>,
+        attend: &mut HostAttention<'_, E>,
+    ) -> Result<Tensor<B, 2>, E> {
+        let [batch, new] = ids.dims();
+        let documents = Documents::whole_rows([batch, new], &ids.device());
+        let positions = documents.positions.clone();
+        let context = LayerContext {
+            documents: &documents,
+            positions: positions.add_scalar(cache.num_tokens as i64),
+            rope,
+        };
+        let layers = (cache.num_tokens == 0).then_some(&mut cache.layers);
+        let x = self.pass(ids, &context, layers, attend)?;
+        cache.num_tokens += new;
+        let last = x.narrow(1, new - 1, 1);
+        Ok(self.head.logits(last, &self.embed_tokens).flatten(1, 2))
+    }
+
+    fn pass<E>(
+        &self,
+        ids: Tensor<B, 2, Int>,
+        context: &LayerContext<'_, B>,
+        mut caches: Option<&mut Vec<LayerCache<B>>>,
+        attend: &mut HostAttention<'_, E>,
+    ) -> Result<Tensor<B, 3>, E> {
+        let ranges = documents_of(context.documents);
+        let mut x = self.embed_tokens.forward(ids);
+        for (index, layer) in self.layers.iter().enumerate() {
+            let Attention::Mha(mha) = &layer.self_attn else {
+                x = layer.forward(x, context).x;
+                continue;
+            };
+            let normed = layer.input_layernorm.forward(x.clone());
+            let residual = scaled(x, &layer.input_residual);
+            let qkv = mha.qkv.forward(normed, context);
+            let spec = mha.qkv.spec(None);
+            if let Some(cache) = caches.as_mut().and_then(|caches| caches.get_mut(index)) {
+                let of = |at| qkv.clone().narrow(2, at, spec.num_kv_heads);
+                *cache = LayerCache::Recent {
+                    k: of(spec.num_heads),
+                    v: of(spec.num_heads + spec.num_kv_heads),
+                };
+            }
+            let (device, dtype) = (qkv.device(), qkv.dtype());
+            let [batch, seq_len, heads, head_dim] = qkv.dims();
+            let packed: Vec<f32> = qkv.into_data().iter::<f32>().collect();
+            let mut o = vec![0.0; batch * seq_len * spec.num_heads * head_dim];
+            for range in &ranges {
+                let tokens = &packed[range.start * heads * head_dim..range.end * heads * head_dim];
+                let part = |first: usize, count: usize| -> Vec<f32> {
+                    let token = tokens.chunks_exact(heads * head_dim);
+                    token
+                        .flat_map(|token| {
+                            token[first * head_dim..(first + count) * head_dim]
+                                .iter()
+                                .copied()
+                        })
+                        .collect()
+                };
+                let q = part(0, spec.num_heads);
+                let k = part(spec.num_heads, spec.num_kv_heads);
+                let v = part(spec.num_heads + spec.num_kv_heads, spec.num_kv_heads);
+                let result = attend(HostOperands {
+                    layer: index,
+                    num_layers: self.layers.len(),
+                    num_tokens: range.len(),
+                    num_heads: spec.num_heads,
+                    num_kv_heads: spec.num_kv_heads,
+                    head_dim,
+                    q: &q,
+                    k: &k,
+                    v: &v,
+                })?;
+                let width = spec.num_heads * head_dim;
+                o[range.start * width..range.end * width].copy_from_slice(&result);
+            }
+            let o = TensorData::new(o, [batch, seq_len, spec.num_heads * head_dim]);
+            let o = Tensor::<B, 3>::from_data(o, (&device, dtype));
+            x = layer.feed_forward(mha.o_proj.forward_add(o, residual));
+        }
+        Ok(x)
+    }
+}
+
+/// Documents as ranges over the rows laid end to end.
+fn documents_of<B: SieveBackend>(documents: &Documents<B>) -> Vec<std::ops::Range<usize>> {
+    let [_, seq_len] = documents.end.dims();
+    let ends: Vec<usize> = documents
+        .end
+        .clone()
+        .into_data()
+        .iter::<i64>()
+        .map(|end| end as usize)
+        .collect();
+    let mut ranges = Vec::new();
+    let mut first = 0;
+    while first < ends.len() {
+        let row = first / seq_len * seq_len;
+        let end = row + ends[first];
+        ranges.push(first..end);
+        first = end;
+    }
+    ranges
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{assert_close, ids, kinds, shape, values};
+    use burn_flex::Flex;
+
+    /// Dense causal attention, plainly.
+    fn dense(op: HostOperands<'_>) -> Result<Vec<f32>, ()> {
+        let (d, m) = (op.head_dim, op.num_heads / op.num_kv_heads);
+        let mut o = Vec::new();
+        for t in 0..op.num_tokens {
+            for head in 0..op.num_heads {
+                let q = &op.q[(t * op.num_heads + head) * d..][..d];
+                let at = |j: usize| (j * op.num_kv_heads + head / m) * d;
+                let logits: Vec<f32> = (0..=t)
+                    .map(|j| {
+                        q.iter()
+                            .zip(&op.k[at(j)..])
+                            .map(|(a, b)| a * b)
+                            .sum::<f32>()
+                            / (d as f32).sqrt()
+                    })
+                    .collect();
+                let max = logits.iter().copied().fold(f32::MIN, f32::max);
+                let sum: f32 = logits.iter().map(|x| (x - max).exp()).sum();
+                o.extend((0..d).map(|c| -> f32 {
+                    let term = |(j, x): (usize, &f32)| (x - max).exp() / sum * op.v[at(j) + c];
+                    logits.iter().enumerate().map(term).sum()
+                }));
+            }
+        }
+        Ok(o)
+    }
+
+    #[test]
+    fn dense_attention_on_the_host_changes_nothing() {
+        for kind in kinds(0.3) {
+            let model = Qwen3::<Flex>::new(&shape(kind), 5, &Default::default());
+            // Three documents in two rows.
+            let (start, end) = (
+                [vec![0; 5], vec![5; 6], vec![0; 11]].concat(),
+                [vec![5; 5], vec![11; 17]].concat(),
+            );
+            let documents = Documents::new(&start, &end, [2, 11], &Default::default());
+            let rope = model.rope(11, &Default::default());
+            let context = LayerContext::new(&documents, &rope);
+            let plain = model.hidden(ids([2, 11], 3), &context);
+            let mut calls = 0;
+            let hooked = model.hidden_attending(ids([2, 11], 3), &context, &mut |op| {
+                calls += 1;
+                dense(op)
+            });
+            let hooked = hooked.expect("it never fails");
+            assert_close("hidden", &values(hooked), &values(plain), 1e-4);
+            assert_eq!(
+                calls,
+                if kind == sieve_core::Attention::Mha {
+                    6
+                } else {
+                    0
+                }
+            );
+        }
+    }
+
+    #[test]
+    fn a_prompt_fills_the_cache() {
+        let model = Qwen3::<Flex>::new(&shape(sieve_core::Attention::Mha), 6, &Default::default());
+        let rope = model.rope(12, &Default::default());
+        let (mut plain, mut hooked) = (KvCache::new(2), KvCache::new(2));
+        let first = ids([1, 9], 1);
+        let a = model.next_logits(first.clone(), &mut plain, &rope);
+        let b = model.next_logits_attending(first, &mut hooked, &rope, &mut dense);
+        assert_close(
+            "prompt",
+            &values(b.expect("it never fails")),
+            &values(a),
+            1e-4,
+        );
+        let a = model.next_logits(ids([1, 1], 2), &mut plain, &rope);
+        let b = model.next_logits(ids([1, 1], 2), &mut hooked, &rope);
+        assert_close("next", &values(b), &values(a), 1e-4);
+        let error =
+            model.next_logits_attending(ids([1, 1], 2), &mut hooked, &rope, &mut |_| Err("no"));
+        assert_eq!(error.err(), Some("no"));
+    }
+}
