@@ -110,7 +110,7 @@ pub fn dma_scores_backward_kernel(num_kv_heads: usize) -> SourceKernel {
 fn channels_per_thread(num_kv_heads: usize) -> usize {
     match num_kv_heads {
         ..=8 => 8,
-        ..=16 => 4,
+        9..=16 => 4,
         _ => 2,
     }
 }

@@ -89,16 +89,18 @@ pub fn rms_norm_forward_kernel(residual: NormResidual, warps_per_row: usize) -> 
 
 /// Warps that share a row.
 pub(crate) fn warps_per_row(kernel: &'static str, width: usize) -> Result<usize, KernelError> {
-    match width {
-        0..=WARP_WIDTH => Ok(1),
-        ..=MAX_WIDTH => Ok(4),
-        _ => Err(KernelError::Unsupported {
-            kernel,
-            what: "width",
-            got: width.to_string(),
-            supported: format!("up to {MAX_WIDTH}"),
-        }),
+    if width <= WARP_WIDTH {
+        return Ok(1);
     }
+    if width <= MAX_WIDTH {
+        return Ok(4);
+    }
+    Err(KernelError::Unsupported {
+        kernel,
+        what: "width",
+        got: width.to_string(),
+        supported: format!("up to {MAX_WIDTH}"),
+    })
 }
 
 /// The words of a params struct whose last member is an epsilon.

@@ -6,7 +6,7 @@ use cudarc::cublaslt::sys::{
     cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulAlgoGetHeuristic,
     cublasLtMatmulDesc_t, cublasLtMatmulDescAttributes_t, cublasLtMatmulHeuristicResult_t,
     cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t, cublasLtMatrixLayout_t,
-    cudaDataType_t,
+    cublasLtReductionScheme_t, cudaDataType_t,
 };
 use cudarc::driver::sys::CUstream;
 use std::ffi::c_void;
@@ -168,6 +168,12 @@ impl Plan {
         preference.set(
             Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
             &WORKSPACE_BYTES,
+        )?;
+        // Parts of a product may be added up in f32 only: some algorithms would add them in the output's bf16.
+        let scheme = cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+        preference.set(
+            Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+            &scheme,
         )?;
         // A is w and B is x.
         for (attribute, bytes) in [
