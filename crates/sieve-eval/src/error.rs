@@ -6,6 +6,17 @@ pub enum EvalError {
     /// Data or tokenizer.
     #[error(transparent)]
     Data(#[from] sieve_data::DataError),
+    /// Selectors.
+    #[error(transparent)]
+    Select(#[from] sieve_select::SelectError),
+    /// A selector for a model that is sparse itself.
+    #[error(
+        "{selector} selects for dense attention, and this model's attention is another kind\n  hint: use a checkpoint with kind = \"mha\""
+    )]
+    NotDense {
+        /// The selector.
+        selector: &'static str,
+    },
     /// No token at all.
     #[error("there is no token to start from\n  hint: give at least one")]
     NoTokens,

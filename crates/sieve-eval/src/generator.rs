@@ -1,7 +1,7 @@
 //! Text token by token, through the KV cache.
 use crate::input::{check_vocabulary, ids};
-use crate::{EvalError, Sampler, Sampling};
-use sieve_nn::{KvCache, Qwen3};
+use crate::{EvalError, Sampler, Sampling, Selection};
+use sieve_nn::{HostOperands, KvCache, Qwen3};
 use sieve_ops::{RotaryEmbedding, SieveBackend};
 
 /// What to generate.
@@ -25,6 +25,7 @@ pub struct Generator<'a, B: SieveBackend> {
     device: B::Device,
     rope: RotaryEmbedding<B>,
     cache: KvCache<B>,
+    selection: Option<Selection>,
     sampler: Sampler,
     eos_id: u32,
     num_tokens: usize,
@@ -61,6 +62,7 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
         Ok(Self {
             rope: model.rope(unseen.len() + config.max_new_tokens, device),
             cache: KvCache::new(model.layers.len()),
+            selection: None,
             sampler: Sampler::new(config.sampling)?,
             model,
             device: device.clone(),
@@ -71,7 +73,22 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
         })
     }
 
-    /// The keys and values held now.
+    /// The same with a selector: a prefill method for the prompt (tokens after it read everything), a decode method for the
+    /// tokens after a dense prompt.
+    #[must_use]
+    pub fn with_selection(self, selection: Selection) -> Self {
+        Self {
+            selection: Some(selection),
+            ..self
+        }
+    }
+
+    /// The selector with what it has computed.
+    pub fn selection(&self) -> Option<&Selection> {
+        self.selection.as_ref()
+    }
+
+    /// The keys and values held now. With a decode selector they are the prompt's; the selector keeps all of them itself.
     pub fn cache(&self) -> &KvCache<B> {
         &self.cache
     }
@@ -79,7 +96,18 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
     fn step(&mut self) -> Result<u32, EvalError> {
         let unseen = std::mem::take(&mut self.unseen);
         let ids = ids(&unseen, [1, unseen.len()], &self.device);
-        let logits = self.model.next_logits(ids, &mut self.cache, &self.rope);
+        let (model, cache, rope) = (self.model, &mut self.cache, &self.rope);
+        let logits = match &mut self.selection {
+            Some(selection) if selection.is_decode() => {
+                let attend = &mut |operands: HostOperands<'_>| selection.continue_text(operands);
+                model.next_logits_attending(ids, cache, rope, attend)?
+            }
+            Some(selection) if cache.num_tokens == 0 => {
+                let attend = &mut |operands: HostOperands<'_>| selection.attend(operands);
+                model.next_logits_attending(ids, cache, rope, attend)?
+            }
+            _ => model.next_logits(ids, cache, rope),
+        };
         let logits: Vec<f32> = logits.into_data().iter::<f32>().collect();
         let token =
             self.sampler

@@ -15,10 +15,15 @@ mod perplexity;
 
 mod recall;
 
+mod selection;
+mod selectors;
+
 pub use document::{EvalDocument, prepared_documents, text_documents};
 pub use error::EvalError;
 pub use generator::{GenerateConfig, Generator};
 pub use logits::logits;
-pub use perplexity::{PerplexityConfig, PerplexityReport, perplexity};
+pub use perplexity::{PerplexityConfig, PerplexityReport, perplexity, perplexity_selected};
 pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, recall};
 pub use sampler::{Sampler, Sampling};
+pub use selection::{Selection, SelectionTotals};
+pub use selectors::{LayerMeasure, SelectorMeasure, measure_selectors, sweep_selectors};

@@ -6,10 +6,10 @@
 mod windows;
 
 use crate::input::{check_vocabulary, ids};
-use crate::{EvalDocument, EvalError};
+use crate::{EvalDocument, EvalError, Selection};
 use burn::tensor::{Tensor, TensorData};
 use serde::Serialize;
-use sieve_nn::{LayerContext, Qwen3};
+use sieve_nn::{HostOperands, LayerContext, Qwen3};
 use sieve_ops::{Documents, IGNORE_LABEL, RotaryEmbedding, SieveBackend};
 use windows::{Rows, windows};
 
@@ -68,6 +68,33 @@ pub fn perplexity<B: SieveBackend>(
     device: &B::Device,
     observe: &mut dyn FnMut(u64),
 ) -> Result<PerplexityReport, EvalError> {
+    run(model, documents, config, device, None, observe)
+}
+
+/// As [`perplexity`], with a selector as the attention of every layer. Each window is a prompt of its own: where the selector
+/// is no causal map from text to logits the result is its "prefill perplexity", no likelihood.
+///
+/// # Errors
+/// As [`perplexity`]; a selector that refuses a call.
+pub fn perplexity_selected<B: SieveBackend>(
+    model: &Qwen3<B>,
+    documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
+    config: &PerplexityConfig,
+    device: &B::Device,
+    selection: &mut Selection,
+    observe: &mut dyn FnMut(u64),
+) -> Result<PerplexityReport, EvalError> {
+    run(model, documents, config, device, Some(selection), observe)
+}
+
+fn run<B: SieveBackend>(
+    model: &Qwen3<B>,
+    documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
+    config: &PerplexityConfig,
+    device: &B::Device,
+    selection: Option<&mut Selection>,
+    observe: &mut dyn FnMut(u64),
+) -> Result<PerplexityReport, EvalError> {
     let vocab_size = model.shape().vocab_size;
     check(config, model.shape().max_seq_len)?;
     let PerplexityConfig {
@@ -77,6 +104,7 @@ pub fn perplexity<B: SieveBackend>(
         model,
         rope: model.rope(context, device),
         device,
+        selection,
         nats: 0.0,
         num_tokens: 0,
     };
@@ -150,6 +178,7 @@ struct Pass<'a, B: SieveBackend> {
     model: &'a Qwen3<B>,
     rope: RotaryEmbedding<B>,
     device: &'a B::Device,
+    selection: Option<&'a mut Selection>,
     nats: f64,
     num_tokens: u64,
 }
@@ -163,11 +192,16 @@ impl<B: SieveBackend> Pass<'_, B> {
         let documents = Documents::new(&batch.start, &batch.end, shape, self.device);
         let context = LayerContext::new(&documents, &self.rope);
         let labels = TensorData::new(batch.labels.clone(), shape);
-        let losses = self.model.token_losses(
-            ids(&batch.tokens, shape, self.device),
-            Tensor::from_data(labels, self.device),
-            &context,
-        );
+        let ids = ids(&batch.tokens, shape, self.device);
+        let labels = Tensor::from_data(labels, self.device);
+        let losses = match &mut self.selection {
+            None => self.model.token_losses(ids, labels, &context),
+            Some(selection) => {
+                let attend = &mut |operands: HostOperands<'_>| selection.attend(operands);
+                self.model
+                    .token_losses_attending(ids, labels, &context, attend)?
+            }
+        };
         let losses = losses.into_data();
         for (loss, label) in losses.iter::<f64>().zip(&batch.labels) {
             if *label != IGNORE_LABEL {

@@ -41,6 +41,7 @@ pub struct DecodeSession {
     cache: Cache,
     state: State,
     kept: Vec<Vec<u32>>,
+    pairs_read: u64,
 }
 
 /// All keys and values so far.
@@ -108,6 +109,7 @@ impl DecodeSession {
             },
             state: if dense { State::Dense } else { state },
             kept: Vec::new(),
+            pairs_read: 0,
         })
     }
 
@@ -124,6 +126,11 @@ impl DecodeSession {
     /// Keys the last token read, ascending, per KV head (per query head for `exact_top` and `dam`).
     pub fn kept(&self) -> &[Vec<u32>] {
         &self.kept
+    }
+
+    /// Pairs of a token and a key that steps have computed, over all query heads.
+    pub fn pairs_read(&self) -> u64 {
+        self.pairs_read
     }
 
     /// Computes a prompt densely, then lets the method act. Only on an empty session.
@@ -170,6 +177,13 @@ impl DecodeSession {
     /// # Errors
     /// Operands of another size.
     pub fn step(&mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<Vec<f32>, SelectError> {
+        let o = self.step_uncounted(q, k, v)?;
+        let keys: usize = self.kept.iter().map(Vec::len).sum();
+        self.pairs_read += (keys * self.cache.shape.num_heads / self.kept.len().max(1)) as u64;
+        Ok(o)
+    }
+
+    fn step_uncounted(&mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<Vec<f32>, SelectError> {
         let shape = self.cache.shape;
         Call::new(shape.call(1, 1), q, k, v)?;
         self.cache.keys.extend_from_slice(k);

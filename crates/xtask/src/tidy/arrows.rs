@@ -27,6 +27,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         "sieve-eval",
         &[
             "sieve-nn",
+            "sieve-select",
             "sieve-hf",
             "sieve-data",
             "sieve-ops",

@@ -1,0 +1,164 @@
+//! A selector in place of a dense model's attention: what it computes, and what it cost.
+use crate::EvalError;
+use serde::Serialize;
+use sieve_core::{Attention, ModelShape};
+use sieve_nn::HostOperands;
+use sieve_select::{Call, CallShape, DecodeSession, LayerShape, Phase, Selector, density};
+use std::time::Instant;
+
+/// A selector at work in the layers of a model.
+#[derive(Clone, Debug)]
+pub struct Selection {
+    selector: Selector,
+    totals: SelectionTotals,
+    /// One per layer, of the text that is being generated.
+    sessions: Vec<DecodeSession>,
+}
+
+/// Sums over all calls.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct SelectionTotals {
+    /// Calls: layers times documents.
+    pub calls: u64,
+    /// Calls that ran dense because they are short or in a dense layer.
+    pub dense_calls: u64,
+    /// Lists that ran dense because a score was no number.
+    pub nan_lists: u64,
+    /// Computed pairs of a query and a key, over query heads.
+    pub pairs: f64,
+    /// Pairs of dense attention.
+    pub dense_pairs: f64,
+    /// Seconds until the masks were ready.
+    pub select_seconds: f64,
+    /// Seconds of selection and attention together.
+    pub seconds: f64,
+}
+
+impl SelectionTotals {
+    /// Computed pairs over those of dense attention.
+    pub fn density(&self) -> f64 {
+        if self.dense_pairs > 0.0 {
+            self.pairs / self.dense_pairs
+        } else {
+            1.0
+        }
+    }
+}
+
+impl Selection {
+    /// Checks that the selector fits the model.
+    ///
+    /// # Errors
+    /// A model whose attention is not dense; settings that no context of the model can meet; a method that lacks its file.
+    pub fn new(selector: Selector, shape: &ModelShape) -> Result<Self, EvalError> {
+        if shape.attention != Attention::Mha {
+            return Err(EvalError::NotDense {
+                selector: selector.name(),
+            });
+        }
+        selector.check_context(shape.max_seq_len)?;
+        let selection = Self {
+            selector,
+            totals: SelectionTotals::default(),
+            sessions: Vec::new(),
+        };
+        if selection.is_decode() {
+            let layer = |layer| LayerShape {
+                num_heads: shape.num_heads,
+                num_kv_heads: shape.num_kv_heads,
+                head_dim: shape.head_dim,
+                layer,
+            };
+            for index in 0..shape.num_layers {
+                DecodeSession::new(&selection.selector, layer(index))?;
+            }
+        }
+        Ok(selection)
+    }
+
+    /// The selector.
+    pub fn selector(&self) -> &Selector {
+        &self.selector
+    }
+
+    /// What it has computed so far.
+    pub fn totals(&self) -> SelectionTotals {
+        self.totals
+    }
+
+    /// Whether it acts token by token only.
+    pub fn is_decode(&self) -> bool {
+        self.selector.phase() == Phase::Decode
+    }
+
+    /// Attention of one document in one layer. A decode method reads it as a stream from its first token.
+    ///
+    /// # Errors
+    /// Operands that the selector refuses.
+    pub fn attend(&mut self, operands: HostOperands<'_>) -> Result<Vec<f32>, EvalError> {
+        let started = Instant::now();
+        let call = call(operands)?;
+        let dense_pairs = call.shape.causal_pairs() as f64 * call.shape.num_heads as f64;
+        self.totals.calls += 1;
+        self.totals.dense_pairs += dense_pairs;
+        let o = if self.is_decode() {
+            let mut session = DecodeSession::new(&self.selector, layer_shape(operands))?;
+            let o = session.stream(operands.q, operands.k, operands.v)?;
+            self.totals.pairs += session.pairs_read() as f64;
+            o
+        } else {
+            let done = self.selector.prefill(&call)?;
+            let shares = density(&done.mask);
+            self.totals.pairs += (shares.token + shares.probes) * dense_pairs;
+            self.totals.dense_calls += u64::from(done.mask.stats.dense_call);
+            self.totals.nan_lists += done.mask.stats.nan_lists as u64;
+            self.totals.select_seconds += done.mask.stats.select_seconds;
+            done.output.o
+        };
+        self.totals.seconds += started.elapsed().as_secs_f64();
+        Ok(o)
+    }
+
+    /// Attention of the next tokens of one text: its prompt, densely, then one token at a time. Decode methods only.
+    ///
+    /// # Errors
+    /// Operands that the selector refuses.
+    pub(crate) fn continue_text(
+        &mut self,
+        operands: HostOperands<'_>,
+    ) -> Result<Vec<f32>, EvalError> {
+        if self.sessions.len() == operands.layer {
+            self.sessions
+                .push(DecodeSession::new(&self.selector, layer_shape(operands))?);
+        }
+        let session = &mut self.sessions[operands.layer];
+        let HostOperands { q, k, v, .. } = operands;
+        Ok(if session.is_empty() {
+            session.prompt(q, k, v)?.o
+        } else {
+            session.step(q, k, v)?
+        })
+    }
+}
+
+/// A call of one document.
+pub(crate) fn call(operands: HostOperands<'_>) -> Result<Call<'_>, EvalError> {
+    let shape = CallShape {
+        num_queries: operands.num_tokens,
+        num_keys: operands.num_tokens,
+        num_heads: operands.num_heads,
+        num_kv_heads: operands.num_kv_heads,
+        head_dim: operands.head_dim,
+    };
+    let call = Call::new(shape, operands.q, operands.k, operands.v)?;
+    Ok(call.in_layer(operands.layer, operands.num_layers))
+}
+
+pub(crate) fn layer_shape(operands: HostOperands<'_>) -> LayerShape {
+    LayerShape {
+        num_heads: operands.num_heads,
+        num_kv_heads: operands.num_kv_heads,
+        head_dim: operands.head_dim,
+        layer: operands.layer,
+    }
+}

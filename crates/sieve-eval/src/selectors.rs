@@ -1,0 +1,456 @@
+//! Selectors side by side on one model: what each computes, keeps, costs and breaks.
+use crate::EvalError;
+use crate::input::{check_vocabulary, ids};
+use crate::selection::{Selection, call, layer_shape};
+use burn::tensor::{Tensor, TensorData};
+use serde::Serialize;
+use sieve_nn::{HostOperands, LayerContext, Qwen3};
+use sieve_ops::{Documents, IGNORE_LABEL, SieveBackend};
+use sieve_select::{
+    AttentionOutput, Call, DecodeSession, Phase, Selector, dense_attention, density, recall,
+};
+use std::time::Instant;
+
+/// One selector at one prompt length, over all layers and windows.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct SelectorMeasure {
+    /// Its name.
+    pub name: String,
+    /// All its settings, as the flag reads them.
+    pub selector: String,
+    /// Tokens of a prompt.
+    pub num_tokens: usize,
+    /// Prompts.
+    pub num_windows: usize,
+    /// Computed pairs over causal pairs, probe rows included.
+    pub density: f64,
+    /// Kept tiles over admissible tiles; of prefill methods.
+    pub tile_density: Option<f64>,
+    /// Mean share of the dense attention mass on the kept pairs; of prefill methods.
+    pub recall: Option<f64>,
+    /// `|o - dense o| / |dense o|` of the layers' attention, on the dense model's operands.
+    pub output_error: f64,
+    /// Milliseconds of selection, of all layers of one prompt.
+    pub select_ms: f64,
+    /// Milliseconds of selection and attention, of all layers of one prompt.
+    pub attention_ms: f64,
+    /// The same of dense attention through the same code with every tile kept.
+    pub dense_attention_ms: f64,
+    /// Cross-entropy under the selector, nats per token; "prefill" for methods that are no causal maps.
+    pub loss: f64,
+    /// The model's own.
+    pub dense_loss: f64,
+    /// Whether rows depend on earlier tokens alone, so that the loss is a likelihood.
+    pub causal: bool,
+    /// Lists that ran dense because a score was no number.
+    pub nan_lists: u64,
+    /// By layer.
+    pub layers: Vec<LayerMeasure>,
+}
+
+/// One layer of a [`SelectorMeasure`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct LayerMeasure {
+    /// Computed pairs over causal pairs.
+    pub density: f64,
+    /// Share of the dense mass kept; absent for decode methods.
+    pub recall: Option<f64>,
+    /// Relative error of the output.
+    pub output_error: f64,
+}
+
+/// Operands of a layer, as the dense model made them, with what dense attention says.
+struct Captured {
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    place: Place,
+    dense: AttentionOutput,
+}
+
+/// [`HostOperands`] without its slices.
+#[derive(Clone, Copy)]
+struct Place {
+    layer: usize,
+    num_layers: usize,
+    num_tokens: usize,
+    num_heads: usize,
+    num_kv_heads: usize,
+    head_dim: usize,
+}
+
+impl Captured {
+    fn operands(&self) -> HostOperands<'_> {
+        let Place {
+            layer,
+            num_layers,
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+        } = self.place;
+        HostOperands {
+            layer,
+            num_layers,
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            q: &self.q,
+            k: &self.k,
+            v: &self.v,
+        }
+    }
+}
+
+/// Measures every selector on prompts of one length: `windows` are token sequences, each one longer than the prompt by the
+/// token that its last position predicts.
+///
+/// `observe` hears the name of each selector before it runs.
+///
+/// # Errors
+/// A model whose attention is not dense, a token outside the vocabulary, a selector that refuses the model, no window.
+pub fn measure_selectors<B: SieveBackend>(
+    model: &Qwen3<B>,
+    windows: &[Vec<u32>],
+    selectors: &[Selector],
+    device: &B::Device,
+    observe: &mut dyn FnMut(&str),
+) -> Result<Vec<SelectorMeasure>, EvalError> {
+    let Some(num_tokens) = windows.first().map(|window| window.len().saturating_sub(1)) else {
+        return Err(EvalError::NoTokens);
+    };
+    if num_tokens > model.shape().max_seq_len {
+        return Err(EvalError::TooLong {
+            num_tokens,
+            context: model.shape().max_seq_len,
+        });
+    }
+    for window in windows {
+        check_vocabulary(window, model.shape().vocab_size)?;
+    }
+    let mut selections = selectors
+        .iter()
+        .map(|selector| Selection::new(selector.clone(), model.shape()))
+        .collect::<Result<Vec<_>, _>>()?;
+    let mut sums = vec![Sums::default(); selectors.len()];
+    let (mut dense_nats, mut dense_ms) = (0.0, 0.0);
+    for window in windows {
+        let mut captured = Vec::new();
+        dense_nats += nats(model, window, device, &mut |operands| {
+            let call = call(operands)?;
+            let started = Instant::now();
+            let dense = dense_attention(&call)?;
+            dense_ms += milliseconds(started);
+            let o = dense.o.clone();
+            captured.push(capture(operands, dense));
+            Ok(o)
+        })?;
+        for (selection, sum) in selections.iter_mut().zip(&mut sums) {
+            observe(selection.selector().name());
+            for layer in &captured {
+                sum.layers.resize(captured.len(), LayerMeasure::default());
+                let measure = sum.layer(selection.selector(), layer)?;
+                let total = &mut sum.layers[layer.place.layer];
+                total.density += measure.density;
+                total.output_error += measure.output_error;
+                total.recall = measure.recall.map(|x| x + total.recall.unwrap_or(0.0));
+            }
+            sum.nats += nats(model, window, device, &mut |operands| {
+                selection.attend(operands)
+            })?;
+        }
+    }
+    let predictions = (windows.len() * num_tokens) as f64;
+    let count = windows.len() as f64;
+    let measures = selections.iter().zip(sums).map(|(selection, sum)| {
+        let selector = selection.selector();
+        let layers: Vec<LayerMeasure> = sum.layers.iter().map(|layer| layer.over(count)).collect();
+        let mean = |x: &dyn Fn(&LayerMeasure) -> f64| {
+            layers.iter().map(x).sum::<f64>() / layers.len().max(1) as f64
+        };
+        let is_prefill = selector.phase() != Phase::Decode;
+        SelectorMeasure {
+            name: selector.name().to_owned(),
+            selector: selector.to_string(),
+            num_tokens,
+            num_windows: windows.len(),
+            density: mean(&|layer| layer.density),
+            tile_density: is_prefill.then_some(sum.tiles / (count * layers.len() as f64)),
+            recall: is_prefill.then(|| mean(&|layer| layer.recall.unwrap_or(0.0))),
+            output_error: mean(&|layer| layer.output_error),
+            select_ms: sum.select_ms / count,
+            attention_ms: sum.attention_ms / count,
+            dense_attention_ms: dense_ms / count,
+            loss: sum.nats / predictions,
+            dense_loss: dense_nats / predictions,
+            causal: selector.is_causal_map(),
+            nan_lists: sum.nan_lists,
+            layers,
+        }
+    });
+    Ok(measures.collect())
+}
+
+/// Operands of every layer for one prompt, `[layers]`, and a selector's density and recall on them: for sweeps of a setting.
+///
+/// # Errors
+/// As [`measure_selectors`].
+pub fn sweep_selectors<B: SieveBackend>(
+    model: &Qwen3<B>,
+    window: &[u32],
+    selectors: &[Selector],
+    device: &B::Device,
+) -> Result<Vec<(f64, f64)>, EvalError> {
+    check_vocabulary(window, model.shape().vocab_size)?;
+    let mut captured = Vec::new();
+    nats(model, window, device, &mut |operands| {
+        let dense = dense_attention(&call(operands)?)?;
+        let o = dense.o.clone();
+        captured.push(capture(operands, dense));
+        Ok(o)
+    })?;
+    let mut points = Vec::new();
+    for selector in selectors {
+        Selection::new(selector.clone(), model.shape())?;
+        let mut sum = Sums::default();
+        let (mut density, mut recall) = (0.0, 0.0);
+        for layer in &captured {
+            let measure = sum.layer(selector, layer)?;
+            density += measure.density / captured.len() as f64;
+            recall += measure.recall.unwrap_or(0.0) / captured.len() as f64;
+        }
+        points.push((density, recall));
+    }
+    Ok(points)
+}
+
+/// Sums of one selector.
+#[derive(Clone, Debug, Default)]
+struct Sums {
+    nats: f64,
+    tiles: f64,
+    select_ms: f64,
+    attention_ms: f64,
+    nan_lists: u64,
+    layers: Vec<LayerMeasure>,
+}
+
+impl Sums {
+    /// Runs a selector on a captured layer.
+    fn layer(&mut self, selector: &Selector, layer: &Captured) -> Result<LayerMeasure, EvalError> {
+        let operands = layer.operands();
+        let call: Call<'_> = call(operands)?;
+        let started = Instant::now();
+        if selector.phase() == Phase::Decode {
+            let mut session = DecodeSession::new(selector, layer_shape(operands))?;
+            let o = session.stream(operands.q, operands.k, operands.v)?;
+            self.attention_ms += milliseconds(started);
+            let pairs = call.shape.causal_pairs() * call.shape.num_heads as u64;
+            return Ok(LayerMeasure {
+                density: session.pairs_read() as f64 / pairs as f64,
+                recall: None,
+                output_error: relative_error(&o, &layer.dense.o),
+            });
+        }
+        let done = selector.prefill(&call)?;
+        self.attention_ms += milliseconds(started);
+        self.select_ms += 1e3 * done.mask.stats.select_seconds;
+        self.nan_lists += done.mask.stats.nan_lists as u64;
+        let shares = density(&done.mask);
+        self.tiles += shares.tile;
+        Ok(LayerMeasure {
+            density: shares.token + shares.probes,
+            recall: Some(recall(&done.output.lse, &layer.dense.lse)),
+            output_error: relative_error(&done.output.o, &layer.dense.o),
+        })
+    }
+}
+
+impl LayerMeasure {
+    fn over(&self, count: f64) -> Self {
+        Self {
+            density: self.density / count,
+            recall: self.recall.map(|x| x / count),
+            output_error: self.output_error / count,
+        }
+    }
+}
+
+fn capture(operands: HostOperands<'_>, dense: AttentionOutput) -> Captured {
+    Captured {
+        q: operands.q.to_vec(),
+        k: operands.k.to_vec(),
+        v: operands.v.to_vec(),
+        place: Place {
+            layer: operands.layer,
+            num_layers: operands.num_layers,
+            num_tokens: operands.num_tokens,
+            num_heads: operands.num_heads,
+            num_kv_heads: operands.num_kv_heads,
+            head_dim: operands.head_dim,
+        },
+        dense,
+    }
+}
+
+/// Cross-entropy of a window's predictions, with `attend` as the layers' attention.
+fn nats<B: SieveBackend>(
+    model: &Qwen3<B>,
+    window: &[u32],
+    device: &B::Device,
+    attend: &mut dyn FnMut(HostOperands<'_>) -> Result<Vec<f32>, EvalError>,
+) -> Result<f64, EvalError> {
+    let num_tokens = window.len() - 1;
+    let shape = [1, num_tokens];
+    let documents = Documents::whole_rows(shape, device);
+    let rope = model.rope(num_tokens, device);
+    let context = LayerContext::new(&documents, &rope);
+    let labels: Vec<i32> = window[1..].iter().map(|&token| token as i32).collect();
+    debug_assert!(!labels.contains(&(IGNORE_LABEL as i32)));
+    let losses = model.token_losses_attending(
+        ids(&window[..num_tokens], shape, device),
+        Tensor::from_data(TensorData::new(labels, shape), device),
+        &context,
+        attend,
+    )?;
+    let nats: f64 = losses.into_data().iter::<f64>().sum();
+    if nats.is_finite() {
+        Ok(nats)
+    } else {
+        Err(EvalError::NotFinite { num_tokens })
+    }
+}
+
+fn milliseconds(started: Instant) -> f64 {
+    started.elapsed().as_secs_f64() * 1e3
+}
+
+fn relative_error(a: &[f32], b: &[f32]) -> f64 {
+    let square = |x: f64| x * x;
+    let error: f64 = a
+        .iter()
+        .zip(b)
+        .map(|(a, b)| square(f64::from(*a) - f64::from(*b)))
+        .sum();
+    let size: f64 = b.iter().map(|b| square(f64::from(*b))).sum();
+    (error / size.max(f64::MIN_POSITIVE)).sqrt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn_flex::Flex;
+    use sieve_core::{Attention, ModelShape};
+
+    fn model(attention: Attention) -> Qwen3<Flex> {
+        let shape = ModelShape {
+            d_model: 16,
+            d_ff: 24,
+            num_layers: 2,
+            num_heads: 4,
+            num_kv_heads: 2,
+            head_dim: 8,
+            vocab_size: 31,
+            rope_theta: 1e4,
+            rms_norm_eps: 1e-6,
+            tie_word_embeddings: true,
+            max_seq_len: 512,
+            initializer_range: 0.4,
+            residual_scale: false,
+            attention,
+        };
+        Qwen3::new(&shape, 4, &Default::default())
+    }
+
+    fn window(len: usize) -> Vec<u32> {
+        (0..len)
+            .map(|n| ((n * n * 5 + n * 3) % 31) as u32)
+            .collect()
+    }
+
+    fn measured(selectors: &[&str]) -> Vec<SelectorMeasure> {
+        let selectors: Vec<Selector> = selectors
+            .iter()
+            .map(|text| Selector::parse(text).expect("valid"))
+            .collect();
+        let windows = [
+            window(301),
+            window(301)[1..].iter().chain(&[3]).copied().collect(),
+        ];
+        measure_selectors(
+            &model(Attention::Mha),
+            &windows,
+            &selectors,
+            &Default::default(),
+            &mut |_| {},
+        )
+        .expect("valid")
+    }
+
+    #[test]
+    fn everything_kept_is_the_model_itself_and_less_is_less() {
+        let all = measured(&[
+            "meanpool:tau=1",
+            "streamingllm:n_init=2,n_local=40",
+            "exact_top:k=1000",
+            "h2o:heavy=20,recent=20",
+            "momo:first_dense_layers=0,gamma=8,beta=16,chi=32,k=2,k_exact=1",
+        ]);
+        for full in [&all[0], &all[2]] {
+            assert!((full.loss - full.dense_loss).abs() < 1e-5, "{full:?}");
+            assert!(
+                (full.density - 1.0).abs() < 1e-9 && full.output_error < 1e-5,
+                "{full:?}"
+            );
+        }
+        assert!((all[0].recall.expect("prefill") - 1.0).abs() < 1e-5);
+        assert_eq!(all[2].recall, None);
+        for part in [&all[1], &all[3], &all[4]] {
+            assert!(part.density < 0.6 && part.output_error > 1e-4, "{part:?}");
+            assert!(part.loss.is_finite() && part.layers.len() == 2);
+        }
+        assert!(all[1].recall.expect("prefill") < 0.9);
+        assert!(all[1].causal && !all[0].causal && all[3].causal);
+    }
+
+    #[test]
+    fn a_sweep_moves_density_and_recall_together() {
+        let selectors: Vec<Selector> = [40, 80, 160]
+            .iter()
+            .map(|local| Selector::parse(&format!("streamingllm:n_local={local}")).expect("valid"))
+            .collect();
+        let points = sweep_selectors(
+            &model(Attention::Mha),
+            &window(301),
+            &selectors,
+            &Default::default(),
+        )
+        .expect("valid");
+        assert!(
+            points
+                .windows(2)
+                .all(|w| w[0].0 < w[1].0 && w[0].1 < w[1].1),
+            "{points:?}"
+        );
+    }
+
+    #[test]
+    fn a_model_with_an_own_sparse_attention_is_refused() {
+        let model = model(Attention::Swa { window_size: 4 });
+        let selectors = [Selector::parse("meanpool").expect("valid")];
+        let error = measure_selectors(
+            &model,
+            &[window(20)],
+            &selectors,
+            &Default::default(),
+            &mut |_| {},
+        );
+        assert!(
+            error
+                .expect_err("not dense")
+                .to_string()
+                .contains("meanpool")
+        );
+    }
+}
