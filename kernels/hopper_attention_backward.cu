@@ -40,6 +40,10 @@ struct DenseKeys {
     return make_int2(key, key < seq_len ? min(doc_end[key], key + window) : 0);
   }
   DEVICE int row(int at) const { return min(first_key + at, seq_len - 1); }
+  DEVICE void find_tiles(BackwardBlock& block) const {
+    block.first_tile = first_key / BLOCK_Q;
+    block.num_tiles = ceil_div(key_range(*this, 0, BLOCK_KV).last_expire, BLOCK_Q) - block.first_tile;
+  }
 };
 
 // Writes the warp's 16 rows of one gradient.
@@ -78,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
     const __grid_constant__ HopperAttentionBackwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);
+  __syncthreads();  // the barriers are set up
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
   const int group_size = num_heads / num_kv_heads;
   const BlockPlace place = block_place(num_kv_heads, params.seq_len * group_size * HEAD_DIM * 4, SECTION_BYTES);
@@ -111,10 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
   block.padded_len = (int)params.padded_len;
   block.dq_first = 0;
   block.dq_len = (int)params.padded_len;
-  block.first_tile = keys.first_key / BLOCK_Q;
-  block.num_tiles = ceil_div(key_range(keys, 0, BLOCK_KV).last_expire, BLOCK_Q) - block.first_tile;
   block.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
-  __syncthreads();  // the barriers are set up
 
   const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {

@@ -38,10 +38,29 @@ struct HopperDmaAttentionBackwardParams {
 struct ListKeys {
   const int2* entries;
   int count;
+  int first_query, end_query;  // of the super-block
 
   DEVICE int2 entry(int at) const { return at < count ? entries[at] : make_int2(0, 0); }
   DEVICE int row(int at) const { return entries[at < count ? at : 0].x; }
+  DEVICE void find_tiles(BackwardBlock& block) const {
+    const KeyRange range = key_range(*this, 0, BLOCK_KV);
+    block.first_tile = max(first_query, range.lowest) / BLOCK_Q;
+    block.num_tiles = max(ceil_div(min(end_query, range.last_expire), BLOCK_Q) - block.first_tile, 0);
+  }
 };
+
+// The entries of block `block` of a launch; count 0 past the end of a list or of the row.
+DEVICE ListKeys list_keys(const HopperDmaAttentionBackwardParams& params, const int2* list, const i32* list_len, u64 list_row, u32 block) {
+  const int seq_len = (int)params.seq_len, num_chunks = ceil_div((int)params.list_capacity, BLOCK_KV), num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
+  const int super_block = (int)params.first_super_block + (int)block / num_chunks, first_entry = (int)block % num_chunks * BLOCK_KV;
+  ListKeys keys = {};
+  if (super_block >= num_super_blocks) return keys;
+  keys.count = min(list_len[list_row * num_super_blocks + super_block] - first_entry, BLOCK_KV);
+  keys.entries = list + (list_row * num_super_blocks + super_block) * params.list_capacity + first_entry;
+  keys.first_query = super_block * SUPER_BLOCK;
+  keys.end_query = min(keys.first_query + SUPER_BLOCK, seq_len);
+  return keys;
+}
 
 // Adds four f32 at a 16-byte aligned address.
 DEVICE void add_f32x4(float* to, float a, float b, float c, float d) {
@@ -77,18 +96,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
   const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, group_size = num_heads / num_kv_heads, head = kv_head * group_size;
-  const int num_chunks = ceil_div((int)params.list_capacity, BLOCK_KV), num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
-  const int super_block = (int)params.first_super_block + (int)blockIdx.x / num_chunks, first_entry = (int)blockIdx.x % num_chunks * BLOCK_KV;
   const u64 list_row = (u64)batch * num_kv_heads + kv_head;
-  if (super_block >= num_super_blocks) return;
-  ListKeys keys;
-  keys.count = min(list_len[list_row * num_super_blocks + super_block] - first_entry, BLOCK_KV);
+  const ListKeys keys = list_keys(params, list, list_len, list_row, blockIdx.x);
   if (keys.count <= 0) return;
-  keys.entries = list + (list_row * num_super_blocks + super_block) * params.list_capacity + first_entry;
   const u32 shared = start_block(shared_memory);
-  const KeyRange range = key_range(keys, 0, BLOCK_KV);
-  const int block_first = super_block * SUPER_BLOCK, block_end = min(block_first + SUPER_BLOCK, seq_len);
-  const int first_query = max(block_first, range.lowest), end_query = min(block_end, range.last_expire);
+  __syncthreads();  // the barriers are set up
 
   BackwardBlock block;
 #if TENSOR_MAPS
@@ -114,10 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
   block.padded_len = (int)params.padded_len;
   block.dq_first = (int)params.first_super_block * SUPER_BLOCK;
   block.dq_len = (int)params.dq_len;
-  block.first_tile = first_query / BLOCK_Q;
-  block.num_tiles = max(ceil_div(end_query, BLOCK_Q) - block.first_tile, 0);
   block.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
-  __syncthreads();  // the barriers are set up
 
   const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {
@@ -135,10 +144,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     KeyGradients sums;
     consume(block, keys, bias, shared, warpgroup - 1, sums);
 
-    // Accumulate.
+    // Accumulate. The entries' place is worked out anew: kept, it would not fit into registers.
+    const ListKeys done = list_keys(params, list, list_len, list_row, opaque(blockIdx.x));
     int2 entries[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) entries[r] = keys.entry(first_row + 8 * r);
+    for (int r = 0; r < 2; ++r) entries[r] = done.entry(first_row + 8 * r);
     add_rows(dk_sum + list_row * seq_len * HEAD_DIM, sums.dk, entries);
     add_rows(dv_sum + list_row * seq_len * HEAD_DIM, sums.dv, entries);
 #pragma unroll

@@ -2,7 +2,7 @@
 // attention_backward_prepare and the backward.
 // Math       D_i = sum_j P_ij (do_i . v_j), P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i) over the pairs j <= i < expire_j
 // Layout     as dma_attention_row_sums
-// Buffers    q, k, v, do, row_stats, delta, list, tile_window
+// Buffers    (TENSOR_MAPS: q_map, do_map by value,) q, k, v, do, row_stats, delta, list, tile_window
 // Defines    as hopper_dma_attention_forward
 // Tiling     as hopper_dma_attention_forward, with BLOCK_Q * HEAD_DIM * 2 more dynamic shared bytes for output gradients
 // Numerics   f32 probabilities and sums; the order of sums follows the list; writes D of every query, no padding
@@ -24,6 +24,9 @@ struct HopperDmaAttentionRowSumsParams {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_row_sums(
+#if TENSOR_MAPS
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
+#endif
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const float* delta, const int2* list, const i32* tile_window,
     const __grid_constant__ HopperDmaAttentionRowSumsParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -34,5 +37,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ro
   const GatherWork work(list, tile_window, params);
   const RowSumsConsumer consumer = {row_stats, (int)params.padded_len};
   __syncthreads();  // the barriers are set up
+#if TENSOR_MAPS
+  const TensorMap* maps[4] = {&q_map, nullptr, nullptr, &do_map};
+  run_block(tensors, work, consumer, maps, shared);
+#else
   run_block(tensors, work, consumer, nullptr, shared);
+#endif
 }

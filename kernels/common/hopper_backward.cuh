@@ -33,6 +33,8 @@ constexpr int SUM_REGISTERS = HEAD_DIM / 2;      // of dK or dV: 64 keys x HEAD_
 constexpr int DQ_COLUMNS = HEAD_DIM / NUM_CONSUMERS;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "a thread keeps 64 or 128 registers of sums");
 
+static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168, "a block cannot hand out more registers than it is launched with");
+
 // Shared memory, from a 1024-byte boundary on.
 constexpr int KEY_TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
 constexpr int QUERY_TILE_BYTES = BLOCK_Q * HEAD_DIM * 2;
@@ -75,7 +77,8 @@ struct KeyRange {
   int lowest, highest, first_expire, last_expire;
 };
 
-// Over the entries first .. first + count; `keys.entry(at)` is {position, expire}, `keys.row(at)` a row to load in its place that holds numbers; entries that are none have expire 0 and count for the smallest expire only.
+// Over the entries first .. first + count; `keys.entry(at)` is {position, expire}, `keys.row(at)` a row to load in its place that holds numbers,
+// `keys.find_tiles(block)` sets first_tile and num_tiles; entries that are none have expire 0 and count for the smallest expire only.
 template <class Keys>
 DEVICE KeyRange key_range(const Keys& keys, int first, int count) {
   KeyRange range = {0x7fffffff, -1, 0x7fffffff, 0};
@@ -131,7 +134,7 @@ DEVICE void copy_query_rows(u32 to, const bf16* rows, u32 stride, int first_row,
 
 // The producer warpgroup's part.
 template <class Keys>
-DEVICE void produce(const BackwardBlock& block, const Keys& keys, u32 shared) {
+DEVICE void produce(BackwardBlock& block, const Keys& keys, u32 shared) {
   const int thread = (int)threadIdx.x % 128, warp = thread / 32;
   {
     const int key = keys.row(thread);
@@ -139,6 +142,7 @@ DEVICE void produce(const BackwardBlock& block, const Keys& keys, u32 shared) {
     copy_key_rows(shared + V_AT, block.v, block.v_stride * 2, key, warp);
     barrier_arrive_copies(barrier_at(shared, FULL_KV));
   }
+  keys.find_tiles(block);
   RingPlace<Q_STAGES> q_place;
   RingPlace<DO_STAGES> do_place;
   for (int head = 0; head < block.group_size; ++head) {
@@ -258,9 +262,10 @@ struct KeyGradients {
 
 // The consumer warpgroup's part. `bias`: of this thread's two keys, times log2(e). Leaves complete sums, ddelta over the quad too.
 template <class Keys>
-DEVICE void consume(const BackwardBlock& block, const Keys& keys, const float (&bias)[2], u32 shared, int warpgroup, KeyGradients& sums) {
+DEVICE void consume(BackwardBlock& block, const Keys& keys, const float (&bias)[2], u32 shared, int warpgroup, KeyGradients& sums) {
   const int lane = (int)threadIdx.x % 32, warp = __shfl_sync(~0u, (int)threadIdx.x % 128 / 32, 0), g = lane / 4, t = lane % 4;
   const KeyRange range = key_range(keys, warpgroup * 64, 64);
+  keys.find_tiles(block);
   const int num_steps = block.group_size * block.num_tiles;
   int key[2], expire[2];
 #pragma unroll

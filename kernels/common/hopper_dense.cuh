@@ -70,20 +70,7 @@ struct DenseWork {
         // The queries and the tile's description, once the last tile's products with its queries are done.
         const u32 full = barrier_at(shared, FULL_Q);
         barrier_wait(barrier_at(shared, EMPTY_Q), (round & 1) ^ 1);
-#if TENSOR_MAPS
-        if (thread == 0) {
-          barrier_expect(full, Q_BYTES * (ROW_SUMS ? 2 : 1));
-#pragma unroll
-          for (int x = 0; x < (ROW_SUMS ? 2 : 1) * DIM_BLOCKS * HEADS_PER_TILE; ++x) {
-            const int head = x % HEADS_PER_TILE, block = x / HEADS_PER_TILE % DIM_BLOCKS, tensor = x / HEADS_PER_TILE / DIM_BLOCKS;
-            tensor_load_3d(shared + tensor * DO_AT + block * BLOCK_Q * 128 + head * TILE_QUERIES * 128, maps[tensor ? 3 : 0], full, (tile.head + head) * HEAD_DIM + block * 64,
-                           tile.first_query, tile.batch);
-          }
-        }
-#else
-        copy_queries(shared, tensors, tile);
-        barrier_arrive_copies(full);
-#endif
+        copy_queries(shared, tensors, maps, tile);
         unsigned char* described = (unsigned char*)__cvta_shared_to_generic(tile_base(shared, round));
         if (thread == 0) *(TileHead*)described = tile;
         for (int at = thread; at < TILE_QUERIES; at += 128) {

@@ -1,14 +1,19 @@
 // hopper_forward: attention of a tile of query rows on Hopper (sm_90a), the softmax kept online (arXiv:2407.08608): while the softmax of stage k + 1 runs,
 // the tensor cores do the other warpgroup's products and this one's O of stage k.
 // Used by hopper_attention_forward.cu (dense, sliding window) and hopper_dma_attention_forward.cu (gathered lists), which document the interface.
-// Defines    as hopper_tiles.cuh
+// Defines    as hopper_tiles.cuh; RESIDUAL 0|1: what rounding took from o is stored too
 #pragma once
 #include "common/hopper_tiles.cuh"
 
+#ifndef RESIDUAL
+#define RESIDUAL 0
+#endif
+
 constexpr int O_REGISTERS = HEAD_DIM / 2;
 
-// The reference maximum of the online softmax moves only when a row outgrows it by this many powers of two.
-constexpr float RESCALE_AT = 8.0f;
+// The reference maximum of the online softmax moves only when a row outgrows it by this many powers of two. With RESIDUAL at once: the weight of a
+// key that holds most of the softmax is then 1, which bf16 represents, and o as a sum of bf16 weights is worth more than bf16.
+constexpr float RESCALE_AT = RESIDUAL ? 0.0f : 8.0f;
 // "Nothing seen yet": finite, so that no infinity is subtracted from another.
 constexpr float NO_MAXIMUM = -3.0e38f;
 
@@ -62,6 +67,7 @@ DEVICE void pack_weights(u32 (&weights)[BLOCK_KV / 16][4], const float (&score)[
 struct ForwardOutput {
   bf16* o;     // [batch, seq_len, num_heads, HEAD_DIM]
   float* lse;  // [batch, num_heads, seq_len]
+  bf16* o_low; // RESIDUAL: as o, o before rounding minus o
 };
 
 // Divides, rounds and stores the warpgroup's rows.
@@ -77,14 +83,22 @@ DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& s
     const bool inside = query < end_query;
     if (inside && t == 0)
       out.lse[((u64)batch * tensors.num_heads + row_head) * tensors.seq_len + query] = sum > 0.0f ? state.maximum[r] * LN_2 + logf(sum) : -INFINITY_F32;
-    bf16* to = out.o + (((u64)batch * tensors.seq_len + query) * tensors.num_heads + row_head) * HEAD_DIM + t * 8;
+    const u64 at = (((u64)batch * tensors.seq_len + query) * tensors.num_heads + row_head) * HEAD_DIM + t * 8;
 #pragma unroll
     for (int n = 0; n < HEAD_DIM / 32; ++n) {
       u32 x[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = pack_bf16(output[(4 * n + i) * 4 + 2 * r] * inverse, output[(4 * n + i) * 4 + 2 * r + 1] * inverse);
+#if RESIDUAL
+      u32 low[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        low[i] = pack_bf16(output[(4 * n + i) * 4 + 2 * r] * inverse - bf16_low(x[i]), output[(4 * n + i) * 4 + 2 * r + 1] * inverse - bf16_high(x[i]));
+      quad_transpose(low);
+      if (inside) *(uint4*)(out.o_low + at + n * 32) = make_uint4(low[0], low[1], low[2], low[3]);
+#endif
       quad_transpose(x);
-      if (inside) *(uint4*)(to + n * 32) = make_uint4(x[0], x[1], x[2], x[3]);
+      if (inside) *(uint4*)(out.o + at + n * 32) = make_uint4(x[0], x[1], x[2], x[3]);
     }
   }
 }
@@ -97,15 +111,12 @@ struct ForwardConsumer {
     const u32 tile = tile_base(shared, round);
     const u32 q = shared + warpgroup * 64 * 128;
     barrier_wait(barrier_at(shared, FULL_Q), round & 1);
-    fence_async_proxy();  // the queries came by cp.async
+    if (!TENSOR_MAPS) fence_async_proxy();  // the queries came by cp.async
     const int num_stages = load_shared_int(tile + 16);
 
     const ConsumerRows rows = consumer_rows(tile, warpgroup);
-#if HAS_BIAS
-    const float logit_scale = LOG2_E;
-#else
     const float logit_scale = tensors.softmax_scale * LOG2_E;
-#endif
+    [[maybe_unused]] const float inverse_scale = 1.0f / tensors.softmax_scale;
 
     float output[O_REGISTERS], score[64], factor[2];
     u32 weights[BLOCK_KV / 16][4];
@@ -120,16 +131,17 @@ struct ForwardConsumer {
 
     // The first stage's scores.
     barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
-    if (!TENSOR_MAPS) fence_async_proxy();
+    if (!KEY_MAPS) fence_async_proxy();
+#if HAS_BIAS
+    begin_scores(score, key_slot(shared, places.stage), inverse_scale);
+#endif
     wgmma_fence();
-    multiply_stage(score, q, shared + K_AT + places.k.slot * STAGE_BYTES);
+    multiply_stage<HAS_BIAS>(score, q, shared + K_AT + places.k.slot * STAGE_BYTES);
+    const bool first_partial = stage_is_partial(rows, key_slot(shared, places.stage), 0);
     wgmma_wait<0>();
     release(barrier_at(shared, EMPTY_K + places.k.slot));
     if (num_stages == 1) release(barrier_at(shared, EMPTY_Q));
-#if HAS_BIAS
-    bias_stage(score, key_slot(shared, places.stage), tensors.softmax_scale);
-#endif
-    mask_stage(score, rows, key_slot(shared, places.stage), 0, -INFINITY_F32);
+    if (first_partial) mask_stage(score, rows, key_slot(shared, places.stage), 0, -INFINITY_F32);
     softmax_stage(score, state, factor, logit_scale);
     pack_weights(weights, score);
     barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
@@ -138,27 +150,28 @@ struct ForwardConsumer {
       places.k.advance();
       places.stage += 1;
       barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
-      if (!TENSOR_MAPS) fence_async_proxy();  // for the keys, and the values awaited before
+      if (!KEY_MAPS) fence_async_proxy();  // for the keys, and the values awaited before
+#if HAS_BIAS
+      begin_scores(score, key_slot(shared, places.stage), inverse_scale);
+#endif
 #if TAKE_TURNS
       barrier_sync(1 + warpgroup, 256);
 #endif
       wgmma_fence();
-      multiply_stage(score, q, shared + K_AT + places.k.slot * STAGE_BYTES);
+      multiply_stage<HAS_BIAS>(score, q, shared + K_AT + places.k.slot * STAGE_BYTES);
       wgmma_fence();
       weigh_stage(output, weights, shared + V_AT + places.v.slot * STAGE_BYTES);
 #if TAKE_TURNS == 1
       barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
 #endif
+      const bool partial = stage_is_partial(rows, key_slot(shared, places.stage), it);
       wgmma_wait<1>();
 #if TAKE_TURNS == 2
       barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
 #endif
       release(barrier_at(shared, EMPTY_K + places.k.slot));
       if (it == num_stages - 1) release(barrier_at(shared, EMPTY_Q));
-#if HAS_BIAS
-      bias_stage(score, key_slot(shared, places.stage), tensors.softmax_scale);
-#endif
-      mask_stage(score, rows, key_slot(shared, places.stage), it, -INFINITY_F32);
+      if (partial) mask_stage(score, rows, key_slot(shared, places.stage), it, -INFINITY_F32);
       const bool outgrown = softmax_stage(score, state, factor, logit_scale);
       // The exponentials belong before the wait for O += P V, which covers them; the compiler moves them behind it where nothing holds them: this does,
       // together with the loop inside barrier_wait.
@@ -179,7 +192,7 @@ struct ForwardConsumer {
     }
 
     // The last stage's weights.
-    if (!TENSOR_MAPS) fence_async_proxy();
+    if (!KEY_MAPS) fence_async_proxy();
     wgmma_fence();
     weigh_stage(output, weights, shared + V_AT + places.v.slot * STAGE_BYTES);
     wgmma_wait<0>();

@@ -35,7 +35,7 @@ struct GatherWork {
   }
 
   // The producer warpgroup's part of one tile.
-  DEVICE void produce(const InputTensors& tensors, const TensorMap* const*, u32 item, u32 round, u32 shared, ProducerPlaces& places) const {
+  DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, u32 item, u32 round, u32 shared, ProducerPlaces& places) const {
     const int thread = (int)threadIdx.x % 128, warp = thread / 32;
     WorkPlace place = work_place(item, tiles, head_units, kv_heads, batch, unit_bytes, SECTION_BYTES);
     place.tile = (int)tiles - 1 - place.tile;  // early tiles may see fewer keys
@@ -79,12 +79,10 @@ struct GatherWork {
       }
       if (it < 0) {
         // The queries and the tile's description, once the last tile's products with its queries are done.
-        const u32 full = barrier_at(shared, FULL_Q);
         barrier_wait(barrier_at(shared, EMPTY_Q), (round & 1) ^ 1);
-        copy_queries(shared, tensors, tile);
-        barrier_arrive_copies(full);
+        copy_queries(shared, tensors, maps, tile);
         if (thread == 0) *(TileHead*)__cvta_shared_to_generic(tile_base(shared, round)) = tile;
-        barrier_arrive(full);
+        barrier_arrive(barrier_at(shared, FULL_Q));
       } else {
         barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
         copy_key_rows(shared + V_AT + places.v.slot * STAGE_BYTES, v, (u32)tensors.v_token_stride * 2, here, warp);

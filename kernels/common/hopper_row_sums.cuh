@@ -6,6 +6,23 @@
 #define ROW_SUMS 1
 #include "common/hopper_tiles.cuh"
 
+// The warp's 16 rows of a tile of BLOCK_Q as A operands: kept in registers, they leave shared memory's bandwidth to keys and
+// values. There is room for one of q and do.
+DEVICE void keep_rows(u32 (&kept)[HEAD_DIM / 16][4], u32 rows) {
+  const int thread = (int)threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int step = 0; step < HEAD_DIM / 16; ++step)
+    load_matrix_x4(kept[step], rows + step / 4 * BLOCK_Q * 128 + row * 128 + (((step % 4 * 2 + lane / 16) ^ (row % 8)) << 4));
+}
+
+// d = rows stage^T, the rows from registers.
+DEVICE void multiply_kept(float (&d)[64], const u32 (&rows)[HEAD_DIM / 16][4], u32 stage) {
+  const u64 b = wgmma_along(stage);
+#pragma unroll
+  for (int step = 0; step < HEAD_DIM / 16; ++step) wgmma<0>(d, rows[step], wgmma_step(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32), step > 0);
+  wgmma_commit();
+}
+
 struct RowSumsConsumer {
   float2* stats;  // [batch, num_heads, padded_len] {lse * log2(e) or +inf, the row sum}: the first is read, the second written
   int padded_len;
@@ -14,7 +31,6 @@ struct RowSumsConsumer {
   DEVICE void consume(const InputTensors& tensors, u32 shared, u32 round, int warpgroup, ConsumerPlaces& places) const {
     const u32 tile = tile_base(shared, round), q = shared + warpgroup * 64 * 128, d_out = q + DO_AT;
     barrier_wait(barrier_at(shared, FULL_Q), round & 1);
-    fence_async_proxy();  // queries and output gradients came by cp.async
     const int num_stages = load_shared_int(tile + 16);
     const ConsumerRows rows = consumer_rows(tile, warpgroup);
     float2* row_stats[2];
@@ -27,40 +43,43 @@ struct RowSumsConsumer {
       lse[r] = rows.query[r] < end_query ? row_stats[r]->x : INFINITY_F32;
     }
 
+    const float scale_log2 = tensors.softmax_scale * LOG2_E;
+    [[maybe_unused]] const float inverse_scale = 1.0f / tensors.softmax_scale;
+    u32 do_kept[HEAD_DIM / 16][4];
+    keep_rows(do_kept, d_out);
+
     for (int it = 0; it < num_stages; ++it) {
       float score[64], dp[64];
       barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
       barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
-      if (!TENSOR_MAPS) fence_async_proxy();
+      if (!KEY_MAPS) fence_async_proxy();
+#if HAS_BIAS
+      begin_scores(score, key_slot(shared, places.stage), inverse_scale);
+#endif
 #if TAKE_TURNS
       barrier_sync(1 + warpgroup, 256);
 #endif
       wgmma_fence();
-      multiply_stage(score, q, shared + K_AT + places.k.slot * STAGE_BYTES);
-      multiply_stage(dp, d_out, shared + V_AT + places.v.slot * STAGE_BYTES);
+      multiply_stage<HAS_BIAS>(score, q, shared + K_AT + places.k.slot * STAGE_BYTES);
+      multiply_kept(dp, do_kept, shared + V_AT + places.v.slot * STAGE_BYTES);
 #if TAKE_TURNS == 1
       barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
 #endif
+      const bool partial = stage_is_partial(rows, key_slot(shared, places.stage), it);
       wgmma_wait<1>();
 #if TAKE_TURNS == 2
       barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
 #endif
       release(barrier_at(shared, EMPTY_K + places.k.slot));
+      if (it == num_stages - 1) release(barrier_at(shared, EMPTY_Q));
 
       // P = 2^(S - lse), zero where masked.
-#if HAS_BIAS
-      bias_stage(score, key_slot(shared, places.stage), tensors.softmax_scale);
-      const float scale_log2 = LOG2_E;
-#else
-      const float scale_log2 = tensors.softmax_scale * LOG2_E;
-#endif
 #pragma unroll
       for (int i = 0; i < 64; ++i) score[i] = exp2_fast(score[i] * scale_log2 - lse[i % 4 / 2]);
-      mask_stage(score, rows, key_slot(shared, places.stage), it, 0.0f);
+      if (partial) mask_stage(score, rows, key_slot(shared, places.stage), it, 0.0f);
       keep_here(score);  // before the wait, where dP covers them
       wgmma_wait<0>();
       release(barrier_at(shared, EMPTY_V + places.v.slot));
-      if (it == num_stages - 1) release(barrier_at(shared, EMPTY_Q));
       places.k.advance();
       places.v.advance();
       places.stage += 1;

@@ -1,7 +1,7 @@
 // hopper_tiles: a tile of query rows and the stages of keys and values that stream past it, on Hopper (sm_90a): shared memory, barriers, masks; common to the
 // kernels that keep queries in place: attention (hopper_forward.cuh) and its backward's row sums (hopper_row_sums.cuh).
 // Defines    HEAD_DIM (64, 128); NUM_CONSUMERS warpgroups of 64 rows; BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query heads of a
-//            group share a tile; HAS_BIAS; GATHER; TENSOR_MAPS 0|1: tiles by the copy engine instead of cp.async (dense only);
+//            group share a tile; HAS_BIAS; GATHER; TENSOR_MAPS 0|1: tiles by the copy engine instead of cp.async (gathered keys and values always by cp.async);
 //            TAKE_TURNS: consumers issue their products in turns, 1: the next one's follow at once, 2: after this one's first product; CONSUMER_REGISTERS, PRODUCER_REGISTERS; ROW_SUMS: output gradients beside the queries
 // A stage's life: a producer thread waits for the slot (empty barrier), copies, and arrives at the full barrier when its copies are there; each
 // consumer warp releases the slot after the products that read it.
@@ -31,6 +31,8 @@
 #ifndef TAKE_TURNS
 #define TAKE_TURNS 1
 #endif
+// Whether keys and values come by the copy engine.
+#define KEY_MAPS (TENSOR_MAPS && !GATHER)
 
 constexpr int BLOCK_Q = NUM_CONSUMERS * 64;
 constexpr int TILE_QUERIES = BLOCK_Q / HEADS_PER_TILE;
@@ -38,8 +40,9 @@ constexpr int THREADS = 128 + NUM_CONSUMERS * 128;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "output rows are 32 or 64 registers of a thread, and a producer thread copies whole chunks");
 static_assert(BLOCK_KV == 128, "scores are 64 registers of a thread; each of four producer warps brings 32 keys");
 static_assert(BLOCK_Q % HEADS_PER_TILE == 0, "a tile holds whole heads");
-static_assert(!TENSOR_MAPS || !GATHER, "the copy engine brings boxes");
 static_assert(K_STAGES >= 2 && K_STAGES <= 3 && V_STAGES >= 2, "stage k + 1 is scored while stage k is weighed");
+
+static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (NUM_CONSUMERS == 2 ? 3 * 168 : 4 * 128), "a block cannot hand out more registers than it is launched with");
 
 // Shared memory, from a 1024-byte boundary on.
 constexpr int Q_BYTES = BLOCK_Q * HEAD_DIM * 2;
@@ -123,10 +126,25 @@ DEVICE void copy_rows_of_tile(u32 to, const bf16* base, u64 token_stride, const 
   }
 }
 
-DEVICE void copy_queries(u32 shared, const InputTensors& tensors, const TileHead& tile) {
+// The tile's queries (and output gradients). TENSOR_MAPS: `maps` of q, k, v, do; thread 0 asks for all of it.
+DEVICE void copy_queries(u32 shared, const InputTensors& tensors, const TensorMap* const* maps, const TileHead& tile) {
+  const u32 full = barrier_at(shared, FULL_Q);
+#if TENSOR_MAPS
+  if (threadIdx.x % 128 == 0) {
+    barrier_expect(full, Q_BYTES * (ROW_SUMS ? 2 : 1));
+#pragma unroll
+    for (int x = 0; x < (ROW_SUMS ? 2 : 1) * DIM_BLOCKS * HEADS_PER_TILE; ++x) {
+      const int head = x % HEADS_PER_TILE, block = x / HEADS_PER_TILE % DIM_BLOCKS, tensor = x / HEADS_PER_TILE / DIM_BLOCKS;
+      tensor_load_3d(shared + tensor * DO_AT + block * BLOCK_Q * 128 + head * TILE_QUERIES * 128, maps[tensor ? 3 : 0], full, (tile.head + head) * HEAD_DIM + block * 64,
+                     tile.first_query, tile.batch);
+    }
+  }
+#else
   copy_rows_of_tile(shared, tensors.q + tile.batch * tensors.q_batch_stride + (u64)tile.head * HEAD_DIM, tensors.q_token_stride, tile);
 #if ROW_SUMS
   copy_rows_of_tile(shared + DO_AT, tensors.d_out + ((u64)tile.batch * tensors.seq_len * tensors.num_heads + tile.head) * HEAD_DIM, (u64)tensors.num_heads * HEAD_DIM, tile);
+#endif
+  barrier_arrive_copies(full);
 #endif
 }
 
@@ -139,12 +157,13 @@ struct ProducerPlaces {
 
 // ---- Consumer ------------------------------------------------------------------------------------------------------------------------------
 
-// d = a b^T: the warpgroup's 64 rows of a tile of BLOCK_Q, against a stage.
+// d = a b^T: the warpgroup's 64 rows of a tile of BLOCK_Q, against a stage. ACCUMULATE: d += a b^T.
+template <int ACCUMULATE>
 DEVICE void multiply_stage(float (&d)[64], u32 rows, u32 stage) {
   const u64 a = wgmma_along(rows), b = wgmma_along(stage);
 #pragma unroll
   for (int step = 0; step < HEAD_DIM / 16; ++step)
-    wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_Q * 128 + step % 4 * 32), wgmma_step(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32), step > 0);
+    wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_Q * 128 + step % 4 * 32), wgmma_step(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32), ACCUMULATE || step > 0);
   wgmma_commit();
 }
 
@@ -181,9 +200,8 @@ DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
   return rows;
 }
 
-// Puts `masked` where a row does not see a key of the stage, if there is such a place.
-DEVICE void mask_stage(float (&score)[64], const ConsumerRows& rows, u32 keys, int it, float masked) {
-  const int t = (int)threadIdx.x % 4;
+// Whether some row of the warp does not see some key of the stage. The keys must be there, their scores need not.
+DEVICE bool stage_is_partial(const ConsumerRows& rows, u32 keys, int it) {
 #if GATHER
   bool all = true;
 #pragma unroll
@@ -192,7 +210,17 @@ DEVICE void mask_stage(float (&score)[64], const ConsumerRows& rows, u32 keys, i
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(entry.x), "=r"(entry.y) : "r"(keys + (i * 32 + threadIdx.x % 32) * 8) : "memory");
     all &= entry.x <= rows.first_query && entry.y > rows.last_query;
   }
-  if (__all_sync(~0u, all)) return;
+  return !__all_sync(~0u, all);
+#else
+  const int first_key = (rows.last_stage - it) * BLOCK_KV;
+  return first_key + BLOCK_KV - 1 > rows.first_query || first_key < rows.highest_low;
+#endif
+}
+
+// Puts `masked` where a row does not see a key of the stage.
+DEVICE void mask_stage(float (&score)[64], const ConsumerRows& rows, u32 keys, int it, float masked) {
+  const int t = (int)threadIdx.x % 4;
+#if GATHER
 #pragma unroll
   for (int n = 0; n < 16; ++n) {
     const uint4 pair = load_shared_128(keys + (n * 8 + 2 * t) * 8);
@@ -204,7 +232,6 @@ DEVICE void mask_stage(float (&score)[64], const ConsumerRows& rows, u32 keys, i
   }
 #else
   const int first_key = (rows.last_stage - it) * BLOCK_KV;
-  if (first_key + BLOCK_KV - 1 <= rows.first_query && first_key >= rows.highest_low) return;
   int last[2], lowest[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -223,15 +250,16 @@ DEVICE void mask_stage(float (&score)[64], const ConsumerRows& rows, u32 keys, i
 // Where the bias of a stage's key lies: a thread's keys of two 8-key tiles side by side.
 DEVICE int bias_place(int key) { return key / 16 * 16 + key % 8 / 2 * 4 + key / 8 % 2 * 2 + key % 2; }
 
-// Scores become logits: softmax_scale * q.k + delta.
-DEVICE void bias_stage(float (&score)[64], u32 keys, float softmax_scale) {
+// Scores begin as delta / softmax_scale, so that softmax_scale * (that + q.k) is the logit and the bias costs nothing behind the product.
+DEVICE void begin_scores(float (&score)[64], u32 keys, float inverse_scale) {
   const u32 bias = keys + ENTRY_BYTES + (threadIdx.x % 4) * 16;
 #pragma unroll
   for (int pair = 0; pair < 8; ++pair) {
     const uint4 bits = load_shared_128(bias + pair * 64);
-    const float delta[4] = {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w)};
+    const float delta[4] = {__uint_as_float(bits.x) * inverse_scale, __uint_as_float(bits.y) * inverse_scale, __uint_as_float(bits.z) * inverse_scale,
+                            __uint_as_float(bits.w) * inverse_scale};
 #pragma unroll
-    for (int x = 0; x < 8; ++x) score[8 * pair + x] = score[8 * pair + x] * softmax_scale + delta[x / 4 * 2 + x % 2];
+    for (int x = 0; x < 8; ++x) score[8 * pair + x] = delta[x / 4 * 2 + x % 2];
   }
 }
 #endif
@@ -255,8 +283,8 @@ DEVICE u32 start_block(void* memory) {
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
     // Arrivals: every producer thread's copies (one expect_tx with tensor maps); one of each consumer warp.
-    constexpr int FILL = TENSOR_MAPS ? 1 : 128;
-    constexpr int KEY_ARRIVALS = FILL + (GATHER || (TENSOR_MAPS && HAS_BIAS) ? 128 : 0);  // and entries stored, or biases copied
+    constexpr int FILL = KEY_MAPS ? 1 : 128;
+    constexpr int KEY_ARRIVALS = FILL + (GATHER || (KEY_MAPS && HAS_BIAS) ? 128 : 0);  // and entries stored, or biases copied
     for (int i = 0; i < K_STAGES; ++i) {
       barrier_init(barrier_at(shared, FULL_K + i), KEY_ARRIVALS);
       barrier_init(barrier_at(shared, EMPTY_K + i), NUM_CONSUMERS * 4);
@@ -265,7 +293,7 @@ DEVICE u32 start_block(void* memory) {
       barrier_init(barrier_at(shared, FULL_V + i), FILL);
       barrier_init(barrier_at(shared, EMPTY_V + i), NUM_CONSUMERS * 4);
     }
-    barrier_init(barrier_at(shared, FULL_Q), FILL + 128);  // the queries; every producer thread's stores of the tile's description
+    barrier_init(barrier_at(shared, FULL_Q), (TENSOR_MAPS ? 1 : 128) + 128);  // the queries; every producer thread's stores of the tile's description
     barrier_init(barrier_at(shared, EMPTY_Q), NUM_CONSUMERS * 4);
     barrier_ready();
   }

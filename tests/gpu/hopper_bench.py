@@ -8,12 +8,11 @@ import torch
 import attention_kernels as kernels
 from attention_bench import HEADS, Inputs, Timer, make_lists, rivals
 
-FORWARD = {"turns 1": dict(TAKE_TURNS=1), "turns 2": dict(TAKE_TURNS=2), "turns 2, 2 heads": dict(TAKE_TURNS=2, HEADS_PER_TILE=2), "turns 2, 232": dict(TAKE_TURNS=2, CONSUMER_REGISTERS=232, PRODUCER_REGISTERS=40)}
-THREE = dict(NUM_CONSUMERS=3, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32)
-FORWARD_64 = {"turns 1": dict(TAKE_TURNS=1), "turns 2": dict(TAKE_TURNS=2), "3, free": dict(TAKE_TURNS=0, **THREE), "3, turns 1": dict(TAKE_TURNS=1, **THREE), "3, turns 2": dict(TAKE_TURNS=2, **THREE)}
-GATHER = {"turns 1": dict(TAKE_TURNS=1), "turns 2": dict(TAKE_TURNS=2)}
-ROW_SUMS = {"turns 1": dict(TAKE_TURNS=1), "turns 2": dict(TAKE_TURNS=2)}
-BACKWARD = {"bulk": {}, "red do3": dict(DQ_BULK=0, DO_STAGES=3)}
+FORWARD = {"": {}}
+FORWARD_64 = {"": {}}
+GATHER = {"": {}}
+ROW_SUMS = {"": {}}
+BACKWARD = {"": {}}
 
 
 class NoLists:
@@ -55,6 +54,14 @@ def record(rt, names):
                 z.backward(rt, bias=True)
                 z.dma_backward(rt, NoLists)
     rt.backward = {}
+    if "table" in names:
+        for z in (x, y):
+            for bias in (False, True):
+                z.forward(rt, bias=bias)
+                z.backward(rt, bias=bias)
+            z.dma_forward(rt, NoLists)
+            z.dma_backward(rt, NoLists)
+            z.dma_backward(rt, NoLists, deterministic=True)
 
 
 def pairs_flops(d, b, n, window):
@@ -89,7 +96,7 @@ def run_forward(rt, timer, pool):
 
 
 def run_backward(rt, timer, pool):
-    for b, n, window, d in ((2, 8192, 8192, 128), (1, 32768, 32768, 128), (1, 16384, 1024, 128), (1, 16384, 2048, 128), (2, 8192, 8192, 64)):
+    for b, n, window, d in ((2, 8192, 8192, 128), (1, 32768, 32768, 128), (1, 16384, 1024, 128), (1, 16384, 2048, 128), (2, 8192, 8192, 64), (8, 2048, 2048, 128)):
         x = Inputs("cuda", b, n, d)
         flops = 2.5 * pairs_flops(d, b, n, window)
         label = f"{b}x{n} d{d}" + (f" w {window}" if window < n else "")
@@ -100,7 +107,14 @@ def run_backward(rt, timer, pool):
         for name, options in BACKWARD.items():
             timer.time(f"{label} backward: {name}", flops, lambda: x.backward(with_variant(rt, "backward", options), window=window, dq_sum=dq_sum), 8)
         rt.backward = {}
-        pieces(rt, timer, label, lambda rt: x.backward(rt, window=window, dq_sum=dq_sum))
+        if n == 2048:
+            rt.residual = True
+            timer.time(f"{label} forward + bias, residual", flops / 2.5, lambda: x.forward(rt, bias=True), 8)
+            timer.time(f"{label} backward + bias, residual", flops, lambda: x.backward(rt, bias=True, dq_sum=dq_sum), 8)
+            rt.residual = False
+            x.forward(rt, bias=True)
+            timer.time(f"{label} backward + bias", flops, lambda: x.backward(rt, bias=True, dq_sum=dq_sum), 8)
+            pieces(rt, timer, label, lambda rt: x.backward(rt, bias=True, dq_sum=dq_sum))
         timer.time(f"{label} backward, deterministic", flops, lambda: x.backward(rt, window=window, deterministic=True), 8)
     n, window = 16384, 1024
     for d in (128, 64):
@@ -118,7 +132,75 @@ def run_backward(rt, timer, pool):
                 timer.time(f"dma {n} w {window} {kind} d{d} backward: row sums {name}", flops, lambda: x.dma_backward(with_variant(rt, "row_sums", options), lists, None, False, 16, sums), 8)
             rt.row_sums = {}
             pieces(rt, timer, f"dma {n} w {window} {kind} d{d}", lambda rt: x.dma_backward(rt, lists, None, False, 16, sums))
+            rt.residual = True
+            timer.time(f"dma {n} w {window} {kind} d{d} forward, residual", flops / 2.5, lambda: x.dma_forward(rt, lists), 8)
+            timer.time(f"dma {n} w {window} {kind} d{d} backward, residual", flops, lambda: x.dma_backward(rt, lists, None, False, 16, sums), 8)
+            rt.residual = False
             timer.time(f"dma {n} w {window} {kind} d{d} backward, row sums from o", flops, lambda: x.dma_backward(rt, lists, None, False, 16, sums, False), 8)
+
+
+def flex_rival(timer, x, window, label, flops):
+    """FlexAttention with a sliding window mask, compiled."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    flex = torch.compile(flex_attention, dynamic=False)
+    mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < window), None, None, x.n, x.n, device="cuda", _compile=True)
+    q, k, v = (t.view().transpose(1, 2).contiguous().requires_grad_() for t in (x.q, x.k, x.v))
+    call = lambda: flex(q, k, v, block_mask=mask, enable_gqa=True)
+    o = call()
+    do = x.do.transpose(1, 2).contiguous()
+    timer.time(f"{label} forward: FlexAttention", flops, call, 10)
+    timer.time(f"{label} backward: FlexAttention", 2.5 * flops, lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), 8)
+
+
+def cudnn_rival(timer, x, label, flops, reps):
+    """SDPA with cuDNN, dense causal, on the same tensors."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = (t.view().transpose(1, 2).contiguous().requires_grad_() for t in (x.q, x.k, x.v))
+    do = x.do.transpose(1, 2)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        call = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        o = call()
+        timer.time(f"{label} forward: SDPA cuDNN", flops, call, reps)
+        timer.time(f"{label} backward: SDPA cuDNN", 2.5 * flops, lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), reps)
+
+
+def run_table(rt, timer, pool):
+    """The shapes that are published, rivals beside them."""
+    for b, n, d in ((2, 8192, 128), (1, 32768, 128), (8, 2048, 128), (2, 8192, 64), (1, 32768, 64), (1, 16384, 128)):
+        x, flops, label = Inputs("cuda", b, n, d), pairs_flops(d, b, n, n), f"dense {b}x{n} d{d}"
+        cudnn_rival(timer, x, label, flops, 10)
+        timer.time(f"{label} forward", flops, lambda: x.forward(rt), 10)
+        dq_sum = torch.empty(b, HEADS, kernels.padded_len(n), d, device="cuda")
+        timer.time(f"{label} backward", 2.5 * flops, lambda: x.backward(rt, dq_sum=dq_sum), 10)
+        if n == 2048:
+            for rt.residual in (False, True):
+                name = "residual" if rt.residual else "row sums"
+                timer.time(f"{label} forward + bias, {name}", flops, lambda: x.forward(rt, bias=True), 10)
+                timer.time(f"{label} backward + bias, {name}", 2.5 * flops, lambda: x.backward(rt, bias=True, dq_sum=dq_sum), 10)
+            rt.residual = False
+    for n, window, d in ((16384, 1024, 128), (16384, 2048, 128), (65536, 1024, 128), (65536, 2048, 128), (16384, 1024, 64)):
+        x, flops, label = Inputs("cuda", 1, n, d), pairs_flops(d, 1, n, window), f"window 1x{n} w {window} d{d}"
+        if n == 16384 and d == 128:
+            flex_rival(timer, x, window, label, flops)
+        timer.time(f"{label} forward", flops, lambda: x.forward(rt, window=window), 10)
+        dq_sum = torch.empty(1, HEADS, n, d, device="cuda")
+        timer.time(f"{label} backward", 2.5 * flops, lambda: x.backward(rt, window=window, dq_sum=dq_sum), 10)
+    for n, window, d, kind in ((8192, 1024, 128, "independent"), (16384, 1024, 128, "rising"), (16384, 1024, 128, "independent"), (32768, 1024, 128, "independent"),
+                               (16384, 1024, 64, "rising"), (131072, 2048, 128, "independent")):
+        x, flops, label = Inputs("cuda", 1, n, d), pairs_flops(d, 1, n, window), f"dma {n} w {window} {kind} d{d}"
+        lists = make_lists(pool, kind, n, window, "cuda")
+        sums = [torch.empty(1, h, m, d, device="cuda") for h, m in ((HEADS, min(n, 16384)), (x.hkv, n), (x.hkv, n))]
+        for rt.residual in (False, True):
+            name = "residual" if rt.residual else "row sums"
+            timer.time(f"{label} forward, {name}", flops, lambda: x.dma_forward(rt, lists), 10)
+            timer.time(f"{label} backward, {name}", 2.5 * flops, lambda: x.dma_backward(rt, lists, None, False, 16, sums), 8)
+        rt.residual = False
+        if n == 16384 and kind == "rising":
+            timer.time(f"{label} backward, deterministic", 2.5 * flops, lambda: x.dma_backward(rt, lists, None, True, 1, (None, *sums[1:])), 8)
+        if n in (8192, 131072):
+            cudnn_rival(timer, x, f"dense 1x{n} d{d}", pairs_flops(d, 1, n, n), 10 if n < 100000 else 2)
 
 
 def pieces(rt, timer, label, call):
@@ -144,4 +226,6 @@ def run(make_runtime, names, torch):
         run_forward(rt, timer, pool)
     if "backward" in names:
         run_backward(rt, timer, pool)
+    if "table" in names:
+        run_table(rt, timer, pool)
     return timer.rows

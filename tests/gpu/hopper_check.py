@@ -29,7 +29,8 @@ def build(nvcc, out, names, jobs):
     rt = HopperRecorder()
     attention_check.HEAD_DIMS = sorted(set(HEAD_DIMS))
     attention_build.record_shared(rt)
-    attention_build.record_checks(rt)
+    for rt.residual in (True, False):
+        attention_build.record_checks(rt)
     hopper_bench.record(rt, names)
     os.makedirs(out, exist_ok=True)
     root = os.path.join(attention_build.ROOT, "kernels")
@@ -63,12 +64,13 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--variants", default="")
     parser.add_argument("--kinds", default="forward,backward")
+    parser.add_argument("--residual", action="store_true")
     args = parser.parse_args()
     names = [name for name in args.variants.split(",") if name]
     if args.build:
         sys.exit(0 if build(args.build, args.cubins, names, 2) else 1)
     report, good = {}, True
-    make_runtime = functools.partial(HopperRuntime, args.cubins, kinds=tuple(args.kinds.split(",")))
+    make_runtime = functools.partial(HopperRuntime, args.cubins, kinds=tuple(args.kinds.split(",")), residual=args.residual)
     if args.cases:
         attention_check.HEAD_DIMS = HEAD_DIMS
         report["checks"], good = attention_check.run_checks(make_runtime, args.cases, args.processes, args.longest, args.limit_s, args.seed)

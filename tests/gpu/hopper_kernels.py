@@ -14,18 +14,18 @@ from attention_kernels import CubinRuntime, ceil_div, spec_name
 TENSOR_MAP_BF16, SWIZZLE_128, PROMOTE_256 = 9, 3, 3
 
 
-def forward_tiling(d, gather, group):
+def forward_tiling(d, gather, group, bias):
     """The tiling of a forward kernel."""
-    tiling = dict(NUM_CONSUMERS=2, BLOCK_KV=128, K_STAGES=2 if d == 128 else 3, V_STAGES=3, TAKE_TURNS=1, CONSUMER_REGISTERS=216, PRODUCER_REGISTERS=72)
+    tiling = dict(NUM_CONSUMERS=2, BLOCK_KV=128, K_STAGES=2 if d == 128 else 3, V_STAGES=3, TAKE_TURNS=2, TENSOR_MAPS=1, CONSUMER_REGISTERS=216, PRODUCER_REGISTERS=72)
+    if d == 64 and not bias:
+        tiling.update(NUM_CONSUMERS=3, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32)
     tiling["HEADS_PER_TILE"] = 2 if gather and group % 2 == 0 else 1
-    if not gather:
-        tiling["TENSOR_MAPS"] = 1
     return tiling
 
 
-def row_sums_tiling(d, gather, group):
+def row_sums_tiling(d, gather, group, bias):
     """The tiling of the row sums."""
-    return {**forward_tiling(d, gather, group), "V_STAGES": 2 if d == 128 else 3}
+    return {**forward_tiling(d, gather, group, True), "V_STAGES": 2 if d == 128 else 3, "TAKE_TURNS": 0}
 
 
 def forward_shared_bytes(d, t, gather, bias, sums):
@@ -36,7 +36,10 @@ def forward_shared_bytes(d, t, gather, bias, sums):
 
 def backward_tiling(d):
     """The tiling of a backward kernel."""
-    return dict(DQ_BULK=1, Q_STAGES=3, DO_STAGES=2, TENSOR_MAPS=1, CONSUMER_REGISTERS=224, PRODUCER_REGISTERS=56)
+    tiling = dict(DQ_BULK=1, Q_STAGES=3, DO_STAGES=2, TENSOR_MAPS=1, CONSUMER_REGISTERS=232, PRODUCER_REGISTERS=40)
+    if d == 64:
+        tiling.update(DQ_BULK=0, DO_STAGES=3)
+    return tiling
 
 
 def backward_shared_bytes(d, t, compute_dq):
@@ -45,16 +48,23 @@ def backward_shared_bytes(d, t, compute_dq):
 
 
 class HopperRuntime(CubinRuntime):
-    """`forward`, `row_sums`, `backward`: entries that replace those of the tiling chosen, for trying others."""
+    """`forward`, `row_sums`, `backward`: entries that replace those of the tiling chosen, for trying others.
+    `residual`: the forward with a bias keeps what rounding took from o, and no row sums are made."""
 
-    def __init__(self, folder, kinds=("forward", "backward")):
+    def __init__(self, folder, kinds=("forward", "backward"), residual=False):
         super().__init__(folder)
+        self.residual, self.o_low = residual, None
         self.forward, self.row_sums, self.backward, self.kinds = {}, {}, {}, kinds
         self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         self.maps = {}
 
     def launch(self, file, entry, defines, grid, threads, shared, tensors, words):
         spec = self.translate(entry, defines, grid, words)
+        tensors = list(tensors)
+        if self.residual:
+            tensors, skip = self.with_residual(entry, defines, tensors)
+            if skip:
+                return
         if spec is None:
             return super().launch(file, entry, defines, grid, threads, shared, tensors, words)
         entry, defines, grid, threads, shared, tensor_maps = spec
@@ -70,23 +80,25 @@ class HopperRuntime(CubinRuntime):
     def translate(self, entry, defines, grid, words):
         """(entry, defines, grid, threads, shared bytes, tensor maps) of the Hopper kernel, or None."""
         d, gather = defines.get("HEAD_DIM"), entry.startswith("dma_")
+        if entry == "attention_backward_prepare" and self.residual and self.o_low is not None and defines["HEAD_DIM_V"] in (64, 128):
+            return "hopper_" + entry, defines, grid, 256, 0, []
         if d not in (64, 128) or defines.get("HEAD_DIM_V", d) != d:
             return None
         group, bias = words[2] // words[3], gather or bool(defines.get("HAS_BIAS"))
         packed = lambda at, heads, rows: (at, (words[4 + at], heads * d, words[1], words[0], words[7 + at], words[10 + at], rows))
         if entry.replace("dma_", "") in ("attention_forward", "attention_row_sums") and "forward" in self.kinds:
             sums = entry.endswith("row_sums")
-            t = {**(row_sums_tiling if sums else forward_tiling)(d, gather, group), **(self.row_sums if sums else self.forward)}
+            t = {**(row_sums_tiling if sums else forward_tiling)(d, gather, group, bias), **(self.row_sums if sums else self.forward)}
             while group % t["HEADS_PER_TILE"]:
                 t["HEADS_PER_TILE"] //= 2
-            if gather:
-                t.pop("TENSOR_MAPS", None)
             maps, width = [], words[2] * d
-            if t.get("TENSOR_MAPS"):
+            if t["TENSOR_MAPS"]:
                 rows = t["NUM_CONSUMERS"] * 64 // t["HEADS_PER_TILE"]
-                maps = [packed(0, words[2], rows)] + [packed(at, words[3], 128) for at in (1, 2)]
+                maps = [packed(0, words[2], rows)] + ([] if gather else [packed(at, words[3], 128) for at in (1, 2)])
                 maps += [(3, (0, width, words[1], words[0], width, words[1] * width, rows))] if sums else []
             specific = {} if gather else dict(HAS_BIAS=int(bias))
+            if self.residual and bias and not sums:
+                specific["RESIDUAL"] = 1
             return ("hopper_" + entry, {"HEAD_DIM": d, **t, **specific}, (self.multiprocessors, 1, 1), 128 + t["NUM_CONSUMERS"] * 128,
                     forward_shared_bytes(d, t, gather, bias, sums), maps)
         if entry in ("attention_backward", "dma_attention_backward") and "backward" in self.kinds and defines["COMPUTE_DK"] and defines["COMPUTE_DV"]:
@@ -102,6 +114,22 @@ class HopperRuntime(CubinRuntime):
             return ("hopper_" + entry, {"HEAD_DIM": d, **t, "COMPUTE_DQ": compute_dq, **specific}, (blocks, words[3], words[0]), 384,
                     backward_shared_bytes(d, t, compute_dq), maps)
         return None
+
+    def with_residual(self, entry, defines, tensors):
+        """The tensors with o_low among them, and whether the launch is not needed."""
+        bias = entry.startswith("dma_") or bool(defines.get("HAS_BIAS"))
+        if entry.endswith("attention_forward"):
+            o = tensors[-2]
+            if not bias or defines["HEAD_DIM"] not in (64, 128):
+                self.o_low = None
+            else:
+                if self.o_low is None or self.o_low[0] != o.data_ptr() or self.o_low[1].shape != o.shape:
+                    self.o_low = (o.data_ptr(), torch.full_like(o, float("nan")))
+                tensors.append(self.o_low[1])
+        elif entry == "attention_backward_prepare" and self.o_low is not None:
+            assert self.o_low[0] == tensors[0].data_ptr(), "the backward of another forward"
+            tensors.insert(1, self.o_low[1])
+        return tensors, entry.endswith("row_sums") and self.o_low is not None
 
     def tensor_map(self, tensor, offset, width, rows, batch, token_stride, batch_stride, box_rows):
         """Address of a map of bf16 [batch, rows, width], boxes 1 x box_rows x 64."""
@@ -124,6 +152,7 @@ class HopperRecorder(HopperRuntime):
     device = "cpu"
 
     def __init__(self):
+        self.residual, self.o_low = False, True
         self.forward, self.row_sums, self.backward, self.kinds, self.multiprocessors, self.seen = {}, {}, {}, ("forward", "backward"), 132, {}
 
     def launch(self, file, entry, defines, grid, threads, shared, tensors, words):
