@@ -1,6 +1,7 @@
 //! Reading a corpus: limits, duplicates, invalid documents, and the account of them all.
 
 use std::collections::HashSet;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
@@ -78,6 +79,8 @@ pub(crate) struct Cursor {
 pub struct Documents<'a> {
     corpus: &'a Corpus,
     source: Option<Box<dyn DocumentSource>>,
+    /// Where it reads.
+    path: PathBuf,
     cursor: Cursor,
     seen: HashSet<u128>,
     /// Hashes that came into `seen` and were not asked for yet.
@@ -95,6 +98,7 @@ impl<'a> Documents<'a> {
         Self {
             corpus,
             source: None,
+            path: PathBuf::new(),
             cursor,
             seen,
             newly_seen: Vec::new(),
@@ -135,6 +139,7 @@ impl<'a> Documents<'a> {
             let _ = source.next_document();
         }
         self.source = Some(source);
+        self.path = path;
         Ok(())
     }
 
@@ -170,6 +175,10 @@ impl<'a> Documents<'a> {
                         .first_invalid
                         .get_or_insert_with(|| error.to_string());
                     continue;
+                }
+                Some(Err(error)) if error.is_invalid_document() => {
+                    // Before a text is blamed: it may be what damage made of another.
+                    return Err(source::broken_archive(&self.path).unwrap_or(error));
                 }
                 Some(document) => document?,
             };

@@ -12,7 +12,7 @@ use crate::error::DataError;
 use jsonl::JsonlSource;
 use parquet::ParquetSource;
 use text::TextSource;
-pub(super) use unpack::Packed;
+pub(super) use unpack::{Packed, broken_archive};
 
 /// The documents of one file, in order.
 ///

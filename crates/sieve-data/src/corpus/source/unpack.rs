@@ -102,6 +102,17 @@ impl Unpacked {
     }
 }
 
+/// What is wrong with a packed file, if anything: unpacks all of it. Damage in the middle shows as odd text first.
+pub(in crate::corpus) fn broken_archive(path: &Path) -> Option<DataError> {
+    Packed::of(path).0?;
+    let mut reader = match Unpacked::open(path) {
+        Ok(reader) => reader,
+        Err(error) => return Some(error),
+    };
+    let copied = io::copy(&mut reader, &mut io::sink());
+    copied.err().map(|error| reader.error(path, error))
+}
+
 impl Read for Unpacked {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let num_bytes = self.reader.read(buffer)?;

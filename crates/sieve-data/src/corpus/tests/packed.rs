@@ -80,15 +80,19 @@ fn a_packed_file_that_is_cut_or_damaged_is_an_error_also_when_invalid_documents_
             ("empty", Vec::new()),
         ] {
             let path = write(dir.path(), name, bytes);
-            let config = CorpusConfig {
-                skip_invalid: true,
-                ..CorpusConfig::jsonl(vec![path], "text")
-            };
-            let error = message(texts(config));
-            assert!(
-                error.contains(name) && error.contains(packing) && error.contains("fetch or pack"),
-                "{what}: {error}"
-            );
+            for skip_invalid in [true, false] {
+                let config = CorpusConfig {
+                    skip_invalid,
+                    ..CorpusConfig::jsonl(vec![path.clone()], "text")
+                };
+                let error = message(texts(config));
+                assert!(
+                    error.contains(name)
+                        && error.contains(packing)
+                        && error.contains("fetch or pack"),
+                    "{what}: {error}"
+                );
+            }
         }
         let path = write(dir.path(), name, whole);
         assert_eq!(
