@@ -2,11 +2,14 @@
 //!
 //! `check` compares the loss and every gradient of small models of all kinds with the CPU's f32 step on the same weights;
 //! `deterministic` repeats a step in fixed order and wants equal bits; `time` prints milliseconds of a step's parts at the
-//! size of the 80M recipes. `portable` takes no Hopper kernel.
+//! size of the 80M recipes, `rival=1.7B-2K-dma` (or another case of main) at a size that others are measured at.
+//! `portable` takes no Hopper kernel.
 #![allow(clippy::print_stdout)]
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Tensor, TensorData};
 use burn_flex::Flex;
+use cubecl::Runtime;
+use cubecl::cuda::CudaRuntime;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use sieve_core::Recipe;
@@ -288,8 +291,13 @@ fn time(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice)
         1e3 * column[column.len() / 2]
     };
     let tokens = (size.batch * size.seq_len) as f64;
+    let client = CudaRuntime::client(device);
+    let usage = client.memory_usage().expect("the device thread answers");
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     println!(
-        "{name:14} pass {:8.2} ms (host {:7.2}), update {:7.2} ms (host {:6.2}), step {:8.2} ms: {:9.0} tokens/s",
+        "{name:14} {:.1} GiB used, {:.1} reserved; pass {:8.2} ms (host {:7.2}), update {:7.2} ms (host {:6.2}), step {:8.2} ms: {:9.0} tokens/s",
+        gib(usage.bytes_in_use),
+        gib(usage.bytes_reserved),
         median(0),
         median(1),
         median(2),
@@ -375,22 +383,48 @@ fn main() -> ExitCode {
             seq_len: 2048,
         };
         time("80m mha", size, "kind = \"mha\"", &device);
-        let wide = Size {
-            d_model: 2048,
-            d_ff: 6144,
-            layers: 4,
-            heads: [16, 8],
-            vocab: 50280,
-            batch: 8,
-            ..size
-        };
-        time("1.7b/7 mha", wide, "kind = \"mha\"", &device);
         time(
             "80m dma",
             size,
             "kind = \"dma\"\nkeep_window_size = 1024\na_init = 0.0",
             &device,
         );
+    }
+    if let Some(case) = wanted.iter().find_map(|x| x.strip_prefix("rival=")) {
+        // The shapes of a compiled Qwen3 that this is compared with.
+        let large = |batch, seq_len| Size {
+            d_model: 2048,
+            d_ff: 6144,
+            layers: 28,
+            heads: [16, 8],
+            head_dim: 128,
+            vocab: 50280,
+            batch,
+            seq_len,
+        };
+        let small = Size {
+            d_model: 768,
+            d_ff: 2048,
+            layers: 12,
+            heads: [6, 6],
+            batch: 32,
+            ..large(32, 2048)
+        };
+        let (mha, dma) = ("kind = \"mha\"", "kind = \"dma\"\nkeep_window_size = 2048\na_init = 0.5");
+        let cases = [
+            ("80M-2K-mha", small, mha),
+            ("1.7B-2K-mha", large(8, 2048), mha),
+            ("1.7B-2K-dma", large(8, 2048), dma),
+            ("1.7B-8K-mha", large(2, 8192), mha),
+            ("1.7B-8K-dma", large(2, 8192), dma),
+            ("1.7B-32K-mha", large(1, 32768), mha),
+            ("1.7B-32K-dma", large(1, 32768), dma),
+        ];
+        for (name, size, attention) in cases {
+            if name == case {
+                time(name, size, attention, &device);
+            }
+        }
     }
     for (op, path) in op_paths() {
         if path.reference_calls > 0 {

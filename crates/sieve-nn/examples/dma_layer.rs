@@ -30,8 +30,12 @@ fn main() {
         &device,
     )
     .require_grad();
-    let result = layer.forward(x.clone(), &LayerContext::new(&documents, &rope));
-    println!("output {:?}", result.y.dims());
+    let result = layer.forward(
+        x.clone(),
+        x.zeros_like(),
+        &LayerContext::new(&documents, &rope),
+    );
+    println!("output {:?}", result.x.dims());
 
     // Key j is seen by the queries j <= i < expire[j].
     let expire = result.expire.expect("DMA returns its mask");
@@ -44,7 +48,7 @@ fn main() {
     let causal = batch * 2 * seq_len * (seq_len + 1) / 2;
     println!("density {:.3}", pairs as f64 / causal as f64);
 
-    let gradients = result.y.powi_scalar(2).sum().backward();
+    let gradients = result.x.powi_scalar(2).sum().backward();
     let dx = x.grad(&gradients).expect("x requires a gradient");
     let da = layer
         .a

@@ -17,8 +17,9 @@ fn every_kind_keeps_the_shape_and_dma_returns_its_mask() {
         for dims in [[2, 13], [1, 1]] {
             let rows = Rows::new(dims, &shape(attention));
             let x = input::<Flex, 3>([dims[0], dims[1], 24], 2);
-            let result = layer::<Flex>(attention).forward(x, &rows.context());
-            assert_eq!(result.y.dims(), [dims[0], dims[1], 24]);
+            let result =
+                layer::<Flex>(attention).forward(x.clone(), x.zeros_like(), &rows.context());
+            assert_eq!(result.x.dims(), [dims[0], dims[1], 24]);
             let is_dma = matches!(attention, sieve_core::Attention::Dma { .. });
             assert_eq!(
                 result.expire.map(|expire| expire.dims()),
@@ -32,8 +33,13 @@ fn every_kind_keeps_the_shape_and_dma_returns_its_mask() {
 fn dma_starts_as_the_sliding_window_of_the_same_weights() {
     let rows = Rows::new([2, 17], &shape(sieve_core::Attention::Mha));
     let x = input::<Flex, 3>([2, 17, 24], 3);
-    let [mha, swa, dma, ..] =
-        kinds(0.0).map(|kind| values(layer::<Flex>(kind).forward(x.clone(), &rows.context()).y));
+    let [mha, swa, dma, ..] = kinds(0.0).map(|kind| {
+        values(
+            layer::<Flex>(kind)
+                .forward(x.clone(), x.zeros_like(), &rows.context())
+                .x,
+        )
+    });
     assert_close("dma at A = 0", &dma, &swa, 4e-6);
     // Up to the window's length dense attention sees the same keys; after it, others.
     let first = KEEP_WINDOW_SIZE * 24;
@@ -51,7 +57,7 @@ fn with_the_cache_a_layer_gives_the_rows_it_gives_without() {
         let layer = layer::<Flex>(attention);
         let rows = Rows::new([2, len], &shape(attention));
         let x = input::<Flex, 3>([2, len, 24], 4);
-        let all = layer.forward(x.clone(), &rows.context()).y;
+        let all = layer.forward(x.clone(), x.zeros_like(), &rows.context()).x;
         let mut cache = LayerCache::Empty;
         assert_eq!(cache.num_keys(), 0);
         let mut got = Vec::new();
@@ -99,7 +105,7 @@ fn every_parameter_and_the_input_get_gradients() {
     let rows = Rows::<Ad>::new([2, 13], &shape(sieve_core::Attention::Mha));
     let x = input::<Ad, 3>([2, 13, 24], 6).require_grad();
     let layer = config.dynamic_mask::<Ad>(4, &Default::default());
-    let y = layer.forward(x.clone(), &rows.context()).y;
+    let y = layer.forward(x.clone(), x.zeros_like(), &rows.context()).x;
     let gradients = (y * input([2, 13, 24], 7)).sum().backward();
     let matrix = |weight: &burn::module::Param<Tensor<Ad, 2>>| {
         values(weight.val().grad(&gradients).expect("a parameter"))
