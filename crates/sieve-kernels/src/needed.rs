@@ -19,6 +19,7 @@ use crate::dma_select::dma_select_kernels;
 use crate::error::KernelError;
 use crate::fill_zero::fill_zero_kernel;
 use crate::heads::AttentionShape;
+use crate::hopper_tiling::{HopperPass, HopperTiling, has_hopper_form, hopper_backward_kernel};
 use crate::source_kernel::SourceKernel;
 
 const NAME: &str = "needed_kernels";
@@ -102,9 +103,41 @@ pub fn shared_bytes_of(arch: &str) -> Option<usize> {
     Some(kib * 1024)
 }
 
-/// What launches ask for when a model with this attention trains and decodes on a device with `shared_bytes` of shared
-/// memory a block: forward, backward, decoding.
-pub fn needed_kernels(needs: &AttentionNeeds, shared_bytes: usize) -> NeededKernels {
+/// What launches ask for when a model with this attention trains and decodes on a device of `arch`: forward, backward,
+/// decoding; where the architecture has a family of its own, both that and the portable kernels. Nothing for an
+/// architecture that the kernels are not made for.
+pub fn needed_kernels(needs: &AttentionNeeds, arch: &str) -> NeededKernels {
+    let Some(shared_bytes) = shared_bytes_of(arch) else {
+        return NeededKernels::default();
+    };
+    let mut list = portable(needs, shared_bytes);
+    if arch == "sm_90a" && has_hopper_form(&needs.shape) {
+        hopper(&mut list.kernels, needs);
+    }
+    list
+}
+
+fn key_source(keys: NeededKeys) -> KeySource {
+    match keys {
+        NeededKeys::Neighbours => KeySource::Dense,
+        NeededKeys::AllBiased => KeySource::Biased,
+        NeededKeys::Chosen(_) => KeySource::Gathered,
+    }
+}
+
+fn hopper(kernels: &mut Vec<SourceKernel>, needs: &AttentionNeeds) {
+    let (shape, source) = (&needs.shape, key_source(needs.keys));
+    let fixed = source == KeySource::Gathered && needs.order == SumOrder::Fixed;
+    kernels.push(HopperTiling::new(HopperPass::Output, shape, source).kernel());
+    if source != KeySource::Dense {
+        kernels.push(HopperTiling::new(HopperPass::RowSums, shape, source).kernel());
+    }
+    for set in BackwardTiling::launches(shape, needs.order) {
+        kernels.push(hopper_backward_kernel(shape, source, set, fixed));
+    }
+}
+
+fn portable(needs: &AttentionNeeds, shared_bytes: usize) -> NeededKernels {
     let AttentionShape {
         head_dim,
         head_dim_v,
@@ -115,13 +148,12 @@ pub fn needed_kernels(needs: &AttentionNeeds, shared_bytes: usize) -> NeededKern
     list.kernels.push(fill_zero_kernel());
     list.kernels
         .push(attention_backward_prepare_kernel(head_dim_v));
-    let source = match needs.keys {
+    match needs.keys {
         NeededKeys::Neighbours => {
             list.kernels
                 .push(attention_decode_kernel(head_dim, head_dim_v, 0));
-            KeySource::Dense
         }
-        NeededKeys::AllBiased => KeySource::Biased,
+        NeededKeys::AllBiased => {}
         NeededKeys::Chosen(bias) => {
             list.kernels.extend(dma_select_kernels());
             list.kernels.push(dma_lists_kernel());
@@ -136,9 +168,9 @@ pub fn needed_kernels(needs: &AttentionNeeds, shared_bytes: usize) -> NeededKern
                 list.kernels
                     .push(dma_attention_backward_convert_kernel(width));
             }
-            KeySource::Gathered
         }
-    };
+    }
+    let source = key_source(needs.keys);
     let tiling = ForwardTiling::choose(NAME, &needs.shape, source, shared_bytes);
     list.add(tiling.map(|tiling| match source {
         KeySource::Gathered => dma_attention_forward_kernel(&needs.shape, &tiling),
@@ -209,10 +241,7 @@ mod tests {
 
     #[test]
     fn dense_training_needs_no_dma_kernel() {
-        let needed = needed_kernels(
-            &needs(128, NeededKeys::Neighbours, SumOrder::Any),
-            227 * 1024,
-        );
+        let needed = needed_kernels(&needs(128, NeededKeys::Neighbours, SumOrder::Any), "sm_80");
         let expected = [
             "attention_backward",
             "attention_backward_convert",
@@ -229,10 +258,7 @@ mod tests {
     fn a_fixed_order_replaces_the_sums_of_dq() {
         let dma = NeededKeys::Chosen(ScoreBias::Exp);
         let any = names(&needed_kernels(&needs(64, dma, SumOrder::Any), 227 * 1024));
-        let fixed = names(&needed_kernels(
-            &needs(64, dma, SumOrder::Fixed),
-            227 * 1024,
-        ));
+        let fixed = names(&needed_kernels(&needs(64, dma, SumOrder::Fixed), "sm_80"));
         assert!(any.contains("attention_backward_convert"));
         assert!(fixed.contains("dma_attention_backward_query"));
         assert!(!fixed.contains("attention_backward_convert"));
@@ -242,9 +268,24 @@ mod tests {
     }
 
     #[test]
+    fn hopper_gets_both_families_where_it_has_its_own() {
+        let dma = NeededKeys::Chosen(ScoreBias::Exp);
+        for (width, expected) in [(128, true), (96, false)] {
+            let needed = names(&needed_kernels(&needs(width, dma, SumOrder::Any), "sm_90a"));
+            assert!(needed.contains("dma_attention_forward"), "{width}");
+            for name in [
+                "hopper_dma_attention_forward",
+                "hopper_dma_attention_row_sums",
+                "hopper_dma_attention_backward",
+            ] {
+                assert_eq!(needed.contains(name), expected, "{width} {name}");
+            }
+        }
+    }
+
+    #[test]
     fn what_does_not_fit_is_named_and_the_rest_is_kept() {
-        let shared = shared_bytes_of("sm_86").expect("a known architecture");
-        let needed = needed_kernels(&needs(256, NeededKeys::Neighbours, SumOrder::Any), shared);
+        let needed = needed_kernels(&needs(256, NeededKeys::Neighbours, SumOrder::Any), "sm_86");
         assert!(names(&needed).contains("attention_forward"));
         let reason = needed
             .refused
@@ -260,10 +301,7 @@ mod tests {
 
     #[test]
     fn equal_kernels_are_compiled_once() {
-        let mut list = needed_kernels(
-            &needs(64, NeededKeys::Neighbours, SumOrder::Any),
-            227 * 1024,
-        );
+        let mut list = needed_kernels(&needs(64, NeededKeys::Neighbours, SumOrder::Any), "sm_80");
         let once = list.kernels.len();
         list.extend(list.clone());
         let list = list.deduplicated().expect("all sources resolve");

@@ -18,6 +18,7 @@ use inputs::Inputs;
 use serde_json::{Value, json};
 use sieve_kernels::{
     AttentionShape, CudaTensor, DeviceReport, KernelError, matmul_nt, require_cublaslt,
+    use_portable_kernels_only,
 };
 use sieve_ops::Cuda;
 use std::path::PathBuf;
@@ -41,6 +42,9 @@ pub(crate) struct BenchArgs {
     /// The text that model reads; the kernels' own sources when absent
     #[arg(long, value_name = "FILE", requires = "captured")]
     text: Option<PathBuf>,
+    /// Time the portable kernels, also where the device has a family of its own
+    #[arg(long)]
+    portable: bool,
     /// Timed repetitions of a row
     #[arg(long, default_value_t = 30)]
     repetitions: usize,
@@ -64,6 +68,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         ),
     };
     let device = CudaDevice::new(gpu.index);
+    use_portable_kernels_only(args.portable);
     check::require_parity(&device, CHECKED_CASES)?;
     let mut scores = if args.scores.is_empty() {
         vec![Scores::Independent, Scores::Rising, Scores::Tied]
@@ -77,7 +82,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         capture::capture::<Cuda>(checkpoint, text, &file, &device, DType::BF16)?;
         scores.push(Scores::Captured(file));
     }
-    let mut bench = Bench::new(device, &gpu, args.repetitions, scores)?;
+    let mut bench = Bench::new(device, &gpu, args.repetitions, scores, args.portable)?;
     if args.table2 {
         rows::table2(&mut bench)?;
     } else {
@@ -117,16 +122,22 @@ impl Bench {
         gpu: &DeviceReport,
         repetitions: usize,
         scores: Vec<Scores>,
+        portable: bool,
     ) -> Result<Self> {
         let clock = Clock::new(&device, repetitions, gpu.num_multiprocessors);
         let overhead = clock.overhead()?;
         let copy_bytes_per_s = clock.copy_bytes_per_s()?;
         let (matmul_flops, product) = matmul_ceiling(&clock, &device)?;
         terminal::line(&format!(
-            "{} ({}), {} multiprocessors; medians of {repetitions} on the GPU's clock, L2 flushed; reading the clock takes {:.1} us",
+            "{} ({}), {} multiprocessors, {} attention kernels; medians of {repetitions} on the GPU's clock, L2 flushed; reading the clock takes {:.1} us",
             gpu.name,
             gpu.arch(),
             gpu.num_multiprocessors,
+            if portable || (gpu.major, gpu.minor) != (9, 0) {
+                "portable"
+            } else {
+                "Hopper"
+            },
             overhead.median_ms * 1e3
         ));
         terminal::line(&format!(
@@ -140,7 +151,7 @@ impl Bench {
         ));
         let json = json!({
             "device": gpu.name, "arch": gpu.arch(), "sieve": env!("CARGO_PKG_VERSION"),
-            "repetitions": repetitions, "clock_us": overhead.median_ms * 1e3,
+            "portable_only": portable, "repetitions": repetitions, "clock_us": overhead.median_ms * 1e3,
             "copy_bytes_per_s": copy_bytes_per_s, "matmul_flops": matmul_flops, "matmul_by": product,
             "rows": [], "memory": [],
         });

@@ -70,7 +70,7 @@ pub(crate) fn run(args: &BuildArgs) -> Result<()> {
     };
     let mut failed = 0;
     for (arch, shared_bytes) in architectures {
-        let needed = wanted(recipe.as_ref(), shared_bytes)?;
+        let needed = wanted(recipe.as_ref(), &arch, shared_bytes)?;
         let cache = KernelCache::open(&root, &arch, version)?;
         if cache.is_private() {
             bail!(
@@ -259,7 +259,7 @@ fn compiler(args: &BuildArgs) -> Result<(Compiler, sieve_kernels::CudaVersion)> 
 }
 
 /// What is to be compiled for an architecture with so much shared memory.
-fn wanted(recipe: Option<&Recipe>, shared_bytes: usize) -> Result<NeededKernels> {
+fn wanted(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Result<NeededKernels> {
     let shipped = shipped_kernels_for(shared_bytes);
     let Some(recipe) = recipe else {
         return Ok(shipped);
@@ -267,15 +267,19 @@ fn wanted(recipe: Option<&Recipe>, shared_bytes: usize) -> Result<NeededKernels>
     let mut list = NeededKernels::default();
     // What every model launches beside its attention.
     for kernel in shipped.kernels {
-        let attention = ["attention_", "dma_"]
+        let name = kernel.name();
+        let attention = ["attention_", "hopper_", "dma_attention"]
             .iter()
-            .any(|start| kernel.name().starts_with(start));
-        if !attention {
+            .any(|start| name.starts_with(start));
+        let choice = ["dma_select", "dma_lists", "dma_decode", "dma_scores"]
+            .iter()
+            .any(|kernel| name == *kernel || name == format!("{kernel}_prefix"));
+        if !attention && !choice {
             list.kernels.push(kernel);
         }
     }
     for needs in attention_needs(recipe)? {
-        list.extend(needed_kernels(&needs, shared_bytes));
+        list.extend(needed_kernels(&needs, arch));
     }
     Ok(list.deduplicated()?)
 }

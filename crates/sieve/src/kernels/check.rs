@@ -20,9 +20,10 @@ use serde_json::json;
 use sieve_kernels::{
     AttentionNeeds, AttentionShape, DeviceReport, KernelCache, NeededKernels, NeededKeys,
     ScoreBias, SumOrder, attention_decode_kernel, needed_kernels, shared_bytes_of,
-    shipped_kernels_for,
+    shipped_kernels_for, use_portable_kernels_only,
 };
 use sieve_ops::Cuda;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -38,6 +39,9 @@ pub(crate) struct CheckArgs {
     /// Seed of the random calls
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    /// Check the portable kernels alone, also where the device has a family of its own
+    #[arg(long)]
+    portable: bool,
     /// Also write the rows as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -60,9 +64,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<()> {
             "cpu".to_owned()
         }
         Device::Cuda(gpu) => {
-            let device = CudaDevice::new(gpu.index);
-            wrappers(&mut report, &device, args)?;
-            ops::<Cuda>(&mut report, &device, args, true)?;
+            on_cuda(&mut report, gpu, args)?;
             format!("{} ({})", gpu.name, gpu.arch())
         }
     };
@@ -80,6 +82,47 @@ pub(crate) fn run(args: &CheckArgs) -> Result<()> {
             Ok(())
         }
         failed => bail!("{failed} of {} rows failed on {name}", report.rows().len()),
+    }
+}
+
+/// Both families of kernels, then the ops as models call them. A GPU that stops answering ends the check, with a row.
+fn on_cuda(report: &mut Report, gpu: &DeviceReport, args: &CheckArgs) -> Result<()> {
+    let device = CudaDevice::new(gpu.index);
+    let has_own_family = (gpu.major, gpu.minor) == (9, 0) && !args.portable;
+    use_portable_kernels_only(true);
+    let mut good = stage(report, "portable kernels", |report| {
+        wrappers(report, &device, args)
+    })?;
+    use_portable_kernels_only(!has_own_family);
+    if good && has_own_family {
+        good = stage(report, "Hopper kernels", |report| {
+            attention::check_wrappers(report, &device, args.cases, args.longest, args.seed)
+        })?;
+    }
+    if good {
+        stage(report, "ops", |report| {
+            ops::<Cuda>(report, &device, args, true)
+        })?;
+    }
+    Ok(())
+}
+
+/// Runs a part of the check; false when it panicked, as Burn does when the GPU reports an error.
+fn stage(
+    report: &mut Report,
+    name: &str,
+    part: impl FnOnce(&mut Report) -> Result<()>,
+) -> Result<bool> {
+    match catch_unwind(AssertUnwindSafe(|| part(report))) {
+        Ok(result) => result.map(|()| true),
+        Err(panic) => {
+            let words = panic
+                .downcast_ref::<String>()
+                .map_or("no message", String::as_str);
+            let first = words.lines().next().unwrap_or_default().to_owned();
+            report.add(name, "stopped here", "the GPU", Err(first));
+            Ok(false)
+        }
     }
 }
 
@@ -150,7 +193,7 @@ fn all_kernels(gpu: &DeviceReport) -> Result<NeededKernels> {
                 for order in [SumOrder::Any, SumOrder::Fixed] {
                     list.extend(needed_kernels(
                         &AttentionNeeds { shape, keys, order },
-                        shared_bytes,
+                        &gpu.arch(),
                     ));
                 }
             }

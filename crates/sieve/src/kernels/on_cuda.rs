@@ -8,19 +8,35 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_cuda::CudaDevice;
 use sieve_kernels::{
     AttentionGradients, AttentionResult, AttentionShape, CudaPrimitive, CudaTensor, DecodeScratch,
-    DecodeStep, DmaSlots, KernelError, KeyLists, KvCache, Qkv, ScoreBias, Selection, SumOrder,
-    attention_backward, attention_decode, attention_forward, dma_attention_backward,
-    dma_attention_forward, dma_decode, dma_lists, dma_select,
+    DecodeStep, DmaSlots, KernelError, KernelFamily, KeyLists, KvCache, Qkv, ScoreBias, Selection,
+    SumOrder, attention_backward, attention_decode, attention_family, attention_forward,
+    dma_attention_backward, dma_attention_forward, dma_decode, dma_lists, dma_select,
 };
 use sieve_ops::Cuda;
 
 impl Place for Cuda {
     const DTYPE: DType = DType::BF16;
 
+    fn family(case: &Case, device: &CudaDevice) -> &'static str {
+        // The ops pad values to the width of keys.
+        let mut case = case.clone();
+        case.shape.head_dim_v = case.shape.head_dim;
+        family(&case, device)
+    }
+
     fn strided(values: &Strided, device: &CudaDevice) -> FloatTensor<Self> {
         let buffer = upload(&values.buffer, [values.buffer.len()], DType::BF16, device);
         let view = buffer.view("view", "x", &values.shape, &values.strides);
         CudaPrimitive::from(view.expect("the buffer was made for these strides"))
+    }
+}
+
+/// The family of attention kernels that a call of the wrappers takes, in words.
+pub(crate) fn family(case: &Case, device: &CudaDevice) -> &'static str {
+    let like = upload(&[0.0], [1], DType::F32, device);
+    match attention_family(&case.shape, &like) {
+        KernelFamily::Portable => "portable kernel",
+        KernelFamily::Hopper => "Hopper kernel",
     }
 }
 

@@ -15,12 +15,18 @@ use sieve_ops::{
 pub(crate) trait Place: SieveBackend {
     /// Type of q, k, v and o.
     const DTYPE: DType;
+    /// The family of attention kernels that a call takes, in words.
+    fn family(case: &Case, device: &Self::Device) -> &'static str;
     /// A float tensor with these values and, where the backend allows it, these strides.
     fn strided(values: &Strided, device: &Self::Device) -> FloatTensor<Self>;
 }
 
 impl Place for Flex {
     const DTYPE: DType = DType::F32;
+
+    fn family(_case: &Case, _device: &FlexDevice) -> &'static str {
+        "cpu"
+    }
 
     fn strided(values: &Strided, device: &FlexDevice) -> FloatTensor<Self> {
         let shape: [usize; 4] = values.shape;

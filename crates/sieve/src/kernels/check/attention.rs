@@ -2,7 +2,7 @@
 use super::bar::Bar;
 use super::report::{Path, PathWatch, Report, is_device_limit};
 use crate::kernels::case::{Case, Cuts, Keys};
-use crate::kernels::on_cuda::OnCuda;
+use crate::kernels::on_cuda::{self, OnCuda};
 use crate::kernels::outputs::Outputs;
 use crate::kernels::place::{self, Place};
 use crate::kernels::random::Random;
@@ -187,7 +187,7 @@ pub(crate) fn check_ops<B: Place>(
         let name = format!("op {}", name(case.keys));
         match path {
             Path::Kernel => {
-                let path = if is_cuda { "kernel" } else { "cpu" };
+                let path = B::family(&case, device);
                 let outcome = judge(prepared, &outputs, is_cuda, "");
                 report.add(&name, path, &prepared.label, outcome);
             }
@@ -219,11 +219,12 @@ pub(crate) fn check_wrappers(
     for_each_case(cases, longest, seed + 1, |prepared| {
         let case = masked_by_nan(&prepared.case);
         let name = name(case.keys);
+        let path = on_cuda::family(&case, device);
         match wrappers(prepared, &case, device, random.one_of(&[32, 64, 64, 128])) {
             Ok(outcomes) => {
                 for (suffix, outcome) in outcomes {
                     let name = format!("{name}{suffix}");
-                    report.add(&name, "kernel", &prepared.label, outcome);
+                    report.add(&name, path, &prepared.label, outcome);
                 }
             }
             Err(error) if is_device_limit(&error.to_string()) => {
