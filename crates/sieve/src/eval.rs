@@ -2,6 +2,7 @@
 
 mod mqar;
 mod ppl;
+mod selectors;
 
 use anyhow::Result;
 use clap::Subcommand;
@@ -13,6 +14,8 @@ pub(crate) enum EvalCommand {
     Ppl(ppl::PplArgs),
     /// Accuracy on multi-query associative recall, by number of pairs, length and distance
     Mqar(mqar::MqarArgs),
+    /// Sparse methods side by side on one dense model: density, recall, times, error, loss
+    Selectors(selectors::SelectorsArgs),
 }
 
 /// Runs the command.
@@ -20,5 +23,6 @@ pub(crate) fn run(command: EvalCommand) -> Result<()> {
     match command {
         EvalCommand::Ppl(args) => ppl::run(args),
         EvalCommand::Mqar(args) => mqar::run(args),
+        EvalCommand::Selectors(args) => selectors::run(args),
     }
 }

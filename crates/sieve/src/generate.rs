@@ -1,13 +1,14 @@
 //! `sieve generate`: text as it comes.
 use crate::device::{Device, DeviceChoice};
-use crate::{loaded, terminal};
+use crate::{loaded, selector, terminal};
 use anyhow::Result;
 use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
-use sieve_eval::{GenerateConfig, Generator, Sampling};
+use sieve_eval::{GenerateConfig, Generator, Sampling, Selection};
 use sieve_ops::{Cuda, SieveBackend};
+use sieve_select::Selector;
 use std::path::PathBuf;
 
 /// New tokens when nothing is said and the context has room for them.
@@ -34,6 +35,8 @@ pub(crate) struct GenerateArgs {
     /// The same seed gives the same text
     #[arg(long, default_value_t = 0)]
     seed: u64,
+    #[arg(long, value_name = "NAME:…", value_parser = selector::parse, help = selector::ABOUT)]
+    selector: Option<Selector>,
     /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
@@ -64,7 +67,10 @@ fn run_on<B: SieveBackend>(args: &GenerateArgs, device: &B::Device, dtype: DType
         eos_id: tokenizer.eos_id(None)?,
         num_tokens: tokenizer.vocab_size(),
     };
-    let generator = Generator::new(&loaded.model, &prompt, config, device)?;
+    let mut generator = Generator::new(&loaded.model, &prompt, config, device)?;
+    if let Some(selector) = &args.selector {
+        generator = generator.with_selection(Selection::new(selector.clone(), &loaded.shape)?);
+    }
     terminal::text(&args.prompt);
     let mut stream = tokenizer.decode_stream();
     for token in generator {

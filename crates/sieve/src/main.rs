@@ -12,6 +12,7 @@ mod loaded;
 mod logits;
 mod plan;
 mod recipe;
+mod selector;
 mod terminal;
 mod train;
 

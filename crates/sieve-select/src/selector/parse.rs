@@ -62,6 +62,20 @@ impl Selector {
         Ok(selector)
     }
 
+    /// The same selector with one setting changed.
+    ///
+    /// # Errors
+    /// As [`parse`](Self::parse).
+    pub fn with(&self, key: &str, value: &str) -> Result<Self, SelectError> {
+        let others = self.all_items().into_iter();
+        let mut items: Vec<String> = others
+            .filter(|(other, value)| other != key && !value.is_empty())
+            .map(|(key, value)| format!("{key}={value}"))
+            .collect();
+        items.push(format!("{key}={value}"));
+        Self::parse(&format!("{}:{}", self.name(), items.join(",")))
+    }
+
     /// Names, keys with defaults, and papers of all methods.
     pub fn help() -> String {
         let mut text = String::from("--selector NAME:key=value,key=value\n");
@@ -392,6 +406,17 @@ mod tests {
         let selector =
             Selector::parse("delta:base=a_shape,base.n_local=77,gamma=8").expect("valid");
         assert!(selector.to_string().contains("base.n_local=77"));
+        let moved = selector
+            .with("gamma", "4")
+            .and_then(|s| s.with("base.n_init", "3"))
+            .expect("valid")
+            .to_string();
+        assert!(
+            moved.contains("gamma=4")
+                && moved.contains("base.n_local=77")
+                && moved.contains("base.n_init=3")
+        );
+        assert!(selector.with("gama", "4").is_err());
         let selector = Selector::parse("meanpool:top_k=5").expect("valid");
         assert!(selector.to_string().contains("top_k=5"));
     }

@@ -387,7 +387,9 @@ fn decode_mistakes_are_told() {
     session.prompt(&data.q, &data.k, &data.v).expect("valid");
     assert_eq!((session.len(), session.is_empty()), (10, false));
     assert_eq!(session.pairs_read(), 0);
-    session.step(&data.q[..16], &data.k[..8], &data.v[..8]).expect("valid");
+    session
+        .step(&data.q[..16], &data.k[..8], &data.v[..8])
+        .expect("valid");
     // Heavy and recent keep one key each of the ten, and the new one is read too.
     assert_eq!(session.pairs_read(), 2 * 3);
     let error = session

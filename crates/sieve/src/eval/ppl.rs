@@ -1,6 +1,6 @@
 //! `sieve eval ppl`.
 use crate::device::{Device, DeviceChoice};
-use crate::{loaded, terminal};
+use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result};
 use burn::tensor::DType;
 use burn_cuda::CudaDevice;
@@ -8,11 +8,12 @@ use burn_flex::{Flex, FlexDevice};
 use clap::{ArgGroup, Args, ValueEnum};
 use sieve_data::{Corpus, CorpusConfig, Prepared, Tokenizer};
 use sieve_eval::{
-    EvalDocument, EvalError, PerplexityConfig, PerplexityReport, perplexity, prepared_documents,
-    text_documents,
+    EvalDocument, EvalError, PerplexityConfig, PerplexityReport, Selection, perplexity,
+    perplexity_selected, prepared_documents, text_documents,
 };
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
+use sieve_select::Selector;
 use std::path::{Path, PathBuf};
 
 /// Tokens of one forward pass; more only takes memory.
@@ -46,6 +47,8 @@ pub(crate) struct PplArgs {
     /// Stop after the document with which this many tokens are predicted
     #[arg(long, value_name = "N")]
     max_tokens: Option<u64>,
+    #[arg(long, value_name = "NAME:…", value_parser = selector::parse, help = selector::ABOUT)]
+    selector: Option<Selector>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -79,6 +82,10 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
         max_tokens: args.max_tokens,
         batch_tokens: BATCH_TOKENS,
     };
+    let selector = args.selector.clone();
+    let mut selection = selector
+        .map(|selector| Selection::new(selector, &loaded.shape))
+        .transpose()?;
     let report = if args.recipe_validation {
         let prepared = prepared_data(&loaded)?;
         let total = prepared.meta.validation.num_tokens - prepared.meta.validation.num_documents;
@@ -88,14 +95,22 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
             documents,
             &config,
             device,
+            selection.as_mut(),
             Some(total.min(args.max_tokens.unwrap_or(total))),
         )?
     } else {
         let corpus = corpus(args)?;
         let documents = text_documents(&corpus, &tokenizer, eos_id(&tokenizer)?);
-        with_progress(&loaded, documents, &config, device, args.max_tokens)?
+        with_progress(
+            &loaded,
+            documents,
+            &config,
+            device,
+            selection.as_mut(),
+            args.max_tokens,
+        )?
     };
-    print(args, &loaded, &report)
+    print(args, &loaded, &report, selection.as_ref())
 }
 
 fn eos_id(tokenizer: &Tokenizer) -> Result<u32> {
@@ -107,6 +122,7 @@ fn with_progress<B: SieveBackend>(
     documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
     config: &PerplexityConfig,
     device: &B::Device,
+    selection: Option<&mut Selection>,
     total: Option<u64>,
 ) -> Result<PerplexityReport> {
     let template = match total {
@@ -115,7 +131,13 @@ fn with_progress<B: SieveBackend>(
     };
     let bar = terminal::progress_bar(total.unwrap_or(0), template);
     let mut observe = |num_tokens: u64| bar.set_position(num_tokens);
-    let report = perplexity(&loaded.model, documents, config, device, &mut observe);
+    let (model, observe) = (&loaded.model, &mut observe);
+    let report = match selection {
+        None => perplexity(model, documents, config, device, observe),
+        Some(selection) => {
+            perplexity_selected(model, documents, config, device, selection, observe)
+        }
+    };
     bar.finish_and_clear();
     Ok(report?)
 }
@@ -168,6 +190,7 @@ fn print<B: SieveBackend>(
     args: &PplArgs,
     loaded: &LoadedModel<B>,
     report: &PerplexityReport,
+    selection: Option<&Selection>,
 ) -> Result<()> {
     if args.json {
         let mut json = serde_json::to_value(report)?;
@@ -177,6 +200,18 @@ fn print<B: SieveBackend>(
                 loaded.path.display().to_string().into(),
             );
             object.insert("step".into(), loaded.state.step.into());
+            if let Some(selection) = selection {
+                let selector = selection.selector();
+                object.insert("selector".into(), selector.to_string().into());
+                object.insert(
+                    "prefill_perplexity".into(),
+                    (!selector.is_causal_map()).into(),
+                );
+                object.insert(
+                    "selection".into(),
+                    serde_json::to_value(selection.totals())?,
+                );
+            }
         }
         terminal::line(&json.to_string());
         return Ok(());
@@ -207,6 +242,17 @@ fn print<B: SieveBackend>(
         report.byte_perplexity,
         report.bits_per_byte,
     ));
+    if let Some(selection) = selection {
+        terminal::line(&selector::summary(
+            selection.selector(),
+            &selection.totals(),
+        ));
+        if !selection.selector().is_causal_map() {
+            terminal::line(
+                "this is prefill perplexity: the method chooses a row's keys by later rows too, so these are no likelihoods",
+            );
+        }
+    }
     Ok(())
 }
 

@@ -1,0 +1,256 @@
+//! `sieve eval selectors`: sparse methods side by side on one dense checkpoint.
+mod plot;
+
+use crate::device::{Device, DeviceChoice};
+use crate::{loaded, selector, terminal};
+use anyhow::{Context, Result, bail};
+use burn::tensor::DType;
+use burn_cuda::CudaDevice;
+use burn_flex::{Flex, FlexDevice};
+use clap::Args;
+use sieve_data::{Corpus, CorpusConfig};
+use sieve_eval::{SelectorMeasure, measure_selectors, sweep_selectors, text_documents};
+use sieve_hf::LoadedModel;
+use sieve_ops::{Cuda, SieveBackend};
+use sieve_select::{ENTRIES, Phase, Selector};
+use std::path::PathBuf;
+
+/// Arguments of `sieve eval selectors`.
+#[derive(Args, Debug)]
+pub(crate) struct SelectorsArgs {
+    /// A checkpoint (step-N) of a dense model, or a run folder: then its latest
+    #[arg(long, value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// Text or JSONL files, folders or globs; documents are read one after the other
+    #[arg(long, required = true, num_args = 1.., value_name = "PATH")]
+    data: Vec<String>,
+    /// Tokens of the prompts
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "N,…",
+        default_value = "1024"
+    )]
+    lengths: Vec<usize>,
+    /// Prompts of each length
+    #[arg(long, default_value_t = 2, value_name = "N")]
+    windows: usize,
+    /// A method to measure, once for each; all prefill methods when absent
+    #[arg(long, value_name = "NAME:…", value_parser = selector::parse)]
+    selector: Vec<Selector>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Also write an SVG of density against recall over each method's setting, at the longest length
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+    /// auto, cpu, cuda or cuda:N; the attention itself runs on the CPU
+    #[arg(long, default_value = "auto")]
+    device: DeviceChoice,
+}
+
+/// Settings that trade density for recall, with the values of the picture.
+const KNOBS: &[(&str, &str, &[&str])] = &[
+    ("bfla", "keep_mass", &["0.5", "0.8", "0.9", "0.99", "0.999"]),
+    ("momo", "k", &["2", "4", "8", "16", "32"]),
+    ("ba_att", "sparsity", &["0.9", "0.75", "0.5", "0.25"]),
+    ("pbs", "tau", &["0.5", "0.7", "0.9", "0.95", "0.99"]),
+    ("xattention", "tau", &["0.5", "0.7", "0.9", "0.95", "0.99"]),
+    (
+        "vertical_slash",
+        "slash",
+        &["64", "128", "256", "512", "1024"],
+    ),
+    ("block_sparse", "topk", &["2", "4", "8", "16"]),
+    ("a_shape", "n_local", &["64", "128", "256", "512", "1024"]),
+    (
+        "flexprefill",
+        "gamma",
+        &["0.5", "0.7", "0.9", "0.95", "0.99"],
+    ),
+    ("meanpool", "tau", &["0.5", "0.7", "0.9", "0.95", "0.99"]),
+    (
+        "streamingllm",
+        "n_local",
+        &["64", "128", "256", "512", "1024"],
+    ),
+    ("infinitehip", "budget", &["64", "128", "256", "512"]),
+    ("oracle_topk", "k", &["4", "8", "16", "32", "64"]),
+];
+
+/// Runs the command.
+pub(crate) fn run(args: SelectorsArgs) -> Result<()> {
+    match args.device.resolve()? {
+        Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
+        Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
+    }
+}
+
+fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DType) -> Result<()> {
+    if args.lengths.iter().any(|&length| length < 2) || args.windows == 0 {
+        bail!("--lengths and --windows must be positive\n  hint: prompts need at least 2 tokens");
+    }
+    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
+    let selectors = match args.selector.is_empty() {
+        true => all_prefill()?,
+        false => args.selector.clone(),
+    };
+    let wanted = args.lengths.iter().max().map_or(0, |&n| n + 1) * args.windows;
+    let is_jsonl = args.data.iter().all(|path| path.ends_with(".jsonl"));
+    let paths = args.data.clone();
+    let corpus = Corpus::open(match is_jsonl {
+        true => CorpusConfig::jsonl(paths, "text"),
+        false => CorpusConfig::text(paths),
+    })?;
+    let mut tokens = Vec::new();
+    for document in text_documents(&corpus, &tokenizer, tokenizer.eos_id(None)?) {
+        tokens.extend(document?.tokens);
+        if tokens.len() >= wanted {
+            break;
+        }
+    }
+    if tokens.len() < wanted {
+        bail!(
+            "the data holds {} tokens, and {} prompts of the longest length need {wanted}\n  hint: give more text, or fewer --windows",
+            tokens.len(),
+            args.windows
+        );
+    }
+    let mut measures = Vec::new();
+    for &length in &args.lengths {
+        let windows: Vec<Vec<u32>> = tokens
+            .chunks(length + 1)
+            .take(args.windows)
+            .map(<[u32]>::to_vec)
+            .collect();
+        let bar = terminal::progress_bar(
+            (selectors.len() * windows.len()) as u64,
+            "{bar:30} {pos}/{len} {msg}",
+        );
+        let mut observe = |name: &str| {
+            bar.set_message(format!("{name}, {length} tokens"));
+            bar.inc(1);
+        };
+        let found = measure_selectors(&loaded.model, &windows, &selectors, device, &mut observe);
+        bar.finish_and_clear();
+        measures.extend(found?);
+    }
+    print(args, &loaded, &measures)?;
+    match &args.plot {
+        Some(path) => draw(args, &loaded, &tokens, &selectors, device, path),
+        None => Ok(()),
+    }
+}
+
+/// Every prefill method with its defaults, but dense layers at the start off, so that small models show something.
+fn all_prefill() -> Result<Vec<Selector>> {
+    let prefill = ENTRIES.iter().filter(|entry| entry.phase != Phase::Decode);
+    prefill
+        .map(|entry| {
+            let mut selector = Selector::by_name(entry.name)?;
+            selector.common.first_dense_layers = 0;
+            Ok(selector)
+        })
+        .collect()
+}
+
+fn print<B: SieveBackend>(
+    args: &SelectorsArgs,
+    loaded: &LoadedModel<B>,
+    measures: &[SelectorMeasure],
+) -> Result<()> {
+    if args.json {
+        let json = serde_json::json!({
+            "checkpoint": loaded.path.display().to_string(),
+            "step": loaded.state.step,
+            "data": args.data,
+            "threads": crate::device::num_threads(),
+            "selectors": measures,
+        });
+        terminal::line(&json.to_string());
+        return Ok(());
+    }
+    terminal::line(&format!(
+        "{} (step {}), {} prompts of each length, {} threads\n\
+         density: computed pairs over causal pairs, probes included; error: of the layers' output; times: all layers of one\n\
+         prompt, on the CPU; loss: nats per token, * where it is no likelihood (prefill loss)",
+        loaded.path.display(),
+        loaded.state.step,
+        args.windows,
+        crate::device::num_threads(),
+    ));
+    for &length in &args.lengths {
+        let rows: Vec<&SelectorMeasure> =
+            measures.iter().filter(|m| m.num_tokens == length).collect();
+        let Some(first) = rows.first() else {
+            continue;
+        };
+        terminal::line(&format!(
+            "\n{length} tokens: dense loss {:.4}, dense attention {:.2} ms\n{:15} {:>8} {:>8} {:>8} {:>9} {:>10} {:>12} {:>8} {:>9}",
+            first.dense_loss,
+            first.dense_attention_ms,
+            "selector",
+            "density",
+            "tiles",
+            "recall",
+            "error",
+            "select ms",
+            "attention ms",
+            "x dense",
+            "loss +"
+        ));
+        let percent = |x: Option<f64>| x.map_or("-".to_owned(), |x| format!("{:.2}%", 100.0 * x));
+        for m in rows {
+            terminal::line(&format!(
+                "{:15} {:>8} {:>8} {:>8} {:>9.4} {:>10.2} {:>12.2} {:>8.2} {:>8.4}{}",
+                m.name,
+                percent(Some(m.density)),
+                percent(m.tile_density),
+                percent(m.recall),
+                m.output_error,
+                m.select_ms,
+                m.attention_ms,
+                m.dense_attention_ms / m.attention_ms,
+                m.loss - m.dense_loss,
+                if m.causal { " " } else { "*" }
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn draw<B: SieveBackend>(
+    args: &SelectorsArgs,
+    loaded: &LoadedModel<B>,
+    tokens: &[u32],
+    selectors: &[Selector],
+    device: &B::Device,
+    path: &std::path::Path,
+) -> Result<()> {
+    let length = args.lengths.iter().max().copied().unwrap_or(0);
+    let mut curves = Vec::new();
+    for (name, key, values) in KNOBS {
+        // The settings the user gave stay; the knob is moved.
+        let Some(selector) = selectors.iter().find(|selector| selector.name() == *name) else {
+            continue;
+        };
+        let moved: Vec<Selector> = values
+            .iter()
+            .map(|value| Ok(selector.with(key, value)?))
+            .collect::<Result<_>>()?;
+        let points = sweep_selectors(&loaded.model, &tokens[..=length], &moved, device)?;
+        curves.push(plot::Curve {
+            name: format!("{name} ({key})"),
+            points,
+        });
+    }
+    let title = format!(
+        "{length} tokens, {}, step {}",
+        loaded.path.display(),
+        loaded.state.step
+    );
+    std::fs::write(path, plot::svg(&title, &curves))
+        .with_context(|| format!("cannot write {}", path.display()))?;
+    terminal::line(&format!("wrote {}", path.display()));
+    Ok(())
+}

@@ -1,0 +1,41 @@
+//! `--selector`: a sparse method in place of a dense model's attention.
+use crate::terminal;
+use sieve_eval::SelectionTotals;
+use sieve_select::Selector;
+
+/// What `--selector` takes; also its help text.
+pub(crate) const ABOUT: &str =
+    "A sparse method in place of dense attention, NAME:key=value,…; `help` lists all";
+
+/// Reads a selector; `help` prints the list and ends the program, as `--help` does.
+pub(crate) fn parse(text: &str) -> Result<Selector, String> {
+    if text == "help" {
+        terminal::text(&Selector::help());
+        std::process::exit(0);
+    }
+    Selector::parse(text).map_err(|error| error.to_string())
+}
+
+/// One line about what a selector computed.
+pub(crate) fn summary(selector: &Selector, totals: &SelectionTotals) -> String {
+    let mut text = format!(
+        "selector          {:>14}  {:.2} % of the pairs, {:.3} s in attention, {:.3} s of them selecting",
+        selector.name(),
+        100.0 * totals.density(),
+        totals.seconds,
+        totals.select_seconds
+    );
+    if totals.dense_calls > 0 {
+        text += &format!(
+            "; {} of {} calls ran dense (shorter than min_prefill_tokens, or a dense layer)",
+            totals.dense_calls, totals.calls
+        );
+    }
+    if totals.nan_lists > 0 {
+        text += &format!(
+            "; {} heads ran dense because a score was NaN",
+            totals.nan_lists
+        );
+    }
+    text
+}
