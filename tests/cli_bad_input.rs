@@ -65,7 +65,7 @@ fn recipes_are_checked_before_any_work() {
             &["data.validation_fraction"],
         ),
         ("data.paths=[]", &["data.paths"]),
-        ("data.format=parquet", &["data.format", "parquet"]),
+        ("data.format=parkett", &["data.format", "parquet"]),
         (
             "tokenizer.train.vocab_size=20",
             &["tokenizer.train.vocab_size", "20"],

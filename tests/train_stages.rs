@@ -123,6 +123,47 @@ fn stages_may_be_added_to_a_finished_run_but_not_changed() {
 }
 
 #[test]
+fn a_stage_reads_text_of_its_own() {
+    let run = staged();
+    fs::create_dir(run.path("long")).expect("new");
+    let line = "zebra zebra zebra quick quick quick\n";
+    for number in 0..40 {
+        let name = format!("long/{number}.txt");
+        fs::write(run.path(&name), line.repeat(80)).expect("writable");
+    }
+    let own = "--set stage.2.paths=[\"long/*.txt\"]";
+    succeed(&mut train(&run, "own", own));
+    succeed(&mut train(&run, "usual", ""));
+    let loss = |out: &str, step: u64| {
+        run.metrics(out, "step")[&step]["loss"]
+            .as_f64()
+            .expect("a loss")
+    };
+    assert_eq!(loss("own", 13), loss("usual", 13));
+    // One sentence again and again is learned at once; the first stage's text is not.
+    assert!(
+        loss("own", 27) < 0.7 * loss("usual", 27),
+        "{} {}",
+        loss("own", 27),
+        loss("usual", 27)
+    );
+    assert!(run.path("own/data/stage-2/meta.json").is_file());
+
+    // Resumed inside the stage, and when its files are gone.
+    let mut child = train(&run, "killed", own)
+        .spawn()
+        .expect("the program starts");
+    let reached = run.path("killed/checkpoint/step-20");
+    wait_until("the checkpoint", || reached.is_dir());
+    signal(&child, "KILL");
+    child.wait().expect("it ends");
+    fs::rename(run.path("long"), run.path("gone")).expect("there");
+    succeed(&mut train(&run, "killed", &format!("{own} --resume")));
+    run.assert_same_end("killed", "own");
+    run.refuse(&mut train(&run, "new", own), &["long/*.txt"]);
+}
+
+#[test]
 fn a_branch_goes_on_under_another_recipe() {
     let run = TinyRun::dma();
     run.trained("trunk", "");

@@ -1,6 +1,7 @@
 //! From a recipe to a tokenizer and what rows come from: shards, or a synthetic task.
 mod mqar;
 mod sources;
+pub(crate) mod stages;
 
 use crate::TrainError;
 use crate::lock::{Taken, try_lock};
@@ -13,6 +14,7 @@ use sieve_data::{
     Tokenizer, ValidationSource, prepare,
 };
 use sieve_hf::Checkpoint;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -25,6 +27,8 @@ pub struct TrainingData {
     pub tokenizer_json: String,
     /// What rows come from.
     pub rows: RowSource,
+    /// The shards of stages that have text of their own, by the place of the stage, from 0.
+    pub stages: BTreeMap<usize, Prepared>,
     /// Time spent training the tokenizer; zero when it was there.
     pub tokenizer_time: Duration,
     /// Time spent on the shards.
@@ -114,16 +118,16 @@ impl DataSource {
                 let (whole, validation) = corpus_configs(recipe, variable)?;
                 let train = sources::weighted_configs(recipe, &whole);
                 let train = train.into_iter().map(Corpus::open);
-                let endpoint = variable("HF_ENDPOINT").filter(|endpoint| !endpoint.is_empty());
                 Some(TextSource {
                     train: train.collect::<Result<_, _>>()?,
                     whole: Corpus::open(whole)?,
                     validation: validation.map(Corpus::open).transpose()?,
-                    endpoint: endpoint.unwrap_or_else(|| HubConfig::ENDPOINT.to_owned()),
+                    endpoint: hub_endpoint(variable),
                     token: variable("HF_TOKEN").filter(|token| !token.is_empty()),
                 })
             }
         };
+        stages::check_stages(recipe, variable)?;
         Ok(Self { text, tokenizer })
     }
 
@@ -147,6 +151,7 @@ impl DataSource {
                 tokenizer,
                 tokenizer_json,
                 rows: RowSource::Mqar { train, test },
+                stages: BTreeMap::new(),
                 tokenizer_time: Duration::ZERO,
                 prepare_time: Duration::ZERO,
             });
@@ -188,6 +193,7 @@ impl DataSource {
                 prepared,
                 weights: recipe.data.weights.clone(),
             },
+            stages: BTreeMap::new(),
             tokenizer_time,
             prepare_time,
         })
@@ -242,7 +248,7 @@ impl TrainingData {
         variable: &dyn Fn(&str) -> Option<String>,
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<Self, TrainError> {
-        let expected = &checkpoint.state.data_fingerprint;
+        let expected = stages::base(&checkpoint.state.data_fingerprint);
         let (tokenizer, tokenizer_json) = read_tokenizer(&checkpoint.tokenizer_path())?;
         let other = |what: String| TrainError::OtherData {
             path: dir.to_owned(),
@@ -251,7 +257,7 @@ impl TrainingData {
         // The files may have changed or gone since: what counts is what was made of them.
         if recipe.data.format != DataFormat::Mqar
             && let Ok(prepared) = Prepared::open(dir)
-            && prepared.meta.fingerprint == *expected
+            && prepared.meta.fingerprint == expected
         {
             return Ok(Self {
                 tokenizer,
@@ -260,6 +266,7 @@ impl TrainingData {
                     prepared,
                     weights: recipe.data.weights.clone(),
                 },
+                stages: BTreeMap::new(),
                 tokenizer_time: Duration::ZERO,
                 prepare_time: Duration::ZERO,
             });
@@ -269,12 +276,18 @@ impl TrainingData {
             ..DataSource::open(recipe, variable)?
         };
         match source.prepare(recipe, dir, OnChange::Refuse, observe) {
-            Ok(data) if data.fingerprint() == *expected => Ok(data),
+            Ok(data) if data.base_fingerprint() == expected => Ok(data),
             Ok(_) => Err(other("the text files have changed since".to_owned())),
             Err(TrainError::CacheInUse { what, .. }) => Err(other(format!("it {what}"))),
             Err(error) => Err(error),
         }
     }
+}
+
+/// Where data sets of the Hugging Face hub are asked for.
+fn hub_endpoint(variable: &dyn Fn(&str) -> Option<String>) -> String {
+    let endpoint = variable("HF_ENDPOINT").filter(|endpoint| !endpoint.is_empty());
+    endpoint.unwrap_or_else(|| HubConfig::ENDPOINT.to_owned())
 }
 
 /// The tokenizer of a file, and the file's text.

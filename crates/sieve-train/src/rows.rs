@@ -8,7 +8,22 @@ use std::sync::Arc;
 const SAMPLED_ROWS: u64 = 1000;
 
 impl TrainingData {
-    /// What makes rows to train on.
+    /// What makes the rows that the stage in place `stage_index`, from 0, trains on.
+    ///
+    /// # Errors
+    /// An unreadable shard, or one with too few tokens for a row.
+    pub fn stage_loader(
+        &self,
+        stage_index: usize,
+        config: LoaderConfig,
+    ) -> Result<Loader, TrainError> {
+        match self.stages.get(&stage_index) {
+            Some(prepared) => Ok(Loader::new(Arc::new(prepared.train()?), config)?),
+            None => self.train_loader(config),
+        }
+    }
+
+    /// What makes rows to train on, where no stage has text of its own.
     ///
     /// # Errors
     /// An unreadable shard, or one with too few tokens for a row.
@@ -57,8 +72,8 @@ impl TrainingData {
         }
     }
 
-    /// What tells this data from other data.
-    pub fn fingerprint(&self) -> String {
+    /// What tells the run's own data from other data.
+    pub(crate) fn base_fingerprint(&self) -> String {
         match &self.rows {
             RowSource::Shards { prepared, .. } => prepared.meta.fingerprint.clone(),
             RowSource::Mqar { train, test } => {

@@ -198,7 +198,9 @@ impl<B: TrainBackend> Trainer<B> {
         // At the end of a stage the next one's rows begin; other data begins with its first row.
         let ended = self.recipe.stage_of_state(state.step as usize).index;
         let goes_on = ended == self.stage.stage.index;
-        let same_data = state.data_fingerprint == self.data.fingerprint();
+        let [saved, now] = [&state.data_fingerprint, &self.data.fingerprint()]
+            .map(|all| crate::data::stages::of_stage(all, ended).to_owned());
+        let same_data = saved == now;
         self.next_sample = if goes_on && same_data {
             state.next_sample
         } else {
@@ -334,12 +336,21 @@ impl<B: TrainBackend> Trainer<B> {
         )
     }
 
+    /// Writes the recipe into the folder: the first file of a run, without which nothing else there can be resumed.
+    /// [`run`](Self::run) does it too; a caller who keeps files of its own there does it before them.
+    ///
+    /// # Errors
+    /// Any failure of the file system.
+    pub fn write_config(&self) -> Result<(), TrainError> {
+        write_atomically(&self.folder.config_path(), &self.recipe.to_toml()?)
+    }
+
     /// The first writes of a run: everything that could be refused has been by now.
     fn begin<'a>(
         &mut self,
         observe: &'a mut dyn FnMut(TrainEvent<'_>),
     ) -> Result<(Reporter<'a>, History), TrainError> {
-        write_atomically(&self.folder.config_path(), &self.recipe.to_toml()?)?;
+        self.write_config()?;
         let tensorboard = self.recipe.metrics.enable_tensorboard;
         let (metrics, history) = Metrics::open(&self.folder, self.step, tensorboard)?;
         let mut reporter = Reporter { metrics, observe };

@@ -320,7 +320,7 @@ fn prepare(
         }
         DataEvent::Preparing(Progress::Writing) => {}
     };
-    let data = match (source, &origin.checkpoint) {
+    let mut data = match (source, &origin.checkpoint) {
         // What was listed above is listed again, with the checkpoint's tokenizer.
         (Some(_), Some(checkpoint)) => {
             let place = (dir.as_path(), on_change);
@@ -332,6 +332,15 @@ fn prepare(
         (Some(source), _) => source.prepare(recipe, &dir, on_change, &mut observe),
         (None, None) => unreachable!("without a checkpoint the files were listed above"),
     }?;
+    let resumed = origin.checkpoint.as_ref().filter(|_| !origin.is_branch);
+    let expected = resumed.map(|checkpoint| checkpoint.state.data_fingerprint.as_str());
+    let on_change = if expected.is_some() {
+        OnChange::Refuse
+    } else {
+        on_change
+    };
+    let place = (dir.as_path(), on_change);
+    data.prepare_stages(recipe, place, expected, &variable, &mut observe)?;
     if let Some(bar) = bar.into_inner() {
         bar.finish_and_clear();
     }

@@ -10,7 +10,7 @@ use crate::model::{Attention, ModelShape};
 pub struct OpPlan {
     /// What it computes.
     pub op: &'static str,
-    /// `"cpu kernel"`, `"cuda kernel"`, or `"plain"`: Burn's own ops, slower.
+    /// `"cpu kernel"`, `"cuda kernel"`, `"cuda library"`, or `"plain"`: Burn's own ops, slower.
     pub path: &'static str,
     /// Why.
     pub reason: String,
@@ -84,14 +84,14 @@ fn cuda_attention(op: &str, shape: &ModelShape) -> (&'static str, String) {
 }
 
 fn cuda_rest(op: &str) -> (&'static str, String) {
+    let kernel = |reason: &str| ("cuda kernel", reason.to_owned());
     match op {
-        "swiglu" => (
-            "cuda kernel",
-            "forward and backward in one launch each".to_owned(),
+        "matrix products" => (
+            "cuda library",
+            "cuBLASLt, in the order of the other launches".to_owned(),
         ),
-        _ => (
-            "plain",
-            "Burn's own ops; a run prints what it took".to_owned(),
-        ),
+        "loss" => kernel("logits by cuBLASLt in chunks, never all of them; the rest in one launch"),
+        "adamw" => kernel("f32 masters, moments and bf16 weights in one pass"),
+        _ => kernel("forward and backward in one launch each, sums in f32"),
     }
 }

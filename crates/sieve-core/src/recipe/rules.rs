@@ -235,7 +235,7 @@ fn check_tokenizer(
     }
 }
 
-pub(super) fn check_paths(key: &'static str, paths: &[String], rules: &mut Rules<'_>) {
+pub(super) fn check_paths(key: &str, paths: &[String], rules: &mut Rules<'_>) {
     rules.require(
         !paths.is_empty(),
         key,

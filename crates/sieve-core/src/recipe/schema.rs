@@ -247,6 +247,7 @@ pub(super) const STAGE: Section = Section {
         optional("seq_len", Integer),
         optional("rope_theta", Number),
         optional("window", Integer),
+        optional("paths", Strings),
         optional("local_batch_size", Integer),
         optional("global_batch_size", Integer),
     ],

@@ -20,6 +20,9 @@ pub struct StageSection {
     /// the default. Kinds without a window have none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub window: Option<usize>,
+    /// Globs of text that this stage trains on instead of `data.paths`: the same format, settings and tokenizer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub paths: Option<Vec<String>>,
     /// Rows one device holds at a time; absent in the text: `training.local_batch_size`.
     pub local_batch_size: usize,
     /// Rows of one optimizer step; absent in the text: `training.global_batch_size`.
@@ -73,6 +76,7 @@ impl Recipe {
             seq_len: self.training.seq_len,
             rope_theta: self.model.rope_theta,
             window: self.attention.window(),
+            paths: None,
             local_batch_size: self.training.local_batch_size,
             global_batch_size: self.training.global_batch_size,
         };
@@ -119,6 +123,10 @@ impl Recipe {
         recipe.model.rope_theta = section.rope_theta;
         if let Some(window) = section.window {
             recipe.attention = self.attention.with_window(window);
+        }
+        if let Some(paths) = &section.paths {
+            recipe.data.paths.clone_from(paths);
+            recipe.data.weights = None;
         }
         recipe.training.seq_len = section.seq_len;
         recipe.training.local_batch_size = section.local_batch_size;

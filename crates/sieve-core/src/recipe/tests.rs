@@ -169,6 +169,7 @@ fn schema_and_serde_types_hold_the_same_keys() {
         .into_iter()
         .map(|stage| stage.section)
         .collect();
+    full.stage[0].paths = Some(vec!["p".to_owned()]);
     let table = toml::Table::try_from(&full).expect("serialises");
     assert_eq!(table.len(), schema::SECTIONS.len() + 1);
     let stage = table["stage"][0].as_table().expect("a table").keys();

@@ -70,7 +70,7 @@ impl StageState {
             ..config
         };
         Ok(Self {
-            loader: Arc::new(data.train_loader(config)?),
+            loader: Arc::new(data.stage_loader(stage.index, config)?),
             validation_loader: data.validation_loader(sequential)?,
             micro_batches,
             stage,

@@ -1,7 +1,7 @@
 //! Rules of `[[stage]]`.
 
-use super::{MAX_BATCH, MAX_SEQ_LEN, MAX_STEPS, Parts, Rules};
-use crate::recipe::StageSection;
+use super::{MAX_BATCH, MAX_SEQ_LEN, MAX_STEPS, Parts, Rules, check_paths};
+use crate::recipe::{DataFormat, StageSection};
 
 pub(super) fn check_stages(stages: &[StageSection], parts: &Parts<'_>, rules: &mut Rules<'_>) {
     for (number, stage) in (1..).zip(stages) {
@@ -54,6 +54,18 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts<'_>, rules: &m
                 || "leave it out".to_owned(),
             );
         }
+    }
+    if let Some(paths) = &stage.paths {
+        check_paths(&key("paths"), paths, rules);
+        let is_text = parts
+            .data
+            .is_none_or(|data| data.format != DataFormat::Mqar);
+        rules.require(
+            is_text,
+            &key("paths"),
+            || "is given, but format = \"mqar\" reads no files".to_owned(),
+            || "leave it out".to_owned(),
+        );
     }
     let (local, global) = (stage.local_batch_size, stage.global_batch_size);
     rules.size(&key("local_batch_size"), local, MAX_BATCH);

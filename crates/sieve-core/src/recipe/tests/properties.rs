@@ -273,6 +273,10 @@ fn recipe() -> impl Strategy<Value = Recipe> {
                     seq_len: training.seq_len,
                     rope_theta: weight_decay + 1.0,
                     window: attention.window(),
+                    paths: validation
+                        .2
+                        .clone()
+                        .filter(|_| data.format != DataFormat::Mqar),
                     local_batch_size: training.local_batch_size,
                     global_batch_size: training.global_batch_size,
                 });

@@ -40,6 +40,7 @@ fn what_a_stage_leaves_out_comes_from_the_sections() {
             seq_len: 64,
             rope_theta: 10_000.0,
             window: Some(16),
+            paths: None,
             local_batch_size: 5,
             global_batch_size: 5,
         }
@@ -114,6 +115,11 @@ fn mistakes_in_stages_name_the_stage_and_the_line() {
             "training.steps: is 7, but the stages take 36 steps",
         ),
         ("window = 32", "window = 0", "stage.2.window: is 0, outside"),
+        (
+            "window = 32",
+            "paths = []",
+            "stage.2.paths: is an empty list",
+        ),
     ] {
         let text = message(from, to, &[]);
         assert!(text.contains(expected), "{to}: {text}");

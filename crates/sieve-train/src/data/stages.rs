@@ -1,0 +1,140 @@
+//! Text of a stage's own.
+use super::{DataEvent, TextSource, TrainingData, corpus_configs, hub_endpoint, in_cache};
+use crate::TrainError;
+use sieve_core::Recipe;
+use sieve_core::recipe::Stage;
+use sieve_data::{Corpus, OnChange, PrepareConfig, Prepared, ValidationSource, prepare};
+use std::path::Path;
+
+/// Between the fingerprints of the parts of a run's data.
+const PART: char = '+';
+
+/// The stages that name text of their own.
+fn with_paths(recipe: &Recipe) -> impl Iterator<Item = Stage> {
+    let stages = recipe.stages().into_iter();
+    stages.filter(|stage| stage.section.paths.is_some())
+}
+
+/// Lists the text of every stage, so that a path without files is told before anything is written.
+pub(super) fn check_stages(
+    recipe: &Recipe,
+    variable: &dyn Fn(&str) -> Option<String>,
+) -> Result<(), TrainError> {
+    for stage in with_paths(recipe) {
+        let (config, _) = corpus_configs(&recipe.at_stage(&stage), variable)?;
+        Corpus::open(config)?;
+    }
+    Ok(())
+}
+
+impl TrainingData {
+    /// Makes, or finds again, the text of stages that name their own, in `dir/stage-N`, by this data's tokenizer.
+    ///
+    /// `expected` is the fingerprint of a run that is resumed: what it has of a stage must not have changed.
+    ///
+    /// # Errors
+    /// Those of [`DataSource::prepare`](super::DataSource::prepare); other text than `expected`.
+    pub fn prepare_stages(
+        &mut self,
+        recipe: &Recipe,
+        (dir, on_change): (&Path, OnChange),
+        expected: Option<&str>,
+        variable: &dyn Fn(&str) -> Option<String>,
+        observe: &mut dyn FnMut(DataEvent),
+    ) -> Result<(), TrainError> {
+        for stage in with_paths(recipe) {
+            let alone = recipe.at_stage(&stage);
+            let dir = dir.join(format!("stage-{}", stage.index + 1));
+            let saved = expected.and_then(|parts| part(parts, stage.index));
+            let found = Prepared::open(&dir).ok().filter(|prepared| {
+                // The files may be gone since: what counts is what was made of them.
+                saved == Some(prepared.meta.fingerprint.as_str())
+            });
+            let prepared = match found {
+                Some(prepared) => prepared,
+                None => self.prepare_stage(&alone, (&dir, on_change), variable, observe)?,
+            };
+            if saved.is_some_and(|saved| saved != prepared.meta.fingerprint) {
+                return Err(TrainError::OtherData {
+                    path: dir,
+                    what: "the text files have changed since".to_owned(),
+                });
+            }
+            self.stages.insert(stage.index, prepared);
+        }
+        Ok(())
+    }
+
+    fn prepare_stage(
+        &self,
+        alone: &Recipe,
+        (dir, on_change): (&Path, OnChange),
+        variable: &dyn Fn(&str) -> Option<String>,
+        observe: &mut dyn FnMut(DataEvent),
+    ) -> Result<Prepared, TrainError> {
+        let (config, validation) = corpus_configs(alone, variable)?;
+        let mut text = TextSource {
+            train: vec![Corpus::open(config.clone())?],
+            whole: Corpus::open(config)?,
+            validation: validation.map(Corpus::open).transpose()?,
+            endpoint: hub_endpoint(variable),
+            token: variable("HF_TOKEN").filter(|token| !token.is_empty()),
+        };
+        text.connect(dir)?;
+        let config = PrepareConfig {
+            dir: dir.to_owned(),
+            validation: match &text.validation {
+                Some(corpus) => ValidationSource::Corpus(corpus),
+                None => ValidationSource::Fraction(alone.data.validation_fraction),
+            },
+            eos_token: None,
+            on_change,
+        };
+        let observe = std::cell::RefCell::new(observe);
+        let report = |progress| observe.borrow_mut()(DataEvent::Preparing(progress));
+        prepare(&text.train, &self.tokenizer, &config, &report).map_err(in_cache)
+    }
+
+    /// What tells this data from other data: the run's own, then each stage's.
+    pub fn fingerprint(&self) -> String {
+        let stages = self.stages.iter();
+        let stages =
+            stages.map(|(index, prepared)| format!("{PART}{index}:{}", prepared.meta.fingerprint));
+        std::iter::once(self.base_fingerprint())
+            .chain(stages)
+            .collect()
+    }
+}
+
+/// The fingerprint of a stage's own text.
+fn part(fingerprint: &str, stage_index: usize) -> Option<&str> {
+    let mut parts = fingerprint.split(PART).skip(1);
+    parts.find_map(|part| {
+        let (index, fingerprint) = part.split_once(':')?;
+        (index.parse() == Ok(stage_index)).then_some(fingerprint)
+    })
+}
+
+/// The fingerprint of the run's own text.
+pub(super) fn base(fingerprint: &str) -> &str {
+    fingerprint.split(PART).next().unwrap_or_default()
+}
+
+/// The fingerprint of what stage `stage_index` reads.
+pub(crate) fn of_stage(fingerprint: &str, stage_index: usize) -> &str {
+    part(fingerprint, stage_index).unwrap_or_else(|| base(fingerprint))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fingerprint_has_a_part_for_each_stage_with_text() {
+        let all = "abc+1:def+12:ghi";
+        assert_eq!(base(all), "abc");
+        let found = [0, 1, 2, 12].map(|index| of_stage(all, index));
+        assert_eq!(found, ["abc", "def", "abc", "ghi"]);
+        assert_eq!(of_stage("abc", 1), "abc");
+    }
+}
