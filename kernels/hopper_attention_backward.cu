@@ -1,5 +1,6 @@
 // hopper_attention_backward: attention_backward for sm_90a; the same mathematics, layout, buffers, params words and results to rounding.
-// attention_backward_prepare (and, with a bias, attention_row_sums) runs before it, attention_backward_convert after it.
+// attention_backward_prepare runs before it (with a bias followed by hopper_attention_row_sums, or replaced by hopper_attention_backward_prepare),
+// attention_backward_convert after it.
 // Math       P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i) over the pairs attention_forward sees; dv_j = sum_i P_ij do_i;
 //            dS_ij = P_ij (do_i . v_j - D_i); dk_j = softmax_scale * sum_i dS_ij q_i; ddelta_j = sum_i dS_ij; dq_sum_i = sum_j dS_ij k_j
 // Layout     as attention_backward

@@ -1,7 +1,7 @@
-// hopper_attention_backward_prepare: attention_backward_prepare from an o of twice the bits, so that no row sums pass is needed where there is a bias.
+// hopper_attention_backward_prepare: attention_backward_prepare from an o of twice the bits, in place of it and of the row sums that a bias needs.
 // Math       row_stats_i = {lse_i * log2(e), sum_c (o_ic + o_low_ic) do_ic}; a row that sees nothing (lse -inf) and the padding get {+inf, 0}, so that 2^(S - lse) is 0
-// Layout     o, o_low (of hopper_attention_forward with RESIDUAL), do bf16 [batch, seq_len, num_heads, HEAD_DIM_V]; lse f32 [batch, num_heads, seq_len]; row_stats f32 pairs [batch, num_heads, padded_len, 2];
-//            all contiguous
+// Layout     o, o_low (of hopper_attention_forward with RESIDUAL), do bf16 [batch, seq_len, num_heads, HEAD_DIM_V]; lse f32 [batch, num_heads, seq_len];
+//            row_stats f32 pairs [batch, num_heads, padded_len, 2]; all contiguous
 // Buffers    o, o_low, do, lse, row_stats
 // Defines    HEAD_DIM_V, a multiple of 8, at most 256
 // Tiling     grid (ceil(batch * padded_len * num_heads / ROWS)), ROWS = 256 / (HEAD_DIM_V / 8 rounded up to a power of two); 256 threads, a lane

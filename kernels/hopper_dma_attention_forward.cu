@@ -3,8 +3,8 @@
 //            lse_i = log sum_j exp(logit_ij); a query that sees nothing gets o = 0, lse = -inf
 // Layout     as dma_attention_forward
 // Buffers    (TENSOR_MAPS: q_map by value,) q, k, v, delta, list, tile_window, o, lse, (RESIDUAL: o_low)
-// Defines    as hopper_attention_forward, HAS_BIAS is always 1; TENSOR_MAPS: keys and values are gathered by cp.async all the same; HEADS_PER_TILE: the query heads that share a gathered tile, a divisor
-//            of the group; SUPER_BLOCK (1024)
+// Defines    as hopper_attention_forward, HAS_BIAS is always 1; TENSOR_MAPS: keys and values are gathered by cp.async all the same; HEADS_PER_TILE: the
+//            query heads that share a gathered tile, a divisor of the group; SUPER_BLOCK (1024)
 // Tiling     BLOCK_Q = NUM_CONSUMERS * 64 rows = HEADS_PER_TILE heads x TILE_QUERIES queries; a tile stays inside one super-block. Persistent: grid
 //            (multiprocessors, 1, 1); 128 + NUM_CONSUMERS * 128 threads; dynamic shared bytes = BLOCK_Q * HEAD_DIM * 2 + (K_STAGES + V_STAGES) * 256 * HEAD_DIM
 //              + 6144 + 64 + (2 * K_STAGES + 2 * V_STAGES + 2) * 8 + 1024

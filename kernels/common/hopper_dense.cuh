@@ -7,22 +7,18 @@ constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work
 
 struct DenseWork {
   const i32* doc_start;  // [batch, seq_len]
-  u32 tiles, head_units, kv_heads, batch, num_items;
-  int seq_len, window;
+  int seq_len, window, tiles;
+  WorkSchedule schedule;
 
   template <class Params>
   DEVICE DenseWork(const i32* doc_start, const Params& params)
-      : doc_start(doc_start), head_units((u32)params.num_heads / HEADS_PER_TILE), kv_heads((u32)params.num_kv_heads), batch((u32)params.batch), seq_len((int)params.seq_len) {
-    window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
-    tiles = (u32)ceil_div(seq_len, TILE_QUERIES);
-    num_items = tiles * head_units * batch;
-  }
+      : doc_start(doc_start), seq_len((int)params.seq_len), window((int)(params.window < params.seq_len ? params.window : params.seq_len)), tiles(ceil_div(seq_len, TILE_QUERIES)),
+        schedule((u32)tiles, (u32)params.num_heads / HEADS_PER_TILE, (u32)params.num_kv_heads, (u32)params.batch, params.seq_len * HEAD_DIM * 4, SECTION_BYTES) {}
 
   // The producer warpgroup's part of one tile.
-  DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, u32 item, u32 round, u32 shared, ProducerPlaces& places) const {
+  DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared, ProducerPlaces& places) const {
     const int thread = (int)threadIdx.x % 128;
-    WorkPlace place = work_place(item, tiles, head_units, kv_heads, batch, (u64)seq_len * HEAD_DIM * 4, SECTION_BYTES);
-    place.tile = (int)tiles - 1 - place.tile;  // late tiles see most keys
+    place.tile = tiles - 1 - place.tile;  // late tiles see most keys
     place.head *= HEADS_PER_TILE;
     const int kv_head = place.head / (tensors.num_heads / tensors.num_kv_heads);
     TileHead tile = {};
@@ -69,9 +65,9 @@ struct DenseWork {
       if (it < 0) {
         // The queries and the tile's description, once the last tile's products with its queries are done.
         const u32 full = barrier_at(shared, FULL_Q);
-        barrier_wait(barrier_at(shared, EMPTY_Q), (round & 1) ^ 1);
+        barrier_wait(barrier_at(shared, EMPTY_Q), (done & 1) ^ 1);
         copy_queries(shared, tensors, maps, tile);
-        unsigned char* described = (unsigned char*)__cvta_shared_to_generic(tile_base(shared, round));
+        unsigned char* described = (unsigned char*)__cvta_shared_to_generic(tile_base(shared, done));
         if (thread == 0) *(TileHead*)described = tile;
         for (int at = thread; at < TILE_QUERIES; at += 128) {
           const int query = min(tile.first_query + at, seq_len - 1);

@@ -106,13 +106,14 @@ DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& s
 struct ForwardConsumer {
   ForwardOutput out;
 
-  // Attention of the warpgroup's 64 rows of one tile.
-  DEVICE void consume(const InputTensors& tensors, u32 shared, u32 round, int warpgroup, ConsumerPlaces& places) const {
-    const u32 tile = tile_base(shared, round);
+  // Attention of the warpgroup's 64 rows of one tile; false when there was none.
+  DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, ConsumerPlaces& places) const {
+    const u32 tile = tile_base(shared, done);
     const u32 q = shared + warpgroup * 64 * 128;
-    barrier_wait(barrier_at(shared, FULL_Q), round & 1);
+    barrier_wait(barrier_at(shared, FULL_Q), done & 1);
     if (!TENSOR_MAPS) fence_async_proxy();  // the queries came by cp.async
     const int num_stages = load_shared_int(tile + 16);
+    if (num_stages == 0) return false;
 
     const ConsumerRows rows = consumer_rows(tile, warpgroup);
     const float logit_scale = tensors.softmax_scale * LOG2_E;
@@ -201,5 +202,6 @@ struct ForwardConsumer {
     places.v.advance();
     places.stage += 1;
     store_rows(output, state, tensors, out, tile, warpgroup);
+    return true;
   }
 };

@@ -21,24 +21,20 @@ struct KeyWindow {
 struct GatherWork {
   const int2* list;        // [batch, num_kv_heads, num_super_blocks, list_capacity]
   const i32* tile_window;  // [batch, num_kv_heads, ceil(seq_len / tile_queries), 2]
-  u64 list_capacity, unit_bytes;
-  u32 tiles, head_units, kv_heads, batch, num_items;
-  int tile_queries;
+  u64 list_capacity;
+  int tile_queries, tiles;
+  WorkSchedule schedule;
 
   template <class Params>
   DEVICE GatherWork(const int2* list, const i32* tile_window, const Params& params)
-      : list(list), tile_window(tile_window), list_capacity(params.list_capacity), unit_bytes(params.seq_len * HEAD_DIM * 4),
-        head_units((u32)params.num_heads / HEADS_PER_TILE), kv_heads((u32)params.num_kv_heads), batch((u32)params.batch), tile_queries((int)params.tile_queries) {
-    const int seq_len = (int)params.seq_len;
-    tiles = (u32)(seq_len / SUPER_BLOCK * BLOCK_TILES + ceil_div(seq_len % SUPER_BLOCK, TILE_QUERIES));
-    num_items = tiles * head_units * batch;
-  }
+      : list(list), tile_window(tile_window), list_capacity(params.list_capacity), tile_queries((int)params.tile_queries),
+        tiles((int)params.seq_len / SUPER_BLOCK * BLOCK_TILES + ceil_div((int)params.seq_len % SUPER_BLOCK, TILE_QUERIES)),
+        schedule((u32)tiles, (u32)params.num_heads / HEADS_PER_TILE, (u32)params.num_kv_heads, (u32)params.batch, params.seq_len * HEAD_DIM * 4, SECTION_BYTES) {}
 
   // The producer warpgroup's part of one tile.
-  DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, u32 item, u32 round, u32 shared, ProducerPlaces& places) const {
+  DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared, ProducerPlaces& places) const {
     const int thread = (int)threadIdx.x % 128, warp = thread / 32;
-    WorkPlace place = work_place(item, tiles, head_units, kv_heads, batch, unit_bytes, SECTION_BYTES);
-    place.tile = (int)tiles - 1 - place.tile;  // early tiles may see fewer keys
+    place.tile = tiles - 1 - place.tile;  // early tiles may see fewer keys
     place.head *= HEADS_PER_TILE;
     const int kv_head = place.head / (tensors.num_heads / tensors.num_kv_heads), super_block = place.tile / BLOCK_TILES;
     TileHead tile = {};
@@ -79,9 +75,9 @@ struct GatherWork {
       }
       if (it < 0) {
         // The queries and the tile's description, once the last tile's products with its queries are done.
-        barrier_wait(barrier_at(shared, EMPTY_Q), (round & 1) ^ 1);
+        barrier_wait(barrier_at(shared, EMPTY_Q), (done & 1) ^ 1);
         copy_queries(shared, tensors, maps, tile);
-        if (thread == 0) *(TileHead*)__cvta_shared_to_generic(tile_base(shared, round)) = tile;
+        if (thread == 0) *(TileHead*)__cvta_shared_to_generic(tile_base(shared, done)) = tile;
         barrier_arrive(barrier_at(shared, FULL_Q));
       } else {
         barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);

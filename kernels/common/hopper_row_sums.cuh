@@ -27,11 +27,12 @@ struct RowSumsConsumer {
   float2* stats;  // [batch, num_heads, padded_len] {lse * log2(e) or +inf, the row sum}: the first is read, the second written
   int padded_len;
 
-  // The warpgroup's 64 rows of one tile.
-  DEVICE void consume(const InputTensors& tensors, u32 shared, u32 round, int warpgroup, ConsumerPlaces& places) const {
-    const u32 tile = tile_base(shared, round), q = shared + warpgroup * 64 * 128, d_out = q + DO_AT;
-    barrier_wait(barrier_at(shared, FULL_Q), round & 1);
+  // The warpgroup's 64 rows of one tile; false when there was none.
+  DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, ConsumerPlaces& places) const {
+    const u32 tile = tile_base(shared, done), q = shared + warpgroup * 64 * 128, d_out = q + DO_AT;
+    barrier_wait(barrier_at(shared, FULL_Q), done & 1);
     const int num_stages = load_shared_int(tile + 16);
+    if (num_stages == 0) return false;
     const ConsumerRows rows = consumer_rows(tile, warpgroup);
     float2* row_stats[2];
     float lse[2], sums[2] = {0.0f, 0.0f};
@@ -102,5 +103,6 @@ struct RowSumsConsumer {
       const float sum = quad_sum(sums[r]);
       if (threadIdx.x % 4 == 0 && rows.query[r] < end_query) row_stats[r]->y = sum;
     }
+    return true;
   }
 };

@@ -1,8 +1,9 @@
 // hopper_tiles: a tile of query rows and the stages of keys and values that stream past it, on Hopper (sm_90a): shared memory, barriers, masks; common to the
 // kernels that keep queries in place: attention (hopper_forward.cuh) and its backward's row sums (hopper_row_sums.cuh).
 // Defines    HEAD_DIM (64, 128); NUM_CONSUMERS warpgroups of 64 rows; BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query heads of a
-//            group share a tile; HAS_BIAS; GATHER; TENSOR_MAPS 0|1: tiles by the copy engine instead of cp.async (gathered keys and values always by cp.async);
-//            TAKE_TURNS: consumers issue their products in turns, 1: the next one's follow at once, 2: after this one's first product; CONSUMER_REGISTERS, PRODUCER_REGISTERS; ROW_SUMS: output gradients beside the queries
+//            group share a tile; HAS_BIAS; GATHER; TENSOR_MAPS 0|1: tiles by the copy engine instead of cp.async (gathered keys and values always by
+//            cp.async); TAKE_TURNS: consumers issue their products in turns, 1: the next one's follow at once, 2: after this one's first product;
+//            CONSUMER_REGISTERS, PRODUCER_REGISTERS; ROW_SUMS: output gradients beside the queries
 // A stage's life: a producer thread waits for the slot (empty barrier), copies, and arrives at the full barrier when its copies are there; each
 // consumer warp releases the slot after the products that read it.
 #pragma once
@@ -69,7 +70,7 @@ static_assert(BARRIERS_AT % 16 == 0, "barriers and vectors are aligned");
 // What consumers need to know of a tile; followed by the lowest key of each query (dense).
 struct TileHead {
   int batch, head, first_query, end_query;
-  int num_stages, last_stage;  // last_stage: dense, stages are visited from this one (key / BLOCK_KV) downwards
+  int num_stages, last_stage;  // num_stages: 0 behind the last tile; last_stage: dense, stages are visited from this one (key / BLOCK_KV) downwards
   int unused[2];
 };
 
@@ -105,7 +106,7 @@ DEVICE InputTensors input_tensors(const bf16* q, const bf16* k, const bf16* v, c
   return tensors;
 }
 
-DEVICE u32 tile_base(u32 shared, u32 round) { return shared + TILE_AT + (round & 1) * TILE_BYTES; }
+DEVICE u32 tile_base(u32 shared, u32 done) { return shared + TILE_AT + (done & 1) * TILE_BYTES; }
 DEVICE u32 key_slot(u32 shared, u32 stage) { return shared + KEYS_AT + (stage % NUM_KEY_SLOTS) * KEY_BYTES; }
 DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + barrier * 8; }
 
@@ -146,6 +147,18 @@ DEVICE void copy_queries(u32 shared, const InputTensors& tensors, const TensorMa
 #endif
   barrier_arrive_copies(full);
 #endif
+}
+
+// Tells the consumers that there is no further tile: one without stages, whose queries nobody copies.
+DEVICE void describe_end(u32 done, u32 shared) {
+  const u32 full = barrier_at(shared, FULL_Q);
+  barrier_wait(barrier_at(shared, EMPTY_Q), (done & 1) ^ 1);
+  if (threadIdx.x % 128 == 0) {
+    const TileHead none = {};
+    *(TileHead*)__cvta_shared_to_generic(tile_base(shared, done)) = none;
+  }
+  if (!TENSOR_MAPS || threadIdx.x % 128 == 0) barrier_arrive(full);  // in place of the copies
+  barrier_arrive(full);
 }
 
 // Where a producer stands in the rings; `stage` counts stages over all tiles.
@@ -300,24 +313,26 @@ DEVICE u32 start_block(void* memory) {
   return shared;
 }
 
-// A block's whole work, once `start_block` and a __syncthreads are behind it. `work` knows the items and how to produce one; `consumer` works on one.
+// A block's whole work, once `start_block` and a __syncthreads are behind it. `work` knows the tiles and how to produce one; `consumer` works on one.
+// Tiles of this block are numbered `done`.
 template <class Work, class Consumer>
 DEVICE void run_block(const InputTensors& tensors, const Work& work, const Consumer& consumer, const TensorMap* const* maps, u32 shared) {
   const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {
     registers_shrink<PRODUCER_REGISTERS>();
     ProducerPlaces places;
-    for (u32 round = 0;; ++round) {
-      const u32 item = round_item(round);
-      if (item >= work.num_items) break;
-      work.produce(tensors, maps, item, round, shared, places);
-    }
+    WorkPlace place;
+    u32 done = 0;
+    for (u32 round = 0; round < work.schedule.num_rounds; ++round)
+      if (work.schedule.find(round, place)) work.produce(tensors, maps, place, done++, shared, places);
+    describe_end(done, shared);
     copy_async_wait<0>();
   } else {
     registers_grow<CONSUMER_REGISTERS>();
     ConsumerPlaces places;
     start_turns(warpgroup - 1);
-    for (u32 round = 0; round_item(round) < work.num_items; ++round) consumer.consume(tensors, shared, round, warpgroup - 1, places);
+    for (u32 done = 0; consumer.consume(tensors, shared, done, warpgroup - 1, places); ++done) {
+    }
     end_turns(warpgroup - 1);
   }
 }

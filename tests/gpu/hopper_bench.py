@@ -182,8 +182,6 @@ def run_table(rt, timer, pool):
             rt.residual = False
     for n, window, d in ((16384, 1024, 128), (16384, 2048, 128), (65536, 1024, 128), (65536, 2048, 128), (16384, 1024, 64)):
         x, flops, label = Inputs("cuda", 1, n, d), pairs_flops(d, 1, n, window), f"window 1x{n} w {window} d{d}"
-        if n == 16384 and d == 128:
-            flex_rival(timer, x, window, label, flops)
         timer.time(f"{label} forward", flops, lambda: x.forward(rt, window=window), 10)
         dq_sum = torch.empty(1, HEADS, n, d, device="cuda")
         timer.time(f"{label} backward", 2.5 * flops, lambda: x.backward(rt, window=window, dq_sum=dq_sum), 10)
@@ -201,6 +199,23 @@ def run_table(rt, timer, pool):
             timer.time(f"{label} backward, deterministic", 2.5 * flops, lambda: x.dma_backward(rt, lists, None, True, 1, (None, *sums[1:])), 8)
         if n in (8192, 131072):
             cudnn_rival(timer, x, f"dense 1x{n} d{d}", pairs_flops(d, 1, n, n), 10 if n < 100000 else 2)
+
+
+def run_quick(rt, timer, pool):
+    """A few shapes, FlexAttention beside the windows."""
+    for b, n, window in ((2, 8192, 8192), (8, 2048, 2048), (1, 16384, 2048), (1, 16384, 1024)):
+        x, flops, label = Inputs("cuda", b, n, 128), pairs_flops(128, b, n, window), f"{b}x{n} w {window}"
+        if window == n:
+            cudnn_rival(timer, x, label, flops, 10)
+        timer.time(f"{label} forward", flops, lambda: x.forward(rt, window=window), 10)
+        timer.time(f"{label} forward + bias", flops, lambda: x.forward(rt, window=window, bias=True), 10)
+    lists = make_lists(pool, "rising", n, window, "cuda")
+    for rt.residual in (False, True):
+        timer.time(f"dma {label} rising forward, residual {rt.residual}", flops, lambda: x.dma_forward(rt, lists), 10)
+    rt.residual = False
+    dq_sum = torch.empty(1, HEADS, n, 128, device="cuda")
+    timer.time(f"{label} backward", 2.5 * flops, lambda: x.backward(rt, window=window, dq_sum=dq_sum), 10)
+    flex_rival(timer, x, window, label, flops)
 
 
 def pieces(rt, timer, label, call):
@@ -228,4 +243,6 @@ def run(make_runtime, names, torch):
         run_backward(rt, timer, pool)
     if "table" in names:
         run_table(rt, timer, pool)
+    if "quick" in names:
+        run_quick(rt, timer, pool)
     return timer.rows
