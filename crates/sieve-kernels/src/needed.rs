@@ -19,7 +19,10 @@ use crate::dma_select::dma_select_kernels;
 use crate::error::KernelError;
 use crate::fill_zero::fill_zero_kernel;
 use crate::heads::AttentionShape;
-use crate::hopper_tiling::{HopperPass, HopperTiling, has_hopper_form, hopper_backward_kernel};
+use crate::hopper_tiling::{
+    HopperPass, HopperTiling, has_hopper_form, hopper_attention_backward_prepare_kernel,
+    hopper_backward_kernel,
+};
 use crate::source_kernel::SourceKernel;
 
 const NAME: &str = "needed_kernels";
@@ -128,9 +131,20 @@ fn key_source(keys: NeededKeys) -> KeySource {
 fn hopper(kernels: &mut Vec<SourceKernel>, needs: &AttentionNeeds) {
     let (shape, source) = (&needs.shape, key_source(needs.keys));
     let fixed = source == KeySource::Gathered && needs.order == SumOrder::Fixed;
-    kernels.push(HopperTiling::new(HopperPass::Output, shape, source).kernel());
+    // With a bias short rows take the form that keeps what rounding took from o, long ones make row sums.
+    let passes: &[HopperPass] = match source {
+        KeySource::Dense => &[HopperPass::Output],
+        KeySource::Biased | KeySource::Gathered => &[
+            HopperPass::Output,
+            HopperPass::OutputAndRest,
+            HopperPass::RowSums,
+        ],
+    };
+    for pass in passes {
+        kernels.push(HopperTiling::new(*pass, shape, source).kernel());
+    }
     if source != KeySource::Dense {
-        kernels.push(HopperTiling::new(HopperPass::RowSums, shape, source).kernel());
+        kernels.push(hopper_attention_backward_prepare_kernel(shape.head_dim_v));
     }
     for set in BackwardTiling::launches(shape, needs.order) {
         kernels.push(hopper_backward_kernel(shape, source, set, fixed));
@@ -257,7 +271,7 @@ mod tests {
     #[test]
     fn a_fixed_order_replaces_the_sums_of_dq() {
         let dma = NeededKeys::Chosen(ScoreBias::Exp);
-        let any = names(&needed_kernels(&needs(64, dma, SumOrder::Any), 227 * 1024));
+        let any = names(&needed_kernels(&needs(64, dma, SumOrder::Any), "sm_80"));
         let fixed = names(&needed_kernels(&needs(64, dma, SumOrder::Fixed), "sm_80"));
         assert!(any.contains("attention_backward_convert"));
         assert!(fixed.contains("dma_attention_backward_query"));

@@ -254,7 +254,8 @@ mod tests {
     fn gradients_are_the_slopes_of_the_loss() {
         let case = case(Keys::Chosen(3));
         let gradients = attention(&case, Rounding::None).outputs;
-        let fields: [(&str, fn(&mut Case) -> &mut Vec<f32>, &[f32]); 4] = [
+        type Field = fn(&mut Case) -> &mut Vec<f32>;
+        let fields: [(&str, Field, &[f32]); 4] = [
             ("q", |c| &mut c.q, &gradients.dq),
             ("k", |c| &mut c.k, &gradients.dk),
             ("v", |c| &mut c.v, &gradients.dv),

@@ -60,7 +60,7 @@ impl Draw {
         let num_kv_heads = if group < 4 { random.between(1, 4) } else { 1 };
         let drawn = random.between(2, longest.max(3));
         let mut seq_len = random.one_of(&[1, 2, 15, 63, 64, 65, 127, 129, 191, drawn, drawn]);
-        let dma = mode % 2 == 0;
+        let dma = mode.is_multiple_of(2);
         if dma && random.chance(0.25) {
             // Several super-blocks of 1024 queries.
             seq_len = random.between(1025, 1025 + 2 * longest);

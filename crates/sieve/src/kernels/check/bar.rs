@@ -43,8 +43,7 @@ impl Bar {
             0.0
         };
         let allowed = self.plain * plain_error + self.floor + self.share * largest;
-        // `!(<=)`, so that a NaN fails.
-        if !(error <= allowed) {
+        if exceeds(error.into(), allowed.into()) {
             return Err(format!(
                 "{name}: error {error:.3e}, allowed {allowed:.3e}; number {at} is {}, expected {}",
                 got[at], exact[at]
@@ -56,7 +55,7 @@ impl Bar {
                 norm(got, exact),
                 f64::from(self.plain) * norm(plain, exact) + self.norm_floor(exact),
             );
-            if !(error <= allowed) {
+            if exceeds(error, allowed) {
                 return Err(format!(
                     "{name}: norm of the error {error:.3e}, allowed {allowed:.3e}"
                 ));
@@ -81,6 +80,11 @@ impl Bar {
 
     /// The usual floor: a few units in the last place of numbers near 1 after bf16 products.
     pub(crate) const FLOOR: f32 = 2e-4;
+}
+
+/// Whether an error is over what is allowed; a NaN on either side is.
+fn exceeds(error: f64, allowed: f64) -> bool {
+    error.is_nan() || allowed.is_nan() || error > allowed
 }
 
 /// The largest difference, and where it is.
