@@ -11,7 +11,7 @@ use crate::fill_zero::empty_zero;
 use crate::heads::{AttentionShape, Qkv};
 use crate::hopper_tiling::{
     BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, attention_family, backward_maps,
-    hopper_backward_kernel,
+    hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
 };
 use crate::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -89,7 +89,7 @@ pub fn attention_backward(
     let padded = padded_len(shape.seq_len) as u64;
     let [dq, dk, dv] = call.grads.head_words(NAME)?;
 
-    if let Some(bias) = &bias {
+    if let (Some(bias), None) = (&bias, &call.result.o_rest) {
         // do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
         let mut words = shape_and_strides.clone();
         words.extend([window as u64, scale, padded]);
@@ -98,9 +98,9 @@ pub fn attention_backward(
         match family {
             KernelFamily::Hopper => {
                 let tiling = HopperTiling::new(HopperPass::RowSums, &shape, source);
-                let maps = tiling.maps(NAME, &qkv, &shape)?;
+                let maps = tiling.maps(NAME, &qkv, Some(&d_o), &shape)?;
                 let grid = tiling.grid(&d_o);
-                // SAFETY: as below; the maps are of k and v, which are among the tensors.
+                // SAFETY: as below; the maps are of q, k, v and d_o, which are among the tensors.
                 unsafe {
                     tiling
                         .kernel()
@@ -240,6 +240,11 @@ pub(crate) fn require_gradients(
         tensor.require_shape(kernel, name, &shape.output())?;
     }
     call.result.o.require_contiguous(kernel, "o")?;
+    if let Some(rest) = &call.result.o_rest {
+        rest.require_dtype(kernel, "o_rest", DType::BF16)?;
+        rest.require_shape(kernel, "o_rest", &shape.output())?;
+        rest.require_contiguous(kernel, "o_rest")?;
+    }
     call.result.lse.require_dtype(kernel, "lse", DType::F32)?;
     call.result.lse.require_shape(kernel, "lse", &shape.lse())?;
     call.result.lse.require_contiguous(kernel, "lse")?;
@@ -269,9 +274,15 @@ pub(crate) fn row_stats(
     let rows = shape.batch * padded * shape.num_heads;
     let grid = [rows.div_ceil(256 / row_lanes), 1, 1];
     let words = [shape.batch, shape.seq_len, shape.num_heads, padded].map(|word| word as u64);
-    let tensors = [&call.result.o, d_o, &call.result.lse, &stats];
+    let mut tensors = vec![&call.result.o];
+    tensors.extend(call.result.o_rest.as_ref());
+    tensors.extend([d_o, &call.result.lse, &stats]);
+    let kernel = match &call.result.o_rest {
+        Some(_) => hopper_attention_backward_prepare_kernel(shape.head_dim_v),
+        None => attention_backward_prepare_kernel(shape.head_dim_v),
+    };
     // SAFETY: sizes checked by require_gradients; writes every element of stats.
-    unsafe { attention_backward_prepare_kernel(shape.head_dim_v).launch(grid, &tensors, &words) }?;
+    unsafe { kernel.launch(grid, &tensors, &words) }?;
     Ok(stats)
 }
 

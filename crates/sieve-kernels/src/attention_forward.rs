@@ -4,7 +4,9 @@ use crate::checks::{require_non_empty, require_tokens};
 use crate::cuda_tensor::CudaTensor;
 use crate::error::KernelError;
 use crate::heads::{AttentionShape, Qkv};
-use crate::hopper_tiling::{HopperPass, HopperTiling, KernelFamily, attention_family};
+use crate::hopper_tiling::{
+    HopperPass, HopperTiling, KernelFamily, MOST_TOKENS_WITH_REST, attention_family,
+};
 use crate::source_kernel::SourceKernel;
 use burn::tensor::DType;
 
@@ -17,6 +19,8 @@ pub struct AttentionResult {
     pub o: CudaTensor,
     /// Natural logarithm of each row's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing.
     pub lse: CudaTensor,
+    /// What rounding took from o, shaped as o, where the kernel keeps it: it spares the backward pass the row sums.
+    pub o_rest: Option<CudaTensor>,
 }
 
 /// Causal attention inside documents: query i sees the keys `max(doc_start[i], i - window + 1) <= j <= i`; `None` is no
@@ -56,12 +60,17 @@ pub fn attention_forward(
     let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &doc_start];
     tensors.extend(bias.as_ref());
     tensors.extend([&o, &lse]);
+    let mut o_rest = None;
     match attention_family(&shape, q) {
         KernelFamily::Hopper => {
-            let tiling = HopperTiling::new(HopperPass::Output, &shape, source);
-            let maps = tiling.maps(NAME, &qkv, &shape)?;
+            if bias.is_some() && shape.seq_len <= MOST_TOKENS_WITH_REST {
+                o_rest = Some(q.empty_contiguous(&shape.output(), DType::BF16));
+            }
+            tensors.extend(o_rest.as_ref());
+            let tiling = HopperTiling::new(HopperPass::output(o_rest.is_some()), &shape, source);
+            let maps = tiling.maps(NAME, &qkv, None, &shape)?;
             let kernel = tiling.kernel();
-            // SAFETY: as below; the maps are of k and v, which are among the tensors.
+            // SAFETY: as below; the maps are of q, k and v, which are among the tensors.
             unsafe { kernel.launch_with_maps(tiling.grid(q), &maps, &tensors, &words) }?;
         }
         KernelFamily::Portable => {
@@ -72,7 +81,7 @@ pub fn attention_forward(
             unsafe { kernel.launch(tiling.grid(&shape, source), &tensors, &words) }?;
         }
     }
-    Ok(AttentionResult { o, lse })
+    Ok(AttentionResult { o, lse, o_rest })
 }
 
 /// The specialisation for a shape and tiling.

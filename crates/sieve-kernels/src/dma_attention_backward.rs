@@ -77,23 +77,26 @@ pub fn dma_attention_backward(
     let (padded, capacity) = (padded_len(seq_len) as u64, lists.capacity() as u64);
 
     // Exact row sums: do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
-    let mut words = common.clone();
-    words.extend([capacity, padded, lists.tile_queries as u64]);
-    let mut tensors = inputs.to_vec();
-    tensors.push(&lists.tile_window);
-    let (kernel, grid) = match family {
-        KernelFamily::Hopper => {
-            let tiling = HopperTiling::new(HopperPass::RowSums, &shape, source);
-            (tiling.kernel(), tiling.grid(&d_o))
-        }
-        KernelFamily::Portable => {
-            let tiling = QueryTiling::choose(NAME, QueryPass::RowSums, &shape, source, limit)?;
-            let kernel = dma_attention_row_sums_kernel(&shape, &tiling);
-            (kernel, tiling.grid(&shape, source))
-        }
-    };
-    // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats.
-    unsafe { kernel.launch(grid, &tensors, &words) }?;
+    if call.result.o_rest.is_none() {
+        let mut words = common.clone();
+        words.extend([capacity, padded, lists.tile_queries as u64]);
+        let mut tensors = inputs.to_vec();
+        tensors.push(&lists.tile_window);
+        let (kernel, grid, maps) = match family {
+            KernelFamily::Hopper => {
+                let tiling = HopperTiling::new(HopperPass::RowSums, &shape, source);
+                let maps = tiling.maps(NAME, &qkv, Some(&d_o), &shape)?;
+                (tiling.kernel(), tiling.grid(&d_o), maps)
+            }
+            KernelFamily::Portable => {
+                let tiling = QueryTiling::choose(NAME, QueryPass::RowSums, &shape, source, limit)?;
+                let kernel = dma_attention_row_sums_kernel(&shape, &tiling);
+                (kernel, tiling.grid(&shape, source), Vec::new())
+            }
+        };
+        // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats.
+        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+    }
 
     for first in (0..blocks).step_by(per_launch) {
         let count = per_launch.min(blocks - first);

@@ -5,7 +5,9 @@ use crate::cuda_tensor::CudaTensor;
 use crate::dma_lists::KeyLists;
 use crate::error::KernelError;
 use crate::heads::{AttentionShape, Qkv};
-use crate::hopper_tiling::{HopperPass, HopperTiling, KernelFamily, attention_family};
+use crate::hopper_tiling::{
+    HopperPass, HopperTiling, KernelFamily, MOST_TOKENS_WITH_REST, attention_family,
+};
 use crate::oracle::SUPER_BLOCK;
 use crate::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -39,7 +41,7 @@ pub fn dma_attention_forward(
         lists.capacity() as u64,
         lists.tile_queries as u64,
     ]);
-    let tensors = [
+    let mut tensors = vec![
         q,
         qkv.k.tensor(),
         qkv.v.tensor(),
@@ -50,22 +52,27 @@ pub fn dma_attention_forward(
         &lse,
     ];
     let source = KeySource::Gathered;
-    let (kernel, grid) = match attention_family(&shape, q) {
+    let family = attention_family(&shape, q);
+    let with_rest = family == KernelFamily::Hopper && shape.seq_len <= MOST_TOKENS_WITH_REST;
+    let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
+    tensors.extend(o_rest.as_ref());
+    let (kernel, grid, maps) = match family {
         KernelFamily::Hopper => {
-            let tiling = HopperTiling::new(HopperPass::Output, &shape, source);
-            (tiling.kernel(), tiling.grid(q))
+            let tiling = HopperTiling::new(HopperPass::output(with_rest), &shape, source);
+            let maps = tiling.maps(NAME, &qkv, None, &shape)?;
+            (tiling.kernel(), tiling.grid(q), maps)
         }
         KernelFamily::Portable => {
             let limit = q.client().properties().hardware.max_shared_memory_size;
             let tiling = ForwardTiling::choose(NAME, &shape, source, limit)?;
             let kernel = dma_attention_forward_kernel(&shape, &tiling);
-            (kernel, tiling.grid(&shape, source))
+            (kernel, tiling.grid(&shape, source), Vec::new())
         }
     };
     // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; writes every element
     // of o and lse.
-    unsafe { kernel.launch(grid, &tensors, &words) }?;
-    Ok(AttentionResult { o, lse })
+    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+    Ok(AttentionResult { o, lse, o_rest })
 }
 
 /// The specialisation for a shape and tiling.

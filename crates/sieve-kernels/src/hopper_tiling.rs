@@ -30,6 +30,10 @@ const BLOCK_Q: usize = 64;
 /// Threads of a warpgroup.
 const WARPGROUP: usize = 128;
 
+/// Tokens of a row up to which the forward pass with a bias keeps what rounding took from o (as much memory as o), so that
+/// the backward pass needs no row sums: a quarter of its time. In longer rows memory is the scarcer good.
+pub(crate) const MOST_TOKENS_WITH_REST: usize = 32768;
+
 // Process-wide, as the choice of the order of sums: a mode, for cross-checks of one family by the other.
 static PORTABLE_ONLY: AtomicBool = AtomicBool::new(false);
 
@@ -58,8 +62,20 @@ pub fn has_hopper_form(shape: &AttentionShape) -> bool {
 pub enum HopperPass {
     /// o and lse.
     Output,
+    /// o, lse, and what rounding took from o.
+    OutputAndRest,
     /// The row sums that the backward pass needs.
     RowSums,
+}
+
+impl HopperPass {
+    pub(crate) fn output(with_rest: bool) -> Self {
+        if with_rest {
+            Self::OutputAndRest
+        } else {
+            Self::Output
+        }
+    }
 }
 
 /// Tile sizes of the query-stationary Hopper kernels, named as their defines.
@@ -72,6 +88,10 @@ pub struct HopperTiling {
     k_stages: usize,
     v_stages: usize,
     heads_per_tile: usize,
+    /// How warpgroups take turns at the tensor cores.
+    take_turns: usize,
+    /// Registers a thread of the consumers and of the producer.
+    registers: [usize; 2],
 }
 
 impl HopperTiling {
@@ -79,11 +99,12 @@ impl HopperTiling {
     pub fn new(pass: HopperPass, shape: &AttentionShape, source: KeySource) -> Self {
         let is_wide = shape.head_dim == 128;
         let shares = source == KeySource::Gathered && shape.group_size().is_multiple_of(2);
+        let three = !is_wide && source == KeySource::Dense && pass != HopperPass::RowSums;
         Self {
             pass,
             source,
             head_dim: shape.head_dim,
-            num_consumers: 2,
+            num_consumers: if three { 3 } else { 2 },
             k_stages: if is_wide { 2 } else { 3 },
             v_stages: if is_wide && pass == HopperPass::RowSums {
                 2
@@ -91,7 +112,13 @@ impl HopperTiling {
                 3
             },
             heads_per_tile: if shares { 2 } else { 1 },
+            take_turns: if pass == HopperPass::RowSums { 0 } else { 2 },
+            registers: if three { [160, 32] } else { [216, 72] },
         }
+    }
+
+    fn tile_queries(&self) -> usize {
+        self.num_consumers * 64 / self.heads_per_tile
     }
 
     /// Dynamic shared memory of a block.
@@ -99,7 +126,7 @@ impl HopperTiling {
         let rows = self.num_consumers * 64;
         let stages = self.k_stages + self.v_stages;
         let row_bytes = match self.pass {
-            HopperPass::Output => 2,
+            HopperPass::Output | HopperPass::OutputAndRest => 2,
             HopperPass::RowSums => 4,
         };
         let bias = if self.source == KeySource::Dense {
@@ -109,7 +136,7 @@ impl HopperTiling {
         };
         let (entries, starts) = match self.source {
             KeySource::Gathered => (4096, 0),
-            KeySource::Dense | KeySource::Biased => (0, rows / self.heads_per_tile * 4),
+            KeySource::Dense | KeySource::Biased => (0, self.tile_queries() * 4),
         };
         rows * self.head_dim * row_bytes
             + stages * 256 * self.head_dim
@@ -123,10 +150,10 @@ impl HopperTiling {
     /// The specialisation.
     pub fn kernel(&self) -> SourceKernel {
         let name = match (self.source, self.pass) {
-            (KeySource::Gathered, HopperPass::Output) => "hopper_dma_attention_forward",
             (KeySource::Gathered, HopperPass::RowSums) => "hopper_dma_attention_row_sums",
-            (_, HopperPass::Output) => "hopper_attention_forward",
+            (KeySource::Gathered, _) => "hopper_dma_attention_forward",
             (_, HopperPass::RowSums) => "hopper_attention_row_sums",
+            (_, _) => "hopper_attention_forward",
         };
         let kernel = SourceKernel::new(name)
             .define("HEAD_DIM", self.head_dim)
@@ -134,17 +161,22 @@ impl HopperTiling {
             .define("BLOCK_KV", BLOCK_KV)
             .define("K_STAGES", self.k_stages)
             .define("V_STAGES", self.v_stages)
-            .define("TAKE_TURNS", 1)
-            .define("CONSUMER_REGISTERS", 216)
-            .define("PRODUCER_REGISTERS", 72)
+            .define("TAKE_TURNS", self.take_turns)
+            .define("TENSOR_MAPS", 1)
+            .define("CONSUMER_REGISTERS", self.registers[0])
+            .define("PRODUCER_REGISTERS", self.registers[1])
             .define("HEADS_PER_TILE", self.heads_per_tile)
             .threads(WARPGROUP * (1 + self.num_consumers))
             .shared_bytes(self.shared_bytes());
-        match self.source {
-            // The gathered kernels define HAS_BIAS themselves and take no maps.
+        let kernel = match self.source {
+            // The gathered kernels define HAS_BIAS themselves.
             KeySource::Gathered => kernel,
-            KeySource::Dense => kernel.define("TENSOR_MAPS", 1).define("HAS_BIAS", 0),
-            KeySource::Biased => kernel.define("TENSOR_MAPS", 1).define("HAS_BIAS", 1),
+            KeySource::Dense => kernel.define("HAS_BIAS", 0),
+            KeySource::Biased => kernel.define("HAS_BIAS", 1),
+        };
+        match self.pass {
+            HopperPass::OutputAndRest => kernel.define("RESIDUAL", 1),
+            HopperPass::Output | HopperPass::RowSums => kernel,
         }
     }
 
@@ -158,7 +190,7 @@ impl HopperTiling {
         ]
     }
 
-    /// Maps of k and v where their rows are contiguous.
+    /// Maps of q, of k and v where they are not gathered, and of the output's gradient for the row sums.
     ///
     /// # Errors
     /// [`KernelError::Layout`] when the heads cannot be walked.
@@ -166,17 +198,19 @@ impl HopperTiling {
         &self,
         kernel: &'static str,
         qkv: &'a Qkv,
+        d_o: Option<&'a CudaTensor>,
         shape: &AttentionShape,
     ) -> Result<Vec<TileMap<'a>>, KernelError> {
-        if self.source == KeySource::Gathered {
-            return Ok(Vec::new());
+        let [q, k, v] = qkv.head_words(kernel)?;
+        let rows = self.tile_queries();
+        let mut maps = vec![head_map(&qkv.q, q, shape.num_heads, shape, rows)];
+        if self.source != KeySource::Gathered {
+            let heads = shape.num_kv_heads;
+            maps.push(head_map(&qkv.k, k, heads, shape, BLOCK_KV));
+            maps.push(head_map(&qkv.v, v, heads, shape, BLOCK_KV));
         }
-        let [_, k, v] = qkv.head_words(kernel)?;
-        let heads = shape.num_kv_heads;
-        Ok(vec![
-            head_map(&qkv.k, k, heads, shape, BLOCK_KV),
-            head_map(&qkv.v, v, heads, shape, BLOCK_KV),
-        ])
+        maps.extend(d_o.map(|d_o| output_map(d_o, shape, rows)));
+        Ok(maps)
     }
 }
 
@@ -187,15 +221,15 @@ pub fn hopper_backward_kernel(
     set: GradientSet,
     deterministic: bool,
 ) -> SourceKernel {
-    const Q_STAGES: usize = 3;
-    const DO_STAGES: usize = 2;
-    let (d, stages) = (shape.head_dim, Q_STAGES + DO_STAGES);
-    let dq_bytes = if set.dq { 256 * d } else { 0 };
+    let d = shape.head_dim;
+    let (q_stages, do_stages, dq_bulk) = if d == 64 { (3, 3, 0) } else { (3, 2, 1) };
+    let stages = q_stages + do_stages;
+    let dq_bytes = if set.dq { 256 * d * dq_bulk } else { 0 };
     let shared = 512 * d
         + stages * 128 * d
         + 32768
         + dq_bytes
-        + DO_STAGES * 512
+        + do_stages * 512
         + (2 * stages + 1) * 8
         + 1024;
     let name = match source {
@@ -204,12 +238,12 @@ pub fn hopper_backward_kernel(
     };
     let kernel = SourceKernel::new(name)
         .define("HEAD_DIM", d)
-        .define("DQ_BULK", 1)
-        .define("Q_STAGES", Q_STAGES)
-        .define("DO_STAGES", DO_STAGES)
+        .define("DQ_BULK", dq_bulk)
+        .define("Q_STAGES", q_stages)
+        .define("DO_STAGES", do_stages)
         .define("TENSOR_MAPS", 1)
-        .define("CONSUMER_REGISTERS", 224)
-        .define("PRODUCER_REGISTERS", 56)
+        .define("CONSUMER_REGISTERS", 232)
+        .define("PRODUCER_REGISTERS", 40)
         .define("COMPUTE_DQ", set.dq as u8)
         .threads(3 * WARPGROUP)
         .shared_bytes(shared);
@@ -234,17 +268,29 @@ pub(crate) fn backward_maps<'a>(
     shape: &AttentionShape,
 ) -> Result<[TileMap<'a>; 2], KernelError> {
     let [q, _, _] = qkv.head_words(kernel)?;
-    let width = shape.num_heads * shape.head_dim;
     Ok([
         head_map(&qkv.q, q, shape.num_heads, shape, BLOCK_Q),
-        TileMap {
-            tensor: d_o,
-            offset: 0,
-            shape: [shape.batch, shape.seq_len, width],
-            strides: [shape.seq_len * width, width],
-            tile: [BLOCK_Q, 64],
-        },
+        output_map(d_o, shape, BLOCK_Q),
     ])
+}
+
+/// The kernel that prepares each row's statistics from an o of twice the bits.
+pub fn hopper_attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKernel {
+    SourceKernel::new("hopper_attention_backward_prepare")
+        .define("HEAD_DIM_V", head_dim_v)
+        .threads(256)
+}
+
+/// A map of a contiguous `[batch, seq_len, num_heads, head_dim]`.
+fn output_map<'a>(d_o: &'a CudaTensor, shape: &AttentionShape, rows: usize) -> TileMap<'a> {
+    let width = shape.num_heads * shape.head_dim;
+    TileMap {
+        tensor: d_o,
+        offset: 0,
+        shape: [shape.batch, shape.seq_len, width],
+        strides: [shape.seq_len * width, width],
+        tile: [rows, 64],
+    }
 }
 
 fn head_map<'a>(
@@ -301,7 +347,11 @@ mod tests {
         };
         for width in [64, 128] {
             for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {
-                for pass in [HopperPass::Output, HopperPass::RowSums] {
+                for pass in [
+                    HopperPass::Output,
+                    HopperPass::OutputAndRest,
+                    HopperPass::RowSums,
+                ] {
                     let tiling = HopperTiling::new(pass, &shape(width, 2), source);
                     assert!(tiling.shared_bytes() <= LIMIT, "{tiling:?}");
                 }

@@ -298,6 +298,7 @@ impl<B: SieveBackend, C: CheckpointStrategy> SieveBackend for Autodiff<B, C> {
         AttentionOutput {
             o,
             lse: constant::<B, C>(output.lse),
+            o_rest: None,
         }
     }
 
@@ -336,6 +337,7 @@ impl<B: SieveBackend, C: CheckpointStrategy> SieveBackend for Autodiff<B, C> {
             output: AttentionOutput {
                 o,
                 lse: constant::<B, C>(output.lse),
+                o_rest: None,
             },
             selection: DmaSelection {
                 expire: selection.expire,

@@ -48,6 +48,8 @@ pub struct AttentionOutput<B: Backend> {
     pub o: FloatTensor<B>,
     /// Natural logarithm of each row's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing.
     pub lse: FloatTensor<B>,
+    /// What rounding took from o, where the backend's backward pass makes use of it.
+    pub o_rest: Option<FloatTensor<B>>,
 }
 
 /// What `dma_select` found: the exact mask, and what a backend derived from it for its kernels.

@@ -21,6 +21,7 @@ pub(super) fn output(result: AttentionResult) -> AttentionOutput<Cuda> {
     AttentionOutput {
         o: result.o.into(),
         lse: result.lse.into(),
+        o_rest: result.o_rest.map(Into::into),
     }
 }
 
@@ -28,6 +29,7 @@ pub(super) fn result(output: &AttentionOutput<Cuda>) -> AttentionResult {
     AttentionResult {
         o: CudaTensor::from(output.o.clone()).contiguous(),
         lse: CudaTensor::from(output.lse.clone()).contiguous(),
+        o_rest: output.o_rest.clone().map(CudaTensor::from),
     }
 }
 

@@ -54,6 +54,7 @@ pub(super) fn attention_forward(
     AttentionOutput {
         o: from_vec(o, [batch, seq_len, heads, shape.head_dim]),
         lse: from_vec(lse, [batch, heads, seq_len]),
+        o_rest: None,
     }
 }
 

@@ -81,6 +81,7 @@ impl<B: MlaBackend, C: CheckpointStrategy> MlaBackend for Autodiff<B, C> {
         AttentionOutput {
             o: enter::<B, C, AttentionGradient, 1>([&packed], state, output.o),
             lse: constant::<B, C>(output.lse),
+            o_rest: None,
         }
     }
 }

@@ -133,6 +133,7 @@ impl MlaBackend for Flex {
                 [shape.batch, shape.seq_len, shape.num_heads, spec.head_dim],
             ),
             lse: from_vec(lse, [shape.batch, shape.num_heads, shape.seq_len]),
+            o_rest: None,
         }
     }
 

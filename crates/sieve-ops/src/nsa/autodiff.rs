@@ -176,6 +176,7 @@ impl<B: NsaBackend, C: CheckpointStrategy> NsaBackend for Autodiff<B, C> {
             output: AttentionOutput {
                 o,
                 lse: constant::<B, C>(result.output.lse),
+                o_rest: None,
             },
             block_indices: result.block_indices,
         }
@@ -208,6 +209,7 @@ impl<B: NsaBackend, C: CheckpointStrategy> NsaBackend for Autodiff<B, C> {
         AttentionOutput {
             o: enter::<B, C, SelectedGradient, 1>([&qkv], state, output.o),
             lse: constant::<B, C>(output.lse),
+            o_rest: None,
         }
     }
 

@@ -28,6 +28,7 @@ fn output_of(shape: AttentionShape, o: Vec<f32>, lse: Vec<f32>) -> AttentionOutp
     AttentionOutput {
         o: from_vec(o, [batch, seq_len, heads, shape.head_dim]),
         lse: from_vec(lse, [batch, heads, seq_len]),
+        o_rest: None,
     }
 }
 

@@ -301,6 +301,7 @@ fn forward<B: Backend>(
     AttentionOutput {
         o: primitive(ungroup(o).cast(dtype)),
         lse: primitive(lse.reshape([batch, kv_heads * group_size, seq_len])),
+        o_rest: None,
     }
 }
 

@@ -278,6 +278,7 @@ pub fn nsa_compressed_attention<B: Backend>(
         output: AttentionOutput {
             o: primitive(o),
             lse: output.lse,
+            o_rest: None,
         },
         block_indices,
     }
