@@ -129,7 +129,8 @@ fn a_stage_reads_text_of_its_own() {
     let line = "zebra zebra zebra quick quick quick\n";
     for number in 0..40 {
         let name = format!("long/{number}.txt");
-        fs::write(run.path(&name), line.repeat(80)).expect("writable");
+        // Equal documents would be held out together, or not at all.
+        fs::write(run.path(&name), format!("{number}\n{}", line.repeat(80))).expect("writable");
     }
     let own = "--set stage.2.paths=[\"long/*.txt\"]";
     succeed(&mut train(&run, "own", own));
@@ -142,7 +143,7 @@ fn a_stage_reads_text_of_its_own() {
     assert_eq!(loss("own", 13), loss("usual", 13));
     // One sentence again and again is learned at once; the first stage's text is not.
     assert!(
-        loss("own", 27) < 0.7 * loss("usual", 27),
+        loss("own", 27) < 0.85 * loss("usual", 27),
         "{} {}",
         loss("own", 27),
         loss("usual", 27)

@@ -1,4 +1,4 @@
-//! Weights of `transformers` become a checkpoint: Qwen3 and Doge, in one file or many.
+//! Weights of `transformers` become a checkpoint: Qwen3, Doge and own exports, in one file or many.
 //!
 //! The reverse of [`export`](crate::export), by the same list of tensors: importing what was exported gives the same
 //! weights to the last bit. A model may come in with another attention; what that adds starts as in a new model.
@@ -83,9 +83,10 @@ pub fn import<B: Backend>(
     };
     // Doge always has residual scales; whether they say something is known when they are read.
     let is_doge = config.architecture == Architecture::Doge;
-    let (_, source_shape) = load(&config.recipe_toml(is_doge), &[])?;
+    let may_scale = is_doge || config.residual_scale;
+    let (_, source_shape) = load(&config.recipe_toml(may_scale), &[])?;
     let mut read = read_tensors(from, &tensors_of(&source_shape, config.architecture))?;
-    let has_scales = is_doge && !read.drop_unit_scales();
+    let has_scales = config.residual_scale || (is_doge && !read.drop_unit_scales());
 
     let kind = attention.map(|kind| format!("attention.kind={}", kind.name()));
     let all = kind.into_iter().chain(overrides.iter().cloned());
@@ -276,7 +277,7 @@ impl Problems {
         Err(not_importable(
             from,
             text.join("\n  "),
-            "config.json and the weights must be of one Qwen3 or Doge model",
+            "config.json and the weights must be of one model",
         ))
     }
 }

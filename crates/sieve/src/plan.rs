@@ -174,6 +174,7 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
         ("gradients", memory.gradient_bytes),
         ("activations", memory.activation_bytes),
         ("workspace", memory.workspace_bytes),
+        ("program", memory.program_bytes),
     ] {
         if bytes > 0 {
             lines.push(format!("  {part:<16} {:>12}", gib(bytes)));

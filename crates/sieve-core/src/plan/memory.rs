@@ -9,6 +9,10 @@ use crate::recipe::Recipe;
 /// f32.
 const F32: u64 = 4;
 
+/// What a process holds before it has a model: about 60 MiB on a CPU; on a GPU the context and cuBLAS workspaces.
+const CPU_PROGRAM_BYTES: u64 = 60 << 20;
+const GPU_PROGRAM_BYTES: u64 = 700 << 20;
+
 /// Logits the loss holds at once, in elements, and rows of a chunk at most.
 const MAX_LOGITS: u64 = 1 << 24;
 const MAX_CHUNK_ROWS: u64 = 1024;
@@ -28,6 +32,8 @@ pub struct MemoryPlan {
     pub activation_bytes: u64,
     /// Temporaries of one block and of the loss.
     pub workspace_bytes: u64,
+    /// The program, its libraries and their own memory: an assumption.
+    pub program_bytes: u64,
     /// All of them.
     pub total_bytes: u64,
     /// Activations by `activation_checkpoint.mode`, to choose with.
@@ -117,7 +123,12 @@ pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target) -> Memo
     };
     let moment_bytes = 2 * F32 * num_parameters;
     let gradient_bytes = F32 * num_parameters;
-    let total_bytes = parameter_bytes
+    let program_bytes = match target {
+        Target::Cpu { .. } => CPU_PROGRAM_BYTES,
+        Target::Gpu(_) => GPU_PROGRAM_BYTES,
+    };
+    let total_bytes = program_bytes
+        + parameter_bytes
         + master_bytes
         + moment_bytes
         + gradient_bytes
@@ -131,6 +142,7 @@ pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target) -> Memo
         gradient_bytes,
         activation_bytes,
         workspace_bytes,
+        program_bytes,
         total_bytes,
         activations_by_mode: modes.to_vec(),
         available_bytes,

@@ -6,12 +6,14 @@ use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const HINT: &str = "Qwen3ForCausalLM and DogeForCausalLM (dense feed-forward, plain rotary embedding) can be imported";
+const HINT: &str = "Qwen3ForCausalLM, DogeForCausalLM (dense feed-forward, plain rotary embedding) and own exports can be imported";
 
 /// What of a `config.json` a recipe can say.
 pub(super) struct HfConfig {
     pub(super) architecture: Architecture,
     pub(super) vocab_size: usize,
+    /// Whether an own export says it has residual scales.
+    pub(super) residual_scale: bool,
     /// The lines of `[model]`, without `residual_scale`.
     model: String,
     /// The lines of `[attention]`.
@@ -94,6 +96,41 @@ impl Reader {
     }
 }
 
+/// The sizes of the kinds that `modeling_sieve.py` computes, named as a recipe names them.
+const SIEVE_SIZES: &[&str] = &[
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "compress_block_size",
+    "compress_stride",
+    "compress",
+    "compress_hidden_size",
+    "select_block_size",
+    "num_selected_blocks",
+    "window_size",
+    "shared_kv",
+];
+
+impl Reader {
+    /// The attention of an own export: its keys are the recipe's.
+    fn sieve_attention(&self) -> Result<String, CheckpointError> {
+        let Some(kind) = self.value["attention_kind"].as_str() else {
+            return Err(self.refuse("attention_kind is missing"));
+        };
+        let mut lines = format!("kind = {kind:?}");
+        for key in SIEVE_SIZES {
+            match &self.value[*key] {
+                Value::Null => {}
+                // Numbers, strings and truth values are written alike in JSON and TOML.
+                value @ (Value::Number(_) | Value::Bool(_) | Value::String(_)) => {
+                    lines.push_str(&format!("\n{key} = {value}"));
+                }
+                other => return Err(self.refuse(format!("{key} is {other}"))),
+            }
+        }
+        Ok(lines)
+    }
+}
+
 impl HfConfig {
     pub(super) fn read(path: &Path) -> Result<Self, CheckpointError> {
         let text = fs::read_to_string(path).map_err(CheckpointError::io("reading", path))?;
@@ -116,6 +153,7 @@ impl HfConfig {
                 let attention = format!("kind = \"dma\"\nkeep_window_size = {window}");
                 (Architecture::Doge, attention)
             }
+            Some("sieve") => (Architecture::Sieve, reader.sieve_attention()?),
             _ => {
                 return Err(reader.refuse(format!("model_type is {}", reader.value["model_type"])));
             }
@@ -147,6 +185,7 @@ impl HfConfig {
             reader.number("initializer_range").unwrap_or(0.02),
         );
         Ok(Self {
+            residual_scale: reader.value["residual_scale"] == Value::Bool(true),
             architecture,
             vocab_size,
             model,

@@ -8,9 +8,10 @@ const TOKENIZER: &str = r#"{"added_tokens":[{"id":1,"content":"<|endoftext|>","s
 
 /// A random checkpoint, exported: the folder of `transformers`.
 fn exported(folder: &Path, model: &str, attention: &str, options: ExportOptions) -> PathBuf {
+    let kv_heads = if attention.contains("mla") { 4 } else { 2 };
     let text = format!(
         "[model]\nhidden_size = 12\nintermediate_size = 20\nnum_hidden_layers = 2\nnum_attention_heads = 4\n\
-         num_key_value_heads = 2\nhead_dim = 6\nmax_position_embeddings = 16\nrope_theta = 54321.5\n{model}\n\
+         num_key_value_heads = {kv_heads}\nhead_dim = 6\nmax_position_embeddings = 16\nrope_theta = 54321.5\n{model}\n\
          [attention]\n{attention}\n[tokenizer]\npath = \"t.json\"\n[data]\npaths = [\"x\"]\n\
          [training]\nsteps = 1\nseq_len = 8\nlocal_batch_size = 1\n[optimizer]\nlr = 1e-3\n\
          [lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n"
@@ -104,6 +105,20 @@ fn export_import_export_gives_the_same_bytes() {
             "tie_word_embeddings = true\nresidual_scale = true",
             "kind = \"dma\"\nkeep_window_size = 3",
         ),
+        (
+            "tie_word_embeddings = true\nresidual_scale = true",
+            "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\ncompress_hidden_size = 5\n\
+             select_block_size = 4\nnum_selected_blocks = 3\nwindow_size = 5\nshared_kv = false",
+        ),
+        (
+            "tie_word_embeddings = false",
+            "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\ncompress = \"mean\"\n\
+             select_block_size = 4\nnum_selected_blocks = 3\nwindow_size = 5",
+        ),
+        (
+            "tie_word_embeddings = true",
+            "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4",
+        ),
     ] {
         for options in [
             whole(),
@@ -157,6 +172,22 @@ fn a_dense_model_becomes_sparse_with_new_weights_at_their_start() {
     assert!(a.data.iter::<f32>().all(|value| value == 0.0));
     let dt = find("layers.1.self_attn.dt_proj.weight");
     assert!(dt.data.iter::<f32>().any(|value| value != 0.0));
+    // NSA takes the same weights; its gates start at its window.
+    let sizes = [
+        "attention.compress_block_size=4",
+        "attention.compress_stride=2",
+        "attention.compress=mean",
+        "attention.select_block_size=4",
+        "attention.num_selected_blocks=3",
+        "attention.window_size=5",
+    ];
+    let nsa = folder.path().join("nsa");
+    let report = imported(&hf, &nsa, Some(AttentionKind::Nsa), &sizes).expect("imports");
+    assert!(!report.added.is_empty(), "the gates are new");
+    assert!(
+        report.added.iter().all(|name| name.contains("self_attn")),
+        "{report:?}"
+    );
     // The rest is what was exported.
     let theirs = TensorFile::open(&hf.join(SINGLE)).expect("exported");
     let name = "model.layers.1.self_attn.o_proj.weight";
