@@ -14,6 +14,7 @@ mod kernels_cli;
 mod plan_recipes;
 mod resume_damage;
 mod resume_kill;
+mod selectors_cli;
 mod train_gradients;
 mod train_guard;
 mod train_run;

@@ -1,0 +1,165 @@
+//! Selectors on a checkpoint, through the program: perplexity, generation and the comparison.
+use crate::tiny_run::{TinyRun, refused, succeed};
+use serde_json::Value;
+use std::fs;
+
+/// Methods with settings small enough for the tiny recipe's 32 tokens, and decode methods.
+const SELECTORS: &[&str] = &[
+    "streamingllm:n_init=2,n_local=8,min_prefill_tokens=0",
+    "meanpool:block=4,tau=0.3,min_prefill_tokens=0",
+    "momo:gamma=4,beta=4,chi=8,k=1,k_exact=1,first_dense_layers=0,min_prefill_tokens=0",
+    "h2o:heavy=3,recent=3",
+    "quest:page=2,budget=6,dense_layers=0",
+];
+
+fn run_of(tiny: &TinyRun) -> String {
+    tiny.trained("run", "");
+    fs::write(
+        tiny.path("text.txt"),
+        "the fox sees a dog and the dog sees the fox again and again ".repeat(40),
+    )
+    .expect("the folder is writable");
+    "run".to_owned()
+}
+
+fn json(text: &str) -> Value {
+    serde_json::from_str(text.lines().last().unwrap_or_default())
+        .unwrap_or_else(|e| panic!("{e}: {text}"))
+}
+
+#[test]
+fn selectors_help_needs_no_checkpoint() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    for command in [
+        "eval ppl --selector help",
+        "generate --selector help",
+        "eval selectors --selector help",
+    ] {
+        let text = succeed(&mut tiny.sieve(command));
+        for name in [
+            "bfla",
+            "momo",
+            "flexprefill",
+            "snapkv",
+            "exact_top",
+            "tau=0.9",
+        ] {
+            assert!(text.contains(name), "{command}: {text}");
+        }
+    }
+}
+
+#[test]
+fn selectors_run_on_a_dense_checkpoint() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    let run = run_of(&tiny);
+    let ppl = |more: &str| {
+        json(&succeed(&mut tiny.sieve(&format!(
+            "eval ppl --checkpoint {run} --data text.txt --device cpu --json {more}"
+        ))))
+    };
+    let dense = ppl("");
+    assert!(dense.get("selector").is_none());
+    let all = ppl("--selector meanpool:block=4,tau=1,min_prefill_tokens=0");
+    let loss = |report: &Value| report["loss"].as_f64().expect("a number");
+    assert!((loss(&all) - loss(&dense)).abs() < 1e-5, "{all} {dense}");
+    assert_eq!(all["prefill_perplexity"], true);
+    for selector in SELECTORS {
+        let report = ppl(&format!("--selector {selector}"));
+        let density = report["selection"]["pairs"].as_f64().expect("a number")
+            / report["selection"]["dense_pairs"]
+                .as_f64()
+                .expect("a number");
+        assert!(loss(&report).is_finite() && density < 1.4, "{report}");
+        assert!(
+            (loss(&report) - loss(&dense)).abs() > 1e-7,
+            "{selector} changed nothing: {report}"
+        );
+        let text = succeed(&mut tiny.sieve_args(&[
+            "generate",
+            "--checkpoint",
+            &run,
+            "--prompt",
+            "the fox sees a dog and",
+            "--max-new-tokens",
+            "6",
+            "--device",
+            "cpu",
+            "--selector",
+            selector,
+        ]));
+        assert!(text.starts_with("the fox sees a dog and"), "{text}");
+    }
+    let text = succeed(&mut tiny.sieve(&format!(
+        "eval ppl --checkpoint {run} --data text.txt --device cpu --selector {}",
+        SELECTORS[1]
+    )));
+    assert!(text.contains("prefill perplexity"), "{text}");
+
+    let selectors: String = SELECTORS
+        .iter()
+        .map(|selector| format!(" --selector {selector}"))
+        .collect();
+    let table = format!(
+        "eval selectors --checkpoint {run} --data text.txt --lengths 16,32 --windows 2 --device cpu{selectors}"
+    );
+    let report = json(&succeed(&mut tiny.sieve(&format!("{table} --json"))));
+    let rows = report["selectors"].as_array().expect("a list");
+    assert_eq!(rows.len(), 2 * SELECTORS.len());
+    assert!(
+        rows.iter()
+            .all(|row| row["density"].as_f64().is_some_and(|x| x > 0.0) && row["loss"].is_f64())
+    );
+    let text = succeed(&mut tiny.sieve(&format!("{table} --plot picture.svg")));
+    assert!(
+        text.contains("32 tokens: dense loss") && text.contains("quest"),
+        "{text}"
+    );
+    let picture = fs::read_to_string(tiny.path("picture.svg")).expect("it was written");
+    assert!(picture.starts_with("<svg") && picture.contains("streamingllm (n_local)"));
+}
+
+#[test]
+fn selectors_mistakes_are_told_and_change_nothing() {
+    let tiny = TinyRun::new("kind = \"swa\"\nsliding_window = 8");
+    let run = run_of(&tiny);
+    let ppl = |selector: &str| {
+        tiny.sieve(&format!(
+            "eval ppl --checkpoint {run} --data text.txt --device cpu --selector {selector}"
+        ))
+    };
+    for (selector, words) in [
+        (
+            "xatention",
+            &["no selector", "did you mean xattention?"][..],
+        ),
+        ("pbs:segmnt=256", &["no key", "did you mean segment?"]),
+        (
+            "xattention:stride=7",
+            &["stride=7 does not divide block=128"],
+        ),
+        ("meanpool:tau=1.5", &["tau=1.5 is outside [0, 1]"]),
+        (
+            "meanpool",
+            &["meanpool selects for dense attention", "kind = \"mha\""],
+        ),
+    ] {
+        tiny.refuse(&mut ppl(selector), words);
+    }
+    let dense = TinyRun::new("kind = \"mha\"");
+    let run = run_of(&dense);
+    let command = |selector: &str| {
+        dense.sieve(&format!(
+            "eval ppl --checkpoint {run} --data text.txt --device cpu --selector {selector}"
+        ))
+    };
+    refused(
+        &mut command("pbs:segment=256"),
+        &["segment=256 is longer than the context of"],
+    );
+    refused(&mut command("dam"), &["no map for layer 0"]);
+    refused(
+        &mut dense.sieve(&format!("eval selectors --checkpoint {run} --data text.txt --lengths 30 --windows 500 --device cpu")),
+        &["the data holds", "give more text"],
+    );
+}
