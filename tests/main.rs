@@ -10,6 +10,8 @@ mod parity_transformers;
 mod tiny_run;
 
 mod cli_bad_input;
+mod data_commands;
+mod data_safetensors;
 mod kernels_cli;
 mod plan_recipes;
 mod resume_damage;

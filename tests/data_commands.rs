@@ -1,0 +1,382 @@
+//! `sieve data prepare`, `sieve tokenizer train`, and runs on mixtures, Parquet and MQAR.
+use crate::tiny_run::{TinyRun, refused, succeed};
+use flate2::write::GzEncoder;
+use parquet::basic::Compression;
+use parquet::data_type::{ByteArray, ByteArrayType};
+use parquet::file::properties::WriterProperties;
+use parquet::file::writer::SerializedFileWriter;
+use parquet::schema::parser::parse_message_type;
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+fn write_parquet(path: &Path, texts: &[String]) {
+    let schema = parse_message_type("message schema { REQUIRED BYTE_ARRAY text (UTF8); }");
+    let schema = Arc::new(schema.expect("a schema"));
+    let properties = WriterProperties::builder().set_compression(Compression::SNAPPY);
+    let properties = Arc::new(properties.build());
+    let file = fs::File::create(path).expect("writable");
+    let mut writer = SerializedFileWriter::new(file, schema, properties).expect("a writer");
+    let values = texts.iter().map(|text| ByteArray::from(text.as_str()));
+    let values: Vec<ByteArray> = values.collect();
+    let mut group = writer.next_row_group().expect("a row group");
+    let mut column = group.next_column().expect("a column").expect("the first");
+    let typed = column.typed::<ByteArrayType>();
+    typed.write_batch(&values, None, None).expect("values");
+    column.close().expect("closed");
+    group.close().expect("closed");
+    writer.close().expect("closed");
+}
+
+/// The tiny corpus three ways: as Parquet, as packed JSON lines, and as it is.
+fn formats(tiny: &TinyRun) {
+    let mut files: Vec<PathBuf> = fs::read_dir(tiny.path("corpus"))
+        .expect("the corpus")
+        .map(|entry| entry.expect("readable").path())
+        .collect();
+    files.sort();
+    let texts: Vec<String> = files
+        .iter()
+        .map(|path| fs::read_to_string(path).expect("text"))
+        .collect();
+    write_parquet(&tiny.path("half.parquet"), &texts[..30]);
+    let packed = fs::File::create(tiny.path("half.jsonl.gz")).expect("writable");
+    let mut packed = GzEncoder::new(packed, flate2::Compression::default());
+    for text in &texts[30..] {
+        let line = serde_json::json!({ "text": text }).to_string();
+        writeln!(packed, "{line}").expect("writable");
+    }
+    packed.finish().expect("writable");
+}
+
+fn shards(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = fs::read_dir(folder).expect("a folder");
+    entries
+        .map(|entry| entry.expect("readable"))
+        .map(|entry| {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            (name, fs::read(entry.path()).unwrap_or_default())
+        })
+        .collect()
+}
+
+const PREPARE: [&str; 5] = ["data", "prepare", "--recipe", "tiny.toml", "--data-dir"];
+
+#[test]
+fn prepared_ahead_is_found_by_the_run() {
+    let tiny = TinyRun::dma();
+    let first = succeed(tiny.sieve_args(&PREPARE).arg("shards"));
+    assert!(
+        first.contains("wrote shards") && first.contains("train:") && first.contains("validation:")
+    );
+    let before = shards(&tiny.path("shards"));
+    let again = succeed(tiny.sieve_args(&PREPARE).arg("shards"));
+    assert!(again.contains("found shards"), "{again}");
+    let cache = "--set data.cache_dir=shards --set training.steps=4";
+    let run = succeed(&mut tiny.train("run", cache));
+    assert!(run.contains("data: found"), "{run}");
+    let batch = "data batch --recipe tiny.toml --data-dir shards --step 2 --out b.safetensors";
+    succeed(&mut tiny.sieve(batch));
+    assert_eq!(shards(&tiny.path("shards")), before);
+    assert!(
+        before.keys().all(|name| !name.ends_with(".tmp")),
+        "{before:?}"
+    );
+}
+
+#[test]
+fn killed_at_any_moment_and_asked_again_it_writes_the_same_shards() {
+    let tiny = TinyRun::dma();
+    // Enough text that it takes a moment.
+    for copy in 0..20 {
+        let text = fs::read_to_string(tiny.path("corpus/29.txt")).expect("text");
+        let text: String = (0..40).map(|n| format!("{copy} {n} {text}")).collect();
+        fs::write(tiny.path(&format!("corpus/more{copy}.txt")), text).expect("writable");
+    }
+    succeed(tiny.sieve_args(&PREPARE).arg("whole"));
+    let whole = shards(&tiny.path("whole"));
+    let mut num_killed = 0;
+    for wait_ms in [5, 20, 40, 70, 100, 140, 200, 300, 450] {
+        let mut child = tiny.sieve_args(&PREPARE);
+        let child = child.arg("killed").stdout(std::process::Stdio::null());
+        let mut child = child.spawn().expect("the program starts");
+        std::thread::sleep(Duration::from_millis(wait_ms));
+        num_killed += u32::from(child.try_wait().expect("a child").is_none());
+        child.kill().expect("killed");
+        child.wait().expect("ended");
+    }
+    assert!(num_killed > 0);
+    succeed(tiny.sieve_args(&PREPARE).arg("killed"));
+    let mut killed = shards(&tiny.path("killed"));
+    let mut whole = whole;
+    for files in [&mut killed, &mut whole] {
+        // The training of the tokenizer leaves a mark with the time it was made from; the mark is not part of the data.
+        files.remove("tokenizer.lock");
+    }
+    assert_eq!(killed, whole);
+}
+
+#[test]
+fn parquet_and_packed_lines_give_the_documents_of_the_files() {
+    let tiny = TinyRun::dma();
+    formats(&tiny);
+    let prepare = |name: &str, sets: &[&str]| {
+        let mut command = tiny.sieve_args(&PREPARE);
+        command.arg(name).args(["--set", "tokenizer.path=t.json"]);
+        for set in sets {
+            command.args(["--set", set]);
+        }
+        succeed(&mut command);
+        shards(&tiny.path(name))
+    };
+    let train = "tokenizer train --recipe tiny.toml --out t.json";
+    let said = succeed(&mut tiny.sieve(train));
+    assert!(said.contains("wrote t.json: 300 tokens"), "{said}");
+    let text = prepare("text", &["data.paths=[\"corpus/[012]?.txt\"]"]);
+    let parquet = ["data.format=parquet", "data.paths=[\"*.parquet\"]"];
+    let parquet = prepare("parquet", &parquet);
+    let text_half = prepare("text_half", &["data.paths=[\"corpus/[345]?.txt\"]"]);
+    let lines = ["data.format=jsonl", "data.paths=[\"half.jsonl.gz\"]"];
+    let lines = prepare("lines", &lines);
+    for (found, wanted) in [(parquet, text), (lines, text_half)] {
+        for name in [
+            "train.bin",
+            "train.idx",
+            "validation.bin",
+            "validation.docs.json",
+        ] {
+            assert!(found[name] == wanted[name], "{name}");
+        }
+    }
+}
+
+/// Makes the run `cut` of the run `whole`, as if it had been killed after this step's checkpoint.
+fn cut_back(tiny: &TinyRun, last_step: u64) {
+    let copied = std::process::Command::new("cp")
+        .args(["-r", "whole", "cut"])
+        .current_dir(tiny.path(""))
+        .status();
+    assert!(copied.expect("cp starts").success());
+    for entry in fs::read_dir(tiny.path("cut/checkpoint")).expect("checkpoints") {
+        let path = entry.expect("readable").path();
+        let name = path.file_name().expect("a name").to_string_lossy();
+        let step = name
+            .strip_prefix("step-")
+            .and_then(|step| step.parse::<u64>().ok());
+        if step.is_some_and(|step| step > last_step) {
+            fs::remove_dir_all(path).expect("removable");
+        }
+    }
+    assert!(
+        tiny.path(&format!("cut/checkpoint/step-{last_step}"))
+            .exists()
+    );
+}
+
+#[test]
+fn a_run_on_a_weighted_mixture_resumes_exactly() {
+    let tiny = TinyRun::dma();
+    formats(&tiny);
+    write_parquet(
+        &tiny.path("other.parquet"),
+        &["other words. ".repeat(40), "more of them. ".repeat(50)],
+    );
+    let sets = "--set data.format=parquet --set data.paths=[\"half.parquet\",\"other.parquet\"] \
+                --set data.weights=[0.75,0.25] --set data.validation_fraction=0.3";
+    tiny.trained("whole", sets);
+    cut_back(&tiny, 32);
+    succeed(&mut tiny.train("cut", &format!("{sets} --resume")));
+    tiny.assert_same_end("cut", "whole");
+    assert!(tiny.path("whole/data/train-001.idx").exists());
+    // Other weights are other data.
+    let other = sets.replace("0.75,0.25", "0.5,0.5");
+    let mut command = tiny.train("cut", &format!("{other} --resume --set training.steps=60"));
+    refused(&mut command, &["data.weights"]);
+}
+
+const MQAR: &str = "--set tokenizer.numbers=64 --set training.one_document_per_row=false --set data.validation_fraction=0.5";
+
+/// `tiny.toml` with a synthetic task for its text.
+fn mqar_recipe(tiny: &TinyRun) {
+    let recipe = fs::read_to_string(tiny.path("tiny.toml")).expect("the recipe");
+    let data = "format = \"mqar\"\nmqar = { vocab_size = 64, seq_lens = [32, 16], num_pairs = [4, 2], num_samples = [500, 100], num_test_samples = 20 }";
+    let recipe = recipe.replace("paths = [\"corpus/*.txt\"]", data);
+    fs::write(tiny.path("tiny.toml"), recipe).expect("writable");
+}
+
+#[test]
+fn a_run_on_mqar_needs_no_files_and_resumes_exactly() {
+    let tiny = TinyRun::dma();
+    mqar_recipe(&tiny);
+    fs::remove_dir_all(tiny.path("corpus")).expect("the corpus goes");
+    tiny.trained("whole", MQAR);
+    let first = &tiny.metrics("whole", "validation")[&0]["loss"];
+    let loss = first.as_f64().expect("a loss");
+    assert!((loss - 64f64.ln()).abs() < 0.3, "{loss}");
+    cut_back(&tiny, 32);
+    succeed(&mut tiny.train("cut", &format!("{MQAR} --resume")));
+    tiny.assert_same_end("cut", "whole");
+    let batch = format!("data batch --recipe tiny.toml --step 1 --out b.safetensors {MQAR}");
+    succeed(&mut tiny.sieve(&batch));
+    let prepare = format!("data prepare --recipe tiny.toml {MQAR}");
+    refused(&mut tiny.sieve(&prepare), &["mqar", "nothing to prepare"]);
+    // Continuing a line of numbers.
+    let prompt = [
+        "generate",
+        "--checkpoint",
+        "whole/checkpoint/step-40",
+        "--prompt",
+        "5 40 5",
+        "--max-new-tokens",
+        "2",
+    ];
+    succeed(&mut tiny.sieve_args(&prompt));
+}
+
+#[test]
+fn bad_data_is_told_and_changes_nothing() {
+    let tiny = TinyRun::dma();
+    formats(&tiny);
+    let whole = fs::read(tiny.path("half.jsonl.gz")).expect("packed");
+    let mut damaged = whole.clone();
+    let middle = damaged.len() / 2;
+    damaged[middle..middle + 40]
+        .iter_mut()
+        .for_each(|byte| *byte ^= 0x3C);
+    fs::write(tiny.path("damaged.jsonl.gz"), damaged).expect("writable");
+    fs::write(tiny.path("cut.jsonl.gz"), &whole[..middle]).expect("writable");
+    fs::write(tiny.path("none.parquet"), "no parquet").expect("writable");
+    fs::write(
+        tiny.path("two.toml"),
+        fs::read(tiny.path("tiny.toml")).expect("readable"),
+    )
+    .expect("writable");
+    for (sets, words) in [
+        (
+            &[
+                "data.format=parquet",
+                "data.paths=[\"half.parquet\"]",
+                "data.text_column=body",
+            ][..],
+            &[
+                "half.parquet",
+                "no column \"body\"",
+                "[\"text\"]",
+                "text_column",
+            ][..],
+        ),
+        (
+            &["data.format=parquet", "data.paths=[\"none.parquet\"]"],
+            &["none.parquet", "not a readable Parquet file"],
+        ),
+        (
+            &["data.format=jsonl", "data.paths=[\"damaged.jsonl.gz\"]"],
+            &["damaged.jsonl.gz", "damaged after", "gzip", "fetch or pack"],
+        ),
+        (
+            &["data.format=jsonl", "data.paths=[\"cut.jsonl.gz\"]"],
+            &["cut.jsonl.gz", "damaged after", "gzip"],
+        ),
+        (
+            &[
+                "data.format=parquet",
+                "data.paths=[\"hf://datasets/me/texts\"]",
+            ],
+            &[
+                "data set me/texts at http://127.0.0.1:1",
+                "HF_TOKEN",
+                "check the name",
+            ],
+        ),
+        (
+            &["data.format=parquet", "data.paths=[\"hf://datasets/me\"]"],
+            &["hf://datasets/me", "OWNER/NAME"],
+        ),
+    ] {
+        let mut command = tiny.sieve_args(&PREPARE);
+        command.arg("new").env("HF_ENDPOINT", "http://127.0.0.1:1");
+        for set in sets {
+            command.args(["--set", set]);
+        }
+        refused(&mut command, words);
+        assert!(!tiny.path("new/meta.json").exists());
+    }
+    // Shards of another tokenizer, or of other text, stay.
+    succeed(tiny.sieve_args(&PREPARE).arg("shards"));
+    let before = shards(&tiny.path("shards"));
+    let train = "tokenizer train --data corpus --vocab-size 280 --out other.json";
+    succeed(&mut tiny.sieve(train));
+    for (set, words) in [
+        (
+            "tokenizer.path=other.json",
+            &["shards", "the tokenizer changed"][..],
+        ),
+        (
+            "data.max_bytes=50000",
+            &["shards", "other files or with other settings"],
+        ),
+        (
+            "data.validation_fraction=0.2",
+            &["shards", "the validation documents changed"],
+        ),
+    ] {
+        refused(
+            tiny.sieve_args(&PREPARE).args(["shards", "--set", set]),
+            words,
+        );
+        let run = format!("--set data.cache_dir=shards --set {set}");
+        refused(&mut tiny.train("run", &run), words);
+        assert_eq!(shards(&tiny.path("shards")), before, "{set}");
+    }
+    let replaced = ["shards", "--replace", "--set", "tokenizer.path=other.json"];
+    succeed(tiny.sieve_args(&PREPARE).args(replaced));
+    assert_ne!(
+        shards(&tiny.path("shards"))["train.bin"],
+        before["train.bin"]
+    );
+}
+
+#[test]
+fn bad_tokenizer_commands_are_refused() {
+    let tiny = TinyRun::dma();
+    for (args, words) in [
+        ("tokenizer train --out t.json", &["--recipe"][..]),
+        (
+            "tokenizer train --data corpus --out t.json",
+            &["--vocab-size is missing"],
+        ),
+        (
+            "tokenizer train --data corpus --vocab-size 257 --out t.json",
+            &["vocab_size", "258"],
+        ),
+        (
+            "tokenizer train --data nothing --vocab-size 300 --out t.json",
+            &["nothing", "matches no file"],
+        ),
+        (
+            "tokenizer train --data corpus --vocab-size 300 --out corpus",
+            &["--out corpus is a folder"],
+        ),
+        (
+            "tokenizer train --data corpus --vocab-size 300 --out no/t.json",
+            &["no/t.json"],
+        ),
+        (
+            "tokenizer train --data corpus --vocab-size 60000 --out t.json",
+            &["gives only", "lower vocab_size"],
+        ),
+        (
+            "tokenizer train --data corpus --recipe tiny.toml --out t.json",
+            &["cannot be used with"],
+        ),
+        (
+            "tokenizer train --data corpus --format csv --vocab-size 300 --out t.json",
+            &["csv", "parquet"],
+        ),
+    ] {
+        tiny.refuse(&mut tiny.sieve(args), words);
+    }
+}

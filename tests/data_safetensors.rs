@@ -1,0 +1,99 @@
+//! Damaged safetensors files: read as they stand or refused, never trusted.
+use burn::tensor::TensorData;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use sieve_hf::{NamedTensor, TensorFile, write_tensor_file};
+use std::fs;
+
+const NUM_INPUTS: u64 = 10_000;
+
+/// `bytes` with one to three changes in the first `header` bytes, or cut anywhere.
+fn mutated(bytes: &[u8], header: usize, number: u64) -> Vec<u8> {
+    let mut random = ChaCha8Rng::seed_from_u64(number);
+    let mut bytes = bytes.to_vec();
+    for _ in 0..=random.next_u32() % 3 {
+        if bytes.is_empty() {
+            break;
+        }
+        let at = random.next_u32() as usize % header.min(bytes.len());
+        match random.next_u32() % 7 {
+            0 => bytes[at] ^= 1 << (random.next_u32() % 8),
+            1 => bytes[at] = random.next_u32() as u8,
+            2 => bytes.truncate(random.next_u32() as usize % bytes.len()),
+            3 => drop(bytes.remove(at)),
+            4 => bytes.insert(at, b"0123456789[]{},:\""[random.next_u32() as usize % 17]),
+            // A digit for a digit: offsets, shapes and sizes that are numbers still.
+            5 => {
+                let digits: Vec<usize> = (8..header.min(bytes.len()))
+                    .filter(|&place| bytes[place].is_ascii_digit())
+                    .collect();
+                if !digits.is_empty() {
+                    let place = digits[random.next_u32() as usize % digits.len()];
+                    bytes[place] = b'0' + (random.next_u32() % 10) as u8;
+                }
+            }
+            _ => {
+                let length = [0, 1, u64::MAX, i64::MAX as u64, 1 << 32, 1 << 62, 300]
+                    [random.next_u32() as usize % 7];
+                let end = bytes.len().min(8);
+                bytes[..end].copy_from_slice(&length.to_le_bytes()[..end]);
+            }
+        }
+    }
+    bytes
+}
+
+#[test]
+fn damaged_headers_are_refused_or_name_tensors_that_are_there() {
+    let folder = std::path::Path::new("/dev/shm");
+    let dir = match folder.is_dir() {
+        true => tempfile::tempdir_in(folder),
+        false => tempfile::tempdir(),
+    };
+    let dir = dir.expect("a temporary folder");
+    let path = dir.path().join("model.safetensors");
+    let tensor = |name: &str, shape: [usize; 2]| {
+        let values: Vec<f32> = (0..shape[0] * shape[1]).map(|n| n as f32).collect();
+        let data = TensorData::new(values, shape);
+        NamedTensor {
+            name: name.to_owned(),
+            data,
+        }
+    };
+    let tensors = [
+        tensor("model.embed_tokens.weight", [7, 4]),
+        tensor("model.norm.weight", [1, 4]),
+        tensor("lm_head.weight", [3, 5]),
+    ];
+    write_tensor_file(&path, &tensors, None).expect("writable");
+    let whole = fs::read(&path).expect("readable");
+    let header = 8 + u64::from_le_bytes(whole[..8].try_into().expect("eight bytes")) as usize;
+
+    let mut num_taken = 0;
+    for number in 0..NUM_INPUTS {
+        let bytes = mutated(&whole, header, number);
+        fs::write(&path, &bytes).expect("writable");
+        match TensorFile::open(&path) {
+            Err(error) => {
+                let text = error.to_string();
+                assert!(text.contains("model.safetensors"), "{text}");
+            }
+            Ok(file) => {
+                num_taken += 1;
+                let mut num_bytes = 0;
+                for name in file.names() {
+                    // Another dtype's name is an error; a tensor has the bytes that its shape takes.
+                    if let Ok(data) = file.any_tensor(&name) {
+                        let count: usize = data.shape.to_vec().iter().product();
+                        assert_eq!(data.bytes.len(), count * data.dtype.size(), "{name}");
+                        num_bytes += data.bytes.len();
+                    }
+                    let wrong = file.tensor(&name, &[9, 9, 9]);
+                    assert!(wrong.is_err(), "{name}");
+                }
+                assert!(num_bytes <= bytes.len() - 8);
+            }
+        }
+    }
+    assert!((1..NUM_INPUTS).contains(&num_taken), "{num_taken}");
+}
