@@ -41,7 +41,7 @@ pub enum RowSource {
     /// Tokenised text.
     Shards {
         /// The shards.
-        prepared: Prepared,
+        prepared: Box<Prepared>,
         /// `data.weights`: one for each shard to train on.
         weights: Option<Vec<f64>>,
     },
@@ -190,7 +190,7 @@ impl DataSource {
             tokenizer,
             tokenizer_json,
             rows: RowSource::Shards {
-                prepared,
+                prepared: Box::new(prepared),
                 weights: recipe.data.weights.clone(),
             },
             stages: BTreeMap::new(),
@@ -263,7 +263,7 @@ impl TrainingData {
                 tokenizer,
                 tokenizer_json,
                 rows: RowSource::Shards {
-                    prepared,
+                    prepared: Box::new(prepared),
                     weights: recipe.data.weights.clone(),
                 },
                 stages: BTreeMap::new(),
