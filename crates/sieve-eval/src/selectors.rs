@@ -5,7 +5,7 @@ use crate::selection::{Selection, call, layer_shape};
 use burn::tensor::{Tensor, TensorData};
 use serde::Serialize;
 use sieve_nn::{HostOperands, LayerContext, Qwen3};
-use sieve_ops::{Documents, IGNORE_LABEL, SieveBackend};
+use sieve_ops::{Documents, SieveBackend};
 use sieve_select::{
     AttentionOutput, Call, DecodeSession, Phase, Selector, dense_attention, density, recall,
 };
@@ -307,7 +307,6 @@ fn nats<B: SieveBackend>(
     let rope = model.rope(num_tokens, device);
     let context = LayerContext::new(&documents, &rope);
     let labels: Vec<i32> = window[1..].iter().map(|&token| token as i32).collect();
-    debug_assert!(!labels.contains(&(IGNORE_LABEL as i32)));
     let losses = model.token_losses_attending(
         ids(&window[..num_tokens], shape, device),
         Tensor::from_data(TensorData::new(labels, shape), device),
