@@ -5,6 +5,7 @@ mod guarding;
 mod stage;
 mod writer;
 
+pub use checkpoints::tidy_finished;
 pub use stage::loader_config;
 
 use crate::atomic::write_atomically;

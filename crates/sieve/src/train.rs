@@ -23,7 +23,7 @@ use sieve_kernels::{DeviceReport, SumOrder};
 use sieve_ops::{Cuda, TrainBackend};
 use sieve_train::{
     DataEvent, DataSource, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start, TrainEvent,
-    TrainSummary, Trainer, TrainingData,
+    TrainSummary, Trainer, TrainingData, tidy_finished,
 };
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
@@ -185,6 +185,11 @@ fn train<B: TrainBackend>(
     if let Some(checkpoint) = &origin.checkpoint
         && origin.step() >= recipe.training.steps as u64
     {
+        if *start == Start::Resume {
+            // A kill right after the last checkpoint leaves older ones.
+            folder.claim(start)?;
+            tidy_finished(&folder, recipe)?;
+        }
         terminal::line(&format!(
             "nothing to do: {} has all {} steps\n  to go on: raise training.steps, for example --set training.steps={}",
             checkpoint.path.display(),

@@ -1,7 +1,8 @@
 //! Checkpoints of a run: when they may be written, which stay.
 use super::writer::Written;
 use super::{Reporter, Trainer};
-use crate::{TrainError, TrainEvent};
+use crate::{RunFolder, TrainError, TrainEvent};
+use sieve_core::Recipe;
 use sieve_hf::{CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints};
 use sieve_ops::TrainBackend;
 use std::fs;
@@ -75,33 +76,13 @@ impl<B: TrainBackend> Trainer<B> {
         };
         self.last_checkpoint = Some(step);
         reporter.tell(TrainEvent::Checkpoint(&path));
-        self.prune(&self.folder.checkpoint_path())
+        prune(&self.folder.checkpoint_path(), &self.recipe)
     }
 
     /// Where the last checkpoint of this run lies.
     pub(super) fn last_checkpoint_path(&self) -> Option<PathBuf> {
         let step = self.last_checkpoint?;
         Some(self.folder.checkpoint_path().join(format!("step-{step}")))
-    }
-
-    /// Removes all but the latest checkpoints; the one before the first step stays where the recipe asks for it.
-    fn prune(&self, folder: &Path) -> Result<(), TrainError> {
-        let keep = self.recipe.checkpoint.keep_latest_k;
-        if keep == 0 {
-            return Ok(());
-        }
-        let always = |step: u64| step == 0 && self.recipe.checkpoint.at_start;
-        let mut all = list_checkpoints(folder)?;
-        all.retain(|(step, _)| !always(*step));
-        all.truncate(all.len().saturating_sub(keep));
-        for (step, path) in all {
-            // Renamed first: a kill in the middle leaves no half checkpoint under a checkpoint's name.
-            let going = folder.join(format!("step-{step}.tmp"));
-            fs::rename(&path, &going)
-                .and_then(|()| fs::remove_dir_all(&going))
-                .map_err(TrainError::io("removing", &path))?;
-        }
-        Ok(())
     }
 
     /// Clears away what a killed process left half written, and sets checkpoints aside that lie ahead of this run's
@@ -122,16 +103,50 @@ impl<B: TrainBackend> Trainer<B> {
                 aside.display()
             )));
         }
-        let Ok(entries) = fs::read_dir(&folder) else {
-            return Ok(());
-        };
-        for entry in entries.flatten() {
-            let name = entry.file_name().to_string_lossy().into_owned();
-            if name.starts_with("step-") && name.ends_with(".tmp") {
-                let path = entry.path();
-                fs::remove_dir_all(&path).map_err(TrainError::io("removing", &path))?;
-            }
-        }
-        Ok(())
+        remove_half_written(&folder)
     }
+}
+
+/// Does what a finished run was killed before: removes checkpoints that are too old, and what is half written.
+///
+/// # Errors
+/// Any failure of the file system.
+pub fn tidy_finished(folder: &RunFolder, recipe: &Recipe) -> Result<(), TrainError> {
+    let folder = folder.checkpoint_path();
+    remove_half_written(&folder)?;
+    prune(&folder, recipe)
+}
+
+fn remove_half_written(folder: &Path) -> Result<(), TrainError> {
+    let Ok(entries) = fs::read_dir(folder) else {
+        return Ok(());
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.starts_with("step-") && name.ends_with(".tmp") {
+            let path = entry.path();
+            fs::remove_dir_all(&path).map_err(TrainError::io("removing", &path))?;
+        }
+    }
+    Ok(())
+}
+
+/// Removes all but the latest checkpoints; the one before the first step stays where the recipe asks for it.
+fn prune(folder: &Path, recipe: &Recipe) -> Result<(), TrainError> {
+    let keep = recipe.checkpoint.keep_latest_k;
+    if keep == 0 {
+        return Ok(());
+    }
+    let always = |step: u64| step == 0 && recipe.checkpoint.at_start;
+    let mut all = list_checkpoints(folder)?;
+    all.retain(|(step, _)| !always(*step));
+    all.truncate(all.len().saturating_sub(keep));
+    for (step, path) in all {
+        // Renamed first: a kill in the middle leaves no half checkpoint under a checkpoint's name.
+        let going = folder.join(format!("step-{step}.tmp"));
+        fs::rename(&path, &going)
+            .and_then(|()| fs::remove_dir_all(&going))
+            .map_err(TrainError::io("removing", &path))?;
+    }
+    Ok(())
 }
