@@ -110,12 +110,16 @@ fn selectors_run_on_a_dense_checkpoint() {
         rows.iter()
             .all(|row| row["density"].as_f64().is_some_and(|x| x > 0.0) && row["loss"].is_f64())
     );
-    let text = succeed(&mut tiny.sieve(&format!("{table} --plot picture.svg")));
+    let text = succeed(&mut tiny.sieve(&format!("{table} --plot picture.svg --maps maps")));
     assert!(
         text.contains("32 tokens: dense loss") && text.contains("quest"),
         "{text}"
     );
     let picture = fs::read_to_string(tiny.path("picture.svg")).expect("it was written");
+    for name in ["streamingllm", "meanpool", "momo"] {
+        let map = fs::read(tiny.path(&format!("maps/{name}.png"))).expect("it was written");
+        assert!(map.starts_with(b"\x89PNG") && map.len() > 100);
+    }
     assert!(picture.starts_with("<svg") && picture.contains("streamingllm (n_local)"));
 }
 

@@ -26,4 +26,6 @@ pub use perplexity::{PerplexityConfig, PerplexityReport, perplexity, perplexity_
 pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, recall};
 pub use sampler::{Sampler, Sampling};
 pub use selection::{Selection, SelectionTotals};
-pub use selectors::{LayerMeasure, SelectorMeasure, measure_selectors, sweep_selectors};
+pub use selectors::{
+    LayerMeasure, SelectorMeasure, measure_selectors, selector_masks, sweep_selectors,
+};

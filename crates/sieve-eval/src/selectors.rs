@@ -7,7 +7,8 @@ use serde::Serialize;
 use sieve_nn::{HostOperands, LayerContext, Qwen3};
 use sieve_ops::{Documents, SieveBackend};
 use sieve_select::{
-    AttentionOutput, Call, DecodeSession, Phase, Selector, dense_attention, density, recall,
+    AttentionOutput, Call, DecodeSession, Phase, Selector, SparseMask, dense_attention, density,
+    recall,
 };
 use std::time::Instant;
 
@@ -223,6 +224,31 @@ pub fn sweep_selectors<B: SieveBackend>(
         points.push((density, recall));
     }
     Ok(points)
+}
+
+/// Masks of each selector in every layer for one prompt, `[selectors][layers]`; the model's own activations, densely computed.
+///
+/// # Errors
+/// As [`measure_selectors`]; a decode method.
+pub fn selector_masks<B: SieveBackend>(
+    model: &Qwen3<B>,
+    window: &[u32],
+    selectors: &[Selector],
+    device: &B::Device,
+) -> Result<Vec<Vec<SparseMask>>, EvalError> {
+    check_vocabulary(window, model.shape().vocab_size)?;
+    for selector in selectors {
+        Selection::new(selector.clone(), model.shape())?;
+    }
+    let mut masks = vec![Vec::new(); selectors.len()];
+    nats(model, window, device, &mut |operands| {
+        let call = call(operands)?;
+        for (selector, masks) in selectors.iter().zip(&mut masks) {
+            masks.push(selector.select(&call)?);
+        }
+        Ok(dense_attention(&call)?.o)
+    })?;
+    Ok(masks)
 }
 
 /// Sums of one selector.

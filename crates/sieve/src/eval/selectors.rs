@@ -1,4 +1,5 @@
 //! `sieve eval selectors`: sparse methods side by side on one dense checkpoint.
+mod heat_map;
 mod plot;
 
 use crate::device::{Device, DeviceChoice};
@@ -9,7 +10,9 @@ use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use sieve_data::{Corpus, CorpusConfig};
-use sieve_eval::{SelectorMeasure, measure_selectors, sweep_selectors, text_documents};
+use sieve_eval::{
+    SelectorMeasure, measure_selectors, selector_masks, sweep_selectors, text_documents,
+};
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
 use sieve_select::{ENTRIES, Phase, Selector};
@@ -44,6 +47,9 @@ pub(crate) struct SelectorsArgs {
     /// Also write an SVG of density against recall over each method's setting, at the longest length
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
+    /// Also write one PNG for each prefill method into this folder: its kept blocks by layer and head, at the longest length
+    #[arg(long, value_name = "DIR")]
+    maps: Option<PathBuf>,
     /// auto, cpu, cuda or cuda:N; the attention itself runs on the CPU
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
@@ -136,8 +142,11 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
         measures.extend(found?);
     }
     print(args, &loaded, &measures)?;
-    match &args.plot {
-        Some(path) => draw(args, &loaded, &tokens, &selectors, device, path),
+    if let Some(path) = &args.plot {
+        draw(args, &loaded, &tokens, &selectors, device, path)?;
+    }
+    match &args.maps {
+        Some(dir) => draw_maps(args, &loaded, &tokens, &selectors, device, dir),
         None => Ok(()),
     }
 }
@@ -216,6 +225,32 @@ fn print<B: SieveBackend>(
             ));
         }
     }
+    Ok(())
+}
+
+fn draw_maps<B: SieveBackend>(
+    args: &SelectorsArgs,
+    loaded: &LoadedModel<B>,
+    tokens: &[u32],
+    selectors: &[Selector],
+    device: &B::Device,
+    dir: &std::path::Path,
+) -> Result<()> {
+    let length = args.lengths.iter().max().copied().unwrap_or(0);
+    let prefill = selectors.iter().filter(|s| s.phase() != Phase::Decode);
+    let prefill: Vec<Selector> = prefill.cloned().collect();
+    let masks = selector_masks(&loaded.model, &tokens[..=length], &prefill, device)?;
+    std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
+    for (selector, masks) in prefill.iter().zip(&masks) {
+        let path = dir.join(format!("{}.png", selector.name()));
+        std::fs::write(&path, heat_map::png(masks))
+            .with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    terminal::line(&format!(
+        "wrote {} maps into {}",
+        prefill.len(),
+        dir.display()
+    ));
     Ok(())
 }
 
