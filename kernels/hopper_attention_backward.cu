@@ -4,7 +4,7 @@
 // Math       P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i) over the pairs attention_forward sees; dv_j = sum_i P_ij do_i;
 //            dS_ij = P_ij (do_i . v_j - D_i); dk_j = softmax_scale * sum_i dS_ij q_i; ddelta_j = sum_i dS_ij; dq_sum_i = sum_j dS_ij k_j
 // Layout     as attention_backward
-// Buffers    (TENSOR_MAPS: q_map, do_map by value,) q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta,) (COMPUTE_DQ: dq_sum,) dk, dv, (HAS_BIAS: ddelta)
+// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta,) (COMPUTE_DQ: dq_sum,) dk, dv, (HAS_BIAS: ddelta)
 // Defines    HEAD_DIM (64, 128), HAS_BIAS, COMPUTE_DQ (1; 0 for a fixed order: attention_backward_query makes dq), DQ_BULK, Q_STAGES, DO_STAGES,
 //            TENSOR_MAPS 0|1: maps of bf16 [batch, seq_len, num_heads * HEAD_DIM], q (its strides, base at its offset) and do, box 1 x 64 x 64, 128-byte swizzle;
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS
@@ -68,6 +68,7 @@ DEVICE void store_gradient(const float (&sums)[SUM_REGISTERS], float scale, bf16
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backward(
 #if TENSOR_MAPS
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
+    const void*, const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
 #endif
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_end,
 #if HAS_BIAS

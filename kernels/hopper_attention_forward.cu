@@ -2,7 +2,7 @@
 // Math       logit_ij = softmax_scale * q_i . k_j + delta_j; o_i = sum_j softmax_j(logit_ij) v_j over the keys max(doc_start_i, i - window + 1) <= j <= i;
 //            lse_i = log sum_j exp(logit_ij)
 // Layout     as attention_forward; strides and offsets are multiples of 8
-// Buffers    (TENSOR_MAPS: q_map, k_map, v_map by value,) q, k, v, doc_start, (HAS_BIAS: delta,) o, lse, (RESIDUAL: o_low)
+// Buffers    (TENSOR_MAPS: q_map, k_map, v_map by value, then as many unread pointers,) q, k, v, doc_start, (HAS_BIAS: delta,) o, lse, (RESIDUAL: o_low)
 // Defines    HEAD_DIM (64, 128), HAS_BIAS, HEADS_PER_TILE (a divisor of the group), NUM_CONSUMERS, BLOCK_KV 128, K_STAGES, V_STAGES, TAKE_TURNS (0, 1, 2),
 //            TENSOR_MAPS 0|1: maps of bf16 [batch, seq_len, heads * HEAD_DIM] (the tensor's strides, base at its offset), box 1 x TILE_QUERIES (q, do) or
 //            128 (k, v) x 64, 128-byte swizzle; RESIDUAL;
@@ -28,6 +28,7 @@ struct HopperAttentionForwardParams {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_forward(
 #if TENSOR_MAPS
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+    const void*, const void*, const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
 #endif
     const bf16* q, const bf16* k, const bf16* v, const i32* doc_start,
 #if HAS_BIAS

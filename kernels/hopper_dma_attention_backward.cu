@@ -4,7 +4,7 @@
 // Math       as hopper_attention_backward over the pairs j <= i < expire_j: dq_sum_i += sum_j dS_ij k_j (without softmax_scale), dk_sum_j += sum_i dS_ij q_i
 //            (without softmax_scale), dv_sum_j += sum_i P_ij do_i, ddelta_j += sum_i dS_ij, i over the queries of the launch's super-blocks
 // Layout     as dma_attention_backward
-// Buffers    (TENSOR_MAPS: q_map, do_map by value,) q, k, v, do, row_stats, delta, list, list_len, (COMPUTE_DQ: dq_sum,) dk_sum, dv_sum, ddelta
+// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, delta, list, list_len, (COMPUTE_DQ: dq_sum,) dk_sum, dv_sum, ddelta
 // Defines    as hopper_attention_backward (HAS_BIAS is always 1); SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made without atomics, COMPUTE_DQ must
 //            be 0 and a launch covers one super-block (launches in ascending order fix the order of every sum; dq comes from dma_attention_backward_query)
 // Tiling     128 entries a block: grid (super_blocks * ceil(list_capacity / 128), num_kv_heads, batch), super_blocks = those of this launch; blocks past a
@@ -88,6 +88,7 @@ DEVICE void add_rows(float* to, const float (&sums)[SUM_REGISTERS], const int2 (
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_backward(
 #if TENSOR_MAPS
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
+    const void*, const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
 #endif
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const float* delta, const int2* list, const i32* list_len,
 #if COMPUTE_DQ

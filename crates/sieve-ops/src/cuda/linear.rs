@@ -1,6 +1,8 @@
 //! Products with weights, through cuBLASLt.
 use burn::tensor::DType;
-use sieve_kernels::{CudaPrimitive, CudaTensor, KernelError, MatmulOutput, Product, matmul};
+use sieve_kernels::{
+    CudaPrimitive, CudaTensor, KernelError, MatmulOutput, Product, matmul, residual_add,
+};
 
 pub(super) fn forward(
     x: &CudaPrimitive,
@@ -14,7 +16,7 @@ pub(super) fn forward(
     Ok(y.into())
 }
 
-/// The residual is added before the product is rounded.
+/// The residual is added inside the product where that is free.
 pub(super) fn forward_add(
     x: &CudaPrimitive,
     weight: &CudaPrimitive,
@@ -22,6 +24,13 @@ pub(super) fn forward_add(
 ) -> Result<CudaPrimitive, KernelError> {
     let [x, weight, residual] =
         [x, weight, residual].map(|tensor| CudaTensor::from(tensor.clone()));
+    let [out, inner] = weight.dims("linear_add", "weight")?;
+    // Measured on an H200 at 16384 x 2048 x 6144: a product that also reads a residual takes 0.1 ms longer, which is twice
+    // what the addition costs; where the product is square it costs nothing.
+    if inner > out {
+        let y = matmul(Product::Nt, &x, &weight, MatmulOutput::New(DType::BF16))?;
+        return residual_add(&residual, &y).map(Into::into);
+    }
     let y = matmul(Product::Nt, &x, &weight, MatmulOutput::Plus(&residual))?;
     Ok(y.into())
 }
