@@ -139,20 +139,6 @@ def run_backward(rt, timer, pool):
             timer.time(f"dma {n} w {window} {kind} d{d} backward, row sums from o", flops, lambda: x.dma_backward(rt, lists, None, False, 16, sums, False), 8)
 
 
-def flex_rival(timer, x, window, label, flops):
-    """FlexAttention with a sliding window mask, compiled."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    flex = torch.compile(flex_attention, dynamic=False)
-    mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < window), None, None, x.n, x.n, device="cuda", _compile=True)
-    q, k, v = (t.view().transpose(1, 2).contiguous().requires_grad_() for t in (x.q, x.k, x.v))
-    call = lambda: flex(q, k, v, block_mask=mask, enable_gqa=True)
-    o = call()
-    do = x.do.transpose(1, 2).contiguous()
-    timer.time(f"{label} forward: FlexAttention", flops, call, 10)
-    timer.time(f"{label} backward: FlexAttention", 2.5 * flops, lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), 8)
-
-
 def cudnn_rival(timer, x, label, flops, reps):
     """SDPA with cuDNN, dense causal, on the same tensors."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -201,21 +187,21 @@ def run_table(rt, timer, pool):
             cudnn_rival(timer, x, f"dense 1x{n} d{d}", pairs_flops(d, 1, n, n), 10 if n < 100000 else 2)
 
 
-def run_quick(rt, timer, pool):
-    """A few shapes, FlexAttention beside the windows."""
-    for b, n, window in ((2, 8192, 8192), (8, 2048, 2048), (1, 16384, 2048), (1, 16384, 1024)):
-        x, flops, label = Inputs("cuda", b, n, 128), pairs_flops(128, b, n, window), f"{b}x{n} w {window}"
-        if window == n:
-            cudnn_rival(timer, x, label, flops, 10)
-        timer.time(f"{label} forward", flops, lambda: x.forward(rt, window=window), 10)
-        timer.time(f"{label} forward + bias", flops, lambda: x.forward(rt, window=window, bias=True), 10)
+def run_deterministic(rt, timer, pool):
+    """The backward in a fixed order beside the usual one."""
+    for b, n, window in ((2, 8192, 8192), (1, 16384, 1024)):
+        x, flops, label = Inputs("cuda", b, n, 128), 2.5 * pairs_flops(128, b, n, window), f"{b}x{n} w {window}"
+        x.forward(rt, window=window)
+        dq_sum = torch.empty(b, HEADS, n, 128, device="cuda")
+        timer.time(f"{label} backward", flops, lambda: x.backward(rt, window=window, dq_sum=dq_sum), 8)
+        timer.time(f"{label} backward, deterministic", flops, lambda: x.backward(rt, window=window, deterministic=True), 8)
     lists = make_lists(pool, "rising", n, window, "cuda")
-    for rt.residual in (False, True):
-        timer.time(f"dma {label} rising forward, residual {rt.residual}", flops, lambda: x.dma_forward(rt, lists), 10)
-    rt.residual = False
-    dq_sum = torch.empty(1, HEADS, n, 128, device="cuda")
-    timer.time(f"{label} backward", 2.5 * flops, lambda: x.backward(rt, window=window, dq_sum=dq_sum), 10)
-    flex_rival(timer, x, window, label, flops)
+    sums = [torch.empty(1, h, n, 128, device="cuda") for h in (HEADS, x.hkv, x.hkv)]
+    rt.residual = True
+    x.dma_forward(rt, lists)
+    timer.time(f"dma {label} rising backward", flops, lambda: x.dma_backward(rt, lists, None, False, 16, sums), 8)
+    timer.time(f"dma {label} rising backward, deterministic", flops, lambda: x.dma_backward(rt, lists, None, True, 1, (None, *sums[1:])), 8)
+    pieces(rt, timer, f"dma {label} deterministic", lambda rt: x.dma_backward(rt, lists, None, True, 1, (None, *sums[1:])))
 
 
 def pieces(rt, timer, label, call):
@@ -243,6 +229,6 @@ def run(make_runtime, names, torch):
         run_backward(rt, timer, pool)
     if "table" in names:
         run_table(rt, timer, pool)
-    if "quick" in names:
-        run_quick(rt, timer, pool)
+    if "deterministic" in names:
+        run_deterministic(rt, timer, pool)
     return timer.rows

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 
+import numpy as np
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -30,7 +31,8 @@ def build(nvcc, out, names, jobs):
     attention_check.HEAD_DIMS = sorted(set(HEAD_DIMS))
     attention_build.record_shared(rt)
     for rt.residual in (True, False):
-        attention_build.record_checks(rt)
+        for rt.query_at_128 in (True, False):
+            attention_build.record_checks(rt)
     hopper_bench.record(rt, names)
     os.makedirs(out, exist_ok=True)
     root = os.path.join(attention_build.ROOT, "kernels")
@@ -65,14 +67,18 @@ def main():
     parser.add_argument("--variants", default="")
     parser.add_argument("--kinds", default="forward,backward")
     parser.add_argument("--residual", action="store_true")
+    parser.add_argument("--query-at-128", action="store_true", help="the query-stationary dq at head_dim 128 too")
+    parser.add_argument("--add-scores", type=float, default=0.0, help="added to every z, so that delta = exp(z) is large")
     args = parser.parse_args()
     names = [name for name in args.variants.split(",") if name]
     if args.build:
         sys.exit(0 if build(args.build, args.cubins, names, 2) else 1)
     report, good = {}, True
-    make_runtime = functools.partial(HopperRuntime, args.cubins, kinds=tuple(args.kinds.split(",")), residual=args.residual)
+    make_runtime = functools.partial(HopperRuntime, args.cubins, kinds=tuple(args.kinds.split(",")), residual=args.residual, query_at_128=args.query_at_128)
     if args.cases:
         attention_check.HEAD_DIMS = HEAD_DIMS
+        scores = attention_check.scores
+        attention_check.scores = lambda *rest: scores(*rest) + np.float32(args.add_scores)
         report["checks"], good = attention_check.run_checks(make_runtime, args.cases, args.processes, args.longest, args.limit_s, args.seed)
     report["bench"] = hopper_bench.run(make_runtime, names, torch) if names else []
     with open(args.json, "w") as f:

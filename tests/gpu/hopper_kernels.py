@@ -28,6 +28,14 @@ def row_sums_tiling(d, gather, group, bias):
     return {**forward_tiling(d, gather, group, True), "V_STAGES": 2 if d == 128 else 3, "TAKE_TURNS": 0}
 
 
+def query_tiling(d, gather, group, at_128):
+    """The tiling of the query-stationary dq, or None where the portable kernel runs: at head_dim 128 unless `at_128` asks for it (its order of waits
+    was mended after the last run on a GPU), and there for lists with odd groups in any case (it would spill)."""
+    if d == 128 and (not at_128 or (gather and group % 2)):
+        return None
+    return {**row_sums_tiling(d, gather, group, True), "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56}
+
+
 def forward_shared_bytes(d, t, gather, bias, sums):
     rows, stages = t["NUM_CONSUMERS"] * 64, t["K_STAGES"] + t["V_STAGES"]
     shared = rows * d * (4 if sums else 2) + stages * 256 * d + (2048 if bias else 0) + (4096 if gather else 0)
@@ -51,9 +59,9 @@ class HopperRuntime(CubinRuntime):
     """`forward`, `row_sums`, `backward`: entries that replace those of the tiling chosen, for trying others.
     `residual`: the forward with a bias keeps what rounding took from o, and no row sums are made."""
 
-    def __init__(self, folder, kinds=("forward", "backward"), residual=False):
+    def __init__(self, folder, kinds=("forward", "backward"), residual=False, query_at_128=False):
         super().__init__(folder)
-        self.residual, self.o_low = residual, None
+        self.residual, self.query_at_128, self.o_low = residual, query_at_128, None
         self.forward, self.row_sums, self.backward, self.kinds = {}, {}, {}, kinds
         self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         self.maps = {}
@@ -72,7 +80,8 @@ class HopperRuntime(CubinRuntime):
         function = self.function(entry, defines, shared)
         values = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
         params = (ctypes.c_ulonglong * len(words))(*[int(w) for w in words])
-        pointers = [ctypes.c_void_p(m) for m in maps] + [ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in values] + [ctypes.cast(params, ctypes.c_void_p)]
+        mapped = [ctypes.c_void_p(tensors[at].data_ptr()) for at, _ in tensor_maps]  # CubeCL passes these too
+        pointers = [ctypes.c_void_p(m) for m in maps] + [ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in mapped + values] + [ctypes.cast(params, ctypes.c_void_p)]
         args = (ctypes.c_void_p * len(pointers))(*pointers)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         self.check(self.driver.cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream, args, None), f"launch {entry} {defines}")
@@ -86,9 +95,13 @@ class HopperRuntime(CubinRuntime):
             return None
         group, bias = words[2] // words[3], gather or bool(defines.get("HAS_BIAS"))
         packed = lambda at, heads, rows: (at, (words[4 + at], heads * d, words[1], words[0], words[7 + at], words[10 + at], rows))
-        if entry.replace("dma_", "") in ("attention_forward", "attention_row_sums") and "forward" in self.kinds:
-            sums = entry.endswith("row_sums")
+        if entry.replace("dma_", "") in ("attention_forward", "attention_row_sums", "attention_backward_query") and "forward" in self.kinds:
+            sums = not entry.endswith("forward")
             t = {**(row_sums_tiling if sums else forward_tiling)(d, gather, group, bias), **(self.row_sums if sums else self.forward)}
+            if entry.endswith("query"):
+                t = query_tiling(d, gather, group, self.query_at_128)
+                if t is None:
+                    return None
             while group % t["HEADS_PER_TILE"]:
                 t["HEADS_PER_TILE"] //= 2
             maps, width = [], words[2] * d
@@ -152,7 +165,7 @@ class HopperRecorder(HopperRuntime):
     device = "cpu"
 
     def __init__(self):
-        self.residual, self.o_low = False, True
+        self.residual, self.query_at_128, self.o_low = False, False, True
         self.forward, self.row_sums, self.backward, self.kinds, self.multiprocessors, self.seen = {}, {}, {}, ("forward", "backward"), 132, {}
 
     def launch(self, file, entry, defines, grid, threads, shared, tensors, words):

@@ -1,0 +1,50 @@
+// hopper_attention_backward_query: attention_backward_query for sm_90a; the same mathematics, layout, buffers, params words and results to rounding: dq with
+// queries in place, the deterministic partner of hopper_attention_backward with COMPUTE_DQ 0.
+// Math       dq_i = softmax_scale * sum_j dS_ij k_j, dS_ij = P_ij (do_i . v_j - D_i), P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i)
+// Layout     as attention_backward_query
+// Buffers    (TENSOR_MAPS: q_map, k_map, v_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, doc_start, (HAS_BIAS: delta,) dq
+// Defines    as hopper_attention_forward, without RESIDUAL; TAKE_TURNS 0
+// Tiling     as hopper_attention_row_sums
+// Numerics   dS rounded to bf16 for the product, f32 accumulator, fixed order, one rounding; writes every element of dq
+// Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
+#include "common/hopper_query_gradient.cuh"
+#include "common/hopper_dense.cuh"
+
+struct HopperAttentionBackwardQueryParams {
+  u64 batch, seq_len, num_heads, num_kv_heads;
+  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
+  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
+  u64 q_batch_stride, k_batch_stride, v_batch_stride;
+  u64 window;                                          // keys a query sees at most, itself included; seq_len or more: no window
+  u64 softmax_scale;                                   // f32 bits
+  u64 padded_len;                                      // rows of row_stats a head
+  u64 dq_offset, dq_token_stride, dq_batch_stride;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backward_query(
+#if TENSOR_MAPS
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap do_map,
+    const void*, const void*, const void*, const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
+#endif
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_start,
+#if HAS_BIAS
+    const float* delta,
+#endif
+    bf16* dq, const __grid_constant__ HopperAttentionBackwardQueryParams params) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = start_block(shared_memory);
+  InputTensors tensors = input_tensors(q, k, v, params);
+#if HAS_BIAS
+  tensors.delta = delta;
+#endif
+  tensors.d_out = d_out;
+  const DenseWork work(doc_start, params);
+  const QueryGradientConsumer consumer = {row_stats, (int)params.padded_len, dq + params.dq_offset, params.dq_token_stride, params.dq_batch_stride};
+  __syncthreads();  // the barriers are set up
+#if TENSOR_MAPS
+  const TensorMap* maps[4] = {&q_map, &k_map, &v_map, &do_map};
+  run_block(tensors, work, consumer, maps, shared);
+#else
+  run_block(tensors, work, consumer, nullptr, shared);
+#endif
+}

@@ -1,0 +1,48 @@
+// hopper_dma_attention_backward_query: dma_attention_backward_query for sm_90a; the same mathematics, layout, buffers, params words and results to rounding: dq with
+// queries in place, the deterministic partner of hopper_dma_attention_backward with COMPUTE_DQ 0.
+// Math       dq_i = softmax_scale * sum_j dS_ij k_j, dS_ij = P_ij (do_i . v_j - D_i), P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i) over the pairs j <= i < expire_j
+// Layout     as dma_attention_backward_query
+// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, delta, list, tile_window, dq
+// Defines    as hopper_dma_attention_forward, without RESIDUAL; TAKE_TURNS 0
+// Tiling     as hopper_dma_attention_row_sums
+// Numerics   dS rounded to bf16 for the product, f32 accumulator, fixed order, one rounding; writes every element of dq
+// Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
+#define GATHER 1
+#define HAS_BIAS 1
+#include "common/hopper_query_gradient.cuh"
+#include "common/hopper_gather.cuh"
+
+struct HopperDmaAttentionBackwardQueryParams {
+  u64 batch, seq_len, num_heads, num_kv_heads;
+  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
+  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
+  u64 q_batch_stride, k_batch_stride, v_batch_stride;
+  u64 softmax_scale;                                   // f32 bits
+  u64 list_capacity;                                   // entries a list has room for
+  u64 padded_len;                                      // rows of row_stats a head
+  u64 dq_offset, dq_token_stride, dq_batch_stride;
+  u64 tile_queries;                                    // queries a row of tile_window stands for; divides SUPER_BLOCK
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_backward_query(
+#if TENSOR_MAPS
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
+    const void*, const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
+#endif
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const float* delta, const int2* list, const i32* tile_window,
+    bf16* dq, const __grid_constant__ HopperDmaAttentionBackwardQueryParams params) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = start_block(shared_memory);
+  InputTensors tensors = input_tensors(q, k, v, params);
+  tensors.delta = delta;
+  tensors.d_out = d_out;
+  const GatherWork work(list, tile_window, params);
+  const QueryGradientConsumer consumer = {row_stats, (int)params.padded_len, dq + params.dq_offset, params.dq_token_stride, params.dq_batch_stride};
+  __syncthreads();  // the barriers are set up
+#if TENSOR_MAPS
+  const TensorMap* maps[4] = {&q_map, nullptr, nullptr, &do_map};
+  run_block(tensors, work, consumer, maps, shared);
+#else
+  run_block(tensors, work, consumer, nullptr, shared);
+#endif
+}
