@@ -18,6 +18,9 @@ pub(crate) struct Growing<'a, B: Backend> {
 /// Keys and values, `[batch, len, num_kv_heads, head_dim]` each.
 type Pair<B> = [Tensor<B, 4>; 2];
 
+/// Makes the compressed keys and values of packed tokens.
+type Compress<'a, B> = dyn Fn(Tensor<B, 4>, &Documents<B>) -> Tensor<B, 3> + 'a;
+
 /// What NSA keeps of earlier tokens.
 #[derive(Clone, Debug)]
 pub struct BlockCache<B: Backend> {
@@ -101,7 +104,7 @@ impl<B: SieveBackend> BlockCache<B> {
         new: Growing<'_, B>,
         spec: AttentionSpec,
         blocks: NsaBlocks,
-        compress: &dyn Fn(Tensor<B, 4>, &Documents<B>) -> Tensor<B, 3>,
+        compress: &Compress<'_, B>,
     ) -> [Tensor<B, 4>; 3] {
         let [batch, num_new, _, d] = new.selected.dims();
         assert_eq!(num_new, 1, "a filled cache takes one token at a time");

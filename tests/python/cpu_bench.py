@@ -1,0 +1,220 @@
+"""Training speed on the CPU: tokens per second by attention kind, growth in sequence length, and PyTorch beside it.
+
+usage: cpu_bench.py --sieve PATH --work FOLDER [--out FILE.json] [--only speed,growth,torch] [--threads 2]
+
+Each row trains the same recipe for few and for more steps and takes the difference, so that start, data and checkpoints
+cancel. Two rates: by the clock, and by processor time (tokens over processor seconds, times the number of threads), which
+says what the clock would say were nothing else running. "share" is executed FLOP/s by processor time over the rate of a
+2048 x 2048 x 2048 f32 product, which PyTorch's rows are divided by too; the product is measured by PyTorch and, through
+`sieve train`, by Sieve's own product library, at the start of every run.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import resource
+import statistics
+import subprocess
+import time
+
+TINY = {"model.hidden_size": 192, "model.intermediate_size": 512, "model.num_hidden_layers": 4,
+        "model.num_attention_heads": 4, "model.num_key_value_heads": 2, "model.head_dim": 64}
+WIDE = {"model.hidden_size": 512, "model.intermediate_size": 1536, "model.num_hidden_layers": 4,
+        "model.num_attention_heads": 8, "model.num_key_value_heads": 4, "model.head_dim": 64}
+KINDS = {
+    "mha": 'kind = "mha"',
+    "swa": 'kind = "swa"\nsliding_window = {window}',
+    "dma": 'kind = "dma"\nkeep_window_size = {window}\na_init = 0.5',
+    "nsa": 'kind = "nsa"\ncompress_block_size = 32\ncompress_stride = 16\ncompress = "mlp"\ncompress_hidden_size = 64\n'
+           'select_block_size = 64\nnum_selected_blocks = {blocks}\nwindow_size = {window}',
+    "mla": 'kind = "mla"\nkv_lora_rank = 96\nqk_rope_head_dim = 32',
+}
+
+
+def recipe(sizes, kind, seq_len, batch, window, blocks, folder):
+    sizes = dict(sizes)
+    if kind == "mla":
+        sizes["model.num_key_value_heads"] = sizes["model.num_attention_heads"]
+    model = "\n".join(f"{name.split('.')[1]} = {value}" for name, value in sizes.items())
+    attention = KINDS[kind].format(window=window, blocks=blocks)
+    return f"""[model]
+{model}
+tie_word_embeddings = true
+max_position_embeddings = {seq_len}
+initializer_range = 0.05
+[attention]
+{attention}
+[tokenizer]
+train = {{ vocab_size = 2048, sample_bytes = 2_000_000 }}
+[data]
+paths = ["{folder}/text/*.txt"]
+cache_dir = "{folder}/shards"
+validation_fraction = 0.2
+[training]
+steps = 100
+seq_len = {seq_len}
+local_batch_size = {batch}
+[optimizer]
+lr = 1e-3
+[lr_scheduler]
+warmup_steps = 0
+decay_ratio = 0.0
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+[checkpoint]
+interval = 100000
+"""
+
+
+def make_text(folder):
+    """Long documents of Rust sources, so that most rows are filled by one document each."""
+    text = folder / "text"
+    if text.exists():
+        return
+    text.mkdir(parents=True)
+    registry = pathlib.Path(os.environ.get("CARGO_HOME", pathlib.Path.home() / ".cargo")) / "registry" / "src"
+    sources = sorted(path for path in registry.glob("**/*.rs") if 2000 < path.stat().st_size < 60_000)[:2000]
+    for n in range(40):
+        parts = [path.read_text("utf-8", "ignore") for path in sources[n::40]]
+        (text / f"long{n}.txt").write_text("\n".join(parts)[:250_000])
+
+
+def cpu_seconds():
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def train(args, text, steps):
+    path = args.work / "recipe.toml"
+    path.write_text(text)
+    out = args.work / "run"
+    subprocess.run(["rm", "-rf", out], check=True)
+    before = cpu_seconds()
+    command = [args.sieve, "train", "--recipe", path, "--out", out, "--device", "cpu", "--set", f"training.steps={steps}"]
+    environment = dict(os.environ, RAYON_NUM_THREADS=str(args.threads))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))} failed:\n{done.stderr[-2000:]}")
+    product = re.search(r"([\d.]+) GFLOP/s measured", done.stdout + done.stderr)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    return cpu_seconds() - before, steps, float(product.group(1)) if product else None
+
+
+def measure(args, sizes, kind, seq_len, batch, window=64, blocks=4, steps=(3, 15)):
+    text = recipe(sizes, kind, seq_len, batch, window, blocks, args.work)
+    train(args, text, 1)  # data and caches
+    few, _, _ = train(args, text, steps[0])
+    many, lines, product = train(args, text, steps[1])
+    tokens = seq_len * batch
+    seconds = (many - few) / (steps[1] - steps[0])
+    flops = statistics.median(line["tflops"] * 1e12 / line["tokens_per_second"] for line in lines)
+    by_cpu = tokens * args.threads / seconds
+    return {
+        "kind": kind, "seq_len": seq_len, "batch": batch,
+        "tokens_per_second_clock": max(line["tokens_per_second"] for line in lines[1:]),
+        "tokens_per_second_cpu": by_cpu,
+        "flops_per_token": flops, "gflops_cpu": flops * by_cpu / 1e9, "product_gflops_at_start": product,
+        "memory_mb": max(line["memory_bytes"] for line in lines) / 1e6,
+    }
+
+
+def torch_product(threads):
+    """f32 rate of a 2048^3 product by clock (best) and by processor time (mean), GFLOP/s."""
+    import torch
+
+    torch.set_num_threads(threads)
+    a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
+    a @ b
+    clock, cpu, count = 1e9, time.process_time(), 12
+    for _ in range(count):
+        start = time.perf_counter()
+        a @ b
+        clock = min(clock, time.perf_counter() - start)
+    cpu = (time.process_time() - cpu) / count / threads
+    return 2 * 2048**3 / clock / 1e9, 2 * 2048**3 / cpu / 1e9
+
+
+def torch_train(threads, sizes, kind, seq_len, batch, window, steps=8):
+    """The same model by transformers' Qwen3 with SDPA, f32, fused AdamW, gradients clipped."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.set_num_threads(threads)
+    size = {name.split(".")[1]: value for name, value in sizes.items()}
+    layers = size["num_hidden_layers"]
+    config = Qwen3Config(
+        **size, vocab_size=2048, max_position_embeddings=seq_len, tie_word_embeddings=True,
+        use_sliding_window=kind == "swa", sliding_window=window if kind == "swa" else None,
+        max_window_layers=0 if kind == "swa" else layers,
+        layer_types=["sliding_attention" if kind == "swa" else "full_attention"] * layers,
+    )
+    config._attn_implementation = "sdpa"
+    model = Qwen3ForCausalLM(config).float().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step():
+        ids = torch.randint(2048, (batch, seq_len))
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss)
+
+    step(), step()
+    clock, cpu = [], time.process_time()
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        clock.append(time.perf_counter() - start)
+    cpu = (time.process_time() - cpu) / steps / threads
+    tokens = batch * seq_len
+    return {"kind": f"torch {kind}", "seq_len": seq_len, "batch": batch,
+            "tokens_per_second_clock": tokens / min(clock), "tokens_per_second_cpu": tokens / cpu}
+
+
+def show(row, product=None):
+    share = f"{100 * row['gflops_cpu'] / product:5.1f} %" if product and "gflops_cpu" in row else "      -"
+    print(f"{row['kind']:10} {row['seq_len']:6} x {row['batch']:<4} {row['tokens_per_second_clock']:9.0f} "
+          f"{row['tokens_per_second_cpu']:9.0f}  {share} {row.get('memory_mb', 0):8.0f} MB", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sieve", required=True)
+    parser.add_argument("--work", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--only", default="speed,torch,growth")
+    parser.add_argument("--kinds", default="mha,swa,dma,nsa,mla")
+    parser.add_argument("--lengths", default="512,1024,2048,4096,8192,16384")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    args.work = args.work.resolve()
+    make_text(args.work)
+    only, kinds, rows = args.only.split(","), args.kinds.split(","), []
+    clock, by_cpu = torch_product(args.threads)
+    print(f"2048^3 f32 product, PyTorch: {clock:.0f} GFLOP/s by the clock (best), {by_cpu:.0f} by processor time\n"
+          "kind       length x batch  tok/s clock, by cpu   share    memory")
+    for name, sizes in (("tiny", TINY), ("wide", WIDE)):
+        seq_len, batch = 256, 8
+        for kind in kinds if "speed" in only else ():
+            rows.append(measure(args, sizes, kind, seq_len, batch) | {"model": name})
+            show(rows[-1], by_cpu)
+        for kind in ("mha", "swa") if "torch" in only else ():
+            rows.append(torch_train(args.threads, sizes, kind, seq_len, batch, 64) | {"model": name})
+            show(rows[-1])
+    for kind in kinds if "growth" in only else ():
+        for seq_len in map(int, args.lengths.split(",")):
+            batch = max(1, 16384 // seq_len)
+            rows.append(measure(args, TINY, kind, seq_len, batch, 128, 4, (1, 4)) | {"model": "tiny"})
+            show(rows[-1], by_cpu)
+    if args.out:
+        args.out.write_text(json.dumps({"torch_product_gflops": [clock, by_cpu], "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
