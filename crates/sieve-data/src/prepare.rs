@@ -84,6 +84,10 @@ pub enum Progress {
         num_documents: u64,
         /// Tokens so far.
         num_tokens: u64,
+        /// Files read to their end.
+        num_files_done: usize,
+        /// Files in all.
+        num_files: usize,
     },
     /// Everything is tokenised; files are being fsynced.
     Writing,

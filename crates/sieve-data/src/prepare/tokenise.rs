@@ -105,6 +105,19 @@ impl Pass<'_> {
         let (mut num_documents, mut num_tokens, mut bytes_since_kept) = (0, 0, 0);
         let bytes_total = corpus.max_text_bytes();
         let wanted_bytes = self.pace.batch_bytes;
+        let report = |bytes_done, num_documents, num_tokens, num_files_done| {
+            (self.progress)(Progress::Tokenising {
+                split,
+                bytes_done,
+                bytes_total,
+                num_documents,
+                num_tokens,
+                num_files_done,
+                num_files: corpus.files().len(),
+            });
+        };
+        // Before the first file is fetched, which may take a while.
+        report(bytes_done, 0, 0, documents.cursor().file_idx);
         let mut batch = next_batch(documents, wanted_bytes)?;
         while !batch.texts.is_empty() {
             let batch_bytes = batch.texts.iter().map(String::len).sum::<usize>();
@@ -126,19 +139,14 @@ impl Pass<'_> {
                 .iter()
                 .map(|document| document.ids.len() as u64)
                 .sum::<u64>();
+            let num_files_done = batch.cursor.file_idx;
             sink.take(encoded, batch.cursor, &batch.newly_seen)?;
             // What was done is also worth keeping when the next batch cannot be read: a network that fails, say.
             if bytes_since_kept >= self.pace.keep_bytes || next.is_err() {
                 sink.keep()?;
                 bytes_since_kept = 0;
             }
-            (self.progress)(Progress::Tokenising {
-                split,
-                bytes_done,
-                bytes_total,
-                num_documents,
-                num_tokens,
-            });
+            report(bytes_done, num_documents, num_tokens, num_files_done);
             batch = next?;
         }
         Ok(())

@@ -37,15 +37,20 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
     let dir = super::folder(&args.recipe, &recipe, args.data_dir)?;
     // Never replaced: a run may be reading what is there.
     let source = DataSource::open(&recipe, &crate::train::variable)?;
-    let data = source.prepare(&recipe, &dir, OnChange::Refuse, &mut |_event| {})?;
-    let shape = recipe.model_shape(data.tokenizer.vocab_size())?;
-    let config = sieve_train::loader_config(&recipe, &shape, &data);
-    let loader = data.train_loader(config)?;
-    let rows = training.global_batch_size;
-    let batch = loader.batch((args.step - 1) * rows as u64, rows)?;
+    let mut data = source.prepare(&recipe, &dir, OnChange::Refuse, &mut |_event| {})?;
+    let place = (dir.as_path(), OnChange::Refuse);
+    data.prepare_stages(
+        &recipe,
+        place,
+        None,
+        &crate::train::variable,
+        &mut |_event| {},
+    )?;
+    let batch = sieve_train::step_batch(&recipe, &data, args.step)?;
+    let (rows, seq_len) = (batch.batch, batch.seq_len);
     let named = |name: &str, values: Vec<i32>| NamedTensor {
         name: name.to_owned(),
-        data: burn::tensor::TensorData::new(values, [rows, training.seq_len]),
+        data: burn::tensor::TensorData::new(values, [rows, seq_len]),
     };
     let signed = |values: &[u32]| values.iter().map(|&x| x as i32).collect::<Vec<i32>>();
     let tensors = [
@@ -69,7 +74,7 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         "wrote step {}: {} rows x {} tokens, {} labels, to {}",
         args.step,
         rows,
-        training.seq_len,
+        seq_len,
         batch.num_labels(),
         args.out.display()
     ));

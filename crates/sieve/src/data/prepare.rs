@@ -108,6 +108,8 @@ impl Watch {
                 bytes_done,
                 bytes_total,
                 num_tokens,
+                num_files_done,
+                num_files,
                 ..
             }) => {
                 let bar = self.bar.get_or_insert_with(|| {
@@ -124,7 +126,7 @@ impl Watch {
                     .is_none_or(|last| last.elapsed() >= BETWEEN_LINES);
                 if !terminal::is_interactive() && is_due {
                     terminal::line(&format!(
-                        "{split}: {} of about {} of text, {} tokens in this run",
+                        "{split}: {} of about {} of text, {num_files_done} of {num_files} files, {} tokens in this run",
                         terminal::bytes(bytes_done),
                         terminal::bytes(bytes_total.max(bytes_done)),
                         terminal::thousands(num_tokens)
