@@ -63,6 +63,15 @@ fn a_staged_run_changes_length_base_and_window() {
         )
     };
     assert_eq!(exported(40), (10_000.0, 16));
+
+    // The rows of a step are its stage's.
+    for (step, rows) in [(13, [8, 32]), (14, [4, 64]), (28, [8, 32])] {
+        succeed(&mut run.sieve(&format!(
+            "data batch --recipe staged.toml --data-dir out/data --step {step} --out batch.safetensors"
+        )));
+        let file = sieve_hf::TensorFile::open(&run.path("batch.safetensors")).expect("a file");
+        file.tensor("tokens", &rows).expect("rows of the stage");
+    }
 }
 
 #[test]

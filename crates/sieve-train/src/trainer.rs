@@ -6,7 +6,7 @@ mod stage;
 mod writer;
 
 pub use checkpoints::tidy_finished;
-pub use stage::loader_config;
+pub use stage::{loader_config, step_batch};
 
 use crate::atomic::write_atomically;
 use crate::guard::Guard;

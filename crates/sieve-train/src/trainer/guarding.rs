@@ -47,7 +47,8 @@ struct Unread<B: TrainBackend> {
     lr: f64,
     first_sample: u64,
     num_rows: u64,
-    documents: BTreeSet<u32>,
+    /// In the order of the rows, neighbours once.
+    documents: Vec<u32>,
     row: Tensor<B::InnerBackend, 1>,
     norms: Vec<(String, f64)>,
 }
@@ -79,15 +80,14 @@ impl<B: TrainBackend> GuardLog<B> {
         let is_watched = step <= self.watched_until;
         let is_bad = is_watched && !JudgedStep::read::<B>(&judgement.row).is_taken;
         let documents = batches.iter().flat_map(|batch| &batch.documents);
+        let mut documents = documents.copied().collect::<Vec<_>>();
+        documents.dedup();
         self.unread.push_back(Unread {
             step,
             lr,
             first_sample: batches.first().map_or(0, |batch| batch.first_sample),
             num_rows: batches.iter().map(|batch| batch.batch as u64).sum(),
-            documents: documents
-                .copied()
-                .filter(|document| *document != PAD_DOCUMENT)
-                .collect(),
+            documents,
             row: judgement.row.clone(),
             norms: if is_bad {
                 norms_by_part(model, gradients, device)
@@ -231,7 +231,10 @@ impl<B: TrainBackend> Trainer<B> {
 
 impl<B: TrainBackend> Unread<B> {
     fn report(self, judged: JudgedStep) -> SkippedStep {
-        let num_documents = self.documents.len();
+        let documents = self.documents.into_iter();
+        let documents = documents
+            .filter(|document| *document != PAD_DOCUMENT)
+            .collect::<BTreeSet<_>>();
         SkippedStep {
             step: self.step,
             loss: judged.loss,
@@ -239,12 +242,8 @@ impl<B: TrainBackend> Unread<B> {
             mean_grad_norm: judged.mean_norm,
             first_row: self.first_sample,
             num_rows: self.num_rows,
-            documents: self
-                .documents
-                .into_iter()
-                .take(MAX_NAMED_DOCUMENTS)
-                .collect(),
-            num_documents,
+            num_documents: documents.len(),
+            documents: documents.into_iter().take(MAX_NAMED_DOCUMENTS).collect(),
             grad_norms: self.norms,
         }
     }

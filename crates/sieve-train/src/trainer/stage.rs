@@ -5,7 +5,7 @@ use burn::module::AutodiffModule;
 use burn::tensor::TensorData;
 use sieve_core::recipe::Stage;
 use sieve_core::{ModelShape, Recipe};
-use sieve_data::{Loader, LoaderConfig, Order, Packing, Prefetch, PrefetchPlan};
+use sieve_data::{Batch, Loader, LoaderConfig, Order, Packing, Prefetch, PrefetchPlan};
 use sieve_hf::{NamedTensor, TensorSource, load_parameters};
 use sieve_nn::Qwen3;
 use sieve_ops::{RotaryEmbedding, TrainBackend};
@@ -91,6 +91,18 @@ impl StageState {
         };
         Ok(Prefetch::new(self.loader.clone(), plan)?)
     }
+}
+
+/// The rows of one step, counted from 1, of a run that took every step before it.
+///
+/// # Errors
+/// A recipe that does not fit the data, an unreadable shard.
+pub fn step_batch(recipe: &Recipe, data: &TrainingData, step: u64) -> Result<Batch, TrainError> {
+    let index = step.saturating_sub(1) as usize;
+    let state = StageState::new(recipe, recipe.stage_of_step(index), data)?;
+    let rows = state.recipe.training.global_batch_size;
+    let before = index - state.stage.steps.start.min(index);
+    Ok(state.loader.batch((before * rows) as u64, rows)?)
 }
 
 /// Rotary tables of the model, for training and for validation.
