@@ -180,7 +180,7 @@ fn keys_values_and_noise_are_uniform() {
     }
 }
 
-// ALGORITHMS: of the hard variant's answers 2.0 %, 5.0 % and 5.1 % lie within 512 tokens of their pair, and 54.8 %, 36.3 %
+// Of the hard variant's answers 2.0 %, 5.0 % and 5.1 % lie within 512 tokens of their pair, and 54.8 %, 36.3 %
 // and 31.0 % within two windows, at lengths 2048, 4096 and 8192.
 #[test]
 fn the_hard_variant_has_the_known_share_of_near_answers() {
