@@ -11,7 +11,7 @@ use crate::fill_zero::empty_zero;
 use crate::heads::{AttentionShape, Qkv};
 use crate::hopper_tiling::{
     BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, attention_family, backward_maps,
-    hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
+    has_hopper_gradient, hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
 };
 use crate::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -152,7 +152,6 @@ pub fn attention_backward(
         convert_dq(dq_sum, &call, &shape, padded_len(shape.seq_len), 0)?;
         return Ok(dbias);
     }
-    let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
     let mut words = shape_and_strides;
     words.extend([window as u64, scale, padded]);
     words.extend(dq);
@@ -160,6 +159,19 @@ pub fn attention_backward(
     tensors.push(&doc_start);
     tensors.extend(bias.as_ref());
     tensors.push(call.grads.q.tensor());
+    if family == KernelFamily::Hopper && has_hopper_gradient(&shape) {
+        let tiling = HopperTiling::new(HopperPass::Gradient, &shape, source);
+        let maps = tiling.maps(NAME, &qkv, Some(&d_o), &shape)?;
+        let grid = tiling.grid(&d_o);
+        // SAFETY: as below; the maps are of q, k, v and d_o, which are among the tensors.
+        unsafe {
+            tiling
+                .kernel()
+                .launch_with_maps(grid, &maps, &tensors, &words)
+        }?;
+        return Ok(dbias);
+    }
+    let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
     let kernel = attention_backward_query_kernel(&shape, &tiling, source);
     // SAFETY: sizes, strides and types checked above; writes every element of dq.
     unsafe { kernel.launch(tiling.grid(&shape, source), &tensors, &words) }?;

@@ -16,7 +16,7 @@ use crate::fill_zero::empty_zero;
 use crate::heads::{AttentionShape, Heads};
 use crate::hopper_tiling::{
     BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, attention_family, backward_maps,
-    hopper_backward_kernel,
+    has_hopper_gradient, hopper_backward_kernel,
 };
 use crate::oracle::SUPER_BLOCK;
 use crate::source_kernel::SourceKernel;
@@ -146,16 +146,24 @@ pub fn dma_attention_backward(
     convert_rows(&dk_sum, &call.grads.k, dk, call.softmax_scale)?;
     convert_rows(&dv_sum, &call.grads.v, dv, 1.0)?;
     if call.order == SumOrder::Fixed {
-        let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
         let mut words = common;
         words.extend([capacity, padded]);
         words.extend(dq);
         words.push(lists.tile_queries as u64);
         let mut tensors = inputs.to_vec();
         tensors.extend([&lists.tile_window, call.grads.q.tensor()]);
-        let kernel = dma_attention_backward_query_kernel(&shape, &tiling);
+        let (kernel, grid, maps) = if family == KernelFamily::Hopper && has_hopper_gradient(&shape)
+        {
+            let tiling = HopperTiling::new(HopperPass::Gradient, &shape, source);
+            let maps = tiling.maps(NAME, &qkv, Some(&d_o), &shape)?;
+            (tiling.kernel(), tiling.grid(&d_o), maps)
+        } else {
+            let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
+            let kernel = dma_attention_backward_query_kernel(&shape, &tiling);
+            (kernel, tiling.grid(&shape, source), Vec::new())
+        };
         // SAFETY: as above; writes every element of dq.
-        unsafe { kernel.launch(tiling.grid(&shape, source), &tensors, &words) }?;
+        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
     }
     Ok(ddelta)
 }

@@ -2,10 +2,13 @@
 //!
 //! Buffers and params words are those of the portable kernels, so that a wrapper differs in kernel, grid and maps alone.
 //!
-//! | device | widths | forward, row sums, backward |
-//! |---|---|---|
-//! | compute capability 9.0 | 64, 128 (values as wide as keys) | `hopper_*.cu` |
-//! | any other, or other widths | 16 to 256, 192/128 | the portable kernels |
+//! | device | widths | forward, row sums, backward | dq in a fixed order |
+//! |---|---|---|---|
+//! | compute capability 9.0, after [`use_portable_kernels_only`]`(false)` | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu` at 64, portable at 128 |
+//! | any other, or other widths | 16 to 256, 192/128 | the portable kernels | the portable kernels |
+//!
+//! The Hopper kernels are checked and timed through a driver of their own (tests/gpu/hopper_*.py). The launches here have
+//! not passed `sieve kernels check` on a GPU yet, which is why programs must ask for them.
 use crate::attention_backward_tiling::GradientSet;
 use crate::attention_tiling::KeySource;
 use crate::cuda_tensor::CudaTensor;
@@ -35,9 +38,9 @@ const WARPGROUP: usize = 128;
 pub(crate) const MOST_TOKENS_WITH_REST: usize = 32768;
 
 // Process-wide, as the choice of the order of sums: a mode, for cross-checks of one family by the other.
-static PORTABLE_ONLY: AtomicBool = AtomicBool::new(false);
+static PORTABLE_ONLY: AtomicBool = AtomicBool::new(true);
 
-/// Takes the portable kernels everywhere from now on, or again the best for the device.
+/// Takes the portable kernels everywhere from now on, as at the start, or the best for the device.
 pub fn use_portable_kernels_only(portable_only: bool) {
     PORTABLE_ONLY.store(portable_only, Ordering::Relaxed);
 }
@@ -57,6 +60,11 @@ pub fn has_hopper_form(shape: &AttentionShape) -> bool {
     matches!(shape.head_dim, 64 | 128) && shape.head_dim_v == shape.head_dim
 }
 
+/// Whether the fixed-order dq kernel is taken at this width; at 128 it has not been run to the end yet.
+pub(crate) fn has_hopper_gradient(shape: &AttentionShape) -> bool {
+    shape.head_dim == 64
+}
+
 /// What a query-stationary kernel makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HopperPass {
@@ -66,9 +74,15 @@ pub enum HopperPass {
     OutputAndRest,
     /// The row sums that the backward pass needs.
     RowSums,
+    /// dq, summed in a fixed order.
+    Gradient,
 }
 
 impl HopperPass {
+    fn reads_gradient(self) -> bool {
+        matches!(self, Self::RowSums | Self::Gradient)
+    }
+
     pub(crate) fn output(with_rest: bool) -> Self {
         if with_rest {
             Self::OutputAndRest
@@ -99,21 +113,22 @@ impl HopperTiling {
     pub fn new(pass: HopperPass, shape: &AttentionShape, source: KeySource) -> Self {
         let is_wide = shape.head_dim == 128;
         let shares = source == KeySource::Gathered && shape.group_size().is_multiple_of(2);
-        let three = !is_wide && source == KeySource::Dense && pass != HopperPass::RowSums;
+        let reads_gradient = pass.reads_gradient();
+        let three = !is_wide && source == KeySource::Dense && !reads_gradient;
         Self {
             pass,
             source,
             head_dim: shape.head_dim,
             num_consumers: if three { 3 } else { 2 },
             k_stages: if is_wide { 2 } else { 3 },
-            v_stages: if is_wide && pass == HopperPass::RowSums {
-                2
-            } else {
-                3
-            },
+            v_stages: if is_wide && reads_gradient { 2 } else { 3 },
             heads_per_tile: if shares { 2 } else { 1 },
-            take_turns: if pass == HopperPass::RowSums { 0 } else { 2 },
-            registers: if three { [160, 32] } else { [216, 72] },
+            take_turns: if reads_gradient { 0 } else { 2 },
+            registers: match pass {
+                HopperPass::Gradient => [224, 56],
+                _ if three => [160, 32],
+                _ => [216, 72],
+            },
         }
     }
 
@@ -127,7 +142,7 @@ impl HopperTiling {
         let stages = self.k_stages + self.v_stages;
         let row_bytes = match self.pass {
             HopperPass::Output | HopperPass::OutputAndRest => 2,
-            HopperPass::RowSums => 4,
+            HopperPass::RowSums | HopperPass::Gradient => 4,
         };
         let bias = if self.source == KeySource::Dense {
             0
@@ -151,8 +166,10 @@ impl HopperTiling {
     pub fn kernel(&self) -> SourceKernel {
         let name = match (self.source, self.pass) {
             (KeySource::Gathered, HopperPass::RowSums) => "hopper_dma_attention_row_sums",
+            (KeySource::Gathered, HopperPass::Gradient) => "hopper_dma_attention_backward_query",
             (KeySource::Gathered, _) => "hopper_dma_attention_forward",
             (_, HopperPass::RowSums) => "hopper_attention_row_sums",
+            (_, HopperPass::Gradient) => "hopper_attention_backward_query",
             (_, _) => "hopper_attention_forward",
         };
         let kernel = SourceKernel::new(name)
@@ -176,7 +193,7 @@ impl HopperTiling {
         };
         match self.pass {
             HopperPass::OutputAndRest => kernel.define("RESIDUAL", 1),
-            HopperPass::Output | HopperPass::RowSums => kernel,
+            HopperPass::Output | HopperPass::RowSums | HopperPass::Gradient => kernel,
         }
     }
 
@@ -351,6 +368,7 @@ mod tests {
                     HopperPass::Output,
                     HopperPass::OutputAndRest,
                     HopperPass::RowSums,
+                    HopperPass::Gradient,
                 ] {
                     let tiling = HopperTiling::new(pass, &shape(width, 2), source);
                     assert!(tiling.shared_bytes() <= LIMIT, "{tiling:?}");

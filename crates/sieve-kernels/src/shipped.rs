@@ -22,6 +22,10 @@ use crate::dma_select::dma_select_kernels;
 use crate::error::KernelError;
 use crate::fill_zero::fill_zero_kernel;
 use crate::heads::AttentionShape;
+use crate::hopper_tiling::{
+    HopperPass, HopperTiling, has_hopper_gradient, hopper_attention_backward_prepare_kernel,
+    hopper_backward_kernel,
+};
 use crate::needed::NeededKernels;
 use crate::source_kernel::SourceKernel;
 use crate::step_kernels::step_kernels;
@@ -90,7 +94,50 @@ pub fn shipped_kernels_for(shared_bytes: usize) -> NeededKernels {
     };
     forward(&mut list, shared_bytes);
     backward(&mut list, shared_bytes);
+    if shared_bytes >= SHARED_BYTES {
+        list.kernels.extend(hopper());
+    }
     list
+}
+
+/// The Hopper family of the attention kernels.
+fn hopper() -> Vec<SourceKernel> {
+    let mut kernels = Vec::new();
+    for width in [64, 128] {
+        let of_group = |group| shape((width, width), group);
+        let usual = of_group(USUAL_GROUP);
+        kernels.push(hopper_attention_backward_prepare_kernel(width));
+        let mut query = |shape: &AttentionShape, pass, source| {
+            kernels.push(HopperTiling::new(pass, shape, source).kernel());
+        };
+        query(&usual, HopperPass::Output, KeySource::Dense);
+        for pass in [
+            HopperPass::Output,
+            HopperPass::OutputAndRest,
+            HopperPass::RowSums,
+        ] {
+            query(&usual, pass, KeySource::Biased);
+            for group in [1, USUAL_GROUP] {
+                query(&of_group(group), pass, KeySource::Gathered);
+            }
+        }
+        if has_hopper_gradient(&usual) {
+            query(&usual, HopperPass::Gradient, KeySource::Dense);
+            query(&usual, HopperPass::Gradient, KeySource::Biased);
+            for group in [1, USUAL_GROUP] {
+                query(&of_group(group), HopperPass::Gradient, KeySource::Gathered);
+            }
+        }
+        for order in [SumOrder::Any, SumOrder::Fixed] {
+            for set in BackwardTiling::launches(&usual, order) {
+                for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {
+                    let fixed = source == KeySource::Gathered && order == SumOrder::Fixed;
+                    kernels.push(hopper_backward_kernel(&usual, source, set, fixed));
+                }
+            }
+        }
+    }
+    kernels
 }
 
 fn forward(list: &mut NeededKernels, shared_bytes: usize) {
