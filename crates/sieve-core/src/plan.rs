@@ -117,6 +117,20 @@ pub struct StagePlan {
 }
 
 impl Recipe {
+    /// Share of the tokens that have a label: all of a text, the queries of MQAR.
+    pub fn label_share(&self) -> f64 {
+        let Some(mqar) = &self.data.mqar else {
+            return 1.0;
+        };
+        let kinds = mqar.seq_lens.iter().zip(&mqar.num_pairs);
+        let kinds = kinds.zip(&mqar.num_samples);
+        let (labels, tokens) = kinds.fold((0.0, 0.0), |(labels, tokens), ((len, pairs), count)| {
+            let count = *count as f64;
+            (labels + count * *pairs as f64, tokens + count * *len as f64)
+        });
+        if tokens > 0.0 { labels / tokens } else { 1.0 }
+    }
+
     /// Rows of the embedding where the recipe says so itself; `None` when only the tokenizer's file does.
     pub fn stated_vocab_size(&self) -> Option<usize> {
         match (self.model.vocab_size, &self.tokenizer) {
@@ -141,7 +155,7 @@ pub fn plan(recipe: &Recipe, vocab_size: usize, target: &Target) -> Result<Plan,
     for stage in recipe.stages() {
         let alone = recipe.at_stage(&stage);
         let shape = alone.model_shape(vocab_size)?;
-        let planned = stage_plan(&stage, &shape, target);
+        let planned = stage_plan(&stage, &shape, target, recipe.label_share());
         let tokens = (stage.section.steps * planned.tokens_per_step) as f64;
         total_flops += tokens * planned.executed_flops_per_token;
         seconds = seconds
@@ -183,21 +197,24 @@ pub fn plan(recipe: &Recipe, vocab_size: usize, target: &Target) -> Result<Plan,
     })
 }
 
-fn stage_plan(stage: &Stage, shape: &ModelShape, target: &Target) -> StagePlan {
+fn stage_plan(stage: &Stage, shape: &ModelShape, target: &Target, label_share: f64) -> StagePlan {
     let section = &stage.section;
     let executed = shape.executed_flops_per_token(section.seq_len);
+    let spared = (1.0 - label_share) * shape.unlabelled_training_flops();
+    let executed_training = executed.training() - spared;
+    let dense_training = shape.dense_flops_per_token(section.seq_len).training() - spared;
     let speed = target
         .flops_per_second()
-        .map(|peak| ASSUMED_MFU * peak / executed.training());
+        .map(|peak| ASSUMED_MFU * peak / executed_training);
     StagePlan {
         steps: section.steps,
         seq_len: section.seq_len,
         tokens_per_step: section.global_batch_size * section.seq_len,
         micro_batches: section.global_batch_size / section.local_batch_size,
         mean_active_keys: crate::model::mean_active_keys(shape.attention, section.seq_len),
-        executed_flops_per_token: executed.training(),
-        dense_flops_per_token: shape.dense_flops_per_token(section.seq_len).training(),
-        attention_share: executed.attention / executed.forward(),
+        executed_flops_per_token: executed_training,
+        dense_flops_per_token: dense_training,
+        attention_share: 3.0 * executed.attention / executed_training,
         tokens_per_second: speed,
     }
 }

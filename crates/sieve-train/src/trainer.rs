@@ -432,9 +432,13 @@ impl<B: TrainBackend> Trainer<B> {
         let last = batches.last()?;
         let shape = &self.stage.shape;
         let attention = AttentionStatistics::of(shape.attention, last, &outcome.expire);
-        let executed = shape.flops_per_token(attention.mean_active_keys).training();
+        let labels: usize = batches.iter().map(Batch::num_labels).sum();
+        let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
+        let unlabelled = 1.0 - labels as f64 / tokens.max(1) as f64;
+        let spared = unlabelled * shape.unlabelled_training_flops();
+        let executed = shape.flops_per_token(attention.mean_active_keys).training() - spared;
         let seq_len = self.stage.recipe.training.seq_len;
-        let dense = shape.dense_flops_per_token(seq_len).training();
+        let dense = shape.dense_flops_per_token(seq_len).training() - spared;
         let (tokens_per_second, step_seconds) = clock.restart();
         let percent = |flops: f64| {
             self.peak_flops

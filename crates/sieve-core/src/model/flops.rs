@@ -8,6 +8,7 @@
 //!   tokens
 //! - forward, attention, per layer: `2 * num_heads * (width of a query + width of a value) * keys`, for `Q K^T` and
 //!   `P V`, where `keys` is the mean number of keys a query sees, over NSA's three branches together
+//! - tokens without a label have no output projection; the counts here are for labelled ones
 //! - backward: twice the forward (two products for each one). The scores that a backward kernel computes again are not
 //!   counted: MFU counts what the mathematics needs, not what an implementation repeats.
 //!
@@ -82,6 +83,11 @@ impl ModelShape {
             linear: 2.0 * (num_layers * layer + d_model * self.vocab_size as f64),
             attention: num_layers * 2.0 * pair * mean_active_keys,
         }
+    }
+
+    /// Training operations that a token without a label spares: its output projection, forward and backward.
+    pub fn unlabelled_training_flops(&self) -> f64 {
+        3.0 * 2.0 * self.d_model as f64 * self.vocab_size as f64
     }
 
     /// Operations executed per token: attention over the pairs the mask keeps, for one document of `seq_len` tokens.
@@ -199,6 +205,8 @@ mod tests {
         assert_eq!(flops.attention, 234_995_712.0);
         assert_eq!(flops.backward(), 2.0 * flops.forward());
         assert_eq!(flops.training(), 3.0 * (1_191_968_768.0 + 234_995_712.0));
+        let spared = qwen3_0_6b().unlabelled_training_flops();
+        assert_eq!(spared, 3.0 * 2.0 * 155_582_464.0);
     }
 
     #[test]
