@@ -237,46 +237,39 @@ impl Bench {
         );
     }
 
-    /// Memory of a call: what is reserved for it while it runs, from the pool's own counters.
-    pub(crate) fn memory(
+    /// Memory that what `body` returns keeps in use, from the allocator's own count.
+    pub(crate) fn memory<T>(
         &mut self,
         name: &str,
         shape: AttentionShape,
-        body: &mut dyn FnMut() -> Result<(), KernelError>,
+        body: impl FnOnce() -> Result<T, KernelError>,
     ) -> Result<()> {
         let client = self.any_tensor().client().clone();
-        let usage = || {
-            client
-                .memory_usage()
-                .map_err(|e| anyhow::anyhow!("memory usage: {e:?}"))
+        let in_use = || -> Result<u64> {
+            // What was dropped is given back when the device thread gets there.
+            Cuda::sync(&self.device).map_err(|e| anyhow::anyhow!("the GPU reported: {e:?}"))?;
+            let usage = client.memory_usage();
+            let usage = usage.map_err(|e| anyhow::anyhow!("memory usage: {e:?}"))?;
+            Ok(usage.bytes_in_use)
         };
-        let wait =
-            || Cuda::sync(&self.device).map_err(|e| anyhow::anyhow!("the GPU reported: {e:?}"));
-        client.flush().map_err(|e| anyhow::anyhow!("{e:?}"))?;
-        client.memory_cleanup();
-        wait()?;
-        let before = usage()?;
-        body()?;
-        wait()?;
-        let after = usage()?;
-        let inputs = (shape.batch
-            * shape.seq_len
-            * shape.head_dim
-            * 2
-            * (2 * shape.num_heads + 2 * shape.num_kv_heads)) as f64;
-        let reserved = after.bytes_reserved.saturating_sub(before.bytes_reserved);
+        let before = in_use()?;
+        let held = body()?;
+        let after = in_use()?;
+        drop(held);
+        let heads = 2 * shape.num_heads + 2 * shape.num_kv_heads;
+        let inputs = (shape.batch * shape.seq_len * shape.head_dim * 2 * heads) as f64;
+        let kept = after.saturating_sub(before);
         terminal::line(&format!(
-            "memory: {name:40} {:30} {:>10} reserved for the call ({:.1} % of q + k + v + o)",
+            "{name:48} {:30} {:>10} in use after the forward pass, {:.1} % of q + k + v + o",
             text(shape),
-            terminal::bytes(reserved),
-            100.0 * reserved as f64 / inputs
+            terminal::bytes(kept),
+            100.0 * kept as f64 / inputs
         ));
         self.push(
             "memory",
             json!({
-                "name": name, "shape": text(shape), "in_use_before": before.bytes_in_use,
-                "in_use_after": after.bytes_in_use, "reserved_before": before.bytes_reserved,
-                "reserved_after": after.bytes_reserved, "q_k_v_o_bytes": inputs,
+                "name": name, "shape": text(shape), "in_use_before": before,
+                "in_use_after": after, "q_k_v_o_bytes": inputs,
             }),
         );
         Ok(())

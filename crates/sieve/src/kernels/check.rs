@@ -134,9 +134,11 @@ pub(crate) fn prepare(cache: &KernelCache, gpu: &DeviceReport) -> Result<()> {
 /// A short check of the wrappers: times of wrong kernels are worth nothing.
 pub(crate) fn require_parity(device: &CudaDevice, cases: usize) -> Result<()> {
     let mut report = Report::default();
-    attention::check_wrappers(&mut report, device, cases, 300, 2)?;
-    selection::check_wrappers(&mut report, device, cases.div_ceil(3), 2)?;
-    decode::check_wrappers(&mut report, device, cases.div_ceil(3), 2)?;
+    stage(&mut report, "the check", |report| {
+        attention::check_wrappers(report, device, cases, 300, 2)?;
+        selection::check_wrappers(report, device, cases.div_ceil(3), 2)?;
+        decode::check_wrappers(report, device, cases.div_ceil(3), 2)
+    })?;
     if report.failed() > 0 {
         report.print();
         bail!("the check failed, so nothing is timed");

@@ -4,8 +4,8 @@ use burn::tensor::{DType, Distribution, Tensor};
 use burn_cuda::CudaDevice;
 use sieve_kernels::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KeyLists, Qkv,
-    SumOrder, TILE_QUERIES, attention_backward, attention_forward, dma_attention_backward,
-    dma_attention_forward, dma_lists, dma_select,
+    Selection, SumOrder, TILE_QUERIES, attention_backward, attention_forward,
+    dma_attention_backward, dma_attention_forward, dma_lists, dma_select,
 };
 use sieve_ops::Cuda;
 
@@ -70,10 +70,20 @@ impl Inputs {
         [z, &delta].map(|values| upload(values, self.shape.per_key(), DType::F32, device))
     }
 
-    /// `expire` and the lists.
+    /// The lists; the selection goes.
     pub(crate) fn lists(&self, z: &CudaTensor, kept: usize) -> Result<KeyLists, KernelError> {
+        self.selection_and_lists(z, kept).map(|(_, lists)| lists)
+    }
+
+    /// `expire`, what the selection keeps beside it, and the lists.
+    pub(crate) fn selection_and_lists(
+        &self,
+        z: &CudaTensor,
+        kept: usize,
+    ) -> Result<(Selection, KeyLists), KernelError> {
         let selection = dma_select(z, &self.doc_start, &self.doc_end, kept)?;
-        dma_lists(&selection, &self.doc_start, &self.doc_end, TILE_QUERIES)
+        let lists = dma_lists(&selection, &self.doc_start, &self.doc_end, TILE_QUERIES)?;
+        Ok((selection, lists))
     }
 
     /// `expire` alone.

@@ -179,8 +179,8 @@ fn dma(bench: &mut Bench, shape: AttentionShape, kept: usize, scores: &Scores) -
     Ok(())
 }
 
-/// Memory of DMA beside that of dense attention, each measured: what the forward pass leaves, and what the passes
-/// reserve while they run.
+/// Memory that a forward pass leaves in use for the backward pass: of dense attention o and lse, of DMA also the
+/// selection and the lists. What the calls free again before they return is not in it.
 fn memory(
     bench: &mut Bench,
     inputs: &Inputs,
@@ -188,27 +188,12 @@ fn memory(
     kept: usize,
 ) -> Result<()> {
     let shape = inputs.shape;
-    let name = format!("dma w {kept}");
-    bench.memory("dense forward", shape, &mut || {
-        inputs.forward(None, None).map(drop)
-    })?;
-    bench.memory(
-        &format!("{name} select, lists, forward"),
-        shape,
-        &mut || {
-            let lists = inputs.lists(z, kept)?;
-            inputs.dma_forward(delta, &lists).map(drop)
-        },
-    )?;
-    let result = inputs.forward(None, None)?;
-    bench.memory("dense backward", shape, &mut || {
-        inputs.backward(&result, None, None, SumOrder::Any)
-    })?;
-    drop(result);
-    let lists = inputs.lists(z, kept)?;
-    let result = inputs.dma_forward(delta, &lists)?;
-    bench.memory(&format!("{name} backward"), shape, &mut || {
-        inputs.dma_backward(&result, delta, &lists, SumOrder::Any)
+    bench.memory("dense: o, lse", shape, || inputs.forward(None, None))?;
+    let name = format!("dma w {kept}: selection, lists, o, lse");
+    bench.memory(&name, shape, || {
+        let (selection, lists) = inputs.selection_and_lists(z, kept)?;
+        let result = inputs.dma_forward(delta, &lists)?;
+        Ok((selection, lists, result))
     })
 }
 
