@@ -57,13 +57,10 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
 
 fn cuda_attention(op: &str, shape: &ModelShape) -> (&'static str, String) {
     let plain = |reason: String| ("plain", reason);
-    let width = match shape.attention {
-        Attention::Nsa(_) => {
-            return plain("there is no CUDA kernel for NSA yet".to_owned());
-        }
-        Attention::Mla(mla) => shape.head_dim + mla.qk_rope_head_dim,
-        _ => shape.head_dim,
-    };
+    if let Attention::Nsa(_) | Attention::Mla(_) = shape.attention {
+        return plain("there is no CUDA path for it yet: Burn's own ops on the GPU".to_owned());
+    }
+    let width = shape.head_dim;
     if !width.is_multiple_of(CUDA_HEAD_DIM_STEP) || width > CUDA_MAX_HEAD_DIM {
         return plain(format!(
             "heads of {width} are no multiple of {CUDA_HEAD_DIM_STEP} up to {CUDA_MAX_HEAD_DIM}"

@@ -147,6 +147,8 @@ fn ops_say_their_path_and_why() {
     assert_eq!(way, "plain");
     assert!(reason.contains("heads of 40"), "{reason}");
     assert_eq!(path(&tiny_nsa(), &h200(), "selection").0, "plain");
+    let latent = path(&tiny_mla(), &h200(), "latent attention");
+    assert_eq!(latent.0, "plain");
 }
 
 #[test]
