@@ -10,6 +10,8 @@ const SELECTORS: &[&str] = &[
     "momo:gamma=4,beta=4,chi=8,k=1,k_exact=1,first_dense_layers=0,min_prefill_tokens=0",
     "h2o:heavy=3,recent=3",
     "quest:page=2,budget=6,dense_layers=0",
+    "streamingllm:n_init=2,n_local=6,reindex=true",
+    "infllm:init=2,local=8,block=4,topk=1,repr=2,chunk=1",
 ];
 
 fn run_of(tiny: &TinyRun) -> String {

@@ -98,7 +98,7 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
         let ids = ids(&unseen, [1, unseen.len()], &self.device);
         let (model, cache, rope) = (self.model, &mut self.cache, &self.rope);
         let logits = match &mut self.selection {
-            Some(selection) if selection.is_decode() => {
+            Some(selection) if selection.acts_in_decode() => {
                 let attend = &mut |operands: HostOperands<'_>| selection.continue_text(operands);
                 model.next_logits_attending(ids, cache, rope, attend)?
             }

@@ -56,13 +56,14 @@ impl Selection {
                 selector: selector.name(),
             });
         }
+        let selector = selector.for_rope_theta(shape.rope_theta);
         selector.check_context(shape.max_seq_len)?;
         let selection = Self {
             selector,
             totals: SelectionTotals::default(),
             sessions: Vec::new(),
         };
-        if selection.is_decode() {
+        if selection.acts_in_decode() {
             let layer = |layer| LayerShape {
                 num_heads: shape.num_heads,
                 num_kv_heads: shape.num_kv_heads,
@@ -86,9 +87,14 @@ impl Selection {
         self.totals
     }
 
-    /// Whether it acts token by token only.
-    pub fn is_decode(&self) -> bool {
-        self.selector.phase() == Phase::Decode
+    /// Whether it runs token by token only.
+    pub fn is_stream(&self) -> bool {
+        self.selector.is_stream()
+    }
+
+    /// Whether tokens after a prompt read less than everything.
+    pub fn acts_in_decode(&self) -> bool {
+        self.selector.phase() != Phase::Prefill
     }
 
     /// Attention of one document in one layer. A decode method reads it as a stream from its first token.
@@ -101,7 +107,7 @@ impl Selection {
         let dense_pairs = call.shape.causal_pairs() as f64 * call.shape.num_heads as f64;
         self.totals.calls += 1;
         self.totals.dense_pairs += dense_pairs;
-        let o = if self.is_decode() {
+        let o = if self.is_stream() {
             let mut session = DecodeSession::new(&self.selector, layer_shape(operands))?;
             let o = session.stream(operands.q, operands.k, operands.v)?;
             self.totals.pairs += session.pairs_read() as f64;
@@ -119,7 +125,8 @@ impl Selection {
         Ok(o)
     }
 
-    /// Attention of the next tokens of one text: its prompt, densely, then one token at a time. Decode methods only.
+    /// Attention of the next tokens of one text: its prompt (densely, but for methods that act on prompts too), then one
+    /// token at a time. Only for methods that act in decode.
     ///
     /// # Errors
     /// Operands that the selector refuses.
@@ -131,8 +138,15 @@ impl Selection {
             self.sessions
                 .push(DecodeSession::new(&self.selector, layer_shape(operands))?);
         }
-        let session = &mut self.sessions[operands.layer];
-        let HostOperands { q, k, v, .. } = operands;
+        let HostOperands { q, k, v, layer, .. } = operands;
+        if self.sessions[layer].is_empty()
+            && self.selector.phase() == Phase::Both
+            && !self.is_stream()
+        {
+            self.sessions[layer].take_prompt(q, k, v)?;
+            return self.attend(operands);
+        }
+        let session = &mut self.sessions[layer];
         Ok(if session.is_empty() {
             session.prompt(q, k, v)?.o
         } else {

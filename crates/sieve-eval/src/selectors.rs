@@ -7,8 +7,7 @@ use serde::Serialize;
 use sieve_nn::{HostOperands, LayerContext, Qwen3};
 use sieve_ops::{Documents, SieveBackend};
 use sieve_select::{
-    AttentionOutput, Call, DecodeSession, Phase, Selector, SparseMask, dense_attention, density,
-    recall,
+    AttentionOutput, Call, DecodeSession, Selector, SparseMask, dense_attention, density, recall,
 };
 use std::time::Instant;
 
@@ -170,7 +169,7 @@ pub fn measure_selectors<B: SieveBackend>(
         let mean = |x: &dyn Fn(&LayerMeasure) -> f64| {
             layers.iter().map(x).sum::<f64>() / layers.len().max(1) as f64
         };
-        let is_prefill = selector.phase() != Phase::Decode;
+        let is_prefill = !selector.is_stream();
         SelectorMeasure {
             name: selector.name().to_owned(),
             selector: selector.to_string(),
@@ -268,7 +267,7 @@ impl Sums {
         let operands = layer.operands();
         let call: Call<'_> = call(operands)?;
         let started = Instant::now();
-        if selector.phase() == Phase::Decode {
+        if selector.is_stream() {
             let mut session = DecodeSession::new(selector, layer_shape(operands))?;
             let o = session.stream(operands.q, operands.k, operands.v)?;
             self.attention_ms += milliseconds(started);

@@ -84,12 +84,12 @@ impl DecodeSession {
         let dense = shape.layer < selector.common.first_dense_layers;
         let state = match &selector.method {
             Method::Streamingllm(config) => {
-                State::Streaming(streaming::Streaming::new(config.clone()))
+                State::Streaming(streaming::Streaming::new(config.clone())?)
             }
             Method::H2o(config) => State::H2o(h2o::H2o::new(config.clone(), shape)),
             Method::Snapkv(config) => State::Snapkv(snapkv::Snapkv::new(config.clone(), shape)),
             Method::Quest(config) => State::Quest(quest::Quest::new(config.clone(), shape)),
-            Method::Infllm(config) => State::Infllm(infllm::Infllm::new(config.clone(), shape)),
+            Method::Infllm(config) => State::Infllm(infllm::Infllm::new(config.clone(), shape)?),
             Method::Dam(config) => State::Dam(dam::Dam::new(config, shape)?),
             Method::ExactTop(config) => State::ExactTop(config.clone()),
             _ => {
@@ -146,16 +146,19 @@ impl DecodeSession {
         k: &[f32],
         v: &[f32],
     ) -> Result<AttentionOutput, SelectError> {
-        let shape = self.cache.shape;
-        if self.cache.len > 0 {
-            return Err(SelectError::Shape {
-                problem: format!("a prompt for a session that has {} tokens", self.cache.len),
-                hint: "start a new session, or feed the tokens with step",
-            });
-        }
-        let tokens = q.len() / (shape.num_heads * shape.head_dim);
-        let call = Call::new(shape.call(tokens, tokens), q, k, v)?.in_layer(shape.layer, 0);
+        let call = self.prompt_call(q, k, v)?;
         let output = block_sparse_attention(&call, &SparseMask::dense(call.shape))?;
+        self.take_prompt(q, k, v)?;
+        Ok(output)
+    }
+
+    /// Takes in a prompt whose attention was computed elsewhere, and lets the method act at its end. Only on an empty session.
+    ///
+    /// # Errors
+    /// Operands of another size; a session that has tokens already.
+    pub fn take_prompt(&mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<(), SelectError> {
+        let call = self.prompt_call(q, k, v)?;
+        let tokens = call.shape.num_keys;
         self.cache.keys.extend_from_slice(k);
         self.cache.values.extend_from_slice(v);
         self.cache.len = tokens;
@@ -166,7 +169,25 @@ impl DecodeSession {
             State::Quest(state) => state.extend(&self.cache),
             State::Infllm(state) => state.prompt(&call),
         }
-        Ok(output)
+        Ok(())
+    }
+
+    /// A prompt as a call.
+    fn prompt_call<'a>(
+        &self,
+        q: &'a [f32],
+        k: &'a [f32],
+        v: &'a [f32],
+    ) -> Result<Call<'a>, SelectError> {
+        let shape = self.cache.shape;
+        if self.cache.len > 0 {
+            return Err(SelectError::Shape {
+                problem: format!("a prompt for a session that has {} tokens", self.cache.len),
+                hint: "start a new session, or feed the tokens with step",
+            });
+        }
+        let tokens = q.len() / (shape.num_heads * shape.head_dim);
+        Ok(Call::new(shape.call(tokens, tokens), q, k, v)?.in_layer(shape.layer, 0))
     }
 
     /// One token: stores its key and value, chooses what its query reads, attends. Returns `[num_heads, head_dim]`.

@@ -30,6 +30,29 @@ impl Rules {
         )
     }
 
+    /// The base of a rotary embedding, where it is given.
+    pub(crate) fn rope_theta(self, value: Option<f64>) -> Result<(), SelectError> {
+        match value {
+            Some(theta) if !(theta > 1.0 && theta.is_finite()) => self.fail(
+                format!("rope_theta={theta} is no base of a rotation"),
+                "give the rope_theta of the model, 10000 or more, or leave it out",
+            ),
+            _ => Ok(()),
+        }
+    }
+
+    /// The base of a rotary embedding, which must be known now.
+    pub(crate) fn need_rope_theta(self, value: Option<f64>) -> Result<f64, SelectError> {
+        match value {
+            Some(theta) => Ok(theta),
+            None => self.fail(
+                "moves keys to other positions, and the base of their rotation is not known"
+                    .to_owned(),
+                "give rope_theta, as the model's config.json has it",
+            ),
+        }
+    }
+
     /// A size.
     pub(crate) fn positive(self, key: &str, value: usize) -> Result<(), SelectError> {
         if value > 0 {

@@ -307,6 +307,12 @@ impl Selector {
             .map_or(Phase::Prefill, |entry| entry.phase)
     }
 
+    /// Whether it can only run token by token: decode methods, and `streamingllm` with positions of its own.
+    pub fn is_stream(&self) -> bool {
+        let reindexed = matches!(&self.method, Method::Streamingllm(config) if config.reindex);
+        self.phase() == Phase::Decode || reindexed
+    }
+
     /// Whether the output of a row depends on no later token, so that likelihoods may be scored row by row.
     pub fn is_causal_map(&self) -> bool {
         matches!(self.method, Method::AShape(_) | Method::Streamingllm(_))
@@ -343,6 +349,19 @@ impl Selector {
             Method::Dam(config) => config.check(),
             Method::ExactTop(config) => config.check(),
         }
+    }
+
+    /// Tells the methods that move keys the base of the model's rotary embedding, where the user did not.
+    #[must_use]
+    pub fn for_rope_theta(mut self, rope_theta: f64) -> Self {
+        match &mut self.method {
+            Method::Infllm(config) => config.rope_theta = config.rope_theta.or(Some(rope_theta)),
+            Method::Streamingllm(config) => {
+                config.rope_theta = config.rope_theta.or(Some(rope_theta))
+            }
+            _ => {}
+        }
+        self
     }
 
     /// Refuses settings that cannot work within a context of so many tokens.

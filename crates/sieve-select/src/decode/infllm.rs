@@ -28,8 +28,8 @@ pub struct InfllmConfig {
     pub repr: usize,
     /// Queries that choose together in `stream` form; while decoding each chooses alone.
     pub chunk: usize,
-    /// Base of the model's rotary embedding.
-    pub rope_theta: f64,
+    /// Base of the rotary embedding; the model's when not given.
+    pub rope_theta: Option<f64>,
 }
 
 impl Default for InfllmConfig {
@@ -41,7 +41,7 @@ impl Default for InfllmConfig {
             topk: 16,
             repr: 4,
             chunk: 512,
-            rope_theta: 10_000.0,
+            rope_theta: None,
         }
     }
 }
@@ -57,13 +57,7 @@ impl InfllmConfig {
         ] {
             rules.positive(key, value)?;
         }
-        if self.rope_theta > 1.0 {
-            return Ok(());
-        }
-        rules.fail(
-            format!("rope_theta={} is no base of a rotation", self.rope_theta),
-            "give the rope_theta of the model, 10000 or more",
-        )
+        rules.rope_theta(self.rope_theta)
     }
 }
 
@@ -75,6 +69,7 @@ const CHUNK_ROWS: usize = 64;
 pub(crate) struct Infllm {
     config: InfllmConfig,
     shape: LayerShape,
+    rope_theta: f64,
     /// Keys at position 0, as the cache's keys.
     unrotated: Vec<f32>,
     /// Attention each key received while local, `[num_kv_heads][keys]`.
@@ -86,15 +81,16 @@ pub(crate) struct Infllm {
 }
 
 impl Infllm {
-    pub(crate) fn new(config: InfllmConfig, shape: LayerShape) -> Self {
-        Self {
+    pub(crate) fn new(config: InfllmConfig, shape: LayerShape) -> Result<Self, SelectError> {
+        Ok(Self {
+            rope_theta: Rules("infllm").need_rope_theta(config.rope_theta)?,
             config,
             shape,
             unrotated: Vec::new(),
             received: vec![Vec::new(); shape.num_kv_heads],
             representatives: Vec::new(),
             chosen: None,
-        }
+        })
     }
 
     pub(crate) fn chunk(&self) -> usize {
@@ -125,7 +121,7 @@ impl Infllm {
         let (d, heads) = (call.shape.head_dim, call.shape.num_kv_heads);
         for (at, k) in call.k.chunks_exact(d).enumerate() {
             self.unrotated
-                .extend(rotate(k, -((at / heads) as f64), self.config.rope_theta));
+                .extend(rotate(k, -((at / heads) as f64), self.rope_theta));
         }
     }
 
@@ -155,7 +151,7 @@ impl Infllm {
             let k = rotate(
                 cache.key(kv_head, n - 1),
                 -((n - 1) as f64),
-                self.config.rope_theta,
+                self.rope_theta,
             );
             self.unrotated.extend(k);
             self.received[kv_head].push(0.0);
@@ -222,7 +218,7 @@ impl Infllm {
     fn at_distance(&self, q: &[f32], position: usize) -> Vec<f32> {
         let shift = self.config.local as f64 - position as f64;
         q.chunks_exact(self.shape.head_dim)
-            .flat_map(|q| rotate(q, shift, self.config.rope_theta))
+            .flat_map(|q| rotate(q, shift, self.rope_theta))
             .collect()
     }
 

@@ -2,18 +2,27 @@
 
 use super::rope::rotate;
 use super::{Cache, RowAttention};
+use crate::error::SelectError;
 use crate::prefill::infinitehip::dot;
 use crate::prefill::streaming::StreamingConfig;
+use crate::range::Rules;
 
 /// State of `streamingllm`: none beside the settings.
 #[derive(Clone, Debug)]
 pub(crate) struct Streaming {
     config: StreamingConfig,
+    /// Base of the rotation, with `reindex`.
+    rope_theta: Option<f64>,
 }
 
 impl Streaming {
-    pub(crate) fn new(config: StreamingConfig) -> Self {
-        Self { config }
+    pub(crate) fn new(config: StreamingConfig) -> Result<Self, SelectError> {
+        let rules = Rules("streamingllm");
+        let rope_theta = match config.reindex {
+            true => Some(rules.need_rope_theta(config.rope_theta)?),
+            false => None,
+        };
+        Ok(Self { config, rope_theta })
     }
 
     pub(crate) fn choose(&self, cache: &Cache) -> Vec<Vec<u32>> {
@@ -34,13 +43,13 @@ impl Streaming {
         q: &[f32],
         list: &[u32],
     ) -> RowAttention {
-        if !self.config.reindex {
+        let Some(rope_theta) = self.rope_theta else {
             return cache.attend(head, q, list);
-        }
+        };
         let kv_head = head / cache.shape.group_size();
         // Local keys keep their distances; only the first ones come nearer, by the tokens between.
         let gap = cache.len - list.len();
-        let near = rotate(q, -(gap as f64), self.config.rope_theta);
+        let near = rotate(q, -(gap as f64), rope_theta);
         let logits = list
             .iter()
             .map(|&j| {

@@ -16,10 +16,10 @@ pub struct StreamingConfig {
     pub n_init: usize,
     /// Last tokens a query sees, its own included.
     pub n_local: usize,
-    /// In decode, keys take their position in the cache instead of their own; needs `rope_theta`.
+    /// In decode, keys take their position in the cache instead of their own.
     pub reindex: bool,
-    /// Base of the rotary embedding, to move keys with `reindex`.
-    pub rope_theta: f64,
+    /// Base of the rotary embedding, to move keys with `reindex`; the model's when not given.
+    pub rope_theta: Option<f64>,
 }
 
 impl Default for StreamingConfig {
@@ -28,7 +28,7 @@ impl Default for StreamingConfig {
             n_init: 4,
             n_local: 1024,
             reindex: false,
-            rope_theta: 10_000.0,
+            rope_theta: None,
         }
     }
 }
@@ -36,13 +36,7 @@ impl Default for StreamingConfig {
 impl StreamingConfig {
     pub(crate) fn check(&self) -> Result<(), SelectError> {
         Rules("streamingllm").positive("n_local", self.n_local)?;
-        if self.rope_theta > 1.0 {
-            return Ok(());
-        }
-        Rules("streamingllm").fail(
-            format!("rope_theta={} is no base of a rotation", self.rope_theta),
-            "give the rope_theta of the model, 10000 or more",
-        )
+        Rules("streamingllm").rope_theta(self.rope_theta)
     }
 
     pub(crate) fn select(&self, call: &Call<'_>) -> SparseMask {

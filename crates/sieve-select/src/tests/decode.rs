@@ -26,6 +26,7 @@ fn layer(data: &TestCall) -> LayerShape {
 
 fn session(text: &str, data: &TestCall) -> DecodeSession {
     let selector = Selector::parse(text).unwrap_or_else(|e| panic!("{text}: {e}"));
+    let selector = selector.for_rope_theta(1e4);
     DecodeSession::new(&selector, layer(data)).unwrap_or_else(|e| panic!("{text}: {e}"))
 }
 
@@ -252,6 +253,18 @@ fn snapkv_prompt_keeps_pooled_votes_and_the_window_once() {
             assert_eq!(session.kept()[0], expected, "{pool}, token {t}");
         }
     }
+    // A prompt computed elsewhere is kept alike.
+    let [q, k, v] = tokens(&data, 0..60);
+    let mut taken = session("snapkv:window=4,capacity=10,kernel=3,pool=max", &data);
+    taken.take_prompt(q, k, v).expect("valid");
+    let mut computed = session("snapkv:window=4,capacity=10,kernel=3,pool=max", &data);
+    computed.prompt(q, k, v).expect("valid");
+    let [q, k, v] = tokens(&data, 60..61);
+    assert_eq!(
+        taken.step(q, k, v).expect("valid"),
+        computed.step(q, k, v).expect("valid")
+    );
+    assert!(taken.take_prompt(q, k, v).is_err());
     // Shorter than the capacity: all.
     let mut session = session("snapkv", &data);
     let [q, k, v] = tokens(&data, 0..99);
@@ -382,6 +395,15 @@ fn decode_mistakes_are_told() {
         error.to_string().contains("pbs: acts in prefill"),
         "{error}"
     );
+    for text in ["infllm", "streamingllm:reindex=true"] {
+        let selector = Selector::parse(text).expect("valid");
+        let error = DecodeSession::new(&selector, layer(&data)).expect_err("no theta");
+        assert!(error.to_string().contains("give rope_theta"), "{error}");
+        let given = Selector::parse("infllm:rope_theta=500")
+            .expect("valid")
+            .for_rope_theta(9.0);
+        assert!(given.to_string().contains("rope_theta=500"));
+    }
     let mut session = session("h2o", &data);
     assert!(session.step(&data.q, &data.k, &data.v).is_err());
     session.prompt(&data.q, &data.k, &data.v).expect("valid");
@@ -408,6 +430,8 @@ fn decode_mistakes_are_told() {
         "quest:page=0",
         "exact_top:k=0",
         "infllm:repr=0",
+        "infllm:rope_theta=0.5",
+        "streamingllm:rope_theta=nan",
     ] {
         assert!(Selector::parse(text).is_err(), "{text}");
     }
