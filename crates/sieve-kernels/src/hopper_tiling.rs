@@ -292,7 +292,7 @@ pub(crate) fn backward_maps<'a>(
 }
 
 /// The kernel that prepares each row's statistics from an o of twice the bits.
-pub fn hopper_attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKernel {
+pub(crate) fn hopper_attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKernel {
     SourceKernel::new("hopper_attention_backward_prepare")
         .define("HEAD_DIM_V", head_dim_v)
         .threads(256)
