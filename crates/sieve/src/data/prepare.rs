@@ -37,7 +37,15 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     };
     let source = DataSource::open(&recipe, &crate::train::variable)?;
     let mut watch = Watch::default();
-    let data = source.prepare(&recipe, &dir, on_change, &mut |event| watch.see(event))?;
+    let mut data = source.prepare(&recipe, &dir, on_change, &mut |event| watch.see(event))?;
+    let place = (dir.as_path(), on_change);
+    data.prepare_stages(
+        &recipe,
+        place,
+        None,
+        &crate::train::variable,
+        &mut |event| watch.see(event),
+    )?;
     watch.end();
     let prepared = data.prepared().expect("text becomes shards");
     let meta = &prepared.meta;
@@ -53,6 +61,9 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     }
     if meta.sources.is_empty() {
         print_split("train", &meta.train);
+    }
+    for (index, prepared) in &data.stages {
+        print_split(&format!("train, stage {}", index + 1), &prepared.meta.train);
     }
     print_split("validation", &meta.validation);
     let report = &meta.report;
