@@ -92,7 +92,10 @@ impl<B: SieveBackend> DecoderLayer<B> {
     }
 }
 
-pub(crate) fn scaled<B: Backend>(x: Tensor<B, 3>, scale: &Option<Param<Tensor<B, 1>>>) -> Tensor<B, 3> {
+pub(crate) fn scaled<B: Backend>(
+    x: Tensor<B, 3>,
+    scale: &Option<Param<Tensor<B, 1>>>,
+) -> Tensor<B, 3> {
     match scale {
         Some(scale) => x * scale.val().unsqueeze(),
         None => x,
