@@ -128,6 +128,11 @@ fn product(n: usize) -> Reference {
         cpu: flops / time.cpu,
     };
     reference.print("gemm", "2048^3", flops, time);
+    let (threads, rate) = (rayon::current_num_threads() as f64, reference.cpu / 1e9);
+    println!(
+        "its rate by CPU time, times {threads} threads: {:.0} GFLOP/s",
+        rate * threads
+    );
     reference
 }
 
