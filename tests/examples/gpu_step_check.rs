@@ -410,7 +410,10 @@ fn main() -> ExitCode {
             batch: 32,
             ..large(32, 2048)
         };
-        let (mha, dma) = ("kind = \"mha\"", "kind = \"dma\"\nkeep_window_size = 2048\na_init = 0.5");
+        let (mha, dma) = (
+            "kind = \"mha\"",
+            "kind = \"dma\"\nkeep_window_size = 2048\na_init = 0.5",
+        );
         let cases = [
             ("80M-2K-mha", small, mha),
             ("1.7B-2K-mha", large(8, 2048), mha),

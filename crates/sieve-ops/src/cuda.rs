@@ -316,9 +316,10 @@ impl SieveBackend for Cuda {
     }
 
     fn scaled(x: CudaPrimitive, factor: CudaPrimitive) -> CudaPrimitive {
-        match optimizer::scaled(x, &factor) {
-            Ok(x) => kernel_or("scaled", Ok(x), unused),
-            Err((x, error)) => kernel_or("scaled", Err(error), || {
+        let (x, outcome) = optimizer::scaled(x, &factor);
+        match outcome {
+            Ok(()) => kernel_or("scaled", Ok(x), unused),
+            Err(error) => kernel_or("scaled", Err(error), || {
                 reference::scaled::<Self>(x, factor)
             }),
         }
@@ -344,9 +345,10 @@ impl SieveBackend for Cuda {
         grad_scale: CudaPrimitive,
         step: AdamWStep,
     ) -> AdamWTensors<Self> {
-        match optimizer::adamw(tensors, &grad, &grad_scale, step) {
-            Ok(next) => kernel_or("adamw", Ok(next), unused),
-            Err((tensors, error)) => kernel_or("adamw", Err(error), || {
+        let (tensors, outcome) = optimizer::adamw(tensors, &grad, &grad_scale, step);
+        match outcome {
+            Ok(()) => kernel_or("adamw", Ok(tensors), unused),
+            Err(error) => kernel_or("adamw", Err(error), || {
                 reference::adamw_step::<Self>(tensors, grad, grad_scale, step)
             }),
         }

@@ -12,14 +12,14 @@ fn writable(x: CudaPrimitive) -> CudaTensor {
     CudaTensor::from(x).contiguous()
 }
 
-/// One update, in place where nobody else holds a tensor. A refusal gives the tensors back: a clone of them kept for that
+/// One update, in place where nobody else holds a tensor. The tensors come back after a refusal too: a clone of them kept for that
 /// case would make every update copy.
 pub(super) fn adamw(
     tensors: AdamWTensors<Cuda>,
     grad: &CudaPrimitive,
     grad_scale: &CudaPrimitive,
     step: AdamWStep,
-) -> Result<AdamWTensors<Cuda>, (AdamWTensors<Cuda>, KernelError)> {
+) -> (AdamWTensors<Cuda>, Result<(), KernelError>) {
     let [param, exp_avg, exp_avg_sq] =
         [tensors.param, tensors.exp_avg, tensors.exp_avg_sq].map(writable);
     let leaf = tensors.leaf.map(writable);
@@ -50,10 +50,7 @@ pub(super) fn adamw(
         exp_avg: exp_avg.into(),
         exp_avg_sq: exp_avg_sq.into(),
     };
-    match outcome {
-        Ok(()) => Ok(tensors),
-        Err(error) => Err((tensors, error)),
-    }
+    (tensors, outcome)
 }
 
 /// The norm over all tensors, one launch each.
@@ -75,14 +72,12 @@ pub(super) fn sum_of_squares(x: &CudaPrimitive) -> Result<CudaPrimitive, KernelE
     sieve_kernels::sum_of_squares(&CudaTensor::from(x.clone())).map(Into::into)
 }
 
-/// `x` times the `[1]` `factor`, in place where nobody else holds x; a refusal gives x back.
+/// `x` times the `[1]` `factor`, in place where nobody else holds x; x comes back after a refusal too.
 pub(super) fn scaled(
     x: CudaPrimitive,
     factor: &CudaPrimitive,
-) -> Result<CudaPrimitive, (CudaPrimitive, KernelError)> {
+) -> (CudaPrimitive, Result<(), KernelError>) {
     let x = writable(x);
-    match sieve_kernels::scale(&x, &cast(factor, DType::F32)) {
-        Ok(()) => Ok(x.into()),
-        Err(error) => Err((x.into(), error)),
-    }
+    let outcome = sieve_kernels::scale(&x, &cast(factor, DType::F32));
+    (x.into(), outcome)
 }
