@@ -17,8 +17,8 @@ fn main() -> ExitCode {
         .expect("`cargo xtask tidy` checks the manifest");
     let start = Instant::now();
     let (mut compiled, mut failed) = (0, 0);
-    for kernel in specialisations(&manifest) {
-        for arch in ["sm_80", "sm_90a"] {
+    for (kernel, archs) in specialisations(&manifest) {
+        for arch in &archs {
             match compile_with_nvrtc(&kernel, arch, Path::new(&cuda_path)) {
                 Ok(kernel) if kernel.cubin.starts_with(b"\x7fELF") => compiled += 1,
                 Ok(_) => {
@@ -47,12 +47,17 @@ fn main() -> ExitCode {
     }
 }
 
-/// The manifest's kernels, each with its defines.
-fn specialisations(manifest: &toml::Table) -> Vec<SourceKernel> {
+/// The manifest's kernels, each with its defines, and the architectures it is for.
+fn specialisations(manifest: &toml::Table) -> Vec<(SourceKernel, Vec<String>)> {
     let mut kernels = Vec::new();
     for block in manifest["kernel"].as_array().expect("a list of kernels") {
         let file = block["file"].as_str().expect("a file name");
         let name: &'static str = file.trim_end_matches(".cu").to_owned().leak();
+        let archs = match block.get("arch").and_then(toml::Value::as_array) {
+            Some(archs) => archs.iter().filter_map(toml::Value::as_str).collect(),
+            None => vec!["sm_80", "sm_90a"],
+        };
+        let archs: Vec<String> = archs.into_iter().map(str::to_owned).collect();
         let empty = toml::Table::new();
         let common = block
             .get("defines")
@@ -74,7 +79,7 @@ fn specialisations(manifest: &toml::Table) -> Vec<SourceKernel> {
                         None => kernel.define(define, value),
                     }
                 });
-            kernels.push(kernel);
+            kernels.push((kernel, archs.clone()));
         }
     }
     kernels
