@@ -11,6 +11,7 @@ says what the clock would say were nothing else running. "share" is executed FLO
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import re
@@ -187,11 +188,41 @@ def show(row, product=None):
           f"{row['tokens_per_second_cpu']:9.0f}  {share} {row.get('memory_mb', 0):8.0f} MB", flush=True)
 
 
+def growth_svg(rows):
+    """Tokens/s by processor time over the length, both axes logarithmic."""
+    colours = {"mha": "#c33", "swa": "#36c", "dma": "#2a2", "nsa": "#a3a", "mla": "#e80"}
+    kinds = {}
+    for row in rows:
+        kinds.setdefault(row["kind"], []).append((row["seq_len"], row["tokens_per_second_cpu"]))
+    lengths = sorted({length for points in kinds.values() for length, _ in points})
+    at_x = lambda length: 60 + 460 * math.log(length / lengths[0]) / math.log(lengths[-1] / lengths[0])
+    at_y = lambda rate: 330 - 290 * math.log(rate / 1000) / math.log(40)
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 380" font-family="sans-serif" font-size="12">',
+             '<rect width="100%" height="100%" fill="white"/>',
+             '<text x="60" y="20">tokens/s by processor time, two threads, against sequence length</text>']
+    for rate in (1000, 2000, 5000, 10000, 20000, 40000):
+        parts.append(f'<line x1="60" x2="520" y1="{at_y(rate):.1f}" y2="{at_y(rate):.1f}" stroke="#ddd"/>'
+                     f'<text x="54" y="{at_y(rate) + 4:.1f}" text-anchor="end">{rate:,}</text>')
+    for length in lengths:
+        parts.append(f'<text x="{at_x(length):.1f}" y="350" text-anchor="middle">{length}</text>')
+    labels = []
+    for kind, points in sorted(kinds.items(), key=lambda item: -item[1][-1][1]):
+        line = " ".join(f"{at_x(length):.1f},{at_y(rate):.1f}" for length, rate in sorted(points))
+        y = at_y(sorted(points)[-1][1]) + 4
+        while any(abs(y - other) < 13 for other in labels):
+            y += 1
+        labels.append(y)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colours[kind]}" stroke-width="2"/>'
+                     f'<text x="528" y="{y:.1f}" fill="{colours[kind]}">{kind}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--sieve", required=True)
     parser.add_argument("--work", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--plot", type=pathlib.Path, help="SVG of the growth rows")
     parser.add_argument("--only", default="speed,torch,growth")
     parser.add_argument("--kinds", default="mha,swa,dma,nsa,mla")
     parser.add_argument("--lengths", default="512,1024,2048,4096,8192,16384")
@@ -218,6 +249,8 @@ def main():
             show(rows[-1], by_cpu)
     if args.out:
         args.out.write_text(json.dumps({"torch_product_gflops": [clock, by_cpu], "rows": rows}, indent=1))
+    if args.plot:
+        args.plot.write_text(growth_svg(rows))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ pub struct GuardState {
     /// Mean gradient norm of the steps that were taken.
     #[serde(rename = "mean_norm_bits", with = "bits")]
     pub mean_norm: f32,
+    /// Mean loss of those steps, nats.
+    #[serde(rename = "mean_loss_bits", with = "bits")]
+    pub mean_loss: f32,
     /// How many there were.
     #[serde(rename = "num_norms_bits", with = "bits")]
     pub num_norms: f32,

@@ -18,6 +18,7 @@ pub(crate) struct Guard<B: TrainBackend> {
     /// 0: no limit on the norm.
     spike_factor: f64,
     mean_norm: Tensor<B::InnerBackend, 1>,
+    mean_loss: Tensor<B::InnerBackend, 1>,
     num_norms: Tensor<B::InnerBackend, 1>,
 }
 
@@ -25,7 +26,7 @@ pub(crate) struct Guard<B: TrainBackend> {
 pub(crate) struct Judgement<B: TrainBackend> {
     /// The scale, and 0 where the step must not be taken; never NaN. `[1]`.
     pub(crate) grad_scale: Tensor<B::InnerBackend, 1>,
-    /// Loss, gradient norm, 1 where the step is taken and else 0, and the mean norm it was judged by. `[4]`.
+    /// Loss, gradient norm, 1 where the step is taken and else 0, mean norm and mean loss it was judged by. `[5]`.
     pub(crate) row: Tensor<B::InnerBackend, 1>,
 }
 
@@ -36,18 +37,20 @@ pub(crate) struct JudgedStep {
     pub(crate) grad_norm: f64,
     pub(crate) is_taken: bool,
     pub(crate) mean_norm: f64,
+    pub(crate) mean_loss: f64,
 }
 
 impl JudgedStep {
     /// Reads a [`Judgement`]'s row, which waits for the device.
     pub(crate) fn read<B: TrainBackend>(row: &Tensor<B::InnerBackend, 1>) -> Self {
         let mut values = row.clone().into_data().iter::<f64>().collect::<Vec<_>>();
-        values.resize(4, f64::NAN);
+        values.resize(5, f64::NAN);
         Self {
             loss: values[0],
             grad_norm: values[1],
             is_taken: values[2] == 1.0,
             mean_norm: values[3],
+            mean_loss: values[4],
         }
     }
 }
@@ -58,6 +61,7 @@ impl<B: TrainBackend> Guard<B> {
         Self {
             spike_factor: training.guard_spike_factor,
             mean_norm: scalar(state.mean_norm),
+            mean_loss: scalar(state.mean_loss),
             num_norms: scalar(state.num_norms),
         }
     }
@@ -70,6 +74,7 @@ impl<B: TrainBackend> Guard<B> {
         };
         GuardState {
             mean_norm: read(&self.mean_norm),
+            mean_loss: read(&self.mean_loss),
             num_norms: read(&self.num_norms),
         }
     }
@@ -84,22 +89,29 @@ impl<B: TrainBackend> Guard<B> {
         // Infinity and NaN times 0 are NaN, which equals nothing.
         let zero = (loss.clone() + grad_norm.clone()).mul_scalar(0.0);
         let mut is_taken: Tensor<B::InnerBackend, 1, Bool> = zero.equal_elem(0.0);
-        let mean = self.mean_norm.clone();
+        let (mean, mean_loss) = (self.mean_norm.clone(), self.mean_loss.clone());
         if self.spike_factor > 0.0 {
             let limit = mean.clone().mul_scalar(self.spike_factor);
-            let below = grad_norm.clone().lower_equal(limit);
+            // As much worse in perplexity as a norm may be larger.
+            let loss_limit = mean_loss.clone().add_scalar(self.spike_factor.ln());
+            let below = grad_norm
+                .clone()
+                .lower_equal(limit)
+                .bool_and(loss.clone().lower_equal(loss_limit));
             let too_early = self.num_norms.clone().lower_elem(WARM_UP_STEPS);
             is_taken = is_taken.bool_and(below.bool_or(too_early));
         }
         let count = self.num_norms.clone().add_scalar(1.0);
         let weight = count.clone().recip().clamp_min(NEW_NORM_WEIGHT);
-        let next = mean.clone() + (grad_norm.clone() - mean.clone()) * weight;
+        let next = mean.clone() + (grad_norm.clone() - mean.clone()) * weight.clone();
         self.mean_norm = mean.clone().mask_where(is_taken.clone(), next);
+        let next = mean_loss.clone() + (loss.clone() - mean_loss.clone()) * weight;
+        self.mean_loss = mean_loss.clone().mask_where(is_taken.clone(), next);
         self.num_norms = self.num_norms.clone().mask_where(is_taken.clone(), count);
         let grad_scale = clip_scale
             .zeros_like()
             .mask_where(is_taken.clone(), clip_scale);
-        let row = Tensor::cat(vec![loss, grad_norm, is_taken.float(), mean], 0);
+        let row = Tensor::cat(vec![loss, grad_norm, is_taken.float(), mean, mean_loss], 0);
         Judgement { grad_scale, row }
     }
 }
@@ -170,6 +182,10 @@ mod tests {
         assert_eq!(judged(&mut guard, 1.0, 11.0), (false, 0.0));
         assert_eq!(guard.state(), before, "a step not taken counts for nothing");
         assert!(judged(&mut guard, 1.0, 7.0).0);
+        // ln 4 = 1.386 nats above the mean loss of 1.
+        assert_eq!(judged(&mut guard, 2.5, 2.0), (false, 0.0));
+        assert!(judged(&mut guard, 2.3, 2.0).0);
+        assert!(judged(&mut guard, 0.1, 2.0).0, "a fall is no spike");
     }
 
     #[test]
@@ -181,6 +197,7 @@ mod tests {
         let mut other = guard(4.0);
         let scalar = |value: f32| Tensor::from_floats([value], &Default::default());
         other.mean_norm = scalar(one.state().mean_norm);
+        other.mean_loss = scalar(one.state().mean_loss);
         other.num_norms = scalar(one.state().num_norms);
         judged(&mut one, 1.0, 0.7);
         judged(&mut other, 1.0, 0.7);

@@ -66,6 +66,8 @@ pub struct SkippedStep {
     pub grad_norm: f64,
     /// Mean gradient norm of the steps taken before.
     pub mean_grad_norm: f64,
+    /// Mean loss of the steps taken before, nats.
+    pub mean_loss: f64,
     /// The first of its rows, in the stage's order.
     pub first_row: u64,
     /// Its rows.

@@ -176,8 +176,8 @@ pub struct TrainingSection {
     /// Whether a row holds one document (cut or padded) instead of packed ones.
     #[serde(default)]
     pub one_document_per_row: bool,
-    /// A step whose gradient norm is more than this many times the running mean of the steps before it is not taken; nor
-    /// is, always, one whose loss or norm is not finite. 0: no limit.
+    /// A step whose gradient norm, or perplexity, is more than this many times the running mean of the steps before it is
+    /// not taken; nor is, always, one whose loss or norm is not finite. 0: no limit.
     #[serde(default = "default_guard_spike_factor")]
     pub guard_spike_factor: f64,
     /// After this many steps in a row that were not taken, the run goes back to its last checkpoint and skips the data

@@ -240,6 +240,7 @@ impl<B: TrainBackend> Unread<B> {
             loss: judged.loss,
             grad_norm: judged.grad_norm,
             mean_grad_norm: judged.mean_norm,
+            mean_loss: judged.mean_loss,
             first_row: self.first_sample,
             num_rows: self.num_rows,
             num_documents: documents.len(),
