@@ -25,8 +25,8 @@ pub struct GuardState {
     /// Mean gradient norm of the steps that were taken.
     #[serde(rename = "mean_norm_bits", with = "bits")]
     pub mean_norm: f32,
-    /// Mean loss of those steps, nats.
-    #[serde(rename = "mean_loss_bits", with = "bits")]
+    /// Mean loss of those steps, nats; 0 in checkpoints from before it was kept.
+    #[serde(default, rename = "mean_loss_bits", with = "bits")]
     pub mean_loss: f32,
     /// How many there were.
     #[serde(rename = "num_norms_bits", with = "bits")]

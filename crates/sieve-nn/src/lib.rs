@@ -14,8 +14,9 @@
 //! let layer = config.dynamic_mask::<Flex>(8, &device); // or multi_head, sliding_window, native_sparse, latent
 //! let documents = Documents::whole_rows([1, 32], &device);
 //! let rope = config.rope(32, &device);
-//! let x = Tensor::random([1, 32, 64], Distribution::Default, &device);
-//! let y = layer.forward(x, &LayerContext::new(&documents, &rope)).y;
+//! let x: Tensor<Flex, 3> = Tensor::random([1, 32, 64], Distribution::Default, &device);
+//! // The layer adds to a residual stream; native_sparse and latent return their output alone.
+//! let y = layer.forward(x.clone(), x.zeros_like(), &LayerContext::new(&documents, &rope)).x;
 //! assert_eq!(y.dims(), [1, 32, 64]);
 //! ```
 

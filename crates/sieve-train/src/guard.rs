@@ -58,6 +58,12 @@ impl JudgedStep {
 impl<B: TrainBackend> Guard<B> {
     pub(crate) fn new(training: &TrainingSection, state: GuardState, device: &B::Device) -> Self {
         let scalar = |value: f32| Tensor::from_floats([value], device);
+        // Without a mean loss the guard warms up again.
+        let state = if state.mean_loss == 0.0 {
+            GuardState::default()
+        } else {
+            state
+        };
         Self {
             spike_factor: training.guard_spike_factor,
             mean_norm: scalar(state.mean_norm),
