@@ -64,7 +64,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     let gpu = match args.device.resolve_and_prepare(check::prepare)? {
         Device::Cuda(gpu) => gpu,
         Device::Cpu => bail!(
-            "kernels bench times the CUDA kernels, and there is no GPU here\n  hint: `cargo bench -p sieve-cpu` times those of the CPU"
+            "kernels bench times the CUDA kernels, and there is no GPU here\n  hint: `cargo run --release -p sieve-cpu --example bench_cpu` in the sources times those of the CPU"
         ),
     };
     let device = CudaDevice::new(gpu.index);
