@@ -1,6 +1,15 @@
 //! Every mistake gets a message that says what, where and how to fix it, and changes no file.
 use crate::tiny_run::{TinyRun, refused, succeed};
 use std::fs;
+use std::process::Command;
+
+/// `sieve train` of the tiny recipe into `run`, with one `--set`.
+fn train_with(tiny: &TinyRun, set: &str) -> Command {
+    // Not through the second argument, which splits at spaces.
+    let mut command = tiny.train("run", "");
+    command.args(["--set", set]);
+    command
+}
 
 /// `sieve train` with overrides that the recipe's rules refuse.
 #[test]
@@ -75,18 +84,7 @@ fn recipes_are_checked_before_any_work() {
         ("lr=3", &["lr"]),
         ("optimizer.lr.x=3", &["optimizer.lr"]),
     ] {
-        let args = [
-            "train",
-            "--recipe",
-            "tiny.toml",
-            "--device",
-            "cpu",
-            "--out",
-            "run",
-            "--set",
-            set,
-        ];
-        tiny.refuse(&mut tiny.sieve_args(&args), words);
+        tiny.refuse(&mut train_with(&tiny, set), words);
     }
     // All mistakes at once, each with its line.
     let text = fs::read_to_string(tiny.path("tiny.toml")).expect("the recipe");
@@ -248,18 +246,7 @@ fn data_that_cannot_be_read_is_named() {
         ("tokenizer.path=missing.json", &["missing.json"]),
         ("validation.paths=[\"nothing/*.txt\"]", &["nothing/*.txt"]),
     ] {
-        let args = [
-            "train",
-            "--recipe",
-            "tiny.toml",
-            "--device",
-            "cpu",
-            "--out",
-            "run",
-            "--set",
-            set,
-        ];
-        tiny.refuse(&mut tiny.sieve_args(&args), words);
+        tiny.refuse(&mut train_with(&tiny, set), words);
     }
     // Seen while the text is read: the folder has a lock and what was prepared, but no run.
     for (set, words) in [
@@ -270,18 +257,7 @@ fn data_that_cannot_be_read_is_named() {
         ),
         ("data.paths=[\"short\"]", &["vocab_size", "300"]),
     ] {
-        let args = [
-            "train",
-            "--recipe",
-            "tiny.toml",
-            "--device",
-            "cpu",
-            "--out",
-            "run",
-            "--set",
-            set,
-        ];
-        refused(&mut tiny.sieve_args(&args), words);
+        refused(&mut train_with(&tiny, set), words);
         let mut left: Vec<_> = fs::read_dir(tiny.path("run"))
             .expect("the folder was taken")
             .map(|entry| entry.expect("readable").file_name())
@@ -289,15 +265,6 @@ fn data_that_cannot_be_read_is_named() {
         left.sort();
         assert_eq!(left, ["data", "run.lock"], "{set}");
     }
-    let args = [
-        "train",
-        "--recipe",
-        "tiny.toml",
-        "--device",
-        "cpu",
-        "--out",
-        "run",
-    ];
     let small = [
         "--set",
         "tokenizer.train.vocab_size=260",
@@ -307,7 +274,7 @@ fn data_that_cannot_be_read_is_named() {
         "data.paths=[\"short\"]",
     ];
     refused(
-        tiny.sieve_args(&args).args(small),
+        tiny.train("run", "").args(small),
         &["train.bin", "seq_len 32", "hint"],
     );
     let jsonl = [
@@ -317,7 +284,7 @@ fn data_that_cannot_be_read_is_named() {
         "data.format=jsonl",
     ];
     refused(
-        tiny.sieve_args(&args).args(jsonl),
+        tiny.train("run", "").args(jsonl),
         &["lines.jsonl", "line 2", "text_column", "body"],
     );
     // Nothing stands in the way of the run that was meant.
