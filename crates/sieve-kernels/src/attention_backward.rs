@@ -95,26 +95,22 @@ pub fn attention_backward(
         words.extend([window as u64, scale, padded]);
         let mut tensors = inputs.to_vec();
         tensors.extend([&doc_start, bias]);
-        match family {
+        let (kernel, grid, maps) = match family {
             KernelFamily::Hopper => {
                 let tiling = HopperTiling::new(HopperPass::RowSums, &shape, source);
                 let maps = tiling.maps(NAME, &qkv, Some(&d_o), &shape)?;
-                let grid = tiling.grid(&d_o);
-                // SAFETY: as below; the maps are of q, k, v and d_o, which are among the tensors.
-                unsafe {
-                    tiling
-                        .kernel()
-                        .launch_with_maps(grid, &maps, &tensors, &words)
-                }?;
+                (tiling.kernel(), tiling.grid(&d_o), maps)
             }
             KernelFamily::Portable => {
                 let pass = QueryPass::RowSums;
                 let tiling = QueryTiling::choose(NAME, pass, &shape, source, limit)?;
                 let kernel = attention_row_sums_kernel(&shape, &tiling, source);
-                // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats.
-                unsafe { kernel.launch(tiling.grid(&shape, source), &tensors, &words) }?;
+                (kernel, tiling.grid(&shape, source), Vec::new())
             }
-        }
+        };
+        // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats; the maps are of
+        // q, k, v and d_o, which are among the tensors.
+        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
     }
     for set in BackwardTiling::launches(&shape, call.order) {
         let mut words = shape_and_strides.clone();
@@ -127,26 +123,23 @@ pub fn attention_backward(
         tensors.extend(set.dk.then_some(call.grads.k.tensor()));
         tensors.extend(set.dv.then_some(call.grads.v.tensor()));
         tensors.extend(dbias.as_ref().filter(|_| set.dk));
-        let grid = |block_kv| {
-            let blocks = shape.seq_len.div_ceil(block_kv);
-            [blocks, shape.num_kv_heads, shape.batch]
-        };
-        match family {
+        let (kernel, block_kv, maps) = match family {
             KernelFamily::Hopper => {
-                let maps = backward_maps(NAME, &qkv, &d_o, &shape)?;
+                let maps = backward_maps(NAME, &qkv, &d_o, &shape)?.to_vec();
                 let kernel = hopper_backward_kernel(&shape, source, set, false);
-                // SAFETY: as below; the maps are of q and d_o, which are among the tensors.
-                unsafe {
-                    kernel.launch_with_maps(grid(BACKWARD_BLOCK_KV), &maps, &tensors, &words)
-                }?;
+                (kernel, BACKWARD_BLOCK_KV, maps)
             }
             KernelFamily::Portable => {
                 let tiling = BackwardTiling::choose(NAME, &shape, source, limit)?;
                 let kernel = attention_backward_kernel(&shape, &tiling, source, set);
-                // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, adds to dq_sum.
-                unsafe { kernel.launch(grid(tiling.block_kv()), &tensors, &words) }?;
+                (kernel, tiling.block_kv(), Vec::new())
             }
-        }
+        };
+        let blocks = shape.seq_len.div_ceil(block_kv);
+        let grid = [blocks, shape.num_kv_heads, shape.batch];
+        // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, adds to dq_sum; the maps
+        // are of q and d_o, which are among the tensors.
+        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
     }
     if let Some(dq_sum) = &dq_sum {
         convert_dq(dq_sum, &call, &shape, padded_len(shape.seq_len), 0)?;
@@ -159,22 +152,18 @@ pub fn attention_backward(
     tensors.push(&doc_start);
     tensors.extend(bias.as_ref());
     tensors.push(call.grads.q.tensor());
-    if family == KernelFamily::Hopper && has_hopper_gradient(&shape) {
+    let (kernel, grid, maps) = if family == KernelFamily::Hopper && has_hopper_gradient(&shape) {
         let tiling = HopperTiling::new(HopperPass::Gradient, &shape, source);
         let maps = tiling.maps(NAME, &qkv, Some(&d_o), &shape)?;
-        let grid = tiling.grid(&d_o);
-        // SAFETY: as below; the maps are of q, k, v and d_o, which are among the tensors.
-        unsafe {
-            tiling
-                .kernel()
-                .launch_with_maps(grid, &maps, &tensors, &words)
-        }?;
-        return Ok(dbias);
-    }
-    let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
-    let kernel = attention_backward_query_kernel(&shape, &tiling, source);
-    // SAFETY: sizes, strides and types checked above; writes every element of dq.
-    unsafe { kernel.launch(tiling.grid(&shape, source), &tensors, &words) }?;
+        (tiling.kernel(), tiling.grid(&d_o), maps)
+    } else {
+        let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
+        let kernel = attention_backward_query_kernel(&shape, &tiling, source);
+        (kernel, tiling.grid(&shape, source), Vec::new())
+    };
+    // SAFETY: sizes, strides and types checked above; writes every element of dq; the maps are of q, k, v and d_o, which
+    // are among the tensors.
+    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
     Ok(dbias)
 }
 

@@ -60,27 +60,27 @@ pub fn attention_forward(
     let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &doc_start];
     tensors.extend(bias.as_ref());
     tensors.extend([&o, &lse]);
-    let mut o_rest = None;
-    match attention_family(&shape, q) {
+    let family = attention_family(&shape, q);
+    let with_rest =
+        family == KernelFamily::Hopper && bias.is_some() && shape.seq_len <= MOST_TOKENS_WITH_REST;
+    let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
+    tensors.extend(o_rest.as_ref());
+    let (kernel, grid, maps) = match family {
         KernelFamily::Hopper => {
-            if bias.is_some() && shape.seq_len <= MOST_TOKENS_WITH_REST {
-                o_rest = Some(q.empty_contiguous(&shape.output(), DType::BF16));
-            }
-            tensors.extend(o_rest.as_ref());
-            let tiling = HopperTiling::new(HopperPass::output(o_rest.is_some()), &shape, source);
+            let tiling = HopperTiling::new(HopperPass::output(with_rest), &shape, source);
             let maps = tiling.maps(NAME, &qkv, None, &shape)?;
-            let kernel = tiling.kernel();
-            // SAFETY: as below; the maps are of q, k and v, which are among the tensors.
-            unsafe { kernel.launch_with_maps(tiling.grid(q), &maps, &tensors, &words) }?;
+            (tiling.kernel(), tiling.grid(q), maps)
         }
         KernelFamily::Portable => {
             let limit = q.client().properties().hardware.max_shared_memory_size;
             let tiling = ForwardTiling::choose(NAME, &shape, source, limit)?;
             let kernel = attention_forward_kernel(&shape, &tiling, source);
-            // SAFETY: sizes, strides and types checked above; reads the inputs, writes every element of o and lse.
-            unsafe { kernel.launch(tiling.grid(&shape, source), &tensors, &words) }?;
+            (kernel, tiling.grid(&shape, source), Vec::new())
         }
-    }
+    };
+    // SAFETY: sizes, strides and types checked above; reads the inputs, writes every element of o and lse; the maps are of
+    // q, k and v, which are among the tensors.
+    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
     Ok(AttentionResult { o, lse, o_rest })
 }
 

@@ -109,28 +109,24 @@ pub fn dma_attention_backward(
             tensors.extend(set.dk.then_some(&dk_sum));
             tensors.extend(set.dv.then_some(&dv_sum));
             tensors.extend(set.dk.then_some(&ddelta));
-            let grid = |block_kv| {
-                let blocks = count * lists.capacity().div_ceil(block_kv);
-                [blocks, kv_heads, batch]
-            };
-            match family {
+            let (kernel, block_kv, maps) = match family {
                 KernelFamily::Hopper => {
-                    let maps = backward_maps(NAME, &qkv, &d_o, &shape)?;
+                    let maps = backward_maps(NAME, &qkv, &d_o, &shape)?.to_vec();
                     let fixed = call.order == SumOrder::Fixed;
                     let kernel = hopper_backward_kernel(&shape, source, set, fixed);
-                    // SAFETY: as below; the maps are of q and d_o, which are among the tensors.
-                    unsafe {
-                        kernel.launch_with_maps(grid(BACKWARD_BLOCK_KV), &maps, &tensors, &words)
-                    }?;
+                    (kernel, BACKWARD_BLOCK_KV, maps)
                 }
                 KernelFamily::Portable => {
                     let tiling = BackwardTiling::choose(NAME, &shape, source, limit)?;
                     let kernel = dma_attention_backward_kernel(&shape, &tiling, set, call.order);
-                    // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; adds
-                    // to the sums, which were cleared.
-                    unsafe { kernel.launch(grid(tiling.block_kv()), &tensors, &words) }?;
+                    (kernel, tiling.block_kv(), Vec::new())
                 }
-            }
+            };
+            let blocks = count * lists.capacity().div_ceil(block_kv);
+            let grid = [blocks, kv_heads, batch];
+            // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; adds to the
+            // sums, which were cleared; the maps are of q and d_o, which are among the tensors.
+            unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
         }
         if let Some(dq_sum) = &dq_sum {
             convert_dq(

@@ -150,10 +150,7 @@ impl SieveBackend for Cuda {
     }
 
     fn swiglu_backward(gate_up: CudaPrimitive, dy: CudaPrimitive) -> CudaPrimitive {
-        let (x, d) = (
-            CudaTensor::from(gate_up.clone()),
-            CudaTensor::from(dy.clone()),
-        );
+        let [x, d] = tensors([&gate_up, &dy]);
         let attempt = sieve_kernels::swiglu_backward(&x, &d);
         kernel_or("swiglu_backward", attempt.map(Into::into), || {
             reference::swiglu_backward::<Self>(gate_up, dy)
@@ -358,6 +355,11 @@ impl SieveBackend for Cuda {
 /// The other way of an op that has already succeeded.
 fn unused<T>() -> T {
     unreachable!("the kernel's result is taken")
+}
+
+/// The kernels' view of some tensors; no copy.
+fn tensors<const N: usize>(primitives: [&CudaPrimitive; N]) -> [CudaTensor; N] {
+    primitives.map(|primitive| CudaTensor::from(primitive.clone()))
 }
 
 /// The tensor in another float type, itself when it has that type.

@@ -1,9 +1,9 @@
 //! Rows of the embedding, and their gradient. Where the kernel refuses: Burn's scatter, or products in a fixed order where
 //! two runs must be bit-equal.
-use super::{Cuda, paths};
+use super::{Cuda, paths, tensors};
 use crate::reference;
 use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
-use sieve_kernels::{CudaPrimitive, CudaTensor, GradientTarget, KernelError, SumOrder};
+use sieve_kernels::{CudaPrimitive, GradientTarget, KernelError, SumOrder};
 
 /// Tokens of one product in the fixed-order form; bounds the one-hot matrix.
 const TOKENS: usize = 1024;
@@ -12,10 +12,7 @@ pub(super) fn forward(
     weight: &CudaPrimitive,
     ids: &CudaPrimitive,
 ) -> Result<CudaPrimitive, KernelError> {
-    let (weight, ids) = (
-        CudaTensor::from(weight.clone()),
-        CudaTensor::from(ids.clone()),
-    );
+    let [weight, ids] = tensors([weight, ids]);
     sieve_kernels::embedding_forward(&weight, &ids).map(Into::into)
 }
 
@@ -25,7 +22,7 @@ pub(super) fn backward(
     ids: &CudaPrimitive,
     vocab_size: usize,
 ) -> Result<CudaPrimitive, KernelError> {
-    let (dy, ids) = (CudaTensor::from(dy.clone()), CudaTensor::from(ids.clone()));
+    let [dy, ids] = tensors([dy, ids]);
     sieve_kernels::embedding_backward(&dy, &ids, vocab_size, GradientTarget::New).map(Into::into)
 }
 

@@ -1,18 +1,13 @@
 //! Output projection with cross-entropy, a block of tokens at a time.
-use sieve_kernels::{
-    CudaPrimitive, CudaTensor, GradientTarget, KernelError, LossFactors, fixed_sum,
-};
-
-fn operands(h: &CudaPrimitive, weight: &CudaPrimitive, labels: &CudaPrimitive) -> [CudaTensor; 3] {
-    [h, weight, labels].map(|tensor| CudaTensor::from(tensor.clone()))
-}
+use super::tensors;
+use sieve_kernels::{CudaPrimitive, GradientTarget, KernelError, LossFactors, fixed_sum};
 
 pub(super) fn token_losses(
     h: &CudaPrimitive,
     weight: &CudaPrimitive,
     labels: &CudaPrimitive,
 ) -> Result<CudaPrimitive, KernelError> {
-    let [h, weight, labels] = operands(h, weight, labels);
+    let [h, weight, labels] = tensors([h, weight, labels]);
     sieve_kernels::token_losses(&h, &weight, &labels).map(Into::into)
 }
 
@@ -31,7 +26,7 @@ pub(super) fn summed(
             supported: "0".to_owned(),
         });
     }
-    let [h, weight, labels] = operands(h, weight, labels);
+    let [h, weight, labels] = tensors([h, weight, labels]);
     let losses = sieve_kernels::token_losses(&h, &weight, &labels)?;
     fixed_sum(&losses).map(Into::into)
 }
@@ -43,7 +38,7 @@ pub(super) fn with_gradients(
     labels: &CudaPrimitive,
     z_loss: f64,
 ) -> Result<(CudaPrimitive, CudaPrimitive, CudaPrimitive), KernelError> {
-    let [h, weight, labels] = operands(h, weight, labels);
+    let [h, weight, labels] = tensors([h, weight, labels]);
     let factors = LossFactors {
         z_loss: z_loss as f32,
         gradient_scale: 1.0,

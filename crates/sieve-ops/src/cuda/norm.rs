@@ -1,5 +1,5 @@
 //! RMSNorm, and q/k-norm with rotary positions.
-use super::cast;
+use super::{cast, tensors};
 use crate::RopeTables;
 use burn::tensor::DType;
 use sieve_kernels::{CudaPrimitive, CudaTensor, GradientTarget, KernelError, QkNormRope, Reuse};
@@ -9,10 +9,7 @@ pub(super) fn rms(
     weight: &CudaPrimitive,
     epsilon: f64,
 ) -> Result<CudaPrimitive, KernelError> {
-    let (x, weight) = (
-        CudaTensor::from(x.clone()),
-        CudaTensor::from(weight.clone()),
-    );
+    let [x, weight] = tensors([x, weight]);
     sieve_kernels::rms_norm_forward(&x, &weight, epsilon as f32).map(Into::into)
 }
 
@@ -23,7 +20,7 @@ pub(super) fn rms_backward(
     epsilon: f64,
     dy: &CudaPrimitive,
 ) -> Result<(CudaPrimitive, CudaPrimitive), KernelError> {
-    let [x, weight, dy] = [x, weight, dy].map(|tensor| CudaTensor::from(tensor.clone()));
+    let [x, weight, dy] = tensors([x, weight, dy]);
     let (dx, dweight) = sieve_kernels::rms_norm_backward(
         &x,
         &weight,
@@ -54,7 +51,7 @@ impl Rotation {
         num_kv_heads: usize,
         epsilon: f64,
     ) -> Self {
-        let [q_weight, k_weight] = weights.map(|weight| CudaTensor::from(weight.clone()));
+        let [q_weight, k_weight] = tensors(weights);
         Self {
             q_weight,
             k_weight,
@@ -90,7 +87,7 @@ impl Rotation {
         dy: &CudaPrimitive,
         is_free: bool,
     ) -> Result<(CudaPrimitive, CudaPrimitive, CudaPrimitive), KernelError> {
-        let (qkv, dy) = (CudaTensor::from(qkv.clone()), CudaTensor::from(dy.clone()));
+        let [qkv, dy] = tensors([qkv, dy]);
         let reuse = if is_free && dy.is_contiguous() {
             Reuse::InPlace
         } else {
