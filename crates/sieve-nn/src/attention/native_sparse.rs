@@ -4,8 +4,8 @@ use super::block_mlp::BlockMlp;
 use crate::kv_cache::{BlockCache, Growing};
 use crate::{LayerCache, Linear, QkvProjection, WeightInit};
 use burn::module::{Module, Param};
-use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
 use sieve_core::model::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
 use sieve_ops::{AttentionSpec, Documents, NsaBlocks, SieveBackend};
@@ -108,6 +108,20 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         let branches = self.branches(x.clone(), context);
         let compressed = self.compress(branches.compressed.clone(), context.documents);
         self.attend(x, branches, compressed, context.documents)
+    }
+
+    /// The blocks whose tokens each query reads in the selected branch, `[batch, seq_len, num_kv_heads, num_selected_blocks]`:
+    /// counted from the document's first token, ascending, then -1. For measures; [`forward`](Self::forward) chooses the same.
+    pub fn block_indices(
+        &self,
+        x: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+    ) -> Tensor<B, 4, Int> {
+        let compressed = self.branches(x, context).compressed;
+        let pooled = self.compress(compressed.clone(), context.documents);
+        let (spec, blocks) = (self.spec(), self.blocks());
+        sieve_ops::nsa_compressed_attention(compressed, pooled, context.documents, spec, blocks)
+            .block_indices
     }
 
     /// As [`forward`](Self::forward) with a cache; see [`LayerCache`].
