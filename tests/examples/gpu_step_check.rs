@@ -30,6 +30,11 @@ type Cpu = Autodiff<Flex>;
 
 /// Relative error (Euclidean) that a bf16 step may have against f32, gradient by gradient.
 const GRADIENT_BAR: f64 = 3e-2;
+/// The same where DMA chooses keys: bf16 values move the scores, near ties fall the other way, and a query with another key
+/// has another gradient. That the kernels follow a given choice is for `sieve kernels check`; "dma all" has nothing to choose.
+const CHOOSING_BAR: f64 = 0.3;
+/// The same for A where nothing is masked: a sum over all keys of gradients that add up to zero a query, so mostly rounding.
+const CANCELLING_BAR: f64 = 0.15;
 
 #[derive(Clone, Copy)]
 struct Size {
@@ -177,7 +182,13 @@ fn check(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice
         .map(|(error, name)| format!("{name} {error:.1e}"))
         .collect();
     let loss_error = f64::from((gpu_loss - cpu_loss).abs());
-    let good = errors.iter().all(|(error, _)| *error < GRADIENT_BAR)
+    let bar = |tensor: &str| match name.split(' ').collect::<Vec<_>>()[..] {
+        ["dma", "all", ..] if tensor.ends_with(".a") => CANCELLING_BAR,
+        ["dma", "all", ..] => GRADIENT_BAR,
+        ["dma", ..] => CHOOSING_BAR,
+        _ => GRADIENT_BAR,
+    };
+    let good = errors.iter().all(|(error, tensor)| *error < bar(tensor))
         && loss_error < 5e-3
         && found.len() == expected.len();
     println!(

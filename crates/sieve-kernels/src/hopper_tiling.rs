@@ -4,11 +4,10 @@
 //!
 //! | device | widths | forward, row sums, backward | dq in a fixed order |
 //! |---|---|---|---|
-//! | compute capability 9.0, after [`use_portable_kernels_only`]`(false)` | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu` at 64, portable at 128 |
+//! | compute capability 9.0, unless [`use_portable_kernels_only`]`(true)` | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu` at 64, portable at 128 |
 //! | any other, or other widths | 16 to 256, 192/128 | the portable kernels | the portable kernels |
 //!
-//! The Hopper kernels are checked and timed through a driver of their own (tests/gpu/hopper_*.py). The launches here have
-//! not passed `sieve kernels check` on a GPU yet, which is why programs must ask for them.
+//! `sieve kernels check` compares both families with the reference, and so one with the other.
 use crate::attention_backward_tiling::GradientSet;
 use crate::attention_tiling::KeySource;
 use crate::cuda_tensor::CudaTensor;
@@ -38,9 +37,9 @@ const WARPGROUP: usize = 128;
 pub(crate) const MOST_TOKENS_WITH_REST: usize = 32768;
 
 // Process-wide, as the choice of the order of sums: a mode, for cross-checks of one family by the other.
-static PORTABLE_ONLY: AtomicBool = AtomicBool::new(true);
+static PORTABLE_ONLY: AtomicBool = AtomicBool::new(false);
 
-/// Takes the portable kernels everywhere from now on, as at the start, or the best for the device.
+/// Takes the portable kernels everywhere from now on, or, as at the start, the best for the device.
 pub fn use_portable_kernels_only(portable_only: bool) {
     PORTABLE_ONLY.store(portable_only, Ordering::Relaxed);
 }

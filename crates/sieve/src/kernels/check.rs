@@ -2,6 +2,7 @@
 pub(crate) mod attention;
 pub(crate) mod bar;
 pub(crate) mod decode;
+mod plain_loss;
 pub(crate) mod report;
 mod selection;
 mod steps;

@@ -49,16 +49,30 @@ pub(crate) fn standard(bench: &mut Bench) -> Result<()> {
     for (batch, seq_len, width) in [
         (2, 8192, 128),
         (8, 2048, 128),
-        (2, 8192, 64),
+        (1, 16384, 128),
         (1, 32768, 128),
+        (2, 8192, 64),
+        (1, 32768, 64),
     ] {
         dense(bench, shape(batch, seq_len, HEADS, width), None)?;
     }
-    dense(bench, shape(1, 32768, HEADS, 128), Some(1024))?;
+    for (seq_len, width) in [(16384, 128), (65536, 128), (16384, 64)] {
+        for window in [1024, 2048] {
+            dense(bench, shape(1, seq_len, HEADS, width), Some(window))?;
+        }
+    }
     nothing_masked(bench, shape(8, 2048, HEADS, 128))?;
-    for (seq_len, kept) in [(32768, 1024), (131072, 2048)] {
+    nothing_masked(bench, shape(8, 2048, HEADS, 64))?;
+    for (seq_len, width, kept) in [
+        (8192, 128, 1024),
+        (16384, 128, 1024),
+        (32768, 128, 1024),
+        (131072, 128, 2048),
+        (16384, 64, 1024),
+        (32768, 64, 1024),
+    ] {
         for scores in bench.scores.clone() {
-            dma(bench, shape(1, seq_len, HEADS, 128), kept, &scores)?;
+            dma(bench, shape(1, seq_len, HEADS, width), kept, &scores)?;
         }
     }
     for batch in [16, 1] {

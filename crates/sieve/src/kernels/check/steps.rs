@@ -1,5 +1,6 @@
 //! The ops around attention: each backend's own form against the plain-Burn reference in f32.
 use super::bar::Bar;
+use super::plain_loss::plain_loss;
 use super::report::{Path, PathWatch, Report};
 use crate::kernels::place::{Place, float, floats};
 use crate::kernels::random::Random;
@@ -329,16 +330,21 @@ impl<'a, B: SieveBackend> On<'a, B> {
         const WORDS: usize = 96;
         let (h, weight) = (self.input([rows, 64]), self.input([WORDS, 64]));
         let labels = self.indices([rows], WORDS).into_primitive();
-        let (losses, (loss, dh, dweight)) = if self.own() {
-            (
-                B::token_losses(h.clone(), weight.clone(), labels.clone()),
-                B::linear_cross_entropy_with_gradients(h, weight, labels, 0.0),
-            )
+        let [losses, loss, dh, dweight] = if self.form == Form::Plain && self.dtype == DType::BF16 {
+            plain_loss::<B>(h, weight, labels)
         } else {
-            (
-                reference::token_losses::<B>(h.clone(), weight.clone(), labels.clone()),
-                reference::linear_cross_entropy_with_gradients::<B>(h, weight, labels, 0.0),
-            )
+            let (losses, (loss, dh, dweight)) = if self.own() {
+                (
+                    B::token_losses(h.clone(), weight.clone(), labels.clone()),
+                    B::linear_cross_entropy_with_gradients(h, weight, labels, 0.0),
+                )
+            } else {
+                (
+                    reference::token_losses::<B>(h.clone(), weight.clone(), labels.clone()),
+                    reference::linear_cross_entropy_with_gradients::<B>(h, weight, labels, 0.0),
+                )
+            };
+            [losses, loss, dh, dweight]
         };
         vec![
             ("losses", floats::<B, 1>(losses)),
