@@ -19,8 +19,8 @@ use crate::attention::{AttentionOutput, block_sparse_attention};
 use crate::call::{Call, CallShape};
 use crate::error::SelectError;
 use crate::mask::SparseMask;
-use crate::prefill::infinitehip::dot;
 use crate::selector::{Method, Phase, Selector, names_of};
+use crate::vector::dot;
 
 /// Sizes of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

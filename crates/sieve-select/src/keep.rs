@@ -98,6 +98,13 @@ pub(crate) fn union(a: &[i32], b: impl IntoIterator<Item = i32>) -> Vec<i32> {
     all
 }
 
+/// Ascending, no duplicates, as tile indices.
+pub(crate) fn sorted(mut tiles: Vec<usize>) -> Vec<i32> {
+    tiles.sort_unstable();
+    tiles.dedup();
+    tiles.into_iter().map(|j| j as i32).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -33,6 +33,7 @@ pub mod keep;
 mod permute;
 mod pool;
 mod range;
+mod vector;
 
 pub mod decode;
 pub mod prefill;

@@ -6,6 +6,7 @@ use crate::call::{Call, Tiles};
 use crate::keep::falling;
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::{mean_pool, scores};
+use crate::vector::norm;
 
 /// Segments `[g * segment, (g + 1) * segment)` of absolute positions.
 #[derive(Clone, Copy, Debug)]
@@ -113,13 +114,7 @@ pub(crate) fn order_queries(
     means: &[f32],
 ) -> Vec<i32> {
     let d = call.shape.head_dim;
-    let norm = |x: &[f32]| {
-        x.iter()
-            .map(|x| x * x)
-            .sum::<f32>()
-            .sqrt()
-            .max(f32::MIN_POSITIVE)
-    };
+    let norm = |x: &[f32]| norm(x).max(f32::MIN_POSITIVE);
     let directions: Vec<f32> = means
         .chunks_exact(d)
         .flat_map(|mean| {

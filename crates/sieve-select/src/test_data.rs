@@ -1,6 +1,14 @@
 //! Random and structured inputs, and comparisons, for the tests.
 
+use safetensors::SafeTensors;
+
 use crate::call::{Call, CallShape};
+
+/// Lists of an independent computation, with the inputs made up for them.
+pub(crate) static LISTS: &[u8] =
+    include_bytes!("../../../tests/golden/selectors/lists.safetensors");
+/// Queries and keys of trained models.
+static CAPTURED: &[u8] = include_bytes!("../../../tests/golden/selectors/captured.safetensors");
 
 /// A small generator (splitmix64); tests name their seed.
 pub(crate) struct Random(pub(crate) u64);
@@ -116,6 +124,95 @@ impl TestCall {
             v: self.v[..(context + end) * k_len].to_vec(),
         }
     }
+}
+
+/// Stored queries and keys.
+pub(crate) struct Inputs {
+    pub(crate) num_heads: usize,
+    pub(crate) num_kv_heads: usize,
+    pub(crate) head_dim: usize,
+    /// `[tokens, num_heads, head_dim]`.
+    pub(crate) q: Vec<f32>,
+    /// `[tokens, num_kv_heads, head_dim]`.
+    pub(crate) k: Vec<f32>,
+}
+
+impl Inputs {
+    /// `random.…` and `structured.…` of the lists, `trained.…` of the captured ones.
+    pub(crate) fn stored(name: &str) -> Self {
+        // Groups of one: the first query head of each KV head.
+        let (source, step) = match name {
+            "trained.2.2" => ("trained.4.2", 2),
+            _ => (name, 1),
+        };
+        let bytes = if name.starts_with("trained") {
+            CAPTURED
+        } else {
+            LISTS
+        };
+        let file = SafeTensors::deserialize(bytes).expect("a stored file");
+        let ([_, heads, head_dim], q) = floats(&file, &format!("{source}/q"));
+        let ([_, num_kv_heads, _], k) = floats(&file, &format!("{source}/k"));
+        let q = q
+            .chunks_exact(head_dim)
+            .enumerate()
+            .filter(|(at, _)| at % heads % step == 0)
+            .flat_map(|(_, q)| q.iter().copied())
+            .collect();
+        Self {
+            num_heads: heads / step,
+            num_kv_heads,
+            head_dim,
+            q,
+            k,
+        }
+    }
+
+    /// Queries of the tokens `context..end` and all keys before `end`.
+    pub(crate) fn tokens(&self, context: usize, end: usize) -> [&[f32]; 2] {
+        let (q, k) = (
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+        );
+        [&self.q[context * q..end * q], &self.k[..end * k]]
+    }
+
+    /// The first tokens as a call of their own; keys serve as values.
+    pub(crate) fn test_call(&self, num_tokens: usize) -> TestCall {
+        let [q, k] = self.tokens(0, num_tokens);
+        TestCall {
+            shape: CallShape {
+                num_queries: num_tokens,
+                num_keys: num_tokens,
+                num_heads: self.num_heads,
+                num_kv_heads: self.num_kv_heads,
+                head_dim: self.head_dim,
+            },
+            q: q.to_vec(),
+            k: k.to_vec(),
+            v: k.to_vec(),
+        }
+    }
+}
+
+/// A stored tensor of three axes, f32 or bfloat16.
+fn floats(file: &SafeTensors<'_>, name: &str) -> ([usize; 3], Vec<f32>) {
+    let tensor = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let shape = tensor.shape().try_into().expect("three axes");
+    let values = match tensor.dtype() {
+        safetensors::Dtype::BF16 => {
+            let halves = tensor.data().as_chunks::<2>().0;
+            halves
+                .iter()
+                .map(|b| f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16))
+                .collect()
+        }
+        _ => {
+            let words = tensor.data().as_chunks::<4>().0;
+            words.iter().map(|b| f32::from_le_bytes(*b)).collect()
+        }
+    };
+    (shape, values)
 }
 
 fn mix_in(x: &mut [f32], topic: &[f32]) {

@@ -1,6 +1,7 @@
 """Lists of kept blocks of seven selectors, by their definitions, in numpy float64.
 
-Written from the methods' papers alone, one plain function each, to compare with. Usage: python make_lists.py OUT.safetensors
+Written from the methods' papers alone, one plain function each, to compare with.
+Usage: python make_lists.py OUT.safetensors CAPTURED.safetensors
 """
 import json
 import struct
@@ -9,36 +10,34 @@ from statistics import NormalDist
 
 import numpy as np
 
-N, D = 230, 8
 
-
-def inputs(kind, heads, kv_heads, rng):
-    """q [N, heads, D], k [N, kv_heads, D]; `structured` has a sink, columns many queries want, and topics that return."""
-    q, k = rng.standard_normal((N, heads, D)), rng.standard_normal((N, kv_heads, D))
+def made_up(kind, heads, kv_heads, rng, n=230, d=8):
+    """q [n, heads, d], k [n, kv_heads, d]; `structured` has a sink, columns many queries want, and topics that return."""
+    q, k = rng.standard_normal((n, heads, d)), rng.standard_normal((n, kv_heads, d))
     if kind == "structured":
-        topics = rng.standard_normal((5, D)) * 1.2
-        for t in range(N):
+        topics = rng.standard_normal((5, d)) * 1.2
+        for t in range(n):
             q[t] = 0.6 * q[t] + topics[t // 37 % 5]
             k[t] = 0.6 * k[t] + topics[t // 37 % 5]
         q[:, :, 0] = 2.0
         k[:, :, 0] = 0.0
         k[0, :, 0] = 6.0
-        k[rng.choice(N, 6, replace=False), :, 0] = 4.0
+        k[rng.choice(n, 6, replace=False), :, 0] = 4.0
     return q.astype(np.float32), k.astype(np.float32)
 
 
 class Call:
-    """Rows `context..N` as a chunk over all keys before its end."""
+    """Rows `context..end` as a chunk over all keys before its end."""
 
     def __init__(self, q, k, context, end):
         self.q, self.k = q[context:end].astype(np.float64), k[:end].astype(np.float64)
         self.context, self.rows, self.keys = context, end - context, end
         self.heads, self.kv_heads = q.shape[1], k.shape[1]
-        self.m = self.heads // self.kv_heads
+        self.m, self.d = self.heads // self.kv_heads, q.shape[2]
 
     def probabilities(self, head, first):
         """Causal softmax of rows `first..`, [rows, keys]."""
-        x = self.q[first:, head] @ self.k[:, head // self.m].T / np.sqrt(D)
+        x = self.q[first:, head] @ self.k[:, head // self.m].T / np.sqrt(self.d)
         a = self.context + np.arange(first, self.rows)
         x[np.arange(self.keys)[None, :] > a[:, None]] = -np.inf
         return softmax(x)
@@ -84,13 +83,13 @@ def ends(call, tile):
     return call.context + tile[0], call.context + tile[-1]
 
 
-def bfla(call, b=32, g=8, tile=8, gamma=0.6, local=16, eta=7, seed=3):
+def bfla(call, b, g, tile, gamma, local, eta, seed):
     nq, nk, per = -(-call.rows // b), -(-call.keys // b), b // g
-    pad = lambda x, n: np.concatenate([x, np.zeros((n * b - len(x), D))]).reshape(n, per, g * D)
+    pad = lambda x, n: np.concatenate([x, np.zeros((n * b - len(x), call.d))]).reshape(n, per, g * call.d)
     heads = []
     for p in range(call.heads):
         q, k = pad(call.q[:, p], nq), pad(call.k[:, p // call.m], nk)
-        s = np.einsum("iux,jvx->ijuv", q, k).max(axis=(2, 3)) / np.sqrt(D)
+        s = np.einsum("iux,jvx->ijuv", q, k, optimize=True).max(axis=(2, 3)) / np.sqrt(call.d)
         kept = []
         for i in range(nq):
             last = call.context + min((i + 1) * b, call.rows) - 1
@@ -116,10 +115,10 @@ def bfla(call, b=32, g=8, tile=8, gamma=0.6, local=16, eta=7, seed=3):
     return lists
 
 
-def momo(call, gamma=4, beta=8, chi=16, k=4, k_exact=1, variant="exact", normalised=False):
+def momo(call, gamma, beta, chi, k, k_exact, variant, normalised=False):
     lists = []
     for p in range(call.heads):
-        x = call.q[:, p] @ call.k[:, p // call.m].T / np.sqrt(D)
+        x = call.q[:, p] @ call.k[:, p // call.m].T / np.sqrt(call.d)
         rows = []
         for tile in query_tiles(call, chi):
             first, last = ends(call, tile)
@@ -171,16 +170,17 @@ def choose(s, k, k_exact, variant):
 
 def cell_products(q, k, s):
     """X[n, m]: sum over c of q[n s + s - 1 - c] . k[m s + c]; lengths are padded with zeros."""
-    pad = lambda x: np.concatenate([x, np.zeros((-len(x) % s, D))]).reshape(-1, s, D)
-    return np.einsum("ncx,mcx->nm", pad(q)[:, ::-1], pad(k))
+    d = q.shape[1]
+    pad = lambda x: np.concatenate([x, np.zeros((-len(x) % s, d))]).reshape(-1, s, d)
+    return np.einsum("ncx,mcx->nm", pad(q)[:, ::-1], pad(k), optimize=True)
 
 
-def xattention(call, b=16, s=4, tau=0.6):
+def xattention(call, b, s, tau):
     lists = []
     lead = call.context % s
     for p in range(call.heads):
-        q = np.concatenate([np.zeros((lead, D)), call.q[:, p]])
-        x = cell_products(q, call.k[:, p // call.m], s) / (np.sqrt(D) * s)
+        q = np.concatenate([np.zeros((lead, call.d)), call.q[:, p]])
+        x = cell_products(q, call.k[:, p // call.m], s) / (np.sqrt(call.d) * s)
         cell = call.context // s + np.arange(len(x))
         x[np.arange(x.shape[1])[None, :] > cell[:, None]] = -np.inf
         w = softmax(x)
@@ -194,7 +194,7 @@ def xattention(call, b=16, s=4, tau=0.6):
     return lists
 
 
-def pbs(call, b=16, segment=32, tau=0.5, select="meanpool", s=4):
+def pbs(call, b, segment, tau, s, select):
     orders = []
     for h in range(call.kv_heads):
         first = max(0, call.rows - b)
@@ -215,10 +215,10 @@ def pbs(call, b=16, segment=32, tau=0.5, select="meanpool", s=4):
             if earlier:
                 q = call.q[list(tile), p]
                 if select == "meanpool":
-                    kbar = k[: earlier * b].reshape(earlier, b, D).mean(axis=1)
-                    score = softmax(kbar @ q.mean(axis=0) / np.sqrt(D))
+                    kbar = k[: earlier * b].reshape(earlier, b, call.d).mean(axis=1)
+                    score = softmax(kbar @ q.mean(axis=0) / np.sqrt(call.d))
                 else:
-                    w = softmax(cell_products(q, k[: earlier * b], s) / (np.sqrt(D) * s))
+                    w = softmax(cell_products(q, k[: earlier * b], s) / (np.sqrt(call.d) * s))
                     score = w.sum(axis=0).reshape(earlier, b // s).sum(axis=1)
                 row |= keep_mass(score, tau)
             row |= set(range(earlier, min((last // segment + 1) * segment, call.keys + b - 1) // b))
@@ -229,7 +229,7 @@ def pbs(call, b=16, segment=32, tau=0.5, select="meanpool", s=4):
     return lists, orders
 
 
-def vertical_slash(call, vertical=40, slash=112, t=64):
+def vertical_slash(call, vertical, slash, t=64):
     lists, columns = [], []
     for p in range(call.heads):
         first = max(0, call.rows - 64)
@@ -252,7 +252,7 @@ def vertical_slash(call, vertical=40, slash=112, t=64):
     return lists, columns
 
 
-def flexprefill(call, b=16, gamma=0.6, tau=0.3, min_budget=32):
+def flexprefill(call, b, gamma, min_budget, tau):
     lists = []
     for p in range(call.heads):
         first = max(0, call.rows - b)
@@ -263,7 +263,7 @@ def flexprefill(call, b=16, gamma=0.6, tau=0.3, min_budget=32):
             diag[: at + 1] += row[: at + 1][::-1] / len(a)
         pool = lambda x: np.array([x[list(block)].sum() for block in blocks(call, b)])
         kbar = np.array([call.k[list(block), p // call.m].mean(axis=0) for block in blocks(call, b)])
-        estimate = softmax(kbar @ call.q[first:, p].mean(axis=0) / np.sqrt(D))
+        estimate = softmax(kbar @ call.q[first:, p].mean(axis=0) / np.sqrt(call.d))
         m = (estimate + pool(col)) / 2
         kl = lambda x: np.sum(np.where(x > 0, x * np.log(np.maximum(x, 1e-300) / m), 0))
         aware = np.sqrt((kl(estimate) + kl(pool(col))) / 2) < tau
@@ -289,7 +289,7 @@ def flexprefill(call, b=16, gamma=0.6, tau=0.3, min_budget=32):
             entries = np.zeros((len(tiles), len(kbar)))
             for i, tile in enumerate(tiles):
                 n = ends(call, tile)[1] // b + 1
-                entries[i, :n] = softmax(kbar[:n] @ call.q[list(tile), p].mean(axis=0) / np.sqrt(D))
+                entries[i, :n] = softmax(kbar[:n] @ call.q[list(tile), p].mean(axis=0) / np.sqrt(call.d))
             total = 0.0
             for at in order(entries.ravel()):
                 if total >= gamma * len(tiles):
@@ -300,7 +300,7 @@ def flexprefill(call, b=16, gamma=0.6, tau=0.3, min_budget=32):
     return lists
 
 
-def quest(q, k, t, page=16, budget=64):
+def quest(q, k, t, page, budget):
     """Keys that token t reads, per KV head."""
     m = q.shape[1] // k.shape[1]
     lists = []
@@ -322,7 +322,7 @@ def write(path, tensors):
     header, data = {}, b""
     for name, x in tensors.items():
         x = np.ascontiguousarray(x)
-        kind = {"float32": "F32", "int32": "I32"}[str(x.dtype)]
+        kind = {"float32": "F32", "int32": "I32", "uint16": "BF16"}[str(x.dtype)]
         header[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [len(data), len(data) + x.nbytes]}
         data += x.tobytes()
     text = json.dumps(header).encode()
@@ -338,41 +338,101 @@ def flat(lists):
     return ptr, np.array([j for row in rows for j in row], np.int32)
 
 
+def read(path):
+    """Arrays of a safetensors file of bfloat16."""
+    data = open(path, "rb").read()
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    tensors = {}
+    for name, entry in json.loads(data[8:start]).items():
+        first, end = entry["data_offsets"]
+        bits = np.frombuffer(data[start + first : start + end], np.uint16).astype(np.uint32) << 16
+        tensors[name] = bits.view(np.float32).reshape(entry["shape"])
+    return tensors
+
+
+# Settings of each method: small ones for the short made-up inputs, larger ones for the captured ones.
+SMALL = {
+    "bfla": dict(b=32, g=8, tile=8, gamma=0.6, local=16, eta=7, seed=3),
+    "momo": dict(gamma=4, beta=8, chi=16, k=4, k_exact=1),
+    "xattention": dict(b=16, s=4, tau=0.6),
+    "pbs": dict(b=16, segment=32, tau=0.5, s=4),
+    "vertical_slash": dict(vertical=40, slash=112),
+    "flexprefill": dict(b=16, gamma=0.6, min_budget=32),
+    "quest": dict(page=16, budget=64),
+}
+TRAINED = {
+    "bfla": dict(b=64, g=16, tile=16, gamma=0.9, local=32, eta=16, seed=3),
+    "momo": dict(gamma=8, beta=16, chi=32, k=8, k_exact=2),
+    "xattention": dict(b=32, s=8, tau=0.7),
+    "pbs": dict(b=32, segment=128, tau=0.7, s=8),
+    "vertical_slash": dict(vertical=40, slash=112),
+    "flexprefill": dict(b=32, gamma=0.8, min_budget=64),
+    "quest": dict(page=16, budget=128),
+}
+# How a setting is called on the flag.
+KEYS = {
+    "bfla": dict(b="block", g="group", gamma="keep_mass", local="local_tokens", eta="stride"),
+    "xattention": dict(b="block", s="stride"),
+    "pbs": dict(b="block", s="stride"),
+    "flexprefill": dict(b="block"),
+}
+
+
+def flag(method, settings, *more):
+    names = KEYS.get(method, {})
+    items = [f"{names.get(key, key)}={value}" for key, value in settings.items()]
+    return f"{method}:" + ",".join(items + list(more))
+
+
+def lists_of(q, k, places, settings):
+    """Name and arrays of every list of one pair of inputs."""
+    for context, end in places:
+        call, where = Call(q, k, context, end), f"{context}-{end}"
+        yield f"{where}/{flag('bfla', settings['bfla'])}", bfla(call, **settings["bfla"]), {}
+        for variant in ("exact", "gauss", "hybrid"):
+            text = flag("momo", settings["momo"], "first_dense_layers=0", f"topk={variant}")
+            yield f"{where}/{text}", momo(call, variant=variant, **settings["momo"]), {}
+            if variant == "exact":
+                lists = momo(call, variant=variant, normalised=True, **settings["momo"])
+                yield f"{where}/{text},score=normalised", lists, {}
+        yield f"{where}/{flag('xattention', settings['xattention'])}", xattention(call, **settings["xattention"]), {}
+        for select in ("meanpool", "xattention"):
+            lists, orders = pbs(call, select=select, **settings["pbs"])
+            text = flag("pbs", settings["pbs"], f"select={select}")
+            yield f"{where}/{text}", lists, {"order": np.array(orders, np.int32)}
+        lists, columns = vertical_slash(call, **settings["vertical_slash"])
+        ptr, idx = flat(columns)
+        yield f"{where}/{flag('vertical_slash', settings['vertical_slash'])}", lists, {"col_ptr": ptr, "col_idx": idx}
+        for tau in ("0", "0.3", "1"):
+            lists = flexprefill(call, tau=float(tau), **settings["flexprefill"])
+            yield f"{where}/{flag('flexprefill', settings['flexprefill'], f'tau={tau}')}", lists, {}
+    for t in (len(q) // 5, len(q) * 2 // 3, len(q) - 1):
+        text = flag("quest", settings["quest"], "dense_layers=0")
+        yield f"token-{t}/{text}", quest(q, k, t, **settings["quest"]), {}
+
+
 def main():
     rng = np.random.default_rng(20)
+    captured = read(sys.argv[2])
     tensors = {}
+
+    def add(name, q, k, places, settings):
+        for case, lists, extra in lists_of(q, k, places, settings):
+            ptr, idx = flat(lists)
+            for key, x in {"ptr": ptr, "idx": idx, **extra}.items():
+                tensors[f"{name}/{case}/{key}"] = x
+
     for kind in ("random", "structured"):
         for heads, kv_heads in ((2, 2), (4, 2), (8, 1)):
             name = f"{kind}.{heads}.{kv_heads}"
-            q, k = inputs(kind, heads, kv_heads, rng)
+            q, k = made_up(kind, heads, kv_heads, rng)
             tensors[f"{name}/q"], tensors[f"{name}/k"] = q, k
-
-            def add(where, text, lists, extra=None):
-                ptr, idx = flat(lists)
-                tensors[f"{name}/{where}/{text}/ptr"], tensors[f"{name}/{where}/{text}/idx"] = ptr, idx
-                for key, x in (extra or {}).items():
-                    tensors[f"{name}/{where}/{text}/{key}"] = x
-
-            for context, end in ((0, 230), (77, 230), (100, 200)):
-                call, where = Call(q, k, context, end), f"{context}-{end}"
-                add(where, "bfla:block=32,group=8,tile=8,keep_mass=0.6,local_tokens=16,stride=7,seed=3", bfla(call))
-                for variant in ("exact", "gauss", "hybrid"):
-                    text = f"momo:gamma=4,beta=8,chi=16,k=4,k_exact=1,first_dense_layers=0,topk={variant}"
-                    add(where, text, momo(call, variant=variant))
-                    if variant == "exact":
-                        add(where, text + ",score=normalised", momo(call, variant=variant, normalised=True))
-                add(where, "xattention:block=16,stride=4,tau=0.6", xattention(call))
-                for select in ("meanpool", "xattention"):
-                    lists, orders = pbs(call, select=select)
-                    text = f"pbs:block=16,segment=32,tau=0.5,stride=4,select={select}"
-                    add(where, text, lists, {"order": np.array(orders, np.int32)})
-                lists, columns = vertical_slash(call)
-                ptr, idx = flat(columns)
-                add(where, "vertical_slash:vertical=40,slash=112", lists, {"col_ptr": ptr, "col_idx": idx})
-                for tau in ("0", "0.3", "1"):
-                    add(where, f"flexprefill:block=16,gamma=0.6,min_budget=32,tau={tau}", flexprefill(call, tau=float(tau)))
-            for t in (40, 150, 229):
-                add(f"token-{t}", "quest:page=16,budget=64,dense_layers=0", quest(q, k, t))
+            add(name, q, k, ((0, 230), (77, 230), (100, 200)), SMALL)
+    for name in ("trained.2.2", "trained.4.2", "trained.8.1"):
+        # Groups of one: the first query head of each KV head.
+        source, step = ("trained.4.2", 2) if name == "trained.2.2" else (name, 1)
+        q, k = captured[f"{source}/q"][:, ::step], captured[f"{source}/k"]
+        add(name, q, k, ((0, 768), (277, 768), (100, 700)), TRAINED)
     write(sys.argv[1], tensors)
 
 

@@ -9,8 +9,8 @@ use crate::call::Call;
 use crate::error::SelectError;
 use crate::keep::{falling, top_k};
 use crate::pool::causal_probabilities;
-use crate::prefill::infinitehip::dot;
 use crate::range::Rules;
+use crate::vector::dot;
 
 /// Settings of `infllm`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

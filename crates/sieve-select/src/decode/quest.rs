@@ -130,8 +130,8 @@ impl Quest {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::prefill::infinitehip::dot;
     use crate::test_data::Random;
+    use crate::vector::dot;
 
     #[test]
     fn quest_score_bounds_every_product_in_the_page() {

@@ -3,9 +3,9 @@
 use super::rope::rotate;
 use super::{Cache, RowAttention};
 use crate::error::SelectError;
-use crate::prefill::infinitehip::dot;
 use crate::prefill::streaming::StreamingConfig;
 use crate::range::Rules;
+use crate::vector::dot;
 
 /// State of `streamingllm`: none beside the settings.
 #[derive(Clone, Debug)]

@@ -6,12 +6,12 @@ use serde::{Deserialize, Serialize};
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::top_k;
+use crate::keep::{sorted, top_k};
 use crate::mask::{ListRows, SparseMask};
 use crate::permute::{Segments, attach, drop_future_tiles, sort_ranges};
 use crate::pool::{Pooled, mean_and_variance, scores};
-use crate::prefill::meanpool::sorted;
 use crate::range::Rules;
+use crate::vector::{add, norm};
 
 /// Which sequences are sorted by norm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -220,7 +220,7 @@ impl BaAttConfig {
                 (0..tiles.num_query_tiles()).map(|i| tiles.rows(i).map(query)),
                 d,
             );
-            crate::prefill::meanpool::add(&mut sum, self.block_logits(call, &q, &k));
+            add(&mut sum, self.block_logits(call, &q, &k));
         }
         if sum.iter().any(|x| x.is_nan()) {
             return None;
@@ -300,8 +300,4 @@ pub fn pooling_bound(q: &[f32], k: &[f32], head_dim: usize) -> f32 {
         (largest, radius)
     });
     (m_q * r_k + m_k * r_q) / (head_dim as f32).sqrt()
-}
-
-fn norm(x: &[f32]) -> f32 {
-    x.iter().map(|x| x * x).sum::<f32>().sqrt()
 }

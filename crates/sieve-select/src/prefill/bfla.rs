@@ -10,9 +10,9 @@ use crate::gqa::{self, GqaPolicy};
 use crate::keep::{keep_mass, softmax};
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::mean_pool;
-use crate::prefill::meanpool::add;
 use crate::prefill::xattention::cell_scores;
 use crate::range::Rules;
+use crate::vector::{add, mix};
 
 /// How a block becomes the vectors that are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -304,12 +304,4 @@ impl BflaConfig {
             }
         }
     }
-}
-
-/// One step of splitmix64.
-pub(crate) fn mix(x: u64) -> u64 {
-    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
 }

@@ -5,9 +5,9 @@ use serde::{Deserialize, Serialize};
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::top_k;
+use crate::keep::{sorted, top_k};
 use crate::mask::{ListRows, SparseMask};
-use crate::prefill::meanpool::{pooled_scores, sorted};
+use crate::prefill::meanpool::pooled_scores;
 use crate::range::Rules;
 
 /// Settings of `block_sparse`.

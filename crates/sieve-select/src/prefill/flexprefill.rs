@@ -7,10 +7,10 @@ use serde::{Deserialize, Serialize};
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::{falling, softmax, top_k_forced};
+use crate::keep::{falling, softmax, sorted, top_k_forced};
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::{block_sums, key_rows, last_rows, mean_pool, probe_sums, query_rows, scores};
-use crate::prefill::meanpool::{pooled_scores, sorted};
+use crate::prefill::meanpool::pooled_scores;
 use crate::range::Rules;
 
 /// Settings of `flexprefill`.

@@ -6,10 +6,10 @@ use serde::{Deserialize, Serialize};
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::top_k;
+use crate::keep::{sorted, top_k};
 use crate::mask::{ListRows, SparseMask};
-use crate::prefill::meanpool::sorted;
 use crate::range::Rules;
+use crate::vector::dot;
 
 /// Settings of `infinitehip`. Stage `i` samples every `stride_i`-th query of a block and ranks chunks of `chunk_i` keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -181,19 +181,6 @@ fn best_product(call: &Call<'_>, head: usize, queries: &[usize], key: usize) -> 
         }
     }
     best
-}
-
-/// Product in eight lanes, so that it vectorises with a fixed order.
-pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut lanes = [0.0_f32; 8];
-    let ((a8, a1), (b8, b1)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
-    for (a, b) in a8.iter().zip(b8) {
-        for lane in 0..8 {
-            lanes[lane] += a[lane] * b[lane];
-        }
-    }
-    let tail: f32 = a1.iter().zip(b1).map(|(a, b)| a * b).sum();
-    lanes.iter().sum::<f32>() + tail
 }
 
 /// The chunks a method may not do better than, for tests: exact maxima over all pairs.

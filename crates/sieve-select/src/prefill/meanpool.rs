@@ -6,10 +6,11 @@ use serde::{Deserialize, Serialize};
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::{keep_mass, softmax, top_k};
+use crate::keep::{keep_mass, softmax, sorted, top_k};
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::{key_rows, mean_pool, query_rows, scores};
 use crate::range::Rules;
+use crate::vector::add;
 
 /// Settings of `meanpool`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -93,20 +94,4 @@ pub(crate) fn pooled_scores(call: &Call<'_>, tiles: Tiles, heads: &[usize]) -> V
         );
     }
     sum
-}
-
-/// `sum += x`, where an empty sum is zero.
-pub(crate) fn add(sum: &mut Vec<f32>, x: Vec<f32>) {
-    if sum.is_empty() {
-        *sum = x;
-    } else {
-        sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
-    }
-}
-
-/// Ascending, no duplicates, as tile indices.
-pub(crate) fn sorted(mut tiles: Vec<usize>) -> Vec<i32> {
-    tiles.sort_unstable();
-    tiles.dedup();
-    tiles.into_iter().map(|j| j as i32).collect()
 }

@@ -9,10 +9,9 @@ use sieve_cpu::{Matrix, MatrixMut, Threads, exp_row, matmul, max_of_row};
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::falling;
+use crate::keep::{falling, sorted};
 use crate::mask::{Correction, CorrectionMode, SparseMask};
 use crate::prefill::delta::probe_rows;
-use crate::prefill::meanpool::sorted;
 use crate::range::Rules;
 
 /// How the best blocks of a probe are found.

@@ -6,11 +6,11 @@ use serde::{Deserialize, Serialize};
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::{keep_mass, top_k};
+use crate::keep::{keep_mass, sorted, top_k};
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::{block_sums, causal_probabilities};
-use crate::prefill::meanpool::{add, sorted};
 use crate::range::Rules;
+use crate::vector::add;
 
 /// Settings of `oracle_topk`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -9,13 +9,13 @@ use serde::{Deserialize, Serialize};
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::{keep_mass, softmax};
+use crate::keep::{keep_mass, softmax, sorted};
 use crate::mask::{ListRows, SparseMask};
 use crate::permute::{Segments, attach, drop_future_tiles, key_means, order_queries, sort_ranges};
 use crate::pool::{causal_probabilities, last_rows, mean_pool, scores};
-use crate::prefill::meanpool::{add, sorted};
 use crate::prefill::xattention::{XattentionConfig, cell_scores};
 use crate::range::Rules;
+use crate::vector::add;
 
 /// How blocks of permuted keys are scored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

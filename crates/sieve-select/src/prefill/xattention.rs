@@ -9,10 +9,10 @@ use sieve_cpu::{Matrix, MatrixMut, Threads, matmul};
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::{keep_mass_forced, softmax};
+use crate::keep::{keep_mass_forced, softmax, sorted};
 use crate::mask::{ListRows, SparseMask};
-use crate::prefill::meanpool::{add, sorted};
 use crate::range::Rules;
+use crate::vector::{add, mix};
 
 /// Which pairs of a stride-by-stride cell are sampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -193,7 +193,7 @@ impl XattentionConfig {
             SampleMode::Random => {
                 let mut state = self.seed;
                 for i in (1..order.len()).rev() {
-                    state = crate::prefill::bfla::mix(state);
+                    state = mix(state);
                     order.swap(i, (state % (i as u64 + 1)) as usize);
                 }
             }

@@ -6,16 +6,11 @@ use safetensors::SafeTensors;
 
 use crate::call::{Call, CallShape};
 use crate::mask::SparseMask;
+use crate::test_data::Inputs;
 use crate::{DecodeSession, LayerShape, Selector};
 
 /// The stored lists; rewritten by `tests/golden/selectors/make_lists.py`.
-static FILE: &[u8] = include_bytes!("../../../../tests/golden/selectors/lists.safetensors");
-
-fn f32s(file: &SafeTensors<'_>, name: &str) -> Vec<f32> {
-    let tensor = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
-    let words = tensor.data().as_chunks::<4>().0;
-    words.iter().map(|b| f32::from_le_bytes(*b)).collect()
-}
+static FILE: &[u8] = crate::test_data::LISTS;
 
 fn i32s(file: &SafeTensors<'_>, name: &str) -> Vec<i32> {
     let tensor = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -41,44 +36,33 @@ fn cases(file: &SafeTensors<'_>, method: &str) -> Vec<(String, String, String)> 
                 .then(|| (inputs.to_owned(), place.to_owned(), text.to_owned()))
         })
         .collect();
-    assert!(cases.len() >= 18, "{method}: {} cases", cases.len());
+    let trained = cases.iter().filter(|case| case.0.starts_with("trained"));
+    assert!(
+        trained.count() >= 9 && cases.len() >= 27,
+        "{method}: {} cases",
+        cases.len()
+    );
     cases
-}
-
-fn heads_of(inputs: &str) -> [usize; 2] {
-    let mut parts = inputs
-        .split('.')
-        .skip(1)
-        .map(|x| x.parse().expect("a number"));
-    [
-        parts.next().expect("heads"),
-        parts.next().expect("kv heads"),
-    ]
 }
 
 /// Runs `check` on the mask of every stored call of a method.
 fn masks(method: &str, check: impl Fn(&SafeTensors<'_>, &str, &SparseMask)) {
     let file = SafeTensors::deserialize(FILE).expect("the stored lists");
-    for (inputs, place, text) in cases(&file, method) {
-        let [num_heads, num_kv_heads] = heads_of(&inputs);
+    for (name, place, text) in cases(&file, method) {
+        let inputs = Inputs::stored(&name);
         let (context, end) = place.split_once('-').expect("a range");
         let (context, end): (usize, usize) = (
             context.parse().expect("a number"),
             end.parse().expect("a number"),
         );
-        let (q, k) = (
-            f32s(&file, &format!("{inputs}/q")),
-            f32s(&file, &format!("{inputs}/k")),
-        );
         let shape = CallShape {
             num_queries: end - context,
             num_keys: end,
-            num_heads,
-            num_kv_heads,
-            head_dim: 8,
+            num_heads: inputs.num_heads,
+            num_kv_heads: inputs.num_kv_heads,
+            head_dim: inputs.head_dim,
         };
-        let k = &k[..end * num_kv_heads * 8];
-        let q = &q[context * num_heads * 8..end * num_heads * 8];
+        let [q, k] = inputs.tokens(context, end);
         let call = Call::new(shape, q, k, k).expect("the sizes fit");
         let mut selector = Selector::parse(&text).unwrap_or_else(|e| panic!("{text}: {e}"));
         selector.common.min_prefill_tokens = 0;
@@ -86,7 +70,7 @@ fn masks(method: &str, check: impl Fn(&SafeTensors<'_>, &str, &SparseMask)) {
             .select(&call)
             .unwrap_or_else(|e| panic!("{text}: {e}"));
         mask.check(&call).unwrap_or_else(|e| panic!("{text}: {e}"));
-        check(&file, &format!("{inputs}/{place}/{text}"), &mask);
+        check(&file, &format!("{name}/{place}/{text}"), &mask);
     }
 }
 
@@ -156,34 +140,23 @@ fn golden_flexprefill() {
 #[test]
 fn golden_quest() {
     let file = SafeTensors::deserialize(FILE).expect("the stored lists");
-    for (inputs, place, text) in cases(&file, "quest") {
-        let [num_heads, num_kv_heads] = heads_of(&inputs);
+    for (name, place, text) in cases(&file, "quest") {
+        let inputs = Inputs::stored(&name);
         let token: usize = place
             .trim_start_matches("token-")
             .parse()
             .expect("a number");
-        let (q, k) = (
-            f32s(&file, &format!("{inputs}/q")),
-            f32s(&file, &format!("{inputs}/k")),
-        );
         let shape = LayerShape {
-            num_heads,
-            num_kv_heads,
-            head_dim: 8,
+            num_heads: inputs.num_heads,
+            num_kv_heads: inputs.num_kv_heads,
+            head_dim: inputs.head_dim,
             layer: 0,
         };
         let mut session =
             DecodeSession::new(&Selector::parse(&text).expect("valid"), shape).expect("valid");
-        let (q_len, k_len) = (num_heads * 8, num_kv_heads * 8);
-        let tokens = token + 1;
-        session
-            .stream(
-                &q[..tokens * q_len],
-                &k[..tokens * k_len],
-                &k[..tokens * k_len],
-            )
-            .expect("valid");
-        let case = format!("{inputs}/{place}/{text}");
+        let [q, k] = inputs.tokens(0, token + 1);
+        session.stream(q, k, k).expect("valid");
+        let case = format!("{name}/{place}/{text}");
         let (ptr, idx) = (
             i32s(&file, &format!("{case}/ptr")),
             i32s(&file, &format!("{case}/idx")),
