@@ -76,6 +76,26 @@ pub enum EvalError {
         /// Folder of the shards.
         dir: std::path::PathBuf,
     },
+    /// Less text than a needle is to be hidden in.
+    #[error(
+        "the haystack has {got} tokens, and the longest length needs {needed}\n  hint: give more text with --data, or shorter --lengths"
+    )]
+    HaystackTooShort {
+        /// Tokens of the text.
+        got: usize,
+        /// Tokens of the longest haystack.
+        needed: usize,
+    },
+    /// A needle, its question and its answer do not fit into the room kept for them.
+    #[error(
+        "a needle with its question and answer takes {needed} tokens of this tokenizer, and {buffer} are kept for them\n  hint: use --buffer {needed} or more"
+    )]
+    NeedleTooLong {
+        /// Tokens that the longest of them takes.
+        needed: usize,
+        /// Tokens kept.
+        buffer: usize,
+    },
     /// Nothing to predict.
     #[error(
         "no document holds a token to predict ({num_documents} documents)\n  hint: give longer documents"

@@ -1,8 +1,9 @@
 //! Text token by token, through the KV cache.
-use crate::input::{check_vocabulary, ids};
+use crate::continuation::Continuation;
+use crate::input::check_vocabulary;
 use crate::{EvalError, Sampler, Sampling, Selection};
-use sieve_nn::{HostOperands, KvCache, Qwen3};
-use sieve_ops::{RotaryEmbedding, SieveBackend};
+use sieve_nn::{KvCache, Qwen3};
+use sieve_ops::SieveBackend;
 
 /// What to generate.
 #[derive(Clone, Copy, Debug)]
@@ -21,11 +22,7 @@ pub struct GenerateConfig {
 /// Continues a prompt; an iterator over the new tokens.
 #[derive(Debug)]
 pub struct Generator<'a, B: SieveBackend> {
-    model: &'a Qwen3<B>,
-    device: B::Device,
-    rope: RotaryEmbedding<B>,
-    cache: KvCache<B>,
-    selection: Option<Selection>,
+    text: Continuation<'a, B>,
     sampler: Sampler,
     eos_id: u32,
     num_tokens: usize,
@@ -60,12 +57,8 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
         }
         check_vocabulary(&unseen, model.shape().vocab_size)?;
         Ok(Self {
-            rope: model.rope(unseen.len() + config.max_new_tokens, device),
-            cache: KvCache::new(model.layers.len()),
-            selection: None,
+            text: Continuation::new(model, unseen.len() + config.max_new_tokens, device),
             sampler: Sampler::new(config.sampling)?,
-            model,
-            device: device.clone(),
             eos_id: config.eos_id,
             num_tokens: config.num_tokens.min(model.shape().vocab_size),
             unseen,
@@ -78,42 +71,29 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
     #[must_use]
     pub fn with_selection(self, selection: Selection) -> Self {
         Self {
-            selection: Some(selection),
+            text: self.text.with_selection(Some(selection)),
             ..self
         }
     }
 
     /// The selector with what it has computed.
     pub fn selection(&self) -> Option<&Selection> {
-        self.selection.as_ref()
+        self.text.selection()
     }
 
     /// The keys and values held now. With a decode selector they are the prompt's; the selector keeps all of them itself.
     pub fn cache(&self) -> &KvCache<B> {
-        &self.cache
+        self.text.cache()
     }
 
     fn step(&mut self) -> Result<u32, EvalError> {
         let unseen = std::mem::take(&mut self.unseen);
-        let ids = ids(&unseen, [1, unseen.len()], &self.device);
-        let (model, cache, rope) = (self.model, &mut self.cache, &self.rope);
-        let logits = match &mut self.selection {
-            Some(selection) if selection.acts_in_decode() => {
-                let attend = &mut |operands: HostOperands<'_>| selection.continue_text(operands);
-                model.next_logits_attending(ids, cache, rope, attend)?
-            }
-            Some(selection) if cache.num_tokens == 0 => {
-                let attend = &mut |operands: HostOperands<'_>| selection.attend(operands);
-                model.next_logits_attending(ids, cache, rope, attend)?
-            }
-            _ => model.next_logits(ids, cache, rope),
-        };
-        let logits: Vec<f32> = logits.into_data().iter::<f32>().collect();
+        let logits = self.text.read(&unseen)?;
         let token =
             self.sampler
                 .sample(&logits[..self.num_tokens])
                 .ok_or(EvalError::NotFinite {
-                    num_tokens: self.cache.num_tokens,
+                    num_tokens: self.text.cache().num_tokens,
                 })?;
         self.unseen.push(token);
         Ok(token)

@@ -7,12 +7,14 @@ mod error;
 mod input;
 mod logits;
 
+mod continuation;
 mod generator;
 mod sampler;
 
 mod document;
 mod perplexity;
 
+mod needle;
 mod recall;
 
 mod selection;
@@ -22,6 +24,9 @@ pub use document::{EvalDocument, prepared_documents, text_documents};
 pub use error::EvalError;
 pub use generator::{GenerateConfig, Generator};
 pub use logits::logits;
+pub use needle::{
+    Haystack, NUM_DISTRACTORS, NeedleCell, NeedleConfig, NeedleExample, NeedleReport, linear_grid, needle,
+};
 pub use perplexity::{PerplexityConfig, PerplexityReport, perplexity, perplexity_selected};
 pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, recall};
 pub use sampler::{Sampler, Sampling};

@@ -1,0 +1,351 @@
+//! A needle in a haystack: a sentence with a number hidden in a long text, asked for at its end.
+//!
+//! Small models cannot be asked to say much, so there are two scores: whether the greedy continuation holds the number, and
+//! the rank of the number's likelihood among others that the text does not hold. Under chance that rank is the middle one.
+
+mod haystack;
+mod sample;
+
+pub use haystack::Haystack;
+
+use crate::continuation::Continuation;
+use crate::input::check_vocabulary;
+use crate::{EvalError, Sampler, Sampling, Selection};
+use sample::{Sample, samples, texts};
+use serde::Serialize;
+use sieve_data::Tokenizer;
+use sieve_nn::Qwen3;
+use sieve_ops::SieveBackend;
+
+/// Numbers that an answer is ranked among, itself not counted.
+pub const NUM_DISTRACTORS: usize = 10;
+
+/// The grid.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NeedleConfig {
+    /// Tokens of the whole text, question and answer included.
+    pub lengths: Vec<usize>,
+    /// Where in the haystack the needle lies, in percent: 0 at its beginning, 100 behind it.
+    pub depths: Vec<f64>,
+    /// Needles of each cell.
+    pub num_needles: usize,
+    /// Tokens of a length that are no haystack: room for needle, question and answer.
+    pub buffer: usize,
+    /// Draws the needles.
+    pub seed: u64,
+}
+
+/// One length and depth.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct NeedleCell {
+    /// Tokens of the whole text.
+    pub length: usize,
+    /// Percent of the haystack before the needle.
+    pub depth: f64,
+    /// Needles asked for.
+    pub num_needles: usize,
+    /// Those whose number the greedy continuation holds.
+    pub num_found: usize,
+    /// Mean rank of the answer's likelihood, from 1 (the best) to `NUM_DISTRACTORS + 1`; equal likelihoods share a rank.
+    pub mean_rank: f64,
+}
+
+/// The first needle, as text.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct NeedleExample {
+    /// What is hidden.
+    pub statement: String,
+    /// What is asked.
+    pub question: String,
+    /// What should follow.
+    pub answer: String,
+}
+
+/// What came out.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct NeedleReport {
+    /// The selector with its settings; absent for the model's own attention.
+    pub selector: Option<String>,
+    /// Needles asked for.
+    pub num_needles: usize,
+    /// Share whose number the greedy continuation holds.
+    pub found: f64,
+    /// Mean rank of the answers, 1 is the best.
+    pub mean_rank: f64,
+    /// Share of answers with rank 1.
+    pub first: f64,
+    /// The mean rank of a guess.
+    pub chance_rank: f64,
+    /// How far the mean rank is better than a guess, in standard errors of guesses; negative when worse.
+    pub sigmas: f64,
+    /// Computed pairs over causal pairs of the prompts, for a prefill selector.
+    pub density: Option<f64>,
+    /// Length by length.
+    pub cells: Vec<NeedleCell>,
+    /// One of the needles.
+    pub example: NeedleExample,
+}
+
+/// `count` numbers from `first` to `last` in equal steps, both included; `last` alone for one.
+pub fn linear_grid(first: f64, last: f64, count: usize) -> Vec<f64> {
+    match count {
+        0 => Vec::new(),
+        1 => vec![last],
+        _ => {
+            let step = (last - first) / (count - 1) as f64;
+            let at = |n| match n + 1 == count {
+                true => last,
+                false => first + step * n as f64,
+            };
+            (0..count).map(at).collect()
+        }
+    }
+}
+
+impl NeedleConfig {
+    /// Checks the grid against a model's context.
+    ///
+    /// # Errors
+    /// No cell; a length beyond the context or without haystack; a depth outside 0 to 100.
+    pub fn check(&self, max_seq_len: usize) -> Result<(), EvalError> {
+        let bad = |name, value, hint| Err(EvalError::BadSetting { name, value, hint });
+        if self.lengths.is_empty() || self.depths.is_empty() || self.num_needles == 0 {
+            return bad(
+                "grid",
+                format!(
+                    "{} lengths by {} depths with {} needles each",
+                    self.lengths.len(),
+                    self.depths.len(),
+                    self.num_needles
+                ),
+                "ask for at least one of each",
+            );
+        }
+        if let Some(length) = self.lengths.iter().find(|&&length| length > max_seq_len) {
+            return bad(
+                "lengths",
+                format!("{length}, and the model's positions end at {max_seq_len}"),
+                "use lengths up to the model's max_position_embeddings",
+            );
+        }
+        if let Some(length) = self.lengths.iter().find(|&&length| length <= self.buffer) {
+            return bad(
+                "lengths",
+                format!(
+                    "{length}, of which {} tokens are kept for needle, question and answer, so that no haystack is left",
+                    self.buffer
+                ),
+                "use longer lengths, or a smaller --buffer",
+            );
+        }
+        match self.depths.iter().find(|d| !(0.0..=100.0).contains(*d)) {
+            Some(depth) => bad(
+                "depths",
+                depth.to_string(),
+                "depths are percent of the haystack, from 0 to 100",
+            ),
+            None => Ok(()),
+        }
+    }
+
+    /// Tokens of haystack that the longest length takes.
+    pub fn haystack_tokens(&self) -> usize {
+        let longest = self.lengths.iter().max().copied().unwrap_or(0);
+        longest.saturating_sub(self.buffer)
+    }
+}
+
+/// Asks for every needle of the grid; `observe` hears the number of needles asked for so far.
+///
+/// A prefill selector acts on haystack, needle and question, and what follows reads everything; a decode selector acts on what
+/// follows.
+///
+/// # Errors
+/// What [`NeedleConfig::check`] refuses; a haystack that is too short; needles longer than their room; a model whose output
+/// is no number; operands that the selector refuses.
+pub fn needle<B: SieveBackend>(
+    model: &Qwen3<B>,
+    tokenizer: &Tokenizer,
+    haystack: &Haystack,
+    config: &NeedleConfig,
+    selection: Option<&Selection>,
+    device: &B::Device,
+    observe: &mut dyn FnMut(usize),
+) -> Result<NeedleReport, EvalError> {
+    config.check(model.shape().max_seq_len)?;
+    if haystack.num_tokens() < config.haystack_tokens() {
+        return Err(EvalError::HaystackTooShort {
+            got: haystack.num_tokens(),
+            needed: config.haystack_tokens(),
+        });
+    }
+    let samples = samples(config, tokenizer)?;
+    let mut reader = Reader {
+        model,
+        tokenizer,
+        eos_id: tokenizer.eos_id(None)?,
+        num_tokens: tokenizer.vocab_size().min(model.shape().vocab_size),
+        selection,
+        device,
+        pairs: [0.0; 2],
+    };
+    let mut cells = Vec::new();
+    let (mut ranks, mut num_found, mut num_first, mut num_asked) = (0.0, 0, 0, 0);
+    for of_cell in samples.chunks(config.num_needles) {
+        let mut cell = NeedleCell {
+            length: of_cell[0].length,
+            depth: of_cell[0].depth,
+            num_needles: of_cell.len(),
+            num_found: 0,
+            mean_rank: 0.0,
+        };
+        for sample in of_cell {
+            let (rank, is_found) = reader.ask(sample, haystack, config.buffer)?;
+            cell.num_found += usize::from(is_found);
+            cell.mean_rank += rank / of_cell.len() as f64;
+            num_first += usize::from(rank == 1.0);
+            ranks += rank;
+            num_found += usize::from(is_found);
+            num_asked += 1;
+            observe(num_asked);
+        }
+        cells.push(cell);
+    }
+    let count = samples.len() as f64;
+    let mean_rank = ranks / count;
+    let places = (NUM_DISTRACTORS + 1) as f64;
+    let chance_rank = (places + 1.0) / 2.0;
+    // Of equally likely ranks.
+    let deviation = ((places * places - 1.0) / 12.0).sqrt();
+    let first = texts(config.seed, samples[0].length, samples[0].depth, 0);
+    let is_prefill = selection.is_some_and(|selection| !selection.is_stream());
+    Ok(NeedleReport {
+        selector: selection.map(|selection| selection.selector().to_string()),
+        num_needles: samples.len(),
+        found: num_found as f64 / count,
+        mean_rank,
+        first: num_first as f64 / count,
+        chance_rank,
+        sigmas: (chance_rank - mean_rank) / (deviation / count.sqrt()),
+        density: is_prefill.then(|| reader.pairs[0] / reader.pairs[1].max(1.0)),
+        cells,
+        example: NeedleExample {
+            statement: first.statement.trim().to_owned(),
+            question: first.question.trim().to_owned(),
+            answer: first.answer,
+        },
+    })
+}
+
+/// What asking needs besides the needle.
+struct Reader<'a, B: SieveBackend> {
+    model: &'a Qwen3<B>,
+    tokenizer: &'a Tokenizer,
+    eos_id: u32,
+    /// Logits beyond are padding.
+    num_tokens: usize,
+    selection: Option<&'a Selection>,
+    device: &'a B::Device,
+    /// Computed pairs of the prompts, and those of dense attention.
+    pairs: [f64; 2],
+}
+
+impl<B: SieveBackend> Reader<'_, B> {
+    /// The rank of the answer's likelihood, and whether the greedy continuation holds it.
+    fn ask(
+        &mut self,
+        sample: &Sample,
+        haystack: &Haystack,
+        buffer: usize,
+    ) -> Result<(f64, bool), EvalError> {
+        let len = sample.length - buffer;
+        let (mut prompt, _place) = haystack.with_needle(len, sample.depth, &sample.statement);
+        prompt.extend_from_slice(&sample.question);
+        check_vocabulary(&prompt, self.model.shape().vocab_size)?;
+        let room = prompt.len() + sample.max_new_tokens();
+        let mut text = Continuation::new(self.model, room, self.device)
+            .with_selection(self.selection.cloned());
+        let logits = text.read(&prompt)?;
+        if let Some(selection) = text.selection() {
+            let before = self.selection.map(Selection::totals).unwrap_or_default();
+            let totals = selection.totals();
+            self.pairs[0] += totals.pairs - before.pairs;
+            self.pairs[1] += totals.dense_pairs - before.dense_pairs;
+        }
+        let mut likelihoods = Vec::new();
+        for candidate in &sample.candidates {
+            check_vocabulary(candidate, self.model.shape().vocab_size)?;
+            likelihoods.push(self.likelihood(text.clone(), &logits, candidate)?);
+        }
+        let is_found = self.is_said(text, logits, sample)?;
+        Ok((rank(&likelihoods), is_found))
+    }
+
+    /// `ln p(candidate | text)`, where `logits` follow the text.
+    fn likelihood(
+        &self,
+        mut text: Continuation<'_, B>,
+        logits: &[f32],
+        candidate: &[u32],
+    ) -> Result<f64, EvalError> {
+        let mut sum = 0.0;
+        let mut after = None;
+        for (n, &token) in candidate.iter().enumerate() {
+            let logits = after.as_deref().unwrap_or(logits);
+            sum += self.log_probability(logits, token);
+            if n + 1 < candidate.len() {
+                after = Some(text.read(&[token])?);
+            }
+        }
+        if sum.is_nan() {
+            return Err(EvalError::NotFinite {
+                num_tokens: text.cache().num_tokens,
+            });
+        }
+        Ok(sum)
+    }
+
+    fn log_probability(&self, logits: &[f32], token: u32) -> f64 {
+        let logits = &logits[..self.num_tokens];
+        let max = logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
+        let sum: f64 = logits.iter().map(|&x| f64::from(x - max).exp()).sum();
+        f64::from(logits[token as usize] - max) - sum.ln()
+    }
+
+    /// Whether the likeliest tokens, one after another, spell the answer.
+    fn is_said(
+        &self,
+        mut text: Continuation<'_, B>,
+        mut logits: Vec<f32>,
+        sample: &Sample,
+    ) -> Result<bool, EvalError> {
+        let mut sampler = Sampler::new(Sampling::GREEDY)?;
+        let mut said = Vec::new();
+        while said.len() < sample.max_new_tokens() {
+            let next = sampler.sample(&logits[..self.num_tokens]);
+            let token = next.ok_or(EvalError::NotFinite {
+                num_tokens: text.cache().num_tokens,
+            })?;
+            said.push(token);
+            if self.tokenizer.decode(&said)?.contains(&sample.answer) {
+                return Ok(true);
+            }
+            if token == self.eos_id || said.len() == sample.max_new_tokens() {
+                break;
+            }
+            logits = text.read(&[token])?;
+        }
+        Ok(false)
+    }
+}
+
+/// Rank of the first of these, 1 when all others are smaller; equal ones share the middle of their ranks.
+fn rank(likelihoods: &[f64]) -> f64 {
+    let (answer, others) = (likelihoods[0], &likelihoods[1..]);
+    let above = others.iter().filter(|&&x| x > answer).count();
+    let equal = others.iter().filter(|&&x| x == answer).count();
+    1.0 + above as f64 + equal as f64 / 2.0
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

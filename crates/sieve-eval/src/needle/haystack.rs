@@ -1,0 +1,213 @@
+//! Text that needles are hidden in.
+use crate::{EvalDocument, EvalError};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use sieve_data::Tokenizer;
+use std::collections::HashMap;
+
+/// Sentences of a paragraph of made-up text.
+const PARAGRAPH: usize = 6;
+
+const ADJECTIVES: [&str; 12] = [
+    "quiet", "old", "narrow", "bright", "distant", "wooden", "gentle", "heavy", "early", "pale",
+    "busy", "empty",
+];
+const NOUNS: [&str; 16] = [
+    "harbour",
+    "teacher",
+    "garden",
+    "river",
+    "market",
+    "window",
+    "letter",
+    "mountain",
+    "neighbour",
+    "bridge",
+    "lantern",
+    "farmer",
+    "station",
+    "painter",
+    "meadow",
+    "kitchen",
+];
+const VERBS: [&str; 12] = [
+    "looks over",
+    "waits near",
+    "reminds people of",
+    "stands behind",
+    "belongs to",
+    "was built before",
+    "is older than",
+    "keeps a picture of",
+    "leads to",
+    "was named after",
+    "lies below",
+    "is seen from",
+];
+const ENDINGS: [&str; 8] = [
+    "",
+    " in the morning",
+    " when it rains",
+    " most of the year",
+    ", as everyone knows",
+    " on market days",
+    " after a long winter",
+    ", or so it is said",
+];
+
+/// Tokens of a text, and where its sentences end.
+#[derive(Clone, Debug)]
+pub struct Haystack {
+    tokens: Vec<u32>,
+    /// Counts of tokens after which a sentence ends, ascending.
+    ends: Vec<usize>,
+}
+
+impl Haystack {
+    /// The first `num_tokens` tokens of documents laid end to end, without their end-of-document tokens; fewer if there are no
+    /// more.
+    ///
+    /// # Errors
+    /// A document that cannot be read.
+    pub fn of_documents(
+        documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
+        num_tokens: usize,
+        tokenizer: &Tokenizer,
+    ) -> Result<Self, EvalError> {
+        let mut tokens = Vec::new();
+        for document in documents {
+            let mut document = document?.tokens;
+            document.pop();
+            tokens.extend(document);
+            if tokens.len() >= num_tokens {
+                break;
+            }
+        }
+        tokens.truncate(num_tokens);
+        Self::new(tokens, tokenizer)
+    }
+
+    /// `num_tokens` tokens of plain English sentences without sense, the same every time.
+    ///
+    /// # Errors
+    /// A tokenizer that cannot express English.
+    pub fn made_up(num_tokens: usize, tokenizer: &Tokenizer) -> Result<Self, EvalError> {
+        let mut random = ChaCha8Rng::seed_from_u64(0);
+        let mut tokens = Vec::new();
+        while tokens.len() < num_tokens {
+            let paragraph = tokenizer.encode(&paragraph(&mut random))?;
+            if paragraph.is_empty() {
+                break;
+            }
+            tokens.extend(paragraph);
+        }
+        tokens.truncate(num_tokens);
+        Self::new(tokens, tokenizer)
+    }
+
+    fn new(tokens: Vec<u32>, tokenizer: &Tokenizer) -> Result<Self, EvalError> {
+        let mut texts = HashMap::new();
+        let mut ends = Vec::new();
+        for (at, pair) in tokens.windows(2).enumerate() {
+            let text = match texts.get(&pair[0]) {
+                Some(text) => text,
+                None => texts
+                    .entry(pair[0])
+                    .or_insert(tokenizer.decode(&pair[..1])?),
+            };
+            // A dot before a space: `self.len` ends no sentence.
+            let dot = text.trim_end().ends_with('.');
+            if dot && (text.ends_with(char::is_whitespace) || space_after(pair, tokenizer)?) {
+                ends.push(at + 1);
+            }
+        }
+        Ok(Self { tokens, ends })
+    }
+
+    /// Tokens it has.
+    pub fn num_tokens(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Its first `len` tokens with `needle` inside, and the needle's place: at `depth` % of them, moved back to the sentence
+    /// that ends before it, or to the beginning; at 100 % after them all.
+    pub(super) fn with_needle(&self, len: usize, depth: f64, needle: &[u32]) -> (Vec<u32>, usize) {
+        let wanted = (len as f64 * depth / 100.0).round() as usize;
+        let place = match wanted >= len {
+            true => len,
+            false => {
+                let before = self.ends.partition_point(|&end| end <= wanted);
+                before.checked_sub(1).map_or(0, |last| self.ends[last])
+            }
+        };
+        let mut tokens = self.tokens[..place].to_vec();
+        tokens.extend_from_slice(needle);
+        tokens.extend_from_slice(&self.tokens[place..len]);
+        (tokens, place)
+    }
+}
+
+/// Whether the second token begins with white space.
+fn space_after(pair: &[u32], tokenizer: &Tokenizer) -> Result<bool, EvalError> {
+    let (first, both) = (tokenizer.decode(&pair[..1])?, tokenizer.decode(pair)?);
+    let rest = both.get(first.len()..).unwrap_or("");
+    Ok(rest.starts_with(char::is_whitespace))
+}
+
+fn paragraph(random: &mut ChaCha8Rng) -> String {
+    let mut text = String::new();
+    for _ in 0..PARAGRAPH {
+        let mut noun = || format!("{} {}", pick(random, &ADJECTIVES), pick(random, &NOUNS));
+        let (first, second) = (noun(), noun());
+        let (verb, ending) = (pick(random, &VERBS), pick(random, &ENDINGS));
+        text += &format!("The {first} {verb} the {second}{ending}. ");
+    }
+    text + "\n"
+}
+
+/// One of a list.
+pub(super) fn pick<'a>(random: &mut ChaCha8Rng, list: &[&'a str]) -> &'a str {
+    list[random.next_u32() as usize % list.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::needle::tests::tokenizer;
+
+    #[test]
+    fn needles_go_to_the_full_stop_before_their_depth() {
+        let tokenizer = tokenizer();
+        let text = "One two. Three self.len four? Five six seven. Eight nine ten eleven.";
+        let tokens = tokenizer.encode(text).expect("bytes are enough");
+        let haystack = Haystack::new(tokens.clone(), &tokenizer).expect("it decodes");
+        let place = |depth| {
+            let (with, place) = haystack.with_needle(tokens.len(), depth, &[7, 8]);
+            assert_eq!(with[place..place + 2], [7, 8]);
+            let rest = [&with[..place], &with[place + 2..]].concat();
+            assert_eq!(rest, tokens);
+            tokenizer.decode(&tokens[..place]).expect("it decodes")
+        };
+        assert_eq!(place(0.0), "");
+        assert_eq!(place(5.0), "");
+        // Behind `self.len`, whose dot ends nothing.
+        assert_eq!(place(40.0), "One two.");
+        assert_eq!(place(70.0), "One two. Three self.len four? Five six seven.");
+        assert_eq!(place(99.0), "One two. Three self.len four? Five six seven.");
+        assert_eq!(place(100.0), text);
+        let (with, place) = haystack.with_needle(4, 100.0, &[7]);
+        assert_eq!((with.len(), place), (5, 4));
+    }
+
+    #[test]
+    fn made_up_text_is_long_enough_and_the_same_every_time() {
+        let tokenizer = tokenizer();
+        let long = Haystack::made_up(3000, &tokenizer).expect("bytes are enough");
+        let short = Haystack::made_up(1000, &tokenizer).expect("bytes are enough");
+        assert_eq!(long.num_tokens(), 3000);
+        assert_eq!(short.tokens, long.tokens[..1000]);
+        assert!(long.ends.len() > 20);
+        let text = tokenizer.decode(&long.tokens).expect("it decodes");
+        assert!(!text.contains(|c: char| c.is_ascii_digit()), "{text}");
+    }
+}

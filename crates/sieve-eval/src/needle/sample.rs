@@ -1,0 +1,176 @@
+//! Needles: a fact with a number, the question for it, and other numbers that might have been.
+use super::haystack::pick;
+use super::{NUM_DISTRACTORS, NeedleConfig};
+use crate::EvalError;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use sieve_data::Tokenizer;
+
+const COLOURS: [&str; 10] = [
+    "red", "blue", "green", "yellow", "orange", "purple", "silver", "golden", "white", "black",
+];
+const ANIMALS: [&str; 12] = [
+    "falcon", "tiger", "rabbit", "salmon", "beetle", "badger", "camel", "dolphin", "spider",
+    "parrot", "lizard", "otter",
+];
+
+/// Tokens after the answer's own that a greedy continuation may take to say it.
+const SPARE_TOKENS: usize = 8;
+
+/// The texts of one needle.
+pub(super) struct Texts {
+    /// Goes into the haystack.
+    pub(super) statement: String,
+    /// Goes behind it; the answer would come next.
+    pub(super) question: String,
+    /// Seven digits.
+    pub(super) answer: String,
+    /// Other numbers of seven digits.
+    pub(super) distractors: Vec<String>,
+}
+
+/// A needle in tokens, with its place in the grid.
+pub(super) struct Sample {
+    pub(super) length: usize,
+    pub(super) depth: f64,
+    pub(super) statement: Vec<u32>,
+    pub(super) question: Vec<u32>,
+    pub(super) answer: String,
+    /// The answer, then the distractors; each as it would follow the question.
+    pub(super) candidates: Vec<Vec<u32>>,
+}
+
+/// The needle of a cell of the grid: from the seed, the cell and its number alone.
+pub(super) fn texts(seed: u64, length: usize, depth: f64, number: usize) -> Texts {
+    let parts = [seed, length as u64, depth.to_bits(), number as u64].map(u64::to_le_bytes);
+    let mut bytes = [0; 32];
+    for (to, from) in bytes.chunks_mut(8).zip(parts) {
+        to.copy_from_slice(&from);
+    }
+    let mut random = ChaCha8Rng::from_seed(bytes);
+    let key = format!(
+        "{} {}",
+        pick(&mut random, &COLOURS),
+        pick(&mut random, &ANIMALS)
+    );
+    let mut numbers: Vec<String> = Vec::new();
+    while numbers.len() <= NUM_DISTRACTORS {
+        let number = (1_000_000 + random.next_u64() % 9_000_000).to_string();
+        if !numbers.contains(&number) {
+            numbers.push(number);
+        }
+    }
+    let distractors = numbers.split_off(1);
+    let answer = numbers.swap_remove(0);
+    Texts {
+        statement: format!("\nThe secret number of the {key} is {answer}.\n"),
+        question: format!("\nThe secret number of the {key} is"),
+        answer,
+        distractors,
+    }
+}
+
+impl Sample {
+    fn new(
+        texts: Texts,
+        length: usize,
+        depth: f64,
+        tokenizer: &Tokenizer,
+    ) -> Result<Self, EvalError> {
+        let numbers = std::iter::once(&texts.answer).chain(&texts.distractors);
+        let candidates = numbers
+            .map(|number| Ok(tokenizer.encode(&format!(" {number}"))?))
+            .collect::<Result<_, EvalError>>()?;
+        Ok(Self {
+            length,
+            depth,
+            statement: tokenizer.encode(&texts.statement)?,
+            question: tokenizer.encode(&texts.question)?,
+            answer: texts.answer,
+            candidates,
+        })
+    }
+
+    /// Tokens of a greedy continuation.
+    pub(super) fn max_new_tokens(&self) -> usize {
+        let longest = self.candidates.iter().map(Vec::len).max().unwrap_or(0);
+        longest + SPARE_TOKENS
+    }
+
+    /// Tokens that it takes besides the haystack.
+    fn num_tokens(&self) -> usize {
+        self.statement.len() + self.question.len() + self.max_new_tokens()
+    }
+}
+
+/// The needles of every cell, `num_needles` of each, length by length.
+pub(super) fn samples(
+    config: &NeedleConfig,
+    tokenizer: &Tokenizer,
+) -> Result<Vec<Sample>, EvalError> {
+    let mut samples = Vec::new();
+    for &length in &config.lengths {
+        for &depth in &config.depths {
+            for number in 0..config.num_needles {
+                let texts = texts(config.seed, length, depth, number);
+                samples.push(Sample::new(texts, length, depth, tokenizer)?);
+            }
+        }
+    }
+    let needed = samples.iter().map(Sample::num_tokens).max().unwrap_or(0);
+    if needed > config.buffer {
+        return Err(EvalError::NeedleTooLong {
+            needed,
+            buffer: config.buffer,
+        });
+    }
+    Ok(samples)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::needle::tests::tokenizer;
+
+    #[test]
+    fn a_needle_has_one_right_answer_and_ten_wrong_ones() {
+        let (a, b) = (texts(3, 512, 50.0, 0), texts(3, 512, 50.0, 1));
+        assert_ne!(a.answer, b.answer);
+        assert_eq!(a.answer, texts(3, 512, 50.0, 0).answer);
+        for other in [
+            texts(4, 512, 50.0, 0),
+            texts(3, 513, 50.0, 0),
+            texts(3, 512, 50.5, 0),
+        ] {
+            assert_ne!(a.answer, other.answer);
+        }
+        let mut all = a.distractors.clone();
+        all.push(a.answer.clone());
+        all.sort();
+        all.dedup();
+        assert_eq!(all.len(), NUM_DISTRACTORS + 1);
+        assert!(all.iter().all(|n| n.len() == 7 && n.parse::<u32>().is_ok()));
+        assert!(a.statement.contains(&format!("is {}.", a.answer)));
+        assert!(a.statement.starts_with(&a.question) && !a.question.contains(&a.answer));
+    }
+
+    #[test]
+    fn what_does_not_fit_the_room_is_told_with_what_it_needs() {
+        let config = NeedleConfig {
+            lengths: vec![300],
+            depths: vec![0.0],
+            num_needles: 1,
+            buffer: 30,
+            seed: 0,
+        };
+        let error = samples(&config, &tokenizer()).err().expect("too little");
+        let EvalError::NeedleTooLong { needed, buffer: 30 } = error else {
+            panic!("{error}");
+        };
+        let enough = NeedleConfig {
+            buffer: needed,
+            ..config
+        };
+        assert_eq!(samples(&enough, &tokenizer()).expect("it fits").len(), 1);
+    }
+}

@@ -1,0 +1,215 @@
+use super::*;
+use burn_flex::Flex;
+use sieve_core::{Attention, DmaBias, MlaShape, ModelShape, NsaShape};
+use sieve_select::Selector;
+
+/// Bytes and a few merges.
+pub(crate) fn tokenizer() -> Tokenizer {
+    let texts = ["The secret number of the red falcon is here. Nothing else is. "; 8];
+    Tokenizer::train_on(texts.into_iter(), 280).expect("enough text")
+}
+
+fn model(attention: Attention) -> Qwen3<Flex> {
+    let shape = ModelShape {
+        d_model: 16,
+        d_ff: 24,
+        num_layers: 2,
+        num_heads: 4,
+        num_kv_heads: if matches!(attention, Attention::Mla(_)) {
+            4
+        } else {
+            2
+        },
+        head_dim: 8,
+        vocab_size: 288,
+        rope_theta: 1e4,
+        rms_norm_eps: 1e-6,
+        tie_word_embeddings: true,
+        max_seq_len: 256,
+        initializer_range: 0.4,
+        residual_scale: false,
+        attention,
+    };
+    Qwen3::new(&shape, 4, &Default::default())
+}
+
+fn kinds() -> [Attention; 5] {
+    [
+        Attention::Mha,
+        Attention::Swa { window_size: 20 },
+        Attention::Dma {
+            keep_window_size: 20,
+            bias: DmaBias::Exp,
+            a_init: 0.5,
+        },
+        Attention::Mla(MlaShape {
+            kv_lora_rank: 12,
+            qk_rope_head_dim: 4,
+        }),
+        Attention::Nsa(NsaShape {
+            compress_block_size: 8,
+            compress_stride: 4,
+            compress: sieve_core::model::NsaCompression::Mean,
+            compress_hidden_size: None,
+            select_block_size: 8,
+            num_selected_blocks: 3,
+            window_size: 12,
+            shared_kv: true,
+        }),
+    ]
+}
+
+fn config() -> NeedleConfig {
+    NeedleConfig {
+        lengths: vec![160, 250],
+        depths: vec![0.0, 60.0, 100.0],
+        num_needles: 2,
+        buffer: 130,
+        seed: 5,
+    }
+}
+
+fn asked(
+    attention: Attention,
+    config: &NeedleConfig,
+    selector: Option<&str>,
+) -> Result<NeedleReport, EvalError> {
+    let (model, tokenizer) = (model(attention), tokenizer());
+    let haystack = Haystack::made_up(config.haystack_tokens(), &tokenizer)?;
+    let selection = selector
+        .map(|text| Selection::new(Selector::parse(text).expect("a selector"), model.shape()))
+        .transpose()?;
+    let mut heard = Vec::new();
+    let report = needle(
+        &model,
+        &tokenizer,
+        &haystack,
+        config,
+        selection.as_ref(),
+        &Default::default(),
+        &mut |n| heard.push(n),
+    )?;
+    assert_eq!(heard, (1..=report.num_needles).collect::<Vec<_>>());
+    Ok(report)
+}
+
+#[test]
+fn ranks_are_those_of_whole_passes_for_every_kind() {
+    let (tokenizer, config) = (tokenizer(), config());
+    let haystack = Haystack::made_up(config.haystack_tokens(), &tokenizer).expect("English");
+    for attention in kinds() {
+        let report = asked(attention, &config, None).expect("it fits");
+        assert_eq!((report.cells.len(), report.num_needles), (6, 12));
+        let model = model(attention);
+        let mut cells = report.cells.iter();
+        for of_cell in samples(&config, &tokenizer).expect("they fit").chunks(2) {
+            let cell = cells.next().expect("one for each");
+            let mut ranks = 0.0;
+            for sample in of_cell {
+                let len = cell.length - config.buffer;
+                let (mut text, _) = haystack.with_needle(len, cell.depth, &sample.statement);
+                text.extend_from_slice(&sample.question);
+                let likelihood = |candidate: &Vec<u32>| -> f64 {
+                    let all = [&text[..], candidate].concat();
+                    let logits =
+                        crate::logits(&model, &all, &Default::default()).expect("it is short");
+                    let logits: Vec<f32> = logits.to_vec().expect("f32");
+                    let rows = logits.chunks(288).skip(text.len() - 1).zip(candidate);
+                    rows.map(|(row, &token)| {
+                        let row = &row[..tokenizer.vocab_size()];
+                        let sum: f64 = row.iter().map(|&x| f64::from(x).exp()).sum();
+                        f64::from(row[token as usize]) - sum.ln()
+                    })
+                    .sum()
+                };
+                let all: Vec<f64> = sample.candidates.iter().map(likelihood).collect();
+                ranks += rank(&all);
+            }
+            assert_eq!(cell.mean_rank, ranks / 2.0, "{attention:?} {cell:?}");
+        }
+    }
+}
+
+#[test]
+fn a_model_that_knows_nothing_ranks_as_a_guess_does() {
+    let config = NeedleConfig {
+        lengths: vec![140],
+        depths: linear_grid(0.0, 100.0, 5),
+        num_needles: 20,
+        ..config()
+    };
+    let report = asked(Attention::Mha, &config, None).expect("it fits");
+    assert_eq!((report.num_needles, report.chance_rank), (100, 6.0));
+    assert!(
+        report.sigmas.abs() < 4.0 && report.found == 0.0,
+        "{report:?}"
+    );
+    let from_cells: f64 = report.cells.iter().map(|cell| cell.mean_rank / 5.0).sum();
+    assert!((from_cells - report.mean_rank).abs() < 1e-9);
+}
+
+#[test]
+fn selectors_act_and_everything_kept_changes_nothing() {
+    let own = asked(Attention::Mha, &config(), None).expect("it fits");
+    let with = |text| asked(Attention::Mha, &config(), Some(text)).expect("it fits");
+    let all = with("meanpool:tau=1,min_prefill_tokens=0");
+    assert_eq!((&all.cells, all.density), (&own.cells, Some(1.0)));
+    let part = with("streamingllm:n_init=2,n_local=10,min_prefill_tokens=0");
+    assert!(part.density.is_some_and(|density| density < 0.3));
+    assert_ne!(part.cells, own.cells);
+    let decode = with("exact_top:k=1000");
+    assert_eq!((&decode.cells, decode.density), (&own.cells, None));
+    assert_ne!(with("exact_top:k=2").cells, own.cells);
+}
+
+#[test]
+fn ranks_of_equals_are_shared() {
+    assert_eq!(rank(&[0.0, -1.0, -2.0]), 1.0);
+    assert_eq!(rank(&[-3.0, -1.0, -2.0]), 3.0);
+    assert_eq!(rank(&[0.0; 11]), 6.0);
+}
+
+#[test]
+fn grids_reach_from_end_to_end() {
+    assert_eq!(linear_grid(0.0, 100.0, 5), [0.0, 25.0, 50.0, 75.0, 100.0]);
+    assert_eq!(linear_grid(0.0, 100.0, 1), [100.0]);
+    assert!(linear_grid(0.0, 100.0, 0).is_empty());
+    assert_eq!(linear_grid(3.0, 10.0, 35).last(), Some(&10.0));
+}
+
+#[test]
+fn what_cannot_be_asked_is_told() {
+    let told = |config: &NeedleConfig, words: &str| {
+        let error = asked(Attention::Mha, config, None).expect_err("refused");
+        assert!(error.to_string().contains(words), "{error}");
+    };
+    let with = |change: &dyn Fn(&mut NeedleConfig)| {
+        let mut config = config();
+        change(&mut config);
+        config
+    };
+    told(&with(&|c| c.lengths.push(257)), "positions end at 256");
+    told(&with(&|c| c.lengths.push(130)), "no haystack is left");
+    told(&with(&|c| c.depths.push(100.5)), "from 0 to 100");
+    told(&with(&|c| c.depths.push(f64::NAN)), "from 0 to 100");
+    told(&with(&|c| c.depths.push(-1.0)), "from 0 to 100");
+    told(&with(&|c| c.lengths.clear()), "at least one");
+    told(&with(&|c| c.num_needles = 0), "at least one");
+    told(&with(&|c| c.buffer = 20), "use --buffer");
+    let (model, tokenizer) = (model(Attention::Mha), tokenizer());
+    let short = Haystack::made_up(119, &tokenizer).expect("English");
+    let error = needle(
+        &model,
+        &tokenizer,
+        &short,
+        &config(),
+        None,
+        &Default::default(),
+        &mut |_| {},
+    );
+    let error = error.expect_err("one token is missing").to_string();
+    assert!(
+        error.contains("119 tokens") && error.contains("needs 120"),
+        "{error}"
+    );
+}
