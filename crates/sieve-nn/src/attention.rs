@@ -8,7 +8,7 @@ pub(crate) mod multi_head;
 pub(crate) mod native_sparse;
 pub(crate) mod sliding_window;
 
-use crate::{LayerCache, WeightInit};
+use crate::{LayerCache, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
@@ -17,7 +17,7 @@ use latent::LatentAttention;
 use multi_head::MultiHeadAttention;
 use native_sparse::NativeSparseAttention;
 use sieve_core::ModelShape;
-use sieve_ops::{Documents, RotaryEmbedding, SieveBackend};
+use sieve_ops::{Documents, Residual, RotaryEmbedding, SieveBackend};
 use sliding_window::SlidingWindowAttention;
 
 /// What every layer of a forward pass shares.
@@ -42,6 +42,13 @@ impl<'a, B: Backend> LayerContext<'a, B> {
     }
 }
 
+impl<B: Backend> LayerContext<'_, B> {
+    /// Positions, tables and documents, as [`sieve_ops::attention_layer`] takes them.
+    pub(crate) fn tokens(&self) -> (Tensor<B, 2, Int>, &RotaryEmbedding<B>, &Documents<B>) {
+        (self.positions.clone(), self.rope, self.documents)
+    }
+}
+
 /// Width of the rotary tables that the layers of `shape` read: MLA rotates a part of a head of its own.
 pub(crate) fn rope_dim(shape: &ModelShape) -> usize {
     match shape.attention {
@@ -57,6 +64,16 @@ pub struct AttentionResult<B: Backend> {
     pub x: Tensor<B, 3>,
     /// DMA's mask, `[batch, num_kv_heads, seq_len]`: the first query that no longer sees the key.
     pub expire: Option<Tensor<B, 3, Int>>,
+}
+
+impl<B: Backend> AttentionResult<B> {
+    fn new(x: Tensor<B, 3>, y: Tensor<B, 3>, residual: Residual) -> Self {
+        let x = match residual {
+            Residual::Stream => x + y,
+            Residual::None => y,
+        };
+        Self { x, expire: None }
+    }
 }
 
 /// One of the attention kinds.
@@ -135,6 +152,32 @@ impl<B: SieveBackend> Attention<B> {
             },
             Self::Dma(layer) => layer.forward(x, residual, context),
         }
+    }
+
+    /// The layer after `norm`, as one op where the kind has one: less is kept for the backward pass than by
+    /// [`forward`](Self::forward) after the norm. `x`, before the norm, is the residual stream, `[batch, seq_len, d_model]`.
+    pub fn forward_stream(
+        &self,
+        x: Tensor<B, 3>,
+        norm: &RmsNorm<B>,
+        residual: Residual,
+        context: &LayerContext<'_, B>,
+    ) -> AttentionResult<B> {
+        let (layer, spec) = match self {
+            Self::Mha(layer) => layer.stream_layer(norm),
+            Self::Swa(layer) => layer.stream_layer(norm),
+            Self::Dma(layer) => layer.stream_layer(norm),
+            Self::Mla(layer) => {
+                let y = layer.forward(norm.forward(x.clone()), context);
+                return AttentionResult::new(x, y, residual);
+            }
+            Self::Nsa(layer) => {
+                let y = layer.forward(norm.forward(x.clone()), context);
+                return AttentionResult::new(x, y, residual);
+            }
+        };
+        let (x, expire) = sieve_ops::attention_layer(x, layer, context.tokens(), spec, residual);
+        AttentionResult { x, expire }
     }
 
     /// The output alone, `[batch, seq_len, d_model]`, reading and extending `cache`: a prompt into an empty cache, or one token at a time.

@@ -1,10 +1,10 @@
 //! One transformer block: attention and feed-forward, each after a norm and added to the residual stream.
-use crate::{Attention, LayerCache, LayerContext, RmsNorm, SwigluMlp, WeightInit};
+use crate::{Attention, AttentionResult, LayerCache, LayerContext, RmsNorm, SwigluMlp, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
-use sieve_ops::SieveBackend;
+use sieve_ops::{Residual, SieveBackend};
 
 /// Pre-norm block of Qwen3; with residual scales, of Doge.
 #[derive(Module, Debug)]
@@ -64,9 +64,18 @@ impl<B: Backend> DecoderLayer<B> {
 impl<B: SieveBackend> DecoderLayer<B> {
     /// `[batch, seq_len, d_model]`, shape kept.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
-        let normed = self.input_layernorm.forward(x.clone());
-        let residual = scaled(x, &self.input_residual);
-        let result = self.self_attn.forward(normed, residual, context);
+        let norm = &self.input_layernorm;
+        let attend = |x, residual| self.self_attn.forward_stream(x, norm, residual, context);
+        let result = match &self.input_residual {
+            None => attend(x, Residual::Stream),
+            scale => {
+                let result = attend(x.clone(), Residual::None);
+                AttentionResult {
+                    x: scaled(x, scale) + result.x,
+                    ..result
+                }
+            }
+        };
         LayerOutput {
             x: self.feed_forward(result.x),
             expire: result.expire,
@@ -86,9 +95,11 @@ impl<B: SieveBackend> DecoderLayer<B> {
     }
 
     pub(crate) fn feed_forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
-        let normed = self.post_attention_layernorm.forward(x.clone());
-        self.mlp
-            .forward(normed, scaled(x, &self.post_attention_residual))
+        let norm = &self.post_attention_layernorm;
+        match &self.post_attention_residual {
+            None => self.mlp.forward(x, norm, Residual::Stream),
+            scale => scaled(x.clone(), scale) + self.mlp.forward(x, norm, Residual::None),
+        }
     }
 }
 

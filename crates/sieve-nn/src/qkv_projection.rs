@@ -5,7 +5,7 @@ use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
-use sieve_ops::{AttentionSpec, QkNorm, SieveBackend};
+use sieve_ops::{AttentionLayer, AttentionSpec, QkNorm, SieveBackend};
 
 /// `x` to `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, q and k normalised per head and rotated.
 #[derive(Module, Debug)]
@@ -64,6 +64,18 @@ impl<B: SieveBackend> QkvProjection<B> {
         self.norm_rope(self.project(x), context)
     }
 
+    /// The layer that ends with `o_proj`, with `norm` before it, as one op takes it.
+    pub(crate) fn stream_layer(&self, norm: &RmsNorm<B>, o_proj: &Linear<B>) -> AttentionLayer<B> {
+        AttentionLayer {
+            norm: norm.weight.val(),
+            epsilon: norm.epsilon,
+            qkv: self.qkv_proj.weight.val(),
+            qk_norm: self.qk_norm(),
+            o: o_proj.weight.val(),
+            dma: None,
+        }
+    }
+
     /// The packed product alone, as [`forward`](Self::forward) shapes it.
     pub fn project(&self, x: Tensor<B, 3>) -> Tensor<B, 4> {
         let [batch, seq_len, _d_model] = x.dims();
@@ -89,11 +101,15 @@ impl<B: SieveBackend> QkvProjection<B> {
         positions: Tensor<B, 2, Int>,
         context: &LayerContext<'_, B>,
     ) -> Tensor<B, 4> {
-        let norm = QkNorm {
+        let norm = self.qk_norm();
+        sieve_ops::qk_norm_rope(qkv, norm, positions, context.rope, self.num_kv_heads)
+    }
+
+    fn qk_norm(&self) -> QkNorm<B> {
+        QkNorm {
             q_weight: self.q_norm.weight.val(),
             k_weight: self.k_norm.weight.val(),
             epsilon: self.epsilon,
-        };
-        sieve_ops::qk_norm_rope(qkv, norm, positions, context.rope, self.num_kv_heads)
+        }
     }
 }

@@ -10,7 +10,7 @@ use sieve_ops::SieveBackend;
 pub struct RmsNorm<B: Backend> {
     /// `[d_model]`.
     pub weight: Param<Tensor<B, 1>>,
-    epsilon: f64,
+    pub(crate) epsilon: f64,
 }
 
 impl<B: Backend> RmsNorm<B> {

@@ -1,9 +1,9 @@
 //! The feed-forward layer: `down(silu(gate x) * up x)` (arXiv:2002.05202).
-use crate::{Linear, WeightInit};
+use crate::{Linear, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use sieve_ops::SieveBackend;
+use sieve_ops::{FeedForward, Residual, SieveBackend};
 
 /// Gate and up are one packed product, gate first.
 #[derive(Module, Debug)]
@@ -25,9 +25,14 @@ impl<B: Backend> SwigluMlp<B> {
 }
 
 impl<B: SieveBackend> SwigluMlp<B> {
-    /// `residual` plus the layer's output; both `[batch, seq_len, d_model]`.
-    pub fn forward(&self, x: Tensor<B, 3>, residual: Tensor<B, 3>) -> Tensor<B, 3> {
-        let hidden = sieve_ops::swiglu(self.gate_up_proj.forward(x));
-        self.down_proj.forward_add(hidden, residual)
+    /// The layer after `norm`, `[batch, seq_len, d_model]`, shape kept; the residual stream is x before the norm.
+    pub fn forward(&self, x: Tensor<B, 3>, norm: &RmsNorm<B>, residual: Residual) -> Tensor<B, 3> {
+        let layer = FeedForward {
+            norm: norm.weight.val(),
+            gate_up: self.gate_up_proj.weight.val(),
+            down: self.down_proj.weight.val(),
+            epsilon: norm.epsilon,
+        };
+        sieve_ops::feed_forward(x, layer, residual)
     }
 }

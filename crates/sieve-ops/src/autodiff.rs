@@ -1,8 +1,13 @@
 //! Backward passes under Burn's autodiff: each op is one node of the graph.
+use crate::attention_layer::{
+    self, AttentionLayerState, RecentLayerGradient, SelectedLayerGradient,
+};
 use crate::dma::{self, DmaState};
+use crate::feed_forward::{self, FeedForwardGradient, FeedForwardState};
 use crate::{
-    AdamWStep, AdamWTensors, AttentionOutput, AttentionSpec, DmaForward, DmaSelection, DmaSpec,
-    DocumentBounds, RopeTables, SieveBackend,
+    AdamWStep, AdamWTensors, AttentionLayerCall, AttentionLayerWeights, AttentionOutput,
+    AttentionSpec, DmaForward, DmaSelection, DmaSpec, DocumentBounds, FeedForwardWeights, Residual,
+    RopeTables, SieveBackend,
 };
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -280,6 +285,82 @@ impl<B: SieveBackend, C: CheckpointStrategy> SieveBackend for Autodiff<B, C> {
     fn swiglu(gate_up: FloatTensor<Self>) -> FloatTensor<Self> {
         let y = B::swiglu(gate_up.primitive.clone());
         enter::<B, C, SwigluGradient, 1>([&gate_up], gate_up.primitive.clone(), y)
+    }
+
+    fn feed_forward(
+        x: FloatTensor<Self>,
+        weights: FeedForwardWeights<Self>,
+        residual: Residual,
+    ) -> FloatTensor<Self> {
+        let inner = FeedForwardWeights {
+            norm: weights.norm.primitive.clone(),
+            gate_up: weights.gate_up.primitive.clone(),
+            down: weights.down.primitive.clone(),
+            epsilon: weights.epsilon,
+        };
+        let (gate_up, y) = feed_forward::forward::<B>(x.primitive.clone(), inner.clone(), residual);
+        let state = FeedForwardState {
+            x: x.primitive.clone(),
+            gate_up,
+            weights: inner,
+            residual,
+        };
+        let parents = [&x, &weights.norm, &weights.gate_up, &weights.down];
+        enter::<B, C, FeedForwardGradient, 4>(parents, state, y)
+    }
+
+    fn attention_layer(
+        x: FloatTensor<Self>,
+        weights: AttentionLayerWeights<Self>,
+        call: AttentionLayerCall<Self>,
+    ) -> (FloatTensor<Self>, Option<IntTensor<Self>>) {
+        let inner = AttentionLayerWeights {
+            norm: weights.norm.primitive.clone(),
+            qkv: weights.qkv.primitive.clone(),
+            q_norm: weights.q_norm.primitive.clone(),
+            k_norm: weights.k_norm.primitive.clone(),
+            o: weights.o.primitive.clone(),
+            dma: (weights.dma.as_ref())
+                .map(|(w_dt, a, spec)| (w_dt.primitive.clone(), a.primitive.clone(), *spec)),
+            epsilon: weights.epsilon,
+            qk_epsilon: weights.qk_epsilon,
+        };
+        let call = AttentionLayerCall {
+            positions: call.positions,
+            rope: inner_tables(&call.rope),
+            documents: call.documents,
+            spec: call.spec,
+            residual: call.residual,
+        };
+        let forward = attention_layer::forward::<B>(x.primitive.clone(), inner.clone(), &call);
+        let expire = forward.attended.expire();
+        let state = AttentionLayerState {
+            x: x.primitive.clone(),
+            qkv: forward.qkv,
+            attended: forward.attended,
+            weights: inner,
+            call,
+        };
+        let AttentionLayerWeights {
+            norm,
+            qkv,
+            q_norm,
+            k_norm,
+            o,
+            dma,
+            ..
+        } = &weights;
+        let y = match dma {
+            None => {
+                let parents = [&x, norm, qkv, q_norm, k_norm, o];
+                enter::<B, C, RecentLayerGradient, 6>(parents, state, forward.y)
+            }
+            Some((w_dt, a, _)) => {
+                let parents = [&x, norm, qkv, q_norm, k_norm, o, w_dt, a];
+                enter::<B, C, SelectedLayerGradient, 8>(parents, state, forward.y)
+            }
+        };
+        (y, expire)
     }
 
     fn packed_attention(

@@ -1,5 +1,7 @@
 //! The backend trait: every fused op, with the plain-Burn reference as its default body.
+use crate::attention_layer::{AttentionLayerCall, AttentionLayerWeights};
 use crate::decode::{DmaCache, DmaToken};
+use crate::feed_forward::{FeedForwardWeights, Residual};
 use crate::mla::MlaBackend;
 use crate::nsa::NsaBackend;
 use crate::reference;
@@ -120,13 +122,27 @@ pub trait SieveBackend: NsaBackend + MlaBackend {
     ) -> FloatTensor<Self> {
         Self::float_add(residual, Self::linear_nt(x, weight))
     }
+    /// `dx` of [`crate::linear`].
+    fn linear_nt_input_gradient(
+        weight: FloatTensor<Self>,
+        dy: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        reference::linear_input_gradient::<Self>(weight, dy)
+    }
+    /// `dweight` of [`crate::linear`].
+    fn linear_nt_weight_gradient(x: FloatTensor<Self>, dy: FloatTensor<Self>) -> FloatTensor<Self> {
+        reference::linear_weight_gradient::<Self>(x, dy)
+    }
     /// `(dx, dweight)` of [`crate::linear`].
     fn linear_nt_backward(
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         dy: FloatTensor<Self>,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        reference::linear_backward::<Self>(x, weight, dy)
+        (
+            Self::linear_nt_input_gradient(weight, dy.clone()),
+            Self::linear_nt_weight_gradient(x, dy),
+        )
     }
 
     /// See [`crate::embedding`].
@@ -158,6 +174,18 @@ pub trait SieveBackend: NsaBackend + MlaBackend {
         dy: FloatTensor<Self>,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         reference::rms_norm_backward::<Self>(x, weight, epsilon, dy)
+    }
+    /// As [`rms_norm_backward`](Self::rms_norm_backward), with `d_residual`, the gradient that reaches x beside the norm, added
+    /// to dx.
+    fn rms_norm_backward_add(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        epsilon: f64,
+        dy: FloatTensor<Self>,
+        d_residual: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let (dx, dweight) = Self::rms_norm_backward(x, weight, epsilon, dy);
+        (Self::float_add(dx, d_residual), dweight)
     }
 
     /// See [`crate::qk_norm_rope`]. `positions` is `[batch, seq_len]`, an index into the tables' rows.
@@ -208,6 +236,34 @@ pub trait SieveBackend: NsaBackend + MlaBackend {
     /// Gradient of [`crate::swiglu`].
     fn swiglu_backward(gate_up: FloatTensor<Self>, dy: FloatTensor<Self>) -> FloatTensor<Self> {
         reference::swiglu_backward::<Self>(gate_up, dy)
+    }
+    /// Gradient of [`crate::swiglu`], and its output once more: `(dgate_up, y)`.
+    fn swiglu_backward_with_output(
+        gate_up: FloatTensor<Self>,
+        dy: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let y = Self::swiglu(gate_up.clone());
+        (Self::swiglu_backward(gate_up, dy), y)
+    }
+
+    /// The composed op behind [`crate::feed_forward()`].
+    fn feed_forward(
+        x: FloatTensor<Self>,
+        weights: FeedForwardWeights<Self>,
+        residual: Residual,
+    ) -> FloatTensor<Self> {
+        crate::feed_forward::forward::<Self>(x, weights, residual).1
+    }
+
+    /// The composed op behind [`crate::attention_layer()`]: the output, and DMA's mask.
+    fn attention_layer(
+        x: FloatTensor<Self>,
+        weights: AttentionLayerWeights<Self>,
+        call: AttentionLayerCall<Self>,
+    ) -> (FloatTensor<Self>, Option<IntTensor<Self>>) {
+        let forward = crate::attention_layer::forward::<Self>(x, weights, &call);
+        let expire = forward.attended.expire();
+        (forward.y, expire)
     }
 
     /// See [`crate::attention`].

@@ -46,16 +46,18 @@ impl SieveBackend for Cuda {
         )
     }
 
-    fn linear_nt_backward(
-        x: CudaPrimitive,
-        weight: CudaPrimitive,
-        dy: CudaPrimitive,
-    ) -> (CudaPrimitive, CudaPrimitive) {
-        kernel_or(
-            "linear_backward",
-            linear::backward(&x, &weight, &dy),
-            || reference::linear_backward::<Self>(x, weight, dy),
-        )
+    fn linear_nt_input_gradient(weight: CudaPrimitive, dy: CudaPrimitive) -> CudaPrimitive {
+        let attempt = linear::input_gradient(&weight, &dy);
+        kernel_or("linear_input_gradient", attempt, || {
+            reference::linear_input_gradient::<Self>(weight, dy)
+        })
+    }
+
+    fn linear_nt_weight_gradient(x: CudaPrimitive, dy: CudaPrimitive) -> CudaPrimitive {
+        let attempt = linear::weight_gradient(&x, &dy);
+        kernel_or("linear_weight_gradient", attempt, || {
+            reference::linear_weight_gradient::<Self>(x, dy)
+        })
     }
 
     fn embedding_rows(weight: CudaPrimitive, ids: CudaPrimitive) -> CudaPrimitive {
@@ -87,9 +89,23 @@ impl SieveBackend for Cuda {
         epsilon: f64,
         dy: CudaPrimitive,
     ) -> (CudaPrimitive, CudaPrimitive) {
-        let attempt = norm::rms_backward(&x, &weight, epsilon, &dy);
+        let attempt = norm::rms_backward(&x, &weight, epsilon, &dy, None);
         kernel_or("rms_norm_backward", attempt, || {
             reference::rms_norm_backward::<Self>(x, weight, epsilon, dy)
+        })
+    }
+
+    fn rms_norm_backward_add(
+        x: CudaPrimitive,
+        weight: CudaPrimitive,
+        epsilon: f64,
+        dy: CudaPrimitive,
+        d_residual: CudaPrimitive,
+    ) -> (CudaPrimitive, CudaPrimitive) {
+        let attempt = norm::rms_backward(&x, &weight, epsilon, &dy, Some(&d_residual));
+        kernel_or("rms_norm_backward_add", attempt, || {
+            let (dx, dweight) = reference::rms_norm_backward::<Self>(x, weight, epsilon, dy);
+            (Self::float_add(dx, d_residual), dweight)
         })
     }
 

@@ -9,9 +9,11 @@ mod documents;
 
 mod adamw;
 mod attention;
+mod attention_layer;
 mod decode;
 mod dma;
 mod embedding;
+mod feed_forward;
 mod linear;
 mod linear_cross_entropy;
 mod mla;
@@ -31,6 +33,9 @@ mod testing;
 
 pub use adamw::{adamw_step, sum_of_squares};
 pub use attention::attention;
+pub use attention_layer::{
+    AttentionLayer, AttentionLayerCall, AttentionLayerWeights, DmaLayer, attention_layer,
+};
 pub use backend::{
     AdamWStep, AdamWTensors, AttentionOutput, AttentionSpec, DMA_SCORE_CLAMP, DmaSelection,
     DocumentBounds, RopeTables, SieveBackend, TrainBackend,
@@ -40,6 +45,7 @@ pub use decode::{DmaCache, DmaToken, decode_attention, dma_decode};
 pub use dma::{DmaAttention, DmaForward, DmaSpec, dma_bias, dma_select, dynamic_mask_attention};
 pub use documents::Documents;
 pub use embedding::embedding;
+pub use feed_forward::{FeedForward, FeedForwardWeights, Residual, feed_forward};
 pub use linear::{linear, linear_add};
 pub use linear_cross_entropy::{IGNORE_LABEL, linear_cross_entropy, token_losses};
 pub use mla::{MlaBackend, MlaSpec, mla_attention, mla_pack};

@@ -5,7 +5,9 @@
 
 mod adamw;
 mod attention;
+mod attention_layer;
 mod dma;
+mod feed_forward;
 mod linear;
 mod linear_cross_entropy;
 mod mla;
@@ -17,8 +19,13 @@ pub use adamw::{adamw_step, global_norm, scaled, sum_of_squares, zero_scalar};
 pub use attention::{
     attention, attention_backward, decode_attention, dma_attention, dma_attention_backward,
 };
+pub use attention_layer::attention_layer;
 pub use dma::{dma_scores, dma_scores_backward, dma_select};
-pub use linear::{embedding, embedding_backward, linear, linear_backward};
+pub use feed_forward::feed_forward;
+pub use linear::{
+    embedding, embedding_backward, linear, linear_backward, linear_input_gradient,
+    linear_weight_gradient,
+};
 pub use linear_cross_entropy::{
     linear_cross_entropy, linear_cross_entropy_with_gradients, token_losses,
 };

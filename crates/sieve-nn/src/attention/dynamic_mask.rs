@@ -1,11 +1,11 @@
 //! Dynamic Mask Attention (paper: Trainable Dynamic Mask Sparse Attention), exact to the token.
 use super::{AttentionResult, LayerContext};
-use crate::{LayerCache, Linear, QkvProjection, WeightInit};
+use crate::{LayerCache, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::{DmaBias, ModelShape};
-use sieve_ops::{AttentionSpec, DmaSpec, SieveBackend};
+use sieve_ops::{AttentionLayer, AttentionSpec, DmaLayer, DmaSpec, SieveBackend};
 
 /// Every KV head scores each key once from its values; a query sees the `keep_window_size` best keys so far.
 #[derive(Module, Debug)]
@@ -70,6 +70,20 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
             x: self.o_proj.forward_add(result.o.flatten(2, 3), residual),
             expire: Some(result.expire),
         }
+    }
+
+    /// The layer after `norm`, as one op takes it.
+    pub(crate) fn stream_layer(&self, norm: &RmsNorm<B>) -> (AttentionLayer<B>, AttentionSpec) {
+        let dma = DmaLayer {
+            w_dt: self.dt_proj.weight.val().transpose(),
+            a: self.a.val(),
+            spec: self.dma,
+        };
+        let layer = AttentionLayer {
+            dma: Some(dma),
+            ..self.qkv.stream_layer(norm, &self.o_proj)
+        };
+        (layer, self.spec())
     }
 
     fn attend(

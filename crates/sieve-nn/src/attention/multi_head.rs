@@ -1,11 +1,11 @@
 //! Dense causal attention with grouped queries.
 use super::LayerContext;
-use crate::{LayerCache, Linear, QkvProjection, WeightInit};
+use crate::{LayerCache, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::ModelShape;
-use sieve_ops::SieveBackend;
+use sieve_ops::{AttentionLayer, AttentionSpec, SieveBackend};
 
 /// Every query sees all earlier keys of its document (arXiv:2305.13245 for the groups).
 #[derive(Module, Debug)]
@@ -42,6 +42,12 @@ impl<B: SieveBackend> MultiHeadAttention<B> {
         let qkv = self.qkv.forward(x, context);
         let o = sieve_ops::attention(qkv, context.documents, self.qkv.spec(None));
         self.o_proj.forward_add(o.flatten(2, 3), residual)
+    }
+
+    /// The layer after `norm`, as one op takes it.
+    pub(crate) fn stream_layer(&self, norm: &RmsNorm<B>) -> (AttentionLayer<B>, AttentionSpec) {
+        let spec = self.qkv.spec(None);
+        (self.qkv.stream_layer(norm, &self.o_proj), spec)
     }
 
     /// The output alone, with a cache; see [`LayerCache`].

@@ -1,11 +1,11 @@
 //! Sliding-window attention.
 use super::LayerContext;
-use crate::{LayerCache, Linear, QkvProjection, WeightInit};
+use crate::{LayerCache, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::ModelShape;
-use sieve_ops::SieveBackend;
+use sieve_ops::{AttentionLayer, AttentionSpec, SieveBackend};
 
 /// Query i sees the keys `i - window_size < j <= i` of its document.
 #[derive(Module, Debug)]
@@ -50,6 +50,12 @@ impl<B: SieveBackend> SlidingWindowAttention<B> {
         let spec = self.qkv.spec(Some(self.window_size));
         let o = sieve_ops::attention(qkv, context.documents, spec);
         self.o_proj.forward_add(o.flatten(2, 3), residual)
+    }
+
+    /// The layer after `norm`, as one op takes it.
+    pub(crate) fn stream_layer(&self, norm: &RmsNorm<B>) -> (AttentionLayer<B>, AttentionSpec) {
+        let spec = self.qkv.spec(Some(self.window_size));
+        (self.qkv.stream_layer(norm, &self.o_proj), spec)
     }
 
     /// As [`forward`](Self::forward) with a cache of `window_size` keys; see [`LayerCache`].

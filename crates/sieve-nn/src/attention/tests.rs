@@ -1,10 +1,10 @@
 use super::{Attention, LayerContext};
 use crate::testing::{KEEP_WINDOW_SIZE, Rows, assert_close, input, kinds, shape, values};
-use crate::{AttentionConfig, LayerCache, WeightInit};
+use crate::{AttentionConfig, LayerCache, RmsNorm, WeightInit};
 use burn::backend::Autodiff;
 use burn::tensor::Tensor;
 use burn_flex::Flex;
-use sieve_ops::Documents;
+use sieve_ops::{Documents, Residual};
 
 fn layer<B: burn::tensor::backend::Backend>(attention: sieve_core::Attention) -> Attention<B> {
     let mut init = WeightInit::new(1, 0.2);
@@ -25,6 +25,31 @@ fn every_kind_keeps_the_shape_and_dma_returns_its_mask() {
                 result.expire.map(|expire| expire.dims()),
                 is_dma.then_some([dims[0], 3, dims[1]])
             );
+        }
+    }
+}
+
+#[test]
+fn after_its_norm_a_layer_is_the_same_layer() {
+    for attention in kinds(0.5) {
+        let rows = Rows::new([2, 13], &shape(attention));
+        let x = input::<Flex, 3>([2, 13, 24], 2);
+        let mut init = WeightInit::new(3, 0.2);
+        let norm = RmsNorm::<Flex> {
+            weight: init.normal([24], &Default::default()),
+            ..RmsNorm::new(24, 1e-5, &mut init, &Default::default())
+        };
+        let layer = layer::<Flex>(attention);
+        for residual in [Residual::Stream, Residual::None] {
+            let added = match residual {
+                Residual::Stream => x.clone(),
+                Residual::None => x.zeros_like(),
+            };
+            let apart = layer.forward(norm.forward(x.clone()), added, &rows.context());
+            let whole = layer.forward_stream(x.clone(), &norm, residual, &rows.context());
+            let what = format!("{attention:?} {residual:?}");
+            assert_close(&what, &values(whole.x), &values(apart.x), 1e-6);
+            assert_eq!(whole.expire.is_some(), apart.expire.is_some());
         }
     }
 }

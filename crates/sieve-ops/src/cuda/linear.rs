@@ -30,14 +30,19 @@ pub(super) fn forward_add(
     Ok(y.into())
 }
 
-/// `(dx, dweight)`; dweight is f32, as the optimizer's masters are.
-pub(super) fn backward(
-    x: &CudaPrimitive,
+pub(super) fn input_gradient(
     weight: &CudaPrimitive,
     dy: &CudaPrimitive,
-) -> Result<(CudaPrimitive, CudaPrimitive), KernelError> {
-    let [x, weight, dy] = tensors([x, weight, dy]);
-    let dx = matmul(Product::Nn, &dy, &weight, MatmulOutput::New(DType::BF16))?;
-    let dweight = matmul(Product::Tn, &dy, &x, MatmulOutput::New(DType::F32))?;
-    Ok((dx.into(), dweight.into()))
+) -> Result<CudaPrimitive, KernelError> {
+    let [weight, dy] = tensors([weight, dy]);
+    matmul(Product::Nn, &dy, &weight, MatmulOutput::New(DType::BF16)).map(Into::into)
+}
+
+/// In f32, as the optimizer's masters are.
+pub(super) fn weight_gradient(
+    x: &CudaPrimitive,
+    dy: &CudaPrimitive,
+) -> Result<CudaPrimitive, KernelError> {
+    let [x, dy] = tensors([x, dy]);
+    matmul(Product::Tn, &dy, &x, MatmulOutput::New(DType::F32)).map(Into::into)
 }

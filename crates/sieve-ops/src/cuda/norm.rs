@@ -13,20 +13,22 @@ pub(super) fn rms(
     sieve_kernels::rms_norm_forward(&x, &weight, epsilon as f32).map(Into::into)
 }
 
-/// `(dx, dweight)`, dweight in f32.
+/// `(dx, dweight)`, dweight in f32; `d_residual` is added to dx.
 pub(super) fn rms_backward(
     x: &CudaPrimitive,
     weight: &CudaPrimitive,
     epsilon: f64,
     dy: &CudaPrimitive,
+    d_residual: Option<&CudaPrimitive>,
 ) -> Result<(CudaPrimitive, CudaPrimitive), KernelError> {
     let [x, weight, dy] = tensors([x, weight, dy]);
+    let d_residual = d_residual.map(|tensor| CudaTensor::from(tensor.clone()));
     let (dx, dweight) = sieve_kernels::rms_norm_backward(
         &x,
         &weight,
         epsilon as f32,
         &dy,
-        None,
+        d_residual.as_ref(),
         GradientTarget::New,
     )?;
     Ok((dx.into(), dweight.into()))

@@ -20,19 +20,34 @@ pub fn linear<B: Backend>(x: FloatTensor<B>, weight: FloatTensor<B>) -> FloatTen
     B::float_reshape(primitive(x.matmul(weight.transpose())), shape.into())
 }
 
-/// `dx = dy W`, `dW = dyᵀ x`.
+/// `dx = dy W` of [`linear`].
+pub fn linear_input_gradient<B: Backend>(
+    weight: FloatTensor<B>,
+    dy: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let (dy, mut shape) = flatten::<B>(dy);
+    let weight = tensor::<B, 2>(weight);
+    let last = shape.len() - 1;
+    shape[last] = weight.dims()[1];
+    B::float_reshape(primitive(dy.matmul(weight)), shape.into())
+}
+
+/// `dW = dyᵀ x` of [`linear`].
+pub fn linear_weight_gradient<B: Backend>(x: FloatTensor<B>, dy: FloatTensor<B>) -> FloatTensor<B> {
+    let (x, _) = flatten::<B>(x);
+    let (dy, _) = flatten::<B>(dy);
+    primitive(dy.transpose().matmul(x))
+}
+
+/// `(dx, dW)` of [`linear`].
 pub fn linear_backward<B: Backend>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
     dy: FloatTensor<B>,
 ) -> (FloatTensor<B>, FloatTensor<B>) {
-    let (x, shape) = flatten::<B>(x);
-    let (dy, _) = flatten::<B>(dy);
-    let dx = dy.clone().matmul(tensor::<B, 2>(weight));
-    let dweight = dy.transpose().matmul(x);
     (
-        B::float_reshape(primitive(dx), shape.into()),
-        primitive(dweight),
+        linear_input_gradient::<B>(weight, dy.clone()),
+        linear_weight_gradient::<B>(x, dy),
     )
 }
 
