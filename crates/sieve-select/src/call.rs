@@ -135,6 +135,30 @@ impl<'a> Call<'a> {
         }
     }
 
+    /// Some rows as a call of their own, over the keys up to the last of them.
+    ///
+    /// # Panics
+    /// When the range leaves the call.
+    #[must_use]
+    pub fn chunk(&self, rows: Range<usize>) -> Self {
+        let (q_len, k_len) = (
+            self.shape.num_heads * self.shape.head_dim,
+            self.shape.num_kv_heads * self.shape.head_dim,
+        );
+        let num_keys = self.shape.context() + rows.end;
+        Self {
+            shape: CallShape {
+                num_queries: rows.len(),
+                num_keys,
+                ..self.shape
+            },
+            q: &self.q[rows.start * q_len..rows.end * q_len],
+            k: &self.k[..num_keys * k_len],
+            v: &self.v[..num_keys * k_len],
+            ..*self
+        }
+    }
+
     /// Where the vector of a query starts in q.
     pub fn query_at(&self, head: usize, row: usize) -> usize {
         (row * self.shape.num_heads + head) * self.shape.head_dim

@@ -5,8 +5,10 @@
 //! the methods', the memory is not.
 
 pub mod dam;
+pub mod dma;
 pub mod exact_top;
 pub mod h2o;
+pub mod infinitehip;
 pub mod infllm;
 pub mod quest;
 pub mod rope;
@@ -64,6 +66,8 @@ enum State {
     Infllm(infllm::Infllm),
     Dam(dam::Dam),
     ExactTop(exact_top::ExactTopConfig),
+    Infinitehip(infinitehip::Infinitehip),
+    Dma(dma::Dma),
 }
 
 /// Attention of one query row of one head over a list, and the probabilities it came from.
@@ -92,6 +96,12 @@ impl DecodeSession {
             Method::Infllm(config) => State::Infllm(infllm::Infllm::new(config.clone(), shape)?),
             Method::Dam(config) => State::Dam(dam::Dam::new(config, shape)?),
             Method::ExactTop(config) => State::ExactTop(config.clone()),
+            Method::Infinitehip(config) => State::Infinitehip(infinitehip::Infinitehip::new(
+                config.clone(),
+                selector.common.gqa,
+                shape,
+            )),
+            Method::Dma(config) => State::Dma(dma::Dma::new(config.clone(), shape)?),
             _ => {
                 return Err(SelectError::Unsupported {
                     selector: selector.name(),
@@ -123,7 +133,8 @@ impl DecodeSession {
         self.cache.len == 0
     }
 
-    /// Keys the last token read, ascending, per KV head (per query head for `exact_top` and `dam`).
+    /// Keys the last token read, ascending, per KV head (per query head for `exact_top`, `dam`
+    /// and `infinitehip`).
     pub fn kept(&self) -> &[Vec<u32>] {
         &self.kept
     }
@@ -163,7 +174,12 @@ impl DecodeSession {
         self.cache.values.extend_from_slice(v);
         self.cache.len = tokens;
         match &mut self.state {
-            State::Dense | State::Streaming(_) | State::Dam(_) | State::ExactTop(_) => {}
+            State::Dense
+            | State::Streaming(_)
+            | State::Dam(_)
+            | State::ExactTop(_)
+            | State::Infinitehip(_) => {}
+            State::Dma(state) => state.extend(&self.cache),
             State::H2o(state) => state.prompt(&call),
             State::Snapkv(state) => state.prompt(&call),
             State::Quest(state) => state.extend(&self.cache),
@@ -221,6 +237,8 @@ impl DecodeSession {
             State::Infllm(state) => return Ok(state.step(cache, q, &mut self.kept)),
             State::Dam(state) => state.choose(cache),
             State::ExactTop(config) => exact_top::choose(config, cache, q),
+            State::Infinitehip(state) => state.choose(cache, q),
+            State::Dma(state) => state.choose(cache),
         };
         let (kept, state) = (&self.kept, &self.state);
         let rows: Vec<RowAttention> = (0..shape.num_heads)
@@ -230,6 +248,7 @@ impl DecodeSession {
                 let query = &q[head * shape.head_dim..(head + 1) * shape.head_dim];
                 match state {
                     State::Streaming(state) => state.attend(cache, head, query, list),
+                    State::Dma(state) => state.attend(cache, head, query, list),
                     _ => cache.attend(head, query, list),
                 }
             })

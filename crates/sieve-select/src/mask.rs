@@ -257,6 +257,19 @@ impl SparseMask {
         self.dense_rows.iter().any(|range| range.contains(&row))
     }
 
+    /// Whether every admissible tile is kept, so that attention under the mask is dense attention.
+    pub fn keeps_everything(&self) -> bool {
+        let hides = |window: &TokenWindow| (window.local as usize) < self.shape.num_keys;
+        let in_order = self.key_order.is_empty() && self.query_order.is_empty();
+        let admissible: usize = (0..self.tiles.num_query_tiles())
+            .map(|i| self.tiles.admissible(i))
+            .sum();
+        self.causal
+            && in_order
+            && !self.windows.iter().any(hides)
+            && self.tile_idx.len() == admissible * self.num_lists()
+    }
+
     /// Adds a range of dense rows.
     pub fn add_dense_rows(&mut self, range: Range<usize>) {
         let range = range.start..range.end.min(self.shape.num_queries);

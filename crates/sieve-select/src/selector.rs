@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::attention::{AttentionOutput, block_sparse_attention};
 use crate::call::Call;
 use crate::decode::dam::DamConfig;
+use crate::decode::dma::DmaConfig;
 use crate::decode::exact_top::ExactTopConfig;
 use crate::decode::h2o::H2oConfig;
 use crate::decode::infllm::InfllmConfig;
@@ -17,6 +18,7 @@ use crate::decode::snapkv::SnapkvConfig;
 use crate::error::SelectError;
 use crate::gqa::GqaPolicy;
 use crate::mask::SparseMask;
+use crate::measure::dense_attention;
 use crate::prefill::a_shape::{AShapeConfig, TriShapeConfig};
 use crate::prefill::ba_att::BaAttConfig;
 use crate::prefill::bfla::BflaConfig;
@@ -82,6 +84,7 @@ pub enum Method {
     Infllm(InfllmConfig),
     Dam(DamConfig),
     ExactTop(ExactTopConfig),
+    Dma(DmaConfig),
 }
 
 /// When a method acts.
@@ -109,7 +112,7 @@ pub struct Entry {
 }
 
 /// All methods, in the order of the help.
-pub const ENTRIES: [Entry; 22] = [
+pub const ENTRIES: [Entry; 23] = [
     entry(
         "bfla",
         Phase::Prefill,
@@ -196,7 +199,7 @@ pub const ENTRIES: [Entry; 22] = [
     ),
     entry(
         "infinitehip",
-        Phase::Prefill,
+        Phase::Both,
         "chunks of 8 keys, in three stages",
         "InfiniteHiP, arXiv:2502.08910",
     ),
@@ -241,6 +244,12 @@ pub const ENTRIES: [Entry; 22] = [
         Phase::Decode,
         "the largest logits; no speed",
         "paper of DMA, table 3",
+    ),
+    entry(
+        "dma",
+        Phase::Decode,
+        "slots, the smallest score of a value goes first",
+        "DMA",
     ),
 ];
 
@@ -295,6 +304,7 @@ impl Selector {
             Method::Infllm(_) => "infllm",
             Method::Dam(_) => "dam",
             Method::ExactTop(_) => "exact_top",
+            Method::Dma(_) => "dma",
         }
     }
 
@@ -331,7 +341,7 @@ impl Selector {
             Method::Delta(config, base) => base.check().and(config.check()),
             Method::BaAtt(config) => config.check(gqa),
             Method::Pbs(config) => config.check(gqa),
-            Method::Xattention(config) => config.check(),
+            Method::Xattention(config) => config.check(gqa),
             Method::Minference(config) => config.check(gqa),
             Method::VerticalSlash(config) => config.check(),
             Method::BlockSparse(config) => config.check(),
@@ -348,6 +358,7 @@ impl Selector {
             Method::Infllm(config) => config.check(),
             Method::Dam(config) => config.check(),
             Method::ExactTop(config) => config.check(),
+            Method::Dma(config) => config.check(),
         }
     }
 
@@ -448,23 +459,55 @@ impl Selector {
             | Method::Quest(_)
             | Method::Infllm(_)
             | Method::Dam(_)
-            | Method::ExactTop(_) => SparseMask::dense(call.shape),
+            | Method::ExactTop(_)
+            | Method::Dma(_) => SparseMask::dense(call.shape),
         })
     }
 
-    /// Selects and attends.
+    /// Selects and attends. A mask that keeps everything runs dense.
     ///
     /// # Errors
     /// As [`select`](Self::select).
     pub fn prefill(&self, call: &Call<'_>) -> Result<Prefill, SelectError> {
         let started = Instant::now();
-        let mask = self.select(call)?;
-        let output = block_sparse_attention(call, &mask)?;
+        let mut mask = self.select(call)?;
+        let output = if mask.correction.is_none() && mask.keeps_everything() {
+            mask.stats.dense_call = true;
+            dense_attention(call)?
+        } else {
+            block_sparse_attention(call, &mask)?
+        };
         Ok(Prefill {
             output,
             mask,
             seconds: started.elapsed().as_secs_f64(),
         })
+    }
+
+    /// The same in chunks of so many rows, each over all keys before its end, as a server with bounded memory runs a prompt.
+    /// The outputs of the chunks are those of the rows in order.
+    ///
+    /// Chunks choose as the whole call does only where a method promises it, and only while they are no shorter than
+    /// `min_prefill_tokens`.
+    ///
+    /// # Errors
+    /// As [`select`](Self::select); chunks of no rows.
+    pub fn prefill_in_chunks(
+        &self,
+        call: &Call<'_>,
+        chunk_tokens: usize,
+    ) -> Result<Vec<Prefill>, SelectError> {
+        if chunk_tokens == 0 {
+            return Err(SelectError::Shape {
+                problem: "chunks of 0 tokens".to_owned(),
+                hint: "give a chunk at least one token",
+            });
+        }
+        let rows = call.shape.num_queries;
+        (0..rows)
+            .step_by(chunk_tokens)
+            .map(|first| self.prefill(&call.chunk(first..(first + chunk_tokens).min(rows))))
+            .collect()
     }
 
     /// The same for requests of different lengths; each is its own call.

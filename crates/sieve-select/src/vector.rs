@@ -13,6 +13,18 @@ pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     lanes.iter().sum::<f32>() + tail
 }
 
+/// Sum in eight lanes, so that it vectorises with a fixed order.
+pub(crate) fn sum(x: &[f32]) -> f32 {
+    let mut lanes = [0.0_f32; 8];
+    let (x8, x1) = x.as_chunks::<8>();
+    for x in x8 {
+        for lane in 0..8 {
+            lanes[lane] += x[lane];
+        }
+    }
+    lanes.iter().sum::<f32>() + x1.iter().sum::<f32>()
+}
+
 /// Euclidean length.
 pub(crate) fn norm(x: &[f32]) -> f32 {
     x.iter().map(|x| x * x).sum::<f32>().sqrt()
@@ -45,12 +57,13 @@ mod tests {
     }
 
     #[test]
-    fn dot_of_any_length() {
+    fn sums_of_any_length() {
         for len in [1, 7, 8, 19] {
             let a: Vec<f32> = (0..len).map(|i| i as f32).collect();
             let expected: f32 = (0..len).map(|i| (i * i) as f32).sum();
             assert_eq!(dot(&a, &a), expected);
             assert_eq!(norm(&a), expected.sqrt());
+            assert_eq!(sum(&a), (len * (len - 1) / 2) as f32);
         }
     }
 }

@@ -119,6 +119,11 @@ impl FlexprefillConfig {
 
     /// Blocks that hold as many tokens as are needed to pass gamma in sorted order.
     fn num_blocks(&self, p: &[f32]) -> usize {
+        let most = self.max_budget.map_or(usize::MAX, |max| max / self.block);
+        if self.gamma >= 1.0 {
+            // A rounded sum may pass 1 before the end.
+            return p.len().div_ceil(self.block).min(most);
+        }
         let mut sum = 0.0_f32;
         let within = falling(p)
             .into_iter()
@@ -128,7 +133,6 @@ impl FlexprefillConfig {
             })
             .count();
         let blocks = (within + 1) / self.block + 1;
-        let most = self.max_budget.map_or(usize::MAX, |max| max / self.block);
         blocks.max(self.min_budget / self.block).min(most)
     }
 
@@ -149,7 +153,11 @@ impl FlexprefillConfig {
                 return None;
             }
         }
-        let goal = self.gamma * tiles.num_query_tiles() as f64;
+        let goal = if self.gamma < 1.0 {
+            self.gamma * tiles.num_query_tiles() as f64
+        } else {
+            f64::INFINITY
+        };
         let mut sum = 0.0_f64;
         for at in falling(&map) {
             if sum >= goal {

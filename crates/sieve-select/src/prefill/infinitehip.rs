@@ -1,4 +1,6 @@
 //! InfiniteHiP (arXiv:2502.08910): chunks of keys ranked by one representative, found by halving, in three stages.
+//!
+//! In decode a stage is done again every `refresh` steps only; see [`crate::decode::infinitehip`].
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -39,8 +41,30 @@ pub struct InfinitehipConfig {
     pub sink: usize,
     /// Last tokens before each query that stay.
     pub window: usize,
-    /// With fewer keys the call is dense.
+    /// With fewer keys a prefill call is dense; early chunks of a long prompt too, so chunks are not the whole there.
     pub prefill_dense_below: usize,
+    /// In decode, steps between two runs of stage 1.
+    pub refresh_1: usize,
+    /// In decode, steps between two runs of stage 2; divides `refresh_1`.
+    pub refresh_2: usize,
+    /// In decode, steps between two runs of stage 3; divides `refresh_2`.
+    pub refresh_3: usize,
+}
+
+/// Keys `[start, end)`.
+pub(crate) type Chunk = (usize, usize);
+
+/// One stage of the ranking.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stage {
+    /// Every so many queries one is sampled.
+    pub(crate) stride: usize,
+    /// Chunks that stay.
+    pub(crate) num_kept: usize,
+    /// Keys they are then cut to.
+    pub(crate) next_chunk: usize,
+    /// Steps between two runs in decode.
+    pub(crate) refresh: usize,
 }
 
 impl Default for InfinitehipConfig {
@@ -59,6 +83,9 @@ impl Default for InfinitehipConfig {
             sink: 256,
             window: 1024,
             prefill_dense_below: 8192,
+            refresh_1: 32,
+            refresh_2: 16,
+            refresh_3: 8,
         }
     }
 }
@@ -77,6 +104,8 @@ impl InfinitehipConfig {
         }
         rules.divides("chunk_2", self.chunk_2, "chunk_1", self.chunk_1)?;
         rules.divides("chunk_3", self.chunk_3, "chunk_2", self.chunk_2)?;
+        rules.divides("refresh_2", self.refresh_2, "refresh_1", self.refresh_1)?;
+        rules.divides("refresh_3", self.refresh_3, "refresh_2", self.refresh_2)?;
         if self.sink > 0 {
             rules.divides("chunk_3", self.chunk_3, "sink", self.sink)?;
         }
@@ -106,38 +135,74 @@ impl InfinitehipConfig {
         })
     }
 
+    pub(crate) fn stages(&self) -> [Stage; 3] {
+        [
+            Stage {
+                stride: self.stride_1,
+                num_kept: self.budget_2 / self.chunk_1,
+                next_chunk: self.chunk_2,
+                refresh: self.refresh_1,
+            },
+            Stage {
+                stride: self.stride_2,
+                num_kept: self.budget_3 / self.chunk_2,
+                next_chunk: self.chunk_3,
+                refresh: self.refresh_2,
+            },
+            Stage {
+                stride: self.stride_3,
+                num_kept: self.budget / self.chunk_3,
+                next_chunk: self.chunk_3,
+                refresh: self.refresh_3,
+            },
+        ]
+    }
+
+    /// Keys that compete for a query at a position: those between sink and window, in whole chunks of the last stage, so
+    /// that sink, chunks and window do not overlap.
+    pub(crate) fn candidates(&self, position: usize) -> Chunk {
+        let high = (position + 1).saturating_sub(self.window) / self.chunk_3 * self.chunk_3;
+        (self.sink, high.max(self.sink))
+    }
+
+    /// Candidates cut for the first stage.
+    pub(crate) fn first_chunks(&self, candidates: Chunk) -> Vec<Chunk> {
+        cut(std::iter::once(candidates), self.chunk_1)
+    }
+
     /// Tiles of one query block; `None` on NaN.
     fn row(&self, call: &Call<'_>, tiles: Tiles, head: usize, i: usize) -> Option<Vec<i32>> {
-        let low = self.sink;
-        // Whole chunks of the last stage, so that sink, chunks and window do not overlap.
-        let high = (tiles.first(i) + 1).saturating_sub(self.window) / self.chunk_3 * self.chunk_3;
-        let mut kept: Vec<usize> = (0..(low / self.chunk_3).min(tiles.admissible(i))).collect();
-        kept.extend(high.max(low) / self.chunk_3..tiles.admissible(i));
-        let mut chunks = cut(std::iter::once((low, high.max(low))), self.chunk_1);
-        let stages = [
-            (self.stride_1, self.budget_2 / self.chunk_1, self.chunk_2),
-            (self.stride_2, self.budget_3 / self.chunk_2, self.chunk_3),
-            (self.stride_3, self.budget / self.chunk_3, self.chunk_3),
-        ];
-        for (stride, num_kept, next_chunk) in stages {
-            let queries: Vec<usize> = tiles.rows(i).step_by(stride).collect();
-            let scores: Vec<f32> = chunks
-                .iter()
-                .map(|&(start, end)| representative(call, head, &queries, start, end))
-                .collect();
-            if scores.iter().any(|x| x.is_nan()) {
-                return None;
-            }
-            let best = top_k(&scores, num_kept);
-            chunks = cut(best.into_iter().map(|at| chunks[at]), next_chunk);
+        let candidates = self.candidates(tiles.first(i));
+        let admissible = tiles.admissible(i);
+        let mut kept: Vec<usize> = (0..(self.sink / self.chunk_3).min(admissible)).collect();
+        kept.extend(candidates.1 / self.chunk_3..admissible);
+        let mut chunks = self.first_chunks(candidates);
+        for stage in self.stages() {
+            let queries: Vec<usize> = tiles.rows(i).step_by(stage.stride).collect();
+            chunks = stage.run(&chunks, |key| best_product(call, head, &queries, key))?;
         }
         kept.extend(chunks.into_iter().map(|(start, _)| start / self.chunk_3));
         Some(sorted(kept))
     }
 }
 
+impl Stage {
+    /// The best chunks by the scores of their representatives, cut for the next stage; `None` on NaN.
+    pub(crate) fn run(self, chunks: &[Chunk], score: impl Fn(usize) -> f32) -> Option<Vec<Chunk>> {
+        let scores: Vec<f32> = chunks
+            .iter()
+            .map(|&chunk| representative(&score, chunk))
+            .collect();
+        if scores.iter().any(|x| x.is_nan()) {
+            return None;
+        }
+        let best = top_k(&scores, self.num_kept);
+        Some(cut(best.into_iter().map(|at| chunks[at]), self.next_chunk))
+    }
+}
+
 /// Ranges cut into chunks.
-fn cut(ranges: impl Iterator<Item = (usize, usize)>, chunk: usize) -> Vec<(usize, usize)> {
+fn cut(ranges: impl Iterator<Item = Chunk>, chunk: usize) -> Vec<Chunk> {
     ranges
         .flat_map(|(start, end)| {
             (start..end)
@@ -147,16 +212,9 @@ fn cut(ranges: impl Iterator<Item = (usize, usize)>, chunk: usize) -> Vec<(usize
         .collect()
 }
 
-/// Score of the key a chunk is narrowed to: the half whose first key has the larger best product with the queries, again and
-/// again; the first half on a tie.
-fn representative(
-    call: &Call<'_>,
-    head: usize,
-    queries: &[usize],
-    mut start: usize,
-    mut end: usize,
-) -> f32 {
-    let score = |key: usize| best_product(call, head, queries, key);
+/// Score of the key a chunk is narrowed to: the half whose first key has the larger score, again and again; the first half
+/// on a tie.
+fn representative(score: impl Fn(usize) -> f32, (mut start, mut end): Chunk) -> f32 {
     let mut best = score(start);
     while end - start > 1 {
         let middle = start + (end - start).div_ceil(2);

@@ -13,7 +13,7 @@ use crate::keep::{keep_mass, softmax, sorted};
 use crate::mask::{ListRows, SparseMask};
 use crate::permute::{Segments, attach, drop_future_tiles, key_means, order_queries, sort_ranges};
 use crate::pool::{causal_probabilities, last_rows, mean_pool, scores};
-use crate::prefill::xattention::{XattentionConfig, cell_scores};
+use crate::prefill::xattention::{XattentionConfig, add_block_softmax, cell_scores};
 use crate::range::Rules;
 use crate::vector::add;
 
@@ -37,6 +37,8 @@ pub enum Permute {
     Queries,
     /// Both.
     Both,
+    /// Nothing, to see what the permutation brings.
+    None,
 }
 
 /// Which permutation comes first with [`Permute::Both`]; the second sees its result.
@@ -116,7 +118,7 @@ impl PbsConfig {
                 "use perm=kv, or gqa=per_query",
             );
         }
-        if gqa == GqaPolicy::Mean && self.permute != Permute::Keys {
+        if gqa == GqaPolicy::Mean && matches!(self.permute, Permute::Queries | Permute::Both) {
             return rules.fail(
                 "gqa=mean averages blocks of queries, which permute=queries moves differently for each head".to_owned(),
                 "use gqa=per_query or gqa=union",
@@ -182,6 +184,10 @@ impl PbsConfig {
         };
         let unmoved = vec![identity.clone(); kv_heads];
         match (self.permute, self.order) {
+            (Permute::None, _) => Orders {
+                keys: unmoved,
+                queries: Vec::new(),
+            },
             (Permute::Keys, _) => Orders {
                 keys: keys(no_queries),
                 queries: Vec::new(),
@@ -310,12 +316,7 @@ impl PbsConfig {
                 for row in cell_scores(&queries, &keys[..cols * width], width, scale)
                     .chunks_exact_mut(cols)
                 {
-                    if !softmax(row) {
-                        return None;
-                    }
-                    for (sum, cells) in sum.iter_mut().zip(row.chunks(self.block / s)) {
-                        *sum += cells.iter().sum::<f32>();
-                    }
+                    add_block_softmax(row, self.block / s, &mut sum)?;
                 }
                 Some(sum)
             })

@@ -4,15 +4,15 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
-use sieve_cpu::{Matrix, MatrixMut, Threads, matmul};
+use sieve_cpu::{Matrix, MatrixMut, Threads, exp_row, matmul, max_of_row};
 
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::{keep_mass_forced, softmax, sorted};
+use crate::keep::{keep_mass_forced, sorted};
 use crate::mask::{ListRows, SparseMask};
 use crate::range::Rules;
-use crate::vector::{add, mix};
+use crate::vector::{add, mix, sum};
 
 /// Which pairs of a stride-by-stride cell are sampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -36,6 +36,13 @@ pub struct XattentionConfig {
     pub stride: usize,
     /// Share of the estimated mass that stays.
     pub tau: f64,
+    /// File with a share for each layer and query head in place of `tau`, a JSON list of lists; empty: none.
+    pub taus: String,
+    /// What it holds, `[layers][heads]`.
+    #[serde(skip)]
+    pub head_taus: Vec<Vec<f64>>,
+    /// Divides the estimated logits, beside the stride.
+    pub norm: f64,
     /// Which pairs are sampled.
     pub mode: SampleMode,
     /// Seed of `mode=random`.
@@ -48,6 +55,9 @@ impl Default for XattentionConfig {
             block: 128,
             stride: 8,
             tau: 0.9,
+            taus: String::new(),
+            head_taus: Vec::new(),
+            norm: 1.0,
             mode: SampleMode::Antidiagonal,
             seed: 1,
         }
@@ -58,23 +68,71 @@ impl Default for XattentionConfig {
 type TileSums = Vec<(usize, Vec<f32>)>;
 
 /// Reduced rows handled together: enough for a fast product, few enough that little of it is above the diagonal.
-const CHUNK_CELLS: usize = 128;
+const CHUNK_CELLS: usize = 256;
 
 impl XattentionConfig {
-    pub(crate) fn check(&self) -> Result<(), SelectError> {
-        Rules("xattention").divides("stride", self.stride, "block", self.block)?;
-        Rules("xattention").share("tau", self.tau)
+    pub(crate) fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
+        let rules = Rules("xattention");
+        rules.divides("stride", self.stride, "block", self.block)?;
+        rules.share("tau", self.tau)?;
+        if !(self.norm > 0.0 && self.norm.is_finite()) {
+            return rules.fail(
+                format!("norm={} is not positive", self.norm),
+                "the method's own is 1; smaller values sharpen the estimate",
+            );
+        }
+        for &tau in self.head_taus.iter().flatten() {
+            rules.share("a threshold of taus", tau)?;
+        }
+        if gqa == GqaPolicy::Mean && !self.head_taus.is_empty() {
+            return rules.fail(
+                "taus gives the heads of a group thresholds of their own, gqa=mean one list"
+                    .to_owned(),
+                "use gqa=per_query or gqa=union",
+            );
+        }
+        Ok(())
+    }
+
+    /// Reads the thresholds, when a file is named.
+    pub(crate) fn load(&mut self) -> Result<(), SelectError> {
+        if self.taus.is_empty() {
+            return Ok(());
+        }
+        let problem = |problem: String| SelectError::File {
+            path: self.taus.clone(),
+            problem,
+            hint: "the file is a JSON list with one list per layer: [[0.9, 0.85, …], …]",
+        };
+        let text =
+            std::fs::read_to_string(&self.taus).map_err(|error| problem(error.to_string()))?;
+        self.head_taus = serde_json::from_str(&text).map_err(|error| problem(error.to_string()))?;
+        Ok(())
+    }
+
+    fn tau_of(&self, layer: usize, head: usize) -> f64 {
+        let layer = self.head_taus.get(layer);
+        layer
+            .and_then(|taus| taus.get(head).copied())
+            .unwrap_or(self.tau)
     }
 
     pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
         // Tiles end at multiples of the block, so the first one of a misaligned chunk is short.
         let tiles = Tiles::aligned(call.shape, self.block);
+        let of_heads = self.block_scores(call, tiles);
         gqa::mask(call, tiles, gqa, |heads| {
-            let scores = self.block_scores(call, tiles, heads)?;
+            let mut scores: Vec<Vec<f32>> = vec![Vec::new(); tiles.num_query_tiles()];
+            for &head in heads {
+                for (sum, row) in scores.iter_mut().zip(of_heads[head].as_ref()?) {
+                    add(sum, row.clone());
+                }
+            }
+            let tau = self.tau_of(call.layer, heads[0]);
             let rows = scores.into_iter().enumerate().map(|(i, row)| {
                 let mut forced = vec![0];
                 forced.extend(tiles.diagonal(i));
-                sorted(keep_mass_forced(&row, &forced, self.tau))
+                sorted(keep_mass_forced(&row, &forced, tau))
             });
             Some(ListRows {
                 tiles: rows.collect(),
@@ -83,68 +141,93 @@ impl XattentionConfig {
         })
     }
 
-    /// Sums of the cells' softmax per block, `[query tiles][admissible]`, added over heads; `None` on NaN.
-    fn block_scores(
-        &self,
-        call: &Call<'_>,
-        tiles: Tiles,
-        heads: &[usize],
-    ) -> Option<Vec<Vec<f32>>> {
-        let s = self.stride;
-        let context = call.shape.context();
-        let key_cells = self.cells_of_keys(call, heads[0], 0..call.shape.num_keys, |key| key);
+    /// Sums of the cells' softmax per block, `[num_heads][query tiles][admissible]`; `None` for heads with NaN.
+    fn block_scores(&self, call: &Call<'_>, tiles: Tiles) -> Vec<Option<Vec<Vec<f32>>>> {
+        let (s, context) = (self.stride, call.shape.context());
+        let keys: Vec<Vec<f32>> = (0..call.shape.num_kv_heads)
+            .into_par_iter()
+            .map(|kv_head| {
+                let head = call.group(kv_head).start;
+                self.cells_of_keys(call, head, 0..call.shape.num_keys, |key| key)
+            })
+            .collect();
         // Cells in absolute positions: the first query cell may reach before the call.
         let first_cell = context / s;
         let num_cells = call.shape.num_keys.div_ceil(s) - first_cell;
-        let scale = call.shape.softmax_scale() / s as f32;
-        let mut all: Vec<Vec<f32>> = vec![Vec::new(); tiles.num_query_tiles()];
-        for &head in heads {
-            let query_cells =
-                self.cells_of_queries(call, first_cell..first_cell + num_cells, |position| {
+        // Late rows have more keys: they start first.
+        let tasks: Vec<(usize, usize)> = (0..num_cells)
+            .step_by(CHUNK_CELLS)
+            .rev()
+            .flat_map(|start| (0..keys.len()).map(move |kv_head| (kv_head, start)))
+            .collect();
+        let done: Vec<Vec<(usize, Option<TileSums>)>> = tasks
+            .into_par_iter()
+            .with_max_len(1)
+            .map(|(kv_head, start)| {
+                let end = (start + CHUNK_CELLS).min(num_cells);
+                self.chunk_scores(
+                    call,
+                    tiles,
+                    kv_head,
+                    &keys[kv_head],
+                    first_cell + start..first_cell + end,
+                )
+            })
+            .collect();
+        let mut all = vec![Some(vec![Vec::new(); tiles.num_query_tiles()]); call.shape.num_heads];
+        // Back in the order of the rows, so that sums do not depend on the order of the tasks.
+        for (head, sums) in done.into_iter().rev().flatten() {
+            match (sums, &mut all[head]) {
+                (Some(sums), Some(tiles)) => sums
+                    .into_iter()
+                    .for_each(|(i, sum)| add(&mut tiles[i], sum)),
+                (None, scores) => *scores = None,
+                (Some(_), None) => {}
+            }
+        }
+        all
+    }
+
+    /// The same for some cells of queries of the heads of a group, whose products share one pass over the keys.
+    fn chunk_scores(
+        &self,
+        call: &Call<'_>,
+        tiles: Tiles,
+        kv_head: usize,
+        keys: &[f32],
+        cells: Range<usize>,
+    ) -> Vec<(usize, Option<TileSums>)> {
+        let (s, context) = (self.stride, call.shape.context());
+        let (width, cols) = (s * call.shape.head_dim, cells.end);
+        let queries: Vec<f32> = call
+            .group(kv_head)
+            .flat_map(|head| {
+                self.cells_of_queries(call, cells.clone(), |position| {
                     position
                         .checked_sub(context)
                         .filter(|&row| row < call.shape.num_queries)
                         .map(|row| call.query(head, row))
-                });
-            let width = s * call.shape.head_dim;
-            let chunks: Option<Vec<TileSums>> = (0..num_cells)
-                .step_by(CHUNK_CELLS)
-                .collect::<Vec<_>>()
-                .into_par_iter()
-                .map(|start| {
-                    let end = (start + CHUNK_CELLS).min(num_cells);
-                    let cols = first_cell + end;
-                    let mut x = cell_scores(
-                        &query_cells[start * width..end * width],
-                        &key_cells[..cols * width],
-                        width,
-                        scale,
-                    );
-                    let mut sums = TileSums::new();
-                    for (r, x) in x.chunks_exact_mut(cols).enumerate() {
-                        let cell = first_cell + start + r;
-                        let seen = &mut x[..=cell];
-                        if !softmax(seen) {
-                            return None;
-                        }
-                        let i = tiles.tile_of_row((cell * s).saturating_sub(context));
-                        if sums.last().is_none_or(|last| last.0 != i) {
-                            sums.push((i, vec![0.0; tiles.admissible(i)]));
-                        }
-                        if let Some((_, sum)) = sums.last_mut() {
-                            for (sum, cells) in sum.iter_mut().zip(seen.chunks(self.block / s)) {
-                                *sum += cells.iter().sum::<f32>();
-                            }
-                        }
-                    }
-                    Some(sums)
                 })
-                .collect();
-            for (i, sum) in chunks?.into_iter().flatten() {
-                add(&mut all[i], sum);
+            })
+            .collect();
+        let scale = call.shape.softmax_scale() / (s as f64 * self.norm) as f32;
+        let mut x = cell_scores(&queries, &keys[..cols * width], width, scale);
+        let of_head = |x: &mut [f32]| {
+            let mut sums = TileSums::new();
+            for (cell, x) in cells.clone().zip(x.chunks_exact_mut(cols)) {
+                let i = tiles.tile_of_row((cell * s).saturating_sub(context));
+                if sums.last().is_none_or(|last| last.0 != i) {
+                    sums.push((i, vec![0.0; tiles.admissible(i)]));
+                }
+                let sum = &mut sums.last_mut()?.1;
+                add_block_softmax(&mut x[..=cell], self.block / s, sum)?;
             }
-        }
-        Some(all)
+            Some(sums)
+        };
+        let heads = call
+            .group(kv_head)
+            .zip(x.chunks_exact_mut(cells.len() * cols));
+        heads.map(|(head, x)| (head, of_head(x))).collect()
     }
 
     /// Keys of a cell side by side, `[cells, stride * head_dim]`; slot `i` holds key `order(i)`; missing keys are zero.
@@ -200,6 +283,26 @@ impl XattentionConfig {
         }
         order
     }
+}
+
+/// Adds the softmax of a row of cells to sums per block; `None` on NaN. The row is used up.
+pub(crate) fn add_block_softmax(
+    row: &mut [f32],
+    cells_per_block: usize,
+    sums: &mut [f32],
+) -> Option<()> {
+    let max = max_of_row(row);
+    if max == f32::NEG_INFINITY {
+        return Some(());
+    }
+    if !max.is_finite() {
+        return None;
+    }
+    let factor = 1.0 / exp_row(row, max);
+    for (total, cells) in sums.iter_mut().zip(row.chunks(cells_per_block)) {
+        *total += factor * sum(cells);
+    }
+    Some(())
 }
 
 /// Products of cells, `[query cells, key cells]`.

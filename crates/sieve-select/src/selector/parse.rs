@@ -151,6 +151,7 @@ impl Selector {
             Method::Infllm(config) => items(config),
             Method::Dam(config) => items(config),
             Method::ExactTop(config) => items(config),
+            Method::Dma(config) => items(config),
         }
     }
 
@@ -191,7 +192,11 @@ fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectErro
         "delta" => delta(items)?,
         "ba_att" => Method::BaAtt(own(name, items)?),
         "pbs" => Method::Pbs(own(name, items)?),
-        "xattention" => Method::Xattention(own(name, items)?),
+        "xattention" => {
+            let mut config: crate::prefill::xattention::XattentionConfig = own(name, items)?;
+            config.load()?;
+            Method::Xattention(config)
+        }
         "minference" => {
             let mut config: crate::prefill::minference::MinferenceConfig = own(name, items)?;
             config.load()?;
@@ -216,6 +221,11 @@ fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectErro
             Method::Dam(config)
         }
         "exact_top" => Method::ExactTop(own(name, items)?),
+        "dma" => {
+            let mut config: crate::decode::dma::DmaConfig = own(name, items)?;
+            config.load()?;
+            Method::Dma(config)
+        }
         _ => {
             let known: Vec<&'static str> = ENTRIES.iter().map(|entry| entry.name).collect();
             return Err(SelectError::UnknownName {

@@ -1,0 +1,289 @@
+//! DMA's own decoding (paper 004): `keep_window_size` slots a KV head, of which a new key takes the one with the smallest
+//! (score, position).
+//!
+//! A key's score is that of its value, `z = A softplus(concat_kv(v) W_dt)`; of equal scores the earlier key goes, and a key
+//! may be the one to go on its own arrival. The logit of a kept key gets `exp(z)` (or z) on top. `scores` names a checkpoint
+//! of a DMA model, for `A` and `W_dt`; a dense checkpoint has none, and without them `A` is 0 as at the start of DMA's
+//! training: all scores tie, and what is left is a sliding window.
+
+use std::cmp::{Ordering, Reverse};
+use std::collections::BinaryHeap;
+use std::path::Path;
+
+use safetensors::{Dtype, SafeTensors};
+use serde::{Deserialize, Serialize};
+use sieve_cpu::{AttentionShape, dma_scores_forward};
+
+use super::{Cache, LayerShape, RowAttention, ascending};
+use crate::error::SelectError;
+use crate::range::Rules;
+
+/// What a score adds to the logits of its key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DmaBias {
+    /// `exp(min(z, 60))`.
+    Exp,
+    /// z itself.
+    Linear,
+}
+
+/// Settings of `dma`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DmaConfig {
+    /// Keys a query reads, per KV head.
+    pub keep_window_size: usize,
+    /// What a score adds to the logits of its key.
+    pub bias: DmaBias,
+    /// A `model.safetensors` of a DMA model, for its scores; empty: all scores are 0.
+    pub scores: String,
+    /// What it holds.
+    #[serde(skip)]
+    pub weights: Option<DmaWeights>,
+}
+
+/// Weights of the scores of all layers.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct DmaWeights {
+    /// `[layers]`.
+    pub layers: Vec<DmaLayerWeights>,
+}
+
+/// Weights of the scores of one layer.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct DmaLayerWeights {
+    /// `A`, `[num_kv_heads]`.
+    pub a: Vec<f32>,
+    /// `W_dt`, `[num_kv_heads, num_kv_heads * head_dim]`.
+    pub w_dt: Vec<f32>,
+}
+
+impl Default for DmaConfig {
+    fn default() -> Self {
+        Self {
+            keep_window_size: 2048,
+            bias: DmaBias::Exp,
+            scores: String::new(),
+            weights: None,
+        }
+    }
+}
+
+impl DmaConfig {
+    pub(crate) fn check(&self) -> Result<(), SelectError> {
+        Rules("dma").positive("keep_window_size", self.keep_window_size)
+    }
+
+    /// Reads the weights, when a file is named.
+    pub(crate) fn load(&mut self) -> Result<(), SelectError> {
+        if !self.scores.is_empty() {
+            self.weights = Some(DmaWeights::read(Path::new(&self.scores))?);
+        }
+        Ok(())
+    }
+}
+
+impl DmaWeights {
+    /// Reads a checkpoint's or an export's `model.safetensors`: `layers.N.self_attn.{a, dt_proj.weight}`, with or without
+    /// `model.` in front; `A` may be upper case.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or has no such tensors.
+    pub fn read(path: &Path) -> Result<Self, SelectError> {
+        let problem = |problem: String| SelectError::File {
+            path: path.display().to_string(),
+            problem,
+            hint: "name the model.safetensors of a DMA checkpoint, or of its export",
+        };
+        let bytes = std::fs::read(path).map_err(|error| problem(error.to_string()))?;
+        let file = SafeTensors::deserialize(&bytes).map_err(|error| problem(error.to_string()))?;
+        let mut weights = Self::default();
+        loop {
+            let layer = weights.layers.len();
+            let find = |names: &[&str]| {
+                names.iter().find_map(|name| {
+                    ["", "model."].iter().find_map(|prefix| {
+                        file.tensor(&format!("{prefix}layers.{layer}.self_attn.{name}"))
+                            .ok()
+                    })
+                })
+            };
+            let (Some(a), Some(w_dt)) = (find(&["a", "A"]), find(&["dt_proj.weight"])) else {
+                break;
+            };
+            let read = |tensor: safetensors::tensor::TensorView<'_>| {
+                floats(&tensor).ok_or_else(|| {
+                    problem(format!("layer {layer}: scores of {:?}", tensor.dtype()))
+                })
+            };
+            weights.layers.push(DmaLayerWeights {
+                a: read(a)?,
+                w_dt: read(w_dt)?,
+            });
+        }
+        if weights.layers.is_empty() {
+            return Err(problem("it has no layers.0.self_attn.a".to_owned()));
+        }
+        Ok(weights)
+    }
+}
+
+/// Elements of an f32 or bfloat16 tensor.
+fn floats(tensor: &safetensors::tensor::TensorView<'_>) -> Option<Vec<f32>> {
+    match tensor.dtype() {
+        Dtype::F32 => {
+            let words = tensor.data().as_chunks::<4>().0;
+            Some(words.iter().map(|b| f32::from_le_bytes(*b)).collect())
+        }
+        Dtype::BF16 => {
+            let halves = tensor.data().as_chunks::<2>().0;
+            let wide = |b: &[u8; 2]| f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16);
+            Some(halves.iter().map(wide).collect())
+        }
+        _ => None,
+    }
+}
+
+/// A kept key; the smallest is the next to go.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Slot {
+    z: f32,
+    position: u32,
+}
+
+impl Eq for Slot {}
+
+impl Ord for Slot {
+    fn cmp(&self, other: &Self) -> Ordering {
+        // Adding +0 makes both zeros equal.
+        let by_score = (self.z + 0.0).total_cmp(&(other.z + 0.0));
+        by_score.then(self.position.cmp(&other.position))
+    }
+}
+
+impl PartialOrd for Slot {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+/// `exp(z)` is finite up to here.
+const MAX_EXPONENT: f32 = 60.0;
+
+/// State of `dma`.
+#[derive(Clone, Debug)]
+pub(crate) struct Dma {
+    config: DmaConfig,
+    weights: DmaLayerWeights,
+    /// Kept keys per KV head, the next to go on top.
+    slots: Vec<BinaryHeap<Reverse<Slot>>>,
+    /// Scores of all keys, `[keys, num_kv_heads]`.
+    z: Vec<f32>,
+}
+
+impl Dma {
+    pub(crate) fn new(config: DmaConfig, shape: LayerShape) -> Result<Self, SelectError> {
+        let (heads, width) = (shape.num_kv_heads, shape.num_kv_heads * shape.head_dim);
+        let untrained = DmaLayerWeights {
+            a: vec![0.0; heads],
+            w_dt: vec![0.0; heads * width],
+        };
+        let weights = match &config.weights {
+            None => untrained,
+            Some(all) => match all.layers.get(shape.layer) {
+                Some(layer) if (layer.a.len(), layer.w_dt.len()) == (heads, heads * width) => {
+                    layer.clone()
+                }
+                found => {
+                    return Rules("dma").fail(
+                        format!(
+                            "the scores of layer {} are of {} KV heads, the model has {heads} of {}",
+                            shape.layer,
+                            found.map_or(0, |layer| layer.a.len()),
+                            shape.head_dim
+                        ),
+                        "take the scores of a DMA model of the same shape, or leave them out",
+                    );
+                }
+            },
+        };
+        Ok(Self {
+            config,
+            weights,
+            slots: vec![BinaryHeap::new(); heads],
+            z: Vec::new(),
+        })
+    }
+
+    /// Scores the keys it has not seen, each in its turn.
+    pub(crate) fn extend(&mut self, cache: &Cache) {
+        let heads = cache.shape.num_kv_heads;
+        let width = heads * cache.shape.head_dim;
+        for position in self.z.len() / heads..cache.len {
+            let z = self.scores(
+                cache,
+                &cache.values[position * width..(position + 1) * width],
+            );
+            for (slots, &z) in self.slots.iter_mut().zip(&z) {
+                slots.push(Reverse(Slot {
+                    z,
+                    position: position as u32,
+                }));
+                if slots.len() > self.config.keep_window_size {
+                    slots.pop();
+                }
+            }
+            self.z.extend(z);
+        }
+    }
+
+    /// Scores of a token, `[num_kv_heads]`, to the bit those of training.
+    fn scores(&self, cache: &Cache, v: &[f32]) -> Vec<f32> {
+        let (heads, head_dim) = (cache.shape.num_kv_heads, cache.shape.head_dim);
+        let mut z = vec![0.0; heads];
+        if self.weights.a.iter().all(|&a| a == 0.0) {
+            return z;
+        }
+        let shape = AttentionShape {
+            batch: 1,
+            seq_len: 1,
+            num_heads: heads,
+            num_kv_heads: heads,
+            head_dim,
+            softmax_scale: cache.scale(),
+        };
+        // The op reads values behind queries and keys.
+        let mut qkv = vec![0.0; 2 * v.len()];
+        qkv.extend_from_slice(v);
+        dma_scores_forward(shape, &qkv, &self.weights.w_dt, &self.weights.a, &mut z);
+        z
+    }
+
+    pub(crate) fn choose(&mut self, cache: &Cache) -> Vec<Vec<u32>> {
+        self.extend(cache);
+        let positions = |slots: &BinaryHeap<Reverse<Slot>>| {
+            ascending(slots.iter().map(|slot| slot.0.position as usize))
+        };
+        self.slots.iter().map(positions).collect()
+    }
+
+    pub(crate) fn attend(
+        &self,
+        cache: &Cache,
+        head: usize,
+        q: &[f32],
+        list: &[u32],
+    ) -> RowAttention {
+        let kv_head = head / cache.shape.group_size();
+        let mut logits = cache.logits(kv_head, q, list);
+        for (logit, &key) in logits.iter_mut().zip(list) {
+            let z = self.z[key as usize * cache.shape.num_kv_heads + kv_head];
+            *logit += match self.config.bias {
+                DmaBias::Exp => z.min(MAX_EXPONENT).exp(),
+                DmaBias::Linear => z,
+            };
+        }
+        cache.weigh(kv_head, logits, list)
+    }
+}

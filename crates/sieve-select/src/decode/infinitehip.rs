@@ -1,0 +1,90 @@
+//! InfiniteHiP (arXiv:2502.08910) while decoding: the three stages of the prefill method for one query, each done again
+//! only every `refresh` steps.
+//!
+//! A stage that is not done again keeps its last result, and those after it choose among it. Reading: keys that leave the
+//! window before the first stage sees them stay in it until then, so that no key is out of reach for want of a refresh.
+
+use super::{Cache, LayerShape, ascending};
+use crate::gqa::GqaPolicy;
+use crate::prefill::infinitehip::{Chunk, InfinitehipConfig};
+use crate::vector::dot;
+
+/// State of `infinitehip`.
+#[derive(Clone, Debug)]
+pub(crate) struct Infinitehip {
+    config: InfinitehipConfig,
+    /// Whether the heads of a group read what any of them chose.
+    union: bool,
+    steps: usize,
+    /// One past the last key that the first stage has seen.
+    end: usize,
+    /// What each stage left to the next, `[num_heads][stages]`.
+    chunks: Vec<[Vec<Chunk>; 3]>,
+    /// Heads that read all keys until their next choice, because a score was NaN.
+    dense: Vec<bool>,
+}
+
+impl Infinitehip {
+    pub(crate) fn new(config: InfinitehipConfig, gqa: GqaPolicy, shape: LayerShape) -> Self {
+        let heads = shape.num_heads;
+        Self {
+            config,
+            union: gqa == GqaPolicy::Union,
+            steps: 0,
+            end: 0,
+            chunks: vec![Default::default(); heads],
+            dense: vec![false; heads],
+        }
+    }
+
+    /// Lists per query head, or per KV head with `gqa=union`.
+    pub(crate) fn choose(&mut self, cache: &Cache, q: &[f32]) -> Vec<Vec<u32>> {
+        let position = cache.len - 1;
+        let stages = self.config.stages();
+        let due: Vec<bool> = stages
+            .iter()
+            .map(|stage| self.steps.is_multiple_of(stage.refresh))
+            .collect();
+        if due[0] {
+            self.end = self.config.candidates(position).1;
+        }
+        self.steps += 1;
+        let first = self.config.first_chunks((self.config.sink, self.end));
+        let (d, m) = (cache.shape.head_dim, cache.shape.group_size());
+        for (head, chunks) in self.chunks.iter_mut().enumerate() {
+            let query = &q[head * d..(head + 1) * d];
+            let score = |key: usize| dot(query, cache.key(head / m, key));
+            if due.contains(&true) {
+                self.dense[head] = false;
+            }
+            for (at, stage) in stages.into_iter().enumerate().filter(|(at, _)| due[*at]) {
+                let from = if at == 0 { &first } else { &chunks[at - 1] };
+                let kept = stage.run(from, score);
+                self.dense[head] |= kept.is_none();
+                chunks[at] = kept.unwrap_or_default();
+            }
+        }
+        let lists: Vec<Vec<u32>> = (0..self.chunks.len())
+            .map(|head| self.list(head, cache.len))
+            .collect();
+        if !self.union {
+            return lists;
+        }
+        let all = |group: &[Vec<u32>]| ascending(group.iter().flatten().map(|&key| key as usize));
+        lists.chunks(m).map(all).collect()
+    }
+
+    fn list(&self, head: usize, len: usize) -> Vec<u32> {
+        if self.dense[head] {
+            return (0..len as u32).collect();
+        }
+        let chosen = self.chunks[head][2]
+            .iter()
+            .flat_map(|&(start, end)| start..end);
+        ascending(
+            (0..self.config.sink.min(len))
+                .chain(chosen)
+                .chain(self.end..len),
+        )
+    }
+}
