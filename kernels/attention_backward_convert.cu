@@ -3,15 +3,11 @@
 // Layout     dq_sum f32 [batch, num_heads, sum_len / 16, HEAD_DIM / 8, 32, 4]: lane 4g + t of a 16 x 8 tile holds row g, columns 2t, 2t + 1, then row g + 8;
 //            it stands for the queries first_query .. first_query + sum_len; dq bf16 [batch, seq_len, num_heads, HEAD_DIM], any strides that are multiples of 8
 // Buffers    dq_sum, dq
-// Defines    HEAD_DIM; CLEAR 0|1 (default 1): whether the sums are left zero for another launch
+// Defines    HEAD_DIM
 // Tiling     grid (ceil(batch * num_heads * sum_len / 16 * ceil(HEAD_DIM / 32) / 8)); 256 threads; a warp turns 16 rows of 32 columns; no shared memory
 // Numerics   one rounding; memory-bound
-// Edges      queries at or past seq_len are skipped, their sums still cleared
+// Edges      queries at or past seq_len are skipped
 #include "common/mma.cuh"
-
-#ifndef CLEAR
-#define CLEAR 1
-#endif
 
 struct AttentionBackwardConvertParams {
   u64 batch, seq_len, num_heads;
@@ -36,7 +32,7 @@ DEVICE void transpose_quad(u32 (&x)[4]) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256) attention_backward_convert(float* dq_sum, bf16* dq, const __grid_constant__ AttentionBackwardConvertParams params) {
+extern "C" __global__ void __launch_bounds__(256) attention_backward_convert(const float* dq_sum, bf16* dq, const __grid_constant__ AttentionBackwardConvertParams params) {
   constexpr u32 COLUMN_TILES = HEAD_DIM / 8, PARTS = (COLUMN_TILES + 3) / 4;
   const u64 at = (u64)blockIdx.x * 8 + threadIdx.x / 32, row_tile = at / PARTS, tiles = params.sum_len / 16;  // (batch, head, row tile, part)
   if (row_tile >= params.batch * params.num_heads * tiles) return;
@@ -47,16 +43,13 @@ extern "C" __global__ void __launch_bounds__(256) attention_backward_convert(flo
 
   // Load: four column tiles, 512 contiguous bytes each.
   u32 low[4] = {}, high[4] = {};
-  float4* sums = (float4*)(dq_sum + (row_tile * COLUMN_TILES + part * 4) * 128) + lane;
+  const float4* sums = (const float4*)(dq_sum + (row_tile * COLUMN_TILES + part * 4) * 128) + lane;
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     if (COLUMN_TILES % 4 != 0 && part * 4 + n >= COLUMN_TILES) break;
     const float4 sum = sums[n * 32];
     low[n] = pack_bf16(sum.x * scale, sum.y * scale);
     high[n] = pack_bf16(sum.z * scale, sum.w * scale);
-#if CLEAR
-    sums[n * 32] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#endif
   }
   // Store: a lane gathers eight columns of a row from its quad.
   transpose_quad(low);

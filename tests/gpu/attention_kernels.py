@@ -202,8 +202,10 @@ def prepare(rt, o, do, lse):
 def convert_dq(rt, dq_sum, sum_len, first_query, dq, scale, clear=False):
     b, n = dq.packed.shape[:2]
     warps = b * dq.num_heads * sum_len // 16 * ceil_div(dq.head_dim, 32)
-    rt.launch("attention_backward_convert.cu", "attention_backward_convert", dict(HEAD_DIM=dq.head_dim, CLEAR=int(clear)), (ceil_div(warps, 8), 1, 1), 256, 0,
+    rt.launch("attention_backward_convert.cu", "attention_backward_convert", dict(HEAD_DIM=dq.head_dim), (ceil_div(warps, 8), 1, 1), 256, 0,
               [dq_sum, dq.packed], [b, n, dq.num_heads, sum_len, first_query, dq.offset, dq.token_stride, dq.batch_stride, f32_word(scale)])
+    if clear:
+        fill_zero(rt, dq_sum)
 
 
 def convert_rows(rt, sums, grad, scale):

@@ -287,7 +287,7 @@ pub(crate) fn row_stats(
     Ok(stats)
 }
 
-/// Writes the bf16 rows of dq from `rows` rows of sums that begin at `first_query`, and clears the sums.
+/// Writes the bf16 rows of dq from `rows` rows of sums that begin at `first_query`.
 pub(crate) fn convert_dq(
     dq_sum: &CudaTensor,
     call: &AttentionGradients,
@@ -310,7 +310,7 @@ pub(crate) fn convert_dq(
     words.extend(dq);
     words.push(u64::from(call.softmax_scale.to_bits()));
     let kernel = attention_backward_convert_kernel(shape.head_dim);
-    // SAFETY: reads and clears `rows` rows of sums a head; rows past the sequence are skipped.
+    // SAFETY: reads `rows` rows of sums a head; rows past the sequence are skipped.
     unsafe {
         kernel.launch(
             [warps.div_ceil(8), 1, 1],

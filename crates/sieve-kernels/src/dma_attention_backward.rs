@@ -12,7 +12,7 @@ use crate::cuda_tensor::CudaTensor;
 use crate::dma_attention_forward::require_lists;
 use crate::dma_lists::KeyLists;
 use crate::error::KernelError;
-use crate::fill_zero::empty_zero;
+use crate::fill_zero::{empty_zero, fill_zero};
 use crate::heads::{AttentionShape, Heads};
 use crate::hopper_tiling::{
     BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, attention_family, backward_maps,
@@ -100,6 +100,9 @@ pub fn dma_attention_backward(
 
     for first in (0..blocks).step_by(per_launch) {
         let count = per_launch.min(blocks - first);
+        if let Some(dq_sum) = dq_sum.as_ref().filter(|_| first > 0) {
+            fill_zero(dq_sum)?;
+        }
         for set in BackwardTiling::launches(&shape, call.order) {
             let mut words = common.clone();
             words.extend([padded, capacity, first as u64, (count * SUPER_BLOCK) as u64]);
