@@ -13,6 +13,7 @@ mod cli_bad_input;
 mod data_commands;
 mod data_safetensors;
 mod kernels_cli;
+mod needle_cli;
 mod plan_recipes;
 mod resume_damage;
 mod resume_kill;

@@ -126,6 +126,169 @@ fn selectors_run_on_a_dense_checkpoint() {
 }
 
 #[test]
+fn selectors_read_prompts_in_chunks_as_they_read_them_whole() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    let run = run_of(&tiny);
+    let ppl = |more: &str| {
+        let command =
+            format!("eval ppl --checkpoint {run} --data text.txt --device cpu --json {more}");
+        json(&succeed(&mut tiny.sieve(&command)))
+    };
+    let loss = |report: &Value| report["loss"].as_f64().expect("a number");
+    let pairs = |report: &Value| report["selection"]["pairs"].as_f64().expect("a number");
+    for selector in [SELECTORS[0], SELECTORS[1], SELECTORS[2]] {
+        let (whole, cut) = (
+            ppl(&format!("--selector {selector}")),
+            ppl(&format!("--selector {selector} --chunk 8")),
+        );
+        assert_eq!((&whole["chunk"], &cut["chunk"]), (&Value::Null, &8.into()));
+        assert!((loss(&whole) - loss(&cut)).abs() < 1e-5, "{whole} {cut}");
+        assert!(
+            (pairs(&whole) / pairs(&cut) - 1.0).abs() < 1e-9,
+            "{whole} {cut}"
+        );
+        assert!(
+            cut["selection"]["calls"].as_u64() > whole["selection"]["calls"].as_u64(),
+            "{whole} {cut}"
+        );
+    }
+    let generate = |more: &str| {
+        succeed(
+            &mut tiny.sieve_args(
+                &[
+                    &[
+                        "generate",
+                        "--checkpoint",
+                        &run,
+                        "--device",
+                        "cpu",
+                        "--temperature",
+                        "0",
+                    ][..],
+                    &[
+                        "--prompt",
+                        "the fox sees a dog and the dog sees the fox again",
+                    ],
+                    &["--max-new-tokens", "8", "--selector", SELECTORS[1]],
+                    &more.split_whitespace().collect::<Vec<_>>(),
+                ]
+                .concat(),
+            ),
+        )
+    };
+    assert_eq!(generate("--chunk 8"), generate(""));
+    let table = json(&succeed(&mut tiny.sieve(&format!(
+        "eval selectors --checkpoint {run} --data text.txt --lengths 32 --windows 2 --device cpu --chunk 8 --json"
+    ))));
+    let rows = table["selectors"].as_array().expect("a list");
+    assert!(rows.len() > 10 && rows.iter().all(|row| row["chunk"] == 8));
+}
+
+/// Models of other kinds, trained on the same text, in the table of a dense one.
+#[test]
+fn selectors_stand_beside_models_trained_sparse() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    let run = run_of(&tiny);
+    let others = [
+        ("swa", "--set attention.sliding_window=8"),
+        (
+            "dma",
+            "--set attention.keep_window_size=8 --set attention.a_init=0.5",
+        ),
+        (
+            "nsa",
+            "--set attention.compress_block_size=4 --set attention.compress_stride=2 --set attention.compress=mean \
+             --set attention.select_block_size=4 --set attention.num_selected_blocks=3 --set attention.window_size=8",
+        ),
+    ];
+    let mut compare = String::new();
+    for (kind, sets) in others {
+        tiny.trained(kind, &format!("--set attention.kind={kind} {sets}"));
+        compare += &format!(" --compare {kind}");
+    }
+    let table = format!(
+        "eval selectors --checkpoint {run} --data text.txt --lengths 16,32 --windows 2 --device cpu --selector {}{compare} --compare {run}",
+        SELECTORS[1]
+    );
+    let report = json(&succeed(&mut tiny.sieve(&format!("{table} --json"))));
+    let rows = report["trained"].as_array().expect("a list");
+    assert_eq!(rows.len(), 8);
+    let of = |length: u64, start: &str| {
+        let mut rows = rows.iter().filter(|row| {
+            let attention = row["attention"].as_str().expect("a name");
+            row["num_tokens"] == length && attention.starts_with(start)
+        });
+        rows.next().unwrap_or_else(|| panic!("{start} in {report}"))
+    };
+    let number = |row: &Value, key: &str| row[key].as_f64().expect("a number");
+    // Eight keys of up to 32, whichever they are.
+    let eight = (8.0 * 9.0 / 2.0 + 24.0 * 8.0) / (32.0 * 33.0 / 2.0);
+    for kind in ["swa", "dma"] {
+        assert!((number(of(32, kind), "density") - eight).abs() < 1e-9);
+    }
+    assert!(number(of(32, "nsa"), "density") > number(of(32, "nsa"), "distinct_density"));
+    let selectors = report["selectors"].as_array().expect("a list");
+    let dense = selectors.iter().find(|row| row["num_tokens"] == 32);
+    let dense = dense.expect("a row of that length");
+    assert!((number(of(32, "mha"), "loss") - number(dense, "dense_loss")).abs() < 1e-5);
+    for row in rows {
+        assert!(number(row, "prefill_ms") > 0.0 && number(row, "loss").is_finite());
+    }
+    assert!(number(dense, "prefill_ms") > 0.0 && number(dense, "dense_prefill_ms") > 0.0);
+    let text = succeed(&mut tiny.sieve(&table));
+    for words in [
+        "trained with its own attention",
+        "dma, keeps 8",
+        "swa, window 8",
+        "nsa, 3 x 4",
+    ] {
+        assert!(text.contains(words), "{text}");
+    }
+    let with = |more: &str| {
+        tiny.sieve(&format!(
+            "eval selectors --checkpoint {run} --data text.txt --lengths 32 --windows 1 --device cpu --selector {} {more}",
+            SELECTORS[1]
+        ))
+    };
+    refused(
+        &mut with("--compare nowhere"),
+        &["--compare nowhere", "no checkpoint"],
+    );
+    tiny.trained(
+        "words",
+        "--set training.steps=4 --set tokenizer.train.vocab_size=290",
+    );
+    refused(
+        &mut with("--compare words"),
+        &["--compare words", "its tokenizer is not the one"],
+    );
+    tiny.trained(
+        "short",
+        "--set training.steps=4 --set training.seq_len=16 --set model.max_position_embeddings=16",
+    );
+    refused(
+        &mut with("--compare short"),
+        &["--compare short", "context of 16", "shorter --lengths"],
+    );
+    for (more, words) in [
+        ("--chunk 0", &["chunk is 0"][..]),
+        ("--chunk x", &["'x'", "--chunk"]),
+        ("--chunk 8 --maps maps", &["--maps"]),
+        ("--chunk 8 --selector h2o", &["h2o", "token by token"]),
+        ("--chunk 8 --selector pbs", &["min_prefill_tokens=256"]),
+        ("--plot no/where.svg", &["no/where.svg", "no folder"]),
+    ] {
+        tiny.refuse(&mut with(more), words);
+    }
+    for command in ["eval ppl --data text.txt", "generate --prompt the"] {
+        let command = format!("{command} --checkpoint {run} --device cpu --chunk 8");
+        tiny.refuse(&mut tiny.sieve(&command), &["--selector"]);
+        let decode = format!("{command} --selector h2o:heavy=3,recent=3");
+        tiny.refuse(&mut tiny.sieve(&decode), &["chunk is 8 with h2o"]);
+    }
+}
+
+#[test]
 fn selectors_mistakes_are_told_and_change_nothing() {
     let tiny = TinyRun::new("kind = \"swa\"\nsliding_window = 8");
     let run = run_of(&tiny);

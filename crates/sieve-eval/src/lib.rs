@@ -17,15 +17,19 @@ mod perplexity;
 mod needle;
 mod recall;
 
+mod chunks;
+mod pass;
 mod selection;
 mod selectors;
+mod trained;
 
 pub use document::{EvalDocument, prepared_documents, text_documents};
 pub use error::EvalError;
 pub use generator::{GenerateConfig, Generator};
 pub use logits::logits;
 pub use needle::{
-    Haystack, NUM_DISTRACTORS, NeedleCell, NeedleConfig, NeedleExample, NeedleReport, linear_grid, needle,
+    Haystack, NUM_DISTRACTORS, NeedleCell, NeedleConfig, NeedleExample, NeedleReport, linear_grid,
+    needle,
 };
 pub use perplexity::{PerplexityConfig, PerplexityReport, perplexity, perplexity_selected};
 pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, recall};
@@ -34,3 +38,4 @@ pub use selection::{Selection, SelectionTotals};
 pub use selectors::{
     LayerMeasure, SelectorMeasure, measure_selectors, selector_masks, sweep_selectors,
 };
+pub use trained::{TrainedMeasure, attention_label, measure_trained};

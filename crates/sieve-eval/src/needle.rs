@@ -109,17 +109,14 @@ impl NeedleConfig {
     /// No cell; a length beyond the context or without haystack; a depth outside 0 to 100.
     pub fn check(&self, max_seq_len: usize) -> Result<(), EvalError> {
         let bad = |name, value, hint| Err(EvalError::BadSetting { name, value, hint });
-        if self.lengths.is_empty() || self.depths.is_empty() || self.num_needles == 0 {
-            return bad(
-                "grid",
-                format!(
-                    "{} lengths by {} depths with {} needles each",
-                    self.lengths.len(),
-                    self.depths.len(),
-                    self.num_needles
-                ),
-                "ask for at least one of each",
-            );
+        for (name, count) in [
+            ("lengths", self.lengths.len()),
+            ("depths", self.depths.len()),
+            ("needles", self.num_needles),
+        ] {
+            if count == 0 {
+                return bad(name, "none".to_owned(), "ask for at least one");
+            }
         }
         if let Some(length) = self.lengths.iter().find(|&&length| length > max_seq_len) {
             return bad(

@@ -1,15 +1,18 @@
 //! A selector in place of a dense model's attention: what it computes, and what it cost.
 use crate::EvalError;
+use crate::chunks::{part, prefill};
 use serde::Serialize;
 use sieve_core::{Attention, ModelShape};
 use sieve_nn::HostOperands;
-use sieve_select::{Call, CallShape, DecodeSession, LayerShape, Phase, Selector, density};
+use sieve_select::{Call, DecodeSession, LayerShape, Phase, Selector};
 use std::time::Instant;
 
 /// A selector at work in the layers of a model.
 #[derive(Clone, Debug)]
 pub struct Selection {
     selector: Selector,
+    /// Tokens of a call; a prompt is one call where absent.
+    chunk: Option<usize>,
     totals: SelectionTotals,
     /// One per layer, of the text that is being generated.
     sessions: Vec<DecodeSession>,
@@ -18,7 +21,7 @@ pub struct Selection {
 /// Sums over all calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct SelectionTotals {
-    /// Calls: layers times documents.
+    /// Calls: layers times documents, and times their chunks.
     pub calls: u64,
     /// Calls that ran dense because they are short or in a dense layer.
     pub dense_calls: u64,
@@ -60,6 +63,7 @@ impl Selection {
         selector.check_context(shape.max_seq_len)?;
         let selection = Self {
             selector,
+            chunk: None,
             totals: SelectionTotals::default(),
             sessions: Vec::new(),
         };
@@ -75,6 +79,49 @@ impl Selection {
             }
         }
         Ok(selection)
+    }
+
+    /// The same with prompts read in chunks of so many tokens: each is a call of its own, whose queries are its tokens and
+    /// whose keys are all up to them.
+    ///
+    /// # Errors
+    /// No token; a method that reads token by token; chunks so short that every call would be dense.
+    pub fn in_chunks(self, chunk: usize) -> Result<Self, EvalError> {
+        let name = self.selector.name();
+        let bad = |value, hint| {
+            Err(EvalError::BadSetting {
+                name: "chunk",
+                value,
+                hint,
+            })
+        };
+        if chunk == 0 {
+            return bad("0".to_owned(), "use at least 1 token");
+        }
+        if self.is_stream() {
+            return bad(
+                format!("{chunk} with {name}, which reads a text token by token"),
+                "leave --chunk out, or use a prefill method",
+            );
+        }
+        let shortest = self.selector.common.min_prefill_tokens;
+        if chunk < shortest {
+            return bad(
+                format!(
+                    "{chunk} with {name}:min_prefill_tokens={shortest}, so that every call would be dense"
+                ),
+                "use longer chunks, or min_prefill_tokens=0 behind the selector's colon",
+            );
+        }
+        Ok(Self {
+            chunk: Some(chunk),
+            ..self
+        })
+    }
+
+    /// Tokens of a chunk, where prompts are read in chunks.
+    pub fn chunk(&self) -> Option<usize> {
+        self.chunk
     }
 
     /// The selector.
@@ -103,23 +150,23 @@ impl Selection {
     /// Operands that the selector refuses.
     pub fn attend(&mut self, operands: HostOperands<'_>) -> Result<Vec<f32>, EvalError> {
         let started = Instant::now();
-        let call = call(operands)?;
-        let dense_pairs = call.shape.causal_pairs() as f64 * call.shape.num_heads as f64;
-        self.totals.calls += 1;
+        let tokens = operands.num_tokens as f64;
+        let dense_pairs = tokens * (tokens + 1.0) / 2.0 * operands.num_heads as f64;
         self.totals.dense_pairs += dense_pairs;
         let o = if self.is_stream() {
             let mut session = DecodeSession::new(&self.selector, layer_shape(operands))?;
             let o = session.stream(operands.q, operands.k, operands.v)?;
+            self.totals.calls += 1;
             self.totals.pairs += session.pairs_read() as f64;
             o
         } else {
-            let done = self.selector.prefill(&call)?;
-            let shares = density(&done.mask);
-            self.totals.pairs += (shares.token + shares.probes) * dense_pairs;
-            self.totals.dense_calls += u64::from(done.mask.stats.dense_call);
-            self.totals.nan_lists += done.mask.stats.nan_lists as u64;
-            self.totals.select_seconds += done.mask.stats.select_seconds;
-            done.output.o
+            let done = prefill(&self.selector, operands, self.chunk)?;
+            self.totals.calls += done.calls;
+            self.totals.pairs += done.density * dense_pairs;
+            self.totals.dense_calls += done.dense_calls;
+            self.totals.nan_lists += done.nan_lists;
+            self.totals.select_seconds += done.select_seconds;
+            done.o
         };
         self.totals.seconds += started.elapsed().as_secs_f64();
         Ok(o)
@@ -157,15 +204,7 @@ impl Selection {
 
 /// A call of one document.
 pub(crate) fn call(operands: HostOperands<'_>) -> Result<Call<'_>, EvalError> {
-    let shape = CallShape {
-        num_queries: operands.num_tokens,
-        num_keys: operands.num_tokens,
-        num_heads: operands.num_heads,
-        num_kv_heads: operands.num_kv_heads,
-        head_dim: operands.head_dim,
-    };
-    let call = Call::new(shape, operands.q, operands.k, operands.v)?;
-    Ok(call.in_layer(operands.layer, operands.num_layers))
+    part(operands, 0..operands.num_tokens)
 }
 
 pub(crate) fn layer_shape(operands: HostOperands<'_>) -> LayerShape {

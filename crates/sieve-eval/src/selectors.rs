@@ -1,14 +1,13 @@
 //! Selectors side by side on one model: what each computes, keeps, costs and breaks.
 use crate::EvalError;
-use crate::input::{check_vocabulary, ids};
+use crate::chunks::prefill;
+use crate::input::check_vocabulary;
+use crate::pass::{attending_pass, milliseconds, own_pass};
 use crate::selection::{Selection, call, layer_shape};
-use burn::tensor::{Tensor, TensorData};
 use serde::Serialize;
-use sieve_nn::{HostOperands, LayerContext, Qwen3};
-use sieve_ops::{Documents, SieveBackend};
-use sieve_select::{
-    AttentionOutput, Call, DecodeSession, Selector, SparseMask, dense_attention, density, recall,
-};
+use sieve_nn::{HostOperands, Qwen3};
+use sieve_ops::SieveBackend;
+use sieve_select::{AttentionOutput, DecodeSession, Selector, SparseMask, dense_attention, recall};
 use std::time::Instant;
 
 /// One selector at one prompt length, over all layers and windows.
@@ -18,6 +17,8 @@ pub struct SelectorMeasure {
     pub name: String,
     /// All its settings, as the flag reads them.
     pub selector: String,
+    /// Tokens of a chunk, where prompts are read in chunks.
+    pub chunk: Option<usize>,
     /// Tokens of a prompt.
     pub num_tokens: usize,
     /// Prompts.
@@ -36,6 +37,10 @@ pub struct SelectorMeasure {
     pub attention_ms: f64,
     /// The same of dense attention through the same code with every tile kept.
     pub dense_attention_ms: f64,
+    /// Milliseconds from token ids to the last block's output, under the selector: the fastest prompt.
+    pub prefill_ms: f64,
+    /// The same of the model as it is.
+    pub dense_prefill_ms: f64,
     /// Cross-entropy under the selector, nats per token; "prefill" for methods that are no causal maps.
     pub loss: f64,
     /// The model's own.
@@ -109,11 +114,11 @@ impl Captured {
 /// `observe` hears the name of each selector before it runs.
 ///
 /// # Errors
-/// A model whose attention is not dense, a token outside the vocabulary, a selector that refuses the model, no window.
+/// A token outside the vocabulary, operands that a selector refuses, no window.
 pub fn measure_selectors<B: SieveBackend>(
     model: &Qwen3<B>,
     windows: &[Vec<u32>],
-    selectors: &[Selector],
+    selections: &[Selection],
     device: &B::Device,
     observe: &mut dyn FnMut(&str),
 ) -> Result<Vec<SelectorMeasure>, EvalError> {
@@ -129,15 +134,17 @@ pub fn measure_selectors<B: SieveBackend>(
     for window in windows {
         check_vocabulary(window, model.shape().vocab_size)?;
     }
-    let mut selections = selectors
-        .iter()
-        .map(|selector| Selection::new(selector.clone(), model.shape()))
-        .collect::<Result<Vec<_>, _>>()?;
-    let mut sums = vec![Sums::default(); selectors.len()];
-    let (mut dense_nats, mut dense_ms) = (0.0, 0.0);
+    let mut selections = selections.to_vec();
+    let mut sums = vec![Sums::default(); selections.len()];
+    let (mut dense_nats, mut dense_ms, mut dense_prefill_ms) = (0.0, 0.0, f64::INFINITY);
+    // The first pass of a length also allocates.
+    own_pass(model, &windows[0], device)?;
     for window in windows {
         let mut captured = Vec::new();
-        dense_nats += nats(model, window, device, &mut |operands| {
+        dense_prefill_ms = own_pass(model, window, device)?
+            .prefill_ms
+            .min(dense_prefill_ms);
+        let dense = attending_pass(model, window, device, &mut |operands| {
             let call = call(operands)?;
             let started = Instant::now();
             let dense = dense_attention(&call)?;
@@ -146,19 +153,24 @@ pub fn measure_selectors<B: SieveBackend>(
             captured.push(capture(operands, dense));
             Ok(o)
         })?;
+        dense_nats += dense.nats;
         for (selection, sum) in selections.iter_mut().zip(&mut sums) {
             observe(selection.selector().name());
             for layer in &captured {
                 sum.layers.resize(captured.len(), LayerMeasure::default());
-                let measure = sum.layer(selection.selector(), layer)?;
+                let measure = sum.layer(selection, layer)?;
                 let total = &mut sum.layers[layer.place.layer];
                 total.density += measure.density;
                 total.output_error += measure.output_error;
                 total.recall = measure.recall.map(|x| x + total.recall.unwrap_or(0.0));
             }
-            sum.nats += nats(model, window, device, &mut |operands| {
-                selection.attend(operands)
-            })?;
+            let attend = &mut |operands: HostOperands<'_>| selection.attend(operands);
+            let pass = attending_pass(model, window, device, attend)?;
+            sum.nats += pass.nats;
+            sum.prefill_ms = match sum.prefill_ms {
+                Some(fastest) => Some(pass.prefill_ms.min(fastest)),
+                None => Some(pass.prefill_ms),
+            };
         }
     }
     let predictions = (windows.len() * num_tokens) as f64;
@@ -173,6 +185,7 @@ pub fn measure_selectors<B: SieveBackend>(
         SelectorMeasure {
             name: selector.name().to_owned(),
             selector: selector.to_string(),
+            chunk: selection.chunk(),
             num_tokens,
             num_windows: windows.len(),
             density: mean(&|layer| layer.density),
@@ -182,6 +195,8 @@ pub fn measure_selectors<B: SieveBackend>(
             select_ms: sum.select_ms / count,
             attention_ms: sum.attention_ms / count,
             dense_attention_ms: dense_ms / count,
+            prefill_ms: sum.prefill_ms.unwrap_or(0.0),
+            dense_prefill_ms,
             loss: sum.nats / predictions,
             dense_loss: dense_nats / predictions,
             causal: selector.is_causal_map(),
@@ -199,24 +214,23 @@ pub fn measure_selectors<B: SieveBackend>(
 pub fn sweep_selectors<B: SieveBackend>(
     model: &Qwen3<B>,
     window: &[u32],
-    selectors: &[Selector],
+    selections: &[Selection],
     device: &B::Device,
 ) -> Result<Vec<(f64, f64)>, EvalError> {
     check_vocabulary(window, model.shape().vocab_size)?;
     let mut captured = Vec::new();
-    nats(model, window, device, &mut |operands| {
+    attending_pass(model, window, device, &mut |operands| {
         let dense = dense_attention(&call(operands)?)?;
         let o = dense.o.clone();
         captured.push(capture(operands, dense));
         Ok(o)
     })?;
     let mut points = Vec::new();
-    for selector in selectors {
-        Selection::new(selector.clone(), model.shape())?;
+    for selection in selections {
         let mut sum = Sums::default();
         let (mut density, mut recall) = (0.0, 0.0);
         for layer in &captured {
-            let measure = sum.layer(selector, layer)?;
+            let measure = sum.layer(selection, layer)?;
             density += measure.density / captured.len() as f64;
             recall += measure.recall.unwrap_or(0.0) / captured.len() as f64;
         }
@@ -240,7 +254,7 @@ pub fn selector_masks<B: SieveBackend>(
         Selection::new(selector.clone(), model.shape())?;
     }
     let mut masks = vec![Vec::new(); selectors.len()];
-    nats(model, window, device, &mut |operands| {
+    attending_pass(model, window, device, &mut |operands| {
         let call = call(operands)?;
         for (selector, masks) in selectors.iter().zip(&mut masks) {
             masks.push(selector.select(&call)?);
@@ -257,37 +271,41 @@ struct Sums {
     tiles: f64,
     select_ms: f64,
     attention_ms: f64,
+    prefill_ms: Option<f64>,
     nan_lists: u64,
     layers: Vec<LayerMeasure>,
 }
 
 impl Sums {
     /// Runs a selector on a captured layer.
-    fn layer(&mut self, selector: &Selector, layer: &Captured) -> Result<LayerMeasure, EvalError> {
-        let operands = layer.operands();
-        let call: Call<'_> = call(operands)?;
+    fn layer(
+        &mut self,
+        selection: &Selection,
+        layer: &Captured,
+    ) -> Result<LayerMeasure, EvalError> {
+        let (selector, operands) = (selection.selector(), layer.operands());
         let started = Instant::now();
         if selector.is_stream() {
             let mut session = DecodeSession::new(selector, layer_shape(operands))?;
             let o = session.stream(operands.q, operands.k, operands.v)?;
             self.attention_ms += milliseconds(started);
-            let pairs = call.shape.causal_pairs() * call.shape.num_heads as u64;
+            let shape = call(operands)?.shape;
+            let pairs = shape.causal_pairs() * shape.num_heads as u64;
             return Ok(LayerMeasure {
                 density: session.pairs_read() as f64 / pairs as f64,
                 recall: None,
                 output_error: relative_error(&o, &layer.dense.o),
             });
         }
-        let done = selector.prefill(&call)?;
+        let done = prefill(selector, operands, selection.chunk())?;
         self.attention_ms += milliseconds(started);
-        self.select_ms += 1e3 * done.mask.stats.select_seconds;
-        self.nan_lists += done.mask.stats.nan_lists as u64;
-        let shares = density(&done.mask);
-        self.tiles += shares.tile;
+        self.select_ms += 1e3 * done.select_seconds;
+        self.nan_lists += done.nan_lists;
+        self.tiles += done.tile_density;
         Ok(LayerMeasure {
-            density: shares.token + shares.probes,
-            recall: Some(recall(&done.output.lse, &layer.dense.lse)),
-            output_error: relative_error(&done.output.o, &layer.dense.o),
+            density: done.density,
+            recall: Some(recall(&done.lse, &layer.dense.lse)),
+            output_error: relative_error(&done.o, &layer.dense.o),
         })
     }
 }
@@ -317,37 +335,6 @@ fn capture(operands: HostOperands<'_>, dense: AttentionOutput) -> Captured {
         },
         dense,
     }
-}
-
-/// Cross-entropy of a window's predictions, with `attend` as the layers' attention.
-fn nats<B: SieveBackend>(
-    model: &Qwen3<B>,
-    window: &[u32],
-    device: &B::Device,
-    attend: &mut dyn FnMut(HostOperands<'_>) -> Result<Vec<f32>, EvalError>,
-) -> Result<f64, EvalError> {
-    let num_tokens = window.len() - 1;
-    let shape = [1, num_tokens];
-    let documents = Documents::whole_rows(shape, device);
-    let rope = model.rope(num_tokens, device);
-    let context = LayerContext::new(&documents, &rope);
-    let labels: Vec<i32> = window[1..].iter().map(|&token| token as i32).collect();
-    let losses = model.token_losses_attending(
-        ids(&window[..num_tokens], shape, device),
-        Tensor::from_data(TensorData::new(labels, shape), device),
-        &context,
-        attend,
-    )?;
-    let nats: f64 = losses.into_data().iter::<f64>().sum();
-    if nats.is_finite() {
-        Ok(nats)
-    } else {
-        Err(EvalError::NotFinite { num_tokens })
-    }
-}
-
-fn milliseconds(started: Instant) -> f64 {
-    started.elapsed().as_secs_f64() * 1e3
 }
 
 fn relative_error(a: &[f32], b: &[f32]) -> f64 {
@@ -393,11 +380,17 @@ mod tests {
             .collect()
     }
 
+    fn selection(text: &str) -> Selection {
+        let selector = Selector::parse(text).expect("valid");
+        Selection::new(selector, model(Attention::Mha).shape()).expect("it fits")
+    }
+
     fn measured(selectors: &[&str]) -> Vec<SelectorMeasure> {
-        let selectors: Vec<Selector> = selectors
-            .iter()
-            .map(|text| Selector::parse(text).expect("valid"))
-            .collect();
+        let selections: Vec<Selection> = selectors.iter().map(|text| selection(text)).collect();
+        measured_with(&selections)
+    }
+
+    fn measured_with(selections: &[Selection]) -> Vec<SelectorMeasure> {
         let windows = [
             window(301),
             window(301)[1..].iter().chain(&[3]).copied().collect(),
@@ -405,7 +398,7 @@ mod tests {
         measure_selectors(
             &model(Attention::Mha),
             &windows,
-            &selectors,
+            selections,
             &Default::default(),
             &mut |_| {},
         )
@@ -440,14 +433,12 @@ mod tests {
 
     #[test]
     fn a_sweep_moves_density_and_recall_together() {
-        let selectors: Vec<Selector> = [40, 80, 160]
-            .iter()
-            .map(|local| Selector::parse(&format!("streamingllm:n_local={local}")).expect("valid"))
-            .collect();
+        let selections =
+            [40, 80, 160].map(|local| selection(&format!("streamingllm:n_local={local}")));
         let points = sweep_selectors(
             &model(Attention::Mha),
             &window(301),
-            &selectors,
+            &selections,
             &Default::default(),
         )
         .expect("valid");
@@ -460,21 +451,56 @@ mod tests {
     }
 
     #[test]
+    fn chunks_of_whole_blocks_measure_as_the_whole_prompt_does() {
+        for text in [
+            "meanpool:block=16,tau=0.5,min_prefill_tokens=0",
+            "xattention:block=16,stride=4,tau=0.6,min_prefill_tokens=0",
+            "oracle_topk:block=16,k=3,min_prefill_tokens=0",
+            "streamingllm:n_init=2,n_local=40,min_prefill_tokens=0",
+        ] {
+            let (whole, cut) = (selection(text), selection(text));
+            let cut = cut.in_chunks(64).expect("a prefill method");
+            let [a, b] = &measured_with(&[whole, cut])[..] else {
+                panic!("two were given");
+            };
+            assert_eq!((a.chunk, b.chunk), (None, Some(64)));
+            assert!((a.density - b.density).abs() < 1e-12, "{a:?} {b:?}");
+            assert!(
+                (a.output_error - b.output_error).abs() < 1e-5,
+                "{a:?} {b:?}"
+            );
+            assert!((a.loss - b.loss).abs() < 1e-5, "{a:?} {b:?}");
+            let recalls = a.recall.zip(b.recall).expect("prefill methods");
+            assert!((recalls.0 - recalls.1).abs() < 1e-5, "{a:?} {b:?}");
+        }
+        // Chunks that cut a probe's blocks: other lists, and with everything kept still the model itself.
+        let text = "pbs:block=16,segment=64,tau=0.5,min_prefill_tokens=0";
+        let cut = selection(text).in_chunks(100).expect("a prefill method");
+        let found = measured_with(&[selection(text), cut]);
+        assert!(found[0].density != found[1].density, "{found:?}");
+        let all = selection("meanpool:tau=1,min_prefill_tokens=0").in_chunks(100);
+        let all = &measured_with(&[all.expect("a prefill method")])[0];
+        assert!((all.density - 1.0).abs() < 1e-12 && (all.loss - all.dense_loss).abs() < 1e-5);
+    }
+
+    #[test]
+    fn chunks_that_change_nothing_or_everything_are_refused() {
+        for (text, chunk, words) in [
+            ("meanpool", 0, "at least 1 token"),
+            ("meanpool", 100, "every call would be dense"),
+            ("h2o", 512, "token by token"),
+            ("streamingllm:reindex=true", 512, "token by token"),
+        ] {
+            let error = selection(text).in_chunks(chunk).expect_err("refused");
+            assert!(error.to_string().contains(words), "{text}: {error}");
+        }
+    }
+
+    #[test]
     fn a_model_with_an_own_sparse_attention_is_refused() {
         let model = model(Attention::Swa { window_size: 4 });
-        let selectors = [Selector::parse("meanpool").expect("valid")];
-        let error = measure_selectors(
-            &model,
-            &[window(20)],
-            &selectors,
-            &Default::default(),
-            &mut |_| {},
-        );
-        assert!(
-            error
-                .expect_err("not dense")
-                .to_string()
-                .contains("meanpool")
-        );
+        let selector = Selector::parse("meanpool").expect("valid");
+        let error = Selection::new(selector, model.shape()).expect_err("not dense");
+        assert!(error.to_string().contains("meanpool"));
     }
 }

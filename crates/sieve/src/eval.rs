@@ -1,8 +1,11 @@
 //! `sieve eval`: how good a model is.
 
 mod mqar;
+mod needle;
+mod output;
 mod ppl;
 mod selectors;
+mod text;
 
 use anyhow::Result;
 use clap::Subcommand;
@@ -14,7 +17,9 @@ pub(crate) enum EvalCommand {
     Ppl(ppl::PplArgs),
     /// Accuracy on multi-query associative recall, by number of pairs, length and distance
     Mqar(mqar::MqarArgs),
-    /// Sparse methods side by side on one dense model: density, recall, times, error, loss
+    /// A number hidden in a long text, asked for at its end, by length and depth
+    Needle(needle::NeedleArgs),
+    /// Sparse methods side by side on one dense model, and beside models trained sparse: density, recall, times, error, loss
     Selectors(selectors::SelectorsArgs),
 }
 
@@ -23,6 +28,7 @@ pub(crate) fn run(command: EvalCommand) -> Result<()> {
     match command {
         EvalCommand::Ppl(args) => ppl::run(args),
         EvalCommand::Mqar(args) => mqar::run(args),
+        EvalCommand::Needle(args) => needle::run(args),
         EvalCommand::Selectors(args) => selectors::run(args),
     }
 }

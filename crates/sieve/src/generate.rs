@@ -6,7 +6,7 @@ use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
-use sieve_eval::{GenerateConfig, Generator, Sampling, Selection};
+use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_ops::{Cuda, SieveBackend};
 use sieve_select::Selector;
 use std::path::PathBuf;
@@ -37,6 +37,8 @@ pub(crate) struct GenerateArgs {
     seed: u64,
     #[arg(long, value_name = "NAME:…", value_parser = selector::parse, help = selector::ABOUT)]
     selector: Option<Selector>,
+    #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
+    chunk: Option<usize>,
     /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
@@ -69,7 +71,8 @@ fn run_on<B: SieveBackend>(args: &GenerateArgs, device: &B::Device, dtype: DType
     };
     let mut generator = Generator::new(&loaded.model, &prompt, config, device)?;
     if let Some(selector) = &args.selector {
-        generator = generator.with_selection(Selection::new(selector.clone(), &loaded.shape)?);
+        let selection = selector::selection(selector, args.chunk, &loaded.shape)?;
+        generator = generator.with_selection(selection);
     }
     terminal::text(&args.prompt);
     let mut stream = tokenizer.decode_stream();

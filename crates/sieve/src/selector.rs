@@ -1,14 +1,32 @@
 //! `--selector`: a sparse method in place of a dense model's attention.
 use crate::terminal;
-use sieve_eval::SelectionTotals;
+use anyhow::Result;
+use sieve_core::ModelShape;
+use sieve_eval::{Selection, SelectionTotals};
 use sieve_select::Selector;
 
 /// What `--selector` takes; also its help text.
 pub(crate) const ABOUT: &str =
     "A sparse method in place of dense attention, NAME:key=value,…; `help` lists all";
 
+/// What `--chunk` takes.
+pub(crate) const ABOUT_CHUNK: &str = "Read prompts in chunks of N tokens, each a call of its own with all keys before it; prefill methods";
+
+/// A selector for a model, on whole prompts or in chunks.
+pub(crate) fn selection(
+    selector: &Selector,
+    chunk: Option<usize>,
+    shape: &ModelShape,
+) -> Result<Selection> {
+    let selection = Selection::new(selector.clone(), shape)?;
+    Ok(match chunk {
+        Some(chunk) => selection.in_chunks(chunk)?,
+        None => selection,
+    })
+}
+
 /// Reads a selector; `help` prints the list and ends the program, as `--help` does.
-pub(crate) fn parse(text: &str) -> Result<Selector, String> {
+pub(crate) fn parse(text: &str) -> std::result::Result<Selector, String> {
     if text == "help" {
         terminal::text(&Selector::help());
         std::process::exit(0);

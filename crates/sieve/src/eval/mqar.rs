@@ -1,6 +1,7 @@
 //! `sieve eval mqar`.
 mod chart;
 
+use super::output;
 use crate::device::{Device, DeviceChoice};
 use crate::{loaded, terminal};
 use anyhow::{Context, Result, anyhow, bail};
@@ -76,6 +77,7 @@ pub(crate) fn run(args: MqarArgs) -> Result<()> {
 }
 
 fn run_on<B: SieveBackend>(args: &MqarArgs, device: &B::Device, dtype: DType) -> Result<()> {
+    output::check(args.svg.as_deref())?;
     let (loaded, _tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let kinds = kinds(args, &loaded.recipe, loaded.model.shape().vocab_size)?;
     let trained = loaded.recipe.data.mqar.as_ref();

@@ -49,6 +49,8 @@ pub(crate) struct PplArgs {
     max_tokens: Option<u64>,
     #[arg(long, value_name = "NAME:…", value_parser = selector::parse, help = selector::ABOUT)]
     selector: Option<Selector>,
+    #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
+    chunk: Option<usize>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -82,9 +84,9 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
         max_tokens: args.max_tokens,
         batch_tokens: BATCH_TOKENS,
     };
-    let selector = args.selector.clone();
+    let selector = args.selector.as_ref();
     let mut selection = selector
-        .map(|selector| Selection::new(selector, &loaded.shape))
+        .map(|selector| selector::selection(selector, args.chunk, &loaded.shape))
         .transpose()?;
     let report = if args.recipe_validation {
         let prepared = prepared_data(&loaded)?;
@@ -203,6 +205,7 @@ fn print<B: SieveBackend>(
             if let Some(selection) = selection {
                 let selector = selection.selector();
                 object.insert("selector".into(), selector.to_string().into());
+                object.insert("chunk".into(), selection.chunk().into());
                 object.insert(
                     "prefill_perplexity".into(),
                     (!selector.is_causal_map()).into(),

@@ -1,7 +1,10 @@
 //! `sieve eval selectors`: sparse methods side by side on one dense checkpoint.
+mod compare;
 mod heat_map;
 mod plot;
+mod table;
 
+use super::{output, text};
 use crate::device::{Device, DeviceChoice};
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
@@ -9,10 +12,7 @@ use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
-use sieve_data::{Corpus, CorpusConfig};
-use sieve_eval::{
-    SelectorMeasure, measure_selectors, selector_masks, sweep_selectors, text_documents,
-};
+use sieve_eval::{Selection, measure_selectors, selector_masks, sweep_selectors, text_documents};
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
 use sieve_select::{ENTRIES, Phase, Selector};
@@ -41,6 +41,12 @@ pub(crate) struct SelectorsArgs {
     /// A method to measure, once for each; all prefill methods when absent
     #[arg(long, value_name = "NAME:…", value_parser = selector::parse)]
     selector: Vec<Selector>,
+    #[arg(long, value_name = "N", conflicts_with = "maps", help = selector::ABOUT_CHUNK)]
+    chunk: Option<usize>,
+    /// Also measure a model with an attention of its own (swa, dma, nsa, …) on the same prompts, once for each; it must have the
+    /// same tokenizer
+    #[arg(long, value_name = "DIR")]
+    compare: Vec<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -96,18 +102,20 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
     if args.lengths.iter().any(|&length| length < 2) || args.windows == 0 {
         bail!("--lengths and --windows must be positive\n  hint: prompts need at least 2 tokens");
     }
+    output::check(args.plot.as_deref())?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let selectors = match args.selector.is_empty() {
-        true => all_prefill()?,
+        true => all_prefill(args.chunk)?,
         false => args.selector.clone(),
     };
-    let wanted = args.lengths.iter().max().map_or(0, |&n| n + 1) * args.windows;
-    let is_jsonl = args.data.iter().all(|path| path.ends_with(".jsonl"));
-    let paths = args.data.clone();
-    let corpus = Corpus::open(match is_jsonl {
-        true => CorpusConfig::jsonl(paths, "text"),
-        false => CorpusConfig::text(paths),
-    })?;
+    let selections = selectors
+        .iter()
+        .map(|selector| selector::selection(selector, args.chunk, &loaded.shape))
+        .collect::<Result<Vec<_>>>()?;
+    let longest = args.lengths.iter().max().copied().unwrap_or(0);
+    let compared = compare::load::<B>(&args.compare, &tokenizer, longest, device, dtype)?;
+    let wanted = (longest + 1) * args.windows;
+    let corpus = text::corpus(&args.data)?;
     let mut tokens = Vec::new();
     for document in text_documents(&corpus, &tokenizer, tokenizer.eos_id(None)?) {
         tokens.extend(document?.tokens);
@@ -122,7 +130,7 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
             args.windows
         );
     }
-    let mut measures = Vec::new();
+    let (mut measures, mut trained) = (Vec::new(), Vec::new());
     for &length in &args.lengths {
         let windows: Vec<Vec<u32>> = tokens
             .chunks(length + 1)
@@ -137,11 +145,12 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
             bar.set_message(format!("{name}, {length} tokens"));
             bar.inc(1);
         };
-        let found = measure_selectors(&loaded.model, &windows, &selectors, device, &mut observe);
+        let found = measure_selectors(&loaded.model, &windows, &selections, device, &mut observe);
         bar.finish_and_clear();
         measures.extend(found?);
+        trained.extend(compare::measure(&compared, &windows, device)?);
     }
-    print(args, &loaded, &measures)?;
+    table::print(args, &loaded, &measures, &trained)?;
     if let Some(path) = &args.plot {
         draw(args, &loaded, &tokens, &selectors, device, path)?;
     }
@@ -151,81 +160,19 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
     }
 }
 
-/// Every prefill method with its defaults, but dense layers at the start off, so that small models show something.
-fn all_prefill() -> Result<Vec<Selector>> {
+/// Every prefill method with its defaults, but dense layers at the start off, so that small models show something, and
+/// calls as short as the chunks not dense.
+fn all_prefill(chunk: Option<usize>) -> Result<Vec<Selector>> {
     let prefill = ENTRIES.iter().filter(|entry| entry.phase != Phase::Decode);
     prefill
         .map(|entry| {
             let mut selector = Selector::by_name(entry.name)?;
             selector.common.first_dense_layers = 0;
+            let shortest = &mut selector.common.min_prefill_tokens;
+            *shortest = chunk.map_or(*shortest, |chunk| chunk.min(*shortest));
             Ok(selector)
         })
         .collect()
-}
-
-fn print<B: SieveBackend>(
-    args: &SelectorsArgs,
-    loaded: &LoadedModel<B>,
-    measures: &[SelectorMeasure],
-) -> Result<()> {
-    if args.json {
-        let json = serde_json::json!({
-            "checkpoint": loaded.path.display().to_string(),
-            "step": loaded.state.step,
-            "data": args.data,
-            "threads": crate::device::num_threads(),
-            "selectors": measures,
-        });
-        terminal::line(&json.to_string());
-        return Ok(());
-    }
-    terminal::line(&format!(
-        "{} (step {}), {} prompts of each length, {} threads\n\
-         density: computed pairs over causal pairs, probes included; error: of the layers' output; times: all layers of one\n\
-         prompt, on the CPU; loss: nats per token, * where it is no likelihood (prefill loss)",
-        loaded.path.display(),
-        loaded.state.step,
-        args.windows,
-        crate::device::num_threads(),
-    ));
-    for &length in &args.lengths {
-        let rows: Vec<&SelectorMeasure> =
-            measures.iter().filter(|m| m.num_tokens == length).collect();
-        let Some(first) = rows.first() else {
-            continue;
-        };
-        terminal::line(&format!(
-            "\n{length} tokens: dense loss {:.4}, dense attention {:.2} ms\n{:15} {:>8} {:>8} {:>8} {:>9} {:>10} {:>12} {:>8} {:>9}",
-            first.dense_loss,
-            first.dense_attention_ms,
-            "selector",
-            "density",
-            "tiles",
-            "recall",
-            "error",
-            "select ms",
-            "attention ms",
-            "x dense",
-            "loss +"
-        ));
-        let percent = |x: Option<f64>| x.map_or("-".to_owned(), |x| format!("{:.2}%", 100.0 * x));
-        for m in rows {
-            terminal::line(&format!(
-                "{:15} {:>8} {:>8} {:>8} {:>9.4} {:>10.2} {:>12.2} {:>8.2} {:>8.4}{}",
-                m.name,
-                percent(Some(m.density)),
-                percent(m.tile_density),
-                percent(m.recall),
-                m.output_error,
-                m.select_ms,
-                m.attention_ms,
-                m.dense_attention_ms / m.attention_ms,
-                m.loss - m.dense_loss,
-                if m.causal { " " } else { "*" }
-            ));
-        }
-    }
-    Ok(())
 }
 
 fn draw_maps<B: SieveBackend>(
@@ -269,9 +216,11 @@ fn draw<B: SieveBackend>(
         let Some(selector) = selectors.iter().find(|selector| selector.name() == *name) else {
             continue;
         };
-        let moved: Vec<Selector> = values
+        let moved: Vec<Selection> = values
             .iter()
-            .map(|value| Ok(selector.with(key, value)?))
+            .map(|value| {
+                selector::selection(&selector.with(key, value)?, args.chunk, &loaded.shape)
+            })
             .collect::<Result<_>>()?;
         let points = sweep_selectors(&loaded.model, &tokens[..=length], &moved, device)?;
         curves.push(plot::Curve {

@@ -1,0 +1,73 @@
+//! One pass over a prompt, with its loss and its time.
+use crate::EvalError;
+use crate::input::ids;
+use burn::tensor::{Int, Tensor, TensorData};
+use sieve_nn::{HostOperands, LayerContext, Qwen3};
+use sieve_ops::{Documents, SieveBackend};
+use std::time::Instant;
+
+/// What a pass gave.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pass {
+    /// Cross-entropy of the window's predictions, summed.
+    pub(crate) nats: f64,
+    /// Milliseconds from token ids to the last block's output.
+    pub(crate) prefill_ms: f64,
+}
+
+/// A window through the model with its own attention: all its tokens but the last go in.
+pub(crate) fn own_pass<B: SieveBackend>(
+    model: &Qwen3<B>,
+    window: &[u32],
+    device: &B::Device,
+) -> Result<Pass, EvalError> {
+    pass(model, window, device, |ids, context| {
+        Ok(model.hidden(ids, context))
+    })
+}
+
+/// The same with `attend` as the attention of dense layers.
+pub(crate) fn attending_pass<B: SieveBackend>(
+    model: &Qwen3<B>,
+    window: &[u32],
+    device: &B::Device,
+    attend: &mut dyn FnMut(HostOperands<'_>) -> Result<Vec<f32>, EvalError>,
+) -> Result<Pass, EvalError> {
+    pass(model, window, device, |ids, context| {
+        model.hidden_attending(ids, context, attend)
+    })
+}
+
+fn pass<B: SieveBackend>(
+    model: &Qwen3<B>,
+    window: &[u32],
+    device: &B::Device,
+    hidden: impl FnOnce(Tensor<B, 2, Int>, &LayerContext<'_, B>) -> Result<Tensor<B, 3>, EvalError>,
+) -> Result<Pass, EvalError> {
+    let num_tokens = window.len() - 1;
+    let shape = [1, num_tokens];
+    let documents = Documents::whole_rows(shape, device);
+    let rope = model.rope(num_tokens, device);
+    let context = LayerContext::new(&documents, &rope);
+    let labels: Vec<i32> = window[1..].iter().map(|&token| token as i32).collect();
+    let labels = Tensor::from_data(TensorData::new(labels, shape), device);
+    let ids = ids(&window[..num_tokens], shape, device);
+    let started = Instant::now();
+    let hidden = hidden(ids, &context)?;
+    // A GPU has only been told what to do: wait for one row.
+    let _row = hidden.clone().narrow(1, num_tokens - 1, 1).into_data();
+    let prefill_ms = milliseconds(started);
+    let losses = model
+        .head
+        .token_losses(hidden, labels, &model.embed_tokens)
+        .into_data();
+    let nats: f64 = losses.iter::<f64>().sum();
+    match nats.is_finite() {
+        true => Ok(Pass { nats, prefill_ms }),
+        false => Err(EvalError::NotFinite { num_tokens }),
+    }
+}
+
+pub(crate) fn milliseconds(started: Instant) -> f64 {
+    started.elapsed().as_secs_f64() * 1e3
+}

@@ -1,0 +1,323 @@
+//! Models whose own attention was trained, sparse or not, measured as selectors are: by the masks they really have.
+use crate::EvalError;
+use crate::input::{check_vocabulary, ids};
+use crate::pass::own_pass;
+use burn::tensor::Tensor;
+use serde::Serialize;
+use sieve_core::model::NsaShape;
+use sieve_nn::{DecoderLayer, LayerContext, Qwen3};
+use sieve_ops::{Documents, SieveBackend};
+
+/// One model at one prompt length, over all layers and windows.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct TrainedMeasure {
+    /// Its attention, as [`attention_label`] says it.
+    pub attention: String,
+    /// Tokens of a prompt.
+    pub num_tokens: usize,
+    /// Prompts.
+    pub num_windows: usize,
+    /// Computed pairs over causal pairs; of NSA those of its three branches, a compressed block counted as one key.
+    pub density: f64,
+    /// Pairs of a query and a token whose own key it reads, each once, over causal pairs: what NSA's selected blocks and its
+    /// window hold together. Of other kinds the same as `density`.
+    pub distinct_density: f64,
+    /// Cross-entropy, nats per token.
+    pub loss: f64,
+    /// Milliseconds from token ids to the last block's output: the fastest prompt.
+    pub prefill_ms: f64,
+    /// `density` by layer.
+    pub layers: Vec<f64>,
+}
+
+/// A model's attention in a few words.
+pub fn attention_label(attention: sieve_core::Attention) -> String {
+    use sieve_core::Attention;
+    match attention {
+        Attention::Mha => "mha".to_owned(),
+        Attention::Swa { window_size } => format!("swa, window {window_size}"),
+        Attention::Mla(mla) => format!("mla, rank {}", mla.kv_lora_rank),
+        Attention::Dma {
+            keep_window_size, ..
+        } => format!("dma, keeps {keep_window_size}"),
+        Attention::Nsa(nsa) => format!(
+            "nsa, {} x {} selected, window {}",
+            nsa.num_selected_blocks, nsa.select_block_size, nsa.window_size
+        ),
+    }
+}
+
+/// Measures a model on prompts of one length, as [`measure_selectors`](crate::measure_selectors) does: `windows` are token
+/// sequences, each one longer than the prompt by the token that its last position predicts.
+///
+/// # Errors
+/// No window; a token outside the vocabulary; a prompt longer than the model's context; a loss that is no number.
+pub fn measure_trained<B: SieveBackend>(
+    model: &Qwen3<B>,
+    windows: &[Vec<u32>],
+    device: &B::Device,
+) -> Result<TrainedMeasure, EvalError> {
+    let Some(num_tokens) = windows.first().map(|window| window.len().saturating_sub(1)) else {
+        return Err(EvalError::NoTokens);
+    };
+    if num_tokens > model.shape().max_seq_len {
+        return Err(EvalError::TooLong {
+            num_tokens,
+            context: model.shape().max_seq_len,
+        });
+    }
+    let (mut nats, mut prefill_ms) = (0.0, f64::INFINITY);
+    let mut layers = vec![Counted::default(); model.layers.len()];
+    for (n, window) in windows.iter().enumerate() {
+        check_vocabulary(window, model.shape().vocab_size)?;
+        if n == 0 {
+            // The first pass of a length also allocates.
+            own_pass(model, window, device)?;
+        }
+        let pass = own_pass(model, window, device)?;
+        nats += pass.nats;
+        prefill_ms = pass.prefill_ms.min(prefill_ms);
+        for (sum, layer) in layers.iter_mut().zip(masks(model, window, device)) {
+            sum.computed += layer.computed / windows.len() as f64;
+            sum.distinct += layer.distinct / windows.len() as f64;
+        }
+    }
+    let mean =
+        |x: fn(&Counted) -> f64| layers.iter().map(x).sum::<f64>() / layers.len().max(1) as f64;
+    Ok(TrainedMeasure {
+        attention: attention_label(model.shape().attention),
+        num_tokens,
+        num_windows: windows.len(),
+        density: mean(|layer| layer.computed),
+        distinct_density: mean(|layer| layer.distinct),
+        loss: nats / (windows.len() * num_tokens) as f64,
+        prefill_ms,
+        layers: layers.iter().map(|layer| layer.computed).collect(),
+    })
+}
+
+/// Shares of the causal pairs of one layer.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Counted {
+    computed: f64,
+    distinct: f64,
+}
+
+impl Counted {
+    /// From pairs of one head.
+    fn of(computed: f64, distinct: f64, num_tokens: usize) -> Self {
+        let causal = num_tokens as f64 * (num_tokens + 1) as f64 / 2.0;
+        Self {
+            computed: computed / causal,
+            distinct: distinct / causal,
+        }
+    }
+}
+
+/// What each layer reads of a window, by the masks that it has in this pass.
+fn masks<B: SieveBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device) -> Vec<Counted> {
+    let num_tokens = window.len() - 1;
+    let shape = [1, num_tokens];
+    let documents = Documents::whole_rows(shape, device);
+    let rope = model.rope(num_tokens, device);
+    let context = LayerContext::new(&documents, &rope);
+    let mut x = model
+        .embed_tokens
+        .forward(ids(&window[..num_tokens], shape, device));
+    let attention = model.shape().attention;
+    let mut counted = Vec::new();
+    for layer in &model.layers {
+        let chosen = blocks_of(layer, &x, &context);
+        let output = layer.forward(x, &context);
+        x = output.x;
+        counted.push(match (output.expire, chosen, attention) {
+            (Some(expire), ..) => {
+                let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
+                of_expire(&expire, num_tokens)
+            }
+            (None, Some(chosen), sieve_core::Attention::Nsa(nsa)) => {
+                of_blocks(&chosen, nsa, num_tokens)
+            }
+            (None, _, attention) => {
+                let mean = sieve_core::model::mean_active_keys(attention, num_tokens);
+                let pairs = mean * num_tokens as f64;
+                Counted::of(pairs, pairs, num_tokens)
+            }
+        });
+    }
+    counted
+}
+
+/// The blocks that an NSA layer selects, `[num_tokens, num_kv_heads, num_selected_blocks]`.
+fn blocks_of<B: SieveBackend>(
+    layer: &DecoderLayer<B>,
+    x: &Tensor<B, 3>,
+    context: &LayerContext<'_, B>,
+) -> Option<Vec<i64>> {
+    let sieve_nn::Attention::Nsa(nsa) = &layer.self_attn else {
+        return None;
+    };
+    let normed = layer.input_layernorm.forward(x.clone());
+    let chosen = nsa.block_indices(normed, context);
+    Some(chosen.into_data().iter::<i64>().collect())
+}
+
+/// DMA: key j is read by the queries from j up to its `expire`, `[num_kv_heads, num_tokens]`.
+fn of_expire(expire: &[i64], num_tokens: usize) -> Counted {
+    let heads = expire.len() / num_tokens;
+    let rows = expire.chunks(num_tokens);
+    let pairs: i64 = rows
+        .flat_map(|row| row.iter().enumerate())
+        .map(|(key, &expire)| (expire - key as i64).max(0))
+        .sum();
+    let pairs = pairs as f64 / heads as f64;
+    Counted::of(pairs, pairs, num_tokens)
+}
+
+/// NSA: compressed blocks that have ended, tokens of the chosen blocks, the window.
+fn of_blocks(chosen: &[i64], nsa: NsaShape, num_tokens: usize) -> Counted {
+    let per_query = nsa.num_selected_blocks;
+    let heads = chosen.len() / (num_tokens * per_query);
+    let (mut computed, mut distinct) = (0, 0);
+    for (row, blocks) in chosen.chunks(per_query).enumerate() {
+        let query = row / heads;
+        let compressed = (query + 1)
+            .checked_sub(nsa.compress_block_size)
+            .map_or(0, |rest| rest / nsa.compress_stride + 1);
+        let window_start = (query + 1).saturating_sub(nsa.window_size);
+        let window = query + 1 - window_start;
+        let (mut selected, mut before_window) = (0, 0);
+        for &block in blocks.iter().filter(|&&block| block >= 0) {
+            let first = block as usize * nsa.select_block_size;
+            let end = (first + nsa.select_block_size).min(query + 1);
+            selected += end.saturating_sub(first);
+            before_window += end.min(window_start).saturating_sub(first);
+        }
+        computed += compressed + selected + window;
+        distinct += before_window + window;
+    }
+    let mean = |pairs: usize| pairs as f64 / heads as f64;
+    Counted::of(mean(computed), mean(distinct), num_tokens)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn_flex::Flex;
+    use sieve_core::model::NsaCompression;
+    use sieve_core::{Attention, DmaBias, ModelShape};
+
+    const NSA: NsaShape = NsaShape {
+        compress_block_size: 8,
+        compress_stride: 4,
+        compress: NsaCompression::Mean,
+        compress_hidden_size: None,
+        select_block_size: 8,
+        num_selected_blocks: 4,
+        window_size: 12,
+        shared_kv: true,
+    };
+
+    fn measured(attention: Attention, windows: &[Vec<u32>]) -> Result<TrainedMeasure, EvalError> {
+        let shape = ModelShape {
+            d_model: 16,
+            d_ff: 24,
+            num_layers: 2,
+            num_heads: 4,
+            num_kv_heads: 2,
+            head_dim: 8,
+            vocab_size: 31,
+            rope_theta: 1e4,
+            rms_norm_eps: 1e-6,
+            tie_word_embeddings: true,
+            max_seq_len: 128,
+            initializer_range: 0.4,
+            residual_scale: false,
+            attention,
+        };
+        let model = Qwen3::<Flex>::new(&shape, 4, &Default::default());
+        measure_trained(&model, windows, &Default::default())
+    }
+
+    fn windows() -> [Vec<u32>; 2] {
+        [1, 3].map(|k| {
+            (0..101)
+                .map(|n| ((n * n * 5 + n * k) % 31) as u32)
+                .collect()
+        })
+    }
+
+    #[test]
+    fn densities_are_those_of_the_masks() {
+        let causal = 100.0 * 101.0 / 2.0;
+        let dense = measured(Attention::Mha, &windows()).expect("valid");
+        assert_eq!((dense.density, dense.distinct_density), (1.0, 1.0));
+        let window = measured(Attention::Swa { window_size: 10 }, &windows()).expect("valid");
+        let pairs: usize = (0..100).map(|t: usize| (t + 1).min(10)).sum();
+        assert!((window.density - pairs as f64 / causal).abs() < 1e-12);
+        let dma = |a_init| Attention::Dma {
+            keep_window_size: 10,
+            bias: DmaBias::Exp,
+            a_init,
+        };
+        // Exactly as many keys a query as the window has, whichever they are.
+        for a_init in [0.0, 0.7] {
+            let dma = measured(dma(a_init), &windows()).expect("valid");
+            assert!((dma.density - window.density).abs() < 1e-12, "{dma:?}");
+            assert_eq!(dma.attention, "dma, keeps 10");
+        }
+        let nsa = measured(Attention::Nsa(NSA), &windows()).expect("valid");
+        let pairs: f64 = NSA.pairs(100).iter().sum();
+        assert!((nsa.density - pairs / causal).abs() < 1e-12, "{nsa:?}");
+        // The window lies half inside the chosen blocks.
+        assert!(nsa.distinct_density < nsa.density);
+        assert!(nsa.distinct_density > window.density);
+        for measure in [dense, window, nsa] {
+            assert!(measure.loss.is_finite() && measure.prefill_ms > 0.0);
+            assert_eq!((measure.num_windows, measure.layers.len()), (2, 2));
+        }
+    }
+
+    #[test]
+    fn keys_count_from_their_own_query_to_their_end() {
+        // Two heads of four keys; one is never seen, the others end at 2, 4, 4 and 4, 2, 3, 4.
+        let counted = of_expire(&[2, 1, 4, 4, 4, 2, 3, 4], 4);
+        let pairs = ((2 + 0 + 2 + 1) + (4 + 1 + 1 + 1)) as f64 / 2.0;
+        assert_eq!(counted, Counted::of(pairs, pairs, 4));
+    }
+
+    #[test]
+    fn blocks_inside_the_window_are_counted_once_in_distinct() {
+        let nsa = NsaShape {
+            compress_block_size: 2,
+            compress_stride: 2,
+            select_block_size: 2,
+            num_selected_blocks: 2,
+            window_size: 2,
+            ..NSA
+        };
+        // One head, five queries; blocks of two tokens.
+        let chosen = [0, -1, 0, -1, 0, 1, 0, 1, 0, 2];
+        let counted = of_blocks(&chosen, nsa, 5);
+        let selected = 1 + 2 + 3 + 4 + 3;
+        let (compressed, window) = (0 + 1 + 1 + 2 + 2, 1 + 2 + 2 + 2 + 2);
+        // Before the window lie: none, none, token 0, tokens 0 and 1, tokens 0 and 1.
+        let expected = Counted::of(
+            f64::from(selected + compressed + window),
+            f64::from(window + 1 + 2 + 2),
+            5,
+        );
+        assert_eq!(counted, expected);
+    }
+
+    #[test]
+    fn what_cannot_be_measured_is_told() {
+        let error = |windows: &[Vec<u32>]| {
+            let error = measured(Attention::Mha, windows).expect_err("refused");
+            error.to_string()
+        };
+        assert!(error(&[]).contains("no token"));
+        assert!(error(&[vec![0; 130]]).contains("context of 128"));
+        assert!(error(&[vec![31; 5]]).contains("outside the model's vocabulary"));
+    }
+}

@@ -1,0 +1,257 @@
+//! `sieve eval needle`.
+mod picture;
+
+use super::{output, text};
+use crate::device::{Device, DeviceChoice};
+use crate::{loaded, selector, terminal};
+use anyhow::{Context, Result, bail};
+use burn::tensor::DType;
+use burn_cuda::CudaDevice;
+use burn_flex::{Flex, FlexDevice};
+use clap::Args;
+use sieve_data::Tokenizer;
+use sieve_eval::{
+    Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, attention_label, linear_grid, needle,
+    text_documents,
+};
+use sieve_hf::LoadedModel;
+use sieve_ops::{Cuda, SieveBackend};
+use sieve_select::Selector;
+use std::path::PathBuf;
+
+/// Arguments of `sieve eval needle`.
+#[derive(Args, Debug)]
+pub(crate) struct NeedleArgs {
+    /// A checkpoint (step-N) of any kind, or a run folder: then its latest
+    #[arg(long, value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// Text or JSONL files, folders or globs to hide the needle in; made-up English sentences when absent
+    #[arg(long, num_args = 1.., value_name = "PATH")]
+    data: Vec<String>,
+    /// Tokens of the whole text, question and answer included; --grid even steps up to the model's context when absent
+    #[arg(long, value_delimiter = ',', value_name = "N,…")]
+    lengths: Vec<usize>,
+    /// Percent of the haystack before the needle; --grid even steps from 0 to 100 when absent
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "P,…",
+        allow_negative_numbers = true
+    )]
+    depths: Vec<f64>,
+    /// Lengths, and depths, where they are not listed
+    #[arg(long, default_value_t = 35, value_name = "N")]
+    grid: usize,
+    /// Needles of each length and depth
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    needles: usize,
+    /// Tokens of each length kept for needle, question and answer
+    #[arg(long, default_value_t = 200, value_name = "N")]
+    buffer: usize,
+    /// Draws the needles
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    seed: u64,
+    /// Also ask with a sparse method in place of dense attention, once for each; `help` lists all
+    #[arg(long, value_name = "NAME:…", value_parser = selector::parse)]
+    selector: Vec<Selector>,
+    #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
+    chunk: Option<usize>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Also write an SVG: a heat map of each score, by length and depth
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+    /// auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    device: DeviceChoice,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: NeedleArgs) -> Result<()> {
+    match args.device.resolve()? {
+        Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
+        Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
+    }
+}
+
+fn run_on<B: SieveBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType) -> Result<()> {
+    output::check(args.plot.as_deref())?;
+    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
+    let config = config(args, loaded.shape.max_seq_len)?;
+    config.check(loaded.shape.max_seq_len)?;
+    // The model's own attention, then each selector.
+    let mut selections = vec![None];
+    for selector in &args.selector {
+        let selection = selector::selection(selector, args.chunk, &loaded.shape)?;
+        selections.push(Some(selection));
+    }
+    let haystack = haystack(args, &config, &tokenizer)?;
+    let per_method = config.lengths.len() * config.depths.len() * config.num_needles;
+    let bar = terminal::progress_bar(
+        (per_method * selections.len()) as u64,
+        "{bar:30} {human_pos}/{human_len} needles, {eta} left",
+    );
+    let mut reports = Vec::new();
+    for (n, selection) in selections.iter().enumerate() {
+        let mut observe = |asked: usize| bar.set_position((n * per_method + asked) as u64);
+        let report = needle(
+            &loaded.model,
+            &tokenizer,
+            &haystack,
+            &config,
+            selection.as_ref(),
+            device,
+            &mut observe,
+        );
+        if report.is_err() {
+            bar.finish_and_clear();
+        }
+        reports.push(report?);
+    }
+    bar.finish_and_clear();
+    print(args, &loaded, &config, &reports);
+    if let Some(path) = &args.plot {
+        let picture = picture::Picture {
+            title: format!("{} (step {})", loaded.path.display(), loaded.state.step),
+            trained_len: loaded.recipe.training.seq_len,
+            own: attention_label(loaded.shape.attention),
+            reports: &reports,
+        };
+        std::fs::write(path, picture.svg())
+            .with_context(|| format!("cannot write {}", path.display()))?;
+        terminal::line(&format!("wrote {}", path.display()));
+    }
+    Ok(())
+}
+
+/// The grid: what was listed, or even steps.
+fn config(args: &NeedleArgs, context: usize) -> Result<NeedleConfig> {
+    if args.grid == 0 {
+        bail!("--grid is 0\n  hint: ask for at least 1 length and depth");
+    }
+    let mut lengths = args.lengths.clone();
+    if lengths.is_empty() {
+        // Half of the shortest text is haystack.
+        let first = (2 * args.buffer).max(context / args.grid).min(context);
+        let even = linear_grid(first as f64, context as f64, args.grid);
+        lengths = even.iter().map(|x| x.round() as usize).collect();
+    }
+    let mut depths = args.depths.clone();
+    if depths.is_empty() {
+        depths = linear_grid(0.0, 100.0, args.grid);
+    }
+    lengths.sort_unstable();
+    lengths.dedup();
+    depths.sort_by(f64::total_cmp);
+    depths.dedup();
+    Ok(NeedleConfig {
+        lengths,
+        depths,
+        num_needles: args.needles,
+        buffer: args.buffer,
+        seed: args.seed,
+    })
+}
+
+fn haystack(args: &NeedleArgs, config: &NeedleConfig, tokenizer: &Tokenizer) -> Result<Haystack> {
+    let wanted = config.haystack_tokens();
+    if args.data.is_empty() {
+        return Ok(Haystack::made_up(wanted, tokenizer)?);
+    }
+    let corpus = text::corpus(&args.data)?;
+    let documents = text_documents(&corpus, tokenizer, tokenizer.eos_id(None)?);
+    Ok(Haystack::of_documents(documents, wanted, tokenizer)?)
+}
+
+fn print<B: SieveBackend>(
+    args: &NeedleArgs,
+    loaded: &LoadedModel<B>,
+    config: &NeedleConfig,
+    reports: &[NeedleReport],
+) {
+    if args.json {
+        let json = serde_json::json!({
+            "checkpoint": loaded.path.display().to_string(),
+            "step": loaded.state.step,
+            "attention": attention_label(loaded.shape.attention),
+            "trained_length": loaded.recipe.training.seq_len,
+            "data": args.data,
+            "chunk": args.chunk,
+            "seed": args.seed,
+            "buffer": args.buffer,
+            "methods": reports,
+        });
+        terminal::line(&json.to_string());
+        return;
+    }
+    terminal::line(&format!(
+        "{} (step {}), trained on {} tokens; {} lengths by {} depths, {} of each\n\
+         found: the number is in the greedy continuation; rank: of its likelihood among {} others, 1 is best, a guess {}",
+        loaded.path.display(),
+        loaded.state.step,
+        loaded.recipe.training.seq_len,
+        config.lengths.len(),
+        config.depths.len(),
+        count(config.num_needles),
+        NUM_DISTRACTORS,
+        reports.first().map_or(0.0, |report| report.chance_rank),
+    ));
+    if let Some(report) = reports.first() {
+        let example = &report.example;
+        terminal::line(&format!(
+            "the first one: \"{}\" hidden, \"{} …\" asked",
+            example.statement, example.question
+        ));
+    }
+    for report in reports {
+        let name = match &report.selector {
+            Some(selector) => selector.clone(),
+            None => format!("{}, its own", attention_label(loaded.shape.attention)),
+        };
+        let density = report.density.map_or(String::new(), |x| {
+            format!(", {:.1} % of the pairs", 100.0 * x)
+        });
+        terminal::line(&format!(
+            "\n{name}{density}\n{}: {:.1} % found, mean rank {:.2} ({}), {:.1} % first",
+            count(report.num_needles),
+            100.0 * report.found,
+            report.mean_rank,
+            verdict(report),
+            100.0 * report.first,
+        ));
+        by_length(config, report);
+    }
+}
+
+fn count(needles: usize) -> String {
+    match needles {
+        1 => "1 needle".to_owned(),
+        n => format!("{n} needles"),
+    }
+}
+
+/// Whether the ranks are those of guesses.
+fn verdict(report: &NeedleReport) -> String {
+    let what = match report.sigmas {
+        x if x > 3.0 => "better than chance",
+        x if x < -3.0 => "worse than chance",
+        _ => "no better than chance",
+    };
+    format!("{what}, {:+.1} standard errors", report.sigmas)
+}
+
+/// One line a length, over all depths.
+fn by_length(config: &NeedleConfig, report: &NeedleReport) {
+    terminal::line("length    found  mean rank");
+    for cells in report.cells.chunks(config.depths.len()) {
+        let needles: usize = cells.iter().map(|cell| cell.num_needles).sum();
+        let found: usize = cells.iter().map(|cell| cell.num_found).sum();
+        let rank: f64 = cells.iter().map(|cell| cell.mean_rank).sum::<f64>() / cells.len() as f64;
+        terminal::line(&format!(
+            "{:>6}  {:>5.1} %  {rank:>9.2}",
+            cells[0].length,
+            100.0 * found as f64 / needles as f64,
+        ));
+    }
+}

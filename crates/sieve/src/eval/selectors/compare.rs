@@ -1,0 +1,74 @@
+//! `--compare`: models with an attention of their own beside the selectors.
+use crate::loaded;
+use anyhow::{Context, Result, bail};
+use burn::tensor::DType;
+use serde::Serialize;
+use sieve_data::Tokenizer;
+use sieve_eval::{TrainedMeasure, measure_trained};
+use sieve_hf::LoadedModel;
+use sieve_ops::SieveBackend;
+use std::path::PathBuf;
+
+/// One row of the table.
+#[derive(Debug, Serialize)]
+pub(super) struct Trained {
+    /// The checkpoint's folder.
+    pub(super) checkpoint: String,
+    /// Its step.
+    pub(super) step: u64,
+    /// What was measured.
+    #[serde(flatten)]
+    pub(super) measure: TrainedMeasure,
+}
+
+/// The models, checked before any of them is measured.
+pub(super) fn load<B: SieveBackend>(
+    folders: &[PathBuf],
+    tokenizer: &Tokenizer,
+    longest: usize,
+    device: &B::Device,
+    dtype: DType,
+) -> Result<Vec<LoadedModel<B>>> {
+    let mut models = Vec::new();
+    for folder in folders {
+        let in_folder = || format!("--compare {}", folder.display());
+        let (loaded, other) = loaded::load::<B>(folder, device, dtype).with_context(in_folder)?;
+        if other.hash() != tokenizer.hash() {
+            bail!(
+                "--compare {}: its tokenizer is not the one of --checkpoint, so losses per token cannot be compared\n  \
+                 hint: train both with one tokenizer ([tokenizer] path), on the same text",
+                folder.display()
+            );
+        }
+        let context = loaded.shape.max_seq_len;
+        if longest > context {
+            bail!(
+                "--compare {}: prompts of {longest} tokens do not fit into its context of {context} (max_position_embeddings)\n  \
+                 hint: give shorter --lengths",
+                folder.display()
+            );
+        }
+        models.push(loaded);
+    }
+    Ok(models)
+}
+
+/// Each model on the same windows.
+pub(super) fn measure<B: SieveBackend>(
+    models: &[LoadedModel<B>],
+    windows: &[Vec<u32>],
+    device: &B::Device,
+) -> Result<Vec<Trained>> {
+    models
+        .iter()
+        .map(|loaded| {
+            let measure = measure_trained(&loaded.model, windows, device)
+                .with_context(|| format!("--compare {}", loaded.path.display()))?;
+            Ok(Trained {
+                checkpoint: loaded.path.display().to_string(),
+                step: loaded.state.step,
+                measure,
+            })
+        })
+        .collect()
+}

@@ -1,0 +1,189 @@
+//! `sieve eval needle` through the program: every kind, selectors, the picture, and mistakes.
+use crate::tiny_run::{TinyRun, refused, succeed};
+use serde_json::Value;
+use std::fs;
+
+/// Room for a needle in the tiny tokenizer, and a haystack before it.
+const LONGER: &str = "--set model.max_position_embeddings=512 --set training.steps=4";
+
+/// The kinds with windows far below the lengths asked for.
+const KINDS: [&str; 5] = [
+    "kind = \"mha\"",
+    "kind = \"swa\"\nsliding_window = 16",
+    "kind = \"dma\"\nkeep_window_size = 16\na_init = 0.5",
+    "kind = \"nsa\"\ncompress_block_size = 8\ncompress_stride = 4\ncompress = \"mean\"\nselect_block_size = 8\n\
+     num_selected_blocks = 3\nwindow_size = 16",
+    "kind = \"mla\"\nkv_lora_rank = 16\nqk_rope_head_dim = 8",
+];
+
+fn json(text: &str) -> Value {
+    serde_json::from_str(text.lines().last().unwrap_or_default())
+        .unwrap_or_else(|e| panic!("{e}: {text}"))
+}
+
+/// A tiny run of a kind, and `eval needle` on it.
+fn trained(attention: &str, more: &str) -> TinyRun {
+    // MLA has a key and a value for every query head.
+    let heads = match attention.contains("mla") {
+        true => "--set model.num_key_value_heads=2",
+        false => "",
+    };
+    let tiny = TinyRun::new(attention);
+    tiny.trained("run", &format!("{LONGER} {heads} {more}"));
+    tiny
+}
+
+fn asked(tiny: &TinyRun, more: &str) -> String {
+    succeed(&mut tiny.sieve(&format!("eval needle --checkpoint run --device cpu {more}")))
+}
+
+#[test]
+fn needle_grids_are_asked_of_every_kind() {
+    for attention in KINDS {
+        let tiny = trained(attention, "");
+        let grid = "--lengths 400,300 --depths 0,50,100 --needles 2 --buffer 160";
+        let report = json(&asked(&tiny, &format!("{grid} --json")));
+        let method = &report["methods"][0];
+        let cells = method["cells"].as_array().expect("a list");
+        let places: Vec<_> = cells
+            .iter()
+            .map(|cell| (cell["length"].as_u64(), cell["depth"].as_f64()))
+            .collect();
+        let expected = [300, 400].map(|n| [0.0, 50.0, 100.0].map(|d| (Some(n), Some(d))));
+        assert_eq!(places, expected.concat());
+        assert_eq!(method["num_needles"], 12);
+        let rank = method["mean_rank"].as_f64().expect("a number");
+        assert!((1.0..=11.0).contains(&rank), "{report}");
+        assert_eq!(report["trained_length"], 32);
+        // The same question gets the same answer.
+        assert_eq!(json(&asked(&tiny, &format!("{grid} --json"))), report);
+        let text = asked(&tiny, grid);
+        assert!(
+            text.contains("12 needles") && text.contains("chance"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn needle_maps_are_drawn_for_every_selector() {
+    let tiny = trained(KINDS[0], "");
+    fs::write(
+        tiny.path("text.txt"),
+        "The fox sees a dog. The dog sees the fox again. ".repeat(60),
+    )
+    .expect("the folder is writable");
+    let own_and = "--selector streamingllm:n_init=2,n_local=20,min_prefill_tokens=0 --selector \
+                   meanpool:block=16,tau=1,min_prefill_tokens=0 --chunk 64";
+    let grid = "--data text.txt --lengths 256,512 --grid 3 --buffer 160";
+    let report = json(&asked(&tiny, &format!("{grid} {own_and} --json")));
+    let [own, window, all] = &report["methods"].as_array().expect("a list")[..] else {
+        panic!("{report}");
+    };
+    assert_eq!(own["selector"], Value::Null);
+    assert_eq!(all["cells"], own["cells"]);
+    assert_ne!(window["cells"], own["cells"]);
+    let density = window["density"].as_f64().expect("a prefill method");
+    assert!(density < 0.3 && all["density"] == 1.0, "{report}");
+    let text = asked(
+        &tiny,
+        &format!("{grid} --selector quest:page=4,budget=16,dense_layers=0 --plot picture.svg"),
+    );
+    assert!(
+        text.contains("mha, its own") && text.contains("quest"),
+        "{text}"
+    );
+    let picture = fs::read_to_string(tiny.path("picture.svg")).expect("it was written");
+    assert!(picture.starts_with("<svg") && picture.contains("quest"));
+    // Two lengths, three depths, two scores, two methods.
+    assert_eq!(picture.matches("<title>").count(), 24);
+}
+
+#[test]
+fn needle_mistakes_are_told_and_change_nothing() {
+    let tiny = trained(KINDS[0], "");
+    fs::write(tiny.path("text.txt"), "The fox sees a dog. ".repeat(20)).expect("writable");
+    for (more, words) in [
+        ("--lengths 513", &["lengths is 513", "end at 512"][..]),
+        ("--lengths 160", &["lengths is 160", "no haystack"]),
+        ("--lengths 300,x", &["'x'", "--lengths"]),
+        ("--lengths 300 --depths 101", &["depths is 101", "0 to 100"]),
+        ("--lengths 300 --depths -1", &["depths is -1", "0 to 100"]),
+        ("--lengths 300 --depths nan", &["depths is NaN", "0 to 100"]),
+        ("--lengths 300 --grid 0", &["--grid is 0"]),
+        (
+            "--lengths 300 --needles 0",
+            &["needles is none", "at least one"],
+        ),
+        (
+            "--lengths 512 --data text.txt",
+            &["the haystack has", "needs 352"],
+        ),
+        (
+            "--lengths 300 --data nothing.txt",
+            &["nothing.txt", "matches no file"],
+        ),
+        ("--lengths 300 --selector quset", &["did you mean quest?"]),
+        ("--lengths 300 --chunk 64", &["--selector"]),
+        (
+            "--lengths 300 --chunk 64 --selector quest",
+            &["token by token"],
+        ),
+        (
+            "--lengths 300 --chunk 64 --selector meanpool",
+            &["min_prefill_tokens"],
+        ),
+        (
+            "--lengths 300 --chunk 0 --selector meanpool",
+            &["chunk is 0"],
+        ),
+        (
+            "--lengths 300 --plot no/where.svg",
+            &["no/where.svg", "no folder"],
+        ),
+        ("--lengths 300 --plot corpus", &["corpus", "is a folder"]),
+    ] {
+        let command = format!("eval needle --checkpoint run --device cpu --buffer 160 {more}");
+        tiny.refuse(&mut tiny.sieve(&command), words);
+    }
+    let on = |more: &str| tiny.sieve(&format!("eval needle --device cpu {more}"));
+    tiny.refuse(
+        &mut on("--checkpoint nowhere"),
+        &["nowhere", "no checkpoint"],
+    );
+    tiny.refuse(&mut on(""), &["--checkpoint"]);
+    let small = "--checkpoint run --lengths 300 --depths 50 --buffer 30";
+    tiny.refuse(&mut on(small), &["30 are kept", "use --buffer"]);
+    let window = trained(KINDS[1], "");
+    refused(
+        &mut window.sieve(
+            "eval needle --checkpoint run --lengths 300 --buffer 160 --device cpu --selector quest",
+        ),
+        &["quest selects for dense attention"],
+    );
+}
+
+/// A model that has learned one needle by heart says it, and ranks it first.
+#[test]
+fn needle_scores_are_full_for_a_model_that_knows_the_answer() {
+    let tiny = trained(KINDS[1], "");
+    let question = "--lengths 400 --depths 50 --buffer 160 --json";
+    let before = json(&asked(&tiny, question));
+    let example = &before["methods"][0]["example"]["statement"];
+    let statement = example.as_str().expect("a text");
+    for n in 0..60 {
+        let text = format!("{statement}\n\n").repeat(20 + n);
+        fs::write(tiny.path(&format!("corpus/known{n}.txt")), text).expect("writable");
+    }
+    tiny.trained(
+        "knows",
+        "--set model.max_position_embeddings=512 --set training.steps=120",
+    );
+    let known = json(&succeed(&mut tiny.sieve(&format!(
+        "eval needle --checkpoint knows --device cpu {question}"
+    ))));
+    let method = &known["methods"][0];
+    assert_eq!(method["found"], 1.0, "{known}");
+    assert_eq!(method["mean_rank"], 1.0, "{known}");
+    assert_eq!(before["methods"][0]["found"], 0.0, "{before}");
+}
