@@ -1,14 +1,15 @@
-// rms_norm_backward: gradients of rms_norm_forward; the weight's as one partial sum a block, which column_sums adds up.
-// Math       r = 1 / sqrt(mean(s^2) + epsilon), n = s r, g = dy weight: ds = r (g - n mean(g n)) [+ d_residual]; dweight = sum over rows of dy n
+// rms_norm_backward: gradients of rms_norm_forward; the weight's as one partial sum a block, which column_sums adds up. Its output once
+// more where a product's weight gradient wants it.
+// Math       r = 1 / sqrt(mean(s^2) + epsilon), n = s r, g = dy weight: ds = r (g - n mean(g n)) [+ d_residual]; dweight = sum over rows of dy n; y = n weight
 // Layout     x (the normalised input s), dy, d_residual bf16 [rows, width], rows x_stride, dy_stride and d_residual_stride apart; weight
-//            bf16 [width]; dx bf16 [rows, width] contiguous; partials f32 [gridDim.x, width]; width and strides
+//            bf16 [width]; dx, y bf16 [rows, width] contiguous; partials f32 [gridDim.x, width]; width and strides
 //            multiples of 8
-// Buffers    x, weight, dy, d_residual (HAS_RESIDUAL), dx, partials; dx may be dy or d_residual
-// Defines    HAS_RESIDUAL (0): d_residual is the gradient that reaches s beside this norm, WARPS_PER_ROW (1, 2, 4, 8, 16: width up to 512
+// Buffers    x, weight, dy, d_residual (HAS_RESIDUAL), dx, partials, y (HAS_OUTPUT); dx may be dy or d_residual, y may be dy if dx is not
+// Defines    HAS_OUTPUT (0), HAS_RESIDUAL (0): d_residual is the gradient that reaches s beside this norm, WARPS_PER_ROW (1, 2, 4, 8, 16: width up to 512
 //            times that)
 // Tiling     grid (any number of blocks, fixed by the wrapper); 512 threads; block b takes rows b ROWS .. and on in strides of the grid; a row
 //            is two chunks a lane, so that registers leave room for many rows on their way
-// Numerics   f32 sums in a fixed order, which the grid is part of; writes every element of dx and partials; memory-bound
+// Numerics   f32 sums in a fixed order, which the grid is part of; writes every element of dx, partials and y; memory-bound
 // Edges      the last rows may be missing; lanes past the width hold nothing
 #include "common/async_copy.cuh"
 #include "common/bf16x8.cuh"
@@ -20,6 +21,10 @@
 #define HAS_RESIDUAL 0
 #endif
 
+#ifndef HAS_OUTPUT
+#define HAS_OUTPUT 0
+#endif
+
 constexpr int NUM_WARPS = 16, ROWS = NUM_WARPS / WARPS_PER_ROW;
 static_assert(NUM_WARPS % WARPS_PER_ROW == 0, "a row's warps are in one block");
 
@@ -29,6 +34,11 @@ struct RmsNormBackwardParams { u64 rows, width, x_stride, dy_stride, d_residual_
 #define RESIDUAL_BUFFER const bf16 *d_residual,
 #else
 #define RESIDUAL_BUFFER
+#endif
+#if HAS_OUTPUT
+#define OUTPUT_BUFFER bf16 *y,
+#else
+#define OUTPUT_BUFFER
 #endif
 
 // Sums of two values over the warps of a row; a barrier of their own, so that rows need not wait for each other.
@@ -49,7 +59,7 @@ DEVICE void row_sums(float& a, float& b, float2* shared, int row_in_block) {
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
-rms_norm_backward(const bf16* x, const bf16* weight, const bf16* dy, RESIDUAL_BUFFER bf16* dx, float* partials,
+rms_norm_backward(const bf16* x, const bf16* weight, const bf16* dy, RESIDUAL_BUFFER bf16* dx, float* partials, OUTPUT_BUFFER
                   const __grid_constant__ RmsNormBackwardParams params) {
   __shared__ float2 shared[2][NUM_WARPS];
   __shared__ float4 weight_sums[ROWS > 1 ? MAX_WIDTH / 4 : 1];
@@ -122,7 +132,13 @@ rms_norm_backward(const bf16* x, const bf16* weight, const bf16* dy, RESIDUAL_BU
           const float normal = values[i] * inverse;
           dweight[c][i] = fmaf(grads[i], normal, dweight[c][i]);
           result[i] = inverse * (grads[i] * factors[i] - normal * mean);
+#if HAS_OUTPUT
+          grads[i] = normal * factors[i];
+#endif
         }
+#if HAS_OUTPUT
+        store_16_bytes(y + row * params.width + chunk * 8, pack_bf16x8(grads));
+#endif
 #if HAS_RESIDUAL
         float beside[8];
         unpack_bf16x8(residual_words[c], beside);

@@ -124,7 +124,10 @@ pub use qk_norm_rope_forward::{
     QkNormRope, Reuse, qk_norm_rope_forward, qk_norm_rope_forward_kernel,
 };
 pub use residual_add::{residual_add, residual_add_kernel};
-pub use rms_norm_backward::{rms_norm_backward, rms_norm_backward_kernel};
+pub use rms_norm_backward::{
+    rms_norm_backward, rms_norm_backward_kernel, rms_norm_backward_with_output,
+    rms_norm_backward_with_output_kernel,
+};
 pub use rms_norm_forward::{
     NormResidual, rms_norm_forward, rms_norm_forward_kernel, rms_norm_residual_forward,
 };
@@ -137,6 +140,9 @@ pub use sum_of_squares::{
     ClippedNorm, FixedSum, SumResult, Term, finish_sum_kernel, fixed_sum, sum_of_squares,
     sum_partials_kernel,
 };
-pub use swiglu_backward::{swiglu_backward, swiglu_backward_kernel};
+pub use swiglu_backward::{
+    swiglu_backward, swiglu_backward_kernel, swiglu_backward_with_output,
+    swiglu_backward_with_output_kernel,
+};
 pub use swiglu_forward::{swiglu_forward, swiglu_forward_kernel};
 pub use vector_rows::GradientTarget;

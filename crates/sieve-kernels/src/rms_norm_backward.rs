@@ -33,41 +33,115 @@ pub fn rms_norm_backward(
     d_residual: Option<&CudaTensor>,
     dweight: GradientTarget<'_>,
 ) -> Result<(CudaTensor, CudaTensor), KernelError> {
-    let x = VectorRows::of(NAME, "x", x)?;
-    let dy = x.like(NAME, "dy", dy)?;
-    let weight = x.weight(NAME, weight)?;
-    let warps = warps_per_row(x.width)?;
-    let dx = x.tensor.empty_contiguous(x.tensor.shape(), DType::BF16);
-    let blocks = num_blocks(x.rows, warps);
-    let partials = x.tensor.empty_contiguous(&[blocks, x.width], DType::F32);
-    let (mut tensors, mut strides) = (
-        vec![&x.tensor, &weight, &dy.tensor],
-        [x.stride, dy.stride, 0],
-    );
-    let d_residual = d_residual
-        .map(|tensor| x.like(NAME, "d_residual", tensor))
-        .transpose()?;
-    let residual = match &d_residual {
-        Some(rows) => {
-            tensors.push(&rows.tensor);
-            strides[2] = rows.stride;
-            NormResidual::Added
+    let call = Call::of(x, weight, epsilon, dy)?;
+    let (dx, partials) = call.outputs();
+    match d_residual {
+        None => {
+            let tensors = [&call.x.tensor, &call.weight, &call.dy.tensor];
+            let kernel = rms_norm_backward_kernel(NormResidual::None, call.warps);
+            call.launch(kernel, &tensors, [&dx, &partials], None, 0)?;
         }
-        None => NormResidual::None,
-    };
-    tensors.extend([&dx, &partials]);
-    let mut words = vec![x.rows as u64, x.width as u64];
-    words.extend(strides.map(|stride| stride as u64));
-    // SAFETY: reads rows of `width` columns, writes every element of dx and of the blocks' partial sums.
-    unsafe {
-        rms_norm_backward_kernel(residual, warps).launch(
-            [blocks, 1, 1],
-            &tensors,
-            &with_epsilon(&words, epsilon),
-        )
-    }?;
-    let [dweight] = column_sums(NAME, &partials, [(dweight, &[x.width])])?;
+        Some(d_residual) => {
+            let rows = call.x.like(NAME, "d_residual", d_residual)?;
+            let tensors = [&call.x.tensor, &call.weight, &call.dy.tensor, &rows.tensor];
+            let kernel = rms_norm_backward_kernel(NormResidual::Added, call.warps);
+            call.launch(kernel, &tensors, [&dx, &partials], None, rows.stride)?;
+        }
+    }
+    let [dweight] = column_sums(NAME, &partials, [(dweight, &[call.x.width])])?;
     Ok((dx, dweight))
+}
+
+/// As [`rms_norm_backward`] with a residual gradient, and the output of
+/// [`rms_norm_forward`](crate::rms_norm_forward()) once more, bf16 `[.., width]`: `(dx, dweight, y)`.
+///
+/// # Errors
+/// As [`rms_norm_backward`].
+pub fn rms_norm_backward_with_output(
+    x: &CudaTensor,
+    weight: &CudaTensor,
+    epsilon: f32,
+    dy: &CudaTensor,
+    d_residual: &CudaTensor,
+    dweight: GradientTarget<'_>,
+) -> Result<(CudaTensor, CudaTensor, CudaTensor), KernelError> {
+    let call = Call::of(x, weight, epsilon, dy)?;
+    let (dx, partials) = call.outputs();
+    let y = call.new_rows();
+    let rows = call.x.like(NAME, "d_residual", d_residual)?;
+    let tensors = [&call.x.tensor, &call.weight, &call.dy.tensor, &rows.tensor];
+    let kernel = rms_norm_backward_with_output_kernel(call.warps);
+    call.launch(kernel, &tensors, [&dx, &partials], Some(&y), rows.stride)?;
+    let [dweight] = column_sums(NAME, &partials, [(dweight, &[call.x.width])])?;
+    Ok((dx, dweight, y))
+}
+
+/// Checked operands of a call.
+struct Call {
+    x: VectorRows,
+    dy: VectorRows,
+    weight: CudaTensor,
+    epsilon: f32,
+    warps: usize,
+    blocks: usize,
+}
+
+impl Call {
+    fn of(
+        x: &CudaTensor,
+        weight: &CudaTensor,
+        epsilon: f32,
+        dy: &CudaTensor,
+    ) -> Result<Self, KernelError> {
+        let x = VectorRows::of(NAME, "x", x)?;
+        let dy = x.like(NAME, "dy", dy)?;
+        let weight = x.weight(NAME, weight)?;
+        let warps = warps_per_row(x.width)?;
+        Ok(Self {
+            blocks: num_blocks(x.rows, warps),
+            x,
+            dy,
+            weight,
+            epsilon,
+            warps,
+        })
+    }
+
+    fn new_rows(&self) -> CudaTensor {
+        let x = &self.x.tensor;
+        x.empty_contiguous(x.shape(), DType::BF16)
+    }
+
+    /// dx, and the blocks' partial sums of dweight.
+    fn outputs(&self) -> (CudaTensor, CudaTensor) {
+        let shape = [self.blocks, self.x.width];
+        let partials = self.x.tensor.empty_contiguous(&shape, DType::F32);
+        (self.new_rows(), partials)
+    }
+
+    fn launch(
+        &self,
+        kernel: SourceKernel,
+        inputs: &[&CudaTensor],
+        outputs: [&CudaTensor; 2],
+        y: Option<&CudaTensor>,
+        residual_stride: usize,
+    ) -> Result<(), KernelError> {
+        let mut tensors = inputs.to_vec();
+        tensors.extend(outputs);
+        tensors.extend(y);
+        let (x, dy) = (&self.x, &self.dy);
+        let words = [x.rows, x.width, x.stride, dy.stride, residual_stride].map(|word| word as u64);
+        // SAFETY: reads rows of `width` columns, writes every element of dx, of the blocks' partial sums and of y; sizes were
+        // checked when this call was made.
+        unsafe {
+            kernel.launch(
+                [self.blocks, 1, 1],
+                &tensors,
+                &with_epsilon(&words, self.epsilon),
+            )
+        }
+    }
 }
 
 /// The specialisation with or without a residual gradient, for rows that so many warps share.
@@ -76,6 +150,11 @@ pub fn rms_norm_backward_kernel(residual: NormResidual, warps_per_row: usize) ->
         .define("HAS_RESIDUAL", (residual == NormResidual::Added) as u8)
         .define("WARPS_PER_ROW", warps_per_row)
         .threads(BLOCK_WARPS * 32)
+}
+
+/// The specialisation with a residual gradient and the output.
+pub fn rms_norm_backward_with_output_kernel(warps_per_row: usize) -> SourceKernel {
+    rms_norm_backward_kernel(NormResidual::Added, warps_per_row).define("HAS_OUTPUT", 1)
 }
 
 /// Warps that share a row: a power of two.

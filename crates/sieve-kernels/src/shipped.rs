@@ -29,7 +29,7 @@ use crate::hopper_tiling::{
 use crate::needed::NeededKernels;
 use crate::source_kernel::SourceKernel;
 use crate::step_kernels::step_kernels;
-use crate::swiglu_backward::swiglu_backward_kernel;
+use crate::swiglu_backward::{swiglu_backward_kernel, swiglu_backward_with_output_kernel};
 use crate::swiglu_forward::swiglu_forward_kernel;
 
 const NAME: &str = "shipped_kernels";
@@ -75,6 +75,7 @@ pub fn shipped_kernels_for(shared_bytes: usize) -> NeededKernels {
     for (is_bf16, vector) in [(true, 8), (false, 4)] {
         kernels.push(swiglu_forward_kernel(is_bf16, vector));
         kernels.push(swiglu_backward_kernel(is_bf16, vector));
+        kernels.push(swiglu_backward_with_output_kernel(is_bf16, vector));
     }
     for num_kv_heads in [4, 8] {
         // The launch's shared memory follows the head width; the code does not.

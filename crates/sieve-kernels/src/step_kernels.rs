@@ -12,7 +12,7 @@ use crate::embedding_forward::embedding_forward_kernel;
 use crate::qk_norm_rope_backward::qk_norm_rope_backward_kernel;
 use crate::qk_norm_rope_forward::{Reuse, qk_norm_rope_forward_kernel};
 use crate::residual_add::residual_add_kernel;
-use crate::rms_norm_backward::rms_norm_backward_kernel;
+use crate::rms_norm_backward::{rms_norm_backward_kernel, rms_norm_backward_with_output_kernel};
 use crate::rms_norm_forward::{NormResidual, rms_norm_forward_kernel};
 use crate::scale::scale_kernel;
 use crate::source_kernel::SourceKernel;
@@ -46,6 +46,9 @@ pub fn step_kernels() -> Vec<SourceKernel> {
         for warps_per_row in [2, 4, 8] {
             kernels.push(rms_norm_backward_kernel(residual, warps_per_row));
         }
+    }
+    for warps_per_row in [2, 4, 8] {
+        kernels.push(rms_norm_backward_with_output_kernel(warps_per_row));
     }
     for head_dim in [64, 128] {
         kernels.push(qk_norm_rope_forward_kernel(head_dim, Reuse::Copy));

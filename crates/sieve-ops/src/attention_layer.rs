@@ -1,8 +1,8 @@
 //! An attention layer with the norm before it and the residual stream around it, as one node of the graph.
 //!
 //! One node instead of four keeps less for the backward pass: the stream, the packed product before q/k-norm and rotation, and
-//! the attention's output. The normed stream and the rotated packed tensor are made again, by one memory-bound kernel each, and
-//! the gradient of the residual stream is added inside the norm's backward kernel.
+//! the attention's output. The rotated packed tensor is made again by one memory-bound kernel; the norm's backward kernel writes
+//! its output once more and adds the gradient of the residual stream.
 use crate::autodiff::Gradient;
 use crate::dma::{self, DmaState};
 use crate::feed_forward::{Residual, norm_gradient};
@@ -297,11 +297,11 @@ fn backward<B: SieveBackend>(
         d_rotated,
     );
     let dqkv = merge_heads::<B>(dqkv);
-    let normed = B::rms_norm(x.clone(), weights.norm.clone(), weights.epsilon);
-    let d_qkv_weight = B::linear_nt_weight_gradient(normed, dqkv.clone());
-    let d_normed = B::linear_nt_input_gradient(weights.qkv, dqkv);
+    let d_normed = B::linear_nt_input_gradient(weights.qkv, dqkv.clone());
     let residual = (call.residual, dy);
-    let (dx, d_norm) = norm_gradient::<B>([x, weights.norm], weights.epsilon, d_normed, residual);
+    let (dx, d_norm, normed) =
+        norm_gradient::<B>([x, weights.norm], weights.epsilon, d_normed, residual);
+    let d_qkv_weight = B::linear_nt_weight_gradient(normed, dqkv);
     (
         [dx, d_norm, d_qkv_weight, d_q_norm, d_k_norm, d_o_weight],
         d_dma,

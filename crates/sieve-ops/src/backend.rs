@@ -175,17 +175,18 @@ pub trait SieveBackend: NsaBackend + MlaBackend {
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         reference::rms_norm_backward::<Self>(x, weight, epsilon, dy)
     }
-    /// As [`rms_norm_backward`](Self::rms_norm_backward), with `d_residual`, the gradient that reaches x beside the norm, added
-    /// to dx.
-    fn rms_norm_backward_add(
+    /// `(dx, dweight, y)`: as [`rms_norm_backward`](Self::rms_norm_backward) with `d_residual`, the gradient that reaches x
+    /// beside the norm, added to dx, and the norm's output once more.
+    fn rms_norm_backward_with_output(
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         epsilon: f64,
         dy: FloatTensor<Self>,
         d_residual: FloatTensor<Self>,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        let y = Self::rms_norm(x.clone(), weight.clone(), epsilon);
         let (dx, dweight) = Self::rms_norm_backward(x, weight, epsilon, dy);
-        (Self::float_add(dx, d_residual), dweight)
+        (Self::float_add(dx, d_residual), dweight, y)
     }
 
     /// See [`crate::qk_norm_rope`]. `positions` is `[batch, seq_len]`, an index into the tables' rows.
@@ -237,7 +238,7 @@ pub trait SieveBackend: NsaBackend + MlaBackend {
     fn swiglu_backward(gate_up: FloatTensor<Self>, dy: FloatTensor<Self>) -> FloatTensor<Self> {
         reference::swiglu_backward::<Self>(gate_up, dy)
     }
-    /// Gradient of [`crate::swiglu`], and its output once more: `(dgate_up, y)`.
+    /// `(dgate_up, y)`: gradient of [`crate::swiglu`], and its output once more.
     fn swiglu_backward_with_output(
         gate_up: FloatTensor<Self>,
         dy: FloatTensor<Self>,

@@ -22,7 +22,7 @@ use crate::{
 use burn::tensor::DType;
 use burn::tensor::ops::FloatTensorOps;
 use paths::kernel_or;
-use sieve_kernels::{CudaPrimitive, CudaTensor};
+use sieve_kernels::{CudaPrimitive, CudaTensor, Reuse};
 
 /// Burn's CUDA backend, without fusion.
 pub type Cuda = burn_cuda::Cuda<f32, i32>;
@@ -89,23 +89,24 @@ impl SieveBackend for Cuda {
         epsilon: f64,
         dy: CudaPrimitive,
     ) -> (CudaPrimitive, CudaPrimitive) {
-        let attempt = norm::rms_backward(&x, &weight, epsilon, &dy, None);
+        let attempt = norm::rms_backward(&x, &weight, epsilon, &dy);
         kernel_or("rms_norm_backward", attempt, || {
             reference::rms_norm_backward::<Self>(x, weight, epsilon, dy)
         })
     }
 
-    fn rms_norm_backward_add(
+    fn rms_norm_backward_with_output(
         x: CudaPrimitive,
         weight: CudaPrimitive,
         epsilon: f64,
         dy: CudaPrimitive,
         d_residual: CudaPrimitive,
-    ) -> (CudaPrimitive, CudaPrimitive) {
-        let attempt = norm::rms_backward(&x, &weight, epsilon, &dy, Some(&d_residual));
-        kernel_or("rms_norm_backward_add", attempt, || {
+    ) -> (CudaPrimitive, CudaPrimitive, CudaPrimitive) {
+        let attempt = norm::rms_backward_with_output(&x, &weight, epsilon, &dy, &d_residual);
+        kernel_or("rms_norm_backward", attempt, || {
+            let y = reference::rms_norm::<Self>(x.clone(), weight.clone(), epsilon);
             let (dx, dweight) = reference::rms_norm_backward::<Self>(x, weight, epsilon, dy);
-            (Self::float_add(dx, d_residual), dweight)
+            (Self::float_add(dx, d_residual), dweight, y)
         })
     }
 
@@ -170,6 +171,25 @@ impl SieveBackend for Cuda {
         let attempt = sieve_kernels::swiglu_backward(&x, &d);
         kernel_or("swiglu_backward", attempt.map(Into::into), || {
             reference::swiglu_backward::<Self>(gate_up, dy)
+        })
+    }
+
+    fn swiglu_backward_with_output(
+        gate_up: CudaPrimitive,
+        dy: CudaPrimitive,
+    ) -> (CudaPrimitive, CudaPrimitive) {
+        let is_free = gate_up.can_mut() && dy.can_mut();
+        let [x, d] = tensors([&gate_up, &dy]);
+        let reuse = if is_free && x.is_contiguous() && d.is_contiguous() {
+            Reuse::InPlace
+        } else {
+            Reuse::Copy
+        };
+        let attempt = sieve_kernels::swiglu_backward_with_output(&x, &d, reuse);
+        let attempt = attempt.map(|(dx, y)| (dx.into(), y.into()));
+        kernel_or("swiglu_backward", attempt, || {
+            let y = reference::swiglu::<Self>(gate_up.clone());
+            (reference::swiglu_backward::<Self>(gate_up, dy), y)
         })
     }
 

@@ -1,8 +1,8 @@
 //! The feed-forward layer with the norm before it and the residual stream around it, as one node of the graph.
 //!
 //! One node instead of four keeps less for the backward pass: the stream and the packed gate and up. The normed stream and the
-//! gated activation are read by products' weight gradients alone, and one memory-bound kernel each makes them again. The
-//! gradient of the residual stream is added inside the norm's backward kernel, not by a launch of its own.
+//! gated activation are read by weight gradients alone; the kernels of the norm's and SwiGLU's backward pass, which read what
+//! they are made of anyway, write them once more. The gradient of the residual stream is added there too.
 use crate::SieveBackend;
 use crate::autodiff::Gradient;
 use burn::tensor::backend::Backend;
@@ -113,24 +113,27 @@ impl<B: SieveBackend> Gradient<B, 4> for FeedForwardGradient {
         let d_hidden = B::linear_nt_input_gradient(down, dy.clone());
         let (d_gate_up, hidden) = B::swiglu_backward_with_output(gate_up, d_hidden);
         let d_down = B::linear_nt_weight_gradient(hidden, dy.clone());
-        let normed = B::rms_norm(x.clone(), norm.clone(), epsilon);
-        let d_gate_up_weight = B::linear_nt_weight_gradient(normed, d_gate_up.clone());
-        let d_normed = B::linear_nt_input_gradient(gate_up_weight, d_gate_up);
-        let (dx, d_norm) = norm_gradient::<B>([x, norm], epsilon, d_normed, (residual, dy));
+        let d_normed = B::linear_nt_input_gradient(gate_up_weight, d_gate_up.clone());
+        let (dx, d_norm, normed) = norm_gradient::<B>([x, norm], epsilon, d_normed, (residual, dy));
+        let d_gate_up_weight = B::linear_nt_weight_gradient(normed, d_gate_up);
         [dx, d_norm, d_gate_up_weight, d_down]
     }
 }
 
-/// `(dx, dweight)` of the norm that begins a layer whose output had the gradient `dy`.
+/// `(dx, dweight, y)` of the norm that begins a layer whose output had the gradient `dy`, y being the norm's output.
 pub(crate) fn norm_gradient<B: SieveBackend>(
     [x, weight]: [FloatTensor<B>; 2],
     epsilon: f64,
     d_normed: FloatTensor<B>,
     (residual, dy): (Residual, FloatTensor<B>),
-) -> (FloatTensor<B>, FloatTensor<B>) {
+) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
     match residual {
-        Residual::Stream => B::rms_norm_backward_add(x, weight, epsilon, d_normed, dy),
-        Residual::None => B::rms_norm_backward(x, weight, epsilon, d_normed),
+        Residual::Stream => B::rms_norm_backward_with_output(x, weight, epsilon, d_normed, dy),
+        Residual::None => {
+            let y = B::rms_norm(x.clone(), weight.clone(), epsilon);
+            let (dx, dweight) = B::rms_norm_backward(x, weight, epsilon, d_normed);
+            (dx, dweight, y)
+        }
     }
 }
 

@@ -13,25 +13,43 @@ pub(super) fn rms(
     sieve_kernels::rms_norm_forward(&x, &weight, epsilon as f32).map(Into::into)
 }
 
-/// `(dx, dweight)`, dweight in f32; `d_residual` is added to dx.
+/// `(dx, dweight)`, dweight in f32.
 pub(super) fn rms_backward(
     x: &CudaPrimitive,
     weight: &CudaPrimitive,
     epsilon: f64,
     dy: &CudaPrimitive,
-    d_residual: Option<&CudaPrimitive>,
 ) -> Result<(CudaPrimitive, CudaPrimitive), KernelError> {
     let [x, weight, dy] = tensors([x, weight, dy]);
-    let d_residual = d_residual.map(|tensor| CudaTensor::from(tensor.clone()));
     let (dx, dweight) = sieve_kernels::rms_norm_backward(
         &x,
         &weight,
         epsilon as f32,
         &dy,
-        d_residual.as_ref(),
+        None,
         GradientTarget::New,
     )?;
     Ok((dx.into(), dweight.into()))
+}
+
+/// As [`rms_backward`] with `d_residual` added to dx, and the norm's output.
+pub(super) fn rms_backward_with_output(
+    x: &CudaPrimitive,
+    weight: &CudaPrimitive,
+    epsilon: f64,
+    dy: &CudaPrimitive,
+    d_residual: &CudaPrimitive,
+) -> Result<(CudaPrimitive, CudaPrimitive, CudaPrimitive), KernelError> {
+    let [x, weight, dy, d_residual] = tensors([x, weight, dy, d_residual]);
+    let (dx, dweight, y) = sieve_kernels::rms_norm_backward_with_output(
+        &x,
+        &weight,
+        epsilon as f32,
+        &dy,
+        &d_residual,
+        GradientTarget::New,
+    )?;
+    Ok((dx.into(), dweight.into(), y.into()))
 }
 
 /// The tensors of a q/k-norm call, as the kernels take them.

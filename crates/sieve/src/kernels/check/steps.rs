@@ -185,22 +185,28 @@ impl<'a, B: SieveBackend> On<'a, B> {
     fn rms_norm(&mut self, rows: usize) -> Results {
         const EPSILON: f64 = 1e-6;
         let (x, weight) = (self.input([rows, 160]), self.input([160]));
-        let dy = self.input([rows, 160]);
-        let (y, (dx, dweight)) = if self.own() {
+        let [dy, beside] = [0, 1].map(|_| self.input([rows, 160]));
+        let (y, (dx, dweight), with_output) = if self.own() {
             (
                 B::rms_norm(x.clone(), weight.clone(), EPSILON),
-                B::rms_norm_backward(x, weight, EPSILON, dy),
+                B::rms_norm_backward(x.clone(), weight.clone(), EPSILON, dy.clone()),
+                B::rms_norm_backward_with_output(x, weight, EPSILON, dy, beside),
             )
         } else {
-            (
-                reference::rms_norm::<B>(x.clone(), weight.clone(), EPSILON),
-                reference::rms_norm_backward::<B>(x, weight, EPSILON, dy),
-            )
+            let y = reference::rms_norm::<B>(x.clone(), weight.clone(), EPSILON);
+            let (dx, dweight) = reference::rms_norm_backward::<B>(x, weight, EPSILON, dy);
+            let sum = B::float_add(dx.clone(), beside);
+            let with_output = (sum, dweight.clone(), y.clone());
+            (y, (dx, dweight), with_output)
         };
+        let (sum, dweight_again, y_again) = with_output;
         vec![
             ("y", floats::<B, 2>(y)),
             ("dx", floats::<B, 2>(dx)),
             ("dweight", floats::<B, 1>(dweight)),
+            ("dx + residual", floats::<B, 2>(sum)),
+            ("dweight again", floats::<B, 1>(dweight_again)),
+            ("y again", floats::<B, 2>(y_again)),
         ]
     }
 
@@ -261,15 +267,24 @@ impl<'a, B: SieveBackend> On<'a, B> {
 
     fn swiglu(&mut self, rows: usize) -> Results {
         let (gate_up, dy) = (self.input([rows, 2 * 96]), self.input([rows, 96]));
-        let (y, dx) = if self.own() {
-            (B::swiglu(gate_up.clone()), B::swiglu_backward(gate_up, dy))
-        } else {
+        let (y, dx, (dx_again, y_again)) = if self.own() {
             (
-                reference::swiglu::<B>(gate_up.clone()),
-                reference::swiglu_backward::<B>(gate_up, dy),
+                B::swiglu(gate_up.clone()),
+                B::swiglu_backward(gate_up.clone(), dy.clone()),
+                // Nobody else holds them now: they are written in place.
+                B::swiglu_backward_with_output(gate_up, dy),
             )
+        } else {
+            let y = reference::swiglu::<B>(gate_up.clone());
+            let dx = reference::swiglu_backward::<B>(gate_up, dy);
+            (y.clone(), dx.clone(), (dx, y))
         };
-        vec![("y", floats::<B, 2>(y)), ("dx", floats::<B, 2>(dx))]
+        vec![
+            ("y", floats::<B, 2>(y)),
+            ("dx", floats::<B, 2>(dx)),
+            ("dx again", floats::<B, 2>(dx_again)),
+            ("y again", floats::<B, 2>(y_again)),
+        ]
     }
 
     fn embedding(&mut self, rows: usize) -> Results {
