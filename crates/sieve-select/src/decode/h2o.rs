@@ -135,3 +135,26 @@ impl H2o {
         kept.retain(|key| !evicted.contains(&key.0));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn h2o_of_equal_attention_the_older_goes() {
+        let shape = LayerShape {
+            num_heads: 1,
+            num_kv_heads: 1,
+            head_dim: 4,
+            layer: 0,
+        };
+        let config = H2oConfig {
+            heavy: 2.0,
+            recent: 1.0,
+        };
+        let mut state = H2o::new(config, shape);
+        state.kept[0] = vec![(3, 0.5), (4, 0.25), (6, 0.25), (7, 0.25), (9, 0.0)];
+        state.evict(0, 10);
+        assert_eq!(state.kept[0], [(3, 0.5), (7, 0.25), (9, 0.0)]);
+    }
+}

@@ -248,7 +248,7 @@ impl BaAttConfig {
     }
 
     /// Products of means, with the compensation where this layer has one.
-    fn block_logits(&self, call: &Call<'_>, q: &Pooled, k: &Pooled) -> Vec<f32> {
+    pub(crate) fn block_logits(&self, call: &Call<'_>, q: &Pooled, k: &Pooled) -> Vec<f32> {
         let d = call.shape.head_dim;
         let mut logits = scores(&q.mean, &k.mean, d, call.shape.softmax_scale());
         let compensated = match self.compensate_layers {

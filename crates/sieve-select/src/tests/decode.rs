@@ -1,5 +1,8 @@
 //! Decode methods: against naive versions, budgets, causality, both forms.
 
+mod dma_slots;
+mod infinitehip_refresh;
+
 use crate::decode::dam::{DamCalibration, DamCapture, DamMaps};
 use crate::test_data::{Random, TestCall, assert_close};
 use crate::{DecodeSession, LayerShape, Method, Selector, oracle_dense};
@@ -13,7 +16,72 @@ const SMALL: &[&str] = &[
     "exact_top:k=7",
     "streamingllm:n_init=2,n_local=6",
     "streamingllm:n_init=2,n_local=6,reindex=true",
+    "infinitehip:block=1,stride_1=1,chunk_1=8,budget_2=32,chunk_2=4,budget_3=16,chunk_3=2,budget=8,sink=4,window=6,refresh_1=1,refresh_2=1,refresh_3=1,first_dense_layers=0",
+    "infinitehip:chunk_1=8,budget_2=32,chunk_2=4,budget_3=16,chunk_3=2,budget=8,sink=4,window=6,refresh_1=8,refresh_2=4,refresh_3=2,gqa=union,first_dense_layers=0",
+    "dma:keep_window_size=7",
+    "dma:keep_window_size=7,bias=linear",
 ];
+
+/// The same methods with everything kept.
+const EVERYTHING: &[&str] = &[
+    "h2o:heavy=1000,recent=10",
+    "snapkv:capacity=1000",
+    "quest:budget=10000,dense_layers=0",
+    "quest:budget=16,dense_layers=1",
+    "infllm:local=1000",
+    "exact_top:k=1000",
+    "streamingllm:n_local=1000",
+    "streamingllm:n_local=1000,reindex=true",
+    "h2o:first_dense_layers=1,heavy=1,recent=1",
+    "infinitehip:window=8,sink=8,budget=1000,budget_2=1000,budget_3=1000,first_dense_layers=0",
+    "dma:keep_window_size=1000",
+];
+
+/// Every check that holds for all decode methods, as `METHOD::CHECK`. `dam` needs a map and has a test of its own.
+macro_rules! decode_methods {
+    ($($method:ident)*) => {$(
+        mod $method {
+            use super::super::of;
+            use super::{EVERYTHING, SMALL};
+
+            const NAME: &str = stringify!($method);
+
+            #[test]
+            fn everything_kept_equals_dense_in_stream_and_prompt_form() {
+                super::everything_kept_equals_dense_in_stream_and_prompt_form(&of(EVERYTHING, NAME));
+            }
+
+            #[test]
+            fn stream_is_causal_and_reads_no_more_than_its_budget() {
+                super::stream_is_causal_and_reads_no_more_than_its_budget(&of(SMALL, NAME));
+            }
+
+            #[test]
+            fn outputs_are_attention_over_the_keys_it_names() {
+                super::outputs_are_attention_over_the_keys_it_names(&of(SMALL, NAME));
+            }
+
+            #[test]
+            fn prompt_form_reads_what_the_stream_reads() {
+                super::prompt_form_reads_what_the_stream_reads(&of(SMALL, NAME));
+            }
+        }
+    )*};
+}
+
+decode_methods! { h2o snapkv quest infllm exact_top streamingllm infinitehip dma }
+
+#[test]
+fn every_decode_method_is_checked() {
+    let mut tested: Vec<&str> = SMALL
+        .iter()
+        .filter_map(|text| text.split(':').next())
+        .collect();
+    tested.extend(["dam"]);
+    for name in crate::names_of(crate::Phase::Decode) {
+        assert!(tested.contains(&name), "{name}");
+    }
+}
 
 fn layer(data: &TestCall) -> LayerShape {
     LayerShape {
@@ -59,21 +127,10 @@ fn stream(text: &str, data: &TestCall) -> (Vec<f32>, Vec<Vec<Vec<u32>>>) {
     (o, kept)
 }
 
-#[test]
-fn decode_with_everything_kept_equals_dense() {
+fn everything_kept_equals_dense_in_stream_and_prompt_form(texts: &[&str]) {
     let data = TestCall::random(&mut Random(91), 60, 60, [4, 2], 8);
     let dense = oracle_dense(&data.call());
-    for text in [
-        "h2o:heavy=1000,recent=10",
-        "snapkv:capacity=1000",
-        "quest:budget=10000,dense_layers=0",
-        "quest:budget=16,dense_layers=1",
-        "infllm:local=1000",
-        "exact_top:k=1000",
-        "streamingllm:n_local=1000",
-        "streamingllm:n_local=1000,reindex=true",
-        "h2o:first_dense_layers=1,heavy=1,recent=1",
-    ] {
+    for text in texts {
         let (o, _) = stream(text, &data);
         assert_close(text, &o, &dense.o, 2e-5);
         // The prompt form: dense prompt, then decoding.
@@ -93,15 +150,14 @@ fn decode_with_everything_kept_equals_dense() {
     }
 }
 
-#[test]
-fn decode_streams_are_causal_and_read_no_more_than_their_budget() {
+fn stream_is_causal_and_reads_no_more_than_its_budget(texts: &[&str]) {
     let data = TestCall::structured(&mut Random(92), 120, [4, 2], 8);
     let mut other = data.clone();
     for x in [&mut other.k, &mut other.v, &mut other.q] {
         let from = x.len() / 120 * 80;
         x[from..].iter_mut().for_each(|x| *x += 1.0);
     }
-    for text in SMALL {
+    for text in texts {
         let ((a, kept), (b, kept_b)) = (stream(text, &data), stream(text, &other));
         assert_eq!(a[..80 * 32], b[..80 * 32], "{text}");
         assert_eq!(kept[..80], kept_b[..80], "{text}");
@@ -121,9 +177,69 @@ fn decode_streams_are_causal_and_read_no_more_than_their_budget() {
                     Some("infllm") => 4 + 8 + 8 + 3,
                     Some("exact_top") => 7,
                     Some("streamingllm") => 8,
+                    // Sink, window with its tile, budget; with refreshes, what left the window since, of two heads.
+                    Some("infinitehip") if text.contains("refresh_1=8") => 4 + 8 + 7 + 2 * 8,
+                    Some("infinitehip") => 4 + 8 + 8,
+                    Some("dma") => 7,
                     _ => t + 1,
                 };
                 assert!(list.len() <= most, "{text}, token {t}: {}", list.len());
+            }
+        }
+    }
+}
+
+/// Softmax attention in f64 over the lists a step names; for methods that neither move keys nor add to logits.
+fn outputs_are_attention_over_the_keys_it_names(texts: &[&str]) {
+    let data = TestCall::structured(&mut Random(103), 90, [4, 2], 8);
+    let call = data.call();
+    for text in texts {
+        let (o, kept) = stream(text, &data);
+        let mut moved = 0;
+        for t in (0..90).step_by(7) {
+            for head in 0..4 {
+                let list = &kept[t][head * kept[t].len() / 4];
+                let shown: Vec<bool> = (0..90).map(|j| list.contains(&j)).collect();
+                let (expected, _) = crate::oracle::oracle_row(&call, head, t, &shown);
+                let o = &o[(t * 4 + head) * 8..][..8];
+                let same = o
+                    .iter()
+                    .zip(&expected)
+                    .all(|(o, e)| (f64::from(*o) - e).abs() < 2e-5);
+                // Keys read at another distance give another output, unless they weigh nothing.
+                let moves = text.starts_with("infllm") || text.contains("reindex=true");
+                assert!(same || (moves && t >= 8), "{text}, token {t}, head {head}");
+                moved += usize::from(!same);
+            }
+        }
+        let moves = text.starts_with("infllm") || text.contains("reindex=true");
+        assert_eq!(moved > 20, moves, "{text}: {moved}");
+    }
+}
+
+/// The two forms have the same sets wherever a choice depends on keys and queries alone, not on what was read before.
+fn prompt_form_reads_what_the_stream_reads(texts: &[&str]) {
+    let data = TestCall::structured(&mut Random(104), 100, [4, 2], 8);
+    for text in texts {
+        let history = ["h2o", "snapkv", "infllm"]
+            .iter()
+            .any(|name| text.starts_with(name));
+        let (_, kept) = stream(text, &data);
+        let mut session = session(text, &data);
+        // Steps are counted from the prompt's end: refreshes agree when it is a multiple of them.
+        let [q, k, v] = tokens(&data, 0..64);
+        session
+            .prompt(q, k, v)
+            .unwrap_or_else(|e| panic!("{text}: {e}"));
+        for (t, kept) in kept.iter().enumerate().skip(64) {
+            let [q, k, v] = tokens(&data, t..t + 1);
+            session
+                .step(q, k, v)
+                .unwrap_or_else(|e| panic!("{text}: {e}"));
+            if history {
+                assert!(session.kept()[0].contains(&(t as u32)), "{text}, token {t}");
+            } else {
+                assert_eq!(session.kept(), kept, "{text}, token {t}");
             }
         }
     }
@@ -435,4 +551,117 @@ fn decode_mistakes_are_told() {
     ] {
         assert!(Selector::parse(text).is_err(), "{text}");
     }
+}
+
+/// All of it once more, by the definition, in f64.
+#[test]
+fn infllm_equals_a_naive_version() {
+    let (n, init, local, block, topk, repr) = (70, 3, 9, 4, 2, 2);
+    let data = TestCall::random(&mut Random(113), n, n, [2, 1], 8);
+    let text =
+        format!("infllm:init={init},local={local},block={block},topk={topk},repr={repr},chunk=1");
+    let (o, kept) = stream(&text, &data);
+    let call = data.call();
+    let wide = |x: &[f32]| -> Vec<f64> { x.iter().map(|&x| f64::from(x)).collect() };
+    let turned = |x: &[f32], by: i64| wide(&crate::decode::rope::rotate(x, by as f64, 1e4));
+    let product = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    let mut received = vec![0.0_f64; n];
+    let mut representatives: Vec<Vec<f64>> = Vec::new();
+    for t in 0..n {
+        let first_local = (t + 1).saturating_sub(local);
+        let flat = |j: usize| turned(call.key(0, j), -(j as i64));
+        while init + (representatives.len() + 1) * block <= first_local {
+            let start = init + representatives.len() * block;
+            let mut keys: Vec<usize> = (start..start + block).collect();
+            keys.sort_by(|&a, &b| received[b].total_cmp(&received[a]).then(a.cmp(&b)));
+            let mut mean = vec![0.0; 8];
+            for &j in &keys[..repr] {
+                mean.iter_mut()
+                    .zip(flat(j))
+                    .for_each(|(mean, x)| *mean += x / repr as f64);
+            }
+            representatives.push(mean);
+        }
+        let far = |head: usize| turned(call.query(head, t), local as i64 - t as i64);
+        let mut order: Vec<usize> = (0..representatives.len()).collect();
+        let score = |b: usize| {
+            (0..2)
+                .map(|head| product(&far(head), &representatives[b]))
+                .sum::<f64>()
+        };
+        order.sort_by(|&a, &b| score(b).total_cmp(&score(a)));
+        order.truncate(topk);
+        let blocked = init + representatives.len() * block;
+        let shown = |j: usize| {
+            j >= first_local || j < init || j >= blocked || order.contains(&((j - init) / block))
+        };
+        let list: Vec<u32> = (0..=t as u32).filter(|&j| shown(j as usize)).collect();
+        assert_eq!(kept[t][0], list, "token {t}");
+        for head in 0..2 {
+            let logits: Vec<f64> = list
+                .iter()
+                .map(|&j| {
+                    let j = j as usize;
+                    let logit = if j >= first_local {
+                        product(&wide(call.query(head, t)), &wide(call.key(0, j)))
+                    } else {
+                        product(&far(head), &flat(j))
+                    };
+                    (logit / 8.0_f64.sqrt()).exp()
+                })
+                .collect();
+            let sum: f64 = logits.iter().sum();
+            for (&j, p) in list
+                .iter()
+                .zip(&logits)
+                .filter(|(j, _)| **j as usize >= first_local)
+            {
+                received[j as usize] += p / sum;
+            }
+            for c in 0..8 {
+                let expected: f64 = list
+                    .iter()
+                    .zip(&logits)
+                    .map(|(&j, p)| p / sum * f64::from(call.value(0, j as usize)[c]))
+                    .sum();
+                assert!(
+                    (f64::from(o[(t * 2 + head) * 8 + c]) - expected).abs() < 1e-4,
+                    "token {t}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn dam_threshold_of_a_density_is_the_same_for_every_transform() {
+    // Box-Cox keeps the order, so the pairs above a density's threshold are those with the most attention.
+    let data = TestCall::structured(&mut Random(114), 48, [1, 1], 8);
+    let maps = |lambda: f64| {
+        let calibration = DamCalibration {
+            capture: 48,
+            density: 0.2,
+            lambda,
+            floor: 1e-12,
+            ..DamCalibration::default()
+        };
+        let mut capture = DamCapture::new(calibration, 1).expect("valid");
+        capture.add(&data.call()).expect("valid");
+        capture.maps()
+    };
+    let (log, root) = (&maps(0.0)[0], &maps(0.5)[0]);
+    let pairs = |map: &crate::decode::dam::DamMap| -> usize { map.rows.iter().map(Vec::len).sum() };
+    let both: usize = log
+        .rows
+        .iter()
+        .zip(&root.rows)
+        .map(|(a, b)| a.iter().filter(|j| b.contains(j)).count())
+        .sum();
+    // Scaling to [0, 1] in f32 may merge a few.
+    assert!(
+        both + 4 >= pairs(log) && pairs(log).abs_diff(pairs(root)) <= 4,
+        "{both} {} {}",
+        pairs(log),
+        pairs(root)
+    );
 }

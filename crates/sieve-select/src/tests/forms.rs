@@ -1,13 +1,13 @@
-//! What holds for every prefill method: the form's rules, and attention over the lists equals the definition.
+//! What holds for every prefill method: the form's rules, and attention over the lists equals the definition. The checks are
+//! run method by method in the parent.
 
-use super::{EVERYTHING, SMALL, select, selector};
+use super::{select, selector};
 use crate::test_data::{Random, TestCall, assert_close};
 use crate::{block_sparse_attention, density, oracle_attention, oracle_dense};
 
-#[test]
-fn every_method_equals_dense_attention_under_its_expanded_mask() {
+pub(super) fn equals_dense_attention_under_its_mask(texts: &[&str]) {
     let mut random = Random(21);
-    for text in SMALL {
+    for text in texts {
         for (queries, keys, heads) in [
             (1, 1, [1, 1]),
             (1, 70, [2, 1]),
@@ -39,10 +39,9 @@ fn every_method_equals_dense_attention_under_its_expanded_mask() {
     }
 }
 
-#[test]
-fn everything_kept_equals_dense() {
+pub(super) fn everything_kept_equals_dense(texts: &[&str]) {
     let mut random = Random(22);
-    for text in EVERYTHING {
+    for text in texts {
         for (queries, keys, heads) in [(200, 200, [2, 1]), (90, 187, [2, 2]), (40, 40, [8, 1])] {
             let data = TestCall::random(&mut random, queries, keys, heads, 16);
             let call = data.call();
@@ -54,10 +53,9 @@ fn everything_kept_equals_dense() {
     }
 }
 
-#[test]
-fn selections_are_sparse_and_the_counted_density_is_the_expanded_one() {
+pub(super) fn is_sparse_and_its_density_is_that_of_the_expanded_mask(texts: &[&str]) {
     let data = TestCall::structured(&mut Random(23), 400, [4, 2], 16);
-    for text in SMALL {
+    for text in texts {
         let mask = select(text, &data);
         let mut pairs = 0;
         for head in 0..4 {
@@ -82,10 +80,9 @@ fn selections_are_sparse_and_the_counted_density_is_the_expanded_one() {
     }
 }
 
-#[test]
-fn the_list_fixed_later_tokens_change_nothing_before() {
+pub(super) fn the_list_fixed_later_tokens_change_nothing_before(texts: &[&str]) {
     let data = TestCall::random(&mut Random(24), 150, 210, [2, 1], 16);
-    for text in SMALL {
+    for text in texts {
         let mut mask = select(text, &data);
         // Probes belong to the values; the list alone is fixed here.
         mask.correction = None;
@@ -111,8 +108,7 @@ fn the_list_fixed_later_tokens_change_nothing_before() {
     }
 }
 
-#[test]
-fn order_of_heads_requests_and_tiles_changes_nothing_but_rounding() {
+pub(super) fn order_of_heads_and_requests_changes_nothing_but_rounding(texts: &[&str]) {
     let mut random = Random(25);
     let data = TestCall::random(&mut random, 130, 130, [2, 2], 16);
     let mut swapped = data.clone();
@@ -122,7 +118,7 @@ fn order_of_heads_requests_and_tiles_changes_nothing_but_rounding() {
             a.swap_with_slice(b);
         }
     }
-    for text in SMALL {
+    for text in texts {
         // Rescue hashes and random orders know the head's number.
         if text.contains("prob=") {
             continue;
@@ -141,7 +137,12 @@ fn order_of_heads_requests_and_tiles_changes_nothing_but_rounding() {
             }
         }
     }
+}
+
+#[test]
+fn order_of_tiles_changes_nothing_but_rounding() {
     // The same tiles under a permutation of whole tiles.
+    let data = TestCall::random(&mut Random(25), 130, 130, [2, 2], 16);
     let mask = select("meanpool:block=16,tau=0.5", &data);
     let plain = block_sparse_attention(&data.call(), &mask).expect("valid");
     let tiles = mask.tiles.num_key_tiles();
@@ -169,10 +170,9 @@ fn order_of_heads_requests_and_tiles_changes_nothing_but_rounding() {
     assert_close("moved tiles", &other.o, &plain, 1e-5);
 }
 
-#[test]
-fn threads_do_not_change_a_bit() {
+pub(super) fn threads_do_not_change_a_bit(texts: &[&str]) {
     let data = TestCall::structured(&mut Random(26), 300, [4, 2], 16);
-    for text in SMALL {
+    for text in texts {
         let run = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new()
                 .num_threads(threads)
@@ -188,14 +188,13 @@ fn threads_do_not_change_a_bit() {
     }
 }
 
-#[test]
-fn batches_of_different_lengths_with_an_empty_document_between() {
+pub(super) fn batches_of_different_lengths_with_an_empty_document_between(texts: &[&str]) {
     let mut random = Random(27);
     let data: Vec<TestCall> = [70, 0, 133]
         .iter()
         .map(|&n| TestCall::random(&mut random, n, n, [2, 1], 16))
         .collect();
-    for text in SMALL {
+    for text in texts {
         let calls: Vec<_> = data.iter().map(TestCall::call).collect();
         let done = selector(text)
             .prefill_batch(&calls)

@@ -1,12 +1,12 @@
-//! The check lines of the specification, method by method; find a method's tests by its name.
+//! The check lines of the specification, method by method: those that have no file of their own.
 
 use super::{select, selector};
 use crate::call::{Call, Tiles};
+use crate::keep::{falling, keep_mass_forced};
 use crate::oracle::{expanded_row, oracle_row};
-use crate::prefill::ba_att::pooling_bound;
 use crate::prefill::minference::{Pattern, PatternFile, search_patterns};
 use crate::test_data::{Random, TestCall, assert_close};
-use crate::{ListsPer, block_sparse_attention, density, oracle_dense};
+use crate::{ListsPer, block_sparse_attention, density};
 
 /// Kept pairs of a row, as key positions.
 fn shown(mask: &crate::SparseMask, head: usize, row: usize) -> Vec<usize> {
@@ -95,276 +95,6 @@ fn bfla_union_keeps_what_any_head_keeps() {
         both.dedup();
         assert_eq!(union.row(1, i), both);
     }
-}
-
-#[test]
-fn momo_probe_rows_are_dense_and_the_windows_shifted() {
-    let data = TestCall::random(&mut Random(45), 130, 203, [2, 1], 16);
-    let (call, mask) = (
-        data.call(),
-        select(
-            "momo:gamma=8,beta=8,chi=16,k=2,k_exact=1,first_dense_layers=0",
-            &data,
-        ),
-    );
-    let correction = mask.correction.clone().expect("momo corrects");
-    // Context 73: the first row is a probe, then absolute multiples of 8.
-    assert_eq!(&correction.probe_rows[..3], [0, 7, 15]);
-    let dense = oracle_dense(&call);
-    let output = block_sparse_attention(&call, &mask).expect("valid");
-    let mut plain = mask.clone();
-    plain.correction = None;
-    let sparse = block_sparse_attention(&call, &plain).expect("valid");
-    for row in 0..130 {
-        for c in 0..32 {
-            let at = row * 32 + c;
-            let probe = correction
-                .probe_rows
-                .iter()
-                .rev()
-                .find(|p| **p as usize <= row)
-                .expect("row 0 is one");
-            let of_probe = *probe as usize * 32 + c;
-            let expected =
-                f64::from(sparse.o[at]) + dense.o[of_probe] - f64::from(sparse.o[of_probe]);
-            assert!((f64::from(output.o[at]) - expected).abs() < 1e-5);
-            if *probe as usize == row {
-                assert!((f64::from(output.o[at]) - dense.o[at]).abs() < 1e-6);
-            }
-        }
-    }
-}
-
-#[test]
-fn momo_hybrid_with_all_slots_exact_equals_exact_and_tree() {
-    let data = TestCall::structured(&mut Random(46), 400, [2, 1], 16);
-    let of = |extra: &str| {
-        let mask = select(
-            &format!("momo:gamma=8,beta=8,chi=16,k=6,first_dense_layers=0,{extra}"),
-            &data,
-        );
-        (mask.row_ptr, mask.tile_idx)
-    };
-    assert_eq!(of("topk=hybrid,k_exact=6"), of("topk=exact"));
-    assert_eq!(of("topk=tree"), of("topk=exact"));
-    assert_ne!(of("topk=gauss"), of("topk=exact"));
-}
-
-#[test]
-fn momo_keeps_sink_and_everything_since_the_first_probe() {
-    let data = TestCall::random(&mut Random(47), 256, 256, [1, 1], 16);
-    let mask = select(
-        "momo:gamma=16,beta=8,chi=32,k=1,k_exact=1,first_dense_layers=0",
-        &data,
-    );
-    for i in 0..8 {
-        let row = mask.row(0, i);
-        let complete = (32 * i as i32 + 1) / 8;
-        assert!(row.contains(&0));
-        assert!(
-            ((complete - 1).max(0)..(32 * (i as i32 + 1)) / 8).all(|j| row.contains(&j)),
-            "{i}: {row:?}"
-        );
-    }
-}
-
-#[test]
-fn delta_probes_and_tail_are_dense_and_modes_differ() {
-    let data = TestCall::random(&mut Random(48), 300, 300, [2, 1], 16);
-    let call = data.call();
-    let dense = oracle_dense(&call);
-    let text = "delta:base=streamingllm,base.n_local=20,base.min_prefill_tokens=0,gamma=16";
-    let done = selector(text).prefill(&call).expect("valid");
-    let is_dense = |o: &[f32], row: usize| {
-        (0..32).all(|c| (f64::from(o[row * 32 + c]) - dense.o[row * 32 + c]).abs() < 1e-5)
-    };
-    for row in 0..300 {
-        // 300 mod 16 + 128 rows at the end.
-        let expected = row % 16 == 0 || !(20..300 - 12 - 128).contains(&row);
-        if expected {
-            assert!(row >= 16 || is_dense(&done.output.o, row), "row {row}");
-        }
-    }
-    assert!(
-        (0..160)
-            .step_by(16)
-            .all(|row| is_dense(&done.output.o, row))
-    );
-    assert!((160..300).all(|row| is_dense(&done.output.o, row)));
-    let sparse = selector(&format!("{text},mode=sparse_only"))
-        .prefill(&call)
-        .expect("valid");
-    let recompute = selector(&format!("{text},mode=recompute"))
-        .prefill(&call)
-        .expect("valid");
-    assert_eq!(
-        sparse.output.o[65 * 32..66 * 32],
-        recompute.output.o[65 * 32..66 * 32]
-    );
-    assert_ne!(
-        sparse.output.o[65 * 32..66 * 32],
-        done.output.o[65 * 32..66 * 32]
-    );
-    assert_ne!(
-        sparse.output.o[64 * 32..65 * 32],
-        recompute.output.o[64 * 32..65 * 32]
-    );
-}
-
-#[test]
-fn ba_att_bidirectional_equals_its_definition() {
-    let data = TestCall::random(&mut Random(49), 150, 150, [4, 2], 16);
-    let call = data.call();
-    let everything = selector("ba_att:causal=false,sparsity=0,block=16,segment=32")
-        .prefill(&call)
-        .expect("valid");
-    let all = vec![true; 150];
-    let expected: Vec<f64> = (0..150)
-        .flat_map(|row| (0..4).map(move |head| (head, row)))
-        .flat_map(|(head, row)| oracle_row(&call, head, row, &all).0)
-        .collect();
-    assert_close("bidirectional", &everything.output.o, &expected, 2e-5);
-    let mask = select(
-        "ba_att:causal=false,sparsity=0.7,block=16,segment=32",
-        &data,
-    );
-    // ceil(0.3 * 10) blocks of each row, sorted by norm.
-    assert!((0..4).all(|head| (0..10).all(|i| mask.row(head, i).len() == 3)));
-    let norm = |x: &[f32]| x.iter().map(|x| x * x).sum::<f32>();
-    let order = mask.key_order_of(0).expect("sorted");
-    assert!(
-        order
-            .windows(2)
-            .all(|w| norm(call.key(0, w[0] as usize)) <= norm(call.key(0, w[1] as usize)))
-    );
-    assert!((1..150).all(|s| {
-        norm(call.query(3, mask.query_row(3, s - 1))) <= norm(call.query(3, mask.query_row(3, s)))
-    }));
-    let output = block_sparse_attention(&call, &mask).expect("valid");
-    assert_close(
-        "sparse",
-        &output.o,
-        &crate::oracle_attention(&call, &mask).o,
-        2e-5,
-    );
-    let error = selector("ba_att:causal=false")
-        .select(&TestCall::random(&mut Random(1), 20, 30, [1, 1], 4).call());
-    assert!(
-        error
-            .expect_err("a chunk")
-            .to_string()
-            .contains("causal=false needs all tokens at once")
-    );
-}
-
-#[test]
-fn ba_att_pooling_bound_holds() {
-    let mut random = Random(50);
-    let mut worst = 0.0_f32;
-    for _ in 0..300 {
-        let scale = 1.0 + random.below(5) as f32;
-        let q: Vec<f32> = random.vector(8 * 12).iter().map(|x| x * scale).collect();
-        let k = random.vector(8 * 12);
-        let bound = pooling_bound(&q, &k, 12);
-        let mean = |x: &[f32]| -> Vec<f32> {
-            (0..12)
-                .map(|c| x.iter().skip(c).step_by(12).sum::<f32>() / 8.0)
-                .collect()
-        };
-        let dot = |a: &[f32], b: &[f32]| {
-            a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>() / 12.0_f32.sqrt()
-        };
-        let pooled = dot(&mean(&q), &mean(&k));
-        for a in q.chunks_exact(12) {
-            for b in k.chunks_exact(12) {
-                worst = worst.max((dot(a, b) - pooled).abs() / bound);
-            }
-        }
-    }
-    assert!(worst <= 1.0 && worst > 0.05, "{worst}");
-}
-
-#[test]
-fn pbs_earlier_blocks_hold_no_future_and_the_remainder_stays() {
-    let data = TestCall::structured(&mut Random(51), 250, [4, 2], 16);
-    let mask = select("pbs:block=16,segment=64,tau=0.4", &data);
-    for list in 0..4 {
-        let order = mask.key_order_of(list).expect("permuted");
-        assert!((192..250).all(|slot| order[slot] == slot as i32));
-        for segment in 0..3 {
-            let keys = &order[segment * 64..(segment + 1) * 64];
-            assert!(keys.iter().all(|&key| key as usize / 64 == segment));
-        }
-        for i in 0..mask.tiles.num_query_tiles() {
-            let own = mask.tiles.first(i) / 64 * 64;
-            for &j in mask.row(list, i) {
-                if (j as usize) * 16 < own {
-                    let slots = mask.tiles.keys(j as usize);
-                    assert!(
-                        order[slots]
-                            .iter()
-                            .all(|&key| (key as usize) < mask.tiles.first(i))
-                    );
-                }
-            }
-            let token_0 = order.iter().position(|&key| key == 0).expect("there") / 16;
-            assert!(mask.row(list, i).contains(&(token_0 as i32)));
-        }
-    }
-    // One permutation per KV head, shared by its query heads.
-    assert_eq!(mask.key_order.len(), 2 * 250);
-    let mask = select("pbs:block=16,segment=64,tau=0.4,perm=query", &data);
-    assert_eq!(mask.key_order.len(), 4 * 250);
-}
-
-#[test]
-fn pbs_of_one_segment_is_dense_and_of_one_more_token_is_not() {
-    for (n, dense) in [(32, true), (33, false)] {
-        let data = TestCall::random(&mut Random(52), n, n, [1, 1], 8);
-        assert_eq!(
-            select("pbs:block=16,segment=32,tau=0.1", &data)
-                .stats
-                .dense_call,
-            dense
-        );
-    }
-}
-
-#[test]
-fn pbs_query_order_respects_segments_and_capacity() {
-    let data = TestCall::structured(&mut Random(53), 200, [2, 1], 16);
-    let mask = select("pbs:block=16,segment=32,tau=0.5,permute=queries", &data);
-    assert!(mask.key_order.is_empty());
-    for head in 0..2 {
-        let order: Vec<usize> = (0..200).map(|slot| mask.query_row(head, slot)).collect();
-        assert!(
-            order
-                .iter()
-                .enumerate()
-                .all(|(slot, row)| slot / 32 == row / 32)
-        );
-        assert!(order.iter().enumerate().any(|(slot, row)| slot != *row));
-    }
-}
-
-#[test]
-fn pbs_permuted_keys_need_fewer_blocks() {
-    // What the method is for: important keys scattered over blocks come together.
-    let mut random = Random(54);
-    let mut data = TestCall::random(&mut random, 1024, 1024, [1, 1], 16);
-    data.q.iter_mut().for_each(|x| *x *= 0.3);
-    for token in data.q.chunks_exact_mut(16) {
-        token[0] = 4.0;
-    }
-    for (t, token) in data.k.chunks_exact_mut(16).enumerate() {
-        token[0] = if t % 16 == 3 { 6.0 } else { 0.0 };
-    }
-    let density = |text: &str| crate::density(&select(text, &data)).tile;
-    let (plain, permuted) = (
-        density("meanpool:block=16,tau=0.9"),
-        density("pbs:block=16,segment=256,tau=0.9"),
-    );
-    assert!(permuted < 0.75 * plain, "{permuted} {plain}");
 }
 
 #[test]
@@ -583,5 +313,187 @@ fn oracle_topk_keeps_the_heaviest_blocks() {
             "{order:?} {:?}",
             mask.row(0, i)
         );
+    }
+}
+
+#[test]
+fn bfla_rescue_on_blocks_takes_whole_blocks() {
+    let data = TestCall::random(&mut Random(140), 512, 512, [1, 1], 8);
+    let mask = select(
+        "bfla:block=32,group=8,tile=8,keep_mass=0,local_tokens=0,prob=0.3,rescue_grid=block",
+        &data,
+    );
+    for i in 0..mask.tiles.num_query_tiles() {
+        let row = mask.row(0, i);
+        // All four tiles of a block before the diagonal one, or none; the sink tile is in the first block.
+        for block in 1..i as i32 / 4 {
+            let kept = (block * 4..block * 4 + 4)
+                .filter(|j| row.contains(j))
+                .count();
+            assert!(kept == 0 || kept == 4, "tile {i}, block {block}: {row:?}");
+        }
+    }
+}
+
+#[test]
+fn bfla_sink_tiles_stay() {
+    let data = TestCall::random(&mut Random(141), 256, 256, [1, 1], 8);
+    let mask = select(
+        "bfla:block=32,group=8,tile=8,keep_mass=0,local_tokens=0,sink_tiles=3",
+        &data,
+    );
+    for i in 0..mask.tiles.num_query_tiles() {
+        assert!(
+            (0..3.min(i as i32 + 1)).all(|j| mask.row(0, i).contains(&j)),
+            "tile {i}"
+        );
+    }
+}
+
+/// The rule as the published loop has it: forced ones in front, then by falling score all whose predecessors sum to less than
+/// the goal.
+#[test]
+fn xattention_forced_first_equals_the_published_loop() {
+    let mut random = Random(142);
+    for _ in 0..5000 {
+        let len = 2 + random.below(40);
+        let p: Vec<f32> = random.vector(len).iter().map(|x| x * x).collect();
+        let tau = random.below(100) as f64 / 100.0;
+        let goal = tau as f32 * p.iter().sum::<f32>();
+        let forced = [0, len - 1];
+        let others = falling(&p).into_iter().filter(|j| !forced.contains(j));
+        let mut before: f32 = forced.iter().map(|&j| p[j]).sum();
+        let mut expected = forced.to_vec();
+        for j in others {
+            if before < goal {
+                expected.push(j);
+            }
+            before += p[j];
+        }
+        expected.sort_unstable();
+        assert_eq!(keep_mass_forced(&p, &forced, tau), expected, "{p:?} {tau}");
+    }
+}
+
+#[test]
+fn xattention_thresholds_of_a_file_and_the_norm() {
+    let path = std::env::temp_dir().join(format!("sieve-taus-{}.json", std::process::id()));
+    std::fs::write(&path, "[[0.0, 1.0], [0.3]]").expect("a temporary file");
+    let text = format!(
+        "xattention:block=16,stride=4,tau=0.5,taus={}",
+        path.display()
+    );
+    let data = TestCall::structured(&mut Random(143), 256, [2, 1], 16);
+    let select_in = |text: &str, layer: usize| {
+        selector(text)
+            .select(&data.call().in_layer(layer, 3))
+            .expect("valid")
+    };
+    let mask = select_in(&text, 0);
+    assert!((0..16).all(|i| mask.row(0, i).len() <= 2 && mask.row(1, i).len() == i + 1));
+    let (mask, plain) = (
+        select_in(&text, 1),
+        select_in("xattention:block=16,stride=4,tau=0.3", 1),
+    );
+    assert!((0..16).all(|i| mask.row(0, i) == plain.row(0, i)));
+    let plain = select_in("xattention:block=16,stride=4,tau=0.5", 2);
+    // What the file does not say is tau.
+    assert!((0..16).all(|i| mask.row(1, i) == plain.row(1, i)));
+    assert_eq!(select_in(&text, 2).tile_idx, plain.tile_idx);
+    std::fs::write(&path, "[[1.5]]").expect("a temporary file");
+    for (text, wanted) in [
+        (text.clone(), "outside [0, 1]"),
+        (format!("{text},gqa=mean"), "outside [0, 1]"),
+    ] {
+        let error = crate::Selector::parse(&text)
+            .expect_err("too large")
+            .to_string();
+        assert!(error.contains(wanted), "{error}");
+    }
+    std::fs::write(&path, "{}").expect("a temporary file");
+    assert!(crate::Selector::parse(&text).is_err());
+    std::fs::remove_file(&path).expect("it was there");
+    assert!(
+        crate::Selector::parse(&text)
+            .expect_err("gone")
+            .to_string()
+            .contains("one list per layer")
+    );
+    // A larger norm flattens the estimate, so that the same mass needs more blocks.
+    let kept = |norm: &str| {
+        density(&select_in(
+            &format!("xattention:block=16,stride=4,tau=0.7,norm={norm}"),
+            0,
+        ))
+        .tile
+    };
+    assert!(kept("4") > kept("1") && kept("1") > kept("0.1"));
+}
+
+#[test]
+fn a_shape_and_streamingllm_outputs_depend_on_no_later_token() {
+    let data = TestCall::random(&mut Random(144), 150, 150, [2, 1], 8);
+    let mut other = data.clone();
+    for x in [&mut other.q, &mut other.k, &mut other.v] {
+        let from = x.len() / 150 * 90;
+        x[from..].iter_mut().for_each(|x| *x = -*x);
+    }
+    for text in [
+        "a_shape:n_init=7,n_local=30",
+        "streamingllm:n_init=3,n_local=20",
+    ] {
+        assert!(selector(text).is_causal_map());
+        let [a, b] = [&data, &other].map(|data| {
+            selector(text)
+                .prefill(&data.call())
+                .expect("valid")
+                .output
+                .o
+        });
+        assert_eq!(a[..90 * 16], b[..90 * 16], "{text}");
+        assert_ne!(a[90 * 16..], b[90 * 16..], "{text}");
+    }
+    // Methods that look ahead say so.
+    for text in ["bfla", "pbs", "vertical_slash", "tri_shape", "infinitehip"] {
+        assert!(!selector(text).is_causal_map(), "{text}");
+    }
+}
+
+#[test]
+fn flexprefill_with_gamma_1_keeps_everything_however_sums_round() {
+    let data = TestCall::random(&mut Random(145), 3000, 3000, [2, 1], 8);
+    for tau in ["0", "1"] {
+        let mask = select(
+            &format!("flexprefill:block=32,gamma=1,min_budget=32,tau={tau}"),
+            &data,
+        );
+        assert!(mask.keeps_everything(), "tau={tau}");
+    }
+}
+
+#[test]
+fn infinitehip_short_prompts_are_dense() {
+    let data = TestCall::random(&mut Random(146), 300, 300, [1, 1], 8);
+    for (below, dense) in [("300", false), ("301", true)] {
+        let mask = select(
+            &format!("infinitehip:first_dense_layers=0,prefill_dense_below={below}"),
+            &data,
+        );
+        assert_eq!(mask.stats.dense_call, dense);
+    }
+}
+
+#[test]
+fn a_mask_that_keeps_everything_runs_dense_and_says_so() {
+    let data = TestCall::random(&mut Random(147), 300, 300, [4, 2], 8);
+    for (text, dense) in [
+        ("meanpool:block=16,tau=1", true),
+        ("streamingllm:n_local=300", true),
+        ("streamingllm:n_local=299", false),
+        ("meanpool:block=16,tau=0.5", false),
+        ("momo:first_dense_layers=0", false),
+    ] {
+        let done = selector(text).prefill(&data.call()).expect("valid");
+        assert_eq!(done.mask.stats.dense_call, dense, "{text}");
     }
 }

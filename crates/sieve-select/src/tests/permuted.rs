@@ -1,0 +1,405 @@
+//! BA-Att and PBS-Attn: the check lines of the specification.
+
+use super::{select, selector};
+use crate::oracle::oracle_row;
+use crate::pool::mean_and_variance;
+use crate::prefill::ba_att::{BaAttConfig, CompensateLayers, Compensation, pooling_bound};
+use crate::test_data::{Random, TestCall, assert_close};
+use crate::vector::{dot, norm};
+use crate::{Method, block_sparse_attention, oracle_attention, oracle_dense};
+
+#[test]
+fn ba_att_bidirectional_equals_its_definition() {
+    let data = TestCall::random(&mut Random(49), 150, 150, [4, 2], 16);
+    let call = data.call();
+    let everything = selector("ba_att:causal=false,sparsity=0,block=16,segment=32")
+        .prefill(&call)
+        .expect("valid");
+    let all = vec![true; 150];
+    let expected: Vec<f64> = (0..150)
+        .flat_map(|row| (0..4).map(move |head| (head, row)))
+        .flat_map(|(head, row)| oracle_row(&call, head, row, &all).0)
+        .collect();
+    assert_close("bidirectional", &everything.output.o, &expected, 2e-5);
+    let mask = select(
+        "ba_att:causal=false,sparsity=0.7,block=16,segment=32",
+        &data,
+    );
+    // ceil(0.3 * 10) blocks of each row, sorted by norm.
+    assert!((0..4).all(|head| (0..10).all(|i| mask.row(head, i).len() == 3)));
+    let norm = |x: &[f32]| x.iter().map(|x| x * x).sum::<f32>();
+    let order = mask.key_order_of(0).expect("sorted");
+    assert!(
+        order
+            .windows(2)
+            .all(|w| norm(call.key(0, w[0] as usize)) <= norm(call.key(0, w[1] as usize)))
+    );
+    assert!((1..150).all(|s| {
+        norm(call.query(3, mask.query_row(3, s - 1))) <= norm(call.query(3, mask.query_row(3, s)))
+    }));
+    let output = block_sparse_attention(&call, &mask).expect("valid");
+    assert_close(
+        "sparse",
+        &output.o,
+        &crate::oracle_attention(&call, &mask).o,
+        2e-5,
+    );
+    let error = selector("ba_att:causal=false")
+        .select(&TestCall::random(&mut Random(1), 20, 30, [1, 1], 4).call());
+    assert!(
+        error
+            .expect_err("a chunk")
+            .to_string()
+            .contains("causal=false needs all tokens at once")
+    );
+}
+
+#[test]
+fn ba_att_pooling_bound_holds() {
+    let mut random = Random(50);
+    let mut worst = 0.0_f32;
+    for _ in 0..300 {
+        let scale = 1.0 + random.below(5) as f32;
+        let q: Vec<f32> = random.vector(8 * 12).iter().map(|x| x * scale).collect();
+        let k = random.vector(8 * 12);
+        let bound = pooling_bound(&q, &k, 12);
+        let mean = |x: &[f32]| -> Vec<f32> {
+            (0..12)
+                .map(|c| x.iter().skip(c).step_by(12).sum::<f32>() / 8.0)
+                .collect()
+        };
+        let dot = |a: &[f32], b: &[f32]| {
+            a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>() / 12.0_f32.sqrt()
+        };
+        let pooled = dot(&mean(&q), &mean(&k));
+        for a in q.chunks_exact(12) {
+            for b in k.chunks_exact(12) {
+                worst = worst.max((dot(a, b) - pooled).abs() / bound);
+            }
+        }
+    }
+    assert!(worst <= 1.0 && worst > 0.05, "{worst}");
+}
+
+/// Blocks of a heavy-tailed sequence: normal vectors whose lengths spread over an order of magnitude.
+fn heavy_tailed(random: &mut Random, tokens: usize, d: usize) -> Vec<f32> {
+    let mut x = random.vector(tokens * d);
+    for token in x.chunks_exact_mut(d) {
+        let length = (0.9 * random.normal()).exp() * 0.5;
+        token.iter_mut().for_each(|x| *x *= length);
+    }
+    x
+}
+
+fn sorted_by_norm(x: &[f32], d: usize) -> Vec<f32> {
+    let mut tokens: Vec<&[f32]> = x.chunks_exact(d).collect();
+    tokens.sort_by(|a, b| norm(a).total_cmp(&norm(b)));
+    tokens.concat()
+}
+
+#[test]
+fn ba_att_variance_of_a_blocks_logits_has_three_terms() {
+    let (n, d) = (24, 6);
+    let mut random = Random(150);
+    let (q, k) = (
+        heavy_tailed(&mut random, n, d),
+        heavy_tailed(&mut random, n, d),
+    );
+    let mean = |x: &[f32]| -> Vec<f64> {
+        (0..d)
+            .map(|c| {
+                x.iter()
+                    .skip(c)
+                    .step_by(d)
+                    .map(|&x| f64::from(x))
+                    .sum::<f64>()
+                    / n as f64
+            })
+            .collect()
+    };
+    let (qbar, kbar) = (mean(&q), mean(&k));
+    let covariance = |x: &[f32], mean: &[f64]| -> Vec<Vec<f64>> {
+        let entry = |a: usize, b: usize| {
+            let terms = x
+                .chunks_exact(d)
+                .map(|x| (f64::from(x[a]) - mean[a]) * (f64::from(x[b]) - mean[b]));
+            terms.sum::<f64>() / n as f64
+        };
+        (0..d)
+            .map(|a| (0..d).map(|b| entry(a, b)).collect())
+            .collect()
+    };
+    let (s_q, s_k) = (covariance(&q, &qbar), covariance(&k, &kbar));
+    let form = |x: &[f64], s: &[Vec<f64>]| -> f64 {
+        (0..d)
+            .map(|a| (0..d).map(|b| x[a] * s[a][b] * x[b]).sum::<f64>())
+            .sum()
+    };
+    let trace: f64 = (0..d)
+        .map(|a| (0..d).map(|b| s_q[a][b] * s_k[b][a]).sum::<f64>())
+        .sum();
+    let expected = form(&qbar, &s_k) + form(&kbar, &s_q) + trace;
+    let pooled: f64 = qbar.iter().zip(&kbar).map(|(q, k)| q * k).sum();
+    let errors: Vec<f64> = q
+        .chunks_exact(d)
+        .flat_map(|q| k.chunks_exact(d).map(move |k| (q, k)))
+        .map(|(q, k)| {
+            let product: f64 = q
+                .iter()
+                .zip(k)
+                .map(|(q, k)| f64::from(*q) * f64::from(*k))
+                .sum();
+            product - pooled
+        })
+        .collect();
+    // The mean of the error is zero: what pooling misses is the spread.
+    assert!(errors.iter().sum::<f64>().abs() < 1e-9 * errors.len() as f64);
+    let variance = errors.iter().map(|e| e * e).sum::<f64>() / errors.len() as f64;
+    assert!(
+        (variance - expected).abs() < 1e-9 * expected,
+        "{variance} {expected}"
+    );
+}
+
+/// Rank correlation with the log-mean-exp of the logits of a block, by row and on average.
+fn rank_correlation(q: &[f32], k: &[f32], d: usize, compensation: Option<Compensation>) -> f64 {
+    let (block, tokens) = (32, q.len() / d);
+    let blocks = tokens / block;
+    let data = TestCall::random(&mut Random(1), 1, 1, [1, 1], d);
+    let call = data.call();
+    let pool = |x: &[f32]| {
+        let cut: Vec<&[f32]> = x.chunks_exact(block * d).collect();
+        let cut: Vec<Vec<&[f32]>> = cut
+            .into_iter()
+            .map(|x| x.chunks_exact(d).collect())
+            .collect();
+        mean_and_variance(cut.iter().map(|tokens| tokens.iter().copied()), d)
+    };
+    let config = BaAttConfig {
+        compensate_layers: match compensation {
+            Some(_) => CompensateLayers::All,
+            None => CompensateLayers::None,
+        },
+        compensation: compensation.unwrap_or(Compensation::Covariance),
+        ..BaAttConfig::default()
+    };
+    let logits = config.block_logits(&call, &pool(q), &pool(k));
+    let ranks = |x: &[f64]| {
+        let mut order: Vec<usize> = (0..x.len()).collect();
+        order.sort_by(|&a, &b| x[a].total_cmp(&x[b]));
+        let mut rank = vec![0.0; x.len()];
+        order
+            .into_iter()
+            .enumerate()
+            .for_each(|(r, at)| rank[at] = r as f64);
+        rank
+    };
+    let mut total = 0.0;
+    for (i, q) in q.chunks_exact(block * d).enumerate() {
+        let exact: Vec<f64> = k
+            .chunks_exact(block * d)
+            .map(|k| {
+                let pairs = q
+                    .chunks_exact(d)
+                    .flat_map(|q| k.chunks_exact(d).map(move |k| (q, k)));
+                let scale = f64::from(call.shape.softmax_scale());
+                pairs
+                    .map(|(q, k)| (scale * f64::from(dot(q, k))).exp())
+                    .sum::<f64>()
+                    .ln()
+            })
+            .collect();
+        let estimate: Vec<f64> = logits[i * blocks..(i + 1) * blocks]
+            .iter()
+            .map(|&x| f64::from(x))
+            .collect();
+        let (a, b) = (ranks(&exact), ranks(&estimate));
+        let squares: f64 = a.iter().zip(&b).map(|(a, b)| (a - b) * (a - b)).sum();
+        let n = blocks as f64;
+        total += 1.0 - 6.0 * squares / (n * (n * n - 1.0));
+    }
+    total / blocks as f64
+}
+
+/// What sorting and the second-order term are for, on heavy-tailed vectors: neither the means alone nor the sorted means
+/// rank blocks, the compensated ones do, and best when sorted.
+#[test]
+fn ba_att_compensation_and_sorting_rank_blocks() {
+    let d = 32;
+    let mut random = Random(151);
+    let (q, k) = (
+        heavy_tailed(&mut random, 1024, d),
+        heavy_tailed(&mut random, 1024, d),
+    );
+    let (sorted_q, sorted_k) = (sorted_by_norm(&q, d), sorted_by_norm(&k, d));
+    let plain = rank_correlation(&q, &k, d, None);
+    let sorted = rank_correlation(&sorted_q, &sorted_k, d, None);
+    assert!(plain < 0.4 && sorted < 0.4, "{plain} {sorted}");
+    for compensation in [Compensation::Covariance, Compensation::Variance] {
+        let alone = rank_correlation(&q, &k, d, Some(compensation));
+        let both = rank_correlation(&sorted_q, &sorted_k, d, Some(compensation));
+        assert!(
+            alone > 0.5 && both > 0.95,
+            "{compensation:?}: {alone} {both}"
+        );
+    }
+}
+
+#[test]
+fn ba_att_compensates_the_first_and_the_last_layer() {
+    let data = TestCall::structured(&mut Random(152), 300, [2, 1], 16);
+    let lists = |text: &str, layer: usize| {
+        let call = data.call().in_layer(layer, 4);
+        selector(text).select(&call).expect("valid").tile_idx
+    };
+    let base = "ba_att:block=16,segment=32,sparsity=0.8,beta=300,";
+    let [with, without] = ["all", "none"].map(|layers| format!("{base}compensate_layers={layers}"));
+    assert_ne!(lists(&with, 0), lists(&without, 0));
+    for (layer, compensated) in [(0, true), (1, false), (2, false), (3, true)] {
+        let expected = if compensated { &with } else { &without };
+        assert_eq!(
+            lists(base.trim_end_matches(','), layer),
+            lists(expected, layer),
+            "layer {layer}"
+        );
+    }
+    assert_eq!(
+        lists(&with.replace("beta=300", "beta=0"), 0),
+        lists(&without, 0)
+    );
+}
+
+#[test]
+fn ba_att_kappa_counts_blocks_of_earlier_segments() {
+    let data = TestCall::random(&mut Random(153), 256, 256, [1, 1], 16);
+    for (sparsity, share) in [("0.5", 0.5), ("0.7", 0.3), ("0.9", 0.1)] {
+        let text = format!("ba_att:block=16,segment=64,sort=k,sparsity={sparsity}");
+        let mask = select(&text, &data);
+        for i in 0..16 {
+            let earlier = i / 4 * 4;
+            let kappa = (share * earlier as f64 - 1e-9).ceil() as usize;
+            let before = mask.row(0, i).iter().filter(|&&j| (j as usize) < earlier);
+            assert_eq!(before.count(), kappa, "{text}, row {i}");
+        }
+    }
+}
+
+#[test]
+fn pbs_earlier_blocks_hold_no_future_and_the_remainder_stays() {
+    let data = TestCall::structured(&mut Random(51), 250, [4, 2], 16);
+    let mask = select("pbs:block=16,segment=64,tau=0.4", &data);
+    for list in 0..4 {
+        let order = mask.key_order_of(list).expect("permuted");
+        assert!((192..250).all(|slot| order[slot] == slot as i32));
+        for segment in 0..3 {
+            let keys = &order[segment * 64..(segment + 1) * 64];
+            assert!(keys.iter().all(|&key| key as usize / 64 == segment));
+        }
+        for i in 0..mask.tiles.num_query_tiles() {
+            let own = mask.tiles.first(i) / 64 * 64;
+            for &j in mask.row(list, i) {
+                if (j as usize) * 16 < own {
+                    let slots = mask.tiles.keys(j as usize);
+                    assert!(
+                        order[slots]
+                            .iter()
+                            .all(|&key| (key as usize) < mask.tiles.first(i))
+                    );
+                }
+            }
+            let token_0 = order.iter().position(|&key| key == 0).expect("there") / 16;
+            assert!(mask.row(list, i).contains(&(token_0 as i32)));
+        }
+    }
+    // One permutation per KV head, shared by its query heads.
+    assert_eq!(mask.key_order.len(), 2 * 250);
+    let mask = select("pbs:block=16,segment=64,tau=0.4,perm=query", &data);
+    assert_eq!(mask.key_order.len(), 4 * 250);
+}
+
+#[test]
+fn pbs_of_one_segment_is_dense_and_of_one_more_token_is_not() {
+    for (n, dense) in [(32, true), (33, false)] {
+        let data = TestCall::random(&mut Random(52), n, n, [1, 1], 8);
+        assert_eq!(
+            select("pbs:block=16,segment=32,tau=0.1", &data)
+                .stats
+                .dense_call,
+            dense
+        );
+    }
+}
+
+#[test]
+fn pbs_query_order_respects_segments_and_capacity() {
+    let data = TestCall::structured(&mut Random(53), 200, [2, 1], 16);
+    let mask = select("pbs:block=16,segment=32,tau=0.5,permute=queries", &data);
+    assert!(mask.key_order.is_empty());
+    for head in 0..2 {
+        let order: Vec<usize> = (0..200).map(|slot| mask.query_row(head, slot)).collect();
+        assert!(
+            order
+                .iter()
+                .enumerate()
+                .all(|(slot, row)| slot / 32 == row / 32)
+        );
+        assert!(order.iter().enumerate().any(|(slot, row)| slot != *row));
+    }
+}
+
+#[test]
+fn pbs_permuted_keys_need_fewer_blocks() {
+    // What the method is for: important keys scattered over blocks come together.
+    let mut random = Random(54);
+    let mut data = TestCall::random(&mut random, 1024, 1024, [1, 1], 16);
+    data.q.iter_mut().for_each(|x| *x *= 0.3);
+    for token in data.q.chunks_exact_mut(16) {
+        token[0] = 4.0;
+    }
+    for (t, token) in data.k.chunks_exact_mut(16).enumerate() {
+        token[0] = if t % 16 == 3 { 6.0 } else { 0.0 };
+    }
+    let density = |text: &str| crate::density(&select(text, &data)).tile;
+    let (plain, permuted) = (
+        density("meanpool:block=16,tau=0.9"),
+        density("pbs:block=16,segment=256,tau=0.9"),
+    );
+    assert!(permuted < 0.75 * plain, "{permuted} {plain}");
+}
+
+#[test]
+fn pbs_with_every_block_kept_is_dense_to_rounding_in_f64() {
+    let data = TestCall::structured(&mut Random(154), 250, [4, 2], 16);
+    let call = data.call();
+    let dense = oracle_dense(&call);
+    for permute in ["keys", "queries", "both", "none"] {
+        let mask = select(
+            &format!("pbs:block=16,segment=64,tau=1,permute={permute}"),
+            &data,
+        );
+        let output = oracle_attention(&call, &mask);
+        for (at, (a, b)) in output.o.iter().zip(&dense.o).enumerate() {
+            assert!((a - b).abs() < 1e-14, "permute={permute}, {at}: {a} {b}");
+        }
+    }
+}
+
+#[test]
+fn pbs_without_a_permutation_keeps_the_order_and_its_rule() {
+    let data = TestCall::structured(&mut Random(155), 250, [2, 1], 16);
+    let mask = select("pbs:block=16,segment=64,tau=0.4,permute=none", &data);
+    assert!(mask.key_order.is_empty() && mask.query_order.is_empty());
+    let plain = select("meanpool:block=16,tau=0.4", &data);
+    for i in 0..mask.tiles.num_query_tiles() {
+        let own = i as i32 / 4 * 4..=i as i32;
+        assert!(
+            own.clone().chain([0]).all(|j| mask.row(0, i).contains(&j)),
+            "{i}"
+        );
+        // A row at the start of a segment competes for the blocks that meanpool has before the diagonal.
+        if i % 4 == 0 && i > 0 {
+            assert!(mask.row(0, i).len() <= plain.row(0, i).len() + 4);
+        }
+    }
+    assert!(matches!(selector("pbs").method, Method::Pbs(config) if config.segment == 256));
+}
