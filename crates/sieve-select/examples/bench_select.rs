@@ -90,8 +90,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         );
     }
     println!(
-        "\nselection, best CPU seconds of 5, and the exponent over the last {} lengths",
-        FITTED
+        "\nselection, best CPU seconds of 5; the exponent over all lengths, and over the last {FITTED}"
     );
     for text in &selectors {
         growth(&operands, &Selector::parse(text)?)?;
@@ -99,7 +98,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Lengths the exponent is fitted over; shorter prompts measure overheads.
+/// Lengths of the second exponent; shorter prompts measure overheads too.
 const FITTED: usize = 4;
 
 /// How long something took.
@@ -147,8 +146,9 @@ fn growth(operands: &Operands, selector: &Selector) -> Result<(), Box<dyn std::e
     }
     let text: Vec<String> = points.iter().map(|(n, s)| format!("{n}: {s:.5}")).collect();
     println!(
-        "{:18} exponent {:.2}   {}",
+        "{:18} exponent {:.2} {:.2}   {}",
         selector.name(),
+        slope(&points),
         slope(&points[points.len() - FITTED..]),
         text.join("  ")
     );

@@ -252,7 +252,7 @@ pub(crate) fn probe_window(
     first..end
 }
 
-/// Adds what the probes know (paper 001, eq. 3); probe rows become the dense output itself.
+/// Adds what the probes know (MOMO, eq. 3); probe rows become the dense output itself.
 fn correct(mask: &SparseMask, correction: &Correction, o: &mut [f32]) {
     if correction.mode == CorrectionMode::SparseOnly {
         return;

@@ -174,12 +174,9 @@ impl DecodeSession {
         self.cache.values.extend_from_slice(v);
         self.cache.len = tokens;
         match &mut self.state {
-            State::Dense
-            | State::Streaming(_)
-            | State::Dam(_)
-            | State::ExactTop(_)
-            | State::Infinitehip(_) => {}
+            State::Dense | State::Streaming(_) | State::ExactTop(_) | State::Infinitehip(_) => {}
             State::Dma(state) => state.extend(&self.cache),
+            State::Dam(state) => state.prompt(&call),
             State::H2o(state) => state.prompt(&call),
             State::Snapkv(state) => state.prompt(&call),
             State::Quest(state) => state.extend(&self.cache),
@@ -256,6 +253,7 @@ impl DecodeSession {
         match &mut self.state {
             State::H2o(state) => state.after(cache, &self.kept, &rows),
             State::Snapkv(state) => state.after(cache, q),
+            State::Dam(state) => state.after(cache, &rows),
             _ => {}
         }
         Ok(rows.into_iter().flat_map(|row| row.o).collect())

@@ -30,7 +30,7 @@ pub struct TokenWindow {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CorrectionMode {
-    /// Add their difference to the sparse output to all rows up to the next probe (paper 001, eq. 3).
+    /// Add their difference to the sparse output to all rows up to the next probe (MOMO, eq. 3).
     Correct,
     /// Replace these rows only.
     Recompute,

@@ -141,7 +141,7 @@ pub const ENTRIES: [Entry; 23] = [
         "pbs",
         Phase::Prefill,
         "blocks of keys sorted by importance in segments",
-        "PBS-Attn",
+        "PBS-Attn, arXiv:2510.21270",
     ),
     entry(
         "xattention",
@@ -236,20 +236,20 @@ pub const ENTRIES: [Entry; 23] = [
     entry(
         "dam",
         Phase::Decode,
-        "a calibrated map per head, extended",
+        "a map per head, of a file or the text's beginning",
         "DAM, arXiv:2506.11104; our reading",
     ),
     entry(
         "exact_top",
         Phase::Decode,
         "the largest logits; no speed",
-        "paper of DMA, table 3",
+        "DMA, arXiv:2508.02124, table 3",
     ),
     entry(
         "dma",
         Phase::Decode,
-        "slots, the smallest score of a value goes first",
-        "DMA",
+        "slots; the key with the smallest score goes",
+        "DMA, arXiv:2508.02124",
     ),
 ];
 

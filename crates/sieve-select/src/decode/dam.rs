@@ -1,11 +1,14 @@
 //! DAM (arXiv:2506.11104), as far as its overview tells: a map per head from a calibration run, extended beyond it by the
 //! columns and diagonals it has. Results are of this reading.
+//!
+//! Maps of a calibration on other texts come from a file. Without one a text calibrates itself: its first `capture` tokens
+//! are read densely, and the map they give is extended over the rest.
 
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Cache, LayerShape, ascending};
+use super::{Cache, LayerShape, RowAttention, ascending};
 use crate::call::Call;
 use crate::error::SelectError;
 use crate::keep::falling;
@@ -13,14 +16,42 @@ use crate::pool::causal_probabilities;
 use crate::range::Rules;
 
 /// Settings of `dam`.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DamConfig {
-    /// File with the maps of a calibration run; must be given.
+    /// File with the maps of a calibration run; empty: each text calibrates itself, by the settings below.
     pub map: String,
     /// What it holds.
     #[serde(skip)]
     pub maps: Option<DamMaps>,
+    /// Longest sequence of the calibration, side of the maps.
+    pub capture: usize,
+    /// Share of causal pairs that are on.
+    pub density: f64,
+    /// Exponent of the Box-Cox transform.
+    pub lambda: f64,
+    /// Floor of the mean probabilities.
+    pub floor: f64,
+    /// Share of its rows in which a column or diagonal must be on to go beyond the map.
+    pub matching: f64,
+    /// First keys that are always on.
+    pub sink: usize,
+}
+
+impl Default for DamConfig {
+    fn default() -> Self {
+        let calibration = DamCalibration::default();
+        Self {
+            map: String::new(),
+            maps: None,
+            capture: calibration.capture,
+            density: calibration.density,
+            lambda: calibration.lambda,
+            floor: calibration.floor,
+            matching: calibration.matching,
+            sink: calibration.sink,
+        }
+    }
 }
 
 /// How maps are made.
@@ -30,7 +61,7 @@ pub struct DamCalibration {
     pub capture: usize,
     /// Share of causal pairs that are on.
     pub density: f64,
-    /// Exponent of the Box-Cox transform.
+    /// Exponent of the Box-Cox transform; it keeps the order, so at a given density it moves ties only.
     pub lambda: f64,
     /// Floor of the mean probabilities.
     pub floor: f64,
@@ -83,10 +114,22 @@ pub struct DamCapture {
     rows: Vec<usize>,
 }
 
+/// Side of the largest map: 128 MiB of sums a head.
+const MAX_CAPTURE: usize = 4096;
+
 impl DamCalibration {
     fn check(&self) -> Result<(), SelectError> {
         let rules = Rules("dam");
         rules.positive("capture", self.capture)?;
+        if self.capture > MAX_CAPTURE {
+            return rules.fail(
+                format!(
+                    "capture={} asks for maps of so many rows squared",
+                    self.capture
+                ),
+                format!("give capture at most {MAX_CAPTURE}"),
+            );
+        }
         rules.share("density", self.density)?;
         rules.share("matching", self.matching)?;
         if self.floor > 0.0 {
@@ -130,21 +173,31 @@ impl DamCapture {
                 hint: "run one layer's sequences from token 0 through one capture",
             });
         }
-        let side = self.calibration.capture;
-        let n = call.shape.num_queries.min(side);
-        for (head, sums) in self.sums.iter_mut().enumerate() {
+        let n = call.shape.num_queries.min(self.calibration.capture);
+        self.add_rows(call, n);
+        self.rows[..n].iter_mut().for_each(|rows| *rows += 1);
+        Ok(())
+    }
+
+    /// Adds the first `n` rows of all heads; those of a head with NaN stay out.
+    fn add_rows(&mut self, call: &Call<'_>, n: usize) {
+        for head in 0..self.sums.len() {
             let Some(p) = causal_probabilities(call, head, 0..n) else {
                 continue;
             };
-            for (i, row) in p.chunks_exact(n.max(1)).enumerate() {
-                let sums = &mut sums[i * side..(i + 1) * side];
-                sums.iter_mut()
-                    .zip(row)
-                    .for_each(|(sum, &p)| *sum += f64::from(p));
+            for (row, p) in p.chunks_exact(n.max(1)).enumerate() {
+                self.add_row(head, row, &p[..=row]);
             }
         }
-        self.rows[..n].iter_mut().for_each(|rows| *rows += 1);
-        Ok(())
+    }
+
+    /// Adds one row of one head: what a token gave to the keys up to itself.
+    fn add_row(&mut self, head: usize, row: usize, p: &[f32]) {
+        let at = row * self.calibration.capture;
+        let sums = &mut self.sums[head][at..at + p.len()];
+        sums.iter_mut()
+            .zip(p)
+            .for_each(|(sum, &p)| *sum += f64::from(p));
     }
 
     /// The maps of the layer's heads.
@@ -248,7 +301,7 @@ fn file_error(path: &Path, problem: String) -> SelectError {
 
 impl DamConfig {
     pub(crate) fn check(&self) -> Result<(), SelectError> {
-        Ok(())
+        self.calibration().check()
     }
 
     /// Reads the maps, when a file is named.
@@ -258,26 +311,47 @@ impl DamConfig {
         }
         Ok(())
     }
+
+    fn calibration(&self) -> DamCalibration {
+        DamCalibration {
+            capture: self.capture,
+            density: self.density,
+            lambda: self.lambda,
+            floor: self.floor,
+            matching: self.matching,
+            sink: self.sink,
+        }
+    }
 }
 
-/// State of `dam`: the maps of the layer.
+/// State of `dam`.
 #[derive(Clone, Debug)]
 pub(crate) struct Dam {
-    maps: Vec<DamMap>,
+    sink: usize,
+    source: Source,
 }
 
-/// First keys that stay on beyond the map.
-const SINK: usize = 4;
+/// Where the maps of the layer come from.
+#[derive(Clone, Debug)]
+enum Source {
+    /// They are there, one per query head.
+    Maps(Vec<DamMap>),
+    /// The text is still calibrating itself.
+    Text(DamCapture),
+}
 
 impl Dam {
     pub(crate) fn new(config: &DamConfig, shape: LayerShape) -> Result<Self, SelectError> {
-        let maps = config
-            .maps
-            .as_ref()
-            .and_then(|maps| maps.layers.get(shape.layer));
-        match maps {
-            Some(maps) if maps.len() == shape.num_heads => Ok(Self { maps: maps.clone() }),
-            Some(maps) => Rules("dam").fail(
+        let Some(maps) = &config.maps else {
+            let capture = DamCapture::new(config.calibration(), shape.num_heads)?;
+            return Ok(Self {
+                sink: config.sink,
+                source: Source::Text(capture),
+            });
+        };
+        let maps = maps.layers.get(shape.layer).cloned().unwrap_or_default();
+        if maps.len() != shape.num_heads {
+            return Rules("dam").fail(
                 format!(
                     "the maps of layer {} are of {} heads, the model has {}",
                     shape.layer,
@@ -285,18 +359,45 @@ impl Dam {
                     shape.num_heads
                 ),
                 "calibrate on this model",
-            ),
-            None => Rules("dam").fail(
-                format!("there is no map for layer {}", shape.layer),
-                "give map=FILE with the maps of a calibration run on this model",
-            ),
+            );
+        }
+        Ok(Self {
+            sink: config.sink,
+            source: Source::Maps(maps),
+        })
+    }
+
+    /// The beginning of a prompt, for a text that calibrates itself.
+    pub(crate) fn prompt(&mut self, call: &Call<'_>) {
+        if let Source::Text(capture) = &mut self.source {
+            let n = call.shape.num_queries.min(capture.calibration.capture);
+            capture.add_rows(call, n);
         }
     }
 
-    pub(crate) fn choose(&self, cache: &Cache) -> Vec<Vec<u32>> {
-        self.maps
-            .iter()
-            .map(|map| map.keys(cache.len - 1, SINK))
-            .collect()
+    pub(crate) fn choose(&mut self, cache: &Cache) -> Vec<Vec<u32>> {
+        let position = cache.len - 1;
+        if let Source::Text(capture) = &mut self.source
+            && position >= capture.calibration.capture
+        {
+            capture.rows.fill(1);
+            self.source = Source::Maps(capture.maps());
+        }
+        match &self.source {
+            Source::Maps(maps) => maps
+                .iter()
+                .map(|map| map.keys(position, self.sink))
+                .collect(),
+            Source::Text(_) => vec![(0..cache.len as u32).collect(); cache.shape.num_heads],
+        }
+    }
+
+    /// Takes in what a token of the calibration gave.
+    pub(crate) fn after(&mut self, cache: &Cache, rows: &[RowAttention]) {
+        if let Source::Text(capture) = &mut self.source {
+            for (head, row) in rows.iter().enumerate() {
+                capture.add_row(head, cache.len - 1, &row.p);
+            }
+        }
     }
 }

@@ -1,5 +1,5 @@
-//! DMA's own decoding (paper 004): `keep_window_size` slots a KV head, of which a new key takes the one with the smallest
-//! (score, position).
+//! DMA's own decoding (arXiv:2508.02124): `keep_window_size` slots a KV head, of which a new key takes the one with the
+//! smallest (score, position).
 //!
 //! A key's score is that of its value, `z = A softplus(concat_kv(v) W_dt)`; of equal scores the earlier key goes, and a key
 //! may be the one to go on its own arrival. The logit of a kept key gets `exp(z)` (or z) on top. `scores` names a checkpoint

@@ -1,4 +1,4 @@
-//! BA-Att (paper 002): blocks of tokens sorted by norm, scored by the products of their means with a second-order term.
+//! BA-Att (arXiv:2605.19726): blocks of tokens sorted by norm, scored by the products of their means with a second-order term.
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};

@@ -1,5 +1,5 @@
-//! Blocks by the product of their means: MeanPool (paper 003, algorithm 2 on unpermuted keys; with `top_k`, paper 001's
-//! baseline).
+//! Blocks by the product of their means: MeanPool (arXiv:2510.21270, algorithm 2 on unpermuted keys; with `top_k`, the
+//! baseline of MOMO).
 
 use serde::{Deserialize, Serialize};
 

@@ -1,4 +1,5 @@
-//! MOMO (paper 001): dense probe rows choose blocks while they stream, and correct the sparse output.
+//! MOMO (Measure Once, Mask Once: Delta Refined Block Sparse Attention): dense probe rows choose blocks while they stream,
+//! and correct the sparse output.
 
 mod topk;
 
@@ -6,6 +7,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use sieve_cpu::{Matrix, MatrixMut, Threads, exp_row, matmul, max_of_row};
 
+use crate::attention::dense_rows_attention;
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
@@ -158,9 +160,7 @@ impl MomoConfig {
         }
         if heads.iter().any(Option::is_none) {
             // A head with NaN has no probes of its own; the general path writes what dense attention gives.
-            let rows: Vec<usize> = probes.clone();
-            let dense = crate::attention::dense_rows_attention(call, &rows);
-            probe_o = dense.o;
+            probe_o = dense_rows_attention(call, &probes).o;
         }
         mask.correction = Some(Correction {
             mode: self.mode,

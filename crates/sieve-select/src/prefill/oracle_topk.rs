@@ -1,4 +1,4 @@
-//! The best blocks by their dense attention mass: what no estimate can beat at equal density (paper 001, fig. 2).
+//! The best blocks by their dense attention mass: what no estimate can beat at equal density (MOMO, fig. 2).
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,4 @@
-//! PBS-Attn (paper 003): keys sorted by importance inside segments, so that important keys share blocks.
+//! PBS-Attn (arXiv:2510.21270): keys sorted by importance inside segments, so that important keys share blocks.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;

@@ -8,22 +8,20 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Number, Value};
 
 use super::{Common, ENTRIES, Method, Phase, Selector};
+use crate::decode::dam::DamConfig;
+use crate::decode::dma::DmaConfig;
 use crate::error::SelectError;
 use crate::gqa::GqaPolicy;
+use crate::prefill::delta::DeltaConfig;
+use crate::prefill::minference::MinferenceConfig;
+use crate::prefill::xattention::XattentionConfig;
 
 /// One key=value as written.
 type Item<'t> = (&'t str, &'t str);
 
 impl Selector {
-    /// A selector by its name, with its defaults.
-    ///
-    /// # Errors
-    /// An unknown name.
-    pub fn by_name(name: &str) -> Result<Self, SelectError> {
-        Self::parse(name)
-    }
-
-    /// Reads `NAME:key=value,…`; the pattern file of `minference` and the map of `dam` are read too.
+    /// Reads `NAME:key=value,…`; the files that `minference`, `xattention`,
+    /// `dam` and `dma` may name are read too.
     ///
     /// # Errors
     /// An unknown name or key (the nearest is named), a value of another type or outside its range, a missing file.
@@ -94,7 +92,7 @@ impl Selector {
                     "  {:15} {}{both}  [{}]\n",
                     entry.name, entry.about, entry.paper
                 );
-                let keys = Self::by_name(entry.name).map(|selector| selector.own_items());
+                let keys = Self::parse(entry.name).map(|selector| selector.own_items());
                 let keys: Vec<String> = keys
                     .into_iter()
                     .flatten()
@@ -192,16 +190,8 @@ fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectErro
         "delta" => delta(items)?,
         "ba_att" => Method::BaAtt(own(name, items)?),
         "pbs" => Method::Pbs(own(name, items)?),
-        "xattention" => {
-            let mut config: crate::prefill::xattention::XattentionConfig = own(name, items)?;
-            config.load()?;
-            Method::Xattention(config)
-        }
-        "minference" => {
-            let mut config: crate::prefill::minference::MinferenceConfig = own(name, items)?;
-            config.load()?;
-            Method::Minference(config)
-        }
+        "xattention" => Method::Xattention(loaded(own(name, items)?, XattentionConfig::load)?),
+        "minference" => Method::Minference(loaded(own(name, items)?, MinferenceConfig::load)?),
         "vertical_slash" => Method::VerticalSlash(own(name, items)?),
         "block_sparse" => Method::BlockSparse(own(name, items)?),
         "a_shape" => Method::AShape(own(name, items)?),
@@ -215,17 +205,9 @@ fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectErro
         "snapkv" => Method::Snapkv(own(name, items)?),
         "quest" => Method::Quest(own(name, items)?),
         "infllm" => Method::Infllm(own(name, items)?),
-        "dam" => {
-            let mut config: crate::decode::dam::DamConfig = own(name, items)?;
-            config.load()?;
-            Method::Dam(config)
-        }
+        "dam" => Method::Dam(loaded(own(name, items)?, DamConfig::load)?),
         "exact_top" => Method::ExactTop(own(name, items)?),
-        "dma" => {
-            let mut config: crate::decode::dma::DmaConfig = own(name, items)?;
-            config.load()?;
-            Method::Dma(config)
-        }
+        "dma" => Method::Dma(loaded(own(name, items)?, DmaConfig::load)?),
         _ => {
             let known: Vec<&'static str> = ENTRIES.iter().map(|entry| entry.name).collect();
             return Err(SelectError::UnknownName {
@@ -237,13 +219,22 @@ fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectErro
     })
 }
 
+/// Settings with what the files they name hold.
+fn loaded<T>(
+    mut config: T,
+    load: impl FnOnce(&mut T) -> Result<(), SelectError>,
+) -> Result<T, SelectError> {
+    load(&mut config)?;
+    Ok(config)
+}
+
 /// The settings of delta's base are given as `base.key=value`.
 fn delta(items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
     let (base_items, rest): (Vec<Item<'_>>, Vec<Item<'_>>) = items
         .drain(..)
         .partition(|item| item.0.starts_with("base."));
     *items = rest;
-    let config: crate::prefill::delta::DeltaConfig = own("delta", items)?;
+    let config: DeltaConfig = own("delta", items)?;
     let keys: Vec<String> = base_items
         .iter()
         .map(|(key, value)| format!("{}={value}", key.trim_start_matches("base.")))

@@ -20,6 +20,7 @@ const SMALL: &[&str] = &[
     "infinitehip:chunk_1=8,budget_2=32,chunk_2=4,budget_3=16,chunk_3=2,budget=8,sink=4,window=6,refresh_1=8,refresh_2=4,refresh_3=2,gqa=union,first_dense_layers=0",
     "dma:keep_window_size=7",
     "dma:keep_window_size=7,bias=linear",
+    "dam:capture=32,density=0.3",
 ];
 
 /// The same methods with everything kept.
@@ -35,9 +36,10 @@ const EVERYTHING: &[&str] = &[
     "h2o:first_dense_layers=1,heavy=1,recent=1",
     "infinitehip:window=8,sink=8,budget=1000,budget_2=1000,budget_3=1000,first_dense_layers=0",
     "dma:keep_window_size=1000",
+    "dam:capture=1000",
 ];
 
-/// Every check that holds for all decode methods, as `METHOD::CHECK`. `dam` needs a map and has a test of its own.
+/// Every check that holds for all decode methods, as `METHOD::CHECK`.
 macro_rules! decode_methods {
     ($($method:ident)*) => {$(
         mod $method {
@@ -69,15 +71,14 @@ macro_rules! decode_methods {
     )*};
 }
 
-decode_methods! { h2o snapkv quest infllm exact_top streamingllm infinitehip dma }
+decode_methods! { h2o snapkv quest infllm exact_top streamingllm infinitehip dma dam }
 
 #[test]
 fn every_decode_method_is_checked() {
-    let mut tested: Vec<&str> = SMALL
+    let tested: Vec<&str> = SMALL
         .iter()
         .filter_map(|text| text.split(':').next())
         .collect();
-    tested.extend(["dam"]);
     for name in crate::names_of(crate::Phase::Decode) {
         assert!(tested.contains(&name), "{name}");
     }
@@ -497,9 +498,40 @@ fn dam_maps_meet_their_density_and_extend() {
     let o = session.stream(&long.q, &long.k, &long.v).expect("valid");
     assert!(o.iter().all(|x| x.is_finite()));
     assert_eq!(session.kept()[0], maps.layers[0][0].keys(89, 4));
-    let error = DecodeSession::new(&Selector::parse("dam").expect("valid"), layer(&long))
-        .expect_err("no map");
-    assert!(error.to_string().contains("no map for layer 0"), "{error}");
+    let wide = TestCall::structured(&mut Random(101), 90, [4, 2], 8);
+    let error = DecodeSession::new(&selector, layer(&wide)).expect_err("other heads");
+    assert!(
+        error
+            .to_string()
+            .contains("the maps of layer 0 are of 2 heads, the model has 4"),
+        "{error}"
+    );
+}
+
+#[test]
+fn dam_of_a_text_that_calibrates_itself() {
+    let data = TestCall::structured(&mut Random(115), 80, [2, 1], 8);
+    let (_, kept) = stream("dam:capture=32,density=0.3,sink=3", &data);
+    let calibration = DamCalibration {
+        capture: 32,
+        density: 0.3,
+        sink: 3,
+        ..DamCalibration::default()
+    };
+    let mut capture = DamCapture::new(calibration, 2).expect("valid");
+    capture.add(&data.chunk(0, 32).call()).expect("valid");
+    let maps = capture.maps();
+    for (t, kept) in kept.iter().enumerate() {
+        for (map, kept) in maps.iter().zip(kept) {
+            let expected = if t < 32 {
+                (0..=t as u32).collect()
+            } else {
+                map.keys(t, 3)
+            };
+            assert_eq!(*kept, expected, "token {t}");
+        }
+    }
+    assert!(kept[79].iter().all(|list| list.len() < 60));
 }
 
 #[test]
@@ -545,6 +577,10 @@ fn decode_mistakes_are_told() {
         "h2o:heavy=0",
         "quest:page=0",
         "exact_top:k=0",
+        "dam:capture=0",
+        "dam:capture=5000",
+        "dam:density=1.5",
+        "dam:floor=0",
         "infllm:repr=0",
         "infllm:rope_theta=0.5",
         "streamingllm:rope_theta=nan",

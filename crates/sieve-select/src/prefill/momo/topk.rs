@@ -1,4 +1,4 @@
-//! Choosing the k best of a stream of block scores while it passes: the four variants of MOMO (paper 001).
+//! Choosing the k best of a stream of block scores while it passes: the four variants of MOMO.
 //!
 //! All give the kept indices, ascending. A score is worse when it is smaller, of equal ones the later.
 
