@@ -1,14 +1,14 @@
 //! What a run will need, from its recipe alone: parameters, operations, memory, cache, time.
 //!
-//! Parameters and operations are counted exactly. Memory is counted from the tensors the training loop keeps, without the
-//! allocator's slack. Time is a guess, and says of what.
+//! Parameters and operations are counted exactly. Memory is counted from the tensors a training step holds at its fullest,
+//! without the allocator's slack. Time is a guess, and says of what.
 
 mod cache;
 mod memory;
 mod ops;
 
 pub use cache::{CachePlan, cache_plan};
-pub use memory::{MemoryPlan, activation_bytes_per_token, memory_plan};
+pub use memory::{FittingSetting, MemoryPlan, activation_bytes_per_token, memory_plan};
 pub use ops::{OpPlan, op_plans};
 
 use serde::Serialize;
@@ -161,7 +161,13 @@ pub fn plan(recipe: &Recipe, vocab_size: usize, target: &Target) -> Result<Plan,
         seconds = seconds
             .zip(planned.tokens_per_second)
             .map(|(seconds, speed)| seconds + tokens / speed);
-        let needed = memory_plan(&alone, &shape, target);
+        let mut needed = memory_plan(&alone, &shape, target);
+        if !recipe.stage.is_empty() {
+            let own = format!("local_batch_size of stage {}: ", stage.index + 1);
+            for fitting in &mut needed.would_fit {
+                fitting.setting = (fitting.setting).replace("training.local_batch_size=", &own);
+            }
+        }
         if memory
             .as_ref()
             .is_none_or(|most| most.total_bytes < needed.total_bytes)

@@ -13,6 +13,18 @@ pub struct Gpu {
     pub memory_bytes: u64,
 }
 
+impl Gpu {
+    /// Whether it has the tensor cores that the `sm_90a` kernels are written for.
+    pub fn is_hopper(&self) -> bool {
+        let upper = self.name.to_ascii_uppercase();
+        let mut words = upper.split(|letter: char| !letter.is_ascii_alphanumeric());
+        words.any(|word| HOPPER.contains(&word))
+    }
+}
+
+/// Words in the names of Hopper GPUs.
+const HOPPER: &[&str] = &["H100", "H200", "H800", "H20", "GH200"];
+
 /// The GPU whose words are in `name`, as a driver (`NVIDIA H200`) or a person (`h200`) writes it.
 ///
 /// `None` for one that is not in the list; no guess is made.
@@ -92,6 +104,17 @@ mod tests {
             ("", None),
         ] {
             assert_eq!(peak_bf16_flops(name), peak, "{name}");
+        }
+    }
+
+    #[test]
+    fn hopper_is_known_by_name() {
+        let is_hopper = |name| find(name).map(|gpu| gpu.is_hopper());
+        for name in ["NVIDIA H100 80GB HBM3", "h200", "H20", "NVIDIA GH200 480GB"] {
+            assert_eq!(is_hopper(name), Some(true), "{name}");
+        }
+        for name in ["a100", "L4", "B200", "rtx 4090"] {
+            assert_eq!(is_hopper(name), Some(false), "{name}");
         }
     }
 

@@ -60,18 +60,24 @@ fn memory_of_dma_80m_on_an_h200() {
     assert_eq!(memory.parameter_bytes, 2 * parameters);
     assert_eq!(memory.master_bytes, 4 * parameters);
     assert_eq!(memory.moment_bytes, 8 * parameters);
+    // Four micro-batches: the gradients of the ones before are there.
     assert_eq!(memory.gradient_bytes, 4 * parameters);
-    // A token in a block: 4 x 768 + 3 x 2304 + 2 x (768 + 2 x 384) + 768 numbers of 2 bytes; f32: 6 lse, 4 x 3 of DMA.
-    let block = 2 * (4 * 768 + 3 * 2304 + 2 * 1536 + 768) + 4 * 6 + 16 * 3;
-    let tokens = 16 * 2048;
-    assert_eq!(memory.activation_bytes, tokens * (12 * block + 2 * 768 * 2));
-    let modes = &memory.activations_by_mode;
-    assert_eq!(modes[0], ("none", memory.activation_bytes));
+    // A token in a block: the stream twice, gate and up, q, k and v, the output and what rounding took from it, 2 bytes
+    // each; f32: 6 lse, z and expire of 3 KV heads, lists of 1024 + 1024 keys for 1024 queries of 3 KV heads.
+    let block = 2 * (2 * 768 + 2 * 2304 + 1536 + 2 * 768) + 4 * 6 + 8 * 3 + 4 * 2 * 3;
+    let (tokens, stream) = (16 * 2048, 16 * 2048 * 768 * 2);
+    assert_eq!(memory.moment, "the loss");
+    assert_eq!(memory.activation_bytes, tokens * 12 * block + stream);
+    // The normed stream and its gradient, 4,736 rows of logits (32,768 in seven even blocks), the embedding's new gradient.
+    let logits = 4736 * 50_304 * 2;
     assert_eq!(
-        modes[1],
-        ("selective", tokens * (6 * block + 6 * 1536 + 3072))
+        memory.workspace_bytes,
+        2 * stream + logits + 4 * 50_304 * 768
     );
-    assert_eq!(modes[2], ("full", tokens * (12 * 1536 + 3072)));
+    let modes = &memory.activations_by_mode;
+    assert_eq!(modes[0], ("none", tokens * 12 * block));
+    assert_eq!(modes[1], ("selective", tokens * (6 * block + 6 * 1536)));
+    assert_eq!(modes[2], ("full", tokens * 12 * 1536));
     assert_eq!(memory.fits, Some(true));
     assert_eq!(plan.stages[0].micro_batches, 4);
     assert_eq!(plan.num_tokens, 13_500 * 64 * 2048);
@@ -117,10 +123,84 @@ fn activation_checkpointing_is_in_the_total() {
 }
 
 #[test]
-fn a_gpu_that_is_too_small_is_told() {
-    let target = Target::Gpu(gpu::find("L4").expect("known"));
-    let plan = plan(&recipe(DMA_1P7B, &[]), 50_277, &target).expect("plans");
-    assert_eq!(plan.memory.fits, Some(false));
+fn memory_of_a_1p7b_step_of_one_micro_batch() {
+    // 28 x 2048, 16384 tokens a step, dense: the size that other programs are measured at.
+    let recipe = recipe(DMA_1P7B, &[]);
+    let mut alone = recipe.at_stage(&recipe.stages()[0]);
+    alone.training.local_batch_size = 8;
+    alone.training.global_batch_size = 8;
+    let mut shape = alone.model_shape(50_304).expect("a shape");
+    shape.attention = Attention::Mha;
+    let memory = memory_plan(&alone, &shape, &h200());
+    let parameters = shape.parameters().total();
+    assert_eq!(memory.moment, "the loss");
+    // A single micro-batch: of the gradients only the embedding's is there.
+    assert_eq!(memory.gradient_bytes, 4 * 50_304 * 2048);
+    let block = 2 * (2 * 2048 + 2 * 6144 + 4096 + 2048) + 4 * 16;
+    let stream = 16_384 * 2048 * 2;
+    assert_eq!(memory.activation_bytes, 16_384 * 28 * block + stream);
+    assert_eq!(memory.workspace_bytes, 2 * stream + 4096 * 50_304 * 2);
+    let sum: u64 = memory.parts().iter().map(|(_, bytes)| bytes).sum();
+    assert_eq!(sum, memory.total_bytes);
+    assert_eq!(
+        memory.parameter_bytes + memory.master_bytes + memory.moment_bytes,
+        14 * parameters
+    );
+    let gib = memory.total_bytes as f64 / (1u64 << 30) as f64;
+    assert!((40.0..41.5).contains(&gib), "{gib}");
+
+    // With few tokens the gradients are what counts, all of them at the end.
+    alone.training.seq_len = 128;
+    alone.training.local_batch_size = 1;
+    alone.training.global_batch_size = 1;
+    let memory = memory_plan(&alone, &shape, &h200());
+    assert_eq!(memory.moment, "the first block's backward pass");
+    assert_eq!(memory.gradient_bytes, 4 * parameters);
+}
+
+#[test]
+fn a_gpu_that_is_too_small_is_told_with_what_would_fit() {
+    let target = |name| Target::Gpu(gpu::find(name).expect("known"));
+    let none = plan(&recipe(DMA_1P7B, &[]), 50_277, &target("L4")).expect("plans");
+    assert_eq!(none.memory.fits, Some(false));
+    // 18 bytes a parameter alone are more than 24 GB.
+    assert_eq!(none.memory.would_fit, []);
+    assert_eq!(none.memory.part_that_exceeds(24_000_000_000), "activations");
+    assert_eq!(none.memory.part_that_exceeds(10_000_000_000), "moments");
+
+    let wide = ["training.local_batch_size=64"];
+    let wide = plan(&recipe(DMA_80M, &wide), 50_277, &target("a30")).expect("plans");
+    assert_eq!(wide.memory.fits, Some(false));
+    let settings: Vec<&str> = (wide.memory.would_fit.iter())
+        .map(|fitting| fitting.setting.as_str())
+        .collect();
+    assert_eq!(
+        settings,
+        [
+            "activation_checkpoint.mode=selective",
+            "training.local_batch_size=32"
+        ]
+    );
+    for fitting in &wide.memory.would_fit {
+        assert!(
+            fitting.total_bytes * 10 <= 24_000_000_000 * 9,
+            "{fitting:?}"
+        );
+        let set = [fitting.setting.as_str(), "training.global_batch_size=64"];
+        let wide = ["training.local_batch_size=64", set[0], set[1]];
+        let again = plan(&recipe(DMA_80M, &wide), 50_277, &target("a30")).expect("plans");
+        assert_eq!(again.memory.total_bytes, fitting.total_bytes);
+    }
+    // Stages hold their own batch sizes.
+    let many_rows = recipe(DMA_1P7B, &["training.local_batch_size=16"]);
+    let stages = plan(&many_rows, 50_277, &target("a40")).expect("plans");
+    let settings = &stages.memory.would_fit;
+    assert!(!settings.is_empty());
+    let named = |setting: &str| setting.contains("stage 1") || setting.contains("mode=");
+    assert!(
+        settings.iter().all(|fitting| named(&fitting.setting)),
+        "{settings:?}"
+    );
 }
 
 #[test]

@@ -1,0 +1,147 @@
+//! What a block keeps for its backward pass, and what that pass holds for a moment.
+
+use crate::model::{Attention, ModelShape, NUM_NSA_BRANCHES};
+use crate::plan::Target;
+use crate::recipe::TrainingSection;
+
+/// Bytes of an f32 or i32.
+pub(super) const F32: u64 = 4;
+
+/// Longest rows for which the Hopper kernels keep what rounding took from a biased attention's output.
+const MOST_TOKENS_WITH_REST: usize = 32_768;
+/// Queries that share one key list of DMA, and how many such blocks share one buffer of dq sums.
+const LIST_QUERIES: usize = 1024;
+const LISTS_PER_LAUNCH: usize = 16;
+/// Score matrices that the plain path of MLA and NSA on a GPU holds at once.
+const PLAIN_SCORES: u64 = 4;
+
+/// Bytes of one token of a row of `seq_len` that one block keeps for its backward pass.
+pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize) -> u64 {
+    let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
+    let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
+    let (heads, kv_heads) = (shape.num_heads as u64, shape.num_kv_heads as u64);
+    // The stream before either half, gate and up; normed streams and the gated activation are made again.
+    let common = 2 * d_model + 2 * d_ff;
+    let packed = q + 2 * kv;
+    let lse = F32 * heads;
+    let (values, f32_bytes) = match shape.attention {
+        // q, k and v before q/k-norm and rotation, and the output.
+        Attention::Mha | Attention::Swa { .. } => (common + packed + q, lse),
+        // z and expire beside them, key lists, and what rounding took from the output.
+        Attention::Dma {
+            keep_window_size, ..
+        } => {
+            let rest = if keeps_rest(shape, target, seq_len) {
+                q
+            } else {
+                0
+            };
+            let lists = match target {
+                Target::Gpu(_) if keep_window_size < seq_len => {
+                    key_list_bytes(shape, keep_window_size)
+                }
+                _ => 0,
+            };
+            let per_key = 2 * F32 * kv_heads + lists;
+            (common + packed + q + rest, lse + per_key)
+        }
+        Attention::Mla(mla) => {
+            let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
+            let queries = q + heads * rope;
+            // Normed stream; q; latent and rotated key, then normed; up-projection; packed q, k and v; output.
+            let attention = queries + (rank + rope) + rank + 2 * q + (2 * queries + q) + q;
+            (common + d_model + attention, lse)
+        }
+        Attention::Nsa(nsa) => {
+            let copies = 2 * kv * nsa.num_kv_copies() as u64;
+            let branches = NUM_NSA_BRANCHES as u64;
+            let compressed = 4 * kv / nsa.compress_stride as u64;
+            let attention = 2 * (q + copies) + branches * (q + heads) + q + compressed;
+            (common + d_model + attention, branches * lse)
+        }
+    };
+    values * target.value_bytes() + f32_bytes
+}
+
+/// The Hopper kernels with a bias keep the rest of o on rows that are not very long.
+fn keeps_rest(shape: &ModelShape, target: &Target, seq_len: usize) -> bool {
+    let hopper = matches!(target, Target::Gpu(gpu) if gpu.is_hopper());
+    hopper && [64, 128].contains(&shape.head_dim) && seq_len <= MOST_TOKENS_WITH_REST
+}
+
+/// Bytes a token of the GPU's key lists: `window + 1024` entries for every 1024 queries of a KV head.
+fn key_list_bytes(shape: &ModelShape, window: usize) -> u64 {
+    let entries = (window + LIST_QUERIES) as u64 * shape.num_kv_heads as u64;
+    F32 * entries / LIST_QUERIES as u64
+}
+
+/// Bytes that the forward pass keeps of one token of a row of `seq_len` over all blocks, when every block that `recomputed` names keeps its input
+/// alone.
+pub fn activation_bytes_per_token(
+    shape: &ModelShape,
+    target: &Target,
+    seq_len: usize,
+    recomputed: impl Fn(usize) -> bool,
+) -> u64 {
+    let input = shape.d_model as u64 * target.value_bytes();
+    let kept = block_kept(shape, target, seq_len);
+    let blocks = (0..shape.num_layers).map(|layer_idx| match recomputed(layer_idx) {
+        true => input,
+        false => kept,
+    });
+    blocks.sum()
+}
+
+/// Most bytes that one block's backward pass holds beside what the forward pass kept, gradients of its weights included.
+pub(super) fn block_temporaries(
+    shape: &ModelShape,
+    target: &Target,
+    training: &TrainingSection,
+) -> u64 {
+    let bytes = target.value_bytes();
+    let tokens = (training.local_batch_size * training.seq_len) as u64;
+    let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
+    let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
+    let (packed, matrix) = (q + 2 * kv, F32 * d_model * d_ff);
+
+    // Feed-forward: gradient of the output, of the activation, of gate and up, and the activation once more; a GPU writes
+    // the last two where gate and up and the gradient of the activation lay.
+    let beside = match target {
+        Target::Cpu { .. } => 3 * d_ff,
+        Target::Gpu(_) => 0,
+    };
+    let swiglu = tokens * (d_model + d_ff + beside) * bytes + matrix;
+    let norm = tokens * 4 * d_model * bytes + 3 * matrix;
+
+    // Attention: the feed-forward's gradients and the stream's; of the output; rotated heads, their gradient, f32 sums of dq.
+    // Gate and up, and the stream between the halves, are gone by then.
+    let sums = attention_sums(shape, target, training);
+    let attention = 3 * matrix + tokens * (d_model + q + 2 * packed) * bytes + sums;
+    let gone = tokens * (2 * d_ff + d_model) * bytes;
+    swiglu.max(norm).max(attention.saturating_sub(gone))
+}
+
+/// f32 buffers of an attention's backward pass.
+fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSection) -> u64 {
+    let (batch, seq_len) = (training.local_batch_size as u64, training.seq_len);
+    let tokens = batch * seq_len as u64;
+    let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
+    let heads = shape.num_heads as u64;
+    let Target::Gpu(_) = target else {
+        return 0;
+    };
+    let row_stats = 2 * F32 * heads * tokens;
+    match shape.attention {
+        Attention::Mla(_) | Attention::Nsa(_) => {
+            PLAIN_SCORES * F32 * heads * tokens * seq_len as u64
+        }
+        Attention::Dma {
+            keep_window_size, ..
+        } if keep_window_size < seq_len => {
+            let rows = batch * seq_len.min(LIST_QUERIES * LISTS_PER_LAUNCH) as u64;
+            row_stats + F32 * (rows * q + 2 * tokens * kv)
+        }
+        _ if training.deterministic => row_stats,
+        _ => row_stats + F32 * tokens * q,
+    }
+}
