@@ -8,6 +8,7 @@
 // Numerics   one rounding; memory-bound
 // Edges      queries at or past seq_len are skipped
 #include "common/mma.cuh"
+#include "common/quad.cuh"
 
 struct AttentionBackwardConvertParams {
   u64 batch, seq_len, num_heads;
@@ -17,33 +18,19 @@ struct AttentionBackwardConvertParams {
   u64 softmax_scale;  // f32 bits
 };
 
-// Turns x[i] of lane t into x[t] of lane i, in each group of four lanes.
-DEVICE void transpose_quad(u32 (&x)[4]) {
-  const bool odd = threadIdx.x % 2, upper = threadIdx.x % 4 >= 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const u32 other = __shfl_xor_sync(~0u, odd ? x[i] : x[i + 1], 1);
-    if (odd) x[i] = other; else x[i + 1] = other;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const u32 other = __shfl_xor_sync(~0u, upper ? x[i] : x[i + 2], 2);
-    if (upper) x[i] = other; else x[i + 2] = other;
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(256) attention_backward_convert(const float* dq_sum, bf16* dq, const __grid_constant__ AttentionBackwardConvertParams params) {
   constexpr u32 COLUMN_TILES = HEAD_DIM / 8, PARTS = (COLUMN_TILES + 3) / 4;
-  const u64 at = (u64)blockIdx.x * 8 + threadIdx.x / 32, row_tile = at / PARTS, tiles = params.sum_len / 16;  // (batch, head, row tile, part)
-  if (row_tile >= params.batch * params.num_heads * tiles) return;
-  const u32 part = (u32)(at % PARTS), lane = threadIdx.x % 32, g = lane / 4, column = part * 4 + lane % 4;  // the column tile this lane stores
-  const u64 query = params.first_query + row_tile % tiles * 16 + g;
-  const u64 head = row_tile / tiles % params.num_heads, batch = row_tile / tiles / params.num_heads;
+  // 32 bits number the tiles of everything that fits a GPU; 64-bit divisions would cost more than the loads.
+  const u32 at = blockIdx.x * 8 + threadIdx.x / 32, row_tile = at / PARTS, tiles = (u32)params.sum_len / 16, num_heads = (u32)params.num_heads;  // (batch, head, row tile, part)
+  const u32 head_row = row_tile / tiles, batch = head_row / num_heads, head = head_row - batch * num_heads;
+  if (batch >= params.batch) return;
+  const u32 part = at % PARTS, lane = threadIdx.x % 32, g = lane / 4, column = part * 4 + lane % 4;  // the column tile this lane stores
+  const u64 query = params.first_query + (row_tile - head_row * tiles) * 16 + g;
   const float scale = f32_word(params.softmax_scale);
 
   // Load: four column tiles, 512 contiguous bytes each.
   u32 low[4] = {}, high[4] = {};
-  const float4* sums = (const float4*)(dq_sum + (row_tile * COLUMN_TILES + part * 4) * 128) + lane;
+  const float4* sums = (const float4*)(dq_sum + ((u64)row_tile * COLUMN_TILES + part * 4) * 128) + lane;
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     if (COLUMN_TILES % 4 != 0 && part * 4 + n >= COLUMN_TILES) break;
@@ -52,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_backward_convert(con
     high[n] = pack_bf16(sum.z * scale, sum.w * scale);
   }
   // Store: a lane gathers eight columns of a row from its quad.
-  transpose_quad(low);
-  transpose_quad(high);
+  quad_transpose(low);
+  quad_transpose(high);
   if (COLUMN_TILES % 4 != 0 && column >= COLUMN_TILES) return;
   bf16* to = dq + params.dq_offset + batch * params.dq_batch_stride + query * params.dq_token_stride + head * HEAD_DIM + column * 8;
   if (query < params.seq_len) *(uint4*)to = make_uint4(low[0], low[1], low[2], low[3]);

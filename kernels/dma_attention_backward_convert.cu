@@ -4,10 +4,11 @@
 //            grad bf16 [batch, seq_len, num_kv_heads, ROW_DIM], any strides that are multiples of 8
 // Buffers    sums, grad
 // Defines    ROW_DIM (HEAD_DIM for dk, HEAD_DIM_V for dv)
-// Tiling     grid (ceil(batch * num_kv_heads * seq_len * (ROW_DIM / 16) / 256)); 256 threads; a thread turns 64 bytes of sums into 16 columns
+// Tiling     grid (ceil(batch * num_kv_heads * seq_len * (ROW_DIM / 16) / 256)); 256 threads; a warp turns 2 KiB of sums into 32 groups of 16 columns
 // Numerics   one rounding; memory-bound; writes every element of grad
 // Edges      rows of never-active keys hold zeros and stay zeros
 #include "common/mma.cuh"
+#include "common/quad.cuh"
 
 struct DmaAttentionBackwardConvertParams {
   u64 batch, seq_len, num_kv_heads;
@@ -17,21 +18,26 @@ struct DmaAttentionBackwardConvertParams {
 
 extern "C" __global__ void __launch_bounds__(256) dma_attention_backward_convert(const float* sums, bf16* grad,
                                                                                 const __grid_constant__ DmaAttentionBackwardConvertParams params) {
+  // A warp turns 32 groups of 16 columns, 2 KiB side by side: a quad loads a group at once and ends with a lane for each of four groups.
   constexpr u32 GROUPS = ROW_DIM / 16;
-  const u64 at = (u64)blockIdx.x * 256 + threadIdx.x, row = at / GROUPS;  // (batch, head, key, group)
-  const u32 group = (u32)(at % GROUPS);
-  if (row >= params.batch * params.num_kv_heads * params.seq_len) return;
-  const u64 key = row % params.seq_len, head = row / params.seq_len % params.num_kv_heads, batch = row / params.seq_len / params.num_kv_heads;
-  const float4* from = (const float4*)(sums + row * ROW_DIM + group * 16);
+  const u32 lane = threadIdx.x % 32, seq_len = (u32)params.seq_len, num_heads = (u32)params.num_kv_heads;
+  const u64 first = (u64)blockIdx.x * 256 + threadIdx.x / 32 * 32, end = params.batch * num_heads * seq_len * GROUPS;
+  const float4* from = (const float4*)sums + first * 4 + lane;
   const float scale = f32_word(params.scale);
-  u32 low[4], high[4];
+  u32 low[4] = {}, high[4] = {};
 #pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    const float4 sum = from[t];
-    low[t] = pack_bf16(sum.x * scale, sum.y * scale);
-    high[t] = pack_bf16(sum.z * scale, sum.w * scale);
+  for (int i = 0; i < 4; ++i) {
+    if (first + i * 8 + lane / 4 >= end) continue;
+    const float4 sum = from[i * 32];
+    low[i] = pack_bf16(sum.x * scale, sum.y * scale);
+    high[i] = pack_bf16(sum.z * scale, sum.w * scale);
   }
-  uint4* to = (uint4*)(grad + params.grad_offset + batch * params.grad_batch_stride + key * params.grad_token_stride + head * ROW_DIM + group * 16);
+  quad_transpose(low);
+  quad_transpose(high);
+  const u64 at = first + lane % 4 * 8 + lane / 4;  // (batch, head, key, group)
+  if (at >= end) return;
+  const u32 row = (u32)(at / GROUPS), head_row = row / seq_len, key = row - head_row * seq_len, batch = head_row / num_heads, head = head_row - batch * num_heads;
+  uint4* to = (uint4*)(grad + params.grad_offset + batch * params.grad_batch_stride + key * params.grad_token_stride + head * ROW_DIM + (u32)(at % GROUPS) * 16);
   to[0] = make_uint4(low[0], low[1], low[2], low[3]);
   to[1] = make_uint4(high[0], high[1], high[2], high[3]);
 }

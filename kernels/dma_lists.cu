@@ -5,7 +5,8 @@
 // Method     no sort: at most one key leaves at a position, so an old key's place is the number of old keys that leave later. Leaving
 //            times are bits (bit expire - q0 - 1; never popped: bit (doc_end - q0 - 1) + (j - doc_start)), places are counts of higher
 //            bits, in windows of 65536 bits from the top. Old keys are found among the survivors at the last PREFIX_BLOCK boundary and
-//            the keys since, and kept in shared memory if they are at most MAX_OLD (else found again each time).
+//            the keys since, in sequences of up to 2 * PREFIX_BLOCK tokens among all keys, and kept in shared memory if they are at most
+//            MAX_OLD (else found again each time).
 // Layout     expire i32 [batch, num_kv_heads, seq_len]; doc_start, doc_end i32 [batch, seq_len]; survivors u64 as dma_select_prefix (or
 //            dma_lists_prefix) writes them; list int2 [batch, num_kv_heads, num_super_blocks, capacity], capacity a multiple of 128 and
 //            at least min(w + 1024, seq_len); list_len, num_entering i32 [batch, num_kv_heads, num_super_blocks]; tile_window int2 {a, e}
@@ -115,7 +116,7 @@ dma_lists(const i32* __restrict__ expire, const i32* __restrict__ doc_start, con
     out[num_entering - 1 - enters_before] = make_int2(position, position_expire);
 
   // Old keys: all of the document of query q0. Its length bounds the leaving times.
-  const i32 prefix_block = q0 / PREFIX_BLOCK, boundary = prefix_block * PREFIX_BLOCK;
+  const i32 prefix_block = seq_len > 2 * PREFIX_BLOCK ? q0 / PREFIX_BLOCK : 0, boundary = prefix_block * PREFIX_BLOCK;
   const i64 num_boundaries = (seq_len + PREFIX_BLOCK - 1) / PREFIX_BLOCK - 1;
   const bool from_survivors = boundary - document > window;
   const u64* old_keys = survivors + (head * num_boundaries + prefix_block - 1) * window;

@@ -1,19 +1,22 @@
-// dma_select: second launch of the DMA selection, exact `expire` for every key (run after dma_select_prefix).
+// dma_select: exact `expire` for every key. Sequences of more than 2 * PREFIX_BLOCK tokens need the survivors of dma_select_prefix.
 // Math       per document and KV head: every arrival enters a heap on (z_j, j); while it holds more than w = keep_window_size keys the
-//            smallest is popped; expire[popped] = position of the arrival, which may be its own. Never popped: doc_end (already written).
+//            smallest is popped; expire[popped] = position of the arrival, which may be its own. Never popped: doc_end.
 // Method     one block of threads per 1024 arrivals. T(s), T(e) = w-th largest key before and after them, by radix select over
-//            survivors(S) and the keys from S on, S the last multiple of PREFIX_BLOCK. Only survivors in [T(s), T(e)) and arrivals below
+//            survivors(S) and the keys from S on, S the last multiple of PREFIX_BLOCK (up to 2 * PREFIX_BLOCK tokens: 0, so all keys). They are
+//            read once, into shared memory. Only survivors in [T(s), T(e)) and arrivals below
 //            T(e) can leave here, as many as keys are popped, at most 1024: the pool, sorted. An arrival below T(s) pops itself and
 //            changes nothing, so time t counts the others. Pops take the pool in ascending order of what is present, hence the pool's
 //            key of rank r, born at time b_r, leaves at
 //                the first t >= b_r with t - free >= c_r(t),   c_r(t) = number of pool keys of rank < r born by t,
 //            free = places still empty at s. t - c_r(t) never falls, so each key searches for its own time: first over blocks of 32
-//            times, where c_r is a prefix count in a bit matrix (times x ranks), then through the block.
+//            times, where c_r is a prefix count in a bit matrix (times x ranks), then through the block. The block in which a document ends
+//            writes the keys that reach T(e), and short documents are written where they lie: every element is written once, by one block.
 // Layout     z f32 [batch, num_kv_heads, seq_len]; doc_start, doc_end i32 [batch, seq_len]; survivors as dma_select_prefix writes them;
 //            expire i32 [batch, num_kv_heads, seq_len]
-// Defines    PREFIX_BLOCK (8192, as in dma_select_prefix), MIN_BLOCKS (2, blocks to fit on a multiprocessor)
-// Tiling     grid (ceil(seq_len / 1024), num_kv_heads, batch); 1024 threads, one per arrival; 37 KiB static shared memory, no dynamic
-// Numerics   integer comparisons only: exact; writes only the keys that leave; no two writes to one element
+// Defines    PREFIX_BLOCK (8192, as in dma_select_prefix), MIN_BLOCKS (blocks to fit on a multiprocessor: 2, before sm_90 1)
+// Tiling     grid (ceil(seq_len / 1024), num_kv_heads, batch); 1024 threads, one per arrival; 37 KiB static shared memory; dynamic shared bytes =
+//            8 * PREFIX_BLOCK - 4096 (both together fit a device's 99 KiB)
+// Numerics   integer comparisons only: exact; writes every element of expire, each once
 // Edges      seq_len below 2^22; any number of documents a block (those of at most w keys so far cost nothing); w >= 1
 #include "common/block_sort.cuh"
 #include "common/block_stream.cuh"
@@ -23,7 +26,7 @@
 #define PREFIX_BLOCK 8192
 #endif
 #ifndef MIN_BLOCKS
-#define MIN_BLOCKS 2
+#define MIN_BLOCKS (__CUDA_ARCH__ >= 900 ? 2 : 1)  // as many as shared memory has room for
 #endif
 
 typedef unsigned short u16;
@@ -32,6 +35,8 @@ constexpr int BLOCK = 1024;       // arrivals of a block: one per thread
 constexpr int TIME_BLOCK = 32;    // times between two rows of the bit matrix
 constexpr int NUM_WORDS = BLOCK / 32;
 constexpr int NUM_ROWS = BLOCK / TIME_BLOCK + 1;
+// Dynamic shared memory: the keys before a block, and where survivors stand for old ones room for those.
+constexpr i32 STAGED_KEYS = 2 * PREFIX_BLOCK - BLOCK, STAGED_SURVIVORS = (STAGED_KEYS - PREFIX_BLOCK) / 2;
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr u16 NOT_IN_POOL = 0xffff;
 static_assert(BLOCK == SELECT_THREADS, "one thread per arrival, one block of threads per selection");
@@ -56,16 +61,32 @@ struct Shared {
 
 // Key sources are structs with a templated call: NVRTC takes a generic lambda of a kernel for host code and refuses it.
 
-// The keys before the arrivals: survivors of the last boundary, then everything from `first` on.
+// The keys before the arrivals: survivors of the last boundary, then everything from `first` on. STAGED: `keys` holds orders, in shared memory.
+template <bool STAGED>
 struct KeysBefore {
   const u64* survivors;
   i32 num_survivors;
-  const u32* z;
+  const u32* keys;
   i32 first, end;
   template <class Visit>
   DEVICE void operator()(Visit visit) const {
     for_each_pair<BLOCK, 1>(survivors, num_survivors, [&](u32 position, u32 order) { visit(order, position); });
-    for_each_word<BLOCK, 1>(z, first, end, [&](u32 bits, i32 position) { visit(order_of_bits(bits), (u32)position); });
+    for_each_word<BLOCK, 1>(keys, first, end, [&](u32 bits, i32 position) { visit(STAGED ? bits : order_of_bits(bits), (u32)position); });
+  }
+};
+
+// Survivors that leave in this block go to the pool; those that outlive the document get its end, if it ends here.
+struct CollectPool {
+  Shared& shared;
+  u64 before, after;
+  i32* expire;
+  i32 document_end;  // 0: it does not end here
+  DEVICE void operator()(u32 order, u32 position) const {
+    if (order < (u32)(before >> 32)) return;  // nearly all keys, by one word
+    const u64 key = order_key(order, position);
+    if (key < before) return;
+    if (key < after) shared.pool[atomicAdd(&shared.pool_size, 1u) & (BLOCK - 1)] = key;
+    else if (document_end > 0) expire[position] = document_end;
   }
 };
 
@@ -89,6 +110,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
 dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const i32* __restrict__ doc_end,
       const u64* __restrict__ survivors, i32* __restrict__ expire, const __grid_constant__ DmaSelectParams params) {
   __shared__ Shared shared;
+  extern __shared__ __align__(16) unsigned char staged_memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   const i32 seq_len = (i32)params.seq_len, window = (i32)params.keep_window_size;
   const i64 head = (i64)blockIdx.z * params.num_kv_heads + blockIdx.y;
@@ -103,7 +125,8 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
   __syncthreads();  // the counter is zero
   u64 my_key = 0;
   if (position < block_end) {
-    const i32 start = doc_start[tokens + position], end = min(doc_end[tokens + position], block_end);
+    const i32 start = doc_start[tokens + position], document_end = doc_end[tokens + position], end = min(document_end, block_end);
+    if (document_end - start <= window) row_expire[position] = document_end;  // nobody leaves
     if ((thread == 0 || start == position) && end - start > window)
       shared.segment[atomicAdd(&shared.num_segments, 1u)] = (u16)thread;
     my_key = order_key(order_of_bits(row_z[position]), (u32)position);
@@ -112,13 +135,17 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
   const int num_segments = shared.num_segments;
 
   // Survivors of the last boundary, if this block has a document that began so far before it.
-  const i32 prefix_block = block_first / PREFIX_BLOCK, boundary = prefix_block * PREFIX_BLOCK;
+  const bool is_long = seq_len > 2 * PREFIX_BLOCK;
+  const i32 prefix_block = is_long ? block_first / PREFIX_BLOCK : 0, boundary = prefix_block * PREFIX_BLOCK;
   const i64 num_boundaries = (seq_len + PREFIX_BLOCK - 1) / PREFIX_BLOCK - 1;
+  u32* const staged_keys = (u32*)staged_memory;
+  const i32 room = is_long ? PREFIX_BLOCK : STAGED_KEYS;
+  u64* const staged_survivors = (u64*)(staged_memory + PREFIX_BLOCK * 4);
 
 #pragma unroll 1
   for (int index = 0; index < num_segments; index++) {
     const i32 s = block_first + shared.segment[index];
-    const i32 document = doc_start[tokens + s], e = min(doc_end[tokens + s], block_end);
+    const i32 document = doc_start[tokens + s], document_end = doc_end[tokens + s], e = min(document_end, block_end);
     const bool from_survivors = boundary - document > window;
     const u64* old_keys = survivors + (head * num_boundaries + prefix_block - 1) * window;
     const i32 num_old = from_survivors ? window : 0, first = from_survivors ? boundary : document;
@@ -129,9 +156,18 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
     if (thread == 0) shared.pool_size = 0;
     shared.rank_at[thread] = NOT_IN_POOL;
     const bool arrives = s <= position && position < e;
-    const KeysBefore for_each_before = {old_keys, num_old, row_z, first, s};
-    radix_begin<2>(shared.select, full ? window : 0, window);
-    radix_select<2>(shared.select, 0, for_each_before, OwnArrival{arrives, my_key});
+    const bool staged = s - first <= room;
+    if (num_old > 0 && num_old <= STAGED_SURVIVORS) {
+      for (i32 i = thread; i < num_old; i += BLOCK) staged_survivors[i] = old_keys[i];
+      old_keys = staged_survivors;
+    }
+    if (staged) for_each_word<BLOCK, 2>(row_z, first, s, [&](u32 bits, i32 at) { staged_keys[at - first] = order_of_bits(bits); });
+    radix_begin<2>(shared.select, full ? window : 0, window);  // its barrier also completes what was staged
+    const OwnArrival own = {arrives, my_key};
+    const KeysBefore<true> in_shared = {old_keys, num_old, staged_keys - first, first, s};
+    const KeysBefore<false> in_global = {old_keys, num_old, row_z, first, s};
+    if (staged) radix_select<2>(shared.select, 0, in_shared, own);
+    else radix_select<2>(shared.select, 0, in_global, own);
     const u64 before = shared.select.threshold[0], after = shared.select.threshold[1];
 
     // Times: number the arrivals that do not pop themselves.
@@ -145,13 +181,10 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
     }
 
     // Pool: the keys below T(e) that are alive at s or arrive.
-    if (effective && my_key < after) shared.pool[atomicAdd(&shared.pool_size, 1u) & (BLOCK - 1)] = my_key;
-    const u32 lowest = (u32)(before >> 32), highest = (u32)(after >> 32);
-    for_each_before([&](u32 order, u32 p) {
-      if (order < lowest || highest < order) return;  // nearly all keys, by one word
-      const u64 key = order_key(order, p);
-      if (before <= key && key < after) shared.pool[atomicAdd(&shared.pool_size, 1u) & (BLOCK - 1)] = key;
-    });
+    const CollectPool collect = {shared, before, after, row_expire, e == document_end ? e : 0};
+    if (effective) collect((u32)(my_key >> 32), (u32)my_key);
+    if (staged) in_shared(collect);
+    else in_global(collect);
     __syncthreads();  // pool, times and arrivals are complete
     const int pool_size = min((int)shared.pool_size, BLOCK);
     int sort_size = 32;

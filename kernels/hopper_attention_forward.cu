@@ -9,7 +9,7 @@
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS (multiples of 8; NUM_CONSUMERS * consumer + producer <= 504, with three consumers 512)
 // Tiling     BLOCK_Q = NUM_CONSUMERS * 64 rows = HEADS_PER_TILE heads x TILE_QUERIES queries. Persistent: grid (multiprocessors, 1, 1), any number works;
 //            128 + NUM_CONSUMERS * 128 threads, one block a multiprocessor; dynamic shared bytes = BLOCK_Q * HEAD_DIM * 2 + (K_STAGES + V_STAGES) * 256 * HEAD_DIM
-//              + (HAS_BIAS ? 2048 : 0) + 2 * (32 + TILE_QUERIES * 4) + (2 * K_STAGES + 2 * V_STAGES + 2) * 8 + 1024
+//              + (HAS_BIAS ? 8192 : 0) + 2 * (32 + TILE_QUERIES * 4) + (2 * K_STAGES + 2 * V_STAGES + 2) * 8 + 1024
 // Numerics   as attention_forward. RESIDUAL 1 (0): o_low bf16, laid out as o, receives o - bf16(o); with it hopper_attention_backward_prepare's D is as good
 //            as attention_row_sums' (one more tensor to keep, no pass over keys)
 // Edges      any seq_len >= 1; only stages of 128 keys with a visible pair are read, only those seen in part are masked; softmax_scale > 0, window >= 1

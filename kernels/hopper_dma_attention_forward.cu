@@ -7,7 +7,7 @@
 //            query heads that share a gathered tile, a divisor of the group; SUPER_BLOCK (1024)
 // Tiling     BLOCK_Q = NUM_CONSUMERS * 64 rows = HEADS_PER_TILE heads x TILE_QUERIES queries; a tile stays inside one super-block. Persistent: grid
 //            (multiprocessors, 1, 1); 128 + NUM_CONSUMERS * 128 threads; dynamic shared bytes = BLOCK_Q * HEAD_DIM * 2 + (K_STAGES + V_STAGES) * 256 * HEAD_DIM
-//              + 6144 + 64 + (2 * K_STAGES + 2 * V_STAGES + 2) * 8 + 1024
+//              + 12288 + 64 + (2 * K_STAGES + 2 * V_STAGES + 2) * 8 + 1024
 // Numerics   as dma_attention_forward; RESIDUAL as hopper_attention_forward; the order of a row's sums follows the list
 // Edges      any seq_len >= 1; rows of K, V and delta that no query of the super-block sees are never read; softmax_scale > 0
 #define GATHER 1

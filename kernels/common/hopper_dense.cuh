@@ -38,6 +38,11 @@ struct DenseWork {
     const float* delta = tensors.delta + ((u64)place.batch * tensors.num_kv_heads + kv_head) * seq_len;
 #endif
 
+#if HAS_BIAS
+    const float inverse_scale = 1.0f / tensors.softmax_scale;
+    float next_bias = delta[min(tile.last_stage * BLOCK_KV + thread, seq_len - 1)];  // loads run a stage ahead
+#endif
+
     for (int it = -1; it < tile.num_stages; ++it) {
       if (it + 1 < tile.num_stages) {
         // Keys run one stage ahead of values. Past the end the last key stands in, which is masked there.
@@ -56,9 +61,12 @@ struct DenseWork {
         copy_key_rows(to, k, (u32)tensors.k_token_stride * 2, key, thread / 32);
 #endif
 #if HAS_BIAS
-        copy_async_4(key_slot(shared, places.stage) + bias_place(thread) * 4, delta + key, 4);
+        store_bias(key_slot(shared, places.stage), thread, next_bias * inverse_scale);
+        fence_async_proxy();  // products read it
+        barrier_arrive(full);
+        next_bias = delta[min(max(first_key - BLOCK_KV, 0) + thread, seq_len - 1)];
 #endif
-        if (!TENSOR_MAPS || HAS_BIAS) barrier_arrive_copies(full);
+        if (!TENSOR_MAPS) barrier_arrive_copies(full);
         places.k.advance();
         places.stage += 1;
       }

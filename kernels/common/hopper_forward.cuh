@@ -16,6 +16,8 @@ constexpr int O_REGISTERS = HEAD_DIM / 2;
 constexpr float RESCALE_AT = RESIDUAL ? 0.0f : 8.0f;
 // "Nothing seen yet": finite, so that no infinity is subtracted from another.
 constexpr float NO_MAXIMUM = -3.0e38f;
+// From this logit on (in powers of two) rounding it shows beside the 16 bits that o and o_low keep together.
+constexpr float LARGE_LOGIT = 16.0f;
 
 // O += P V.
 DEVICE void weigh_stage(float (&output)[O_REGISTERS], const u32 (&weights)[BLOCK_KV / 16][4], u32 v) {
@@ -26,7 +28,7 @@ DEVICE void weigh_stage(float (&output)[O_REGISTERS], const u32 (&weights)[BLOCK
 }
 
 struct SoftmaxState {
-  float maximum[2], total[2];
+  float maximum[2], total[2];  // RESIDUAL: the maximum of scores, else of scores times logit_scale
 };
 
 // Turns scores into weights 2^(S - maximum); `factor` is what earlier sums and outputs must be multiplied by. Returns whether any of it differs from 1.
@@ -37,21 +39,44 @@ DEVICE bool softmax_stage(float (&score)[64], SoftmaxState& state, float (&facto
     float largest = fmaxf(score[2 * r], score[2 * r + 1]);
 #pragma unroll
     for (int n = 1; n < 16; ++n) largest = fmaxf(largest, fmaxf(score[4 * n + 2 * r], score[4 * n + 2 * r + 1]));
-    largest = quad_max(largest) * logit_scale;
-    const bool grows = largest > state.maximum[r] + RESCALE_AT;
-    const float maximum = grows ? largest : state.maximum[r];
-    factor[r] = grows ? exp2_fast(state.maximum[r] - maximum) : 1.0f;
-    state.maximum[r] = maximum;
+    largest = quad_max(largest);
+#if RESIDUAL
+    const float grown = largest, old = state.maximum[r];
+    const bool grows = grown > old;
+    factor[r] = grows ? exp2_fast((old - grown) * logit_scale) : 1.0f;
+#else
+    const float grown = largest * logit_scale, old = state.maximum[r];
+    const bool grows = grown > old + RESCALE_AT;
+    factor[r] = grows ? exp2_fast(old - grown) : 1.0f;
+#endif
+    state.maximum[r] = grows ? grown : old;
     outgrown |= grows;
+  }
+#if RESIDUAL
+  // A product rounded at the size of the maximum would make the largest weight differ from 1, in the sum alone: o would lose what o_low keeps.
+  const bool is_large = __any_sync(~0u, fmaxf(fabsf(state.maximum[0]), fabsf(state.maximum[1])) * logit_scale > LARGE_LOGIT);
+  if (is_large) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) score[i] = exp2_fast((score[i] - state.maximum[i % 4 / 2]) * logit_scale);
+  } else
+#endif
+  {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float maximum = RESIDUAL ? state.maximum[r] * logit_scale : state.maximum[r];
+#pragma unroll
+      for (int n = 0; n < 16; ++n)
+#pragma unroll
+        for (int x = 0; x < 2; ++x) score[4 * n + 2 * r + x] = exp2_fast(score[4 * n + 2 * r + x] * logit_scale - maximum);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int n = 0; n < 16; ++n)
 #pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        float& s = score[4 * n + 2 * r + x];
-        s = exp2_fast(s * logit_scale - maximum);
-        sum[x] += s;
-      }
+      for (int x = 0; x < 2; ++x) sum[x] += score[4 * n + 2 * r + x];
     state.total[r] = state.total[r] * factor[r] + (sum[0] + sum[1]);
   }
   return __any_sync(~0u, outgrown);
@@ -71,7 +96,7 @@ struct ForwardOutput {
 };
 
 // Divides, rounds and stores the warpgroup's rows.
-DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& state, const InputTensors& tensors, const ForwardOutput& out, u32 tile, int warpgroup) {
+DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& state, [[maybe_unused]] float logit_scale, const InputTensors& tensors, const ForwardOutput& out, u32 tile, int warpgroup) {
   const int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int batch = load_shared_int(tile), head = load_shared_int(tile + 4), first_query = load_shared_int(tile + 8), end_query = load_shared_int(tile + 12);
 #pragma unroll
@@ -82,7 +107,7 @@ DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& s
     const int row = warpgroup * 64 + (int)threadIdx.x % 128 / 32 * 16 + g + 8 * r, query = first_query + row % TILE_QUERIES, row_head = head + row / TILE_QUERIES;
     const bool inside = query < end_query;
     if (inside && t == 0)
-      out.lse[((u64)batch * tensors.num_heads + row_head) * tensors.seq_len + query] = sum > 0.0f ? state.maximum[r] * LN_2 + logf(sum) : -INFINITY_F32;
+      out.lse[((u64)batch * tensors.num_heads + row_head) * tensors.seq_len + query] = sum > 0.0f ? state.maximum[r] * (RESIDUAL ? logit_scale * LN_2 : LN_2) + logf(sum) : -INFINITY_F32;
     const u64 at = (((u64)batch * tensors.seq_len + query) * tensors.num_heads + row_head) * HEAD_DIM + t * 8;
 #pragma unroll
     for (int n = 0; n < HEAD_DIM / 32; ++n) {
@@ -117,7 +142,7 @@ struct ForwardConsumer {
 
     const ConsumerRows rows = consumer_rows(tile, warpgroup);
     const float logit_scale = tensors.softmax_scale * LOG2_E;
-    [[maybe_unused]] const float inverse_scale = 1.0f / tensors.softmax_scale;
+    const BiasWeights bias_weights;
 
     float output[O_REGISTERS], score[64], factor[2];
     u32 weights[BLOCK_KV / 16][4];
@@ -133,11 +158,8 @@ struct ForwardConsumer {
     // The first stage's scores.
     barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
     if (!KEY_MAPS) fence_async_proxy();
-#if HAS_BIAS
-    begin_scores(score, key_slot(shared, places.stage), inverse_scale);
-#endif
     wgmma_fence();
-    multiply_stage<HAS_BIAS>(score, q, shared + K_AT + places.k.slot * STAGE_BYTES);
+    multiply_stage<HAS_BIAS>(score, q, shared + K_AT + places.k.slot * STAGE_BYTES, key_slot(shared, places.stage), bias_weights);
     const bool first_partial = stage_is_partial(rows, key_slot(shared, places.stage), 0);
     wgmma_wait<0>();
     release(barrier_at(shared, EMPTY_K + places.k.slot));
@@ -152,14 +174,11 @@ struct ForwardConsumer {
       places.stage += 1;
       barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
       if (!KEY_MAPS) fence_async_proxy();  // for the keys, and the values awaited before
-#if HAS_BIAS
-      begin_scores(score, key_slot(shared, places.stage), inverse_scale);
-#endif
 #if TAKE_TURNS
       barrier_sync(1 + warpgroup, 256);
 #endif
       wgmma_fence();
-      multiply_stage<HAS_BIAS>(score, q, shared + K_AT + places.k.slot * STAGE_BYTES);
+      multiply_stage<HAS_BIAS>(score, q, shared + K_AT + places.k.slot * STAGE_BYTES, key_slot(shared, places.stage), bias_weights);
       wgmma_fence();
       weigh_stage(output, weights, shared + V_AT + places.v.slot * STAGE_BYTES);
 #if TAKE_TURNS == 1
@@ -201,7 +220,7 @@ struct ForwardConsumer {
     places.k.advance();
     places.v.advance();
     places.stage += 1;
-    store_rows(output, state, tensors, out, tile, warpgroup);
+    store_rows(output, state, logit_scale, tensors, out, tile, warpgroup);
     return true;
   }
 };

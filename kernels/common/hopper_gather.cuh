@@ -56,20 +56,24 @@ struct GatherWork {
     const bf16* k = tensors.k + place.batch * tensors.k_batch_stride + (u64)kv_head * HEAD_DIM;
     const bf16* v = tensors.v + place.batch * tensors.v_batch_stride + (u64)kv_head * HEAD_DIM;
     const float* delta = tensors.delta + list_row * tensors.seq_len;
+    const float inverse_scale = 1.0f / tensors.softmax_scale;
     int here = 0;                      // this thread's key of stage it
-    int2 next = window.entry(thread);  // its entry of stage it + 1; the loads run one stage further ahead
+    int2 next = window.entry(thread);  // its entry of stage it + 1; the loads run further ahead
+    int2 after = window.entry(BLOCK_KV + thread);
+    float next_bias = delta[next.x];
 
     for (int it = -1; it < tile.num_stages; ++it) {
-      const int2 after = window.entry((it + 2) * BLOCK_KV + thread);
+      const int2 later = window.entry((it + 3) * BLOCK_KV + thread);
+      const float after_bias = delta[after.x];
       if (it + 1 < tile.num_stages) {
         // Keys run one stage ahead of values.
         const u32 full = barrier_at(shared, FULL_K + places.k.slot), keys = key_slot(shared, places.stage);
         barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
         copy_key_rows(shared + K_AT + places.k.slot * STAGE_BYTES, k, (u32)tensors.k_token_stride * 2, next.x, warp);
         asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(keys + thread * 8), "r"(next.x), "r"(next.y) : "memory");
-        copy_async_4(keys + ENTRY_BYTES + bias_place(thread) * 4, delta + next.x, 4);
+        store_bias(keys, thread, next_bias * inverse_scale);
         barrier_arrive_copies(full);
-        barrier_arrive(full);  // for the entry, which was stored
+        barrier_arrive(full);  // for the entry and the bias, which were stored
         places.k.advance();
         places.stage += 1;
       }
@@ -87,6 +91,8 @@ struct GatherWork {
       }
       here = next.x;
       next = after;
+      after = later;
+      next_bias = after_bias;
     }
   }
 };

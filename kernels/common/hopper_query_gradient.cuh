@@ -1,6 +1,6 @@
 // hopper_query_gradient: dq of a tile of query rows on Hopper (sm_90a), queries in place, so that every sum has a fixed order.
 // Used by hopper_attention_backward_query.cu and hopper_dma_attention_backward_query.cu, which document the interface. Three products a stage,
-// S = Q K^T, dP = dO V^T and dQ += dS K, the last beside the next stage's S (without a bias) and
+// S = Q K^T, dP = dO V^T and dQ += dS K, the last beside the next stage's S and
 // the other warpgroup's work.
 // Defines    as hopper_tiles.cuh
 #pragma once
@@ -39,7 +39,7 @@ struct QueryGradientConsumer {
       }
     }
     const float scale_log2 = tensors.softmax_scale * LOG2_E;
-    [[maybe_unused]] const float inverse_scale = 1.0f / tensors.softmax_scale;
+    const BiasWeights bias_weights;
     float sums[HEAD_DIM / 2];
     u32 weights[BLOCK_KV / 16][4];
 #pragma unroll
@@ -51,19 +51,15 @@ struct QueryGradientConsumer {
       const u32 k = shared + K_AT + places.k.slot * STAGE_BYTES;
       barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
       if (!KEY_MAPS) fence_async_proxy();
-#if HAS_BIAS
-      wgmma_wait<0>();  // the last stage's dQ: without it the compiler would put a wait before every product
-      begin_scores(score, key_slot(shared, places.stage), inverse_scale);
-#endif
       wgmma_fence();
-      multiply_stage<HAS_BIAS>(score, q, k);
+      multiply_stage<HAS_BIAS>(score, q, k, key_slot(shared, places.stage), bias_weights);
       wgmma_wait<1>();  // the last stage's dQ, whose weights' registers are needed
       if (it > 0) release(barrier_at(shared, EMPTY_K + last_slot));
       // Only now: the producer brings the next stage's keys before these values, and with two slots it may have been waiting for the one just released.
       barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
       if (!KEY_MAPS) fence_async_proxy();
       wgmma_fence();
-      multiply_stage<0>(dp, d_out, shared + V_AT + places.v.slot * STAGE_BYTES);
+      multiply_stage<0>(dp, d_out, shared + V_AT + places.v.slot * STAGE_BYTES, 0, bias_weights);
       const bool partial = stage_is_partial(rows, key_slot(shared, places.stage), it);
       wgmma_wait<1>();
 

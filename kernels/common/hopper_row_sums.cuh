@@ -35,7 +35,7 @@ struct RowSumsConsumer {
     if (num_stages == 0) return false;
     const ConsumerRows rows = consumer_rows(tile, warpgroup);
     float2* row_stats[2];
-    float lse[2], sums[2] = {0.0f, 0.0f};
+    float lse[2], sums[2] = {0.0f, 0.0f}, totals[2] = {0.0f, 0.0f};
     const int batch = load_shared_int(tile), head = load_shared_int(tile + 4), end_query = load_shared_int(tile + 12);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -45,7 +45,7 @@ struct RowSumsConsumer {
     }
 
     const float scale_log2 = tensors.softmax_scale * LOG2_E;
-    [[maybe_unused]] const float inverse_scale = 1.0f / tensors.softmax_scale;
+    const BiasWeights bias_weights;
     u32 do_kept[HEAD_DIM / 16][4];
     keep_rows(do_kept, d_out);
 
@@ -54,14 +54,11 @@ struct RowSumsConsumer {
       barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
       barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
       if (!KEY_MAPS) fence_async_proxy();
-#if HAS_BIAS
-      begin_scores(score, key_slot(shared, places.stage), inverse_scale);
-#endif
 #if TAKE_TURNS
       barrier_sync(1 + warpgroup, 256);
 #endif
       wgmma_fence();
-      multiply_stage<HAS_BIAS>(score, q, shared + K_AT + places.k.slot * STAGE_BYTES);
+      multiply_stage<HAS_BIAS>(score, q, shared + K_AT + places.k.slot * STAGE_BYTES, key_slot(shared, places.stage), bias_weights);
       multiply_kept(dp, do_kept, shared + V_AT + places.v.slot * STAGE_BYTES);
 #if TAKE_TURNS == 1
       barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
@@ -88,20 +85,25 @@ struct RowSumsConsumer {
       // Accumulate.
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float sum[2] = {0.0f, 0.0f};
+        float sum[2] = {0.0f, 0.0f}, total[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int n = 0; n < 16; ++n)
 #pragma unroll
-          for (int x = 0; x < 2; ++x) sum[x] += score[4 * n + 2 * r + x] * dp[4 * n + 2 * r + x];
+          for (int x = 0; x < 2; ++x) {
+            sum[x] += score[4 * n + 2 * r + x] * dp[4 * n + 2 * r + x];
+            total[x] += score[4 * n + 2 * r + x];
+          }
         sums[r] += sum[0] + sum[1];
+        totals[r] += total[0] + total[1];
       }
     }
 
     // Store.
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float sum = quad_sum(sums[r]);
-      if (threadIdx.x % 4 == 0 && rows.query[r] < end_query) row_stats[r]->y = sum;
+      // Over the sum of P, which differs from 1 by what lse lost to rounding: with a bias of hundreds that would be more than the gradients' own error.
+      const float sum = quad_sum(sums[r]), total = quad_sum(totals[r]);
+      if (threadIdx.x % 4 == 0 && rows.query[r] < end_query) row_stats[r]->y = total > 0.0f ? sum / total : 0.0f;
     }
     return true;
   }

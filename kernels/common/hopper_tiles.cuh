@@ -51,11 +51,11 @@ constexpr int STAGE_BYTES = BLOCK_KV * HEAD_DIM * 2;
 constexpr int DO_AT = Q_BYTES;
 constexpr int K_AT = DO_AT + (ROW_SUMS ? Q_BYTES : 0);
 constexpr int V_AT = K_AT + K_STAGES * STAGE_BYTES;
-// Per key of a stage: {position, expire} (GATHER) and delta (HAS_BIAS). They are needed longer than K's rows: until the softmax, which precedes the
+// Per key of a stage: {position, expire} (GATHER) and the bias (HAS_BIAS). They are needed longer than K's rows: until the softmax, which precedes the
 // release of the next stage's K. So K_STAGES + 1 slots need no barriers of their own; four keep the index a mask.
 constexpr int NUM_KEY_SLOTS = 4;
 constexpr int ENTRY_BYTES = GATHER ? BLOCK_KV * 8 : 0;
-constexpr int KEY_BYTES = ENTRY_BYTES + (HAS_BIAS ? BLOCK_KV * 4 : 0);
+constexpr int KEY_BYTES = ENTRY_BYTES + (HAS_BIAS ? BLOCK_KV * 16 : 0);
 constexpr int KEYS_AT = V_AT + V_STAGES * STAGE_BYTES;
 // Two of these: the producer describes the next tile while the consumers store the last.
 constexpr int TILE_BYTES = 32 + (GATHER ? 0 : TILE_QUERIES * 4);
@@ -170,13 +170,39 @@ struct ProducerPlaces {
 
 // ---- Consumer ------------------------------------------------------------------------------------------------------------------------------
 
-// d = a b^T: the warpgroup's 64 rows of a tile of BLOCK_Q, against a stage. ACCUMULATE: d += a b^T.
-template <int ACCUMULATE>
-DEVICE void multiply_stage(float (&d)[64], u32 rows, u32 stage) {
+#if HAS_BIAS
+// A key's bias enters the scores as one more step of their product: three bf16 whose sum is delta / softmax_scale, against ones. So it costs nothing
+// behind the product, and is added to complete sums.
+DEVICE void store_bias(u32 keys, int at, float bias) {
+  const u32 first = __float_as_uint(bias);
+  const float rest = bias - __uint_as_float(first & 0xffff0000u);
+  const u32 second = __float_as_uint(rest), third = __float_as_uint(rest - __uint_as_float(second & 0xffff0000u));
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %3};" ::"r"(keys + ENTRY_BYTES + at * 16), "r"(first >> 16 | (second & 0xffff0000u)), "r"(third >> 16), "r"(0u) : "memory");
+}
+#endif
+
+// The ones of that step: the A operand, columns 0, 1 and 2 of every row. Made before the products, so that none waits for it.
+struct BiasWeights {
+#if HAS_BIAS
+  u32 ones[4];
+  DEVICE BiasWeights() {
+    const u32 t = threadIdx.x % 4;
+    ones[0] = ones[1] = opaque(t == 0 ? 0x3f803f80u : t == 1 ? 0x3f80u : 0u);
+    ones[2] = ones[3] = opaque(0u);
+  }
+#endif
+};
+
+// d = a b^T (+ the stage's bias): the warpgroup's 64 rows of a tile of BLOCK_Q, against a stage.
+template <int BIAS>
+DEVICE void multiply_stage(float (&d)[64], u32 rows, u32 stage, [[maybe_unused]] u32 keys, [[maybe_unused]] const BiasWeights& weights) {
   const u64 a = wgmma_along(rows), b = wgmma_along(stage);
 #pragma unroll
   for (int step = 0; step < HEAD_DIM / 16; ++step)
-    wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_Q * 128 + step % 4 * 32), wgmma_step(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32), ACCUMULATE || step > 0);
+    wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_Q * 128 + step % 4 * 32), wgmma_step(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32), step > 0);
+#if HAS_BIAS
+  if (BIAS) wgmma<0>(d, weights.ones, wgmma_unswizzled(keys + ENTRY_BYTES), 1);
+#endif
   wgmma_commit();
 }
 
@@ -259,24 +285,6 @@ DEVICE void mask_stage(float (&score)[64], const ConsumerRows& rows, u32 keys, i
 #endif
 }
 
-#if HAS_BIAS
-// Where the bias of a stage's key lies: a thread's keys of two 8-key tiles side by side.
-DEVICE int bias_place(int key) { return key / 16 * 16 + key % 8 / 2 * 4 + key / 8 % 2 * 2 + key % 2; }
-
-// Scores begin as delta / softmax_scale, so that softmax_scale * (that + q.k) is the logit and the bias costs nothing behind the product.
-DEVICE void begin_scores(float (&score)[64], u32 keys, float inverse_scale) {
-  const u32 bias = keys + ENTRY_BYTES + (threadIdx.x % 4) * 16;
-#pragma unroll
-  for (int pair = 0; pair < 8; ++pair) {
-    const uint4 bits = load_shared_128(bias + pair * 64);
-    const float delta[4] = {__uint_as_float(bits.x) * inverse_scale, __uint_as_float(bits.y) * inverse_scale, __uint_as_float(bits.z) * inverse_scale,
-                            __uint_as_float(bits.w) * inverse_scale};
-#pragma unroll
-    for (int x = 0; x < 8; ++x) score[8 * pair + x] = delta[x / 4 * 2 + x % 2];
-  }
-}
-#endif
-
 struct ConsumerPlaces {
   RingPlace<K_STAGES> k;
   RingPlace<V_STAGES> v;
@@ -297,7 +305,7 @@ DEVICE u32 start_block(void* memory) {
   if (threadIdx.x == 0) {
     // Arrivals: every producer thread's copies (one expect_tx with tensor maps); one of each consumer warp.
     constexpr int FILL = KEY_MAPS ? 1 : 128;
-    constexpr int KEY_ARRIVALS = FILL + (GATHER || (KEY_MAPS && HAS_BIAS) ? 128 : 0);  // and entries stored, or biases copied
+    constexpr int KEY_ARRIVALS = FILL + (GATHER || HAS_BIAS ? 128 : 0);  // and entries and biases stored
     for (int i = 0; i < K_STAGES; ++i) {
       barrier_init(barrier_at(shared, FULL_K + i), KEY_ARRIVALS);
       barrier_init(barrier_at(shared, EMPTY_K + i), NUM_CONSUMERS * 4);

@@ -67,14 +67,14 @@ def main():
     parser.add_argument("--variants", default="")
     parser.add_argument("--kinds", default="forward,backward")
     parser.add_argument("--residual", action="store_true")
-    parser.add_argument("--query-at-128", action="store_true", help="the query-stationary dq at head_dim 128 too")
+    parser.add_argument("--portable-query-at-128", action="store_true", help="the portable query-stationary dq at head_dim 128")
     parser.add_argument("--add-scores", type=float, default=0.0, help="added to every z, so that delta = exp(z) is large")
     args = parser.parse_args()
     names = [name for name in args.variants.split(",") if name]
     if args.build:
         sys.exit(0 if build(args.build, args.cubins, names, 2) else 1)
     report, good = {}, True
-    make_runtime = functools.partial(HopperRuntime, args.cubins, kinds=tuple(args.kinds.split(",")), residual=args.residual, query_at_128=args.query_at_128)
+    make_runtime = functools.partial(HopperRuntime, args.cubins, kinds=tuple(args.kinds.split(",")), residual=args.residual, query_at_128=not args.portable_query_at_128)
     if args.cases:
         attention_check.HEAD_DIMS = HEAD_DIMS
         scores = attention_check.scores

@@ -29,8 +29,8 @@ def row_sums_tiling(d, gather, group, bias):
 
 
 def query_tiling(d, gather, group, at_128):
-    """The tiling of the query-stationary dq, or None where the portable kernel runs: at head_dim 128 unless `at_128` asks for it (its order of waits
-    was mended after the last run on a GPU), and there for lists with odd groups in any case (it would spill)."""
+    """The tiling of the query-stationary dq, or None where the portable kernel runs: at head_dim 128 for lists with odd groups (it would spill),
+    and where `at_128` is off."""
     if d == 128 and (not at_128 or (gather and group % 2)):
         return None
     return {**row_sums_tiling(d, gather, group, True), "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56}
@@ -38,7 +38,7 @@ def query_tiling(d, gather, group, at_128):
 
 def forward_shared_bytes(d, t, gather, bias, sums):
     rows, stages = t["NUM_CONSUMERS"] * 64, t["K_STAGES"] + t["V_STAGES"]
-    shared = rows * d * (4 if sums else 2) + stages * 256 * d + (2048 if bias else 0) + (4096 if gather else 0)
+    shared = rows * d * (4 if sums else 2) + stages * 256 * d + (8192 if bias else 0) + (4096 if gather else 0)
     return shared + 2 * (32 + (0 if gather else rows // t["HEADS_PER_TILE"] * 4)) + (2 * stages + 2) * 8 + 1024
 
 
@@ -59,7 +59,7 @@ class HopperRuntime(CubinRuntime):
     """`forward`, `row_sums`, `backward`: entries that replace those of the tiling chosen, for trying others.
     `residual`: the forward with a bias keeps what rounding took from o, and no row sums are made."""
 
-    def __init__(self, folder, kinds=("forward", "backward"), residual=False, query_at_128=False):
+    def __init__(self, folder, kinds=("forward", "backward"), residual=False, query_at_128=True):
         super().__init__(folder)
         self.residual, self.query_at_128, self.o_low = residual, query_at_128, None
         self.forward, self.row_sums, self.backward, self.kinds = {}, {}, {}, kinds

@@ -35,9 +35,11 @@ class Selection:
         words = [n, heads, window]
         name = f"-PREFIX_BLOCK={prefix_block}"
         busy = name if min_blocks is None else f"{name}-MIN_BLOCKS={min_blocks}"
-        self.prefix = cuda.prepare("dma_select_prefix" + name, "dma_select_prefix", (blocks, heads, batch), 1024, 0,
-                                   [self.z, self.start, self.end, self.expire, self.survivors], words)
-        self.leave = cuda.prepare("dma_select" + busy, "dma_select", (self.num_super, heads, batch), 1024, 0,
+        self.is_long = n > 2 * prefix_block
+        shared = 8 * prefix_block - 4096
+        self.prefix = cuda.prepare("dma_select_prefix" + name, "dma_select_prefix", (max(blocks - 1, 1), heads, batch), 1024, 0,
+                                   [self.z, self.start, self.survivors], words) if self.is_long else lambda: None
+        self.leave = cuda.prepare("dma_select" + busy, "dma_select", (self.num_super, heads, batch), 1024, shared,
                                   [self.z, self.start, self.end, self.survivors, self.expire], words)
         self.lists_prefix = cuda.prepare("dma_lists_prefix" + name, "dma_lists_prefix", (max(blocks - 1, 1), heads, batch), 1024, 0,
                                          [self.expire, self.start, self.survivors], words)

@@ -152,15 +152,16 @@ pub fn attention_backward(
     tensors.push(&doc_start);
     tensors.extend(bias.as_ref());
     tensors.push(call.grads.q.tensor());
-    let (kernel, grid, maps) = if family == KernelFamily::Hopper && has_hopper_gradient(&shape) {
-        let tiling = HopperTiling::new(HopperPass::Gradient, &shape, source);
-        let maps = tiling.maps(NAME, &qkv, Some(&d_o), &shape)?;
-        (tiling.kernel(), tiling.grid(&d_o), maps)
-    } else {
-        let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
-        let kernel = attention_backward_query_kernel(&shape, &tiling, source);
-        (kernel, tiling.grid(&shape, source), Vec::new())
-    };
+    let (kernel, grid, maps) =
+        if family == KernelFamily::Hopper && has_hopper_gradient(&shape, source) {
+            let tiling = HopperTiling::new(HopperPass::Gradient, &shape, source);
+            let maps = tiling.maps(NAME, &qkv, Some(&d_o), &shape)?;
+            (tiling.kernel(), tiling.grid(&d_o), maps)
+        } else {
+            let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
+            let kernel = attention_backward_query_kernel(&shape, &tiling, source);
+            (kernel, tiling.grid(&shape, source), Vec::new())
+        };
     // SAFETY: sizes, strides and types checked above; writes every element of dq; the maps are of q, k, v and d_o, which
     // are among the tensors.
     unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;

@@ -151,16 +151,16 @@ pub fn dma_attention_backward(
         words.push(lists.tile_queries as u64);
         let mut tensors = inputs.to_vec();
         tensors.extend([&lists.tile_window, call.grads.q.tensor()]);
-        let (kernel, grid, maps) = if family == KernelFamily::Hopper && has_hopper_gradient(&shape)
-        {
-            let tiling = HopperTiling::new(HopperPass::Gradient, &shape, source);
-            let maps = tiling.maps(NAME, &qkv, Some(&d_o), &shape)?;
-            (tiling.kernel(), tiling.grid(&d_o), maps)
-        } else {
-            let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
-            let kernel = dma_attention_backward_query_kernel(&shape, &tiling);
-            (kernel, tiling.grid(&shape, source), Vec::new())
-        };
+        let (kernel, grid, maps) =
+            if family == KernelFamily::Hopper && has_hopper_gradient(&shape, source) {
+                let tiling = HopperTiling::new(HopperPass::Gradient, &shape, source);
+                let maps = tiling.maps(NAME, &qkv, Some(&d_o), &shape)?;
+                (tiling.kernel(), tiling.grid(&d_o), maps)
+            } else {
+                let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
+                let kernel = dma_attention_backward_query_kernel(&shape, &tiling);
+                (kernel, tiling.grid(&shape, source), Vec::new())
+            };
         // SAFETY: as above; writes every element of dq.
         unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
     }

@@ -10,6 +10,9 @@ const NAME: &str = "dma_select";
 /// Positions between two stored sets of survivors; the kernels' `PREFIX_BLOCK`.
 pub(crate) const PREFIX_BLOCK: usize = 8192;
 
+/// Sequences of up to this many tokens need no survivors: every block looks at all keys before it.
+const SHORT_SEQUENCE: usize = 2 * PREFIX_BLOCK;
+
 /// Arrivals of a block of `dma_select`, one a thread.
 const BLOCK: usize = 1024;
 
@@ -21,8 +24,8 @@ pub(crate) const MAX_SEQ_LEN: usize = 1 << 22;
 pub struct Selection {
     /// `active(i, j)` holds exactly when `j <= i < expire[j]`; i32 `[batch, num_kv_heads, seq_len]`.
     pub expire: CudaTensor,
-    /// The keys alive at each boundary of 8192 positions, which [`dma_lists`](crate::dma_lists()) reads; 64-bit words
-    /// `[batch, num_kv_heads, boundaries, keep_window_size]`.
+    /// The keys alive at each boundary of 8192 positions, which [`dma_lists`](crate::dma_lists()) reads in sequences of
+    /// more than 16384 tokens; 64-bit words `[batch, num_kv_heads, boundaries, keep_window_size]`.
     pub survivors: CudaTensor,
     /// Keys a query may keep.
     pub keep_window_size: usize,
@@ -57,17 +60,13 @@ pub fn dma_select(
     );
     let words = [seq_len, num_kv_heads, window].map(|word| word as u64);
     let [prefix, select] = dma_select_kernels();
-    let grid = [seq_len.div_ceil(PREFIX_BLOCK), num_kv_heads, batch];
-    // SAFETY: reads z and the bounds, writes every element of expire and some of survivors; sizes checked above.
-    unsafe {
-        prefix.launch(
-            grid,
-            &[&z, &doc_start, &doc_end, &expire, &survivors],
-            &words,
-        )
-    }?;
+    if seq_len > SHORT_SEQUENCE {
+        let grid = [seq_len.div_ceil(PREFIX_BLOCK) - 1, num_kv_heads, batch];
+        // SAFETY: reads z and the documents' starts, writes some of survivors; sizes checked above.
+        unsafe { prefix.launch(grid, &[&z, &doc_start, &survivors], &words) }?;
+    }
     let grid = [seq_len.div_ceil(BLOCK), num_kv_heads, batch];
-    // SAFETY: reads what the launch before wrote, writes elements of expire.
+    // SAFETY: reads z, the bounds and what the launch before wrote, writes every element of expire.
     unsafe {
         select.launch(
             grid,
@@ -82,12 +81,15 @@ pub fn dma_select(
     })
 }
 
-/// The two launches of a selection, in order.
+/// The two launches of a selection, in order; short sequences need the second alone.
 pub fn dma_select_kernels() -> [SourceKernel; 2] {
-    ["dma_select_prefix", NAME].map(|name| {
+    // The second keeps the keys before its block in shared memory.
+    const STAGED_BYTES: usize = 4 * (SHORT_SEQUENCE - BLOCK);
+    [("dma_select_prefix", 0), (NAME, STAGED_BYTES)].map(|(name, shared_bytes)| {
         SourceKernel::new(name)
             .define("PREFIX_BLOCK", PREFIX_BLOCK)
             .threads(BLOCK)
+            .shared_bytes(shared_bytes)
     })
 }
 

@@ -4,7 +4,7 @@
 //!
 //! | device | widths | forward, row sums, backward | dq in a fixed order |
 //! |---|---|---|---|
-//! | compute capability 9.0, unless [`use_portable_kernels_only`]`(true)` | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu` at 64, portable at 128 |
+//! | compute capability 9.0, unless [`use_portable_kernels_only`]`(true)` | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu`; lists of odd groups at 128: portable |
 //! | any other, or other widths | 16 to 256, 192/128 | the portable kernels | the portable kernels |
 //!
 //! `sieve kernels check` compares both families with the reference, and so one with the other.
@@ -59,9 +59,9 @@ pub fn has_hopper_form(shape: &AttentionShape) -> bool {
     matches!(shape.head_dim, 64 | 128) && shape.head_dim_v == shape.head_dim
 }
 
-/// Whether the fixed-order dq kernel is taken at this width; at 128 it has not been run to the end yet.
-pub(crate) fn has_hopper_gradient(shape: &AttentionShape) -> bool {
-    shape.head_dim == 64
+/// Whether the fixed-order dq kernel has a form for these widths: gathered keys of one head a tile would spill at 128.
+pub(crate) fn has_hopper_gradient(shape: &AttentionShape, source: KeySource) -> bool {
+    shape.head_dim == 64 || source != KeySource::Gathered || shape.group_size().is_multiple_of(2)
 }
 
 /// What a query-stationary kernel makes.
@@ -143,10 +143,11 @@ impl HopperTiling {
             HopperPass::Output | HopperPass::OutputAndRest => 2,
             HopperPass::RowSums | HopperPass::Gradient => 4,
         };
+        // Four slots of 128 keys of 16 bytes: a key's bias as one more step of the product.
         let bias = if self.source == KeySource::Dense {
             0
         } else {
-            2048
+            8192
         };
         let (entries, starts) = match self.source {
             KeySource::Gathered => (4096, 0),

@@ -122,11 +122,12 @@ fn hopper() -> Vec<SourceKernel> {
                 query(&of_group(group), pass, KeySource::Gathered);
             }
         }
-        if has_hopper_gradient(&usual) {
-            query(&usual, HopperPass::Gradient, KeySource::Dense);
-            query(&usual, HopperPass::Gradient, KeySource::Biased);
-            for group in [1, USUAL_GROUP] {
-                query(&of_group(group), HopperPass::Gradient, KeySource::Gathered);
+        query(&usual, HopperPass::Gradient, KeySource::Dense);
+        query(&usual, HopperPass::Gradient, KeySource::Biased);
+        for group in [1, USUAL_GROUP] {
+            let shape = of_group(group);
+            if has_hopper_gradient(&shape, KeySource::Gathered) {
+                query(&shape, HopperPass::Gradient, KeySource::Gathered);
             }
         }
         for order in [SumOrder::Any, SumOrder::Fixed] {
