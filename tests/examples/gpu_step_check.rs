@@ -16,7 +16,8 @@ use sieve_core::Recipe;
 use sieve_data::{Batch, IGNORED_LABEL};
 use sieve_hf::{NamedTensor, load_parameters, named_parameters};
 use sieve_kernels::{
-    KernelCache, KernelTrace, SumOrder, TraceResult, init_runtime, probe, use_portable_kernels_only,
+    KernelCache, KernelTrace, SumOrder, TraceResult, init_runtime, memory_peak, probe,
+    unwatch_memory, use_portable_kernels_only, watch_memory,
 };
 use sieve_nn::Qwen3;
 use sieve_ops::{Cuda, TrainBackend, op_paths, set_sum_order};
@@ -272,6 +273,13 @@ fn time(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice)
     const TRACED: usize = 2;
     let mut trace = None;
     for step in 0..STEPS + TRACED {
+        if step == 1 {
+            // The first step with moments. Not timed: it is among the ones that warm up.
+            watch_memory();
+        }
+        if step == 2 {
+            unwatch_memory();
+        }
         if step == STEPS {
             trace = KernelTrace::start()
                 .map_err(|error| println!("{error}"))
@@ -304,11 +312,14 @@ fn time(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice)
     let tokens = (size.batch * size.seq_len) as f64;
     let client = CudaRuntime::client(device);
     let usage = client.memory_usage().expect("the device thread answers");
+    let peak = memory_peak().unwrap_or_default();
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     println!(
-        "{name:14} {:.1} GiB used, {:.1} reserved; pass {:8.2} ms (host {:7.2}), update {:7.2} ms (host {:6.2}), step {:8.2} ms: {:9.0} tokens/s",
+        "{name:14} {:.1} GiB used, {:.1} reserved, at most {:.2} used and {:.2} reserved; pass {:8.2} ms (host {:7.2}), update {:7.2} ms (host {:6.2}), step {:8.2} ms: {:9.0} tokens/s",
         gib(usage.bytes_in_use),
         gib(usage.bytes_reserved),
+        gib(peak.in_use_bytes),
+        gib(peak.reserved_bytes),
         median(0),
         median(1),
         median(2),

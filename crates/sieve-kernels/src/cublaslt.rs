@@ -104,7 +104,7 @@ pub fn matmul(
     };
     let call = Call {
         problem,
-        handles: [&x, &w, &target.c, &target.d].map(|t| t.primitive().handle.clone()),
+        bindings: [&x, &w, &target.c, &target.d].map(|t| t.primitive().handle.clone().binding()),
         beta: target.beta,
         stream: StreamId::current(),
         candidates: CANDIDATES.load(Ordering::Relaxed),

@@ -1,6 +1,7 @@
 //! A Burn CUDA tensor as the launch wrappers see it: shape, strides, element type, and fresh outputs.
 use crate::error::KernelError;
 use crate::layout::{contiguous_strides, required_elements, strides_are_contiguous};
+use crate::memory_watch::note_allocation;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, full_device_dtype};
 use burn_cubecl::tensor::CubeTensor;
@@ -195,12 +196,10 @@ impl CudaTensor {
     /// A new contiguous tensor on the same device, contents undefined.
     pub fn empty_contiguous(&self, shape: &[usize], dtype: DType) -> Self {
         let (client, device) = (self.client().clone(), self.device().clone());
-        Self(empty_device_contiguous_dtype(
-            client,
-            device,
-            Shape::from(shape.to_vec()),
-            dtype,
-        ))
+        let shape = Shape::from(shape.to_vec());
+        let made = Self(empty_device_contiguous_dtype(client, device, shape, dtype));
+        note_allocation(&made);
+        made
     }
 
     /// A new contiguous tensor of zeros on the same device: one small launch.

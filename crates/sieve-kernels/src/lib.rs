@@ -57,6 +57,7 @@ mod step_kernels;
 mod sum_of_squares;
 
 mod kernel_trace;
+mod memory_watch;
 mod needed;
 mod scale;
 mod shipped;
@@ -115,6 +116,7 @@ pub use layout::{RowLayout, contiguous_strides, row_layout, strides_are_contiguo
 pub use linear_cross_entropy::{
     LinearCrossEntropyGradients, linear_cross_entropy_with_gradients, token_losses,
 };
+pub use memory_watch::{MemoryPeak, memory_peak, unwatch_memory, watch_memory};
 pub use needed::{AttentionNeeds, NeededKernels, NeededKeys, needed_kernels, shared_bytes_of};
 pub use probe::{CudaReport, DeviceReport, memory_bytes, probe};
 pub use qk_norm_rope_backward::{

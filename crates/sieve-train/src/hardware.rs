@@ -1,6 +1,7 @@
 //! What a run computes on.
-use crate::memory::process_memory;
+use crate::memory::{process_memory, process_peak};
 use burn::tensor::backend::Backend;
+use serde::Serialize;
 
 /// The float type of the model's parameters and activations. Masters, moments, losses and norms are f32 in both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,8 +30,32 @@ pub struct Hardware<B: Backend> {
 pub enum MemoryProbe {
     /// Resident memory of this process and memory of the machine.
     Process,
-    /// A device's own answer, by its number.
-    Device(fn(usize) -> (u64, u64), usize),
+    /// A device's own answers.
+    Device(DeviceMemory),
+}
+
+/// What a device can be asked.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceMemory {
+    /// Its number.
+    pub index: usize,
+    /// `(in use, total)` of the device of a number, in bytes.
+    pub now: fn(usize) -> (u64, u64),
+    /// Begins to look for the most in use, which may slow the steps until `unwatch`.
+    pub watch: fn(),
+    /// Ends that.
+    pub unwatch: fn(),
+    /// The most found.
+    pub peak: fn() -> Option<PeakMemory>,
+}
+
+/// Memory at its fullest, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct PeakMemory {
+    /// Of tensors; on the CPU resident memory of the whole process.
+    pub in_use_bytes: u64,
+    /// That the allocator held for them.
+    pub reserved_bytes: u64,
 }
 
 impl MemoryProbe {
@@ -38,7 +63,27 @@ impl MemoryProbe {
     pub fn read(self) -> (u64, u64) {
         match self {
             Self::Process => process_memory(),
-            Self::Device(probe, index) => probe(index),
+            Self::Device(device) => (device.now)(device.index),
+        }
+    }
+
+    /// The most so far: of a process since it began, of a device in the steps that were watched. `None` where unknown.
+    pub fn peak(self) -> Option<PeakMemory> {
+        match self {
+            Self::Process => process_peak(),
+            Self::Device(device) => (device.peak)(),
+        }
+    }
+
+    pub(crate) fn watch(self) {
+        if let Self::Device(device) = self {
+            (device.watch)();
+        }
+    }
+
+    pub(crate) fn unwatch(self) {
+        if let Self::Device(device) = self {
+            (device.unwatch)();
         }
     }
 }

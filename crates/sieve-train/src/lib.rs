@@ -30,7 +30,7 @@ pub use data::{DataEvent, DataSource, RowSource, TrainingData, corpus_configs};
 pub use device_batch::DeviceBatch;
 pub use error::TrainError;
 pub use gradients::GradientBuffer;
-pub use hardware::{Hardware, MemoryProbe, Precision};
+pub use hardware::{DeviceMemory, Hardware, MemoryProbe, PeakMemory, Precision};
 pub use metrics::last_validation;
 pub use optimizer::AdamW;
 pub use origin::Origin;

@@ -1,4 +1,5 @@
 //! Memory of this process and this machine, where the system tells.
+use crate::PeakMemory;
 
 /// `(resident, total)` in bytes; zero where unknown.
 pub(crate) fn process_memory() -> (u64, u64) {
@@ -6,6 +7,15 @@ pub(crate) fn process_memory() -> (u64, u64) {
         field("/proc/self/status", "VmRSS:"),
         field("/proc/meminfo", "MemTotal:"),
     )
+}
+
+/// The most resident memory so far.
+pub(crate) fn process_peak() -> Option<PeakMemory> {
+    let bytes = field("/proc/self/status", "VmHWM:");
+    (bytes > 0).then_some(PeakMemory {
+        in_use_bytes: bytes,
+        reserved_bytes: bytes,
+    })
 }
 
 /// A field of the form `NAME   123 kB`.

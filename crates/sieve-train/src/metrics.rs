@@ -1,6 +1,6 @@
 //! `metrics.jsonl` and TensorBoard, with torchtitan's tags.
 use crate::atomic::write_atomically;
-use crate::{RunFolder, SkippedStep, StepReport, TrainError, ValidationReport};
+use crate::{PeakMemory, RunFolder, SkippedStep, StepReport, TrainError, ValidationReport};
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -22,6 +22,15 @@ enum Line<'a> {
     Step(&'a StepReport),
     Skipped(&'a SkippedStep),
     Validation(&'a ValidationReport),
+    Memory(MemoryLine),
+}
+
+/// The most memory that the watched steps had in use.
+#[derive(Serialize)]
+struct MemoryLine {
+    step: u64,
+    #[serde(flatten)]
+    peak: PeakMemory,
 }
 
 /// The validations that an earlier process of the same run wrote.
@@ -92,6 +101,11 @@ impl Metrics {
 
     pub(crate) fn skipped(&mut self, report: &SkippedStep) -> Result<(), TrainError> {
         self.line(&Line::Skipped(report))
+    }
+
+    /// The peak of the steps up to `step`.
+    pub(crate) fn memory(&mut self, step: u64, peak: PeakMemory) -> Result<(), TrainError> {
+        self.line(&Line::Memory(MemoryLine { step, peak }))
     }
 
     pub(crate) fn validation(&mut self, report: &ValidationReport) -> Result<(), TrainError> {

@@ -1,5 +1,5 @@
 //! What a run tells its caller.
-use crate::AttentionStatistics;
+use crate::{AttentionStatistics, PeakMemory};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -91,6 +91,8 @@ pub enum TrainEvent<'a> {
     Validation(&'a ValidationReport),
     /// A checkpoint is on disk.
     Checkpoint(&'a Path),
+    /// The device has done the first step of this process.
+    FirstStep,
     /// Something a person should know.
     Notice(&'a str),
 }
@@ -110,4 +112,6 @@ pub struct TrainSummary {
     pub checkpoint: Option<PathBuf>,
     /// The last logged step.
     pub last_step: Option<StepReport>,
+    /// Memory at its fullest, where known.
+    pub peak_memory: Option<PeakMemory>,
 }

@@ -2,6 +2,7 @@
 mod checkpoints;
 mod clock;
 mod guarding;
+mod peak;
 mod stage;
 mod writer;
 
@@ -20,6 +21,7 @@ use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
 use clock::Clock;
 use guarding::{Disturbance, GuardLog, Verdict};
+use peak::PeakWatch;
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::{Batch, Prefetch};
 use sieve_hf::{Checkpoint, GuardState};
@@ -237,6 +239,7 @@ impl<B: TrainBackend> Trainer<B> {
             first_validation: Some(first_validation),
             checkpoint: None,
             last_step: None,
+            peak_memory: None,
         };
         let is_fork = self.step > 0 && self.last_checkpoint.is_none();
         if is_fork || (self.step == 0 && self.recipe.checkpoint.at_start) {
@@ -248,6 +251,10 @@ impl<B: TrainBackend> Trainer<B> {
         let written = self.finish_checkpoint(&mut reporter);
         result?;
         written?;
+        summary.peak_memory = self.memory.peak();
+        if let (MemoryProbe::Device(_), Some(peak)) = (self.memory, summary.peak_memory) {
+            reporter.metrics.memory(self.step, peak)?;
+        }
         let num_steps = self.recipe.training.steps as u64;
         summary.step = self.step;
         summary.interrupted = self.step < num_steps;
@@ -264,23 +271,31 @@ impl<B: TrainBackend> Trainer<B> {
         let num_steps = self.recipe.training.steps as u64;
         let mut batches = self.stage.batches(self.next_sample)?;
         let mut clock = Clock::start();
+        let mut watch = PeakWatch::start(self.memory);
+        let mut is_first = true;
         while self.step < num_steps && !stop.load(Ordering::Relaxed) {
             if let Some(next) = self.next_stage() {
                 drop(batches);
                 clock.pause(|| self.enter_stage(next))?;
+                watch.restart();
                 reporter.tell(TrainEvent::Notice(&self.stage_line()));
                 batches = self.stage.batches(self.next_sample)?;
             }
             let step_batches = self.take_batches(&mut batches)?;
             self.train_step(&step_batches)?;
             clock.step(self.stage.recipe.training.tokens_per_step() as u64);
+            watch.step();
 
             let is_last = self.step == num_steps;
             let log_freq = self.recipe.metrics.log_freq.max(1) as u64;
             let is_logged = self.step.is_multiple_of(log_freq) || self.step == 1 || is_last;
             let interval = self.recipe.checkpoint.interval as u64;
             let is_saved = is_last || self.step.is_multiple_of(interval);
-            match self.check_steps(is_logged || is_saved, reporter)? {
+            let verdict = self.check_steps(is_logged || is_saved || is_first, reporter)?;
+            if std::mem::take(&mut is_first) {
+                reporter.tell(TrainEvent::FirstStep);
+            }
+            match verdict {
                 Verdict::GoOn => {}
                 Verdict::WentBack => {
                     drop(batches);

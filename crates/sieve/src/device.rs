@@ -3,6 +3,7 @@ use anyhow::{Context, Result};
 use burn::tensor::{Distribution, Tensor};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{CudaReport, DeviceReport, KernelCache, KernelError};
+use sieve_train::PeakMemory;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Instant;
@@ -97,6 +98,15 @@ pub(crate) fn cache_root() -> Result<PathBuf> {
 /// `(in use, total)` memory of a CUDA device, in bytes; zero when the driver does not answer.
 pub(crate) fn cuda_memory(index: usize) -> (u64, u64) {
     sieve_kernels::memory_bytes(index).map_or((0, 0), |(free, total)| (total - free, total))
+}
+
+/// The most memory of a CUDA device that tensors took while it was watched.
+pub(crate) fn cuda_memory_peak() -> Option<PeakMemory> {
+    let peak = sieve_kernels::memory_peak()?;
+    Some(PeakMemory {
+        in_use_bytes: peak.in_use_bytes,
+        reserved_bytes: peak.reserved_bytes,
+    })
 }
 
 /// FLOP/s of f32 matrix products on this CPU: the best of a few products of 1024 x 1024 x 1024.

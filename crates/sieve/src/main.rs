@@ -10,9 +10,11 @@ mod interrupt;
 mod kernels;
 mod loaded;
 mod logits;
+mod out_of_memory;
 mod plan;
 mod recipe;
 mod selector;
+mod startup;
 mod terminal;
 mod train;
 
@@ -62,6 +64,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    startup::mark();
     terminal::install_panic_message();
     let result = match Cli::parse().command {
         Command::Train(args) => train::run(args),

@@ -1,6 +1,6 @@
 //! `sieve plan`.
 use crate::recipe::RecipeArgs;
-use crate::terminal;
+use crate::terminal::{self, gib};
 use crate::train::variable;
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -157,28 +157,27 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     let memory = &plan.memory;
     let verdict = match memory.fits {
         Some(true) => format!("of {}: fits", gib(memory.available_bytes)),
-        Some(false) => format!(
-            "of {}: DOES NOT FIT; lower local_batch_size or set activation_checkpoint.mode",
-            gib(memory.available_bytes)
-        ),
+        Some(false) => format!("of {}: DOES NOT FIT", gib(memory.available_bytes)),
         None => "(memory of the device unknown)".to_owned(),
     };
     let mut lines = vec![format!(
-        "memory        {} {verdict}",
-        gib(memory.total_bytes)
+        "memory        {} {verdict}; fullest in {}",
+        gib(memory.total_bytes),
+        memory.moment
     )];
-    for (part, bytes) in [
-        ("parameters", memory.parameter_bytes),
-        ("f32 masters", memory.master_bytes),
-        ("moments", memory.moment_bytes),
-        ("gradients", memory.gradient_bytes),
-        ("activations", memory.activation_bytes),
-        ("workspace", memory.workspace_bytes),
-        ("program", memory.program_bytes),
-    ] {
-        if bytes > 0 {
-            lines.push(format!("  {part:<16} {:>12}", gib(bytes)));
-        }
+    for (part, bytes) in memory.parts() {
+        lines.push(format!("  {part:<16} {:>12}", gib(bytes)));
+    }
+    for fitting in &memory.would_fit {
+        let (setting, total) = (&fitting.setting, gib(fitting.total_bytes));
+        lines.push(format!("  would fit: {total} with {setting}"));
+    }
+    if memory.fits == Some(false) && memory.would_fit.is_empty() {
+        lines.push(
+            "  no local_batch_size and no activation_checkpoint.mode makes it fit: the weights and the optimizer's state are \
+             too large"
+                .to_owned(),
+        );
     }
     let modes = memory.activations_by_mode.iter();
     let modes = modes.map(|(mode, bytes)| format!("{mode} {}", gib(*bytes)));
@@ -202,10 +201,6 @@ fn cache_lines(plan: &Plan) -> Vec<String> {
         terminal::bytes(cache.bytes_at_seq_len),
         terminal::thousands(cache.seq_len as u64)
     )]
-}
-
-fn gib(bytes: u64) -> String {
-    format!("{:.2} GiB", bytes as f64 / (1u64 << 30) as f64)
 }
 
 /// `85.0M`, `1.72B`.

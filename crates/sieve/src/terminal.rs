@@ -73,6 +73,11 @@ pub(crate) fn bytes(count: u64) -> String {
     indicatif::BinaryBytes(count).to_string()
 }
 
+/// The same in GiB, whatever the size.
+pub(crate) fn gib(count: u64) -> String {
+    format!("{:.2} GiB", count as f64 / (1u64 << 30) as f64)
+}
+
 /// `12,345`.
 pub(crate) fn thousands(count: u64) -> String {
     indicatif::HumanCount(count).to_string()
@@ -89,12 +94,21 @@ pub(crate) fn duration(seconds: f64) -> String {
 }
 
 /// Replaces the panic report by one line that says what to do with it, on whichever thread it happens. Only TensorBoard's
-/// writer may panic (on a full disk), and readers of damaged data: their owners catch that.
+/// writer may panic (on a full disk), and readers of damaged data: their owners catch that. A GPU whose memory is full ends the
+/// program here, as no call could return it.
 pub(crate) fn install_panic_message() {
     std::panic::set_hook(Box::new(|panic| {
         let file = panic.location().map_or("", |place| place.file());
         if file.contains("tensorboard") || sieve_data::expects_panic() {
             return;
+        }
+        if let Some(message) = panic
+            .payload_as_str()
+            .and_then(crate::out_of_memory::message)
+        {
+            // On the thread that speaks to the GPU: the one that waits for it would wait for ever, or report a second error.
+            let _ = writeln!(std::io::stderr(), "error: {message}");
+            std::process::exit(1);
         }
         let place = panic
             .location()

@@ -6,6 +6,7 @@ mod sweep;
 use crate::device::{Device, DeviceChoice};
 use crate::interrupt::{Interrupt, respect_nohup};
 use crate::recipe::RecipeArgs;
+use crate::startup;
 use crate::terminal;
 use anyhow::{Context, Result, bail};
 use burn::backend::Autodiff;
@@ -14,7 +15,10 @@ use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use indicatif::ProgressBar;
-use lines::{describe, reference_lines, skipped_line, step_line, stopped_line, validation_line};
+use lines::{
+    describe, peak_line, reference_lines, skipped_line, startup_line, step_line, stopped_line,
+    validation_line,
+};
 use profile::{StepProfile, StepRange};
 use sieve_core::Recipe;
 use sieve_data::{OnChange, Progress};
@@ -22,8 +26,8 @@ use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_kernels::{DeviceReport, SumOrder};
 use sieve_ops::{Cuda, TrainBackend};
 use sieve_train::{
-    DataEvent, DataSource, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start, TrainEvent,
-    TrainSummary, Trainer, TrainingData, tidy_finished,
+    DataEvent, DataSource, DeviceMemory, Hardware, MemoryProbe, Origin, Precision, RunFolder,
+    Start, TrainEvent, TrainSummary, Trainer, TrainingData, tidy_finished,
 };
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
@@ -161,7 +165,13 @@ fn on_cuda(gpu: &DeviceReport) -> (Hardware<Autodiff<Cuda>>, String) {
         device: CudaDevice::new(gpu.index),
         precision: Precision::Bf16,
         peak_flops: peak,
-        memory: MemoryProbe::Device(crate::device::cuda_memory, gpu.index),
+        memory: MemoryProbe::Device(DeviceMemory {
+            index: gpu.index,
+            now: crate::device::cuda_memory,
+            watch: sieve_kernels::watch_memory,
+            unwatch: sieve_kernels::unwatch_memory,
+            peak: crate::device::cuda_memory_peak,
+        }),
     };
     let peak = peak.map_or("unknown peak".to_owned(), |peak| {
         format!("{:.0} TFLOP/s peak", peak / 1e12)
@@ -201,8 +211,12 @@ fn train<B: TrainBackend>(
     let mut log = Log::default();
     let data = prepare(recipe, &mut folder, start, &origin, &log)?;
 
+    if let Device::Cuda(gpu) = &session.device {
+        crate::out_of_memory::check(recipe, data.tokenizer.vocab_size(), gpu)?;
+    }
     let (hardware, description) = hardware();
     let device = hardware.device.clone();
+    let hardware_memory = hardware.memory;
     let resumed = origin.checkpoint.as_ref().map(|c| c.path.clone());
     let log_path = folder.log_path();
     let mut trainer = Trainer::<B>::new(recipe.clone(), data, folder, origin, hardware)?;
@@ -236,6 +250,9 @@ fn train<B: TrainBackend>(
     let summary = result
         .map_err(anyhow::Error::from)
         .inspect_err(|error| log.keep(&terminal::error_text(error)))?;
+    if let Some(peak) = summary.peak_memory {
+        log.line(&peak_line(peak, hardware_memory));
+    }
     if summary.interrupted {
         log.line(&stopped_line(recipe, &summary));
         return Ok(Ending::Interrupted);
@@ -414,6 +431,7 @@ fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
         TrainEvent::Skipped(report) => log.line(&skipped_line(report)),
         TrainEvent::Validation(report) => log.line(&validation_line(report)),
         TrainEvent::Checkpoint(path) => log.line(&format!("checkpoint: {}", path.display())),
+        TrainEvent::FirstStep => log.line(&startup_line(startup::elapsed())),
         TrainEvent::Notice(text) => log.line(text),
     });
     if let TrainEvent::Step(report) = event {

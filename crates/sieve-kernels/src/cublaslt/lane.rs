@@ -17,7 +17,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::device::Device;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::prelude::CubeCount;
-use cubecl::server::Handle;
+use cubecl::server::{Binding, Handle};
 use cubecl::stream_id::StreamId;
 use cubecl_runtime::server::{ComputeServer, ExecutionMode, KernelArguments, MetadataBindingInfo};
 use cudarc::cublaslt::{result as lt, sys::cublasLtHandle_t};
@@ -49,11 +49,12 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// One product on its way to the device thread. Its handles keep the buffers alive until it is queued.
+/// One product on its way to the device thread. Its bindings keep the buffers alive until it is queued; unlike handles they do
+/// not hinder the next op from writing in place.
 pub(super) struct Call {
     pub(super) problem: Problem,
     /// x, w, C and D.
-    pub(super) handles: [Handle; 4],
+    pub(super) bindings: [Binding; 4],
     pub(super) beta: f32,
     pub(super) stream: StreamId,
     pub(super) candidates: usize,
@@ -131,9 +132,9 @@ impl Library {
     /// Queues one product; on the device thread.
     pub(super) fn run(server: &mut Server, call: Call) -> Result<(), Refusal> {
         let mut resources = Vec::with_capacity(4);
-        for handle in &call.handles {
+        for binding in &call.bindings {
             let resource = server
-                .get_resource(handle.clone().binding(), call.stream)
+                .get_resource(binding.clone(), call.stream)
                 .map_err(|e| Refusal::Failed(format!("get_resource: {e}")))?;
             resources.push(resource);
         }

@@ -1,10 +1,13 @@
 //! What `sieve train` says, as text.
-use crate::terminal;
+use crate::terminal::{self, gib};
 use sieve_core::Recipe;
 use sieve_core::recipe::AttentionSection;
 use sieve_ops::TrainBackend;
-use sieve_train::{SkippedStep, StepReport, TrainSummary, Trainer, ValidationReport};
+use sieve_train::{
+    MemoryProbe, PeakMemory, SkippedStep, StepReport, TrainSummary, Trainer, ValidationReport,
+};
 use std::path::Path;
+use std::time::Duration;
 
 /// The model and the run in two lines.
 pub(super) fn describe<B: TrainBackend>(
@@ -64,6 +67,26 @@ pub(super) fn step_line(report: &StepReport) -> String {
         100.0 * report.step as f64 / report.num_steps as f64,
         terminal::duration(report.eta_seconds),
     )
+}
+
+/// From the program's start to work done.
+pub(super) fn startup_line(elapsed: Duration) -> String {
+    format!(
+        "started: {:.1} s from the start of the program to the end of the first step",
+        elapsed.as_secs_f64()
+    )
+}
+
+/// Memory at its fullest.
+pub(super) fn peak_line(peak: PeakMemory, memory: MemoryProbe) -> String {
+    let in_use = gib(peak.in_use_bytes);
+    match memory {
+        MemoryProbe::Process => format!("peak memory: {in_use} resident"),
+        MemoryProbe::Device(_) => format!(
+            "peak memory: {in_use} in use by tensors, {} reserved for them",
+            gib(peak.reserved_bytes)
+        ),
+    }
 }
 
 /// A step the guard did not take.

@@ -1,0 +1,95 @@
+//! The steps in which the most memory in use is looked for.
+use crate::MemoryProbe;
+
+/// Steps of a stage that are watched: the first makes the moments at its end, the second has all there will ever be.
+const WATCHED_STEPS: u32 = 2;
+
+/// A watch over the first steps of a stage.
+pub(super) struct PeakWatch {
+    memory: MemoryProbe,
+    steps_left: u32,
+}
+
+impl PeakWatch {
+    pub(super) fn start(memory: MemoryProbe) -> Self {
+        let mut watch = Self {
+            memory,
+            steps_left: 0,
+        };
+        watch.restart();
+        watch
+    }
+
+    /// Another stage begins, with other sizes.
+    pub(super) fn restart(&mut self) {
+        self.steps_left = WATCHED_STEPS;
+        self.memory.watch();
+    }
+
+    /// A step was given to the device.
+    pub(super) fn step(&mut self) {
+        if self.steps_left > 0 {
+            self.steps_left -= 1;
+            if self.steps_left == 0 {
+                self.memory.unwatch();
+            }
+        }
+    }
+}
+
+impl Drop for PeakWatch {
+    fn drop(&mut self) {
+        self.memory.unwatch();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DeviceMemory, PeakMemory};
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    static STARTED: AtomicU32 = AtomicU32::new(0);
+    static STOPPED: AtomicU32 = AtomicU32::new(0);
+
+    fn counts() -> (u32, u32) {
+        (
+            STARTED.load(Ordering::Relaxed),
+            STOPPED.load(Ordering::Relaxed),
+        )
+    }
+
+    #[test]
+    fn two_steps_of_every_stage_are_watched() {
+        let memory = MemoryProbe::Device(DeviceMemory {
+            index: 0,
+            now: |_| (1, 2),
+            watch: || {
+                STARTED.fetch_add(1, Ordering::Relaxed);
+            },
+            unwatch: || {
+                STOPPED.fetch_add(1, Ordering::Relaxed);
+            },
+            peak: || {
+                Some(PeakMemory {
+                    in_use_bytes: 3,
+                    reserved_bytes: 4,
+                })
+            },
+        });
+        let mut watch = PeakWatch::start(memory);
+        assert_eq!(counts(), (1, 0));
+        watch.step();
+        assert_eq!(counts(), (1, 0));
+        for _ in 0..3 {
+            watch.step();
+        }
+        assert_eq!(counts(), (1, 1));
+        watch.restart();
+        watch.step();
+        assert_eq!(counts(), (2, 1));
+        drop(watch);
+        assert_eq!(counts(), (2, 2));
+        assert_eq!(memory.peak().map(|peak| peak.in_use_bytes), Some(3));
+    }
+}
