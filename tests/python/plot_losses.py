@@ -1,0 +1,64 @@
+"""Draws training losses of several runs from their metrics.jsonl, a panel a group, as SVG.
+
+    python tests/python/plot_losses.py --out losses.svg "2048 tokens: dense=A/metrics.jsonl,window 512=B/metrics.jsonl" "8192 tokens: ..."
+
+Lines are averages of what was logged in 50 steps; dots are validation losses.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+
+COLOURS = ["#1b6ca8", "#c0392b", "#2e8b57", "#b8860b", "#7d3c98", "#555555"]
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 420, 320, 48, 34, 40
+
+
+def read(path):
+    rows = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+    steps = [(row["step"], row["loss"]) for row in rows if row["kind"] == "step"]
+    checks = [(row["step"], row["loss"]) for row in rows if row["kind"] != "step" and "loss" in row and row["step"] > 0]
+    bins = {}
+    for step, loss in steps:
+        bins.setdefault((step - 1) // 50, []).append((step, loss))
+    return [tuple(sum(x) / len(x) for x in zip(*rows)) for _, rows in sorted(bins.items())], checks
+
+
+def panel(at, title, runs):
+    """One set of axes; losses above 6 are cut off."""
+    lines = {name: read(path) for name, path in runs}
+    last = max(step for series in lines.values() for points in series for step, _ in points)
+    losses = [loss for points, checks in lines.values() for _, loss in points[2:] + checks]
+    low, high = math.floor(min(losses) * 2) / 2, min(6.0, math.ceil(max(losses) * 2) / 2)
+    x = lambda step: at + LEFT + (WIDTH - LEFT - 12) * step / last
+    y = lambda loss: TOP + (HEIGHT - TOP - BOTTOM) * (high - min(loss, high)) / (high - low)
+    out = [f'<text x="{at + LEFT}" y="20" font-size="13">{title}</text>']
+    for tick in [low + 0.5 * i for i in range(round((high - low) * 2) + 1)]:
+        out.append(f'<path d="M{x(0):.1f} {y(tick):.1f}H{x(last):.1f}" stroke="#ddd"/><text x="{x(0) - 6:.1f}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    for step in range(0, int(last) + 1, 400):
+        out.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{step}</text>')
+    out.append(f'<text x="{x(last / 2):.1f}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
+    for number, (name, (points, checks)) in enumerate(lines.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        path = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in points if loss <= high)
+        out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+        out += [f'<circle cx="{x(step):.1f}" cy="{y(loss):.1f}" r="3" fill="{colour}"/>' for step, loss in checks if loss <= high]
+        at_y = TOP + 14 + 16 * number
+        out.append(f'<path d="M{x(last) - 120:.1f} {at_y - 4}h18" stroke="{colour}" stroke-width="2"/><text x="{x(last) - 96:.1f}" y="{at_y}">{name}</text>')
+    return out
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("panels", nargs="+")
+    args = parser.parse_args()
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * len(args.panels)} {HEIGHT}" font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>']
+    for number, text in enumerate(args.panels):
+        title, runs = text.split(":", 1)
+        parts += panel(WIDTH * number, title.strip(), [run.strip().split("=", 1) for run in runs.split(",")])
+    args.out.write_text("\n".join([*parts, "</svg>", ""]))
+
+
+if __name__ == "__main__":
+    main()
