@@ -182,6 +182,9 @@ fn selectors_read_prompts_in_chunks_as_they_read_them_whole() {
     ))));
     let rows = table["selectors"].as_array().expect("a list");
     assert!(rows.len() > 10 && rows.iter().all(|row| row["chunk"] == 8));
+    // Too large for a context of 64.
+    let left_out = table["left_out"].to_string();
+    assert!(left_out.contains("pbs: segment=256"), "{left_out}");
 }
 
 /// Models of other kinds, trained on the same text, in the table of a dense one.
@@ -275,7 +278,7 @@ fn selectors_stand_beside_models_trained_sparse() {
         ("--chunk x", &["'x'", "--chunk"]),
         ("--chunk 8 --maps maps", &["--maps"]),
         ("--chunk 8 --selector h2o", &["h2o", "token by token"]),
-        ("--chunk 8 --selector pbs", &["min_prefill_tokens=256"]),
+        ("--chunk 8 --selector bfla", &["min_prefill_tokens=256"]),
         ("--plot no/where.svg", &["no/where.svg", "no folder"]),
     ] {
         tiny.refuse(&mut with(more), words);
@@ -326,7 +329,7 @@ fn selectors_mistakes_are_told_and_change_nothing() {
         &mut command("pbs:segment=256"),
         &["segment=256 is longer than the context of"],
     );
-    refused(&mut command("dam"), &["no map for layer 0"]);
+    refused(&mut command("dam:map=nowhere.json"), &["nowhere.json"]);
     refused(
         &mut dense.sieve(&format!("eval selectors --checkpoint {run} --data text.txt --lengths 30 --windows 500 --device cpu")),
         &["the data holds", "give more text"],

@@ -2,7 +2,6 @@
 use crate::EvalError;
 use sieve_nn::HostOperands;
 use sieve_select::{Call, CallShape, Selector, density};
-use std::ops::Range;
 
 /// A layer's attention of one document under a prefill selector, over all its calls.
 pub(crate) struct Prefilled {
@@ -28,9 +27,10 @@ pub(crate) fn prefill(
     operands: HostOperands<'_>,
     chunk: Option<usize>,
 ) -> Result<Prefilled, EvalError> {
-    let (tokens, heads, d) = (operands.num_tokens, operands.num_heads, operands.head_dim);
+    let call = call(operands)?;
+    let (tokens, heads) = (operands.num_tokens, operands.num_heads);
     let mut done = Prefilled {
-        o: Vec::with_capacity(tokens * heads * d),
+        o: Vec::with_capacity(operands.q.len()),
         lse: vec![f32::NEG_INFINITY; heads * tokens],
         density: 0.0,
         tile_density: 0.0,
@@ -39,14 +39,14 @@ pub(crate) fn prefill(
         dense_calls: 0,
         nan_lists: 0,
     };
-    let mut causal_pairs = 0.0;
-    let step = chunk.unwrap_or(tokens).max(1);
-    for first in (0..tokens).step_by(step) {
-        let rows = first..(first + step).min(tokens);
-        let call = part(operands, rows.clone())?;
-        let part = selector.prefill(&call)?;
+    let parts = match chunk {
+        Some(chunk) => selector.prefill_in_chunks(&call, chunk)?,
+        None => vec![selector.prefill(&call)?],
+    };
+    let (mut causal_pairs, mut first) = (0.0, 0);
+    for part in parts {
         let shares = density(&part.mask);
-        let pairs = call.shape.causal_pairs() as f64;
+        let pairs = part.mask.shape.causal_pairs() as f64;
         causal_pairs += pairs;
         done.density += (shares.token + shares.probes) * pairs;
         done.tile_density += shares.tile * pairs;
@@ -55,31 +55,26 @@ pub(crate) fn prefill(
         done.dense_calls += u64::from(part.mask.stats.dense_call);
         done.nan_lists += part.mask.stats.nan_lists as u64;
         done.o.extend(part.output.o);
-        for (head, lse) in part.output.lse.chunks(rows.len()).enumerate() {
-            done.lse[head * tokens..][rows.clone()].copy_from_slice(lse);
+        let rows = part.mask.shape.num_queries;
+        for (head, lse) in part.output.lse.chunks(rows.max(1)).enumerate() {
+            done.lse[head * tokens + first..][..rows].copy_from_slice(lse);
         }
+        first += rows;
     }
     done.density /= causal_pairs;
     done.tile_density /= causal_pairs;
     Ok(done)
 }
 
-/// A call of consecutive rows of a document, with the keys up to them.
-pub(crate) fn part(operands: HostOperands<'_>, rows: Range<usize>) -> Result<Call<'_>, EvalError> {
+/// A document in one layer as one call.
+pub(crate) fn call(operands: HostOperands<'_>) -> Result<Call<'_>, EvalError> {
     let shape = CallShape {
-        num_queries: rows.len(),
-        num_keys: rows.end,
+        num_queries: operands.num_tokens,
+        num_keys: operands.num_tokens,
         num_heads: operands.num_heads,
         num_kv_heads: operands.num_kv_heads,
         head_dim: operands.head_dim,
     };
-    let q_width = shape.num_heads * shape.head_dim;
-    let keys = rows.end * shape.num_kv_heads * shape.head_dim;
-    let call = Call::new(
-        shape,
-        &operands.q[rows.start * q_width..rows.end * q_width],
-        &operands.k[..keys],
-        &operands.v[..keys],
-    )?;
+    let call = Call::new(shape, operands.q, operands.k, operands.v)?;
     Ok(call.in_layer(operands.layer, operands.num_layers))
 }

@@ -1,10 +1,10 @@
 //! A selector in place of a dense model's attention: what it computes, and what it cost.
 use crate::EvalError;
-use crate::chunks::{part, prefill};
+use crate::chunks::prefill;
 use serde::Serialize;
 use sieve_core::{Attention, ModelShape};
 use sieve_nn::HostOperands;
-use sieve_select::{Call, DecodeSession, LayerShape, Phase, Selector};
+use sieve_select::{DecodeSession, LayerShape, Phase, Selector};
 use std::time::Instant;
 
 /// A selector at work in the layers of a model.
@@ -202,11 +202,7 @@ impl Selection {
     }
 }
 
-/// A call of one document.
-pub(crate) fn call(operands: HostOperands<'_>) -> Result<Call<'_>, EvalError> {
-    part(operands, 0..operands.num_tokens)
-}
-
+/// A layer's sizes.
 pub(crate) fn layer_shape(operands: HostOperands<'_>) -> LayerShape {
     LayerShape {
         num_heads: operands.num_heads,

@@ -1,9 +1,9 @@
 //! Selectors side by side on one model: what each computes, keeps, costs and breaks.
 use crate::EvalError;
-use crate::chunks::prefill;
+use crate::chunks::{call, prefill};
 use crate::input::check_vocabulary;
 use crate::pass::{attending_pass, milliseconds, own_pass};
-use crate::selection::{Selection, call, layer_shape};
+use crate::selection::{Selection, layer_shape};
 use serde::Serialize;
 use sieve_nn::{HostOperands, Qwen3};
 use sieve_ops::SieveBackend;

@@ -12,6 +12,7 @@ use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
+use sieve_core::ModelShape;
 use sieve_eval::{Selection, measure_selectors, selector_masks, sweep_selectors, text_documents};
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
@@ -104,14 +105,7 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
     }
     output::check(args.plot.as_deref())?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
-    let selectors = match args.selector.is_empty() {
-        true => all_prefill(args.chunk)?,
-        false => args.selector.clone(),
-    };
-    let selections = selectors
-        .iter()
-        .map(|selector| selector::selection(selector, args.chunk, &loaded.shape))
-        .collect::<Result<Vec<_>>>()?;
+    let (selections, left_out) = selections(args, &loaded.shape)?;
     let longest = args.lengths.iter().max().copied().unwrap_or(0);
     let compared = compare::load::<B>(&args.compare, &tokenizer, longest, device, dtype)?;
     let wanted = (longest + 1) * args.windows;
@@ -138,7 +132,7 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
             .map(<[u32]>::to_vec)
             .collect();
         let bar = terminal::progress_bar(
-            (selectors.len() * windows.len()) as u64,
+            (selections.len() * windows.len()) as u64,
             "{bar:30} {pos}/{len} {msg}",
         );
         let mut observe = |name: &str| {
@@ -150,7 +144,11 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
         measures.extend(found?);
         trained.extend(compare::measure(&compared, &windows, device)?);
     }
-    table::print(args, &loaded, &measures, &trained)?;
+    table::print(args, &loaded, &measures, &trained, &left_out)?;
+    let selectors = selections
+        .iter()
+        .map(|selection| selection.selector().clone());
+    let selectors: Vec<Selector> = selectors.collect();
     if let Some(path) = &args.plot {
         draw(args, &loaded, &tokens, &selectors, device, path)?;
     }
@@ -160,13 +158,36 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
     }
 }
 
+/// The methods asked for; or all that this model's context has room for, and why others are left out.
+fn selections(
+    args: &SelectorsArgs,
+    shape: &ModelShape,
+) -> Result<(Vec<Selection>, Vec<anyhow::Error>)> {
+    let of = |selector: &Selector| selector::selection(selector, args.chunk, shape);
+    if !args.selector.is_empty() {
+        let asked = args.selector.iter().map(of).collect::<Result<_>>()?;
+        return Ok((asked, Vec::new()));
+    }
+    let (mut selections, mut left_out) = (Vec::new(), Vec::new());
+    for selector in all_prefill(args.chunk)? {
+        match of(&selector) {
+            Ok(selection) => selections.push(selection),
+            Err(error) => left_out.push(error),
+        }
+    }
+    if let (true, Some(error)) = (selections.is_empty(), left_out.pop()) {
+        return Err(error);
+    }
+    Ok((selections, left_out))
+}
+
 /// Every prefill method with its defaults, but dense layers at the start off, so that small models show something, and
 /// calls as short as the chunks not dense.
 fn all_prefill(chunk: Option<usize>) -> Result<Vec<Selector>> {
     let prefill = ENTRIES.iter().filter(|entry| entry.phase != Phase::Decode);
     prefill
         .map(|entry| {
-            let mut selector = Selector::by_name(entry.name)?;
+            let mut selector = Selector::parse(entry.name)?;
             selector.common.first_dense_layers = 0;
             let shortest = &mut selector.common.min_prefill_tokens;
             *shortest = chunk.map_or(*shortest, |chunk| chunk.min(*shortest));

@@ -15,13 +15,13 @@ pub(super) struct Picture<'a> {
 }
 
 const LEFT: f64 = 64.0;
-const TOP: f64 = 44.0;
+const TOP: f64 = 34.0;
 const PANEL_WIDTH: f64 = 350.0;
 const PANEL_HEIGHT: f64 = 210.0;
 /// Between the panels, and at the right end.
 const GAP: f64 = 34.0;
 /// Above a row of panels, for its name.
-const HEAD: f64 = 42.0;
+const HEAD: f64 = 54.0;
 /// Below a row of panels, for the lengths.
 const FOOT: f64 = 34.0;
 const LEGEND_HEIGHT: f64 = 58.0;
@@ -102,10 +102,10 @@ impl Picture<'_> {
                 svg,
                 "<text x=\"{LEFT}\" y=\"{:.1}\" font-weight=\"bold\">{}</text>\
                  <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\" fill=\"#444\">{:.1} % found, mean rank {:.2}</text>",
-                top + 16.0,
+                top + 28.0,
                 escape(&shortened(name)),
                 width - GAP,
-                top + 16.0,
+                top + 28.0,
                 100.0 * report.found,
                 report.mean_rank
             );
@@ -268,7 +268,7 @@ fn colour(value: f64) -> String {
 
 /// A selector's settings can be many.
 fn shortened(name: &str) -> String {
-    const MAX: usize = 72;
+    const MAX: usize = 66;
     match name.char_indices().nth(MAX) {
         Some((at, _)) => format!("{} …", &name[..at]),
         None => name.to_owned(),

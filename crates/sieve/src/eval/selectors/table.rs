@@ -13,6 +13,7 @@ pub(super) fn print<B: SieveBackend>(
     loaded: &LoadedModel<B>,
     measures: &[SelectorMeasure],
     trained: &[Trained],
+    left_out: &[anyhow::Error],
 ) -> Result<()> {
     if args.json {
         let json = serde_json::json!({
@@ -22,6 +23,7 @@ pub(super) fn print<B: SieveBackend>(
             "threads": crate::device::num_threads(),
             "selectors": measures,
             "trained": trained,
+            "left_out": left_out.iter().map(first_line).collect::<Vec<_>>(),
         });
         terminal::line(&json.to_string());
         return Ok(());
@@ -50,7 +52,16 @@ pub(super) fn print<B: SieveBackend>(
             .map(|m| m.dense_loss);
         print_trained(&of_length.collect::<Vec<_>>(), dense_loss);
     }
+    for error in left_out {
+        terminal::line(&format!("left out: {}", first_line(error)));
+    }
     Ok(())
+}
+
+/// An error without its hint.
+fn first_line(error: &anyhow::Error) -> String {
+    let text = error.to_string();
+    text.lines().next().unwrap_or_default().to_owned()
 }
 
 fn percent(x: Option<f64>) -> String {
