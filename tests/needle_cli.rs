@@ -97,6 +97,10 @@ fn needle_maps_are_drawn_for_every_selector() {
     assert!(picture.starts_with("<svg") && picture.contains("quest"));
     // Two lengths, three depths, two scores, two methods.
     assert_eq!(picture.matches("<title>").count(), 24);
+    // One object, and nothing else.
+    let text = asked(&tiny, &format!("{grid} --json --plot other.svg"));
+    assert_eq!(text.trim().lines().count(), 1, "{text}");
+    assert!(json(&text)["methods"].is_array() && tiny.path("other.svg").is_file());
 }
 
 #[test]

@@ -120,7 +120,9 @@ fn run_on<B: SieveBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType) 
         };
         std::fs::write(path, picture.svg())
             .with_context(|| format!("cannot write {}", path.display()))?;
-        terminal::line(&format!("wrote {}", path.display()));
+        if !args.json {
+            terminal::line(&format!("wrote {}", path.display()));
+        }
     }
     Ok(())
 }

@@ -175,7 +175,9 @@ fn selections(
             Err(error) => left_out.push(error),
         }
     }
-    if let (true, Some(error)) = (selections.is_empty(), left_out.pop()) {
+    if selections.is_empty()
+        && let Some(error) = left_out.pop()
+    {
         return Err(error);
     }
     Ok((selections, left_out))
@@ -214,11 +216,13 @@ fn draw_maps<B: SieveBackend>(
         std::fs::write(&path, heat_map::png(masks))
             .with_context(|| format!("cannot write {}", path.display()))?;
     }
-    terminal::line(&format!(
-        "wrote {} maps into {}",
-        prefill.len(),
-        dir.display()
-    ));
+    if !args.json {
+        terminal::line(&format!(
+            "wrote {} maps into {}",
+            prefill.len(),
+            dir.display()
+        ));
+    }
     Ok(())
 }
 
@@ -256,6 +260,8 @@ fn draw<B: SieveBackend>(
     );
     std::fs::write(path, plot::svg(&title, &curves))
         .with_context(|| format!("cannot write {}", path.display()))?;
-    terminal::line(&format!("wrote {}", path.display()));
+    if !args.json {
+        terminal::line(&format!("wrote {}", path.display()));
+    }
     Ok(())
 }
