@@ -330,21 +330,64 @@ fn pbs_of_one_segment_is_dense_and_of_one_more_token_is_not() {
     }
 }
 
+/// Pairs of a query and a block of keys by falling cosine; a block takes at most its own length of queries of a segment.
 #[test]
-fn pbs_query_order_respects_segments_and_capacity() {
-    let data = TestCall::structured(&mut Random(53), 200, [2, 1], 16);
-    let mask = select("pbs:block=16,segment=32,tau=0.5,permute=queries", &data);
+fn pbs_query_order_equals_a_naive_greedy_assignment() {
+    let (n, block, segment) = (200, 16, 64);
+    let data = TestCall::structured(&mut Random(53), n, [2, 1], 16);
+    let call = data.call();
+    let mask = select("pbs:block=16,segment=64,tau=0.5,permute=queries", &data);
     assert!(mask.key_order.is_empty());
+    let wide = |x: &[f32]| -> Vec<f64> { x.iter().map(|&x| f64::from(x)).collect() };
+    let centroids: Vec<Vec<f64>> = (0..n.div_ceil(block))
+        .map(|j| {
+            let keys = j * block..((j + 1) * block).min(n);
+            let len = keys.len() as f64;
+            keys.fold(vec![0.0; 16], |mut mean, key| {
+                let key = wide(call.key(0, key));
+                mean.iter_mut()
+                    .zip(key)
+                    .for_each(|(mean, k)| *mean += k / len);
+                mean
+            })
+        })
+        .collect();
+    let cosine = |a: &[f64], b: &[f64]| {
+        let product = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+        product(a, b) / (product(a, a) * product(b, b)).sqrt()
+    };
+    let mut full = 0;
     for head in 0..2 {
-        let order: Vec<usize> = (0..200).map(|slot| mask.query_row(head, slot)).collect();
-        assert!(
-            order
+        for first in (0..n).step_by(segment) {
+            let rows: Vec<usize> = (first..(first + segment).min(n)).collect();
+            let admissible = rows[rows.len() - 1] / block + 1;
+            let mut pairs: Vec<(f64, usize, usize)> = rows
                 .iter()
-                .enumerate()
-                .all(|(slot, row)| slot / 32 == row / 32)
-        );
-        assert!(order.iter().enumerate().any(|(slot, row)| slot != *row));
+                .flat_map(|&row| (0..admissible).map(move |j| (row, j)))
+                .map(|(row, j)| (cosine(&wide(call.query(head, row)), &centroids[j]), row, j))
+                .collect();
+            pairs.sort_by(|a, b| b.0.total_cmp(&a.0));
+            let mut taken = vec![0; admissible];
+            let mut block_of = vec![None; rows.len()];
+            for (_, row, j) in pairs {
+                let mine = &mut block_of[row - first];
+                if mine.is_none() && taken[j] < block {
+                    *mine = Some(j);
+                    taken[j] += 1;
+                }
+            }
+            full += taken.iter().filter(|&&taken| taken == block).count();
+            let mut expected = rows.clone();
+            expected.sort_by_key(|&row| block_of[row - first]);
+            let order: Vec<usize> = rows
+                .iter()
+                .map(|&slot| mask.query_row(head, slot))
+                .collect();
+            assert_eq!(order, expected, "head {head}, segment at {first}");
+        }
     }
+    // The limit is met, and met where queries were left over.
+    assert!(full > 3, "{full}");
 }
 
 #[test]
