@@ -282,7 +282,7 @@ mod tests {
     fn keys_count_from_their_own_query_to_their_end() {
         // Two heads of four keys; one is never seen, the others end at 2, 4, 4 and 4, 2, 3, 4.
         let counted = of_expire(&[2, 1, 4, 4, 4, 2, 3, 4], 4);
-        let pairs = ((2 + 0 + 2 + 1) + (4 + 1 + 1 + 1)) as f64 / 2.0;
+        let pairs = ((2 + 2 + 1) + (4 + 1 + 1 + 1)) as f64 / 2.0;
         assert_eq!(counted, Counted::of(pairs, pairs, 4));
     }
 
@@ -300,7 +300,7 @@ mod tests {
         let chosen = [0, -1, 0, -1, 0, 1, 0, 1, 0, 2];
         let counted = of_blocks(&chosen, nsa, 5);
         let selected = 1 + 2 + 3 + 4 + 3;
-        let (compressed, window) = (0 + 1 + 1 + 2 + 2, 1 + 2 + 2 + 2 + 2);
+        let (compressed, window) = (1 + 1 + 2 + 2, 1 + 2 + 2 + 2 + 2);
         // Before the window lie: none, none, token 0, tokens 0 and 1, tokens 0 and 1.
         let expected = Counted::of(
             f64::from(selected + compressed + window),
