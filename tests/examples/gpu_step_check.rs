@@ -250,7 +250,16 @@ fn print_trace(trace: &TraceResult, steps: f64) {
         100.0 * (1.0 - busy / span),
         trace.records.len() as f64 / steps
     );
-    for total in trace.totals().iter().take(28) {
+    let is_product = |name: &str| ["nvjet", "cublas", "gemm"].iter().any(|x| name.contains(x));
+    let totals = trace.totals();
+    let products = totals.iter().filter(|total| is_product(&total.name));
+    let products: u64 = products.map(|total| total.total_ns).sum();
+    println!(
+        "  products: {:.2} ms a step, {:.1} %",
+        products as f64 / steps * 1e-6,
+        100.0 * products as f64 / busy
+    );
+    for total in totals.iter().take(28) {
         println!(
             "  {:5.1} %  {:9.3} ms  {:6.0} x  {:.100}",
             100.0 * total.total_ns as f64 / busy,
