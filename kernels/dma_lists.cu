@@ -42,6 +42,7 @@ struct Shared {
   u32 leaves[WINDOW_WORDS];       // bit t: an old key leaves at time t of the window
   u32 later[WINDOW_WORDS];        // old keys of the window that leave in a word to the right
   u32 entering[SUPER_BLOCK / 32]; // bit per key of the block: some query sees it
+  u32 entering_before[SUPER_BLOCK / 32];  // set bits of the words to the left
   int2 old[MAX_OLD];              // {key, expire}, any order
   u32 warp_sums[32];
   u32 num_old;
@@ -112,6 +113,7 @@ dma_lists(const i32* __restrict__ expire, const i32* __restrict__ doc_start, con
   if (lane == 0) shared.entering[warp] = enter_word;
   u32 num_entering;
   const u32 enters_before = block_exclusive_sum<SUPER_BLOCK>(enters, shared.warp_sums, num_entering);
+  if (lane == 0) shared.entering_before[warp] = enters_before;
   if (enters && num_entering - 1 - enters_before < capacity)
     out[num_entering - 1 - enters_before] = make_int2(position, position_expire);
 
@@ -185,10 +187,9 @@ dma_lists(const i32* __restrict__ expire, const i32* __restrict__ doc_start, con
   if (thread < num_tiles) {
     const i32 tile_first = thread * tile_queries, tile_end = min(tile_first + tile_queries, q1 - q0);
     u32 later_entering = 0;
-    for (int word = tile_end >> 5; word < SUPER_BLOCK / 32; word++) {
-      u32 bits = shared.entering[word];
-      if (word == tile_end >> 5) bits &= 0xffffffffu << (tile_end & 31);
-      later_entering += __popc(bits);
+    if (tile_end < SUPER_BLOCK) {
+      const u32 earlier = shared.entering[tile_end >> 5] & ~(0xffffffffu << (tile_end & 31));
+      later_entering = num_entering - shared.entering_before[tile_end >> 5] - __popc(earlier);
     }
     u32 alive = 0;
     if (num_times > 0 && q0 + tile_first < document_end)

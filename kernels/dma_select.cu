@@ -18,7 +18,7 @@
 //            8 * PREFIX_BLOCK - 4096 (both together fit a device's 99 KiB)
 // Numerics   integer comparisons only: exact; writes every element of expire, each once
 // Edges      seq_len below 2^22; any number of documents a block (those of at most w keys so far cost nothing); w >= 1
-#include "common/block_sort.cuh"
+#include "common/block_rank.cuh"
 #include "common/block_stream.cuh"
 #include "common/radix_select.cuh"
 
@@ -61,17 +61,19 @@ struct Shared {
 
 // Key sources are structs with a templated call: NVRTC takes a generic lambda of a kernel for host code and refuses it.
 
-// The keys before the arrivals: survivors of the last boundary, then everything from `first` on. STAGED: `keys` holds orders, in shared memory.
-template <bool STAGED>
+// The keys before the arrivals: survivors of the last boundary, then everything from `first` on, of which shared memory holds the orders of the first
+// ones; only a window of more than PREFIX_BLOCK keys leaves some to be read again and again.
 struct KeysBefore {
   const u64* survivors;
   i32 num_survivors;
-  const u32* keys;
-  i32 first, end;
+  const u32* staged;
+  const u32* z;
+  i32 first, staged_end, end;
   template <class Visit>
   DEVICE void operator()(Visit visit) const {
     for_each_pair<BLOCK, 1>(survivors, num_survivors, [&](u32 position, u32 order) { visit(order, position); });
-    for_each_word<BLOCK, 1>(keys, first, end, [&](u32 bits, i32 position) { visit(STAGED ? bits : order_of_bits(bits), (u32)position); });
+    for_each_word<BLOCK, 1>(staged, 0, staged_end - first, [&](u32 order, i32 at) { visit(order, (u32)(first + at)); });
+    for_each_word<BLOCK, 1>(z, staged_end, end, [&](u32 bits, i32 position) { visit(order_of_bits(bits), (u32)position); });
   }
 };
 
@@ -93,10 +95,11 @@ struct CollectPool {
 // A thread's own arrival, if it has one.
 struct OwnArrival {
   bool arrives;
-  u64 key;
+  u32 order;
+  i32 position;
   template <class Visit>
   DEVICE void operator()(Visit visit) const {
-    if (arrives) visit((u32)(key >> 32), (u32)key);
+    if (arrives) visit(order, (u32)position);
   }
 };
 
@@ -113,23 +116,23 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
   extern __shared__ __align__(16) unsigned char staged_memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   const i32 seq_len = (i32)params.seq_len, window = (i32)params.keep_window_size;
-  const i64 head = (i64)blockIdx.z * params.num_kv_heads + blockIdx.y;
+  const u32 head = blockIdx.z * (u32)params.num_kv_heads + blockIdx.y;
   const i64 tokens = (i64)blockIdx.z * seq_len;
-  const u32* row_z = (const u32*)(z + head * seq_len);
-  i32* row_expire = expire + head * seq_len;
+  const u32* row_z = (const u32*)(z + (i64)head * seq_len);
+  i32* row_expire = expire + (i64)head * seq_len;
   const i32 block_first = blockIdx.x * BLOCK, block_end = min(block_first + BLOCK, seq_len);
   const i32 position = block_first + thread;
 
   // Find the documents, or parts of them, in which keys leave in this block.
   if (thread == 0) shared.num_segments = 0;
   __syncthreads();  // the counter is zero
-  u64 my_key = 0;
+  u32 my_order = 0;
   if (position < block_end) {
     const i32 start = doc_start[tokens + position], document_end = doc_end[tokens + position], end = min(document_end, block_end);
     if (document_end - start <= window) row_expire[position] = document_end;  // nobody leaves
     if ((thread == 0 || start == position) && end - start > window)
       shared.segment[atomicAdd(&shared.num_segments, 1u)] = (u16)thread;
-    my_key = order_key(order_of_bits(row_z[position]), (u32)position);
+    my_order = order_of_bits(row_z[position]);
   }
   __syncthreads();  // the list of segments is complete
   const int num_segments = shared.num_segments;
@@ -137,9 +140,7 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
   // Survivors of the last boundary, if this block has a document that began so far before it.
   const bool is_long = seq_len > 2 * PREFIX_BLOCK;
   const i32 prefix_block = is_long ? block_first / PREFIX_BLOCK : 0, boundary = prefix_block * PREFIX_BLOCK;
-  const i64 num_boundaries = (seq_len + PREFIX_BLOCK - 1) / PREFIX_BLOCK - 1;
   u32* const staged_keys = (u32*)staged_memory;
-  const i32 room = is_long ? PREFIX_BLOCK : STAGED_KEYS;
   u64* const staged_survivors = (u64*)(staged_memory + PREFIX_BLOCK * 4);
 
 #pragma unroll 1
@@ -147,7 +148,7 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
     const i32 s = block_first + shared.segment[index];
     const i32 document = doc_start[tokens + s], document_end = doc_end[tokens + s], e = min(document_end, block_end);
     const bool from_survivors = boundary - document > window;
-    const u64* old_keys = survivors + (head * num_boundaries + prefix_block - 1) * window;
+    const u64* old_keys = survivors + ((i64)head * ((seq_len - 1) / PREFIX_BLOCK) + prefix_block - 1) * window;
     const i32 num_old = from_survivors ? window : 0, first = from_survivors ? boundary : document;
     const bool full = s - document >= window;            // every arrival pops one key
     const int free = full ? 0 : window - (s - document);  // else the first `free` pop none
@@ -156,22 +157,20 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
     if (thread == 0) shared.pool_size = 0;
     shared.rank_at[thread] = NOT_IN_POOL;
     const bool arrives = s <= position && position < e;
-    const bool staged = s - first <= room;
+    const i32 staged_end = min(s, first + STAGED_KEYS);  // with survivors at most PREFIX_BLOCK keys
     if (num_old > 0 && num_old <= STAGED_SURVIVORS) {
       for (i32 i = thread; i < num_old; i += BLOCK) staged_survivors[i] = old_keys[i];
       old_keys = staged_survivors;
     }
-    if (staged) for_each_word<BLOCK, 2>(row_z, first, s, [&](u32 bits, i32 at) { staged_keys[at - first] = order_of_bits(bits); });
+    for_each_word<BLOCK, 4>(row_z, first, staged_end, [&](u32 bits, i32 at) { staged_keys[at - first] = order_of_bits(bits); });
     radix_begin<2>(shared.select, full ? window : 0, window);  // its barrier also completes what was staged
-    const OwnArrival own = {arrives, my_key};
-    const KeysBefore<true> in_shared = {old_keys, num_old, staged_keys - first, first, s};
-    const KeysBefore<false> in_global = {old_keys, num_old, row_z, first, s};
-    if (staged) radix_select<2>(shared.select, 0, in_shared, own);
-    else radix_select<2>(shared.select, 0, in_global, own);
+    const OwnArrival own = {arrives, my_order, position};
+    const KeysBefore for_each_before = {old_keys, num_old, staged_keys, row_z, first, staged_end, s};
+    radix_select<2>(shared.select, 0, for_each_before, own);
     const u64 before = shared.select.threshold[0], after = shared.select.threshold[1];
 
     // Times: number the arrivals that do not pop themselves.
-    const bool effective = arrives && my_key >= before;
+    const bool effective = arrives && order_key(my_order, (u32)position) >= before;
     u32 num_times;
     const u32 my_time = block_exclusive_sum<BLOCK>(effective, shared.warp_sums, num_times);
     if (arrives && !effective) row_expire[position] = position;
@@ -182,17 +181,15 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
 
     // Pool: the keys below T(e) that are alive at s or arrive.
     const CollectPool collect = {shared, before, after, row_expire, e == document_end ? e : 0};
-    if (effective) collect((u32)(my_key >> 32), (u32)my_key);
-    if (staged) in_shared(collect);
-    else in_global(collect);
+    if (effective) collect(my_order, (u32)position);
+    for_each_before(collect);
     __syncthreads();  // pool, times and arrivals are complete
     const int pool_size = min((int)shared.pool_size, BLOCK);
-    int sort_size = 32;
-    while (sort_size < pool_size) sort_size *= 2;
-    const u64 unsorted = thread < pool_size ? shared.pool[thread] : ~0ull;
-    __syncthreads();  // the pool and its size are read; the sort writes there and into the histograms, which are free by now
+    const u64 unsorted = thread < pool_size ? shared.pool[thread] : 0;
+    __syncthreads();  // the pool and its size are read; the ranking writes there and into the histograms, which are free by now
     if (pool_size == 0) continue;  // uniform over the block: every arrival popped itself
-    const u64 key = block_sort(unsorted, shared.pool, (u64*)shared.select.histogram, sort_size);
+    const RankMemory memory = {shared.select.histogram[0], shared.select.histogram[1], shared.pool, shared.warp_sums, &shared.present[0][0]};
+    const u64 key = block_rank(unsorted, pool_size, memory);
 
     // Rank `thread`: when was it born?
     const int rank = thread;

@@ -22,8 +22,7 @@ DEVICE u32 block_exclusive_sum(u32 value, u32* warp_sums, u32& total) {
   const u32 inclusive = warp_inclusive_sum(value);
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();  // every warp's sum must be there before any warp reads them
-  const u32 sums = warp_inclusive_sum(lane < NUM_THREADS / 32 ? warp_sums[lane] : 0);
-  total = __shfl_sync(0xffffffffu, sums, 31);
-  const u32 before = __shfl_sync(0xffffffffu, sums, warp == 0 ? 0 : warp - 1);
-  return inclusive - value + (warp == 0 ? 0 : before);
+  const u32 sum = lane < NUM_THREADS / 32 ? warp_sums[lane] : 0;
+  total = __reduce_add_sync(0xffffffffu, sum);
+  return inclusive - value + __reduce_add_sync(0xffffffffu, lane < warp ? sum : 0);
 }

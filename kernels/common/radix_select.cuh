@@ -15,7 +15,7 @@ constexpr int SELECT_PASSES = 5;
 // stream reach (0 where selector x is off).
 template <int NUM_SELECTORS>
 struct RadixSelect {
-  u32 histogram[NUM_SELECTORS][SELECT_BINS];
+  alignas(16) u32 histogram[NUM_SELECTORS][SELECT_BINS];
   u64 threshold[NUM_SELECTORS];
   u32 remaining[NUM_SELECTORS];  // keys still to take among those that share the digits fixed so far
   u32 num_tied[NUM_SELECTORS];   // keys that share them
@@ -41,6 +41,21 @@ DEVICE void radix_begin(RadixSelect<NUM_SELECTORS>& state, u32 k_of_subset, u32 
   __syncthreads();  // the state is complete
 }
 
+// Side by side bins, the last first: with one access, as separate ones four apart would meet in banks.
+DEVICE void load_bins(u32 (&counts)[4], const u32* bins) {
+  const uint4 four = *(const uint4*)bins;
+  counts[0] = four.w, counts[1] = four.z, counts[2] = four.y, counts[3] = four.x;
+}
+DEVICE void load_bins(u32 (&counts)[2], const u32* bins) {
+  const uint2 two = *(const uint2*)bins;
+  counts[0] = two.y, counts[1] = two.x;
+}
+template <int COUNT>
+DEVICE void clear_bins(u32* bins) {
+  if (COUNT == 4) *(uint4*)bins = make_uint4(0, 0, 0, 0);
+  else *(uint2*)bins = make_uint2(0, 0);
+}
+
 // Fixes a digit of each selector from its histogram: the largest digit that at least `remaining` keys reach. Leaves the bins empty.
 // `subset_in_first`: the last selector's keys of the subset were counted in histogram 0 only, for both.
 template <int NUM_SELECTORS>
@@ -51,23 +66,23 @@ DEVICE void radix_find_digit(RadixSelect<NUM_SELECTORS>& state, int shift, bool 
   const int selector = threadIdx.x / THREADS_EACH;
   // Descending bins: thread 0 of a selector holds the largest digits.
   const int last = SELECT_BINS - 1 - threadIdx.x % THREADS_EACH * BINS_EACH;
-  u32 counts[BINS_EACH], sum = 0;
+  u32 *const bins = &state.histogram[selector][last + 1 - BINS_EACH], counts[BINS_EACH], sum = 0;
+  load_bins(counts, bins);
+  if (NUM_SELECTORS == 2 && selector == 1 && subset_in_first) {
+    u32 more[BINS_EACH];
+    load_bins(more, &state.histogram[0][last + 1 - BINS_EACH]);
 #pragma unroll
-  for (int i = 0; i < BINS_EACH; i++) {
-    counts[i] = state.histogram[selector][last - i];
-    if (NUM_SELECTORS == 2 && selector == 1 && subset_in_first) counts[i] += state.histogram[0][last - i];
-    sum += counts[i];
+    for (int i = 0; i < BINS_EACH; i++) counts[i] += more[i];
   }
+#pragma unroll
+  for (int i = 0; i < BINS_EACH; i++) sum += counts[i];
   const u32 wanted = state.remaining[selector];
   const u32 inclusive = warp_inclusive_sum(sum);
   if (lane == 31) state.warp_sums[warp] = inclusive;
   __syncthreads();  // sums visible; bins and `remaining` are read, so that their owners may write them below
-#pragma unroll
-  for (int i = 0; i < BINS_EACH; i++) state.histogram[selector][last - i] = 0;
-  const u32 sums = warp_inclusive_sum(lane < WARPS_EACH ? state.warp_sums[selector * WARPS_EACH + lane] : 0);
-  const int warp_in_selector = warp - selector * WARPS_EACH;
-  const u32 warps_above = __shfl_sync(0xffffffffu, sums, warp_in_selector == 0 ? 0 : warp_in_selector - 1);
-  u32 above = inclusive - sum + (warp_in_selector == 0 ? 0 : warps_above);
+  clear_bins<BINS_EACH>(bins);
+  const u32 warps_above = __reduce_add_sync(0xffffffffu, lane < warp - selector * WARPS_EACH ? state.warp_sums[selector * WARPS_EACH + lane] : 0);
+  u32 above = inclusive - sum + warps_above;
   if (wanted != 0 && above < wanted && wanted <= above + sum) {  // exactly one thread of each running selector
     bool found = false;
 #pragma unroll
