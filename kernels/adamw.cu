@@ -2,15 +2,26 @@
 // Math       g = grad grad_scale; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
 //            p = p (1 - lr weight_decay) - lr / c1 m / (sqrt(v / c2) + eps), c1 and c2 the bias corrections  (arXiv:1711.05101, algorithm 2)
 // Layout     param, exp_avg, exp_avg_sq, grad f32 [num_elements]; leaf bf16 [num_elements]; all contiguous, 16-byte aligned; grad_scale f32 [1]
-// Buffers    param, exp_avg, exp_avg_sq, grad, grad_scale, leaf (HAS_LEAF); the first three are read and written
-// Defines    HAS_LEAF (1)
+// Buffers    param, exp_avg, exp_avg_sq, grad, grad_scale, leaf (HAS_LEAF); the first three are read and written. SPLIT_MASTER: param is the
+//            16 bits that the leaf lacks of the master (common/split_master.cuh), and the leaf is read too
+// Defines    HAS_LEAF (1), SPLIT_MASTER (0)
 // Tiling     grid (ceil(num_elements / 1024)); 256 threads, four elements each
-// Numerics   f32; 30 bytes an element, memory-bound. The gate: where grad_scale is 0 or not finite nothing changes, leaf included
+// Numerics   f32; 30 bytes an element, 28 with SPLIT_MASTER, memory-bound. The gate: where grad_scale is 0 or not finite nothing changes, leaf included
 // Edges      num_elements of any size
 #include "common/bf16x8.cuh"
+#include "common/split_master.cuh"
 
 #ifndef HAS_LEAF
 #define HAS_LEAF 1
+#endif
+#ifndef SPLIT_MASTER
+#define SPLIT_MASTER 0
+#endif
+#if SPLIT_MASTER
+static_assert(HAS_LEAF, "the leaf is half of a split master");
+typedef bf16 param_element;
+#else
+typedef float param_element;
 #endif
 
 // Floats in the low half of each word but the first: decay = 1 - lr weight_decay, step_size = lr / c1.
@@ -27,7 +38,7 @@ struct Update {
 };
 
 extern "C" __global__ void __launch_bounds__(256)
-adamw(float* param, float* exp_avg, float* exp_avg_sq, const float* grad, const float* grad_scale
+adamw(param_element* param, float* exp_avg, float* exp_avg_sq, const float* grad, const float* grad_scale
 #if HAS_LEAF
       , bf16* leaf
 #endif
@@ -39,24 +50,47 @@ adamw(float* param, float* exp_avg, float* exp_avg_sq, const float* grad, const 
   const u64 at = ((u64)blockIdx.x * 256 + threadIdx.x) * 4;
   if (at + 4 <= params.num_elements) {
     // Load
-    float4 p = *(const float4*)(param + at), m = *(const float4*)(exp_avg + at), v = *(const float4*)(exp_avg_sq + at);
+#if SPLIT_MASTER
+    uint2 leaves = *(const uint2*)(leaf + at), rests = *(const uint2*)(param + at);
+    float4 p;
+    join_pair(leaves.x, rests.x, p.x, p.y);
+    join_pair(leaves.y, rests.y, p.z, p.w);
+#else
+    float4 p = *(const float4*)(param + at);
+#endif
+    float4 m = *(const float4*)(exp_avg + at), v = *(const float4*)(exp_avg_sq + at);
     const float4 g = *(const float4*)(grad + at);
     update(p.x, m.x, v.x, g.x);
     update(p.y, m.y, v.y, g.y);
     update(p.z, m.z, v.z, g.z);
     update(p.w, m.w, v.w, g.w);
     // Store
-    *(float4*)(param + at) = p;
     *(float4*)(exp_avg + at) = m;
     *(float4*)(exp_avg_sq + at) = v;
+#if SPLIT_MASTER
+    split_pair(p.x, p.y, leaves.x, rests.x);
+    split_pair(p.z, p.w, leaves.y, rests.y);
+    *(uint2*)(param + at) = rests;
+    *(uint2*)(leaf + at) = leaves;
+#else
+    *(float4*)(param + at) = p;
 #if HAS_LEAF
     *(uint2*)(leaf + at) = make_uint2(round_bf16x2(p.x, p.y), round_bf16x2(p.z, p.w));
 #endif
+#endif
   } else {
     for (u64 i = at; i < params.num_elements; i++) {
+#if SPLIT_MASTER
+      float p = join_master(leaf[i].bits, param[i].bits);
+      update(p, exp_avg[i], exp_avg_sq[i], grad[i]);
+      u32 leaf_bits, rest_bits;
+      split_master(p, leaf_bits, rest_bits);
+      param[i].bits = (unsigned short)rest_bits, leaf[i].bits = (unsigned short)leaf_bits;
+#else
       update(param[i], exp_avg[i], exp_avg_sq[i], grad[i]);
 #if HAS_LEAF
       leaf[i].bits = (unsigned short)round_bf16x2(param[i], 0.f);
+#endif
 #endif
     }
   }

@@ -59,7 +59,7 @@ fn the_text_names_every_part() {
         "stage 1",
         "stage 2",
         "keys a query",
-        "f32 masters",
+        "rest of f32 masters",
         "activations by mode: none",
         "KV cache",
         "up to 2,048 tokens",

@@ -14,7 +14,8 @@ const BLOCK_ELEMENTS: usize = 1024;
 /// One parameter's tensors in an update, all contiguous and of one size.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamwTensors<'a> {
-    /// f32 master weights, changed in place.
+    /// Changed in place: the f32 master weights, or, as bf16, what `leaf` lacks of them
+    /// (see [`split_master`](crate::split_master())).
     pub param: &'a CudaTensor,
     /// f32 first moment, changed in place.
     pub exp_avg: &'a CudaTensor,
@@ -54,8 +55,17 @@ pub struct AdamwUpdate {
 pub fn adamw(tensors: AdamwTensors<'_>, update: AdamwUpdate) -> Result<(), KernelError> {
     let size = tensors.param.num_elements();
     require_non_empty(NAME, "the number of elements", size)?;
+    let master = match (tensors.leaf, tensors.param.dtype()) {
+        (Some(_), DType::BF16) => Master::Split,
+        (Some(_), _) => Master::BesideLeaf,
+        (None, _) => Master::Alone,
+    };
+    let param_type = match master {
+        Master::Split => DType::BF16,
+        Master::BesideLeaf | Master::Alone => DType::F32,
+    };
     let mut operands = vec![
-        ("param", tensors.param, DType::F32),
+        ("param", tensors.param, param_type),
         ("exp_avg", tensors.exp_avg, DType::F32),
         ("exp_avg_sq", tensors.exp_avg_sq, DType::F32),
         ("grad", tensors.grad, DType::F32),
@@ -87,7 +97,7 @@ pub fn adamw(tensors: AdamwTensors<'_>, update: AdamwUpdate) -> Result<(), Kerne
     ];
     buffers.extend(tensors.leaf);
     let grid = [size.div_ceil(BLOCK_ELEMENTS), 1, 1];
-    let kernel = adamw_kernel(tensors.leaf.is_some());
+    let kernel = adamw_kernel(master);
     // SAFETY: reads and writes `size` elements of each tensor; sizes, types and layouts checked above.
     unsafe { kernel.launch(grid, &buffers, &update.words(size)) }
 }
@@ -109,11 +119,25 @@ impl AdamwUpdate {
     }
 }
 
-/// The specialisation with or without a bf16 leaf.
-pub fn adamw_kernel(has_leaf: bool) -> SourceKernel {
-    SourceKernel::new(NAME)
-        .define("HAS_LEAF", has_leaf as u8)
-        .threads(256)
+/// Where the master weights are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Master {
+    /// In f32, without a leaf.
+    Alone,
+    /// In f32, beside a bf16 leaf.
+    BesideLeaf,
+    /// In a bf16 leaf and what it lacks.
+    Split,
+}
+
+/// The specialisation for a master.
+pub fn adamw_kernel(master: Master) -> SourceKernel {
+    let kernel = SourceKernel::new(NAME).define("HAS_LEAF", (master != Master::Alone) as u8);
+    match master {
+        Master::Split => kernel.define("SPLIT_MASTER", 1),
+        Master::Alone | Master::BesideLeaf => kernel,
+    }
+    .threads(256)
 }
 
 #[cfg(test)]

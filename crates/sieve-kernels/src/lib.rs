@@ -53,6 +53,7 @@ mod qk_norm_rope_forward;
 mod residual_add;
 mod rms_norm_backward;
 mod rms_norm_forward;
+mod split_master;
 mod step_kernels;
 mod sum_of_squares;
 
@@ -64,7 +65,7 @@ mod shipped;
 mod swiglu_backward;
 mod swiglu_forward;
 
-pub use adamw::{AdamwTensors, AdamwUpdate, adamw, adamw_kernel};
+pub use adamw::{AdamwTensors, AdamwUpdate, Master, adamw, adamw_kernel};
 pub use attention_backward::{
     AttentionGradients, attention_backward, attention_backward_convert_kernel,
     attention_backward_kernel, attention_backward_prepare_kernel, attention_backward_query_kernel,
@@ -137,6 +138,7 @@ pub use scale::{scale, scale_kernel};
 pub use shipped::{shipped_kernels, shipped_kernels_for};
 pub use source::{KernelText, kernel_file, kernel_files};
 pub use source_kernel::SourceKernel;
+pub use split_master::{Direction, join_master, split_master, split_master_kernel};
 pub use step_kernels::step_kernels;
 pub use sum_of_squares::{
     ClippedNorm, FixedSum, SumResult, Term, finish_sum_kernel, fixed_sum, sum_of_squares,

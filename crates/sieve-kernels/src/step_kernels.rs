@@ -1,7 +1,7 @@
 //! The specialisations of the kernels around attention that ship: norms, rotary positions, loss, optimizer, embedding.
 //!
 //! Most do not depend on a model's sizes; heads of 64 and 128 columns and 4 or 8 KV heads are the usual ones.
-use crate::adamw::adamw_kernel;
+use crate::adamw::{Master, adamw_kernel};
 use crate::column_sums::column_sums_kernel;
 use crate::cross_entropy::cross_entropy_kernel;
 use crate::dma_scores_backward::dma_scores_backward_kernel;
@@ -16,6 +16,7 @@ use crate::rms_norm_backward::{rms_norm_backward_kernel, rms_norm_backward_with_
 use crate::rms_norm_forward::{NormResidual, rms_norm_forward_kernel};
 use crate::scale::scale_kernel;
 use crate::source_kernel::SourceKernel;
+use crate::split_master::{Direction, split_master_kernel};
 use crate::sum_of_squares::{SumResult, Term, finish_sum_kernel, sum_partials_kernel};
 
 /// All of them.
@@ -32,8 +33,11 @@ pub fn step_kernels() -> Vec<SourceKernel> {
         sum_partials_kernel(Term::Value, false),
         finish_sum_kernel(SumResult::Total),
         finish_sum_kernel(SumResult::ClippedNorm),
-        adamw_kernel(false),
-        adamw_kernel(true),
+        adamw_kernel(Master::Alone),
+        adamw_kernel(Master::BesideLeaf),
+        adamw_kernel(Master::Split),
+        split_master_kernel(Direction::Split),
+        split_master_kernel(Direction::Join),
         residual_add_kernel(true, 8),
         residual_add_kernel(false, 4),
         scale_kernel(true, 8),

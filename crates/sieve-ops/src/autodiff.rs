@@ -481,6 +481,15 @@ impl<B: SieveBackend, C: CheckpointStrategy> SieveBackend for Autodiff<B, C> {
         constant::<B, C>(B::global_norm(tensors))
     }
 
+    fn split_master(master: FloatTensor<Self>) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let (leaf, rest) = B::split_master(master.primitive);
+        (constant::<B, C>(leaf), constant::<B, C>(rest))
+    }
+
+    fn join_master(leaf: FloatTensor<Self>, rest: FloatTensor<Self>) -> FloatTensor<Self> {
+        constant::<B, C>(B::join_master(leaf.primitive, rest.primitive))
+    }
+
     fn adamw_step(
         tensors: AdamWTensors<Self>,
         grad: FloatTensor<Self>,

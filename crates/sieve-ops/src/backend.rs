@@ -6,6 +6,7 @@ use crate::mla::MlaBackend;
 use crate::nsa::NsaBackend;
 use crate::reference;
 use burn::backend::Autodiff;
+use burn::tensor::FloatDType;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use sieve_core::DmaBias;
@@ -83,10 +84,10 @@ pub struct AdamWStep {
     pub bias_correction2: f64,
 }
 
-/// One parameter's state in an AdamW update, all of one shape and, but for `leaf`, f32 (f64 in tests).
+/// One parameter's state in an AdamW update, all of one shape and, but for `leaf` and what belongs to it, f32 (f64 in tests).
 #[derive(Clone, Debug)]
 pub struct AdamWTensors<B: Backend> {
-    /// The master weights.
+    /// The master weights; beside a leaf, what [`SieveBackend::split_master`] returned beside it.
     pub param: FloatTensor<B>,
     /// The weights that the model computes with, in bf16, where they are another tensor than `param`.
     pub leaf: Option<FloatTensor<B>>,
@@ -421,6 +422,17 @@ pub trait SieveBackend: NsaBackend + MlaBackend {
     /// Euclidean norm over all `tensors` together, in their order, `[1]`; at least one tensor.
     fn global_norm(tensors: Vec<FloatTensor<Self>>) -> FloatTensor<Self> {
         reference::global_norm::<Self>(tensors)
+    }
+
+    /// `(leaf, rest)` of f32 master weights: the bf16 leaf that a model computes with, and what [`adamw_step`](Self::adamw_step)
+    /// needs beside it to know the master. Here that is the master itself.
+    fn split_master(master: FloatTensor<Self>) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let leaf = Self::float_cast(master.clone(), FloatDType::BF16);
+        (leaf, master)
+    }
+    /// The inverse of [`split_master`](Self::split_master), exact.
+    fn join_master(_leaf: FloatTensor<Self>, rest: FloatTensor<Self>) -> FloatTensor<Self> {
+        rest
     }
 
     /// One AdamW update; `grad_scale` is `[1]` on the device. Where it is zero or no finite number nothing changes: the

@@ -19,8 +19,8 @@ use crate::{
     AdamWStep, AdamWTensors, AttentionOutput, AttentionSpec, DmaBias, DmaSelection, DocumentBounds,
     RopeTables, SieveBackend, reference,
 };
-use burn::tensor::DType;
 use burn::tensor::ops::FloatTensorOps;
+use burn::tensor::{DType, FloatDType};
 use paths::kernel_or;
 use sieve_kernels::{CudaPrimitive, CudaTensor, Reuse};
 
@@ -372,6 +372,23 @@ impl SieveBackend for Cuda {
         })
     }
 
+    fn split_master(master: CudaPrimitive) -> (CudaPrimitive, CudaPrimitive) {
+        let attempt = optimizer::split_master(&master);
+        kernel_or("split_master", attempt, || {
+            (Self::float_cast(master.clone(), FloatDType::BF16), master)
+        })
+    }
+
+    fn join_master(leaf: CudaPrimitive, rest: CudaPrimitive) -> CudaPrimitive {
+        if rest.dtype != DType::BF16 {
+            // The kernel refused to split it: the rest is the master.
+            return rest;
+        }
+        let joined = optimizer::join_master(&leaf, &rest);
+        // No other way reads a rest.
+        joined.unwrap_or_else(|error| panic!("{error}"))
+    }
+
     fn adamw_step(
         tensors: AdamWTensors<Self>,
         grad: CudaPrimitive,
@@ -382,7 +399,19 @@ impl SieveBackend for Cuda {
         match outcome {
             Ok(()) => kernel_or("adamw", Ok(tensors), unused),
             Err(error) => kernel_or("adamw", Err(error), || {
-                reference::adamw_step::<Self>(tensors, grad, grad_scale, step)
+                let AdamWTensors { param, leaf, .. } = &tensors;
+                let Some(leaf) = leaf.clone().filter(|_| param.dtype == DType::BF16) else {
+                    return reference::adamw_step::<Self>(tensors, grad, grad_scale, step);
+                };
+                let param = Self::join_master(leaf, param.clone());
+                let whole = AdamWTensors { param, ..tensors };
+                let next = reference::adamw_step::<Self>(whole, grad, grad_scale, step);
+                let (leaf, param) = Self::split_master(next.param);
+                AdamWTensors {
+                    param,
+                    leaf: Some(leaf),
+                    ..next
+                }
             }),
         }
     }

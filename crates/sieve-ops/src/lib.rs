@@ -31,7 +31,7 @@ pub mod reference;
 #[cfg(test)]
 mod testing;
 
-pub use adamw::{adamw_step, sum_of_squares};
+pub use adamw::{adamw_step, join_master, split_master, sum_of_squares};
 pub use attention::attention;
 pub use attention_layer::{
     AttentionLayer, AttentionLayerCall, AttentionLayerWeights, DmaLayer, attention_layer,

@@ -2,20 +2,21 @@
 use crate::GradientBuffer;
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::ops::FloatTensorOps;
-use burn::tensor::{DType, Shape, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{DType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 use sieve_core::recipe::OptimizerSection;
 use sieve_hf::{NamedTensor, TensorSource};
 use sieve_ops::{AdamWStep, AdamWTensors, TrainBackend};
 use std::collections::HashMap;
 use std::marker::PhantomData;
 
-/// Moments of every parameter, and its f32 master where the model itself holds bf16. Matrices (rank 2 and more) decay;
+/// Moments of every parameter, and what its f32 master has beyond the model's bf16 where the model holds that. Matrices (rank 2 and more) decay;
 /// norms, gates and scales do not.
 #[derive(Debug)]
 pub struct AdamW<B: TrainBackend> {
     settings: OptimizerSection,
     num_updates: u64,
     moments: HashMap<ParamId, Moments<B>>,
+    /// What [`sieve_ops::split_master`] returned beside the leaf.
     masters: HashMap<ParamId, Inner<B>>,
 }
 
@@ -204,9 +205,14 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
             None => (leaf.into_primitive().tensor(), None),
         };
         let zeros = || {
-            let like: Tensor<B::InnerBackend, D> =
-                Tensor::from_primitive(TensorPrimitive::Float(param.clone()));
-            like.zeros_like().into_primitive().tensor()
+            let dtype = match &leaf {
+                Some(_) => DType::F32,
+                None => param.dtype(),
+            };
+            let device = B::InnerBackend::float_device(&param);
+            Tensor::<B::InnerBackend, D>::zeros(param.shape(), (&device, dtype))
+                .into_primitive()
+                .tensor()
         };
         let Moments {
             exp_avg,
@@ -260,11 +266,8 @@ struct ToBf16<'a, B: TrainBackend> {
 impl<B: TrainBackend> ModuleMapper<B> for ToBf16<'_, B> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let (id, tensor, mapper) = param.consume();
-        let master = tensor.inner();
-        let leaf = master.clone().cast(DType::BF16);
-        self.optimizer
-            .masters
-            .insert(id, master.into_primitive().tensor());
+        let (leaf, rest) = sieve_ops::split_master(tensor.inner());
+        self.optimizer.masters.insert(id, rest);
         Param::from_mapped_value(id, Tensor::from_inner(leaf).require_grad(), mapper)
     }
 }
@@ -277,7 +280,7 @@ struct Weights<'a, B: TrainBackend> {
 impl<B: TrainBackend> burn::module::ModuleVisitor<B> for Weights<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         let value: Tensor<B::InnerBackend, D> = match self.optimizer.masters.get(&param.id) {
-            Some(master) => Tensor::from_primitive(TensorPrimitive::Float(master.clone())),
+            Some(rest) => sieve_ops::join_master(param.val().inner(), rest.clone()),
             None => param.val().inner(),
         };
         self.found.push(value.into_data());

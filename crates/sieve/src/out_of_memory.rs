@@ -131,7 +131,10 @@ mod tests {
         }
         // What other programs left is too little even for the weights.
         let text = advice(&memory, 1_000_000_000);
-        assert!(text.contains("what does not fit: f32 masters"), "{text}");
+        assert!(
+            text.contains("what does not fit: rest of f32 masters"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -166,7 +166,7 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
         memory.moment
     )];
     for (part, bytes) in memory.parts() {
-        lines.push(format!("  {part:<16} {:>12}", gib(bytes)));
+        lines.push(format!("  {part:<20} {:>12}", gib(bytes)));
     }
     for fitting in &memory.would_fit {
         let (setting, total) = (&fitting.setting, gib(fitting.total_bytes));

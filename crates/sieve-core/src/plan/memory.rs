@@ -16,8 +16,8 @@ use crate::model::ModelShape;
 use crate::recipe::Recipe;
 use activations::{F32, block_kept, block_temporaries};
 
-/// What a process holds before it has a model: about 60 MiB on a CPU; on a GPU the context, and the workspace of the products.
-const CPU_PROGRAM_BYTES: u64 = 60 << 20;
+/// What a process holds before it has a model: about 110 MiB on a CPU; on a GPU the context, and the workspace of the products.
+const CPU_PROGRAM_BYTES: u64 = 110 << 20;
 const GPU_PROGRAM_BYTES: u64 = 700 << 20;
 
 /// Logits the CPU's loss holds at once, in elements, and rows of a chunk.
@@ -32,7 +32,7 @@ const GPU_ROW_STEP: u64 = 128;
 pub struct MemoryPlan {
     /// Parameters as the layers compute with them.
     pub parameter_bytes: u64,
-    /// f32 masters, where the layers compute in another type.
+    /// What f32 masters have beyond the parameters, where the layers compute in another type.
     pub master_bytes: u64,
     /// The optimizer's two moments, f32.
     pub moment_bytes: u64,
@@ -65,7 +65,7 @@ impl MemoryPlan {
         let parts = [
             ("program", self.program_bytes),
             ("parameters", self.parameter_bytes),
-            ("f32 masters", self.master_bytes),
+            ("rest of f32 masters", self.master_bytes),
             ("moments", self.moment_bytes),
             ("activations", self.activation_bytes),
             ("workspace", self.workspace_bytes),
@@ -132,7 +132,7 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target) -> MemoryPlan {
     let master_bytes = if value_bytes == F32 {
         0
     } else {
-        num_parameters * F32
+        num_parameters * (F32 - value_bytes)
     };
     let moment_bytes = 2 * F32 * num_parameters;
     let program_bytes = match target {

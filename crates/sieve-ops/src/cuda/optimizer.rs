@@ -1,5 +1,5 @@
 //! AdamW, norms of gradients, and products with a number on the device.
-use super::{Cuda, cast};
+use super::{Cuda, cast, tensors};
 use crate::{AdamWStep, AdamWTensors};
 use burn::tensor::DType;
 use sieve_kernels::{
@@ -51,6 +51,23 @@ pub(super) fn adamw(
         exp_avg_sq: exp_avg_sq.into(),
     };
     (tensors, outcome)
+}
+
+/// `(leaf, rest)`.
+pub(super) fn split_master(
+    master: &CudaPrimitive,
+) -> Result<(CudaPrimitive, CudaPrimitive), KernelError> {
+    let master = CudaTensor::from(master.clone()).contiguous();
+    let (leaf, rest) = sieve_kernels::split_master(&master)?;
+    Ok((leaf.into(), rest.into()))
+}
+
+pub(super) fn join_master(
+    leaf: &CudaPrimitive,
+    rest: &CudaPrimitive,
+) -> Result<CudaPrimitive, KernelError> {
+    let [leaf, rest] = tensors([leaf, rest]);
+    sieve_kernels::join_master(&leaf.contiguous(), &rest).map(Into::into)
 }
 
 /// The norm over all tensors, one launch each.

@@ -106,8 +106,9 @@ pub(super) fn block_temporaries(
 
     // Feed-forward: gradient of the output, of the activation, of gate and up, and the activation once more; a GPU writes
     // the last two where gate and up and the gradient of the activation lay.
+    // A CPU's product also lays the transposed gradient of gate and up out anew.
     let beside = match target {
-        Target::Cpu { .. } => 3 * d_ff,
+        Target::Cpu { .. } => 5 * d_ff,
         Target::Gpu(_) => 0,
     };
     let swiglu = tokens * (d_model + d_ff + beside) * bytes + matrix;

@@ -5,7 +5,7 @@ use super::report::{Path, PathWatch, Report};
 use crate::kernels::place::{Place, float, floats};
 use crate::kernels::random::Random;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_ops::{AdamWStep, AdamWTensors, AttentionSpec, RopeTables, SieveBackend, reference};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -394,12 +394,31 @@ impl<'a, B: SieveBackend> On<'a, B> {
             bias_correction1: 0.1,
             bias_correction2: 0.05,
         };
-        let next = if self.own() {
-            B::adamw_step(tensors, grad, scale, step)
+        let before = tensors.param.clone();
+        let (next, split) = if self.own() {
+            let (leaf, rest) = B::split_master(before.clone());
+            let again = B::join_master(leaf.clone(), rest.clone());
+            let halves = AdamWTensors::<B> {
+                param: rest,
+                leaf: Some(leaf),
+                ..tensors.clone()
+            };
+            let halves = B::adamw_step(halves, grad.clone(), scale.clone(), step);
+            let leaf = halves.leaf.expect("it was given one");
+            let whole = B::join_master(leaf.clone(), halves.param);
+            let next = B::adamw_step(tensors, grad, scale, step);
+            (next, [again, whole, leaf])
         } else {
-            reference::adamw_step::<B>(tensors, grad, scale, step)
+            let next = reference::adamw_step::<B>(tensors, grad, scale, step);
+            let leaf = B::float_cast(next.param.clone(), FloatDType::BF16);
+            let split = [before, next.param.clone(), leaf];
+            (next, split)
         };
+        let [again, whole, leaf] = split.map(|part| floats::<B, 2>(part));
         vec![
+            ("split and joined", again),
+            ("split param", whole),
+            ("leaf", leaf),
             ("param", floats::<B, 2>(next.param)),
             ("exp_avg", floats::<B, 2>(next.exp_avg)),
             ("exp_avg_sq", floats::<B, 2>(next.exp_avg_sq)),
