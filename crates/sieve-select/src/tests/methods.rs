@@ -272,12 +272,6 @@ fn minference_patterns_of_a_file_and_the_search() {
         2e-5,
     );
 
-    // A head that looks at the last tokens only, on a sample longer than the windows.
-    let mut data = TestCall::random(&mut Random(64), 1400, 1400, [1, 1], 4);
-    data.q.fill(0.0);
-    data.k.fill(0.0);
-    let found = search_patterns(&data.call()).expect("valid");
-    assert!(found[0].1 > 0.3, "{found:?}");
     for bad in ["[{\"x\": [1]}]", "[{\"0\": [\"spiral\", 1, 2]}]", "{}"] {
         let path = std::env::temp_dir().join(format!("sieve-bad-{}.json", std::process::id()));
         std::fs::write(&path, bad).expect("a temporary file");
@@ -495,5 +489,121 @@ fn a_mask_that_keeps_everything_runs_dense_and_says_so() {
     ] {
         let done = selector(text).prefill(&data.call()).expect("valid");
         assert_eq!(done.mask.stats.dense_call, dense, "{text}");
+    }
+}
+
+#[test]
+fn minference_search_finds_the_candidate_with_the_most_mass() {
+    // Head 0 wants columns early in the sample, head 1 what is near, head 2 nothing in particular.
+    let mut data = TestCall::random(&mut Random(148), 1500, 1500, [3, 3], 4);
+    data.q.chunks_exact_mut(12).for_each(|q| q[0] = 5.0);
+    for (t, k) in data.k.chunks_exact_mut(12).enumerate() {
+        let wanted = (100..400).contains(&t) && t % 7 == 5;
+        k[0] = if wanted { 6.0 } else { 0.0 };
+        let angle = t as f32 / 200.0;
+        k[4..8].copy_from_slice(&[9.0 * angle.cos(), 9.0 * angle.sin(), 0.0, 0.0]);
+    }
+    for (t, q) in data.q.chunks_exact_mut(12).enumerate() {
+        let angle = t as f32 / 200.0;
+        q[4..8].copy_from_slice(&[9.0 * angle.cos(), 9.0 * angle.sin(), 0.0, 0.0]);
+        q[8..12].fill(0.0);
+    }
+    let call = data.call();
+    let found = search_patterns(&call).expect("valid");
+    let dense = crate::dense_attention(&call).expect("valid");
+    let slashes = [(30, 800), (100, 750), (500, 700), (3500, 100)];
+    let candidates = slashes
+        .map(|(vertical, slash)| Pattern::VerticalSlash { vertical, slash })
+        .into_iter()
+        .chain([
+            Pattern::AShape {
+                n_init: 100,
+                n_local: 800,
+            },
+            Pattern::BlockSparseEighth,
+        ]);
+    let mut masses: [Vec<f64>; 3] = Default::default();
+    for pattern in candidates {
+        let mut selector = selector("minference");
+        if let crate::Method::Minference(config) = &mut selector.method {
+            config.patterns.layers = vec![vec![Some(pattern); 3]];
+        }
+        let done = selector.prefill(&call).expect("valid");
+        for (head, masses) in masses.iter_mut().enumerate() {
+            let rows = head * 1500..(head + 1) * 1500;
+            let mass = crate::recall(&done.output.lse[rows.clone()], &dense.lse[rows]);
+            masses.push(mass);
+            if found[head].0 == pattern {
+                assert!((found[head].1 - mass).abs() < 1e-6, "{head} {pattern:?}");
+            }
+        }
+    }
+    for (found, masses) in found.iter().zip(masses) {
+        let best = masses.iter().copied().fold(0.0, f64::max);
+        assert!((found.1 - best).abs() < 1e-6, "{found:?} {masses:?}");
+        assert!(masses.iter().any(|mass| *mass < best - 0.05), "{masses:?}");
+    }
+}
+
+/// The three stages once more, one loop each, on plain and on many equal keys.
+#[test]
+fn infinitehip_equals_a_naive_version() {
+    let text = "infinitehip:block=8,stride_1=4,chunk_1=16,budget_2=96,stride_2=2,chunk_2=8,budget_3=48,stride_3=1,chunk_3=4,budget=16,\
+                sink=8,window=16,prefill_dense_below=0,first_dense_layers=0";
+    let random = TestCall::random(&mut Random(149), 300, 300, [2, 1], 16);
+    let mut equal = random.clone();
+    // Keys in runs of three alike: halves often tie, and so do chunks.
+    for (t, k) in equal.k.chunks_exact_mut(16).enumerate() {
+        k.fill(((t / 3) % 4) as f32);
+    }
+    for data in [random, equal] {
+        let (call, mask) = (data.call(), select(text, &data));
+        for (head, i) in
+            (0..2).flat_map(|head| (0..mask.tiles.num_query_tiles()).map(move |i| (head, i)))
+        {
+            let rows: Vec<usize> = mask.tiles.rows(i).collect();
+            let high = ((rows[0] + 1).saturating_sub(16) / 4 * 4).max(8);
+            let mut chunks: Vec<Vec<usize>> = (8..high)
+                .collect::<Vec<_>>()
+                .chunks(16)
+                .map(<[usize]>::to_vec)
+                .collect();
+            for (stride, kept, next) in [(4, 6, 8), (2, 6, 4), (1, 4, 4)] {
+                let score = |key: usize| {
+                    let sampled = rows.iter().step_by(stride);
+                    let products = sampled
+                        .map(|&row| crate::vector::dot(call.query(head, row), call.key(0, key)));
+                    products.fold(f32::NEG_INFINITY, f32::max)
+                };
+                let scores: Vec<f32> = chunks
+                    .iter()
+                    .map(|chunk| {
+                        let mut keys = &chunk[..];
+                        while keys.len() > 1 {
+                            let (a, b) = keys.split_at(keys.len().div_ceil(2));
+                            keys = if score(b[0]) > score(a[0]) { b } else { a };
+                        }
+                        score(keys[0])
+                    })
+                    .collect();
+                let mut best: Vec<usize> = falling(&scores).into_iter().take(kept).collect();
+                best.sort_unstable();
+                chunks = best
+                    .into_iter()
+                    .flat_map(|at| {
+                        chunks[at]
+                            .chunks(next)
+                            .map(<[usize]>::to_vec)
+                            .collect::<Vec<_>>()
+                    })
+                    .collect();
+            }
+            let admissible = mask.tiles.admissible(i) as i32;
+            let mut expected: Vec<i32> = chunks.iter().map(|chunk| chunk[0] as i32 / 4).collect();
+            expected.extend((0..2.min(admissible)).chain(high as i32 / 4..admissible));
+            expected.sort_unstable();
+            expected.dedup();
+            assert_eq!(mask.row(head, i), expected, "head {head}, block {i}");
+        }
     }
 }
