@@ -34,6 +34,26 @@ pub(crate) fn parse(text: &str) -> std::result::Result<Selector, String> {
     Selector::parse(text).map_err(|error| error.to_string())
 }
 
+/// A selector as it would be asked for: without the settings that are its defaults.
+pub(crate) fn short(text: &str) -> String {
+    let (name, items) = text.split_once(':').unwrap_or((text, ""));
+    let defaults = match Selector::parse(name) {
+        Ok(selector) => selector.to_string(),
+        Err(_) => return text.to_owned(),
+    };
+    let defaults: Vec<&str> = defaults
+        .split_once(':')
+        .map_or(Vec::new(), |(_, items)| items.split(',').collect());
+    let own: Vec<&str> = items
+        .split(',')
+        .filter(|item| !item.is_empty() && !defaults.contains(item))
+        .collect();
+    match own.is_empty() {
+        true => name.to_owned(),
+        false => format!("{name}:{}", own.join(",")),
+    }
+}
+
 /// One line about what a selector computed.
 pub(crate) fn summary(selector: &Selector, totals: &SelectionTotals) -> String {
     let mut text = format!(
@@ -56,4 +76,26 @@ pub(crate) fn summary(selector: &Selector, totals: &SelectionTotals) -> String {
         );
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::short;
+    use sieve_select::Selector;
+
+    #[test]
+    fn a_short_form_holds_what_was_asked_for() {
+        for asked in [
+            "meanpool",
+            "quest:budget=64",
+            "xattention:stride=16,tau=0.5",
+        ] {
+            let selector = Selector::parse(asked).expect("valid");
+            let short = short(&selector.to_string());
+            let again = Selector::parse(&short).expect("as valid");
+            assert_eq!(again, selector, "{short}");
+            assert!(short.len() <= asked.len() + 2, "{short}");
+        }
+        assert_eq!(short("no such method:x=1"), "no such method:x=1");
+    }
 }

@@ -208,7 +208,7 @@ fn print<B: SieveBackend>(
     }
     for report in reports {
         let name = match &report.selector {
-            Some(selector) => selector.clone(),
+            Some(selector) => selector::short(selector),
             None => format!("{}, its own", attention_label(loaded.shape.attention)),
         };
         let density = report.density.map_or(String::new(), |x| {

@@ -1,4 +1,5 @@
 //! Needles by length and depth as heat maps: two scores side by side, one row for each method.
+use crate::selector;
 use sieve_eval::{NUM_DISTRACTORS, NeedleCell, NeedleReport};
 use std::fmt::Write;
 
@@ -97,13 +98,16 @@ impl Picture<'_> {
         );
         for (n, report) in self.reports.iter().enumerate() {
             let top = TOP + row_height * n as f64;
-            let name = report.selector.as_ref().unwrap_or(&self.own);
+            let name = match &report.selector {
+                Some(selector) => selector::short(selector),
+                None => self.own.clone(),
+            };
             let _ = writeln!(
                 svg,
                 "<text x=\"{LEFT}\" y=\"{:.1}\" font-weight=\"bold\">{}</text>\
                  <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\" fill=\"#444\">{:.1} % found, mean rank {:.2}</text>",
                 top + 28.0,
-                escape(&shortened(name)),
+                escape(&shortened(&name)),
                 width - GAP,
                 top + 28.0,
                 100.0 * report.found,
@@ -134,13 +138,14 @@ impl Picture<'_> {
             top - 8.0,
             score.name()
         );
+        svg.push_str("<g text-anchor=\"middle\" font-size=\"10\">\n");
         for (n, cell) in report.cells.iter().enumerate() {
             let x = left + (n / num_depths) as f64 * cell_width;
             let y = top + (n % num_depths) as f64 * cell_height;
             let value = score.value(cell);
             let _ = writeln!(
                 svg,
-                "<rect x=\"{x:.2}\" y=\"{y:.2}\" width=\"{:.2}\" height=\"{:.2}\" fill=\"{}\"><title>{} tokens, {:.0} %: {} of {} found, \
+                "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{:.1}\" fill=\"{}\"><title>{} tokens, {:.0} %: {} of {} found, \
                  mean rank {:.2}</title></rect>",
                 // Neighbours overlap by a hair, so that no line shows between them.
                 cell_width + 0.2,
@@ -155,7 +160,7 @@ impl Picture<'_> {
             if cell_width >= MIN_TEXT_WIDTH && cell_height >= MIN_TEXT_HEIGHT {
                 let _ = writeln!(
                     svg,
-                    "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" font-size=\"10\" fill=\"{}\">{}</text>",
+                    "<text x=\"{:.1}\" y=\"{:.1}\" fill=\"{}\">{}</text>",
                     x + cell_width / 2.0,
                     y + cell_height / 2.0 + 3.5,
                     if value.abs() > 0.55 { "white" } else { "#222" },
@@ -163,6 +168,7 @@ impl Picture<'_> {
                 );
             }
         }
+        svg.push_str("</g>\n");
         let every = lengths.len().div_ceil(MAX_LABELS - 3);
         for (n, length) in lengths.iter().enumerate().step_by(every.max(1)) {
             let _ = writeln!(
@@ -350,7 +356,7 @@ mod tests {
         let depths: Vec<f64> = (0..35).map(|n| f64::from(n) * 100.0 / 34.0).collect();
         let large = svg(&[report(None, &many, &depths)], 1000);
         // No room for numbers inside, few labels outside.
-        assert!(!large.contains("font-size=\"10\""));
+        assert!(!large.contains("fill=\"#222\"") && !large.contains("fill=\"white\">"));
         assert!(large.matches("<text").count() < 60);
     }
 
