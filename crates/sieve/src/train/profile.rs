@@ -159,9 +159,9 @@ impl StepProfile {
             Group::Products => tflops(work.tokens * work.linear),
             Group::Attention => tflops(work.tokens * work.attention),
             Group::Optimizer => {
-                // Master, two moments and the gradient are read, the first three written, all f32; the leaf written in
-                // bf16; the norm reads the gradient once more.
-                let bytes = work.parameters * (4.0 * 4.0 + 3.0 * 4.0 + 2.0 + 4.0);
+                // Leaf and rest of the master, 2 bytes each, and two f32 moments are read and written, the f32 gradient read;
+                // the norm reads it once more.
+                let bytes = work.parameters * (2.0 * (2.0 + 2.0 + 2.0 * 4.0) + 4.0 + 4.0);
                 format!(": {:.0} GB/s", bytes / seconds * 1e-9)
             }
             _ => String::new(),
