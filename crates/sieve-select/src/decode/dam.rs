@@ -401,3 +401,19 @@ impl Dam {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dam_rows_beyond_the_map_have_columns_distances_sink_and_themselves() {
+        let map = DamMap {
+            rows: vec![vec![0], vec![1]],
+            columns: vec![5],
+            offsets: vec![2, 4],
+        };
+        assert_eq!(map.keys(1, 3), [1]);
+        assert_eq!(map.keys(10, 3), [0, 1, 2, 5, 6, 8, 10]);
+    }
+}

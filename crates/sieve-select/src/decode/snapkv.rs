@@ -173,3 +173,29 @@ impl Snapkv {
             .collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn snapkv_smoothing_at_the_ends() {
+        let shape = LayerShape {
+            num_heads: 1,
+            num_kv_heads: 1,
+            head_dim: 4,
+            layer: 0,
+        };
+        let smooth = |pool: Pool| {
+            let config = SnapkvConfig {
+                kernel: 3,
+                pool,
+                ..SnapkvConfig::default()
+            };
+            Snapkv::new(config, shape).smooth(&[-3.0, -6.0, 9.0, -12.0])
+        };
+        // Padding is zero for the mean, nothing for the maximum.
+        assert_eq!(smooth(Pool::Avg), [-3.0, 0.0, -3.0, -1.0]);
+        assert_eq!(smooth(Pool::Max), [-3.0, 9.0, 9.0, 9.0]);
+    }
+}
