@@ -6,6 +6,7 @@
 mod cache;
 mod memory;
 mod ops;
+mod time;
 
 pub use cache::{CachePlan, cache_plan};
 pub use memory::{FittingSetting, MemoryPlan, activation_bytes_per_token, memory_plan};
@@ -13,11 +14,11 @@ pub use ops::{OpPlan, op_plans};
 
 use serde::Serialize;
 
-use crate::model::{ModelShape, ParameterCounts, gpu};
+use crate::model::{Attention, ModelShape, ParameterCounts, gpu};
 use crate::recipe::{Recipe, RecipeError, Stage, TokenizerSection};
 
-/// Share of the peak that the time is guessed with: what well-kept training programs reach on dense models, not a
-/// measurement of this one.
+/// Share of the peak that the time is guessed with on a CPU, and on a GPU for kinds without kernels of their own: what
+/// well-kept training programs reach on dense models, not a measurement of this one.
 pub const ASSUMED_MFU: f64 = 0.4;
 
 /// What a run computes on.
@@ -155,7 +156,7 @@ pub fn plan(recipe: &Recipe, vocab_size: usize, target: &Target) -> Result<Plan,
     for stage in recipe.stages() {
         let alone = recipe.at_stage(&stage);
         let shape = alone.model_shape(vocab_size)?;
-        let planned = stage_plan(&stage, &shape, target, recipe.label_share());
+        let planned = stage_plan(&stage, &alone, &shape, target);
         let tokens = (stage.section.steps * planned.tokens_per_step) as f64;
         total_flops += tokens * planned.executed_flops_per_token;
         seconds = seconds
@@ -191,27 +192,61 @@ pub fn plan(recipe: &Recipe, vocab_size: usize, target: &Target) -> Result<Plan,
         total_flops,
         memory,
         cache: cache_plan(&last_shape, last.training.seq_len, target.value_bytes()),
-        assumption: target.flops_per_second().map(|peak| {
-            format!(
-                "{:.0} % of {:.1} TFLOP/s in executed operations, on one device",
-                100.0 * ASSUMED_MFU,
-                peak / 1e12
-            )
-        }),
+        assumption: target
+            .flops_per_second()
+            .map(|peak| assumption(target, &shape, peak)),
         seconds,
         ops: op_plans(&shape, target),
     })
 }
 
-fn stage_plan(stage: &Stage, shape: &ModelShape, target: &Target, label_share: f64) -> StagePlan {
+fn assumption(target: &Target, shape: &ModelShape, peak: f64) -> String {
+    match target {
+        Target::Gpu(gpu) if has_gpu_kernels(shape) => format!(
+            "the shares of {:.0} TFLOP/s and {:.2} TB/s that an H200 was measured to reach, on one device",
+            peak / 1e12,
+            gpu.memory_bytes_per_second / 1e12
+        ),
+        _ => format!(
+            "{:.0} % of {:.1} TFLOP/s in executed operations, on one device",
+            100.0 * ASSUMED_MFU,
+            peak / 1e12
+        ),
+    }
+}
+
+/// Share of the blocks that are computed again in the backward pass.
+fn recomputed_share(recipe: &Recipe, num_layers: usize) -> f64 {
+    let checkpoint = &recipe.activation_checkpoint;
+    let again = (0..num_layers).filter(|&layer| checkpoint.recomputes(layer));
+    again.count() as f64 / num_layers.max(1) as f64
+}
+
+fn has_gpu_kernels(shape: &ModelShape) -> bool {
+    !matches!(shape.attention, Attention::Mla(_) | Attention::Nsa(_))
+}
+
+fn stage_plan(stage: &Stage, recipe: &Recipe, shape: &ModelShape, target: &Target) -> StagePlan {
     let section = &stage.section;
     let executed = shape.executed_flops_per_token(section.seq_len);
-    let spared = (1.0 - label_share) * shape.unlabelled_training_flops();
+    let spared = (1.0 - recipe.label_share()) * shape.unlabelled_training_flops();
     let executed_training = executed.training() - spared;
     let dense_training = shape.dense_flops_per_token(section.seq_len).training() - spared;
-    let speed = target
+    let guess = target
         .flops_per_second()
         .map(|peak| ASSUMED_MFU * peak / executed_training);
+    let speed = match target {
+        Target::Cpu { .. } => guess,
+        Target::Gpu(gpu) => {
+            let size = time::StepSize {
+                tokens: section.local_batch_size * section.seq_len,
+                seq_len: section.seq_len,
+                micro_batches: section.global_batch_size / section.local_batch_size,
+                recomputed: recomputed_share(recipe, shape.num_layers),
+            };
+            time::tokens_per_second(shape, executed, spared, &size, gpu).or(guess)
+        }
+    };
     StagePlan {
         steps: section.steps,
         seq_len: section.seq_len,

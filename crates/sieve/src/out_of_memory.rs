@@ -19,10 +19,13 @@ const TOLERANCE: f64 = 0.9;
 /// The part that does not fit, and settings with which the run would.
 pub(crate) fn check(recipe: &Recipe, vocab_size: usize, gpu: &DeviceReport) -> Result<()> {
     let (used, total) = crate::device::cuda_memory(gpu.index);
+    // Only memory is asked for: the rates of an unlisted GPU do not matter.
+    let listed = sieve_core::model::gpu::find(&gpu.name);
     let target = Target::Gpu(Gpu {
         name: gpu.name.clone(),
-        bf16_flops: sieve_core::model::peak_bf16_flops(&gpu.name).unwrap_or(1e14),
+        bf16_flops: listed.as_ref().map_or(1e14, |gpu| gpu.bf16_flops),
         memory_bytes: total,
+        memory_bytes_per_second: listed.map_or(1e12, |gpu| gpu.memory_bytes_per_second),
     });
     let memory = plan(recipe, vocab_size, &target)?.memory;
     let free = total.saturating_sub(used);
@@ -111,6 +114,7 @@ mod tests {
             name: "H100".to_owned(),
             bf16_flops: 1e15,
             memory_bytes: gigabytes * 1_000_000_000,
+            memory_bytes_per_second: 3.35e12,
         });
         plan(&recipe(overrides), 50_277, &target)
             .expect("plans")

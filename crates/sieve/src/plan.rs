@@ -182,9 +182,9 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     let modes = memory.activations_by_mode.iter();
     let modes = modes.map(|(mode, bytes)| format!("{mode} {}", gib(*bytes)));
     lines.push(format!(
-        "  activations by mode: {} (now {:?})",
+        "  activations by mode: {} (now {})",
         modes.collect::<Vec<_>>().join(", "),
-        recipe.activation_checkpoint.mode
+        format!("{:?}", recipe.activation_checkpoint.mode).to_lowercase()
     ));
     lines
 }

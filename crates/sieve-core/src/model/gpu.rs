@@ -1,4 +1,4 @@
-//! GPUs by name: peak rate and memory, by the vendors' data sheets.
+//! GPUs by name: peak rate, memory and its bandwidth, by the vendors' data sheets.
 
 use serde::Serialize;
 
@@ -11,6 +11,8 @@ pub struct Gpu {
     pub bf16_flops: f64,
     /// Memory in bytes. Of a model sold with two sizes, the larger.
     pub memory_bytes: u64,
+    /// Peak bandwidth of that memory in bytes a second.
+    pub memory_bytes_per_second: f64,
 }
 
 impl Gpu {
@@ -33,13 +35,14 @@ pub fn find(name: &str) -> Option<Gpu> {
     let words = upper
         .split(|letter: char| !letter.is_ascii_alphanumeric())
         .collect::<Vec<_>>();
-    let (_, peak, gigabytes) = GPUS
+    let (_, peak, gigabytes, bandwidth) = GPUS
         .iter()
         .find(|(marks, ..)| marks.iter().all(|mark| words.contains(mark)))?;
     Some(Gpu {
         name: name.to_owned(),
         bf16_flops: *peak,
         memory_bytes: gigabytes * 1_000_000_000,
+        memory_bytes_per_second: *bandwidth as f64 * 1e9,
     })
 }
 
@@ -54,32 +57,32 @@ pub fn peak_bf16_flops(device_name: &str) -> Option<f64> {
     find(device_name).map(|gpu| gpu.bf16_flops)
 }
 
-/// Words of a device's name, peak FLOP/s, memory in GB; the first row whose words are all there counts.
-const GPUS: &[(&[&str], f64, u64)] = &[
-    (&["B200"], 2250e12, 180),
-    (&["GH200"], 989e12, 96),
-    (&["H200", "NVL"], 835e12, 141),
-    (&["H200"], 989e12, 141),
-    (&["H100", "NVL"], 835e12, 94),
-    (&["H100", "PCIE"], 756e12, 80),
-    (&["H100"], 989e12, 80),
-    (&["H800", "PCIE"], 756e12, 80),
-    (&["H800"], 989e12, 80),
-    (&["H20"], 148e12, 96),
-    (&["A100"], 312e12, 80),
-    (&["A800"], 312e12, 80),
-    (&["A30"], 165e12, 24),
-    (&["A40"], 149.7e12, 48),
-    (&["A10"], 125e12, 24),
-    (&["A10G"], 70e12, 24),
-    (&["L40S"], 362e12, 48),
-    (&["L40"], 181e12, 48),
-    (&["L4"], 121e12, 24),
-    (&["RTX", "6000", "ADA"], 364.2e12, 48),
-    (&["RTX", "A6000"], 154.8e12, 48),
-    (&["RTX", "4090"], 165.2e12, 24),
-    (&["RTX", "3090", "TI"], 80e12, 24),
-    (&["RTX", "3090"], 71e12, 24),
+/// Words of a device's name, peak FLOP/s, memory in GB, bandwidth in GB/s; the first row whose words are all there counts.
+const GPUS: &[(&[&str], f64, u64, u64)] = &[
+    (&["B200"], 2250e12, 180, 8000),
+    (&["GH200"], 989e12, 96, 4000),
+    (&["H200", "NVL"], 835e12, 141, 4800),
+    (&["H200"], 989e12, 141, 4800),
+    (&["H100", "NVL"], 835e12, 94, 3900),
+    (&["H100", "PCIE"], 756e12, 80, 2000),
+    (&["H100"], 989e12, 80, 3350),
+    (&["H800", "PCIE"], 756e12, 80, 2000),
+    (&["H800"], 989e12, 80, 3350),
+    (&["H20"], 148e12, 96, 4000),
+    (&["A100"], 312e12, 80, 2039),
+    (&["A800"], 312e12, 80, 2039),
+    (&["A30"], 165e12, 24, 933),
+    (&["A40"], 149.7e12, 48, 696),
+    (&["A10"], 125e12, 24, 600),
+    (&["A10G"], 70e12, 24, 600),
+    (&["L40S"], 362e12, 48, 864),
+    (&["L40"], 181e12, 48, 864),
+    (&["L4"], 121e12, 24, 300),
+    (&["RTX", "6000", "ADA"], 364.2e12, 48, 960),
+    (&["RTX", "A6000"], 154.8e12, 48, 768),
+    (&["RTX", "4090"], 165.2e12, 24, 1008),
+    (&["RTX", "3090", "TI"], 80e12, 24, 1008),
+    (&["RTX", "3090"], 71e12, 24, 936),
 ];
 
 #[cfg(test)]

@@ -1,0 +1,161 @@
+//! How long a step will take on a GPU: products, attention, bytes, and the ends of kernels, one after the other.
+//!
+//! Rates are shares of the data sheet's, found on an H200 (docs/benchmarks.md): products hold 0.71 of the peak under a
+//! step's load, where the card's power is the limit; memory-bound kernels move 0.84 of the bandwidth. A test holds the
+//! estimate against fifteen measured runs. Other GPUs are assumed to reach the same shares.
+
+use crate::model::gpu::Gpu;
+use crate::model::{Attention, FlopsPerToken, ModelShape};
+
+/// Share of the peak that products with weights reach.
+const PRODUCTS: f64 = 0.71;
+/// Share of the peak that attention reaches over all causal pairs; over a window, and over gathered keys.
+const DENSE_PAIRS: f64 = 0.82;
+const WINDOW_PAIRS: f64 = 0.62;
+const GATHERED_PAIRS: f64 = 0.52;
+/// Share of the bandwidth.
+const MEMORY: f64 = 0.84;
+/// Seconds in which a kernel starts and ends and the GPU is not full.
+const KERNEL_ENDS: f64 = 6e-6;
+/// Kernels of a block, forward and backward, and of the rest of a step.
+const KERNELS_OF_A_BLOCK: f64 = 60.0;
+const KERNELS_BESIDE: f64 = 100.0;
+/// Bytes a parameter that the norm and AdamW read and write.
+const UPDATE_BYTES: f64 = 36.0;
+
+/// One micro-batch, and how many make a step.
+pub(super) struct StepSize {
+    pub(super) tokens: usize,
+    pub(super) seq_len: usize,
+    pub(super) micro_batches: usize,
+    /// Share of the blocks whose forward pass runs twice.
+    pub(super) recomputed: f64,
+}
+
+/// Estimated tokens a second; `None` for kinds that have no kernels of their own on a GPU.
+pub(super) fn tokens_per_second(
+    shape: &ModelShape,
+    executed: FlopsPerToken,
+    spared_flops: f64,
+    size: &StepSize,
+    gpu: &Gpu,
+) -> Option<f64> {
+    let (pairs_rate, is_dma) = match shape.attention {
+        Attention::Mha => (DENSE_PAIRS, false),
+        Attention::Swa { window_size } if window_size >= size.seq_len => (DENSE_PAIRS, false),
+        Attention::Swa { .. } => (WINDOW_PAIRS, false),
+        Attention::Dma {
+            keep_window_size, ..
+        } if keep_window_size >= size.seq_len => (DENSE_PAIRS, true),
+        Attention::Dma { .. } => (GATHERED_PAIRS, true),
+        Attention::Mla(_) | Attention::Nsa(_) => return None,
+    };
+    let passes = 3.0 + size.recomputed;
+    let bandwidth = MEMORY * gpu.memory_bytes_per_second;
+    let products = (passes * executed.linear - spared_flops) / (PRODUCTS * gpu.bf16_flops);
+    let pairs = passes * executed.attention / (pairs_rate * gpu.bf16_flops);
+    let memory = passes / 3.0 * bytes_per_token(shape, is_dma) / bandwidth;
+    let micro_batch_tokens = size.tokens as f64;
+    let step_tokens = micro_batch_tokens * size.micro_batches as f64;
+    let update = UPDATE_BYTES * shape.parameters().total() as f64 / bandwidth / step_tokens;
+    let kernels = KERNELS_OF_A_BLOCK * shape.num_layers as f64 + KERNELS_BESIDE;
+    let ends = kernels * KERNEL_ENDS / micro_batch_tokens;
+    Some(1.0 / (products + pairs + memory + update + ends))
+}
+
+/// Bytes that norms, rotation, SwiGLU, residuals, the loss and attention's own preparation read and write for a token.
+fn bytes_per_token(shape: &ModelShape, is_dma: bool) -> f64 {
+    let (width, ff) = (shape.d_model as f64, shape.d_ff as f64);
+    let (q, kv) = (shape.q_width() as f64, shape.kv_width() as f64);
+    // Values: SwiGLU forward 3, backward 6 of d_ff; two norms forward 4, backward 10, residuals 3 of d_model; rotation of
+    // q, k and v twice forward and once backward; sums of dq in f32, cleared, added to, read again. DMA: scores and the
+    // f32 sums of dk and dv.
+    let mut values = 9.0 * ff + 17.0 * width + 7.0 * (q + 2.0 * kv) + 30.0 * q;
+    if is_dma {
+        values += 18.0 * kv;
+    }
+    // Logits written, read, their gradients written and read.
+    2.0 * (shape.num_layers as f64 * values + 4.0 * shape.vocab_size as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::gpu;
+    use crate::recipe::Recipe;
+
+    const CODE_80M: &str = include_str!("../../../../recipes/code_80m.toml");
+
+    fn estimate(settings: &[&str]) -> f64 {
+        let settings: Vec<String> = settings.iter().map(|x| (*x).to_owned()).collect();
+        let recipe = Recipe::load(CODE_80M, "code_80m.toml", &settings).expect("valid");
+        let h200 = super::super::Target::Gpu(gpu::find("h200").expect("listed"));
+        let vocab_size = recipe.stated_vocab_size().expect("stated");
+        let plan = super::super::plan(&recipe, vocab_size, &h200).expect("plans");
+        plan.stages[0].tokens_per_second.expect("a GPU")
+    }
+
+    // docs/benchmarks.md and docs/results.md, one H200.
+    #[test]
+    fn measured_runs_are_met_within_a_fifth() {
+        let large = [
+            "model.hidden_size=2048",
+            "model.intermediate_size=6144",
+            "model.num_hidden_layers=28",
+            "model.num_attention_heads=16",
+            "model.num_key_value_heads=8",
+            "model.vocab_size=50280",
+            "model.max_position_embeddings=32768",
+        ];
+        let other_80m = [
+            "model.intermediate_size=2048",
+            "model.num_key_value_heads=6",
+            "model.vocab_size=50280",
+        ];
+        let mha = "attention.kind=mha";
+        let window = |width| {
+            [
+                "attention.kind=swa".to_owned(),
+                format!("attention.sliding_window={width}"),
+            ]
+        };
+        let kept = |width| [format!("attention.keep_window_size={width}")];
+        let mut runs: Vec<(&[&str], Vec<String>, usize, usize, f64)> = Vec::new();
+        let dense = || vec![mha.to_owned()];
+        for (seq_len, rows, dense_speed, dma_speed) in [
+            (2048, 8, 57_105.0, 56_083.0),
+            (8192, 2, 50_892.0, 51_925.0),
+            (32768, 1, 34_915.0, 52_417.0),
+        ] {
+            runs.push((&large, dense(), seq_len, rows, dense_speed));
+            runs.push((&large, kept(2048).to_vec(), seq_len, rows, dma_speed));
+        }
+        runs.push((&other_80m, dense(), 2048, 32, 556_054.0));
+        runs.push((&[], dense(), 2048, 16, 591_084.0));
+        runs.push((&[], window(512).to_vec(), 2048, 16, 636_911.0));
+        runs.push((&[], window(1024).to_vec(), 2048, 16, 618_721.0));
+        runs.push((&[], kept(1024).to_vec(), 2048, 16, 576_887.0));
+        runs.push((&[], kept(512).to_vec(), 2048, 16, 590_229.0));
+        runs.push((&[], dense(), 8192, 4, 431_401.0));
+        runs.push((&[], window(1024).to_vec(), 8192, 4, 597_988.0));
+        runs.push((&[], kept(1024).to_vec(), 8192, 4, 565_599.0));
+        assert_eq!(runs.len(), 15);
+        for (model, attention, seq_len, rows, measured) in runs {
+            let size = [
+                format!("training.seq_len={seq_len}"),
+                format!("training.local_batch_size={rows}"),
+            ];
+            let mut settings = model.to_vec();
+            settings.extend(attention.iter().chain(&size).map(String::as_str));
+            let ratio = estimate(&settings) / measured;
+            assert!((0.8..1.2).contains(&ratio), "{settings:?}: {ratio}");
+        }
+    }
+
+    #[test]
+    fn recomputing_blocks_costs_a_forward_pass() {
+        let none = estimate(&[]);
+        let full = estimate(&["activation_checkpoint.mode=full"]);
+        assert!((0.7..0.85).contains(&(full / none)), "{}", full / none);
+    }
+}
