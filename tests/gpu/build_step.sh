@@ -14,6 +14,8 @@ for residual in 0 1; do
   for warps in 1 4; do build rms_norm_forward HAS_RESIDUAL=$residual WARPS_PER_ROW=$warps; done
   for warps in 1 2 4 8 16; do build rms_norm_backward HAS_RESIDUAL=$residual WARPS_PER_ROW=$warps; done
 done
+for warps in 1 2 4 8 16; do build rms_norm_backward HAS_RESIDUAL=1 WARPS_PER_ROW=$warps HAS_OUTPUT=1; done
+build swiglu_backward IS_BF16=1 VECTOR=8 HAS_OUTPUT=1
 build column_sums
 for head_dim in 16 64 96 128; do
   for copy in 0 1; do
@@ -26,6 +28,8 @@ for type in 0 1; do
 done
 for clip in 0 1; do build finish_sum CLIP=$clip; done
 for leaf in 0 1; do build adamw HAS_LEAF=$leaf; done
+build adamw HAS_LEAF=1 SPLIT_MASTER=1
+for join in 0 1; do build split_master JOIN=$join; done
 for part in forward order backward carry; do build embedding_$part; done
 build residual_add IS_BF16=1 VECTOR=8
 build residual_add IS_BF16=0 VECTOR=4

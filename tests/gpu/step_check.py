@@ -83,9 +83,29 @@ def rms_checks():
         run_all(kernels.rms_norm_backward(x, weight, dy, d_total, accumulated, EPSILON, d_total, 1))
         check(f"rms_norm dx + beside {rows}x{width}", d_total, exact[1] + beside.double(), plain[1] + beside)
         check(f"rms_norm dweight accumulated {rows}x{width}", accumulated, exact[2] + before.double(), None, 1e-5)
+        y, both, dweight_again = nan_like((rows, width)), nan_like((rows, width)), nan_like((width,), torch.float32)
+        run_all(kernels.rms_norm_backward(x, weight, dy, both, dweight_again, EPSILON, beside, output=y))
+        must(f"rms_norm with output {rows}x{width}", torch.equal(both, d_total) and torch.equal(dweight_again, dweight))
+        check(f"rms_norm y once more {rows}x{width}", y, exact[0], plain[0])
         again, repeat = nan_like((width,), torch.float32), nan_like((rows, width))
         run_all(kernels.rms_norm_backward(x, weight, dy, repeat, again, EPSILON))
         must(f"rms_norm repeats {rows}x{width}", torch.equal(again, dweight) and torch.equal(repeat, dx))
+
+
+def swiglu_checks():
+    for rows, d_ff in [(1, 8), (777, 1032), (4096, 6144)]:
+        gate_up, dy = randn(rows, 2 * d_ff), randn(rows, d_ff)
+
+        def swiglu(gate_up):
+            return F.silu(gate_up[:, :d_ff]) * gate_up[:, d_ff:]
+
+        exact, plain = gradients(swiglu, [gate_up.double()], dy.double()), gradients(swiglu, [gate_up], dy)
+        dx, y = nan_like((rows, 2 * d_ff)), nan_like((rows, d_ff))
+        run_all(kernels.swiglu_backward(gate_up, dy, dx, y))
+        check(f"swiglu dx {rows}x{d_ff}", dx, exact[1], plain[1])
+        check(f"swiglu y {rows}x{d_ff}", y, exact[0], plain[0])
+        run_all(kernels.swiglu_backward(gate_up, dy, gate_up, dy))
+        must(f"swiglu in place {rows}x{d_ff}", torch.equal(gate_up, dx) and torch.equal(dy, y))
 
 
 def tables(positions, half, dtype=torch.float32):
@@ -215,6 +235,23 @@ def adamw_checks():
                 run_all(kernels.adamw(p, m, v, g * float("nan"), torch.tensor([gate], device="cuda"), mark, **args))
                 same = all(torch.equal(a, b) for a, b in zip(before, (p, m, v)))
                 must(f"adamw gate {gate} {size}", same and (mark is None or mark.isnan().all().item()))
+        # The same update on a leaf and what it lacks of the master: equal to the last bit.
+        p, m, g = (randn(size, dtype=torch.float32) for _ in range(3))
+        v, scale = randn(size, dtype=torch.float32) ** 2, torch.tensor([0.5], device="cuda")
+        leaf, rest, joined = nan_like((size,)), nan_like((size,)), nan_like((size,), torch.float32)
+        run_all(kernels.split_master(p, leaf, rest))
+        run_all(kernels.split_master(joined, leaf, rest, join=1))
+        must(f"split master {size}", torch.equal(joined, p))
+        must(f"split leaf {size}", (leaf != p.bfloat16()).float().mean().item() < 1e-3)
+        moments = m.clone(), v.clone()
+        run_all(kernels.adamw(rest, *moments, g, scale, leaf, **args))
+        run_all(kernels.adamw(p, m, v, g, scale, None, **args))
+        run_all(kernels.split_master(joined, leaf, rest, join=1))
+        must(f"adamw of a split master {size}", torch.equal(joined, p) and torch.equal(moments[0], m) and torch.equal(moments[1], v))
+        for gate in (0.0, float("nan")):
+            run_all(kernels.adamw(rest, *moments, g, torch.tensor([gate], device="cuda"), leaf, **args))
+            run_all(kernels.split_master(joined, leaf, rest, join=1))
+            must(f"adamw gate {gate} of a split master {size}", torch.equal(joined, p))
 
 
 def embedding_checks():
@@ -295,6 +332,7 @@ def timings():
         row(f"rms_norm + residual {tokens}x{width}", kernels.rms_norm_forward(x, weight, y, EPSILON, r, s), 8 * n)
         row(f"rms_norm backward {tokens}x{width}", kernels.rms_norm_backward(x, weight, dy, y, dweight, EPSILON), 6 * n)
         row(f"rms_norm backward + residual {tokens}x{width}", kernels.rms_norm_backward(x, weight, dy, y, dweight, EPSILON, r), 8 * n)
+        row(f"rms_norm backward + residual + output {tokens}x{width}", kernels.rms_norm_backward(x, weight, dy, y, dweight, EPSILON, r, output=s), 10 * n)
         row(f"residual_add {tokens}x{width}", kernels.residual_add(x, r, y), 6 * n)
         ids = (50280 ** torch.rand(tokens, device="cuda") - 1).int()
         table, sums = randn(50280, width), torch.zeros(50280, width, device="cuda")
@@ -328,6 +366,9 @@ def timings():
     p, m, v, g = (torch.rand(size, device="cuda") for _ in range(4))
     leaf, scale = torch.zeros(size, device="cuda", dtype=torch.bfloat16), torch.ones(1, device="cuda")
     row(f"adamw {size}", kernels.adamw(p, m, v, g, scale, leaf, 1e-3, 0.9, 0.95, 1e-8, 0.1, 0.1, 0.1), 30 * size)
+    rest = torch.zeros(size, device="cuda", dtype=torch.bfloat16)
+    row(f"adamw split {size}", kernels.adamw(rest, m, v, g, scale, leaf, 1e-3, 0.9, 0.95, 1e-8, 0.1, 0.1, 0.1), 28 * size)
+    del rest
     partials, total = torch.zeros((size + 65535) // 65536, device="cuda"), torch.zeros(1, device="cuda")
     row(f"sum of squares {size}", kernels.sum_partials(g, partials, 0, 1), 4 * size)
     many = torch.rand(27000, device="cuda")
@@ -343,7 +384,7 @@ def timings():
         row(f"dma_scores backward {tokens} {kv_heads} d{head_dim}", launches, tokens * kv_heads * (6 * head_dim + 8))
 
 
-for part in (rms_checks, qk_checks, cross_entropy_checks, sum_checks, adamw_checks, embedding_checks, add_checks, score_checks):
+for part in (rms_checks, swiglu_checks, qk_checks, cross_entropy_checks, sum_checks, adamw_checks, embedding_checks, add_checks, score_checks):
     try:
         part()
         torch.cuda.synchronize()

@@ -36,16 +36,21 @@ class StepKernels:
         words = [rows, width, x.stride(0), residual.stride(0) if added else 0, f32_word(epsilon)]
         return self.launch(f"rms_norm_forward-HAS_RESIDUAL={int(added)}-WARPS_PER_ROW={warps}", (ceil_div(rows, 8 // warps), 1, 1), 256, tensors, words)
 
-    def rms_norm_backward(self, x, weight, dy, dx, dweight, epsilon, d_residual=None, accumulate=0):
+    def rms_norm_backward(self, x, weight, dy, dx, dweight, epsilon, d_residual=None, accumulate=0, output=None):
         rows, width = x.shape
         warps = 1 << (ceil_div(width, 512) - 1).bit_length()
         blocks = min(ceil_div(rows, 16 // warps), MAX_BLOCKS)
         partials = torch.full((blocks, width), float("nan"), device="cuda")
         added = d_residual is not None
-        tensors = [x, weight, dy] + ([d_residual] if added else []) + [dx, partials]
+        tensors = [x, weight, dy] + ([d_residual] if added else []) + [dx, partials] + ([output] if output is not None else [])
         words = [rows, width, x.stride(0), dy.stride(0), d_residual.stride(0) if added else 0, f32_word(epsilon)]
-        name = f"rms_norm_backward-HAS_RESIDUAL={int(added)}-WARPS_PER_ROW={warps}"
+        name = f"rms_norm_backward-HAS_RESIDUAL={int(added)}-WARPS_PER_ROW={warps}" + ("-HAS_OUTPUT=1" if output is not None else "")
         return [self.launch(name, (blocks, 1, 1), 512, tensors, words), self.column_sums(partials, dweight, None, accumulate)]
+
+    def swiglu_backward(self, gate_up, dy, dgate_up, output):
+        rows, d_ff = dy.shape
+        return self.launch("swiglu_backward-IS_BF16=1-VECTOR=8-HAS_OUTPUT=1", (rows, ceil_div(d_ff, 256 * 8), 1), 256, [gate_up, dy, dgate_up, output],
+                           [d_ff, gate_up.stride(0), dy.stride(0)])
 
     def qk_forward(self, qkv, weights, positions, tables, out, kv_heads, epsilon):
         tokens, heads, head_dim = qkv.shape
@@ -79,10 +84,15 @@ class StepKernels:
         tensors = [partials, out] + ([scale] if scale is not None else [])
         return self.launch(f"finish_sum-CLIP={int(scale is not None)}", (1, 1, 1), 1024, tensors, [partials.numel(), f32_word(max_norm)])
 
+    def split_master(self, master, leaf, rest, join=0):
+        tensors = [leaf, rest, master] if join else [master, leaf, rest]
+        return self.launch(f"split_master-JOIN={join}", (ceil_div(master.numel(), 1024), 1, 1), 256, tensors, [master.numel()])
+
     def adamw(self, p, m, v, g, scale, leaf, lr, beta1, beta2, eps, decay, c1, c2):
         words = [p.numel()] + [f32_word(x) for x in (beta1, beta2, eps, 1 - lr * decay, lr / c1, 1 / c2)]
         tensors = [p, m, v, g, scale] + ([leaf] if leaf is not None else [])
-        return self.launch(f"adamw-HAS_LEAF={int(leaf is not None)}", (ceil_div(p.numel(), 1024), 1, 1), 256, tensors, words)
+        split = "-SPLIT_MASTER=1" if p.dtype == torch.bfloat16 else ""
+        return self.launch(f"adamw-HAS_LEAF={int(leaf is not None)}{split}", (ceil_div(p.numel(), 1024), 1, 1), 256, tensors, words)
 
     def embedding_forward(self, weight, ids, y):
         words_per_row = weight.shape[1] // 8
