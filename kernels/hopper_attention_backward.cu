@@ -10,7 +10,7 @@
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // Tiling     128 keys a block: grid (ceil(seq_len / 128), num_kv_heads, batch), early keys (most queries) first (block_order.cuh); 384 threads, one block a
 //            multiprocessor; dynamic shared bytes = 512 * HEAD_DIM + (Q_STAGES + DO_STAGES) * 128 * HEAD_DIM + 32768 + COMPUTE_DQ * DQ_BULK * 256 * HEAD_DIM
-//              + DO_STAGES * 512 + (2 * Q_STAGES + 2 * DO_STAGES + 1) * 8 + 1024
+//              + (HAS_BIAS ? DO_STAGES * 1280 : HEAD_DIM == 64 ? (Q_STAGES + DO_STAGES) * 1024 : DO_STAGES * 512) + (2 * Q_STAGES + 2 * DO_STAGES + 1) * 8 + 1024
 // Numerics   as attention_backward
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
 #include "common/block_order.cuh"

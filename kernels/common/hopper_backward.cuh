@@ -3,14 +3,16 @@
 // Defines    HEAD_DIM (64, 128); HAS_BIAS; COMPUTE_DQ 0|1; DQ_BULK 0|1: dq leaves through shared memory by bulk adds, or from registers;
 //            Q_STAGES, DO_STAGES; TENSOR_MAPS 0|1: queries and output gradients by the copy engine instead of cp.async; CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // A producer warpgroup streams tiles of 64 queries and output gradients; two consumer warpgroups own 64 keys each. Scores are kept transposed,
-// S^T = K Q^T, so that P^T in registers is the A operand of dV += P^T dO; dS^T goes through shared memory, for dK += dS^T Q (the sums of dK and dV stay
-// in registers) and for dQ = dS K, of which each warpgroup makes half the columns, over all 128 keys. Order of a step's products, so that tensor cores work
-// while exponentials and sums are made: dP | exp S | dV | dS | barrier | S of the next step, dQ, dK | add dQ.
+// S^T = K Q^T, so that P^T and dS^T in registers are the A operands of dV += P^T dO and dK += dS^T Q, whose sums stay in registers. dS^T also goes through
+// shared memory, for dQ = dS K, of which each warpgroup makes half the columns, over all 128 keys. lse and D of a query enter as a step of the products
+// (split_step.cuh). Order of a step's products, so that tensor cores work while exponentials and sums are made, and warpgroups wait for each other:
+// dP | exp S | dV | dS | dK | barrier | dQ and S of the next step | add dQ.
 #pragma once
 #include "common/hopper_copy.cuh"
 #include "common/mma.cuh"
 #include "common/quad.cuh"
 #include "common/reduce_add.cuh"
+#include "common/split_step.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
@@ -26,6 +28,11 @@
 #ifndef TENSOR_MAPS
 #define TENSOR_MAPS 0
 #endif
+// Whether lse (without a bias) and D enter as steps of the products. Those steps are paid in power: long dense rows of 128 columns are faster without (2 x 8192
+// 2.54 against 2.55 ms, 32768 19.1 against 19.7), everything else with (gathered 32768 1.83 against 1.97, 64 columns 1.46 against 1.60).
+#define SPLIT_STATS (HAS_BIAS || HEAD_DIM == 64)
+// Whether a step's last product is dQ, or the next step's scores. Both in turn would do without a bias; with one the first spills.
+#define DQ_LAST !HAS_BIAS
 
 constexpr int BLOCK_KV = 128, BLOCK_Q = 64, NUM_CONSUMERS = 2;
 constexpr int THREADS = 128 + NUM_CONSUMERS * 128;
@@ -39,7 +46,12 @@ static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168
 constexpr int KEY_TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
 constexpr int QUERY_TILE_BYTES = BLOCK_Q * HEAD_DIM * 2;
 constexpr int DS_BYTES = BLOCK_KV * BLOCK_Q * 2;      // x 2: a warpgroup may be one step ahead of the other's dQ
-constexpr int STATS_BYTES = BLOCK_Q * 8;
+// SPLIT_STATS, per query of a tile: -lse beside the queries (with a bias the plain number beside the output gradients), -D beside the output gradients.
+// Else {lse, D} beside the output gradients.
+constexpr bool SPLIT_LSE = SPLIT_STATS && !HAS_BIAS;
+constexpr int Q_STATS_BYTES = SPLIT_LSE ? BLOCK_Q * SPLIT_BYTES : 0;
+constexpr int DO_STATS_BYTES = SPLIT_STATS ? BLOCK_Q * SPLIT_BYTES + (HAS_BIAS ? BLOCK_Q * 4 : 0) : BLOCK_Q * 8;
+constexpr float NEVER = -1.0e30f;  // stands for -lse where a query sees nothing: 2^ of it is 0
 constexpr int WARP_DQ_BYTES = 16 * DQ_COLUMNS * 4;    // a warp's part of a dQ tile
 constexpr int V_AT = KEY_TILE_BYTES;
 constexpr int Q_AT = 2 * KEY_TILE_BYTES;
@@ -47,7 +59,8 @@ constexpr int DO_AT = Q_AT + Q_STAGES * QUERY_TILE_BYTES;
 constexpr int DS_AT = DO_AT + DO_STAGES * QUERY_TILE_BYTES;
 constexpr int DQ_AT = DS_AT + 2 * DS_BYTES;
 constexpr int STATS_AT = DQ_AT + (COMPUTE_DQ && DQ_BULK ? NUM_CONSUMERS * 4 * WARP_DQ_BYTES : 0);
-constexpr int BARRIERS_AT = STATS_AT + DO_STAGES * STATS_BYTES;
+constexpr int DO_STATS_AT = STATS_AT + Q_STAGES * Q_STATS_BYTES;
+constexpr int BARRIERS_AT = DO_STATS_AT + DO_STAGES * DO_STATS_BYTES;
 constexpr int FULL_KV = 0, FULL_Q = 1, EMPTY_Q = FULL_Q + Q_STAGES, FULL_DO = EMPTY_Q + Q_STAGES, EMPTY_DO = FULL_DO + DO_STAGES;
 constexpr int NUM_BARRIERS = EMPTY_DO + DO_STAGES;
 constexpr int SHARED_BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
@@ -102,14 +115,14 @@ DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + b
 DEVICE u32 start_block(void* memory) {
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
-    // Arrivals: every producer thread's copies (one expect_tx with tensor maps); one of each consumer warp.
+    // Arrivals: every producer thread's copies (one expect_tx with tensor maps), one of each warp that stores statistics; one of each consumer warp.
     barrier_init(barrier_at(shared, FULL_KV), 128);
     for (int i = 0; i < Q_STAGES; ++i) {
-      barrier_init(barrier_at(shared, FULL_Q + i), TENSOR_MAPS ? 1 : 128);
+      barrier_init(barrier_at(shared, FULL_Q + i), (TENSOR_MAPS ? 1 : 128) + (SPLIT_LSE ? BLOCK_Q / 32 : 0));
       barrier_init(barrier_at(shared, EMPTY_Q + i), NUM_CONSUMERS * 4);
     }
     for (int i = 0; i < DO_STAGES; ++i) {
-      barrier_init(barrier_at(shared, FULL_DO + i), TENSOR_MAPS ? 1 : 128);
+      barrier_init(barrier_at(shared, FULL_DO + i), (TENSOR_MAPS ? 1 : 128) + (SPLIT_STATS ? BLOCK_Q / 32 : 0));
       barrier_init(barrier_at(shared, EMPTY_DO + i), NUM_CONSUMERS * 4);
     }
     barrier_ready();
@@ -143,33 +156,67 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, u32 shared) {
     barrier_arrive_copies(barrier_at(shared, FULL_KV));
   }
   keys.find_tiles(block);
+#if SPLIT_STATS
+  [[maybe_unused]] const float inverse_scale = 1.0f / block.scale_log2;
+#endif
   RingPlace<Q_STAGES> q_place;
   RingPlace<DO_STAGES> do_place;
+#if SPLIT_STATS
+  // Warps 1 and 2 store statistics, a query a thread; they are loaded a tile ahead.
+  const int own = thread - 32;
+  const bool has_query = own >= 0 && own < BLOCK_Q;
+  const float2* stats = block.stats + block.first_tile * BLOCK_Q + own;
+  float2 next_stat = {};
+  if (has_query && block.num_tiles > 0) next_stat = *stats;
+#endif
   for (int head = 0; head < block.group_size; ++head) {
-    const float2* stats = block.stats + (u64)head * block.padded_len;
     for (int tile = block.first_tile; tile < block.first_tile + block.num_tiles; ++tile) {
-#if TENSOR_MAPS
-      if (thread != 0) continue;
       const u32 full_q = barrier_at(shared, FULL_Q + q_place.slot), full_do = barrier_at(shared, FULL_DO + do_place.slot);
-      barrier_wait(barrier_at(shared, EMPTY_Q + q_place.slot), q_place.phase ^ 1);
-      barrier_expect(full_q, QUERY_TILE_BYTES);
+      const u32 empty_q = barrier_at(shared, EMPTY_Q + q_place.slot), empty_do = barrier_at(shared, EMPTY_DO + do_place.slot);
+      const u32 do_stats = shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES;
+#if TENSOR_MAPS
+      if (thread == 0) {
+        barrier_wait(empty_q, q_place.phase ^ 1);
+        barrier_expect(full_q, QUERY_TILE_BYTES);
 #pragma unroll
-      for (int h = 0; h < DIM_BLOCKS; ++h)
-        tensor_load_3d(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES + h * BLOCK_Q * 128, block.q_map, full_q, (block.head + head) * HEAD_DIM + h * 64, tile * BLOCK_Q, block.batch);
-      barrier_wait(barrier_at(shared, EMPTY_DO + do_place.slot), do_place.phase ^ 1);
-      barrier_expect(full_do, QUERY_TILE_BYTES + STATS_BYTES);
+        for (int h = 0; h < DIM_BLOCKS; ++h)
+          tensor_load_3d(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES + h * BLOCK_Q * 128, block.q_map, full_q, (block.head + head) * HEAD_DIM + h * 64, tile * BLOCK_Q, block.batch);
+        barrier_wait(empty_do, do_place.phase ^ 1);
+        barrier_expect(full_do, QUERY_TILE_BYTES + (SPLIT_STATS ? 0 : DO_STATS_BYTES));
 #pragma unroll
-      for (int h = 0; h < DIM_BLOCKS; ++h)
-        tensor_load_3d(shared + DO_AT + do_place.slot * QUERY_TILE_BYTES + h * BLOCK_Q * 128, block.do_map, full_do, (block.head + head) * HEAD_DIM + h * 64, tile * BLOCK_Q, block.batch);
-      bulk_load(shared + STATS_AT + do_place.slot * STATS_BYTES, stats + tile * BLOCK_Q, STATS_BYTES, full_do);
+        for (int h = 0; h < DIM_BLOCKS; ++h)
+          tensor_load_3d(shared + DO_AT + do_place.slot * QUERY_TILE_BYTES + h * BLOCK_Q * 128, block.do_map, full_do, (block.head + head) * HEAD_DIM + h * 64, tile * BLOCK_Q, block.batch);
+        if (!SPLIT_STATS) bulk_load(do_stats, block.stats + (u64)head * block.padded_len + tile * BLOCK_Q, DO_STATS_BYTES, full_do);
+      }
 #else
-      barrier_wait(barrier_at(shared, EMPTY_Q + q_place.slot), q_place.phase ^ 1);
+      barrier_wait(empty_q, q_place.phase ^ 1);
       copy_query_rows(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES, block.q + head * HEAD_DIM, block.q_stride, tile * BLOCK_Q, block.seq_len);
-      barrier_arrive_copies(barrier_at(shared, FULL_Q + q_place.slot));
-      barrier_wait(barrier_at(shared, EMPTY_DO + do_place.slot), do_place.phase ^ 1);
+      barrier_arrive_copies(full_q);
+      barrier_wait(empty_do, do_place.phase ^ 1);
       copy_query_rows(shared + DO_AT + do_place.slot * QUERY_TILE_BYTES, block.d_out + head * HEAD_DIM, block.do_stride, tile * BLOCK_Q, block.seq_len);
-      if (thread < BLOCK_Q / 2) copy_async_16(shared + STATS_AT + do_place.slot * STATS_BYTES + thread * 16, stats + tile * BLOCK_Q + thread * 2, 16);
-      barrier_arrive_copies(barrier_at(shared, FULL_DO + do_place.slot));
+      if (!SPLIT_STATS && thread < BLOCK_Q / 2) copy_async_16(do_stats + thread * 16, block.stats + (u64)head * block.padded_len + tile * BLOCK_Q + thread * 2, 16);
+      barrier_arrive_copies(full_do);
+#endif
+#if SPLIT_STATS
+      if (has_query) {
+        const float2 stat = next_stat;
+        const bool last_tile = tile + 1 == block.first_tile + block.num_tiles;
+        stats += last_tile ? block.padded_len - (block.num_tiles - 1) * BLOCK_Q : BLOCK_Q;
+        if (!last_tile || head + 1 < block.group_size) next_stat = *stats;
+#if !HAS_BIAS
+        barrier_wait(empty_q, q_place.phase ^ 1);
+        store_split(shared + STATS_AT + q_place.slot * Q_STATS_BYTES + own * SPLIT_BYTES, stat.x < INFINITY_F32 ? -stat.x * inverse_scale : NEVER);
+        fence_async_proxy();
+        release(full_q);
+#endif
+        barrier_wait(empty_do, do_place.phase ^ 1);
+        store_split(do_stats + own * SPLIT_BYTES, -stat.y);
+#if HAS_BIAS
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(do_stats + BLOCK_Q * SPLIT_BYTES + own * 4), "f"(stat.x) : "memory");
+#endif
+        fence_async_proxy();
+        release(full_do);
+      }
 #endif
       q_place.advance();
       do_place.advance();
@@ -180,12 +227,14 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, u32 shared) {
 
 // ---- Consumer ------------------------------------------------------------------------------------------------------------------------------
 
-// d = a b^T: 64 keys of the warpgroup (rows of a tile of 128) against a tile of 64 queries.
-DEVICE void multiply_queries(float (&d)[32], u32 keys, u32 queries) {
+// d = a b^T: 64 keys of the warpgroup (rows of a tile of 128) against a tile of 64 queries. STATS: plus a number for each query.
+template <int STATS>
+DEVICE void multiply_queries(float (&d)[32], u32 keys, u32 queries, const SplitWeights& weights, u32 stats) {
   const u64 a = wgmma_along(keys), b = wgmma_along(queries);
 #pragma unroll
   for (int step = 0; step < HEAD_DIM / 16; ++step)
     wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_KV * 128 + step % 4 * 32), wgmma_step(b, step / 4 * BLOCK_Q * 128 + step % 4 * 32), step > 0);
+  if (STATS) wgmma<0>(d, weights.ones, wgmma_unswizzled(stats), 1);
   wgmma_commit();
 }
 
@@ -194,14 +243,6 @@ DEVICE void accumulate_queries(float (&sums)[SUM_REGISTERS], const u32 (&weights
   const u64 b = wgmma_across(queries, BLOCK_Q * 128);
 #pragma unroll
   for (int step = 0; step < 4; ++step) wgmma<1>(sums, weights[step], wgmma_step(b, step * 2048), 1);
-  wgmma_commit();
-}
-
-// The same with the weights in shared memory, rows are keys.
-DEVICE void accumulate_stored(float (&sums)[SUM_REGISTERS], u32 weights, u32 queries) {
-  const u64 a = wgmma_along(weights), b = wgmma_across(queries, BLOCK_Q * 128);
-#pragma unroll
-  for (int step = 0; step < 4; ++step) wgmma<0, 1>(sums, wgmma_step(a, step * 32), wgmma_step(b, step * 2048), 1);
   wgmma_commit();
 }
 
@@ -226,10 +267,6 @@ DEVICE void store_matrix_x4(u32 shared, const u32 (&r)[4]) {
 }
 DEVICE void store_shared_float4(u32 shared, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-DEVICE float4 load_shared_float4(u32 shared) {
-  const uint4 x = load_shared_128(shared);
-  return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w));
 }
 
 #if COMPUTE_DQ
@@ -260,6 +297,19 @@ struct KeyGradients {
   float ddelta[2];
 };
 
+// lse (WHICH 0) or D (1) of this thread's two queries of eight, number n. With a bias lse alone, as plain numbers.
+template <int WHICH>
+DEVICE void load_stats(float (&values)[2], u32 stats, int n) {
+  const int t = (int)threadIdx.x % 4;
+  if (SPLIT_STATS) {
+    const float2 lse = load_shared_float2(stats + BLOCK_Q * SPLIT_BYTES + t * 8 + n * 32);
+    values[0] = lse.x, values[1] = lse.y;
+  } else {
+    const uint4 both = load_shared_128(stats + t * 16 + n * 64);
+    values[0] = __uint_as_float(WHICH ? both.y : both.x), values[1] = __uint_as_float(WHICH ? both.w : both.z);
+  }
+}
+
 // The consumer warpgroup's part. `bias`: of this thread's two keys, times log2(e). Leaves complete sums, ddelta over the quad too.
 template <class Keys>
 DEVICE void consume(BackwardBlock& block, const Keys& keys, const float (&bias)[2], u32 shared, int warpgroup, KeyGradients& sums) {
@@ -282,41 +332,42 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, const float (&bias)[
   const u32 k = shared + warpgroup * 64 * 128, v = k + V_AT;
   [[maybe_unused]] const u32 k_columns = shared + (HEAD_DIM == 128 ? warpgroup * BLOCK_KV * 128 : warpgroup * 64);
   // Where this lane's row of each 8x8 matrix of dS^T begins; 16 queries further: two chunks, a xor.
-  const u32 ds_row = shared + DS_AT + (warpgroup * 64 + warp * 16 + lane / 8 % 2 * 8 + lane % 8) * 128 + (((lane / 16) ^ (lane % 8)) << 4);
+  [[maybe_unused]] const u32 ds_row = shared + DS_AT + (warpgroup * 64 + warp * 16 + lane / 8 % 2 * 8 + lane % 8) * 128 + (((lane / 16) ^ (lane % 8)) << 4);
   [[maybe_unused]] const u32 staging = shared + DQ_AT + (warpgroup * 4 + warp) * WARP_DQ_BYTES;
 
+  const SplitWeights split;
   float scores[32], dp[32];
   u32 weights[4][4];
   RingPlace<Q_STAGES> q_place;
   RingPlace<DO_STAGES> do_place;
-  int head = 0, tile = block.first_tile;
+  int first_query = block.first_tile * BLOCK_Q;
+#if COMPUTE_DQ
+  float* dq_to = block.dq_sum + ((u64)(first_query - block.dq_first + warp * 16) * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
+#endif
 
   barrier_wait(barrier_at(shared, FULL_KV), 0);
   barrier_wait(barrier_at(shared, FULL_Q), 0);
   fence_async_proxy();  // keys and values (and queries) came by cp.async
   wgmma_fence();
-  multiply_queries(scores, k, shared + Q_AT);
+  multiply_queries<SPLIT_LSE>(scores, k, shared + Q_AT, split, shared + STATS_AT);
   wgmma_wait<0>();
 
   for (int step = 0; step < num_steps; ++step) {
     const u32 q = shared + Q_AT + q_place.slot * QUERY_TILE_BYTES, d_out = shared + DO_AT + do_place.slot * QUERY_TILE_BYTES;
-    const u32 stats = shared + STATS_AT + do_place.slot * STATS_BYTES + t * 16;
+    const u32 stats = shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES;
     barrier_wait(barrier_at(shared, FULL_DO + do_place.slot), do_place.phase);
     if (!TENSOR_MAPS) fence_async_proxy();
     wgmma_fence();
-    multiply_queries(dp, v, d_out);  // dP^T = V dO^T
+    multiply_queries<SPLIT_STATS>(dp, v, d_out, split, stats);  // dP^T = V dO^T (SPLIT_STATS: dP^T - D)
 
     // P^T = 2^(S^T - lse).
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const float4 stat = load_shared_float4(stats + n * 64);
+      float lse[2] = {0.0f, 0.0f};
+      if (!SPLIT_LSE) load_stats<0>(lse, stats, n);
 #pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        const float lse = x % 2 ? stat.z : stat.x;
-        scores[4 * n + x] = exp2_fast(scores[4 * n + x] * block.scale_log2 + (HAS_BIAS ? bias[x / 2] - lse : -lse));
-      }
+      for (int x = 0; x < 4; ++x) scores[4 * n + x] = exp2_fast(scores[4 * n + x] * block.scale_log2 + (HAS_BIAS ? bias[x / 2] - lse[x % 2] : -lse[x % 2]));
     }
-    const int first_query = tile * BLOCK_Q;
     if (first_query < range.highest || first_query + BLOCK_Q > range.first_expire) {
 #pragma unroll
       for (int n = 0; n < 8; ++n)
@@ -331,50 +382,76 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, const float (&bias)[
     accumulate_queries(sums.dv, weights, d_out);  // dV += P^T dO
 
     wgmma_wait<1>();  // dP, and dK of the last step
-    if (step > 0) release(barrier_at(shared, EMPTY_Q + (q_place.slot == 0 ? Q_STAGES - 1 : q_place.slot - 1)));
     // dS^T = P^T (dP^T - D), from the rounded P: its f32 would cost 32 registers here.
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const float4 stat = load_shared_float4(stats + n * 64);
+      float dot[2] = {0.0f, 0.0f};
+      if (!SPLIT_STATS) load_stats<1>(dot, stats, n);
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
         const u32 pair = weights[n / 2][n % 2 * 2 + x / 2];
-        dp[4 * n + x] = (x % 2 ? bf16_high(pair) : bf16_low(pair)) * (dp[4 * n + x] - (x % 2 ? stat.w : stat.y));
+        dp[4 * n + x] = (x % 2 ? bf16_high(pair) : bf16_low(pair)) * (SPLIT_STATS ? dp[4 * n + x] : dp[4 * n + x] - dot[x % 2]);
         if (HAS_BIAS) sums.ddelta[x / 2] += dp[4 * n + x];
       }
     }
+    u32 ds[4][4];
+    pack_rows(ds, dp);
+#if COMPUTE_DQ
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      u32 packed[4];
-#pragma unroll
-      for (int x = 0; x < 4; ++x) packed[x] = pack_bf16(dp[8 * i + 2 * x], dp[8 * i + 2 * x + 1]);
-      store_matrix_x4((ds_row ^ (i << 5)) + step % 2 * DS_BYTES, packed);
-    }
-    wgmma_wait<0>();  // dV: its operand's registers are needed for dQ
+    for (int i = 0; i < 4; ++i) store_matrix_x4((ds_row ^ (i << 5)) + step % 2 * DS_BYTES, ds[i]);
+#endif
+    wgmma_fence();
+    accumulate_queries(sums.dk, ds, q);  // dK += dS^T Q, which needs nothing of the other warpgroup and covers the barrier
+    wgmma_wait<1>();                     // dV
     release(barrier_at(shared, EMPTY_DO + do_place.slot));
     // The next step's queries. On the last step this step's once more: a branch around products would keep them from overlapping.
     RingPlace<Q_STAGES> next_q = q_place;
     if (step + 1 < num_steps) next_q.advance();
     barrier_wait(barrier_at(shared, FULL_Q + next_q.slot), next_q.phase);
     fence_async_proxy();                   // for dS^T, and the next step's queries
-    barrier_sync(1, NUM_CONSUMERS * 128);  // all of dS^T is there; and the other half of the memory is free again
-    wgmma_fence();
-    multiply_queries(scores, k, shared + Q_AT + next_q.slot * QUERY_TILE_BYTES);
+    const u32 next_queries = shared + Q_AT + next_q.slot * QUERY_TILE_BYTES, next_stats = shared + STATS_AT + next_q.slot * Q_STATS_BYTES;
 #if COMPUTE_DQ
     float dq[DQ_COLUMNS / 2];
+#endif
+#if DQ_LAST
+    wgmma_fence();
+    multiply_queries<SPLIT_LSE>(scores, k, next_queries, split, next_stats);
+#if COMPUTE_DQ
+    barrier_sync(1, NUM_CONSUMERS * 128);  // all of dS^T is there; and the other half of the memory is free again
+#endif
+    wgmma_wait<1>();  // dK
+#if COMPUTE_DQ
+    wgmma_fence();
     multiply_keys(dq, shared + DS_AT + step % 2 * DS_BYTES, k_columns);
 #endif
-    accumulate_stored(sums.dk, shared + DS_AT + step % 2 * DS_BYTES + warpgroup * 64 * 128, q);  // dK += dS^T Q
-    wgmma_wait<1>();                                                                             // all but dK
+    release(barrier_at(shared, EMPTY_Q + q_place.slot));
+    wgmma_wait<0>();
+#else
 #if COMPUTE_DQ
-    const u64 row_tile = (u64)head * (block.dq_len / 16) + (first_query - block.dq_first) / 16 + warp;
-    add_dq(dq, block.dq_sum + (row_tile * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8)) * 128, staging);
+    barrier_sync(1, NUM_CONSUMERS * 128);
+    wgmma_wait<0>();  // dK
+    wgmma_fence();
+    multiply_keys(dq, shared + DS_AT + step % 2 * DS_BYTES, k_columns);
 #endif
+    wgmma_fence();
+    multiply_queries<SPLIT_LSE>(scores, k, next_queries, split, next_stats);
+    wgmma_wait<1>();  // all but the next step's scores
+    release(barrier_at(shared, EMPTY_Q + q_place.slot));
+#endif
+#if COMPUTE_DQ
+    add_dq(dq, dq_to, staging);
+    dq_to += BLOCK_Q * HEAD_DIM;
+#endif
+    wgmma_wait<0>();
     q_place = next_q;
     do_place.advance();
-    if (++tile == block.first_tile + block.num_tiles) {
-      tile = block.first_tile;
-      head += 1;
+    first_query += BLOCK_Q;
+    if (first_query == (block.first_tile + block.num_tiles) * BLOCK_Q) {
+      // The next head's first tile.
+      first_query = block.first_tile * BLOCK_Q;
+#if COMPUTE_DQ
+      dq_to += (i64)(block.dq_len - block.num_tiles * BLOCK_Q) * HEAD_DIM;
+#endif
     }
   }
   wgmma_wait<0>();

@@ -61,7 +61,7 @@ struct DenseWork {
         copy_key_rows(to, k, (u32)tensors.k_token_stride * 2, key, thread / 32);
 #endif
 #if HAS_BIAS
-        store_bias(key_slot(shared, places.stage), thread, next_bias * inverse_scale);
+        store_split(key_slot(shared, places.stage) + ENTRY_BYTES + thread * SPLIT_BYTES, next_bias * inverse_scale);
         fence_async_proxy();  // products read it
         barrier_arrive(full);
         next_bias = delta[min(max(first_key - BLOCK_KV, 0) + thread, seq_len - 1)];

@@ -3,6 +3,9 @@
 // Used by hopper_attention_forward.cu (dense, sliding window) and hopper_dma_attention_forward.cu (gathered lists), which document the interface.
 // Defines    as hopper_tiles.cuh; RESIDUAL 0|1: what rounding took from o is stored too
 #pragma once
+#if GATHER
+#define HALF_STAGES 1
+#endif
 #include "common/hopper_tiles.cuh"
 
 #ifndef RESIDUAL
@@ -19,11 +22,12 @@ constexpr float NO_MAXIMUM = -3.0e38f;
 // From this logit on (in powers of two) rounding it shows beside the 16 bits that o and o_low keep together.
 constexpr float LARGE_LOGIT = 16.0f;
 
-// O += P V.
-DEVICE void weigh_stage(float (&output)[O_REGISTERS], const u32 (&weights)[BLOCK_KV / 16][4], u32 v) {
+// O += P V, over a stage or its first half.
+template <int STEPS>
+DEVICE void weigh_stage(float (&output)[O_REGISTERS], const u32 (&weights)[STEPS][4], u32 v) {
   const u64 b = wgmma_across(v, BLOCK_KV * 128);
 #pragma unroll
-  for (int step = 0; step < BLOCK_KV / 16; ++step) wgmma<1>(output, weights[step], wgmma_step(b, step * 2048), 1);
+  for (int step = 0; step < STEPS; ++step) wgmma<1>(output, weights[step], wgmma_step(b, step * 2048), 1);
   wgmma_commit();
 }
 
@@ -32,13 +36,14 @@ struct SoftmaxState {
 };
 
 // Turns scores into weights 2^(S - maximum); `factor` is what earlier sums and outputs must be multiplied by. Returns whether any of it differs from 1.
-DEVICE bool softmax_stage(float (&score)[64], SoftmaxState& state, float (&factor)[2], float logit_scale) {
+template <int N>
+DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor)[2], float logit_scale) {
   bool outgrown = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float largest = fmaxf(score[2 * r], score[2 * r + 1]);
 #pragma unroll
-    for (int n = 1; n < 16; ++n) largest = fmaxf(largest, fmaxf(score[4 * n + 2 * r], score[4 * n + 2 * r + 1]));
+    for (int n = 1; n < N / 4; ++n) largest = fmaxf(largest, fmaxf(score[4 * n + 2 * r], score[4 * n + 2 * r + 1]));
     largest = quad_max(largest);
 #if RESIDUAL
     const float grown = largest, old = state.maximum[r];
@@ -57,7 +62,7 @@ DEVICE bool softmax_stage(float (&score)[64], SoftmaxState& state, float (&facto
   const bool is_large = __any_sync(~0u, fmaxf(fabsf(state.maximum[0]), fabsf(state.maximum[1])) * logit_scale > LARGE_LOGIT);
   if (is_large) {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) score[i] = exp2_fast((score[i] - state.maximum[i % 4 / 2]) * logit_scale);
+    for (int i = 0; i < N; ++i) score[i] = exp2_fast((score[i] - state.maximum[i % 4 / 2]) * logit_scale);
   } else
 #endif
   {
@@ -65,7 +70,7 @@ DEVICE bool softmax_stage(float (&score)[64], SoftmaxState& state, float (&facto
     for (int r = 0; r < 2; ++r) {
       const float maximum = RESIDUAL ? state.maximum[r] * logit_scale : state.maximum[r];
 #pragma unroll
-      for (int n = 0; n < 16; ++n)
+      for (int n = 0; n < N / 4; ++n)
 #pragma unroll
         for (int x = 0; x < 2; ++x) score[4 * n + 2 * r + x] = exp2_fast(score[4 * n + 2 * r + x] * logit_scale - maximum);
     }
@@ -74,7 +79,7 @@ DEVICE bool softmax_stage(float (&score)[64], SoftmaxState& state, float (&facto
   for (int r = 0; r < 2; ++r) {
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
-    for (int n = 0; n < 16; ++n)
+    for (int n = 0; n < N / 4; ++n)
 #pragma unroll
       for (int x = 0; x < 2; ++x) sum[x] += score[4 * n + 2 * r + x];
     state.total[r] = state.total[r] * factor[r] + (sum[0] + sum[1]);
@@ -82,9 +87,10 @@ DEVICE bool softmax_stage(float (&score)[64], SoftmaxState& state, float (&facto
   return __any_sync(~0u, outgrown);
 }
 
-DEVICE void pack_weights(u32 (&weights)[BLOCK_KV / 16][4], const float (&score)[64]) {
+template <int STEPS>
+DEVICE void pack_weights(u32 (&weights)[STEPS][4], const float (&score)[8 * STEPS]) {
 #pragma unroll
-  for (int step = 0; step < BLOCK_KV / 16; ++step)
+  for (int step = 0; step < STEPS; ++step)
 #pragma unroll
     for (int x = 0; x < 4; ++x) weights[step][x] = pack_bf16(score[8 * step + 2 * x], score[8 * step + 2 * x + 1]);
 }
@@ -128,23 +134,111 @@ DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& s
   }
 }
 
+// The warpgroup's rows of one tile while stages stream past them.
+struct RowsInWork {
+  const ConsumerRows& rows;
+  const BiasWeights& bias_weights;
+  ConsumerPlaces& places;
+  u32 shared, q;
+  int warpgroup;
+  float logit_scale;
+  float (&output)[O_REGISTERS];
+  SoftmaxState& state;
+
+  DEVICE u32 key_tile() const { return shared + K_AT + places.k.slot * STAGE_BYTES; }
+  DEVICE u32 value_tile() const { return shared + V_AT + places.v.slot * STAGE_BYTES; }
+  DEVICE void release_keys(bool is_last) const {
+    release(barrier_at(shared, EMPTY_K + places.k.slot));
+    if (is_last) release(barrier_at(shared, EMPTY_Q));
+  }
+
+  // The weights of the first stage, or of its first half; then its values are there.
+  template <int STEPS>
+  DEVICE void first_stage(u32 (&weights)[STEPS][4], bool is_last) {
+    float score[8 * STEPS], factor[2];
+    barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
+    if (!KEY_MAPS) fence_async_proxy();
+    wgmma_fence();
+    multiply_stage<HAS_BIAS>(score, q, key_tile(), key_slot(shared, places.stage), bias_weights);
+    const bool partial = stage_is_partial<16 * STEPS>(rows, key_slot(shared, places.stage), 0);
+    wgmma_wait<0>();
+    release_keys(is_last);
+    if (partial) mask_stage(score, rows, key_slot(shared, places.stage), 0, -INFINITY_F32);
+    softmax_stage(score, state, factor, logit_scale);
+    pack_weights(weights, score);
+    barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
+  }
+
+  // The weights of the next stage, `it` of the tile, while the values of the last are weighed.
+  template <int STEPS>
+  DEVICE void next_stage(const u32 (&last_weights)[STEPS][4], u32 (&weights)[BLOCK_KV / 16][4], int it, bool is_last) {
+    float score[64], factor[2];
+    places.k.advance();
+    places.stage += 1;
+    barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
+    if (!KEY_MAPS) fence_async_proxy();  // for the keys, and the values awaited before
+#if TAKE_TURNS
+    barrier_sync(1 + warpgroup, 256);
+#endif
+    wgmma_fence();
+    multiply_stage<HAS_BIAS>(score, q, key_tile(), key_slot(shared, places.stage), bias_weights);
+    wgmma_fence();
+    weigh_stage(output, last_weights, value_tile());
+#if TAKE_TURNS == 1
+    barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
+#endif
+    const bool partial = stage_is_partial(rows, key_slot(shared, places.stage), it);
+    wgmma_wait<1>();
+#if TAKE_TURNS == 2
+    barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
+#endif
+    release_keys(is_last);
+    if (partial) mask_stage(score, rows, key_slot(shared, places.stage), it, -INFINITY_F32);
+    const bool outgrown = softmax_stage(score, state, factor, logit_scale);
+    // The exponentials belong before the wait for O += P V, which covers them; the compiler moves them behind it where nothing holds them: this does,
+    // together with the loop inside barrier_wait.
+    keep_here(score);
+    RingPlace<V_STAGES> next_v = places.v;
+    next_v.advance();
+    barrier_wait(barrier_at(shared, FULL_V + next_v.slot), next_v.phase);
+    wgmma_wait<0>();
+    release(barrier_at(shared, EMPTY_V + places.v.slot));
+    places.v = next_v;
+    if (outgrown) {
+#pragma unroll
+      for (int i = 0; i < O_REGISTERS; ++i) output[i] *= factor[i % 4 / 2];
+    }
+    pack_weights(weights, score);
+  }
+
+  // O of the last stage.
+  template <int STEPS>
+  DEVICE void finish(const u32 (&weights)[STEPS][4]) {
+    if (!KEY_MAPS) fence_async_proxy();
+    wgmma_fence();
+    weigh_stage(output, weights, value_tile());
+    wgmma_wait<0>();
+    release(barrier_at(shared, EMPTY_V + places.v.slot));
+    places.k.advance();
+    places.v.advance();
+    places.stage += 1;
+  }
+};
+
 struct ForwardConsumer {
   ForwardOutput out;
 
   // Attention of the warpgroup's 64 rows of one tile; false when there was none.
   DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, ConsumerPlaces& places) const {
     const u32 tile = tile_base(shared, done);
-    const u32 q = shared + warpgroup * 64 * 128;
     barrier_wait(barrier_at(shared, FULL_Q), done & 1);
     if (!TENSOR_MAPS) fence_async_proxy();  // the queries came by cp.async
     const int num_stages = load_shared_int(tile + 16);
     if (num_stages == 0) return false;
 
     const ConsumerRows rows = consumer_rows(tile, warpgroup);
-    const float logit_scale = tensors.softmax_scale * LOG2_E;
     const BiasWeights bias_weights;
-
-    float output[O_REGISTERS], score[64], factor[2];
+    float output[O_REGISTERS];
     u32 weights[BLOCK_KV / 16][4];
     SoftmaxState state;
 #pragma unroll
@@ -154,73 +248,22 @@ struct ForwardConsumer {
       state.maximum[r] = NO_MAXIMUM;
       state.total[r] = 0.0f;
     }
+    RowsInWork work = {rows, bias_weights, places, shared, shared + warpgroup * 64 * 128, warpgroup, tensors.softmax_scale * LOG2_E, output, state};
 
-    // The first stage's scores.
-    barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
-    if (!KEY_MAPS) fence_async_proxy();
-    wgmma_fence();
-    multiply_stage<HAS_BIAS>(score, q, shared + K_AT + places.k.slot * STAGE_BYTES, key_slot(shared, places.stage), bias_weights);
-    const bool first_partial = stage_is_partial(rows, key_slot(shared, places.stage), 0);
-    wgmma_wait<0>();
-    release(barrier_at(shared, EMPTY_K + places.k.slot));
-    if (num_stages == 1) release(barrier_at(shared, EMPTY_Q));
-    if (first_partial) mask_stage(score, rows, key_slot(shared, places.stage), 0, -INFINITY_F32);
-    softmax_stage(score, state, factor, logit_scale);
-    pack_weights(weights, score);
-    barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
-
-    for (int it = 1; it < num_stages; ++it) {
-      places.k.advance();
-      places.stage += 1;
-      barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
-      if (!KEY_MAPS) fence_async_proxy();  // for the keys, and the values awaited before
-#if TAKE_TURNS
-      barrier_sync(1 + warpgroup, 256);
+    int num_whole = num_stages;
+#if HALF_STAGES
+    if (load_shared_int(tile + 24)) {
+      num_whole -= 1;
+      u32 half_weights[HALF_KV / 16][4];
+      work.first_stage(half_weights, num_whole == 0);
+      if (num_whole > 0) work.next_stage(half_weights, weights, 0, num_whole == 1);
+      else work.finish(half_weights);
+    } else
 #endif
-      wgmma_fence();
-      multiply_stage<HAS_BIAS>(score, q, shared + K_AT + places.k.slot * STAGE_BYTES, key_slot(shared, places.stage), bias_weights);
-      wgmma_fence();
-      weigh_stage(output, weights, shared + V_AT + places.v.slot * STAGE_BYTES);
-#if TAKE_TURNS == 1
-      barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
-#endif
-      const bool partial = stage_is_partial(rows, key_slot(shared, places.stage), it);
-      wgmma_wait<1>();
-#if TAKE_TURNS == 2
-      barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
-#endif
-      release(barrier_at(shared, EMPTY_K + places.k.slot));
-      if (it == num_stages - 1) release(barrier_at(shared, EMPTY_Q));
-      if (partial) mask_stage(score, rows, key_slot(shared, places.stage), it, -INFINITY_F32);
-      const bool outgrown = softmax_stage(score, state, factor, logit_scale);
-      // The exponentials belong before the wait for O += P V, which covers them; the compiler moves them behind it where nothing holds them: this does,
-      // together with the loop inside barrier_wait.
-      keep_here(score);
-      RingPlace<V_STAGES> next_v = places.v;
-      next_v.advance();
-      barrier_wait(barrier_at(shared, FULL_V + next_v.slot), next_v.phase);
-      wgmma_wait<0>();
-      release(barrier_at(shared, EMPTY_V + places.v.slot));
-      places.v = next_v;
-      if (outgrown) {
-#pragma unroll
-        for (int n = 0; n < O_REGISTERS / 4; ++n)
-#pragma unroll
-          for (int x = 0; x < 4; ++x) output[4 * n + x] *= factor[x / 2];
-      }
-      pack_weights(weights, score);
-    }
-
-    // The last stage's weights.
-    if (!KEY_MAPS) fence_async_proxy();
-    wgmma_fence();
-    weigh_stage(output, weights, shared + V_AT + places.v.slot * STAGE_BYTES);
-    wgmma_wait<0>();
-    release(barrier_at(shared, EMPTY_V + places.v.slot));
-    places.k.advance();
-    places.v.advance();
-    places.stage += 1;
-    store_rows(output, state, logit_scale, tensors, out, tile, warpgroup);
+      work.first_stage(weights, num_whole == 1);
+    for (int it = 1; it < num_whole; ++it) work.next_stage(weights, weights, it, it == num_whole - 1);
+    if (num_whole > 0) work.finish(weights);
+    store_rows(output, state, work.logit_scale, tensors, out, tile, warpgroup);
     return true;
   }
 };

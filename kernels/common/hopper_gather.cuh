@@ -10,12 +10,16 @@
 constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
 constexpr int BLOCK_TILES = ceil_div(SUPER_BLOCK, TILE_QUERIES);
 
-// A tile's keys: `count` entries of a list. Past them the first one stands in, with an expire that nobody precedes.
+// A tile's keys: entries of a list, `head_count` of them in the first stage and then whole stages. Where there is none the first entry stands in, with an
+// expire that nobody precedes.
 struct KeyWindow {
   const int2* entries;
-  int count;
+  int head_count, num_stages;
 
-  DEVICE int2 entry(int at) const { return at < count ? entries[at] : make_int2(entries[0].x, 0); }
+  DEVICE int2 entry(int stage, int at) const {
+    if (stage == 0 ? at >= head_count : stage >= num_stages) return make_int2(entries[0].x, 0);
+    return entries[stage == 0 ? at : head_count - BLOCK_KV + stage * BLOCK_KV + at];
+  }
 };
 
 struct GatherWork {
@@ -48,30 +52,34 @@ struct GatherWork {
     const int num_windows = ceil_div(tensors.seq_len, tile_queries), num_super_blocks = ceil_div(tensors.seq_len, SUPER_BLOCK);
     const i32* windows = tile_window + list_row * num_windows * 2;
     const int begin = windows[(tile.end_query - 1) / tile_queries * 2], end = windows[tile.first_query / tile_queries * 2 + 1];
+    const int count = max(end - begin, 0);
+    tile.num_stages = max(ceil_div(count, BLOCK_KV), 1);
     KeyWindow window;
-    window.count = max(end - begin, 0);
-    window.entries = list + (list_row * num_super_blocks + super_block) * list_capacity + (window.count > 0 ? begin : 0);
-    tile.num_stages = max(ceil_div(window.count, BLOCK_KV), 1);
+    window.entries = list + (list_row * num_super_blocks + super_block) * list_capacity + (count > 0 ? begin : 0);
+    window.head_count = count - (tile.num_stages - 1) * BLOCK_KV;
+    window.num_stages = tile.num_stages;
+    tile.first_is_half = HALF_STAGES && window.head_count <= HALF_KV;
 
     const bf16* k = tensors.k + place.batch * tensors.k_batch_stride + (u64)kv_head * HEAD_DIM;
     const bf16* v = tensors.v + place.batch * tensors.v_batch_stride + (u64)kv_head * HEAD_DIM;
     const float* delta = tensors.delta + list_row * tensors.seq_len;
     const float inverse_scale = 1.0f / tensors.softmax_scale;
     int here = 0;                      // this thread's key of stage it
-    int2 next = window.entry(thread);  // its entry of stage it + 1; the loads run further ahead
-    int2 after = window.entry(BLOCK_KV + thread);
+    int2 next = window.entry(0, thread);  // its entry of stage it + 1; the loads run further ahead
+    int2 after = window.entry(1, thread);
     float next_bias = delta[next.x];
 
     for (int it = -1; it < tile.num_stages; ++it) {
-      const int2 later = window.entry((it + 3) * BLOCK_KV + thread);
+      const int2 later = window.entry(it + 3, thread);
       const float after_bias = delta[after.x];
       if (it + 1 < tile.num_stages) {
         // Keys run one stage ahead of values.
         const u32 full = barrier_at(shared, FULL_K + places.k.slot), keys = key_slot(shared, places.stage);
         barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
-        copy_key_rows(shared + K_AT + places.k.slot * STAGE_BYTES, k, (u32)tensors.k_token_stride * 2, next.x, warp);
+        if (it >= 0 || !tile.first_is_half || warp < HALF_KV / 32)
+          copy_key_rows(shared + K_AT + places.k.slot * STAGE_BYTES, k, (u32)tensors.k_token_stride * 2, next.x, warp);
         asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(keys + thread * 8), "r"(next.x), "r"(next.y) : "memory");
-        store_bias(keys, thread, next_bias * inverse_scale);
+        store_split(keys + ENTRY_BYTES + thread * SPLIT_BYTES, next_bias * inverse_scale);
         barrier_arrive_copies(full);
         barrier_arrive(full);  // for the entry and the bias, which were stored
         places.k.advance();
@@ -85,7 +93,8 @@ struct GatherWork {
         barrier_arrive(barrier_at(shared, FULL_Q));
       } else {
         barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
-        copy_key_rows(shared + V_AT + places.v.slot * STAGE_BYTES, v, (u32)tensors.v_token_stride * 2, here, warp);
+        if (it > 0 || !tile.first_is_half || warp < HALF_KV / 32)
+          copy_key_rows(shared + V_AT + places.v.slot * STAGE_BYTES, v, (u32)tensors.v_token_stride * 2, here, warp);
         barrier_arrive_copies(barrier_at(shared, FULL_V + places.v.slot));
         places.v.advance();
       }

@@ -3,7 +3,7 @@
 // Defines    HEAD_DIM (64, 128); NUM_CONSUMERS warpgroups of 64 rows; BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query heads of a
 //            group share a tile; HAS_BIAS; GATHER; TENSOR_MAPS 0|1: tiles by the copy engine instead of cp.async (gathered keys and values always by
 //            cp.async); TAKE_TURNS: consumers issue their products in turns, 1: the next one's follow at once, 2: after this one's first product;
-//            CONSUMER_REGISTERS, PRODUCER_REGISTERS; ROW_SUMS: output gradients beside the queries
+//            CONSUMER_REGISTERS, PRODUCER_REGISTERS; ROW_SUMS: output gradients beside the queries; HALF_STAGES: a tile's first stage may be one of 64 keys
 // A stage's life: a producer thread waits for the slot (empty barrier), copies, and arrives at the full barrier when its copies are there; each
 // consumer warp releases the slot after the products that read it.
 #pragma once
@@ -11,6 +11,7 @@
 #include "common/hopper_schedule.cuh"
 #include "common/mma.cuh"
 #include "common/quad.cuh"
+#include "common/split_step.cuh"
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 
@@ -26,6 +27,9 @@
 #ifndef HEADS_PER_TILE
 #define HEADS_PER_TILE 1
 #endif
+#ifndef HALF_STAGES
+#define HALF_STAGES 0
+#endif
 #ifndef TENSOR_MAPS
 #define TENSOR_MAPS 0
 #endif
@@ -40,6 +44,7 @@ constexpr int TILE_QUERIES = BLOCK_Q / HEADS_PER_TILE;
 constexpr int THREADS = 128 + NUM_CONSUMERS * 128;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "output rows are 32 or 64 registers of a thread, and a producer thread copies whole chunks");
 static_assert(BLOCK_KV == 128, "scores are 64 registers of a thread; each of four producer warps brings 32 keys");
+constexpr int HALF_KV = BLOCK_KV / 2;
 static_assert(BLOCK_Q % HEADS_PER_TILE == 0, "a tile holds whole heads");
 static_assert(K_STAGES >= 2 && K_STAGES <= 3 && V_STAGES >= 2, "stage k + 1 is scored while stage k is weighed");
 
@@ -55,7 +60,7 @@ constexpr int V_AT = K_AT + K_STAGES * STAGE_BYTES;
 // release of the next stage's K. So K_STAGES + 1 slots need no barriers of their own; four keep the index a mask.
 constexpr int NUM_KEY_SLOTS = 4;
 constexpr int ENTRY_BYTES = GATHER ? BLOCK_KV * 8 : 0;
-constexpr int KEY_BYTES = ENTRY_BYTES + (HAS_BIAS ? BLOCK_KV * 16 : 0);
+constexpr int KEY_BYTES = ENTRY_BYTES + (HAS_BIAS ? BLOCK_KV * SPLIT_BYTES : 0);
 constexpr int KEYS_AT = V_AT + V_STAGES * STAGE_BYTES;
 // Two of these: the producer describes the next tile while the consumers store the last.
 constexpr int TILE_BYTES = 32 + (GATHER ? 0 : TILE_QUERIES * 4);
@@ -71,7 +76,8 @@ static_assert(BARRIERS_AT % 16 == 0, "barriers and vectors are aligned");
 struct TileHead {
   int batch, head, first_query, end_query;
   int num_stages, last_stage;  // num_stages: 0 behind the last tile; last_stage: dense, stages are visited from this one (key / BLOCK_KV) downwards
-  int unused[2];
+  int first_is_half;           // HALF_STAGES: the first stage holds HALF_KV keys
+  int unused;
 };
 
 struct InputTensors {
@@ -170,32 +176,16 @@ struct ProducerPlaces {
 
 // ---- Consumer ------------------------------------------------------------------------------------------------------------------------------
 
+// A key's bias, as delta / softmax_scale, is one more step of the scores' product.
 #if HAS_BIAS
-// A key's bias enters the scores as one more step of their product: three bf16 whose sum is delta / softmax_scale, against ones. So it costs nothing
-// behind the product, and is added to complete sums.
-DEVICE void store_bias(u32 keys, int at, float bias) {
-  const u32 first = __float_as_uint(bias);
-  const float rest = bias - __uint_as_float(first & 0xffff0000u);
-  const u32 second = __float_as_uint(rest), third = __float_as_uint(rest - __uint_as_float(second & 0xffff0000u));
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %3};" ::"r"(keys + ENTRY_BYTES + at * 16), "r"(first >> 16 | (second & 0xffff0000u)), "r"(third >> 16), "r"(0u) : "memory");
-}
+using BiasWeights = SplitWeights;
+#else
+struct BiasWeights {};
 #endif
 
-// The ones of that step: the A operand, columns 0, 1 and 2 of every row. Made before the products, so that none waits for it.
-struct BiasWeights {
-#if HAS_BIAS
-  u32 ones[4];
-  DEVICE BiasWeights() {
-    const u32 t = threadIdx.x % 4;
-    ones[0] = ones[1] = opaque(t == 0 ? 0x3f803f80u : t == 1 ? 0x3f80u : 0u);
-    ones[2] = ones[3] = opaque(0u);
-  }
-#endif
-};
-
-// d = a b^T (+ the stage's bias): the warpgroup's 64 rows of a tile of BLOCK_Q, against a stage.
-template <int BIAS>
-DEVICE void multiply_stage(float (&d)[64], u32 rows, u32 stage, [[maybe_unused]] u32 keys, [[maybe_unused]] const BiasWeights& weights) {
+// d = a b^T (+ the stage's bias): the warpgroup's 64 rows of a tile of BLOCK_Q, against the 2 N keys of a stage, or of its first half.
+template <int BIAS, int N>
+DEVICE void multiply_stage(float (&d)[N], u32 rows, u32 stage, [[maybe_unused]] u32 keys, [[maybe_unused]] const BiasWeights& weights) {
   const u64 a = wgmma_along(rows), b = wgmma_along(stage);
 #pragma unroll
   for (int step = 0; step < HEAD_DIM / 16; ++step)
@@ -240,11 +230,12 @@ DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
 }
 
 // Whether some row of the warp does not see some key of the stage. The keys must be there, their scores need not.
+template <int KEYS = BLOCK_KV>
 DEVICE bool stage_is_partial(const ConsumerRows& rows, u32 keys, int it) {
 #if GATHER
   bool all = true;
 #pragma unroll
-  for (int i = 0; i < BLOCK_KV / 32; ++i) {
+  for (int i = 0; i < KEYS / 32; ++i) {
     int2 entry;
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(entry.x), "=r"(entry.y) : "r"(keys + (i * 32 + threadIdx.x % 32) * 8) : "memory");
     all &= entry.x <= rows.first_query && entry.y > rows.last_query;
@@ -257,11 +248,12 @@ DEVICE bool stage_is_partial(const ConsumerRows& rows, u32 keys, int it) {
 }
 
 // Puts `masked` where a row does not see a key of the stage.
-DEVICE void mask_stage(float (&score)[64], const ConsumerRows& rows, u32 keys, int it, float masked) {
+template <int N>
+DEVICE void mask_stage(float (&score)[N], const ConsumerRows& rows, u32 keys, int it, float masked) {
   const int t = (int)threadIdx.x % 4;
 #if GATHER
 #pragma unroll
-  for (int n = 0; n < 16; ++n) {
+  for (int n = 0; n < N / 4; ++n) {
     const uint4 pair = load_shared_128(keys + (n * 8 + 2 * t) * 8);
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
@@ -278,7 +270,7 @@ DEVICE void mask_stage(float (&score)[64], const ConsumerRows& rows, u32 keys, i
     lowest[r] = rows.lowest[r] - first_key - 2 * t;
   }
 #pragma unroll
-  for (int n = 0; n < 16; ++n)
+  for (int n = 0; n < N / 4; ++n)
 #pragma unroll
     for (int x = 0; x < 4; ++x)
       if (n * 8 + x % 2 > last[x / 2] || n * 8 + x % 2 < lowest[x / 2]) score[4 * n + x] = masked;

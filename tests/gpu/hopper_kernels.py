@@ -50,9 +50,10 @@ def backward_tiling(d):
     return tiling
 
 
-def backward_shared_bytes(d, t, compute_dq):
+def backward_shared_bytes(d, t, compute_dq, bias):
     stages = t["Q_STAGES"] + t["DO_STAGES"]
-    return 512 * d + stages * 128 * d + 32768 + (256 * d if compute_dq and t["DQ_BULK"] else 0) + t["DO_STAGES"] * 512 + (2 * stages + 1) * 8 + 1024
+    stats = t["DO_STAGES"] * 1280 if bias else stages * 1024 if d == 64 else t["DO_STAGES"] * 512
+    return 512 * d + stages * 128 * d + 32768 + (256 * d if compute_dq and t["DQ_BULK"] else 0) + stats + (2 * stages + 1) * 8 + 1024
 
 
 class HopperRuntime(CubinRuntime):
@@ -117,6 +118,8 @@ class HopperRuntime(CubinRuntime):
         if entry in ("attention_backward", "dma_attention_backward") and "backward" in self.kinds and defines["COMPUTE_DK"] and defines["COMPUTE_DV"]:
             t = {**backward_tiling(d), **self.backward}
             compute_dq = defines["COMPUTE_DQ"]
+            if not compute_dq:
+                t.update(CONSUMER_REGISTERS=224, PRODUCER_REGISTERS=56)
             if gather:
                 specific = dict(DETERMINISTIC=defines.get("DETERMINISTIC", 0))
                 blocks = words[17] // kernels.SUPER_BLOCK * ceil_div(words[15], 128)
@@ -125,7 +128,7 @@ class HopperRuntime(CubinRuntime):
             width = words[2] * d
             maps = [packed(0, words[2], 64), (3, (0, width, words[1], words[0], width, words[1] * width, 64))] if t.get("TENSOR_MAPS") else []
             return ("hopper_" + entry, {"HEAD_DIM": d, **t, "COMPUTE_DQ": compute_dq, **specific}, (blocks, words[3], words[0]), 384,
-                    backward_shared_bytes(d, t, compute_dq), maps)
+                    backward_shared_bytes(d, t, compute_dq, bias), maps)
         return None
 
     def with_residual(self, entry, defines, tensors):

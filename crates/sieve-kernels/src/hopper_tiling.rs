@@ -242,13 +242,15 @@ pub fn hopper_backward_kernel(
     let (q_stages, do_stages, dq_bulk) = if d == 64 { (3, 3, 0) } else { (3, 2, 1) };
     let stages = q_stages + do_stages;
     let dq_bytes = if set.dq { 256 * d * dq_bulk } else { 0 };
-    let shared = 512 * d
-        + stages * 128 * d
-        + 32768
-        + dq_bytes
-        + do_stages * 512
-        + (2 * stages + 1) * 8
-        + 1024;
+    // lse and D of 64 queries: as plain numbers, or 16 bytes each where they are steps of the products.
+    let stats_bytes = match source {
+        KeySource::Dense if d == 64 => stages * 1024,
+        KeySource::Dense => do_stages * 512,
+        KeySource::Biased | KeySource::Gathered => do_stages * 1280,
+    };
+    let shared =
+        512 * d + stages * 128 * d + 32768 + dq_bytes + stats_bytes + (2 * stages + 1) * 8 + 1024;
+    let [consumer, producer] = if set.dq { [232, 40] } else { [224, 56] };
     let name = match source {
         KeySource::Gathered => "hopper_dma_attention_backward",
         KeySource::Dense | KeySource::Biased => "hopper_attention_backward",
@@ -259,8 +261,8 @@ pub fn hopper_backward_kernel(
         .define("Q_STAGES", q_stages)
         .define("DO_STAGES", do_stages)
         .define("TENSOR_MAPS", 1)
-        .define("CONSUMER_REGISTERS", 232)
-        .define("PRODUCER_REGISTERS", 40)
+        .define("CONSUMER_REGISTERS", consumer)
+        .define("PRODUCER_REGISTERS", producer)
         .define("COMPUTE_DQ", set.dq as u8)
         .threads(3 * WARPGROUP)
         .shared_bytes(shared);
