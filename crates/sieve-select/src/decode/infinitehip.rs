@@ -53,13 +53,17 @@ impl Infinitehip {
         let (d, m) = (cache.shape.head_dim, cache.shape.group_size());
         for (head, chunks) in self.chunks.iter_mut().enumerate() {
             let query = &q[head * d..(head + 1) * d];
-            let score = |key: usize| dot(query, cache.key(head / m, key));
+            let scores_of = |keys: &[usize]| -> Vec<f32> {
+                let keys = keys.iter();
+                keys.map(|&key| dot(query, cache.key(head / m, key)))
+                    .collect()
+            };
             if due.contains(&true) {
                 self.dense[head] = false;
             }
             for (at, stage) in stages.into_iter().enumerate().filter(|(at, _)| due[*at]) {
                 let from = if at == 0 { &first } else { &chunks[at - 1] };
-                let kept = stage.run(from, score);
+                let kept = stage.run(from, scores_of);
                 self.dense[head] |= kept.is_none();
                 chunks[at] = kept.unwrap_or_default();
             }

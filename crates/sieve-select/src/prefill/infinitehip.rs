@@ -4,14 +4,15 @@
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
+use sieve_cpu::max_of_row;
 
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
 use crate::keep::{sorted, top_k};
 use crate::mask::{ListRows, SparseMask};
+use crate::pool::scores;
 use crate::range::Rules;
-use crate::vector::dot;
 
 /// Settings of `infinitehip`. Stage `i` samples every `stride_i`-th query of a block and ranks chunks of `chunk_i` keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -178,8 +179,12 @@ impl InfinitehipConfig {
         kept.extend(candidates.1 / self.chunk_3..admissible);
         let mut chunks = self.first_chunks(candidates);
         for stage in self.stages() {
-            let queries: Vec<usize> = tiles.rows(i).step_by(stage.stride).collect();
-            chunks = stage.run(&chunks, |key| best_product(call, head, &queries, key))?;
+            let queries: Vec<f32> = tiles
+                .rows(i)
+                .step_by(stage.stride)
+                .flat_map(|row| call.query(head, row).iter().copied())
+                .collect();
+            chunks = stage.run(&chunks, |keys| best_products(call, head, &queries, keys))?;
         }
         kept.extend(chunks.into_iter().map(|(start, _)| start / self.chunk_3));
         Some(sorted(kept))
@@ -188,15 +193,19 @@ impl InfinitehipConfig {
 
 impl Stage {
     /// The best chunks by the scores of their representatives, cut for the next stage; `None` on NaN.
-    pub(crate) fn run(self, chunks: &[Chunk], score: impl Fn(usize) -> f32) -> Option<Vec<Chunk>> {
-        let scores: Vec<f32> = chunks
-            .iter()
-            .map(|&chunk| representative(&score, chunk))
-            .collect();
-        if scores.iter().any(|x| x.is_nan()) {
+    pub(crate) fn run(
+        self,
+        chunks: &[Chunk],
+        scores_of: impl Fn(&[usize]) -> Vec<f32>,
+    ) -> Option<Vec<Chunk>> {
+        if chunks.len() <= self.num_kept {
+            return Some(cut(chunks.iter().copied(), self.next_chunk));
+        }
+        let found = representatives(chunks, scores_of);
+        if found.iter().any(|x| x.is_nan()) {
             return None;
         }
-        let best = top_k(&scores, self.num_kept);
+        let best = top_k(&found, self.num_kept);
         Some(cut(best.into_iter().map(|at| chunks[at]), self.next_chunk))
     }
 }
@@ -212,48 +221,41 @@ fn cut(ranges: impl Iterator<Item = Chunk>, chunk: usize) -> Vec<Chunk> {
         .collect()
 }
 
-/// Score of the key a chunk is narrowed to: the half whose first key has the larger score, again and again; the first half
-/// on a tie.
-fn representative(score: impl Fn(usize) -> f32, (mut start, mut end): Chunk) -> f32 {
-    let mut best = score(start);
-    while end - start > 1 {
-        let middle = start + (end - start).div_ceil(2);
-        let other = score(middle);
-        if other > best || other.is_nan() {
-            (start, best) = (middle, other);
-        } else {
-            end = middle;
+/// Score of the key each chunk is narrowed to: the half whose first key has the larger score, again and again; the first
+/// half on a tie. All chunks are halved at once, so that a step is one product.
+fn representatives(chunks: &[Chunk], scores_of: impl Fn(&[usize]) -> Vec<f32>) -> Vec<f32> {
+    let firsts: Vec<usize> = chunks.iter().map(|chunk| chunk.0).collect();
+    let mut best = scores_of(&firsts);
+    let mut chunks = chunks.to_vec();
+    loop {
+        let halved: Vec<(usize, usize)> = chunks
+            .iter()
+            .enumerate()
+            .filter(|(_, (start, end))| end - start > 1)
+            .map(|(at, (start, end))| (at, start + (end - start).div_ceil(2)))
+            .collect();
+        if halved.is_empty() {
+            return best;
+        }
+        let middles: Vec<usize> = halved.iter().map(|half| half.1).collect();
+        for ((at, middle), score) in halved.into_iter().zip(scores_of(&middles)) {
+            if score > best[at] || score.is_nan() {
+                (chunks[at].0, best[at]) = (middle, score);
+            } else {
+                chunks[at].1 = middle;
+            }
         }
     }
-    best
 }
 
-/// Largest product of a key with some queries; NaN when there is one.
-fn best_product(call: &Call<'_>, head: usize, queries: &[usize], key: usize) -> f32 {
-    let k = call.key(call.kv_head(head), key);
-    let mut best = f32::NEG_INFINITY;
-    for &row in queries {
-        let product = dot(call.query(head, row), k);
-        if product > best || product.is_nan() {
-            best = product;
-        }
-    }
-    best
-}
-
-/// The chunks a method may not do better than, for tests: exact maxima over all pairs.
-#[cfg(test)]
-pub(crate) fn exact_chunk_order(
-    call: &Call<'_>,
-    head: usize,
-    queries: &[usize],
-    chunks: &[(usize, usize)],
-) -> Vec<usize> {
-    let best = |&(start, end): &(usize, usize)| {
-        (start..end)
-            .map(|key| best_product(call, head, queries, key))
-            .fold(f32::NEG_INFINITY, f32::max)
-    };
-    let scores: Vec<f32> = chunks.iter().map(best).collect();
-    crate::keep::falling(&scores)
+/// Largest product of each key with some queries, `[queries, head_dim]`; NaN when there is one.
+fn best_products(call: &Call<'_>, head: usize, queries: &[f32], keys: &[usize]) -> Vec<f32> {
+    let (d, kv_head) = (call.shape.head_dim, call.kv_head(head));
+    let keys: Vec<f32> = keys
+        .iter()
+        .flat_map(|&key| call.key(kv_head, key).iter().copied())
+        .collect();
+    let num_queries = queries.len() / d;
+    let products = scores(&keys, queries, d, 1.0);
+    products.chunks_exact(num_queries).map(max_of_row).collect()
 }

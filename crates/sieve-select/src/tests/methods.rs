@@ -1,7 +1,7 @@
 //! The check lines of the specification, method by method: those that have no file of their own.
 
 use super::{select, selector};
-use crate::call::{Call, Tiles};
+use crate::call::Call;
 use crate::keep::{falling, keep_mass_forced};
 use crate::oracle::{expanded_row, oracle_row};
 use crate::prefill::minference::{Pattern, PatternFile, search_patterns};
@@ -217,25 +217,6 @@ fn infinitehip_budget_and_ranges() {
         );
         // Sink, window with its tile, and the budget.
         assert!(keys.len() <= 8 + 16 + 8 + 4 + 16, "{row}: {}", keys.len());
-    }
-    // A chunk of one key is ranked exactly.
-    let exact = text
-        .replace("chunk_1=16", "chunk_1=1")
-        .replace("chunk_2=8", "chunk_2=1")
-        .replace("chunk_3=4", "chunk_3=1");
-    let exact = exact
-        .replace("stride_1=2", "stride_1=1")
-        .replace("stride_2=2", "stride_2=1");
-    let mask = select(&exact, &data);
-    let call = data.call();
-    let tiles: Tiles = mask.tiles;
-    let i = 30;
-    let rows: Vec<usize> = tiles.rows(i).collect();
-    let candidates: Vec<(usize, usize)> =
-        (8..tiles.first(i) + 1 - 16).map(|j| (j, j + 1)).collect();
-    let best = crate::prefill::infinitehip::exact_chunk_order(&call, 0, &rows, &candidates);
-    for &at in &best[..16] {
-        assert!(mask.row(0, i).contains(&(candidates[at].0 as i32)));
     }
 }
 
