@@ -25,6 +25,7 @@ mod attention_backward_tiling;
 mod attention_tiling;
 mod heads;
 mod hopper_tiling;
+mod host_copy;
 
 mod attention_backward;
 mod attention_decode;
@@ -112,6 +113,7 @@ pub use hopper_tiling::{
     HopperPass, HopperTiling, KernelFamily, attention_family, has_hopper_form,
     hopper_backward_kernel, use_portable_kernels_only,
 };
+pub use host_copy::{HostCopy, HostReader};
 pub use kernel_trace::{KernelRecord, KernelTotal, KernelTrace, TraceResult};
 pub use layout::{RowLayout, contiguous_strides, row_layout, strides_are_contiguous};
 pub use linear_cross_entropy::{

@@ -4,6 +4,7 @@ use crate::attention_layer::{
 };
 use crate::dma::{self, DmaState};
 use crate::feed_forward::{self, FeedForwardGradient, FeedForwardState};
+use crate::snapshot::Snapshot;
 use crate::{
     AdamWStep, AdamWTensors, AttentionLayerCall, AttentionLayerWeights, AttentionOutput,
     AttentionSpec, DmaForward, DmaSelection, DmaSpec, DocumentBounds, FeedForwardWeights, Residual,
@@ -484,6 +485,14 @@ impl<B: SieveBackend, C: CheckpointStrategy> SieveBackend for Autodiff<B, C> {
     fn split_master(master: FloatTensor<Self>) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let (leaf, rest) = B::split_master(master.primitive);
         (constant::<B, C>(leaf), constant::<B, C>(rest))
+    }
+
+    fn snapshot(tensor: FloatTensor<Self>) -> Snapshot {
+        B::snapshot(tensor.primitive)
+    }
+
+    fn snapshot_room(device: &Self::Device) -> u64 {
+        B::snapshot_room(device)
     }
 
     fn join_master(leaf: FloatTensor<Self>, rest: FloatTensor<Self>) -> FloatTensor<Self> {

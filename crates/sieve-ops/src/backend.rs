@@ -5,6 +5,7 @@ use crate::feed_forward::{FeedForwardWeights, Residual};
 use crate::mla::MlaBackend;
 use crate::nsa::NsaBackend;
 use crate::reference;
+use crate::snapshot::Snapshot;
 use burn::backend::Autodiff;
 use burn::tensor::FloatDType;
 use burn::tensor::backend::{AutodiffBackend, Backend};
@@ -433,6 +434,15 @@ pub trait SieveBackend: NsaBackend + MlaBackend {
     /// The inverse of [`split_master`](Self::split_master), exact.
     fn join_master(_leaf: FloatTensor<Self>, rest: FloatTensor<Self>) -> FloatTensor<Self> {
         rest
+    }
+
+    /// The values of a tensor as they are now, to be read on any thread; here they are read at once.
+    fn snapshot(tensor: FloatTensor<Self>) -> Snapshot {
+        Snapshot::read_now::<Self>(tensor)
+    }
+    /// Bytes that snapshots may hold on a device beside everything else; 0 where they hold none there.
+    fn snapshot_room(_device: &Self::Device) -> u64 {
+        0
     }
 
     /// One AdamW update; `grad_scale` is `[1]` on the device. Where it is zero or no finite number nothing changes: the

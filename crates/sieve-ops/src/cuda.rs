@@ -15,6 +15,7 @@ mod paths;
 pub use paths::{OpPath, op_paths, set_sum_order};
 
 use crate::decode::{DmaCache, DmaToken, dma_decode_reference};
+use crate::snapshot::Snapshot;
 use crate::{
     AdamWStep, AdamWTensors, AttentionOutput, AttentionSpec, DmaBias, DmaSelection, DocumentBounds,
     RopeTables, SieveBackend, reference,
@@ -22,7 +23,7 @@ use crate::{
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, FloatDType};
 use paths::kernel_or;
-use sieve_kernels::{CudaPrimitive, CudaTensor, Reuse};
+use sieve_kernels::{CudaPrimitive, CudaTensor, HostCopy, Reuse};
 
 /// Burn's CUDA backend, without fusion.
 pub type Cuda = burn_cuda::Cuda<f32, i32>;
@@ -387,6 +388,18 @@ impl SieveBackend for Cuda {
         let joined = optimizer::join_master(&leaf, &rest);
         // No other way reads a rest.
         joined.unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    fn snapshot(tensor: CudaPrimitive) -> Snapshot {
+        match HostCopy::new(&CudaTensor::from(tensor.clone())) {
+            Ok(copy) => Snapshot::of_cuda(copy),
+            // Slower, and right.
+            Err(_) => Snapshot::read_now::<Self>(tensor),
+        }
+    }
+
+    fn snapshot_room(device: &Self::Device) -> u64 {
+        sieve_kernels::memory_bytes(device.index).map_or(0, |(free, _)| free)
     }
 
     fn adamw_step(

@@ -21,6 +21,7 @@ mod nsa;
 mod qk_norm_rope;
 mod rms_norm;
 mod seed_gradient;
+mod snapshot;
 mod swiglu;
 
 mod autodiff;
@@ -56,6 +57,7 @@ pub use nsa::{
 pub use qk_norm_rope::{QkNorm, RotaryEmbedding, qk_norm_rope};
 pub use rms_norm::rms_norm;
 pub use seed_gradient::seed_gradient;
+pub use snapshot::{Snapshot, SnapshotReader};
 pub use swiglu::swiglu;
 
 pub use sieve_core::DmaBias;

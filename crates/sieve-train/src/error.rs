@@ -13,6 +13,9 @@ pub enum TrainError {
     /// Checkpoints.
     #[error(transparent)]
     Checkpoint(#[from] sieve_hf::CheckpointError),
+    /// The device did not give its tensors.
+    #[error("reading weights and moments from the device: {0}")]
+    Device(String),
     /// The output folder holds another run.
     #[error(
         "{} already holds a run ({found} is there)\n  hint: continue it with --resume, or name another folder with --out",

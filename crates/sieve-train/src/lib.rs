@@ -32,7 +32,7 @@ pub use error::TrainError;
 pub use gradients::GradientBuffer;
 pub use hardware::{DeviceMemory, Hardware, MemoryProbe, PeakMemory, Precision};
 pub use metrics::last_validation;
-pub use optimizer::AdamW;
+pub use optimizer::{AdamW, OptimizerSnapshot};
 pub use origin::Origin;
 pub use report::{SkippedStep, StepReport, TrainEvent, TrainSummary, ValidationReport};
 pub use run_folder::{RunFolder, Start};

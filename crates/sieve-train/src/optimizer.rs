@@ -1,11 +1,12 @@
 //! AdamW over all parameters of a model.
 use crate::GradientBuffer;
 use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensorOps;
-use burn::tensor::{DType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
+use burn::tensor::{DType, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 use sieve_core::recipe::OptimizerSection;
 use sieve_hf::{NamedTensor, TensorSource};
-use sieve_ops::{AdamWStep, AdamWTensors, TrainBackend};
+use sieve_ops::{AdamWStep, AdamWTensors, SieveBackend, Snapshot, SnapshotReader, TrainBackend};
 use std::collections::HashMap;
 use std::marker::PhantomData;
 
@@ -46,18 +47,48 @@ impl<B: TrainBackend> AdamW<B> {
         module.map(&mut ToBf16 { optimizer: self })
     }
 
-    /// The f32 values of `module`'s parameters: their masters where there are any.
-    pub fn master_weights<M: Module<B>>(&self, module: &M) -> Vec<NamedTensor> {
-        let mut weights = Weights {
+    /// Takes hold of weights and moments as they stand, to be read on any thread.
+    ///
+    /// On a GPU with room for a second copy nothing is read now: updates that follow write to copies. Without that room every
+    /// tensor is read before this returns.
+    ///
+    /// # Panics
+    /// The device reports an error, also one of work queued before.
+    pub fn snapshot<M: Module<B>>(&self, module: &M, device: &B::Device) -> OptimizerSnapshot {
+        let parameters = parameter_ids(module);
+        let elements = parameters
+            .iter()
+            .map(|(_, _, shape)| shape.iter().product::<usize>());
+        // Two moments and the joined master, in f32, and something to go on with.
+        let needed = 3 * 4 * elements.sum::<usize>() as u64;
+        let waits = B::InnerBackend::snapshot_room(device) > needed + needed / 4;
+        let mut taker = Taker::<B> {
             optimizer: self,
-            found: Vec::new(),
+            device,
+            reader: (!waits).then(SnapshotReader::default),
+            weights: Vec::new(),
         };
-        module.visit(&mut weights);
-        let names = sieve_hf::parameter_names(module).into_iter();
-        names
-            .zip(weights.found)
-            .map(|(name, data)| NamedTensor { name, data })
-            .collect()
+        module.visit(&mut taker);
+        let weights = std::mem::take(&mut taker.weights);
+        let mut moments = Vec::new();
+        for (name, id, shape) in &parameters {
+            if let Some(of) = self.moments.get(id) {
+                for (part, values) in [(EXP_AVG, &of.exp_avg), (EXP_AVG_SQ, &of.exp_avg_sq)] {
+                    let name = format!("{name}.{part}");
+                    moments.push((name, shape.clone(), taker.take(values.clone())));
+                }
+            }
+        }
+        taker.wait();
+        let names = parameters.into_iter();
+        OptimizerSnapshot {
+            num_updates: self.num_updates,
+            weights: names
+                .zip(weights)
+                .map(|((name, _, shape), values)| (name, shape, values))
+                .collect(),
+            moments,
+        }
     }
 
     /// One update of every parameter that has a gradient; `grad_scale` `[1]` multiplies all gradients.
@@ -90,38 +121,7 @@ impl<B: TrainBackend> AdamW<B> {
         })
     }
 
-    /// Moments by parameter name, in module order, and the number of updates.
-    pub fn state<M: Module<B>>(&self, module: &M) -> Vec<NamedTensor> {
-        let mut tensors = vec![NamedTensor {
-            name: NUM_UPDATES.to_owned(),
-            data: TensorData::new(vec![self.num_updates as i64], [1]),
-        }];
-        for (name, id, shape) in parameter_ids(module) {
-            if let Some(moments) = self.moments.get(&id) {
-                let parts = [
-                    (EXP_AVG, &moments.exp_avg),
-                    (EXP_AVG_SQ, &moments.exp_avg_sq),
-                ];
-                for (part, values) in parts {
-                    let flat = Tensor::<B::InnerBackend, 1>::from_primitive(
-                        TensorPrimitive::Float(B::InnerBackend::float_reshape(
-                            values.clone(),
-                            Shape::new([shape.iter().product::<usize>()]),
-                        )),
-                    );
-                    let mut data = flat.into_data();
-                    data.shape = shape.clone().into();
-                    tensors.push(NamedTensor {
-                        name: format!("{name}.{part}"),
-                        data,
-                    });
-                }
-            }
-        }
-        tensors
-    }
-
-    /// Restores what [`state`](Self::state) gave; `read` finds a tensor by name and shape.
+    /// Restores the optimizer's part of a [`snapshot`](Self::snapshot); `read` finds a tensor by name and shape.
     ///
     /// # Errors
     /// The first error of `read`.
@@ -272,17 +272,76 @@ impl<B: TrainBackend> ModuleMapper<B> for ToBf16<'_, B> {
     }
 }
 
-struct Weights<'a, B: TrainBackend> {
-    optimizer: &'a AdamW<B>,
-    found: Vec<TensorData>,
+/// What an optimizer and its model held at one moment.
+#[derive(Debug)]
+pub struct OptimizerSnapshot {
+    num_updates: u64,
+    weights: Vec<Held>,
+    moments: Vec<Held>,
 }
 
-impl<B: TrainBackend> burn::module::ModuleVisitor<B> for Weights<'_, B> {
+/// Name, shape, values.
+type Held = (String, Vec<usize>, Snapshot);
+
+impl OptimizerSnapshot {
+    /// `(weights, state)`: the f32 weights by parameter name, in module order; the number of updates and the moments.
+    ///
+    /// # Errors
+    /// The device's driver reports one.
+    pub fn read(self) -> Result<(Vec<NamedTensor>, Vec<NamedTensor>), String> {
+        let mut reader = SnapshotReader::default();
+        let mut read = |held: Vec<Held>| -> Result<Vec<NamedTensor>, String> {
+            let tensors = held.into_iter().map(|(name, shape, values)| {
+                let mut data = reader.read(values).map_err(|error| error.to_string())?;
+                data.shape = shape.into();
+                Ok(NamedTensor { name, data })
+            });
+            tensors.collect()
+        };
+        let weights = read(self.weights)?;
+        let mut state = vec![NamedTensor {
+            name: NUM_UPDATES.to_owned(),
+            data: TensorData::new(vec![self.num_updates as i64], [1]),
+        }];
+        state.extend(read(self.moments)?);
+        Ok((weights, state))
+    }
+}
+
+struct Taker<'a, B: TrainBackend> {
+    optimizer: &'a AdamW<B>,
+    device: &'a B::Device,
+    /// Where values are read at once.
+    reader: Option<SnapshotReader>,
+    weights: Vec<Snapshot>,
+}
+
+impl<B: TrainBackend> Taker<'_, B> {
+    fn take(&mut self, values: Inner<B>) -> Snapshot {
+        let snapshot = B::InnerBackend::snapshot(values);
+        if self.reader.is_none() {
+            return snapshot;
+        }
+        self.wait();
+        let reader = self.reader.as_mut().expect("looked above");
+        let data = reader.read(snapshot);
+        Snapshot::of_data(data.unwrap_or_else(|error| panic!("{error}")))
+    }
+
+    /// Until the device has run what is queued.
+    fn wait(&self) {
+        let done = B::InnerBackend::sync(self.device);
+        done.unwrap_or_else(|error| panic!("{error:?}"));
+    }
+}
+
+impl<B: TrainBackend> burn::module::ModuleVisitor<B> for Taker<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         let value: Tensor<B::InnerBackend, D> = match self.optimizer.masters.get(&param.id) {
             Some(rest) => sieve_ops::join_master(param.val().inner(), rest.clone()),
             None => param.val().inner(),
         };
-        self.found.push(value.into_data());
+        let snapshot = self.take(value.into_primitive().tensor());
+        self.weights.push(snapshot);
     }
 }

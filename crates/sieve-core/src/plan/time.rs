@@ -80,7 +80,6 @@ fn bytes_per_token(shape: &ModelShape, is_dma: bool) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::model::gpu;
     use crate::recipe::Recipe;
 
@@ -89,9 +88,9 @@ mod tests {
     fn estimate(settings: &[&str]) -> f64 {
         let settings: Vec<String> = settings.iter().map(|x| (*x).to_owned()).collect();
         let recipe = Recipe::load(CODE_80M, "code_80m.toml", &settings).expect("valid");
-        let h200 = super::super::Target::Gpu(gpu::find("h200").expect("listed"));
+        let h200 = crate::plan::Target::Gpu(gpu::find("h200").expect("listed"));
         let vocab_size = recipe.stated_vocab_size().expect("stated");
-        let plan = super::super::plan(&recipe, vocab_size, &h200).expect("plans");
+        let plan = crate::plan::plan(&recipe, vocab_size, &h200).expect("plans");
         plan.stages[0].tokens_per_second.expect("a GPU")
     }
 
@@ -120,7 +119,9 @@ mod tests {
             ]
         };
         let kept = |width| [format!("attention.keep_window_size={width}")];
-        let mut runs: Vec<(&[&str], Vec<String>, usize, usize, f64)> = Vec::new();
+        // Settings of the model and of its attention, tokens of a row, rows, measured tokens/s.
+        type Run<'a> = (&'a [&'a str], Vec<String>, usize, usize, f64);
+        let mut runs: Vec<Run<'_>> = Vec::new();
         let dense = || vec![mha.to_owned()];
         for (seq_len, rows, dense_speed, dma_speed) in [
             (2048, 8, 57_105.0, 56_083.0),

@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 impl<B: TrainBackend> Trainer<B> {
-    /// Copies the state as it stands and begins to write it, unless the folder has it already. The checkpoint before is
+    /// Takes hold of the state as it stands and begins to write it, unless the folder has it already. The checkpoint before is
     /// on disk then.
     ///
     /// # Errors
@@ -24,11 +24,17 @@ impl<B: TrainBackend> Trainer<B> {
         }
         self.finish_checkpoint(reporter)?;
         fs::create_dir_all(&folder).map_err(TrainError::io("creating", &folder))?;
-        let files = CheckpointFiles {
-            model: self.optimizer.master_weights(self.model()),
-            optimizer: self.optimizer.state(self.model()),
-            recipe_toml: self.recipe.to_toml()?,
-            tokenizer_json: self.data.tokenizer_json.clone(),
+        let (recipe_toml, tokenizer_json) =
+            (self.recipe.to_toml()?, self.data.tokenizer_json.clone());
+        let snapshot = self.optimizer.snapshot(self.model(), &self.device);
+        let files = move || {
+            let (model, optimizer) = snapshot.read()?;
+            Ok(CheckpointFiles {
+                model,
+                optimizer,
+                recipe_toml,
+                tokenizer_json,
+            })
         };
         let state = CheckpointState {
             format_version: FORMAT_VERSION,

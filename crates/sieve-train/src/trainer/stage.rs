@@ -129,8 +129,10 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Goes on with `stage`: the same weights and moments in a model of its window and rotary base. Its rows begin anew.
     pub(super) fn enter_stage(&mut self, stage: Stage) -> Result<(), TrainError> {
-        let weights = by_name(self.optimizer.master_weights(self.model()));
-        let moments = by_name(self.optimizer.state(self.model()));
+        let snapshot = self.optimizer.snapshot(self.model(), &self.device);
+        let (weights, moments) = snapshot.read().map_err(TrainError::Device)?;
+        let weights = by_name(weights);
+        let moments = by_name(moments);
         self.stage = StageState::new(&self.recipe, stage, &self.data)?;
         self.next_sample = 0;
         // Free the old tensors before there are new ones.

@@ -4,7 +4,7 @@ use sieve_hf::{Checkpoint, CheckpointError, CheckpointFiles, CheckpointState};
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 
-/// At most one checkpoint on its way to the disk. It holds copies: training goes on.
+/// At most one checkpoint on its way to the disk. Training goes on beside it.
 #[derive(Debug, Default)]
 pub(super) struct CheckpointWriter {
     job: Option<Job>,
@@ -24,7 +24,7 @@ pub(super) struct Written {
 }
 
 impl CheckpointWriter {
-    /// Begins to write. The one before must be finished.
+    /// Begins to read `files` and to write them. The one before must be finished.
     ///
     /// # Errors
     /// The system gives no thread.
@@ -32,14 +32,21 @@ impl CheckpointWriter {
         &mut self,
         folder: &Path,
         state: CheckpointState,
-        files: CheckpointFiles,
+        files: impl FnOnce() -> Result<CheckpointFiles, String> + Send + 'static,
     ) -> Result<(), TrainError> {
         assert!(self.job.is_none(), "one checkpoint at a time");
         let step = state.step;
         let into = folder.to_owned();
         let thread = std::thread::Builder::new()
             .name("sieve-checkpoint".into())
-            .spawn(move || Checkpoint::write(&into, state, &files))
+            .spawn(move || {
+                let files = files().map_err(|problem| CheckpointError::Io {
+                    action: "reading weights and moments for a checkpoint in",
+                    path: into.clone(),
+                    source: std::io::Error::other(problem),
+                })?;
+                Checkpoint::write(&into, state, &files)
+            })
             .map_err(TrainError::io("starting a thread to write", folder))?;
         self.job = Some(Job { step, thread });
         Ok(())
