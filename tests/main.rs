@@ -14,6 +14,7 @@ mod data_commands;
 mod data_safetensors;
 mod kernels_cli;
 mod needle_cli;
+mod patterns_cli;
 mod plan_recipes;
 mod resume_damage;
 mod resume_kill;

@@ -19,6 +19,7 @@ mod recall;
 
 mod chunks;
 mod pass;
+mod patterns;
 mod selection;
 mod selectors;
 mod trained;
@@ -31,6 +32,7 @@ pub use needle::{
     Haystack, NUM_DISTRACTORS, NeedleCell, NeedleConfig, NeedleExample, NeedleReport, linear_grid,
     needle,
 };
+pub use patterns::{PatternSearch, calibrate_dam, search_minference};
 pub use perplexity::{PerplexityConfig, PerplexityReport, perplexity, perplexity_selected};
 pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, recall};
 pub use sampler::{Sampler, Sampling};

@@ -23,7 +23,7 @@ pub struct Selection {
 pub struct SelectionTotals {
     /// Calls: layers times documents, and times their chunks.
     pub calls: u64,
-    /// Calls that ran dense because they are short or in a dense layer.
+    /// Calls that ran dense: they are short, in a dense layer, or the method keeps everything.
     pub dense_calls: u64,
     /// Lists that ran dense because a score was no number.
     pub nan_lists: u64,

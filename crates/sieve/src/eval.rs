@@ -3,6 +3,7 @@
 mod mqar;
 mod needle;
 mod output;
+mod patterns;
 mod ppl;
 mod selectors;
 mod text;
@@ -21,6 +22,8 @@ pub(crate) enum EvalCommand {
     Needle(needle::NeedleArgs),
     /// Sparse methods side by side on one dense model, and beside models trained sparse: density, recall, times, error, loss
     Selectors(selectors::SelectorsArgs),
+    /// A pattern or a map for every head of a dense model, searched ahead of time: the file of `minference` and of `dam`
+    Patterns(patterns::PatternsArgs),
 }
 
 /// Runs the command.
@@ -30,5 +33,6 @@ pub(crate) fn run(command: EvalCommand) -> Result<()> {
         EvalCommand::Mqar(args) => mqar::run(args),
         EvalCommand::Needle(args) => needle::run(args),
         EvalCommand::Selectors(args) => selectors::run(args),
+        EvalCommand::Patterns(args) => patterns::run(args),
     }
 }

@@ -65,7 +65,7 @@ pub(crate) fn summary(selector: &Selector, totals: &SelectionTotals) -> String {
     );
     if totals.dense_calls > 0 {
         text += &format!(
-            "; {} of {} calls ran dense (shorter than min_prefill_tokens, or a dense layer)",
+            "; {} of {} calls ran dense (shorter than min_prefill_tokens, in a dense layer, or the method keeps everything)",
             totals.dense_calls, totals.calls
         );
     }

@@ -1,6 +1,8 @@
 //! Files that a measure writes when it is done.
-use anyhow::{Result, bail};
-use std::path::Path;
+use anyhow::{Context, Result, bail};
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
 
 /// Refuses a file that could not be written before the work is done for it.
 pub(super) fn check(path: Option<&Path>) -> Result<()> {
@@ -20,5 +22,80 @@ pub(super) fn check(path: Option<&Path>) -> Result<()> {
             parent.display()
         ),
         _ => Ok(()),
+    }
+}
+
+/// The same for a file that [`write`] makes, by making its neighbour and removing it again.
+pub(super) fn check_replaceable(path: &Path) -> Result<()> {
+    check(Some(path))?;
+    if path.file_name().is_none() || (path.exists() && !path.is_file()) {
+        bail!(
+            "cannot write {}: it is no file\n  hint: name a new file, or one to replace",
+            path.display()
+        );
+    }
+    let partial = partial(path);
+    File::create(&partial)
+        .and_then(|_| fs::remove_file(&partial))
+        .with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Writes a file whole or not at all: under another name first, then in the place of the old one.
+pub(super) fn write(path: &Path, text: &str) -> Result<()> {
+    // Where a link leads, so that the link stays.
+    let target = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let partial = partial(&target);
+    File::create(&partial)
+        .and_then(|mut file| {
+            file.write_all(text.as_bytes())?;
+            file.sync_all()
+        })
+        .and_then(|()| fs::rename(&partial, &target))
+        .inspect_err(|_| {
+            // Best effort: the error is worth more than what is left of the file.
+            let _ = fs::remove_file(&partial);
+        })
+        .with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Beside the file, so that renaming stays on its disk.
+fn partial(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(format!(".{}.tmp", std::process::id()));
+    PathBuf::from(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_replaced_whole_and_links_stay() {
+        let name = format!("sieve-output-{}", std::process::id());
+        let folder = std::env::temp_dir().join(name);
+        fs::create_dir(&folder).expect("a new folder");
+        let path = folder.join("a.json");
+        check_replaceable(&path).expect("new");
+        assert!(!path.exists());
+        write(&path, "one, and longer").expect("writable");
+        check_replaceable(&path).expect("there");
+        write(&path, "two").expect("writable");
+        assert_eq!(fs::read_to_string(&path).expect("there"), "two");
+        #[cfg(unix)]
+        {
+            let link = folder.join("link");
+            std::os::unix::fs::symlink(&path, &link).expect("linkable");
+            write(&link, "three").expect("writable");
+            assert!(link.is_symlink());
+            assert_eq!(fs::read_to_string(&path).expect("there"), "three");
+            check_replaceable(Path::new("/dev/null")).expect_err("a device");
+        }
+        let left = fs::read_dir(&folder).expect("there").count();
+        assert_eq!(left, if cfg!(unix) { 2 } else { 1 });
+        for bad in ["", "no/where.json", "a.json/x"] {
+            let path = folder.join(bad);
+            check_replaceable(&path).expect_err(bad);
+        }
+        fs::remove_dir_all(&folder).expect("its own folder");
     }
 }

@@ -13,7 +13,7 @@ use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use sieve_core::ModelShape;
-use sieve_eval::{Selection, measure_selectors, selector_masks, sweep_selectors, text_documents};
+use sieve_eval::{Selection, measure_selectors, selector_masks, sweep_selectors};
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
 use sieve_select::{ENTRIES, Phase, Selector};
@@ -108,29 +108,10 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
     let (selections, left_out) = selections(args, &loaded.shape)?;
     let longest = args.lengths.iter().max().copied().unwrap_or(0);
     let compared = compare::load::<B>(&args.compare, &tokenizer, longest, device, dtype)?;
-    let wanted = (longest + 1) * args.windows;
-    let corpus = text::corpus(&args.data)?;
-    let mut tokens = Vec::new();
-    for document in text_documents(&corpus, &tokenizer, tokenizer.eos_id(None)?) {
-        tokens.extend(document?.tokens);
-        if tokens.len() >= wanted {
-            break;
-        }
-    }
-    if tokens.len() < wanted {
-        bail!(
-            "the data holds {} tokens, and {} prompts of the longest length need {wanted}\n  hint: give more text, or fewer --windows",
-            tokens.len(),
-            args.windows
-        );
-    }
+    let tokens = text::tokens(&args.data, &tokenizer, longest, args.windows)?;
     let (mut measures, mut trained) = (Vec::new(), Vec::new());
     for &length in &args.lengths {
-        let windows: Vec<Vec<u32>> = tokens
-            .chunks(length + 1)
-            .take(args.windows)
-            .map(<[u32]>::to_vec)
-            .collect();
+        let windows = text::windows(&tokens, length, args.windows);
         let bar = terminal::progress_bar(
             (selections.len() * windows.len()) as u64,
             "{bar:30} {pos}/{len} {msg}",

@@ -1,6 +1,7 @@
 //! Text that the measures read.
-use anyhow::Result;
-use sieve_data::{Corpus, CorpusConfig};
+use anyhow::{Result, bail};
+use sieve_data::{Corpus, CorpusConfig, Tokenizer};
+use sieve_eval::text_documents;
 
 /// Files, folders and globs: JSONL where all of them end so, text otherwise.
 pub(super) fn corpus(paths: &[String]) -> Result<Corpus> {
@@ -9,4 +10,33 @@ pub(super) fn corpus(paths: &[String]) -> Result<Corpus> {
         true => CorpusConfig::jsonl(paths.to_vec(), "text"),
         false => CorpusConfig::text(paths.to_vec()),
     })?)
+}
+
+/// The first tokens of the documents laid end to end: at least those of `windows` prompts of `length` tokens, each with the
+/// token after it.
+pub(super) fn tokens(
+    paths: &[String],
+    tokenizer: &Tokenizer,
+    length: usize,
+    windows: usize,
+) -> Result<Vec<u32>> {
+    let wanted = length.saturating_add(1).saturating_mul(windows);
+    let corpus = corpus(paths)?;
+    let mut tokens = Vec::new();
+    for document in text_documents(&corpus, tokenizer, tokenizer.eos_id(None)?) {
+        tokens.extend(document?.tokens);
+        if tokens.len() >= wanted {
+            return Ok(tokens);
+        }
+    }
+    bail!(
+        "the data holds {} tokens, and {windows} prompts of {length} tokens need {wanted}\n  hint: give more text, or fewer or shorter prompts",
+        tokens.len(),
+    )
+}
+
+/// So many prompts, each with the token after it.
+pub(super) fn windows(tokens: &[u32], length: usize, windows: usize) -> Vec<Vec<u32>> {
+    let prompts = tokens.chunks_exact(length + 1).take(windows);
+    prompts.map(<[u32]>::to_vec).collect()
 }

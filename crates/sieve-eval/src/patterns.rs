@@ -1,0 +1,248 @@
+//! What MInference and DAM find ahead of time on a dense model: a pattern, or a map, for every head.
+use crate::EvalError;
+use crate::chunks::call;
+use crate::input::check_vocabulary;
+use crate::pass::attending_pass;
+use sieve_core::{Attention, ModelShape};
+use sieve_nn::Qwen3;
+use sieve_ops::SieveBackend;
+use sieve_select::decode::dam::{DamCalibration, DamCapture, DamMaps};
+use sieve_select::prefill::minference::{MinferenceConfig, Pattern, PatternFile, search_patterns};
+use sieve_select::{Method, Selector, dense_attention, density};
+
+/// The pattern of every head, as MInference's search chose it on one prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PatternSearch {
+    /// `[layers][query heads]`: the pattern, and the share of the head's dense attention mass that it keeps.
+    pub heads: Vec<Vec<(Pattern, f64)>>,
+    /// Pairs that the patterns compute on the prompt over causal pairs, all layers and heads.
+    pub density: f64,
+}
+
+impl PatternSearch {
+    /// What `minference:pattern=FILE` reads.
+    pub fn file(&self) -> PatternFile {
+        let layer = |heads: &Vec<(Pattern, f64)>| heads.iter().map(|head| Some(head.0)).collect();
+        PatternFile {
+            layers: self.heads.iter().map(layer).collect(),
+        }
+    }
+}
+
+/// MInference's offline search (arXiv:2407.02490): every layer reads the prompt densely, and of the paper's candidates each
+/// head gets the one that keeps most of its attention. All tokens of `window` but the last are the prompt. `observe` hears
+/// the number of layers done.
+///
+/// # Errors
+/// A model that is not dense, a prompt longer than its context, a token outside its vocabulary, no prompt.
+pub fn search_minference<B: SieveBackend>(
+    model: &Qwen3<B>,
+    window: &[u32],
+    device: &B::Device,
+    observe: &mut dyn FnMut(u64),
+) -> Result<PatternSearch, EvalError> {
+    check("minference", model.shape(), window)?;
+    let mut selector = Selector::parse("minference")?;
+    (
+        selector.common.min_prefill_tokens,
+        selector.common.first_dense_layers,
+    ) = (0, 0);
+    let mut found = PatternSearch {
+        heads: Vec::new(),
+        density: 0.0,
+    };
+    attending_pass(model, window, device, &mut |operands| {
+        let call = call(operands)?;
+        found.heads.push(search_patterns(&call)?);
+        selector.method = Method::Minference(MinferenceConfig {
+            patterns: found.file(),
+            ..MinferenceConfig::default()
+        });
+        found.density += density(&selector.select(&call)?).token / operands.num_layers as f64;
+        observe(found.heads.len() as u64);
+        Ok(dense_attention(&call)?.o)
+    })?;
+    Ok(found)
+}
+
+/// DAM's calibration (arXiv:2506.11104): the mean attention of the prompts, of each head, made a map. All tokens of a window
+/// but the last are its prompt, of which the first `calibration.capture` count. `observe` hears the number of prompts read.
+///
+/// # Errors
+/// As [`search_minference`]; settings of the calibration outside their ranges; maps that take too much memory.
+pub fn calibrate_dam<B: SieveBackend>(
+    model: &Qwen3<B>,
+    windows: &[Vec<u32>],
+    calibration: &DamCalibration,
+    device: &B::Device,
+    observe: &mut dyn FnMut(u64),
+) -> Result<DamMaps, EvalError> {
+    let shape = model.shape();
+    if windows.is_empty() {
+        return Err(EvalError::NoTokens);
+    }
+    for window in windows {
+        check("dam", shape, window)?;
+    }
+    check_dam_memory(shape, calibration.capture)?;
+    let mut captures = (0..shape.num_layers)
+        .map(|_| DamCapture::new(calibration.clone(), shape.num_heads))
+        .collect::<Result<Vec<_>, _>>()?;
+    for (read, window) in windows.iter().enumerate() {
+        attending_pass(model, window, device, &mut |operands| {
+            let call = call(operands)?;
+            captures[operands.layer].add(&call)?;
+            Ok(dense_attention(&call)?.o)
+        })?;
+        observe(read as u64 + 1);
+    }
+    Ok(DamMaps {
+        layers: captures.iter().map(DamCapture::maps).collect(),
+    })
+}
+
+/// Memory that sums of a calibration may take.
+const MAX_SUM_BYTES: u64 = 32 << 30;
+
+/// Refuses sums that few machines hold.
+fn check_dam_memory(shape: &ModelShape, capture: usize) -> Result<(), EvalError> {
+    let heads = (shape.num_layers * shape.num_heads) as u64;
+    let bytes = heads.saturating_mul((capture as u64).saturating_pow(2).saturating_mul(8));
+    if bytes <= MAX_SUM_BYTES {
+        return Ok(());
+    }
+    Err(EvalError::BadSetting {
+        name: "capture",
+        value: format!(
+            "{capture}, whose sums take {} GiB for {heads} heads",
+            bytes >> 30
+        ),
+        hint: "give dam a smaller capture",
+    })
+}
+
+fn check(method: &'static str, shape: &ModelShape, window: &[u32]) -> Result<(), EvalError> {
+    if shape.attention != Attention::Mha {
+        return Err(EvalError::NotDense { selector: method });
+    }
+    let num_tokens = window.len().saturating_sub(1);
+    if num_tokens == 0 {
+        return Err(EvalError::NoTokens);
+    }
+    if num_tokens > shape.max_seq_len {
+        return Err(EvalError::TooLong {
+            num_tokens,
+            context: shape.max_seq_len,
+        });
+    }
+    check_vocabulary(window, shape.vocab_size)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn_flex::Flex;
+
+    fn model(attention: Attention) -> Qwen3<Flex> {
+        let shape = ModelShape {
+            d_model: 16,
+            d_ff: 24,
+            num_layers: 2,
+            num_heads: 4,
+            num_kv_heads: 2,
+            head_dim: 8,
+            vocab_size: 31,
+            rope_theta: 1e4,
+            rms_norm_eps: 1e-6,
+            tie_word_embeddings: true,
+            max_seq_len: 1200,
+            initializer_range: 0.4,
+            residual_scale: false,
+            attention,
+        };
+        Qwen3::new(&shape, 4, &Default::default())
+    }
+
+    fn window(len: usize) -> Vec<u32> {
+        (0..len)
+            .map(|n| ((n * n * 5 + n * 3) % 31) as u32)
+            .collect()
+    }
+
+    #[test]
+    fn minference_patterns_are_those_of_the_search_on_each_layers_operands() {
+        let (model, window, device) = (model(Attention::Mha), window(1101), Default::default());
+        let mut heard = Vec::new();
+        let found = search_minference(&model, &window, &device, &mut |n| heard.push(n));
+        let found = found.expect("it fits");
+        assert_eq!(heard, [1, 2]);
+        assert!(
+            found.density > 0.0 && found.density < 1.0,
+            "{}",
+            found.density
+        );
+        let mut layers = 0;
+        attending_pass(&model, &window, &device, &mut |operands| {
+            let call = call(operands)?;
+            assert_eq!(found.heads[operands.layer], search_patterns(&call)?);
+            layers += 1;
+            Ok(dense_attention(&call)?.o)
+        })
+        .expect("it fits");
+        assert_eq!((layers, found.heads.len()), (2, 2));
+        for (pattern, mass) in found.heads.iter().flatten() {
+            assert!((0.0..1.0 + 1e-6).contains(mass), "{pattern:?} {mass}");
+        }
+        let file = found.file();
+        assert_eq!(file.layers[1][3], Some(found.heads[1][3].0));
+    }
+
+    #[test]
+    fn dam_maps_are_of_the_mean_of_all_prompts() {
+        let (model, device) = (model(Attention::Mha), Default::default());
+        let calibration = DamCalibration {
+            capture: 24,
+            ..DamCalibration::default()
+        };
+        let windows = [window(31), window(41)[10..].to_vec()];
+        let of = |windows: &[Vec<u32>]| {
+            calibrate_dam(&model, windows, &calibration, &device, &mut |_| {}).expect("it fits")
+        };
+        let both = of(&windows);
+        assert_eq!((both.layers.len(), both.layers[0].len()), (2, 4));
+        assert_eq!(both.layers[1][2].rows.len(), 24);
+        assert_ne!(both, of(&windows[..1]));
+        assert_ne!(both, of(&windows[1..]));
+        let reversed = [windows[1].clone(), windows[0].clone()];
+        assert_eq!(both, of(&reversed));
+    }
+
+    #[test]
+    fn what_cannot_be_searched_is_told() {
+        let device = Default::default();
+        let error = |attention, window: &[u32]| {
+            let model = model(attention);
+            let a = search_minference(&model, window, &device, &mut |_| {}).expect_err("refused");
+            let windows = [window.to_vec()];
+            let calibration = DamCalibration::default();
+            let b = calibrate_dam(&model, &windows, &calibration, &device, &mut |_| {});
+            format!("{a}\n{}", b.expect_err("refused"))
+        };
+        for (attention, window, words) in [
+            (
+                Attention::Swa { window_size: 4 },
+                window(9),
+                "selects for dense attention",
+            ),
+            (Attention::Mha, window(1202), "context of 1200"),
+            (Attention::Mha, vec![3, 31, 1], "vocabulary of 31"),
+            (Attention::Mha, vec![3], "no token"),
+        ] {
+            let text = error(attention, &window);
+            assert_eq!(text.matches(words).count(), 2, "{text}");
+        }
+        let large = check_dam_memory(model(Attention::Mha).shape(), 40_000);
+        let text = large.expect_err("95 GiB").to_string();
+        assert!(text.contains("capture is 40000") && text.contains("8 heads"));
+    }
+}

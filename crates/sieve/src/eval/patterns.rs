@@ -1,0 +1,333 @@
+//! `sieve eval patterns`: what `minference` and `dam` read from a file, found on a dense checkpoint.
+use super::{output, text};
+use crate::device::{Device, DeviceChoice};
+use crate::{loaded, terminal};
+use anyhow::{Context, Result, bail};
+use burn::tensor::DType;
+use burn_cuda::CudaDevice;
+use burn_flex::{Flex, FlexDevice};
+use clap::Args;
+use serde_json::{Value, json};
+use sieve_core::{Attention, ModelShape};
+use sieve_eval::{EvalError, PatternSearch, calibrate_dam, search_minference};
+use sieve_hf::LoadedModel;
+use sieve_ops::{Cuda, SieveBackend};
+use sieve_select::decode::dam::{DamCalibration, DamMap, DamMaps};
+use sieve_select::prefill::minference::Pattern;
+use sieve_select::{Method, Selector};
+use std::path::PathBuf;
+
+/// Prompts of a calibration, unless told otherwise.
+const DAM_PROMPTS: usize = 8;
+
+/// Arguments of `sieve eval patterns`.
+#[derive(Args, Debug)]
+pub(crate) struct PatternsArgs {
+    /// A checkpoint (step-N) of a dense model, or a run folder: then its latest
+    #[arg(long, value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// Text or JSONL files, folders or globs; documents are read one after the other
+    #[arg(long, required = true, num_args = 1.., value_name = "PATH")]
+    data: Vec<String>,
+    /// The file to write, JSON; one that is there is replaced
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    /// minference: the pattern that keeps most of each head's attention on one prompt; dam: a map of each head's mean attention
+    /// over several, with settings behind a colon: dam:capture=512,density=0.25
+    #[arg(long, default_value = "minference", value_name = "NAME", value_parser = search)]
+    method: Search,
+    /// Tokens of a prompt; when absent the length the model was trained with, and of dam its capture if the context has room
+    #[arg(long, value_name = "N")]
+    length: Option<usize>,
+    /// Prompts of dam, 8 when absent; minference searches one
+    #[arg(long, value_name = "N")]
+    windows: Option<usize>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// auto, cpu, cuda or cuda:N; the search itself runs on the CPU
+    #[arg(long, default_value = "auto")]
+    device: DeviceChoice,
+}
+
+/// What is searched for.
+#[derive(Clone, Debug)]
+enum Search {
+    Minference,
+    Dam(DamCalibration),
+}
+
+impl Search {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Minference => "minference",
+            Self::Dam(_) => "dam",
+        }
+    }
+}
+
+/// Reads `--method`.
+fn search(text: &str) -> std::result::Result<Search, String> {
+    let name = text.split(':').next().unwrap_or_default();
+    if !["minference", "dam"].contains(&name) {
+        return Err(format!(
+            "nothing is searched ahead of time for {name:?}\n  hint: the methods are minference and dam"
+        ));
+    }
+    let selector = Selector::parse(text).map_err(|error| error.to_string())?;
+    let defaults = Selector::parse(name).map_err(|error| error.to_string())?;
+    match selector.method {
+        Method::Dam(dam) if dam.map.is_empty() && selector.common == defaults.common => {
+            Ok(Search::Dam(DamCalibration {
+                capture: dam.capture,
+                density: dam.density,
+                lambda: dam.lambda,
+                floor: dam.floor,
+                matching: dam.matching,
+                sink: dam.sink,
+            }))
+        }
+        Method::Minference(_) if !text.contains('=') => Ok(Search::Minference),
+        Method::Minference(_) => {
+            Err("minference's search has no settings\n  hint: use --method minference".to_owned())
+        }
+        _ => Err(
+            "a calibration has the settings capture, density, lambda, floor, matching and sink\n  hint: leave the others out"
+                .to_owned(),
+        ),
+    }
+}
+
+/// Runs the command.
+pub(crate) fn run(args: PatternsArgs) -> Result<()> {
+    match args.device.resolve()? {
+        Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
+        Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
+    }
+}
+
+fn run_on<B: SieveBackend>(args: &PatternsArgs, device: &B::Device, dtype: DType) -> Result<()> {
+    let flag = flag(args)?;
+    output::check_replaceable(&args.out)?;
+    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
+    let length = length(args, &loaded.shape, loaded.recipe.training.seq_len)?;
+    let windows = match args.method {
+        Search::Minference => 1,
+        Search::Dam(_) => args.windows.unwrap_or(DAM_PROMPTS),
+    };
+    let tokens = text::tokens(&args.data, &tokenizer, length, windows)?;
+    let windows = text::windows(&tokens, length, windows);
+    let (total, what) = match args.method {
+        Search::Minference => (loaded.shape.num_layers, "layers"),
+        Search::Dam(_) => (windows.len(), "prompts"),
+    };
+    let template = format!("{{bar:30}} {{pos}}/{{len}} {what}, {{eta}} left");
+    let bar = terminal::progress_bar(total as u64, &template);
+    let mut observe = |done: u64| bar.set_position(done);
+    let (file, report) = match &args.method {
+        Search::Minference => {
+            let found = search_minference(&loaded.model, &windows[0], device, &mut observe)
+                .inspect_err(|_| bar.finish_and_clear())?;
+            (found.file().to_json(), minference_report(&found, length))
+        }
+        Search::Dam(calibration) => {
+            let maps = calibrate_dam(&loaded.model, &windows, calibration, device, &mut observe)
+                .inspect_err(|_| bar.finish_and_clear())?;
+            (serde_json::to_string(&maps)?, dam_report(&maps, length))
+        }
+    };
+    bar.finish_and_clear();
+    output::write(&args.out, &file)?;
+    print(args, &loaded, [windows.len(), length], report, &flag);
+    Ok(())
+}
+
+/// How the file is used.
+fn flag(args: &PatternsArgs) -> Result<String> {
+    let path = args.out.display();
+    if args.out.to_str().is_none_or(|path| path.contains(',')) {
+        bail!(
+            "--selector could not name {path}: a comma ends a setting there, and the rest must be UTF-8\n  hint: choose another name for --out"
+        );
+    }
+    if matches!(args.method, Search::Minference) && args.windows.is_some_and(|windows| windows != 1)
+    {
+        bail!(
+            "--windows is for dam; minference searches one prompt\n  hint: leave --windows out, or give a longer --length"
+        );
+    }
+    if args.windows == Some(0) || args.length == Some(0) {
+        bail!("--length and --windows must be positive\n  hint: leave them out for the defaults");
+    }
+    Ok(match &args.method {
+        Search::Minference => format!("--selector minference:pattern={path}"),
+        // Of a calibration's settings this one also counts beyond the map.
+        Search::Dam(dam) if dam.sink != DamCalibration::default().sink => {
+            format!("--selector dam:map={path},sink={}", dam.sink)
+        }
+        Search::Dam(_) => format!("--selector dam:map={path}"),
+    })
+}
+
+/// Tokens of a prompt. Refuses what the model cannot do before any text is read.
+fn length(args: &PatternsArgs, shape: &ModelShape, trained: usize) -> Result<usize> {
+    if shape.attention != Attention::Mha {
+        return Err(EvalError::NotDense {
+            selector: args.method.name(),
+        }
+        .into());
+    }
+    let context = shape.max_seq_len;
+    let length = match (&args.method, args.length) {
+        (_, Some(length)) => length,
+        (Search::Minference, None) => trained.min(context),
+        (Search::Dam(dam), None) => dam.capture.min(context),
+    };
+    if length > context {
+        let error = EvalError::TooLong {
+            num_tokens: length,
+            context,
+        };
+        return Err(error).context("--length");
+    }
+    if let Search::Dam(dam) = &args.method
+        && length > dam.capture
+    {
+        bail!(
+            "--length {length} is longer than the maps, which take the first {} tokens of a prompt\n  hint: use --method dam:capture={length}",
+            dam.capture
+        );
+    }
+    Ok(length)
+}
+
+/// What was found, as lines and as JSON.
+struct Report {
+    lines: Vec<String>,
+    json: Value,
+}
+
+fn label(pattern: &Pattern) -> String {
+    match *pattern {
+        Pattern::AShape { n_init, n_local } => format!("a_shape {n_init} + {n_local}"),
+        Pattern::VerticalSlash { vertical, slash } => {
+            format!("vertical_slash {vertical} + {slash}")
+        }
+        Pattern::BlockSparse { topk } => format!("block_sparse {topk}"),
+        Pattern::BlockSparseEighth => "block_sparse, an eighth".to_owned(),
+    }
+}
+
+fn minference_report(found: &PatternSearch, length: usize) -> Report {
+    let mut counts: Vec<(String, Vec<f64>)> = Vec::new();
+    for (pattern, mass) in found.heads.iter().flatten() {
+        let label = label(pattern);
+        match counts.iter_mut().find(|(known, _)| *known == label) {
+            Some((_, masses)) => masses.push(*mass),
+            None => counts.push((label, vec![*mass])),
+        }
+    }
+    counts.sort_by_key(|(_, masses)| std::cmp::Reverse(masses.len()));
+    let mut lines = vec![format!(
+        "{:26} {:>5}  {:>19} {:>8}",
+        "pattern", "heads", "dense mass it keeps", "at least"
+    )];
+    let mut patterns = Vec::new();
+    let mut all = 0.0;
+    for (label, masses) in &counts {
+        let sum: f64 = masses.iter().sum();
+        let mean = sum / masses.len() as f64;
+        let least = masses.iter().copied().fold(f64::INFINITY, f64::min);
+        all += sum;
+        lines.push(format!(
+            "{label:26} {:>5}  {:>17.2} % {:>6.2} %",
+            masses.len(),
+            100.0 * mean,
+            100.0 * least
+        ));
+        patterns.push(
+            json!({"pattern": label, "heads": masses.len(), "recall": mean, "least_recall": least}),
+        );
+    }
+    let heads: usize = counts.iter().map(|(_, masses)| masses.len()).sum();
+    let recall = all / heads.max(1) as f64;
+    lines.push(format!(
+        "all {heads} heads keep {:.2} % of the dense mass with {:.2} % of the pairs of this prompt",
+        100.0 * recall,
+        100.0 * found.density
+    ));
+    if found.density > 0.99 {
+        lines.push(format!(
+            "on {length} tokens these patterns keep everything, so the choice says little: search on a longer prompt (--length)"
+        ));
+    }
+    Report {
+        lines,
+        json: json!({"patterns": patterns, "recall": recall, "density": found.density}),
+    }
+}
+
+fn dam_report(maps: &DamMaps, length: usize) -> Report {
+    let mut lines = vec![format!(
+        "{:5} {:>5}  {:>12} {:>22} {:>24}",
+        "layer", "heads", "pairs on", "columns that go beyond", "distances that go beyond"
+    )];
+    let mut layers = Vec::new();
+    let causal = (length * (length + 1) / 2) as f64;
+    for (layer, heads) in maps.layers.iter().enumerate() {
+        let mean = |count: &dyn Fn(&DamMap) -> usize| {
+            heads.iter().map(count).sum::<usize>() as f64 / heads.len().max(1) as f64
+        };
+        let density = mean(&|map| map.rows.iter().map(Vec::len).sum()) / causal;
+        let (columns, offsets) = (
+            mean(&|map| map.columns.len()),
+            mean(&|map| map.offsets.len()),
+        );
+        lines.push(format!(
+            "{layer:5} {:>5}  {:>10.2} % {columns:>22.1} {offsets:>24.1}",
+            heads.len(),
+            100.0 * density
+        ));
+        layers.push(json!({"heads": heads.len(), "density": density, "columns": columns, "offsets": offsets}));
+    }
+    lines.push("means over the heads of a layer".to_owned());
+    Report {
+        lines,
+        json: json!({"layers": layers}),
+    }
+}
+
+fn print<B: SieveBackend>(
+    args: &PatternsArgs,
+    loaded: &LoadedModel<B>,
+    [windows, length]: [usize; 2],
+    report: Report,
+    flag: &str,
+) {
+    if args.json {
+        let json = json!({
+            "checkpoint": loaded.path.display().to_string(),
+            "step": loaded.state.step,
+            "method": args.method.name(),
+            "data": args.data,
+            "num_windows": windows,
+            "num_tokens": length,
+            "found": report.json,
+            "out": args.out.display().to_string(),
+            "flag": flag,
+        });
+        terminal::line(&json.to_string());
+        return;
+    }
+    let prompts = if windows == 1 { "prompt" } else { "prompts" };
+    terminal::line(&format!(
+        "{} (step {}), {}: {windows} {prompts} of {length} tokens",
+        loaded.path.display(),
+        loaded.state.step,
+        args.method.name(),
+    ));
+    for line in &report.lines {
+        terminal::line(line);
+    }
+    terminal::line(&format!("wrote {}; use it with {flag}", args.out.display()));
+}
