@@ -155,7 +155,7 @@ mod tests {
             rope_theta: 1e4,
             rms_norm_eps: 1e-6,
             tie_word_embeddings: true,
-            max_seq_len: 1200,
+            max_seq_len: 4200,
             initializer_range: 0.4,
             residual_scale: false,
             attention,
@@ -171,7 +171,7 @@ mod tests {
 
     #[test]
     fn minference_patterns_are_those_of_the_search_on_each_layers_operands() {
-        let (model, window, device) = (model(Attention::Mha), window(1101), Default::default());
+        let (model, window, device) = (model(Attention::Mha), window(4101), Default::default());
         let mut heard = Vec::new();
         let found = search_minference(&model, &window, &device, &mut |n| heard.push(n));
         let found = found.expect("it fits");
@@ -234,7 +234,7 @@ mod tests {
                 window(9),
                 "selects for dense attention",
             ),
-            (Attention::Mha, window(1202), "context of 1200"),
+            (Attention::Mha, window(4202), "context of 4200"),
             (Attention::Mha, vec![3, 31, 1], "vocabulary of 31"),
             (Attention::Mha, vec![3], "no token"),
         ] {
