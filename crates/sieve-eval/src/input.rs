@@ -2,6 +2,7 @@
 use crate::EvalError;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
+use sieve_core::ModelShape;
 
 /// Refuses ids that are no row of the embedding.
 pub(crate) fn check_vocabulary(tokens: &[u32], vocab_size: usize) -> Result<(), EvalError> {
@@ -16,6 +17,24 @@ pub(crate) fn check_vocabulary(tokens: &[u32], vocab_size: usize) -> Result<(), 
             vocab_size,
         }),
     }
+}
+
+/// Refuses a row that the model cannot read: `num_inputs` of `tokens` go in, one at least, no more than its context holds.
+pub(crate) fn check_row(
+    tokens: &[u32],
+    num_inputs: usize,
+    shape: &ModelShape,
+) -> Result<(), EvalError> {
+    if num_inputs == 0 {
+        return Err(EvalError::NoTokens);
+    }
+    if num_inputs > shape.max_seq_len {
+        return Err(EvalError::TooLong {
+            num_tokens: num_inputs,
+            context: shape.max_seq_len,
+        });
+    }
+    check_vocabulary(tokens, shape.vocab_size)
 }
 
 /// `[batch, seq_len]` ids from rows laid end to end.

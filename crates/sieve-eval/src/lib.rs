@@ -22,6 +22,8 @@ mod pass;
 mod patterns;
 mod selection;
 mod selectors;
+#[cfg(test)]
+mod test_model;
 mod trained;
 
 pub use document::{EvalDocument, prepared_documents, text_documents};

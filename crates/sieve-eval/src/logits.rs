@@ -1,6 +1,6 @@
 //! Raw model output, for comparison with other programs.
 use crate::EvalError;
-use crate::input::{check_vocabulary, ids};
+use crate::input::{check_row, ids};
 use burn::tensor::TensorData;
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{Documents, SieveBackend};
@@ -15,16 +15,7 @@ pub fn logits<B: SieveBackend>(
     device: &B::Device,
 ) -> Result<TensorData, EvalError> {
     let (num_tokens, shape) = (tokens.len(), model.shape());
-    if num_tokens == 0 {
-        return Err(EvalError::NoTokens);
-    }
-    if num_tokens > shape.max_seq_len {
-        return Err(EvalError::TooLong {
-            num_tokens,
-            context: shape.max_seq_len,
-        });
-    }
-    check_vocabulary(tokens, shape.vocab_size)?;
+    check_row(tokens, num_tokens, shape)?;
     let documents = Documents::whole_rows([1, num_tokens], device);
     let rope = model.rope(num_tokens, device);
     let context = LayerContext::new(&documents, &rope);

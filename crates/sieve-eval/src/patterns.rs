@@ -1,7 +1,7 @@
 //! What MInference and DAM find ahead of time on a dense model: a pattern, or a map, for every head.
 use crate::EvalError;
 use crate::chunks::call;
-use crate::input::check_vocabulary;
+use crate::input::check_row;
 use crate::pass::attending_pass;
 use sieve_core::{Attention, ModelShape};
 use sieve_nn::Qwen3;
@@ -125,48 +125,17 @@ fn check(method: &'static str, shape: &ModelShape, window: &[u32]) -> Result<(),
     if shape.attention != Attention::Mha {
         return Err(EvalError::NotDense { selector: method });
     }
-    let num_tokens = window.len().saturating_sub(1);
-    if num_tokens == 0 {
-        return Err(EvalError::NoTokens);
-    }
-    if num_tokens > shape.max_seq_len {
-        return Err(EvalError::TooLong {
-            num_tokens,
-            context: shape.max_seq_len,
-        });
-    }
-    check_vocabulary(window, shape.vocab_size)
+    check_row(window, window.len().saturating_sub(1), shape)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::test_model::{tiny_model, words as window};
     use burn_flex::Flex;
 
     fn model(attention: Attention) -> Qwen3<Flex> {
-        let shape = ModelShape {
-            d_model: 16,
-            d_ff: 24,
-            num_layers: 2,
-            num_heads: 4,
-            num_kv_heads: 2,
-            head_dim: 8,
-            vocab_size: 31,
-            rope_theta: 1e4,
-            rms_norm_eps: 1e-6,
-            tie_word_embeddings: true,
-            max_seq_len: 4200,
-            initializer_range: 0.4,
-            residual_scale: false,
-            attention,
-        };
-        Qwen3::new(&shape, 4, &Default::default())
-    }
-
-    fn window(len: usize) -> Vec<u32> {
-        (0..len)
-            .map(|n| ((n * n * 5 + n * 3) % 31) as u32)
-            .collect()
+        tiny_model(attention, 4200)
     }
 
     #[test]

@@ -351,33 +351,12 @@ fn relative_error(a: &[f32], b: &[f32]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::test_model::{tiny_model, words as window};
     use burn_flex::Flex;
-    use sieve_core::{Attention, ModelShape};
+    use sieve_core::Attention;
 
     fn model(attention: Attention) -> Qwen3<Flex> {
-        let shape = ModelShape {
-            d_model: 16,
-            d_ff: 24,
-            num_layers: 2,
-            num_heads: 4,
-            num_kv_heads: 2,
-            head_dim: 8,
-            vocab_size: 31,
-            rope_theta: 1e4,
-            rms_norm_eps: 1e-6,
-            tie_word_embeddings: true,
-            max_seq_len: 512,
-            initializer_range: 0.4,
-            residual_scale: false,
-            attention,
-        };
-        Qwen3::new(&shape, 4, &Default::default())
-    }
-
-    fn window(len: usize) -> Vec<u32> {
-        (0..len)
-            .map(|n| ((n * n * 5 + n * 3) % 31) as u32)
-            .collect()
+        tiny_model(attention, 512)
     }
 
     fn selection(text: &str) -> Selection {

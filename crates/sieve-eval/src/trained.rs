@@ -203,9 +203,9 @@ fn of_blocks(chosen: &[i64], nsa: NsaShape, num_tokens: usize) -> Counted {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use burn_flex::Flex;
+    use crate::test_model::tiny_model;
     use sieve_core::model::NsaCompression;
-    use sieve_core::{Attention, DmaBias, ModelShape};
+    use sieve_core::{Attention, DmaBias};
 
     const NSA: NsaShape = NsaShape {
         compress_block_size: 8,
@@ -219,23 +219,7 @@ mod tests {
     };
 
     fn measured(attention: Attention, windows: &[Vec<u32>]) -> Result<TrainedMeasure, EvalError> {
-        let shape = ModelShape {
-            d_model: 16,
-            d_ff: 24,
-            num_layers: 2,
-            num_heads: 4,
-            num_kv_heads: 2,
-            head_dim: 8,
-            vocab_size: 31,
-            rope_theta: 1e4,
-            rms_norm_eps: 1e-6,
-            tie_word_embeddings: true,
-            max_seq_len: 128,
-            initializer_range: 0.4,
-            residual_scale: false,
-            attention,
-        };
-        let model = Qwen3::<Flex>::new(&shape, 4, &Default::default());
+        let model = tiny_model(attention, 128);
         measure_trained(&model, windows, &Default::default())
     }
 

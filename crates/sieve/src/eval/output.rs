@@ -65,6 +65,13 @@ fn partial(path: &Path) -> PathBuf {
     PathBuf::from(name)
 }
 
+/// Text without the characters that XML gives a meaning, for pictures.
+pub(super) fn escape(text: &str) -> String {
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,4 +1,5 @@
 //! Accuracy by distance as a picture.
+use crate::eval::output::escape;
 use sieve_eval::RecallReport;
 use std::fmt::Write;
 
@@ -83,13 +84,6 @@ pub(super) fn accuracy_by_distance(title: &str, report: &RecallReport) -> String
     }
     svg.push_str("</svg>\n");
     svg
-}
-
-/// Text without the characters that XML gives a meaning.
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
 //! Needles by length and depth as heat maps: two scores side by side, one row for each method.
+use crate::eval::output::escape;
 use crate::selector;
 use sieve_eval::{NUM_DISTRACTORS, NeedleCell, NeedleReport};
 use std::fmt::Write;
@@ -279,13 +280,6 @@ fn shortened(name: &str) -> String {
         Some((at, _)) => format!("{} …", &name[..at]),
         None => name.to_owned(),
     }
-}
-
-/// Text without the characters that XML gives a meaning.
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
 //! Density against recall as an SVG.
+use crate::eval::output::escape;
 
 /// One method over its setting.
 pub(super) struct Curve {
@@ -93,12 +94,6 @@ pub(super) fn svg(title: &str, curves: &[Curve]) -> String {
         );
     }
     svg + "</svg>\n"
-}
-
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
 }
 
 #[cfg(test)]

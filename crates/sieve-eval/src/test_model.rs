@@ -1,0 +1,32 @@
+//! A tiny model for tests.
+use burn_flex::Flex;
+use sieve_core::{Attention, ModelShape};
+use sieve_nn::Qwen3;
+
+/// Two layers of 16 with 31 words and random weights.
+pub(crate) fn tiny_model(attention: Attention, max_seq_len: usize) -> Qwen3<Flex> {
+    let shape = ModelShape {
+        d_model: 16,
+        d_ff: 24,
+        num_layers: 2,
+        num_heads: 4,
+        num_kv_heads: 2,
+        head_dim: 8,
+        vocab_size: 31,
+        rope_theta: 1e4,
+        rms_norm_eps: 1e-6,
+        tie_word_embeddings: true,
+        max_seq_len,
+        initializer_range: 0.4,
+        residual_scale: false,
+        attention,
+    };
+    Qwen3::new(&shape, 4, &Default::default())
+}
+
+/// Words for it.
+pub(crate) fn words(len: usize) -> Vec<u32> {
+    (0..len)
+        .map(|n| ((n * n * 5 + n * 3) % 31) as u32)
+        .collect()
+}
