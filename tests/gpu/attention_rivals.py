@@ -135,9 +135,14 @@ def main():
     parser.add_argument("--json", default="/dev/null", help="where the rival's rows go")
     parser.add_argument("--only", default="dense,windows,decoding")
     args = parser.parse_args()
+    groups = {"dense": dense, "windows": windows, "decoding": decoding}
+    wanted = args.only.split(",")
+    for name in wanted:
+        if name not in groups:
+            parser.error(f"--only {name}: not known; one of {', '.join(groups)}")
     timer = Timer()
-    for name in args.only.split(","):
-        {"dense": dense, "windows": windows, "decoding": decoding}[name](timer)
+    for name in wanted:
+        groups[name](timer)
     names = ("what", "batch", "seq_len", "head_dim", "rival", "phase")
     with open(args.json, "w") as file:
         json.dump({"torch": torch.__version__, "rows": [dict(zip(names, key), ms=ms) for key, ms in timer.rows.items()]}, file, indent=1)

@@ -61,9 +61,12 @@ def main():
     parser.add_argument("--registry", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args()
+    found = newest(args.registry)
+    if not found:
+        parser.error(f"--registry {args.registry}: no crates there; cargo keeps them in ~/.cargo/registry/src, by host")
     seen, sizes, crates, files = set(), collections.Counter(), 0, 0
     with open(args.out, "w") as out:
-        for name, crate in sorted(newest(args.registry).items(), key=lambda item: hashlib.sha256(item[0].encode()).digest()):
+        for name, crate in sorted(found.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest()):
             if not is_permissive(crate):
                 continue
             parts, size = [], 0

@@ -55,7 +55,9 @@ def main():
     args = parser.parse_args()
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * len(args.panels)} {HEIGHT}" font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>']
     for number, text in enumerate(args.panels):
-        title, runs = text.split(":", 1)
+        title, colon, runs = text.partition(":")
+        if not colon or any("=" not in run for run in runs.split(",")):
+            parser.error(f"{text!r}: a panel is TITLE: NAME=FILE,NAME=FILE…")
         parts += panel(WIDTH * number, title.strip(), [run.strip().split("=", 1) for run in runs.split(",")])
     args.out.write_text("\n".join([*parts, "</svg>", ""]))
 

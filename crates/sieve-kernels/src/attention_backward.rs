@@ -97,9 +97,8 @@ pub fn attention_backward(
         tensors.extend([&doc_start, bias]);
         let (kernel, grid, maps) = match family {
             KernelFamily::Hopper => {
-                let tiling = HopperTiling::new(HopperPass::RowSums, &shape, source);
-                let maps = tiling.maps(NAME, &qkv, Some(&d_o), &shape)?;
-                (tiling.kernel(), tiling.grid(&d_o), maps)
+                let pass = HopperPass::RowSums;
+                HopperTiling::launch(pass, NAME, &qkv, Some(&d_o), &shape, source)?
             }
             KernelFamily::Portable => {
                 let pass = QueryPass::RowSums;
@@ -154,9 +153,8 @@ pub fn attention_backward(
     tensors.push(call.grads.q.tensor());
     let (kernel, grid, maps) =
         if family == KernelFamily::Hopper && has_hopper_gradient(&shape, source) {
-            let tiling = HopperTiling::new(HopperPass::Gradient, &shape, source);
-            let maps = tiling.maps(NAME, &qkv, Some(&d_o), &shape)?;
-            (tiling.kernel(), tiling.grid(&d_o), maps)
+            let pass = HopperPass::Gradient;
+            HopperTiling::launch(pass, NAME, &qkv, Some(&d_o), &shape, source)?
         } else {
             let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
             let kernel = attention_backward_query_kernel(&shape, &tiling, source);

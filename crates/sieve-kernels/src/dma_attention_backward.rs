@@ -84,9 +84,8 @@ pub fn dma_attention_backward(
         tensors.push(&lists.tile_window);
         let (kernel, grid, maps) = match family {
             KernelFamily::Hopper => {
-                let tiling = HopperTiling::new(HopperPass::RowSums, &shape, source);
-                let maps = tiling.maps(NAME, &qkv, Some(&d_o), &shape)?;
-                (tiling.kernel(), tiling.grid(&d_o), maps)
+                let pass = HopperPass::RowSums;
+                HopperTiling::launch(pass, NAME, &qkv, Some(&d_o), &shape, source)?
             }
             KernelFamily::Portable => {
                 let tiling = QueryTiling::choose(NAME, QueryPass::RowSums, &shape, source, limit)?;
@@ -153,9 +152,8 @@ pub fn dma_attention_backward(
         tensors.extend([&lists.tile_window, call.grads.q.tensor()]);
         let (kernel, grid, maps) =
             if family == KernelFamily::Hopper && has_hopper_gradient(&shape, source) {
-                let tiling = HopperTiling::new(HopperPass::Gradient, &shape, source);
-                let maps = tiling.maps(NAME, &qkv, Some(&d_o), &shape)?;
-                (tiling.kernel(), tiling.grid(&d_o), maps)
+                let pass = HopperPass::Gradient;
+                HopperTiling::launch(pass, NAME, &qkv, Some(&d_o), &shape, source)?
             } else {
                 let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
                 let kernel = dma_attention_backward_query_kernel(&shape, &tiling);

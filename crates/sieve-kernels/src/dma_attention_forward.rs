@@ -58,9 +58,8 @@ pub fn dma_attention_forward(
     tensors.extend(o_rest.as_ref());
     let (kernel, grid, maps) = match family {
         KernelFamily::Hopper => {
-            let tiling = HopperTiling::new(HopperPass::output(with_rest), &shape, source);
-            let maps = tiling.maps(NAME, &qkv, None, &shape)?;
-            (tiling.kernel(), tiling.grid(q), maps)
+            let pass = HopperPass::output(with_rest);
+            HopperTiling::launch(pass, NAME, &qkv, None, &shape, source)?
         }
         KernelFamily::Portable => {
             let limit = q.client().properties().hardware.max_shared_memory_size;

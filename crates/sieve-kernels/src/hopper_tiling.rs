@@ -197,8 +197,25 @@ impl HopperTiling {
         }
     }
 
+    /// Kernel, grid and maps of a pass over `qkv`, whose tensors and those of `d_o` must be among the launch's.
+    ///
+    /// # Errors
+    /// Those of [`maps`](Self::maps).
+    pub(crate) fn launch<'a>(
+        pass: HopperPass,
+        kernel: &'static str,
+        qkv: &'a Qkv,
+        d_o: Option<&'a CudaTensor>,
+        shape: &AttentionShape,
+        source: KeySource,
+    ) -> Result<(SourceKernel, [usize; 3], Vec<TileMap<'a>>), KernelError> {
+        let tiling = Self::new(pass, shape, source);
+        let maps = tiling.maps(kernel, qkv, d_o, shape)?;
+        Ok((tiling.kernel(), tiling.grid(qkv.q.tensor()), maps))
+    }
+
     /// One block for each multiprocessor: blocks fetch their work themselves.
-    pub(crate) fn grid(&self, like: &CudaTensor) -> [usize; 3] {
+    fn grid(&self, like: &CudaTensor) -> [usize; 3] {
         let hardware = &like.client().properties().hardware;
         [
             hardware.num_streaming_multiprocessors.unwrap_or(132) as usize,
@@ -211,7 +228,7 @@ impl HopperTiling {
     ///
     /// # Errors
     /// [`KernelError::Layout`] when the heads cannot be walked.
-    pub(crate) fn maps<'a>(
+    fn maps<'a>(
         &self,
         kernel: &'static str,
         qkv: &'a Qkv,
