@@ -37,6 +37,15 @@ pub(crate) fn check_row(
     check_vocabulary(tokens, shape.vocab_size)
 }
 
+/// Inputs of each window, whose last token is predicted only: those of the first. Refuses no windows, and what [`check_row`] does.
+pub(crate) fn check_windows(windows: &[Vec<u32>], shape: &ModelShape) -> Result<usize, EvalError> {
+    let num_inputs = |window: &Vec<u32>| window.len().saturating_sub(1);
+    for window in windows {
+        check_row(window, num_inputs(window), shape)?;
+    }
+    windows.first().map(num_inputs).ok_or(EvalError::NoTokens)
+}
+
 /// `[batch, seq_len]` ids from rows laid end to end.
 pub(crate) fn ids<B: Backend>(
     tokens: &[u32],

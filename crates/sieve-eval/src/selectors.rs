@@ -1,7 +1,7 @@
 //! Selectors side by side on one model: what each computes, keeps, costs and breaks.
 use crate::EvalError;
 use crate::chunks::{call, prefill};
-use crate::input::check_vocabulary;
+use crate::input::{check_vocabulary, check_windows};
 use crate::pass::{attending_pass, milliseconds, own_pass};
 use crate::selection::{Selection, layer_shape};
 use serde::Serialize;
@@ -122,18 +122,7 @@ pub fn measure_selectors<B: SieveBackend>(
     device: &B::Device,
     observe: &mut dyn FnMut(&str),
 ) -> Result<Vec<SelectorMeasure>, EvalError> {
-    let Some(num_tokens) = windows.first().map(|window| window.len().saturating_sub(1)) else {
-        return Err(EvalError::NoTokens);
-    };
-    if num_tokens > model.shape().max_seq_len {
-        return Err(EvalError::TooLong {
-            num_tokens,
-            context: model.shape().max_seq_len,
-        });
-    }
-    for window in windows {
-        check_vocabulary(window, model.shape().vocab_size)?;
-    }
+    let num_tokens = check_windows(windows, model.shape())?;
     let mut selections = selections.to_vec();
     let mut sums = vec![Sums::default(); selections.len()];
     let (mut dense_nats, mut dense_ms, mut dense_prefill_ms) = (0.0, 0.0, f64::INFINITY);

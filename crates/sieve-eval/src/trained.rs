@@ -1,6 +1,6 @@
 //! Models whose own attention was trained, sparse or not, measured as selectors are: by the masks they really have.
 use crate::EvalError;
-use crate::input::{check_vocabulary, ids};
+use crate::input::{check_windows, ids};
 use crate::pass::own_pass;
 use burn::tensor::Tensor;
 use serde::Serialize;
@@ -57,19 +57,10 @@ pub fn measure_trained<B: SieveBackend>(
     windows: &[Vec<u32>],
     device: &B::Device,
 ) -> Result<TrainedMeasure, EvalError> {
-    let Some(num_tokens) = windows.first().map(|window| window.len().saturating_sub(1)) else {
-        return Err(EvalError::NoTokens);
-    };
-    if num_tokens > model.shape().max_seq_len {
-        return Err(EvalError::TooLong {
-            num_tokens,
-            context: model.shape().max_seq_len,
-        });
-    }
+    let num_tokens = check_windows(windows, model.shape())?;
     let (mut nats, mut prefill_ms) = (0.0, f64::INFINITY);
     let mut layers = vec![Counted::default(); model.layers.len()];
     for (n, window) in windows.iter().enumerate() {
-        check_vocabulary(window, model.shape().vocab_size)?;
         if n == 0 {
             // The first pass of a length also allocates.
             own_pass(model, window, device)?;
