@@ -50,7 +50,8 @@ fn options(max_shard_bytes: u64) -> ExportOptions {
 
 #[test]
 fn transformers_computes_the_same_logits() {
-    let Some(python) = python::interpreter("transformers_computes_the_same_logits") else {
+    let imports = "import torch, transformers, safetensors";
+    let Some(python) = python::interpreter("transformers_computes_the_same_logits", imports) else {
         return;
     };
     let folder = tempfile::tempdir().expect("a folder");

@@ -1,15 +1,14 @@
-//! An interpreter with PyTorch and transformers, where there is one.
+//! The scripts of `tests/python`, and an interpreter for them where there is one.
 #![allow(clippy::print_stderr, reason = "a test that could not run must say so")]
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The interpreter to use, or `None` after saying that `test` was skipped.
+/// An interpreter that can run `imports`, or `None` after saying that `test` was skipped.
 ///
 /// `SIEVE_PYTHON` names one, and then it must work; else `python3` is taken where it can import what is needed.
-pub(crate) fn interpreter(test: &str) -> Option<PathBuf> {
+pub(crate) fn interpreter(test: &str, imports: &str) -> Option<PathBuf> {
     let named = std::env::var_os("SIEVE_PYTHON");
     let python = PathBuf::from(named.clone().unwrap_or_else(|| "python3".into()));
-    let imports = "import torch, transformers, safetensors";
     let output = Command::new(&python).args(["-c", imports]).output();
     match output {
         Ok(output) if output.status.success() => Some(python),
@@ -45,4 +44,12 @@ pub(crate) fn run(python: &Path, script: &str, arguments: &[String]) -> String {
         String::from_utf8_lossy(&output.stderr)
     );
     String::from_utf8(output.stdout).expect("the scripts print UTF-8")
+}
+
+#[test]
+fn the_corpus_comes_back_byte_for_byte_from_its_lock() {
+    let test = "the_corpus_comes_back_byte_for_byte_from_its_lock";
+    if let Some(python) = interpreter(test, "import hashlib, tarfile") {
+        run(&python, "test_make_corpus.py", &[]);
+    }
 }
