@@ -460,10 +460,10 @@ fn main() -> ExitCode {
             }
         }
     }
-    for (op, path) in op_paths() {
+    for ((place, op), path) in op_paths() {
         if path.reference_calls > 0 {
             println!(
-                "reference {op}: {} of {} calls: {}",
+                "reference {op} on {place}: {} of {} calls: {}",
                 path.reference_calls,
                 path.reference_calls + path.kernel_calls,
                 path.reason.unwrap_or_default()

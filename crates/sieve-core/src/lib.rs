@@ -26,5 +26,8 @@ pub mod model;
 
 pub mod plan;
 
+mod score_matrix;
+
 pub use model::{Attention, DmaBias, MlaShape, ModelShape, NsaCompression, NsaShape};
 pub use recipe::{Recipe, RecipeError};
+pub use score_matrix::{MOST_REFERENCE_SCORES, ReferenceTooLarge, ScoreMatrix};

@@ -10,15 +10,15 @@ mod time;
 
 pub use cache::{CachePlan, cache_plan};
 pub use memory::{FittingSetting, MemoryPlan, activation_bytes_per_token, memory_plan};
-pub use ops::{OpPlan, op_plans};
+pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, op_plans};
 
 use serde::Serialize;
 
-use crate::model::{Attention, ModelShape, ParameterCounts, gpu};
+use crate::model::{ModelShape, ParameterCounts, gpu};
 use crate::recipe::{Recipe, RecipeError, Stage, TokenizerSection};
 
-/// Share of the peak that the time is guessed with on a CPU, and on a GPU for kinds without kernels of their own: what
-/// well-kept training programs reach on dense models, not a measurement of this one.
+/// Share of the peak that the time is guessed with on a CPU: what well-kept training programs reach on dense models, not a
+/// measurement of this one.
 pub const ASSUMED_MFU: f64 = 0.4;
 
 /// What a run computes on.
@@ -88,8 +88,10 @@ pub struct Plan {
     pub cache: CachePlan,
     /// What the guessed time assumes; `None` where there is none.
     pub assumption: Option<String>,
-    /// Guessed seconds of the whole run.
+    /// Guessed seconds of the whole run; `None` where nothing like it was measured.
     pub seconds: Option<f64>,
+    /// Why `sieve train` refuses the run on this device; `None` where it does not.
+    pub refused: Option<String>,
     /// Which way each op goes, and why.
     pub ops: Vec<OpPlan>,
 }
@@ -113,7 +115,7 @@ pub struct StagePlan {
     pub dense_flops_per_token: f64,
     /// Share of the executed FLOPs that attention takes.
     pub attention_share: f64,
-    /// Guessed tokens a second.
+    /// Guessed tokens a second; `None` where nothing like the run was measured.
     pub tokens_per_second: Option<f64>,
 }
 
@@ -192,22 +194,35 @@ pub fn plan(recipe: &Recipe, vocab_size: usize, target: &Target) -> Result<Plan,
         total_flops,
         memory,
         cache: cache_plan(&last_shape, last.training.seq_len, target.value_bytes()),
-        assumption: target
-            .flops_per_second()
-            .map(|peak| assumption(target, &shape, peak)),
+        assumption: seconds
+            .and(target.flops_per_second())
+            .map(|peak| assumption(target, peak)),
         seconds,
+        refused: match target {
+            Target::Cpu { .. } => None,
+            Target::Gpu(_) => check_gpu_attention(recipe, &shape)
+                .err()
+                .map(|error| error.to_string()),
+        },
         ops: op_plans(&shape, target),
     })
 }
 
-fn assumption(target: &Target, shape: &ModelShape, peak: f64) -> String {
+fn assumption(target: &Target, peak: f64) -> String {
     match target {
-        Target::Gpu(gpu) if has_gpu_kernels(shape) => format!(
-            "the shares of {:.0} TFLOP/s and {:.2} TB/s that an H200 was measured to reach, on one device",
-            peak / 1e12,
-            gpu.memory_bytes_per_second / 1e12
-        ),
-        _ => format!(
+        Target::Gpu(gpu) => {
+            let how = if time::is_measured(gpu) {
+                "that an H200 was measured to reach"
+            } else {
+                "that an H200 was measured to reach, assumed for this GPU: nothing was measured on it"
+            };
+            format!(
+                "the shares of {:.0} TFLOP/s and {:.2} TB/s {how}, on one device",
+                peak / 1e12,
+                gpu.memory_bytes_per_second / 1e12
+            )
+        }
+        Target::Cpu { .. } => format!(
             "{:.0} % of {:.1} TFLOP/s in executed operations, on one device",
             100.0 * ASSUMED_MFU,
             peak / 1e12
@@ -222,21 +237,16 @@ fn recomputed_share(recipe: &Recipe, num_layers: usize) -> f64 {
     again.count() as f64 / num_layers.max(1) as f64
 }
 
-fn has_gpu_kernels(shape: &ModelShape) -> bool {
-    !matches!(shape.attention, Attention::Mla(_) | Attention::Nsa(_))
-}
-
 fn stage_plan(stage: &Stage, recipe: &Recipe, shape: &ModelShape, target: &Target) -> StagePlan {
     let section = &stage.section;
     let executed = shape.executed_flops_per_token(section.seq_len);
     let spared = (1.0 - recipe.label_share()) * shape.unlabelled_training_flops();
     let executed_training = executed.training() - spared;
     let dense_training = shape.dense_flops_per_token(section.seq_len).training() - spared;
-    let guess = target
-        .flops_per_second()
-        .map(|peak| ASSUMED_MFU * peak / executed_training);
     let speed = match target {
-        Target::Cpu { .. } => guess,
+        Target::Cpu {
+            flops_per_second, ..
+        } => flops_per_second.map(|peak| ASSUMED_MFU * peak / executed_training),
         Target::Gpu(gpu) => {
             let size = time::StepSize {
                 tokens: section.local_batch_size * section.seq_len,
@@ -244,7 +254,7 @@ fn stage_plan(stage: &Stage, recipe: &Recipe, shape: &ModelShape, target: &Targe
                 micro_batches: section.global_batch_size / section.local_batch_size,
                 recomputed: recomputed_share(recipe, shape.num_layers),
             };
-            time::tokens_per_second(shape, executed, spared, &size, gpu).or(guess)
+            time::tokens_per_second(shape, executed, spared, &size, gpu)
         }
     };
     StagePlan {

@@ -1,7 +1,7 @@
 //! The CUDA path: Burn's CUDA tensors handed to the kernels of `sieve-kernels`.
 //!
 //! An op whose kernel refuses a call (another dtype, a width it is not compiled for) takes the plain-Burn reference on the
-//! GPU; [`op_paths`] tells which way every op went and why. Ops without a kernel yet are not overridden.
+//! GPU; [`op_paths`](crate::op_paths) tells which way every op went and why. Ops without a kernel yet are not overridden.
 mod attention;
 mod decode;
 mod dma;
@@ -10,11 +10,9 @@ mod linear;
 mod loss;
 mod norm;
 mod optimizer;
-mod paths;
-
-pub use paths::{OpPath, op_paths, set_sum_order};
 
 use crate::decode::{DmaCache, DmaToken, dma_decode_reference};
+use crate::device::paths::{kernel_or, kernel_or_scores, scores};
 use crate::snapshot::Snapshot;
 use crate::{
     AdamWStep, AdamWTensors, AttentionOutput, AttentionSpec, DmaBias, DmaSelection, DocumentBounds,
@@ -22,7 +20,6 @@ use crate::{
 };
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, FloatDType};
-use paths::kernel_or;
 use sieve_kernels::{CudaPrimitive, CudaTensor, HostCopy, Reuse};
 
 /// Burn's CUDA backend, without fusion.
@@ -200,7 +197,7 @@ impl SieveBackend for Cuda {
         spec: AttentionSpec,
     ) -> AttentionOutput<Self> {
         let attempt = attention::forward(&qkv, documents, spec, None);
-        kernel_or("attention", attempt, || {
+        kernel_or_scores("attention", attempt, scores(&qkv, spec.num_heads), || {
             reference::attention::<Self>(qkv, documents, spec)
         })
     }
@@ -213,7 +210,9 @@ impl SieveBackend for Cuda {
         d_o: CudaPrimitive,
     ) -> CudaPrimitive {
         let attempt = attention::backward(&qkv, documents, spec, None, &output, &d_o);
-        kernel_or("attention_backward", attempt.map(|(dqkv, _)| dqkv), || {
+        let attempt = attempt.map(|(dqkv, _)| dqkv);
+        let scores = scores(&qkv, spec.num_heads);
+        kernel_or_scores("attention_backward", attempt, scores, || {
             reference::attention_backward::<Self>(qkv, documents, spec, output, d_o)
         })
     }
@@ -267,9 +266,12 @@ impl SieveBackend for Cuda {
         spec: AttentionSpec,
     ) -> AttentionOutput<Self> {
         let attempt = dma::forward(&qkv, &delta, documents, selection, spec);
-        kernel_or("dma_attention", attempt, || {
-            reference::dma_attention::<Self>(qkv, delta, documents, selection, spec)
-        })
+        kernel_or_scores(
+            "dma_attention",
+            attempt,
+            scores(&qkv, spec.num_heads),
+            || reference::dma_attention::<Self>(qkv, delta, documents, selection, spec),
+        )
     }
 
     fn dma_attention_backward(
@@ -282,7 +284,8 @@ impl SieveBackend for Cuda {
         d_o: CudaPrimitive,
     ) -> (CudaPrimitive, CudaPrimitive) {
         let attempt = dma::backward(&qkv, &delta, documents, selection, spec, &output, &d_o);
-        kernel_or("dma_attention_backward", attempt, || {
+        let scores = scores(&qkv, spec.num_heads);
+        kernel_or_scores("dma_attention_backward", attempt, scores, || {
             reference::dma_attention_backward::<Self>(
                 qkv, delta, documents, selection, spec, output, d_o,
             )

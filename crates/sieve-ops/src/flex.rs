@@ -4,6 +4,7 @@
 pub(crate) mod attention;
 mod qk_norm_rope;
 
+use crate::device::paths::{self, Memory, Place, scores};
 use crate::{
     AdamWStep, AdamWTensors, AttentionOutput, AttentionSpec, DmaSelection, DocumentBounds,
     RopeTables, SieveBackend, reference,
@@ -14,6 +15,7 @@ use attention::{
 use burn::tensor::{DType, Shape, TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use qk_norm_rope::QkNormRope;
+use sieve_core::ScoreMatrix;
 
 /// A contiguous tensor starting at the beginning of its storage.
 pub(crate) fn contiguous(x: FlexTensor) -> FlexTensor {
@@ -22,6 +24,18 @@ pub(crate) fn contiguous(x: FlexTensor) -> FlexTensor {
 
 pub(crate) fn is_f32(x: &FlexTensor) -> bool {
     x.dtype() == DType::F32
+}
+
+const NOT_F32: &str = "the kernels of the CPU take f32";
+
+/// The counted reference of an op on a dtype without kernels.
+pub(crate) fn plain<T>(op: &'static str, run: impl FnOnce() -> T) -> T {
+    paths::reference((Place::Cpu, op), NOT_F32, Memory::Linear, run)
+}
+
+/// As [`plain`] for an op whose reference holds `scores`.
+pub(crate) fn plain_scores<T>(op: &'static str, scores: ScoreMatrix, run: impl FnOnce() -> T) -> T {
+    paths::reference((Place::Cpu, op), NOT_F32, Memory::Quadratic(scores), run)
 }
 
 pub(crate) fn floats(x: &FlexTensor) -> &[f32] {
@@ -65,7 +79,10 @@ impl SieveBackend for Flex {
         let mut shape = x.shape().to_vec();
         let d_in = last_dim(&x);
         let few_rows = x.shape().num_elements() < MIN_PRODUCT_ROWS * d_in;
-        if !is_f32(&x) || !few_rows || d_in == 0 {
+        if !is_f32(&x) {
+            return plain("linear", || reference::linear::<Self>(x, weight));
+        }
+        if !few_rows || d_in == 0 {
             return reference::linear::<Self>(x, weight);
         }
         let (padded, rows) = padded_rows(x, d_in);
@@ -78,7 +95,7 @@ impl SieveBackend for Flex {
 
     fn embedding_rows(weight: FlexTensor, ids: FlexTensor) -> FlexTensor {
         if !is_f32(&weight) {
-            return reference::embedding::<Self>(weight, ids);
+            return plain("embedding", || reference::embedding::<Self>(weight, ids));
         }
         let (weight, ids) = (contiguous(weight), contiguous(ids));
         let d_model = last_dim(&weight);
@@ -90,7 +107,9 @@ impl SieveBackend for Flex {
 
     fn embedding_rows_backward(dy: FlexTensor, ids: FlexTensor, vocab_size: usize) -> FlexTensor {
         if !is_f32(&dy) {
-            return reference::embedding_backward::<Self>(dy, ids, vocab_size);
+            return plain("embedding_backward", || {
+                reference::embedding_backward::<Self>(dy, ids, vocab_size)
+            });
         }
         let (dy, ids) = (contiguous(dy), contiguous(ids));
         let d_model = last_dim(&dy);
@@ -101,7 +120,9 @@ impl SieveBackend for Flex {
 
     fn rms_norm(x: FlexTensor, weight: FlexTensor, epsilon: f64) -> FlexTensor {
         if !is_f32(&x) {
-            return reference::rms_norm::<Self>(x, weight, epsilon);
+            return plain("rms_norm", || {
+                reference::rms_norm::<Self>(x, weight, epsilon)
+            });
         }
         let (x, weight) = (contiguous(x), contiguous(weight));
         let mut y = zeros_like(&x);
@@ -116,7 +137,9 @@ impl SieveBackend for Flex {
         dy: FlexTensor,
     ) -> (FlexTensor, FlexTensor) {
         if !is_f32(&x) {
-            return reference::rms_norm_backward::<Self>(x, weight, epsilon, dy);
+            return plain("rms_norm_backward", || {
+                reference::rms_norm_backward::<Self>(x, weight, epsilon, dy)
+            });
         }
         let [x, weight, dy] = [x, weight, dy].map(contiguous);
         let (mut dx, mut dweight) = (zeros_like(&x), zeros_like(&weight));
@@ -148,7 +171,9 @@ impl SieveBackend for Flex {
                 num_kv_heads,
                 epsilon,
             };
-            return reference::qk_norm_rope::<Self>(qkv, args, rope);
+            return plain("qk_norm_rope", || {
+                reference::qk_norm_rope::<Self>(qkv, args, rope)
+            });
         }
         let qkv = contiguous(qkv);
         let args = QkNormRope::new([q_weight, k_weight, positions], rope, num_kv_heads, epsilon);
@@ -176,7 +201,9 @@ impl SieveBackend for Flex {
                 num_kv_heads,
                 epsilon,
             };
-            return reference::qk_norm_rope_backward::<Self>(qkv, args, rope, dy);
+            return plain("qk_norm_rope_backward", || {
+                reference::qk_norm_rope_backward::<Self>(qkv, args, rope, dy)
+            });
         }
         let (qkv, dy) = (contiguous(qkv), contiguous(dy));
         let args = QkNormRope::new([q_weight, k_weight, positions], rope, num_kv_heads, epsilon);
@@ -201,7 +228,7 @@ impl SieveBackend for Flex {
 
     fn swiglu(gate_up: FlexTensor) -> FlexTensor {
         if !is_f32(&gate_up) {
-            return reference::swiglu::<Self>(gate_up);
+            return plain("swiglu", || reference::swiglu::<Self>(gate_up));
         }
         let gate_up = contiguous(gate_up);
         let mut shape = gate_up.shape().to_vec();
@@ -215,7 +242,9 @@ impl SieveBackend for Flex {
 
     fn swiglu_backward(gate_up: FlexTensor, dy: FlexTensor) -> FlexTensor {
         if !is_f32(&gate_up) {
-            return reference::swiglu_backward::<Self>(gate_up, dy);
+            return plain("swiglu_backward", || {
+                reference::swiglu_backward::<Self>(gate_up, dy)
+            });
         }
         let (gate_up, dy) = (contiguous(gate_up), contiguous(dy));
         let mut d_gate_up = zeros_like(&gate_up);
@@ -230,7 +259,9 @@ impl SieveBackend for Flex {
         spec: AttentionSpec,
     ) -> AttentionOutput<Self> {
         if !is_f32(&qkv) {
-            return reference::attention::<Self>(qkv, bounds, spec);
+            return plain_scores("attention", scores(&qkv, spec.num_heads), || {
+                reference::attention::<Self>(qkv, bounds, spec)
+            });
         }
         attention_forward(
             &contiguous(qkv),
@@ -248,7 +279,9 @@ impl SieveBackend for Flex {
         d_o: FlexTensor,
     ) -> FlexTensor {
         if !is_f32(&qkv) {
-            return reference::attention_backward::<Self>(qkv, bounds, spec, output, d_o);
+            return plain_scores("attention_backward", scores(&qkv, spec.num_heads), || {
+                reference::attention_backward::<Self>(qkv, bounds, spec, output, d_o)
+            });
         }
         let (qkv, bounds) = (contiguous(qkv), contiguous_bounds(bounds));
         let operands = [output.o, output.lse, d_o];
@@ -262,7 +295,9 @@ impl SieveBackend for Flex {
         spec: AttentionSpec,
     ) -> FlexTensor {
         if !is_f32(&qkv) {
-            return reference::dma_scores::<Self>(qkv, w_dt, a, spec);
+            return plain("dma_scores", || {
+                reference::dma_scores::<Self>(qkv, w_dt, a, spec)
+            });
         }
         // The kernel reads W_dt by KV head; a layer stores it so, and hands over a transposed view.
         let [qkv, w, a] = [qkv, w_dt.transpose(0, 1), a].map(contiguous);
@@ -281,7 +316,9 @@ impl SieveBackend for Flex {
         dqkv: FlexTensor,
     ) -> (FlexTensor, FlexTensor, FlexTensor) {
         if !is_f32(&qkv) {
-            return reference::dma_scores_backward::<Self>(qkv, w_dt, a, spec, dz, dqkv);
+            return plain("dma_scores_backward", || {
+                reference::dma_scores_backward::<Self>(qkv, w_dt, a, spec, dz, dqkv)
+            });
         }
         let [qkv, w, a] = [qkv, w_dt.transpose(0, 1), a].map(contiguous);
         let [dz, mut dqkv] = [dz, dqkv].map(contiguous);
@@ -306,7 +343,9 @@ impl SieveBackend for Flex {
         keep_window_size: usize,
     ) -> DmaSelection<Self> {
         if !is_f32(&z) {
-            return reference::dma_select::<Self>(z, bounds, keep_window_size);
+            return plain("dma_select", || {
+                reference::dma_select::<Self>(z, bounds, keep_window_size)
+            });
         }
         let (z, bounds) = (contiguous(z), contiguous_bounds(bounds));
         let shape = z.shape();
@@ -335,7 +374,9 @@ impl SieveBackend for Flex {
         spec: AttentionSpec,
     ) -> AttentionOutput<Self> {
         if !is_f32(&qkv) {
-            return reference::dma_attention::<Self>(qkv, delta, bounds, selection, spec);
+            return plain_scores("dma_attention", scores(&qkv, spec.num_heads), || {
+                reference::dma_attention::<Self>(qkv, delta, bounds, selection, spec)
+            });
         }
         let [qkv, delta, expire] = [qkv, delta, selection.expire.clone()].map(contiguous);
         let mask = sieve_cpu::Mask::Expire {
@@ -355,8 +396,14 @@ impl SieveBackend for Flex {
         d_o: FlexTensor,
     ) -> (FlexTensor, FlexTensor) {
         if !is_f32(&qkv) {
-            return reference::dma_attention_backward::<Self>(
-                qkv, delta, bounds, selection, spec, output, d_o,
+            return plain_scores(
+                "dma_attention_backward",
+                scores(&qkv, spec.num_heads),
+                || {
+                    reference::dma_attention_backward::<Self>(
+                        qkv, delta, bounds, selection, spec, output, d_o,
+                    )
+                },
             );
         }
         let [qkv, delta, expire] = [qkv, delta, selection.expire.clone()].map(contiguous);
@@ -379,7 +426,9 @@ impl SieveBackend for Flex {
         softmax_scale: f64,
     ) -> FlexTensor {
         if !is_f32(&q) {
-            return reference::decode_attention::<Self>(q, k, v, delta, softmax_scale);
+            return plain("decode_attention", || {
+                reference::decode_attention::<Self>(q, k, v, delta, softmax_scale)
+            });
         }
         let [q, k, v] = [q, k, v].map(contiguous);
         let delta = delta.map(contiguous);
@@ -402,7 +451,9 @@ impl SieveBackend for Flex {
 
     fn token_losses(h: FlexTensor, weight: FlexTensor, labels: FlexTensor) -> FlexTensor {
         if !is_f32(&h) {
-            return reference::token_losses::<Self>(h, weight, labels);
+            return plain("token_losses", || {
+                reference::token_losses::<Self>(h, weight, labels)
+            });
         }
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let mut losses = vec![0.0; labels.shape().num_elements()];
@@ -425,7 +476,9 @@ impl SieveBackend for Flex {
         z_loss: f64,
     ) -> FlexTensor {
         if !is_f32(&h) {
-            return reference::linear_cross_entropy::<Self>(h, weight, labels, z_loss);
+            return plain("linear_cross_entropy", || {
+                reference::linear_cross_entropy::<Self>(h, weight, labels, z_loss)
+            });
         }
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let d_model = last_dim(&h);
@@ -446,9 +499,9 @@ impl SieveBackend for Flex {
         z_loss: f64,
     ) -> (FlexTensor, FlexTensor, FlexTensor) {
         if !is_f32(&h) {
-            return reference::linear_cross_entropy_with_gradients::<Self>(
-                h, weight, labels, z_loss,
-            );
+            return plain("linear_cross_entropy_with_gradients", || {
+                reference::linear_cross_entropy_with_gradients::<Self>(h, weight, labels, z_loss)
+            });
         }
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let d_model = last_dim(&h);
@@ -471,7 +524,7 @@ impl SieveBackend for Flex {
 
     fn scaled(x: FlexTensor, factor: FlexTensor) -> FlexTensor {
         if !is_f32(&x) || !is_f32(&factor) {
-            return reference::scaled::<Self>(x, factor);
+            return plain("scaled", || reference::scaled::<Self>(x, factor));
         }
         let factor = floats(&contiguous(factor))[0];
         let mut x = contiguous(x);
@@ -483,7 +536,7 @@ impl SieveBackend for Flex {
 
     fn sum_of_squares(x: FlexTensor) -> FlexTensor {
         if !is_f32(&x) {
-            return reference::sum_of_squares::<Self>(x);
+            return plain("sum_of_squares", || reference::sum_of_squares::<Self>(x));
         }
         let x = contiguous(x);
         from_vec(vec![sieve_cpu::sum_of_squares(floats(&x)) as f32], [1])
@@ -496,7 +549,9 @@ impl SieveBackend for Flex {
         step: AdamWStep,
     ) -> AdamWTensors<Self> {
         if !is_f32(&tensors.param) || tensors.leaf.is_some() {
-            return reference::adamw_step::<Self>(tensors, grad, grad_scale, step);
+            return plain("adamw_step", || {
+                reference::adamw_step::<Self>(tensors, grad, grad_scale, step)
+            });
         }
         let grad = contiguous(grad);
         let grad_scale = floats(&contiguous(grad_scale))[0];

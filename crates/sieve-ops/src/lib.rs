@@ -26,6 +26,7 @@ mod swiglu;
 
 mod autodiff;
 mod cuda;
+mod device;
 mod flex;
 pub mod reference;
 
@@ -41,8 +42,9 @@ pub use backend::{
     AdamWStep, AdamWTensors, AttentionOutput, AttentionSpec, DMA_SCORE_CLAMP, DmaSelection,
     DocumentBounds, RopeTables, SieveBackend, TrainBackend,
 };
-pub use cuda::{Cuda, OpPath, op_paths, set_sum_order};
+pub use cuda::Cuda;
 pub use decode::{DmaCache, DmaToken, decode_attention, dma_decode};
+pub use device::paths::{OpPath, Place, op_paths, set_sum_order};
 pub use dma::{DmaAttention, DmaForward, DmaSpec, dma_bias, dma_select, dynamic_mask_attention};
 pub use documents::Documents;
 pub use embedding::embedding;

@@ -2,6 +2,7 @@
 //! beside one rotated key that all heads share.
 mod autodiff;
 mod backend;
+mod cuda;
 mod flex;
 #[cfg(test)]
 mod tests;

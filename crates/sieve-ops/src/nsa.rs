@@ -4,6 +4,7 @@
 //! Blocks are counted from each document's first token.
 mod autodiff;
 mod backend;
+mod cuda;
 mod flex;
 #[cfg(test)]
 mod tests;

@@ -2,6 +2,8 @@
 use anyhow::{Context, Result};
 use burn::tensor::{Distribution, Tensor};
 use burn_flex::{Flex, FlexDevice};
+use sieve_core::ModelShape;
+use sieve_core::plan::gpu_attention_gap;
 use sieve_kernels::{CudaReport, DeviceReport, KernelCache, KernelError};
 use sieve_train::PeakMemory;
 use std::path::PathBuf;
@@ -51,6 +53,31 @@ impl DeviceChoice {
         self.resolve_and_prepare(|_, _| Ok(()))
     }
 
+    /// The device for a model: as [`resolve`](Self::resolve), then [`for_model`](Self::for_model).
+    pub(crate) fn resolve_for(self, shape: impl FnOnce() -> Result<ModelShape>) -> Result<Device> {
+        match self.resolve()? {
+            Device::Cuda(gpu) if self == Self::Auto => {
+                Ok(self.for_model(&Device::Cuda(gpu), &shape()?))
+            }
+            device => Ok(device),
+        }
+    }
+
+    /// Where a model computes, given the device that was found: `auto` never takes a GPU on which attention would run as its
+    /// reference, and says so.
+    pub(crate) fn for_model(self, found: &Device, shape: &ModelShape) -> Device {
+        match (self, found, gpu_attention_gap(shape)) {
+            (Self::Auto, Device::Cuda(gpu), Some(reason)) => {
+                crate::terminal::note(&format!(
+                    "device: using the CPU, because {reason}; --device cuda:{} would run its reference on {}",
+                    gpu.index, gpu.name
+                ));
+                Device::Cpu
+            }
+            _ => found.clone(),
+        }
+    }
+
     /// As [`resolve`](Self::resolve); of a CUDA device, `prepare` may fill the kernel cache before anything reads it.
     pub(crate) fn resolve_and_prepare(
         self,
@@ -62,7 +89,7 @@ impl DeviceChoice {
                 Ok(report) => open_cuda(&report, 0, prepare),
                 Err(KernelError::NoDriver | KernelError::NoDevice) => Ok(Device::Cpu),
                 Err(error) => {
-                    crate::terminal::line(&format!("device: using the CPU, because {error}"));
+                    crate::terminal::note(&format!("device: using the CPU, because {error}"));
                     Ok(Device::Cpu)
                 }
             },
@@ -130,6 +157,39 @@ pub(crate) fn num_threads() -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sieve_core::Recipe;
+
+    fn shape(recipe: &str) -> ModelShape {
+        let recipe = Recipe::load(recipe, "a recipe", &[]).expect("a shipped recipe");
+        recipe.model_shape(50_277).expect("a shape")
+    }
+
+    #[test]
+    fn auto_never_takes_a_gpu_for_a_reference_of_attention() {
+        let gpu = Device::Cuda(DeviceReport {
+            index: 1,
+            name: "NVIDIA H200".to_owned(),
+            major: 9,
+            minor: 0,
+            num_multiprocessors: 132,
+            total_memory_bytes: 141_000_000_000,
+        });
+        let [auto, cuda] = [DeviceChoice::Auto, DeviceChoice::Cuda(1)];
+        let nsa = shape(include_str!("../../../recipes/nsa_80m.toml"));
+        let mla = shape(include_str!("../../../recipes/mla_80m.toml"));
+        let dma = shape(include_str!("../../../recipes/dma_80m.toml"));
+        let narrow = ModelShape {
+            head_dim: 40,
+            ..dma.clone()
+        };
+        for shape in [&nsa, &mla, &narrow] {
+            assert_eq!(auto.for_model(&gpu, shape), Device::Cpu);
+            // Who names a GPU gets it.
+            assert_eq!(cuda.for_model(&gpu, shape), gpu);
+            assert_eq!(auto.for_model(&Device::Cpu, shape), Device::Cpu);
+        }
+        assert_eq!(auto.for_model(&gpu, &dma), gpu);
+    }
 
     #[test]
     fn devices_parse() {

@@ -1,10 +1,19 @@
 //! A checkpoint with its tokenizer, as the commands that use a trained model need them.
+use crate::device::{Device, DeviceChoice};
 use anyhow::Result;
 use burn::tensor::DType;
 use burn::tensor::backend::Backend;
 use sieve_data::Tokenizer;
-use sieve_hf::{LoadedModel, load_model};
+use sieve_hf::{Checkpoint, LoadedModel, load_model};
 use std::path::Path;
+
+/// Where the model of a checkpoint computes.
+pub(crate) fn device(choice: DeviceChoice, checkpoint: &Path) -> Result<Device> {
+    choice.resolve_for(|| {
+        let (_, shape) = Checkpoint::open(checkpoint)?.recipe_and_shape()?;
+        Ok(shape)
+    })
+}
 
 /// The model of a checkpoint in `dtype`, and its tokenizer.
 pub(crate) fn load<B: Backend>(

@@ -1,6 +1,6 @@
 //! `sieve logits`: raw model output for parity checks by other programs.
 use crate::device::{Device, DeviceChoice};
-use crate::terminal;
+use crate::{loaded, terminal};
 use anyhow::{Context, Result, ensure};
 use burn::tensor::DType;
 use burn_cuda::CudaDevice;
@@ -33,7 +33,7 @@ pub(crate) struct LogitsArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: LogitsArgs) -> Result<()> {
-    match args.device.resolve()? {
+    match loaded::device(args.device, &args.checkpoint)? {
         Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
         Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
     }

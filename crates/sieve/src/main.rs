@@ -11,6 +11,7 @@ mod kernels;
 mod loaded;
 mod logits;
 mod out_of_memory;
+mod paths;
 mod plan;
 mod recipe;
 mod selector;
@@ -69,11 +70,11 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Train(args) => train::run(args),
         Command::Plan(args) => plan::run(args),
-        Command::Generate(args) => generate::run(args),
-        Command::Eval(command) => eval::run(command),
+        Command::Generate(args) => paths::told(generate::run(args)),
+        Command::Eval(command) => paths::told(eval::run(command)),
         Command::Export(args) => export::run(args),
         Command::Import(args) => import::run(args),
-        Command::Logits(args) => logits::run(args),
+        Command::Logits(args) => paths::told(logits::run(args)),
         Command::Data(command) => data::run(command),
         Command::Tokenizer(command) => data::run_tokenizer(command),
         Command::Kernels(command) => kernels::run(command),

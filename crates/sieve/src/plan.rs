@@ -113,12 +113,17 @@ fn text(plan: &Plan, recipe: &Recipe, target: &str) -> Vec<String> {
     for op in &plan.ops {
         lines.push(format!("  {:<30} {:<12} {}", op.op, op.path, op.reason));
     }
-    if let (Some(seconds), Some(assumption)) = (plan.seconds, &plan.assumption) {
-        lines.push(String::new());
-        lines.push(format!(
+    lines.push(String::new());
+    lines.push(match (plan.seconds, &plan.assumption) {
+        (Some(seconds), Some(assumption)) => format!(
             "time          a guess: {} at {assumption}",
             terminal::duration(seconds)
-        ));
+        ),
+        _ => "time          not known: no run of this attention was measured there".to_owned(),
+    });
+    if let Some(refused) = &plan.refused {
+        lines.push(String::new());
+        lines.push(format!("refused       {refused}"));
     }
     lines
 }

@@ -5,6 +5,7 @@
     reason = "the one place that prints"
 )]
 use indicatif::{ProgressBar, ProgressStyle};
+use sieve_core::ReferenceTooLarge;
 use std::io::{IsTerminal, Write};
 use std::time::Duration;
 
@@ -12,6 +13,11 @@ use std::time::Duration;
 pub(crate) fn line(text: &str) {
     let mut out = std::io::stdout().lock();
     let _ = writeln!(out, "{text}");
+}
+
+/// Prints one line beside the command's output, which another program may read.
+pub(crate) fn note(text: &str) {
+    let _ = writeln!(std::io::stderr(), "{text}");
 }
 
 /// Prints text without a line end, at once.
@@ -94,18 +100,20 @@ pub(crate) fn duration(seconds: f64) -> String {
 }
 
 /// Replaces the panic report by one line that says what to do with it, on whichever thread it happens. Only TensorBoard's
-/// writer may panic (on a full disk), and readers of damaged data: their owners catch that. A GPU whose memory is full ends the
-/// program here, as no call could return it.
+/// writer may panic (on a full disk), and readers of damaged data: their owners catch that. A GPU whose memory is full, and a
+/// reference that would hold too many scores, end the program here, as no call could return them.
 pub(crate) fn install_panic_message() {
     std::panic::set_hook(Box::new(|panic| {
         let file = panic.location().map_or("", |place| place.file());
         if file.contains("tensorboard") || sieve_data::expects_panic() {
             return;
         }
-        if let Some(message) = panic
-            .payload_as_str()
-            .and_then(crate::out_of_memory::message)
-        {
+        let too_large = panic.payload().downcast_ref::<ReferenceTooLarge>();
+        let message = too_large.map(ToString::to_string).or_else(|| {
+            let text = panic.payload_as_str()?;
+            crate::out_of_memory::message(text)
+        });
+        if let Some(message) = message {
             // On the thread that speaks to the GPU: the one that waits for it would wait for ever, or report a second error.
             let _ = writeln!(std::io::stderr(), "error: {message}");
             std::process::exit(1);

@@ -16,11 +16,11 @@ use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use indicatif::ProgressBar;
 use lines::{
-    describe, peak_line, reference_lines, skipped_line, startup_line, step_line, stopped_line,
-    validation_line,
+    describe, peak_line, skipped_line, startup_line, step_line, stopped_line, validation_line,
 };
 use profile::{StepProfile, StepRange};
 use sieve_core::Recipe;
+use sieve_core::plan::check_gpu_attention;
 use sieve_data::{OnChange, Progress};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_kernels::{DeviceReport, SumOrder};
@@ -69,7 +69,8 @@ pub(crate) struct TrainArgs {
 
 /// What the runs of one process share.
 struct Session {
-    device: Device,
+    choice: DeviceChoice,
+    found: Device,
     interrupt: Interrupt,
     profile: Option<u64>,
 }
@@ -116,29 +117,33 @@ impl TrainArgs {
 
 impl Session {
     fn open(args: &TrainArgs) -> Result<Self> {
-        let device = args.device.resolve()?;
-        if args.profile.is_some() && device == Device::Cpu {
-            bail!("--profile traces a GPU, and this run is on the CPU\n  hint: add --device cuda");
-        }
         Ok(Self {
-            device,
+            choice: args.device,
+            found: args.device.resolve()?,
             interrupt: Interrupt::install()?,
             profile: args.profile,
         })
     }
 }
 
-/// Trains `recipe` on the session's device.
+/// Trains `recipe` on the session's device, or on the CPU where `auto` found a GPU without kernels for its attention.
 fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Result<Ending> {
-    match &session.device {
-        Device::Cpu => train::<Autodiff<Flex>>((start, out), recipe, session, on_cpu),
+    // Neither the device nor the reference's memory depends on the vocabulary.
+    let shape = recipe.model_shape(0)?;
+    let device = session.choice.for_model(&session.found, &shape);
+    match &device {
+        Device::Cpu if session.profile.is_some() => {
+            bail!("--profile traces a GPU, and this run is on the CPU\n  hint: add --device cuda")
+        }
+        Device::Cpu => train::<Autodiff<Flex>>((start, out), recipe, session, &device, on_cpu),
         Device::Cuda(gpu) => {
+            check_gpu_attention(recipe, &shape)?;
             sieve_ops::set_sum_order(if recipe.training.deterministic {
                 SumOrder::Fixed
             } else {
                 SumOrder::Any
             });
-            train::<Autodiff<Cuda>>((start, out), recipe, session, || on_cuda(gpu))
+            train::<Autodiff<Cuda>>((start, out), recipe, session, &device, || on_cuda(gpu))
         }
     }
 }
@@ -188,6 +193,7 @@ fn train<B: TrainBackend>(
     (start, out): (&Start, &Path),
     recipe: &Recipe,
     session: &Session,
+    place: &Device,
     hardware: impl FnOnce() -> (Hardware<B>, String),
 ) -> Result<Ending> {
     let mut folder = RunFolder::open(out, &recipe.checkpoint.folder, start)?;
@@ -211,7 +217,7 @@ fn train<B: TrainBackend>(
     let mut log = Log::default();
     let data = prepare(recipe, &mut folder, start, &origin, &log)?;
 
-    if let Device::Cuda(gpu) = &session.device {
+    if let Device::Cuda(gpu) = place {
         crate::out_of_memory::check(recipe, data.tokenizer.vocab_size(), gpu)?;
     }
     let (hardware, description) = hardware();
@@ -237,7 +243,7 @@ fn train<B: TrainBackend>(
     bar.set_position(trainer.step());
     let started = Instant::now();
     let first_step = trainer.step();
-    let mut profile = profile(session, recipe, &trainer)?;
+    let mut profile = profile((session.profile, place), recipe, &trainer)?;
     let result = trainer.run(session.interrupt.keep_state(), &mut |event| {
         show(&log, &bar, &event);
         if let (Some(profile), TrainEvent::Step(report)) = (&mut profile, &event)
@@ -254,6 +260,7 @@ fn train<B: TrainBackend>(
         log.line(&peak_line(peak, hardware_memory));
     }
     if summary.interrupted {
+        tell_references(&log);
         log.line(&stopped_line(recipe, &summary));
         return Ok(Ending::Interrupted);
     }
@@ -262,25 +269,30 @@ fn train<B: TrainBackend>(
         summary.step - first_step,
         terminal::duration(started.elapsed().as_secs_f64())
     ));
-    for line in reference_lines() {
-        log.line(&line);
-    }
     finish(&log, &summary);
     // The run itself is done; a prompt that is too long does not make it fail.
     if let Err(error) = samples(&log, recipe, &trainer, &device) {
         log.line(&format!("no sample: {error}"));
     }
+    tell_references(&log);
     next_steps(&log, &summary);
     Ok(Ending::Finished)
 }
 
+/// Nobody shall take a reference without knowing.
+fn tell_references(log: &Log) {
+    for line in crate::paths::reference_lines() {
+        log.line(&line);
+    }
+}
+
 /// What `--profile` asks for.
 fn profile<B: TrainBackend>(
-    session: &Session,
+    (num_steps, place): (Option<u64>, &Device),
     recipe: &Recipe,
     trainer: &Trainer<B>,
 ) -> Result<Option<StepProfile>> {
-    let (Some(num_steps), Device::Cuda(gpu)) = (session.profile, &session.device) else {
+    let (Some(num_steps), Device::Cuda(gpu)) = (num_steps, place) else {
         return Ok(None);
     };
     let training = &recipe.training;

@@ -4,6 +4,8 @@ use serde::Serialize;
 
 use super::Target;
 use crate::model::{Attention, ModelShape};
+use crate::recipe::Recipe;
+use crate::{ReferenceTooLarge, ScoreMatrix};
 
 /// One op.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -55,17 +57,48 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
     .collect()
 }
 
+/// Why the attention of `shape` has no kernel on a GPU: its reference, which holds a score for every pair of tokens, would
+/// run there. `None` where there are kernels.
+pub fn gpu_attention_gap(shape: &ModelShape) -> Option<String> {
+    let width = shape.head_dim;
+    match shape.attention {
+        Attention::Nsa(_) => Some("there is no CUDA kernel for nsa yet".to_owned()),
+        Attention::Mla(_) => Some("there is no CUDA kernel for mla yet".to_owned()),
+        _ if !width.is_multiple_of(CUDA_HEAD_DIM_STEP) || width > CUDA_MAX_HEAD_DIM => {
+            Some(format!(
+                "heads of {width} are no multiple of {CUDA_HEAD_DIM_STEP} up to {CUDA_MAX_HEAD_DIM}"
+            ))
+        }
+        _ => None,
+    }
+}
+
+/// Refuses a recipe whose attention would run as its reference on a GPU, with more scores than that may hold, in any stage.
+///
+/// # Errors
+/// [`ReferenceTooLarge`].
+pub fn check_gpu_attention(recipe: &Recipe, shape: &ModelShape) -> Result<(), ReferenceTooLarge> {
+    let Some(reason) = gpu_attention_gap(shape) else {
+        return Ok(());
+    };
+    let op = format!("{} attention", recipe.attention.kind().name());
+    for stage in recipe.stages() {
+        let scores = ScoreMatrix {
+            batch: stage.section.local_batch_size,
+            num_heads: shape.num_heads,
+            seq_len: stage.section.seq_len,
+        };
+        scores.check(&op, "a GPU", &reason)?;
+    }
+    Ok(())
+}
+
 fn cuda_attention(op: &str, shape: &ModelShape) -> (&'static str, String) {
     let plain = |reason: String| ("plain", reason);
-    if let Attention::Nsa(_) | Attention::Mla(_) = shape.attention {
-        return plain("there is no CUDA path for it yet: Burn's own ops on the GPU".to_owned());
+    if let Some(reason) = gpu_attention_gap(shape) {
+        return plain(format!("{reason}; the reference holds n x n scores"));
     }
     let width = shape.head_dim;
-    if !width.is_multiple_of(CUDA_HEAD_DIM_STEP) || width > CUDA_MAX_HEAD_DIM {
-        return plain(format!(
-            "heads of {width} are no multiple of {CUDA_HEAD_DIM_STEP} up to {CUDA_MAX_HEAD_DIM}"
-        ));
-    }
     if op == "dma scores" && shape.num_kv_heads > CUDA_MAX_KV_HEADS {
         return plain(format!(
             "{} KV heads, the kernel takes up to {CUDA_MAX_KV_HEADS}",

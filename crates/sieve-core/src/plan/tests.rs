@@ -240,6 +240,43 @@ fn ops_say_their_path_and_why() {
 }
 
 #[test]
+fn no_speed_is_told_where_nothing_was_measured() {
+    let target = |name| Target::Gpu(gpu::find(name).expect("known"));
+    let planned = |text: &str, overrides: &[&str], name| {
+        plan(&recipe(text, overrides), 50_277, &target(name)).expect("plans")
+    };
+    let nsa = include_str!("../../../../recipes/nsa_80m.toml");
+    let mla = include_str!("../../../../recipes/mla_80m.toml");
+    // Heads of 40: no attention kernel takes them, whatever the kind.
+    let narrow: &[&str] = &["model.head_dim=40"];
+    for (text, overrides) in [(nsa, &[][..]), (mla, &[]), (DMA_80M, narrow)] {
+        let plan = planned(text, overrides, "h100");
+        let speeds: Vec<Option<f64>> = plan.stages.iter().map(|x| x.tokens_per_second).collect();
+        assert_eq!(speeds, [None]);
+        assert_eq!((plan.seconds, &plan.assumption), (None, &None));
+        // 16 rows x 6 heads x 2048 x 2048 tokens are 403 million scores.
+        let refused = plan.refused.expect("too large for a reference");
+        assert!(refused.contains("2048 x 2048 tokens"), "{refused}");
+    }
+    let short = ["training.seq_len=128", "training.local_batch_size=4"];
+    assert_eq!(planned(nsa, &short, "h100").refused, None);
+    let cpu = Target::Cpu {
+        flops_per_second: Some(1e11),
+        memory_bytes: 0,
+    };
+    let on_cpu = plan(&recipe(nsa, &[]), 50_277, &cpu).expect("plans");
+    assert_eq!(on_cpu.refused, None);
+    assert!(on_cpu.seconds.is_some());
+
+    let assumed = |name| planned(DMA_80M, &[], name).assumption.expect("kernels");
+    assert!(!assumed("h200").contains("assumed"));
+    for name in ["rtx 3090", "h100", "a100"] {
+        let text = assumed(name);
+        assert!(text.contains("assumed for this GPU"), "{text}");
+    }
+}
+
+#[test]
 fn tokens_without_a_label_have_no_output_projection() {
     let recipe = recipe(include_str!("../../../../recipes/mqar_mha.toml"), &[]);
     // Four queries among 64 tokens.

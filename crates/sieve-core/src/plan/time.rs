@@ -4,6 +4,7 @@
 //! step's load, where the card's power is the limit; memory-bound kernels move 0.84 of the bandwidth. A test holds the
 //! estimate against fifteen measured runs. Other GPUs are assumed to reach the same shares.
 
+use super::gpu_attention_gap;
 use crate::model::gpu::Gpu;
 use crate::model::{Attention, FlopsPerToken, ModelShape};
 
@@ -32,7 +33,15 @@ pub(super) struct StepSize {
     pub(super) recomputed: f64,
 }
 
-/// Estimated tokens a second; `None` for kinds that have no kernels of their own on a GPU.
+/// Whether the shares above were measured on this GPU.
+pub(super) fn is_measured(gpu: &Gpu) -> bool {
+    crate::model::gpu::find("H200").is_some_and(|h200| {
+        (h200.bf16_flops, h200.memory_bytes_per_second)
+            == (gpu.bf16_flops, gpu.memory_bytes_per_second)
+    })
+}
+
+/// Estimated tokens a second; `None` where attention has no kernel on a GPU: nobody measured its reference.
 pub(super) fn tokens_per_second(
     shape: &ModelShape,
     executed: FlopsPerToken,
@@ -40,6 +49,9 @@ pub(super) fn tokens_per_second(
     size: &StepSize,
     gpu: &Gpu,
 ) -> Option<f64> {
+    if gpu_attention_gap(shape).is_some() {
+        return None;
+    }
     let (pairs_rate, is_dma) = match shape.attention {
         Attention::Mha => (DENSE_PAIRS, false),
         Attention::Swa { window_size } if window_size >= size.seq_len => (DENSE_PAIRS, false),

@@ -1,6 +1,6 @@
 //! Dense and sliding-window attention on packed tensors, with an optional bias per key.
 use super::Cuda;
-use super::paths::sum_order;
+use crate::device::paths::sum_order;
 use crate::{AttentionOutput, AttentionSpec, DocumentBounds};
 use sieve_kernels::{
     AttentionGradients, AttentionResult, CudaPrimitive, CudaTensor, KernelError, Qkv,

@@ -1,6 +1,7 @@
 //! Rows of the embedding, and their gradient. Where the kernel refuses: Burn's scatter, or products in a fixed order where
 //! two runs must be bit-equal.
-use super::{Cuda, paths, tensors};
+use super::{Cuda, tensors};
+use crate::device::paths;
 use crate::reference;
 use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
 use sieve_kernels::{CudaPrimitive, GradientTarget, KernelError, SumOrder};

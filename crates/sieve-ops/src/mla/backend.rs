@@ -1,5 +1,5 @@
 //! The ops of MLA that a backend may override.
-use crate::{AttentionOutput, AttentionSpec, Cuda, DocumentBounds, RopeTables, reference};
+use crate::{AttentionOutput, AttentionSpec, DocumentBounds, RopeTables, reference};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 
@@ -80,6 +80,3 @@ pub trait MlaBackend: Backend {
         reference::mla_attention_backward::<Self>(packed, documents, spec, output, d_o)
     }
 }
-
-/// The references, until there are kernels.
-impl MlaBackend for Cuda {}

@@ -1,7 +1,8 @@
 //! MLA on the CPU; f32 takes the kernels of `sieve-cpu`, any other dtype the reference.
 use super::{MlaBackend, MlaSpec};
+use crate::device::paths::scores;
 use crate::flex::attention::{contiguous_bounds, documents};
-use crate::flex::{contiguous, floats, from_vec, ints, is_f32, zeros_like};
+use crate::flex::{contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like};
 use crate::{AttentionOutput, DocumentBounds, RopeTables, reference};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
@@ -56,7 +57,9 @@ impl MlaBackend for Flex {
     ) -> FlexTensor {
         if !is_f32(&inputs[0]) {
             let [q, kv, k_rope] = inputs;
-            return reference::mla_pack::<Self>(q, kv, k_rope, positions, rope, spec);
+            return plain("mla_pack", || {
+                reference::mla_pack::<Self>(q, kv, k_rope, positions, rope, spec)
+            });
         }
         let [q, kv, k_rope] = inputs.map(contiguous);
         let operands = Operands::new(rope, positions);
@@ -80,7 +83,9 @@ impl MlaBackend for Flex {
         dy: FlexTensor,
     ) -> [FlexTensor; 3] {
         if !is_f32(&dy) {
-            return reference::mla_pack_backward::<Self>(positions, rope, spec, dy);
+            return plain("mla_pack_backward", || {
+                reference::mla_pack_backward::<Self>(positions, rope, spec, dy)
+            });
         }
         let dy = contiguous(dy);
         let operands = Operands::new(rope, positions);
@@ -113,7 +118,9 @@ impl MlaBackend for Flex {
         spec: MlaSpec,
     ) -> AttentionOutput<Self> {
         if !is_f32(&packed) {
-            return reference::mla_attention::<Self>(packed, bounds, spec);
+            return plain_scores("mla_attention", scores(&packed, spec.num_heads), || {
+                reference::mla_attention::<Self>(packed, bounds, spec)
+            });
         }
         let (packed, bounds) = (contiguous(packed), contiguous_bounds(bounds));
         let shape = shape_of(&packed, spec);
@@ -145,7 +152,11 @@ impl MlaBackend for Flex {
         d_o: FlexTensor,
     ) -> FlexTensor {
         if !is_f32(&packed) {
-            return reference::mla_attention_backward::<Self>(packed, bounds, spec, output, d_o);
+            return plain_scores(
+                "mla_attention_backward",
+                scores(&packed, spec.num_heads),
+                || reference::mla_attention_backward::<Self>(packed, bounds, spec, output, d_o),
+            );
         }
         let (packed, bounds) = (contiguous(packed), contiguous_bounds(bounds));
         let [o, lse, d_o] = [output.o, output.lse, d_o].map(contiguous);

@@ -1,5 +1,5 @@
 //! The ops of NSA that a backend may override.
-use crate::{AttentionOutput, AttentionSpec, Cuda, DocumentBounds, NsaBlocks, reference};
+use crate::{AttentionOutput, AttentionSpec, DocumentBounds, NsaBlocks, reference};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 
@@ -130,6 +130,3 @@ pub trait NsaBackend: Backend {
         reference::nsa_gates_backward::<Self>(branches, logits, bias, d_o)
     }
 }
-
-/// The references, until there are kernels.
-impl NsaBackend for Cuda {}

@@ -1,7 +1,8 @@
 //! NSA on the CPU; f32 takes the kernels of `sieve-cpu`, any other dtype the reference.
 use super::{NsaBackend, NsaCompressed};
+use crate::device::paths::scores;
 use crate::flex::attention::{attention_shape, contiguous_bounds, documents};
-use crate::flex::{contiguous, floats, from_vec, ints, is_f32, zeros_like};
+use crate::flex::{contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like};
 use crate::{AttentionOutput, AttentionSpec, DocumentBounds, NsaBlocks, reference};
 use burn::tensor::{TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
@@ -46,7 +47,9 @@ impl NsaBackend for Flex {
         blocks: NsaBlocks,
     ) -> FlexTensor {
         if !is_f32(&qkv) {
-            return reference::nsa_blocks::<Self>(qkv, positions, bounds, spec, blocks);
+            return plain("nsa_blocks", || {
+                reference::nsa_blocks::<Self>(qkv, positions, bounds, spec, blocks)
+            });
         }
         let (qkv, positions, bounds) = (
             contiguous(qkv),
@@ -76,7 +79,9 @@ impl NsaBackend for Flex {
         dy: FlexTensor,
     ) -> [FlexTensor; 3] {
         if !is_f32(&dy) {
-            return reference::nsa_blocks_backward::<Self>(dims, bounds, spec, blocks, dy);
+            return plain("nsa_blocks_backward", || {
+                reference::nsa_blocks_backward::<Self>(dims, bounds, spec, blocks, dy)
+            });
         }
         let (dy, bounds) = (contiguous(dy), contiguous_bounds(bounds));
         let (l, d) = (blocks.compress_block_size, dims[3]);
@@ -104,7 +109,9 @@ impl NsaBackend for Flex {
         blocks: NsaBlocks,
     ) -> FlexTensor {
         if !is_f32(&qkv) {
-            return reference::nsa_mean_pool::<Self>(qkv, bounds, spec, blocks);
+            return plain("nsa_mean_pool", || {
+                reference::nsa_mean_pool::<Self>(qkv, bounds, spec, blocks)
+            });
         }
         let (qkv, bounds) = (contiguous(qkv), contiguous_bounds(bounds));
         let shape = attention_shape(&qkv, spec);
@@ -123,7 +130,9 @@ impl NsaBackend for Flex {
         dy: FlexTensor,
     ) -> FlexTensor {
         if !is_f32(&dy) {
-            return reference::nsa_mean_pool_backward::<Self>(dims, bounds, spec, blocks, dy);
+            return plain("nsa_mean_pool_backward", || {
+                reference::nsa_mean_pool_backward::<Self>(dims, bounds, spec, blocks, dy)
+            });
         }
         let (dy, bounds) = (contiguous(dy), contiguous_bounds(bounds));
         let mut dqkv = vec![0.0; dims.iter().product()];
@@ -140,8 +149,14 @@ impl NsaBackend for Flex {
         blocks: NsaBlocks,
     ) -> NsaCompressed<Self> {
         if !is_f32(&qkv) {
-            return reference::nsa_compressed_attention::<Self>(
-                qkv, compressed, bounds, spec, blocks,
+            return plain_scores(
+                "nsa_compressed_attention",
+                scores(&qkv, spec.num_heads),
+                || {
+                    reference::nsa_compressed_attention::<Self>(
+                        qkv, compressed, bounds, spec, blocks,
+                    )
+                },
             );
         }
         let [qkv, compressed] = [qkv, compressed].map(contiguous);
@@ -181,8 +196,14 @@ impl NsaBackend for Flex {
         d_o: FlexTensor,
     ) -> [FlexTensor; 2] {
         if !is_f32(&qkv) {
-            return reference::nsa_compressed_attention_backward::<Self>(
-                qkv, compressed, bounds, spec, blocks, output, d_o,
+            return plain_scores(
+                "nsa_compressed_attention_backward",
+                scores(&qkv, spec.num_heads),
+                || {
+                    reference::nsa_compressed_attention_backward::<Self>(
+                        qkv, compressed, bounds, spec, blocks, output, d_o,
+                    )
+                },
             );
         }
         let [qkv, compressed] = [qkv, compressed].map(contiguous);
@@ -215,12 +236,18 @@ impl NsaBackend for Flex {
         blocks: NsaBlocks,
     ) -> AttentionOutput<Self> {
         if !is_f32(&qkv) {
-            return reference::nsa_selected_attention::<Self>(
-                qkv,
-                block_indices,
-                bounds,
-                spec,
-                blocks,
+            return plain_scores(
+                "nsa_selected_attention",
+                scores(&qkv, spec.num_heads),
+                || {
+                    reference::nsa_selected_attention::<Self>(
+                        qkv,
+                        block_indices,
+                        bounds,
+                        spec,
+                        blocks,
+                    )
+                },
             );
         }
         let [qkv, block_indices] = [qkv, block_indices].map(contiguous);
@@ -249,14 +276,20 @@ impl NsaBackend for Flex {
         d_o: FlexTensor,
     ) -> FlexTensor {
         if !is_f32(&qkv) {
-            return reference::nsa_selected_attention_backward::<Self>(
-                qkv,
-                block_indices,
-                bounds,
-                spec,
-                blocks,
-                output,
-                d_o,
+            return plain_scores(
+                "nsa_selected_attention_backward",
+                scores(&qkv, spec.num_heads),
+                || {
+                    reference::nsa_selected_attention_backward::<Self>(
+                        qkv,
+                        block_indices,
+                        bounds,
+                        spec,
+                        blocks,
+                        output,
+                        d_o,
+                    )
+                },
             );
         }
         let [qkv, block_indices] = [qkv, block_indices].map(contiguous);
@@ -279,7 +312,9 @@ impl NsaBackend for Flex {
 
     fn nsa_gates(branches: [FlexTensor; 3], logits: FlexTensor, bias: FlexTensor) -> FlexTensor {
         if !is_f32(&logits) {
-            return reference::nsa_gates::<Self>(branches, logits, bias);
+            return plain("nsa_gates", || {
+                reference::nsa_gates::<Self>(branches, logits, bias)
+            });
         }
         let branches = branches.map(contiguous);
         let [logits, bias] = [logits, bias].map(contiguous);
@@ -302,7 +337,9 @@ impl NsaBackend for Flex {
         d_o: FlexTensor,
     ) -> [FlexTensor; 5] {
         if !is_f32(&logits) {
-            return reference::nsa_gates_backward::<Self>(branches, logits, bias, d_o);
+            return plain("nsa_gates_backward", || {
+                reference::nsa_gates_backward::<Self>(branches, logits, bias, d_o)
+            });
         }
         let branches = branches.map(contiguous);
         let [logits, bias, d_o] = [logits, bias, d_o].map(contiguous);

@@ -70,7 +70,7 @@ fn kind(text: &str) -> Result<(usize, usize), String> {
 
 /// Runs the command.
 pub(crate) fn run(args: MqarArgs) -> Result<()> {
-    match args.device.resolve()? {
+    match loaded::device(args.device, &args.checkpoint)? {
         Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
         Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
     }

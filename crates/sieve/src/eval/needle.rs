@@ -69,7 +69,7 @@ pub(crate) struct NeedleArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: NeedleArgs) -> Result<()> {
-    match args.device.resolve()? {
+    match loaded::device(args.device, &args.checkpoint)? {
         Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
         Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
     }

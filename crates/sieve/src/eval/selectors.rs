@@ -93,7 +93,7 @@ const KNOBS: &[(&str, &str, &[&str])] = &[
 
 /// Runs the command.
 pub(crate) fn run(args: SelectorsArgs) -> Result<()> {
-    match args.device.resolve()? {
+    match loaded::device(args.device, &args.checkpoint)? {
         Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
         Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
     }

@@ -142,17 +142,3 @@ pub(super) fn stopped_line(recipe: &Recipe, summary: &TrainSummary) -> String {
         checkpoint.display()
     )
 }
-
-/// One line for each op that a GPU ran without its kernel.
-pub(super) fn reference_lines() -> Vec<String> {
-    let paths = sieve_ops::op_paths();
-    let slow = paths.iter().filter(|(_, path)| path.reference_calls > 0);
-    slow.map(|(op, path)| {
-        let reason = path.reason.as_deref().unwrap_or("no reason given");
-        format!(
-            "kernels: {op} took the plain path {} times: {reason}",
-            path.reference_calls
-        )
-    })
-    .collect()
-}

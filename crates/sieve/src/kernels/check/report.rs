@@ -1,7 +1,7 @@
 //! Rows of a check: what was compared, by which path, and how it ended.
 use crate::terminal;
 use serde::Serialize;
-use sieve_ops::{OpPath, op_paths};
+use sieve_ops::{OpPath, Place, op_paths};
 use std::collections::BTreeMap;
 
 /// Failures shown of one row; the JSON has all.
@@ -106,7 +106,7 @@ impl Report {
 
 /// Which way the ops went between two moments.
 pub(crate) struct PathWatch {
-    before: BTreeMap<&'static str, OpPath>,
+    before: BTreeMap<(Place, &'static str), OpPath>,
 }
 
 /// What a watch saw.
@@ -128,14 +128,18 @@ impl PathWatch {
     /// What happened since.
     pub(crate) fn path(&self) -> Path {
         let mut path = Path::None;
-        for (name, now) in op_paths() {
+        // The CPU computes what a GPU is compared with.
+        let on_gpu = op_paths()
+            .into_iter()
+            .filter(|((place, _), _)| *place == Place::Cuda);
+        for (key, now) in on_gpu {
             let (kernels, references) = self
                 .before
-                .get(name)
+                .get(&key)
                 .map_or((0, 0), |was| (was.kernel_calls, was.reference_calls));
             if now.reference_calls > references {
                 let reason = now.reason.unwrap_or_default();
-                return Path::Reference(format!("{name}: {reason}"));
+                return Path::Reference(format!("{}: {reason}", key.1));
             }
             if now.kernel_calls > kernels {
                 path = Path::Kernel;

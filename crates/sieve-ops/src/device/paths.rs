@@ -1,0 +1,245 @@
+//! Which way each op went: through its kernel, or through its plain-Burn reference and why.
+use burn::tensor::TensorMetadata;
+use sieve_core::ScoreMatrix;
+use sieve_kernels::{KernelError, SumOrder};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// Where an op ran.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Place {
+    /// The CPU.
+    Cpu,
+    /// A CUDA device.
+    Cuda,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Cpu => "the CPU",
+            Self::Cuda => "the GPU",
+        })
+    }
+}
+
+/// Calls of one op in one place since the process began. Kernels of the CPU are not counted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct OpPath {
+    /// Calls that ran the kernel.
+    pub kernel_calls: u64,
+    /// Calls that took the plain-Burn reference.
+    pub reference_calls: u64,
+    /// Why the first of those did.
+    pub reason: Option<String>,
+}
+
+type Paths = BTreeMap<(Place, &'static str), OpPath>;
+
+// Process-wide, because Burn's backend methods have no place for state: these are counters and a mode, never data.
+static PATHS: Mutex<Paths> = Mutex::new(BTreeMap::new());
+static FIXED_ORDER: AtomicBool = AtomicBool::new(false);
+
+/// The ops called so far, by place and name. A program prints the reasons, so that nobody takes a reference without
+/// knowing.
+pub fn op_paths() -> BTreeMap<(Place, &'static str), OpPath> {
+    PATHS.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+/// Chooses how backward kernels sum from now on: [`SumOrder::Fixed`] makes two runs bit-equal, at a cost.
+pub fn set_sum_order(order: SumOrder) {
+    FIXED_ORDER.store(order == SumOrder::Fixed, Ordering::Relaxed);
+}
+
+pub(crate) fn sum_order() -> SumOrder {
+    if FIXED_ORDER.load(Ordering::Relaxed) {
+        SumOrder::Fixed
+    } else {
+        SumOrder::Any
+    }
+}
+
+/// How much memory a reference takes beside its inputs and outputs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Memory {
+    /// A few tensors as large as the inputs.
+    Linear,
+    /// A score for every pair of tokens.
+    Quadratic(ScoreMatrix),
+}
+
+/// The result of an op's reference in `place`, which has no kernel for the call; `reason` says why. The call is counted.
+///
+/// Ends in a panic that carries [`sieve_core::ReferenceTooLarge`] where the reference would hold too many scores: ops of a
+/// backend have no other way to return an error.
+pub(crate) fn reference<T>(
+    (place, op): (Place, &'static str),
+    reason: &str,
+    memory: Memory,
+    run: impl FnOnce() -> T,
+) -> T {
+    count(place, op, |path| {
+        path.reference_calls += 1;
+        path.reason.get_or_insert_with(|| reason.to_owned());
+    });
+    if let Memory::Quadratic(scores) = memory
+        && let Err(error) = scores.check(op, &place.to_string(), reason)
+    {
+        std::panic::panic_any(error);
+    }
+    run()
+}
+
+const NO_CUDA_KERNEL: &str = "there is no CUDA kernel for it yet";
+
+/// The counted reference of an op that no CUDA kernel computes.
+pub(crate) fn no_kernel<T>(op: &'static str, run: impl FnOnce() -> T) -> T {
+    reference((Place::Cuda, op), NO_CUDA_KERNEL, Memory::Linear, run)
+}
+
+/// As [`no_kernel`] for an op whose reference holds `scores`.
+pub(crate) fn no_kernel_scores<T>(
+    op: &'static str,
+    scores: ScoreMatrix,
+    run: impl FnOnce() -> T,
+) -> T {
+    let memory = Memory::Quadratic(scores);
+    reference((Place::Cuda, op), NO_CUDA_KERNEL, memory, run)
+}
+
+/// The CUDA kernel's result, or the reference's when the kernel cannot take the call.
+///
+/// Panics when a launch failed: the stream is broken then, and no other path on it would compute anything.
+pub(crate) fn kernel_or<T>(
+    op: &'static str,
+    attempt: Result<T, KernelError>,
+    run: impl FnOnce() -> T,
+) -> T {
+    kernel_or_within(op, attempt, Memory::Linear, run)
+}
+
+/// As [`kernel_or`] for an op whose reference holds `scores`.
+pub(crate) fn kernel_or_scores<T>(
+    op: &'static str,
+    attempt: Result<T, KernelError>,
+    scores: ScoreMatrix,
+    run: impl FnOnce() -> T,
+) -> T {
+    kernel_or_within(op, attempt, Memory::Quadratic(scores), run)
+}
+
+fn kernel_or_within<T>(
+    op: &'static str,
+    attempt: Result<T, KernelError>,
+    memory: Memory,
+    run: impl FnOnce() -> T,
+) -> T {
+    match attempt {
+        Ok(value) => {
+            count(Place::Cuda, op, |path| path.kernel_calls += 1);
+            value
+        }
+        Err(error @ KernelError::Launch { .. }) => panic!("{error}"),
+        Err(error) => reference((Place::Cuda, op), &error.to_string(), memory, run),
+    }
+}
+
+/// The score matrix of attention with `num_heads` on a tensor whose first dimensions are rows and tokens.
+pub(crate) fn scores(x: &impl TensorMetadata, num_heads: usize) -> ScoreMatrix {
+    let shape = x.shape();
+    ScoreMatrix {
+        batch: shape[0],
+        num_heads,
+        seq_len: shape[1],
+    }
+}
+
+fn count(place: Place, op: &'static str, change: impl FnOnce(&mut OpPath)) {
+    let mut paths = PATHS.lock().unwrap_or_else(PoisonError::into_inner);
+    change(paths.entry((place, op)).or_default());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{AttentionSpec, Documents};
+    use burn::tensor::{DType, Tensor};
+    use burn_flex::{Flex, FlexDevice};
+    use sieve_core::ReferenceTooLarge;
+
+    #[test]
+    fn a_refused_call_is_counted_with_its_reason() {
+        let refused = || {
+            Err(KernelError::Empty {
+                kernel: "test_op",
+                what: "seq_len",
+            })
+        };
+        let call = |attempt, otherwise| kernel_or("test_op", attempt, || otherwise);
+        assert_eq!(call(Ok(1), 2), 1);
+        assert_eq!(call(refused(), 2), 2);
+        assert_eq!(call(refused(), 3), 3);
+        let path = op_paths().remove(&(Place::Cuda, "test_op"));
+        let path = path.expect("just called");
+        assert_eq!((path.kernel_calls, path.reference_calls), (1, 2));
+        assert!(path.reason.expect("a reason").contains("seq_len is 0"));
+    }
+
+    #[test]
+    #[should_panic(expected = "broken stream")]
+    fn a_failed_launch_is_not_papered_over() {
+        let error = KernelError::Launch {
+            kernel: "test_launch",
+            reason: "broken stream".into(),
+        };
+        kernel_or("test_launch", Err(error), || ());
+    }
+
+    #[test]
+    fn a_reference_with_too_many_scores_does_not_run() {
+        let scores = ScoreMatrix {
+            batch: 16,
+            num_heads: 6,
+            seq_len: 2048,
+        };
+        let run = || unreachable!("it would take the memory");
+        let call = || {
+            let op = (Place::Cuda, "test_scores");
+            reference(op, "no kernel", Memory::Quadratic(scores), run)
+        };
+        let panic = std::panic::catch_unwind(call).expect_err("refused");
+        let error = panic.downcast::<ReferenceTooLarge>().expect("says why");
+        assert_eq!((error.op.as_str(), error.scores), ("test_scores", scores));
+    }
+
+    /// Attention in f64, which no kernel of the CPU takes.
+    fn attend_in_f64(seq_len: usize) {
+        let spec = AttentionSpec {
+            num_heads: 1,
+            num_kv_heads: 1,
+            softmax_scale: 1.0,
+            window_size: None,
+        };
+        let documents = Documents::<Flex>::whole_rows([1, seq_len], &FlexDevice);
+        let qkv = Tensor::<Flex, 4>::zeros([1, seq_len, 3, 1], (&FlexDevice, DType::F64));
+        let _o = crate::attention(qkv, &documents, spec);
+    }
+
+    #[test]
+    fn references_of_the_cpu_are_counted_and_refused_too() {
+        let calls = || {
+            let path = op_paths().remove(&(Place::Cpu, "attention"));
+            path.map_or(0, |path| path.reference_calls)
+        };
+        let before = calls();
+        attend_in_f64(5);
+        assert!(calls() > before);
+        // One token more than the limit: 8192 x 8192 scores are allowed.
+        let panic = std::panic::catch_unwind(|| attend_in_f64(8193)).expect_err("refused");
+        let error = panic.downcast::<ReferenceTooLarge>().expect("says why");
+        assert_eq!(error.device, "the CPU");
+        assert!(error.reason.contains("f32"), "{error}");
+    }
+}
