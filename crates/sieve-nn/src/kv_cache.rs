@@ -7,7 +7,7 @@ pub(crate) use blocks::Growing;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 use sieve_ops::{
-    AttentionSpec, DmaCache, DmaSpec, DmaToken, Documents, SieveBackend, decode_attention,
+    AttentionSpec, DmaCache, DmaSpec, DmaToken, Documents, SieveBackend, attention_decode,
     dma_decode,
 };
 
@@ -109,7 +109,7 @@ impl<B: SieveBackend> LayerCache<B> {
                 let k = recent(Tensor::cat(vec![k, new_k], 1), spec);
                 let v = recent(Tensor::cat(vec![v, new_v], 1), spec);
                 let q = q.reshape([batch, num_heads, head_dim]);
-                let o = decode_attention(q, k.clone(), v.clone(), None, spec.softmax_scale);
+                let o = attention_decode(q, k.clone(), v.clone(), None, spec.softmax_scale);
                 (o.reshape([batch, 1, num_heads, head_dim]), k, v)
             }
             _ => {

@@ -9,8 +9,11 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::Flex;
 use sieve_ops::{
-    AdamWStep, AdamWTensors, AttentionSpec, DmaBias, DmaSelection, DocumentBounds, Documents,
-    RopeTables, RotaryEmbedding, SieveBackend, dma_bias,
+    AdamWStep, AdamWTensors, AttentionSpec, DmaBackend, DmaBias, DmaGradients, DmaSelection,
+    DocumentBounds, Documents, EmbeddingBackend, EmbeddingGradients, LinearBackend,
+    LinearGradients, LossGradients, NormBackend, NormGradients, OptimizerBackend, QkNormRopeCall,
+    RmsNormCall, RopeBackend, RopeGradients, RopeTables, RotaryEmbedding, SwigluBackend,
+    SwigluGradients, dma_bias,
 };
 use std::time::Instant;
 
@@ -175,10 +178,13 @@ fn products(table: &mut Table) {
         let dy = float([BATCH, SEQ_LEN, d_out], 1.0);
         let flops = 2.0 * (TOKENS * d_in * d_out) as f64;
         table.time(op, layers, flops, || {
-            Flex::linear_nt(x.clone(), weight.clone())
+            <Flex as LinearBackend>::linear(x.clone(), weight.clone())
         });
         table.time(backward, layers, 2.0 * flops, || {
-            Flex::linear_nt_backward(x.clone(), weight.clone(), dy.clone())
+            (
+                Flex::linear_input_gradient(weight.clone(), dy.clone()),
+                Flex::linear_weight_gradient(x.clone(), dy.clone()),
+            )
         });
     }
 }
@@ -189,17 +195,21 @@ fn pointwise(table: &mut Table) {
     let embedding = float([VOCAB_SIZE, D_MODEL], 0.02);
     let stream = float([BATCH, SEQ_LEN, D_MODEL], 1.0);
     table.time("embedding", 1, 0.0, || {
-        Flex::embedding_rows(embedding.clone(), ids.clone())
+        <Flex as EmbeddingBackend>::embedding(embedding.clone(), ids.clone())
     });
     table.time("embedding backward", 1, 0.0, || {
-        Flex::embedding_rows_backward(stream.clone(), ids.clone(), VOCAB_SIZE)
+        <Flex as EmbeddingGradients>::embedding_backward(stream.clone(), ids.clone(), VOCAB_SIZE)
     });
-    let weight = float([D_MODEL], 1.0);
+    let norm = RmsNormCall::<Flex> {
+        x: stream.clone(),
+        weight: float([D_MODEL], 1.0),
+        epsilon: EPSILON,
+    };
     table.time("rms_norm", 2 * layers + 1, 0.0, || {
-        Flex::rms_norm(stream.clone(), weight.clone(), EPSILON)
+        Flex::rms_norm(norm.clone())
     });
     table.time("rms_norm backward", 2 * layers + 1, 0.0, || {
-        Flex::rms_norm_backward(stream.clone(), weight.clone(), EPSILON, stream.clone())
+        Flex::rms_norm_backward(norm.clone(), stream.clone())
     });
     let gate_up = float([BATCH, SEQ_LEN, 2 * D_FF], 1.0);
     let dy = float([BATCH, SEQ_LEN, D_FF], 1.0);
@@ -218,37 +228,23 @@ fn pointwise(table: &mut Table) {
 
     let qkv = float([BATCH, SEQ_LEN, PACKED_HEADS, HEAD_DIM], 1.0);
     let norm = float([HEAD_DIM], 1.0);
-    let positions = ints([BATCH, SEQ_LEN], |n| (n % SEQ_LEN % DOCUMENT_LEN) as i32);
     let rope = RotaryEmbedding::<Flex>::new(HEAD_DIM, SEQ_LEN, 1e4, &Default::default());
-    let rope = RopeTables {
-        cos: rope.cos.into_primitive().tensor(),
-        sin: rope.sin.into_primitive().tensor(),
+    let call = QkNormRopeCall::<Flex> {
+        q_weight: norm.clone(),
+        k_weight: norm,
+        positions: ints([BATCH, SEQ_LEN], |n| (n % SEQ_LEN % DOCUMENT_LEN) as i32),
+        rope: RopeTables {
+            cos: rope.cos.into_primitive().tensor(),
+            sin: rope.sin.into_primitive().tensor(),
+        },
+        num_kv_heads: NUM_KV_HEADS,
+        epsilon: EPSILON,
     };
     table.time("qk_norm_rope", layers, 0.0, || {
-        let (q, k) = (norm.clone(), norm.clone());
-        Flex::qk_norm_rope(
-            qkv.clone(),
-            q,
-            k,
-            positions.clone(),
-            &rope,
-            NUM_KV_HEADS,
-            EPSILON,
-        )
+        Flex::qk_norm_rope(qkv.clone(), call.clone())
     });
     table.time("qk_norm_rope backward", layers, 0.0, || {
-        let (q, k) = (norm.clone(), norm.clone());
-        let (qkv, dy) = (qkv.clone(), qkv.clone());
-        Flex::qk_norm_rope_backward(
-            qkv,
-            q,
-            k,
-            positions.clone(),
-            &rope,
-            NUM_KV_HEADS,
-            EPSILON,
-            dy,
-        )
+        Flex::qk_norm_rope_backward(qkv.clone(), call.clone(), qkv.clone())
     });
 }
 

@@ -1,6 +1,16 @@
 //! Token embedding.
-use crate::SieveBackend;
-use burn::tensor::{Int, Tensor, TensorPrimitive};
+mod autodiff;
+mod backend;
+mod cuda;
+mod flex;
+pub(crate) mod reference;
+#[cfg(test)]
+mod tests;
+
+pub use backend::{EmbeddingBackend, EmbeddingGradients};
+
+use crate::tensors::{primitive, tensor};
+use burn::tensor::{Int, Tensor};
 
 /// Rows of `weight` by token id.
 ///
@@ -8,10 +18,10 @@ use burn::tensor::{Int, Tensor, TensorPrimitive};
 /// - weight: `[vocab_size, d_model]`
 /// - ids: `[batch, seq_len]`, each in `0..vocab_size`
 /// - returns: `[batch, seq_len, d_model]`
-pub fn embedding<B: SieveBackend>(weight: Tensor<B, 2>, ids: Tensor<B, 2, Int>) -> Tensor<B, 3> {
-    let y = B::embedding_rows(weight.into_primitive().tensor(), ids.into_primitive());
-    Tensor::from_primitive(TensorPrimitive::Float(y))
+pub fn embedding<B: EmbeddingBackend>(
+    weight: Tensor<B, 2>,
+    ids: Tensor<B, 2, Int>,
+) -> Tensor<B, 3> {
+    let ids = ids.into_primitive();
+    tensor(<B as EmbeddingBackend>::embedding(primitive(weight), ids))
 }
-
-#[cfg(test)]
-mod tests;

@@ -1,66 +1,73 @@
 //! Differentiable ops of Sieve: a plain-Burn reference for each, the fast CPU path, the CUDA path, and their backward
 //! passes under Burn's autodiff.
 //!
+//! One folder for each family of ops: the public functions, `backend` (the calls and the traits), `reference`, `flex` (the
+//! CPU), `cuda` and `autodiff`.
+//!
 //! Tensors are packed as `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values. Every mask is
 //! `active(i, j) <=> j <= i < expire[j]`.
 
 mod backend;
+mod device_backend;
 mod documents;
 
-mod adamw;
 mod attention;
-mod attention_layer;
+mod block;
 mod decode;
 mod dma;
 mod embedding;
-mod feed_forward;
 mod linear;
-mod linear_cross_entropy;
+mod loss;
 mod mla;
+mod norm;
 mod nsa;
-mod qk_norm_rope;
-mod rms_norm;
-mod seed_gradient;
-mod snapshot;
+mod optimizer;
+mod rope;
 mod swiglu;
 
-mod autodiff;
 mod cuda;
 mod device;
-mod flex;
 pub mod reference;
+mod tensors;
 
 #[cfg(test)]
 mod testing;
 
-pub use adamw::{adamw_step, join_master, split_master, sum_of_squares};
-pub use attention::attention;
-pub use attention_layer::{
-    AttentionLayer, AttentionLayerCall, AttentionLayerWeights, DmaLayer, attention_layer,
+pub use attention::{
+    AttentionBackend, AttentionGradients, AttentionOutput, AttentionSpec, attention,
 };
-pub use backend::{
-    AdamWStep, AdamWTensors, AttentionOutput, AttentionSpec, DMA_SCORE_CLAMP, DmaSelection,
-    DocumentBounds, RopeTables, SieveBackend, TrainBackend,
+pub use backend::{SieveBackend, TrainBackend};
+pub use block::{
+    AttentionLayer, AttentionLayerBackend, AttentionLayerCall, DmaLayer, FeedForward,
+    FeedForwardBackend, Residual, SeedBackend, attention_layer, feed_forward, seed_gradient,
 };
-pub use cuda::Cuda;
-pub use decode::{DmaCache, DmaToken, decode_attention, dma_decode};
+pub use decode::{DecodeBackend, DmaCache, DmaToken, attention_decode, dma_decode};
+pub use device::cuda::Cuda;
 pub use device::paths::{OpPath, Place, op_paths, set_sum_order};
-pub use dma::{DmaAttention, DmaForward, DmaSpec, dma_bias, dma_select, dynamic_mask_attention};
-pub use documents::Documents;
-pub use embedding::embedding;
-pub use feed_forward::{FeedForward, FeedForwardWeights, Residual, feed_forward};
-pub use linear::{linear, linear_add};
-pub use linear_cross_entropy::{IGNORE_LABEL, linear_cross_entropy, token_losses};
-pub use mla::{MlaBackend, MlaSpec, mla_attention, mla_pack};
-pub use nsa::{
-    CompressedAttention, NsaBackend, NsaBlocks, NsaCompressed, choose_blocks, nsa_blocks,
-    nsa_compressed_attention, nsa_gates, nsa_mean_pool, nsa_selected_attention, overlap_weight,
+pub use device_backend::DeviceBackend;
+pub use dma::{
+    DMA_SCORE_CLAMP, DmaAttention, DmaBackend, DmaForward, DmaGradients, DmaSelection, DmaSpec,
+    DynamicMaskBackend, dma_bias, dma_select, dynamic_mask_attention,
 };
-pub use qk_norm_rope::{QkNorm, RotaryEmbedding, qk_norm_rope};
-pub use rms_norm::rms_norm;
-pub use seed_gradient::seed_gradient;
-pub use snapshot::{Snapshot, SnapshotReader};
-pub use swiglu::swiglu;
+pub use documents::{DocumentBounds, Documents};
+pub use embedding::{EmbeddingBackend, EmbeddingGradients, embedding};
+pub use linear::{LinearBackend, LinearGradients, linear, linear_add};
+pub use loss::{IGNORE_LABEL, LossBackend, LossGradients, linear_cross_entropy, token_losses};
+pub use mla::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec, mla_attention, mla_pack};
+pub use norm::{NormBackend, NormGradients, RmsNormCall, rms_norm};
+pub use nsa::{
+    CompressedAttention, NsaBackend, NsaBlocks, NsaCall, NsaCompressed, NsaGradients,
+    choose_blocks, nsa_blocks, nsa_compressed_attention, nsa_gates, nsa_mean_pool,
+    nsa_selected_attention, overlap_weight,
+};
+pub use optimizer::{
+    AdamWStep, AdamWTensors, OptimizerBackend, Snapshot, SnapshotReader, adamw_step, join_master,
+    split_master, sum_of_squares,
+};
+pub use rope::{
+    QkNorm, QkNormRopeCall, RopeBackend, RopeGradients, RopeTables, RotaryEmbedding, qk_norm_rope,
+};
+pub use swiglu::{SwigluBackend, SwigluGradients, swiglu};
 
 pub use sieve_core::DmaBias;
 pub use sieve_kernels::SumOrder;

@@ -1,6 +1,16 @@
 //! Matrix product with a weight stored as `[out, in]`, the layout of PyTorch and of safetensors checkpoints.
-use crate::SieveBackend;
-use burn::tensor::{Tensor, TensorPrimitive};
+mod autodiff;
+mod backend;
+mod cuda;
+mod flex;
+pub(crate) mod reference;
+#[cfg(test)]
+mod tests;
+
+pub use backend::{LinearBackend, LinearGradients};
+
+use crate::tensors::{primitive, tensor};
+use burn::tensor::Tensor;
 
 /// `y = x Wᵀ`.
 ///
@@ -8,30 +18,25 @@ use burn::tensor::{Tensor, TensorPrimitive};
 /// - x: `[.., in]`
 /// - weight: `[out, in]`
 /// - returns: `[.., out]`
-pub fn linear<B: SieveBackend, const D: usize>(
+pub fn linear<B: LinearBackend, const D: usize>(
     x: Tensor<B, D>,
     weight: Tensor<B, 2>,
 ) -> Tensor<B, D> {
-    let y = B::linear_nt(
-        x.into_primitive().tensor(),
-        weight.into_primitive().tensor(),
-    );
-    Tensor::from_primitive(TensorPrimitive::Float(y))
+    tensor(<B as LinearBackend>::linear(
+        primitive(x),
+        primitive(weight),
+    ))
 }
 
 /// `y = residual + x Wᵀ`; shapes as [`linear`], residual `[.., out]`.
-pub fn linear_add<B: SieveBackend, const D: usize>(
+pub fn linear_add<B: LinearBackend, const D: usize>(
     x: Tensor<B, D>,
     weight: Tensor<B, 2>,
     residual: Tensor<B, D>,
 ) -> Tensor<B, D> {
-    let y = B::linear_nt_add(
-        x.into_primitive().tensor(),
-        weight.into_primitive().tensor(),
-        residual.into_primitive().tensor(),
-    );
-    Tensor::from_primitive(TensorPrimitive::Float(y))
+    tensor(B::linear_add(
+        primitive(x),
+        primitive(weight),
+        primitive(residual),
+    ))
 }
-
-#[cfg(test)]
-mod tests;

@@ -4,13 +4,15 @@ mod autodiff;
 mod backend;
 mod cuda;
 mod flex;
+pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{MlaBackend, MlaSpec};
+pub use backend::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec};
 
+use crate::tensors::{primitive, tensor};
 use crate::{Documents, RotaryEmbedding};
-use burn::tensor::{Int, Tensor, TensorPrimitive};
+use burn::tensor::{Int, Tensor};
 
 /// Rotates and packs queries, keys and values: per token `num_heads` queries `[q_C ; RoPE(q_R)]`, as many keys
 /// `[k_C ; RoPE(k_R)]` with one k_R for all heads, as many values.
@@ -29,9 +31,12 @@ pub fn mla_pack<B: MlaBackend>(
     rope: &RotaryEmbedding<B>,
     spec: MlaSpec,
 ) -> Tensor<B, 3> {
-    let inputs = [q, kv, k_rope].map(|x| x.into_primitive().tensor());
-    let packed = B::mla_pack(inputs, positions.into_primitive(), &rope.tables(), spec);
-    Tensor::from_primitive(TensorPrimitive::Float(packed))
+    let call = MlaPackCall {
+        positions: positions.into_primitive(),
+        rope: rope.tables(),
+        spec,
+    };
+    tensor(B::mla_pack([q, kv, k_rope].map(primitive), call))
 }
 
 /// Dense causal attention on the tensor of [`mla_pack`]; values are narrower than keys.
@@ -44,7 +49,5 @@ pub fn mla_attention<B: MlaBackend>(
     documents: &Documents<B>,
     spec: MlaSpec,
 ) -> Tensor<B, 4> {
-    let packed = packed.into_primitive().tensor();
-    let output = B::mla_attention(packed, &documents.bounds(), spec);
-    Tensor::from_primitive(TensorPrimitive::Float(output.o))
+    tensor(B::mla_attention(primitive(packed), &documents.bounds(), spec).o)
 }

@@ -6,25 +6,17 @@ mod autodiff;
 mod backend;
 mod cuda;
 mod flex;
+pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{NsaBackend, NsaCompressed};
+pub use backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients};
 pub use sieve_cpu::NsaBlocks;
 pub use sieve_cpu::nsa::{choose_blocks, overlap_weight};
 
-use crate::{AttentionSpec, Documents};
+use crate::tensors::{primitive, tensor};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Int, Tensor, TensorPrimitive};
-
-fn float<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(primitive))
-}
-
-fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> FloatTensor<B> {
-    tensor.into_primitive().tensor()
-}
+use burn::tensor::{Int, Tensor};
 
 /// Keys, and values, of every compressed block side by side, plus a learned vector per position inside the block: the
 /// input of the compression MLP (eq. 7).
@@ -37,19 +29,10 @@ pub fn nsa_blocks<B: NsaBackend>(
     qkv: Tensor<B, 4>,
     k_positions: Tensor<B, 2>,
     v_positions: Tensor<B, 2>,
-    documents: &Documents<B>,
-    spec: AttentionSpec,
-    blocks: NsaBlocks,
+    call: &NsaCall<B>,
 ) -> Tensor<B, 3> {
     let positions = [primitive(k_positions), primitive(v_positions)];
-    let bounds = documents.bounds();
-    float(B::nsa_blocks(
-        primitive(qkv),
-        positions,
-        &bounds,
-        spec,
-        blocks,
-    ))
+    tensor(B::nsa_blocks(primitive(qkv), positions, call))
 }
 
 /// Means of the keys, and of the values, of every compressed block.
@@ -57,18 +40,8 @@ pub fn nsa_blocks<B: NsaBackend>(
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
 /// - returns: `[2, batch * num_slots * num_kv_heads, head_dim]`, keys then values
-pub fn nsa_mean_pool<B: NsaBackend>(
-    qkv: Tensor<B, 4>,
-    documents: &Documents<B>,
-    spec: AttentionSpec,
-    blocks: NsaBlocks,
-) -> Tensor<B, 3> {
-    float(B::nsa_mean_pool(
-        primitive(qkv),
-        &documents.bounds(),
-        spec,
-        blocks,
-    ))
+pub fn nsa_mean_pool<B: NsaBackend>(qkv: Tensor<B, 4>, call: &NsaCall<B>) -> Tensor<B, 3> {
+    tensor(B::nsa_mean_pool(primitive(qkv), call))
 }
 
 /// What the compressed branch hands on.
@@ -90,19 +63,11 @@ pub struct CompressedAttention<B: Backend> {
 pub fn nsa_compressed_attention<B: NsaBackend>(
     qkv: Tensor<B, 4>,
     compressed: Tensor<B, 3>,
-    documents: &Documents<B>,
-    spec: AttentionSpec,
-    blocks: NsaBlocks,
+    call: &NsaCall<B>,
 ) -> CompressedAttention<B> {
-    let result = B::nsa_compressed_attention(
-        primitive(qkv),
-        primitive(compressed),
-        &documents.bounds(),
-        spec,
-        blocks,
-    );
+    let result = B::nsa_compressed_attention(primitive(qkv), primitive(compressed), call);
     CompressedAttention {
-        o: float(result.output.o),
+        o: tensor(result.output.o),
         block_indices: Tensor::from_primitive(result.block_indices),
     }
 }
@@ -116,18 +81,10 @@ pub fn nsa_compressed_attention<B: NsaBackend>(
 pub fn nsa_selected_attention<B: NsaBackend>(
     qkv: Tensor<B, 4>,
     block_indices: Tensor<B, 4, Int>,
-    documents: &Documents<B>,
-    spec: AttentionSpec,
-    blocks: NsaBlocks,
+    call: &NsaCall<B>,
 ) -> Tensor<B, 4> {
-    let output = B::nsa_selected_attention(
-        primitive(qkv),
-        block_indices.into_primitive(),
-        &documents.bounds(),
-        spec,
-        blocks,
-    );
-    float(output.o)
+    let output = B::nsa_selected_attention(primitive(qkv), block_indices.into_primitive(), call);
+    tensor(output.o)
 }
 
 /// `o = sum_c sigmoid(logits_c + bias_c) o_c` over the branches compressed, selected, window (eq. 5).
@@ -140,7 +97,7 @@ pub fn nsa_gates<B: NsaBackend>(
     logits: Tensor<B, 3>,
     bias: Tensor<B, 1>,
 ) -> Tensor<B, 4> {
-    float(B::nsa_gates(
+    tensor(B::nsa_gates(
         branches.map(primitive),
         primitive(logits),
         primitive(bias),

@@ -3,7 +3,7 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use sieve_hf::NamedTensor;
-use sieve_ops::{SieveBackend, TrainBackend};
+use sieve_ops::{OptimizerBackend, TrainBackend};
 use std::collections::HashMap;
 
 type Primitive<B> =

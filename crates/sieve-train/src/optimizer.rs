@@ -6,7 +6,9 @@ use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 use sieve_core::recipe::OptimizerSection;
 use sieve_hf::{NamedTensor, TensorSource};
-use sieve_ops::{AdamWStep, AdamWTensors, SieveBackend, Snapshot, SnapshotReader, TrainBackend};
+use sieve_ops::{
+    AdamWStep, AdamWTensors, OptimizerBackend, Snapshot, SnapshotReader, TrainBackend,
+};
 use std::collections::HashMap;
 use std::marker::PhantomData;
 

@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::ModelShape;
 use sieve_core::model::MlaShape;
-use sieve_ops::{MlaSpec, SieveBackend, decode_attention};
+use sieve_ops::{MlaSpec, SieveBackend, attention_decode};
 
 /// Dense attention whose keys and values come from a latent of `kv_lora_rank` numbers per token, beside one rotated key
 /// for all heads. Nothing else is cached.
@@ -155,7 +155,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         let q = Tensor::cat(vec![q_c.swap_dims(0, 1), q.narrow(2, d, self.rope_dim)], 2);
         // The latents are keys and values at once; of the sum only their first `rank` numbers mean something.
         let scale = self.spec().softmax_scale;
-        let o = decode_attention(q, latents.clone(), latents, None, scale);
+        let o = attention_decode(q, latents.clone(), latents, None, scale);
         let o = o.narrow(2, 0, rank).swap_dims(0, 1);
         o.matmul(w_uv.swap_dims(1, 2)).swap_dims(0, 1)
     }

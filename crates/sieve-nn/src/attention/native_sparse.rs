@@ -8,7 +8,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
 use sieve_core::model::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
-use sieve_ops::{AttentionSpec, Documents, NsaBlocks, SieveBackend};
+use sieve_ops::{AttentionSpec, Documents, NsaBlocks, NsaCall, SieveBackend};
 
 /// Bias of the gates at the start, by branch: training begins as a window.
 const GATE_BIAS: [f64; NUM_NSA_BRANCHES] = [-2.0, -2.0, 2.0];
@@ -103,6 +103,10 @@ impl<B: Backend> NativeSparseAttention<B> {
 }
 
 impl<B: SieveBackend> NativeSparseAttention<B> {
+    fn call(&self, documents: &Documents<B>) -> NsaCall<B> {
+        NsaCall::new(documents, self.spec(), self.blocks())
+    }
+
     /// `[batch, seq_len, d_model]`, shape kept.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let branches = self.branches(x.clone(), context);
@@ -119,9 +123,8 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     ) -> Tensor<B, 4, Int> {
         let compressed = self.branches(x, context).compressed;
         let pooled = self.compress(compressed.clone(), context.documents);
-        let (spec, blocks) = (self.spec(), self.blocks());
-        sieve_ops::nsa_compressed_attention(compressed, pooled, context.documents, spec, blocks)
-            .block_indices
+        let call = self.call(context.documents);
+        sieve_ops::nsa_compressed_attention(compressed, pooled, &call).block_indices
     }
 
     /// As [`forward`](Self::forward) with a cache; see [`LayerCache`].
@@ -160,22 +163,11 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         compressed: Tensor<B, 3>,
         documents: &Documents<B>,
     ) -> Tensor<B, 3> {
-        let (spec, blocks) = (self.spec(), self.blocks());
-        let coarse = sieve_ops::nsa_compressed_attention(
-            branches.compressed,
-            compressed,
-            documents,
-            spec,
-            blocks,
-        );
-        let selected = sieve_ops::nsa_selected_attention(
-            branches.selected,
-            coarse.block_indices,
-            documents,
-            spec,
-            blocks,
-        );
-        let window = sieve_ops::attention(branches.window, documents, spec);
+        let call = self.call(documents);
+        let coarse = sieve_ops::nsa_compressed_attention(branches.compressed, compressed, &call);
+        let indices = coarse.block_indices;
+        let selected = sieve_ops::nsa_selected_attention(branches.selected, indices, &call);
+        let window = sieve_ops::attention(branches.window, documents, call.spec);
         self.gate(x, [coarse.o, selected, window])
     }
 
@@ -224,12 +216,12 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
 
     /// Compressed keys and values, `[2, batch * num_slots * num_kv_heads, head_dim]`.
     fn compress(&self, qkv: Tensor<B, 4>, documents: &Documents<B>) -> Tensor<B, 3> {
-        let (spec, blocks) = (self.spec(), self.blocks());
+        let call = self.call(documents);
         let (Some(k), Some(v)) = (&self.k_compress, &self.v_compress) else {
-            return sieve_ops::nsa_mean_pool(qkv, documents, spec, blocks);
+            return sieve_ops::nsa_mean_pool(qkv, &call);
         };
         let (k_positions, v_positions) = (k.positions.val(), v.positions.val());
-        let inputs = sieve_ops::nsa_blocks(qkv, k_positions, v_positions, documents, spec, blocks);
+        let inputs = sieve_ops::nsa_blocks(qkv, k_positions, v_positions, &call);
         let [_, rows, width] = inputs.dims();
         let part = |which| inputs.clone().narrow(0, which, 1).reshape([rows, width]);
         Tensor::stack(vec![k.forward(part(0)), v.forward(part(1))], 0)

@@ -4,7 +4,7 @@ use super::{recent, split};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData, activation::softmax};
 use sieve_ops::{
-    AttentionSpec, Documents, NsaBlocks, SieveBackend, choose_blocks, decode_attention,
+    AttentionSpec, Documents, NsaBlocks, SieveBackend, attention_decode, choose_blocks,
     overlap_weight,
 };
 
@@ -135,9 +135,9 @@ impl<B: SieveBackend> BlockCache<B> {
         let (coarse, importance) = self.coarse(one(coarse_q), spec, blocks);
         let q = one(q);
         let [k, v] = self.chosen(importance, spec, blocks);
-        let selected = decode_attention(q.clone(), k, v, None, spec.softmax_scale);
+        let selected = attention_decode(q.clone(), k, v, None, spec.softmax_scale);
         let [k, v] = self.window.clone();
-        let window = decode_attention(q, k, v, None, spec.softmax_scale);
+        let window = attention_decode(q, k, v, None, spec.softmax_scale);
         [coarse, selected, window].map(|o| o.reshape([batch, 1, spec.num_heads, d]))
     }
 
@@ -158,7 +158,7 @@ impl<B: SieveBackend> BlockCache<B> {
                 vec![vec![0.0; num_blocks]; batch * kv_heads],
             );
         };
-        let o = decode_attention(q.clone(), k.clone(), v, None, spec.softmax_scale);
+        let o = attention_decode(q.clone(), k.clone(), v, None, spec.softmax_scale);
         let count = k.dims()[1];
         let logits = q
             .reshape([batch, kv_heads, num_heads / kv_heads, d])

@@ -3,7 +3,7 @@ use crate::testing::{
     Ad, Float, Input, Random, assert_close, check_finite_differences, check_parity, check_views,
     documents, float, host, primitive,
 };
-use crate::{AttentionSpec, Documents, SieveBackend, reference};
+use crate::{AttentionBackend, AttentionSpec, Documents, reference};
 use burn::tensor::DType;
 use burn::tensor::backend::AutodiffBackend;
 use burn_flex::Flex;
@@ -73,7 +73,7 @@ fn log_sum_exp_equals_the_reference() {
     let bounds = documents::<Flex>(&[20, 1], [2, 63]).bounds();
     let lse = |dtype| {
         let qkv = qkv.tensor(dtype);
-        host(Flex::packed_attention(qkv, &bounds, spec).lse)
+        host(<Flex as AttentionBackend>::attention(qkv, &bounds, spec).lse)
     };
     assert_close("lse", &lse(DType::F32), &lse(DType::F64), 2e-6);
 }

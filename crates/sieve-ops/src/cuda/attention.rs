@@ -1,5 +1,5 @@
 //! Dense and sliding-window attention on packed tensors, with an optional bias per key.
-use super::Cuda;
+use crate::device::cuda::Cuda;
 use crate::device::paths::sum_order;
 use crate::{AttentionOutput, AttentionSpec, DocumentBounds};
 use sieve_kernels::{
@@ -7,17 +7,17 @@ use sieve_kernels::{
 };
 
 /// A packed tensor as the kernels take it.
-pub(super) fn packed(qkv: &CudaPrimitive, spec: AttentionSpec) -> Qkv {
+pub(crate) fn packed(qkv: &CudaPrimitive, spec: AttentionSpec) -> Qkv {
     let qkv = CudaTensor::from(qkv.clone());
     Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads)
 }
 
-pub(super) fn bounds(documents: &DocumentBounds<Cuda>) -> [CudaTensor; 2] {
+pub(crate) fn bounds(documents: &DocumentBounds<Cuda>) -> [CudaTensor; 2] {
     documents.clone().map(CudaTensor::from)
 }
 
 /// Both names of one result.
-pub(super) fn output(result: AttentionResult) -> AttentionOutput<Cuda> {
+pub(crate) fn output(result: AttentionResult) -> AttentionOutput<Cuda> {
     AttentionOutput {
         o: result.o.into(),
         lse: result.lse.into(),
@@ -25,7 +25,7 @@ pub(super) fn output(result: AttentionResult) -> AttentionOutput<Cuda> {
     }
 }
 
-pub(super) fn result(output: &AttentionOutput<Cuda>) -> AttentionResult {
+pub(crate) fn result(output: &AttentionOutput<Cuda>) -> AttentionResult {
     AttentionResult {
         o: CudaTensor::from(output.o.clone()).contiguous(),
         lse: CudaTensor::from(output.lse.clone()).contiguous(),
@@ -34,17 +34,17 @@ pub(super) fn result(output: &AttentionOutput<Cuda>) -> AttentionResult {
 }
 
 /// The arguments of a backward call: `dqkv` is packed as the input, every element is written.
-pub(super) struct Backward {
+pub(crate) struct Backward {
     qkv: Qkv,
     result: AttentionResult,
     d_o: CudaTensor,
     grads: Qkv,
     softmax_scale: f32,
-    pub(super) dqkv: CudaTensor,
+    pub(crate) dqkv: CudaTensor,
 }
 
 impl Backward {
-    pub(super) fn new(
+    pub(crate) fn new(
         qkv: &CudaPrimitive,
         spec: AttentionSpec,
         output: &AttentionOutput<Cuda>,
@@ -62,7 +62,7 @@ impl Backward {
         }
     }
 
-    pub(super) fn call(&self) -> AttentionGradients<'_> {
+    pub(crate) fn call(&self) -> AttentionGradients<'_> {
         AttentionGradients {
             qkv: &self.qkv,
             result: &self.result,
@@ -74,7 +74,7 @@ impl Backward {
     }
 }
 
-pub(super) fn forward(
+pub(crate) fn forward(
     qkv: &CudaPrimitive,
     documents: &DocumentBounds<Cuda>,
     spec: AttentionSpec,
@@ -87,7 +87,7 @@ pub(super) fn forward(
 }
 
 /// `(dqkv, dbias)`.
-pub(super) fn backward(
+pub(crate) fn backward(
     qkv: &CudaPrimitive,
     documents: &DocumentBounds<Cuda>,
     spec: AttentionSpec,

@@ -1,6 +1,6 @@
 //! DMA's scores, selection and attention.
 use super::attention::{self, Backward, bounds, output, packed};
-use super::{Cuda, cast};
+use crate::device::cuda::{Cuda, cast};
 use crate::{AttentionOutput, AttentionSpec, DmaSelection, DocumentBounds};
 use burn::tensor::DType;
 use sieve_kernels::{
@@ -41,7 +41,7 @@ impl Kept {
     }
 }
 
-pub(super) fn scores(
+pub(crate) fn scores(
     qkv: &CudaPrimitive,
     w_dt: &CudaPrimitive,
     a: &CudaPrimitive,
@@ -54,7 +54,7 @@ pub(super) fn scores(
 }
 
 /// Adds the path through the scores to `dqkv` in place; returns `(dw_dt, da)` in f32.
-pub(super) fn scores_backward(
+pub(crate) fn scores_backward(
     qkv: &CudaPrimitive,
     [w_dt, a]: [&CudaPrimitive; 2],
     spec: AttentionSpec,
@@ -79,7 +79,7 @@ pub(super) fn scores_backward(
     Ok((dw_dt.into(), da.into()))
 }
 
-pub(super) fn select(
+pub(crate) fn select(
     z: &CudaPrimitive,
     documents: &DocumentBounds<Cuda>,
     keep_window_size: usize,
@@ -107,7 +107,7 @@ pub(super) fn select(
     Ok(DmaSelection { expire, lists })
 }
 
-pub(super) fn forward(
+pub(crate) fn forward(
     qkv: &CudaPrimitive,
     delta: &CudaPrimitive,
     documents: &DocumentBounds<Cuda>,
@@ -127,7 +127,7 @@ pub(super) fn forward(
 }
 
 /// `(dqkv, ddelta)`.
-pub(super) fn backward(
+pub(crate) fn backward(
     qkv: &CudaPrimitive,
     delta: &CudaPrimitive,
     documents: &DocumentBounds<Cuda>,

@@ -1,6 +1,6 @@
-use super::{DmaCache, DmaToken, decode_attention, dma_decode};
+use super::{DmaCache, DmaToken, attention_decode, dma_decode};
 use crate::testing::{Random, assert_close, documents, host};
-use crate::{AttentionSpec, DmaBias, DmaSelection, SieveBackend, attention, dma_bias, dma_select};
+use crate::{AttentionSpec, DmaBackend, DmaBias, DmaSelection, attention, dma_bias, dma_select};
 use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexTensor};
 
@@ -47,7 +47,7 @@ fn one_query_gives_the_row_of_the_whole_pass() {
         for at in [0, seq_len / 2, seq_len - 1] {
             // k and v are views into the packed tensor.
             let (q, k, v) = last_query(&qkv, at, spec);
-            let row = decode_attention(q, k, v, None, spec.softmax_scale);
+            let row = attention_decode(q, k, v, None, spec.softmax_scale);
             let expected = rows.clone().narrow(1, at, 1);
             assert_close(
                 &format!("row {at}"),
@@ -67,7 +67,7 @@ fn a_bias_per_key_equals_the_reference() {
     let run = |dtype| {
         let (q, k, v) = last_query(&tensor(qkv.tensor(dtype)), 28, spec);
         let delta = Some(tensor(delta.tensor(dtype)));
-        let o = decode_attention(q, k, v, delta, spec.softmax_scale);
+        let o = attention_decode(q, k, v, delta, spec.softmax_scale);
         host(o.into_primitive().tensor())
     };
     assert_close("o", &run(DType::F32), &run(DType::F64), 2e-6);

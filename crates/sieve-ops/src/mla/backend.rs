@@ -1,5 +1,5 @@
-//! The ops of MLA that a backend may override.
-use crate::{AttentionOutput, AttentionSpec, DocumentBounds, RopeTables, reference};
+//! The calls of MLA's ops, and what a backend computes of them; the shapes are those of the functions of the same names.
+use crate::{AttentionOutput, AttentionSpec, DocumentBounds, RopeTables};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 
@@ -38,45 +38,39 @@ impl MlaSpec {
     }
 }
 
-/// MLA's part of [`SieveBackend`](crate::SieveBackend), on primitives; the shapes are those of the functions of the same
-/// names. Default bodies are the references.
+/// What [`mla_pack`](MlaBackend::mla_pack) rotates by, and its sizes.
+#[derive(Clone, Debug)]
+pub struct MlaPackCall<B: Backend> {
+    /// `[batch, seq_len]`, each below the tables' length.
+    pub positions: IntTensor<B>,
+    /// Tables of width `rope_dim`.
+    pub rope: RopeTables<B>,
+    /// Sizes.
+    pub spec: MlaSpec,
+}
+
+/// MLA's ops.
 pub trait MlaBackend: Backend {
     /// See [`crate::mla_pack`]; inputs are q, kv, k_rope.
-    fn mla_pack(
-        inputs: [FloatTensor<Self>; 3],
-        positions: IntTensor<Self>,
-        rope: &RopeTables<Self>,
-        spec: MlaSpec,
-    ) -> FloatTensor<Self> {
-        let [q, kv, k_rope] = inputs;
-        reference::mla_pack::<Self>(q, kv, k_rope, positions, rope, spec)
-    }
-    /// Gradients of the inputs of [`crate::mla_pack`].
-    fn mla_pack_backward(
-        positions: IntTensor<Self>,
-        rope: &RopeTables<Self>,
-        spec: MlaSpec,
-        dy: FloatTensor<Self>,
-    ) -> [FloatTensor<Self>; 3] {
-        reference::mla_pack_backward::<Self>(positions, rope, spec, dy)
-    }
-
+    fn mla_pack(inputs: [FloatTensor<Self>; 3], call: MlaPackCall<Self>) -> FloatTensor<Self>;
     /// See [`crate::mla_attention`].
     fn mla_attention(
         packed: FloatTensor<Self>,
         documents: &DocumentBounds<Self>,
         spec: MlaSpec,
-    ) -> AttentionOutput<Self> {
-        reference::mla_attention::<Self>(packed, documents, spec)
-    }
-    /// Gradient of [`crate::mla_attention`].
+    ) -> AttentionOutput<Self>;
+}
+
+/// Gradients of MLA's ops, as a device computes them.
+pub trait MlaGradients: MlaBackend {
+    /// Gradients of the inputs of [`mla_pack`](MlaBackend::mla_pack).
+    fn mla_pack_backward(call: MlaPackCall<Self>, dy: FloatTensor<Self>) -> [FloatTensor<Self>; 3];
+    /// Gradient of [`mla_attention`](MlaBackend::mla_attention).
     fn mla_attention_backward(
         packed: FloatTensor<Self>,
         documents: &DocumentBounds<Self>,
         spec: MlaSpec,
         output: AttentionOutput<Self>,
         d_o: FloatTensor<Self>,
-    ) -> FloatTensor<Self> {
-        reference::mla_attention_backward::<Self>(packed, documents, spec, output, d_o)
-    }
+    ) -> FloatTensor<Self>;
 }

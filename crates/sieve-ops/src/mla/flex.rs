@@ -1,9 +1,12 @@
 //! MLA on the CPU; f32 takes the kernels of `sieve-cpu`, any other dtype the reference.
-use super::{MlaBackend, MlaSpec};
+use super::backend::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec};
+use super::reference;
+use crate::attention::flex::{contiguous_bounds, documents};
+use crate::device::flex::{
+    contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like,
+};
 use crate::device::paths::scores;
-use crate::flex::attention::{contiguous_bounds, documents};
-use crate::flex::{contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like};
-use crate::{AttentionOutput, DocumentBounds, RopeTables, reference};
+use crate::{AttentionOutput, DocumentBounds, RopeTables};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 use sieve_cpu::{AttentionShape, MlaPack};
@@ -20,96 +23,42 @@ fn shape_of(packed: &FlexTensor, spec: MlaSpec) -> AttentionShape {
     }
 }
 
-/// Tables and positions, contiguous.
-struct Operands {
-    cos: FlexTensor,
-    sin: FlexTensor,
-    positions: FlexTensor,
+/// A call with contiguous tensors.
+fn contiguous_call(call: MlaPackCall<Flex>) -> MlaPackCall<Flex> {
+    MlaPackCall {
+        positions: contiguous(call.positions),
+        rope: RopeTables {
+            cos: contiguous(call.rope.cos),
+            sin: contiguous(call.rope.sin),
+        },
+        spec: call.spec,
+    }
 }
 
-impl Operands {
-    fn new(rope: &RopeTables<Flex>, positions: FlexTensor) -> Self {
-        Self {
-            cos: contiguous(rope.cos.clone()),
-            sin: contiguous(rope.sin.clone()),
-            positions: contiguous(positions),
-        }
-    }
-
-    fn op(&self, spec: MlaSpec) -> MlaPack<'_> {
-        MlaPack {
-            num_heads: spec.num_heads,
-            head_dim: spec.head_dim,
-            rope_dim: spec.rope_dim,
-            cos: floats(&self.cos),
-            sin: floats(&self.sin),
-            positions: ints(&self.positions),
-        }
+/// A contiguous call as the kernels take it.
+fn pack(call: &MlaPackCall<Flex>) -> MlaPack<'_> {
+    MlaPack {
+        num_heads: call.spec.num_heads,
+        head_dim: call.spec.head_dim,
+        rope_dim: call.spec.rope_dim,
+        cos: floats(&call.rope.cos),
+        sin: floats(&call.rope.sin),
+        positions: ints(&call.positions),
     }
 }
 
 impl MlaBackend for Flex {
-    fn mla_pack(
-        inputs: [FlexTensor; 3],
-        positions: FlexTensor,
-        rope: &RopeTables<Self>,
-        spec: MlaSpec,
-    ) -> FlexTensor {
+    fn mla_pack(inputs: [FlexTensor; 3], call: MlaPackCall<Self>) -> FlexTensor {
         if !is_f32(&inputs[0]) {
-            let [q, kv, k_rope] = inputs;
-            return plain("mla_pack", || {
-                reference::mla_pack::<Self>(q, kv, k_rope, positions, rope, spec)
-            });
+            return plain("mla_pack", || reference::mla_pack(inputs, call));
         }
         let [q, kv, k_rope] = inputs.map(contiguous);
-        let operands = Operands::new(rope, positions);
-        let shape = q.shape();
-        let (batch, seq_len) = (shape[0], shape[1]);
-        let mut packed = vec![0.0; batch * seq_len * spec.token_len()];
-        sieve_cpu::mla_pack_forward(
-            &operands.op(spec),
-            floats(&q),
-            floats(&kv),
-            floats(&k_rope),
-            &mut packed,
-        );
-        from_vec(packed, [batch, seq_len, spec.token_len()])
-    }
-
-    fn mla_pack_backward(
-        positions: FlexTensor,
-        rope: &RopeTables<Self>,
-        spec: MlaSpec,
-        dy: FlexTensor,
-    ) -> [FlexTensor; 3] {
-        if !is_f32(&dy) {
-            return plain("mla_pack_backward", || {
-                reference::mla_pack_backward::<Self>(positions, rope, spec, dy)
-            });
-        }
-        let dy = contiguous(dy);
-        let operands = Operands::new(rope, positions);
-        let shape = dy.shape();
-        let (batch, seq_len) = (shape[0], shape[1]);
-        let widths = [
-            spec.num_heads * spec.key_dim(),
-            spec.num_heads * 2 * spec.head_dim,
-            spec.rope_dim,
-        ];
-        let [mut dq, mut dkv, mut dk_rope] = widths.map(|width| vec![0.0; batch * seq_len * width]);
-        sieve_cpu::mla_pack_backward(
-            &operands.op(spec),
-            floats(&dy),
-            &mut dq,
-            &mut dkv,
-            &mut dk_rope,
-        );
-        let [q_width, kv_width, rope_width] = widths;
-        [
-            from_vec(dq, [batch, seq_len, q_width]),
-            from_vec(dkv, [batch, seq_len, kv_width]),
-            from_vec(dk_rope, [batch, seq_len, rope_width]),
-        ]
+        let (call, shape) = (contiguous_call(call), q.shape());
+        let sizes = [shape[0], shape[1], call.spec.token_len()];
+        let mut packed = vec![0.0; sizes.iter().product()];
+        let [q, kv, k_rope] = [&q, &kv, &k_rope].map(floats);
+        sieve_cpu::mla_pack_forward(&pack(&call), q, kv, k_rope, &mut packed);
+        from_vec(packed, sizes)
     }
 
     fn mla_attention(
@@ -118,13 +67,15 @@ impl MlaBackend for Flex {
         spec: MlaSpec,
     ) -> AttentionOutput<Self> {
         if !is_f32(&packed) {
-            return plain_scores("mla_attention", scores(&packed, spec.num_heads), || {
+            let scores = scores(&packed, spec.num_heads);
+            return plain_scores("mla_attention", scores, || {
                 reference::mla_attention::<Self>(packed, bounds, spec)
             });
         }
         let (packed, bounds) = (contiguous(packed), contiguous_bounds(bounds));
         let shape = shape_of(&packed, spec);
-        let rows = shape.batch * shape.seq_len * shape.num_heads;
+        let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_heads);
+        let rows = batch * seq_len * heads;
         let (mut o, mut lse) = (vec![0.0; rows * spec.head_dim], vec![0.0; rows]);
         sieve_cpu::narrow_value_attention_forward(
             shape,
@@ -135,13 +86,32 @@ impl MlaBackend for Flex {
             &mut lse,
         );
         AttentionOutput {
-            o: from_vec(
-                o,
-                [shape.batch, shape.seq_len, shape.num_heads, spec.head_dim],
-            ),
-            lse: from_vec(lse, [shape.batch, shape.num_heads, shape.seq_len]),
+            o: from_vec(o, [batch, seq_len, heads, spec.head_dim]),
+            lse: from_vec(lse, [batch, heads, seq_len]),
             o_rest: None,
         }
+    }
+}
+
+impl MlaGradients for Flex {
+    fn mla_pack_backward(call: MlaPackCall<Self>, dy: FlexTensor) -> [FlexTensor; 3] {
+        if !is_f32(&dy) {
+            return plain("mla_pack_backward", || {
+                reference::mla_pack_backward(call, dy)
+            });
+        }
+        let (dy, call) = (contiguous(dy), contiguous_call(call));
+        let (shape, spec) = (dy.shape(), call.spec);
+        let widths = [
+            spec.num_heads * spec.key_dim(),
+            spec.num_heads * 2 * spec.head_dim,
+            spec.rope_dim,
+        ];
+        let sizes = widths.map(|width| [shape[0], shape[1], width]);
+        let [mut dq, mut dkv, mut dk] = sizes.map(|sizes| vec![0.0; sizes.iter().product()]);
+        sieve_cpu::mla_pack_backward(&pack(&call), floats(&dy), &mut dq, &mut dkv, &mut dk);
+        let [q, kv, k_rope] = sizes;
+        [from_vec(dq, q), from_vec(dkv, kv), from_vec(dk, k_rope)]
     }
 
     fn mla_attention_backward(
@@ -152,11 +122,10 @@ impl MlaBackend for Flex {
         d_o: FlexTensor,
     ) -> FlexTensor {
         if !is_f32(&packed) {
-            return plain_scores(
-                "mla_attention_backward",
-                scores(&packed, spec.num_heads),
-                || reference::mla_attention_backward::<Self>(packed, bounds, spec, output, d_o),
-            );
+            let scores = scores(&packed, spec.num_heads);
+            return plain_scores("mla_attention_backward", scores, || {
+                reference::mla_attention_backward::<Self>(packed, bounds, spec, output, d_o)
+            });
         }
         let (packed, bounds) = (contiguous(packed), contiguous_bounds(bounds));
         let [o, lse, d_o] = [output.o, output.lse, d_o].map(contiguous);

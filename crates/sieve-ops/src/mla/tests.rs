@@ -44,8 +44,12 @@ fn run_reference(inputs: &[Float], lengths: &[usize], dims: [usize; 2], spec: Ml
     let documents = documents::<Ad>(lengths, dims);
     let rope = rope(spec, float::<3>(&inputs[0]).dtype());
     let [q, kv, k_rope] = [0, 1, 2].map(|n| inputs[n].clone());
-    let positions = documents.positions.clone().into_primitive();
-    let packed = reference::mla_pack::<Ad>(q, kv, k_rope, positions, &rope.tables(), spec);
+    let call = MlaPackCall {
+        positions: documents.positions.clone().into_primitive(),
+        rope: rope.tables(),
+        spec,
+    };
+    let packed = reference::mla_pack::<Ad>([q, kv, k_rope], call);
     reference::mla_attention::<Ad>(packed, &documents.bounds(), spec).o
 }
 

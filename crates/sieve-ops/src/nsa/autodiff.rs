@@ -1,213 +1,145 @@
-//! Backward passes of NSA's ops.
-use super::{NsaBackend, NsaCompressed};
-use crate::autodiff::{Gradient, constant, enter};
-use crate::{AttentionOutput, AttentionSpec, DocumentBounds, NsaBlocks};
+//! NSA's ops as nodes of the autodiff graph.
+use super::backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients};
+use crate::AttentionOutput;
+use crate::device::autodiff::{Gradient, constant, enter, inner};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::TensorMetadata;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 
-/// What every op of NSA keeps of its call.
 #[derive(Clone, Debug)]
-struct Call<B: Backend> {
-    documents: DocumentBounds<B>,
-    spec: AttentionSpec,
-    blocks: NsaBlocks,
+struct Blocks<B: Backend> {
+    dims: [usize; 4],
+    call: NsaCall<B>,
 }
 
-fn dims_of<B: Backend>(x: &FloatTensor<B>) -> [usize; 4] {
-    x.shape().dims()
-}
-
-#[derive(Debug)]
-struct BlocksGradient;
-impl<B: NsaBackend> Gradient<B, 3> for BlocksGradient {
-    type State = (Call<B>, [usize; 4]);
-    fn gradients((call, dims): Self::State, dy: FloatTensor<B>) -> [FloatTensor<B>; 3] {
-        B::nsa_blocks_backward(dims, &call.documents, call.spec, call.blocks, dy)
-    }
-}
-
-#[derive(Debug)]
-struct MeanPoolGradient;
-impl<B: NsaBackend> Gradient<B, 1> for MeanPoolGradient {
-    type State = (Call<B>, [usize; 4]);
-    fn gradients((call, dims): Self::State, dy: FloatTensor<B>) -> [FloatTensor<B>; 1] {
-        let Call {
-            documents,
-            spec,
-            blocks,
-        } = call;
-        [B::nsa_mean_pool_backward(
-            dims, &documents, spec, blocks, dy,
-        )]
+impl<B: NsaGradients> Gradient<B, 3> for Blocks<B> {
+    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 3] {
+        B::nsa_blocks_backward(self.dims, &self.call, dy)
     }
 }
 
 #[derive(Clone, Debug)]
-struct CompressedState<B: Backend> {
-    call: Call<B>,
+struct MeanPool<B: Backend> {
+    dims: [usize; 4],
+    call: NsaCall<B>,
+}
+
+impl<B: NsaGradients> Gradient<B, 1> for MeanPool<B> {
+    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 1] {
+        [B::nsa_mean_pool_backward(self.dims, &self.call, dy)]
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Compressed<B: Backend> {
+    call: NsaCall<B>,
     qkv: FloatTensor<B>,
     compressed: FloatTensor<B>,
     output: AttentionOutput<B>,
 }
 
-#[derive(Debug)]
-struct CompressedGradient;
-impl<B: NsaBackend> Gradient<B, 2> for CompressedGradient {
-    type State = CompressedState<B>;
-    fn gradients(state: Self::State, dy: FloatTensor<B>) -> [FloatTensor<B>; 2] {
-        let CompressedState {
-            call,
-            qkv,
-            compressed,
-            output,
-        } = state;
-        B::nsa_compressed_attention_backward(
-            qkv,
-            compressed,
-            &call.documents,
-            call.spec,
-            call.blocks,
-            output,
-            dy,
-        )
+impl<B: NsaGradients> Gradient<B, 2> for Compressed<B> {
+    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 2] {
+        let (qkv, compressed) = (self.qkv, self.compressed);
+        B::nsa_compressed_attention_backward(qkv, compressed, &self.call, self.output, dy)
     }
 }
 
 #[derive(Clone, Debug)]
-struct SelectedState<B: Backend> {
-    call: Call<B>,
+struct Selected<B: Backend> {
+    call: NsaCall<B>,
     qkv: FloatTensor<B>,
     block_indices: IntTensor<B>,
     output: AttentionOutput<B>,
 }
 
-#[derive(Debug)]
-struct SelectedGradient;
-impl<B: NsaBackend> Gradient<B, 1> for SelectedGradient {
-    type State = SelectedState<B>;
-    fn gradients(state: Self::State, dy: FloatTensor<B>) -> [FloatTensor<B>; 1] {
-        let SelectedState {
-            call,
-            qkv,
-            block_indices,
-            output,
-        } = state;
+impl<B: NsaGradients> Gradient<B, 1> for Selected<B> {
+    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 1] {
+        let (qkv, indices) = (self.qkv, self.block_indices);
         [B::nsa_selected_attention_backward(
             qkv,
-            block_indices,
-            &call.documents,
-            call.spec,
-            call.blocks,
-            output,
+            indices,
+            &self.call,
+            self.output,
             dy,
         )]
     }
 }
 
-#[derive(Debug)]
-struct GatesGradient;
-impl<B: NsaBackend> Gradient<B, 5> for GatesGradient {
-    type State = ([FloatTensor<B>; 3], FloatTensor<B>, FloatTensor<B>);
-    fn gradients((branches, logits, bias): Self::State, dy: FloatTensor<B>) -> [FloatTensor<B>; 5] {
-        B::nsa_gates_backward(branches, logits, bias, dy)
+#[derive(Clone, Debug)]
+struct Gates<B: Backend> {
+    branches: [FloatTensor<B>; 3],
+    logits: FloatTensor<B>,
+    bias: FloatTensor<B>,
+}
+
+impl<B: NsaGradients> Gradient<B, 5> for Gates<B> {
+    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 5] {
+        B::nsa_gates_backward(self.branches, self.logits, self.bias, dy)
     }
 }
 
-impl<B: NsaBackend, C: CheckpointStrategy> NsaBackend for Autodiff<B, C> {
+impl<B: NsaGradients, C: CheckpointStrategy> NsaBackend for Autodiff<B, C> {
     fn nsa_blocks(
         qkv: FloatTensor<Self>,
-        positions: [FloatTensor<Self>; 2],
-        documents: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        blocks: NsaBlocks,
+        [k, v]: [FloatTensor<Self>; 2],
+        call: &NsaCall<Self>,
     ) -> FloatTensor<Self> {
-        let call = Call {
-            documents: documents.clone(),
-            spec,
-            blocks,
-        };
-        let dims = dims_of::<B>(&qkv.primitive);
-        let inner = positions.each_ref().map(|x| x.primitive.clone());
-        let y = B::nsa_blocks(qkv.primitive.clone(), inner, documents, spec, blocks);
-        let [k, v] = &positions;
-        enter::<B, C, BlocksGradient, 3>([&qkv, k, v], (call, dims), y)
+        let (dims, call) = (qkv.primitive.shape().dims(), call.on::<B>());
+        let y = B::nsa_blocks(qkv.primitive.clone(), [&k, &v].map(inner::<B, C>), &call);
+        enter::<B, C, _, 3>([&qkv, &k, &v], Blocks { dims, call }, y)
     }
 
-    fn nsa_mean_pool(
-        qkv: FloatTensor<Self>,
-        documents: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        blocks: NsaBlocks,
-    ) -> FloatTensor<Self> {
-        let call = Call {
-            documents: documents.clone(),
-            spec,
-            blocks,
-        };
-        let dims = dims_of::<B>(&qkv.primitive);
-        let y = B::nsa_mean_pool(qkv.primitive.clone(), documents, spec, blocks);
-        enter::<B, C, MeanPoolGradient, 1>([&qkv], (call, dims), y)
+    fn nsa_mean_pool(qkv: FloatTensor<Self>, call: &NsaCall<Self>) -> FloatTensor<Self> {
+        let (dims, call) = (qkv.primitive.shape().dims(), call.on::<B>());
+        let y = B::nsa_mean_pool(qkv.primitive.clone(), &call);
+        enter::<B, C, _, 1>([&qkv], MeanPool { dims, call }, y)
     }
 
     fn nsa_compressed_attention(
         qkv: FloatTensor<Self>,
         compressed: FloatTensor<Self>,
-        documents: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        blocks: NsaBlocks,
+        call: &NsaCall<Self>,
     ) -> NsaCompressed<Self> {
-        let (q, c) = (qkv.primitive.clone(), compressed.primitive.clone());
-        let result = B::nsa_compressed_attention(q, c, documents, spec, blocks);
-        let state = CompressedState {
-            call: Call {
-                documents: documents.clone(),
-                spec,
-                blocks,
-            },
-            qkv: qkv.primitive.clone(),
-            compressed: compressed.primitive.clone(),
-            output: result.output.clone(),
+        let call = call.on::<B>();
+        let [q, c] = [&qkv, &compressed].map(inner::<B, C>);
+        let NsaCompressed {
+            output,
+            block_indices,
+        } = B::nsa_compressed_attention(q.clone(), c.clone(), &call);
+        let kept = Compressed {
+            call,
+            qkv: q,
+            compressed: c,
+            output: output.clone(),
         };
-        let o = enter::<B, C, CompressedGradient, 2>([&qkv, &compressed], state, result.output.o);
         NsaCompressed {
             output: AttentionOutput {
-                o,
-                lse: constant::<B, C>(result.output.lse),
+                o: enter::<B, C, _, 2>([&qkv, &compressed], kept, output.o),
+                lse: constant::<B, C>(output.lse),
                 o_rest: None,
             },
-            block_indices: result.block_indices,
+            block_indices,
         }
     }
 
     fn nsa_selected_attention(
         qkv: FloatTensor<Self>,
         block_indices: IntTensor<Self>,
-        documents: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        blocks: NsaBlocks,
+        call: &NsaCall<Self>,
     ) -> AttentionOutput<Self> {
-        let output = B::nsa_selected_attention(
-            qkv.primitive.clone(),
-            block_indices.clone(),
-            documents,
-            spec,
-            blocks,
-        );
-        let state = SelectedState {
-            call: Call {
-                documents: documents.clone(),
-                spec,
-                blocks,
-            },
+        let call = call.on::<B>();
+        let output = B::nsa_selected_attention(qkv.primitive.clone(), block_indices.clone(), &call);
+        let kept = Selected {
+            call,
             qkv: qkv.primitive.clone(),
             block_indices,
             output: output.clone(),
         };
         AttentionOutput {
-            o: enter::<B, C, SelectedGradient, 1>([&qkv], state, output.o),
+            o: enter::<B, C, _, 1>([&qkv], kept, output.o),
             lse: constant::<B, C>(output.lse),
             o_rest: None,
         }
@@ -218,11 +150,18 @@ impl<B: NsaBackend, C: CheckpointStrategy> NsaBackend for Autodiff<B, C> {
         logits: FloatTensor<Self>,
         bias: FloatTensor<Self>,
     ) -> FloatTensor<Self> {
-        let inner = branches.each_ref().map(|x| x.primitive.clone());
-        let state = (inner, logits.primitive.clone(), bias.primitive.clone());
-        let (inner, l, b) = state.clone();
+        let kept = Gates {
+            branches: branches.each_ref().map(inner::<B, C>),
+            logits: logits.primitive.clone(),
+            bias: bias.primitive.clone(),
+        };
+        let Gates {
+            branches: inner,
+            logits: l,
+            bias: b,
+        } = kept.clone();
         let y = B::nsa_gates(inner, l, b);
         let [c, s, w] = &branches;
-        enter::<B, C, GatesGradient, 5>([c, s, w, &logits, &bias], state, y)
+        enter::<B, C, _, 5>([c, s, w, &logits, &bias], kept, y)
     }
 }

@@ -1,12 +1,15 @@
 //! NSA on the CPU; f32 takes the kernels of `sieve-cpu`, any other dtype the reference.
-use super::{NsaBackend, NsaCompressed};
+use super::backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients};
+use super::reference;
+use crate::attention::flex::{attention_shape, contiguous_bounds, documents};
+use crate::device::flex::{
+    contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like,
+};
 use crate::device::paths::scores;
-use crate::flex::attention::{attention_shape, contiguous_bounds, documents};
-use crate::flex::{contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like};
-use crate::{AttentionOutput, AttentionSpec, DocumentBounds, NsaBlocks, reference};
+use crate::{AttentionOutput, AttentionSpec};
 use burn::tensor::{TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_cpu::AttentionShape;
+use sieve_cpu::{AttentionShape, NsaBlocks};
 
 fn shape_of(dims: [usize; 4], spec: AttentionSpec) -> AttentionShape {
     AttentionShape {
@@ -39,30 +42,22 @@ fn empty_output(shape: AttentionShape) -> [Vec<f32>; 2] {
 }
 
 impl NsaBackend for Flex {
-    fn nsa_blocks(
-        qkv: FlexTensor,
-        positions: [FlexTensor; 2],
-        bounds: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        blocks: NsaBlocks,
-    ) -> FlexTensor {
+    fn nsa_blocks(qkv: FlexTensor, positions: [FlexTensor; 2], call: &NsaCall<Self>) -> FlexTensor {
         if !is_f32(&qkv) {
-            return plain("nsa_blocks", || {
-                reference::nsa_blocks::<Self>(qkv, positions, bounds, spec, blocks)
-            });
+            return plain("nsa_blocks", || reference::nsa_blocks(qkv, positions, call));
         }
         let (qkv, positions, bounds) = (
             contiguous(qkv),
             positions.map(contiguous),
-            contiguous_bounds(bounds),
+            contiguous_bounds(&call.documents),
         );
-        let shape = attention_shape(&qkv, spec);
-        let width = blocks.compress_block_size * shape.head_dim;
-        let rows = rows(shape, blocks);
+        let shape = attention_shape(&qkv, call.spec);
+        let width = call.blocks.compress_block_size * shape.head_dim;
+        let rows = rows(shape, call.blocks);
         let mut out = vec![0.0; 2 * rows * width];
         sieve_cpu::nsa_blocks_forward(
             shape,
-            blocks,
+            call.blocks,
             floats(&qkv),
             documents(&bounds),
             positions.each_ref().map(floats),
@@ -71,108 +66,45 @@ impl NsaBackend for Flex {
         from_vec(out, [2, rows, width])
     }
 
-    fn nsa_blocks_backward(
-        dims: [usize; 4],
-        bounds: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        blocks: NsaBlocks,
-        dy: FlexTensor,
-    ) -> [FlexTensor; 3] {
-        if !is_f32(&dy) {
-            return plain("nsa_blocks_backward", || {
-                reference::nsa_blocks_backward::<Self>(dims, bounds, spec, blocks, dy)
-            });
-        }
-        let (dy, bounds) = (contiguous(dy), contiguous_bounds(bounds));
-        let (l, d) = (blocks.compress_block_size, dims[3]);
-        let mut dqkv = vec![0.0; dims.iter().product()];
-        let (mut dk, mut dv) = (vec![0.0; l * d], vec![0.0; l * d]);
-        sieve_cpu::nsa_blocks_backward(
-            shape_of(dims, spec),
-            blocks,
-            documents(&bounds),
-            floats(&dy),
-            &mut dqkv,
-            [&mut dk, &mut dv],
-        );
-        [
-            from_vec(dqkv, dims),
-            from_vec(dk, [l, d]),
-            from_vec(dv, [l, d]),
-        ]
-    }
-
-    fn nsa_mean_pool(
-        qkv: FlexTensor,
-        bounds: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        blocks: NsaBlocks,
-    ) -> FlexTensor {
+    fn nsa_mean_pool(qkv: FlexTensor, call: &NsaCall<Self>) -> FlexTensor {
         if !is_f32(&qkv) {
-            return plain("nsa_mean_pool", || {
-                reference::nsa_mean_pool::<Self>(qkv, bounds, spec, blocks)
-            });
+            return plain("nsa_mean_pool", || reference::nsa_mean_pool(qkv, call));
         }
-        let (qkv, bounds) = (contiguous(qkv), contiguous_bounds(bounds));
-        let shape = attention_shape(&qkv, spec);
-        let rows = rows(shape, blocks);
+        let (qkv, bounds) = (contiguous(qkv), contiguous_bounds(&call.documents));
+        let shape = attention_shape(&qkv, call.spec);
+        let rows = rows(shape, call.blocks);
         let mut out = vec![0.0; 2 * rows * shape.head_dim];
         let documents = documents(&bounds);
-        sieve_cpu::nsa_mean_pool_forward(shape, blocks, floats(&qkv), documents, &mut out);
+        sieve_cpu::nsa_mean_pool_forward(shape, call.blocks, floats(&qkv), documents, &mut out);
         from_vec(out, [2, rows, shape.head_dim])
-    }
-
-    fn nsa_mean_pool_backward(
-        dims: [usize; 4],
-        bounds: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        blocks: NsaBlocks,
-        dy: FlexTensor,
-    ) -> FlexTensor {
-        if !is_f32(&dy) {
-            return plain("nsa_mean_pool_backward", || {
-                reference::nsa_mean_pool_backward::<Self>(dims, bounds, spec, blocks, dy)
-            });
-        }
-        let (dy, bounds) = (contiguous(dy), contiguous_bounds(bounds));
-        let mut dqkv = vec![0.0; dims.iter().product()];
-        let (shape, documents) = (shape_of(dims, spec), documents(&bounds));
-        sieve_cpu::nsa_mean_pool_backward(shape, blocks, documents, floats(&dy), &mut dqkv);
-        from_vec(dqkv, dims)
     }
 
     fn nsa_compressed_attention(
         qkv: FlexTensor,
         compressed: FlexTensor,
-        bounds: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        blocks: NsaBlocks,
+        call: &NsaCall<Self>,
     ) -> NsaCompressed<Self> {
         if !is_f32(&qkv) {
             return plain_scores(
                 "nsa_compressed_attention",
-                scores(&qkv, spec.num_heads),
-                || {
-                    reference::nsa_compressed_attention::<Self>(
-                        qkv, compressed, bounds, spec, blocks,
-                    )
-                },
+                scores(&qkv, call.spec.num_heads),
+                || reference::nsa_compressed_attention(qkv, compressed, call),
             );
         }
         let [qkv, compressed] = [qkv, compressed].map(contiguous);
-        let bounds = contiguous_bounds(bounds);
-        let shape = attention_shape(&qkv, spec);
+        let bounds = contiguous_bounds(&call.documents);
+        let shape = attention_shape(&qkv, call.spec);
         let [mut o, mut lse] = empty_output(shape);
         let chosen = [
             shape.batch,
             shape.seq_len,
             shape.num_kv_heads,
-            blocks.num_selected_blocks,
+            call.blocks.num_selected_blocks,
         ];
         let mut block_indices = vec![0i32; chosen.iter().product()];
         sieve_cpu::nsa_compressed_forward(
             shape,
-            blocks,
+            call.blocks,
             floats(&qkv),
             documents(&bounds),
             floats(&compressed),
@@ -186,77 +118,25 @@ impl NsaBackend for Flex {
         }
     }
 
-    fn nsa_compressed_attention_backward(
-        qkv: FlexTensor,
-        compressed: FlexTensor,
-        bounds: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        blocks: NsaBlocks,
-        output: AttentionOutput<Self>,
-        d_o: FlexTensor,
-    ) -> [FlexTensor; 2] {
-        if !is_f32(&qkv) {
-            return plain_scores(
-                "nsa_compressed_attention_backward",
-                scores(&qkv, spec.num_heads),
-                || {
-                    reference::nsa_compressed_attention_backward::<Self>(
-                        qkv, compressed, bounds, spec, blocks, output, d_o,
-                    )
-                },
-            );
-        }
-        let [qkv, compressed] = [qkv, compressed].map(contiguous);
-        let [o, lse, d_o] = [output.o, output.lse, d_o].map(contiguous);
-        let bounds = contiguous_bounds(bounds);
-        let (mut dqkv, mut d_compressed) = (zeros_like(&qkv), zeros_like(&compressed));
-        sieve_cpu::nsa_compressed_backward(
-            attention_shape(&qkv, spec),
-            blocks,
-            floats(&qkv),
-            documents(&bounds),
-            floats(&compressed),
-            floats(&o),
-            floats(&lse),
-            floats(&d_o),
-            &mut dqkv,
-            &mut d_compressed,
-        );
-        [
-            from_vec(dqkv, qkv.shape()),
-            from_vec(d_compressed, compressed.shape()),
-        ]
-    }
-
     fn nsa_selected_attention(
         qkv: FlexTensor,
         block_indices: FlexTensor,
-        bounds: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        blocks: NsaBlocks,
+        call: &NsaCall<Self>,
     ) -> AttentionOutput<Self> {
         if !is_f32(&qkv) {
             return plain_scores(
                 "nsa_selected_attention",
-                scores(&qkv, spec.num_heads),
-                || {
-                    reference::nsa_selected_attention::<Self>(
-                        qkv,
-                        block_indices,
-                        bounds,
-                        spec,
-                        blocks,
-                    )
-                },
+                scores(&qkv, call.spec.num_heads),
+                || reference::nsa_selected_attention(qkv, block_indices, call),
             );
         }
         let [qkv, block_indices] = [qkv, block_indices].map(contiguous);
-        let bounds = contiguous_bounds(bounds);
-        let shape = attention_shape(&qkv, spec);
+        let bounds = contiguous_bounds(&call.documents);
+        let shape = attention_shape(&qkv, call.spec);
         let [mut o, mut lse] = empty_output(shape);
         sieve_cpu::nsa_selected_forward(
             shape,
-            blocks,
+            call.blocks,
             floats(&qkv),
             documents(&bounds),
             ints(&block_indices),
@@ -264,50 +144,6 @@ impl NsaBackend for Flex {
             &mut lse,
         );
         output_of(shape, o, lse)
-    }
-
-    fn nsa_selected_attention_backward(
-        qkv: FlexTensor,
-        block_indices: FlexTensor,
-        bounds: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        blocks: NsaBlocks,
-        output: AttentionOutput<Self>,
-        d_o: FlexTensor,
-    ) -> FlexTensor {
-        if !is_f32(&qkv) {
-            return plain_scores(
-                "nsa_selected_attention_backward",
-                scores(&qkv, spec.num_heads),
-                || {
-                    reference::nsa_selected_attention_backward::<Self>(
-                        qkv,
-                        block_indices,
-                        bounds,
-                        spec,
-                        blocks,
-                        output,
-                        d_o,
-                    )
-                },
-            );
-        }
-        let [qkv, block_indices] = [qkv, block_indices].map(contiguous);
-        let [o, lse, d_o] = [output.o, output.lse, d_o].map(contiguous);
-        let bounds = contiguous_bounds(bounds);
-        let mut dqkv = zeros_like(&qkv);
-        sieve_cpu::nsa_selected_backward(
-            attention_shape(&qkv, spec),
-            blocks,
-            floats(&qkv),
-            documents(&bounds),
-            ints(&block_indices),
-            floats(&o),
-            floats(&lse),
-            floats(&d_o),
-            &mut dqkv,
-        );
-        from_vec(dqkv, qkv.shape())
     }
 
     fn nsa_gates(branches: [FlexTensor; 3], logits: FlexTensor, bias: FlexTensor) -> FlexTensor {
@@ -328,6 +164,130 @@ impl NsaBackend for Flex {
             &mut o,
         );
         from_vec(o, shape)
+    }
+}
+
+impl NsaGradients for Flex {
+    fn nsa_blocks_backward(
+        dims: [usize; 4],
+        call: &NsaCall<Self>,
+        dy: FlexTensor,
+    ) -> [FlexTensor; 3] {
+        if !is_f32(&dy) {
+            return plain("nsa_blocks_backward", || {
+                reference::nsa_blocks_backward(dims, call, dy)
+            });
+        }
+        let (dy, bounds) = (contiguous(dy), contiguous_bounds(&call.documents));
+        let (l, d) = (call.blocks.compress_block_size, dims[3]);
+        let mut dqkv = vec![0.0; dims.iter().product()];
+        let (mut dk, mut dv) = (vec![0.0; l * d], vec![0.0; l * d]);
+        sieve_cpu::nsa_blocks_backward(
+            shape_of(dims, call.spec),
+            call.blocks,
+            documents(&bounds),
+            floats(&dy),
+            &mut dqkv,
+            [&mut dk, &mut dv],
+        );
+        [
+            from_vec(dqkv, dims),
+            from_vec(dk, [l, d]),
+            from_vec(dv, [l, d]),
+        ]
+    }
+
+    fn nsa_mean_pool_backward(
+        dims: [usize; 4],
+        call: &NsaCall<Self>,
+        dy: FlexTensor,
+    ) -> FlexTensor {
+        if !is_f32(&dy) {
+            return plain("nsa_mean_pool_backward", || {
+                reference::nsa_mean_pool_backward(dims, call, dy)
+            });
+        }
+        let (dy, bounds) = (contiguous(dy), contiguous_bounds(&call.documents));
+        let mut dqkv = vec![0.0; dims.iter().product()];
+        let (shape, documents) = (shape_of(dims, call.spec), documents(&bounds));
+        sieve_cpu::nsa_mean_pool_backward(shape, call.blocks, documents, floats(&dy), &mut dqkv);
+        from_vec(dqkv, dims)
+    }
+
+    fn nsa_compressed_attention_backward(
+        qkv: FlexTensor,
+        compressed: FlexTensor,
+        call: &NsaCall<Self>,
+        output: AttentionOutput<Self>,
+        d_o: FlexTensor,
+    ) -> [FlexTensor; 2] {
+        if !is_f32(&qkv) {
+            return plain_scores(
+                "nsa_compressed_attention_backward",
+                scores(&qkv, call.spec.num_heads),
+                || reference::nsa_compressed_attention_backward(qkv, compressed, call, output, d_o),
+            );
+        }
+        let [qkv, compressed] = [qkv, compressed].map(contiguous);
+        let [o, lse, d_o] = [output.o, output.lse, d_o].map(contiguous);
+        let bounds = contiguous_bounds(&call.documents);
+        let (mut dqkv, mut d_compressed) = (zeros_like(&qkv), zeros_like(&compressed));
+        sieve_cpu::nsa_compressed_backward(
+            attention_shape(&qkv, call.spec),
+            call.blocks,
+            floats(&qkv),
+            documents(&bounds),
+            floats(&compressed),
+            floats(&o),
+            floats(&lse),
+            floats(&d_o),
+            &mut dqkv,
+            &mut d_compressed,
+        );
+        [
+            from_vec(dqkv, qkv.shape()),
+            from_vec(d_compressed, compressed.shape()),
+        ]
+    }
+
+    fn nsa_selected_attention_backward(
+        qkv: FlexTensor,
+        block_indices: FlexTensor,
+        call: &NsaCall<Self>,
+        output: AttentionOutput<Self>,
+        d_o: FlexTensor,
+    ) -> FlexTensor {
+        if !is_f32(&qkv) {
+            return plain_scores(
+                "nsa_selected_attention_backward",
+                scores(&qkv, call.spec.num_heads),
+                || {
+                    reference::nsa_selected_attention_backward(
+                        qkv,
+                        block_indices,
+                        call,
+                        output,
+                        d_o,
+                    )
+                },
+            );
+        }
+        let [qkv, block_indices] = [qkv, block_indices].map(contiguous);
+        let [o, lse, d_o] = [output.o, output.lse, d_o].map(contiguous);
+        let bounds = contiguous_bounds(&call.documents);
+        let mut dqkv = zeros_like(&qkv);
+        sieve_cpu::nsa_selected_backward(
+            attention_shape(&qkv, call.spec),
+            call.blocks,
+            floats(&qkv),
+            documents(&bounds),
+            ints(&block_indices),
+            floats(&o),
+            floats(&lse),
+            floats(&d_o),
+            &mut dqkv,
+        );
+        from_vec(dqkv, qkv.shape())
     }
 
     fn nsa_gates_backward(

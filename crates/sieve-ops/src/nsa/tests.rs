@@ -1,10 +1,12 @@
 //! NSA's ops against their references, against differences, and for every way a tensor can lie in memory.
-use super::{primitive, *};
+use super::*;
+use crate::tensors::primitive;
 use crate::testing::{
     Ad, Float, Input, Random, check_finite_differences, check_parity, check_views, documents,
     float, ints,
 };
-use crate::{AttentionSpec, DocumentBounds, Documents, reference};
+use crate::{AttentionSpec, Documents, reference};
+use burn_flex::Flex;
 
 const BLOCKS: NsaBlocks = NsaBlocks {
     compress_block_size: 4,
@@ -40,8 +42,8 @@ impl Call {
         }
     }
 
-    fn bounds(&self) -> DocumentBounds<Ad> {
-        self.documents.bounds()
+    fn call(&self) -> NsaCall<Ad> {
+        NsaCall::new(&self.documents, self.spec, BLOCKS)
     }
 
     fn qkv(&self, seed: u64) -> Input {
@@ -90,13 +92,7 @@ fn calls() -> Vec<Call> {
 /// The op of each kind, on the backend's methods or on the references.
 fn blocks_op(call: &Call, inputs: &[Float]) -> Float {
     let positions = [inputs[1].clone(), inputs[2].clone()];
-    Ad::nsa_blocks(
-        inputs[0].clone(),
-        positions,
-        &call.bounds(),
-        call.spec,
-        BLOCKS,
-    )
+    Ad::nsa_blocks(inputs[0].clone(), positions, &call.call())
 }
 
 fn positions(call: &Call, seed: u64) -> Input {
@@ -113,17 +109,14 @@ fn nsa_blocks_equal_the_reference() {
             &|inputs| blocks_op(&call, inputs),
             &|inputs| {
                 let positions = [inputs[1].clone(), inputs[2].clone()];
-                let (qkv, bounds) = (inputs[0].clone(), call.bounds());
-                reference::nsa_blocks::<Ad>(qkv, positions, &bounds, call.spec, BLOCKS)
+                reference::nsa_blocks::<Ad>(inputs[0].clone(), positions, &call.call())
             },
         );
         check_views("nsa_blocks", &inputs, &|inputs| blocks_op(&call, inputs));
-        let pool = |inputs: &[Float]| {
-            Ad::nsa_mean_pool(inputs[0].clone(), &call.bounds(), call.spec, BLOCKS)
-        };
+        let pool = |inputs: &[Float]| Ad::nsa_mean_pool(inputs[0].clone(), &call.call());
         check_parity("nsa_mean_pool", &inputs[..1], &pool, &|inputs| {
             let qkv = inputs[0].clone();
-            reference::nsa_mean_pool::<Ad>(qkv, &call.bounds(), call.spec, BLOCKS)
+            reference::nsa_mean_pool::<Ad>(qkv, &call.call())
         });
         check_views("nsa_mean_pool", &inputs[..1], &pool);
     }
@@ -136,7 +129,7 @@ fn nsa_blocks_equal_the_reference() {
 fn nsa_compressed_attention_equals_the_reference() {
     let op = |call: &Call, inputs: &[Float]| {
         let (qkv, compressed) = (inputs[0].clone(), inputs[1].clone());
-        Ad::nsa_compressed_attention(qkv, compressed, &call.bounds(), call.spec, BLOCKS)
+        Ad::nsa_compressed_attention(qkv, compressed, &call.call())
             .output
             .o
     };
@@ -148,10 +141,8 @@ fn nsa_compressed_attention_equals_the_reference() {
             &|inputs| op(&call, inputs),
             &|inputs| {
                 let (qkv, compressed) = (inputs[0].clone(), inputs[1].clone());
-                let bounds = call.bounds();
-                let result = reference::nsa_compressed_attention::<Ad>(
-                    qkv, compressed, &bounds, call.spec, BLOCKS,
-                );
+                let call = call.call();
+                let result = reference::nsa_compressed_attention::<Ad>(qkv, compressed, &call);
                 result.output.o
             },
         );
@@ -172,19 +163,14 @@ fn nsa_choice_of_blocks_equals_the_reference() {
         for seed in 0..3 {
             let [qkv, compressed] = [call.qkv(seed), call.compressed(seed + 9)]
                 .map(|input| input.tensor(burn::tensor::DType::F32));
-            let bounds = call.documents.bounds();
+            let call = call.call().on::<Flex>();
             let run = |reference: bool| -> Vec<i64> {
                 let (qkv, compressed) = (qkv.clone(), compressed.clone());
                 let result = match reference {
-                    true => reference::nsa_compressed_attention::<burn_flex::Flex>(
-                        qkv, compressed, &bounds, call.spec, BLOCKS,
-                    ),
-                    false => burn_flex::Flex::nsa_compressed_attention(
-                        qkv, compressed, &bounds, call.spec, BLOCKS,
-                    ),
+                    true => reference::nsa_compressed_attention::<Flex>(qkv, compressed, &call),
+                    false => Flex::nsa_compressed_attention(qkv, compressed, &call),
                 };
-                let indices =
-                    Tensor::<burn_flex::Flex, 4, Int>::from_primitive(result.block_indices);
+                let indices = Tensor::<Flex, 4, Int>::from_primitive(result.block_indices);
                 indices.into_data().iter::<i64>().collect()
             };
             assert_eq!(run(false), run(true));
@@ -197,7 +183,7 @@ fn nsa_selected_attention_equals_the_reference() {
     let op = |call: &Call, chosen: &Tensor<Ad, 4, Int>, inputs: &[Float]| {
         let chosen = chosen.clone().into_primitive();
         let qkv = inputs[0].clone();
-        Ad::nsa_selected_attention(qkv, chosen, &call.bounds(), call.spec, BLOCKS).o
+        Ad::nsa_selected_attention(qkv, chosen, &call.call()).o
     };
     for call in calls() {
         let (inputs, chosen) = ([call.qkv(1)], call.chosen(2));
@@ -207,8 +193,7 @@ fn nsa_selected_attention_equals_the_reference() {
             &|inputs| op(&call, &chosen, inputs),
             &|inputs| {
                 let (qkv, indices) = (inputs[0].clone(), chosen.clone().into_primitive());
-                let bounds = call.bounds();
-                reference::nsa_selected_attention::<Ad>(qkv, indices, &bounds, call.spec, BLOCKS).o
+                reference::nsa_selected_attention::<Ad>(qkv, indices, &call.call()).o
             },
         );
         check_views("nsa_selected_attention", &inputs, &|inputs| {

@@ -7,12 +7,12 @@ use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::AttentionShape;
 use sieve_ops::{
-    AttentionSpec, DmaBias, DmaCache, DmaSelection, DmaToken, DocumentBounds, Documents,
-    SieveBackend,
+    AttentionBackend, AttentionSpec, DeviceBackend, DmaBias, DmaCache, DmaSelection, DmaToken,
+    DocumentBounds, Documents, SieveBackend,
 };
 
 /// A backend that can be given a tensor of any strides.
-pub(crate) trait Place: SieveBackend {
+pub(crate) trait Place: DeviceBackend {
     /// Type of q, k, v and o.
     const DTYPE: DType;
     /// The family of attention kernels that a call takes, in words.
@@ -87,10 +87,10 @@ pub(crate) fn attention<B: Place>(
 
 impl<B: Place> Call<'_, B> {
     fn neighbours(self) -> Outputs {
-        let output = B::packed_attention(self.qkv.clone(), &self.documents, self.spec);
+        let output =
+            <B as AttentionBackend>::attention(self.qkv.clone(), &self.documents, self.spec);
         let mut outputs = self.forward_outputs(&output.o, &output.lse);
-        let dqkv =
-            B::packed_attention_backward(self.qkv, &self.documents, self.spec, output, self.d_o);
+        let dqkv = B::attention_backward(self.qkv, &self.documents, self.spec, output, self.d_o);
         outputs.set_packed_gradient(self.case.shape, &floats::<B, 4>(dqkv));
         outputs
     }
@@ -188,7 +188,7 @@ pub(crate) fn decode<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> {
             seen.into_primitive().tensor()
         };
         let scale = f64::from(case.scale);
-        let o = B::decode_attention(
+        let o = B::attention_decode(
             token(&tokens.q, at),
             keys(&tokens.k),
             keys(&tokens.v),
@@ -223,7 +223,7 @@ pub(crate) fn dma_decode<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> 
         positions: Tensor::<B, 3, Int>::from_data(position, device).into_primitive(),
         keep_window_size: case.window(),
     };
-    let o = B::decode_attention(
+    let o = B::attention_decode(
         token(&tokens.q, 0),
         first(&tokens.k),
         first(&tokens.v),
@@ -239,7 +239,7 @@ pub(crate) fn dma_decode<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> 
             z: z_of(at).flatten::<2>(1, 2).into_primitive().tensor(),
             position: at,
         };
-        let (next, o) = B::dma_decode_step(cache, token, f64::from(case.scale), DmaBias::Exp);
+        let (next, o) = B::dma_decode(cache, token, f64::from(case.scale), DmaBias::Exp);
         cache = next;
         rows.push(cut(floats::<B, 3>(o), shape));
     }

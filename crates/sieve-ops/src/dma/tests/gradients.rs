@@ -119,8 +119,12 @@ fn above_the_clamp_the_bias_is_flat() {
             burn::tensor::TensorPrimitive::Float(z.tensor(dtype)),
         );
         let delta = super::dma_bias(z.clone(), DmaBias::Exp);
-        let dz =
-            crate::dma::dma_bias_backward(z.clone(), delta.clone(), z.ones_like(), DmaBias::Exp);
+        let dz = crate::dma::bias::dma_bias_backward(
+            z.clone(),
+            delta.clone(),
+            z.ones_like(),
+            DmaBias::Exp,
+        );
         let delta: Vec<f64> = delta.into_data().iter::<f64>().collect();
         let dz: Vec<f64> = dz.into_data().iter::<f64>().collect();
         assert!(delta.iter().all(|x| x.is_finite()));

@@ -1,8 +1,8 @@
 use super::{dma, inputs, run, spec};
 use crate::testing::{Ad, Input, Random, assert_close, documents, float, host, primitive};
 use crate::{
-    AttentionOutput, AttentionSpec, DmaBias, DmaSelection, Documents, SieveBackend, attention,
-    dma_select, reference,
+    AttentionOutput, AttentionSpec, DmaBackend, DmaBias, DmaGradients, DmaSelection, Documents,
+    attention, dma_select, reference,
 };
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor, TensorData};

@@ -7,7 +7,10 @@ use crate::kernels::random::Random;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
-use sieve_ops::{AdamWStep, AdamWTensors, AttentionSpec, RopeTables, SieveBackend, reference};
+use sieve_ops::{
+    AdamWStep, AdamWTensors, AttentionSpec, DeviceBackend, EmbeddingBackend, EmbeddingGradients,
+    LinearBackend, QkNormRopeCall, RmsNormCall, RopeTables, reference,
+};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Names and values of an op's results.
@@ -98,14 +101,14 @@ fn judge(own: &Results, plain: &Results, exact: &Results, is_bf16: bool) -> Resu
 }
 
 /// Inputs on a backend, in its dtype; the same numbers, exact in bf16, for every backend.
-struct On<'a, B: SieveBackend> {
+struct On<'a, B: DeviceBackend> {
     device: &'a B::Device,
     dtype: DType,
     form: Form,
     random: Random,
 }
 
-impl<'a, B: SieveBackend> On<'a, B> {
+impl<'a, B: DeviceBackend> On<'a, B> {
     fn new(device: &'a B::Device, dtype: DType, form: Form, seed: u64) -> Self {
         Self {
             device,
@@ -166,13 +169,19 @@ impl<'a, B: SieveBackend> On<'a, B> {
         let dy = self.input([rows, 40]);
         let (y, (dx, dweight)) = if self.own() {
             (
-                B::linear_nt(x.clone(), weight.clone()),
-                B::linear_nt_backward(x, weight, dy),
+                <B as LinearBackend>::linear(x.clone(), weight.clone()),
+                (
+                    B::linear_input_gradient(weight, dy.clone()),
+                    B::linear_weight_gradient(x, dy),
+                ),
             )
         } else {
             (
                 reference::linear::<B>(x.clone(), weight.clone()),
-                reference::linear_backward::<B>(x, weight, dy),
+                (
+                    reference::linear_input_gradient::<B>(weight, dy.clone()),
+                    reference::linear_weight_gradient::<B>(x, dy),
+                ),
             )
         };
         vec![
@@ -184,17 +193,21 @@ impl<'a, B: SieveBackend> On<'a, B> {
 
     fn rms_norm(&mut self, rows: usize) -> Results {
         const EPSILON: f64 = 1e-6;
-        let (x, weight) = (self.input([rows, 160]), self.input([160]));
+        let norm = RmsNormCall::<B> {
+            x: self.input([rows, 160]),
+            weight: self.input([160]),
+            epsilon: EPSILON,
+        };
         let [dy, beside] = [0, 1].map(|_| self.input([rows, 160]));
         let (y, (dx, dweight), with_output) = if self.own() {
             (
-                B::rms_norm(x.clone(), weight.clone(), EPSILON),
-                B::rms_norm_backward(x.clone(), weight.clone(), EPSILON, dy.clone()),
-                B::rms_norm_backward_with_output(x, weight, EPSILON, dy, beside),
+                B::rms_norm(norm.clone()),
+                B::rms_norm_backward(norm.clone(), dy.clone()),
+                B::rms_norm_backward_with_output(norm, dy, beside),
             )
         } else {
-            let y = reference::rms_norm::<B>(x.clone(), weight.clone(), EPSILON);
-            let (dx, dweight) = reference::rms_norm_backward::<B>(x, weight, EPSILON, dy);
+            let y = reference::rms_norm::<B>(norm.clone());
+            let (dx, dweight) = reference::rms_norm_backward::<B>(norm, dy);
             let sum = B::float_add(dx.clone(), beside);
             let with_output = (sum, dweight.clone(), y.clone());
             (y, (dx, dweight), with_output)
@@ -225,36 +238,26 @@ impl<'a, B: SieveBackend> On<'a, B> {
             let values: Vec<f32> = angles.iter().map(|&angle| of(angle)).collect();
             float::<B, 2>(&values, [rows, width / 2], self.device)
         };
-        let rope = RopeTables::<B> {
-            cos: table(f32::cos),
-            sin: table(f32::sin),
+        let call = QkNormRopeCall::<B> {
+            q_weight,
+            k_weight,
+            positions,
+            rope: RopeTables {
+                cos: table(f32::cos),
+                sin: table(f32::sin),
+            },
+            num_kv_heads: kv_heads,
+            epsilon: EPSILON,
         };
         let (y, (dx, dq, dk)) = if self.own() {
             (
-                B::qk_norm_rope(
-                    qkv.clone(),
-                    q_weight.clone(),
-                    k_weight.clone(),
-                    positions.clone(),
-                    &rope,
-                    kv_heads,
-                    EPSILON,
-                ),
-                B::qk_norm_rope_backward(
-                    qkv, q_weight, k_weight, positions, &rope, kv_heads, EPSILON, dy,
-                ),
+                B::qk_norm_rope(qkv.clone(), call.clone()),
+                B::qk_norm_rope_backward(qkv, call, dy),
             )
         } else {
-            let args = || reference::QkNormRope {
-                q_weight: q_weight.clone(),
-                k_weight: k_weight.clone(),
-                positions: positions.clone(),
-                num_kv_heads: kv_heads,
-                epsilon: EPSILON,
-            };
             (
-                reference::qk_norm_rope::<B>(qkv.clone(), args(), &rope),
-                reference::qk_norm_rope_backward::<B>(qkv, args(), &rope, dy),
+                reference::qk_norm_rope::<B>(qkv.clone(), call.clone()),
+                reference::qk_norm_rope_backward::<B>(qkv, call, dy),
             )
         };
         vec![
@@ -293,8 +296,8 @@ impl<'a, B: SieveBackend> On<'a, B> {
         let ids = self.indices([2, rows], WORDS).into_primitive();
         let (y, dweight) = if self.own() {
             (
-                B::embedding_rows(weight, ids.clone()),
-                B::embedding_rows_backward(dy, ids, WORDS),
+                <B as EmbeddingBackend>::embedding(weight, ids.clone()),
+                <B as EmbeddingGradients>::embedding_backward(dy, ids, WORDS),
             )
         } else {
             (

@@ -1,0 +1,64 @@
+//! Dense and sliding-window attention as a backend computes them.
+use crate::documents::DocumentBounds;
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+
+/// Sizes and scale of one grouped-query attention call on a packed tensor.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionSpec {
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key and value heads; divides `num_heads`.
+    pub num_kv_heads: usize,
+    /// Factor on `q·k`, usually `1/sqrt(head_dim)`.
+    pub softmax_scale: f64,
+    /// Keys a query may see at most, itself included (`i - window < j <= i`); `None` is dense causal.
+    pub window_size: Option<usize>,
+}
+
+impl AttentionSpec {
+    /// Heads of the packed tensor: queries, then keys, then values.
+    pub fn packed_heads(&self) -> usize {
+        self.num_heads + 2 * self.num_kv_heads
+    }
+
+    /// Query heads that share one KV head.
+    pub fn group_size(&self) -> usize {
+        self.num_heads / self.num_kv_heads
+    }
+}
+
+/// Output of an attention forward pass.
+#[derive(Clone, Debug)]
+pub struct AttentionOutput<B: Backend> {
+    /// `[batch, seq_len, num_heads, head_dim]`, dtype of the packed input.
+    pub o: FloatTensor<B>,
+    /// Natural logarithm of each row's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing.
+    pub lse: FloatTensor<B>,
+    /// What rounding took from o, where the backend's backward pass makes use of it.
+    pub o_rest: Option<FloatTensor<B>>,
+}
+
+/// Dense and sliding-window attention.
+///
+/// Burn's own backend trait has an `attention` too: write `<B as AttentionBackend>::attention`.
+pub trait AttentionBackend: Backend {
+    /// See [`crate::attention`].
+    fn attention(
+        qkv: FloatTensor<Self>,
+        documents: &DocumentBounds<Self>,
+        spec: AttentionSpec,
+    ) -> AttentionOutput<Self>;
+}
+
+/// Their gradient, as a device computes it.
+pub trait AttentionGradients: AttentionBackend {
+    /// `dqkv` of [`crate::attention`].
+    fn attention_backward(
+        qkv: FloatTensor<Self>,
+        documents: &DocumentBounds<Self>,
+        spec: AttentionSpec,
+        output: AttentionOutput<Self>,
+        d_o: FloatTensor<Self>,
+    ) -> FloatTensor<Self>;
+}

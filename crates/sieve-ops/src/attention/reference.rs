@@ -1,0 +1,107 @@
+//! Attention with its full score matrix under the one mask form.
+use super::backend::{AttentionOutput, AttentionSpec};
+use super::masks::hidden_by_documents;
+use super::scores::{Grouped, backward, finite_lse, forward, group, logits};
+use crate::documents::DocumentBounds;
+use crate::tensors::upcast;
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Bool, DType, Tensor};
+
+/// Dense causal or sliding-window attention; see [`crate::attention`].
+pub fn attention<B: Backend>(
+    qkv: FloatTensor<B>,
+    documents: &DocumentBounds<B>,
+    spec: AttentionSpec,
+) -> AttentionOutput<B> {
+    let (qkv, dtype) = upcast::<B, 4>(qkv);
+    let hidden = hidden_by_documents(documents, spec);
+    forward(Grouped::new(qkv, spec), None, hidden, spec, dtype)
+}
+
+/// `dqkv` of [`attention`].
+pub fn attention_backward<B: Backend>(
+    qkv: FloatTensor<B>,
+    documents: &DocumentBounds<B>,
+    spec: AttentionSpec,
+    output: AttentionOutput<B>,
+    d_o: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let (qkv, dtype) = upcast::<B, 4>(qkv);
+    let hidden = hidden_by_documents(documents, spec);
+    let grouped = Grouped::new(qkv, spec);
+    backward(grouped, None, hidden, spec, output, d_o).packed(dtype)
+}
+
+/// Attention over the pairs that `hidden` does not mask; `hidden` is `[batch, num_kv_heads, 1, seq_len, seq_len]`.
+pub(crate) fn masked_attention<B: Backend>(
+    qkv: FloatTensor<B>,
+    hidden: Tensor<B, 5, Bool>,
+    spec: AttentionSpec,
+) -> AttentionOutput<B> {
+    let (qkv, dtype) = upcast::<B, 4>(qkv);
+    forward(Grouped::new(qkv, spec), None, hidden, spec, dtype)
+}
+
+/// `dqkv` of [`masked_attention`].
+pub(crate) fn masked_attention_backward<B: Backend>(
+    qkv: FloatTensor<B>,
+    hidden: Tensor<B, 5, Bool>,
+    spec: AttentionSpec,
+    output: AttentionOutput<B>,
+    d_o: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let (qkv, dtype) = upcast::<B, 4>(qkv);
+    backward(Grouped::new(qkv, spec), None, hidden, spec, output, d_o).packed(dtype)
+}
+
+/// Probabilities of [`masked_attention`] summed over the heads of a group, `[batch, num_kv_heads, seq_len, seq_len]`.
+pub(crate) fn group_probabilities<B: Backend>(
+    qkv: FloatTensor<B>,
+    hidden: Tensor<B, 5, Bool>,
+    spec: AttentionSpec,
+    lse: FloatTensor<B>,
+) -> Tensor<B, 4> {
+    let (qkv, _) = upcast::<B, 4>(qkv);
+    let grouped = Grouped::new(qkv, spec);
+    let [batch, kv_heads, group_size, seq_len, _] = grouped.q.dims();
+    let full = [batch, kv_heads, group_size, seq_len, seq_len];
+    let s = logits(&grouped, None, &hidden, spec);
+    let lse = finite_lse(lse, &s);
+    let p = (s - lse).exp().mask_fill(hidden.expand(full), 0.0);
+    p.sum_dim(2).reshape([batch, kv_heads, seq_len, seq_len])
+}
+
+/// Dense causal attention on q, k `[batch, seq_len, heads, head_dim]` and a narrower v.
+pub(crate) fn separate_attention<B: Backend>(
+    [q, k, v]: [Tensor<B, 4>; 3],
+    documents: &DocumentBounds<B>,
+    spec: AttentionSpec,
+    dtype: DType,
+) -> AttentionOutput<B> {
+    let hidden = hidden_by_documents(documents, spec);
+    let grouped = Grouped {
+        q: group(q, spec),
+        k: group(k, spec),
+        v: group(v, spec),
+    };
+    forward(grouped, None, hidden, spec, dtype)
+}
+
+/// `[dq, dk, dv]` of [`separate_attention`].
+pub(crate) fn separate_attention_backward<B: Backend>(
+    [q, k, v]: [Tensor<B, 4>; 3],
+    documents: &DocumentBounds<B>,
+    spec: AttentionSpec,
+    output: AttentionOutput<B>,
+    d_o: FloatTensor<B>,
+) -> [Tensor<B, 4>; 3] {
+    let hidden = hidden_by_documents(documents, spec);
+    let grouped = Grouped {
+        q: group(q, spec),
+        k: group(k, spec),
+        v: group(v, spec),
+    };
+    let gradients = backward(grouped, None, hidden, spec, output, d_o);
+    [gradients.dq, gradients.dk, gradients.dv]
+}

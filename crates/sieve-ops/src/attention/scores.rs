@@ -1,0 +1,164 @@
+//! Softmax attention with its full score matrix, forward and backward.
+use super::backend::{AttentionOutput, AttentionSpec};
+use crate::tensors::{primitive, split_heads, tensor, upcast};
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Bool, DType, Tensor};
+
+/// A logit that no softmax sees; finite, so that a row without keys yields no NaN on the way.
+const MASKED: f64 = -1e30;
+
+/// q as `[batch, num_kv_heads, group_size, seq_len, head_dim]`, k and v with a group of one.
+pub(crate) struct Grouped<B: Backend> {
+    pub(crate) q: Tensor<B, 5>,
+    pub(crate) k: Tensor<B, 5>,
+    pub(crate) v: Tensor<B, 5>,
+}
+
+impl<B: Backend> Grouped<B> {
+    pub(crate) fn new(qkv: Tensor<B, 4>, spec: AttentionSpec) -> Self {
+        let [q, k, v] = split_heads(qkv, spec.num_kv_heads);
+        Self {
+            q: group(q, spec),
+            k: group(k, spec),
+            v: group(v, spec),
+        }
+    }
+}
+
+/// `[batch, seq_len, heads, head_dim]` to `[batch, num_kv_heads, heads / num_kv_heads, seq_len, head_dim]`.
+pub(crate) fn group<B: Backend>(x: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 5> {
+    let [batch, seq_len, heads, head_dim] = x.dims();
+    x.reshape([
+        batch,
+        seq_len,
+        spec.num_kv_heads,
+        heads / spec.num_kv_heads,
+        head_dim,
+    ])
+    .permute([0, 2, 3, 1, 4])
+}
+
+/// The inverse of [`group`].
+fn ungroup<B: Backend>(x: Tensor<B, 5>) -> Tensor<B, 4> {
+    let [batch, kv_heads, group_size, seq_len, head_dim] = x.dims();
+    x.permute([0, 3, 1, 2, 4])
+        .reshape([batch, seq_len, kv_heads * group_size, head_dim])
+}
+
+/// Scaled logits with masked pairs at [`MASKED`].
+pub(crate) fn logits<B: Backend>(
+    grouped: &Grouped<B>,
+    delta: Option<FloatTensor<B>>,
+    hidden: &Tensor<B, 5, Bool>,
+    spec: AttentionSpec,
+) -> Tensor<B, 5> {
+    let Grouped { q, k, .. } = grouped;
+    let [batch, kv_heads, group_size, seq_len, _] = q.dims();
+    let full = [batch, kv_heads, group_size, seq_len, seq_len];
+    let mut s = q.clone().matmul(k.clone().swap_dims(3, 4).expand([
+        batch,
+        kv_heads,
+        group_size,
+        k.dims()[4],
+        seq_len,
+    ])) * spec.softmax_scale;
+    if let Some(delta) = delta {
+        let delta = tensor::<B, 3>(delta).cast(s.dtype());
+        s = s + delta.reshape([batch, kv_heads, 1, 1, seq_len]);
+    }
+    s.mask_fill(hidden.clone().expand(full), MASKED)
+}
+
+pub(crate) fn forward<B: Backend>(
+    grouped: Grouped<B>,
+    delta: Option<FloatTensor<B>>,
+    hidden: Tensor<B, 5, Bool>,
+    spec: AttentionSpec,
+    dtype: DType,
+) -> AttentionOutput<B> {
+    let s = logits(&grouped, delta, &hidden, spec);
+    let [batch, kv_heads, group_size, seq_len, _] = grouped.q.dims();
+    let head_dim = grouped.v.dims()[4];
+    let full = [batch, kv_heads, group_size, seq_len, seq_len];
+    let largest = s.clone().max_dim(4);
+    let p = (s - largest.clone())
+        .exp()
+        .mask_fill(hidden.expand(full), 0.0);
+    let sum = p.clone().sum_dim(4);
+    let empty = sum.clone().equal_elem(0.0);
+    let v = grouped
+        .v
+        .expand([batch, kv_heads, group_size, seq_len, head_dim]);
+    let o = p.matmul(v) / sum.clone().mask_fill(empty.clone(), 1.0);
+    let lse = (sum.log() + largest).mask_fill(empty, f64::NEG_INFINITY);
+    AttentionOutput {
+        o: primitive(ungroup(o).cast(dtype)),
+        lse: primitive(lse.reshape([batch, kv_heads * group_size, seq_len])),
+        o_rest: None,
+    }
+}
+
+/// Gradients of an attention call, `[batch, seq_len, heads, width]`.
+pub(crate) struct Gradients<B: Backend> {
+    pub(crate) dq: Tensor<B, 4>,
+    pub(crate) dk: Tensor<B, 4>,
+    pub(crate) dv: Tensor<B, 4>,
+    /// `[batch, num_kv_heads, seq_len]`.
+    pub(crate) d_delta: Tensor<B, 3>,
+}
+
+impl<B: Backend> Gradients<B> {
+    pub(crate) fn packed(self, dtype: DType) -> FloatTensor<B> {
+        primitive(Tensor::cat(vec![self.dq, self.dk, self.dv], 2).cast(dtype))
+    }
+}
+
+/// The log-sum-exp in the shape and dtype of the logits, 0 where a row sees nothing.
+pub(crate) fn finite_lse<B: Backend>(lse: FloatTensor<B>, logits: &Tensor<B, 5>) -> Tensor<B, 5> {
+    let [batch, kv_heads, group_size, seq_len, _] = logits.dims();
+    let lse = tensor::<B, 3>(lse)
+        .cast(logits.dtype())
+        .reshape([batch, kv_heads, group_size, seq_len, 1]);
+    let empty = lse.clone().equal_elem(f64::NEG_INFINITY);
+    lse.mask_fill(empty, 0.0)
+}
+
+pub(crate) fn backward<B: Backend>(
+    grouped: Grouped<B>,
+    delta: Option<FloatTensor<B>>,
+    hidden: Tensor<B, 5, Bool>,
+    spec: AttentionSpec,
+    output: AttentionOutput<B>,
+    d_o: FloatTensor<B>,
+) -> Gradients<B> {
+    let s = logits(&grouped, delta, &hidden, spec);
+    let [batch, kv_heads, group_size, seq_len, head_dim] = grouped.q.dims();
+    let value_width = grouped.v.dims()[4];
+    let full = [batch, kv_heads, group_size, seq_len, seq_len];
+    let like_q = [batch, kv_heads, group_size, seq_len, head_dim];
+    let (o, _) = upcast::<B, 4>(output.o);
+    let (d_o, _) = upcast::<B, 4>(d_o);
+    let (o, d_o) = (group(o, spec), group(d_o, spec));
+    let lse = finite_lse(output.lse, &s);
+    let p = (s - lse).exp().mask_fill(hidden.expand(full), 0.0);
+    let dv = p.clone().swap_dims(3, 4).matmul(d_o.clone()).sum_dim(2);
+    let dp = d_o.clone().matmul(grouped.v.swap_dims(3, 4).expand([
+        batch,
+        kv_heads,
+        group_size,
+        value_width,
+        seq_len,
+    ]));
+    let row = (d_o * o).sum_dim(4);
+    let ds = p * (dp - row);
+    let dq = ds.clone().matmul(grouped.k.expand(like_q)) * spec.softmax_scale;
+    let dk = ds.clone().swap_dims(3, 4).matmul(grouped.q).sum_dim(2) * spec.softmax_scale;
+    let d_delta = ds.sum_dim(3).sum_dim(2).reshape([batch, kv_heads, seq_len]);
+    Gradients {
+        dq: ungroup(dq),
+        dk: ungroup(dk),
+        dv: ungroup(dv),
+        d_delta,
+    }
+}

@@ -1,0 +1,103 @@
+//! The backward pass of an attention layer.
+use super::{Attended, AttentionLayer, AttentionLayerCall, merge_heads, rotation};
+use crate::block::residual::norm_gradient;
+use crate::device::autodiff::Gradient;
+use crate::device_backend::DeviceBackend;
+use crate::dma::composed::{self, DmaState};
+use crate::norm::RmsNormCall;
+use crate::tensors::primitive;
+use burn::tensor::TensorMetadata;
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+
+/// What the backward pass needs.
+#[derive(Clone, Debug)]
+pub(super) struct Kept<B: Backend> {
+    pub(super) x: FloatTensor<B>,
+    pub(super) qkv: FloatTensor<B>,
+    pub(super) attended: Attended<B>,
+    pub(super) layer: AttentionLayer<B>,
+    pub(super) call: AttentionLayerCall<B>,
+}
+
+/// Gradients of x, norm, qkv, q_norm, k_norm and o.
+#[derive(Clone, Debug)]
+pub(super) struct Recent<B: Backend>(pub(super) Kept<B>);
+
+impl<B: DeviceBackend> Gradient<B, 6> for Recent<B> {
+    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 6] {
+        backward(self.0, dy).0
+    }
+}
+
+/// As [`Recent`], then w_dt and a.
+#[derive(Clone, Debug)]
+pub(super) struct Selected<B: Backend>(pub(super) Kept<B>);
+
+impl<B: DeviceBackend> Gradient<B, 8> for Selected<B> {
+    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 8] {
+        let ([dx, norm, qkv, q_norm, k_norm, o], dma) = backward(self.0, dy);
+        let (w_dt, a) = dma.expect("the node of a layer with DMA");
+        [dx, norm, qkv, q_norm, k_norm, o, w_dt, a]
+    }
+}
+
+/// Gradients of x, norm, qkv, q_norm, k_norm and o; those of w_dt and a beside them.
+#[allow(clippy::type_complexity)]
+fn backward<B: DeviceBackend>(
+    kept: Kept<B>,
+    dy: FloatTensor<B>,
+) -> (
+    [FloatTensor<B>; 6],
+    Option<(FloatTensor<B>, FloatTensor<B>)>,
+) {
+    let Kept {
+        x,
+        qkv,
+        attended,
+        layer,
+        call,
+    } = kept;
+    let o = attended.o();
+    let o_shape = o.shape();
+    let d_o_weight = B::linear_weight_gradient(merge_heads::<B>(o), dy.clone());
+    let d_o = B::linear_input_gradient(primitive(layer.o), dy.clone());
+    let d_o = B::float_reshape(d_o, o_shape);
+
+    let again = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm.clone(), &call));
+    let (d_rotated, d_dma) = match (attended, layer.dma) {
+        (Attended::Selected(forward), Some(dma)) => {
+            let state = DmaState {
+                qkv: again,
+                w_dt: primitive(dma.w_dt),
+                a: primitive(dma.a),
+                documents: call.documents.clone(),
+                spec: call.spec,
+                dma: dma.spec,
+                forward,
+            };
+            let (dqkv, dw_dt, da) = composed::backward::<B>(state, d_o);
+            (dqkv, Some((dw_dt, da)))
+        }
+        (Attended::Recent(output), _) => {
+            let dqkv = B::attention_backward(again, &call.documents, call.spec, output, d_o);
+            (dqkv, None)
+        }
+        (Attended::Selected(_), None) => unreachable!("made with the weights of DMA"),
+    };
+    let rotation = rotation(layer.qk_norm, &call);
+    let (dqkv, d_q_norm, d_k_norm) = B::qk_norm_rope_backward(qkv, rotation, d_rotated);
+    let dqkv = merge_heads::<B>(dqkv);
+    let d_normed = B::linear_input_gradient(primitive(layer.qkv), dqkv.clone());
+    let norm = RmsNormCall {
+        x,
+        weight: primitive(layer.norm),
+        epsilon: layer.epsilon,
+    };
+    let (dx, d_norm, normed) = norm_gradient::<B>(norm, d_normed, (call.residual, dy));
+    let d_qkv_weight = B::linear_weight_gradient(normed, dqkv);
+    (
+        [dx, d_norm, d_qkv_weight, d_q_norm, d_k_norm, d_o_weight],
+        d_dma,
+    )
+}

@@ -1,0 +1,208 @@
+use super::{AttentionLayer, AttentionLayerCall, DmaLayer, Residual, attention_layer};
+use crate::testing::{
+    Ad, Float, Input, Random, View, check_finite_differences, check_parity, check_views, documents,
+    evaluate, float, primitive,
+};
+use crate::{
+    AttentionSpec, DmaBias, DmaSpec, Documents, QkNorm, RotaryEmbedding, attention,
+    dynamic_mask_attention, linear, linear_add, qk_norm_rope, reference, rms_norm,
+};
+use burn::tensor::{DType, TensorMetadata};
+
+const EPSILON: f64 = 1e-5;
+const QK_EPSILON: f64 = 1e-4;
+const HEAD_DIM: usize = 8;
+const NUM_KV_HEADS: usize = 3;
+
+/// One call: what attends, in which documents.
+struct Case {
+    spec: AttentionSpec,
+    dma: Option<DmaSpec>,
+    documents: Documents<Ad>,
+    residual: Residual,
+}
+
+impl Case {
+    fn new(group_size: usize, kind: Kind, dims: [usize; 2], residual: Residual) -> Self {
+        let spec = AttentionSpec {
+            num_heads: NUM_KV_HEADS * group_size,
+            num_kv_heads: NUM_KV_HEADS,
+            softmax_scale: 1.0 / (HEAD_DIM as f64).sqrt(),
+            window_size: match kind {
+                Kind::Window(window_size) => Some(window_size),
+                _ => None,
+            },
+        };
+        let dma = match kind {
+            Kind::Dma(keep_window_size) => Some(DmaSpec {
+                keep_window_size,
+                bias: DmaBias::Exp,
+            }),
+            _ => None,
+        };
+        Self {
+            spec,
+            dma,
+            documents: documents(&[dims[1] / 3, 1], dims),
+            residual,
+        }
+    }
+
+    fn rope(&self, like: &Float) -> RotaryEmbedding<Ad> {
+        RotaryEmbedding::with_dtype(HEAD_DIM, 64, 100.0, &Default::default(), like.dtype())
+    }
+
+    fn layer(&self, inputs: &[Float]) -> AttentionLayer<Ad> {
+        AttentionLayer {
+            norm: float(&inputs[1]),
+            epsilon: EPSILON,
+            qkv: float(&inputs[2]),
+            qk_norm: self.qk_norm(inputs),
+            o: float(&inputs[5]),
+            dma: self.dma.map(|spec| DmaLayer {
+                w_dt: float(&inputs[6]),
+                a: float(&inputs[7]),
+                spec,
+            }),
+        }
+    }
+
+    fn op(&self, inputs: &[Float]) -> Float {
+        let rope = self.rope(&inputs[0]);
+        let tokens = (self.documents.positions.clone(), &rope, &self.documents);
+        let x = float(&inputs[0]);
+        let (y, expire) = attention_layer(x, self.layer(inputs), tokens, self.spec, self.residual);
+        assert_eq!(expire.is_some(), self.dma.is_some());
+        primitive(y)
+    }
+
+    fn reference(&self, inputs: &[Float]) -> Float {
+        let call = AttentionLayerCall {
+            positions: self.documents.positions.clone().into_primitive(),
+            rope: self.rope(&inputs[0]).tables(),
+            documents: self.documents.bounds(),
+            spec: self.spec,
+            residual: self.residual,
+        };
+        reference::attention_layer::<Ad>(inputs[0].clone(), self.layer(inputs), call)
+    }
+
+    /// The same layer by single ops, each a node of its own.
+    fn parts(&self, inputs: &[Float]) -> Float {
+        let x = float::<3>(&inputs[0]);
+        let [batch, seq_len, _] = x.dims();
+        let normed = rms_norm(x.clone(), float(&inputs[1]), EPSILON);
+        let shape = [batch, seq_len, self.spec.packed_heads(), HEAD_DIM];
+        let qkv = linear(normed, float(&inputs[2])).reshape(shape);
+        let positions = self.documents.positions.clone();
+        let rope = self.rope(&inputs[0]);
+        let qkv = qk_norm_rope(qkv, self.qk_norm(inputs), positions, &rope, NUM_KV_HEADS);
+        let (spec, documents) = (self.spec, &self.documents);
+        let o = match self.dma {
+            None => attention(qkv, documents, spec),
+            Some(dma) => {
+                let (w_dt, a) = (float(&inputs[6]), float(&inputs[7]));
+                dynamic_mask_attention(qkv, w_dt, a, documents, spec, dma).o
+            }
+        };
+        let o = o.flatten::<3>(2, 3);
+        primitive(match self.residual {
+            Residual::Stream => linear_add(o, float(&inputs[5]), x),
+            Residual::None => linear(o, float(&inputs[5])),
+        })
+    }
+
+    fn qk_norm(&self, inputs: &[Float]) -> QkNorm<Ad> {
+        QkNorm {
+            q_weight: float(&inputs[3]),
+            k_weight: float(&inputs[4]),
+            epsilon: QK_EPSILON,
+        }
+    }
+
+    /// x and the weights, in the order of the gradients.
+    fn inputs(&self, [batch, seq_len]: [usize; 2], d_model: usize) -> Vec<Input> {
+        let mut random = Random(1);
+        let (packed, width) = (self.spec.packed_heads(), self.spec.num_heads * HEAD_DIM);
+        let values = NUM_KV_HEADS * HEAD_DIM;
+        let mut inputs = vec![
+            random.input(&[batch, seq_len, d_model]),
+            random.input(&[d_model]).affine(0.3, 1.0),
+            random.input(&[packed * HEAD_DIM, d_model]).affine(0.3, 0.0),
+            random.input(&[HEAD_DIM]).affine(0.3, 1.0),
+            random.input(&[HEAD_DIM]).affine(0.3, 1.0),
+            random.input(&[d_model, width]).affine(0.3, 0.0),
+        ];
+        if self.dma.is_some() {
+            inputs.push(random.input(&[values, NUM_KV_HEADS]).affine(0.2, 0.0));
+            inputs.push(random.input(&[NUM_KV_HEADS]).affine(0.5, 0.0));
+        }
+        inputs
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Dense,
+    Window(usize),
+    Dma(usize),
+}
+
+const KINDS: [Kind; 4] = [Kind::Dense, Kind::Window(5), Kind::Dma(4), Kind::Dma(99)];
+
+#[test]
+fn equals_the_reference_for_kinds_groups_and_documents() {
+    for kind in KINDS {
+        for (group_size, dims, residual) in [
+            (2, [2, 37], Residual::Stream),
+            (1, [1, 13], Residual::None),
+            (4, [1, 1], Residual::Stream),
+        ] {
+            let case = Case::new(group_size, kind, dims, residual);
+            check_parity(
+                &format!("attention_layer {kind:?} group {group_size} {dims:?}"),
+                &case.inputs(dims, 20),
+                &|inputs| case.op(inputs),
+                &|inputs| case.reference(inputs),
+            );
+        }
+    }
+}
+
+#[test]
+fn gradients_are_those_of_the_function() {
+    let dims = [1, 9];
+    for kind in KINDS {
+        let case = Case::new(2, kind, dims, Residual::Stream);
+        let what = format!("attention_layer {kind:?}");
+        check_finite_differences(&what, &case.inputs(dims, 6), &|inputs| case.op(inputs));
+    }
+}
+
+#[test]
+fn views_give_the_same_bits() {
+    let dims = [2, 19];
+    for kind in KINDS {
+        let case = Case::new(2, kind, dims, Residual::Stream);
+        let what = format!("attention_layer {kind:?}");
+        check_views(&what, &case.inputs(dims, 12), &|inputs| case.op(inputs));
+    }
+}
+
+// A layer of single ops keeps every intermediate value; this one computes some again, with the same ops.
+#[test]
+fn equals_its_parts_to_the_last_bit() {
+    let dims = [2, 37];
+    for kind in KINDS {
+        for residual in [Residual::Stream, Residual::None] {
+            let case = Case::new(2, kind, dims, residual);
+            let inputs = case.inputs(dims, 20);
+            let run = |op: &dyn Fn(&[Float]) -> Float| {
+                evaluate(op, &inputs, 5, DType::F32, View::Contiguous)
+            };
+            let found = run(&|inputs| case.op(inputs));
+            let expected = run(&|inputs| case.parts(inputs));
+            assert_eq!(found, expected, "{kind:?} {residual:?}");
+        }
+    }
+}

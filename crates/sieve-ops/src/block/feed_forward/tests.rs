@@ -1,0 +1,88 @@
+use super::{FeedForward, Residual, feed_forward};
+use crate::testing::{
+    Ad, Float, Input, Random, check_finite_differences, check_parity, check_views, evaluate, float,
+    primitive,
+};
+use crate::{linear, linear_add, reference, rms_norm, swiglu};
+use burn::tensor::{DType, Tensor};
+
+const EPSILON: f64 = 1e-5;
+
+fn inputs([batch, seq_len, d_model, d_ff]: [usize; 4], seed: u64) -> [Input; 4] {
+    let mut random = Random(seed);
+    [
+        random.input(&[batch, seq_len, d_model]),
+        random.input(&[d_model]).affine(0.5, 1.0),
+        random.input(&[2 * d_ff, d_model]).affine(0.3, 0.0),
+        random.input(&[d_model, d_ff]).affine(0.3, 0.0),
+    ]
+}
+
+fn layer(inputs: &[Float]) -> FeedForward<Ad> {
+    FeedForward {
+        norm: float(&inputs[1]),
+        gate_up: float(&inputs[2]),
+        down: float(&inputs[3]),
+        epsilon: EPSILON,
+    }
+}
+
+fn op(residual: Residual) -> impl Fn(&[Float]) -> Float {
+    move |inputs| {
+        primitive(feed_forward(
+            float::<3>(&inputs[0]),
+            layer(inputs),
+            residual,
+        ))
+    }
+}
+
+fn reference_op(residual: Residual) -> impl Fn(&[Float]) -> Float {
+    move |inputs| reference::feed_forward::<Ad>(inputs[0].clone(), layer(inputs), residual)
+}
+
+const BOTH: [Residual; 2] = [Residual::Stream, Residual::None];
+
+#[test]
+fn equals_the_reference_for_any_sizes() {
+    for residual in BOTH {
+        for sizes in [[2, 63, 24, 20], [1, 1, 5, 3], [3, 2, 33, 8], [1, 17, 8, 1]] {
+            let inputs = inputs(sizes, 1);
+            let what = format!("feed_forward {sizes:?} {residual:?}");
+            check_parity(&what, &inputs, &op(residual), &reference_op(residual));
+        }
+    }
+}
+
+#[test]
+fn gradients_are_those_of_the_function() {
+    for residual in BOTH {
+        let inputs = inputs([2, 3, 7, 4], 2);
+        check_finite_differences("feed_forward", &inputs, &op(residual));
+    }
+}
+
+#[test]
+fn views_give_the_same_bits() {
+    for residual in BOTH {
+        check_views("feed_forward", &inputs([2, 19, 12, 10], 3), &op(residual));
+    }
+}
+
+// A layer of single ops keeps every intermediate value; this one computes them again, with the same ops.
+#[test]
+fn equals_its_parts_to_the_last_bit() {
+    let parts = |inputs: &[Float]| {
+        let x: Tensor<Ad, 3> = float(&inputs[0]);
+        let normed = rms_norm(x.clone(), float(&inputs[1]), EPSILON);
+        let hidden = swiglu(linear(normed, float(&inputs[2])));
+        primitive(linear_add(hidden, float(&inputs[3]), x))
+    };
+    for sizes in [[2, 63, 24, 20], [1, 1, 8, 5]] {
+        let inputs = inputs(sizes, 4);
+        let whole = crate::testing::View::Contiguous;
+        let expected = evaluate(&parts, &inputs, 5, DType::F32, whole);
+        let found = evaluate(&op(Residual::Stream), &inputs, 5, DType::F32, whole);
+        assert_eq!(found, expected, "{sizes:?}");
+    }
+}

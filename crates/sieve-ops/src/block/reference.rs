@@ -1,0 +1,88 @@
+//! The composed ops in plain Burn operations.
+use super::attention_layer::{AttentionLayer, AttentionLayerCall};
+use super::feed_forward::FeedForward;
+use super::residual::Residual;
+use crate::attention::reference::attention;
+use crate::dma::dma_bias;
+use crate::dma::reference::{dma_attention, dma_scores, dma_select};
+use crate::linear::reference::linear;
+use crate::norm::RmsNormCall;
+use crate::norm::reference::rms_norm;
+use crate::rope::QkNormRopeCall;
+use crate::rope::reference::qk_norm_rope;
+use crate::swiglu::reference::swiglu;
+use crate::tensors::{primitive, tensor};
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Tensor, TensorMetadata};
+
+/// `[x +] o(attention(qk_norm_rope(qkv(rms_norm(x)))))`.
+pub fn attention_layer<B: Backend>(
+    x: FloatTensor<B>,
+    layer: AttentionLayer<B>,
+    call: AttentionLayerCall<B>,
+) -> FloatTensor<B> {
+    let AttentionLayerCall {
+        positions,
+        rope,
+        documents,
+        spec,
+        residual,
+    } = call;
+    let normed = normed(x.clone(), layer.norm, layer.epsilon);
+    let packed = linear::<B>(normed, primitive(layer.qkv));
+    let shape = packed.shape();
+    let (tokens, heads) = ([shape[0], shape[1]], spec.packed_heads());
+    let packed = B::float_reshape(
+        packed,
+        [tokens[0], tokens[1], heads, shape[2] / heads].into(),
+    );
+    let rotation = QkNormRopeCall {
+        q_weight: primitive(layer.qk_norm.q_weight),
+        k_weight: primitive(layer.qk_norm.k_weight),
+        positions,
+        rope,
+        num_kv_heads: spec.num_kv_heads,
+        epsilon: layer.qk_norm.epsilon,
+    };
+    let qkv = qk_norm_rope(packed, rotation);
+    let output = match layer.dma {
+        None => attention::<B>(qkv, &documents, spec),
+        Some(dma) => {
+            let (w_dt, a, dma) = (primitive(dma.w_dt), primitive(dma.a), dma.spec);
+            let z = dma_scores::<B>(qkv.clone(), w_dt, a, spec);
+            let selection = dma_select::<B>(z.clone(), &documents, dma.keep_window_size);
+            let delta = primitive(dma_bias(tensor::<B, 3>(z), dma.bias));
+            dma_attention::<B>(qkv, delta, &documents, &selection, spec)
+        }
+    };
+    let width = shape[2] / heads * spec.num_heads;
+    let o = B::float_reshape(output.o, [tokens[0], tokens[1], width].into());
+    let y = linear::<B>(o, primitive(layer.o));
+    match residual {
+        Residual::Stream => B::float_add(x, y),
+        Residual::None => y,
+    }
+}
+/// `[x +] down(swiglu(gate_up(rms_norm(x))))`.
+pub fn feed_forward<B: Backend>(
+    x: FloatTensor<B>,
+    layer: FeedForward<B>,
+    residual: Residual,
+) -> FloatTensor<B> {
+    let normed = normed(x.clone(), layer.norm, layer.epsilon);
+    let hidden = swiglu::<B>(linear::<B>(normed, primitive(layer.gate_up)));
+    let y = linear::<B>(hidden, primitive(layer.down));
+    match residual {
+        Residual::Stream => B::float_add(x, y),
+        Residual::None => y,
+    }
+}
+
+fn normed<B: Backend>(x: FloatTensor<B>, weight: Tensor<B, 1>, epsilon: f64) -> FloatTensor<B> {
+    rms_norm(RmsNormCall::<B> {
+        x,
+        weight: primitive(weight),
+        epsilon,
+    })
+}

@@ -1,0 +1,28 @@
+//! The residual stream around a layer, and the norm that begins one.
+use crate::norm::{NormGradients, RmsNormCall};
+use burn::tensor::ops::FloatTensor;
+
+/// Whether a layer's output has the residual stream in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Residual {
+    /// `x + layer(x)`.
+    Stream,
+    /// `layer(x)`.
+    None,
+}
+
+/// `(dx, dweight, y)` of the norm that begins a layer whose output had the gradient `dy`, y being the norm's output.
+pub(super) fn norm_gradient<B: NormGradients>(
+    norm: RmsNormCall<B>,
+    d_normed: FloatTensor<B>,
+    (residual, dy): (Residual, FloatTensor<B>),
+) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
+    match residual {
+        Residual::Stream => B::rms_norm_backward_with_output(norm, d_normed, dy),
+        Residual::None => {
+            let y = B::rms_norm(norm.clone());
+            let (dx, dweight) = B::rms_norm_backward(norm, d_normed);
+            (dx, dweight, y)
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! The joint between segments of a model: a graph seeded with a gradient that is already known.
+use crate::device::autodiff::{Gradient, enter};
+use crate::device_backend::DeviceBackend;
+use crate::tensors::{primitive, tensor};
+use burn::backend::Autodiff;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Tensor, TensorMetadata};
+
+/// A zero `[1]` whose backward pass hands `dy` to `y`, whatever gradient reaches it.
+///
+/// Calling `backward()` on the result walks one segment of the model from its output gradient, which lets a trainer
+/// treat each segment as a graph of its own.
+pub fn seed_gradient<B: SeedBackend, const D: usize>(
+    y: Tensor<B, D>,
+    dy: Tensor<B, D>,
+) -> Tensor<B, 1> {
+    tensor(B::seed_gradient(primitive(y), primitive(dy)))
+}
+
+/// The op behind [`seed_gradient()`].
+pub trait SeedBackend: Backend {
+    /// Replaces whatever gradient arrives by `dy`; the output is a zero `[1]`.
+    fn seed_gradient(y: FloatTensor<Self>, dy: FloatTensor<Self>) -> FloatTensor<Self>;
+}
+
+impl<B: DeviceBackend> SeedBackend for B {
+    fn seed_gradient(y: FloatTensor<Self>, _dy: FloatTensor<Self>) -> FloatTensor<Self> {
+        zero_scalar::<Self>(y)
+    }
+}
+
+impl<B: DeviceBackend, C: CheckpointStrategy> SeedBackend for Autodiff<B, C> {
+    fn seed_gradient(y: FloatTensor<Self>, dy: FloatTensor<Self>) -> FloatTensor<Self> {
+        let zero = zero_scalar::<B>(y.primitive.clone());
+        enter::<B, C, _, 1>([&y], Seed::<B> { dy: dy.primitive }, zero)
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Seed<B: Backend> {
+    dy: FloatTensor<B>,
+}
+
+impl<B: Backend> Gradient<B, 1> for Seed<B> {
+    fn gradients(self, _ignored: FloatTensor<B>) -> [FloatTensor<B>; 1] {
+        [self.dy]
+    }
+}
+
+/// A zero `[1]` of the dtype and on the device of `y`.
+fn zero_scalar<B: Backend>(y: FloatTensor<B>) -> FloatTensor<B> {
+    B::float_zeros([1].into(), &B::float_device(&y), y.dtype().into())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,239 @@
+//! One new token a sequence against its cache on CUDA.
+use super::backend::{DecodeBackend, DmaCache, DmaToken};
+use super::reference;
+use crate::device::cuda::Cuda;
+use crate::device::paths::kernel_or;
+use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
+use sieve_core::DmaBias;
+use sieve_kernels::{
+    AttentionShape, CudaPrimitive as Float, CudaTensor, DecodeScratch, DecodeStep, DmaSlots,
+    KernelError, KvCache, Qkv, ScoreBias, contiguous_strides,
+};
+
+impl DecodeBackend for Cuda {
+    fn attention_decode(
+        q: Float,
+        k: Float,
+        v: Float,
+        delta: Option<Float>,
+        softmax_scale: f64,
+    ) -> Float {
+        let attempt = attend(&q, &k, &v, delta.as_ref(), softmax_scale);
+        kernel_or("attention_decode", attempt, || {
+            reference::attention_decode::<Self>(q, k, v, delta, softmax_scale)
+        })
+    }
+
+    fn dma_decode(
+        cache: DmaCache<Self>,
+        token: DmaToken<Self>,
+        softmax_scale: f64,
+        bias: DmaBias,
+    ) -> (DmaCache<Self>, Float) {
+        let attempt = dma_step(&cache, &token, softmax_scale, bias);
+        kernel_or("dma_decode", attempt, || {
+            reference::dma_decode(cache, token, softmax_scale, bias)
+        })
+    }
+}
+
+const NAME: &str = "decode";
+
+fn float<const D: usize>(primitive: &Float) -> Tensor<Cuda, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(primitive.clone()))
+}
+
+fn primitive<const D: usize>(tensor: Tensor<Cuda, D>) -> CudaTensor {
+    CudaTensor::from(tensor.into_primitive().tensor())
+}
+
+/// `[batch, heads, head_dim]` as a sequence of one token.
+fn one_token(x: &Float) -> Result<CudaTensor, KernelError> {
+    let x = CudaTensor::from(x.clone()).contiguous();
+    let [batch, heads, head_dim] = x.dims(NAME, "token")?;
+    x.reshaped(NAME, "token", &[batch, 1, heads, head_dim])
+}
+
+/// The same length for every row, on the device.
+fn lengths(like: &CudaTensor, batch: usize, length: usize) -> CudaTensor {
+    let data = TensorData::new(vec![length as i32; batch], [batch]);
+    let lengths = Tensor::<Cuda, 1, Int>::from_data(data, like.device());
+    CudaTensor::from(lengths.into_primitive())
+}
+
+fn without_token_dimension(o: CudaTensor) -> Result<Float, KernelError> {
+    let [batch, _, heads, head_dim] = o.dims(NAME, "o")?;
+    Ok(o.reshaped(NAME, "o", &[batch, heads, head_dim])?.into())
+}
+
+/// `q [batch, num_heads, head_dim]` over `k, v [batch, kv_len, num_kv_heads, head_dim]`, without a bias.
+fn attend(
+    q: &Float,
+    k: &Float,
+    v: &Float,
+    delta: Option<&Float>,
+    softmax_scale: f64,
+) -> Result<Float, KernelError> {
+    if delta.is_some() {
+        return Err(KernelError::Unsupported {
+            kernel: "attention_decode",
+            what: "bias per key",
+            got: "one".to_owned(),
+            supported: "none; dma_decode adds the bias of its own slots".to_owned(),
+        });
+    }
+    let [_, kv_len, _, _] = CudaTensor::from(k.clone()).dims(NAME, "k")?;
+    // The kernel's cache has the heads outside, so that a head's keys are one stretch of memory.
+    let heads_outside = |x: &Float| primitive(float::<4>(x).swap_dims(1, 2)).contiguous();
+    let cache = KvCache {
+        k: heads_outside(k),
+        v: heads_outside(v),
+    };
+    let query = one_token(q)?;
+    // Keys and values of the token are in the cache already; these two are not read.
+    let first_key = primitive(float::<4>(k).narrow(1, 0, 1)).contiguous();
+    let first_value = primitive(float::<4>(v).narrow(1, 0, 1)).contiguous();
+    let token = Qkv::separate(&query, &first_key, &first_value);
+    let shape = token.shape(NAME)?;
+    let scratch = DecodeScratch::new(&query, shape, kv_len)?;
+    let step = DecodeStep {
+        window: None,
+        softmax_scale: softmax_scale as f32,
+        max_length: kv_len,
+    };
+    let length = lengths(&query, shape.batch, kv_len);
+    let o = sieve_kernels::attention_decode_cached(&token, &cache, &length, step, &scratch)?;
+    without_token_dimension(o)
+}
+
+/// Offers the token to the slots and attends.
+///
+/// The slots live in buffers of `keep_window_size` places a head; the cache's tensors are views of their used part, so
+/// that a step writes one place and copies nothing.
+fn dma_step(
+    cache: &DmaCache<Cuda>,
+    token: &DmaToken<Cuda>,
+    softmax_scale: f64,
+    bias: DmaBias,
+) -> Result<(DmaCache<Cuda>, Float), KernelError> {
+    let (q, k, v) = (
+        one_token(&token.q)?,
+        one_token(&token.k)?,
+        one_token(&token.v)?,
+    );
+    let qkv = Qkv::separate(&q, &k, &v);
+    let shape = qkv.shape(NAME)?;
+    let window = cache.keep_window_size;
+    let [_, len, _, _] = CudaTensor::from(cache.k.clone()).dims::<4>(NAME, "cache.k")?;
+    if len != token.position.min(window) {
+        return Err(KernelError::Unsupported {
+            kernel: "dma_decode",
+            what: "number of cached keys",
+            got: len.to_string(),
+            supported: format!(
+                "the {} that position {} implies",
+                token.position.min(window),
+                token.position
+            ),
+        });
+    }
+    let slots = match slots_of(cache, &shape) {
+        Some(slots) => slots,
+        None => filled_slots(cache, &shape, &q),
+    };
+    let z = CudaTensor::from(token.z.clone());
+    let length = lengths(&q, shape.batch, token.position);
+    let scratch = DecodeScratch::new(&q, shape, window)?;
+    let bias = match bias {
+        DmaBias::Exp => ScoreBias::Exp,
+        DmaBias::Linear => ScoreBias::Linear,
+    };
+    let scale = softmax_scale as f32;
+    let o = sieve_kernels::dma_decode(&qkv, &z, &slots, &length, scale, bias, &scratch)?;
+    let cache = view_of(&slots, &shape, (len + 1).min(window), window)?;
+    Ok((cache, without_token_dimension(o)?))
+}
+
+/// Strides of a view `[batch, len, num_kv_heads, width]` of slots, and of `[batch, num_kv_heads, len]`.
+fn view_strides(shape: &AttentionShape, window: usize, width: usize) -> ([usize; 4], [usize; 3]) {
+    let heads = shape.num_kv_heads;
+    let wide = [heads * window * width, width, window * width, 1];
+    (wide, [heads * window, window, 1])
+}
+
+/// The slots behind a cache of an earlier step; `None` when its tensors are others, or somebody else holds them too.
+fn slots_of(cache: &DmaCache<Cuda>, shape: &AttentionShape) -> Option<DmaSlots> {
+    let window = cache.keep_window_size;
+    let whole = |x: &Float, strides: &[usize], width: usize, dtype: DType| {
+        if x.meta.strides()[..] != *strides || x.dtype != dtype || !x.can_mut() {
+            return None;
+        }
+        let mut sizes = vec![shape.batch, shape.num_kv_heads, window];
+        sizes.extend((strides.len() == 4).then_some(width));
+        let whole = CudaTensor::from(x.clone());
+        whole
+            .view(NAME, "slots", &sizes, &contiguous_strides(&sizes))
+            .ok()
+    };
+    let (key, per_key) = view_strides(shape, window, shape.head_dim);
+    let (value, _) = view_strides(shape, window, shape.head_dim_v);
+    let kv = KvCache {
+        k: whole(&cache.k, &key, shape.head_dim, DType::BF16)?,
+        v: whole(&cache.v, &value, shape.head_dim_v, DType::BF16)?,
+    };
+    let z = whole(&cache.z, &per_key, 1, DType::F32)?;
+    let positions = whole(&cache.positions, &per_key, 1, DType::I32)?;
+    Some(DmaSlots { kv, z, positions })
+}
+
+/// New slots with the contents of a cache.
+fn filled_slots(cache: &DmaCache<Cuda>, shape: &AttentionShape, like: &CudaTensor) -> DmaSlots {
+    let device = like.device();
+    let (batch, heads, window) = (shape.batch, shape.num_kv_heads, cache.keep_window_size);
+    let wide = |x: &Float, width: usize| {
+        let x = float::<4>(x).swap_dims(1, 2);
+        let len = x.dims()[2];
+        let zeros = Tensor::<Cuda, 4>::zeros([batch, heads, window, width], (device, DType::BF16));
+        let filled =
+            zeros.slice_assign([0..batch, 0..heads, 0..len, 0..width], x.cast(DType::BF16));
+        primitive(filled).contiguous()
+    };
+    let z = float::<3>(&cache.z).cast(DType::F32);
+    let used = [0..batch, 0..heads, 0..z.dims()[2]];
+    let slots_z = Tensor::<Cuda, 3>::zeros([batch, heads, window], (device, DType::F32));
+    let positions = Tensor::<Cuda, 3, Int>::from_primitive(cache.positions.clone());
+    let slots_positions = Tensor::<Cuda, 3, Int>::zeros([batch, heads, window], device);
+    let positions = slots_positions
+        .slice_assign(used.clone(), positions)
+        .into_primitive();
+    DmaSlots {
+        kv: KvCache {
+            k: wide(&cache.k, shape.head_dim),
+            v: wide(&cache.v, shape.head_dim_v),
+        },
+        z: primitive(slots_z.slice_assign(used, z)).contiguous(),
+        positions: CudaTensor::from(positions).contiguous(),
+    }
+}
+
+/// A cache whose tensors are views of the first `len` places.
+fn view_of(
+    slots: &DmaSlots,
+    shape: &AttentionShape,
+    len: usize,
+    window: usize,
+) -> Result<DmaCache<Cuda>, KernelError> {
+    let (batch, heads) = (shape.batch, shape.num_kv_heads);
+    let (key, per_key) = view_strides(shape, window, shape.head_dim);
+    let (value, _) = view_strides(shape, window, shape.head_dim_v);
+    let view = |x: &CudaTensor, sizes: &[usize], strides: &[usize]| {
+        x.view(NAME, "slots", sizes, strides).map(Float::from)
+    };
+    Ok(DmaCache {
+        k: view(&slots.kv.k, &[batch, len, heads, shape.head_dim], &key)?,
+        v: view(&slots.kv.v, &[batch, len, heads, shape.head_dim_v], &value)?,
+        z: view(&slots.z, &[batch, heads, len], &per_key)?,
+        positions: view(&slots.positions, &[batch, heads, len], &per_key)?,
+        keep_window_size: window,
+    })
+}

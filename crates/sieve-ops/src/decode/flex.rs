@@ -1,0 +1,50 @@
+//! Attention of one new query on the CPU.
+use super::backend::{DecodeBackend, DmaCache, DmaToken};
+use super::reference;
+use crate::device::flex::{contiguous, floats, from_vec, is_f32, plain, zeros_like};
+use burn::tensor::TensorMetadata;
+use burn_flex::{Flex, FlexTensor};
+use sieve_core::DmaBias;
+
+impl DecodeBackend for Flex {
+    fn attention_decode(
+        q: FlexTensor,
+        k: FlexTensor,
+        v: FlexTensor,
+        delta: Option<FlexTensor>,
+        softmax_scale: f64,
+    ) -> FlexTensor {
+        if !is_f32(&q) {
+            return plain("attention_decode", || {
+                reference::attention_decode::<Self>(q, k, v, delta, softmax_scale)
+            });
+        }
+        let [q, k, v] = [q, k, v].map(contiguous);
+        let delta = delta.map(contiguous);
+        let (q_shape, k_shape) = (q.shape(), k.shape());
+        let kv_len = vec![k_shape[1]; k_shape[0]];
+        let shape = sieve_cpu::DecodeShape {
+            num_heads: q_shape[1],
+            num_kv_heads: k_shape[2],
+            head_dim: k_shape[3],
+            capacity: k_shape[1],
+            slot_stride: k_shape[2] * k_shape[3],
+            kv_len: &kv_len,
+            softmax_scale: softmax_scale as f32,
+        };
+        let mut o = zeros_like(&q);
+        let delta = delta.as_ref().map(floats);
+        sieve_cpu::decode_attention(&shape, floats(&q), floats(&k), floats(&v), delta, &mut o);
+        from_vec(o, q_shape)
+    }
+
+    /// The slots are moved by Burn's operations; the attention over them is a kernel.
+    fn dma_decode(
+        cache: DmaCache<Self>,
+        token: DmaToken<Self>,
+        softmax_scale: f64,
+        bias: DmaBias,
+    ) -> (DmaCache<Self>, FlexTensor) {
+        reference::dma_decode(cache, token, softmax_scale, bias)
+    }
+}

@@ -1,0 +1,133 @@
+//! Attention of one new query in plain Burn operations.
+use super::backend::{DecodeBackend, DmaCache, DmaToken};
+use crate::dma_bias;
+use crate::tensors::{primitive, tensor, upcast};
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Bool, Int, Tensor};
+use sieve_core::DmaBias;
+
+/// One query per sequence over all keys; see [`crate::attention_decode`].
+pub fn attention_decode<B: Backend>(
+    q: FloatTensor<B>,
+    k: FloatTensor<B>,
+    v: FloatTensor<B>,
+    delta: Option<FloatTensor<B>>,
+    softmax_scale: f64,
+) -> FloatTensor<B> {
+    let (q, dtype) = upcast::<B, 3>(q);
+    let (k, _) = upcast::<B, 4>(k);
+    let (v, _) = upcast::<B, 4>(v);
+    let [batch, num_heads, head_dim] = q.dims();
+    let [_, kv_len, num_kv_heads, _] = k.dims();
+    let group_size = num_heads / num_kv_heads;
+    let q = q.reshape([batch, num_kv_heads, group_size, head_dim]);
+    let mut logits = q.matmul(k.permute([0, 2, 3, 1])) * softmax_scale;
+    if let Some(delta) = delta {
+        let delta = tensor::<B, 3>(delta).cast(logits.dtype());
+        logits = logits + delta.reshape([batch, num_kv_heads, 1, kv_len]);
+    }
+    let p = burn::tensor::activation::softmax(logits, 3);
+    let o = p.matmul(v.swap_dims(1, 2));
+    primitive(o.reshape([batch, num_heads, head_dim]).cast(dtype))
+}
+
+/// See [`crate::dma_decode`]: the slots in plain Burn operations around [`DecodeBackend::attention_decode`].
+pub(crate) fn dma_decode<B: DecodeBackend>(
+    cache: DmaCache<B>,
+    token: DmaToken<B>,
+    softmax_scale: f64,
+    bias: DmaBias,
+) -> (DmaCache<B>, FloatTensor<B>) {
+    let keep_window_size = cache.keep_window_size;
+    let slots = Slots {
+        k: tensor(cache.k),
+        v: tensor(cache.v),
+        z: tensor(cache.z),
+        positions: Tensor::from_primitive(cache.positions),
+    };
+    let slots = slots.offer(
+        tensor::<B, 3>(token.k),
+        tensor::<B, 3>(token.v),
+        tensor::<B, 2>(token.z),
+        token.position,
+        keep_window_size,
+    );
+    let delta = dma_bias(slots.z.clone(), bias);
+    let k = primitive(slots.k.clone());
+    let v = primitive(slots.v.clone());
+    let delta = primitive(delta);
+    let o = B::attention_decode(token.q, k.clone(), v.clone(), Some(delta), softmax_scale);
+    let cache = DmaCache {
+        k,
+        v,
+        z: primitive(slots.z),
+        positions: slots.positions.into_primitive(),
+        keep_window_size,
+    };
+    (cache, o)
+}
+
+struct Slots<B: Backend> {
+    k: Tensor<B, 4>,
+    v: Tensor<B, 4>,
+    z: Tensor<B, 3>,
+    positions: Tensor<B, 3, Int>,
+}
+
+impl<B: Backend> Slots<B> {
+    fn offer(
+        self,
+        k: Tensor<B, 3>,
+        v: Tensor<B, 3>,
+        z: Tensor<B, 2>,
+        position: usize,
+        keep_window_size: usize,
+    ) -> Self {
+        let [batch, len, kv_heads, head_dim] = self.k.dims();
+        let k = k.reshape([batch, 1, kv_heads, head_dim]);
+        let v = v.reshape([batch, 1, kv_heads, head_dim]);
+        let z = z.reshape([batch, kv_heads, 1]);
+        if len < keep_window_size {
+            let here =
+                Tensor::<B, 3, Int>::full([batch, kv_heads, 1], position as i64, &z.device());
+            return Self {
+                k: Tensor::cat(vec![self.k, k], 1),
+                v: Tensor::cat(vec![self.v, v], 1),
+                z: Tensor::cat(vec![self.z, z], 2),
+                positions: Tensor::cat(vec![self.positions, here], 2),
+            };
+        }
+        let replaced = self.replaced_slot(z.clone());
+        let all = [batch, kv_heads, len];
+        let wide = [batch, len, kv_heads, head_dim];
+        let per_row = replaced
+            .clone()
+            .swap_dims(1, 2)
+            .reshape([batch, len, kv_heads, 1])
+            .expand(wide);
+        let here = Tensor::<B, 3, Int>::full(all, position as i64, &z.device());
+        Self {
+            k: self.k.mask_where(per_row.clone(), k.expand(wide)),
+            v: self.v.mask_where(per_row, v.expand(wide)),
+            z: self.z.mask_where(replaced.clone(), z.expand(all)),
+            positions: self.positions.mask_where(replaced, here),
+        }
+    }
+
+    /// True at the slot that the new score takes, `[batch, num_kv_heads, len]`; false everywhere when it takes none.
+    fn replaced_slot(&self, z: Tensor<B, 3>) -> Tensor<B, 3, Bool> {
+        let all = self.z.dims();
+        let smallest = self.z.clone().min_dim(2).expand(all);
+        // Of equal scores the lower position leaves first.
+        let candidates = self.z.clone().equal(smallest.clone());
+        let later = self
+            .positions
+            .clone()
+            .mask_fill(candidates.clone().bool_not(), i32::MAX);
+        let first = later.min_dim(2).expand(all);
+        let slot = candidates.bool_and(self.positions.clone().equal(first));
+        // The new key is the most recent, so a tie keeps it.
+        slot.bool_and(z.expand(all).greater_equal(smallest))
+    }
+}

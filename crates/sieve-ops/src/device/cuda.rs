@@ -1,0 +1,30 @@
+//! Burn's CUDA tensors as the kernels of `sieve-kernels` take them.
+use burn::tensor::DType;
+use sieve_kernels::{CudaPrimitive, CudaTensor};
+
+/// Burn's CUDA backend, without fusion.
+pub type Cuda = burn_cuda::Cuda<f32, i32>;
+
+/// The other way of an op that has already succeeded.
+pub(crate) fn unused<T>() -> T {
+    unreachable!("the kernel's result is taken")
+}
+
+/// The kernels' view of some tensors; no copy.
+pub(crate) fn tensors<const N: usize>(primitives: [&CudaPrimitive; N]) -> [CudaTensor; N] {
+    primitives.map(|primitive| CudaTensor::from(primitive.clone()))
+}
+
+/// A contiguous tensor that may be written in place: `x` itself where nobody else holds it, else a copy.
+pub(crate) fn writable(x: CudaPrimitive) -> CudaTensor {
+    let x = if x.can_mut() { x } else { x.copy() };
+    CudaTensor::from(x).contiguous()
+}
+
+/// The tensor in another float type, itself when it has that type.
+pub(crate) fn cast(x: &CudaPrimitive, dtype: DType) -> CudaTensor {
+    if x.dtype == dtype {
+        return CudaTensor::from(x.clone());
+    }
+    CudaTensor::from(burn_cubecl::kernel::cast(x.clone(), dtype))
+}

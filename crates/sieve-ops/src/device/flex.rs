@@ -1,0 +1,50 @@
+//! Burn's `Flex` tensors as the slices that the kernels of `sieve-cpu` take.
+//!
+//! f32 takes the kernels; any other dtype (f64 in gradient checks) takes the counted reference.
+use super::paths::{self, Memory, Place};
+use burn::tensor::{DType, Shape, TensorData, TensorMetadata};
+use burn_flex::FlexTensor;
+use sieve_core::ScoreMatrix;
+
+/// A contiguous tensor starting at the beginning of its storage.
+pub(crate) fn contiguous(x: FlexTensor) -> FlexTensor {
+    x.to_contiguous()
+}
+
+pub(crate) fn is_f32(x: &FlexTensor) -> bool {
+    x.dtype() == DType::F32
+}
+
+const NOT_F32: &str = "the kernels of the CPU take f32";
+
+/// The counted reference of an op on a dtype without kernels.
+pub(crate) fn plain<T>(op: &'static str, run: impl FnOnce() -> T) -> T {
+    paths::reference((Place::Cpu, op), NOT_F32, Memory::Linear, run)
+}
+
+/// As [`plain`] for an op whose reference holds `scores`.
+pub(crate) fn plain_scores<T>(op: &'static str, scores: ScoreMatrix, run: impl FnOnce() -> T) -> T {
+    paths::reference((Place::Cpu, op), NOT_F32, Memory::Quadratic(scores), run)
+}
+
+pub(crate) fn floats(x: &FlexTensor) -> &[f32] {
+    x.storage::<f32>()
+}
+
+pub(crate) fn ints(x: &FlexTensor) -> &[i32] {
+    x.storage::<i32>()
+}
+
+pub(crate) fn from_vec(values: Vec<f32>, shape: impl Into<Shape>) -> FlexTensor {
+    FlexTensor::from_data(TensorData::new(values, shape.into()))
+}
+
+pub(crate) fn zeros_like(x: &FlexTensor) -> Vec<f32> {
+    vec![0.0; x.shape().num_elements()]
+}
+
+/// Width of a tensor whose leading dimensions are folded.
+pub(crate) fn last_dim(x: &FlexTensor) -> usize {
+    let shape = x.shape();
+    shape[shape.num_dims() - 1]
+}

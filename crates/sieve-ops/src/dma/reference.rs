@@ -1,0 +1,153 @@
+//! DMA's scores, selection and attention in plain Burn operations.
+use super::backend::DmaSelection;
+use crate::attention::masks::hidden_by_expiry;
+use crate::attention::scores::{Grouped, backward, forward};
+use crate::attention::{AttentionOutput, AttentionSpec};
+use crate::documents::DocumentBounds;
+use crate::tensors::{primitive, split_heads, tensor, upcast};
+use burn::tensor::activation::{sigmoid, softplus};
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Int, Tensor, TensorData, TensorMetadata};
+
+/// Packed values as rows, `[batch * seq_len, num_kv_heads * head_dim]`.
+fn value_rows<B: Backend>(qkv: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 2> {
+    let [batch, seq_len, _, head_dim] = qkv.dims();
+    let [_, _, v] = split_heads(qkv, spec.num_kv_heads);
+    v.reshape([batch * seq_len, spec.num_kv_heads * head_dim])
+}
+
+/// `z = A * softplus(concat(v) . W_dt)`, `[batch, num_kv_heads, seq_len]`.
+pub fn dma_scores<B: Backend>(
+    qkv: FloatTensor<B>,
+    w_dt: FloatTensor<B>,
+    a: FloatTensor<B>,
+    spec: AttentionSpec,
+) -> FloatTensor<B> {
+    let (qkv, _) = upcast::<B, 4>(qkv);
+    let [batch, seq_len, _, _] = qkv.dims();
+    let dtype = qkv.dtype();
+    let x = value_rows(qkv, spec).matmul(tensor::<B, 2>(w_dt).cast(dtype));
+    let z = softplus(x, 1.0) * tensor::<B, 1>(a).cast(dtype).unsqueeze();
+    primitive(
+        z.reshape([batch, seq_len, spec.num_kv_heads])
+            .swap_dims(1, 2),
+    )
+}
+
+/// `(dqkv + the path through v, dw_dt, da)`.
+pub fn dma_scores_backward<B: Backend>(
+    qkv: FloatTensor<B>,
+    w_dt: FloatTensor<B>,
+    a: FloatTensor<B>,
+    spec: AttentionSpec,
+    dz: FloatTensor<B>,
+    dqkv: FloatTensor<B>,
+) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
+    let (qkv, dtype) = upcast::<B, 4>(qkv);
+    let [batch, seq_len, heads, head_dim] = qkv.dims();
+    let compute = qkv.dtype();
+    let (w_dtype, a_dtype) = (w_dt.dtype(), a.dtype());
+    let w_dt = tensor::<B, 2>(w_dt).cast(compute);
+    let a = tensor::<B, 1>(a).cast(compute);
+    let v = value_rows(qkv, spec);
+    let x = v.clone().matmul(w_dt.clone());
+    let dz = tensor::<B, 3>(dz).cast(compute).swap_dims(1, 2);
+    let dz = dz.reshape([batch * seq_len, spec.num_kv_heads]);
+    let da = (dz.clone() * softplus(x.clone(), 1.0))
+        .sum_dim(0)
+        .squeeze_dim::<1>(0);
+    let dx = dz * a.unsqueeze() * sigmoid(x);
+    let dw = v.transpose().matmul(dx.clone());
+    let dv = dx.matmul(w_dt.transpose());
+    let dv = dv.reshape([batch, seq_len, spec.num_kv_heads, head_dim]);
+    let first_value = heads - spec.num_kv_heads;
+    let dqkv = tensor::<B, 4>(dqkv);
+    let values = dqkv
+        .clone()
+        .narrow(2, first_value, spec.num_kv_heads)
+        .cast(compute)
+        + dv;
+    let dqkv = Tensor::cat(vec![dqkv.narrow(2, 0, first_value), values.cast(dtype)], 2);
+    (
+        primitive(dqkv),
+        primitive(dw.cast(w_dtype)),
+        primitive(da.cast(a_dtype)),
+    )
+}
+
+/// `expire` by definition: for each query the `keep_window_size` best keys so far, on the host, O(n² log n).
+///
+/// Reads z back; an oracle, not a path for training.
+pub fn dma_select<B: Backend>(
+    z: FloatTensor<B>,
+    documents: &DocumentBounds<B>,
+    keep_window_size: usize,
+) -> DmaSelection<B> {
+    let z = tensor::<B, 3>(z);
+    let [batch, kv_heads, seq_len] = z.dims();
+    let device = z.device();
+    let scores: Vec<f64> = z.into_data().iter::<f64>().collect();
+    let start: Tensor<B, 2, Int> = Tensor::from_primitive(documents[0].clone());
+    let start: Vec<i64> = start.into_data().iter::<i64>().collect();
+    let end: Tensor<B, 2, Int> = Tensor::from_primitive(documents[1].clone());
+    let end: Vec<i64> = end.into_data().iter::<i64>().collect();
+    let mut expire = vec![0i32; batch * kv_heads * seq_len];
+    for (row, expire) in expire.chunks_mut(seq_len).enumerate() {
+        let b = row / kv_heads;
+        let scores = &scores[row * seq_len..][..seq_len];
+        for (j, expire) in expire.iter_mut().enumerate() {
+            *expire = end[b * seq_len + j] as i32;
+        }
+        for i in 0..seq_len {
+            let first = start[b * seq_len + i] as usize;
+            let mut keys: Vec<usize> = (first..=i).collect();
+            // Best first: larger score, then the more recent key. `+ 0.0` makes -0 equal to +0.
+            keys.sort_by(|&a, &b| {
+                (scores[b] + 0.0)
+                    .total_cmp(&(scores[a] + 0.0))
+                    .then(b.cmp(&a))
+            });
+            for &j in keys.iter().skip(keep_window_size) {
+                expire[j] = expire[j].min(i as i32);
+            }
+        }
+    }
+    let expire = TensorData::new(expire, [batch, kv_heads, seq_len]);
+    let expire = Tensor::<B, 3, Int>::from_data(expire, &device);
+    DmaSelection {
+        expire: expire.into_primitive(),
+        lists: Vec::new(),
+    }
+}
+
+/// Attention over the keys with `j <= i < expire[j]`, plus `delta` per key.
+pub fn dma_attention<B: Backend>(
+    qkv: FloatTensor<B>,
+    delta: FloatTensor<B>,
+    documents: &DocumentBounds<B>,
+    selection: &DmaSelection<B>,
+    spec: AttentionSpec,
+) -> AttentionOutput<B> {
+    let (qkv, dtype) = upcast::<B, 4>(qkv);
+    let hidden = hidden_by_expiry(documents, selection.expire.clone());
+    forward(Grouped::new(qkv, spec), Some(delta), hidden, spec, dtype)
+}
+
+/// `(dqkv, ddelta)` of [`dma_attention`].
+pub fn dma_attention_backward<B: Backend>(
+    qkv: FloatTensor<B>,
+    delta: FloatTensor<B>,
+    documents: &DocumentBounds<B>,
+    selection: &DmaSelection<B>,
+    spec: AttentionSpec,
+    output: AttentionOutput<B>,
+    d_o: FloatTensor<B>,
+) -> (FloatTensor<B>, FloatTensor<B>) {
+    let (qkv, dtype) = upcast::<B, 4>(qkv);
+    let hidden = hidden_by_expiry(documents, selection.expire.clone());
+    let grouped = Grouped::new(qkv, spec);
+    let gradients = backward(grouped, Some(delta), hidden, spec, output, d_o);
+    let d_delta = primitive(gradients.d_delta.clone());
+    (gradients.packed(dtype), d_delta)
+}

@@ -1,0 +1,53 @@
+//! Products with a weight as nodes of the autodiff graph.
+use super::backend::{LinearBackend, LinearGradients};
+use crate::device::autodiff::{Gradient, enter, inner};
+use burn::backend::Autodiff;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+
+#[derive(Clone, Debug)]
+struct Product<B: Backend> {
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+}
+
+impl<B: LinearGradients> Gradient<B, 2> for Product<B> {
+    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 2] {
+        let dx = B::linear_input_gradient(self.weight, dy.clone());
+        [dx, B::linear_weight_gradient(self.x, dy)]
+    }
+}
+
+impl<B: LinearGradients> Gradient<B, 3> for Product<B> {
+    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 3] {
+        let [dx, dweight] = Gradient::<B, 2>::gradients(self, dy.clone());
+        [dx, dweight, dy]
+    }
+}
+
+impl<B: LinearGradients, C: CheckpointStrategy> LinearBackend for Autodiff<B, C> {
+    fn linear(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
+        let [inner_x, inner_weight] = [&x, &weight].map(inner::<B, C>);
+        let kept = Product::<B> {
+            x: inner_x.clone(),
+            weight: inner_weight.clone(),
+        };
+        let y = <B as LinearBackend>::linear(inner_x, inner_weight);
+        enter::<B, C, _, 2>([&x, &weight], kept, y)
+    }
+
+    fn linear_add(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        residual: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let [inner_x, inner_weight] = [&x, &weight].map(inner::<B, C>);
+        let kept = Product::<B> {
+            x: inner_x.clone(),
+            weight: inner_weight.clone(),
+        };
+        let y = B::linear_add(inner_x, inner_weight, inner::<B, C>(&residual));
+        enter::<B, C, _, 3>([&x, &weight, &residual], kept, y)
+    }
+}

@@ -1,0 +1,46 @@
+//! The loss as a node of the autodiff graph.
+use super::backend::{LossBackend, LossGradients};
+use crate::device::autodiff::{Gradient, constant, enter, inner};
+use burn::backend::Autodiff;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::{FloatTensor, IntTensor};
+
+/// The forward pass has the gradients already; the backward pass scales them.
+#[derive(Clone, Debug)]
+struct Known<B: Backend> {
+    dh: FloatTensor<B>,
+    dweight: FloatTensor<B>,
+}
+
+impl<B: LossGradients> Gradient<B, 2> for Known<B> {
+    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 2] {
+        [self.dh, self.dweight].map(|gradient| B::scaled(gradient, dy.clone()))
+    }
+}
+
+impl<B: LossGradients, C: CheckpointStrategy> LossBackend for Autodiff<B, C> {
+    fn token_losses(
+        h: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        labels: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        constant::<B, C>(B::token_losses(h.primitive, weight.primitive, labels))
+    }
+
+    fn linear_cross_entropy(
+        h: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        labels: IntTensor<Self>,
+        z_loss: f64,
+    ) -> FloatTensor<Self> {
+        if !h.is_tracked() && !weight.is_tracked() {
+            let loss = B::linear_cross_entropy(h.primitive, weight.primitive, labels, z_loss);
+            return constant::<B, C>(loss);
+        }
+        let [inner_h, inner_weight] = [&h, &weight].map(inner::<B, C>);
+        let (loss, dh, dweight) =
+            B::linear_cross_entropy_with_gradients(inner_h, inner_weight, labels, z_loss);
+        enter::<B, C, _, 2>([&h, &weight], Known::<B> { dh, dweight }, loss)
+    }
+}

@@ -1,0 +1,88 @@
+//! Projection and cross-entropy on CUDA, a block of tokens at a time.
+use super::backend::{LossBackend, LossGradients};
+use super::reference;
+use crate::device::cuda::{Cuda, cast, tensors, unused, writable};
+use crate::device::paths::kernel_or;
+use burn::tensor::DType;
+use sieve_kernels::{CudaPrimitive as Float, GradientTarget, KernelError, LossFactors, fixed_sum};
+
+impl LossBackend for Cuda {
+    fn token_losses(h: Float, weight: Float, labels: Float) -> Float {
+        let [states, table, ids] = tensors([&h, &weight, &labels]);
+        let attempt = sieve_kernels::token_losses(&states, &table, &ids);
+        kernel_or("token_losses", attempt.map(Into::into), || {
+            reference::token_losses::<Self>(h, weight, labels)
+        })
+    }
+
+    fn linear_cross_entropy(h: Float, weight: Float, labels: Float, z_loss: f64) -> Float {
+        let attempt = summed(&h, &weight, &labels, z_loss);
+        kernel_or("linear_cross_entropy", attempt, || {
+            reference::linear_cross_entropy::<Self>(h, weight, labels, z_loss)
+        })
+    }
+}
+
+impl LossGradients for Cuda {
+    fn linear_cross_entropy_with_gradients(
+        h: Float,
+        weight: Float,
+        labels: Float,
+        z_loss: f64,
+    ) -> (Float, Float, Float) {
+        let attempt = with_gradients(&h, &weight, &labels, z_loss);
+        kernel_or("linear_cross_entropy_with_gradients", attempt, || {
+            reference::linear_cross_entropy_with_gradients::<Self>(h, weight, labels, z_loss)
+        })
+    }
+
+    fn scaled(x: Float, factor: Float) -> Float {
+        let (x, outcome) = scale(x, &factor);
+        match outcome {
+            Ok(()) => kernel_or("scaled", Ok(x), unused),
+            Err(error) => kernel_or("scaled", Err(error), || {
+                reference::scaled::<Self>(x, factor)
+            }),
+        }
+    }
+}
+
+/// The sum of all losses. Without a z-loss only: that term is the training pass's.
+fn summed(h: &Float, weight: &Float, labels: &Float, z_loss: f64) -> Result<Float, KernelError> {
+    if z_loss != 0.0 {
+        return Err(KernelError::Unsupported {
+            kernel: "linear_cross_entropy",
+            what: "z_loss without gradients",
+            got: z_loss.to_string(),
+            supported: "0".to_owned(),
+        });
+    }
+    let [h, weight, labels] = tensors([h, weight, labels]);
+    let losses = sieve_kernels::token_losses(&h, &weight, &labels)?;
+    fixed_sum(&losses).map(Into::into)
+}
+
+/// `(loss, dh, dweight)`, dweight in f32.
+fn with_gradients(
+    h: &Float,
+    weight: &Float,
+    labels: &Float,
+    z_loss: f64,
+) -> Result<(Float, Float, Float), KernelError> {
+    let [h, weight, labels] = tensors([h, weight, labels]);
+    let factors = LossFactors {
+        z_loss: z_loss as f32,
+        gradient_scale: 1.0,
+    };
+    let target = GradientTarget::New;
+    let all =
+        sieve_kernels::linear_cross_entropy_with_gradients(&h, &weight, &labels, factors, target)?;
+    Ok((all.loss.into(), all.dh.into(), all.dweight.into()))
+}
+
+/// `x` times the `[1]` `factor`, in place where nobody else holds x; x comes back after a refusal too.
+fn scale(x: Float, factor: &Float) -> (Float, Result<(), KernelError>) {
+    let x = writable(x);
+    let outcome = sieve_kernels::scale(&x, &cast(factor, DType::F32));
+    (x.into(), outcome)
+}

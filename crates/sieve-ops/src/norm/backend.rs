@@ -1,0 +1,36 @@
+//! RMSNorm as a backend computes it.
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+
+/// A call of [`crate::rms_norm`].
+#[derive(Clone, Debug)]
+pub struct RmsNormCall<B: Backend> {
+    /// `[.., d_model]`.
+    pub x: FloatTensor<B>,
+    /// `[d_model]`.
+    pub weight: FloatTensor<B>,
+    /// Added to the mean square.
+    pub epsilon: f64,
+}
+
+/// RMSNorm.
+pub trait NormBackend: Backend {
+    /// See [`crate::rms_norm`].
+    fn rms_norm(call: RmsNormCall<Self>) -> FloatTensor<Self>;
+}
+
+/// Its gradients, as a device computes them.
+pub trait NormGradients: NormBackend {
+    /// `(dx, dweight)` of [`crate::rms_norm`].
+    fn rms_norm_backward(
+        call: RmsNormCall<Self>,
+        dy: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+    /// `(dx, dweight, y)`: as [`rms_norm_backward`](Self::rms_norm_backward) with `d_residual`, the gradient that reaches x
+    /// beside the norm, added to dx, and the norm's output once more.
+    fn rms_norm_backward_with_output(
+        call: RmsNormCall<Self>,
+        dy: FloatTensor<Self>,
+        d_residual: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
+}

@@ -1,0 +1,47 @@
+//! RMSNorm on CUDA. The gradient of the weight is f32.
+use super::backend::{NormBackend, NormGradients, RmsNormCall};
+use super::reference;
+use crate::device::cuda::{Cuda, tensors};
+use crate::device::paths::kernel_or;
+use burn::tensor::ops::FloatTensorOps;
+use sieve_kernels::{CudaPrimitive as Float, GradientTarget};
+
+impl NormBackend for Cuda {
+    fn rms_norm(call: RmsNormCall<Self>) -> Float {
+        let [x, weight] = tensors([&call.x, &call.weight]);
+        let attempt = sieve_kernels::rms_norm_forward(&x, &weight, call.epsilon as f32);
+        kernel_or("rms_norm", attempt.map(Into::into), || {
+            reference::rms_norm(call)
+        })
+    }
+}
+
+impl NormGradients for Cuda {
+    fn rms_norm_backward(call: RmsNormCall<Self>, dy: Float) -> (Float, Float) {
+        let [x, weight, d] = tensors([&call.x, &call.weight, &dy]);
+        let (epsilon, target) = (call.epsilon as f32, GradientTarget::New);
+        let attempt = sieve_kernels::rms_norm_backward(&x, &weight, epsilon, &d, None, target);
+        let attempt = attempt.map(|(dx, dweight)| (dx.into(), dweight.into()));
+        kernel_or("rms_norm_backward", attempt, || {
+            reference::rms_norm_backward(call, dy)
+        })
+    }
+
+    fn rms_norm_backward_with_output(
+        call: RmsNormCall<Self>,
+        dy: Float,
+        d_residual: Float,
+    ) -> (Float, Float, Float) {
+        let [x, weight, d, residual] = tensors([&call.x, &call.weight, &dy, &d_residual]);
+        let (epsilon, target) = (call.epsilon as f32, GradientTarget::New);
+        let attempt = sieve_kernels::rms_norm_backward_with_output(
+            &x, &weight, epsilon, &d, &residual, target,
+        );
+        let attempt = attempt.map(|(dx, dweight, y)| (dx.into(), dweight.into(), y.into()));
+        kernel_or("rms_norm_backward", attempt, || {
+            let y = reference::rms_norm(call.clone());
+            let (dx, dweight) = reference::rms_norm_backward(call, dy);
+            (Self::float_add(dx, d_residual), dweight, y)
+        })
+    }
+}

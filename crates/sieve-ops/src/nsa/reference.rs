@@ -1,0 +1,12 @@
+//! NSA's ops with everything masked and nothing skipped; the choice of blocks on the host.
+mod attention;
+mod blocks;
+mod gates;
+mod host;
+
+pub use attention::{
+    nsa_compressed_attention, nsa_compressed_attention_backward, nsa_selected_attention,
+    nsa_selected_attention_backward,
+};
+pub use blocks::{nsa_blocks, nsa_blocks_backward, nsa_mean_pool, nsa_mean_pool_backward};
+pub use gates::{nsa_gates, nsa_gates_backward};

@@ -1,0 +1,231 @@
+//! The compressed and the selected branch.
+use super::host::{Host, ints};
+use crate::attention::masks::hidden_by_expiry;
+use crate::attention::reference::{
+    group_probabilities, masked_attention, masked_attention_backward,
+};
+use crate::dma::reference::{dma_attention, dma_attention_backward};
+use crate::nsa::backend::{NsaCall, NsaCompressed};
+use crate::tensors::{primitive, split_heads, tensor, upcast};
+use crate::{AttentionOutput, DmaSelection, DocumentBounds};
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor, TensorData};
+use sieve_cpu::NsaBlocks;
+use sieve_cpu::nsa::{choose_blocks, overlap_weight};
+
+/// Compressed keys and values at their blocks' last tokens, and the mask that shows only those.
+struct Placed<B: Backend> {
+    qkv: Tensor<B, 4>,
+    expire: Tensor<B, 3, Int>,
+    /// Slot of the block that ends at each token (0 where none), `[batch * seq_len]`.
+    slots: Tensor<B, 1, Int>,
+    /// Whether one ends there, `[batch * seq_len, 1]`.
+    used: Tensor<B, 2>,
+}
+
+fn place<B: Backend>(qkv: Tensor<B, 4>, compressed: Tensor<B, 3>, call: &NsaCall<B>) -> Placed<B> {
+    let (documents, spec, blocks) = (&call.documents, call.spec, call.blocks);
+    let [batch, n, _, d] = qkv.dims();
+    let (device, dtype) = (qkv.device(), qkv.dtype());
+    let kv_heads = spec.num_kv_heads;
+    let host = Host::new::<B>(documents);
+    let num_slots = blocks.num_slots(n);
+    let (mut slots, mut used) = (vec![0; batch * n], vec![0.0; batch * n]);
+    // A key whose expiry is its own position is never seen.
+    let mut expire: Vec<i32> = (0..batch * kv_heads).flat_map(|_| 0..n as i32).collect();
+    for (slot, &start) in host.slot_starts(blocks).iter().enumerate() {
+        if start >= 0 {
+            let row = slot / num_slots;
+            let last = start as usize + blocks.compress_block_size - 1;
+            slots[row * n + last] = slot as i32;
+            used[row * n + last] = 1.0;
+            for kv_head in 0..kv_heads {
+                expire[(row * kv_heads + kv_head) * n + last] = host.end[row * n + last];
+            }
+        }
+    }
+    let slots = ints::<B, 1>(slots, [batch * n], &device);
+    let used = TensorData::new(used, [batch * n, 1]).convert_dtype(dtype);
+    let used = Tensor::<B, 2>::from_data(used, (&device, dtype));
+    let [k, v] = [0, 1].map(|which| {
+        let x = compressed.clone().narrow(0, which, 1);
+        let x = x.reshape([batch * num_slots, kv_heads * d]);
+        (x.select(0, slots.clone()) * used.clone()).reshape([batch, n, kv_heads, d])
+    });
+    let [q, _, _] = split_heads(qkv, kv_heads);
+    Placed {
+        qkv: Tensor::cat(vec![q, k, v], 2),
+        expire: ints(expire, [batch, kv_heads, n], &device),
+        slots,
+        used,
+    }
+}
+
+fn no_bias<B: Backend>(expire: &Tensor<B, 3, Int>, dtype: DType) -> FloatTensor<B> {
+    primitive(Tensor::<B, 3>::zeros(
+        expire.dims(),
+        (&expire.device(), dtype),
+    ))
+}
+
+fn selection<B: Backend>(expire: &Tensor<B, 3, Int>) -> DmaSelection<B> {
+    DmaSelection {
+        expire: expire.clone().into_primitive(),
+        lists: Vec::new(),
+    }
+}
+
+/// See [`crate::nsa_compressed_attention`].
+pub fn nsa_compressed_attention<B: Backend>(
+    qkv: FloatTensor<B>,
+    compressed: FloatTensor<B>,
+    call: &NsaCall<B>,
+) -> NsaCompressed<B> {
+    let (documents, spec, blocks) = (&call.documents, call.spec, call.blocks);
+    let (qkv, dtype) = upcast::<B, 4>(qkv);
+    let (compressed, _) = upcast::<B, 3>(compressed);
+    let compute = qkv.dtype();
+    let placed = place::<B>(qkv, compressed, call);
+    let output = dma_attention::<B>(
+        primitive(placed.qkv.clone()),
+        no_bias(&placed.expire, compute),
+        documents,
+        &selection(&placed.expire),
+        spec,
+    );
+    let hidden = hidden_by_expiry::<B>(documents, placed.expire.into_primitive());
+    let p = group_probabilities::<B>(primitive(placed.qkv), hidden, spec, output.lse.clone());
+    let block_indices = select::<B>(p, documents, blocks);
+    let o = tensor::<B, 4>(output.o).cast(dtype);
+    NsaCompressed {
+        output: AttentionOutput {
+            o: primitive(o),
+            lse: output.lse,
+            o_rest: None,
+        },
+        block_indices,
+    }
+}
+
+/// Chooses blocks from the probabilities `[batch, num_kv_heads, seq_len, seq_len]` of keys at their blocks' last tokens.
+fn select<B: Backend>(
+    p: Tensor<B, 4>,
+    documents: &DocumentBounds<B>,
+    blocks: NsaBlocks,
+) -> IntTensor<B> {
+    let [batch, kv_heads, n, _] = p.dims();
+    let device = p.device();
+    let host = Host::new::<B>(documents);
+    let p: Vec<f64> = p.into_data().iter::<f64>().collect();
+    let k = blocks.num_selected_blocks;
+    let (l, s) = (blocks.compress_block_size, blocks.compress_stride);
+    let mut chosen = vec![0i32; batch * n * kv_heads * k];
+    for (at, chosen) in chosen.chunks_exact_mut(k).enumerate() {
+        let (token, kv_head) = (at / kv_heads, at % kv_heads);
+        let (row, i) = (token / n, token % n);
+        let start = host.start[token] as usize;
+        let own = (i - start) / blocks.select_block_size;
+        let p = &p[((row * kv_heads + kv_head) * n + i) * n..][..n];
+        let importance: Vec<f32> = (0..=own)
+            .map(|block| {
+                let of_key = |c: usize| {
+                    let key = start + c * s + l - 1;
+                    overlap_weight(blocks, c, block) as f64 * p[key]
+                };
+                let seen = (0..).take_while(|c| start + c * s + l - 1 <= i);
+                seen.map(of_key).sum::<f64>() as f32
+            })
+            .collect();
+        choose_blocks(&importance, own, chosen);
+    }
+    ints::<B, 4>(chosen, [batch, n, kv_heads, k], &device).into_primitive()
+}
+
+/// `[dqkv, dcompressed]` of [`nsa_compressed_attention`].
+pub fn nsa_compressed_attention_backward<B: Backend>(
+    qkv: FloatTensor<B>,
+    compressed: FloatTensor<B>,
+    call: &NsaCall<B>,
+    output: AttentionOutput<B>,
+    d_o: FloatTensor<B>,
+) -> [FloatTensor<B>; 2] {
+    let (documents, spec, blocks) = (&call.documents, call.spec, call.blocks);
+    let (qkv, dtype) = upcast::<B, 4>(qkv);
+    let (compressed, compressed_dtype) = upcast::<B, 3>(compressed);
+    let compute = qkv.dtype();
+    let [batch, n, _, d] = qkv.dims();
+    let kv_heads = spec.num_kv_heads;
+    let num_slots = blocks.num_slots(n);
+    let placed = place::<B>(qkv, compressed, call);
+    let (d_placed, _) = dma_attention_backward::<B>(
+        primitive(placed.qkv),
+        no_bias(&placed.expire, compute),
+        documents,
+        &selection(&placed.expire),
+        spec,
+        output,
+        d_o,
+    );
+    let [dq, dk, dv] = split_heads(tensor::<B, 4>(d_placed), kv_heads);
+    let d_compressed = [dk.clone(), dv.clone()].map(|dx| {
+        let zeros =
+            Tensor::<B, 2>::zeros([batch * num_slots, kv_heads * d], (&dx.device(), compute));
+        let dx = dx.reshape([batch * n, kv_heads * d]) * placed.used.clone();
+        zeros
+            .select_assign(0, placed.slots.clone(), dx, IndexingUpdateOp::Add)
+            .reshape([1, batch * num_slots * kv_heads, d])
+    });
+    let dqkv = Tensor::cat(vec![dq, dk.zeros_like(), dv.zeros_like()], 2);
+    [
+        primitive(dqkv.cast(dtype)),
+        primitive(Tensor::cat(d_compressed.into(), 0).cast(compressed_dtype)),
+    ]
+}
+
+/// True where a query does not attend to a key, `[batch, num_kv_heads, 1, seq_len, seq_len]`.
+fn hidden_by_blocks<B: Backend>(
+    block_indices: IntTensor<B>,
+    documents: &DocumentBounds<B>,
+    blocks: NsaBlocks,
+) -> Tensor<B, 5, Bool> {
+    let indices = Tensor::<B, 4, Int>::from_primitive(block_indices);
+    let [batch, n, kv_heads, k] = indices.dims();
+    let device = indices.device();
+    let indices: Vec<i64> = indices.into_data().iter::<i64>().collect();
+    let host = Host::new::<B>(documents);
+    let mut hidden = vec![true; batch * kv_heads * n * n];
+    for (at, chosen) in indices.chunks_exact(k).enumerate() {
+        let (token, kv_head) = (at / kv_heads, at % kv_heads);
+        let (row, i) = (token / n, token % n);
+        let start = host.start[token] as usize;
+        let hidden = &mut hidden[((row * kv_heads + kv_head) * n + i) * n..][..n];
+        for (j, hidden) in hidden.iter_mut().enumerate().take(i + 1).skip(start) {
+            let block = ((j - start) / blocks.select_block_size) as i64;
+            *hidden = !chosen.contains(&block);
+        }
+    }
+    Tensor::from_data(TensorData::new(hidden, [batch, kv_heads, 1, n, n]), &device)
+}
+
+/// See [`crate::nsa_selected_attention`].
+pub fn nsa_selected_attention<B: Backend>(
+    qkv: FloatTensor<B>,
+    block_indices: IntTensor<B>,
+    call: &NsaCall<B>,
+) -> AttentionOutput<B> {
+    let hidden = hidden_by_blocks::<B>(block_indices, &call.documents, call.blocks);
+    masked_attention::<B>(qkv, hidden, call.spec)
+}
+
+/// `dqkv` of [`nsa_selected_attention`].
+pub fn nsa_selected_attention_backward<B: Backend>(
+    qkv: FloatTensor<B>,
+    block_indices: IntTensor<B>,
+    call: &NsaCall<B>,
+    output: AttentionOutput<B>,
+    d_o: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let hidden = hidden_by_blocks::<B>(block_indices, &call.documents, call.blocks);
+    masked_attention_backward::<B>(qkv, hidden, call.spec, output, d_o)
+}

@@ -1,0 +1,149 @@
+//! AdamW and norms of gradients on CUDA.
+use super::backend::{AdamWStep, AdamWTensors, OptimizerBackend};
+use super::reference;
+use super::snapshot::Snapshot;
+use crate::device::cuda::{Cuda, cast, tensors, unused, writable};
+use crate::device::paths::kernel_or;
+use burn::tensor::ops::FloatTensorOps;
+use burn::tensor::{DType, FloatDType};
+use burn_cuda::CudaDevice;
+use sieve_kernels::{
+    AdamwTensors, AdamwUpdate, CudaPrimitive as Float, CudaTensor, FixedSum, HostCopy, KernelError,
+    Term,
+};
+
+impl OptimizerBackend for Cuda {
+    fn adamw_step(
+        tensors: AdamWTensors<Self>,
+        grad: Float,
+        grad_scale: Float,
+        step: AdamWStep,
+    ) -> AdamWTensors<Self> {
+        let (tensors, outcome) = adamw(tensors, &grad, &grad_scale, step);
+        match outcome {
+            Ok(()) => kernel_or("adamw", Ok(tensors), unused),
+            Err(error) => kernel_or("adamw", Err(error), || {
+                let AdamWTensors { param, leaf, .. } = &tensors;
+                let Some(leaf) = leaf.clone().filter(|_| param.dtype == DType::BF16) else {
+                    return reference::adamw_step::<Self>(tensors, grad, grad_scale, step);
+                };
+                let param = Self::join_master(leaf, param.clone());
+                let whole = AdamWTensors { param, ..tensors };
+                let next = reference::adamw_step::<Self>(whole, grad, grad_scale, step);
+                let (leaf, param) = Self::split_master(next.param);
+                AdamWTensors {
+                    param,
+                    leaf: Some(leaf),
+                    ..next
+                }
+            }),
+        }
+    }
+
+    fn split_master(master: Float) -> (Float, Float) {
+        let attempt = split(&master);
+        kernel_or("split_master", attempt, || {
+            (Self::float_cast(master.clone(), FloatDType::BF16), master)
+        })
+    }
+
+    fn join_master(leaf: Float, rest: Float) -> Float {
+        if rest.dtype != DType::BF16 {
+            // The kernel refused to split it: the rest is the master.
+            return rest;
+        }
+        let [leaf, rest] = tensors([&leaf, &rest]);
+        let joined = sieve_kernels::join_master(&leaf.contiguous(), &rest);
+        // No other way reads a rest.
+        joined.unwrap_or_else(|error| panic!("{error}")).into()
+    }
+
+    fn sum_of_squares(x: Float) -> Float {
+        let attempt = sieve_kernels::sum_of_squares(&CudaTensor::from(x.clone()));
+        kernel_or("sum_of_squares", attempt.map(Into::into), || {
+            reference::sum_of_squares::<Self>(x)
+        })
+    }
+
+    fn global_norm(tensors: Vec<Float>) -> Float {
+        let attempt = norm_of(&tensors);
+        kernel_or("global_norm", attempt, || {
+            reference::global_norm::<Self>(tensors)
+        })
+    }
+
+    fn snapshot(tensor: Float) -> Snapshot {
+        match HostCopy::new(&CudaTensor::from(tensor.clone())) {
+            Ok(copy) => Snapshot::of_cuda(copy),
+            // Slower, and right.
+            Err(_) => Snapshot::read_now::<Self>(tensor),
+        }
+    }
+
+    fn snapshot_room(device: &CudaDevice) -> u64 {
+        sieve_kernels::memory_bytes(device.index).map_or(0, |(free, _)| free)
+    }
+}
+
+/// One update, in place where nobody else holds a tensor. The tensors come back after a refusal too: a clone of them kept for that
+/// case would make every update copy.
+fn adamw(
+    tensors: AdamWTensors<Cuda>,
+    grad: &Float,
+    grad_scale: &Float,
+    step: AdamWStep,
+) -> (AdamWTensors<Cuda>, Result<(), KernelError>) {
+    let [param, exp_avg, exp_avg_sq] =
+        [tensors.param, tensors.exp_avg, tensors.exp_avg_sq].map(writable);
+    let leaf = tensors.leaf.map(writable);
+    let grad = cast(grad, DType::F32).contiguous();
+    let grad_scale = cast(grad_scale, DType::F32);
+    let outcome = sieve_kernels::adamw(
+        AdamwTensors {
+            param: &param,
+            exp_avg: &exp_avg,
+            exp_avg_sq: &exp_avg_sq,
+            grad: &grad,
+            grad_scale: &grad_scale,
+            leaf: leaf.as_ref(),
+        },
+        AdamwUpdate {
+            lr: step.lr,
+            beta1: step.beta1,
+            beta2: step.beta2,
+            eps: step.eps,
+            weight_decay: step.weight_decay,
+            bias_correction1: step.bias_correction1,
+            bias_correction2: step.bias_correction2,
+        },
+    );
+    let tensors = AdamWTensors {
+        param: param.into(),
+        leaf: leaf.map(Into::into),
+        exp_avg: exp_avg.into(),
+        exp_avg_sq: exp_avg_sq.into(),
+    };
+    (tensors, outcome)
+}
+
+/// `(leaf, rest)`.
+fn split(master: &Float) -> Result<(Float, Float), KernelError> {
+    let master = CudaTensor::from(master.clone()).contiguous();
+    let (leaf, rest) = sieve_kernels::split_master(&master)?;
+    Ok((leaf.into(), rest.into()))
+}
+
+/// The norm over all tensors, one launch each.
+fn norm_of(tensors: &[Float]) -> Result<Float, KernelError> {
+    let tensors: Vec<CudaTensor> = tensors
+        .iter()
+        .map(|tensor| CudaTensor::from(tensor.clone()))
+        .collect();
+    let sizes = tensors.iter().map(CudaTensor::num_elements);
+    let mut sum = FixedSum::new(&tensors[0], Term::Square, sizes);
+    for tensor in &tensors {
+        sum.add(tensor)?;
+    }
+    // The factor that clips comes for free and is not used: the trainer's own rule is the same on every backend.
+    Ok(sum.clip(1.0)?.norm.into())
+}

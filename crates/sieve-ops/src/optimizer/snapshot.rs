@@ -1,0 +1,67 @@
+//! Values of tensors as they are at one moment, read on another thread while ops go on.
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
+use sieve_kernels::{HostCopy, HostReader, KernelError};
+
+/// The values of a tensor when [`OptimizerBackend::snapshot`](crate::OptimizerBackend::snapshot) was called.
+///
+/// On a GPU it holds the tensor, and ops that would write in place write to a copy; the device must have run what was queued
+/// before the values are read.
+#[derive(Debug)]
+pub struct Snapshot(Source);
+
+#[derive(Debug)]
+enum Source {
+    Host(TensorData),
+    Cuda(Box<HostCopy>),
+}
+
+impl Snapshot {
+    /// Reads a tensor on the calling thread.
+    pub(crate) fn read_now<B: Backend>(tensor: FloatTensor<B>) -> Self {
+        let shape = tensor.shape();
+        let flat = B::float_reshape(tensor, Shape::new([shape.num_elements()]));
+        let mut data = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat)).into_data();
+        data.shape = shape;
+        Self::of_data(data)
+    }
+
+    /// Values that are on the host already.
+    pub fn of_data(data: TensorData) -> Self {
+        Self(Source::Host(data))
+    }
+
+    pub(crate) fn of_cuda(copy: HostCopy) -> Self {
+        Self(Source::Cuda(Box::new(copy)))
+    }
+}
+
+/// Reads snapshots on the thread that made it.
+#[derive(Debug, Default)]
+pub struct SnapshotReader {
+    cuda: Option<HostReader>,
+}
+
+impl SnapshotReader {
+    /// The values.
+    ///
+    /// # Errors
+    /// The GPU's driver reports one.
+    pub fn read(&mut self, snapshot: Snapshot) -> Result<TensorData, KernelError> {
+        let copy = match snapshot.0 {
+            Source::Host(data) => return Ok(data),
+            Source::Cuda(copy) => copy,
+        };
+        let reader = match &mut self.cuda {
+            Some(reader) => reader,
+            none => none.insert(HostReader::open(copy.device_index())?),
+        };
+        let bytes = reader.read(&copy)?;
+        Ok(TensorData::from_bytes_vec(
+            bytes,
+            copy.shape().to_vec(),
+            copy.dtype(),
+        ))
+    }
+}

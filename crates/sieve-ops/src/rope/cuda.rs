@@ -1,0 +1,96 @@
+//! Per-head norms with rotary positions on CUDA.
+use super::backend::{QkNormRopeCall, RopeBackend, RopeGradients};
+use super::reference;
+use crate::device::cuda::{Cuda, cast, tensors};
+use crate::device::paths::kernel_or;
+use burn::tensor::DType;
+use sieve_kernels::{CudaPrimitive as Float, CudaTensor, GradientTarget, KernelError, Reuse};
+
+impl RopeBackend for Cuda {
+    fn qk_norm_rope(qkv: Float, call: QkNormRopeCall<Self>) -> Float {
+        let attempt = Rotation::new(&call).forward(&qkv);
+        kernel_or("qk_norm_rope", attempt, || {
+            reference::qk_norm_rope(qkv, call)
+        })
+    }
+}
+
+impl RopeGradients for Cuda {
+    fn qk_norm_rope_backward(
+        qkv: Float,
+        call: QkNormRopeCall<Self>,
+        dy: Float,
+    ) -> (Float, Float, Float) {
+        let is_free = dy.can_mut();
+        let attempt = Rotation::new(&call).backward(&qkv, &dy, is_free);
+        kernel_or("qk_norm_rope_backward", attempt, || {
+            reference::qk_norm_rope_backward(qkv, call, dy)
+        })
+    }
+}
+
+/// The tensors of a q/k-norm call, as the kernels take them.
+struct Rotation {
+    q_weight: CudaTensor,
+    k_weight: CudaTensor,
+    positions: CudaTensor,
+    cos: CudaTensor,
+    sin: CudaTensor,
+    num_kv_heads: usize,
+    epsilon: f32,
+}
+
+impl Rotation {
+    fn new(call: &QkNormRopeCall<Cuda>) -> Self {
+        let [q_weight, k_weight] = tensors([&call.q_weight, &call.k_weight]);
+        Self {
+            q_weight,
+            k_weight,
+            positions: CudaTensor::from(call.positions.clone()),
+            cos: cast(&call.rope.cos, DType::F32),
+            sin: cast(&call.rope.sin, DType::F32),
+            num_kv_heads: call.num_kv_heads,
+            epsilon: call.epsilon as f32,
+        }
+    }
+
+    fn args(&self) -> sieve_kernels::QkNormRope<'_> {
+        sieve_kernels::QkNormRope {
+            q_weight: &self.q_weight,
+            k_weight: &self.k_weight,
+            positions: &self.positions,
+            cos: &self.cos,
+            sin: &self.sin,
+            num_kv_heads: self.num_kv_heads,
+            epsilon: self.epsilon,
+        }
+    }
+
+    fn forward(&self, qkv: &Float) -> Result<Float, KernelError> {
+        let qkv = CudaTensor::from(qkv.clone());
+        sieve_kernels::qk_norm_rope_forward(&qkv, &self.args(), Reuse::Copy).map(Into::into)
+    }
+
+    /// `(dqkv, dq_weight, dk_weight)`, the weights' in f32; dqkv lies in `dy` where nobody else holds it.
+    fn backward(
+        &self,
+        qkv: &Float,
+        dy: &Float,
+        is_free: bool,
+    ) -> Result<(Float, Float, Float), KernelError> {
+        let [qkv, dy] = tensors([qkv, dy]);
+        let reuse = if is_free && dy.is_contiguous() {
+            Reuse::InPlace
+        } else {
+            Reuse::Copy
+        };
+        let targets = [GradientTarget::New; 2];
+        let gradients =
+            sieve_kernels::qk_norm_rope_backward(&qkv, &self.args(), &dy, reuse, targets)?;
+        Ok((
+            gradients.dqkv.into(),
+            gradients.dq_weight.into(),
+            gradients.dk_weight.into(),
+        ))
+    }
+}

@@ -1,0 +1,94 @@
+use super::{QkNorm, QkNormRopeCall, RotaryEmbedding, qk_norm_rope};
+use crate::reference;
+use crate::testing::{
+    Ad, Float, Input, Random, check_finite_differences, check_parity, check_views, documents,
+    float, ints, primitive,
+};
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::{DType, Int, Tensor, TensorMetadata};
+
+const EPSILON: f64 = 1e-6;
+const THETA: f64 = 100.0;
+
+/// The tables in the dtype of the op's input.
+fn rope(qkv: &Float, max_positions: usize) -> RotaryEmbedding<Ad> {
+    let head_dim = qkv.shape()[3];
+    let device = Default::default();
+    RotaryEmbedding::with_dtype(head_dim, max_positions, THETA, &device, qkv.dtype())
+}
+
+fn run(inputs: &[Float], positions: Tensor<Ad, 2, Int>, num_kv_heads: usize) -> Float {
+    let rope = rope(&inputs[0], 64);
+    let norm = QkNorm {
+        q_weight: float(&inputs[1]),
+        k_weight: float(&inputs[2]),
+        epsilon: EPSILON,
+    };
+    let y = qk_norm_rope(float(&inputs[0]), norm, positions, &rope, num_kv_heads);
+    primitive(y)
+}
+
+fn reference_run(inputs: &[Float], positions: Tensor<Ad, 2, Int>, num_kv_heads: usize) -> Float {
+    let call = QkNormRopeCall {
+        q_weight: inputs[1].clone(),
+        k_weight: inputs[2].clone(),
+        positions: positions.into_primitive(),
+        rope: rope(&inputs[0], 64).tables(),
+        num_kv_heads,
+        epsilon: EPSILON,
+    };
+    reference::qk_norm_rope::<Ad>(inputs[0].clone(), call)
+}
+
+fn inputs(dims: [usize; 4]) -> [Input; 3] {
+    let mut random = Random(1);
+    [
+        random.input(&dims),
+        random.input(&[dims[3]]).affine(0.5, 1.0),
+        random.input(&[dims[3]]).affine(0.5, 1.0),
+    ]
+}
+
+#[test]
+fn equals_the_reference_for_groups_and_documents() {
+    for (batch, seq_len, num_kv_heads, group_size, head_dim) in
+        [(2, 63, 3, 1, 16), (2, 63, 3, 2, 6), (1, 1, 3, 4, 10)]
+    {
+        let heads = (group_size + 2) * num_kv_heads;
+        let inputs = inputs([batch, seq_len, heads, head_dim]);
+        let positions = documents::<Ad>(&[20, 1, 30], [batch, seq_len]).positions;
+        let what = format!("qk_norm_rope, group {group_size}");
+        let op = |inputs: &[Float]| run(inputs, positions.clone(), num_kv_heads);
+        let reference = |inputs: &[Float]| reference_run(inputs, positions.clone(), num_kv_heads);
+        check_parity(&what, &inputs, &op, &reference);
+        check_views(&what, &inputs, &op);
+    }
+}
+
+#[test]
+fn positions_may_start_anywhere_and_be_a_view() {
+    let inputs = inputs([2, 5, 6, 8]);
+    let shifted = documents::<Ad>(&[3], [2, 5]).positions.add_scalar(40);
+    let columns = shifted.clone().swap_dims(0, 1).into_data();
+    let viewed = ints(columns.to_vec().expect("i32"), [5, 2]).swap_dims(0, 1);
+    let op = |inputs: &[Float]| run(inputs, viewed.clone(), 2);
+    let reference = |inputs: &[Float]| reference_run(inputs, shifted.clone(), 2);
+    check_parity("qk_norm_rope, shifted", &inputs, &op, &reference);
+}
+
+#[test]
+fn gradients_are_those_of_the_function() {
+    let positions = documents::<Ad>(&[2], [2, 5]).positions;
+    let op = |inputs: &[Float]| run(inputs, positions.clone(), 2);
+    check_finite_differences("qk_norm_rope", &inputs([2, 5, 6, 4]), &op);
+}
+
+#[test]
+fn values_pass_through() {
+    let inputs = inputs([1, 4, 5, 6]);
+    let positions = documents::<Ad>(&[], [1, 4]).positions;
+    let leaves = inputs.map(|input| Ad::from_inner(input.tensor(DType::F32)));
+    let y: Tensor<Ad, 4> = float(&run(&leaves, positions, 2));
+    let v = |x: Tensor<Ad, 4>| x.narrow(2, 3, 2).into_data();
+    v(y).assert_eq(&v(float(&leaves[0])), true);
+}

@@ -1,0 +1,65 @@
+//! Primitives as tensors of known rank, and the dtype that references compute in.
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{DType, Tensor, TensorMetadata, TensorPrimitive};
+
+/// A primitive as a tensor of known rank.
+pub(crate) fn tensor<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(primitive))
+}
+
+/// Back to a primitive.
+pub(crate) fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> FloatTensor<B> {
+    tensor.into_primitive().tensor()
+}
+
+/// The dtype a reference computes in: f64 stays, everything else becomes f32.
+pub(crate) fn compute_dtype(dtype: DType) -> DType {
+    if dtype == DType::F64 {
+        DType::F64
+    } else {
+        DType::F32
+    }
+}
+
+/// A primitive in its compute dtype; its own dtype beside it.
+pub(crate) fn upcast<B: Backend, const D: usize>(
+    primitive: FloatTensor<B>,
+) -> (Tensor<B, D>, DType) {
+    let dtype = primitive.dtype();
+    (tensor::<B, D>(primitive).cast(compute_dtype(dtype)), dtype)
+}
+
+/// All leading dimensions folded into one: `[rows, last]`, with the full shape beside it.
+pub(crate) fn rows<B: Backend>(primitive: FloatTensor<B>) -> (Tensor<B, 2>, DType, Vec<usize>) {
+    let shape = primitive.shape().to_vec();
+    let dtype = primitive.dtype();
+    let last = shape[shape.len() - 1];
+    let count = shape.iter().product::<usize>() / last.max(1);
+    let flat = B::float_reshape(primitive, [count, last].into());
+    (
+        tensor::<B, 2>(flat).cast(compute_dtype(dtype)),
+        dtype,
+        shape,
+    )
+}
+
+/// The inverse of [`rows`], in `dtype` and with `shape`.
+pub(crate) fn unrows<B: Backend>(
+    flat: Tensor<B, 2>,
+    dtype: DType,
+    shape: Vec<usize>,
+) -> FloatTensor<B> {
+    B::float_reshape(primitive(flat.cast(dtype)), shape.into())
+}
+
+/// `[q, k, v]` of a packed tensor.
+pub(crate) fn split_heads<B: Backend>(qkv: Tensor<B, 4>, num_kv_heads: usize) -> [Tensor<B, 4>; 3] {
+    let [_, _, heads, _] = qkv.dims();
+    let num_heads = heads - 2 * num_kv_heads;
+    [
+        qkv.clone().narrow(2, 0, num_heads),
+        qkv.clone().narrow(2, num_heads, num_kv_heads),
+        qkv.narrow(2, num_heads + num_kv_heads, num_kv_heads),
+    ]
+}
