@@ -13,6 +13,7 @@ mod cli_bad_input;
 mod data_commands;
 mod data_safetensors;
 mod kernels_cli;
+mod memory_limits;
 mod needle_cli;
 mod patterns_cli;
 mod plan_recipes;

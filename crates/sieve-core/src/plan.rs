@@ -9,7 +9,10 @@ mod ops;
 mod time;
 
 pub use cache::{CachePlan, cache_plan};
-pub use memory::{FittingSetting, MemoryPlan, activation_bytes_per_token, memory_plan};
+pub use memory::{
+    FittingSetting, InferenceSize, MemoryPlan, MemoryVerdict, activation_bytes_per_token,
+    import_memory, inference_memory, memory_plan,
+};
 pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, op_plans};
 
 use serde::Serialize;
@@ -28,7 +31,7 @@ pub enum Target {
     Cpu {
         /// FLOP/s of f32 matrix products; `None` leaves the time out.
         flops_per_second: Option<f64>,
-        /// Memory of the machine, in bytes; 0 where unknown.
+        /// Memory of the machine that is free, in bytes; 0 where unknown.
         memory_bytes: u64,
     },
     /// One GPU, in bf16 over f32 masters.
@@ -44,7 +47,7 @@ impl Target {
         }
     }
 
-    /// Memory there is, in bytes; 0 where unknown.
+    /// Memory that is free, in bytes; 0 where unknown.
     pub fn memory_bytes(&self) -> u64 {
         match self {
             Self::Cpu { memory_bytes, .. } => *memory_bytes,

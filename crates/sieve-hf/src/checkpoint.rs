@@ -187,8 +187,24 @@ impl Checkpoint {
     /// # Errors
     /// Nothing there, a damaged or truncated file, a layout of another version.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
+        let (folder, previous) = Self::find(path)?;
+        Self::open_verified(&folder, previous)
+    }
+
+    /// As [`open`](Self::open), without a look at the files beside `state.json`: what the model's sizes are told by, before
+    /// any of its tensors is in memory.
+    ///
+    /// # Errors
+    /// Nothing there, a damaged state, a layout of another version.
+    pub fn peek(path: &Path) -> Result<Self, CheckpointError> {
+        let (folder, previous) = Self::find(path)?;
+        Self::read_state(&folder, &previous)
+    }
+
+    /// The folder `step-N` that `path` names, and the one before it.
+    fn find(path: &Path) -> Result<(PathBuf, Option<PathBuf>), CheckpointError> {
         if path.join(STATE).is_file() {
-            return Self::open_verified(path, None);
+            return Ok((path.to_owned(), previous_of(path)));
         }
         let nested = path.join("checkpoint");
         let folder = if nested.is_dir() {
@@ -203,11 +219,30 @@ impl Checkpoint {
             });
         };
         let previous = all.len().checked_sub(2).map(|n| all[n].1.clone());
-        Self::open_verified(latest, previous)
+        Ok((latest.clone(), previous.or_else(|| previous_of(latest))))
     }
 
     fn open_verified(path: &Path, previous: Option<PathBuf>) -> Result<Self, CheckpointError> {
-        let previous = previous.or_else(|| previous_of(path));
+        let checkpoint = Self::read_state(path, &previous)?;
+        let damaged = |path: PathBuf, problem: String| CheckpointError::Damaged {
+            path,
+            problem,
+            previous: previous.clone(),
+        };
+        for (name, expected) in &checkpoint.state.checksums {
+            let file = path.join(name);
+            let bytes = fs::read(&file)
+                .map_err(|error| damaged(file.clone(), format!("it cannot be read ({error})")))?;
+            let found = format!("{:016x}", xxh3_64(&bytes));
+            if found != *expected {
+                let problem = format!("its checksum is {found}, {STATE} says {expected}");
+                return Err(damaged(file, problem));
+            }
+        }
+        Ok(checkpoint)
+    }
+
+    fn read_state(path: &Path, previous: &Option<PathBuf>) -> Result<Self, CheckpointError> {
         let file = path.join(STATE);
         let damaged = |path: PathBuf, problem: String| CheckpointError::Damaged {
             path,
@@ -236,16 +271,6 @@ impl Checkpoint {
         {
             let problem = "its values are not the ones it was written with".to_owned();
             return Err(damaged(file, problem));
-        }
-        for (name, expected) in &state.checksums {
-            let file = path.join(name);
-            let bytes = fs::read(&file)
-                .map_err(|error| damaged(file.clone(), format!("it cannot be read ({error})")))?;
-            let found = format!("{:016x}", xxh3_64(&bytes));
-            if found != *expected {
-                let problem = format!("its checksum is {found}, {STATE} says {expected}");
-                return Err(damaged(file, problem));
-            }
         }
         Ok(Self {
             path: path.to_owned(),

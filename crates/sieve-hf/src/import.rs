@@ -14,8 +14,8 @@ use crate::{
 use burn::tensor::TensorData;
 use burn::tensor::backend::Backend;
 use config::HfConfig;
-use sieve_core::Recipe;
 use sieve_core::recipe::AttentionKind;
+use sieve_core::{ModelShape, Recipe, RecipeError};
 use sieve_nn::Qwen3;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
@@ -70,28 +70,15 @@ pub fn import<B: Backend>(
     let tokenizer_json = fs::read_to_string(&tokenizer_path)
         .map_err(CheckpointError::io("reading", &tokenizer_path))?;
     let config = HfConfig::read(&from.join("config.json"))?;
-    let recipe_error = |source| CheckpointError::BadRecipe {
-        path: from.join("config.json"),
-        source: Box::new(source),
-    };
-    let load = |text: &str, overrides: &[String]| {
-        let recipe = Recipe::load(text, "the imported model", overrides).map_err(recipe_error)?;
-        let shape = recipe
-            .model_shape(config.vocab_size)
-            .map_err(recipe_error)?;
-        Ok::<_, CheckpointError>((recipe, shape))
-    };
     // Doge always has residual scales; whether they say something is known when they are read.
     let is_doge = config.architecture == Architecture::Doge;
     let may_scale = is_doge || config.residual_scale;
-    let (_, source_shape) = load(&config.recipe_toml(may_scale), &[])?;
+    let (_, source_shape) = recipe_and_shape(from, &config, may_scale, &[])?;
     let mut read = read_tensors(from, &tensors_of(&source_shape, config.architecture))?;
     let has_scales = config.residual_scale || (is_doge && !read.drop_unit_scales());
 
-    let kind = attention.map(|kind| format!("attention.kind={}", kind.name()));
-    let all = kind.into_iter().chain(overrides.iter().cloned());
-    let all = all.collect::<Vec<_>>();
-    let (recipe, shape) = load(&config.recipe_toml(has_scales), &all)?;
+    let settings = settings(attention, overrides);
+    let (recipe, shape) = recipe_and_shape(from, &config, has_scales, &settings)?;
     let model = Qwen3::<B>::new(&shape, recipe.training.seed, device);
     let mut added = Vec::new();
     let mut weights = named_parameters(&model);
@@ -137,7 +124,7 @@ pub fn import<B: Backend>(
     let files = CheckpointFiles {
         model: weights,
         optimizer: Vec::new(),
-        recipe_toml: recipe.to_toml().map_err(recipe_error)?,
+        recipe_toml: recipe.to_toml().map_err(bad_recipe(from))?,
         tokenizer_json,
     };
     fs::create_dir_all(out).map_err(CheckpointError::io("creating", out))?;
@@ -148,6 +135,48 @@ pub fn import<B: Backend>(
         added,
         ignored: read.ignored,
     })
+}
+
+/// The sizes of the model that [`import`] would make, by its configuration alone.
+///
+/// # Errors
+/// A configuration that cannot be read or that no recipe expresses.
+pub fn imported_shape(
+    from: &Path,
+    attention: Option<AttentionKind>,
+    overrides: &[String],
+) -> Result<ModelShape, CheckpointError> {
+    let config = HfConfig::read(&from.join("config.json"))?;
+    let settings = settings(attention, overrides);
+    let (_, shape) = recipe_and_shape(from, &config, config.residual_scale, &settings)?;
+    Ok(shape)
+}
+
+/// What the user changes in the model's recipe.
+fn settings(attention: Option<AttentionKind>, overrides: &[String]) -> Vec<String> {
+    let kind = attention.map(|kind| format!("attention.kind={}", kind.name()));
+    kind.into_iter().chain(overrides.iter().cloned()).collect()
+}
+
+fn recipe_and_shape(
+    from: &Path,
+    config: &HfConfig,
+    residual_scale: bool,
+    settings: &[String],
+) -> Result<(Recipe, ModelShape), CheckpointError> {
+    let text = config.recipe_toml(residual_scale);
+    let recipe = Recipe::load(&text, "the imported model", settings).map_err(bad_recipe(from))?;
+    let shape = recipe
+        .model_shape(config.vocab_size)
+        .map_err(bad_recipe(from))?;
+    Ok((recipe, shape))
+}
+
+fn bad_recipe(from: &Path) -> impl Fn(RecipeError) -> CheckpointError {
+    |source| CheckpointError::BadRecipe {
+        path: from.join("config.json"),
+        source: Box::new(source),
+    }
 }
 
 /// What a folder holds, under the names of this project, in f32.

@@ -1,5 +1,5 @@
 //! What a run computes on.
-use crate::memory::{process_memory, process_peak};
+use crate::memory::{process_available, process_memory, process_peak};
 use burn::tensor::backend::Backend;
 use serde::Serialize;
 
@@ -64,6 +64,17 @@ impl MemoryProbe {
         match self {
             Self::Process => process_memory(),
             Self::Device(device) => (device.now)(device.index),
+        }
+    }
+
+    /// The most bytes that a run could come to hold beside everything else there is; zero where unknown.
+    pub fn available(self) -> u64 {
+        match self {
+            Self::Process => process_available(),
+            Self::Device(device) => {
+                let (in_use, total) = (device.now)(device.index);
+                total.saturating_sub(in_use)
+            }
         }
     }
 

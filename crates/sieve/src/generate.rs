@@ -1,11 +1,13 @@
 //! `sieve generate`: text as it comes.
 use crate::device::{Device, DeviceChoice};
+use crate::out_of_memory::MemoryArgs;
 use crate::{loaded, selector, terminal};
 use anyhow::Result;
 use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
+use sieve_core::plan::InferenceSize;
 use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_ops::{Cuda, SieveBackend};
 use sieve_select::Selector;
@@ -13,6 +15,9 @@ use std::path::PathBuf;
 
 /// New tokens when nothing is said and the context has room for them.
 const DEFAULT_NEW_TOKENS: usize = 128;
+
+/// Bytes of text that a token stands for, about: enough to tell the memory of a prompt before there is a tokenizer.
+const BYTES_A_TOKEN: usize = 4;
 
 /// Arguments of `sieve generate`.
 #[derive(Args, Debug)]
@@ -42,11 +47,23 @@ pub(crate) struct GenerateArgs {
     /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
+    #[command(flatten)]
+    memory: MemoryArgs,
 }
 
 /// Runs the command.
 pub(crate) fn run(args: GenerateArgs) -> Result<()> {
-    match loaded::device(args.device, &args.checkpoint)? {
+    let device = loaded::device(args.device, &args.checkpoint)?;
+    (args.memory).check_inference(&args.checkpoint, &device, |_, _| {
+        let prompt = args.prompt.len() / BYTES_A_TOKEN + 1;
+        let new = args.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS);
+        InferenceSize {
+            rows: 1,
+            seq_len: prompt,
+            cached_tokens: prompt.saturating_add(new),
+        }
+    })?;
+    match device {
         Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
         Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
     }

@@ -1,4 +1,5 @@
 //! `sieve import`.
+use crate::out_of_memory::MemoryArgs;
 use crate::terminal;
 use anyhow::{Context, Result, bail};
 use burn_flex::{Flex, FlexDevice};
@@ -22,6 +23,8 @@ pub(crate) struct ImportArgs {
     /// Set a key of the checkpoint's recipe, for example attention.keep_window_size=1024; may be repeated
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
+    #[command(flatten)]
+    memory: MemoryArgs,
 }
 
 /// Runs the command.
@@ -30,6 +33,10 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     let tokenizer = args.from.join("tokenizer.json");
     Tokenizer::from_file(&tokenizer)
         .with_context(|| format!("{} has no usable tokenizer", args.from.display()))?;
+    // A configuration that cannot be read is told below.
+    if let Ok(shape) = sieve_hf::imported_shape(&args.from, kind, &args.overrides) {
+        args.memory.check_import(&shape)?;
+    }
     let report =
         sieve_hf::import::<Flex>(&args.from, &args.out, kind, &args.overrides, &FlexDevice)?;
     terminal::line(&format!(

@@ -10,7 +10,7 @@ use std::path::Path;
 /// Where the model of a checkpoint computes.
 pub(crate) fn device(choice: DeviceChoice, checkpoint: &Path) -> Result<Device> {
     choice.resolve_for(|| {
-        let (_, shape) = Checkpoint::open(checkpoint)?.recipe_and_shape()?;
+        let (_, shape) = Checkpoint::peek(checkpoint)?.recipe_and_shape()?;
         Ok(shape)
     })
 }

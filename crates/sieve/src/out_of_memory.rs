@@ -1,81 +1,175 @@
-//! A GPU whose memory is full: told before a run where it can be known, and in plain words where CubeCL panics.
+//! Memory that is too small: told before a command begins, by the plan; and in plain words where CubeCL panics all the same.
+use crate::device::Device;
 use crate::terminal::{bytes, gib};
 use anyhow::{Result, bail};
-use sieve_core::Recipe;
+use clap::Args;
 use sieve_core::model::gpu::Gpu;
-use sieve_core::plan::{MemoryPlan, Target, plan};
-use sieve_kernels::DeviceReport;
+use sieve_core::plan::{
+    InferenceSize, MemoryPlan, MemoryVerdict, Target, import_memory, inference_memory, plan,
+};
+use sieve_core::{ModelShape, Recipe};
+use sieve_hf::Checkpoint;
+use sieve_train::MemoryProbe;
+use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-/// What to say about memory when it is full.
+/// What to say about memory when a GPU's is full.
 static ADVICE: Mutex<Option<String>> = Mutex::new(None);
 
-/// A plan is right to a tenth: a run is refused only where it is larger than memory by more.
-const TOLERANCE: f64 = 0.9;
+/// Parts of a need that a message names, the largest first.
+const PARTS_TOLD: usize = 4;
 
-/// Refuses a run that cannot fit on `gpu`, and keeps what to say should memory be full all the same.
-///
-/// # Errors
-/// The part that does not fit, and settings with which the run would.
-pub(crate) fn check(recipe: &Recipe, vocab_size: usize, gpu: &DeviceReport) -> Result<()> {
-    let (used, total) = crate::device::cuda_memory(gpu.index);
-    // Only memory is asked for: the rates of an unlisted GPU do not matter.
-    let listed = sieve_core::model::gpu::find(&gpu.name);
-    let target = Target::Gpu(Gpu {
-        name: gpu.name.clone(),
-        bf16_flops: listed.as_ref().map_or(1e14, |gpu| gpu.bf16_flops),
-        memory_bytes: total,
-        memory_bytes_per_second: listed.map_or(1e12, |gpu| gpu.memory_bytes_per_second),
-    });
-    let memory = plan(recipe, vocab_size, &target)?.memory;
-    let free = total.saturating_sub(used);
-    let advice = advice(&memory, free);
-    if total > 0 && memory.total_bytes as f64 * TOLERANCE > free as f64 {
-        let others = if used > total / 20 {
-            format!(" ({} are in use already)", gib(used))
-        } else {
-            String::new()
-        };
-        bail!(
-            "this run does not fit on cuda:{}: it needs about {}, {} of {} are free{others}\n{advice}",
-            gpu.index,
-            gib(memory.total_bytes),
-            gib(free),
-            gib(total)
-        );
-    }
-    *ADVICE.lock().unwrap_or_else(PoisonError::into_inner) = Some(advice);
-    Ok(())
+/// How a command treats memory that is too small.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct MemoryArgs {
+    /// Start even where the plan says that the memory which is free is too small
+    #[arg(long)]
+    ignore_memory: bool,
 }
 
-/// The parts, the one that does not fit, and what to change.
-fn advice(memory: &MemoryPlan, free: u64) -> String {
-    let parts = memory.parts();
-    let parts = parts
-        .iter()
-        .map(|(name, bytes)| format!("{name} {}", gib(*bytes)));
-    let parts = parts.collect::<Vec<_>>().join(", ");
-    let mut text = format!(
-        "  by the plan: {parts}; fullest in {}\n  what does not fit: {}",
-        memory.moment,
-        memory.part_that_exceeds(free)
-    );
-    let settings = memory.would_fit.iter();
-    let settings = settings.map(|fitting| {
+impl MemoryArgs {
+    /// Refuses a run of `recipe` that does not fit on `device`. Where it may not fit, returns what to warn of.
+    ///
+    /// # Errors
+    /// Need, what is free, the largest parts, and settings with which the run would fit; a recipe that does not fit its
+    /// vocabulary.
+    pub(crate) fn check_training(
+        self,
+        recipe: &Recipe,
+        vocab_size: usize,
+        device: &Device,
+    ) -> Result<Option<String>> {
+        let memory = plan(recipe, vocab_size, &target(device, None))?.memory;
+        if matches!(device, Device::Cuda(_)) {
+            let advice = format!("{}\n{}", parts(&memory), way_out(&memory));
+            *ADVICE.lock().unwrap_or_else(PoisonError::into_inner) = Some(advice);
+        }
+        self.decide("this run", &memory)
+    }
+
+    /// Refuses to load the model of `checkpoint` for work of a size that does not fit on `device`; warns where it may not.
+    ///
+    /// # Errors
+    /// As [`check_training`](Self::check_training). A checkpoint that cannot be read is left to its reader.
+    pub(crate) fn check_inference(
+        self,
+        checkpoint: &Path,
+        device: &Device,
+        size: impl FnOnce(&Recipe, &ModelShape) -> InferenceSize,
+    ) -> Result<()> {
+        let Ok((recipe, shape)) = Checkpoint::peek(checkpoint).and_then(|it| it.recipe_and_shape())
+        else {
+            return Ok(());
+        };
+        let mut size = size(&recipe, &shape);
+        // Longer rows are refused by the command itself.
+        for tokens in [&mut size.seq_len, &mut size.cached_tokens] {
+            *tokens = (*tokens).min(shape.max_seq_len);
+        }
+        self.warn(&inference_memory(&shape, size, &target(device, None)))
+    }
+
+    /// Refuses to bring a model of `shape` in where the machine's memory is too small for it; warns where it may be.
+    ///
+    /// # Errors
+    /// As [`check_training`](Self::check_training).
+    pub(crate) fn check_import(self, shape: &ModelShape) -> Result<()> {
+        self.warn(&import_memory(shape, &target(&Device::Cpu, None)))
+    }
+
+    fn warn(self, memory: &MemoryPlan) -> Result<()> {
+        if let Some(warning) = self.decide("this model", memory)? {
+            crate::terminal::note(&warning);
+        }
+        Ok(())
+    }
+
+    fn decide(self, what: &str, memory: &MemoryPlan) -> Result<Option<String>> {
+        let text = || {
+            format!(
+                "{what} {}: it needs {}\n{}\n{}",
+                memory.verdict.words(),
+                need(memory),
+                parts(memory),
+                way_out(memory)
+            )
+        };
+        match memory.verdict {
+            MemoryVerdict::Fits | MemoryVerdict::Unknown => Ok(None),
+            MemoryVerdict::DoesNotFit if !self.ignore_memory => {
+                bail!("{}\n  --ignore-memory starts it all the same", text())
+            }
+            MemoryVerdict::MayNotFit | MemoryVerdict::DoesNotFit => {
+                Ok(Some(format!("warning: {}", text())))
+            }
+        }
+    }
+}
+
+/// A device as the plan takes it, with the memory that is free there now.
+pub(crate) fn target(device: &Device, cpu_flops: Option<f64>) -> Target {
+    match device {
+        Device::Cpu => Target::Cpu {
+            flops_per_second: cpu_flops,
+            memory_bytes: MemoryProbe::Process.available(),
+        },
+        Device::Cuda(gpu) => {
+            let (in_use, total) = crate::device::cuda_memory(gpu.index);
+            // Only memory is asked for: the rates of an unlisted GPU do not matter.
+            let listed = sieve_core::model::gpu::find(&gpu.name);
+            Target::Gpu(Gpu {
+                name: gpu.name.clone(),
+                bf16_flops: listed.as_ref().map_or(1e14, |gpu| gpu.bf16_flops),
+                memory_bytes: total.saturating_sub(in_use),
+                memory_bytes_per_second: listed.map_or(1e12, |gpu| gpu.memory_bytes_per_second),
+            })
+        }
+    }
+}
+
+/// `12.34 GiB of 23.00 GiB available`.
+pub(crate) fn need(memory: &MemoryPlan) -> String {
+    let needed = gib(memory.total_bytes);
+    match memory.available_bytes {
+        0 => needed,
+        available => format!("{needed} of {} available", gib(available)),
+    }
+}
+
+/// What to say where no setting that is looked through makes a run fit.
+pub(crate) const NOTHING_FITS: &str = "no local_batch_size and no activation_checkpoint.mode makes it fit: the weights and \
+     the optimizer's state are too large";
+
+/// The largest parts of the fullest moment.
+fn parts(memory: &MemoryPlan) -> String {
+    let mut parts = memory.parts();
+    parts.retain(|(_, bytes)| *bytes >= memory.total_bytes / 100);
+    parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+    let largest = parts.iter().take(PARTS_TOLD);
+    let largest = largest.map(|(name, bytes)| format!("{name} {}", gib(*bytes)));
+    let largest = largest.collect::<Vec<_>>().join(", ");
+    format!("  fullest in {}: {largest}", memory.moment)
+}
+
+/// What to change.
+fn way_out(memory: &MemoryPlan) -> String {
+    let settings = memory.would_fit.iter().map(|fitting| {
         let (setting, total) = (&fitting.setting, gib(fitting.total_bytes));
         format!("{setting} ({total})")
     });
     let settings = settings.collect::<Vec<_>>();
-    text.push_str("\n  hint: ");
-    if settings.is_empty() {
-        text.push_str(
-            "lower training.local_batch_size, or set activation_checkpoint.mode=full; sieve plan says what is needed then",
-        );
-    } else {
-        text.push_str("it would fit with ");
-        text.push_str(&settings.join(", or with "));
-    }
-    text
+    let hint = match (settings.is_empty(), memory.moment_bytes > 0) {
+        (false, _) => format!("it would fit with {}", settings.join(", or with ")),
+        (true, true) if memory.verdict.needs_advice() => {
+            format!("{NOTHING_FITS}; make the model smaller, or use a machine with more memory")
+        }
+        (true, true) => {
+            "lower training.local_batch_size, or set activation_checkpoint.mode=full; sieve plan says what is needed then"
+                .to_owned()
+        }
+        (true, false) => "free memory, or use a machine with more of it".to_owned(),
+    };
+    format!("  hint: {hint}")
 }
 
 /// What to print instead of a panic's own text, where the panic says that GPU memory is full.
@@ -103,42 +197,63 @@ pub(crate) fn message(panic: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn recipe(overrides: &[&str]) -> Recipe {
+    const REFUSE: MemoryArgs = MemoryArgs {
+        ignore_memory: false,
+    };
+
+    fn memory(gigabytes: f64, overrides: &[&str]) -> MemoryPlan {
         let text = include_str!("../../../recipes/dma_80m.toml");
         let overrides: Vec<String> = overrides.iter().map(|&set| set.to_owned()).collect();
-        Recipe::load(text, "a recipe", &overrides).expect("a shipped recipe")
-    }
-
-    fn memory(gigabytes: u64, overrides: &[&str]) -> MemoryPlan {
+        let recipe = Recipe::load(text, "a recipe", &overrides).expect("a shipped recipe");
         let target = Target::Gpu(Gpu {
             name: "H100".to_owned(),
             bf16_flops: 1e15,
-            memory_bytes: gigabytes * 1_000_000_000,
+            memory_bytes: (gigabytes * 1e9) as u64,
             memory_bytes_per_second: 3.35e12,
         });
-        plan(&recipe(overrides), 50_277, &target)
-            .expect("plans")
-            .memory
+        plan(&recipe, 50_277, &target).expect("plans").memory
     }
 
     #[test]
-    fn the_part_and_the_setting_are_named() {
-        let memory = memory(24, &["training.local_batch_size=64"]);
-        let text = advice(&memory, 23_000_000_000);
+    fn need_parts_and_settings_are_named() {
+        let memory = memory(23.0, &["training.local_batch_size=64"]);
+        let error = REFUSE.decide("this run", &memory).expect_err("too large");
+        let text = error.to_string();
         for word in [
-            "activations",
-            "what does not fit: activations",
+            "this run does not fit: it needs ",
+            " of 21.42 GiB available\n",
+            "fullest in the loss: activations ",
             "activation_checkpoint.mode=selective (",
             "or with training.local_batch_size=32 (",
+            "--ignore-memory starts it all the same",
         ] {
             assert!(text.contains(word), "no {word:?} in {text}");
         }
-        // What other programs left is too little even for the weights.
-        let text = advice(&memory, 1_000_000_000);
-        assert!(
-            text.contains("what does not fit: rest of f32 masters"),
-            "{text}"
-        );
+    }
+
+    #[test]
+    fn only_the_flag_lets_a_run_begin_that_does_not_fit() {
+        let wide = &["training.local_batch_size=64"];
+        let needed = memory(1000.0, wide).total_bytes as f64 / 1e9;
+        let ignore = MemoryArgs {
+            ignore_memory: true,
+        };
+        for (share_free, refused, warned) in
+            [(1.01, false, false), (0.9, false, true), (0.8, true, true)]
+        {
+            let memory = memory(share_free * needed, wide);
+            let answer = REFUSE.decide("this run", &memory);
+            assert_eq!(answer.is_err(), refused, "{share_free}");
+            let answer = ignore.decide("this run", &memory).expect("let through");
+            assert_eq!(answer.is_some(), warned, "{share_free}");
+            assert!(answer.is_none_or(|text| text.starts_with("warning: this run ")));
+        }
+    }
+
+    #[test]
+    fn weights_that_are_too_large_are_told_to_be() {
+        let text = way_out(&memory(1.0, &[]));
+        assert!(text.contains(NOTHING_FITS), "{text}");
     }
 
     #[test]

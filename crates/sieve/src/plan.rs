@@ -1,4 +1,6 @@
 //! `sieve plan`.
+use crate::device::Device;
+use crate::out_of_memory::{self, NOTHING_FITS, need};
 use crate::recipe::RecipeArgs;
 use crate::terminal::{self, gib};
 use crate::train::variable;
@@ -9,7 +11,6 @@ use sieve_core::model::gpu;
 use sieve_core::plan::{Plan, StagePlan, Target, plan};
 use sieve_core::recipe::TokenizerSection;
 use sieve_data::Tokenizer;
-use sieve_train::MemoryProbe;
 
 /// Arguments of `sieve plan`.
 #[derive(Args, Debug)]
@@ -42,12 +43,8 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
 
 fn target(gpu: Option<&str>) -> Result<(Target, String)> {
     let Some(name) = gpu else {
-        let (_, memory_bytes) = MemoryProbe::Process.read();
         let peak = crate::device::cpu_peak_flops();
-        let target = Target::Cpu {
-            flops_per_second: Some(peak),
-            memory_bytes,
-        };
+        let target = out_of_memory::target(&Device::Cpu, Some(peak));
         let name = format!("this CPU, {} threads, f32", crate::device::num_threads());
         return Ok((target, name));
     };
@@ -64,7 +61,7 @@ fn target(gpu: Option<&str>) -> Result<(Target, String)> {
 }
 
 /// Rows of the embedding: the recipe's, else the tokenizer file's.
-fn vocab_size(recipe: &Recipe) -> Result<usize> {
+pub(crate) fn vocab_size(recipe: &Recipe) -> Result<usize> {
     match (recipe.stated_vocab_size(), &recipe.tokenizer) {
         (Some(rows), _) => Ok(rows),
         (None, TokenizerSection::Path(path)) => {
@@ -160,14 +157,10 @@ fn stage_lines(number: usize, stage: &StagePlan, num_stages: usize) -> Vec<Strin
 
 fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     let memory = &plan.memory;
-    let verdict = match memory.fits {
-        Some(true) => format!("of {}: fits", gib(memory.available_bytes)),
-        Some(false) => format!("of {}: DOES NOT FIT", gib(memory.available_bytes)),
-        None => "(memory of the device unknown)".to_owned(),
-    };
     let mut lines = vec![format!(
-        "memory        {} {verdict}; fullest in {}",
-        gib(memory.total_bytes),
+        "memory        {}: {}; fullest in {}",
+        need(memory),
+        memory.verdict.words(),
         memory.moment
     )];
     for (part, bytes) in memory.parts() {
@@ -177,12 +170,8 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
         let (setting, total) = (&fitting.setting, gib(fitting.total_bytes));
         lines.push(format!("  would fit: {total} with {setting}"));
     }
-    if memory.fits == Some(false) && memory.would_fit.is_empty() {
-        lines.push(
-            "  no local_batch_size and no activation_checkpoint.mode makes it fit: the weights and the optimizer's state are \
-             too large"
-                .to_owned(),
-        );
+    if memory.verdict.needs_advice() && memory.would_fit.is_empty() {
+        lines.push(format!("  {NOTHING_FITS}"));
     }
     let modes = memory.activations_by_mode.iter();
     let modes = modes.map(|(mode, bytes)| format!("{mode} {}", gib(*bytes)));

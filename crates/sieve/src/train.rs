@@ -5,6 +5,7 @@ mod sweep;
 
 use crate::device::{Device, DeviceChoice};
 use crate::interrupt::{Interrupt, respect_nohup};
+use crate::out_of_memory::MemoryArgs;
 use crate::recipe::RecipeArgs;
 use crate::startup;
 use crate::terminal;
@@ -65,6 +66,8 @@ pub(crate) struct TrainArgs {
     /// Print where the GPU's time goes in N steps, kernel by kernel, and go on training
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1000))]
     profile: Option<u64>,
+    #[command(flatten)]
+    memory: MemoryArgs,
 }
 
 /// What the runs of one process share.
@@ -73,6 +76,7 @@ struct Session {
     found: Device,
     interrupt: Interrupt,
     profile: Option<u64>,
+    memory: MemoryArgs,
 }
 
 /// How one run ended.
@@ -122,6 +126,7 @@ impl Session {
             found: args.device.resolve()?,
             interrupt: Interrupt::install()?,
             profile: args.profile,
+            memory: args.memory,
         })
     }
 }
@@ -215,11 +220,17 @@ fn train<B: TrainBackend>(
         return Ok(Ending::Finished);
     }
     let mut log = Log::default();
+    let vocab_size = match &origin.checkpoint {
+        Some(checkpoint) => Ok(checkpoint.state.vocab_size),
+        None => crate::plan::vocab_size(recipe),
+    };
+    // A tokenizer that cannot be read is told by what reads it next.
+    if let Ok(vocab_size) = vocab_size {
+        let warning = (session.memory).check_training(recipe, vocab_size, place)?;
+        warning.iter().for_each(|warning| log.line(warning));
+    }
     let data = prepare(recipe, &mut folder, start, &origin, &log)?;
 
-    if let Device::Cuda(gpu) = place {
-        crate::out_of_memory::check(recipe, data.tokenizer.vocab_size(), gpu)?;
-    }
     let (hardware, description) = hardware();
     let device = hardware.device.clone();
     let hardware_memory = hardware.memory;

@@ -2,23 +2,32 @@
 //!
 //! Counted from the tensors a training step holds, at the three moments that can be its fullest: in the loss, where all blocks
 //! wait for their backward pass; in the backward pass of the last block; and in that of the first, where all gradients are there.
+//! On a CPU a checkpoint on its way to the disk is held beside them.
 
 mod activations;
 mod advice;
+mod inference;
+mod verdict;
 
 pub use activations::activation_bytes_per_token;
 pub use advice::FittingSetting;
+pub use inference::{InferenceSize, import_memory, inference_memory};
+pub use verdict::MemoryVerdict;
 
 use serde::Serialize;
 
 use super::Target;
 use crate::model::ModelShape;
 use crate::recipe::Recipe;
-use activations::{F32, block_kept, block_temporaries};
+use activations::{F32, block_kept, block_temporaries, times};
 
 /// What a process holds before it has a model: about 110 MiB on a CPU; on a GPU the context, and the workspace of the products.
 const CPU_PROGRAM_BYTES: u64 = 110 << 20;
 const GPU_PROGRAM_BYTES: u64 = 700 << 20;
+
+/// Bytes a parameter that a checkpoint holds on a CPU while it is written: copies of weights and moments, and the file of
+/// moments before it is on disk.
+const CPU_CHECKPOINT_BYTES: u64 = 5 * F32;
 
 /// Logits the CPU's loss holds at once, in elements, and rows of a chunk.
 const CPU_LOGITS: u64 = 1 << 24;
@@ -36,6 +45,8 @@ pub struct MemoryPlan {
     pub master_bytes: u64,
     /// The optimizer's two moments, f32.
     pub moment_bytes: u64,
+    /// The caches of decoded sequences; 0 in training.
+    pub cache_bytes: u64,
     /// Gradients that exist at the fullest moment, f32.
     pub gradient_bytes: u64,
     /// What the forward pass of one micro-batch keeps for the backward pass and is there at the fullest moment, with the
@@ -43,6 +54,8 @@ pub struct MemoryPlan {
     pub activation_bytes: u64,
     /// Temporaries of that moment.
     pub workspace_bytes: u64,
+    /// A checkpoint that is being written.
+    pub checkpoint_bytes: u64,
     /// The program, its libraries and their own memory: an assumption.
     pub program_bytes: u64,
     /// All of them.
@@ -51,11 +64,11 @@ pub struct MemoryPlan {
     pub moment: &'static str,
     /// Activations of all blocks by `activation_checkpoint.mode`, to choose with.
     pub activations_by_mode: Vec<(&'static str, u64)>,
-    /// Memory there is; 0 where unknown.
+    /// Memory that is free for it; 0 where unknown.
     pub available_bytes: u64,
-    /// Whether it fits, by nine tenths of what there is; `None` where that is unknown.
-    pub fits: Option<bool>,
-    /// Where it does not fit: settings with which it would.
+    /// Whether it fits.
+    pub verdict: MemoryVerdict,
+    /// Where it may not: settings with which it would, and leave a tenth of what is free.
     pub would_fit: Vec<FittingSetting>,
 }
 
@@ -67,22 +80,13 @@ impl MemoryPlan {
             ("parameters", self.parameter_bytes),
             ("rest of f32 masters", self.master_bytes),
             ("moments", self.moment_bytes),
+            ("caches", self.cache_bytes),
             ("activations", self.activation_bytes),
             ("workspace", self.workspace_bytes),
             ("gradients", self.gradient_bytes),
+            ("checkpoint", self.checkpoint_bytes),
         ];
         parts.into_iter().filter(|(_, bytes)| *bytes > 0).collect()
-    }
-
-    /// The part with which `bytes` of memory are used up, in that order; the last one where all fit.
-    pub fn part_that_exceeds(&self, bytes: u64) -> &'static str {
-        let mut sum = 0;
-        let parts = self.parts();
-        let found = parts.iter().find(|(_, part)| {
-            sum += part;
-            sum > bytes
-        });
-        found.or(parts.last()).map_or("program", |(name, _)| *name)
     }
 }
 
@@ -92,18 +96,19 @@ struct Moment {
     gradient_bytes: u64,
     activation_bytes: u64,
     workspace_bytes: u64,
+    checkpoint_bytes: u64,
 }
 
 impl Moment {
     fn total(&self) -> u64 {
-        self.gradient_bytes + self.activation_bytes + self.workspace_bytes
+        self.gradient_bytes + self.activation_bytes + self.workspace_bytes + self.checkpoint_bytes
     }
 }
 
 /// Memory of one stage's training step.
 pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target) -> MemoryPlan {
     let mut plan = needed(recipe, shape, target);
-    if plan.fits == Some(false) {
+    if plan.verdict.needs_advice() {
         plan.would_fit = advice::settings_that_fit(recipe, |recipe| needed(recipe, shape, target));
     }
     plan
@@ -122,19 +127,19 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target) -> MemoryPlan {
             section.mode = mode;
             let recomputed = |layer_idx| section.recomputes(layer_idx);
             let bytes = activation_bytes_per_token(shape, target, seq_len, recomputed);
-            (name, tokens * bytes)
+            (name, times(tokens, bytes))
         })
     };
     let moments = moments(recipe, shape, target);
     let fullest = moments.into_iter().max_by_key(Moment::total);
-    let fullest = fullest.expect("there are three");
-    let parameter_bytes = num_parameters * value_bytes;
+    let fullest = fullest.expect("there are four");
+    let parameter_bytes = times(num_parameters, value_bytes);
     let master_bytes = if value_bytes == F32 {
         0
     } else {
-        num_parameters * (F32 - value_bytes)
+        times(num_parameters, F32 - value_bytes)
     };
-    let moment_bytes = 2 * F32 * num_parameters;
+    let moment_bytes = times(num_parameters, 2 * F32);
     let program_bytes = match target {
         Target::Cpu { .. } => CPU_PROGRAM_BYTES,
         Target::Gpu(_) => GPU_PROGRAM_BYTES,
@@ -146,28 +151,31 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target) -> MemoryPlan {
         parameter_bytes,
         master_bytes,
         moment_bytes,
+        cache_bytes: 0,
         gradient_bytes: fullest.gradient_bytes,
         activation_bytes: fullest.activation_bytes,
         workspace_bytes: fullest.workspace_bytes,
+        checkpoint_bytes: fullest.checkpoint_bytes,
         program_bytes,
         total_bytes,
         moment: fullest.name,
         activations_by_mode: modes.to_vec(),
         available_bytes,
-        fits: (available_bytes > 0).then(|| total_bytes * 10 <= available_bytes * 9),
+        verdict: MemoryVerdict::of(total_bytes, available_bytes),
         would_fit: Vec::new(),
     }
 }
 
-fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target) -> [Moment; 3] {
+fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target) -> [Moment; 4] {
     let training = &recipe.training;
     let section = &recipe.activation_checkpoint;
     let tokens = (training.local_batch_size * training.seq_len) as u64;
     let recomputes = |layer_idx: usize| section.recomputes(layer_idx);
-    let blocks = tokens * activation_bytes_per_token(shape, target, training.seq_len, recomputes);
-    let stream = tokens * shape.d_model as u64 * target.value_bytes();
+    let per_token = activation_bytes_per_token(shape, target, training.seq_len, recomputes);
+    let blocks = times(tokens, per_token);
+    let stream = times(tokens, shape.d_model as u64 * target.value_bytes());
 
-    let all_gradients = F32 * shape.parameters().total();
+    let all_gradients = times(shape.parameters().total(), F32);
     let head_gradient = F32 * (shape.vocab_size * shape.d_model) as u64;
     let adds_up = training.global_batch_size > training.local_batch_size;
     // Earlier micro-batches have left all gradients; a new one of a weight is there until it is added.
@@ -176,11 +184,21 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target) -> [Moment; 3] 
     } else {
         (head_gradient, 0)
     };
-    let kept = tokens * block_kept(shape, target, training.seq_len);
+    let kept = times(tokens, block_kept(shape, target, training.seq_len));
     let temporaries = block_temporaries(shape, target, training);
     // A recomputed block is there as a whole while its backward pass runs.
     let recomputed = |layer_idx: usize| if recomputes(layer_idx) { kept } else { 0 };
     let last = shape.num_layers.saturating_sub(1);
+    let written = match target {
+        Target::Cpu { .. } => times(shape.parameters().total(), CPU_CHECKPOINT_BYTES),
+        Target::Gpu(_) => 0,
+    };
+    // The last checkpoint has no step beside it.
+    let beside = if recipe.checkpoint.interval < training.steps {
+        written
+    } else {
+        0
+    };
     [
         Moment {
             name: "the loss",
@@ -188,18 +206,28 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target) -> [Moment; 3] 
             activation_bytes: blocks + stream,
             // The normed stream and its gradient, a block of logits.
             workspace_bytes: 2 * stream + logit_bytes(shape, tokens, target) + new,
+            checkpoint_bytes: beside,
         },
         Moment {
             name: "the last block's backward pass",
             gradient_bytes: before,
             activation_bytes: blocks + recomputed(last),
             workspace_bytes: temporaries,
+            checkpoint_bytes: beside,
         },
         Moment {
             name: "the first block's backward pass",
             gradient_bytes: all_gradients,
             activation_bytes: kept,
             workspace_bytes: temporaries,
+            checkpoint_bytes: beside,
+        },
+        Moment {
+            name: "the last checkpoint",
+            gradient_bytes: 0,
+            activation_bytes: 0,
+            workspace_bytes: 0,
+            checkpoint_bytes: written,
         },
     ]
 }

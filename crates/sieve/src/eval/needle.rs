@@ -3,12 +3,14 @@ mod picture;
 
 use super::{output, text};
 use crate::device::{Device, DeviceChoice};
+use crate::out_of_memory::MemoryArgs;
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
 use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
+use sieve_core::plan::InferenceSize;
 use sieve_data::Tokenizer;
 use sieve_eval::{
     Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, attention_label, linear_grid, needle,
@@ -65,11 +67,22 @@ pub(crate) struct NeedleArgs {
     /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
+    #[command(flatten)]
+    memory: MemoryArgs,
 }
 
 /// Runs the command.
 pub(crate) fn run(args: NeedleArgs) -> Result<()> {
-    match loaded::device(args.device, &args.checkpoint)? {
+    let device = loaded::device(args.device, &args.checkpoint)?;
+    (args.memory).check_inference(&args.checkpoint, &device, |_, shape| {
+        let longest = args.lengths.iter().max().copied();
+        let longest = longest.unwrap_or(shape.max_seq_len);
+        InferenceSize {
+            cached_tokens: longest,
+            ..InferenceSize::rows_of(longest, longest)
+        }
+    })?;
+    match device {
         Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
         Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
     }

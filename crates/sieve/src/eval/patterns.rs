@@ -1,6 +1,7 @@
 //! `sieve eval patterns`: what `minference` and `dam` read from a file, found on a dense checkpoint.
 use super::{output, text};
 use crate::device::{Device, DeviceChoice};
+use crate::out_of_memory::MemoryArgs;
 use crate::{loaded, terminal};
 use anyhow::{Context, Result, bail};
 use burn::tensor::DType;
@@ -8,6 +9,7 @@ use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use serde_json::{Value, json};
+use sieve_core::plan::InferenceSize;
 use sieve_core::{Attention, ModelShape};
 use sieve_eval::{EvalError, PatternSearch, calibrate_dam, search_minference};
 use sieve_hf::LoadedModel;
@@ -48,6 +50,8 @@ pub(crate) struct PatternsArgs {
     /// auto, cpu, cuda or cuda:N; the search itself runs on the CPU
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
+    #[command(flatten)]
+    memory: MemoryArgs,
 }
 
 /// What is searched for.
@@ -100,7 +104,12 @@ fn search(text: &str) -> std::result::Result<Search, String> {
 
 /// Runs the command.
 pub(crate) fn run(args: PatternsArgs) -> Result<()> {
-    match loaded::device(args.device, &args.checkpoint)? {
+    let device = loaded::device(args.device, &args.checkpoint)?;
+    (args.memory).check_inference(&args.checkpoint, &device, |recipe, _| {
+        let length = args.length.unwrap_or(recipe.training.seq_len);
+        InferenceSize::rows_of(length, length)
+    })?;
+    match device {
         Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
         Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
     }

@@ -1,11 +1,13 @@
 //! `sieve eval ppl`.
 use crate::device::{Device, DeviceChoice};
+use crate::out_of_memory::MemoryArgs;
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result};
 use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::{ArgGroup, Args, ValueEnum};
+use sieve_core::plan::InferenceSize;
 use sieve_data::{Corpus, CorpusConfig, Prepared, Tokenizer};
 use sieve_eval::{
     EvalDocument, EvalError, PerplexityConfig, PerplexityReport, Selection, perplexity,
@@ -57,6 +59,8 @@ pub(crate) struct PplArgs {
     /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
+    #[command(flatten)]
+    memory: MemoryArgs,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -69,7 +73,12 @@ enum FormatArg {
 
 /// Runs the command.
 pub(crate) fn run(args: PplArgs) -> Result<()> {
-    match loaded::device(args.device, &args.checkpoint)? {
+    let device = loaded::device(args.device, &args.checkpoint)?;
+    (args.memory).check_inference(&args.checkpoint, &device, |recipe, _| {
+        let context = args.context.unwrap_or(recipe.training.seq_len).max(1);
+        InferenceSize::rows_of(context, BATCH_TOKENS)
+    })?;
+    match device {
         Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
         Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
     }

@@ -6,6 +6,7 @@ mod table;
 
 use super::{output, text};
 use crate::device::{Device, DeviceChoice};
+use crate::out_of_memory::MemoryArgs;
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
 use burn::tensor::DType;
@@ -13,6 +14,7 @@ use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use sieve_core::ModelShape;
+use sieve_core::plan::InferenceSize;
 use sieve_eval::{Selection, measure_selectors, selector_masks, sweep_selectors};
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
@@ -60,6 +62,8 @@ pub(crate) struct SelectorsArgs {
     /// auto, cpu, cuda or cuda:N; the attention itself runs on the CPU
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
+    #[command(flatten)]
+    memory: MemoryArgs,
 }
 
 /// Settings that trade density for recall, with the values of the picture.
@@ -93,7 +97,12 @@ const KNOBS: &[(&str, &str, &[&str])] = &[
 
 /// Runs the command.
 pub(crate) fn run(args: SelectorsArgs) -> Result<()> {
-    match loaded::device(args.device, &args.checkpoint)? {
+    let device = loaded::device(args.device, &args.checkpoint)?;
+    (args.memory).check_inference(&args.checkpoint, &device, |_, _| {
+        let longest = args.lengths.iter().max().copied().unwrap_or(0);
+        InferenceSize::rows_of(longest, longest)
+    })?;
+    match device {
         Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
         Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
     }

@@ -6,6 +6,13 @@ use crate::recipe::TrainingSection;
 
 /// Bytes of an f32 or i32.
 pub(super) const F32: u64 = 4;
+/// More than any machine has. Products of sizes end here, so that sums of them stay inside a u64.
+const MOST_BYTES: u64 = 1 << 58;
+
+/// `count * bytes`, at most [`MOST_BYTES`].
+pub(super) fn times(count: u64, bytes: u64) -> u64 {
+    count.saturating_mul(bytes).min(MOST_BYTES)
+}
 
 /// Longest rows for which the Hopper kernels keep what rounding took from a biased attention's output.
 const MOST_TOKENS_WITH_REST: usize = 32_768;
@@ -53,10 +60,23 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize) ->
             (common + d_model + attention, lse)
         }
         Attention::Nsa(nsa) => {
-            let copies = 2 * kv * nsa.num_kv_copies() as u64;
             let branches = NUM_NSA_BRANCHES as u64;
-            let compressed = 4 * kv / nsa.compress_stride as u64;
-            let attention = 2 * (q + copies) + branches * (q + heads) + q + compressed;
+            // Packed tensors before and after norm and rotation: one pair for all branches or one for each; blocks for the
+            // MLP are normed alone.
+            let pairs = nsa.num_kv_copies() as u64;
+            let stride = nsa.compress_stride as u64;
+            let (normed, blocks) = match nsa.compress_hidden_size {
+                // Keys and values side by side, and once more as each MLP's input; its hidden layer before and after the ReLU.
+                Some(hidden) => {
+                    let inputs = 4 * kv * nsa.compress_block_size as u64;
+                    let hidden = 4 * kv_heads * hidden as u64;
+                    (u64::from(nsa.shared_kv), (inputs + hidden) / stride)
+                }
+                None => (0, 0),
+            };
+            let compressed = 4 * kv / stride + blocks;
+            let packs = (2 * pairs + normed) * packed;
+            let attention = packs + branches * (q + heads) + q + compressed;
             (common + d_model + attention, branches * lse)
         }
     };
@@ -111,14 +131,14 @@ pub(super) fn block_temporaries(
         Target::Cpu { .. } => 5 * d_ff,
         Target::Gpu(_) => 0,
     };
-    let swiglu = tokens * (d_model + d_ff + beside) * bytes + matrix;
-    let norm = tokens * 4 * d_model * bytes + 3 * matrix;
+    let swiglu = times(tokens, (d_model + d_ff + beside) * bytes) + matrix;
+    let norm = times(tokens, 4 * d_model * bytes) + 3 * matrix;
 
     // Attention: the feed-forward's gradients and the stream's; of the output; rotated heads, their gradient, f32 sums of dq.
     // Gate and up, and the stream between the halves, are gone by then.
     let sums = attention_sums(shape, target, training);
-    let attention = 3 * matrix + tokens * (d_model + q + 2 * packed) * bytes + sums;
-    let gone = tokens * (2 * d_ff + d_model) * bytes;
+    let attention = 3 * matrix + times(tokens, (d_model + q + 2 * packed) * bytes) + sums;
+    let gone = times(tokens, (2 * d_ff + d_model) * bytes);
     swiglu.max(norm).max(attention.saturating_sub(gone))
 }
 
@@ -131,18 +151,27 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
     let Target::Gpu(_) = target else {
         return 0;
     };
-    let row_stats = 2 * F32 * heads * tokens;
+    let row_stats = times(tokens, 2 * F32 * heads);
     match shape.attention {
-        Attention::Mla(_) | Attention::Nsa(_) => {
-            PLAIN_SCORES * F32 * heads * tokens * seq_len as u64
-        }
+        Attention::Mla(_) | Attention::Nsa(_) => plain_score_bytes(shape, tokens, seq_len),
         Attention::Dma {
             keep_window_size, ..
         } if keep_window_size < seq_len => {
             let rows = batch * seq_len.min(LIST_QUERIES * LISTS_PER_LAUNCH) as u64;
-            row_stats + F32 * (rows * q + 2 * tokens * kv)
+            row_stats + times(rows, F32 * q) + times(tokens, 2 * F32 * kv)
         }
         _ if training.deterministic => row_stats,
-        _ => row_stats + F32 * tokens * q,
+        _ => row_stats + times(tokens, F32 * q),
+    }
+}
+
+/// Scores of all pairs that a GPU holds at once for kinds without kernels of their own there; 0 for the others.
+pub(super) fn plain_score_bytes(shape: &ModelShape, tokens: u64, seq_len: usize) -> u64 {
+    match shape.attention {
+        Attention::Mla(_) | Attention::Nsa(_) => {
+            let row = PLAIN_SCORES * F32 * (shape.num_heads * seq_len) as u64;
+            times(tokens, row)
+        }
+        _ => 0,
     }
 }

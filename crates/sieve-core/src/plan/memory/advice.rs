@@ -23,7 +23,7 @@ pub(super) fn settings_that_fit(
     let mut found = Vec::new();
     let mut consider = |recipe: &Recipe, setting: String| {
         let plan = needed(recipe);
-        let fits = plan.fits == Some(true);
+        let fits = plan.total_bytes <= plan.available_bytes / 10 * 9;
         if fits {
             found.push(FittingSetting {
                 setting,

@@ -1,0 +1,137 @@
+//! Memory of using a model: reading its weights, a forward pass, caches.
+
+use super::activations::{F32, block_kept, plain_score_bytes, times};
+use super::{CPU_PROGRAM_BYTES, GPU_PROGRAM_BYTES, MemoryPlan, MemoryVerdict, logit_bytes};
+use crate::model::ModelShape;
+use crate::plan::{Target, cache_plan};
+
+/// What a command does with a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InferenceSize {
+    /// Rows of one forward pass.
+    pub rows: usize,
+    /// Tokens of a row.
+    pub seq_len: usize,
+    /// Tokens that the cache of a decoded sequence comes to hold; 0 where nothing is decoded.
+    pub cached_tokens: usize,
+}
+
+impl InferenceSize {
+    /// As many rows of `seq_len` tokens as `tokens` come to, at least one; nothing is decoded.
+    pub fn rows_of(seq_len: usize, tokens: usize) -> Self {
+        Self {
+            rows: (tokens / seq_len.max(1)).max(1),
+            seq_len,
+            cached_tokens: 0,
+        }
+    }
+}
+
+/// Memory of reading the checkpoint of `shape` and of forward passes of `size`.
+///
+/// A checkpoint's weights are f32: a file of them is held beside the model while it is read, and a GPU holds them all
+/// before they are rounded.
+pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target) -> MemoryPlan {
+    let value_bytes = target.value_bytes();
+    let parameters = shape.parameters().total();
+    let tokens = (size.rows * size.seq_len) as u64;
+    let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
+    let packed = (shape.q_width() + 2 * shape.kv_width()) as u64;
+    // Feed-forward: the stream, normed and added to; gate and up, and the activation. Attention: what a block keeps of
+    // it, the stream three times, and the packed heads once more, rotated.
+    let feed_forward = (3 * d_model + 3 * d_ff) * value_bytes;
+    let kept = block_kept(shape, target, size.seq_len);
+    let attention = kept - (d_model + 2 * d_ff) * value_bytes + (d_model + packed) * value_bytes;
+    let scores = match target {
+        Target::Gpu(_) => plain_score_bytes(shape, tokens, size.seq_len),
+        Target::Cpu { .. } => 0,
+    };
+    let block = times(tokens, feed_forward).max(times(tokens, attention) + scores);
+    let loss = times(tokens, 2 * d_model * value_bytes) + logit_bytes(shape, tokens, target);
+    let cache_bytes = match size.cached_tokens {
+        0 => 0,
+        cached => cache_plan(shape, cached, value_bytes).bytes_at_seq_len,
+    };
+    let loaded = Moment {
+        parameter_bytes: times(parameters, F32),
+        workspace_bytes: match target {
+            Target::Cpu { .. } => times(parameters, F32),
+            Target::Gpu(_) => 0,
+        },
+        ..Moment::named("reading the weights")
+    };
+    let forward = Moment {
+        parameter_bytes: times(parameters, value_bytes),
+        cache_bytes,
+        activation_bytes: block.max(loss),
+        ..Moment::named("a forward pass")
+    };
+    let fullest = if loaded.total() > forward.total() {
+        loaded
+    } else {
+        forward
+    };
+    fullest.plan(target)
+}
+
+/// Memory of bringing a model of another program in: the weights as they were read, a new model, and a copy of its weights.
+pub fn import_memory(shape: &ModelShape, target: &Target) -> MemoryPlan {
+    let parameter_bytes = times(shape.parameters().total(), F32);
+    let moment = Moment {
+        parameter_bytes,
+        workspace_bytes: 2 * parameter_bytes,
+        ..Moment::named("the exchange of a new model's weights for those that were read")
+    };
+    moment.plan(target)
+}
+
+/// One moment of such a command.
+struct Moment {
+    name: &'static str,
+    parameter_bytes: u64,
+    cache_bytes: u64,
+    activation_bytes: u64,
+    workspace_bytes: u64,
+}
+
+impl Moment {
+    fn named(name: &'static str) -> Self {
+        Self {
+            name,
+            parameter_bytes: 0,
+            cache_bytes: 0,
+            activation_bytes: 0,
+            workspace_bytes: 0,
+        }
+    }
+
+    fn total(&self) -> u64 {
+        self.parameter_bytes + self.cache_bytes + self.activation_bytes + self.workspace_bytes
+    }
+
+    fn plan(self, target: &Target) -> MemoryPlan {
+        let program_bytes = match target {
+            Target::Cpu { .. } => CPU_PROGRAM_BYTES,
+            Target::Gpu(_) => GPU_PROGRAM_BYTES,
+        };
+        let total_bytes = program_bytes + self.total();
+        let available_bytes = target.memory_bytes();
+        MemoryPlan {
+            parameter_bytes: self.parameter_bytes,
+            master_bytes: 0,
+            moment_bytes: 0,
+            cache_bytes: self.cache_bytes,
+            gradient_bytes: 0,
+            activation_bytes: self.activation_bytes,
+            workspace_bytes: self.workspace_bytes,
+            checkpoint_bytes: 0,
+            program_bytes,
+            total_bytes,
+            moment: self.name,
+            activations_by_mode: Vec::new(),
+            available_bytes,
+            verdict: MemoryVerdict::of(total_bytes, available_bytes),
+            would_fit: Vec::new(),
+        }
+    }
+}
