@@ -30,7 +30,7 @@ mod model_names;
 
 mod stages;
 
-pub use data::{DataFormat, DataSection, MqarNoise, MqarSection};
+pub use data::{DataFallback, DataFormat, DataSection, MqarNoise, MqarSection};
 pub use error::RecipeError;
 pub use mistake::{Location, Mistake, Problem};
 pub use resume::{KeyChange, MAY_CHANGE_ON_RESUME};

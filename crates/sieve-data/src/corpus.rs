@@ -5,7 +5,8 @@ mod files;
 mod hub;
 mod source;
 
-use std::path::PathBuf;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -33,6 +34,50 @@ pub enum Format {
         /// Name of the column that holds the text; a column inside a group by its path, as "meta.text".
         text_column: String,
     },
+    /// Each file by the end of its name: `.jsonl` and `.ndjson`, `.parquet`, and any other is text. One path names files
+    /// of one kind; several paths may name several kinds.
+    ByEnding {
+        /// Name of the column that holds the text of JSONL and Parquet files.
+        text_column: String,
+    },
+}
+
+impl Format {
+    /// The format of the file `path`.
+    fn of(&self, path: &Path) -> Self {
+        let Self::ByEnding { text_column } = self else {
+            return self.clone();
+        };
+        let ending = source::Packed::of(path).1.extension();
+        let ending = ending.and_then(OsStr::to_str).unwrap_or_default();
+        let text_column = text_column.clone();
+        match ending.to_ascii_lowercase().as_str() {
+            "jsonl" | "ndjson" => Self::Jsonl { text_column },
+            "parquet" => Self::Parquet { text_column },
+            _ => Self::Text,
+        }
+    }
+
+    /// The endings of the files that are taken from folders.
+    fn extensions(&self) -> Vec<String> {
+        let endings: &[&str] = match self {
+            Self::Text => &["txt", "md", "rs"],
+            Self::Jsonl { .. } => &["jsonl"],
+            Self::Parquet { .. } => &["parquet"],
+            Self::ByEnding { .. } => &["txt", "md", "rs", "jsonl", "ndjson", "parquet"],
+        };
+        endings.iter().copied().map(String::from).collect()
+    }
+
+    /// Its name in messages.
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Text => "text",
+            Self::Jsonl { .. } => "jsonl",
+            Self::Parquet { .. } => "parquet",
+            Self::ByEnding { .. } => "by ending",
+        }
+    }
 }
 
 /// The order in which files are read.
@@ -56,7 +101,7 @@ pub struct CorpusConfig {
     /// Files, folders and globs, with `~` and variables already expanded, and data sets of the Hugging Face hub
     /// (`hf://datasets/OWNER/NAME[@REVISION][/FILES]`). Each must match at least one file.
     pub paths: Vec<String>,
-    /// How documents lie in the files.
+    /// How documents lie in the files. [`Corpus::open`] replaces [`Format::ByEnding`] where all files are of one kind.
     pub format: Format,
     /// File name endings taken from *folders*, without the dot, and without the `.gz` or `.zst` of a packed file. Files named alone or by a glob are always taken; hidden
     /// files and folders, and links to folders, never.
@@ -77,37 +122,39 @@ pub struct CorpusConfig {
 impl CorpusConfig {
     /// Every text file of `paths`, strictly: nothing dropped, nothing skipped. From folders `.txt`, `.md` and `.rs`.
     pub fn text(paths: Vec<String>) -> Self {
+        Self::new(paths, Format::Text)
+    }
+
+    /// Every line of `paths`, strictly: nothing dropped, nothing skipped. From folders `.jsonl`.
+    pub fn jsonl(paths: Vec<String>, text_column: &str) -> Self {
+        let text_column = text_column.to_owned();
+        Self::new(paths, Format::Jsonl { text_column })
+    }
+
+    /// Every row of `paths`, strictly: nothing dropped, nothing skipped. From folders `.parquet`.
+    pub fn parquet(paths: Vec<String>, text_column: &str) -> Self {
+        let text_column = text_column.to_owned();
+        Self::new(paths, Format::Parquet { text_column })
+    }
+
+    /// Every document of `paths`, each file read as its ending says, strictly: nothing dropped, nothing skipped. A corpus
+    /// whose files are all of one kind is the one that [`text`](Self::text), [`jsonl`](Self::jsonl) or
+    /// [`parquet`](Self::parquet) names.
+    pub fn by_ending(paths: Vec<String>, text_column: &str) -> Self {
+        let text_column = text_column.to_owned();
+        Self::new(paths, Format::ByEnding { text_column })
+    }
+
+    fn new(paths: Vec<String>, format: Format) -> Self {
         Self {
             paths,
-            format: Format::Text,
-            extensions: ["txt", "md", "rs"].map(String::from).to_vec(),
+            extensions: format.extensions(),
+            format,
             order: FileOrder::Sorted,
             max_bytes: None,
             max_document_bytes: None,
             deduplicate: false,
             skip_invalid: false,
-        }
-    }
-
-    /// Every line of `paths`, strictly: nothing dropped, nothing skipped. From folders `.jsonl`.
-    pub fn jsonl(paths: Vec<String>, text_column: &str) -> Self {
-        Self {
-            format: Format::Jsonl {
-                text_column: text_column.to_owned(),
-            },
-            extensions: vec!["jsonl".to_owned()],
-            ..Self::text(paths)
-        }
-    }
-
-    /// Every row of `paths`, strictly: nothing dropped, nothing skipped. From folders `.parquet`.
-    pub fn parquet(paths: Vec<String>, text_column: &str) -> Self {
-        Self {
-            format: Format::Parquet {
-                text_column: text_column.to_owned(),
-            },
-            extensions: vec!["parquet".to_owned()],
-            ..Self::text(paths)
         }
     }
 }
@@ -157,15 +204,15 @@ impl Corpus {
             hub::check_path(path)?;
             is_remote = true;
         }
-        let files = match is_remote {
-            true => Vec::new(),
-            false => files::expand(&config, None)?,
-        };
-        Ok(Self {
+        let mut corpus = Self {
             config,
-            files,
+            files: Vec::new(),
             hub: None,
-        })
+        };
+        if !is_remote {
+            corpus.list(None)?;
+        }
+        Ok(corpus)
     }
 
     /// Asks the hub for the data sets that the paths name, if any do: the network is used the first time only, as
@@ -176,8 +223,26 @@ impl Corpus {
     pub fn connect(&mut self, config: &HubConfig) -> Result<(), DataError> {
         if self.hub.is_none() && self.config.paths.iter().any(|path| hub::is_remote(path)) {
             let hub = Hub::new(config.clone())?;
-            self.files = files::expand(&self.config, Some(&hub))?;
+            self.list(Some(&hub))?;
             self.hub = Some(Arc::new(hub));
+        }
+        Ok(())
+    }
+
+    /// Finds the files. Where all are of one kind, that is the format from then on, as if it had been named.
+    fn list(&mut self, hub: Option<&Hub>) -> Result<(), DataError> {
+        self.files = files::expand(&self.config, hub)?;
+        if matches!(self.config.format, Format::ByEnding { .. }) {
+            let mut formats = self
+                .files
+                .iter()
+                .map(|file| self.config.format.of(&file.path));
+            if let Some(first) = formats.next()
+                && formats.all(|format| format == first)
+            {
+                self.config.extensions = first.extensions();
+                self.config.format = first;
+            }
         }
         Ok(())
     }
@@ -221,8 +286,8 @@ impl Corpus {
     /// About how many bytes of text there are, mostly more than less: the files' sizes, four times those of packed ones, or
     /// `max_bytes` if that is less.
     pub fn max_text_bytes(&self) -> u64 {
-        let is_parquet = matches!(self.config.format, Format::Parquet { .. });
         let total = self.files.iter().map(|file| {
+            let is_parquet = matches!(self.config.format.of(&file.path), Format::Parquet { .. });
             let is_packed = is_parquet || source::Packed::of(&file.path).0.is_some();
             file.num_bytes * if is_packed { USUAL_PACKING } else { 1 }
         });
@@ -230,6 +295,15 @@ impl Corpus {
         self.config
             .max_bytes
             .map_or(total, |limit| total.min(limit))
+    }
+
+    /// A file that is read as plain text though its first two lines are JSON objects: one of the first text files on this
+    /// disk.
+    pub fn json_lines_as_text(&self) -> Option<&Path> {
+        let local = self.files.iter().filter(|file| file.remote.is_none());
+        let text = local.filter(|file| self.config.format.of(&file.path) == Format::Text);
+        let mut paths = text.map(|file| file.path.as_path()).take(FILES_LOOKED_INTO);
+        paths.find(|path| source::begins_with_json_lines(path))
     }
 
     /// Reads the documents, always in the same order.
@@ -255,6 +329,9 @@ impl Corpus {
         hash.digest128()
     }
 }
+
+/// How many text files are looked into for lines of JSON.
+const FILES_LOOKED_INTO: usize = 8;
 
 /// Packed text takes about a quarter or a third of its bytes.
 const USUAL_PACKING: u64 = 4;

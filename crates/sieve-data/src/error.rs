@@ -36,6 +36,16 @@ pub enum DataError {
         /// What was looked for, when it was a folder.
         searched: String,
     },
+    /// A path names files of several formats, and none is said.
+    #[error(
+        "{pattern:?} names files of several formats: {kinds}\n  hint: say which is meant (format: text, jsonl or parquet), or name the files of one format, for example by a glob"
+    )]
+    MixedFormats {
+        /// The path or glob as given.
+        pattern: String,
+        /// Format, number of files and first file of each.
+        kinds: String,
+    },
     /// A document is not UTF-8.
     #[error("{}: not UTF-8 at byte {byte_offset}\n  hint: convert the file, or allow invalid documents to be skipped", path.display())]
     NotUtf8 {
@@ -188,7 +198,7 @@ pub enum DataError {
     },
     /// A split came out empty.
     #[error(
-        "the {split} split holds no document: {num_documents} documents, validation_fraction {validation_fraction}\n  hint: change validation_fraction, or give more text"
+        "the {split} split holds no document: {num_documents} documents, validation_fraction {validation_fraction}\n  hint: name text to validate on with [validation] paths, change validation_fraction, or give more text"
     )]
     EmptySplit {
         /// "train", "train-001" for the second of several corpora, or "validation".

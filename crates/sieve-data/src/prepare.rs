@@ -15,6 +15,7 @@ mod lock;
 mod meta;
 mod partial;
 mod plan;
+mod split;
 mod tokenise;
 
 use std::fs;
@@ -39,7 +40,9 @@ use tokenise::Pace;
 #[derive(Debug, Clone, Copy)]
 pub enum ValidationSource<'a> {
     /// This fraction of the corpus, in (0, 1): each document is held out or not by a hash of its text alone, so that
-    /// more text does not move documents from one side to the other, and equal documents stay together.
+    /// more text does not move documents from one side to the other, and equal documents stay together. Where that would
+    /// leave one side empty, the last bytes of the text are held out, and a document is cut
+    /// ([`PreparedMeta::is_cut`]).
     Fraction(f64),
     /// Another corpus. Its documents are left out of the training split.
     Corpus(&'a Corpus),
@@ -278,11 +281,6 @@ fn fingerprint(
         ValidationSource::Corpus(corpus) => hash.update(&corpus.fingerprint().to_le_bytes()),
     }
     hex(hash.digest128())
-}
-
-fn is_held_out(text: &str, fraction: f64) -> bool {
-    // The upper 64 bits as a number in [0, 1).
-    ((content_hash(text) >> 64) as f64) / 2f64.powi(64) < fraction
 }
 
 fn content_hash(text: &str) -> u128 {

@@ -131,6 +131,14 @@ impl DataSource {
         Ok(Self { text, tokenizer })
     }
 
+    /// Files on this machine that are read as plain text though their lines are JSON: at most one to train on and one to
+    /// validate on.
+    pub fn json_lines_as_text(&self) -> impl Iterator<Item = &Path> {
+        let corpora = self.text.iter();
+        let corpora = corpora.flat_map(|text| std::iter::once(&text.whole).chain(&text.validation));
+        corpora.filter_map(Corpus::json_lines_as_text)
+    }
+
     /// Makes, or finds again, everything a run reads, in `dir`. Data sets of the Hugging Face hub are asked for here: their
     /// list of files is kept in `dir`, and a file is fetched when it is read.
     ///

@@ -13,10 +13,13 @@ pub struct DataSection {
     /// Hugging Face hub is `hf://datasets/OWNER/NAME[@REVISION][/FILES]`. Empty for `format = "mqar"` alone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub paths: Vec<String>,
+    /// What is read where `paths` names no file of this machine. Absent: nothing, the run ends.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fallback: Option<DataFallback>,
     /// One for each of `paths`: its share of the tokens trained on, in proportion. Absent: every document once an epoch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weights: Option<Vec<f64>>,
-    /// What the files hold.
+    /// How the files hold documents. Absent: `"auto"`.
     #[serde(default)]
     pub format: DataFormat,
     /// JSONL and Parquet: the field or column that holds a document's text.
@@ -35,7 +38,8 @@ pub struct DataSection {
     /// Whether only the first of documents with equal text is kept.
     #[serde(default)]
     pub deduplicate: bool,
-    /// Share of the documents held out for validation, in `(0, 1)`. Not used when `[validation] paths` is given.
+    /// Share of the documents held out for validation, in `(0, 1)`; of too few documents, that share of the text, from its
+    /// end. Not used when `[validation] paths` is given.
     #[serde(default = "default_validation_fraction")]
     pub validation_fraction: f64,
     /// Where tokenised shards go; expanded as `paths` are. Absent: under the output folder.
@@ -58,8 +62,11 @@ fn default_validation_fraction() -> f64 {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DataFormat {
-    /// One document a file, UTF-8. Text and JSONL may be packed (`.gz`, `.zst`).
+    /// By the end of each file's name: `.jsonl` and `.ndjson` as `jsonl`, `.parquet` as `parquet`, all others as `text`.
+    /// One path names files of one kind.
     #[default]
+    Auto,
+    /// One document a file, UTF-8. Text and JSONL may be packed (`.gz`, `.zst`).
     Text,
     /// One JSON object a line, the text in `text_column`.
     Jsonl,
@@ -67,6 +74,14 @@ pub enum DataFormat {
     Parquet,
     /// Multi-query associative recall, generated as `mqar` says.
     Mqar,
+}
+
+/// `[data] fallback`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DataFallback {
+    /// Text inside the program: Sieve's own sources and docs.
+    Sieve,
 }
 
 /// `[data] mqar`: kinds of samples of multi-query associative recall (arXiv:2312.04927). The lists have one entry a kind.
@@ -145,6 +160,12 @@ pub(super) fn check_data(data: &DataSection, parts: &Parts<'_>, rules: &mut Rule
             "data.paths",
             || "is given, but format = \"mqar\" reads no files".to_owned(),
             || "leave data.paths out".to_owned(),
+        );
+        rules.require(
+            data.fallback.is_none(),
+            "data.fallback",
+            || "is given, but format = \"mqar\" reads no files".to_owned(),
+            || "leave data.fallback out".to_owned(),
         );
     }
     if let Some(weights) = &data.weights {

@@ -16,6 +16,7 @@ use super::{Recipe, RecipeError};
 /// - `training.local_batch_size`: the same rows in other micro-batches (sums in another order); `global_batch_size`
 ///   may not change.
 /// - `validation.paths` may not change: its documents are kept out of the training split.
+/// - `data.fallback`: where it decides what is read, `data.paths` says so, and may not change.
 /// - the rest decides what is written, measured and printed, not what is learned.
 pub const MAY_CHANGE_ON_RESUME: &[&str] = &[
     "training.steps",
@@ -36,6 +37,7 @@ pub const MAY_CHANGE_ON_RESUME: &[&str] = &[
     "training.guard_patience",
     "generation",
     "data.cache_dir",
+    "data.fallback",
 ];
 
 /// A key whose value differs between two recipes.
@@ -50,8 +52,13 @@ pub struct KeyChange {
 }
 
 impl KeyChange {
-    /// Whether this key may change on resume.
+    /// Whether this key may change on resume: one of [`MAY_CHANGE_ON_RESUME`], or `data.format` from or to `auto`, which
+    /// names a format too. Text that then reads otherwise is told by its shards.
     pub fn is_allowed(&self) -> bool {
+        let values = [&self.saved, &self.now].map(Option::as_deref);
+        if self.key == "data.format" && values.contains(&Some("\"auto\"")) {
+            return true;
+        }
         MAY_CHANGE_ON_RESUME.iter().any(|allowed| {
             self.key
                 .strip_prefix(allowed)

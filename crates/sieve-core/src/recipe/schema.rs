@@ -130,7 +130,11 @@ pub(super) const SECTIONS: &[Section] = &[
         keys: &[
             optional("paths", Strings),
             optional("weights", Numbers),
-            optional("format", choice(&["text", "jsonl", "parquet", "mqar"])),
+            optional("fallback", choice(&["sieve"])),
+            optional(
+                "format",
+                choice(&["auto", "text", "jsonl", "parquet", "mqar"]),
+            ),
             optional("text_column", String),
             optional("max_bytes", Integer),
             optional("max_document_bytes", Integer),

@@ -77,7 +77,7 @@ fn minimal_recipe_takes_the_documented_defaults() {
             sample_bytes: 16 << 20
         })
     );
-    assert_eq!(recipe.data.format, DataFormat::Text);
+    assert_eq!(recipe.data.format, DataFormat::Auto);
     assert_eq!(recipe.training.global_batch_size, 5);
     assert_eq!(recipe.training.max_norm, 1.0);
     assert_eq!(recipe.optimizer.name, OptimizerName::AdamW);
@@ -117,6 +117,7 @@ fn schema_and_serde_types_hold_the_same_keys() {
     full.data.max_bytes = Some(1);
     full.data.max_document_bytes = Some(1);
     full.data.cache_dir = Some("cache".to_owned());
+    full.data.fallback = Some(DataFallback::Sieve);
     full.data.weights = Some(vec![1.0]);
     full.data.mqar = Some(MqarSection {
         vocab_size: 512,

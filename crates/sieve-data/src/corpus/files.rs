@@ -8,7 +8,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::hub::{Hub, RemoteFile, is_remote};
 use super::source::Packed;
-use super::{CorpusConfig, FileOrder, SourceFile};
+use super::{CorpusConfig, FileOrder, Format, SourceFile};
 use crate::error::DataError;
 
 /// A file with its place below the folder or glob that named it.
@@ -48,6 +48,7 @@ pub(super) fn expand(
                 searched,
             });
         }
+        check_one_kind(pattern, &config.format, &found[before..])?;
     }
     found.sort_by(|a, b| {
         a.path
@@ -61,6 +62,36 @@ pub(super) fn expand(
         });
     }
     found.into_iter().map(stat).collect()
+}
+
+/// Refuses a path that names files of several kinds, where their endings decide.
+fn check_one_kind(pattern: &str, format: &Format, found: &[Found]) -> Result<(), DataError> {
+    let mut kinds: Vec<(Format, usize, &Found)> = Vec::new();
+    for file in found {
+        let format = format.of(&file.path);
+        match kinds.iter_mut().find(|kind| kind.0 == format) {
+            Some(kind) => {
+                kind.1 += 1;
+                // Folders are listed in no order.
+                if file.path < kind.2.path {
+                    kind.2 = file;
+                }
+            }
+            None => kinds.push((format, 1, file)),
+        }
+    }
+    if kinds.len() < 2 {
+        return Ok(());
+    }
+    kinds.sort_by_key(|kind| std::cmp::Reverse(kind.1));
+    let kinds = kinds.iter().map(|(format, count, first)| {
+        let name = first.path.file_name().unwrap_or_default().to_string_lossy();
+        format!("{count} {} ({name})", format.name())
+    });
+    Err(DataError::MixedFormats {
+        pattern: pattern.to_owned(),
+        kinds: kinds.collect::<Vec<_>>().join(", "),
+    })
 }
 
 fn expand_remote(

@@ -12,6 +12,7 @@ use crate::error::DataError;
 use jsonl::JsonlSource;
 use parquet::ParquetSource;
 use text::TextSource;
+pub(super) use text::begins_with_json_lines;
 pub(super) use unpack::{Packed, broken_archive};
 
 /// The documents of one file, in order.
@@ -30,8 +31,8 @@ pub(super) fn open(
     max_document_bytes: Option<u64>,
 ) -> Result<Box<dyn DocumentSource>, DataError> {
     let max_bytes = max_document_bytes.unwrap_or(u64::MAX);
-    Ok(match format {
-        Format::Text => Box::new(TextSource {
+    Ok(match &format.of(path) {
+        Format::Text | Format::ByEnding { .. } => Box::new(TextSource {
             path: path.to_path_buf(),
             max_bytes,
             done: false,

@@ -348,3 +348,68 @@ proptest! {
         prop_assert_eq!(texts(CorpusConfig::jsonl(vec![path], "text")).unwrap(), kept);
     }
 }
+
+#[test]
+fn the_ending_names_the_format() {
+    let dir = tempfile::tempdir().unwrap();
+    let line = "{\"text\": \"of a line\"}\n";
+    let lines = write(dir.path(), "a/lines.jsonl", line);
+    let more = write(dir.path(), "a/MORE.NDJSON", line.replace('a', "b"));
+    let plain = write(dir.path(), "b/notes.rs", line);
+    let by_ending = |paths: &[&String]| {
+        let paths = paths.iter().map(|path| path.to_string()).collect();
+        CorpusConfig::by_ending(paths, "text")
+    };
+    assert_eq!(
+        texts(by_ending(&[&lines, &more])).unwrap(),
+        ["of b line", "of a line"]
+    );
+    // Each path may name another format.
+    assert_eq!(
+        texts(by_ending(&[&lines, &plain])).unwrap(),
+        ["of a line", line]
+    );
+    let named = Corpus::open(CorpusConfig::jsonl(vec![lines.clone()], "text")).unwrap();
+    let found = Corpus::open(by_ending(&[&lines])).unwrap();
+    assert_eq!(found.config(), named.config());
+    assert_eq!(found.fingerprint(), named.fingerprint());
+
+    let folder = dir.path().to_str().unwrap().to_owned();
+    for path in [folder.clone(), format!("{folder}/*/*")] {
+        let error = message(texts(by_ending(&[&path])));
+        for word in [
+            &path[..],
+            "2 jsonl (",
+            "1 text (notes.rs)",
+            "hint: say which",
+        ] {
+            assert!(error.contains(word), "{error} lacks {word}");
+        }
+    }
+    let text = CorpusConfig::text(vec![format!("{folder}/*/*")]);
+    assert_eq!(texts(text).unwrap().len(), 3, "a named format wins");
+}
+
+#[test]
+fn text_that_looks_like_json_lines_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, text, is_told) in [
+        (
+            "rows.json",
+            "{\"text\": \"a\"}\n\n {\"text\": \"b\"}\n",
+            true,
+        ),
+        ("rows.jsonl", "{\"text\": \"a\"}\n{\"text\": \"b\"}\n", true),
+        ("marked.txt", "\u{feff}{\"a\": 1}\r\n{\"b\": 2}\r\n", true),
+        ("object.json", "{\n  \"text\": \"a\"\n}\n", false),
+        ("one.json", "{\"text\": \"a\"}\n", false),
+        ("list.json", "[1]\n[2]\n", false),
+        ("code.rs", "{ let a = 1; }\n{ let b = 2; }\n", false),
+    ] {
+        let path = write(dir.path(), name, text);
+        let corpus = Corpus::open(CorpusConfig::text(vec![path.clone()])).unwrap();
+        assert_eq!(corpus.json_lines_as_text().is_some(), is_told, "{name}");
+        let config = CorpusConfig::jsonl(vec![path], "text");
+        assert_eq!(Corpus::open(config).unwrap().json_lines_as_text(), None);
+    }
+}

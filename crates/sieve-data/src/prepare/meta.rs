@@ -42,6 +42,9 @@ pub struct PreparedMeta {
     pub sources: Vec<SourceMeta>,
     /// Where the documents for validation came from.
     pub validation_settings: ValidationSettings,
+    /// True where there were too few documents to hold whole ones out, and the end of the text is held out.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_cut: bool,
     /// What is in `train.bin`, or in all of `train-000.bin`, `train-001.bin`, …
     pub train: SplitMeta,
     /// What is in `validation.bin`.

@@ -40,6 +40,9 @@ pub(super) struct Place {
     /// Reports of the corpora that are done; the next one is being read.
     pub(super) done: Vec<CorpusReport>,
     pub(super) cursor: Cursor,
+    /// What [`cuts`](super::split::cuts) found; kept because the files it read may be gone: fetched, used and removed.
+    #[serde(default)]
+    pub(super) cuts: Option<Vec<Option<u64>>>,
 }
 
 /// One shard being written.

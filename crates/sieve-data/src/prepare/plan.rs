@@ -8,10 +8,11 @@ use std::path::Path;
 use super::lock::Lock;
 use super::meta::{self, FORMAT_VERSION, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings};
 use super::partial::{self, Partial};
-use super::tokenise::{Encoded, Pace, Pass, Sink, Target};
+use super::split::{Split, Target, cuts};
+use super::tokenise::{Encoded, Pace, Pass, Sink};
 use super::{
-    PrepareConfig, Progress, TRAIN, VALIDATION, VALIDATION_SIZES, ValidationSource, content_hash,
-    hex, is_held_out, train_names,
+    PrepareConfig, Progress, TRAIN, VALIDATION, VALIDATION_SIZES, ValidationSource, hex,
+    train_names,
 };
 use crate::atomic_file::{AtomicFile, sync_dir};
 use crate::corpus::{Corpus, CorpusReport, Cursor, Documents};
@@ -108,32 +109,29 @@ impl Plan<'_> {
         if let Some(corpus) = own_validation
             && partial.place.done.is_empty()
         {
-            let target = |_: &str| Some(Target::Validation);
             // Its texts are no duplicates of those to train on: they are held out of them.
-            self.read(
-                corpus,
-                None,
-                &mut partial,
-                HashSet::new(),
-                &target,
-                progress,
-            )?;
+            let all = Split::AllHeldOut;
+            self.read(corpus, None, &mut partial, HashSet::new(), all, progress)?;
         }
         let held_out = std::mem::take(&mut partial.held_out_set);
-        let fraction = match self.config.validation {
-            ValidationSource::Fraction(fraction) => fraction,
-            ValidationSource::Corpus(_) => 0.0,
+        let (fraction, cuts) = match (self.config.validation, partial.place.cuts.take()) {
+            (ValidationSource::Corpus(_), _) => (0.0, Vec::new()),
+            (ValidationSource::Fraction(fraction), Some(found)) => (fraction, found),
+            (ValidationSource::Fraction(fraction), None) => {
+                (fraction, cuts(self.corpora, fraction)?)
+            }
         };
-        let target = |text: &str| match own_validation {
-            Some(_) => (!held_out.contains(&content_hash(text))).then_some(Target::Train),
-            None if is_held_out(text, fraction) => Some(Target::Validation),
-            None => Some(Target::Train),
+        partial.place.cuts = Some(cuts.clone());
+        let split = |number: usize| match (own_validation, cuts.get(number)) {
+            (Some(_), _) => Split::Without(&held_out),
+            (None, Some(Some(cut))) => Split::End(*cut),
+            (None, _) => Split::Hash(fraction),
         };
         let num_before = usize::from(own_validation.is_some());
         let first = partial.place.done.len().saturating_sub(num_before);
         for (number, corpus) in self.corpora.iter().enumerate().skip(first) {
-            let split = Some(number);
-            seen = self.read(corpus, split, &mut partial, seen, &target, progress)?;
+            let held_out = split(number);
+            seen = self.read(corpus, Some(number), &mut partial, seen, held_out, progress)?;
         }
         for (number, split) in partial.splits.iter().enumerate() {
             if split.meta.num_documents == 0 {
@@ -164,7 +162,7 @@ impl Plan<'_> {
         train_split: Option<usize>,
         partial: &mut Partial,
         seen: HashSet<u128>,
-        target: &(dyn Fn(&str) -> Option<Target> + Sync),
+        held_out: Split,
         progress: &dyn Fn(Progress),
     ) -> Result<HashSet<u128>, DataError> {
         let pass = Pass {
@@ -186,7 +184,7 @@ impl Plan<'_> {
             remember_held_out: train_split.is_none(),
             num_discarded: 0,
         };
-        pass.run(corpus, &mut documents, target, &mut intake)?;
+        pass.run(corpus, &mut documents, held_out, &mut intake)?;
         let place = &mut partial.place;
         place.done.push(documents.report().clone());
         place.cursor = Cursor::default();
@@ -209,6 +207,7 @@ impl Plan<'_> {
             .iter()
             .map(|split| split.name.clone())
             .collect::<Vec<_>>();
+        let is_cut = place.cuts.iter().flatten().any(Option::is_some);
         let mut reports = place.done.clone();
         let validation_report = match self.config.validation {
             ValidationSource::Corpus(_) => Some(reports.remove(0)),
@@ -216,7 +215,10 @@ impl Plan<'_> {
         };
         let (shards, mut metas) = finish(partial)?;
         let validation = metas.pop().expect("the validation split is the last");
-        let meta = self.meta(metas, validation, reports, validation_report);
+        let meta = PreparedMeta {
+            is_cut,
+            ..self.meta(metas, validation, reports, validation_report)
+        };
         let mut meta_file = AtomicFile::create(&meta::path(dir))?;
         meta_file.write(&meta.to_json())?;
         let meta_file = meta_file.finish()?;
@@ -283,6 +285,7 @@ impl Plan<'_> {
                     settings: Box::new(corpus.config().clone()),
                 },
             },
+            is_cut: false,
             train: total,
             validation,
             report,

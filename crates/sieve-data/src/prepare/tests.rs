@@ -3,6 +3,7 @@ use std::time::Duration;
 
 use super::*;
 
+mod few_documents;
 mod resume;
 use crate::corpus::CorpusConfig;
 use crate::shard::with_ending;

@@ -2,17 +2,11 @@
 
 use rayon::prelude::*;
 
+use super::split::{Split, Target};
 use super::{DocumentSize, Progress, content_hash};
 use crate::corpus::{Corpus, Cursor, Documents};
 use crate::error::DataError;
 use crate::tokenizer::Tokenizer;
-
-/// Which shard a document goes to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Target {
-    Train,
-    Validation,
-}
 
 /// A document on its way into a shard.
 pub(super) struct Encoded {
@@ -74,19 +68,16 @@ pub(super) trait Sink {
 }
 
 impl Pass<'_> {
-    /// Gives every document from `documents` on for which `target` names a shard to `sink`.
+    /// Gives every document from `documents` on to `sink`, with the shard that `held_out` names.
     pub(super) fn run(
         &self,
         corpus: &Corpus,
         documents: &mut Documents,
-        target: impl Fn(&str) -> Option<Target> + Sync,
+        held_out: Split,
         sink: &mut dyn Sink,
     ) -> Result<(), DataError> {
         let (tokenizer, eos_id, split) = (self.tokenizer, self.eos_id, self.split);
-        let encode = |text: String| {
-            let Some(target) = target(&text) else {
-                return Ok(None);
-            };
+        let encode = |(target, text): (Target, String)| {
             let mut ids = tokenizer.encode(&text)?;
             ids.push(eos_id);
             let size = DocumentSize {
@@ -94,12 +85,12 @@ impl Pass<'_> {
                 num_words: text.split_whitespace().count() as u64,
             };
             let hash = content_hash(&text);
-            Ok(Some(Encoded {
+            Ok(Encoded {
                 target,
                 ids,
                 size,
                 hash,
-            }))
+            })
         };
         let mut bytes_done = documents.report().num_bytes;
         let (mut num_documents, mut num_tokens, mut bytes_since_kept) = (0, 0, 0);
@@ -121,19 +112,24 @@ impl Pass<'_> {
         let mut batch = next_batch(documents, wanted_bytes)?;
         while !batch.texts.is_empty() {
             let batch_bytes = batch.texts.iter().map(String::len).sum::<usize>();
+            let starts = batch.texts.iter().scan(bytes_done, |end, text| {
+                let start = *end;
+                *end += text.len() as u64;
+                Some(start)
+            });
+            let starts = starts.collect::<Vec<_>>();
             bytes_done += batch_bytes as u64;
             bytes_since_kept += batch_bytes;
             let texts = batch.texts;
             let (encoded, next) = rayon::join(
                 || {
-                    texts
-                        .into_par_iter()
-                        .map(encode)
-                        .collect::<Result<Vec<_>, DataError>>()
+                    let texts = texts.into_par_iter().zip(starts);
+                    let parts = texts.flat_map_iter(|(text, start)| held_out.parts(start, text));
+                    parts.map(encode).collect::<Result<Vec<_>, DataError>>()
                 },
                 || next_batch(documents, wanted_bytes),
             );
-            let encoded = encoded?.into_iter().flatten().collect::<Vec<_>>();
+            let encoded = encoded?;
             num_documents += encoded.len() as u64;
             num_tokens += encoded
                 .iter()

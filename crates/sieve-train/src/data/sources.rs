@@ -25,6 +25,7 @@ pub fn corpus_configs(
     };
     let data = &recipe.data;
     let base = |paths: Vec<String>| match data.format {
+        DataFormat::Auto => Ok(CorpusConfig::by_ending(paths, &data.text_column)),
         DataFormat::Text => Ok(CorpusConfig::text(paths)),
         DataFormat::Jsonl => Ok(CorpusConfig::jsonl(paths, &data.text_column)),
         DataFormat::Parquet => Ok(CorpusConfig::parquet(paths, &data.text_column)),

@@ -174,6 +174,7 @@ fn data() -> impl Strategy<Value = DataSection> {
                     weights: jsonl
                         .then(|| (1..=paths.len()).map(|part| part as f64 / 3.0).collect()),
                     paths,
+                    fallback: jsonl.then_some(DataFallback::Sieve),
                     format: if jsonl {
                         DataFormat::Jsonl
                     } else {

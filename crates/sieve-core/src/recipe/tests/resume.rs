@@ -26,6 +26,23 @@ fn allowed_changes_are_returned_with_both_values() {
 }
 
 #[test]
+fn a_format_may_be_named_or_left_to_the_ending() {
+    for (saved, now, is_allowed) in [
+        (DataFormat::Text, DataFormat::Auto, true),
+        (DataFormat::Auto, DataFormat::Jsonl, true),
+        (DataFormat::Text, DataFormat::Jsonl, false),
+    ] {
+        let of = |format| {
+            let mut recipe = minimal();
+            recipe.data.format = format;
+            recipe
+        };
+        let result = of(saved).check_resume(&of(now), 8);
+        assert_eq!(result.is_ok(), is_allowed, "{saved:?} {now:?}: {result:?}");
+    }
+}
+
+#[test]
 fn refused_changes_are_all_named() {
     let mut now = minimal();
     now.training.steps = 80;

@@ -1,7 +1,7 @@
 //! Plain text: one file is one document.
 
-use std::io::Read;
-use std::path::PathBuf;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
 
 use super::unpack::Unpacked;
 use super::{BYTE_ORDER_MARK, DocumentSource, check_size};
@@ -11,6 +11,25 @@ pub(super) struct TextSource {
     pub(super) path: PathBuf,
     pub(super) max_bytes: u64,
     pub(super) done: bool,
+}
+
+/// Text that is looked at for two lines of JSON.
+const LOOKED_AT_BYTES: u64 = 1 << 20;
+
+/// Whether the first two lines that are not blank are JSON objects. False for a file that cannot be read.
+pub(in crate::corpus) fn begins_with_json_lines(path: &Path) -> bool {
+    let Ok(reader) = Unpacked::open(path) else {
+        return false;
+    };
+    let lines = BufReader::new(reader.take(LOOKED_AT_BYTES)).lines();
+    let lines = lines.map_while(Result::ok);
+    let mut lines = lines.filter(|line| !line.trim().is_empty());
+    let mut next_is_object = || {
+        let line = lines.next().unwrap_or_default();
+        let line = line.trim_start_matches('\u{feff}').trim_start();
+        line.starts_with('{') && serde_json::from_str::<serde::de::IgnoredAny>(line).is_ok()
+    };
+    next_is_object() && next_is_object()
 }
 
 impl DocumentSource for TextSource {

@@ -1,0 +1,85 @@
+//! Which text is held out for validation.
+//!
+//! A fraction is held out by a hash of each document's text. Where that leaves a corpus without a document to train on, or
+//! all of them without one to validate on, there are too few documents: then the end of each corpus's text is held out,
+//! and the document in which that end begins is cut there, between two characters.
+
+use std::collections::HashSet;
+
+use super::content_hash;
+use crate::corpus::{Corpus, Cursor, Documents};
+use crate::error::DataError;
+
+/// Which shard a text goes to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Target {
+    Train,
+    Validation,
+}
+
+/// What is held out of one corpus.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Split<'a> {
+    /// This fraction of the documents, by a hash of their text.
+    Hash(f64),
+    /// The text from this byte on.
+    End(u64),
+    /// Nothing: it is the validation corpus.
+    AllHeldOut,
+    /// Documents with these hashes are left out: the validation corpus has them.
+    Without(&'a HashSet<u128>),
+}
+
+impl Split<'_> {
+    /// Where `text` goes, of which `start` bytes of the corpus's text come before it; two parts where it is cut.
+    pub(super) fn parts(&self, start: u64, mut text: String) -> Vec<(Target, String)> {
+        match *self {
+            Self::Hash(fraction) if is_held_out(&text, fraction) => {
+                vec![(Target::Validation, text)]
+            }
+            Self::Hash(_) => vec![(Target::Train, text)],
+            Self::AllHeldOut => vec![(Target::Validation, text)],
+            Self::Without(held_out) if held_out.contains(&content_hash(&text)) => Vec::new(),
+            Self::Without(_) => vec![(Target::Train, text)],
+            Self::End(cut) => {
+                let cut = usize::try_from(cut.saturating_sub(start)).unwrap_or(usize::MAX);
+                let end = text.split_off(text.floor_char_boundary(cut));
+                let mut parts = vec![(Target::Train, text), (Target::Validation, end)];
+                parts.retain(|part| !part.1.is_empty());
+                parts
+            }
+        }
+    }
+}
+
+/// For each corpus the byte of its text from which on it is held out, or `None` where whole documents are. Reads no more
+/// than it takes to see that there are enough documents.
+pub(super) fn cuts(corpora: &[Corpus], fraction: f64) -> Result<Vec<Option<u64>>, DataError> {
+    let (mut seen, mut any_held_out) = (HashSet::new(), false);
+    // Whether a corpus has a document to train on, and the bytes of its text as far as it was read.
+    let mut read = Vec::new();
+    for corpus in corpora {
+        let mut documents = Documents::resume(corpus, Cursor::default(), seen);
+        let mut any_train = false;
+        while !(any_train && any_held_out)
+            && let Some(document) = documents.next().transpose()?
+        {
+            match is_held_out(&document.text, fraction) {
+                true => any_held_out = true,
+                false => any_train = true,
+            }
+        }
+        read.push((any_train, documents.report().num_bytes));
+        seen = documents.into_seen();
+    }
+    let cut = |(any_train, num_bytes): (bool, u64)| {
+        let end = (num_bytes as f64 * fraction).round() as u64;
+        (!any_train || !any_held_out).then(|| num_bytes - end)
+    };
+    Ok(read.into_iter().map(cut).collect())
+}
+
+fn is_held_out(text: &str, fraction: f64) -> bool {
+    // The upper 64 bits as a number in [0, 1).
+    ((content_hash(text) >> 64) as f64) / 2f64.powi(64) < fraction
+}
