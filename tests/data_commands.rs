@@ -32,7 +32,7 @@ fn write_parquet(path: &Path, texts: &[String]) {
 }
 
 /// The tiny corpus three ways: as Parquet, as packed JSON lines, and as it is.
-fn formats(tiny: &TinyRun) {
+pub(crate) fn formats(tiny: &TinyRun) {
     let mut files: Vec<PathBuf> = fs::read_dir(tiny.path("corpus"))
         .expect("the corpus")
         .map(|entry| entry.expect("readable").path())
@@ -52,7 +52,7 @@ fn formats(tiny: &TinyRun) {
     packed.finish().expect("writable");
 }
 
-fn shards(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+pub(crate) fn shards(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = fs::read_dir(folder).expect("a folder");
     entries
         .map(|entry| entry.expect("readable"))

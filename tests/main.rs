@@ -15,6 +15,7 @@ mod data_safetensors;
 mod kernels_cli;
 mod memory_limits;
 mod needle_cli;
+mod newcomer;
 mod patterns_cli;
 mod plan_recipes;
 mod resume_damage;

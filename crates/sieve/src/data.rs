@@ -1,4 +1,5 @@
 //! `sieve data` and `sieve tokenizer`: what a run reads.
+pub(crate) mod account;
 mod batch;
 mod prepare;
 mod tokenizer;

@@ -15,8 +15,10 @@ mod paths;
 mod plan;
 mod recipe;
 mod selector;
+mod shipped;
 mod startup;
 mod terminal;
+mod text_files;
 mod train;
 
 use clap::{Parser, Subcommand};

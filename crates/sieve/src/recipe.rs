@@ -1,4 +1,5 @@
 //! Recipes by path or by name.
+use crate::shipped;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_core::Recipe;
@@ -8,7 +9,7 @@ use std::path::{Path, PathBuf};
 /// Which recipe, and what to change in it.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct RecipeArgs {
-    /// A recipe: a path, else a name in recipes/
+    /// A recipe: a path, else a name in recipes/, else the name of one inside the program
     #[arg(long, value_name = "FILE")]
     pub(crate) recipe: String,
     /// Override a key, for example optimizer.lr=1e-3; may be repeated
@@ -19,14 +20,20 @@ pub(crate) struct RecipeArgs {
 impl RecipeArgs {
     /// Finds, reads and checks the recipe.
     pub(crate) fn load(&self) -> Result<Recipe> {
-        let path = find(&self.recipe)?;
-        let text = std::fs::read_to_string(&path)
-            .with_context(|| format!("reading the recipe {}", path.display()))?;
-        Ok(Recipe::load(
-            &text,
-            &path.display().to_string(),
-            &self.overrides,
-        )?)
+        let (text, origin) = find(&self.recipe)?;
+        Ok(Recipe::load(&text, &origin, &self.overrides)?)
+    }
+
+    /// The same for a command that reads the recipe's text, with a line that says which text that is where the recipe leaves
+    /// it open. Paths given by `--set` are meant: the recipe's `data.fallback` does not stand in for them.
+    pub(crate) fn load_with_text(&self) -> Result<(Recipe, Option<String>)> {
+        let mut recipe = self.load()?;
+        let is_path = |set: &String| set.trim_start().starts_with("data.paths");
+        let line = match self.overrides.iter().any(is_path) {
+            true => None,
+            false => shipped::choose_text(&mut recipe)?,
+        };
+        Ok((recipe, line))
     }
 
     /// Name of the recipe without folders and ending.
@@ -41,38 +48,38 @@ impl RecipeArgs {
     }
 }
 
-/// Where recipes lie: beside the user, else where the program was built.
-fn folders() -> [PathBuf; 2] {
-    let built = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2);
-    let built = built.unwrap_or(Path::new("")).join("recipes");
-    ["recipes".into(), built]
-}
+/// The folder of recipes beside the user.
+const FOLDER: &str = "recipes";
 
-fn find(recipe: &str) -> Result<PathBuf> {
+/// The text of a recipe, and what messages call it.
+fn find(recipe: &str) -> Result<(String, String)> {
     let given = PathBuf::from(recipe);
-    if given.is_file() {
-        return Ok(given);
-    }
     if given.is_dir() {
         bail!(
             "--recipe {recipe} is a folder\n  hint: name one of its files: {}",
-            list(&shipped(&[given]))
+            list(&in_folder(&given))
         );
     }
-    for folder in folders() {
-        for name in [recipe.to_owned(), format!("{recipe}.toml")] {
-            let path = folder.join(name);
-            if path.is_file() {
-                return Ok(path);
-            }
-        }
+    let names = [recipe.to_owned(), format!("{recipe}.toml")];
+    let beside = names.each_ref().map(|name| Path::new(FOLDER).join(name));
+    let mut paths = [given].into_iter().chain(beside);
+    if let Some(path) = paths.find(|path| path.is_file()) {
+        let text = std::fs::read_to_string(&path)
+            .with_context(|| format!("reading the recipe {}", path.display()))?;
+        return Ok((text, path.display().to_string()));
     }
-    let looked_at = folders().map(|folder| folder.display().to_string());
-    bail!(
-        "there is no recipe {recipe}\n  looked at: {recipe}, and in {}\n  hint: name a file, or one of: {}",
-        looked_at.join(" and "),
-        list(&shipped(&folders())),
-    )
+    let inside = names.iter().find_map(|name| {
+        let text = shipped::recipe(name)?;
+        Some((text.to_owned(), format!("{name} (inside the program)")))
+    });
+    inside.with_context(|| {
+        let mut names = in_folder(Path::new(FOLDER));
+        names.extend(shipped::recipe_names().map(str::to_owned));
+        format!(
+            "there is no recipe {recipe}\n  looked at: {recipe}, in {FOLDER}/, and inside the program\n  hint: name a file, or one of: {}",
+            list(&names)
+        )
+    })
 }
 
 fn list(names: &BTreeSet<String>) -> String {
@@ -82,11 +89,9 @@ fn list(names: &BTreeSet<String>) -> String {
     names.iter().cloned().collect::<Vec<_>>().join(", ")
 }
 
-/// Names of the recipes in `folders`.
-fn shipped(folders: &[PathBuf]) -> BTreeSet<String> {
-    let entries = folders
-        .iter()
-        .flat_map(|folder| std::fs::read_dir(folder).into_iter().flatten().flatten());
+/// Names of the recipes in a folder.
+fn in_folder(folder: &Path) -> BTreeSet<String> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     entries
         .map(|entry| entry.file_name().to_string_lossy().into_owned())
         .filter(|name| name.ends_with(".toml"))

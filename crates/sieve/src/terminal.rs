@@ -55,6 +55,11 @@ pub(crate) fn print_error(error: &anyhow::Error) {
     let _ = writeln!(std::io::stderr(), "{}", error_text(error));
 }
 
+/// Prints what a person should know though the work goes on.
+pub(crate) fn warning(text: &str) {
+    let _ = writeln!(std::io::stderr(), "warning: {text}");
+}
+
 /// Whether progress bars make sense.
 pub(crate) fn is_interactive() -> bool {
     std::io::stderr().is_terminal()

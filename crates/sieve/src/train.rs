@@ -3,12 +3,12 @@ mod lines;
 mod profile;
 mod sweep;
 
+use crate::data::account;
 use crate::device::{Device, DeviceChoice};
 use crate::interrupt::{Interrupt, respect_nohup};
 use crate::out_of_memory::MemoryArgs;
 use crate::recipe::RecipeArgs;
-use crate::startup;
-use crate::terminal;
+use crate::{startup, terminal, text_files};
 use anyhow::{Context, Result, bail};
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
@@ -93,7 +93,8 @@ pub(crate) fn run(args: TrainArgs) -> Result<()> {
     if !args.sweep.is_empty() {
         return sweep::run(args);
     }
-    let mut recipe = args.recipe.load()?;
+    let (mut recipe, text) = args.recipe.load_with_text()?;
+    text.iter().for_each(|line| terminal::line(line));
     let session = Session::open(&args)?;
     if let Some(num_steps) = args.profile {
         // A report reads the loss back and so drains the GPU: none may come between the traced steps.
@@ -286,7 +287,7 @@ fn train<B: TrainBackend>(
         log.line(&format!("no sample: {error}"));
     }
     tell_references(&log);
-    next_steps(&log, &summary);
+    next_steps(&log, &summary, trainer.data().prepared().is_some());
     Ok(Ending::Finished)
 }
 
@@ -336,6 +337,9 @@ fn prepare(
         _ => Some(DataSource::open(recipe, &variable)?),
     };
     folder.claim(start)?;
+    for path in source.iter().flat_map(DataSource::json_lines_as_text) {
+        log.line(&format!("warning: {}", text_files::json_lines(path)));
+    }
     let bar: RefCell<Option<ProgressBar>> = RefCell::new(None);
     let mut observe = |event: DataEvent| match event {
         DataEvent::TrainingTokenizer {
@@ -404,6 +408,12 @@ fn prepare(
         terminal::thousands(meta.validation.num_documents),
         dir.display(),
     ));
+    let mut lines = account::lines("data: ", meta);
+    for (index, prepared) in &data.stages {
+        let part = format!("data: stage {}: ", index + 1);
+        lines.extend(account::lines(&part, &prepared.meta));
+    }
+    lines.iter().for_each(|line| log.line(line));
     Ok(data)
 }
 
@@ -527,15 +537,23 @@ fn samples<B: TrainBackend>(
 }
 
 /// What to type next.
-fn next_steps(log: &Log, summary: &TrainSummary) {
+fn next_steps(log: &Log, summary: &TrainSummary, is_text: bool) {
     let Some(checkpoint) = &summary.checkpoint else {
         return;
     };
     let checkpoint = checkpoint.display();
-    log.line(&format!(
-        "next:\n  sieve generate --checkpoint {checkpoint} --prompt \"fn main() {{\"\n  \
-         sieve eval ppl --checkpoint {checkpoint} --data README.md\n  \
-         sieve export --checkpoint {checkpoint} --out exported\n  \
-         (sieve is target/release/sieve, or cargo run --release --)"
-    ));
+    // As this program was called, so that the lines can be typed as they are.
+    let sieve = std::env::args().next().unwrap_or("sieve".to_owned());
+    let commands: &[&str] = match is_text {
+        true => &[
+            "generate --prompt \"fn main() {\"",
+            "eval ppl --recipe-validation",
+            "export --out exported",
+        ],
+        false => &["eval mqar", "export --out exported"],
+    };
+    let lines = commands
+        .iter()
+        .map(|command| format!("\n  {sieve} {command} --checkpoint {checkpoint}"));
+    log.line(&format!("next:{}", lines.collect::<String>()));
 }

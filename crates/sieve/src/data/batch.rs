@@ -26,7 +26,8 @@ pub(crate) struct BatchArgs {
 
 /// Writes one step's rows.
 pub(super) fn run(args: BatchArgs) -> Result<()> {
-    let recipe = args.recipe.load()?;
+    let (recipe, text) = args.recipe.load_with_text()?;
+    text.iter().for_each(|line| terminal::line(line));
     let training = &recipe.training;
     anyhow::ensure!(
         args.step <= training.steps as u64,

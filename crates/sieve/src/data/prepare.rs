@@ -1,6 +1,6 @@
 //! `sieve data prepare`: text into shards, ahead of training.
 use crate::recipe::RecipeArgs;
-use crate::terminal;
+use crate::{terminal, text_files};
 use anyhow::Result;
 use clap::Args;
 use indicatif::ProgressBar;
@@ -25,17 +25,21 @@ pub(crate) struct PrepareArgs {
 
 /// Tokenises, or finds that it was done.
 pub(super) fn run(args: PrepareArgs) -> Result<()> {
-    let recipe = args.recipe.load()?;
+    let (recipe, text) = args.recipe.load_with_text()?;
     anyhow::ensure!(
         recipe.data.format != DataFormat::Mqar,
         "data.format = \"mqar\" is generated as it is read; there is nothing to prepare"
     );
+    text.iter().for_each(|line| terminal::line(line));
     let dir = super::folder(&args.recipe, &recipe, args.data_dir)?;
     let on_change = match args.replace {
         true => OnChange::Replace,
         false => OnChange::Refuse,
     };
     let source = DataSource::open(&recipe, &crate::train::variable)?;
+    for path in source.json_lines_as_text() {
+        terminal::warning(&text_files::json_lines(path));
+    }
     let mut watch = Watch::default();
     let mut data = source.prepare(&recipe, &dir, on_change, &mut |event| watch.see(event))?;
     let place = (dir.as_path(), on_change);
@@ -66,18 +70,12 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
         print_split(&format!("train, stage {}", index + 1), &prepared.meta.train);
     }
     print_split("validation", &meta.validation);
-    let report = &meta.report;
-    if report.num_blank + report.num_duplicates + report.num_invalid > 0 {
-        terminal::line(&format!(
-            "left out: {} blank, {} duplicates, {} invalid",
-            terminal::thousands(report.num_blank),
-            terminal::thousands(report.num_duplicates),
-            terminal::thousands(report.num_invalid)
-        ));
+    let mut lines = super::account::lines("", meta);
+    for (index, prepared) in &data.stages {
+        let part = format!("stage {}: ", index + 1);
+        lines.extend(super::account::lines(&part, &prepared.meta));
     }
-    if let Some(first) = &report.first_invalid {
-        terminal::line(&format!("  the first invalid one: {first}"));
-    }
+    lines.iter().for_each(|line| terminal::line(line));
     Ok(())
 }
 

@@ -1,10 +1,11 @@
 //! `sieve tokenizer train`: a byte-level BPE from text.
 use crate::recipe::RecipeArgs;
-use crate::terminal;
+use crate::text_files::FormatArg;
+use crate::{terminal, text_files};
 use anyhow::{Context, Result};
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand};
 use sieve_core::recipe::TokenizerSection;
-use sieve_data::{BpeConfig, Corpus, CorpusConfig, HubConfig, Tokenizer};
+use sieve_data::{BpeConfig, Corpus, HubConfig, Tokenizer};
 use sieve_train::corpus_configs;
 use std::path::{Path, PathBuf};
 
@@ -32,9 +33,9 @@ pub(crate) struct TrainArgs {
     /// Train on these files, folders, globs or data sets (hf://datasets/OWNER/NAME); may be repeated
     #[arg(long, value_name = "PATH")]
     data: Vec<String>,
-    /// What --data holds
-    #[arg(long, value_enum, default_value_t = FormatArg::Text, requires = "data")]
-    format: FormatArg,
+    /// How the files of --data hold documents; by their ending when absent
+    #[arg(long, value_enum, requires = "data")]
+    format: Option<FormatArg>,
     /// JSONL and Parquet: the column that holds the text
     #[arg(long, default_value = "text", requires = "data")]
     text_column: String,
@@ -47,13 +48,6 @@ pub(crate) struct TrainArgs {
     /// The tokenizer.json to write
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-}
-
-#[derive(ValueEnum, Clone, Copy, Debug)]
-enum FormatArg {
-    Text,
-    Jsonl,
-    Parquet,
 }
 
 const DEFAULT_SAMPLE_BYTES: u64 = 16 << 20;
@@ -70,7 +64,8 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
                 recipe: recipe.clone(),
                 overrides: args.overrides.clone(),
             };
-            let recipe = recipe.load()?;
+            let (recipe, text) = recipe.load_with_text()?;
+            text.iter().for_each(|line| terminal::line(line));
             let training = match &recipe.tokenizer {
                 TokenizerSection::Train(training) => Some(training.clone()),
                 _ => None,
@@ -82,11 +77,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
             let paths = expanded
                 .map(|path| sieve_core::paths::expand(path, variable))
                 .collect::<Result<Vec<_>, _>>()?;
-            let config = match args.format {
-                FormatArg::Text => CorpusConfig::text(paths),
-                FormatArg::Jsonl => CorpusConfig::jsonl(paths, &args.text_column),
-                FormatArg::Parquet => CorpusConfig::parquet(paths, &args.text_column),
-            };
+            let config = text_files::config(paths, args.format, &args.text_column);
             (config, None)
         }
     };
@@ -106,6 +97,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     );
     let mut corpus = Corpus::open(config)?;
     corpus.connect(&hub(&args.out))?;
+    text_files::warn_of_json_lines(&corpus);
     terminal::line(&format!(
         "training a byte-level BPE of {vocab_size} tokens on up to {} of {} files",
         terminal::bytes(sample_bytes),

@@ -27,7 +27,7 @@ pub(crate) struct NeedleArgs {
     /// A checkpoint (step-N) of any kind, or a run folder: then its latest
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
-    /// Text or JSONL files, folders or globs to hide the needle in; made-up English sentences when absent
+    /// Text, JSONL or Parquet files, folders or globs to hide the needle in; made-up English sentences when absent
     #[arg(long, num_args = 1.., value_name = "PATH")]
     data: Vec<String>,
     /// Tokens of the whole text, question and answer included; --grid even steps up to the model's context when absent

@@ -1,14 +1,16 @@
 //! `sieve eval ppl`.
+use super::text;
 use crate::device::{Device, DeviceChoice};
 use crate::out_of_memory::MemoryArgs;
+use crate::text_files::FormatArg;
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result};
 use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
-use clap::{ArgGroup, Args, ValueEnum};
+use clap::{ArgGroup, Args};
 use sieve_core::plan::InferenceSize;
-use sieve_data::{Corpus, CorpusConfig, Prepared, Tokenizer};
+use sieve_data::{Prepared, Tokenizer};
 use sieve_eval::{
     EvalDocument, EvalError, PerplexityConfig, PerplexityReport, Selection, perplexity,
     perplexity_selected, prepared_documents, text_documents,
@@ -28,7 +30,7 @@ pub(crate) struct PplArgs {
     /// A checkpoint (step-N), or a run folder: then its latest
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
-    /// Text or JSONL files, folders or globs
+    /// Text, JSONL or Parquet files, folders or globs
     #[arg(long, num_args = 1.., value_name = "PATH")]
     data: Vec<String>,
     /// The documents that the run held out
@@ -37,7 +39,7 @@ pub(crate) struct PplArgs {
     /// How the files hold documents; by their ending when absent
     #[arg(long, value_enum, requires = "data")]
     format: Option<FormatArg>,
-    /// JSONL: the field that holds a document's text
+    /// JSONL and Parquet: the column that holds a document's text
     #[arg(long, default_value = "text", value_name = "NAME")]
     text_column: String,
     /// Tokens the model sees at most; the length it was trained with when absent
@@ -61,14 +63,6 @@ pub(crate) struct PplArgs {
     device: DeviceChoice,
     #[command(flatten)]
     memory: MemoryArgs,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum FormatArg {
-    /// One document a file
-    Text,
-    /// One JSON object a line
-    Jsonl,
 }
 
 /// Runs the command.
@@ -110,7 +104,7 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
             Some(total.min(args.max_tokens.unwrap_or(total))),
         )?
     } else {
-        let corpus = corpus(args)?;
+        let corpus = text::open(&args.data, args.format, &args.text_column)?;
         let documents = text_documents(&corpus, &tokenizer, eos_id(&tokenizer)?);
         with_progress(
             &loaded,
@@ -151,21 +145,6 @@ fn with_progress<B: SieveBackend>(
     };
     bar.finish_and_clear();
     Ok(report?)
-}
-
-fn corpus(args: &PplArgs) -> Result<Corpus> {
-    let is_jsonl = |path: &String| path.ends_with(".jsonl");
-    let format = args.format.unwrap_or({
-        match args.data.iter().all(is_jsonl) {
-            true => FormatArg::Jsonl,
-            false => FormatArg::Text,
-        }
-    });
-    let paths = args.data.clone();
-    Ok(Corpus::open(match format {
-        FormatArg::Text => CorpusConfig::text(paths),
-        FormatArg::Jsonl => CorpusConfig::jsonl(paths, &args.text_column),
-    })?)
 }
 
 /// The shards that the run of this checkpoint read.

@@ -27,7 +27,7 @@ pub(crate) struct SelectorsArgs {
     /// A checkpoint (step-N) of a dense model, or a run folder: then its latest
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
-    /// Text or JSONL files, folders or globs; documents are read one after the other
+    /// Text, JSONL or Parquet files, folders or globs; documents are read one after the other
     #[arg(long, required = true, num_args = 1.., value_name = "PATH")]
     data: Vec<String>,
     /// Tokens of the prompts

@@ -1,15 +1,23 @@
 //! Text that the measures read.
+use crate::text_files::{self, FormatArg};
 use anyhow::{Result, bail};
-use sieve_data::{Corpus, CorpusConfig, Tokenizer};
+use sieve_data::{Corpus, Tokenizer};
 use sieve_eval::text_documents;
 
-/// Files, folders and globs: JSONL where all of them end so, text otherwise.
+/// Files, folders and globs, each file read as its ending says.
 pub(super) fn corpus(paths: &[String]) -> Result<Corpus> {
-    let is_jsonl = paths.iter().all(|path| path.ends_with(".jsonl"));
-    Ok(Corpus::open(match is_jsonl {
-        true => CorpusConfig::jsonl(paths.to_vec(), "text"),
-        false => CorpusConfig::text(paths.to_vec()),
-    })?)
+    open(paths, None, "text")
+}
+
+/// The same in a format, and with the column that holds the text.
+pub(super) fn open(
+    paths: &[String],
+    format: Option<FormatArg>,
+    text_column: &str,
+) -> Result<Corpus> {
+    let corpus = Corpus::open(text_files::config(paths.to_vec(), format, text_column))?;
+    text_files::warn_of_json_lines(&corpus);
+    Ok(corpus)
 }
 
 /// The first tokens of the documents laid end to end: at least those of `windows` prompts of `length` tokens, each with the

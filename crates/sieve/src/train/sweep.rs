@@ -15,6 +15,8 @@ struct Run {
     /// `section.key=value` of every swept key.
     overrides: Vec<String>,
     recipe: Recipe,
+    /// Says which text is read where the recipe leaves it open.
+    text: Option<String>,
     out: PathBuf,
 }
 
@@ -43,6 +45,7 @@ pub(super) fn run(args: TrainArgs) -> Result<()> {
             run.overrides.join(" "),
             run.out.display()
         ));
+        run.text.iter().for_each(|line| terminal::line(line));
         let start = match args.start() {
             // Runs that were not begun yet begin; the others go on.
             Start::Resume if !run.out.join("config.toml").is_file() => Start::New,
@@ -114,7 +117,7 @@ fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
     let runs = combinations.into_iter().map(|overrides| {
         let mut recipe = args.recipe.clone();
         recipe.overrides.extend(overrides.iter().cloned());
-        let mut recipe = recipe.load()?;
+        let (mut recipe, text) = recipe.load_with_text()?;
         if shares_data && recipe.data.cache_dir.is_none() {
             let shared = base.join("data").display().to_string();
             recipe.data.cache_dir = Some(shared.replace('$', "$$"));
@@ -123,6 +126,7 @@ fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
         Ok(Run {
             overrides,
             recipe,
+            text,
             out,
         })
     });

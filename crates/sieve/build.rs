@@ -1,0 +1,75 @@
+//! Puts the recipes, and some of this project's own text to train on, into the program: the tables `RECIPES` and `OWN_TEXT`
+//! of (name, text).
+use std::path::{Path, PathBuf};
+use std::{env, fs};
+
+/// The text: enough for a small model to learn from, little beside the program's size.
+const OWN_TEXT: [&str; 6] = [
+    "README.md",
+    "ARCHITECTURE.md",
+    "docs",
+    "crates/sieve-nn/src",
+    "crates/sieve-cpu/src",
+    "crates/sieve-core/src",
+];
+/// At most this much of it, in bytes.
+const OWN_TEXT_BYTES: usize = 900_000;
+
+fn main() {
+    let manifest = env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR");
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    let root = PathBuf::from(manifest).join("../..");
+    let mut recipes = Vec::new();
+    collect(
+        &root.join("recipes"),
+        &root.join("recipes"),
+        &["toml"],
+        &mut recipes,
+    );
+    let mut text = Vec::new();
+    for name in OWN_TEXT {
+        collect(&root, &root.join(name), &["rs", "md"], &mut text);
+    }
+    let mut room = OWN_TEXT_BYTES;
+    text.retain(|(_, text)| match room.checked_sub(text.len()) {
+        Some(left) => {
+            room = left;
+            true
+        }
+        None => false,
+    });
+    let tables = [table("RECIPES", &recipes), table("OWN_TEXT", &text)];
+    fs::write(out.join("shipped.rs"), tables.concat()).expect("OUT_DIR is writable");
+}
+
+/// The text itself, not include_str!: the table must be of one moment, also while files are being edited.
+fn table(name: &str, files: &[(String, String)]) -> String {
+    let rows = files
+        .iter()
+        .map(|(name, text)| format!("    ({name:?}, {text:?}),\n"));
+    let rows = rows.collect::<String>();
+    format!("static {name}: &[(&str, &str)] = &[\n{rows}];\n")
+}
+
+/// Reads the files with these endings at or below `path`, in the order of their names, which are relative to `root`, with
+/// forward slashes.
+fn collect(root: &Path, path: &Path, endings: &[&str], files: &mut Vec<(String, String)>) {
+    println!("cargo:rerun-if-changed={}", path.display());
+    if path.is_dir() {
+        let entries = fs::read_dir(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        let paths = entries.map(|entry| entry.expect("the folder is readable").path());
+        let mut paths = paths.collect::<Vec<_>>();
+        paths.sort();
+        for path in paths {
+            collect(root, &path, endings, files);
+        }
+    } else if path
+        .extension()
+        .is_some_and(|e| endings.iter().any(|&ending| e == ending))
+    {
+        let relative = path.strip_prefix(root).expect("found below root");
+        let name = relative.to_string_lossy().replace('\\', "/");
+        let text = fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        files.push((name, text));
+    }
+}

@@ -1,0 +1,89 @@
+//! What is inside the program: recipes, and text to train on where a recipe's own is not there.
+use crate::terminal;
+use crate::train::variable;
+use anyhow::{Context, Result};
+use sieve_core::recipe::{DataFallback, DataFormat};
+use sieve_core::{Recipe, RecipeError};
+use sieve_data::{Corpus, DataError};
+use sieve_train::{TrainError, corpus_configs};
+use std::path::Path;
+
+include!(concat!(env!("OUT_DIR"), "/shipped.rs"));
+
+/// Where the text is written to: a run reads files.
+const FOLDER: &str = "out/sieve-text";
+
+/// File names of the recipes.
+pub(crate) fn recipe_names() -> impl Iterator<Item = &'static str> {
+    RECIPES.iter().map(|recipe| recipe.0)
+}
+
+/// The text of a recipe, by its file name.
+pub(crate) fn recipe(name: &str) -> Option<&'static str> {
+    let found = RECIPES.iter().find(|recipe| recipe.0 == name);
+    found.map(|recipe| recipe.1)
+}
+
+/// Where `recipe` has a `data.fallback`, decides between its paths and the text inside the program, and returns a line that
+/// says so. The text is written to [`FOLDER`], and becomes the recipe's path.
+pub(crate) fn choose_text(recipe: &mut Recipe) -> Result<Option<String>> {
+    let Some(DataFallback::Sieve) = recipe.data.fallback else {
+        return Ok(None);
+    };
+    let paths = recipe.data.paths.join(", ");
+    if let Some(num_files) = num_files(recipe)? {
+        let num_files = terminal::thousands(num_files as u64);
+        return Ok(Some(format!("text: {num_files} files of {paths}")));
+    }
+    for (name, text) in OWN_TEXT {
+        let path = Path::new(FOLDER).join(name);
+        // A file that is written again looks changed to what was prepared from it.
+        if std::fs::read_to_string(&path).is_ok_and(|found| found == *text) {
+            continue;
+        }
+        let folder = path.parent().unwrap_or(Path::new(FOLDER));
+        std::fs::create_dir_all(folder)
+            .and_then(|()| std::fs::write(&path, text))
+            .with_context(|| format!("writing the program's own text to {}", path.display()))?;
+    }
+    recipe.data.paths = vec![FOLDER.to_owned()];
+    recipe.data.weights = None;
+    recipe.data.format = DataFormat::Text;
+    let num_bytes = OWN_TEXT.iter().map(|(_, text)| text.len() as u64).sum();
+    Ok(Some(format!(
+        "text: there is no file of {paths}, so Sieve's own sources and docs are read: {} files, {}, written to {FOLDER}",
+        OWN_TEXT.len(),
+        terminal::bytes(num_bytes),
+    )))
+}
+
+/// How many files the recipe's paths name; `None` where one of them names none.
+fn num_files(recipe: &Recipe) -> Result<Option<usize>> {
+    let config = match corpus_configs(recipe, &variable) {
+        Ok((config, _)) => config,
+        Err(TrainError::Recipe(RecipeError::UndefinedVariable { .. })) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    match Corpus::open(config) {
+        Ok(corpus) => Ok(Some(corpus.files().len())),
+        Err(DataError::NoFiles { .. }) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_is_enough_to_learn_from_and_little_to_carry() {
+        let num_bytes = OWN_TEXT.iter().map(|(_, text)| text.len()).sum::<usize>();
+        assert!((500_000..=900_000).contains(&num_bytes), "{num_bytes}");
+        let recipes = RECIPES.iter().map(|(_, text)| text.len()).sum::<usize>();
+        assert!(recipes < 100_000, "{recipes}");
+        for (name, text) in OWN_TEXT {
+            // What the quickstart leaves out as too large would be carried for nothing.
+            assert!(text.len() <= 65_536, "{name}: {}", text.len());
+        }
+    }
+}

@@ -1,0 +1,44 @@
+//! Text named on the command line.
+use clap::ValueEnum;
+use sieve_data::{Corpus, CorpusConfig};
+use std::path::Path;
+
+/// How the files hold documents.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FormatArg {
+    /// One document a file
+    Text,
+    /// One JSON object a line
+    Jsonl,
+    /// Apache Parquet, one document a row
+    Parquet,
+}
+
+/// The corpus of files, folders and globs: each file as its ending says where no format is given.
+pub(crate) fn config(
+    paths: Vec<String>,
+    format: Option<FormatArg>,
+    text_column: &str,
+) -> CorpusConfig {
+    match format {
+        None => CorpusConfig::by_ending(paths, text_column),
+        Some(FormatArg::Text) => CorpusConfig::text(paths),
+        Some(FormatArg::Jsonl) => CorpusConfig::jsonl(paths, text_column),
+        Some(FormatArg::Parquet) => CorpusConfig::parquet(paths, text_column),
+    }
+}
+
+/// Warns of text that was likely meant as JSONL.
+pub(crate) fn warn_of_json_lines(corpus: &Corpus) {
+    if let Some(path) = corpus.json_lines_as_text() {
+        crate::terminal::warning(&json_lines(path));
+    }
+}
+
+/// What to say of a text file whose lines are JSON.
+pub(crate) fn json_lines(path: &Path) -> String {
+    format!(
+        "{} is read as plain text, and its lines are JSON\n  hint: if each line is a document, say so: data.format = \"jsonl\" in a recipe, --format jsonl of a command",
+        path.display()
+    )
+}

@@ -1,0 +1,359 @@
+//! What somebody meets who has one file of text, or nothing but the program.
+use crate::data_commands::{formats, shards};
+use crate::tiny_run::{TinyRun, program, refused, succeed};
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// `command` with each of `sets` behind a `--set`.
+fn set<'a>(command: &'a mut Command, sets: &[&str]) -> &'a mut Command {
+    sets.iter()
+        .fold(command, |command, set| command.args(["--set", set]))
+}
+
+/// The tiny corpus as one text.
+fn one_text(tiny: &TinyRun) -> String {
+    let files = (0..60).map(|number| tiny.path(&format!("corpus/{number:02}.txt")));
+    files
+        .map(|path| fs::read_to_string(path).expect("text"))
+        .collect()
+}
+
+#[test]
+fn one_text_file_trains_however_short() {
+    let tiny = TinyRun::dma();
+    let text = one_text(&tiny);
+    for (name, num_bytes) in [("long", 1_000_000), ("short", 2_000)] {
+        let text = text.repeat(num_bytes / text.len() + 1);
+        fs::write(tiny.path(&format!("{name}.txt")), &text[..num_bytes]).expect("writable");
+        let path = format!("data.paths=[\"{name}.txt\"]");
+        let printed = succeed(set(&mut tiny.train(name, ""), &[&path]));
+        for word in [
+            "data: too few documents (1) to hold whole ones out",
+            "the last 10.0 % of the text validate",
+            "[validation] paths",
+            "next:",
+        ] {
+            assert!(printed.contains(word), "no {word:?} in: {printed}");
+        }
+        let validations = tiny.metrics(name, "validation");
+        let bits = |key: &str| validations[&40][key].as_f64().expect("a number");
+        assert!(bits("bits_per_byte") < bits("unigram_bits_per_byte"));
+        // The same when the shards are found instead of written.
+        let more = ["training.steps=44", "lr_scheduler.decay_ratio=0.25"];
+        let more = set(&mut tiny.train(name, "--resume"), &more)
+            .args(["--set", &path])
+            .output()
+            .expect("the program starts");
+        let printed = String::from_utf8_lossy(&more.stdout);
+        assert!(
+            printed.contains("data: found") && printed.contains("too few"),
+            "{printed}"
+        );
+    }
+    let empty = tiny.path("empty.txt");
+    fs::write(empty, "").expect("writable");
+    fs::write(tiny.path("letter.txt"), "x").expect("writable");
+    for (paths, words) in [
+        (
+            "data.paths=[\"empty.txt\"]",
+            &["no document in 1 files (1 blank"][..],
+        ),
+        (
+            "data.paths=[\"letter.txt\"]",
+            &[
+                "the validation split holds no document",
+                "[validation] paths",
+            ],
+        ),
+    ] {
+        let sets = ["tokenizer.path=long/data/tokenizer.json", paths];
+        refused(set(&mut tiny.train("bad", ""), &sets), words);
+    }
+}
+
+#[test]
+fn the_ending_of_a_file_says_how_it_is_read() {
+    let tiny = TinyRun::dma();
+    formats(&tiny);
+    let lines = one_text(&tiny)
+        .lines()
+        .map(|line| format!("{}\n", serde_json::json!({ "text": line, "n": 1 })))
+        .collect::<String>();
+    fs::write(tiny.path("lines.jsonl"), &lines).expect("writable");
+    fs::write(tiny.path("lines.json"), &lines).expect("writable");
+    succeed(&mut tiny.sieve("tokenizer train --data corpus --vocab-size 300 --out t.json"));
+    let prepare = |out: &str, path: &str, format: &[&str]| {
+        let path = format!("data.paths={path}");
+        let mut command = tiny.sieve(&format!("data prepare --recipe tiny.toml --data-dir {out}"));
+        let printed = succeed(set(
+            set(&mut command, &["tokenizer.path=t.json", &path]),
+            format,
+        ));
+        (shards(&tiny.path(out)), printed)
+    };
+    for (number, (path, format)) in [
+        ("[\"lines.jsonl\"]", "jsonl"),
+        ("[\"half.jsonl.gz\"]", "jsonl"),
+        ("[\"half.parquet\"]", "parquet"),
+        ("[\"corpus\"]", "text"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let format = format!("data.format={format}");
+        let (named, _) = prepare(&format!("named{number}"), path, &[&format]);
+        let (found, printed) = prepare(&format!("found{number}"), path, &[]);
+        assert!(found == named, "{path}: {printed}");
+        assert!(!printed.contains("warning"), "{printed}");
+    }
+    // Each path by its own ending; together they hold what the folder holds.
+    let (mixed, _) = prepare("mixed", "[\"half.parquet\",\"half.jsonl.gz\"]", &[]);
+    assert_eq!(
+        mixed["train.bin"].len(),
+        shards(&tiny.path("found3"))["train.bin"].len()
+    );
+    // A name that says nothing is text, with a word of warning; so is what was named so.
+    for (out, path, format) in [
+        ("json", "[\"lines.json\"]", &[][..]),
+        ("raw", "[\"lines.jsonl\"]", &["data.format=text"]),
+    ] {
+        let (_, printed) = prepare(out, path, format);
+        assert!(printed.contains("warning: lines.json"), "{printed}");
+        assert!(printed.contains("data.format = \"jsonl\""), "{printed}");
+    }
+    fs::write(tiny.path("corpus/rows.jsonl"), &lines).expect("writable");
+    for command in [
+        "data prepare --recipe tiny.toml --data-dir new --set data.paths=[\"corpus\"]",
+        "train --recipe tiny.toml --out new --set data.paths=[\"corpus\"]",
+        "tokenizer train --data corpus --vocab-size 300 --out new.json",
+    ] {
+        let words = [
+            "corpus",
+            "60 text (00.txt), 1 jsonl (rows.jsonl)",
+            "hint: say which",
+        ];
+        refused(&mut tiny.sieve(command), &words);
+    }
+
+    let train =
+        "--set training.steps=4 --set tokenizer.path=t.json --set data.paths=[\"lines.jsonl\"]";
+    tiny.trained("run", train);
+    let measure = |data: &str| {
+        let ppl =
+            format!("eval ppl --json --device cpu --checkpoint run --max-tokens 300 --data {data}");
+        let printed = succeed(&mut tiny.sieve(&ppl));
+        let json = printed
+            .lines()
+            .find(|line| line.starts_with('{'))
+            .expect("one object");
+        let report: serde_json::Value = serde_json::from_str(json).expect(json);
+        (report["num_documents"].as_u64().expect("a number"), printed)
+    };
+    assert!(measure("lines.jsonl").0 > 1);
+    assert!(measure("half.parquet").0 >= 1);
+    let (num_documents, printed) = measure("lines.json");
+    assert!(
+        num_documents == 1 && printed.contains("warning: lines.json"),
+        "{printed}"
+    );
+    let train = "tokenizer train --data lines.jsonl --vocab-size 270 --out ";
+    succeed(&mut tiny.sieve(&format!("{train} found.json")));
+    succeed(&mut tiny.sieve(&format!("{train} named.json --format jsonl")));
+    let [found, named] = ["found.json", "named.json"].map(|name| fs::read(tiny.path(name)));
+    assert_eq!(found.expect("written"), named.expect("written"));
+}
+
+#[test]
+fn rows_left_out_are_told() {
+    let tiny = TinyRun::dma();
+    let mut lines = (0..400)
+        .map(|n| format!("{{\"text\": \"line {n} sees the river\"}}\n"))
+        .collect::<String>();
+    lines += "{\"text\": \" \"}\n{\"body\": 1}\nno JSON\n{\"text\": 5}\n";
+    fs::write(tiny.path("rows.jsonl"), lines).expect("writable");
+    let sets = [
+        "data.paths=[\"rows.jsonl\"]",
+        "data.skip_invalid=true",
+        "training.steps=4",
+        "tokenizer.train.vocab_size=280",
+    ];
+    let words = [
+        "left out: 1 blank, 0 duplicates, 3 invalid",
+        "the first invalid one: rows.jsonl: line 402 has no column \"text\"",
+    ];
+    let prepare = "data prepare --recipe tiny.toml --data-dir shards";
+    for printed in [
+        succeed(set(&mut tiny.train("run", ""), &sets)),
+        succeed(set(&mut tiny.sieve(prepare), &sets)),
+    ] {
+        for word in words {
+            assert!(printed.contains(word), "no {word:?} in: {printed}");
+        }
+    }
+    let log = fs::read_to_string(tiny.path("run/log")).expect("log");
+    assert!(log.contains(words[0]), "{log}");
+    refused(
+        set(&mut tiny.train("strict", ""), &[sets[0]]),
+        &["rows.jsonl: line 402 has no column \"text\" (it has [\"body\"])"],
+    );
+}
+
+/// A copy of the program in `folder`, which holds nothing else, with nothing of this machine's environment.
+fn copied(folder: &Path) -> Command {
+    let copy = folder.join("sieve");
+    if !copy.exists() {
+        fs::copy(program(), &copy).expect("writable");
+    }
+    let mut command = Command::new("./sieve");
+    command
+        .current_dir(folder)
+        .env_clear()
+        .env("HOME", folder.join("home"))
+        .env("RAYON_NUM_THREADS", "2")
+        .stdin(Stdio::null());
+    command
+}
+
+#[test]
+fn a_copied_program_trains_in_an_empty_folder() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    fs::create_dir(dir.path().join("home")).expect("writable");
+    let sieve = |args: &str| {
+        let mut command = copied(dir.path());
+        command.args(args.split_whitespace());
+        command
+    };
+    let small = "--set training.steps=30 --set lr_scheduler.warmup_steps=5 --set model.num_hidden_layers=2 \
+                 --set validation.steps=4 --set generation.max_new_tokens=8";
+    let train = format!("train --recipe quickstart.toml --device cpu {small}");
+    let printed = succeed(&mut sieve(&train));
+    assert!(printed.contains("registry/src/**/*.rs"), "{printed}");
+    assert!(
+        printed.contains("so Sieve's own sources and docs are read"),
+        "{printed}"
+    );
+    let metrics = fs::read_to_string(dir.path().join("out/quickstart/metrics.jsonl"));
+    let metrics = metrics.expect("metrics.jsonl");
+    let last = metrics
+        .lines()
+        .rfind(|line| line.contains("\"validation\""))
+        .expect("one");
+    let last: serde_json::Value = serde_json::from_str(last).expect(last);
+    let bits = |key: &str| last[key].as_f64().expect("a number");
+    assert!(
+        bits("bits_per_byte") < bits("unigram_bits_per_byte"),
+        "{last}"
+    );
+
+    // The lines of `next:` are typed as they are.
+    let next = printed.split_once("next:\n").expect("next").1;
+    let next = next.lines().map(str::trim).collect::<Vec<_>>();
+    assert_eq!(next.len(), 3, "{printed}");
+    for line in next {
+        let mut shell = Command::new("/bin/sh");
+        shell
+            .args(["-c", line])
+            .current_dir(dir.path())
+            .stdin(Stdio::null());
+        assert!(line.starts_with("./sieve "), "{line}");
+        succeed(&mut shell);
+    }
+
+    // The same text again: nothing is written twice, and the shards are found.
+    let printed = succeed(&mut sieve("data prepare --recipe quickstart"));
+    assert!(printed.contains("found out/quickstart/data"), "{printed}");
+    succeed(&mut sieve("plan --recipe mqar_dma"));
+    refused(
+        &mut sieve("train --recipe quikstart"),
+        &["inside the program", "quickstart.toml"],
+    );
+    // A path that the user names is not replaced by the program's own text.
+    let mut misspelt = sieve("train --recipe quickstart --out other --set");
+    refused(
+        misspelt.arg("data.paths=[\"notes.txt\"]"),
+        &["\"notes.txt\" matches no file"],
+    );
+    // A variable that is not set is no registry either.
+    let mut homeless = sieve("data prepare --recipe quickstart --data-dir again");
+    let printed = succeed(homeless.env_remove("HOME"));
+    assert!(
+        printed.contains("so Sieve's own sources and docs are read"),
+        "{printed}"
+    );
+
+    // A recipe beside the user comes before the one inside; where its text is there, the program's own is not read.
+    fs::create_dir(dir.path().join("recipes")).expect("writable");
+    let registry = dir.path().join("home/.cargo/registry/src/crate");
+    fs::create_dir_all(&registry).expect("writable");
+    for name in ["lib.rs", "main.rs", "README.md"] {
+        fs::write(registry.join(name), "fn some_text() {}\n".repeat(200)).expect("writable");
+    }
+    let text = include_str!("../recipes/quickstart.toml").replace("2048", "265");
+    fs::write(dir.path().join("recipes/quickstart.toml"), text).expect("writable");
+    let printed = succeed(&mut sieve(
+        "tokenizer train --recipe quickstart --out t.json",
+    ));
+    assert!(
+        printed.contains("text: 3 files of") && printed.contains(" 265 tokens"),
+        "{printed}"
+    );
+}
+
+#[test]
+fn odd_files_are_told_by_name() {
+    let tiny = TinyRun::dma();
+    succeed(&mut tiny.sieve("tokenizer train --data corpus --vocab-size 300 --out t.json"));
+    fs::write(
+        tiny.path("binary.txt"),
+        [0x7f, b'E', b'L', b'F', 0, 1, 2, 0xff],
+    )
+    .expect("writable");
+    fs::write(tiny.path("binary.jsonl"), [0xff; 64]).expect("writable");
+    fs::write(tiny.path("empty.jsonl"), "").expect("writable");
+    fs::write(tiny.path("empty.parquet"), "").expect("writable");
+    fs::write(tiny.path("empty.txt.zst"), "").expect("writable");
+    fs::write(tiny.path("rows.jsonl"), "{\"body\": \"x\"}\n").expect("writable");
+    fs::create_dir(tiny.path("hollow")).expect("writable");
+    for (path, words) in [
+        ("binary.txt", &["binary.txt: NUL at byte 4"][..]),
+        ("binary.jsonl", &["binary.jsonl: not UTF-8 at byte 0"]),
+        ("empty.jsonl", &["no document in 1 files"]),
+        (
+            "empty.parquet",
+            &["empty.parquet: not a readable Parquet file"],
+        ),
+        (
+            "empty.txt.zst",
+            &["empty.txt.zst: damaged", "the file is empty"],
+        ),
+        (
+            "rows.jsonl",
+            &["rows.jsonl: line 1 has no column \"text\" (it has [\"body\"])"],
+        ),
+        ("hollow", &["\"hollow\" matches no file", "\"jsonl\""]),
+        ("no/such.txt", &["\"no/such.txt\" matches no file"]),
+    ] {
+        let paths = format!("data.paths=[\"{path}\"]");
+        let sets = ["tokenizer.path=t.json", &paths];
+        refused(set(&mut tiny.train("run", ""), &sets), words);
+        refused(
+            set(
+                &mut tiny.sieve("data prepare --recipe tiny.toml --data-dir new"),
+                &sets,
+            ),
+            words,
+        );
+        let tokenizer = format!("tokenizer train --vocab-size 300 --out n.json --data {path}");
+        refused(&mut tiny.sieve(&tokenizer), words);
+    }
+    // One long line is one document like any other.
+    let line = one_text(&tiny).replace('\n', " ");
+    fs::write(tiny.path("line.txt"), line).expect("writable");
+    let sets = [
+        "tokenizer.path=t.json",
+        "data.paths=[\"line.txt\"]",
+        "training.steps=4",
+    ];
+    succeed(set(&mut tiny.train("line", ""), &sets));
+}
