@@ -1,5 +1,5 @@
-//! Puts the recipes, and some of this project's own text to train on, into the program: the tables `RECIPES` and `OWN_TEXT`
-//! of (name, text).
+//! Puts the recipes, and some of this project's own text to train on, into the program: the tables `RECIPES` and
+//! `OWN_TEXT` of (name, text).
 use std::path::{Path, PathBuf};
 use std::{env, fs};
 
@@ -51,8 +51,8 @@ fn table(name: &str, files: &[(String, String)]) -> String {
     format!("static {name}: &[(&str, &str)] = &[\n{rows}];\n")
 }
 
-/// Reads the files with these endings at or below `path`, in the order of their names, which are relative to `root`, with
-/// forward slashes.
+/// Reads the files with these endings at or below `path`, in the order of their names, which are relative to `root`,
+/// with forward slashes.
 fn collect(root: &Path, path: &Path, endings: &[&str], files: &mut Vec<(String, String)>) {
     println!("cargo:rerun-if-changed={}", path.display());
     if path.is_dir() {

@@ -34,8 +34,8 @@ pub enum Format {
         /// Name of the column that holds the text; a column inside a group by its path, as "meta.text".
         text_column: String,
     },
-    /// Each file by the end of its name: `.jsonl` and `.ndjson`, `.parquet`, and any other is text. One path names files
-    /// of one kind; several paths may name several kinds.
+    /// Each file by the end of its name: `.jsonl` and `.ndjson`, `.parquet`, and any other is text. One path names
+    /// files of one kind; several paths may name several kinds.
     ByEnding {
         /// Name of the column that holds the text of JSONL and Parquet files.
         text_column: String,
@@ -137,8 +137,8 @@ impl CorpusConfig {
         Self::new(paths, Format::Parquet { text_column })
     }
 
-    /// Every document of `paths`, each file read as its ending says, strictly: nothing dropped, nothing skipped. A corpus
-    /// whose files are all of one kind is the one that [`text`](Self::text), [`jsonl`](Self::jsonl) or
+    /// Every document of `paths`, each file read as its ending says, strictly: nothing dropped, nothing skipped. A
+    /// corpus whose files are all of one kind is the one that [`text`](Self::text), [`jsonl`](Self::jsonl) or
     /// [`parquet`](Self::parquet) names.
     pub fn by_ending(paths: Vec<String>, text_column: &str) -> Self {
         let text_column = text_column.to_owned();
@@ -297,8 +297,8 @@ impl Corpus {
             .map_or(total, |limit| total.min(limit))
     }
 
-    /// A file that is read as plain text though its first two lines are JSON objects: one of the first text files on this
-    /// disk.
+    /// A file that is read as plain text though its first two lines are JSON objects: one of the first text files on
+    /// this disk.
     pub fn json_lines_as_text(&self) -> Option<&Path> {
         let local = self.files.iter().filter(|file| file.remote.is_none());
         let text = local.filter(|file| self.config.format.of(&file.path) == Format::Text);

@@ -40,8 +40,8 @@ use tokenise::Pace;
 #[derive(Debug, Clone, Copy)]
 pub enum ValidationSource<'a> {
     /// This fraction of the corpus, in (0, 1): each document is held out or not by a hash of its text alone, so that
-    /// more text does not move documents from one side to the other, and equal documents stay together. Where that would
-    /// leave one side empty, the last bytes of the text are held out, and a document is cut
+    /// more text does not move documents from one side to the other, and equal documents stay together. Where that
+    /// would leave one side empty, the last bytes of the text are held out, and a document is cut
     /// ([`PreparedMeta::is_cut`]).
     Fraction(f64),
     /// Another corpus. Its documents are left out of the training split.

@@ -131,8 +131,8 @@ impl DataSource {
         Ok(Self { text, tokenizer })
     }
 
-    /// Files on this machine that are read as plain text though their lines are JSON: at most one to train on and one to
-    /// validate on.
+    /// Files on this machine that are read as plain text though their lines are JSON: at most one to train on and one
+    /// to validate on.
     pub fn json_lines_as_text(&self) -> impl Iterator<Item = &Path> {
         let corpora = self.text.iter();
         let corpora = corpora.flat_map(|text| std::iter::once(&text.whole).chain(&text.validation));

@@ -24,8 +24,8 @@ impl RecipeArgs {
         Ok(Recipe::load(&text, &origin, &self.overrides)?)
     }
 
-    /// The same for a command that reads the recipe's text, with a line that says which text that is where the recipe leaves
-    /// it open. Paths given by `--set` are meant: the recipe's `data.fallback` does not stand in for them.
+    /// The same for a command that reads the recipe's text, with a line that says which text that is where the recipe
+    /// leaves it open. Paths given by `--set` are meant: the recipe's `data.fallback` does not stand in for them.
     pub(crate) fn load_with_text(&self) -> Result<(Recipe, Option<String>)> {
         let mut recipe = self.load()?;
         let is_path = |set: &String| set.trim_start().starts_with("data.paths");

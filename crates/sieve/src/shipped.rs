@@ -24,8 +24,8 @@ pub(crate) fn recipe(name: &str) -> Option<&'static str> {
     found.map(|recipe| recipe.1)
 }
 
-/// Where `recipe` has a `data.fallback`, decides between its paths and the text inside the program, and returns a line that
-/// says so. The text is written to [`FOLDER`], and becomes the recipe's path.
+/// Where `recipe` has a `data.fallback`, decides between its paths and the text inside the program, and returns a line
+/// that says so. The text is written to [`FOLDER`], and becomes the recipe's path.
 pub(crate) fn choose_text(recipe: &mut Recipe) -> Result<Option<String>> {
     let Some(DataFallback::Sieve) = recipe.data.fallback else {
         return Ok(None);

@@ -38,8 +38,8 @@ pub struct DataSection {
     /// Whether only the first of documents with equal text is kept.
     #[serde(default)]
     pub deduplicate: bool,
-    /// Share of the documents held out for validation, in `(0, 1)`; of too few documents, that share of the text, from its
-    /// end. Not used when `[validation] paths` is given.
+    /// Share of the documents held out for validation, in `(0, 1)`; of too few documents, that share of the text, from
+    /// its end. Not used when `[validation] paths` is given.
     #[serde(default = "default_validation_fraction")]
     pub validation_fraction: f64,
     /// Where tokenised shards go; expanded as `paths` are. Absent: under the output folder.
@@ -62,8 +62,8 @@ fn default_validation_fraction() -> f64 {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DataFormat {
-    /// By the end of each file's name: `.jsonl` and `.ndjson` as `jsonl`, `.parquet` as `parquet`, all others as `text`.
-    /// One path names files of one kind.
+    /// By the end of each file's name: `.jsonl` and `.ndjson` as `jsonl`, `.parquet` as `parquet`, all others as
+    /// `text`. One path names files of one kind.
     #[default]
     Auto,
     /// One document a file, UTF-8. Text and JSONL may be packed (`.gz`, `.zst`).

@@ -52,8 +52,8 @@ pub struct KeyChange {
 }
 
 impl KeyChange {
-    /// Whether this key may change on resume: one of [`MAY_CHANGE_ON_RESUME`], or `data.format` from or to `auto`, which
-    /// names a format too. Text that then reads otherwise is told by its shards.
+    /// Whether this key may change on resume: one of [`MAY_CHANGE_ON_RESUME`], or `data.format` from or to `auto`,
+    /// which names a format too. Text that then reads otherwise is told by its shards.
     pub fn is_allowed(&self) -> bool {
         let values = [&self.saved, &self.now].map(Option::as_deref);
         if self.key == "data.format" && values.contains(&Some("\"auto\"")) {

@@ -1,8 +1,8 @@
 //! Which text is held out for validation.
 //!
-//! A fraction is held out by a hash of each document's text. Where that leaves a corpus without a document to train on, or
-//! all of them without one to validate on, there are too few documents: then the end of each corpus's text is held out,
-//! and the document in which that end begins is cut there, between two characters.
+//! A fraction is held out by a hash of each document's text. Where that leaves a corpus without a document to train on,
+//! or all of them without one to validate on, there are too few documents: then the end of each corpus's text is held
+//! out, and the document in which that end begins is cut there, between two characters.
 
 use std::collections::HashSet;
 
@@ -52,8 +52,8 @@ impl Split<'_> {
     }
 }
 
-/// For each corpus the byte of its text from which on it is held out, or `None` where whole documents are. Reads no more
-/// than it takes to see that there are enough documents.
+/// For each corpus the byte of its text from which on it is held out, or `None` where whole documents are. Reads no
+/// more than it takes to see that there are enough documents.
 pub(super) fn cuts(corpora: &[Corpus], fraction: f64) -> Result<Vec<Option<u64>>, DataError> {
     let (mut seen, mut any_held_out) = (HashSet::new(), false);
     // Whether a corpus has a document to train on, and the bytes of its text as far as it was read.

@@ -2,7 +2,8 @@
 use crate::terminal::thousands;
 use sieve_data::{CorpusReport, PreparedMeta};
 
-/// How documents were held out where that is not the usual way, and what was left out. `part` names a stage, or is empty.
+/// How documents were held out where that is not the usual way, and what was left out. `part` names a stage, or is
+/// empty.
 pub(crate) fn lines(part: &str, meta: &PreparedMeta) -> Vec<String> {
     let mut lines = Vec::new();
     if meta.is_cut {
