@@ -18,7 +18,8 @@
 //!
 //! Prefill selectors look at a whole call at once: most of them choose a row's keys by later rows too, so they are no
 //! causal maps from text to logits. Likelihoods under them are "prefill perplexity", never scores of rows
-//! ([`Selector::is_causal_map`]). Decode methods ([`DecodeSession`]) are causal.
+//! ([`Selector::is_causal_map`]). Decode methods ([`DecodeSession`]) are causal, but for `infllm` with a `chunk`
+//! above 1.
 
 pub mod call;
 pub mod error;

@@ -325,8 +325,12 @@ impl Selector {
 
     /// Whether the output of a row depends on no later token, so that likelihoods may be scored row by row.
     pub fn is_causal_map(&self) -> bool {
-        matches!(self.method, Method::AShape(_) | Method::Streamingllm(_))
-            || self.phase() == Phase::Decode
+        match &self.method {
+            Method::AShape(_) | Method::Streamingllm(_) => true,
+            // The queries of a chunk choose together, later ones for earlier ones.
+            Method::Infllm(config) => config.chunk == 1,
+            _ => self.phase() == Phase::Decode,
+        }
     }
 
     /// Checks all settings.

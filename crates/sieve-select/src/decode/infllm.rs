@@ -26,7 +26,9 @@ pub struct InfllmConfig {
     pub topk: usize,
     /// Keys whose mean represents a block.
     pub repr: usize,
-    /// Queries that choose together in `stream` form; while decoding each chooses alone.
+    /// Queries that choose together in `stream` form, the earlier ones of a chunk by the later ones too; while
+    /// decoding each chooses alone. The paper's prefill has 512; 1 keeps every row a function of earlier tokens
+    /// alone.
     pub chunk: usize,
     /// Base of the rotary embedding; the model's when not given.
     pub rope_theta: Option<f64>,
@@ -40,7 +42,7 @@ impl Default for InfllmConfig {
             block: 128,
             topk: 16,
             repr: 4,
-            chunk: 512,
+            chunk: 1,
             rope_theta: None,
         }
     }

@@ -1,5 +1,6 @@
 //! Decode methods: against naive versions, budgets, causality, both forms.
 
+mod causality;
 mod dma_slots;
 mod infinitehip_refresh;
 
