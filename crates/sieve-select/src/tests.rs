@@ -1,6 +1,7 @@
 //! Tests of all methods. `cargo test bfla` runs those of one method: checks of its own are named `bfla_…`, those that hold for
 //! all methods run as `bfla::…`.
 
+mod brute_force;
 mod chunks;
 mod corrected;
 mod decode;

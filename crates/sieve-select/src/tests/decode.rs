@@ -101,7 +101,7 @@ fn session(text: &str, data: &TestCall) -> DecodeSession {
 }
 
 /// Tokens `range` of the operands.
-fn tokens(data: &TestCall, range: std::ops::Range<usize>) -> [&[f32]; 3] {
+pub(super) fn tokens(data: &TestCall, range: std::ops::Range<usize>) -> [&[f32]; 3] {
     let (q, k) = (
         data.shape.num_heads * data.shape.head_dim,
         data.shape.num_kv_heads * data.shape.head_dim,
