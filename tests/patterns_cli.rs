@@ -154,7 +154,7 @@ fn patterns_mistakes_are_told_and_change_nothing() {
             &["density=2 is outside [0, 1]"],
         ),
         (
-            "--out a.json --method minference:gqa=per_query",
+            "--out a.json --method minference:last_dense_rows=9",
             &["has no settings"],
         ),
         (
@@ -162,7 +162,7 @@ fn patterns_mistakes_are_told_and_change_nothing() {
             &["kept.json", "expected"],
         ),
         (
-            "--out a.json --method dam:min_prefill_tokens=3",
+            "--out a.json --method dam:first_dense_layers=3",
             &["leave the others out"],
         ),
         (

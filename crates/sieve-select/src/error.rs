@@ -27,6 +27,16 @@ pub enum SelectError {
         /// All its keys.
         known: Vec<String>,
     },
+    /// A key that other selectors have, and that would change nothing of this one.
+    #[error("{selector} takes no {key}: it would change nothing\n  hint: its keys are {}", known.join(", "))]
+    UnusedKey {
+        /// The selector.
+        selector: String,
+        /// As written.
+        key: String,
+        /// All its keys.
+        known: Vec<String>,
+    },
     /// Text that is not `NAME:key=value,…`.
     #[error(
         "{selector}: cannot read {item:?}: {problem}\n  hint: write NAME:key=value,key=value, for example pbs:select=xattention,tau=0.9"

@@ -44,7 +44,7 @@ pub struct Selector {
     pub common: Common,
 }
 
-/// Settings of every method.
+/// Settings that methods share; [`Method::common_keys`] says which of them act.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Common {
@@ -85,6 +85,39 @@ pub enum Method {
     Dam(DamConfig),
     ExactTop(ExactTopConfig),
     Dma(DmaConfig),
+}
+
+impl Method {
+    /// The settings of [`Common`] that change what the method does; the flag takes and prints these alone.
+    pub fn common_keys(&self) -> &'static [&'static str] {
+        match self {
+            Self::H2o(_)
+            | Self::Snapkv(_)
+            | Self::Quest(_)
+            | Self::Infllm(_)
+            | Self::Dam(_)
+            | Self::ExactTop(_)
+            | Self::Dma(_) => &["first_dense_layers"],
+            // Read token by token, as decode methods are.
+            Self::Streamingllm(config) if config.reindex => &["first_dense_layers"],
+            // One list for all heads; patterns of query heads; the base has a policy.
+            Self::AShape(_)
+            | Self::TriShape(_)
+            | Self::Streamingllm(_)
+            | Self::Minference(_)
+            | Self::Delta(..) => &[
+                "first_dense_layers",
+                "last_dense_rows",
+                "min_prefill_tokens",
+            ],
+            _ => &[
+                "first_dense_layers",
+                "gqa",
+                "last_dense_rows",
+                "min_prefill_tokens",
+            ],
+        }
+    }
 }
 
 /// When a method acts.
@@ -346,7 +379,7 @@ impl Selector {
             Method::BaAtt(config) => config.check(gqa),
             Method::Pbs(config) => config.check(gqa),
             Method::Xattention(config) => config.check(gqa),
-            Method::Minference(config) => config.check(gqa),
+            Method::Minference(_) => Ok(()),
             Method::VerticalSlash(config) => config.check(),
             Method::BlockSparse(config) => config.check(),
             Method::AShape(config) => config.check(),

@@ -11,6 +11,7 @@ mod golden;
 mod methods;
 mod permuted;
 mod recall;
+mod settings;
 mod trained;
 
 use crate::selector::Selector;

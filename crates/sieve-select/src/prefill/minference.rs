@@ -14,7 +14,6 @@ use crate::measure::dense_attention;
 use crate::prefill::a_shape::{tiles_of_ranges, window};
 use crate::prefill::block_sparse::best_blocks;
 use crate::prefill::vertical_slash::{TILE, VerticalSlashConfig};
-use crate::range::Rules;
 
 /// Settings of `minference`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -92,17 +91,6 @@ const CANDIDATES: [Pattern; 6] = [
 ];
 
 impl MinferenceConfig {
-    pub(crate) fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
-        if gqa == GqaPolicy::PerQuery {
-            return Ok(());
-        }
-        Rules("minference").fail(
-            "patterns belong to query heads, so the heads of a group have lists of their own"
-                .to_owned(),
-            "use gqa=per_query",
-        )
-    }
-
     /// Reads the pattern file, when there is one.
     pub(crate) fn load(&mut self) -> Result<(), SelectError> {
         if !self.pattern.is_empty() {

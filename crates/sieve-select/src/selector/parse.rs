@@ -52,12 +52,38 @@ impl Selector {
                 problem: "the key is given twice".to_owned(),
             });
         }
-        let method = method_of(name, &mut items)?;
-        let defaults = serde_json::to_value(method_common(name)).ok();
-        let common: Common = read(name, &items, defaults)?;
-        let selector = Self { method, common };
+        let mut selector = Self {
+            method: method_of(name, &mut items)?,
+            common: method_common(name),
+        };
+        selector.refuse_others(&items)?;
+        let defaults = serde_json::to_value(&selector.common).ok();
+        selector.common = read(name, &items, defaults)?;
         selector.check()?;
         Ok(selector)
+    }
+
+    /// Refuses keys that this method has not, or does not use.
+    fn refuse_others(&self, items: &[Item<'_>]) -> Result<(), SelectError> {
+        let used = self.method.common_keys();
+        let Some((key, _)) = items.iter().find(|item| !used.contains(&item.0)) else {
+            return Ok(());
+        };
+        let (selector, key) = (self.name().to_owned(), (*key).to_owned());
+        let known: Vec<String> = self.all_items().into_iter().map(|item| item.0).collect();
+        Err(match common_items(&self.common).any(|item| item.0 == key) {
+            true => SelectError::UnusedKey {
+                selector,
+                key,
+                known,
+            },
+            false => SelectError::UnknownKey {
+                selector,
+                nearest: nearest(&key, known.iter().map(String::as_str)),
+                key,
+                known,
+            },
+        })
     }
 
     /// The same selector with one setting changed.
@@ -103,8 +129,9 @@ impl Selector {
                 }
             }
         }
-        text += "\nall: min_prefill_tokens=256 (shorter prefill calls are dense), first_dense_layers=0 (momo, infinitehip: 3; quest has \
-                 dense_layers), last_dense_rows=0, gqa=per_query|union|mean (bfla: union, others: per_query)\n\
+        text += "\nall: first_dense_layers=0 (momo, infinitehip: 3; quest has dense_layers too)\n\
+                 prefill, and no decode method: min_prefill_tokens=256 (shorter calls are dense), last_dense_rows=0\n\
+                 prefill methods that choose by scores: gqa=per_query|union|mean (bfla: union, others: per_query)\n\
                  delta takes the settings of its base as base.key=value\n";
         text
     }
@@ -153,12 +180,10 @@ impl Selector {
         }
     }
 
-    fn all_items(&self) -> Vec<(String, String)> {
-        let mut items = self.own_items();
-        if let Ok(Value::Object(map)) = serde_json::to_value(&self.common) {
-            items.extend(map.into_iter().map(|(key, value)| (key, text_of(&value))));
-        }
-        items
+    pub(super) fn all_items(&self) -> Vec<(String, String)> {
+        let used = self.method.common_keys();
+        let common = common_items(&self.common).filter(|item| used.contains(&item.0.as_str()));
+        self.own_items().into_iter().chain(common).collect()
     }
 }
 
@@ -270,7 +295,7 @@ fn method_common(name: &str) -> Common {
     }
 }
 
-/// Reads the keys a settings struct has; what is left belongs to the common ones.
+/// Reads the keys a settings struct has and takes them out of the list.
 fn own<T: Default + Serialize + DeserializeOwned>(
     name: &str,
     items: &mut Vec<Item<'_>>,
@@ -279,30 +304,18 @@ fn own<T: Default + Serialize + DeserializeOwned>(
     let Some(Value::Object(map)) = &defaults else {
         return Ok(T::default());
     };
-    let common = common_keys(name);
-    if let Some((key, _)) = items
-        .iter()
-        .find(|item| !map.contains_key(item.0) && !common.iter().any(|key| key == item.0))
-    {
-        let known: Vec<String> = map.keys().cloned().chain(common).collect();
-        return Err(SelectError::UnknownKey {
-            selector: name.to_owned(),
-            key: (*key).to_owned(),
-            nearest: nearest(key, known.iter().map(String::as_str)),
-            known,
-        });
-    }
     let (mine, rest): (Vec<Item<'_>>, Vec<Item<'_>>) =
         items.drain(..).partition(|item| map.contains_key(item.0));
     *items = rest;
     read(name, &mine, defaults)
 }
 
-fn common_keys(name: &str) -> Vec<String> {
-    match serde_json::to_value(method_common(name)) {
-        Ok(Value::Object(map)) => map.keys().cloned().collect(),
-        _ => Vec::new(),
-    }
+fn common_items(common: &Common) -> impl Iterator<Item = (String, String)> + use<> {
+    let map = match serde_json::to_value(common) {
+        Ok(Value::Object(map)) => map,
+        _ => Map::new(),
+    };
+    map.into_iter().map(|(key, value)| (key, text_of(&value)))
 }
 
 /// Defaults with the given values in their place.
@@ -364,6 +377,8 @@ fn text_of(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
         Value::Null => "none".to_owned(),
+        // 64 tokens, not 64.0.
+        Value::Number(number) => number.to_string().trim_end_matches(".0").to_owned(),
         other => other.to_string(),
     }
 }
@@ -444,6 +459,45 @@ mod tests {
             let error = Selector::parse(text).expect_err(text).to_string();
             assert!(error.contains(wanted), "{text}: {error}");
             assert!(error.contains("hint:"), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_key_that_would_change_nothing_is_refused_and_not_printed() {
+        for (text, key) in [
+            ("quest:gqa=mean", "gqa"),
+            ("exact_top:k=5,gqa=union", "gqa"),
+            ("h2o:last_dense_rows=400", "last_dense_rows"),
+            ("snapkv:min_prefill_tokens=0", "min_prefill_tokens"),
+            ("a_shape:gqa=union", "gqa"),
+            ("delta:gqa=mean", "gqa"),
+            ("minference:gqa=per_query", "gqa"),
+            (
+                "streamingllm:reindex=true,last_dense_rows=5",
+                "last_dense_rows",
+            ),
+        ] {
+            let name = text.split(':').next().unwrap_or(text);
+            let error = Selector::parse(text).expect_err(text).to_string();
+            let wanted =
+                format!("{name} takes no {key}: it would change nothing\n  hint: its keys are ");
+            assert!(error.starts_with(&wanted), "{error}");
+            let keys = error.trim_start_matches(&wanted).split(", ");
+            assert!(
+                keys.clone().count() > 1 && !keys.clone().any(|known| known == key),
+                "{error}"
+            );
+        }
+        // What is printed is taken, and what is not printed is not.
+        for entry in ENTRIES {
+            let printed = Selector::parse(entry.name).expect("defaults").to_string();
+            for (key, value) in common_items(&method_common("bfla")) {
+                let taken = Selector::parse(&format!("{}:{key}={value}", entry.name));
+                let is_printed = printed
+                    .split([':', ','])
+                    .any(|item| item.starts_with(&format!("{key}=")));
+                assert_eq!(taken.is_ok(), is_printed, "{}: {key}", entry.name);
+            }
         }
     }
 
