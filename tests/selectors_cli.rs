@@ -97,6 +97,15 @@ fn selectors_run_on_a_dense_checkpoint() {
         SELECTORS[1]
     )));
     assert!(text.contains("prefill perplexity"), "{text}");
+    // A chunk of InfLLM's queries chooses together, later ones for earlier ones; by default each chooses alone.
+    let infllm = "--selector infllm:init=2,local=8,block=4,topk=1,repr=2";
+    assert_eq!(ppl(infllm)["prefill_perplexity"], false);
+    let chunk = format!("{infllm},chunk=8");
+    assert_eq!(ppl(&chunk)["prefill_perplexity"], true);
+    let text = succeed(&mut tiny.sieve(&format!(
+        "eval ppl --checkpoint {run} --data text.txt --device cpu {chunk}"
+    )));
+    assert!(text.contains("prefill perplexity"), "{text}");
 
     let selectors: String = SELECTORS
         .iter()
@@ -118,11 +127,108 @@ fn selectors_run_on_a_dense_checkpoint() {
         "{text}"
     );
     let picture = fs::read_to_string(tiny.path("picture.svg")).expect("it was written");
-    for name in ["streamingllm", "meanpool", "momo"] {
+    for name in [
+        "streamingllm-n_init=2-n_local=8-min_prefill_tokens=0",
+        "meanpool-block=4-tau=0.3-min_prefill_tokens=0",
+    ] {
         let map = fs::read(tiny.path(&format!("maps/{name}.png"))).expect("it was written");
         assert!(map.starts_with(b"\x89PNG") && map.len() > 100);
     }
-    assert!(picture.starts_with("<svg") && picture.contains("streamingllm (n_local)"));
+    assert_eq!(fs::read_dir(tiny.path("maps")).expect("written").count(), 4);
+    let name = "streamingllm:n_init=2,min_prefill_tokens=0 (n_local)";
+    assert!(
+        picture.starts_with("<svg") && picture.contains(name),
+        "{picture}"
+    );
+}
+
+/// The values of the curves are the program's own, and settings of one method have rows, lines and files of their own.
+#[test]
+fn selectors_of_one_method_stand_apart() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    let run = run_of(&tiny);
+    let base = format!(
+        "eval selectors --checkpoint {run} --data text.txt --lengths 32 --windows 1 --device cpu"
+    );
+    let text = succeed(&mut tiny.sieve(&format!("{base} --plot all.svg --maps all")));
+    assert!(text.contains("wrote all.svg"), "{text}");
+    let picture = fs::read_to_string(tiny.path("all.svg")).expect("it was written");
+    assert!(
+        picture.contains("momo:first_dense_layers=0 (k)"),
+        "{picture}"
+    );
+    assert!(tiny.path("all/momo-first_dense_layers=0.png").is_file());
+
+    let settings = ["block=4,tau=0.3", "block=8,tau=0.3", "block=4,tau=0.85"];
+    let asked: String = settings
+        .iter()
+        .map(|setting| format!(" --selector meanpool:{setting},min_prefill_tokens=0"))
+        .collect();
+    let text = succeed(&mut tiny.sieve(&format!("{base}{asked} --plot three.svg --maps three")));
+    let mut maps = Vec::new();
+    for (block, tau) in [(4, "0.3"), (8, "0.3"), (4, "0.85")] {
+        let label = format!("meanpool:block={block},tau={tau},min_prefill_tokens=0 ");
+        assert!(
+            text.lines().any(|line| line.starts_with(&label)),
+            "{label}: {text}"
+        );
+        let file = format!("three/meanpool-block={block}-tau={tau}-min_prefill_tokens=0.png");
+        maps.push(fs::read(tiny.path(&file)).unwrap_or_else(|e| panic!("{file}: {e}")));
+    }
+    assert!(maps[0] != maps[1] && maps[0] != maps[2], "three maps");
+    // Two lines, of the five values and those asked for: 0.3 and 0.85 on one, 0.3 on the other.
+    let picture = fs::read_to_string(tiny.path("three.svg")).expect("it was written");
+    assert_eq!(picture.matches("<polyline").count(), 2, "{picture}");
+    assert_eq!(picture.matches("<circle").count(), 7 + 6, "{picture}");
+    for block in [4, 8] {
+        let name = format!("meanpool:block={block},min_prefill_tokens=0 (tau)<");
+        assert!(picture.contains(&name), "{name}: {picture}");
+    }
+    let report = json(&succeed(&mut tiny.sieve(&format!("{base}{asked} --json"))));
+    let rows = report["selectors"].as_array().expect("a list");
+    assert_eq!(
+        rows[1]["label"],
+        "meanpool:block=8,tau=0.3,min_prefill_tokens=0"
+    );
+    assert_eq!(report["failed"], Value::Array(Vec::new()));
+}
+
+#[test]
+fn selectors_of_which_one_fails_are_told_and_the_rest_is_written() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    let run = run_of(&tiny);
+    // The bidirectional form needs all tokens in one call, which chunks do not give it.
+    let command = format!(
+        "eval selectors --checkpoint {run} --data text.txt --lengths 16,32 --windows 1 --device cpu --chunk 8 --selector \
+         ba_att:causal=false,block=4,segment=8,min_prefill_tokens=0 --selector {} --plot rest.svg",
+        SELECTORS[1]
+    );
+    let words = [
+        "ba_att",
+        "causal=false needs all tokens at once",
+        "32 tokens",
+    ];
+    let output = tiny.sieve(&command).output().expect("the program starts");
+    let out = String::from_utf8_lossy(&output.stdout).into_owned();
+    refused(&mut tiny.sieve(&command), &words);
+    for length in ["16 tokens: dense loss", "32 tokens: dense loss"] {
+        assert!(out.contains(length), "{out}");
+    }
+    let label = "meanpool:block=4,tau=0.3,min_prefill_tokens=0 ";
+    assert_eq!(
+        out.lines().filter(|line| line.starts_with(label)).count(),
+        2
+    );
+    let picture = fs::read_to_string(tiny.path("rest.svg")).expect("it was written");
+    assert!(picture.contains("meanpool:block=4,min_prefill_tokens=0 (tau)"));
+    let output = tiny
+        .sieve(&format!("{command} --json"))
+        .output()
+        .expect("it starts");
+    let report = json(&String::from_utf8_lossy(&output.stdout));
+    assert_eq!(report["selectors"].as_array().map(Vec::len), Some(2));
+    let failed = report["failed"].to_string();
+    assert!(failed.contains("needs all tokens at once"), "{failed}");
 }
 
 #[test]
@@ -311,6 +417,10 @@ fn selectors_mistakes_are_told_and_change_nothing() {
             &["stride=7 does not divide block=128"],
         ),
         ("meanpool:tau=1.5", &["tau=1.5 is outside [0, 1]"]),
+        (
+            "quest:gqa=mean",
+            &["quest takes no gqa", "its keys are page, budget"],
+        ),
         (
             "meanpool",
             &["meanpool selects for dense attention", "kind = \"mha\""],

@@ -109,22 +109,23 @@ impl Captured {
 }
 
 /// Measures every selector on prompts of one length: `windows` are token sequences, each one longer than the prompt by the
-/// token that its last position predicts.
+/// token that its last position predicts. A selector that fails gives its error, the others their measures.
 ///
 /// `observe` hears the name of each selector before it runs.
 ///
 /// # Errors
-/// A token outside the vocabulary, operands that a selector refuses, no window.
+/// A token outside the vocabulary, no window, a model that fails without a selector.
 pub fn measure_selectors<B: SieveBackend>(
     model: &Qwen3<B>,
     windows: &[Vec<u32>],
     selections: &[Selection],
     device: &B::Device,
     observe: &mut dyn FnMut(&str),
-) -> Result<Vec<SelectorMeasure>, EvalError> {
+) -> Result<Vec<Result<SelectorMeasure, EvalError>>, EvalError> {
     let num_tokens = check_windows(windows, model.shape())?;
     let mut selections = selections.to_vec();
-    let mut sums = vec![Sums::default(); selections.len()];
+    let mut sums: Vec<Result<Sums, EvalError>> = Vec::new();
+    sums.resize_with(selections.len(), || Ok(Sums::default()));
     let (mut dense_nats, mut dense_ms, mut dense_prefill_ms) = (0.0, 0.0, f64::INFINITY);
     // The first pass of a length also allocates.
     own_pass(model, &windows[0], device)?;
@@ -143,28 +144,19 @@ pub fn measure_selectors<B: SieveBackend>(
             Ok(o)
         })?;
         dense_nats += dense.nats;
-        for (selection, sum) in selections.iter_mut().zip(&mut sums) {
+        for (selection, total) in selections.iter_mut().zip(&mut sums) {
             observe(selection.selector().name());
-            for layer in &captured {
-                sum.layers.resize(captured.len(), LayerMeasure::default());
-                let measure = sum.layer(selection, layer)?;
-                let total = &mut sum.layers[layer.place.layer];
-                total.density += measure.density;
-                total.output_error += measure.output_error;
-                total.recall = measure.recall.map(|x| x + total.recall.unwrap_or(0.0));
-            }
-            let attend = &mut |operands: HostOperands<'_>| selection.attend(operands);
-            let pass = attending_pass(model, window, device, attend)?;
-            sum.nats += pass.nats;
-            sum.prefill_ms = match sum.prefill_ms {
-                Some(fastest) => Some(pass.prefill_ms.min(fastest)),
-                None => Some(pass.prefill_ms),
+            let Ok(sum) = total else {
+                continue;
             };
+            if let Err(error) = sum.window(selection, &captured, model, window, device) {
+                *total = Err(error);
+            }
         }
     }
     let predictions = (windows.len() * num_tokens) as f64;
     let count = windows.len() as f64;
-    let measures = selections.iter().zip(sums).map(|(selection, sum)| {
+    let measure = |selection: &Selection, sum: Sums| {
         let selector = selection.selector();
         let layers: Vec<LayerMeasure> = sum.layers.iter().map(|layer| layer.over(count)).collect();
         let mean = |x: &dyn Fn(&LayerMeasure) -> f64| {
@@ -192,11 +184,14 @@ pub fn measure_selectors<B: SieveBackend>(
             nan_lists: sum.nan_lists,
             layers,
         }
-    });
-    Ok(measures.collect())
+    };
+    let measures = selections.iter().zip(sums);
+    Ok(measures
+        .map(|(selection, sum)| sum.map(|sum| measure(selection, sum)))
+        .collect())
 }
 
-/// Operands of every layer for one prompt, `[layers]`, and a selector's density and recall on them: for sweeps of a setting.
+/// Each selector's density and recall on one prompt, for sweeps of a setting; the error of one that fails.
 ///
 /// # Errors
 /// As [`measure_selectors`].
@@ -205,7 +200,7 @@ pub fn sweep_selectors<B: SieveBackend>(
     window: &[u32],
     selections: &[Selection],
     device: &B::Device,
-) -> Result<Vec<(f64, f64)>, EvalError> {
+) -> Result<Vec<Result<(f64, f64), EvalError>>, EvalError> {
     check_vocabulary(window, model.shape().vocab_size)?;
     let mut captured = Vec::new();
     attending_pass(model, window, device, &mut |operands| {
@@ -214,8 +209,7 @@ pub fn sweep_selectors<B: SieveBackend>(
         captured.push(capture(operands, dense));
         Ok(o)
     })?;
-    let mut points = Vec::new();
-    for selection in selections {
+    let point = |selection: &Selection| {
         let mut sum = Sums::default();
         let (mut density, mut recall) = (0.0, 0.0);
         for layer in &captured {
@@ -223,30 +217,38 @@ pub fn sweep_selectors<B: SieveBackend>(
             density += measure.density / captured.len() as f64;
             recall += measure.recall.unwrap_or(0.0) / captured.len() as f64;
         }
-        points.push((density, recall));
-    }
-    Ok(points)
+        Ok((density, recall))
+    };
+    Ok(selections.iter().map(point).collect())
 }
 
 /// Masks of each selector in every layer for one prompt, `[selectors][layers]`; the model's own activations, densely computed.
+/// A selector that fails, as decode methods do, gives its error.
 ///
 /// # Errors
-/// As [`measure_selectors`]; a decode method.
+/// As [`measure_selectors`].
 pub fn selector_masks<B: SieveBackend>(
     model: &Qwen3<B>,
     window: &[u32],
     selectors: &[Selector],
     device: &B::Device,
-) -> Result<Vec<Vec<SparseMask>>, EvalError> {
+) -> Result<Vec<Result<Vec<SparseMask>, EvalError>>, EvalError> {
     check_vocabulary(window, model.shape().vocab_size)?;
-    for selector in selectors {
-        Selection::new(selector.clone(), model.shape())?;
-    }
-    let mut masks = vec![Vec::new(); selectors.len()];
+    let fits = |selector: &Selector| Selection::new(selector.clone(), model.shape());
+    let mut masks: Vec<Result<Vec<SparseMask>, EvalError>> = selectors
+        .iter()
+        .map(|selector| fits(selector).map(|_| Vec::new()))
+        .collect();
     attending_pass(model, window, device, &mut |operands| {
         let call = call(operands)?;
-        for (selector, masks) in selectors.iter().zip(&mut masks) {
-            masks.push(selector.select(&call)?);
+        for (selector, found) in selectors.iter().zip(&mut masks) {
+            let Ok(layers) = found else {
+                continue;
+            };
+            match selector.select(&call) {
+                Ok(mask) => layers.push(mask),
+                Err(error) => *found = Err(error.into()),
+            }
         }
         Ok(dense_attention(&call)?.o)
     })?;
@@ -266,6 +268,33 @@ struct Sums {
 }
 
 impl Sums {
+    /// Adds one prompt: each captured layer, then the whole model under the selector.
+    fn window<B: SieveBackend>(
+        &mut self,
+        selection: &mut Selection,
+        captured: &[Captured],
+        model: &Qwen3<B>,
+        window: &[u32],
+        device: &B::Device,
+    ) -> Result<(), EvalError> {
+        for layer in captured {
+            self.layers.resize(captured.len(), LayerMeasure::default());
+            let measure = self.layer(selection, layer)?;
+            let total = &mut self.layers[layer.place.layer];
+            total.density += measure.density;
+            total.output_error += measure.output_error;
+            total.recall = measure.recall.map(|x| x + total.recall.unwrap_or(0.0));
+        }
+        let attend = &mut |operands: HostOperands<'_>| selection.attend(operands);
+        let pass = attending_pass(model, window, device, attend)?;
+        self.nats += pass.nats;
+        self.prefill_ms = match self.prefill_ms {
+            Some(fastest) => Some(pass.prefill_ms.min(fastest)),
+            None => Some(pass.prefill_ms),
+        };
+        Ok(())
+    }
+
     /// Runs a selector on a captured layer.
     fn layer(
         &mut self,
@@ -338,137 +367,4 @@ fn relative_error(a: &[f32], b: &[f32]) -> f64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::test_model::{tiny_model, words as window};
-    use burn_flex::Flex;
-    use sieve_core::Attention;
-
-    fn model(attention: Attention) -> Qwen3<Flex> {
-        tiny_model(attention, 512)
-    }
-
-    fn selection(text: &str) -> Selection {
-        let selector = Selector::parse(text).expect("valid");
-        Selection::new(selector, model(Attention::Mha).shape()).expect("it fits")
-    }
-
-    fn measured(selectors: &[&str]) -> Vec<SelectorMeasure> {
-        let selections: Vec<Selection> = selectors.iter().map(|text| selection(text)).collect();
-        measured_with(&selections)
-    }
-
-    fn measured_with(selections: &[Selection]) -> Vec<SelectorMeasure> {
-        let windows = [
-            window(301),
-            window(301)[1..].iter().chain(&[3]).copied().collect(),
-        ];
-        measure_selectors(
-            &model(Attention::Mha),
-            &windows,
-            selections,
-            &Default::default(),
-            &mut |_| {},
-        )
-        .expect("valid")
-    }
-
-    #[test]
-    fn everything_kept_is_the_model_itself_and_less_is_less() {
-        let all = measured(&[
-            "meanpool:tau=1",
-            "streamingllm:n_init=2,n_local=40",
-            "exact_top:k=1000",
-            "h2o:heavy=20,recent=20",
-            "momo:first_dense_layers=0,gamma=8,beta=16,chi=32,k=2,k_exact=1",
-        ]);
-        for full in [&all[0], &all[2]] {
-            assert!((full.loss - full.dense_loss).abs() < 1e-5, "{full:?}");
-            assert!(
-                (full.density - 1.0).abs() < 1e-9 && full.output_error < 1e-5,
-                "{full:?}"
-            );
-        }
-        assert!((all[0].recall.expect("prefill") - 1.0).abs() < 1e-5);
-        assert_eq!(all[2].recall, None);
-        for part in [&all[1], &all[3], &all[4]] {
-            assert!(part.density < 0.6 && part.output_error > 1e-4, "{part:?}");
-            assert!(part.loss.is_finite() && part.layers.len() == 2);
-        }
-        assert!(all[1].recall.expect("prefill") < 0.9);
-        assert!(all[1].causal && !all[0].causal && all[3].causal);
-    }
-
-    #[test]
-    fn a_sweep_moves_density_and_recall_together() {
-        let selections =
-            [40, 80, 160].map(|local| selection(&format!("streamingllm:n_local={local}")));
-        let points = sweep_selectors(
-            &model(Attention::Mha),
-            &window(301),
-            &selections,
-            &Default::default(),
-        )
-        .expect("valid");
-        assert!(
-            points
-                .windows(2)
-                .all(|w| w[0].0 < w[1].0 && w[0].1 < w[1].1),
-            "{points:?}"
-        );
-    }
-
-    #[test]
-    fn chunks_of_whole_blocks_measure_as_the_whole_prompt_does() {
-        for text in [
-            "meanpool:block=16,tau=0.5,min_prefill_tokens=0",
-            "xattention:block=16,stride=4,tau=0.6,min_prefill_tokens=0",
-            "oracle_topk:block=16,k=3,min_prefill_tokens=0",
-            "streamingllm:n_init=2,n_local=40,min_prefill_tokens=0",
-        ] {
-            let (whole, cut) = (selection(text), selection(text));
-            let cut = cut.in_chunks(64).expect("a prefill method");
-            let [a, b] = &measured_with(&[whole, cut])[..] else {
-                panic!("two were given");
-            };
-            assert_eq!((a.chunk, b.chunk), (None, Some(64)));
-            assert!((a.density - b.density).abs() < 1e-12, "{a:?} {b:?}");
-            assert!(
-                (a.output_error - b.output_error).abs() < 1e-5,
-                "{a:?} {b:?}"
-            );
-            assert!((a.loss - b.loss).abs() < 1e-5, "{a:?} {b:?}");
-            let recalls = a.recall.zip(b.recall).expect("prefill methods");
-            assert!((recalls.0 - recalls.1).abs() < 1e-5, "{a:?} {b:?}");
-        }
-        // Chunks that cut a probe's blocks: other lists, and with everything kept still the model itself.
-        let text = "pbs:block=16,segment=64,tau=0.5,min_prefill_tokens=0";
-        let cut = selection(text).in_chunks(100).expect("a prefill method");
-        let found = measured_with(&[selection(text), cut]);
-        assert!(found[0].density != found[1].density, "{found:?}");
-        let all = selection("meanpool:tau=1,min_prefill_tokens=0").in_chunks(100);
-        let all = &measured_with(&[all.expect("a prefill method")])[0];
-        assert!((all.density - 1.0).abs() < 1e-12 && (all.loss - all.dense_loss).abs() < 1e-5);
-    }
-
-    #[test]
-    fn chunks_that_change_nothing_or_everything_are_refused() {
-        for (text, chunk, words) in [
-            ("meanpool", 0, "at least 1 token"),
-            ("meanpool", 100, "every call would be dense"),
-            ("h2o", 512, "token by token"),
-            ("streamingllm:reindex=true", 512, "token by token"),
-        ] {
-            let error = selection(text).in_chunks(chunk).expect_err("refused");
-            assert!(error.to_string().contains(words), "{text}: {error}");
-        }
-    }
-
-    #[test]
-    fn a_model_with_an_own_sparse_attention_is_refused() {
-        let model = model(Attention::Swa { window_size: 4 });
-        let selector = Selector::parse("meanpool").expect("valid");
-        let error = Selection::new(selector, model.shape()).expect_err("not dense");
-        assert!(error.to_string().contains("meanpool"));
-    }
-}
+mod tests;

@@ -1,6 +1,7 @@
 //! All selectors by name: `NAME:key=value,…` in, a mask or a decoding session out.
 
 mod parse;
+mod sweep;
 
 use std::time::Instant;
 

@@ -34,24 +34,9 @@ pub(crate) fn parse(text: &str) -> std::result::Result<Selector, String> {
     Selector::parse(text).map_err(|error| error.to_string())
 }
 
-/// A selector as it would be asked for: without the settings that are its defaults.
+/// The label of a selector in its whole form.
 pub(crate) fn short(text: &str) -> String {
-    let (name, items) = text.split_once(':').unwrap_or((text, ""));
-    let defaults = match Selector::parse(name) {
-        Ok(selector) => selector.to_string(),
-        Err(_) => return text.to_owned(),
-    };
-    let defaults: Vec<&str> = defaults
-        .split_once(':')
-        .map_or(Vec::new(), |(_, items)| items.split(',').collect());
-    let own: Vec<&str> = items
-        .split(',')
-        .filter(|item| !item.is_empty() && !defaults.contains(item))
-        .collect();
-    match own.is_empty() {
-        true => name.to_owned(),
-        false => format!("{name}:{}", own.join(",")),
-    }
+    Selector::parse(text).map_or_else(|_| text.to_owned(), |selector| selector.label())
 }
 
 /// One line about what a selector computed.

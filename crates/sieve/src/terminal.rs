@@ -7,6 +7,7 @@
 use indicatif::{ProgressBar, ProgressStyle};
 use sieve_core::ReferenceTooLarge;
 use std::io::{IsTerminal, Write};
+use std::path::Path;
 use std::time::Duration;
 
 /// Prints one line; a reader that went away (a closed pipe) is no error.
@@ -48,6 +49,26 @@ pub(crate) fn error_text(error: &anyhow::Error) -> String {
         message.push_str("\n  hint: make room there, then go on; checkpoints already written are whole, and --resume uses the last");
     }
     format!("error: {message}")
+}
+
+/// An error without its causes and its hint.
+pub(crate) fn first_line(error: &anyhow::Error) -> String {
+    let text = error.to_string();
+    text.lines().next().unwrap_or_default().to_owned()
+}
+
+/// A path as a shell takes it: in single quotes where it holds anything else than letters, digits and plain signs.
+pub(crate) fn quoted(path: &Path) -> String {
+    shell_word(&path.display().to_string())
+}
+
+/// Any text as one word of a shell.
+pub(crate) fn shell_word(text: &str) -> String {
+    let plain = |x: char| x.is_ascii_alphanumeric() || "/._-+=:,@%".contains(x);
+    match !text.is_empty() && text.chars().all(plain) {
+        true => text.to_owned(),
+        false => format!("'{}'", text.replace('\'', "'\\''")),
+    }
 }
 
 /// Prints an error and its causes; a terminal that went away is no reason to fail in another way.
@@ -134,4 +155,21 @@ pub(crate) fn install_panic_message() {
             place.unwrap_or_default()
         );
     }));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_is_quoted_where_a_shell_would_cut_it() {
+        for (path, word) in [
+            ("run/checkpoint/step-400", "run/checkpoint/step-400"),
+            ("my runs/step-4", "'my runs/step-4'"),
+            ("it's $HOME", "'it'\\''s $HOME'"),
+            ("", "''"),
+        ] {
+            assert_eq!(quoted(Path::new(path)), word);
+        }
+    }
 }

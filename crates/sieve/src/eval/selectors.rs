@@ -1,6 +1,7 @@
 //! `sieve eval selectors`: sparse methods side by side on one dense checkpoint.
 mod compare;
 mod heat_map;
+mod labels;
 mod plot;
 mod table;
 
@@ -13,13 +14,14 @@ use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
+use serde::Serialize;
 use sieve_core::ModelShape;
 use sieve_core::plan::InferenceSize;
 use sieve_eval::{Selection, measure_selectors, selector_masks, sweep_selectors};
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
 use sieve_select::{ENTRIES, Phase, Selector};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Arguments of `sieve eval selectors`.
 #[derive(Args, Debug)]
@@ -53,10 +55,11 @@ pub(crate) struct SelectorsArgs {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
-    /// Also write an SVG of density against recall over each method's setting, at the longest length
+    /// Also write an SVG of density against recall, a line for each method and setting, at the longest length
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
-    /// Also write one PNG for each prefill method into this folder: its kept blocks by layer and head, at the longest length
+    /// Also write one PNG for each prefill method and setting into this folder: its kept blocks by layer and head, at
+    /// the longest length
     #[arg(long, value_name = "DIR")]
     maps: Option<PathBuf>,
     /// auto, cpu, cuda or cuda:N; the attention itself runs on the CPU
@@ -65,35 +68,6 @@ pub(crate) struct SelectorsArgs {
     #[command(flatten)]
     memory: MemoryArgs,
 }
-
-/// Settings that trade density for recall, with the values of the picture.
-const KNOBS: &[(&str, &str, &[&str])] = &[
-    ("bfla", "keep_mass", &["0.5", "0.8", "0.9", "0.99", "0.999"]),
-    ("momo", "k", &["2", "4", "8", "16", "32"]),
-    ("ba_att", "sparsity", &["0.9", "0.75", "0.5", "0.25"]),
-    ("pbs", "tau", &["0.5", "0.7", "0.9", "0.95", "0.99"]),
-    ("xattention", "tau", &["0.5", "0.7", "0.9", "0.95", "0.99"]),
-    (
-        "vertical_slash",
-        "slash",
-        &["64", "128", "256", "512", "1024"],
-    ),
-    ("block_sparse", "topk", &["2", "4", "8", "16"]),
-    ("a_shape", "n_local", &["64", "128", "256", "512", "1024"]),
-    (
-        "flexprefill",
-        "gamma",
-        &["0.5", "0.7", "0.9", "0.95", "0.99"],
-    ),
-    ("meanpool", "tau", &["0.5", "0.7", "0.9", "0.95", "0.99"]),
-    (
-        "streamingllm",
-        "n_local",
-        &["64", "128", "256", "512", "1024"],
-    ),
-    ("infinitehip", "budget", &["64", "128", "256", "512"]),
-    ("oracle_topk", "k", &["4", "8", "16", "32", "64"]),
-];
 
 /// Runs the command.
 pub(crate) fn run(args: SelectorsArgs) -> Result<()> {
@@ -114,11 +88,16 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
     }
     output::check(args.plot.as_deref())?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
-    let (selections, left_out) = selections(args, &loaded.shape)?;
+    let (selectors, left_out) = selectors(args, &loaded.shape)?;
+    let selections: Vec<Selection> = selectors
+        .iter()
+        .map(|selector| selector::selection(selector, args.chunk, &loaded.shape))
+        .collect::<Result<_>>()?;
     let longest = args.lengths.iter().max().copied().unwrap_or(0);
     let compared = compare::load::<B>(&args.compare, &tokenizer, longest, device, dtype)?;
     let tokens = text::tokens(&args.data, &tokenizer, longest, args.windows)?;
-    let (mut measures, mut trained) = (Vec::new(), Vec::new());
+    let labels = labels::of(&selectors);
+    let (mut rows, mut trained, mut failed) = (Vec::new(), Vec::new(), Failures::default());
     for &length in &args.lengths {
         let windows = text::windows(&tokens, length, args.windows);
         let bar = terminal::progress_bar(
@@ -131,46 +110,110 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
         };
         let found = measure_selectors(&loaded.model, &windows, &selections, device, &mut observe);
         bar.finish_and_clear();
-        measures.extend(found?);
+        for (label, measure) in labels.iter().zip(found?) {
+            match measure {
+                Ok(measure) => rows.push(table::Row {
+                    label: label.clone(),
+                    measure,
+                }),
+                Err(error) => failed.add(label, &format!("{length} tokens"), &error.into()),
+            }
+        }
         trained.extend(compare::measure(&compared, &windows, device)?);
     }
-    table::print(args, &loaded, &measures, &trained, &left_out)?;
-    let selectors = selections
-        .iter()
-        .map(|selection| selection.selector().clone());
-    let selectors: Vec<Selector> = selectors.collect();
-    if let Some(path) = &args.plot {
-        draw(args, &loaded, &tokens, &selectors, device, path)?;
+    let run = Run {
+        args,
+        loaded: &loaded,
+        tokens: &tokens[..=longest],
+        selectors: &selectors,
+        labels: &labels,
+        device,
+    };
+    if !args.json {
+        table::print(&run, &rows, &trained, &left_out);
     }
-    match &args.maps {
-        Some(dir) => draw_maps(args, &loaded, &tokens, &selectors, device, dir),
-        None => Ok(()),
+    if let Some(path) = &args.plot
+        && let Err(error) = run.draw(path, &mut failed)
+    {
+        failed.add("--plot", &path.display().to_string(), &error);
+    }
+    if let Some(dir) = &args.maps
+        && let Err(error) = run.draw_maps(dir, &mut failed)
+    {
+        failed.add("--maps", &dir.display().to_string(), &error);
+    }
+    if args.json {
+        table::print_json(&run, &rows, &trained, &left_out, &failed);
+    }
+    failed.end(args.json)
+}
+
+/// What failed, while the rest went on.
+#[derive(Debug, Default, Serialize)]
+#[serde(transparent)]
+struct Failures(Vec<Failure>);
+
+#[derive(Debug, Serialize)]
+struct Failure {
+    label: String,
+    /// What was wanted of it.
+    wanted: String,
+    error: String,
+}
+
+impl Failures {
+    fn add(&mut self, label: &str, wanted: &str, error: &anyhow::Error) {
+        let text = terminal::error_text(error);
+        self.0.push(Failure {
+            label: label.to_owned(),
+            wanted: wanted.to_owned(),
+            error: text
+                .lines()
+                .next()
+                .unwrap_or_default()
+                .replacen("error: ", "", 1),
+        });
+    }
+
+    /// The command has failed where anything has, with everything else written.
+    fn end(&self, json: bool) -> Result<()> {
+        let told = self
+            .0
+            .iter()
+            .map(|failure| format!("{} ({}): {}", failure.label, failure.wanted, failure.error));
+        let told: Vec<String> = told.collect();
+        match told.first() {
+            None => Ok(()),
+            Some(_) => bail!(
+                "{}\n  hint: everything else is {}; leave this out, or change its settings",
+                told.join("\n  "),
+                if json { "in the JSON object" } else { "above" }
+            ),
+        }
     }
 }
 
 /// The methods asked for; or all that this model's context has room for, and why others are left out.
-fn selections(
+fn selectors(
     args: &SelectorsArgs,
     shape: &ModelShape,
-) -> Result<(Vec<Selection>, Vec<anyhow::Error>)> {
-    let of = |selector: &Selector| selector::selection(selector, args.chunk, shape);
+) -> Result<(Vec<Selector>, Vec<anyhow::Error>)> {
     if !args.selector.is_empty() {
-        let asked = args.selector.iter().map(of).collect::<Result<_>>()?;
-        return Ok((asked, Vec::new()));
+        return Ok((args.selector.clone(), Vec::new()));
     }
-    let (mut selections, mut left_out) = (Vec::new(), Vec::new());
+    let (mut fitting, mut left_out) = (Vec::new(), Vec::new());
     for selector in all_prefill(args.chunk)? {
-        match of(&selector) {
-            Ok(selection) => selections.push(selection),
+        match selector::selection(&selector, args.chunk, shape) {
+            Ok(_) => fitting.push(selector),
             Err(error) => left_out.push(error),
         }
     }
-    if selections.is_empty()
+    if fitting.is_empty()
         && let Some(error) = left_out.pop()
     {
         return Err(error);
     }
-    Ok((selections, left_out))
+    Ok((fitting, left_out))
 }
 
 /// Every prefill method with its defaults, but dense layers at the start off, so that small models show something, and
@@ -188,70 +231,115 @@ fn all_prefill(chunk: Option<usize>) -> Result<Vec<Selector>> {
         .collect()
 }
 
-fn draw_maps<B: SieveBackend>(
-    args: &SelectorsArgs,
-    loaded: &LoadedModel<B>,
-    tokens: &[u32],
-    selectors: &[Selector],
-    device: &B::Device,
-    dir: &std::path::Path,
-) -> Result<()> {
-    let length = args.lengths.iter().max().copied().unwrap_or(0);
-    let prefill = selectors.iter().filter(|s| s.phase() != Phase::Decode);
-    let prefill: Vec<Selector> = prefill.cloned().collect();
-    let masks = selector_masks(&loaded.model, &tokens[..=length], &prefill, device)?;
-    std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
-    for (selector, masks) in prefill.iter().zip(&masks) {
-        let path = dir.join(format!("{}.png", selector.name()));
-        std::fs::write(&path, heat_map::png(masks))
-            .with_context(|| format!("cannot write {}", path.display()))?;
-    }
-    if !args.json {
-        terminal::line(&format!(
-            "wrote {} maps into {}",
-            prefill.len(),
-            dir.display()
-        ));
-    }
-    Ok(())
+/// One run of the command.
+struct Run<'a, B: SieveBackend> {
+    args: &'a SelectorsArgs,
+    loaded: &'a LoadedModel<B>,
+    /// The first prompt of the longest length, and the token after it.
+    tokens: &'a [u32],
+    selectors: &'a [Selector],
+    /// What each selector is called in the table and its files.
+    labels: &'a [String],
+    device: &'a B::Device,
 }
 
-fn draw<B: SieveBackend>(
-    args: &SelectorsArgs,
-    loaded: &LoadedModel<B>,
-    tokens: &[u32],
-    selectors: &[Selector],
-    device: &B::Device,
-    path: &std::path::Path,
-) -> Result<()> {
-    let length = args.lengths.iter().max().copied().unwrap_or(0);
-    let mut curves = Vec::new();
-    for (name, key, values) in KNOBS {
-        // The settings the user gave stay; the knob is moved.
-        let Some(selector) = selectors.iter().find(|selector| selector.name() == *name) else {
-            continue;
-        };
-        let moved: Vec<Selection> = values
-            .iter()
-            .map(|value| {
-                selector::selection(&selector.with(key, value)?, args.chunk, &loaded.shape)
-            })
-            .collect::<Result<_>>()?;
-        let points = sweep_selectors(&loaded.model, &tokens[..=length], &moved, device)?;
-        curves.push(plot::Curve {
-            name: format!("{name} ({key})"),
-            points,
-        });
+impl<B: SieveBackend> Run<'_, B> {
+    /// One PNG a prefill method.
+    fn draw_maps(&self, dir: &Path, failed: &mut Failures) -> Result<()> {
+        let all = self.selectors.iter().zip(self.labels);
+        let (selectors, labels): (Vec<Selector>, Vec<String>) = all
+            .filter(|(selector, _)| selector.phase() != Phase::Decode)
+            .map(|(selector, label)| (selector.clone(), label.clone()))
+            .unzip();
+        let masks = selector_masks(&self.loaded.model, self.tokens, &selectors, self.device)?;
+        std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
+        let mut written = 0;
+        for ((label, name), masks) in labels.iter().zip(labels::file_names(&labels)).zip(masks) {
+            let masks = match masks {
+                Ok(masks) => masks,
+                Err(error) => {
+                    failed.add(label, "map", &error.into());
+                    continue;
+                }
+            };
+            let path = dir.join(format!("{name}.png"));
+            std::fs::write(&path, heat_map::png(&masks))
+                .with_context(|| format!("cannot write {}", path.display()))?;
+            written += 1;
+        }
+        self.say(&format!("wrote {written} maps into {}", dir.display()));
+        Ok(())
     }
-    let title = format!(
-        "{length} tokens, {}, step {}",
-        loaded.path.display(),
-        loaded.state.step
-    );
-    std::fs::write(path, plot::svg(&title, &curves))
-        .with_context(|| format!("cannot write {}", path.display()))?;
-    if !args.json {
-        terminal::line(&format!("wrote {}", path.display()));
+
+    /// One curve a method and setting, over the knob that trades density for recall.
+    fn draw(&self, path: &Path, failed: &mut Failures) -> Result<()> {
+        let mut curves = Vec::new();
+        for sweep in self.sweeps() {
+            let of = |selector| selector::selection(selector, self.args.chunk, &self.loaded.shape);
+            let moved: Result<Vec<Selection>> = sweep.selectors.iter().map(of).collect();
+            let moved = match moved {
+                Ok(moved) => moved,
+                Err(error) => {
+                    failed.add(&sweep.label, "curve", &error);
+                    continue;
+                }
+            };
+            let mut points = Vec::new();
+            for point in sweep_selectors(&self.loaded.model, self.tokens, &moved, self.device)? {
+                match point {
+                    Ok(point) => points.push(point),
+                    Err(error) => failed.add(&sweep.label, "curve", &error.into()),
+                }
+            }
+            curves.push(plot::Curve {
+                name: sweep.label,
+                points,
+            });
+        }
+        let title = format!(
+            "{} tokens, {}, step {}",
+            self.tokens.len() - 1,
+            self.loaded.path.display(),
+            self.loaded.state.step
+        );
+        std::fs::write(path, plot::svg(&title, &curves))
+            .with_context(|| format!("cannot write {}", path.display()))?;
+        self.say(&format!("wrote {}", path.display()));
+        Ok(())
     }
-    Ok(())
+
+    /// The curves: settings that differ in the knob alone are points of one, whose label has no value of it.
+    fn sweeps(&self) -> Vec<Sweep> {
+        let mut sweeps: Vec<(Vec<Selector>, Sweep)> = Vec::new();
+        for selector in self.selectors {
+            let Some(key) = selector.knob() else {
+                continue;
+            };
+            let values = selector.sweep();
+            let place = sweeps.iter().position(|(others, _)| *others == values);
+            let place = place.unwrap_or_else(|| {
+                let label = format!("{} ({key})", selector.label_without(key));
+                let selectors = values.clone();
+                sweeps.push((values, Sweep { label, selectors }));
+                sweeps.len() - 1
+            });
+            let points = &mut sweeps[place].1.selectors;
+            if !points.contains(selector) {
+                points.push(selector.clone());
+            }
+        }
+        sweeps.into_iter().map(|(_, sweep)| sweep).collect()
+    }
+
+    fn say(&self, text: &str) {
+        if !self.args.json {
+            terminal::line(text);
+        }
+    }
+}
+
+/// The settings of one curve.
+struct Sweep {
+    label: String,
+    selectors: Vec<Selector>,
 }

@@ -9,7 +9,6 @@ pub(super) struct Curve {
     pub(super) points: Vec<(f64, f64)>,
 }
 
-const WIDTH: f64 = 860.0;
 const HEIGHT: f64 = 520.0;
 const LEFT: f64 = 60.0;
 const TOP: f64 = 40.0;
@@ -28,8 +27,11 @@ pub(super) fn svg(title: &str, curves: &[Curve]) -> String {
     let low = ((low * 10.0).floor() / 10.0).clamp(0.0, 0.9);
     let x = |density: f64| LEFT + density.clamp(0.0, 1.0) * PLOT_WIDTH;
     let y = |recall: f64| TOP + (1.0 - recall.clamp(low, 1.0)) / (1.0 - low) * PLOT_HEIGHT;
+    // Room for the longest name, at 7 pixels a letter.
+    let longest = curves.iter().map(|curve| curve.name.len()).max();
+    let width = LEFT + PLOT_WIDTH + (60.0 + 7.0 * longest.unwrap_or(0) as f64).max(240.0);
     let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{HEIGHT}\" font-family=\"sans-serif\" font-size=\"12\">\n\
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{HEIGHT}\" font-family=\"sans-serif\" font-size=\"12\">\n\
          <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n<text x=\"{LEFT}\" y=\"20\" font-size=\"14\">{}</text>\n",
         escape(title)
     );

@@ -1,33 +1,50 @@
 //! The measures as lines, or as one JSON object.
-use super::SelectorsArgs;
 use super::compare::Trained;
+use super::{Failures, Run};
 use crate::terminal;
-use anyhow::Result;
+use serde::Serialize;
 use sieve_eval::SelectorMeasure;
-use sieve_hf::LoadedModel;
 use sieve_ops::SieveBackend;
+
+/// One line of the table.
+#[derive(Debug, Serialize)]
+pub(super) struct Row {
+    /// The selector as it was asked for.
+    pub(super) label: String,
+    /// What was measured.
+    #[serde(flatten)]
+    pub(super) measure: SelectorMeasure,
+}
+
+/// Prints everything as one object.
+pub(super) fn print_json<B: SieveBackend>(
+    run: &Run<'_, B>,
+    rows: &[Row],
+    trained: &[Trained],
+    left_out: &[anyhow::Error],
+    failed: &Failures,
+) {
+    let json = serde_json::json!({
+        "checkpoint": run.loaded.path.display().to_string(),
+        "step": run.loaded.state.step,
+        "data": run.args.data,
+        "threads": crate::device::num_threads(),
+        "selectors": rows,
+        "trained": trained,
+        "left_out": left_out.iter().map(terminal::first_line).collect::<Vec<_>>(),
+        "failed": failed,
+    });
+    terminal::line(&json.to_string());
+}
 
 /// Prints all lengths.
 pub(super) fn print<B: SieveBackend>(
-    args: &SelectorsArgs,
-    loaded: &LoadedModel<B>,
-    measures: &[SelectorMeasure],
+    run: &Run<'_, B>,
+    rows: &[Row],
     trained: &[Trained],
     left_out: &[anyhow::Error],
-) -> Result<()> {
-    if args.json {
-        let json = serde_json::json!({
-            "checkpoint": loaded.path.display().to_string(),
-            "step": loaded.state.step,
-            "data": args.data,
-            "threads": crate::device::num_threads(),
-            "selectors": measures,
-            "trained": trained,
-            "left_out": left_out.iter().map(first_line).collect::<Vec<_>>(),
-        });
-        terminal::line(&json.to_string());
-        return Ok(());
-    }
+) {
+    let (args, loaded) = (run.args, run.loaded);
     let chunks = match args.chunk {
         Some(chunk) => format!(", read in chunks of {chunk} tokens"),
         None => String::new(),
@@ -42,39 +59,39 @@ pub(super) fn print<B: SieveBackend>(
         args.windows,
         crate::device::num_threads(),
     ));
+    let width = run
+        .labels
+        .iter()
+        .map(String::len)
+        .max()
+        .unwrap_or(0)
+        .max(15);
     for &length in &args.lengths {
-        let of_length = measures.iter().filter(|m| m.num_tokens == length);
-        print_selectors(length, &of_length.collect::<Vec<_>>());
+        let of_length = rows.iter().filter(|row| row.measure.num_tokens == length);
+        print_selectors(length, width, &of_length.collect::<Vec<_>>());
         let of_length = trained.iter().filter(|t| t.measure.num_tokens == length);
-        let dense_loss = measures
+        let dense_loss = rows
             .iter()
-            .find(|m| m.num_tokens == length)
-            .map(|m| m.dense_loss);
+            .find(|row| row.measure.num_tokens == length)
+            .map(|row| row.measure.dense_loss);
         print_trained(&of_length.collect::<Vec<_>>(), dense_loss);
     }
     for error in left_out {
-        terminal::line(&format!("left out: {}", first_line(error)));
+        terminal::line(&format!("left out: {}", terminal::first_line(error)));
     }
-    Ok(())
-}
-
-/// An error without its hint.
-fn first_line(error: &anyhow::Error) -> String {
-    let text = error.to_string();
-    text.lines().next().unwrap_or_default().to_owned()
 }
 
 fn percent(x: Option<f64>) -> String {
     x.map_or("-".to_owned(), |x| format!("{:.2}%", 100.0 * x))
 }
 
-fn print_selectors(length: usize, rows: &[&SelectorMeasure]) {
-    let Some(first) = rows.first() else {
+fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
+    let Some(Row { measure: first, .. }) = rows.first() else {
         return;
     };
     terminal::line(&format!(
         "\n{length} tokens: dense loss {:.4}, dense attention {:.2} ms, dense prefill {:.2} ms\n\
-         {:15} {:>8} {:>8} {:>8} {:>9} {:>10} {:>12} {:>8} {:>11} {:>9}",
+         {:width$} {:>8} {:>8} {:>8} {:>9} {:>10} {:>12} {:>8} {:>11} {:>9}",
         first.dense_loss,
         first.dense_attention_ms,
         first.dense_prefill_ms,
@@ -89,10 +106,9 @@ fn print_selectors(length: usize, rows: &[&SelectorMeasure]) {
         "prefill ms",
         "loss +"
     ));
-    for m in rows {
+    for Row { label, measure: m } in rows {
         terminal::line(&format!(
-            "{:15} {:>8} {:>8} {:>8} {:>9.4} {:>10.2} {:>12.2} {:>8.2} {:>11.2} {:>8.4}{}",
-            m.name,
+            "{label:width$} {:>8} {:>8} {:>8} {:>9.4} {:>10.2} {:>12.2} {:>8.2} {:>11.2} {:>8.4}{}",
             percent(Some(m.density)),
             percent(m.tile_density),
             percent(m.recall),

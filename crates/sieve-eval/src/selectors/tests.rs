@@ -1,0 +1,175 @@
+//! Selectors on a tiny model.
+use super::*;
+use crate::test_model::{tiny_model, words as window};
+use burn_flex::Flex;
+use sieve_core::Attention;
+
+fn model(attention: Attention) -> Qwen3<Flex> {
+    tiny_model(attention, 512)
+}
+
+fn selection(text: &str) -> Selection {
+    let selector = Selector::parse(text).expect("valid");
+    Selection::new(selector, model(Attention::Mha).shape()).expect("it fits")
+}
+
+fn measured(selectors: &[&str]) -> Vec<SelectorMeasure> {
+    let selections: Vec<Selection> = selectors.iter().map(|text| selection(text)).collect();
+    measured_with(&selections)
+}
+
+fn measured_with(selections: &[Selection]) -> Vec<SelectorMeasure> {
+    measured_each(selections)
+        .into_iter()
+        .map(|measure| measure.expect("valid"))
+        .collect()
+}
+
+fn measured_each(selections: &[Selection]) -> Vec<Result<SelectorMeasure, EvalError>> {
+    let windows = [
+        window(301),
+        window(301)[1..].iter().chain(&[3]).copied().collect(),
+    ];
+    measure_selectors(
+        &model(Attention::Mha),
+        &windows,
+        selections,
+        &Default::default(),
+        &mut |_| {},
+    )
+    .expect("valid")
+}
+
+#[test]
+fn a_selector_that_fails_leaves_the_others_their_measures() {
+    // The bidirectional form needs all tokens in one call.
+    let failing = selection("ba_att:causal=false,block=16,segment=32,min_prefill_tokens=0");
+    let selections = [
+        "meanpool:block=16,tau=0.5,min_prefill_tokens=0",
+        "meanpool:tau=1",
+    ]
+    .map(selection);
+    let [good, all] = selections;
+    let cut = |selection: &Selection| selection.clone().in_chunks(256).expect("a prefill method");
+    let found = measured_each(&[cut(&good), cut(&failing), cut(&all)]);
+    let [Ok(a), Err(error), Ok(b)] = &found[..] else {
+        panic!("{found:?}");
+    };
+    assert!(
+        error.to_string().contains("causal=false needs all tokens"),
+        "{error}"
+    );
+    assert_eq!(vec![a.clone().name, b.clone().name], ["meanpool"; 2]);
+    let alone = &measured_with(&[cut(&good)])[0];
+    assert_eq!((a.density, a.loss), (alone.density, alone.loss));
+    assert!((b.density - 1.0).abs() < 1e-12);
+
+    let masks = selector_masks(
+        &model(Attention::Mha),
+        &window(301),
+        &["h2o", "meanpool:block=16"].map(|text| Selector::parse(text).expect("valid")),
+        &Default::default(),
+    );
+    let masks = masks.expect("a dense model");
+    assert!(masks[0].is_err());
+    assert_eq!(masks[1].as_ref().expect("valid").len(), 2);
+}
+
+#[test]
+fn everything_kept_is_the_model_itself_and_less_is_less() {
+    let all = measured(&[
+        "meanpool:tau=1",
+        "streamingllm:n_init=2,n_local=40",
+        "exact_top:k=1000",
+        "h2o:heavy=20,recent=20",
+        "momo:first_dense_layers=0,gamma=8,beta=16,chi=32,k=2,k_exact=1",
+    ]);
+    for full in [&all[0], &all[2]] {
+        assert!((full.loss - full.dense_loss).abs() < 1e-5, "{full:?}");
+        assert!(
+            (full.density - 1.0).abs() < 1e-9 && full.output_error < 1e-5,
+            "{full:?}"
+        );
+    }
+    assert!((all[0].recall.expect("prefill") - 1.0).abs() < 1e-5);
+    assert_eq!(all[2].recall, None);
+    for part in [&all[1], &all[3], &all[4]] {
+        assert!(part.density < 0.6 && part.output_error > 1e-4, "{part:?}");
+        assert!(part.loss.is_finite() && part.layers.len() == 2);
+    }
+    assert!(all[1].recall.expect("prefill") < 0.9);
+    assert!(all[1].causal && !all[0].causal && all[3].causal);
+}
+
+#[test]
+fn a_sweep_moves_density_and_recall_together() {
+    let selections = [40, 80, 160].map(|local| selection(&format!("streamingllm:n_local={local}")));
+    let points = sweep_selectors(
+        &model(Attention::Mha),
+        &window(301),
+        &selections,
+        &Default::default(),
+    );
+    let points: Result<Vec<(f64, f64)>, EvalError> = points.expect("valid").into_iter().collect();
+    let points = points.expect("valid");
+    assert!(
+        points
+            .windows(2)
+            .all(|w| w[0].0 < w[1].0 && w[0].1 < w[1].1),
+        "{points:?}"
+    );
+}
+
+#[test]
+fn chunks_of_whole_blocks_measure_as_the_whole_prompt_does() {
+    for text in [
+        "meanpool:block=16,tau=0.5,min_prefill_tokens=0",
+        "xattention:block=16,stride=4,tau=0.6,min_prefill_tokens=0",
+        "oracle_topk:block=16,k=3,min_prefill_tokens=0",
+        "streamingllm:n_init=2,n_local=40,min_prefill_tokens=0",
+    ] {
+        let (whole, cut) = (selection(text), selection(text));
+        let cut = cut.in_chunks(64).expect("a prefill method");
+        let [a, b] = &measured_with(&[whole, cut])[..] else {
+            panic!("two were given");
+        };
+        assert_eq!((a.chunk, b.chunk), (None, Some(64)));
+        assert!((a.density - b.density).abs() < 1e-12, "{a:?} {b:?}");
+        assert!(
+            (a.output_error - b.output_error).abs() < 1e-5,
+            "{a:?} {b:?}"
+        );
+        assert!((a.loss - b.loss).abs() < 1e-5, "{a:?} {b:?}");
+        let recalls = a.recall.zip(b.recall).expect("prefill methods");
+        assert!((recalls.0 - recalls.1).abs() < 1e-5, "{a:?} {b:?}");
+    }
+    // Chunks that cut a probe's blocks: other lists, and with everything kept still the model itself.
+    let text = "pbs:block=16,segment=64,tau=0.5,min_prefill_tokens=0";
+    let cut = selection(text).in_chunks(100).expect("a prefill method");
+    let found = measured_with(&[selection(text), cut]);
+    assert!(found[0].density != found[1].density, "{found:?}");
+    let all = selection("meanpool:tau=1,min_prefill_tokens=0").in_chunks(100);
+    let all = &measured_with(&[all.expect("a prefill method")])[0];
+    assert!((all.density - 1.0).abs() < 1e-12 && (all.loss - all.dense_loss).abs() < 1e-5);
+}
+
+#[test]
+fn chunks_that_change_nothing_or_everything_are_refused() {
+    for (text, chunk, words) in [
+        ("meanpool", 0, "at least 1 token"),
+        ("meanpool", 100, "every call would be dense"),
+        ("h2o", 512, "token by token"),
+        ("streamingllm:reindex=true", 512, "token by token"),
+    ] {
+        let error = selection(text).in_chunks(chunk).expect_err("refused");
+        assert!(error.to_string().contains(words), "{text}: {error}");
+    }
+}
+
+#[test]
+fn a_model_with_an_own_sparse_attention_is_refused() {
+    let model = model(Attention::Swa { window_size: 4 });
+    let selector = Selector::parse("meanpool").expect("valid");
+    let error = Selection::new(selector, model.shape()).expect_err("not dense");
+    assert!(error.to_string().contains("meanpool"));
+}

@@ -1,0 +1,152 @@
+//! The one setting of each method that trades density for recall, moved over its values: a curve.
+
+use super::{Method, Selector};
+use crate::error::SelectError;
+use crate::prefill::momo::TopK;
+
+/// A key and its values.
+type Knob = (&'static str, &'static [&'static str]);
+
+const SHARES: &[&str] = &["0.5", "0.7", "0.9", "0.95", "0.99"];
+const TOKENS: &[&str] = &["64", "128", "256", "512", "1024"];
+
+impl Selector {
+    /// The key that trades density for recall; none where there is no such key, and for decode methods.
+    pub fn knob(&self) -> Option<&'static str> {
+        self.knob_values().map(|knob| knob.0)
+    }
+
+    fn knob_values(&self) -> Option<Knob> {
+        Some(match &self.method {
+            Method::Bfla(_) => ("keep_mass", &["0.5", "0.8", "0.9", "0.99", "0.999"]),
+            Method::Momo(_) => ("k", &["2", "4", "8", "16", "32"]),
+            Method::BaAtt(_) => ("sparsity", &["0.9", "0.75", "0.5", "0.25"]),
+            Method::Pbs(_) => ("tau", SHARES),
+            // Thresholds of a file take the place of tau.
+            Method::Xattention(config) if config.head_taus.is_empty() => ("tau", SHARES),
+            Method::VerticalSlash(_) => ("slash", TOKENS),
+            Method::BlockSparse(_) => ("topk", &["2", "4", "8", "16"]),
+            Method::AShape(_) => ("n_local", TOKENS),
+            Method::Flexprefill(_) => ("gamma", SHARES),
+            // A number of blocks takes the place of tau.
+            Method::Meanpool(config) if config.top_k.is_some() => ("top_k", &["2", "4", "8", "16"]),
+            Method::Meanpool(_) => ("tau", SHARES),
+            Method::Streamingllm(config) if !config.reindex => ("n_local", TOKENS),
+            Method::Infinitehip(_) => ("budget", &["64", "128", "256", "512"]),
+            // And here tau that of the number.
+            Method::OracleTopk(config) if config.tau.is_some() => ("tau", SHARES),
+            Method::OracleTopk(_) => ("k", &["4", "8", "16", "32", "64"]),
+            _ => return None,
+        })
+    }
+
+    /// The same selector with its knob at each of the values of a curve, other settings as they are. A setting that
+    /// only makes sense up to the knob's value (momo's `k_exact`, of k blocks) moves down with it; a value that
+    /// another setting forbids is left out. Without a knob: nothing.
+    pub fn sweep(&self) -> Vec<Self> {
+        let Some((key, values)) = self.knob_values() else {
+            return Vec::new();
+        };
+        let moved = values.iter().map(|value| self.moved(key, value));
+        moved.filter_map(Result::ok).collect()
+    }
+
+    fn moved(&self, key: &str, value: &str) -> Result<Self, SelectError> {
+        let mut selector = self.clone();
+        if let Method::Momo(config) = &mut selector.method
+            && config.topk == TopK::Hybrid
+            && let Ok(k) = value.parse()
+        {
+            config.k_exact = config.k_exact.min(k);
+        }
+        selector.with(key, value)
+    }
+
+    /// As the flag would ask for it: the name, and the settings that are not its defaults.
+    pub fn label(&self) -> String {
+        self.label_without("")
+    }
+
+    /// The same without one key.
+    pub fn label_without(&self, key: &str) -> String {
+        let defaults = Self::parse(self.name()).map_or(Vec::new(), |selector| selector.all_items());
+        let own: Vec<String> = self
+            .all_items()
+            .into_iter()
+            .filter(|item| item.0 != key && !defaults.contains(item))
+            .map(|(key, value)| format!("{key}={value}"))
+            .collect();
+        match own.is_empty() {
+            true => self.name().to_owned(),
+            false => format!("{}:{}", self.name(), own.join(",")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{ENTRIES, Method, Phase, Selector};
+
+    fn parsed(text: &str) -> Selector {
+        Selector::parse(text).unwrap_or_else(|error| panic!("{text}: {error}"))
+    }
+
+    #[test]
+    fn swept_values_stay_inside_each_methods_rules() {
+        for entry in ENTRIES {
+            let selector = parsed(entry.name);
+            let sweep = selector.sweep();
+            let Some(key) = selector.knob() else {
+                assert!(sweep.is_empty());
+                continue;
+            };
+            assert_ne!(entry.phase, Phase::Decode);
+            let values = selector.knob_values().map_or(0, |knob| knob.1.len());
+            assert!(sweep.len() == values && values > 3, "{}", entry.name);
+            for (at, moved) in sweep.iter().enumerate() {
+                moved.check().unwrap_or_else(|error| panic!("{error}"));
+                assert!(!sweep[..at].contains(moved), "{moved} twice");
+                // Nothing but the knob moves, and what has to go with it.
+                let back = moved.label_without(key).replace(":k_exact=2", "");
+                let back = back.replace(":k_exact=4", "");
+                assert_eq!(back, entry.name, "{moved}");
+            }
+        }
+        for moved in parsed("momo").sweep() {
+            let Method::Momo(config) = &moved.method else {
+                panic!("another method");
+            };
+            assert_eq!(config.k_exact, config.k.min(8));
+        }
+    }
+
+    #[test]
+    fn the_knob_is_the_key_that_acts() {
+        for (text, key) in [
+            ("meanpool", Some("tau")),
+            ("meanpool:top_k=5", Some("top_k")),
+            ("oracle_topk", Some("k")),
+            ("oracle_topk:tau=0.5", Some("tau")),
+            ("streamingllm:reindex=true", None),
+            ("quest", None),
+        ] {
+            assert_eq!(parsed(text).knob(), key, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_label_holds_what_was_asked_for() {
+        for asked in [
+            "meanpool",
+            "quest:budget=64",
+            "xattention:stride=16,tau=0.5",
+            "delta:base.n_local=77,gamma=8",
+        ] {
+            let label = parsed(asked).label();
+            assert_eq!(parsed(&label), parsed(asked), "{label}");
+            assert_eq!(label.len(), asked.len(), "{label}");
+        }
+        let label = parsed("pbs:segment=512,tau=0.5").label_without("tau");
+        assert_eq!(label, "pbs:segment=512");
+    }
+}
