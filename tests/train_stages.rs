@@ -204,6 +204,33 @@ fn a_branch_goes_on_under_another_recipe() {
         &mut run.train("trunk", "--branch-from trunk/checkpoint/step-36"),
         &["already holds a run"],
     );
+    // Another kind is told before sizes, which it has others of; a part that is only here is named by its own number.
+    let message = refused(
+        &mut run.train("bad", "--branch-from trunk --set attention.kind=mha"),
+        &[
+            "attention.kind is dma there, mha here",
+            "must have the kind of the checkpoint",
+        ],
+    );
+    assert!(!message.contains("mlp"), "{message}");
+    let scales = "--branch-from trunk --set model.residual_scale=true";
+    refused(
+        &mut run.train("bad", scales),
+        &["its residual scale has 0 parameters there and 128 here"],
+    );
+    let dense = TinyRun::new("kind = \"mha\"");
+    dense.trained(
+        "trunk",
+        "--set training.steps=8 --set lr_scheduler.warmup_steps=2",
+    );
+    let sparse = "--branch-from trunk --set attention.kind=dma --set attention.keep_window_size=8";
+    refused(
+        &mut dense.train("bad", sparse),
+        &[
+            "attention.kind is mha there, dma here",
+            "sieve import --from EXPORT --attention dma",
+        ],
+    );
     assert!(!run.path("bad").exists());
 }
 

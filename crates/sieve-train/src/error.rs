@@ -59,7 +59,7 @@ pub enum TrainError {
     },
     /// The checkpoint to branch from is another model's.
     #[error(
-        "{} cannot begin this run: {what}\n  hint: [model] and [attention] must have the sizes of the checkpoint; windows and rope_theta may differ",
+        "{} cannot begin this run: {what}\n  hint: {hint}",
         path.display()
     )]
     OtherModel {
@@ -67,6 +67,8 @@ pub enum TrainError {
         path: PathBuf,
         /// The first difference.
         what: String,
+        /// How to go on.
+        hint: String,
     },
     /// The data found on resume is not the data the run began with.
     #[error("the data in {} is not what this run began with: {what}\n  hint: put the old files back and prepare them in another folder, --set data.cache_dir=DIR; or start a new run", path.display())]

@@ -1,5 +1,6 @@
 //! Where a run goes on from.
 use crate::{RunFolder, Start, TrainError};
+use sieve_core::recipe::AttentionKind;
 use sieve_core::{ModelShape, Recipe};
 use sieve_hf::{Checkpoint, list_checkpoints};
 
@@ -69,34 +70,18 @@ impl Origin {
 
     /// A run of `recipe` that begins with `checkpoint`, which may come from any recipe with the same parameters.
     fn branch(checkpoint: Checkpoint, recipe: &Recipe) -> Result<Self, TrainError> {
-        let (_, saved) = checkpoint.recipe_and_shape()?;
+        let (there, saved) = checkpoint.recipe_and_shape()?;
         let now = recipe.model_shape(checkpoint.state.vocab_size)?;
-        let sizes = |shape: &ModelShape| {
-            let sizes = [
-                ("num_hidden_layers", shape.num_layers),
-                ("hidden_size", shape.d_model),
-                ("intermediate_size", shape.d_ff),
-                ("num_attention_heads", shape.num_heads),
-                ("num_key_value_heads", shape.num_kv_heads),
-                ("head_dim", shape.head_dim),
-                ("vocab_size", shape.vocab_size),
-            ];
-            let sizes = sizes.map(|(key, size)| (key, size as u64));
-            sizes.into_iter().chain(shape.parameters().by_part())
+        let kinds = [&there, recipe].map(|recipe| recipe.attention.kind());
+        let difference = match kinds {
+            [saved, now] if saved != now => Some(other_kind(saved, now)),
+            _ => other_size(&saved, &now),
         };
-        let kinds = [&saved, &now].map(|shape| std::mem::discriminant(&shape.attention));
-        let what = match sizes(&saved)
-            .zip(sizes(&now))
-            .find(|(saved, now)| saved != now)
-        {
-            Some(((key, saved), (_, now))) => format!("{key} is {saved} there and {now} here"),
-            None if kinds[0] != kinds[1] => "its attention is of another kind".to_owned(),
-            None => String::new(),
-        };
-        if !what.is_empty() {
+        if let Some((what, hint)) = difference {
             return Err(TrainError::OtherModel {
                 path: checkpoint.path,
                 what,
+                hint,
             });
         }
         let path = checkpoint.path.join("config.toml");
@@ -133,4 +118,57 @@ impl Origin {
             .as_ref()
             .map_or(0, |checkpoint| checkpoint.state.step)
     }
+}
+
+/// Two kinds of attention have other parameters, or read the same ones in another way.
+fn other_kind(saved: AttentionKind, now: AttentionKind) -> (String, String) {
+    let what = format!(
+        "attention.kind is {} there, {} here",
+        saved.name(),
+        now.name()
+    );
+    let hint = match (saved, now) {
+        (AttentionKind::Mha, AttentionKind::Dma | AttentionKind::Nsa | AttentionKind::Swa) => {
+            format!(
+                "sieve export it, then sieve import --from EXPORT --attention {} makes a checkpoint to branch from",
+                now.name()
+            )
+        }
+        _ => "[attention] must have the kind of the checkpoint".to_owned(),
+    };
+    (what, hint)
+}
+
+/// The first size that differs: of the recipe's keys, else the parameters of a part of the model.
+fn other_size(saved: &ModelShape, now: &ModelShape) -> Option<(String, String)> {
+    let keys = |shape: &ModelShape| {
+        [
+            ("num_hidden_layers", shape.num_layers),
+            ("hidden_size", shape.d_model),
+            ("intermediate_size", shape.d_ff),
+            ("num_attention_heads", shape.num_heads),
+            ("num_key_value_heads", shape.num_kv_heads),
+            ("head_dim", shape.head_dim),
+            ("vocab_size", shape.vocab_size),
+        ]
+    };
+    let hint = "[model] and [attention] must have the sizes of the checkpoint; windows and rope_theta may differ";
+    let mut pairs = keys(saved).into_iter().zip(keys(now));
+    let key = pairs.find(|(saved, now)| saved != now);
+    let what = key.map(|((key, saved), (_, now))| format!("{key} is {saved} there and {now} here"));
+    let what = what.or_else(|| {
+        // A part that one of the two has not is absent from its list.
+        let parts = [saved, now].map(|shape| shape.parameters().by_part());
+        let of = |index: usize, part: &str| {
+            let found = parts[index].iter().find(|(name, _)| *name == part);
+            found.map_or(0, |(_, count)| *count)
+        };
+        let mut names = parts.iter().flatten().map(|(name, _)| *name);
+        let part = names.find(|part| of(0, part) != of(1, part))?;
+        let (saved, now) = (of(0, part), of(1, part));
+        Some(format!(
+            "its {part} has {saved} parameters there and {now} here"
+        ))
+    });
+    what.map(|what| (what, hint.to_owned()))
 }
