@@ -68,6 +68,9 @@ pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 pub struct ExportReport {
     /// The class of `transformers` that reads it.
     pub architecture: &'static str,
+    /// Whether the class is in the exported `modeling_sieve.py`, which `transformers` runs with
+    /// `trust_remote_code=True` alone.
+    pub is_remote_code: bool,
     /// Names of the files, in the order of writing.
     pub files: Vec<String>,
     /// Numbers in all tensors.
@@ -183,6 +186,7 @@ pub fn export(
     folder.publish(&files)?;
     Ok(ExportReport {
         architecture: architecture.class_name(),
+        is_remote_code: architecture == Architecture::Sieve,
         files,
         num_parameters: tensors.iter().map(ExportTensor::num_elements).sum(),
         num_bytes: tensors.iter().map(|tensor| tensor.num_bytes(dtype)).sum(),

@@ -4,7 +4,7 @@ use anyhow::Result;
 use clap::{Args, ValueEnum};
 use sieve_data::Tokenizer;
 use sieve_hf::{Checkpoint, DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, export};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Arguments of `sieve export`.
 #[derive(Args, Debug)]
@@ -50,9 +50,41 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
         args.out.display()
     ));
     terminal::line(&format!(
-        "next:\n  python3 -c \"from transformers import pipeline; \
-         print(pipeline('text-generation', '{}')('Once', max_new_tokens=20)[0]['generated_text'])\"",
-        args.out.display()
+        "next:\n  {}",
+        python_command(&args.out, report.is_remote_code)
     ));
     Ok(())
+}
+
+/// A command that lets the exported model write a few words.
+fn python_command(folder: &Path, is_remote_code: bool) -> String {
+    // A JSON string is a Python string too.
+    let folder = serde_json::Value::from(folder.display().to_string());
+    let trust = match is_remote_code {
+        true => ", trust_remote_code=True",
+        false => "",
+    };
+    let code = format!(
+        "from transformers import pipeline; print(pipeline(\"text-generation\", {folder}{trust})\
+         (\"Once\", max_new_tokens=20)[0][\"generated_text\"])"
+    );
+    format!("python3 -c {}", terminal::shell_word(&code))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_python_command_trusts_remote_code_and_quotes_the_folder() {
+        let plain = python_command(Path::new("out"), false);
+        assert_eq!(
+            plain,
+            "python3 -c 'from transformers import pipeline; print(pipeline(\"text-generation\", \"out\")\
+             (\"Once\", max_new_tokens=20)[0][\"generated_text\"])'"
+        );
+        let remote = python_command(Path::new("it's \"mine\""), true);
+        let folder = r#"pipeline("text-generation", "it'\''s \"mine\"", trust_remote_code=True)"#;
+        assert!(remote.contains(folder), "{remote}");
+    }
 }

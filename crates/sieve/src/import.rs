@@ -59,7 +59,7 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     terminal::line(&format!(
         "next:\n  sieve eval ppl --checkpoint {0} --data README.md\n  \
          sieve train --recipe RECIPE --branch-from {0} --out DIR",
-        report.path.display()
+        terminal::quoted(&report.path)
     ));
     Ok(())
 }

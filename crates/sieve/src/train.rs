@@ -494,7 +494,7 @@ fn finish(log: &Log, summary: &TrainSummary) {
     if let Some(step) = &summary.last_step {
         let attention = &step.attention;
         log.line(&format!(
-            "mask: density {:.3}, {:.1} keys a query, {:.1} % of keys never seen, {:.1} % of queries without their own key",
+            "mask: density {:.3}, {:.1} keys a query, {:.1} % of keys never seen, {:.1} % of queries that see their own key in no head",
             attention.density,
             attention.mean_active_keys,
             100.0 * attention.never_active,
@@ -541,9 +541,9 @@ fn next_steps(log: &Log, summary: &TrainSummary, is_text: bool) {
     let Some(checkpoint) = &summary.checkpoint else {
         return;
     };
-    let checkpoint = checkpoint.display();
+    let checkpoint = terminal::quoted(checkpoint);
     // As this program was called, so that the lines can be typed as they are.
-    let sieve = std::env::args().next().unwrap_or("sieve".to_owned());
+    let sieve = terminal::shell_word(&std::env::args().next().unwrap_or("sieve".to_owned()));
     let commands: &[&str] = match is_text {
         true => &[
             "generate --prompt \"fn main() {\"",

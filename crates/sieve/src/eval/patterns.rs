@@ -168,14 +168,15 @@ fn flag(args: &PatternsArgs) -> Result<String> {
     if args.windows == Some(0) || args.length == Some(0) {
         bail!("--length and --windows must be positive\n  hint: leave them out for the defaults");
     }
-    Ok(match &args.method {
-        Search::Minference => format!("--selector minference:pattern={path}"),
+    let selector = match &args.method {
+        Search::Minference => format!("minference:pattern={path}"),
         // Of a calibration's settings this one also counts beyond the map.
         Search::Dam(dam) if dam.sink != DamCalibration::default().sink => {
-            format!("--selector dam:map={path},sink={}", dam.sink)
+            format!("dam:map={path},sink={}", dam.sink)
         }
-        Search::Dam(_) => format!("--selector dam:map={path}"),
-    })
+        Search::Dam(_) => format!("dam:map={path}"),
+    };
+    Ok(format!("--selector {}", terminal::shell_word(&selector)))
 }
 
 /// Tokens of a prompt. Refuses what the model cannot do before any text is read.
