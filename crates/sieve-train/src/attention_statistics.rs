@@ -14,9 +14,9 @@ pub struct AttentionStatistics {
     pub density: f64,
     /// Active keys a query, on average.
     pub mean_active_keys: f64,
-    /// Share of keys that no query ever sees.
+    /// Share of keys, of all KV heads, that no query ever sees: those that leave with their own arrival.
     pub never_active: f64,
-    /// Share of queries that do not see their own key.
+    /// Share of queries that see their own key in no KV head of their layer.
     pub not_self_visible: f64,
 }
 
@@ -42,24 +42,27 @@ impl AttentionStatistics {
                 not_self_visible: 0.0,
             };
         }
-        let (mut heads, mut active, mut unseen) = (0u64, 0u64, 0u64);
+        let (mut heads, mut active, mut unseen, mut blind) = (0u64, 0u64, 0u64, 0u64);
         for layer in expire {
-            let [_, kv_heads, seq_len] = layer.dims();
+            let [batch, kv_heads, seq_len] = layer.dims();
             heads += kv_heads as u64;
             let expire: Vec<i64> = layer.to_data().iter::<i64>().collect();
-            for (token, expire) in expire.into_iter().enumerate() {
-                let lifetime = expire - (token % seq_len) as i64;
+            let mut sees_itself = vec![false; batch * seq_len];
+            for (at, expire) in expire.into_iter().enumerate() {
+                let (row, token) = (at / (kv_heads * seq_len), at % seq_len);
+                let lifetime = expire - token as i64;
                 active += lifetime.max(0) as u64;
                 unseen += u64::from(lifetime <= 0);
+                sees_itself[row * seq_len + token] |= lifetime > 0;
             }
+            blind += sees_itself.iter().filter(|&&seen| !seen).count() as u64;
         }
         let heads = heads as f64;
         Self {
             density: active as f64 / (causal as f64 * heads),
             mean_active_keys: active as f64 / (tokens * heads),
             never_active: unseen as f64 / (tokens * heads),
-            // A key that leaves with its own arrival is also the one its own query does not see.
-            not_self_visible: unseen as f64 / (tokens * heads),
+            not_self_visible: blind as f64 / (tokens * expire.len() as f64),
         }
     }
 }
@@ -109,5 +112,28 @@ mod tests {
         let found = AttentionStatistics::of(kind, &batch(), &[expire]);
         assert_eq!(found.density, 7.0 / 9.0);
         assert_eq!(found.never_active, 1.0 / 5.0);
+        assert_eq!(found.not_self_visible, 1.0 / 5.0);
+    }
+
+    #[test]
+    fn a_query_that_one_head_shows_its_own_key_sees_itself() {
+        // Two layers of two heads: in the first both leave out key 1, one leaves out key 2; in the second nothing is
+        // left out.
+        let expire = |heads: [[i32; 5]; 2]| {
+            let expire = TensorData::new(heads.concat(), [1, 2, 5]);
+            Tensor::<Flex, 3, Int>::from_data(expire, &Default::default())
+        };
+        let layers = [
+            expire([[3, 1, 3, 5, 5], [3, 1, 2, 5, 5]]),
+            expire([[3, 3, 3, 5, 5]; 2]),
+        ];
+        let kind = Attention::Dma {
+            keep_window_size: 2,
+            bias: sieve_core::DmaBias::Exp,
+            a_init: 0.0,
+        };
+        let found = AttentionStatistics::of(kind, &batch(), &layers);
+        assert_eq!(found.never_active, 3.0 / 20.0);
+        assert_eq!(found.not_self_visible, 1.0 / 10.0);
     }
 }
