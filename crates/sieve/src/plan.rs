@@ -93,7 +93,7 @@ fn text(plan: &Plan, recipe: &Recipe, target: &str) -> Vec<String> {
     }
     lines.push(String::new());
     lines.push(format!(
-        "run           {} tokens, {:.1} per parameter, {} FLOPs executed",
+        "run           {} tokens, {:.1} per parameter besides the embedding, {} FLOPs executed",
         count(plan.num_tokens as f64),
         plan.tokens_per_parameter,
         exponent(plan.total_flops)

@@ -113,6 +113,19 @@ fn both_stages_of_dma_1p7b_are_planned() {
 }
 
 #[test]
+fn tokens_are_counted_per_parameter_besides_the_embedding() {
+    // The paper's 80M: 13,500 steps of 131,072 tokens over 84,956,928 parameters, near its ratio of 21.6 by rounded
+    // numbers.
+    let recipe = recipe(include_str!("../../../../recipes/mha_80m.toml"), &[]);
+    let plan = plan(&recipe, 50_277, &h200()).expect("plans");
+    assert_eq!(plan.num_non_embedding, 84_956_928);
+    assert_eq!(
+        plan.tokens_per_parameter,
+        13_500.0 * 131_072.0 / 84_956_928.0
+    );
+}
+
+#[test]
 fn activation_checkpointing_is_in_the_total() {
     let total = |mode: &str| {
         let recipe = recipe(DMA_80M, &[mode]);

@@ -343,7 +343,12 @@ fn check_lr_scheduler(
             steps == 0 || warmup_steps <= steps,
             "lr_scheduler.warmup_steps",
             || format!("is {warmup_steps}, more than training.steps = {steps}"),
-            || format!("set lr_scheduler.warmup_steps to {} or less", steps / 5),
+            || {
+                format!(
+                    "set lr_scheduler.warmup_steps to {} or less",
+                    (steps / 5).max(1)
+                )
+            },
         );
     }
 }

@@ -348,6 +348,11 @@ fn each_rule_is_checked() {
             "optimizer.name: there is no \"Adam\", did you mean AdamW?",
         ),
         (
+            "steps = 40",
+            "steps = 4",
+            "lr_scheduler.warmup_steps: is 7, more than training.steps = 4\n    hint: set lr_scheduler.warmup_steps to 1 or less",
+        ),
+        (
             "warmup_steps = 7",
             "warmup_steps = 41",
             "lr_scheduler.warmup_steps: is 41, more than training.steps = 40\n    hint: set lr_scheduler.warmup_steps to 8 or less",
