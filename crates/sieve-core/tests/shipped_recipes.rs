@@ -159,15 +159,16 @@ fn paper_recipes_have_the_sizes_their_names_say() {
         ("680m", 680.0),
         ("1p7b", 1410.0),
     ] {
-        // MLA and NSA have other projections, which the paper's sizes leave aside.
-        for kind in ["mha", "swa", "dma"] {
+        for kind in AttentionKind::ALL.map(AttentionKind::name) {
+            // MLA's projections have 2.3 to 2.8 % more; NSA's feed-forward layers make up for its compression MLP.
+            let tolerance = if kind == "mla" { 0.03 } else { 0.005 };
             let shape = recipes[&format!("{kind}_{size}")]
                 .1
                 .model_shape(50_277)
                 .expect("the NeoX tokenizer fits");
             let counted = shape.parameters().non_embedding() as f64 / 1e6;
             assert!(
-                (counted / millions - 1.0).abs() < 0.005,
+                (counted / millions - 1.0).abs() < tolerance,
                 "{kind}_{size}: {counted}M, not {millions}M"
             );
         }
@@ -189,6 +190,8 @@ fn recipes_of_one_size_differ_in_their_attention_alone() {
                 // A stage's window is its attention's.
                 .filter(|change| !change.key.ends_with(".window"))
                 .filter(|change| kind != "mla" || change.key != "model.num_key_value_heads")
+                // NSA's compression takes parameters from the feed-forward layers.
+                .filter(|change| kind != "nsa" || change.key != "model.intermediate_size")
                 .collect::<Vec<_>>();
             assert!(others.is_empty(), "{kind}_{size}: {others:?}");
         }
