@@ -23,6 +23,7 @@ mod resume_kill;
 mod selectors_cli;
 mod train_gradients;
 mod train_guard;
+mod train_guard_runs;
 mod train_run;
 mod train_stages;
 mod train_sweep;

@@ -26,6 +26,15 @@ fn train(run: &TinyRun, out: &str, more: &str) -> std::process::Command {
     ))
 }
 
+/// Losses in the guard's mean of a checkpoint.
+fn losses_counted(run: &TinyRun, out: &str, step: u64) -> f32 {
+    let path = run.path(&format!("{out}/checkpoint/step-{step}/state.json"));
+    let text = fs::read_to_string(path).expect("the state");
+    let state: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let bits = state["guard"]["num_losses_bits"].as_u64().expect("bits");
+    f32::from_bits(bits as u32)
+}
+
 #[test]
 fn a_staged_run_changes_length_base_and_window() {
     let run = staged();
@@ -39,6 +48,8 @@ fn a_staged_run_changes_length_base_and_window() {
     }
     let steps = run.metrics("out", "step");
     assert!(steps.keys().copied().eq(1..=STEPS));
+    // The mean loss is the last stage's alone.
+    assert_eq!(losses_counted(&run, "out", STEPS), 13.0);
     // 8 rows of 32, then 4 of 64, then 8 of 32: the same tokens a step.
     assert_eq!(steps[&STEPS]["tokens_seen"], 256 * STEPS);
     let keys = |step: u64| {
@@ -190,7 +201,8 @@ fn a_branch_goes_on_under_another_recipe() {
     }
     let steps = run.metrics("branch", "step");
     assert!(steps.into_keys().eq(37..=44));
-    assert!(run.path("branch/checkpoint/step-44").is_dir());
+    assert_eq!(losses_counted(&run, "trunk", 36), 36.0);
+    assert_eq!(losses_counted(&run, "branch", 44), 8.0);
     assert!(run.snapshot("trunk") == before, "the trunk is as it was");
 
     refused(

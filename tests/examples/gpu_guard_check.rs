@@ -1,7 +1,7 @@
 //! Spoilt steps on a GPU: `gpu_guard_check CACHE_DIR TEXT_FILE`.
 //!
 //! A small DMA model trains on the text, once with the third step's loss made NaN. That step must be skipped and leave every weight
-//! as two steps left it, to the last bit, and the run must go on.
+//! as two steps left it, to the last bit, and the run must go on. With a loss 1000 times as large, no step is skipped.
 #![allow(clippy::print_stdout)]
 use burn::backend::Autodiff;
 use burn_cuda::CudaDevice;
@@ -11,7 +11,8 @@ use sieve_hf::named_parameters;
 use sieve_kernels::{KernelCache, init_runtime, probe};
 use sieve_ops::Cuda;
 use sieve_train::{
-    DataSource, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start, TrainEvent, Trainer,
+    DataSource, Disturbance, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start,
+    TrainEvent, Trainer,
 };
 use std::path::Path;
 use std::process::ExitCode;
@@ -53,7 +54,10 @@ fn train(
     };
     let data = data.expect("prepared");
     let mut trainer = Trainer::new(recipe, data, run, Origin::seed(), hardware).expect("it fits");
-    trainer.disturb(factor);
+    trainer.disturb(Disturbance {
+        loss: factor,
+        ..Disturbance::default()
+    });
     let mut skipped = Vec::new();
     let result = trainer.run(&AtomicBool::new(false), &mut |event| {
         if let TrainEvent::Skipped(step) = event {
@@ -87,6 +91,8 @@ fn main() -> ExitCode {
     let (two, none) = train(folder.path(), text, 2, |_| 1.0);
     let (three, third) = train(folder.path(), text, 3, spoilt);
     let (six, skipped) = train(folder.path(), text, STEPS, spoilt);
+    let large = |row| if row == SPOILT { 1000.0 } else { 1.0 };
+    let (_, of_large) = train(folder.path(), text, 4, large);
     let finite = six.iter().flatten().all(|x| x.is_finite());
     let checks = [
         ("no step of a sound run is skipped", none.is_empty()),
@@ -96,6 +102,7 @@ fn main() -> ExitCode {
             two == three,
         ),
         ("the run goes on from there", six != three && finite),
+        ("a large finite norm is clipped", of_large.is_empty()),
     ];
     for (what, good) in checks {
         println!("{} {what}", if good { "ok  " } else { "FAIL" });

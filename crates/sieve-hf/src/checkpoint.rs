@@ -18,19 +18,15 @@ const OPTIMIZER: &str = "optimizer.safetensors";
 const RECIPE: &str = "config.toml";
 const TOKENIZER: &str = "tokenizer.json";
 
-/// The running mean of gradient norms, which tells a spike. On disk as bits: the digits of a JSON number may be read as
-/// its neighbour.
+/// The running mean of the training loss. On disk as bits: the digits of a JSON number may be read as its neighbour.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GuardState {
-    /// Mean gradient norm of the steps that were taken.
-    #[serde(rename = "mean_norm_bits", with = "bits")]
-    pub mean_norm: f32,
-    /// Mean loss of those steps, nats; 0 in checkpoints from before it was kept.
+    /// Mean loss of the steps that were taken, nats; 0 in checkpoints from before it was kept.
     #[serde(default, rename = "mean_loss_bits", with = "bits")]
     pub mean_loss: f32,
-    /// How many there were.
-    #[serde(rename = "num_norms_bits", with = "bits")]
-    pub num_norms: f32,
+    /// How many there were. Older checkpoints counted gradient norms, of which each step has one too.
+    #[serde(rename = "num_losses_bits", alias = "num_norms_bits", with = "bits")]
+    pub num_losses: f32,
 }
 
 /// An f32 as the whole number of its bits.
@@ -57,7 +53,7 @@ pub struct CheckpointState {
     pub next_sample: u64,
     /// Tokens trained on.
     pub tokens_seen: u64,
-    /// The mean of gradient norms; absent where none was taken.
+    /// The mean of the training loss; absent where no step was taken.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guard: Option<GuardState>,
     /// Rows of the embedding.
@@ -366,4 +362,24 @@ fn publish(folder: &Path, partial: &Path, path: &Path) -> Result<(), CheckpointE
         fs::remove_dir_all(&replaced).map_err(CheckpointError::io("clearing", &replaced))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn states_of_the_guard_that_counted_norms_still_open() {
+        let [one, two, four] = [1.0f32, 2.0, 4.0].map(f32::to_bits);
+        let old = serde_json::json!({
+            "mean_norm_bits": one, "mean_loss_bits": two, "num_norms_bits": four,
+        });
+        let state: GuardState = serde_json::from_value(old).unwrap();
+        assert_eq!((state.mean_loss, state.num_losses), (2.0, 4.0));
+        let older = serde_json::json!({ "mean_norm_bits": one, "num_norms_bits": four });
+        let state: GuardState = serde_json::from_value(older).unwrap();
+        assert_eq!(state.mean_loss, 0.0);
+        let now = serde_json::to_string(&state).unwrap();
+        assert_eq!(serde_json::from_str::<GuardState>(&now).unwrap(), state);
+    }
 }

@@ -96,18 +96,20 @@ pub enum TrainError {
         /// What it holds.
         what: String,
     },
-    /// The loss or the gradient is no number any more.
+    /// The loss or the gradient norm stays not finite, or the loss far above its mean.
     #[error(
-        "step {step}: the loss is {loss}, the gradient norm {grad_norm}: training diverged; {}\n  hint: start a new run (--out) with a lower optimizer.lr (now {lr:e}) or more lr_scheduler.warmup_steps",
+        "step {step}: the loss is {loss} (its mean was {mean_loss}), the gradient norm {grad_norm}: training diverged; {}\n  hint: start a new run (--out) with a lower optimizer.lr (now {lr:e}) or more lr_scheduler.warmup_steps",
         last_checkpoint.as_ref().map_or_else(|| "there is no checkpoint yet".to_owned(), |path| format!("the last checkpoint, {}, is untouched", path.display()))
     )]
     Diverged {
         /// The step at which it was seen; it may have begun a few steps before.
         step: u64,
         /// Its loss.
-        loss: f64,
+        loss: f32,
+        /// Mean loss of the steps before.
+        mean_loss: f32,
         /// Its gradient norm.
-        grad_norm: f64,
+        grad_norm: f32,
         /// Its learning rate.
         lr: f64,
         /// The last good checkpoint.

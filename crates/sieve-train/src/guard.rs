@@ -1,124 +1,112 @@
-//! Steps that would spoil the weights: not finite, or a spike.
+//! Steps that would spoil the weights, and losses that show spoilt weights.
 //!
-//! Whether a step is taken is decided on the device, before the update, and gates it: no value is read back for that. The
-//! host learns of it later.
+//! A step is not taken where its loss or its gradient norm is not finite, and only there. [`gate`] decides that on the
+//! device, before the update: no value is read back for it. The host reads the losses later, and [`LossMean`] tells which
+//! of them lie far above the mean of those before.
 use burn::tensor::{Bool, Tensor};
 use sieve_core::recipe::TrainingSection;
 use sieve_hf::GuardState;
 use sieve_ops::TrainBackend;
 
-/// Steps whose norms the running mean needs before it limits anything: the first ones fall fast.
-const WARM_UP_STEPS: f64 = 20.0;
-/// Weight of a new norm in the running mean, once there are more norms than its reciprocal.
-const NEW_NORM_WEIGHT: f64 = 0.02;
+/// Losses that the mean needs before one can be far above it: the first ones fall fast.
+const WARM_UP_STEPS: f32 = 20.0;
+/// Weight of a new loss in the mean, once there are more losses than its reciprocal.
+const NEW_LOSS_WEIGHT: f32 = 0.02;
 
-/// Judges steps on the device.
-#[derive(Debug)]
-pub(crate) struct Guard<B: TrainBackend> {
-    /// 0: no limit on the norm.
-    spike_factor: f64,
-    mean_norm: Tensor<B::InnerBackend, 1>,
-    mean_loss: Tensor<B::InnerBackend, 1>,
-    num_norms: Tensor<B::InnerBackend, 1>,
-}
-
-/// Device values of one judged step.
-pub(crate) struct Judgement<B: TrainBackend> {
-    /// The scale, and 0 where the step must not be taken; never NaN. `[1]`.
+/// Device values of one step.
+pub(crate) struct GatedStep<B: TrainBackend> {
+    /// The clip scale, and 0 where the step must not be taken; never NaN. `[1]`.
     pub(crate) grad_scale: Tensor<B::InnerBackend, 1>,
-    /// Loss, gradient norm, 1 where the step is taken and else 0, mean norm and mean loss it was judged by. `[5]`.
+    /// Loss, gradient norm, 1 where the step is taken and else 0. `[3]`.
     pub(crate) row: Tensor<B::InnerBackend, 1>,
 }
 
-/// The numbers of a [`Judgement`] on the host.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct JudgedStep {
-    pub(crate) loss: f64,
-    pub(crate) grad_norm: f64,
-    pub(crate) is_taken: bool,
-    pub(crate) mean_norm: f64,
-    pub(crate) mean_loss: f64,
+/// Decides whether a step is taken, by its loss and gradient norm, `[1]` each.
+pub(crate) fn gate<B: TrainBackend>(
+    loss: Tensor<B::InnerBackend, 1>,
+    grad_norm: Tensor<B::InnerBackend, 1>,
+    clip_scale: Tensor<B::InnerBackend, 1>,
+) -> GatedStep<B> {
+    // Infinity and NaN times 0 are NaN, which equals nothing.
+    let zero = (loss.clone() + grad_norm.clone()).mul_scalar(0.0);
+    let is_taken: Tensor<B::InnerBackend, 1, Bool> = zero.equal_elem(0.0);
+    let grad_scale = clip_scale
+        .zeros_like()
+        .mask_where(is_taken.clone(), clip_scale);
+    let row = Tensor::cat(vec![loss, grad_norm, is_taken.float()], 0);
+    GatedStep { grad_scale, row }
 }
 
-impl JudgedStep {
-    /// Reads a [`Judgement`]'s row, which waits for the device.
+/// The numbers of a [`GatedStep`] on the host.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct StepNumbers {
+    pub(crate) loss: f32,
+    pub(crate) grad_norm: f32,
+    pub(crate) is_taken: bool,
+}
+
+impl StepNumbers {
+    /// Reads a [`GatedStep`]'s row, which waits for the device.
     pub(crate) fn read<B: TrainBackend>(row: &Tensor<B::InnerBackend, 1>) -> Self {
-        let mut values = row.clone().into_data().iter::<f64>().collect::<Vec<_>>();
-        values.resize(5, f64::NAN);
+        let values = row.clone().into_data().iter::<f32>().collect::<Vec<_>>();
         Self {
             loss: values[0],
             grad_norm: values[1],
             is_taken: values[2] == 1.0,
-            mean_norm: values[3],
-            mean_loss: values[4],
         }
     }
 }
 
-impl<B: TrainBackend> Guard<B> {
-    pub(crate) fn new(training: &TrainingSection, state: GuardState, device: &B::Device) -> Self {
-        let scalar = |value: f32| Tensor::from_floats([value], device);
-        // Without a mean loss the guard warms up again.
-        let state = if state.mean_loss == 0.0 {
-            GuardState::default()
-        } else {
-            state
-        };
+/// The running mean of the losses of the steps that were taken, but for losses far above it.
+#[derive(Debug)]
+pub(crate) struct LossMean {
+    /// A loss is far above the mean where it is more than this above it, nats; infinite where no loss is.
+    margin: f32,
+    state: GuardState,
+}
+
+impl LossMean {
+    pub(crate) fn new(training: &TrainingSection, state: GuardState) -> Self {
+        let factor = training.guard_spike_factor;
         Self {
-            spike_factor: training.guard_spike_factor,
-            mean_norm: scalar(state.mean_norm),
-            mean_loss: scalar(state.mean_loss),
-            num_norms: scalar(state.num_norms),
+            margin: if factor > 0.0 {
+                factor.ln() as f32
+            } else {
+                f32::INFINITY
+            },
+            // Old checkpoints have no mean loss: the mean begins anew.
+            state: if state.mean_loss == 0.0 {
+                GuardState::default()
+            } else {
+                state
+            },
         }
     }
 
-    /// Reads the state back, which waits for the device.
+    /// Forgets all losses: those that come are of other data, or of another model.
+    pub(crate) fn restart(&mut self) {
+        self.state = GuardState::default();
+    }
+
     pub(crate) fn state(&self) -> GuardState {
-        let read = |tensor: &Tensor<B::InnerBackend, 1>| {
-            let data = tensor.clone().into_data();
-            data.iter::<f32>().next().unwrap_or_default()
-        };
-        GuardState {
-            mean_norm: read(&self.mean_norm),
-            mean_loss: read(&self.mean_loss),
-            num_norms: read(&self.num_norms),
-        }
+        self.state
     }
 
-    /// Judges a step by its loss and gradient norm, `[1]` each, and counts its norm where it is taken.
-    pub(crate) fn judge(
-        &mut self,
-        loss: Tensor<B::InnerBackend, 1>,
-        grad_norm: Tensor<B::InnerBackend, 1>,
-        clip_scale: Tensor<B::InnerBackend, 1>,
-    ) -> Judgement<B> {
-        // Infinity and NaN times 0 are NaN, which equals nothing.
-        let zero = (loss.clone() + grad_norm.clone()).mul_scalar(0.0);
-        let mut is_taken: Tensor<B::InnerBackend, 1, Bool> = zero.equal_elem(0.0);
-        let (mean, mean_loss) = (self.mean_norm.clone(), self.mean_loss.clone());
-        if self.spike_factor > 0.0 {
-            let limit = mean.clone().mul_scalar(self.spike_factor);
-            // As much worse in perplexity as a norm may be larger.
-            let loss_limit = mean_loss.clone().add_scalar(self.spike_factor.ln());
-            let below = grad_norm
-                .clone()
-                .lower_equal(limit)
-                .bool_and(loss.clone().lower_equal(loss_limit));
-            let too_early = self.num_norms.clone().lower_elem(WARM_UP_STEPS);
-            is_taken = is_taken.bool_and(below.bool_or(too_early));
+    /// Whether the loss of a step that was taken is far above the mean of those before. A loss that is not is counted.
+    pub(crate) fn judge(&mut self, loss: f32) -> bool {
+        let state = &mut self.state;
+        if state.num_losses == 0.0 {
+            state.mean_loss = loss;
         }
-        let count = self.num_norms.clone().add_scalar(1.0);
-        let weight = count.clone().recip().clamp_min(NEW_NORM_WEIGHT);
-        let next = mean.clone() + (grad_norm.clone() - mean.clone()) * weight.clone();
-        self.mean_norm = mean.clone().mask_where(is_taken.clone(), next);
-        let next = mean_loss.clone() + (loss.clone() - mean_loss.clone()) * weight;
-        self.mean_loss = mean_loss.clone().mask_where(is_taken.clone(), next);
-        self.num_norms = self.num_norms.clone().mask_where(is_taken.clone(), count);
-        let grad_scale = clip_scale
-            .zeros_like()
-            .mask_where(is_taken.clone(), clip_scale);
-        let row = Tensor::cat(vec![loss, grad_norm, is_taken.float(), mean, mean_loss], 0);
-        Judgement { grad_scale, row }
+        let rise = loss - state.mean_loss;
+        if state.num_losses >= WARM_UP_STEPS && rise > self.margin {
+            return true;
+        }
+        state.num_losses += 1.0;
+        let weight = state.num_losses.recip().max(NEW_LOSS_WEIGHT);
+        // One wild loss of the first ones must not lift the mean above all that follow.
+        state.mean_loss += rise.min(self.margin) * weight;
+        false
     }
 }
 
@@ -130,83 +118,83 @@ mod tests {
 
     type B = Autodiff<Flex>;
 
-    fn guard(spike_factor: f64) -> Guard<B> {
-        let mut guard = Guard::new(
-            &TrainingSection {
-                steps: 1,
-                seq_len: 1,
-                local_batch_size: 1,
-                global_batch_size: 1,
-                max_norm: 1.0,
-                seed: 0,
-                deterministic: false,
-                one_document_per_row: false,
-                guard_spike_factor: 0.0,
-                guard_patience: 1,
-            },
-            GuardState::default(),
-            &Default::default(),
-        );
-        guard.spike_factor = spike_factor;
-        guard
+    /// Whether a step of this loss and norm is taken, and its scale where clipping gives `norm / 2`.
+    fn gated(loss: f32, norm: f32) -> (bool, f32) {
+        let scalar = |value: f32| Tensor::<Flex, 1>::from_floats([value], &Default::default());
+        let gated = gate::<B>(scalar(loss), scalar(norm), scalar(0.5).mul_scalar(norm));
+        let scale = gated.grad_scale.into_data().iter::<f32>().next().unwrap();
+        (StepNumbers::read::<B>(&gated.row).is_taken, scale)
     }
 
-    /// Whether the step was taken, and its scale.
-    fn judged(guard: &mut Guard<B>, loss: f32, norm: f32) -> (bool, f32) {
-        let scalar = |value: f32| Tensor::<Flex, 1>::from_floats([value], &Default::default());
-        let judged = guard.judge(scalar(loss), scalar(norm), scalar(0.5).mul_scalar(norm));
-        let scale = judged.grad_scale.into_data().iter::<f32>().next().unwrap();
-        (JudgedStep::read::<B>(&judged.row).is_taken, scale)
+    fn mean(spike_factor: f64) -> LossMean {
+        let training = TrainingSection {
+            steps: 1,
+            seq_len: 1,
+            local_batch_size: 1,
+            global_batch_size: 1,
+            max_norm: 1.0,
+            seed: 0,
+            deterministic: false,
+            one_document_per_row: false,
+            guard_spike_factor: spike_factor,
+            guard_patience: 1,
+        };
+        LossMean::new(&training, GuardState::default())
     }
 
     #[test]
     fn what_is_not_finite_is_never_taken_and_its_scale_is_zero() {
-        let mut guard = guard(0.0);
         let (nan, inf) = (f32::NAN, f32::INFINITY);
         for (loss, norm) in [(nan, 1.0), (1.0, nan), (inf, 1.0), (1.0, inf), (-inf, inf)] {
-            assert_eq!(
-                judged(&mut guard, loss, norm),
-                (false, 0.0),
-                "{loss} {norm}"
-            );
+            assert_eq!(gated(loss, norm), (false, 0.0), "{loss} {norm}");
         }
-        assert_eq!(guard.state(), GuardState::default());
-        assert_eq!(judged(&mut guard, 3.0, 1e30), (true, 5e29));
+        assert_eq!(gated(3.0, 1e30), (true, 5e29));
+        assert_eq!(gated(1e30, 0.0), (true, 0.0));
     }
 
     #[test]
-    fn a_spike_is_known_by_the_mean_of_the_steps_before() {
-        let mut guard = guard(4.0);
-        // Nothing is a spike before the mean means something.
-        assert!(judged(&mut guard, 1.0, 1.0).0);
-        assert!(judged(&mut guard, 1.0, 99.0).0);
+    fn a_loss_is_far_above_the_mean_of_those_before() {
+        let mut mean = mean(4.0);
+        // Nothing is far from a mean of few losses, and one wild loss does not lift it for long.
+        assert!(!mean.judge(1.0));
+        assert!(!mean.judge(1e4));
         for _ in 0..200 {
-            assert!(judged(&mut guard, 1.0, 2.0).0);
+            assert!(!mean.judge(1.0));
         }
-        let before = guard.state();
-        assert!((before.mean_norm - 2.0).abs() < 0.5, "{before:?}");
-        assert_eq!(judged(&mut guard, 1.0, 11.0), (false, 0.0));
-        assert_eq!(guard.state(), before, "a step not taken counts for nothing");
-        assert!(judged(&mut guard, 1.0, 7.0).0);
-        // ln 4 = 1.386 nats above the mean loss of 1.
-        assert_eq!(judged(&mut guard, 2.5, 2.0), (false, 0.0));
-        assert!(judged(&mut guard, 2.3, 2.0).0);
-        assert!(judged(&mut guard, 0.1, 2.0).0, "a fall is no spike");
+        assert!((mean.state().mean_loss - 1.0).abs() < 0.05, "{mean:?}");
+        // ln 4 is 1.386.
+        assert!(mean.judge(2.5));
+        assert!(!mean.judge(2.3));
+        assert!(!mean.judge(0.1), "a fall is not far above");
     }
 
     #[test]
-    fn the_state_survives_a_checkpoint() {
-        let mut one = guard(4.0);
-        for norm in [1.0, 0.3, 2.2] {
-            judged(&mut one, 1.0, norm);
+    fn the_mean_follows_a_loss_that_rises_slowly() {
+        let mut mean = mean(10.0);
+        for step in 0..1000u16 {
+            assert!(!mean.judge(1.0 + f32::from(step) / 50.0), "{step}");
         }
-        let mut other = guard(4.0);
-        let scalar = |value: f32| Tensor::from_floats([value], &Default::default());
-        other.mean_norm = scalar(one.state().mean_norm);
-        other.mean_loss = scalar(one.state().mean_loss);
-        other.num_norms = scalar(one.state().num_norms);
-        judged(&mut one, 1.0, 0.7);
-        judged(&mut other, 1.0, 0.7);
+        assert!(mean.state().mean_loss > 15.0, "{mean:?}");
+    }
+
+    #[test]
+    fn no_loss_is_far_where_the_factor_is_zero() {
+        let mut mean = mean(0.0);
+        assert!((0..100u8).all(|step| !mean.judge(f32::from(step % 2) * 1e6)));
+    }
+
+    #[test]
+    fn a_mean_goes_on_from_its_state() {
+        let mut one = mean(4.0);
+        for loss in [1.0, 0.3, 2.2] {
+            one.judge(loss);
+        }
+        let mut other = mean(4.0);
+        other.state = one.state();
+        one.judge(0.7);
+        other.judge(0.7);
         assert_eq!(one.state(), other.state());
+        one.restart();
+        assert_eq!(one.state(), GuardState::default());
     }
 }

@@ -64,8 +64,6 @@ pub struct SkippedStep {
     pub loss: f64,
     /// Its gradient norm.
     pub grad_norm: f64,
-    /// Mean gradient norm of the steps taken before.
-    pub mean_grad_norm: f64,
     /// Mean loss of the steps taken before, nats.
     pub mean_loss: f64,
     /// The first of its rows, in the stage's order.

@@ -7,10 +7,11 @@ mod stage;
 mod writer;
 
 pub use checkpoints::tidy_finished;
+pub use guarding::Disturbance;
 pub use stage::{loader_config, step_batch};
 
 use crate::atomic::write_atomically;
-use crate::guard::Guard;
+use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
 use crate::{
     AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Hardware, MemoryProbe, Origin,
@@ -20,7 +21,7 @@ use crate::{
 use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
 use clock::Clock;
-use guarding::{Disturbance, GuardLog, Verdict};
+use guarding::{GuardLog, Verdict};
 use peak::PeakWatch;
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::{Batch, Prefetch};
@@ -46,7 +47,7 @@ pub struct Trainer<B: TrainBackend> {
     ropes: Ropes<B>,
     token_bytes: TokenBytes,
     unigram: Unigram,
-    guard: Guard<B>,
+    loss_mean: LossMean,
     guard_log: GuardLog<B>,
     /// FLOP/s of the device, where known.
     peak_flops: Option<f64>,
@@ -62,7 +63,7 @@ pub struct Trainer<B: TrainBackend> {
     writer: CheckpointWriter,
     /// To be told when the run begins.
     notices: Vec<String>,
-    disturbance: Option<Disturbance>,
+    disturbance: Disturbance,
 }
 
 /// Where a run's news goes: to its files and to the caller.
@@ -112,7 +113,7 @@ impl<B: TrainBackend> Trainer<B> {
             ropes: Ropes::new(&model, stage.recipe.training.seq_len, &device),
             model: Some(model),
             optimizer: AdamW::new(recipe.optimizer.clone()),
-            guard: Guard::new(training, GuardState::default(), &device),
+            loss_mean: LossMean::new(training, GuardState::default()),
             guard_log: GuardLog::new(precision),
             stage,
             precision,
@@ -125,7 +126,7 @@ impl<B: TrainBackend> Trainer<B> {
             last_checkpoint: None,
             writer: CheckpointWriter::default(),
             notices: origin.notices,
-            disturbance: None,
+            disturbance: Disturbance::default(),
             recipe,
             data,
             folder,
@@ -133,6 +134,10 @@ impl<B: TrainBackend> Trainer<B> {
         };
         if let Some(checkpoint) = &origin.checkpoint {
             trainer.restore(checkpoint)?;
+            if origin.is_branch {
+                // Another window or rotary base has another loss.
+                trainer.loss_mean.restart();
+            }
         } else if precision == Precision::Bf16 {
             let model = trainer.model.take();
             trainer.model = model.map(|model| trainer.optimizer.hold_masters(model));
@@ -162,11 +167,10 @@ impl<B: TrainBackend> Trainer<B> {
         self.step
     }
 
-    /// Makes the loss of some steps wrong on purpose: it is multiplied by what `factor` gives for the number of the
-    /// step's first row in its stage. For tests of the guard.
+    /// Makes some steps wrong on purpose. For tests of the guard.
     #[doc(hidden)]
-    pub fn disturb(&mut self, factor: impl Fn(u64) -> f64 + 'static) {
-        self.disturbance = Some(Disturbance(Box::new(factor)));
+    pub fn disturb(&mut self, disturbance: Disturbance) {
+        self.disturbance = disturbance;
     }
 
     /// The state of `checkpoint` in the present stage.
@@ -191,11 +195,6 @@ impl<B: TrainBackend> Trainer<B> {
         } else {
             self.install(&mut weights, None)?;
         }
-        self.guard = Guard::new(
-            &self.recipe.training,
-            state.guard.unwrap_or_default(),
-            &self.device,
-        );
         self.step = state.step;
         self.tokens_seen = state.tokens_seen;
         // At the end of a stage the next one's rows begin; other data begins with its first row.
@@ -204,11 +203,13 @@ impl<B: TrainBackend> Trainer<B> {
         let [saved, now] = [&state.data_fingerprint, &self.data.fingerprint()]
             .map(|all| crate::data::stages::of_stage(all, ended).to_owned());
         let same_data = saved == now;
-        self.next_sample = if goes_on && same_data {
-            state.next_sample
+        let (next_sample, guard) = if goes_on && same_data {
+            (state.next_sample, state.guard.unwrap_or_default())
         } else {
-            0
+            (0, GuardState::default())
         };
+        self.next_sample = next_sample;
+        self.loss_mean = LossMean::new(&self.recipe.training, guard);
         // A checkpoint of another run begins this one, and is written here before the first step.
         let parent = |path: &std::path::Path| path.parent().and_then(|p| p.canonicalize().ok());
         let own = self.folder.checkpoint_path().canonicalize().ok();
@@ -273,6 +274,8 @@ impl<B: TrainBackend> Trainer<B> {
         let mut clock = Clock::start();
         let mut watch = PeakWatch::start(self.memory);
         let mut is_first = true;
+        // A checkpoint among bad steps would be the one that the guard goes back to: it waits until they are over.
+        let mut is_due = false;
         while self.step < num_steps && !stop.load(Ordering::Relaxed) {
             if let Some(next) = self.next_stage() {
                 drop(batches);
@@ -281,7 +284,8 @@ impl<B: TrainBackend> Trainer<B> {
                 reporter.tell(TrainEvent::Notice(&self.stage_line()));
                 batches = self.stage.batches(self.next_sample)?;
             }
-            let step_batches = self.take_batches(&mut batches)?;
+            let mut step_batches = self.take_batches(&mut batches)?;
+            (self.disturbance.batches)(self.next_sample, &mut step_batches);
             self.train_step(&step_batches)?;
             clock.step(self.stage.recipe.training.tokens_per_step() as u64);
             watch.step();
@@ -290,8 +294,11 @@ impl<B: TrainBackend> Trainer<B> {
             let log_freq = self.recipe.metrics.log_freq.max(1) as u64;
             let is_logged = self.step.is_multiple_of(log_freq) || self.step == 1 || is_last;
             let interval = self.recipe.checkpoint.interval as u64;
-            let is_saved = is_last || self.step.is_multiple_of(interval);
-            let verdict = self.check_steps(is_logged || is_saved || is_first, reporter)?;
+            is_due |= is_last || self.step.is_multiple_of(interval);
+            // The next stage's losses have a mean of their own.
+            let ends_stage = self.next_stage().is_some();
+            let reads = is_logged || is_due || is_first || ends_stage;
+            let verdict = self.check_steps(reads, reporter)?;
             if std::mem::take(&mut is_first) {
                 reporter.tell(TrainEvent::FirstStep);
             }
@@ -301,6 +308,7 @@ impl<B: TrainBackend> Trainer<B> {
                     drop(batches);
                     batches = self.stage.batches(self.next_sample)?;
                     clock = Clock::start();
+                    is_due = false;
                     continue;
                 }
             }
@@ -314,14 +322,15 @@ impl<B: TrainBackend> Trainer<B> {
                 let report = clock.pause(|| self.validate(reporter))?;
                 summary.last_validation = Some(report);
             }
-            // To go back among steps that are not taken would be to stay.
-            if is_saved && !self.guard_log.in_streak() {
+            if is_due && !self.guard_log.in_streak() {
                 clock.pause(|| self.start_checkpoint(reporter))?;
+                is_due = false;
             }
             self.poll_checkpoint(reporter)?;
         }
         drop(batches);
-        // Also where a signal ended the loop.
+        // A signal may have ended the loop between two readings. Where the run goes back now, its checkpoint is there.
+        self.check_steps(true, reporter)?;
         self.start_checkpoint(reporter)
     }
 
@@ -380,7 +389,7 @@ impl<B: TrainBackend> Trainer<B> {
         Ok((reporter, history))
     }
 
-    /// Gradients over all micro-batches, clipping, judgement, update.
+    /// Gradients over all micro-batches, clipping, gate, update.
     fn train_step(&mut self, batches: &[Batch]) -> Result<(), TrainError> {
         let num_labels: usize = batches.iter().map(Batch::num_labels).sum();
         if num_labels == 0 {
@@ -388,9 +397,7 @@ impl<B: TrainBackend> Trainer<B> {
                 step: self.step + 1,
             });
         }
-        let disturbance = self.disturbance.as_ref();
-        let factor = disturbance.map_or(1.0, |Disturbance(of)| of(self.next_sample));
-        let loss_scale = factor / num_labels as f64;
+        let loss_scale = (self.disturbance.loss)(self.next_sample) / num_labels as f64;
         let mut gradients = GradientBuffer::default();
         let mut loss = Tensor::<B::InnerBackend, 1>::zeros([1], &self.device);
         let mut expire = Vec::new();
@@ -413,16 +420,16 @@ impl<B: TrainBackend> Trainer<B> {
             .expect("the model is only away inside an update");
         let grad_norm = gradients.norm(&model, &self.device);
         let clip_scale = clip_scale::<B>(grad_norm.clone(), self.recipe.training.max_norm);
-        let judgement = self.guard.judge(loss, grad_norm, clip_scale);
+        let gated = gate::<B>(loss, grad_norm, clip_scale);
         let lr = self.learning_rate();
         self.guard_log.note(
             self.step + 1,
             lr,
             batches,
-            &judgement,
+            &gated,
             (&model, &gradients, &self.device),
         );
-        let scale = judgement.grad_scale;
+        let scale = gated.grad_scale;
         self.model = Some(self.optimizer.step(model, &mut gradients, scale, lr));
 
         self.step += 1;
@@ -437,12 +444,13 @@ impl<B: TrainBackend> Trainer<B> {
     /// Learning rate of the step that comes next.
     fn learning_rate(&self) -> f64 {
         let steps = self.recipe.training.steps;
-        self.recipe.optimizer.lr * self.recipe.lr_scheduler.factor(self.step as usize, steps)
+        let factor = self.recipe.lr_scheduler.factor(self.step as usize, steps);
+        self.recipe.optimizer.lr * factor * (self.disturbance.rate)(self.next_sample)
     }
 
-    /// The report of the last step; `None` where it was not taken, which has been told in another way.
+    /// The report of the last step; `None` where it was not taken: [`TrainEvent::Skipped`] has reported it.
     fn step_report(&self, batches: &[Batch], clock: &mut Clock) -> Option<StepReport> {
-        let judged = self.guard_log.last_taken(self.step)?;
+        let numbers = self.guard_log.last_taken(self.step)?;
         let outcome = self.last_step.as_ref()?;
         let last = batches.last()?;
         let shape = &self.stage.shape;
@@ -464,8 +472,8 @@ impl<B: TrainBackend> Trainer<B> {
         Some(StepReport {
             step: self.step,
             num_steps,
-            loss: judged.loss,
-            grad_norm: judged.grad_norm,
+            loss: f64::from(numbers.loss),
+            grad_norm: f64::from(numbers.grad_norm),
             lr: outcome.lr,
             tokens_seen: self.tokens_seen,
             tokens_per_second,

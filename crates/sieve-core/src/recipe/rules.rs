@@ -299,10 +299,7 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
         factor == 0.0 || (factor.is_finite() && factor > 1.0),
         "training.guard_spike_factor",
         || format!("is {factor}, neither 0 nor a finite number above 1"),
-        || {
-            "0 puts no limit on the gradient norm; steps that are not finite are never taken"
-                .to_owned()
-        },
+        || "0 puts no limit on the loss; steps that are not finite are never taken".to_owned(),
     );
     rules.at_least_one("training.guard_patience", training.guard_patience as u64);
     rules.require(

@@ -176,12 +176,12 @@ pub struct TrainingSection {
     /// Whether a row holds one document (cut or padded) instead of packed ones.
     #[serde(default)]
     pub one_document_per_row: bool,
-    /// A step whose gradient norm, or perplexity, is more than this many times the running mean of the steps before it is
-    /// not taken; nor is, always, one whose loss or norm is not finite. 0: no limit.
+    /// A step's loss is far above the running mean loss where its perplexity is more than this many times the mean's.
+    /// The step is taken. 0: no loss is far above the mean.
     #[serde(default = "default_guard_spike_factor")]
     pub guard_spike_factor: f64,
-    /// After this many steps in a row that were not taken, the run goes back to its last checkpoint and skips the data
-    /// since.
+    /// The run goes back to its last checkpoint, and skips the data since, after this many steps in a row that were not
+    /// taken because loss or gradient norm is not finite, or after ten times as many with a loss far above the mean.
     #[serde(default = "default_guard_patience")]
     pub guard_patience: usize,
 }

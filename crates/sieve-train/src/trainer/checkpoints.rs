@@ -41,7 +41,7 @@ impl<B: TrainBackend> Trainer<B> {
             step: self.step,
             next_sample: self.next_sample,
             tokens_seen: self.tokens_seen,
-            guard: Some(self.guard.state()),
+            guard: Some(self.loss_mean.state()),
             vocab_size: self.stage.shape.vocab_size,
             data_fingerprint: self.data.fingerprint().to_owned(),
             num_threads: rayon::current_num_threads(),

@@ -1,6 +1,6 @@
-//! What the host does about steps that the guard did not let through.
+//! What the host does about steps that were not taken, and about losses far above their mean.
 use super::{Reporter, Trainer};
-use crate::guard::{JudgedStep, Judgement};
+use crate::guard::{GatedStep, StepNumbers};
 use crate::metrics::Metrics;
 use crate::trainer::stage::StageState;
 use crate::{GradientBuffer, Precision, SkippedStep, TrainError, TrainEvent};
@@ -11,17 +11,39 @@ use sieve_nn::Qwen3;
 use sieve_ops::TrainBackend;
 use std::collections::{BTreeSet, VecDeque};
 
-/// Steps whose judgement may wait unread: reading one waits for the device.
+/// Steps whose numbers may wait unread: reading them waits for the device.
 const MAX_UNREAD: usize = 64;
 /// After a step that was not taken, this many are read one by one, so that their gradients can be told by layer.
 const WATCHED_STEPS: u64 = 100;
 /// Documents of a step that are named.
 const MAX_NAMED_DOCUMENTS: usize = 16;
+/// How many times as long a streak may be where steps are taken: a learning rate near the highest that trains makes the
+/// loss leap now and then, and the next steps bring it down.
+const PATIENCE_WITH_LOSS: usize = 10;
 /// How often a run goes back to one checkpoint before it gives up.
 const MAX_RETURNS: u32 = 2;
 
-/// A factor of the loss by the number of a step's first row.
-pub(super) struct Disturbance(pub(super) Box<dyn Fn(u64) -> f64>);
+/// What a test makes wrong in a step, by the number of the step's first row in its stage.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub struct Disturbance {
+    /// Multiplies the loss, and so the gradients.
+    pub loss: fn(u64) -> f64,
+    /// Multiplies the learning rate.
+    pub rate: fn(u64) -> f64,
+    /// Changes what the step reads.
+    pub batches: fn(u64, &mut [Batch]),
+}
+
+impl Default for Disturbance {
+    fn default() -> Self {
+        Self {
+            loss: |_| 1.0,
+            rate: |_| 1.0,
+            batches: |_, _| {},
+        }
+    }
+}
 
 /// What follows for the loop.
 pub(super) enum Verdict {
@@ -30,16 +52,31 @@ pub(super) enum Verdict {
     WentBack,
 }
 
-/// Judgements that were not looked at yet, and what came of the others.
+/// Steps whose numbers were not read yet, and what came of the others.
 pub(super) struct GuardLog<B: TrainBackend> {
     unread: VecDeque<Unread<B>>,
-    /// Steps in a row that were not taken.
-    streak: Vec<SkippedStep>,
-    last: Option<(u64, JudgedStep)>,
+    streak: Streak,
+    last: Option<(u64, StepNumbers)>,
     /// Steps up to this one are read at once.
     watched_until: u64,
     /// The checkpoint gone back to, and how often.
     returns: (u64, u32),
+}
+
+/// Bad steps in a row: not taken, or taken with a loss far above the mean.
+#[derive(Default)]
+struct Streak {
+    num_steps: usize,
+    /// Those that were not taken.
+    skipped: Vec<SkippedStep>,
+}
+
+impl Streak {
+    /// Whether the run must go back.
+    fn is_over(&self, patience: usize) -> bool {
+        self.skipped.len() >= patience
+            || self.num_steps >= patience.saturating_mul(PATIENCE_WITH_LOSS)
+    }
 }
 
 struct Unread<B: TrainBackend> {
@@ -57,7 +94,7 @@ impl<B: TrainBackend> GuardLog<B> {
     pub(super) fn new(precision: Precision) -> Self {
         Self {
             unread: VecDeque::new(),
-            streak: Vec::new(),
+            streak: Streak::default(),
             last: None,
             watched_until: match precision {
                 // Reading costs nothing where host and device are one.
@@ -68,17 +105,17 @@ impl<B: TrainBackend> GuardLog<B> {
         }
     }
 
-    /// Remembers a step that was just judged, before its gradients go.
+    /// Remembers a step before its gradients go.
     pub(super) fn note(
         &mut self,
         step: u64,
         lr: f64,
         batches: &[Batch],
-        judgement: &Judgement<B>,
+        gated: &GatedStep<B>,
         (model, gradients, device): (&Qwen3<B>, &GradientBuffer<B>, &B::Device),
     ) {
         let is_watched = step <= self.watched_until;
-        let is_bad = is_watched && !JudgedStep::read::<B>(&judgement.row).is_taken;
+        let is_bad = is_watched && !StepNumbers::read::<B>(&gated.row).is_taken;
         let documents = batches.iter().flat_map(|batch| &batch.documents);
         let mut documents = documents.copied().collect::<Vec<_>>();
         documents.dedup();
@@ -88,7 +125,7 @@ impl<B: TrainBackend> GuardLog<B> {
             first_sample: batches.first().map_or(0, |batch| batch.first_sample),
             num_rows: batches.iter().map(|batch| batch.batch as u64).sum(),
             documents,
-            row: judgement.row.clone(),
+            row: gated.row.clone(),
             norms: if is_bad {
                 norms_by_part(model, gradients, device)
             } else {
@@ -98,14 +135,14 @@ impl<B: TrainBackend> GuardLog<B> {
     }
 
     /// The numbers of `step`, where it was taken.
-    pub(super) fn last_taken(&self, step: u64) -> Option<JudgedStep> {
-        let (last, judged) = self.last?;
-        (last == step && judged.is_taken).then_some(judged)
+    pub(super) fn last_taken(&self, step: u64) -> Option<StepNumbers> {
+        let (last, numbers) = self.last?;
+        (last == step && numbers.is_taken).then_some(numbers)
     }
 
-    /// Whether the last step that was read was not taken.
+    /// Whether the last step that was read is a bad one.
     pub(super) fn in_streak(&self) -> bool {
-        !self.streak.is_empty()
+        self.streak.num_steps > 0
     }
 }
 
@@ -130,7 +167,7 @@ fn norms_by_part<B: TrainBackend>(
 }
 
 impl<B: TrainBackend> Trainer<B> {
-    /// Looks at the judgements of past steps: at all of them where `now` is set, else when they are many or watched.
+    /// Reads the numbers of past steps: of all of them where `now` is set, else when they are many or watched.
     pub(super) fn check_steps(
         &mut self,
         now: bool,
@@ -141,23 +178,29 @@ impl<B: TrainBackend> Trainer<B> {
             return Ok(Verdict::GoOn);
         }
         while let Some(unread) = self.guard_log.unread.pop_front() {
-            let judged = JudgedStep::read::<B>(&unread.row);
-            self.guard_log.last = Some((unread.step, judged));
-            if judged.is_taken {
-                self.guard_log.streak.clear();
-                continue;
+            let numbers = StepNumbers::read::<B>(&unread.row);
+            let mean_loss = self.loss_mean.state().mean_loss;
+            let log = &mut self.guard_log;
+            log.last = Some((unread.step, numbers));
+            if numbers.is_taken {
+                if !self.loss_mean.judge(numbers.loss) {
+                    log.streak = Streak::default();
+                    continue;
+                }
+            } else {
+                let watched = unread.step.saturating_add(WATCHED_STEPS);
+                log.watched_until = log.watched_until.max(watched);
             }
-            self.guard_log.watched_until = self
-                .guard_log
-                .watched_until
-                .max(unread.step.saturating_add(WATCHED_STEPS));
+            log.streak.num_steps += 1;
             let lr = unread.lr;
-            let skipped = unread.report(judged);
-            reporter.metrics.skipped(&skipped)?;
-            reporter.tell(TrainEvent::Skipped(&skipped));
-            self.guard_log.streak.push(skipped);
-            if self.guard_log.streak.len() >= self.recipe.training.guard_patience {
-                self.go_back(judged, lr, reporter)?;
+            if !numbers.is_taken {
+                let skipped = unread.report(numbers, mean_loss);
+                reporter.metrics.skipped(&skipped)?;
+                reporter.tell(TrainEvent::Skipped(&skipped));
+                log.streak.skipped.push(skipped);
+            }
+            if log.streak.is_over(self.recipe.training.guard_patience) {
+                self.go_back(numbers, mean_loss, lr, reporter)?;
                 return Ok(Verdict::WentBack);
             }
         }
@@ -167,7 +210,8 @@ impl<B: TrainBackend> Trainer<B> {
     /// To the last checkpoint, but past the rows that were read since.
     fn go_back(
         &mut self,
-        judged: JudgedStep,
+        numbers: StepNumbers,
+        mean_loss: f32,
         lr: f64,
         reporter: &mut Reporter<'_>,
     ) -> Result<(), TrainError> {
@@ -177,11 +221,15 @@ impl<B: TrainBackend> Trainer<B> {
             Some(step) if !(step == to && times >= MAX_RETURNS) => self.last_checkpoint_path(),
             _ => None,
         };
+        let StepNumbers {
+            loss, grad_norm, ..
+        } = numbers;
         let Some(path) = path else {
             return Err(TrainError::Diverged {
                 step: self.step,
-                loss: judged.loss,
-                grad_norm: judged.grad_norm,
+                loss,
+                mean_loss,
+                grad_norm,
                 lr,
                 last_checkpoint: self.last_checkpoint_path(),
             });
@@ -201,8 +249,9 @@ impl<B: TrainBackend> Trainer<B> {
         let tensorboard = self.recipe.metrics.enable_tensorboard;
         reporter.metrics = Metrics::open(&self.folder, self.step, tensorboard)?.0;
         let log = &mut self.guard_log;
-        for skipped in std::mem::take(&mut log.streak) {
-            reporter.metrics.skipped(&skipped)?;
+        let streak = std::mem::take(&mut log.streak);
+        for skipped in &streak.skipped {
+            reporter.metrics.skipped(skipped)?;
         }
         log.unread.clear();
         log.last = None;
@@ -220,9 +269,16 @@ impl<B: TrainBackend> Trainer<B> {
         } else {
             "the rows of the stage before are read again".to_owned()
         };
+        let num_steps = streak.num_steps;
+        let far =
+            format!("had a loss far above its mean (the last {loss:.4}, the mean {mean_loss:.4})");
+        let what = match streak.skipped.len() {
+            0 => far,
+            skipped if skipped == num_steps => "were not taken".to_owned(),
+            _ => format!("were not taken or {far}"),
+        };
         reporter.tell(TrainEvent::Notice(&format!(
-            "guard: {} steps in a row were not taken; back from step {from} to {}, {rows}",
-            self.recipe.training.guard_patience,
+            "guard: {num_steps} steps in a row {what}; back from step {from} to {}, {rows}",
             path.display()
         )));
         Ok(())
@@ -230,17 +286,16 @@ impl<B: TrainBackend> Trainer<B> {
 }
 
 impl<B: TrainBackend> Unread<B> {
-    fn report(self, judged: JudgedStep) -> SkippedStep {
+    fn report(self, numbers: StepNumbers, mean_loss: f32) -> SkippedStep {
         let documents = self.documents.into_iter();
         let documents = documents
             .filter(|document| *document != PAD_DOCUMENT)
             .collect::<BTreeSet<_>>();
         SkippedStep {
             step: self.step,
-            loss: judged.loss,
-            grad_norm: judged.grad_norm,
-            mean_grad_norm: judged.mean_norm,
-            mean_loss: judged.mean_loss,
+            loss: f64::from(numbers.loss),
+            grad_norm: f64::from(numbers.grad_norm),
+            mean_loss: f64::from(mean_loss),
             first_row: self.first_sample,
             num_rows: self.num_rows,
             num_documents: documents.len(),

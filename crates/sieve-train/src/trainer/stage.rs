@@ -135,6 +135,7 @@ impl<B: TrainBackend> Trainer<B> {
         let moments = by_name(moments);
         self.stage = StageState::new(&self.recipe, stage, &self.data)?;
         self.next_sample = 0;
+        self.loss_mean.restart();
         // Free the old tensors before there are new ones.
         self.model = None;
         self.optimizer = AdamW::new(self.recipe.optimizer.clone());

@@ -102,12 +102,11 @@ pub(super) fn skipped_line(report: &SkippedStep) -> String {
     let norms = norms.map(|(part, norm)| format!("{part} {norm:.4}"));
     let norms = norms.collect::<Vec<_>>().join(", ");
     format!(
-        "guard: step {} was not taken: loss {:.5} (mean before {:.5}), grad_norm {:.4} (mean before {:.4})\n  rows {} to {}, documents {}{more}{}",
+        "guard: step {} was not taken: loss {:.5} (mean before {:.5}), grad_norm {:.4}\n  rows {} to {}, documents {}{more}{}",
         report.step,
         report.loss,
         report.mean_loss,
         report.grad_norm,
-        report.mean_grad_norm,
         report.first_row,
         report.first_row + report.num_rows.max(1) - 1,
         documents.collect::<Vec<_>>().join(", "),

@@ -1,0 +1,372 @@
+//! Twenty healthy runs that the guard must leave alone, and faults that it must not miss.
+use crate::tiny_run::TinyRun;
+use crate::train_guard::{Outcome, disturbed};
+use sieve_data::Batch;
+use sieve_train::Disturbance;
+use std::fs;
+
+const MHA: &str = "kind = \"mha\"";
+const SWA: &str = "kind = \"swa\"\nsliding_window = 8";
+const DMA: &str = "kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5";
+const LINEAR: &str = "kind = \"dma\"\nkeep_window_size = 8\nbias = \"linear\"";
+const NSA: &str = "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\ncompress = \"mean\"\n\
+    select_block_size = 4\nnum_selected_blocks = 4\nwindow_size = 8";
+const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 16\nqk_rope_head_dim = 8";
+
+/// Recall of two pairs in samples of 16 tokens: learned in part within a few hundred steps.
+const MQAR: (&str, &str) = (
+    "[tokenizer]\nnumbers = 32\n",
+    "[data]\nformat = \"mqar\"\nmqar = { vocab_size = 32, seq_lens = [16], num_pairs = [2], num_samples = [4000], \
+     num_test_samples = 50 }\n",
+);
+
+/// A run with these `[attention]` lines.
+fn run(attention: &str) -> TinyRun {
+    let run = TinyRun::new(attention);
+    if attention.contains("mla") {
+        rewrite(&run, "num_key_value_heads = 1", "num_key_value_heads = 2");
+    }
+    run
+}
+
+/// Replaces words of the recipe.
+fn rewrite(run: &TinyRun, from: &str, to: &str) {
+    let path = run.path("tiny.toml");
+    let text = fs::read_to_string(&path).expect("the recipe");
+    assert!(text.contains(from), "{from}");
+    fs::write(path, text.replacen(from, to, 1)).expect("writable");
+}
+
+/// The same model on MQAR.
+fn mqar(attention: &str) -> TinyRun {
+    let run = run(attention);
+    let text = fs::read_to_string(run.path("tiny.toml")).expect("the recipe");
+    let sections = ["[tokenizer]", "[training]"].map(|name| text.find(name).expect("a section"));
+    let text = [&text[..sections[0]], MQAR.0, MQAR.1, &text[sections[1]..]].concat();
+    fs::write(run.path("tiny.toml"), text).expect("writable");
+    run
+}
+
+/// Other documents for the run: `text` of each number.
+fn documents(run: &TinyRun, folder: &str, text: impl Fn(u64) -> String) {
+    let folder = run.path(folder);
+    fs::create_dir_all(&folder).expect("new");
+    for number in 0..80 {
+        fs::write(folder.join(format!("other-{number}.txt")), text(number)).expect("writable");
+    }
+}
+
+/// Digits without sense.
+fn digits(seed: u64, len: usize) -> String {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        char::from(b'0' + (state >> 33) as u8 % 10)
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+const USUAL: &[&str] = &[
+    "training.steps=160",
+    "checkpoint.interval=40",
+    "validation.interval=1000",
+];
+
+fn train(run: &TinyRun, overrides: &[&str], disturbance: Disturbance) -> Outcome {
+    disturbed(run, "out", &[USUAL, overrides].concat(), disturbance)
+}
+
+fn alarms(found: &Outcome) -> Vec<&String> {
+    let notices = found.notices.iter();
+    notices.filter(|text| text.starts_with("guard:")).collect()
+}
+
+fn healthy(name: &str, run: &TinyRun, overrides: &[&str]) {
+    healthy_run(name, run, &[USUAL, overrides].concat());
+}
+
+/// Trains the run: every step must be taken, and the guard say nothing.
+fn healthy_run(name: &str, run: &TinyRun, overrides: &[&str]) {
+    let found = disturbed(run, "out", overrides, Disturbance::default());
+    let summary = found
+        .result
+        .as_ref()
+        .unwrap_or_else(|error| panic!("{name}: {error}"));
+    assert!(!summary.interrupted);
+    assert!(found.skipped.is_empty(), "{name}: {:?}", found.skipped);
+    assert!(alarms(&found).is_empty(), "{name}: {:?}", found.notices);
+}
+
+#[test]
+fn healthy_runs_of_every_kind_and_rate() {
+    let kinds = [
+        ("mha", MHA),
+        ("swa", SWA),
+        ("dma", DMA),
+        ("dma, linear", LINEAR),
+        ("nsa", NSA),
+        ("mla", MLA),
+    ];
+    for (name, attention) in kinds {
+        for lr in ["optimizer.lr=3e-3", "optimizer.lr=1e-1"] {
+            healthy(&format!("{name}, {lr}"), &run(attention), &[lr]);
+        }
+    }
+}
+
+#[test]
+fn healthy_runs_on_other_data() {
+    let repeated = run(MHA);
+    documents(&repeated, "corpus", |n| {
+        format!("{n}: {}", "zebra quick ".repeat(100))
+    });
+    healthy("repeated", &repeated, &["optimizer.lr=3e-2"]);
+    // One row a step, of sentences or of digits.
+    let mixed = run(DMA);
+    documents(&mixed, "corpus", |n| digits(n, 900));
+    let one_row = [
+        "training.global_batch_size=1",
+        "training.local_batch_size=1",
+    ];
+    healthy("mixed", &mixed, &one_row);
+    let hasty = [
+        "lr_scheduler.warmup_steps=0",
+        "model.initializer_range=0.5",
+        "optimizer.lr=3e-2",
+    ];
+    healthy("hasty", &run(SWA), &hasty);
+    for (name, attention, lr) in [
+        ("mha", MHA, "optimizer.lr=5e-2"),
+        // Its loss has been seen to leap from 0.8 to 4.1 at one step and to need a hundred steps to come down.
+        ("dma", DMA, "optimizer.lr=1e-2"),
+        ("nsa", NSA, "optimizer.lr=1e-2"),
+    ] {
+        let name = format!("MQAR, {name}");
+        healthy(&name, &mqar(attention), &[lr, "training.steps=600"]);
+    }
+}
+
+/// The run in stages instead of 40 steps.
+fn staged(attention: &str, stages: &str) -> TinyRun {
+    let run = run(attention);
+    rewrite(&run, "steps = 40\n", "");
+    rewrite(&run, "[optimizer]", &format!("{stages}[optimizer]"));
+    run
+}
+
+#[test]
+fn healthy_runs_in_stages() {
+    let stages = "[[stage]]\nsteps = 60\n[[stage]]\nsteps = 50\nseq_len = 64\nrope_theta = 50000.0\n\
+        local_batch_size = 2\nglobal_batch_size = 4\n[[stage]]\nsteps = 50\nwindow = 2\n";
+    healthy_run("stages", &staged(DMA, stages), &["checkpoint.interval=40"]);
+    // Known sentences first, then digits, whose loss is far above that of the sentences.
+    let stages = "[[stage]]\nsteps = 100\n[[stage]]\nsteps = 60\npaths = [\"DIGITS/*.txt\"]\n";
+    let digits_later = staged(MHA, stages);
+    let folder = digits_later.path("digits").display().to_string();
+    rewrite(&digits_later, "DIGITS", &folder);
+    documents(&digits_later, "digits", |n| digits(n, 900));
+    healthy_run("digits later", &digits_later, &["checkpoint.interval=40"]);
+}
+
+/// What a fault must come to.
+struct Expected {
+    /// Steps that were not taken; `None` where that hangs on when the weights overflow.
+    skipped: Option<usize>,
+    /// How often the run went back.
+    returns: usize,
+    /// Whether the run ends with an error.
+    ends: bool,
+}
+
+/// 40 steps from the 51st on.
+fn in_the_middle(row: u64) -> bool {
+    (400..720).contains(&row)
+}
+
+/// Labels without sense.
+fn poison(row: u64, batches: &mut [Batch]) {
+    let mut state = row + 1;
+    for label in batches.iter_mut().flat_map(|batch| &mut batch.labels) {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        if *label >= 0 {
+            *label = (state >> 33) as i32 % 300;
+        }
+    }
+}
+
+/// Disturbances by the number of a step's first row; steps read 8 rows.
+fn faults() -> [(&'static str, Disturbance, Expected); 16] {
+    let none = Disturbance::default();
+    let loss = |loss: fn(u64) -> f64| Disturbance { loss, ..none };
+    let rate = |rate: fn(u64) -> f64| Disturbance { rate, ..none };
+    let data = |batches: fn(u64, &mut [Batch])| Disturbance { batches, ..none };
+    let is = |skipped, returns, ends| Expected {
+        skipped,
+        returns,
+        ends,
+    };
+    const NAN: f64 = f64::NAN;
+    [
+        (
+            "one NaN loss",
+            loss(|row| if row == 400 { NAN } else { 1.0 }),
+            is(Some(1), 0, false),
+        ),
+        (
+            "one infinite loss",
+            loss(|row| if row == 400 { f64::INFINITY } else { 1.0 }),
+            is(Some(1), 0, false),
+        ),
+        (
+            "one infinite gradient",
+            loss(|row| if row == 400 { 1e30 } else { 1.0 }),
+            is(Some(1), 0, false),
+        ),
+        (
+            "two NaN losses in a row",
+            loss(|row| if row / 16 == 25 { NAN } else { 1.0 }),
+            is(Some(2), 0, false),
+        ),
+        (
+            "three NaN losses in a row",
+            loss(|row| if row / 24 == 20 { NAN } else { 1.0 }),
+            is(Some(3), 1, false),
+        ),
+        (
+            "NaN to the end",
+            loss(|row| if row >= 400 { NAN } else { 1.0 }),
+            is(Some(9), 2, true),
+        ),
+        (
+            "NaN before the first checkpoint",
+            loss(|row| if row >= 80 { NAN } else { 1.0 }),
+            is(Some(3), 0, true),
+        ),
+        (
+            "a high loss",
+            loss(|row| if in_the_middle(row) { 12.0 } else { 1.0 }),
+            is(Some(0), 1, false),
+        ),
+        (
+            "a high loss to the end",
+            loss(|row| if row >= 400 { 12.0 } else { 1.0 }),
+            is(Some(0), 2, true),
+        ),
+        (
+            "a high loss and NaN in turn",
+            loss(|row| {
+                if !(400..448).contains(&row) {
+                    1.0
+                } else if row % 16 == 0 {
+                    NAN
+                } else {
+                    12.0
+                }
+            }),
+            is(Some(3), 1, false),
+        ),
+        (
+            "poisoned data",
+            data(|row, batches| {
+                if in_the_middle(row) {
+                    poison(row, batches)
+                }
+            }),
+            is(Some(0), 1, false),
+        ),
+        (
+            "poisoned data to the end",
+            data(|row, batches| {
+                if row >= 400 {
+                    poison(row, batches)
+                }
+            }),
+            is(Some(0), 2, true),
+        ),
+        (
+            "spoilt weights",
+            rate(|row| if row == 400 { 1e3 } else { 1.0 }),
+            is(None, 1, false),
+        ),
+        (
+            "weights of NaN",
+            rate(|row| if row == 400 { NAN } else { 1.0 }),
+            is(Some(3), 1, false),
+        ),
+        (
+            "a rate that diverges for a while",
+            rate(|row| if in_the_middle(row) { 300.0 } else { 1.0 }),
+            is(None, 2, false),
+        ),
+        (
+            "a rate that diverges",
+            rate(|row| if row >= 400 { 300.0 } else { 1.0 }),
+            is(None, 2, true),
+        ),
+    ]
+}
+
+#[test]
+fn faults_are_not_missed() {
+    for (number, (name, disturbance, expected)) in faults().into_iter().enumerate() {
+        let run = run([MHA, DMA][number % 2]);
+        let found = train(
+            &run,
+            &["optimizer.lr=1e-2", "training.steps=120"],
+            disturbance,
+        );
+        let skipped = found.skipped.len();
+        assert_eq!(skipped, expected.skipped.unwrap_or(skipped), "{name}");
+        assert_eq!(
+            alarms(&found).len(),
+            expected.returns,
+            "{name}: {:?}",
+            found.notices
+        );
+        match found.result {
+            Ok(summary) => {
+                assert!(!expected.ends, "{name}");
+                let loss = summary.last_validation.expect("a validation").loss;
+                assert!(loss < 1.0, "{name}: the run has not learned, {loss}");
+            }
+            Err(error) => assert!(
+                expected.ends && error.to_string().contains("diverged"),
+                "{name}: {error}"
+            ),
+        }
+    }
+}
+
+#[test]
+fn a_loss_that_comes_down_again_is_no_fault_and_its_checkpoint_waits() {
+    // Steps 31 to 50, and a checkpoint is due at step 40.
+    let leap = |row: u64| if (240..400).contains(&row) { 8.0 } else { 1.0 };
+    let disturbance = Disturbance {
+        loss: leap,
+        ..Disturbance::default()
+    };
+    let found = train(&run(MHA), &["training.steps=60"], disturbance);
+    found.result.as_ref().expect("the run goes on");
+    assert!(alarms(&found).is_empty(), "{:?}", found.notices);
+    assert!(found.losses[49] > 5.0, "{:?}", found.losses);
+    assert_eq!(found.checkpoints, ["step-51", "step-60"]);
+}
+
+#[test]
+fn a_factor_of_zero_lets_every_finite_loss_pass() {
+    let leap = |row: u64| if row >= 400 { 12.0 } else { 1.0 };
+    let disturbance = Disturbance {
+        loss: leap,
+        ..Disturbance::default()
+    };
+    let found = train(
+        &run(MHA),
+        &["training.steps=120", "training.guard_spike_factor=0"],
+        disturbance,
+    );
+    assert!(found.result.is_ok() && alarms(&found).is_empty());
+}
