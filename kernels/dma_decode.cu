@@ -1,7 +1,8 @@
 // dma_decode: one new token per row against a DMA cache of w slots per KV head; the slot of the key that leaves is overwritten.
 // Math       heap step of the selection, then attention. Slots hold the w = keep_window_size largest (z_j, j) so far. The new key (z_new,
 //            length) takes a free slot; else the slot of the smallest (z_j, j) if that is smaller (so it wins ties, being the more
-//            recent); else nobody sees it. o_h = sum_j softmax_j(softmax_scale q_h . k_j + delta_j) v_j over the keys then kept,
+//            recent); else nobody sees it. With r = local_window_size > 0 only slots of j <= length - r are candidates, the new key is
+//            none, and it always takes a slot. o_h = sum_j softmax_j(softmax_scale q_h . k_j + delta_j) v_j over the keys then kept,
 //            delta_j = exp(min(z_j, 60)) (BIAS_LINEAR: z_j)
 // Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16 [batch, num_kv_heads,
 //            HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed row, multiples of 8); z_new f32 [batch,
@@ -44,6 +45,7 @@ typedef SplitDecode<HEAD_DIM, HEAD_DIM_V, NUM_WARPS, NUM_STAGES> Decode;
 struct DmaDecodeParams {
   u64 num_heads, num_kv_heads, keep_window_size, num_splits, softmax_scale;
   u64 q_offset, q_batch_stride, k_offset, k_batch_stride, v_offset, v_batch_stride;
+  u64 local_window_size;
 };
 
 // The key bias in base 2.
@@ -94,7 +96,9 @@ dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf1
   if (num_slots == window) {
     u64 smallest = ~0ull;
     i32 slot_of_smallest = NO_SLOT;
+    const i32 last_candidate = position - (i32)params.local_window_size;
     auto consider = [&](i32 slot, u32 z_bits, u32 key_position) {
+      if ((i32)key_position > last_candidate) return;
       const u64 key = order_key(order_of_score(__uint_as_float(z_bits)), key_position);
       if (key < smallest) {
         smallest = key;
@@ -124,7 +128,7 @@ dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf1
 #pragma unroll
     for (int other = 1; other < NUM_WARPS; other++) of_block = min(of_block, warp_smallest[other]);
     const u64 token_key = order_key(order_of_score(token_z), (u32)position);
-    if (token_key < of_block) {
+    if (params.local_window_size == 0 && token_key < of_block) {
       if (threadIdx.x == 0) smallest_slot = NO_SLOT;  // popped by its own arrival
     } else if (smallest == of_block) {
       smallest_slot = slot_of_smallest;  // one thread: keys are distinct

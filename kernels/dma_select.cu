@@ -1,6 +1,7 @@
 // dma_select: exact `expire` for every key. Sequences of more than 2 * PREFIX_BLOCK tokens need the survivors of dma_select_prefix.
 // Math       per document and KV head: every arrival enters a heap on (z_j, j); while it holds more than w = keep_window_size keys the
-//            smallest is popped; expire[popped] = position of the arrival, which may be its own. Never popped: doc_end.
+//            smallest is popped, t = position of the arrival, which may be its own: expire[popped] = min(t + r, doc_end) with
+//            r = local_window_size. Never popped: doc_end. (Query i so sees the last r keys and the best w of those before them.)
 // Method     one block of threads per 1024 arrivals. T(s), T(e) = w-th largest key before and after them, by radix select over
 //            survivors(S) and the keys from S on, S the last multiple of PREFIX_BLOCK (up to 2 * PREFIX_BLOCK tokens: 0, so all keys). They are
 //            read once, into shared memory. Only survivors in [T(s), T(e)) and arrivals below
@@ -17,7 +18,8 @@
 // Tiling     grid (ceil(seq_len / 1024), num_kv_heads, batch); 1024 threads, one per arrival; 37 KiB static shared memory; dynamic shared bytes =
 //            8 * PREFIX_BLOCK - 4096 (both together fit a device's 99 KiB)
 // Numerics   integer comparisons only: exact; writes every element of expire, each once
-// Edges      seq_len below 2^22; any number of documents a block (those of at most w keys so far cost nothing); w >= 1
+// Edges      seq_len below 2^22; any number of documents a block (those of at most w keys so far cost nothing); w = 0 with r > 0:
+//            every key is popped by its own arrival
 #include "common/block_rank.cuh"
 #include "common/block_stream.cuh"
 #include "common/radix_select.cuh"
@@ -43,7 +45,7 @@ static_assert(BLOCK == SELECT_THREADS, "one thread per arrival, one block of thr
 static_assert(PREFIX_BLOCK % BLOCK == 0, "a block must not straddle a boundary of dma_select_prefix");
 
 struct DmaSelectParams {
-  u64 seq_len, num_kv_heads, keep_window_size;
+  u64 seq_len, num_kv_heads, keep_window_size, local_window_size;
 };
 
 struct Shared {
@@ -115,7 +117,7 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
   __shared__ Shared shared;
   extern __shared__ __align__(16) unsigned char staged_memory[];
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  const i32 seq_len = (i32)params.seq_len, window = (i32)params.keep_window_size;
+  const i32 seq_len = (i32)params.seq_len, window = (i32)params.keep_window_size, local = (i32)params.local_window_size;
   const u32 head = blockIdx.z * (u32)params.num_kv_heads + blockIdx.y;
   const i64 tokens = (i64)blockIdx.z * seq_len;
   const u32* row_z = (const u32*)(z + (i64)head * seq_len);
@@ -130,7 +132,8 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
   if (position < block_end) {
     const i32 start = doc_start[tokens + position], document_end = doc_end[tokens + position], end = min(document_end, block_end);
     if (document_end - start <= window) row_expire[position] = document_end;  // nobody leaves
-    if ((thread == 0 || start == position) && end - start > window)
+    if (window == 0) row_expire[position] = min(position + local, document_end);
+    if ((thread == 0 || start == position) && end - start > window && window > 0)
       shared.segment[atomicAdd(&shared.num_segments, 1u)] = (u16)thread;
     my_order = order_of_bits(row_z[position]);
   }
@@ -173,7 +176,7 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
     const bool effective = arrives && order_key(my_order, (u32)position) >= before;
     u32 num_times;
     const u32 my_time = block_exclusive_sum<BLOCK>(effective, shared.warp_sums, num_times);
-    if (arrives && !effective) row_expire[position] = position;
+    if (arrives && !effective) row_expire[position] = min(position + local, document_end);
     if (effective) {
       shared.time_of[thread] = (u16)my_time;
       shared.arrival_at[my_time] = (u16)thread;
@@ -238,7 +241,7 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
           time += !found;
         }
       }
-      if (found) row_expire[key_position] = block_first + shared.arrival_at[time];
+      if (found) row_expire[key_position] = min(block_first + shared.arrival_at[time] + local, document_end);
     }
     __syncthreads();  // the next segment reuses all of it
   }

@@ -30,9 +30,7 @@ fn expected_keys(attention: Attention, num_tokens: usize) -> usize {
     match attention {
         Attention::Mha | Attention::Mla(_) | Attention::Nsa(_) => num_tokens,
         Attention::Swa { window_size } => num_tokens.min(window_size),
-        Attention::Dma {
-            keep_window_size, ..
-        } => num_tokens.min(keep_window_size),
+        Attention::Dma(dma) => num_tokens.min(dma.keep_window_size),
     }
 }
 
@@ -95,9 +93,7 @@ fn recipe_with_window(recipe: &sieve_core::Recipe) -> sieve_core::Recipe {
         AttentionSection::Mha | AttentionSection::Mla(_) => {}
         AttentionSection::Nsa(nsa) => nsa.window_size = LEN,
         AttentionSection::Swa { sliding_window } => *sliding_window = LEN,
-        AttentionSection::Dma {
-            keep_window_size, ..
-        } => *keep_window_size = LEN,
+        AttentionSection::Dma(dma) => dma.keep_window_size = LEN,
     }
     wide
 }

@@ -14,7 +14,7 @@ use std::path::Path;
 pub(crate) const VOCAB_SIZE: usize = 97;
 
 /// Name, `[model]` lines and `[attention]` lines of the kinds, NSA in two forms; windows far below any length tested.
-pub(crate) const KINDS: [(&str, &str, &str); 6] = [
+pub(crate) const KINDS: [(&str, &str, &str); 7] = [
     ("mha", "tie_word_embeddings = true", "kind = \"mha\""),
     (
         "swa",
@@ -25,6 +25,12 @@ pub(crate) const KINDS: [(&str, &str, &str); 6] = [
         "dma",
         "tie_word_embeddings = true\nresidual_scale = true",
         "kind = \"dma\"\nkeep_window_size = 5",
+    ),
+    (
+        "dma_recency",
+        "tie_word_embeddings = false",
+        "kind = \"dma\"\nkeep_window_size = 7\nbias = \"linear\"\nrecency = \"slope\"\nshortest_period = 3\n\
+         longest_period = 20\nlocal_window_size = 3",
     ),
     (
         "mla",

@@ -40,7 +40,7 @@ class Selection:
         self.prefix = cuda.prepare("dma_select_prefix" + name, "dma_select_prefix", (max(blocks - 1, 1), heads, batch), 1024, 0,
                                    [self.z, self.start, self.survivors], words) if self.is_long else lambda: None
         self.leave = cuda.prepare("dma_select" + busy, "dma_select", (self.num_super, heads, batch), 1024, shared,
-                                  [self.z, self.start, self.end, self.survivors, self.expire], words)
+                                  [self.z, self.start, self.end, self.survivors, self.expire], words + [0])
         self.lists_prefix = cuda.prepare("dma_lists_prefix" + name, "dma_lists_prefix", (max(blocks - 1, 1), heads, batch), 1024, 0,
                                          [self.expire, self.start, self.survivors], words)
         self.lists = cuda.prepare("dma_lists" + busy, "dma_lists", (self.num_super, heads, batch), 1024, 0,

@@ -28,6 +28,9 @@ pub mod plan;
 
 mod score_matrix;
 
-pub use model::{Attention, DmaBias, MlaShape, ModelShape, NsaCompression, NsaShape};
+pub use model::{
+    Attention, DmaBias, DmaRecency, DmaShape, DmaWindow, MlaShape, ModelShape, NsaCompression,
+    NsaShape,
+};
 pub use recipe::{Recipe, RecipeError};
 pub use score_matrix::{MOST_REFERENCE_SCORES, ReferenceTooLarge, ScoreMatrix};

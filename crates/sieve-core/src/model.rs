@@ -7,7 +7,10 @@ mod parameters;
 #[cfg(test)]
 pub(crate) mod test_shapes;
 
-pub use attention::{Attention, DmaBias, MlaShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape};
+pub use attention::{
+    Attention, DmaBias, DmaRecency, DmaShape, DmaWindow, MlaShape, NUM_NSA_BRANCHES,
+    NsaCompression, NsaShape,
+};
 pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};
 pub use gpu::peak_bf16_flops;
 pub use parameters::ParameterCounts;

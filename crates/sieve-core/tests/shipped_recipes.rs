@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use sieve_core::recipe::{AttentionKind, Location, TokenizerSection};
-use sieve_core::{Attention, Recipe, paths};
+use sieve_core::{Attention, DmaShape, Recipe, paths};
 
 /// What the recipes of one size take from Table 4 of arXiv:2508.02124v1.
 struct Row {
@@ -122,9 +122,9 @@ fn paper_recipes_follow_table_4() {
                     assert_eq!(nsa.compress_hidden_size, Some(hidden), "{name}");
                 }
                 Attention::Swa { window_size } => assert_eq!(window_size, 1024, "{name}"),
-                Attention::Dma {
+                Attention::Dma(DmaShape {
                     keep_window_size, ..
-                } => assert_eq!(keep_window_size, row.keep_window_size, "{name}"),
+                }) => assert_eq!(keep_window_size, row.keep_window_size, "{name}"),
             }
             let without_row = [AttentionKind::Swa, AttentionKind::Mla].contains(&kind);
             let extrapolated = without_row && ["680m", "1p7b"].contains(&size);
@@ -217,9 +217,9 @@ fn mqar_recipes_differ_in_their_attention_alone() {
 #[test]
 fn quickstart_is_sparse_and_takes_one_override_to_compare() {
     let (text, recipe) = &shipped()["quickstart"];
-    let Attention::Dma {
+    let Attention::Dma(DmaShape {
         keep_window_size, ..
-    } = Attention::from(&recipe.attention)
+    }) = Attention::from(&recipe.attention)
     else {
         panic!("not DMA")
     };

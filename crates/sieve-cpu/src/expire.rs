@@ -47,8 +47,10 @@ fn rank_key(z: f32, position: usize) -> u64 {
 /// # Shapes
 /// - z: `[batch, num_kv_heads, seq_len]`; expire: the same, positions within the row, written whole
 ///
+/// Of a window of 0 every key is removed by its own arrival.
+///
 /// # Panics
-/// When `keep_window_size` is 0, lengths do not fit, or the documents are not consecutive ranges.
+/// When lengths do not fit, or the documents are not consecutive ranges.
 pub fn dma_expire(
     z: &[f32],
     documents: Documents<'_>,
@@ -58,10 +60,6 @@ pub fn dma_expire(
     keep_window_size: usize,
     expire: &mut [i32],
 ) {
-    assert!(
-        keep_window_size > 0,
-        "dma_expire: keep_window_size must be at least 1"
-    );
     for_each_document(
         z,
         documents,
@@ -73,6 +71,30 @@ pub fn dma_expire(
             expire_by_heap(z, start, keep_window_size, expire);
         },
     );
+}
+
+/// Lets every key be seen for `local_window_size` queries more, up to its document's end: the expiry of the best w - r keys
+/// becomes that of DMA with w keys of which the last r are always seen.
+///
+/// Query i then sees the last r keys and the best w - r of those before them: a key of age r or more is seen exactly if it
+/// was among the best at query i - r.
+///
+/// # Panics
+/// When lengths do not fit.
+pub fn extend_expire(
+    expire: &mut [i32],
+    documents: Documents<'_>,
+    num_kv_heads: usize,
+    seq_len: usize,
+    local_window_size: usize,
+) {
+    let rows = expire.chunks_exact_mut(seq_len.max(1));
+    for (row_and_head, expire) in rows.enumerate() {
+        let end = &documents.end[row_and_head / num_kv_heads * seq_len..][..seq_len];
+        for (expire, &end) in expire.iter_mut().zip(end) {
+            *expire = (*expire + local_window_size as i32).min(end);
+        }
+    }
 }
 
 /// The same result by order statistics: with T(i) the w-th largest (z, j) up to i, `expire[j]` is the first i >= j with
@@ -223,15 +245,13 @@ fn expire_by_heap(z: &[f32], start: usize, keep_window_size: usize, expire: &mut
             kept.push(Reverse(key));
             continue;
         }
-        let Some(mut smallest) = kept.peek_mut() else {
-            continue;
-        };
-        let popped = if smallest.0 < key {
-            let popped = smallest.0 as u32 as usize;
-            *smallest = Reverse(key); // sifted down when the guard drops
-            popped
-        } else {
-            j
+        let popped = match kept.peek_mut() {
+            Some(mut smallest) if smallest.0 < key => {
+                let popped = smallest.0 as u32 as usize;
+                *smallest = Reverse(key); // sifted down when the guard drops
+                popped
+            }
+            _ => j,
         };
         expire[popped] = (start + j) as i32;
     }
@@ -484,19 +504,33 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "at least 1")]
-    fn an_empty_budget_is_refused() {
-        dma_expire(
-            &[0.0],
-            Documents {
-                start: &[0],
-                end: &[1],
-            },
-            1,
-            1,
-            1,
-            0,
-            &mut [0],
-        );
+    fn a_local_window_keeps_the_last_keys_and_the_best_of_those_before() {
+        for seed in 0..300 {
+            let mut random = Random(seed);
+            let (seq_len, window) = (1 + random.below(60), 1 + random.below(20));
+            let local = random.below(window + 1);
+            let z: Vec<f32> = (0..2 * seq_len).map(|_| score(&mut random)).collect();
+            let (start, end) = random.documents(1, seq_len);
+            let documents = Documents {
+                start: &start,
+                end: &end,
+            };
+            let mut expire = vec![-7; z.len()];
+            dma_expire(&z, documents, 1, 2, seq_len, window - local, &mut expire);
+            extend_expire(&mut expire, documents, 2, seq_len, local);
+            for (z, expire) in z.chunks(seq_len).zip(expire.chunks(seq_len)) {
+                for i in 0..seq_len {
+                    let recent = (i + 1).saturating_sub(local).max(start[i] as usize);
+                    let mut kept = match recent.checked_sub(1) {
+                        Some(last) if last as i32 >= start[i] => {
+                            kept_by_definition(z, &start, last, window - local)
+                        }
+                        _ => Vec::new(),
+                    };
+                    kept.extend(recent..=i);
+                    assert_eq!(kept_by_expire(expire, &start, i), kept, "seed {seed}, {i}");
+                }
+            }
+        }
     }
 }

@@ -47,7 +47,9 @@ pub use attention::{
 };
 pub use dma_scores::{dma_scores_backward, dma_scores_forward};
 pub use embedding::{embedding_backward, embedding_forward};
-pub use expire::{MaskStatistics, dma_expire, dma_expire_by_threshold, mask_statistics};
+pub use expire::{
+    MaskStatistics, dma_expire, dma_expire_by_threshold, extend_expire, mask_statistics,
+};
 pub use gemm::{Matrix, MatrixMut, Threads, matmul};
 pub use linear_cross_entropy::{
     CrossEntropy, linear_cross_entropy, linear_cross_entropy_per_row,

@@ -32,14 +32,14 @@ pub struct TrainedMeasure {
 
 /// A model's attention in a few words.
 pub fn attention_label(attention: sieve_core::Attention) -> String {
-    use sieve_core::Attention;
+    use sieve_core::{Attention, DmaShape};
     match attention {
         Attention::Mha => "mha".to_owned(),
         Attention::Swa { window_size } => format!("swa, window {window_size}"),
         Attention::Mla(mla) => format!("mla, rank {}", mla.kv_lora_rank),
-        Attention::Dma {
+        Attention::Dma(DmaShape {
             keep_window_size, ..
-        } => format!("dma, keeps {keep_window_size}"),
+        }) => format!("dma, keeps {keep_window_size}"),
         Attention::Nsa(nsa) => format!(
             "nsa, {} x {} selected, window {}",
             nsa.num_selected_blocks, nsa.select_block_size, nsa.window_size
@@ -196,7 +196,7 @@ mod tests {
     use super::*;
     use crate::test_model::tiny_model;
     use sieve_core::model::NsaCompression;
-    use sieve_core::{Attention, DmaBias};
+    use sieve_core::{Attention, DmaShape};
 
     const NSA: NsaShape = NsaShape {
         compress_block_size: 8,
@@ -230,10 +230,11 @@ mod tests {
         let window = measured(Attention::Swa { window_size: 10 }, &windows()).expect("valid");
         let pairs: usize = (0..100).map(|t: usize| (t + 1).min(10)).sum();
         assert!((window.density - pairs as f64 / causal).abs() < 1e-12);
-        let dma = |a_init| Attention::Dma {
-            keep_window_size: 10,
-            bias: DmaBias::Exp,
-            a_init,
+        let dma = |a_init| {
+            Attention::Dma(DmaShape {
+                a_init,
+                ..DmaShape::published(10)
+            })
         };
         // Exactly as many keys a query as the window has, whichever they are.
         for a_init in [0.0, 0.7] {

@@ -79,7 +79,7 @@ pub struct ExportReport {
     pub num_bytes: u64,
 }
 
-/// The Python file that computes NSA and MLA.
+/// The Python file that computes NSA, MLA and the general form of DMA.
 const MODELING: (&str, &str) = (
     "modeling_sieve.py",
     include_str!("export/modeling_sieve.py"),
@@ -114,14 +114,11 @@ impl Architecture {
             }
             Attention::Mha | Attention::Swa { .. } => Ok(Self::Qwen3),
             Attention::Mla(_) | Attention::Nsa(_) => Ok(Self::Sieve),
-            Attention::Dma {
-                bias: DmaBias::Linear,
-                ..
-            } => Err(CheckpointError::NotExportable {
-                what: "attention.bias = \"linear\": Doge adds the exponential of a key's score, not the score",
-                hint: "train with attention.bias = \"exp\" to export",
-            }),
-            Attention::Dma { .. } => Ok(Self::Doge),
+            // Doge has neither recency nor a local window, and adds the exponential of a score.
+            Attention::Dma(dma) if dma.ranks_by_content_alone() && dma.bias == DmaBias::Exp => {
+                Ok(Self::Doge)
+            }
+            Attention::Dma(_) => Ok(Self::Sieve),
         }
     }
 }

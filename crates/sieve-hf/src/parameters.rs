@@ -151,7 +151,7 @@ impl<B: Backend, E> ModuleMapper<B> for Writer<'_, '_, E> {
 mod tests {
     use super::*;
     use burn_flex::Flex;
-    use sieve_core::{Attention, DmaBias, ModelShape};
+    use sieve_core::{Attention, DmaShape, ModelShape};
     use sieve_nn::Qwen3;
 
     #[test]
@@ -170,11 +170,7 @@ mod tests {
             max_seq_len: 16,
             initializer_range: 0.02,
             residual_scale: false,
-            attention: Attention::Dma {
-                keep_window_size: 3,
-                bias: DmaBias::Exp,
-                a_init: 0.0,
-            },
+            attention: Attention::Dma(DmaShape::published(3)),
         };
         let model = Qwen3::<Flex>::new(&shape, 7, &Default::default());
         let tensors = named_parameters(&model);

@@ -4,6 +4,7 @@ use crate::attention_forward::require_scale;
 use crate::cuda_tensor::CudaTensor;
 use crate::decode_scratch::{DecodeScratch, decode_kernel};
 use crate::dma_scores::ScoreBias;
+use crate::dma_select::require_local_window;
 use crate::error::KernelError;
 use crate::heads::{AttentionShape, Qkv};
 use crate::source_kernel::SourceKernel;
@@ -20,6 +21,8 @@ pub struct DmaSlots {
     pub z: CudaTensor,
     /// Positions, i32 `[batch, num_kv_heads, keep_window_size]`.
     pub positions: CudaTensor,
+    /// The last keys of a row, this many, never lose their slot.
+    pub local_window_size: usize,
 }
 
 impl DmaSlots {
@@ -30,6 +33,7 @@ impl DmaSlots {
             kv: KvCache::new(like, shape, keep_window_size),
             z: like.empty_contiguous(&per_slot, DType::F32),
             positions: like.empty_contiguous(&per_slot, DType::I32),
+            local_window_size: 0,
         }
     }
 }
@@ -65,6 +69,7 @@ pub fn dma_decode(
         tensor.require_dtype(NAME, name, dtype)?;
         tensor.require_shape(NAME, name, expected)?;
     }
+    require_local_window(NAME, slots.local_window_size, window)?;
     slots.z.require_contiguous(NAME, "slot_z")?;
     slots.positions.require_contiguous(NAME, "slot_position")?;
     if !scratch.fits(&shape) {
@@ -95,6 +100,7 @@ pub fn dma_decode(
     let mut words = sizes.map(|word| word as u64).to_vec();
     words.push(u64::from(softmax_scale.to_bits()));
     words.extend(offsets_and_batch_strides(NAME, &token)?);
+    words.push(slots.local_window_size as u64);
     let kernel = dma_decode_kernel(shape.head_dim, shape.head_dim_v, bias);
     // SAFETY: sizes, strides and types checked above; writes every element of o and at most one slot a head.
     unsafe { kernel.launch(scratch.grid(), &tensors, &words) }?;

@@ -1,6 +1,7 @@
 //! Launch of `kernels/dma_select_prefix.cu` and `kernels/dma_select.cu`: which keys DMA keeps, and until when.
 use crate::checks::{require_non_empty, require_tokens};
 use crate::cuda_tensor::CudaTensor;
+use crate::dma_lists::selection_of_expire;
 use crate::error::KernelError;
 use crate::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -31,22 +32,24 @@ pub struct Selection {
     pub keep_window_size: usize,
 }
 
-/// Per document and KV head, keeps for each query the `keep_window_size` keys with the largest `(z_j, j)` so far (paper
-/// 004, eq. 3; ties to the later key). `z` is f32 `[batch, num_kv_heads, seq_len]`, the documents' bounds i32
-/// `[batch, seq_len]`. Exact to the bit.
+/// Per document and KV head, keeps for each query the last `local_window_size` keys and the older ones with the largest
+/// `(z_j, j)`, `keep_window_size` in all (arXiv:2508.02124, eq. 3, without a local window; ties to the later key). `z` is f32
+/// `[batch, num_kv_heads, seq_len]`, the documents' bounds i32 `[batch, seq_len]`. Exact to the bit.
 ///
 /// # Errors
-/// Other types or shapes, an empty sequence, one of 2^22 tokens or more, a window of 0.
+/// Other types or shapes, an empty sequence, one of 2^22 tokens or more, a window of 0 or smaller than its local part.
 pub fn dma_select(
     z: &CudaTensor,
     doc_start: &CudaTensor,
     doc_end: &CudaTensor,
     keep_window_size: usize,
+    local_window_size: usize,
 ) -> Result<Selection, KernelError> {
     let [batch, num_kv_heads, seq_len] = z.dims(NAME, "z")?;
     z.require_dtype(NAME, "z", DType::F32)?;
     require_non_empty(NAME, "the number of KV heads", num_kv_heads)?;
     require_non_empty(NAME, "keep_window_size", keep_window_size)?;
+    require_local_window(NAME, local_window_size, keep_window_size)?;
     require_sequence(NAME, batch, seq_len)?;
     let doc_start = require_tokens(NAME, "doc_start", doc_start, [batch, seq_len])?;
     let doc_end = require_tokens(NAME, "doc_end", doc_end, [batch, seq_len])?;
@@ -54,29 +57,38 @@ pub fn dma_select(
     let expire = z.empty_contiguous(&[batch, num_kv_heads, seq_len], DType::I32);
     // More than seq_len keys are never kept; a larger window would only ask for more memory.
     let window = keep_window_size.min(seq_len);
-    let survivors = z.empty_contiguous(
-        &survivors_shape(batch, num_kv_heads, seq_len, window),
-        DType::I64,
-    );
-    let words = [seq_len, num_kv_heads, window].map(|word| word as u64);
+    let num_ranked = (keep_window_size - local_window_size).min(seq_len);
+    let survivors_of = |window: usize| {
+        let shape = survivors_shape(batch, num_kv_heads, seq_len, window);
+        z.empty_contiguous(&shape, DType::I64)
+    };
+    let survivors = survivors_of(num_ranked.max(1));
+    let words = [seq_len, num_kv_heads, num_ranked].map(|word| word as u64);
     let [prefix, select] = dma_select_kernels();
-    if seq_len > SHORT_SEQUENCE {
+    if seq_len > SHORT_SEQUENCE && num_ranked > 0 {
         let grid = [seq_len.div_ceil(PREFIX_BLOCK) - 1, num_kv_heads, batch];
         // SAFETY: reads z and the documents' starts, writes some of survivors; sizes checked above.
         unsafe { prefix.launch(grid, &[&z, &doc_start, &survivors], &words) }?;
     }
     let grid = [seq_len.div_ceil(BLOCK), num_kv_heads, batch];
+    let tensors = [&z, &doc_start, &doc_end, &survivors, &expire];
+    let words = [seq_len, num_kv_heads, num_ranked, local_window_size].map(|word| word as u64);
     // SAFETY: reads z, the bounds and what the launch before wrote, writes every element of expire.
-    unsafe {
-        select.launch(
-            grid,
-            &[&z, &doc_start, &doc_end, &survivors, &expire],
-            &words,
-        )
-    }?;
+    unsafe { select.launch(grid, &tensors, &words) }?;
+    if local_window_size == 0 {
+        return Ok(Selection {
+            expire,
+            survivors,
+            keep_window_size: window,
+        });
+    }
+    if seq_len > SHORT_SEQUENCE {
+        // Those survivors are the best-ranked keys; the lists want the local window's too.
+        return selection_of_expire(&expire, &doc_start, window);
+    }
     Ok(Selection {
         expire,
-        survivors,
+        survivors: survivors_of(window),
         keep_window_size: window,
     })
 }
@@ -102,6 +114,23 @@ pub(crate) fn survivors_shape(
 ) -> [usize; 4] {
     let boundaries = seq_len.div_ceil(PREFIX_BLOCK) - 1;
     [batch, num_kv_heads, boundaries.max(1), window]
+}
+
+/// Refuses a local window larger than the window it is a part of.
+pub(crate) fn require_local_window(
+    kernel: &'static str,
+    local_window_size: usize,
+    keep_window_size: usize,
+) -> Result<(), KernelError> {
+    if local_window_size <= keep_window_size {
+        return Ok(());
+    }
+    Err(KernelError::Unsupported {
+        kernel,
+        what: "local_window_size",
+        got: local_window_size.to_string(),
+        supported: format!("at most keep_window_size, {keep_window_size}"),
+    })
 }
 
 /// Refuses an empty batch and sequences whose positions the selection cannot hold.

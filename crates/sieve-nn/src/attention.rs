@@ -109,18 +109,9 @@ impl<B: Backend> Attention<B> {
             sieve_core::Attention::Nsa(nsa) => {
                 Self::Nsa(NativeSparseAttention::new(shape, nsa, init, device))
             }
-            sieve_core::Attention::Dma {
-                keep_window_size,
-                bias,
-                a_init,
-            } => Self::Dma(DynamicMaskAttention::new(
-                shape,
-                keep_window_size,
-                bias,
-                a_init,
-                init,
-                device,
-            )),
+            sieve_core::Attention::Dma(dma) => {
+                Self::Dma(DynamicMaskAttention::new(shape, dma, init, device))
+            }
         }
     }
 }

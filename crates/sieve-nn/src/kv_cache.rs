@@ -6,9 +6,10 @@ pub(crate) use blocks::Growing;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
+use sieve_core::DmaShape;
 use sieve_ops::{
-    AttentionSpec, DmaCache, DmaSpec, DmaToken, Documents, SieveBackend, attention_decode,
-    dma_decode,
+    AttentionSpec, DmaCache, DmaToken, Documents, SieveBackend, attention_decode, dma_decode,
+    dma_rank,
 };
 
 /// One cache per layer, and the number of tokens that went through.
@@ -135,10 +136,10 @@ impl<B: SieveBackend> LayerCache<B> {
     pub(crate) fn keep_selected(
         &mut self,
         qkv: Tensor<B, 4>,
-        z: Tensor<B, 3>,
+        rank: Tensor<B, 3>,
         expire: Tensor<B, 3, Int>,
         spec: AttentionSpec,
-        dma: DmaSpec,
+        dma: DmaShape,
     ) {
         let device = qkv.device();
         let [batch, seq_len, _, head_dim] = qkv.dims();
@@ -168,9 +169,9 @@ impl<B: SieveBackend> LayerCache<B> {
         let cache = DmaCache {
             k: gather(k).into_primitive().tensor(),
             v: gather(v).into_primitive().tensor(),
-            z: z.gather(2, positions.clone()).into_primitive().tensor(),
+            rank: rank.gather(2, positions.clone()).into_primitive().tensor(),
             positions: positions.into_primitive(),
-            keep_window_size: dma.keep_window_size,
+            window: dma.window(),
         };
         *self = Self::Selected {
             cache,
@@ -187,7 +188,7 @@ impl<B: SieveBackend> LayerCache<B> {
         w_dt: Tensor<B, 2>,
         a: Tensor<B, 1>,
         spec: AttentionSpec,
-        dma: DmaSpec,
+        dma: DmaShape,
     ) -> Tensor<B, 4> {
         let Self::Selected {
             cache,
@@ -204,7 +205,9 @@ impl<B: SieveBackend> LayerCache<B> {
             a.into_primitive().tensor(),
             spec,
         );
-        let z = float::<B, 3>(z).reshape([batch, spec.num_kv_heads]);
+        let z = float::<B, 3>(z).reshape([batch, spec.num_kv_heads, 1]);
+        let here = || Tensor::full([batch, 1], next_position as i64, &z.device());
+        let rank = dma_rank(z.clone(), here, dma.slopes(spec.num_kv_heads));
         let [q, k, v] = split(qkv, spec);
         let token = DmaToken {
             q: q.reshape([batch, spec.num_heads, head_dim])
@@ -216,7 +219,10 @@ impl<B: SieveBackend> LayerCache<B> {
             v: v.reshape([batch, spec.num_kv_heads, head_dim])
                 .into_primitive()
                 .tensor(),
-            z: z.into_primitive().tensor(),
+            rank: rank
+                .reshape([batch, spec.num_kv_heads])
+                .into_primitive()
+                .tensor(),
             position: next_position,
         };
         let (cache, o) = dma_decode(cache, token, spec.softmax_scale, dma.bias);

@@ -2,7 +2,7 @@
 use crate::LayerContext;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::{Attention, DmaBias, MlaShape, ModelShape, NsaCompression, NsaShape};
+use sieve_core::{Attention, DmaShape, MlaShape, ModelShape, NsaCompression, NsaShape};
 use sieve_ops::{Documents, RotaryEmbedding};
 
 /// A small model whose sizes all differ.
@@ -48,11 +48,10 @@ pub(crate) fn kinds(a_init: f64) -> [Attention; 7] {
         Attention::Swa {
             window_size: KEEP_WINDOW_SIZE,
         },
-        Attention::Dma {
-            keep_window_size: KEEP_WINDOW_SIZE,
-            bias: DmaBias::Exp,
+        Attention::Dma(DmaShape {
             a_init,
-        },
+            ..DmaShape::published(KEEP_WINDOW_SIZE)
+        }),
         Attention::Mla(MlaShape {
             kv_lora_rank: 10,
             qk_rope_head_dim: 4,

@@ -277,9 +277,10 @@ fn attention(table: &mut Table) {
         Flex::dma_scores(qkv.clone(), w_dt.clone(), a.clone(), spec)
     });
     table.time("dma_select", layers, 0.0, || {
-        Flex::dma_select(z.clone(), &documents, KEEP_WINDOW_SIZE)
+        Flex::dma_select(z.clone(), &documents, KEEP_WINDOW_SIZE.into())
     });
-    let selection: DmaSelection<Flex> = Flex::dma_select(z.clone(), &documents, KEEP_WINDOW_SIZE);
+    let selection: DmaSelection<Flex> =
+        Flex::dma_select(z.clone(), &documents, KEEP_WINDOW_SIZE.into());
     let scores = Tensor::<Flex, 3>::from_primitive(TensorPrimitive::Float(z.clone()));
     let delta = dma_bias(scores, DmaBias::Exp).into_primitive().tensor();
     let output = Flex::dma_attention(qkv.clone(), delta.clone(), &documents, &selection, spec);

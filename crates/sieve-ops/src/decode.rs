@@ -39,8 +39,8 @@ pub fn attention_decode<B: DecodeBackend>(
 
 /// Offers the token's key to the cache, then attends with its query: exactly the row that the full forward pass computes.
 ///
-/// While slots are free the key is appended. After that it takes the slot of the smallest (score, position), unless it is
-/// itself the smallest: then no query ever sees it.
+/// While slots are free the key is appended. After that it takes the slot of the smallest (rank, position) among the keys
+/// outside the local window. Without a local window it is a candidate itself: if it is the smallest, no query ever sees it.
 pub fn dma_decode<B: DecodeBackend>(
     cache: DmaCache<B>,
     token: DmaToken<B>,

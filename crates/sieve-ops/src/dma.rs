@@ -1,34 +1,38 @@
-//! Dynamic Mask Attention (paper: Trainable Dynamic Mask Sparse Attention, eq. 3 to 6), exact to the token.
+//! Dynamic Mask Attention (arXiv:2508.02124, eq. 3 to 6), exact to the token.
 //!
-//! Every key has a score z that does not depend on the query; a query sees the `keep_window_size` keys of its document so
-//! far with the largest (z, position). A key that has left never returns, so one integer a key is the whole mask.
+//! Every key has a score z that does not depend on the query, and a rank: the score, or the score plus recency. A query sees
+//! the last `local_window_size` keys of its document and the older ones with the largest (rank, position),
+//! `keep_window_size` in all. A key that has left never returns, so one integer a key is the whole mask.
 mod autodiff;
 mod backend;
 mod bias;
 pub(crate) mod composed;
 mod cuda;
 mod flex;
+pub(crate) mod rank;
 pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{DMA_SCORE_CLAMP, DmaBackend, DmaGradients, DmaSelection, DmaSpec};
+pub use backend::{DMA_SCORE_CLAMP, DmaBackend, DmaGradients, DmaSelection};
 pub use bias::dma_bias;
 pub use composed::{DmaForward, DynamicMaskBackend};
+pub use rank::dma_rank;
 
 use crate::attention::AttentionSpec;
 use crate::documents::Documents;
 use crate::tensors::{primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
+use sieve_core::{DmaShape, DmaWindow};
 
 /// What a DMA layer hands on.
 #[derive(Clone, Debug)]
 pub struct DmaAttention<B: Backend> {
     /// `[batch, seq_len, num_heads, head_dim]`.
     pub o: Tensor<B, 4>,
-    /// Scores without gradient, `[batch, num_kv_heads, seq_len]`.
-    pub z: Tensor<B, 3>,
+    /// What ranks the keys, without gradient, `[batch, num_kv_heads, seq_len]`.
+    pub rank: Tensor<B, 3>,
     /// First query that no longer sees the key, `[batch, num_kv_heads, seq_len]`.
     pub expire: Tensor<B, 3, Int>,
 }
@@ -45,7 +49,7 @@ pub fn dynamic_mask_attention<B: DynamicMaskBackend>(
     a: Tensor<B, 1>,
     documents: &Documents<B>,
     spec: AttentionSpec,
-    dma: DmaSpec,
+    dma: DmaShape,
 ) -> DmaAttention<B> {
     let forward = B::dynamic_mask_attention(
         primitive(qkv),
@@ -57,19 +61,19 @@ pub fn dynamic_mask_attention<B: DynamicMaskBackend>(
     );
     DmaAttention {
         o: tensor(forward.output.o),
-        z: tensor(forward.z),
+        rank: tensor(forward.rank),
         expire: Tensor::from_primitive(forward.selection.expire),
     }
 }
 
-/// The exact mask of DMA: `expire` `[batch, num_kv_heads, seq_len]` for scores z of the same shape.
+/// The exact mask of DMA: `expire` `[batch, num_kv_heads, seq_len]` for ranks of the same shape.
 ///
-/// Of equal scores the more recent key stays; `expire[j] = j` marks a key that left with its own arrival.
+/// Of equal ranks the more recent key stays; `expire[j] = j` marks a key that left with its own arrival.
 pub fn dma_select<B: DmaBackend>(
-    z: Tensor<B, 3>,
+    rank: Tensor<B, 3>,
     documents: &Documents<B>,
-    keep_window_size: usize,
+    window: impl Into<DmaWindow>,
 ) -> Tensor<B, 3, Int> {
-    let selection = B::dma_select(primitive(z), &documents.bounds(), keep_window_size);
+    let selection = B::dma_select(primitive(rank), &documents.bounds(), window.into());
     Tensor::from_primitive(selection.expire)
 }

@@ -104,11 +104,7 @@ mod tests {
         // Key 1 leaves with its own arrival; key 0 is seen by queries 0 to 2.
         let expire = TensorData::new(vec![3i32, 1, 3, 5, 5], [1, 1, 5]);
         let expire = Tensor::<Flex, 3, Int>::from_data(expire, &Default::default());
-        let kind = Attention::Dma {
-            keep_window_size: 2,
-            bias: sieve_core::DmaBias::Exp,
-            a_init: 0.0,
-        };
+        let kind = Attention::Dma(sieve_core::DmaShape::published(2));
         let found = AttentionStatistics::of(kind, &batch(), &[expire]);
         assert_eq!(found.density, 7.0 / 9.0);
         assert_eq!(found.never_active, 1.0 / 5.0);

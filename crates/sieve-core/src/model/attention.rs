@@ -13,6 +13,144 @@ pub enum DmaBias {
     Linear,
 }
 
+/// What makes later keys of a document rank higher in DMA.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DmaRecency {
+    /// Nothing: content alone ranks, as published.
+    #[default]
+    None,
+    /// `position / period` with one fixed period per KV head is added to each key's score (as ALiBi's slopes,
+    /// arXiv:2108.12409), in the rank and in the logit.
+    Slope,
+}
+
+/// Dynamic mask attention (arXiv:2508.02124, eq. 3), with two additions that are off by default: recency and a window
+/// that is always seen.
+///
+/// `z_j = A softplus(v_j . W_dt)`; `rank_j = z_j + p_j / period` with p_j the position in the document (recency "slope") or
+/// `rank_j = z_j`. A query sees the last `local_window_size` keys and, of the older ones, those with the largest
+/// (rank, position), `keep_window_size` in all. The logit adds `exp(min(rank_j, 60))` or `rank_j`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DmaShape {
+    /// Keys a query keeps, per KV head, those of the local window among them.
+    pub keep_window_size: usize,
+    /// How a key's rank enters the logit.
+    #[serde(default)]
+    pub bias: DmaBias,
+    /// Initial value of every entry of A. At 0 all scores tie, and DMA starts as a sliding window.
+    #[serde(default)]
+    pub a_init: f64,
+    /// What makes later keys rank higher.
+    #[serde(default)]
+    pub recency: DmaRecency,
+    /// Period of the first KV head's slope, in tokens. Absent: 64.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shortest_period: Option<f64>,
+    /// Period of the last KV head's slope, in tokens; those between are spaced geometrically. Absent: four times
+    /// `keep_window_size`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub longest_period: Option<f64>,
+    /// Keys every query sees whatever their rank: the last ones, its own included, in tokens.
+    #[serde(default)]
+    pub local_window_size: usize,
+}
+
+/// Keys that DMA keeps for a query: the last ones whatever their rank, and the best-ranked of the older ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DmaWindow {
+    /// Keys in all.
+    pub keep_window_size: usize,
+    /// The last ones, the query's own included; at most `keep_window_size`.
+    pub local_window_size: usize,
+}
+
+impl DmaWindow {
+    /// Keys kept for their rank.
+    pub fn num_ranked(&self) -> usize {
+        self.keep_window_size - self.local_window_size
+    }
+}
+
+impl From<usize> for DmaWindow {
+    /// Without a local window.
+    fn from(keep_window_size: usize) -> Self {
+        Self {
+            keep_window_size,
+            local_window_size: 0,
+        }
+    }
+}
+
+impl DmaShape {
+    /// What a query keeps.
+    pub fn window(&self) -> DmaWindow {
+        DmaWindow {
+            keep_window_size: self.keep_window_size,
+            local_window_size: self.local_window_size,
+        }
+    }
+
+    /// The form of arXiv:2508.02124: no recency, no local window, the exponential as bias, A starts at 0.
+    pub fn published(keep_window_size: usize) -> Self {
+        Self {
+            keep_window_size,
+            bias: DmaBias::Exp,
+            a_init: 0.0,
+            recency: DmaRecency::None,
+            shortest_period: None,
+            longest_period: None,
+            local_window_size: 0,
+        }
+    }
+
+    /// Whether this is the published form, up to `bias` and `a_init`.
+    pub fn ranks_by_content_alone(&self) -> bool {
+        self.recency == DmaRecency::None && self.local_window_size == 0
+    }
+
+    /// `longest_period` or its default.
+    fn longest_period(&self) -> f64 {
+        self.longest_period
+            .unwrap_or(4.0 * self.keep_window_size as f64)
+    }
+
+    /// The same layer with another `keep_window_size`; the slopes stay.
+    pub fn with_window(self, keep_window_size: usize) -> Self {
+        let longest_period = match self.recency {
+            DmaRecency::None => self.longest_period,
+            DmaRecency::Slope => Some(self.longest_period()),
+        };
+        Self {
+            keep_window_size,
+            longest_period,
+            ..self
+        }
+    }
+
+    /// What a key's rank gains per token of its position, by KV head, `[num_kv_heads]`; `None` without recency.
+    pub fn slopes(&self, num_kv_heads: usize) -> Option<Vec<f64>> {
+        match self.recency {
+            DmaRecency::None => None,
+            DmaRecency::Slope => {
+                let first = self.shortest_period.unwrap_or(SHORTEST_PERIOD);
+                let last = self.longest_period();
+                // One KV head takes the last period, the longest of the default.
+                let part = |head: usize| match num_kv_heads {
+                    1 => 1.0,
+                    _ => head as f64 / (num_kv_heads - 1) as f64,
+                };
+                let period = |head| first * (last / first).powf(part(head));
+                Some((0..num_kv_heads).map(|head| 1.0 / period(head)).collect())
+            }
+        }
+    }
+}
+
+/// Period of the first KV head's slope where a recipe gives none, in tokens.
+const SHORTEST_PERIOD: f64 = 64.0;
+
 /// Sizes of multi-head latent attention (arXiv:2405.04434, section 2.1), without query compression.
 ///
 /// `c = RMSNorm(x W_DKV)`; per head `k_C = c W_UK` and `v = c W_UV`, both of the model's `head_dim`; one
@@ -132,19 +270,39 @@ pub enum Attention {
     /// Native sparse attention.
     Nsa(NsaShape),
     /// Dynamic mask attention.
-    Dma {
-        /// Keys a query keeps, per KV head.
-        keep_window_size: usize,
-        /// How a key's score enters the logit.
-        bias: DmaBias,
-        /// Initial value of every entry of A.
-        a_init: f64,
-    },
+    Dma(DmaShape),
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn slopes_are_spaced_geometrically_between_two_periods() {
+        let dma = DmaShape::published(1024);
+        assert_eq!(dma.slopes(3), None);
+        let slope = DmaShape {
+            recency: DmaRecency::Slope,
+            ..dma
+        };
+        let periods = |dma: DmaShape, heads| -> Vec<i64> {
+            let slopes = dma.slopes(heads).expect("recency");
+            slopes
+                .iter()
+                .map(|slope| (1.0 / slope).round() as i64)
+                .collect()
+        };
+        assert_eq!(periods(slope, 3), [64, 512, 4096]);
+        assert_eq!(periods(slope, 1), [4096]);
+        let given = DmaShape {
+            shortest_period: Some(10.0),
+            longest_period: Some(1000.0),
+            ..slope
+        };
+        assert_eq!(periods(given, 3), [10, 100, 1000]);
+        // A stage with another window keeps the slopes.
+        assert_eq!(slope.with_window(64).slopes(3), slope.slopes(3));
+    }
 
     #[test]
     fn nsa_pairs_equal_the_count_query_by_query() {

@@ -15,7 +15,7 @@
 //! torchtitan counts `seq_len` keys for causal attention, twice what a causal mask leaves; ours is the mean over
 //! positions, `(seq_len + 1) / 2`, so our MFU is the lower one.
 
-use super::{Attention, ModelShape, NUM_NSA_BRANCHES};
+use super::{Attention, DmaShape, ModelShape, NUM_NSA_BRANCHES};
 
 /// Forward floating-point operations of one token, mean over the positions of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -57,7 +57,7 @@ impl ModelShape {
         // Weights a token is multiplied with, and widths of a pair's two products.
         let (weights, pair) = match self.attention {
             Attention::Mha | Attention::Swa { .. } => (grouped, 2.0 * q_width),
-            Attention::Dma { .. } => (grouped + kv_width * self.num_kv_heads as f64, 2.0 * q_width),
+            Attention::Dma(_) => (grouped + kv_width * self.num_kv_heads as f64, 2.0 * q_width),
             Attention::Mla(mla) => {
                 let (rank, rope) = (mla.kv_lora_rank as f64, mla.qk_rope_head_dim as f64);
                 let q = q_width + self.num_heads as f64 * rope;
@@ -133,9 +133,9 @@ pub fn mean_active_keys_of_documents(
             };
         }
         Attention::Swa { window_size } => window_size,
-        Attention::Dma {
+        Attention::Dma(DmaShape {
             keep_window_size, ..
-        } => keep_window_size,
+        }) => keep_window_size,
     };
     let (mut pairs, mut tokens) = (0.0, 0.0);
     for length in lengths {
@@ -149,15 +149,10 @@ pub fn mean_active_keys_of_documents(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::DmaBias;
     use crate::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
 
     fn dma(keep_window_size: usize) -> Attention {
-        Attention::Dma {
-            keep_window_size,
-            bias: DmaBias::Exp,
-            a_init: 0.0,
-        }
+        Attention::Dma(DmaShape::published(keep_window_size))
     }
 
     #[test]

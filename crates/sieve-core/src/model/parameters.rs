@@ -63,7 +63,7 @@ impl ModelShape {
         let grouped = 2 * d_model * (q_width + kv_width);
         let (attention, mask, branches, head_norms) = match self.attention {
             Attention::Mha | Attention::Swa { .. } => (grouped, 0, 0, 2 * head_dim),
-            Attention::Dma { .. } => (grouped, num_kv_heads * (1 + kv_width), 0, 2 * head_dim),
+            Attention::Dma(_) => (grouped, num_kv_heads * (1 + kv_width), 0, 2 * head_dim),
             Attention::Mla(mla) => {
                 let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
                 let from_x = q_width + num_heads * rope + rank + rope;

@@ -1,6 +1,6 @@
 //! Shapes the tests of this folder share.
 
-use super::{Attention, DmaBias, MlaShape, ModelShape, NsaCompression, NsaShape};
+use super::{Attention, DmaShape, MlaShape, ModelShape, NsaCompression, NsaShape};
 
 /// Qwen3-0.6B, as its published config.json says.
 pub(crate) fn qwen3_0_6b() -> ModelShape {
@@ -38,11 +38,7 @@ pub(crate) fn tiny_dma() -> ModelShape {
         max_seq_len: 64,
         initializer_range: 0.02,
         residual_scale: true,
-        attention: Attention::Dma {
-            keep_window_size: 4,
-            bias: DmaBias::Exp,
-            a_init: 0.0,
-        },
+        attention: Attention::Dma(DmaShape::published(4)),
     }
 }
 

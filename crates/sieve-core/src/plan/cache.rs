@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::model::{Attention, ModelShape, NUM_NSA_BRANCHES};
+use crate::model::{Attention, DmaShape, ModelShape, NUM_NSA_BRANCHES};
 
 /// Bytes a decoded sequence holds, all layers.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -48,9 +48,9 @@ pub fn cache_plan(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> Cache
             let per_token = growing * kv + kv / nsa.compress_stride as u64;
             (per_token, None, at)
         }
-        Attention::Dma {
+        Attention::Dma(DmaShape {
             keep_window_size, ..
-        } => {
+        }) => {
             let slot = kv + 8 * shape.num_kv_heads as u64;
             (slot, Some(keep_window_size), slot * held(keep_window_size))
         }

@@ -32,7 +32,7 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
         Attention::Mha | Attention::Swa { .. } => &["attention"],
         Attention::Mla(_) => &["latent attention"],
         Attention::Nsa(_) => &["compression", "selection", "selected and window attention"],
-        Attention::Dma { .. } => &["dma scores", "dma selection", "dma attention"],
+        Attention::Dma(_) => &["dma scores", "dma selection", "dma attention"],
     };
     let rest = [
         "matrix products",

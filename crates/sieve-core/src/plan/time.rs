@@ -6,7 +6,7 @@
 
 use super::gpu_attention_gap;
 use crate::model::gpu::Gpu;
-use crate::model::{Attention, FlopsPerToken, ModelShape};
+use crate::model::{Attention, DmaShape, FlopsPerToken, ModelShape};
 
 /// Share of the peak that products with weights reach.
 const PRODUCTS: f64 = 0.71;
@@ -56,10 +56,10 @@ pub(super) fn tokens_per_second(
         Attention::Mha => (DENSE_PAIRS, false),
         Attention::Swa { window_size } if window_size >= size.seq_len => (DENSE_PAIRS, false),
         Attention::Swa { .. } => (WINDOW_PAIRS, false),
-        Attention::Dma {
+        Attention::Dma(DmaShape {
             keep_window_size, ..
-        } if keep_window_size >= size.seq_len => (DENSE_PAIRS, true),
-        Attention::Dma { .. } => (GATHERED_PAIRS, true),
+        }) if keep_window_size >= size.seq_len => (DENSE_PAIRS, true),
+        Attention::Dma(_) => (GATHERED_PAIRS, true),
         Attention::Mla(_) | Attention::Nsa(_) => return None,
     };
     let passes = 3.0 + size.recomputed;

@@ -48,15 +48,7 @@ impl From<&AttentionSection> for Attention {
             },
             AttentionSection::Mla(mla) => Self::Mla(mla),
             AttentionSection::Nsa(nsa) => Self::Nsa(nsa),
-            AttentionSection::Dma {
-                keep_window_size,
-                bias,
-                a_init,
-            } => Self::Dma {
-                keep_window_size,
-                bias,
-                a_init,
-            },
+            AttentionSection::Dma(dma) => Self::Dma(dma),
         }
     }
 }

@@ -107,6 +107,10 @@ pub(super) const SECTIONS: &[Section] = &[
             optional("keep_window_size", Integer),
             optional("bias", choice(&["exp", "linear"])),
             optional("a_init", Number),
+            optional("recency", choice(&["none", "slope"])),
+            optional("shortest_period", Number),
+            optional("longest_period", Number),
+            optional("local_window_size", Integer),
         ],
     },
     Section {
@@ -279,6 +283,10 @@ pub(super) fn attention_keys(kind: &str) -> &'static [(&'static str, bool)] {
             ("keep_window_size", true),
             ("bias", false),
             ("a_init", false),
+            ("recency", false),
+            ("shortest_period", false),
+            ("longest_period", false),
+            ("local_window_size", false),
         ],
         _ => &[],
     }

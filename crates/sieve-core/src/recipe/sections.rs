@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::model::{DmaBias, MlaShape, NsaShape};
+use crate::model::{DmaShape, MlaShape, NsaShape};
 
 /// `[model]`: sizes of a Qwen3-style model, in Hugging Face's names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -69,16 +69,7 @@ pub enum AttentionSection {
     /// Native sparse attention: compressed, selected and window branches.
     Nsa(NsaShape),
     /// Dynamic mask attention: each query sees the `keep_window_size` best-scored keys before it.
-    Dma {
-        /// Keys a query keeps, per KV head.
-        keep_window_size: usize,
-        /// How a key's score enters the logit.
-        #[serde(default)]
-        bias: DmaBias,
-        /// Initial value of every entry of A. At 0 all scores tie, and DMA starts as a sliding window.
-        #[serde(default)]
-        a_init: f64,
-    },
+    Dma(DmaShape),
 }
 
 impl AttentionSection {
@@ -89,7 +80,7 @@ impl AttentionSection {
             Self::Swa { .. } => AttentionKind::Swa,
             Self::Mla(_) => AttentionKind::Mla,
             Self::Nsa(_) => AttentionKind::Nsa,
-            Self::Dma { .. } => AttentionKind::Dma,
+            Self::Dma(_) => AttentionKind::Dma,
         }
     }
 }

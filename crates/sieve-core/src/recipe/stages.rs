@@ -47,9 +47,15 @@ impl AttentionSection {
             Self::Mha | Self::Mla(_) => None,
             Self::Swa { sliding_window } => Some(sliding_window),
             Self::Nsa(nsa) => Some(nsa.window_size),
-            Self::Dma {
-                keep_window_size, ..
-            } => Some(keep_window_size),
+            Self::Dma(dma) => Some(dma.keep_window_size),
+        }
+    }
+
+    /// Keys of that window that every query sees: the last ones. 0 for kinds without such a part.
+    pub fn local_window(&self) -> usize {
+        match self {
+            Self::Dma(dma) => dma.local_window_size,
+            _ => 0,
         }
     }
 
@@ -60,9 +66,7 @@ impl AttentionSection {
             Self::Mha | Self::Mla(_) => {}
             Self::Swa { sliding_window } => *sliding_window = window,
             Self::Nsa(nsa) => nsa.window_size = window,
-            Self::Dma {
-                keep_window_size, ..
-            } => *keep_window_size = window,
+            Self::Dma(dma) => *dma = dma.with_window(window),
         }
         changed
     }

@@ -7,7 +7,7 @@ mod resume;
 mod stages;
 
 use super::*;
-use crate::model::{MlaShape, NsaCompression, NsaShape};
+use crate::model::{DmaShape, MlaShape, NsaCompression, NsaShape};
 
 /// A small valid recipe that leaves every optional key out.
 pub(super) const MINIMAL: &str = r#"
@@ -64,11 +64,7 @@ fn minimal_recipe_takes_the_documented_defaults() {
     assert!(!recipe.model.residual_scale);
     assert_eq!(
         recipe.attention,
-        AttentionSection::Dma {
-            keep_window_size: 16,
-            bias: crate::model::DmaBias::Exp,
-            a_init: 0.0
-        }
+        AttentionSection::Dma(DmaShape::published(16))
     );
     assert_eq!(
         recipe.tokenizer,
@@ -148,11 +144,11 @@ fn schema_and_serde_types_hold_the_same_keys() {
             window_size: 7,
             shared_kv: true,
         }),
-        AttentionSection::Dma {
-            keep_window_size: 3,
-            bias: Default::default(),
-            a_init: 0.0,
-        },
+        AttentionSection::Dma(DmaShape {
+            shortest_period: Some(64.0),
+            longest_period: Some(512.0),
+            ..DmaShape::published(3)
+        }),
     ] {
         let kind = attention.kind().name();
         let table = toml::Table::try_from(&attention).expect("serialises");
@@ -254,11 +250,7 @@ fn model_shape_translates_every_name() {
     assert_eq!((shape.q_width(), shape.kv_width()), (60, 20));
     assert_eq!(
         shape.attention,
-        crate::model::Attention::Dma {
-            keep_window_size: 16,
-            bias: Default::default(),
-            a_init: 0.0
-        }
+        crate::model::Attention::Dma(DmaShape::published(16))
     );
 
     recipe.model.vocab_size = Some(640);

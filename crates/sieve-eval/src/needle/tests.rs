@@ -1,6 +1,6 @@
 use super::*;
 use burn_flex::Flex;
-use sieve_core::{Attention, DmaBias, MlaShape, ModelShape, NsaShape};
+use sieve_core::{Attention, DmaShape, MlaShape, ModelShape, NsaShape};
 use sieve_select::Selector;
 
 /// Bytes and a few merges.
@@ -37,11 +37,10 @@ fn kinds() -> [Attention; 5] {
     [
         Attention::Mha,
         Attention::Swa { window_size: 20 },
-        Attention::Dma {
-            keep_window_size: 20,
-            bias: DmaBias::Exp,
+        Attention::Dma(DmaShape {
             a_init: 0.5,
-        },
+            ..DmaShape::published(20)
+        }),
         Attention::Mla(MlaShape {
             kv_lora_rank: 12,
             qk_rope_head_dim: 4,

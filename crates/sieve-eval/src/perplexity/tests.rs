@@ -1,6 +1,6 @@
 use super::*;
 use burn_flex::Flex;
-use sieve_core::{Attention, DmaBias, ModelShape};
+use sieve_core::{Attention, DmaShape, ModelShape};
 
 const VOCAB_SIZE: usize = 19;
 
@@ -71,11 +71,10 @@ const ONE_BY_ONE: PerplexityConfig = PerplexityConfig {
 
 #[test]
 fn packed_windows_equal_windows_alone_for_every_kind() {
-    let dma = Attention::Dma {
-        keep_window_size: 3,
-        bias: DmaBias::Exp,
+    let dma = Attention::Dma(DmaShape {
         a_init: 0.7,
-    };
+        ..DmaShape::published(3)
+    });
     let swa = Attention::Swa { window_size: 4 };
     let lengths = [5, 2, 30, 1, 9, 10, 3, 17];
     for attention in [Attention::Mha, swa, dma] {

@@ -47,14 +47,14 @@ pub(super) fn model(
         "use_cache": true,
         "vocab_size": shape.vocab_size,
     });
-    let of_kind = attention(shape);
+    let of_kind = attention(shape, architecture);
     let all = config.as_object_mut().expect("built as an object above");
     all.extend(of_kind);
     to_text(&config)
 }
 
 /// The keys of the attention kind.
-fn attention(shape: &ModelShape) -> Map<String, Value> {
+fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Value> {
     let layer_types = |name: &str| vec![name.to_owned(); shape.num_layers];
     let keys = match shape.attention {
         Attention::Mha => json!({
@@ -72,10 +72,13 @@ fn attention(shape: &ModelShape) -> Map<String, Value> {
         }),
         Attention::Mla(mla) => of_sieve(shape, "mla", json!(mla)),
         Attention::Nsa(nsa) => of_sieve(shape, "nsa", json!(nsa)),
-        Attention::Dma {
-            keep_window_size, ..
-        } => json!({
-            "keep_window_size": keep_window_size,
+        Attention::Dma(dma) if architecture == Architecture::Sieve => {
+            let mut keys = of_sieve(shape, "dma", json!(dma));
+            keys["slopes"] = json!(dma.slopes(shape.num_kv_heads));
+            keys
+        }
+        Attention::Dma(dma) => json!({
+            "keep_window_size": dma.keep_window_size,
             "sliding_window": null,
             "hidden_dropout": 0.0,
             "mlp_bias": false,

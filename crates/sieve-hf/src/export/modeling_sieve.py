@@ -1,4 +1,4 @@
-"""Qwen3-style language models with NSA or MLA, as Sieve exports them: plain PyTorch, for reading and for checking.
+"""Qwen3-style language models with NSA, MLA or DMA with recency, as Sieve exports them: plain PyTorch, for reading and for checking.
 
 Everything is computed with full score matrices; nothing is fast here. Sequences are not padded and start at position 0.
 """
@@ -45,6 +45,11 @@ DEFAULTS = {
     "num_selected_blocks": 16,
     "window_size": 512,
     "shared_kv": True,
+    # DMA
+    "keep_window_size": 2048,
+    "local_window_size": 0,
+    "bias": "exp",
+    "slopes": None,
 }
 
 
@@ -74,14 +79,16 @@ def rotate(x, theta):
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
 
 
-def attend(q, k, v, visible, scale):
+def attend(q, k, v, visible, scale, bias=None):
     """Softmax attention of q [batch, tokens, heads, d] over k, v [batch, keys, KV heads, d]; rows that see nothing give 0.
 
-    Returns the output and the probabilities [batch, heads, tokens, keys].
+    bias [batch, KV heads, keys] is added to the logits. Returns the output and the probabilities [batch, heads, tokens, keys].
     """
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
     logits = (q.transpose(1, 2).float() @ k.float().transpose(2, 3)) * scale
+    if bias is not None:
+        logits = logits + bias.repeat_interleave(group, 1)[:, :, None, :]
     logits = logits.masked_fill(~visible, float("-inf"))
     p = torch.softmax(logits, -1).nan_to_num(0.0)
     return (p.to(v.dtype) @ v).transpose(1, 2), p
@@ -224,6 +231,50 @@ class NativeSparseAttention(nn.Module):
         return self.o_proj(o.reshape(batch, n, heads * d))
 
 
+class DynamicMaskAttention(nn.Module):
+    """Each query sees the last local_window_size keys and the best-ranked older ones, keep_window_size in all."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        size, d = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = linear(size, heads * d)
+        self.k_proj, self.v_proj = linear(size, kv_heads * d), linear(size, kv_heads * d)
+        self.q_norm, self.k_norm = RMSNorm(d, config.rms_norm_eps), RMSNorm(d, config.rms_norm_eps)
+        self.dt_proj = linear(kv_heads * d, kv_heads)
+        self.A = nn.Parameter(torch.zeros(kv_heads))
+        self.o_proj = linear(heads * d, size)
+
+    def kept(self, rank):
+        """Keys of each query, [batch, KV heads, tokens, tokens], from their ranks [batch, KV heads, tokens]."""
+        config, n = self.config, rank.shape[-1]
+        token = torch.arange(n, device=rank.device)
+        age = token[:, None] - token[None, :]
+        older = age >= max(config.local_window_size, 0)
+        ranks = rank[:, :, None, :].expand(-1, -1, n, -1).masked_fill(~older, float("-inf"))
+        # Of equal ranks the later key: a stable sort from the last key to the first.
+        order = ranks.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+        best = n - 1 - order[..., : config.keep_window_size - config.local_window_size]
+        chosen = torch.zeros_like(ranks, dtype=torch.bool).scatter_(-1, best, True)
+        return (chosen & older) | ((age >= 0) & ~older)
+
+    def forward(self, x):
+        config = self.config
+        (batch, n, _), d, kv_heads = x.shape, config.head_dim, config.num_key_value_heads
+        q = rotate(self.q_norm(self.q_proj(x).view(batch, n, -1, d)), config.rope_theta)
+        k = rotate(self.k_norm(self.k_proj(x).view(batch, n, kv_heads, d)), config.rope_theta)
+        v = self.v_proj(x)
+        rank = (self.A * nn.functional.softplus(self.dt_proj(v))).float().transpose(1, 2)
+        if config.slopes is not None:
+            slopes = torch.tensor(config.slopes, device=x.device, dtype=torch.float32)
+            rank = rank + torch.arange(n, device=x.device).float() * slopes[:, None]
+        bias = rank if config.bias == "linear" else torch.exp(rank.clamp(max=60.0))
+        visible = self.kept(rank).repeat_interleave(config.num_attention_heads // kv_heads, 1)
+        o, _ = attend(q, k, v.view(batch, n, kv_heads, d), visible, 1.0 / math.sqrt(d), bias)
+        return self.o_proj(o.reshape(batch, n, -1))
+
+
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -238,7 +289,8 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, config):
         super().__init__()
-        kind = {"mla": LatentAttention, "nsa": NativeSparseAttention}[config.attention_kind]
+        kinds = {"mla": LatentAttention, "nsa": NativeSparseAttention, "dma": DynamicMaskAttention}
+        kind = kinds[config.attention_kind]
         self.self_attn = kind(config)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

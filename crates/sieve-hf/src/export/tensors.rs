@@ -177,7 +177,7 @@ fn push_layer(
         }
     }
     match shape.attention {
-        Attention::Dma { .. } => {
+        Attention::Dma(_) => {
             let num_kv_heads = shape.num_kv_heads;
             tensors.push(whole("self_attn.A", "self_attn.a", &[num_kv_heads]));
             let dt_proj = "self_attn.dt_proj.weight";

@@ -108,6 +108,13 @@ const SIEVE_SIZES: &[&str] = &[
     "num_selected_blocks",
     "window_size",
     "shared_kv",
+    "keep_window_size",
+    "bias",
+    "a_init",
+    "recency",
+    "shortest_period",
+    "longest_period",
+    "local_window_size",
 ];
 
 impl Reader {
@@ -121,7 +128,8 @@ impl Reader {
             match &self.value[*key] {
                 Value::Null => {}
                 // Numbers, strings and truth values are written alike in JSON and TOML.
-                value @ (Value::Number(_) | Value::Bool(_) | Value::String(_)) => {
+                value
+                @ (Value::Number(_) | Value::Bool(_) | Value::String(_) | Value::Array(_)) => {
                     lines.push_str(&format!("\n{key} = {value}"));
                 }
                 other => return Err(self.refuse(format!("{key} is {other}"))),

@@ -235,7 +235,7 @@ fn dma(case: &Case, keep: usize, device: &CudaDevice) -> Result<String, String> 
         .map(|z| (z * 20.0).round() / 20.0)
         .collect();
     let z_gpu = upload(&z, [batch, num_kv_heads, seq_len], DType::F32, device);
-    let selection = dma_select(&z_gpu, &case.doc_start, &case.doc_end, keep).map_err(text)?;
+    let selection = dma_select(&z_gpu, &case.doc_start, &case.doc_end, keep, 0).map_err(text)?;
     let expire: Vec<Vec<i32>> = (0..rows)
         .map(|row| {
             let tokens = case.token(row / num_kv_heads, 0)..case.token(row / num_kv_heads, seq_len);

@@ -6,7 +6,7 @@ use super::native_sparse::NativeSparseAttention;
 use super::sliding_window::SlidingWindowAttention;
 use crate::WeightInit;
 use burn::tensor::backend::Backend;
-use sieve_core::{Attention, DmaBias, ModelShape};
+use sieve_core::{Attention, DmaBias, DmaShape, ModelShape};
 use sieve_core::{MlaShape, NsaShape};
 use sieve_ops::RotaryEmbedding;
 use thiserror::Error;
@@ -135,14 +135,13 @@ impl AttentionConfig {
         device: &B::Device,
     ) -> DynamicMaskAttention<B> {
         assert!(keep_window_size > 0, "a query keeps at least one key");
-        let (bias, a_init) = (self.dma_bias, self.dma_a_init);
-        let shape = self.shape(Attention::Dma {
-            keep_window_size,
-            bias,
-            a_init,
-        });
-        let weights = &mut self.weights();
-        DynamicMaskAttention::new(&shape, keep_window_size, bias, a_init, weights, device)
+        let dma = DmaShape {
+            bias: self.dma_bias,
+            a_init: self.dma_a_init,
+            ..DmaShape::published(keep_window_size)
+        };
+        let shape = self.shape(Attention::Dma(dma));
+        DynamicMaskAttention::new(&shape, dma, &mut self.weights(), device)
     }
 
     /// Native sparse attention. Panics when [`validate`](Self::validate) fails or a block size does.

@@ -4,8 +4,8 @@ use crate::{LayerCache, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use sieve_core::{DmaBias, ModelShape};
-use sieve_ops::{AttentionLayer, AttentionSpec, DmaLayer, DmaSpec, SieveBackend};
+use sieve_core::{DmaShape, ModelShape};
+use sieve_ops::{AttentionLayer, AttentionSpec, DmaLayer, SieveBackend};
 
 /// Every KV head scores each key once from its values; a query sees the `keep_window_size` best keys so far.
 #[derive(Module, Debug)]
@@ -19,16 +19,14 @@ pub struct DynamicMaskAttention<B: Backend> {
     /// Gate per KV head (eq. 3's A), `[num_kv_heads]`. At 0 all scores tie and DMA is a sliding window.
     pub a: Param<Tensor<B, 1>>,
     #[module(skip)]
-    dma: DmaSpec,
+    dma: DmaShape,
 }
 
 impl<B: Backend> DynamicMaskAttention<B> {
-    /// Normal weights from `init`; A filled with `a_init`.
+    /// Normal weights from `init`; A filled with `dma.a_init`.
     pub fn new(
         shape: &ModelShape,
-        keep_window_size: usize,
-        bias: DmaBias,
-        a_init: f64,
+        dma: DmaShape,
         init: &mut WeightInit,
         device: &B::Device,
     ) -> Self {
@@ -43,11 +41,8 @@ impl<B: Backend> DynamicMaskAttention<B> {
             qkv: QkvProjection::new(shape, init, device),
             o_proj: Linear::new(num_heads * head_dim, d_model, init, device),
             dt_proj: Linear::new(num_kv_heads * head_dim, num_kv_heads, init, device),
-            a: init.constant(a_init, [num_kv_heads], device),
-            dma: DmaSpec {
-                keep_window_size,
-                bias,
-            },
+            a: init.constant(dma.a_init, [num_kv_heads], device),
+            dma,
         }
     }
 
@@ -111,7 +106,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         let qkv = self.qkv.forward(x, context);
         let o = if cache.is_empty() {
             let result = self.attend(qkv.clone(), context);
-            cache.keep_selected(qkv, result.z, result.expire, self.spec(), self.dma);
+            cache.keep_selected(qkv, result.rank, result.expire, self.spec(), self.dma);
             result.o
         } else {
             let w_dt = self.dt_proj.weight.val().transpose();

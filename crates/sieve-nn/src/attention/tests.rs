@@ -20,7 +20,7 @@ fn every_kind_keeps_the_shape_and_dma_returns_its_mask() {
             let result =
                 layer::<Flex>(attention).forward(x.clone(), x.zeros_like(), &rows.context());
             assert_eq!(result.x.dims(), [dims[0], dims[1], 24]);
-            let is_dma = matches!(attention, sieve_core::Attention::Dma { .. });
+            let is_dma = matches!(attention, sieve_core::Attention::Dma(_));
             assert_eq!(
                 result.expire.map(|expire| expire.dims()),
                 is_dma.then_some([dims[0], 3, dims[1]])

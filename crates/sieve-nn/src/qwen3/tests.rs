@@ -111,7 +111,7 @@ fn every_parameter_gets_a_gradient() {
         model.visit(&mut missing);
         // Embedding, final norm, projection; per layer 2 norms, qkv, 2 head norms, o, gate_up, down, 2 scales, A and W_dt.
         let per_layer = match attention {
-            sieve_core::Attention::Dma { .. } => 12,
+            sieve_core::Attention::Dma(_) => 12,
             // Latent, its norm and the way up and down for the packed projection and the head norms.
             sieve_core::Attention::Mla(_) => 11,
             // Gates; two compressions of three; two more pairs of keys and values.

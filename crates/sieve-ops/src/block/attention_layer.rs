@@ -9,7 +9,7 @@ use super::residual::Residual;
 use crate::attention::{AttentionBackend, AttentionOutput, AttentionSpec};
 use crate::device::autodiff::enter;
 use crate::device_backend::DeviceBackend;
-use crate::dma::{DmaForward, DmaSpec, DynamicMaskBackend};
+use crate::dma::{DmaForward, DynamicMaskBackend};
 use crate::documents::{DocumentBounds, Documents};
 use crate::linear::LinearBackend;
 use crate::norm::RmsNormCall;
@@ -47,7 +47,7 @@ pub struct DmaLayer<B: Backend> {
     /// `[num_kv_heads]`.
     pub a: Tensor<B, 1>,
     /// Kept keys and form of the bias.
-    pub spec: DmaSpec,
+    pub spec: sieve_core::DmaShape,
 }
 
 /// Where the tokens of a call stand, and how they attend.

@@ -4,6 +4,7 @@ use super::feed_forward::FeedForward;
 use super::residual::Residual;
 use crate::attention::reference::attention;
 use crate::dma::dma_bias;
+use crate::dma::rank::{dma_rank, positions_in_documents};
 use crate::dma::reference::{dma_attention, dma_scores, dma_select};
 use crate::linear::reference::linear;
 use crate::norm::RmsNormCall;
@@ -50,9 +51,11 @@ pub fn attention_layer<B: Backend>(
         None => attention::<B>(qkv, &documents, spec),
         Some(dma) => {
             let (w_dt, a, dma) = (primitive(dma.w_dt), primitive(dma.a), dma.spec);
-            let z = dma_scores::<B>(qkv.clone(), w_dt, a, spec);
-            let selection = dma_select::<B>(z.clone(), &documents, dma.keep_window_size);
-            let delta = primitive(dma_bias(tensor::<B, 3>(z), dma.bias));
+            let z = tensor::<B, 3>(dma_scores::<B>(qkv.clone(), w_dt, a, spec));
+            let positions = || positions_in_documents(&documents);
+            let rank = dma_rank(z, positions, dma.slopes(spec.num_kv_heads));
+            let selection = dma_select::<B>(primitive(rank.clone()), &documents, dma.window());
+            let delta = primitive(dma_bias(rank, dma.bias));
             dma_attention::<B>(qkv, delta, &documents, &selection, spec)
         }
     };

@@ -3,6 +3,7 @@ use super::attention::{self, Backward, bounds, output, packed};
 use crate::device::cuda::{Cuda, cast};
 use crate::{AttentionOutput, AttentionSpec, DmaSelection, DocumentBounds};
 use burn::tensor::DType;
+use sieve_core::DmaWindow;
 use sieve_kernels::{
     CudaPrimitive, CudaTensor, GradientTarget, KernelError, KeyLists, ScoreBias, ScoresBackward,
     TILE_QUERIES,
@@ -80,15 +81,16 @@ pub(crate) fn scores_backward(
 }
 
 pub(crate) fn select(
-    z: &CudaPrimitive,
+    rank: &CudaPrimitive,
     documents: &DocumentBounds<Cuda>,
-    keep_window_size: usize,
+    window: DmaWindow,
 ) -> Result<DmaSelection<Cuda>, KernelError> {
-    let z = CudaTensor::from(z.clone());
+    let rank = CudaTensor::from(rank.clone());
     let [start, end] = bounds(documents);
-    let selection = sieve_kernels::dma_select(&z, &start, &end, keep_window_size)?;
-    let [_, _, seq_len] = z.dims("dma_select", "z")?;
-    let lists: Vec<CudaPrimitive> = if keep_window_size >= seq_len {
+    let (kept, local) = (window.keep_window_size, window.local_window_size);
+    let selection = sieve_kernels::dma_select(&rank, &start, &end, kept, local)?;
+    let [_, _, seq_len] = rank.dims("dma_select", "rank")?;
+    let lists: Vec<CudaPrimitive> = if kept >= seq_len {
         vec![selection.expire.clone().into()]
     } else {
         let lists = sieve_kernels::dma_lists(&selection, &start, &end, TILE_QUERIES)?;

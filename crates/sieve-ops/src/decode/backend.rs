@@ -1,7 +1,7 @@
 //! Attention of one new query as a backend computes it; without gradient.
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use sieve_core::DmaBias;
+use sieve_core::{DmaBias, DmaWindow};
 
 /// The slots a DMA layer keeps: `len` of them in use, each KV head with keys of its own choice.
 ///
@@ -12,12 +12,12 @@ pub struct DmaCache<B: Backend> {
     pub k: FloatTensor<B>,
     /// `[batch, len, num_kv_heads, head_dim]`.
     pub v: FloatTensor<B>,
-    /// Scores, `[batch, num_kv_heads, len]`.
-    pub z: FloatTensor<B>,
+    /// What ranks the keys, `[batch, num_kv_heads, len]`; see [`crate::dma_rank`].
+    pub rank: FloatTensor<B>,
     /// Positions of the keys, `[batch, num_kv_heads, len]`.
     pub positions: IntTensor<B>,
-    /// Slots at most.
-    pub keep_window_size: usize,
+    /// Slots at most, and how many of them hold the last keys.
+    pub window: DmaWindow,
 }
 
 /// One new token of every sequence.
@@ -29,8 +29,8 @@ pub struct DmaToken<B: Backend> {
     pub k: FloatTensor<B>,
     /// `[batch, num_kv_heads, head_dim]`.
     pub v: FloatTensor<B>,
-    /// Scores, `[batch, num_kv_heads]`.
-    pub z: FloatTensor<B>,
+    /// Ranks, `[batch, num_kv_heads]`.
+    pub rank: FloatTensor<B>,
     /// Position of the token, larger than any in the cache.
     pub position: usize,
 }

@@ -4,7 +4,7 @@ use super::reference;
 use crate::device::cuda::Cuda;
 use crate::device::paths::kernel_or;
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
-use sieve_core::DmaBias;
+use sieve_core::{DmaBias, DmaWindow};
 use sieve_kernels::{
     AttentionShape, CudaPrimitive as Float, CudaTensor, DecodeScratch, DecodeStep, DmaSlots,
     KernelError, KvCache, Qkv, ScoreBias, contiguous_strides,
@@ -123,7 +123,7 @@ fn dma_step(
     );
     let qkv = Qkv::separate(&q, &k, &v);
     let shape = qkv.shape(NAME)?;
-    let window = cache.keep_window_size;
+    let window = cache.window.keep_window_size;
     let [_, len, _, _] = CudaTensor::from(cache.k.clone()).dims::<4>(NAME, "cache.k")?;
     if len != token.position.min(window) {
         return Err(KernelError::Unsupported {
@@ -141,7 +141,7 @@ fn dma_step(
         Some(slots) => slots,
         None => filled_slots(cache, &shape, &q),
     };
-    let z = CudaTensor::from(token.z.clone());
+    let rank = CudaTensor::from(token.rank.clone());
     let length = lengths(&q, shape.batch, token.position);
     let scratch = DecodeScratch::new(&q, shape, window)?;
     let bias = match bias {
@@ -149,8 +149,8 @@ fn dma_step(
         DmaBias::Linear => ScoreBias::Linear,
     };
     let scale = softmax_scale as f32;
-    let o = sieve_kernels::dma_decode(&qkv, &z, &slots, &length, scale, bias, &scratch)?;
-    let cache = view_of(&slots, &shape, (len + 1).min(window), window)?;
+    let o = sieve_kernels::dma_decode(&qkv, &rank, &slots, &length, scale, bias, &scratch)?;
+    let cache = view_of(&slots, &shape, (len + 1).min(window), cache.window)?;
     Ok((cache, without_token_dimension(o)?))
 }
 
@@ -163,7 +163,7 @@ fn view_strides(shape: &AttentionShape, window: usize, width: usize) -> ([usize;
 
 /// The slots behind a cache of an earlier step; `None` when its tensors are others, or somebody else holds them too.
 fn slots_of(cache: &DmaCache<Cuda>, shape: &AttentionShape) -> Option<DmaSlots> {
-    let window = cache.keep_window_size;
+    let window = cache.window.keep_window_size;
     let whole = |x: &Float, strides: &[usize], width: usize, dtype: DType| {
         if x.meta.strides()[..] != *strides || x.dtype != dtype || !x.can_mut() {
             return None;
@@ -181,15 +181,21 @@ fn slots_of(cache: &DmaCache<Cuda>, shape: &AttentionShape) -> Option<DmaSlots> 
         k: whole(&cache.k, &key, shape.head_dim, DType::BF16)?,
         v: whole(&cache.v, &value, shape.head_dim_v, DType::BF16)?,
     };
-    let z = whole(&cache.z, &per_key, 1, DType::F32)?;
+    let z = whole(&cache.rank, &per_key, 1, DType::F32)?;
     let positions = whole(&cache.positions, &per_key, 1, DType::I32)?;
-    Some(DmaSlots { kv, z, positions })
+    Some(DmaSlots {
+        kv,
+        z,
+        positions,
+        local_window_size: cache.window.local_window_size,
+    })
 }
 
 /// New slots with the contents of a cache.
 fn filled_slots(cache: &DmaCache<Cuda>, shape: &AttentionShape, like: &CudaTensor) -> DmaSlots {
     let device = like.device();
-    let (batch, heads, window) = (shape.batch, shape.num_kv_heads, cache.keep_window_size);
+    let (batch, heads) = (shape.batch, shape.num_kv_heads);
+    let window = cache.window.keep_window_size;
     let wide = |x: &Float, width: usize| {
         let x = float::<4>(x).swap_dims(1, 2);
         let len = x.dims()[2];
@@ -198,7 +204,7 @@ fn filled_slots(cache: &DmaCache<Cuda>, shape: &AttentionShape, like: &CudaTenso
             zeros.slice_assign([0..batch, 0..heads, 0..len, 0..width], x.cast(DType::BF16));
         primitive(filled).contiguous()
     };
-    let z = float::<3>(&cache.z).cast(DType::F32);
+    let z = float::<3>(&cache.rank).cast(DType::F32);
     let used = [0..batch, 0..heads, 0..z.dims()[2]];
     let slots_z = Tensor::<Cuda, 3>::zeros([batch, heads, window], (device, DType::F32));
     let positions = Tensor::<Cuda, 3, Int>::from_primitive(cache.positions.clone());
@@ -213,6 +219,7 @@ fn filled_slots(cache: &DmaCache<Cuda>, shape: &AttentionShape, like: &CudaTenso
         },
         z: primitive(slots_z.slice_assign(used, z)).contiguous(),
         positions: CudaTensor::from(positions).contiguous(),
+        local_window_size: cache.window.local_window_size,
     }
 }
 
@@ -221,19 +228,19 @@ fn view_of(
     slots: &DmaSlots,
     shape: &AttentionShape,
     len: usize,
-    window: usize,
+    window: DmaWindow,
 ) -> Result<DmaCache<Cuda>, KernelError> {
     let (batch, heads) = (shape.batch, shape.num_kv_heads);
-    let (key, per_key) = view_strides(shape, window, shape.head_dim);
-    let (value, _) = view_strides(shape, window, shape.head_dim_v);
+    let (key, per_key) = view_strides(shape, window.keep_window_size, shape.head_dim);
+    let (value, _) = view_strides(shape, window.keep_window_size, shape.head_dim_v);
     let view = |x: &CudaTensor, sizes: &[usize], strides: &[usize]| {
         x.view(NAME, "slots", sizes, strides).map(Float::from)
     };
     Ok(DmaCache {
         k: view(&slots.kv.k, &[batch, len, heads, shape.head_dim], &key)?,
         v: view(&slots.kv.v, &[batch, len, heads, shape.head_dim_v], &value)?,
-        z: view(&slots.z, &[batch, heads, len], &per_key)?,
+        rank: view(&slots.z, &[batch, heads, len], &per_key)?,
         positions: view(&slots.positions, &[batch, heads, len], &per_key)?,
-        keep_window_size: window,
+        window,
     })
 }

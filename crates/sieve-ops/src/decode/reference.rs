@@ -5,7 +5,7 @@ use crate::tensors::{primitive, tensor, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Bool, Int, Tensor};
-use sieve_core::DmaBias;
+use sieve_core::{DmaBias, DmaWindow};
 
 /// One query per sequence over all keys; see [`crate::attention_decode`].
 pub fn attention_decode<B: Backend>(
@@ -39,21 +39,21 @@ pub(crate) fn dma_decode<B: DecodeBackend>(
     softmax_scale: f64,
     bias: DmaBias,
 ) -> (DmaCache<B>, FloatTensor<B>) {
-    let keep_window_size = cache.keep_window_size;
+    let window = cache.window;
     let slots = Slots {
         k: tensor(cache.k),
         v: tensor(cache.v),
-        z: tensor(cache.z),
+        rank: tensor(cache.rank),
         positions: Tensor::from_primitive(cache.positions),
     };
     let slots = slots.offer(
         tensor::<B, 3>(token.k),
         tensor::<B, 3>(token.v),
-        tensor::<B, 2>(token.z),
+        tensor::<B, 2>(token.rank),
         token.position,
-        keep_window_size,
+        window,
     );
-    let delta = dma_bias(slots.z.clone(), bias);
+    let delta = dma_bias(slots.rank.clone(), bias);
     let k = primitive(slots.k.clone());
     let v = primitive(slots.v.clone());
     let delta = primitive(delta);
@@ -61,9 +61,9 @@ pub(crate) fn dma_decode<B: DecodeBackend>(
     let cache = DmaCache {
         k,
         v,
-        z: primitive(slots.z),
+        rank: primitive(slots.rank),
         positions: slots.positions.into_primitive(),
-        keep_window_size,
+        window,
     };
     (cache, o)
 }
@@ -71,7 +71,7 @@ pub(crate) fn dma_decode<B: DecodeBackend>(
 struct Slots<B: Backend> {
     k: Tensor<B, 4>,
     v: Tensor<B, 4>,
-    z: Tensor<B, 3>,
+    rank: Tensor<B, 3>,
     positions: Tensor<B, 3, Int>,
 }
 
@@ -80,25 +80,27 @@ impl<B: Backend> Slots<B> {
         self,
         k: Tensor<B, 3>,
         v: Tensor<B, 3>,
-        z: Tensor<B, 2>,
+        rank: Tensor<B, 2>,
         position: usize,
-        keep_window_size: usize,
+        window: DmaWindow,
     ) -> Self {
         let [batch, len, kv_heads, head_dim] = self.k.dims();
         let k = k.reshape([batch, 1, kv_heads, head_dim]);
         let v = v.reshape([batch, 1, kv_heads, head_dim]);
-        let z = z.reshape([batch, kv_heads, 1]);
-        if len < keep_window_size {
-            let here =
-                Tensor::<B, 3, Int>::full([batch, kv_heads, 1], position as i64, &z.device());
+        let rank = rank.reshape([batch, kv_heads, 1]);
+        let here = |shape: [usize; 3]| {
+            Tensor::<B, 3, Int>::full(shape, position as i64, &self.rank.device())
+        };
+        if len < window.keep_window_size {
+            let here = here([batch, kv_heads, 1]);
             return Self {
                 k: Tensor::cat(vec![self.k, k], 1),
                 v: Tensor::cat(vec![self.v, v], 1),
-                z: Tensor::cat(vec![self.z, z], 2),
+                rank: Tensor::cat(vec![self.rank, rank], 2),
                 positions: Tensor::cat(vec![self.positions, here], 2),
             };
         }
-        let replaced = self.replaced_slot(z.clone());
+        let replaced = self.replaced_slot(rank.clone(), position, window.local_window_size);
         let all = [batch, kv_heads, len];
         let wide = [batch, len, kv_heads, head_dim];
         let per_row = replaced
@@ -106,28 +108,37 @@ impl<B: Backend> Slots<B> {
             .swap_dims(1, 2)
             .reshape([batch, len, kv_heads, 1])
             .expand(wide);
-        let here = Tensor::<B, 3, Int>::full(all, position as i64, &z.device());
+        let here = here(all);
         Self {
             k: self.k.mask_where(per_row.clone(), k.expand(wide)),
             v: self.v.mask_where(per_row, v.expand(wide)),
-            z: self.z.mask_where(replaced.clone(), z.expand(all)),
+            rank: self.rank.mask_where(replaced.clone(), rank.expand(all)),
             positions: self.positions.mask_where(replaced, here),
         }
     }
 
-    /// True at the slot that the new score takes, `[batch, num_kv_heads, len]`; false everywhere when it takes none.
-    fn replaced_slot(&self, z: Tensor<B, 3>) -> Tensor<B, 3, Bool> {
-        let all = self.z.dims();
-        let smallest = self.z.clone().min_dim(2).expand(all);
-        // Of equal scores the lower position leaves first.
-        let candidates = self.z.clone().equal(smallest.clone());
-        let later = self
-            .positions
-            .clone()
-            .mask_fill(candidates.clone().bool_not(), i32::MAX);
+    /// True at the slot that the key at `position` takes, `[batch, num_kv_heads, len]`; false everywhere when it takes none.
+    fn replaced_slot(
+        &self,
+        rank: Tensor<B, 3>,
+        position: usize,
+        local: usize,
+    ) -> Tensor<B, 3, Bool> {
+        let all = self.rank.dims();
+        // With the new key, the last `local` keys are those after this position.
+        let last_candidate = position as i64 - local as i64;
+        let in_local_window = self.positions.clone().greater_elem(last_candidate);
+        let ranks = (self.rank.clone()).mask_fill(in_local_window.clone(), f64::INFINITY);
+        let smallest = ranks.clone().min_dim(2).expand(all);
+        // Of equal ranks the lower position leaves first.
+        let no_candidate = (ranks.equal(smallest.clone()).bool_not()).bool_or(in_local_window);
+        let later = (self.positions.clone()).mask_fill(no_candidate.clone(), i32::MAX);
         let first = later.min_dim(2).expand(all);
-        let slot = candidates.bool_and(self.positions.clone().equal(first));
+        let slot = (self.positions.clone().equal(first)).bool_and(no_candidate.bool_not());
+        if local > 0 {
+            return slot;
+        }
         // The new key is the most recent, so a tie keeps it.
-        slot.bool_and(z.expand(all).greater_equal(smallest))
+        slot.bool_and(rank.expand(all).greater_equal(smallest))
     }
 }

@@ -3,6 +3,7 @@ use crate::testing::{Random, assert_close, documents, host};
 use crate::{AttentionSpec, DmaBackend, DmaBias, DmaSelection, attention, dma_bias, dma_select};
 use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexTensor};
+use sieve_core::DmaWindow;
 
 const HEAD_DIM: usize = 16;
 const KV_HEADS: usize = 3;
@@ -91,14 +92,23 @@ fn bits(x: Tensor<Flex, 3, Int>) -> Vec<i64> {
 #[test]
 fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
     let (seq_len, keep_window_size) = (48, 5);
-    for (group_size, bias) in [(1, DmaBias::Exp), (2, DmaBias::Linear), (4, DmaBias::Exp)] {
+    for (group_size, bias, local_window_size) in [
+        (1, DmaBias::Exp, 0),
+        (2, DmaBias::Linear, 2),
+        (4, DmaBias::Exp, 1),
+        (1, DmaBias::Linear, 5),
+    ] {
+        let window = DmaWindow {
+            keep_window_size,
+            local_window_size,
+        };
         let spec = spec(group_size);
         let heads = spec.num_heads;
         let qkv = Random(4).input(&[2, seq_len, spec.packed_heads(), HEAD_DIM]);
         let qkv = qkv.tensor(DType::F32);
         let z = tied_scores(seq_len, 5);
         let all = documents::<Flex>(&[], [2, seq_len]);
-        let expire = dma_select(tensor::<3>(z.clone()), &all, keep_window_size);
+        let expire = dma_select(tensor::<3>(z.clone()), &all, window);
         let selection = DmaSelection {
             expire: expire.clone().into_primitive(),
             lists: Vec::new(),
@@ -113,10 +123,10 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
         let mut cache = DmaCache::<Flex> {
             k: token(0).narrow(2, heads, KV_HEADS),
             v: token(0).narrow(2, heads + KV_HEADS, KV_HEADS),
-            z: z.narrow(2, 0, 1),
+            rank: z.narrow(2, 0, 1),
             positions: Tensor::<Flex, 3, Int>::zeros([2, KV_HEADS, 1], &Default::default())
                 .into_primitive(),
-            keep_window_size,
+            window,
         };
         for at in 1..seq_len {
             let offered = DmaToken {
@@ -129,7 +139,7 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
                 v: token(at)
                     .narrow(2, heads + KV_HEADS, KV_HEADS)
                     .reshape([2, KV_HEADS, HEAD_DIM].into()),
-                z: z.narrow(2, at, 1).reshape([2, KV_HEADS].into()),
+                rank: z.narrow(2, at, 1).reshape([2, KV_HEADS].into()),
                 position: at,
             };
             let (next, o) = dma_decode(cache, offered, spec.softmax_scale, bias);

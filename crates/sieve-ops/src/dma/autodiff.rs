@@ -7,6 +7,7 @@ use crate::documents::DocumentBounds;
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::ops::FloatTensor;
+use sieve_core::DmaWindow;
 
 impl<B: DmaGradients, C: CheckpointStrategy> DmaBackend for Autodiff<B, C> {
     fn dma_scores(
@@ -19,11 +20,11 @@ impl<B: DmaGradients, C: CheckpointStrategy> DmaBackend for Autodiff<B, C> {
     }
 
     fn dma_select(
-        z: FloatTensor<Self>,
+        rank: FloatTensor<Self>,
         documents: &DocumentBounds<Self>,
-        keep_window_size: usize,
+        window: DmaWindow,
     ) -> DmaSelection<Self> {
-        B::dma_select(z.primitive, documents, keep_window_size).on()
+        B::dma_select(rank.primitive, documents, window).on()
     }
 
     fn dma_attention(

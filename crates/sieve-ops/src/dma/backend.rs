@@ -3,19 +3,10 @@ use crate::attention::{AttentionOutput, AttentionSpec};
 use crate::documents::DocumentBounds;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use sieve_core::DmaBias;
+use sieve_core::DmaWindow;
 
 /// Largest score that still enters the exponential: `exp(z)` overflows f32 at 88.7.
 pub const DMA_SCORE_CLAMP: f64 = 60.0;
-
-/// What DMA adds to an attention call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DmaSpec {
-    /// Keys a query keeps.
-    pub keep_window_size: usize,
-    /// How scores become biases.
-    pub bias: DmaBias,
-}
 
 /// What `dma_select` found: the exact mask, and what a backend derived from it for its kernels.
 #[derive(Clone, Debug)]
@@ -53,9 +44,9 @@ pub trait DmaBackend: Backend {
     ) -> FloatTensor<Self>;
     /// See [`crate::dma_select`].
     fn dma_select(
-        z: FloatTensor<Self>,
+        rank: FloatTensor<Self>,
         documents: &DocumentBounds<Self>,
-        keep_window_size: usize,
+        window: DmaWindow,
     ) -> DmaSelection<Self>;
     /// Attention over the kept keys with an additive bias per key, `delta` `[batch, num_kv_heads, seq_len]`.
     fn dma_attention(

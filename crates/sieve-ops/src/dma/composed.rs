@@ -1,6 +1,7 @@
 //! Scores, selection and attention together: one node of the autodiff graph.
-use super::backend::{DmaBackend, DmaGradients, DmaSelection, DmaSpec};
+use super::backend::{DmaBackend, DmaGradients, DmaSelection};
 use super::bias::{dma_bias, dma_bias_backward};
+use super::rank::{dma_rank, positions_in_documents};
 use crate::attention::{AttentionOutput, AttentionSpec};
 use crate::device::autodiff::{Gradient, constant, enter, inner};
 use crate::documents::DocumentBounds;
@@ -9,6 +10,7 @@ use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
+use sieve_core::DmaShape;
 
 /// Everything a DMA forward pass computes, as primitives.
 #[derive(Clone, Debug)]
@@ -17,20 +19,20 @@ pub struct DmaForward<B: Backend> {
     pub output: AttentionOutput<B>,
     /// The exact mask.
     pub selection: DmaSelection<B>,
-    /// Scores, f32 `[batch, num_kv_heads, seq_len]`.
-    pub z: FloatTensor<B>,
+    /// What ranks the keys: their scores plus recency, f32 `[batch, num_kv_heads, seq_len]`.
+    pub rank: FloatTensor<B>,
 }
 
 /// The composed op behind [`crate::dynamic_mask_attention`]. Devices run its parts; autodiff enters one node for all.
 pub trait DynamicMaskBackend: Backend {
-    /// The output, the selection and the scores.
+    /// The output, the selection and the ranks.
     fn dynamic_mask_attention(
         qkv: FloatTensor<Self>,
         w_dt: FloatTensor<Self>,
         a: FloatTensor<Self>,
         documents: &DocumentBounds<Self>,
         spec: AttentionSpec,
-        dma: DmaSpec,
+        dma: DmaShape,
     ) -> DmaForward<Self>;
 }
 
@@ -41,7 +43,7 @@ impl<B: DmaGradients> DynamicMaskBackend for B {
         a: FloatTensor<Self>,
         documents: &DocumentBounds<Self>,
         spec: AttentionSpec,
-        dma: DmaSpec,
+        dma: DmaShape,
     ) -> DmaForward<Self> {
         forward::<Self>(qkv, w_dt, a, documents, spec, dma)
     }
@@ -54,7 +56,7 @@ impl<B: DmaGradients, C: CheckpointStrategy> DynamicMaskBackend for Autodiff<B, 
         a: FloatTensor<Self>,
         documents: &DocumentBounds<Self>,
         spec: AttentionSpec,
-        dma: DmaSpec,
+        dma: DmaShape,
     ) -> DmaForward<Self> {
         let [x, w, scale] = [&qkv, &w_dt, &a].map(inner::<B, C>);
         let whole = forward::<B>(x.clone(), w.clone(), scale.clone(), documents, spec, dma);
@@ -70,7 +72,7 @@ impl<B: DmaGradients, C: CheckpointStrategy> DynamicMaskBackend for Autodiff<B, 
         let DmaForward {
             output,
             selection,
-            z,
+            rank,
         } = whole;
         DmaForward {
             output: AttentionOutput {
@@ -79,7 +81,7 @@ impl<B: DmaGradients, C: CheckpointStrategy> DynamicMaskBackend for Autodiff<B, 
                 o_rest: None,
             },
             selection: selection.on(),
-            z: constant::<B, C>(z),
+            rank: constant::<B, C>(rank),
         }
     }
 }
@@ -96,16 +98,19 @@ pub(crate) fn forward<B: DmaBackend>(
     a: FloatTensor<B>,
     documents: &DocumentBounds<B>,
     spec: AttentionSpec,
-    dma: DmaSpec,
+    dma: DmaShape,
 ) -> DmaForward<B> {
-    let z = B::dma_scores(qkv.clone(), w_dt, a, spec);
-    let delta = primitive(dma_bias(tensor::<B, 3>(z.clone()), dma.bias));
-    let selection = B::dma_select(z.clone(), documents, dma.keep_window_size);
+    let z = tensor::<B, 3>(B::dma_scores(qkv.clone(), w_dt, a, spec));
+    let positions = || positions_in_documents(documents);
+    let rank = dma_rank(z, positions, dma.slopes(spec.num_kv_heads));
+    let delta = primitive(dma_bias(rank.clone(), dma.bias));
+    let rank = primitive(rank);
+    let selection = B::dma_select(rank.clone(), documents, dma.window());
     let output = B::dma_attention(qkv, delta, documents, &selection, spec);
     DmaForward {
         output,
         selection,
-        z,
+        rank,
     }
 }
 
@@ -117,7 +122,7 @@ pub(crate) struct DmaState<B: Backend> {
     pub(crate) a: FloatTensor<B>,
     pub(crate) documents: DocumentBounds<B>,
     pub(crate) spec: AttentionSpec,
-    pub(crate) dma: DmaSpec,
+    pub(crate) dma: DmaShape,
     pub(crate) forward: DmaForward<B>,
 }
 
@@ -135,8 +140,8 @@ pub(crate) fn backward<B: DmaGradients>(
         dma,
         forward,
     } = state;
-    let z = tensor::<B, 3>(forward.z);
-    let delta = dma_bias(z.clone(), dma.bias);
+    let rank = tensor::<B, 3>(forward.rank);
+    let delta = dma_bias(rank.clone(), dma.bias);
     let (dqkv, d_delta) = B::dma_attention_backward(
         qkv.clone(),
         primitive(delta.clone()),
@@ -146,6 +151,7 @@ pub(crate) fn backward<B: DmaGradients>(
         forward.output,
         d_o,
     );
-    let dz = dma_bias_backward(z, delta, tensor(d_delta), dma.bias);
+    // A slope is fixed, so the gradient of the rank is that of the score.
+    let dz = dma_bias_backward(rank, delta, tensor(d_delta), dma.bias);
     B::dma_scores_backward(qkv, w_dt, a, spec, primitive(dz), dqkv)
 }

@@ -6,6 +6,7 @@ use crate::cuda::dma;
 use crate::device::cuda::Cuda;
 use crate::device::paths::{kernel_or, kernel_or_scores, scores};
 use crate::documents::DocumentBounds;
+use sieve_core::DmaWindow;
 use sieve_kernels::CudaPrimitive as Float;
 
 impl DmaBackend for Cuda {
@@ -17,13 +18,13 @@ impl DmaBackend for Cuda {
     }
 
     fn dma_select(
-        z: Float,
+        rank: Float,
         documents: &DocumentBounds<Self>,
-        keep_window_size: usize,
+        window: DmaWindow,
     ) -> DmaSelection<Self> {
-        let attempt = dma::select(&z, documents, keep_window_size);
+        let attempt = dma::select(&rank, documents, window);
         kernel_or("dma_select", attempt, || {
-            reference::dma_select::<Self>(z, documents, keep_window_size)
+            reference::dma_select::<Self>(rank, documents, window)
         })
     }
 

@@ -10,6 +10,7 @@ use crate::device::paths::scores;
 use crate::documents::DocumentBounds;
 use burn::tensor::{TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
+use sieve_core::DmaWindow;
 
 impl DmaBackend for Flex {
     fn dma_scores(
@@ -32,27 +33,30 @@ impl DmaBackend for Flex {
     }
 
     fn dma_select(
-        z: FlexTensor,
+        rank: FlexTensor,
         bounds: &DocumentBounds<Self>,
-        keep_window_size: usize,
+        window: DmaWindow,
     ) -> DmaSelection<Self> {
-        if !is_f32(&z) {
+        if !is_f32(&rank) {
             return plain("dma_select", || {
-                reference::dma_select::<Self>(z, bounds, keep_window_size)
+                reference::dma_select::<Self>(rank, bounds, window)
             });
         }
-        let (z, bounds) = (contiguous(z), contiguous_bounds(bounds));
-        let shape = z.shape();
+        let (rank, bounds) = (contiguous(rank), contiguous_bounds(bounds));
+        let shape = rank.shape();
         let mut expire = vec![0i32; shape.num_elements()];
+        let documents = documents(&bounds);
         sieve_cpu::dma_expire(
-            floats(&z),
-            documents(&bounds),
+            floats(&rank),
+            documents,
             shape[0],
             shape[1],
             shape[2],
-            keep_window_size,
+            window.num_ranked(),
             &mut expire,
         );
+        let local = window.local_window_size;
+        sieve_cpu::extend_expire(&mut expire, documents, shape[1], shape[2], local);
         let expire = FlexTensor::from_data(TensorData::new(expire, shape));
         DmaSelection {
             expire,

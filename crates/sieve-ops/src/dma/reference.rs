@@ -9,6 +9,7 @@ use burn::tensor::activation::{sigmoid, softplus};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Tensor, TensorData, TensorMetadata};
+use sieve_core::DmaWindow;
 
 /// Packed values as rows, `[batch * seq_len, num_kv_heads * head_dim]`.
 fn value_rows<B: Backend>(qkv: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 2> {
@@ -76,15 +77,15 @@ pub fn dma_scores_backward<B: Backend>(
     )
 }
 
-/// `expire` by definition: for each query the `keep_window_size` best keys so far, on the host, O(n² log n).
+/// `expire` by definition: for each query the last keys and the best of the older ones, on the host, O(n² log n).
 ///
-/// Reads z back; an oracle, not a path for training.
+/// Reads the ranks back; an oracle, not a path for training.
 pub fn dma_select<B: Backend>(
-    z: FloatTensor<B>,
+    rank: FloatTensor<B>,
     documents: &DocumentBounds<B>,
-    keep_window_size: usize,
+    window: DmaWindow,
 ) -> DmaSelection<B> {
-    let z = tensor::<B, 3>(z);
+    let z = tensor::<B, 3>(rank);
     let [batch, kv_heads, seq_len] = z.dims();
     let device = z.device();
     let scores: Vec<f64> = z.into_data().iter::<f64>().collect();
@@ -101,14 +102,15 @@ pub fn dma_select<B: Backend>(
         }
         for i in 0..seq_len {
             let first = start[b * seq_len + i] as usize;
-            let mut keys: Vec<usize> = (first..=i).collect();
+            let older = (i + 1).saturating_sub(window.local_window_size).max(first);
+            let mut keys: Vec<usize> = (first..older).collect();
             // Best first: larger score, then the more recent key. `+ 0.0` makes -0 equal to +0.
             keys.sort_by(|&a, &b| {
                 (scores[b] + 0.0)
                     .total_cmp(&(scores[a] + 0.0))
                     .then(b.cmp(&a))
             });
-            for &j in keys.iter().skip(keep_window_size) {
+            for &j in keys.iter().skip(window.num_ranked()) {
                 expire[j] = expire[j].min(i as i32);
             }
         }

@@ -1,9 +1,10 @@
 mod gradients;
 mod mask;
 
-use super::{DmaSpec, dma_bias, dynamic_mask_attention};
+use super::{dma_bias, dma_rank, dynamic_mask_attention};
 use crate::testing::{Ad, Float, Input, Random, float, primitive};
 use crate::{AttentionSpec, DmaBias, Documents, reference};
+use sieve_core::{DmaRecency, DmaShape};
 
 /// Three KV heads, a group of `group_size`.
 fn spec(group_size: usize, head_dim: usize) -> AttentionSpec {
@@ -15,10 +16,22 @@ fn spec(group_size: usize, head_dim: usize) -> AttentionSpec {
     }
 }
 
-fn dma(keep_window_size: usize, bias: DmaBias) -> DmaSpec {
-    DmaSpec {
-        keep_window_size,
+fn dma(keep_window_size: usize, bias: DmaBias) -> DmaShape {
+    DmaShape {
         bias,
+        ..DmaShape::published(keep_window_size)
+    }
+}
+
+/// Slopes and a local window of a third.
+fn with_recency(keep_window_size: usize) -> DmaShape {
+    DmaShape {
+        bias: DmaBias::Linear,
+        recency: DmaRecency::Slope,
+        shortest_period: Some(3.0),
+        longest_period: Some(40.0),
+        local_window_size: keep_window_size / 3,
+        ..DmaShape::published(keep_window_size)
     }
 }
 
@@ -35,7 +48,7 @@ fn inputs(spec: AttentionSpec, [batch, seq_len, head_dim]: [usize; 3], seed: u64
     ]
 }
 
-fn run(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec, dma: DmaSpec) -> Float {
+fn run(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec, dma: DmaShape) -> Float {
     let (qkv, w_dt, a) = (float(&inputs[0]), float(&inputs[1]), float(&inputs[2]));
     primitive(dynamic_mask_attention(qkv, w_dt, a, documents, spec, dma).o)
 }
@@ -45,12 +58,14 @@ fn reference_run(
     inputs: &[Float],
     documents: &Documents<Ad>,
     spec: AttentionSpec,
-    dma: DmaSpec,
+    dma: DmaShape,
 ) -> Float {
     let [qkv, w_dt, a] = [0, 1, 2].map(|n| inputs[n].clone());
     let bounds = documents.bounds();
     let z = reference::dma_scores::<Ad>(qkv.clone(), w_dt, a, spec);
-    let selection = reference::dma_select::<Ad>(z.clone(), &bounds, dma.keep_window_size);
-    let delta = primitive(dma_bias(float::<3>(&z), dma.bias));
+    let positions = || documents.positions.clone();
+    let rank = dma_rank(float::<3>(&z), positions, dma.slopes(spec.num_kv_heads));
+    let selection = reference::dma_select::<Ad>(primitive(rank.clone()), &bounds, dma.window());
+    let delta = primitive(dma_bias(rank, dma.bias));
     reference::dma_attention::<Ad>(qkv, delta, &bounds, &selection, spec).o
 }

@@ -306,8 +306,8 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
             shape.head_dim += mla.qk_rope_head_dim;
             vec![NeededKeys::Neighbours]
         }
-        AttentionSection::Dma { bias, .. } => {
-            let bias = match bias {
+        AttentionSection::Dma(dma) => {
+            let bias = match dma.bias {
                 DmaBias::Exp => ScoreBias::Exp,
                 DmaBias::Linear => ScoreBias::Linear,
             };

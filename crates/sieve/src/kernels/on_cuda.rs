@@ -138,7 +138,13 @@ impl<'a> OnCuda<'a> {
 
     /// DMA's selection.
     pub(crate) fn select(&self) -> Result<Selection, KernelError> {
-        dma_select(&self.z, &self.doc_start, &self.doc_end, self.case.window())
+        dma_select(
+            &self.z,
+            &self.doc_start,
+            &self.doc_end,
+            self.case.window(),
+            0,
+        )
     }
 
     /// The lists of a selection; `None` where keys are not chosen.

@@ -99,10 +99,12 @@ impl<B: Place> Call<'_, B> {
         let shape = self.case.shape;
         let per_key = |values: &[f32]| float::<B, 3>(values, shape.per_key(), self.device);
         let selection: DmaSelection<B> = match self.case.keys {
-            Keys::Chosen(kept) => B::dma_select(per_key(&self.case.z), &self.documents, kept),
+            Keys::Chosen(kept) => {
+                B::dma_select(per_key(&self.case.z), &self.documents, kept.into())
+            }
             _ => {
                 let equal = vec![0.0; self.case.delta.len()];
-                B::dma_select(per_key(&equal), &self.documents, shape.seq_len)
+                B::dma_select(per_key(&equal), &self.documents, shape.seq_len.into())
             }
         };
         let delta = per_key(&self.case.delta);
@@ -173,7 +175,7 @@ pub(crate) fn select<B: Place>(case: &Case, device: &B::Device) -> Vec<i32> {
         device,
     );
     let z = float::<B, 3>(&case.z, shape.per_key(), device);
-    ints::<B>(&B::dma_select(z, &documents.bounds(), case.window()))
+    ints::<B>(&B::dma_select(z, &documents.bounds(), case.window().into()))
 }
 
 /// Every token against the keys before it, or the last `window`: `[batch, seq_len, num_heads, head_dim_v]`.
@@ -219,9 +221,9 @@ pub(crate) fn dma_decode<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> 
     let mut cache = DmaCache::<B> {
         k: first(&tokens.k),
         v: first(&tokens.v),
-        z: z_of(0).into_primitive().tensor(),
+        rank: z_of(0).into_primitive().tensor(),
         positions: Tensor::<B, 3, Int>::from_data(position, device).into_primitive(),
-        keep_window_size: case.window(),
+        window: case.window().into(),
     };
     let o = B::attention_decode(
         token(&tokens.q, 0),
@@ -236,7 +238,7 @@ pub(crate) fn dma_decode<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> 
             q: token(&tokens.q, at),
             k: token(&tokens.k, at),
             v: token(&tokens.v, at),
-            z: z_of(at).flatten::<2>(1, 2).into_primitive().tensor(),
+            rank: z_of(at).flatten::<2>(1, 2).into_primitive().tensor(),
             position: at,
         };
         let (next, o) = B::dma_decode(cache, token, f64::from(case.scale), DmaBias::Exp);

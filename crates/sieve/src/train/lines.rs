@@ -28,10 +28,12 @@ pub(super) fn describe<B: TrainBackend>(
             "nsa, {} blocks of {} and {} keys a query",
             nsa.num_selected_blocks, nsa.select_block_size, nsa.window_size
         ),
-        AttentionSection::Dma {
-            keep_window_size, ..
-        } => {
-            format!("dma, {keep_window_size} keys a query")
+        AttentionSection::Dma(dma) => {
+            let keys = format!("dma, {} keys a query", dma.keep_window_size);
+            match dma.local_window_size {
+                0 => keys,
+                local => format!("{keys}, the last {local} always"),
+            }
         }
     };
     format!(

@@ -1,6 +1,6 @@
 //! What a block keeps for its backward pass, and what that pass holds for a moment.
 
-use crate::model::{Attention, ModelShape, NUM_NSA_BRANCHES};
+use crate::model::{Attention, DmaShape, ModelShape, NUM_NSA_BRANCHES};
 use crate::plan::Target;
 use crate::recipe::TrainingSection;
 
@@ -35,9 +35,9 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize) ->
         // q, k and v before q/k-norm and rotation, and the output.
         Attention::Mha | Attention::Swa { .. } => (common + packed + q, lse),
         // z and expire beside them, key lists, and what rounding took from the output.
-        Attention::Dma {
+        Attention::Dma(DmaShape {
             keep_window_size, ..
-        } => {
+        }) => {
             let rest = if keeps_rest(shape, target, seq_len) {
                 q
             } else {
@@ -154,9 +154,9 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
     let row_stats = times(tokens, 2 * F32 * heads);
     match shape.attention {
         Attention::Mla(_) | Attention::Nsa(_) => plain_score_bytes(shape, tokens, seq_len),
-        Attention::Dma {
+        Attention::Dma(DmaShape {
             keep_window_size, ..
-        } if keep_window_size < seq_len => {
+        }) if keep_window_size < seq_len => {
             let rows = batch * seq_len.min(LIST_QUERIES * LISTS_PER_LAUNCH) as u64;
             row_stats + times(rows, F32 * q) + times(tokens, 2 * F32 * kv)
         }

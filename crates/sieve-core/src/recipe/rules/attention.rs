@@ -1,7 +1,7 @@
 //! Rules of `[attention]`.
 
 use super::{MAX_SEQ_LEN, MAX_WIDTH, Rules};
-use crate::model::{MlaShape, NsaCompression, NsaShape};
+use crate::model::{DmaBias, DmaRecency, DmaShape, MlaShape, NsaCompression, NsaShape};
 use crate::recipe::{AttentionSection, ModelSection};
 
 /// The forced blocks: the first, the query's own, and the one before.
@@ -19,19 +19,49 @@ pub(super) fn check_attention(
         }
         AttentionSection::Mla(mla) => check_mla(mla, model, rules),
         AttentionSection::Nsa(nsa) => check_nsa(nsa, rules),
-        AttentionSection::Dma {
-            keep_window_size,
-            bias: _,
-            a_init,
-        } => {
-            rules.size("attention.keep_window_size", *keep_window_size, MAX_SEQ_LEN);
-            rules.require(
-                a_init.is_finite(),
-                "attention.a_init",
-                || format!("is {a_init}, not a finite number"),
-                || "0.0 starts DMA as a sliding window".to_owned(),
-            );
-        }
+        AttentionSection::Dma(dma) => check_dma(dma, rules),
+    }
+}
+
+fn check_dma(dma: &DmaShape, rules: &mut Rules<'_>) {
+    let (window, a_init) = (dma.keep_window_size, dma.a_init);
+    rules.size("attention.keep_window_size", window, MAX_SEQ_LEN);
+    rules.require(
+        a_init.is_finite(),
+        "attention.a_init",
+        || format!("is {a_init}, not a finite number"),
+        || "0.0 starts DMA as a sliding window".to_owned(),
+    );
+    rules.require(
+        dma.local_window_size <= window,
+        "attention.local_window_size",
+        || {
+            format!(
+                "is {}, more than keep_window_size = {window}",
+                dma.local_window_size
+            )
+        },
+        || format!("{window} keeps the last {window} keys and no other: a sliding window"),
+    );
+    let has_slopes = dma.recency == DmaRecency::Slope;
+    rules.require(
+        !has_slopes || dma.bias == DmaBias::Linear,
+        "attention.bias",
+        || "is \"exp\", but recency = \"slope\" adds to the logit itself".to_owned(),
+        || "set attention.bias = \"linear\"".to_owned(),
+    );
+    for (key, period) in [
+        ("attention.shortest_period", dma.shortest_period),
+        ("attention.longest_period", dma.longest_period),
+    ] {
+        let Some(period) = period else { continue };
+        rules.require(
+            has_slopes,
+            key,
+            || "needs recency = \"slope\"".to_owned(),
+            || "set attention.recency = \"slope\", or leave the period out".to_owned(),
+        );
+        rules.positive(key, period);
     }
 }
 

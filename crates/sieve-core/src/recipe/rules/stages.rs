@@ -42,6 +42,13 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts<'_>, rules: &m
     if let Some(window) = stage.window {
         rules.size(&key("window"), window, MAX_SEQ_LEN);
         if let Some(attention) = parts.attention {
+            let local = attention.local_window();
+            rules.require(
+                local <= window,
+                &key("window"),
+                || format!("is {window}, less than attention.local_window_size = {local}"),
+                || format!("give the stage a window of at least {local}"),
+            );
             rules.require(
                 attention.window().is_some(),
                 &key("window"),

@@ -538,6 +538,44 @@ const NSA: &str = "kind = \"nsa\"\ncompress_block_size = 8\ncompress_stride = 4\
                    select_block_size = 8\nnum_selected_blocks = 4\nwindow_size = 16";
 
 #[test]
+fn rules_of_the_general_form_of_dma() {
+    let slope = "kind = \"dma\"\nkeep_window_size = 16\nbias = \"linear\"\nrecency = \"slope\"";
+    let dma = "kind = \"dma\"\nkeep_window_size = 16";
+    for rest in [
+        "",
+        "\nshortest_period = 4\nlongest_period = 64.5",
+        "\nlocal_window_size = 16",
+    ] {
+        assert!(
+            load_replaced(dma, &format!("{slope}{rest}")).is_ok(),
+            "{rest}"
+        );
+    }
+    for (text, expected) in [
+        (
+            format!("{dma}\nlocal_window_size = 17"),
+            "attention.local_window_size: is 17, more than keep_window_size = 16\n    hint: 16 keeps the last 16",
+        ),
+        (
+            format!("{dma}\nrecency = \"slope\""),
+            "attention.bias: is \"exp\", but recency = \"slope\" adds to the logit itself\n    hint: set attention.bias = \"linear\"",
+        ),
+        (
+            format!("{dma}\nlongest_period = 8"),
+            "attention.longest_period: needs recency = \"slope\"",
+        ),
+        (
+            format!("{slope}\nshortest_period = 0"),
+            "attention.shortest_period: is 0, not a finite number above 0",
+        ),
+        (format!("{dma}\nrecency = \"slopes\""), "did you mean"),
+    ] {
+        let message = attention_message(&text);
+        assert!(message.contains(expected), "{text}: {message}");
+    }
+}
+
+#[test]
 fn rules_of_mla_and_nsa() {
     let dma = "kind = \"dma\"\nkeep_window_size = 16";
     assert!(load_replaced(dma, NSA).is_ok());

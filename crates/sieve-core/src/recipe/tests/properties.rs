@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
 use super::*;
-use crate::model::{DmaBias, NsaCompression, NsaShape};
+use crate::model::{DmaBias, DmaRecency, DmaShape, NsaCompression, NsaShape};
 
 fn finite_share() -> impl Strategy<Value = f64> {
     prop_oneof![Just(0.0), Just(1.0), 0.0..=1.0f64]
@@ -125,11 +125,20 @@ fn attention() -> impl Strategy<Value = AttentionSection> {
                 } else {
                     DmaBias::Exp
                 };
-                AttentionSection::Dma {
-                    keep_window_size,
+                let recency = if linear {
+                    DmaRecency::Slope
+                } else {
+                    DmaRecency::None
+                };
+                AttentionSection::Dma(DmaShape {
                     bias,
                     a_init,
-                }
+                    recency,
+                    shortest_period: linear.then_some(3.0),
+                    longest_period: linear.then_some(1e6),
+                    local_window_size: keep_window_size / 3,
+                    ..DmaShape::published(keep_window_size)
+                })
             }
         ),
     ]

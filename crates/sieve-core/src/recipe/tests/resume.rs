@@ -67,6 +67,8 @@ fn refused_changes_are_all_named() {
             "attention.bias",
             "attention.keep_window_size",
             "attention.kind",
+            "attention.local_window_size",
+            "attention.recency",
             "attention.sliding_window",
             "checkpoint.folder",
             "model.hidden_size",

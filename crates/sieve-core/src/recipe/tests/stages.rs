@@ -1,7 +1,7 @@
 //! `[[stage]]`: defaults, order, rules, overrides.
 
 use super::*;
-use crate::model::Attention;
+use crate::model::{Attention, DmaShape};
 
 /// The minimal recipe with two stages instead of `steps = 40`.
 const STAGED: &str = "local_batch_size = 5\n\
@@ -68,9 +68,9 @@ fn steps_and_states_find_their_stage() {
     assert_eq!(second.training.steps, 36);
     let shape = second.model_shape(512).expect("fits");
     assert_eq!(shape.rope_theta, 5e4);
-    let Attention::Dma {
+    let Attention::Dma(DmaShape {
         keep_window_size, ..
-    } = shape.attention
+    }) = shape.attention
     else {
         panic!("not DMA")
     };

@@ -4,10 +4,11 @@ use crate::testing::{
     evaluate, float, primitive,
 };
 use crate::{
-    AttentionSpec, DmaBias, DmaSpec, Documents, QkNorm, RotaryEmbedding, attention,
-    dynamic_mask_attention, linear, linear_add, qk_norm_rope, reference, rms_norm,
+    AttentionSpec, DmaBias, Documents, QkNorm, RotaryEmbedding, attention, dynamic_mask_attention,
+    linear, linear_add, qk_norm_rope, reference, rms_norm,
 };
 use burn::tensor::{DType, TensorMetadata};
+use sieve_core::{DmaRecency, DmaShape};
 
 const EPSILON: f64 = 1e-5;
 const QK_EPSILON: f64 = 1e-4;
@@ -17,7 +18,7 @@ const NUM_KV_HEADS: usize = 3;
 /// One call: what attends, in which documents.
 struct Case {
     spec: AttentionSpec,
-    dma: Option<DmaSpec>,
+    dma: Option<DmaShape>,
     documents: Documents<Ad>,
     residual: Residual,
 }
@@ -34,9 +35,12 @@ impl Case {
             },
         };
         let dma = match kind {
-            Kind::Dma(keep_window_size) => Some(DmaSpec {
-                keep_window_size,
-                bias: DmaBias::Exp,
+            Kind::Dma(keep_window_size) => Some(DmaShape::published(keep_window_size)),
+            Kind::Recency(keep_window_size) => Some(DmaShape {
+                bias: DmaBias::Linear,
+                recency: DmaRecency::Slope,
+                local_window_size: keep_window_size / 2,
+                ..DmaShape::published(keep_window_size)
             }),
             _ => None,
         };
@@ -146,9 +150,16 @@ enum Kind {
     Dense,
     Window(usize),
     Dma(usize),
+    Recency(usize),
 }
 
-const KINDS: [Kind; 4] = [Kind::Dense, Kind::Window(5), Kind::Dma(4), Kind::Dma(99)];
+const KINDS: [Kind; 5] = [
+    Kind::Dense,
+    Kind::Window(5),
+    Kind::Dma(4),
+    Kind::Dma(99),
+    Kind::Recency(6),
+];
 
 #[test]
 fn equals_the_reference_for_kinds_groups_and_documents() {

@@ -1,4 +1,4 @@
-use super::{dma, inputs, reference_run, run, spec};
+use super::{dma, inputs, reference_run, run, spec, with_recency};
 use crate::testing::{
     Ad, Float, Input, View, assert_close, check_finite_differences, check_parity, check_views,
     documents, evaluate,
@@ -9,8 +9,11 @@ use burn::tensor::DType;
 fn check(group_size: usize, dims: [usize; 3], keep_window_size: usize, lengths: &[usize]) {
     let spec = spec(group_size, dims[2]);
     let documents = documents::<Ad>(lengths, [dims[0], dims[1]]);
-    for bias in [DmaBias::Exp, DmaBias::Linear] {
-        let dma = dma(keep_window_size, bias);
+    for dma in [
+        dma(keep_window_size, DmaBias::Exp),
+        dma(keep_window_size, DmaBias::Linear),
+        with_recency(keep_window_size),
+    ] {
         check_parity(
             &format!("{dma:?} group {group_size} {dims:?} {lengths:?}"),
             &inputs(spec, dims, 1),
@@ -55,8 +58,12 @@ fn a_query_that_keeps_one_key_copies_its_value() {
 fn gradients_are_those_of_the_function() {
     let spec = spec(2, 4);
     let documents = documents::<Ad>(&[6, 1], [2, 12]);
-    for bias in [DmaBias::Exp, DmaBias::Linear] {
-        let op = |inputs: &[Float]| run(inputs, &documents, spec, dma(3, bias));
+    for dma in [
+        dma(3, DmaBias::Exp),
+        dma(3, DmaBias::Linear),
+        with_recency(3),
+    ] {
+        let op = |inputs: &[Float]| run(inputs, &documents, spec, dma);
         check_finite_differences("dma", &inputs(spec, [2, 12, 4], 2), &op);
     }
 }

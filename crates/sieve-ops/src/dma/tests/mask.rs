@@ -8,6 +8,7 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::Flex;
 use proptest::prelude::*;
+use sieve_core::DmaWindow;
 
 fn scores(values: &[f32], dims: [usize; 3]) -> Tensor<Flex, 3> {
     Tensor::from_data(TensorData::new(values.to_vec(), dims), &Default::default())
@@ -17,15 +18,19 @@ fn integers<const D: usize>(x: Tensor<Flex, D, Int>) -> Vec<i64> {
     x.into_data().iter::<i64>().collect()
 }
 
-/// The `keep_window_size` best keys of each row, found row by row with nothing shared between rows.
-fn visible(z: &[f32], start: usize, query: usize, keep_window_size: usize) -> Vec<usize> {
-    let mut keys: Vec<usize> = (start..=query).collect();
+/// The last keys and the best older ones of a row, found row by row with nothing shared between rows.
+fn visible(z: &[f32], start: usize, query: usize, window: DmaWindow) -> Vec<usize> {
+    let local = (query + 1)
+        .saturating_sub(window.local_window_size)
+        .max(start);
+    let mut keys: Vec<usize> = (start..local).collect();
     // Larger score first, then later key; == so that -0 ties with +0.
     keys.sort_by(|&a, &b| match z[a] == z[b] {
         true => b.cmp(&a),
         false => z[b].total_cmp(&z[a]),
     });
-    keys.truncate(keep_window_size);
+    keys.truncate(window.num_ranked());
+    keys.extend(local..=query);
     keys
 }
 
@@ -37,8 +42,12 @@ proptest! {
         picks in prop::collection::vec((0usize..9, any::<f32>()), 1..70),
         lengths in prop::collection::vec(1usize..20, 0..6),
         keep_window_size in 1usize..24,
+        local in 0usize..3,
         ties in any::<bool>(),
     ) {
+        // No local window, a part of the window, all of it.
+        let local_window_size = [0, keep_window_size / 2, keep_window_size][local];
+        let window = DmaWindow { keep_window_size, local_window_size };
         let levels = [0.0, -0.0, 1.0, -1.0, 1.0 + f32::EPSILON, f32::MIN_POSITIVE, -3.0, 60.0, f32::MAX];
         // Two KV heads: the picks and their reverse.
         let one: Vec<f32> = picks
@@ -48,16 +57,16 @@ proptest! {
         let seq_len = one.len();
         let z: Vec<f32> = one.iter().chain(one.iter().rev()).copied().collect();
         let documents = documents::<Flex>(&lengths, [1, seq_len]);
-        let expire = integers(dma_select(scores(&z, [1, 2, seq_len]), &documents, keep_window_size));
+        let expire = integers(dma_select(scores(&z, [1, 2, seq_len]), &documents, window));
         let oracle = reference::dma_select::<Flex>(
-            scores(&z, [1, 2, seq_len]).into_primitive().tensor(), &documents.bounds(), keep_window_size);
+            scores(&z, [1, 2, seq_len]).into_primitive().tensor(), &documents.bounds(), window);
         prop_assert_eq!(&expire, &integers::<3>(Tensor::from_primitive(oracle.expire)));
         let (start, end) = (integers(documents.start), integers(documents.end));
         for head in 0..2 {
             let (z, expire) = (&z[head * seq_len..][..seq_len], &expire[head * seq_len..][..seq_len]);
             for (query, &first) in start.iter().enumerate() {
                 let first = first as usize;
-                let kept = visible(z, first, query, keep_window_size);
+                let kept = visible(z, first, query, window);
                 for (key, &expire) in expire.iter().enumerate() {
                     let active = first <= key && key <= query && (query as i64) < expire;
                     prop_assert_eq!(active, kept.contains(&key), "head {} query {} key {}", head, query, key);

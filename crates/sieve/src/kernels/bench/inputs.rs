@@ -81,14 +81,14 @@ impl Inputs {
         z: &CudaTensor,
         kept: usize,
     ) -> Result<(Selection, KeyLists), KernelError> {
-        let selection = dma_select(z, &self.doc_start, &self.doc_end, kept)?;
+        let selection = dma_select(z, &self.doc_start, &self.doc_end, kept, 0)?;
         let lists = dma_lists(&selection, &self.doc_start, &self.doc_end, TILE_QUERIES)?;
         Ok((selection, lists))
     }
 
     /// `expire` alone.
     pub(crate) fn select(&self, z: &CudaTensor, kept: usize) -> Result<(), KernelError> {
-        dma_select(z, &self.doc_start, &self.doc_end, kept).map(drop)
+        dma_select(z, &self.doc_start, &self.doc_end, kept, 0).map(drop)
     }
 
     /// Dense or windowed attention.

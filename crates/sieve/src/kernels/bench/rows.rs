@@ -263,6 +263,7 @@ pub(crate) fn dma_decoding(bench: &mut Bench, shape: AttentionShape, kept: usize
         },
         z: upload(&z, [batch, kv_heads, kept], DType::F32, &bench.device),
         positions: upload_ints(&positions, [batch, kv_heads, kept], &bench.device),
+        local_window_size: 0,
     };
     // Better than the worst slot, so that one is replaced.
     let new_z = upload(
