@@ -176,14 +176,38 @@ fn paper_recipes_have_the_sizes_their_names_say() {
 }
 
 #[test]
+fn the_published_form_of_dma_ships_beside_the_one_that_learns_better() {
+    let recipes = shipped();
+    let dma = |name: &str| match Attention::from(&recipes[name].1.attention) {
+        Attention::Dma(dma) => dma,
+        other => panic!("{name}: {other:?}"),
+    };
+    for Row { size, .. } in TABLE_4 {
+        let (ours, published) = (
+            dma(&format!("dma_{size}")),
+            dma(&format!("dma_{size}_paper")),
+        );
+        let window = ours.keep_window_size;
+        assert_eq!(published, DmaShape::published(window), "{size}");
+        assert!(!ours.ranks_by_content_alone(), "{size}");
+        assert_eq!(8 * ours.local_window_size, window, "{size}");
+        // At least one KV head forgets over four windows.
+        let slopes = ours.slopes(3).expect("recency");
+        assert_eq!(slopes[2], 1.0 / (4 * window) as f64, "{size}");
+    }
+}
+
+#[test]
 fn recipes_of_one_size_differ_in_their_attention_alone() {
     let recipes = shipped();
     for Row { size, .. } in TABLE_4 {
         let (_, mha) = &recipes[&format!("mha_{size}")];
-        for kind in ["swa", "mla", "nsa", "dma"] {
-            let changes = mha
-                .diff(&recipes[&format!("{kind}_{size}")].1)
-                .expect("both can be written");
+        for kind in ["swa", "mla", "nsa", "dma", "dma_paper"] {
+            let name = match kind {
+                "dma_paper" => format!("dma_{size}_paper"),
+                _ => format!("{kind}_{size}"),
+            };
+            let changes = mha.diff(&recipes[&name].1).expect("both can be written");
             let others = changes
                 .iter()
                 .filter(|change| !change.key.starts_with("attention."))

@@ -123,11 +123,7 @@ mod tests {
             expire([[3, 1, 3, 5, 5], [3, 1, 2, 5, 5]]),
             expire([[3, 3, 3, 5, 5]; 2]),
         ];
-        let kind = Attention::Dma {
-            keep_window_size: 2,
-            bias: sieve_core::DmaBias::Exp,
-            a_init: 0.0,
-        };
+        let kind = Attention::Dma(sieve_core::DmaShape::published(2));
         let found = AttentionStatistics::of(kind, &batch(), &layers);
         assert_eq!(found.never_active, 3.0 / 20.0);
         assert_eq!(found.not_self_visible, 1.0 / 10.0);
