@@ -26,8 +26,10 @@ pub mod model;
 
 pub mod plan;
 
+mod adamw_step;
 mod score_matrix;
 
+pub use adamw_step::AdamWStep;
 pub use model::{
     Attention, DmaBias, DmaRecency, DmaShape, DmaWindow, MlaShape, ModelShape, NsaCompression,
     NsaShape,

@@ -7,10 +7,11 @@
 
 use std::time::Instant;
 
+use sieve_core::AdamWStep;
 use sieve_cpu::{
-    AdamWStep, AttentionShape, Documents, Mask, Matrix, MatrixMut, QkNormRope, Threads, adamw_step,
-    attention_backward, attention_forward, dma_expire, embedding_backward, linear_cross_entropy,
-    linear_cross_entropy_with_grad, mask_statistics, matmul, qk_norm_rope_backward,
+    AttentionShape, Documents, Mask, Matrix, MatrixMut, QkNormRope, Threads, adamw,
+    attention_backward, attention_forward, dma_select, embedding_backward, linear_cross_entropy,
+    linear_cross_entropy_with_gradients, mask_statistics, matmul, qk_norm_rope_backward,
     qk_norm_rope_forward, rms_norm_backward, rms_norm_forward, sum_of_squares, swiglu_backward,
     swiglu_forward,
 };
@@ -172,7 +173,7 @@ fn attention(reference: Reference) {
                 }
                 _ => {
                     select_time = measure(|| {
-                        dma_expire(
+                        dma_select(
                             &z,
                             documents,
                             batch,
@@ -217,7 +218,7 @@ fn attention(reference: Reference) {
             }
             if kind.starts_with("dma") {
                 println!(
-                    "dma_expire | batch {batch} seq_len {seq_len} | {:.1} | - | - | -",
+                    "dma_select | batch {batch} seq_len {seq_len} | {:.1} | - | - | -",
                     select_time.wall * 1e3
                 );
             }
@@ -234,7 +235,7 @@ fn cross_entropy(reference: Reference) {
             linear_cross_entropy(&h, &weight, &labels, d_model, 0.0);
         });
         let both = measure(|| {
-            linear_cross_entropy_with_grad(
+            linear_cross_entropy_with_gradients(
                 &h,
                 &weight,
                 &labels,
@@ -276,9 +277,8 @@ fn pointwise() {
         weight_decay: 0.1,
         bias_correction1: 0.1,
         bias_correction2: 0.05,
-        grad_scale: 1.0,
     };
-    let time = measure(|| adamw_step(&mut param, &grad, &mut m, &mut v, &step));
+    let time = measure(|| adamw(&mut param, &grad, &mut m, &mut v, 1.0, &step));
     report("adamw", "2^24", time, 28 * len);
     let mut norm = 0.0;
     let time = measure(|| norm = sum_of_squares(&grad));

@@ -2,46 +2,34 @@
 
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
+use sieve_core::AdamWStep;
 
 use crate::simd::arch;
 
 /// Elements one task updates.
 const BLOCK: usize = 1 << 14;
 
-/// The numbers of one AdamW step. Scalars are f64 and are rounded to f32 where torch rounds them.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AdamWStep {
-    /// Learning rate of this step.
-    pub lr: f64,
-    /// Decay of the first moment.
-    pub beta1: f64,
-    /// Decay of the second moment.
-    pub beta2: f64,
-    /// Added to the root of the second moment.
-    pub eps: f64,
-    /// Decoupled decay: `p *= 1 - lr * weight_decay`, before the update.
-    pub weight_decay: f64,
-    /// `1 - beta1^t` with t the number of this step, counted from 1.
-    pub bias_correction1: f64,
-    /// `1 - beta2^t`.
-    pub bias_correction2: f64,
-    /// The gradient is multiplied by this first (clipping, averaging).
-    pub grad_scale: f32,
-}
-
-/// One AdamW update of `param`, `m` and `v` in place: decay, moments, bias-corrected step, as `torch.optim.AdamW`.
+/// One AdamW update of `param`, `m` and `v` in place: decay, moments, bias-corrected step, as `torch.optim.AdamW`, where the
+/// gradient is multiplied by `grad_scale` first. Scalars are rounded to f32 where torch rounds them.
 ///
 /// # Shapes
 /// - param, grad, m, v: the same length
 ///
 /// # Panics
 /// When the lengths differ.
-pub fn adamw_step(param: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32], step: &AdamWStep) {
+pub fn adamw(
+    param: &mut [f32],
+    grad: &[f32],
+    m: &mut [f32],
+    v: &mut [f32],
+    grad_scale: f32,
+    step: &AdamWStep,
+) {
     let len = param.len();
     assert_eq!(
         (grad.len(), m.len(), v.len()),
         (len, len, len),
-        "adamw_step: grad, m, v must be as long as param"
+        "adamw: grad, m, v must be as long as param"
     );
     param
         .par_chunks_mut(BLOCK)
@@ -54,6 +42,7 @@ pub fn adamw_step(param: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32],
                 grad,
                 m,
                 v,
+                grad_scale,
                 step,
             })
         });
@@ -64,6 +53,7 @@ struct Update<'u> {
     grad: &'u [f32],
     m: &'u mut [f32],
     v: &'u mut [f32],
+    grad_scale: f32,
     step: &'u AdamWStep,
 }
 
@@ -77,6 +67,7 @@ impl WithSimd for Update<'_> {
             grad,
             m,
             v,
+            grad_scale,
             step,
         } = self;
         let keep = (1.0 - step.lr * step.weight_decay) as f32;
@@ -87,7 +78,7 @@ impl WithSimd for Update<'_> {
         let eps = step.eps as f32;
         let minus_step_size = (-step.lr / step.bias_correction1) as f32;
         for (((p, &g), m), v) in param.iter_mut().zip(grad).zip(m).zip(v) {
-            let g = g * step.grad_scale;
+            let g = g * grad_scale;
             *m += (g - *m) * one_minus_beta1;
             *v = *v * beta2 + g * g * one_minus_beta2;
             let denominator = v.sqrt() / root_correction2 + eps;
@@ -102,6 +93,8 @@ mod tests {
     use crate::simd::tests::on_every_arch;
     use crate::test_data::{Random, assert_close, threads, wide};
 
+    const GRAD_SCALE: f32 = 0.5;
+
     fn step_number(t: i32, weight_decay: f64) -> AdamWStep {
         let (beta1, beta2) = (0.9_f64, 0.95_f64);
         AdamWStep {
@@ -112,7 +105,6 @@ mod tests {
             weight_decay,
             bias_correction1: 1.0 - beta1.powi(t),
             bias_correction2: 1.0 - beta2.powi(t),
-            grad_scale: 0.5,
         }
     }
 
@@ -127,7 +119,7 @@ mod tests {
             for t in 1..=10 {
                 let grad = random.vector(len);
                 let step = step_number(t, 0.1);
-                adamw_step(&mut param, &grad, &mut m, &mut v, &step);
+                adamw(&mut param, &grad, &mut m, &mut v, GRAD_SCALE, &step);
                 for i in 0..len {
                     let g = 0.5 * f64::from(grad[i]);
                     m64[i] = step.beta1 * m64[i] + (1.0 - step.beta1) * g;
@@ -147,7 +139,14 @@ mod tests {
     #[test]
     fn decay_comes_first_and_a_zero_gradient_only_decays() {
         let (mut param, mut m, mut v) = ([2.0], [0.0], [0.0]);
-        adamw_step(&mut param, &[0.0], &mut m, &mut v, &step_number(1, 0.1));
+        adamw(
+            &mut param,
+            &[0.0],
+            &mut m,
+            &mut v,
+            GRAD_SCALE,
+            &step_number(1, 0.1),
+        );
         assert_eq!(param, [2.0 * (1.0 - 3e-3 * 0.1) as f32]);
         assert_eq!((m, v), ([0.0], [0.0]));
     }
@@ -158,8 +157,16 @@ mod tests {
             let mut random = Random(2);
             let (mut param, grad) = (random.vector(3 * BLOCK + 5), random.vector(3 * BLOCK + 5));
             let (mut m, mut v) = (vec![0.0; param.len()], vec![0.0; param.len()]);
-            threads(count)
-                .install(|| adamw_step(&mut param, &grad, &mut m, &mut v, &step_number(1, 0.01)));
+            threads(count).install(|| {
+                adamw(
+                    &mut param,
+                    &grad,
+                    &mut m,
+                    &mut v,
+                    GRAD_SCALE,
+                    &step_number(1, 0.01),
+                )
+            });
             param
         };
         assert_eq!(run(1), run(4));

@@ -227,7 +227,7 @@ pub fn attention_forward(
 ///
 /// # Panics
 /// When lengths do not fit or the documents are not consecutive ranges.
-pub fn narrow_value_attention_forward(
+pub fn mla_attention_forward(
     shape: AttentionShape,
     head_dim_v: usize,
     qkv: &[f32],
@@ -289,7 +289,7 @@ pub fn attention_backward(
     packed_backward(shape, qkv, documents, mask, o, lse, d_o, d_qkv, d_delta);
 }
 
-/// Gradient of [`narrow_value_attention_forward`]; shapes as there, d_qkv is written whole.
+/// Gradient of [`mla_attention_forward`]; shapes as there, d_qkv is written whole.
 ///
 /// # Panics
 /// When lengths do not fit or the documents are not consecutive ranges.
@@ -297,7 +297,7 @@ pub fn attention_backward(
     clippy::too_many_arguments,
     reason = "the operands of one op, all slices"
 )]
-pub fn narrow_value_attention_backward(
+pub fn mla_attention_backward(
     shape: AttentionShape,
     head_dim_v: usize,
     qkv: &[f32],

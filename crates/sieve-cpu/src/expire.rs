@@ -51,7 +51,7 @@ fn rank_key(z: f32, position: usize) -> u64 {
 ///
 /// # Panics
 /// When lengths do not fit, or the documents are not consecutive ranges.
-pub fn dma_expire(
+pub fn dma_select(
     z: &[f32],
     documents: Documents<'_>,
     batch: usize,
@@ -101,11 +101,11 @@ pub fn extend_expire(
 /// T(i) > (z_j, j). Shares nothing with the heap, so that each checks the other.
 ///
 /// # Shapes
-/// As [`dma_expire`].
+/// As [`dma_select`].
 ///
 /// # Panics
-/// As [`dma_expire`].
-pub fn dma_expire_by_threshold(
+/// As [`dma_select`].
+pub fn dma_select_by_threshold(
     z: &[f32],
     documents: Documents<'_>,
     batch: usize,
@@ -116,7 +116,7 @@ pub fn dma_expire_by_threshold(
 ) {
     assert!(
         keep_window_size > 0,
-        "dma_expire_by_threshold: keep_window_size must be at least 1"
+        "dma_select_by_threshold: keep_window_size must be at least 1"
     );
     for_each_document(
         z,
@@ -207,12 +207,12 @@ fn for_each_document(
     assert_eq!(
         z.len(),
         batch * num_kv_heads * seq_len,
-        "dma_expire: z is not [batch, num_kv_heads, seq_len]"
+        "dma_select: z is not [batch, num_kv_heads, seq_len]"
     );
     assert_eq!(
         expire.len(),
         z.len(),
-        "dma_expire: expire is not as long as z"
+        "dma_select: expire is not as long as z"
     );
     documents.check(batch, seq_len);
     let mut pieces = Vec::new();
@@ -345,7 +345,7 @@ mod tests {
             end: &end,
         };
         let (mut heap, mut threshold) = (vec![-7; z.len()], vec![-7; z.len()]);
-        dma_expire(
+        dma_select(
             &z,
             documents,
             batch,
@@ -354,7 +354,7 @@ mod tests {
             keep_window_size,
             &mut heap,
         );
-        dma_expire_by_threshold(
+        dma_select_by_threshold(
             &z,
             documents,
             batch,
@@ -423,7 +423,7 @@ mod tests {
             .collect();
         let (start, end) = (vec![0; 40], vec![40; 40]);
         let mut expire = vec![-1; 40];
-        dma_expire(
+        dma_select(
             &z,
             Documents {
                 start: &start,
@@ -444,7 +444,7 @@ mod tests {
         let z: Vec<f32> = (0..20).map(|j| -(j as f32)).collect();
         let (start, end) = (vec![0; 20], vec![20; 20]);
         let mut expire = vec![-1; 20];
-        dma_expire(
+        dma_select(
             &z,
             Documents {
                 start: &start,
@@ -470,8 +470,8 @@ mod tests {
             end: &end,
         };
         let (mut heap, mut threshold) = ([0; 5], [0; 5]);
-        dma_expire(&z, documents, 1, 1, 5, 2, &mut heap);
-        dma_expire_by_threshold(&z, documents, 1, 1, 5, 2, &mut threshold);
+        dma_select(&z, documents, 1, 1, 5, 2, &mut heap);
+        dma_select_by_threshold(&z, documents, 1, 1, 5, 2, &mut threshold);
         assert_eq!(heap, [2, 4, 5, 3, 5]);
         assert_eq!(threshold, heap);
     }
@@ -487,7 +487,7 @@ mod tests {
                 start: &start,
                 end: &end,
             };
-            threads(count).install(|| dma_expire(&z, documents, 2, 3, 500, 40, &mut expire));
+            threads(count).install(|| dma_select(&z, documents, 2, 3, 500, 40, &mut expire));
             expire
         };
         assert_eq!(run(1), run(4));
@@ -500,7 +500,7 @@ mod tests {
             start: &[0, 0, 1],
             end: &[2, 2, 3],
         };
-        dma_expire(&[0.0; 3], documents, 1, 1, 3, 1, &mut [0; 3]);
+        dma_select(&[0.0; 3], documents, 1, 1, 3, 1, &mut [0; 3]);
     }
 
     #[test]
@@ -516,7 +516,7 @@ mod tests {
                 end: &end,
             };
             let mut expire = vec![-7; z.len()];
-            dma_expire(&z, documents, 1, 2, seq_len, window - local, &mut expire);
+            dma_select(&z, documents, 1, 2, seq_len, window - local, &mut expire);
             extend_expire(&mut expire, documents, 2, seq_len, local);
             for (z, expire) in z.chunks(seq_len).zip(expire.chunks(seq_len)) {
                 for i in 0..seq_len {

@@ -38,28 +38,28 @@ pub mod swiglu;
 #[cfg(test)]
 mod test_data;
 
-pub use adamw::{AdamWStep, adamw_step};
-pub use attention::decode::{DecodeShape, decode_attention};
+pub use adamw::adamw;
+pub use attention::decode::{DecodeShape, attention_decode};
 pub use attention::listed::{ListedAttention, ListedTile};
 pub use attention::{
-    AttentionShape, Documents, Mask, attention_backward, attention_forward,
-    narrow_value_attention_backward, narrow_value_attention_forward,
+    AttentionShape, Documents, Mask, attention_backward, attention_forward, mla_attention_backward,
+    mla_attention_forward,
 };
 pub use dma_scores::{dma_scores_backward, dma_scores_forward};
 pub use embedding::{embedding_backward, embedding_forward};
 pub use expire::{
-    MaskStatistics, dma_expire, dma_expire_by_threshold, extend_expire, mask_statistics,
+    MaskStatistics, dma_select, dma_select_by_threshold, extend_expire, mask_statistics,
 };
 pub use gemm::{Matrix, MatrixMut, Threads, matmul};
 pub use linear_cross_entropy::{
-    CrossEntropy, linear_cross_entropy, linear_cross_entropy_per_row,
-    linear_cross_entropy_with_grad,
+    CrossEntropy, linear_cross_entropy, linear_cross_entropy_with_gradients, token_losses,
 };
 pub use mla::{MlaPack, mla_pack_backward, mla_pack_forward};
 pub use nsa::{
-    NsaBlocks, nsa_blocks_backward, nsa_blocks_forward, nsa_compressed_backward,
-    nsa_compressed_forward, nsa_gates_backward, nsa_gates_forward, nsa_mean_pool_backward,
-    nsa_mean_pool_forward, nsa_selected_backward, nsa_selected_forward,
+    NsaBlocks, nsa_blocks_backward, nsa_blocks_forward, nsa_compressed_attention_backward,
+    nsa_compressed_attention_forward, nsa_gates_backward, nsa_gates_forward,
+    nsa_mean_pool_backward, nsa_mean_pool_forward, nsa_selected_attention_backward,
+    nsa_selected_attention_forward,
 };
 pub use qk_norm_rope::{QkNormRope, qk_norm_rope_backward, qk_norm_rope_forward};
 pub use reduce::sum_of_squares;

@@ -57,18 +57,14 @@ pub fn linear_cross_entropy(
 ///
 /// # Panics
 /// When lengths do not fit or a label is not below vocab_size.
-pub fn linear_cross_entropy_per_row(
+pub fn token_losses(
     h: &[f32],
     weight: &[f32],
     labels: &[i32],
     d_model: usize,
     nll: &mut [f32],
 ) -> CrossEntropy {
-    assert_eq!(
-        nll.len(),
-        labels.len(),
-        "linear_cross_entropy_per_row: nll is not [n]"
-    );
+    assert_eq!(nll.len(), labels.len(), "token_losses: nll is not [n]");
     run(h, weight, labels, d_model, 0.0, None, Some(nll))
 }
 
@@ -80,7 +76,7 @@ pub fn linear_cross_entropy_per_row(
 ///
 /// # Panics
 /// When lengths do not fit or a label is not below vocab_size.
-pub fn linear_cross_entropy_with_grad(
+pub fn linear_cross_entropy_with_gradients(
     h: &[f32],
     weight: &[f32],
     labels: &[i32],
@@ -92,12 +88,12 @@ pub fn linear_cross_entropy_with_grad(
     assert_eq!(
         dh.len(),
         h.len(),
-        "linear_cross_entropy_with_grad: dh is not as long as h"
+        "linear_cross_entropy_with_gradients: dh is not as long as h"
     );
     assert_eq!(
         dweight.len(),
         weight.len(),
-        "linear_cross_entropy_with_grad: dweight is not as long as weight"
+        "linear_cross_entropy_with_gradients: dweight is not as long as weight"
     );
     run(
         h,
@@ -395,7 +391,7 @@ mod tests {
                 labels,
                 d_model,
             } = self;
-            let loss = linear_cross_entropy_with_grad(
+            let loss = linear_cross_entropy_with_gradients(
                 h,
                 weight,
                 labels,
@@ -501,7 +497,7 @@ mod tests {
     fn per_row_losses() {
         let case = Case::new(23, 5, 31, 4);
         let mut nll = vec![f32::NAN; 23];
-        linear_cross_entropy_per_row(&case.h, &case.weight, &case.labels, 5, &mut nll);
+        token_losses(&case.h, &case.weight, &case.labels, 5, &mut nll);
         let rows = case.reference(&wide(&case.h), &wide(&case.weight), 0.0);
         assert_close(
             "nll",

@@ -310,13 +310,11 @@ mod tests {
                 );
                 let [mut o_v, mut lse_v] =
                     [2 * n * heads * d_v, 2 * heads * n].map(|len| vec![f32::NAN; len]);
-                crate::narrow_value_attention_forward(
-                    shape, d_v, &narrow, documents, &mut o_v, &mut lse_v,
-                );
+                crate::mla_attention_forward(shape, d_v, &narrow, documents, &mut o_v, &mut lse_v);
                 assert_close("o", &o_v, &wide(&cut(&o)), 1e-6);
                 assert_close("lse", &lse_v, &wide(&lse), 1e-6);
                 let mut d_narrow = vec![f32::NAN; narrow.len()];
-                crate::narrow_value_attention_backward(
+                crate::mla_attention_backward(
                     shape,
                     d_v,
                     &narrow,

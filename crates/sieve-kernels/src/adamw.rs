@@ -5,6 +5,7 @@ use crate::error::KernelError;
 use crate::source_kernel::SourceKernel;
 use crate::vector_rows::require_alignment;
 use burn::tensor::DType;
+use sieve_core::AdamWStep;
 
 const NAME: &str = "adamw";
 
@@ -29,30 +30,11 @@ pub struct AdamwTensors<'a> {
     pub leaf: Option<&'a CudaTensor>,
 }
 
-/// Hyper-parameters of an update, bias corrections already computed.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct AdamwUpdate {
-    /// Learning rate.
-    pub lr: f64,
-    /// Decay of the first moment.
-    pub beta1: f64,
-    /// Decay of the second moment.
-    pub beta2: f64,
-    /// Added to the root of the second moment.
-    pub eps: f64,
-    /// Decoupled weight decay.
-    pub weight_decay: f64,
-    /// `1 - beta1^t`.
-    pub bias_correction1: f64,
-    /// `1 - beta2^t`.
-    pub bias_correction2: f64,
-}
-
 /// One AdamW update in place (arXiv:1711.05101, algorithm 2), for every clone of the tensors; the bf16 leaf in the same pass.
 ///
 /// # Errors
 /// Another type, sizes that differ, gaps, no elements.
-pub fn adamw(tensors: AdamwTensors<'_>, update: AdamwUpdate) -> Result<(), KernelError> {
+pub fn adamw(tensors: AdamwTensors<'_>, step: AdamWStep) -> Result<(), KernelError> {
     let size = tensors.param.num_elements();
     require_non_empty(NAME, "the number of elements", size)?;
     let master = match (tensors.leaf, tensors.param.dtype()) {
@@ -99,24 +81,22 @@ pub fn adamw(tensors: AdamwTensors<'_>, update: AdamwUpdate) -> Result<(), Kerne
     let grid = [size.div_ceil(BLOCK_ELEMENTS), 1, 1];
     let kernel = adamw_kernel(master);
     // SAFETY: reads and writes `size` elements of each tensor; sizes, types and layouts checked above.
-    unsafe { kernel.launch(grid, &buffers, &update.words(size)) }
+    unsafe { kernel.launch(grid, &buffers, &words(&step, size)) }
 }
 
-impl AdamwUpdate {
-    /// The kernel's params struct; what can be combined is combined in f64.
-    fn words(&self, size: usize) -> Vec<u64> {
-        let floats = [
-            self.beta1,
-            self.beta2,
-            self.eps,
-            1.0 - self.lr * self.weight_decay,
-            self.lr / self.bias_correction1,
-            1.0 / self.bias_correction2,
-        ];
-        let mut words = vec![size as u64];
-        words.extend(floats.map(|value| u64::from((value as f32).to_bits())));
-        words
-    }
+/// The kernel's params struct; what can be combined is combined in f64.
+fn words(step: &AdamWStep, size: usize) -> Vec<u64> {
+    let floats = [
+        step.beta1,
+        step.beta2,
+        step.eps,
+        1.0 - step.lr * step.weight_decay,
+        step.lr / step.bias_correction1,
+        1.0 / step.bias_correction2,
+    ];
+    let mut words = vec![size as u64];
+    words.extend(floats.map(|value| u64::from((value as f32).to_bits())));
+    words
 }
 
 /// Where the master weights are.
@@ -146,7 +126,7 @@ mod tests {
 
     #[test]
     fn words_hold_the_combined_factors() {
-        let update = AdamwUpdate {
+        let step = AdamWStep {
             lr: 0.5,
             beta1: 0.75,
             beta2: 0.5,
@@ -156,7 +136,7 @@ mod tests {
             bias_correction2: 0.5,
         };
         let expected = [0.75f32, 0.5, 0.25, 0.75, 2.0, 2.0].map(|value| u64::from(value.to_bits()));
-        let words = update.words(12);
+        let words = words(&step, 12);
         assert_eq!(words[0], 12);
         assert_eq!(words[1..], expected);
     }

@@ -66,7 +66,7 @@ mod shipped;
 mod swiglu_backward;
 mod swiglu_forward;
 
-pub use adamw::{AdamwTensors, AdamwUpdate, Master, adamw, adamw_kernel};
+pub use adamw::{AdamwTensors, Master, adamw, adamw_kernel};
 pub use attention_backward::{
     AttentionGradients, attention_backward, attention_backward_convert_kernel,
     attention_backward_kernel, attention_backward_prepare_kernel, attention_backward_query_kernel,

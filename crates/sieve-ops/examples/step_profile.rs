@@ -358,13 +358,8 @@ fn optimizer(table: &mut Table) {
         bias_correction1: 0.1,
         bias_correction2: 0.05,
     };
-    table.time("adamw_step", 1, 0.0, || {
+    table.time("adamw", 1, 0.0, || {
         let held = tensors.take().expect("put back below");
-        tensors = Some(Flex::adamw_step(
-            held,
-            gradient.clone(),
-            scale.clone(),
-            step,
-        ));
+        tensors = Some(Flex::adamw(held, gradient.clone(), scale.clone(), step));
     });
 }

@@ -1,12 +1,12 @@
 //! Where documents begin and end in a batch of packed rows.
+use crate::tensors::Ints;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::IntTensor;
 use burn::tensor::{Int, Tensor, TensorData};
 
 /// First position and one-past-last position of each token's document inside its row, both `[batch, seq_len]` ints.
 ///
 /// A type alias of plain primitives, so that an autodiff backend and its inner backend share it.
-pub type DocumentBounds<B> = [IntTensor<B>; 2];
+pub type DocumentBounds<B> = [Ints<B>; 2];
 
 /// Document bounds and positions of a packed batch. Attention never crosses a document; positions restart at each.
 #[derive(Clone, Debug)]

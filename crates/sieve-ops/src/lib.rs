@@ -61,7 +61,7 @@ pub use nsa::{
     nsa_selected_attention, overlap_weight,
 };
 pub use optimizer::{
-    AdamWStep, AdamWTensors, OptimizerBackend, Snapshot, SnapshotReader, adamw_step, join_master,
+    AdamWStep, AdamWTensors, OptimizerBackend, Snapshot, SnapshotReader, adamw, join_master,
     split_master, sum_of_squares,
 };
 pub use rope::{

@@ -8,29 +8,29 @@ mod snapshot;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{AdamWStep, AdamWTensors, OptimizerBackend};
+pub use backend::{AdamWTensors, OptimizerBackend};
+pub use sieve_core::AdamWStep;
 pub use snapshot::{Snapshot, SnapshotReader};
 
-use crate::tensors::{primitive, tensor};
+use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::Tensor;
-use burn::tensor::ops::FloatTensor;
 
 /// One update of one parameter, in the order of PyTorch's AdamW: decay, moments, step.
 ///
 /// `grad` has the parameter's shape; `grad_scale` is `[1]` and multiplies it.
-pub fn adamw_step<B: OptimizerBackend, const D: usize>(
+pub fn adamw<B: OptimizerBackend, const D: usize>(
     tensors: AdamWTensors<B>,
     grad: Tensor<B, D>,
     grad_scale: Tensor<B, 1>,
     step: AdamWStep,
 ) -> AdamWTensors<B> {
-    B::adamw_step(tensors, primitive(grad), primitive(grad_scale), step)
+    B::adamw(tensors, primitive(grad), primitive(grad_scale), step)
 }
 
-/// `(leaf, rest)`: a bf16 leaf of an f32 `master`, and what [`adamw_step`] needs beside it, as a primitive that nothing else reads.
+/// `(leaf, rest)`: a bf16 leaf of an f32 `master`, and what [`adamw`] needs beside it, as a primitive that nothing else reads.
 pub fn split_master<B: OptimizerBackend, const D: usize>(
     master: Tensor<B, D>,
-) -> (Tensor<B, D>, FloatTensor<B>) {
+) -> (Tensor<B, D>, Float<B>) {
     let (leaf, rest) = B::split_master(primitive(master));
     (tensor(leaf), rest)
 }
@@ -38,7 +38,7 @@ pub fn split_master<B: OptimizerBackend, const D: usize>(
 /// The master of a leaf and its rest, exactly.
 pub fn join_master<B: OptimizerBackend, const D: usize>(
     leaf: Tensor<B, D>,
-    rest: FloatTensor<B>,
+    rest: Float<B>,
 ) -> Tensor<B, D> {
     tensor(B::join_master(primitive(leaf), rest))
 }

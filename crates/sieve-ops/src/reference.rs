@@ -12,7 +12,7 @@ pub use crate::dma::reference::{
 pub use crate::embedding::reference::{embedding, embedding_backward};
 pub use crate::linear::reference::{linear, linear_input_gradient, linear_weight_gradient};
 pub use crate::loss::reference::{
-    linear_cross_entropy, linear_cross_entropy_with_gradients, scaled, token_losses,
+    linear_cross_entropy, linear_cross_entropy_with_gradients, scale, token_losses,
 };
 pub use crate::mla::reference::{
     mla_attention, mla_attention_backward, mla_pack, mla_pack_backward,
@@ -23,6 +23,6 @@ pub use crate::nsa::reference::{
     nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward, nsa_selected_attention,
     nsa_selected_attention_backward,
 };
-pub use crate::optimizer::reference::{adamw_step, global_norm, sum_of_squares};
+pub use crate::optimizer::reference::{adamw, global_norm, sum_of_squares};
 pub use crate::rope::reference::{qk_norm_rope, qk_norm_rope_backward};
 pub use crate::swiglu::reference::{swiglu, swiglu_backward};

@@ -1,15 +1,17 @@
 //! Primitives as tensors of known rank, and the dtype that references compute in.
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorMetadata, TensorPrimitive};
 
+/// Float and integer primitives of a backend.
+pub(crate) use burn::tensor::ops::{FloatTensor as Float, IntTensor as Ints};
+
 /// A primitive as a tensor of known rank.
-pub(crate) fn tensor<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {
+pub(crate) fn tensor<B: Backend, const D: usize>(primitive: Float<B>) -> Tensor<B, D> {
     Tensor::from_primitive(TensorPrimitive::Float(primitive))
 }
 
 /// Back to a primitive.
-pub(crate) fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> FloatTensor<B> {
+pub(crate) fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Float<B> {
     tensor.into_primitive().tensor()
 }
 
@@ -23,15 +25,13 @@ pub(crate) fn compute_dtype(dtype: DType) -> DType {
 }
 
 /// A primitive in its compute dtype; its own dtype beside it.
-pub(crate) fn upcast<B: Backend, const D: usize>(
-    primitive: FloatTensor<B>,
-) -> (Tensor<B, D>, DType) {
+pub(crate) fn upcast<B: Backend, const D: usize>(primitive: Float<B>) -> (Tensor<B, D>, DType) {
     let dtype = primitive.dtype();
     (tensor::<B, D>(primitive).cast(compute_dtype(dtype)), dtype)
 }
 
 /// All leading dimensions folded into one: `[rows, last]`, with the full shape beside it.
-pub(crate) fn rows<B: Backend>(primitive: FloatTensor<B>) -> (Tensor<B, 2>, DType, Vec<usize>) {
+pub(crate) fn rows<B: Backend>(primitive: Float<B>) -> (Tensor<B, 2>, DType, Vec<usize>) {
     let shape = primitive.shape().to_vec();
     let dtype = primitive.dtype();
     let last = shape[shape.len() - 1];
@@ -45,11 +45,7 @@ pub(crate) fn rows<B: Backend>(primitive: FloatTensor<B>) -> (Tensor<B, 2>, DTyp
 }
 
 /// The inverse of [`rows`], in `dtype` and with `shape`.
-pub(crate) fn unrows<B: Backend>(
-    flat: Tensor<B, 2>,
-    dtype: DType,
-    shape: Vec<usize>,
-) -> FloatTensor<B> {
+pub(crate) fn unrows<B: Backend>(flat: Tensor<B, 2>, dtype: DType, shape: Vec<usize>) -> Float<B> {
     B::float_reshape(primitive(flat.cast(dtype)), shape.into())
 }
 

@@ -243,7 +243,7 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
             weight_decay,
             ..self.step
         };
-        let next = sieve_ops::adamw_step(tensors, gradient, self.grad_scale.clone(), step);
+        let next = sieve_ops::adamw(tensors, gradient, self.grad_scale.clone(), step);
         let moments = Moments {
             exp_avg: next.exp_avg,
             exp_avg_sq: next.exp_avg_sq,

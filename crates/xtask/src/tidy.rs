@@ -2,6 +2,7 @@
 mod arrows;
 mod files;
 mod headers;
+mod ops;
 
 use anyhow::{Result, bail};
 
@@ -11,6 +12,7 @@ pub(crate) fn run() -> Result<()> {
     arrows::check(&mut problems)?;
     files::check(&mut problems)?;
     headers::check(&mut problems)?;
+    ops::check(&mut problems)?;
     if problems.is_empty() {
         println!("tidy: clean");
         return Ok(());

@@ -33,7 +33,7 @@ pub struct DecodeShape<'a> {
 ///
 /// # Panics
 /// When lengths do not fit.
-pub fn decode_attention(
+pub fn attention_decode(
     shape: &DecodeShape<'_>,
     q: &[f32],
     k: &[f32],
@@ -53,23 +53,23 @@ pub fn decode_attention(
     let batch = kv_len.len();
     assert!(
         num_kv_heads > 0 && head_dim > 0 && num_heads % num_kv_heads == 0,
-        "decode_attention: impossible heads"
+        "attention_decode: impossible heads"
     );
     assert!(
         slot_stride >= num_kv_heads * head_dim,
-        "decode_attention: slots overlap"
+        "attention_decode: slots overlap"
     );
     assert_eq!(
         q.len(),
         batch * num_heads * head_dim,
-        "decode_attention: q is not [batch, num_heads, head_dim]"
+        "attention_decode: q is not [batch, num_heads, head_dim]"
     );
-    assert_eq!(o.len(), q.len(), "decode_attention: o is not as long as q");
+    assert_eq!(o.len(), q.len(), "attention_decode: o is not as long as q");
     if let Some(delta) = delta {
         assert_eq!(
             delta.len(),
             batch * num_kv_heads * capacity,
-            "decode_attention: delta has another size"
+            "attention_decode: delta has another size"
         );
     }
     let group_size = num_heads / num_kv_heads;
@@ -82,13 +82,13 @@ pub fn decode_attention(
         let len = kv_len[row];
         assert!(
             len <= capacity,
-            "decode_attention: kv_len {len} exceeds the capacity {capacity}"
+            "attention_decode: kv_len {len} exceeds the capacity {capacity}"
         );
         let first = row * capacity * slot_stride + kv_head * head_dim;
         let slot = |cache: &'_ [f32], s: usize| first + s * slot_stride + head_dim <= cache.len();
         assert!(
             len == 0 || (slot(k, len - 1) && slot(v, len - 1)),
-            "decode_attention: k or v is too short"
+            "attention_decode: k or v is too short"
         );
         let delta =
             delta.map(|delta| &delta[row_and_head * capacity..row_and_head * capacity + len]);
@@ -226,7 +226,7 @@ mod tests {
                     let full = reference::forward(shape, &qkv, documents, mask);
                     let mut o = vec![f32::NAN; HEADS * d];
                     let delta = delta.map(Vec::as_slice);
-                    decode_attention(&decode_shape(d, &[LEN], LEN), &q, &k, &v, delta, &mut o);
+                    attention_decode(&decode_shape(d, &[LEN], LEN), &q, &k, &v, delta, &mut o);
                     assert_close("o", &o, &full.o[(LEN - 1) * HEADS * d..], 2e-6);
                 }
             }
@@ -245,7 +245,7 @@ mod tests {
         );
         let mut delta = random.vector(3 * KV_HEADS * capacity);
         let mut o = vec![f32::NAN; 3 * HEADS * d];
-        decode_attention(
+        attention_decode(
             &decode_shape(d, &kv_len, capacity),
             &q,
             &k,
@@ -265,7 +265,7 @@ mod tests {
             }
         }
         let mut again = vec![f32::NAN; o.len()];
-        decode_attention(
+        attention_decode(
             &decode_shape(d, &kv_len, capacity),
             &q,
             &k,
@@ -290,8 +290,8 @@ mod tests {
                 .collect::<Vec<f32>>()
         };
         let (mut o, mut reversed) = (vec![f32::NAN; HEADS * d], vec![f32::NAN; HEADS * d]);
-        decode_attention(&decode_shape(d, &[LEN], LEN), &q, &k, &v, None, &mut o);
-        decode_attention(
+        attention_decode(&decode_shape(d, &[LEN], LEN), &q, &k, &v, None, &mut o);
+        attention_decode(
             &decode_shape(d, &[LEN], LEN),
             &q,
             &reverse(&k),
@@ -307,7 +307,7 @@ mod tests {
     #[should_panic(expected = "exceeds the capacity")]
     fn more_slots_than_the_cache_has_are_refused() {
         let mut o = [0.0; HEADS];
-        decode_attention(
+        attention_decode(
             &decode_shape(1, &[3], 2),
             &[0.0; HEADS],
             &[0.0; 9],

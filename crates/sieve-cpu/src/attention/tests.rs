@@ -2,7 +2,7 @@
 
 use super::reference;
 use super::{AttentionShape, Documents, Mask, attention_backward, attention_forward};
-use crate::expire::dma_expire;
+use crate::expire::dma_select;
 use crate::simd::tests::on_every_arch;
 use crate::test_data::{Random, assert_close, inner, threads, whole_rows};
 
@@ -66,7 +66,7 @@ impl Case {
             start: &start,
             end: &end,
         };
-        dma_expire(
+        dma_select(
             &z,
             documents,
             shape.batch,
@@ -279,7 +279,7 @@ fn later_tokens_leave_earlier_rows_of_dma_within_rounding() {
                 z[head * shape.seq_len + j] = other.delta[head * shape.seq_len + j];
             }
         }
-        dma_expire(
+        dma_select(
             &z,
             case.documents(),
             1,

@@ -98,7 +98,7 @@ fn place(
     clippy::too_many_arguments,
     reason = "the operands of one op, all slices"
 )]
-pub fn nsa_compressed_forward(
+pub fn nsa_compressed_attention_forward(
     shape: AttentionShape,
     blocks: NsaBlocks,
     qkv: &[f32],
@@ -119,7 +119,7 @@ pub fn nsa_compressed_forward(
     select(shape, blocks, qkv, documents, keys, lse, block_indices);
 }
 
-/// Gradients of [`nsa_compressed_forward`]'s o; the choice of blocks has none.
+/// Gradients of [`nsa_compressed_attention_forward`]'s o; the choice of blocks has none.
 ///
 /// # Shapes
 /// - d_qkv: as qkv, zeros for keys and values; d_compressed: as compressed; both written whole
@@ -130,7 +130,7 @@ pub fn nsa_compressed_forward(
     clippy::too_many_arguments,
     reason = "the operands of one op, all slices"
 )]
-pub fn nsa_compressed_backward(
+pub fn nsa_compressed_attention_backward(
     shape: AttentionShape,
     blocks: NsaBlocks,
     qkv: &[f32],
@@ -146,7 +146,7 @@ pub fn nsa_compressed_backward(
     assert_eq!(
         d_compressed.len(),
         compressed.len(),
-        "nsa_compressed_backward: d_compressed is not as long as compressed"
+        "nsa_compressed_attention_backward: d_compressed is not as long as compressed"
     );
     let placed = place(shape, blocks, qkv, documents, compressed);
     let mask = Mask::Expire {

@@ -141,7 +141,7 @@ impl<const W: usize> Scratch<W> {
 ///
 /// # Panics
 /// When lengths do not fit or a block lies after its query's tile.
-pub fn nsa_selected_forward(
+pub fn nsa_selected_attention_forward(
     shape: AttentionShape,
     blocks: NsaBlocks,
     qkv: &[f32],

@@ -15,7 +15,7 @@ use crate::attention::tile::{BLOCK_KEYS, RowPanels, panel_width};
 use crate::attention::{AttentionShape, Documents, scratch::Pool};
 use crate::simd::{arch, dot};
 
-/// Gradients of [`nsa_selected_forward`](super::nsa_selected_forward), from its outputs.
+/// Gradients of [`nsa_selected_attention_forward`](super::nsa_selected_attention_forward), from its outputs.
 ///
 /// # Shapes
 /// - qkv, block_indices, o, lse: as there; d_o: as o; d_qkv: as qkv, written whole
@@ -26,7 +26,7 @@ use crate::simd::{arch, dot};
     clippy::too_many_arguments,
     reason = "the operands of one op, all slices"
 )]
-pub fn nsa_selected_backward(
+pub fn nsa_selected_attention_backward(
     shape: AttentionShape,
     blocks: NsaBlocks,
     qkv: &[f32],
@@ -41,7 +41,7 @@ pub fn nsa_selected_backward(
     assert_eq!(
         (d_o.len(), d_qkv.len()),
         (o.len(), qkv.len()),
-        "nsa_selected_backward: gradients have other sizes"
+        "nsa_selected_attention_backward: gradients have other sizes"
     );
     if shape.batch * shape.seq_len == 0 {
         return;

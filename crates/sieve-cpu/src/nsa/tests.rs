@@ -83,7 +83,7 @@ impl Case {
         let mut block_indices =
             vec![i32::MIN; tokens * shape.num_kv_heads * blocks.num_selected_blocks];
         let [mut o, mut lse] = self.outputs();
-        nsa_compressed_forward(
+        nsa_compressed_attention_forward(
             *shape,
             *blocks,
             &self.qkv,
@@ -96,7 +96,7 @@ impl Case {
         let compressed = [o, lse];
         let [mut o, mut lse] = self.outputs();
         let documents = self.documents();
-        nsa_selected_forward(
+        nsa_selected_attention_forward(
             *shape,
             *blocks,
             &self.qkv,
@@ -115,7 +115,7 @@ impl Case {
     fn selected_backward(&self, branches: &Branches) -> Vec<f32> {
         let mut d_qkv = vec![f32::NAN; self.qkv.len()];
         let [o, lse] = &branches.selected;
-        nsa_selected_backward(
+        nsa_selected_attention_backward(
             self.shape,
             self.blocks,
             &self.qkv,
@@ -133,7 +133,7 @@ impl Case {
         let mut d_qkv = vec![f32::NAN; self.qkv.len()];
         let mut d_compressed = vec![f32::NAN; self.compressed.len()];
         let [o, lse] = &branches.compressed;
-        nsa_compressed_backward(
+        nsa_compressed_attention_backward(
             self.shape,
             self.blocks,
             &self.qkv,
@@ -328,7 +328,7 @@ fn a_block_nobody_chose_is_never_read() {
     let run = |case: &Case| {
         let [mut o, mut lse] = case.outputs();
         let (shape, blocks, documents) = (case.shape, case.blocks, case.documents());
-        nsa_selected_forward(
+        nsa_selected_attention_forward(
             shape,
             blocks,
             &case.qkv,

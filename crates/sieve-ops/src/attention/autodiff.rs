@@ -2,21 +2,21 @@
 use super::backend::{AttentionBackend, AttentionGradients, AttentionOutput, AttentionSpec};
 use crate::device::autodiff::{Gradient, constant, enter};
 use crate::documents::DocumentBounds;
+use crate::tensors::Float;
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 
 #[derive(Clone, Debug)]
 struct Attended<B: Backend> {
-    qkv: FloatTensor<B>,
+    qkv: Float<B>,
     documents: DocumentBounds<B>,
     spec: AttentionSpec,
     output: AttentionOutput<B>,
 }
 
 impl<B: AttentionGradients> Gradient<B, 1> for Attended<B> {
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 1] {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 1] {
         [B::attention_backward(
             self.qkv,
             &self.documents,
@@ -29,7 +29,7 @@ impl<B: AttentionGradients> Gradient<B, 1> for Attended<B> {
 
 impl<B: AttentionGradients, C: CheckpointStrategy> AttentionBackend for Autodiff<B, C> {
     fn attention(
-        qkv: FloatTensor<Self>,
+        qkv: Float<Self>,
         documents: &DocumentBounds<Self>,
         spec: AttentionSpec,
     ) -> AttentionOutput<Self> {

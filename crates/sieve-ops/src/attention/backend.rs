@@ -1,7 +1,7 @@
 //! Dense and sliding-window attention as a backend computes them.
 use crate::documents::DocumentBounds;
+use crate::tensors::Float;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 
 /// Sizes and scale of one grouped-query attention call on a packed tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -32,11 +32,11 @@ impl AttentionSpec {
 #[derive(Clone, Debug)]
 pub struct AttentionOutput<B: Backend> {
     /// `[batch, seq_len, num_heads, head_dim]`, dtype of the packed input.
-    pub o: FloatTensor<B>,
+    pub o: Float<B>,
     /// Natural logarithm of each row's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing.
-    pub lse: FloatTensor<B>,
+    pub lse: Float<B>,
     /// What rounding took from o, where the backend's backward pass makes use of it.
-    pub o_rest: Option<FloatTensor<B>>,
+    pub o_rest: Option<Float<B>>,
 }
 
 /// Dense and sliding-window attention.
@@ -45,7 +45,7 @@ pub struct AttentionOutput<B: Backend> {
 pub trait AttentionBackend: Backend {
     /// See [`crate::attention`].
     fn attention(
-        qkv: FloatTensor<Self>,
+        qkv: Float<Self>,
         documents: &DocumentBounds<Self>,
         spec: AttentionSpec,
     ) -> AttentionOutput<Self>;
@@ -55,10 +55,10 @@ pub trait AttentionBackend: Backend {
 pub trait AttentionGradients: AttentionBackend {
     /// `dqkv` of [`crate::attention`].
     fn attention_backward(
-        qkv: FloatTensor<Self>,
+        qkv: Float<Self>,
         documents: &DocumentBounds<Self>,
         spec: AttentionSpec,
         output: AttentionOutput<Self>,
-        d_o: FloatTensor<Self>,
-    ) -> FloatTensor<Self>;
+        d_o: Float<Self>,
+    ) -> Float<Self>;
 }

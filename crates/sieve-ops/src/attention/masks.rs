@@ -1,8 +1,8 @@
 //! Which pairs of a query and a key a reference masks.
 use super::backend::AttentionSpec;
 use crate::documents::DocumentBounds;
+use crate::tensors::Ints;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::IntTensor;
 use burn::tensor::{Bool, Int, Tensor};
 
 /// `(i, j)` as `[1, seq_len, 1]` and `[1, 1, seq_len]`.
@@ -37,7 +37,7 @@ pub(crate) fn hidden_by_documents<B: Backend>(
 /// True where a pair is masked, `[batch, num_kv_heads, 1, seq_len, seq_len]`.
 pub(crate) fn hidden_by_expiry<B: Backend>(
     documents: &DocumentBounds<B>,
-    expire: IntTensor<B>,
+    expire: Ints<B>,
 ) -> Tensor<B, 5, Bool> {
     let expire: Tensor<B, 3, Int> = Tensor::from_primitive(expire);
     let start: Tensor<B, 2, Int> = Tensor::from_primitive(documents[0].clone());

@@ -3,14 +3,13 @@ use super::backend::{AttentionOutput, AttentionSpec};
 use super::masks::hidden_by_documents;
 use super::scores::{Grouped, backward, finite_lse, forward, group, logits};
 use crate::documents::DocumentBounds;
-use crate::tensors::upcast;
+use crate::tensors::{Float, upcast};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Bool, DType, Tensor};
 
 /// Dense causal or sliding-window attention; see [`crate::attention`].
 pub fn attention<B: Backend>(
-    qkv: FloatTensor<B>,
+    qkv: Float<B>,
     documents: &DocumentBounds<B>,
     spec: AttentionSpec,
 ) -> AttentionOutput<B> {
@@ -21,12 +20,12 @@ pub fn attention<B: Backend>(
 
 /// `dqkv` of [`attention`].
 pub fn attention_backward<B: Backend>(
-    qkv: FloatTensor<B>,
+    qkv: Float<B>,
     documents: &DocumentBounds<B>,
     spec: AttentionSpec,
     output: AttentionOutput<B>,
-    d_o: FloatTensor<B>,
-) -> FloatTensor<B> {
+    d_o: Float<B>,
+) -> Float<B> {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let hidden = hidden_by_documents(documents, spec);
     let grouped = Grouped::new(qkv, spec);
@@ -35,7 +34,7 @@ pub fn attention_backward<B: Backend>(
 
 /// Attention over the pairs that `hidden` does not mask; `hidden` is `[batch, num_kv_heads, 1, seq_len, seq_len]`.
 pub(crate) fn masked_attention<B: Backend>(
-    qkv: FloatTensor<B>,
+    qkv: Float<B>,
     hidden: Tensor<B, 5, Bool>,
     spec: AttentionSpec,
 ) -> AttentionOutput<B> {
@@ -45,22 +44,22 @@ pub(crate) fn masked_attention<B: Backend>(
 
 /// `dqkv` of [`masked_attention`].
 pub(crate) fn masked_attention_backward<B: Backend>(
-    qkv: FloatTensor<B>,
+    qkv: Float<B>,
     hidden: Tensor<B, 5, Bool>,
     spec: AttentionSpec,
     output: AttentionOutput<B>,
-    d_o: FloatTensor<B>,
-) -> FloatTensor<B> {
+    d_o: Float<B>,
+) -> Float<B> {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     backward(Grouped::new(qkv, spec), None, hidden, spec, output, d_o).packed(dtype)
 }
 
 /// Probabilities of [`masked_attention`] summed over the heads of a group, `[batch, num_kv_heads, seq_len, seq_len]`.
 pub(crate) fn group_probabilities<B: Backend>(
-    qkv: FloatTensor<B>,
+    qkv: Float<B>,
     hidden: Tensor<B, 5, Bool>,
     spec: AttentionSpec,
-    lse: FloatTensor<B>,
+    lse: Float<B>,
 ) -> Tensor<B, 4> {
     let (qkv, _) = upcast::<B, 4>(qkv);
     let grouped = Grouped::new(qkv, spec);
@@ -94,7 +93,7 @@ pub(crate) fn separate_attention_backward<B: Backend>(
     documents: &DocumentBounds<B>,
     spec: AttentionSpec,
     output: AttentionOutput<B>,
-    d_o: FloatTensor<B>,
+    d_o: Float<B>,
 ) -> [Tensor<B, 4>; 3] {
     let hidden = hidden_by_documents(documents, spec);
     let grouped = Grouped {

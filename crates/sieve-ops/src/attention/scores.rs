@@ -1,8 +1,7 @@
 //! Softmax attention with its full score matrix, forward and backward.
 use super::backend::{AttentionOutput, AttentionSpec};
-use crate::tensors::{primitive, split_heads, tensor, upcast};
+use crate::tensors::{Float, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Bool, DType, Tensor};
 
 /// A logit that no softmax sees; finite, so that a row without keys yields no NaN on the way.
@@ -49,7 +48,7 @@ fn ungroup<B: Backend>(x: Tensor<B, 5>) -> Tensor<B, 4> {
 /// Scaled logits with masked pairs at [`MASKED`].
 pub(crate) fn logits<B: Backend>(
     grouped: &Grouped<B>,
-    delta: Option<FloatTensor<B>>,
+    delta: Option<Float<B>>,
     hidden: &Tensor<B, 5, Bool>,
     spec: AttentionSpec,
 ) -> Tensor<B, 5> {
@@ -72,7 +71,7 @@ pub(crate) fn logits<B: Backend>(
 
 pub(crate) fn forward<B: Backend>(
     grouped: Grouped<B>,
-    delta: Option<FloatTensor<B>>,
+    delta: Option<Float<B>>,
     hidden: Tensor<B, 5, Bool>,
     spec: AttentionSpec,
     dtype: DType,
@@ -109,13 +108,13 @@ pub(crate) struct Gradients<B: Backend> {
 }
 
 impl<B: Backend> Gradients<B> {
-    pub(crate) fn packed(self, dtype: DType) -> FloatTensor<B> {
+    pub(crate) fn packed(self, dtype: DType) -> Float<B> {
         primitive(Tensor::cat(vec![self.dq, self.dk, self.dv], 2).cast(dtype))
     }
 }
 
 /// The log-sum-exp in the shape and dtype of the logits, 0 where a row sees nothing.
-pub(crate) fn finite_lse<B: Backend>(lse: FloatTensor<B>, logits: &Tensor<B, 5>) -> Tensor<B, 5> {
+pub(crate) fn finite_lse<B: Backend>(lse: Float<B>, logits: &Tensor<B, 5>) -> Tensor<B, 5> {
     let [batch, kv_heads, group_size, seq_len, _] = logits.dims();
     let lse = tensor::<B, 3>(lse)
         .cast(logits.dtype())
@@ -126,11 +125,11 @@ pub(crate) fn finite_lse<B: Backend>(lse: FloatTensor<B>, logits: &Tensor<B, 5>)
 
 pub(crate) fn backward<B: Backend>(
     grouped: Grouped<B>,
-    delta: Option<FloatTensor<B>>,
+    delta: Option<Float<B>>,
     hidden: Tensor<B, 5, Bool>,
     spec: AttentionSpec,
     output: AttentionOutput<B>,
-    d_o: FloatTensor<B>,
+    d_o: Float<B>,
 ) -> Gradients<B> {
     let s = logits(&grouped, delta, &hidden, spec);
     let [batch, kv_heads, group_size, seq_len, head_dim] = grouped.q.dims();

@@ -14,12 +14,11 @@ use crate::documents::{DocumentBounds, Documents};
 use crate::linear::LinearBackend;
 use crate::norm::RmsNormCall;
 use crate::rope::{QkNorm, QkNormRopeCall, RopeTables, RotaryEmbedding};
-use crate::tensors::{primitive, tensor};
+use crate::tensors::{Float, Ints, primitive, tensor};
 use backward::{Kept, Recent, Selected};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Int, Tensor, TensorMetadata};
 
 /// What [`attention_layer`] computes with.
@@ -54,7 +53,7 @@ pub struct DmaLayer<B: Backend> {
 #[derive(Clone, Debug)]
 pub struct AttentionLayerCall<B: Backend> {
     /// Positions to rotate by, `[batch, seq_len]`.
-    pub positions: IntTensor<B>,
+    pub positions: Ints<B>,
     /// Rotary tables.
     pub rope: RopeTables<B>,
     /// Document bounds.
@@ -94,18 +93,18 @@ pub fn attention_layer<B: AttentionLayerBackend>(
 pub trait AttentionLayerBackend: Backend {
     /// The output, and DMA's mask.
     fn attention_layer(
-        x: FloatTensor<Self>,
+        x: Float<Self>,
         layer: AttentionLayer<Self>,
         call: AttentionLayerCall<Self>,
-    ) -> (FloatTensor<Self>, Option<IntTensor<Self>>);
+    ) -> (Float<Self>, Option<Ints<Self>>);
 }
 
 impl<B: DeviceBackend> AttentionLayerBackend for B {
     fn attention_layer(
-        x: FloatTensor<Self>,
+        x: Float<Self>,
         layer: AttentionLayer<Self>,
         call: AttentionLayerCall<Self>,
-    ) -> (FloatTensor<Self>, Option<IntTensor<Self>>) {
+    ) -> (Float<Self>, Option<Ints<Self>>) {
         let forward = forward::<Self>(x, layer, &call);
         let expire = forward.attended.expire();
         (forward.y, expire)
@@ -114,10 +113,10 @@ impl<B: DeviceBackend> AttentionLayerBackend for B {
 
 impl<B: DeviceBackend, C: CheckpointStrategy> AttentionLayerBackend for Autodiff<B, C> {
     fn attention_layer(
-        x: FloatTensor<Self>,
+        x: Float<Self>,
         layer: AttentionLayer<Self>,
         call: AttentionLayerCall<Self>,
-    ) -> (FloatTensor<Self>, Option<IntTensor<Self>>) {
+    ) -> (Float<Self>, Option<Ints<Self>>) {
         let inner = AttentionLayer {
             norm: layer.norm.clone().inner(),
             epsilon: layer.epsilon,
@@ -179,14 +178,14 @@ enum Attended<B: Backend> {
 }
 
 impl<B: Backend> Attended<B> {
-    fn o(&self) -> FloatTensor<B> {
+    fn o(&self) -> Float<B> {
         match self {
             Self::Recent(output) => output.o.clone(),
             Self::Selected(forward) => forward.output.o.clone(),
         }
     }
 
-    fn expire(&self) -> Option<IntTensor<B>> {
+    fn expire(&self) -> Option<Ints<B>> {
         match self {
             Self::Recent(_) => None,
             Self::Selected(forward) => Some(forward.selection.expire.clone()),
@@ -197,13 +196,13 @@ impl<B: Backend> Attended<B> {
 /// A forward pass's output and what the backward pass needs of it.
 struct LayerForward<B: Backend> {
     /// Packed, before norm and rotation.
-    qkv: FloatTensor<B>,
+    qkv: Float<B>,
     attended: Attended<B>,
-    y: FloatTensor<B>,
+    y: Float<B>,
 }
 
 fn forward<B: DeviceBackend>(
-    x: FloatTensor<B>,
+    x: Float<B>,
     layer: AttentionLayer<B>,
     call: &AttentionLayerCall<B>,
 ) -> LayerForward<B> {
@@ -244,14 +243,14 @@ fn rotation<B: Backend>(norm: QkNorm<B>, call: &AttentionLayerCall<B>) -> QkNorm
 }
 
 /// `[.., heads * head_dim]` as `[.., heads, head_dim]`.
-fn split_heads<B: Backend>(packed: FloatTensor<B>, spec: AttentionSpec) -> FloatTensor<B> {
+fn split_heads<B: Backend>(packed: Float<B>, spec: AttentionSpec) -> Float<B> {
     let shape = packed.shape();
     let heads = spec.packed_heads();
     B::float_reshape(packed, [shape[0], shape[1], heads, shape[2] / heads].into())
 }
 
 /// The inverse.
-fn merge_heads<B: Backend>(heads: FloatTensor<B>) -> FloatTensor<B> {
+fn merge_heads<B: Backend>(heads: Float<B>) -> Float<B> {
     let shape = heads.shape();
     B::float_reshape(heads, [shape[0], shape[1], shape[2] * shape[3]].into())
 }

@@ -8,12 +8,11 @@ use crate::device::autodiff::{Gradient, enter};
 use crate::device_backend::DeviceBackend;
 use crate::linear::LinearBackend;
 use crate::norm::RmsNormCall;
-use crate::tensors::{primitive, tensor};
+use crate::tensors::{Float, primitive, tensor};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 
 /// What [`feed_forward`] computes with.
 #[derive(Clone, Debug)]
@@ -44,29 +43,17 @@ pub fn feed_forward<B: FeedForwardBackend, const D: usize>(
 /// The composed op behind [`feed_forward()`].
 pub trait FeedForwardBackend: Backend {
     /// See [`feed_forward()`].
-    fn feed_forward(
-        x: FloatTensor<Self>,
-        layer: FeedForward<Self>,
-        residual: Residual,
-    ) -> FloatTensor<Self>;
+    fn feed_forward(x: Float<Self>, layer: FeedForward<Self>, residual: Residual) -> Float<Self>;
 }
 
 impl<B: DeviceBackend> FeedForwardBackend for B {
-    fn feed_forward(
-        x: FloatTensor<Self>,
-        layer: FeedForward<Self>,
-        residual: Residual,
-    ) -> FloatTensor<Self> {
+    fn feed_forward(x: Float<Self>, layer: FeedForward<Self>, residual: Residual) -> Float<Self> {
         forward::<Self>(x, layer, residual).1
     }
 }
 
 impl<B: DeviceBackend, C: CheckpointStrategy> FeedForwardBackend for Autodiff<B, C> {
-    fn feed_forward(
-        x: FloatTensor<Self>,
-        layer: FeedForward<Self>,
-        residual: Residual,
-    ) -> FloatTensor<Self> {
+    fn feed_forward(x: Float<Self>, layer: FeedForward<Self>, residual: Residual) -> Float<Self> {
         let FeedForward {
             norm,
             gate_up,
@@ -93,10 +80,10 @@ impl<B: DeviceBackend, C: CheckpointStrategy> FeedForwardBackend for Autodiff<B,
 
 /// `(gate_up, y)`: what the backward pass needs beside x, and the output.
 fn forward<B: DeviceBackend>(
-    x: FloatTensor<B>,
+    x: Float<B>,
     layer: FeedForward<B>,
     residual: Residual,
-) -> (FloatTensor<B>, FloatTensor<B>) {
+) -> (Float<B>, Float<B>) {
     let normed = B::rms_norm(RmsNormCall {
         x: x.clone(),
         weight: primitive(layer.norm),
@@ -115,8 +102,8 @@ fn forward<B: DeviceBackend>(
 /// What the backward pass needs.
 #[derive(Clone, Debug)]
 struct Kept<B: Backend> {
-    x: FloatTensor<B>,
-    gate_up: FloatTensor<B>,
+    x: Float<B>,
+    gate_up: Float<B>,
     layer: FeedForward<B>,
     residual: Residual,
 }
@@ -124,7 +111,7 @@ struct Kept<B: Backend> {
 /// Gradients of x, norm, gate_up and down.
 impl<B: DeviceBackend> Gradient<B, 4> for Kept<B> {
     // Each tensor is handed on as soon as it is read for the last time: this is where a step needs most memory.
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 4] {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 4] {
         let Kept {
             x,
             gate_up,

@@ -12,17 +12,16 @@ use crate::norm::reference::rms_norm;
 use crate::rope::QkNormRopeCall;
 use crate::rope::reference::qk_norm_rope;
 use crate::swiglu::reference::swiglu;
-use crate::tensors::{primitive, tensor};
+use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorMetadata};
 
 /// `[x +] o(attention(qk_norm_rope(qkv(rms_norm(x)))))`.
 pub fn attention_layer<B: Backend>(
-    x: FloatTensor<B>,
+    x: Float<B>,
     layer: AttentionLayer<B>,
     call: AttentionLayerCall<B>,
-) -> FloatTensor<B> {
+) -> Float<B> {
     let AttentionLayerCall {
         positions,
         rope,
@@ -69,10 +68,10 @@ pub fn attention_layer<B: Backend>(
 }
 /// `[x +] down(swiglu(gate_up(rms_norm(x))))`.
 pub fn feed_forward<B: Backend>(
-    x: FloatTensor<B>,
+    x: Float<B>,
     layer: FeedForward<B>,
     residual: Residual,
-) -> FloatTensor<B> {
+) -> Float<B> {
     let normed = normed(x.clone(), layer.norm, layer.epsilon);
     let hidden = swiglu::<B>(linear::<B>(normed, primitive(layer.gate_up)));
     let y = linear::<B>(hidden, primitive(layer.down));
@@ -82,7 +81,7 @@ pub fn feed_forward<B: Backend>(
     }
 }
 
-fn normed<B: Backend>(x: FloatTensor<B>, weight: Tensor<B, 1>, epsilon: f64) -> FloatTensor<B> {
+fn normed<B: Backend>(x: Float<B>, weight: Tensor<B, 1>, epsilon: f64) -> Float<B> {
     rms_norm(RmsNormCall::<B> {
         x,
         weight: primitive(weight),

@@ -1,6 +1,6 @@
 //! The residual stream around a layer, and the norm that begins one.
 use crate::norm::{NormGradients, RmsNormCall};
-use burn::tensor::ops::FloatTensor;
+use crate::tensors::Float;
 
 /// Whether a layer's output has the residual stream in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,9 +14,9 @@ pub enum Residual {
 /// `(dx, dweight, y)` of the norm that begins a layer whose output had the gradient `dy`, y being the norm's output.
 pub(super) fn norm_gradient<B: NormGradients>(
     norm: RmsNormCall<B>,
-    d_normed: FloatTensor<B>,
-    (residual, dy): (Residual, FloatTensor<B>),
-) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
+    d_normed: Float<B>,
+    (residual, dy): (Residual, Float<B>),
+) -> (Float<B>, Float<B>, Float<B>) {
     match residual {
         Residual::Stream => B::rms_norm_backward_with_output(norm, d_normed, dy),
         Residual::None => {

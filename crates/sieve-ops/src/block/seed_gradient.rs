@@ -1,11 +1,10 @@
 //! The joint between segments of a model: a graph seeded with a gradient that is already known.
 use crate::device::autodiff::{Gradient, enter};
 use crate::device_backend::DeviceBackend;
-use crate::tensors::{primitive, tensor};
+use crate::tensors::{Float, primitive, tensor};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorMetadata};
 
 /// A zero `[1]` whose backward pass hands `dy` to `y`, whatever gradient reaches it.
@@ -22,17 +21,17 @@ pub fn seed_gradient<B: SeedBackend, const D: usize>(
 /// The op behind [`seed_gradient()`].
 pub trait SeedBackend: Backend {
     /// Replaces whatever gradient arrives by `dy`; the output is a zero `[1]`.
-    fn seed_gradient(y: FloatTensor<Self>, dy: FloatTensor<Self>) -> FloatTensor<Self>;
+    fn seed_gradient(y: Float<Self>, dy: Float<Self>) -> Float<Self>;
 }
 
 impl<B: DeviceBackend> SeedBackend for B {
-    fn seed_gradient(y: FloatTensor<Self>, _dy: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn seed_gradient(y: Float<Self>, _dy: Float<Self>) -> Float<Self> {
         zero_scalar::<Self>(y)
     }
 }
 
 impl<B: DeviceBackend, C: CheckpointStrategy> SeedBackend for Autodiff<B, C> {
-    fn seed_gradient(y: FloatTensor<Self>, dy: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn seed_gradient(y: Float<Self>, dy: Float<Self>) -> Float<Self> {
         let zero = zero_scalar::<B>(y.primitive.clone());
         enter::<B, C, _, 1>([&y], Seed::<B> { dy: dy.primitive }, zero)
     }
@@ -40,17 +39,17 @@ impl<B: DeviceBackend, C: CheckpointStrategy> SeedBackend for Autodiff<B, C> {
 
 #[derive(Clone, Debug)]
 struct Seed<B: Backend> {
-    dy: FloatTensor<B>,
+    dy: Float<B>,
 }
 
 impl<B: Backend> Gradient<B, 1> for Seed<B> {
-    fn gradients(self, _ignored: FloatTensor<B>) -> [FloatTensor<B>; 1] {
+    fn gradients(self, _ignored: Float<B>) -> [Float<B>; 1] {
         [self.dy]
     }
 }
 
 /// A zero `[1]` of the dtype and on the device of `y`.
-fn zero_scalar<B: Backend>(y: FloatTensor<B>) -> FloatTensor<B> {
+fn zero_scalar<B: Backend>(y: Float<B>) -> Float<B> {
     B::float_zeros([1].into(), &B::float_device(&y), y.dtype().into())
 }
 

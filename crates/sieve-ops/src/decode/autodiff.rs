@@ -1,20 +1,20 @@
 //! Decoding under autodiff: plain operations, each with its own node.
 use super::backend::{DecodeBackend, DmaCache, DmaToken};
 use super::reference;
+use crate::tensors::Float;
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 use sieve_core::DmaBias;
 
 impl<B: Backend, C: CheckpointStrategy> DecodeBackend for Autodiff<B, C> {
     fn attention_decode(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
-        delta: Option<FloatTensor<Self>>,
+        q: Float<Self>,
+        k: Float<Self>,
+        v: Float<Self>,
+        delta: Option<Float<Self>>,
         softmax_scale: f64,
-    ) -> FloatTensor<Self> {
+    ) -> Float<Self> {
         reference::attention_decode::<Self>(q, k, v, delta, softmax_scale)
     }
 
@@ -23,7 +23,7 @@ impl<B: Backend, C: CheckpointStrategy> DecodeBackend for Autodiff<B, C> {
         token: DmaToken<Self>,
         softmax_scale: f64,
         bias: DmaBias,
-    ) -> (DmaCache<Self>, FloatTensor<Self>) {
+    ) -> (DmaCache<Self>, Float<Self>) {
         reference::dma_decode(cache, token, softmax_scale, bias)
     }
 }

@@ -1,6 +1,6 @@
 //! Attention of one new query as a backend computes it; without gradient.
+use crate::tensors::{Float, Ints};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::{FloatTensor, IntTensor};
 use sieve_core::{DmaBias, DmaWindow};
 
 /// The slots a DMA layer keeps: `len` of them in use, each KV head with keys of its own choice.
@@ -9,13 +9,13 @@ use sieve_core::{DmaBias, DmaWindow};
 #[derive(Clone, Debug)]
 pub struct DmaCache<B: Backend> {
     /// `[batch, len, num_kv_heads, head_dim]`.
-    pub k: FloatTensor<B>,
+    pub k: Float<B>,
     /// `[batch, len, num_kv_heads, head_dim]`.
-    pub v: FloatTensor<B>,
+    pub v: Float<B>,
     /// What ranks the keys, `[batch, num_kv_heads, len]`; see [`crate::dma_rank`].
-    pub rank: FloatTensor<B>,
+    pub rank: Float<B>,
     /// Positions of the keys, `[batch, num_kv_heads, len]`.
-    pub positions: IntTensor<B>,
+    pub positions: Ints<B>,
     /// Slots at most, and how many of them hold the last keys.
     pub window: DmaWindow,
 }
@@ -24,13 +24,13 @@ pub struct DmaCache<B: Backend> {
 #[derive(Clone, Debug)]
 pub struct DmaToken<B: Backend> {
     /// `[batch, num_heads, head_dim]`.
-    pub q: FloatTensor<B>,
+    pub q: Float<B>,
     /// `[batch, num_kv_heads, head_dim]`.
-    pub k: FloatTensor<B>,
+    pub k: Float<B>,
     /// `[batch, num_kv_heads, head_dim]`.
-    pub v: FloatTensor<B>,
+    pub v: Float<B>,
     /// Ranks, `[batch, num_kv_heads]`.
-    pub rank: FloatTensor<B>,
+    pub rank: Float<B>,
     /// Position of the token, larger than any in the cache.
     pub position: usize,
 }
@@ -39,17 +39,17 @@ pub struct DmaToken<B: Backend> {
 pub trait DecodeBackend: Backend {
     /// See [`crate::attention_decode`].
     fn attention_decode(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
-        delta: Option<FloatTensor<Self>>,
+        q: Float<Self>,
+        k: Float<Self>,
+        v: Float<Self>,
+        delta: Option<Float<Self>>,
         softmax_scale: f64,
-    ) -> FloatTensor<Self>;
+    ) -> Float<Self>;
     /// One decoding step of DMA; see [`crate::dma_decode`].
     fn dma_decode(
         cache: DmaCache<Self>,
         token: DmaToken<Self>,
         softmax_scale: f64,
         bias: DmaBias,
-    ) -> (DmaCache<Self>, FloatTensor<Self>);
+    ) -> (DmaCache<Self>, Float<Self>);
 }

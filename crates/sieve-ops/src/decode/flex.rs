@@ -34,7 +34,7 @@ impl DecodeBackend for Flex {
         };
         let mut o = zeros_like(&q);
         let delta = delta.as_ref().map(floats);
-        sieve_cpu::decode_attention(&shape, floats(&q), floats(&k), floats(&v), delta, &mut o);
+        sieve_cpu::attention_decode(&shape, floats(&q), floats(&k), floats(&v), delta, &mut o);
         from_vec(o, q_shape)
     }
 

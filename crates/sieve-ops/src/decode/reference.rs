@@ -1,20 +1,19 @@
 //! Attention of one new query in plain Burn operations.
 use super::backend::{DecodeBackend, DmaCache, DmaToken};
 use crate::dma_bias;
-use crate::tensors::{primitive, tensor, upcast};
+use crate::tensors::{Float, primitive, tensor, upcast};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Bool, Int, Tensor};
 use sieve_core::{DmaBias, DmaWindow};
 
 /// One query per sequence over all keys; see [`crate::attention_decode`].
 pub fn attention_decode<B: Backend>(
-    q: FloatTensor<B>,
-    k: FloatTensor<B>,
-    v: FloatTensor<B>,
-    delta: Option<FloatTensor<B>>,
+    q: Float<B>,
+    k: Float<B>,
+    v: Float<B>,
+    delta: Option<Float<B>>,
     softmax_scale: f64,
-) -> FloatTensor<B> {
+) -> Float<B> {
     let (q, dtype) = upcast::<B, 3>(q);
     let (k, _) = upcast::<B, 4>(k);
     let (v, _) = upcast::<B, 4>(v);
@@ -38,7 +37,7 @@ pub(crate) fn dma_decode<B: DecodeBackend>(
     token: DmaToken<B>,
     softmax_scale: f64,
     bias: DmaBias,
-) -> (DmaCache<B>, FloatTensor<B>) {
+) -> (DmaCache<B>, Float<B>) {
     let window = cache.window;
     let slots = Slots {
         k: tensor(cache.k),

@@ -1,11 +1,11 @@
 //! One node of Burn's autodiff graph for each op.
+use crate::tensors::Float;
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::backend::{AutodiffBackend, Backend};
-use burn::tensor::ops::FloatTensor;
 use std::fmt::Debug;
 use std::marker::PhantomData;
 
@@ -14,7 +14,7 @@ pub(crate) trait Gradient<B: Backend, const N: usize>:
     Clone + Debug + Send + 'static
 {
     /// Gradients of the inputs from the gradient of the output.
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; N];
+    fn gradients(self, dy: Float<B>) -> [Float<B>; N];
 }
 
 /// A graph node for a [`Gradient`].
@@ -35,13 +35,13 @@ impl<B: Backend, G: Gradient<B, N>, const N: usize> Backward<B, N> for Node<G> {
     }
 }
 
-pub(crate) type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
+pub(crate) type Tracked<B, C> = Float<Autodiff<B, C>>;
 
 /// Enters `output` into the graph as a function of `parents`; `kept` stays only when one of them needs a gradient.
 pub(crate) fn enter<B: Backend, C: CheckpointStrategy, G: Gradient<B, N>, const N: usize>(
     parents: [&Tracked<B, C>; N],
     kept: G,
-    output: FloatTensor<B>,
+    output: Float<B>,
 ) -> Tracked<B, C> {
     let nodes = parents.map(|parent| parent.node.clone());
     match Node::<G>(PhantomData)
@@ -55,11 +55,11 @@ pub(crate) fn enter<B: Backend, C: CheckpointStrategy, G: Gradient<B, N>, const 
 }
 
 /// A value without gradient.
-pub(crate) fn constant<B: Backend, C: CheckpointStrategy>(value: FloatTensor<B>) -> Tracked<B, C> {
+pub(crate) fn constant<B: Backend, C: CheckpointStrategy>(value: Float<B>) -> Tracked<B, C> {
     <Autodiff<B, C> as AutodiffBackend>::from_inner(value)
 }
 
 /// The tensor below the graph.
-pub(crate) fn inner<B: Backend, C: CheckpointStrategy>(x: &Tracked<B, C>) -> FloatTensor<B> {
+pub(crate) fn inner<B: Backend, C: CheckpointStrategy>(x: &Tracked<B, C>) -> Float<B> {
     x.primitive.clone()
 }

@@ -5,11 +5,6 @@ use sieve_kernels::{CudaPrimitive, CudaTensor};
 /// Burn's CUDA backend, without fusion.
 pub type Cuda = burn_cuda::Cuda<f32, i32>;
 
-/// The other way of an op that has already succeeded.
-pub(crate) fn unused<T>() -> T {
-    unreachable!("the kernel's result is taken")
-}
-
 /// The kernels' view of some tensors; no copy.
 pub(crate) fn tensors<const N: usize>(primitives: [&CudaPrimitive; N]) -> [CudaTensor; N] {
     primitives.map(|primitive| CudaTensor::from(primitive.clone()))

@@ -120,6 +120,19 @@ pub(crate) fn kernel_or<T>(
     kernel_or_within(op, attempt, Memory::Linear, run)
 }
 
+/// As [`kernel_or`] for a kernel that worked in place on `kept`, which the reference takes over after a refusal.
+pub(crate) fn kernel_on<T>(
+    op: &'static str,
+    kept: T,
+    outcome: Result<(), KernelError>,
+    run: impl FnOnce(T) -> T,
+) -> T {
+    match outcome {
+        Ok(()) => kernel_or(op, Ok(kept), || unreachable!("the kernel succeeded")),
+        Err(error) => kernel_or(op, Err(error), || run(kept)),
+    }
+}
+
 /// As [`kernel_or`] for an op whose reference holds `scores`.
 pub(crate) fn kernel_or_scores<T>(
     op: &'static str,

@@ -4,23 +4,23 @@ use super::backend::{DmaBackend, DmaGradients, DmaSelection};
 use super::reference;
 use crate::attention::{AttentionOutput, AttentionSpec};
 use crate::documents::DocumentBounds;
+use crate::tensors::Float;
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::tensor::ops::FloatTensor;
 use sieve_core::DmaWindow;
 
 impl<B: DmaGradients, C: CheckpointStrategy> DmaBackend for Autodiff<B, C> {
     fn dma_scores(
-        qkv: FloatTensor<Self>,
-        w_dt: FloatTensor<Self>,
-        a: FloatTensor<Self>,
+        qkv: Float<Self>,
+        w_dt: Float<Self>,
+        a: Float<Self>,
         spec: AttentionSpec,
-    ) -> FloatTensor<Self> {
+    ) -> Float<Self> {
         reference::dma_scores::<Self>(qkv, w_dt, a, spec)
     }
 
     fn dma_select(
-        rank: FloatTensor<Self>,
+        rank: Float<Self>,
         documents: &DocumentBounds<Self>,
         window: DmaWindow,
     ) -> DmaSelection<Self> {
@@ -28,8 +28,8 @@ impl<B: DmaGradients, C: CheckpointStrategy> DmaBackend for Autodiff<B, C> {
     }
 
     fn dma_attention(
-        qkv: FloatTensor<Self>,
-        delta: FloatTensor<Self>,
+        qkv: Float<Self>,
+        delta: Float<Self>,
         documents: &DocumentBounds<Self>,
         selection: &DmaSelection<Self>,
         spec: AttentionSpec,

@@ -1,8 +1,8 @@
 //! DMA's ops as a backend computes them.
 use crate::attention::{AttentionOutput, AttentionSpec};
 use crate::documents::DocumentBounds;
+use crate::tensors::{Float, Ints};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::{FloatTensor, IntTensor};
 use sieve_core::DmaWindow;
 
 /// Largest score that still enters the exponential: `exp(z)` overflows f32 at 88.7.
@@ -13,9 +13,9 @@ pub const DMA_SCORE_CLAMP: f64 = 60.0;
 pub struct DmaSelection<B: Backend> {
     /// First query that no longer sees the key, i32 `[batch, num_kv_heads, seq_len]`:
     /// `active(i, j) <=> j <= i < expire[j]`.
-    pub expire: IntTensor<B>,
+    pub expire: Ints<B>,
     /// Key lists of the backend's kernels, shared by forward and backward; empty where none are used.
-    pub lists: Vec<IntTensor<B>>,
+    pub lists: Vec<Ints<B>>,
 }
 
 impl<B: Backend> DmaSelection<B> {
@@ -37,21 +37,21 @@ pub trait DmaBackend: Backend {
     ///
     /// `w_dt` is `[num_kv_heads * head_dim, num_kv_heads]`, `a` is `[num_kv_heads]`; v is read from the packed tensor.
     fn dma_scores(
-        qkv: FloatTensor<Self>,
-        w_dt: FloatTensor<Self>,
-        a: FloatTensor<Self>,
+        qkv: Float<Self>,
+        w_dt: Float<Self>,
+        a: Float<Self>,
         spec: AttentionSpec,
-    ) -> FloatTensor<Self>;
+    ) -> Float<Self>;
     /// See [`crate::dma_select`].
     fn dma_select(
-        rank: FloatTensor<Self>,
+        rank: Float<Self>,
         documents: &DocumentBounds<Self>,
         window: DmaWindow,
     ) -> DmaSelection<Self>;
     /// Attention over the kept keys with an additive bias per key, `delta` `[batch, num_kv_heads, seq_len]`.
     fn dma_attention(
-        qkv: FloatTensor<Self>,
-        delta: FloatTensor<Self>,
+        qkv: Float<Self>,
+        delta: Float<Self>,
         documents: &DocumentBounds<Self>,
         selection: &DmaSelection<Self>,
         spec: AttentionSpec,
@@ -62,21 +62,21 @@ pub trait DmaBackend: Backend {
 pub trait DmaGradients: DmaBackend {
     /// Adds the path through the scores to `dqkv`; returns `(dqkv, dw_dt, da)`.
     fn dma_scores_backward(
-        qkv: FloatTensor<Self>,
-        w_dt: FloatTensor<Self>,
-        a: FloatTensor<Self>,
+        qkv: Float<Self>,
+        w_dt: Float<Self>,
+        a: Float<Self>,
         spec: AttentionSpec,
-        dz: FloatTensor<Self>,
-        dqkv: FloatTensor<Self>,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
+        dz: Float<Self>,
+        dqkv: Float<Self>,
+    ) -> (Float<Self>, Float<Self>, Float<Self>);
     /// `(dqkv, ddelta)` of [`dma_attention`](DmaBackend::dma_attention).
     fn dma_attention_backward(
-        qkv: FloatTensor<Self>,
-        delta: FloatTensor<Self>,
+        qkv: Float<Self>,
+        delta: Float<Self>,
         documents: &DocumentBounds<Self>,
         selection: &DmaSelection<Self>,
         spec: AttentionSpec,
         output: AttentionOutput<Self>,
-        d_o: FloatTensor<Self>,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+        d_o: Float<Self>,
+    ) -> (Float<Self>, Float<Self>);
 }

@@ -5,11 +5,10 @@ use super::rank::{dma_rank, positions_in_documents};
 use crate::attention::{AttentionOutput, AttentionSpec};
 use crate::device::autodiff::{Gradient, constant, enter, inner};
 use crate::documents::DocumentBounds;
-use crate::tensors::{primitive, tensor};
+use crate::tensors::{Float, primitive, tensor};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 use sieve_core::DmaShape;
 
 /// Everything a DMA forward pass computes, as primitives.
@@ -20,16 +19,16 @@ pub struct DmaForward<B: Backend> {
     /// The exact mask.
     pub selection: DmaSelection<B>,
     /// What ranks the keys: their scores plus recency, f32 `[batch, num_kv_heads, seq_len]`.
-    pub rank: FloatTensor<B>,
+    pub rank: Float<B>,
 }
 
 /// The composed op behind [`crate::dynamic_mask_attention`]. Devices run its parts; autodiff enters one node for all.
 pub trait DynamicMaskBackend: Backend {
     /// The output, the selection and the ranks.
     fn dynamic_mask_attention(
-        qkv: FloatTensor<Self>,
-        w_dt: FloatTensor<Self>,
-        a: FloatTensor<Self>,
+        qkv: Float<Self>,
+        w_dt: Float<Self>,
+        a: Float<Self>,
         documents: &DocumentBounds<Self>,
         spec: AttentionSpec,
         dma: DmaShape,
@@ -38,9 +37,9 @@ pub trait DynamicMaskBackend: Backend {
 
 impl<B: DmaGradients> DynamicMaskBackend for B {
     fn dynamic_mask_attention(
-        qkv: FloatTensor<Self>,
-        w_dt: FloatTensor<Self>,
-        a: FloatTensor<Self>,
+        qkv: Float<Self>,
+        w_dt: Float<Self>,
+        a: Float<Self>,
         documents: &DocumentBounds<Self>,
         spec: AttentionSpec,
         dma: DmaShape,
@@ -51,9 +50,9 @@ impl<B: DmaGradients> DynamicMaskBackend for B {
 
 impl<B: DmaGradients, C: CheckpointStrategy> DynamicMaskBackend for Autodiff<B, C> {
     fn dynamic_mask_attention(
-        qkv: FloatTensor<Self>,
-        w_dt: FloatTensor<Self>,
-        a: FloatTensor<Self>,
+        qkv: Float<Self>,
+        w_dt: Float<Self>,
+        a: Float<Self>,
         documents: &DocumentBounds<Self>,
         spec: AttentionSpec,
         dma: DmaShape,
@@ -87,15 +86,15 @@ impl<B: DmaGradients, C: CheckpointStrategy> DynamicMaskBackend for Autodiff<B, 
 }
 
 impl<B: DmaGradients> Gradient<B, 3> for DmaState<B> {
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 3] {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 3] {
         backward::<B>(self, dy).into()
     }
 }
 
 pub(crate) fn forward<B: DmaBackend>(
-    qkv: FloatTensor<B>,
-    w_dt: FloatTensor<B>,
-    a: FloatTensor<B>,
+    qkv: Float<B>,
+    w_dt: Float<B>,
+    a: Float<B>,
     documents: &DocumentBounds<B>,
     spec: AttentionSpec,
     dma: DmaShape,
@@ -117,9 +116,9 @@ pub(crate) fn forward<B: DmaBackend>(
 /// Inputs and outputs of the forward pass that its backward pass needs.
 #[derive(Clone, Debug)]
 pub(crate) struct DmaState<B: Backend> {
-    pub(crate) qkv: FloatTensor<B>,
-    pub(crate) w_dt: FloatTensor<B>,
-    pub(crate) a: FloatTensor<B>,
+    pub(crate) qkv: Float<B>,
+    pub(crate) w_dt: Float<B>,
+    pub(crate) a: Float<B>,
     pub(crate) documents: DocumentBounds<B>,
     pub(crate) spec: AttentionSpec,
     pub(crate) dma: DmaShape,
@@ -129,8 +128,8 @@ pub(crate) struct DmaState<B: Backend> {
 /// `(dqkv, dw_dt, da)`.
 pub(crate) fn backward<B: DmaGradients>(
     state: DmaState<B>,
-    d_o: FloatTensor<B>,
-) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
+    d_o: Float<B>,
+) -> (Float<B>, Float<B>, Float<B>) {
     let DmaState {
         qkv,
         w_dt,

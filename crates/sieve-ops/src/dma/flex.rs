@@ -46,7 +46,7 @@ impl DmaBackend for Flex {
         let shape = rank.shape();
         let mut expire = vec![0i32; shape.num_elements()];
         let documents = documents(&bounds);
-        sieve_cpu::dma_expire(
+        sieve_cpu::dma_select(
             floats(&rank),
             documents,
             shape[0],

@@ -4,10 +4,9 @@ use crate::attention::masks::hidden_by_expiry;
 use crate::attention::scores::{Grouped, backward, forward};
 use crate::attention::{AttentionOutput, AttentionSpec};
 use crate::documents::DocumentBounds;
-use crate::tensors::{primitive, split_heads, tensor, upcast};
+use crate::tensors::{Float, primitive, split_heads, tensor, upcast};
 use burn::tensor::activation::{sigmoid, softplus};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Tensor, TensorData, TensorMetadata};
 use sieve_core::DmaWindow;
 
@@ -20,11 +19,11 @@ fn value_rows<B: Backend>(qkv: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 2
 
 /// `z = A * softplus(concat(v) . W_dt)`, `[batch, num_kv_heads, seq_len]`.
 pub fn dma_scores<B: Backend>(
-    qkv: FloatTensor<B>,
-    w_dt: FloatTensor<B>,
-    a: FloatTensor<B>,
+    qkv: Float<B>,
+    w_dt: Float<B>,
+    a: Float<B>,
     spec: AttentionSpec,
-) -> FloatTensor<B> {
+) -> Float<B> {
     let (qkv, _) = upcast::<B, 4>(qkv);
     let [batch, seq_len, _, _] = qkv.dims();
     let dtype = qkv.dtype();
@@ -38,13 +37,13 @@ pub fn dma_scores<B: Backend>(
 
 /// `(dqkv + the path through v, dw_dt, da)`.
 pub fn dma_scores_backward<B: Backend>(
-    qkv: FloatTensor<B>,
-    w_dt: FloatTensor<B>,
-    a: FloatTensor<B>,
+    qkv: Float<B>,
+    w_dt: Float<B>,
+    a: Float<B>,
     spec: AttentionSpec,
-    dz: FloatTensor<B>,
-    dqkv: FloatTensor<B>,
-) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
+    dz: Float<B>,
+    dqkv: Float<B>,
+) -> (Float<B>, Float<B>, Float<B>) {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let [batch, seq_len, heads, head_dim] = qkv.dims();
     let compute = qkv.dtype();
@@ -81,7 +80,7 @@ pub fn dma_scores_backward<B: Backend>(
 ///
 /// Reads the ranks back; an oracle, not a path for training.
 pub fn dma_select<B: Backend>(
-    rank: FloatTensor<B>,
+    rank: Float<B>,
     documents: &DocumentBounds<B>,
     window: DmaWindow,
 ) -> DmaSelection<B> {
@@ -125,8 +124,8 @@ pub fn dma_select<B: Backend>(
 
 /// Attention over the keys with `j <= i < expire[j]`, plus `delta` per key.
 pub fn dma_attention<B: Backend>(
-    qkv: FloatTensor<B>,
-    delta: FloatTensor<B>,
+    qkv: Float<B>,
+    delta: Float<B>,
     documents: &DocumentBounds<B>,
     selection: &DmaSelection<B>,
     spec: AttentionSpec,
@@ -138,14 +137,14 @@ pub fn dma_attention<B: Backend>(
 
 /// `(dqkv, ddelta)` of [`dma_attention`].
 pub fn dma_attention_backward<B: Backend>(
-    qkv: FloatTensor<B>,
-    delta: FloatTensor<B>,
+    qkv: Float<B>,
+    delta: Float<B>,
     documents: &DocumentBounds<B>,
     selection: &DmaSelection<B>,
     spec: AttentionSpec,
     output: AttentionOutput<B>,
-    d_o: FloatTensor<B>,
-) -> (FloatTensor<B>, FloatTensor<B>) {
+    d_o: Float<B>,
+) -> (Float<B>, Float<B>) {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let hidden = hidden_by_expiry(documents, selection.expire.clone());
     let grouped = Grouped::new(qkv, spec);

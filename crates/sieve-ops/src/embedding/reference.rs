@@ -1,11 +1,10 @@
 //! Rows of a table, and their gradient.
-use crate::tensors::{primitive, tensor};
+use crate::tensors::{Float, Ints, primitive, tensor};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{IndexingUpdateOp, Int, Shape, Tensor};
 
 /// `weight[ids]`.
-pub fn embedding<B: Backend>(weight: FloatTensor<B>, ids: IntTensor<B>) -> FloatTensor<B> {
+pub fn embedding<B: Backend>(weight: Float<B>, ids: Ints<B>) -> Float<B> {
     let ids: Tensor<B, 2, Int> = Tensor::from_primitive(ids);
     let [batch, seq_len] = ids.dims();
     let weight = tensor::<B, 2>(weight);
@@ -18,11 +17,7 @@ pub fn embedding<B: Backend>(weight: FloatTensor<B>, ids: IntTensor<B>) -> Float
 }
 
 /// Rows of `dy [batch, seq_len, d_model]` added by id into `[vocab_size, d_model]`.
-pub fn embedding_backward<B: Backend>(
-    dy: FloatTensor<B>,
-    ids: IntTensor<B>,
-    vocab_size: usize,
-) -> FloatTensor<B> {
+pub fn embedding_backward<B: Backend>(dy: Float<B>, ids: Ints<B>, vocab_size: usize) -> Float<B> {
     let ids: Tensor<B, 2, Int> = Tensor::from_primitive(ids);
     let [batch, seq_len] = ids.dims();
     let dy = tensor::<B, 3>(dy);

@@ -1,33 +1,33 @@
 //! Products with a weight as nodes of the autodiff graph.
 use super::backend::{LinearBackend, LinearGradients};
 use crate::device::autodiff::{Gradient, enter, inner};
+use crate::tensors::Float;
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 
 #[derive(Clone, Debug)]
 struct Product<B: Backend> {
-    x: FloatTensor<B>,
-    weight: FloatTensor<B>,
+    x: Float<B>,
+    weight: Float<B>,
 }
 
 impl<B: LinearGradients> Gradient<B, 2> for Product<B> {
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 2] {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 2] {
         let dx = B::linear_input_gradient(self.weight, dy.clone());
         [dx, B::linear_weight_gradient(self.x, dy)]
     }
 }
 
 impl<B: LinearGradients> Gradient<B, 3> for Product<B> {
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 3] {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 3] {
         let [dx, dweight] = Gradient::<B, 2>::gradients(self, dy.clone());
         [dx, dweight, dy]
     }
 }
 
 impl<B: LinearGradients, C: CheckpointStrategy> LinearBackend for Autodiff<B, C> {
-    fn linear(x: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn linear(x: Float<Self>, weight: Float<Self>) -> Float<Self> {
         let [inner_x, inner_weight] = [&x, &weight].map(inner::<B, C>);
         let kept = Product::<B> {
             x: inner_x.clone(),
@@ -37,11 +37,7 @@ impl<B: LinearGradients, C: CheckpointStrategy> LinearBackend for Autodiff<B, C>
         enter::<B, C, _, 2>([&x, &weight], kept, y)
     }
 
-    fn linear_add(
-        x: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        residual: FloatTensor<Self>,
-    ) -> FloatTensor<Self> {
+    fn linear_add(x: Float<Self>, weight: Float<Self>, residual: Float<Self>) -> Float<Self> {
         let [inner_x, inner_weight] = [&x, &weight].map(inner::<B, C>);
         let kept = Product::<B> {
             x: inner_x.clone(),

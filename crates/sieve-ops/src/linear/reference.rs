@@ -1,10 +1,9 @@
 //! Products with a `[out, in]` weight.
-use crate::tensors::{primitive, tensor};
+use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorMetadata};
 
-fn flatten<B: Backend>(x: FloatTensor<B>) -> (Tensor<B, 2>, Vec<usize>) {
+fn flatten<B: Backend>(x: Float<B>) -> (Tensor<B, 2>, Vec<usize>) {
     let shape = x.shape().to_vec();
     let last = shape[shape.len() - 1];
     let count = shape.iter().product::<usize>() / last.max(1);
@@ -12,7 +11,7 @@ fn flatten<B: Backend>(x: FloatTensor<B>) -> (Tensor<B, 2>, Vec<usize>) {
 }
 
 /// `y = x Wᵀ` for `x [.., in]`, `weight [out, in]`.
-pub fn linear<B: Backend>(x: FloatTensor<B>, weight: FloatTensor<B>) -> FloatTensor<B> {
+pub fn linear<B: Backend>(x: Float<B>, weight: Float<B>) -> Float<B> {
     let (x, mut shape) = flatten::<B>(x);
     let weight = tensor::<B, 2>(weight);
     let last = shape.len() - 1;
@@ -21,10 +20,7 @@ pub fn linear<B: Backend>(x: FloatTensor<B>, weight: FloatTensor<B>) -> FloatTen
 }
 
 /// `dx = dy W` of [`linear`].
-pub fn linear_input_gradient<B: Backend>(
-    weight: FloatTensor<B>,
-    dy: FloatTensor<B>,
-) -> FloatTensor<B> {
+pub fn linear_input_gradient<B: Backend>(weight: Float<B>, dy: Float<B>) -> Float<B> {
     let (dy, mut shape) = flatten::<B>(dy);
     let weight = tensor::<B, 2>(weight);
     let last = shape.len() - 1;
@@ -33,7 +29,7 @@ pub fn linear_input_gradient<B: Backend>(
 }
 
 /// `dW = dyᵀ x` of [`linear`].
-pub fn linear_weight_gradient<B: Backend>(x: FloatTensor<B>, dy: FloatTensor<B>) -> FloatTensor<B> {
+pub fn linear_weight_gradient<B: Backend>(x: Float<B>, dy: Float<B>) -> Float<B> {
     let (x, _) = flatten::<B>(x);
     let (dy, _) = flatten::<B>(dy);
     primitive(dy.transpose().matmul(x))

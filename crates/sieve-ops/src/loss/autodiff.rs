@@ -1,39 +1,35 @@
 //! The loss as a node of the autodiff graph.
 use super::backend::{LossBackend, LossGradients};
 use crate::device::autodiff::{Gradient, constant, enter, inner};
+use crate::tensors::{Float, Ints};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::{FloatTensor, IntTensor};
 
 /// The forward pass has the gradients already; the backward pass scales them.
 #[derive(Clone, Debug)]
 struct Known<B: Backend> {
-    dh: FloatTensor<B>,
-    dweight: FloatTensor<B>,
+    dh: Float<B>,
+    dweight: Float<B>,
 }
 
 impl<B: LossGradients> Gradient<B, 2> for Known<B> {
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 2] {
-        [self.dh, self.dweight].map(|gradient| B::scaled(gradient, dy.clone()))
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 2] {
+        [self.dh, self.dweight].map(|gradient| B::scale(gradient, dy.clone()))
     }
 }
 
 impl<B: LossGradients, C: CheckpointStrategy> LossBackend for Autodiff<B, C> {
-    fn token_losses(
-        h: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        labels: IntTensor<Self>,
-    ) -> FloatTensor<Self> {
+    fn token_losses(h: Float<Self>, weight: Float<Self>, labels: Ints<Self>) -> Float<Self> {
         constant::<B, C>(B::token_losses(h.primitive, weight.primitive, labels))
     }
 
     fn linear_cross_entropy(
-        h: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        labels: IntTensor<Self>,
+        h: Float<Self>,
+        weight: Float<Self>,
+        labels: Ints<Self>,
         z_loss: f64,
-    ) -> FloatTensor<Self> {
+    ) -> Float<Self> {
         if !h.is_tracked() && !weight.is_tracked() {
             let loss = B::linear_cross_entropy(h.primitive, weight.primitive, labels, z_loss);
             return constant::<B, C>(loss);

@@ -1,8 +1,8 @@
 //! Projection and cross-entropy on CUDA, a block of tokens at a time.
 use super::backend::{LossBackend, LossGradients};
 use super::reference;
-use crate::device::cuda::{Cuda, cast, tensors, unused, writable};
-use crate::device::paths::kernel_or;
+use crate::device::cuda::{Cuda, cast, tensors, writable};
+use crate::device::paths::{kernel_on, kernel_or};
 use burn::tensor::DType;
 use sieve_kernels::{CudaPrimitive as Float, GradientTarget, KernelError, LossFactors, fixed_sum};
 
@@ -36,14 +36,13 @@ impl LossGradients for Cuda {
         })
     }
 
-    fn scaled(x: Float, factor: Float) -> Float {
-        let (x, outcome) = scale(x, &factor);
-        match outcome {
-            Ok(()) => kernel_or("scaled", Ok(x), unused),
-            Err(error) => kernel_or("scaled", Err(error), || {
-                reference::scaled::<Self>(x, factor)
-            }),
-        }
+    /// In place where nobody else holds x.
+    fn scale(x: Float, factor: Float) -> Float {
+        let x = writable(x);
+        let outcome = sieve_kernels::scale(&x, &cast(&factor, DType::F32));
+        kernel_on("scale", x.into(), outcome, |x| {
+            reference::scale::<Self>(x, factor)
+        })
     }
 }
 
@@ -78,11 +77,4 @@ fn with_gradients(
     let all =
         sieve_kernels::linear_cross_entropy_with_gradients(&h, &weight, &labels, factors, target)?;
     Ok((all.loss.into(), all.dh.into(), all.dweight.into()))
-}
-
-/// `x` times the `[1]` `factor`, in place where nobody else holds x; x comes back after a refusal too.
-fn scale(x: Float, factor: &Float) -> (Float, Result<(), KernelError>) {
-    let x = writable(x);
-    let outcome = sieve_kernels::scale(&x, &cast(factor, DType::F32));
-    (x.into(), outcome)
 }

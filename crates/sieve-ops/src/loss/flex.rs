@@ -17,7 +17,7 @@ impl LossBackend for Flex {
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let mut losses = vec![0.0; labels.shape().num_elements()];
         let d_model = last_dim(&h);
-        sieve_cpu::linear_cross_entropy_per_row(
+        sieve_cpu::token_losses(
             floats(&h),
             floats(&weight),
             ints(&labels),
@@ -67,7 +67,7 @@ impl LossGradients for Flex {
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let d_model = last_dim(&h);
         let (mut dh, mut dweight) = (zeros_like(&h), zeros_like(&weight));
-        let loss = sieve_cpu::linear_cross_entropy_with_grad(
+        let loss = sieve_cpu::linear_cross_entropy_with_gradients(
             floats(&h),
             floats(&weight),
             ints(&labels),
@@ -83,9 +83,9 @@ impl LossGradients for Flex {
         )
     }
 
-    fn scaled(x: FlexTensor, factor: FlexTensor) -> FlexTensor {
+    fn scale(x: FlexTensor, factor: FlexTensor) -> FlexTensor {
         if !is_f32(&x) || !is_f32(&factor) {
-            return plain("scaled", || reference::scaled::<Self>(x, factor));
+            return plain("scale", || reference::scale::<Self>(x, factor));
         }
         let factor = floats(&contiguous(factor))[0];
         let mut x = contiguous(x);

@@ -1,7 +1,6 @@
 //! Projection and cross-entropy with all logits at once.
-use crate::tensors::{primitive, rows, tensor, unrows, upcast};
+use crate::tensors::{Float, Ints, primitive, rows, tensor, unrows, upcast};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Bool, Int, Tensor};
 
 struct Logits<B: Backend> {
@@ -13,11 +12,7 @@ struct Logits<B: Backend> {
     target: Tensor<B, 2, Int>,
 }
 
-fn logits<B: Backend>(
-    h: FloatTensor<B>,
-    weight: FloatTensor<B>,
-    labels: IntTensor<B>,
-) -> Logits<B> {
+fn logits<B: Backend>(h: Float<B>, weight: Float<B>, labels: Ints<B>) -> Logits<B> {
     let (h, _) = upcast::<B, 2>(h);
     let (weight, _) = upcast::<B, 2>(weight);
     let labels: Tensor<B, 1, Int> = Tensor::from_primitive(labels);
@@ -44,31 +39,27 @@ fn losses<B: Backend>(all: &Logits<B>, z_loss: f64) -> Tensor<B, 2> {
 }
 
 /// `lse - logit[label]` of each token; zero where ignored.
-pub fn token_losses<B: Backend>(
-    h: FloatTensor<B>,
-    weight: FloatTensor<B>,
-    labels: IntTensor<B>,
-) -> FloatTensor<B> {
+pub fn token_losses<B: Backend>(h: Float<B>, weight: Float<B>, labels: Ints<B>) -> Float<B> {
     primitive(losses(&logits::<B>(h, weight, labels), 0.0).squeeze_dim::<1>(1))
 }
 
 /// The sum of all losses, `[1]`.
 pub fn linear_cross_entropy<B: Backend>(
-    h: FloatTensor<B>,
-    weight: FloatTensor<B>,
-    labels: IntTensor<B>,
+    h: Float<B>,
+    weight: Float<B>,
+    labels: Ints<B>,
     z_loss: f64,
-) -> FloatTensor<B> {
+) -> Float<B> {
     primitive(losses(&logits::<B>(h, weight, labels), z_loss).sum())
 }
 
 /// `dlogits = softmax * (1 + 2 z_loss lse) - onehot`, then `dh = dlogits W`, `dW = dlogitsᵀ h`.
 pub fn linear_cross_entropy_with_gradients<B: Backend>(
-    h: FloatTensor<B>,
-    weight: FloatTensor<B>,
-    labels: IntTensor<B>,
+    h: Float<B>,
+    weight: Float<B>,
+    labels: Ints<B>,
     z_loss: f64,
-) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
+) -> (Float<B>, Float<B>, Float<B>) {
     let dtypes = [&h, &weight].map(burn::tensor::TensorMetadata::dtype);
     let all = logits::<B>(h, weight, labels);
     let loss = losses(&all, z_loss).sum();
@@ -95,7 +86,7 @@ pub fn linear_cross_entropy_with_gradients<B: Backend>(
 }
 
 /// `x * factor`, the factor a `[1]`; the product is rounded to the dtype of x.
-pub fn scaled<B: Backend>(x: FloatTensor<B>, factor: FloatTensor<B>) -> FloatTensor<B> {
+pub fn scale<B: Backend>(x: Float<B>, factor: Float<B>) -> Float<B> {
     let (x, dtype, shape) = rows::<B>(x);
     let factor = tensor::<B, 1>(factor).cast(x.dtype());
     unrows(x * factor.unsqueeze(), dtype, shape)

@@ -1,28 +1,28 @@
 //! MLA's ops as nodes of the autodiff graph.
 use super::backend::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec};
 use crate::device::autodiff::{Gradient, constant, enter, inner};
+use crate::tensors::Float;
 use crate::{AttentionOutput, DocumentBounds};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 
 impl<B: MlaGradients> Gradient<B, 3> for MlaPackCall<B> {
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 3] {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 3] {
         B::mla_pack_backward(self, dy)
     }
 }
 
 #[derive(Clone, Debug)]
 struct Attention<B: Backend> {
-    packed: FloatTensor<B>,
+    packed: Float<B>,
     documents: DocumentBounds<B>,
     spec: MlaSpec,
     output: AttentionOutput<B>,
 }
 
 impl<B: MlaGradients> Gradient<B, 1> for Attention<B> {
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 1] {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 1] {
         let (packed, documents) = (self.packed, &self.documents);
         [B::mla_attention_backward(
             packed,
@@ -35,7 +35,7 @@ impl<B: MlaGradients> Gradient<B, 1> for Attention<B> {
 }
 
 impl<B: MlaGradients, C: CheckpointStrategy> MlaBackend for Autodiff<B, C> {
-    fn mla_pack(inputs: [FloatTensor<Self>; 3], call: MlaPackCall<Self>) -> FloatTensor<Self> {
+    fn mla_pack(inputs: [Float<Self>; 3], call: MlaPackCall<Self>) -> Float<Self> {
         let call = MlaPackCall {
             positions: call.positions,
             rope: call.rope.inner(),
@@ -46,7 +46,7 @@ impl<B: MlaGradients, C: CheckpointStrategy> MlaBackend for Autodiff<B, C> {
     }
 
     fn mla_attention(
-        packed: FloatTensor<Self>,
+        packed: Float<Self>,
         documents: &DocumentBounds<Self>,
         spec: MlaSpec,
     ) -> AttentionOutput<Self> {

@@ -1,7 +1,7 @@
 //! The calls of MLA's ops, and what a backend computes of them; the shapes are those of the functions of the same names.
+use crate::tensors::{Float, Ints};
 use crate::{AttentionOutput, AttentionSpec, DocumentBounds, RopeTables};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::{FloatTensor, IntTensor};
 
 /// Sizes and scale of a latent attention call.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,7 +42,7 @@ impl MlaSpec {
 #[derive(Clone, Debug)]
 pub struct MlaPackCall<B: Backend> {
     /// `[batch, seq_len]`, each below the tables' length.
-    pub positions: IntTensor<B>,
+    pub positions: Ints<B>,
     /// Tables of width `rope_dim`.
     pub rope: RopeTables<B>,
     /// Sizes.
@@ -52,10 +52,10 @@ pub struct MlaPackCall<B: Backend> {
 /// MLA's ops.
 pub trait MlaBackend: Backend {
     /// See [`crate::mla_pack`]; inputs are q, kv, k_rope.
-    fn mla_pack(inputs: [FloatTensor<Self>; 3], call: MlaPackCall<Self>) -> FloatTensor<Self>;
+    fn mla_pack(inputs: [Float<Self>; 3], call: MlaPackCall<Self>) -> Float<Self>;
     /// See [`crate::mla_attention`].
     fn mla_attention(
-        packed: FloatTensor<Self>,
+        packed: Float<Self>,
         documents: &DocumentBounds<Self>,
         spec: MlaSpec,
     ) -> AttentionOutput<Self>;
@@ -64,13 +64,13 @@ pub trait MlaBackend: Backend {
 /// Gradients of MLA's ops, as a device computes them.
 pub trait MlaGradients: MlaBackend {
     /// Gradients of the inputs of [`mla_pack`](MlaBackend::mla_pack).
-    fn mla_pack_backward(call: MlaPackCall<Self>, dy: FloatTensor<Self>) -> [FloatTensor<Self>; 3];
+    fn mla_pack_backward(call: MlaPackCall<Self>, dy: Float<Self>) -> [Float<Self>; 3];
     /// Gradient of [`mla_attention`](MlaBackend::mla_attention).
     fn mla_attention_backward(
-        packed: FloatTensor<Self>,
+        packed: Float<Self>,
         documents: &DocumentBounds<Self>,
         spec: MlaSpec,
         output: AttentionOutput<Self>,
-        d_o: FloatTensor<Self>,
-    ) -> FloatTensor<Self>;
+        d_o: Float<Self>,
+    ) -> Float<Self>;
 }

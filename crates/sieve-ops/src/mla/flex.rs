@@ -77,7 +77,7 @@ impl MlaBackend for Flex {
         let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_heads);
         let rows = batch * seq_len * heads;
         let (mut o, mut lse) = (vec![0.0; rows * spec.head_dim], vec![0.0; rows]);
-        sieve_cpu::narrow_value_attention_forward(
+        sieve_cpu::mla_attention_forward(
             shape,
             spec.head_dim,
             floats(&packed),
@@ -130,7 +130,7 @@ impl MlaGradients for Flex {
         let (packed, bounds) = (contiguous(packed), contiguous_bounds(bounds));
         let [o, lse, d_o] = [output.o, output.lse, d_o].map(contiguous);
         let mut d_packed = zeros_like(&packed);
-        sieve_cpu::narrow_value_attention_backward(
+        sieve_cpu::mla_attention_backward(
             shape_of(&packed, spec),
             spec.head_dim,
             floats(&packed),

@@ -2,11 +2,10 @@
 use super::backend::{MlaPackCall, MlaSpec};
 use crate::attention::reference::{separate_attention, separate_attention_backward};
 use crate::rope::reference::Angles;
-use crate::tensors::{primitive, upcast};
+use crate::tensors::{Float, primitive, upcast};
 use crate::{AttentionOutput, DocumentBounds};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 
 /// `[.., head_dim + rope_dim]` split into its two parts.
 fn parts<B: Backend>(x: Tensor<B, 4>, spec: MlaSpec) -> [Tensor<B, 4>; 2] {
@@ -17,10 +16,7 @@ fn parts<B: Backend>(x: Tensor<B, 4>, spec: MlaSpec) -> [Tensor<B, 4>; 2] {
 }
 
 /// See [`crate::mla_pack`].
-pub fn mla_pack<B: Backend>(
-    [q, kv, k_rope]: [FloatTensor<B>; 3],
-    call: MlaPackCall<B>,
-) -> FloatTensor<B> {
+pub fn mla_pack<B: Backend>([q, kv, k_rope]: [Float<B>; 3], call: MlaPackCall<B>) -> Float<B> {
     let spec = call.spec;
     let (q, dtype) = upcast::<B, 3>(q);
     let (kv, _) = upcast::<B, 3>(kv);
@@ -46,10 +42,7 @@ pub fn mla_pack<B: Backend>(
 }
 
 /// `[dq, dkv, dk_rope]` of [`mla_pack`].
-pub fn mla_pack_backward<B: Backend>(
-    call: MlaPackCall<B>,
-    dy: FloatTensor<B>,
-) -> [FloatTensor<B>; 3] {
+pub fn mla_pack_backward<B: Backend>(call: MlaPackCall<B>, dy: Float<B>) -> [Float<B>; 3] {
     let spec = call.spec;
     let (dy, dtype) = upcast::<B, 3>(dy);
     let [batch, n, _] = dy.dims();
@@ -110,7 +103,7 @@ fn split<B: Backend>(packed: Tensor<B, 3>, spec: MlaSpec) -> [Tensor<B, 4>; 3] {
 
 /// See [`crate::mla_attention`].
 pub fn mla_attention<B: Backend>(
-    packed: FloatTensor<B>,
+    packed: Float<B>,
     documents: &DocumentBounds<B>,
     spec: MlaSpec,
 ) -> AttentionOutput<B> {
@@ -120,12 +113,12 @@ pub fn mla_attention<B: Backend>(
 
 /// Gradient of [`mla_attention`].
 pub fn mla_attention_backward<B: Backend>(
-    packed: FloatTensor<B>,
+    packed: Float<B>,
     documents: &DocumentBounds<B>,
     spec: MlaSpec,
     output: AttentionOutput<B>,
-    d_o: FloatTensor<B>,
-) -> FloatTensor<B> {
+    d_o: Float<B>,
+) -> Float<B> {
     let (packed, dtype) = upcast::<B, 3>(packed);
     let qkv = split(packed, spec);
     let gradients = separate_attention_backward(qkv, documents, spec.attention(), output, d_o);

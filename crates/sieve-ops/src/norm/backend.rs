@@ -1,14 +1,14 @@
 //! RMSNorm as a backend computes it.
+use crate::tensors::Float;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 
 /// A call of [`crate::rms_norm`].
 #[derive(Clone, Debug)]
 pub struct RmsNormCall<B: Backend> {
     /// `[.., d_model]`.
-    pub x: FloatTensor<B>,
+    pub x: Float<B>,
     /// `[d_model]`.
-    pub weight: FloatTensor<B>,
+    pub weight: Float<B>,
     /// Added to the mean square.
     pub epsilon: f64,
 }
@@ -16,21 +16,18 @@ pub struct RmsNormCall<B: Backend> {
 /// RMSNorm.
 pub trait NormBackend: Backend {
     /// See [`crate::rms_norm`].
-    fn rms_norm(call: RmsNormCall<Self>) -> FloatTensor<Self>;
+    fn rms_norm(call: RmsNormCall<Self>) -> Float<Self>;
 }
 
 /// Its gradients, as a device computes them.
 pub trait NormGradients: NormBackend {
     /// `(dx, dweight)` of [`crate::rms_norm`].
-    fn rms_norm_backward(
-        call: RmsNormCall<Self>,
-        dy: FloatTensor<Self>,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+    fn rms_norm_backward(call: RmsNormCall<Self>, dy: Float<Self>) -> (Float<Self>, Float<Self>);
     /// `(dx, dweight, y)`: as [`rms_norm_backward`](Self::rms_norm_backward) with `d_residual`, the gradient that reaches x
     /// beside the norm, added to dx, and the norm's output once more.
     fn rms_norm_backward_with_output(
         call: RmsNormCall<Self>,
-        dy: FloatTensor<Self>,
-        d_residual: FloatTensor<Self>,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
+        dy: Float<Self>,
+        d_residual: Float<Self>,
+    ) -> (Float<Self>, Float<Self>, Float<Self>);
 }

@@ -1,12 +1,11 @@
 //! RMSNorm in plain Burn operations.
 use super::backend::RmsNormCall;
-use crate::tensors::{primitive, rows, tensor, unrows};
+use crate::tensors::{Float, primitive, rows, tensor, unrows};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorMetadata};
 
 /// `x / sqrt(mean(x²) + epsilon) * weight` over the last dimension.
-pub fn rms_norm<B: Backend>(call: RmsNormCall<B>) -> FloatTensor<B> {
+pub fn rms_norm<B: Backend>(call: RmsNormCall<B>) -> Float<B> {
     let (x, dtype, shape) = rows::<B>(call.x);
     let weight = tensor::<B, 1>(call.weight).cast(x.dtype());
     unrows(
@@ -17,10 +16,7 @@ pub fn rms_norm<B: Backend>(call: RmsNormCall<B>) -> FloatTensor<B> {
 }
 
 /// With `r = 1/sqrt(mean(x²) + epsilon)`, `n = x r`, `g = dy * weight`: `dx = r (g - n mean(g n))`, `dweight = sum(dy n)`.
-pub fn rms_norm_backward<B: Backend>(
-    call: RmsNormCall<B>,
-    dy: FloatTensor<B>,
-) -> (FloatTensor<B>, FloatTensor<B>) {
+pub fn rms_norm_backward<B: Backend>(call: RmsNormCall<B>, dy: Float<B>) -> (Float<B>, Float<B>) {
     let (x, dtype, shape) = rows::<B>(call.x);
     let (dy, _, _) = rows::<B>(dy);
     let weight_dtype = call.weight.dtype();

@@ -2,11 +2,11 @@
 use super::backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients};
 use crate::AttentionOutput;
 use crate::device::autodiff::{Gradient, constant, enter, inner};
+use crate::tensors::{Float, Ints};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::TensorMetadata;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::{FloatTensor, IntTensor};
 
 #[derive(Clone, Debug)]
 struct Blocks<B: Backend> {
@@ -15,7 +15,7 @@ struct Blocks<B: Backend> {
 }
 
 impl<B: NsaGradients> Gradient<B, 3> for Blocks<B> {
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 3] {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 3] {
         B::nsa_blocks_backward(self.dims, &self.call, dy)
     }
 }
@@ -27,7 +27,7 @@ struct MeanPool<B: Backend> {
 }
 
 impl<B: NsaGradients> Gradient<B, 1> for MeanPool<B> {
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 1] {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 1] {
         [B::nsa_mean_pool_backward(self.dims, &self.call, dy)]
     }
 }
@@ -35,13 +35,13 @@ impl<B: NsaGradients> Gradient<B, 1> for MeanPool<B> {
 #[derive(Clone, Debug)]
 struct Compressed<B: Backend> {
     call: NsaCall<B>,
-    qkv: FloatTensor<B>,
-    compressed: FloatTensor<B>,
+    qkv: Float<B>,
+    compressed: Float<B>,
     output: AttentionOutput<B>,
 }
 
 impl<B: NsaGradients> Gradient<B, 2> for Compressed<B> {
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 2] {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 2] {
         let (qkv, compressed) = (self.qkv, self.compressed);
         B::nsa_compressed_attention_backward(qkv, compressed, &self.call, self.output, dy)
     }
@@ -50,13 +50,13 @@ impl<B: NsaGradients> Gradient<B, 2> for Compressed<B> {
 #[derive(Clone, Debug)]
 struct Selected<B: Backend> {
     call: NsaCall<B>,
-    qkv: FloatTensor<B>,
-    block_indices: IntTensor<B>,
+    qkv: Float<B>,
+    block_indices: Ints<B>,
     output: AttentionOutput<B>,
 }
 
 impl<B: NsaGradients> Gradient<B, 1> for Selected<B> {
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 1] {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 1] {
         let (qkv, indices) = (self.qkv, self.block_indices);
         [B::nsa_selected_attention_backward(
             qkv,
@@ -70,37 +70,33 @@ impl<B: NsaGradients> Gradient<B, 1> for Selected<B> {
 
 #[derive(Clone, Debug)]
 struct Gates<B: Backend> {
-    branches: [FloatTensor<B>; 3],
-    logits: FloatTensor<B>,
-    bias: FloatTensor<B>,
+    branches: [Float<B>; 3],
+    logits: Float<B>,
+    bias: Float<B>,
 }
 
 impl<B: NsaGradients> Gradient<B, 5> for Gates<B> {
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 5] {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 5] {
         B::nsa_gates_backward(self.branches, self.logits, self.bias, dy)
     }
 }
 
 impl<B: NsaGradients, C: CheckpointStrategy> NsaBackend for Autodiff<B, C> {
-    fn nsa_blocks(
-        qkv: FloatTensor<Self>,
-        [k, v]: [FloatTensor<Self>; 2],
-        call: &NsaCall<Self>,
-    ) -> FloatTensor<Self> {
+    fn nsa_blocks(qkv: Float<Self>, [k, v]: [Float<Self>; 2], call: &NsaCall<Self>) -> Float<Self> {
         let (dims, call) = (qkv.primitive.shape().dims(), call.on::<B>());
         let y = B::nsa_blocks(qkv.primitive.clone(), [&k, &v].map(inner::<B, C>), &call);
         enter::<B, C, _, 3>([&qkv, &k, &v], Blocks { dims, call }, y)
     }
 
-    fn nsa_mean_pool(qkv: FloatTensor<Self>, call: &NsaCall<Self>) -> FloatTensor<Self> {
+    fn nsa_mean_pool(qkv: Float<Self>, call: &NsaCall<Self>) -> Float<Self> {
         let (dims, call) = (qkv.primitive.shape().dims(), call.on::<B>());
         let y = B::nsa_mean_pool(qkv.primitive.clone(), &call);
         enter::<B, C, _, 1>([&qkv], MeanPool { dims, call }, y)
     }
 
     fn nsa_compressed_attention(
-        qkv: FloatTensor<Self>,
-        compressed: FloatTensor<Self>,
+        qkv: Float<Self>,
+        compressed: Float<Self>,
         call: &NsaCall<Self>,
     ) -> NsaCompressed<Self> {
         let call = call.on::<B>();
@@ -126,8 +122,8 @@ impl<B: NsaGradients, C: CheckpointStrategy> NsaBackend for Autodiff<B, C> {
     }
 
     fn nsa_selected_attention(
-        qkv: FloatTensor<Self>,
-        block_indices: IntTensor<Self>,
+        qkv: Float<Self>,
+        block_indices: Ints<Self>,
         call: &NsaCall<Self>,
     ) -> AttentionOutput<Self> {
         let call = call.on::<B>();
@@ -146,10 +142,10 @@ impl<B: NsaGradients, C: CheckpointStrategy> NsaBackend for Autodiff<B, C> {
     }
 
     fn nsa_gates(
-        branches: [FloatTensor<Self>; 3],
-        logits: FloatTensor<Self>,
-        bias: FloatTensor<Self>,
-    ) -> FloatTensor<Self> {
+        branches: [Float<Self>; 3],
+        logits: Float<Self>,
+        bias: Float<Self>,
+    ) -> Float<Self> {
         let kept = Gates {
             branches: branches.each_ref().map(inner::<B, C>),
             logits: logits.primitive.clone(),

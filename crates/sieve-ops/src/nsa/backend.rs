@@ -1,7 +1,7 @@
 //! The calls of NSA's ops, and what a backend computes of them; the shapes are those of the functions of the same names.
+use crate::tensors::{Float, Ints};
 use crate::{AttentionOutput, AttentionSpec, DocumentBounds, Documents};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::{FloatTensor, IntTensor};
 use sieve_cpu::NsaBlocks;
 
 /// Where documents lie in the rows of a call, its heads, and its blocks.
@@ -44,37 +44,34 @@ pub struct NsaCompressed<B: Backend> {
     /// Attention over the compressed blocks.
     pub output: AttentionOutput<B>,
     /// See [`crate::CompressedAttention::block_indices`].
-    pub block_indices: IntTensor<B>,
+    pub block_indices: Ints<B>,
 }
 
 /// NSA's ops.
 pub trait NsaBackend: Backend {
     /// See [`crate::nsa_blocks`]; positions of keys, then of values.
     fn nsa_blocks(
-        qkv: FloatTensor<Self>,
-        positions: [FloatTensor<Self>; 2],
+        qkv: Float<Self>,
+        positions: [Float<Self>; 2],
         call: &NsaCall<Self>,
-    ) -> FloatTensor<Self>;
+    ) -> Float<Self>;
     /// See [`crate::nsa_mean_pool`].
-    fn nsa_mean_pool(qkv: FloatTensor<Self>, call: &NsaCall<Self>) -> FloatTensor<Self>;
+    fn nsa_mean_pool(qkv: Float<Self>, call: &NsaCall<Self>) -> Float<Self>;
     /// See [`crate::nsa_compressed_attention`].
     fn nsa_compressed_attention(
-        qkv: FloatTensor<Self>,
-        compressed: FloatTensor<Self>,
+        qkv: Float<Self>,
+        compressed: Float<Self>,
         call: &NsaCall<Self>,
     ) -> NsaCompressed<Self>;
     /// See [`crate::nsa_selected_attention`].
     fn nsa_selected_attention(
-        qkv: FloatTensor<Self>,
-        block_indices: IntTensor<Self>,
+        qkv: Float<Self>,
+        block_indices: Ints<Self>,
         call: &NsaCall<Self>,
     ) -> AttentionOutput<Self>;
     /// See [`crate::nsa_gates`].
-    fn nsa_gates(
-        branches: [FloatTensor<Self>; 3],
-        logits: FloatTensor<Self>,
-        bias: FloatTensor<Self>,
-    ) -> FloatTensor<Self>;
+    fn nsa_gates(branches: [Float<Self>; 3], logits: Float<Self>, bias: Float<Self>)
+    -> Float<Self>;
 }
 
 /// Gradients of NSA's ops, as a device computes them.
@@ -83,36 +80,36 @@ pub trait NsaGradients: NsaBackend {
     fn nsa_blocks_backward(
         dims: [usize; 4],
         call: &NsaCall<Self>,
-        dy: FloatTensor<Self>,
-    ) -> [FloatTensor<Self>; 3];
+        dy: Float<Self>,
+    ) -> [Float<Self>; 3];
     /// `dqkv` of [`nsa_mean_pool`](NsaBackend::nsa_mean_pool); `dims` are qkv's.
     fn nsa_mean_pool_backward(
         dims: [usize; 4],
         call: &NsaCall<Self>,
-        dy: FloatTensor<Self>,
-    ) -> FloatTensor<Self>;
+        dy: Float<Self>,
+    ) -> Float<Self>;
     /// `[dqkv, dcompressed]` of [`nsa_compressed_attention`](NsaBackend::nsa_compressed_attention); dqkv is zero for keys
     /// and values.
     fn nsa_compressed_attention_backward(
-        qkv: FloatTensor<Self>,
-        compressed: FloatTensor<Self>,
+        qkv: Float<Self>,
+        compressed: Float<Self>,
         call: &NsaCall<Self>,
         output: AttentionOutput<Self>,
-        d_o: FloatTensor<Self>,
-    ) -> [FloatTensor<Self>; 2];
+        d_o: Float<Self>,
+    ) -> [Float<Self>; 2];
     /// `dqkv` of [`nsa_selected_attention`](NsaBackend::nsa_selected_attention).
     fn nsa_selected_attention_backward(
-        qkv: FloatTensor<Self>,
-        block_indices: IntTensor<Self>,
+        qkv: Float<Self>,
+        block_indices: Ints<Self>,
         call: &NsaCall<Self>,
         output: AttentionOutput<Self>,
-        d_o: FloatTensor<Self>,
-    ) -> FloatTensor<Self>;
+        d_o: Float<Self>,
+    ) -> Float<Self>;
     /// Gradients of the branches, the logits and the bias of [`nsa_gates`](NsaBackend::nsa_gates).
     fn nsa_gates_backward(
-        branches: [FloatTensor<Self>; 3],
-        logits: FloatTensor<Self>,
-        bias: FloatTensor<Self>,
-        d_o: FloatTensor<Self>,
-    ) -> [FloatTensor<Self>; 5];
+        branches: [Float<Self>; 3],
+        logits: Float<Self>,
+        bias: Float<Self>,
+        d_o: Float<Self>,
+    ) -> [Float<Self>; 5];
 }

@@ -102,7 +102,7 @@ impl NsaBackend for Flex {
             call.blocks.num_selected_blocks,
         ];
         let mut block_indices = vec![0i32; chosen.iter().product()];
-        sieve_cpu::nsa_compressed_forward(
+        sieve_cpu::nsa_compressed_attention_forward(
             shape,
             call.blocks,
             floats(&qkv),
@@ -134,7 +134,7 @@ impl NsaBackend for Flex {
         let bounds = contiguous_bounds(&call.documents);
         let shape = attention_shape(&qkv, call.spec);
         let [mut o, mut lse] = empty_output(shape);
-        sieve_cpu::nsa_selected_forward(
+        sieve_cpu::nsa_selected_attention_forward(
             shape,
             call.blocks,
             floats(&qkv),
@@ -232,7 +232,7 @@ impl NsaGradients for Flex {
         let [o, lse, d_o] = [output.o, output.lse, d_o].map(contiguous);
         let bounds = contiguous_bounds(&call.documents);
         let (mut dqkv, mut d_compressed) = (zeros_like(&qkv), zeros_like(&compressed));
-        sieve_cpu::nsa_compressed_backward(
+        sieve_cpu::nsa_compressed_attention_backward(
             attention_shape(&qkv, call.spec),
             call.blocks,
             floats(&qkv),
@@ -276,7 +276,7 @@ impl NsaGradients for Flex {
         let [o, lse, d_o] = [output.o, output.lse, d_o].map(contiguous);
         let bounds = contiguous_bounds(&call.documents);
         let mut dqkv = zeros_like(&qkv);
-        sieve_cpu::nsa_selected_backward(
+        sieve_cpu::nsa_selected_attention_backward(
             attention_shape(&qkv, call.spec),
             call.blocks,
             floats(&qkv),

@@ -1,47 +1,45 @@
 //! AdamW and norms of gradients on CUDA.
-use super::backend::{AdamWStep, AdamWTensors, OptimizerBackend};
+use super::backend::{AdamWTensors, OptimizerBackend};
 use super::reference;
 use super::snapshot::Snapshot;
-use crate::device::cuda::{Cuda, cast, tensors, unused, writable};
-use crate::device::paths::kernel_or;
+use crate::device::cuda::{Cuda, cast, tensors, writable};
+use crate::device::paths::{kernel_on, kernel_or};
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, FloatDType};
 use burn_cuda::CudaDevice;
+use sieve_core::AdamWStep;
 use sieve_kernels::{
-    AdamwTensors, AdamwUpdate, CudaPrimitive as Float, CudaTensor, FixedSum, HostCopy, KernelError,
-    Term,
+    AdamwTensors, CudaPrimitive as Float, CudaTensor, FixedSum, HostCopy, KernelError, Term,
 };
 
 impl OptimizerBackend for Cuda {
-    fn adamw_step(
+    fn adamw(
         tensors: AdamWTensors<Self>,
         grad: Float,
         grad_scale: Float,
         step: AdamWStep,
     ) -> AdamWTensors<Self> {
-        let (tensors, outcome) = adamw(tensors, &grad, &grad_scale, step);
-        match outcome {
-            Ok(()) => kernel_or("adamw", Ok(tensors), unused),
-            Err(error) => kernel_or("adamw", Err(error), || {
-                let AdamWTensors { param, leaf, .. } = &tensors;
-                let Some(leaf) = leaf.clone().filter(|_| param.dtype == DType::BF16) else {
-                    return reference::adamw_step::<Self>(tensors, grad, grad_scale, step);
-                };
-                let param = Self::join_master(leaf, param.clone());
-                let whole = AdamWTensors { param, ..tensors };
-                let next = reference::adamw_step::<Self>(whole, grad, grad_scale, step);
-                let (leaf, param) = Self::split_master(next.param);
-                AdamWTensors {
-                    param,
-                    leaf: Some(leaf),
-                    ..next
-                }
-            }),
-        }
+        let (tensors, outcome) = launch(tensors, &grad, &grad_scale, step);
+        kernel_on("adamw", tensors, outcome, |tensors| {
+            let AdamWTensors { param, leaf, .. } = &tensors;
+            let Some(leaf) = leaf.clone().filter(|_| param.dtype == DType::BF16) else {
+                return reference::adamw::<Self>(tensors, grad, grad_scale, step);
+            };
+            let param = Self::join_master(leaf, param.clone());
+            let whole = AdamWTensors { param, ..tensors };
+            let next = reference::adamw::<Self>(whole, grad, grad_scale, step);
+            let (leaf, param) = Self::split_master(next.param);
+            AdamWTensors {
+                param,
+                leaf: Some(leaf),
+                ..next
+            }
+        })
     }
 
     fn split_master(master: Float) -> (Float, Float) {
-        let attempt = split(&master);
+        let attempt = sieve_kernels::split_master(&CudaTensor::from(master.clone()).contiguous());
+        let attempt = attempt.map(|(leaf, rest)| (leaf.into(), rest.into()));
         kernel_or("split_master", attempt, || {
             (Self::float_cast(master.clone(), FloatDType::BF16), master)
         })
@@ -87,7 +85,7 @@ impl OptimizerBackend for Cuda {
 
 /// One update, in place where nobody else holds a tensor. The tensors come back after a refusal too: a clone of them kept for that
 /// case would make every update copy.
-fn adamw(
+fn launch(
     tensors: AdamWTensors<Cuda>,
     grad: &Float,
     grad_scale: &Float,
@@ -107,15 +105,7 @@ fn adamw(
             grad_scale: &grad_scale,
             leaf: leaf.as_ref(),
         },
-        AdamwUpdate {
-            lr: step.lr,
-            beta1: step.beta1,
-            beta2: step.beta2,
-            eps: step.eps,
-            weight_decay: step.weight_decay,
-            bias_correction1: step.bias_correction1,
-            bias_correction2: step.bias_correction2,
-        },
+        step,
     );
     let tensors = AdamWTensors {
         param: param.into(),
@@ -124,13 +114,6 @@ fn adamw(
         exp_avg_sq: exp_avg_sq.into(),
     };
     (tensors, outcome)
-}
-
-/// `(leaf, rest)`.
-fn split(master: &Float) -> Result<(Float, Float), KernelError> {
-    let master = CudaTensor::from(master.clone()).contiguous();
-    let (leaf, rest) = sieve_kernels::split_master(&master)?;
-    Ok((leaf.into(), rest.into()))
 }
 
 /// The norm over all tensors, one launch each.

@@ -1,22 +1,23 @@
 //! AdamW and norms on the CPU, where a master is its own rest.
-use super::backend::{AdamWStep, AdamWTensors, OptimizerBackend};
+use super::backend::{AdamWTensors, OptimizerBackend};
 use super::reference;
 use super::snapshot::Snapshot;
 use crate::device::flex::{contiguous, floats, from_vec, is_f32, plain};
 use burn::tensor::FloatDType;
 use burn::tensor::ops::FloatTensorOps;
 use burn_flex::{Flex, FlexDevice, FlexTensor};
+use sieve_core::AdamWStep;
 
 impl OptimizerBackend for Flex {
-    fn adamw_step(
+    fn adamw(
         tensors: AdamWTensors<Self>,
         grad: FlexTensor,
         grad_scale: FlexTensor,
         step: AdamWStep,
     ) -> AdamWTensors<Self> {
         if !is_f32(&tensors.param) || tensors.leaf.is_some() {
-            return plain("adamw_step", || {
-                reference::adamw_step::<Self>(tensors, grad, grad_scale, step)
+            return plain("adamw", || {
+                reference::adamw::<Self>(tensors, grad, grad_scale, step)
             });
         }
         let grad = contiguous(grad);
@@ -31,22 +32,13 @@ impl OptimizerBackend for Flex {
             ..
         } = tensors;
         let [mut param, mut exp_avg, mut exp_avg_sq] = [param, exp_avg, exp_avg_sq].map(contiguous);
-        let step = sieve_cpu::AdamWStep {
-            lr: step.lr,
-            beta1: step.beta1,
-            beta2: step.beta2,
-            eps: step.eps,
-            weight_decay: step.weight_decay,
-            bias_correction1: step.bias_correction1,
-            bias_correction2: step.bias_correction2,
-            grad_scale,
-        };
         // In place where nobody else holds the tensor; `storage_mut` copies where somebody does.
-        sieve_cpu::adamw_step(
+        sieve_cpu::adamw(
             param.storage_mut::<f32>(),
             floats(&grad),
             exp_avg.storage_mut::<f32>(),
             exp_avg_sq.storage_mut::<f32>(),
+            grad_scale,
             &step,
         );
         AdamWTensors {

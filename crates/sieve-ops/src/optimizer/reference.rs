@@ -1,20 +1,20 @@
 //! AdamW and norms in plain Burn operations.
-use super::backend::{AdamWStep, AdamWTensors, OptimizerBackend};
-use crate::tensors::{primitive, rows, tensor};
+use super::backend::{AdamWTensors, OptimizerBackend};
+use crate::tensors::{Float, primitive, rows, tensor};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, Tensor, TensorMetadata};
+use sieve_core::AdamWStep;
 
 /// `p -= lr wd p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g²; p -= lr / c1 * m / (sqrt(v / c2) + eps)`, unless
 /// `grad_scale` is zero or no finite number; the leaf is p rounded to its type.
-pub fn adamw_step<B: Backend>(
+pub fn adamw<B: Backend>(
     tensors: AdamWTensors<B>,
-    grad: FloatTensor<B>,
-    grad_scale: FloatTensor<B>,
+    grad: Float<B>,
+    grad_scale: Float<B>,
     step: AdamWStep,
 ) -> AdamWTensors<B> {
     let shape: Vec<usize> = tensors.param.shape().to_vec();
-    let flat = |x: FloatTensor<B>| {
+    let flat = |x: Float<B>| {
         let count = x.shape().num_elements();
         tensor::<B, 1>(B::float_reshape(x, Shape::new([count])))
     };
@@ -52,13 +52,13 @@ pub fn adamw_step<B: Backend>(
 }
 
 /// `sum(x²)`, `[1]`.
-pub fn sum_of_squares<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+pub fn sum_of_squares<B: Backend>(x: Float<B>) -> Float<B> {
     let (x, _, _) = rows::<B>(x);
     primitive(x.powi_scalar(2).sum())
 }
 
 /// `sqrt(sum over tensors of sum(x²))`, `[1]`.
-pub fn global_norm<B: OptimizerBackend>(tensors: Vec<FloatTensor<B>>) -> FloatTensor<B> {
+pub fn global_norm<B: OptimizerBackend>(tensors: Vec<Float<B>>) -> Float<B> {
     let squares = tensors
         .into_iter()
         .map(|x| tensor::<B, 1>(B::sum_of_squares(x)));

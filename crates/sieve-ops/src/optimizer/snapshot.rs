@@ -1,6 +1,6 @@
 //! Values of tensors as they are at one moment, read on another thread while ops go on.
+use crate::tensors::Float;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 use sieve_kernels::{HostCopy, HostReader, KernelError};
 
@@ -19,7 +19,7 @@ enum Source {
 
 impl Snapshot {
     /// Reads a tensor on the calling thread.
-    pub(crate) fn read_now<B: Backend>(tensor: FloatTensor<B>) -> Self {
+    pub(crate) fn read_now<B: Backend>(tensor: Float<B>) -> Self {
         let shape = tensor.shape();
         let flat = B::float_reshape(tensor, Shape::new([shape.num_elements()]));
         let mut data = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat)).into_data();

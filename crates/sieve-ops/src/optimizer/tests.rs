@@ -1,4 +1,4 @@
-use super::{adamw_step, sum_of_squares};
+use super::{adamw, sum_of_squares};
 use crate::testing::{Input, Random, assert_close, host};
 use crate::{AdamWStep, AdamWTensors};
 use burn::tensor::{DType, Tensor, TensorPrimitive};
@@ -41,7 +41,7 @@ fn ten_steps(dtype: DType) -> AdamWTensors<Flex> {
     let mut tensors = start(random.input(&[63, 40]).tensor(dtype));
     for t in 1..=10 {
         let gradient = tensor::<2>(random.input(&[63, 40]).tensor(dtype));
-        tensors = adamw_step(tensors, gradient, scale(0.5, dtype), step_number(t));
+        tensors = adamw(tensors, gradient, scale(0.5, dtype), step_number(t));
     }
     tensors
 }
@@ -77,14 +77,14 @@ fn a_scale_of_zero_or_nan_changes_nothing() {
     for dtype in [DType::F32, DType::F64] {
         let tensors = || start(Random(2).input(&[30, 7]).tensor(dtype));
         let gradient = tensor::<2>(Random(3).input(&[30, 7]).tensor(dtype)) / 0.0;
-        let once = adamw_step(
+        let once = adamw(
             tensors(),
             tensor::<2>(Random(4).input(&[30, 7]).tensor(dtype)),
             scale(1.0, dtype),
             step_number(1),
         );
         for gate in [0.0, f64::NAN, f64::INFINITY] {
-            let after = adamw_step(
+            let after = adamw(
                 once.clone(),
                 gradient.clone(),
                 scale(gate, dtype),
@@ -104,7 +104,7 @@ fn the_leaf_is_the_rounded_weight() {
     let leaf = tensor::<2>(tensors.param.clone()).cast(DType::BF16);
     tensors.leaf = Some(leaf.into_primitive().tensor());
     let gradient = tensor::<2>(Random(3).input(&[30, 7]).tensor(DType::F32));
-    let after = adamw_step(tensors, gradient, scale(1.0, DType::F32), step_number(1));
+    let after = adamw(tensors, gradient, scale(1.0, DType::F32), step_number(1));
     let leaf = tensor::<2>(after.leaf.expect("it was given one"));
     assert_eq!(leaf.dtype(), DType::BF16);
     let rounded = tensor::<2>(after.param).cast(DType::BF16);
@@ -127,7 +127,7 @@ fn tensors_that_nobody_else_holds_are_updated_in_place() {
     };
     let before = addresses(&tensors);
     let gradient = tensor::<2>(Random(3).input(&[300, 7]).tensor(DType::F32));
-    let after = adamw_step(tensors, gradient, scale(1.0, DType::F32), step_number(1));
+    let after = adamw(tensors, gradient, scale(1.0, DType::F32), step_number(1));
     assert_eq!(addresses(&after), before);
 }
 
@@ -136,7 +136,7 @@ fn a_tensor_that_somebody_holds_is_left_as_it_was() {
     let tensors = start(Random(2).input(&[300, 7]).tensor(DType::F32));
     let held = tensors.clone();
     let gradient = tensor::<2>(Random(3).input(&[300, 7]).tensor(DType::F32));
-    let after = adamw_step(tensors, gradient, scale(1.0, DType::F32), step_number(1));
+    let after = adamw(tensors, gradient, scale(1.0, DType::F32), step_number(1));
     assert_eq!(host(held.param.clone()), Random(2).input(&[300, 7]).values);
     assert!(host(held.exp_avg).iter().all(|&x| x == 0.0));
     assert!(address(&after.param) != address(&held.param));
@@ -147,7 +147,7 @@ fn gradients_may_be_views() {
     let gradient = Random(4).input(&[6, 10]).tensor(DType::F32);
     let run = |gradient: FlexTensor| {
         let param = Random(5).input(&[6, 10]).tensor(DType::F32);
-        let next = adamw_step(
+        let next = adamw(
             start(param),
             tensor::<2>(gradient),
             scale(1.0, DType::F32),
@@ -161,13 +161,13 @@ fn gradients_may_be_views() {
     // A parameter that is a window into a larger tensor.
     let wide = Random(6).input(&[8, 10]).tensor(DType::F32);
     let narrow = wide.narrow(0, 1, 6);
-    let next = adamw_step(
+    let next = adamw(
         start(narrow.clone()),
         tensor::<2>(gradient.clone()),
         scale(1.0, DType::F32),
         step_number(1),
     );
-    let copied = adamw_step(
+    let copied = adamw(
         start(narrow.to_contiguous()),
         tensor::<2>(gradient),
         scale(1.0, DType::F32),

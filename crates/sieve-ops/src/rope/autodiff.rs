@@ -1,25 +1,25 @@
 //! Per-head norms with rotary positions as a node of the autodiff graph.
 use super::backend::{QkNormRopeCall, RopeBackend, RopeGradients};
 use crate::device::autodiff::{Gradient, enter};
+use crate::tensors::Float;
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 
 #[derive(Clone, Debug)]
 struct Rotated<B: Backend> {
-    qkv: FloatTensor<B>,
+    qkv: Float<B>,
     call: QkNormRopeCall<B>,
 }
 
 impl<B: RopeGradients> Gradient<B, 3> for Rotated<B> {
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 3] {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 3] {
         B::qk_norm_rope_backward(self.qkv, self.call, dy).into()
     }
 }
 
 impl<B: RopeGradients, C: CheckpointStrategy> RopeBackend for Autodiff<B, C> {
-    fn qk_norm_rope(qkv: FloatTensor<Self>, call: QkNormRopeCall<Self>) -> FloatTensor<Self> {
+    fn qk_norm_rope(qkv: Float<Self>, call: QkNormRopeCall<Self>) -> Float<Self> {
         let inner = QkNormRopeCall {
             q_weight: call.q_weight.primitive.clone(),
             k_weight: call.k_weight.primitive.clone(),

@@ -1,16 +1,16 @@
 //! Per-head norms with rotary positions as a backend computes them.
+use crate::tensors::{Float, Ints};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::{FloatTensor, IntTensor};
 
 /// Cosine and sine tables of rotary position embeddings, each `[max_positions, head_dim / 2]`.
 #[derive(Clone, Debug)]
 pub struct RopeTables<B: Backend> {
     /// Cosines.
-    pub cos: FloatTensor<B>,
+    pub cos: Float<B>,
     /// Sines.
-    pub sin: FloatTensor<B>,
+    pub sin: Float<B>,
 }
 
 impl<B: Backend, C: CheckpointStrategy> RopeTables<Autodiff<B, C>> {
@@ -27,11 +27,11 @@ impl<B: Backend, C: CheckpointStrategy> RopeTables<Autodiff<B, C>> {
 #[derive(Clone, Debug)]
 pub struct QkNormRopeCall<B: Backend> {
     /// `[head_dim]`.
-    pub q_weight: FloatTensor<B>,
+    pub q_weight: Float<B>,
     /// `[head_dim]`.
-    pub k_weight: FloatTensor<B>,
+    pub k_weight: Float<B>,
     /// `[batch, seq_len]`, an index into the tables' rows.
-    pub positions: IntTensor<B>,
+    pub positions: Ints<B>,
     /// Tables of the angles.
     pub rope: RopeTables<B>,
     /// Key heads, and as many value heads, after the query heads.
@@ -43,15 +43,15 @@ pub struct QkNormRopeCall<B: Backend> {
 /// Per-head norms with rotary positions.
 pub trait RopeBackend: Backend {
     /// See [`crate::qk_norm_rope`].
-    fn qk_norm_rope(qkv: FloatTensor<Self>, call: QkNormRopeCall<Self>) -> FloatTensor<Self>;
+    fn qk_norm_rope(qkv: Float<Self>, call: QkNormRopeCall<Self>) -> Float<Self>;
 }
 
 /// Their gradients, as a device computes them.
 pub trait RopeGradients: RopeBackend {
     /// `(dqkv, dq_weight, dk_weight)` of [`crate::qk_norm_rope`].
     fn qk_norm_rope_backward(
-        qkv: FloatTensor<Self>,
+        qkv: Float<Self>,
         call: QkNormRopeCall<Self>,
-        dy: FloatTensor<Self>,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
+        dy: Float<Self>,
+    ) -> (Float<Self>, Float<Self>, Float<Self>);
 }

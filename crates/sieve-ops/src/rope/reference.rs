@@ -1,17 +1,16 @@
 //! Per-head norms with rotary positions in plain Burn operations.
 use super::backend::{QkNormRopeCall, RopeTables};
 use crate::norm::reference::{normalise, normalise_backward};
-use crate::tensors::{primitive, split_heads, tensor, upcast};
+use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, Int, Tensor, TensorMetadata};
 
 /// Normalises and rotates the q and k heads of `qkv [batch, seq_len, heads, head_dim]`; v passes through.
-pub fn qk_norm_rope<B: Backend>(qkv: FloatTensor<B>, call: QkNormRopeCall<B>) -> FloatTensor<B> {
+pub fn qk_norm_rope<B: Backend>(qkv: Float<B>, call: QkNormRopeCall<B>) -> Float<B> {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let rope = Angles::new(&call.rope, call.positions, qkv.dtype());
     let [q, k, v] = split_heads(qkv, call.num_kv_heads);
-    let rotated = |x: Tensor<B, 4>, weight: FloatTensor<B>| {
+    let rotated = |x: Tensor<B, 4>, weight: Float<B>| {
         let shape = x.dims();
         let weight = tensor::<B, 1>(weight).cast(x.dtype());
         let x = x.reshape([shape[0] * shape[1] * shape[2], shape[3]]);
@@ -25,16 +24,16 @@ pub fn qk_norm_rope<B: Backend>(qkv: FloatTensor<B>, call: QkNormRopeCall<B>) ->
 
 /// `(dqkv, dq_weight, dk_weight)`: the inverse rotation, then the norm's gradient.
 pub fn qk_norm_rope_backward<B: Backend>(
-    qkv: FloatTensor<B>,
+    qkv: Float<B>,
     call: QkNormRopeCall<B>,
-    dy: FloatTensor<B>,
-) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
+    dy: Float<B>,
+) -> (Float<B>, Float<B>, Float<B>) {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let (dy, _) = upcast::<B, 4>(dy);
     let rope = Angles::new(&call.rope, call.positions, qkv.dtype());
     let [q, k, _] = split_heads(qkv, call.num_kv_heads);
     let [dq, dk, dv] = split_heads(dy, call.num_kv_heads);
-    let backward = |x: Tensor<B, 4>, dy: Tensor<B, 4>, weight: FloatTensor<B>| {
+    let backward = |x: Tensor<B, 4>, dy: Tensor<B, 4>, weight: Float<B>| {
         let shape = x.dims();
         let weight_dtype = weight.dtype();
         let weight = tensor::<B, 1>(weight).cast(x.dtype());
@@ -59,11 +58,11 @@ pub(crate) struct Angles<B: Backend> {
 }
 
 impl<B: Backend> Angles<B> {
-    pub(crate) fn new(rope: &RopeTables<B>, positions: IntTensor<B>, dtype: DType) -> Self {
+    pub(crate) fn new(rope: &RopeTables<B>, positions: Ints<B>, dtype: DType) -> Self {
         let positions: Tensor<B, 2, Int> = Tensor::from_primitive(positions);
         let [batch, seq_len] = positions.dims();
         let positions = positions.reshape([batch * seq_len]);
-        let gather = |table: &FloatTensor<B>| {
+        let gather = |table: &Float<B>| {
             let table = tensor::<B, 2>(table.clone());
             let [_, half] = table.dims();
             let rows = table.select(0, positions.clone());

@@ -1,12 +1,11 @@
 //! `silu(gate) * up` and its gradient.
-use crate::tensors::{rows, unrows};
+use crate::tensors::{Float, rows, unrows};
 use burn::tensor::Tensor;
 use burn::tensor::activation::sigmoid;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 
 /// `gate_up [.., 2 * d_ff]`, gate first; returns `[.., d_ff]`.
-pub fn swiglu<B: Backend>(gate_up: FloatTensor<B>) -> FloatTensor<B> {
+pub fn swiglu<B: Backend>(gate_up: Float<B>) -> Float<B> {
     let (gate_up, dtype, mut shape) = rows::<B>(gate_up);
     let [gate, up] = halves(gate_up);
     let last = shape.len() - 1;
@@ -15,7 +14,7 @@ pub fn swiglu<B: Backend>(gate_up: FloatTensor<B>) -> FloatTensor<B> {
 }
 
 /// With `s = sigmoid(gate)`: `dgate = dy * up * s * (1 + gate * (1 - s))`, `dup = dy * gate * s`.
-pub fn swiglu_backward<B: Backend>(gate_up: FloatTensor<B>, dy: FloatTensor<B>) -> FloatTensor<B> {
+pub fn swiglu_backward<B: Backend>(gate_up: Float<B>, dy: Float<B>) -> Float<B> {
     let (gate_up, dtype, shape) = rows::<B>(gate_up);
     let (dy, _, _) = rows::<B>(dy);
     let [gate, up] = halves(gate_up);

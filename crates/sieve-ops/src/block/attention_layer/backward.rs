@@ -5,16 +5,15 @@ use crate::device::autodiff::Gradient;
 use crate::device_backend::DeviceBackend;
 use crate::dma::composed::{self, DmaState};
 use crate::norm::RmsNormCall;
-use crate::tensors::primitive;
+use crate::tensors::{Float, primitive};
 use burn::tensor::TensorMetadata;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 
 /// What the backward pass needs.
 #[derive(Clone, Debug)]
 pub(super) struct Kept<B: Backend> {
-    pub(super) x: FloatTensor<B>,
-    pub(super) qkv: FloatTensor<B>,
+    pub(super) x: Float<B>,
+    pub(super) qkv: Float<B>,
     pub(super) attended: Attended<B>,
     pub(super) layer: AttentionLayer<B>,
     pub(super) call: AttentionLayerCall<B>,
@@ -25,7 +24,7 @@ pub(super) struct Kept<B: Backend> {
 pub(super) struct Recent<B: Backend>(pub(super) Kept<B>);
 
 impl<B: DeviceBackend> Gradient<B, 6> for Recent<B> {
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 6] {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 6] {
         backward(self.0, dy).0
     }
 }
@@ -35,7 +34,7 @@ impl<B: DeviceBackend> Gradient<B, 6> for Recent<B> {
 pub(super) struct Selected<B: Backend>(pub(super) Kept<B>);
 
 impl<B: DeviceBackend> Gradient<B, 8> for Selected<B> {
-    fn gradients(self, dy: FloatTensor<B>) -> [FloatTensor<B>; 8] {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 8] {
         let ([dx, norm, qkv, q_norm, k_norm, o], dma) = backward(self.0, dy);
         let (w_dt, a) = dma.expect("the node of a layer with DMA");
         [dx, norm, qkv, q_norm, k_norm, o, w_dt, a]
@@ -46,11 +45,8 @@ impl<B: DeviceBackend> Gradient<B, 8> for Selected<B> {
 #[allow(clippy::type_complexity)]
 fn backward<B: DeviceBackend>(
     kept: Kept<B>,
-    dy: FloatTensor<B>,
-) -> (
-    [FloatTensor<B>; 6],
-    Option<(FloatTensor<B>, FloatTensor<B>)>,
-) {
+    dy: Float<B>,
+) -> ([Float<B>; 6], Option<(Float<B>, Float<B>)>) {
     let Kept {
         x,
         qkv,

@@ -6,10 +6,9 @@ use crate::attention::reference::{
 };
 use crate::dma::reference::{dma_attention, dma_attention_backward};
 use crate::nsa::backend::{NsaCall, NsaCompressed};
-use crate::tensors::{primitive, split_heads, tensor, upcast};
+use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
 use crate::{AttentionOutput, DmaSelection, DocumentBounds};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor, TensorData};
 use sieve_cpu::NsaBlocks;
 use sieve_cpu::nsa::{choose_blocks, overlap_weight};
@@ -62,7 +61,7 @@ fn place<B: Backend>(qkv: Tensor<B, 4>, compressed: Tensor<B, 3>, call: &NsaCall
     }
 }
 
-fn no_bias<B: Backend>(expire: &Tensor<B, 3, Int>, dtype: DType) -> FloatTensor<B> {
+fn no_bias<B: Backend>(expire: &Tensor<B, 3, Int>, dtype: DType) -> Float<B> {
     primitive(Tensor::<B, 3>::zeros(
         expire.dims(),
         (&expire.device(), dtype),
@@ -78,8 +77,8 @@ fn selection<B: Backend>(expire: &Tensor<B, 3, Int>) -> DmaSelection<B> {
 
 /// See [`crate::nsa_compressed_attention`].
 pub fn nsa_compressed_attention<B: Backend>(
-    qkv: FloatTensor<B>,
-    compressed: FloatTensor<B>,
+    qkv: Float<B>,
+    compressed: Float<B>,
     call: &NsaCall<B>,
 ) -> NsaCompressed<B> {
     let (documents, spec, blocks) = (&call.documents, call.spec, call.blocks);
@@ -113,7 +112,7 @@ fn select<B: Backend>(
     p: Tensor<B, 4>,
     documents: &DocumentBounds<B>,
     blocks: NsaBlocks,
-) -> IntTensor<B> {
+) -> Ints<B> {
     let [batch, kv_heads, n, _] = p.dims();
     let device = p.device();
     let host = Host::new::<B>(documents);
@@ -144,12 +143,12 @@ fn select<B: Backend>(
 
 /// `[dqkv, dcompressed]` of [`nsa_compressed_attention`].
 pub fn nsa_compressed_attention_backward<B: Backend>(
-    qkv: FloatTensor<B>,
-    compressed: FloatTensor<B>,
+    qkv: Float<B>,
+    compressed: Float<B>,
     call: &NsaCall<B>,
     output: AttentionOutput<B>,
-    d_o: FloatTensor<B>,
-) -> [FloatTensor<B>; 2] {
+    d_o: Float<B>,
+) -> [Float<B>; 2] {
     let (documents, spec, blocks) = (&call.documents, call.spec, call.blocks);
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let (compressed, compressed_dtype) = upcast::<B, 3>(compressed);
@@ -185,7 +184,7 @@ pub fn nsa_compressed_attention_backward<B: Backend>(
 
 /// True where a query does not attend to a key, `[batch, num_kv_heads, 1, seq_len, seq_len]`.
 fn hidden_by_blocks<B: Backend>(
-    block_indices: IntTensor<B>,
+    block_indices: Ints<B>,
     documents: &DocumentBounds<B>,
     blocks: NsaBlocks,
 ) -> Tensor<B, 5, Bool> {
@@ -210,8 +209,8 @@ fn hidden_by_blocks<B: Backend>(
 
 /// See [`crate::nsa_selected_attention`].
 pub fn nsa_selected_attention<B: Backend>(
-    qkv: FloatTensor<B>,
-    block_indices: IntTensor<B>,
+    qkv: Float<B>,
+    block_indices: Ints<B>,
     call: &NsaCall<B>,
 ) -> AttentionOutput<B> {
     let hidden = hidden_by_blocks::<B>(block_indices, &call.documents, call.blocks);
@@ -220,12 +219,12 @@ pub fn nsa_selected_attention<B: Backend>(
 
 /// `dqkv` of [`nsa_selected_attention`].
 pub fn nsa_selected_attention_backward<B: Backend>(
-    qkv: FloatTensor<B>,
-    block_indices: IntTensor<B>,
+    qkv: Float<B>,
+    block_indices: Ints<B>,
     call: &NsaCall<B>,
     output: AttentionOutput<B>,
-    d_o: FloatTensor<B>,
-) -> FloatTensor<B> {
+    d_o: Float<B>,
+) -> Float<B> {
     let hidden = hidden_by_blocks::<B>(block_indices, &call.documents, call.blocks);
     masked_attention_backward::<B>(qkv, hidden, call.spec, output, d_o)
 }

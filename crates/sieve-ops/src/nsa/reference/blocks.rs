@@ -2,9 +2,8 @@
 use super::host::{Host, ints};
 use crate::DocumentBounds;
 use crate::nsa::backend::NsaCall;
-use crate::tensors::{primitive, split_heads, tensor, upcast};
+use crate::tensors::{Float, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorData};
 use sieve_cpu::NsaBlocks;
 
@@ -38,10 +37,10 @@ fn gather_plan<B: Backend>(
 
 /// See [`crate::nsa_blocks`].
 pub fn nsa_blocks<B: Backend>(
-    qkv: FloatTensor<B>,
-    positions: [FloatTensor<B>; 2],
+    qkv: Float<B>,
+    positions: [Float<B>; 2],
     call: &NsaCall<B>,
-) -> FloatTensor<B> {
+) -> Float<B> {
     let (documents, spec, blocks) = (&call.documents, call.spec, call.blocks);
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let [batch, seq_len, _, d] = qkv.dims();
@@ -67,8 +66,8 @@ pub fn nsa_blocks<B: Backend>(
 pub fn nsa_blocks_backward<B: Backend>(
     [batch, seq_len, heads, d]: [usize; 4],
     call: &NsaCall<B>,
-    dy: FloatTensor<B>,
-) -> [FloatTensor<B>; 3] {
+    dy: Float<B>,
+) -> [Float<B>; 3] {
     let (documents, spec, blocks) = (&call.documents, call.spec, call.blocks);
     let (dy, dtype) = upcast::<B, 3>(dy);
     let (device, compute) = (dy.device(), dy.dtype());
@@ -102,7 +101,7 @@ pub fn nsa_blocks_backward<B: Backend>(
 }
 
 /// See [`crate::nsa_mean_pool`].
-pub fn nsa_mean_pool<B: Backend>(qkv: FloatTensor<B>, call: &NsaCall<B>) -> FloatTensor<B> {
+pub fn nsa_mean_pool<B: Backend>(qkv: Float<B>, call: &NsaCall<B>) -> Float<B> {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let (l, d) = (call.blocks.compress_block_size, qkv.dims()[3]);
     let zeros = Tensor::<B, 2>::zeros([l, d], (&qkv.device(), qkv.dtype()));
@@ -118,8 +117,8 @@ pub fn nsa_mean_pool<B: Backend>(qkv: FloatTensor<B>, call: &NsaCall<B>) -> Floa
 pub fn nsa_mean_pool_backward<B: Backend>(
     dims: [usize; 4],
     call: &NsaCall<B>,
-    dy: FloatTensor<B>,
-) -> FloatTensor<B> {
+    dy: Float<B>,
+) -> Float<B> {
     let (dy, dtype) = upcast::<B, 3>(dy);
     let (l, [_, rows, d]) = (call.blocks.compress_block_size, dy.dims());
     let dy = (dy / l as f64)

@@ -1,16 +1,11 @@
 //! The gated sum of the branches.
-use crate::tensors::{primitive, upcast};
+use crate::tensors::{Float, primitive, upcast};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorMetadata};
 
 /// Gates `[batch, seq_len, num_heads, 3]` from logits `[batch, seq_len, num_heads * 3]` and bias.
-fn gates<B: Backend>(
-    logits: FloatTensor<B>,
-    bias: FloatTensor<B>,
-    num_heads: usize,
-) -> Tensor<B, 4> {
+fn gates<B: Backend>(logits: Float<B>, bias: Float<B>, num_heads: usize) -> Tensor<B, 4> {
     let (logits, _) = upcast::<B, 3>(logits);
     let (bias, _) = upcast::<B, 1>(bias);
     let [batch, n, width] = logits.dims();
@@ -19,10 +14,10 @@ fn gates<B: Backend>(
 
 /// See [`crate::nsa_gates`].
 pub fn nsa_gates<B: Backend>(
-    branches: [FloatTensor<B>; 3],
-    logits: FloatTensor<B>,
-    bias: FloatTensor<B>,
-) -> FloatTensor<B> {
+    branches: [Float<B>; 3],
+    logits: Float<B>,
+    bias: Float<B>,
+) -> Float<B> {
     let dtype = branches[0].dtype();
     let [a, b, c] = branches.map(|x| upcast::<B, 4>(x).0);
     let gates = gates::<B>(logits, bias, a.dims()[2]);
@@ -32,11 +27,11 @@ pub fn nsa_gates<B: Backend>(
 
 /// Gradients of the branches, the logits and the bias of [`nsa_gates`].
 pub fn nsa_gates_backward<B: Backend>(
-    branches: [FloatTensor<B>; 3],
-    logits: FloatTensor<B>,
-    bias: FloatTensor<B>,
-    d_o: FloatTensor<B>,
-) -> [FloatTensor<B>; 5] {
+    branches: [Float<B>; 3],
+    logits: Float<B>,
+    bias: Float<B>,
+    d_o: Float<B>,
+) -> [Float<B>; 5] {
     let (logits_dtype, bias_dtype) = (logits.dtype(), bias.dtype());
     let (d_o, dtype) = upcast::<B, 4>(d_o);
     let [batch, n, num_heads, _] = d_o.dims();

@@ -47,7 +47,7 @@ const STEPS: [(Step, &str); 9] = [
     (Step::Embedding, "op embedding"),
     (Step::DmaScores, "op dma_scores"),
     (Step::LinearCrossEntropy, "op linear_cross_entropy"),
-    (Step::AdamW, "op adamw_step"),
+    (Step::AdamW, "op adamw"),
     (Step::SumOfSquares, "op sum_of_squares"),
 ];
 
@@ -406,13 +406,13 @@ impl<'a, B: DeviceBackend> On<'a, B> {
                 leaf: Some(leaf),
                 ..tensors.clone()
             };
-            let halves = B::adamw_step(halves, grad.clone(), scale.clone(), step);
+            let halves = B::adamw(halves, grad.clone(), scale.clone(), step);
             let leaf = halves.leaf.expect("it was given one");
             let whole = B::join_master(leaf.clone(), halves.param);
-            let next = B::adamw_step(tensors, grad, scale, step);
+            let next = B::adamw(tensors, grad, scale, step);
             (next, [again, whole, leaf])
         } else {
-            let next = reference::adamw_step::<B>(tensors, grad, scale, step);
+            let next = reference::adamw::<B>(tensors, grad, scale, step);
             let leaf = B::float_cast(next.param.clone(), FloatDType::BF16);
             let split = [before, next.param.clone(), leaf];
             (next, split)
