@@ -1,7 +1,8 @@
 //! The score matrices of attention without a kernel: how large one may be.
 use std::fmt;
 
-/// Scores that one call of an attention reference may hold: 256 MiB in f32. A backward pass holds several such matrices.
+/// Scores that one call of an attention reference may hold: 256 MiB in f32. A backward pass holds several such
+/// matrices.
 pub const MOST_REFERENCE_SCORES: u64 = 1 << 26;
 
 /// One score for each row, head, query and key of an attention call.
@@ -24,7 +25,8 @@ impl ScoreMatrix {
             .fold(1, |product, &size| product.saturating_mul(size as u64))
     }
 
-    /// Refuses a matrix of more than [`MOST_REFERENCE_SCORES`]; `device` and `reason` say where `op` has no kernel, and why.
+    /// Refuses a matrix of more than [`MOST_REFERENCE_SCORES`]; `device` and `reason` say where `op` has no kernel, and
+    /// why.
     ///
     /// # Errors
     /// [`ReferenceTooLarge`].

@@ -9,9 +9,9 @@ mod tests;
 
 pub use backend::{DecodeBackend, DmaCache, DmaToken};
 
-use crate::DmaBias;
 use crate::tensors::{primitive, tensor};
 use burn::tensor::Tensor;
+use sieve_core::DmaBias;
 
 /// One query per sequence over all `kv_len` given keys, with an optional additive bias per key.
 ///
@@ -37,10 +37,12 @@ pub fn attention_decode<B: DecodeBackend>(
     ))
 }
 
-/// Offers the token's key to the cache, then attends with its query: exactly the row that the full forward pass computes.
+/// Offers the token's key to the cache, then attends with its query: exactly the row that the full forward pass
+/// computes.
 ///
-/// While slots are free the key is appended. After that it takes the slot of the smallest (rank, position) among the keys
-/// outside the local window. Without a local window it is a candidate itself: if it is the smallest, no query ever sees it.
+/// While slots are free the key is appended. After that it takes the slot of the smallest (rank, position) among the
+/// keys outside the local window. Without a local window it is a candidate itself: if it is the smallest, no query ever
+/// sees it.
 pub fn dma_decode<B: DecodeBackend>(
     cache: DmaCache<B>,
     token: DmaToken<B>,

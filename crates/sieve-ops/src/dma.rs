@@ -1,7 +1,7 @@
 //! Dynamic Mask Attention (arXiv:2508.02124, eq. 3 to 6), exact to the token.
 //!
-//! Every key has a score z that does not depend on the query, and a rank: the score, or the score plus recency. A query sees
-//! the last `local_window_size` keys of its document and the older ones with the largest (rank, position),
+//! Every key has a score z that does not depend on the query, and a rank: the score, or the score plus recency. A query
+//! sees the last `local_window_size` keys of its document and the older ones with the largest (rank, position),
 //! `keep_window_size` in all. A key that has left never returns, so one integer a key is the whole mask.
 mod autodiff;
 mod backend;
@@ -14,7 +14,7 @@ pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{DMA_SCORE_CLAMP, DmaBackend, DmaGradients, DmaSelection};
+pub use backend::{DMA_SCORE_CLAMP, DmaBackend, DmaGradients, DmaKeyLists, DmaKeys, DmaSelection};
 pub use bias::dma_bias;
 pub use composed::{DmaForward, DynamicMaskBackend};
 pub use rank::dma_rank;
@@ -37,7 +37,8 @@ pub struct DmaAttention<B: Backend> {
     pub expire: Tensor<B, 3, Int>,
 }
 
-/// Scores, selection and attention over the kept keys. The selection has no gradient; scores get theirs through the bias.
+/// Scores, selection and attention over the kept keys. The selection has no gradient; scores get theirs through the
+/// bias.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, after q/k-norm and RoPE

@@ -1,11 +1,11 @@
 //! Differentiable ops of Sieve: a plain-Burn reference for each, the fast CPU path, the CUDA path, and their backward
 //! passes under Burn's autodiff.
 //!
-//! One folder for each family of ops: the public functions, `backend` (the calls and the traits), `reference`, `flex` (the
-//! CPU), `cuda` and `autodiff`.
+//! One folder for each family of ops: the public functions, `backend` (the calls and the traits), `reference`, `flex`
+//! (the CPU), `cuda` and `autodiff`.
 //!
-//! Tensors are packed as `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values. Every mask is
-//! `active(i, j) <=> j <= i < expire[j]`.
+//! Tensors are packed as `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values. Every mask
+//! is `active(i, j) <=> j <= i < expire[j]`.
 
 mod backend;
 mod device_backend;
@@ -25,7 +25,6 @@ mod optimizer;
 mod rope;
 mod swiglu;
 
-mod cuda;
 mod device;
 pub mod reference;
 mod tensors;
@@ -46,8 +45,8 @@ pub use device::cuda::Cuda;
 pub use device::paths::{OpPath, Place, op_paths, set_sum_order};
 pub use device_backend::DeviceBackend;
 pub use dma::{
-    DMA_SCORE_CLAMP, DmaAttention, DmaBackend, DmaForward, DmaGradients, DmaSelection,
-    DynamicMaskBackend, dma_bias, dma_rank, dma_select, dynamic_mask_attention,
+    DMA_SCORE_CLAMP, DmaAttention, DmaBackend, DmaForward, DmaGradients, DmaKeyLists, DmaKeys,
+    DmaSelection, DynamicMaskBackend, dma_bias, dma_rank, dma_select, dynamic_mask_attention,
 };
 pub use documents::{DocumentBounds, Documents};
 pub use embedding::{EmbeddingBackend, EmbeddingGradients, embedding};

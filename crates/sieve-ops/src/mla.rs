@@ -1,5 +1,5 @@
-//! Multi-head latent attention (arXiv:2405.04434, section 2.1): keys and values of every head come from one small latent,
-//! beside one rotated key that all heads share.
+//! Multi-head latent attention (arXiv:2405.04434, section 2.1): keys and values of every head come from one small
+//! latent, beside one rotated key that all heads share.
 mod autodiff;
 mod backend;
 mod cuda;
@@ -10,8 +10,9 @@ mod tests;
 
 pub use backend::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec};
 
+use crate::documents::Documents;
+use crate::rope::RotaryEmbedding;
 use crate::tensors::{primitive, tensor};
-use crate::{Documents, RotaryEmbedding};
 use burn::tensor::{Int, Tensor};
 
 /// Rotates and packs queries, keys and values: per token `num_heads` queries `[q_C ; RoPE(q_R)]`, as many keys

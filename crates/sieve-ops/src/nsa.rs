@@ -49,8 +49,8 @@ pub fn nsa_mean_pool<B: NsaBackend>(qkv: Tensor<B, 4>, call: &NsaCall<B>) -> Ten
 pub struct CompressedAttention<B: Backend> {
     /// `[batch, seq_len, num_heads, head_dim]`; 0 where a query sees no block yet.
     pub o: Tensor<B, 4>,
-    /// Blocks of the selected branch, `[batch, seq_len, num_kv_heads, num_selected_blocks]`: counted from the document's
-    /// first token, ascending, then -1.
+    /// Blocks of the selected branch, `[batch, seq_len, num_kv_heads, num_selected_blocks]`: counted from the
+    /// document's first token, ascending, then -1.
     pub block_indices: Tensor<B, 4, Int>,
 }
 

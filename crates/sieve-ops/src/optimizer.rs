@@ -27,7 +27,8 @@ pub fn adamw<B: OptimizerBackend, const D: usize>(
     B::adamw(tensors, primitive(grad), primitive(grad_scale), step)
 }
 
-/// `(leaf, rest)`: a bf16 leaf of an f32 `master`, and what [`adamw`] needs beside it, as a primitive that nothing else reads.
+/// `(leaf, rest)`: a bf16 leaf of an f32 `master`, and what [`adamw`] needs beside it, as a primitive that nothing else
+/// reads.
 pub fn split_master<B: OptimizerBackend, const D: usize>(
     master: Tensor<B, D>,
 ) -> (Tensor<B, D>, Float<B>) {

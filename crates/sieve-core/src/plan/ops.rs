@@ -57,8 +57,8 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
     .collect()
 }
 
-/// Why the attention of `shape` has no kernel on a GPU: its reference, which holds a score for every pair of tokens, would
-/// run there. `None` where there are kernels.
+/// Why the attention of `shape` has no kernel on a GPU: its reference, which holds a score for every pair of tokens,
+/// would run there. `None` where there are kernels.
 pub fn gpu_attention_gap(shape: &ModelShape) -> Option<String> {
     let width = shape.head_dim;
     match shape.attention {
@@ -73,7 +73,8 @@ pub fn gpu_attention_gap(shape: &ModelShape) -> Option<String> {
     }
 }
 
-/// Refuses a recipe whose attention would run as its reference on a GPU, with more scores than that may hold, in any stage.
+/// Refuses a recipe whose attention would run as its reference on a GPU, with more scores than that may hold, in any
+/// stage.
 ///
 /// # Errors
 /// [`ReferenceTooLarge`].

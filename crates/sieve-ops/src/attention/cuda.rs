@@ -1,11 +1,13 @@
-//! Dense and sliding-window attention on CUDA.
+//! Dense and sliding-window attention on CUDA, and the arguments that every attention kernel there takes.
 use super::backend::{AttentionBackend, AttentionGradients, AttentionOutput, AttentionSpec};
 use super::reference;
-use crate::cuda::attention::{backward, forward};
 use crate::device::cuda::Cuda;
-use crate::device::paths::{kernel_or_scores, scores};
+use crate::device::paths::{kernel_or_scores, scores, sum_order};
 use crate::documents::DocumentBounds;
-use sieve_kernels::CudaPrimitive as Float;
+use sieve_kernels::{
+    AttentionGradients as BackwardCall, AttentionResult, CudaPrimitive as Float, CudaTensor,
+    KernelError, Qkv,
+};
 
 impl AttentionBackend for Cuda {
     fn attention(
@@ -35,4 +37,100 @@ impl AttentionGradients for Cuda {
             reference::attention_backward::<Self>(qkv, documents, spec, output, d_o)
         })
     }
+}
+
+/// A packed tensor as the kernels take it.
+pub(crate) fn packed(qkv: &Float, spec: AttentionSpec) -> Qkv {
+    let qkv = CudaTensor::from(qkv.clone());
+    Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads)
+}
+
+pub(crate) fn bounds(documents: &DocumentBounds<Cuda>) -> [CudaTensor; 2] {
+    documents.clone().map(CudaTensor::from)
+}
+
+/// Both names of one result.
+pub(crate) fn output(result: AttentionResult) -> AttentionOutput<Cuda> {
+    AttentionOutput {
+        o: result.o.into(),
+        lse: result.lse.into(),
+        o_rest: result.o_rest.map(Into::into),
+    }
+}
+
+pub(crate) fn result(output: &AttentionOutput<Cuda>) -> AttentionResult {
+    AttentionResult {
+        o: CudaTensor::from(output.o.clone()).contiguous(),
+        lse: CudaTensor::from(output.lse.clone()).contiguous(),
+        o_rest: output.o_rest.clone().map(CudaTensor::from),
+    }
+}
+
+/// The arguments of a backward call: `dqkv` is packed as the input, every element is written.
+pub(crate) struct Backward {
+    qkv: Qkv,
+    result: AttentionResult,
+    d_o: CudaTensor,
+    grads: Qkv,
+    softmax_scale: f32,
+    pub(crate) dqkv: CudaTensor,
+}
+
+impl Backward {
+    pub(crate) fn new(
+        qkv: &Float,
+        spec: AttentionSpec,
+        output: &AttentionOutput<Cuda>,
+        d_o: &Float,
+    ) -> Self {
+        let input = CudaTensor::from(qkv.clone());
+        let dqkv = input.empty_contiguous(input.shape(), input.dtype());
+        Self {
+            qkv: packed(qkv, spec),
+            result: result(output),
+            d_o: CudaTensor::from(d_o.clone()),
+            grads: Qkv::packed(&dqkv, spec.num_heads, spec.num_kv_heads),
+            softmax_scale: spec.softmax_scale as f32,
+            dqkv,
+        }
+    }
+
+    pub(crate) fn call(&self) -> BackwardCall<'_> {
+        BackwardCall {
+            qkv: &self.qkv,
+            result: &self.result,
+            d_o: &self.d_o,
+            grads: &self.grads,
+            softmax_scale: self.softmax_scale,
+            order: sum_order(),
+        }
+    }
+}
+
+pub(crate) fn forward(
+    qkv: &Float,
+    documents: &DocumentBounds<Cuda>,
+    spec: AttentionSpec,
+    bias: Option<&CudaTensor>,
+) -> Result<AttentionOutput<Cuda>, KernelError> {
+    let [start, _] = bounds(documents);
+    let scale = spec.softmax_scale as f32;
+    sieve_kernels::attention_forward(&packed(qkv, spec), &start, spec.window_size, scale, bias)
+        .map(output)
+}
+
+/// `(dqkv, dbias)`.
+pub(crate) fn backward(
+    qkv: &Float,
+    documents: &DocumentBounds<Cuda>,
+    spec: AttentionSpec,
+    bias: Option<&CudaTensor>,
+    output: &AttentionOutput<Cuda>,
+    d_o: &Float,
+) -> Result<(Float, Option<CudaTensor>), KernelError> {
+    let [start, end] = bounds(documents);
+    let backward = Backward::new(qkv, spec, output, d_o);
+    let window = spec.window_size;
+    let dbias = sieve_kernels::attention_backward(backward.call(), [&start, &end], window, bias)?;
+    Ok((backward.dqkv.into(), dbias))
 }

@@ -6,6 +6,7 @@ use crate::device::paths::scores;
 use crate::documents::DocumentBounds;
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
+use sieve_cpu::AttentionShape;
 
 impl AttentionBackend for Flex {
     fn attention(
@@ -47,15 +48,39 @@ impl AttentionGradients for Flex {
 }
 
 /// Sizes of a packed tensor.
-pub(crate) fn attention_shape(qkv: &FlexTensor, spec: AttentionSpec) -> sieve_cpu::AttentionShape {
-    let shape = qkv.shape();
-    sieve_cpu::AttentionShape {
-        batch: shape[0],
-        seq_len: shape[1],
+pub(crate) fn attention_shape(qkv: &FlexTensor, spec: AttentionSpec) -> AttentionShape {
+    shape_of(qkv.shape().dims(), spec)
+}
+
+/// As [`attention_shape`] from the tensor's dimensions.
+pub(crate) fn shape_of(dims: [usize; 4], spec: AttentionSpec) -> AttentionShape {
+    AttentionShape {
+        batch: dims[0],
+        seq_len: dims[1],
         num_heads: spec.num_heads,
         num_kv_heads: spec.num_kv_heads,
-        head_dim: shape[3],
+        head_dim: dims[3],
         softmax_scale: spec.softmax_scale as f32,
+    }
+}
+
+/// Room for o, `width` wide, and the log-sum-exp.
+pub(crate) fn empty_output(shape: AttentionShape, width: usize) -> [Vec<f32>; 2] {
+    let rows = shape.batch * shape.seq_len * shape.num_heads;
+    [vec![0.0; rows * width], vec![0.0; rows]]
+}
+
+/// What a kernel wrote there.
+pub(crate) fn output_of(
+    shape: AttentionShape,
+    width: usize,
+    [o, lse]: [Vec<f32>; 2],
+) -> AttentionOutput<Flex> {
+    let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_heads);
+    AttentionOutput {
+        o: from_vec(o, [batch, seq_len, heads, width]),
+        lse: from_vec(lse, [batch, heads, seq_len]),
+        o_rest: None,
     }
 }
 
@@ -82,22 +107,10 @@ pub(crate) fn forward(
     spec: AttentionSpec,
 ) -> AttentionOutput<Flex> {
     let shape = attention_shape(qkv, spec);
-    let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_heads);
-    let mut o = vec![0.0; batch * seq_len * heads * shape.head_dim];
-    let mut lse = vec![0.0; batch * heads * seq_len];
-    sieve_cpu::attention_forward(
-        shape,
-        floats(qkv),
-        documents(bounds),
-        mask,
-        &mut o,
-        &mut lse,
-    );
-    AttentionOutput {
-        o: from_vec(o, [batch, seq_len, heads, shape.head_dim]),
-        lse: from_vec(lse, [batch, heads, seq_len]),
-        o_rest: None,
-    }
+    let [mut o, mut lse] = empty_output(shape, shape.head_dim);
+    let documents = documents(bounds);
+    sieve_cpu::attention_forward(shape, floats(qkv), documents, mask, &mut o, &mut lse);
+    output_of(shape, shape.head_dim, [o, lse])
 }
 
 pub(crate) fn backward(

@@ -1,68 +1,26 @@
 //! An attention layer with the norm before it and the residual stream around it, as one node of the graph.
 //!
-//! One node instead of four keeps less for the backward pass: the stream, the packed product before q/k-norm and rotation, and
-//! the attention's output. The rotated packed tensor is made again by one memory-bound kernel; the norm's backward kernel writes
-//! its output once more and adds the gradient of the residual stream.
+//! One node instead of four keeps less for the backward pass: the stream, the packed product before q/k-norm and
+//! rotation, and the attention's output. The rotated packed tensor is made again by one memory-bound kernel; the norm's
+//! backward kernel writes its output once more and adds the gradient of the residual stream.
 mod backward;
+mod forward;
+
+pub use forward::{AttentionLayer, AttentionLayerCall, DmaLayer};
 
 use super::residual::Residual;
-use crate::attention::{AttentionBackend, AttentionOutput, AttentionSpec};
+use crate::attention::AttentionSpec;
 use crate::device::autodiff::enter;
 use crate::device_backend::DeviceBackend;
-use crate::dma::{DmaForward, DynamicMaskBackend};
-use crate::documents::{DocumentBounds, Documents};
-use crate::linear::LinearBackend;
-use crate::norm::RmsNormCall;
-use crate::rope::{QkNorm, QkNormRopeCall, RopeTables, RotaryEmbedding};
+use crate::documents::Documents;
+use crate::rope::{QkNorm, RotaryEmbedding};
 use crate::tensors::{Float, Ints, primitive, tensor};
 use backward::{Kept, Recent, Selected};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorMetadata};
-
-/// What [`attention_layer`] computes with.
-#[derive(Clone, Debug)]
-pub struct AttentionLayer<B: Backend> {
-    /// Weight of the norm, `[d_model]`.
-    pub norm: Tensor<B, 1>,
-    /// Added to the norm's mean square.
-    pub epsilon: f64,
-    /// `[(num_heads + 2 * num_kv_heads) * head_dim, d_model]`, rows in the order q, k, v.
-    pub qkv: Tensor<B, 2>,
-    /// Per-head norms.
-    pub qk_norm: QkNorm<B>,
-    /// `[d_model, num_heads * head_dim]`.
-    pub o: Tensor<B, 2>,
-    /// `None`: dense or windowed attention, as the call's spec says.
-    pub dma: Option<DmaLayer<B>>,
-}
-
-/// What dynamic mask attention has beside the projections.
-#[derive(Clone, Debug)]
-pub struct DmaLayer<B: Backend> {
-    /// `[num_kv_heads * head_dim, num_kv_heads]`.
-    pub w_dt: Tensor<B, 2>,
-    /// `[num_kv_heads]`.
-    pub a: Tensor<B, 1>,
-    /// Kept keys and form of the bias.
-    pub spec: sieve_core::DmaShape,
-}
-
-/// Where the tokens of a call stand, and how they attend.
-#[derive(Clone, Debug)]
-pub struct AttentionLayerCall<B: Backend> {
-    /// Positions to rotate by, `[batch, seq_len]`.
-    pub positions: Ints<B>,
-    /// Rotary tables.
-    pub rope: RopeTables<B>,
-    /// Document bounds.
-    pub documents: DocumentBounds<B>,
-    /// Heads, scale and window.
-    pub spec: AttentionSpec,
-    /// Whether x is added to the output.
-    pub residual: Residual,
-}
+use burn::tensor::{Int, Tensor};
+use forward::forward;
 
 /// `[x +] o(attention(qk_norm_rope(qkv(rms_norm(x)))))`, and DMA's mask, as
 /// [`dynamic_mask_attention`](crate::dynamic_mask_attention) returns it.
@@ -168,91 +126,6 @@ impl<B: DeviceBackend, C: CheckpointStrategy> AttentionLayerBackend for Autodiff
         };
         (y, expire)
     }
-}
-
-/// What an attention call leaves for its backward pass.
-#[derive(Clone, Debug)]
-enum Attended<B: Backend> {
-    Recent(AttentionOutput<B>),
-    Selected(DmaForward<B>),
-}
-
-impl<B: Backend> Attended<B> {
-    fn o(&self) -> Float<B> {
-        match self {
-            Self::Recent(output) => output.o.clone(),
-            Self::Selected(forward) => forward.output.o.clone(),
-        }
-    }
-
-    fn expire(&self) -> Option<Ints<B>> {
-        match self {
-            Self::Recent(_) => None,
-            Self::Selected(forward) => Some(forward.selection.expire.clone()),
-        }
-    }
-}
-
-/// A forward pass's output and what the backward pass needs of it.
-struct LayerForward<B: Backend> {
-    /// Packed, before norm and rotation.
-    qkv: Float<B>,
-    attended: Attended<B>,
-    y: Float<B>,
-}
-
-fn forward<B: DeviceBackend>(
-    x: Float<B>,
-    layer: AttentionLayer<B>,
-    call: &AttentionLayerCall<B>,
-) -> LayerForward<B> {
-    let normed = B::rms_norm(RmsNormCall {
-        x: x.clone(),
-        weight: primitive(layer.norm),
-        epsilon: layer.epsilon,
-    });
-    let qkv = <B as LinearBackend>::linear(normed, primitive(layer.qkv));
-    let qkv = split_heads::<B>(qkv, call.spec);
-    let rotated = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm, call));
-    let (documents, spec) = (&call.documents, call.spec);
-    let attended = match layer.dma {
-        None => Attended::Recent(<B as AttentionBackend>::attention(rotated, documents, spec)),
-        Some(dma) => {
-            let (w_dt, a) = (primitive(dma.w_dt), primitive(dma.a));
-            let forward = B::dynamic_mask_attention(rotated, w_dt, a, documents, spec, dma.spec);
-            Attended::Selected(forward)
-        }
-    };
-    let (heads, o) = (merge_heads::<B>(attended.o()), primitive(layer.o));
-    let y = match call.residual {
-        Residual::Stream => B::linear_add(heads, o, x),
-        Residual::None => <B as LinearBackend>::linear(heads, o),
-    };
-    LayerForward { qkv, attended, y }
-}
-
-fn rotation<B: Backend>(norm: QkNorm<B>, call: &AttentionLayerCall<B>) -> QkNormRopeCall<B> {
-    QkNormRopeCall {
-        q_weight: primitive(norm.q_weight),
-        k_weight: primitive(norm.k_weight),
-        positions: call.positions.clone(),
-        rope: call.rope.clone(),
-        num_kv_heads: call.spec.num_kv_heads,
-        epsilon: norm.epsilon,
-    }
-}
-
-/// `[.., heads * head_dim]` as `[.., heads, head_dim]`.
-fn split_heads<B: Backend>(packed: Float<B>, spec: AttentionSpec) -> Float<B> {
-    let shape = packed.shape();
-    let heads = spec.packed_heads();
-    B::float_reshape(packed, [shape[0], shape[1], heads, shape[2] / heads].into())
-}
-
-/// The inverse.
-fn merge_heads<B: Backend>(heads: Float<B>) -> Float<B> {
-    let shape = heads.shape();
-    B::float_reshape(heads, [shape[0], shape[1], shape[2] * shape[3]].into())
 }
 
 #[cfg(test)]

@@ -1,8 +1,9 @@
 //! The feed-forward layer with the norm before it and the residual stream around it, as one node of the graph.
 //!
-//! One node instead of four keeps less for the backward pass: the stream and the packed gate and up. The normed stream and the
-//! gated activation are read by weight gradients alone; the kernels of the norm's and SwiGLU's backward pass, which read what
-//! they are made of anyway, write them once more. The gradient of the residual stream is added there too.
+//! One node instead of four keeps less for the backward pass: the stream and the packed gate and up. The normed stream
+//! and the gated activation are read by weight gradients alone; the kernels of the norm's and SwiGLU's backward pass,
+//! which read what they are made of anyway, write them once more. The gradient of the residual stream is added there
+//! too.
 use super::residual::{Residual, norm_gradient};
 use crate::device::autodiff::{Gradient, enter};
 use crate::device_backend::DeviceBackend;

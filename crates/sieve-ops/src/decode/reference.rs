@@ -1,6 +1,6 @@
 //! Attention of one new query in plain Burn operations.
 use super::backend::{DecodeBackend, DmaCache, DmaToken};
-use crate::dma_bias;
+use crate::dma::dma_bias;
 use crate::tensors::{Float, primitive, tensor, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor};
@@ -116,7 +116,8 @@ impl<B: Backend> Slots<B> {
         }
     }
 
-    /// True at the slot that the key at `position` takes, `[batch, num_kv_heads, len]`; false everywhere when it takes none.
+    /// True at the slot that the key at `position` takes, `[batch, num_kv_heads, len]`; false everywhere when it takes
+    /// none.
     fn replaced_slot(
         &self,
         rank: Tensor<B, 3>,

@@ -109,10 +109,7 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
         let z = tied_scores(seq_len, 5);
         let all = documents::<Flex>(&[], [2, seq_len]);
         let expire = dma_select(tensor::<3>(z.clone()), &all, window);
-        let selection = DmaSelection {
-            expire: expire.clone().into_primitive(),
-            lists: Vec::new(),
-        };
+        let selection = DmaSelection::of_expire(expire.clone().into_primitive());
         let delta = dma_bias(tensor::<3>(z.clone()), bias)
             .into_primitive()
             .tensor();

@@ -70,10 +70,11 @@ pub(crate) enum Memory {
     Quadratic(ScoreMatrix),
 }
 
-/// The result of an op's reference in `place`, which has no kernel for the call; `reason` says why. The call is counted.
+/// The result of an op's reference in `place`, which has no kernel for the call; `reason` says why. The call is
+/// counted.
 ///
-/// Ends in a panic that carries [`sieve_core::ReferenceTooLarge`] where the reference would hold too many scores: ops of a
-/// backend have no other way to return an error.
+/// Ends in a panic that carries [`sieve_core::ReferenceTooLarge`] where the reference would hold too many scores: ops
+/// of a backend have no other way to return an error.
 pub(crate) fn reference<T>(
     (place, op): (Place, &'static str),
     reason: &str,

@@ -1,5 +1,5 @@
-//! DMA's parts under autodiff. Models use the composed op; alone, scores and attention are plain operations with their own
-//! nodes, and the selection has no gradient.
+//! DMA's parts under autodiff. Models use the composed op; alone, scores and attention are plain operations with their
+//! own nodes, and the selection has no gradient.
 use super::backend::{DmaBackend, DmaGradients, DmaSelection};
 use super::reference;
 use crate::attention::{AttentionOutput, AttentionSpec};

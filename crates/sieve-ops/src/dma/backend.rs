@@ -8,25 +8,65 @@ use sieve_core::DmaWindow;
 /// Largest score that still enters the exponential: `exp(z)` overflows f32 at 88.7.
 pub const DMA_SCORE_CLAMP: f64 = 60.0;
 
-/// What `dma_select` found: the exact mask, and what a backend derived from it for its kernels.
+/// What `dma_select` found: the exact mask, and how the backend's kernels find its keys.
 #[derive(Clone, Debug)]
 pub struct DmaSelection<B: Backend> {
     /// First query that no longer sees the key, i32 `[batch, num_kv_heads, seq_len]`:
     /// `active(i, j) <=> j <= i < expire[j]`.
     pub expire: Ints<B>,
-    /// Key lists of the backend's kernels, shared by forward and backward; empty where none are used.
-    pub lists: Vec<Ints<B>>,
+    /// How kernels find the keys.
+    pub keys: DmaKeys<B>,
+}
+
+/// How a backend's kernels find the keys of a selection, in the forward and the backward pass.
+#[derive(Clone, Debug)]
+pub enum DmaKeys<B: Backend> {
+    /// By `expire` alone, as the references and the CPU do.
+    Expire,
+    /// All keys of the document so far are kept: dense attention with a bias per key.
+    All,
+    /// By lists of the kept keys.
+    Lists(DmaKeyLists<B>),
+}
+
+/// Lists of the kept keys for tiles of queries, as `sieve_kernels::dma_lists` makes them.
+#[derive(Clone, Debug)]
+pub struct DmaKeyLists<B: Backend> {
+    /// Keys of each tile.
+    pub list: Ints<B>,
+    /// Keys in each tile's list.
+    pub list_len: Ints<B>,
+    /// Keys that enter inside each tile.
+    pub num_entering: Ints<B>,
+    /// Stretch of the list that each tile of queries reads.
+    pub tile_window: Ints<B>,
 }
 
 impl<B: Backend> DmaSelection<B> {
+    /// A mask that no backend has prepared for its kernels.
+    pub fn of_expire(expire: Ints<B>) -> Self {
+        let keys = DmaKeys::Expire;
+        Self { expire, keys }
+    }
+
     /// The same selection on a backend with the same integers: an autodiff backend above this one.
     pub(crate) fn on<A>(self) -> DmaSelection<A>
     where
         A: Backend<IntTensorPrimitive = B::IntTensorPrimitive>,
     {
+        let keys = match self.keys {
+            DmaKeys::Expire => DmaKeys::Expire,
+            DmaKeys::All => DmaKeys::All,
+            DmaKeys::Lists(lists) => DmaKeys::Lists(DmaKeyLists {
+                list: lists.list,
+                list_len: lists.list_len,
+                num_entering: lists.num_entering,
+                tile_window: lists.tile_window,
+            }),
+        };
         DmaSelection {
             expire: self.expire,
-            lists: self.lists,
+            keys,
         }
     }
 }

@@ -1,17 +1,21 @@
 //! DMA's ops on CUDA.
-use super::backend::{DmaBackend, DmaGradients, DmaSelection};
+use super::backend::{DmaBackend, DmaGradients, DmaKeyLists, DmaKeys, DmaSelection};
 use super::reference;
+use crate::attention::cuda::{self as attention, Backward, bounds, output, packed};
 use crate::attention::{AttentionOutput, AttentionSpec};
-use crate::cuda::dma;
-use crate::device::cuda::Cuda;
+use crate::device::cuda::{Cuda, cast};
 use crate::device::paths::{kernel_or, kernel_or_scores, scores};
 use crate::documents::DocumentBounds;
+use burn::tensor::DType;
 use sieve_core::DmaWindow;
-use sieve_kernels::CudaPrimitive as Float;
+use sieve_kernels::{
+    CudaPrimitive as Float, CudaTensor, GradientTarget, KernelError, KeyLists, ScoreBias,
+    ScoresBackward, TILE_QUERIES,
+};
 
 impl DmaBackend for Cuda {
     fn dma_scores(qkv: Float, w_dt: Float, a: Float, spec: AttentionSpec) -> Float {
-        let attempt = dma::scores(&qkv, &w_dt, &a, spec);
+        let attempt = launch_scores(&qkv, &w_dt, &a, spec);
         kernel_or("dma_scores", attempt, || {
             reference::dma_scores::<Self>(qkv, w_dt, a, spec)
         })
@@ -22,7 +26,7 @@ impl DmaBackend for Cuda {
         documents: &DocumentBounds<Self>,
         window: DmaWindow,
     ) -> DmaSelection<Self> {
-        let attempt = dma::select(&rank, documents, window);
+        let attempt = launch_select(&rank, documents, window);
         kernel_or("dma_select", attempt, || {
             reference::dma_select::<Self>(rank, documents, window)
         })
@@ -35,7 +39,7 @@ impl DmaBackend for Cuda {
         selection: &DmaSelection<Self>,
         spec: AttentionSpec,
     ) -> AttentionOutput<Self> {
-        let attempt = dma::forward(&qkv, &delta, documents, selection, spec);
+        let attempt = launch(&qkv, &delta, documents, selection, spec);
         kernel_or_scores(
             "dma_attention",
             attempt,
@@ -56,7 +60,7 @@ impl DmaGradients for Cuda {
     ) -> (Float, Float, Float) {
         // The kernel adds to dqkv in place, so it must be nobody else's.
         let dqkv = if dqkv.can_mut() { dqkv } else { dqkv.copy() };
-        let attempt = dma::scores_backward(&qkv, [&w_dt, &a], spec, &dz, &dqkv);
+        let attempt = launch_scores_backward(&qkv, [&w_dt, &a], spec, &dz, &dqkv);
         kernel_or(
             "dma_scores_backward",
             attempt.map(|(dw_dt, da)| (dqkv.clone(), dw_dt, da)),
@@ -73,12 +77,153 @@ impl DmaGradients for Cuda {
         output: AttentionOutput<Self>,
         d_o: Float,
     ) -> (Float, Float) {
-        let attempt = dma::backward(&qkv, &delta, documents, selection, spec, &output, &d_o);
+        let attempt = launch_backward(&qkv, &delta, documents, selection, spec, &output, &d_o);
         let scores = scores(&qkv, spec.num_heads);
         kernel_or_scores("dma_attention_backward", attempt, scores, || {
             reference::dma_attention_backward::<Self>(
                 qkv, delta, documents, selection, spec, output, d_o,
             )
         })
+    }
+}
+
+fn launch_scores(
+    qkv: &Float,
+    w_dt: &Float,
+    a: &Float,
+    spec: AttentionSpec,
+) -> Result<Float, KernelError> {
+    let (w_dt, a) = (cast(w_dt, DType::F32), cast(a, DType::F32));
+    // The bias that the kernel computes along is not used: the caller makes it from z.
+    let scores = sieve_kernels::dma_scores(&packed(qkv, spec), &w_dt, &a, ScoreBias::Linear)?;
+    Ok(scores.z.into())
+}
+
+/// Adds the path through the scores to `dqkv` in place; returns `(dw_dt, da)` in f32.
+fn launch_scores_backward(
+    qkv: &Float,
+    [w_dt, a]: [&Float; 2],
+    spec: AttentionSpec,
+    dz: &Float,
+    dqkv: &Float,
+) -> Result<(Float, Float), KernelError> {
+    let (w_dt, a) = (cast(w_dt, DType::F32), cast(a, DType::F32));
+    let (w_dt, a) = (w_dt.contiguous(), a.contiguous());
+    let qkv = packed(qkv, spec);
+    // One read of v is cheaper than keeping x of every layer.
+    let scores = sieve_kernels::dma_scores(&qkv, &w_dt, &a, ScoreBias::Linear)?;
+    let dz = cast(dz, DType::F32).contiguous();
+    let call = ScoresBackward {
+        qkv: &qkv,
+        w_dt: &w_dt,
+        a: &a,
+        x: &scores.x,
+        dz: &dz,
+    };
+    let (new_w, new_a) = (GradientTarget::New, GradientTarget::New);
+    let (dw_dt, da) = sieve_kernels::dma_scores_backward(call, &packed(dqkv, spec), new_w, new_a)?;
+    Ok((dw_dt.into(), da.into()))
+}
+
+fn launch_select(
+    rank: &Float,
+    documents: &DocumentBounds<Cuda>,
+    window: DmaWindow,
+) -> Result<DmaSelection<Cuda>, KernelError> {
+    let rank = CudaTensor::from(rank.clone());
+    let [start, end] = bounds(documents);
+    let (kept, local) = (window.keep_window_size, window.local_window_size);
+    let selection = sieve_kernels::dma_select(&rank, &start, &end, kept, local)?;
+    let [_, _, seq_len] = rank.dims("dma_select", "rank")?;
+    let keys = if kept >= seq_len {
+        DmaKeys::All
+    } else {
+        let lists = sieve_kernels::dma_lists(&selection, &start, &end, TILE_QUERIES)?;
+        DmaKeys::Lists(DmaKeyLists {
+            list: lists.list.into(),
+            list_len: lists.list_len.into(),
+            num_entering: lists.num_entering.into(),
+            tile_window: lists.tile_window.into(),
+        })
+    };
+    let expire = selection.expire.into();
+    Ok(DmaSelection { expire, keys })
+}
+
+fn launch(
+    qkv: &Float,
+    delta: &Float,
+    documents: &DocumentBounds<Cuda>,
+    selection: &DmaSelection<Cuda>,
+    spec: AttentionSpec,
+) -> Result<AttentionOutput<Cuda>, KernelError> {
+    let delta = CudaTensor::from(delta.clone());
+    let spec = without_window(spec);
+    match &selection.keys {
+        DmaKeys::All => attention::forward(qkv, documents, spec, Some(&delta)),
+        DmaKeys::Lists(lists) => {
+            let lists = kernel_lists(lists);
+            let scale = spec.softmax_scale as f32;
+            let qkv = packed(qkv, spec);
+            sieve_kernels::dma_attention_forward(&qkv, &delta, &lists, scale).map(output)
+        }
+        DmaKeys::Expire => Err(not_selected()),
+    }
+}
+
+/// `(dqkv, ddelta)`.
+fn launch_backward(
+    qkv: &Float,
+    delta: &Float,
+    documents: &DocumentBounds<Cuda>,
+    selection: &DmaSelection<Cuda>,
+    spec: AttentionSpec,
+    output: &AttentionOutput<Cuda>,
+    d_o: &Float,
+) -> Result<(Float, Float), KernelError> {
+    let delta = CudaTensor::from(delta.clone());
+    let spec = without_window(spec);
+    match &selection.keys {
+        DmaKeys::All => {
+            let bias = Some(&delta);
+            let (dqkv, d_delta) = attention::backward(qkv, documents, spec, bias, output, d_o)?;
+            let d_delta = d_delta.expect("a call with a bias returns the bias's gradient");
+            Ok((dqkv, d_delta.into()))
+        }
+        DmaKeys::Lists(lists) => {
+            let lists = kernel_lists(lists);
+            let backward = Backward::new(qkv, spec, output, d_o);
+            let d_delta = sieve_kernels::dma_attention_backward(backward.call(), &delta, &lists)?;
+            Ok((backward.dqkv.into(), d_delta.into()))
+        }
+        DmaKeys::Expire => Err(not_selected()),
+    }
+}
+
+/// The selection is the whole mask of DMA.
+fn without_window(spec: AttentionSpec) -> AttentionSpec {
+    AttentionSpec {
+        window_size: None,
+        ..spec
+    }
+}
+
+fn kernel_lists(lists: &DmaKeyLists<Cuda>) -> KeyLists {
+    let of = |tensor: &Float| CudaTensor::from(tensor.clone());
+    KeyLists {
+        list: of(&lists.list),
+        list_len: of(&lists.list_len),
+        num_entering: of(&lists.num_entering),
+        tile_window: of(&lists.tile_window),
+        tile_queries: TILE_QUERIES,
+    }
+}
+
+fn not_selected() -> KernelError {
+    KernelError::Unsupported {
+        kernel: "dma_attention",
+        what: "selection",
+        got: "made by the reference".to_owned(),
+        supported: "made by dma_select".to_owned(),
     }
 }

@@ -58,10 +58,7 @@ impl DmaBackend for Flex {
         let local = window.local_window_size;
         sieve_cpu::extend_expire(&mut expire, documents, shape[1], shape[2], local);
         let expire = FlexTensor::from_data(TensorData::new(expire, shape));
-        DmaSelection {
-            expire,
-            lists: Vec::new(),
-        }
+        DmaSelection::of_expire(expire)
     }
 
     fn dma_attention(

@@ -5,7 +5,8 @@ use burn::tensor::{Int, Tensor, TensorData};
 
 /// Scores plus what recency adds: `z_j + slope p_j`, p_j the key's position in its document.
 ///
-/// The product and the sum are rounded one after the other, in training and in decoding alike, so that both rank equally.
+/// The product and the sum are rounded one after the other, in training and in decoding alike, so that both rank
+/// equally.
 ///
 /// # Shapes
 /// - z: `[batch, num_kv_heads, seq_len]`

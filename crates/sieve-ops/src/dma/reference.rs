@@ -116,10 +116,7 @@ pub fn dma_select<B: Backend>(
     }
     let expire = TensorData::new(expire, [batch, kv_heads, seq_len]);
     let expire = Tensor::<B, 3, Int>::from_data(expire, &device);
-    DmaSelection {
-        expire: expire.into_primitive(),
-        lists: Vec::new(),
-    }
+    DmaSelection::of_expire(expire.into_primitive())
 }
 
 /// Attention over the keys with `j <= i < expire[j]`, plus `delta` per key.

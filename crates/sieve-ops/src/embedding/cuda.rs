@@ -1,5 +1,5 @@
-//! Token embedding on CUDA. Where the gradient's kernel refuses: Burn's scatter, or products in a fixed order where two runs
-//! must be bit-equal.
+//! Token embedding on CUDA. Where the gradient's kernel refuses: Burn's scatter, or products in a fixed order where two
+//! runs must be bit-equal.
 use super::backend::{EmbeddingBackend, EmbeddingGradients};
 use super::reference;
 use crate::device::cuda::{Cuda, tensors};

@@ -4,7 +4,8 @@ use burn::tensor::backend::Backend;
 
 /// Projection and cross-entropy.
 pub trait LossBackend: Backend {
-    /// Per-token cross-entropy in nats, f32 `[tokens]`, zero where the label is [`crate::IGNORE_LABEL`]; without gradient.
+    /// Per-token cross-entropy in nats, f32 `[tokens]`, zero where the label is [`crate::IGNORE_LABEL`]; without
+    /// gradient.
     fn token_losses(h: Float<Self>, weight: Float<Self>, labels: Ints<Self>) -> Float<Self>;
     /// See [`crate::linear_cross_entropy`].
     fn linear_cross_entropy(

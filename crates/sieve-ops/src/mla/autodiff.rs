@@ -1,8 +1,9 @@
 //! MLA's ops as nodes of the autodiff graph.
 use super::backend::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec};
+use crate::attention::AttentionOutput;
 use crate::device::autodiff::{Gradient, constant, enter, inner};
+use crate::documents::DocumentBounds;
 use crate::tensors::Float;
-use crate::{AttentionOutput, DocumentBounds};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;

@@ -1,6 +1,9 @@
-//! The calls of MLA's ops, and what a backend computes of them; the shapes are those of the functions of the same names.
+//! The calls of MLA's ops, and what a backend computes of them; the shapes are those of the functions of the same
+//! names.
+use crate::attention::{AttentionOutput, AttentionSpec};
+use crate::documents::DocumentBounds;
+use crate::rope::RopeTables;
 use crate::tensors::{Float, Ints};
-use crate::{AttentionOutput, AttentionSpec, DocumentBounds, RopeTables};
 use burn::tensor::backend::Backend;
 
 /// Sizes and scale of a latent attention call.

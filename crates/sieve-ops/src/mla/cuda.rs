@@ -1,9 +1,10 @@
 //! MLA on CUDA: no kernel yet, so every op runs its counted reference.
 use super::backend::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec};
 use super::reference;
+use crate::attention::AttentionOutput;
 use crate::device::cuda::Cuda;
 use crate::device::paths::{no_kernel, no_kernel_scores, scores};
-use crate::{AttentionOutput, DocumentBounds};
+use crate::documents::DocumentBounds;
 use sieve_kernels::CudaPrimitive as Float;
 
 impl MlaBackend for Cuda {

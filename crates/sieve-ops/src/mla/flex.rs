@@ -1,26 +1,25 @@
 //! MLA on the CPU; f32 takes the kernels of `sieve-cpu`, any other dtype the reference.
 use super::backend::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec};
 use super::reference;
-use crate::attention::flex::{contiguous_bounds, documents};
+use crate::attention::AttentionOutput;
+use crate::attention::flex::{contiguous_bounds, documents, empty_output, output_of, shape_of};
 use crate::device::flex::{
     contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like,
 };
 use crate::device::paths::scores;
-use crate::{AttentionOutput, DocumentBounds, RopeTables};
+use crate::documents::DocumentBounds;
+use crate::rope::RopeTables;
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 use sieve_cpu::{AttentionShape, MlaPack};
 
-fn shape_of(packed: &FlexTensor, spec: MlaSpec) -> AttentionShape {
+fn attention_shape(packed: &FlexTensor, spec: MlaSpec) -> AttentionShape {
     let dims = packed.shape();
-    AttentionShape {
-        batch: dims[0],
-        seq_len: dims[1],
-        num_heads: spec.num_heads,
-        num_kv_heads: spec.num_heads,
-        head_dim: spec.key_dim(),
-        softmax_scale: spec.softmax_scale as f32,
-    }
+    let packed_heads = spec.attention().packed_heads();
+    shape_of(
+        [dims[0], dims[1], packed_heads, spec.key_dim()],
+        spec.attention(),
+    )
 }
 
 /// A call with contiguous tensors.
@@ -73,10 +72,8 @@ impl MlaBackend for Flex {
             });
         }
         let (packed, bounds) = (contiguous(packed), contiguous_bounds(bounds));
-        let shape = shape_of(&packed, spec);
-        let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_heads);
-        let rows = batch * seq_len * heads;
-        let (mut o, mut lse) = (vec![0.0; rows * spec.head_dim], vec![0.0; rows]);
+        let shape = attention_shape(&packed, spec);
+        let [mut o, mut lse] = empty_output(shape, spec.head_dim);
         sieve_cpu::mla_attention_forward(
             shape,
             spec.head_dim,
@@ -85,11 +82,7 @@ impl MlaBackend for Flex {
             &mut o,
             &mut lse,
         );
-        AttentionOutput {
-            o: from_vec(o, [batch, seq_len, heads, spec.head_dim]),
-            lse: from_vec(lse, [batch, heads, seq_len]),
-            o_rest: None,
-        }
+        output_of(shape, spec.head_dim, [o, lse])
     }
 }
 
@@ -131,7 +124,7 @@ impl MlaGradients for Flex {
         let [o, lse, d_o] = [output.o, output.lse, d_o].map(contiguous);
         let mut d_packed = zeros_like(&packed);
         sieve_cpu::mla_attention_backward(
-            shape_of(&packed, spec),
+            attention_shape(&packed, spec),
             spec.head_dim,
             floats(&packed),
             documents(&bounds),

@@ -1,9 +1,10 @@
 //! Multi-head latent attention's ops in plain Burn operations.
 use super::backend::{MlaPackCall, MlaSpec};
+use crate::attention::AttentionOutput;
 use crate::attention::reference::{separate_attention, separate_attention_backward};
+use crate::documents::DocumentBounds;
 use crate::rope::reference::Angles;
 use crate::tensors::{Float, primitive, upcast};
-use crate::{AttentionOutput, DocumentBounds};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 

@@ -15,7 +15,8 @@ pub fn rms_norm<B: Backend>(call: RmsNormCall<B>) -> Float<B> {
     )
 }
 
-/// With `r = 1/sqrt(mean(x²) + epsilon)`, `n = x r`, `g = dy * weight`: `dx = r (g - n mean(g n))`, `dweight = sum(dy n)`.
+/// With `r = 1/sqrt(mean(x²) + epsilon)`, `n = x r`, `g = dy * weight`: `dx = r (g - n mean(g n))`, `dweight = sum(dy
+/// n)`.
 pub fn rms_norm_backward<B: Backend>(call: RmsNormCall<B>, dy: Float<B>) -> (Float<B>, Float<B>) {
     let (x, dtype, shape) = rows::<B>(call.x);
     let (dy, _, _) = rows::<B>(dy);

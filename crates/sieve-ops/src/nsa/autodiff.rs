@@ -1,6 +1,6 @@
 //! NSA's ops as nodes of the autodiff graph.
 use super::backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients};
-use crate::AttentionOutput;
+use crate::attention::AttentionOutput;
 use crate::device::autodiff::{Gradient, constant, enter, inner};
 use crate::tensors::{Float, Ints};
 use burn::backend::Autodiff;

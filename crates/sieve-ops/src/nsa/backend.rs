@@ -1,6 +1,8 @@
-//! The calls of NSA's ops, and what a backend computes of them; the shapes are those of the functions of the same names.
+//! The calls of NSA's ops, and what a backend computes of them; the shapes are those of the functions of the same
+//! names.
+use crate::attention::{AttentionOutput, AttentionSpec};
+use crate::documents::{DocumentBounds, Documents};
 use crate::tensors::{Float, Ints};
-use crate::{AttentionOutput, AttentionSpec, DocumentBounds, Documents};
 use burn::tensor::backend::Backend;
 use sieve_cpu::NsaBlocks;
 
@@ -88,8 +90,8 @@ pub trait NsaGradients: NsaBackend {
         call: &NsaCall<Self>,
         dy: Float<Self>,
     ) -> Float<Self>;
-    /// `[dqkv, dcompressed]` of [`nsa_compressed_attention`](NsaBackend::nsa_compressed_attention); dqkv is zero for keys
-    /// and values.
+    /// `[dqkv, dcompressed]` of [`nsa_compressed_attention`](NsaBackend::nsa_compressed_attention); dqkv is zero for
+    /// keys and values.
     fn nsa_compressed_attention_backward(
         qkv: Float<Self>,
         compressed: Float<Self>,

@@ -1,7 +1,7 @@
 //! NSA on CUDA: no kernel yet, so every op runs its counted reference.
 use super::backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients};
 use super::reference;
-use crate::AttentionOutput;
+use crate::attention::AttentionOutput;
 use crate::device::cuda::Cuda;
 use crate::device::paths::{no_kernel, no_kernel_scores, scores};
 use sieve_kernels::CudaPrimitive as Float;

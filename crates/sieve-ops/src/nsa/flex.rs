@@ -1,44 +1,23 @@
 //! NSA on the CPU; f32 takes the kernels of `sieve-cpu`, any other dtype the reference.
+mod gates;
+
 use super::backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients};
 use super::reference;
-use crate::attention::flex::{attention_shape, contiguous_bounds, documents};
+use crate::attention::AttentionOutput;
+use crate::attention::flex::{
+    attention_shape, contiguous_bounds, documents, empty_output, output_of, shape_of,
+};
 use crate::device::flex::{
     contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like,
 };
 use crate::device::paths::scores;
-use crate::{AttentionOutput, AttentionSpec};
 use burn::tensor::{TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_cpu::{AttentionShape, NsaBlocks};
 
-fn shape_of(dims: [usize; 4], spec: AttentionSpec) -> AttentionShape {
-    AttentionShape {
-        batch: dims[0],
-        seq_len: dims[1],
-        num_heads: spec.num_heads,
-        num_kv_heads: spec.num_kv_heads,
-        head_dim: dims[3],
-        softmax_scale: spec.softmax_scale as f32,
-    }
-}
-
 /// Compressed keys of a batch.
 fn rows(shape: AttentionShape, blocks: NsaBlocks) -> usize {
     shape.batch * blocks.num_slots(shape.seq_len) * shape.num_kv_heads
-}
-
-fn output_of(shape: AttentionShape, o: Vec<f32>, lse: Vec<f32>) -> AttentionOutput<Flex> {
-    let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_heads);
-    AttentionOutput {
-        o: from_vec(o, [batch, seq_len, heads, shape.head_dim]),
-        lse: from_vec(lse, [batch, heads, seq_len]),
-        o_rest: None,
-    }
-}
-
-fn empty_output(shape: AttentionShape) -> [Vec<f32>; 2] {
-    let rows = shape.batch * shape.seq_len * shape.num_heads;
-    [vec![0.0; rows * shape.head_dim], vec![0.0; rows]]
 }
 
 impl NsaBackend for Flex {
@@ -46,11 +25,8 @@ impl NsaBackend for Flex {
         if !is_f32(&qkv) {
             return plain("nsa_blocks", || reference::nsa_blocks(qkv, positions, call));
         }
-        let (qkv, positions, bounds) = (
-            contiguous(qkv),
-            positions.map(contiguous),
-            contiguous_bounds(&call.documents),
-        );
+        let (qkv, positions) = (contiguous(qkv), positions.map(contiguous));
+        let bounds = contiguous_bounds(&call.documents);
         let shape = attention_shape(&qkv, call.spec);
         let width = call.blocks.compress_block_size * shape.head_dim;
         let rows = rows(shape, call.blocks);
@@ -94,13 +70,12 @@ impl NsaBackend for Flex {
         let [qkv, compressed] = [qkv, compressed].map(contiguous);
         let bounds = contiguous_bounds(&call.documents);
         let shape = attention_shape(&qkv, call.spec);
-        let [mut o, mut lse] = empty_output(shape);
-        let chosen = [
-            shape.batch,
-            shape.seq_len,
-            shape.num_kv_heads,
+        let [mut o, mut lse] = empty_output(shape, shape.head_dim);
+        let (tokens, per_query) = (
+            [shape.batch, shape.seq_len],
             call.blocks.num_selected_blocks,
-        ];
+        );
+        let chosen = [tokens[0], tokens[1], shape.num_kv_heads, per_query];
         let mut block_indices = vec![0i32; chosen.iter().product()];
         sieve_cpu::nsa_compressed_attention_forward(
             shape,
@@ -113,7 +88,7 @@ impl NsaBackend for Flex {
             &mut block_indices,
         );
         NsaCompressed {
-            output: output_of(shape, o, lse),
+            output: output_of(shape, shape.head_dim, [o, lse]),
             block_indices: FlexTensor::from_data(TensorData::new(block_indices, chosen)),
         }
     }
@@ -133,7 +108,7 @@ impl NsaBackend for Flex {
         let [qkv, block_indices] = [qkv, block_indices].map(contiguous);
         let bounds = contiguous_bounds(&call.documents);
         let shape = attention_shape(&qkv, call.spec);
-        let [mut o, mut lse] = empty_output(shape);
+        let [mut o, mut lse] = empty_output(shape, shape.head_dim);
         sieve_cpu::nsa_selected_attention_forward(
             shape,
             call.blocks,
@@ -143,7 +118,7 @@ impl NsaBackend for Flex {
             &mut o,
             &mut lse,
         );
-        output_of(shape, o, lse)
+        output_of(shape, shape.head_dim, [o, lse])
     }
 
     fn nsa_gates(branches: [FlexTensor; 3], logits: FlexTensor, bias: FlexTensor) -> FlexTensor {
@@ -152,18 +127,7 @@ impl NsaBackend for Flex {
                 reference::nsa_gates::<Self>(branches, logits, bias)
             });
         }
-        let branches = branches.map(contiguous);
-        let [logits, bias] = [logits, bias].map(contiguous);
-        let shape = branches[0].shape();
-        let mut o = zeros_like(&branches[0]);
-        sieve_cpu::nsa_gates_forward(
-            branches.each_ref().map(floats),
-            floats(&logits),
-            floats(&bias),
-            shape[3],
-            &mut o,
-        );
-        from_vec(o, shape)
+        gates::forward(branches, logits, bias)
     }
 }
 
@@ -301,28 +265,6 @@ impl NsaGradients for Flex {
                 reference::nsa_gates_backward::<Self>(branches, logits, bias, d_o)
             });
         }
-        let branches = branches.map(contiguous);
-        let [logits, bias, d_o] = [logits, bias, d_o].map(contiguous);
-        let shape = d_o.shape();
-        let mut d_branches = [0; 3].map(|_| zeros_like(&d_o));
-        let (mut d_logits, mut d_bias) = (zeros_like(&logits), zeros_like(&bias));
-        sieve_cpu::nsa_gates_backward(
-            branches.each_ref().map(floats),
-            floats(&logits),
-            floats(&bias),
-            shape[3],
-            floats(&d_o),
-            d_branches.each_mut().map(Vec::as_mut_slice),
-            &mut d_logits,
-            &mut d_bias,
-        );
-        let [c, s, w] = d_branches.map(|dx| from_vec(dx, shape.clone()));
-        [
-            c,
-            s,
-            w,
-            from_vec(d_logits, logits.shape()),
-            from_vec(d_bias, bias.shape()),
-        ]
+        gates::backward(branches, logits, bias, d_o)
     }
 }

@@ -4,7 +4,8 @@ use crate::tensors::Float;
 use burn::tensor::backend::Backend;
 use sieve_core::AdamWStep;
 
-/// One parameter's state in an AdamW update, all of one shape and, but for `leaf` and what belongs to it, f32 (f64 in tests).
+/// One parameter's state in an AdamW update, all of one shape and, but for `leaf` and what belongs to it, f32 (f64 in
+/// tests).
 #[derive(Clone, Debug)]
 pub struct AdamWTensors<B: Backend> {
     /// The master weights; beside a leaf, what [`OptimizerBackend::split_master`] returned beside it.

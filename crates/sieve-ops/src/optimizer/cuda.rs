@@ -83,8 +83,8 @@ impl OptimizerBackend for Cuda {
     }
 }
 
-/// One update, in place where nobody else holds a tensor. The tensors come back after a refusal too: a clone of them kept for that
-/// case would make every update copy.
+/// One update, in place where nobody else holds a tensor. The tensors come back after a refusal too: a clone of them
+/// kept for that case would make every update copy.
 fn launch(
     tensors: AdamWTensors<Cuda>,
     grad: &Float,

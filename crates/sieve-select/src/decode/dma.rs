@@ -12,21 +12,12 @@ use std::path::Path;
 
 use safetensors::{Dtype, SafeTensors};
 use serde::{Deserialize, Serialize};
+use sieve_core::DmaBias;
 use sieve_cpu::{AttentionShape, dma_scores_forward};
 
 use super::{Cache, LayerShape, RowAttention, ascending};
 use crate::error::SelectError;
 use crate::range::Rules;
-
-/// What a score adds to the logits of its key.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum DmaBias {
-    /// `exp(min(z, 60))`.
-    Exp,
-    /// z itself.
-    Linear,
-}
 
 /// Settings of `dma`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -16,8 +16,8 @@ use Floor::{Cpu, Cuda, Launch};
 
 const ALL: &[Floor] = &[Cuda, Launch, Cpu];
 
-/// The ops of sieve-ops, and the other floors that hold code for them. The rest goes through a library, through other ops, or
-/// has no kernel there.
+/// The ops of sieve-ops, and the other floors that hold code for them. The rest goes through a library, through other
+/// ops, or has no kernel there.
 const OPS: &[(&str, &[Floor])] = &[
     ("linear", &[]),
     ("linear_add", &[]),
@@ -146,8 +146,19 @@ mod tests {
 
     #[test]
     fn methods_of_traits_alone_are_read() {
-        let code = "impl X {\n    fn not_this() {}\n}\npub trait T {\n    fn one(\n        x: u8,\n    );\n    fn two();\n}\n";
-        assert_eq!(trait_methods(code), ["one", "two"]);
+        let code = [
+            "impl X {",
+            "    fn not_this() {}",
+            "}",
+            "pub trait T {",
+            "    fn one(",
+            "        x: u8,",
+            "    );",
+            "    fn two();",
+            "}",
+        ]
+        .join("\n");
+        assert_eq!(trait_methods(&code), ["one", "two"]);
     }
 
     #[test]

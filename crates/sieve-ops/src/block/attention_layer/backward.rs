@@ -1,5 +1,5 @@
 //! The backward pass of an attention layer.
-use super::{Attended, AttentionLayer, AttentionLayerCall, merge_heads, rotation};
+use super::forward::{Attended, AttentionLayer, AttentionLayerCall, merge_heads, rotation};
 use crate::block::residual::norm_gradient;
 use crate::device::autodiff::Gradient;
 use crate::device_backend::DeviceBackend;

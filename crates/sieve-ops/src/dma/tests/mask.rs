@@ -98,10 +98,7 @@ fn attend(
         TensorData::new(expire.to_vec(), dims),
         &Default::default(),
     );
-    let selection = DmaSelection {
-        expire: expire.into_primitive(),
-        lists: Vec::new(),
-    };
+    let selection = DmaSelection::of_expire(expire.into_primitive());
     let bounds = documents.bounds();
     let (qkv, delta) = (qkv.tensor(dtype), delta.tensor(dtype));
     let output = Flex::dma_attention(qkv.clone(), delta.clone(), &bounds, &selection, spec);
@@ -257,10 +254,9 @@ fn with_room_for_all_keys_it_is_dense_attention_with_a_bias() {
             let (qkv, w_dt, a) = (inputs[0].clone(), inputs[1].clone(), inputs[2].clone());
             let z = reference::dma_scores::<Ad>(qkv.clone(), w_dt, a, spec);
             let delta = primitive(crate::dma_bias(float::<3>(&z), bias));
-            let selection = DmaSelection {
-                expire: crate::testing::ints(expire.clone(), [2, 3, seq_len]).into_primitive(),
-                lists: Vec::new(),
-            };
+            let selection = DmaSelection::of_expire(
+                crate::testing::ints(expire.clone(), [2, 3, seq_len]).into_primitive(),
+            );
             reference::dma_attention::<Ad>(qkv, delta, &all.bounds(), &selection, spec).o
         });
         for keep_window_size in [62, 63, 1000] {

@@ -1,13 +1,15 @@
 //! The compressed and the selected branch.
 use super::host::{Host, ints};
+use crate::attention::AttentionOutput;
 use crate::attention::masks::hidden_by_expiry;
 use crate::attention::reference::{
     group_probabilities, masked_attention, masked_attention_backward,
 };
+use crate::dma::DmaSelection;
 use crate::dma::reference::{dma_attention, dma_attention_backward};
+use crate::documents::DocumentBounds;
 use crate::nsa::backend::{NsaCall, NsaCompressed};
 use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
-use crate::{AttentionOutput, DmaSelection, DocumentBounds};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor, TensorData};
 use sieve_cpu::NsaBlocks;
@@ -69,10 +71,7 @@ fn no_bias<B: Backend>(expire: &Tensor<B, 3, Int>, dtype: DType) -> Float<B> {
 }
 
 fn selection<B: Backend>(expire: &Tensor<B, 3, Int>) -> DmaSelection<B> {
-    DmaSelection {
-        expire: expire.clone().into_primitive(),
-        lists: Vec::new(),
-    }
+    DmaSelection::of_expire(expire.clone().into_primitive())
 }
 
 /// See [`crate::nsa_compressed_attention`].
@@ -107,7 +106,8 @@ pub fn nsa_compressed_attention<B: Backend>(
     }
 }
 
-/// Chooses blocks from the probabilities `[batch, num_kv_heads, seq_len, seq_len]` of keys at their blocks' last tokens.
+/// Chooses blocks from the probabilities `[batch, num_kv_heads, seq_len, seq_len]` of keys at their blocks' last
+/// tokens.
 fn select<B: Backend>(
     p: Tensor<B, 4>,
     documents: &DocumentBounds<B>,

@@ -1,6 +1,6 @@
 //! Blocks of keys and values, and their means.
 use super::host::{Host, ints};
-use crate::DocumentBounds;
+use crate::documents::DocumentBounds;
 use crate::nsa::backend::NsaCall;
 use crate::tensors::{Float, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;

@@ -1,5 +1,5 @@
 //! Document bounds, and small tables of integers, on the host.
-use crate::DocumentBounds;
+use crate::documents::DocumentBounds;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_cpu::NsaBlocks;

@@ -1,0 +1,144 @@
+//! The forward pass of an attention layer.
+use crate::attention::{AttentionBackend, AttentionOutput, AttentionSpec};
+use crate::block::residual::Residual;
+use crate::device_backend::DeviceBackend;
+use crate::dma::{DmaForward, DynamicMaskBackend};
+use crate::documents::DocumentBounds;
+use crate::linear::LinearBackend;
+use crate::norm::RmsNormCall;
+use crate::rope::{QkNorm, QkNormRopeCall, RopeTables};
+use crate::tensors::{Float, Ints, primitive};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Tensor, TensorMetadata};
+use sieve_core::DmaShape;
+
+/// What [`attention_layer`](super::attention_layer) computes with.
+#[derive(Clone, Debug)]
+pub struct AttentionLayer<B: Backend> {
+    /// Weight of the norm, `[d_model]`.
+    pub norm: Tensor<B, 1>,
+    /// Added to the norm's mean square.
+    pub epsilon: f64,
+    /// `[(num_heads + 2 * num_kv_heads) * head_dim, d_model]`, rows in the order q, k, v.
+    pub qkv: Tensor<B, 2>,
+    /// Per-head norms.
+    pub qk_norm: QkNorm<B>,
+    /// `[d_model, num_heads * head_dim]`.
+    pub o: Tensor<B, 2>,
+    /// `None`: dense or windowed attention, as the call's spec says.
+    pub dma: Option<DmaLayer<B>>,
+}
+
+/// What dynamic mask attention has beside the projections.
+#[derive(Clone, Debug)]
+pub struct DmaLayer<B: Backend> {
+    /// `[num_kv_heads * head_dim, num_kv_heads]`.
+    pub w_dt: Tensor<B, 2>,
+    /// `[num_kv_heads]`.
+    pub a: Tensor<B, 1>,
+    /// Kept keys and form of the bias.
+    pub spec: DmaShape,
+}
+
+/// Where the tokens of a call stand, and how they attend.
+#[derive(Clone, Debug)]
+pub struct AttentionLayerCall<B: Backend> {
+    /// Positions to rotate by, `[batch, seq_len]`.
+    pub positions: Ints<B>,
+    /// Rotary tables.
+    pub rope: RopeTables<B>,
+    /// Document bounds.
+    pub documents: DocumentBounds<B>,
+    /// Heads, scale and window.
+    pub spec: AttentionSpec,
+    /// Whether x is added to the output.
+    pub residual: Residual,
+}
+
+/// What an attention call leaves for its backward pass.
+#[derive(Clone, Debug)]
+pub(super) enum Attended<B: Backend> {
+    Recent(AttentionOutput<B>),
+    Selected(DmaForward<B>),
+}
+
+impl<B: Backend> Attended<B> {
+    pub(super) fn o(&self) -> Float<B> {
+        match self {
+            Self::Recent(output) => output.o.clone(),
+            Self::Selected(forward) => forward.output.o.clone(),
+        }
+    }
+
+    pub(super) fn expire(&self) -> Option<Ints<B>> {
+        match self {
+            Self::Recent(_) => None,
+            Self::Selected(forward) => Some(forward.selection.expire.clone()),
+        }
+    }
+}
+
+/// A forward pass's output and what the backward pass needs of it.
+pub(super) struct LayerForward<B: Backend> {
+    /// Packed, before norm and rotation.
+    pub(super) qkv: Float<B>,
+    pub(super) attended: Attended<B>,
+    pub(super) y: Float<B>,
+}
+
+pub(super) fn forward<B: DeviceBackend>(
+    x: Float<B>,
+    layer: AttentionLayer<B>,
+    call: &AttentionLayerCall<B>,
+) -> LayerForward<B> {
+    let normed = B::rms_norm(RmsNormCall {
+        x: x.clone(),
+        weight: primitive(layer.norm),
+        epsilon: layer.epsilon,
+    });
+    let qkv = <B as LinearBackend>::linear(normed, primitive(layer.qkv));
+    let qkv = split_heads::<B>(qkv, call.spec);
+    let rotated = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm, call));
+    let (documents, spec) = (&call.documents, call.spec);
+    let attended = match layer.dma {
+        None => Attended::Recent(<B as AttentionBackend>::attention(rotated, documents, spec)),
+        Some(dma) => {
+            let (w_dt, a) = (primitive(dma.w_dt), primitive(dma.a));
+            let forward = B::dynamic_mask_attention(rotated, w_dt, a, documents, spec, dma.spec);
+            Attended::Selected(forward)
+        }
+    };
+    let (heads, o) = (merge_heads::<B>(attended.o()), primitive(layer.o));
+    let y = match call.residual {
+        Residual::Stream => B::linear_add(heads, o, x),
+        Residual::None => <B as LinearBackend>::linear(heads, o),
+    };
+    LayerForward { qkv, attended, y }
+}
+
+pub(super) fn rotation<B: Backend>(
+    norm: QkNorm<B>,
+    call: &AttentionLayerCall<B>,
+) -> QkNormRopeCall<B> {
+    QkNormRopeCall {
+        q_weight: primitive(norm.q_weight),
+        k_weight: primitive(norm.k_weight),
+        positions: call.positions.clone(),
+        rope: call.rope.clone(),
+        num_kv_heads: call.spec.num_kv_heads,
+        epsilon: norm.epsilon,
+    }
+}
+
+/// `[.., heads * head_dim]` as `[.., heads, head_dim]`.
+fn split_heads<B: Backend>(packed: Float<B>, spec: AttentionSpec) -> Float<B> {
+    let shape = packed.shape();
+    let heads = spec.packed_heads();
+    B::float_reshape(packed, [shape[0], shape[1], heads, shape[2] / heads].into())
+}
+
+/// The inverse.
+pub(super) fn merge_heads<B: Backend>(heads: Float<B>) -> Float<B> {
+    let shape = heads.shape();
+    B::float_reshape(heads, [shape[0], shape[1], shape[2] * shape[3]].into())
+}
