@@ -1,9 +1,8 @@
 //! Burn's CUDA tensors as the kernels of `sieve-kernels` take them.
 use burn::tensor::DType;
+pub use sieve_cuda::Cuda;
 use sieve_kernels::{CudaPrimitive, CudaTensor};
 
-/// Burn's CUDA backend, without fusion.
-pub type Cuda = burn_cuda::Cuda<f32, i32>;
 
 /// The kernels' view of some tensors; no copy.
 pub(crate) fn tensors<const N: usize>(primitives: [&CudaPrimitive; N]) -> [CudaTensor; N] {

@@ -6,8 +6,8 @@ use crate::device::cuda::{Cuda, cast, tensors, writable};
 use crate::device::paths::{kernel_on, kernel_or};
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, FloatDType};
-use burn_cuda::CudaDevice;
 use sieve_core::AdamWStep;
+use sieve_cuda::CudaDevice;
 use sieve_kernels::{
     AdamwTensors, CudaPrimitive as Float, CudaTensor, FixedSum, HostCopy, KernelError, Term,
 };

@@ -10,7 +10,11 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("sieve-data", &["sieve-core"]),
     ("sieve-kernels", &["sieve-core"]),
     ("sieve-select", &["sieve-cpu", "sieve-core"]),
-    ("sieve-ops", &["sieve-kernels", "sieve-cpu", "sieve-core"]),
+    ("sieve-cuda", &[]),
+    (
+        "sieve-ops",
+        &["sieve-cuda", "sieve-kernels", "sieve-cpu", "sieve-core"],
+    ),
     ("sieve-nn", &["sieve-ops", "sieve-core"]),
     ("sieve-hf", &["sieve-nn", "sieve-core"]),
     (

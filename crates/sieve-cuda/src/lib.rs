@@ -1,0 +1,115 @@
+//! Burn's CUDA backend, compiled once.
+//!
+//! CubeCL's CUDA ops are generic: rustc compiles `float_matmul`, with all its kernels, in the crate that calls it. That
+//! takes longer than the rest of `sieve-ops`. At opt-level 1 or below rustc takes a generic function from a crate
+//! further down that has it. The tables here make this crate have the large ones, so that an edit in `sieve-ops`
+//! compiles `sieve-ops` alone. An op that is missing here works all the same and costs compile time above.
+
+use burn::tensor::ops::{FloatTensor, FloatTensorOps, IntTensorOps};
+use burn::tensor::{BoolDType, IntDType, Scalar, Slice};
+
+pub use burn_cuda::CudaDevice;
+
+/// Burn's CUDA backend, without fusion.
+pub type Cuda = burn_cuda::Cuda<f32, i32>;
+
+/// A tensor of any element type; CubeCL has one type for all.
+type Primitive = FloatTensor<Cuda>;
+type SelectAdd = fn(Primitive, usize, Primitive, Primitive) -> Primitive;
+type SliceAssign = fn(Primitive, &[Slice], Primitive) -> Primitive;
+
+/// Ops of one tensor.
+pub static UNARY: &[fn(Primitive) -> Primitive] = &[
+    Cuda::float_abs,
+    Cuda::float_exp,
+    Cuda::float_log,
+    Cuda::float_max,
+    Cuda::float_mean,
+    Cuda::float_recip,
+    Cuda::float_sqrt,
+    Cuda::float_sum,
+];
+
+/// Ops of two tensors.
+pub static BINARY: &[fn(Primitive, Primitive) -> Primitive] = &[
+    Cuda::float_add,
+    Cuda::float_div,
+    Cuda::float_matmul,
+    Cuda::float_mul,
+    Cuda::float_sub,
+    Cuda::int_add,
+    Cuda::int_mul,
+    Cuda::int_sub,
+];
+
+/// Ops of a tensor and a number.
+pub static SCALAR: &[fn(Primitive, Scalar) -> Primitive] = &[
+    Cuda::float_add_scalar,
+    Cuda::float_div_scalar,
+    Cuda::float_mul_scalar,
+    Cuda::float_powf_scalar_impl,
+    Cuda::float_sub_scalar,
+    Cuda::int_add_scalar,
+    Cuda::int_mul_scalar,
+    Cuda::int_sub_scalar,
+];
+
+/// Comparisons of two tensors.
+pub static COMPARE: &[fn(Primitive, Primitive, BoolDType) -> Primitive] = &[
+    Cuda::float_equal,
+    Cuda::float_greater_equal,
+    Cuda::float_lower,
+    Cuda::int_equal,
+    Cuda::int_greater,
+    Cuda::int_greater_equal,
+    Cuda::int_lower,
+];
+
+/// Comparisons with a number.
+pub static COMPARE_SCALAR: &[fn(Primitive, Scalar, BoolDType) -> Primitive] = &[
+    Cuda::float_equal_elem,
+    Cuda::float_greater_elem,
+    Cuda::int_equal_elem,
+    Cuda::int_greater_equal_elem,
+    Cuda::int_lower_elem,
+];
+
+/// Reductions along a dimension.
+pub static REDUCE: &[fn(Primitive, usize) -> Primitive] = &[
+    Cuda::float_max_dim,
+    Cuda::float_mean_dim,
+    Cuda::float_min_dim,
+    Cuda::float_sum_dim,
+    Cuda::int_max_dim,
+    Cuda::int_min_dim,
+    Cuda::int_sum_dim,
+];
+
+/// Where an extreme is along a dimension.
+pub static ARG: &[fn(Primitive, usize, IntDType) -> Primitive] =
+    &[Cuda::float_argmax, Cuda::float_argmin];
+
+/// A tensor, a mask and values.
+pub static MASK: &[fn(Primitive, Primitive, Primitive) -> Primitive] =
+    &[Cuda::float_mask_where, Cuda::int_mask_where];
+
+/// A tensor, a mask and a number.
+pub static MASK_FILL: &[fn(Primitive, Primitive, Scalar) -> Primitive] =
+    &[Cuda::float_mask_fill, Cuda::int_mask_fill];
+
+/// A dimension, a tensor and indices.
+pub static GATHER: &[fn(usize, Primitive, Primitive) -> Primitive] =
+    &[Cuda::float_gather, Cuda::int_gather];
+
+/// A tensor, a dimension and indices.
+pub static SELECT: &[fn(Primitive, usize, Primitive) -> Primitive] =
+    &[Cuda::float_select, Cuda::int_select];
+
+/// A tensor, a dimension, indices and values.
+pub static SELECT_ADD: SelectAdd = Cuda::float_select_add;
+
+/// A tensor and ranges.
+pub static SLICE: &[fn(Primitive, &[Slice]) -> Primitive] = &[Cuda::float_slice, Cuda::int_slice];
+
+/// A tensor, ranges and values.
+pub static SLICE_ASSIGN: &[SliceAssign] = &[Cuda::float_slice_assign, Cuda::int_slice_assign];
