@@ -40,6 +40,7 @@ pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, recall};
 pub use sampler::{Sampler, Sampling};
 pub use selection::{Selection, SelectionTotals};
 pub use selectors::{
-    LayerMeasure, SelectorMeasure, measure_selectors, selector_masks, sweep_selectors,
+    DensityAndRecall, LayerMeasure, SelectorMeasure, measure_selectors, selector_masks,
+    sweep_selectors,
 };
 pub use trained::{TrainedMeasure, attention_label, measure_trained};

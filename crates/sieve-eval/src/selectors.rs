@@ -191,6 +191,9 @@ pub fn measure_selectors<B: SieveBackend>(
         .collect())
 }
 
+/// Density and recall of a selector on one prompt, or why it failed there.
+pub type DensityAndRecall = Result<(f64, f64), EvalError>;
+
 /// Each selector's density and recall on one prompt, for sweeps of a setting; the error of one that fails.
 ///
 /// # Errors
@@ -200,7 +203,7 @@ pub fn sweep_selectors<B: SieveBackend>(
     window: &[u32],
     selections: &[Selection],
     device: &B::Device,
-) -> Result<Vec<Result<(f64, f64), EvalError>>, EvalError> {
+) -> Result<Vec<DensityAndRecall>, EvalError> {
     check_vocabulary(window, model.shape().vocab_size)?;
     let mut captured = Vec::new();
     attending_pass(model, window, device, &mut |operands| {

@@ -3,7 +3,6 @@ use burn::tensor::DType;
 pub use sieve_cuda::Cuda;
 use sieve_kernels::{CudaPrimitive, CudaTensor};
 
-
 /// The kernels' view of some tensors; no copy.
 pub(crate) fn tensors<const N: usize>(primitives: [&CudaPrimitive; N]) -> [CudaTensor; N] {
     primitives.map(|primitive| CudaTensor::from(primitive.clone()))
