@@ -34,6 +34,17 @@ const ARROWS: &[(&str, &[&str])] = &[
             "sieve-core",
         ],
     ),
+    (
+        "sieve-bench",
+        &[
+            "sieve-nn",
+            "sieve-hf",
+            "sieve-ops",
+            "sieve-kernels",
+            "sieve-cpu",
+            "sieve-core",
+        ],
+    ),
     ("xtask", &[]),
 ];
 

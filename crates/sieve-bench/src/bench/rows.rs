@@ -1,10 +1,10 @@
 //! The rows of a benchmark: what is timed, on which shapes.
 use super::Bench;
 use super::inputs::{Inputs, random};
-use crate::kernels::on_cuda::{upload, upload_ints};
-use crate::kernels::random::Random;
-use crate::kernels::scores::Scores;
-use anyhow::Result;
+use crate::error::Result;
+use crate::on_cuda::{upload, upload_ints};
+use crate::random::Random;
+use crate::scores::Scores;
 use burn::tensor::DType;
 use sieve_kernels::{
     AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv,
@@ -45,7 +45,7 @@ pub(crate) fn forward_flops(shape: AttentionShape, window: usize) -> f64 {
 const BACKWARD: f64 = 2.5;
 
 /// Dense and windowed attention, DMA, decoding, as the published table has them.
-pub(crate) fn standard(bench: &mut Bench) -> Result<()> {
+pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
     for (batch, seq_len, width) in [
         (2, 8192, 128),
         (8, 2048, 128),
@@ -82,7 +82,7 @@ pub(crate) fn standard(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-fn dense(bench: &mut Bench, shape: AttentionShape, window: Option<usize>) -> Result<()> {
+fn dense(bench: &mut Bench<'_>, shape: AttentionShape, window: Option<usize>) -> Result<()> {
     let Some(inputs) = bench.inputs(shape)? else {
         return Ok(());
     };
@@ -108,7 +108,7 @@ fn dense(bench: &mut Bench, shape: AttentionShape, window: Option<usize>) -> Res
 }
 
 /// DMA whose window holds every key: the dense kernel with a bias.
-fn nothing_masked(bench: &mut Bench, shape: AttentionShape) -> Result<()> {
+fn nothing_masked(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     let Some(inputs) = bench.inputs(shape)? else {
         return Ok(());
     };
@@ -134,7 +134,7 @@ fn nothing_masked(bench: &mut Bench, shape: AttentionShape) -> Result<()> {
     Ok(())
 }
 
-fn dma(bench: &mut Bench, shape: AttentionShape, kept: usize, scores: &Scores) -> Result<()> {
+fn dma(bench: &mut Bench<'_>, shape: AttentionShape, kept: usize, scores: &Scores) -> Result<()> {
     let Some(inputs) = bench.inputs(shape)? else {
         return Ok(());
     };
@@ -196,7 +196,7 @@ fn dma(bench: &mut Bench, shape: AttentionShape, kept: usize, scores: &Scores) -
 /// Memory that a forward pass leaves in use for the backward pass: of dense attention o and lse, of DMA also the
 /// selection and the lists. What the calls free again before they return is not in it.
 fn memory(
-    bench: &mut Bench,
+    bench: &mut Bench<'_>,
     inputs: &Inputs,
     [z, delta]: [&CudaTensor; 2],
     kept: usize,
@@ -212,7 +212,7 @@ fn memory(
 }
 
 /// One token a row against `seq_len` cached keys.
-pub(crate) fn decoding(bench: &mut Bench, shape: AttentionShape) -> Result<()> {
+pub(crate) fn decoding(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     let keys = (shape.batch * shape.num_kv_heads * shape.seq_len * shape.head_dim) as f64;
     let bytes = 2.0 * 2.0 * keys;
     if !bench.fits("decode", shape, 3.0 * bytes)? {
@@ -245,7 +245,11 @@ pub(crate) fn decoding(bench: &mut Bench, shape: AttentionShape) -> Result<()> {
 }
 
 /// One token a row against DMA's slots, the replacement of a slot included.
-pub(crate) fn dma_decoding(bench: &mut Bench, shape: AttentionShape, kept: usize) -> Result<()> {
+pub(crate) fn dma_decoding(
+    bench: &mut Bench<'_>,
+    shape: AttentionShape,
+    kept: usize,
+) -> Result<()> {
     let token = token(bench, shape);
     let (batch, kv_heads) = (shape.batch, shape.num_kv_heads);
     let place = [batch, kv_heads, kept, shape.head_dim];
@@ -296,7 +300,7 @@ pub(crate) fn dma_decoding(bench: &mut Bench, shape: AttentionShape, kept: usize
 }
 
 /// `[batch, 1, heads, width]` tensors.
-fn token(bench: &Bench, shape: AttentionShape) -> Qkv {
+fn token(bench: &Bench<'_>, shape: AttentionShape) -> Qkv {
     let of = |heads| random([shape.batch, 1, heads, shape.head_dim], &bench.device);
     Qkv::separate(
         &of(shape.num_heads),
@@ -306,7 +310,7 @@ fn token(bench: &Bench, shape: AttentionShape) -> Qkv {
 }
 
 /// The shapes of paper 004's Table 2, forward passes: dense, and DMA with its selection. The first scores asked for.
-pub(crate) fn table2(bench: &mut Bench) -> Result<()> {
+pub(crate) fn table2(bench: &mut Bench<'_>) -> Result<()> {
     const KEPT: usize = 2048;
     let mut shapes: Vec<AttentionShape> = (8..16)
         .map(|power| shape(1, 1 << power, [2, 1], 128))

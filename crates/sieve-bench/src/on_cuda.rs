@@ -1,8 +1,8 @@
 //! Calls of the launch wrappers themselves: separate q, k and v, gradients into buffers full of NaN, both orders of sums.
-use super::case::{Case, Keys};
-use super::outputs::Outputs;
-use super::place::{Place, by_token};
-use super::strided::Strided;
+use crate::case::{Case, Keys};
+use crate::outputs::Outputs;
+use crate::place::{Place, by_token};
+use crate::strided::Strided;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_cuda::CudaDevice;

@@ -1,7 +1,7 @@
 //! Where ops run: Sieve's own backends, through the same trait that models use.
-use super::case::{Case, Keys};
-use super::outputs::Outputs;
-use super::strided::Strided;
+use crate::case::{Case, Keys};
+use crate::outputs::Outputs;
+use crate::strided::Strided;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};

@@ -1,5 +1,5 @@
 //! One attention call's tensors on the GPU, drawn there.
-use crate::kernels::on_cuda::{upload, upload_ints};
+use crate::on_cuda::{upload, upload_ints};
 use burn::tensor::{DType, Distribution, Tensor};
 use burn_cuda::CudaDevice;
 use sieve_kernels::{

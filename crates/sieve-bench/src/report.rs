@@ -1,32 +1,32 @@
 //! Rows of a check: what was compared, by which path, and how it ended.
-use crate::terminal;
 use serde::Serialize;
 use sieve_ops::{OpPath, Place, op_paths};
 use std::collections::BTreeMap;
+use std::fmt;
 
 /// Failures shown of one row; the JSON has all.
 const SHOWN: usize = 3;
 
 /// One kernel or op, over all its cases.
 #[derive(Debug, Default, Serialize)]
-pub(crate) struct Row {
+pub struct Row {
     /// Kernel or op.
-    pub(crate) name: String,
+    pub name: String,
     /// Which way its calls went.
-    pub(crate) path: String,
+    pub path: String,
     /// Cases compared.
-    pub(crate) cases: usize,
+    pub cases: usize,
     /// Largest error as a share of what is allowed.
-    pub(crate) worst: f32,
+    pub worst: f32,
     /// One line each.
-    pub(crate) failures: Vec<String>,
+    pub failures: Vec<String>,
     /// Cases that this device has no kernel for.
-    pub(crate) not_on_this_device: usize,
+    pub not_on_this_device: usize,
 }
 
 /// All rows.
 #[derive(Debug, Default)]
-pub(crate) struct Report {
+pub struct Report {
     rows: Vec<Row>,
 }
 
@@ -63,24 +63,27 @@ impl Report {
     }
 
     /// Rows so far.
-    pub(crate) fn rows(&self) -> &[Row] {
+    pub fn rows(&self) -> &[Row] {
         &self.rows
     }
 
     /// Rows with a failure.
-    pub(crate) fn failed(&self) -> usize {
+    pub fn failed(&self) -> usize {
         self.rows
             .iter()
             .filter(|row| !row.failures.is_empty())
             .count()
     }
+}
 
-    /// Prints the table.
-    pub(crate) fn print(&self) {
-        terminal::line(&format!(
+/// The table, a line a row, with the first failures of each.
+impl fmt::Display for Report {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            out,
             "{:6} {:34} {:>6} {:>7} {:>16}  path",
             "", "kernel or op", "cases", "failed", "error / allowed"
-        ));
+        )?;
         for row in &self.rows {
             let verdict = if !row.failures.is_empty() {
                 "FAIL"
@@ -89,18 +92,20 @@ impl Report {
             } else {
                 "ok"
             };
-            terminal::line(&format!(
-                "{verdict:6} {:34} {:>6} {:>7} {:>16.3}  {}",
+            write!(
+                out,
+                "\n{verdict:6} {:34} {:>6} {:>7} {:>16.3}  {}",
                 row.name,
                 row.cases + row.not_on_this_device,
                 row.failures.len(),
                 row.worst,
                 row.path
-            ));
+            )?;
             for failure in row.failures.iter().take(SHOWN) {
-                terminal::line(&format!("         {failure}"));
+                write!(out, "\n         {failure}")?;
             }
         }
+        Ok(())
     }
 }
 

@@ -1,13 +1,13 @@
 //! Scores of keys, as DMA ranks them: random kinds, the hard cases, and those of a trained model.
-use super::random::Random;
-use anyhow::{Context, Result, ensure};
+use crate::error::{BenchError, Result, refused};
+use crate::random::Random;
 use sieve_hf::TensorFile;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 /// Where scores come from.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Scores {
+pub enum Scores {
     /// Independent normal numbers: a new key enters with probability w / i.
     Independent,
     /// Every key better than those before it, nearly: all enter, the worst case.
@@ -26,7 +26,7 @@ pub(crate) enum Scores {
 
 impl Scores {
     /// All that need no file.
-    pub(crate) const RANDOM: [Self; 6] = [
+    pub const RANDOM: [Self; 6] = [
         Self::Independent,
         Self::Rising,
         Self::Falling,
@@ -36,7 +36,7 @@ impl Scores {
     ];
 
     /// Name, as `--scores` takes it.
-    pub(crate) fn name(&self) -> &'static str {
+    pub fn name(&self) -> &'static str {
         match self {
             Self::Independent => "independent",
             Self::Rising => "rising",
@@ -97,23 +97,26 @@ fn captured(path: &Path, rows: usize, seq_len: usize) -> Result<Vec<f32>> {
     let z = file.any_tensor("z")?;
     let shape = z.shape.to_vec();
     let length = shape.last().copied().unwrap_or(0);
-    ensure!(
-        length >= seq_len,
-        "{}: z is {shape:?}, too short for seq_len={seq_len}\n  hint: give a shape with seq_len={length} at most",
-        path.display()
-    );
+    if length < seq_len {
+        return refused(format!(
+            "{}: z is {shape:?}, too short for seq_len={seq_len}\n  hint: give a shape with seq_len={length} at most",
+            path.display()
+        ));
+    }
     let values = z
         .convert::<f32>()
         .to_vec::<f32>()
-        .map_err(|e| anyhow::anyhow!("{e:?}"))
-        .with_context(|| format!("{}: z", path.display()))?;
-    ensure!(
-        values.iter().all(|z| z.is_finite()),
-        "{}: z has numbers that are not finite",
-        path.display()
-    );
+        .map_err(|e| BenchError::Refused(format!("{}: z: {e:?}", path.display())))?;
+    if !values.iter().all(|z| z.is_finite()) {
+        return refused(format!(
+            "{}: z has numbers that are not finite",
+            path.display()
+        ));
+    }
     let stored = values.len() / length.max(1);
-    ensure!(stored > 0, "{}: z is empty", path.display());
+    if stored == 0 {
+        return refused(format!("{}: z is empty", path.display()));
+    }
     Ok((0..rows)
         .flat_map(|row| values[(row % stored) * length..][..seq_len].to_vec())
         .collect())

@@ -1,12 +1,14 @@
 //! The ops around attention: each backend's own form against the plain-Burn reference in f32.
-use super::bar::Bar;
-use super::plain_loss::plain_loss;
-use super::report::{Path, PathWatch, Report};
-use crate::kernels::place::{Place, float, floats};
-use crate::kernels::random::Random;
+mod plain_loss;
+
+use crate::bar::Bar;
+use crate::place::{Place, float, floats};
+use crate::random::Random;
+use crate::report::{Path, PathWatch, Report};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
+use plain_loss::plain_loss;
 use sieve_ops::{
     AdamWStep, AdamWTensors, AttentionSpec, DeviceBackend, EmbeddingBackend, EmbeddingGradients,
     LinearBackend, QkNormRopeCall, RmsNormCall, RopeTables, reference,

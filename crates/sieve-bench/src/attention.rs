@@ -1,15 +1,15 @@
 //! Attention and its gradients on random shapes: through the ops as models call them, and through the launch wrappers.
-use super::bar::Bar;
-use super::report::{Path, PathWatch, Report, is_device_limit};
-use crate::kernels::case::{Case, Cuts, Keys};
-use crate::kernels::on_cuda::{self, OnCuda};
-use crate::kernels::outputs::Outputs;
-use crate::kernels::place::{self, Place};
-use crate::kernels::random::Random;
-use crate::kernels::reference::{Reference, Rounding, attention};
-use crate::kernels::scores::Scores;
-use crate::kernels::strided::{Layout, packed, packed_d_o};
-use anyhow::Result;
+use crate::bar::Bar;
+use crate::case::{Case, Cuts, Keys};
+use crate::error::Result;
+use crate::on_cuda::{self, OnCuda};
+use crate::outputs::Outputs;
+use crate::place::{self, Place};
+use crate::random::Random;
+use crate::reference::{Reference, Rounding, attention};
+use crate::report::{Path, PathWatch, Report, is_device_limit};
+use crate::scores::Scores;
+use crate::strided::{Layout, packed, packed_d_o};
 use burn_cuda::CudaDevice;
 use rayon::prelude::*;
 use sieve_kernels::{AttentionShape, SumOrder};

@@ -1,7 +1,7 @@
 //! One attention call's inputs on the host, the same for every device.
-use super::random::Random;
-use super::scores::Scores;
-use anyhow::{Result, ensure};
+use crate::error::{Result, refused};
+use crate::random::Random;
+use crate::scores::Scores;
 use sieve_kernels::{AttentionShape, oracle};
 
 /// Scores above this one get the bias of this one.
@@ -200,10 +200,11 @@ fn documents(
 ) -> Result<(Vec<i32>, Vec<i32>)> {
     let seq_len = shape.seq_len;
     if let Cuts::Count(count) = cuts {
-        ensure!(
-            (1..=seq_len).contains(&count),
-            "--documents {count}: a row of {seq_len} tokens holds 1 to {seq_len} documents"
-        );
+        if !(1..=seq_len).contains(&count) {
+            return refused(format!(
+                "--documents {count}: a row of {seq_len} tokens holds 1 to {seq_len} documents"
+            ));
+        }
     }
     let (mut starts, mut ends) = (Vec::new(), Vec::new());
     for _ in 0..shape.batch {

@@ -1,14 +1,14 @@
 //! Decoding token by token against the rows of the whole pass.
-use super::attention::{GROUPS, WIDTHS};
-use super::bar::Bar;
-use super::report::{Path, PathWatch, Report, is_device_limit};
-use crate::kernels::case::{Case, Cuts, Keys};
-use crate::kernels::on_cuda::OnCuda;
-use crate::kernels::place::{self, Place};
-use crate::kernels::random::Random;
-use crate::kernels::reference::{Rounding, attention};
-use crate::kernels::scores::Scores;
-use anyhow::Result;
+use crate::attention::{GROUPS, WIDTHS};
+use crate::bar::Bar;
+use crate::case::{Case, Cuts, Keys};
+use crate::error::Result;
+use crate::on_cuda::OnCuda;
+use crate::place::{self, Place};
+use crate::random::Random;
+use crate::reference::{Rounding, attention};
+use crate::report::{Path, PathWatch, Report, is_device_limit};
+use crate::scores::Scores;
 use burn_cuda::CudaDevice;
 use sieve_kernels::AttentionShape;
 

@@ -1,11 +1,11 @@
 //! DMA's selection and key lists against the oracle, entry by entry.
-use super::report::Report;
-use crate::kernels::case::{Case, Cuts, Keys};
-use crate::kernels::on_cuda::{OnCuda, download_ints};
-use crate::kernels::place::{self, Place};
-use crate::kernels::random::Random;
-use crate::kernels::scores::Scores;
-use anyhow::Result;
+use crate::case::{Case, Cuts, Keys};
+use crate::error::Result;
+use crate::on_cuda::{OnCuda, download_ints};
+use crate::place::{self, Place};
+use crate::random::Random;
+use crate::report::Report;
+use crate::scores::Scores;
 use burn_cuda::CudaDevice;
 use sieve_kernels::{
     AttentionShape, KeyLists, TILE_QUERIES, dma_lists, oracle, selection_of_expire,

@@ -10,7 +10,7 @@ const MAX_ELEMENTS: usize = 1 << 34;
 
 /// Sizes of a call, checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct CaseShape(pub(crate) AttentionShape);
+pub struct CaseShape(pub AttentionShape);
 
 impl FromStr for CaseShape {
     type Err = String;

@@ -1,8 +1,8 @@
 //! Attention and its gradients as full matrices on the host: the definition that kernels are measured against, and the
 //! same with every intermediate matrix rounded to bf16, which is the error that a plain computation would make.
-use super::case::Case;
-use super::outputs::Outputs;
-use super::random::round_bf16;
+use crate::case::Case;
+use crate::outputs::Outputs;
+use crate::random::round_bf16;
 use rayon::prelude::*;
 use sieve_cpu::{Matrix, MatrixMut, Threads, matmul};
 use sieve_kernels::AttentionShape;
@@ -226,8 +226,8 @@ fn add(to: &mut [f32], values: &[f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::case::{Cuts, Keys};
-    use crate::kernels::scores::Scores;
+    use crate::case::{Cuts, Keys};
+    use crate::scores::Scores;
 
     fn case(keys: Keys) -> Case {
         let shape = AttentionShape {

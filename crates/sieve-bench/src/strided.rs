@@ -1,6 +1,6 @@
 //! Tensors as they lie in memory: contiguous, padded, cut out, transposed, expanded.
-use super::case::Case;
-use super::place::padded;
+use crate::case::Case;
+use crate::place::padded;
 
 /// How a `[batch, seq_len, heads, width]` tensor lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,8 +4,8 @@
 //! `%globaltimer` is in order with everything else, and costs the microsecond or two that [`Clock::overhead`] shows. Before
 //! each repetition a kernel reads half a gigabyte, which throws everything out of the L2 and leaves nothing dirty there,
 //! and then waits until the host has queued the work: gaps on the host are not measured.
-use crate::kernels::on_cuda::upload;
-use anyhow::{Context, Result};
+use crate::error::{BenchError, Result};
+use crate::on_cuda::upload;
 use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use sieve_kernels::{CudaTensor, KernelError, SourceKernel};
@@ -50,10 +50,13 @@ extern \"C\" __global__ void __launch_bounds__(1024) bench_copy(const uint4* fro
 
 /// Milliseconds of some repetitions.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Times {
-    pub(crate) median_ms: f64,
-    pub(crate) p10_ms: f64,
-    pub(crate) p90_ms: f64,
+pub struct Times {
+    /// Median.
+    pub median_ms: f64,
+    /// Tenth percentile.
+    pub p10_ms: f64,
+    /// Ninetieth percentile.
+    pub p90_ms: f64,
 }
 
 /// The clock and what it needs on the device.
@@ -82,23 +85,20 @@ impl Clock {
         let client = self.sink.client();
         // Once to compile, once for the time the host needs.
         work()?;
-        client.flush().map_err(failed)?;
+        client.flush().map_err(BenchError::gpu)?;
         let started = Instant::now();
         work()?;
-        client.flush().map_err(failed)?;
+        client.flush().map_err(BenchError::gpu)?;
         let wait_ns = (started.elapsed().as_nanos() as f64 * WAIT_FACTOR) as u64 + 50_000;
         for repetition in 0..WARM + self.repetitions {
             self.flush(wait_ns)?;
             self.stamp(2 * repetition)?;
             work()?;
             self.stamp(2 * repetition + 1)?;
-            client.flush().map_err(failed)?;
+            client.flush().map_err(BenchError::gpu)?;
         }
         let stamps = burn_cubecl::ops::into_data_sync(self.stamps.primitive().clone());
-        let stamps: Vec<i64> = stamps
-            .to_vec()
-            .map_err(|e| anyhow::anyhow!("{e:?}"))
-            .context("reading the clock")?;
+        let stamps: Vec<i64> = stamps.to_vec().map_err(BenchError::gpu)?;
         let pairs = stamps.chunks_exact(2).skip(WARM);
         Ok(of_samples(
             pairs
@@ -140,10 +140,6 @@ impl Clock {
         // SAFETY: reads FLUSH_BYTES, writes one word, and ends when its time is over.
         unsafe { kernel.launch(grid, &[&self.flushed, &self.sink], &words) }
     }
-}
-
-fn failed(error: impl std::fmt::Debug) -> anyhow::Error {
-    anyhow::anyhow!("the GPU reported an error: {error:?}")
 }
 
 /// Median and percentiles.

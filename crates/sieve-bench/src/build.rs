@@ -1,41 +1,42 @@
-//! `sieve kernels build`: machine code put into the kernel cache before the first run.
-use crate::recipe::RecipeArgs;
-use crate::terminal;
-use anyhow::{Context, Result, bail};
-use clap::Args;
+//! Machine code put into the kernel cache before the first run.
+use crate::error::{BenchError, Result, refused};
 use sieve_core::recipe::AttentionSection;
 use sieve_core::{DmaBias, Recipe};
 use sieve_kernels::ahead_of_time::{self, CompiledKernel};
 use sieve_kernels::{
-    AttentionNeeds, AttentionShape, KernelCache, KernelError, NeededKernels, NeededKeys, ScoreBias,
-    SourceKernel, SumOrder, needed_kernels, shared_bytes_of, shipped_kernels_for,
+    AttentionNeeds, AttentionShape, CudaVersion, KernelCache, KernelError, NeededKernels,
+    NeededKeys, ScoreBias, SourceKernel, SumOrder, needed_kernels, shared_bytes_of,
+    shipped_kernels_for,
 };
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
 use std::time::Instant;
 
-/// Arguments of `sieve kernels build`.
-#[derive(Args, Debug)]
-pub(crate) struct BuildArgs {
-    /// What this recipe's training and decoding launch; everything that ships when absent
-    #[arg(long, value_name = "FILE")]
-    recipe: Option<String>,
-    /// Override a key of the recipe, for example training.deterministic=true; may be repeated
-    #[arg(long = "set", value_name = "SECTION.KEY=VALUE", requires = "recipe")]
-    overrides: Vec<String>,
-    /// sm_80, sm_86, sm_89 or sm_90a; may be repeated. The GPU of this machine when absent
-    #[arg(long, value_name = "ARCH")]
-    arch: Vec<String>,
-    /// Compile with this nvcc
-    #[arg(long, value_name = "PATH", conflicts_with = "nvrtc")]
-    nvcc: Option<PathBuf>,
-    /// Compile with the run-time compiler (the default where it is installed)
-    #[arg(long)]
-    nvrtc: bool,
-    /// The cache to fill, to be copied to another machine's $XDG_CACHE_HOME/sieve; this machine's when absent
-    #[arg(long, value_name = "DIR")]
-    out: Option<PathBuf>,
+/// What to compile, and for which GPUs.
+#[derive(Clone, Debug)]
+pub struct BuildSettings {
+    /// What this recipe's training and decoding launch; everything that ships when absent.
+    pub recipe: Option<Recipe>,
+    /// Architectures, as compilers name them; those of this machine's GPUs when empty.
+    pub arch: Vec<String>,
+    /// Compile with this nvcc instead of the run-time compiler.
+    pub nvcc: Option<PathBuf>,
+    /// The folder of caches to fill.
+    pub root: PathBuf,
+}
+
+/// What compiling tells while it runs.
+#[derive(Clone, Debug)]
+pub enum BuildEvent {
+    /// So many kernels are done, out of so many.
+    Progress(usize, usize),
+    /// All kernels of an architecture are done; what each uses follows.
+    Table,
+    /// One kernel's line of the table.
+    Kernel(String),
+    /// An architecture is done.
+    Done(String),
 }
 
 /// Who turns text into machine code.
@@ -52,42 +53,41 @@ enum Outcome {
     Failed(KernelError),
 }
 
-/// Runs the command.
-pub(crate) fn run(args: &BuildArgs) -> Result<()> {
-    let recipe = args.recipe.as_ref().map(|name| {
-        let args = RecipeArgs {
-            recipe: name.clone(),
-            overrides: args.overrides.clone(),
-        };
-        args.load()
-    });
-    let recipe = recipe.transpose()?;
-    let architectures = architectures(&args.arch)?;
-    let (compiler, version) = compiler(args)?;
-    let root = match &args.out {
-        Some(folder) => folder.clone(),
-        None => crate::device::cache_root()?,
-    };
+/// Puts machine code into kernel caches, one for each architecture. Needs no GPU.
+///
+/// # Errors
+/// An unknown architecture, no compiler, a cache in use, kernels that do not compile.
+pub fn build(settings: &BuildSettings, say: &mut dyn FnMut(BuildEvent)) -> Result<()> {
+    let architectures = architectures(&settings.arch)?;
+    let (compiler, version) = compiler(settings.nvcc.as_deref())?;
     let mut failed = 0;
     for (arch, shared_bytes) in architectures {
-        let needed = wanted(recipe.as_ref(), &arch, shared_bytes)?;
-        let cache = KernelCache::open(&root, &arch, version)?;
+        let needed = wanted(settings.recipe.as_ref(), &arch, shared_bytes)?;
+        let cache = KernelCache::open(&settings.root, &arch, version)?;
         if cache.is_private() {
-            bail!(
+            return refused(format!(
                 "the kernel cache {} is in use by another process\n  hint: wait for it, or name another folder with --out",
-                root.display()
-            );
+                settings.root.display()
+            ));
         }
-        failed += build(&arch, &needed, &compiler, &cache)?;
+        failed += build_one(&arch, &needed, &compiler, &cache, say)?;
     }
     if failed > 0 {
-        bail!("{failed} kernels were not compiled");
+        return refused(format!("{failed} kernels were not compiled"));
     }
     Ok(())
 }
 
 /// Compiles what is missing into a cache that is about to be used, with the run-time compiler of this machine.
-pub(crate) fn prefill(cache: &KernelCache, arch: &str, needed: &NeededKernels) -> Result<()> {
+///
+/// # Errors
+/// No compiler, or a kernel that does not compile.
+pub fn prefill(
+    cache: &KernelCache,
+    arch: &str,
+    needed: &NeededKernels,
+    say: &mut dyn FnMut(BuildEvent),
+) -> Result<()> {
     let compiler = Compiler::Nvrtc(ahead_of_time::cuda_folder()?);
     let stored = ahead_of_time::are_stored(cache, &needed.kernels)?;
     let missing = stored.iter().filter(|stored| !**stored).count();
@@ -95,7 +95,14 @@ pub(crate) fn prefill(cache: &KernelCache, arch: &str, needed: &NeededKernels) -
         return Ok(());
     }
     let started = Instant::now();
-    let outcomes = compile_all(arch, &needed.kernels, &stored, &compiler, cache.folder());
+    let outcomes = compile_all(
+        arch,
+        &needed.kernels,
+        &stored,
+        &compiler,
+        cache.folder(),
+        say,
+    );
     let mut ready = Vec::new();
     for (kernel, outcome) in needed.kernels.iter().zip(outcomes) {
         match outcome {
@@ -105,52 +112,58 @@ pub(crate) fn prefill(cache: &KernelCache, arch: &str, needed: &NeededKernels) -
         }
     }
     ahead_of_time::store(cache, &ready)?;
-    terminal::line(&format!(
+    say(BuildEvent::Done(format!(
         "{missing} kernels compiled in {:.1} s",
         started.elapsed().as_secs_f64()
-    ));
+    )));
     Ok(())
 }
 
-/// Compiles one architecture's kernels into the cache and prints what they use; returns how many failed.
-fn build(
+/// Compiles one architecture's kernels into the cache and says what they use; returns how many failed.
+fn build_one(
     arch: &str,
     needed: &NeededKernels,
     compiler: &Compiler,
     cache: &KernelCache,
+    say: &mut dyn FnMut(BuildEvent),
 ) -> Result<usize> {
     let started = Instant::now();
     let stored: Vec<bool> = ahead_of_time::are_stored(cache, &needed.kernels)?;
-    let outcomes = compile_all(arch, &needed.kernels, &stored, compiler, cache.folder());
-    terminal::line(&format!(
-        "{:7} {:32} {:>9} {:>15} {:>7} {:>14}  defines",
-        "arch", "kernel", "registers", "spills st/ld B", "stack B", "smem dyn+st B"
-    ));
+    let outcomes = compile_all(
+        arch,
+        &needed.kernels,
+        &stored,
+        compiler,
+        cache.folder(),
+        say,
+    );
+    say(BuildEvent::Table);
     let (mut ready, mut kept, mut failed) = (Vec::new(), 0, 0);
     for (kernel, outcome) in needed.kernels.iter().zip(outcomes) {
         match outcome {
             Outcome::Kept => kept += 1,
             Outcome::Compiled(compiled) => {
-                terminal::line(&row(arch, kernel, &compiled));
+                say(BuildEvent::Kernel(row(arch, kernel, &compiled)));
                 ready.push((kernel.clone(), compiled.cubin));
             }
             Outcome::Failed(error) => {
                 failed += 1;
-                terminal::line(&format!("{arch:7} {:32} FAILED {error}", kernel.name()));
+                let line = format!("{arch:7} {:32} FAILED {error}", kernel.name());
+                say(BuildEvent::Kernel(line));
             }
         }
     }
     for error in &needed.refused {
-        terminal::line(&format!(
+        say(BuildEvent::Kernel(format!(
             "{arch:7} none for this architecture: {error}; such calls take the reference path"
-        ));
+        )));
     }
     let compiled = ahead_of_time::store(cache, &ready)?;
-    terminal::line(&format!(
+    say(BuildEvent::Done(format!(
         "{arch}: {compiled} kernels compiled in {:.1} s, {kept} were there, {failed} failed; in {}",
         started.elapsed().as_secs_f64(),
         cache.folder().display()
-    ));
+    )));
     Ok(failed)
 }
 
@@ -177,6 +190,14 @@ fn row(arch: &str, kernel: &SourceKernel, compiled: &CompiledKernel) -> String {
     )
 }
 
+/// The head of the table of kernels.
+pub fn build_table_head() -> String {
+    format!(
+        "{:7} {:32} {:>9} {:>15} {:>7} {:>14}  defines",
+        "arch", "kernel", "registers", "spills st/ld B", "stack B", "smem dyn+st B"
+    )
+}
+
 /// Compiles on all cores; outcomes in the order of the kernels.
 fn compile_all(
     arch: &str,
@@ -184,14 +205,16 @@ fn compile_all(
     stored: &[bool],
     compiler: &Compiler,
     work_folder: &Path,
+    say: &mut dyn FnMut(BuildEvent),
 ) -> Vec<Outcome> {
     let next = AtomicUsize::new(0);
-    let done = Mutex::new(Vec::new());
-    let bar = terminal::progress_bar(kernels.len() as u64, "{pos}/{len} kernels {wide_bar} {eta}");
+    let (send, receive) = mpsc::channel();
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut done = Vec::new();
     std::thread::scope(|scope| {
         for _ in 0..threads.min(kernels.len()) {
-            scope.spawn(|| {
+            let (send, next) = (send.clone(), &next);
+            scope.spawn(move || {
                 loop {
                     let index = next.fetch_add(1, Ordering::Relaxed);
                     let Some(kernel) = kernels.get(index) else {
@@ -212,16 +235,18 @@ fn compile_all(
                         Ok(Some(compiled)) => Outcome::Compiled(compiled),
                         Err(error) => Outcome::Failed(error),
                     };
-                    bar.inc(1);
-                    done.lock()
-                        .unwrap_or_else(|e| e.into_inner())
-                        .push((index, outcome));
+                    if send.send((index, outcome)).is_err() {
+                        break;
+                    }
                 }
             });
         }
+        drop(send);
+        for outcome in receive {
+            done.push(outcome);
+            say(BuildEvent::Progress(done.len(), kernels.len()));
+        }
     });
-    bar.finish_and_clear();
-    let mut done = done.into_inner().unwrap_or_else(|e| e.into_inner());
     done.sort_by_key(|(index, _)| *index);
     done.into_iter().map(|(_, outcome)| outcome).collect()
 }
@@ -230,8 +255,7 @@ fn compile_all(
 fn architectures(named: &[String]) -> Result<Vec<(String, usize)>> {
     let mut list = named.to_vec();
     if list.is_empty() {
-        let report = sieve_kernels::probe()
-            .context("there is no GPU here to build for; name one with --arch")?;
+        let report = sieve_kernels::probe().map_err(BenchError::NothingToBuildFor)?;
         list = report.devices.iter().map(|device| device.arch()).collect();
     }
     list.sort();
@@ -239,23 +263,20 @@ fn architectures(named: &[String]) -> Result<Vec<(String, usize)>> {
     list.into_iter()
         .map(|arch| match shared_bytes_of(&arch) {
             Some(bytes) => Ok((arch, bytes)),
-            None => bail!(
+            None => refused(format!(
                 "--arch {arch}: the kernels are made for sm_80, sm_86, sm_89 and sm_90a\n  hint: sm_80 is an A100, sm_86 an RTX 30, sm_89 an RTX 40 or L40S, sm_90a an H100 or H200"
-            ),
+            )),
         })
         .collect()
 }
 
-fn compiler(args: &BuildArgs) -> Result<(Compiler, sieve_kernels::CudaVersion)> {
-    if let Some(nvcc) = &args.nvcc {
+fn compiler(nvcc: Option<&Path>) -> Result<(Compiler, CudaVersion)> {
+    if let Some(nvcc) = nvcc {
         let version = ahead_of_time::nvcc_version(nvcc)?;
-        return Ok((Compiler::Nvcc(nvcc.clone()), version));
+        return Ok((Compiler::Nvcc(nvcc.to_owned()), version));
     }
-    let version = ahead_of_time::installed_nvrtc().context(
-        "no compiler: install the CUDA toolkit's run-time compiler, or name an nvcc with --nvcc",
-    )?;
-    let cuda = ahead_of_time::cuda_folder()?;
-    Ok((Compiler::Nvrtc(cuda), version))
+    let version = ahead_of_time::installed_nvrtc().map_err(BenchError::NoCompiler)?;
+    Ok((Compiler::Nvrtc(ahead_of_time::cuda_folder()?), version))
 }
 
 /// What is to be compiled for an architecture with so much shared memory.
@@ -313,9 +334,11 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
             };
             vec![NeededKeys::Chosen(bias), NeededKeys::AllBiased]
         }
-        AttentionSection::Nsa(_) => bail!(
-            "attention.kind \"nsa\" has no CUDA kernels of its own yet: on a GPU it runs on Burn's operations"
-        ),
+        AttentionSection::Nsa(_) => {
+            return refused(
+                "attention.kind \"nsa\" has no CUDA kernels of its own yet: on a GPU it runs on Burn's operations",
+            );
+        }
     };
     Ok(keys
         .into_iter()
