@@ -1,8 +1,10 @@
 //! Attention and its gradients on random shapes: through the ops as models call them, and through the launch wrappers.
 use crate::bar::Bar;
 use crate::case::{Case, Cuts, Keys};
+use crate::device::Device;
 use crate::error::Result;
-use crate::on_cuda::{self, OnCuda};
+use crate::extent::Extent;
+use crate::on_device::{self, OnDevice};
 use crate::outputs::Outputs;
 use crate::place::{self, Place};
 use crate::random::Random;
@@ -10,24 +12,8 @@ use crate::reference::{Reference, Rounding, attention};
 use crate::report::{Path, PathWatch, Report, is_device_limit};
 use crate::scores::Scores;
 use crate::strided::{Layout, packed, packed_d_o};
-use burn_cuda::CudaDevice;
 use rayon::prelude::*;
-use sieve_kernels::{AttentionShape, SumOrder};
-use sieve_ops::Cuda;
-
-/// Widths of keys and of values.
-pub(crate) const WIDTHS: [(usize, usize); 7] = [
-    (16, 16),
-    (32, 32),
-    (64, 64),
-    (96, 96),
-    (128, 128),
-    (192, 128),
-    (256, 256),
-];
-
-/// Query heads a KV head.
-pub(crate) const GROUPS: [usize; 5] = [1, 2, 3, 4, 8];
+use sieve_kernels::{AttentionResult, AttentionShape, KernelError, SumOrder, TILE_QUERIES};
 
 /// Rounding of `ddelta` beside the sums that cancel in it: 2^-16 of their largest. The true value is 0 where a query sees
 /// a single key, so no share of the result itself would do; bf16 would be 2^-8 of the same sums.
@@ -54,9 +40,10 @@ struct Draw {
 
 impl Draw {
     /// Sizes that are multiples of no tile, and the edges; `mode` is a number from 0 to 4.
-    fn new(mode: usize, longest: usize, random: &mut Random) -> Self {
-        let (head_dim, head_dim_v) = random.one_of(&WIDTHS);
-        let group = random.one_of(&GROUPS);
+    fn new(mode: usize, extent: &Extent, random: &mut Random) -> Self {
+        let longest = extent.longest;
+        let (head_dim, head_dim_v) = random.one_of(extent.widths);
+        let group = random.one_of(extent.groups);
         let num_kv_heads = if group < 4 { random.between(1, 4) } else { 1 };
         let drawn = random.between(2, longest.max(3));
         let mut seq_len = random.one_of(&[1, 2, 15, 63, 64, 65, 127, 129, 191, drawn, drawn]);
@@ -135,17 +122,12 @@ impl Draw {
 }
 
 /// The calls of a check, references computed a few at a time on all cores, each given to `visit`.
-fn for_each_case(
-    cases: usize,
-    longest: usize,
-    seed: u64,
-    mut visit: impl FnMut(&Prepared) -> Result<()>,
-) -> Result<()> {
+fn for_each_case(extent: &Extent, mut visit: impl FnMut(&Prepared) -> Result<()>) -> Result<()> {
     // 0, 2 and 4 are DMA, the others dense, window and bias.
     const MODES: [usize; 5] = [0, 1, 2, 3, 5];
-    let mut random = Random::new(seed);
-    let draws: Vec<Draw> = (0..cases)
-        .map(|at| Draw::new(MODES[at % MODES.len()], longest, &mut random))
+    let mut random = Random::new(extent.seed);
+    let draws: Vec<Draw> = (0..extent.cases)
+        .map(|at| Draw::new(MODES[at % MODES.len()], extent, &mut random))
         .collect();
     for some in draws.chunks(rayon::current_num_threads().max(1)) {
         let prepared: Vec<Result<Prepared>> = some.par_iter().map(Draw::prepare).collect();
@@ -169,12 +151,10 @@ fn name(keys: Keys) -> &'static str {
 pub(crate) fn check_ops<B: Place>(
     report: &mut Report,
     device: &B::Device,
-    cases: usize,
-    longest: usize,
-    seed: u64,
+    extent: &Extent,
     is_cuda: bool,
 ) -> Result<()> {
-    for_each_case(cases, longest, seed, |prepared| {
+    for_each_case(extent, |prepared| {
         let case = masked_by_nan(&prepared.case);
         let (qkv, d_o) = (
             packed(&case, prepared.layout),
@@ -210,16 +190,18 @@ pub(crate) fn check_ops<B: Place>(
 /// The launch wrappers: values narrower than keys, gradients into NaN, both orders of sums, two runs in a fixed order.
 pub(crate) fn check_wrappers(
     report: &mut Report,
-    device: &CudaDevice,
-    cases: usize,
-    longest: usize,
-    seed: u64,
+    device: &dyn Device,
+    extent: &Extent,
 ) -> Result<()> {
-    let mut random = Random::new(seed);
-    for_each_case(cases, longest, seed + 1, |prepared| {
+    let mut random = Random::new(extent.seed);
+    let drawn = Extent {
+        seed: extent.seed + 1,
+        ..*extent
+    };
+    for_each_case(&drawn, |prepared| {
         let case = masked_by_nan(&prepared.case);
         let name = name(case.keys);
-        let path = on_cuda::family(&case, device);
+        let path = on_device::family(&case, device);
         match wrappers(prepared, &case, device, random.one_of(&[32, 64, 64, 128])) {
             Ok(outcomes) => {
                 for (suffix, outcome) in outcomes {
@@ -242,24 +224,93 @@ type Outcomes = Vec<(&'static str, Result<f32, String>)>;
 fn wrappers(
     prepared: &Prepared,
     case: &Case,
-    device: &CudaDevice,
+    device: &dyn Device,
     tile_queries: usize,
-) -> Result<Outcomes, sieve_kernels::KernelError> {
-    let call = OnCuda::new(case, device);
-    place::poison::<Cuda>(case.shape, device);
+) -> Result<Outcomes, KernelError> {
+    let call = OnDevice::new(case, device);
+    device.poison(case.shape);
     let lists = call.lists(tile_queries)?;
-    let any = call.run(lists.as_ref(), SumOrder::Any)?;
-    let fixed = call.run(lists.as_ref(), SumOrder::Fixed)?;
+    let result = call.forward(lists.as_ref())?;
+    let any = call.gradients(lists.as_ref(), &result, SumOrder::Any)?;
+    let fixed = call.gradients(lists.as_ref(), &result, SumOrder::Fixed)?;
     let again = call.run(lists.as_ref(), SumOrder::Fixed)?;
     let mut in_order = judge(prepared, &fixed, true, "");
     // NaN is unequal to itself, and would have failed above.
     if in_order.is_ok() && fixed != again {
         in_order = Err("two runs differ".to_owned());
     }
-    Ok(vec![
+    let mut outcomes = vec![
         ("", judge(prepared, &any, true, "")),
         (", fixed order", in_order),
-    ])
+    ];
+    if result.o_rest.is_some() {
+        // As in rows too long to keep what rounding took from o.
+        let rounded = AttentionResult {
+            o_rest: None,
+            ..result
+        };
+        let summed = call.gradients(lists.as_ref(), &rounded, SumOrder::Any)?;
+        outcomes.push((", row sums", judge(prepared, &summed, true, "")));
+    }
+    Ok(outcomes)
+}
+
+/// Tokens of a row whose backward pass takes several launches, one for every 16 super-blocks.
+const LONG: usize = 17_500;
+
+/// Several launches over one row, in any order against the fixed one: no reference of that length is needed, since the
+/// fixed order goes block by block and is compared with references in short rows.
+pub(crate) fn check_long_row(
+    report: &mut Report,
+    device: &dyn Device,
+    extent: &Extent,
+) -> Result<()> {
+    let shape = AttentionShape {
+        batch: 1,
+        seq_len: LONG,
+        num_heads: 2,
+        num_kv_heads: 1,
+        head_dim: 64,
+        head_dim_v: 64,
+    };
+    let (keys, cuts) = (Keys::Chosen(100), Cuts::Count(2));
+    let case = Case::draw(shape, keys, cuts, &Scores::Independent, extent.seed)?;
+    let call = OnDevice::new(&case, device);
+    let outcome = orders_agree(&call).map_err(|e| e.to_string());
+    let path = on_device::family(&case, device);
+    report.add(
+        "dma_attention, long row",
+        path,
+        "two orders",
+        outcome.flatten(),
+    );
+    Ok(())
+}
+
+fn orders_agree(call: &OnDevice<'_>) -> Result<Result<f32, String>, KernelError> {
+    let lists = call.lists(TILE_QUERIES)?;
+    let any = call.run(lists.as_ref(), SumOrder::Any)?;
+    let fixed = call.run(lists.as_ref(), SumOrder::Fixed)?;
+    // One rounding of each.
+    let bar = Bar {
+        plain: 0.0,
+        floor: Bar::FLOOR,
+        share: 1.0 / 128.0,
+        norm: false,
+    };
+    let mut worst = 0.0f32;
+    for (name, got, expected) in [
+        ("dq", &any.dq, &fixed.dq),
+        ("dk", &any.dk, &fixed.dk),
+        ("dv", &any.dv, &fixed.dv),
+        ("ddelta", &any.ddelta, &fixed.ddelta),
+    ] {
+        match bar.judge(name, got, expected, expected) {
+            Ok(ratio) => worst = worst.max(ratio),
+            Err(error) => return Ok(Err(error)),
+        }
+    }
+    Ok(Ok(worst))
 }
 
 /// The case with NaN in K, V and the bias of keys that no query sees: they must change nothing.
@@ -363,7 +414,8 @@ mod tests {
     #[test]
     fn the_cpu_passes_and_a_wrong_result_does_not() {
         let mut report = Report::default();
-        check_ops::<Flex>(&mut report, &FlexDevice, 12, 70, 5, false).expect("random cases");
+        check_ops::<Flex>(&mut report, &FlexDevice, &Extent::all(12, 70, 5), false)
+            .expect("random cases");
         assert_eq!(report.failed(), 0, "{:?}", report.rows());
 
         let draw = |seed| Draw {
@@ -407,7 +459,7 @@ mod tests {
 
     #[test]
     fn plain_bf16_passes_its_own_bar() {
-        for_each_case(10, 90, 11, |prepared| {
+        for_each_case(&Extent::all(10, 90, 11), |prepared| {
             let ratio = judge(prepared, &prepared.plain.outputs, true, "");
             assert!(ratio.is_ok(), "{}: {ratio:?}", prepared.label);
             Ok(())

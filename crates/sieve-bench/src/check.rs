@@ -1,6 +1,9 @@
 //! `sieve kernels check`: every kernel and gradient on this device against references on the host.
-use crate::attention::{self, GROUPS, WIDTHS};
-use crate::error::Result;
+use crate::attention;
+use crate::device::Device;
+use crate::emulator::Emulator;
+use crate::error::{BenchError, Result};
+use crate::extent::Extent;
 use crate::place::Place;
 use crate::report::Report;
 use crate::{decode, selection, step};
@@ -14,6 +17,7 @@ use sieve_kernels::{
 };
 use sieve_ops::Cuda;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 
 /// Random calls of attention in a short check.
 const SHORT_CHECK_CASES: usize = 15;
@@ -63,29 +67,49 @@ pub fn check(settings: &CheckSettings, target: &Target) -> Result<Report> {
     Ok(report)
 }
 
+impl CheckSettings {
+    fn extent(&self) -> Extent {
+        Extent::all(self.cases, self.longest, self.seed)
+    }
+}
+
+/// Compares the portable kernels, run by the CPU emulator, with references: the wrappers of attention, selection, decoding
+/// and the step, at one head width. Needs g++ and no GPU. Compiled programs stay in a folder. Returns the names of the
+/// kernels that ran, too.
+///
+/// # Errors
+/// A folder that cannot be written; a wrong result is a row of the report.
+pub fn check_emulated(
+    settings: &CheckSettings,
+    programs: &Path,
+) -> Result<(Report, Vec<&'static str>)> {
+    let emulator = Emulator::new(programs)
+        .map_err(|e| BenchError::Refused(format!("{}: {e}", programs.display())))?;
+    let mut report = Report::default();
+    let extent = Extent::emulated(settings.cases, settings.longest, settings.seed);
+    wrappers(&mut report, &emulator, &extent)?;
+    Ok((report, emulator.kernels()))
+}
+
 /// Both families of kernels, then the ops as models call them. A GPU that stops answering ends the check, with a row.
 fn on_cuda(report: &mut Report, gpu: &DeviceReport, settings: &CheckSettings) -> Result<()> {
-    let device = CudaDevice::new(gpu.index);
+    let (device, extent) = (CudaDevice::new(gpu.index), settings.extent());
     let has_own_family = (gpu.major, gpu.minor) == (9, 0) && !settings.portable;
     use_portable_kernels_only(true);
     let mut good = stage(report, "portable kernels", |report| {
-        wrappers(report, &device, settings)
+        attention::check_long_row(report, &device, &extent)?;
+        wrappers(report, &device, &extent)
     })?;
     use_portable_kernels_only(!has_own_family);
     if good && has_own_family {
         good = stage(report, "Hopper kernels", |report| {
-            attention::check_wrappers(
-                report,
-                &device,
-                settings.cases,
-                settings.longest,
-                settings.seed,
-            )
+            attention::check_long_row(report, &device, &extent)?;
+            attention::check_wrappers(report, &device, &extent)
         })?;
     }
     if good {
         stage(report, "ops", |report| {
-            ops::<Cuda>(report, &device, settings, true)
+            ops::<Cuda>(report, &device, &extent, true)
         })?;
     }
     Ok(())
@@ -116,12 +140,15 @@ fn stage(
 /// A GPU that cannot be asked; a wrong result is a row of the report.
 pub fn short_check(gpu: &DeviceReport, portable: bool) -> Result<Report> {
     use_portable_kernels_only(portable);
-    let (device, cases) = (&CudaDevice::new(gpu.index), SHORT_CHECK_CASES);
+    let device = &CudaDevice::new(gpu.index);
     let mut report = Report::default();
+    let extent = Extent::all(SHORT_CHECK_CASES, 300, 2);
+    // Five selections and caches.
+    let others = Extent::all(25, 300, 2);
     stage(&mut report, "the check", |report| {
-        attention::check_wrappers(report, device, cases, 300, 2)?;
-        selection::check_wrappers(report, device, cases.div_ceil(3), 2)?;
-        decode::check_wrappers(report, device, cases.div_ceil(3), 2)
+        attention::check_wrappers(report, device, &extent)?;
+        selection::check_wrappers(report, device, &others)?;
+        decode::check_wrappers(report, device, &others)
     })?;
     Ok(report)
 }
@@ -129,39 +156,23 @@ pub fn short_check(gpu: &DeviceReport, portable: bool) -> Result<Report> {
 fn ops<B: Place>(
     report: &mut Report,
     device: &B::Device,
-    settings: &CheckSettings,
+    extent: &Extent,
     is_cuda: bool,
 ) -> Result<()> {
     let path = if is_cuda { "kernel" } else { "cpu" };
-    attention::check_ops::<B>(
-        report,
-        device,
-        settings.cases,
-        settings.longest,
-        settings.seed,
-        is_cuda,
-    )?;
-    selection::check_ops::<B>(report, device, few(settings), settings.seed, path)?;
-    decode::check_ops::<B>(report, device, few(settings), settings.seed, is_cuda)?;
-    step::check::<B>(report, device, settings.seed, is_cuda);
+    attention::check_ops::<B>(report, device, extent, is_cuda)?;
+    selection::check_ops::<B>(report, device, extent, path)?;
+    decode::check_ops::<B>(report, device, extent, is_cuda)?;
+    step::check::<B>(report, device, extent.seed, is_cuda);
     Ok(())
 }
 
-fn wrappers(report: &mut Report, device: &CudaDevice, settings: &CheckSettings) -> Result<()> {
-    attention::check_wrappers(
-        report,
-        device,
-        settings.cases,
-        settings.longest,
-        settings.seed,
-    )?;
-    selection::check_wrappers(report, device, few(settings), settings.seed)?;
-    decode::check_wrappers(report, device, few(settings), settings.seed)
-}
-
-/// Cases of what is checked token by token or entry by entry.
-fn few(settings: &CheckSettings) -> usize {
-    settings.cases.div_ceil(5)
+fn wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
+    attention::check_wrappers(report, device, extent)?;
+    selection::check_wrappers(report, device, extent)?;
+    decode::check_wrappers(report, device, extent)?;
+    step::check_wrappers(report, device, extent);
+    Ok(())
 }
 
 /// Every specialisation that the random calls can ask for: what to compile, on all cores, before the first of them.
@@ -171,8 +182,9 @@ fn few(settings: &CheckSettings) -> usize {
 pub fn all_kernels(gpu: &DeviceReport) -> Result<NeededKernels> {
     let shared_bytes = shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
     let mut list = shipped_kernels_for(shared_bytes);
-    for (head_dim, head_dim_v) in WIDTHS {
-        for group in GROUPS {
+    let Extent { widths, groups, .. } = Extent::all(0, 0, 0);
+    for &(head_dim, head_dim_v) in widths {
+        for &group in groups {
             let shape = AttentionShape {
                 batch: 1,
                 seq_len: 1,

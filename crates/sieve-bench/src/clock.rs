@@ -4,8 +4,8 @@
 //! `%globaltimer` is in order with everything else, and costs the microsecond or two that [`Clock::overhead`] shows. Before
 //! each repetition a kernel reads half a gigabyte, which throws everything out of the L2 and leaves nothing dirty there,
 //! and then waits until the host has queued the work: gaps on the host are not measured.
+use crate::device::Device;
 use crate::error::{BenchError, Result};
-use crate::on_cuda::upload;
 use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use sieve_kernels::{CudaTensor, KernelError, SourceKernel};
@@ -70,7 +70,7 @@ pub(crate) struct Clock {
 
 impl Clock {
     pub(crate) fn new(device: &CudaDevice, repetitions: usize, multiprocessors: usize) -> Self {
-        let sink = upload(&[0.0; 4], [4], DType::F32, device);
+        let sink = device.float(&[0.0; 4], &[4], DType::F32);
         Self {
             stamps: sink.empty_contiguous(&[2 * (WARM + repetitions)], DType::I64),
             flushed: sink.zeros_contiguous(&[FLUSH_BYTES / 4], DType::F32),

@@ -1,22 +1,25 @@
 //! Decoding token by token against the rows of the whole pass.
-use crate::attention::{GROUPS, WIDTHS};
+mod caches;
+
 use crate::bar::Bar;
 use crate::case::{Case, Cuts, Keys};
+use crate::device::Device;
 use crate::error::Result;
-use crate::on_cuda::OnCuda;
+use crate::extent::Extent;
+use crate::on_device::OnDevice;
 use crate::place::{self, Place};
 use crate::random::Random;
 use crate::reference::{Rounding, attention};
 use crate::report::{Path, PathWatch, Report, is_device_limit};
 use crate::scores::Scores;
-use burn_cuda::CudaDevice;
 use sieve_kernels::AttentionShape;
 
-fn cases(count: usize, seed: u64) -> impl Iterator<Item = Result<(Case, String)>> {
-    let mut random = Random::new(seed);
-    (0..count).map(move |at| {
-        let (head_dim, head_dim_v) = random.one_of(&WIDTHS);
-        let group = random.one_of(&GROUPS);
+fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
+    let mut random = Random::new(extent.seed);
+    let Extent { widths, groups, .. } = *extent;
+    (0..extent.few()).map(move |at| {
+        let (head_dim, head_dim_v) = random.one_of(widths);
+        let group = random.one_of(groups);
         let num_kv_heads = random.between(1, 4);
         let seq_len = random.between(1, 70);
         let shape = AttentionShape {
@@ -68,11 +71,10 @@ fn judge(case: &Case, o: &[f32], is_bf16: bool) -> Result<f32, String> {
 pub(crate) fn check_ops<B: Place>(
     report: &mut Report,
     device: &B::Device,
-    count: usize,
-    seed: u64,
+    extent: &Extent,
     is_cuda: bool,
 ) -> Result<()> {
-    for case in cases(count, seed) {
+    for case in cases(extent) {
         let (case, label) = case?;
         let watch = PathWatch::start();
         let o = match case.keys {
@@ -103,13 +105,12 @@ pub(crate) fn check_ops<B: Place>(
 /// The launch wrappers, with the token's key written into the cache by the kernel.
 pub(crate) fn check_wrappers(
     report: &mut Report,
-    device: &CudaDevice,
-    count: usize,
-    seed: u64,
+    device: &dyn Device,
+    extent: &Extent,
 ) -> Result<()> {
-    for case in cases(count, seed) {
+    for case in cases(extent) {
         let (case, label) = case?;
-        let call = OnCuda::new(&case, device);
+        let call = OnDevice::new(&case, device);
         let o = match case.keys {
             Keys::Chosen(_) => call.dma_decode(),
             _ => call.decode(),
@@ -124,5 +125,6 @@ pub(crate) fn check_wrappers(
             }
         }
     }
+    caches::check(report, device, extent);
     Ok(())
 }

@@ -11,6 +11,7 @@ mod scores;
 mod shape;
 
 mod case;
+mod extent;
 mod outputs;
 mod strided;
 
@@ -18,7 +19,9 @@ mod bar;
 mod reference;
 mod report;
 
-mod on_cuda;
+mod device;
+mod emulator;
+mod on_device;
 mod place;
 
 mod attention;
@@ -36,7 +39,9 @@ mod run;
 pub use bench::{BenchEvent, BenchResult, BenchRow, BenchSettings, Ceilings, Outcome, bench};
 pub use build::{BuildEvent, BuildSettings, build, build_table_head, prefill};
 pub use capture::{capture, kernel_sources};
-pub use check::{CheckSettings, Target, all_kernels, check, check_json, short_check};
+pub use check::{
+    CheckSettings, Target, all_kernels, check, check_emulated, check_json, short_check,
+};
 pub use clock::Times;
 pub use error::BenchError;
 pub use report::{Report, Row};

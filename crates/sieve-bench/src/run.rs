@@ -1,8 +1,9 @@
 //! `sieve kernels run`: one op's inputs, outputs and gradients as a file, for other programs to check.
 use crate::case::{Case, Cuts, Keys};
 use crate::check::Target;
+use crate::device::Device;
 use crate::error::{BenchError, Result, refused};
-use crate::on_cuda::{OnCuda, download_ints};
+use crate::on_device::OnDevice;
 use crate::outputs::Outputs;
 use crate::place;
 use crate::scores::Scores;
@@ -180,7 +181,7 @@ fn on_cuda(
     order: SumOrder,
     device: &CudaDevice,
 ) -> Result<Outputs, KernelError> {
-    let call = OnCuda::new(case, device);
+    let call = OnDevice::new(case, device);
     let mut outputs = match op {
         Op::Attention | Op::Swa | Op::Dma => {
             let lists = call.lists(TILE_QUERIES)?;
@@ -197,7 +198,7 @@ fn on_cuda(
         },
     };
     if matches!(op, Op::Dma | Op::DmaSelect) {
-        outputs.expire = download_ints(&call.select()?.expire);
+        outputs.expire = device.ints(&call.select()?.expire)?;
     }
     Ok(outputs)
 }

@@ -20,19 +20,28 @@ pub enum Scores {
     FewValues,
     /// +0 and -0, which are equal.
     SignedZeros,
+    /// Close to each other, all above 0: a trained model's.
+    Narrow,
+    /// Equal in steps of 37 tokens that rise or fall.
+    Steps,
+    /// A slow wave with some noise.
+    Drifting,
     /// Tensor `z` of a safetensors file, `[…, seq_len]`.
     Captured(PathBuf),
 }
 
 impl Scores {
     /// All that need no file.
-    pub const RANDOM: [Self; 6] = [
+    pub const RANDOM: [Self; 9] = [
         Self::Independent,
         Self::Rising,
         Self::Falling,
         Self::Tied,
         Self::FewValues,
         Self::SignedZeros,
+        Self::Narrow,
+        Self::Steps,
+        Self::Drifting,
     ];
 
     /// Name, as `--scores` takes it.
@@ -44,6 +53,9 @@ impl Scores {
             Self::Tied => "tied",
             Self::FewValues => "few-values",
             Self::SignedZeros => "signed-zeros",
+            Self::Narrow => "narrow",
+            Self::Steps => "steps",
+            Self::Drifting => "drifting",
             Self::Captured(_) => "captured",
         }
     }
@@ -59,12 +71,19 @@ impl Scores {
             return captured(path, rows, seq_len);
         }
         let ramp = |i: usize| 2.5 * (i as f32 + 0.5) / seq_len as f32 - 1.0;
+        let rises = match self {
+            Self::Steps if random.chance(0.5) => -0.01,
+            _ => 0.01,
+        };
         let mut score = |i: usize| match self {
             Self::Independent => 0.7 * random.normal(),
             Self::Rising => ramp(i) + 0.01 * random.normal(),
             Self::Falling => -ramp(i) + 0.01 * random.normal(),
             Self::FewValues => 0.5 * (random.below(3) as f32 - 1.0),
             Self::SignedZeros => random.one_of(&[0.0, -0.0]),
+            Self::Narrow => 0.3 * random.normal().exp().ln_1p(),
+            Self::Steps => rises * (i / 37) as f32,
+            Self::Drifting => (i as f32 / 300.0).sin() + 0.1 * random.normal(),
             Self::Tied | Self::Captured(_) => 0.0,
         };
         Ok((0..rows * seq_len).map(|at| score(at % seq_len)).collect())

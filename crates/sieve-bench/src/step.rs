@@ -1,5 +1,8 @@
 //! The ops around attention: each backend's own form against the plain-Burn reference in f32.
 mod plain_loss;
+mod wrappers;
+
+pub(crate) use wrappers::check_wrappers;
 
 use crate::bar::Bar;
 use crate::place::{Place, float, floats};

@@ -90,6 +90,9 @@ fn check(args: &CheckArgs) -> Result<()> {
     if args.cases == 0 {
         bail!("--cases 0: nothing would be checked");
     }
+    if args.every_lane_arrives {
+        sieve_kernels::let_every_lane_arrive();
+    }
     let settings = CheckSettings {
         cases: args.cases,
         longest: args.longest,

@@ -1,5 +1,5 @@
 //! One attention call's tensors on the GPU, drawn there.
-use crate::on_cuda::{upload, upload_ints};
+use crate::device::Device;
 use burn::tensor::{DType, Distribution, Tensor};
 use burn_cuda::CudaDevice;
 use sieve_kernels::{
@@ -58,8 +58,8 @@ impl Inputs {
             qkv: Qkv::packed(&packed, num_heads, num_kv_heads),
             grads: Qkv::packed(&gradient, num_heads, num_kv_heads),
             d_o: random(shape.output(), device),
-            doc_start: upload_ints(&vec![0; tokens], [batch, seq_len], device),
-            doc_end: upload_ints(&vec![seq_len as i32; tokens], [batch, seq_len], device),
+            doc_start: device.int(&vec![0; tokens], &[batch, seq_len]),
+            doc_end: device.int(&vec![seq_len as i32; tokens], &[batch, seq_len]),
             scale: 1.0 / (head_dim as f32).sqrt(),
         }
     }
@@ -67,7 +67,7 @@ impl Inputs {
     /// Scores, and their biases, on the device.
     pub(crate) fn scores(&self, z: &[f32], device: &CudaDevice) -> [CudaTensor; 2] {
         let delta: Vec<f32> = z.iter().map(|z| z.min(60.0).exp()).collect();
-        [z, &delta].map(|values| upload(values, self.shape.per_key(), DType::F32, device))
+        [z, &delta].map(|values| device.float(values, &self.shape.per_key(), DType::F32))
     }
 
     /// The lists; the selection goes.

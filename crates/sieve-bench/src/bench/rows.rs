@@ -1,8 +1,8 @@
 //! The rows of a benchmark: what is timed, on which shapes.
 use super::Bench;
 use super::inputs::{Inputs, random};
+use crate::device::Device;
 use crate::error::Result;
-use crate::on_cuda::{upload, upload_ints};
 use crate::random::Random;
 use crate::scores::Scores;
 use burn::tensor::DType;
@@ -237,7 +237,7 @@ pub(crate) fn decoding(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<(
         max_length: shape.seq_len - 1,
     };
     let length = vec![shape.seq_len as i32 - 1; shape.batch];
-    let length = upload_ints(&length, [shape.batch], &bench.device);
+    let length = bench.device.int(&length, &[shape.batch]);
     bench.bytes("decode", shape, bytes, &mut || {
         attention_decode(&token, &cache, &length, step, &scratch).map(drop)
     });
@@ -265,23 +265,18 @@ pub(crate) fn dma_decoding(
             k: random(place, &bench.device),
             v: random(place, &bench.device),
         },
-        z: upload(&z, [batch, kv_heads, kept], DType::F32, &bench.device),
-        positions: upload_ints(&positions, [batch, kv_heads, kept], &bench.device),
+        z: bench.device.float(&z, &[batch, kv_heads, kept], DType::F32),
+        positions: bench.device.int(&positions, &[batch, kv_heads, kept]),
         local_window_size: 0,
     };
     // Better than the worst slot, so that one is replaced.
-    let new_z = upload(
-        &vec![0.5; batch * kv_heads],
-        [batch, kv_heads],
-        DType::F32,
-        &bench.device,
-    );
+    let new_z = bench
+        .device
+        .float(&vec![0.5; batch * kv_heads], &[batch, kv_heads], DType::F32);
     let scratch = DecodeScratch::new(token.q.tensor(), shape, kept)?;
-    let length = upload_ints(
-        &vec![shape.seq_len as i32 - 1; batch],
-        [batch],
-        &bench.device,
-    );
+    let length = bench
+        .device
+        .int(&vec![shape.seq_len as i32 - 1; batch], &[batch]);
     let scale = 1.0 / (shape.head_dim as f32).sqrt();
     let bytes = (batch * kv_heads * kept * (4 * shape.head_dim + 8)) as f64;
     bench.bytes(&format!("dma_decode w {kept}"), shape, bytes, &mut || {

@@ -58,6 +58,9 @@ pub(crate) struct CheckArgs {
     /// Check the portable kernels alone, also where the device has a family of its own
     #[arg(long)]
     pub(super) portable: bool,
+    /// Hopper backward kernels in which every lane arrives at its barrier itself, for compute-sanitizer's racecheck
+    #[arg(long, hide = true)]
+    pub(super) every_lane_arrives: bool,
     /// Also write the rows as JSON
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,
@@ -72,7 +75,8 @@ pub(crate) struct BenchArgs {
     /// The shapes of paper 004's Table 2 (arXiv:2508.02124) instead of the usual ones
     #[arg(long)]
     pub(super) table2: bool,
-    /// DMA's scores: independent, rising, falling, tied, few-values, signed-zeros or captured:FILE; may be repeated
+    /// DMA's scores: independent, rising, falling, tied, few-values, signed-zeros, narrow, steps, drifting or
+    /// captured:FILE; may be repeated
     /// (independent, rising and tied when absent)
     #[arg(long)]
     pub(super) scores: Vec<Scores>,
@@ -128,7 +132,7 @@ pub(crate) struct RunArgs {
     /// Documents a row is cut into, at random places
     #[arg(long, value_name = "COUNT", default_value_t = 1)]
     pub(super) documents: usize,
-    /// DMA's scores: independent, rising, falling, tied, few-values, signed-zeros or captured:FILE
+    /// DMA's scores: independent, rising, falling, tied, few-values, signed-zeros, narrow, steps, drifting or captured:FILE
     #[arg(long)]
     pub(super) scores: Option<Scores>,
     /// Seed of all inputs

@@ -1,10 +1,11 @@
-//! Calls of the launch wrappers themselves: separate q, k and v, gradients into buffers full of NaN, both orders of sums.
+//! Calls of the launch wrappers themselves, on a GPU or on the emulator: separate q, k and v, gradients into buffers full of NaN, both orders of sums.
 use crate::case::{Case, Keys};
+use crate::device::Device;
 use crate::outputs::Outputs;
 use crate::place::{Place, by_token};
 use crate::strided::Strided;
+use burn::tensor::DType;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_cuda::CudaDevice;
 use sieve_kernels::{
     AttentionGradients, AttentionResult, AttentionShape, CudaPrimitive, CudaTensor, DecodeScratch,
@@ -25,60 +26,23 @@ impl Place for Cuda {
     }
 
     fn strided(values: &Strided, device: &CudaDevice) -> FloatTensor<Self> {
-        let buffer = upload(&values.buffer, [values.buffer.len()], DType::BF16, device);
+        let buffer = device.float(&values.buffer, &[values.buffer.len()], DType::BF16);
         let view = buffer.view("view", "x", &values.shape, &values.strides);
         CudaPrimitive::from(view.expect("the buffer was made for these strides"))
     }
 }
 
 /// The family of attention kernels that a call of the wrappers takes, in words.
-pub(crate) fn family(case: &Case, device: &CudaDevice) -> &'static str {
-    let like = upload(&[0.0], [1], DType::F32, device);
+pub(crate) fn family(case: &Case, device: &dyn Device) -> &'static str {
+    let like = device.float(&[0.0], &[1], DType::F32);
     match attention_family(&case.shape, &like) {
         KernelFamily::Portable => "portable kernel",
         KernelFamily::Hopper => "Hopper kernel",
     }
 }
 
-/// Host values as a contiguous tensor.
-pub(crate) fn upload<const D: usize>(
-    values: &[f32],
-    shape: [usize; D],
-    dtype: DType,
-    device: &CudaDevice,
-) -> CudaTensor {
-    let data = TensorData::new(values.to_vec(), shape);
-    let tensor = Tensor::<Cuda, D>::from_data(data, device).cast(dtype);
-    CudaTensor::from(tensor.into_primitive().tensor()).contiguous()
-}
-
-/// Host integers as a contiguous tensor.
-pub(crate) fn upload_ints<const D: usize>(
-    values: &[i32],
-    shape: [usize; D],
-    device: &CudaDevice,
-) -> CudaTensor {
-    let data = TensorData::new(values.to_vec(), shape);
-    let tensor = Tensor::<Cuda, D, Int>::from_data(data, device);
-    CudaTensor::from(tensor.into_primitive()).contiguous()
-}
-
-/// Values in f32.
-pub(crate) fn download(tensor: &CudaTensor) -> Vec<f32> {
-    let data = burn_cubecl::ops::into_data_sync(tensor.primitive().clone());
-    let values = data.convert::<f32>().to_vec();
-    values.expect("data converted to f32 is read as f32")
-}
-
-/// Integers.
-pub(crate) fn download_ints(tensor: &CudaTensor) -> Vec<i32> {
-    let data = burn_cubecl::ops::into_data_sync(tensor.primitive().clone());
-    let values = data.convert::<i32>().to_vec();
-    values.expect("data converted to i32 is read as i32")
-}
-
-/// A case on the GPU.
-pub(crate) struct OnCuda<'a> {
+/// A case on a device.
+pub(crate) struct OnDevice<'a> {
     pub(crate) case: &'a Case,
     pub(crate) qkv: Qkv,
     pub(crate) d_o: CudaTensor,
@@ -86,12 +50,12 @@ pub(crate) struct OnCuda<'a> {
     pub(crate) z: CudaTensor,
     pub(crate) doc_start: CudaTensor,
     pub(crate) doc_end: CudaTensor,
-    device: &'a CudaDevice,
+    pub(crate) device: &'a dyn Device,
 }
 
-impl<'a> OnCuda<'a> {
+impl<'a> OnDevice<'a> {
     /// Uploads a case as separate contiguous tensors.
-    pub(crate) fn new(case: &'a Case, device: &'a CudaDevice) -> Self {
+    pub(crate) fn new(case: &'a Case, device: &'a dyn Device) -> Self {
         let AttentionShape {
             batch,
             seq_len,
@@ -101,12 +65,12 @@ impl<'a> OnCuda<'a> {
             head_dim_v,
         } = case.shape;
         let bf16 = |values: &[f32], heads: usize, width: usize| {
-            upload(values, [batch, seq_len, heads, width], DType::BF16, device)
+            device.float(values, &[batch, seq_len, heads, width], DType::BF16)
         };
         let per_key = |values: &[f32]| {
             let zeros = vec![0.0; batch * num_kv_heads * seq_len];
             let values = if values.is_empty() { &zeros } else { values };
-            upload(values, case.shape.per_key(), DType::F32, device)
+            device.float(values, &case.shape.per_key(), DType::F32)
         };
         Self {
             case,
@@ -118,8 +82,8 @@ impl<'a> OnCuda<'a> {
             d_o: bf16(&case.d_o, num_heads, head_dim_v),
             delta: per_key(&case.delta),
             z: per_key(&case.z),
-            doc_start: upload_ints(&case.doc_start, [batch, seq_len], device),
-            doc_end: upload_ints(&case.doc_end, [batch, seq_len], device),
+            doc_start: device.int(&case.doc_start, &[batch, seq_len]),
+            doc_end: device.int(&case.doc_end, &[batch, seq_len]),
             device,
         }
     }
@@ -217,15 +181,28 @@ impl<'a> OnCuda<'a> {
         order: SumOrder,
     ) -> Result<Outputs, KernelError> {
         let result = self.forward(lists)?;
+        self.gradients(lists, &result, order)
+    }
+
+    /// The backward pass of a forward pass, both read back.
+    pub(crate) fn gradients(
+        &self,
+        lists: Option<&KeyLists>,
+        result: &AttentionResult,
+        order: SumOrder,
+    ) -> Result<Outputs, KernelError> {
         let grads = self.nan_gradients();
-        let ddelta = self.backward(lists, &result, &grads, order)?;
+        let ddelta = self.backward(lists, result, &grads, order)?;
         Ok(Outputs {
-            o: download(&result.o),
-            lse: download(&result.lse),
-            dq: download(grads.q.tensor()),
-            dk: download(grads.k.tensor()),
-            dv: download(grads.v.tensor()),
-            ddelta: ddelta.map_or_else(Vec::new, |ddelta| download(&ddelta)),
+            o: self.device.floats(&result.o)?,
+            lse: self.device.floats(&result.lse)?,
+            dq: self.device.floats(grads.q.tensor())?,
+            dk: self.device.floats(grads.k.tensor())?,
+            dv: self.device.floats(grads.v.tensor())?,
+            ddelta: match ddelta {
+                Some(ddelta) => self.device.floats(&ddelta)?,
+                None => Vec::new(),
+            },
             expire: Vec::new(),
         })
     }
@@ -239,12 +216,8 @@ impl<'a> OnCuda<'a> {
                 .flat_map(|b| &values[(b * shape.seq_len + at) * step..][..step])
                 .copied()
                 .collect();
-            upload(
-                &rows,
-                [shape.batch, 1, heads, width],
-                DType::BF16,
-                self.device,
-            )
+            self.device
+                .float(&rows, &[shape.batch, 1, heads, width], DType::BF16)
         };
         let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
         Qkv::separate(
@@ -256,7 +229,7 @@ impl<'a> OnCuda<'a> {
 
     fn lengths(&self, length: usize) -> CudaTensor {
         let batch = self.case.shape.batch;
-        upload_ints(&vec![length as i32; batch], [batch], self.device)
+        self.device.int(&vec![length as i32; batch], &[batch])
     }
 
     /// All tokens one after the other against a growing cache; `[batch, seq_len, num_heads, head_dim_v]`.
@@ -275,7 +248,7 @@ impl<'a> OnCuda<'a> {
             };
             let length = self.lengths(at);
             let o = attention_decode(&self.token(at), &cache, &length, step, &scratch)?;
-            rows.push(download(&o));
+            rows.push(self.device.floats(&o)?);
         }
         Ok(by_token(&rows, shape))
     }
@@ -292,12 +265,9 @@ impl<'a> OnCuda<'a> {
             let z: Vec<f32> = (0..heads)
                 .map(|row| self.case.z[row * shape.seq_len + at])
                 .collect();
-            let z = upload(
-                &z,
-                [shape.batch, shape.num_kv_heads],
-                DType::F32,
-                self.device,
-            );
+            let z = self
+                .device
+                .float(&z, &[shape.batch, shape.num_kv_heads], DType::F32);
             let o = dma_decode(
                 &self.token(at),
                 &z,
@@ -307,7 +277,7 @@ impl<'a> OnCuda<'a> {
                 ScoreBias::Exp,
                 &scratch,
             )?;
-            rows.push(download(&o));
+            rows.push(self.device.floats(&o)?);
         }
         Ok(by_token(&rows, shape))
     }
