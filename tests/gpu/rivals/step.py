@@ -1,7 +1,7 @@
 """Times training steps of transformers' Qwen3 under torch.compile, the rival of `gpu_step_check CACHE rival=CASE`.
 
-    python3 tests/gpu/step_rival.py [--cases 1.7B-2K,1.7B-8K,1.7B-32K,80M-2K]
-    python3 tests/gpu/step_rival.py --tiny          (no GPU: runs every line once on the CPU, uncompiled)
+    python3 tests/gpu/rivals/step.py [--cases 1.7B-2K,1.7B-8K,1.7B-32K,80M-2K]
+    python3 tests/gpu/rivals/step.py --tiny          (no GPU: runs every line once on the CPU, uncompiled)
 
 Every layer compiled, SDPA by cuDNN, bf16 autocast over f32 weights, fused AdamW, gradients clipped at 1; random tokens; the median of nine steps
 after three, and the most memory that tensors took.

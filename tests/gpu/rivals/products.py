@@ -1,6 +1,6 @@
 """Times torch's products over the shapes of the 1.7B recipe, in the order of a step: forward, then gradients of inputs and of weights.
 
-    python3 tests/gpu/products_rival.py [--tokens 16384]
+    python3 tests/gpu/rivals/products.py [--tokens 16384]
 
 Nothing but products runs, so this is what cuBLAS takes for them on this GPU at the clocks it holds under such a load. Compare with the
 line `products` of `gpu_step_check rival=1.7B-2K-mha` from the same minutes.

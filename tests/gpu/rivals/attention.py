@@ -1,6 +1,6 @@
 """Times PyTorch's attention on the shapes of `sieve kernels bench`, and puts the two side by side. Run both in one sitting:
 
-    sieve kernels bench --json OURS && python3 tests/gpu/attention_rivals.py --ours OURS --json OUT
+    sieve kernels bench --json OURS && python3 tests/gpu/rivals/attention.py --ours OURS --json OUT
 
 Dense: SDPA with cuDNN and with FlashAttention-2. Windows: FlexAttention, compiled. Decoding: cuDNN. bf16, 16 query and 8 KV heads;
 CUDA events, the L2 flushed by reads before each run, the launches queued before the GPU is free, medians. A ratio is the rival's time over ours.
