@@ -1,6 +1,8 @@
-//! The portable kernels on the CPU emulator, without a GPU: `cargo run --release --example emulate -- [CASES] [LONGEST] [SEED]`.
+//! The portable kernels on the CPU emulator, without a GPU: `cargo run --release --example emulate -- [CASES]
+//! [LONGEST] [SEED]`.
 //!
-//! The launch wrappers run as they do on a GPU; their launches are compiled with g++ into target/emulator and run there.
+//! The launch wrappers run as they do on a GPU; their launches are compiled with g++ into target/emulator and run
+//! there.
 #![allow(clippy::print_stdout, reason = "this is a program")]
 use sieve_bench::{CheckSettings, check_emulated};
 use std::path::Path;

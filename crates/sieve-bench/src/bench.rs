@@ -50,8 +50,8 @@ pub struct BenchResult {
     pub failed: usize,
 }
 
-/// Times the attention kernels on a GPU. [`short_check`](crate::short_check) comes first: times of wrong kernels are worth
-/// nothing.
+/// Times the attention kernels on a GPU. [`short_check`](crate::short_check) comes first: times of wrong kernels are
+/// worth nothing.
 ///
 /// # Errors
 /// A GPU that cannot be asked; what does not fit or does not run is a row.

@@ -10,9 +10,9 @@ use std::path::Path;
 /// Most tokens read: enough for the longest benchmark.
 const MAX_TOKENS: usize = 1 << 17;
 
-/// Writes the scores of all layers and KV heads to a safetensors file: "z", f32 `[layers * kv_heads, tokens]`; returns that
-/// shape. The text is cut into pieces as long as a training row, each read from its beginning, whose scores follow each
-/// other in the file: a score depends on its token's values alone.
+/// Writes the scores of all layers and KV heads to a safetensors file: "z", f32 `[layers * kv_heads, tokens]`;
+/// returns that shape. The text is cut into pieces as long as a training row, each read from its beginning, whose
+/// scores follow each other in the file: a score depends on its token's values alone.
 ///
 /// # Errors
 /// A model without DMA, a text without a token, a file that cannot be written.

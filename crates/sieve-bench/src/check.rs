@@ -61,7 +61,7 @@ impl Target {
 pub fn check(settings: &CheckSettings, target: &Target) -> Result<Report> {
     let mut report = Report::default();
     match target {
-        Target::Cpu => ops::<Flex>(&mut report, &FlexDevice, settings, false)?,
+        Target::Cpu => ops::<Flex>(&mut report, &FlexDevice, &settings.extent(), false)?,
         Target::Cuda(gpu) => on_cuda(&mut report, gpu, settings)?,
     }
     Ok(report)
@@ -73,9 +73,9 @@ impl CheckSettings {
     }
 }
 
-/// Compares the portable kernels, run by the CPU emulator, with references: the wrappers of attention, selection, decoding
-/// and the step, at one head width. Needs g++ and no GPU. Compiled programs stay in a folder. Returns the names of the
-/// kernels that ran, too.
+/// Compares the portable kernels, run by the CPU emulator, with references: the wrappers of attention, selection,
+/// decoding and the step, at one head width. Needs g++ and no GPU. Compiled programs stay in a folder. Returns the
+/// names of the kernels that ran, too.
 ///
 /// # Errors
 /// A folder that cannot be written; a wrong result is a row of the report.

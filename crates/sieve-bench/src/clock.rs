@@ -1,9 +1,9 @@
 //! Time on the GPU: its own nanosecond clock, read by a kernel before and after the work, on the stream of the work.
 //!
 //! CubeCL keeps its stream to itself, so there is no place to record an event; a one-thread kernel that stores
-//! `%globaltimer` is in order with everything else, and costs the microsecond or two that [`Clock::overhead`] shows. Before
-//! each repetition a kernel reads half a gigabyte, which throws everything out of the L2 and leaves nothing dirty there,
-//! and then waits until the host has queued the work: gaps on the host are not measured.
+//! `%globaltimer` is in order with everything else, and costs the microsecond or two that [`Clock::overhead`] shows.
+//! Before each repetition a kernel reads half a gigabyte, which throws everything out of the L2 and leaves nothing
+//! dirty there, and then waits until the host has queued the work: gaps on the host are not measured.
 use crate::device::Device;
 use crate::error::{BenchError, Result};
 use burn::tensor::DType;

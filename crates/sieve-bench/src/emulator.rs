@@ -1,9 +1,9 @@
 //! Kernels without a GPU: the launches that the wrappers record, run on the CPU.
 //!
-//! The text of a launch, exactly as a GPU's compiler would get it, becomes a C++ program: `tests/gpu/emulator` gives CUDA's
-//! vocabulary, one fiber stands for one thread, and each `asm` statement becomes a call of the function that `ptx.h` has
-//! for its instruction. g++ compiles each specialisation once. For correctness only; tests/gpu/emulator/README.md says what
-//! it sees and what not.
+//! The text of a launch, exactly as a GPU's compiler would get it, becomes a C++ program: `tests/gpu/emulator` gives
+//! CUDA's vocabulary, one fiber stands for one thread, and each `asm` statement becomes a call of the function that
+//! `ptx.h` has for its instruction. g++ compiles each specialisation once. For correctness only;
+//! tests/gpu/emulator/README.md says what it sees and what not.
 use crate::device::Device;
 use crate::random::round_bf16;
 use burn::tensor::DType;

@@ -14,8 +14,8 @@ const WIDTHS: &[(usize, usize)] = &[
 /// Query heads a KV head.
 const GROUPS: &[usize] = &[1, 2, 3, 4, 8];
 
-/// Tokens of a selection: one block, several super-blocks, several blocks of survivors, more leaving times than one window
-/// of bits.
+/// Tokens of a selection: one block, several super-blocks, several blocks of survivors, more leaving times than one
+/// window of bits.
 const LENGTHS: &[usize] = &[1, 2, 63, 1024, 1025, 3000, 8193, 20001, 131_073, 300_001];
 
 /// What random calls are drawn from.

@@ -1,8 +1,9 @@
 //! The proving ground of the kernels: cases, references, bars and clocks behind `sieve kernels`.
 //!
-//! A check draws cases from a seed, computes each on the host as a definition would ([`Report`] says how far the kernel's
-//! result is from it, beside the error of a plain bf16 computation), and names the path that every call took. A benchmark
-//! times the same calls on the GPU's own clock. Nothing here prints: callers get reports and events.
+//! A check draws cases from a seed, computes each on the host as a definition would ([`Report`] says how far the
+//! kernel's result is from it, beside the error of a plain bf16 computation), and names the path that every call
+//! took. A benchmark times the same calls on the GPU's own clock. Nothing here prints: callers get reports and
+//! events.
 
 mod error;
 

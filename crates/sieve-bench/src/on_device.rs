@@ -1,4 +1,5 @@
-//! Calls of the launch wrappers themselves, on a GPU or on the emulator: separate q, k and v, gradients into buffers full of NaN, both orders of sums.
+//! Calls of the launch wrappers themselves, on a GPU or on the emulator: separate q, k and v, gradients into buffers
+//! full of NaN, both orders of sums.
 use crate::case::{Case, Keys};
 use crate::device::Device;
 use crate::outputs::Outputs;

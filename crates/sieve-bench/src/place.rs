@@ -142,8 +142,8 @@ impl<B: Place> Call<'_, B> {
     }
 }
 
-/// Fills memory of the sizes of a call's outputs with NaN and frees it, so that the pool hands it to the call: an element
-/// that a kernel forgets shows.
+/// Fills memory of the sizes of a call's outputs with NaN and frees it, so that the pool hands it to the call: an
+/// element that a kernel forgets shows.
 pub(crate) fn poison<B: Place>(shape: AttentionShape, device: &B::Device) {
     let tokens = shape.batch * shape.seq_len;
     let packed = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim;

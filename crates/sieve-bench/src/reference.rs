@@ -27,8 +27,8 @@ impl Rounding {
 /// Results, and the size of what cancels in them.
 pub(crate) struct Reference {
     pub(crate) outputs: Outputs,
-    /// Largest `sum_i P_ij (|dP_ij| + |sum_j P_ij dP_ij|)` of any key: `ddelta` is the same sum without the bars, so its
-    /// rounding error is proportional to this, even where it is 0.
+    /// Largest `sum_i P_ij (|dP_ij| + |sum_j P_ij dP_ij|)` of any key: `ddelta` is the same sum without the bars, so
+    /// its rounding error is proportional to this, even where it is 0.
     pub(crate) ddelta_terms: f32,
 }
 

@@ -16,8 +16,8 @@ const SMALL: &[&str] = &[
     "150",
 ];
 
-/// The tools, with what `kernels check` needs beside its small cases. racecheck credits an arrival at a barrier to the lane
-/// that made it, so the lanes of the Hopper backward's row statistics arrive one by one for it.
+/// The tools, with what `kernels check` needs beside its small cases. racecheck credits an arrival at a barrier to
+/// the lane that made it, so the lanes of the Hopper backward's row statistics arrive one by one for it.
 const TOOLS: &[(&str, &[&str])] = &[
     ("memcheck", &[]),
     ("synccheck", &[]),

@@ -1,5 +1,5 @@
-//! Decoding against caches that some prefill left: rows of different length, several splits, NaN wherever a kernel has no
-//! business, DMA's slots in any order, groups of more query heads than a block has rows.
+//! Decoding against caches that some prefill left: rows of different length, several splits, NaN wherever a kernel
+//! has no business, DMA's slots in any order, groups of more query heads than a block has rows.
 use crate::bar::Bar;
 use crate::device::Device;
 use crate::extent::Extent;
@@ -278,6 +278,7 @@ impl Calls<'_> {
             },
             z: self.device.float(&slot_z, &per_slot, DType::F32),
             positions: self.device.int(&slot_position, &per_slot),
+            local_window_size: 0,
         };
         let scratch = DecodeScratch::new(&slots.z, self.shape, kept).map_err(text)?;
         for _ in 0..steps {

@@ -8,12 +8,13 @@ use crate::random::{Random, round_bf16};
 use crate::report::Report;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::{Flex, FlexDevice};
+use sieve_core::AdamWStep;
 use sieve_kernels::{
-    AdamwTensors, AdamwUpdate, CudaTensor, FixedSum, GradientTarget, KernelError, QkNormRope, Qkv,
-    Reuse, ScoreBias, ScoresBackward, Term, adamw, dma_scores, dma_scores_backward,
-    embedding_backward, embedding_forward, fixed_sum, join_master, qk_norm_rope_backward,
-    qk_norm_rope_forward, residual_add, rms_norm_backward, rms_norm_backward_with_output,
-    rms_norm_forward, rms_norm_residual_forward, split_master, sum_of_squares, swiglu_backward,
+    AdamwTensors, CudaTensor, FixedSum, GradientTarget, KernelError, QkNormRope, Qkv, Reuse,
+    ScoreBias, ScoresBackward, Term, adamw, dma_scores, dma_scores_backward, embedding_backward,
+    embedding_forward, fixed_sum, join_master, qk_norm_rope_backward, qk_norm_rope_forward,
+    residual_add, rms_norm_backward, rms_norm_backward_with_output, rms_norm_forward,
+    rms_norm_residual_forward, split_master, sum_of_squares, swiglu_backward,
     swiglu_backward_with_output, swiglu_forward,
 };
 use sieve_ops::{AttentionSpec, QkNormRopeCall, RmsNormCall, RopeTables, reference};
@@ -102,6 +103,17 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
             format!("{size}"),
             Calls::new(device, seed).sums(size),
         );
+    }
+    let kv_heads: &[usize] = match is_emulated {
+        true => &[3],
+        false => &[1, 2, 3, 4, 8, 16, 32],
+    };
+    for &kv_heads in kv_heads {
+        for (tokens, head_dim) in [(33, 64), (257, 128)] {
+            let case = format!("{tokens} tokens, {kv_heads} heads of {head_dim}");
+            let outcome = Calls::new(device, seed).dma_scores(tokens, kv_heads, head_dim);
+            add("dma_scores", case, outcome);
+        }
     }
     add(
         "residual_add",
@@ -389,7 +401,11 @@ impl<'a> Calls<'a> {
                 _ => self.random.below(vocab) as i32,
             })
             .collect();
-        let on = self.device.int(&ids, &[tokens]);
+        let on = self.device.int(&ids, &[1, tokens]);
+        let pitch = WIDTH + GAP;
+        let strides = [tokens * pitch, pitch, 1];
+        let dy_on = dy.on.view("check", "dy", &[1, tokens, WIDTH], &strides);
+        let dy_on = dy_on.map_err(text)?;
         let mut expected = Vec::new();
         let mut sums = vec![0.0f64; vocab * WIDTH];
         for (at, &id) in ids.iter().enumerate() {
@@ -406,7 +422,7 @@ impl<'a> Calls<'a> {
         let y = embedding_forward(&weight.on, &on).map_err(text)?;
         same("rows", &self.device.floats(&y).map_err(text)?, &expected)?;
         let sums: Vec<f32> = sums.into_iter().map(|x| x as f32).collect();
-        let backward = |target| embedding_backward(&dy.on, &on, vocab, target).map_err(text);
+        let backward = |target| embedding_backward(&dy_on, &on, vocab, target).map_err(text);
         let dweight = backward(GradientTarget::New)?;
         self.close("dweight", &dweight, &sums)?;
         self.equal(
@@ -420,7 +436,7 @@ impl<'a> Calls<'a> {
     }
 
     fn adamw(mut self, size: usize) -> Outcome {
-        const UPDATE: AdamwUpdate = AdamwUpdate {
+        const UPDATE: AdamWStep = AdamWStep {
             lr: 3e-3,
             beta1: 0.9,
             beta2: 0.95,

@@ -132,7 +132,8 @@ pub(crate) struct RunArgs {
     /// Documents a row is cut into, at random places
     #[arg(long, value_name = "COUNT", default_value_t = 1)]
     pub(super) documents: usize,
-    /// DMA's scores: independent, rising, falling, tied, few-values, signed-zeros, narrow, steps, drifting or captured:FILE
+    /// DMA's scores: independent, rising, falling, tied, few-values, signed-zeros, narrow, steps, drifting or
+    /// captured:FILE
     #[arg(long)]
     pub(super) scores: Option<Scores>,
     /// Seed of all inputs
