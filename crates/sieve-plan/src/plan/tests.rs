@@ -1,7 +1,7 @@
 //! The plan against numbers worked out by hand.
 
 use super::*;
-use crate::{InferenceSize, MemoryVerdict, gpu_attention_gap, import_memory, inference_memory};
+use crate::{InferenceSize, MemoryVerdict, import_memory, inference_memory};
 use sieve_core::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
 use sieve_core::model::{Attention, gpu};
 
