@@ -4,8 +4,8 @@ mod attention;
 mod flops;
 pub mod gpu;
 mod parameters;
-#[cfg(test)]
-pub(crate) mod test_shapes;
+#[doc(hidden)]
+pub mod test_shapes;
 
 pub use attention::{Attention, DmaBias, MlaShape, NUM_NSA_BRANCHES, NsaCompression, NsaShape};
 pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};
