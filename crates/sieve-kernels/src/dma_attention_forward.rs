@@ -15,7 +15,7 @@ use burn::tensor::DType;
 const NAME: &str = "dma_attention_forward";
 
 /// Attention of query i over the keys with `j <= i < expire[j]`, `delta` (f32 `[batch, num_kv_heads, seq_len]`) added to
-/// every logit of its key (paper 004, eq. 3 to 6). A query that sees nothing gets `o = 0`, `lse = -inf`.
+/// every logit of its key (arXiv:2508.02124, eq. 3 to 6). A query that sees nothing gets `o = 0`, `lse = -inf`.
 ///
 /// # Errors
 /// Another type than bf16, sizes that do not fit each other or the lists, a scale that is not positive.

@@ -17,7 +17,7 @@ const MAX_KV_HEADS: usize = 32;
 /// How a score becomes the bias of its key's logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScoreBias {
-    /// `exp(min(z, 60))`, as in paper 004.
+    /// `exp(min(z, 60))`, as in arXiv:2508.02124.
     Exp,
     /// `z` itself.
     Linear,
@@ -34,7 +34,7 @@ pub struct Scores {
     pub delta: CudaTensor,
 }
 
-/// Scores of all keys from their values (paper 004, eq. 3). `w_dt` is f32 `[num_kv_heads * head_dim, num_kv_heads]`, `a`
+/// Scores of all keys from their values (arXiv:2508.02124, eq. 3). `w_dt` is f32 `[num_kv_heads * head_dim, num_kv_heads]`, `a`
 /// f32 `[num_kv_heads]`.
 ///
 /// # Errors
