@@ -1,19 +1,19 @@
 // attention_backward: gradients of dense causal or sliding-window attention, keys outermost; attention_backward_prepare (and, with a bias,
 // attention_row_sums) runs before it, attention_backward_convert after it.
-// Math       P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i) over the pairs attention_forward sees; dv_j = sum_i P_ij do_i;
+// Math       P_ij = exp(softmax_scale * q_i . k_j + delta_j - base_i - lse_i) over the pairs attention_forward sees; dv_j = sum_i P_ij do_i;
 //            dS_ij = P_ij (do_i . v_j - D_i), D_i = do_i . o_i = sum_j P_ij do_i . v_j; dk_j = softmax_scale * sum_i dS_ij q_i; ddelta_j = sum_i dS_ij (sums over the
 //            heads of the group too); dq_sum_i = sum_j dS_ij k_j, still without softmax_scale
 // Layout     q, k, v as attention_forward; do bf16 [batch, seq_len, num_heads, HEAD_DIM_V] contiguous; row_stats f32 pairs [batch, num_heads, padded_len, 2]
-//            from attention_backward_prepare; doc_end i32 [batch, seq_len]; delta, ddelta f32 [batch, num_kv_heads, seq_len];
+//            from attention_backward_prepare; doc_end i32 [batch, seq_len]; delta, base as attention_forward; ddelta f32 [batch, num_kv_heads, seq_len];
 //            dk, dv bf16 with strides and offsets like k, v; dq_sum f32 [batch, num_heads, padded_len / 16, HEAD_DIM / 8, 32, 4]: 16 x 8 tiles in the
 //            order of tensor core accumulators, zero before the launch
-// Buffers    q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta,) (COMPUTE_DQ: dq_sum,) (COMPUTE_DK: dk,) (COMPUTE_DV: dv,) (HAS_BIAS and COMPUTE_DK: ddelta)
+// Buffers    q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,) (COMPUTE_DK: dk,) (COMPUTE_DV: dv,) (HAS_BIAS and COMPUTE_DK: ddelta)
 // Defines    HEAD_DIM, HEAD_DIM_V; HAS_BIAS; COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV (1; DETERMINISTIC mode sets COMPUTE_DQ 0 and runs
 //            attention_backward_query instead; HEAD_DIM + HEAD_DIM_V > 320 takes two launches, one with COMPUTE_DV alone, one without it);
 //            tiling NUM_WARPS (even), BLOCK_Q 32|64, MIN_BLOCKS
 // Tiling     BLOCK_KV = 16 * NUM_WARPS keys a block: grid (ceil(seq_len / BLOCK_KV), num_kv_heads, batch), early keys (most queries) first (block_order.cuh); NUM_WARPS * 32 threads;
 //            dynamic shared bytes = (BLOCK_KV + 2 * BLOCK_Q) * (HEAD_DIM + HEAD_DIM_V) * 2 + 2 * BLOCK_KV * BLOCK_Q * (COMPUTE_DV + (COMPUTE_DQ ? 2 :
-//              COMPUTE_DK ? 1 : 0)) + 16 * BLOCK_Q + BLOCK_KV * (HAS_BIAS ? 12 : 8) + 128
+//              COMPUTE_DK ? 1 : 0)) + (HAS_BIAS ? 24 : 16) * BLOCK_Q + BLOCK_KV * (HAS_BIAS ? 12 : 8) + 128
 // Numerics   P and dS rounded to bf16 for the products, f32 accumulators; dk, dv, ddelta: fixed order, one rounding, every element written;
 //            dq_sum: f32 atomics, so its order varies from run to run
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
@@ -59,7 +59,7 @@ DEVICE void store_rows(u32 shared, const float (&sums)[2][2 * HALF_PAIRS][4], fl
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward(
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_end,
 #if HAS_BIAS
-    const float* delta,
+    const float* delta, const float* base,
 #endif
 #if COMPUTE_DQ
     float* dq_sum,
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     if (key < seq_len) entry.y = min(doc_end[(u64)batch * seq_len + key], key + window);
     entries[at] = entry;
 #if HAS_BIAS
-    ((float*)(shared_memory + BIAS_AT))[at] = key < seq_len ? delta[((u64)batch * num_kv_heads + kv_head) * seq_len + key] : 0.0f;
+    ((float*)(shared_memory + BIAS_AT))[at] = key < seq_len ? in_scores(delta[((u64)batch * num_kv_heads + kv_head) * seq_len + key], 1.0f / f32_word(params.softmax_scale)) : 0.0f;
 #endif
   }
   __syncthreads();  // entries and bias are read by other threads
@@ -118,6 +118,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   block.first_tile = first_key / BLOCK_Q;
   block.num_tiles = ceil_div(end_query, BLOCK_Q) - block.first_tile;
   block.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+#if HAS_BIAS
+  block.base = base + ((u64)batch * num_kv_heads + kv_head) * params.padded_len;
+  block.bias_unit = 1.0f / f32_word(params.softmax_scale);
+#endif
   block.batch = place.batch;
   block.kv_head = place.head;
   block.first_key = first_key;

@@ -1,9 +1,9 @@
 // attention_backward_query: dq of dense causal or sliding-window attention, queries in place: the deterministic partner of attention_backward
 // with COMPUTE_DQ 0.
-// Math       dq_i = softmax_scale * sum_j dS_ij k_j, dS_ij = P_ij (do_i . v_j - D_i), P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i)
+// Math       dq_i = softmax_scale * sum_j dS_ij k_j, dS_ij = P_ij (do_i . v_j - D_i), P_ij = exp(softmax_scale * q_i . k_j + delta_j - base_i - lse_i)
 // Layout     q, k, v, doc_start, delta as attention_forward; do bf16 [batch, seq_len, num_heads, HEAD_DIM_V] contiguous; row_stats f32 pairs
 //            [batch, num_heads, padded_len, 2] from attention_backward_prepare; dq bf16 with strides and an offset like q
-// Buffers    q, k, v, do, row_stats, doc_start, (HAS_BIAS: delta,) dq
+// Buffers    q, k, v, do, row_stats, doc_start, (HAS_BIAS: delta, base,) dq
 // Defines    HEAD_DIM, HEAD_DIM_V, HAS_BIAS, HEADS_PER_TILE (1); tiling NUM_WARPS, BLOCK_KV, NUM_STAGES, MIN_BLOCKS
 // Tiling     BLOCK_Q = 16 * NUM_WARPS rows = HEADS_PER_TILE heads x TILE_QUERIES queries: grid (ceil(seq_len / TILE_QUERIES), num_heads / HEADS_PER_TILE,
 //            batch); NUM_WARPS * 32 threads; dynamic shared bytes = (BLOCK_Q + NUM_STAGES * BLOCK_KV) * (HEAD_DIM + HEAD_DIM_V) * 2
@@ -29,7 +29,7 @@ struct AttentionBackwardQueryParams {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_query(
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_start,
 #if HAS_BIAS
-    const float* delta,
+    const float* delta, const float* base,
 #endif
     bf16* dq, const __grid_constant__ AttentionBackwardQueryParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -50,6 +50,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   tile.doc_start = doc_start + (u64)batch * seq_len;
   tile.window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
   tile.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+#if HAS_BIAS
+  tile.base = base + ((u64)batch * num_kv_heads + kv_head) * ceil_div(seq_len, 64) * 64;
+  tile.bias_unit = 1.0f / f32_word(params.softmax_scale);
+#endif
 
   KvStream stream;
   stream.k = k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM;

@@ -1,16 +1,18 @@
 // attention_forward: dense causal or sliding-window attention inside packed documents, with an optional bias per key.
-// Math       logit_ij = softmax_scale * q_i . k_j + delta_j; o_i = sum_j softmax_j(logit_ij) v_j over the keys max(doc_start_i, i - window + 1) <= j <= i;
-//            lse_i = log sum_j exp(logit_ij). delta (HAS_BIAS) is that of DMA with every key kept (w >= the longest document).
+// Math       logit_ij = softmax_scale * q_i . k_j + (delta_j - base_i); o_i = sum_j softmax_j(logit_ij) v_j over the keys max(doc_start_i, i - window + 1) <= j <= i;
+//            lse_i = log sum_j exp(logit_ij). delta (HAS_BIAS) is that of DMA with every key kept (w >= the longest document),
+//            base the largest of the row's (bias_base.cu)
 // Layout     q [batch, seq_len, num_heads, HEAD_DIM], k [.., num_kv_heads, HEAD_DIM], v [.., num_kv_heads, HEAD_DIM_V] bf16: any token and batch
 //            stride and an element offset, all multiples of 8 (slices of one packed tensor: pass it three times); doc_start i32 [batch, seq_len];
-//            delta f32 [batch, num_kv_heads, seq_len]; o bf16 [batch, seq_len, num_heads, HEAD_DIM_V], lse f32 [batch, num_heads, seq_len] contiguous
-// Buffers    q, k, v, doc_start, (HAS_BIAS: delta,) o, lse
+//            delta f32 [batch, num_kv_heads, seq_len], base f32 [batch, num_kv_heads, seq_len rounded up to 64]; o bf16 [batch, seq_len, num_heads, HEAD_DIM_V], lse f32 [batch, num_heads, seq_len] contiguous
+// Buffers    q, k, v, doc_start, (HAS_BIAS: delta, base,) o, lse
 // Defines    HEAD_DIM (16 .. 256, a multiple of 16), HEAD_DIM_V (default HEAD_DIM, at most it), HAS_BIAS 0|1; the tiling WARP_ROWS 16|32, NUM_WARPS,
 //            BLOCK_KV, NUM_STAGES, MIN_BLOCKS, Q_IN_REGISTERS; HEADS_PER_TILE (1; else a divisor of the group)
 // Tiling     BLOCK_Q = NUM_WARPS * WARP_ROWS rows = HEADS_PER_TILE heads x TILE_QUERIES queries.
 //            grid (ceil(seq_len / TILE_QUERIES), num_heads / HEADS_PER_TILE, batch), the longest tiles first (block_order.cuh); NUM_WARPS * 32 threads;
 //            dynamic shared bytes = BLOCK_Q * HEAD_DIM * 2 + NUM_STAGES * BLOCK_KV * (HEAD_DIM + HEAD_DIM_V) * 2 + (HAS_BIAS ? NUM_STAGES * BLOCK_KV * 4 : 0)
-// Numerics   products on bf16 tensor cores, f32 accumulators; softmax f32 in powers of two, P rounded to bf16 for P V; one rounding at the store.
+// Numerics   delta / softmax_scale and base / softmax_scale are rounded to f32 and subtracted before q . k is added: a bias is as good as one rounding more;
+//            products on bf16 tensor cores, f32 accumulators; softmax f32 in powers of two, P rounded to bf16 for P V; one rounding at the store.
 //            A row's arithmetic does not depend on later tokens or on other rows of the batch. Writes every element of o and lse.
 // Edges      any seq_len >= 1; only tiles with a visible pair are read and only tiles seen in part are masked; softmax_scale > 0, window >= 1
 #include "common/block_order.cuh"
@@ -30,7 +32,7 @@ struct AttentionForwardParams {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(
     const bf16* q, const bf16* k, const bf16* v, const i32* doc_start,
 #if HAS_BIAS
-    const float* delta,
+    const float* delta, const float* base,
 #endif
     bf16* o, float* lse, const __grid_constant__ AttentionForwardParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -51,6 +53,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
   tile.doc_start = doc_start + (u64)batch * seq_len;
   tile.window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
   tile.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+#if HAS_BIAS
+  tile.base = base + ((u64)batch * num_kv_heads + kv_head) * ceil_div(seq_len, 64) * 64;
+  tile.bias_unit = 1.0f / f32_word(params.softmax_scale);
+#endif
 
   KvStream stream;
   stream.k = k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM;

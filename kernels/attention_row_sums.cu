@@ -1,10 +1,10 @@
 // attention_row_sums: exact row sums for attention_backward; runs between attention_backward_prepare and it.
-// Math       D_i = sum_j P_ij (do_i . v_j), P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i). do_i . o_i is the same number, but from an o rounded
+// Math       D_i = sum_j P_ij (do_i . v_j), P_ij = exp(softmax_scale * q_i . k_j + delta_j - base_i - lse_i). do_i . o_i is the same number, but from an o rounded
 //            to bf16: where one key holds most of the softmax, as a large delta makes it, do_i . v_j - D_i cancels and that rounding dominates ddelta,
 //            dq and dk (measured: up to 17 times the error of plain bf16 attention). Worth its time where there is a bias
 // Layout     q, k, v, doc_start, delta as attention_forward; do bf16 [batch, seq_len, num_heads, HEAD_DIM_V] contiguous; row_stats f32 pairs
 //            [batch, num_heads, padded_len, 2]: lse of each pair is read, D_i replaces the second number
-// Buffers    q, k, v, do, row_stats, doc_start, (HAS_BIAS: delta)
+// Buffers    q, k, v, do, row_stats, doc_start, (HAS_BIAS: delta, base)
 // Defines    HEAD_DIM, HEAD_DIM_V, HAS_BIAS, HEADS_PER_TILE (1); tiling WARP_ROWS 16|32, NUM_WARPS, BLOCK_KV, NUM_STAGES, MIN_BLOCKS, Q_IN_REGISTERS
 // Tiling     BLOCK_Q = NUM_WARPS * WARP_ROWS rows = HEADS_PER_TILE heads x TILE_QUERIES queries: grid (ceil(seq_len / TILE_QUERIES), num_heads /
 //            HEADS_PER_TILE, batch); NUM_WARPS * 32 threads; dynamic shared bytes = (BLOCK_Q + NUM_STAGES * BLOCK_KV) * (HEAD_DIM + HEAD_DIM_V) * 2
@@ -29,7 +29,7 @@ struct AttentionRowSumsParams {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_row_sums(
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const i32* doc_start,
 #if HAS_BIAS
-    const float* delta,
+    const float* delta, const float* base,
 #endif
     const __grid_constant__ AttentionRowSumsParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -50,6 +50,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_row_
   tile.doc_start = doc_start + (u64)batch * seq_len;
   tile.window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
   tile.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+#if HAS_BIAS
+  tile.base = base + ((u64)batch * num_kv_heads + kv_head) * ceil_div(seq_len, 64) * 64;
+  tile.bias_unit = 1.0f / f32_word(params.softmax_scale);
+#endif
 
   KvStream stream;
   stream.k = k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM;

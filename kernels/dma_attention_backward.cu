@@ -3,12 +3,12 @@
 // attention_backward_convert (dq) and dma_attention_backward_convert (dk, dv) after it.
 // Math       as attention_backward over the pairs j <= i < expire_j: dq_sum_i += sum_j dS_ij k_j (without softmax_scale), dk_sum_j += sum_i dS_ij q_i
 //            (without softmax_scale), dv_sum_j += sum_i P_ij do_i, ddelta_j += sum_i dS_ij, i over the queries of the launch's super-blocks
-// Layout     q, k, v, delta, list as dma_attention_forward, list_len i32 [batch, num_kv_heads, num_super_blocks]; do bf16 [batch, seq_len, num_heads,
+// Layout     q, k, v, delta, base, list as dma_attention_forward, list_len i32 [batch, num_kv_heads, num_super_blocks]; do bf16 [batch, seq_len, num_heads,
 //            HEAD_DIM_V] contiguous; row_stats f32 pairs [batch, num_heads, padded_len, 2]; ddelta f32 [batch, num_kv_heads, seq_len];
 //            dk_sum f32 [batch, num_kv_heads, seq_len, HEAD_DIM], dv_sum likewise with HEAD_DIM_V: within a row, groups of 16 columns hold
 //            {2t, 2t+1, 2t+8, 2t+9} for t = 0 .. 3; dq_sum f32 [batch, num_heads, dq_len / 16, HEAD_DIM / 8, 32, 4] for the launch's queries only,
 //            dq_len = super_blocks * SUPER_BLOCK. All sums are added to: zero before the first launch
-// Buffers    q, k, v, do, row_stats, delta, list, list_len, (COMPUTE_DQ: dq_sum,) (COMPUTE_DK: dk_sum,) (COMPUTE_DV: dv_sum,) (COMPUTE_DK: ddelta)
+// Buffers    q, k, v, do, row_stats, delta, base, list, list_len, (COMPUTE_DQ: dq_sum,) (COMPUTE_DK: dk_sum,) (COMPUTE_DV: dv_sum,) (COMPUTE_DK: ddelta)
 // Defines    as attention_backward (HAS_BIAS is always 1); SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made without atomics, COMPUTE_DQ must be 0
 //            and a launch covers one super-block (launches in ascending order fix the order of every sum; dq comes from dma_attention_backward_query)
 // Tiling     grid (super_blocks * ceil(list_capacity / BLOCK_KV), num_kv_heads, batch), super_blocks = those of this launch: any number from
@@ -72,7 +72,7 @@ DEVICE void add_rows(float* to, const float (&sums)[2][2 * HALF_PAIRS][4], const
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_backward(
-    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const float* delta, const int2* list, const i32* list_len,
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const float* delta, const float* base, const int2* list, const i32* list_len,
 #if COMPUTE_DQ
     float* dq_sum,
 #endif
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_
     int2 entry = {0, 0};
     if (first_entry + at < num_entries) entry = from[at];
     entries[at] = entry;
-    ((float*)(shared_memory + BIAS_AT))[at] = entry.y > 0 ? delta[list_row * seq_len + entry.x] : 0.0f;
+    ((float*)(shared_memory + BIAS_AT))[at] = entry.y > 0 ? in_scores(delta[list_row * seq_len + entry.x], 1.0f / f32_word(params.softmax_scale)) : 0.0f;
   }
   __syncthreads();  // entries and bias are read by other threads
   gather_rows<HEAD_DIM, BLOCK_KV>(shared, k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM, (u32)params.k_token_stride, entries);
@@ -132,6 +132,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_
   block.first_tile = first_query / BLOCK_Q;
   block.num_tiles = max(ceil_div(end_query, BLOCK_Q) - block.first_tile, 0);
   block.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+  block.base = base + list_row * params.padded_len;
+  block.bias_unit = 1.0f / f32_word(params.softmax_scale);
   KeyGradients sums;
   attention_backward_block(block, shared_memory, sums);
 

@@ -1,11 +1,11 @@
 // dma_attention_forward: exact dynamic mask attention over gathered key lists.
-// Math       logit_ij = softmax_scale * q_i . k_j + delta_j; o_i = sum_j softmax_j(logit_ij) v_j over the keys with j <= i < expire_j (paper 004, eq. 3 to 6);
-//            lse_i = log sum_j exp(logit_ij); a query that sees nothing gets o = 0, lse = -inf
+// Math       logit_ij = softmax_scale * q_i . k_j + (delta_j - base_i); o_i = sum_j softmax_j(logit_ij) v_j over the keys with j <= i < expire_j (paper 004, eq. 3 to 6);
+//            lse_i = log sum_j exp(logit_ij), base the largest bias of the row (bias_base.cu); a query that sees nothing gets o = 0, lse = -inf
 // Layout     q [batch, seq_len, num_heads, HEAD_DIM], k [.., num_kv_heads, HEAD_DIM], v [.., num_kv_heads, HEAD_DIM_V] bf16: any token and batch
-//            stride and an element offset, all multiples of 8; delta f32 [batch, num_kv_heads, seq_len]; list int2 {j, expire_j} [batch,
+//            stride and an element offset, all multiples of 8; delta f32 [batch, num_kv_heads, seq_len], base f32 [batch, num_kv_heads, seq_len rounded up to 64]; list int2 {j, expire_j} [batch,
 //            num_kv_heads, num_super_blocks, list_capacity], tile_window i32 [batch, num_kv_heads, ceil(seq_len / tile_queries), 2], as dma_lists
 //            writes them; o bf16 [batch, seq_len, num_heads, HEAD_DIM_V], lse f32 [batch, num_heads, seq_len] contiguous
-// Buffers    q, k, v, delta, list, tile_window, o, lse
+// Buffers    q, k, v, delta, base, list, tile_window, o, lse
 // Defines    as attention_forward, HAS_BIAS is always 1; HEADS_PER_TILE: the query heads that share a gathered tile, a divisor of the group
 //            (largest of 8, 4, 2, 1 that divides it and leaves TILE_QUERIES >= 16); SUPER_BLOCK (1024)
 // Tiling     BLOCK_Q = NUM_WARPS * WARP_ROWS rows = HEADS_PER_TILE heads x TILE_QUERIES queries; a tile stays inside one super-block:
@@ -33,7 +33,7 @@ struct DmaAttentionForwardParams {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_forward(
-    const bf16* q, const bf16* k, const bf16* v, const float* delta, const int2* list, const i32* tile_window, bf16* o, float* lse,
+    const bf16* q, const bf16* k, const bf16* v, const float* delta, const float* base, const int2* list, const i32* tile_window, bf16* o, float* lse,
     const __grid_constant__ DmaAttentionForwardParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   constexpr int BLOCK_TILES = ceil_div(SUPER_BLOCK, TILE_QUERIES);
@@ -52,9 +52,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_
   tile.num_heads = num_heads;
   tile.seq_len = seq_len;
   tile.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+  const u64 list_row = (u64)batch * num_kv_heads + kv_head;
+  tile.base = base + list_row * ceil_div(seq_len, 64) * 64;
+  tile.bias_unit = 1.0f / f32_word(params.softmax_scale);
 
   // The window's begin falls and its end falls from tile to tile: the last query decides the one, the first query the other.
-  const u64 list_row = (u64)batch * num_kv_heads + kv_head;
   const int tile_queries = (int)params.tile_queries, num_windows = ceil_div(seq_len, tile_queries), num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
   const i32* windows = tile_window + list_row * num_windows * 2;
   const int begin = windows[(tile.end_query - 1) / tile_queries * 2], end = windows[tile.first_query / tile_queries * 2 + 1];

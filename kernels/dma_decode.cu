@@ -17,7 +17,7 @@
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16) + WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576), WARPS = NUM_THREADS / 32;
 //            num_splits = clamp(2 * multiprocessors / (batch * grid.y), 1, min(ceil(w / 64), 4096)). One launch: every block finds the smallest slot
 //            by itself while its first tiles arrive, split 0 attends the new key from where it lies, the last block of a head stores it
-// Numerics   order by integers, exact. Logits, softmax and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order
+// Numerics   order by integers, exact. The largest bias is taken from all (the softmax is the same). Logits, softmax and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order
 // Edges      rows of different length in one batch; length 0; w not a multiple of a tile; w = 1. The slot that is overwritten is loaded
 //            and masked: its v must be finite (it was attended before)
 #include "common/order_key.cuh"
@@ -48,8 +48,7 @@ struct DmaDecodeParams {
   u64 local_window_size;
 };
 
-// The key bias in base 2.
-DEVICE float bias_of_score(float z) { return (BIAS_LINEAR ? z : expf(fminf(z, MAX_EXPONENT))) * LOG2_E; }
+DEVICE float bias_of_score(float z) { return BIAS_LINEAR ? z : expf(fminf(z, MAX_EXPONENT)); }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
 dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf16* __restrict__ v_new, const float* __restrict__ z_new,
@@ -58,6 +57,7 @@ dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf1
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   __shared__ u32 last_flag;
   __shared__ u64 warp_smallest[NUM_WARPS];
+  __shared__ float warp_largest[NUM_WARPS];
   __shared__ i32 smallest_slot;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int group_size = (int)(params.num_heads / params.num_kv_heads), row_blocks = (group_size + DECODE_ROWS - 1) / DECODE_ROWS;
@@ -93,11 +93,13 @@ dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf1
   // Select: which slot does the new key take, if any?
   const float token_z = z_new[head];
   i32 taken = num_slots;  // a free one
+  float largest = token_z;  // of all scores here
   if (num_slots == window) {
     u64 smallest = ~0ull;
     i32 slot_of_smallest = NO_SLOT;
     const i32 last_candidate = position - (i32)params.local_window_size;
     auto consider = [&](i32 slot, u32 z_bits, u32 key_position) {
+      largest = fmaxf(largest, __uint_as_float(z_bits));
       if ((i32)key_position > last_candidate) return;
       const u64 key = order_key(order_of_score(__uint_as_float(z_bits)), key_position);
       if (key < smallest) {
@@ -135,8 +137,18 @@ dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf1
     }
     __syncthreads();  // the slot is known
     taken = smallest_slot;
+  } else {
+    for (i32 slot = threadIdx.x; slot < num_slots; slot += NUM_THREADS) largest = fmaxf(largest, head_z[slot]);
   }
-  __syncthreads();  // the queries are in shared memory
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+  if (lane == 0) warp_largest[warp] = largest;
+  __syncthreads();  // the queries and every warp's largest score are in shared memory
+#pragma unroll
+  for (int other = 0; other < NUM_WARPS; other++) largest = fmaxf(largest, warp_largest[other]);
+  // Biases count less the largest, in base 2: beside a large one q . k would lose its digits.
+  const float base = bias_of_score(largest);
+  auto bias_of = [base](float z) { return (bias_of_score(z) - base) * LOG2_E; };
 
   // Attend, tile by tile; the key that leaves is masked.
   const u32 shared_q = shared_address(shared_bytes);
@@ -151,7 +163,7 @@ dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf1
     const int stage_offset = Decode::Q_BYTES + (warp * NUM_STAGES + tile % NUM_STAGES) * Decode::STAGE_BYTES;
     const float* tile_z = (const float*)(shared_bytes + stage_offset + Decode::K_BYTES + Decode::V_BYTES);
     decode.attend(shared_q, shared_q + stage_offset, [&](int key, float s) {
-      return key < num_valid && key != left ? s * scale + bias_of_score(tile_z[key]) : -INFINITY_F32;
+      return key < num_valid && key != left ? s * scale + bias_of(tile_z[key]) : -INFINITY_F32;
     });
     __syncwarp();  // all lanes have read the stage before it is filled again
     load(tile + NUM_STAGES);
@@ -165,7 +177,7 @@ dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf1
     copy_async_commit();
     copy_async_wait<0>();
     __syncwarp();  // the row and the zeros below it have landed
-    const float token_bias = bias_of_score(token_z);
+    const float token_bias = bias_of(token_z);
     decode.attend(shared_q, stages, [&](int key, float s) { return key == 0 ? s * scale + token_bias : -INFINITY_F32; });
   }
 

@@ -24,7 +24,7 @@
 #define PREFIX_BLOCK 8192
 #endif
 #ifndef MIN_BLOCKS
-#define MIN_BLOCKS 2
+#define MIN_BLOCKS (THREADS_PER_MULTIPROCESSOR >= 2048 ? 2 : 1)
 #endif
 
 constexpr int SUPER_BLOCK = 1024;    // queries a list serves: one thread per query
@@ -173,8 +173,8 @@ dma_lists(const i32* __restrict__ expire, const i32* __restrict__ doc_start, con
   const u32 length = min(num_entering + num_later, capacity);
   __syncthreads();  // entry 0 is written
 
-  // Pad with a key that is safe to gather and never active.
-  const u32 padded = min((length + LIST_ALIGNMENT - 1) / LIST_ALIGNMENT * LIST_ALIGNMENT, capacity);
+  // Pad with a key that is safe to gather and never active; an empty list too, since tiles of queries read its first entry.
+  const u32 padded = min((max(length, 1u) + LIST_ALIGNMENT - 1) / LIST_ALIGNMENT * LIST_ALIGNMENT, capacity);
   if (length + thread < padded) out[length + thread] = make_int2(length == 0 ? q0 : out[0].x, 0);
   if (thread == 0) {
     list_len[list_idx] = length;

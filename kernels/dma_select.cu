@@ -28,7 +28,7 @@
 #define PREFIX_BLOCK 8192
 #endif
 #ifndef MIN_BLOCKS
-#define MIN_BLOCKS (__CUDA_ARCH__ >= 900 ? 2 : 1)  // as many as shared memory has room for
+#define MIN_BLOCKS (__CUDA_ARCH__ >= 900 && THREADS_PER_MULTIPROCESSOR >= 2048 ? 2 : 1)  // as many as shared memory has room for
 #endif
 
 typedef unsigned short u16;

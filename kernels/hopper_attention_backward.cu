@@ -1,16 +1,16 @@
 // hopper_attention_backward: attention_backward for sm_90a; the same mathematics, layout, buffers, params words and results to rounding.
 // attention_backward_prepare runs before it (with a bias followed by hopper_attention_row_sums, or replaced by hopper_attention_backward_prepare),
 // attention_backward_convert after it.
-// Math       P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i) over the pairs attention_forward sees; dv_j = sum_i P_ij do_i;
+// Math       P_ij = exp(softmax_scale * q_i . k_j + delta_j - base_i - lse_i) over the pairs attention_forward sees; dv_j = sum_i P_ij do_i;
 //            dS_ij = P_ij (do_i . v_j - D_i); dk_j = softmax_scale * sum_i dS_ij q_i; ddelta_j = sum_i dS_ij; dq_sum_i = sum_j dS_ij k_j
 // Layout     as attention_backward
-// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta,) (COMPUTE_DQ: dq_sum,) dk, dv, (HAS_BIAS: ddelta)
+// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,) dk, dv, (HAS_BIAS: ddelta)
 // Defines    HEAD_DIM (64, 128), HAS_BIAS, COMPUTE_DQ (1; 0 for a fixed order: attention_backward_query makes dq), DQ_BULK, Q_STAGES, DO_STAGES,
 //            TENSOR_MAPS 0|1: maps of bf16 [batch, seq_len, num_heads * HEAD_DIM], q (its strides, base at its offset) and do, box 1 x 64 x 64, 128-byte swizzle;
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // Tiling     128 keys a block: grid (ceil(seq_len / 128), num_kv_heads, batch), early keys (most queries) first (block_order.cuh); 384 threads, one block a
 //            multiprocessor; dynamic shared bytes = 512 * HEAD_DIM + (Q_STAGES + DO_STAGES) * 128 * HEAD_DIM + 32768 + COMPUTE_DQ * DQ_BULK * 256 * HEAD_DIM
-//              + (HAS_BIAS ? DO_STAGES * 1280 : HEAD_DIM == 64 ? (Q_STAGES + DO_STAGES) * 1024 : DO_STAGES * 512) + (2 * Q_STAGES + 2 * DO_STAGES + 1) * 8 + 1024
+//              + (HAS_BIAS ? Q_STAGES * 1024 + DO_STAGES * 1280 + 2048 : HEAD_DIM == 64 ? (Q_STAGES + DO_STAGES) * 1024 : DO_STAGES * 512) + (2 * Q_STAGES + 2 * DO_STAGES + 1) * 8 + 1024
 // Numerics   as attention_backward
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
 #include "common/block_order.cuh"
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
 #endif
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_end,
 #if HAS_BIAS
-    const float* delta,
+    const float* delta, const float* base,
 #endif
 #if COMPUTE_DQ
     float* dq_sum,
@@ -110,6 +110,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
   block.d_out = d_out + ((u64)batch * seq_len * num_heads + head) * HEAD_DIM;
   block.do_stride = (u32)num_heads * HEAD_DIM;
   block.stats = row_stats + ((u64)batch * num_heads + head) * params.padded_len;
+#if HAS_BIAS
+  block.base = base + ((u64)batch * num_kv_heads + kv_head) * params.padded_len;
+#endif
 #if COMPUTE_DQ
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.padded_len * HEAD_DIM;
 #endif
@@ -119,29 +122,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
   block.dq_first = 0;
   block.dq_len = (int)params.padded_len;
   block.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+  block.bias_unit = 1.0f / f32_word(params.softmax_scale);
 
   const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {
     registers_shrink<PRODUCER_REGISTERS>();
-    produce(block, keys, shared);
+    float bias = 0.0f;
+#if HAS_BIAS
+    const int own_key = keys.first_key + (int)threadIdx.x;
+    if (own_key < seq_len) bias = in_scores(delta[((u64)batch * num_kv_heads + kv_head) * seq_len + own_key], block.bias_unit);
+#endif
+    produce(block, keys, bias, shared);
   } else {
     registers_grow<CONSUMER_REGISTERS>();
     const int first_key = keys.first_key + (warpgroup - 1) * 64 + (int)threadIdx.x % 128 / 32 * 16;
-    float bias[2] = {0.0f, 0.0f};
-#if HAS_BIAS
-    const u64 bias_row = ((u64)batch * num_kv_heads + kv_head) * seq_len;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int own = first_key + (int)threadIdx.x % 32 / 4 + 8 * r;
-      bias[r] = own < seq_len ? delta[bias_row + own] * LOG2_E : 0.0f;
-    }
-#endif
     KeyGradients sums;
-    consume(block, keys, bias, shared, warpgroup - 1, sums);
+    consume(block, keys, shared, warpgroup - 1, sums);
     store_gradient(sums.dk, f32_word(params.softmax_scale), dk + params.dk_offset + batch * params.dk_batch_stride + (u64)kv_head * HEAD_DIM, params.dk_token_stride, first_key,
                    seq_len);
     store_gradient(sums.dv, 1.0f, dv + params.dv_offset + batch * params.dv_batch_stride + (u64)kv_head * HEAD_DIM, params.dv_token_stride, first_key, seq_len);
 #if HAS_BIAS
+    const u64 bias_row = ((u64)batch * num_kv_heads + kv_head) * seq_len;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int own = first_key + (int)threadIdx.x % 32 / 4 + 8 * r;

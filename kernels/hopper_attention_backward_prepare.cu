@@ -1,14 +1,14 @@
-// hopper_attention_backward_prepare: attention_backward_prepare from an o of twice the bits, in place of it and of the row sums that a bias needs.
-// Math       row_stats_i = {lse_i * log2(e), sum_c (o_ic + o_low_ic) do_ic}; a row that sees nothing (lse -inf) and the padding get {+inf, 0}, so that 2^(S - lse) is 0
-// Layout     o, o_low (of hopper_attention_forward with RESIDUAL), do bf16 [batch, seq_len, num_heads, HEAD_DIM_V]; lse f32 [batch, num_heads, seq_len];
+// hopper_attention_backward_prepare: attention_backward_prepare from o in f32, in place of it and of the row sums that a bias needs.
+// Math       row_stats_i = {lse_i * log2(e), sum_c o32_ic do_ic}, o32 the f32 of which o has the upper bits and o_low the lower (bf16_rest); a row that sees nothing (lse -inf) and the padding get {+inf, 0}, so that 2^(S - lse) is 0
+// Layout     o, do bf16, o_low i16 (of hopper_attention_forward with RESIDUAL) [batch, seq_len, num_heads, HEAD_DIM_V]; lse f32 [batch, num_heads, seq_len];
 //            row_stats f32 pairs [batch, num_heads, padded_len, 2]; all contiguous
 // Buffers    o, o_low, do, lse, row_stats
 // Defines    HEAD_DIM_V, a multiple of 8, at most 256
 // Tiling     grid (ceil(batch * padded_len * num_heads / ROWS)), ROWS = 256 / (HEAD_DIM_V / 8 rounded up to a power of two); 256 threads, a lane
 //            takes 8 columns of a row; no shared memory
-// Numerics   f32 sums of bf16 products; writes every element; memory-bound, o, o_low and do are read once
+// Numerics   f32 sums of products; writes every element; memory-bound, o, o_low and do are read once
 // Edges      padded_len = seq_len rounded up to 64
-#include "common/types.cuh"
+#include "common/bf16_rest.cuh"
 
 struct HopperAttentionBackwardPrepareParams {
   u64 batch, seq_len, num_heads, padded_len;
@@ -18,7 +18,7 @@ __host__ __device__ constexpr int power_of_two(int least) { return least <= 2 ? 
 constexpr u32 ROW_LANES = power_of_two(HEAD_DIM_V / 8);
 static_assert(ROW_LANES <= 32, "a row is summed inside one warp");
 
-extern "C" __global__ void __launch_bounds__(256) hopper_attention_backward_prepare(const bf16* o, const bf16* o_low, const bf16* d_out, const float* lse,
+extern "C" __global__ void __launch_bounds__(256) hopper_attention_backward_prepare(const bf16* o, const short* o_low, const bf16* d_out, const float* lse,
                                                                                   float2* row_stats, const __grid_constant__ HopperAttentionBackwardPrepareParams params) {
   // 32 bits number the rows of everything that fits a GPU; 64-bit divisions would cost more than the loads.
   const u32 num_heads = (u32)params.num_heads, padded_len = (u32)params.padded_len, seq_len = (u32)params.seq_len, lane = threadIdx.x % ROW_LANES;
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(256) hopper_attention_backward_prep
     const uint4 a = *(const uint4*)(o + at), b = *(const uint4*)(d_out + at), c = *(const uint4*)(o_low + at);
     const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w}, z[4] = {c.x, c.y, c.z, c.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum += (bf16_low(x[i]) + bf16_low(z[i])) * bf16_low(y[i]) + (bf16_high(x[i]) + bf16_high(z[i])) * bf16_high(y[i]);
+    for (int i = 0; i < 4; ++i) sum += join_low(x[i], z[i]) * bf16_low(y[i]) + join_high(x[i], z[i]) * bf16_high(y[i]);
   }
 #pragma unroll
   for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);

@@ -1,8 +1,8 @@
 // hopper_attention_backward_query: attention_backward_query for sm_90a; the same mathematics, layout, buffers, params words and results to rounding: dq with
 // queries in place, the deterministic partner of hopper_attention_backward with COMPUTE_DQ 0.
-// Math       dq_i = softmax_scale * sum_j dS_ij k_j, dS_ij = P_ij (do_i . v_j - D_i), P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i)
+// Math       dq_i = softmax_scale * sum_j dS_ij k_j, dS_ij = P_ij (do_i . v_j - D_i), P_ij = exp(softmax_scale * q_i . k_j + delta_j - base_i - lse_i)
 // Layout     as attention_backward_query
-// Buffers    (TENSOR_MAPS: q_map, k_map, v_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, doc_start, (HAS_BIAS: delta,) dq
+// Buffers    (TENSOR_MAPS: q_map, k_map, v_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, doc_start, (HAS_BIAS: delta, base,) dq
 // Defines    as hopper_attention_forward, without RESIDUAL; TAKE_TURNS 0
 // Tiling     as hopper_attention_row_sums
 // Numerics   dS rounded to bf16 for the product, f32 accumulator, fixed order, one rounding; writes every element of dq
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
 #endif
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_start,
 #if HAS_BIAS
-    const float* delta,
+    const float* delta, const float* base,
 #endif
     bf16* dq, const __grid_constant__ HopperAttentionBackwardQueryParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -36,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
   InputTensors tensors = input_tensors(q, k, v, params);
 #if HAS_BIAS
   tensors.delta = delta;
+  tensors.base = base;
 #endif
   tensors.d_out = d_out;
   const DenseWork work(doc_start, params);

@@ -1,8 +1,8 @@
 // hopper_attention_row_sums: attention_row_sums for sm_90a; the same mathematics, layout, buffers, params words and results to rounding; runs between
 // attention_backward_prepare and the backward.
-// Math       D_i = sum_j P_ij (do_i . v_j), P_ij = exp(softmax_scale * q_i . k_j + delta_j - lse_i)
+// Math       D_i = sum_j P_ij (do_i . v_j), P_ij = exp(softmax_scale * q_i . k_j + delta_j - base_i - lse_i)
 // Layout     as attention_row_sums
-// Buffers    (TENSOR_MAPS: q_map, k_map, v_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, doc_start, (HAS_BIAS: delta)
+// Buffers    (TENSOR_MAPS: q_map, k_map, v_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, doc_start, (HAS_BIAS: delta, base)
 // Defines    as hopper_attention_forward
 // Tiling     as hopper_attention_forward, with BLOCK_Q * HEAD_DIM * 2 more dynamic shared bytes for output gradients
 // Numerics   f32 probabilities and sums, fixed order; writes D of every query, no padding
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_row_su
 #endif
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const i32* doc_start,
 #if HAS_BIAS
-    const float* delta,
+    const float* delta, const float* base,
 #endif
     const __grid_constant__ HopperAttentionRowSumsParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -35,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_row_su
   InputTensors tensors = input_tensors(q, k, v, params);
 #if HAS_BIAS
   tensors.delta = delta;
+  tensors.base = base;
 #endif
   tensors.d_out = d_out;
   const DenseWork work(doc_start, params);

@@ -4,7 +4,7 @@
 // Math       as hopper_attention_backward over the pairs j <= i < expire_j: dq_sum_i += sum_j dS_ij k_j (without softmax_scale), dk_sum_j += sum_i dS_ij q_i
 //            (without softmax_scale), dv_sum_j += sum_i P_ij do_i, ddelta_j += sum_i dS_ij, i over the queries of the launch's super-blocks
 // Layout     as dma_attention_backward
-// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, delta, list, list_len, (COMPUTE_DQ: dq_sum,) dk_sum, dv_sum, ddelta
+// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, delta, base, list, list_len, (COMPUTE_DQ: dq_sum,) dk_sum, dv_sum, ddelta
 // Defines    as hopper_attention_backward (HAS_BIAS is always 1); SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made without atomics, COMPUTE_DQ must
 //            be 0 and a launch covers one super-block (launches in ascending order fix the order of every sum; dq comes from dma_attention_backward_query)
 // Tiling     128 entries a block: grid (super_blocks * ceil(list_capacity / 128), num_kv_heads, batch), super_blocks = those of this launch; blocks past a
@@ -63,6 +63,9 @@ DEVICE ListKeys list_keys(const HopperDmaAttentionBackwardParams& params, const 
   return keys;
 }
 
+// The first of a consumer thread's two entries, the other is 8 further.
+DEVICE int row_of_thread(u32 thread, int warpgroup) { return warpgroup * 64 + (int)thread % 128 / 32 * 16 + (int)thread % 32 / 4; }
+
 // Adds four f32 at a 16-byte aligned address.
 DEVICE void add_f32x4(float* to, float a, float b, float c, float d) {
 #if DETERMINISTIC
@@ -90,7 +93,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
     const void*, const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
 #endif
-    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const float* delta, const int2* list, const i32* list_len,
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const float* delta, const float* base, const int2* list,
+    const i32* list_len,
 #if COMPUTE_DQ
     float* dq_sum,
 #endif
@@ -120,6 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
   block.d_out = d_out + ((u64)batch * seq_len * num_heads + head) * HEAD_DIM;
   block.do_stride = (u32)num_heads * HEAD_DIM;
   block.stats = row_stats + ((u64)batch * num_heads + head) * params.padded_len;
+  block.base = base + list_row * params.padded_len;
 #if COMPUTE_DQ
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.dq_len * HEAD_DIM;
 #endif
@@ -129,25 +134,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
   block.dq_first = (int)params.first_super_block * SUPER_BLOCK;
   block.dq_len = (int)params.dq_len;
   block.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+  block.bias_unit = 1.0f / f32_word(params.softmax_scale);
 
   const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {
     registers_shrink<PRODUCER_REGISTERS>();
-    produce(block, keys, shared);
+    const int2 entry = keys.entry((int)threadIdx.x);
+    produce(block, keys, entry.y > 0 ? in_scores(delta[list_row * seq_len + entry.x], block.bias_unit) : 0.0f, shared);
   } else {
     registers_grow<CONSUMER_REGISTERS>();
-    const int first_row = (warpgroup - 1) * 64 + (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;
-    float bias[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int2 entry = keys.entry(first_row + 8 * r);
-      bias[r] = entry.y > 0 ? delta[list_row * seq_len + entry.x] * LOG2_E : 0.0f;
-    }
     KeyGradients sums;
-    consume(block, keys, bias, shared, warpgroup - 1, sums);
+    consume(block, keys, shared, warpgroup - 1, sums);
 
     // Accumulate. The entries' place is worked out anew: kept, it would not fit into registers.
     const ListKeys done = list_keys(params, list, list_len, list_row, opaque(blockIdx.x));
+    const int first_row = row_of_thread(opaque(threadIdx.x), warpgroup - 1);
     int2 entries[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) entries[r] = done.entry(first_row + 8 * r);

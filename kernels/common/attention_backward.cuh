@@ -53,7 +53,7 @@ constexpr int DO_BYTES = BLOCK_Q * HEAD_DIM_V * 2;    // x 2
 constexpr int DS_BYTES = BLOCK_KV * BLOCK_Q * 2;
 constexpr int P_BYTES = COMPUTE_DV ? BLOCK_KV * BLOCK_Q * 2 : 0;
 constexpr int SWAP_BYTES = COMPUTE_DQ ? 2 * DS_BYTES : COMPUTE_DK ? BLOCK_KV * BLOCK_Q * 2 : 0;  // dS^T: two slots where dQ needs it a step later
-constexpr int STATS_BYTES = BLOCK_Q * 8;              // x 2
+constexpr int STATS_BYTES = BLOCK_Q * (HAS_BIAS ? 12 : 8);  // x 2: {lse, D}, then bases
 constexpr int Q_AT = K_BYTES + V_BYTES;
 constexpr int DO_AT = Q_AT + 2 * Q_BYTES;
 constexpr int DS_AT = DO_AT + 2 * DO_BYTES;
@@ -62,7 +62,8 @@ constexpr int STATS_AT = P_AT + P_BYTES;
 constexpr int ENTRIES_AT = STATS_AT + 2 * STATS_BYTES;
 constexpr int BIAS_AT = ENTRIES_AT + BLOCK_KV * 8;
 constexpr int BLOCK_AT = BIAS_AT + (HAS_BIAS ? BLOCK_KV * 4 : 0);
-static_assert(BLOCK_AT + 128 <= 227 * 1024, "no device gives a block more shared memory; the caller checks its own limit");
+constexpr int BLOCK_BYTES = 128;
+static_assert(BLOCK_AT + BLOCK_BYTES <= 227 * 1024, "no device gives a block more shared memory; the caller checks its own limit");
 
 // How the warps share out a dQ tile of BLOCK_Q x HEAD_DIM: DQ_COLUMN_WARPS x DQ_ROW_WARPS of them, the others rest.
 constexpr int DQ_COLUMN_WARPS = HEAD_DIM % 64 == 0 && NUM_WARPS >= 8 ? 4 : HEAD_DIM % 32 == 0 ? 2 : 1;
@@ -77,14 +78,15 @@ struct BackwardBlock {
   u32 q_stride;          // elements from token to token
   const bf16* d_out;     // as q; [seq_len, num_heads, HEAD_DIM_V]
   const float2* stats;   // as q: [heads, padded_len] {lse * log2(e) or +inf, rowsum(do * o)}
+  const float* base;     // HAS_BIAS: [padded_len] of the KV head, the largest bias that each query sees
   float* dq_sum;         // as q: [heads, dq_len] x HEAD_DIM, in fragment order
   int num_heads, group_size, seq_len, padded_len;
   int dq_first, dq_len;  // the queries dq_sum holds
   int first_tile, num_tiles;  // query tiles (of BLOCK_Q positions) seen by a key of the block
-  float scale_log2;
+  float scale_log2, bias_unit;  // bias_unit: 1 / softmax_scale
   int batch, kv_head, first_key;  // dense: for the stores at the end
 };
-static_assert(sizeof(BackwardBlock) <= 128, "the block's description fits its place");
+static_assert(sizeof(BackwardBlock) <= BLOCK_BYTES, "the block's description fits its place");
 
 // The keys of a pair of warps, or of the block, at a glance: their smallest and largest {position, expire}.
 struct alignas(16) KeyRange {
@@ -116,6 +118,10 @@ DEVICE void load_queries(const BackwardBlock& block, u32 shared, int slot, int h
   if (threadIdx.x < BLOCK_Q / 2)
     copy_async_16(shared + STATS_AT + slot * STATS_BYTES + threadIdx.x * 16,
                   block.stats + (u64)head * block.padded_len + query_tile * BLOCK_Q + threadIdx.x * 2, 16);
+#if HAS_BIAS
+  if (threadIdx.x < BLOCK_Q / 4)
+    copy_async_16(shared + STATS_AT + slot * STATS_BYTES + BLOCK_Q * 8 + threadIdx.x * 16, block.base + query_tile * BLOCK_Q + threadIdx.x * 4, 16);
+#endif
 }
 
 #if COMPUTE_DQ
@@ -211,7 +217,7 @@ struct KeyGradients {
 #endif
 };
 
-// Expects K and V on their way to shared memory, the entries {position, expire} (and the bias) there behind a barrier.
+// Expects K and V on their way to shared memory, the entries {position, expire} (and the biases, divided by softmax_scale) there behind a barrier.
 DEVICE void attention_backward_block(const BackwardBlock& description, unsigned char* memory, KeyGradients& sums) {
   if (threadIdx.x == 0) *(BackwardBlock*)(memory + BLOCK_AT) = description;
   __syncthreads();  // every thread reads the description
@@ -296,8 +302,27 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     const u32 q_tile = shared + Q_AT + slot * Q_BYTES, do_tile = shared + DO_AT + slot * DO_BYTES;
     const float4* stats = (const float4*)(memory + STATS_AT + slot * STATS_BYTES) + half * BLOCK_Q / 4 + t;  // of queries 2t, 2t + 1
 
-    // Score: S^T = K Q^T, then P^T = 2^(S^T - lse).
+    // Score: S^T = K Q^T, then P^T = 2^(S^T - lse). Scores begin with (delta - base) / softmax_scale (query_tile.cuh).
     float p[2][HALF_QUERY_TILES][4] = {};
+#if HAS_BIAS
+    {
+      const float* bias = (const float*)(memory + BIAS_AT) + pair * 32 + g;
+      const float* bases = (const float*)(memory + STATS_AT + slot * STATS_BYTES + BLOCK_Q * 8) + half * BLOCK_Q / 2 + 2 * t;
+      const float unit = block.bias_unit;
+      float row_bias[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) row_bias[r] = bias[r * 8];
+#pragma unroll
+      for (int n = 0; n < HALF_QUERY_TILES; ++n) {
+        const float2 two = *(const float2*)(bases + n * 8);
+        const float base[2] = {in_scores(two.x, unit), in_scores(two.y, unit)};
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+          for (int x = 0; x < 4; ++x) p[m][n][x] = row_bias[2 * m + x / 2] - base[x % 2];
+      }
+    }
+#endif
     const u32 q_at = opaque(q_tile + k_columns);
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k) {
@@ -317,19 +342,13 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     }
     {
       const float scale_log2 = block.scale_log2;
-      float row_bias[2][2] = {};
-#if HAS_BIAS
-      const float* bias = (const float*)(memory + BIAS_AT) + pair * 32 + g;
-#pragma unroll
-      for (int r = 0; r < 4; ++r) row_bias[r / 2][r % 2] = bias[r * 8] * LOG2_E;
-#endif
 #pragma unroll
       for (int n = 0; n < HALF_QUERY_TILES; ++n) {
         const float4 stat = stats[n * 4];
 #pragma unroll
         for (int m = 0; m < 2; ++m)
 #pragma unroll
-          for (int x = 0; x < 4; ++x) p[m][n][x] = exp2_fast(p[m][n][x] * scale_log2 + (row_bias[m][x / 2] - (x % 2 ? stat.z : stat.x)));
+          for (int x = 0; x < 4; ++x) p[m][n][x] = exp2_fast(p[m][n][x] * scale_log2 - (x % 2 ? stat.z : stat.x));
       }
     }
     // Mask: only where some query of the step sees a key of the pair in part.

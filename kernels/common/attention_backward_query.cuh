@@ -4,7 +4,6 @@
 #pragma once
 #include "common/query_tile.cuh"
 
-
 struct BackwardQueries {
   const bf16* d_out;    // [batch, seq_len, num_heads, HEAD_DIM_V]
   const float2* stats;  // [batch, num_heads, padded_len] {lse * log2(e) or +inf, D}
@@ -30,6 +29,9 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
 
   const WarpQueries queries = warp_queries(tile, warp_row);
   float lse[2], dot[2];
+#if HAS_BIAS
+  float base[1][2];
+#endif
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = warp_row + h * 8 + g, query = row_query(tile, row);
@@ -37,6 +39,9 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
     if (query < tile.end_query) stat = back.stats[((u64)tile.batch * tile.num_heads + tile.head + row_head(row)) * back.padded_len + query];
     lse[h] = stat.x;
     dot[h] = stat.y;
+#if HAS_BIAS
+    base[0][h] = row_base(tile, query);
+#endif
   }
   const u32 k_rows = KTile::offset(lane % 16, lane / 16);
   const u32 k_columns = KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2), v_columns = VTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -52,7 +57,11 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
     do_at = opaque(do_at);
 
     // Score: S = Q K^T, and dP = dO V^T.
-    float p[BLOCK_KV / 8][4] = {}, ds[BLOCK_KV / 8][4] = {};
+    float scores[1][BLOCK_KV / 8][4] = {}, ds[BLOCK_KV / 8][4] = {};
+    float(&p)[BLOCK_KV / 8][4] = scores[0];
+#if HAS_BIAS
+    start_scores(scores, base, stream.bias_slot(stream.slot) + 2 * t, tile.bias_unit);
+#endif
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k) {
       u32 a[4];
@@ -80,16 +89,9 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
 
     // P, zero where masked; dS = P (dP - rowsum(do * o)).
 #pragma unroll
-    for (int n = 0; n < BLOCK_KV / 8; ++n) {
-#if HAS_BIAS
-      const float2 delta = *(const float2*)(stream.bias_slot(stream.slot) + n * 8 + 2 * t);
-      const float bias[2] = {delta.x * LOG2_E, delta.y * LOG2_E};
-#else
-      const float bias[2] = {0.0f, 0.0f};
-#endif
+    for (int n = 0; n < BLOCK_KV / 8; ++n)
 #pragma unroll
-      for (int x = 0; x < 4; ++x) p[n][x] = exp2_fast(p[n][x] * tile.scale_log2 + (bias[x % 2] - lse[x / 2]));
-    }
+      for (int x = 0; x < 4; ++x) p[n][x] = exp2_fast(p[n][x] * tile.scale_log2 - lse[x / 2]);
     if (mask == TILE_PARTIAL) mask_scores(tile, stream, it, warp_row, p, 0.0f);
 #pragma unroll
     for (int n = 0; n < BLOCK_KV / 8; ++n)

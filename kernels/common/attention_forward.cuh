@@ -17,8 +17,9 @@ static_assert(HEAD_DIM_V <= HEAD_DIM, "the output tile is staged where the queri
 
 // The online softmax keeps its reference maximum until a row outgrows it by this many powers of two; exp2 then stays below 2^8.
 constexpr float RESCALE_AT = 8.0f;
-// Stands for "nothing seen yet": finite, so that no infinity is subtracted from another.
-constexpr float NO_MAXIMUM = -3.0e38f;
+// "Nothing seen yet": finite, so that no infinity is subtracted from another. With a bias also above all scores of keys that do not count: a row's largest
+// logit is at least the q . k of its largest bias, and the exponent of a score of -2^60 is a rounding error of that size.
+constexpr float NO_MAXIMUM = HAS_BIAS ? -16777216.0f : -3.0e38f;
 
 struct ForwardOutput {
   bf16* o;     // [batch, seq_len, num_heads, HEAD_DIM_V]
@@ -45,6 +46,11 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
     maximum[r / 2][r % 2] = NO_MAXIMUM;
     total[r / 2][r % 2] = 0.0f;
   }
+#if HAS_BIAS
+  float base[ROW_TILES][2];
+#pragma unroll
+  for (int r = 0; r < 2 * ROW_TILES; ++r) base[r / 2][r % 2] = row_base(tile, row_query(tile, warp_row + r * 8 + g));
+#endif
 #if Q_IN_REGISTERS
   u32 q_fragments[HEAD_DIM / 16][ROW_TILES][4];
 #endif
@@ -65,8 +71,13 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
     if (mask == TILE_EMPTY) continue;
 
     // Score: S = Q K^T.
-    // Fragment addresses: A and transposed B rows go by lane % 16, B rows by the 8-lane groups (0, 0, 1, 1).
+#if HAS_BIAS
+    float score[ROW_TILES][KEY_TILES][4];
+    start_scores(score, base, stream.bias_slot(stream.slot) + 2 * (lane % 4), tile.bias_unit);
+#else
     float score[ROW_TILES][KEY_TILES][4] = {};
+#endif
+    // Fragment addresses: A and transposed B rows go by lane % 16, B rows by the 8-lane groups (0, 0, 1, 1).
     const int thread = (int)opaque(threadIdx.x), lane = thread % 32;  // offsets by lane are worked out anew: kept, they would not fit into registers
     const u32 k_at = stream.k_slot(stream.slot) + KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #if !Q_IN_REGISTERS
@@ -96,25 +107,7 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
       }
     }
 
-#if HAS_BIAS
-    // From here on scores are final logits in powers of two; without a bias the scale waits for the exponent's multiply-add.
-    {
-      const float* bias = stream.bias_slot(stream.slot) + 2 * (lane % 4);
-#pragma unroll
-      for (int n = 0; n < KEY_TILES; ++n) {
-        float2 delta = *(const float2*)(bias + n * 8);
-        delta.x *= LOG2_E;
-        delta.y *= LOG2_E;
-#pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-          for (int x = 0; x < 4; ++x) score[m][n][x] = score[m][n][x] * tile.scale_log2 + (x % 2 ? delta.y : delta.x);
-      }
-    }
-    const float logit_scale = 1.0f;
-#else
-    const float logit_scale = tile.scale_log2;
-#endif
+    const float logit_scale = tile.scale_log2;  // it waits for the exponent's multiply-add
 
     // Mask: only tiles that some query of the warp sees in part.
     if (mask == TILE_PARTIAL) {

@@ -58,11 +58,17 @@ DEVICE void attention_row_sums_tile(const QueryTile& tile, const RowSums& out, K
   if (lane == 0) all_queries[threadIdx.x / 32] = warp_queries(tile, warp_row);  // read behind the first tile's barrier
   float2* stats = out.stats + ((u64)tile.batch * tile.num_heads + tile.head) * out.padded_len;
   float lse[ROW_TILES][2], dot[ROW_TILES][2];
+#if HAS_BIAS
+  float base[ROW_TILES][2];
+#endif
 #pragma unroll
   for (int r = 0; r < 2 * ROW_TILES; ++r) {
     const int row = warp_row + r * 8 + g, query = row_query(tile, row);
     lse[r / 2][r % 2] = query < tile.end_query ? stats[(u64)row_head(row) * out.padded_len + query].x : INFINITY_F32;
     dot[r / 2][r % 2] = 0.0f;
+#if HAS_BIAS
+    base[r / 2][r % 2] = row_base(tile, query);
+#endif
   }
   const u32 q_at = q_shared + warp_row * KTile::ROW_BYTES + KTile::offset(lane % 16, lane / 16);
   const u32 do_at = do_shared + warp_row * VTile::ROW_BYTES + VTile::offset(lane % 16, lane / 16);
@@ -86,24 +92,22 @@ DEVICE void attention_row_sums_tile(const QueryTile& tile, const RowSums& out, K
     // Score: S = Q K^T, and dP = dO V^T.
     const u32 k_at = stream.k_slot(stream.slot) + KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     const u32 v_at = stream.v_slot(stream.slot) + VTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#if HAS_BIAS
+    float p[ROW_TILES][BLOCK_KV / 8][4], dp[ROW_TILES][BLOCK_KV / 8][4] = {};
+    start_scores(p, base, stream.bias_slot(stream.slot) + 2 * t, tile.bias_unit);
+#else
     float p[ROW_TILES][BLOCK_KV / 8][4] = {}, dp[ROW_TILES][BLOCK_KV / 8][4] = {};
+#endif
     multiply_rows<KTile, HEAD_DIM / 16>(p, q_kept, opaque(q_at), k_at);
     multiply_rows<VTile, HEAD_DIM_V / 16>(dp, do_kept, opaque(do_at), v_at);
 
     // P = 2^(S - lse), zero where masked.
 #pragma unroll
-    for (int n = 0; n < BLOCK_KV / 8; ++n) {
-#if HAS_BIAS
-      const float2 delta = *(const float2*)(stream.bias_slot(stream.slot) + n * 8 + 2 * t);
-      const float bias[2] = {delta.x * LOG2_E, delta.y * LOG2_E};
-#else
-      const float bias[2] = {0.0f, 0.0f};
-#endif
+    for (int n = 0; n < BLOCK_KV / 8; ++n)
 #pragma unroll
       for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
-        for (int x = 0; x < 4; ++x) p[m][n][x] = exp2_fast(p[m][n][x] * tile.scale_log2 + (bias[x % 2] - lse[m][x / 2]));
-    }
+        for (int x = 0; x < 4; ++x) p[m][n][x] = exp2_fast(p[m][n][x] * tile.scale_log2 - lse[m][x / 2]);
     if (mask == TILE_PARTIAL) {
 #pragma unroll
       for (int m = 0; m < ROW_TILES; ++m) mask_scores(tile, stream, it, warp_row + m * 16, p[m], 0.0f);

@@ -4,8 +4,8 @@
 //            Q_STAGES, DO_STAGES; TENSOR_MAPS 0|1: queries and output gradients by the copy engine instead of cp.async; CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // A producer warpgroup streams tiles of 64 queries and output gradients; two consumer warpgroups own 64 keys each. Scores are kept transposed,
 // S^T = K Q^T, so that P^T and dS^T in registers are the A operands of dV += P^T dO and dK += dS^T Q, whose sums stay in registers. dS^T also goes through
-// shared memory, for dQ = dS K, of which each warpgroup makes half the columns, over all 128 keys. lse and D of a query enter as a step of the products
-// (split_step.cuh). Order of a step's products, so that tensor cores work while exponentials and sums are made, and warpgroups wait for each other:
+// shared memory, for dQ = dS K, of which each warpgroup makes half the columns, over all 128 keys. D of a query, and its lse or, with a bias, its base enter
+// as steps of the products (split_step.cuh). Order of a step's products, so that tensor cores work while exponentials and sums are made, and warpgroups wait for each other:
 // dP | exp S | dV | dS | dK | barrier | dQ and S of the next step | add dQ.
 #pragma once
 #include "common/hopper_copy.cuh"
@@ -28,7 +28,7 @@
 #ifndef TENSOR_MAPS
 #define TENSOR_MAPS 0
 #endif
-// Whether lse (without a bias) and D enter as steps of the products. Those steps are paid in power: long dense rows of 128 columns are faster without (2 x 8192
+// Whether lse (without a bias) and D enter as steps of the products. With a bias, delta - base always does. Those steps are paid in power: long dense rows of 128 columns are faster without (2 x 8192
 // 2.54 against 2.55 ms, 32768 19.1 against 19.7), everything else with (gathered 32768 1.83 against 1.97, 64 columns 1.46 against 1.60).
 #define SPLIT_STATS (HAS_BIAS || HEAD_DIM == 64)
 // Whether a step's last product is dQ, or the next step's scores. Both in turn would do without a bias; with one the first spills.
@@ -46,10 +46,10 @@ static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168
 constexpr int KEY_TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
 constexpr int QUERY_TILE_BYTES = BLOCK_Q * HEAD_DIM * 2;
 constexpr int DS_BYTES = BLOCK_KV * BLOCK_Q * 2;      // x 2: a warpgroup may be one step ahead of the other's dQ
-// SPLIT_STATS, per query of a tile: -lse beside the queries (with a bias the plain number beside the output gradients), -D beside the output gradients.
-// Else {lse, D} beside the output gradients.
+// SPLIT_STATS, per query of a tile: -lse (with a bias -base, and lse as a plain number beside the output gradients) beside the queries, -D beside the
+// output gradients. Else {lse, D} beside the output gradients.
 constexpr bool SPLIT_LSE = SPLIT_STATS && !HAS_BIAS;
-constexpr int Q_STATS_BYTES = SPLIT_LSE ? BLOCK_Q * SPLIT_BYTES : 0;
+constexpr int Q_STATS_BYTES = SPLIT_STATS ? BLOCK_Q * SPLIT_BYTES : 0;
 constexpr int DO_STATS_BYTES = SPLIT_STATS ? BLOCK_Q * SPLIT_BYTES + (HAS_BIAS ? BLOCK_Q * 4 : 0) : BLOCK_Q * 8;
 constexpr float NEVER = -1.0e30f;  // stands for -lse where a query sees nothing: 2^ of it is 0
 constexpr int WARP_DQ_BYTES = 16 * DQ_COLUMNS * 4;    // a warp's part of a dQ tile
@@ -60,7 +60,8 @@ constexpr int DS_AT = DO_AT + DO_STAGES * QUERY_TILE_BYTES;
 constexpr int DQ_AT = DS_AT + 2 * DS_BYTES;
 constexpr int STATS_AT = DQ_AT + (COMPUTE_DQ && DQ_BULK ? NUM_CONSUMERS * 4 * WARP_DQ_BYTES : 0);
 constexpr int DO_STATS_AT = STATS_AT + Q_STAGES * Q_STATS_BYTES;
-constexpr int BARRIERS_AT = DO_STATS_AT + DO_STAGES * DO_STATS_BYTES;
+constexpr int KEY_SPLIT_AT = DO_STATS_AT + DO_STAGES * DO_STATS_BYTES;  // HAS_BIAS: each key's delta / softmax_scale, for the products' steps
+constexpr int BARRIERS_AT = KEY_SPLIT_AT + (HAS_BIAS ? BLOCK_KV * SPLIT_BYTES : 0);
 constexpr int FULL_KV = 0, FULL_Q = 1, EMPTY_Q = FULL_Q + Q_STAGES, FULL_DO = EMPTY_Q + Q_STAGES, EMPTY_DO = FULL_DO + DO_STAGES;
 constexpr int NUM_BARRIERS = EMPTY_DO + DO_STAGES;
 constexpr int SHARED_BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
@@ -75,11 +76,12 @@ struct BackwardBlock {
   const bf16* q;
   const bf16* d_out;     // [seq_len, num_heads, HEAD_DIM]
   const float2* stats;   // [heads, padded_len] {lse * log2(e) or +inf, D}
+  const float* base;     // HAS_BIAS: [padded_len] of the KV head
   float* dq_sum;         // [heads, dq_len] x HEAD_DIM, in fragment order
   int group_size, seq_len, padded_len;
   int dq_first, dq_len;  // the queries dq_sum holds
   int first_tile, num_tiles;  // query tiles (of BLOCK_Q positions) seen by a key of the block
-  float scale_log2;
+  float scale_log2, bias_unit;  // bias_unit: 1 / softmax_scale
   const TensorMap* q_map;     // TENSOR_MAPS: of bf16 [batch, seq_len, num_heads * HEAD_DIM]
   const TensorMap* do_map;
   int batch, head;            // head: the KV head's first query head
@@ -116,9 +118,9 @@ DEVICE u32 start_block(void* memory) {
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
     // Arrivals: every producer thread's copies (one expect_tx with tensor maps), one of each warp that stores statistics; one of each consumer warp.
-    barrier_init(barrier_at(shared, FULL_KV), 128);
+    barrier_init(barrier_at(shared, FULL_KV), HAS_BIAS ? 256 : 128);  // copies; biases stored
     for (int i = 0; i < Q_STAGES; ++i) {
-      barrier_init(barrier_at(shared, FULL_Q + i), (TENSOR_MAPS ? 1 : 128) + (SPLIT_LSE ? BLOCK_Q / 32 : 0));
+      barrier_init(barrier_at(shared, FULL_Q + i), (TENSOR_MAPS ? 1 : 128) + (SPLIT_STATS ? BLOCK_Q / 32 : 0));
       barrier_init(barrier_at(shared, EMPTY_Q + i), NUM_CONSUMERS * 4);
     }
     for (int i = 0; i < DO_STAGES; ++i) {
@@ -145,19 +147,24 @@ DEVICE void copy_query_rows(u32 to, const bf16* rows, u32 stride, int first_row,
   }
 }
 
-// The producer warpgroup's part.
+// The producer warpgroup's part. `bias`: of this thread's key, times bias_unit.
 template <class Keys>
-DEVICE void produce(BackwardBlock& block, const Keys& keys, u32 shared) {
+DEVICE void produce(BackwardBlock& block, const Keys& keys, [[maybe_unused]] float bias, u32 shared) {
   const int thread = (int)threadIdx.x % 128, warp = thread / 32;
   {
     const int key = keys.row(thread);
     copy_key_rows(shared, block.k, block.k_stride * 2, key, warp);
     copy_key_rows(shared + V_AT, block.v, block.v_stride * 2, key, warp);
     barrier_arrive_copies(barrier_at(shared, FULL_KV));
+#if HAS_BIAS
+    store_split_row(shared + KEY_SPLIT_AT + thread * SPLIT_BYTES, bias);
+    fence_async_proxy();  // products read it
+    barrier_arrive(barrier_at(shared, FULL_KV));
+#endif
   }
   keys.find_tiles(block);
-#if SPLIT_STATS
-  [[maybe_unused]] const float inverse_scale = 1.0f / block.scale_log2;
+#if SPLIT_STATS && !HAS_BIAS
+  const float inverse_scale = 1.0f / block.scale_log2;
 #endif
   RingPlace<Q_STAGES> q_place;
   RingPlace<DO_STAGES> do_place;
@@ -168,6 +175,11 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, u32 shared) {
   const float2* stats = block.stats + block.first_tile * BLOCK_Q + own;
   float2 next_stat = {};
   if (has_query && block.num_tiles > 0) next_stat = *stats;
+#if HAS_BIAS
+  const float* bases = block.base + block.first_tile * BLOCK_Q + own;
+  float next_base = 0.0f;
+  if (has_query && block.num_tiles > 0) next_base = *bases;
+#endif
 #endif
   for (int head = 0; head < block.group_size; ++head) {
     for (int tile = block.first_tile; tile < block.first_tile + block.num_tiles; ++tile) {
@@ -203,14 +215,19 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, u32 shared) {
         const bool last_tile = tile + 1 == block.first_tile + block.num_tiles;
         stats += last_tile ? block.padded_len - (block.num_tiles - 1) * BLOCK_Q : BLOCK_Q;
         if (!last_tile || head + 1 < block.group_size) next_stat = *stats;
-#if !HAS_BIAS
+        const u32 q_stats = shared + STATS_AT + q_place.slot * Q_STATS_BYTES + own * SPLIT_BYTES;
         barrier_wait(empty_q, q_place.phase ^ 1);
-        store_split(shared + STATS_AT + q_place.slot * Q_STATS_BYTES + own * SPLIT_BYTES, stat.x < INFINITY_F32 ? -stat.x * inverse_scale : NEVER);
+#if HAS_BIAS
+        store_split_column(q_stats, -in_scores(next_base, block.bias_unit), BF16_ONE);
+        bases += last_tile ? -(block.num_tiles - 1) * BLOCK_Q : BLOCK_Q;
+        next_base = *bases;
+#else
+        store_split_column(q_stats, stat.x < INFINITY_F32 ? -stat.x * inverse_scale : NEVER, 0);
+#endif
         fence_async_proxy();
         release(full_q);
-#endif
         barrier_wait(empty_do, do_place.phase ^ 1);
-        store_split(do_stats + own * SPLIT_BYTES, -stat.y);
+        store_split_column(do_stats + own * SPLIT_BYTES, -stat.y, 0);
 #if HAS_BIAS
         asm volatile("st.shared.f32 [%0], %1;" ::"r"(do_stats + BLOCK_Q * SPLIT_BYTES + own * 4), "f"(stat.x) : "memory");
 #endif
@@ -227,14 +244,32 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, u32 shared) {
 
 // ---- Consumer ------------------------------------------------------------------------------------------------------------------------------
 
-// d = a b^T: 64 keys of the warpgroup (rows of a tile of 128) against a tile of 64 queries. STATS: plus a number for each query.
-template <int STATS>
-DEVICE void multiply_queries(float (&d)[32], u32 keys, u32 queries, const SplitWeights& weights, u32 stats) {
+// The keys' operand of split steps: with a bias in shared memory, where it costs no registers (two products hold on to it at once); ones alone are one register.
+#if HAS_BIAS
+struct KeySplit {
+  u32 rows;
+  DEVICE KeySplit(u32 shared, int warpgroup) : rows(shared + KEY_SPLIT_AT + warpgroup * 64 * SPLIT_BYTES) {}
+  DEVICE void multiply(float (&d)[32], u32 stats, int accumulate) const { wgmma<0, 0>(d, wgmma_unswizzled(rows), wgmma_unswizzled(stats), accumulate); }
+};
+#else
+struct KeySplit : SplitWeights {
+  DEVICE KeySplit(u32, int) {}
+  DEVICE void multiply(float (&d)[32], u32 stats, int accumulate) const { wgmma<0>(d, words, wgmma_unswizzled(stats), accumulate); }
+};
+#endif
+
+// d = a b^T: 64 keys of the warpgroup (rows of a tile of 128) against a tile of 64 queries; and the numbers of keys and queries, added first or last.
+enum SplitPlace { SPLIT_NONE, SPLIT_FIRST, SPLIT_LAST };
+// delta - base comes first: what two large numbers leave is exact as long as nothing else is there.
+constexpr SplitPlace SCORE_SPLIT = HAS_BIAS ? SPLIT_FIRST : SPLIT_STATS ? SPLIT_LAST : SPLIT_NONE;
+template <SplitPlace SPLIT>
+DEVICE void multiply_queries(float (&d)[32], u32 keys, u32 queries, const KeySplit& key_split, u32 stats) {
   const u64 a = wgmma_along(keys), b = wgmma_along(queries);
+  if (SPLIT == SPLIT_FIRST) key_split.multiply(d, stats, 0);
 #pragma unroll
   for (int step = 0; step < HEAD_DIM / 16; ++step)
-    wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_KV * 128 + step % 4 * 32), wgmma_step(b, step / 4 * BLOCK_Q * 128 + step % 4 * 32), step > 0);
-  if (STATS) wgmma<0>(d, weights.ones, wgmma_unswizzled(stats), 1);
+    wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_KV * 128 + step % 4 * 32), wgmma_step(b, step / 4 * BLOCK_Q * 128 + step % 4 * 32), SPLIT == SPLIT_FIRST || step > 0);
+  if (SPLIT == SPLIT_LAST) key_split.multiply(d, stats, 1);
   wgmma_commit();
 }
 
@@ -310,9 +345,9 @@ DEVICE void load_stats(float (&values)[2], u32 stats, int n) {
   }
 }
 
-// The consumer warpgroup's part. `bias`: of this thread's two keys, times log2(e). Leaves complete sums, ddelta over the quad too.
+// The consumer warpgroup's part. Leaves complete sums, ddelta over the quad too.
 template <class Keys>
-DEVICE void consume(BackwardBlock& block, const Keys& keys, const float (&bias)[2], u32 shared, int warpgroup, KeyGradients& sums) {
+DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warpgroup, KeyGradients& sums) {
   const int lane = (int)threadIdx.x % 32, warp = __shfl_sync(~0u, (int)threadIdx.x % 128 / 32, 0), g = lane / 4, t = lane % 4;
   const KeyRange range = key_range(keys, warpgroup * 64, 64);
   keys.find_tiles(block);
@@ -330,12 +365,12 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, const float (&bias)[
   if (num_steps == 0) return;
 
   const u32 k = shared + warpgroup * 64 * 128, v = k + V_AT;
+  const KeySplit key_split(shared, warpgroup);
   [[maybe_unused]] const u32 k_columns = shared + (HEAD_DIM == 128 ? warpgroup * BLOCK_KV * 128 : warpgroup * 64);
   // Where this lane's row of each 8x8 matrix of dS^T begins; 16 queries further: two chunks, a xor.
   [[maybe_unused]] const u32 ds_row = shared + DS_AT + (warpgroup * 64 + warp * 16 + lane / 8 % 2 * 8 + lane % 8) * 128 + (((lane / 16) ^ (lane % 8)) << 4);
   [[maybe_unused]] const u32 staging = shared + DQ_AT + (warpgroup * 4 + warp) * WARP_DQ_BYTES;
 
-  const SplitWeights split;
   float scores[32], dp[32];
   u32 weights[4][4];
   RingPlace<Q_STAGES> q_place;
@@ -349,7 +384,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, const float (&bias)[
   barrier_wait(barrier_at(shared, FULL_Q), 0);
   fence_async_proxy();  // keys and values (and queries) came by cp.async
   wgmma_fence();
-  multiply_queries<SPLIT_LSE>(scores, k, shared + Q_AT, split, shared + STATS_AT);
+  multiply_queries<SCORE_SPLIT>(scores, k, shared + Q_AT, key_split, shared + STATS_AT);
   wgmma_wait<0>();
 
   for (int step = 0; step < num_steps; ++step) {
@@ -358,7 +393,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, const float (&bias)[
     barrier_wait(barrier_at(shared, FULL_DO + do_place.slot), do_place.phase);
     if (!TENSOR_MAPS) fence_async_proxy();
     wgmma_fence();
-    multiply_queries<SPLIT_STATS>(dp, v, d_out, split, stats);  // dP^T = V dO^T (SPLIT_STATS: dP^T - D)
+    multiply_queries<SPLIT_STATS ? SPLIT_LAST : SPLIT_NONE>(dp, v, d_out, key_split, stats);  // dP^T = V dO^T (SPLIT_STATS: dP^T - D)
 
     // P^T = 2^(S^T - lse).
 #pragma unroll
@@ -366,7 +401,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, const float (&bias)[
       float lse[2] = {0.0f, 0.0f};
       if (!SPLIT_LSE) load_stats<0>(lse, stats, n);
 #pragma unroll
-      for (int x = 0; x < 4; ++x) scores[4 * n + x] = exp2_fast(scores[4 * n + x] * block.scale_log2 + (HAS_BIAS ? bias[x / 2] - lse[x % 2] : -lse[x % 2]));
+      for (int x = 0; x < 4; ++x) scores[4 * n + x] = exp2_fast(scores[4 * n + x] * block.scale_log2 - lse[x % 2]);
     }
     if (first_query < range.highest || first_query + BLOCK_Q > range.first_expire) {
 #pragma unroll
@@ -415,7 +450,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, const float (&bias)[
 #endif
 #if DQ_LAST
     wgmma_fence();
-    multiply_queries<SPLIT_LSE>(scores, k, next_queries, split, next_stats);
+    multiply_queries<SCORE_SPLIT>(scores, k, next_queries, key_split, next_stats);
 #if COMPUTE_DQ
     barrier_sync(1, NUM_CONSUMERS * 128);  // all of dS^T is there; and the other half of the memory is free again
 #endif
@@ -434,7 +469,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, const float (&bias)[
     multiply_keys(dq, shared + DS_AT + step % 2 * DS_BYTES, k_columns);
 #endif
     wgmma_fence();
-    multiply_queries<SPLIT_LSE>(scores, k, next_queries, split, next_stats);
+    multiply_queries<SCORE_SPLIT>(scores, k, next_queries, key_split, next_stats);
     wgmma_wait<1>();  // all but the next step's scores
     release(barrier_at(shared, EMPTY_Q + q_place.slot));
 #endif

@@ -27,6 +27,10 @@ struct DenseWork {
     tile.first_query = place.tile * TILE_QUERIES;
     tile.end_query = min(tile.first_query + TILE_QUERIES, seq_len);
     const i32* starts = doc_start + (u64)place.batch * seq_len;
+#if HAS_BIAS
+    // Loads that the description waits for are asked for here, and below.
+    const int own_start = starts[min(tile.first_query + thread, seq_len - 1)];
+#endif
     const int first_low = max(starts[tile.first_query], tile.first_query - window + 1);
     tile.last_stage = (tile.end_query - 1) / BLOCK_KV;
     tile.num_stages = tile.last_stage - first_low / BLOCK_KV + 1;
@@ -39,7 +43,7 @@ struct DenseWork {
 #endif
 
 #if HAS_BIAS
-    const float inverse_scale = 1.0f / tensors.softmax_scale;
+    const float inverse_scale = 1.0f / tensors.softmax_scale, base = load_base(tensors, tile, kv_head);
     float next_bias = delta[min(tile.last_stage * BLOCK_KV + thread, seq_len - 1)];  // loads run a stage ahead
 #endif
 
@@ -61,7 +65,7 @@ struct DenseWork {
         copy_key_rows(to, k, (u32)tensors.k_token_stride * 2, key, thread / 32);
 #endif
 #if HAS_BIAS
-        store_split(key_slot(shared, places.stage) + ENTRY_BYTES + thread * SPLIT_BYTES, next_bias * inverse_scale);
+        store_split_column(key_slot(shared, places.stage) + ENTRY_BYTES + thread * SPLIT_BYTES, in_scores(next_bias, inverse_scale), BF16_ONE);
         fence_async_proxy();  // products read it
         barrier_arrive(full);
         next_bias = delta[min(max(first_key - BLOCK_KV, 0) + thread, seq_len - 1)];
@@ -79,8 +83,17 @@ struct DenseWork {
         if (thread == 0) *(TileHead*)described = tile;
         for (int at = thread; at < TILE_QUERIES; at += 128) {
           const int query = min(tile.first_query + at, seq_len - 1);
-          ((int*)(described + 32))[at] = max(starts[query], query - window + 1);
+#if HAS_BIAS
+          const int start = own_start;  // TILE_QUERIES <= 128
+#else
+          const int start = starts[query];
+#endif
+          ((int*)(described + 32))[at] = max(start, query - window + 1);
         }
+#if HAS_BIAS
+        store_base(tile_base(shared, done), base, inverse_scale);
+        fence_async_proxy();  // products read it
+#endif
         barrier_arrive(full);
         continue;
       }

@@ -7,6 +7,7 @@
 #define HALF_STAGES 1
 #endif
 #include "common/hopper_tiles.cuh"
+#include "common/bf16_rest.cuh"
 
 #ifndef RESIDUAL
 #define RESIDUAL 0
@@ -17,8 +18,9 @@ constexpr int O_REGISTERS = HEAD_DIM / 2;
 // The reference maximum of the online softmax moves only when a row outgrows it by this many powers of two. With RESIDUAL at once: the weight of a
 // key that holds most of the softmax is then 1, which bf16 represents, and o as a sum of bf16 weights is worth more than bf16.
 constexpr float RESCALE_AT = RESIDUAL ? 0.0f : 8.0f;
-// "Nothing seen yet": finite, so that no infinity is subtracted from another.
-constexpr float NO_MAXIMUM = -3.0e38f;
+// "Nothing seen yet": finite, so that no infinity is subtracted from another. With a bias also above all scores of keys that do not count: a row's largest
+// logit is at least the q . k of its largest bias, and the exponent of a score of -2^60 is a rounding error of that size.
+constexpr float NO_MAXIMUM = HAS_BIAS ? -16777216.0f : -3.0e38f;
 // From this logit on (in powers of two) rounding it shows beside the 16 bits that o and o_low keep together.
 constexpr float LARGE_LOGIT = 16.0f;
 
@@ -96,9 +98,9 @@ DEVICE void pack_weights(u32 (&weights)[STEPS][4], const float (&score)[8 * STEP
 }
 
 struct ForwardOutput {
-  bf16* o;     // [batch, seq_len, num_heads, HEAD_DIM]
-  float* lse;  // [batch, num_heads, seq_len]
-  bf16* o_low; // RESIDUAL: as o, o before rounding minus o
+  bf16* o;       // [batch, seq_len, num_heads, HEAD_DIM]
+  float* lse;    // [batch, num_heads, seq_len]
+  short* o_low;  // RESIDUAL: as o, the bits that o lacks (bf16_rest)
 };
 
 // Divides, rounds and stores the warpgroup's rows.
@@ -123,8 +125,7 @@ DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& s
 #if RESIDUAL
       u32 low[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        low[i] = pack_bf16(output[(4 * n + i) * 4 + 2 * r] * inverse - bf16_low(x[i]), output[(4 * n + i) * 4 + 2 * r + 1] * inverse - bf16_high(x[i]));
+      for (int i = 0; i < 4; ++i) low[i] = bf16_rest(x[i], output[(4 * n + i) * 4 + 2 * r] * inverse, output[(4 * n + i) * 4 + 2 * r + 1] * inverse);
       quad_transpose(low);
       if (inside) *(uint4*)(out.o_low + at + n * 32) = make_uint4(low[0], low[1], low[2], low[3]);
 #endif
@@ -137,9 +138,8 @@ DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& s
 // The warpgroup's rows of one tile while stages stream past them.
 struct RowsInWork {
   const ConsumerRows& rows;
-  const BiasWeights& bias_weights;
   ConsumerPlaces& places;
-  u32 shared, q;
+  u32 shared, q, bases;
   int warpgroup;
   float logit_scale;
   float (&output)[O_REGISTERS];
@@ -159,7 +159,7 @@ struct RowsInWork {
     barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
     if (!KEY_MAPS) fence_async_proxy();
     wgmma_fence();
-    multiply_stage<HAS_BIAS>(score, q, key_tile(), key_slot(shared, places.stage), bias_weights);
+    multiply_stage<HAS_BIAS>(score, q, key_tile(), bases, key_slot(shared, places.stage));
     const bool partial = stage_is_partial<16 * STEPS>(rows, key_slot(shared, places.stage), 0);
     wgmma_wait<0>();
     release_keys(is_last);
@@ -181,7 +181,7 @@ struct RowsInWork {
     barrier_sync(1 + warpgroup, 256);
 #endif
     wgmma_fence();
-    multiply_stage<HAS_BIAS>(score, q, key_tile(), key_slot(shared, places.stage), bias_weights);
+    multiply_stage<HAS_BIAS>(score, q, key_tile(), bases, key_slot(shared, places.stage));
     wgmma_fence();
     weigh_stage(output, last_weights, value_tile());
 #if TAKE_TURNS == 1
@@ -237,7 +237,6 @@ struct ForwardConsumer {
     if (num_stages == 0) return false;
 
     const ConsumerRows rows = consumer_rows(tile, warpgroup);
-    const BiasWeights bias_weights;
     float output[O_REGISTERS];
     u32 weights[BLOCK_KV / 16][4];
     SoftmaxState state;
@@ -248,7 +247,7 @@ struct ForwardConsumer {
       state.maximum[r] = NO_MAXIMUM;
       state.total[r] = 0.0f;
     }
-    RowsInWork work = {rows, bias_weights, places, shared, shared + warpgroup * 64 * 128, warpgroup, tensors.softmax_scale * LOG2_E, output, state};
+    RowsInWork work = {rows, places, shared, shared + warpgroup * 64 * 128, tile + BASES_AT + warpgroup * 64 * SPLIT_BYTES, warpgroup, tensors.softmax_scale * LOG2_E, output, state};
 
     int num_whole = num_stages;
 #if HALF_STAGES

@@ -16,6 +16,8 @@ struct KeyWindow {
   const int2* entries;
   int head_count, num_stages;
 
+  // A tile that sees no key takes one stage of zeros: a row of K or V that nobody sees may hold NaN.
+  DEVICE u32 row_bytes() const { return head_count > 0 ? 16 : 0; }
   DEVICE int2 entry(int stage, int at) const {
     if (stage == 0 ? at >= head_count : stage >= num_stages) return make_int2(entries[0].x, 0);
     return entries[stage == 0 ? at : head_count - BLOCK_KV + stage * BLOCK_KV + at];
@@ -63,7 +65,7 @@ struct GatherWork {
     const bf16* k = tensors.k + place.batch * tensors.k_batch_stride + (u64)kv_head * HEAD_DIM;
     const bf16* v = tensors.v + place.batch * tensors.v_batch_stride + (u64)kv_head * HEAD_DIM;
     const float* delta = tensors.delta + list_row * tensors.seq_len;
-    const float inverse_scale = 1.0f / tensors.softmax_scale;
+    const float inverse_scale = 1.0f / tensors.softmax_scale, base = load_base(tensors, tile, kv_head);
     int here = 0;                      // this thread's key of stage it
     int2 next = window.entry(0, thread);  // its entry of stage it + 1; the loads run further ahead
     int2 after = window.entry(1, thread);
@@ -77,9 +79,9 @@ struct GatherWork {
         const u32 full = barrier_at(shared, FULL_K + places.k.slot), keys = key_slot(shared, places.stage);
         barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
         if (it >= 0 || !tile.first_is_half || warp < HALF_KV / 32)
-          copy_key_rows(shared + K_AT + places.k.slot * STAGE_BYTES, k, (u32)tensors.k_token_stride * 2, next.x, warp);
+          copy_key_rows(shared + K_AT + places.k.slot * STAGE_BYTES, k, (u32)tensors.k_token_stride * 2, next.x, warp, window.row_bytes());
         asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(keys + thread * 8), "r"(next.x), "r"(next.y) : "memory");
-        store_split(keys + ENTRY_BYTES + thread * SPLIT_BYTES, next_bias * inverse_scale);
+        store_split_column(keys + ENTRY_BYTES + thread * SPLIT_BYTES, in_scores(next_bias, inverse_scale), BF16_ONE);
         barrier_arrive_copies(full);
         barrier_arrive(full);  // for the entry and the bias, which were stored
         places.k.advance();
@@ -90,11 +92,12 @@ struct GatherWork {
         barrier_wait(barrier_at(shared, EMPTY_Q), (done & 1) ^ 1);
         copy_queries(shared, tensors, maps, tile);
         if (thread == 0) *(TileHead*)__cvta_shared_to_generic(tile_base(shared, done)) = tile;
+        store_base(tile_base(shared, done), base, inverse_scale);
         barrier_arrive(barrier_at(shared, FULL_Q));
       } else {
         barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
         if (it > 0 || !tile.first_is_half || warp < HALF_KV / 32)
-          copy_key_rows(shared + V_AT + places.v.slot * STAGE_BYTES, v, (u32)tensors.v_token_stride * 2, here, warp);
+          copy_key_rows(shared + V_AT + places.v.slot * STAGE_BYTES, v, (u32)tensors.v_token_stride * 2, here, warp, window.row_bytes());
         barrier_arrive_copies(barrier_at(shared, FULL_V + places.v.slot));
         places.v.advance();
       }

@@ -39,7 +39,6 @@ struct QueryGradientConsumer {
       }
     }
     const float scale_log2 = tensors.softmax_scale * LOG2_E;
-    const BiasWeights bias_weights;
     float sums[HEAD_DIM / 2];
     u32 weights[BLOCK_KV / 16][4];
 #pragma unroll
@@ -52,14 +51,14 @@ struct QueryGradientConsumer {
       barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
       if (!KEY_MAPS) fence_async_proxy();
       wgmma_fence();
-      multiply_stage<HAS_BIAS>(score, q, k, key_slot(shared, places.stage), bias_weights);
+      multiply_stage<HAS_BIAS>(score, q, k, tile + BASES_AT + warpgroup * 64 * SPLIT_BYTES, key_slot(shared, places.stage));
       wgmma_wait<1>();  // the last stage's dQ, whose weights' registers are needed
       if (it > 0) release(barrier_at(shared, EMPTY_K + last_slot));
       // Only now: the producer brings the next stage's keys before these values, and with two slots it may have been waiting for the one just released.
       barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
       if (!KEY_MAPS) fence_async_proxy();
       wgmma_fence();
-      multiply_stage<0>(dp, d_out, shared + V_AT + places.v.slot * STAGE_BYTES, 0, bias_weights);
+      multiply_stage<0>(dp, d_out, shared + V_AT + places.v.slot * STAGE_BYTES, 0, 0);
       const bool partial = stage_is_partial(rows, key_slot(shared, places.stage), it);
       wgmma_wait<1>();
 

@@ -35,7 +35,7 @@ struct RowSumsConsumer {
     if (num_stages == 0) return false;
     const ConsumerRows rows = consumer_rows(tile, warpgroup);
     float2* row_stats[2];
-    float lse[2], sums[2] = {0.0f, 0.0f}, totals[2] = {0.0f, 0.0f};
+    float lse[2], sums[2] = {0.0f, 0.0f};
     const int batch = load_shared_int(tile), head = load_shared_int(tile + 4), end_query = load_shared_int(tile + 12);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -45,7 +45,6 @@ struct RowSumsConsumer {
     }
 
     const float scale_log2 = tensors.softmax_scale * LOG2_E;
-    const BiasWeights bias_weights;
     u32 do_kept[HEAD_DIM / 16][4];
     keep_rows(do_kept, d_out);
 
@@ -58,7 +57,7 @@ struct RowSumsConsumer {
       barrier_sync(1 + warpgroup, 256);
 #endif
       wgmma_fence();
-      multiply_stage<HAS_BIAS>(score, q, shared + K_AT + places.k.slot * STAGE_BYTES, key_slot(shared, places.stage), bias_weights);
+      multiply_stage<HAS_BIAS>(score, q, shared + K_AT + places.k.slot * STAGE_BYTES, tile + BASES_AT + warpgroup * 64 * SPLIT_BYTES, key_slot(shared, places.stage));
       multiply_kept(dp, do_kept, shared + V_AT + places.v.slot * STAGE_BYTES);
 #if TAKE_TURNS == 1
       barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
@@ -85,25 +84,20 @@ struct RowSumsConsumer {
       // Accumulate.
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float sum[2] = {0.0f, 0.0f}, total[2] = {0.0f, 0.0f};
+        float sum[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int n = 0; n < 16; ++n)
 #pragma unroll
-          for (int x = 0; x < 2; ++x) {
-            sum[x] += score[4 * n + 2 * r + x] * dp[4 * n + 2 * r + x];
-            total[x] += score[4 * n + 2 * r + x];
-          }
+          for (int x = 0; x < 2; ++x) sum[x] += score[4 * n + 2 * r + x] * dp[4 * n + 2 * r + x];
         sums[r] += sum[0] + sum[1];
-        totals[r] += total[0] + total[1];
       }
     }
 
     // Store.
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // Over the sum of P, which differs from 1 by what lse lost to rounding: with a bias of hundreds that would be more than the gradients' own error.
-      const float sum = quad_sum(sums[r]), total = quad_sum(totals[r]);
-      if (threadIdx.x % 4 == 0 && rows.query[r] < end_query) row_stats[r]->y = total > 0.0f ? sum / total : 0.0f;
+      const float sum = quad_sum(sums[r]);
+      if (threadIdx.x % 4 == 0 && rows.query[r] < end_query) row_stats[r]->y = sum;
     }
     return true;
   }

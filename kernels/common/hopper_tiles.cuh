@@ -63,7 +63,9 @@ constexpr int ENTRY_BYTES = GATHER ? BLOCK_KV * 8 : 0;
 constexpr int KEY_BYTES = ENTRY_BYTES + (HAS_BIAS ? BLOCK_KV * SPLIT_BYTES : 0);
 constexpr int KEYS_AT = V_AT + V_STAGES * STAGE_BYTES;
 // Two of these: the producer describes the next tile while the consumers store the last.
-constexpr int TILE_BYTES = 32 + (GATHER ? 0 : TILE_QUERIES * 4);
+constexpr int BASES_AT = 32 + (GATHER ? 0 : TILE_QUERIES * 4);
+constexpr int TILE_BYTES = BASES_AT + (HAS_BIAS ? BLOCK_Q * SPLIT_BYTES : 0);
+static_assert(!HAS_BIAS || BLOCK_Q == 128, "a producer thread brings the base of one row");
 constexpr int TILE_AT = KEYS_AT + NUM_KEY_SLOTS * KEY_BYTES;
 constexpr int BARRIERS_AT = TILE_AT + 2 * TILE_BYTES;
 constexpr int FULL_K = 0, EMPTY_K = FULL_K + K_STAGES, FULL_V = EMPTY_K + K_STAGES, EMPTY_V = FULL_V + V_STAGES, FULL_Q = EMPTY_V + V_STAGES, EMPTY_Q = FULL_Q + 1;
@@ -72,7 +74,7 @@ constexpr int SHARED_BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
 static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with room to align it");
 static_assert(BARRIERS_AT % 16 == 0, "barriers and vectors are aligned");
 
-// What consumers need to know of a tile; followed by the lowest key of each query (dense).
+// What consumers need to know of a tile; followed by the lowest key of each query (dense) and by each row's -base / softmax_scale (HAS_BIAS).
 struct TileHead {
   int batch, head, first_query, end_query;
   int num_stages, last_stage;  // num_stages: 0 behind the last tile; last_stage: dense, stages are visited from this one (key / BLOCK_KV) downwards
@@ -87,6 +89,7 @@ struct InputTensors {
   u64 q_token_stride, q_batch_stride;  // elements
   u64 k_token_stride, k_batch_stride, v_token_stride, v_batch_stride;
   const float* delta;                  // [batch, num_kv_heads, seq_len] (HAS_BIAS)
+  const float* base;                   // [batch, num_kv_heads, padded_len] (HAS_BIAS)
   const bf16* d_out;                   // [batch, seq_len, num_heads, HEAD_DIM] (ROW_SUMS)
   int seq_len, num_heads, num_kv_heads;
   float softmax_scale;
@@ -155,6 +158,18 @@ DEVICE void copy_queries(u32 shared, const InputTensors& tensors, const TensorMa
 #endif
 }
 
+#if HAS_BIAS
+// The base of this thread's row of the tile. Asked for long before it is stored.
+DEVICE float load_base(const InputTensors& tensors, const TileHead& tile, int kv_head) {
+  const int query = min(tile.first_query + (int)threadIdx.x % 128 % TILE_QUERIES, tensors.seq_len - 1), padded_len = (tensors.seq_len + 63) & ~63;
+  return tensors.base[((u64)tile.batch * tensors.num_kv_heads + kv_head) * padded_len + query];
+}
+// Products read it after fence_async_proxy.
+DEVICE void store_base(u32 tile, float base, float inverse_scale) {
+  store_split_row(tile + BASES_AT + threadIdx.x % 128 * SPLIT_BYTES, -in_scores(base, inverse_scale));
+}
+#endif
+
 // Tells the consumers that there is no further tile: one without stages, whose queries nobody copies.
 DEVICE void describe_end(u32 done, u32 shared) {
   const u32 full = barrier_at(shared, FULL_Q);
@@ -176,23 +191,16 @@ struct ProducerPlaces {
 
 // ---- Consumer ------------------------------------------------------------------------------------------------------------------------------
 
-// A key's bias, as delta / softmax_scale, is one more step of the scores' product.
-#if HAS_BIAS
-using BiasWeights = SplitWeights;
-#else
-struct BiasWeights {};
-#endif
-
-// d = a b^T (+ the stage's bias): the warpgroup's 64 rows of a tile of BLOCK_Q, against the 2 N keys of a stage, or of its first half.
+// d = a b^T: the warpgroup's 64 rows of a tile of BLOCK_Q, against the 2 N keys of a stage, or of its first half. BIAS: and (delta - base) / softmax_scale,
+// as the first step. Base is the largest bias that a query sees. Of two biases of 2^29 their difference counts, and q . k beside it, which an f32 of that
+// size would swallow.
 template <int BIAS, int N>
-DEVICE void multiply_stage(float (&d)[N], u32 rows, u32 stage, [[maybe_unused]] u32 keys, [[maybe_unused]] const BiasWeights& weights) {
+DEVICE void multiply_stage(float (&d)[N], u32 rows, u32 stage, [[maybe_unused]] u32 bases, [[maybe_unused]] u32 keys) {
   const u64 a = wgmma_along(rows), b = wgmma_along(stage);
+  if (BIAS) wgmma<0, 0>(d, wgmma_unswizzled(bases), wgmma_unswizzled(keys + ENTRY_BYTES), 0);
 #pragma unroll
   for (int step = 0; step < HEAD_DIM / 16; ++step)
-    wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_Q * 128 + step % 4 * 32), wgmma_step(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32), step > 0);
-#if HAS_BIAS
-  if (BIAS) wgmma<0>(d, weights.ones, wgmma_unswizzled(keys + ENTRY_BYTES), 1);
-#endif
+    wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_Q * 128 + step % 4 * 32), wgmma_step(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32), BIAS || step > 0);
   wgmma_commit();
 }
 

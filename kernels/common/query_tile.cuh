@@ -28,11 +28,33 @@ struct QueryTile {
   const i32* doc_start;    // dense: the row's document starts
   int window;
   float scale_log2;        // softmax_scale * log2(e)
+  const float* base;       // HAS_BIAS: [padded_len] of the KV head, the largest bias that each query sees
+  float bias_unit;         // HAS_BIAS: 1 / softmax_scale
 };
 
 // A tile row is (head, query), head-major.
 DEVICE int row_query(const QueryTile& tile, int row) { return tile.first_query + row % TILE_QUERIES; }
 DEVICE int row_head(int row) { return row / TILE_QUERIES; }
+
+#if HAS_BIAS
+// What a query's base is in units of scores.
+DEVICE float row_base(const QueryTile& tile, int query) { return query < tile.end_query ? in_scores(tile.base[query], tile.bias_unit) : 0.0f; }
+
+// Scores begin with (delta - base) / softmax_scale: of two biases of 2^29 their difference counts, and q . k beside it, which an f32 of that size would
+// swallow. `bias`: the deltas of this thread's columns of a tile, two every eight.
+template <int ROWS>
+DEVICE void start_scores(float (&score)[ROWS][BLOCK_KV / 8][4], const float (&base)[ROWS][2], const float* bias, float bias_unit) {
+#pragma unroll
+  for (int n = 0; n < BLOCK_KV / 8; ++n) {
+    const float2 delta = *(const float2*)(bias + n * 8);
+    const float unit[2] = {in_scores(delta.x, bias_unit), in_scores(delta.y, bias_unit)};
+#pragma unroll
+    for (int m = 0; m < ROWS; ++m)
+#pragma unroll
+      for (int x = 0; x < 4; ++x) score[m][n][x] = unit[x % 2] - base[m][x / 2];
+  }
+}
+#endif
 
 #if !GATHER
 // The lowest key a query sees; a position outside the row counts as its nearest end.

@@ -1,25 +1,46 @@
-// split_step: a number for each column of a wgmma product enters as one more step of it: as three bf16 whose sum it is, against ones. It then costs
-// nothing behind the product, and is added to complete sums.
+// split_step: a number for each row and one for each column of a wgmma product enter as one more step of it, each as the three bf16 whose sum it is,
+// against ones. They then cost nothing behind the product. Operands lie in shared memory, 16 bytes a row or column, side by side (wgmma_unswizzled):
+// eight of the sixteen columns that a step sums, which it meets twice. So halves are stored.
+// A step that comes first adds its numbers to nothing but each other: where two large ones cancel, what is left is exact.
 #pragma once
 #include "common/async_copy.cuh"
 #include "common/wgmma.cuh"
 
-constexpr int SPLIT_BYTES = 16;  // of a column: eight bf16, three of them used; columns lie side by side (wgmma_unswizzled)
+constexpr int SPLIT_BYTES = 16;  // of a row or column
+constexpr u32 BF16_ONE = 0x3f80u;
 
-// Stores `x` for the column at `shared`. Products read it after fence_async_proxy.
-DEVICE void store_split(u32 shared, float x) {
-  const u32 first = __float_as_uint(x);
-  const float rest = x - __uint_as_float(first & 0xffff0000u);
-  const u32 second = __float_as_uint(rest), third = __float_as_uint(rest - __uint_as_float(second & 0xffff0000u));
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %3};" ::"r"(shared), "r"(first >> 16 | (second & 0xffff0000u)), "r"(third >> 16), "r"(0u) : "memory");
+// The parts of an f32, each a bf16 in the lower half of a word. They are cut off, not rounded, so that the third holds all that is left.
+struct SplitParts {
+  u32 first, second, third;
+  DEVICE SplitParts(float x) {
+    const u32 upper = __float_as_uint(x);
+    const float rest = x - __uint_as_float(upper & 0xffff0000u);
+    const u32 middle = __float_as_uint(rest);
+    first = upper >> 16, second = middle >> 16;
+    third = __float_as_uint(rest - __uint_as_float(middle & 0xffff0000u)) >> 16;
+  }
+};
+
+DEVICE void store_split(u32 shared, u32 a, u32 b, u32 c) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(0u) : "memory");
 }
 
-// The ones: the step's A operand, columns 0, 1 and 2 of every row. Made before the products, so that none waits for it.
+// Stores the number of a column. `one`: BF16_ONE, or 0 where the rows' numbers stay out. Products read it after fence_async_proxy.
+DEVICE void store_split_column(u32 shared, float x, u32 one) {
+  const SplitParts parts(0.5f * x);
+  store_split(shared, parts.first | parts.second << 16, parts.third | one << 16, one | one << 16);
+}
+// Stores the number of a row.
+DEVICE void store_split_row(u32 shared, float x) {
+  const SplitParts parts(0.5f * x);
+  store_split(shared, BF16_ONE | BF16_ONE << 16, BF16_ONE | parts.first << 16, parts.second | parts.third << 16);
+}
+
+// A row operand without numbers, in registers. Made before the products, so that none waits for it.
 struct SplitWeights {
-  u32 ones[4];
+  u32 words[4];
   DEVICE SplitWeights() {
     const u32 t = threadIdx.x % 4;
-    ones[0] = ones[1] = opaque(t == 0 ? 0x3f803f80u : t == 1 ? 0x3f80u : 0u);
-    ones[2] = ones[3] = opaque(0u);
+    words[0] = words[1] = words[2] = words[3] = opaque(t == 0 ? BF16_ONE | BF16_ONE << 16 : t == 1 ? BF16_ONE : 0u);
   }
 };

@@ -113,6 +113,17 @@ def head_defines(d, dv):
     return dict(HEAD_DIM=d) if d == dv else dict(HEAD_DIM=d, HEAD_DIM_V=dv)
 
 
+def bias_base(rt, delta, lists=None, doc_start=None, window=None):
+    """The largest bias that each query sees, [batch, kv_heads, padded_len]."""
+    b, hkv, n = delta.shape if delta.dim() == 3 else (1, 1, 1)
+    base = torch.full((b, hkv, padded_len(n)), float("nan"), device=delta.device)
+    gathered = lists is not None
+    tensors = [delta] + ([lists.list, lists.list_len] if gathered else [doc_start]) + [base]
+    rt.launch("bias_base.cu", "bias_base", dict(GATHER=int(gathered)), (ceil_div(n, SUPER_BLOCK), hkv, b), SUPER_BLOCK, 0, tensors,
+              [n, padded_len(n), lists.capacity if gathered else window])
+    return base
+
+
 def attention_forward(rt, q, k, v, doc_start, window, scale, o, lse, delta=None, tiling=None):
     b, n = q.packed.shape[:2]
     d, dv, h, hkv = q.head_dim, v.head_dim, q.num_heads, k.num_heads
@@ -120,7 +131,7 @@ def attention_forward(rt, q, k, v, doc_start, window, scale, o, lse, delta=None,
     tile_queries = t["WARP_ROWS"] * t["NUM_WARPS"] // t.get("HEADS_PER_TILE", 1)
     bias = delta is not None
     words = [b, n, h, hkv] + stride_words(q, k, v) + [window, f32_word(scale)]
-    tensors = [q.packed, k.packed, v.packed, doc_start] + ([delta] if bias else []) + [o, lse]
+    tensors = [q.packed, k.packed, v.packed, doc_start] + ([delta, bias_base(rt, delta, None, doc_start, window)] if bias else []) + [o, lse]
     rt.launch("attention_forward.cu", "attention_forward", {**head_defines(d, dv), **t, "HAS_BIAS": int(bias)},
               (ceil_div(n, tile_queries), h // t.get("HEADS_PER_TILE", 1), b), t["NUM_WARPS"] * 32,
               forward_shared_bytes(d, dv, t, False, bias), tensors, words)
@@ -132,7 +143,7 @@ def dma_attention_forward(rt, q, k, v, delta, lists, scale, o, lse, tiling=None)
     t = tiling or forward_tiling(d, dv, True, h // hkv)
     tile_queries = t["WARP_ROWS"] * t["NUM_WARPS"] // t["HEADS_PER_TILE"]
     words = [b, n, h, hkv] + stride_words(q, k, v) + [f32_word(scale), lists.capacity, lists.tile_queries]
-    tensors = [q.packed, k.packed, v.packed, delta, lists.list, lists.tile_window, o, lse]
+    tensors = [q.packed, k.packed, v.packed, delta, bias_base(rt, delta, lists), lists.list, lists.tile_window, o, lse]
     rt.launch("dma_attention_forward.cu", "dma_attention_forward", {**head_defines(d, dv), **t},
               (ceil_div(n, SUPER_BLOCK) * ceil_div(SUPER_BLOCK, tile_queries), h // t["HEADS_PER_TILE"], b), t["NUM_WARPS"] * 32,
               forward_shared_bytes(d, dv, t, True, True), tensors, words)
@@ -158,7 +169,7 @@ def backward_tiling(d, dv):
 def backward_shared_bytes(d, dv, t, flags, bias):
     kv, q = 16 * t["NUM_WARPS"], t["BLOCK_Q"]
     swapped = flags["COMPUTE_DV"] + (2 if flags["COMPUTE_DQ"] else flags["COMPUTE_DK"])
-    return (kv + 2 * q) * (d + dv) * 2 + 2 * kv * q * swapped + 16 * q + kv * (12 if bias else 8) + 128
+    return (kv + 2 * q) * (d + dv) * 2 + 2 * kv * q * swapped + (24 if bias else 16) * q + kv * (12 if bias else 8) + 128
 
 
 def query_tiling(d, dv, gather=False, group=1):
@@ -227,25 +238,25 @@ def row_sums_tiling(d, dv, gather=False, group=1):
     return tiling
 
 
-def query_kernel(rt, name, t, q, k, v, do, stats, doc_start, window, scale, delta, dq=None):
+def query_kernel(rt, name, t, q, k, v, do, stats, doc_start, window, scale, delta, base, dq=None):
     """attention_backward_query, or attention_row_sums when there is no `dq`."""
     b, n = q.packed.shape[:2]
     d, d_v, h, hkv, bias = q.head_dim, v.head_dim, q.num_heads, k.num_heads, delta is not None
     rows = t.get("WARP_ROWS", 16) * t["NUM_WARPS"]
     words = [b, n, h, hkv] + stride_words(q, k, v) + [window, f32_word(scale), padded_len(n)] + ([dq.offset, dq.token_stride, dq.batch_stride] if dq else [])
-    tensors = [q.packed, k.packed, v.packed, do, stats, doc_start] + ([delta] if bias else []) + ([dq.packed] if dq else [])
+    tensors = [q.packed, k.packed, v.packed, do, stats, doc_start] + ([delta, base] if bias else []) + ([dq.packed] if dq else [])
     rt.launch(name + ".cu", name, {**head_defines(d, d_v), **t, "HAS_BIAS": int(bias)}, (ceil_div(n, rows), h, b), t["NUM_WARPS"] * 32,
               query_shared_bytes(d, d_v, t, False, bias), tensors, words)
 
 
-def dma_query_kernel(rt, name, t, q, k, v, do, stats, delta, lists, scale, dq=None):
+def dma_query_kernel(rt, name, t, q, k, v, do, stats, delta, base, lists, scale, dq=None):
     """dma_attention_backward_query, or dma_attention_row_sums when there is no `dq`."""
     b, n = q.packed.shape[:2]
     d, d_v, h, hkv = q.head_dim, v.head_dim, q.num_heads, k.num_heads
     tile_queries = t.get("WARP_ROWS", 16) * t["NUM_WARPS"] // t["HEADS_PER_TILE"]
     words = [b, n, h, hkv] + stride_words(q, k, v) + [f32_word(scale), lists.capacity, padded_len(n)]
     words += ([dq.offset, dq.token_stride, dq.batch_stride] if dq else []) + [lists.tile_queries]
-    tensors = [q.packed, k.packed, v.packed, do, stats, delta, lists.list, lists.tile_window] + ([dq.packed] if dq else [])
+    tensors = [q.packed, k.packed, v.packed, do, stats, delta, base, lists.list, lists.tile_window] + ([dq.packed] if dq else [])
     rt.launch(name + ".cu", name, {**head_defines(d, d_v), **t}, (ceil_div(n, SUPER_BLOCK) * ceil_div(SUPER_BLOCK, tile_queries), h // t["HEADS_PER_TILE"], b),
               t["NUM_WARPS"] * 32, query_shared_bytes(d, d_v, t, True, True), tensors, words)
 
@@ -259,8 +270,9 @@ def attention_backward(rt, q, k, v, o, lse, do, doc_start, doc_end, window, scal
     t, launches = backward_tiling(d, d_v)
     t = tiling or t
     stats = prepare(rt, o, do, lse)
+    base = bias_base(rt, delta, None, doc_start, window) if bias else None
     if bias if exact is None else exact:
-        query_kernel(rt, "attention_row_sums", row_sums or row_sums_tiling(d, d_v), q, k, v, do, stats, doc_start, window, scale, delta)
+        query_kernel(rt, "attention_row_sums", row_sums or row_sums_tiling(d, d_v), q, k, v, do, stats, doc_start, window, scale, delta, base)
     if not deterministic:
         if dq_sum is None:
             dq_sum = torch.empty(b, h, padded_len(n), d, device=o.device)
@@ -270,7 +282,7 @@ def attention_backward(rt, q, k, v, o, lse, do, doc_start, doc_end, window, scal
     for flags in launches:
         if deterministic:
             flags = {**flags, "COMPUTE_DQ": 0}
-        tensors = [q.packed, k.packed, v.packed, do, stats, doc_end] + ([delta] if bias else [])
+        tensors = [q.packed, k.packed, v.packed, do, stats, doc_end] + ([delta, base] if bias else [])
         tensors += [dq_sum] if flags["COMPUTE_DQ"] else []
         tensors += [dk.packed] if flags["COMPUTE_DK"] else []
         tensors += [dv.packed] if flags["COMPUTE_DV"] else []
@@ -280,7 +292,7 @@ def attention_backward(rt, q, k, v, o, lse, do, doc_start, doc_end, window, scal
     if not deterministic:
         convert_dq(rt, dq_sum, padded_len(n), 0, dq, scale)
         return
-    query_kernel(rt, "attention_backward_query", query_tiling(d, d_v), q, k, v, do, stats, doc_start, window, scale, delta, dq)
+    query_kernel(rt, "attention_backward_query", query_tiling(d, d_v), q, k, v, do, stats, doc_start, window, scale, delta, base, dq)
 
 
 def dma_attention_backward(rt, q, k, v, o, lse, do, delta, lists, scale, dq, dk, dv, ddelta, deterministic=False, super_blocks=16, tiling=None,
@@ -292,9 +304,9 @@ def dma_attention_backward(rt, q, k, v, o, lse, do, delta, lists, scale, dq, dk,
     t = tiling or t
     blocks = ceil_div(n, SUPER_BLOCK)
     super_blocks = 1 if deterministic else min(super_blocks, blocks)
-    stats = prepare(rt, o, do, lse)
+    stats, base = prepare(rt, o, do, lse), bias_base(rt, delta, lists)
     if exact:
-        dma_query_kernel(rt, "dma_attention_row_sums", row_sums_tiling(d, d_v, True, h // hkv), q, k, v, do, stats, delta, lists, scale)
+        dma_query_kernel(rt, "dma_attention_row_sums", row_sums_tiling(d, d_v, True, h // hkv), q, k, v, do, stats, delta, base, lists, scale)
     if sums is None:
         dq_sum = None if deterministic else torch.empty(b, h, super_blocks * SUPER_BLOCK, d, device=o.device)
         dk_sum, dv_sum = torch.empty(b, hkv, n, d, device=o.device), torch.empty(b, hkv, n, d_v, device=o.device)
@@ -308,7 +320,7 @@ def dma_attention_backward(rt, q, k, v, o, lse, do, delta, lists, scale, dq, dk,
         for flags in launches:
             if deterministic:
                 flags = {**flags, "COMPUTE_DQ": 0, "DETERMINISTIC": 1}
-            tensors = [q.packed, k.packed, v.packed, do, stats, delta, lists.list, lists.list_len]
+            tensors = [q.packed, k.packed, v.packed, do, stats, delta, base, lists.list, lists.list_len]
             tensors += [dq_sum] if flags["COMPUTE_DQ"] else []
             tensors += [dk_sum] if flags["COMPUTE_DK"] else []
             tensors += [dv_sum] if flags["COMPUTE_DV"] else []
@@ -321,4 +333,4 @@ def dma_attention_backward(rt, q, k, v, o, lse, do, delta, lists, scale, dq, dk,
     convert_rows(rt, dk_sum, dk, scale)
     convert_rows(rt, dv_sum, dv, 1.0)
     if deterministic:
-        dma_query_kernel(rt, "dma_attention_backward_query", query_tiling(d, d_v, True, h // hkv), q, k, v, do, stats, delta, lists, scale, dq)
+        dma_query_kernel(rt, "dma_attention_backward_query", query_tiling(d, d_v, True, h // hkv), q, k, v, do, stats, delta, base, lists, scale, dq)

@@ -87,14 +87,17 @@ def mask_of(expire):
 
 def attention(q, k, v, delta, active, scale, dtype):
     """Plain attention in `dtype` as full matrices. q [b, n, h, d], k, v [b, n, hkv, .], delta [b, hkv, n] or None, active [b, hkv, n, n].
-    Returns o [b, n, h, dv] and lse [b, h, n]; differentiable."""
+    Returns o [b, n, h, dv] and lse [b, h, n], with a bias less the largest bias that each query sees; differentiable."""
     group = q.shape[2] // k.shape[2]
     qh = q.to(dtype).transpose(1, 2)
     kh = k.to(dtype).transpose(1, 2).repeat_interleave(group, 1)
     vh = v.to(dtype).transpose(1, 2).repeat_interleave(group, 1)
-    logits = (qh @ kh.transpose(2, 3)).float() * scale
+    logits = (qh @ kh.transpose(2, 3)).to(torch.promote_types(dtype, torch.float32)) * scale
     if delta is not None:
-        logits = logits + delta.repeat_interleave(group, 1)[:, :, None, :]
+        # Less the row's largest bias, in f64: what large biases leave between them counts, and q . k beside it.
+        base = delta.detach().double()[:, :, None, :].masked_fill(~active, float("-inf")).amax(-1, keepdim=True)
+        bias = (delta.double()[:, :, None, :] - base.masked_fill(torch.isinf(base), 0.0)).masked_fill(~active, 0.0)
+        logits = logits + bias.to(logits.dtype).repeat_interleave(group, 1)
     seen = active.repeat_interleave(group, 1)
     logits = logits.masked_fill(~seen, float("-inf"))
     lse = torch.logsumexp(logits, -1)

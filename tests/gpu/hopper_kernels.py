@@ -38,7 +38,7 @@ def query_tiling(d, gather, group, at_128):
 
 def forward_shared_bytes(d, t, gather, bias, sums):
     rows, stages = t["NUM_CONSUMERS"] * 64, t["K_STAGES"] + t["V_STAGES"]
-    shared = rows * d * (4 if sums else 2) + stages * 256 * d + (8192 if bias else 0) + (4096 if gather else 0)
+    shared = rows * d * (4 if sums else 2) + stages * 256 * d + (8192 + 4096 if bias else 0) + (4096 if gather else 0)
     return shared + 2 * (32 + (0 if gather else rows // t["HEADS_PER_TILE"] * 4)) + (2 * stages + 2) * 8 + 1024
 
 
@@ -52,13 +52,13 @@ def backward_tiling(d):
 
 def backward_shared_bytes(d, t, compute_dq, bias):
     stages = t["Q_STAGES"] + t["DO_STAGES"]
-    stats = t["DO_STAGES"] * 1280 if bias else stages * 1024 if d == 64 else t["DO_STAGES"] * 512
+    stats = t["Q_STAGES"] * 1024 + t["DO_STAGES"] * 1280 + 2048 if bias else stages * 1024 if d == 64 else t["DO_STAGES"] * 512
     return 512 * d + stages * 128 * d + 32768 + (256 * d if compute_dq and t["DQ_BULK"] else 0) + stats + (2 * stages + 1) * 8 + 1024
 
 
 class HopperRuntime(CubinRuntime):
     """`forward`, `row_sums`, `backward`: entries that replace those of the tiling chosen, for trying others.
-    `residual`: the forward with a bias keeps what rounding took from o, and no row sums are made."""
+    `residual`: the forward with a bias also stores o_low, the lower bits of o, and no row sums are made."""
 
     def __init__(self, folder, kinds=("forward", "backward"), residual=False, query_at_128=True):
         super().__init__(folder)
@@ -140,7 +140,7 @@ class HopperRuntime(CubinRuntime):
                 self.o_low = None
             else:
                 if self.o_low is None or self.o_low[0] != o.data_ptr() or self.o_low[1].shape != o.shape:
-                    self.o_low = (o.data_ptr(), torch.full_like(o, float("nan")))
+                    self.o_low = (o.data_ptr(), torch.full(o.shape, 0x7FFF, dtype=torch.int16, device=o.device))
                 tensors.append(self.o_low[1])
         elif entry == "attention_backward_prepare" and self.o_low is not None:
             assert self.o_low[0] == tensors[0].data_ptr(), "the backward of another forward"

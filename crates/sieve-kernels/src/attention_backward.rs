@@ -4,6 +4,7 @@ use crate::attention_backward_tiling::{
 };
 use crate::attention_forward::{AttentionResult, require_per_key, require_scale, shape_words};
 use crate::attention_tiling::KeySource;
+use crate::bias_base::{Bias, SeenKeys};
 use crate::checks::{require_non_empty, require_tokens};
 use crate::cuda_tensor::CudaTensor;
 use crate::error::KernelError;
@@ -60,7 +61,11 @@ pub fn attention_backward(
     let doc_start = require_tokens(NAME, "doc_start", doc_start, tokens)?;
     let doc_end = require_tokens(NAME, "doc_end", doc_end, tokens)?;
     let bias = bias
-        .map(|bias| require_per_key(NAME, "bias", bias, &shape))
+        .map(|bias| {
+            let bias = require_per_key(NAME, "bias", bias, &shape)?;
+            let keys = SeenKeys::Neighbours(&doc_start, window);
+            Bias::with_base(bias, call.result.base.as_ref(), keys, &shape)
+        })
         .transpose()?;
     let source = if bias.is_some() {
         KeySource::Biased
@@ -81,7 +86,7 @@ pub fn attention_backward(
     };
     let dbias = bias
         .as_ref()
-        .map(|bias| bias.empty_contiguous(bias.shape(), DType::F32));
+        .map(|bias| bias.delta.empty_contiguous(bias.delta.shape(), DType::F32));
     let inputs = [qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats];
     let mut shape_and_strides = shape_words(&shape);
     shape_and_strides.extend(qkv.words(NAME)?);
@@ -94,7 +99,8 @@ pub fn attention_backward(
         let mut words = shape_and_strides.clone();
         words.extend([window as u64, scale, padded]);
         let mut tensors = inputs.to_vec();
-        tensors.extend([&doc_start, bias]);
+        tensors.push(&doc_start);
+        tensors.extend(bias.tensors());
         let (kernel, grid, maps) = match family {
             KernelFamily::Hopper => {
                 let pass = HopperPass::RowSums;
@@ -117,7 +123,7 @@ pub fn attention_backward(
         words.extend([window as u64, scale, padded]);
         let mut tensors = inputs.to_vec();
         tensors.push(&doc_end);
-        tensors.extend(bias.as_ref());
+        tensors.extend(bias.iter().flat_map(Bias::tensors));
         tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
         tensors.extend(set.dk.then_some(call.grads.k.tensor()));
         tensors.extend(set.dv.then_some(call.grads.v.tensor()));
@@ -149,7 +155,7 @@ pub fn attention_backward(
     words.extend(dq);
     let mut tensors = inputs.to_vec();
     tensors.push(&doc_start);
-    tensors.extend(bias.as_ref());
+    tensors.extend(bias.iter().flat_map(Bias::tensors));
     tensors.push(call.grads.q.tensor());
     let (kernel, grid, maps) =
         if family == KernelFamily::Hopper && has_hopper_gradient(&shape, source) {

@@ -127,8 +127,13 @@ impl BackwardTiling {
         // P for dv and dS for dk change hands between warps; dS of two steps where dq is made a step later.
         let ds = if set.dq { 2 } else { usize::from(set.dk) };
         let swapped = keys * queries * BF16 * (usize::from(set.dv) + ds);
-        let entries_and_bias = if source == KeySource::Dense { 8 } else { 12 };
-        tiles + swapped + 16 * queries + keys * entries_and_bias + 128
+        // Two steps' lse and D of each query, and with a bias its base; each key's entry, and its bias.
+        let (stats, entries) = if source == KeySource::Dense {
+            (16, 8)
+        } else {
+            (24, 12)
+        };
+        tiles + swapped + stats * queries + keys * entries + 128
     }
 
     /// Sets the defines, block and shared memory of a kernel.

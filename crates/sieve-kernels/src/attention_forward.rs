@@ -1,5 +1,6 @@
 //! Launch of `kernels/attention_forward.cu`: dense causal and sliding-window attention.
 use crate::attention_tiling::{ForwardTiling, KeySource};
+use crate::bias_base::{Bias, SeenKeys};
 use crate::checks::{require_non_empty, require_tokens};
 use crate::cuda_tensor::CudaTensor;
 use crate::error::KernelError;
@@ -17,10 +18,14 @@ const NAME: &str = "attention_forward";
 pub struct AttentionResult {
     /// Output, bf16 `[batch, seq_len, num_heads, head_dim_v]`.
     pub o: CudaTensor,
-    /// Natural logarithm of each row's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing.
+    /// Natural logarithm of each row's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing. With
+    /// a bias it is less by the largest bias that the row sees: it then keeps its last digits however large biases are.
     pub lse: CudaTensor,
-    /// What rounding took from o, shaped as o, where the kernel keeps it: it spares the backward pass the row sums.
+    /// The 16 bits of each f32 of the output that o lacks, shaped as o and of its dtype (they are no numbers by
+    /// themselves), where the kernel keeps them: they spare the backward pass the row sums.
     pub o_rest: Option<CudaTensor>,
+    /// With a bias: the largest that each query sees, f32 `[batch, num_kv_heads, seq_len rounded up to 64]`.
+    pub base: Option<CudaTensor>,
 }
 
 /// Causal attention inside documents: query i sees the keys `max(doc_start[i], i - window + 1) <= j <= i`; `None` is no
@@ -43,7 +48,10 @@ pub fn attention_forward(
     require_non_empty(NAME, "window", window)?;
     let doc_start = require_tokens(NAME, "doc_start", doc_start, [shape.batch, shape.seq_len])?;
     let bias = bias
-        .map(|bias| require_per_key(NAME, "bias", bias, &shape))
+        .map(|bias| {
+            let bias = require_per_key(NAME, "bias", bias, &shape)?;
+            Bias::new(bias, SeenKeys::Neighbours(&doc_start, window), &shape)
+        })
         .transpose()?;
     let q = qkv.q.tensor();
     let o = q.empty_contiguous(&shape.output(), DType::BF16);
@@ -58,7 +66,7 @@ pub fn attention_forward(
     words.extend(qkv.words(NAME)?);
     words.extend([window as u64, u64::from(softmax_scale.to_bits())]);
     let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &doc_start];
-    tensors.extend(bias.as_ref());
+    tensors.extend(bias.iter().flat_map(Bias::tensors));
     tensors.extend([&o, &lse]);
     let family = attention_family(&shape, q);
     let with_rest =
@@ -80,7 +88,12 @@ pub fn attention_forward(
     // SAFETY: sizes, strides and types checked above; reads the inputs, writes every element of o and lse; the maps are of
     // q, k and v, which are among the tensors.
     unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
-    Ok(AttentionResult { o, lse, o_rest })
+    Ok(AttentionResult {
+        o,
+        lse,
+        o_rest,
+        base: bias.map(|bias| bias.base),
+    })
 }
 
 /// The specialisation for a shape and tiling.

@@ -8,6 +8,7 @@ use crate::attention_backward_tiling::{
 };
 use crate::attention_forward::{require_per_key, shape_words};
 use crate::attention_tiling::KeySource;
+use crate::bias_base::{Bias, SeenKeys};
 use crate::cuda_tensor::CudaTensor;
 use crate::dma_attention_forward::require_lists;
 use crate::dma_lists::KeyLists;
@@ -43,6 +44,8 @@ pub fn dma_attention_backward(
     require_gradients(NAME, &call, &shape)?;
     require_lists(NAME, lists, &shape)?;
     let delta = require_per_key(NAME, "delta", delta, &shape)?;
+    let base = call.result.base.as_ref();
+    let bias = Bias::with_base(delta, base, SeenKeys::Listed(lists), &shape)?;
     let limit = device_shared_bytes(&qkv);
     let family = attention_family(&shape, qkv.q.tensor());
 
@@ -68,7 +71,8 @@ pub fn dma_attention_backward(
         qkv.v.tensor(),
         &d_o,
         &stats,
-        &delta,
+        &bias.delta,
+        &bias.base,
         &lists.list,
     ];
     let mut common = shape_words(&shape);

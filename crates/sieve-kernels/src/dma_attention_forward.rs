@@ -1,6 +1,7 @@
 //! Launch of `kernels/dma_attention_forward.cu`: attention over the keys that DMA kept.
 use crate::attention_forward::{AttentionResult, require_per_key, require_scale, shape_words};
 use crate::attention_tiling::{ForwardTiling, KeySource};
+use crate::bias_base::{Bias, SeenKeys};
 use crate::cuda_tensor::CudaTensor;
 use crate::dma_lists::KeyLists;
 use crate::error::KernelError;
@@ -30,6 +31,7 @@ pub fn dma_attention_forward(
     require_scale(NAME, softmax_scale)?;
     require_lists(NAME, lists, &shape)?;
     let delta = require_per_key(NAME, "delta", delta, &shape)?;
+    let bias = Bias::new(delta, SeenKeys::Listed(lists), &shape)?;
     let q = qkv.q.tensor();
     let o = q.empty_contiguous(&shape.output(), DType::BF16);
     let lse = q.empty_contiguous(&shape.lse(), DType::F32);
@@ -45,7 +47,8 @@ pub fn dma_attention_forward(
         q,
         qkv.k.tensor(),
         qkv.v.tensor(),
-        &delta,
+        &bias.delta,
+        &bias.base,
         &lists.list,
         &lists.tile_window,
         &o,
@@ -71,7 +74,12 @@ pub fn dma_attention_forward(
     // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; writes every element
     // of o and lse.
     unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
-    Ok(AttentionResult { o, lse, o_rest })
+    Ok(AttentionResult {
+        o,
+        lse,
+        o_rest,
+        base: Some(bias.base),
+    })
 }
 
 /// The specialisation for a shape and tiling.

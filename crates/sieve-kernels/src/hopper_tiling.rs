@@ -32,8 +32,8 @@ const BLOCK_Q: usize = 64;
 /// Threads of a warpgroup.
 const WARPGROUP: usize = 128;
 
-/// Tokens of a row up to which the forward pass with a bias keeps what rounding took from o (as much memory as o), so that
-/// the backward pass needs no row sums: a quarter of its time. In longer rows memory is the scarcer good.
+/// Tokens of a row up to which the forward pass with a bias also stores the lower 16 bits of o (as much memory as o), so
+/// that the backward pass needs no row sums: a quarter of its time. In longer rows memory is the scarcer good.
 pub(crate) const MOST_TOKENS_WITH_REST: usize = 32768;
 
 // Process-wide, as the choice of the order of sums: a mode, for cross-checks of one family by the other.
@@ -69,7 +69,7 @@ pub(crate) fn has_hopper_gradient(shape: &AttentionShape, source: KeySource) -> 
 pub enum HopperPass {
     /// o and lse.
     Output,
-    /// o, lse, and what rounding took from o.
+    /// o, lse, and the lower 16 bits of o.
     OutputAndRest,
     /// The row sums that the backward pass needs.
     RowSums,
@@ -143,11 +143,11 @@ impl HopperTiling {
             HopperPass::Output | HopperPass::OutputAndRest => 2,
             HopperPass::RowSums | HopperPass::Gradient => 4,
         };
-        // Four slots of 128 keys of 16 bytes: a key's bias as one more step of the product.
+        // The bias as one more step of the product: four slots of 128 keys and two of a tile's rows, 16 bytes each.
         let bias = if self.source == KeySource::Dense {
             0
         } else {
-            8192
+            8192 + 2 * rows * 16
         };
         let (entries, starts) = match self.source {
             KeySource::Gathered => (4096, 0),
@@ -259,11 +259,12 @@ pub fn hopper_backward_kernel(
     let (q_stages, do_stages, dq_bulk) = if d == 64 { (3, 3, 0) } else { (3, 2, 1) };
     let stages = q_stages + do_stages;
     let dq_bytes = if set.dq { 256 * d * dq_bulk } else { 0 };
-    // lse and D of 64 queries: as plain numbers, or 16 bytes each where they are steps of the products.
+    // lse and D of 64 queries: as plain numbers, or 16 bytes each where they are steps of the products; with a bias 16
+    // bytes for the base of each too, and for the bias of each key.
     let stats_bytes = match source {
         KeySource::Dense if d == 64 => stages * 1024,
         KeySource::Dense => do_stages * 512,
-        KeySource::Biased | KeySource::Gathered => do_stages * 1280,
+        KeySource::Biased | KeySource::Gathered => q_stages * 1024 + do_stages * 1280 + 2048,
     };
     let shared =
         512 * d + stages * 128 * d + 32768 + dq_bytes + stats_bytes + (2 * stages + 1) * 8 + 1024;
@@ -310,7 +311,7 @@ pub(crate) fn backward_maps<'a>(
     ])
 }
 
-/// The kernel that prepares each row's statistics from an o of twice the bits.
+/// The kernel that prepares each row's statistics from o and its lower 16 bits.
 pub(crate) fn hopper_attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKernel {
     SourceKernel::new("hopper_attention_backward_prepare")
         .define("HEAD_DIM_V", head_dim_v)

@@ -30,6 +30,7 @@ mod host_copy;
 mod attention_backward;
 mod attention_decode;
 mod attention_forward;
+mod bias_base;
 mod decode_scratch;
 mod dma_attention_backward;
 mod dma_attention_forward;
@@ -80,6 +81,7 @@ pub use attention_decode::{
 };
 pub use attention_forward::{AttentionResult, attention_forward, attention_forward_kernel};
 pub use attention_tiling::{ForwardTiling, KeySource};
+pub use bias_base::bias_base_kernel;
 pub use cache::{KernelCache, init_runtime};
 pub use column_sums::column_sums_kernel;
 pub use cross_entropy::{LossFactors, cross_entropy_kernel};

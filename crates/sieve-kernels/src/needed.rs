@@ -7,6 +7,7 @@ use crate::attention_backward_tiling::{BackwardTiling, QueryPass, QueryTiling, S
 use crate::attention_decode::attention_decode_kernel;
 use crate::attention_forward::attention_forward_kernel;
 use crate::attention_tiling::{ForwardTiling, KeySource};
+use crate::bias_base::bias_base_kernel;
 use crate::dma_attention_backward::{
     dma_attention_backward_convert_kernel, dma_attention_backward_kernel,
     dma_attention_backward_query_kernel, dma_attention_row_sums_kernel,
@@ -131,7 +132,7 @@ fn key_source(keys: NeededKeys) -> KeySource {
 fn hopper(kernels: &mut Vec<SourceKernel>, needs: &AttentionNeeds) {
     let (shape, source) = (&needs.shape, key_source(needs.keys));
     let fixed = source == KeySource::Gathered && needs.order == SumOrder::Fixed;
-    // With a bias short rows take the form that keeps what rounding took from o, long ones make row sums.
+    // With a bias short rows take the form that keeps the lower bits of o, long ones make row sums.
     let passes: &[HopperPass] = match source {
         KeySource::Dense => &[HopperPass::Output],
         KeySource::Biased | KeySource::Gathered => &[
@@ -188,6 +189,9 @@ fn portable(needs: &AttentionNeeds, shared_bytes: usize) -> NeededKernels {
         }
     }
     let source = key_source(needs.keys);
+    if source != KeySource::Dense {
+        list.kernels.push(bias_base_kernel(source));
+    }
     let tiling = ForwardTiling::choose(NAME, &needs.shape, source, shared_bytes);
     list.add(tiling.map(|tiling| match source {
         KeySource::Gathered => dma_attention_forward_kernel(&needs.shape, &tiling),

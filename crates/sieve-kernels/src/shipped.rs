@@ -10,6 +10,7 @@ use crate::attention_backward_tiling::{BackwardTiling, QueryPass, QueryTiling, S
 use crate::attention_decode::attention_decode_kernel;
 use crate::attention_forward::attention_forward_kernel;
 use crate::attention_tiling::{ForwardTiling, KeySource};
+use crate::bias_base::bias_base_kernel;
 use crate::dma_attention_backward::{
     dma_attention_backward_convert_kernel, dma_attention_backward_kernel,
     dma_attention_backward_query_kernel, dma_attention_row_sums_kernel,
@@ -69,6 +70,8 @@ pub fn shipped_kernels_for(shared_bytes: usize) -> NeededKernels {
         fill_zero_kernel(),
         dma_lists_kernel(),
         dma_lists_prefix_kernel(),
+        bias_base_kernel(KeySource::Biased),
+        bias_base_kernel(KeySource::Gathered),
     ];
     kernels.extend(dma_select_kernels());
     kernels.extend(step_kernels());

@@ -35,6 +35,9 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline float __uint_as_float(unsigned u) { float f; std::memcpy(&f, &u, 4); return f; }
 inline unsigned __float_as_uint(float f) { unsigned u; std::memcpy(&u, &f, 4); return u; }
 inline float atomicAdd(float* to, float x) { float old = *to; *to += x; return old; }
+inline unsigned atomicMax(unsigned* to, unsigned x) { unsigned old = *to; *to = std::max(old, x); return old; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz((unsigned)x); }
 using std::max;
 using std::min;
 
@@ -119,15 +122,16 @@ inline unsigned __ballot_sync(unsigned, bool value) {
 }
 inline int __any_sync(unsigned, bool value) { return __ballot_sync(~0u, value) != 0; }
 inline int __all_sync(unsigned, bool value) { return __ballot_sync(~0u, value) == ~0u; }
-template <class Pick>
-int reduce_warp(int value, Pick pick) {
-  int result;
+template <class T, class Pick>
+T reduce_warp(T value, Pick pick) {
+  T result;
   emu::warp_op(&value, &result, [&](emu::Warp& w) {
-    int all = *(const int*)w.in[0];
-    for (int l = 1; l < 32; ++l) all = pick(all, *(const int*)w.in[l]);
-    for (int l = 0; l < 32; ++l) *(int*)w.out[l] = all;
+    T all = *(const T*)w.in[0];
+    for (int l = 1; l < 32; ++l) all = pick(all, *(const T*)w.in[l]);
+    for (int l = 0; l < 32; ++l) *(T*)w.out[l] = all;
   });
   return result;
 }
 inline int __reduce_min_sync(unsigned, int value) { return reduce_warp(value, [](int a, int b) { return std::min(a, b); }); }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) { return reduce_warp(value, [](unsigned a, unsigned b) { return std::max(a, b); }); }
 inline int __reduce_max_sync(unsigned, int value) { return reduce_warp(value, [](int a, int b) { return std::max(a, b); }); }

@@ -276,6 +276,7 @@ fn one_tile<S: Simd, const W: usize>(
                     c > 0,
                 );
             }
+            let bases = keys.bases(tile.row, tile.kv_head, positions);
             let shown = Shown {
                 positions,
                 key: &block.position[range.clone()],
@@ -283,6 +284,7 @@ fn one_tile<S: Simd, const W: usize>(
                 delta: keys
                     .delta(tile.row, tile.kv_head)
                     .map(|_| &block.delta[range.clone()]),
+                base: &bases,
                 // Unused rows see nothing either.
                 masked: meeting.masked || positions[LANES - 1] < 0,
                 statistics: &statistics[panel],
@@ -395,6 +397,8 @@ pub(crate) struct Shown<'s> {
     pub(crate) key: &'s [i32],
     pub(crate) expire: &'s [i32],
     pub(crate) delta: Option<&'s [f32]>,
+    /// Taken from `delta`, per query.
+    pub(crate) base: &'s [f32; LANES],
     pub(crate) masked: bool,
     pub(crate) statistics: &'s RowStatistics,
 }
@@ -409,6 +413,7 @@ pub(crate) fn probabilities_and_gradients<S: Simd>(
     d_delta: &mut [f32],
 ) {
     let positions = S::as_simd_i32s(shown.positions).0;
+    let base = S::as_simd_f32s(shown.base).0;
     let lse = S::as_simd_f32s(&*shown.statistics.lse).0;
     let correction = S::as_simd_f32s(&*shown.statistics.correction).0;
     let zero = simd.splat_f32s(0.0);
@@ -423,7 +428,7 @@ pub(crate) fn probabilities_and_gradients<S: Simd>(
         let mut total = [zero; SIDE];
         for col in (0..LANES / S::F32_LANES).step_by(SIDE) {
             for v in 0..SIDE {
-                let x = simd.add_f32s(p[col + v], delta);
+                let x = simd.add_f32s(p[col + v], simd.sub_f32s(delta, base[col + v]));
                 let mut probability = exp(simd, simd.sub_f32s(x, lse[col + v]));
                 if shown.masked {
                     let at = positions[col + v];

@@ -132,11 +132,14 @@ impl WithSimd for Group<'_> {
             o,
         } = self;
         let (d, stride) = (shape.head_dim, shape.slot_stride);
+        // Biases count less the largest: beside a large one q . k would lose its digits.
+        let largest = |delta: &[f32]| delta.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let base = delta.map_or(0.0, largest);
         for (o, q) in o.chunks_exact_mut(d).zip(q.chunks_exact(d)) {
             let mut max = f32::NEG_INFINITY;
             for (s, logit) in logits.iter_mut().enumerate() {
                 let dot = dot(simd, q, &k[s * stride..s * stride + d]);
-                *logit = shape.softmax_scale * dot + delta.map_or(0.0, |delta| delta[s]);
+                *logit = shape.softmax_scale * dot + delta.map_or(0.0, |delta| delta[s] - base);
                 max = if *logit > max { *logit } else { max };
             }
             let sum = exp_and_sum(simd, logits, max);

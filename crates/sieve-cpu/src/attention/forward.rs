@@ -43,7 +43,7 @@ impl Softmax {
         }
     }
 
-    /// Log-sum-exp of a row (-inf when it saw nothing) and the sum its output is divided by.
+    /// Log-sum-exp of a row's logits, biases less the row's base (-inf when it saw nothing), and the sum its output is divided by.
     pub(crate) fn finish(&self, lane: usize) -> (f32, f32) {
         let sum = self.sum[lane];
         let lse = if sum == 0.0 {
@@ -212,6 +212,7 @@ fn one_tile<S: Simd, const W: usize>(
                 );
                 multiply(simd, k, q, &mut scores[range.clone()], c > 0);
             }
+            let bases = keys.bases(tile.row, tile.kv_head, positions);
             let shown = Shown {
                 positions,
                 key: &block.position[range.clone()],
@@ -219,6 +220,7 @@ fn one_tile<S: Simd, const W: usize>(
                 delta: keys
                     .delta(tile.row, tile.kv_head)
                     .map(|_| &block.delta[range.clone()]),
+                base: &bases,
                 // Unused rows see nothing either.
                 masked: meeting.masked || positions[LANES - 1] < 0,
             };
@@ -249,6 +251,8 @@ pub(crate) struct Shown<'s> {
     pub(crate) key: &'s [i32],
     pub(crate) expire: &'s [i32],
     pub(crate) delta: Option<&'s [f32]>,
+    /// Taken from `delta`, per query.
+    pub(crate) base: &'s [f32; LANES],
     pub(crate) masked: bool,
 }
 
@@ -262,6 +266,7 @@ pub(crate) fn online_softmax<S: Simd>(
     rescale: &mut [f32; LANES],
 ) -> bool {
     let positions = S::as_simd_i32s(shown.positions).0;
+    let base = S::as_simd_f32s(shown.base).0;
     let old_max = S::as_mut_simd_f32s(&mut *state.max).0;
     let sum = S::as_mut_simd_f32s(&mut *state.sum).0;
     let rescale = S::as_mut_simd_f32s(rescale).0;
@@ -285,7 +290,8 @@ pub(crate) fn online_softmax<S: Simd>(
                         simd.less_than_or_equal_i32s(key, at),
                         simd.less_than_i32s(at, expire),
                     );
-                    let x = simd.select_f32s(seen, simd.add_f32s(row[col + v], delta), low);
+                    let bias = simd.sub_f32s(delta, base[col + v]);
+                    let x = simd.select_f32s(seen, simd.add_f32s(row[col + v], bias), low);
                     row[col + v] = x;
                     max[v] = simd.max_f32s(max[v], x);
                 }
@@ -295,7 +301,8 @@ pub(crate) fn online_softmax<S: Simd>(
                 let row = S::as_mut_simd_f32s(row).0;
                 let delta = simd.splat_f32s(delta);
                 for v in 0..SIDE {
-                    row[col + v] = simd.add_f32s(row[col + v], delta);
+                    let bias = simd.sub_f32s(delta, base[col + v]);
+                    row[col + v] = simd.add_f32s(row[col + v], bias);
                     max[v] = simd.max_f32s(max[v], row[col + v]);
                 }
             }

@@ -2,6 +2,7 @@
 
 use rayon::prelude::*;
 
+use super::panel::{Aligned, LANES};
 use super::{Documents, Mask, Packed};
 
 /// Query rows (token and head of the group) one tile aims at; small enough that a tile's panels stay in the L2 cache.
@@ -17,6 +18,8 @@ pub(crate) struct Keys<'a> {
     mask: Mask<'a>,
     /// `[batch, seq_len]` for masks that are the same for all heads, else `[batch, num_kv_heads, seq_len]`.
     expire: Vec<i32>,
+    /// The largest bias that each query sees, `[batch, num_kv_heads, seq_len]`; empty for masks without biases.
+    bases: Vec<f32>,
     /// Per (row, KV head, group of tiles), ascending; empty for contiguous masks.
     lists: Vec<Vec<u32>>,
     tile_tokens: usize,
@@ -53,10 +56,17 @@ impl<'a> Keys<'a> {
             documents,
             mask,
             expire,
+            bases: Vec::new(),
             lists: Vec::new(),
             tile_tokens,
         };
-        if matches!(mask, Mask::Expire { .. }) {
+        if let Mask::Expire { delta, .. } = mask {
+            keys.bases = keys
+                .expire
+                .par_chunks_exact(seq_len.max(1))
+                .zip(delta.par_chunks_exact(seq_len.max(1)))
+                .flat_map_iter(|(expire, delta)| largest_biases(expire, delta))
+                .collect();
             keys.lists = (0..shape.batch * shape.num_kv_heads)
                 .into_par_iter()
                 .flat_map_iter(|row_and_head| keys.lists_of(row_and_head))
@@ -89,6 +99,22 @@ impl<'a> Keys<'a> {
             Mask::Expire { delta, .. } => Some(&delta[at * n..(at + 1) * n]),
             Mask::Causal | Mask::Window(_) => None,
         }
+    }
+
+    /// The largest bias that the query of each lane sees, which is taken from all biases of its row: the softmax is the same,
+    /// and its logits are then of the size of `q . k`, of which a large bias would leave no digit. 0 in lanes without a query.
+    pub(super) fn bases(
+        &self,
+        row: usize,
+        kv_head: usize,
+        positions: &[i32; LANES],
+    ) -> Aligned<[f32; LANES]> {
+        let at = (row * self.shape.num_kv_heads + kv_head) * self.shape.seq_len;
+        let base = |position: i32| match usize::try_from(position) {
+            Ok(position) => self.bases.get(at + position).copied().unwrap_or(0.0),
+            Err(_) => 0.0,
+        };
+        Aligned(positions.map(base))
     }
 
     /// Writes the keys that some query in `[first, last]` sees, ascending.
@@ -155,5 +181,44 @@ impl<'a> Keys<'a> {
             lists.push(list);
         }
         lists
+    }
+}
+
+/// The largest bias that each query sees, 0 where it sees nothing: keys paint their queries in falling order of their biases.
+fn largest_biases(expire: &[i32], delta: &[f32]) -> Vec<f32> {
+    let mut order: Vec<usize> = (0..delta.len()).collect();
+    order.sort_by(|&a, &b| delta[b].total_cmp(&delta[a]));
+    let mut bases = vec![0.0; delta.len()];
+    // The first query from each one on that is not painted, but for shortcuts yet to be taken.
+    let mut next: Vec<usize> = (0..=delta.len()).collect();
+    for j in order {
+        let mut i = j;
+        while i < delta.len().min(expire[j].max(0) as usize) {
+            if next[i] == i {
+                bases[i] = delta[j];
+                next[i] = i + 1;
+            }
+            next[i] = next[next[i]];
+            i = next[i];
+        }
+    }
+    bases
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_bias_seen_is_the_largest() {
+        let expire = [7, 1, 2, 5, 4, 7, 7];
+        let delta = [-3.0, 9.0, -4.0, 1e26, 2.0, -8192.0, 1.0];
+        let seen = |i: usize| {
+            let keys = (0..=i).filter(|&j| expire[j] > i as i32);
+            keys.map(|j| delta[j]).fold(f32::NEG_INFINITY, f32::max)
+        };
+        let expected: Vec<f32> = (0..7).map(seen).collect();
+        assert_eq!(largest_biases(&expire, &delta), expected);
+        assert_eq!(largest_biases(&[0, 2], &[5.0, -1.0]), [0.0, -1.0]);
     }
 }

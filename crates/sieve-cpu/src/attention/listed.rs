@@ -226,6 +226,7 @@ impl<const W: usize> WithSimd for Run<'_, '_, W> {
                     key: &block.position[range.clone()],
                     expire: &block.expire[range.clone()],
                     delta: None,
+                    base: &[0.0; LANES],
                     masked: meeting.masked || !panel.full,
                 };
                 let o = &mut o[index * columns..(index + 1) * columns];

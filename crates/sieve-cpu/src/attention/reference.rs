@@ -47,7 +47,7 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
         .sum()
 }
 
-/// The visible keys of one query with their logits.
+/// The visible keys of one query with their logits, less the largest bias among them.
 fn logits(
     shape: AttentionShape,
     qkv: &[f32],
@@ -57,13 +57,15 @@ fn logits(
 ) -> Vec<(usize, f64)> {
     let kv_head = head / shape.group_size();
     let q = vector(qkv, shape, row, i, head);
-    (0..=i)
-        .filter_map(|j| {
-            let bias = visible(shape, documents, mask, row, kv_head, i, j)?;
-            let k = vector(qkv, shape, row, j, shape.num_heads + kv_head);
-            Some((j, f64::from(shape.softmax_scale) * dot(q, k) + bias))
-        })
-        .collect()
+    let mut logits: Vec<(usize, f64)> = (0..=i)
+        .filter_map(|j| Some((j, visible(shape, documents, mask, row, kv_head, i, j)?)))
+        .collect();
+    let base = logits.iter().map(|x| x.1).fold(f64::NEG_INFINITY, f64::max);
+    for (j, x) in &mut logits {
+        let k = vector(qkv, shape, row, *j, shape.num_heads + kv_head);
+        *x = f64::from(shape.softmax_scale) * dot(q, k) + (*x - base);
+    }
+    logits
 }
 
 pub(crate) fn forward(

@@ -384,6 +384,7 @@ fn one_head<S: Simd, const W: usize>(
                     key: &key[..used],
                     expire: &[i32::MAX; BLOCK_KEYS][..used],
                     delta: None,
+                    base: &[0.0; LANES],
                     masked: masked || lanes.len() < LANES,
                 };
                 let mut rescale = Aligned([1.0; LANES]);

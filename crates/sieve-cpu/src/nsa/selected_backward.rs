@@ -359,6 +359,7 @@ fn one_tile<S: Simd, const W: usize>(
                     key: &key[..used],
                     expire: &[i32::MAX; BLOCK_KEYS][..used],
                     delta: None,
+                    base: &[0.0; LANES],
                     masked: positions[0] < keys.end as i32 - 1
                         || used > keys.len()
                         || lanes.len() < LANES,

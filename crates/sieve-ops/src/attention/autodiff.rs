@@ -44,6 +44,7 @@ impl<B: AttentionGradients, C: CheckpointStrategy> AttentionBackend for Autodiff
             o: enter::<B, C, _, 1>([&qkv], kept, output.o),
             lse: constant::<B, C>(output.lse),
             o_rest: None,
+            base: None,
         }
     }
 }

@@ -55,6 +55,7 @@ pub(crate) fn output(result: AttentionResult) -> AttentionOutput<Cuda> {
         o: result.o.into(),
         lse: result.lse.into(),
         o_rest: result.o_rest.map(Into::into),
+        base: result.base.map(Into::into),
     }
 }
 
@@ -63,6 +64,7 @@ pub(crate) fn result(output: &AttentionOutput<Cuda>) -> AttentionResult {
         o: CudaTensor::from(output.o.clone()).contiguous(),
         lse: CudaTensor::from(output.lse.clone()).contiguous(),
         o_rest: output.o_rest.clone().map(CudaTensor::from),
+        base: output.base.clone().map(CudaTensor::from),
     }
 }
 

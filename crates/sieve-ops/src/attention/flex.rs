@@ -81,6 +81,7 @@ pub(crate) fn output_of(
         o: from_vec(o, [batch, seq_len, heads, width]),
         lse: from_vec(lse, [batch, heads, seq_len]),
         o_rest: None,
+        base: None,
     }
 }
 

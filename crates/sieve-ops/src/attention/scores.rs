@@ -63,8 +63,14 @@ pub(crate) fn logits<B: Backend>(
         seq_len,
     ])) * spec.softmax_scale;
     if let Some(delta) = delta {
+        // Less the largest bias that a row sees: beside a large one q . k would lose its digits.
         let delta = tensor::<B, 3>(delta).cast(s.dtype());
-        s = s + delta.reshape([batch, kv_heads, 1, 1, seq_len]);
+        let per_row = [batch, kv_heads, 1, seq_len, seq_len];
+        let bias = delta.reshape([batch, kv_heads, 1, 1, seq_len]);
+        let bias = bias
+            .expand(per_row)
+            .mask_fill(hidden.clone().expand(per_row), MASKED);
+        s = s + (bias.clone() - bias.max_dim(4));
     }
     s.mask_fill(hidden.clone().expand(full), MASKED)
 }
@@ -95,6 +101,7 @@ pub(crate) fn forward<B: Backend>(
         o: primitive(ungroup(o).cast(dtype)),
         lse: primitive(lse.reshape([batch, kv_heads * group_size, seq_len])),
         o_rest: None,
+        base: None,
     }
 }
 

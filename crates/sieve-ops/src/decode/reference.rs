@@ -24,7 +24,9 @@ pub fn attention_decode<B: Backend>(
     let mut logits = q.matmul(k.permute([0, 2, 3, 1])) * softmax_scale;
     if let Some(delta) = delta {
         let delta = tensor::<B, 3>(delta).cast(logits.dtype());
-        logits = logits + delta.reshape([batch, num_kv_heads, 1, kv_len]);
+        let delta = delta.reshape([batch, num_kv_heads, 1, kv_len]);
+        // Less the largest: beside a large bias q . k would lose its digits.
+        logits = logits + (delta.clone() - delta.max_dim(3));
     }
     let p = burn::tensor::activation::softmax(logits, 3);
     let o = p.matmul(v.swap_dims(1, 2));

@@ -62,6 +62,7 @@ impl<B: MlaGradients, C: CheckpointStrategy> MlaBackend for Autodiff<B, C> {
             o: enter::<B, C, _, 1>([&packed], kept, output.o),
             lse: constant::<B, C>(output.lse),
             o_rest: None,
+            base: None,
         }
     }
 }

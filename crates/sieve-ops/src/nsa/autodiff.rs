@@ -116,6 +116,7 @@ impl<B: NsaGradients, C: CheckpointStrategy> NsaBackend for Autodiff<B, C> {
                 o: enter::<B, C, _, 2>([&qkv, &compressed], kept, output.o),
                 lse: constant::<B, C>(output.lse),
                 o_rest: None,
+                base: None,
             },
             block_indices,
         }
@@ -138,6 +139,7 @@ impl<B: NsaGradients, C: CheckpointStrategy> NsaBackend for Autodiff<B, C> {
             o: enter::<B, C, _, 1>([&qkv], kept, output.o),
             lse: constant::<B, C>(output.lse),
             o_rest: None,
+            base: None,
         }
     }
 

@@ -112,6 +112,15 @@ impl Case {
         Ok(case)
     }
 
+    /// Other scores (kept where keys are chosen) and biases, and the mask that follows from them.
+    pub(crate) fn set_biases(&mut self, z: Vec<f32>, delta: Vec<f32>) {
+        if matches!(self.keys, Keys::Chosen(_)) {
+            self.z = z;
+        }
+        self.delta = delta;
+        self.expire = self.oracle();
+    }
+
     /// Whether logits get a bias.
     pub(crate) fn has_bias(&self) -> bool {
         !self.delta.is_empty()

@@ -1,6 +1,7 @@
 //! `sieve kernels check`: every kernel and gradient on this device against references on the host.
 pub(crate) mod attention;
 pub(crate) mod bar;
+mod biases;
 pub(crate) mod decode;
 mod plain_loss;
 pub(crate) mod report;
@@ -97,7 +98,8 @@ fn on_cuda(report: &mut Report, gpu: &DeviceReport, args: &CheckArgs) -> Result<
     use_portable_kernels_only(!has_own_family);
     if good && has_own_family {
         good = stage(report, "Hopper kernels", |report| {
-            attention::check_wrappers(report, &device, args.cases, args.longest, args.seed)
+            attention::check_wrappers(report, &device, args.cases, args.longest, args.seed)?;
+            biases::check_wrappers(report, &device, args.seed)
         })?;
     }
     if good {
@@ -163,6 +165,7 @@ fn ops<B: Place>(
 
 fn wrappers(report: &mut Report, device: &CudaDevice, args: &CheckArgs) -> Result<()> {
     attention::check_wrappers(report, device, args.cases, args.longest, args.seed)?;
+    biases::check_wrappers(report, device, args.seed)?;
     selection::check_wrappers(report, device, few(args), args.seed)?;
     decode::check_wrappers(report, device, few(args), args.seed)
 }

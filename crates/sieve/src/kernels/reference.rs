@@ -193,15 +193,20 @@ fn kv_head(case: &Case, b: usize, kv: usize, rounding: Rounding) -> Part {
     part
 }
 
-/// Softmax of each row over its active keys; returns the logarithm of each row's sum.
+/// Softmax of each row over its active keys; returns the logarithm of each row's sum. The largest bias that a row sees is
+/// taken from all of its biases first, as kernels do: beside a large one `q . k` would lose its digits.
 fn softmax(p: &mut [f32], n: usize, scale: f32, delta: Option<&[f32]>, expire: &[i32]) -> Vec<f32> {
     let mut lse = vec![f32::NEG_INFINITY; n];
     for (i, row) in p.chunks_exact_mut(n).enumerate() {
         let active = |j: usize| j <= i && (i as i32) < expire[j];
+        let base = delta.map_or(0.0, |delta| {
+            let seen = (0..=i).filter(|&j| active(j)).map(|j| delta[j]);
+            seen.fold(f32::NEG_INFINITY, f32::max)
+        });
         let mut maximum = f32::NEG_INFINITY;
         for (j, p) in row.iter_mut().enumerate() {
             *p = if active(j) {
-                *p * scale + delta.map_or(0.0, |delta| delta[j])
+                *p * scale + delta.map_or(0.0, |delta| delta[j] - base)
             } else {
                 f32::NEG_INFINITY
             };

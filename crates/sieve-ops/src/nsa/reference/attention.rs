@@ -101,6 +101,7 @@ pub fn nsa_compressed_attention<B: Backend>(
             o: primitive(o),
             lse: output.lse,
             o_rest: None,
+            base: None,
         },
         block_indices,
     }

@@ -12,7 +12,7 @@ use crate::kernels::strided::{Layout, packed, packed_d_o};
 use anyhow::Result;
 use burn_cuda::CudaDevice;
 use rayon::prelude::*;
-use sieve_kernels::{AttentionShape, SumOrder};
+use sieve_kernels::{AttentionShape, KernelError, KeyLists, SumOrder};
 use sieve_ops::Cuda;
 
 /// Widths of keys and of values.
@@ -34,12 +34,24 @@ pub(crate) const GROUPS: [usize; 5] = [1, 2, 3, 4, 8];
 const DDELTA_TERMS: f32 = 1.0 / 65536.0;
 
 /// A case with its two references.
-struct Prepared {
+pub(super) struct Prepared {
     case: Case,
     layout: Layout,
     exact: Reference,
     plain: Reference,
     label: String,
+}
+
+impl Prepared {
+    pub(super) fn new(case: Case, layout: Layout, label: String) -> Self {
+        Self {
+            exact: attention(&case, Rounding::None),
+            plain: attention(&case, Rounding::Bf16),
+            layout,
+            label,
+            case,
+        }
+    }
 }
 
 /// One random call.
@@ -124,13 +136,7 @@ impl Draw {
         if self.layout == Layout::Expanded {
             case.repeat_first_row();
         }
-        Ok(Prepared {
-            exact: attention(&case, Rounding::None),
-            plain: attention(&case, Rounding::Bf16),
-            layout: self.layout,
-            label: self.label(),
-            case,
-        })
+        Ok(Prepared::new(case, self.layout, self.label()))
     }
 }
 
@@ -217,23 +223,37 @@ pub(crate) fn check_wrappers(
 ) -> Result<()> {
     let mut random = Random::new(seed);
     for_each_case(cases, longest, seed + 1, |prepared| {
-        let case = masked_by_nan(&prepared.case);
-        let name = name(case.keys);
-        let path = on_cuda::family(&case, device);
-        match wrappers(prepared, &case, device, random.one_of(&[32, 64, 64, 128])) {
-            Ok(outcomes) => {
-                for (suffix, outcome) in outcomes {
-                    let name = format!("{name}{suffix}");
-                    report.add(&name, path, &prepared.label, outcome);
-                }
-            }
-            Err(error) if is_device_limit(&error.to_string()) => {
-                report.add_missing(name, &error.to_string());
-            }
-            Err(error) => report.add(name, "refused", &prepared.label, Err(error.to_string())),
-        }
+        let tile_queries = random.one_of(&[32, 64, 64, 128]);
+        let name = name(prepared.case.keys);
+        check_wrapper(report, name, prepared, device, |call| {
+            call.lists(tile_queries)
+        });
         Ok(())
     })
+}
+
+/// One call of the wrappers over the lists that `lists` makes, by both orders of sums.
+pub(super) fn check_wrapper(
+    report: &mut Report,
+    name: &str,
+    prepared: &Prepared,
+    device: &CudaDevice,
+    lists: impl FnOnce(&OnCuda) -> Result<Option<KeyLists>, KernelError>,
+) {
+    let case = masked_by_nan(&prepared.case);
+    let path = on_cuda::family(&case, device);
+    match wrappers(prepared, &case, device, lists) {
+        Ok(outcomes) => {
+            for (suffix, outcome) in outcomes {
+                let name = format!("{name}{suffix}");
+                report.add(&name, path, &prepared.label, outcome);
+            }
+        }
+        Err(error) if is_device_limit(&error.to_string()) => {
+            report.add_missing(name, &error.to_string());
+        }
+        Err(error) => report.add(name, "refused", &prepared.label, Err(error.to_string())),
+    }
 }
 
 /// Outcomes of one call, by the end of their row's name.
@@ -243,11 +263,11 @@ fn wrappers(
     prepared: &Prepared,
     case: &Case,
     device: &CudaDevice,
-    tile_queries: usize,
-) -> Result<Outcomes, sieve_kernels::KernelError> {
+    lists: impl FnOnce(&OnCuda) -> Result<Option<KeyLists>, KernelError>,
+) -> Result<Outcomes, KernelError> {
     let call = OnCuda::new(case, device);
     place::poison::<Cuda>(case.shape, device);
-    let lists = call.lists(tile_queries)?;
+    let lists = lists(&call)?;
     let any = call.run(lists.as_ref(), SumOrder::Any)?;
     let fixed = call.run(lists.as_ref(), SumOrder::Fixed)?;
     let again = call.run(lists.as_ref(), SumOrder::Fixed)?;

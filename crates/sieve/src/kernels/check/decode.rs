@@ -51,7 +51,7 @@ fn name(keys: Keys) -> &'static str {
     }
 }
 
-fn judge(case: &Case, o: &[f32], is_bf16: bool) -> Result<f32, String> {
+pub(super) fn judge(case: &Case, o: &[f32], is_bf16: bool) -> Result<f32, String> {
     let exact = attention(case, Rounding::None).outputs.o;
     let plain = attention(case, Rounding::Bf16).outputs.o;
     let bar = Bar {
