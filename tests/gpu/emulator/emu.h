@@ -36,7 +36,11 @@ inline float __uint_as_float(unsigned u) { float f; std::memcpy(&f, &u, 4); retu
 inline unsigned __float_as_uint(float f) { unsigned u; std::memcpy(&u, &f, 4); return u; }
 inline float atomicAdd(float* to, float x) { float old = *to; *to += x; return old; }
 inline unsigned atomicMax(unsigned* to, unsigned x) { unsigned old = *to; *to = std::max(old, x); return old; }
-inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmul_rn(float a, float b) {
+  float product = a * b;
+  asm("" : "+x"(product));  // never part of a multiply-add
+  return product;
+}
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz((unsigned)x); }
 using std::max;
 using std::min;

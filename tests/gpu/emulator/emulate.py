@@ -59,7 +59,7 @@ def build(file, entry, defines):
     body = re.sub(r"extern __shared__ .*?;", "", body)  # runner.h defines shared_memory
     text = '#include "emu.h"\n' + "".join(f"#define {k} {v}\n" for k, v in defines.items()) + body
     os.makedirs(BUILD, exist_ok=True)
-    tag = hashlib.sha1((text + entry + read(os.path.join(HERE, "emu.h")) + read(os.path.join(HERE, "runner.h"))).encode()).hexdigest()[:16]
+    tag = hashlib.sha1(("fma" + text + entry + read(os.path.join(HERE, "emu.h")) + read(os.path.join(HERE, "runner.h"))).encode()).hexdigest()[:16]
     library = os.path.join(BUILD, f"{entry}_{tag}.so")
     if not os.path.exists(library):
         source = os.path.join(BUILD, f"{entry}_{tag}_{os.getpid()}.cpp")
@@ -80,7 +80,8 @@ extern "C" int run_kernel(void** pointers, unsigned long long* words, int x, int
 }}
 ''')
         # Without -fno-gnu-unique the static variables of inline functions, which stand for shared memory, would be one for all specialisations.
-        command = ["g++", "-std=c++17", "-O2", "-w", "-fno-gnu-unique", "-shared", "-fPIC", f"-I{HERE}", "-o", f"{source}.so", source]
+        # Multiply-adds as nvcc makes them: a large product that cancels shows its rounding error only so.
+        command = ["g++", "-std=c++17", "-O2", "-mfma", "-ffp-contract=fast", "-w", "-fno-gnu-unique", "-shared", "-fPIC", f"-I{HERE}", "-o", f"{source}.so", source]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(done.stderr[:4000])

@@ -14,7 +14,7 @@ pub(super) fn times(count: u64, bytes: u64) -> u64 {
     count.saturating_mul(bytes).min(MOST_BYTES)
 }
 
-/// Longest rows for which the Hopper kernels keep what rounding took from a biased attention's output.
+/// Longest rows for which the Hopper kernels keep the lower 16 bits of a biased attention's output.
 const MOST_TOKENS_WITH_REST: usize = 32_768;
 /// Queries that share one key list of DMA, and how many such blocks share one buffer of dq sums.
 const LIST_QUERIES: usize = 1024;
@@ -34,7 +34,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize) ->
     let (values, f32_bytes) = match shape.attention {
         // q, k and v before q/k-norm and rotation, and the output.
         Attention::Mha | Attention::Swa { .. } => (common + packed + q, lse),
-        // z and expire beside them, key lists, and what rounding took from the output.
+        // z and expire beside them, key lists, and the lower 16 bits of the output.
         Attention::Dma(DmaShape {
             keep_window_size, ..
         }) => {
