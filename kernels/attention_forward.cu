@@ -14,7 +14,8 @@
 // Numerics   delta / softmax_scale and base / softmax_scale are rounded to f32 and subtracted before q . k is added: a bias is as good as one rounding more;
 //            products on bf16 tensor cores, f32 accumulators; softmax f32 in powers of two, P rounded to bf16 for P V; one rounding at the store.
 //            A row's arithmetic does not depend on later tokens or on other rows of the batch. Writes every element of o and lse.
-// Edges      any seq_len >= 1; only tiles with a visible pair are read and only tiles seen in part are masked; softmax_scale > 0, window >= 1
+// Edges      any seq_len >= 1; only tiles with a visible pair are read and only tiles seen in part are masked; softmax_scale > 0, window >= 1.
+//            Masked weights are 0, and 0 times NaN is NaN: NaN or infinity in v of one document reaches queries of its neighbours in the same tile of keys
 #include "common/block_order.cuh"
 #include "common/attention_forward.cuh"
 

@@ -12,7 +12,8 @@
 //              + (HAS_BIAS ? 12288 : 0) + 2 * (32 + TILE_QUERIES * 4) + (2 * K_STAGES + 2 * V_STAGES + 2) * 8 + 1024
 // Numerics   as attention_forward. RESIDUAL 1 (0): o_low i16, laid out as o, receives the lower 16 bits of o in f32 (bf16_rest.cuh); with it hopper_attention_backward_prepare's D is as good
 //            as attention_row_sums' (one more tensor to keep, no pass over keys)
-// Edges      any seq_len >= 1; only stages of 128 keys with a visible pair are read, only those seen in part are masked; softmax_scale > 0, window >= 1
+// Edges      any seq_len >= 1; only stages of 128 keys with a visible pair are read, only those seen in part are masked; softmax_scale > 0, window >= 1.
+//            Masked weights are 0, and 0 times NaN is NaN: NaN or infinity in v of one document reaches queries of its neighbours in the same tile of keys
 #include "common/hopper_forward.cuh"
 #include "common/hopper_dense.cuh"
 
