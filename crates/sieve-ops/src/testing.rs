@@ -229,6 +229,18 @@ fn parts<'a>(what: &str, x: &'a Evaluation) -> Vec<(String, &'a Vec<f64>)> {
 /// the largest value; the f64 path, which is our explicit backward pass, agrees with Burn's autodiff to 1e-11.
 #[track_caller]
 pub(crate) fn check_parity(what: &str, inputs: &[Input], op: Op, reference: Op) {
+    check_parity_within(32.0, what, inputs, op, reference);
+}
+
+/// The same with another number of roundings.
+#[track_caller]
+pub(crate) fn check_parity_within(
+    roundings: f64,
+    what: &str,
+    inputs: &[Input],
+    op: Op,
+    reference: Op,
+) {
     let run = |op, dtype| evaluate(op, inputs, 77, dtype, View::Contiguous);
     let exact = run(reference, DType::F64);
     let plain = run(reference, DType::F32);
@@ -247,7 +259,7 @@ pub(crate) fn check_parity(what: &str, inputs: &[Input], op: Op, reference: Op) 
             1e-11 * (1.0 + scale),
         );
         // Inputs are of order one, so differences that cancel keep roundings of order one.
-        let floor = 32.0 * f64::from(f32::EPSILON) * (1.0 + scale);
+        let floor = roundings * f64::from(f32::EPSILON) * (1.0 + scale);
         let allowed = 2.0 * max_error(plain[n].1, exact) + floor;
         assert_close(&name, fast[n].1, exact, allowed);
     }
