@@ -16,15 +16,12 @@
 //! - [`recipe`]: the TOML recipe, its rules and its error messages
 //! - [`paths`]: variables in a recipe's paths
 //! - [`model`]: the sizes a model is built from, in Sieve's own names, and its parameter counts
-//! - [`plan`]: what a run will need, from its recipe alone
 
 pub mod recipe;
 
 pub mod paths;
 
 pub mod model;
-
-pub mod plan;
 
 mod adamw_step;
 mod score_matrix;

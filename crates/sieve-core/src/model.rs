@@ -4,8 +4,8 @@ mod attention;
 mod flops;
 pub mod gpu;
 mod parameters;
-#[cfg(test)]
-pub(crate) mod test_shapes;
+#[doc(hidden)]
+pub mod test_shapes;
 
 pub use attention::{
     Attention, DmaBias, DmaRecency, DmaShape, DmaWindow, MlaShape, NUM_NSA_BRANCHES,

@@ -13,7 +13,8 @@ const FIRST_LABEL: i32 = 0;
 /// weight and its gradient too often.
 const MAX_LOGITS: usize = 1 << 24;
 
-/// Rows of a chunk at most, whatever the vocabulary.
+/// Rows of a chunk at least and at most, whatever the vocabulary.
+const MIN_CHUNK_ROWS: usize = 32;
 const MAX_CHUNK_ROWS: usize = 1024;
 
 /// Share of unlabelled rows, one in so many, from which the labelled ones are copied together first.
@@ -21,6 +22,11 @@ const MIN_UNLABELLED: usize = 8;
 
 /// Fewer rows than these take other code in the product library, and round otherwise.
 const MIN_PRODUCT_ROWS: usize = 8;
+
+/// Rows whose logits exist together, at most.
+pub fn chunk_rows(vocab_size: usize) -> usize {
+    (MAX_LOGITS / vocab_size.max(1)).clamp(MIN_CHUNK_ROWS, MAX_CHUNK_ROWS)
+}
 
 /// Sums over the rows that have a label.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -136,7 +142,7 @@ fn run(
     if worth_it && labelled < labels.len() && (labelled == 0 || labelled >= MIN_PRODUCT_ROWS) {
         return run_labelled(h, weight, labels, d_model, z_loss, gradients, nll);
     }
-    let chunk_rows = (MAX_LOGITS / vocab_size.max(1)).clamp(32, MAX_CHUNK_ROWS);
+    let chunk_rows = chunk_rows(vocab_size);
     let mut logits = vec![0.0; chunk_rows.min(labels.len()) * vocab_size];
     let mut total = CrossEntropy {
         loss_sum: 0.0,

@@ -5,9 +5,7 @@ use crate::checks::{require_non_empty, require_tokens};
 use crate::cuda_tensor::CudaTensor;
 use crate::error::KernelError;
 use crate::heads::{AttentionShape, Qkv};
-use crate::hopper_tiling::{
-    HopperPass, HopperTiling, KernelFamily, MOST_TOKENS_WITH_REST, attention_family,
-};
+use crate::hopper_tiling::{HopperPass, HopperTiling, KernelFamily, attention_family, keeps_rest};
 use crate::source_kernel::SourceKernel;
 use burn::tensor::DType;
 
@@ -69,8 +67,7 @@ pub fn attention_forward(
     tensors.extend(bias.iter().flat_map(Bias::tensors));
     tensors.extend([&o, &lse]);
     let family = attention_family(&shape, q);
-    let with_rest =
-        family == KernelFamily::Hopper && bias.is_some() && shape.seq_len <= MOST_TOKENS_WITH_REST;
+    let with_rest = bias.is_some() && keeps_rest(family, shape.seq_len);
     let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
     tensors.extend(o_rest.as_ref());
     let (kernel, grid, maps) = match family {

@@ -6,9 +6,7 @@ use crate::cuda_tensor::CudaTensor;
 use crate::dma_lists::KeyLists;
 use crate::error::KernelError;
 use crate::heads::{AttentionShape, Qkv};
-use crate::hopper_tiling::{
-    HopperPass, HopperTiling, KernelFamily, MOST_TOKENS_WITH_REST, attention_family,
-};
+use crate::hopper_tiling::{HopperPass, HopperTiling, KernelFamily, attention_family, keeps_rest};
 use crate::oracle::SUPER_BLOCK;
 use crate::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -56,7 +54,7 @@ pub fn dma_attention_forward(
     ];
     let source = KeySource::Gathered;
     let family = attention_family(&shape, q);
-    let with_rest = family == KernelFamily::Hopper && shape.seq_len <= MOST_TOKENS_WITH_REST;
+    let with_rest = keeps_rest(family, shape.seq_len);
     let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
     tensors.extend(o_rest.as_ref());
     let (kernel, grid, maps) = match family {

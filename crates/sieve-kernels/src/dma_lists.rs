@@ -42,9 +42,14 @@ impl KeyLists {
     }
 }
 
-/// Entries a list needs room for: what is alive when its block begins and what enters in it.
+/// Entries that the list of a super-block comes to hold: what is alive when its block begins and what enters in it.
+pub fn list_entries(keep_window_size: usize) -> usize {
+    keep_window_size + SUPER_BLOCK
+}
+
+/// Entries a list has room for.
 pub fn list_capacity(seq_len: usize, keep_window_size: usize) -> usize {
-    (keep_window_size + SUPER_BLOCK)
+    list_entries(keep_window_size)
         .min(seq_len)
         .next_multiple_of(LIST_ALIGNMENT)
 }

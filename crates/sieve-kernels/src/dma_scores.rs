@@ -11,8 +11,8 @@ const NAME: &str = "dma_scores";
 /// Tokens of a block.
 const BLOCK_TOKENS: usize = 64;
 
-/// More KV heads than this do not fit a lane's sums.
-const MAX_KV_HEADS: usize = 32;
+/// Most KV heads that the kernels of DMA's scores take: more do not fit a lane's sums.
+pub const MAX_KV_HEADS: usize = 32;
 
 /// How a score becomes the bias of its key's logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,6 +7,16 @@ use burn::tensor::DType;
 /// Attention kernels copy 16 bytes at a time.
 const ALIGN_ELEMENTS: usize = 8;
 
+/// Widths of heads that the attention kernels take: multiples of this, up to [`MAX_HEAD_DIM`].
+pub const HEAD_DIM_STEP: usize = 16;
+/// The widest heads that the attention kernels take.
+pub const MAX_HEAD_DIM: usize = 256;
+
+/// Whether the attention kernels take heads of this width.
+pub fn supports_head_dim(head_dim: usize) -> bool {
+    head_dim.is_multiple_of(HEAD_DIM_STEP) && (HEAD_DIM_STEP..=MAX_HEAD_DIM).contains(&head_dim)
+}
+
 /// Some neighbouring heads of a `[batch, seq_len, heads, head_dim]` bf16 tensor.
 #[derive(Debug, Clone)]
 pub struct Heads {
@@ -168,14 +178,12 @@ impl Qkv {
                 "as many k as v heads, dividing the q heads",
             );
         }
-        if !head_dim.is_multiple_of(16) || !(16..=256).contains(&head_dim) {
-            return unsupported(
-                "head_dim",
-                head_dim.to_string(),
-                "multiples of 16 from 16 to 256",
-            );
+        if !supports_head_dim(head_dim) {
+            let supported =
+                format!("multiples of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {MAX_HEAD_DIM}");
+            return unsupported("head_dim", head_dim.to_string(), &supported);
         }
-        if !head_dim_v.is_multiple_of(16) || head_dim_v > head_dim {
+        if !head_dim_v.is_multiple_of(HEAD_DIM_STEP) || head_dim_v > head_dim {
             return unsupported(
                 "head_dim of v",
                 head_dim_v.to_string(),

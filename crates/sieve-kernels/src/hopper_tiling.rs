@@ -34,7 +34,7 @@ const WARPGROUP: usize = 128;
 
 /// Tokens of a row up to which the forward pass with a bias also stores the lower 16 bits of o (as much memory as o), so
 /// that the backward pass needs no row sums: a quarter of its time. In longer rows memory is the scarcer good.
-pub(crate) const MOST_TOKENS_WITH_REST: usize = 32768;
+const MOST_TOKENS_WITH_REST: usize = 32768;
 
 // Process-wide, as the choice of the order of sums: a mode, for cross-checks of one family by the other.
 static PORTABLE_ONLY: AtomicBool = AtomicBool::new(false);
@@ -46,12 +46,25 @@ pub fn use_portable_kernels_only(portable_only: bool) {
 
 /// The family that attention of this shape takes on the tensor's device.
 pub fn attention_family(shape: &AttentionShape, like: &CudaTensor) -> KernelFamily {
+    if PORTABLE_ONLY.load(Ordering::Relaxed) {
+        return KernelFamily::Portable;
+    }
     let is_hopper = crate::probe::compute_capability(like.device().index) == Some((9, 0));
-    if is_hopper && has_hopper_form(shape) && !PORTABLE_ONLY.load(Ordering::Relaxed) {
+    best_family(shape, is_hopper)
+}
+
+/// The family that attention of this shape takes on a Hopper device (compute capability 9.0), or on any other.
+pub fn best_family(shape: &AttentionShape, is_hopper: bool) -> KernelFamily {
+    if is_hopper && has_hopper_form(shape) {
         KernelFamily::Hopper
     } else {
         KernelFamily::Portable
     }
+}
+
+/// Whether a forward pass with a bias on each key also returns what rounding took from o, which is as large as o.
+pub fn keeps_rest(family: KernelFamily, seq_len: usize) -> bool {
+    family == KernelFamily::Hopper && seq_len <= MOST_TOKENS_WITH_REST
 }
 
 /// Whether the Hopper kernels are made for these widths.

@@ -93,15 +93,15 @@ pub use cuda_tensor::{CudaPrimitive, CudaTensor};
 pub use decode_scratch::DecodeScratch;
 pub use dma_attention_backward::{
     dma_attention_backward, dma_attention_backward_convert_kernel, dma_attention_backward_kernel,
-    dma_attention_backward_query_kernel, dma_attention_row_sums_kernel,
+    dma_attention_backward_query_kernel, dma_attention_row_sums_kernel, dq_sum_queries,
 };
 pub use dma_attention_forward::{dma_attention_forward, dma_attention_forward_kernel};
 pub use dma_decode::{DmaSlots, dma_decode, dma_decode_kernel};
 pub use dma_lists::{
     KeyLists, TILE_QUERIES, dma_lists, dma_lists_kernel, dma_lists_prefix_kernel, list_capacity,
-    selection_of_expire,
+    list_entries, selection_of_expire,
 };
-pub use dma_scores::{ScoreBias, Scores, dma_scores, dma_scores_kernel};
+pub use dma_scores::{MAX_KV_HEADS, ScoreBias, Scores, dma_scores, dma_scores_kernel};
 pub use dma_scores_backward::{ScoresBackward, dma_scores_backward, dma_scores_backward_kernel};
 pub use dma_select::{Selection, dma_select, dma_select_kernels};
 pub use embedding_backward::{
@@ -110,16 +110,17 @@ pub use embedding_backward::{
 pub use embedding_forward::{embedding_forward, embedding_forward_kernel};
 pub use error::{CudaVersion, KernelError};
 pub use fill_zero::{fill_zero, fill_zero_kernel};
-pub use heads::{AttentionShape, Heads, Qkv};
+pub use heads::{AttentionShape, HEAD_DIM_STEP, Heads, MAX_HEAD_DIM, Qkv, supports_head_dim};
 pub use hopper_tiling::{
-    HopperPass, HopperTiling, KernelFamily, attention_family, has_hopper_form,
-    hopper_backward_kernel, use_portable_kernels_only,
+    HopperPass, HopperTiling, KernelFamily, attention_family, best_family, has_hopper_form,
+    hopper_backward_kernel, keeps_rest, use_portable_kernels_only,
 };
 pub use host_copy::{HostCopy, HostReader};
 pub use kernel_trace::{KernelRecord, KernelTotal, KernelTrace, TraceResult};
 pub use layout::{RowLayout, contiguous_strides, row_layout, strides_are_contiguous};
 pub use linear_cross_entropy::{
-    LinearCrossEntropyGradients, linear_cross_entropy_with_gradients, token_losses,
+    LinearCrossEntropyGradients, gradient_block_tokens, linear_cross_entropy_with_gradients,
+    token_losses,
 };
 pub use memory_watch::{MemoryPeak, memory_peak, unwatch_memory, watch_memory};
 pub use needed::{AttentionNeeds, NeededKernels, NeededKeys, needed_kernels, shared_bytes_of};

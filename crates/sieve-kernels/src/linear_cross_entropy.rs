@@ -71,7 +71,7 @@ pub fn linear_cross_entropy_with_gradients(
 ) -> Result<LinearCrossEntropyGradients, KernelError> {
     let input = Input::of(h, weight, labels)?;
     let (tokens, d_model) = (input.tokens, input.d_model);
-    let block = block_tokens(tokens, input.vocab_size, 2);
+    let block = gradient_block_tokens(tokens, input.vocab_size);
     let logits = LogitRows::new(h, block, input.vocab_size, DType::BF16);
     let losses = h.empty_contiguous(&[tokens], DType::F32);
     let dh = h.empty_contiguous(&[tokens, d_model], DType::BF16);
@@ -141,6 +141,11 @@ impl Input {
             vocab_size,
         })
     }
+}
+
+/// Tokens whose bf16 logits exist at once in [`linear_cross_entropy_with_gradients`] of `tokens` tokens, at least one.
+pub fn gradient_block_tokens(tokens: usize, vocab_size: usize) -> usize {
+    block_tokens(tokens, vocab_size, 2)
 }
 
 /// Tokens whose logits exist at once.

@@ -7,9 +7,9 @@ use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
-use sieve_core::plan::InferenceSize;
 use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_ops::{Cuda, SieveBackend};
+use sieve_plan::InferenceSize;
 use sieve_select::Selector;
 use std::path::PathBuf;
 

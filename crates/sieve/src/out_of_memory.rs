@@ -4,11 +4,11 @@ use crate::terminal::{bytes, gib};
 use anyhow::{Result, bail};
 use clap::Args;
 use sieve_core::model::gpu::Gpu;
-use sieve_core::plan::{
-    InferenceSize, MemoryPlan, MemoryVerdict, Target, import_memory, inference_memory, plan,
-};
 use sieve_core::{ModelShape, Recipe};
 use sieve_hf::Checkpoint;
+use sieve_plan::{
+    InferenceSize, MemoryPlan, MemoryVerdict, Target, import_memory, inference_memory, plan,
+};
 use sieve_train::MemoryProbe;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};

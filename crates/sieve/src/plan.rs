@@ -8,9 +8,9 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_core::Recipe;
 use sieve_core::model::gpu;
-use sieve_core::plan::{Plan, StagePlan, Target, plan};
 use sieve_core::recipe::TokenizerSection;
 use sieve_data::Tokenizer;
+use sieve_plan::{Plan, StagePlan, Target, plan};
 
 /// Arguments of `sieve plan`.
 #[derive(Args, Debug)]

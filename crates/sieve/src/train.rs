@@ -21,11 +21,11 @@ use lines::{
 };
 use profile::{StepProfile, StepRange};
 use sieve_core::Recipe;
-use sieve_core::plan::check_gpu_attention;
 use sieve_data::{OnChange, Progress};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_kernels::{DeviceReport, SumOrder};
 use sieve_ops::{Cuda, TrainBackend};
+use sieve_plan::check_gpu_attention;
 use sieve_train::{
     DataEvent, DataSource, DeviceMemory, Hardware, MemoryProbe, Origin, Precision, RunFolder,
     Start, TrainEvent, TrainSummary, Trainer, TrainingData, tidy_finished,

@@ -1,9 +1,9 @@
-//! Shapes the tests of this folder share.
+//! Shapes that tests share, of this crate and of those above it.
 
 use super::{Attention, DmaShape, MlaShape, ModelShape, NsaCompression, NsaShape};
 
 /// Qwen3-0.6B, as its published config.json says.
-pub(crate) fn qwen3_0_6b() -> ModelShape {
+pub fn qwen3_0_6b() -> ModelShape {
     ModelShape {
         d_model: 1024,
         d_ff: 3072,
@@ -23,7 +23,7 @@ pub(crate) fn qwen3_0_6b() -> ModelShape {
 }
 
 /// A small DMA model in which every part is present and sizes differ.
-pub(crate) fn tiny_dma() -> ModelShape {
+pub fn tiny_dma() -> ModelShape {
     ModelShape {
         d_model: 12,
         d_ff: 20,
@@ -43,7 +43,7 @@ pub(crate) fn tiny_dma() -> ModelShape {
 }
 
 /// The small model with latent attention: 4 heads of 6, latent of 8, 2 rotated numbers.
-pub(crate) fn tiny_mla() -> ModelShape {
+pub fn tiny_mla() -> ModelShape {
     ModelShape {
         num_kv_heads: 4,
         residual_scale: false,
@@ -56,7 +56,7 @@ pub(crate) fn tiny_mla() -> ModelShape {
 }
 
 /// The small model with native sparse attention, and a key and value projection per branch.
-pub(crate) fn tiny_nsa() -> ModelShape {
+pub fn tiny_nsa() -> ModelShape {
     ModelShape {
         residual_scale: false,
         attention: Attention::Nsa(NsaShape {

@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::TokenizerSection;
 use super::rules::{MAX_VOCAB, Parts, Rules, check_paths};
+use super::{Recipe, TokenizerSection};
 
 /// `[data]`: text files, or a synthetic task.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -129,6 +129,22 @@ pub enum MqarNoise {
     Uniform,
     /// Any token that is no key of the sample.
     Disjoint,
+}
+
+impl Recipe {
+    /// Share of the tokens that have a label: all of a text, the queries of MQAR.
+    pub fn label_share(&self) -> f64 {
+        let Some(mqar) = &self.data.mqar else {
+            return 1.0;
+        };
+        let kinds = mqar.seq_lens.iter().zip(&mqar.num_pairs);
+        let kinds = kinds.zip(&mqar.num_samples);
+        let (labels, tokens) = kinds.fold((0.0, 0.0), |(labels, tokens), ((len, pairs), count)| {
+            let count = *count as f64;
+            (labels + count * *pairs as f64, tokens + count * *len as f64)
+        });
+        if tokens > 0.0 { labels / tokens } else { 1.0 }
+    }
 }
 
 /// Appends the broken rules of `[data]`.

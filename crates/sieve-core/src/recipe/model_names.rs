@@ -1,6 +1,6 @@
 //! The one file where recipe keys (Hugging Face's names) become the names of the Rust code.
 
-use super::{AttentionSection, Recipe, RecipeError};
+use super::{AttentionSection, Recipe, RecipeError, TokenizerSection};
 use crate::model::{Attention, ModelShape};
 
 impl Recipe {
@@ -36,6 +36,16 @@ impl Recipe {
             residual_scale: model.residual_scale,
             attention: Attention::from(&self.attention),
         })
+    }
+
+    /// Rows of the embedding where the recipe says so itself; `None` when only the tokenizer's file does.
+    pub fn stated_vocab_size(&self) -> Option<usize> {
+        match (self.model.vocab_size, &self.tokenizer) {
+            (Some(rows), _) => Some(rows),
+            (None, TokenizerSection::Train(train)) => Some(train.vocab_size),
+            (None, TokenizerSection::Numbers(numbers)) => Some(*numbers),
+            (None, TokenizerSection::Path(_)) => None,
+        }
     }
 }
 

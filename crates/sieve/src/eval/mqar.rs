@@ -11,12 +11,12 @@ use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::{Args, ValueEnum};
 use sieve_core::Recipe;
-use sieve_core::plan::InferenceSize;
 use sieve_core::recipe::MqarNoise as RecipeNoise;
 use sieve_data::{MqarConfig, MqarNoise};
 use sieve_eval::{RecallReport, recall};
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
+use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 
 /// Tokens of one forward pass; more only takes memory.

@@ -10,7 +10,6 @@ use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
-use sieve_core::plan::InferenceSize;
 use sieve_data::Tokenizer;
 use sieve_eval::{
     Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, attention_label, linear_grid, needle,
@@ -18,6 +17,7 @@ use sieve_eval::{
 };
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
+use sieve_plan::InferenceSize;
 use sieve_select::Selector;
 use std::path::PathBuf;
 

@@ -9,7 +9,6 @@ use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::{ArgGroup, Args};
-use sieve_core::plan::InferenceSize;
 use sieve_data::{Prepared, Tokenizer};
 use sieve_eval::{
     EvalDocument, EvalError, PerplexityConfig, PerplexityReport, Selection, perplexity,
@@ -17,6 +16,7 @@ use sieve_eval::{
 };
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
+use sieve_plan::InferenceSize;
 use sieve_select::Selector;
 use std::path::{Path, PathBuf};
 

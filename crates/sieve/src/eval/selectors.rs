@@ -16,10 +16,10 @@ use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use serde::Serialize;
 use sieve_core::ModelShape;
-use sieve_core::plan::InferenceSize;
 use sieve_eval::{Selection, measure_selectors, selector_masks, sweep_selectors};
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
+use sieve_plan::InferenceSize;
 use sieve_select::{ENTRIES, Phase, Selector};
 use std::path::{Path, PathBuf};
 

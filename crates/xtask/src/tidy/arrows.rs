@@ -3,20 +3,9 @@ use crate::workspace;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-/// The crate map of ARCHITECTURE.md: a crate, and the crates of ours it may use. A new arrow comes with its reason there.
+/// The crate map: a crate, and the crates of ours that it uses, no more and no fewer, in the order in which ARCHITECTURE.md
+/// names them. A new arrow comes with its reason there.
 const ARROWS: &[(&str, &[&str])] = &[
-    ("sieve-core", &[]),
-    ("sieve-cpu", &["sieve-core"]),
-    ("sieve-data", &["sieve-core"]),
-    ("sieve-kernels", &["sieve-core"]),
-    ("sieve-select", &["sieve-cpu", "sieve-core"]),
-    ("sieve-cuda", &[]),
-    (
-        "sieve-ops",
-        &["sieve-cuda", "sieve-kernels", "sieve-cpu", "sieve-core"],
-    ),
-    ("sieve-nn", &["sieve-ops", "sieve-core"]),
-    ("sieve-hf", &["sieve-nn", "sieve-core"]),
     (
         "sieve-train",
         &[
@@ -31,15 +20,30 @@ const ARROWS: &[(&str, &[&str])] = &[
         "sieve-eval",
         &[
             "sieve-nn",
-            "sieve-select",
-            "sieve-hf",
             "sieve-data",
+            "sieve-select",
             "sieve-ops",
             "sieve-core",
         ],
     ),
+    ("sieve-plan", &["sieve-kernels", "sieve-cpu", "sieve-core"]),
+    ("sieve-hf", &["sieve-nn", "sieve-core"]),
+    ("sieve-nn", &["sieve-ops", "sieve-core"]),
+    (
+        "sieve-ops",
+        &["sieve-cuda", "sieve-kernels", "sieve-cpu", "sieve-core"],
+    ),
+    ("sieve-select", &["sieve-cpu", "sieve-core"]),
+    ("sieve-kernels", &["sieve-core"]),
+    ("sieve-cpu", &["sieve-core"]),
+    ("sieve-data", &[]),
+    ("sieve-cuda", &[]),
+    ("sieve-core", &[]),
     ("xtask", &[]),
 ];
+
+/// The page that shows the map.
+const PAGE: &str = "ARCHITECTURE.md";
 
 /// Crates at the top: they may use all others.
 const TOP: &[&str] = &["sieve", "sieve-tests"];
@@ -75,6 +79,9 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
             .collect();
         check_package(name, &uses, problems);
     }
+    let page = std::fs::read_to_string(workspace::root().join(PAGE))
+        .with_context(|| format!("reading {PAGE}"))?;
+    check_page(&page, problems);
     let tree = workspace::output(
         "cargo",
         &["tree", "--workspace", "-e", "features", "--prefix", "none"],
@@ -97,6 +104,11 @@ fn check_package(name: &str, uses: &[&str], problems: &mut Vec<String>) {
                 ));
             }
         }
+        for dependency in allowed.iter().filter(|arrow| !uses.contains(arrow)) {
+            problems.push(format!(
+                "crate {name} does not use {dependency}: take the arrow out of the crate map"
+            ));
+        }
     }
     if WITHOUT_BURN.contains(&name) {
         for dependency in uses {
@@ -108,6 +120,33 @@ fn check_package(name: &str, uses: &[&str], problems: &mut Vec<String>) {
                     "crate {name} must build without Burn and CUDA, but uses {dependency}"
                 ));
             }
+        }
+    }
+}
+
+/// The arrows as the page writes them, crates without arrows left out.
+fn arrow_sentence() -> String {
+    let short = |name: &&str| name.trim_start_matches("sieve-").to_owned();
+    let arrows = ARROWS.iter().filter(|(_, uses)| !uses.is_empty());
+    let arrows = arrows.map(|(name, uses)| {
+        let uses: Vec<String> = uses.iter().map(short).collect();
+        format!("{} → {}", short(name), uses.join(", "))
+    });
+    let arrows: Vec<String> = arrows.collect();
+    format!("Arrows: sieve → all; {}.", arrows.join("; "))
+}
+
+fn check_page(page: &str, problems: &mut Vec<String>) {
+    let words: Vec<&str> = page.split_whitespace().collect();
+    let sentence = arrow_sentence();
+    if !words.join(" ").contains(&sentence) {
+        problems.push(format!(
+            "{PAGE} does not show the crate map; it should say: {sentence}"
+        ));
+    }
+    for (name, _) in ARROWS {
+        if !page.contains(&format!("| `{name}` |")) {
+            problems.push(format!("{PAGE} does not say what {name} holds"));
         }
     }
 }
@@ -143,10 +182,34 @@ mod tests {
     #[test]
     fn arrows_point_one_way() {
         assert!(problems("sieve-nn", &["sieve-ops", "sieve-core", "burn"]).is_empty());
-        assert_eq!(problems("sieve-ops", &["sieve-nn"]).len(), 1);
+        // An arrow that no code needs is taken out too.
+        assert_eq!(problems("sieve-nn", &["sieve-ops"]).len(), 1);
+        let upwards = [
+            "sieve-cuda",
+            "sieve-kernels",
+            "sieve-cpu",
+            "sieve-core",
+            "sieve-nn",
+        ];
+        assert_eq!(problems("sieve-ops", &upwards).len(), 1);
         assert_eq!(problems("sieve-core", &["burn-flex"]).len(), 1);
         assert_eq!(problems("sieve-new", &[]).len(), 1);
         assert!(problems("sieve", &["sieve-train", "burn"]).is_empty());
+    }
+
+    #[test]
+    fn the_page_shows_every_arrow_and_no_other() {
+        let rows = ARROWS.iter().map(|(name, _)| format!("| `{name}` | …"));
+        let rows = rows.collect::<Vec<_>>().join("\n");
+        let page = format!("{rows}\n{}", arrow_sentence().replace("; ", ";\n"));
+        let problems = |page: &str| {
+            let mut problems = Vec::new();
+            check_page(page, &mut problems);
+            problems
+        };
+        assert!(problems(&page).is_empty(), "{:?}", problems(&page));
+        assert_eq!(problems(&page.replace("hf → nn", "hf → nn, data")).len(), 1);
+        assert_eq!(problems(&page.replace("| `sieve-hf` |", "")).len(), 1);
     }
 
     #[test]

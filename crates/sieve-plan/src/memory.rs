@@ -16,10 +16,12 @@ pub use verdict::MemoryVerdict;
 
 use serde::Serialize;
 
-use super::Target;
-use crate::model::ModelShape;
-use crate::recipe::Recipe;
+use crate::Target;
 use activations::{F32, block_kept, block_temporaries, times};
+use sieve_core::model::ModelShape;
+use sieve_core::recipe::Recipe;
+use sieve_cpu::linear_cross_entropy::chunk_rows;
+use sieve_kernels::gradient_block_tokens;
 
 /// What a process holds before it has a model: about 110 MiB on a CPU; on a GPU the context, and the workspace of the products.
 const CPU_PROGRAM_BYTES: u64 = 110 << 20;
@@ -28,13 +30,6 @@ const GPU_PROGRAM_BYTES: u64 = 700 << 20;
 /// Bytes a parameter that a checkpoint holds on a CPU while it is written: copies of weights and moments, and the file of
 /// moments before it is on disk.
 const CPU_CHECKPOINT_BYTES: u64 = 5 * F32;
-
-/// Logits the CPU's loss holds at once, in elements, and rows of a chunk.
-const CPU_LOGITS: u64 = 1 << 24;
-const CPU_CHUNK_ROWS: (u64, u64) = (32, 1024);
-/// Bytes of bf16 logits the GPU's loss holds at once at most, and what a block's rows are a multiple of.
-const GPU_LOGIT_BYTES: u64 = 512 << 20;
-const GPU_ROW_STEP: u64 = 128;
 
 /// Bytes of what a training step holds at its fullest, by part. The allocator's slack is not in it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -121,7 +116,7 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target) -> MemoryPlan {
     let seq_len = recipe.training.seq_len;
     let tokens = (recipe.training.local_batch_size * seq_len) as u64;
     let modes = {
-        use crate::recipe::ActivationCheckpointMode::{Full, None, Selective};
+        use sieve_core::recipe::ActivationCheckpointMode::{Full, None, Selective};
         [("none", None), ("selective", Selective), ("full", Full)].map(|(name, mode)| {
             let mut section = section.clone();
             section.mode = mode;
@@ -234,17 +229,10 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target) -> [Moment; 4] 
 
 /// Logits that the loss holds at once.
 fn logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64 {
-    let vocab = shape.vocab_size as u64;
-    match target {
-        Target::Cpu { .. } => {
-            let (least, most) = CPU_CHUNK_ROWS;
-            (CPU_LOGITS / vocab).clamp(least, most).min(tokens) * vocab * F32
-        }
-        Target::Gpu(_) => {
-            let row = vocab * target.value_bytes();
-            let most = (GPU_LOGIT_BYTES / row / GPU_ROW_STEP).max(1) * GPU_ROW_STEP;
-            let even = tokens.div_ceil(tokens.div_ceil(most));
-            even.next_multiple_of(GPU_ROW_STEP).min(tokens) * row
-        }
-    }
+    let (tokens, vocab_size) = (tokens as usize, shape.vocab_size);
+    let rows = match target {
+        Target::Cpu { .. } => chunk_rows(vocab_size).min(tokens),
+        Target::Gpu(_) => gradient_block_tokens(tokens, vocab_size),
+    };
+    times(rows as u64, vocab_size as u64 * target.value_bytes())
 }

@@ -2,10 +2,11 @@
 
 use serde::Serialize;
 
-use super::Target;
-use crate::model::{Attention, ModelShape};
-use crate::recipe::Recipe;
-use crate::{ReferenceTooLarge, ScoreMatrix};
+use crate::Target;
+use sieve_core::model::{Attention, ModelShape};
+use sieve_core::recipe::Recipe;
+use sieve_core::{ReferenceTooLarge, ScoreMatrix};
+use sieve_kernels::{HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_KV_HEADS, supports_head_dim};
 
 /// One op.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -17,12 +18,6 @@ pub struct OpPlan {
     /// Why.
     pub reason: String,
 }
-
-/// Head widths that the CUDA attention kernels take: multiples of this, up to [`CUDA_MAX_HEAD_DIM`].
-const CUDA_HEAD_DIM_STEP: usize = 16;
-const CUDA_MAX_HEAD_DIM: usize = 256;
-/// KV heads that the CUDA score kernel of DMA takes.
-const CUDA_MAX_KV_HEADS: usize = 32;
 
 /// The ops of a training step, with the path each takes on `target` by the sizes of `shape`.
 ///
@@ -64,12 +59,10 @@ pub fn gpu_attention_gap(shape: &ModelShape) -> Option<String> {
     match shape.attention {
         Attention::Nsa(_) => Some("there is no CUDA kernel for nsa yet".to_owned()),
         Attention::Mla(_) => Some("there is no CUDA kernel for mla yet".to_owned()),
-        _ if !width.is_multiple_of(CUDA_HEAD_DIM_STEP) || width > CUDA_MAX_HEAD_DIM => {
-            Some(format!(
-                "heads of {width} are no multiple of {CUDA_HEAD_DIM_STEP} up to {CUDA_MAX_HEAD_DIM}"
-            ))
-        }
-        _ => None,
+        _ if supports_head_dim(width) => None,
+        _ => Some(format!(
+            "heads of {width} are no multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+        )),
     }
 }
 
@@ -100,9 +93,9 @@ fn cuda_attention(op: &str, shape: &ModelShape) -> (&'static str, String) {
         return plain(format!("{reason}; the reference holds n x n scores"));
     }
     let width = shape.head_dim;
-    if op == "dma scores" && shape.num_kv_heads > CUDA_MAX_KV_HEADS {
+    if op == "dma scores" && shape.num_kv_heads > MAX_KV_HEADS {
         return plain(format!(
-            "{} KV heads, the kernel takes up to {CUDA_MAX_KV_HEADS}",
+            "{} KV heads, the kernel takes up to {MAX_KV_HEADS}",
             shape.num_kv_heads
         ));
     }

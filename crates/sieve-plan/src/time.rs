@@ -4,9 +4,9 @@
 //! step's load, where the card's power is the limit; memory-bound kernels move 0.84 of the bandwidth. A test holds the
 //! estimate against fifteen measured runs. Other GPUs are assumed to reach the same shares.
 
-use super::gpu_attention_gap;
-use crate::model::gpu::Gpu;
-use crate::model::{Attention, DmaShape, FlopsPerToken, ModelShape};
+use crate::gpu_attention_gap;
+use sieve_core::model::gpu::Gpu;
+use sieve_core::model::{Attention, DmaShape, FlopsPerToken, ModelShape};
 
 /// Share of the peak that products with weights reach.
 const PRODUCTS: f64 = 0.71;
@@ -35,7 +35,7 @@ pub(super) struct StepSize {
 
 /// Whether the shares above were measured on this GPU.
 pub(super) fn is_measured(gpu: &Gpu) -> bool {
-    crate::model::gpu::find("H200").is_some_and(|h200| {
+    sieve_core::model::gpu::find("H200").is_some_and(|h200| {
         (h200.bf16_flops, h200.memory_bytes_per_second)
             == (gpu.bf16_flops, gpu.memory_bytes_per_second)
     })
@@ -92,17 +92,17 @@ fn bytes_per_token(shape: &ModelShape, is_dma: bool) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use crate::model::gpu;
-    use crate::recipe::Recipe;
+    use sieve_core::model::gpu;
+    use sieve_core::recipe::Recipe;
 
-    const CODE_80M: &str = include_str!("../../../../recipes/code_80m.toml");
+    const CODE_80M: &str = include_str!("../../../recipes/code_80m.toml");
 
     fn estimate(settings: &[&str]) -> f64 {
         let settings: Vec<String> = settings.iter().map(|x| (*x).to_owned()).collect();
         let recipe = Recipe::load(CODE_80M, "code_80m.toml", &settings).expect("valid");
-        let h200 = crate::plan::Target::Gpu(gpu::find("h200").expect("listed"));
+        let h200 = crate::Target::Gpu(gpu::find("h200").expect("listed"));
         let vocab_size = recipe.stated_vocab_size().expect("stated");
-        let plan = crate::plan::plan(&recipe, vocab_size, &h200).expect("plans");
+        let plan = crate::plan(&recipe, vocab_size, &h200).expect("plans");
         plan.stages[0].tokens_per_second.expect("a GPU")
     }
 

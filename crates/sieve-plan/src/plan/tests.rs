@@ -1,8 +1,9 @@
 //! The plan against numbers worked out by hand.
 
 use super::*;
-use crate::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
-use crate::model::{Attention, gpu};
+use crate::{InferenceSize, MemoryVerdict, import_memory, inference_memory};
+use sieve_core::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
+use sieve_core::model::{Attention, gpu};
 
 fn recipe(text: &str, overrides: &[&str]) -> Recipe {
     let overrides = overrides

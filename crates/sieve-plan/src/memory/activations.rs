@@ -1,8 +1,10 @@
 //! What a block keeps for its backward pass, and what that pass holds for a moment.
 
-use crate::model::{Attention, DmaShape, ModelShape, NUM_NSA_BRANCHES};
-use crate::plan::Target;
-use crate::recipe::TrainingSection;
+use crate::Target;
+use sieve_core::model::{Attention, DmaShape, ModelShape, NUM_NSA_BRANCHES};
+use sieve_core::recipe::TrainingSection;
+use sieve_kernels::oracle::SUPER_BLOCK;
+use sieve_kernels::{AttentionShape, best_family, dq_sum_queries, list_entries};
 
 /// Bytes of an f32 or i32.
 pub(super) const F32: u64 = 4;
@@ -14,11 +16,6 @@ pub(super) fn times(count: u64, bytes: u64) -> u64 {
     count.saturating_mul(bytes).min(MOST_BYTES)
 }
 
-/// Longest rows for which the Hopper kernels keep the lower 16 bits of a biased attention's output.
-const MOST_TOKENS_WITH_REST: usize = 32_768;
-/// Queries that share one key list of DMA, and how many such blocks share one buffer of dq sums.
-const LIST_QUERIES: usize = 1024;
-const LISTS_PER_LAUNCH: usize = 16;
 /// Score matrices that the plain path of MLA and NSA on a GPU holds at once.
 const PLAIN_SCORES: u64 = 4;
 
@@ -83,16 +80,27 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize) ->
     values * target.value_bytes() + f32_bytes
 }
 
-/// The Hopper kernels with a bias keep the rest of o on rows that are not very long.
+/// Whether DMA's forward pass keeps what rounding took from its output.
 fn keeps_rest(shape: &ModelShape, target: &Target, seq_len: usize) -> bool {
-    let hopper = matches!(target, Target::Gpu(gpu) if gpu.is_hopper());
-    hopper && [64, 128].contains(&shape.head_dim) && seq_len <= MOST_TOKENS_WITH_REST
+    let Target::Gpu(gpu) = target else {
+        return false;
+    };
+    let attention = AttentionShape {
+        batch: 1,
+        seq_len,
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        head_dim: shape.head_dim,
+        head_dim_v: shape.head_dim,
+    };
+    let family = best_family(&attention, gpu.is_hopper());
+    sieve_kernels::keeps_rest(family, seq_len)
 }
 
-/// Bytes a token of the GPU's key lists: `window + 1024` entries for every 1024 queries of a KV head.
+/// Bytes a token of the GPU's key lists: one list for each super-block of queries and KV head.
 fn key_list_bytes(shape: &ModelShape, window: usize) -> u64 {
-    let entries = (window + LIST_QUERIES) as u64 * shape.num_kv_heads as u64;
-    F32 * entries / LIST_QUERIES as u64
+    let entries = list_entries(window) as u64 * shape.num_kv_heads as u64;
+    F32 * entries / SUPER_BLOCK as u64
 }
 
 /// Bytes that the forward pass keeps of one token of a row of `seq_len` over all blocks, when every block that `recomputed` names keeps its input
@@ -157,7 +165,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
         Attention::Dma(DmaShape {
             keep_window_size, ..
         }) if keep_window_size < seq_len => {
-            let rows = batch * seq_len.min(LIST_QUERIES * LISTS_PER_LAUNCH) as u64;
+            let rows = batch * dq_sum_queries(seq_len) as u64;
             row_stats + times(rows, F32 * q) + times(tokens, 2 * F32 * kv)
         }
         _ if training.deterministic => row_stats,

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::MemoryPlan;
-use crate::recipe::{ActivationCheckpointMode, Recipe};
+use sieve_core::recipe::{ActivationCheckpointMode, Recipe};
 
 /// One change of a recipe, and what it needs then.
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::model::{Attention, DmaShape, ModelShape, NUM_NSA_BRANCHES};
+use sieve_core::model::{Attention, DmaShape, ModelShape, NUM_NSA_BRANCHES};
 
 /// Bytes a decoded sequence holds, all layers.
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -1,24 +1,12 @@
-//! What a run will need, from its recipe alone: parameters, operations, memory, cache, time.
-//!
-//! Parameters and operations are counted exactly. Memory is counted from the tensors a training step holds at its fullest,
-//! without the allocator's slack. Time is a guess, and says of what.
+//! The plan: what the other files count, put together stage by stage.
 
-mod cache;
-mod memory;
-mod ops;
-mod time;
-
-pub use cache::{CachePlan, cache_plan};
-pub use memory::{
-    FittingSetting, InferenceSize, MemoryPlan, MemoryVerdict, activation_bytes_per_token,
-    import_memory, inference_memory, memory_plan,
+use crate::{
+    CachePlan, MemoryPlan, OpPlan, cache_plan, check_gpu_attention, memory_plan, op_plans, time,
 };
-pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, op_plans};
-
 use serde::Serialize;
 
-use crate::model::{ModelShape, ParameterCounts, gpu};
-use crate::recipe::{Recipe, RecipeError, Stage, TokenizerSection};
+use sieve_core::model::{ModelShape, ParameterCounts, gpu};
+use sieve_core::recipe::{Recipe, RecipeError, Stage};
 
 /// Share of the peak that the time is guessed with on a CPU: what well-kept training programs reach on dense models, not a
 /// measurement of this one.
@@ -79,7 +67,7 @@ pub struct Plan {
     pub num_non_embedding: u64,
     /// Tokens of the whole run.
     pub num_tokens: u64,
-    /// `num_tokens / num_parameters`.
+    /// `num_tokens / num_non_embedding`.
     pub tokens_per_parameter: f64,
     /// One entry for each stage; one for a recipe without stages.
     pub stages: Vec<StagePlan>,
@@ -120,32 +108,6 @@ pub struct StagePlan {
     pub attention_share: f64,
     /// Guessed tokens a second; `None` where nothing like the run was measured.
     pub tokens_per_second: Option<f64>,
-}
-
-impl Recipe {
-    /// Share of the tokens that have a label: all of a text, the queries of MQAR.
-    pub fn label_share(&self) -> f64 {
-        let Some(mqar) = &self.data.mqar else {
-            return 1.0;
-        };
-        let kinds = mqar.seq_lens.iter().zip(&mqar.num_pairs);
-        let kinds = kinds.zip(&mqar.num_samples);
-        let (labels, tokens) = kinds.fold((0.0, 0.0), |(labels, tokens), ((len, pairs), count)| {
-            let count = *count as f64;
-            (labels + count * *pairs as f64, tokens + count * *len as f64)
-        });
-        if tokens > 0.0 { labels / tokens } else { 1.0 }
-    }
-
-    /// Rows of the embedding where the recipe says so itself; `None` when only the tokenizer's file does.
-    pub fn stated_vocab_size(&self) -> Option<usize> {
-        match (self.model.vocab_size, &self.tokenizer) {
-            (Some(rows), _) => Some(rows),
-            (None, TokenizerSection::Train(train)) => Some(train.vocab_size),
-            (None, TokenizerSection::Numbers(numbers)) => Some(*numbers),
-            (None, TokenizerSection::Path(_)) => None,
-        }
-    }
 }
 
 /// The plan of `recipe` for an embedding of `vocab_size` rows.
@@ -265,7 +227,7 @@ fn stage_plan(stage: &Stage, recipe: &Recipe, shape: &ModelShape, target: &Targe
         seq_len: section.seq_len,
         tokens_per_step: section.global_batch_size * section.seq_len,
         micro_batches: section.global_batch_size / section.local_batch_size,
-        mean_active_keys: crate::model::mean_active_keys(shape.attention, section.seq_len),
+        mean_active_keys: sieve_core::model::mean_active_keys(shape.attention, section.seq_len),
         executed_flops_per_token: executed_training,
         dense_flops_per_token: dense_training,
         attention_share: 3.0 * executed.attention / executed_training,

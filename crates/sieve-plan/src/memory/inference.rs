@@ -2,8 +2,8 @@
 
 use super::activations::{F32, block_kept, plain_score_bytes, times};
 use super::{CPU_PROGRAM_BYTES, GPU_PROGRAM_BYTES, MemoryPlan, MemoryVerdict, logit_bytes};
-use crate::model::ModelShape;
-use crate::plan::{Target, cache_plan};
+use crate::{Target, cache_plan};
+use sieve_core::model::ModelShape;
 
 /// What a command does with a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +34,7 @@ impl InferenceSize {
 pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target) -> MemoryPlan {
     let value_bytes = target.value_bytes();
     let parameters = shape.parameters().total();
-    let tokens = (size.rows * size.seq_len) as u64;
+    let tokens = size.rows.saturating_mul(size.seq_len).max(1) as u64;
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let packed = (shape.q_width() + 2 * shape.kv_width()) as u64;
     // Feed-forward: the stream, normed and added to; gate and up, and the activation. Attention: what a block keeps of

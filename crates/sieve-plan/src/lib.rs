@@ -1,0 +1,22 @@
+//! What a run will need, from its recipe alone: parameters, operations, memory, cache, time.
+//!
+//! Parameters and operations are counted exactly. Memory is counted from the tensors a training step holds at its fullest,
+//! without the allocator's slack. Time is a guess, and says of what.
+//!
+//! What a kernel takes and what it allocates is asked of the kernel: sieve-kernels and sieve-cpu hold those rules beside
+//! the launches that keep them.
+
+mod plan;
+
+mod cache;
+mod memory;
+mod ops;
+mod time;
+
+pub use cache::{CachePlan, cache_plan};
+pub use memory::{
+    FittingSetting, InferenceSize, MemoryPlan, MemoryVerdict, activation_bytes_per_token,
+    import_memory, inference_memory, memory_plan,
+};
+pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, op_plans};
+pub use plan::{ASSUMED_MFU, Plan, StagePlan, Target, plan};
