@@ -42,16 +42,17 @@ impl KeyLists {
     }
 }
 
-/// Entries that the list of a super-block comes to hold: what is alive when its block begins and what enters in it.
-pub fn list_entries(keep_window_size: usize) -> usize {
-    keep_window_size + SUPER_BLOCK
-}
-
-/// Entries a list has room for.
+/// Entries a list needs room for: what is alive when its block begins and what enters in it.
 pub fn list_capacity(seq_len: usize, keep_window_size: usize) -> usize {
-    list_entries(keep_window_size)
+    (keep_window_size + SUPER_BLOCK)
         .min(seq_len)
         .next_multiple_of(LIST_ALIGNMENT)
+}
+
+/// The lists of one row and KV head, i32: `[num_super_blocks, capacity, 2]`.
+pub fn list_shape(seq_len: usize, keep_window_size: usize) -> [usize; 3] {
+    let blocks = seq_len.div_ceil(SUPER_BLOCK);
+    [blocks, list_capacity(seq_len, keep_window_size), 2]
 }
 
 /// Orders the kept keys of a [`Selection`] for each super-block of 1024 queries: first the keys entering there, latest
@@ -90,11 +91,10 @@ pub fn dma_lists(
         .survivors
         .require_shape(NAME, "survivors", &expected)?;
 
-    let blocks = seq_len.div_ceil(SUPER_BLOCK);
-    let capacity = list_capacity(seq_len, window);
+    let [blocks, capacity, pair] = list_shape(seq_len, window);
     let tiles = seq_len.div_ceil(tile_queries);
     let new = |shape: &[usize]| expire.empty_contiguous(shape, DType::I32);
-    let list = new(&[batch, num_kv_heads, blocks, capacity, 2]);
+    let list = new(&[batch, num_kv_heads, blocks, capacity, pair]);
     let list_len = new(&[batch, num_kv_heads, blocks]);
     let num_entering = new(&[batch, num_kv_heads, blocks]);
     let tile_window = new(&[batch, num_kv_heads, tiles, 2]);

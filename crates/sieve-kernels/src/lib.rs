@@ -99,7 +99,7 @@ pub use dma_attention_forward::{dma_attention_forward, dma_attention_forward_ker
 pub use dma_decode::{DmaSlots, dma_decode, dma_decode_kernel};
 pub use dma_lists::{
     KeyLists, TILE_QUERIES, dma_lists, dma_lists_kernel, dma_lists_prefix_kernel, list_capacity,
-    list_entries, selection_of_expire,
+    list_shape, selection_of_expire,
 };
 pub use dma_scores::{MAX_KV_HEADS, ScoreBias, Scores, dma_scores, dma_scores_kernel};
 pub use dma_scores_backward::{ScoresBackward, dma_scores_backward, dma_scores_backward_kernel};

@@ -3,8 +3,7 @@
 use crate::Target;
 use sieve_core::model::{Attention, DmaShape, ModelShape, NUM_NSA_BRANCHES};
 use sieve_core::recipe::TrainingSection;
-use sieve_kernels::oracle::SUPER_BLOCK;
-use sieve_kernels::{AttentionShape, best_family, dq_sum_queries, list_entries};
+use sieve_kernels::{AttentionShape, best_family, dq_sum_queries, list_shape};
 
 /// Bytes of an f32 or i32.
 pub(super) const F32: u64 = 4;
@@ -42,7 +41,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize) ->
             };
             let lists = match target {
                 Target::Gpu(_) if keep_window_size < seq_len => {
-                    key_list_bytes(shape, keep_window_size)
+                    key_list_bytes(shape, seq_len, keep_window_size)
                 }
                 _ => 0,
             };
@@ -98,9 +97,10 @@ fn keeps_rest(shape: &ModelShape, target: &Target, seq_len: usize) -> bool {
 }
 
 /// Bytes a token of the GPU's key lists: one list for each super-block of queries and KV head.
-fn key_list_bytes(shape: &ModelShape, window: usize) -> u64 {
-    let entries = list_entries(window) as u64 * shape.num_kv_heads as u64;
-    F32 * entries / SUPER_BLOCK as u64
+fn key_list_bytes(shape: &ModelShape, seq_len: usize, window: usize) -> u64 {
+    let row = list_shape(seq_len, window).map(|size| size as u64);
+    let words = row.iter().product::<u64>() * shape.num_kv_heads as u64;
+    (F32 * words).div_ceil(seq_len as u64)
 }
 
 /// Bytes that the forward pass keeps of one token of a row of `seq_len` over all blocks, when every block that `recomputed` names keeps its input

@@ -64,8 +64,9 @@ fn memory_of_dma_80m_on_an_h200() {
     // Four micro-batches: the gradients of the ones before are there.
     assert_eq!(memory.gradient_bytes, 4 * parameters);
     // A token in a block: the stream twice, gate and up, q, k and v, the output and its lower 16 bits, 2 bytes
-    // each; f32: 6 lse, z and expire of 3 KV heads, lists of 1024 + 1024 keys for 1024 queries of 3 KV heads.
-    let block = 2 * (2 * 768 + 2 * 2304 + 1536 + 2 * 768) + 4 * 6 + 8 * 3 + 4 * 2 * 3;
+    // each; f32: 6 lse, z and expire of 3 KV heads, lists of 1024 + 1024 keys for 1024 queries of 3 KV heads, a key and
+    // its expiry in each entry.
+    let block = 2 * (2 * 768 + 2 * 2304 + 1536 + 2 * 768) + 4 * 6 + 8 * 3 + 8 * 2 * 3;
     let (tokens, stream) = (16 * 2048, 16 * 2048 * 768 * 2);
     assert_eq!(memory.moment, "the loss");
     assert_eq!(memory.activation_bytes, tokens * 12 * block + stream);
