@@ -77,20 +77,43 @@ fn plan_and_train_say_the_same_of_memory() {
     );
 }
 
-#[test]
-fn a_checkpoint_that_cannot_be_held_is_not_read() {
+/// A run whose checkpoint says another size in its recipe: 16 GiB of weights, which its file does not have.
+fn too_wide() -> TinyRun {
     let run = TinyRun::dma();
     run.trained("out", "");
-    // The recipe of the checkpoint says another size: 16 GiB of weights, which its file does not have.
-    let folder = run.path("out/checkpoint/step-40");
-    let config = folder.join("config.toml");
+    let config = run.path("out/checkpoint/step-40/config.toml");
     let text = std::fs::read_to_string(&config).expect("a recipe");
     let wide = text.replace("hidden_size = 32", "hidden_size = 1000000");
     assert_ne!(text, wide);
     std::fs::write(&config, wide).expect("writable");
+    run
+}
+
+#[test]
+fn lengths_of_0_are_refused_before_their_memory_is_planned() {
+    let run = too_wide();
+    for command in [
+        "needle --lengths 0,400",
+        "selectors --data corpus/00.txt --lengths 0",
+        "patterns --data corpus/00.txt --length 0 --out patterns.json",
+    ] {
+        refused(
+            &mut limited(
+                &run,
+                &format!("eval {command} --checkpoint out --device cpu"),
+            ),
+            &["must be positive", "hint: "],
+        );
+    }
+}
+
+#[test]
+fn a_checkpoint_that_cannot_be_held_is_not_read() {
+    let run = too_wide();
     for command in [
         "generate --checkpoint out --prompt the --device cpu",
         "eval ppl --checkpoint out --data corpus/00.txt --device cpu",
+        "logits --checkpoint out --tokens 1,2,3 --out logits.safetensors --device cpu",
     ] {
         refused(
             &mut limited(&run, command),

@@ -61,6 +61,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
             rows: 1,
             seq_len: prompt,
             cached_tokens: prompt.saturating_add(new),
+            logit_tokens: 0,
         }
     })?;
     match device {

@@ -1,5 +1,6 @@
 //! `sieve logits`: raw model output for parity checks by other programs.
 use crate::device::{Device, DeviceChoice};
+use crate::out_of_memory::MemoryArgs;
 use crate::{loaded, terminal};
 use anyhow::{Context, Result, ensure};
 use burn::tensor::DType;
@@ -8,6 +9,7 @@ use burn_flex::{Flex, FlexDevice};
 use clap::{ArgGroup, Args};
 use sieve_hf::{NamedTensor, load_model, write_tensor_file};
 use sieve_ops::{Cuda, SieveBackend};
+use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 
 /// Arguments of `sieve logits`.
@@ -29,17 +31,12 @@ pub(crate) struct LogitsArgs {
     /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
+    #[command(flatten)]
+    memory: MemoryArgs,
 }
 
 /// Runs the command.
 pub(crate) fn run(args: LogitsArgs) -> Result<()> {
-    match loaded::device(args.device, &args.checkpoint)? {
-        Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
-        Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
-    }
-}
-
-fn run_on<B: SieveBackend>(args: &LogitsArgs, device: &B::Device, dtype: DType) -> Result<()> {
     let tokens = match &args.tokens_file {
         Some(path) => {
             let text = std::fs::read_to_string(path)
@@ -48,9 +45,28 @@ fn run_on<B: SieveBackend>(args: &LogitsArgs, device: &B::Device, dtype: DType) 
         }
         None => args.tokens.clone(),
     };
+    let device = loaded::device(args.device, &args.checkpoint)?;
+    (args.memory).check_inference(&args.checkpoint, &device, |_, _| InferenceSize {
+        logit_tokens: tokens.len(),
+        ..InferenceSize::rows_of(tokens.len(), tokens.len())
+    })?;
+    match device {
+        Device::Cpu => run_on::<Flex>(&args, &tokens, &FlexDevice, DType::F32),
+        Device::Cuda(gpu) => {
+            run_on::<Cuda>(&args, &tokens, &CudaDevice::new(gpu.index), DType::BF16)
+        }
+    }
+}
+
+fn run_on<B: SieveBackend>(
+    args: &LogitsArgs,
+    tokens: &[u32],
+    device: &B::Device,
+    dtype: DType,
+) -> Result<()> {
     let loaded = load_model::<B>(&args.checkpoint, device)?;
     let model = sieve_nn::cast_parameters(loaded.model, dtype);
-    let data = sieve_eval::logits(&model, &tokens, device)?;
+    let data = sieve_eval::logits(&model, tokens, device)?;
     let shape = data.shape.to_vec();
     let name = "logits".to_owned();
     write_tensor_file(&args.out, &[NamedTensor { name, data }], None)?;

@@ -63,7 +63,13 @@ impl MemoryArgs {
         };
         let mut size = size(&recipe, &shape);
         // Longer rows are refused by the command itself.
-        for tokens in [&mut size.seq_len, &mut size.cached_tokens] {
+        let InferenceSize {
+            seq_len,
+            cached_tokens,
+            logit_tokens,
+            ..
+        } = &mut size;
+        for tokens in [seq_len, cached_tokens, logit_tokens] {
             *tokens = (*tokens).min(shape.max_seq_len);
         }
         self.warn(&inference_memory(&shape, size, &target(device, None)))

@@ -14,6 +14,8 @@ pub struct InferenceSize {
     pub seq_len: usize,
     /// Tokens that the cache of a decoded sequence comes to hold; 0 where nothing is decoded.
     pub cached_tokens: usize,
+    /// Tokens whose logits are returned together; 0 where they are used block by block.
+    pub logit_tokens: usize,
 }
 
 impl InferenceSize {
@@ -23,6 +25,7 @@ impl InferenceSize {
             rows: (tokens / seq_len.max(1)).max(1),
             seq_len,
             cached_tokens: 0,
+            logit_tokens: 0,
         }
     }
 }
@@ -47,7 +50,11 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
         Target::Cpu { .. } => 0,
     };
     let block = times(tokens, feed_forward).max(times(tokens, attention) + scores);
-    let loss = times(tokens, 2 * d_model * value_bytes) + logit_bytes(shape, tokens, target);
+    let logits = match size.logit_tokens {
+        0 => logit_bytes(shape, tokens, target),
+        returned => returned_logit_bytes(shape, returned as u64, target),
+    };
+    let loss = times(tokens, 2 * d_model * value_bytes) + logits;
     let cache_bytes = match size.cached_tokens {
         0 => 0,
         cached => cache_plan(shape, cached, value_bytes).bytes_at_seq_len,
@@ -72,6 +79,16 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
         forward
     };
     fullest.plan(target)
+}
+
+/// Logits that are returned together. A CPU holds them a second time, as the bytes of the file that they go to.
+fn returned_logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64 {
+    let copies = match target {
+        Target::Cpu { .. } => 2,
+        Target::Gpu(_) => 1,
+    };
+    let row = shape.vocab_size as u64 * target.value_bytes();
+    times(tokens, copies * row)
 }
 
 /// Memory of bringing a model of another program in: the weights as they were read, a new model, and a copy of its weights.

@@ -272,6 +272,7 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
         rows: 1,
         seq_len: 16,
         cached_tokens: 2048,
+        logit_tokens: 0,
     };
     // The file beside the model while it is read; a few tokens need less.
     let memory = inference_memory(&shape, size, &cpu);
@@ -298,6 +299,46 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
     assert_eq!(decoded.cache_bytes, cache);
     assert_eq!(decoded.total_bytes, memory.total_bytes + cache);
     assert_eq!(import_memory(&shape, &cpu).workspace_bytes, 8 * parameters);
+}
+
+#[test]
+fn logits_that_are_returned_together_are_held_together() {
+    let shape = recipe(DMA_80M, &[]).model_shape(50_277).expect("a shape");
+    let tokens = 8192;
+    let size = InferenceSize {
+        logit_tokens: tokens,
+        ..InferenceSize::rows_of(tokens, tokens)
+    };
+    let (streams, logits) = (2 * 8192 * 768, 8192 * 50_304);
+    let memory = inference_memory(&shape, size, &h200());
+    assert_eq!(memory.activation_bytes, 2 * (streams + logits));
+    // A CPU's are f32, and the bytes of their file are there too.
+    let cpu = Target::Cpu {
+        flops_per_second: None,
+        memory_bytes: 0,
+    };
+    let wide = ModelShape {
+        vocab_size: 1 << 20,
+        ..shape
+    };
+    let memory = inference_memory(&wide, size, &cpu);
+    assert_eq!(memory.moment, "a forward pass");
+    assert_eq!(memory.activation_bytes, 4 * (streams + 2 * (8192 << 20)));
+}
+
+#[test]
+fn rows_without_a_token_need_no_less_than_one_token() {
+    let shape = recipe(DMA_80M, &[]).model_shape(50_277).expect("a shape");
+    let cpu = Target::Cpu {
+        flops_per_second: None,
+        memory_bytes: 0,
+    };
+    for target in [cpu, h200()] {
+        let [none, one] = [0, 1].map(|seq_len| {
+            inference_memory(&shape, InferenceSize::rows_of(seq_len, seq_len), &target)
+        });
+        assert_eq!(none, one);
+    }
 }
 
 #[test]

@@ -73,6 +73,9 @@ pub(crate) struct NeedleArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: NeedleArgs) -> Result<()> {
+    if args.lengths.contains(&0) {
+        bail!("--lengths must be positive\n  hint: a text also has to be longer than --buffer");
+    }
     let device = loaded::device(args.device, &args.checkpoint)?;
     (args.memory).check_inference(&args.checkpoint, &device, |_, shape| {
         let longest = args.lengths.iter().max().copied();

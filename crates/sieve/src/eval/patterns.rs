@@ -104,19 +104,24 @@ fn search(text: &str) -> std::result::Result<Search, String> {
 
 /// Runs the command.
 pub(crate) fn run(args: PatternsArgs) -> Result<()> {
+    let flag = flag(&args)?;
     let device = loaded::device(args.device, &args.checkpoint)?;
     (args.memory).check_inference(&args.checkpoint, &device, |recipe, _| {
         let length = args.length.unwrap_or(recipe.training.seq_len);
         InferenceSize::rows_of(length, length)
     })?;
     match device {
-        Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
-        Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
+        Device::Cpu => run_on::<Flex>(&args, &flag, &FlexDevice, DType::F32),
+        Device::Cuda(gpu) => run_on::<Cuda>(&args, &flag, &CudaDevice::new(gpu.index), DType::BF16),
     }
 }
 
-fn run_on<B: SieveBackend>(args: &PatternsArgs, device: &B::Device, dtype: DType) -> Result<()> {
-    let flag = flag(args)?;
+fn run_on<B: SieveBackend>(
+    args: &PatternsArgs,
+    flag: &str,
+    device: &B::Device,
+    dtype: DType,
+) -> Result<()> {
     output::check_replaceable(&args.out)?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let length = length(args, &loaded.shape, loaded.recipe.training.seq_len)?;
@@ -147,7 +152,7 @@ fn run_on<B: SieveBackend>(args: &PatternsArgs, device: &B::Device, dtype: DType
     };
     bar.finish_and_clear();
     output::write(&args.out, &file)?;
-    print(args, &loaded, [windows.len(), length], report, &flag);
+    print(args, &loaded, [windows.len(), length], report, flag);
     Ok(())
 }
 

@@ -71,6 +71,9 @@ pub(crate) struct SelectorsArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: SelectorsArgs) -> Result<()> {
+    if args.lengths.iter().any(|&length| length < 2) || args.windows == 0 {
+        bail!("--lengths and --windows must be positive\n  hint: prompts need at least 2 tokens");
+    }
     let device = loaded::device(args.device, &args.checkpoint)?;
     (args.memory).check_inference(&args.checkpoint, &device, |_, _| {
         let longest = args.lengths.iter().max().copied().unwrap_or(0);
@@ -83,9 +86,6 @@ pub(crate) fn run(args: SelectorsArgs) -> Result<()> {
 }
 
 fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DType) -> Result<()> {
-    if args.lengths.iter().any(|&length| length < 2) || args.windows == 0 {
-        bail!("--lengths and --windows must be positive\n  hint: prompts need at least 2 tokens");
-    }
     output::check(args.plot.as_deref())?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let (selectors, left_out) = selectors(args, &loaded.shape)?;
