@@ -1,5 +1,6 @@
 //! Documents to evaluate on, from text files or from prepared shards.
 use crate::EvalError;
+use crate::words::{WordUse, word_uses};
 use sieve_data::{Corpus, Prepared, Tokenizer};
 
 /// One tokenised document.
@@ -11,6 +12,8 @@ pub struct EvalDocument {
     pub num_bytes: u64,
     /// Words of its text: runs of characters that are not white space.
     pub num_words: u64,
+    /// What each token is a part of, and how far back that word was last used.
+    pub word_uses: Vec<WordUse>,
 }
 
 /// The documents of a corpus, in its order.
@@ -26,6 +29,7 @@ pub fn text_documents<'a>(
         Ok(EvalDocument {
             num_bytes: text.len() as u64 - first_token_bytes(tokenizer, &tokens, text.len())?,
             num_words: text.split_whitespace().count() as u64,
+            word_uses: word_uses(tokenizer, &tokens),
             tokens,
         })
     })
@@ -49,6 +53,7 @@ pub fn prepared_documents<'a>(
         let tokens = shard.document(n)?;
         let first = first_token_bytes(tokenizer, &tokens, size.num_bytes as usize)?;
         Ok(EvalDocument {
+            word_uses: word_uses(tokenizer, &tokens),
             tokens,
             num_bytes: size.num_bytes - first,
             num_words: size.num_words,

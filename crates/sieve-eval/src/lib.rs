@@ -13,6 +13,7 @@ mod sampler;
 
 mod document;
 mod perplexity;
+mod words;
 
 mod needle;
 mod recall;
@@ -35,7 +36,10 @@ pub use needle::{
     needle,
 };
 pub use patterns::{PatternSearch, calibrate_dam, search_minference};
-pub use perplexity::{PerplexityConfig, PerplexityReport, perplexity, perplexity_selected};
+pub use perplexity::{
+    FarLoss, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss, WordLoss, perplexity,
+    perplexity_selected,
+};
 pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, recall};
 pub use sampler::{Sampler, Sampling};
 pub use selection::{Selection, SelectionTotals};
@@ -44,3 +48,4 @@ pub use selectors::{
     sweep_selectors,
 };
 pub use trained::{TrainedMeasure, attention_label, measure_trained};
+pub use words::WordUse;

@@ -3,10 +3,13 @@
 //! Every token of a document but its first is predicted exactly once, the end-of-document token among them, as in training. No
 //! prediction sees another document. Windows of several documents share a row; the document bounds keep them apart.
 
+mod breakdown;
 mod windows;
 
 use crate::input::{check_vocabulary, ids};
 use crate::{EvalDocument, EvalError, Selection};
+use breakdown::Breakdown;
+pub use breakdown::{FarLoss, MeanLoss, PositionLoss, WordLoss};
 use burn::tensor::{Tensor, TensorData};
 use serde::Serialize;
 use sieve_nn::{HostOperands, LayerContext, Qwen3};
@@ -14,7 +17,7 @@ use sieve_ops::{Documents, IGNORE_LABEL, RotaryEmbedding, SieveBackend};
 use windows::{Rows, windows};
 
 /// How documents are cut, and how many are read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PerplexityConfig {
     /// Tokens the model sees at most.
     pub context: usize,
@@ -25,6 +28,8 @@ pub struct PerplexityConfig {
     pub max_tokens: Option<u64>,
     /// Tokens of one forward pass.
     pub batch_tokens: usize,
+    /// Distances, in tokens, that divide words used before into near and far ones.
+    pub far: Vec<usize>,
 }
 
 /// What came out.
@@ -54,6 +59,10 @@ pub struct PerplexityReport {
     pub context: usize,
     /// Tokens between two windows.
     pub stride: usize,
+    /// By the number of tokens that a prediction sees, in powers of two.
+    pub by_position: Vec<PositionLoss>,
+    /// By how far back a token's word was last used.
+    pub by_word: WordLoss,
 }
 
 /// Predicts every document of `documents`; `observe` hears the number of tokens predicted so far, once a forward pass.
@@ -105,8 +114,7 @@ fn run<B: SieveBackend>(
         rope: model.rope(context, device),
         device,
         selection,
-        nats: 0.0,
-        num_tokens: 0,
+        sums: Breakdown::new(&config.far),
     };
     let mut rows = Rows::new(context, (config.batch_tokens / context).max(1));
     let (mut num_documents, mut num_words, mut num_bytes, mut planned) = (0, 0, 0, 0);
@@ -118,11 +126,15 @@ fn run<B: SieveBackend>(
         num_bytes += document.num_bytes;
         for window in windows(document.tokens.len(), context, stride) {
             planned += window.num_scored() as u64;
-            if !rows.push(&document.tokens, &window) {
+            let EvalDocument {
+                tokens, word_uses, ..
+            } = &document;
+            if !rows.push(tokens, word_uses, &window) {
                 pass.run(&rows)?;
-                observe(pass.num_tokens);
+                observe(pass.sums.num_tokens());
                 rows.clear();
-                assert!(rows.push(&document.tokens, &window), "a window fits a row");
+                let fits = rows.push(tokens, word_uses, &window);
+                assert!(fits, "a window fits a row");
             }
         }
         if config.max_tokens.is_some_and(|limit| planned >= limit) {
@@ -130,8 +142,8 @@ fn run<B: SieveBackend>(
         }
     }
     pass.run(&rows)?;
-    observe(pass.num_tokens);
-    let (nats, num_tokens) = (pass.nats, pass.num_tokens);
+    let (nats, num_tokens) = (pass.sums.nats(), pass.sums.num_tokens());
+    observe(num_tokens);
     if num_tokens == 0 {
         return Err(EvalError::NothingToPredict { num_documents });
     }
@@ -149,6 +161,8 @@ fn run<B: SieveBackend>(
         bits_per_byte: per(num_bytes) / std::f64::consts::LN_2,
         context,
         stride,
+        by_position: pass.sums.by_position(),
+        by_word: pass.sums.words(),
     })
 }
 
@@ -179,8 +193,7 @@ struct Pass<'a, B: SieveBackend> {
     rope: RotaryEmbedding<B>,
     device: &'a B::Device,
     selection: Option<&'a mut Selection>,
-    nats: f64,
-    num_tokens: u64,
+    sums: Breakdown,
 }
 
 impl<B: SieveBackend> Pass<'_, B> {
@@ -203,16 +216,15 @@ impl<B: SieveBackend> Pass<'_, B> {
             }
         };
         let losses = losses.into_data();
-        for (loss, label) in losses.iter::<f64>().zip(&batch.labels) {
-            if *label != IGNORE_LABEL {
-                self.nats += loss;
-                self.num_tokens += 1;
-            }
+        let labelled = losses.iter::<f64>().zip(&batch.labels);
+        let scored = labelled.filter(|(_, label)| **label != IGNORE_LABEL);
+        for ((loss, _), place) in scored.zip(&batch.places) {
+            self.sums.add(place, loss);
         }
-        match self.nats.is_finite() {
+        match self.sums.nats().is_finite() {
             true => Ok(()),
             false => Err(EvalError::NotFinite {
-                num_tokens: self.num_tokens as usize,
+                num_tokens: self.sums.num_tokens() as usize,
             }),
         }
     }

@@ -1,4 +1,5 @@
 use super::*;
+use crate::words::WordUse;
 use burn_flex::Flex;
 use sieve_core::{Attention, DmaShape, ModelShape};
 
@@ -33,6 +34,14 @@ fn documents(lengths: &[usize]) -> Vec<EvalDocument> {
             tokens: (0..len).map(|i| token(i + 31 * n)).collect(),
             num_bytes: 3 * len as u64,
             num_words: len as u64,
+            // Words of two tokens, each used again ten tokens later.
+            word_uses: (0..len)
+                .map(|i| match i {
+                    _ if i % 5 > 1 => WordUse::NoWord,
+                    0..10 => WordUse::New,
+                    _ => WordUse::Again { distance: 10 },
+                })
+                .collect(),
         })
         .collect()
 }
@@ -67,6 +76,7 @@ const ONE_BY_ONE: PerplexityConfig = PerplexityConfig {
     stride: 4,
     max_tokens: None,
     batch_tokens: 9,
+    far: Vec::new(),
 };
 
 #[test]
@@ -109,6 +119,49 @@ fn the_units_agree() {
     ] {
         assert!((nats - report.nats).abs() < 1e-9 * report.nats);
     }
+}
+
+#[test]
+fn the_parts_sum_to_the_whole_and_a_use_out_of_sight_is_none() {
+    let model = model(Attention::Mha);
+    let far = |context, far: &[usize]| {
+        let config = PerplexityConfig {
+            context,
+            stride: 4,
+            far: far.to_vec(),
+            ..ONE_BY_ONE
+        };
+        run(&model, &config, &[30, 12])
+    };
+    let report = far(16, &[9, 10]);
+    let count = |parts: &[MeanLoss]| parts.iter().map(|part| part.num_tokens).sum::<u64>();
+    let nats = |parts: &[MeanLoss]| {
+        parts
+            .iter()
+            .map(|part| part.num_tokens as f64 * part.loss)
+            .sum::<f64>()
+    };
+    let WordLoss {
+        again,
+        new,
+        no_word,
+    } = &report.by_word;
+    let by_word = [again[0].far, again[0].near, *new, *no_word];
+    let by_position: Vec<MeanLoss> = report.by_position.iter().map(|bin| bin.mean).collect();
+    for parts in [&by_word[..], &by_position] {
+        assert_eq!(count(parts), report.num_tokens);
+        assert!((nats(parts) - report.nats).abs() < 1e-9 * report.nats);
+    }
+    // Tokens 10, 11, 15, 16, 20, 21, 25, 26 of the first document and 10, 11 of the second.
+    assert_eq!((again[0].far.num_tokens, again[0].near.num_tokens), (10, 0));
+    assert_eq!((again[1].far.num_tokens, again[1].near.num_tokens), (0, 10));
+    assert_eq!(again[0].far, again[1].near);
+    assert_eq!(report.by_position[0].from, 1);
+    assert!(report.by_position.iter().all(|bin| bin.to == 2 * bin.from));
+    // Windows of eight tokens never show a use ten tokens back.
+    let short = far(8, &[9]).by_word;
+    assert_eq!(count(&[short.again[0].far, short.again[0].near]), 0);
+    assert_eq!(short.new.num_tokens, new.num_tokens + 10);
 }
 
 #[test]

@@ -1,4 +1,5 @@
 //! Documents cut into windows, and windows laid into rows.
+use crate::words::WordUse;
 use sieve_ops::IGNORE_LABEL;
 use std::ops::Range;
 
@@ -39,6 +40,15 @@ pub(super) fn windows(len: usize, context: usize, stride: usize) -> impl Iterato
     })
 }
 
+/// Where a prediction stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    /// Tokens of its document that it sees.
+    pub(super) num_seen: usize,
+    /// What the token to predict is a part of; a word whose last use it does not see is new.
+    pub(super) word: WordUse,
+}
+
 /// Rows of one forward pass, filled window after window.
 #[derive(Debug)]
 pub(super) struct Rows {
@@ -53,6 +63,7 @@ struct Row {
     labels: Vec<i32>,
     start: Vec<u32>,
     end: Vec<u32>,
+    places: Vec<Place>,
 }
 
 /// Rows of equal length, laid end to end.
@@ -64,6 +75,8 @@ pub(super) struct PackedRows {
     pub(super) labels: Vec<i32>,
     pub(super) start: Vec<u32>,
     pub(super) end: Vec<u32>,
+    /// Of each label that is not ignored, in their order.
+    pub(super) places: Vec<Place>,
 }
 
 impl Rows {
@@ -76,7 +89,7 @@ impl Rows {
     }
 
     /// Takes a window; false when there is no room left.
-    pub(super) fn push(&mut self, tokens: &[u32], window: &Window) -> bool {
+    pub(super) fn push(&mut self, tokens: &[u32], uses: &[WordUse], window: &Window) -> bool {
         let len = window.input.len();
         let fits = |row: &Row| row.tokens.len() + len <= self.row_len;
         if !self.rows.last().is_some_and(fits) {
@@ -94,6 +107,15 @@ impl Rows {
                 true => tokens[position + 1] as i32,
                 false => IGNORE_LABEL,
             }
+        }));
+        let scored = window.first_scored..window.input.end;
+        row.places.extend(scored.map(|position| {
+            let num_seen = position + 1 - window.input.start;
+            let word = match uses[position + 1] {
+                WordUse::Again { distance } if distance as usize > num_seen => WordUse::New,
+                used => used,
+            };
+            Place { num_seen, word }
         }));
         row.start.extend(std::iter::repeat_n(start, len));
         row.end.extend(std::iter::repeat_n(end, len));
@@ -113,6 +135,7 @@ impl Rows {
             labels: Vec::new(),
             start: Vec::new(),
             end: Vec::new(),
+            places: Vec::new(),
         };
         for row in &self.rows {
             let filled = row.tokens.len();
@@ -124,6 +147,7 @@ impl Rows {
             pad(&mut batch.tokens, &row.tokens, 0);
             pad(&mut batch.start, &row.start, filled as u32);
             pad(&mut batch.end, &row.end, row_len as u32);
+            batch.places.extend_from_slice(&row.places);
             batch.labels.extend_from_slice(&row.labels);
             batch
                 .labels
@@ -170,10 +194,17 @@ mod tests {
             first_scored,
         };
         let tokens = [10, 11, 12, 13, 14, 15];
-        assert!(rows.push(&tokens, &window(0..3, 0)));
-        assert!(rows.push(&tokens, &window(3..5, 4)));
-        assert!(rows.push(&tokens, &window(1..4, 1)));
-        assert!(!rows.push(&tokens, &window(0..3, 0)), "two rows are full");
+        let again = |distance| WordUse::Again { distance };
+        let (new, none) = (WordUse::New, WordUse::NoWord);
+        let uses = [none, new, again(1), again(3), none, again(2)];
+        assert!(rows.push(&tokens, &uses, &window(0..3, 0)));
+        assert!(rows.push(&tokens, &uses, &window(3..5, 4)));
+        assert!(rows.push(&tokens, &uses, &window(1..4, 1)));
+        assert!(
+            !rows.push(&tokens, &uses, &window(0..3, 0)),
+            "two rows are full"
+        );
+        let place = |num_seen, word| Place { num_seen, word };
         let ignored = IGNORE_LABEL;
         assert_eq!(
             rows.batch(),
@@ -183,6 +214,16 @@ mod tests {
                 labels: vec![11, 12, 13, ignored, 15, 12, 13, 14, ignored, ignored],
                 start: vec![0, 0, 0, 3, 3, 0, 0, 0, 3, 3],
                 end: vec![3, 3, 3, 5, 5, 3, 3, 3, 5, 5],
+                places: vec![
+                    place(1, new),
+                    place(2, again(1)),
+                    place(3, again(3)),
+                    place(2, again(2)),
+                    // The third row begins behind the last use of its second word.
+                    place(1, again(1)),
+                    place(2, new),
+                    place(3, none),
+                ],
             })
         );
         rows.clear();

@@ -11,7 +11,7 @@ use burn_flex::{Flex, FlexDevice};
 use clap::{ArgGroup, Args};
 use sieve_data::{Prepared, Tokenizer};
 use sieve_eval::{
-    EvalDocument, EvalError, PerplexityConfig, PerplexityReport, Selection, perplexity,
+    EvalDocument, EvalError, MeanLoss, PerplexityConfig, PerplexityReport, Selection, perplexity,
     perplexity_selected, prepared_documents, text_documents,
 };
 use sieve_hf::LoadedModel;
@@ -51,6 +51,12 @@ pub(crate) struct PplArgs {
     /// Stop after the document with which this many tokens are predicted
     #[arg(long, value_name = "N")]
     max_tokens: Option<u64>,
+    /// Also print the loss by the number of tokens that a prediction sees
+    #[arg(long)]
+    by_position: bool,
+    /// Also print the loss of words last used more than N tokens back beside that of the others; several N may follow
+    #[arg(long, num_args = 1.., value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    far: Vec<u32>,
     #[arg(long, value_name = "NAME:…", value_parser = selector::parse, help = selector::ABOUT)]
     selector: Option<Selector>,
     #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
@@ -86,6 +92,7 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
         stride: args.stride.unwrap_or(context.div_ceil(2)),
         max_tokens: args.max_tokens,
         batch_tokens: BATCH_TOKENS,
+        far: args.far.iter().map(|&border| border as usize).collect(),
     };
     let selector = args.selector.as_ref();
     let mut selection = selector
@@ -233,6 +240,23 @@ fn print<B: SieveBackend>(
         report.byte_perplexity,
         report.bits_per_byte,
     ));
+    if args.by_position {
+        terminal::line("\ntokens seen                 tokens     loss");
+        for bin in &report.by_position {
+            let range = format!("{} to {}", count(bin.from as u64), count(bin.to as u64 - 1));
+            terminal::line(&mean_line(&range, &bin.mean));
+        }
+    }
+    if !args.far.is_empty() {
+        terminal::line("\ntokens of words             tokens     loss");
+        for far in &report.by_word.again {
+            let border = count(far.more_than as u64);
+            terminal::line(&mean_line(&format!("used > {border} back"), &far.far));
+            terminal::line(&mean_line(&format!("used <= {border} back"), &far.near));
+        }
+        terminal::line(&mean_line("new in the context", &report.by_word.new));
+        terminal::line(&mean_line("no word", &report.by_word.no_word));
+    }
     if let Some(selection) = selection {
         terminal::line(&selector::summary(
             selection.selector(),
@@ -245,6 +269,14 @@ fn print<B: SieveBackend>(
         }
     }
     Ok(())
+}
+
+fn mean_line(what: &str, mean: &MeanLoss) -> String {
+    let num_tokens = terminal::thousands(mean.num_tokens);
+    match mean.num_tokens {
+        0 => format!("{what:<20}{num_tokens:>14}        -"),
+        _ => format!("{what:<20}{num_tokens:>14} {:>8.4}", mean.loss),
+    }
 }
 
 #[cfg(test)]

@@ -1,0 +1,150 @@
+//! The loss by the number of tokens a prediction sees, and by how far back its word was last used.
+use super::windows::Place;
+use crate::words::WordUse;
+use serde::Serialize;
+
+/// Mean loss of some predictions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct MeanLoss {
+    /// Predictions.
+    pub num_tokens: u64,
+    /// Their mean cross-entropy, nats per token; 0 without predictions.
+    pub loss: f64,
+}
+
+/// Predictions that see at least `from` and fewer than `to` tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct PositionLoss {
+    /// Tokens seen at least.
+    pub from: usize,
+    /// One past the most.
+    pub to: usize,
+    /// What they cost.
+    #[serde(flatten)]
+    pub mean: MeanLoss,
+}
+
+/// Tokens of words used before in what the model sees, by the distance of the last use.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct FarLoss {
+    /// The border, in tokens.
+    pub more_than: usize,
+    /// Last used more tokens back than that.
+    pub far: MeanLoss,
+    /// Last used at most so many tokens back.
+    pub near: MeanLoss,
+}
+
+/// The loss by what a token is a part of.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct WordLoss {
+    /// Words used before, once for each border.
+    pub again: Vec<FarLoss>,
+    /// Words not used before in what the model sees.
+    pub new: MeanLoss,
+    /// White space, punctuation, words of fewer than three characters.
+    pub no_word: MeanLoss,
+}
+
+/// Sums of losses.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sum {
+    num_tokens: u64,
+    nats: f64,
+}
+
+impl Sum {
+    fn add(&mut self, nats: f64) {
+        self.num_tokens += 1;
+        self.nats += nats;
+    }
+
+    fn mean(self) -> MeanLoss {
+        MeanLoss {
+            num_tokens: self.num_tokens,
+            loss: self.nats / self.num_tokens.max(1) as f64,
+        }
+    }
+}
+
+/// Collects predictions.
+#[derive(Debug)]
+pub(super) struct Breakdown {
+    all: Sum,
+    by_power: Vec<Sum>,
+    again: Vec<[Sum; 2]>,
+    new: Sum,
+    no_word: Sum,
+    borders: Vec<usize>,
+}
+
+impl Breakdown {
+    pub(super) fn new(borders: &[usize]) -> Self {
+        Self {
+            all: Sum::default(),
+            by_power: Vec::new(),
+            again: vec![[Sum::default(); 2]; borders.len()],
+            new: Sum::default(),
+            no_word: Sum::default(),
+            borders: borders.to_vec(),
+        }
+    }
+
+    pub(super) fn add(&mut self, place: &Place, nats: f64) {
+        self.all.add(nats);
+        let power = place.num_seen.max(1).ilog2() as usize;
+        if self.by_power.len() <= power {
+            self.by_power.resize(power + 1, Sum::default());
+        }
+        self.by_power[power].add(nats);
+        match place.word {
+            WordUse::NoWord => self.no_word.add(nats),
+            WordUse::New => self.new.add(nats),
+            WordUse::Again { distance } => {
+                for (sums, &border) in self.again.iter_mut().zip(&self.borders) {
+                    sums[usize::from(distance as usize > border)].add(nats);
+                }
+            }
+        }
+    }
+
+    pub(super) fn num_tokens(&self) -> u64 {
+        self.all.num_tokens
+    }
+
+    /// Of all predictions.
+    pub(super) fn nats(&self) -> f64 {
+        self.all.nats
+    }
+
+    /// In powers of two; those that no prediction falls into are left out.
+    pub(super) fn by_position(&self) -> Vec<PositionLoss> {
+        let filled = self
+            .by_power
+            .iter()
+            .enumerate()
+            .filter(|(_, sum)| sum.num_tokens > 0);
+        filled
+            .map(|(power, sum)| PositionLoss {
+                from: 1 << power,
+                to: 2 << power,
+                mean: sum.mean(),
+            })
+            .collect()
+    }
+
+    pub(super) fn words(&self) -> WordLoss {
+        let again = self.again.iter().zip(&self.borders);
+        WordLoss {
+            again: again
+                .map(|([near, far], &more_than)| FarLoss {
+                    more_than,
+                    far: far.mean(),
+                    near: near.mean(),
+                })
+                .collect(),
+            new: self.new.mean(),
+            no_word: self.no_word.mean(),
+        }
+    }
+}

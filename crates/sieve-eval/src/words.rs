@@ -1,0 +1,118 @@
+//! Words of a document and how far back each was last used: who predicts a word whose last use lies far back can look back.
+use sieve_data::Tokenizer;
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// Shorter words (`i`, `fn`, `of`) can be guessed without looking back.
+const SHORTEST: usize = 3;
+
+/// What a token is a part of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WordUse {
+    /// White space, punctuation, a word of fewer than three characters.
+    NoWord,
+    /// A word that the document has not used before.
+    New,
+    /// A word used before.
+    Again {
+        /// Tokens from the first token of its last use to this token.
+        distance: u32,
+    },
+}
+
+/// The [`WordUse`] of each token. A word is a run of at least three ASCII letters, digits and underscores, however it is cut
+/// into tokens; a token with parts of two words counts for the later one.
+pub(crate) fn word_uses(tokenizer: &Tokenizer, tokens: &[u32]) -> Vec<WordUse> {
+    let texts = tokens.iter().map(|&token| tokenizer.id_token(token));
+    uses(texts.map(Option::unwrap_or_default))
+}
+
+/// A word and the tokens that hold a part of it.
+struct Word {
+    text: String,
+    tokens: Range<usize>,
+}
+
+fn uses(tokens: impl Iterator<Item = String>) -> Vec<WordUse> {
+    let (mut words, mut in_word, mut len) = (Vec::<Word>::new(), false, 0);
+    for (n, token) in tokens.enumerate() {
+        len = n + 1;
+        // Special tokens and the bytes of SentencePiece (`<0x0A>`) are no text.
+        let is_text = !(token.len() > 2 && token.starts_with('<') && token.ends_with('>'));
+        for character in if is_text { &*token } else { " " }.chars() {
+            let begins = !in_word;
+            in_word = character.is_ascii_alphanumeric() || character == '_';
+            if in_word && begins {
+                words.push(Word {
+                    text: String::new(),
+                    tokens: n..n,
+                });
+            }
+            if let Some(word) = words.last_mut().filter(|_| in_word) {
+                word.text.push(character);
+                word.tokens.end = n + 1;
+            }
+        }
+    }
+    let mut uses = vec![WordUse::NoWord; len];
+    let mut last_use: HashMap<String, usize> = HashMap::new();
+    for Word { text, tokens } in words {
+        if text.len() < SHORTEST {
+            continue;
+        }
+        let last = last_use.insert(text, tokens.start);
+        for token in tokens {
+            uses[token] = last.map_or(WordUse::New, |last| WordUse::Again {
+                distance: (token - last) as u32,
+            });
+        }
+    }
+    uses
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use WordUse::{Again, New, NoWord};
+
+    #[test]
+    fn a_word_knows_its_last_use_however_it_is_cut() {
+        let tokens = [
+            "let",
+            "Ġcou",
+            "nter",
+            "=",
+            "7",
+            ";",
+            "<|endoftext|>",
+            "counter",
+            "+",
+            "let",
+        ];
+        let again = |distance| Again { distance };
+        let expected = [
+            New,
+            New,
+            New,
+            NoWord,
+            NoWord,
+            NoWord,
+            NoWord,
+            again(6),
+            NoWord,
+            again(9),
+        ];
+        assert_eq!(uses(tokens.map(str::to_owned).into_iter()), expected);
+    }
+
+    #[test]
+    fn a_token_of_two_words_counts_for_the_later_one_and_short_words_do_not_count() {
+        let tokens = ["abc.d", "ef(ab", ")abc,", "def"];
+        let expected = [New, New, Again { distance: 2 }, Again { distance: 3 }];
+        assert_eq!(uses(tokens.map(str::to_owned).into_iter()), expected);
+        let tokens = ["abc(", "def", ",", "abc)", ".abc", "_"];
+        let expected = [New, New, NoWord, Again { distance: 3 }, New, New];
+        assert_eq!(uses(tokens.map(str::to_owned).into_iter()), expected);
+        assert_eq!(uses(std::iter::empty()), []);
+    }
+}
