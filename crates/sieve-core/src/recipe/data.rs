@@ -90,6 +90,10 @@ pub enum DataFallback {
 pub struct MqarSection {
     /// Token ids are below it; keys come from the lower half, values from the upper.
     pub vocab_size: usize,
+    /// The same for each kind alone, at most `vocab_size`. A small vocabulary is learned many times faster, and what is learned
+    /// there serves the large one; absent: `vocab_size` for all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vocab_sizes: Option<Vec<usize>>,
     /// Tokens of a sample. Samples of one kind share a row as separate documents, as many as fit `training.seq_len`.
     pub seq_lens: Vec<usize>,
     /// Pairs of key and value in a sample; a sample has room for `seq_len / 4`.
@@ -108,6 +112,14 @@ pub struct MqarSection {
     /// Another seed, other samples; `training.seed` decides their order.
     #[serde(default)]
     pub seed: u64,
+}
+
+impl MqarSection {
+    /// The vocabulary of each kind.
+    pub fn vocab_size_of_kinds(&self) -> Vec<usize> {
+        let all = || vec![self.vocab_size; self.seq_lens.len()];
+        self.vocab_sizes.clone().unwrap_or_else(all)
+    }
 }
 
 fn default_test_samples() -> usize {
@@ -282,19 +294,38 @@ fn check_mqar(mqar: &MqarSection, parts: &Parts<'_>, rules: &mut Rules<'_>) {
             || format!("set training.seq_len = {longest}"),
         );
     }
+    let vocab_sizes = mqar.vocab_size_of_kinds();
+    rules.require(
+        vocab_sizes.len() == num_kinds,
+        "data.mqar.vocab_sizes",
+        || format!("has {} entries, seq_lens {num_kinds}", vocab_sizes.len()),
+        || "give it one entry a kind of sample, or leave it out".to_owned(),
+    );
     let kinds = mqar
         .seq_lens
         .iter()
         .zip(&mqar.num_pairs)
-        .zip(&mqar.num_samples);
-    for ((&seq_len, &num_pairs), &num_samples) in kinds {
+        .zip(&mqar.num_samples)
+        .zip(&vocab_sizes);
+    for (((&seq_len, &num_pairs), &num_samples), &of_kind) in kinds {
+        rules.require(
+            mqar.vocab_sizes.is_none()
+                || (of_kind.is_multiple_of(2) && of_kind > seq_len && of_kind <= vocab_size),
+            "data.mqar.vocab_sizes",
+            || format!("holds {of_kind} beside samples of {seq_len} tokens"),
+            || {
+                format!(
+                    "use even numbers above the sample's length, up to vocab_size = {vocab_size}"
+                )
+            },
+        );
         rules.require(
             seq_len.is_multiple_of(2),
             "data.mqar.seq_lens",
             || format!("holds {seq_len}, which is odd"),
             || "use even lengths".to_owned(),
         );
-        let room = (seq_len / 4).min((vocab_size / 2).saturating_sub(1));
+        let room = (seq_len / 4).min((of_kind / 2).saturating_sub(1));
         rules.require(
             (1..=room).contains(&num_pairs),
             "data.mqar.num_pairs",

@@ -150,6 +150,7 @@ pub(super) const SECTIONS: &[Section] = &[
                 "mqar",
                 Table(&[
                     needed("vocab_size", Integer),
+                    optional("vocab_sizes", Integers),
                     needed("seq_lens", Integers),
                     needed("num_pairs", Integers),
                     needed("num_samples", Integers),

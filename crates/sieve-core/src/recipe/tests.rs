@@ -117,6 +117,7 @@ fn schema_and_serde_types_hold_the_same_keys() {
     full.data.weights = Some(vec![1.0]);
     full.data.mqar = Some(MqarSection {
         vocab_size: 512,
+        vocab_sizes: Some(vec![256]),
         seq_lens: vec![64],
         num_pairs: vec![4],
         num_samples: vec![10],

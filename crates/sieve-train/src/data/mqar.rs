@@ -10,10 +10,11 @@ use sieve_data::{MqarConfig, MqarNoise, MqarPart};
 /// A recipe without `data.mqar`.
 pub(super) fn parts(recipe: &Recipe) -> Result<(Vec<MqarPart>, Vec<MqarPart>), TrainError> {
     let mqar = recipe.data.mqar.as_ref().ok_or(TrainError::NoText)?;
-    let kinds = mqar.seq_lens.iter().zip(&mqar.num_pairs);
-    let part = |((&seq_len, &num_pairs), num_samples): ((&usize, &usize), usize)| MqarPart {
+    let shapes = mqar.seq_lens.iter().zip(&mqar.num_pairs);
+    let kinds = shapes.zip(mqar.vocab_size_of_kinds());
+    let part = |(((&seq_len, &num_pairs), vocab_size), num_samples)| MqarPart {
         config: MqarConfig {
-            vocab_size: mqar.vocab_size,
+            vocab_size,
             seq_len,
             num_pairs,
             power: mqar.power,
@@ -24,9 +25,10 @@ pub(super) fn parts(recipe: &Recipe) -> Result<(Vec<MqarPart>, Vec<MqarPart>), T
             },
             seed: mqar.seed,
         },
-        num_samples: num_samples as u64,
+        num_samples,
     };
-    let train = kinds.clone().zip(mqar.num_samples.iter().copied());
-    let test = kinds.zip(std::iter::repeat(mqar.num_test_samples));
+    let count = |&num_samples: &usize| num_samples as u64;
+    let train = kinds.clone().zip(mqar.num_samples.iter().map(count));
+    let test = kinds.zip(std::iter::repeat(mqar.num_test_samples as u64));
     Ok((train.map(part).collect(), test.map(part).collect()))
 }

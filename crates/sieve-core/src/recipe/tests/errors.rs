@@ -686,6 +686,21 @@ fn mixtures_and_synthetic_data_are_checked() {
             "samples of 32 tokens have room for 1 to 8",
         ),
         (
+            &MQAR.replace("seq_lens", "vocab_sizes = [512], seq_lens"),
+            "numbers = 512",
+            "data.mqar.vocab_sizes: has 1 entries, seq_lens 2",
+        ),
+        (
+            &MQAR.replace("seq_lens", "vocab_sizes = [512, 32], seq_lens"),
+            "numbers = 512",
+            "data.mqar.vocab_sizes: holds 32 beside samples of 32 tokens",
+        ),
+        (
+            &MQAR.replace("seq_lens", "vocab_sizes = [514, 64], seq_lens"),
+            "numbers = 512",
+            "up to vocab_size = 512",
+        ),
+        (
             &MQAR.replace("[4, 8]", "[4]"),
             "numbers = 512",
             "num_pairs 1",
