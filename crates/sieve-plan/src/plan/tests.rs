@@ -452,11 +452,11 @@ fn no_speed_is_told_where_nothing_was_measured() {
 #[test]
 fn tokens_without_a_label_have_no_output_projection() {
     let recipe = recipe(include_str!("../../../../recipes/mqar_mha.toml"), &[]);
-    // Four queries among 64 tokens.
-    assert_eq!(recipe.label_share(), 1.0 / 16.0);
+    // Two queries among 16 tokens, in a seventh of the tokens; four among 64 in the others.
+    assert_eq!(recipe.label_share(), 1.0 / 14.0);
     let plan = plan(&recipe, 8192, &h200()).expect("plans");
-    // Two layers: q, k, v, o 4 x 64 x 64, MLP 3 x 64 x 192; a sixteenth of 64 x 8192; attention of 128.5 keys.
-    let weights = 2.0 * (4.0 * 4096.0 + 36_864.0) + 524_288.0 / 16.0;
+    // Two layers: q, k, v, o 4 x 64 x 64, MLP 3 x 64 x 192; a fourteenth of 64 x 8192; attention of 128.5 keys.
+    let weights = 2.0 * (4.0 * 4096.0 + 36_864.0) + 524_288.0 / 14.0;
     let attention = 2.0 * 4.0 * 64.0 * 128.5;
     let expected = 3.0 * (2.0 * weights + attention);
     let found = plan.stages[0].executed_flops_per_token;
