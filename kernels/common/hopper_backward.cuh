@@ -51,6 +51,16 @@ constexpr int DS_BYTES = BLOCK_KV * BLOCK_Q * 2;      // x 2: a warpgroup may be
 constexpr bool SPLIT_LSE = SPLIT_STATS && !HAS_BIAS;
 constexpr int Q_STATS_BYTES = SPLIT_STATS ? BLOCK_Q * SPLIT_BYTES : 0;
 constexpr int DO_STATS_BYTES = SPLIT_STATS ? BLOCK_Q * SPLIT_BYTES + (HAS_BIAS ? BLOCK_Q * 4 : 0) : BLOCK_Q * 8;
+// The warps that bring the stats arrive once each, for all their lanes. racecheck credits an arrival to its lane alone: with EVERY_LANE_ARRIVES
+// each lane speaks for itself, and what the tool then reports is a race.
+#ifndef EVERY_LANE_ARRIVES
+#define EVERY_LANE_ARRIVES 0
+#endif
+constexpr int STATS_ARRIVALS = EVERY_LANE_ARRIVES ? BLOCK_Q : BLOCK_Q / 32;
+DEVICE void release_stats(u32 barrier) {
+  if (EVERY_LANE_ARRIVES) barrier_arrive(barrier);
+  else release(barrier);
+}
 constexpr float NEVER = -1.0e30f;  // stands for -lse where a query sees nothing: 2^ of it is 0
 constexpr int WARP_DQ_BYTES = 16 * DQ_COLUMNS * 4;    // a warp's part of a dQ tile
 constexpr int V_AT = KEY_TILE_BYTES;
@@ -120,11 +130,11 @@ DEVICE u32 start_block(void* memory) {
     // Arrivals: every producer thread's copies (one expect_tx with tensor maps), one of each warp that stores statistics; one of each consumer warp.
     barrier_init(barrier_at(shared, FULL_KV), HAS_BIAS ? 256 : 128);  // copies; biases stored
     for (int i = 0; i < Q_STAGES; ++i) {
-      barrier_init(barrier_at(shared, FULL_Q + i), (TENSOR_MAPS ? 1 : 128) + (SPLIT_STATS ? BLOCK_Q / 32 : 0));
+      barrier_init(barrier_at(shared, FULL_Q + i), (TENSOR_MAPS ? 1 : 128) + (SPLIT_STATS ? STATS_ARRIVALS : 0));
       barrier_init(barrier_at(shared, EMPTY_Q + i), NUM_CONSUMERS * 4);
     }
     for (int i = 0; i < DO_STAGES; ++i) {
-      barrier_init(barrier_at(shared, FULL_DO + i), (TENSOR_MAPS ? 1 : 128) + (SPLIT_STATS ? BLOCK_Q / 32 : 0));
+      barrier_init(barrier_at(shared, FULL_DO + i), (TENSOR_MAPS ? 1 : 128) + (SPLIT_STATS ? STATS_ARRIVALS : 0));
       barrier_init(barrier_at(shared, EMPTY_DO + i), NUM_CONSUMERS * 4);
     }
     barrier_ready();
@@ -225,14 +235,14 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, [[maybe_unused]] flo
         store_split_column(q_stats, stat.x < INFINITY_F32 ? -stat.x * inverse_scale : NEVER, 0);
 #endif
         fence_async_proxy();
-        release(full_q);
+        release_stats(full_q);
         barrier_wait(empty_do, do_place.phase ^ 1);
         store_split_column(do_stats + own * SPLIT_BYTES, -stat.y, 0);
 #if HAS_BIAS
         asm volatile("st.shared.f32 [%0], %1;" ::"r"(do_stats + BLOCK_Q * SPLIT_BYTES + own * 4), "f"(stat.x) : "memory");
 #endif
         fence_async_proxy();
-        release(full_do);
+        release_stats(full_do);
       }
 #endif
       q_place.advance();

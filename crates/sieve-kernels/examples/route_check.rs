@@ -1,18 +1,13 @@
-//! Proves the kernel route on a GPU, without any other part of Sieve: `route_check CACHE_DIR [quick]`.
+//! Proves the kernel route on a GPU, without any other part of Sieve: `route_check CACHE_DIR`.
 //!
 //! Run it twice with the same folder: the second run must find every kernel in the cache. It checks the order of
-//! pointers and params, shared memory, pitched and strided inputs, that a changed source is compiled anew, that a compile
-//! error comes back as an error, that a cubin stored ahead of time is what runs, and every wrapper against the host.
+//! pointers and params, shared memory, that a changed source is compiled anew, that a compile error comes back as an
+//! error, and that a cubin stored ahead of time is what runs. What the kernels compute is for `sieve kernels check`.
 #![allow(clippy::print_stdout)]
-#[path = "route_check/host.rs"]
-mod host;
-#[path = "route_check/wrappers.rs"]
-mod wrappers;
 
 use burn::tensor::{DType, Tensor, TensorData};
 use sieve_kernels::{
     CudaTensor, KernelCache, KernelError, SourceKernel, ahead_of_time, init_runtime, probe,
-    swiglu_backward, swiglu_forward,
 };
 use std::path::Path;
 use std::process::ExitCode;
@@ -55,36 +50,9 @@ fn upload<const D: usize>(
     CudaTensor::from(tensor.into_primitive().tensor()).contiguous()
 }
 
-fn upload_ints<const D: usize>(
-    values: &[i32],
-    shape: [usize; D],
-    device: &burn_cuda::CudaDevice,
-) -> CudaTensor {
-    let data = TensorData::new(values.to_vec(), shape);
-    let tensor = Tensor::<Cuda, D, burn::tensor::Int>::from_data(data, device);
-    CudaTensor::from(tensor.into_primitive()).contiguous()
-}
-
 fn download(tensor: &CudaTensor) -> Vec<f32> {
     let data = burn_cubecl::ops::into_data_sync(tensor.primitive().clone());
     data.convert::<f32>().to_vec().unwrap_or_default()
-}
-
-fn download_ints(tensor: &CudaTensor) -> Vec<i32> {
-    let data = burn_cubecl::ops::into_data_sync(tensor.primitive().clone());
-    data.to_vec().unwrap_or_default()
-}
-
-/// Numbers in (-1, 1), the same on every machine.
-fn scrambled(count: usize, seed: u64) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    };
-    (0..count).map(|_| next()).collect()
 }
 
 const ORDER: &str = "
@@ -161,52 +129,6 @@ fn stored_cubin_runs(device: &burn_cuda::CudaDevice) -> Result<String, String> {
     expect(&download(&out), &[7.0])
 }
 
-/// Element-wise kernels on contiguous, pitched and sliced inputs, both types.
-fn swiglu(
-    device: &burn_cuda::CudaDevice,
-    dtype: DType,
-    d_ff: usize,
-    pitched: bool,
-) -> Result<String, String> {
-    let rows = 37;
-    let values = scrambled(rows * 2 * d_ff, 1 + d_ff as u64);
-    let grads = scrambled(rows * d_ff, 2 + d_ff as u64);
-    let tensor = |values: &[f32], width: usize| {
-        let data = TensorData::new(values.to_vec(), [rows, width]);
-        // A cast makes a new tensor, whose rows Burn pads.
-        let tensor = Tensor::<Cuda, 2>::from_data(data, device).cast(dtype);
-        let tensor = CudaTensor::from(tensor.into_primitive().tensor());
-        if pitched { tensor } else { tensor.contiguous() }
-    };
-    let (gate_up, dy) = (tensor(&values, 2 * d_ff), tensor(&grads, d_ff));
-    let y = swiglu_forward(&gate_up).map_err(|e| e.to_string())?;
-    let dx = swiglu_backward(&gate_up, &dy).map_err(|e| e.to_string())?;
-    let (values, grads) = (download(&gate_up), download(&dy));
-    let (mut y_host, mut dx_host) = (vec![], vec![0.0; values.len()]);
-    for row in 0..rows {
-        for c in 0..d_ff {
-            let (g, u) = (
-                f64::from(values[row * 2 * d_ff + c]),
-                f64::from(values[row * 2 * d_ff + d_ff + c]),
-            );
-            let dy = f64::from(grads[row * d_ff + c]);
-            let s = 1.0 / (1.0 + (-g).exp());
-            y_host.push((g * s * u) as f32);
-            dx_host[row * 2 * d_ff + c] = (dy * u * s * (1.0 + g * (1.0 - s))) as f32;
-            dx_host[row * 2 * d_ff + d_ff + c] = (dy * g * s) as f32;
-        }
-    }
-    let tolerance = if dtype == DType::BF16 { 8e-3 } else { 1e-5 };
-    let worst = host::largest_gap(&download(&y), &y_host)?
-        .max(host::largest_gap(&download(&dx), &dx_host)?);
-    let strides = format!("strides {:?}, largest gap {worst:.1e}", gate_up.strides());
-    if worst <= tolerance {
-        Ok(strides)
-    } else {
-        Err(strides)
-    }
-}
-
 fn expect(got: &[f32], wanted: &[f32]) -> Result<String, String> {
     if got == wanted {
         Ok(String::new())
@@ -217,11 +139,11 @@ fn expect(got: &[f32], wanted: &[f32]) -> Result<String, String> {
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [folder, rest @ ..] = arguments.as_slice() else {
-        println!("usage: route_check CACHE_DIR [quick]");
+    let [folder] = arguments.as_slice() else {
+        println!("usage: route_check CACHE_DIR");
         return ExitCode::FAILURE;
     };
-    match run(Path::new(folder), rest.iter().any(|word| word == "quick")) {
+    match run(Path::new(folder)) {
         Ok(outcomes) => {
             println!(
                 "route_check: {} passed, {} failed",
@@ -240,7 +162,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(folder: &Path, quick: bool) -> Result<Outcomes, KernelError> {
+fn run(folder: &Path) -> Result<Outcomes, KernelError> {
     let mut outcomes = Outcomes::default();
     let report = probe()?;
     let device = report.device(0)?;
@@ -330,20 +252,5 @@ fn run(folder: &Path, quick: bool) -> Result<Outcomes, KernelError> {
     );
     outcomes.record("a changed source is compiled anew", changed_source(&gpu));
     outcomes.record("a compile error is reported", compile_error(&gpu));
-    for (dtype, d_ff, pitched) in [
-        (DType::BF16, 96, false),
-        (DType::BF16, 96, true),
-        (DType::BF16, 99, true),
-        (DType::F32, 100, true),
-        (DType::F32, 4096, false),
-    ] {
-        let name = format!(
-            "swiglu {} d_ff {d_ff}{}",
-            dtype.name(),
-            if pitched { ", pitched" } else { "" }
-        );
-        outcomes.record(&name, swiglu(&gpu, dtype, d_ff, pitched));
-    }
-    wrappers::check(&mut outcomes, &gpu, quick);
     Ok(outcomes)
 }

@@ -226,12 +226,7 @@ pub(crate) fn dq_sum_shape(shape: &AttentionShape, rows: usize) -> [usize; 4] {
 
 /// Shared memory that a block may have on the device of the inputs.
 pub(crate) fn device_shared_bytes(qkv: &Qkv) -> usize {
-    qkv.q
-        .tensor()
-        .client()
-        .properties()
-        .hardware
-        .max_shared_memory_size
+    qkv.q.tensor().hardware().max_shared_bytes
 }
 
 /// Checks a backward call's tensors against the forward call's sizes.

@@ -76,7 +76,7 @@ pub fn attention_forward(
             HopperTiling::launch(pass, NAME, &qkv, None, &shape, source)?
         }
         KernelFamily::Portable => {
-            let limit = q.client().properties().hardware.max_shared_memory_size;
+            let limit = q.hardware().max_shared_bytes;
             let tiling = ForwardTiling::choose(NAME, &shape, source, limit)?;
             let kernel = attention_forward_kernel(&shape, &tiling, source);
             (kernel, tiling.grid(&shape, source), Vec::new())

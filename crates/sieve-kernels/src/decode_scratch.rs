@@ -15,9 +15,6 @@ const MIN_SPLIT_KEYS: usize = 64;
 /// Blocks for a multiprocessor: one is fastest for long caches, two for short ones (2 % either way), three are slower.
 const BLOCKS_PER_MULTIPROCESSOR: usize = 2;
 
-/// Multiprocessors to plan for when the device does not say.
-const DEFAULT_MULTIPROCESSORS: usize = 108;
-
 /// Buffers that a decode kernel needs between its blocks. Made once for a batch and used for every token and layer, since
 /// launches follow each other on one stream and leave the counters at zero.
 #[derive(Debug, Clone)]
@@ -38,12 +35,7 @@ impl DecodeScratch {
         shape: AttentionShape,
         max_keys: usize,
     ) -> Result<Self, KernelError> {
-        let multiprocessors = like
-            .client()
-            .properties()
-            .hardware
-            .num_streaming_multiprocessors;
-        let multiprocessors = multiprocessors.map_or(DEFAULT_MULTIPROCESSORS, |n| n as usize);
+        let multiprocessors = like.hardware().num_multiprocessors;
         let num_splits = num_splits(&shape, max_keys, multiprocessors);
         let partials = [
             shape.batch,

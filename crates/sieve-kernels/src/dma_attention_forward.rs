@@ -63,7 +63,7 @@ pub fn dma_attention_forward(
             HopperTiling::launch(pass, NAME, &qkv, None, &shape, source)?
         }
         KernelFamily::Portable => {
-            let limit = q.client().properties().hardware.max_shared_memory_size;
+            let limit = q.hardware().max_shared_bytes;
             let tiling = ForwardTiling::choose(NAME, &shape, source, limit)?;
             let kernel = dma_attention_forward_kernel(&shape, &tiling);
             (kernel, tiling.grid(&shape, source), Vec::new())

@@ -44,13 +44,21 @@ pub fn use_portable_kernels_only(portable_only: bool) {
     PORTABLE_ONLY.store(portable_only, Ordering::Relaxed);
 }
 
+// Process-wide as well: a mode of checks.
+static EVERY_LANE_ARRIVES: AtomicBool = AtomicBool::new(false);
+
+/// Compiles the Hopper backward kernels so that each lane that stores row statistics arrives at their barrier itself,
+/// instead of one lane for its warp. Slower; for racecheck, which credits an arrival to its lane alone.
+pub fn let_every_lane_arrive() {
+    EVERY_LANE_ARRIVES.store(true, Ordering::Relaxed);
+}
+
 /// The family that attention of this shape takes on the tensor's device.
 pub fn attention_family(shape: &AttentionShape, like: &CudaTensor) -> KernelFamily {
     if PORTABLE_ONLY.load(Ordering::Relaxed) {
         return KernelFamily::Portable;
     }
-    let is_hopper = crate::probe::compute_capability(like.device().index) == Some((9, 0));
-    best_family(shape, is_hopper)
+    best_family(shape, like.hardware().compute_capability == (9, 0))
 }
 
 /// The family that attention of this shape takes on a Hopper device (compute capability 9.0), or on any other.
@@ -229,12 +237,7 @@ impl HopperTiling {
 
     /// One block for each multiprocessor: blocks fetch their work themselves.
     fn grid(&self, like: &CudaTensor) -> [usize; 3] {
-        let hardware = &like.client().properties().hardware;
-        [
-            hardware.num_streaming_multiprocessors.unwrap_or(132) as usize,
-            1,
-            1,
-        ]
+        [like.hardware().num_multiprocessors, 1, 1]
     }
 
     /// Maps of q, of k and v where they are not gathered, and of the output's gradient for the row sums.
@@ -297,6 +300,10 @@ pub fn hopper_backward_kernel(
         .define("COMPUTE_DQ", set.dq as u8)
         .threads(3 * WARPGROUP)
         .shared_bytes(shared);
+    let kernel = match EVERY_LANE_ARRIVES.load(Ordering::Relaxed) {
+        true => kernel.define("EVERY_LANE_ARRIVES", 1),
+        false => kernel,
+    };
     match source {
         KeySource::Gathered => kernel.define("DETERMINISTIC", deterministic as u8),
         KeySource::Dense => kernel.define("HAS_BIAS", 0),

@@ -11,6 +11,7 @@ mod error;
 mod layout;
 
 mod cuda_tensor;
+mod recording;
 mod source;
 mod source_kernel;
 
@@ -113,7 +114,7 @@ pub use fill_zero::{fill_zero, fill_zero_kernel};
 pub use heads::{AttentionShape, HEAD_DIM_STEP, Heads, MAX_HEAD_DIM, Qkv, supports_head_dim};
 pub use hopper_tiling::{
     HopperPass, HopperTiling, KernelFamily, attention_family, best_family, has_hopper_form,
-    hopper_backward_kernel, keeps_rest, use_portable_kernels_only,
+    hopper_backward_kernel, keeps_rest, let_every_lane_arrive, use_portable_kernels_only,
 };
 pub use host_copy::{HostCopy, HostReader};
 pub use kernel_trace::{KernelRecord, KernelTotal, KernelTrace, TraceResult};
@@ -131,6 +132,7 @@ pub use qk_norm_rope_backward::{
 pub use qk_norm_rope_forward::{
     QkNormRope, Reuse, qk_norm_rope_forward, qk_norm_rope_forward_kernel,
 };
+pub use recording::{BufferView, Hardware, Launch, MapData, Recorder, Recording, Step};
 pub use residual_add::{residual_add, residual_add_kernel};
 pub use rms_norm_backward::{
     rms_norm_backward, rms_norm_backward_kernel, rms_norm_backward_with_output,

@@ -4,6 +4,7 @@
 //! queued with Burn's own, in order, without synchronisation. This is the one module that knows how.
 use crate::cuda_tensor::CudaTensor;
 use crate::error::KernelError;
+use crate::recording::{BufferView, Hardware, Launch, MapData, RecordedTensor, Step};
 use crate::source::{KernelText, assemble_file, assemble_text};
 use cubecl::cuda::CudaRuntime;
 use cubecl::ir::{ElemType, FloatKind, Scope, StorageType, UIntKind};
@@ -20,6 +21,7 @@ use cubecl_runtime::server::{
 use cubecl_runtime::tma::{
     OobFill, TensorMapFormat, TensorMapInterleave, TensorMapPrefetch, TensorMapSwizzle, TiledArgs,
 };
+use serde::Serialize;
 use std::collections::HashSet;
 use std::fmt::{Display, Write};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
@@ -47,6 +49,18 @@ pub(crate) struct TileMap<'a> {
 }
 
 impl TileMap<'_> {
+    /// The map as data; `None` of a tensor in GPU memory.
+    fn data(&self) -> Option<MapData> {
+        let mut at = self.tensor.recorded_at()?;
+        at.offset_bytes += self.offset * self.tensor.dtype().size();
+        Some(MapData {
+            at,
+            shape: self.shape,
+            strides: self.strides,
+            tile: self.tile,
+        })
+    }
+
     fn binding(&self) -> TensorMapBinding {
         let [batch_stride, row_stride] = self.strides;
         let handle = self.tensor.primitive().handle.clone();
@@ -75,10 +89,12 @@ impl TileMap<'_> {
 /// # use sieve_kernels::SourceKernel;
 /// let kernel = SourceKernel::new("swiglu_forward").define("IS_BF16", 1).threads(256);
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize)]
 pub struct SourceKernel {
+    #[serde(rename = "file", serialize_with = "file_name")]
     name: &'static str,
     entry: &'static str,
+    #[serde(skip)]
     text: Option<Arc<str>>,
     defines: Vec<(&'static str, String)>,
     threads: u32,
@@ -150,6 +166,11 @@ impl SourceKernel {
         self.shared_bytes
     }
 
+    /// Threads of a block.
+    pub fn block_threads(&self) -> usize {
+        self.threads as usize
+    }
+
     /// The complete text that is compiled.
     ///
     /// # Errors
@@ -175,6 +196,8 @@ impl SourceKernel {
 
     /// Queues the kernel on the stream of the first tensor: `tensors` are its pointer arguments, `words` its params
     /// struct, both in the order of the entry point. Returns before the GPU has run it.
+    ///
+    /// On tensors of a [`Recorder`](crate::Recorder) the launch is written down instead.
     ///
     /// The first launch of each specialisation waits for its compilation, so that a compile error is this call's error.
     ///
@@ -214,8 +237,11 @@ impl SourceKernel {
                 what: "the list of tensors",
             });
         };
+        self.check_limits(grid, words.len(), &first.hardware())?;
+        if let Some(tensor) = first.recorded() {
+            return self.record(tensor, grid, maps, tensors, words);
+        }
         let client = first.client();
-        self.check_limits(grid, words.len(), &client.properties().hardware)?;
         let task = self.prepare()?;
         let first_of_its_kind = first_launch(first.device().index, task.hash);
         let arguments = KernelArguments {
@@ -243,26 +269,48 @@ impl SourceKernel {
         Ok(())
     }
 
+    fn record(
+        &self,
+        first: &RecordedTensor,
+        grid: [usize; 3],
+        maps: &[TileMap<'_>],
+        tensors: &[&CudaTensor],
+        words: &[u64],
+    ) -> Result<(), KernelError> {
+        let places: Option<Vec<BufferView>> = tensors.iter().map(|t| t.recorded_at()).collect();
+        let mapped: Option<Vec<MapData>> = maps.iter().map(TileMap::data).collect();
+        let (Some(tensors), Some(maps)) = (places, mapped) else {
+            return Err(KernelError::Launch {
+                kernel: self.name,
+                reason: "recorded tensors and tensors on a GPU in one call".to_owned(),
+            });
+        };
+        first.recorder.push(Step::Launch(Launch {
+            kernel: self.clone(),
+            grid,
+            maps,
+            tensors,
+            words: words.to_vec(),
+        }));
+        Ok(())
+    }
+
     fn check_limits(
         &self,
         grid: [usize; 3],
         words: usize,
-        device: &cubecl::ir::HardwareProperties,
+        device: &Hardware,
     ) -> Result<(), KernelError> {
-        let (x, y, z) = device.max_cube_count;
+        let threads = self.threads as usize;
         let checks = [
-            ("grid size x", grid[0], x as usize),
-            ("grid size y", grid[1], y as usize),
-            ("grid size z", grid[2], z as usize),
-            (
-                "threads of a block",
-                self.threads as usize,
-                device.max_units_per_cube as usize,
-            ),
+            ("grid size x", grid[0], device.max_grid[0]),
+            ("grid size y", grid[1], device.max_grid[1]),
+            ("grid size z", grid[2], device.max_grid[2]),
+            ("threads of a block", threads, device.max_threads),
             (
                 "shared memory in bytes",
                 self.shared_bytes,
-                device.max_shared_memory_size,
+                device.max_shared_bytes,
             ),
             ("number of parameter words", words, MAX_PARAM_WORDS),
         ];
@@ -305,6 +353,10 @@ impl SourceKernel {
             shared_bytes,
         })
     }
+}
+
+fn file_name<S: serde::Serializer>(name: &&'static str, out: S) -> Result<S::Ok, S::Error> {
+    out.collect_str(&format_args!("{name}.cu"))
 }
 
 /// What CubeCL is given.
@@ -479,20 +531,9 @@ mod tests {
 
     #[test]
     fn limits_are_checked_before_the_launch() {
-        let device = cubecl::ir::HardwareProperties {
-            load_width: 128,
-            plane_size_min: 32,
-            plane_size_max: 32,
-            max_bindings: 1024,
-            max_shared_memory_size: 1000,
-            max_cube_count: (1 << 30, 65535, 65535),
-            max_units_per_cube: 1024,
-            max_cube_dim: (1024, 1024, 64),
-            num_streaming_multiprocessors: None,
-            num_tensor_cores: None,
-            min_tensor_cores_dim: None,
-            num_cpu_cores: None,
-            max_vector_size: 16,
+        let device = Hardware {
+            max_shared_bytes: 1000,
+            ..Hardware::AMPERE
         };
         assert_eq!(kernel().check_limits([1, 1, 1], 3, &device), Ok(()));
         let too_tall = kernel()

@@ -119,8 +119,7 @@ pub(crate) fn require_alignment(
     name: &'static str,
     tensor: &CudaTensor,
 ) -> Result<(), KernelError> {
-    let offset = tensor.primitive().handle.offset_start.unwrap_or(0);
-    if offset.is_multiple_of(16) {
+    if tensor.offset_bytes().is_multiple_of(16) {
         return Ok(());
     }
     Err(tensor.layout_error(kernel, name, "it must begin on a 16-byte word"))

@@ -1,45 +1,229 @@
 //! `sieve kernels`: compile the CUDA kernels ahead of time, check them, time them, and write what they compute.
+mod arguments;
 
-mod bench;
-mod build;
-mod capture;
-mod case;
-mod check;
-mod on_cuda;
-mod outputs;
-mod place;
-mod random;
-mod reference;
-mod run;
-mod scores;
-mod shape;
-mod strided;
-
-use anyhow::Result;
-use clap::Subcommand;
-
-/// Subcommands of `sieve kernels`.
-#[derive(Subcommand)]
-pub(crate) enum KernelsCommand {
-    /// Compile kernels ahead of time into the cache; needs no GPU
-    Build(build::BuildArgs),
-    /// Compare every kernel and gradient on this device with references on the host
-    Check(check::CheckArgs),
-    /// Time the attention kernels on this GPU, parity first
-    Bench(bench::BenchArgs),
-    /// Write the scores that a trained DMA model gives to a text
-    Capture(capture::CaptureArgs),
-    /// Write one op's inputs, outputs and gradients, for other programs to check
-    Run(run::RunArgs),
-}
+use crate::device::Device;
+use crate::recipe::RecipeArgs;
+use crate::{loaded, terminal};
+use anyhow::{Context, Result, bail};
+pub(crate) use arguments::KernelsCommand;
+use arguments::{BenchArgs, BuildArgs, CaptureArgs, CheckArgs, RunArgs};
+use burn::tensor::DType;
+use burn_cuda::CudaDevice;
+use burn_flex::{Flex, FlexDevice};
+use indicatif::ProgressBar;
+use sieve_bench::{
+    BenchEvent, BenchSettings, BuildEvent, BuildSettings, CheckSettings, RunSettings, Scores,
+    Target,
+};
+use sieve_kernels::{DeviceReport, KernelCache};
+use sieve_ops::{Cuda, SieveBackend};
+use std::path::Path;
+use std::time::Instant;
 
 /// Runs the command.
 pub(crate) fn run(command: KernelsCommand) -> Result<()> {
     match command {
-        KernelsCommand::Build(args) => build::run(&args),
-        KernelsCommand::Check(args) => check::run(&args),
-        KernelsCommand::Bench(args) => bench::run(&args),
-        KernelsCommand::Capture(args) => capture::run(&args),
-        KernelsCommand::Run(args) => run::run(&args),
+        KernelsCommand::Build(args) => build(args),
+        KernelsCommand::Check(args) => check(&args),
+        KernelsCommand::Bench(args) => bench(args),
+        KernelsCommand::Capture(args) => capture(&args),
+        KernelsCommand::Run(args) => run_op(args),
     }
+}
+
+fn build(args: BuildArgs) -> Result<()> {
+    let overrides = args.overrides;
+    let recipe = args
+        .recipe
+        .map(|recipe| RecipeArgs { recipe, overrides }.load());
+    let settings = BuildSettings {
+        recipe: recipe.transpose()?,
+        arch: args.arch,
+        nvcc: args.nvcc,
+        root: match args.out {
+            Some(folder) => folder,
+            None => crate::device::cache_root()?,
+        },
+    };
+    Ok(sieve_bench::build(&settings, &mut build_printer())?)
+}
+
+/// Prints what compiling tells, with a bar while it lasts.
+fn build_printer() -> impl FnMut(BuildEvent) {
+    let mut bar: Option<ProgressBar> = None;
+    move |event| match event {
+        BuildEvent::Progress(done, all) => {
+            let template = "{pos}/{len} kernels {wide_bar} {eta}";
+            let shown = bar.get_or_insert_with(|| terminal::progress_bar(all as u64, template));
+            shown.set_position(done as u64);
+            if done == all {
+                shown.finish_and_clear();
+                bar = None;
+            }
+        }
+        BuildEvent::Table => terminal::line(&sieve_bench::build_table_head()),
+        BuildEvent::Kernel(line) | BuildEvent::Done(line) => terminal::line(&line),
+    }
+}
+
+/// Compiles everything that a check can ask for, on all cores, before the first case.
+fn prepare(cache: &KernelCache, gpu: &DeviceReport) -> Result<()> {
+    let needed = sieve_bench::all_kernels(gpu)?;
+    Ok(sieve_bench::prefill(
+        cache,
+        &gpu.arch(),
+        &needed,
+        &mut build_printer(),
+    )?)
+}
+
+impl From<Device> for Target {
+    fn from(device: Device) -> Self {
+        match device {
+            Device::Cpu => Self::Cpu,
+            Device::Cuda(gpu) => Self::Cuda(gpu),
+        }
+    }
+}
+
+fn check(args: &CheckArgs) -> Result<()> {
+    if args.cases == 0 {
+        bail!("--cases 0: nothing would be checked");
+    }
+    if args.every_lane_arrives {
+        sieve_kernels::let_every_lane_arrive();
+    }
+    let settings = CheckSettings {
+        cases: args.cases,
+        longest: args.longest,
+        seed: args.seed,
+        portable: args.portable,
+    };
+    let started = Instant::now();
+    let target = Target::from(args.device.resolve_and_prepare(prepare)?);
+    let report = sieve_bench::check(&settings, &target)?;
+    terminal::line(&report.to_string());
+    if let Some(path) = &args.json {
+        write_json(path, &sieve_bench::check_json(&report, &settings, &target))?;
+    }
+    let (name, seconds) = (target.name(), started.elapsed().as_secs_f64());
+    match report.failed() {
+        0 => {
+            let cases = args.cases;
+            terminal::line(&format!(
+                "every row passed on {name}, {cases} cases, {seconds:.0} s"
+            ));
+            Ok(())
+        }
+        failed => bail!("{failed} of {} rows failed on {name}", report.rows().len()),
+    }
+}
+
+fn bench(args: BenchArgs) -> Result<()> {
+    if args.repetitions == 0 {
+        bail!("--repetitions 0: nothing would be timed");
+    }
+    let gpu = match args.device.resolve_and_prepare(prepare)? {
+        Device::Cuda(gpu) => gpu,
+        Device::Cpu => bail!(
+            "kernels bench times the CUDA kernels, and there is no GPU here\n  hint: `cargo run --release -p sieve-cpu --example bench_cpu` in the sources times those of the CPU"
+        ),
+    };
+    let report = sieve_bench::short_check(&gpu, args.portable)?;
+    if report.failed() > 0 {
+        terminal::line(&report.to_string());
+        bail!("the check failed, so nothing is timed");
+    }
+    let mut scores = args.scores;
+    if scores.is_empty() {
+        scores = vec![Scores::Independent, Scores::Rising, Scores::Tied];
+    }
+    if let Some(checkpoint) = &args.captured {
+        let file =
+            std::env::temp_dir().join(format!("sieve-scores-{}.safetensors", std::process::id()));
+        let device = CudaDevice::new(gpu.index);
+        capture_to::<Cuda>(
+            checkpoint,
+            args.text.as_deref(),
+            &file,
+            &device,
+            DType::BF16,
+        )?;
+        scores.push(Scores::Captured(file));
+    }
+    let settings = BenchSettings {
+        table2: args.table2,
+        scores,
+        portable: args.portable,
+        repetitions: args.repetitions,
+    };
+    let mut print = |event| match event {
+        BenchEvent::Ceilings(ceilings) => terminal::line(&ceilings.to_string()),
+        BenchEvent::Row(row) => terminal::line(&row.to_string()),
+    };
+    let result = sieve_bench::bench(&settings, &gpu, &mut print)?;
+    if let Some(path) = &args.json {
+        write_json(path, &result.json)?;
+    }
+    match result.failed {
+        0 => Ok(()),
+        failed => bail!("{failed} rows could not be timed"),
+    }
+}
+
+fn write_json(path: &Path, value: &serde_json::Value) -> Result<()> {
+    let text = serde_json::to_string_pretty(value).context("writing JSON")?;
+    std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+}
+
+fn capture(args: &CaptureArgs) -> Result<()> {
+    let (checkpoint, text, out) = (&args.checkpoint, args.text.as_deref(), &args.out);
+    match args.device.resolve()? {
+        Device::Cpu => capture_to::<Flex>(checkpoint, text, out, &FlexDevice, DType::F32),
+        Device::Cuda(gpu) => capture_to::<Cuda>(
+            checkpoint,
+            text,
+            out,
+            &CudaDevice::new(gpu.index),
+            DType::BF16,
+        ),
+    }
+}
+
+fn capture_to<B: SieveBackend>(
+    checkpoint: &Path,
+    text: Option<&Path>,
+    out: &Path,
+    device: &B::Device,
+    dtype: DType,
+) -> Result<()> {
+    let (loaded, tokenizer) = loaded::load::<B>(checkpoint, device, dtype)?;
+    let text = match text {
+        Some(path) => std::fs::read_to_string(path)
+            .with_context(|| format!("reading text from {}", path.display()))?,
+        None => sieve_bench::kernel_sources()?,
+    };
+    let [rows, tokens] = sieve_bench::capture(&loaded, tokenizer.encode(&text)?, out, device)?;
+    let (step, out) = (loaded.state.step, out.display());
+    terminal::line(&format!(
+        "captured the scores of {tokens} tokens by {rows} KV heads of step {step} in {out}; use them with --scores captured:{out}"
+    ));
+    Ok(())
+}
+
+fn run_op(args: RunArgs) -> Result<()> {
+    let settings = RunSettings {
+        op: args.op,
+        shape: args.shape,
+        window: args.window,
+        documents: args.documents,
+        scores: args.scores,
+        seed: args.seed,
+        deterministic: args.deterministic,
+    };
+    let target = || args.device.resolve().map(Target::from);
+    let (names, device) = sieve_bench::run(&settings, &args.out, target)?;
+    let (names, out) = (names.join(" "), args.out.display());
+    terminal::line(&format!("wrote {names} to {out}, computed on {device}"));
+    Ok(())
 }

@@ -1,9 +1,12 @@
 //! What CI runs, cheapest first.
-use crate::{kernels, tidy, workspace};
+use crate::{gpu, kernels, tidy, workspace};
 use anyhow::Result;
 
-/// Runs all checks; with `gpu` also the parity of every kernel on this machine's GPU.
-pub(crate) fn run(gpu: bool) -> Result<()> {
+/// Runs all checks; with `on_gpu` also every kernel on this machine's GPU.
+pub(crate) fn run(on_gpu: bool) -> Result<()> {
+    if on_gpu {
+        gpu::require()?;
+    }
     workspace::run("cargo", &["fmt", "--all", "--", "--check"])?;
     tidy::run()?;
     workspace::run(
@@ -20,8 +23,8 @@ pub(crate) fn run(gpu: bool) -> Result<()> {
     )?;
     workspace::run("cargo", &["test", "--release", "--workspace"])?;
     kernels::run(None)?;
-    if gpu {
-        workspace::run("cargo", &["run", "--release", "--", "kernels", "check"])?;
+    if on_gpu {
+        gpu::run()?;
     }
     println!("check: all green");
     Ok(())

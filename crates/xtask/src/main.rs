@@ -8,6 +8,7 @@
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
 mod check;
+mod gpu;
 mod kernels;
 mod tidy;
 mod workspace;
@@ -17,6 +18,7 @@ use std::process::ExitCode;
 const USAGE: &str = "cargo xtask <command>
 
   check [--gpu]          fmt, tidy, clippy, tests, kernels: what CI runs, cheapest first; --gpu adds `sieve kernels check`
+                         and all tools of compute-sanitizer, and fails where there is no GPU
   tidy                   arrows between crates, features, file lengths, kernel headers, forbidden words
   kernels [--arch A]     compile kernels/manifest.toml with nvcc (installed into target/cuda-venv when missing), print
                          registers, spills, stack and shared memory; fails on any spill that the manifest does not allow";

@@ -1,6 +1,9 @@
 // CUDA's vocabulary for the CPU emulator: qualifiers, vector types, thread indices, warp collectives, barriers. See README.md.
 #pragma once
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -9,8 +12,11 @@
 #include <cstring>
 #include <functional>
 #include <random>
+#include <string>
+#include <tuple>
 #include <vector>
 
+#define __CUDA_ARCH__ 800
 #define __device__
 #define __host__
 #define __global__
@@ -29,19 +35,33 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 inline int2 make_int2(int x, int y) { return {x, y}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float __uint_as_float(unsigned u) { float f; std::memcpy(&f, &u, 4); return f; }
 inline unsigned __float_as_uint(float f) { unsigned u; std::memcpy(&u, &f, 4); return u; }
-inline float atomicAdd(float* to, float x) { float old = *to; *to += x; return old; }
-inline unsigned atomicMax(unsigned* to, unsigned x) { unsigned old = *to; *to = std::max(old, x); return old; }
+inline float __int_as_float(int i) { return __uint_as_float((unsigned)i); }
 inline float __fmul_rn(float a, float b) {
   float product = a * b;
   asm("" : "+x"(product));  // never part of a multiply-add
   return product;
 }
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz((unsigned)x); }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
+inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  return (unsigned)(((unsigned long long)high << 32 | low) >> (shift & 31));
+}
+template <class T> T __ldcg(const T* from) { return *from; }
+// Blocks run one after the other, so what one wrote is seen by the next.
+inline void __threadfence() {}
+template <class T> T atomicAdd(T* to, T x) { T old = *to; *to += x; return old; }
+inline unsigned atomicMax(unsigned* to, unsigned x) { unsigned old = *to; *to = std::max(old, x); return old; }
+inline unsigned atomicOr(unsigned* to, unsigned x) { unsigned old = *to; *to |= x; return old; }
+inline unsigned atomicInc(unsigned* to, unsigned limit) { unsigned old = *to; *to = old >= limit ? 0 : old + 1; return old; }
 using std::max;
 using std::min;
 
@@ -100,12 +120,29 @@ inline void named_barrier(int number, int threads) { arrive(named[number], threa
 
 #define threadIdx (emu::fibers[emu::current].tid)
 extern Dim3 gridDim, blockDim, blockIdx;
-extern __attribute__((aligned(1024))) unsigned char shared_memory[emu::SHARED_BYTES];
+namespace emu {
+// The dynamic shared memory of the block.
+extern __attribute__((aligned(1024))) unsigned char dynamic_shared[SHARED_BYTES];
+// A shared address is the lower half of a pointer: static shared memory lies near `dynamic_shared`, in the same program.
+inline unsigned shared_address(const void* pointer) { return (unsigned)(unsigned long long)pointer; }
+inline unsigned char* shared_pointer(unsigned address) { return dynamic_shared + (int)(address - shared_address(dynamic_shared)); }
+}  // namespace emu
+inline unsigned long long __cvta_generic_to_shared(const void* pointer) { return emu::shared_address(pointer); }
+inline void* __cvta_shared_to_generic(unsigned long long address) { return emu::shared_pointer((unsigned)address); }
 
 inline void __syncthreads() {
   int alive = 0;
   for (const emu::Fiber& fiber : emu::fibers) alive += !fiber.done;
   emu::arrive(emu::block, alive, [] {});
+}
+inline int __syncthreads_or(int value) {
+  static int any;
+  __syncthreads();
+  any = 0;
+  __syncthreads();
+  if (value) any = 1;
+  __syncthreads();
+  return any;
 }
 inline void __syncwarp(unsigned = ~0u) { emu::warp_op(nullptr, nullptr, [](emu::Warp&) {}); }
 
@@ -113,6 +150,21 @@ template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   T result;
   emu::warp_op(&value, &result, [mask](emu::Warp& w) { for (int l = 0; l < 32; ++l) *(T*)w.out[l] = *(const T*)w.in[l ^ mask]; });
+  return result;
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  struct In { T value; int lane; } in = {value, lane};
+  T result;
+  emu::warp_op(&in, &result, [](emu::Warp& w) {
+    for (int l = 0; l < 32; ++l) *(T*)w.out[l] = ((const In*)w.in[((const In*)w.in[l])->lane & 31])->value;
+  });
+  return result;
+}
+template <class T>
+T __shfl_up_sync(unsigned, T value, unsigned delta) {
+  T result;
+  emu::warp_op(&value, &result, [delta](emu::Warp& w) { for (int l = 0; l < 32; ++l) *(T*)w.out[l] = *(const T*)w.in[l < (int)delta ? l : l - (int)delta]; });
   return result;
 }
 inline unsigned __ballot_sync(unsigned, bool value) {
@@ -136,6 +188,6 @@ T reduce_warp(T value, Pick pick) {
   });
   return result;
 }
-inline int __reduce_min_sync(unsigned, int value) { return reduce_warp(value, [](int a, int b) { return std::min(a, b); }); }
-inline unsigned __reduce_max_sync(unsigned, unsigned value) { return reduce_warp(value, [](unsigned a, unsigned b) { return std::max(a, b); }); }
-inline int __reduce_max_sync(unsigned, int value) { return reduce_warp(value, [](int a, int b) { return std::max(a, b); }); }
+template <class T> T __reduce_min_sync(unsigned, T value) { return reduce_warp(value, [](T a, T b) { return std::min(a, b); }); }
+template <class T> T __reduce_max_sync(unsigned, T value) { return reduce_warp(value, [](T a, T b) { return std::max(a, b); }); }
+template <class T> T __reduce_add_sync(unsigned, T value) { return reduce_warp(value, [](T a, T b) { return a + b; }); }

@@ -1,8 +1,8 @@
-// The scheduler of the emulator: one block after the other, its warps in random order. Included once, after the kernel.
+// The scheduler of the emulator (one block after the other, its warps in random order) and the program around a kernel.
 Dim3 gridDim, blockDim, blockIdx;
-__attribute__((aligned(1024))) unsigned char shared_memory[emu::SHARED_BYTES];
 
 namespace emu {
+__attribute__((aligned(1024))) unsigned char dynamic_shared[SHARED_BYTES];
 std::vector<Fiber> fibers;
 std::vector<Warp> warps;
 Rendezvous block, named[NAMED_BARRIERS];
@@ -27,7 +27,7 @@ static bool resume(int thread) {
 }
 
 static void start_block(int threads) {
-  std::memset(shared_memory, 0xff, sizeof shared_memory);  // NaN everywhere
+  std::memset(dynamic_shared, 0xff, sizeof dynamic_shared);  // NaN everywhere
   warps.assign((threads + 31) / 32, Warp());
   block = Rendezvous();
   for (Rendezvous& barrier : named) barrier = Rendezvous();
@@ -73,9 +73,62 @@ static int run(Dim3 grid, int threads, int shared, int seed, std::function<void(
     }
     for (const Fiber& fiber : fibers)
       if (!fiber.done) return 2;
-    for (size_t i = shared; i < sizeof shared_memory; ++i)
-      if (shared_memory[i] != 0xff) return 3;
+    for (size_t i = shared; i < sizeof dynamic_shared; ++i)
+      if (dynamic_shared[i] != 0xff) return 3;
   }
   return 0;
+}
+
+// A file's bytes at the end of their pages, with a page after them that nobody may touch. `place` is PATH:BYTES:OFFSET.
+static void* map_buffer(const std::string& place) {
+  const size_t last = place.rfind(':'), middle = place.rfind(':', last - 1);
+  const size_t bytes = std::stoull(place.substr(middle + 1)), offset = std::stoull(place.substr(last + 1));
+  const size_t page = 4096, padded = (bytes + 15) / 16 * 16, pages = (padded + page - 1) / page * page;
+  const int file = open(place.substr(0, middle).c_str(), O_RDWR);
+  char* memory = (char*)mmap(nullptr, pages + page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (file < 0 || memory == MAP_FAILED || mmap(memory, pages, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) {
+    std::perror(place.c_str());
+    std::exit(1);
+  }
+  return memory + pages - padded + offset;
+}
+
+// The arguments of a kernel: pointers in order, then the params struct.
+struct Arguments {
+  std::vector<void*> pointers;
+  std::vector<unsigned long long> words;
+  size_t next = 0, params_bytes = 0;
+};
+template <class T>
+struct Argument {
+  static T get(Arguments& from) {
+    T params;
+    from.params_bytes = sizeof(T);
+    if (sizeof(T) == 8 * from.words.size()) std::memcpy(&params, from.words.data(), sizeof(T));
+    return params;
+  }
+};
+template <class T>
+struct Argument<T*> {
+  static T* get(Arguments& from) { return from.next < from.pointers.size() ? (T*)from.pointers[from.next++] : (++from.next, nullptr); }
+};
+
+// PROGRAM GRID_X GRID_Y GRID_Z THREADS SHARED_BYTES SEED NUM_WORDS WORD... BUFFER...
+template <class... Types>
+int run_program(int count, char** text, void (*kernel)(Types...)) {
+  std::vector<unsigned long long> numbers;
+  for (int i = 1; i < 8; ++i) numbers.push_back(std::stoull(text[i]));
+  const int first_buffer = 8 + (int)numbers[6];
+  Arguments from;
+  for (int i = 8; i < first_buffer; ++i) from.words.push_back(std::stoull(text[i]));
+  for (int i = first_buffer; i < count; ++i) from.pointers.push_back(map_buffer(text[i]));
+  std::tuple<Types...> arguments{Argument<Types>::get(from)...};
+  if (from.next != from.pointers.size() || from.params_bytes != 8 * from.words.size()) {
+    std::fprintf(stderr, "the kernel takes %zu pointers and %zu words, the launch has %zu and %zu\n", from.next, from.params_bytes / 8,
+                 from.pointers.size(), from.words.size());
+    return 4;
+  }
+  const Dim3 grid = {(unsigned)numbers[0], (unsigned)numbers[1], (unsigned)numbers[2]};
+  return run(grid, (int)numbers[3], (int)numbers[4], (int)numbers[5], [&] { std::apply(kernel, arguments); });
 }
 }  // namespace emu

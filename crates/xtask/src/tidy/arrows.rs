@@ -26,6 +26,17 @@ const ARROWS: &[(&str, &[&str])] = &[
             "sieve-core",
         ],
     ),
+    (
+        "sieve-bench",
+        &[
+            "sieve-nn",
+            "sieve-hf",
+            "sieve-ops",
+            "sieve-kernels",
+            "sieve-cpu",
+            "sieve-core",
+        ],
+    ),
     ("sieve-plan", &["sieve-kernels", "sieve-cpu", "sieve-core"]),
     ("sieve-hf", &["sieve-nn", "sieve-core"]),
     ("sieve-nn", &["sieve-ops", "sieve-core"]),

@@ -1,0 +1,39 @@
+//! The portable kernels on the CPU emulator, without a GPU: `cargo run --release --example emulate -- [CASES]
+//! [LONGEST] [SEED]`.
+//!
+//! The launch wrappers run as they do on a GPU; their launches are compiled with g++ into target/emulator and run
+//! there.
+#![allow(clippy::print_stdout, reason = "this is a program")]
+use sieve_bench::{CheckSettings, check_emulated};
+use std::path::Path;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let mut numbers = std::env::args().skip(1).map(|word| word.parse());
+    let mut next = |default| numbers.next().unwrap_or(Ok(default));
+    let (Ok(cases), Ok(longest), Ok(seed)) = (next(10), next(130), next(1)) else {
+        println!("usage: emulate [CASES] [LONGEST] [SEED]");
+        return ExitCode::FAILURE;
+    };
+    let settings = CheckSettings {
+        cases: cases as usize,
+        longest: longest as usize,
+        seed,
+        portable: true,
+    };
+    match check_emulated(&settings, Path::new("target/emulator")) {
+        Ok((report, kernels)) => {
+            println!(
+                "{report}\n{} kernels ran: {}",
+                kernels.len(),
+                kernels.join(" ")
+            );
+            if report.failed() == 0 {
+                return ExitCode::SUCCESS;
+            }
+            println!("{} of {} rows failed", report.failed(), report.rows().len());
+        }
+        Err(error) => println!("{error}"),
+    }
+    ExitCode::FAILURE
+}

@@ -1,0 +1,491 @@
+//! Attention and its gradients on random shapes: through the ops as models call them, and through the launch wrappers.
+use crate::bar::Bar;
+use crate::case::{Case, Cuts, Keys};
+use crate::device::Device;
+use crate::error::Result;
+use crate::extent::Extent;
+use crate::on_device::{self, OnDevice};
+use crate::outputs::Outputs;
+use crate::place::{self, Place};
+use crate::random::Random;
+use crate::reference::{Reference, Rounding, attention};
+use crate::report::{Path, PathWatch, Report, is_device_limit};
+use crate::scores::Scores;
+use crate::strided::{Layout, packed, packed_d_o};
+use rayon::prelude::*;
+use sieve_kernels::{
+    AttentionResult, AttentionShape, KernelError, KeyLists, SumOrder, TILE_QUERIES,
+};
+
+/// Rounding of `ddelta` beside the sums that cancel in it: 2^-16 of their largest. The true value is 0 where a query
+/// sees a single key, so no share of the result itself would do; bf16 would be 2^-8 of the same sums.
+const DDELTA_TERMS: f32 = 1.0 / 65536.0;
+
+/// A case with its two references.
+pub(super) struct Prepared {
+    case: Case,
+    layout: Layout,
+    exact: Reference,
+    plain: Reference,
+    label: String,
+}
+
+impl Prepared {
+    pub(super) fn new(case: Case, layout: Layout, label: String) -> Self {
+        Self {
+            exact: attention(&case, Rounding::None),
+            plain: attention(&case, Rounding::Bf16),
+            layout,
+            label,
+            case,
+        }
+    }
+}
+
+/// One random call.
+struct Draw {
+    shape: AttentionShape,
+    keys: Keys,
+    cuts: Cuts,
+    scores: Scores,
+    layout: Layout,
+    seed: u64,
+}
+
+impl Draw {
+    /// Sizes that are multiples of no tile, and the edges; `mode` is a number from 0 to 4.
+    fn new(mode: usize, extent: &Extent, random: &mut Random) -> Self {
+        let longest = extent.longest;
+        let (head_dim, head_dim_v) = random.one_of(extent.widths);
+        let group = random.one_of(extent.groups);
+        let num_kv_heads = if group < 4 { random.between(1, 4) } else { 1 };
+        let drawn = random.between(2, longest.max(3));
+        let mut seq_len = random.one_of(&[1, 2, 15, 63, 64, 65, 127, 129, 191, drawn, drawn]);
+        let dma = mode.is_multiple_of(2);
+        if dma && random.chance(0.25) {
+            // Several super-blocks of 1024 queries.
+            seq_len = random.between(1025, 1025 + 2 * longest);
+        }
+        let window = random.one_of(&[1, 2, 7, 33, 64, 100, seq_len / 2 + 1, seq_len, 5 * seq_len]);
+        let shape = AttentionShape {
+            batch: if seq_len < 300 {
+                random.between(1, 4)
+            } else {
+                1
+            },
+            seq_len,
+            num_heads: group * num_kv_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim_v,
+        };
+        Self {
+            shape,
+            keys: match mode {
+                1 => Keys::Dense,
+                3 => Keys::Window(window),
+                5 => Keys::Biased,
+                _ => Keys::Chosen(window),
+            },
+            cuts: random.one_of(&[
+                Cuts::Count(1),
+                Cuts::Count(1),
+                Cuts::Few,
+                Cuts::Mixed,
+                Cuts::Tokens,
+            ]),
+            scores: Scores::RANDOM[random.below(Scores::RANDOM.len())].clone(),
+            layout: random.one_of(&Layout::ALL),
+            seed: random.between(0, 1 << 30) as u64,
+        }
+    }
+
+    fn label(&self) -> String {
+        let AttentionShape {
+            batch,
+            seq_len,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim_v,
+        } = self.shape;
+        format!(
+            "batch={batch},seq_len={seq_len},heads={num_heads},kv_heads={num_kv_heads},head_dim={head_dim},head_dim_v={head_dim_v} {:?} {:?} {} {} seed {}",
+            self.keys,
+            self.cuts,
+            self.scores.name(),
+            self.layout.name(),
+            self.seed
+        )
+    }
+
+    fn prepare(&self) -> Result<Prepared> {
+        let (keys, cuts) = (self.keys, self.cuts);
+        let mut case = Case::draw(self.shape, keys, cuts, &self.scores, self.seed)?;
+        if self.layout == Layout::Expanded {
+            case.repeat_first_row();
+        }
+        Ok(Prepared::new(case, self.layout, self.label()))
+    }
+}
+
+/// The calls of a check, references computed a few at a time on all cores, each given to `visit`.
+fn for_each_case(extent: &Extent, mut visit: impl FnMut(&Prepared) -> Result<()>) -> Result<()> {
+    // 0, 2 and 4 are DMA, the others dense, window and bias.
+    const MODES: [usize; 5] = [0, 1, 2, 3, 5];
+    let mut random = Random::new(extent.seed);
+    let draws: Vec<Draw> = (0..extent.cases)
+        .map(|at| Draw::new(MODES[at % MODES.len()], extent, &mut random))
+        .collect();
+    for some in draws.chunks(rayon::current_num_threads().max(1)) {
+        let prepared: Vec<Result<Prepared>> = some.par_iter().map(Draw::prepare).collect();
+        for prepared in prepared {
+            visit(&prepared?)?;
+        }
+    }
+    Ok(())
+}
+
+fn name(keys: Keys) -> &'static str {
+    match keys {
+        Keys::Dense => "attention",
+        Keys::Window(_) => "attention, window",
+        Keys::Biased => "attention, bias",
+        Keys::Chosen(_) => "dma_attention",
+    }
+}
+
+/// The ops of `B`, packed tensors in all layouts. `is_f32` takes no leave from bf16's error.
+pub(crate) fn check_ops<B: Place>(
+    report: &mut Report,
+    device: &B::Device,
+    extent: &Extent,
+    is_cuda: bool,
+) -> Result<()> {
+    for_each_case(extent, |prepared| {
+        let case = masked_by_nan(&prepared.case);
+        let (qkv, d_o) = (
+            packed(&case, prepared.layout),
+            packed_d_o(&case, Layout::Contiguous),
+        );
+        place::poison::<B>(case.shape, device);
+        let watch = PathWatch::start();
+        let outputs = place::attention::<B>(&case, &qkv, &d_o, device);
+        let path = if is_cuda { watch.path() } else { Path::Kernel };
+        let name = format!("op {}", name(case.keys));
+        match path {
+            Path::Kernel => {
+                let path = B::family(&case, device);
+                let outcome = judge(prepared, &outputs, is_cuda, "");
+                report.add(&name, path, &prepared.label, outcome);
+            }
+            Path::Reference(reason) if is_device_limit(&reason) => {
+                report.add_missing(&name, &reason);
+            }
+            Path::Reference(reason) => {
+                let failure = Err(format!("took the reference: {reason}"));
+                report.add(&name, "reference", &prepared.label, failure);
+            }
+            Path::None => {
+                let failure = Err("no kernel was called".to_owned());
+                report.add(&name, "none", &prepared.label, failure);
+            }
+        }
+        Ok(())
+    })
+}
+
+/// The launch wrappers: values narrower than keys, gradients into NaN, both orders of sums, two runs in a fixed order.
+pub(crate) fn check_wrappers(
+    report: &mut Report,
+    device: &dyn Device,
+    extent: &Extent,
+) -> Result<()> {
+    let mut random = Random::new(extent.seed);
+    let drawn = Extent {
+        seed: extent.seed + 1,
+        ..*extent
+    };
+    for_each_case(&drawn, |prepared| {
+        let tile_queries = random.one_of(&[32, 64, 64, 128]);
+        let name = name(prepared.case.keys);
+        check_wrapper(report, name, prepared, device, |call| {
+            call.lists(tile_queries)
+        });
+        Ok(())
+    })
+}
+
+/// One call of the wrappers over the lists that `lists` makes, by both orders of sums.
+pub(super) fn check_wrapper(
+    report: &mut Report,
+    name: &str,
+    prepared: &Prepared,
+    device: &dyn Device,
+    lists: impl FnOnce(&OnDevice<'_>) -> Result<Option<KeyLists>, KernelError>,
+) {
+    let case = masked_by_nan(&prepared.case);
+    let path = on_device::family(&case, device);
+    match wrappers(prepared, &case, device, lists) {
+        Ok(outcomes) => {
+            for (suffix, outcome) in outcomes {
+                let name = format!("{name}{suffix}");
+                report.add(&name, path, &prepared.label, outcome);
+            }
+        }
+        Err(error) if is_device_limit(&error.to_string()) => {
+            report.add_missing(name, &error.to_string());
+        }
+        Err(error) => report.add(name, "refused", &prepared.label, Err(error.to_string())),
+    }
+}
+
+/// Outcomes of one call, by the end of their row's name.
+type Outcomes = Vec<(&'static str, Result<f32, String>)>;
+
+fn wrappers(
+    prepared: &Prepared,
+    case: &Case,
+    device: &dyn Device,
+    lists: impl FnOnce(&OnDevice<'_>) -> Result<Option<KeyLists>, KernelError>,
+) -> Result<Outcomes, KernelError> {
+    let call = OnDevice::new(case, device);
+    device.poison(case.shape);
+    let lists = lists(&call)?;
+    let result = call.forward(lists.as_ref())?;
+    let any = call.gradients(lists.as_ref(), &result, SumOrder::Any)?;
+    let fixed = call.gradients(lists.as_ref(), &result, SumOrder::Fixed)?;
+    let again = call.run(lists.as_ref(), SumOrder::Fixed)?;
+    let mut in_order = judge(prepared, &fixed, true, "");
+    // NaN is unequal to itself, and would have failed above.
+    if in_order.is_ok() && fixed != again {
+        in_order = Err("two runs differ".to_owned());
+    }
+    let mut outcomes = vec![
+        ("", judge(prepared, &any, true, "")),
+        (", fixed order", in_order),
+    ];
+    if result.o_rest.is_some() {
+        // As in rows too long to keep what rounding took from o.
+        let rounded = AttentionResult {
+            o_rest: None,
+            ..result
+        };
+        let summed = call.gradients(lists.as_ref(), &rounded, SumOrder::Any)?;
+        outcomes.push((", row sums", judge(prepared, &summed, true, "")));
+    }
+    Ok(outcomes)
+}
+
+/// Tokens of a row whose backward pass takes several launches, one for every 16 super-blocks.
+const LONG: usize = 17_500;
+
+/// Several launches over one row, in any order against the fixed one: no reference of that length is needed, since the
+/// fixed order goes block by block and is compared with references in short rows.
+pub(crate) fn check_long_row(
+    report: &mut Report,
+    device: &dyn Device,
+    extent: &Extent,
+) -> Result<()> {
+    let shape = AttentionShape {
+        batch: 1,
+        seq_len: LONG,
+        num_heads: 2,
+        num_kv_heads: 1,
+        head_dim: 64,
+        head_dim_v: 64,
+    };
+    let (keys, cuts) = (Keys::Chosen(100), Cuts::Count(2));
+    let case = Case::draw(shape, keys, cuts, &Scores::Independent, extent.seed)?;
+    let call = OnDevice::new(&case, device);
+    let outcome = orders_agree(&call).map_err(|e| e.to_string());
+    let path = on_device::family(&case, device);
+    report.add(
+        "dma_attention, long row",
+        path,
+        "two orders",
+        outcome.flatten(),
+    );
+    Ok(())
+}
+
+fn orders_agree(call: &OnDevice<'_>) -> Result<Result<f32, String>, KernelError> {
+    let lists = call.lists(TILE_QUERIES)?;
+    let any = call.run(lists.as_ref(), SumOrder::Any)?;
+    let fixed = call.run(lists.as_ref(), SumOrder::Fixed)?;
+    // One rounding of each.
+    let bar = Bar {
+        plain: 0.0,
+        floor: Bar::FLOOR,
+        share: 1.0 / 128.0,
+        norm: false,
+    };
+    let mut worst = 0.0f32;
+    for (name, got, expected) in [
+        ("dq", &any.dq, &fixed.dq),
+        ("dk", &any.dk, &fixed.dk),
+        ("dv", &any.dv, &fixed.dv),
+        ("ddelta", &any.ddelta, &fixed.ddelta),
+    ] {
+        match bar.judge(name, got, expected, expected) {
+            Ok(ratio) => worst = worst.max(ratio),
+            Err(error) => return Ok(Err(error)),
+        }
+    }
+    Ok(Ok(worst))
+}
+
+/// The case with NaN in K, V and the bias of keys that no query sees: they must change nothing.
+fn masked_by_nan(case: &Case) -> Case {
+    let mut case = case.clone();
+    let AttentionShape {
+        seq_len,
+        num_kv_heads,
+        head_dim,
+        head_dim_v,
+        ..
+    } = case.shape;
+    for (at, never) in case.never_active().into_iter().enumerate() {
+        if never {
+            let (row, j) = (at / seq_len, at % seq_len);
+            let token = (row / num_kv_heads * seq_len + j) * num_kv_heads + row % num_kv_heads;
+            case.k[token * head_dim..][..head_dim].fill(f32::NAN);
+            case.v[token * head_dim_v..][..head_dim_v].fill(f32::NAN);
+            if let Some(delta) = case.delta.get_mut(at) {
+                *delta = f32::NAN;
+            }
+        }
+    }
+    case
+}
+
+/// Every output against the references; the largest error as a share of what is allowed.
+fn judge(prepared: &Prepared, got: &Outputs, is_bf16: bool, tag: &str) -> Result<f32, String> {
+    let (exact, plain) = (&prepared.exact.outputs, &prepared.plain.outputs);
+    let long = prepared.case.shape.seq_len >= 64;
+    let plain_factor = if is_bf16 { 2.0 } else { 0.0 };
+    let bar = |floor: f32, share: f32, norm: bool| Bar {
+        plain: plain_factor,
+        floor,
+        share,
+        norm: norm && long,
+    };
+    // rowsum(do * o) comes from the rounded o.
+    let gradient_share = match (is_bf16, long) {
+        (false, _) => 1e-4,
+        (true, true) => 1.0 / 256.0,
+        (true, false) => 1.0 / 128.0,
+    };
+    let gradient = bar(Bar::FLOOR, gradient_share, true);
+    let terms = DDELTA_TERMS * prepared.exact.ddelta_terms;
+    let ddelta = bar(Bar::FLOOR + terms, gradient_share, true);
+    let mut worst = 0.0f32;
+    for (name, bar, got, plain, exact) in [
+        ("o", bar(Bar::FLOOR, 1e-4, true), &got.o, &plain.o, &exact.o),
+        (
+            "lse",
+            bar(1e-4, 1e-4, false),
+            &got.lse,
+            &plain.lse,
+            &exact.lse,
+        ),
+        ("dq", gradient, &got.dq, &plain.dq, &exact.dq),
+        ("dk", gradient, &got.dk, &plain.dk, &exact.dk),
+        ("dv", gradient, &got.dv, &plain.dv, &exact.dv),
+        ("ddelta", ddelta, &got.ddelta, &plain.ddelta, &exact.ddelta),
+    ] {
+        worst = worst.max(bar.judge(&format!("{tag}{name}"), got, plain, exact)?);
+    }
+    if !got.expire.is_empty() && got.expire != exact.expire {
+        return Err("expire differs from the oracle".to_owned());
+    }
+    never_active_are_zero(&prepared.case, got)?;
+    Ok(worst)
+}
+
+/// Gradients of keys that no query sees are exactly zero.
+fn never_active_are_zero(case: &Case, got: &Outputs) -> Result<(), String> {
+    let AttentionShape {
+        seq_len,
+        num_kv_heads,
+        head_dim,
+        head_dim_v,
+        ..
+    } = case.shape;
+    for (at, never) in case.never_active().into_iter().enumerate() {
+        if !never {
+            continue;
+        }
+        let (row, j) = (at / seq_len, at % seq_len);
+        let token = (row / num_kv_heads * seq_len + j) * num_kv_heads + row % num_kv_heads;
+        let dk = &got.dk[token * head_dim..][..head_dim];
+        let dv = &got.dv[token * head_dim_v..][..head_dim_v];
+        let ddelta = got.ddelta.get(at).copied().unwrap_or(0.0);
+        if dk.iter().chain(dv).chain([&ddelta]).any(|&x| x != 0.0) {
+            return Err(format!("key {j}, which no query sees, has a gradient"));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn_flex::{Flex, FlexDevice};
+
+    #[test]
+    fn the_cpu_passes_and_a_wrong_result_does_not() {
+        let mut report = Report::default();
+        check_ops::<Flex>(&mut report, &FlexDevice, &Extent::all(12, 70, 5), false)
+            .expect("random cases");
+        assert_eq!(report.failed(), 0, "{:?}", report.rows());
+
+        let draw = |seed| Draw {
+            shape: AttentionShape {
+                batch: 1,
+                seq_len: 70,
+                num_heads: 2,
+                num_kv_heads: 1,
+                head_dim: 16,
+                head_dim_v: 16,
+            },
+            keys: Keys::Chosen(9),
+            cuts: Cuts::Count(1),
+            scores: Scores::Falling,
+            layout: Layout::Contiguous,
+            seed,
+        };
+        let prepared = draw(3).prepare().expect("one document");
+        let right = &prepared.exact.outputs;
+        assert_eq!(judge(&prepared, right, false, ""), Ok(0.0));
+        type Wrong = fn(&mut Outputs);
+        let wrong: [(&str, Wrong); 6] = [
+            ("o", |x| x.o[5] += 0.1),
+            ("lse", |x| x.lse[0] = f32::NAN),
+            ("dq", |x| x.dq.iter_mut().for_each(|x| *x *= 1.05)),
+            ("ddelta", |x| x.ddelta[1] += 0.1),
+            ("expire", |x| x.expire[3] += 1),
+            ("no query sees", |x| {
+                // With falling scores the last key leaves at once.
+                let last = x.dv.len() - 1;
+                x.dv[last] = 1e-6;
+            }),
+        ];
+        for (word, change) in wrong {
+            let mut outputs = right.clone();
+            change(&mut outputs);
+            let error = judge(&prepared, &outputs, true, "").expect_err(word);
+            assert!(error.contains(word), "{word}: {error}");
+        }
+    }
+
+    #[test]
+    fn plain_bf16_passes_its_own_bar() {
+        for_each_case(&Extent::all(10, 90, 11), |prepared| {
+            let ratio = judge(prepared, &prepared.plain.outputs, true, "");
+            assert!(ratio.is_ok(), "{}: {ratio:?}", prepared.label);
+            Ok(())
+        })
+        .expect("random cases");
+    }
+}

@@ -1,0 +1,297 @@
+//! `sieve kernels bench`: times and memory of the attention kernels on this GPU.
+mod inputs;
+mod row;
+mod rows;
+
+pub use row::{BenchRow, Ceilings, Outcome};
+
+use crate::clock::{Clock, Times};
+use crate::error::{BenchError, Result};
+use crate::scores::Scores;
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Distribution, Tensor};
+use burn_cuda::CudaDevice;
+use inputs::Inputs;
+use serde_json::{Value, json};
+use sieve_kernels::{
+    AttentionShape, CudaTensor, DeviceReport, KernelError, matmul_nt, require_cublaslt,
+    use_portable_kernels_only,
+};
+use sieve_ops::Cuda;
+
+/// What to time.
+#[derive(Clone, Debug)]
+pub struct BenchSettings {
+    /// The shapes of arXiv:2508.02124, Table 2, instead of the usual ones.
+    pub table2: bool,
+    /// DMA's scores.
+    pub scores: Vec<Scores>,
+    /// Time the portable kernels, also where the device has a family of its own.
+    pub portable: bool,
+    /// Timed repetitions of a row.
+    pub repetitions: usize,
+}
+
+/// What a benchmark tells while it runs.
+#[derive(Clone, Debug)]
+pub enum BenchEvent {
+    /// First, what the rows are compared with.
+    Ceilings(Ceilings),
+    /// A row, as soon as it is known.
+    Row(BenchRow),
+}
+
+/// What a benchmark leaves.
+#[derive(Clone, Debug)]
+pub struct BenchResult {
+    /// All rows, for programs.
+    pub json: Value,
+    /// Rows that failed.
+    pub failed: usize,
+}
+
+/// Times the attention kernels on a GPU. [`short_check`](crate::short_check) comes first: times of wrong kernels are
+/// worth nothing.
+///
+/// # Errors
+/// A GPU that cannot be asked; what does not fit or does not run is a row.
+pub fn bench(
+    settings: &BenchSettings,
+    gpu: &DeviceReport,
+    say: &mut dyn FnMut(BenchEvent),
+) -> Result<BenchResult> {
+    use_portable_kernels_only(settings.portable);
+    let mut bench = Bench::new(settings, gpu, say)?;
+    if settings.table2 {
+        rows::table2(&mut bench)?;
+    } else {
+        rows::standard(&mut bench)?;
+    }
+    Ok(BenchResult {
+        json: bench.json,
+        failed: bench.failed,
+    })
+}
+
+/// A run of the benchmark: what rows need, and the rows so far.
+pub(crate) struct Bench<'a> {
+    say: &'a mut dyn FnMut(BenchEvent),
+    device: CudaDevice,
+    gpu: usize,
+    clock: Clock,
+    scores: Vec<Scores>,
+    copy_bytes_per_s: f64,
+    matmul_flops: f64,
+    failed: usize,
+    json: Value,
+}
+
+/// What a row's time is compared with.
+enum Work {
+    Flops(f64),
+    Bytes(f64),
+}
+
+impl<'a> Bench<'a> {
+    fn new(
+        settings: &BenchSettings,
+        gpu: &DeviceReport,
+        say: &'a mut dyn FnMut(BenchEvent),
+    ) -> Result<Self> {
+        let device = CudaDevice::new(gpu.index);
+        let clock = Clock::new(&device, settings.repetitions, gpu.num_multiprocessors);
+        let overhead = clock.overhead()?;
+        let copy_bytes_per_s = clock.copy_bytes_per_s()?;
+        let (matmul_flops, matmul_by) = matmul_ceiling(&clock, &device)?;
+        let is_portable = settings.portable || (gpu.major, gpu.minor) != (9, 0);
+        let ceilings = Ceilings {
+            device: gpu.name.clone(),
+            arch: gpu.arch(),
+            num_multiprocessors: gpu.num_multiprocessors,
+            family: if is_portable { "portable" } else { "Hopper" },
+            repetitions: settings.repetitions,
+            clock_us: overhead.median_ms * 1e3,
+            copy_bytes_per_s,
+            matmul_flops,
+            matmul_by,
+        };
+        let json = json!({
+            "device": ceilings.device, "arch": ceilings.arch, "sieve": env!("CARGO_PKG_VERSION"),
+            "portable_only": settings.portable, "repetitions": ceilings.repetitions,
+            "clock_us": ceilings.clock_us, "copy_bytes_per_s": copy_bytes_per_s,
+            "matmul_flops": matmul_flops, "matmul_by": matmul_by, "rows": [], "memory": [],
+        });
+        say(BenchEvent::Ceilings(ceilings));
+        Ok(Self {
+            say,
+            device,
+            gpu: gpu.index,
+            clock,
+            scores: settings.scores.clone(),
+            copy_bytes_per_s,
+            matmul_flops,
+            failed: 0,
+            json,
+        })
+    }
+
+    /// Times a row that computes.
+    pub(crate) fn flops(
+        &mut self,
+        name: &str,
+        shape: AttentionShape,
+        flops: f64,
+        work: &mut dyn FnMut() -> Result<(), KernelError>,
+    ) {
+        self.row(name, shape, Work::Flops(flops), work);
+    }
+
+    /// Times a row that moves memory.
+    pub(crate) fn bytes(
+        &mut self,
+        name: &str,
+        shape: AttentionShape,
+        bytes: f64,
+        work: &mut dyn FnMut() -> Result<(), KernelError>,
+    ) {
+        self.row(name, shape, Work::Bytes(bytes), work);
+    }
+
+    fn row(
+        &mut self,
+        name: &str,
+        shape: AttentionShape,
+        work: Work,
+        body: &mut dyn FnMut() -> Result<(), KernelError>,
+    ) {
+        match self.clock.time(body) {
+            Ok(times) => self.timed(name, shape, &work, times),
+            Err(error) => {
+                self.failed += 1;
+                self.push(name, shape, Outcome::Failed(error.to_string()));
+            }
+        }
+    }
+
+    fn timed(&mut self, name: &str, shape: AttentionShape, work: &Work, times: Times) {
+        let per_s = |work: f64| work / (times.median_ms * 1e-3);
+        let (rate, unit, of_peak) = match *work {
+            Work::Flops(flops) => (
+                per_s(flops) / 1e12,
+                "TFLOP/s",
+                per_s(flops) / self.matmul_flops,
+            ),
+            Work::Bytes(bytes) => (
+                per_s(bytes) / 1e9,
+                "GB/s",
+                per_s(bytes) / self.copy_bytes_per_s,
+            ),
+        };
+        let outcome = Outcome::Timed {
+            times,
+            rate,
+            unit,
+            of_peak,
+        };
+        self.push(name, shape, outcome);
+    }
+
+    /// Memory that what `body` returns keeps in use, from the allocator's own count.
+    pub(crate) fn memory<T>(
+        &mut self,
+        name: &str,
+        shape: AttentionShape,
+        body: impl FnOnce() -> Result<T, KernelError>,
+    ) -> Result<()> {
+        let client = self.any_tensor().client().clone();
+        let in_use = || -> Result<u64> {
+            // What was dropped is given back when the device thread gets there.
+            Cuda::sync(&self.device).map_err(BenchError::gpu)?;
+            let usage = client.memory_usage();
+            let usage = usage.map_err(BenchError::gpu)?;
+            Ok(usage.bytes_in_use)
+        };
+        let before = in_use()?;
+        let held = body()?;
+        let after = in_use()?;
+        drop(held);
+        let heads = 2 * shape.num_heads + 2 * shape.num_kv_heads;
+        let inputs = (shape.batch * shape.seq_len * shape.head_dim * 2 * heads) as f64;
+        let outcome = Outcome::Memory {
+            before,
+            after,
+            inputs,
+        };
+        self.push(name, shape, outcome);
+        Ok(())
+    }
+
+    /// The tensors of a shape; `None`, with a row that says so, when they do not fit.
+    pub(crate) fn inputs(&mut self, shape: AttentionShape) -> Result<Option<Inputs>> {
+        let bytes = Inputs::bytes(shape) as f64;
+        Ok(self
+            .fits("attention", shape, bytes)?
+            .then(|| Inputs::new(shape, &self.device)))
+    }
+
+    /// Whether so many bytes are free, with a row when not.
+    pub(crate) fn fits(&mut self, name: &str, shape: AttentionShape, bytes: f64) -> Result<bool> {
+        self.any_tensor().client().memory_cleanup();
+        let (free, _) = sieve_kernels::memory_bytes(self.gpu)?;
+        if bytes <= free as f64 {
+            return Ok(true);
+        }
+        let reason = format!(
+            "needs {}, {} are free",
+            row::bytes(bytes as u64),
+            row::bytes(free)
+        );
+        self.skip(name, shape, &reason);
+        Ok(false)
+    }
+
+    /// A row that was not timed, and why.
+    pub(crate) fn skip(&mut self, name: &str, shape: AttentionShape, reason: &str) {
+        self.push(name, shape, Outcome::Skipped(reason.to_owned()));
+    }
+
+    fn push(&mut self, name: &str, shape: AttentionShape, outcome: Outcome) {
+        let row = BenchRow::new(name, shape, outcome);
+        if let Some((list, value)) = row.json()
+            && let Some(list) = self.json[list].as_array_mut()
+        {
+            list.push(value);
+        }
+        (self.say)(BenchEvent::Row(row));
+    }
+
+    fn any_tensor(&self) -> CudaTensor {
+        let zero = Tensor::<Cuda, 1>::zeros([1], &self.device);
+        CudaTensor::from(zero.into_primitive().tensor())
+    }
+}
+
+/// FLOP/s of a large product, and by what: cuBLASLt where it is installed, else Burn's.
+fn matmul_ceiling(clock: &Clock, device: &CudaDevice) -> Result<(f64, &'static str)> {
+    const SIZE: usize = 8192;
+    let random = || {
+        let normal = Distribution::Normal(0.0, 1.0);
+        Tensor::<Cuda, 2>::random([SIZE, SIZE], normal, device).cast(DType::BF16)
+    };
+    let (a, b) = (random(), random());
+    let flops = 2.0 * (SIZE as f64).powi(3);
+    let own = |x: &Tensor<Cuda, 2>| CudaTensor::from(x.clone().into_primitive().tensor());
+    let (x, w) = (own(&a), own(&b));
+    let (times, by) = if require_cublaslt().is_ok() {
+        let product = || matmul_nt(&x, &w).map(drop);
+        (clock.time(&mut || product())?, "cuBLASLt")
+    } else {
+        let product = || drop(a.clone().matmul(b.clone().transpose()));
+        let mut body = || {
+            product();
+            Ok(())
+        };
+        (clock.time(&mut body)?, "Burn, since cuBLASLt is missing,")
+    };
+    Ok((flops / (times.median_ms * 1e-3), by))
+}

@@ -1,0 +1,145 @@
+//! One attention call's tensors on the GPU, drawn there.
+use crate::device::Device;
+use burn::tensor::{DType, Distribution, Tensor};
+use burn_cuda::CudaDevice;
+use sieve_kernels::{
+    AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KeyLists, Qkv,
+    Selection, SumOrder, TILE_QUERIES, attention_backward, attention_forward,
+    dma_attention_backward, dma_attention_forward, dma_lists, dma_select,
+};
+use sieve_ops::Cuda;
+
+/// Packed q, k, v and everything a call needs.
+pub(crate) struct Inputs {
+    pub(crate) shape: AttentionShape,
+    pub(crate) qkv: Qkv,
+    grads: Qkv,
+    d_o: CudaTensor,
+    doc_start: CudaTensor,
+    doc_end: CudaTensor,
+    scale: f32,
+}
+
+/// Normal numbers in bf16.
+pub(crate) fn random(shape: [usize; 4], device: &CudaDevice) -> CudaTensor {
+    let normal = Distribution::Normal(0.0, 1.0);
+    let tensor = Tensor::<Cuda, 4>::random(shape, normal, device).cast(DType::BF16);
+    CudaTensor::from(tensor.into_primitive().tensor()).contiguous()
+}
+
+impl Inputs {
+    /// About the bytes that a forward and backward call of this shape need at once.
+    pub(crate) fn bytes(shape: AttentionShape) -> u64 {
+        let tokens = (shape.batch * shape.seq_len) as u64;
+        let query = (shape.num_heads * shape.head_dim) as u64;
+        let key = (shape.num_kv_heads * shape.head_dim) as u64;
+        let packed = query + 2 * key;
+        // The draw in f32; input and gradient; o, do; sums of dq, dk and dv in f32.
+        tokens * (4 * packed + 2 * 2 * packed + 3 * 2 * query + 4 * packed)
+    }
+
+    pub(crate) fn new(shape: AttentionShape, device: &CudaDevice) -> Self {
+        let AttentionShape {
+            batch,
+            seq_len,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            ..
+        } = shape;
+        let packed = random(
+            [batch, seq_len, num_heads + 2 * num_kv_heads, head_dim],
+            device,
+        );
+        let gradient = packed.empty_contiguous(packed.shape(), DType::BF16);
+        let tokens = batch * seq_len;
+        Self {
+            shape,
+            qkv: Qkv::packed(&packed, num_heads, num_kv_heads),
+            grads: Qkv::packed(&gradient, num_heads, num_kv_heads),
+            d_o: random(shape.output(), device),
+            doc_start: device.int(&vec![0; tokens], &[batch, seq_len]),
+            doc_end: device.int(&vec![seq_len as i32; tokens], &[batch, seq_len]),
+            scale: 1.0 / (head_dim as f32).sqrt(),
+        }
+    }
+
+    /// Scores, and their biases, on the device.
+    pub(crate) fn scores(&self, z: &[f32], device: &CudaDevice) -> [CudaTensor; 2] {
+        let delta: Vec<f32> = z.iter().map(|z| z.min(60.0).exp()).collect();
+        [z, &delta].map(|values| device.float(values, &self.shape.per_key(), DType::F32))
+    }
+
+    /// The lists; the selection goes.
+    pub(crate) fn lists(&self, z: &CudaTensor, kept: usize) -> Result<KeyLists, KernelError> {
+        self.selection_and_lists(z, kept).map(|(_, lists)| lists)
+    }
+
+    /// `expire`, what the selection keeps beside it, and the lists.
+    pub(crate) fn selection_and_lists(
+        &self,
+        z: &CudaTensor,
+        kept: usize,
+    ) -> Result<(Selection, KeyLists), KernelError> {
+        let selection = dma_select(z, &self.doc_start, &self.doc_end, kept, 0)?;
+        let lists = dma_lists(&selection, &self.doc_start, &self.doc_end, TILE_QUERIES)?;
+        Ok((selection, lists))
+    }
+
+    /// `expire` alone.
+    pub(crate) fn select(&self, z: &CudaTensor, kept: usize) -> Result<(), KernelError> {
+        dma_select(z, &self.doc_start, &self.doc_end, kept, 0).map(drop)
+    }
+
+    /// Dense or windowed attention.
+    pub(crate) fn forward(
+        &self,
+        window: Option<usize>,
+        bias: Option<&CudaTensor>,
+    ) -> Result<AttentionResult, KernelError> {
+        attention_forward(&self.qkv, &self.doc_start, window, self.scale, bias)
+    }
+
+    /// Its gradients.
+    pub(crate) fn backward(
+        &self,
+        result: &AttentionResult,
+        window: Option<usize>,
+        bias: Option<&CudaTensor>,
+        order: SumOrder,
+    ) -> Result<(), KernelError> {
+        let documents = [&self.doc_start, &self.doc_end];
+        attention_backward(self.call(result, order), documents, window, bias).map(drop)
+    }
+
+    /// DMA over ready lists.
+    pub(crate) fn dma_forward(
+        &self,
+        delta: &CudaTensor,
+        lists: &KeyLists,
+    ) -> Result<AttentionResult, KernelError> {
+        dma_attention_forward(&self.qkv, delta, lists, self.scale)
+    }
+
+    /// Its gradients.
+    pub(crate) fn dma_backward(
+        &self,
+        result: &AttentionResult,
+        delta: &CudaTensor,
+        lists: &KeyLists,
+        order: SumOrder,
+    ) -> Result<(), KernelError> {
+        dma_attention_backward(self.call(result, order), delta, lists).map(drop)
+    }
+
+    fn call<'a>(&'a self, result: &'a AttentionResult, order: SumOrder) -> AttentionGradients<'a> {
+        AttentionGradients {
+            qkv: &self.qkv,
+            result,
+            d_o: &self.d_o,
+            grads: &self.grads,
+            softmax_scale: self.scale,
+            order,
+        }
+    }
+}

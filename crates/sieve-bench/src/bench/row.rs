@@ -1,0 +1,214 @@
+//! What a benchmark says while it runs.
+use crate::clock::Times;
+use serde_json::{Value, json};
+use sieve_kernels::AttentionShape;
+use std::fmt;
+
+/// What the rows of one run are compared with.
+#[derive(Clone, Debug)]
+pub struct Ceilings {
+    /// The GPU in words.
+    pub device: String,
+    /// Its architecture, as compilers name it.
+    pub arch: String,
+    /// Its multiprocessors.
+    pub num_multiprocessors: usize,
+    /// The family of attention kernels.
+    pub family: &'static str,
+    /// Timed repetitions of a row.
+    pub repetitions: usize,
+    /// What reading the clock takes.
+    pub clock_us: f64,
+    /// Bytes a second of a copy, read and write counted.
+    pub copy_bytes_per_s: f64,
+    /// FLOP/s of a large bf16 product.
+    pub matmul_flops: f64,
+    /// Whose product that is.
+    pub matmul_by: &'static str,
+}
+
+impl fmt::Display for Ceilings {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            out,
+            "{} ({}), {} multiprocessors, {} attention kernels; medians of {} on the GPU's clock, L2 flushed; reading the clock takes {:.1} us",
+            self.device,
+            self.arch,
+            self.num_multiprocessors,
+            self.family,
+            self.repetitions,
+            self.clock_us
+        )?;
+        writeln!(
+            out,
+            "ceilings in this run: copy {:.2} TB/s (read + write), bf16 product of 8192 x 8192 x 8192 by {} {:.0} TFLOP/s",
+            self.copy_bytes_per_s / 1e12,
+            self.matmul_by,
+            self.matmul_flops / 1e12
+        )?;
+        write!(
+            out,
+            "{:48} {:30} {:>10} {:>19} {:>16} {:>9}",
+            "kernel", "shape", "median ms", "p10-p90", "rate", "of peak"
+        )
+    }
+}
+
+/// One row.
+#[derive(Clone, Debug)]
+pub struct BenchRow {
+    /// What was timed.
+    pub name: String,
+    /// `2x8192 h16/8 d128`.
+    pub shape: String,
+    /// How it went.
+    pub outcome: Outcome,
+}
+
+/// How a row went.
+#[derive(Clone, Debug)]
+pub enum Outcome {
+    /// It was timed.
+    Timed {
+        /// Milliseconds.
+        times: Times,
+        /// Work a second, in `unit`.
+        rate: f64,
+        /// TFLOP/s or GB/s.
+        unit: &'static str,
+        /// Share of this run's ceiling.
+        of_peak: f64,
+    },
+    /// Memory that the result keeps in use.
+    Memory {
+        /// Bytes before the call.
+        before: u64,
+        /// Bytes while its result lives.
+        after: u64,
+        /// Bytes of q, k, v and o.
+        inputs: f64,
+    },
+    /// It was not timed, for a reason known before.
+    Skipped(String),
+    /// It failed.
+    Failed(String),
+}
+
+impl BenchRow {
+    pub(crate) fn new(name: &str, shape: AttentionShape, outcome: Outcome) -> Self {
+        let shape = format!(
+            "{}x{} h{}/{} d{}",
+            shape.batch, shape.seq_len, shape.num_heads, shape.num_kv_heads, shape.head_dim
+        );
+        Self {
+            name: name.to_owned(),
+            shape,
+            outcome,
+        }
+    }
+
+    /// The list of the JSON file that the row belongs to, and itself; a failed row is only said.
+    pub(crate) fn json(&self) -> Option<(&'static str, Value)> {
+        let Self { name, shape, .. } = self;
+        match &self.outcome {
+            Outcome::Timed {
+                times,
+                rate,
+                unit,
+                of_peak,
+            } => Some((
+                "rows",
+                json!({
+                    "name": name, "shape": shape, "median_ms": times.median_ms,
+                    "p10_ms": times.p10_ms, "p90_ms": times.p90_ms, "rate": rate, "unit": unit,
+                    "of_peak": of_peak,
+                }),
+            )),
+            Outcome::Memory {
+                before,
+                after,
+                inputs,
+            } => Some((
+                "memory",
+                json!({
+                    "name": name, "shape": shape, "in_use_before": before,
+                    "in_use_after": after, "q_k_v_o_bytes": inputs,
+                }),
+            )),
+            Outcome::Skipped(reason) => Some((
+                "rows",
+                json!({ "name": name, "shape": shape, "skipped": reason }),
+            )),
+            Outcome::Failed(_) => None,
+        }
+    }
+}
+
+impl fmt::Display for BenchRow {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{:48} {:30} ", self.name, self.shape)?;
+        match &self.outcome {
+            Outcome::Timed {
+                times,
+                rate,
+                unit,
+                of_peak,
+            } => write!(
+                out,
+                "{:>10.4} {:>19} {:>16} {:>8.1}%",
+                times.median_ms,
+                format!("{:.4}-{:.4}", times.p10_ms, times.p90_ms),
+                format!("{rate:.1} {unit}"),
+                100.0 * of_peak
+            ),
+            Outcome::Memory {
+                before,
+                after,
+                inputs,
+            } => {
+                let kept = after.saturating_sub(*before);
+                write!(
+                    out,
+                    "{:>10} in use after the forward pass, {:.1} % of q + k + v + o",
+                    bytes(kept),
+                    100.0 * kept as f64 / inputs
+                )
+            }
+            Outcome::Skipped(reason) => write!(out, "skipped: {reason}"),
+            Outcome::Failed(error) => write!(out, "FAILED {error}"),
+        }
+    }
+}
+
+/// `1.23 GiB` and the like.
+pub(crate) fn bytes(count: u64) -> String {
+    const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
+    let mut size = count as f64 / 1024.0;
+    if size < 1.0 {
+        return format!("{count} B");
+    }
+    let mut unit = 0;
+    while size >= 1024.0 && unit + 1 < UNITS.len() {
+        size /= 1024.0;
+        unit += 1;
+    }
+    format!("{size:.2} {}", UNITS[unit])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_have_their_unit() {
+        let gib = 1 << 30;
+        for (count, text) in [
+            (17, "17 B"),
+            (1536, "1.50 KiB"),
+            (gib, "1.00 GiB"),
+            (5000 * gib, "4.88 TiB"),
+        ] {
+            assert_eq!(bytes(count), text);
+        }
+    }
+}

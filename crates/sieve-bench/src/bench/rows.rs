@@ -1,0 +1,362 @@
+//! The rows of a benchmark: what is timed, on which shapes.
+use super::Bench;
+use super::inputs::{Inputs, random};
+use crate::device::Device;
+use crate::error::Result;
+use crate::random::Random;
+use crate::scores::Scores;
+use burn::tensor::DType;
+use sieve_kernels::{
+    AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv,
+    ScoreBias, SumOrder, attention_decode, dma_decode,
+};
+
+/// Query and KV heads of the usual rows.
+const HEADS: [usize; 2] = [16, 8];
+
+/// Seed of scores.
+const SEED: u64 = 7;
+
+/// Sizes of a row.
+pub(crate) fn shape(
+    batch: usize,
+    seq_len: usize,
+    heads: [usize; 2],
+    width: usize,
+) -> AttentionShape {
+    AttentionShape {
+        batch,
+        seq_len,
+        num_heads: heads[0],
+        num_kv_heads: heads[1],
+        head_dim: width,
+        head_dim_v: width,
+    }
+}
+
+/// FLOPs of a forward pass in which each query sees at most `window` keys.
+pub(crate) fn forward_flops(shape: AttentionShape, window: usize) -> f64 {
+    let (n, w) = (shape.seq_len as f64, window.min(shape.seq_len) as f64);
+    let pairs = w * n - w * (w - 1.0) / 2.0;
+    4.0 * shape.head_dim as f64 * (shape.num_heads * shape.batch) as f64 * pairs
+}
+
+/// A backward pass does five products where a forward pass does two.
+const BACKWARD: f64 = 2.5;
+
+/// Dense and windowed attention, DMA, decoding, as the published table has them.
+pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
+    for (batch, seq_len, width) in [
+        (2, 8192, 128),
+        (8, 2048, 128),
+        (1, 16384, 128),
+        (1, 32768, 128),
+        (2, 8192, 64),
+        (1, 32768, 64),
+    ] {
+        dense(bench, shape(batch, seq_len, HEADS, width), None)?;
+    }
+    for (seq_len, width) in [(16384, 128), (65536, 128), (16384, 64)] {
+        for window in [1024, 2048] {
+            dense(bench, shape(1, seq_len, HEADS, width), Some(window))?;
+        }
+    }
+    nothing_masked(bench, shape(8, 2048, HEADS, 128))?;
+    nothing_masked(bench, shape(8, 2048, HEADS, 64))?;
+    for (seq_len, width, kept) in [
+        (8192, 128, 1024),
+        (16384, 128, 1024),
+        (32768, 128, 1024),
+        (131072, 128, 2048),
+        (16384, 64, 1024),
+        (32768, 64, 1024),
+    ] {
+        for scores in bench.scores.clone() {
+            dma(bench, shape(1, seq_len, HEADS, width), kept, &scores)?;
+        }
+    }
+    for batch in [16, 1] {
+        decoding(bench, shape(batch, 131072, HEADS, 128))?;
+        dma_decoding(bench, shape(batch, 131072, HEADS, 128), 2048)?;
+    }
+    Ok(())
+}
+
+fn dense(bench: &mut Bench<'_>, shape: AttentionShape, window: Option<usize>) -> Result<()> {
+    let Some(inputs) = bench.inputs(shape)? else {
+        return Ok(());
+    };
+    let what = match window {
+        Some(window) => format!("window {window}"),
+        None => "dense".to_owned(),
+    };
+    let flops = forward_flops(shape, window.unwrap_or(shape.seq_len));
+    let forward = || inputs.forward(window, None);
+    bench.flops(&format!("{what} forward"), shape, flops, &mut || {
+        forward().map(drop)
+    });
+    let result = forward()?;
+    for (order, name) in [(SumOrder::Any, ""), (SumOrder::Fixed, ", fixed order")] {
+        bench.flops(
+            &format!("{what} backward{name}"),
+            shape,
+            BACKWARD * flops,
+            &mut || inputs.backward(&result, window, None, order),
+        );
+    }
+    Ok(())
+}
+
+/// DMA whose window holds every key: the dense kernel with a bias.
+fn nothing_masked(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
+    let Some(inputs) = bench.inputs(shape)? else {
+        return Ok(());
+    };
+    let z = Scores::Independent.draw(
+        shape.batch * shape.num_kv_heads,
+        shape.seq_len,
+        &mut Random::new(SEED),
+    )?;
+    let [_, delta] = inputs.scores(&z, &bench.device);
+    let flops = forward_flops(shape, shape.seq_len);
+    let name = format!("dma w {} (nothing masked)", shape.seq_len);
+    let forward = || inputs.forward(None, Some(&delta));
+    bench.flops(&format!("{name} forward"), shape, flops, &mut || {
+        forward().map(drop)
+    });
+    let result = forward()?;
+    bench.flops(
+        &format!("{name} backward"),
+        shape,
+        BACKWARD * flops,
+        &mut || inputs.backward(&result, None, Some(&delta), SumOrder::Any),
+    );
+    Ok(())
+}
+
+fn dma(bench: &mut Bench<'_>, shape: AttentionShape, kept: usize, scores: &Scores) -> Result<()> {
+    let Some(inputs) = bench.inputs(shape)? else {
+        return Ok(());
+    };
+    let rows = shape.batch * shape.num_kv_heads;
+    let z = match scores.draw(rows, shape.seq_len, &mut Random::new(SEED)) {
+        Ok(z) => z,
+        Err(error) => {
+            bench.skip(
+                &format!("dma w {kept}, {}", scores.name()),
+                shape,
+                &error.to_string(),
+            );
+            return Ok(());
+        }
+    };
+    let [z, delta] = inputs.scores(&z, &bench.device);
+    let flops = forward_flops(shape, kept);
+    let name = format!("dma w {kept}, {}", scores.name());
+    let scored = (shape.batch * shape.num_kv_heads * shape.seq_len) as f64;
+    bench.bytes(&format!("{name}: select"), shape, 8.0 * scored, &mut || {
+        inputs.select(&z, kept)
+    });
+    bench.bytes(
+        &format!("{name}: select and lists"),
+        shape,
+        8.0 * scored,
+        &mut || inputs.lists(&z, kept).map(drop),
+    );
+    let lists = inputs.lists(&z, kept)?;
+    bench.flops(&format!("{name}: forward"), shape, flops, &mut || {
+        inputs.dma_forward(&delta, &lists).map(drop)
+    });
+    let result = inputs.dma_forward(&delta, &lists)?;
+    for (order, suffix) in [(SumOrder::Any, ""), (SumOrder::Fixed, ", fixed order")] {
+        bench.flops(
+            &format!("{name}: backward{suffix}"),
+            shape,
+            BACKWARD * flops,
+            &mut || inputs.dma_backward(&result, &delta, &lists, order),
+        );
+    }
+    drop((lists, result));
+    bench.flops(
+        &format!("{name}: select, lists, forward, backward"),
+        shape,
+        (1.0 + BACKWARD) * flops,
+        &mut || {
+            let lists = inputs.lists(&z, kept)?;
+            let result = inputs.dma_forward(&delta, &lists)?;
+            inputs.dma_backward(&result, &delta, &lists, SumOrder::Any)
+        },
+    );
+    if *scores == Scores::Independent {
+        memory(bench, &inputs, [&z, &delta], kept)?;
+    }
+    Ok(())
+}
+
+/// Memory that a forward pass leaves in use for the backward pass: of dense attention o and lse, of DMA also the
+/// selection and the lists. What the calls free again before they return is not in it.
+fn memory(
+    bench: &mut Bench<'_>,
+    inputs: &Inputs,
+    [z, delta]: [&CudaTensor; 2],
+    kept: usize,
+) -> Result<()> {
+    let shape = inputs.shape;
+    bench.memory("dense: o, lse", shape, || inputs.forward(None, None))?;
+    let name = format!("dma w {kept}: selection, lists, o, lse");
+    bench.memory(&name, shape, || {
+        let (selection, lists) = inputs.selection_and_lists(z, kept)?;
+        let result = inputs.dma_forward(delta, &lists)?;
+        Ok((selection, lists, result))
+    })
+}
+
+/// One token a row against `seq_len` cached keys.
+pub(crate) fn decoding(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
+    let keys = (shape.batch * shape.num_kv_heads * shape.seq_len * shape.head_dim) as f64;
+    let bytes = 2.0 * 2.0 * keys;
+    if !bench.fits("decode", shape, 3.0 * bytes)? {
+        return Ok(());
+    }
+    let token = token(bench, shape);
+    let like = token.q.tensor();
+    let place = [
+        shape.batch,
+        shape.num_kv_heads,
+        shape.seq_len,
+        shape.head_dim,
+    ];
+    let cache = KvCache {
+        k: random(place, &bench.device),
+        v: random(place, &bench.device),
+    };
+    let scratch = DecodeScratch::new(like, shape, shape.seq_len)?;
+    let step = DecodeStep {
+        window: None,
+        softmax_scale: 1.0 / (shape.head_dim as f32).sqrt(),
+        max_length: shape.seq_len - 1,
+    };
+    let length = vec![shape.seq_len as i32 - 1; shape.batch];
+    let length = bench.device.int(&length, &[shape.batch]);
+    bench.bytes("decode", shape, bytes, &mut || {
+        attention_decode(&token, &cache, &length, step, &scratch).map(drop)
+    });
+    Ok(())
+}
+
+/// One token a row against DMA's slots, the replacement of a slot included.
+pub(crate) fn dma_decoding(
+    bench: &mut Bench<'_>,
+    shape: AttentionShape,
+    kept: usize,
+) -> Result<()> {
+    let token = token(bench, shape);
+    let (batch, kv_heads) = (shape.batch, shape.num_kv_heads);
+    let place = [batch, kv_heads, kept, shape.head_dim];
+    let mut numbers = Random::new(SEED);
+    let z: Vec<f32> = (0..batch * kv_heads * kept)
+        .map(|_| numbers.normal())
+        .collect();
+    let positions: Vec<i32> = (0..batch * kv_heads * kept)
+        .map(|at| (at % kept) as i32)
+        .collect();
+    let slots = DmaSlots {
+        kv: KvCache {
+            k: random(place, &bench.device),
+            v: random(place, &bench.device),
+        },
+        z: bench.device.float(&z, &[batch, kv_heads, kept], DType::F32),
+        positions: bench.device.int(&positions, &[batch, kv_heads, kept]),
+        local_window_size: 0,
+    };
+    // Better than the worst slot, so that one is replaced.
+    let new_z = bench
+        .device
+        .float(&vec![0.5; batch * kv_heads], &[batch, kv_heads], DType::F32);
+    let scratch = DecodeScratch::new(token.q.tensor(), shape, kept)?;
+    let length = bench
+        .device
+        .int(&vec![shape.seq_len as i32 - 1; batch], &[batch]);
+    let scale = 1.0 / (shape.head_dim as f32).sqrt();
+    let bytes = (batch * kv_heads * kept * (4 * shape.head_dim + 8)) as f64;
+    bench.bytes(&format!("dma_decode w {kept}"), shape, bytes, &mut || {
+        dma_decode(
+            &token,
+            &new_z,
+            &slots,
+            &length,
+            scale,
+            ScoreBias::Exp,
+            &scratch,
+        )
+        .map(drop)
+    });
+    Ok(())
+}
+
+/// `[batch, 1, heads, width]` tensors.
+fn token(bench: &Bench<'_>, shape: AttentionShape) -> Qkv {
+    let of = |heads| random([shape.batch, 1, heads, shape.head_dim], &bench.device);
+    Qkv::separate(
+        &of(shape.num_heads),
+        &of(shape.num_kv_heads),
+        &of(shape.num_kv_heads),
+    )
+}
+
+/// The shapes of paper 004's Table 2, forward passes: dense, and DMA with its selection. The first scores asked for.
+pub(crate) fn table2(bench: &mut Bench<'_>) -> Result<()> {
+    const KEPT: usize = 2048;
+    let mut shapes: Vec<AttentionShape> = (8..16)
+        .map(|power| shape(1, 1 << power, [2, 1], 128))
+        .collect();
+    shapes.extend([1, 2, 4, 8].map(|batch| shape(batch, 4096, [2, 1], 32)));
+    shapes.extend([[1, 1], [4, 1], [8, 2]].map(|heads| shape(1, 4096, heads, 32)));
+    shapes.extend([64, 96, 128].map(|width| shape(1, 4096, [2, 1], width)));
+    let scores = bench.scores.first().cloned().unwrap_or(Scores::Independent);
+    for shape in shapes {
+        let Some(inputs) = bench.inputs(shape)? else {
+            continue;
+        };
+        let rows = shape.batch * shape.num_kv_heads;
+        let z = scores.draw(rows, shape.seq_len, &mut Random::new(SEED))?;
+        let [z, delta] = inputs.scores(&z, &bench.device);
+        bench.flops(
+            "dense forward",
+            shape,
+            forward_flops(shape, shape.seq_len),
+            &mut || inputs.forward(None, None).map(drop),
+        );
+        let name = format!("dma w {KEPT}, {}: select, forward", scores.name());
+        let flops = forward_flops(shape, KEPT);
+        bench.flops(&name, shape, flops, &mut || -> Result<(), KernelError> {
+            if KEPT >= shape.seq_len {
+                // As the op does: nothing is masked, so there are no lists.
+                inputs.select(&z, KEPT)?;
+                return inputs.forward(None, Some(&delta)).map(drop);
+            }
+            let lists = inputs.lists(&z, KEPT)?;
+            inputs.dma_forward(&delta, &lists).map(drop)
+        });
+    }
+    for power in 8..17 {
+        let cached = shape(1, 1 << power, [2, 1], 128);
+        decoding(bench, cached)?;
+        dma_decoding(bench, cached, KEPT.min(cached.seq_len))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_of_all_keys_costs_what_dense_attention_costs() {
+        let shape = shape(2, 100, [4, 2], 64);
+        let pairs = 100.0 * 101.0 / 2.0;
+        assert_eq!(forward_flops(shape, 100), 4.0 * 64.0 * 8.0 * pairs);
+        assert_eq!(forward_flops(shape, 1000), forward_flops(shape, 100));
+        assert_eq!(forward_flops(shape, 1), 4.0 * 64.0 * 8.0 * 100.0);
+    }
+}

@@ -1,0 +1,232 @@
+//! Attention with biases far beyond the size of `q . k`, as DMA makes them: by both families and both orders of sums, measured
+//! against the host, which takes the largest bias from a row before it adds.
+use crate::attention::{Prepared, check_wrapper};
+use crate::case::{Case, Cuts, Keys};
+use crate::decode;
+use crate::device::Device;
+use crate::error::Result;
+use crate::extent::Extent;
+use crate::on_device::OnDevice;
+use crate::random::Random;
+use crate::report::Report;
+use crate::scores::Scores;
+use crate::strided::Layout;
+use rayon::prelude::*;
+use sieve_kernels::{AttentionShape, TILE_QUERIES, dma_lists, selection_of_expire};
+
+/// How biases are drawn.
+#[derive(Clone, Copy, Debug)]
+enum Biases {
+    /// `exp(min(z, 60))`: ten keys with this z, the others 0.
+    Ten(f32),
+    /// The same with z apart by about 0.5.
+    Apart(f32),
+    /// The same with z of 60 to 70, which all meet at the clamp.
+    Clamped,
+    /// z itself, anywhere from -8192 to 8192.
+    Anywhere,
+    /// z itself, from -8192 in the first key to 8192 in the last.
+    Rising,
+    /// z itself, -8192 or 8192.
+    Ends,
+    /// z itself, normal numbers around this one.
+    Around(f32),
+}
+
+const BIASES: [Biases; 15] = [
+    Biases::Ten(10.0),
+    Biases::Ten(14.0),
+    Biases::Ten(20.0),
+    Biases::Ten(40.0),
+    Biases::Ten(60.0),
+    Biases::Apart(10.0),
+    Biases::Apart(14.0),
+    Biases::Apart(20.0),
+    Biases::Apart(40.0),
+    Biases::Clamped,
+    Biases::Anywhere,
+    Biases::Rising,
+    Biases::Ends,
+    Biases::Around(8192.0),
+    Biases::Around(-8192.0),
+];
+
+impl Biases {
+    /// Scores and biases of one row.
+    fn draw(self, seq_len: usize, random: &mut Random) -> (Vec<f32>, Vec<f32>) {
+        let mut z = vec![0.0; seq_len];
+        let ten = |random: &mut Random, z: &mut Vec<f32>, draw: &dyn Fn(&mut Random) -> f32| {
+            for _ in 0..10 {
+                let at = random.below(seq_len);
+                z[at] = draw(random);
+            }
+        };
+        match self {
+            Self::Ten(at) => ten(random, &mut z, &|_| at),
+            Self::Apart(at) => ten(random, &mut z, &|random| at + 0.5 * random.normal()),
+            Self::Clamped => ten(random, &mut z, &|random| 60.0 + 10.0 * random.unit() as f32),
+            Self::Anywhere => {
+                let at = |_| 16384.0 * random.unit() as f32 - 8192.0;
+                z = (0..seq_len).map(at).collect();
+            }
+            Self::Rising => {
+                let at = |i: usize| 16384.0 * (i as f32 + 0.5) / seq_len as f32 - 8192.0;
+                z = (0..seq_len).map(|i| at(i) + random.normal()).collect();
+            }
+            Self::Around(middle) => z = (0..seq_len).map(|_| middle + random.normal()).collect(),
+            Self::Ends => {
+                z = (0..seq_len)
+                    .map(|_| random.one_of(&[-8192.0, 8192.0]))
+                    .collect()
+            }
+        }
+        let delta = match self {
+            Self::Ten(_) | Self::Apart(_) | Self::Clamped => {
+                z.iter().map(|z| z.min(60.0).exp()).collect()
+            }
+            Self::Anywhere | Self::Rising | Self::Ends | Self::Around(_) => z.clone(),
+        };
+        (z, delta)
+    }
+}
+
+/// Width and group: both of the Hopper family, the odd group whose dq in a fixed order is portable, one that is portable.
+const SHAPES: &[(usize, usize)] = &[(128, 2), (64, 4), (128, 3), (96, 2)];
+
+/// The same on the emulator, where each shape more is another set of programs to compile.
+const EMULATED_SHAPES: &[(usize, usize)] = &[(32, 2)];
+
+/// Every kind of biases, over all keys and over lists of several super-blocks, packed documents among them.
+pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
+    let shapes = match extent.is_emulated {
+        true => EMULATED_SHAPES,
+        false => SHAPES,
+    };
+    let mut draws = Vec::new();
+    for (at, biases) in BIASES.into_iter().enumerate() {
+        let of_keys = [Keys::Chosen(64), Keys::Chosen(100), Keys::Biased];
+        // Several super-blocks take the emulator seconds, which it spends on a third of the biases.
+        let first = usize::from(extent.is_emulated && at % 3 > 0);
+        for (other, keys) in of_keys.into_iter().enumerate().skip(first) {
+            let shape = shapes[(at + other) % shapes.len()];
+            draws.push((biases, keys, shape, at + other));
+        }
+    }
+    let prepared: Vec<Result<Prepared>> = draws
+        .into_par_iter()
+        .enumerate()
+        .map(|(at, (biases, keys, shape, other))| {
+            prepare(biases, keys, shape, other, extent.seed + at as u64)
+        })
+        .collect();
+    for prepared in prepared {
+        let name = "attention, large biases";
+        check_wrapper(report, name, &prepared?, device, |call| {
+            call.lists(TILE_QUERIES)
+        });
+    }
+    check_decoding(report, device, shapes[0].0.min(64), extent.seed)?;
+    check_empty_list(report, device, extent)
+}
+
+/// Decoding over slots whose scores are equal, or all at the clamp: the row that the full pass computes.
+fn check_decoding(
+    report: &mut Report,
+    device: &dyn Device,
+    head_dim: usize,
+    seed: u64,
+) -> Result<()> {
+    for biases in [Biases::Ten(14.0), Biases::Ten(20.0), Biases::Clamped] {
+        let case = draw(biases, Keys::Chosen(40), 150, (head_dim, 2), Cuts::Count(1), seed)?;
+        let outcome = OnDevice::new(&case, device).dma_decode();
+        let outcome = outcome.map_err(|error| error.to_string());
+        let outcome = outcome.and_then(|o| decode::judge(&case, &o, true));
+        let label = format!("{biases:?} 150 tokens, 40 slots, seed {seed}");
+        report.add("dma_decode, large biases", "kernel", &label, outcome);
+    }
+    Ok(())
+}
+
+fn prepare(
+    biases: Biases,
+    keys: Keys,
+    widths: (usize, usize),
+    other: usize,
+    seed: u64,
+) -> Result<Prepared> {
+    let seq_len = match keys {
+        Keys::Chosen(64) => 1100,
+        Keys::Chosen(_) => 333,
+        _ => 200,
+    };
+    let cuts = Cuts::Count(1 + other % 2);
+    let case = draw(biases, keys, seq_len, widths, cuts, seed)?;
+    let label = format!("{biases:?} {keys:?} {cuts:?} seq_len={seq_len} {widths:?} seed {seed}");
+    Ok(Prepared::new(case, Layout::Contiguous, label))
+}
+
+fn draw(
+    biases: Biases,
+    keys: Keys,
+    seq_len: usize,
+    widths: (usize, usize),
+    cuts: Cuts,
+    seed: u64,
+) -> Result<Case> {
+    let mut case = Case::draw(shape(seq_len, widths), keys, cuts, &Scores::Tied, seed)?;
+    let mut random = Random::new(seed + 1000);
+    let rows = case.shape.batch * case.shape.num_kv_heads;
+    let (z, delta): (Vec<_>, Vec<_>) = (0..rows).map(|_| biases.draw(seq_len, &mut random)).unzip();
+    case.set_biases(z.concat(), delta.concat());
+    Ok(case)
+}
+
+/// A super-block whose queries see no key at all: an empty list. K, V and biases of its keys are NaN.
+fn check_empty_list(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
+    let shapes = match extent.is_emulated {
+        true => EMULATED_SHAPES,
+        false => &[(128, 2), (64, 1)],
+    };
+    for &widths in shapes {
+        let (seq_len, kept) = (1100, 200);
+        let shape = shape(seq_len, widths);
+        let mut case = Case::draw(
+            shape,
+            Keys::Chosen(kept),
+            Cuts::Count(1),
+            &Scores::Tied,
+            extent.seed,
+        )?;
+        for (at, expire) in case.expire.iter_mut().enumerate() {
+            let key = at % seq_len;
+            *expire = if key < 1024 { key } else { seq_len } as i32;
+        }
+        let expire = case.expire.clone();
+        let label = format!("nobody sees the first 1024 keys, {widths:?}");
+        let prepared = Prepared::new(case, Layout::Contiguous, label);
+        check_wrapper(
+            report,
+            "dma_attention, empty list",
+            &prepared,
+            device,
+            |call| {
+                let expire = device.int(&expire, &shape.per_key());
+                let selection = selection_of_expire(&expire, &call.doc_start, kept)?;
+                dma_lists(&selection, &call.doc_start, &call.doc_end, TILE_QUERIES).map(Some)
+            },
+        );
+    }
+    Ok(())
+}
+
+fn shape(seq_len: usize, (head_dim, group): (usize, usize)) -> AttentionShape {
+    let num_kv_heads = 2;
+    AttentionShape {
+        batch: 1,
+        seq_len,
+        num_heads: group * num_kv_heads,
+        num_kv_heads,
+        head_dim,
+        head_dim_v: head_dim,
+    }
+}

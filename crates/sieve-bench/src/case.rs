@@ -1,0 +1,323 @@
+//! One attention call's inputs on the host, the same for every device.
+use crate::error::{Result, refused};
+use crate::random::Random;
+use crate::scores::Scores;
+use sieve_kernels::{AttentionShape, oracle};
+
+/// Scores above this one get the bias of this one.
+const SCORE_CLAMP: f32 = 60.0;
+
+/// Which keys a query sees, and with what bias.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Keys {
+    /// All before it.
+    Dense,
+    /// All before it, with a bias each.
+    Biased,
+    /// The last so many, its own included.
+    Window(usize),
+    /// DMA's choice of so many, with a bias each.
+    Chosen(usize),
+}
+
+/// How rows are cut into documents.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cuts {
+    /// So many documents a row, at random places.
+    Count(usize),
+    /// Documents of random lengths up to a half of the row.
+    Few,
+    /// Up to a quarter, some of one token.
+    Mixed,
+    /// One token each.
+    Tokens,
+}
+
+/// Inputs; floats are exact in bf16 where kernels read bf16.
+#[derive(Clone, Debug)]
+pub(crate) struct Case {
+    pub(crate) shape: AttentionShape,
+    pub(crate) keys: Keys,
+    /// Factor on `q.k`.
+    pub(crate) scale: f32,
+    /// `[batch, seq_len, num_heads, head_dim]`.
+    pub(crate) q: Vec<f32>,
+    /// `[batch, seq_len, num_kv_heads, head_dim]`.
+    pub(crate) k: Vec<f32>,
+    /// `[batch, seq_len, num_kv_heads, head_dim_v]`.
+    pub(crate) v: Vec<f32>,
+    /// `[batch, seq_len, num_heads, head_dim_v]`.
+    pub(crate) d_o: Vec<f32>,
+    /// `[batch, num_kv_heads, seq_len]`; empty unless keys are chosen.
+    pub(crate) z: Vec<f32>,
+    /// `[batch, num_kv_heads, seq_len]`; empty where there is no bias.
+    pub(crate) delta: Vec<f32>,
+    /// `[batch, seq_len]`.
+    pub(crate) doc_start: Vec<i32>,
+    /// `[batch, seq_len]`.
+    pub(crate) doc_end: Vec<i32>,
+    /// `active(i, j) <=> j <= i < expire[j]`, `[batch, num_kv_heads, seq_len]`: the oracle's.
+    pub(crate) expire: Vec<i32>,
+}
+
+impl Case {
+    /// Draws everything for a seed.
+    pub(crate) fn draw(
+        shape: AttentionShape,
+        keys: Keys,
+        cuts: Cuts,
+        scores: &Scores,
+        seed: u64,
+    ) -> Result<Self> {
+        let AttentionShape {
+            batch,
+            seq_len,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim_v,
+        } = shape;
+        let mut random = Random::new(seed);
+        let tokens = batch * seq_len;
+        let q = random.bf16_normals(tokens * num_heads * head_dim);
+        let k = random.bf16_normals(tokens * num_kv_heads * head_dim);
+        let v = random.bf16_normals(tokens * num_kv_heads * head_dim_v);
+        let d_o = random.bf16_normals(tokens * num_heads * head_dim_v);
+        let (doc_start, doc_end) = documents(shape, cuts, &mut random)?;
+        let rows = batch * num_kv_heads;
+        let z = match keys {
+            Keys::Chosen(_) => scores.draw(rows, seq_len, &mut random)?,
+            _ => Vec::new(),
+        };
+        let delta = match keys {
+            Keys::Chosen(_) => z.iter().map(|z| z.min(SCORE_CLAMP).exp()).collect(),
+            Keys::Biased => (0..rows * seq_len).map(|_| random.unit() as f32).collect(),
+            _ => Vec::new(),
+        };
+        let mut case = Self {
+            shape,
+            keys,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            q,
+            k,
+            v,
+            d_o,
+            z,
+            delta,
+            doc_start,
+            doc_end,
+            expire: Vec::new(),
+        };
+        case.expire = case.oracle();
+        Ok(case)
+    }
+
+    /// Other scores (kept where keys are chosen) and biases, and the mask that follows from them.
+    pub(crate) fn set_biases(&mut self, z: Vec<f32>, delta: Vec<f32>) {
+        if matches!(self.keys, Keys::Chosen(_)) {
+            self.z = z;
+        }
+        self.delta = delta;
+        self.expire = self.oracle();
+    }
+
+    /// Whether logits get a bias.
+    pub(crate) fn has_bias(&self) -> bool {
+        !self.delta.is_empty()
+    }
+
+    /// Keys a query sees at most; the length of a row where nothing limits it.
+    pub(crate) fn window(&self) -> usize {
+        match self.keys {
+            Keys::Dense | Keys::Biased => self.shape.seq_len,
+            Keys::Window(window) | Keys::Chosen(window) => window,
+        }
+    }
+
+    /// True for each key that no query sees, `[batch, num_kv_heads, seq_len]`.
+    pub(crate) fn never_active(&self) -> Vec<bool> {
+        let seq_len = self.shape.seq_len;
+        let never = |(at, &expire): (usize, &i32)| expire as usize <= at % seq_len;
+        self.expire.iter().enumerate().map(never).collect()
+    }
+
+    /// First tokens of all documents in the flattened batch, and the number of tokens.
+    pub(crate) fn cu_seqlens(&self) -> Vec<i32> {
+        let seq_len = self.shape.seq_len;
+        let first = |at: &usize| self.doc_start[*at] as usize == at % seq_len;
+        (0..self.doc_start.len())
+            .filter(first)
+            .chain([self.doc_start.len()])
+            .map(|at| at as i32)
+            .collect()
+    }
+
+    /// Makes every row of the batch the first one, but for the gradient of the output.
+    pub(crate) fn repeat_first_row(&mut self) {
+        fn repeat<T: Copy>(values: &mut [T], batch: usize) {
+            let (first, rest) = values.split_at_mut(values.len() / batch);
+            for row in rest.chunks_exact_mut(first.len().max(1)) {
+                row.copy_from_slice(first);
+            }
+        }
+        let batch = self.shape.batch;
+        for values in [
+            &mut self.q,
+            &mut self.k,
+            &mut self.v,
+            &mut self.z,
+            &mut self.delta,
+        ] {
+            repeat(values, batch);
+        }
+        repeat(&mut self.doc_start, batch);
+        repeat(&mut self.doc_end, batch);
+        self.expire = self.oracle();
+    }
+
+    fn oracle(&self) -> Vec<i32> {
+        let AttentionShape {
+            batch,
+            seq_len,
+            num_kv_heads,
+            ..
+        } = self.shape;
+        let mut expire = Vec::with_capacity(batch * num_kv_heads * seq_len);
+        for row in 0..batch * num_kv_heads {
+            let tokens = row / num_kv_heads * seq_len..(row / num_kv_heads + 1) * seq_len;
+            let (start, end) = (&self.doc_start[tokens.clone()], &self.doc_end[tokens]);
+            match self.keys {
+                Keys::Chosen(kept) => {
+                    let z = &self.z[row * seq_len..(row + 1) * seq_len];
+                    expire.extend(oracle::expire(z, start, end, kept));
+                }
+                _ => {
+                    let limit = |(j, &end): (usize, &i32)| end.min((j + self.window()) as i32);
+                    expire.extend(end.iter().enumerate().map(limit));
+                }
+            }
+        }
+        expire
+    }
+}
+
+/// First position and one past the last of each token's document, `[batch, seq_len]` each.
+fn documents(
+    shape: AttentionShape,
+    cuts: Cuts,
+    random: &mut Random,
+) -> Result<(Vec<i32>, Vec<i32>)> {
+    let seq_len = shape.seq_len;
+    if let Cuts::Count(count) = cuts {
+        if !(1..=seq_len).contains(&count) {
+            return refused(format!(
+                "--documents {count}: a row of {seq_len} tokens holds 1 to {seq_len} documents"
+            ));
+        }
+    }
+    let (mut starts, mut ends) = (Vec::new(), Vec::new());
+    for _ in 0..shape.batch {
+        let mut firsts = vec![0];
+        match cuts {
+            Cuts::Count(count) => {
+                while firsts.len() < count {
+                    let at = random.between(1, seq_len);
+                    if !firsts.contains(&at) {
+                        firsts.push(at);
+                    }
+                }
+                firsts.sort_unstable();
+            }
+            Cuts::Few | Cuts::Mixed | Cuts::Tokens => {
+                let longest = match cuts {
+                    Cuts::Few => seq_len / 2,
+                    Cuts::Mixed => seq_len / 4,
+                    _ => 1,
+                };
+                loop {
+                    let short = cuts == Cuts::Mixed && random.chance(0.3);
+                    let length = if short {
+                        1
+                    } else {
+                        1 + random.below(longest.max(1))
+                    };
+                    let next = firsts[firsts.len() - 1] + length;
+                    if next >= seq_len {
+                        break;
+                    }
+                    firsts.push(next);
+                }
+            }
+        }
+        for (index, &first) in firsts.iter().enumerate() {
+            let end = firsts.get(index + 1).copied().unwrap_or(seq_len);
+            starts.resize(starts.len() + end - first, first as i32);
+            ends.resize(ends.len() + end - first, end as i32);
+        }
+    }
+    Ok((starts, ends))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    pub(crate) fn shape() -> AttentionShape {
+        AttentionShape {
+            batch: 2,
+            seq_len: 37,
+            num_heads: 4,
+            num_kv_heads: 2,
+            head_dim: 16,
+            head_dim_v: 16,
+        }
+    }
+
+    #[test]
+    fn documents_cover_their_rows() {
+        let mut random = Random::new(5);
+        for cuts in [
+            Cuts::Count(3),
+            Cuts::Few,
+            Cuts::Mixed,
+            Cuts::Tokens,
+            Cuts::Count(37),
+        ] {
+            let (start, end) = documents(shape(), cuts, &mut random).expect("37 tokens");
+            assert_eq!((start.len(), end.len()), (74, 74));
+            for (at, (&start, &end)) in start.iter().zip(&end).enumerate() {
+                let here = (at % 37) as i32;
+                assert!(start <= here && here < end && end <= 37, "{cuts:?} {at}");
+            }
+        }
+        assert!(documents(shape(), Cuts::Count(38), &mut random).is_err());
+    }
+
+    #[test]
+    fn cu_seqlens_counts_over_the_batch() {
+        let case = Case::draw(shape(), Keys::Dense, Cuts::Count(3), &Scores::Tied, 9)
+            .expect("three documents fit");
+        let bounds = case.cu_seqlens();
+        assert_eq!(bounds.len(), 7);
+        assert_eq!((bounds[0], bounds[3], bounds[6]), (0, 37, 74));
+    }
+
+    #[test]
+    fn a_window_expires_its_keys() {
+        let case = Case::draw(shape(), Keys::Window(5), Cuts::Count(1), &Scores::Tied, 9)
+            .expect("one document");
+        let tied = Case::draw(shape(), Keys::Chosen(5), Cuts::Count(1), &Scores::Tied, 9)
+            .expect("one document");
+        assert_eq!(case.expire, tied.expire, "tied scores are a window");
+        assert!(!case.never_active().contains(&true));
+        let falling = Case::draw(
+            shape(),
+            Keys::Chosen(5),
+            Cuts::Count(1),
+            &Scores::Falling,
+            9,
+        )
+        .expect("one document");
+        assert!(falling.never_active().contains(&true));
+    }
+}

@@ -1,0 +1,130 @@
+//! Decoding token by token against the rows of the whole pass.
+mod caches;
+
+use crate::bar::Bar;
+use crate::case::{Case, Cuts, Keys};
+use crate::device::Device;
+use crate::error::Result;
+use crate::extent::Extent;
+use crate::on_device::OnDevice;
+use crate::place::{self, Place};
+use crate::random::Random;
+use crate::reference::{Rounding, attention};
+use crate::report::{Path, PathWatch, Report, is_device_limit};
+use crate::scores::Scores;
+use sieve_kernels::AttentionShape;
+
+fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
+    let mut random = Random::new(extent.seed);
+    let Extent { widths, groups, .. } = *extent;
+    (0..extent.few()).map(move |at| {
+        let (head_dim, head_dim_v) = random.one_of(widths);
+        let group = random.one_of(groups);
+        let num_kv_heads = random.between(1, 4);
+        let seq_len = random.between(1, 70);
+        let shape = AttentionShape {
+            batch: random.between(1, 4),
+            seq_len,
+            num_heads: group * num_kv_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim_v,
+        };
+        let window = random.one_of(&[1, 5, 16, 33, 100]);
+        let keys = match at % 3 {
+            0 => Keys::Dense,
+            1 => Keys::Window(window),
+            _ => Keys::Chosen(window),
+        };
+        let scores = &Scores::RANDOM[random.below(Scores::RANDOM.len())];
+        let seed = random.between(0, 1 << 30) as u64;
+        let label = format!("{shape:?} {keys:?} {} seed {seed}", scores.name());
+        Ok((
+            Case::draw(shape, keys, Cuts::Count(1), scores, seed)?,
+            label,
+        ))
+    })
+}
+
+fn name(keys: Keys) -> &'static str {
+    match keys {
+        Keys::Dense | Keys::Biased => "decode",
+        Keys::Window(_) => "decode, window",
+        Keys::Chosen(_) => "dma_decode",
+    }
+}
+
+pub(super) fn judge(case: &Case, o: &[f32], is_bf16: bool) -> Result<f32, String> {
+    let exact = attention(case, Rounding::None).outputs.o;
+    let plain = attention(case, Rounding::Bf16).outputs.o;
+    let bar = Bar {
+        plain: if is_bf16 { 2.0 } else { 0.0 },
+        floor: Bar::FLOOR,
+        // One token's row is short, and its plain computation is often exact.
+        share: if is_bf16 { 1.0 / 256.0 } else { 1e-4 },
+        norm: false,
+    };
+    bar.judge("o", o, &plain, &exact)
+}
+
+/// The ops of `B`.
+pub(crate) fn check_ops<B: Place>(
+    report: &mut Report,
+    device: &B::Device,
+    extent: &Extent,
+    is_cuda: bool,
+) -> Result<()> {
+    for case in cases(extent) {
+        let (case, label) = case?;
+        let watch = PathWatch::start();
+        let o = match case.keys {
+            Keys::Chosen(_) => place::dma_decode::<B>(&case, device),
+            _ => place::decode::<B>(&case, device),
+        };
+        let name = format!("op {}", name(case.keys));
+        let outcome = judge(&case, &o, is_cuda);
+        match watch.path() {
+            _ if !is_cuda => report.add(&name, "cpu", &label, outcome),
+            Path::Kernel => report.add(&name, "kernel", &label, outcome),
+            Path::Reference(reason) if is_device_limit(&reason) => {
+                report.add_missing(&name, &reason);
+            }
+            Path::Reference(reason) => {
+                let failure = Err(format!("took the reference: {reason}"));
+                report.add(&name, "reference", &label, failure);
+            }
+            Path::None => {
+                let failure = Err("no kernel was called".to_owned());
+                report.add(&name, "none", &label, failure);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The launch wrappers, with the token's key written into the cache by the kernel.
+pub(crate) fn check_wrappers(
+    report: &mut Report,
+    device: &dyn Device,
+    extent: &Extent,
+) -> Result<()> {
+    for case in cases(extent) {
+        let (case, label) = case?;
+        let call = OnDevice::new(&case, device);
+        let o = match case.keys {
+            Keys::Chosen(_) => call.dma_decode(),
+            _ => call.decode(),
+        };
+        match o {
+            Ok(o) => {
+                let outcome = judge(&case, &o, true);
+                report.add(name(case.keys), "kernel", &label, outcome);
+            }
+            Err(error) => {
+                report.add(name(case.keys), "refused", &label, Err(error.to_string()));
+            }
+        }
+    }
+    caches::check(report, device, extent);
+    Ok(())
+}

@@ -1,0 +1,367 @@
+//! Decoding against caches that some prefill left: rows of different length, several splits, NaN wherever a kernel
+//! has no business, DMA's slots in any order, groups of more query heads than a block has rows.
+use crate::bar::Bar;
+use crate::device::Device;
+use crate::extent::Extent;
+use crate::random::{Random, round_bf16};
+use crate::report::Report;
+use crate::scores::Scores;
+use burn::tensor::DType;
+use sieve_kernels::{
+    AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv,
+    ScoreBias, attention_decode, dma_decode,
+};
+
+/// One key as a query meets it.
+struct Key {
+    k: Vec<f32>,
+    v: Vec<f32>,
+    bias: f32,
+    /// Score and position of DMA.
+    rank: (f32, i32),
+}
+
+/// Checks both kernels.
+pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
+    let mut random = Random::new(extent.seed);
+    let groups: &[usize] = if extent.is_emulated {
+        &[2, 17]
+    } else {
+        &[1, 2, 3, 8, 16, 17]
+    };
+    for at in 0..extent.few() {
+        let (head_dim, head_dim_v) = random.one_of(extent.widths);
+        let (kv_heads, group) = (random.between(1, 4), random.one_of(groups));
+        let shape = AttentionShape {
+            batch: random.between(1, 4),
+            seq_len: 1,
+            num_heads: kv_heads * group,
+            num_kv_heads: kv_heads,
+            head_dim,
+            head_dim_v,
+        };
+        let seed = random.between(0, 1 << 30) as u64;
+        let mut calls = Calls {
+            device,
+            shape,
+            random: Random::new(seed),
+            worst: 0.0,
+        };
+        let (name, outcome) = match at % 2 {
+            0 => ("decode, caches", calls.dense()),
+            _ => ("dma_decode, caches", calls.dma()),
+        };
+        report.add(
+            name,
+            "kernel",
+            &format!("{shape:?} seed {seed}"),
+            outcome.map(|()| calls.worst),
+        );
+    }
+}
+
+struct Calls<'a> {
+    device: &'a dyn Device,
+    shape: AttentionShape,
+    random: Random,
+    worst: f32,
+}
+
+/// A new token of every row: the tensors, and q, k and v on the host.
+struct Token {
+    on: Qkv,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+}
+
+impl Calls<'_> {
+    fn scale(&self) -> f32 {
+        1.0 / (self.shape.head_dim as f32).sqrt()
+    }
+
+    fn token(&mut self) -> Token {
+        let AttentionShape {
+            batch,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim_v,
+            ..
+        } = self.shape;
+        let mut draw = |heads: usize, width: usize| {
+            let values = self.random.bf16_normals(batch * heads * width);
+            let on = self
+                .device
+                .float(&values, &[batch, 1, heads, width], DType::BF16);
+            (values, on)
+        };
+        let ((q, q_on), (k, k_on)) = (draw(num_heads, head_dim), draw(num_kv_heads, head_dim));
+        let (v, v_on) = draw(num_kv_heads, head_dim_v);
+        Token {
+            on: Qkv::separate(&q_on, &k_on, &v_on),
+            q,
+            k,
+            v,
+        }
+    }
+
+    /// The new key of a row and KV head.
+    fn key_of(&self, token: &Token, row: usize, bias: f32, rank: (f32, i32)) -> Key {
+        let AttentionShape {
+            head_dim,
+            head_dim_v,
+            ..
+        } = self.shape;
+        Key {
+            k: token.k[row * head_dim..][..head_dim].to_vec(),
+            v: token.v[row * head_dim_v..][..head_dim_v].to_vec(),
+            bias,
+            rank,
+        }
+    }
+
+    /// Compares the output of every query head with attention over the keys of its row and KV head.
+    fn judge(&mut self, o: &CudaTensor, token: &Token, keys: &[Vec<Key>]) -> Result<(), String> {
+        let AttentionShape {
+            num_heads,
+            head_dim,
+            ..
+        } = self.shape;
+        let (group, scale) = (self.shape.group_size(), self.scale());
+        let got = self.device.floats(o).map_err(text)?;
+        let (mut exact, mut plain) = (Vec::new(), Vec::new());
+        for (at, q) in token.q.chunks_exact(head_dim).enumerate() {
+            let row = at / num_heads * self.shape.num_kv_heads + at % num_heads / group;
+            exact.extend(attend(q, &keys[row], scale, false));
+            plain.extend(attend(q, &keys[row], scale, true));
+        }
+        let bar = Bar {
+            plain: 2.0,
+            floor: Bar::FLOOR,
+            share: 1.0 / 256.0,
+            norm: false,
+        };
+        self.worst = self.worst.max(bar.judge("o", &got, &plain, &exact)?);
+        Ok(())
+    }
+
+    fn dense(&mut self) -> Result<(), String> {
+        let AttentionShape {
+            batch,
+            num_kv_heads,
+            head_dim,
+            head_dim_v,
+            ..
+        } = self.shape;
+        let capacity = self.random.between(1, 700);
+        let window = self
+            .random
+            .chance(0.5)
+            .then(|| self.random.between(1, capacity + 1));
+        let lengths: Vec<usize> = (0..batch).map(|_| self.random.below(capacity)).collect();
+        let rows = batch * num_kv_heads;
+        let first = |row: usize| {
+            let seen = lengths[row / num_kv_heads] + 1;
+            seen - seen.min(window.unwrap_or(seen))
+        };
+        let mut k = vec![f32::NAN; rows * capacity * head_dim];
+        let mut v = vec![f32::NAN; rows * capacity * head_dim_v];
+        let mut keys: Vec<Vec<Key>> = Vec::new();
+        for row in 0..rows {
+            let mut seen = Vec::new();
+            for slot in first(row)..lengths[row / num_kv_heads] {
+                let key = Key {
+                    k: self.random.bf16_normals(head_dim),
+                    v: self.random.bf16_normals(head_dim_v),
+                    bias: 0.0,
+                    rank: (0.0, 0),
+                };
+                let at = row * capacity + slot;
+                k[at * head_dim..][..head_dim].copy_from_slice(&key.k);
+                v[at * head_dim_v..][..head_dim_v].copy_from_slice(&key.v);
+                seen.push(key);
+            }
+            keys.push(seen);
+        }
+        let token = self.token();
+        for (row, keys) in keys.iter_mut().enumerate() {
+            keys.push(self.key_of(&token, row, 0.0, (0.0, 0)));
+        }
+        let on = |values: &[f32], width: usize| {
+            self.device
+                .float(values, &[batch, num_kv_heads, capacity, width], DType::BF16)
+        };
+        let cache = KvCache {
+            k: on(&k, head_dim),
+            v: on(&v, head_dim_v),
+        };
+        let scratch = DecodeScratch::new(&cache.k, self.shape, capacity).map_err(text)?;
+        let length: Vec<i32> = lengths.iter().map(|&length| length as i32).collect();
+        let length = self.device.int(&length, &[batch]);
+        let step = DecodeStep {
+            window,
+            softmax_scale: self.scale(),
+            max_length: lengths.iter().copied().max().unwrap_or(0),
+        };
+        // Twice: the second call finds the counters of the splits at zero, and writes the same key again.
+        for _ in 0..2 {
+            let o = attention_decode(&token.on, &cache, &length, step, &scratch).map_err(text)?;
+            self.judge(&o, &token, &keys)?;
+        }
+        let after = self.device.floats(&cache.k).map_err(text)?;
+        for row in 0..rows {
+            let at = (row * capacity + lengths[row / num_kv_heads]) * head_dim;
+            if after[at..at + head_dim] != token.k[row * head_dim..][..head_dim] {
+                return Err(format!("the new key of row {row} is not in the cache"));
+            }
+        }
+        Ok(())
+    }
+
+    fn dma(&mut self) -> Result<(), String> {
+        let AttentionShape {
+            batch,
+            num_kv_heads,
+            head_dim,
+            head_dim_v,
+            ..
+        } = self.shape;
+        let kept = self.random.one_of(&[1, 2, 16, 17, 63, 64, 65, 200]);
+        let rows = batch * num_kv_heads;
+        let mut lengths: Vec<usize> = (0..batch).map(|_| self.random.below(2 * kept)).collect();
+        let steps = self.random.between(1, 8);
+        let scores = &Scores::RANDOM[self.random.below(Scores::RANDOM.len())];
+        let seq_len = 2 * kept + steps;
+        let z = scores
+            .draw(rows, seq_len, &mut self.random)
+            .map_err(|e| e.to_string())?;
+        // Slots as a prefill may leave them, in any order.
+        let mut k = vec![f32::NAN; rows * kept * head_dim];
+        let mut v = vec![f32::NAN; rows * kept * head_dim_v];
+        let mut slot_z = vec![f32::NAN; rows * kept];
+        let mut slot_position = vec![-1; rows * kept];
+        let mut keys: Vec<Vec<Key>> = Vec::new();
+        for row in 0..rows {
+            let score = |j: usize| z[row * seq_len + j] + 0.0;
+            let mut best: Vec<usize> = (0..lengths[row / num_kv_heads]).collect();
+            best.sort_by(|&a, &b| score(b).total_cmp(&score(a)).then(b.cmp(&a)));
+            best.truncate(kept);
+            for last in (1..best.len()).rev() {
+                best.swap(last, self.random.below(last + 1));
+            }
+            let mut held = Vec::new();
+            for (slot, &j) in best.iter().enumerate() {
+                let key = Key {
+                    k: self.random.bf16_normals(head_dim),
+                    v: self.random.bf16_normals(head_dim_v),
+                    bias: score(j).min(60.0).exp(),
+                    rank: (score(j), j as i32),
+                };
+                let at = row * kept + slot;
+                k[at * head_dim..][..head_dim].copy_from_slice(&key.k);
+                v[at * head_dim_v..][..head_dim_v].copy_from_slice(&key.v);
+                (slot_z[at], slot_position[at]) = key.rank;
+                held.push(key);
+            }
+            keys.push(held);
+        }
+        let per_slot = [batch, num_kv_heads, kept];
+        let on = |values: &[f32], width: usize| {
+            self.device
+                .float(values, &[batch, num_kv_heads, kept, width], DType::BF16)
+        };
+        let slots = DmaSlots {
+            kv: KvCache {
+                k: on(&k, head_dim),
+                v: on(&v, head_dim_v),
+            },
+            z: self.device.float(&slot_z, &per_slot, DType::F32),
+            positions: self.device.int(&slot_position, &per_slot),
+            local_window_size: 0,
+        };
+        let scratch = DecodeScratch::new(&slots.z, self.shape, kept).map_err(text)?;
+        for _ in 0..steps {
+            let token = self.token();
+            let mut new_z = Vec::new();
+            for (row, held) in keys.iter_mut().enumerate() {
+                let position = lengths[row / num_kv_heads];
+                let score = z[row * seq_len + position];
+                new_z.push(score);
+                let score = score + 0.0;
+                held.push(self.key_of(
+                    &token,
+                    row,
+                    score.min(60.0).exp(),
+                    (score, position as i32),
+                ));
+                if held.len() > kept {
+                    let rank = |at: &usize| held[*at].rank;
+                    let worst = (0..held.len()).min_by(|a, b| {
+                        rank(a)
+                            .0
+                            .total_cmp(&rank(b).0)
+                            .then(rank(a).1.cmp(&rank(b).1))
+                    });
+                    held.swap_remove(worst.unwrap_or(0));
+                }
+            }
+            let length: Vec<i32> = lengths.iter().map(|&length| length as i32).collect();
+            let o = dma_decode(
+                &token.on,
+                &self
+                    .device
+                    .float(&new_z, &[batch, num_kv_heads], DType::F32),
+                &slots,
+                &self.device.int(&length, &[batch]),
+                self.scale(),
+                ScoreBias::Exp,
+                &scratch,
+            )
+            .map_err(text)?;
+            self.judge(&o, &token, &keys)?;
+            let positions = self.device.ints(&slots.positions).map_err(text)?;
+            for (row, held) in keys.iter().enumerate() {
+                let mut got = positions[row * kept..][..held.len()].to_vec();
+                let mut expected: Vec<i32> = held.iter().map(|key| key.rank.1).collect();
+                got.sort_unstable();
+                expected.sort_unstable();
+                if got != expected {
+                    return Err(format!("row {row} holds {got:?}, expected {expected:?}"));
+                }
+            }
+            lengths.iter_mut().for_each(|length| *length += 1);
+        }
+        Ok(())
+    }
+}
+
+/// Attention of one query in f64, or rounded wherever a plain bf16 computation rounds.
+fn attend(q: &[f32], keys: &[Key], scale: f32, is_plain: bool) -> Vec<f32> {
+    let round = |x: f64| {
+        if is_plain {
+            f64::from(round_bf16(x as f32))
+        } else {
+            x
+        }
+    };
+    let logit = |key: &Key| {
+        let dot: f64 = q.iter().zip(&key.k).map(|(a, b)| f64::from(a * b)).sum();
+        round(round(dot) * f64::from(scale)) + f64::from(key.bias)
+    };
+    let logits: Vec<f64> = keys.iter().map(logit).collect();
+    let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let total: f64 = logits.iter().map(|logit| (logit - largest).exp()).sum();
+    let mut o = vec![0.0; keys.first().map_or(0, |key| key.v.len())];
+    for (key, logit) in keys.iter().zip(logits) {
+        let p = round((logit - largest).exp() / total);
+        o.iter_mut()
+            .zip(&key.v)
+            .for_each(|(o, &v)| *o += p * f64::from(v));
+    }
+    o.into_iter().map(|x| round(x) as f32).collect()
+}
+
+fn text(error: KernelError) -> String {
+    error.to_string()
+}

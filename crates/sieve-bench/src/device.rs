@@ -1,0 +1,67 @@
+//! Where the wrappers' tensors live: a GPU, or the CPU emulator.
+use crate::place;
+use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn_cuda::CudaDevice;
+use sieve_kernels::{AttentionShape, CudaPrimitive, CudaTensor, KernelError};
+use sieve_ops::Cuda;
+
+/// A device that the launch wrappers can be called on.
+pub(crate) trait Device {
+    /// Host values as a contiguous tensor.
+    fn float(&self, values: &[f32], shape: &[usize], dtype: DType) -> CudaTensor;
+
+    /// Host integers as a contiguous tensor.
+    fn int(&self, values: &[i32], shape: &[usize]) -> CudaTensor;
+
+    /// Makes memory that the outputs of a call may get hold NaN: an element that a kernel forgets then shows.
+    fn poison(&self, shape: AttentionShape);
+
+    /// Values in f32, in index order.
+    ///
+    /// # Errors
+    /// Of work that was queued before.
+    fn floats(&self, tensor: &CudaTensor) -> Result<Vec<f32>, KernelError>;
+
+    /// Integers, in index order.
+    ///
+    /// # Errors
+    /// Of work that was queued before.
+    fn ints(&self, tensor: &CudaTensor) -> Result<Vec<i32>, KernelError>;
+}
+
+impl Device for CudaDevice {
+    fn float(&self, values: &[f32], shape: &[usize], dtype: DType) -> CudaTensor {
+        let data = TensorData::new(values.to_vec(), [values.len()]);
+        let tensor = Tensor::<Cuda, 1>::from_data(data, self).cast(dtype);
+        wrapped(tensor.into_primitive().tensor(), shape)
+    }
+
+    fn int(&self, values: &[i32], shape: &[usize]) -> CudaTensor {
+        let data = TensorData::new(values.to_vec(), [values.len()]);
+        let tensor = Tensor::<Cuda, 1, Int>::from_data(data, self);
+        wrapped(tensor.into_primitive(), shape)
+    }
+
+    fn poison(&self, shape: AttentionShape) {
+        place::poison::<Cuda>(shape, self);
+    }
+
+    fn floats(&self, tensor: &CudaTensor) -> Result<Vec<f32>, KernelError> {
+        let data = burn_cubecl::ops::into_data_sync(tensor.primitive().clone());
+        let values = data.convert::<f32>().to_vec();
+        Ok(values.expect("data converted to f32 is read as f32"))
+    }
+
+    fn ints(&self, tensor: &CudaTensor) -> Result<Vec<i32>, KernelError> {
+        let data = burn_cubecl::ops::into_data_sync(tensor.primitive().clone());
+        let values = data.convert::<i32>().to_vec();
+        Ok(values.expect("data converted to i32 is read as i32"))
+    }
+}
+
+/// A tensor of one dimension under its real shape.
+fn wrapped(primitive: CudaPrimitive, shape: &[usize]) -> CudaTensor {
+    let flat = CudaTensor::from(primitive).contiguous();
+    flat.reshaped("upload", "the values", shape)
+        .expect("as many values as the shape has")
+}

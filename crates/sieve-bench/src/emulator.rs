@@ -1,0 +1,544 @@
+//! Kernels without a GPU: the launches that the wrappers record, run on the CPU.
+//!
+//! The text of a launch, exactly as a GPU's compiler would get it, becomes a C++ program: `tests/gpu/emulator` gives
+//! CUDA's vocabulary, one fiber stands for one thread, and each `asm` statement becomes a call of the function that
+//! `ptx.h` has for its instruction. g++ compiles each specialisation once. For correctness only;
+//! tests/gpu/emulator/README.md says what it sees and what not.
+use crate::device::Device;
+use crate::random::round_bf16;
+use burn::tensor::DType;
+use sieve_kernels::{AttentionShape, CudaTensor, Hardware, KernelError, Launch, Recorder, Step};
+use std::cell::RefCell;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const EMU: &str = include_str!("../../../tests/gpu/emulator/emu.h");
+const PTX: &str = include_str!("../../../tests/gpu/emulator/ptx.h");
+const RUNNER: &str = include_str!("../../../tests/gpu/emulator/runner.h");
+
+/// Multiply-adds as nvcc makes them: a large product that cancels shows its rounding error only so.
+const FLAGS: [&str; 5] = ["-std=c++17", "-O1", "-mfma", "-ffp-contract=fast", "-w"];
+
+/// Bytes of a page of memory.
+const PAGE: usize = 4096;
+
+/// A device of the wrappers whose memory is files and whose kernels are programs.
+pub(crate) struct Emulator {
+    recorder: Recorder,
+    /// Programs, kept between runs.
+    programs: PathBuf,
+    /// Buffers of this run.
+    memory: PathBuf,
+    state: RefCell<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Buffers that have a file.
+    made: usize,
+    /// Launches so far: each gets another order of warps.
+    launches: u64,
+    /// Names of the kernels that ran.
+    kernels: Vec<&'static str>,
+}
+
+impl Emulator {
+    /// An emulator of an Ampere GPU that keeps its programs in a folder.
+    ///
+    /// # Errors
+    /// A folder that cannot be made.
+    pub(crate) fn new(programs: &Path) -> io::Result<Self> {
+        let memory = programs.join(format!("memory-{}", std::process::id()));
+        fs::create_dir_all(&memory)?;
+        Ok(Self {
+            recorder: Recorder::new(Hardware::AMPERE),
+            programs: programs.to_owned(),
+            memory,
+            state: RefCell::default(),
+        })
+    }
+
+    /// Names of the kernels that ran, each once, in order.
+    pub(crate) fn kernels(&self) -> Vec<&'static str> {
+        let mut names = self.state.borrow().kernels.clone();
+        names.sort_unstable();
+        names.dedup();
+        names
+    }
+
+    /// Runs what was recorded since the last call.
+    fn catch_up(&self) -> Result<(), KernelError> {
+        self.make_buffers().map_err(|e| failed("memory", &e))?;
+        for step in self.recorder.take_steps() {
+            match step {
+                Step::Launch(launch) => self.run(&launch)?,
+                Step::Fill { buffer, element } => {
+                    let bytes = element.repeat(self.recorder.buffers()[buffer] / element.len());
+                    self.write(buffer, &bytes).map_err(|e| failed("fill", &e))?;
+                }
+                Step::Gather {
+                    from,
+                    to,
+                    shape,
+                    strides,
+                    element_bytes,
+                } => {
+                    let all = self.read(from.buffer).map_err(|e| failed("copy", &e))?;
+                    let mut gathered = Vec::new();
+                    for at in 0..shape.iter().product() {
+                        let place = from.offset_bytes + place(at, &shape, &strides) * element_bytes;
+                        gathered.extend(&all[place..place + element_bytes]);
+                    }
+                    self.write(to, &gathered).map_err(|e| failed("copy", &e))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Files for buffers that have none yet; every byte 0xff, so that a float nobody wrote is NaN.
+    fn make_buffers(&self) -> io::Result<()> {
+        let buffers = self.recorder.buffers();
+        let made = std::mem::replace(&mut self.state.borrow_mut().made, buffers.len());
+        for (buffer, &bytes) in buffers.iter().enumerate().skip(made) {
+            self.write(buffer, &vec![0xff; bytes])?;
+        }
+        Ok(())
+    }
+
+    fn file(&self, buffer: usize) -> PathBuf {
+        self.memory.join(buffer.to_string())
+    }
+
+    /// Bytes before a buffer in its file: its end is the end of a page.
+    fn padding(bytes: usize) -> usize {
+        let padded = bytes.next_multiple_of(16);
+        padded.next_multiple_of(PAGE).max(PAGE) - padded
+    }
+
+    fn write(&self, buffer: usize, bytes: &[u8]) -> io::Result<()> {
+        let mut all = vec![0; Self::padding(bytes.len())];
+        all.extend(bytes);
+        all.resize(all.len().next_multiple_of(PAGE), 0);
+        fs::write(self.file(buffer), all)
+    }
+
+    fn read(&self, buffer: usize) -> io::Result<Vec<u8>> {
+        let bytes = self.recorder.buffers()[buffer];
+        let all = fs::read(self.file(buffer))?;
+        Ok(all[Self::padding(bytes)..][..bytes].to_vec())
+    }
+
+    fn run(&self, launch: &Launch) -> Result<(), KernelError> {
+        let name = launch.kernel.name();
+        let seed = {
+            let mut state = self.state.borrow_mut();
+            state.launches += 1;
+            state.kernels.push(name);
+            state.launches
+        };
+        let mut command = Command::new(self.program(launch)?);
+        command.args(launch.grid.map(|size| size.to_string()));
+        let sizes = [
+            launch.kernel.block_threads(),
+            launch.kernel.dynamic_shared_bytes(),
+            seed as usize,
+            launch.words.len(),
+        ];
+        command.args(sizes.map(|size| size.to_string()));
+        command.args(launch.words.iter().map(u64::to_string));
+        let buffers = self.recorder.buffers();
+        for view in &launch.tensors {
+            let (file, bytes) = (self.file(view.buffer), buffers[view.buffer]);
+            command.arg(format!("{}:{bytes}:{}", file.display(), view.offset_bytes));
+        }
+        let done = command.output().map_err(|e| failed(name, &e))?;
+        if done.status.success() {
+            return Ok(());
+        }
+        let what = match done.status.code() {
+            Some(2) => "threads wait for each other for ever",
+            Some(3) => "it wrote past its dynamic shared memory",
+            Some(4) => "its arguments do not fit the launch",
+            _ => "it read or wrote outside its buffers, or at an address that is not aligned",
+        };
+        let words = String::from_utf8_lossy(&done.stderr);
+        Err(failed(name, &format!("{what} ({}) {words}", done.status)))
+    }
+
+    /// The program of a specialisation, compiled at its first use.
+    fn program(&self, launch: &Launch) -> Result<PathBuf, KernelError> {
+        let (name, text) = (launch.kernel.name(), launch.kernel.text()?);
+        let source = program_text(launch.kernel.entry_point(), &text.text);
+        let program = self
+            .programs
+            .join(format!("{name}-{:016x}", fnv1a(&format!("{FLAGS:?}{source}"))));
+        if program.is_file() {
+            return Ok(program);
+        }
+        let beside =
+            |ending: &str| program.with_extension(format!("{}.{ending}", std::process::id()));
+        let (file, built) = (beside("cpp"), beside("built"));
+        fs::write(&file, source).map_err(|e| failed(name, &e))?;
+        let done = Command::new("g++")
+            .args(FLAGS)
+            .arg("-o")
+            .args([&built, &file])
+            .output()
+            .map_err(|e| failed(name, &format!("g++ cannot be started: {e}")))?;
+        if !done.status.success() {
+            let log = String::from_utf8_lossy(&done.stderr).into_owned();
+            return Err(KernelError::Compile { kernel: name, log });
+        }
+        let _ = fs::remove_file(&file);
+        fs::rename(&built, &program).map_err(|e| failed(name, &e))?;
+        Ok(program)
+    }
+
+    fn put(&self, bytes: &[u8], shape: &[usize], dtype: DType) -> CudaTensor {
+        let tensor = self.recorder.tensor(shape, dtype);
+        let at = tensor.recorded_at().expect("the recorder made it");
+        self.make_buffers()
+            .and_then(|()| self.write(at.buffer, bytes))
+            .expect("the folder of buffers can be written");
+        tensor
+    }
+
+    fn get(&self, tensor: &CudaTensor) -> Result<Vec<u8>, KernelError> {
+        let tensor = tensor.contiguous();
+        self.catch_up()?;
+        let at = tensor.recorded_at().expect("tensors of one recorder");
+        let all = self.read(at.buffer).map_err(|e| failed("reading", &e))?;
+        let bytes = tensor.num_elements() * tensor.dtype().size();
+        Ok(all[at.offset_bytes..][..bytes].to_vec())
+    }
+}
+
+impl Drop for Emulator {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.memory);
+    }
+}
+
+impl Device for Emulator {
+    fn float(&self, values: &[f32], shape: &[usize], dtype: DType) -> CudaTensor {
+        let bytes: Vec<u8> = match dtype {
+            DType::BF16 => {
+                let halves = values
+                    .iter()
+                    .map(|&x| (round_bf16(x).to_bits() >> 16) as u16);
+                halves.flat_map(u16::to_le_bytes).collect()
+            }
+            _ => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        };
+        self.put(&bytes, shape, dtype)
+    }
+
+    fn int(&self, values: &[i32], shape: &[usize]) -> CudaTensor {
+        let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        self.put(&bytes, shape, DType::I32)
+    }
+
+    /// New buffers hold NaN already.
+    fn poison(&self, _shape: AttentionShape) {}
+
+    fn floats(&self, tensor: &CudaTensor) -> Result<Vec<f32>, KernelError> {
+        let bytes = self.get(tensor)?;
+        Ok(match tensor.dtype() {
+            DType::BF16 => {
+                let halves = bytes.as_chunks::<2>().0.iter();
+                halves
+                    .map(|&half| f32::from_bits(u32::from(u16::from_le_bytes(half)) << 16))
+                    .collect()
+            }
+            _ => {
+                let words = bytes.as_chunks::<4>().0.iter();
+                words.map(|&word| f32::from_le_bytes(word)).collect()
+            }
+        })
+    }
+
+    fn ints(&self, tensor: &CudaTensor) -> Result<Vec<i32>, KernelError> {
+        let bytes = self.get(tensor)?;
+        let words = bytes.as_chunks::<4>().0.iter();
+        Ok(words.map(|&word| i32::from_le_bytes(word)).collect())
+    }
+}
+
+fn failed(kernel: &'static str, reason: &dyn std::fmt::Display) -> KernelError {
+    let reason = reason.to_string();
+    KernelError::Launch { kernel, reason }
+}
+
+/// Where element `at` of a tensor lies, in elements.
+fn place(mut at: usize, shape: &[usize], strides: &[usize]) -> usize {
+    let mut place = 0;
+    for (size, stride) in shape.iter().zip(strides).rev() {
+        place += at % size * stride;
+        at /= size;
+    }
+    place
+}
+
+/// A name for a text (FNV-1a).
+fn fnv1a(text: &str) -> u64 {
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+    })
+}
+
+/// The C++ program of a kernel's text.
+fn program_text(entry: &str, kernel: &str) -> String {
+    let mut text = format!("{EMU}\n{PTX}\n");
+    text.push_str(&without_asm(&with_shared_memory(&with_own_entry(
+        entry, kernel,
+    ))));
+    text.push_str(RUNNER);
+    text.push_str(&format!(
+        "int main(int count, char** text) {{ return emu::run_program(count, text, {entry}{ENTRY}); }}\n"
+    ));
+    text
+}
+
+/// What the emulator adds to the name of the entry point: a helper may have the same name, and only one can be the
+/// program's kernel.
+const ENTRY: &str = "_entry";
+
+/// The text with the entry point under its own name.
+fn with_own_entry(entry: &str, kernel: &str) -> String {
+    let mut parts = kernel.split("extern \"C\"");
+    let mut text = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        // #if may choose between signatures; calls inside are indented.
+        let mut part = part.to_owned();
+        for before in ["\n", "void ", ") "] {
+            let (from, to) = (
+                format!("{before}{entry}("),
+                format!("{before}{entry}{ENTRY}("),
+            );
+            part = part.replace(&from, &to);
+        }
+        text.push_str("extern \"C\"");
+        text.push_str(&part);
+    }
+    text
+}
+
+/// `extern __shared__ TYPE name[];` as a pointer to the emulator's dynamic shared memory.
+fn with_shared_memory(kernel: &str) -> String {
+    let mut text = String::with_capacity(kernel.len());
+    for line in kernel.lines() {
+        match declared_shared(line) {
+            Some((kind, name)) => {
+                text.push_str(&format!(
+                    "{kind}* const {name} = ({kind}*)emu::dynamic_shared;"
+                ));
+            }
+            None => text.push_str(line),
+        }
+        text.push('\n');
+    }
+    text
+}
+
+/// Type and name of a declaration of dynamic shared memory.
+fn declared_shared(line: &str) -> Option<(&str, &str)> {
+    let rest = line.trim_start().strip_prefix("extern __shared__ ")?;
+    let rest = match rest.strip_prefix("__align__(") {
+        Some(aligned) => aligned.split_once(')')?.1,
+        None => rest,
+    };
+    let (declared, _) = rest.split_once("[]")?;
+    let (kind, name) = declared.trim().rsplit_once(' ')?;
+    Some((kind, name))
+}
+
+/// Each asm statement as a call of its instruction.
+fn without_asm(kernel: &str) -> String {
+    let mut text = String::with_capacity(kernel.len());
+    let mut rest = kernel;
+    while let Some(at) = rest.find("asm") {
+        let (before, statement) = rest.split_at(at);
+        let starts_word = !before.ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == '"');
+        let parsed = statement_end(&statement[3..]).filter(|_| starts_word);
+        text.push_str(before);
+        match parsed {
+            Some((inside, after)) => {
+                text.push_str(&call_of(inside));
+                rest = after;
+            }
+            None => {
+                text.push_str("asm");
+                rest = &statement[3..];
+            }
+        }
+    }
+    text.push_str(rest);
+    text
+}
+
+/// What stands between the parentheses of ` [volatile] (...);`, and what follows the semicolon.
+fn statement_end(text: &str) -> Option<(&str, &str)> {
+    let text = text.trim_start();
+    let text = text.strip_prefix("volatile").unwrap_or(text).trim_start();
+    let inside = text.strip_prefix('(')?;
+    let (mut depth, mut quoted) = (1, false);
+    for (at, c) in inside.char_indices() {
+        match c {
+            '"' => quoted = !quoted,
+            '(' if !quoted => depth += 1,
+            ')' if !quoted => depth -= 1,
+            _ => {}
+        }
+        if depth == 0 {
+            let after = inside[at + 1..].trim_start();
+            return Some((&inside[..at], after.strip_prefix(';')?));
+        }
+    }
+    None
+}
+
+/// The call that stands for an asm statement: `"opcode %0, [%1], 16;" : outputs : inputs : clobbers`.
+fn call_of(statement: &str) -> String {
+    let mut quotes = statement.split('"');
+    let template = quotes.nth(1).unwrap_or_default();
+    let operands =
+        operands(&statement[statement.find(template).unwrap_or(0) + template.len() + 1..]);
+    let named = |word: &str| -> String {
+        let index = word.strip_prefix('%').and_then(|n| n.parse::<usize>().ok());
+        index
+            .and_then(|n| operands.get(n))
+            .cloned()
+            .unwrap_or_else(|| word.to_owned())
+    };
+    let function = |opcode: &str| opcode.replace("::", "_").replace('.', "_");
+    if template.starts_with('{') {
+        // A few instructions; the last one says what they do, and the operands come in the order of their numbers.
+        let lines: Vec<&str> = template.split("\\n").collect();
+        let last = lines.iter().rev().nth(1).copied().unwrap_or_default();
+        let opcode = last
+            .split_whitespace()
+            .find(|word| !word.starts_with('@'))
+            .unwrap_or_default();
+        return format!("ptx_block_{}({});", function(opcode), operands.join(", "));
+    }
+    let (opcode, arguments) = template.split_once(' ').unwrap_or((template, ""));
+    if opcode.is_empty() {
+        return ";".to_owned();
+    }
+    let words = arguments
+        .split([',', ' ', '[', ']', '{', '}', ';'])
+        .filter(|word| !word.is_empty());
+    let words: Vec<String> = words.map(named).collect();
+    let opcode = opcode.trim_end_matches(';');
+    format!("ptx_{}({});", function(opcode), words.join(", "))
+}
+
+/// The expressions of outputs and inputs: what follows each `"constraint"` in parentheses.
+fn operands(text: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut rest = text;
+    while let Some((_, after)) = rest.split_once('"') {
+        let Some((_, after)) = after.split_once('"') else {
+            break;
+        };
+        rest = after;
+        let Some(expression) = after.strip_prefix('(') else {
+            continue;
+        };
+        let mut depth = 1;
+        for (at, c) in expression.char_indices() {
+            depth += i32::from(c == '(') - i32::from(c == ')');
+            if depth == 0 {
+                found.push(expression[..at].to_owned());
+                rest = &expression[at + 1..];
+                break;
+            }
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn asm_becomes_a_call() {
+        for (statement, call) in [
+            (
+                "asm(\"cvt.rn.bf16x2.f32 %0, %1, %2;\" : \"=r\"(word) : \"f\"(f(a, 1)), \"f\"(b));",
+                "ptx_cvt_rn_bf16x2_f32(word, f(a, 1), b);",
+            ),
+            (
+                "asm volatile(\"cp.async.ca.shared.global [%0], [%1], 8, %2;\" ::\"r\"(to), \"l\"(from), \"r\"(n) : \"memory\");",
+                "ptx_cp_async_ca_shared_global(to, from, 8, n);",
+            ),
+            (
+                "asm volatile(\"cp.async.commit_group;\" ::: \"memory\");",
+                "ptx_cp_async_commit_group();",
+            ),
+            ("asm volatile(\"\" : \"+r\"(address));", ";"),
+            (
+                "asm volatile(\"{\\n.reg .pred same;\\nsetp.eq.u32 same, %1, 0;\\n@same red.shared.add.u32 [%0], 1;\\n}\" ::\"r\"(a), \"r\"(b));",
+                "ptx_block_red_shared_add_u32(a, b);",
+            ),
+        ] {
+            assert_eq!(
+                without_asm(&format!("x {statement} y")),
+                format!("x {call} y")
+            );
+        }
+        assert_eq!(without_asm("plasma(1);"), "plasma(1);");
+    }
+
+    #[test]
+    fn dynamic_shared_memory_is_a_pointer() {
+        for (line, kind, name) in [
+            (
+                "  extern __shared__ __align__(128) unsigned char bytes[];",
+                "unsigned char",
+                "bytes",
+            ),
+            ("extern __shared__ float4 w[];  // note", "float4", "w"),
+        ] {
+            assert_eq!(declared_shared(line), Some((kind, name)));
+        }
+        assert_eq!(declared_shared("__shared__ float x[3];"), None);
+    }
+
+    #[test]
+    fn a_launch_is_json() {
+        let gpu = Recorder::new(Hardware::AMPERE);
+        let of = |heads| gpu.tensor(&[1, 70, heads, 64], DType::BF16);
+        let qkv = sieve_kernels::Qkv::separate(&of(4), &of(2), &of(2));
+        let doc_start = gpu.tensor(&[1, 70], DType::I32);
+        sieve_kernels::attention_forward(&qkv, &doc_start, None, 0.125, None).expect("usual");
+        let steps = serde_json::to_value(gpu.take_steps()).expect("plain data");
+        let launch = &steps[0]["launch"];
+        assert_eq!(launch["kernel"]["file"], "attention_forward.cu");
+        assert_eq!(launch["kernel"]["threads"], 128);
+        assert_eq!(launch["grid"], serde_json::json!([1, 4, 1]));
+        assert_eq!(launch["words"][1], 70);
+        let defines = launch["kernel"]["defines"].as_array().expect("pairs");
+        assert!(
+            defines.contains(&serde_json::json!(["HEAD_DIM", "64"])),
+            "{defines:?}"
+        );
+    }
+
+    #[test]
+    fn buffers_end_with_their_page() {
+        for (bytes, padding) in [
+            (16, PAGE - 16),
+            (17, PAGE - 32),
+            (PAGE, 0),
+            (PAGE + 1, PAGE - 16),
+        ] {
+            assert_eq!(Emulator::padding(bytes), padding);
+        }
+        assert_eq!(place(5, &[2, 3], &[10, 2]), 14);
+    }
+}

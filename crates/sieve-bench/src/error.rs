@@ -1,0 +1,46 @@
+//! What can go wrong before a check or a benchmark has a result.
+use sieve_hf::CheckpointError;
+use sieve_kernels::KernelError;
+
+/// Every error of this crate.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// A request that makes no sense, or that this machine cannot fulfil.
+    #[error("{0}")]
+    Refused(String),
+    /// A kernel was not compiled or not launched.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    /// One call that no kernel takes.
+    #[error("no kernel takes this call")]
+    NotTaken(#[source] KernelError),
+    /// No architecture was named, and there is no GPU.
+    #[error("there is no GPU here to build for; name one with --arch")]
+    NothingToBuildFor(#[source] KernelError),
+    /// No compiler was named, and none is installed.
+    #[error(
+        "no compiler: install the CUDA toolkit's run-time compiler, or name an nvcc with --nvcc"
+    )]
+    NoCompiler(#[source] KernelError),
+    /// A file of tensors.
+    #[error(transparent)]
+    File(#[from] CheckpointError),
+    /// Work on the GPU ended with an error.
+    #[error("the GPU reported an error: {0}")]
+    Gpu(String),
+}
+
+impl BenchError {
+    /// What Burn or CubeCL returned.
+    pub(crate) fn gpu(error: impl std::fmt::Debug) -> Self {
+        Self::Gpu(format!("{error:?}"))
+    }
+}
+
+/// A result of this crate.
+pub(crate) type Result<T, E = BenchError> = std::result::Result<T, E>;
+
+/// Refuses a request with a sentence.
+pub(crate) fn refused<T>(reason: impl Into<String>) -> Result<T> {
+    Err(BenchError::Refused(reason.into()))
+}

@@ -1,0 +1,69 @@
+//! How much a check draws, and from what.
+
+/// Widths of keys and of values.
+const WIDTHS: &[(usize, usize)] = &[
+    (16, 16),
+    (32, 32),
+    (64, 64),
+    (96, 96),
+    (128, 128),
+    (192, 128),
+    (256, 256),
+];
+
+/// Query heads a KV head.
+const GROUPS: &[usize] = &[1, 2, 3, 4, 8];
+
+/// Tokens of a selection: one block, several super-blocks, several blocks of survivors, more leaving times than one
+/// window of bits.
+const LENGTHS: &[usize] = &[1, 2, 63, 1024, 1025, 3000, 8193, 20001, 131_073, 300_001];
+
+/// What random calls are drawn from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Extent {
+    /// Random calls of attention.
+    pub(crate) cases: usize,
+    /// Longest usual sequence of attention.
+    pub(crate) longest: usize,
+    /// Seed of the random calls.
+    pub(crate) seed: u64,
+    /// Widths of keys and of values.
+    pub(crate) widths: &'static [(usize, usize)],
+    /// Query heads a KV head.
+    pub(crate) groups: &'static [usize],
+    /// Tokens of a selection.
+    pub(crate) lengths: &'static [usize],
+    /// Whether all is interpreted, a million times slower than on a GPU.
+    pub(crate) is_emulated: bool,
+}
+
+impl Extent {
+    /// Every width, group and length.
+    pub(crate) const fn all(cases: usize, longest: usize, seed: u64) -> Self {
+        Self {
+            cases,
+            longest,
+            seed,
+            widths: WIDTHS,
+            groups: GROUPS,
+            lengths: LENGTHS,
+            is_emulated: false,
+        }
+    }
+
+    /// One width and group, and short selections: each more is another set of programs to compile.
+    pub(crate) const fn emulated(cases: usize, longest: usize, seed: u64) -> Self {
+        Self {
+            widths: &[(32, 32)],
+            groups: &[2],
+            lengths: &[1, 63, 1025, 2100],
+            is_emulated: true,
+            ..Self::all(cases, longest, seed)
+        }
+    }
+
+    /// Cases of what is checked token by token or entry by entry.
+    pub(crate) fn few(&self) -> usize {
+        self.cases.div_ceil(5)
+    }
+}

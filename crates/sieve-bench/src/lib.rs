@@ -1,0 +1,52 @@
+//! The proving ground of the kernels: cases, references, bars and clocks behind `sieve kernels`.
+//!
+//! A check draws cases from a seed, computes each on the host as a definition would ([`Report`] says how far the
+//! kernel's result is from it, beside the error of a plain bf16 computation), and names the path that every call
+//! took. A benchmark times the same calls on the GPU's own clock. Nothing here prints: callers get reports and
+//! events.
+
+mod error;
+
+mod random;
+mod scores;
+mod shape;
+
+mod case;
+mod extent;
+mod outputs;
+mod strided;
+
+mod bar;
+mod reference;
+mod report;
+
+mod device;
+mod emulator;
+mod on_device;
+mod place;
+
+mod attention;
+mod biases;
+mod decode;
+mod selection;
+mod step;
+
+mod bench;
+mod build;
+mod capture;
+mod check;
+mod clock;
+mod run;
+
+pub use bench::{BenchEvent, BenchResult, BenchRow, BenchSettings, Ceilings, Outcome, bench};
+pub use build::{BuildEvent, BuildSettings, build, build_table_head, prefill};
+pub use capture::{capture, kernel_sources};
+pub use check::{
+    CheckSettings, Target, all_kernels, check, check_emulated, check_json, short_check,
+};
+pub use clock::Times;
+pub use error::BenchError;
+pub use report::{Report, Row};
+pub use run::{Op, RunSettings, run};
+pub use scores::Scores;
+pub use shape::CaseShape;

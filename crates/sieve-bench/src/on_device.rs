@@ -1,0 +1,285 @@
+//! Calls of the launch wrappers themselves, on a GPU or on the emulator: separate q, k and v, gradients into buffers
+//! full of NaN, both orders of sums.
+use crate::case::{Case, Keys};
+use crate::device::Device;
+use crate::outputs::Outputs;
+use crate::place::{Place, by_token};
+use crate::strided::Strided;
+use burn::tensor::DType;
+use burn::tensor::ops::FloatTensor;
+use burn_cuda::CudaDevice;
+use sieve_kernels::{
+    AttentionGradients, AttentionResult, AttentionShape, CudaPrimitive, CudaTensor, DecodeScratch,
+    DecodeStep, DmaSlots, KernelError, KernelFamily, KeyLists, KvCache, Qkv, ScoreBias, Selection,
+    SumOrder, attention_backward, attention_decode, attention_family, attention_forward,
+    dma_attention_backward, dma_attention_forward, dma_decode, dma_lists, dma_select,
+};
+use sieve_ops::Cuda;
+
+impl Place for Cuda {
+    const DTYPE: DType = DType::BF16;
+
+    fn family(case: &Case, device: &CudaDevice) -> &'static str {
+        // The ops pad values to the width of keys.
+        let mut case = case.clone();
+        case.shape.head_dim_v = case.shape.head_dim;
+        family(&case, device)
+    }
+
+    fn strided(values: &Strided, device: &CudaDevice) -> FloatTensor<Self> {
+        let buffer = device.float(&values.buffer, &[values.buffer.len()], DType::BF16);
+        let view = buffer.view("view", "x", &values.shape, &values.strides);
+        CudaPrimitive::from(view.expect("the buffer was made for these strides"))
+    }
+}
+
+/// The family of attention kernels that a call of the wrappers takes, in words.
+pub(crate) fn family(case: &Case, device: &dyn Device) -> &'static str {
+    let like = device.float(&[0.0], &[1], DType::F32);
+    match attention_family(&case.shape, &like) {
+        KernelFamily::Portable => "portable kernel",
+        KernelFamily::Hopper => "Hopper kernel",
+    }
+}
+
+/// A case on a device.
+pub(crate) struct OnDevice<'a> {
+    pub(crate) case: &'a Case,
+    pub(crate) qkv: Qkv,
+    pub(crate) d_o: CudaTensor,
+    pub(crate) delta: CudaTensor,
+    pub(crate) z: CudaTensor,
+    pub(crate) doc_start: CudaTensor,
+    pub(crate) doc_end: CudaTensor,
+    pub(crate) device: &'a dyn Device,
+}
+
+impl<'a> OnDevice<'a> {
+    /// Uploads a case as separate contiguous tensors.
+    pub(crate) fn new(case: &'a Case, device: &'a dyn Device) -> Self {
+        let AttentionShape {
+            batch,
+            seq_len,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim_v,
+        } = case.shape;
+        let bf16 = |values: &[f32], heads: usize, width: usize| {
+            device.float(values, &[batch, seq_len, heads, width], DType::BF16)
+        };
+        let per_key = |values: &[f32]| {
+            let zeros = vec![0.0; batch * num_kv_heads * seq_len];
+            let values = if values.is_empty() { &zeros } else { values };
+            device.float(values, &case.shape.per_key(), DType::F32)
+        };
+        Self {
+            case,
+            qkv: Qkv::separate(
+                &bf16(&case.q, num_heads, head_dim),
+                &bf16(&case.k, num_kv_heads, head_dim),
+                &bf16(&case.v, num_kv_heads, head_dim_v),
+            ),
+            d_o: bf16(&case.d_o, num_heads, head_dim_v),
+            delta: per_key(&case.delta),
+            z: per_key(&case.z),
+            doc_start: device.int(&case.doc_start, &[batch, seq_len]),
+            doc_end: device.int(&case.doc_end, &[batch, seq_len]),
+            device,
+        }
+    }
+
+    /// The window of the dense kernels; `None` is no window.
+    fn window(&self) -> Option<usize> {
+        match self.case.keys {
+            Keys::Window(window) => Some(window),
+            _ => None,
+        }
+    }
+
+    fn bias(&self) -> Option<&CudaTensor> {
+        (self.case.keys == Keys::Biased).then_some(&self.delta)
+    }
+
+    /// DMA's selection.
+    pub(crate) fn select(&self) -> Result<Selection, KernelError> {
+        dma_select(
+            &self.z,
+            &self.doc_start,
+            &self.doc_end,
+            self.case.window(),
+            0,
+        )
+    }
+
+    /// The lists of a selection; `None` where keys are not chosen.
+    pub(crate) fn lists(&self, tile_queries: usize) -> Result<Option<KeyLists>, KernelError> {
+        match self.case.keys {
+            Keys::Chosen(_) => {
+                let selection = self.select()?;
+                dma_lists(&selection, &self.doc_start, &self.doc_end, tile_queries).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// The forward pass.
+    pub(crate) fn forward(&self, lists: Option<&KeyLists>) -> Result<AttentionResult, KernelError> {
+        let scale = self.case.scale;
+        match lists {
+            Some(lists) => dma_attention_forward(&self.qkv, &self.delta, lists, scale),
+            None => attention_forward(
+                &self.qkv,
+                &self.doc_start,
+                self.window(),
+                scale,
+                self.bias(),
+            ),
+        }
+    }
+
+    /// dq, dk and dv into `grads`; returns ddelta.
+    pub(crate) fn backward(
+        &self,
+        lists: Option<&KeyLists>,
+        result: &AttentionResult,
+        grads: &Qkv,
+        order: SumOrder,
+    ) -> Result<Option<CudaTensor>, KernelError> {
+        let call = AttentionGradients {
+            qkv: &self.qkv,
+            result,
+            d_o: &self.d_o,
+            grads,
+            softmax_scale: self.case.scale,
+            order,
+        };
+        match lists {
+            Some(lists) => dma_attention_backward(call, &self.delta, lists).map(Some),
+            None => attention_backward(
+                call,
+                [&self.doc_start, &self.doc_end],
+                self.window(),
+                self.bias(),
+            ),
+        }
+    }
+
+    /// Buffers of NaN for the gradients.
+    pub(crate) fn nan_gradients(&self) -> Qkv {
+        let nan = |like: &CudaTensor| like.nan_contiguous(like.shape(), like.dtype());
+        Qkv::separate(
+            &nan(self.qkv.q.tensor()),
+            &nan(self.qkv.k.tensor()),
+            &nan(self.qkv.v.tensor()),
+        )
+    }
+
+    /// Forward and backward pass, read back.
+    pub(crate) fn run(
+        &self,
+        lists: Option<&KeyLists>,
+        order: SumOrder,
+    ) -> Result<Outputs, KernelError> {
+        let result = self.forward(lists)?;
+        self.gradients(lists, &result, order)
+    }
+
+    /// The backward pass of a forward pass, both read back.
+    pub(crate) fn gradients(
+        &self,
+        lists: Option<&KeyLists>,
+        result: &AttentionResult,
+        order: SumOrder,
+    ) -> Result<Outputs, KernelError> {
+        let grads = self.nan_gradients();
+        let ddelta = self.backward(lists, result, &grads, order)?;
+        Ok(Outputs {
+            o: self.device.floats(&result.o)?,
+            lse: self.device.floats(&result.lse)?,
+            dq: self.device.floats(grads.q.tensor())?,
+            dk: self.device.floats(grads.k.tensor())?,
+            dv: self.device.floats(grads.v.tensor())?,
+            ddelta: match ddelta {
+                Some(ddelta) => self.device.floats(&ddelta)?,
+                None => Vec::new(),
+            },
+            expire: Vec::new(),
+        })
+    }
+
+    /// One token of every row, `[batch, 1, heads, width]`.
+    fn token(&self, at: usize) -> Qkv {
+        let shape = self.case.shape;
+        let of = |values: &[f32], heads: usize, width: usize| {
+            let step = heads * width;
+            let rows: Vec<f32> = (0..shape.batch)
+                .flat_map(|b| &values[(b * shape.seq_len + at) * step..][..step])
+                .copied()
+                .collect();
+            self.device
+                .float(&rows, &[shape.batch, 1, heads, width], DType::BF16)
+        };
+        let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
+        Qkv::separate(
+            &of(&self.case.q, heads, shape.head_dim),
+            &of(&self.case.k, kv_heads, shape.head_dim),
+            &of(&self.case.v, kv_heads, shape.head_dim_v),
+        )
+    }
+
+    fn lengths(&self, length: usize) -> CudaTensor {
+        let batch = self.case.shape.batch;
+        self.device.int(&vec![length as i32; batch], &[batch])
+    }
+
+    /// All tokens one after the other against a growing cache; `[batch, seq_len, num_heads, head_dim_v]`.
+    pub(crate) fn decode(&self) -> Result<Vec<f32>, KernelError> {
+        let shape = self.case.shape;
+        let like = self.qkv.q.tensor();
+        // One place more than needed: the cache must hold the token that is being decoded.
+        let cache = KvCache::new(like, &shape, shape.seq_len + 1);
+        let scratch = DecodeScratch::new(like, shape, shape.seq_len)?;
+        let mut rows = Vec::new();
+        for at in 0..shape.seq_len {
+            let step = DecodeStep {
+                window: self.window(),
+                softmax_scale: self.case.scale,
+                max_length: at,
+            };
+            let length = self.lengths(at);
+            let o = attention_decode(&self.token(at), &cache, &length, step, &scratch)?;
+            rows.push(self.device.floats(&o)?);
+        }
+        Ok(by_token(&rows, shape))
+    }
+
+    /// The same against DMA's slots.
+    pub(crate) fn dma_decode(&self) -> Result<Vec<f32>, KernelError> {
+        let shape = self.case.shape;
+        let like = self.qkv.q.tensor();
+        let slots = DmaSlots::new(like, &shape, self.case.window());
+        let scratch = DecodeScratch::new(like, shape, self.case.window())?;
+        let heads = shape.batch * shape.num_kv_heads;
+        let mut rows = Vec::new();
+        for at in 0..shape.seq_len {
+            let z: Vec<f32> = (0..heads)
+                .map(|row| self.case.z[row * shape.seq_len + at])
+                .collect();
+            let z = self
+                .device
+                .float(&z, &[shape.batch, shape.num_kv_heads], DType::F32);
+            let o = dma_decode(
+                &self.token(at),
+                &z,
+                &slots,
+                &self.lengths(at),
+                self.case.scale,
+                ScoreBias::Exp,
+                &scratch,
+            )?;
+            rows.push(self.device.floats(&o)?);
+        }
+        Ok(by_token(&rows, shape))
+    }
+}

@@ -1,0 +1,277 @@
+//! `sieve kernels run`: one op's inputs, outputs and gradients as a file, for other programs to check.
+use crate::case::{Case, Cuts, Keys};
+use crate::check::Target;
+use crate::device::Device;
+use crate::error::{BenchError, Result, refused};
+use crate::on_device::OnDevice;
+use crate::outputs::Outputs;
+use crate::place;
+use crate::scores::Scores;
+use crate::shape::CaseShape;
+use crate::strided::{Layout, packed, packed_d_o};
+use burn::tensor::{DType, TensorData};
+use burn_cuda::CudaDevice;
+use burn_flex::{Flex, FlexDevice};
+use sieve_hf::{NamedTensor, write_tensor_file};
+use sieve_kernels::{AttentionShape, KernelError, SumOrder, TILE_QUERIES};
+use std::collections::HashMap;
+use std::path::Path;
+
+/// What `sieve kernels run` can compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// Dense causal attention.
+    Attention,
+    /// Sliding-window attention.
+    Swa,
+    /// Dynamic mask attention.
+    Dma,
+    /// DMA's selection.
+    DmaSelect,
+    /// Decoding against a key-value cache.
+    Decode,
+    /// Decoding against DMA's slots.
+    DmaDecode,
+}
+
+impl Op {
+    /// All of them.
+    pub const ALL: [Self; 6] = [
+        Self::Attention,
+        Self::Swa,
+        Self::Dma,
+        Self::DmaSelect,
+        Self::Decode,
+        Self::DmaDecode,
+    ];
+
+    /// Name on the command line and in files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Attention => "attention",
+            Self::Swa => "swa",
+            Self::Dma => "dma",
+            Self::DmaSelect => "dma_select",
+            Self::Decode => "decode",
+            Self::DmaDecode => "dma_decode",
+        }
+    }
+
+    /// One line about it.
+    pub fn about(self) -> &'static str {
+        match self {
+            Self::Attention => "Dense causal attention and its gradients",
+            Self::Swa => "Sliding-window attention and its gradients",
+            Self::Dma => "Dynamic mask attention and its gradients",
+            Self::DmaSelect => "DMA's selection alone",
+            Self::Decode => "One new token after the other against a key-value cache",
+            Self::DmaDecode => "The same against DMA's slots",
+        }
+    }
+}
+
+/// One call to compute.
+#[derive(Clone, Debug)]
+pub struct RunSettings {
+    /// What to compute.
+    pub op: Op,
+    /// Sizes.
+    pub shape: CaseShape,
+    /// Keys a query sees (swa, decode) or keeps (dma, dma_select, dma_decode).
+    pub window: Option<usize>,
+    /// Documents a row is cut into, at random places.
+    pub documents: usize,
+    /// DMA's scores; independent ones when absent.
+    pub scores: Option<Scores>,
+    /// Seed of all inputs.
+    pub seed: u64,
+    /// Sum in a fixed order, as training.deterministic does.
+    pub deterministic: bool,
+}
+
+/// Computes one call and writes its inputs, outputs and gradients to a safetensors file. `target` is asked for once the
+/// call is known to make sense. Returns the names of the tensors and the device in words.
+///
+/// # Errors
+/// Options that the op would ignore, a call that no kernel takes, a file that cannot be written.
+pub fn run<E: From<BenchError>>(
+    settings: &RunSettings,
+    out: &Path,
+    target: impl FnOnce() -> Result<Target, E>,
+) -> Result<(Vec<String>, String), E> {
+    let case = case(settings)?;
+    let target = target()?;
+    let outputs = match &target {
+        Target::Cpu => on_cpu(settings.op, &case),
+        Target::Cuda(gpu) => {
+            let device = CudaDevice::new(gpu.index);
+            let order = match settings.deterministic {
+                true => SumOrder::Fixed,
+                false => SumOrder::Any,
+            };
+            on_cuda(settings.op, &case, order, &device).map_err(BenchError::NotTaken)?
+        }
+    };
+    let on_gpu = matches!(target, Target::Cuda(_));
+    let tensors = tensors(settings.op, &case, outputs, on_gpu);
+    let metadata = metadata(settings, &case, &target.name());
+    write_tensor_file(out, &tensors, Some(metadata)).map_err(BenchError::from)?;
+    let names = tensors.into_iter().map(|tensor| tensor.name).collect();
+    Ok((names, target.name()))
+}
+
+/// The inputs; refuses options that the op would ignore.
+fn case(settings: &RunSettings) -> Result<Case> {
+    let CaseShape(shape) = settings.shape;
+    let chosen = matches!(settings.op, Op::Dma | Op::DmaSelect | Op::DmaDecode);
+    let keys = match (settings.op, settings.window) {
+        (_, Some(0)) => return refused("--window 0: a query sees at least one key"),
+        (Op::Attention, Some(_)) => {
+            return refused("attention sees all keys\n  hint: leave --window out, or use swa");
+        }
+        (Op::Attention | Op::Decode, None) => Keys::Dense,
+        (Op::Swa | Op::Decode, Some(window)) => Keys::Window(window),
+        (Op::Dma | Op::DmaSelect | Op::DmaDecode, Some(window)) => Keys::Chosen(window),
+        (_, None) => {
+            return refused("this op needs --window: how many keys a query sees or keeps");
+        }
+    };
+    if !chosen && settings.scores.is_some() {
+        return refused("--scores are for dma, dma_select and dma_decode");
+    }
+    if settings.documents != 1 && matches!(settings.op, Op::Decode | Op::DmaDecode) {
+        return refused(format!(
+            "--documents {}: decoding continues one document a row",
+            settings.documents
+        ));
+    }
+    let scores = settings.scores.clone().unwrap_or(Scores::Independent);
+    let cuts = Cuts::Count(settings.documents);
+    Case::draw(shape, keys, cuts, &scores, settings.seed)
+}
+
+fn on_cpu(op: Op, case: &Case) -> Outputs {
+    let device = FlexDevice;
+    match op {
+        Op::Attention | Op::Swa | Op::Dma => {
+            let (qkv, d_o) = (
+                packed(case, Layout::Contiguous),
+                packed_d_o(case, Layout::Contiguous),
+            );
+            place::attention::<Flex>(case, &qkv, &d_o, &device)
+        }
+        Op::DmaSelect => Outputs {
+            expire: place::select::<Flex>(case, &device),
+            ..Outputs::default()
+        },
+        Op::Decode => Outputs {
+            o: place::decode::<Flex>(case, &device),
+            ..Outputs::default()
+        },
+        Op::DmaDecode => Outputs {
+            o: place::dma_decode::<Flex>(case, &device),
+            ..Outputs::default()
+        },
+    }
+}
+
+fn on_cuda(
+    op: Op,
+    case: &Case,
+    order: SumOrder,
+    device: &CudaDevice,
+) -> Result<Outputs, KernelError> {
+    let call = OnDevice::new(case, device);
+    let mut outputs = match op {
+        Op::Attention | Op::Swa | Op::Dma => {
+            let lists = call.lists(TILE_QUERIES)?;
+            call.run(lists.as_ref(), order)?
+        }
+        Op::DmaSelect => Outputs::default(),
+        Op::Decode => Outputs {
+            o: call.decode()?,
+            ..Outputs::default()
+        },
+        Op::DmaDecode => Outputs {
+            o: call.dma_decode()?,
+            ..Outputs::default()
+        },
+    };
+    if matches!(op, Op::Dma | Op::DmaSelect) {
+        outputs.expire = device.ints(&call.select()?.expire)?;
+    }
+    Ok(outputs)
+}
+
+/// The tensors of the file. On a GPU o, dq, dk and dv are bf16, as the kernels wrote them; on the CPU f32.
+fn tensors(op: Op, case: &Case, outputs: Outputs, on_gpu: bool) -> Vec<NamedTensor> {
+    let AttentionShape {
+        batch,
+        seq_len,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        head_dim_v,
+    } = case.shape;
+    let rows = |heads, width| vec![batch, seq_len, heads, width];
+    let per_key = case.shape.per_key().to_vec();
+    let mut list = Vec::new();
+    let mut floats = |name: &str, values: &[f32], shape: Vec<usize>, bf16: bool| {
+        if !values.is_empty() {
+            let data = TensorData::new(values.to_vec(), shape);
+            let dtype = if bf16 { DType::BF16 } else { DType::F32 };
+            list.push(NamedTensor {
+                name: name.to_owned(),
+                data: data.convert_dtype(dtype),
+            });
+        }
+    };
+    if op != Op::DmaSelect {
+        floats("q", &case.q, rows(num_heads, head_dim), true);
+        floats("k", &case.k, rows(num_kv_heads, head_dim), true);
+        floats("v", &case.v, rows(num_kv_heads, head_dim_v), true);
+    }
+    floats("z", &case.z, per_key.clone(), false);
+    floats("delta", &case.delta, per_key.clone(), false);
+    if !outputs.dq.is_empty() {
+        floats("do", &case.d_o, rows(num_heads, head_dim_v), true);
+    }
+    floats("o", &outputs.o, rows(num_heads, head_dim_v), on_gpu);
+    floats("lse", &outputs.lse, case.shape.lse().to_vec(), false);
+    floats("dq", &outputs.dq, rows(num_heads, head_dim), on_gpu);
+    floats("dk", &outputs.dk, rows(num_kv_heads, head_dim), on_gpu);
+    floats("dv", &outputs.dv, rows(num_kv_heads, head_dim_v), on_gpu);
+    floats("ddelta", &outputs.ddelta, per_key.clone(), false);
+    let bounds = case.cu_seqlens();
+    // What the path computed where it computes it, else what the mask means.
+    let expire = if outputs.expire.is_empty() {
+        case.expire.clone()
+    } else {
+        outputs.expire
+    };
+    for (name, values, shape) in [
+        ("expire", expire, per_key),
+        ("cu_seqlens", bounds.clone(), vec![bounds.len()]),
+    ] {
+        let data = TensorData::new(values, shape);
+        let name = name.to_owned();
+        list.push(NamedTensor { name, data });
+    }
+    list
+}
+
+fn metadata(settings: &RunSettings, case: &Case, device: &str) -> HashMap<String, String> {
+    let scores = settings.scores.as_ref().map_or("independent", Scores::name);
+    let pairs = [
+        ("op", settings.op.name().to_owned()),
+        ("window", case.window().to_string()),
+        ("scale", case.scale.to_string()),
+        ("seed", settings.seed.to_string()),
+        ("scores", scores.to_owned()),
+        ("documents", settings.documents.to_string()),
+        ("deterministic", settings.deterministic.to_string()),
+        ("device", device.to_owned()),
+        ("sieve", env!("CARGO_PKG_VERSION").to_owned()),
+    ];
+    pairs.map(|(key, value)| (key.to_owned(), value)).into()
+}

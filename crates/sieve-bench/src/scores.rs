@@ -1,0 +1,169 @@
+//! Scores of keys, as DMA ranks them: random kinds, the hard cases, and those of a trained model.
+use crate::error::{BenchError, Result, refused};
+use crate::random::Random;
+use sieve_hf::TensorFile;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+/// Where scores come from.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Scores {
+    /// Independent normal numbers: a new key enters with probability w / i.
+    Independent,
+    /// Every key better than those before it, nearly: all enter, the worst case.
+    Rising,
+    /// Every key worse than those before it, nearly.
+    Falling,
+    /// All equal: a sliding window.
+    Tied,
+    /// Three values, so that most keys tie.
+    FewValues,
+    /// +0 and -0, which are equal.
+    SignedZeros,
+    /// Close to each other, all above 0: a trained model's.
+    Narrow,
+    /// Equal in steps of 37 tokens that rise or fall.
+    Steps,
+    /// A slow wave with some noise.
+    Drifting,
+    /// Tensor `z` of a safetensors file, `[…, seq_len]`.
+    Captured(PathBuf),
+}
+
+impl Scores {
+    /// All that need no file.
+    pub const RANDOM: [Self; 9] = [
+        Self::Independent,
+        Self::Rising,
+        Self::Falling,
+        Self::Tied,
+        Self::FewValues,
+        Self::SignedZeros,
+        Self::Narrow,
+        Self::Steps,
+        Self::Drifting,
+    ];
+
+    /// Name, as `--scores` takes it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Independent => "independent",
+            Self::Rising => "rising",
+            Self::Falling => "falling",
+            Self::Tied => "tied",
+            Self::FewValues => "few-values",
+            Self::SignedZeros => "signed-zeros",
+            Self::Narrow => "narrow",
+            Self::Steps => "steps",
+            Self::Drifting => "drifting",
+            Self::Captured(_) => "captured",
+        }
+    }
+
+    /// `rows` rows of `seq_len` scores.
+    pub(crate) fn draw(
+        &self,
+        rows: usize,
+        seq_len: usize,
+        random: &mut Random,
+    ) -> Result<Vec<f32>> {
+        if let Self::Captured(path) = self {
+            return captured(path, rows, seq_len);
+        }
+        let ramp = |i: usize| 2.5 * (i as f32 + 0.5) / seq_len as f32 - 1.0;
+        let rises = match self {
+            Self::Steps if random.chance(0.5) => -0.01,
+            _ => 0.01,
+        };
+        let mut score = |i: usize| match self {
+            Self::Independent => 0.7 * random.normal(),
+            Self::Rising => ramp(i) + 0.01 * random.normal(),
+            Self::Falling => -ramp(i) + 0.01 * random.normal(),
+            Self::FewValues => 0.5 * (random.below(3) as f32 - 1.0),
+            Self::SignedZeros => random.one_of(&[0.0, -0.0]),
+            Self::Narrow => 0.3 * random.normal().exp().ln_1p(),
+            Self::Steps => rises * (i / 37) as f32,
+            Self::Drifting => (i as f32 / 300.0).sin() + 0.1 * random.normal(),
+            Self::Tied | Self::Captured(_) => 0.0,
+        };
+        Ok((0..rows * seq_len).map(|at| score(at % seq_len)).collect())
+    }
+}
+
+impl FromStr for Scores {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(path) = text.strip_prefix("captured:") {
+            return Ok(Self::Captured(path.into()));
+        }
+        Self::RANDOM
+            .into_iter()
+            .find(|scores| scores.name() == text)
+            .ok_or_else(|| {
+                let names: Vec<_> = Self::RANDOM.iter().map(Self::name).collect();
+                format!(
+                    "there are no scores '{text}'; use {} or captured:FILE",
+                    names.join(", ")
+                )
+            })
+    }
+}
+
+/// Rows of the file's `z`, taken in turn when more are asked for, each cut to the first `seq_len` scores.
+fn captured(path: &Path, rows: usize, seq_len: usize) -> Result<Vec<f32>> {
+    let file = TensorFile::open(path)?;
+    let z = file.any_tensor("z")?;
+    let shape = z.shape.to_vec();
+    let length = shape.last().copied().unwrap_or(0);
+    if length < seq_len {
+        return refused(format!(
+            "{}: z is {shape:?}, too short for seq_len={seq_len}\n  hint: give a shape with seq_len={length} at most",
+            path.display()
+        ));
+    }
+    let values = z
+        .convert::<f32>()
+        .to_vec::<f32>()
+        .map_err(|e| BenchError::Refused(format!("{}: z: {e:?}", path.display())))?;
+    if !values.iter().all(|z| z.is_finite()) {
+        return refused(format!(
+            "{}: z has numbers that are not finite",
+            path.display()
+        ));
+    }
+    let stored = values.len() / length.max(1);
+    if stored == 0 {
+        return refused(format!("{}: z is empty", path.display()));
+    }
+    Ok((0..rows)
+        .flat_map(|row| values[(row % stored) * length..][..seq_len].to_vec())
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_go_both_ways() {
+        for scores in Scores::RANDOM {
+            assert_eq!(scores.name().parse(), Ok(scores));
+        }
+        assert_eq!("captured:a/b".parse(), Ok(Scores::Captured("a/b".into())));
+        let error = "random".parse::<Scores>().expect_err("no such kind");
+        assert!(
+            error.contains("independent") && error.contains("captured:FILE"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn rising_scores_rise() {
+        let mut random = Random::new(1);
+        let z = Scores::Rising.draw(2, 1000, &mut random).expect("no file");
+        assert!(z[0] < z[500] && z[500] < z[999] && z[1000] < z[1999]);
+        let tied = Scores::Tied.draw(1, 5, &mut random).expect("no file");
+        assert_eq!(tied, [0.0; 5]);
+    }
+}

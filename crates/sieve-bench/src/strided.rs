@@ -1,0 +1,153 @@
+//! Tensors as they lie in memory: contiguous, padded, cut out, transposed, expanded.
+use crate::case::Case;
+use crate::place::padded;
+
+/// How a `[batch, seq_len, heads, width]` tensor lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Layout {
+    /// Without gaps.
+    Contiguous,
+    /// Gaps behind each head, as Burn pads rows.
+    Pitched,
+    /// Some heads out of more: gaps behind each token, and a batch that begins later.
+    Sliced,
+    /// Heads outside tokens, as other libraries keep them.
+    Transposed,
+    /// One row in memory for the whole batch.
+    Expanded,
+}
+
+impl Layout {
+    pub(crate) const ALL: [Self; 5] = [
+        Self::Contiguous,
+        Self::Pitched,
+        Self::Sliced,
+        Self::Transposed,
+        Self::Expanded,
+    ];
+
+    /// One word.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Contiguous => "contiguous",
+            Self::Pitched => "pitched",
+            Self::Sliced => "sliced",
+            Self::Transposed => "transposed",
+            Self::Expanded => "expanded",
+        }
+    }
+}
+
+/// A buffer and how to read it; what no index reaches is NaN.
+#[derive(Clone, Debug)]
+pub(crate) struct Strided {
+    pub(crate) buffer: Vec<f32>,
+    pub(crate) shape: [usize; 4],
+    pub(crate) strides: [usize; 4],
+}
+
+impl Strided {
+    /// Lays out values given in index order. An expanded layout takes the first row of the batch for all.
+    pub(crate) fn new(values: &[f32], shape: [usize; 4], layout: Layout) -> Self {
+        let [batch, seq_len, heads, width] = shape;
+        let dense = heads * width;
+        let strides = match layout {
+            Layout::Contiguous => [seq_len * dense, dense, width, 1],
+            Layout::Pitched => {
+                let pitch = width + 8;
+                [seq_len * heads * pitch, heads * pitch, pitch, 1]
+            }
+            Layout::Sliced => {
+                let token = dense + 24;
+                [(seq_len + 3) * token, token, width, 1]
+            }
+            Layout::Transposed => [seq_len * dense, width, seq_len * width, 1],
+            Layout::Expanded => [0, dense, width, 1],
+        };
+        let last = [batch, seq_len, heads, width]
+            .iter()
+            .zip(strides)
+            .map(|(size, stride)| (size - 1) * stride)
+            .sum::<usize>();
+        let mut strided = Self {
+            buffer: vec![f32::NAN; last + 1],
+            shape,
+            strides,
+        };
+        // Backwards, so that of an expanded batch the first row stays.
+        for (at, &value) in values.iter().enumerate().rev() {
+            let place = strided.place(at);
+            strided.buffer[place] = value;
+        }
+        strided
+    }
+
+    fn place(&self, at: usize) -> usize {
+        let [_, seq_len, heads, width] = self.shape;
+        let index = [
+            at / (seq_len * heads * width),
+            at / (heads * width) % seq_len,
+            at / width % heads,
+            at % width,
+        ];
+        index
+            .iter()
+            .zip(self.strides)
+            .map(|(i, stride)| i * stride)
+            .sum()
+    }
+
+    /// The values in index order.
+    pub(crate) fn gathered(&self) -> Vec<f32> {
+        let count = self.shape.iter().product();
+        (0..count).map(|at| self.buffer[self.place(at)]).collect()
+    }
+}
+
+/// q, k and v of a case in one tensor; values padded to the width of keys.
+pub(crate) fn packed(case: &Case, layout: Layout) -> Strided {
+    let shape = case.shape;
+    let d = shape.head_dim;
+    let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
+    let v = padded(&case.v, shape.head_dim_v, d);
+    let mut values = Vec::new();
+    for token in 0..shape.batch * shape.seq_len {
+        values.extend(&case.q[token * heads * d..][..heads * d]);
+        values.extend(&case.k[token * kv_heads * d..][..kv_heads * d]);
+        values.extend(&v[token * kv_heads * d..][..kv_heads * d]);
+    }
+    let all = [shape.batch, shape.seq_len, heads + 2 * kv_heads, d];
+    Strided::new(&values, all, layout)
+}
+
+/// The gradient of the output, padded to the width of keys.
+pub(crate) fn packed_d_o(case: &Case, layout: Layout) -> Strided {
+    let shape = case.shape;
+    let values = padded(&case.d_o, shape.head_dim_v, shape.head_dim);
+    let all = [shape.batch, shape.seq_len, shape.num_heads, shape.head_dim];
+    Strided::new(&values, all, layout)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_layout_reads_the_same() {
+        let shape = [1, 3, 2, 4];
+        let values: Vec<f32> = (0..24).map(|x| x as f32).collect();
+        for layout in Layout::ALL {
+            let strided = Strided::new(&values, shape, layout);
+            assert_eq!(strided.gathered(), values, "{layout:?}");
+        }
+        assert!(Strided::new(&values, shape, Layout::Pitched).buffer[5].is_nan());
+    }
+
+    #[test]
+    fn an_expanded_batch_repeats_its_first_row() {
+        let values: Vec<f32> = (0..16).map(|x| x as f32).collect();
+        let strided = Strided::new(&values, [2, 2, 1, 4], Layout::Expanded);
+        assert_eq!(strided.buffer.len(), 8);
+        assert_eq!(strided.gathered()[8..], values[..8]);
+    }
+}

@@ -1,0 +1,160 @@
+//! Arguments of `sieve kernels`.
+use crate::device::DeviceChoice;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::{Args, Subcommand};
+use sieve_bench::{CaseShape, Op, Scores};
+use std::path::PathBuf;
+
+/// Subcommands of `sieve kernels`.
+#[derive(Subcommand)]
+pub(crate) enum KernelsCommand {
+    /// Compile kernels ahead of time into the cache; needs no GPU
+    Build(BuildArgs),
+    /// Compare every kernel and gradient on this device with references on the host
+    Check(CheckArgs),
+    /// Time the attention kernels on this GPU, parity first
+    Bench(BenchArgs),
+    /// Write the scores that a trained DMA model gives to a text
+    Capture(CaptureArgs),
+    /// Write one op's inputs, outputs and gradients, for other programs to check
+    Run(RunArgs),
+}
+
+/// Arguments of `sieve kernels build`.
+#[derive(Args, Debug)]
+pub(crate) struct BuildArgs {
+    /// What this recipe's training and decoding launch; everything that ships when absent
+    #[arg(long, value_name = "FILE")]
+    pub(super) recipe: Option<String>,
+    /// Override a key of the recipe, for example training.deterministic=true; may be repeated
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE", requires = "recipe")]
+    pub(super) overrides: Vec<String>,
+    /// sm_80, sm_86, sm_89 or sm_90a; may be repeated. The GPU of this machine when absent
+    #[arg(long, value_name = "ARCH")]
+    pub(super) arch: Vec<String>,
+    /// Compile with this nvcc
+    #[arg(long, value_name = "PATH", conflicts_with = "nvrtc")]
+    pub(super) nvcc: Option<PathBuf>,
+    /// Compile with the run-time compiler (the default where it is installed)
+    #[arg(long)]
+    pub(super) nvrtc: bool,
+    /// The cache to fill, to be copied to another machine's $XDG_CACHE_HOME/sieve; this machine's when absent
+    #[arg(long, value_name = "DIR")]
+    pub(super) out: Option<PathBuf>,
+}
+
+/// Arguments of `sieve kernels check`.
+#[derive(Args, Debug)]
+pub(crate) struct CheckArgs {
+    /// Random calls of attention, once through the ops and once through the kernels' own wrappers
+    #[arg(long, default_value_t = 200)]
+    pub(super) cases: usize,
+    /// Longest usual sequence; some of DMA's are longer than 1024 in any case
+    #[arg(long, default_value_t = 700)]
+    pub(super) longest: usize,
+    /// Seed of the random calls
+    #[arg(long, default_value_t = 1)]
+    pub(super) seed: u64,
+    /// Check the portable kernels alone, also where the device has a family of its own
+    #[arg(long)]
+    pub(super) portable: bool,
+    /// Hopper backward kernels in which every lane arrives at its barrier itself, for compute-sanitizer's racecheck
+    #[arg(long, hide = true)]
+    pub(super) every_lane_arrives: bool,
+    /// Also write the rows as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(super) json: Option<PathBuf>,
+    /// auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    pub(super) device: DeviceChoice,
+}
+
+/// Arguments of `sieve kernels bench`.
+#[derive(Args, Debug)]
+pub(crate) struct BenchArgs {
+    /// The shapes of paper 004's Table 2 (arXiv:2508.02124) instead of the usual ones
+    #[arg(long)]
+    pub(super) table2: bool,
+    /// DMA's scores: independent, rising, falling, tied, few-values, signed-zeros, narrow, steps, drifting or
+    /// captured:FILE; may be repeated
+    /// (independent, rising and tied when absent)
+    #[arg(long)]
+    pub(super) scores: Vec<Scores>,
+    /// Also time the scores of this trained DMA model
+    #[arg(long, value_name = "CHECKPOINT")]
+    pub(super) captured: Option<PathBuf>,
+    /// The text that model reads; the kernels' own sources when absent
+    #[arg(long, value_name = "FILE", requires = "captured")]
+    pub(super) text: Option<PathBuf>,
+    /// Time the portable kernels, also where the device has a family of its own
+    #[arg(long)]
+    pub(super) portable: bool,
+    /// Timed repetitions of a row
+    #[arg(long, default_value_t = 30)]
+    pub(super) repetitions: usize,
+    /// Also write the rows as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(super) json: Option<PathBuf>,
+    /// auto, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    pub(super) device: DeviceChoice,
+}
+
+/// Arguments of `sieve kernels capture`.
+#[derive(Args, Debug)]
+pub(crate) struct CaptureArgs {
+    /// A checkpoint (step-N) of a DMA model, or a run folder: then its latest
+    #[arg(long, value_name = "DIR")]
+    pub(super) checkpoint: PathBuf,
+    /// The text to read; the kernels' own sources when absent
+    #[arg(long, value_name = "FILE")]
+    pub(super) text: Option<PathBuf>,
+    /// The safetensors file to write: "z", f32 [layers * kv_heads, tokens]
+    #[arg(long, value_name = "FILE")]
+    pub(super) out: PathBuf,
+    /// auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    pub(super) device: DeviceChoice,
+}
+
+/// Arguments of `sieve kernels run`.
+#[derive(Args, Debug)]
+pub(crate) struct RunArgs {
+    /// What to compute
+    #[arg(value_name = "OP", value_parser = ops())]
+    pub(super) op: Op,
+    /// Sizes, for example batch=2,seq_len=300,heads=4,kv_heads=2,head_dim=64
+    #[arg(long, value_name = "SIZES")]
+    pub(super) shape: CaseShape,
+    /// Keys a query sees (swa, decode) or keeps (dma, dma_select, dma_decode)
+    #[arg(long, value_name = "KEYS")]
+    pub(super) window: Option<usize>,
+    /// Documents a row is cut into, at random places
+    #[arg(long, value_name = "COUNT", default_value_t = 1)]
+    pub(super) documents: usize,
+    /// DMA's scores: independent, rising, falling, tied, few-values, signed-zeros, narrow, steps, drifting or
+    /// captured:FILE
+    #[arg(long)]
+    pub(super) scores: Option<Scores>,
+    /// Seed of all inputs
+    #[arg(long, default_value_t = 0)]
+    pub(super) seed: u64,
+    /// Sum in a fixed order, as training.deterministic does
+    #[arg(long)]
+    pub(super) deterministic: bool,
+    /// The safetensors file to write
+    #[arg(long, value_name = "FILE")]
+    pub(super) out: PathBuf,
+    /// auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    pub(super) device: DeviceChoice,
+}
+
+/// The names of ops, each with a line about it.
+fn ops() -> impl TypedValueParser<Value = Op> {
+    let named = Op::ALL.map(|op| PossibleValue::new(op.name()).help(op.about()));
+    PossibleValuesParser::new(named).map(|name| {
+        let found = Op::ALL.into_iter().find(|op| op.name() == name);
+        found.expect("clap takes the names above alone")
+    })
+}

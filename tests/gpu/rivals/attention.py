@@ -1,0 +1,155 @@
+"""Times PyTorch's attention on the shapes of `sieve kernels bench`, and puts the two side by side. Run both in one sitting:
+
+    sieve kernels bench --json OURS && python3 tests/gpu/rivals/attention.py --ours OURS --json OUT
+
+Dense: SDPA with cuDNN and with FlashAttention-2. Windows: FlexAttention, compiled. Decoding: cuDNN. bf16, 16 query and 8 KV heads;
+CUDA events, the L2 flushed by reads before each run, the launches queued before the GPU is free, medians. A ratio is the rival's time over ours.
+"""
+
+import argparse
+import json
+import statistics
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+HEADS, KV_HEADS = 16, 8
+DENSE = [(2, 8192, 128), (8, 2048, 128), (1, 16384, 128), (1, 32768, 128), (2, 8192, 64), (8, 2048, 64), (1, 32768, 64), (1, 8192, 128), (1, 16384, 64), (1, 131072, 128)]
+WINDOWS = [(16384, 128, 1024), (16384, 128, 2048), (65536, 128, 1024), (65536, 128, 2048)]
+DECODE = [(16, 131072, 128), (1, 131072, 128)]
+BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION}
+
+
+class Timer:
+    """Rows `(what, batch, seq_len, head_dim, rival, phase) -> ms`."""
+
+    def __init__(self):
+        self.rows, self.flush = {}, torch.zeros(128 << 20, device="cuda", dtype=torch.int32)
+
+    def time(self, key, run, repetitions):
+        for _ in range(3):
+            run()
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
+        for begin, end in events:
+            self.flush.sum()
+            torch.cuda._sleep(400_000)
+            begin.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        self.rows[key] = statistics.median(b.elapsed_time(e) for b, e in events)
+
+
+def inputs(batch, seq_len, width, queries=None):
+    """q, k and v as `[batch, heads, seq_len, width]`, and a gradient of o."""
+    new = lambda heads, n: torch.randn(batch, n, heads, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+    q, k, v = new(HEADS, queries or seq_len), new(KV_HEADS, seq_len), new(KV_HEADS, seq_len)
+    return q, k, v, torch.randn_like(q)
+
+
+def both(timer, key, call, inputs, gradient, repetitions):
+    """Forward, and backward from a kept graph."""
+    timer.time((*key, "forward"), call, repetitions)
+    o = call()
+    timer.time((*key, "backward"), lambda: torch.autograd.grad(o, inputs, gradient, retain_graph=True), repetitions)
+
+
+def dense(timer):
+    for batch, n, width in DENSE:
+        for name, backend in BACKENDS.items():
+            if n > 100_000 and name == "FA2":
+                continue
+            q, k, v, gradient = inputs(batch, n, width)
+            with sdpa_kernel(backend):
+                call = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                both(timer, ("dense", batch, n, width, name), call, (q, k, v), gradient, 3 if n > 100_000 else 15)
+
+
+def window_mask(n, window, block=128):
+    """The block mask of a window without an n x n tensor."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    at = torch.arange(n // block, device="cuda")
+    first, last = at * block, at * block + block - 1
+    some = (first[None, :] <= last[:, None]) & (first[:, None] - last[None, :] < window)
+    whole = (last[None, :] <= first[:, None]) & (last[:, None] - first[None, :] < window)
+    listed = lambda blocks: (blocks.sum(-1).to(torch.int32)[None, None], torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)[None, None])
+    mask = lambda b, h, q, k: (q >= k) & (q - k < window)
+    return BlockMask.from_kv_blocks(*listed(some & ~whole), *listed(whole), BLOCK_SIZE=block, mask_mod=mask, seq_lengths=(n, n))
+
+
+def windows(timer):
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._functorch.config.donated_buffer = False  # so that a graph can be walked again
+    flex = torch.compile(flex_attention, dynamic=False)
+    for n, width, window in WINDOWS:
+        q, k, v, gradient = inputs(1, n, width)
+        mask = window_mask(n, window)
+        both(timer, (f"window {window}", 1, n, width, "FlexAttention"), lambda: flex(q, k, v, block_mask=mask, enable_gqa=True), (q, k, v), gradient, 15)
+
+
+def decoding(timer):
+    for batch, n, width in DECODE:
+        q, k, v, _ = inputs(batch, n, width, queries=1)
+        with torch.no_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            timer.time(("decode", batch, n, width, "cuDNN", "forward"), lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True), 15)
+
+
+def side_by_side(rows, ours):
+    """Lines `what, shape, ours, rival, ratio` for everything that both timed."""
+    found = {(row["name"], row["shape"]): row.get("median_ms") for row in ours["rows"]}
+    shape_of = lambda batch, n, width: f"{batch}x{n} h{HEADS}/{KV_HEADS} d{width}"
+    time = lambda name, batch, n, width: found.get((name, shape_of(batch, n, width)))
+
+    def line(what, rival, mine, theirs):
+        if mine and theirs:
+            print(f"{what:64} {mine:9.4f} {rival:>14} {theirs:9.4f} {theirs / mine:8.2f}x", flush=True)
+
+    print(f"{'what':64} {'ours, ms':>9} {'rival':>14} {'its ms':>9} {'ratio':>9}")
+    for (what, batch, n, width, rival, phase), ms in rows.items():
+        name = what if what == "decode" else f"{what} {phase}"
+        line(f"{name} {batch} x {n} d{width}", rival, time(name, batch, n, width), ms)
+    for (what, batch, n, width, rival, phase), ms in rows.items():
+        if what != "dense" or phase != "forward":
+            continue
+        whole = ms + rows[(what, batch, n, width, rival, "backward")]
+        full = f"dma w {n} (nothing masked)"
+        parts = [time(f"{full} {p}", batch, n, width) for p in ("forward", "backward")]
+        if all(parts):
+            line(f"{full} forward + backward {batch} x {n} d{width}", f"{rival} dense", sum(parts), whole)
+        for (name, shape), mine in found.items():
+            if name.startswith("dma w") and name.endswith("select, lists, forward, backward") and shape == shape_of(batch, n, width):
+                line(f"{name} {batch} x {n} d{width}", f"{rival} dense", mine, whole)
+    for batch, n, width in DECODE:
+        dense_ms = rows.get(("decode", batch, n, width, "cuDNN", "forward"))
+        for (name, shape), mine in found.items():
+            if name.startswith("dma_decode") and shape == shape_of(batch, n, width):
+                line(f"{name} {batch} x {n} d{width}", "cuDNN dense", mine, dense_ms)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ours", help="JSON of `sieve kernels bench`")
+    parser.add_argument("--json", default="/dev/null", help="where the rival's rows go")
+    parser.add_argument("--only", default="dense,windows,decoding")
+    args = parser.parse_args()
+    groups = {"dense": dense, "windows": windows, "decoding": decoding}
+    wanted = args.only.split(",")
+    for name in wanted:
+        if name not in groups:
+            parser.error(f"--only {name}: not known; one of {', '.join(groups)}")
+    timer = Timer()
+    for name in wanted:
+        groups[name](timer)
+    names = ("what", "batch", "seq_len", "head_dim", "rival", "phase")
+    with open(args.json, "w") as file:
+        json.dump({"torch": torch.__version__, "rows": [dict(zip(names, key), ms=ms) for key, ms in timer.rows.items()]}, file, indent=1)
+    if args.ours:
+        with open(args.ours) as file:
+            side_by_side(timer.rows, json.load(file))
+
+
+if __name__ == "__main__":
+    main()
