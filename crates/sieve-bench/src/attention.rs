@@ -53,7 +53,7 @@ struct Draw {
 }
 
 impl Draw {
-    /// Sizes that are multiples of no tile, and the edges; `mode` is a number from 0 to 4.
+    /// Sizes that are multiples of no tile, and the edges; `mode` is one of `MODES`.
     fn new(mode: usize, extent: &Extent, random: &mut Random) -> Self {
         let longest = extent.longest;
         let (head_dim, head_dim_v) = random.one_of(extent.widths);
@@ -85,7 +85,8 @@ impl Draw {
                 1 => Keys::Dense,
                 3 => Keys::Window(window),
                 5 => Keys::Biased,
-                _ => Keys::Chosen(window),
+                2 => Keys::local_of(window, random),
+                _ => Keys::chosen(window),
             },
             cuts: random.one_of(&[
                 Cuts::Count(1),
@@ -110,7 +111,7 @@ impl Draw {
             head_dim_v,
         } = self.shape;
         format!(
-            "batch={batch},seq_len={seq_len},heads={num_heads},kv_heads={num_kv_heads},head_dim={head_dim},head_dim_v={head_dim_v} {:?} {:?} {} {} seed {}",
+            "batch={batch},seq_len={seq_len},heads={num_heads},kv_heads={num_kv_heads},head_dim={head_dim},head_dim_v={head_dim_v} {} {:?} {} {} seed {}",
             self.keys,
             self.cuts,
             self.scores.name(),
@@ -131,7 +132,7 @@ impl Draw {
 
 /// The calls of a check, references computed a few at a time on all cores, each given to `visit`.
 fn for_each_case(extent: &Extent, mut visit: impl FnMut(&Prepared) -> Result<()>) -> Result<()> {
-    // 0, 2 and 4 are DMA, the others dense, window and bias.
+    // 0 and 2 are DMA, without and with a local window; the others dense, window and bias.
     const MODES: [usize; 5] = [0, 1, 2, 3, 5];
     let mut random = Random::new(extent.seed);
     let draws: Vec<Draw> = (0..extent.cases)
@@ -146,13 +147,12 @@ fn for_each_case(extent: &Extent, mut visit: impl FnMut(&Prepared) -> Result<()>
     Ok(())
 }
 
-fn name(keys: Keys) -> &'static str {
-    match keys {
-        Keys::Dense => "attention",
-        Keys::Window(_) => "attention, window",
-        Keys::Biased => "attention, bias",
+fn name(keys: Keys) -> String {
+    let kernel = match keys {
         Keys::Chosen(_) => "dma_attention",
-    }
+        _ => "attention",
+    };
+    format!("{kernel}{}", keys.suffix())
 }
 
 /// The ops of `B`, packed tensors in all layouts. `is_f32` takes no leave from bf16's error.
@@ -209,7 +209,7 @@ pub(crate) fn check_wrappers(
     for_each_case(&drawn, |prepared| {
         let tile_queries = random.one_of(&[32, 64, 64, 128]);
         let name = name(prepared.case.keys);
-        check_wrapper(report, name, prepared, device, |call| {
+        check_wrapper(report, &name, prepared, device, |call| {
             call.lists(tile_queries)
         });
         Ok(())
@@ -295,17 +295,15 @@ pub(crate) fn check_long_row(
         head_dim: 64,
         head_dim_v: 64,
     };
-    let (keys, cuts) = (Keys::Chosen(100), Cuts::Count(2));
-    let case = Case::draw(shape, keys, cuts, &Scores::Independent, extent.seed)?;
-    let call = OnDevice::new(&case, device);
-    let outcome = orders_agree(&call).map_err(|e| e.to_string());
-    let path = on_device::family(&case, device);
-    report.add(
-        "dma_attention, long row",
-        path,
-        "two orders",
-        outcome.flatten(),
-    );
+    for keys in [Keys::chosen(100), Keys::local(400, 300)] {
+        let cuts = Cuts::Count(2);
+        let case = Case::draw(shape, keys, cuts, &Scores::Independent, extent.seed)?;
+        let call = OnDevice::new(&case, device);
+        let outcome = orders_agree(&call).map_err(|e| e.to_string()).flatten();
+        let path = on_device::family(&case, device);
+        let name = format!("dma_attention{}, long row", keys.suffix());
+        report.add(&name, path, "two orders", outcome);
+    }
     Ok(())
 }
 
@@ -449,7 +447,7 @@ mod tests {
                 head_dim: 16,
                 head_dim_v: 16,
             },
-            keys: Keys::Chosen(9),
+            keys: Keys::chosen(9),
             cuts: Cuts::Count(1),
             scores: Scores::Falling,
             layout: Layout::Contiguous,

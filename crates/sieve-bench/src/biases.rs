@@ -97,14 +97,18 @@ const SHAPES: &[(usize, usize)] = &[(128, 2), (64, 4), (128, 3), (96, 2)];
 const EMULATED_SHAPES: &[(usize, usize)] = &[(32, 2)];
 
 /// Every kind of biases, over all keys and over lists of several super-blocks, packed documents among them.
-pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
+pub(super) fn check_wrappers(
+    report: &mut Report,
+    device: &dyn Device,
+    extent: &Extent,
+) -> Result<()> {
     let shapes = match extent.is_emulated {
         true => EMULATED_SHAPES,
         false => SHAPES,
     };
     let mut draws = Vec::new();
     for (at, biases) in BIASES.into_iter().enumerate() {
-        let of_keys = [Keys::Chosen(64), Keys::Chosen(100), Keys::Biased];
+        let of_keys = [Keys::chosen(64), Keys::chosen(100), Keys::Biased];
         // Several super-blocks take the emulator seconds, which it spends on a third of the biases.
         let first = usize::from(extent.is_emulated && at % 3 > 0);
         for (other, keys) in of_keys.into_iter().enumerate().skip(first) {
@@ -137,7 +141,14 @@ fn check_decoding(
     seed: u64,
 ) -> Result<()> {
     for biases in [Biases::Ten(14.0), Biases::Ten(20.0), Biases::Clamped] {
-        let case = draw(biases, Keys::Chosen(40), 150, (head_dim, 2), Cuts::Count(1), seed)?;
+        let case = draw(
+            biases,
+            Keys::chosen(40),
+            150,
+            (head_dim, 2),
+            Cuts::Count(1),
+            seed,
+        )?;
         let outcome = OnDevice::new(&case, device).dma_decode();
         let outcome = outcome.map_err(|error| error.to_string());
         let outcome = outcome.and_then(|o| decode::judge(&case, &o, true));
@@ -155,13 +166,13 @@ fn prepare(
     seed: u64,
 ) -> Result<Prepared> {
     let seq_len = match keys {
-        Keys::Chosen(64) => 1100,
+        Keys::Chosen(window) if window.keep_window_size == 64 => 1100,
         Keys::Chosen(_) => 333,
         _ => 200,
     };
     let cuts = Cuts::Count(1 + other % 2);
     let case = draw(biases, keys, seq_len, widths, cuts, seed)?;
-    let label = format!("{biases:?} {keys:?} {cuts:?} seq_len={seq_len} {widths:?} seed {seed}");
+    let label = format!("{biases:?} {keys} {cuts:?} seq_len={seq_len} {widths:?} seed {seed}");
     Ok(Prepared::new(case, Layout::Contiguous, label))
 }
 
@@ -192,7 +203,7 @@ fn check_empty_list(report: &mut Report, device: &dyn Device, extent: &Extent) -
         let shape = shape(seq_len, widths);
         let mut case = Case::draw(
             shape,
-            Keys::Chosen(kept),
+            Keys::chosen(kept),
             Cuts::Count(1),
             &Scores::Tied,
             extent.seed,

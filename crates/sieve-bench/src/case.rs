@@ -2,6 +2,7 @@
 use crate::error::{Result, refused};
 use crate::random::Random;
 use crate::scores::Scores;
+use sieve_core::DmaWindow;
 use sieve_kernels::{AttentionShape, oracle};
 
 /// Scores above this one get the bias of this one.
@@ -17,7 +18,60 @@ pub(crate) enum Keys {
     /// The last so many, its own included.
     Window(usize),
     /// DMA's choice of so many, with a bias each.
-    Chosen(usize),
+    Chosen(DmaWindow),
+}
+
+impl Keys {
+    /// DMA's choice of so many, without a local window.
+    pub(crate) fn chosen(keep_window_size: usize) -> Self {
+        Self::Chosen(keep_window_size.into())
+    }
+
+    /// DMA's choice of so many, the last `local_window_size` of them whatever their score.
+    pub(crate) fn local(keep_window_size: usize, local_window_size: usize) -> Self {
+        Self::Chosen(DmaWindow {
+            keep_window_size,
+            local_window_size,
+        })
+    }
+
+    /// DMA's choice of so many with a local window of one key, of some, or of all.
+    pub(crate) fn local_of(keep_window_size: usize, random: &mut Random) -> Self {
+        let half = keep_window_size.div_ceil(2);
+        let most = keep_window_size.saturating_sub(1).max(1);
+        Self::local(
+            keep_window_size,
+            random.one_of(&[1, half, half, most, keep_window_size]),
+        )
+    }
+
+    /// What rows of a report call a kernel with these keys.
+    pub(crate) fn suffix(self) -> &'static str {
+        match self {
+            Self::Dense => "",
+            Self::Biased => ", bias",
+            Self::Window(_) => ", window",
+            Self::Chosen(window) if window.local_window_size > 0 => ", local window",
+            Self::Chosen(_) => "",
+        }
+    }
+}
+
+impl std::fmt::Display for Keys {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Dense => out.write_str("all keys"),
+            Self::Biased => out.write_str("all keys, biased"),
+            Self::Window(window) => write!(out, "window {window}"),
+            Self::Chosen(window) => {
+                write!(out, "keep {}", window.keep_window_size)?;
+                match window.local_window_size {
+                    0 => Ok(()),
+                    local => write!(out, ", the last {local} always"),
+                }
+            }
+        }
+    }
 }
 
 /// How rows are cut into documents.
@@ -130,7 +184,16 @@ impl Case {
     pub(crate) fn window(&self) -> usize {
         match self.keys {
             Keys::Dense | Keys::Biased => self.shape.seq_len,
-            Keys::Window(window) | Keys::Chosen(window) => window,
+            Keys::Window(window) => window,
+            Keys::Chosen(window) => window.keep_window_size,
+        }
+    }
+
+    /// What DMA keeps; the whole row where keys are not chosen.
+    pub(crate) fn dma_window(&self) -> DmaWindow {
+        match self.keys {
+            Keys::Chosen(window) => window,
+            _ => self.window().into(),
         }
     }
 
@@ -187,9 +250,9 @@ impl Case {
             let tokens = row / num_kv_heads * seq_len..(row / num_kv_heads + 1) * seq_len;
             let (start, end) = (&self.doc_start[tokens.clone()], &self.doc_end[tokens]);
             match self.keys {
-                Keys::Chosen(kept) => {
+                Keys::Chosen(window) => {
                     let z = &self.z[row * seq_len..(row + 1) * seq_len];
-                    expire.extend(oracle::expire(z, start, end, kept));
+                    expire.extend(oracle::expire(z, start, end, window));
                 }
                 _ => {
                     let limit = |(j, &end): (usize, &i32)| end.min((j + self.window()) as i32);
@@ -306,13 +369,13 @@ mod tests {
     fn a_window_expires_its_keys() {
         let case = Case::draw(shape(), Keys::Window(5), Cuts::Count(1), &Scores::Tied, 9)
             .expect("one document");
-        let tied = Case::draw(shape(), Keys::Chosen(5), Cuts::Count(1), &Scores::Tied, 9)
+        let tied = Case::draw(shape(), Keys::chosen(5), Cuts::Count(1), &Scores::Tied, 9)
             .expect("one document");
         assert_eq!(case.expire, tied.expire, "tied scores are a window");
         assert!(!case.never_active().contains(&true));
         let falling = Case::draw(
             shape(),
-            Keys::Chosen(5),
+            Keys::chosen(5),
             Cuts::Count(1),
             &Scores::Falling,
             9,

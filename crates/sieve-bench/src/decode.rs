@@ -31,14 +31,15 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
             head_dim_v,
         };
         let window = random.one_of(&[1, 5, 16, 33, 100]);
-        let keys = match at % 3 {
+        let keys = match at % 4 {
             0 => Keys::Dense,
             1 => Keys::Window(window),
-            _ => Keys::Chosen(window),
+            2 => Keys::chosen(window),
+            _ => Keys::local_of(window, &mut random),
         };
         let scores = &Scores::RANDOM[random.below(Scores::RANDOM.len())];
         let seed = random.between(0, 1 << 30) as u64;
-        let label = format!("{shape:?} {keys:?} {} seed {seed}", scores.name());
+        let label = format!("{shape:?} {keys} {} seed {seed}", scores.name());
         Ok((
             Case::draw(shape, keys, Cuts::Count(1), scores, seed)?,
             label,
@@ -46,12 +47,12 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
     })
 }
 
-fn name(keys: Keys) -> &'static str {
-    match keys {
-        Keys::Dense | Keys::Biased => "decode",
-        Keys::Window(_) => "decode, window",
+fn name(keys: Keys) -> String {
+    let kernel = match keys {
         Keys::Chosen(_) => "dma_decode",
-    }
+        _ => "decode",
+    };
+    format!("{kernel}{}", keys.suffix())
 }
 
 pub(super) fn judge(case: &Case, o: &[f32], is_bf16: bool) -> Result<f32, String> {
@@ -118,10 +119,10 @@ pub(crate) fn check_wrappers(
         match o {
             Ok(o) => {
                 let outcome = judge(&case, &o, true);
-                report.add(name(case.keys), "kernel", &label, outcome);
+                report.add(&name(case.keys), "kernel", &label, outcome);
             }
             Err(error) => {
-                report.add(name(case.keys), "refused", &label, Err(error.to_string()));
+                report.add(&name(case.keys), "refused", &label, Err(error.to_string()));
             }
         }
     }

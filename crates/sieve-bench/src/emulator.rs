@@ -172,9 +172,10 @@ impl Emulator {
     fn program(&self, launch: &Launch) -> Result<PathBuf, KernelError> {
         let (name, text) = (launch.kernel.name(), launch.kernel.text()?);
         let source = program_text(launch.kernel.entry_point(), &text.text);
-        let program = self
-            .programs
-            .join(format!("{name}-{:016x}", fnv1a(&format!("{FLAGS:?}{source}"))));
+        let program = self.programs.join(format!(
+            "{name}-{:016x}",
+            fnv1a(&format!("{FLAGS:?}{source}"))
+        ));
         if program.is_file() {
             return Ok(program);
         }

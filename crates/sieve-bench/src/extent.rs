@@ -18,6 +18,16 @@ const GROUPS: &[usize] = &[1, 2, 3, 4, 8];
 /// window of bits.
 const LENGTHS: &[usize] = &[1, 2, 63, 1024, 1025, 3000, 8193, 20001, 131_073, 300_001];
 
+/// Tokens, kept keys and local window of selections in rows so long (more than 16,384 tokens) that their lists start from
+/// survivors, which a selection with a local window finds in a pass of its own; and of one short row.
+const LOCAL_WINDOWS: &[[usize; 3]] = &[
+    [1500, 400, 300],
+    [16_385, 301, 300],
+    [20_001, 2048, 300],
+    [40_000, 300, 300],
+    [131_073, 1024, 300],
+];
+
 /// What random calls are drawn from.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extent {
@@ -33,6 +43,8 @@ pub(crate) struct Extent {
     pub(crate) groups: &'static [usize],
     /// Tokens of a selection.
     pub(crate) lengths: &'static [usize],
+    /// Tokens, kept keys and local window of further selections.
+    pub(crate) local_windows: &'static [[usize; 3]],
     /// Whether all is interpreted, a million times slower than on a GPU.
     pub(crate) is_emulated: bool,
 }
@@ -47,6 +59,7 @@ impl Extent {
             widths: WIDTHS,
             groups: GROUPS,
             lengths: LENGTHS,
+            local_windows: LOCAL_WINDOWS,
             is_emulated: false,
         }
     }
@@ -57,13 +70,14 @@ impl Extent {
             widths: &[(32, 32)],
             groups: &[2],
             lengths: &[1, 63, 1025, 2100],
+            local_windows: &[[1500, 400, 300], [16_385, 301, 300]],
             is_emulated: true,
             ..Self::all(cases, longest, seed)
         }
     }
 
-    /// Cases of what is checked token by token or entry by entry.
+    /// Cases of what is checked token by token or entry by entry: one of each kind at least.
     pub(crate) fn few(&self) -> usize {
-        self.cases.div_ceil(5)
+        self.cases.div_ceil(5).max(4)
     }
 }

@@ -107,8 +107,8 @@ impl<'a> OnDevice<'a> {
             &self.z,
             &self.doc_start,
             &self.doc_end,
-            self.case.window(),
-            0,
+            self.case.dma_window().keep_window_size,
+            self.case.dma_window().local_window_size,
         )
     }
 
@@ -258,8 +258,12 @@ impl<'a> OnDevice<'a> {
     pub(crate) fn dma_decode(&self) -> Result<Vec<f32>, KernelError> {
         let shape = self.case.shape;
         let like = self.qkv.q.tensor();
-        let slots = DmaSlots::new(like, &shape, self.case.window());
-        let scratch = DecodeScratch::new(like, shape, self.case.window())?;
+        let window = self.case.dma_window();
+        let slots = DmaSlots {
+            local_window_size: window.local_window_size,
+            ..DmaSlots::new(like, &shape, window.keep_window_size)
+        };
+        let scratch = DecodeScratch::new(like, shape, window.keep_window_size)?;
         let heads = shape.batch * shape.num_kv_heads;
         let mut rows = Vec::new();
         for at in 0..shape.seq_len {

@@ -99,9 +99,7 @@ impl<B: Place> Call<'_, B> {
         let shape = self.case.shape;
         let per_key = |values: &[f32]| float::<B, 3>(values, shape.per_key(), self.device);
         let selection: DmaSelection<B> = match self.case.keys {
-            Keys::Chosen(kept) => {
-                B::dma_select(per_key(&self.case.z), &self.documents, kept.into())
-            }
+            Keys::Chosen(window) => B::dma_select(per_key(&self.case.z), &self.documents, window),
             _ => {
                 let equal = vec![0.0; self.case.delta.len()];
                 B::dma_select(per_key(&equal), &self.documents, shape.seq_len.into())
@@ -175,7 +173,7 @@ pub(crate) fn select<B: Place>(case: &Case, device: &B::Device) -> Vec<i32> {
         device,
     );
     let z = float::<B, 3>(&case.z, shape.per_key(), device);
-    ints::<B>(&B::dma_select(z, &documents.bounds(), case.window().into()))
+    ints::<B>(&B::dma_select(z, &documents.bounds(), case.dma_window()))
 }
 
 /// Every token against the keys before it, or the last `window`: `[batch, seq_len, num_heads, head_dim_v]`.
@@ -223,7 +221,7 @@ pub(crate) fn dma_decode<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> 
         v: first(&tokens.v),
         rank: z_of(0).into_primitive().tensor(),
         positions: Tensor::<B, 3, Int>::from_data(position, device).into_primitive(),
-        window: case.window().into(),
+        window: case.dma_window(),
     };
     let o = B::attention_decode(
         token(&tokens.q, 0),

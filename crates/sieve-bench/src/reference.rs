@@ -257,7 +257,7 @@ mod tests {
 
     #[test]
     fn gradients_are_the_slopes_of_the_loss() {
-        let case = case(Keys::Chosen(3));
+        let case = case(Keys::chosen(3));
         let gradients = attention(&case, Rounding::None).outputs;
         type Field = fn(&mut Case) -> &mut Vec<f32>;
         let fields: [(&str, Field, &[f32]); 4] = [
@@ -283,7 +283,7 @@ mod tests {
 
     #[test]
     fn a_single_key_has_no_gradient_of_its_bias() {
-        let reference = attention(&case(Keys::Chosen(1)), Rounding::None);
+        let reference = attention(&case(Keys::chosen(1)), Rounding::None);
         let largest = reference
             .outputs
             .ddelta

@@ -131,7 +131,7 @@ fn case(settings: &RunSettings) -> Result<Case> {
         }
         (Op::Attention | Op::Decode, None) => Keys::Dense,
         (Op::Swa | Op::Decode, Some(window)) => Keys::Window(window),
-        (Op::Dma | Op::DmaSelect | Op::DmaDecode, Some(window)) => Keys::Chosen(window),
+        (Op::Dma | Op::DmaSelect | Op::DmaDecode, Some(window)) => Keys::chosen(window),
         (_, None) => {
             return refused("this op needs --window: how many keys a query sees or keeps");
         }

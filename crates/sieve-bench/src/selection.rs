@@ -12,11 +12,26 @@ use sieve_kernels::{
     AttentionShape, CudaTensor, KeyLists, TILE_QUERIES, dma_lists, oracle, selection_of_expire,
 };
 
+/// Random windows over every length, each length with and without a local window in turn, and then the fixed ones.
 fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
     let mut random = Random::new(extent.seed);
     let lengths = extent.lengths;
-    (0..extent.few()).map(move |at| {
+    let mut draws = Vec::new();
+    for at in 0..extent.few() {
         let seq_len = lengths[at % lengths.len()];
+        let kept = random.one_of(&[1, 2, 31, 64, 100, 1024, 2048, 3 * seq_len]);
+        let keys = match (at + at / lengths.len()) % 2 {
+            0 => Keys::chosen(kept),
+            _ => Keys::local_of(kept, &mut random),
+        };
+        let cuts = random.one_of(&[Cuts::Count(1), Cuts::Few, Cuts::Mixed, Cuts::Tokens]);
+        draws.push((seq_len, keys, cuts));
+    }
+    let fixed = extent.local_windows.iter();
+    let fixed =
+        fixed.map(|&[seq_len, kept, local]| (seq_len, Keys::local(kept, local), Cuts::Count(2)));
+    draws.extend(fixed);
+    draws.into_iter().map(move |(seq_len, keys, cuts)| {
         let shape = AttentionShape {
             batch: random.between(1, 3),
             seq_len,
@@ -25,19 +40,14 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
             head_dim: 16,
             head_dim_v: 16,
         };
-        let kept = random.one_of(&[1, 2, 31, 64, 100, 1024, 2048, 3 * seq_len]);
-        let cuts = random.one_of(&[Cuts::Count(1), Cuts::Few, Cuts::Mixed, Cuts::Tokens]);
         let scores = &Scores::RANDOM[random.below(Scores::RANDOM.len())];
         let seed = random.between(0, 1 << 30) as u64;
         let label = format!(
-            "batch={},seq_len={seq_len} keep {kept} {cuts:?} {} seed {seed}",
+            "batch={},seq_len={seq_len} {keys} {cuts:?} {} seed {seed}",
             shape.batch,
             scores.name()
         );
-        Ok((
-            Case::draw(shape, Keys::Chosen(kept), cuts, scores, seed)?,
-            label,
-        ))
+        Ok((Case::draw(shape, keys, cuts, scores, seed)?, label))
     })
 }
 
@@ -55,7 +65,8 @@ pub(crate) fn check_ops<B: Place>(
         } else {
             Err("expire differs from the heap".to_owned())
         };
-        report.add("op dma_select", path, &label, outcome);
+        let name = format!("op dma_select{}", case.keys.suffix());
+        report.add(&name, path, &label, outcome);
     }
     Ok(())
 }
@@ -71,6 +82,7 @@ pub(crate) fn check_wrappers(
         let (case, label) = case?;
         let tile_queries = random.one_of(&[32, TILE_QUERIES, 128]);
         let call = OnDevice::new(&case, device);
+        let named = |kernel: &str| format!("{kernel}{}", case.keys.suffix());
         let selection = match call.select() {
             Ok(selection) => selection,
             Err(error) => {
@@ -83,17 +95,22 @@ pub(crate) fn check_wrappers(
             Ok(_) => Err("expire differs from the heap".to_owned()),
             Err(error) => Err(error.to_string()),
         };
-        report.add("dma_select", "kernel", &label, expire);
+        report.add(&named("dma_select"), "kernel", &label, expire);
         let lists = dma_lists(&selection, &call.doc_start, &call.doc_end, tile_queries);
         let outcome = lists
             .map_err(|e| e.to_string())
             .and_then(|lists| compare(&lists, &case, device));
-        report.add("dma_lists", "kernel", &label, outcome);
+        report.add(&named("dma_lists"), "kernel", &label, outcome);
         let rebuilt = selection_of_expire(&selection.expire, &call.doc_start, case.window())
             .and_then(|s| dma_lists(&s, &call.doc_start, &call.doc_end, tile_queries))
             .map_err(|e| e.to_string())
             .and_then(|lists| compare(&lists, &case, device));
-        report.add("dma_lists from expire alone", "kernel", &label, rebuilt);
+        report.add(
+            &named("dma_lists from expire alone"),
+            "kernel",
+            &label,
+            rebuilt,
+        );
     }
     Ok(())
 }

@@ -177,7 +177,7 @@ mod tests {
         let (seq_len, window) = (3000, 200);
         let scores: Vec<f32> = (0..seq_len).map(|i| i as f32).collect();
         let (starts, ends) = (vec![0; seq_len], vec![seq_len as i32; seq_len]);
-        let expire = oracle::expire(&scores, &starts, &ends, window);
+        let expire = oracle::expire(&scores, &starts, &ends, window.into());
         let longest = (0..3)
             .map(|block| oracle::key_list(&expire, block).entries.len())
             .max();

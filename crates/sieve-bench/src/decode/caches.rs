@@ -47,9 +47,10 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
             random: Random::new(seed),
             worst: 0.0,
         };
-        let (name, outcome) = match at % 2 {
-            0 => ("decode, caches", calls.dense()),
-            _ => ("dma_decode, caches", calls.dma()),
+        let (name, outcome) = match at % 4 {
+            0 | 2 => ("decode, caches", calls.dense()),
+            1 => ("dma_decode, caches", calls.dma(false)),
+            _ => ("dma_decode, local window, caches", calls.dma(true)),
         };
         report.add(
             name,
@@ -219,7 +220,8 @@ impl Calls<'_> {
         Ok(())
     }
 
-    fn dma(&mut self) -> Result<(), String> {
+    /// Some tokens after a prefill, against slots of which the last of the row keep theirs where `has_local_window`.
+    fn dma(&mut self, has_local_window: bool) -> Result<(), String> {
         let AttentionShape {
             batch,
             num_kv_heads,
@@ -227,7 +229,11 @@ impl Calls<'_> {
             head_dim_v,
             ..
         } = self.shape;
-        let kept = self.random.one_of(&[1, 2, 16, 17, 63, 64, 65, 200]);
+        let kept: usize = self.random.one_of(&[1, 2, 16, 17, 63, 64, 65, 200]);
+        let local = match has_local_window {
+            true => self.random.one_of(&[1, kept.div_ceil(2), kept]),
+            false => 0,
+        };
         let rows = batch * num_kv_heads;
         let mut lengths: Vec<usize> = (0..batch).map(|_| self.random.below(2 * kept)).collect();
         let steps = self.random.between(1, 8);
@@ -244,8 +250,13 @@ impl Calls<'_> {
         let mut keys: Vec<Vec<Key>> = Vec::new();
         for row in 0..rows {
             let score = |j: usize| z[row * seq_len + j] + 0.0;
-            let mut best: Vec<usize> = (0..lengths[row / num_kv_heads]).collect();
-            best.sort_by(|&a, &b| score(b).total_cmp(&score(a)).then(b.cmp(&a)));
+            let length = lengths[row / num_kv_heads];
+            let mut best: Vec<usize> = (0..length).collect();
+            let is_older = |j: usize| j + local < length;
+            best.sort_by(|&a, &b| {
+                let by_score = score(b).total_cmp(&score(a)).then(b.cmp(&a));
+                is_older(a).cmp(&is_older(b)).then(by_score)
+            });
             best.truncate(kept);
             for last in (1..best.len()).rev() {
                 best.swap(last, self.random.below(last + 1));
@@ -278,7 +289,7 @@ impl Calls<'_> {
             },
             z: self.device.float(&slot_z, &per_slot, DType::F32),
             positions: self.device.int(&slot_position, &per_slot),
-            local_window_size: 0,
+            local_window_size: local,
         };
         let scratch = DecodeScratch::new(&slots.z, self.shape, kept).map_err(text)?;
         for _ in 0..steps {
@@ -297,7 +308,9 @@ impl Calls<'_> {
                 ));
                 if held.len() > kept {
                     let rank = |at: &usize| held[*at].rank;
-                    let worst = (0..held.len()).min_by(|a, b| {
+                    let older =
+                        (0..held.len()).filter(|at| rank(at).1 as usize + local <= position);
+                    let worst = older.min_by(|a, b| {
                         rank(a)
                             .0
                             .total_cmp(&rank(b).0)
