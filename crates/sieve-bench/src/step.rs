@@ -1,4 +1,5 @@
 //! The ops around attention: each backend's own form against the plain-Burn reference in f32.
+mod losses;
 mod plain_loss;
 mod wrappers;
 

@@ -1,5 +1,5 @@
 //! Launch of `kernels/cross_entropy.cu` on a block of logits.
-use crate::checks::require_float;
+use crate::checks::{require_float, require_non_empty};
 use crate::cuda_tensor::CudaTensor;
 use crate::error::KernelError;
 use crate::source_kernel::SourceKernel;
@@ -19,7 +19,7 @@ pub struct LossFactors {
 
 /// Rows of logits, `[rows, vocab_size]`, padded so that each begins on a 16-byte word.
 #[derive(Debug, Clone)]
-pub(crate) struct LogitRows {
+pub struct LogitRows {
     /// `[rows, padded_width]`, contiguous.
     pub(crate) tensor: CudaTensor,
     pub(crate) vocab_size: usize,
@@ -35,6 +35,21 @@ impl LogitRows {
         }
     }
 
+    /// The rows of a contiguous tensor `[rows, vocab_size rounded up to 8]`.
+    ///
+    /// # Errors
+    /// Other shapes, gaps, an empty vocabulary.
+    pub fn of(tensor: &CudaTensor, vocab_size: usize) -> Result<Self, KernelError> {
+        let [rows, _] = tensor.dims(NAME, "logits")?;
+        require_non_empty(NAME, "vocab_size", vocab_size)?;
+        tensor.require_shape(NAME, "logits", &[rows, padded_width(vocab_size)])?;
+        tensor.require_contiguous(NAME, "logits")?;
+        Ok(Self {
+            tensor: tensor.clone(),
+            vocab_size,
+        })
+    }
+
     /// The first rows, without their padding: pitched.
     pub(crate) fn matrix(&self, rows: usize) -> Result<CudaTensor, KernelError> {
         let strides = [padded_width(self.vocab_size), 1];
@@ -48,8 +63,11 @@ pub(crate) fn padded_width(vocab_size: usize) -> usize {
     vocab_size.next_multiple_of(WORD_ELEMENTS)
 }
 
-/// Losses of the first rows into `losses` f32 `[rows]`.
-pub(crate) fn cross_entropy(
+/// Losses of the first rows into `losses` f32 `[rows]`, for as many rows as there are `labels` (i32 `[rows]`).
+///
+/// # Errors
+/// Other types or shapes, more labels than rows.
+pub fn cross_entropy(
     logits: &LogitRows,
     labels: &CudaTensor,
     losses: &CudaTensor,
@@ -58,7 +76,10 @@ pub(crate) fn cross_entropy(
 }
 
 /// The same, with gradients of the logits into `dlogits` bf16, which may be the logits themselves.
-pub(crate) fn cross_entropy_with_gradients(
+///
+/// # Errors
+/// As [`cross_entropy`].
+pub fn cross_entropy_with_gradients(
     logits: &LogitRows,
     labels: &CudaTensor,
     losses: &CudaTensor,
@@ -76,7 +97,23 @@ fn launch(
 ) -> Result<(), KernelError> {
     let is_bf16 = require_float(NAME, "logits' type", &logits.tensor)?;
     require_alignment(NAME, "logits", &logits.tensor)?;
-    let rows = labels.num_elements();
+    let [rows] = labels.dims(NAME, "labels")?;
+    for (what, tensor, dtype) in [
+        ("labels", labels, DType::I32),
+        ("losses", losses, DType::F32),
+    ] {
+        tensor.require_dtype(NAME, what, dtype)?;
+        tensor.require_shape(NAME, what, &[rows])?;
+        tensor.require_contiguous(NAME, what)?;
+    }
+    require_rows("logits", logits, rows)?;
+    if let Some((dlogits, _)) = gradient {
+        dlogits.tensor.require_dtype(NAME, "dlogits", DType::BF16)?;
+        let width = padded_width(logits.vocab_size);
+        let all = [dlogits.tensor.shape()[0], width];
+        dlogits.tensor.require_shape(NAME, "dlogits", &all)?;
+        require_rows("dlogits", dlogits, rows)?;
+    }
     let factors = gradient.map_or(
         LossFactors {
             z_loss: 0.0,
@@ -95,9 +132,21 @@ fn launch(
     let mut tensors = vec![&logits.tensor, labels, losses];
     tensors.extend(gradient.map(|(dlogits, _)| &dlogits.tensor));
     let kernel = cross_entropy_kernel(is_bf16, gradient.is_some());
-    // SAFETY: reads `rows` padded rows and labels, writes as many losses and, with a gradient, padded rows: the callers in
-    // this crate allocate both of that many rows.
+    // SAFETY: reads `rows` padded rows and labels, writes as many losses and, with a gradient, padded rows: all checked above.
     unsafe { kernel.launch([rows, 1, 1], &tensors, &words) }
+}
+
+fn require_rows(what: &'static str, logits: &LogitRows, rows: usize) -> Result<(), KernelError> {
+    let most = logits.tensor.shape()[0];
+    if rows <= most {
+        return Ok(());
+    }
+    Err(KernelError::Unsupported {
+        kernel: NAME,
+        what,
+        got: format!("{most} rows"),
+        supported: format!("a row for each of {rows} labels"),
+    })
 }
 
 /// The specialisation for the logits' type, with or without gradients.

@@ -85,7 +85,9 @@ pub use attention_tiling::{ForwardTiling, KeySource};
 pub use bias_base::bias_base_kernel;
 pub use cache::{KernelCache, init_runtime};
 pub use column_sums::column_sums_kernel;
-pub use cross_entropy::{LossFactors, cross_entropy_kernel};
+pub use cross_entropy::{
+    LogitRows, LossFactors, cross_entropy, cross_entropy_kernel, cross_entropy_with_gradients,
+};
 pub use cublaslt::{
     AlgorithmSearch, MatmulOutput, Product, matmul, matmul_is_inline, matmul_nn, matmul_nt,
     matmul_tn, require_cublaslt, set_algorithm_search,

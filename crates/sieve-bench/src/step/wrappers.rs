@@ -1,5 +1,6 @@
 //! The step's launch wrappers themselves: rows with gaps, sums added to what is there, results in place, equal repeats,
 //! and the gates of the optimizer. Values are compared with the plain-Burn references.
+use super::losses;
 use crate::bar::Bar;
 use crate::device::Device;
 use crate::extent::Extent;
@@ -22,7 +23,7 @@ use sieve_ops::{AttentionSpec, QkNormRopeCall, RmsNormCall, RopeTables, referenc
 const EPSILON: f64 = 1e-6;
 
 /// Largest error of each call, as a share of what is allowed.
-type Outcome = Result<f32, String>;
+pub(super) type Outcome = Result<f32, String>;
 
 /// Elements between the end of a row and the next.
 const GAP: usize = 24;
@@ -75,13 +76,22 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         let outcome = Calls::new(device, seed).qk_norm_rope(tokens, [heads, kv_heads], head_dim);
         add("qk_norm_rope", case, outcome);
     }
-    for &[tokens, vocab] in few(&[[61, 7], [33, 257], [1, 5], [4097, 50280], [777, 100_000]]) {
+    let tables: &[[usize; 3]] = &[
+        [61, 7, 64],
+        [33, 257, 72],
+        [1, 5, 8],
+        [4097, 50280, 768],
+        [5000, 300, 2056],
+        [777, 100_000, 64],
+        [31, 3000, 4096],
+    ];
+    for &[tokens, vocab, width] in &tables[..if is_emulated { 2 } else { tables.len() }] {
         for ids in [Ids::Any, Ids::Same, Ids::Outside] {
-            let case = format!("{tokens} tokens of {vocab}, {ids:?}");
+            let case = format!("{tokens} tokens of {vocab} x {width}, {ids:?}");
             add(
                 "embedding",
                 case,
-                Calls::new(device, seed).embedding(tokens, vocab, ids),
+                Calls::new(device, seed).embedding([tokens, vocab, width], ids),
             );
         }
     }
@@ -109,7 +119,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         false => &[1, 2, 3, 4, 8, 16, 32],
     };
     for &kv_heads in kv_heads {
-        for (tokens, head_dim) in [(33, 64), (257, 128)] {
+        for (tokens, head_dim) in [(33, 64), (257, 128), (1001, 96)] {
             let case = format!("{tokens} tokens, {kv_heads} heads of {head_dim}");
             let outcome = Calls::new(device, seed).dma_scores(tokens, kv_heads, head_dim);
             add("dma_scores", case, outcome);
@@ -120,6 +130,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         "77 x 2056".to_owned(),
         Calls::new(device, seed).residual_add(),
     );
+    losses::check(report, device, extent);
 }
 
 /// Token numbers of an embedding.
@@ -131,10 +142,10 @@ enum Ids {
     Outside,
 }
 
-struct Calls<'a> {
-    device: &'a dyn Device,
-    random: Random,
-    worst: f32,
+pub(super) struct Calls<'a> {
+    pub(super) device: &'a dyn Device,
+    pub(super) random: Random,
+    pub(super) worst: f32,
 }
 
 /// A tensor on the device and its values.
@@ -144,7 +155,7 @@ struct Input {
 }
 
 impl<'a> Calls<'a> {
-    fn new(device: &'a dyn Device, seed: u64) -> Self {
+    pub(super) fn new(device: &'a dyn Device, seed: u64) -> Self {
         let random = Random::new(seed);
         Self {
             device,
@@ -177,7 +188,12 @@ impl<'a> Calls<'a> {
     }
 
     /// Within one rounding to bf16, or, in f32, within the noise of a sum.
-    fn close(&mut self, name: &str, got: &CudaTensor, exact: &[f32]) -> Result<(), String> {
+    pub(super) fn close(
+        &mut self,
+        name: &str,
+        got: &CudaTensor,
+        exact: &[f32],
+    ) -> Result<(), String> {
         let share = if got.dtype() == DType::BF16 {
             1.0 / 256.0
         } else {
@@ -386,12 +402,11 @@ impl<'a> Calls<'a> {
         Ok(self.worst)
     }
 
-    fn embedding(mut self, tokens: usize, vocab: usize, kind: Ids) -> Outcome {
-        const WIDTH: usize = 64;
-        let weight = self.flat(&[vocab, WIDTH], DType::BF16);
+    fn embedding(mut self, [tokens, vocab, width]: [usize; 3], kind: Ids) -> Outcome {
+        let weight = self.flat(&[vocab, width], DType::BF16);
         let (dy, before) = (
-            self.pitched(tokens, WIDTH, DType::BF16)?,
-            self.flat(&[vocab, WIDTH], DType::F32),
+            self.pitched(tokens, width, DType::BF16)?,
+            self.flat(&[vocab, width], DType::F32),
         );
         let ids: Vec<i32> = (0..tokens)
             .map(|at| match kind {
@@ -402,21 +417,21 @@ impl<'a> Calls<'a> {
             })
             .collect();
         let on = self.device.int(&ids, &[1, tokens]);
-        let pitch = WIDTH + GAP;
+        let pitch = width + GAP;
         let strides = [tokens * pitch, pitch, 1];
-        let dy_on = dy.on.view("check", "dy", &[1, tokens, WIDTH], &strides);
+        let dy_on = dy.on.view("check", "dy", &[1, tokens, width], &strides);
         let dy_on = dy_on.map_err(text)?;
         let mut expected = Vec::new();
-        let mut sums = vec![0.0f64; vocab * WIDTH];
+        let mut sums = vec![0.0f64; vocab * width];
         for (at, &id) in ids.iter().enumerate() {
             if id < 0 || id as usize >= vocab {
-                expected.extend([f32::NAN; WIDTH]);
+                expected.extend(std::iter::repeat_n(f32::NAN, width));
                 continue;
             }
-            let row = id as usize * WIDTH;
-            expected.extend(&weight.values[row..row + WIDTH]);
-            for column in 0..WIDTH {
-                sums[row + column] += f64::from(dy.values[at * WIDTH + column]);
+            let row = id as usize * width;
+            expected.extend(&weight.values[row..row + width]);
+            for column in 0..width {
+                sums[row + column] += f64::from(dy.values[at * width + column]);
             }
         }
         let y = embedding_forward(&weight.on, &on).map_err(text)?;
@@ -683,7 +698,7 @@ impl<'a> Calls<'a> {
     }
 }
 
-fn text(error: KernelError) -> String {
+pub(super) fn text(error: KernelError) -> String {
     error.to_string()
 }
 
@@ -696,7 +711,7 @@ fn added_of(a: &[f32], b: &[f32]) -> Vec<f32> {
 }
 
 /// Equal to the last bit; a NaN equals a NaN.
-fn same(what: &str, got: &[f32], expected: &[f32]) -> Result<(), String> {
+pub(super) fn same(what: &str, got: &[f32], expected: &[f32]) -> Result<(), String> {
     let equal = |(a, b): (&f32, &f32)| a == b || (a.is_nan() && b.is_nan());
     let differ = got.iter().zip(expected).position(|pair| !equal(pair));
     match differ {

@@ -1,0 +1,174 @@
+//! The loss's launch wrapper itself: vocabularies of any size, logits in bf16 and f32, gradients beside the logits and in
+//! their place, ignored labels and wrong ones.
+use super::wrappers::{Calls, Outcome, same, text};
+use crate::bar::Bar;
+use crate::device::Device;
+use crate::extent::Extent;
+use crate::random::round_bf16;
+use crate::report::Report;
+use burn::tensor::DType;
+use sieve_kernels::{
+    CudaTensor, LogitRows, LossFactors, cross_entropy, cross_entropy_with_gradients,
+};
+
+/// Rows and vocabulary. The kernel keeps the first columns in registers and reads those past 28,672 (bf16) or 16,384 (f32)
+/// again.
+const SIZES: &[[usize; 2]] = &[
+    [1, 1],
+    [7, 13],
+    [2, 50257],
+    [5, 4096],
+    [333, 50257],
+    [64, 50280],
+    [19, 151_936],
+];
+
+/// Sizes that the emulator gets.
+const EMULATED: usize = 3;
+
+const FACTORS: LossFactors = LossFactors {
+    z_loss: 1e-2,
+    gradient_scale: 0.37,
+};
+
+/// Checks every size in both types.
+pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
+    let count = if extent.is_emulated {
+        EMULATED
+    } else {
+        SIZES.len()
+    };
+    for &[rows, vocab] in &SIZES[..count] {
+        for dtype in [DType::BF16, DType::F32] {
+            let case = format!("{rows} x {vocab} {}", dtype.name());
+            let outcome = losses(Calls::new(device, extent.seed), rows, vocab, dtype);
+            report.add("cross_entropy", "kernel", &case, outcome);
+        }
+    }
+    let outcome = outside(Calls::new(device, extent.seed));
+    report.add("cross_entropy", "kernel", "a label outside", outcome);
+}
+
+/// What is expected of one row of logits.
+struct Row {
+    /// With the squared log-sum-exp, and without.
+    losses: [f32; 2],
+    gradients: Vec<f32>,
+}
+
+impl Row {
+    fn new(logits: &[f32], label: i32) -> Self {
+        let Ok(label) = usize::try_from(label) else {
+            return Self {
+                losses: [0.0; 2],
+                gradients: vec![0.0; logits.len()],
+            };
+        };
+        let wide = |x: f32| f64::from(x);
+        let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let total: f64 = logits
+            .iter()
+            .map(|&x| (wide(x) - wide(largest)).exp())
+            .sum();
+        let lse = wide(largest) + total.ln();
+        let z_loss = wide(FACTORS.z_loss);
+        let plain = lse - wide(logits[label]);
+        let gradient = |(at, &x): (usize, &f32)| {
+            let p = (wide(x) - lse).exp() * (1.0 + 2.0 * z_loss * lse);
+            let target = f64::from(u8::from(at == label));
+            ((p - target) * wide(FACTORS.gradient_scale)) as f32
+        };
+        Self {
+            losses: [(plain + z_loss * lse * lse) as f32, plain as f32],
+            gradients: logits.iter().enumerate().map(gradient).collect(),
+        }
+    }
+}
+
+fn losses(mut calls: Calls<'_>, rows: usize, vocab: usize, dtype: DType) -> Outcome {
+    let device = calls.device;
+    let width = vocab.next_multiple_of(8);
+    let normals = calls.random.bf16_normals(rows * vocab);
+    let values: Vec<f32> = normals.iter().map(|x| round_bf16(3.0 * x)).collect();
+    // What lies behind a row holds NaN, which must reach nothing.
+    let mut buffer = Vec::with_capacity(rows * width);
+    for row in values.chunks_exact(vocab) {
+        buffer.extend(row);
+        buffer.resize(buffer.len() + width - vocab, f32::NAN);
+    }
+    let labels: Vec<i32> = (0..rows)
+        .map(|at| match at % 5 {
+            3 => -100,
+            _ => calls.random.below(vocab) as i32,
+        })
+        .collect();
+    let expected: Vec<Row> = values
+        .chunks_exact(vocab)
+        .zip(&labels)
+        .map(|(row, &label)| Row::new(row, label))
+        .collect();
+    let both = |at: usize| expected.iter().map(|row| row.losses[at]).collect();
+    let [losses, plain_losses]: [Vec<f32>; 2] = [0, 1].map(both);
+    let gradients: Vec<f32> = expected.into_iter().flat_map(|row| row.gradients).collect();
+    let rounded: Vec<f32> = gradients.iter().map(|&x| round_bf16(x)).collect();
+
+    let on_labels = device.int(&labels, &[rows]);
+    let on = |dtype| device.float(&buffer, &[rows, width], dtype);
+    let new_losses = || device.float(&vec![f32::NAN; rows], &[rows], DType::F32);
+    let logits = LogitRows::of(&on(dtype), vocab).map_err(text)?;
+    let all_gradients = |tensor: &CudaTensor| -> Result<Vec<f32>, String> {
+        let all = device.floats(tensor).map_err(text)?;
+        let rows = all.chunks_exact(width);
+        Ok(rows.flat_map(|row| &row[..vocab]).copied().collect())
+    };
+
+    let alone = new_losses();
+    cross_entropy(&logits, &on_labels, &alone).map_err(text)?;
+    calls.close("losses alone", &alone, &plain_losses)?;
+
+    let with_gradients = new_losses();
+    let nan = device.float(&vec![f32::NAN; rows * width], &[rows, width], DType::BF16);
+    let dlogits = LogitRows::of(&nan, vocab).map_err(text)?;
+    let call = |logits: &LogitRows, losses: &CudaTensor, into: &LogitRows| {
+        cross_entropy_with_gradients(logits, &on_labels, losses, into, FACTORS).map_err(text)
+    };
+    call(&logits, &with_gradients, &dlogits)?;
+    calls.close("losses", &with_gradients, &losses)?;
+    let bar = Bar {
+        plain: 2.0,
+        floor: 1e-6,
+        share: 1e-6,
+        norm: false,
+    };
+    let got = all_gradients(&nan)?;
+    let ratio = bar.judge("dlogits", &got, &rounded, &gradients)?;
+    calls.worst = calls.worst.max(ratio);
+
+    if dtype == DType::BF16 {
+        let in_place = on(DType::BF16);
+        let logits = LogitRows::of(&in_place, vocab).map_err(text)?;
+        let again = new_losses();
+        call(&logits, &again, &logits)?;
+        same("dlogits in place", &all_gradients(&in_place)?, &got)?;
+        let [again, first] = [again, with_gradients].map(|x| device.floats(&x).map_err(text));
+        same("losses beside them", &again?, &first?)?;
+    }
+    Ok(calls.worst)
+}
+
+/// A label past the vocabulary makes its row's loss NaN, and no other.
+fn outside(mut calls: Calls<'_>) -> Outcome {
+    let device = calls.device;
+    let values = calls.random.bf16_normals(3 * 8);
+    let logits = device.float(&values, &[3, 8], DType::BF16);
+    let logits = LogitRows::of(&logits, 8).map_err(text)?;
+    let losses = device.float(&[0.0; 3], &[3], DType::F32);
+    cross_entropy(&logits, &device.int(&[2, 9, 7], &[3]), &losses).map_err(text)?;
+    let got = device.floats(&losses).map_err(text)?;
+    match got.iter().map(|x| x.is_nan()).eq([false, true, false]) {
+        true => Ok(0.0),
+        false => Err(format!(
+            "the losses of labels 2, 9 and 7 among 8 are {got:?}"
+        )),
+    }
+}
