@@ -19,7 +19,15 @@ const PTX: &str = include_str!("../../../tests/gpu/emulator/ptx.h");
 const RUNNER: &str = include_str!("../../../tests/gpu/emulator/runner.h");
 
 /// Multiply-adds as nvcc makes them: a large product that cancels shows its rounding error only so.
-const FLAGS: [&str; 5] = ["-std=c++17", "-O1", "-mfma", "-ffp-contract=fast", "-w"];
+/// Jumps between fibers' stacks are what a fortified longjmp refuses.
+const FLAGS: [&str; 6] = [
+    "-std=c++17",
+    "-O1",
+    "-mfma",
+    "-ffp-contract=fast",
+    "-U_FORTIFY_SOURCE",
+    "-w",
+];
 
 /// Bytes of a page of memory.
 const PAGE: usize = 4096;

@@ -1,6 +1,7 @@
 // CUDA's vocabulary for the CPU emulator: qualifiers, vector types, thread indices, warp collectives, barriers. See README.md.
 #pragma once
 #include <fcntl.h>
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -11,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <random>
 #include <string>
 #include <tuple>
@@ -75,9 +77,12 @@ struct Copy { void* to; const void* from; int size, bytes; };
 struct Rendezvous { int arrived = 0; unsigned long long generation = 0; };
 struct Warp : Rendezvous { const void* in[32]; void* out[32]; };
 
+// The first switch to a fiber takes its context, the others jump: a context would ask the system for the signal mask each time.
 struct Fiber {
   ucontext_t context;
-  std::vector<char> stack;
+  jmp_buf place;
+  bool started = false;
+  std::unique_ptr<char[]> stack;
   Dim3 tid;
   bool done = false;
   const Rendezvous* waits_for = nullptr;
@@ -89,7 +94,7 @@ extern std::vector<Fiber> fibers;
 extern std::vector<Warp> warps;
 extern Rendezvous block, named[NAMED_BARRIERS];
 extern int current;
-extern ucontext_t scheduler;
+extern jmp_buf scheduler;
 
 // Arrives; the last of `count` runs `finish` and lets the others go on.
 template <class Finish>
@@ -104,7 +109,7 @@ void arrive(Rendezvous& at, int count, Finish finish) {
   while (at.generation == generation) {
     fibers[current].waits_for = &at;
     fibers[current].generation = generation;
-    swapcontext(&fibers[current].context, &scheduler);
+    if (!_setjmp(fibers[current].place)) _longjmp(scheduler, 1);
   }
 }
 // Every lane leaves `in` and `out`; the last one runs `collective` for all.

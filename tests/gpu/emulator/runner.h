@@ -7,13 +7,14 @@ std::vector<Fiber> fibers;
 std::vector<Warp> warps;
 Rendezvous block, named[NAMED_BARRIERS];
 int current;
-ucontext_t scheduler;
+jmp_buf scheduler;
 static std::function<void()> body;
+constexpr size_t STACK_BYTES = 128 << 10;
 
 static void thread_main() {
   body();
   fibers[current].done = true;
-  swapcontext(&fibers[current].context, &scheduler);
+  _longjmp(scheduler, 1);
 }
 
 // Resumes a thread; tells whether it got anywhere.
@@ -22,7 +23,11 @@ static bool resume(int thread) {
   if (fiber.done || (fiber.waits_for && fiber.waits_for->generation == fiber.generation)) return false;
   fiber.waits_for = nullptr;
   current = thread;
-  swapcontext(&scheduler, &fiber.context);
+  if (!_setjmp(scheduler)) {
+    if (fiber.started) _longjmp(fiber.place, 1);
+    fiber.started = true;
+    setcontext(&fiber.context);
+  }
   return true;
 }
 
@@ -35,12 +40,13 @@ static void start_block(int threads) {
     Fiber& fiber = fibers[i];
     fiber.tid = {(unsigned)i, 0, 0};
     fiber.done = false;
+    fiber.started = false;
     fiber.waits_for = nullptr;
     fiber.groups.clear();
     fiber.open.clear();
     getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = fiber.stack.size();
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = STACK_BYTES;
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, thread_main, 0);
   }
@@ -52,7 +58,7 @@ static int run(Dim3 grid, int threads, int shared, int seed, std::function<void(
   gridDim = grid;
   blockDim = {(unsigned)threads, 1, 1};
   fibers = std::vector<Fiber>(threads);
-  for (Fiber& fiber : fibers) fiber.stack.resize(128 << 10);
+  for (Fiber& fiber : fibers) fiber.stack.reset(new char[STACK_BYTES]);  // not zeroed: most of it is never touched
   std::mt19937 random(seed);
   std::vector<int> order((threads + 31) / 32);
   for (size_t i = 0; i < order.size(); ++i) order[i] = (int)i;
