@@ -2,6 +2,7 @@
 mod inputs;
 mod row;
 mod rows;
+mod step;
 
 pub use row::{BenchRow, Ceilings, Outcome};
 
@@ -19,11 +20,22 @@ use sieve_kernels::{
 };
 use sieve_ops::Cuda;
 
+/// The rows of a benchmark.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BenchRows {
+    /// Attention, selection and decoding, as the published table has them.
+    Standard,
+    /// The shapes of arXiv:2508.02124, Table 2.
+    Table2,
+    /// The kernels around attention, at the sizes of a training step.
+    Step,
+}
+
 /// What to time.
 #[derive(Clone, Debug)]
 pub struct BenchSettings {
-    /// The shapes of arXiv:2508.02124, Table 2, instead of the usual ones.
-    pub table2: bool,
+    /// Which rows.
+    pub rows: BenchRows,
     /// DMA's scores.
     pub scores: Vec<Scores>,
     /// Time the portable kernels, also where the device has a family of its own.
@@ -62,10 +74,10 @@ pub fn bench(
 ) -> Result<BenchResult> {
     use_portable_kernels_only(settings.portable);
     let mut bench = Bench::new(settings, gpu, say)?;
-    if settings.table2 {
-        rows::table2(&mut bench)?;
-    } else {
-        rows::standard(&mut bench)?;
+    match settings.rows {
+        BenchRows::Standard => rows::standard(&mut bench)?,
+        BenchRows::Table2 => rows::table2(&mut bench)?,
+        BenchRows::Step => step::rows(&mut bench)?,
     }
     Ok(BenchResult {
         json: bench.json,
@@ -143,7 +155,7 @@ impl<'a> Bench<'a> {
         flops: f64,
         work: &mut dyn FnMut() -> Result<(), KernelError>,
     ) {
-        self.row(name, shape, Work::Flops(flops), work);
+        self.row(name, &row::shape_name(shape), Work::Flops(flops), work);
     }
 
     /// Times a row that moves memory.
@@ -154,13 +166,24 @@ impl<'a> Bench<'a> {
         bytes: f64,
         work: &mut dyn FnMut() -> Result<(), KernelError>,
     ) {
+        self.moved(name, &row::shape_name(shape), bytes, work);
+    }
+
+    /// The same for sizes in words.
+    pub(crate) fn moved(
+        &mut self,
+        name: &str,
+        shape: &str,
+        bytes: f64,
+        work: &mut dyn FnMut() -> Result<(), KernelError>,
+    ) {
         self.row(name, shape, Work::Bytes(bytes), work);
     }
 
     fn row(
         &mut self,
         name: &str,
-        shape: AttentionShape,
+        shape: &str,
         work: Work,
         body: &mut dyn FnMut() -> Result<(), KernelError>,
     ) {
@@ -173,7 +196,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    fn timed(&mut self, name: &str, shape: AttentionShape, work: &Work, times: Times) {
+    fn timed(&mut self, name: &str, shape: &str, work: &Work, times: Times) {
         let per_s = |work: f64| work / (times.median_ms * 1e-3);
         let (rate, unit, of_peak) = match *work {
             Work::Flops(flops) => (
@@ -222,7 +245,7 @@ impl<'a> Bench<'a> {
             after,
             inputs,
         };
-        self.push(name, shape, outcome);
+        self.push(name, &row::shape_name(shape), outcome);
         Ok(())
     }
 
@@ -252,10 +275,11 @@ impl<'a> Bench<'a> {
 
     /// A row that was not timed, and why.
     pub(crate) fn skip(&mut self, name: &str, shape: AttentionShape, reason: &str) {
-        self.push(name, shape, Outcome::Skipped(reason.to_owned()));
+        let shape = row::shape_name(shape);
+        self.push(name, &shape, Outcome::Skipped(reason.to_owned()));
     }
 
-    fn push(&mut self, name: &str, shape: AttentionShape, outcome: Outcome) {
+    fn push(&mut self, name: &str, shape: &str, outcome: Outcome) {
         let row = BenchRow::new(name, shape, outcome);
         if let Some((list, value)) = row.json()
             && let Some(list) = self.json[list].as_array_mut()

@@ -1,5 +1,6 @@
 //! `sieve kernels check`: every kernel and gradient on this device against references on the host.
 use crate::attention;
+use crate::bench::BenchRows;
 use crate::device::Device;
 use crate::emulator::Emulator;
 use crate::error::{BenchError, Result};
@@ -135,11 +136,11 @@ fn stage(
     }
 }
 
-/// A short check of the wrappers on a GPU: times of wrong kernels are worth nothing.
+/// A short check of the wrappers that these rows time, on a GPU: times of wrong kernels are worth nothing.
 ///
 /// # Errors
 /// A GPU that cannot be asked; a wrong result is a row of the report.
-pub fn short_check(gpu: &DeviceReport, portable: bool) -> Result<Report> {
+pub fn short_check(gpu: &DeviceReport, portable: bool, rows: BenchRows) -> Result<Report> {
     use_portable_kernels_only(portable);
     let device = &CudaDevice::new(gpu.index);
     let mut report = Report::default();
@@ -147,6 +148,10 @@ pub fn short_check(gpu: &DeviceReport, portable: bool) -> Result<Report> {
     // Five selections and caches.
     let others = Extent::all(25, 300, 2);
     stage(&mut report, "the check", |report| {
+        if rows == BenchRows::Step {
+            step::check_wrappers(report, device, &extent);
+            return Ok(());
+        }
         attention::check_wrappers(report, device, &extent)?;
         selection::check_wrappers(report, device, &others)?;
         decode::check_wrappers(report, device, &others)

@@ -38,7 +38,9 @@ mod check;
 mod clock;
 mod run;
 
-pub use bench::{BenchEvent, BenchResult, BenchRow, BenchSettings, Ceilings, Outcome, bench};
+pub use bench::{
+    BenchEvent, BenchResult, BenchRow, BenchRows, BenchSettings, Ceilings, Outcome, bench,
+};
 pub use build::{BuildEvent, BuildSettings, build, build_table_head, prefill};
 pub use capture::{capture, kernel_sources};
 pub use check::{

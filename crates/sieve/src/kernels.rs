@@ -129,7 +129,8 @@ fn bench(args: BenchArgs) -> Result<()> {
             "kernels bench times the CUDA kernels, and there is no GPU here\n  hint: `cargo run --release -p sieve-cpu --example bench_cpu` in the sources times those of the CPU"
         ),
     };
-    let report = sieve_bench::short_check(&gpu, args.portable)?;
+    let rows = args.rows();
+    let report = sieve_bench::short_check(&gpu, args.portable, rows)?;
     if report.failed() > 0 {
         terminal::line(&report.to_string());
         bail!("the check failed, so nothing is timed");
@@ -152,7 +153,7 @@ fn bench(args: BenchArgs) -> Result<()> {
         scores.push(Scores::Captured(file));
     }
     let settings = BenchSettings {
-        table2: args.table2,
+        rows,
         scores,
         portable: args.portable,
         repetitions: args.repetitions,

@@ -95,14 +95,10 @@ pub enum Outcome {
 }
 
 impl BenchRow {
-    pub(crate) fn new(name: &str, shape: AttentionShape, outcome: Outcome) -> Self {
-        let shape = format!(
-            "{}x{} h{}/{} d{}",
-            shape.batch, shape.seq_len, shape.num_heads, shape.num_kv_heads, shape.head_dim
-        );
+    pub(crate) fn new(name: &str, shape: &str, outcome: Outcome) -> Self {
         Self {
             name: name.to_owned(),
-            shape,
+            shape: shape.to_owned(),
             outcome,
         }
     }
@@ -178,6 +174,14 @@ impl fmt::Display for BenchRow {
             Outcome::Failed(error) => write!(out, "FAILED {error}"),
         }
     }
+}
+
+/// `2x8192 h16/8 d128`.
+pub(crate) fn shape_name(shape: AttentionShape) -> String {
+    format!(
+        "{}x{} h{}/{} d{}",
+        shape.batch, shape.seq_len, shape.num_heads, shape.num_kv_heads, shape.head_dim
+    )
 }
 
 /// `1.23 GiB` and the like.

@@ -2,7 +2,7 @@
 use crate::device::DeviceChoice;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
-use sieve_bench::{CaseShape, Op, Scores};
+use sieve_bench::{BenchRows, CaseShape, Op, Scores};
 use std::path::PathBuf;
 
 /// Subcommands of `sieve kernels`.
@@ -12,7 +12,7 @@ pub(crate) enum KernelsCommand {
     Build(BuildArgs),
     /// Compare every kernel and gradient on this device with references on the host
     Check(CheckArgs),
-    /// Time the attention kernels on this GPU, parity first
+    /// Time the kernels on this GPU, parity first
     Bench(BenchArgs),
     /// Write the scores that a trained DMA model gives to a text
     Capture(CaptureArgs),
@@ -75,6 +75,9 @@ pub(crate) struct BenchArgs {
     /// The shapes of paper 004's Table 2 (arXiv:2508.02124) instead of the usual ones
     #[arg(long)]
     pub(super) table2: bool,
+    /// The kernels around attention, at the sizes of a training step, instead of attention
+    #[arg(long, conflicts_with_all = ["table2", "scores", "captured"])]
+    pub(super) step: bool,
     /// DMA's scores: independent, rising, falling, tied, few-values, signed-zeros, narrow, steps, drifting or
     /// captured:FILE; may be repeated
     /// (independent, rising and tied when absent)
@@ -98,6 +101,17 @@ pub(crate) struct BenchArgs {
     /// auto, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub(super) device: DeviceChoice,
+}
+
+impl BenchArgs {
+    /// The rows asked for.
+    pub(super) fn rows(&self) -> BenchRows {
+        match (self.table2, self.step) {
+            (true, _) => BenchRows::Table2,
+            (false, true) => BenchRows::Step,
+            (false, false) => BenchRows::Standard,
+        }
+    }
 }
 
 /// Arguments of `sieve kernels capture`.
