@@ -48,6 +48,7 @@ impl Written {
     }
 
     /// Largest errors of `o`, `lse` and `ddelta` against the definition, computed here in f64 from the file's own inputs.
+    /// `lse` is of logits less the largest bias that the query sees.
     fn errors(&self) -> [f64; 3] {
         let [batch, seq_len, heads, d] = *self.shape("q") else {
             panic!("q has four dimensions")
@@ -93,9 +94,13 @@ impl Written {
                     let keys: Vec<usize> = (first - b * seq_len..=i)
                         .filter(|&j| (i as f64) < expire[per_key + j])
                         .collect();
+                    let biases = keys.iter().map(|&j| delta[per_key + j]);
+                    let base = biases.fold(f64::NEG_INFINITY, f64::max);
                     let logits: Vec<f64> = keys
                         .iter()
-                        .map(|&j| self.scale() * dot(query, &row(k, j, d)) + delta[per_key + j])
+                        .map(|&j| {
+                            self.scale() * dot(query, &row(k, j, d)) + delta[per_key + j] - base
+                        })
                         .collect();
                     let total: f64 = logits.iter().map(|s| s.exp()).sum();
                     let mut o = vec![0.0; dv];
