@@ -271,12 +271,12 @@ fn documents(
     random: &mut Random,
 ) -> Result<(Vec<i32>, Vec<i32>)> {
     let seq_len = shape.seq_len;
-    if let Cuts::Count(count) = cuts {
-        if !(1..=seq_len).contains(&count) {
-            return refused(format!(
-                "--documents {count}: a row of {seq_len} tokens holds 1 to {seq_len} documents"
-            ));
-        }
+    if let Cuts::Count(count) = cuts
+        && !(1..=seq_len).contains(&count)
+    {
+        return refused(format!(
+            "--documents {count}: a row of {seq_len} tokens holds 1 to {seq_len} documents"
+        ));
     }
     let (mut starts, mut ends) = (Vec::new(), Vec::new());
     for _ in 0..shape.batch {
