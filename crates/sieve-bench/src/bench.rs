@@ -169,7 +169,18 @@ impl<'a> Bench<'a> {
         self.moved(name, &row::shape_name(shape), bytes, work);
     }
 
-    /// The same for sizes in words.
+    /// Times a row that computes, for sizes in words.
+    pub(crate) fn computed(
+        &mut self,
+        name: &str,
+        shape: &str,
+        flops: f64,
+        work: &mut dyn FnMut() -> Result<(), KernelError>,
+    ) {
+        self.row(name, shape, Work::Flops(flops), work);
+    }
+
+    /// Times a row that moves memory, for sizes in words.
     pub(crate) fn moved(
         &mut self,
         name: &str,
@@ -275,8 +286,12 @@ impl<'a> Bench<'a> {
 
     /// A row that was not timed, and why.
     pub(crate) fn skip(&mut self, name: &str, shape: AttentionShape, reason: &str) {
-        let shape = row::shape_name(shape);
-        self.push(name, &shape, Outcome::Skipped(reason.to_owned()));
+        self.skip_named(name, &row::shape_name(shape), reason);
+    }
+
+    /// The same for sizes in words.
+    pub(crate) fn skip_named(&mut self, name: &str, shape: &str, reason: &str) {
+        self.push(name, shape, Outcome::Skipped(reason.to_owned()));
     }
 
     fn push(&mut self, name: &str, shape: &str, outcome: Outcome) {

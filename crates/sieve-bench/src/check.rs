@@ -99,7 +99,9 @@ fn on_cuda(report: &mut Report, gpu: &DeviceReport, settings: &CheckSettings) ->
     use_portable_kernels_only(true);
     let mut good = stage(report, "portable kernels", |report| {
         attention::check_long_row(report, &device, &extent)?;
-        wrappers(report, &device, &extent)
+        wrappers(report, &device, &extent)?;
+        step::check_products(report, &device, &extent);
+        Ok(())
     })?;
     use_portable_kernels_only(!has_own_family);
     if good && has_own_family {
@@ -150,6 +152,7 @@ pub fn short_check(gpu: &DeviceReport, portable: bool, rows: BenchRows) -> Resul
     stage(&mut report, "the check", |report| {
         if rows == BenchRows::Step {
             step::check_wrappers(report, device, &extent);
+            step::check_products(report, device, &extent);
             return Ok(());
         }
         attention::check_wrappers(report, device, &extent)?;

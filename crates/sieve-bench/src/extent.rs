@@ -25,7 +25,6 @@ const LOCAL_WINDOWS: &[[usize; 3]] = &[
     [16_385, 301, 300],
     [20_001, 2048, 300],
     [40_000, 300, 300],
-    [131_073, 1024, 300],
 ];
 
 /// What random calls are drawn from.

@@ -1,8 +1,10 @@
 //! The ops around attention: each backend's own form against the plain-Burn reference in f32.
 mod losses;
 mod plain_loss;
+mod products;
 mod wrappers;
 
+pub(crate) use products::check_products;
 pub(crate) use wrappers::check_wrappers;
 
 use crate::bar::Bar;

@@ -1,4 +1,4 @@
-//! The kernels around attention at the sizes of two models' steps: 1.7B (rows of 2048 columns) and 80M (768).
+//! The kernels around attention, and products, at the sizes of two models' steps: 1.7B (rows of 2048 columns) and 80M (768).
 use super::Bench;
 use crate::device::Device;
 use crate::error::Result;
@@ -7,10 +7,11 @@ use burn::tensor::{DType, Distribution, Tensor};
 use burn_cuda::CudaDevice;
 use sieve_core::AdamWStep;
 use sieve_kernels::{
-    AdamwTensors, CudaTensor, GradientTarget, LogitRows, LossFactors, QkNormRope, Qkv, Reuse,
-    ScoreBias, ScoresBackward, adamw, cross_entropy, cross_entropy_with_gradients, dma_scores,
-    dma_scores_backward, embedding_backward, embedding_forward, qk_norm_rope_backward,
-    qk_norm_rope_forward, residual_add, rms_norm_backward, rms_norm_backward_with_output,
+    AdamwTensors, CudaTensor, GradientTarget, LogitRows, LossFactors, MatmulOutput, Product,
+    QkNormRope, Qkv, Reuse, ScoreBias, ScoresBackward, adamw, cross_entropy,
+    cross_entropy_with_gradients, dma_scores, dma_scores_backward, embedding_backward,
+    embedding_forward, matmul, matmul_nn, matmul_nt, qk_norm_rope_backward, qk_norm_rope_forward,
+    require_cublaslt, residual_add, rms_norm_backward, rms_norm_backward_with_output,
     rms_norm_forward, rms_norm_residual_forward, sum_of_squares, swiglu_backward_with_output,
     swiglu_forward,
 };
@@ -41,6 +42,7 @@ pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     for size in [VOCAB * 2048, 2048] {
         optimizer(bench, size);
     }
+    products(bench);
     Ok(())
 }
 
@@ -238,6 +240,44 @@ fn losses(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> Result<()> {
         cross_entropy(&logits, &labels, &losses)
     });
     Ok(())
+}
+
+/// Products of a step, each with the output that the step asks for.
+fn products(bench: &mut Bench<'_>) {
+    if let Err(error) = require_cublaslt() {
+        bench.skip_named("product", "all", &error.to_string());
+        return;
+    }
+    for [m, n, k] in [
+        [16384, 4096, 2048],
+        [16384, 2048, 2048],
+        [16384, 12288, 2048],
+        [16384, 2048, 6144],
+        [4096, VOCAB, 2048],
+        [65536, 768, 768],
+        [2048, 512, 512],
+    ] {
+        let of = |rows: usize, cols: usize, dtype| normal([rows, cols], dtype, &bench.device);
+        let (x, w, dy) = (
+            of(m, k, DType::BF16),
+            of(n, k, DType::BF16),
+            of(m, n, DType::BF16),
+        );
+        let dweight = of(n, k, DType::F32);
+        let (shape, flops) = (format!("{m}x{n}x{k}"), 2.0 * (m * n * k) as f64);
+        bench.computed("product NT", &shape, flops, &mut || {
+            matmul_nt(&x, &w).map(drop)
+        });
+        bench.computed("product NT + residual", &shape, flops, &mut || {
+            matmul(Product::Nt, &x, &w, MatmulOutput::Plus(&dy)).map(drop)
+        });
+        bench.computed("product NN", &shape, flops, &mut || {
+            matmul_nn(&dy, &w).map(drop)
+        });
+        bench.computed("product TN, added to f32", &shape, flops, &mut || {
+            matmul(Product::Tn, &dy, &x, MatmulOutput::AddTo(&dweight)).map(drop)
+        });
+    }
 }
 
 fn optimizer(bench: &mut Bench<'_>, size: usize) {

@@ -149,9 +149,9 @@ pub(super) struct Calls<'a> {
 }
 
 /// A tensor on the device and its values.
-struct Input {
-    on: CudaTensor,
-    values: Vec<f32>,
+pub(super) struct Input {
+    pub(super) on: CudaTensor,
+    pub(super) values: Vec<f32>,
 }
 
 impl<'a> Calls<'a> {
@@ -164,22 +164,31 @@ impl<'a> Calls<'a> {
         }
     }
 
-    /// Rows with gaps of NaN between them.
     fn pitched(&mut self, rows: usize, width: usize, dtype: DType) -> Result<Input, String> {
+        self.with_gaps([rows, width], GAP, dtype)
+    }
+
+    /// Rows with so many NaN between them.
+    pub(super) fn with_gaps(
+        &mut self,
+        [rows, width]: [usize; 2],
+        gap: usize,
+        dtype: DType,
+    ) -> Result<Input, String> {
         let values = self.random.bf16_normals(rows * width);
-        let mut buffer = Vec::with_capacity(rows * (width + GAP));
+        let mut buffer = Vec::with_capacity(rows * (width + gap));
         for row in values.chunks_exact(width) {
             buffer.extend(row);
-            buffer.extend([f32::NAN; GAP]);
+            buffer.resize(buffer.len() + gap, f32::NAN);
         }
-        let all = self.device.float(&buffer, &[rows, width + GAP], dtype);
+        let all = self.device.float(&buffer, &[rows, width + gap], dtype);
         let on = all
-            .view("check", "x", &[rows, width], &[width + GAP, 1])
+            .view("check", "x", &[rows, width], &[width + gap, 1])
             .map_err(text)?;
         Ok(Input { on, values })
     }
 
-    fn flat(&mut self, shape: &[usize], dtype: DType) -> Input {
+    pub(super) fn flat(&mut self, shape: &[usize], dtype: DType) -> Input {
         let values = self.random.bf16_normals(shape.iter().product());
         Input {
             on: self.device.float(&values, shape, dtype),

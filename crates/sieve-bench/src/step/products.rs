@@ -1,0 +1,183 @@
+//! Products by cuBLASLt: all three kinds, rows with gaps, every kind of output, both searches for an algorithm, and their
+//! order among Burn's own operations. The emulator has no cuBLASLt.
+use super::wrappers::{Calls, Input, Outcome, same, text};
+use crate::bar::Bar;
+use crate::extent::Extent;
+use crate::report::Report;
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor, TensorPrimitive};
+use burn_cuda::CudaDevice;
+use sieve_kernels::{
+    AlgorithmSearch, CudaTensor, MatmulOutput, Product, matmul, matmul_is_inline, matmul_nn,
+    matmul_nt, matmul_tn, require_cublaslt, set_algorithm_search,
+};
+use sieve_ops::Cuda;
+
+const NAME: &str = "product, cuBLASLt";
+
+/// `[m, n, k]`, and the gap between rows: none, one that keeps 16-byte words, one that does not.
+const SIZES: &[([usize; 3], usize)] = &[
+    ([70, 56, 40], 8),
+    ([129, 64, 200], 16),
+    ([1, 24, 40], 8),
+    ([33, 7, 5], 1),
+    ([256, 512, 384], 0),
+];
+
+/// Share of the largest number that an f32 sum of a few hundred products may be off, and a bf16 one.
+const F32_SHARE: f32 = 1e-5;
+const BF16_SHARE: f32 = 1.0 / 256.0;
+
+/// Checks them all.
+pub(crate) fn check_products(report: &mut Report, device: &CudaDevice, extent: &Extent) {
+    if let Err(error) = require_cublaslt() {
+        report.add_missing(NAME, &error.to_string());
+        return;
+    }
+    for search in [AlgorithmSearch::First, AlgorithmSearch::Timed(8)] {
+        set_algorithm_search(search);
+        for product in [Product::Nt, Product::Nn, Product::Tn] {
+            for &([m, n, k], gap) in SIZES {
+                // A search must meet each shape anew.
+                let m = match search {
+                    AlgorithmSearch::First => m,
+                    AlgorithmSearch::Timed(_) => m + 8,
+                };
+                let case = format!("{product:?} {m} x {n} x {k}, gap {gap}, {search:?}");
+                let outcome = outputs(Calls::new(device, extent.seed), product, [m, n, k], gap);
+                report.add(NAME, path(), &case, outcome);
+            }
+        }
+    }
+    set_algorithm_search(AlgorithmSearch::First);
+    let outcome = in_order(Calls::new(device, extent.seed), device);
+    report.add(NAME, path(), "a chain with Burn's operations", outcome);
+    let outcome = refused(Calls::new(device, extent.seed));
+    report.add(NAME, path(), "sizes that do not fit", outcome);
+}
+
+/// Whose stream the products so far were queued on.
+fn path() -> &'static str {
+    match matmul_is_inline() {
+        Some(true) => "on Burn's own stream",
+        Some(false) => "on a stream of its own",
+        None => "not queued",
+    }
+}
+
+/// The product in f64; `x` and `w` as the kind of product has them.
+fn definition(product: Product, x: &[f32], w: &[f32], [m, n, k]: [usize; 3]) -> Vec<f64> {
+    let of = |i: usize, j: usize, l: usize| {
+        let a = match product {
+            Product::Tn => x[l * m + i],
+            Product::Nt | Product::Nn => x[i * k + l],
+        };
+        let b = match product {
+            Product::Nt => w[j * k + l],
+            Product::Nn | Product::Tn => w[l * n + j],
+        };
+        f64::from(a) * f64::from(b)
+    };
+    (0..m * n)
+        .map(|at| (0..k).map(|l| of(at / n, at % n, l)).sum())
+        .collect()
+}
+
+fn outputs(mut calls: Calls<'_>, product: Product, [m, n, k]: [usize; 3], gap: usize) -> Outcome {
+    let (x_shape, w_shape) = match product {
+        Product::Nt => ([m, k], [n, k]),
+        Product::Nn => ([m, k], [k, n]),
+        Product::Tn => ([k, m], [k, n]),
+    };
+    let x = calls.with_gaps(x_shape, gap, DType::BF16)?;
+    let w = calls.with_gaps(w_shape, 2 * gap, DType::BF16)?;
+    let exact = definition(product, &x.values, &w.values, [m, n, k]);
+    let plus = |values: &[f32]| -> Vec<f32> {
+        let pairs = exact.iter().zip(values);
+        pairs.map(|(a, &b)| (a + f64::from(b)) as f32).collect()
+    };
+    let alone = plus(&vec![0.0; m * n]);
+    let run = |into| matmul(product, &x.on, &w.on, into).map_err(text);
+
+    let short = match product {
+        Product::Nt => matmul_nt(&x.on, &w.on),
+        Product::Nn => matmul_nn(&x.on, &w.on),
+        Product::Tn => matmul_tn(&x.on, &w.on),
+    };
+    within(&mut calls, "bf16", &short.map_err(text)?, &alone)?;
+    let wide = run(MatmulOutput::New(DType::F32))?;
+    within(&mut calls, "f32", &wide, &alone)?;
+
+    let Input { on, values } = calls.with_gaps([m, n], 3 * gap, DType::BF16)?;
+    let sum = run(MatmulOutput::Plus(&on))?;
+    within(&mut calls, "plus", &sum, &plus(&values))?;
+    let after = calls.device.floats(&on).map_err(text)?;
+    same("the addend", &after, &values)?;
+
+    let total = calls.flat(&[m, n], DType::F32);
+    run(MatmulOutput::AddTo(&total.on))?;
+    within(&mut calls, "added to", &total.on, &plus(&total.values))?;
+    run(MatmulOutput::Into(&total.on))?;
+    within(&mut calls, "into", &total.on, &alone)?;
+    run(MatmulOutput::Into(&on))?;
+    within(&mut calls, "into rows with gaps", &on, &alone)?;
+    Ok(calls.worst)
+}
+
+fn within(
+    calls: &mut Calls<'_>,
+    name: &str,
+    got: &CudaTensor,
+    exact: &[f32],
+) -> Result<(), String> {
+    let bar = Bar {
+        plain: 0.0,
+        floor: 0.0,
+        share: match got.dtype() {
+            DType::BF16 => BF16_SHARE,
+            _ => F32_SHARE,
+        },
+        norm: false,
+    };
+    let got = calls.device.floats(got).map_err(text)?;
+    calls.worst = calls.worst.max(bar.judge(name, &got, exact, exact)?);
+    Ok(())
+}
+
+/// Products and Burn's operations, each reading what the one before wrote: the same with a wait after each and without.
+fn in_order(mut calls: Calls<'_>, device: &CudaDevice) -> Outcome {
+    const WIDTH: usize = 512;
+    let start = calls.flat(&[WIDTH, WIDTH], DType::BF16);
+    let w = calls.flat(&[WIDTH, WIDTH], DType::BF16);
+    let chain = |waits: bool| -> Result<Vec<f32>, String> {
+        let mut x = start.on.clone();
+        for round in 0..60 {
+            let y = matmul_nt(&x, &w.on).map_err(text)?;
+            let y = Tensor::<Cuda, 2>::from_primitive(TensorPrimitive::Float(y.into()));
+            // A fresh buffer each time, so that freed ones are taken again at once.
+            let y = y.mul_scalar(0.04).add_scalar(0.01 * f64::from(round % 3));
+            x = CudaTensor::from(y.into_primitive().tensor());
+            if waits {
+                Cuda::sync(device).map_err(|error| error.to_string())?;
+            }
+        }
+        calls.device.floats(&x).map_err(text)
+    };
+    let (waited, queued) = (chain(true)?, chain(false)?);
+    if !waited.iter().all(|x| x.is_finite()) {
+        return Err("the chain is not finite".to_owned());
+    }
+    same("the chain without waits", &queued, &waited)?;
+    Ok(0.0)
+}
+
+fn refused(mut calls: Calls<'_>) -> Outcome {
+    let (a, b) = (
+        calls.flat(&[16, 24], DType::BF16),
+        calls.flat(&[8, 8], DType::BF16),
+    );
+    match matmul_nt(&a.on, &b.on) {
+        Ok(_) => Err("they were taken".to_owned()),
+        Err(_) => Ok(0.0),
+    }
+}
