@@ -14,7 +14,7 @@ use std::path::Path;
 pub(crate) const VOCAB_SIZE: usize = 97;
 
 /// Name, `[model]` lines and `[attention]` lines of the kinds, NSA in two forms; windows far below any length tested.
-pub(crate) const KINDS: [(&str, &str, &str); 7] = [
+pub(crate) const KINDS: [(&str, &str, &str); 8] = [
     ("mha", "tie_word_embeddings = true", "kind = \"mha\""),
     (
         "swa",
@@ -31,6 +31,11 @@ pub(crate) const KINDS: [(&str, &str, &str); 7] = [
         "tie_word_embeddings = false",
         "kind = \"dma\"\nkeep_window_size = 7\nbias = \"linear\"\nrecency = \"slope\"\nshortest_period = 3\n\
          longest_period = 20\nlocal_window_size = 3",
+    ),
+    (
+        "dma_hybrid",
+        "tie_word_embeddings = true\nlayer_types = [\"dma\", \"mha\", \"dma\"]",
+        "kind = \"dma\"\nkeep_window_size = 5\nbias = \"linear\"\nrecency = \"slope\"\nshortest_period = 4",
     ),
     (
         "mla",

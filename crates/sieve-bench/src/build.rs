@@ -321,7 +321,7 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
     } else {
         SumOrder::Any
     };
-    let keys = match recipe.attention {
+    let mut keys = match recipe.attention {
         AttentionSection::Mha | AttentionSection::Swa { .. } => vec![NeededKeys::Neighbours],
         AttentionSection::Mla(mla) => {
             shape.head_dim += mla.qk_rope_head_dim;
@@ -340,6 +340,9 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
             );
         }
     };
+    if recipe.dense_layers().contains(&true) {
+        keys.push(NeededKeys::Neighbours);
+    }
     Ok(keys
         .into_iter()
         .map(|keys| AttentionNeeds { shape, keys, order })

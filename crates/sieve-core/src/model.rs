@@ -3,6 +3,7 @@
 mod attention;
 mod flops;
 pub mod gpu;
+mod layers;
 mod parameters;
 #[doc(hidden)]
 pub mod test_shapes;
@@ -44,8 +45,10 @@ pub struct ModelShape {
     pub initializer_range: f64,
     /// Whether each block scales its residual inputs by learned vectors.
     pub residual_scale: bool,
-    /// The attention of every layer.
+    /// The attention of every layer that is not dense by `dense_layers`.
     pub attention: Attention,
+    /// A pattern that is repeated over the layers: true where a layer is dense (MHA) instead. Empty: none is.
+    pub dense_layers: Vec<bool>,
 }
 
 impl ModelShape {

@@ -232,6 +232,7 @@ mod tests {
             initializer_range: 0.1,
             residual_scale: false,
             attention: Attention::Mha,
+            dense_layers: Vec::new(),
         };
         Qwen3::new(&shape, 3, &Default::default())
     }

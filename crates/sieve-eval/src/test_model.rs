@@ -20,6 +20,7 @@ pub(crate) fn tiny_model(attention: Attention, max_seq_len: usize) -> Qwen3<Flex
         initializer_range: 0.4,
         residual_scale: false,
         attention,
+        dense_layers: Vec::new(),
     };
     Qwen3::new(&shape, 4, &Default::default())
 }

@@ -4,6 +4,7 @@ use crate::input::{check_windows, ids};
 use crate::pass::own_pass;
 use burn::tensor::Tensor;
 use serde::Serialize;
+use sieve_core::ModelShape;
 use sieve_core::model::NsaShape;
 use sieve_nn::{DecoderLayer, LayerContext, Qwen3};
 use sieve_ops::{Documents, SieveBackend};
@@ -31,9 +32,10 @@ pub struct TrainedMeasure {
 }
 
 /// A model's attention in a few words.
-pub fn attention_label(attention: sieve_core::Attention) -> String {
+pub fn attention_label(shape: &ModelShape) -> String {
     use sieve_core::{Attention, DmaShape};
-    match attention {
+    let layers = 0..shape.num_layers;
+    let label = match shape.attention {
         Attention::Mha => "mha".to_owned(),
         Attention::Swa { window_size } => format!("swa, window {window_size}"),
         Attention::Mla(mla) => format!("mla, rank {}", mla.kv_lora_rank),
@@ -44,6 +46,10 @@ pub fn attention_label(attention: sieve_core::Attention) -> String {
             "nsa, {} x {} selected, window {}",
             nsa.num_selected_blocks, nsa.select_block_size, nsa.window_size
         ),
+    };
+    match layers.filter(|&layer| shape.is_dense_layer(layer)).count() {
+        0 => label,
+        dense => format!("{label}, {dense} of {} layers dense", shape.num_layers),
     }
 }
 
@@ -76,7 +82,7 @@ pub fn measure_trained<B: SieveBackend>(
     let mean =
         |x: fn(&Counted) -> f64| layers.iter().map(x).sum::<f64>() / layers.len().max(1) as f64;
     Ok(TrainedMeasure {
-        attention: attention_label(model.shape().attention),
+        attention: attention_label(model.shape()),
         num_tokens,
         num_windows: windows.len(),
         density: mean(|layer| layer.computed),
@@ -115,9 +121,9 @@ fn masks<B: SieveBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device) 
     let mut x = model
         .embed_tokens
         .forward(ids(&window[..num_tokens], shape, device));
-    let attention = model.shape().attention;
     let mut counted = Vec::new();
-    for layer in &model.layers {
+    for (index, layer) in model.layers.iter().enumerate() {
+        let attention = model.shape().of_layer(index).attention;
         let chosen = blocks_of(layer, &x, &context);
         let output = layer.forward(x, &context);
         x = output.x;

@@ -115,7 +115,11 @@ impl Architecture {
             Attention::Mha | Attention::Swa { .. } => Ok(Self::Qwen3),
             Attention::Mla(_) | Attention::Nsa(_) => Ok(Self::Sieve),
             // Doge has neither recency nor a local window, and adds the exponential of a score.
-            Attention::Dma(dma) if dma.ranks_by_content_alone() && dma.bias == DmaBias::Exp => {
+            Attention::Dma(dma)
+                if dma.ranks_by_content_alone()
+                    && dma.bias == DmaBias::Exp
+                    && shape.dense_layers.is_empty() =>
+            {
                 Ok(Self::Doge)
             }
             Attention::Dma(_) => Ok(Self::Sieve),

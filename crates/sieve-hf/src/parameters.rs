@@ -171,6 +171,7 @@ mod tests {
             initializer_range: 0.02,
             residual_scale: false,
             attention: Attention::Dma(DmaShape::published(3)),
+            dense_layers: Vec::new(),
         };
         let model = Qwen3::<Flex>::new(&shape, 7, &Default::default());
         let tensors = named_parameters(&model);

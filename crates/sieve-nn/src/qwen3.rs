@@ -96,7 +96,7 @@ impl<B: Backend> Qwen3<B> {
             weight: init.normal([vocab_size, d_model], device),
         };
         let layers = (0..num_layers)
-            .map(|_| DecoderLayer::new(shape, init, device))
+            .map(|layer| DecoderLayer::new(&shape.of_layer(layer), init, device))
             .collect();
         let norm = RmsNorm::new(d_model, shape.rms_norm_eps, init, device);
         let lm_head =

@@ -22,6 +22,7 @@ pub(crate) fn shape(attention: Attention) -> ModelShape {
         initializer_range: 0.2,
         residual_scale: false,
         attention,
+        dense_layers: Vec::new(),
     }
 }
 

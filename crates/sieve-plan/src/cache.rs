@@ -23,6 +23,22 @@ pub struct CachePlan {
 /// `keep_window_size` slots a KV head with their score (f32) and position (i32), NSA K and V of every token, the
 /// compressed ones, and the un-rotated keys of the block that is not full yet.
 pub fn cache_plan(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
+    let kinds = shape.by_kind();
+    let mut all = kinds.iter().map(|part| of_kind(part, seq_len, value_bytes));
+    let first = all.next().expect("a model has a kind of attention");
+    all.fold(first, |sum, part| CachePlan {
+        bytes_per_token: sum.bytes_per_token + part.bytes_per_token,
+        // It grows as long as any layer's does.
+        stops_at_tokens: sum
+            .stops_at_tokens
+            .zip(part.stops_at_tokens)
+            .map(|(a, b)| a.max(b)),
+        seq_len,
+        bytes_at_seq_len: sum.bytes_at_seq_len + part.bytes_at_seq_len,
+    })
+}
+
+fn of_kind(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
     let layers = shape.num_layers as u64;
     let kv = 2 * shape.kv_width() as u64 * value_bytes;
     let held = |window: usize| window.min(seq_len) as u64;

@@ -179,10 +179,19 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target) -> [Moment; 4] 
     } else {
         (head_gradient, 0)
     };
-    let kept = times(tokens, block_kept(shape, target, training.seq_len));
     let temporaries = block_temporaries(shape, target, training);
     // A recomputed block is there as a whole while its backward pass runs.
-    let recomputed = |layer_idx: usize| if recomputes(layer_idx) { kept } else { 0 };
+    let kept = |layer_idx: usize| {
+        let block = block_kept(&shape.of_layer(layer_idx), target, training.seq_len);
+        times(tokens, block)
+    };
+    let recomputed = |layer_idx: usize| {
+        if recomputes(layer_idx) {
+            kept(layer_idx)
+        } else {
+            0
+        }
+    };
     let last = shape.num_layers.saturating_sub(1);
     let written = match target {
         Target::Cpu { .. } => times(shape.parameters().total(), CPU_CHECKPOINT_BYTES),
@@ -213,7 +222,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target) -> [Moment; 4] 
         Moment {
             name: "the first block's backward pass",
             gradient_bytes: all_gradients,
-            activation_bytes: kept,
+            activation_bytes: kept(0),
             workspace_bytes: temporaries,
             checkpoint_bytes: beside,
         },

@@ -23,12 +23,15 @@ pub struct OpPlan {
 ///
 /// A running program counts the calls itself and prints each op that took the plain path.
 pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
-    let names: &[&'static str] = match shape.attention {
-        Attention::Mha | Attention::Swa { .. } => &["attention"],
-        Attention::Mla(_) => &["latent attention"],
-        Attention::Nsa(_) => &["compression", "selection", "selected and window attention"],
-        Attention::Dma(_) => &["dma scores", "dma selection", "dma attention"],
-    };
+    let names = shape.by_kind();
+    let names = names.iter().flat_map(|part| -> &[&'static str] {
+        match part.attention {
+            Attention::Mha | Attention::Swa { .. } => &["attention"],
+            Attention::Mla(_) => &["latent attention"],
+            Attention::Nsa(_) => &["compression", "selection", "selected and window attention"],
+            Attention::Dma(_) => &["dma scores", "dma selection", "dma attention"],
+        }
+    });
     let rest = [
         "matrix products",
         "norms, rotation, embedding",
@@ -36,7 +39,7 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
         "loss",
         "adamw",
     ];
-    let all = names.iter().map(|name| (*name, true));
+    let all = names.map(|name| (*name, true));
     let all = all.chain(rest.into_iter().map(|name| (name, false)));
     all.map(|(op, is_attention)| {
         let (path, reason) = match target {

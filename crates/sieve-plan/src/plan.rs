@@ -227,7 +227,7 @@ fn stage_plan(stage: &Stage, recipe: &Recipe, shape: &ModelShape, target: &Targe
         seq_len: section.seq_len,
         tokens_per_step: section.global_batch_size * section.seq_len,
         micro_batches: section.global_batch_size / section.local_batch_size,
-        mean_active_keys: sieve_core::model::mean_active_keys(shape.attention, section.seq_len),
+        mean_active_keys: shape.mean_active_keys(section.seq_len),
         executed_flops_per_token: executed_training,
         dense_flops_per_token: dense_training,
         attention_share: 3.0 * executed.attention / executed_training,

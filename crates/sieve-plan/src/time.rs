@@ -52,21 +52,19 @@ pub(super) fn tokens_per_second(
     if gpu_attention_gap(shape).is_some() {
         return None;
     }
-    let (pairs_rate, is_dma) = match shape.attention {
-        Attention::Mha => (DENSE_PAIRS, false),
-        Attention::Swa { window_size } if window_size >= size.seq_len => (DENSE_PAIRS, false),
-        Attention::Swa { .. } => (WINDOW_PAIRS, false),
-        Attention::Dma(DmaShape {
-            keep_window_size, ..
-        }) if keep_window_size >= size.seq_len => (DENSE_PAIRS, true),
-        Attention::Dma(_) => (GATHERED_PAIRS, true),
-        Attention::Mla(_) | Attention::Nsa(_) => return None,
-    };
     let passes = 3.0 + size.recomputed;
     let bandwidth = MEMORY * gpu.memory_bytes_per_second;
+    let (mut pairs, mut bytes) = (0.0, 0.0);
+    for part in shape.by_kind() {
+        let (rate, is_dma) = pairs_rate(&part, size.seq_len)?;
+        let flops = part.executed_flops_per_token(size.seq_len).attention;
+        pairs += passes * flops / (rate * gpu.bf16_flops);
+        bytes += block_bytes_per_token(&part, is_dma);
+    }
+    // Logits written, read, their gradients written and read.
+    bytes += 2.0 * 4.0 * shape.vocab_size as f64;
     let products = (passes * executed.linear - spared_flops) / (PRODUCTS * gpu.bf16_flops);
-    let pairs = passes * executed.attention / (pairs_rate * gpu.bf16_flops);
-    let memory = passes / 3.0 * bytes_per_token(shape, is_dma) / bandwidth;
+    let memory = passes / 3.0 * bytes / bandwidth;
     let micro_batch_tokens = size.tokens as f64;
     let step_tokens = micro_batch_tokens * size.micro_batches as f64;
     let update = UPDATE_BYTES * shape.parameters().total() as f64 / bandwidth / step_tokens;
@@ -75,8 +73,22 @@ pub(super) fn tokens_per_second(
     Some(1.0 / (products + pairs + memory + update + ends))
 }
 
-/// Bytes that norms, rotation, SwiGLU, residuals, the loss and attention's own preparation read and write for a token.
-fn bytes_per_token(shape: &ModelShape, is_dma: bool) -> f64 {
+/// Share of the peak that a kind's pairs reach, and whether it is DMA; `None` where nobody measured it.
+fn pairs_rate(shape: &ModelShape, seq_len: usize) -> Option<(f64, bool)> {
+    match shape.attention {
+        Attention::Mha => Some((DENSE_PAIRS, false)),
+        Attention::Swa { window_size } if window_size >= seq_len => Some((DENSE_PAIRS, false)),
+        Attention::Swa { .. } => Some((WINDOW_PAIRS, false)),
+        Attention::Dma(DmaShape {
+            keep_window_size, ..
+        }) if keep_window_size >= seq_len => Some((DENSE_PAIRS, true)),
+        Attention::Dma(_) => Some((GATHERED_PAIRS, true)),
+        Attention::Mla(_) | Attention::Nsa(_) => None,
+    }
+}
+
+/// Bytes that norms, rotation, SwiGLU, residuals and attention's own preparation read and write for a token, all layers.
+fn block_bytes_per_token(shape: &ModelShape, is_dma: bool) -> f64 {
     let (width, ff) = (shape.d_model as f64, shape.d_ff as f64);
     let (q, kv) = (shape.q_width() as f64, shape.kv_width() as f64);
     // Values: SwiGLU forward 3, backward 6 of d_ff; two norms forward 4, backward 10, residuals 3 of d_model; rotation of
@@ -86,8 +98,7 @@ fn bytes_per_token(shape: &ModelShape, is_dma: bool) -> f64 {
     if is_dma {
         values += 18.0 * kv;
     }
-    // Logits written, read, their gradients written and read.
-    2.0 * (shape.num_layers as f64 * values + 4.0 * shape.vocab_size as f64)
+    2.0 * shape.num_layers as f64 * values
 }
 
 #[cfg(test)]

@@ -2,8 +2,8 @@
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use serde::Serialize;
-use sieve_core::Attention;
 use sieve_core::model::mean_active_keys_of_documents;
+use sieve_core::{Attention, ModelShape};
 use sieve_data::Batch;
 
 /// Shares over all layers and heads of one micro-batch.
@@ -14,14 +14,30 @@ pub struct AttentionStatistics {
     pub density: f64,
     /// Active keys a query, on average.
     pub mean_active_keys: f64,
-    /// Share of keys, of all KV heads, that no query ever sees: those that leave with their own arrival.
+    /// Share of keys, of all KV heads of DMA's layers, that no query ever sees: those that leave with their own arrival.
     pub never_active: f64,
-    /// Share of queries that see their own key in no KV head of their layer.
+    /// Share of queries that see their own key in no KV head of their layer, over DMA's layers.
     pub not_self_visible: f64,
 }
 
 impl AttentionStatistics {
-    /// Of one micro-batch: counted from DMA's masks, or known from the documents for the other kinds.
+    /// Of one micro-batch and all layers of a model.
+    pub fn of_model<B: Backend>(
+        shape: &ModelShape,
+        batch: &Batch,
+        expire: &[Tensor<B, 3, Int>],
+    ) -> Self {
+        let own = Self::of(shape.attention, batch, expire);
+        let dense = Self::of::<B>(Attention::Mha, batch, &[]);
+        let mean = |own, dense| shape.mean_over_layers(own, dense);
+        Self {
+            density: mean(own.density, dense.density),
+            mean_active_keys: mean(own.mean_active_keys, dense.mean_active_keys),
+            ..own
+        }
+    }
+
+    /// Of one micro-batch and layers of one kind: counted from DMA's masks, or known from the documents for the other kinds.
     pub fn of<B: Backend>(
         attention: Attention,
         batch: &Batch,

@@ -454,7 +454,7 @@ impl<B: TrainBackend> Trainer<B> {
         let outcome = self.last_step.as_ref()?;
         let last = batches.last()?;
         let shape = &self.stage.shape;
-        let attention = AttentionStatistics::of(shape.attention, last, &outcome.expire);
+        let attention = AttentionStatistics::of_model(shape, last, &outcome.expire);
         let labels: usize = batches.iter().map(Batch::num_labels).sum();
         let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
         let unlabelled = 1.0 - labels as f64 / tokens.max(1) as f64;

@@ -47,15 +47,30 @@ impl ModelShape {
     /// Operations per token when a query sees `mean_active_keys` keys on average (measured, or from
     /// [`mean_active_keys`] and [`mean_active_keys_of_documents`]).
     pub fn flops_per_token(&self, mean_active_keys: f64) -> FlopsPerToken {
+        let d_model = self.d_model as f64;
+        let num_layers = self.num_layers as f64;
+        let mlp = 3.0 * d_model * self.d_ff as f64;
+        let (mut linear, mut pairs) = (num_layers * mlp + d_model * self.vocab_size as f64, 0.0);
+        for part in self.by_kind() {
+            let (weights, pair) = part.attention_widths();
+            linear += part.num_layers as f64 * weights;
+            pairs += part.num_layers as f64 * pair;
+        }
+        FlopsPerToken {
+            linear: 2.0 * linear,
+            attention: pairs * 2.0 * mean_active_keys,
+        }
+    }
+
+    /// Weights that one layer of the model's kind multiplies a token with, and the widths of a pair's two products.
+    fn attention_widths(&self) -> (f64, f64) {
         let (d_model, q_width, kv_width) = (
             self.d_model as f64,
             self.q_width() as f64,
             self.kv_width() as f64,
         );
-        let num_layers = self.num_layers as f64;
         let grouped = 2.0 * d_model * (q_width + kv_width);
-        // Weights a token is multiplied with, and widths of a pair's two products.
-        let (weights, pair) = match self.attention {
+        match self.attention {
             Attention::Mha | Attention::Swa { .. } => (grouped, 2.0 * q_width),
             Attention::Dma(_) => (grouped + kv_width * self.num_kv_heads as f64, 2.0 * q_width),
             Attention::Mla(mla) => {
@@ -77,11 +92,6 @@ impl ModelShape {
                 let weights = grouped + 2.0 * copies * d_model * kv_width + gates + compress;
                 (weights, 2.0 * q_width)
             }
-        };
-        let layer = weights + 3.0 * d_model * self.d_ff as f64;
-        FlopsPerToken {
-            linear: 2.0 * (num_layers * layer + d_model * self.vocab_size as f64),
-            attention: num_layers * 2.0 * pair * mean_active_keys,
         }
     }
 
@@ -92,7 +102,7 @@ impl ModelShape {
 
     /// Operations executed per token: attention over the pairs the mask keeps, for one document of `seq_len` tokens.
     pub fn executed_flops_per_token(&self, seq_len: usize) -> FlopsPerToken {
-        self.flops_per_token(mean_active_keys(self.attention, seq_len))
+        self.flops_per_token(self.mean_active_keys(seq_len))
     }
 
     /// Operations per token of the dense equivalent: the same weights, attention over all causal pairs.

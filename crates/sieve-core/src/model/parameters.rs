@@ -56,19 +56,51 @@ impl ModelShape {
     pub fn parameters(&self) -> ParameterCounts {
         let layers = self.num_layers as u64;
         let d_model = self.d_model as u64;
+        let embedding = self.vocab_size as u64 * d_model;
+        let (mut attention, mut mask, mut branches, mut head_norms) = (0, 0, 0, 0);
+        for part in self.by_kind() {
+            let layers = part.num_layers as u64;
+            let of_layer = part.attention_parameters();
+            attention += layers * of_layer[0];
+            mask += layers * of_layer[1];
+            branches += layers * of_layer[2];
+            head_norms += layers * of_layer[3];
+        }
+        ParameterCounts {
+            embedding,
+            output: if self.tie_word_embeddings {
+                0
+            } else {
+                embedding
+            },
+            attention,
+            mask,
+            branches,
+            mlp: layers * 3 * d_model * self.d_ff as u64,
+            norms: layers * 2 * d_model + head_norms + d_model,
+            residual_scale: if self.residual_scale {
+                layers * 2 * d_model
+            } else {
+                0
+            },
+        }
+    }
+
+    /// Of one layer of the model's kind: projections, DMA's mask, NSA's branches, norms of heads.
+    fn attention_parameters(&self) -> [u64; 4] {
+        let d_model = self.d_model as u64;
         let (q_width, kv_width) = (self.q_width() as u64, self.kv_width() as u64);
         let (num_heads, num_kv_heads) = (self.num_heads as u64, self.num_kv_heads as u64);
         let head_dim = self.head_dim as u64;
-        let embedding = self.vocab_size as u64 * d_model;
         let grouped = 2 * d_model * (q_width + kv_width);
-        let (attention, mask, branches, head_norms) = match self.attention {
-            Attention::Mha | Attention::Swa { .. } => (grouped, 0, 0, 2 * head_dim),
-            Attention::Dma(_) => (grouped, num_kv_heads * (1 + kv_width), 0, 2 * head_dim),
+        match self.attention {
+            Attention::Mha | Attention::Swa { .. } => [grouped, 0, 0, 2 * head_dim],
+            Attention::Dma(_) => [grouped, num_kv_heads * (1 + kv_width), 0, 2 * head_dim],
             Attention::Mla(mla) => {
                 let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
                 let from_x = q_width + num_heads * rope + rank + rope;
                 let attention = d_model * (from_x + q_width) + 2 * rank * q_width;
-                (attention, 0, 0, rank)
+                [attention, 0, 0, rank]
             }
             Attention::Nsa(nsa) => {
                 let more_kv = 2 * (nsa.num_kv_copies() as u64 - 1) * d_model * kv_width;
@@ -77,26 +109,8 @@ impl ModelShape {
                 let compress = nsa
                     .compress_hidden_size
                     .map_or(0, |hidden| 2 * (block + hidden as u64 * (block + head_dim)));
-                (grouped + more_kv, 0, gates + compress, 2 * head_dim)
+                [grouped + more_kv, 0, gates + compress, 2 * head_dim]
             }
-        };
-        ParameterCounts {
-            embedding,
-            output: if self.tie_word_embeddings {
-                0
-            } else {
-                embedding
-            },
-            attention: layers * attention,
-            mask: layers * mask,
-            branches: layers * branches,
-            mlp: layers * 3 * d_model * self.d_ff as u64,
-            norms: layers * (2 * d_model + head_norms) + d_model,
-            residual_scale: if self.residual_scale {
-                layers * 2 * d_model
-            } else {
-                0
-            },
         }
     }
 }

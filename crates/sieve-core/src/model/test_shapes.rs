@@ -19,6 +19,7 @@ pub fn qwen3_0_6b() -> ModelShape {
         initializer_range: 0.02,
         residual_scale: false,
         attention: Attention::Mha,
+        dense_layers: Vec::new(),
     }
 }
 
@@ -39,6 +40,7 @@ pub fn tiny_dma() -> ModelShape {
         initializer_range: 0.02,
         residual_scale: true,
         attention: Attention::Dma(DmaShape::published(4)),
+        dense_layers: Vec::new(),
     }
 }
 

@@ -35,7 +35,15 @@ impl Recipe {
             initializer_range: model.initializer_range,
             residual_scale: model.residual_scale,
             attention: Attention::from(&self.attention),
+            dense_layers: self.dense_layers(),
         })
+    }
+
+    /// [`ModelShape::dense_layers`] of `model.layer_types`.
+    pub fn dense_layers(&self) -> Vec<bool> {
+        let types = self.model.layer_types.iter().flatten();
+        let kind = self.attention.kind();
+        types.map(|name| name != kind.name()).collect()
     }
 
     /// Rows of the embedding where the recipe says so itself; `None` when only the tokenizer's file does.

@@ -5,7 +5,7 @@ mod stages;
 
 use std::path::{Component, Path};
 
-use attention::check_attention;
+use attention::{check_attention, check_layer_types};
 
 use super::data;
 use super::mistake::{Mistake, Problem};
@@ -71,6 +71,9 @@ pub(super) fn check(parts: &Parts<'_>, mistakes: &mut Vec<Mistake>) {
     }
     if let Some(attention) = parts.attention {
         check_attention(attention, parts.model, &mut rules);
+        if let Some(model) = parts.model {
+            check_layer_types(model, attention, &mut rules);
+        }
     }
     if let Some(tokenizer) = parts.tokenizer {
         check_tokenizer(tokenizer, parts.model, &mut rules);

@@ -86,6 +86,7 @@ pub(super) const SECTIONS: &[Section] = &[
             needed("max_position_embeddings", Integer),
             optional("initializer_range", Number),
             optional("residual_scale", Bool),
+            optional("layer_types", Strings),
         ],
     },
     Section {

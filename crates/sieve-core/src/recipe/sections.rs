@@ -39,6 +39,10 @@ pub struct ModelSection {
     /// Whether each block scales its residual inputs by learned vectors (as Doge does; they start at one).
     #[serde(default)]
     pub residual_scale: bool,
+    /// Kind of each layer, a list repeated over the layers: the kind of `[attention]`, or `"mha"` for a dense layer. Absent:
+    /// every layer has the kind of `[attention]`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layer_types: Option<Vec<String>>,
 }
 
 pub(super) fn default_rope_theta() -> f64 {

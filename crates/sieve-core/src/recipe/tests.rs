@@ -110,6 +110,7 @@ fn resolved_text_states_every_default_and_loads_back_equal() {
 fn schema_and_serde_types_hold_the_same_keys() {
     let mut full = minimal();
     full.model.vocab_size = Some(600);
+    full.model.layer_types = Some(vec!["mha".to_owned()]);
     full.data.max_bytes = Some(1);
     full.data.max_document_bytes = Some(1);
     full.data.cache_dir = Some("cache".to_owned());

@@ -29,6 +29,7 @@ fn model(attention: Attention) -> Qwen3<Flex> {
         initializer_range: 0.4,
         residual_scale: false,
         attention,
+        dense_layers: Vec::new(),
     };
     Qwen3::new(&shape, 4, &Default::default())
 }

@@ -21,6 +21,7 @@ fn model(attention: Attention) -> Qwen3<Flex> {
         initializer_range: 0.3,
         residual_scale: false,
         attention,
+        dense_layers: Vec::new(),
     };
     Qwen3::new(&shape, 3, &Default::default())
 }

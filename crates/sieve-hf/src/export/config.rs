@@ -55,7 +55,13 @@ pub(super) fn model(
 
 /// The keys of the attention kind.
 fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Value> {
-    let layer_types = |name: &str| vec![name.to_owned(); shape.num_layers];
+    let layer_types = |name: &str| {
+        let layers = (0..shape.num_layers).map(|layer| match shape.is_dense_layer(layer) {
+            true => "full_attention".to_owned(),
+            false => name.to_owned(),
+        });
+        layers.collect::<Vec<_>>()
+    };
     let keys = match shape.attention {
         Attention::Mha => json!({
             "use_sliding_window": false,
@@ -95,6 +101,7 @@ fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Valu
 fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
     let mut keys = json!({
         "attention_kind": kind,
+        "dense_layers": shape.dense_layers,
         "residual_scale": shape.residual_scale,
         "auto_map": {
             "AutoConfig": "modeling_sieve.SieveConfig",

@@ -1,4 +1,4 @@
-"""Qwen3-style language models with NSA, MLA or DMA with recency, as Sieve exports them: plain PyTorch, for reading and for checking.
+"""Qwen3-style language models with NSA, MLA, DMA with recency or dense layers between them, as Sieve exports them: plain PyTorch, for reading and for checking.
 
 Everything is computed with full score matrices; nothing is fast here. Sequences are not padded and start at position 0.
 """
@@ -23,6 +23,8 @@ class SieveConfig(PretrainedConfig):
 
 DEFAULTS = {
     "attention_kind": "nsa",
+    # Repeated over the layers: true where a layer is dense.
+    "dense_layers": [],
     "hidden_size": 64,
     "intermediate_size": 192,
     "num_hidden_layers": 2,
@@ -138,7 +140,7 @@ class BlockMlp(nn.Module):
         return self.down_proj(torch.relu(self.up_proj((blocks + self.positions).flatten(-2))))
 
 
-class NativeSparseAttention(nn.Module):
+class DenseAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -146,15 +148,33 @@ class NativeSparseAttention(nn.Module):
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.q_proj = linear(size, heads * d)
         self.k_proj, self.v_proj = linear(size, kv_heads * d), linear(size, kv_heads * d)
+        self.q_norm, self.k_norm = RMSNorm(d, config.rms_norm_eps), RMSNorm(d, config.rms_norm_eps)
+        self.o_proj = linear(heads * d, size)
+
+    def rotated(self, x):
+        """Normalised and rotated queries and keys, [batch, tokens, heads, head_dim]."""
+        shape, theta = (*x.shape[:2], -1, self.config.head_dim), self.config.rope_theta
+        return rotate(self.q_norm(self.q_proj(x).view(shape)), theta), rotate(self.k_norm(self.k_proj(x).view(shape)), theta)
+
+    def forward(self, x):
+        (q, k), v = self.rotated(x), self.v_proj(x)
+        visible = causal(x.shape[1], x.device)
+        o, _ = attend(q, k, v.view(k.shape), visible, 1.0 / math.sqrt(self.config.head_dim))
+        return self.o_proj(o.reshape(*x.shape[:2], -1))
+
+
+class NativeSparseAttention(DenseAttention):
+    def __init__(self, config):
+        super().__init__(config)
+        size, d = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         if not config.shared_kv:
             for branch in ("compress", "select"):
                 for part in ("k", "v"):
                     self.add_module(f"{branch}_{part}_proj", linear(size, kv_heads * d))
-        self.q_norm, self.k_norm = RMSNorm(d, config.rms_norm_eps), RMSNorm(d, config.rms_norm_eps)
         if config.compress == "mlp":
             self.k_compress, self.v_compress = BlockMlp(config), BlockMlp(config)
         self.gate_proj = linear(size, heads * 3, bias=True)
-        self.o_proj = linear(heads * d, size)
 
     def key_value(self, x, branch):
         """Normalised keys before their rotation, and values, of one branch."""
@@ -231,20 +251,14 @@ class NativeSparseAttention(nn.Module):
         return self.o_proj(o.reshape(batch, n, heads * d))
 
 
-class DynamicMaskAttention(nn.Module):
+class DynamicMaskAttention(DenseAttention):
     """Each query sees the last local_window_size keys and the best-ranked older ones, keep_window_size in all."""
 
     def __init__(self, config):
-        super().__init__()
-        self.config = config
-        size, d = config.hidden_size, config.head_dim
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = linear(size, heads * d)
-        self.k_proj, self.v_proj = linear(size, kv_heads * d), linear(size, kv_heads * d)
-        self.q_norm, self.k_norm = RMSNorm(d, config.rms_norm_eps), RMSNorm(d, config.rms_norm_eps)
-        self.dt_proj = linear(kv_heads * d, kv_heads)
+        super().__init__(config)
+        kv_heads = config.num_key_value_heads
+        self.dt_proj = linear(kv_heads * config.head_dim, kv_heads)
         self.A = nn.Parameter(torch.zeros(kv_heads))
-        self.o_proj = linear(heads * d, size)
 
     def kept(self, rank):
         """Keys of each query, [batch, KV heads, tokens, tokens], from their ranks [batch, KV heads, tokens]."""
@@ -262,9 +276,7 @@ class DynamicMaskAttention(nn.Module):
     def forward(self, x):
         config = self.config
         (batch, n, _), d, kv_heads = x.shape, config.head_dim, config.num_key_value_heads
-        q = rotate(self.q_norm(self.q_proj(x).view(batch, n, -1, d)), config.rope_theta)
-        k = rotate(self.k_norm(self.k_proj(x).view(batch, n, kv_heads, d)), config.rope_theta)
-        v = self.v_proj(x)
+        (q, k), v = self.rotated(x), self.v_proj(x)
         rank = (self.A * nn.functional.softplus(self.dt_proj(v))).float().transpose(1, 2)
         if config.slopes is not None:
             slopes = torch.tensor(config.slopes, device=x.device, dtype=torch.float32)
@@ -287,10 +299,12 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, index):
         super().__init__()
         kinds = {"mla": LatentAttention, "nsa": NativeSparseAttention, "dma": DynamicMaskAttention}
-        kind = kinds[config.attention_kind]
+        pattern = config.dense_layers
+        is_dense = bool(pattern) and pattern[index % len(pattern)]
+        kind = DenseAttention if is_dense else kinds[config.attention_kind]
         self.self_attn = kind(config)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -311,7 +325,7 @@ class SieveModel(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids):

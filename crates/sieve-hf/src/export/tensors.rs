@@ -105,7 +105,12 @@ pub(crate) fn tensors_of(shape: &ModelShape, architecture: Architecture) -> Vec<
         embedding.to_owned(),
     )];
     for layer_idx in 0..shape.num_layers {
-        push_layer(&mut tensors, shape, architecture, layer_idx);
+        push_layer(
+            &mut tensors,
+            &shape.of_layer(layer_idx),
+            architecture,
+            layer_idx,
+        );
     }
     tensors.push(ExportTensor::whole(
         "model.norm.weight".to_owned(),

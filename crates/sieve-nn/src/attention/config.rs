@@ -200,6 +200,7 @@ impl AttentionConfig {
             initializer_range: self.initializer_range,
             residual_scale: false,
             attention,
+            dense_layers: Vec::new(),
         }
     }
 }

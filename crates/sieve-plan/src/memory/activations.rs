@@ -112,10 +112,9 @@ pub fn activation_bytes_per_token(
     recomputed: impl Fn(usize) -> bool,
 ) -> u64 {
     let input = shape.d_model as u64 * target.value_bytes();
-    let kept = block_kept(shape, target, seq_len);
     let blocks = (0..shape.num_layers).map(|layer_idx| match recomputed(layer_idx) {
         true => input,
-        false => kept,
+        false => block_kept(&shape.of_layer(layer_idx), target, seq_len),
     });
     blocks.sum()
 }
@@ -144,7 +143,11 @@ pub(super) fn block_temporaries(
 
     // Attention: the feed-forward's gradients and the stream's; of the output; rotated heads, their gradient, f32 sums of dq.
     // Gate and up, and the stream between the halves, are gone by then.
-    let sums = attention_sums(shape, target, training);
+    let kinds = shape.by_kind();
+    let sums = kinds
+        .iter()
+        .map(|part| attention_sums(part, target, training));
+    let sums = sums.max().unwrap_or(0);
     let attention = 3 * matrix + times(tokens, (d_model + q + 2 * packed) * bytes) + sums;
     let gone = times(tokens, (2 * d_ff + d_model) * bytes);
     swiglu.max(norm).max(attention.saturating_sub(gone))

@@ -43,7 +43,11 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
     // Feed-forward: the stream, normed and added to; gate and up, and the activation. Attention: what a block keeps of
     // it, the stream three times, and the packed heads once more, rotated.
     let feed_forward = (3 * d_model + 3 * d_ff) * value_bytes;
-    let kept = block_kept(shape, target, size.seq_len);
+    let kinds = shape.by_kind();
+    let kept = kinds
+        .iter()
+        .map(|part| block_kept(part, target, size.seq_len));
+    let kept = kept.max().unwrap_or(0);
     let attention = kept - (d_model + 2 * d_ff) * value_bytes + (d_model + packed) * value_bytes;
     let scores = match target {
         Target::Gpu(_) => plain_score_bytes(shape, tokens, size.seq_len),

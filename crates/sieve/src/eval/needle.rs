@@ -131,7 +131,7 @@ fn run_on<B: SieveBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType) 
         let picture = picture::Picture {
             title: format!("{} (step {})", loaded.path.display(), loaded.state.step),
             trained_len: loaded.recipe.training.seq_len,
-            own: attention_label(loaded.shape.attention),
+            own: attention_label(&loaded.shape),
             reports: &reports,
         };
         std::fs::write(path, picture.svg())
@@ -192,7 +192,7 @@ fn print<B: SieveBackend>(
         let json = serde_json::json!({
             "checkpoint": loaded.path.display().to_string(),
             "step": loaded.state.step,
-            "attention": attention_label(loaded.shape.attention),
+            "attention": attention_label(&loaded.shape),
             "trained_length": loaded.recipe.training.seq_len,
             "data": args.data,
             "chunk": args.chunk,
@@ -225,7 +225,7 @@ fn print<B: SieveBackend>(
     for report in reports {
         let name = match &report.selector {
             Some(selector) => selector::short(selector),
-            None => format!("{}, its own", attention_label(loaded.shape.attention)),
+            None => format!("{}, its own", attention_label(&loaded.shape)),
         };
         let density = report.density.map_or(String::new(), |x| {
             format!(", {:.1} % of the pairs", 100.0 * x)

@@ -36,6 +36,11 @@ pub(super) fn describe<B: TrainBackend>(
             }
         }
     };
+    let layers = 0..shape.num_layers;
+    let kind = match layers.filter(|&layer| shape.is_dense_layer(layer)).count() {
+        0 => kind,
+        dense => format!("{kind}; {dense} layers dense"),
+    };
     format!(
         "model: {} parameters ({} without embedding), {} layers x {}, attention {kind}\n\
          run: {} steps x {} rows x {} tokens on {hardware}",

@@ -23,6 +23,49 @@ pub(super) fn check_attention(
     }
 }
 
+pub(super) fn check_layer_types(
+    model: &ModelSection,
+    attention: &AttentionSection,
+    rules: &mut Rules<'_>,
+) {
+    let Some(types) = &model.layer_types else {
+        return;
+    };
+    const KEY: &str = "model.layer_types";
+    let kind = attention.kind().name();
+    rules.require(
+        !matches!(attention, AttentionSection::Mha | AttentionSection::Mla(_)),
+        KEY,
+        || format!("is given, but attention.kind = \"{kind}\" shares no model with dense layers"),
+        || "leave it out, or take kind swa, nsa or dma".to_owned(),
+    );
+    for name in types {
+        rules.require(
+            name == kind || name == "mha",
+            KEY,
+            || format!("holds \"{name}\", which is neither attention.kind nor \"mha\""),
+            || {
+                format!(
+                    "[\"{kind}\", \"{kind}\", \"{kind}\", \"mha\"] makes every fourth layer dense"
+                )
+            },
+        );
+    }
+    rules.require(
+        types.iter().any(|name| name == kind),
+        KEY,
+        || format!("holds no \"{kind}\""),
+        || "name attention.kind at least once, or set it to \"mha\"".to_owned(),
+    );
+    let (layers, length) = (model.num_hidden_layers, types.len());
+    rules.require(
+        length > 0 && layers.is_multiple_of(length),
+        KEY,
+        || format!("has {length} entries, which do not divide num_hidden_layers = {layers}"),
+        || "the list is repeated over the layers".to_owned(),
+    );
+}
+
 fn check_dma(dma: &DmaShape, rules: &mut Rules<'_>) {
     let (window, a_init) = (dma.keep_window_size, dma.a_init);
     rules.size("attention.keep_window_size", window, MAX_SEQ_LEN);

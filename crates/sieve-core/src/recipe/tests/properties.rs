@@ -83,6 +83,7 @@ fn model() -> impl Strategy<Value = ModelSection> {
                 max_position_embeddings: 5000,
                 initializer_range,
                 residual_scale,
+                layer_types: None,
             }
         },
     )

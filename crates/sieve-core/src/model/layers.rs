@@ -1,0 +1,104 @@
+//! Models whose layers differ: some are dense in place of the model's kind of attention.
+
+use super::{Attention, ModelShape, mean_active_keys};
+
+impl ModelShape {
+    /// Whether layer `layer` (from 0) is dense in place of [`attention`](Self::attention).
+    pub fn is_dense_layer(&self, layer: usize) -> bool {
+        let length = self.dense_layers.len();
+        length > 0 && self.dense_layers[layer % length]
+    }
+
+    /// The model with the attention of layer `layer` (from 0) in every layer.
+    pub fn of_layer(&self, layer: usize) -> Self {
+        let attention = match self.is_dense_layer(layer) {
+            true => Attention::Mha,
+            false => self.attention,
+        };
+        self.with(attention, self.num_layers)
+    }
+
+    /// The layers sorted by their attention: for each kind a model of its layers alone. The model's own kind is first.
+    pub fn by_kind(&self) -> Vec<Self> {
+        let dense = (0..self.num_layers).filter(|&layer| self.is_dense_layer(layer));
+        let num_dense = dense.count();
+        let mut kinds = vec![self.with(self.attention, self.num_layers - num_dense)];
+        if num_dense > 0 {
+            kinds.push(self.with(Attention::Mha, num_dense));
+        }
+        kinds
+    }
+
+    /// Mean number of keys a query sees in one document of `seq_len` tokens, over all layers.
+    pub fn mean_active_keys(&self, seq_len: usize) -> f64 {
+        let of = |attention| mean_active_keys(attention, seq_len);
+        self.mean_over_layers(of(self.attention), of(Attention::Mha))
+    }
+
+    /// Mean over the layers of a number that is `own` in those of the model's kind and `dense` in dense ones.
+    pub fn mean_over_layers(&self, own: f64, dense: f64) -> f64 {
+        let layers = 0..self.num_layers;
+        let num_dense = layers.filter(|&layer| self.is_dense_layer(layer)).count() as f64;
+        let all = self.num_layers.max(1) as f64;
+        own + (dense - own) * num_dense / all
+    }
+
+    fn with(&self, attention: Attention, num_layers: usize) -> Self {
+        Self {
+            attention,
+            num_layers,
+            dense_layers: Vec::new(),
+            ..self.clone()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::test_shapes::tiny_dma;
+
+    #[test]
+    fn a_pattern_is_repeated_over_the_layers() {
+        let mut shape = tiny_dma();
+        let kind = shape.attention;
+        assert_eq!(shape.by_kind(), [shape.clone()]);
+        shape.num_layers = 6;
+        shape.dense_layers = vec![false, true, false];
+        let layers = (0..6).map(|layer| shape.of_layer(layer).attention);
+        let dense = Attention::Mha;
+        assert_eq!(
+            layers.collect::<Vec<_>>(),
+            [kind, dense, kind, kind, dense, kind]
+        );
+        let kinds = shape.by_kind();
+        let found = kinds.iter().map(|part| (part.attention, part.num_layers));
+        assert_eq!(found.collect::<Vec<_>>(), [(kind, 4), (dense, 2)]);
+        assert_eq!(shape.mean_over_layers(1.0, 4.0), 2.0);
+    }
+
+    #[test]
+    fn counts_are_those_of_the_layers_together() {
+        let mut shape = tiny_dma();
+        let all = |attention| {
+            let mut shape = tiny_dma();
+            shape.attention = attention;
+            shape
+        };
+        shape.dense_layers = vec![false, false, true];
+        let (own, dense) = (all(shape.attention), all(Attention::Mha));
+        let mix = |own: u64, dense: u64| (2 * own + dense) / 3;
+        let found = shape.parameters();
+        assert_eq!(
+            found.attention,
+            mix(own.parameters().attention, dense.parameters().attention)
+        );
+        assert_eq!(found.mask, mix(own.parameters().mask, 0));
+        assert_eq!(found.norms, own.parameters().norms);
+        let flops = |shape: &ModelShape| shape.executed_flops_per_token(40);
+        let expected = (2.0 * flops(&own).attention + flops(&dense).attention) / 3.0;
+        assert!((flops(&shape).attention - expected).abs() < 1e-9 * expected);
+        let expected = (2.0 * flops(&own).linear + flops(&dense).linear) / 3.0;
+        assert!((flops(&shape).linear - expected).abs() < 1e-9 * expected);
+    }
+}
