@@ -87,12 +87,12 @@ fn the_window_matters_at_these_sizes() {
 
 /// The same recipe with a window that holds everything.
 fn recipe_with_window(recipe: &sieve_core::Recipe) -> sieve_core::Recipe {
-    use sieve_core::recipe::AttentionSection;
+    use sieve_core::recipe::{AttentionSection, SwaShape};
     let mut wide = recipe.clone();
     match &mut wide.attention {
         AttentionSection::Mha | AttentionSection::Mla(_) => {}
         AttentionSection::Nsa(nsa) => nsa.window_size = LEN,
-        AttentionSection::Swa { sliding_window } => *sliding_window = LEN,
+        AttentionSection::Swa(SwaShape { sliding_window }) => *sliding_window = LEN,
         AttentionSection::Dma(dma) => dma.keep_window_size = LEN,
     }
     wide

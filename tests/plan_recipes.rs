@@ -77,6 +77,24 @@ fn the_text_names_every_part() {
 }
 
 #[test]
+fn the_page_of_recipe_keys_is_what_the_program_prints() {
+    let run = TinyRun::dma();
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/recipe.md");
+    let page = std::fs::read_to_string(page).expect("a page");
+    let printed = succeed(&mut run.sieve("recipe keys"));
+    assert!(
+        page == printed,
+        "docs/recipe.md is old: sieve recipe keys > docs/recipe.md"
+    );
+    let schema = succeed(&mut run.sieve("recipe schema"));
+    let schema: serde_json::Value = serde_json::from_str(&schema).expect("JSON");
+    for line in page.lines().filter(|line| line.starts_with("| `")) {
+        let key = line.split('`').nth(1).expect("a key");
+        assert!(schema.to_string().contains(&format!("{key:?}:")), "{key}");
+    }
+}
+
+#[test]
 fn unknown_gpus_and_tokenizers_are_told() {
     let run = TinyRun::dma();
     refused(

@@ -322,7 +322,7 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
         SumOrder::Any
     };
     let mut keys = match recipe.attention {
-        AttentionSection::Mha | AttentionSection::Swa { .. } => vec![NeededKeys::Neighbours],
+        AttentionSection::Mha | AttentionSection::Swa(_) => vec![NeededKeys::Neighbours],
         AttentionSection::Mla(mla) => {
             shape.head_dim += mla.qk_rope_head_dim;
             vec![NeededKeys::Neighbours]

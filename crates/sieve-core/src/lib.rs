@@ -24,6 +24,7 @@ pub mod paths;
 pub mod model;
 
 mod adamw_step;
+mod keys;
 mod score_matrix;
 
 pub use adamw_step::AdamWStep;

@@ -30,58 +30,56 @@ mod model_names;
 
 mod stages;
 
+mod manual;
+
 pub use data::{DataFallback, DataFormat, DataSection, MqarNoise, MqarSection};
 pub use error::RecipeError;
+pub use manual::{json_schema, keys_page};
 pub use mistake::{Location, Mistake, Problem};
-pub use resume::{KeyChange, MAY_CHANGE_ON_RESUME};
+pub use resume::KeyChange;
 pub use sections::{
     ActivationCheckpointMode, ActivationCheckpointSection, AttentionKind, AttentionSection,
     CheckpointSection, DecayType, GenerationSection, LrSchedulerSection, MetricsSection,
-    ModelSection, OptimizerName, OptimizerSection, TokenizerSection, TokenizerTraining,
+    ModelSection, OptimizerName, OptimizerSection, SwaShape, TokenizerSection, TokenizerTraining,
     TrainingSection, ValidationSection,
 };
 pub use stages::{Stage, StageSection};
 
-use serde::{Deserialize, Serialize};
+use crate::keys::keys;
 
-/// One complete run. The section and key names are Hugging Face's (`[model]`) and torchtitan's (the rest).
-///
-/// A recipe is complete: nothing is inherited from another file. What changes the mathematics has no default.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Recipe {
-    /// Sizes of the model.
-    pub model: ModelSection,
-    /// Which attention, and its sizes.
-    pub attention: AttentionSection,
-    /// Where the tokenizer comes from.
-    pub tokenizer: TokenizerSection,
-    /// The text to train on.
-    pub data: DataSection,
-    /// Steps, batch sizes, seed.
-    pub training: TrainingSection,
-    /// The optimizer.
-    pub optimizer: OptimizerSection,
-    /// The learning rate over time.
-    pub lr_scheduler: LrSchedulerSection,
-    /// When checkpoints are written, and which stay.
-    #[serde(default)]
-    pub checkpoint: CheckpointSection,
-    /// What is logged.
-    #[serde(default)]
-    pub metrics: MetricsSection,
-    /// Validation inside the training loop.
-    #[serde(default)]
-    pub validation: ValidationSection,
-    /// What is recomputed in the backward pass.
-    #[serde(default)]
-    pub activation_checkpoint: ActivationCheckpointSection,
-    /// What changes on the way; empty: nothing does.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub stage: Vec<StageSection>,
-    /// Sample lines printed at the end of a run.
-    #[serde(default)]
-    pub generation: GenerationSection,
+keys! {
+    /// One complete run. The section and key names are Hugging Face's (`[model]`) and torchtitan's (the rest).
+    ///
+    /// A recipe is complete: nothing is inherited from another file. What changes the mathematics has no default.
+    pub struct Recipe {
+        /// Sizes of the model.
+        pub model: ModelSection,
+        /// Which attention, and its sizes.
+        pub attention: AttentionSection,
+        /// Where the tokenizer comes from: exactly one of these keys.
+        pub tokenizer: TokenizerSection,
+        /// The text to train on.
+        pub data: DataSection,
+        /// Steps, batch sizes, seed.
+        pub training: TrainingSection,
+        /// The optimizer.
+        pub optimizer: OptimizerSection,
+        /// The learning rate over time: warm up, stay, decay.
+        pub lr_scheduler: LrSchedulerSection,
+        /// When checkpoints are written, and which stay.
+        pub checkpoint: CheckpointSection = CheckpointSection::default(),
+        /// What is logged.
+        pub metrics: MetricsSection = MetricsSection::default(),
+        /// Validation inside the training loop: before the first step, every `interval` steps, and after the last.
+        pub validation: ValidationSection = ValidationSection::default(),
+        /// What is recomputed in the backward pass.
+        pub activation_checkpoint: ActivationCheckpointSection = ActivationCheckpointSection::default(),
+        /// What changes on the way, one block after the other; without one, nothing does.
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        pub stage: Vec<StageSection> = Vec::new(),
+        /// Sample lines printed at the end of a run.
+        pub generation: GenerationSection = GenerationSection::default(),
+    }
 }
 
 #[cfg(test)]

@@ -39,7 +39,7 @@ fn uses(tokens: impl Iterator<Item = String>) -> Vec<WordUse> {
         len = n + 1;
         // Special tokens and the bytes of SentencePiece (`<0x0A>`) are no text.
         let is_text = !(token.len() > 2 && token.starts_with('<') && token.ends_with('>'));
-        for character in if is_text { &*token } else { " " }.chars() {
+        for character in if is_text { token.as_str() } else { " " }.chars() {
             let begins = !in_word;
             in_word = character.is_ascii_alphanumeric() || character == '_';
             if in_word && begins {

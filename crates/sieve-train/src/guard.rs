@@ -127,17 +127,12 @@ mod tests {
     }
 
     fn mean(spike_factor: f64) -> LossMean {
+        let text = include_str!("../../../recipes/quickstart.toml");
+        let recipe = sieve_core::Recipe::load(text, "quickstart", &[]).expect("a shipped recipe");
         let training = TrainingSection {
-            steps: 1,
-            seq_len: 1,
-            local_batch_size: 1,
-            global_batch_size: 1,
-            max_norm: 1.0,
-            seed: 0,
-            deterministic: false,
-            one_document_per_row: false,
             guard_spike_factor: spike_factor,
             guard_patience: 1,
+            ..recipe.training
         };
         LossMean::new(&training, GuardState::default())
     }

@@ -58,6 +58,9 @@ enum Command {
     /// Prepare and inspect what a run reads
     #[command(subcommand)]
     Data(data::DataCommand),
+    /// List what a recipe may hold
+    #[command(subcommand)]
+    Recipe(recipe::RecipeCommand),
     /// Make a tokenizer
     #[command(subcommand)]
     Tokenizer(data::TokenizerCommand),
@@ -78,6 +81,10 @@ fn main() -> ExitCode {
         Command::Import(args) => import::run(args),
         Command::Logits(args) => paths::told(logits::run(args)),
         Command::Data(command) => data::run(command),
+        Command::Recipe(command) => {
+            recipe::run(command);
+            Ok(())
+        }
         Command::Tokenizer(command) => data::run_tokenizer(command),
         Command::Kernels(command) => kernels::run(command),
     };

@@ -1,10 +1,28 @@
-//! Recipes by path or by name.
-use crate::shipped;
+//! Recipes by path or by name, and the list of their keys.
+use crate::{shipped, terminal};
 use anyhow::{Context, Result, bail};
-use clap::Args;
+use clap::{Args, Subcommand};
 use sieve_core::Recipe;
+use sieve_core::recipe::{json_schema, keys_page};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+
+/// `sieve recipe …`.
+#[derive(Subcommand, Clone, Copy, Debug)]
+pub(crate) enum RecipeCommand {
+    /// Print every key with its type, default and meaning, as Markdown
+    Keys,
+    /// Print a JSON schema of every key, for editors
+    Schema,
+}
+
+/// Runs the command.
+pub(crate) fn run(command: RecipeCommand) {
+    terminal::text(&match command {
+        RecipeCommand::Keys => keys_page(),
+        RecipeCommand::Schema => json_schema(),
+    });
+}
 
 /// Which recipe, and what to change in it.
 #[derive(Args, Clone, Debug)]

@@ -1,60 +1,59 @@
 //! The attention kinds and their sizes.
 
-use serde::{Deserialize, Serialize};
+use crate::keys::{MAX_SEQ_LEN, MAX_WIDTH, choices, keys};
 
-/// How a DMA key's score z enters the logit.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum DmaBias {
-    /// `q.k / sqrt(head_dim) + exp(min(z, 60))`
-    #[default]
-    Exp,
-    /// `q.k / sqrt(head_dim) + z`
-    Linear,
+choices! {
+    /// How a DMA key's score z enters the logit.
+    #[derive(Hash)]
+    pub enum DmaBias {
+        /// `q.k / sqrt(head_dim) + exp(min(z, 60))`
+        Exp = "exp",
+        /// `q.k / sqrt(head_dim) + z`
+        Linear = "linear",
+    }
 }
 
-/// What makes later keys of a document rank higher in DMA.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum DmaRecency {
-    /// Nothing: content alone ranks, as published.
-    #[default]
-    None,
-    /// `position / period` with one fixed period per KV head is added to each key's score (as ALiBi's slopes,
-    /// arXiv:2108.12409), in the rank and in the logit.
-    Slope,
+choices! {
+    /// What makes later keys of a document rank higher in DMA.
+    #[derive(Hash)]
+    pub enum DmaRecency {
+        /// Nothing: content alone ranks, as published.
+        None = "none",
+        /// `position / period` with one fixed period per KV head is added to each key's score (as ALiBi's slopes,
+        /// arXiv:2108.12409), in the rank and in the logit.
+        Slope = "slope",
+    }
 }
 
-/// Dynamic mask attention (arXiv:2508.02124, eq. 3), with two additions that are off by default: recency and a window
-/// that is always seen.
-///
-/// `z_j = A softplus(v_j . W_dt)`; `rank_j = z_j + p_j / period` with p_j the position in the document (recency "slope") or
-/// `rank_j = z_j`. A query sees the last `local_window_size` keys and, of the older ones, those with the largest
-/// (rank, position), `keep_window_size` in all. The logit adds `exp(min(rank_j, 60))` or `rank_j`.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct DmaShape {
-    /// Keys a query keeps, per KV head, those of the local window among them.
-    pub keep_window_size: usize,
-    /// How a key's rank enters the logit.
-    #[serde(default)]
-    pub bias: DmaBias,
-    /// Initial value of every entry of A. At 0 all scores tie, and DMA starts as a sliding window.
-    #[serde(default)]
-    pub a_init: f64,
-    /// What makes later keys rank higher.
-    #[serde(default)]
-    pub recency: DmaRecency,
-    /// Period of the first KV head's slope, in tokens. Absent: 64.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub shortest_period: Option<f64>,
-    /// Period of the last KV head's slope, in tokens; those between are spaced geometrically. Absent: four times
-    /// `keep_window_size`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub longest_period: Option<f64>,
-    /// Keys every query sees whatever their rank: the last ones, its own included, in tokens.
-    #[serde(default)]
-    pub local_window_size: usize,
+keys! {
+    /// Dynamic mask attention (arXiv:2508.02124, eq. 3), with two additions that are off by default: recency and a
+    /// window that is always seen.
+    ///
+    /// `z_j = A softplus(v_j . W_dt)`; `rank_j = z_j + p_j / period` with p_j the position in the document (recency
+    /// "slope") or `rank_j = z_j`. A query sees the last `local_window_size` keys and, of the older ones, those with
+    /// the largest (rank, position), `keep_window_size` in all. The logit adds `exp(min(rank_j, 60))` or `rank_j`.
+    #[derive(Copy)]
+    pub struct DmaShape {
+        /// Keys a query keeps, per KV head, those of the local window among them.
+        #[key(size(MAX_SEQ_LEN))]
+        pub keep_window_size: usize,
+        /// How a key's rank enters the logit.
+        pub bias: DmaBias = DmaBias::Exp,
+        /// Initial value of every entry of A. At 0 all scores tie, and DMA starts as a sliding window.
+        pub a_init: f64 = 0.0,
+        /// What makes later keys rank higher.
+        pub recency: DmaRecency = DmaRecency::None,
+        /// Period of the first KV head's slope, in tokens. Absent: 64.
+        #[key(positive)]
+        pub shortest_period: Option<f64>,
+        /// Period of the last KV head's slope, in tokens; those between are spaced geometrically. Absent: four times
+        /// `keep_window_size`.
+        #[key(positive)]
+        pub longest_period: Option<f64>,
+        /// Keys every query sees whatever their rank: the last ones, its own included, in tokens; at most
+        /// `keep_window_size`.
+        pub local_window_size: usize = 0,
+    }
 }
 
 /// Keys that DMA keeps for a query: the last ones whatever their rank, and the best-ranked of the older ones.
@@ -151,69 +150,77 @@ impl DmaShape {
 /// Period of the first KV head's slope where a recipe gives none, in tokens.
 const SHORTEST_PERIOD: f64 = 64.0;
 
-/// Sizes of multi-head latent attention (arXiv:2405.04434, section 2.1), without query compression.
-///
-/// `c = RMSNorm(x W_DKV)`; per head `k_C = c W_UK` and `v = c W_UV`, both of the model's `head_dim`; one
-/// `k_R = RoPE(x W_KR)` for all heads; `q = [x W_QC ; RoPE(x W_QR)]`. Keys and values exist per query head, so
-/// `num_kv_heads` equals `num_heads`. No per-head q/k norm.
-///
-/// Parameters of a layer: W_Q `[num_heads * (head_dim + qk_rope_head_dim), d_model]`, W_DKV and W_KR together
-/// `[kv_lora_rank + qk_rope_head_dim, d_model]`, the latent's norm `[kv_lora_rank]`, W_UK and W_UV together
-/// `[num_heads * 2 * head_dim, kv_lora_rank]`, W_O `[d_model, num_heads * head_dim]`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct MlaShape {
-    /// Width of the latent c that keys and values are made from (`d_c`).
-    pub kv_lora_rank: usize,
-    /// Width of the rotated part of queries and keys (`d_r`); even.
-    pub qk_rope_head_dim: usize,
+keys! {
+    /// Sizes of multi-head latent attention (arXiv:2405.04434, section 2.1), without query compression.
+    ///
+    /// `c = RMSNorm(x W_DKV)`; per head `k_C = c W_UK` and `v = c W_UV`, both of the model's `head_dim`; one
+    /// `k_R = RoPE(x W_KR)` for all heads; `q = [x W_QC ; RoPE(x W_QR)]`. Keys and values exist per query head, so
+    /// `num_kv_heads` equals `num_heads`. No per-head q/k norm.
+    ///
+    /// Parameters of a layer: W_Q `[num_heads * (head_dim + qk_rope_head_dim), d_model]`, W_DKV and W_KR together
+    /// `[kv_lora_rank + qk_rope_head_dim, d_model]`, the latent's norm `[kv_lora_rank]`, W_UK and W_UV together
+    /// `[num_heads * 2 * head_dim, kv_lora_rank]`, W_O `[d_model, num_heads * head_dim]`.
+    #[derive(Copy, Eq, Hash)]
+    pub struct MlaShape {
+        /// Width of the latent c that keys and values are made from (`d_c`).
+        #[key(size(MAX_WIDTH))]
+        pub kv_lora_rank: usize,
+        /// Width of the rotated part of queries and keys (`d_r`); even.
+        #[key(size(MAX_WIDTH))]
+        pub qk_rope_head_dim: usize,
+    }
 }
 
-/// How NSA makes one key (and one value) of a block.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum NsaCompression {
-    /// A learned vector per position is added, then `block * head_dim -> compress_hidden_size -> ReLU -> head_dim`.
-    #[default]
-    Mlp,
-    /// The mean over the block.
-    Mean,
+choices! {
+    /// How NSA makes one key (and one value) of a block.
+    #[derive(Hash)]
+    pub enum NsaCompression {
+        /// A learned vector per position is added, then `block * head_dim -> compress_hidden_size -> ReLU -> head_dim`.
+        Mlp = "mlp",
+        /// The mean over the block.
+        Mean = "mean",
+    }
 }
 
-/// Sizes of native sparse attention (arXiv:2502.11089): compressed, selected and window branches, gated.
-///
-/// Parameters of a layer, besides those of grouped-query attention with its per-head q/k norms: the gate
-/// `[num_heads * 3, d_model]` and its bias `[num_heads * 3]`; with `shared_kv = false` two more pairs of key and value
-/// projections (the key norm is shared); with `compress = "mlp"`, once for keys and once for values, shared by all
-/// heads and without biases: positions `[compress_block_size, head_dim]`, first matrix
-/// `[compress_hidden_size, compress_block_size * head_dim]`, second matrix `[head_dim, compress_hidden_size]`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct NsaShape {
-    /// Tokens of a compressed block (l).
-    pub compress_block_size: usize,
-    /// Tokens between the starts of two compressed blocks (s); divides both block sizes.
-    pub compress_stride: usize,
-    /// How a block is compressed.
-    #[serde(default)]
-    pub compress: NsaCompression,
-    /// Hidden width of the compression MLP; absent for `compress = "mean"`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub compress_hidden_size: Option<usize>,
-    /// Tokens of a selected block (l').
-    pub select_block_size: usize,
-    /// Blocks a query selects per KV head, forced ones included (k).
-    pub num_selected_blocks: usize,
-    /// Keys of the window branch, in tokens.
-    pub window_size: usize,
-    /// Whether the three branches read the same keys and values.
-    #[serde(default = "default_shared_kv")]
-    pub shared_kv: bool,
+keys! {
+    /// Sizes of native sparse attention (arXiv:2502.11089): compressed, selected and window branches, gated.
+    ///
+    /// Parameters of a layer, besides those of grouped-query attention with its per-head q/k norms: the gate
+    /// `[num_heads * 3, d_model]` and its bias `[num_heads * 3]`; with `shared_kv = false` two more pairs of key and
+    /// value projections (the key norm is shared); with `compress = "mlp"`, once for keys and once for values, shared
+    /// by all heads and without biases: positions `[compress_block_size, head_dim]`, first matrix
+    /// `[compress_hidden_size, compress_block_size * head_dim]`, second matrix `[head_dim, compress_hidden_size]`.
+    #[derive(Copy, Eq, Hash)]
+    pub struct NsaShape {
+        /// Tokens of a compressed block (l).
+        #[key(size(MAX_SEQ_LEN))]
+        pub compress_block_size: usize,
+        /// Tokens between the starts of two compressed blocks (s); divides both block sizes.
+        #[key(size(MAX_SEQ_LEN))]
+        pub compress_stride: usize,
+        /// How a block is compressed.
+        pub compress: NsaCompression = NsaCompression::Mlp,
+        /// Hidden width of the compression MLP; absent for `compress = "mean"`.
+        #[key(size(MAX_WIDTH))]
+        pub compress_hidden_size: Option<usize>,
+        /// Tokens of a selected block (l').
+        #[key(size(MAX_SEQ_LEN))]
+        pub select_block_size: usize,
+        /// Blocks a query selects per KV head, forced ones included (k).
+        #[key(within(NUM_FORCED_BLOCKS, MAX_SEQ_LEN, FORCED_BLOCKS))]
+        pub num_selected_blocks: usize,
+        /// Keys of the window branch, in tokens.
+        #[key(size(MAX_SEQ_LEN))]
+        pub window_size: usize,
+        /// Whether the three branches read the same keys and values.
+        pub shared_kv: bool = true,
+    }
 }
 
-fn default_shared_kv() -> bool {
-    true
-}
+/// Blocks that every query selects.
+const NUM_FORCED_BLOCKS: usize = 3;
+const FORCED_BLOCKS: &str =
+    "the first block, the query's own and the one before are always selected";
 
 /// Branches of NSA: compressed, selected, window.
 pub const NUM_NSA_BRANCHES: usize = 3;
@@ -234,8 +241,8 @@ impl NsaShape {
 
     /// (Query, key) pairs of one query head in a document of `seq_len` tokens, by branch: compressed, selected, window.
     ///
-    /// Query t sees the compressed blocks that end at or before t, `num_selected_blocks` blocks up to its own, whole but
-    /// for its own, and the window.
+    /// Query t sees the compressed blocks that end at or before t, `num_selected_blocks` blocks up to its own, whole
+    /// but for its own, and the window.
     pub fn pairs(&self, seq_len: usize) -> [f64; NUM_NSA_BRANCHES] {
         let n = seq_len as f64;
         let window = self.window_size.min(seq_len) as f64;

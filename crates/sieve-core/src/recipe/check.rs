@@ -2,15 +2,15 @@
 
 use toml::{Table, Value};
 
-use super::AttentionKind;
 use super::mistake::{Mistake, Problem, quoted};
-use super::schema::{self, Key, Kind, Section};
+use super::{AttentionKind, TokenizerSection, schema};
+use crate::keys::{Choices, Key, Kind, Section};
 
 /// Checks `table` against the schema and removes what is unknown, so that the rest can still be converted.
 pub(super) fn check_table(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     table.retain(|name, value| match schema::section(name) {
         Some(section) => check_section(section, value, mistakes),
-        None if name == schema::STAGE.name => check_stages(value, mistakes),
+        None if name == schema::STAGE => check_stages(value, mistakes),
         None if schema::PLANNED.contains(&name) => {
             mistakes.push(not_built(name));
             false
@@ -29,11 +29,11 @@ pub(super) fn check_table(table: &mut Table, mistakes: &mut Vec<Mistake>) {
             false
         }
     });
-    for section in schema::SECTIONS.iter().filter(|section| section.required) {
+    for section in schema::sections().filter(|section| section.required) {
         let reported = mistakes.iter().any(|mistake| mistake.key == section.name);
         if !table.contains_key(section.name) && !reported {
             let required = section
-                .keys
+                .keys()
                 .iter()
                 .filter(|key| key.required)
                 .map(|key| key.name)
@@ -54,10 +54,9 @@ pub(super) fn unknown_section(name: &str) -> Mistake {
     if schema::PLANNED.contains(&name) {
         return not_built(name);
     }
-    let known = schema::SECTIONS
-        .iter()
+    let known = schema::sections()
         .map(|section| section.name)
-        .chain([schema::STAGE.name])
+        .chain([schema::STAGE])
         .collect::<Vec<_>>();
     let nearest = schema::nearest(name, &known);
     Mistake::new(
@@ -107,11 +106,7 @@ fn not_built(key: &str) -> Mistake {
 }
 
 /// Returns whether the value is a table at all.
-fn check_section(
-    section: &'static Section,
-    value: &mut Value,
-    mistakes: &mut Vec<Mistake>,
-) -> bool {
+fn check_section(section: &'static Key, value: &mut Value, mistakes: &mut Vec<Mistake>) -> bool {
     let Some(table) = value.as_table_mut() else {
         let problem = Problem::WrongType {
             wanted: format!("a section [{}]", section.name),
@@ -120,7 +115,7 @@ fn check_section(
         mistakes.push(Mistake::new(section.name, problem));
         return false;
     };
-    check_keys(section.name, section.keys, table, mistakes);
+    check_keys(section.name, section.keys(), table, mistakes);
     match section.name {
         "attention" => check_attention(table, mistakes),
         "tokenizer" => check_tokenizer(table, mistakes),
@@ -131,7 +126,7 @@ fn check_section(
 
 /// Returns whether the value is a list of stages.
 fn check_stages(value: &mut Value, mistakes: &mut Vec<Mistake>) -> bool {
-    let name = schema::STAGE.name;
+    let name = schema::STAGE;
     if !is_list_of_tables(value) {
         let problem = Problem::WrongType {
             wanted: "one or more blocks [[stage]]".to_owned(),
@@ -144,7 +139,7 @@ fn check_stages(value: &mut Value, mistakes: &mut Vec<Mistake>) -> bool {
     for (number, stage) in (1..).zip(stages.filter_map(Value::as_table_mut)) {
         check_keys(
             &format!("{name}.{number}"),
-            schema::STAGE.keys,
+            schema::STAGE_KEYS,
             stage,
             mistakes,
         );
@@ -198,8 +193,8 @@ fn check_value(path: &str, kind: Kind, value: &mut Value, mistakes: &mut Vec<Mis
             }
             items.iter().all(Value::is_float)
         }
-        (Kind::Choice { built, planned }, Value::String(name)) => {
-            check_choice(path, name, built, planned, mistakes);
+        (Kind::Choice(choices), Value::String(name)) => {
+            check_choice(path, name, choices, mistakes);
             true
         }
         (Kind::Table(keys), Value::Table(table)) => {
@@ -219,29 +214,16 @@ fn check_value(path: &str, kind: Kind, value: &mut Value, mistakes: &mut Vec<Mis
     }
 }
 
-fn check_choice(
-    path: &str,
-    name: &str,
-    built: &'static [&'static str],
-    planned: &'static [&'static str],
-    mistakes: &mut Vec<Mistake>,
-) {
-    if built.contains(&name) {
-        return;
-    }
-    let problem = if planned.contains(&name) {
-        Problem::Rule {
-            what: format!("{name:?} is not built yet"),
-            hint: format!("it can be {}", quoted(built)),
-        }
-    } else {
-        Problem::UnknownChoice {
+fn check_choice(path: &str, name: &str, choices: &Choices, mistakes: &mut Vec<Mistake>) {
+    let known = choices.names;
+    if !known.contains(&name) {
+        let problem = Problem::UnknownChoice {
             got: shorten(name),
-            nearest: schema::nearest(name, built),
-            known: built,
-        }
-    };
-    mistakes.push(Mistake::new(path, problem));
+            nearest: schema::nearest(name, known),
+            known,
+        };
+        mistakes.push(Mistake::new(path, problem));
+    }
 }
 
 /// The keys that go with the kind, and no others.
@@ -249,38 +231,36 @@ fn check_attention(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     let Some(kind) = table.get("kind").and_then(Value::as_str).map(str::to_owned) else {
         return;
     };
-    if !AttentionKind::ALL.iter().any(|known| known.name() == kind) {
+    let Some(own) = schema::attention_kind(&kind).map(AttentionKind::keys) else {
         return; // Reported as an unknown choice; what else belongs to it cannot be said.
-    }
-    let own = schema::attention_keys(&kind);
+    };
     table.retain(|name, _| {
-        let belongs = name == "kind" || own.iter().any(|(key, _)| *key == name);
+        let belongs = name == "kind" || schema::key(own, name).is_some();
         if !belongs {
             let problem = Problem::OtherKind {
                 kind: kind.clone(),
                 kinds: schema::attention_kinds_with(name),
-                keys: own.iter().map(|(key, _)| *key).collect(),
+                keys: own.iter().map(|key| key.name).collect(),
             };
             mistakes.push(Mistake::new(format!("attention.{name}"), problem));
         }
         belongs
     });
-    for (key, _) in own
+    for key in own
         .iter()
-        .filter(|(key, required)| *required && !table.contains_key(*key))
+        .filter(|key| key.required && !table.contains_key(key.name))
     {
-        let wanted = format!("{} for kind = {kind:?}", wanted(Kind::Integer));
+        let wanted = format!("{} for kind = {kind:?}", wanted(key.kind));
         mistakes.push(Mistake::new(
-            format!("attention.{key}"),
+            format!("attention.{}", key.name),
             Problem::MissingKey { wanted },
         ));
     }
 }
 
 fn check_tokenizer(table: &Table, mistakes: &mut Vec<Mistake>) {
-    let given = ["path", "train", "numbers"]
-        .into_iter()
-        .filter(|source| table.contains_key(*source));
+    let sources = TokenizerSection::KEYS.iter();
+    let given = sources.filter(|source| table.contains_key(source.name));
     let got = match given.count() {
         0 => "none",
         1 => return,
@@ -306,8 +286,8 @@ fn wanted(kind: Kind) -> String {
         Kind::Strings => "a list of strings, like [\"a\", \"b\"]".to_owned(),
         Kind::Integers => "a list of whole numbers of at least 0, like [64, 128]".to_owned(),
         Kind::Numbers => "a list of numbers, like [0.7, 0.3]".to_owned(),
-        Kind::Choice { built, .. } => format!("one of {}", quoted(built)),
-        Kind::Table(keys) => {
+        Kind::Choice(choices) => format!("one of {}", quoted(choices.names)),
+        Kind::Table(keys) | Kind::Tables(keys) => {
             let keys = keys
                 .iter()
                 .map(|key| format!("{} = …", key.name))

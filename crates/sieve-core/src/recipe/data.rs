@@ -1,117 +1,101 @@
 //! `[data]`: what a run reads, and its rules.
 
-use serde::{Deserialize, Serialize};
-
-use super::rules::{MAX_VOCAB, Parts, Rules, check_paths};
+use super::rules::{Parts, Rules, check_paths};
 use super::{Recipe, TokenizerSection};
+use crate::keys::{MAX_VOCAB, choices, keys};
 
-/// `[data]`: text files, or a synthetic task.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct DataSection {
-    /// Globs; `~`, `$VAR`, `${VAR}` and `${VAR:-default}` are expanded by [`crate::paths::expand`]. A data set of the
-    /// Hugging Face hub is `hf://datasets/OWNER/NAME[@REVISION][/FILES]`. Empty for `format = "mqar"` alone.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub paths: Vec<String>,
-    /// What is read where `paths` names no file of this machine. Absent: nothing, the run ends.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub fallback: Option<DataFallback>,
-    /// One for each of `paths`: its share of the tokens trained on, in proportion. Absent: every document once an epoch.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub weights: Option<Vec<f64>>,
-    /// How the files hold documents. Absent: `"auto"`.
-    #[serde(default)]
-    pub format: DataFormat,
-    /// JSONL and Parquet: the field or column that holds a document's text.
-    #[serde(default = "default_text_column")]
-    pub text_column: String,
-    /// Stop reading after this much text, in bytes; with `weights`, shared among `paths` by them. Absent: read all.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_bytes: Option<u64>,
-    /// A document larger than this, in bytes, is not valid (see `skip_invalid`). Absent: none is too large.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_document_bytes: Option<u64>,
-    /// Whether a document that is not valid (too large, not UTF-8, not JSON) is counted and left out, instead of ending
-    /// the run.
-    #[serde(default)]
-    pub skip_invalid: bool,
-    /// Whether only the first of documents with equal text is kept.
-    #[serde(default)]
-    pub deduplicate: bool,
-    /// Share of the documents held out for validation, in `(0, 1)`; of too few documents, that share of the text, from
-    /// its end. Not used when `[validation] paths` is given.
-    #[serde(default = "default_validation_fraction")]
-    pub validation_fraction: f64,
-    /// Where tokenised shards go; expanded as `paths` are. Absent: under the output folder.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cache_dir: Option<String>,
-    /// What `format = "mqar"` generates.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mqar: Option<MqarSection>,
+keys! {
+    /// `[data]`: text files, or a synthetic task.
+    pub struct DataSection {
+        /// Globs; `~`, `$VAR`, `${VAR}` and `${VAR:-default}` are expanded. A data set of the Hugging Face hub is
+        /// `hf://datasets/OWNER/NAME[@REVISION][/FILES]`. Empty for `format = "mqar"` alone.
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        pub paths: Vec<String> = Vec::new(),
+        /// One for each of `paths`: its share of the tokens trained on, in proportion. Absent: every document once an
+        /// epoch.
+        pub weights: Option<Vec<f64>>,
+        /// What is read where `paths` names no file of this machine. Absent: nothing, the run ends.
+        #[key(may_change)]
+        pub fallback: Option<DataFallback>,
+        /// How the files hold documents. A resumed run may go from or to `"auto"`.
+        pub format: DataFormat = DataFormat::Auto,
+        /// JSONL and Parquet: the field or column that holds a document's text.
+        pub text_column: String = "text".to_owned(),
+        /// Stop reading after this much text, in bytes; with `weights`, shared among `paths` by them. Absent: read all.
+        #[key(at_least_one)]
+        pub max_bytes: Option<u64>,
+        /// A document larger than this, in bytes, is not valid (see `skip_invalid`). Absent: none is too large.
+        #[key(at_least_one)]
+        pub max_document_bytes: Option<u64>,
+        /// Whether a document that is not valid (too large, not UTF-8, not JSON) is counted and left out, instead of
+        /// ending the run.
+        pub skip_invalid: bool = false,
+        /// Whether only the first of documents with equal text is kept.
+        pub deduplicate: bool = false,
+        /// Share of the documents held out for validation; of too few documents, that share of the text, from its end.
+        /// Not used when `[validation] paths` is given.
+        #[key(share("(0, 1)", "0.05 holds out one document in twenty"))]
+        pub validation_fraction: f64 = 0.05,
+        /// Where tokenised shards go; expanded as `paths` are. Absent: under the output folder.
+        #[key(may_change)]
+        pub cache_dir: Option<String>,
+        /// What `format = "mqar"` generates.
+        pub mqar: Option<MqarSection>,
+    }
 }
 
-fn default_text_column() -> String {
-    "text".to_owned()
+choices! {
+    /// `[data] format`.
+    pub enum DataFormat {
+        /// By the end of each file's name: `.jsonl` and `.ndjson` as `jsonl`, `.parquet` as `parquet`, all others as
+        /// `text`. One path names files of one kind.
+        Auto = "auto",
+        /// One document a file, UTF-8. Text and JSONL may be packed (`.gz`, `.zst`).
+        Text = "text",
+        /// One JSON object a line, the text in `text_column`.
+        Jsonl = "jsonl",
+        /// Apache Parquet, the text in `text_column`.
+        Parquet = "parquet",
+        /// Multi-query associative recall, generated as `mqar` says.
+        Mqar = "mqar",
+    }
 }
 
-fn default_validation_fraction() -> f64 {
-    0.05
+choices! {
+    /// `[data] fallback`.
+    pub enum DataFallback {
+        /// Text inside the program: Sieve's own sources and docs.
+        Sieve = "sieve",
+    }
 }
 
-/// `[data] format`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum DataFormat {
-    /// By the end of each file's name: `.jsonl` and `.ndjson` as `jsonl`, `.parquet` as `parquet`, all others as
-    /// `text`. One path names files of one kind.
-    #[default]
-    Auto,
-    /// One document a file, UTF-8. Text and JSONL may be packed (`.gz`, `.zst`).
-    Text,
-    /// One JSON object a line, the text in `text_column`.
-    Jsonl,
-    /// Apache Parquet, the text in `text_column`.
-    Parquet,
-    /// Multi-query associative recall, generated as `mqar` says.
-    Mqar,
-}
-
-/// `[data] fallback`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum DataFallback {
-    /// Text inside the program: Sieve's own sources and docs.
-    Sieve,
-}
-
-/// `[data] mqar`: kinds of samples of multi-query associative recall (arXiv:2312.04927). The lists have one entry a kind.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct MqarSection {
-    /// Token ids are below it; keys come from the lower half, values from the upper.
-    pub vocab_size: usize,
-    /// The same for each kind alone, at most `vocab_size`. A small vocabulary is learned many times faster, and what is learned
-    /// there serves the large one; absent: `vocab_size` for all.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub vocab_sizes: Option<Vec<usize>>,
-    /// Tokens of a sample. Samples of one kind share a row as separate documents, as many as fit `training.seq_len`.
-    pub seq_lens: Vec<usize>,
-    /// Pairs of key and value in a sample; a sample has room for `seq_len / 4`.
-    pub num_pairs: Vec<usize>,
-    /// Samples of an epoch of training.
-    pub num_samples: Vec<usize>,
-    /// Samples of each kind to validate on.
-    #[serde(default = "default_test_samples")]
-    pub num_test_samples: usize,
-    /// What stands where no key or value does.
-    #[serde(default)]
-    pub noise: MqarNoise,
-    /// a of the weight `x^(a-1)` of query slot x.
-    #[serde(default = "default_power")]
-    pub power: f64,
-    /// Another seed, other samples; `training.seed` decides their order.
-    #[serde(default)]
-    pub seed: u64,
+keys! {
+    /// `[data] mqar`: kinds of samples of multi-query associative recall (arXiv:2312.04927). The lists have one entry a
+    /// kind.
+    pub struct MqarSection {
+        /// Token ids are below it; keys come from the lower half, values from the upper.
+        pub vocab_size: usize,
+        /// The same for each kind alone, at most `vocab_size`. A small vocabulary is learned many times faster, and
+        /// what is learned there serves the large one. Absent: `vocab_size` for all.
+        pub vocab_sizes: Option<Vec<usize>>,
+        /// Tokens of a sample. Samples of one kind share a row as separate documents, as many as fit
+        /// `training.seq_len`.
+        pub seq_lens: Vec<usize>,
+        /// Pairs of key and value in a sample; a sample has room for `seq_len / 4`.
+        pub num_pairs: Vec<usize>,
+        /// Samples of an epoch of training.
+        pub num_samples: Vec<usize>,
+        /// Samples of each kind to validate on.
+        #[key(at_least_one)]
+        pub num_test_samples: usize = 1000,
+        /// What stands where no key or value does.
+        pub noise: MqarNoise = MqarNoise::Zeros,
+        /// a of the weight `x^(a-1)` of query slot x.
+        #[key(positive)]
+        pub power: f64 = 0.01,
+        /// Another seed, other samples; `training.seed` decides their order.
+        pub seed: u64 = 0,
+    }
 }
 
 impl MqarSection {
@@ -122,25 +106,16 @@ impl MqarSection {
     }
 }
 
-fn default_test_samples() -> usize {
-    1000
-}
-
-fn default_power() -> f64 {
-    0.01
-}
-
-/// `[data] mqar.noise`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum MqarNoise {
-    /// Token 0.
-    #[default]
-    Zeros,
-    /// Any token of the vocabulary.
-    Uniform,
-    /// Any token that is no key of the sample.
-    Disjoint,
+choices! {
+    /// `[data] mqar.noise`.
+    pub enum MqarNoise {
+        /// Token 0.
+        Zeros = "zeros",
+        /// Any token of the vocabulary.
+        Uniform = "uniform",
+        /// Any token that is no key of the sample.
+        Disjoint = "disjoint",
+    }
 }
 
 impl Recipe {
@@ -161,6 +136,7 @@ impl Recipe {
 
 /// Appends the broken rules of `[data]`.
 pub(super) fn check_data(data: &DataSection, parts: &Parts<'_>, rules: &mut Rules<'_>) {
+    rules.bounds("data", data);
     match (data.format, &data.mqar) {
         (DataFormat::Mqar, Some(mqar)) => check_mqar(mqar, parts, rules),
         (DataFormat::Mqar, None) => rules.require(
@@ -205,18 +181,6 @@ pub(super) fn check_data(data: &DataSection, parts: &Parts<'_>, rules: &mut Rule
         || "is empty".to_owned(),
         || "name the field or column that holds the text; \"text\" is usual".to_owned(),
     );
-    if let Some(max_bytes) = data.max_bytes {
-        rules.at_least_one("data.max_bytes", max_bytes);
-    }
-    if let Some(max_document_bytes) = data.max_document_bytes {
-        rules.at_least_one("data.max_document_bytes", max_document_bytes);
-    }
-    rules.require(
-        data.validation_fraction > 0.0 && data.validation_fraction < 1.0,
-        "data.validation_fraction",
-        || format!("is {}, outside (0, 1)", data.validation_fraction),
-        || "0.05 holds out one document in twenty".to_owned(),
-    );
     rules.require(
         data.cache_dir
             .as_ref()
@@ -245,6 +209,7 @@ fn check_weights(weights: &[f64], num_paths: usize, rules: &mut Rules<'_>) {
 }
 
 fn check_mqar(mqar: &MqarSection, parts: &Parts<'_>, rules: &mut Rules<'_>) {
+    rules.bounds("data.mqar", mqar);
     let num_kinds = mqar.seq_lens.len();
     let same_lengths = mqar.num_pairs.len() == num_kinds && mqar.num_samples.len() == num_kinds;
     rules.require(
@@ -259,8 +224,6 @@ fn check_mqar(mqar: &MqarSection, parts: &Parts<'_>, rules: &mut Rules<'_>) {
         },
         || "give each list one entry a kind of sample, at least one".to_owned(),
     );
-    rules.at_least_one("data.mqar.num_test_samples", mqar.num_test_samples as u64);
-    rules.positive("data.mqar.power", mqar.power);
     let longest = mqar.seq_lens.iter().copied().max().unwrap_or(0);
     let vocab_size = mqar.vocab_size;
     rules.require(

@@ -8,7 +8,8 @@ use toml::de::{DeTable, DeValue};
 use super::check;
 use super::error::RecipeError;
 use super::mistake::{Location, Mistake, Problem};
-use super::schema::{self, Key, Kind};
+use super::{TokenizerSection, schema};
+use crate::keys::{Key, Kind, Section};
 
 /// A parsed text with its overrides.
 pub(super) struct Document {
@@ -85,12 +86,12 @@ impl Document {
         if names.is_empty() || names.iter().any(|name| name.is_empty()) {
             return Err(form());
         }
-        if section_name == schema::STAGE.name {
+        if section_name == schema::STAGE {
             return self.apply_to_stage(path, &names, text);
         }
         let section = schema::section(section_name)
             .ok_or_else(|| Box::new(check::unknown_section(section_name)))?;
-        let kind = resolve_key(section.name, section.keys, &names)?;
+        let kind = resolve_key(section.name, section.keys(), &names)?;
         let value = parse_value(text, kind);
 
         let mut target = &mut self.table;
@@ -115,7 +116,7 @@ impl Document {
         names: &[&str],
         text: &str,
     ) -> Result<String, Box<Mistake>> {
-        let stages = self.table.get_mut(schema::STAGE.name);
+        let stages = self.table.get_mut(schema::STAGE);
         let mut stages = stages.and_then(Value::as_array_mut);
         let count = stages.as_ref().map_or(0, |stages| stages.len());
         let [number, key] = names else {
@@ -132,7 +133,7 @@ impl Document {
             };
             return Err(Box::new(Mistake::new(path, problem)));
         };
-        let kind = resolve_key(&format!("stage.{number}"), schema::STAGE.keys, &[key])?;
+        let kind = resolve_key(&format!("stage.{number}"), schema::STAGE_KEYS, &[key])?;
         // One replaces the other.
         match *key {
             "steps" => stage.remove("tokens"),
@@ -149,10 +150,8 @@ impl Document {
             set.iter()
                 .any(|key| *key == prefix || key.starts_with(&format!("{prefix}.")))
         };
-        const SOURCES: [&str; 3] = ["path", "train", "numbers"];
-        let chosen = SOURCES
-            .into_iter()
-            .filter(|source| tokenizer_source(source));
+        let sources = TokenizerSection::KEYS.iter().map(|source| source.name);
+        let chosen = sources.filter(|source| tokenizer_source(source));
         if let [chosen] = chosen.collect::<Vec<_>>()[..]
             && let Some(tokenizer) = self
                 .table
@@ -160,7 +159,7 @@ impl Document {
                 .and_then(Value::as_table_mut)
         {
             tokenizer.retain(|source, _| {
-                source == chosen || SOURCES.iter().all(|other| source != *other)
+                source == chosen || schema::key(TokenizerSection::KEYS, source).is_none()
             });
         }
         if !set.contains("attention.kind") {
@@ -181,10 +180,8 @@ impl Document {
             return;
         };
         attention.retain(|name, _| {
-            let of_another_kind = !schema::attention_kinds_with(name).is_empty()
-                && !schema::attention_keys(&kind)
-                    .iter()
-                    .any(|(own, _)| *own == name);
+            let kinds = schema::attention_kinds_with(name);
+            let of_another_kind = !kinds.is_empty() && !kinds.contains(&kind.as_str());
             !of_another_kind || set.contains(&format!("attention.{name}"))
         });
     }
@@ -209,7 +206,7 @@ fn parse_value(text: &str, kind: Kind) -> Value {
         .ok()
         .filter(|table| table.len() == 1)
         .and_then(|mut table| table.remove("value"));
-    let wants_string = matches!(kind, Kind::String | Kind::Choice { .. });
+    let wants_string = matches!(kind, Kind::String | Kind::Choice(_));
     match parsed {
         Some(value) if !wants_string || value.is_str() => value,
         _ => Value::String(text.to_owned()),

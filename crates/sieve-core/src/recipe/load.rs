@@ -151,9 +151,7 @@ fn section<T: DeserializeOwned>(table: &Table, name: &str) -> Option<T> {
 fn sort(mistakes: &mut [Mistake]) {
     let section_rank = |mistake: &Mistake| {
         let name = mistake.key.split('.').next().unwrap_or_default();
-        schema::SECTIONS
-            .iter()
-            .position(|section| section.name == name)
+        schema::sections().position(|section| section.name == name)
     };
     mistakes.sort_by_key(|mistake| match &mistake.location {
         Some(Location::Line(line)) => (0, *line, None),

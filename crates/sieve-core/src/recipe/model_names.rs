@@ -1,6 +1,6 @@
 //! The one file where recipe keys (Hugging Face's names) become the names of the Rust code.
 
-use super::{AttentionSection, Recipe, RecipeError, TokenizerSection};
+use super::{AttentionSection, Recipe, RecipeError, SwaShape, TokenizerSection};
 use crate::model::{Attention, ModelShape};
 
 impl Recipe {
@@ -61,7 +61,7 @@ impl From<&AttentionSection> for Attention {
     fn from(section: &AttentionSection) -> Self {
         match *section {
             AttentionSection::Mha => Self::Mha,
-            AttentionSection::Swa { sliding_window } => Self::Swa {
+            AttentionSection::Swa(SwaShape { sliding_window }) => Self::Swa {
                 window_size: sliding_window,
             },
             AttentionSection::Mla(mla) => Self::Mla(mla),

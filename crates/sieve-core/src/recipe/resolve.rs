@@ -3,7 +3,8 @@
 use toml::{Table, Value};
 
 use super::mistake::{Mistake, Problem};
-use super::sections::default_rope_theta;
+use super::{AttentionKind, Recipe, schema};
+use crate::keys::{Key, Section, Source};
 
 /// Turns a stage's `tokens` into steps, and fills `training.steps` in with their sum.
 ///
@@ -62,36 +63,67 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     }
 }
 
-/// Defaults that are another key's value.
+/// Writes out what the text leaves to a default: a value of the key's own, another key's, or the attention's window.
 pub(super) fn defaults(table: &mut Table) {
-    let Some(training) = table.get_mut("training").and_then(Value::as_table_mut) else {
-        return;
-    };
-    if let Some(local) = training.get("local_batch_size").cloned()
-        && !training.contains_key("global_batch_size")
-    {
-        training.insert("global_batch_size".to_owned(), local);
-    }
-    let value = |section: &str, key: &str| table.get(section)?.get(key).cloned();
+    fill(table, Recipe::KEYS);
     let windows = ["sliding_window", "keep_window_size", "window_size"];
-    let mut inherited = ["seq_len", "local_batch_size", "global_batch_size"]
-        .map(|key| (key, value("training", key)))
-        .to_vec();
-    let rope_theta = value("model", "rope_theta").unwrap_or(Value::Float(default_rope_theta()));
-    inherited.push(("rope_theta", Some(rope_theta)));
-    let window = windows.iter().find_map(|key| value("attention", key));
-    inherited.push(("window", window));
-    let stages = table.get_mut("stage").and_then(Value::as_array_mut);
-    for stage in stages.into_iter().flatten() {
-        let Some(stage) = stage.as_table_mut() else {
-            continue;
-        };
-        for (key, value) in &inherited {
-            if let Some(value) = value
-                && !stage.contains_key(*key)
-            {
-                stage.insert((*key).to_owned(), value.clone());
+    let attention = table.get("attention").and_then(Value::as_table);
+    let window = windows.iter().find_map(|key| attention?.get(*key)).cloned();
+    for section in Recipe::KEYS {
+        let mut inherited = Vec::new();
+        for key in section.keys() {
+            if let Some(Source::Key(source)) = key.source {
+                inherited.push((key.name, value_at(table, source)));
+            }
+        }
+        if section.name == schema::STAGE {
+            inherited.push(("window", window.clone()));
+        }
+        for table in tables(table, section.name) {
+            for (key, value) in &inherited {
+                if let Some(value) = value
+                    && !table.contains_key(*key)
+                {
+                    table.insert((*key).to_owned(), value.clone());
+                }
             }
         }
     }
+}
+
+/// The defaults that a key has of its own, in this table and those inside.
+fn fill(table: &mut Table, keys: &'static [Key]) {
+    for key in keys {
+        if !table.contains_key(key.name)
+            && let Some(value) = key.default.and_then(|default| default())
+        {
+            table.insert(key.name.to_owned(), value);
+        }
+        for table in tables(table, key.name) {
+            // Of [attention], the keys of its kind.
+            let kind = table.get("kind").and_then(Value::as_str);
+            let of_kind = kind.and_then(schema::attention_kind);
+            fill(table, of_kind.map_or(key.keys(), AttentionKind::keys));
+        }
+    }
+}
+
+/// The tables of a section: one, or each `[[stage]]`.
+fn tables<'t>(table: &'t mut Table, name: &str) -> impl Iterator<Item = &'t mut Table> {
+    let (one, many) = match table.get_mut(name) {
+        Some(Value::Table(table)) => (Some(table), None),
+        Some(Value::Array(items)) => (None, Some(items)),
+        _ => (None, None),
+    };
+    let many = many.into_iter().flatten().filter_map(Value::as_table_mut);
+    one.into_iter().chain(many)
+}
+
+/// The value of `section.key`, or its default where the section is missing.
+fn value_at(table: &Table, path: &str) -> Option<Value> {
+    let (section, key) = path.split_once('.')?;
+    let written = table.get(section).and_then(|section| section.get(key));
+    written
+        .cloned()
+        .or_else(|| schema::key_at(path)?.default?())
 }

@@ -5,40 +5,7 @@ use std::fmt;
 
 use toml::Value;
 
-use super::{Recipe, RecipeError};
-
-/// Keys and sections that may change on resume: none of them changes what a step that was already taken computed, nor
-/// which tokens a later step reads.
-///
-/// - `training.steps` and the shape of the decay: a run is made longer, or its decay is tried again from a checkpoint
-///   of the stable phase. A decay that has begun goes on with the new numbers.
-/// - `model.max_position_embeddings`: how far the rotary tables reach; a longer stage may need more.
-/// - `training.local_batch_size`: the same rows in other micro-batches (sums in another order); `global_batch_size`
-///   may not change.
-/// - `validation.paths` may not change: its documents are kept out of the training split.
-/// - `data.fallback`: where it decides what is read, `data.paths` says so, and may not change.
-/// - the rest decides what is written, measured and printed, not what is learned.
-pub const MAY_CHANGE_ON_RESUME: &[&str] = &[
-    "training.steps",
-    "model.max_position_embeddings",
-    "training.local_batch_size",
-    "training.deterministic",
-    "lr_scheduler.decay_ratio",
-    "lr_scheduler.decay_type",
-    "lr_scheduler.min_lr_factor",
-    "checkpoint.interval",
-    "checkpoint.keep_latest_k",
-    "checkpoint.at_start",
-    "metrics",
-    "validation.interval",
-    "validation.steps",
-    "activation_checkpoint",
-    "training.guard_spike_factor",
-    "training.guard_patience",
-    "generation",
-    "data.cache_dir",
-    "data.fallback",
-];
+use super::{Recipe, RecipeError, schema};
 
 /// A key whose value differs between two recipes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,18 +19,26 @@ pub struct KeyChange {
 }
 
 impl KeyChange {
-    /// Whether this key may change on resume: one of [`MAY_CHANGE_ON_RESUME`], or `data.format` from or to `auto`,
-    /// which names a format too. Text that then reads otherwise is told by its shards.
+    /// Whether this key may change on resume: its line in the recipe's types says so, or it is `data.format` from or to
+    /// `auto`, which names a format too. Text that then reads otherwise is told by its shards.
+    ///
+    /// None of the keys that may change alters what a step that was already taken computed, nor which tokens a later
+    /// step reads.
+    ///
+    /// - `training.steps` and the shape of the decay: a run is made longer, or its decay is tried again from a
+    ///   checkpoint of the stable phase. A decay that has begun goes on with the new numbers.
+    /// - `model.max_position_embeddings`: how far the rotary tables reach; a longer stage may need more.
+    /// - `training.local_batch_size`: the same rows in other micro-batches (sums in another order); `global_batch_size`
+    ///   may not change.
+    /// - `validation.paths` may not change: its documents are kept out of the training split.
+    /// - `data.fallback`: where it decides what is read, `data.paths` says so, and may not change.
+    /// - the rest decides what is written, measured and printed, not what is learned.
     pub fn is_allowed(&self) -> bool {
         let values = [&self.saved, &self.now].map(Option::as_deref);
         if self.key == "data.format" && values.contains(&Some("\"auto\"")) {
             return true;
         }
-        MAY_CHANGE_ON_RESUME.iter().any(|allowed| {
-            self.key
-                .strip_prefix(allowed)
-                .is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
-        })
+        schema::key_at(&self.key).is_some_and(|key| key.may_change)
     }
 }
 
@@ -100,7 +75,7 @@ impl Recipe {
     /// make. Stages may change, come or go where none of those steps was computed by other values.
     ///
     /// # Errors
-    /// [`RecipeError::ResumeChanged`] with every key that differs and is not in [`MAY_CHANGE_ON_RESUME`].
+    /// [`RecipeError::ResumeChanged`] with every key that differs and [may not](KeyChange::is_allowed).
     pub fn check_resume(
         &self,
         now: &Self,

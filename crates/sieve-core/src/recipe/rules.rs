@@ -14,17 +14,7 @@ use super::{
     GenerationSection, LrSchedulerSection, MetricsSection, ModelSection, OptimizerSection, Recipe,
     StageSection, TokenizerSection, TrainingSection, ValidationSection,
 };
-
-/// 256 bytes, the token that ends a document, and the token that pads.
-const MIN_TRAINED_VOCAB: usize = 258;
-/// Token ids and positions are `i32` on devices, and products of sizes must stay inside `u64`.
-const MAX_WIDTH: usize = 1 << 20;
-const MAX_COUNT: usize = 1 << 14;
-const MAX_HEAD_DIM: usize = 1 << 12;
-pub(super) const MAX_VOCAB: usize = 1 << 24;
-const MAX_SEQ_LEN: usize = 1 << 27;
-const MAX_BATCH: usize = 1 << 24;
-const MAX_STEPS: usize = 1 << 40;
+use crate::keys::{Bound, MAX_COUNT, Number, Section};
 
 /// The sections to check; `None` for one that could not be read, whose rules are then left out.
 pub(super) struct Parts<'a> {
@@ -85,35 +75,32 @@ pub(super) fn check(parts: &Parts<'_>, mistakes: &mut Vec<Mistake>) {
         check_training(training, parts.model, &mut rules);
     }
     if let Some(optimizer) = parts.optimizer {
-        check_optimizer(optimizer, &mut rules);
+        rules.bounds("optimizer", optimizer);
     }
     if let Some(lr_scheduler) = parts.lr_scheduler {
         check_lr_scheduler(lr_scheduler, parts.training, &mut rules);
     }
     if let Some(checkpoint) = parts.checkpoint {
-        rules.at_least_one("checkpoint.interval", checkpoint.interval as u64);
+        rules.bounds("checkpoint", checkpoint);
         check_folder(&checkpoint.folder, &mut rules);
     }
     if let Some(metrics) = parts.metrics {
-        rules.at_least_one("metrics.log_freq", metrics.log_freq as u64);
+        rules.bounds("metrics", metrics);
     }
     if let Some(validation) = parts.validation {
-        rules.at_least_one("validation.interval", validation.interval as u64);
-        rules.at_least_one("validation.steps", validation.steps as u64);
+        rules.bounds("validation", validation);
         if let Some(paths) = &validation.paths {
             check_paths("validation.paths", paths, &mut rules);
         }
     }
     if let Some(section) = parts.activation_checkpoint {
-        rules.at_least_one(
-            "activation_checkpoint.selective_ac_option",
-            section.selective_ac_option as u64,
-        );
+        rules.bounds("activation_checkpoint", section);
     }
     if let Some(stages) = parts.stage.filter(|stages| !stages.is_empty()) {
         stages::check_stages(stages, parts, &mut rules);
     }
     if let Some(generation) = parts.generation {
+        rules.bounds("generation", generation);
         let wanted = generation.prompts.is_empty() || generation.max_new_tokens > 0;
         rules.require(
             wanted,
@@ -125,36 +112,7 @@ pub(super) fn check(parts: &Parts<'_>, mistakes: &mut Vec<Mistake>) {
 }
 
 fn check_model(model: &ModelSection, rules: &mut Rules<'_>) {
-    rules.size("model.hidden_size", model.hidden_size, MAX_WIDTH);
-    rules.size(
-        "model.intermediate_size",
-        model.intermediate_size,
-        MAX_WIDTH,
-    );
-    rules.size(
-        "model.num_hidden_layers",
-        model.num_hidden_layers,
-        MAX_COUNT,
-    );
-    rules.size(
-        "model.num_attention_heads",
-        model.num_attention_heads,
-        MAX_COUNT,
-    );
-    rules.size(
-        "model.num_key_value_heads",
-        model.num_key_value_heads,
-        MAX_COUNT,
-    );
-    rules.size("model.head_dim", model.head_dim, MAX_HEAD_DIM);
-    rules.size(
-        "model.max_position_embeddings",
-        model.max_position_embeddings,
-        MAX_SEQ_LEN,
-    );
-    if let Some(vocab_size) = model.vocab_size {
-        rules.size("model.vocab_size", vocab_size, MAX_VOCAB);
-    }
+    rules.bounds("model", model);
     let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
     rules.require(
         kv_heads == 0 || heads.is_multiple_of(kv_heads),
@@ -186,9 +144,6 @@ fn check_model(model: &ModelSection, rules: &mut Rules<'_>) {
             )
         },
     );
-    rules.positive("model.rope_theta", model.rope_theta);
-    rules.positive("model.rms_norm_eps", model.rms_norm_eps);
-    rules.positive("model.initializer_range", model.initializer_range);
 }
 
 fn check_tokenizer(
@@ -196,6 +151,7 @@ fn check_tokenizer(
     model: Option<&ModelSection>,
     rules: &mut Rules<'_>,
 ) {
+    rules.bounds("tokenizer", tokenizer);
     match tokenizer {
         TokenizerSection::Path(path) => rules.require(
             !path.trim().is_empty(),
@@ -204,7 +160,6 @@ fn check_tokenizer(
             || "name a Hugging Face tokenizer.json".to_owned(),
         ),
         TokenizerSection::Numbers(numbers) => {
-            rules.size("tokenizer.numbers", *numbers, MAX_VOCAB);
             if let Some(rows) = model.and_then(|model| model.vocab_size) {
                 rules.require(
                     rows >= *numbers,
@@ -216,16 +171,7 @@ fn check_tokenizer(
         }
         TokenizerSection::Train(train) => {
             let vocab_size = train.vocab_size;
-            rules.require(
-                (MIN_TRAINED_VOCAB..=MAX_VOCAB).contains(&vocab_size),
-                "tokenizer.train.vocab_size",
-                || format!("is {vocab_size}, outside {MIN_TRAINED_VOCAB} to {MAX_VOCAB}"),
-                || {
-                    "a byte-level vocabulary holds 256 bytes, an end-of-text and a padding token, and the merges"
-                        .to_owned()
-                },
-            );
-            rules.at_least_one("tokenizer.train.sample_bytes", train.sample_bytes);
+            rules.bounds("tokenizer.train", train);
             if let Some(rows) = model.and_then(|model| model.vocab_size) {
                 rules.require(
                     rows >= vocab_size,
@@ -256,17 +202,13 @@ pub(super) fn check_paths(key: &str, paths: &[String], rules: &mut Rules<'_>) {
 }
 
 fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
-    rules.size("training.steps", training.steps, MAX_STEPS);
-    rules.size("training.seq_len", training.seq_len, MAX_SEQ_LEN);
-    rules.size(
-        "training.local_batch_size",
-        training.local_batch_size,
-        MAX_BATCH,
-    );
+    rules.bounds("training", training);
     let (local, global) = (training.local_batch_size, training.global_batch_size);
-    if (local, global) != (0, 0) {
-        // Both 0 is one mistake: the global batch is the local one where the text leaves it out.
-        rules.size("training.global_batch_size", global, MAX_BATCH);
+    if (local, global) == (0, 0) {
+        // One mistake: the global batch is the local one where the text leaves it out.
+        rules
+            .0
+            .retain(|mistake| mistake.key != "training.global_batch_size");
     }
     rules.require(
         local == 0 || global.is_multiple_of(local),
@@ -296,7 +238,6 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
             },
         );
     }
-    rules.positive("training.max_norm", training.max_norm);
     let factor = training.guard_spike_factor;
     rules.require(
         factor == 0.0 || (factor.is_finite() && factor > 1.0),
@@ -304,7 +245,6 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
         || format!("is {factor}, neither 0 nor a finite number above 1"),
         || "0 puts no limit on the loss; steps that are not finite are never taken".to_owned(),
     );
-    rules.at_least_one("training.guard_patience", training.guard_patience as u64);
     rules.require(
         i64::try_from(training.seed).is_ok(),
         "training.seed",
@@ -313,30 +253,12 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
     );
 }
 
-fn check_optimizer(optimizer: &OptimizerSection, rules: &mut Rules<'_>) {
-    rules.not_negative("optimizer.lr", optimizer.lr);
-    for (key, beta) in [
-        ("optimizer.beta1", optimizer.beta1),
-        ("optimizer.beta2", optimizer.beta2),
-    ] {
-        rules.require(
-            (0.0..1.0).contains(&beta),
-            key,
-            || format!("is {beta}, outside [0, 1)"),
-            || "0.9 and 0.95 are usual".to_owned(),
-        );
-    }
-    rules.positive("optimizer.eps", optimizer.eps);
-    rules.not_negative("optimizer.weight_decay", optimizer.weight_decay);
-}
-
 fn check_lr_scheduler(
     section: &LrSchedulerSection,
     training: Option<&TrainingSection>,
     rules: &mut Rules<'_>,
 ) {
-    rules.share("lr_scheduler.decay_ratio", section.decay_ratio);
-    rules.share("lr_scheduler.min_lr_factor", section.min_lr_factor);
+    rules.bounds("lr_scheduler", section);
     if let Some(training) = training {
         let (warmup_steps, steps) = (section.warmup_steps, training.steps);
         rules.require(
@@ -387,6 +309,36 @@ impl Rules<'_> {
         }
     }
 
+    /// The bounds that stand at the keys of `section`, whose path is `owner`.
+    pub(super) fn bounds<T: Section>(&mut self, owner: &str, section: &T) {
+        for (key, number) in T::KEYS.iter().zip(section.numbers()) {
+            let (Some(bound), Some(number)) = (key.bound, number) else {
+                continue;
+            };
+            let key = format!("{owner}.{}", key.name);
+            match (bound, number) {
+                (Bound::Within(least, most, hint), Number::Whole(value)) => self.require(
+                    (least as u64..=most as u64).contains(&value),
+                    &key,
+                    || format!("is {value}, outside {least} to {most}"),
+                    || hint.to_owned(),
+                ),
+                (Bound::AtLeastOne, Number::Whole(value)) => self.at_least_one(&key, value),
+                (Bound::Positive, Number::Real(value)) => self.positive(&key, value),
+                (Bound::NotNegative, Number::Real(value)) => self.not_negative(&key, value),
+                (Bound::Share(range, hint), Number::Real(value)) => self.require(
+                    (0.0..=1.0).contains(&value)
+                        && (value > 0.0 || range.starts_with('['))
+                        && (value < 1.0 || range.ends_with(']')),
+                    &key,
+                    || format!("is {value}, outside {range}"),
+                    || hint.to_owned(),
+                ),
+                _ => unreachable!("{key} has a bound of another type of number"),
+            }
+        }
+    }
+
     pub(super) fn at_least_one(&mut self, key: &str, value: u64) {
         self.require(
             value > 0,
@@ -396,16 +348,7 @@ impl Rules<'_> {
         );
     }
 
-    fn size(&mut self, key: &str, value: usize, max: usize) {
-        self.require(
-            (1..=max).contains(&value),
-            key,
-            || format!("is {value}, outside 1 to {max}"),
-            String::new,
-        );
-    }
-
-    pub(super) fn positive(&mut self, key: &str, value: f64) {
+    fn positive(&mut self, key: &str, value: f64) {
         self.require(
             value.is_finite() && value > 0.0,
             key,
@@ -420,15 +363,6 @@ impl Rules<'_> {
             key,
             || format!("is {value}, not a finite number of at least 0"),
             String::new,
-        );
-    }
-
-    fn share(&mut self, key: &str, value: f64) {
-        self.require(
-            (0.0..=1.0).contains(&value),
-            key,
-            || format!("is {value}, outside [0, 1]"),
-            || "it is a share, not a number of steps".to_owned(),
         );
     }
 }

@@ -1,60 +1,56 @@
-//! The sections of a recipe, one type each. Field names are the recipe's keys.
+//! The sections of a recipe, one type each. To add a key: its line here, and the code that uses it.
 
+use crate::keys::{
+    Key, KeyValue, Kind, MAX_BATCH, MAX_COUNT, MAX_HEAD_DIM, MAX_SEQ_LEN, MAX_STEPS, MAX_VOCAB,
+    MAX_WIDTH, Section, choices, joined, keys, one_of,
+};
+use crate::model::{DmaShape, MlaShape, NsaShape};
 use serde::{Deserialize, Serialize};
 
-use crate::model::{DmaShape, MlaShape, NsaShape};
-
-/// `[model]`: sizes of a Qwen3-style model, in Hugging Face's names.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ModelSection {
-    /// Width of the residual stream.
-    pub hidden_size: usize,
-    /// Width of the SwiGLU layer.
-    pub intermediate_size: usize,
-    /// Number of transformer blocks.
-    pub num_hidden_layers: usize,
-    /// Number of query heads.
-    pub num_attention_heads: usize,
-    /// Number of key and value heads; divides `num_attention_heads`.
-    pub num_key_value_heads: usize,
-    /// Width of one head; even, because rotary embedding turns pairs.
-    pub head_dim: usize,
-    /// Rows of the embedding. Absent: the tokenizer's vocabulary.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub vocab_size: Option<usize>,
-    /// Base of the rotary frequencies.
-    #[serde(default = "default_rope_theta")]
-    pub rope_theta: f64,
-    /// Added to the mean square inside RMSNorm.
-    #[serde(default = "default_rms_norm_eps")]
-    pub rms_norm_eps: f64,
-    /// Whether the output projection is the embedding.
-    pub tie_word_embeddings: bool,
-    /// Longest sequence the rotary tables cover, in tokens.
-    pub max_position_embeddings: usize,
-    /// Standard deviation of the normal initialisation.
-    #[serde(default = "default_initializer_range")]
-    pub initializer_range: f64,
-    /// Whether each block scales its residual inputs by learned vectors (as Doge does; they start at one).
-    #[serde(default)]
-    pub residual_scale: bool,
-    /// Kind of each layer, a list repeated over the layers: the kind of `[attention]`, or `"mha"` for a dense layer. Absent:
-    /// every layer has the kind of `[attention]`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub layer_types: Option<Vec<String>>,
-}
-
-pub(super) fn default_rope_theta() -> f64 {
-    10_000.0
-}
-
-fn default_rms_norm_eps() -> f64 {
-    1e-6
-}
-
-fn default_initializer_range() -> f64 {
-    0.02
+keys! {
+    /// `[model]`: sizes of a Qwen3-style model, in Hugging Face's names.
+    pub struct ModelSection {
+        /// Width of the residual stream.
+        #[key(size(MAX_WIDTH))]
+        pub hidden_size: usize,
+        /// Width of the SwiGLU layer.
+        #[key(size(MAX_WIDTH))]
+        pub intermediate_size: usize,
+        /// Number of transformer blocks.
+        #[key(size(MAX_COUNT))]
+        pub num_hidden_layers: usize,
+        /// Number of query heads.
+        #[key(size(MAX_COUNT))]
+        pub num_attention_heads: usize,
+        /// Number of key and value heads; divides `num_attention_heads`.
+        #[key(size(MAX_COUNT))]
+        pub num_key_value_heads: usize,
+        /// Width of one head; even, because rotary embedding turns pairs.
+        #[key(size(MAX_HEAD_DIM))]
+        pub head_dim: usize,
+        /// Rows of the embedding. Absent: the tokenizer's vocabulary.
+        #[key(size(MAX_VOCAB))]
+        pub vocab_size: Option<usize>,
+        /// Base of the rotary frequencies.
+        #[key(positive)]
+        pub rope_theta: f64 = 10_000.0,
+        /// Added to the mean square inside RMSNorm.
+        #[key(positive)]
+        pub rms_norm_eps: f64 = 1e-6,
+        /// Whether the output projection is the embedding.
+        pub tie_word_embeddings: bool,
+        /// Longest sequence the rotary tables cover, in tokens.
+        #[key(size(MAX_SEQ_LEN), may_change)]
+        pub max_position_embeddings: usize,
+        /// Standard deviation of the normal initialisation.
+        #[key(positive)]
+        pub initializer_range: f64 = 0.02,
+        /// Whether each block scales its residual inputs by learned vectors (as Doge does; they start at one).
+        pub residual_scale: bool = false,
+        /// Kind of each layer, a list repeated over the layers: the kind of `[attention]`, or `"mha"` for a dense layer.
+        /// Absent: every layer has the kind of `[attention]`.
+        pub layer_types: Option<Vec<String>>,
+    }
 }
 
 /// `[attention]`: the kind and what that kind needs.
@@ -63,11 +59,8 @@ fn default_initializer_range() -> f64 {
 pub enum AttentionSection {
     /// Dense causal attention with grouped queries.
     Mha,
-    /// Sliding window: each query sees the `sliding_window` latest keys, itself included.
-    Swa {
-        /// Keys a query sees, in tokens.
-        sliding_window: usize,
-    },
+    /// Sliding window.
+    Swa(SwaShape),
     /// Multi-head latent attention.
     Mla(MlaShape),
     /// Native sparse attention: compressed, selected and window branches.
@@ -76,12 +69,40 @@ pub enum AttentionSection {
     Dma(DmaShape),
 }
 
+keys! {
+    /// Sliding window attention.
+    #[derive(Copy, Eq)]
+    pub struct SwaShape {
+        /// Keys a query sees, itself included, in tokens.
+        #[key(size(MAX_SEQ_LEN))]
+        pub sliding_window: usize,
+    }
+}
+
+impl KeyValue for AttentionSection {
+    const KIND: Kind = Kind::Table(&ATTENTION_KEYS);
+}
+
+/// `kind`, and the keys of every kind.
+static ATTENTION_KEYS: [Key; NUM_ATTENTION_KEYS] = joined(
+    Key::new::<AttentionKind>("kind", "Which attention."),
+    &[
+        SwaShape::KEYS,
+        MlaShape::KEYS,
+        NsaShape::KEYS,
+        DmaShape::KEYS,
+    ],
+);
+
+const NUM_ATTENTION_KEYS: usize =
+    1 + SwaShape::KEYS.len() + MlaShape::KEYS.len() + NsaShape::KEYS.len() + DmaShape::KEYS.len();
+
 impl AttentionSection {
     /// The kind alone.
     pub fn kind(&self) -> AttentionKind {
         match self {
             Self::Mha => AttentionKind::Mha,
-            Self::Swa { .. } => AttentionKind::Swa,
+            Self::Swa(_) => AttentionKind::Swa,
             Self::Mla(_) => AttentionKind::Mla,
             Self::Nsa(_) => AttentionKind::Nsa,
             Self::Dma(_) => AttentionKind::Dma,
@@ -89,19 +110,21 @@ impl AttentionSection {
     }
 }
 
-/// The kinds of attention a recipe can name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum AttentionKind {
-    /// `"mha"`
-    Mha,
-    /// `"swa"`
-    Swa,
-    /// `"mla"`
-    Mla,
-    /// `"nsa"`
-    Nsa,
-    /// `"dma"`
-    Dma,
+choices! {
+    /// The kinds of attention a recipe can name.
+    #[derive(Hash)]
+    pub enum AttentionKind {
+        /// Dense causal attention with grouped queries.
+        Mha = "mha",
+        /// Sliding window: each query sees the `sliding_window` latest keys, itself included.
+        Swa = "swa",
+        /// Multi-head latent attention.
+        Mla = "mla",
+        /// Native sparse attention: compressed, selected and window branches.
+        Nsa = "nsa",
+        /// Dynamic mask attention: each query sees the `keep_window_size` best-scored keys before it.
+        Dma = "dma",
+    }
 }
 
 impl AttentionKind {
@@ -118,79 +141,84 @@ impl AttentionKind {
             Self::Dma => "dma",
         }
     }
+
+    /// The keys of `[attention]` that go with the kind.
+    pub(super) fn keys(self) -> &'static [Key] {
+        match self {
+            Self::Mha => &[],
+            Self::Swa => SwaShape::KEYS,
+            Self::Mla => MlaShape::KEYS,
+            Self::Nsa => NsaShape::KEYS,
+            Self::Dma => DmaShape::KEYS,
+        }
+    }
 }
 
-/// `[tokenizer]`: exactly one of them.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum TokenizerSection {
-    /// A Hugging Face `tokenizer.json`; expanded as `data.paths` are.
-    Path(String),
-    /// A byte-level BPE trained on the recipe's own data.
-    Train(TokenizerTraining),
-    /// One token for each number below this, named by it: for synthetic tasks.
-    Numbers(usize),
+one_of! {
+    /// `[tokenizer]`: exactly one of them.
+    pub enum TokenizerSection {
+        /// A Hugging Face `tokenizer.json`; expanded as `data.paths` are.
+        Path(String) = "path",
+        /// One token for each number below this, named by it: for synthetic tasks.
+        #[key(size(MAX_VOCAB))]
+        Numbers(usize) = "numbers",
+        /// A byte-level BPE trained on the recipe's own data.
+        Train(TokenizerTraining) = "train",
+    }
 }
 
-/// `[tokenizer] train = {…}`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct TokenizerTraining {
-    /// Tokens in the trained vocabulary, special ones included.
-    pub vocab_size: usize,
-    /// Text the training reads, in bytes.
-    #[serde(default = "default_sample_bytes")]
-    pub sample_bytes: u64,
+/// 256 bytes, the token that ends a document, and the token that pads.
+const MIN_TRAINED_VOCAB: usize = 258;
+const IN_A_TRAINED_VOCAB: &str =
+    "a byte-level vocabulary holds 256 bytes, an end-of-text and a padding token, and the merges";
+
+keys! {
+    /// `[tokenizer] train = {…}`.
+    pub struct TokenizerTraining {
+        /// Tokens in the trained vocabulary, special ones included.
+        #[key(within(MIN_TRAINED_VOCAB, MAX_VOCAB, IN_A_TRAINED_VOCAB))]
+        pub vocab_size: usize,
+        /// Text the training reads, in bytes.
+        #[key(at_least_one)]
+        pub sample_bytes: u64 = 16 * 1024 * 1024,
+    }
 }
 
-fn default_sample_bytes() -> u64 {
-    16 * 1024 * 1024
-}
-
-/// `[training]`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct TrainingSection {
-    /// Optimizer steps of the whole run.
-    pub steps: usize,
-    /// Tokens in one row.
-    pub seq_len: usize,
-    /// Rows one device holds at a time.
-    pub local_batch_size: usize,
-    /// Rows of one optimizer step over all devices and micro-batches; absent in the text: `local_batch_size`.
-    pub global_batch_size: usize,
-    /// Gradients are scaled down to this global norm.
-    #[serde(default = "default_max_norm")]
-    pub max_norm: f64,
-    /// Seed of weights, data order and sampling.
-    #[serde(default)]
-    pub seed: u64,
-    /// Whether two runs must be equal bit for bit.
-    #[serde(default)]
-    pub deterministic: bool,
-    /// Whether a row holds one document (cut or padded) instead of packed ones.
-    #[serde(default)]
-    pub one_document_per_row: bool,
-    /// A step's loss is far above the running mean loss where its perplexity is more than this many times the mean's.
-    /// The step is taken. 0: no loss is far above the mean.
-    #[serde(default = "default_guard_spike_factor")]
-    pub guard_spike_factor: f64,
-    /// The run goes back to its last checkpoint, and skips the data since, after this many steps in a row that were not
-    /// taken because loss or gradient norm is not finite, or after ten times as many with a loss far above the mean.
-    #[serde(default = "default_guard_patience")]
-    pub guard_patience: usize,
-}
-
-fn default_max_norm() -> f64 {
-    1.0
-}
-
-fn default_guard_spike_factor() -> f64 {
-    10.0
-}
-
-fn default_guard_patience() -> usize {
-    3
+keys! {
+    /// `[training]`.
+    pub struct TrainingSection {
+        /// Optimizer steps of the whole run.
+        #[key(filled("the sum of the stages'"), size(MAX_STEPS), may_change)]
+        pub steps: usize,
+        /// Tokens in one row.
+        #[key(size(MAX_SEQ_LEN))]
+        pub seq_len: usize,
+        /// Rows one device holds at a time.
+        #[key(size(MAX_BATCH), may_change)]
+        pub local_batch_size: usize,
+        /// Rows of one optimizer step over all devices and micro-batches; a multiple of `local_batch_size`.
+        #[key(from("training.local_batch_size"), size(MAX_BATCH))]
+        pub global_batch_size: usize,
+        /// Gradients are scaled down to this global norm.
+        #[key(positive)]
+        pub max_norm: f64 = 1.0,
+        /// Seed of weights, data order and sampling.
+        pub seed: u64 = 0,
+        /// Whether two runs must be equal bit for bit.
+        #[key(may_change)]
+        pub deterministic: bool = false,
+        /// Whether a row holds one document (cut or padded) instead of packed ones.
+        pub one_document_per_row: bool = false,
+        /// A step's loss is far above the running mean loss where its perplexity is more than this many times the
+        /// mean's. The step is taken. 0: no loss is far above the mean.
+        #[key(may_change)]
+        pub guard_spike_factor: f64 = 10.0,
+        /// The run goes back to its last checkpoint, and skips the data since, after this many steps in a row that were
+        /// not taken because loss or gradient norm is not finite, or after ten times as many with a loss far above the
+        /// mean.
+        #[key(at_least_one, may_change)]
+        pub guard_patience: usize = 3,
+    }
 }
 
 impl TrainingSection {
@@ -209,165 +237,124 @@ impl TrainingSection {
     }
 }
 
-/// `[optimizer]`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct OptimizerSection {
-    /// Which optimizer.
-    #[serde(default)]
-    pub name: OptimizerName,
-    /// Highest learning rate.
-    pub lr: f64,
-    /// Decay of the first moment.
-    #[serde(default = "default_beta1")]
-    pub beta1: f64,
-    /// Decay of the second moment.
-    #[serde(default = "default_beta2")]
-    pub beta2: f64,
-    /// Added to the root of the second moment.
-    #[serde(default = "default_eps")]
-    pub eps: f64,
-    /// Decoupled weight decay; matrices only.
-    #[serde(default = "default_weight_decay")]
-    pub weight_decay: f64,
-}
+/// What an error says of another `beta1` or `beta2`.
+const USUAL_BETAS: &str = "0.9 and 0.95 are usual";
 
-fn default_beta1() -> f64 {
-    0.9
-}
-
-fn default_beta2() -> f64 {
-    0.95
-}
-
-fn default_eps() -> f64 {
-    1e-8
-}
-
-fn default_weight_decay() -> f64 {
-    0.1
-}
-
-/// `[optimizer] name`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum OptimizerName {
-    /// Adam with decoupled weight decay (arXiv:1711.05101).
-    #[default]
-    AdamW,
-}
-
-/// `[lr_scheduler]`: warm up, stay, decay.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct LrSchedulerSection {
-    /// Steps over which the learning rate rises linearly.
-    pub warmup_steps: usize,
-    /// Share of all steps spent in the final decay, in `[0, 1]`.
-    pub decay_ratio: f64,
-    /// Shape of the decay.
-    #[serde(default)]
-    pub decay_type: DecayType,
-    /// Share of `optimizer.lr` that the decay ends at, in `[0, 1]`.
-    #[serde(default)]
-    pub min_lr_factor: f64,
-}
-
-/// `[lr_scheduler] decay_type`, over the decay's progress p in (0, 1).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum DecayType {
-    /// `1 - p`
-    #[default]
-    Linear,
-    /// `1 - sqrt(p)`
-    Sqrt,
-    /// `(1 + cos(pi p)) / 2`
-    Cosine,
-}
-
-/// `[checkpoint]`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct CheckpointSection {
-    /// Steps between two checkpoints; the last step always writes one.
-    pub interval: usize,
-    /// How many of the latest checkpoints stay. 0: all.
-    pub keep_latest_k: usize,
-    /// Whether the weights before the first step are written too.
-    pub at_start: bool,
-    /// Folder of the checkpoints, under the output folder.
-    pub folder: String,
-}
-
-impl Default for CheckpointSection {
-    fn default() -> Self {
-        Self {
-            interval: 500,
-            keep_latest_k: 3,
-            at_start: false,
-            folder: "checkpoint".to_owned(),
-        }
+keys! {
+    /// `[optimizer]`.
+    pub struct OptimizerSection {
+        /// Which optimizer.
+        pub name: OptimizerName = OptimizerName::AdamW,
+        /// Highest learning rate.
+        #[key(not_negative)]
+        pub lr: f64,
+        /// Decay of the first moment.
+        #[key(share("[0, 1)", USUAL_BETAS))]
+        pub beta1: f64 = 0.9,
+        /// Decay of the second moment.
+        #[key(share("[0, 1)", USUAL_BETAS))]
+        pub beta2: f64 = 0.95,
+        /// Added to the root of the second moment.
+        #[key(positive)]
+        pub eps: f64 = 1e-8,
+        /// Decoupled weight decay; matrices only.
+        #[key(not_negative)]
+        pub weight_decay: f64 = 0.1,
     }
 }
 
-/// `[metrics]`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct MetricsSection {
-    /// Steps between two log lines.
-    pub log_freq: usize,
-    /// Whether TensorBoard files are written.
-    pub enable_tensorboard: bool,
-}
-
-impl Default for MetricsSection {
-    fn default() -> Self {
-        Self {
-            log_freq: 10,
-            enable_tensorboard: true,
-        }
+choices! {
+    /// `[optimizer] name`.
+    pub enum OptimizerName {
+        /// Adam with decoupled weight decay (arXiv:1711.05101).
+        AdamW = "AdamW",
     }
 }
 
-/// `[validation]`: runs before the first step, every `interval` steps, and after the last.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct ValidationSection {
-    /// Steps between two validations.
-    pub interval: usize,
-    /// Batches of one validation.
-    pub steps: usize,
-    /// Globs of validation files. Absent: the documents `[data] validation_fraction` holds out.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub paths: Option<Vec<String>>,
-}
+/// What an error says of a share that is none.
+const A_SHARE: &str = "it is a share, not a number of steps";
 
-impl Default for ValidationSection {
-    fn default() -> Self {
-        Self {
-            interval: 500,
-            steps: 20,
-            paths: None,
-        }
+keys! {
+    /// `[lr_scheduler]`: warm up, stay, decay.
+    pub struct LrSchedulerSection {
+        /// Steps over which the learning rate rises linearly.
+        pub warmup_steps: usize,
+        /// Share of all steps spent in the final decay.
+        #[key(share("[0, 1]", A_SHARE), may_change)]
+        pub decay_ratio: f64,
+        /// Shape of the decay, over its progress p in (0, 1).
+        #[key(may_change)]
+        pub decay_type: DecayType = DecayType::Linear,
+        /// Share of `optimizer.lr` that the decay ends at.
+        #[key(share("[0, 1]", A_SHARE), may_change)]
+        pub min_lr_factor: f64 = 0.0,
     }
 }
 
-/// `[activation_checkpoint]`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct ActivationCheckpointSection {
-    /// What the backward pass recomputes.
-    pub mode: ActivationCheckpointMode,
-    /// `mode = "selective"`: every how many blocks one is recomputed.
-    pub selective_ac_option: usize,
+choices! {
+    /// `[lr_scheduler] decay_type`, over the decay's progress p in (0, 1).
+    pub enum DecayType {
+        /// `1 - p`
+        Linear = "linear",
+        /// `1 - sqrt(p)`
+        Sqrt = "sqrt",
+        /// `(1 + cos(pi p)) / 2`
+        Cosine = "cosine",
+    }
 }
 
-impl Default for ActivationCheckpointSection {
-    fn default() -> Self {
-        Self {
-            mode: ActivationCheckpointMode::None,
-            selective_ac_option: 2,
-        }
+keys! {
+    /// `[checkpoint]`.
+    pub struct CheckpointSection: Default {
+        /// Steps between two checkpoints; the last step always writes one.
+        #[key(at_least_one, may_change)]
+        pub interval: usize = 500,
+        /// How many of the latest checkpoints stay. 0: all.
+        #[key(may_change)]
+        pub keep_latest_k: usize = 3,
+        /// Whether the weights before the first step are written too.
+        #[key(may_change)]
+        pub at_start: bool = false,
+        /// Folder of the checkpoints, under the output folder.
+        pub folder: String = "checkpoint".to_owned(),
+    }
+}
+
+keys! {
+    /// `[metrics]`.
+    pub struct MetricsSection: Default {
+        /// Steps between two log lines.
+        #[key(at_least_one, may_change)]
+        pub log_freq: usize = 10,
+        /// Whether TensorBoard files are written.
+        #[key(may_change)]
+        pub enable_tensorboard: bool = true,
+    }
+}
+
+keys! {
+    /// `[validation]`: runs before the first step, every `interval` steps, and after the last.
+    pub struct ValidationSection: Default {
+        /// Steps between two validations.
+        #[key(at_least_one, may_change)]
+        pub interval: usize = 500,
+        /// Batches of one validation.
+        #[key(at_least_one, may_change)]
+        pub steps: usize = 20,
+        /// Globs of validation files. Absent: the documents `[data] validation_fraction` holds out.
+        pub paths: Option<Vec<String>> = None,
+    }
+}
+
+keys! {
+    /// `[activation_checkpoint]`.
+    pub struct ActivationCheckpointSection: Default {
+        /// What the backward pass recomputes.
+        #[key(may_change)]
+        pub mode: ActivationCheckpointMode = ActivationCheckpointMode::None,
+        /// `mode = "selective"`: every how many blocks one is recomputed.
+        #[key(at_least_one, may_change)]
+        pub selective_ac_option: usize = 2,
     }
 }
 
@@ -384,34 +371,26 @@ impl ActivationCheckpointSection {
     }
 }
 
-/// `[activation_checkpoint] mode`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum ActivationCheckpointMode {
-    /// Nothing is recomputed: every block's activations wait for its backward pass.
-    #[default]
-    None,
-    /// Every `selective_ac_option`-th block is recomputed from its input.
-    Selective,
-    /// Every block is recomputed from its input.
-    Full,
+choices! {
+    /// `[activation_checkpoint] mode`.
+    pub enum ActivationCheckpointMode {
+        /// Nothing is recomputed: every block's activations wait for its backward pass.
+        None = "none",
+        /// Every `selective_ac_option`-th block is recomputed from its input.
+        Selective = "selective",
+        /// Every block is recomputed from its input.
+        Full = "full",
+    }
 }
 
-/// `[generation]`: sample lines at the end of a run.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct GenerationSection {
-    /// Texts to continue. Empty: none are generated.
-    pub prompts: Vec<String>,
-    /// Tokens after each prompt, at most.
-    pub max_new_tokens: usize,
-}
-
-impl Default for GenerationSection {
-    fn default() -> Self {
-        Self {
-            prompts: Vec::new(),
-            max_new_tokens: 64,
-        }
+keys! {
+    /// `[generation]`: sample lines at the end of a run.
+    pub struct GenerationSection: Default {
+        /// Texts to continue. Empty: none are generated.
+        #[key(may_change)]
+        pub prompts: Vec<String> = Vec::new(),
+        /// Tokens after each prompt, at most.
+        #[key(may_change)]
+        pub max_new_tokens: usize = 64,
     }
 }

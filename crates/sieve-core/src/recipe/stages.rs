@@ -2,31 +2,40 @@
 
 use std::ops::Range;
 
-use serde::{Deserialize, Serialize};
+use super::{AttentionSection, Recipe, SwaShape};
+use crate::keys::{KeyValue, Kind, MAX_BATCH, MAX_SEQ_LEN, MAX_STEPS, Section, keys};
 
-use super::{AttentionSection, Recipe};
+keys! {
+    /// One `[[stage]]`. What the text leaves out is the value of the sections it comes from.
+    pub struct StageSection {
+        /// Optimizer steps of the stage.
+        #[key(filled("`tokens`, rounded up to whole steps"), size(MAX_STEPS))]
+        pub steps: usize,
+        /// Tokens of the stage, in place of `steps`.
+        text tokens: Option<usize>,
+        /// Tokens in one row.
+        #[key(from("training.seq_len"), size(MAX_SEQ_LEN))]
+        pub seq_len: usize,
+        /// Base of the rotary frequencies.
+        #[key(from("model.rope_theta"), positive)]
+        pub rope_theta: f64,
+        /// The attention's window in tokens: `sliding_window`, `keep_window_size` or `window_size`. Kinds without a
+        /// window have none.
+        #[key(filled("the window of `[attention]`"), size(MAX_SEQ_LEN))]
+        pub window: Option<usize>,
+        /// Globs of text that this stage trains on instead of `data.paths`: the same format, settings and tokenizer.
+        pub paths: Option<Vec<String>>,
+        /// Rows one device holds at a time.
+        #[key(from("training.local_batch_size"), size(MAX_BATCH))]
+        pub local_batch_size: usize,
+        /// Rows of one optimizer step; a multiple of `local_batch_size`.
+        #[key(from("training.global_batch_size"), size(MAX_BATCH))]
+        pub global_batch_size: usize,
+    }
+}
 
-/// One `[[stage]]`. What the text leaves out is the value of the sections it comes from.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct StageSection {
-    /// Optimizer steps of the stage. A text may give `tokens` instead; steps are then rounded up.
-    pub steps: usize,
-    /// Tokens in one row; absent in the text: `training.seq_len`.
-    pub seq_len: usize,
-    /// Base of the rotary frequencies; absent in the text: `model.rope_theta`.
-    pub rope_theta: f64,
-    /// The attention's window in tokens: `sliding_window`, `keep_window_size` or `window_size` of `[attention]`, which is
-    /// the default. Kinds without a window have none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub window: Option<usize>,
-    /// Globs of text that this stage trains on instead of `data.paths`: the same format, settings and tokenizer.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub paths: Option<Vec<String>>,
-    /// Rows one device holds at a time; absent in the text: `training.local_batch_size`.
-    pub local_batch_size: usize,
-    /// Rows of one optimizer step; absent in the text: `training.global_batch_size`.
-    pub global_batch_size: usize,
+impl KeyValue for Vec<StageSection> {
+    const KIND: Kind = Kind::Tables(StageSection::KEYS);
 }
 
 /// A stage and where it lies in the run.
@@ -45,7 +54,7 @@ impl AttentionSection {
     pub fn window(&self) -> Option<usize> {
         match *self {
             Self::Mha | Self::Mla(_) => None,
-            Self::Swa { sliding_window } => Some(sliding_window),
+            Self::Swa(SwaShape { sliding_window }) => Some(sliding_window),
             Self::Nsa(nsa) => Some(nsa.window_size),
             Self::Dma(dma) => Some(dma.keep_window_size),
         }
@@ -64,7 +73,7 @@ impl AttentionSection {
         let mut changed = self.clone();
         match &mut changed {
             Self::Mha | Self::Mla(_) => {}
-            Self::Swa { sliding_window } => *sliding_window = window,
+            Self::Swa(SwaShape { sliding_window }) => *sliding_window = window,
             Self::Nsa(nsa) => nsa.window_size = window,
             Self::Dma(dma) => *dma = dma.with_window(window),
         }

@@ -7,7 +7,8 @@ mod resume;
 mod stages;
 
 use super::*;
-use crate::model::{DmaShape, MlaShape, NsaCompression, NsaShape};
+use crate::keys::{Bound, Key, Kind, Section};
+use crate::model::DmaShape;
 
 /// A small valid recipe that leaves every optional key out.
 pub(super) const MINIMAL: &str = r#"
@@ -107,106 +108,10 @@ fn resolved_text_states_every_default_and_loads_back_equal() {
 }
 
 #[test]
-fn schema_and_serde_types_hold_the_same_keys() {
-    let mut full = minimal();
-    full.model.vocab_size = Some(600);
-    full.model.layer_types = Some(vec!["mha".to_owned()]);
-    full.data.max_bytes = Some(1);
-    full.data.max_document_bytes = Some(1);
-    full.data.cache_dir = Some("cache".to_owned());
-    full.data.fallback = Some(DataFallback::Sieve);
-    full.data.weights = Some(vec![1.0]);
-    full.data.mqar = Some(MqarSection {
-        vocab_size: 512,
-        vocab_sizes: Some(vec![256]),
-        seq_lens: vec![64],
-        num_pairs: vec![4],
-        num_samples: vec![10],
-        num_test_samples: 5,
-        noise: MqarNoise::Uniform,
-        power: 0.5,
-        seed: 3,
-    });
-    full.validation.paths = Some(vec!["v".to_owned()]);
-    let mut attention_keys = std::collections::BTreeSet::new();
-    for attention in [
-        AttentionSection::Mha,
-        AttentionSection::Swa { sliding_window: 3 },
-        AttentionSection::Mla(MlaShape {
-            kv_lora_rank: 8,
-            qk_rope_head_dim: 4,
-        }),
-        AttentionSection::Nsa(NsaShape {
-            compress_block_size: 4,
-            compress_stride: 2,
-            compress: NsaCompression::Mlp,
-            compress_hidden_size: Some(5),
-            select_block_size: 8,
-            num_selected_blocks: 3,
-            window_size: 7,
-            shared_kv: true,
-        }),
-        AttentionSection::Dma(DmaShape {
-            shortest_period: Some(64.0),
-            longest_period: Some(512.0),
-            ..DmaShape::published(3)
-        }),
-    ] {
-        let kind = attention.kind().name();
-        let table = toml::Table::try_from(&attention).expect("serialises");
-        let own = schema::attention_keys(kind)
-            .iter()
-            .map(|(key, _)| (*key).to_owned());
-        let own = own
-            .chain(["kind".to_owned()])
-            .collect::<std::collections::BTreeSet<_>>();
-        assert_eq!(own, table.keys().cloned().collect(), "{kind}");
-        attention_keys.extend(own);
-    }
-    full.stage = full
-        .stages()
-        .into_iter()
-        .map(|stage| stage.section)
-        .collect();
-    full.stage[0].paths = Some(vec!["p".to_owned()]);
-    let table = toml::Table::try_from(&full).expect("serialises");
-    assert_eq!(table.len(), schema::SECTIONS.len() + 1);
-    let stage = table["stage"][0].as_table().expect("a table").keys();
-    let listed = schema::STAGE.keys.iter().map(|key| key.name);
-    let listed = listed.filter(|name| *name != "tokens").collect::<Vec<_>>();
-    assert_eq!(stage.len(), listed.len());
-    assert!(stage.into_iter().all(|key| listed.contains(&key.as_str())));
-    for section in schema::SECTIONS {
-        let typed = match section.name {
-            "attention" => attention_keys.clone(),
-            "tokenizer" => ["path", "train", "numbers"].map(str::to_owned).into(),
-            name => table[name]
-                .as_table()
-                .expect("a section")
-                .keys()
-                .cloned()
-                .collect(),
-        };
-        let listed = section.keys.iter().map(|key| key.name.to_owned()).collect();
-        assert_eq!(typed, listed, "[{}]", section.name);
-    }
-    for (section, name) in [("tokenizer", "train"), ("data", "mqar")] {
-        let key = schema::section(section).and_then(|section| schema::key(section.keys, name));
-        let Some(schema::Kind::Table(keys)) = key.map(|key| key.kind) else {
-            panic!("{name} is a table")
-        };
-        let typed = table[section][name].as_table().expect("a table").keys();
-        let typed = typed.cloned().collect::<std::collections::BTreeSet<_>>();
-        let listed = keys.iter().map(|key| key.name.to_owned()).collect();
-        assert_eq!(typed, listed, "{section}.{name}");
-    }
-}
-
-#[test]
 fn every_required_key_is_really_required_and_no_other() {
     let full = toml::Table::try_from(minimal()).expect("serialises");
-    for section in schema::SECTIONS {
-        for key in section.keys {
+    for section in schema::sections() {
+        for key in section.keys() {
             let mut table = full.clone();
             let Some(_) = table[section.name]
                 .as_table_mut()
@@ -234,6 +139,28 @@ fn every_required_key_is_really_required_and_no_other() {
             section.name
         );
     }
+}
+
+#[test]
+fn every_bound_goes_with_the_type_of_its_key() {
+    fn check(path: &str, keys: &[Key], bounds: &mut usize) {
+        for key in keys {
+            let path = format!("{path}.{}", key.name);
+            check(&path, key.keys(), bounds);
+            let fits = match key.bound {
+                None => continue,
+                Some(Bound::Within(..) | Bound::AtLeastOne) => matches!(key.kind, Kind::Integer),
+                Some(Bound::Positive | Bound::NotNegative | Bound::Share(..)) => {
+                    matches!(key.kind, Kind::Number)
+                }
+            };
+            assert!(fits, "{path}: {:?}", key.bound);
+            *bounds += 1;
+        }
+    }
+    let mut bounds = 0;
+    check("", Recipe::KEYS, &mut bounds);
+    assert!(bounds > 40, "{bounds}");
 }
 
 #[test]

@@ -77,7 +77,7 @@ impl AttentionConfig {
             rms_norm_eps: 1e-6,
             initializer_range: 0.02,
             rope_theta: 10_000.0,
-            dma_bias: DmaBias::default(),
+            dma_bias: DmaBias::Exp,
             dma_a_init: 0.0,
             seed: 0,
         }

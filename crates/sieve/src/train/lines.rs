@@ -1,7 +1,7 @@
 //! What `sieve train` says, as text.
 use crate::terminal::{self, gib};
 use sieve_core::Recipe;
-use sieve_core::recipe::AttentionSection;
+use sieve_core::recipe::{AttentionSection, SwaShape};
 use sieve_ops::TrainBackend;
 use sieve_train::{
     MemoryProbe, PeakMemory, SkippedStep, StepReport, TrainSummary, Trainer, ValidationReport,
@@ -20,7 +20,7 @@ pub(super) fn describe<B: TrainBackend>(
     let training = &recipe.training;
     let kind = match recipe.attention {
         AttentionSection::Mha => "mha".to_owned(),
-        AttentionSection::Swa { sliding_window } => {
+        AttentionSection::Swa(SwaShape { sliding_window }) => {
             format!("swa, {sliding_window} keys a query")
         }
         AttentionSection::Mla(mla) => format!("mla, latent of {}", mla.kv_lora_rank),

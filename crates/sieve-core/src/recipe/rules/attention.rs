@@ -1,11 +1,11 @@
 //! Rules of `[attention]`.
 
-use super::{MAX_SEQ_LEN, MAX_WIDTH, Rules};
+use super::Rules;
 use crate::model::{DmaBias, DmaRecency, DmaShape, MlaShape, NsaCompression, NsaShape};
 use crate::recipe::{AttentionSection, ModelSection};
 
-/// The forced blocks: the first, the query's own, and the one before.
-const MIN_SELECTED_BLOCKS: usize = 3;
+/// The section.
+const OWNER: &str = "attention";
 
 pub(super) fn check_attention(
     attention: &AttentionSection,
@@ -14,9 +14,7 @@ pub(super) fn check_attention(
 ) {
     match attention {
         AttentionSection::Mha => {}
-        AttentionSection::Swa { sliding_window } => {
-            rules.size("attention.sliding_window", *sliding_window, MAX_SEQ_LEN);
-        }
+        AttentionSection::Swa(swa) => rules.bounds(OWNER, swa),
         AttentionSection::Mla(mla) => check_mla(mla, model, rules),
         AttentionSection::Nsa(nsa) => check_nsa(nsa, rules),
         AttentionSection::Dma(dma) => check_dma(dma, rules),
@@ -68,7 +66,7 @@ pub(super) fn check_layer_types(
 
 fn check_dma(dma: &DmaShape, rules: &mut Rules<'_>) {
     let (window, a_init) = (dma.keep_window_size, dma.a_init);
-    rules.size("attention.keep_window_size", window, MAX_SEQ_LEN);
+    rules.bounds(OWNER, dma);
     rules.require(
         a_init.is_finite(),
         "attention.a_init",
@@ -97,24 +95,17 @@ fn check_dma(dma: &DmaShape, rules: &mut Rules<'_>) {
         ("attention.shortest_period", dma.shortest_period),
         ("attention.longest_period", dma.longest_period),
     ] {
-        let Some(period) = period else { continue };
         rules.require(
-            has_slopes,
+            has_slopes || period.is_none(),
             key,
             || "needs recency = \"slope\"".to_owned(),
             || "set attention.recency = \"slope\", or leave the period out".to_owned(),
         );
-        rules.positive(key, period);
     }
 }
 
 fn check_mla(mla: &MlaShape, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
-    rules.size("attention.kv_lora_rank", mla.kv_lora_rank, MAX_WIDTH);
-    rules.size(
-        "attention.qk_rope_head_dim",
-        mla.qk_rope_head_dim,
-        MAX_WIDTH,
-    );
+    rules.bounds(OWNER, mla);
     rules.require(
         mla.qk_rope_head_dim.is_multiple_of(2),
         "attention.qk_rope_head_dim",
@@ -137,14 +128,12 @@ fn check_mla(mla: &MlaShape, model: Option<&ModelSection>, rules: &mut Rules<'_>
 }
 
 fn check_nsa(nsa: &NsaShape, rules: &mut Rules<'_>) {
+    rules.bounds(OWNER, nsa);
     let stride = nsa.compress_stride;
-    rules.size("attention.compress_stride", stride, MAX_SEQ_LEN);
-    rules.size("attention.window_size", nsa.window_size, MAX_SEQ_LEN);
     for (key, size) in [
         ("attention.compress_block_size", nsa.compress_block_size),
         ("attention.select_block_size", nsa.select_block_size),
     ] {
-        rules.size(key, size, MAX_SEQ_LEN);
         rules.require(
             stride == 0 || size.is_multiple_of(stride),
             key,
@@ -157,17 +146,6 @@ fn check_nsa(nsa: &NsaShape, rules: &mut Rules<'_>) {
             },
         );
     }
-    rules.require(
-        (MIN_SELECTED_BLOCKS..=MAX_SEQ_LEN).contains(&nsa.num_selected_blocks),
-        "attention.num_selected_blocks",
-        || {
-            format!(
-                "is {}, outside {MIN_SELECTED_BLOCKS} to {MAX_SEQ_LEN}",
-                nsa.num_selected_blocks
-            )
-        },
-        || "the first block, the query's own and the one before are always selected".to_owned(),
-    );
     match (nsa.compress, nsa.compress_hidden_size) {
         (NsaCompression::Mlp, None) => rules.require(
             false,
@@ -175,9 +153,7 @@ fn check_nsa(nsa: &NsaShape, rules: &mut Rules<'_>) {
             || "is missing; compress = \"mlp\" needs it".to_owned(),
             || "give the hidden width, like 192, or set compress = \"mean\"".to_owned(),
         ),
-        (NsaCompression::Mlp, Some(hidden)) => {
-            rules.size("attention.compress_hidden_size", hidden, MAX_WIDTH);
-        }
+        (NsaCompression::Mlp, Some(_)) => {}
         (NsaCompression::Mean, hidden) => rules.require(
             hidden.is_none(),
             "attention.compress_hidden_size",

@@ -1,6 +1,6 @@
 //! Rules of `[[stage]]`.
 
-use super::{MAX_BATCH, MAX_SEQ_LEN, MAX_STEPS, Parts, Rules, check_paths};
+use super::{Parts, Rules, check_paths};
 use crate::recipe::{DataFormat, StageSection};
 
 pub(super) fn check_stages(stages: &[StageSection], parts: &Parts<'_>, rules: &mut Rules<'_>) {
@@ -22,9 +22,7 @@ pub(super) fn check_stages(stages: &[StageSection], parts: &Parts<'_>, rules: &m
 
 fn check_stage(number: usize, stage: &StageSection, parts: &Parts<'_>, rules: &mut Rules<'_>) {
     let key = |name: &str| format!("stage.{number}.{name}");
-    rules.size(&key("steps"), stage.steps, MAX_STEPS);
-    rules.size(&key("seq_len"), stage.seq_len, MAX_SEQ_LEN);
-    rules.positive(&key("rope_theta"), stage.rope_theta);
+    rules.bounds(&format!("stage.{number}"), stage);
     if let Some(model) = parts.model {
         let longest = model.max_position_embeddings;
         rules.require(
@@ -39,28 +37,25 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts<'_>, rules: &m
             || format!("set model.max_position_embeddings to {}", stage.seq_len),
         );
     }
-    if let Some(window) = stage.window {
-        rules.size(&key("window"), window, MAX_SEQ_LEN);
-        if let Some(attention) = parts.attention {
-            let local = attention.local_window();
-            rules.require(
-                local <= window,
-                &key("window"),
-                || format!("is {window}, less than attention.local_window_size = {local}"),
-                || format!("give the stage a window of at least {local}"),
-            );
-            rules.require(
-                attention.window().is_some(),
-                &key("window"),
-                || {
-                    format!(
-                        "does not go with kind = {:?}, which has no window",
-                        attention.kind().name()
-                    )
-                },
-                || "leave it out".to_owned(),
-            );
-        }
+    if let (Some(window), Some(attention)) = (stage.window, parts.attention) {
+        let local = attention.local_window();
+        rules.require(
+            local <= window,
+            &key("window"),
+            || format!("is {window}, less than attention.local_window_size = {local}"),
+            || format!("give the stage a window of at least {local}"),
+        );
+        rules.require(
+            attention.window().is_some(),
+            &key("window"),
+            || {
+                format!(
+                    "does not go with kind = {:?}, which has no window",
+                    attention.kind().name()
+                )
+            },
+            || "leave it out".to_owned(),
+        );
     }
     if let Some(paths) = &stage.paths {
         check_paths(&key("paths"), paths, rules);
@@ -75,8 +70,6 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts<'_>, rules: &m
         );
     }
     let (local, global) = (stage.local_batch_size, stage.global_batch_size);
-    rules.size(&key("local_batch_size"), local, MAX_BATCH);
-    rules.size(&key("global_batch_size"), global, MAX_BATCH);
     rules.require(
         local == 0 || global.is_multiple_of(local),
         &key("global_batch_size"),

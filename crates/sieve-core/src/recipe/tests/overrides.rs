@@ -86,7 +86,10 @@ fn another_kind_drops_the_keys_of_the_texts_kind_only() {
         AttentionSection::Mha
     );
     let swa = loaded(&["attention.kind=swa", "attention.sliding_window=9"]);
-    assert_eq!(swa.attention, AttentionSection::Swa { sliding_window: 9 });
+    assert_eq!(
+        swa.attention,
+        AttentionSection::Swa(SwaShape { sliding_window: 9 })
+    );
     let same = loaded(&["attention.kind=dma"]);
     assert_eq!(same.attention, minimal().attention);
     let error = load(&["attention.kind=mha", "attention.keep_window_size=4"])

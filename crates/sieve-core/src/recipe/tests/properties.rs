@@ -1,10 +1,17 @@
 //! Properties over many recipes: valid ones survive a round trip, broken texts never panic.
 
+#![allow(clippy::needless_update)]
+
+use std::sync::LazyLock;
+
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
 use super::*;
 use crate::model::{DmaBias, DmaRecency, DmaShape, NsaCompression, NsaShape};
+
+/// What keys that no strategy draws keep.
+static BASE: LazyLock<Recipe> = LazyLock::new(minimal);
 
 fn finite_share() -> impl Strategy<Value = f64> {
     prop_oneof![Just(0.0), Just(1.0), 0.0..=1.0f64]
@@ -83,7 +90,7 @@ fn model() -> impl Strategy<Value = ModelSection> {
                 max_position_embeddings: 5000,
                 initializer_range,
                 residual_scale,
-                layer_types: None,
+                ..BASE.model.clone()
             }
         },
     )
@@ -92,7 +99,8 @@ fn model() -> impl Strategy<Value = ModelSection> {
 fn attention() -> impl Strategy<Value = AttentionSection> {
     prop_oneof![
         Just(AttentionSection::Mha),
-        (1usize..1 << 27).prop_map(|sliding_window| AttentionSection::Swa { sliding_window }),
+        (1usize..1 << 27)
+            .prop_map(|sliding_window| AttentionSection::Swa(SwaShape { sliding_window })),
         (
             1usize..99,
             1usize..9,
@@ -198,6 +206,7 @@ fn data() -> impl Strategy<Value = DataSection> {
                     validation_fraction: fraction,
                     cache_dir,
                     mqar: None,
+                    ..BASE.data.clone()
                 }
             },
         )
@@ -234,6 +243,7 @@ fn training() -> impl Strategy<Value = TrainingSection> {
                     one_document_per_row,
                     guard_spike_factor: max_norm + 2.0,
                     guard_patience: rounds,
+                    ..BASE.training.clone()
                 }
             },
         )
@@ -290,6 +300,7 @@ fn recipe() -> impl Strategy<Value = Recipe> {
                         .filter(|_| data.format != DataFormat::Mqar),
                     local_batch_size: training.local_batch_size,
                     global_batch_size: training.global_batch_size,
+                    ..BASE.stages()[0].section.clone()
                 });
                 Recipe {
                     stage: stage.collect(),
@@ -299,6 +310,7 @@ fn recipe() -> impl Strategy<Value = Recipe> {
                         decay_type: [DecayType::Linear, DecayType::Sqrt, DecayType::Cosine]
                             [decay as usize],
                         min_lr_factor,
+                        ..BASE.lr_scheduler.clone()
                     },
                     model,
                     attention,
@@ -312,29 +324,35 @@ fn recipe() -> impl Strategy<Value = Recipe> {
                         beta2,
                         eps,
                         weight_decay,
+                        ..BASE.optimizer.clone()
                     },
                     checkpoint: CheckpointSection {
                         interval,
                         keep_latest_k,
                         at_start,
                         folder: "a/b".to_owned(),
+                        ..BASE.checkpoint.clone()
                     },
                     metrics: MetricsSection {
                         log_freq,
                         enable_tensorboard,
+                        ..BASE.metrics.clone()
                     },
                     validation: ValidationSection {
                         interval: validation.0,
                         steps: validation.1,
                         paths: validation.2,
+                        ..BASE.validation.clone()
                     },
                     activation_checkpoint: ActivationCheckpointSection {
                         mode: ActivationCheckpointMode::Selective,
                         selective_ac_option: interval,
+                        ..BASE.activation_checkpoint.clone()
                     },
                     generation: GenerationSection {
                         prompts: generation.0,
                         max_new_tokens: generation.1,
+                        ..BASE.generation.clone()
                     },
                 }
             },
@@ -443,11 +461,10 @@ fn mutated_texts_and_overrides_never_panic() {
         .expect("the minimal recipe can be written");
     let change = (any::<u8>(), any::<usize>(), any::<usize>(), snippet());
     let override_key = prop::sample::select(
-        schema::SECTIONS
-            .iter()
+        schema::sections()
             .flat_map(|section| {
                 section
-                    .keys
+                    .keys()
                     .iter()
                     .map(move |key| format!("{}.{}", section.name, key.name))
             })

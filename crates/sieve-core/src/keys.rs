@@ -1,0 +1,390 @@
+//! A recipe's keys, each declared once: [`keys!`] makes a section's type and the list of its keys from the same lines.
+//!
+//! From the lists come the check of names and types, the bounds, the defaults, what may change on resume, and
+//! docs/recipe.md with its JSON schema.
+
+use serde::Serialize;
+use toml::Value;
+
+/// Token ids and positions are `i32` on devices, and products of sizes must stay inside `u64`.
+pub(crate) const MAX_WIDTH: usize = 1 << 20;
+pub(crate) const MAX_COUNT: usize = 1 << 14;
+pub(crate) const MAX_HEAD_DIM: usize = 1 << 12;
+pub(crate) const MAX_VOCAB: usize = 1 << 24;
+pub(crate) const MAX_SEQ_LEN: usize = 1 << 27;
+pub(crate) const MAX_BATCH: usize = 1 << 24;
+pub(crate) const MAX_STEPS: usize = 1 << 40;
+
+/// One key of a section, or a section.
+#[derive(Clone, Copy)]
+pub(crate) struct Key {
+    /// As written in a recipe.
+    pub(crate) name: &'static str,
+    /// The field's doc comment.
+    pub(crate) doc: &'static str,
+    pub(crate) kind: Kind,
+    /// Whether a recipe must give it.
+    pub(crate) required: bool,
+    /// The value where a recipe does not give it.
+    pub(crate) default: Option<fn() -> Option<Value>>,
+    /// Where the value comes from instead.
+    pub(crate) source: Option<Source>,
+    pub(crate) bound: Option<Bound>,
+    /// Whether a resumed run may have another value.
+    pub(crate) may_change: bool,
+}
+
+/// The type of a key's value.
+#[derive(Clone, Copy)]
+pub(crate) enum Kind {
+    /// A whole number of at least 0.
+    Integer,
+    /// A number, whole or not.
+    Number,
+    /// `true` or `false`.
+    Bool,
+    /// A string.
+    String,
+    /// A list of strings.
+    Strings,
+    /// A list of whole numbers of at least 0.
+    Integers,
+    /// A list of numbers.
+    Numbers,
+    /// One of some names.
+    Choice(&'static Choices),
+    /// A table with its own keys.
+    Table(&'static [Key]),
+    /// One or more tables of the same keys.
+    Tables(&'static [Key]),
+}
+
+/// The names that a key takes, with their doc comments.
+pub(crate) struct Choices {
+    pub(crate) names: &'static [&'static str],
+    pub(crate) docs: &'static [&'static str],
+}
+
+/// Where the value of a key comes from that the text leaves out, besides a default of its own.
+#[derive(Clone, Copy)]
+pub(crate) enum Source {
+    /// Another key, `section.key`.
+    Key(&'static str),
+    /// More than a key, in words.
+    Words(&'static str),
+}
+
+/// What a number must be. Rules between values are in `recipe/rules.rs`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Bound {
+    /// From the first number to the second; what the error says besides.
+    Within(usize, usize, &'static str),
+    /// 1 or more.
+    AtLeastOne,
+    /// Above 0, and finite.
+    Positive,
+    /// 0 or more, and finite.
+    NotNegative,
+    /// From 0 to 1, with or without them: `[0, 1]`, `[0, 1)`, `(0, 1)`; what the error says besides.
+    Share(&'static str, &'static str),
+}
+
+/// A number whose bound is checked.
+#[derive(Clone, Copy)]
+pub(crate) enum Number {
+    Whole(u64),
+    Real(f64),
+}
+
+/// A type that a key's value can have.
+pub(crate) trait KeyValue {
+    const KIND: Kind;
+    /// Whether it has a value of its own for a key that is not there.
+    const OPTIONAL: bool = false;
+
+    /// The number that a bound is for.
+    fn number(&self) -> Option<Number> {
+        None
+    }
+}
+
+/// A type made by [`keys!`].
+pub(crate) trait Section {
+    const KEYS: &'static [Key];
+
+    /// The number of each key, in the order of `KEYS`.
+    fn numbers(&self) -> Vec<Option<Number>>;
+}
+
+impl Key {
+    /// A required key; one of an optional type is optional.
+    pub(crate) const fn new<T: KeyValue>(name: &'static str, doc: &'static str) -> Self {
+        Self {
+            name,
+            doc,
+            kind: T::KIND,
+            required: !T::OPTIONAL,
+            default: None,
+            source: None,
+            bound: None,
+            may_change: false,
+        }
+    }
+
+    pub(crate) const fn or(mut self, default: fn() -> Option<Value>) -> Self {
+        self.required = false;
+        self.default = Some(default);
+        self
+    }
+
+    pub(crate) const fn optional(mut self) -> Self {
+        self.required = false;
+        self
+    }
+
+    /// Taken from another key where the text does not give it.
+    pub(crate) const fn from(mut self, key: &'static str) -> Self {
+        self.required = false;
+        self.source = Some(Source::Key(key));
+        self
+    }
+
+    /// Filled in by `resolve.rs`, from what the words say.
+    pub(crate) const fn filled(mut self, words: &'static str) -> Self {
+        self.source = Some(Source::Words(words));
+        self
+    }
+
+    pub(crate) const fn size(self, most: usize) -> Self {
+        self.within(1, most, "")
+    }
+
+    pub(crate) const fn within(self, least: usize, most: usize, hint: &'static str) -> Self {
+        self.bound(Bound::Within(least, most, hint))
+    }
+
+    pub(crate) const fn at_least_one(self) -> Self {
+        self.bound(Bound::AtLeastOne)
+    }
+
+    pub(crate) const fn positive(self) -> Self {
+        self.bound(Bound::Positive)
+    }
+
+    pub(crate) const fn not_negative(self) -> Self {
+        self.bound(Bound::NotNegative)
+    }
+
+    pub(crate) const fn share(self, range: &'static str, hint: &'static str) -> Self {
+        self.bound(Bound::Share(range, hint))
+    }
+
+    const fn bound(mut self, bound: Bound) -> Self {
+        self.bound = Some(bound);
+        self
+    }
+
+    pub(crate) const fn may_change(mut self) -> Self {
+        self.may_change = true;
+        self
+    }
+
+    /// The keys inside, of a table.
+    pub(crate) fn keys(&self) -> &'static [Key] {
+        match self.kind {
+            Kind::Table(keys) | Kind::Tables(keys) => keys,
+            _ => &[],
+        }
+    }
+}
+
+/// A default as TOML; `None` for the absence of an optional value, which TOML does not write.
+pub(crate) fn value_of<T: Serialize>(value: T) -> Option<Value> {
+    Value::try_from(value).ok()
+}
+
+/// `kind`, then the keys of all lists, none of them required; `N` is their number.
+pub(crate) const fn joined<const N: usize>(kind: Key, lists: &[&[Key]]) -> [Key; N] {
+    let mut keys = [kind; N];
+    let mut filled = 1;
+    let mut list = 0;
+    while list < lists.len() {
+        let mut key = 0;
+        while key < lists[list].len() {
+            keys[filled] = lists[list][key].optional();
+            filled += 1;
+            key += 1;
+        }
+        list += 1;
+    }
+    assert!(filled == N, "N is not the number of keys");
+    keys
+}
+
+macro_rules! key_values {
+    ($($type:ty: $kind:ident $(as $number:ident)?),+ $(,)?) => {$(
+        impl KeyValue for $type {
+            const KIND: Kind = Kind::$kind;
+            $(
+                fn number(&self) -> Option<Number> {
+                    Some(Number::$number((*self) as _))
+                }
+            )?
+        }
+    )+};
+}
+
+key_values!(
+    usize: Integer as Whole,
+    u64: Integer as Whole,
+    f64: Number as Real,
+    bool: Bool,
+    String: String,
+    Vec<String>: Strings,
+    Vec<usize>: Integers,
+    Vec<f64>: Numbers,
+);
+
+impl<T: KeyValue> KeyValue for Option<T> {
+    const KIND: Kind = T::KIND;
+    const OPTIONAL: bool = true;
+
+    fn number(&self) -> Option<Number> {
+        self.as_ref()?.number()
+    }
+}
+
+/// A section of a recipe: its type, and the list of its keys.
+///
+/// A field is written as in a struct. `= value` behind it is its default, `#[key(…)]` before it names methods of
+/// [`Key`]: its bound, another source of its value, whether it may change on resume. `text` instead of `pub` is a key
+/// that a recipe's text may hold and the type does not. `: Default` behind the name asks for that trait.
+macro_rules! keys {
+    (
+        $(#[$meta:meta])*
+        pub struct $type:ident $(: $trait:ident)? {$(
+            $(#[doc = $doc:literal])+
+            $(#[key($($rule:ident $(($($argument:expr),+))?),+)])?
+            $(#[serde($($serde:tt)+)])?
+            $place:ident $name:ident: $value:ty $(= $default:expr)?,
+        )+}
+    ) => {
+        keys!(
+            @struct
+            {
+                $(#[$meta])*
+                #[derive(Clone, Debug, PartialEq, ::serde::Serialize, ::serde::Deserialize)]
+                #[serde(deny_unknown_fields)]
+            }
+            $type {}
+            $({ $place { $(#[doc = $doc])+ $(#[serde($($serde)+)])? } $name $value })+
+        );
+
+        impl $crate::keys::Section for $type {
+            const KEYS: &'static [$crate::keys::Key] = &[$(
+                $crate::keys::Key::new::<$value>(stringify!($name), concat!($($doc, "\n"),+))
+                    $(.or(|| $crate::keys::value_of::<$value>($default)))?
+                    $($(.$rule($($($argument),+)?))+)?,
+            )+];
+
+            fn numbers(&self) -> Vec<Option<$crate::keys::Number>> {
+                vec![$(keys!(@number $place self.$name)),+]
+            }
+        }
+
+        impl $crate::keys::KeyValue for $type {
+            const KIND: $crate::keys::Kind =
+                $crate::keys::Kind::Table(<Self as $crate::keys::Section>::KEYS);
+        }
+
+        keys!(@default $($trait)? $type {$($name $(= $default)?,)+});
+    };
+    (@struct {$($head:tt)*} $type:ident {$($fields:tt)*}) => {
+        $($head)*
+        pub struct $type {$($fields)*}
+    };
+    (@struct $head:tt $type:ident {$($fields:tt)*}
+        { pub {$($attribute:tt)*} $name:ident $value:ty } $($rest:tt)*) => {
+        keys!(@struct $head $type {$($fields)* $($attribute)* pub $name: $value,} $($rest)*);
+    };
+    (@struct $head:tt $type:ident $fields:tt { text $attributes:tt $name:ident $value:ty } $($rest:tt)*) => {
+        keys!(@struct $head $type $fields $($rest)*);
+    };
+    (@number pub $field:expr) => { $crate::keys::KeyValue::number(&$field) };
+    (@number text $field:expr) => { None };
+    (@default Default $type:ident {$($name:ident = $default:expr,)+}) => {
+        impl Default for $type {
+            fn default() -> Self {
+                Self {$($name: $default),+}
+            }
+        }
+    };
+    (@default $type:ident $fields:tt) => {};
+}
+
+/// The names that a key takes: a type with one variant each.
+macro_rules! choices {
+    (
+        $(#[$meta:meta])*
+        pub enum $type:ident {$(
+            $(#[doc = $doc:literal])+
+            $variant:ident = $name:literal,
+        )+}
+    ) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, ::serde::Serialize, ::serde::Deserialize)]
+        pub enum $type {$(
+            $(#[doc = $doc])+
+            #[serde(rename = $name)]
+            $variant,
+        )+}
+
+        impl $crate::keys::KeyValue for $type {
+            const KIND: $crate::keys::Kind = $crate::keys::Kind::Choice(&$crate::keys::Choices {
+                names: &[$($name),+],
+                docs: &[$(concat!($($doc, "\n"),+)),+],
+            });
+        }
+    };
+}
+
+/// A table of which exactly one key is given.
+macro_rules! one_of {
+    (
+        $(#[$meta:meta])*
+        pub enum $type:ident {$(
+            $(#[doc = $doc:literal])+
+            $(#[key($($rule:ident $(($($argument:expr),+))?),+)])?
+            $variant:ident($value:ty) = $name:literal,
+        )+}
+    ) => {
+        $(#[$meta])*
+        #[derive(Clone, Debug, PartialEq, ::serde::Serialize, ::serde::Deserialize)]
+        pub enum $type {$(
+            $(#[doc = $doc])+
+            #[serde(rename = $name)]
+            $variant($value),
+        )+}
+
+        impl $crate::keys::Section for $type {
+            const KEYS: &'static [$crate::keys::Key] = &[$(
+                $crate::keys::Key::new::<Option<$value>>($name, concat!($($doc, "\n"),+))
+                    $($(.$rule($($($argument),+)?))+)?,
+            )+];
+
+            fn numbers(&self) -> Vec<Option<$crate::keys::Number>> {
+                vec![$(match self {
+                    Self::$variant(value) => $crate::keys::KeyValue::number(value),
+                    _ => None,
+                }),+]
+            }
+        }
+
+        impl $crate::keys::KeyValue for $type {
+            const KIND: $crate::keys::Kind =
+                $crate::keys::Kind::Table(<Self as $crate::keys::Section>::KEYS);
+        }
+    };
+}
+
+pub(crate) use {choices, keys, one_of};

@@ -1,0 +1,216 @@
+//! The keys of a recipe as a page to read (docs/recipe.md), and as a JSON schema for editors.
+
+use serde_json::{Map, Value, json};
+
+use super::{AttentionKind, Recipe};
+use crate::keys::{Bound, Choices, Key, Kind, Section, Source};
+
+/// What the page says before the first section.
+const HEAD: &str = "# Recipe keys
+A recipe is one TOML text that describes one complete run. `sieve recipe keys` prints this page; `sieve recipe schema`
+prints a JSON schema of the same keys, for editors. Unknown keys are refused with the nearest known name, and every
+mistake of a text is told at once.
+
+Whole numbers are at least 0. A default of *none* leaves the key without a value. The column *resume* says which keys
+may have another value when a run is resumed.
+";
+
+/// Every section and key, as Markdown.
+pub fn keys_page() -> String {
+    let mut page = HEAD.to_owned();
+    for section in Recipe::KEYS {
+        let title = match section.kind {
+            Kind::Tables(_) => format!("[[{}]]", section.name),
+            _ => format!("[{}]", section.name),
+        };
+        let may_be_absent = match section.required {
+            true => "",
+            false => " May be left out.",
+        };
+        let doc = one_line(section.doc);
+        page += &format!("\n## {title}\n{doc}{may_be_absent}\n\n");
+        match (section.name, section.kind) {
+            ("attention", Kind::Table(keys)) => {
+                page += &table(&keys[..1]);
+                for kind in AttentionKind::ALL.into_iter() {
+                    if !kind.keys().is_empty() {
+                        page += &format!("\n### kind = {:?}\n\n", kind.name());
+                        page += &table(kind.keys());
+                    }
+                }
+            }
+            _ => page += &table(section.keys()),
+        }
+        for key in section.keys() {
+            if let Kind::Table(keys) = key.kind {
+                page += &format!("\n### {title} {}\n\n{}", key.name, table(keys));
+            }
+        }
+    }
+    page
+}
+
+/// Every section and key, as a JSON schema (draft 7).
+pub fn json_schema() -> String {
+    let mut schema = object(Recipe::KEYS);
+    schema["$schema"] = json!("http://json-schema.org/draft-07/schema#");
+    schema["title"] = json!("Sieve recipe");
+    let tokenizer = &mut schema["properties"]["tokenizer"];
+    tokenizer["minProperties"] = json!(1);
+    tokenizer["maxProperties"] = json!(1);
+    let attention = &mut schema["properties"]["attention"];
+    let kind = attention["properties"]["kind"].take();
+    let of_kinds = AttentionKind::ALL.map(|name| {
+        let mut of_kind = object(name.keys());
+        let mut kind = kind.clone();
+        kind["enum"] = json!([name.name()]);
+        of_kind["properties"]["kind"] = kind;
+        let required = of_kind["required"].as_array_mut();
+        required.expect("a list").push(json!("kind"));
+        of_kind
+    });
+    *attention = json!({"description": attention["description"], "oneOf": of_kinds});
+    format!("{schema:#}\n")
+}
+
+fn table(keys: &[Key]) -> String {
+    let mut text =
+        "| key | value | default | resume | meaning |\n|---|---|---|---|---|\n".to_owned();
+    for key in keys {
+        let cells = [
+            format!("`{}`", key.name),
+            value_words(key),
+            default_words(key),
+            if key.may_change { "may change" } else { "" }.to_owned(),
+            meaning(key),
+        ];
+        text += &format!(
+            "| {} |\n",
+            cells.map(|cell| cell.replace('|', "\\|")).join(" | ")
+        );
+    }
+    text
+}
+
+fn value_words(key: &Key) -> String {
+    let number = match key.kind {
+        Kind::Integer => "whole number",
+        _ => "number",
+    };
+    match key.kind {
+        Kind::Integer | Kind::Number => match key.bound {
+            Some(Bound::Within(least, most, _)) => format!("{number}, {least} to {most}"),
+            Some(Bound::AtLeastOne) => format!("{number} of at least 1"),
+            Some(Bound::Positive) => format!("{number} above 0"),
+            Some(Bound::NotNegative) => format!("{number} of at least 0"),
+            Some(Bound::Share(range, _)) => format!("{number} in {range}"),
+            None => number.to_owned(),
+        },
+        Kind::Bool => "`true` or `false`".to_owned(),
+        Kind::String => "string".to_owned(),
+        Kind::Strings => "list of strings".to_owned(),
+        Kind::Integers => "list of whole numbers".to_owned(),
+        Kind::Numbers => "list of numbers".to_owned(),
+        Kind::Choice(Choices { names, .. }) => {
+            let names = names.iter().map(|name| format!("`{name:?}`"));
+            names.collect::<Vec<_>>().join(", ")
+        }
+        Kind::Table(_) | Kind::Tables(_) => "table, below".to_owned(),
+    }
+}
+
+fn default_words(key: &Key) -> String {
+    let default = key.default.and_then(|default| default());
+    match (default, key.source) {
+        // 1e-8, which TOML's own writer spells out.
+        (Some(toml::Value::Float(number)), _) => format!("`{number:?}`"),
+        (Some(value), _) => format!("`{value}`"),
+        (None, Some(Source::Key(source))) => format!("`{source}`"),
+        (None, Some(Source::Words(words))) if key.required => format!("needed, or {words}"),
+        (None, Some(Source::Words(words))) => words.to_owned(),
+        (None, None) if key.required => "needed".to_owned(),
+        (None, None) => "none".to_owned(),
+    }
+}
+
+/// What the key means, and each name it takes.
+fn meaning(key: &Key) -> String {
+    let mut text = one_line(key.doc);
+    if let Kind::Choice(Choices { names, docs }) = key.kind {
+        for (name, doc) in names.iter().zip(docs.iter()) {
+            text += &format!("<br>`{name:?}`: {}", one_line(doc));
+        }
+    }
+    text
+}
+
+/// A doc comment on one line.
+fn one_line(doc: &str) -> String {
+    doc.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+fn object(keys: &[Key]) -> Value {
+    let properties: Map<String, Value> = keys
+        .iter()
+        .map(|key| (key.name.to_owned(), schema_of(key)))
+        .collect();
+    let required = keys
+        .iter()
+        .filter(|key| key.required && key.source.is_none())
+        .map(|key| key.name);
+    json!({
+        "type": "object",
+        "additionalProperties": false,
+        "properties": properties,
+        "required": required.collect::<Vec<_>>(),
+    })
+}
+
+fn schema_of(key: &Key) -> Value {
+    let list = |item: Value| json!({"type": "array", "items": item});
+    let whole = json!({"type": "integer", "minimum": 0});
+    let mut schema = match key.kind {
+        Kind::Integer => whole,
+        Kind::Number => json!({"type": "number"}),
+        Kind::Bool => json!({"type": "boolean"}),
+        Kind::String => json!({"type": "string"}),
+        Kind::Strings => list(json!({"type": "string"})),
+        Kind::Integers => list(whole),
+        Kind::Numbers => list(json!({"type": "number"})),
+        Kind::Choice(Choices { names, .. }) => json!({"type": "string", "enum": names}),
+        Kind::Table(keys) => object(keys),
+        Kind::Tables(keys) => list(object(keys)),
+    };
+    match key.bound {
+        Some(Bound::Within(least, most, _)) => {
+            schema["minimum"] = json!(least);
+            schema["maximum"] = json!(most);
+        }
+        Some(Bound::AtLeastOne) => schema["minimum"] = json!(1),
+        Some(Bound::Positive) => schema["exclusiveMinimum"] = json!(0),
+        Some(Bound::NotNegative) => schema["minimum"] = json!(0),
+        Some(Bound::Share(range, _)) => {
+            let least = match range.starts_with('[') {
+                true => "minimum",
+                false => "exclusiveMinimum",
+            };
+            let most = match range.ends_with(']') {
+                true => "maximum",
+                false => "exclusiveMaximum",
+            };
+            schema[least] = json!(0);
+            schema[most] = json!(1);
+        }
+        None => {}
+    }
+    schema["description"] = json!(one_line(key.doc));
+    let is_section = matches!(key.kind, Kind::Table(_) | Kind::Tables(_));
+    if let Some(value) = key
+        .default
+        .filter(|_| !is_section)
+        .and_then(|value| value())
+    {
+        schema["default"] = json!(value);
+    }
+    schema
+}

@@ -1,0 +1,124 @@
+//! The JSON schema of recipes takes what the program takes.
+
+use serde_json::Value;
+use sieve_core::Recipe;
+use sieve_core::recipe::json_schema;
+
+/// Why `value` does not fit `schema`; the words of draft 7 that the schema uses.
+fn misfit(schema: &Value, value: &Value, path: &str) -> Option<String> {
+    let told = |what: &str| Some(format!("{path}: {what}"));
+    if let Some(kinds) = schema["oneOf"].as_array() {
+        let fits = kinds
+            .iter()
+            .filter(|kind| misfit(kind, value, path).is_none());
+        return (fits.count() != 1).then(|| format!("{path}: not exactly one kind"));
+    }
+    let has_type = match schema["type"].as_str().expect("a type") {
+        "object" => value.is_object(),
+        "array" => value.is_array(),
+        "string" => value.is_string(),
+        "boolean" => value.is_boolean(),
+        "integer" => value.is_u64() || value.is_i64(),
+        "number" => value.is_number(),
+        other => panic!("{other}"),
+    };
+    if !has_type {
+        return told("type");
+    }
+    if let Some(names) = schema["enum"].as_array()
+        && !names.contains(value)
+    {
+        return told("no such name");
+    }
+    let number = value.as_f64().unwrap_or(0.0);
+    let limit = |name: &str| schema[name].as_f64();
+    if limit("minimum").is_some_and(|least| number < least)
+        || limit("maximum").is_some_and(|most| number > most)
+        || limit("exclusiveMinimum").is_some_and(|least| number <= least)
+        || limit("exclusiveMaximum").is_some_and(|most| number >= most)
+    {
+        return told("outside its bound");
+    }
+    if let Some(items) = value.as_array() {
+        let mut items = items.iter();
+        return items.find_map(|item| misfit(&schema["items"], item, path));
+    }
+    let table = value.as_object()?;
+    let number = table.len() as f64;
+    if limit("minProperties").is_some_and(|least| number < least)
+        || limit("maxProperties").is_some_and(|most| number > most)
+    {
+        return told("number of keys");
+    }
+    let mut required = schema["required"].as_array().expect("a list").iter();
+    if let Some(key) = required.find(|key| !table.contains_key(key.as_str().expect("a name"))) {
+        return told(&format!("{key} is missing"));
+    }
+    table.iter().find_map(|(name, value)| {
+        let path = format!("{path}.{name}");
+        match schema["properties"].get(name) {
+            Some(schema) => misfit(schema, value, &path),
+            None => Some(format!("{path}: unknown")),
+        }
+    })
+}
+
+fn misfit_of(text: &str) -> Option<String> {
+    let schema: Value = serde_json::from_str(&json_schema()).expect("JSON");
+    let table: toml::Table = text.parse().expect("TOML");
+    misfit(&schema, &serde_json::to_value(table).expect("JSON"), "")
+}
+
+#[test]
+fn every_shipped_recipe_fits_the_schema_as_written_and_with_its_defaults() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes");
+    let mut kinds = std::collections::BTreeSet::new();
+    for entry in std::fs::read_dir(folder).expect("recipes") {
+        let path = entry.expect("an entry").path();
+        if path.extension().is_none_or(|ending| ending != "toml") {
+            continue;
+        }
+        let text = std::fs::read_to_string(&path).expect("readable");
+        assert_eq!(misfit_of(&text), None, "{}", path.display());
+        let recipe = Recipe::load(&text, "a recipe", &[]).expect("a shipped recipe");
+        let resolved = recipe.to_toml().expect("it can be written");
+        assert_eq!(misfit_of(&resolved), None, "{}", path.display());
+        kinds.insert(recipe.attention.kind().name());
+    }
+    assert_eq!(kinds.len(), 5, "{kinds:?}");
+}
+
+#[test]
+fn the_schema_finds_what_the_program_refuses() {
+    let text = include_str!("../../../recipes/quickstart.toml");
+    for (from, to, found) in [
+        ("hidden_size", "hiden_size", "missing"),
+        ("[metrics]", "[metrics]\nlog_frequency = 3", "unknown"),
+        ("kind = \"dma\"", "kind = \"dmo\"", "kind"),
+        (
+            "kind = \"dma\"",
+            "kind = \"dma\"\nsliding_window = 3",
+            "kind",
+        ),
+        ("beta1 = 0.9", "beta1 = \"high\"", "type"),
+        ("name = \"AdamW\"", "name = \"SGD\"", "no such name"),
+        ("eps = 1e-8", "eps = 0", "bound"),
+        ("beta2 = 0.95", "beta2 = 1.0", "bound"),
+        (
+            "[tokenizer]",
+            "[tokenizer]\nnumbers = 300",
+            "number of keys",
+        ),
+        (
+            "num_hidden_layers = 4",
+            "num_hidden_layers = 400000",
+            "bound",
+        ),
+    ] {
+        assert!(text.contains(from), "{from}");
+        let broken = text.replacen(from, to, 1);
+        let misfit = misfit_of(&broken).unwrap_or_else(|| panic!("{to} fits"));
+        assert!(misfit.contains(found), "{to}: {misfit}");
+        assert!(Recipe::load(&broken, "broken", &[]).is_err(), "{to}");
+    }
+}
