@@ -96,6 +96,24 @@ pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
     }
 }
 
+/// One query over the keys given, each with a bias: `k` `[keys, head_dim]`, `v` `[keys, head_dim_v]`.
+pub(crate) fn one_query(
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    delta: &[f32],
+    scale: f32,
+    rounding: Rounding,
+) -> Vec<f32> {
+    let (n, head_dim, head_dim_v) = (delta.len(), q.len(), v.len() / delta.len());
+    let (q, k) = (Matrix::new(q, 1, head_dim), Matrix::new(k, n, head_dim));
+    let mut p = product(q, k.t(), 1, n, rounding);
+    softmax(&mut p, n, n - 1, scale, Some(delta), &vec![n as i32; n]);
+    rounding.all(&mut p);
+    let v = Matrix::new(v, n, head_dim_v);
+    product(Matrix::new(&p, 1, n), v, 1, head_dim_v, rounding)
+}
+
 /// Writes one head's rows into a `[tokens, heads, width]` tensor.
 fn put(to: &mut [f32], rows: &[f32], first_token: usize, heads: usize, head: usize, width: usize) {
     for (i, row) in rows.chunks_exact(width).enumerate() {
@@ -160,7 +178,7 @@ fn kv_head(case: &Case, b: usize, kv: usize, rounding: Rounding) -> Part {
         let d_o = head(&case.d_o, b, n, num_heads, query, head_dim_v);
         // Logits become exact probabilities in place.
         let mut p = product(q, k.t(), n, n, rounding);
-        let lse = softmax(&mut p, n, case.scale, delta, expire);
+        let lse = softmax(&mut p, n, 0, case.scale, delta, expire);
         let mut rounded = p.clone();
         rounding.all(&mut rounded);
         let weights = Matrix::new(&rounded, n, n);
@@ -193,11 +211,20 @@ fn kv_head(case: &Case, b: usize, kv: usize, rounding: Rounding) -> Part {
     part
 }
 
-/// Softmax of each row over its active keys; returns the logarithm of each row's sum. The largest bias that a row sees is
+/// Softmax of each row, the first of which is that of query `first`, over its active keys; returns the logarithm of each row's
+/// sum. The largest bias that a row sees is
 /// taken from all of its biases first, as kernels do: beside a large one `q . k` would lose its digits.
-fn softmax(p: &mut [f32], n: usize, scale: f32, delta: Option<&[f32]>, expire: &[i32]) -> Vec<f32> {
-    let mut lse = vec![f32::NEG_INFINITY; n];
-    for (i, row) in p.chunks_exact_mut(n).enumerate() {
+fn softmax(
+    p: &mut [f32],
+    n: usize,
+    first: usize,
+    scale: f32,
+    delta: Option<&[f32]>,
+    expire: &[i32],
+) -> Vec<f32> {
+    let mut lse = vec![f32::NEG_INFINITY; p.len() / n];
+    for (row, (p, lse)) in p.chunks_exact_mut(n).zip(&mut lse).enumerate() {
+        let (i, row) = (first + row, p);
         let active = |j: usize| j <= i && (i as i32) < expire[j];
         let base = delta.map_or(0.0, |delta| {
             let seen = (0..=i).filter(|&j| active(j)).map(|j| delta[j]);
@@ -217,7 +244,7 @@ fn softmax(p: &mut [f32], n: usize, scale: f32, delta: Option<&[f32]>, expire: &
             continue;
         }
         let total: f64 = row.iter().map(|&s| f64::from((s - maximum).exp())).sum();
-        lse[i] = maximum + total.ln() as f32;
+        *lse = maximum + total.ln() as f32;
         row.iter_mut()
             .for_each(|p| *p = (f64::from((*p - maximum).exp()) / total) as f32);
     }

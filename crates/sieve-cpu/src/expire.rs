@@ -97,40 +97,6 @@ pub fn extend_expire(
     }
 }
 
-/// The same result by order statistics: with T(i) the w-th largest (z, j) up to i, `expire[j]` is the first i >= j with
-/// T(i) > (z_j, j). Shares nothing with the heap, so that each checks the other.
-///
-/// # Shapes
-/// As [`dma_select`].
-///
-/// # Panics
-/// As [`dma_select`].
-pub fn dma_select_by_threshold(
-    z: &[f32],
-    documents: Documents<'_>,
-    batch: usize,
-    num_kv_heads: usize,
-    seq_len: usize,
-    keep_window_size: usize,
-    expire: &mut [i32],
-) {
-    assert!(
-        keep_window_size > 0,
-        "dma_select_by_threshold: keep_window_size must be at least 1"
-    );
-    for_each_document(
-        z,
-        documents,
-        batch,
-        num_kv_heads,
-        seq_len,
-        expire,
-        |z, start, expire| {
-            expire_by_threshold(z, start, keep_window_size, expire);
-        },
-    );
-}
-
 /// Counts what `expire` keeps.
 ///
 /// # Shapes
@@ -257,35 +223,6 @@ fn expire_by_heap(z: &[f32], start: usize, keep_window_size: usize, expire: &mut
     }
 }
 
-fn expire_by_threshold(z: &[f32], start: usize, keep_window_size: usize, expire: &mut [i32]) {
-    let len = z.len();
-    let mut order: Vec<usize> = (0..len).collect();
-    order.sort_by_key(|&j| rank_key(z[j], j));
-    let mut rank = vec![0; len];
-    for (r, &j) in order.iter().enumerate() {
-        rank[j] = r;
-    }
-    // threshold[i]: rank of the w-th largest key up to i. With w of them seen, one more arrival above it moves it to the
-    // next larger rank already seen; so the set of seen ranks is kept with links to the next larger one.
-    let mut seen = vec![false; len];
-    let mut threshold = vec![None; len];
-    let mut current: Option<usize> = None;
-    for i in 0..len {
-        seen[rank[i]] = true;
-        current = match current {
-            None if i + 1 == keep_window_size => seen.iter().position(|&seen| seen),
-            None => None,
-            Some(low) if rank[i] > low => (low + 1..len).find(|&r| seen[r]),
-            Some(low) => Some(low),
-        };
-        threshold[i] = current;
-    }
-    for j in 0..len {
-        let alive = threshold[j..].partition_point(|t| t.is_none_or(|t| t <= rank[j]));
-        expire[j] = (start + j + alive) as i32;
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -344,7 +281,7 @@ mod tests {
             start: &start,
             end: &end,
         };
-        let (mut heap, mut threshold) = (vec![-7; z.len()], vec![-7; z.len()]);
+        let mut heap = vec![-7; z.len()];
         dma_select(
             &z,
             documents,
@@ -354,16 +291,6 @@ mod tests {
             keep_window_size,
             &mut heap,
         );
-        dma_select_by_threshold(
-            &z,
-            documents,
-            batch,
-            num_kv_heads,
-            seq_len,
-            keep_window_size,
-            &mut threshold,
-        );
-        assert_eq!(heap, threshold, "seed {seed}: heap and threshold differ");
 
         let mut expected = MaskStatistics::default();
         for row in 0..batch {
@@ -372,6 +299,10 @@ mod tests {
             for head in 0..num_kv_heads {
                 let first = (row * num_kv_heads + head) * seq_len;
                 let (z, expire) = (&z[first..first + seq_len], &heap[first..first + seq_len]);
+                let end = &end[row * seq_len..][..seq_len];
+                for (j, (&expire, &end)) in expire.iter().zip(end).enumerate() {
+                    assert!(j as i32 <= expire && expire <= end, "seed {seed}, key {j}");
+                }
                 let mut seen = vec![false; seq_len];
                 for i in 0..seq_len {
                     let kept = kept_by_definition(z, start, i, keep_window_size);
@@ -469,11 +400,9 @@ mod tests {
             start: &start,
             end: &end,
         };
-        let (mut heap, mut threshold) = ([0; 5], [0; 5]);
+        let mut heap = [0; 5];
         dma_select(&z, documents, 1, 1, 5, 2, &mut heap);
-        dma_select_by_threshold(&z, documents, 1, 1, 5, 2, &mut threshold);
         assert_eq!(heap, [2, 4, 5, 3, 5]);
-        assert_eq!(threshold, heap);
     }
 
     #[test]

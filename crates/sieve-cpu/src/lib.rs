@@ -47,9 +47,7 @@ pub use attention::{
 };
 pub use dma_scores::{dma_scores_backward, dma_scores_forward};
 pub use embedding::{embedding_backward, embedding_forward};
-pub use expire::{
-    MaskStatistics, dma_select, dma_select_by_threshold, extend_expire, mask_statistics,
-};
+pub use expire::{MaskStatistics, dma_select, extend_expire, mask_statistics};
 pub use gemm::{Matrix, MatrixMut, Threads, matmul};
 pub use linear_cross_entropy::{
     CrossEntropy, linear_cross_entropy, linear_cross_entropy_with_gradients, token_losses,
