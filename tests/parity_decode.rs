@@ -59,8 +59,8 @@ fn step_by_step_decoding_equals_the_full_forward_pass() {
                     );
                     assert_eq!(argmax(&next), argmax(row), "{kind}, prompt {prompt}, {end}");
                     assert_eq!(cache.num_tokens, end);
-                    for layer in &cache.layers {
-                        let expected = expected_keys(model.shape().attention, end);
+                    for (index, layer) in cache.layers.iter().enumerate() {
+                        let expected = expected_keys(model.shape().of_layer(index).attention, end);
                         assert_eq!(layer.num_keys(), expected, "{kind} after {end} tokens");
                     }
                 }
