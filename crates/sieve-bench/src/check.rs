@@ -7,7 +7,7 @@ use crate::error::{BenchError, Result};
 use crate::extent::Extent;
 use crate::place::Place;
 use crate::report::Report;
-use crate::{biases, decode, selection, step};
+use crate::{biases, decode, latent, selection, step};
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
@@ -108,7 +108,8 @@ fn on_cuda(report: &mut Report, gpu: &DeviceReport, settings: &CheckSettings) ->
         good = stage(report, "Hopper kernels", |report| {
             attention::check_long_row(report, &device, &extent)?;
             attention::check_wrappers(report, &device, &extent)?;
-            biases::check_wrappers(report, &device, &extent)
+            biases::check_wrappers(report, &device, &extent)?;
+            latent::check_wrappers(report, &device, &extent)
         })?;
     }
     if good {
@@ -172,6 +173,7 @@ fn ops<B: Place>(
     attention::check_ops::<B>(report, device, extent, is_cuda)?;
     selection::check_ops::<B>(report, device, extent, path)?;
     decode::check_ops::<B>(report, device, extent, is_cuda)?;
+    latent::check_ops::<B>(report, device, extent, is_cuda)?;
     step::check::<B>(report, device, extent.seed, is_cuda);
     Ok(())
 }
@@ -181,6 +183,7 @@ fn wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result
     biases::check_wrappers(report, device, extent)?;
     selection::check_wrappers(report, device, extent)?;
     decode::check_wrappers(report, device, extent)?;
+    latent::check_wrappers(report, device, extent)?;
     step::check_wrappers(report, device, extent);
     Ok(())
 }

@@ -28,6 +28,7 @@ mod place;
 mod attention;
 mod biases;
 mod decode;
+mod latent;
 mod selection;
 mod step;
 

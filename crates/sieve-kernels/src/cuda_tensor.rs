@@ -224,11 +224,26 @@ impl CudaTensor {
         shape: &[usize],
         strides: &[usize],
     ) -> Result<Self, KernelError> {
+        self.view_at(kernel, tensor, 0, shape, strides)
+    }
+
+    /// As [`view`](Self::view), from element `first` of the tensor on.
+    ///
+    /// # Errors
+    /// As [`view`](Self::view).
+    pub fn view_at(
+        &self,
+        kernel: &'static str,
+        tensor: &'static str,
+        first: usize,
+        shape: &[usize],
+        strides: &[usize],
+    ) -> Result<Self, KernelError> {
         let capacity = match &self.0 {
             Place::Gpu(primitive) => primitive.handle.size_in_used() as usize / self.dtype().size(),
             Place::Recorded(tensor) => tensor.capacity(),
         };
-        if required_elements(shape, strides) > capacity {
+        if first + required_elements(shape, strides) > capacity {
             let (shape, strides) = (shape.to_vec(), strides.to_vec());
             let expected = "the buffer is too small for this view";
             return Err(KernelError::Layout {
@@ -239,7 +254,7 @@ impl CudaTensor {
                 expected,
             });
         }
-        Ok(self.part(0, shape, strides))
+        Ok(self.part(first * self.dtype().size(), shape, strides))
     }
 
     /// Rows `first .. first + count` of the outermost dimension of a contiguous tensor, without a copy.

@@ -51,6 +51,7 @@ mod dma_scores_backward;
 mod embedding_backward;
 mod embedding_forward;
 mod linear_cross_entropy;
+mod mla_pack;
 mod qk_norm_rope_backward;
 mod qk_norm_rope_forward;
 mod residual_add;
@@ -126,6 +127,10 @@ pub use linear_cross_entropy::{
     token_losses,
 };
 pub use memory_watch::{MemoryPeak, memory_peak, unwatch_memory, watch_memory};
+pub use mla_pack::{
+    MlaPack, mla_heads, mla_pack_backward, mla_pack_backward_kernel, mla_pack_forward,
+    mla_pack_forward_kernel,
+};
 pub use needed::{AttentionNeeds, NeededKernels, NeededKeys, needed_kernels, shared_bytes_of};
 pub use probe::{CudaReport, DeviceReport, memory_bytes, probe};
 pub use qk_norm_rope_backward::{

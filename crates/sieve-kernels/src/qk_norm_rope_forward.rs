@@ -173,40 +173,63 @@ impl Checked {
         let (q_weight, k_weight) = (args.q_weight.contiguous(), args.k_weight.contiguous());
         let [batch, seq_len, _, _] = qkv.tensor.dims(kernel, "qkv")?;
         let positions = require_tokens(kernel, "positions", args.positions, [batch, seq_len])?;
-        let [max_positions, _] = args.cos.dims(kernel, "cos")?;
-        crate::checks::require_non_empty(kernel, "the number of positions", max_positions)?;
-        for (name, table) in [("cos", args.cos), ("sin", args.sin)] {
-            table.require_dtype(kernel, name, DType::F32)?;
-            table.require_shape(kernel, name, &[max_positions, head_dim / 2])?;
-        }
-        let same = args.cos.strides() == args.sin.strides();
-        let walkable =
-            same && args.cos.strides()[1] == 1 && args.cos.strides()[0].is_multiple_of(4);
-        let (cos, sin) = if walkable {
-            (args.cos.clone(), args.sin.clone())
-        } else {
-            (args.cos.contiguous(), args.sin.contiguous())
-        };
-        let table_stride = if walkable {
-            cos.strides()[0]
-        } else {
-            head_dim / 2
-        };
-        for (name, tensor) in [
-            ("q_weight", &q_weight),
-            ("k_weight", &k_weight),
-            ("cos", &cos),
-            ("sin", &sin),
-        ] {
+        let tables = RotaryTables::of(kernel, [args.cos, args.sin], head_dim)?;
+        for (name, tensor) in [("q_weight", &q_weight), ("k_weight", &k_weight)] {
             require_alignment(kernel, name, tensor)?;
         }
         Ok(Self {
-            tensors: [q_weight, k_weight, positions, cos, sin],
+            tensors: [q_weight, k_weight, positions, tables.cos, tables.sin],
             num_heads,
             num_kv_heads: args.num_kv_heads,
-            max_positions,
-            table_stride,
+            max_positions: tables.max_positions,
+            table_stride: tables.stride,
             epsilon: args.epsilon,
+        })
+    }
+}
+
+/// Tables of cosines and sines, f32 `[max_positions, width / 2]`, as the kernels walk them.
+#[derive(Debug, Clone)]
+pub(crate) struct RotaryTables {
+    pub(crate) cos: CudaTensor,
+    pub(crate) sin: CudaTensor,
+    pub(crate) max_positions: usize,
+    /// Elements from row to row.
+    pub(crate) stride: usize,
+}
+
+impl RotaryTables {
+    /// The tables, or copies where the kernels cannot walk them, for heads of `width`.
+    ///
+    /// # Errors
+    /// Another type or shape, no positions.
+    pub(crate) fn of(
+        kernel: &'static str,
+        [cos, sin]: [&CudaTensor; 2],
+        width: usize,
+    ) -> Result<Self, KernelError> {
+        let [max_positions, _] = cos.dims(kernel, "cos")?;
+        crate::checks::require_non_empty(kernel, "the number of positions", max_positions)?;
+        for (name, table) in [("cos", cos), ("sin", sin)] {
+            table.require_dtype(kernel, name, DType::F32)?;
+            table.require_shape(kernel, name, &[max_positions, width / 2])?;
+        }
+        let walkable = cos.strides() == sin.strides()
+            && cos.strides()[1] == 1
+            && cos.strides()[0].is_multiple_of(4);
+        let (cos, sin, stride) = if walkable {
+            (cos.clone(), sin.clone(), cos.strides()[0])
+        } else {
+            (cos.contiguous(), sin.contiguous(), width / 2)
+        };
+        for (name, table) in [("cos", &cos), ("sin", &sin)] {
+            require_alignment(kernel, name, table)?;
+        }
+        Ok(Self {
+            cos,
+            sin,
+            max_positions,
+            stride,
         })
     }
 }

@@ -9,6 +9,7 @@ use crate::embedding_backward::{
     embedding_backward_kernel, embedding_carry_kernel, embedding_order_kernel,
 };
 use crate::embedding_forward::embedding_forward_kernel;
+use crate::mla_pack::{mla_pack_backward_kernel, mla_pack_forward_kernel};
 use crate::qk_norm_rope_backward::qk_norm_rope_backward_kernel;
 use crate::qk_norm_rope_forward::{Reuse, qk_norm_rope_forward_kernel};
 use crate::residual_add::residual_add_kernel;
@@ -42,6 +43,8 @@ pub fn step_kernels() -> Vec<SourceKernel> {
         residual_add_kernel(false, 4),
         scale_kernel(true, 8),
         scale_kernel(false, 4),
+        mla_pack_forward_kernel(128, 64),
+        mla_pack_backward_kernel(128, 64),
     ];
     for residual in [NormResidual::None, NormResidual::Added] {
         for warps_per_row in [1, 4] {

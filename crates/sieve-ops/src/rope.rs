@@ -61,7 +61,8 @@ impl<B: Backend> RotaryEmbedding<B> {
         self.cos.dims()[0]
     }
 
-    pub(crate) fn tables(&self) -> RopeTables<B> {
+    /// The tables as calls of backends take them.
+    pub fn tables(&self) -> RopeTables<B> {
         RopeTables {
             cos: primitive(self.cos.clone()),
             sin: primitive(self.sin.clone()),

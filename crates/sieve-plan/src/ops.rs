@@ -61,7 +61,15 @@ pub fn gpu_attention_gap(shape: &ModelShape) -> Option<String> {
     let width = shape.head_dim;
     match shape.attention {
         Attention::Nsa(_) => Some("there is no CUDA kernel for nsa yet".to_owned()),
-        Attention::Mla(_) => Some("there is no CUDA kernel for mla yet".to_owned()),
+        Attention::Mla(mla) => {
+            let rope = mla.qk_rope_head_dim;
+            let fits = [width, rope, width + rope].map(supports_head_dim);
+            fits.contains(&false).then(|| {
+                format!(
+                    "heads of {width} + {rope} are no multiples of {HEAD_DIM_STEP} with a sum up to {MAX_HEAD_DIM}"
+                )
+            })
+        }
         _ if supports_head_dim(width) => None,
         _ => Some(format!(
             "heads of {width} are no multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
@@ -102,6 +110,10 @@ fn cuda_attention(op: &str, shape: &ModelShape) -> (&'static str, String) {
             shape.num_kv_heads
         ));
     }
+    let width = match shape.attention {
+        Attention::Mla(mla) => format!("{width} + {}", mla.qk_rope_head_dim),
+        _ => width.to_string(),
+    };
     let reason = match op {
         "dma attention" => "keys gathered by list, none outside it is read",
         "dma selection" => "exact top w as one integer a key; no n x n mask",

@@ -14,6 +14,8 @@ const PRODUCTS: f64 = 0.71;
 const DENSE_PAIRS: f64 = 0.82;
 const WINDOW_PAIRS: f64 = 0.62;
 const GATHERED_PAIRS: f64 = 0.52;
+/// MLA, whose widths the portable kernels take.
+const LATENT_PAIRS: f64 = 0.25;
 /// Share of the bandwidth.
 const MEMORY: f64 = 0.84;
 /// Seconds in which a kernel starts and ends and the GPU is not full.
@@ -83,7 +85,8 @@ fn pairs_rate(shape: &ModelShape, seq_len: usize) -> Option<(f64, bool)> {
             keep_window_size, ..
         }) if keep_window_size >= seq_len => Some((DENSE_PAIRS, true)),
         Attention::Dma(_) => Some((GATHERED_PAIRS, true)),
-        Attention::Mla(_) | Attention::Nsa(_) => None,
+        Attention::Mla(_) => Some((LATENT_PAIRS, false)),
+        Attention::Nsa(_) => None,
     }
 }
 

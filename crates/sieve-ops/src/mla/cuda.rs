@@ -1,15 +1,21 @@
-//! MLA on CUDA: no kernel yet, so every op runs its counted reference.
+//! MLA on CUDA: a kernel packs and rotates, the attention kernels walk the packed tensor.
 use super::backend::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec};
 use super::reference;
 use crate::attention::AttentionOutput;
-use crate::device::cuda::Cuda;
-use crate::device::paths::{no_kernel, no_kernel_scores, scores};
+use crate::attention::cuda::{bounds, output, result};
+use crate::device::cuda::{Cuda, cast, tensors};
+use crate::device::paths::{kernel_or, kernel_or_scores, scores, sum_order};
 use crate::documents::DocumentBounds;
-use sieve_kernels::CudaPrimitive as Float;
+use burn::tensor::DType;
+use sieve_kernels::{
+    AttentionGradients, CudaPrimitive as Float, CudaTensor, KernelError, MlaPack, mla_heads,
+};
 
 impl MlaBackend for Cuda {
     fn mla_pack(inputs: [Float; 3], call: MlaPackCall<Self>) -> Float {
-        no_kernel("mla_pack", || reference::mla_pack(inputs, call))
+        let [q, kv, k_rope] = tensors(inputs.each_ref());
+        let attempt = Rotation::new(&call).forward([&q, &kv, &k_rope]);
+        kernel_or("mla_pack", attempt, || reference::mla_pack(inputs, call))
     }
 
     fn mla_attention(
@@ -17,7 +23,9 @@ impl MlaBackend for Cuda {
         documents: &DocumentBounds<Self>,
         spec: MlaSpec,
     ) -> AttentionOutput<Self> {
-        no_kernel_scores("mla_attention", scores(&packed, spec.num_heads), || {
+        let attempt = attend(&packed, documents, spec);
+        let scores = scores(&packed, spec.num_heads);
+        kernel_or_scores("mla_attention", attempt, scores, || {
             reference::mla_attention::<Self>(packed, documents, spec)
         })
     }
@@ -25,7 +33,8 @@ impl MlaBackend for Cuda {
 
 impl MlaGradients for Cuda {
     fn mla_pack_backward(call: MlaPackCall<Self>, dy: Float) -> [Float; 3] {
-        no_kernel("mla_pack_backward", || {
+        let attempt = Rotation::new(&call).backward(&dy);
+        kernel_or("mla_pack_backward", attempt, || {
             reference::mla_pack_backward(call, dy)
         })
     }
@@ -37,10 +46,86 @@ impl MlaGradients for Cuda {
         output: AttentionOutput<Self>,
         d_o: Float,
     ) -> Float {
-        no_kernel_scores(
-            "mla_attention_backward",
-            scores(&packed, spec.num_heads),
-            || reference::mla_attention_backward::<Self>(packed, documents, spec, output, d_o),
-        )
+        let attempt = gradient(&packed, documents, spec, &output, &d_o);
+        let scores = scores(&packed, spec.num_heads);
+        kernel_or_scores("mla_attention_backward", attempt, scores, || {
+            reference::mla_attention_backward::<Self>(packed, documents, spec, output, d_o)
+        })
     }
+}
+
+/// The tensors of a pack call, as the kernels take them.
+struct Rotation {
+    spec: MlaSpec,
+    positions: CudaTensor,
+    cos: CudaTensor,
+    sin: CudaTensor,
+}
+
+impl Rotation {
+    fn new(call: &MlaPackCall<Cuda>) -> Self {
+        Self {
+            spec: call.spec,
+            positions: CudaTensor::from(call.positions.clone()),
+            cos: cast(&call.rope.cos, DType::F32),
+            sin: cast(&call.rope.sin, DType::F32),
+        }
+    }
+
+    fn args(&self) -> MlaPack<'_> {
+        MlaPack {
+            num_heads: self.spec.num_heads,
+            head_dim: self.spec.head_dim,
+            rope_dim: self.spec.rope_dim,
+            positions: &self.positions,
+            cos: &self.cos,
+            sin: &self.sin,
+        }
+    }
+
+    fn forward(&self, inputs: [&CudaTensor; 3]) -> Result<Float, KernelError> {
+        sieve_kernels::mla_pack_forward(inputs, &self.args()).map(Into::into)
+    }
+
+    fn backward(&self, dy: &Float) -> Result<[Float; 3], KernelError> {
+        let dy = CudaTensor::from(dy.clone());
+        let gradients = sieve_kernels::mla_pack_backward(&dy, &self.args())?;
+        Ok(gradients.map(Into::into))
+    }
+}
+
+fn attend(
+    packed: &Float,
+    documents: &DocumentBounds<Cuda>,
+    spec: MlaSpec,
+) -> Result<AttentionOutput<Cuda>, KernelError> {
+    let packed = CudaTensor::from(packed.clone());
+    let heads = mla_heads(&packed, spec.num_heads, [spec.head_dim, spec.rope_dim])?;
+    let [start, _] = bounds(documents);
+    let scale = spec.softmax_scale as f32;
+    sieve_kernels::attention_forward(&heads, &start, None, scale, None).map(output)
+}
+
+/// The gradient of the packed tensor, every element of it.
+fn gradient(
+    packed: &Float,
+    documents: &DocumentBounds<Cuda>,
+    spec: MlaSpec,
+    output: &AttentionOutput<Cuda>,
+    d_o: &Float,
+) -> Result<Float, KernelError> {
+    let widths = [spec.head_dim, spec.rope_dim];
+    let packed = CudaTensor::from(packed.clone());
+    let d_packed = packed.empty_contiguous(packed.shape(), packed.dtype());
+    let call = AttentionGradients {
+        qkv: &mla_heads(&packed, spec.num_heads, widths)?,
+        result: &result(output),
+        d_o: &CudaTensor::from(d_o.clone()),
+        grads: &mla_heads(&d_packed, spec.num_heads, widths)?,
+        softmax_scale: spec.softmax_scale as f32,
+        order: sum_order(),
+    };
+    let [start, end] = bounds(documents);
+    sieve_kernels::attention_backward(call, [&start, &end], None, None)?;
+    Ok(d_packed.into())
 }

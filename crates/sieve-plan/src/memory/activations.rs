@@ -15,7 +15,7 @@ pub(super) fn times(count: u64, bytes: u64) -> u64 {
     count.saturating_mul(bytes).min(MOST_BYTES)
 }
 
-/// Score matrices that the plain path of MLA and NSA on a GPU holds at once.
+/// Score matrices that the plain path of NSA on a GPU holds at once.
 const PLAIN_SCORES: u64 = 4;
 
 /// Bytes of one token of a row of `seq_len` that one block keeps for its backward pass.
@@ -129,7 +129,12 @@ pub(super) fn block_temporaries(
     let tokens = (training.local_batch_size * training.seq_len) as u64;
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
-    let (packed, matrix) = (q + 2 * kv, F32 * d_model * d_ff);
+    let matrix = F32 * d_model * d_ff;
+    // MLA: packed q, k and v and their gradient; the gradient of what they were made of is not larger.
+    let packed = match shape.attention {
+        Attention::Mla(mla) => 3 * q + 2 * (shape.num_heads * mla.qk_rope_head_dim) as u64,
+        _ => q + 2 * kv,
+    };
 
     // Feed-forward: gradient of the output, of the activation, of gate and up, and the activation once more; a GPU writes
     // the last two where gate and up and the gradient of the activation lay.
@@ -164,7 +169,12 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
     };
     let row_stats = times(tokens, 2 * F32 * heads);
     match shape.attention {
-        Attention::Mla(_) | Attention::Nsa(_) => plain_score_bytes(shape, tokens, seq_len),
+        Attention::Nsa(_) => plain_score_bytes(shape, tokens, seq_len),
+        Attention::Mla(_) if training.deterministic => row_stats,
+        Attention::Mla(mla) => {
+            let queries = q + heads * mla.qk_rope_head_dim as u64;
+            row_stats + times(tokens, F32 * queries)
+        }
         Attention::Dma(DmaShape {
             keep_window_size, ..
         }) if keep_window_size < seq_len => {
@@ -176,10 +186,10 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
     }
 }
 
-/// Scores of all pairs that a GPU holds at once for kinds without kernels of their own there; 0 for the others.
+/// Scores of all pairs that a GPU holds at once for the kind without kernels of its own there; 0 for the others.
 pub(super) fn plain_score_bytes(shape: &ModelShape, tokens: u64, seq_len: usize) -> u64 {
     match shape.attention {
-        Attention::Mla(_) | Attention::Nsa(_) => {
+        Attention::Nsa(_) => {
             let row = PLAIN_SCORES * F32 * (shape.num_heads * seq_len) as u64;
             times(tokens, row)
         }

@@ -1,7 +1,7 @@
 //! The plan against numbers worked out by hand.
 
 use super::*;
-use crate::{InferenceSize, MemoryVerdict, import_memory, inference_memory};
+use crate::{InferenceSize, MemoryVerdict, gpu_attention_gap, import_memory, inference_memory};
 use sieve_core::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
 use sieve_core::model::{Attention, gpu};
 
@@ -408,8 +408,31 @@ fn ops_say_their_path_and_why() {
     assert_eq!(way, "plain");
     assert!(reason.contains("heads of 40"), "{reason}");
     assert_eq!(path(&tiny_nsa(), &h200(), "selection").0, "plain");
-    let latent = path(&tiny_mla(), &h200(), "latent attention");
-    assert_eq!(latent.0, "plain");
+    let (way, reason) = path(&tiny_mla(), &h200(), "latent attention");
+    assert_eq!(way, "plain");
+    assert!(reason.contains("heads of 6 + 2"), "{reason}");
+    let mla = recipe(include_str!("../../../../recipes/mla_80m.toml"), &[]);
+    let mla = mla.model_shape(50_277).expect("a shape");
+    let (way, reason) = path(&mla, &h200(), "latent attention");
+    assert_eq!(way, "cuda kernel");
+    assert!(reason.contains("heads of 128 + 64"), "{reason}");
+}
+
+#[test]
+fn latent_attention_has_kernels_where_its_widths_fit() {
+    let gap = |text: &str, overrides: &[&str]| {
+        let shape = recipe(text, overrides)
+            .model_shape(50_277)
+            .expect("a shape");
+        gpu_attention_gap(&shape)
+    };
+    let mla = include_str!("../../../../recipes/mla_80m.toml");
+    assert_eq!(gap(mla, &[]), None);
+    for (rope, words) in [(40, "128 + 40"), (144, "128 + 144")] {
+        let reason = gap(mla, &[&format!("attention.qk_rope_head_dim={rope}")]);
+        assert!(reason.expect("does not fit").contains(words), "{words}");
+    }
+    assert_eq!(gap(mla, &["attention.qk_rope_head_dim=128"]), None);
 }
 
 #[test]
@@ -422,7 +445,7 @@ fn no_speed_is_told_where_nothing_was_measured() {
     let mla = include_str!("../../../../recipes/mla_80m.toml");
     // Heads of 40: no attention kernel takes them, whatever the kind.
     let narrow: &[&str] = &["model.head_dim=40"];
-    for (text, overrides) in [(nsa, &[][..]), (mla, &[]), (DMA_80M, narrow)] {
+    for (text, overrides) in [(nsa, &[][..]), (mla, narrow), (DMA_80M, narrow)] {
         let plan = planned(text, overrides, "h100");
         let speeds: Vec<Option<f64>> = plan.stages.iter().map(|x| x.tokens_per_second).collect();
         assert_eq!(speeds, [None]);

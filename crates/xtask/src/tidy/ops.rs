@@ -36,7 +36,7 @@ const OPS: &[(&str, &[Floor])] = &[
     ("nsa_compressed_attention", &[Cpu]),
     ("nsa_selected_attention", &[Cpu]),
     ("nsa_gates", &[Cpu]),
-    ("mla_pack", &[Cpu]),
+    ("mla_pack", ALL),
     ("mla_attention", &[Cpu]),
     ("attention_decode", ALL),
     ("dma_decode", &[Cuda, Launch]),

@@ -1,0 +1,412 @@
+//! Latent attention from the projections on: packing, attention, all gradients, through the ops and the launch wrappers.
+use crate::bar::Bar;
+use crate::case::{Case, Cuts, Keys};
+use crate::device::Device;
+use crate::error::Result;
+use crate::extent::Extent;
+use crate::place::{self, Place, float};
+use crate::random::{Random, round_bf16};
+use crate::report::{Path, PathWatch, Report, is_device_limit};
+use crate::scores::Scores;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{DType, Tensor, TensorPrimitive};
+use burn_flex::{Flex, FlexDevice};
+use sieve_kernels::{
+    AttentionGradients, AttentionShape, CudaTensor, KernelError, MlaPack, SumOrder,
+    attention_backward, attention_forward, mla_heads, mla_pack_backward, mla_pack_forward,
+};
+use sieve_ops::{
+    AttentionOutput, DeviceBackend, Documents, MlaPackCall, MlaSpec, RotaryEmbedding, reference,
+};
+
+/// Widths of the part without rotation and of the rotated one.
+const WIDTHS: &[[usize; 2]] = &[[128, 64], [128, 64], [64, 32], [96, 48], [32, 16], [16, 16]];
+
+/// Width of the latent beside which `k_rope` lies; NaN here, for nobody may read it.
+const RANK: usize = 24;
+
+/// How large the numbers are.
+#[derive(Clone, Copy, Debug)]
+enum Size {
+    Usual,
+    /// Softmax of one key.
+    Peaked,
+    /// Values and gradients near the largest of bf16's squares.
+    Large,
+}
+
+/// One call, exact in bf16.
+struct Call {
+    spec: MlaSpec,
+    case: Case,
+    kv: Vec<f32>,
+    k_rope: Vec<f32>,
+    /// Places in documents.
+    positions: Vec<i32>,
+    label: String,
+}
+
+/// Names and values.
+type Results = Vec<(&'static str, Vec<f32>)>;
+
+impl Call {
+    fn draw(extent: &Extent, random: &mut Random) -> Result<Self> {
+        let widths = if extent.is_emulated {
+            &[[32, 16]][..]
+        } else {
+            WIDTHS
+        };
+        let [head_dim, rope_dim] = random.one_of(widths);
+        let drawn = random.between(2, extent.longest.max(3));
+        let seq_len = random.one_of(&[1, 2, 63, 65, 129, drawn, drawn, drawn]);
+        let num_heads = random.between(1, 6);
+        let key_dim = head_dim + rope_dim;
+        let shape = AttentionShape {
+            batch: random.between(1, 4),
+            seq_len,
+            num_heads,
+            num_kv_heads: num_heads,
+            head_dim: key_dim,
+            head_dim_v: head_dim,
+        };
+        let size = random.one_of(&[Size::Usual, Size::Usual, Size::Peaked, Size::Large]);
+        let cuts = random.one_of(&[Cuts::Count(1), Cuts::Few, Cuts::Mixed]);
+        let seed = random.between(0, 1 << 30) as u64;
+        let mut case = Case::draw(shape, Keys::Dense, cuts, &Scores::Independent, seed)?;
+        let mut random = Random::new(seed);
+        let tokens = shape.batch * seq_len;
+        let mut k_rope = random.bf16_normals(tokens * rope_dim);
+        let scaled = |values: &mut [f32], factor: f32| {
+            values.iter_mut().for_each(|x| *x = round_bf16(*x * factor));
+        };
+        match size {
+            Size::Usual => {}
+            Size::Peaked => [&mut case.q, &mut k_rope]
+                .map(|x| scaled(x, 32.0))
+                .into_iter()
+                .collect(),
+            Size::Large => [&mut case.v, &mut case.d_o]
+                .map(|x| scaled(x, 1e15))
+                .into_iter()
+                .collect(),
+        }
+        let mut kv = Vec::with_capacity(tokens * num_heads * 2 * head_dim);
+        for (k, v) in case
+            .k
+            .chunks_exact(key_dim)
+            .zip(case.v.chunks_exact(head_dim))
+        {
+            kv.extend(&k[..head_dim]);
+            kv.extend(v);
+        }
+        let place = |(at, start): (usize, &i32)| (at % seq_len) as i32 - start;
+        Ok(Self {
+            spec: MlaSpec {
+                num_heads,
+                head_dim,
+                rope_dim,
+                softmax_scale: 1.0 / (key_dim as f64).sqrt(),
+            },
+            kv,
+            k_rope,
+            positions: case.doc_start.iter().enumerate().map(place).collect(),
+            label: format!("{shape:?} rope {rope_dim} {size:?} {cuts:?} seed {seed}"),
+            case,
+        })
+    }
+
+    fn rows(&self) -> [usize; 2] {
+        [self.case.shape.batch, self.case.shape.seq_len]
+    }
+
+    /// Last sizes of q, kv and `k_rope`.
+    fn widths(&self) -> [usize; 3] {
+        let MlaSpec {
+            num_heads,
+            head_dim,
+            rope_dim,
+            ..
+        } = self.spec;
+        [
+            num_heads * self.spec.key_dim(),
+            num_heads * 2 * head_dim,
+            rope_dim,
+        ]
+    }
+
+    /// Forward and backward pass on a backend: its own ops, or the plain-Burn references.
+    fn on<B: DeviceBackend>(&self, device: &B::Device, dtype: DType, is_own: bool) -> Results {
+        let [batch, seq_len] = self.rows();
+        let input = |values: &[f32], width: usize| -> FloatTensor<B> {
+            let x = float::<B, 3>(values, [batch, seq_len, width], device);
+            let x = Tensor::<B, 3>::from_primitive(TensorPrimitive::Float(x));
+            x.cast(dtype).into_primitive().tensor()
+        };
+        let [q, kv, k_rope] = self.widths();
+        let inputs = [
+            input(&self.case.q, q),
+            input(&self.kv, kv),
+            input(&self.k_rope, k_rope),
+        ];
+        let bounds = |x: &[i32]| x.iter().map(|&x| x as u32).collect::<Vec<u32>>();
+        let (start, end) = (bounds(&self.case.doc_start), bounds(&self.case.doc_end));
+        let documents = Documents::<B>::new(&start, &end, self.rows(), device);
+        let table_type = if dtype == DType::F64 {
+            DType::F64
+        } else {
+            DType::F32
+        };
+        let rope = RotaryEmbedding::<B>::with_dtype(
+            self.spec.rope_dim,
+            seq_len,
+            100.0,
+            device,
+            table_type,
+        );
+        let call = MlaPackCall::<B> {
+            positions: documents.positions.clone().into_primitive(),
+            rope: rope.tables(),
+            spec: self.spec,
+        };
+        let bounds = documents.bounds();
+        let d_o = {
+            let sizes = [batch, seq_len, self.spec.num_heads, self.spec.head_dim];
+            let x = float::<B, 4>(&self.case.d_o, sizes, device);
+            let x = Tensor::<B, 4>::from_primitive(TensorPrimitive::Float(x));
+            x.cast(dtype).into_primitive().tensor()
+        };
+        let (output, gradients): (AttentionOutput<B>, _) = if is_own {
+            let packed = B::mla_pack(inputs, call.clone());
+            let output = B::mla_attention(packed.clone(), &bounds, self.spec);
+            let kept = output.clone();
+            let d_packed = B::mla_attention_backward(packed, &bounds, self.spec, kept, d_o);
+            (output, B::mla_pack_backward(call, d_packed))
+        } else {
+            let packed = reference::mla_pack::<B>(inputs, call.clone());
+            let output = reference::mla_attention::<B>(packed.clone(), &bounds, self.spec);
+            let (kept, spec) = (output.clone(), self.spec);
+            let d_packed = reference::mla_attention_backward::<B>(packed, &bounds, spec, kept, d_o);
+            (output, reference::mla_pack_backward::<B>(call, d_packed))
+        };
+        let [dq, dkv, dk_rope] = gradients.map(place::floats::<B, 3>);
+        vec![
+            ("o", place::floats::<B, 4>(output.o)),
+            ("lse", place::floats::<B, 3>(output.lse)),
+            ("dq", dq),
+            ("dkv", dkv),
+            ("dk_rope", dk_rope),
+        ]
+    }
+
+    /// The launch wrappers, each operand with NaN between its rows.
+    fn wrappers(&self, device: &dyn Device, order: SumOrder) -> Result<Results, KernelError> {
+        let [batch, seq_len] = self.rows();
+        let beside = |values: &[f32], before: usize, width: usize, after: usize| {
+            let pitch = before + width + after;
+            let mut all = vec![f32::NAN; batch * seq_len * pitch];
+            for (row, values) in all.chunks_exact_mut(pitch).zip(values.chunks_exact(width)) {
+                row[before..before + width].copy_from_slice(values);
+            }
+            let all = device.float(&all, &[batch, seq_len, pitch], DType::BF16);
+            let strides = [seq_len * pitch, pitch, 1];
+            all.view_at("check", "input", before, &[batch, seq_len, width], &strides)
+        };
+        let [q, kv, k_rope] = self.widths();
+        let inputs = [
+            beside(&self.case.q, 0, q, 24)?,
+            beside(&self.kv, 8, kv, 0)?,
+            beside(&self.k_rope, RANK, k_rope, 0)?,
+        ];
+        let rope = RotaryEmbedding::<Flex>::new(self.spec.rope_dim, seq_len, 100.0, &FlexDevice);
+        let table = |table: Tensor<Flex, 2>| {
+            let values: Vec<f32> = table.into_data().to_vec().expect("f32 tables");
+            device.float(&values, &[seq_len, self.spec.rope_dim / 2], DType::F32)
+        };
+        let (cos, sin) = (table(rope.cos), table(rope.sin));
+        let args = MlaPack {
+            num_heads: self.spec.num_heads,
+            head_dim: self.spec.head_dim,
+            rope_dim: self.spec.rope_dim,
+            positions: &device.int(&self.positions, &self.rows()),
+            cos: &cos,
+            sin: &sin,
+        };
+        device.poison(self.case.shape);
+        let packed = mla_pack_forward(inputs.each_ref(), &args)?;
+        let widths = [self.spec.head_dim, self.spec.rope_dim];
+        let heads = |packed: &CudaTensor| mla_heads(packed, self.spec.num_heads, widths);
+        let qkv = heads(&packed)?;
+        let [start, end] =
+            [&self.case.doc_start, &self.case.doc_end].map(|x| device.int(x, &self.rows()));
+        let scale = self.spec.softmax_scale as f32;
+        let result = attention_forward(&qkv, &start, None, scale, None)?;
+        let d_packed = packed.nan_contiguous(packed.shape(), DType::BF16);
+        let call = AttentionGradients {
+            qkv: &qkv,
+            result: &result,
+            d_o: &device.float(&self.case.d_o, &self.case.shape.output(), DType::BF16),
+            grads: &heads(&d_packed)?,
+            softmax_scale: scale,
+            order,
+        };
+        attention_backward(call, [&start, &end], None, None)?;
+        let [dq, dkv, dk_rope] = mla_pack_backward(&d_packed, &args)?;
+        Ok(vec![
+            ("o", device.floats(&result.o)?),
+            ("lse", device.floats(&result.lse)?),
+            ("dq", device.floats(&dq)?),
+            ("dkv", device.floats(&dkv)?),
+            ("dk_rope", device.floats(&dk_rope)?),
+        ])
+    }
+
+    fn exact(&self) -> Results {
+        self.on::<Flex>(&FlexDevice, DType::F64, false)
+    }
+
+    fn plain(&self) -> Results {
+        self.on::<Flex>(&FlexDevice, DType::BF16, false)
+    }
+}
+
+/// Every result against the exact one; the largest error as a share of what is allowed.
+fn judge(own: &Results, plain: &Results, exact: &Results, is_bf16: bool) -> Result<f32, String> {
+    let mut worst = 0.0f32;
+    for (((name, own), (_, plain)), (_, exact)) in own.iter().zip(plain).zip(exact) {
+        let bar = Bar {
+            plain: if is_bf16 { 2.0 } else { 0.0 },
+            floor: Bar::FLOOR,
+            // rowsum(do * o) comes from the rounded o.
+            share: match (is_bf16, *name) {
+                (false, _) | (true, "lse") => 1e-4,
+                (true, _) => 1.0 / 128.0,
+            },
+            norm: false,
+        };
+        worst = worst.max(bar.judge(name, own, plain, exact)?);
+    }
+    Ok(worst)
+}
+
+fn draws(extent: &Extent) -> impl Iterator<Item = Result<Call>> {
+    let mut random = Random::new(extent.seed);
+    let extent = *extent;
+    (0..extent.few()).map(move |_| Call::draw(&extent, &mut random))
+}
+
+/// The launch wrappers in both orders of sums; two runs in the fixed order are equal.
+pub(crate) fn check_wrappers(
+    report: &mut Report,
+    device: &dyn Device,
+    extent: &Extent,
+) -> Result<()> {
+    for call in draws(extent) {
+        let call = call?;
+        let (exact, plain) = (call.exact(), call.plain());
+        for order in [SumOrder::Any, SumOrder::Fixed] {
+            let name = match order {
+                SumOrder::Any => "mla",
+                SumOrder::Fixed => "mla, fixed order",
+            };
+            let outcome = call.wrappers(device, order).and_then(|own| {
+                let judged = judge(&own, &plain, &exact, true);
+                if order == SumOrder::Any || judged.is_err() {
+                    return Ok(judged);
+                }
+                let again = call.wrappers(device, order)?;
+                Ok(match own == again {
+                    true => judged,
+                    false => Err("two runs differ".to_owned()),
+                })
+            });
+            match outcome {
+                Ok(outcome) => report.add(name, "kernel", &call.label, outcome),
+                Err(error) if is_device_limit(&error.to_string()) => {
+                    report.add_missing(name, &error.to_string());
+                }
+                Err(error) => report.add(name, "refused", &call.label, Err(error.to_string())),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The ops as models call them.
+pub(crate) fn check_ops<B: Place>(
+    report: &mut Report,
+    device: &B::Device,
+    extent: &Extent,
+    is_cuda: bool,
+) -> Result<()> {
+    for call in draws(extent) {
+        let call = call?;
+        place::poison::<B>(call.case.shape, device);
+        let watch = PathWatch::start();
+        let own = call.on::<B>(device, B::DTYPE, true);
+        let path = if is_cuda { watch.path() } else { Path::Kernel };
+        let name = "op mla";
+        match path {
+            Path::Kernel => {
+                let is_bf16 = B::DTYPE == DType::BF16;
+                let outcome = judge(&own, &call.plain(), &call.exact(), is_bf16);
+                report.add(
+                    name,
+                    if is_cuda { "kernel" } else { "cpu" },
+                    &call.label,
+                    outcome,
+                );
+            }
+            Path::Reference(reason) if is_device_limit(&reason) => {
+                report.add_missing(name, &reason);
+            }
+            Path::Reference(reason) => {
+                let failure = Err(format!("took the reference: {reason}"));
+                report.add(name, "reference", &call.label, failure);
+            }
+            Path::None => {
+                let failure = Err("no kernel was called".to_owned());
+                report.add(name, "none", &call.label, failure);
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[ignore = "compiles the kernels of both orders with g++, which takes a minute"]
+    fn the_emulated_wrappers_pass() {
+        use crate::emulator::Emulator;
+        let emulator = Emulator::new("../../target/emulator".as_ref()).expect("a folder");
+        let mut report = Report::default();
+        check_wrappers(&mut report, &emulator, &Extent::emulated(30, 140, 7)).expect("documents");
+        assert_eq!(report.failed(), 0, "{:#?}", report.rows());
+    }
+
+    #[test]
+    fn the_cpu_passes_and_a_wrong_result_does_not() {
+        let mut report = Report::default();
+        let extent = Extent::all(20, 70, 5);
+        check_ops::<Flex>(&mut report, &FlexDevice, &extent, false).expect("random cases");
+        assert_eq!(report.failed(), 0, "{:?}", report.rows());
+
+        let mut call = Call::draw(&extent, &mut Random::new(3)).expect("documents fit");
+        let (exact, plain) = (call.exact(), call.plain());
+        assert!(judge(&exact, &plain, &exact, true).is_ok());
+        for at in 0..exact.len() {
+            let mut wrong = exact.clone();
+            wrong[at].1[0] = f32::NAN;
+            assert!(
+                judge(&wrong, &plain, &exact, true).is_err(),
+                "{}",
+                wrong[at].0
+            );
+        }
+        // The gradient of one head in place of their sum.
+        call.spec.softmax_scale *= 1.1;
+        assert!(judge(&call.exact(), &plain, &exact, true).is_err());
+    }
+}
