@@ -1,5 +1,6 @@
 //! `sieve kernels bench`: times and memory of the attention kernels on this GPU.
 mod inputs;
+mod latent;
 mod row;
 mod rows;
 mod step;
@@ -29,6 +30,8 @@ pub enum BenchRows {
     Table2,
     /// The kernels around attention, at the sizes of a training step.
     Step,
+    /// Latent attention alone, which the standard rows end with.
+    Latent,
 }
 
 /// What to time.
@@ -78,6 +81,7 @@ pub fn bench(
         BenchRows::Standard => rows::standard(&mut bench)?,
         BenchRows::Table2 => rows::table2(&mut bench)?,
         BenchRows::Step => step::rows(&mut bench)?,
+        BenchRows::Latent => latent::rows(&mut bench)?,
     }
     Ok(BenchResult {
         json: bench.json,

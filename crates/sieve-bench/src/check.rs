@@ -5,9 +5,10 @@ use crate::device::Device;
 use crate::emulator::Emulator;
 use crate::error::{BenchError, Result};
 use crate::extent::Extent;
+use crate::latent::{self, latent_kernels};
 use crate::place::Place;
 use crate::report::Report;
-use crate::{biases, decode, latent, selection, step};
+use crate::{biases, decode, selection, step};
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
@@ -196,6 +197,7 @@ pub fn all_kernels(gpu: &DeviceReport) -> Result<NeededKernels> {
     let shared_bytes = shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
     let mut list = shipped_kernels_for(shared_bytes);
     let Extent { widths, groups, .. } = Extent::all(0, 0, 0);
+    list.extend(latent_kernels(gpu));
     for &(head_dim, head_dim_v) in widths {
         for &group in groups {
             let shape = AttentionShape {

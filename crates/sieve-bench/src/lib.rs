@@ -49,6 +49,7 @@ pub use check::{
 };
 pub use clock::Times;
 pub use error::BenchError;
+pub use latent::{check_latent, latent_kernels};
 pub use report::{Report, Row};
 pub use run::{Op, RunSettings, run};
 pub use scores::Scores;

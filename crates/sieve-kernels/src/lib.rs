@@ -39,6 +39,7 @@ mod dma_decode;
 mod dma_lists;
 mod dma_scores;
 mod dma_select;
+mod mla_decode;
 
 mod cublaslt;
 mod fill_zero;
@@ -127,6 +128,7 @@ pub use linear_cross_entropy::{
     token_losses,
 };
 pub use memory_watch::{MemoryPeak, memory_peak, unwatch_memory, watch_memory};
+pub use mla_decode::{mla_decode, mla_decode_join_kernel, mla_decode_kernel};
 pub use mla_pack::{
     MlaPack, mla_heads, mla_pack_backward, mla_pack_backward_kernel, mla_pack_forward,
     mla_pack_forward_kernel,

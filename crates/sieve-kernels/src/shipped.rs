@@ -27,6 +27,7 @@ use crate::hopper_tiling::{
     HopperPass, HopperTiling, has_hopper_gradient, hopper_attention_backward_prepare_kernel,
     hopper_backward_kernel,
 };
+use crate::mla_decode::{mla_decode_join_kernel, mla_decode_kernel};
 use crate::needed::NeededKernels;
 use crate::source_kernel::SourceKernel;
 use crate::step_kernels::step_kernels;
@@ -91,6 +92,11 @@ pub fn shipped_kernels_for(shared_bytes: usize) -> NeededKernels {
         kernels.push(attention_decode_kernel(width, width, 0));
         kernels.push(attention_decode_kernel(width, width, 1));
         kernels.push(dma_decode_kernel(width, width, ScoreBias::Exp));
+    }
+    // Latents of DeepSeek-V2 and of the 80M and 200M recipes.
+    for rank in [192, 256, 512] {
+        kernels.push(mla_decode_kernel(rank + 64, rank, shared_bytes));
+        kernels.push(mla_decode_join_kernel(rank));
     }
     let mut list = NeededKernels {
         kernels,

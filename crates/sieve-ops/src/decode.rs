@@ -1,4 +1,4 @@
-//! Attention of one new query over the keys of a cache, dense and DMA.
+//! Attention of new queries over the keys of a cache: dense, DMA, latent.
 mod autodiff;
 mod backend;
 mod cuda;
@@ -35,6 +35,24 @@ pub fn attention_decode<B: DecodeBackend>(
         delta,
         softmax_scale,
     ))
+}
+
+/// Latent attention of the last `new` tokens over the cached latents, each over those up to its own. A latent is the key of
+/// every head and, in its first `rank` numbers, the value of every head: `W_UK` is in the queries already, `W_UV` comes
+/// behind the sum (arXiv:2405.04434, section 2.1.2).
+///
+/// # Shapes
+/// - q: `[batch, new, num_heads, rank + rope_dim]`
+/// - latents: `[batch, len, rank + rope_dim]`
+/// - returns: `[batch, new, num_heads, rank]`
+pub fn mla_decode<B: DecodeBackend>(
+    q: Tensor<B, 4>,
+    latents: Tensor<B, 3>,
+    rank: usize,
+    softmax_scale: f64,
+) -> Tensor<B, 4> {
+    let (q, latents) = (primitive(q), primitive(latents));
+    tensor(B::mla_decode(q, latents, rank, softmax_scale))
 }
 
 /// Offers the token's key to the cache, then attends with its query: exactly the row that the full forward pass

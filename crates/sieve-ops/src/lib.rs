@@ -40,7 +40,7 @@ pub use block::{
     AttentionLayer, AttentionLayerBackend, AttentionLayerCall, DmaLayer, FeedForward,
     FeedForwardBackend, Residual, SeedBackend, attention_layer, feed_forward, seed_gradient,
 };
-pub use decode::{DecodeBackend, DmaCache, DmaToken, attention_decode, dma_decode};
+pub use decode::{DecodeBackend, DmaCache, DmaToken, attention_decode, dma_decode, mla_decode};
 pub use device::cuda::Cuda;
 pub use device::paths::{OpPath, Place, op_paths, set_sum_order};
 pub use device_backend::DeviceBackend;

@@ -5,7 +5,7 @@
 
 pub use crate::attention::reference::{attention, attention_backward};
 pub use crate::block::reference::{attention_layer, feed_forward};
-pub use crate::decode::reference::attention_decode;
+pub use crate::decode::reference::{attention_decode, mla_decode};
 pub use crate::dma::reference::{
     dma_attention, dma_attention_backward, dma_scores, dma_scores_backward, dma_select,
 };

@@ -5,7 +5,7 @@ use burn_cuda::CudaDevice;
 use sieve_kernels::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KeyLists, Qkv,
     Selection, SumOrder, TILE_QUERIES, attention_backward, attention_forward,
-    dma_attention_backward, dma_attention_forward, dma_lists, dma_select,
+    dma_attention_backward, dma_attention_forward, dma_lists, dma_select, mla_heads,
 };
 use sieve_ops::Cuda;
 
@@ -45,18 +45,29 @@ impl Inputs {
             num_heads,
             num_kv_heads,
             head_dim,
-            ..
+            head_dim_v,
         } = shape;
-        let packed = random(
-            [batch, seq_len, num_heads + 2 * num_kv_heads, head_dim],
-            device,
-        );
-        let gradient = packed.empty_contiguous(packed.shape(), DType::BF16);
         let tokens = batch * seq_len;
+        let packed = if head_dim == head_dim_v {
+            let heads = num_heads + 2 * num_kv_heads;
+            random([batch, seq_len, heads, head_dim], device)
+        } else {
+            let width = num_heads * (2 * head_dim + head_dim_v);
+            let packed = random([1, batch, seq_len, width], device);
+            packed
+                .reshaped("draw", "packed", &[batch, seq_len, width])
+                .expect("as many elements")
+        };
+        let gradient = packed.empty_contiguous(packed.shape(), DType::BF16);
+        let heads = |packed: &CudaTensor| match head_dim == head_dim_v {
+            true => Qkv::packed(packed, num_heads, num_kv_heads),
+            false => mla_heads(packed, num_heads, [head_dim_v, head_dim - head_dim_v])
+                .expect("a packed tensor of latent attention"),
+        };
         Self {
             shape,
-            qkv: Qkv::packed(&packed, num_heads, num_kv_heads),
-            grads: Qkv::packed(&gradient, num_heads, num_kv_heads),
+            qkv: heads(&packed),
+            grads: heads(&gradient),
             d_o: random(shape.output(), device),
             doc_start: device.int(&vec![0; tokens], &[batch, seq_len]),
             doc_end: device.int(&vec![seq_len as i32; tokens], &[batch, seq_len]),

@@ -38,11 +38,18 @@ pub(crate) fn shape(
 pub(crate) fn forward_flops(shape: AttentionShape, window: usize) -> f64 {
     let (n, w) = (shape.seq_len as f64, window.min(shape.seq_len) as f64);
     let pairs = w * n - w * (w - 1.0) / 2.0;
-    4.0 * shape.head_dim as f64 * (shape.num_heads * shape.batch) as f64 * pairs
+    let widths = (shape.head_dim + shape.head_dim_v) as f64;
+    2.0 * widths * (shape.num_heads * shape.batch) as f64 * pairs
 }
 
 /// A backward pass does five products where a forward pass does two.
 const BACKWARD: f64 = 2.5;
+
+/// The same for values narrower than keys: three of the five products are as wide as keys, and one of the two.
+fn backward_products(shape: AttentionShape) -> f64 {
+    let (keys, values) = (shape.head_dim as f64, shape.head_dim_v as f64);
+    (3.0 * keys + 2.0 * values) / (keys + values)
+}
 
 /// Dense and windowed attention, DMA, decoding, as the published table has them.
 pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
@@ -79,10 +86,14 @@ pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
         decoding(bench, shape(batch, 131072, HEADS, 128))?;
         dma_decoding(bench, shape(batch, 131072, HEADS, 128), 2048)?;
     }
-    Ok(())
+    super::latent::rows(bench)
 }
 
-fn dense(bench: &mut Bench<'_>, shape: AttentionShape, window: Option<usize>) -> Result<()> {
+pub(super) fn dense(
+    bench: &mut Bench<'_>,
+    shape: AttentionShape,
+    window: Option<usize>,
+) -> Result<()> {
     let Some(inputs) = bench.inputs(shape)? else {
         return Ok(());
     };
@@ -100,7 +111,7 @@ fn dense(bench: &mut Bench<'_>, shape: AttentionShape, window: Option<usize>) ->
         bench.flops(
             &format!("{what} backward{name}"),
             shape,
-            BACKWARD * flops,
+            backward_products(shape) * flops,
             &mut || inputs.backward(&result, window, None, order),
         );
     }

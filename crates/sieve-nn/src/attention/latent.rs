@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::ModelShape;
 use sieve_core::model::MlaShape;
-use sieve_ops::{MlaSpec, SieveBackend, attention_decode};
+use sieve_ops::{MlaSpec, SieveBackend, mla_decode};
 
 /// Dense attention whose keys and values come from a latent of `kv_lora_rank` numbers per token, beside one rotated key
 /// for all heads. Nothing else is cached.
@@ -80,7 +80,8 @@ impl<B: SieveBackend> LatentAttention<B> {
 
     /// As [`forward`](Self::forward), caching `kv_lora_rank + qk_rope_head_dim` numbers a token; see [`LayerCache`].
     ///
-    /// A single token is computed on the latents themselves: W_UK goes into the query and W_UV behind the sum.
+    /// After the prompt, tokens are computed on the latents themselves: W_UK goes into the query and W_UV behind the sum.
+    /// They may come one at a time or as many as memory holds queries of.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
@@ -95,17 +96,15 @@ impl<B: SieveBackend> LatentAttention<B> {
             cache.extend_latents(self.cached(latent, &packed));
             return self.dense(packed, context);
         }
-        assert_eq!(new, 1, "a filled cache takes one token at a time");
         // Only the rotated parts and q_C of the packed tensor are read.
         let kv = Tensor::zeros(
-            [batch, 1, self.num_heads * 2 * self.head_dim],
+            [batch, new, self.num_heads * 2 * self.head_dim],
             (&x.device(), x.dtype()),
         );
         let packed = self.packed(x, kv, k_rope, context);
         let latents = cache.extend_latents(self.cached(latent, &packed));
         let o = self.folded(packed, latents);
-        self.o_proj
-            .forward(o.reshape([batch, 1, self.num_heads * self.head_dim]))
+        self.o_proj.forward(o.flatten(2, 3))
     }
 
     /// The normalised latent `[batch, seq_len, kv_lora_rank]` and the shared key before its rotation.
@@ -141,22 +140,22 @@ impl<B: SieveBackend> LatentAttention<B> {
         Tensor::cat(vec![latent, k_rope], 2).unsqueeze_dim(2)
     }
 
-    /// Attention of one token on cached latents, `[batch, num_heads, head_dim]`.
-    fn folded(&self, packed: Tensor<B, 3>, latents: Tensor<B, 4>) -> Tensor<B, 3> {
+    /// Attention of new tokens on cached latents, `[batch, new, num_heads, head_dim]`.
+    fn folded(&self, packed: Tensor<B, 3>, latents: Tensor<B, 4>) -> Tensor<B, 4> {
         let (heads, d, rank) = (self.num_heads, self.head_dim, self.kv_lora_rank);
-        let batch = packed.dims()[0];
+        let [batch, new, _] = packed.dims();
         let key_dim = self.spec().key_dim();
         let q = packed
             .narrow(2, 0, heads * key_dim)
-            .reshape([batch, heads, key_dim]);
+            .reshape([batch * new, heads, key_dim]);
         let up = self.kv_b_proj.weight.val().reshape([heads, 2 * d, rank]);
         let (w_uk, w_uv) = (up.clone().narrow(1, 0, d), up.narrow(1, d, d));
         let q_c = q.clone().narrow(2, 0, d).swap_dims(0, 1).matmul(w_uk);
         let q = Tensor::cat(vec![q_c.swap_dims(0, 1), q.narrow(2, d, self.rope_dim)], 2);
-        // The latents are keys and values at once; of the sum only their first `rank` numbers mean something.
-        let scale = self.spec().softmax_scale;
-        let o = attention_decode(q, latents.clone(), latents, None, scale);
-        let o = o.narrow(2, 0, rank).swap_dims(0, 1);
-        o.matmul(w_uv.swap_dims(1, 2)).swap_dims(0, 1)
+        let q = q.reshape([batch, new, heads, rank + self.rope_dim]);
+        let o = mla_decode(q, latents.squeeze_dim(2), rank, self.spec().softmax_scale);
+        let o = o.reshape([batch * new, heads, rank]).swap_dims(0, 1);
+        let o = o.matmul(w_uv.swap_dims(1, 2)).swap_dims(0, 1);
+        o.reshape([batch, new, heads, d])
     }
 }

@@ -111,6 +111,32 @@ fn with_the_cache_a_layer_gives_the_rows_it_gives_without() {
 }
 
 #[test]
+fn latents_take_several_tokens_at_a_time() {
+    let attention = *kinds(0.0)
+        .iter()
+        .find(|kind| matches!(kind, sieve_core::Attention::Mla(_)))
+        .expect("one of the kinds");
+    let layer = layer::<Flex>(attention);
+    let rows = Rows::new([2, 23], &shape(attention));
+    let x = input::<Flex, 3>([2, 23, 24], 6);
+    let all = layer.forward(x.clone(), x.zeros_like(), &rows.context()).x;
+    let (mut cache, mut got, mut done) = (LayerCache::Empty, Vec::new(), 0);
+    for new in [3, 7, 1, 12] {
+        let documents = Documents::whole_rows([2, new], &Default::default());
+        let context = LayerContext {
+            documents: &documents,
+            positions: documents.positions.clone().add_scalar(done as i64),
+            rope: rows.context().rope,
+        };
+        let tokens = x.clone().narrow(1, done, new);
+        got.push(layer.forward_cached(tokens, &context, &mut cache));
+        done += new;
+    }
+    let got = values(Tensor::cat(got, 1));
+    assert_close("latents in chunks", &got, &values(all), 1e-5);
+}
+
+#[test]
 #[should_panic(expected = "a filled cache takes one token at a time")]
 fn a_filled_cache_refuses_several_tokens() {
     let attention = sieve_core::Attention::Mha;

@@ -18,6 +18,15 @@ impl<B: Backend, C: CheckpointStrategy> DecodeBackend for Autodiff<B, C> {
         reference::attention_decode::<Self>(q, k, v, delta, softmax_scale)
     }
 
+    fn mla_decode(
+        q: Float<Self>,
+        latents: Float<Self>,
+        rank: usize,
+        softmax_scale: f64,
+    ) -> Float<Self> {
+        reference::mla_decode::<Self>(q, latents, rank, softmax_scale)
+    }
+
     fn dma_decode(
         cache: DmaCache<Self>,
         token: DmaToken<Self>,

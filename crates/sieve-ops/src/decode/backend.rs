@@ -1,4 +1,4 @@
-//! Attention of one new query as a backend computes it; without gradient.
+//! Attention of new queries as a backend computes it; without gradient.
 use crate::tensors::{Float, Ints};
 use burn::tensor::backend::Backend;
 use sieve_core::{DmaBias, DmaWindow};
@@ -35,7 +35,7 @@ pub struct DmaToken<B: Backend> {
     pub position: usize,
 }
 
-/// Attention of one new query over the keys of a cache.
+/// Attention of new queries over the keys of a cache.
 pub trait DecodeBackend: Backend {
     /// See [`crate::attention_decode`].
     fn attention_decode(
@@ -43,6 +43,13 @@ pub trait DecodeBackend: Backend {
         k: Float<Self>,
         v: Float<Self>,
         delta: Option<Float<Self>>,
+        softmax_scale: f64,
+    ) -> Float<Self>;
+    /// See [`crate::mla_decode`].
+    fn mla_decode(
+        q: Float<Self>,
+        latents: Float<Self>,
+        rank: usize,
         softmax_scale: f64,
     ) -> Float<Self>;
     /// One decoding step of DMA; see [`crate::dma_decode`].

@@ -1,7 +1,7 @@
 //! One new token a sequence against its cache on CUDA.
 use super::backend::{DecodeBackend, DmaCache, DmaToken};
 use super::reference;
-use crate::device::cuda::Cuda;
+use crate::device::cuda::{Cuda, tensors};
 use crate::device::paths::kernel_or;
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use sieve_core::{DmaBias, DmaWindow};
@@ -21,6 +21,15 @@ impl DecodeBackend for Cuda {
         let attempt = attend(&q, &k, &v, delta.as_ref(), softmax_scale);
         kernel_or("attention_decode", attempt, || {
             reference::attention_decode::<Self>(q, k, v, delta, softmax_scale)
+        })
+    }
+
+    fn mla_decode(q: Float, latents: Float, rank: usize, softmax_scale: f64) -> Float {
+        let [on_q, on_latents] = tensors([&q, &latents]);
+        let scale = softmax_scale as f32;
+        let attempt = sieve_kernels::mla_decode(&on_q, &on_latents, rank, scale);
+        kernel_or("mla_decode", attempt.map(Into::into), || {
+            reference::mla_decode::<Self>(q, latents, rank, softmax_scale)
         })
     }
 

@@ -38,6 +38,16 @@ impl DecodeBackend for Flex {
         from_vec(o, q_shape)
     }
 
+    /// Each token is a query of [`attention_decode`](Self::attention_decode).
+    fn mla_decode(
+        q: FlexTensor,
+        latents: FlexTensor,
+        rank: usize,
+        softmax_scale: f64,
+    ) -> FlexTensor {
+        reference::mla_decode::<Self>(q, latents, rank, softmax_scale)
+    }
+
     /// The slots are moved by Burn's operations; the attention over them is a kernel.
     fn dma_decode(
         cache: DmaCache<Self>,

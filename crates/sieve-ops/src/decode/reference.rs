@@ -33,6 +33,32 @@ pub fn attention_decode<B: Backend>(
     primitive(o.reshape([batch, num_heads, head_dim]).cast(dtype))
 }
 
+/// See [`crate::mla_decode`]: each token alone, by [`DecodeBackend::attention_decode`], the latents as keys and values of one
+/// KV head. Of the sum only the first `rank` numbers mean something.
+pub fn mla_decode<B: DecodeBackend>(
+    q: Float<B>,
+    latents: Float<B>,
+    rank: usize,
+    softmax_scale: f64,
+) -> Float<B> {
+    let (q, latents) = (tensor::<B, 4>(q), tensor::<B, 3>(latents));
+    let [batch, new, num_heads, width] = q.dims();
+    let len = latents.dims()[1];
+    let latents: Tensor<B, 4> = latents.unsqueeze_dim(2);
+    let rows = (0..new).map(|at| {
+        let seen = primitive(latents.clone().narrow(1, 0, len - new + at + 1));
+        let q = q
+            .clone()
+            .narrow(1, at, 1)
+            .reshape([batch, num_heads, width]);
+        let o = B::attention_decode(primitive(q), seen.clone(), seen, None, softmax_scale);
+        tensor::<B, 3>(o)
+            .narrow(2, 0, rank)
+            .reshape([batch, 1, num_heads, rank])
+    });
+    primitive(Tensor::cat(rows.collect(), 1))
+}
+
 /// See [`crate::dma_decode`]: the slots in plain Burn operations around [`DecodeBackend::attention_decode`].
 pub(crate) fn dma_decode<B: DecodeBackend>(
     cache: DmaCache<B>,

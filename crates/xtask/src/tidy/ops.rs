@@ -40,6 +40,7 @@ const OPS: &[(&str, &[Floor])] = &[
     ("mla_attention", &[Cpu]),
     ("attention_decode", ALL),
     ("dma_decode", &[Cuda, Launch]),
+    ("mla_decode", &[Cuda, Launch]),
     ("token_losses", &[Launch, Cpu]),
     ("linear_cross_entropy", &[Cpu]),
     ("linear_cross_entropy_with_gradients", &[Launch, Cpu]),

@@ -1,0 +1,100 @@
+//! Rows of latent attention: the attention itself, what packs its tensors, decoding over latents.
+use super::Bench;
+use super::inputs::random;
+use super::rows::dense;
+use crate::device::Device;
+use crate::error::Result;
+use burn::tensor::DType;
+use sieve_kernels::{
+    AttentionShape, CudaTensor, MlaPack, mla_decode, mla_pack_backward, mla_pack_forward,
+};
+
+const HEADS: usize = 16;
+const HEAD_DIM: usize = 128;
+const ROPE_DIM: usize = 64;
+
+/// All of them.
+pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
+    for (batch, seq_len) in [(2, 8192), (8, 2048), (1, 32768)] {
+        dense(bench, shape(batch, seq_len), None)?;
+    }
+    pack(bench, shape(2, 8192))?;
+    for (batch, len) in [(1, 8192), (1, 131_072), (16, 8192)] {
+        decoding(bench, batch, len)?;
+    }
+    Ok(())
+}
+
+fn shape(batch: usize, seq_len: usize) -> AttentionShape {
+    AttentionShape {
+        batch,
+        seq_len,
+        num_heads: HEADS,
+        num_kv_heads: HEADS,
+        head_dim: HEAD_DIM + ROPE_DIM,
+        head_dim_v: HEAD_DIM,
+    }
+}
+
+/// Packing with rotation, and its gradient.
+fn pack(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
+    let AttentionShape { batch, seq_len, .. } = shape;
+    let device = bench.device.clone();
+    let input = |width: usize| -> CudaTensor {
+        let tensor = random([1, batch, seq_len, width], &device);
+        let tensor = tensor.reshaped("draw", "input", &[batch, seq_len, width]);
+        tensor.expect("as many elements")
+    };
+    let inputs = [
+        input(HEADS * (HEAD_DIM + ROPE_DIM)),
+        input(HEADS * 2 * HEAD_DIM),
+        input(ROPE_DIM),
+    ];
+    let places: Vec<i32> = (0..batch * seq_len)
+        .map(|at| (at % seq_len) as i32)
+        .collect();
+    let half = ROPE_DIM / 2;
+    let table = || device.float(&vec![0.5; seq_len * half], &[seq_len, half], DType::F32);
+    let (positions, cos, sin) = (device.int(&places, &[batch, seq_len]), table(), table());
+    let args = MlaPack {
+        num_heads: HEADS,
+        head_dim: HEAD_DIM,
+        rope_dim: ROPE_DIM,
+        positions: &positions,
+        cos: &cos,
+        sin: &sin,
+    };
+    let packed = mla_pack_forward(inputs.each_ref(), &args)?;
+    let elements =
+        packed.num_elements() + inputs.iter().map(CudaTensor::num_elements).sum::<usize>();
+    let bytes = 2.0 * elements as f64;
+    bench.bytes("latent pack forward", shape, bytes, &mut || {
+        mla_pack_forward(inputs.each_ref(), &args).map(drop)
+    });
+    bench.bytes("latent pack backward", shape, bytes, &mut || {
+        mla_pack_backward(&packed, &args).map(drop)
+    });
+    Ok(())
+}
+
+/// One token a row over latents of 512 with a rotated key of 64.
+fn decoding(bench: &mut Bench<'_>, batch: usize, len: usize) -> Result<()> {
+    const RANK: usize = 512;
+    let width = RANK + ROPE_DIM;
+    let shape = AttentionShape {
+        batch,
+        seq_len: len,
+        num_heads: HEADS,
+        num_kv_heads: 1,
+        head_dim: width,
+        head_dim_v: RANK,
+    };
+    let q = random([batch, 1, HEADS, width], &bench.device);
+    let latents = random([1, batch, len, width], &bench.device);
+    let latents = latents.reshaped("draw", "latents", &[batch, len, width])?;
+    let bytes = 2.0 * latents.num_elements() as f64;
+    bench.bytes("latent decode", shape, bytes, &mut || {
+        mla_decode(&q, &latents, RANK, 0.07).map(drop)
+    });
+    Ok(())
+}
