@@ -1,11 +1,14 @@
 // hopper_copy: what producers and consumers of the Hopper attention kernels share: tiles of keys, releases, shared memory loads.
 // A tile of R rows of HEAD_DIM bf16 is HEAD_DIM / 64 blocks of R rows of 128 bytes, swizzled as wgmma.cuh says.
-// Defines    HEAD_DIM
+// Defines    HEAD_DIM, HEAD_DIM_V (HEAD_DIM) of values
 #pragma once
 #include "common/async_copy.cuh"
 #include "common/barrier.cuh"
 
-constexpr int DIM_BLOCKS = HEAD_DIM / 64;  // 64-column blocks of a tile
+#ifndef HEAD_DIM_V
+#define HEAD_DIM_V HEAD_DIM
+#endif
+constexpr int DIM_BLOCKS = HEAD_DIM / 64, DIM_BLOCKS_V = HEAD_DIM_V / 64;  // 64-column blocks of a tile
 
 // Copies 32 rows of a tile of 128 as a warp, number `warp` of four: eight lanes bring 128 bytes of a row, an instruction four rows. `key`: this lane's row;
 // `row_bytes` 16, or 0 for zeros in place of the rows.

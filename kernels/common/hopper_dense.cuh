@@ -13,7 +13,7 @@ struct DenseWork {
   template <class Params>
   DEVICE DenseWork(const i32* doc_start, const Params& params)
       : doc_start(doc_start), seq_len((int)params.seq_len), window((int)(params.window < params.seq_len ? params.window : params.seq_len)), tiles(ceil_div(seq_len, TILE_QUERIES)),
-        schedule((u32)tiles, (u32)params.num_heads / HEADS_PER_TILE, (u32)params.num_kv_heads, (u32)params.batch, params.seq_len * HEAD_DIM * 4, SECTION_BYTES) {}
+        schedule((u32)tiles, (u32)params.num_heads / HEADS_PER_TILE, (u32)params.num_kv_heads, (u32)params.batch, params.seq_len * ((HEAD_DIM + HEAD_DIM_V) * 2), SECTION_BYTES) {}
 
   // The producer warpgroup's part of one tile.
   DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared, ProducerPlaces& places) const {
@@ -36,7 +36,7 @@ struct DenseWork {
     tile.num_stages = tile.last_stage - first_low / BLOCK_KV + 1;
 #if !TENSOR_MAPS
     const bf16* k = tensors.k + place.batch * tensors.k_batch_stride + (u64)kv_head * HEAD_DIM;
-    const bf16* v = tensors.v + place.batch * tensors.v_batch_stride + (u64)kv_head * HEAD_DIM;
+    const bf16* v = tensors.v + place.batch * tensors.v_batch_stride + (u64)kv_head * HEAD_DIM_V;
 #endif
 #if HAS_BIAS
     const float* delta = tensors.delta + ((u64)place.batch * tensors.num_kv_heads + kv_head) * seq_len;
@@ -97,14 +97,14 @@ struct DenseWork {
         barrier_arrive(full);
         continue;
       }
-      const u32 full = barrier_at(shared, FULL_V + places.v.slot), to = shared + V_AT + places.v.slot * STAGE_BYTES;
+      const u32 full = barrier_at(shared, FULL_V + places.v.slot), to = shared + V_AT + places.v.slot * V_STAGE_BYTES;
       const int first_key = (tile.last_stage - it) * BLOCK_KV;
 #if TENSOR_MAPS
       if (thread == 0) {
         barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
-        barrier_expect(full, STAGE_BYTES);
+        barrier_expect(full, V_STAGE_BYTES);
 #pragma unroll
-        for (int h = 0; h < DIM_BLOCKS; ++h) tensor_load_3d(to + h * BLOCK_KV * 128, maps[2], full, kv_head * HEAD_DIM + h * 64, first_key, place.batch);
+        for (int h = 0; h < DIM_BLOCKS_V; ++h) tensor_load_3d(to + h * BLOCK_KV * 128, maps[2], full, kv_head * HEAD_DIM_V + h * 64, first_key, place.batch);
       }
 #else
       barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);

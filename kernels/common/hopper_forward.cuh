@@ -13,7 +13,7 @@
 #define RESIDUAL 0
 #endif
 
-constexpr int O_REGISTERS = HEAD_DIM / 2;
+constexpr int O_REGISTERS = HEAD_DIM_V / 2;
 
 // The reference maximum of the online softmax moves only when a row outgrows it by this many powers of two. With RESIDUAL at once: the weight of a
 // key that holds most of the softmax is then 1, which bf16 represents, and o as a sum of bf16 weights is worth more than bf16.
@@ -98,7 +98,7 @@ DEVICE void pack_weights(u32 (&weights)[STEPS][4], const float (&score)[8 * STEP
 }
 
 struct ForwardOutput {
-  bf16* o;       // [batch, seq_len, num_heads, HEAD_DIM]
+  bf16* o;       // [batch, seq_len, num_heads, HEAD_DIM_V]
   float* lse;    // [batch, num_heads, seq_len]
   short* o_low;  // RESIDUAL: as o, the bits that o lacks (bf16_rest)
 };
@@ -116,9 +116,9 @@ DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& s
     const bool inside = query < end_query;
     if (inside && t == 0)
       out.lse[((u64)batch * tensors.num_heads + row_head) * tensors.seq_len + query] = sum > 0.0f ? state.maximum[r] * (RESIDUAL ? logit_scale * LN_2 : LN_2) + logf(sum) : -INFINITY_F32;
-    const u64 at = (((u64)batch * tensors.seq_len + query) * tensors.num_heads + row_head) * HEAD_DIM + t * 8;
+    const u64 at = (((u64)batch * tensors.seq_len + query) * tensors.num_heads + row_head) * HEAD_DIM_V + t * 8;
 #pragma unroll
-    for (int n = 0; n < HEAD_DIM / 32; ++n) {
+    for (int n = 0; n < HEAD_DIM_V / 32; ++n) {
       u32 x[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = pack_bf16(output[(4 * n + i) * 4 + 2 * r] * inverse, output[(4 * n + i) * 4 + 2 * r + 1] * inverse);
@@ -146,7 +146,7 @@ struct RowsInWork {
   SoftmaxState& state;
 
   DEVICE u32 key_tile() const { return shared + K_AT + places.k.slot * STAGE_BYTES; }
-  DEVICE u32 value_tile() const { return shared + V_AT + places.v.slot * STAGE_BYTES; }
+  DEVICE u32 value_tile() const { return shared + V_AT + places.v.slot * V_STAGE_BYTES; }
   DEVICE void release_keys(bool is_last) const {
     release(barrier_at(shared, EMPTY_K + places.k.slot));
     if (is_last) release(barrier_at(shared, EMPTY_Q));

@@ -1,6 +1,6 @@
 // hopper_tiles: a tile of query rows and the stages of keys and values that stream past it, on Hopper (sm_90a): shared memory, barriers, masks; common to the
 // kernels that keep queries in place: attention (hopper_forward.cuh) and its backward's row sums (hopper_row_sums.cuh).
-// Defines    HEAD_DIM (64, 128); NUM_CONSUMERS warpgroups of 64 rows; BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query heads of a
+// Defines    HEAD_DIM, HEAD_DIM_V (64, 128; with TENSOR_MAPS also 192 and 128, where nothing is gathered); NUM_CONSUMERS warpgroups of 64 rows; BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query heads of a
 //            group share a tile; HAS_BIAS; GATHER; TENSOR_MAPS 0|1: tiles by the copy engine instead of cp.async (gathered keys and values always by
 //            cp.async); TAKE_TURNS: consumers issue their products in turns, 1: the next one's follow at once, 2: after this one's first product;
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS; ROW_SUMS: output gradients beside the queries; HALF_STAGES: a tile's first stage may be one of 64 keys
@@ -42,7 +42,8 @@
 constexpr int BLOCK_Q = NUM_CONSUMERS * 64;
 constexpr int TILE_QUERIES = BLOCK_Q / HEADS_PER_TILE;
 constexpr int THREADS = 128 + NUM_CONSUMERS * 128;
-static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "output rows are 32 or 64 registers of a thread, and a producer thread copies whole chunks");
+static_assert(HEAD_DIM_V == 64 || HEAD_DIM_V == 128, "output rows are 32 or 64 registers of a thread, and a producer thread copies whole chunks");
+static_assert(HEAD_DIM == HEAD_DIM_V || (HEAD_DIM == 192 && HEAD_DIM_V == 128 && KEY_MAPS && !ROW_SUMS), "wider keys come by the copy engine alone");
 static_assert(BLOCK_KV == 128, "scores are 64 registers of a thread; each of four producer warps brings 32 keys");
 constexpr int HALF_KV = BLOCK_KV / 2;
 static_assert(BLOCK_Q % HEADS_PER_TILE == 0, "a tile holds whole heads");
@@ -52,7 +53,7 @@ static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (NUM_CO
 
 // Shared memory, from a 1024-byte boundary on.
 constexpr int Q_BYTES = BLOCK_Q * HEAD_DIM * 2;
-constexpr int STAGE_BYTES = BLOCK_KV * HEAD_DIM * 2;
+constexpr int STAGE_BYTES = BLOCK_KV * HEAD_DIM * 2, V_STAGE_BYTES = BLOCK_KV * HEAD_DIM_V * 2;
 constexpr int DO_AT = Q_BYTES;
 constexpr int K_AT = DO_AT + (ROW_SUMS ? Q_BYTES : 0);
 constexpr int V_AT = K_AT + K_STAGES * STAGE_BYTES;
@@ -61,7 +62,7 @@ constexpr int V_AT = K_AT + K_STAGES * STAGE_BYTES;
 constexpr int NUM_KEY_SLOTS = 4;
 constexpr int ENTRY_BYTES = GATHER ? BLOCK_KV * 8 : 0;
 constexpr int KEY_BYTES = ENTRY_BYTES + (HAS_BIAS ? BLOCK_KV * SPLIT_BYTES : 0);
-constexpr int KEYS_AT = V_AT + V_STAGES * STAGE_BYTES;
+constexpr int KEYS_AT = V_AT + V_STAGES * V_STAGE_BYTES;
 // Two of these: the producer describes the next tile while the consumers store the last.
 constexpr int BASES_AT = 32 + (GATHER ? 0 : TILE_QUERIES * 4);
 constexpr int TILE_BYTES = BASES_AT + (HAS_BIAS ? BLOCK_Q * SPLIT_BYTES : 0);
@@ -121,6 +122,7 @@ DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + b
 
 // ---- Producer ------------------------------------------------------------------------------------------------------------------------------
 
+#if !TENSOR_MAPS
 // The tile's rows of q or do, `base` at the tile's batch row and first head; rows past its end arrive as zeros.
 DEVICE void copy_rows_of_tile(u32 to, const bf16* base, u64 token_stride, const TileHead& tile) {
   constexpr int CHUNKS = HEAD_DIM / 8, STEP = 128 / CHUNKS;  // rows that the warpgroup copies at once
@@ -135,6 +137,7 @@ DEVICE void copy_rows_of_tile(u32 to, const bf16* base, u64 token_stride, const 
     copy_async_16(to, base + (u64)(inside ? query : tile.first_query) * token_stride + row / TILE_QUERIES * HEAD_DIM, inside ? 16 : 0);
   }
 }
+#endif
 
 // The tile's queries (and output gradients). TENSOR_MAPS: `maps` of q, k, v, do; thread 0 asks for all of it.
 DEVICE void copy_queries(u32 shared, const InputTensors& tensors, const TensorMap* const* maps, const TileHead& tile) {

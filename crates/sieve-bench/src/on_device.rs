@@ -10,8 +10,8 @@ use burn::tensor::ops::FloatTensor;
 use burn_cuda::CudaDevice;
 use sieve_kernels::{
     AttentionGradients, AttentionResult, AttentionShape, CudaPrimitive, CudaTensor, DecodeScratch,
-    DecodeStep, DmaSlots, KernelError, KernelFamily, KeyLists, KvCache, Qkv, ScoreBias, Selection,
-    SumOrder, attention_backward, attention_decode, attention_family, attention_forward,
+    DecodeStep, DmaSlots, KernelError, KernelFamily, KeyLists, KeySource, KvCache, Qkv, ScoreBias,
+    Selection, SumOrder, attention_backward, attention_decode, attention_family, attention_forward,
     dma_attention_backward, dma_attention_forward, dma_decode, dma_lists, dma_select,
 };
 use sieve_ops::Cuda;
@@ -36,7 +36,12 @@ impl Place for Cuda {
 /// The family of attention kernels that a call of the wrappers takes, in words.
 pub(crate) fn family(case: &Case, device: &dyn Device) -> &'static str {
     let like = device.float(&[0.0], &[1], DType::F32);
-    match attention_family(&case.shape, &like) {
+    let source = match case.keys {
+        Keys::Dense | Keys::Window(_) => KeySource::Dense,
+        Keys::Biased => KeySource::Biased,
+        Keys::Chosen(_) => KeySource::Gathered,
+    };
+    match attention_family(&case.shape, source, &like) {
         KernelFamily::Portable => "portable kernel",
         KernelFamily::Hopper => "Hopper kernel",
     }

@@ -66,7 +66,7 @@ pub fn attention_forward(
     let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &doc_start];
     tensors.extend(bias.iter().flat_map(Bias::tensors));
     tensors.extend([&o, &lse]);
-    let family = attention_family(&shape, q);
+    let family = attention_family(&shape, source, q);
     let with_rest = bias.is_some() && keeps_rest(family, shape.seq_len);
     let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
     tensors.extend(o_rest.as_ref());

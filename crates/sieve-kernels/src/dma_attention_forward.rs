@@ -53,7 +53,7 @@ pub fn dma_attention_forward(
         &lse,
     ];
     let source = KeySource::Gathered;
-    let family = attention_family(&shape, q);
+    let family = attention_family(&shape, source, q);
     let with_rest = keeps_rest(family, shape.seq_len);
     let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
     tensors.extend(o_rest.as_ref());

@@ -2,10 +2,11 @@
 //!
 //! Buffers and params words are those of the portable kernels, so that a wrapper differs in kernel, grid and maps alone.
 //!
-//! | device | widths | forward, row sums, backward | dq in a fixed order |
-//! |---|---|---|---|
-//! | compute capability 9.0, unless [`use_portable_kernels_only`]`(true)` | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu`; lists of odd groups at 128: portable |
-//! | any other, or other widths | 16 to 256, 192/128 | the portable kernels | the portable kernels |
+//! | device | widths | forward | row sums, backward | dq in a fixed order |
+//! |---|---|---|---|---|
+//! | compute capability 9.0, unless [`use_portable_kernels_only`]`(true)` | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu` | `hopper_*.cu`; lists of odd groups at 128: portable |
+//! | the same | keys of 192 and values of 128, neighbours without a bias | `hopper_attention_forward.cu` | the portable kernels | the portable kernels |
+//! | any other, or other widths | 16 to 256 | the portable kernels | the portable kernels | the portable kernels |
 //!
 //! `sieve kernels check` compares both families with the reference, and so one with the other.
 use crate::attention_backward_tiling::GradientSet;
@@ -53,17 +54,30 @@ pub fn let_every_lane_arrive() {
     EVERY_LANE_ARRIVES.store(true, Ordering::Relaxed);
 }
 
-/// The family that attention of this shape takes on the tensor's device.
-pub fn attention_family(shape: &AttentionShape, like: &CudaTensor) -> KernelFamily {
+/// The family that the forward pass of attention takes on the tensor's device.
+pub fn attention_family(
+    shape: &AttentionShape,
+    source: KeySource,
+    like: &CudaTensor,
+) -> KernelFamily {
     if PORTABLE_ONLY.load(Ordering::Relaxed) {
         return KernelFamily::Portable;
     }
-    best_family(shape, like.hardware().compute_capability == (9, 0))
+    best_family(shape, source, like.hardware().compute_capability == (9, 0))
+}
+
+/// The family that the backward pass takes.
+pub fn backward_family(shape: &AttentionShape, like: &CudaTensor) -> KernelFamily {
+    if has_hopper_backward(shape) {
+        attention_family(shape, KeySource::Dense, like)
+    } else {
+        KernelFamily::Portable
+    }
 }
 
 /// The family that attention of this shape takes on a Hopper device (compute capability 9.0), or on any other.
-pub fn best_family(shape: &AttentionShape, is_hopper: bool) -> KernelFamily {
-    if is_hopper && has_hopper_form(shape) {
+pub fn best_family(shape: &AttentionShape, source: KeySource, is_hopper: bool) -> KernelFamily {
+    if is_hopper && has_hopper_form(shape, source) {
         KernelFamily::Hopper
     } else {
         KernelFamily::Portable
@@ -75,8 +89,14 @@ pub fn keeps_rest(family: KernelFamily, seq_len: usize) -> bool {
     family == KernelFamily::Hopper && seq_len <= MOST_TOKENS_WITH_REST
 }
 
-/// Whether the Hopper kernels are made for these widths.
-pub fn has_hopper_form(shape: &AttentionShape) -> bool {
+/// Whether the Hopper forward kernels are made for these widths.
+pub fn has_hopper_form(shape: &AttentionShape, source: KeySource) -> bool {
+    let is_latent = (shape.head_dim, shape.head_dim_v) == (192, 128);
+    has_hopper_backward(shape) || (is_latent && source == KeySource::Dense)
+}
+
+/// Whether the Hopper backward kernels are made for these widths.
+pub fn has_hopper_backward(shape: &AttentionShape) -> bool {
     matches!(shape.head_dim, 64 | 128) && shape.head_dim_v == shape.head_dim
 }
 
@@ -118,6 +138,7 @@ pub struct HopperTiling {
     pass: HopperPass,
     source: KeySource,
     head_dim: usize,
+    head_dim_v: usize,
     num_consumers: usize,
     k_stages: usize,
     v_stages: usize,
@@ -131,7 +152,7 @@ pub struct HopperTiling {
 impl HopperTiling {
     /// The tiling measured best for a shape.
     pub fn new(pass: HopperPass, shape: &AttentionShape, source: KeySource) -> Self {
-        let is_wide = shape.head_dim == 128;
+        let is_wide = shape.head_dim >= 128;
         let shares = source == KeySource::Gathered && shape.group_size().is_multiple_of(2);
         let reads_gradient = pass.reads_gradient();
         let three = !is_wide && source == KeySource::Dense && !reads_gradient;
@@ -139,9 +160,14 @@ impl HopperTiling {
             pass,
             source,
             head_dim: shape.head_dim,
+            head_dim_v: shape.head_dim_v,
             num_consumers: if three { 3 } else { 2 },
             k_stages: if is_wide { 2 } else { 3 },
-            v_stages: if is_wide && reads_gradient { 2 } else { 3 },
+            v_stages: if is_wide && (reads_gradient || shape.head_dim > 128) {
+                2
+            } else {
+                3
+            },
             heads_per_tile: if shares { 2 } else { 1 },
             take_turns: if reads_gradient { 0 } else { 2 },
             registers: match pass {
@@ -175,7 +201,7 @@ impl HopperTiling {
             KeySource::Dense | KeySource::Biased => (0, self.tile_queries() * 4),
         };
         rows * self.head_dim * row_bytes
-            + stages * 256 * self.head_dim
+            + 256 * (self.k_stages * self.head_dim + self.v_stages * self.head_dim_v)
             + bias
             + entries
             + 2 * (32 + starts)
@@ -193,8 +219,7 @@ impl HopperTiling {
             (_, HopperPass::Gradient) => "hopper_attention_backward_query",
             (_, _) => "hopper_attention_forward",
         };
-        let kernel = SourceKernel::new(name)
-            .define("HEAD_DIM", self.head_dim)
+        let kernel = define_widths(SourceKernel::new(name), [self.head_dim, self.head_dim_v])
             .define("NUM_CONSUMERS", self.num_consumers)
             .define("BLOCK_KV", BLOCK_KV)
             .define("K_STAGES", self.k_stages)
@@ -253,11 +278,12 @@ impl HopperTiling {
     ) -> Result<Vec<TileMap<'a>>, KernelError> {
         let [q, k, v] = qkv.head_words(kernel)?;
         let rows = self.tile_queries();
-        let mut maps = vec![head_map(&qkv.q, q, shape.num_heads, shape, rows)];
+        let (keys, heads) = (shape.num_heads * shape.head_dim, shape.num_kv_heads);
+        let mut maps = vec![head_map(&qkv.q, q, keys, shape, rows)];
         if self.source != KeySource::Gathered {
-            let heads = shape.num_kv_heads;
-            maps.push(head_map(&qkv.k, k, heads, shape, BLOCK_KV));
-            maps.push(head_map(&qkv.v, v, heads, shape, BLOCK_KV));
+            let widths = [shape.head_dim, shape.head_dim_v].map(|width| heads * width);
+            maps.push(head_map(&qkv.k, k, widths[0], shape, BLOCK_KV));
+            maps.push(head_map(&qkv.v, v, widths[1], shape, BLOCK_KV));
         }
         maps.extend(d_o.map(|d_o| output_map(d_o, shape, rows)));
         Ok(maps)
@@ -326,7 +352,7 @@ pub(crate) fn backward_maps<'a>(
 ) -> Result<[TileMap<'a>; 2], KernelError> {
     let [q, _, _] = qkv.head_words(kernel)?;
     Ok([
-        head_map(&qkv.q, q, shape.num_heads, shape, BLOCK_Q),
+        head_map(&qkv.q, q, shape.num_heads * shape.head_dim, shape, BLOCK_Q),
         output_map(d_o, shape, BLOCK_Q),
     ])
 }
@@ -336,6 +362,15 @@ pub(crate) fn hopper_attention_backward_prepare_kernel(head_dim_v: usize) -> Sou
     SourceKernel::new("hopper_attention_backward_prepare")
         .define("HEAD_DIM_V", head_dim_v)
         .threads(256)
+}
+
+/// HEAD_DIM, and HEAD_DIM_V where it differs.
+fn define_widths(kernel: SourceKernel, [keys, values]: [usize; 2]) -> SourceKernel {
+    let kernel = kernel.define("HEAD_DIM", keys);
+    match keys == values {
+        true => kernel,
+        false => kernel.define("HEAD_DIM_V", values),
+    }
 }
 
 /// A map of a contiguous `[batch, seq_len, num_heads, head_dim]`.
@@ -353,14 +388,14 @@ fn output_map<'a>(d_o: &'a CudaTensor, shape: &AttentionShape, rows: usize) -> T
 fn head_map<'a>(
     heads: &'a Heads,
     [offset, token_stride, batch_stride]: [u64; 3],
-    num_heads: usize,
+    width: usize,
     shape: &AttentionShape,
     rows: usize,
 ) -> TileMap<'a> {
     TileMap {
         tensor: heads.tensor(),
         offset: offset as usize,
-        shape: [shape.batch, shape.seq_len, num_heads * shape.head_dim],
+        shape: [shape.batch, shape.seq_len, width],
         strides: [batch_stride as usize, token_stride as usize],
         tile: [rows, 64],
     }
@@ -381,22 +416,37 @@ mod tests {
         }
     }
 
+    fn latent() -> AttentionShape {
+        AttentionShape {
+            head_dim_v: 128,
+            ..shape(192, 1)
+        }
+    }
+
     #[test]
     fn only_two_widths_have_a_hopper_form() {
         for width in (16..=256).step_by(16) {
             let expected = width == 64 || width == 128;
-            assert_eq!(has_hopper_form(&shape(width, 2)), expected, "{width}");
+            for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {
+                let form = has_hopper_form(&shape(width, 2), source);
+                assert_eq!(form, expected, "{width}");
+            }
         }
         let narrow = AttentionShape {
             head_dim_v: 64,
             ..shape(128, 2)
         };
-        assert!(!has_hopper_form(&narrow));
+        assert!(!has_hopper_form(&narrow, KeySource::Dense));
+        assert!(has_hopper_form(&latent(), KeySource::Dense));
+        assert!(!has_hopper_form(&latent(), KeySource::Biased));
+        assert!(!has_hopper_backward(&latent()));
     }
 
     #[test]
     fn every_tiling_fits_a_hopper_block() {
         const LIMIT: usize = 227 * 1024;
+        let tiling = HopperTiling::new(HopperPass::Output, &latent(), KeySource::Dense);
+        assert!(tiling.shared_bytes() <= LIMIT, "{tiling:?}");
         let all = GradientSet {
             dq: true,
             dk: true,

@@ -112,7 +112,8 @@ pub fn shipped_kernels_for(shared_bytes: usize) -> NeededKernels {
 
 /// The Hopper family of the attention kernels.
 fn hopper() -> Vec<SourceKernel> {
-    let mut kernels = Vec::new();
+    let latent = HopperTiling::new(HopperPass::Output, &shape((192, 128), 1), KeySource::Dense);
+    let mut kernels = vec![latent.kernel()];
     for width in [64, 128] {
         let of_group = |group| shape((width, width), group);
         let usual = of_group(USUAL_GROUP);

@@ -3,7 +3,7 @@
 use crate::Target;
 use sieve_core::model::{Attention, DmaShape, ModelShape, NUM_NSA_BRANCHES};
 use sieve_core::recipe::TrainingSection;
-use sieve_kernels::{AttentionShape, best_family, dq_sum_queries, list_shape};
+use sieve_kernels::{AttentionShape, KeySource, best_family, dq_sum_queries, list_shape};
 
 /// Bytes of an f32 or i32.
 pub(super) const F32: u64 = 4;
@@ -92,7 +92,7 @@ fn keeps_rest(shape: &ModelShape, target: &Target, seq_len: usize) -> bool {
         head_dim: shape.head_dim,
         head_dim_v: shape.head_dim,
     };
-    let family = best_family(&attention, gpu.is_hopper());
+    let family = best_family(&attention, KeySource::Biased, gpu.is_hopper());
     sieve_kernels::keeps_rest(family, seq_len)
 }
 
