@@ -5,16 +5,17 @@
 //            dS_ij = P_ij (do_i . v_j - D_i); dk_j = softmax_scale * sum_i dS_ij q_i; ddelta_j = sum_i dS_ij; dq_sum_i = sum_j dS_ij k_j
 // Layout     as attention_backward
 // Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,) dk, dv, (HAS_BIAS: ddelta)
-// Defines    HEAD_DIM (64, 128), HAS_BIAS, COMPUTE_DQ (1; 0 for a fixed order: attention_backward_query makes dq), DQ_BULK, Q_STAGES, DO_STAGES,
-//            TENSOR_MAPS 0|1: maps of bf16 [batch, seq_len, num_heads * HEAD_DIM], q (its strides, base at its offset) and do, box 1 x 64 x 64, 128-byte swizzle;
+// Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, TENSOR_MAPS, DQ_BULK and no bias), HEAD_DIM_V (HEAD_DIM), HAS_BIAS, COMPUTE_DQ (1; 0 for a fixed order: attention_backward_query makes dq), DQ_BULK, Q_STAGES, DO_STAGES,
+//            TENSOR_MAPS 0|1: maps of bf16 [batch, seq_len, num_heads * HEAD_DIM or HEAD_DIM_V], q (its strides, base at its offset) and do, box 1 x 64 x 64, 128-byte swizzle;
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // Tiling     128 keys a block: grid (ceil(seq_len / 128), num_kv_heads, batch), early keys (most queries) first (block_order.cuh); 384 threads, one block a
-//            multiprocessor; dynamic shared bytes = 512 * HEAD_DIM + (Q_STAGES + DO_STAGES) * 128 * HEAD_DIM + 32768 + COMPUTE_DQ * DQ_BULK * 256 * HEAD_DIM
+//            multiprocessor; dynamic shared bytes = (256 + Q_STAGES * 128) * HEAD_DIM + (256 + DO_STAGES * 128) * HEAD_DIM_V + 32768 + COMPUTE_DQ * DQ_BULK * 256 * HEAD_DIM
 //              + (HAS_BIAS ? Q_STAGES * 1024 + DO_STAGES * 1280 + 2048 : HEAD_DIM == 64 ? (Q_STAGES + DO_STAGES) * 1024 : DO_STAGES * 512) + (2 * Q_STAGES + 2 * DO_STAGES + 1) * 8 + 1024
 // Numerics   as attention_backward
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
 #include "common/block_order.cuh"
 #include "common/hopper_backward.cuh"
+#include "common/hopper_backward_wide.cuh"
 
 constexpr u64 SECTION_BYTES = 64 << 20;  // queries and output gradients of the heads in work at a time
 
@@ -47,15 +48,16 @@ struct DenseKeys {
   }
 };
 
-// Writes the warp's 16 rows of one gradient.
-DEVICE void store_gradient(const float (&sums)[SUM_REGISTERS], float scale, bf16* to, u64 stride, int first_key, int seq_len) {
+// Writes the warp's 16 rows of 2 N columns of one gradient.
+template <int N>
+DEVICE void store_gradient(const float (&sums)[N], float scale, bf16* to, u64 stride, int first_key, int seq_len) {
   const int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int key = first_key + g + 8 * r;
     bf16* row = to + (u64)key * stride + t * 8;
 #pragma unroll
-    for (int n = 0; n < HEAD_DIM / 32; ++n) {
+    for (int n = 0; n < N / 16; ++n) {
       u32 x[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = pack_bf16(sums[(4 * n + i) * 4 + 2 * r] * scale, sums[(4 * n + i) * 4 + 2 * r + 1] * scale);
@@ -87,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
   __syncthreads();  // the barriers are set up
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
   const int group_size = num_heads / num_kv_heads;
-  const BlockPlace place = block_place(num_kv_heads, params.seq_len * group_size * HEAD_DIM * 4, SECTION_BYTES);
+  const BlockPlace place = block_place(num_kv_heads, params.seq_len * group_size * ((HEAD_DIM + HEAD_DIM_V) * 2), SECTION_BYTES);
   const int batch = place.batch, kv_head = place.head, head = kv_head * group_size;
   DenseKeys keys;
   keys.doc_end = doc_end + (u64)batch * seq_len;
@@ -102,13 +104,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
   block.batch = batch;
   block.head = head;
   block.k = k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM;
-  block.v = v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM;
+  block.v = v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM_V;
   block.k_stride = (u32)params.k_token_stride;
   block.v_stride = (u32)params.v_token_stride;
   block.q = q + params.q_offset + batch * params.q_batch_stride + (u64)head * HEAD_DIM;
   block.q_stride = (u32)params.q_token_stride;
-  block.d_out = d_out + ((u64)batch * seq_len * num_heads + head) * HEAD_DIM;
-  block.do_stride = (u32)num_heads * HEAD_DIM;
+  block.d_out = d_out + ((u64)batch * seq_len * num_heads + head) * HEAD_DIM_V;
+  block.do_stride = (u32)num_heads * HEAD_DIM_V;
   block.stats = row_stats + ((u64)batch * num_heads + head) * params.padded_len;
 #if HAS_BIAS
   block.base = base + ((u64)batch * num_kv_heads + kv_head) * params.padded_len;
@@ -138,9 +140,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
     const int first_key = keys.first_key + (warpgroup - 1) * 64 + (int)threadIdx.x % 128 / 32 * 16;
     KeyGradients sums;
     consume(block, keys, shared, warpgroup - 1, sums);
-    store_gradient(sums.dk, f32_word(params.softmax_scale), dk + params.dk_offset + batch * params.dk_batch_stride + (u64)kv_head * HEAD_DIM, params.dk_token_stride, first_key,
-                   seq_len);
-    store_gradient(sums.dv, 1.0f, dv + params.dv_offset + batch * params.dv_batch_stride + (u64)kv_head * HEAD_DIM, params.dv_token_stride, first_key, seq_len);
+    bf16* dk_rows = dk + params.dk_offset + batch * params.dk_batch_stride + (u64)kv_head * HEAD_DIM;
+    store_gradient(sums.dk, f32_word(params.softmax_scale), dk_rows, params.dk_token_stride, first_key, seq_len);
+#if IS_WIDE
+    store_gradient(sums.dk_rest, f32_word(params.softmax_scale), dk_rows + HEAD_DIM_V, params.dk_token_stride, first_key, seq_len);
+#endif
+    store_gradient(sums.dv, 1.0f, dv + params.dv_offset + batch * params.dv_batch_stride + (u64)kv_head * HEAD_DIM_V, params.dv_token_stride, first_key, seq_len);
 #if HAS_BIAS
     const u64 bias_row = ((u64)batch * num_kv_heads + kv_head) * seq_len;
 #pragma unroll

@@ -29,7 +29,7 @@ constexpr int COLUMN_STEPS = VALUE_DIM / 16, WARP_STEPS = (COLUMN_STEPS + NUM_WA
 
 struct MlaDecodeParams { u64 num_heads, num_queries, num_keys, key_stride, batch_stride, num_splits, softmax_scale; };
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 mla_decode(const bf16* __restrict__ q, const bf16* __restrict__ latents, bf16* __restrict__ o, float* __restrict__ partials,
            const __grid_constant__ MlaDecodeParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];

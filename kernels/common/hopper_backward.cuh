@@ -1,6 +1,6 @@
 // hopper_backward: the gradients of a block of 128 keys on Hopper (sm_90a), from every query that sees one of them (arXiv:2407.08608, section 3 and
 // its backward). Used by hopper_attention_backward.cu (dense, sliding window) and hopper_dma_attention_backward.cu (gathered lists), which document it.
-// Defines    HEAD_DIM (64, 128); HAS_BIAS; COMPUTE_DQ 0|1; DQ_BULK 0|1: dq leaves through shared memory by bulk adds, or from registers;
+// Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, TENSOR_MAPS, DQ_BULK and no bias: hopper_backward_wide.cuh has the consumer); HAS_BIAS; COMPUTE_DQ 0|1; DQ_BULK 0|1: dq leaves through shared memory by bulk adds, or from registers;
 //            Q_STAGES, DO_STAGES; TENSOR_MAPS 0|1: queries and output gradients by the copy engine instead of cp.async; CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // A producer warpgroup streams tiles of 64 queries and output gradients; two consumer warpgroups own 64 keys each. Scores are kept transposed,
 // S^T = K Q^T, so that P^T and dS^T in registers are the A operands of dV += P^T dO and dK += dS^T Q, whose sums stay in registers. dS^T also goes through
@@ -36,15 +36,17 @@
 
 constexpr int BLOCK_KV = 128, BLOCK_Q = 64, NUM_CONSUMERS = 2;
 constexpr int THREADS = 128 + NUM_CONSUMERS * 128;
-constexpr int SUM_REGISTERS = HEAD_DIM / 2;      // of dK or dV: 64 keys x HEAD_DIM over 128 threads
+#define IS_WIDE (HEAD_DIM == 192)
+constexpr int SUM_REGISTERS = HEAD_DIM_V / 2;    // of dV, and of dK's first HEAD_DIM_V columns: 64 keys over 128 threads
 constexpr int DQ_COLUMNS = HEAD_DIM / NUM_CONSUMERS;
-static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "a thread keeps 64 or 128 registers of sums");
+static_assert(HEAD_DIM_V == 64 || HEAD_DIM_V == 128, "a thread keeps 64 or 128 registers of sums, or 160");
+static_assert(HEAD_DIM == HEAD_DIM_V || (IS_WIDE && HEAD_DIM_V == 128 && TENSOR_MAPS && !HAS_BIAS), "wider keys come in one form");
 
 static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168, "a block cannot hand out more registers than it is launched with");
 
 // Shared memory, from a 1024-byte boundary on.
-constexpr int KEY_TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
-constexpr int QUERY_TILE_BYTES = BLOCK_Q * HEAD_DIM * 2;
+constexpr int KEY_TILE_BYTES = BLOCK_KV * HEAD_DIM * 2, VALUE_TILE_BYTES = BLOCK_KV * HEAD_DIM_V * 2;
+constexpr int QUERY_TILE_BYTES = BLOCK_Q * HEAD_DIM * 2, DO_TILE_BYTES = BLOCK_Q * HEAD_DIM_V * 2;
 constexpr int DS_BYTES = BLOCK_KV * BLOCK_Q * 2;      // x 2: a warpgroup may be one step ahead of the other's dQ
 // SPLIT_STATS, per query of a tile: -lse (with a bias -base, and lse as a plain number beside the output gradients) beside the queries, -D beside the
 // output gradients. Else {lse, D} beside the output gradients.
@@ -62,11 +64,11 @@ DEVICE void release_stats(u32 barrier) {
   else release(barrier);
 }
 constexpr float NEVER = -1.0e30f;  // stands for -lse where a query sees nothing: 2^ of it is 0
-constexpr int WARP_DQ_BYTES = 16 * DQ_COLUMNS * 4;    // a warp's part of a dQ tile
+constexpr int WARP_DQ_BYTES = 16 * (IS_WIDE ? 64 : DQ_COLUMNS) * 4;  // of a warp's part of a dQ tile, what is added at once
 constexpr int V_AT = KEY_TILE_BYTES;
-constexpr int Q_AT = 2 * KEY_TILE_BYTES;
+constexpr int Q_AT = V_AT + VALUE_TILE_BYTES;
 constexpr int DO_AT = Q_AT + Q_STAGES * QUERY_TILE_BYTES;
-constexpr int DS_AT = DO_AT + DO_STAGES * QUERY_TILE_BYTES;
+constexpr int DS_AT = DO_AT + DO_STAGES * DO_TILE_BYTES;
 constexpr int DQ_AT = DS_AT + 2 * DS_BYTES;
 constexpr int STATS_AT = DQ_AT + (COMPUTE_DQ && DQ_BULK ? NUM_CONSUMERS * 4 * WARP_DQ_BYTES : 0);
 constexpr int DO_STATS_AT = STATS_AT + Q_STAGES * Q_STATS_BYTES;
@@ -84,7 +86,7 @@ struct BackwardBlock {
   const bf16* v;
   u32 k_stride, v_stride, q_stride, do_stride;  // elements from token to token
   const bf16* q;
-  const bf16* d_out;     // [seq_len, num_heads, HEAD_DIM]
+  const bf16* d_out;     // [seq_len, num_heads, HEAD_DIM_V]
   const float2* stats;   // [heads, padded_len] {lse * log2(e) or +inf, D}
   const float* base;     // HAS_BIAS: [padded_len] of the KV head
   float* dq_sum;         // [heads, dq_len] x HEAD_DIM, in fragment order
@@ -144,6 +146,7 @@ DEVICE u32 start_block(void* memory) {
 
 // ---- Producer ------------------------------------------------------------------------------------------------------------------------------
 
+#if !TENSOR_MAPS
 // Copies 64 rows from `first_row` on; rows at or past `end_row` arrive as zeros.
 DEVICE void copy_query_rows(u32 to, const bf16* rows, u32 stride, int first_row, int end_row) {
   constexpr int CHUNKS = HEAD_DIM / 8, STEP = 128 / CHUNKS;
@@ -156,6 +159,7 @@ DEVICE void copy_query_rows(u32 to, const bf16* rows, u32 stride, int first_row,
     from += STEP * stride;
   }
 }
+#endif
 
 // The producer warpgroup's part. `bias`: of this thread's key, times bias_unit.
 template <class Keys>
@@ -164,7 +168,7 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, [[maybe_unused]] flo
   {
     const int key = keys.row(thread);
     copy_key_rows(shared, block.k, block.k_stride * 2, key, warp);
-    copy_key_rows(shared + V_AT, block.v, block.v_stride * 2, key, warp);
+    copy_key_rows<DIM_BLOCKS_V>(shared + V_AT, block.v, block.v_stride * 2, key, warp);
     barrier_arrive_copies(barrier_at(shared, FULL_KV));
 #if HAS_BIAS
     store_split_row(shared + KEY_SPLIT_AT + thread * SPLIT_BYTES, bias);
@@ -204,10 +208,10 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, [[maybe_unused]] flo
         for (int h = 0; h < DIM_BLOCKS; ++h)
           tensor_load_3d(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES + h * BLOCK_Q * 128, block.q_map, full_q, (block.head + head) * HEAD_DIM + h * 64, tile * BLOCK_Q, block.batch);
         barrier_wait(empty_do, do_place.phase ^ 1);
-        barrier_expect(full_do, QUERY_TILE_BYTES + (SPLIT_STATS ? 0 : DO_STATS_BYTES));
+        barrier_expect(full_do, DO_TILE_BYTES + (SPLIT_STATS ? 0 : DO_STATS_BYTES));
 #pragma unroll
-        for (int h = 0; h < DIM_BLOCKS; ++h)
-          tensor_load_3d(shared + DO_AT + do_place.slot * QUERY_TILE_BYTES + h * BLOCK_Q * 128, block.do_map, full_do, (block.head + head) * HEAD_DIM + h * 64, tile * BLOCK_Q, block.batch);
+        for (int h = 0; h < DIM_BLOCKS_V; ++h)
+          tensor_load_3d(shared + DO_AT + do_place.slot * DO_TILE_BYTES + h * BLOCK_Q * 128, block.do_map, full_do, (block.head + head) * HEAD_DIM_V + h * 64, tile * BLOCK_Q, block.batch);
         if (!SPLIT_STATS) bulk_load(do_stats, block.stats + (u64)head * block.padded_len + tile * BLOCK_Q, DO_STATS_BYTES, full_do);
       }
 #else
@@ -215,7 +219,7 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, [[maybe_unused]] flo
       copy_query_rows(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES, block.q + head * HEAD_DIM, block.q_stride, tile * BLOCK_Q, block.seq_len);
       barrier_arrive_copies(full_q);
       barrier_wait(empty_do, do_place.phase ^ 1);
-      copy_query_rows(shared + DO_AT + do_place.slot * QUERY_TILE_BYTES, block.d_out + head * HEAD_DIM, block.do_stride, tile * BLOCK_Q, block.seq_len);
+      copy_query_rows(shared + DO_AT + do_place.slot * DO_TILE_BYTES, block.d_out + head * HEAD_DIM, block.do_stride, tile * BLOCK_Q, block.seq_len);
       if (!SPLIT_STATS && thread < BLOCK_Q / 2) copy_async_16(do_stats + thread * 16, block.stats + (u64)head * block.padded_len + tile * BLOCK_Q + thread * 2, 16);
       barrier_arrive_copies(full_do);
 #endif
@@ -272,27 +276,29 @@ struct KeySplit : SplitWeights {
 enum SplitPlace { SPLIT_NONE, SPLIT_FIRST, SPLIT_LAST };
 // delta - base comes first: what two large numbers leave is exact as long as nothing else is there.
 constexpr SplitPlace SCORE_SPLIT = HAS_BIAS ? SPLIT_FIRST : SPLIT_STATS ? SPLIT_LAST : SPLIT_NONE;
-template <SplitPlace SPLIT>
+template <SplitPlace SPLIT, int COLUMNS = HEAD_DIM>
 DEVICE void multiply_queries(float (&d)[32], u32 keys, u32 queries, const KeySplit& key_split, u32 stats) {
   const u64 a = wgmma_along(keys), b = wgmma_along(queries);
   if (SPLIT == SPLIT_FIRST) key_split.multiply(d, stats, 0);
 #pragma unroll
-  for (int step = 0; step < HEAD_DIM / 16; ++step)
+  for (int step = 0; step < COLUMNS / 16; ++step)
     wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_KV * 128 + step % 4 * 32), wgmma_step(b, step / 4 * BLOCK_Q * 128 + step % 4 * 32), SPLIT == SPLIT_FIRST || step > 0);
   if (SPLIT == SPLIT_LAST) key_split.multiply(d, stats, 1);
   wgmma_commit();
 }
 
 // sums += weights queries, weights 64 keys x 64 queries in registers.
-DEVICE void accumulate_queries(float (&sums)[SUM_REGISTERS], const u32 (&weights)[4][4], u32 queries) {
+template <int N>
+DEVICE void accumulate_queries(float (&sums)[N], const u32 (&weights)[4][4], u32 queries) {
   const u64 b = wgmma_across(queries, BLOCK_Q * 128);
 #pragma unroll
   for (int step = 0; step < 4; ++step) wgmma<1>(sums, weights[step], wgmma_step(b, step * 2048), 1);
   wgmma_commit();
 }
 
-// dq = dS K for the warpgroup's columns; dS^T lies in shared memory, rows are keys.
-DEVICE void multiply_keys(float (&dq)[DQ_COLUMNS / 2], u32 ds, u32 keys) {
+// dq = dS K for the warpgroup's columns, which lie in one block of 64; dS^T lies in shared memory, rows are keys.
+template <int N>
+DEVICE void multiply_keys(float (&dq)[N], u32 ds, u32 keys) {
   const u64 a = wgmma_across(ds, 0), b = wgmma_across(keys, 0);
 #pragma unroll
   for (int step = 0; step < BLOCK_KV / 16; ++step) wgmma<1, 1>(dq, wgmma_step(a, step * 2048), wgmma_step(b, step * 2048), step > 0);
@@ -315,23 +321,24 @@ DEVICE void store_shared_float4(u32 shared, float a, float b, float c, float d) 
 }
 
 #if COMPUTE_DQ
-// Adds the warp's 16 rows x DQ_COLUMNS of dQ to the f32 sums, where they lie side by side as 16 x 8 fragments of 512 bytes.
-DEVICE void add_dq(const float (&dq)[DQ_COLUMNS / 2], float* to, u32 staging) {
+// Adds the warp's 16 rows x 2 N columns of dQ to the f32 sums, where they lie side by side as 16 x 8 fragments of 512 bytes.
+template <int N>
+DEVICE void add_dq(const float (&dq)[N], float* to, [[maybe_unused]] u32 staging) {
   const int lane = (int)threadIdx.x % 32;
 #if DQ_BULK
   if (lane == 0) bulk_wait_read();  // the last step's add has read the staging memory
   __syncwarp();
 #pragma unroll
-  for (int n = 0; n < DQ_COLUMNS / 8; ++n) store_shared_float4(staging + n * 512 + lane * 16, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+  for (int n = 0; n < N / 4; ++n) store_shared_float4(staging + n * 512 + lane * 16, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
   fence_async_proxy();  // the copy engine reads what every lane stored
   __syncwarp();
   if (lane == 0) {
-    bulk_add_f32(to, staging, WARP_DQ_BYTES);
+    bulk_add_f32(to, staging, N * 128);
     bulk_commit();
   }
 #else
 #pragma unroll
-  for (int n = 0; n < DQ_COLUMNS / 8; ++n) reduce_add_f32x4(to + n * 128 + lane * 4, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+  for (int n = 0; n < N / 4; ++n) reduce_add_f32x4(to + n * 128 + lane * 4, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
 #endif
 }
 #endif
@@ -339,6 +346,9 @@ DEVICE void add_dq(const float (&dq)[DQ_COLUMNS / 2], float* to, u32 staging) {
 // Sums of the warpgroup's 64 keys; a thread's rows are keys g and g + 8 of its warp's 16.
 struct KeyGradients {
   float dk[SUM_REGISTERS], dv[SUM_REGISTERS];  // dk without softmax_scale
+#if IS_WIDE
+  float dk_rest[(HEAD_DIM - HEAD_DIM_V) / 2];    // of dK's last columns
+#endif
   float ddelta[2];
 };
 
@@ -355,6 +365,7 @@ DEVICE void load_stats(float (&values)[2], u32 stats, int n) {
   }
 }
 
+#if !IS_WIDE
 // The consumer warpgroup's part. Leaves complete sums, ddelta over the quad too.
 template <class Keys>
 DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warpgroup, KeyGradients& sums) {
@@ -398,7 +409,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   wgmma_wait<0>();
 
   for (int step = 0; step < num_steps; ++step) {
-    const u32 q = shared + Q_AT + q_place.slot * QUERY_TILE_BYTES, d_out = shared + DO_AT + do_place.slot * QUERY_TILE_BYTES;
+    const u32 q = shared + Q_AT + q_place.slot * QUERY_TILE_BYTES, d_out = shared + DO_AT + do_place.slot * DO_TILE_BYTES;
     const u32 stats = shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES;
     barrier_wait(barrier_at(shared, FULL_DO + do_place.slot), do_place.phase);
     if (!TENSOR_MAPS) fence_async_proxy();
@@ -508,3 +519,4 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   for (int r = 0; r < 2; ++r) sums.ddelta[r] = quad_sum(sums.ddelta[r]);
 #endif
 }
+#endif

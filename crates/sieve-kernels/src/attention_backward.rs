@@ -11,7 +11,7 @@ use crate::error::KernelError;
 use crate::fill_zero::empty_zero;
 use crate::heads::{AttentionShape, Qkv};
 use crate::hopper_tiling::{
-    BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, backward_family, backward_maps,
+    BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, attention_family, backward_maps,
     has_hopper_gradient, hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
 };
 use crate::source_kernel::SourceKernel;
@@ -73,7 +73,7 @@ pub fn attention_backward(
         KeySource::Dense
     };
     let limit = device_shared_bytes(&qkv);
-    let family = backward_family(&shape, qkv.q.tensor());
+    let family = attention_family(&shape, source, qkv.q.tensor());
 
     let d_o = call.d_o.contiguous();
     let stats = row_stats(&call, &d_o, &shape)?;

@@ -16,7 +16,7 @@ use crate::error::KernelError;
 use crate::fill_zero::{empty_zero, fill_zero};
 use crate::heads::{AttentionShape, Heads};
 use crate::hopper_tiling::{
-    BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, backward_family, backward_maps,
+    BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, attention_family, backward_maps,
     has_hopper_gradient, hopper_backward_kernel,
 };
 use crate::oracle::SUPER_BLOCK;
@@ -52,7 +52,7 @@ pub fn dma_attention_backward(
     let base = call.result.base.as_ref();
     let bias = Bias::with_base(delta, base, SeenKeys::Listed(lists), &shape)?;
     let limit = device_shared_bytes(&qkv);
-    let family = backward_family(&shape, qkv.q.tensor());
+    let family = attention_family(&shape, KeySource::Gathered, qkv.q.tensor());
 
     let d_o = call.d_o.contiguous();
     let stats = row_stats(&call, &d_o, &shape)?;

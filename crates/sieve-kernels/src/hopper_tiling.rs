@@ -2,11 +2,11 @@
 //!
 //! Buffers and params words are those of the portable kernels, so that a wrapper differs in kernel, grid and maps alone.
 //!
-//! | device | widths | forward | row sums, backward | dq in a fixed order |
-//! |---|---|---|---|---|
-//! | compute capability 9.0, unless [`use_portable_kernels_only`]`(true)` | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu` | `hopper_*.cu`; lists of odd groups at 128: portable |
-//! | the same | keys of 192 and values of 128, neighbours without a bias | `hopper_attention_forward.cu` | the portable kernels | the portable kernels |
-//! | any other, or other widths | 16 to 256 | the portable kernels | the portable kernels | the portable kernels |
+//! | device | widths | forward, row sums, backward | dq in a fixed order |
+//! |---|---|---|---|
+//! | compute capability 9.0, unless [`use_portable_kernels_only`]`(true)` | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu`; lists of odd groups at 128: portable |
+//! | the same | keys of 192 and values of 128, neighbours without a bias | `hopper_attention_*.cu` | the portable kernels |
+//! | any other, or other widths | 16 to 256 | the portable kernels | the portable kernels |
 //!
 //! `sieve kernels check` compares both families with the reference, and so one with the other.
 use crate::attention_backward_tiling::GradientSet;
@@ -54,7 +54,7 @@ pub fn let_every_lane_arrive() {
     EVERY_LANE_ARRIVES.store(true, Ordering::Relaxed);
 }
 
-/// The family that the forward pass of attention takes on the tensor's device.
+/// The family that attention of this shape takes on the tensor's device.
 pub fn attention_family(
     shape: &AttentionShape,
     source: KeySource,
@@ -64,15 +64,6 @@ pub fn attention_family(
         return KernelFamily::Portable;
     }
     best_family(shape, source, like.hardware().compute_capability == (9, 0))
-}
-
-/// The family that the backward pass takes.
-pub fn backward_family(shape: &AttentionShape, like: &CudaTensor) -> KernelFamily {
-    if has_hopper_backward(shape) {
-        attention_family(shape, KeySource::Dense, like)
-    } else {
-        KernelFamily::Portable
-    }
 }
 
 /// The family that attention of this shape takes on a Hopper device (compute capability 9.0), or on any other.
@@ -89,20 +80,23 @@ pub fn keeps_rest(family: KernelFamily, seq_len: usize) -> bool {
     family == KernelFamily::Hopper && seq_len <= MOST_TOKENS_WITH_REST
 }
 
-/// Whether the Hopper forward kernels are made for these widths.
+/// Whether the Hopper kernels are made for these widths.
 pub fn has_hopper_form(shape: &AttentionShape, source: KeySource) -> bool {
-    let is_latent = (shape.head_dim, shape.head_dim_v) == (192, 128);
-    has_hopper_backward(shape) || (is_latent && source == KeySource::Dense)
+    match (shape.head_dim, shape.head_dim_v) {
+        (64, 64) | (128, 128) => true,
+        (192, 128) => source == KeySource::Dense,
+        _ => false,
+    }
 }
 
-/// Whether the Hopper backward kernels are made for these widths.
-pub fn has_hopper_backward(shape: &AttentionShape) -> bool {
-    matches!(shape.head_dim, 64 | 128) && shape.head_dim_v == shape.head_dim
-}
-
-/// Whether the fixed-order dq kernel has a form for these widths: gathered keys of one head a tile would spill at 128.
+/// Whether the fixed-order dq kernel has a form for these widths: gathered keys of one head a tile would spill at 128, and
+/// wider keys do not fit beside the output's gradient.
 pub(crate) fn has_hopper_gradient(shape: &AttentionShape, source: KeySource) -> bool {
-    shape.head_dim == 64 || source != KeySource::Gathered || shape.group_size().is_multiple_of(2)
+    match shape.head_dim {
+        64 => true,
+        128 => source != KeySource::Gathered || shape.group_size().is_multiple_of(2),
+        _ => false,
+    }
 }
 
 /// What a query-stationary kernel makes.
@@ -297,10 +291,20 @@ pub fn hopper_backward_kernel(
     set: GradientSet,
     deterministic: bool,
 ) -> SourceKernel {
-    let d = shape.head_dim;
-    let (q_stages, do_stages, dq_bulk) = if d == 64 { (3, 3, 0) } else { (3, 2, 1) };
+    let [d, d_v] = [shape.head_dim, shape.head_dim_v];
+    let (q_stages, do_stages, dq_bulk) = match d {
+        64 => (3, 3, 0),
+        128 => (3, 2, 1),
+        _ => (2, 2, 1),
+    };
     let stages = q_stages + do_stages;
-    let dq_bytes = if set.dq { 256 * d * dq_bulk } else { 0 };
+    // A warp's part of dQ, on its way to the sums: the columns that are added at once.
+    let dq_columns = if d > 128 { 128 } else { d };
+    let dq_bytes = if set.dq {
+        256 * dq_columns * dq_bulk
+    } else {
+        0
+    };
     // lse and D of 64 queries: as plain numbers, or 16 bytes each where they are steps of the products; with a bias 16
     // bytes for the base of each too, and for the bias of each key.
     let stats_bytes = match source {
@@ -308,15 +312,18 @@ pub fn hopper_backward_kernel(
         KeySource::Dense => do_stages * 512,
         KeySource::Biased | KeySource::Gathered => q_stages * 1024 + do_stages * 1280 + 2048,
     };
-    let shared =
-        512 * d + stages * 128 * d + 32768 + dq_bytes + stats_bytes + (2 * stages + 1) * 8 + 1024;
-    let [consumer, producer] = if set.dq { [232, 40] } else { [224, 56] };
+    let tiles = (256 + 128 * q_stages) * d + (256 + 128 * do_stages) * d_v;
+    let shared = tiles + 32768 + dq_bytes + stats_bytes + (2 * stages + 1) * 8 + 1024;
+    let [consumer, producer] = match (d, set.dq) {
+        (192, _) => [240, 24],
+        (_, true) => [232, 40],
+        (_, false) => [224, 56],
+    };
     let name = match source {
         KeySource::Gathered => "hopper_dma_attention_backward",
         KeySource::Dense | KeySource::Biased => "hopper_attention_backward",
     };
-    let kernel = SourceKernel::new(name)
-        .define("HEAD_DIM", d)
+    let kernel = define_widths(SourceKernel::new(name), [d, d_v])
         .define("DQ_BULK", dq_bulk)
         .define("Q_STAGES", q_stages)
         .define("DO_STAGES", do_stages)
@@ -373,9 +380,9 @@ fn define_widths(kernel: SourceKernel, [keys, values]: [usize; 2]) -> SourceKern
     }
 }
 
-/// A map of a contiguous `[batch, seq_len, num_heads, head_dim]`.
+/// A map of a contiguous `[batch, seq_len, num_heads, head_dim_v]`.
 fn output_map<'a>(d_o: &'a CudaTensor, shape: &AttentionShape, rows: usize) -> TileMap<'a> {
-    let width = shape.num_heads * shape.head_dim;
+    let width = shape.num_heads * shape.head_dim_v;
     TileMap {
         tensor: d_o,
         offset: 0,
@@ -439,7 +446,7 @@ mod tests {
         assert!(!has_hopper_form(&narrow, KeySource::Dense));
         assert!(has_hopper_form(&latent(), KeySource::Dense));
         assert!(!has_hopper_form(&latent(), KeySource::Biased));
-        assert!(!has_hopper_backward(&latent()));
+        assert!(!has_hopper_gradient(&latent(), KeySource::Dense));
     }
 
     #[test]
@@ -452,6 +459,8 @@ mod tests {
             dk: true,
             dv: true,
         };
+        let kernel = hopper_backward_kernel(&latent(), KeySource::Dense, all, false);
+        assert!(kernel.dynamic_shared_bytes() <= LIMIT);
         for width in [64, 128] {
             for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {
                 for pass in [

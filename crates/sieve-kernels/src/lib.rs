@@ -117,9 +117,8 @@ pub use error::{CudaVersion, KernelError};
 pub use fill_zero::{fill_zero, fill_zero_kernel};
 pub use heads::{AttentionShape, HEAD_DIM_STEP, Heads, MAX_HEAD_DIM, Qkv, supports_head_dim};
 pub use hopper_tiling::{
-    HopperPass, HopperTiling, KernelFamily, attention_family, backward_family, best_family,
-    has_hopper_backward, has_hopper_form, hopper_backward_kernel, keeps_rest,
-    let_every_lane_arrive, use_portable_kernels_only,
+    HopperPass, HopperTiling, KernelFamily, attention_family, best_family, has_hopper_form,
+    hopper_backward_kernel, keeps_rest, let_every_lane_arrive, use_portable_kernels_only,
 };
 pub use host_copy::{HostCopy, HostReader};
 pub use kernel_trace::{KernelRecord, KernelTotal, KernelTrace, TraceResult};

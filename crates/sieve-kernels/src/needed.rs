@@ -21,7 +21,7 @@ use crate::error::KernelError;
 use crate::fill_zero::fill_zero_kernel;
 use crate::heads::AttentionShape;
 use crate::hopper_tiling::{
-    HopperPass, HopperTiling, has_hopper_backward, has_hopper_form, has_hopper_gradient,
+    HopperPass, HopperTiling, has_hopper_form, has_hopper_gradient,
     hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
 };
 use crate::source_kernel::SourceKernel;
@@ -143,9 +143,6 @@ fn hopper(kernels: &mut Vec<SourceKernel>, needs: &AttentionNeeds) {
     };
     for pass in passes {
         kernels.push(HopperTiling::new(*pass, shape, source).kernel());
-    }
-    if !has_hopper_backward(shape) {
-        return;
     }
     if needs.order == SumOrder::Fixed && has_hopper_gradient(shape, source) {
         kernels.push(HopperTiling::new(HopperPass::Gradient, shape, source).kernel());

@@ -112,8 +112,19 @@ pub fn shipped_kernels_for(shared_bytes: usize) -> NeededKernels {
 
 /// The Hopper family of the attention kernels.
 fn hopper() -> Vec<SourceKernel> {
-    let latent = HopperTiling::new(HopperPass::Output, &shape((192, 128), 1), KeySource::Dense);
-    let mut kernels = vec![latent.kernel()];
+    let latent = shape((192, 128), 1);
+    let forward = HopperTiling::new(HopperPass::Output, &latent, KeySource::Dense);
+    let mut kernels = vec![forward.kernel()];
+    for order in [SumOrder::Any, SumOrder::Fixed] {
+        for set in BackwardTiling::launches(&latent, order) {
+            kernels.push(hopper_backward_kernel(
+                &latent,
+                KeySource::Dense,
+                set,
+                false,
+            ));
+        }
+    }
     for width in [64, 128] {
         let of_group = |group| shape((width, width), group);
         let usual = of_group(USUAL_GROUP);

@@ -1,0 +1,138 @@
+// hopper_backward_wide: the consumer of hopper_backward.cuh for keys of 192 and values of 128. 160 registers of a thread hold dK and dV, so no more than two
+// of the products S, dP and dQ are under way at once. Order of a step's products:
+// S | exp S | dP, dV | dS, dK | barrier | dQ (32 columns, 64 columns) and S of the next step beside the second | add dQ.
+#pragma once
+#include "common/hopper_backward.cuh"
+
+#if IS_WIDE
+static_assert(Q_STAGES == 2 && DO_STAGES == 2, "a step's number is its place in both rings");
+
+// The consumer warpgroup's part. Leaves complete sums.
+template <class Keys>
+DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warpgroup, KeyGradients& sums) {
+  [[maybe_unused]] const int lane = (int)threadIdx.x % 32;
+  const int warp = __shfl_sync(~0u, (int)threadIdx.x % 128 / 32, 0);
+  const KeyRange range = key_range(keys, warpgroup * 64, 64);
+  keys.find_tiles(block);
+  const int num_steps = block.group_size * block.num_tiles;
+#pragma unroll
+  for (int i = 0; i < SUM_REGISTERS; ++i) sums.dk[i] = sums.dv[i] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) sums.dk_rest[i] = 0.0f;
+  if (num_steps == 0) return;
+
+  const u32 k = shared + warpgroup * 64 * 128, v = k + V_AT;
+  const KeySplit key_split(shared, warpgroup);
+  // The warpgroup's columns of dQ: a whole block of K's three, the first or the last, and half of the second.
+  [[maybe_unused]] const u32 k_block = shared + warpgroup * 2 * BLOCK_KV * 128, k_half = shared + BLOCK_KV * 128 + warpgroup * 64;
+  float scores[32];
+  int first_query = block.first_tile * BLOCK_Q;
+#if COMPUTE_DQ
+  float* dq_to = block.dq_sum + (u64)(first_query - block.dq_first + warp * 16) * HEAD_DIM;  // fragments of 16 x 8: 128 numbers
+#endif
+
+  barrier_wait(barrier_at(shared, FULL_KV), 0);
+  barrier_wait(barrier_at(shared, FULL_Q), 0);
+  fence_async_proxy();  // keys and values came by cp.async
+  wgmma_fence();
+  multiply_queries<SPLIT_NONE>(scores, k, shared + Q_AT, key_split, 0);
+
+  for (int step = 0; step < num_steps; ++step) {
+    const u32 slot = step % 2, phase = step / 2 % 2, q = shared + Q_AT + slot * QUERY_TILE_BYTES, d_out = shared + DO_AT + slot * DO_TILE_BYTES;
+    const u32 stats = shared + DO_STATS_AT + slot * DO_STATS_BYTES;
+    barrier_wait(barrier_at(shared, FULL_DO + slot), phase);
+    wgmma_wait<0>();  // S
+
+    // P^T = 2^(S^T - lse).
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      float lse[2];
+      load_stats<0>(lse, stats, n);
+#pragma unroll
+      for (int x = 0; x < 4; ++x) scores[4 * n + x] = exp2_fast(scores[4 * n + x] * block.scale_log2 - lse[x % 2]);
+    }
+    if (first_query < range.highest || first_query + BLOCK_Q > range.first_expire) {
+      // Bounds are asked for anew: kept, they would cost registers in every step.
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int2 entry = keys.entry(((int)opaque(threadIdx.x) - 128) / 32 * 16 + (int)opaque(threadIdx.x) % 32 / 4 + 8 * r);
+        const int first = entry.x - first_query - (int)opaque(threadIdx.x) % 4 * 2, end = first + entry.y - entry.x;
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+          for (int x = 0; x < 2; ++x)
+            if (!(first <= 8 * n + x && 8 * n + x < end)) scores[4 * n + 2 * r + x] = 0.0f;
+      }
+    }
+    u32 weights[4][4];
+    pack_rows(weights, scores);
+    wgmma_fence();
+    multiply_queries<SPLIT_NONE, HEAD_DIM_V>(scores, v, d_out, key_split, 0);  // dP^T = V dO^T
+    accumulate_queries(sums.dv, weights, d_out);                               // dV += P^T dO
+    wgmma_wait<0>();
+    // dS^T = P^T (dP^T - D), from the rounded P and in its place.
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      float dot[2];
+      load_stats<1>(dot, stats, n);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        u32& pair = weights[n / 2][n % 2 * 2 + r];
+        pair = pack_bf16(bf16_low(pair) * (scores[4 * n + 2 * r] - dot[0]), bf16_high(pair) * (scores[4 * n + 2 * r + 1] - dot[1]));
+      }
+    }
+    release(barrier_at(shared, EMPTY_DO + slot));
+#if COMPUTE_DQ
+    {
+      // Where this lane's row of each 8x8 matrix of dS^T begins; 16 queries further: two chunks, a xor.
+      const int thread = (int)opaque(threadIdx.x) - 128, in_warp = thread % 32;
+      const u32 ds_row = shared + DS_AT + slot * DS_BYTES + (thread / 32 * 16 + in_warp / 8 % 2 * 8 + in_warp % 8) * 128 + (((in_warp / 16) ^ (in_warp % 8)) << 4);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) store_matrix_x4(ds_row ^ (i << 5), weights[i]);
+    }
+#endif
+    wgmma_fence();
+    // dK += dS^T Q, which needs nothing of the other warpgroup and covers the barrier.
+    accumulate_queries(sums.dk, weights, q);
+    accumulate_queries(sums.dk_rest, weights, q + HEAD_DIM_V / 64 * BLOCK_Q * 128);
+    // The next step's queries. On the last step this step's once more: a branch around products would keep them from overlapping.
+    const u32 next = step + 1 < num_steps ? step + 1 : step, next_queries = shared + Q_AT + next % 2 * QUERY_TILE_BYTES;
+    barrier_wait(barrier_at(shared, FULL_Q + next % 2), next / 2 % 2);
+#if COMPUTE_DQ
+    float dq_block[32], dq_half[16];
+    const u32 ds = shared + DS_AT + slot * DS_BYTES, staging = shared + DQ_AT + ((int)opaque(threadIdx.x) - 128) / 32 * WARP_DQ_BYTES;
+    fence_async_proxy();                   // for dS^T
+    barrier_sync(1, NUM_CONSUMERS * 128);  // all of dS^T is there; and the other half of the memory is free again
+    wgmma_wait<0>();  // dK
+    release(barrier_at(shared, EMPTY_Q + slot));
+    wgmma_fence();
+    multiply_keys(dq_block, ds, k_block);
+    multiply_keys(dq_half, ds, k_half);
+    wgmma_wait<1>();
+    add_dq(dq_block, dq_to + warpgroup * 16 * 128, staging);
+    wgmma_fence();
+    multiply_queries<SPLIT_NONE>(scores, k, next_queries, key_split, 0);
+    wgmma_wait<1>();
+    add_dq(dq_half, dq_to + (8 + warpgroup * 4) * 128, staging);
+    dq_to += BLOCK_Q * HEAD_DIM;
+#else
+    wgmma_wait<0>();  // dK
+    release(barrier_at(shared, EMPTY_Q + slot));
+    wgmma_fence();
+    multiply_queries<SPLIT_NONE>(scores, k, next_queries, key_split, 0);
+#endif
+    first_query += BLOCK_Q;
+    if (first_query == (block.first_tile + block.num_tiles) * BLOCK_Q) {
+      // The next head's first tile.
+      first_query = block.first_tile * BLOCK_Q;
+#if COMPUTE_DQ
+      dq_to += (i64)(block.dq_len - block.num_tiles * BLOCK_Q) * HEAD_DIM;
+#endif
+    }
+  }
+  wgmma_wait<0>();
+#if COMPUTE_DQ && DQ_BULK
+  if (lane == 0) bulk_wait();  // shared memory must last until the adds have read it
+#endif
+}
+#endif
