@@ -51,8 +51,8 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize) ->
         Attention::Mla(mla) => {
             let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
             let queries = q + heads * rope;
-            // Normed stream; q; latent and rotated key, then normed; up-projection; packed q, k and v; output.
-            let attention = queries + (rank + rope) + rank + 2 * q + (2 * queries + q) + q;
+            // Normed stream; latent and rotated key, then normed; packed q, k and v; output. What was packed is not kept.
+            let attention = (rank + rope) + rank + (2 * queries + q) + q;
             (common + d_model + attention, lse)
         }
         Attention::Nsa(nsa) => {
@@ -130,7 +130,7 @@ pub(super) fn block_temporaries(
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     let matrix = F32 * d_model * d_ff;
-    // MLA: packed q, k and v and their gradient; the gradient of what they were made of is not larger.
+    // MLA: packed q, k and v and their gradient; gradients of what was packed come once the first of them is gone.
     let packed = match shape.attention {
         Attention::Mla(mla) => 3 * q + 2 * (shape.num_heads * mla.qk_rope_head_dim) as u64,
         _ => q + 2 * kv,
