@@ -5,7 +5,8 @@ use sieve_core::{DmaBias, Recipe};
 use sieve_kernels::ahead_of_time::{self, CompiledKernel};
 use sieve_kernels::{
     AttentionNeeds, AttentionShape, CudaVersion, KernelCache, KernelError, NeededKernels,
-    NeededKeys, ScoreBias, SourceKernel, SumOrder, needed_kernels, shared_bytes_of,
+    NeededKeys, ScoreBias, SourceKernel, SumOrder, mla_decode_join_kernel, mla_decode_kernel,
+    mla_pack_backward_kernel, mla_pack_forward_kernel, needed_kernels, shared_bytes_of,
     shipped_kernels_for,
 };
 use std::path::{Path, PathBuf};
@@ -295,9 +296,20 @@ fn wanted(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Result<Ne
         let choice = ["dma_select", "dma_lists", "dma_decode", "dma_scores"]
             .iter()
             .any(|kernel| name == *kernel || name == format!("{kernel}_prefix"));
-        if !attention && !choice {
+        let latent = name.starts_with("mla_");
+        if !attention && !choice && !latent {
             list.kernels.push(kernel);
         }
+    }
+    if let AttentionSection::Mla(mla) = recipe.attention {
+        let (head_dim, rope_dim) = (recipe.model.head_dim, mla.qk_rope_head_dim);
+        let rank = mla.kv_lora_rank;
+        list.kernels.extend([
+            mla_pack_forward_kernel(head_dim, rope_dim),
+            mla_pack_backward_kernel(head_dim, rope_dim),
+            mla_decode_kernel(rank + rope_dim, rank, shared_bytes),
+            mla_decode_join_kernel(rank),
+        ]);
     }
     for needs in attention_needs(recipe)? {
         list.extend(needed_kernels(&needs, arch));
@@ -347,4 +359,39 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
         .into_iter()
         .map(|keys| AttentionNeeds { shape, keys, order })
         .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_recipe_of_latent_attention_gets_its_own_kernels() {
+        let latent = |text: &str, settings: &[&str]| {
+            let settings: Vec<String> = settings.iter().map(|x| (*x).to_owned()).collect();
+            let recipe = Recipe::load(text, "a recipe", &settings).expect("valid");
+            let wanted = wanted(Some(&recipe), "sm_90a", 227 * 1024).expect("kernels");
+            let mut names: Vec<String> = wanted
+                .kernels
+                .iter()
+                .filter(|kernel| kernel.name().starts_with("mla_"))
+                .map(|kernel| format!("{} {:?}", kernel.name(), kernel.defines()[0]))
+                .collect();
+            names.sort();
+            names
+        };
+        let mla = include_str!("../../../recipes/mla_80m.toml");
+        let names = latent(mla, &["model.head_dim=64", "attention.kv_lora_rank=96"]);
+        assert_eq!(
+            names,
+            [
+                "mla_decode (\"KEY_DIM\", \"160\")",
+                "mla_decode_join (\"VALUE_DIM\", \"96\")",
+                "mla_pack_backward (\"CONTENT_DIM\", \"64\")",
+                "mla_pack_forward (\"CONTENT_DIM\", \"64\")",
+            ]
+        );
+        let dma = include_str!("../../../recipes/dma_80m.toml");
+        assert_eq!(latent(dma, &[]), [""; 0]);
+    }
 }
