@@ -337,6 +337,8 @@ mod tests {
                 );
             }
         }
+        let latent = BackwardTiling::choose("k", &shape(192, 128), KeySource::Dense, 99 * 1024);
+        assert!(latent.is_ok(), "latent attention: {latent:?}");
         let error = BackwardTiling::choose("k", &shape(256, 256), KeySource::Dense, 99 * 1024);
         assert!(error.is_err(), "refused before the launch, not by it");
         let on = |kib: usize| {

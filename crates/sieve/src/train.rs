@@ -20,12 +20,12 @@ use lines::{
     describe, peak_line, skipped_line, startup_line, step_line, stopped_line, validation_line,
 };
 use profile::{StepProfile, StepRange};
-use sieve_core::Recipe;
+use sieve_core::{ModelShape, Recipe};
 use sieve_data::{OnChange, Progress};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_kernels::{DeviceReport, SumOrder};
 use sieve_ops::{Cuda, TrainBackend};
-use sieve_plan::check_gpu_attention;
+use sieve_plan::{check_gpu_attention, gpu_attention_gap};
 use sieve_train::{
     DataEvent, DataSource, DeviceMemory, Hardware, MemoryProbe, Origin, Precision, RunFolder,
     Start, TrainEvent, TrainSummary, Trainer, TrainingData, tidy_finished,
@@ -149,7 +149,9 @@ fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Re
             } else {
                 SumOrder::Any
             });
-            train::<Autodiff<Cuda>>((start, out), recipe, session, &device, || on_cuda(gpu))
+            train::<Autodiff<Cuda>>((start, out), recipe, session, &device, || {
+                on_cuda(gpu, &shape)
+            })
         }
     }
 }
@@ -170,7 +172,7 @@ fn on_cpu() -> (Hardware<Autodiff<Flex>>, String) {
     (hardware, description)
 }
 
-fn on_cuda(gpu: &DeviceReport) -> (Hardware<Autodiff<Cuda>>, String) {
+fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autodiff<Cuda>>, String) {
     let peak = sieve_core::model::peak_bf16_flops(&gpu.name);
     let hardware = Hardware {
         device: CudaDevice::new(gpu.index),
@@ -187,11 +189,20 @@ fn on_cuda(gpu: &DeviceReport) -> (Hardware<Autodiff<Cuda>>, String) {
     let peak = peak.map_or("unknown peak".to_owned(), |peak| {
         format!("{:.0} TFLOP/s peak", peak / 1e12)
     });
+    let attention = attention_path(shape);
     let description = format!(
-        "cuda:{} ({}, {peak}) in bf16 over f32 masters",
+        "cuda:{} ({}, {peak}) in bf16 over f32 masters, {attention}",
         gpu.index, gpu.name
     );
     (hardware, description)
+}
+
+/// By what the attention of a model runs on a GPU, in words.
+fn attention_path(shape: &ModelShape) -> &'static str {
+    match gpu_attention_gap(shape) {
+        None => "attention by kernels",
+        Some(_) => "attention by its plain-Burn reference",
+    }
 }
 
 /// Everything that can be refused is checked before anything is written into the output folder.
@@ -556,4 +567,21 @@ fn next_steps(log: &Log, summary: &TrainSummary, is_text: bool) {
         .iter()
         .map(|command| format!("\n  {sieve} {command} --checkpoint {checkpoint}"));
     log.line(&format!("next:{}", lines.collect::<String>()));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_path_of_attention_is_named() {
+        let path = |recipe: &str| {
+            let recipe = Recipe::load(recipe, "a recipe", &[]).expect("a shipped recipe");
+            attention_path(&recipe.model_shape(50_277).expect("a shape"))
+        };
+        let mla = path(include_str!("../../../recipes/mla_80m.toml"));
+        assert_eq!(mla, "attention by kernels");
+        let nsa = path(include_str!("../../../recipes/nsa_80m.toml"));
+        assert!(nsa.contains("reference"), "{nsa}");
+    }
 }
