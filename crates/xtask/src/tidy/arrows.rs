@@ -13,6 +13,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "sieve-hf",
             "sieve-data",
             "sieve-ops",
+            "sieve-comm",
             "sieve-core",
         ],
     ),
@@ -48,6 +49,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("sieve-kernels", &["sieve-core"]),
     ("sieve-cpu", &["sieve-core"]),
     ("sieve-data", &[]),
+    ("sieve-comm", &[]),
     ("sieve-cuda", &[]),
     ("sieve-core", &[]),
     ("xtask", &[]),
@@ -64,6 +66,7 @@ const WITHOUT_BURN: &[&str] = &[
     "sieve-core",
     "sieve-cpu",
     "sieve-data",
+    "sieve-comm",
     "sieve-select",
     "xtask",
 ];

@@ -1,0 +1,125 @@
+//! What can go wrong between processes.
+use std::fmt;
+
+/// An error between processes.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum CommError {
+    /// Variables that name a group, but not all of it.
+    #[error(
+        "{set} is set and {missing} is not: the variables of a group of processes are set in part\n  hint: sieve launch and torchrun set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; unset them to train in one process"
+    )]
+    HalfSet {
+        /// A variable that is set.
+        set: &'static str,
+        /// One that is needed with it.
+        missing: &'static str,
+    },
+    /// A variable with a value that makes no sense.
+    #[error("{name}={value} {problem}")]
+    BadVariable {
+        /// Its name.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What is wrong.
+        problem: String,
+    },
+    /// Rank 0 cannot listen.
+    #[error(
+        "rank 0 cannot listen on {address} (MASTER_ADDR:MASTER_PORT): {problem}\n  hint: another program may have the port; set MASTER_PORT to a free one"
+    )]
+    Listen {
+        /// The address.
+        address: String,
+        /// Why not.
+        problem: String,
+    },
+    /// Rank 0 does not answer.
+    #[error(
+        "rank {rank} found no rank 0 at {address} (MASTER_ADDR:MASTER_PORT) within {seconds} s: {problem}\n  hint: is rank 0 running, and does a firewall let the port through?"
+    )]
+    NoFirstRank {
+        /// Who asked.
+        rank: usize,
+        /// Where.
+        address: String,
+        /// How long.
+        seconds: u64,
+        /// The last try's error.
+        problem: String,
+    },
+    /// Some ranks never came.
+    #[error("{present} of {size} ranks came to {address} within {seconds} s; missing: {missing}")]
+    Missing {
+        /// Ranks that came, rank 0 among them.
+        present: usize,
+        /// Ranks in all.
+        size: usize,
+        /// Where.
+        address: String,
+        /// How long.
+        seconds: u64,
+        /// The others, with commas.
+        missing: String,
+    },
+    /// A process that is no part of this group.
+    #[error("{0}")]
+    Refused(String),
+    /// A rank is lost; the work cannot go on.
+    #[error("{0}")]
+    Lost(Failure),
+    /// Ranks ask for different things at the same time: a fault of the program.
+    #[error(
+        "rank {rank} asks for \"{theirs}\" where this rank asks for \"{ours}\": the ranks do different work"
+    )]
+    OutOfStep {
+        /// The other rank.
+        rank: usize,
+        /// What it asks for.
+        theirs: String,
+        /// What this one does.
+        ours: String,
+    },
+}
+
+/// Which rank was lost, and how.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Failure {
+    /// The rank.
+    pub rank: usize,
+    /// Its host and process id; empty where unknown.
+    pub place: String,
+    /// What happened to it.
+    pub loss: Loss,
+}
+
+/// What happened to a rank.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Loss {
+    /// It ended, or its host did, without a word.
+    Ended,
+    /// It gave no sign for this many seconds.
+    Silent(u64),
+    /// It told an error.
+    Error(String),
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let place = match self.place.as_str() {
+            "" => String::new(),
+            place => format!(" ({place})"),
+        };
+        let rank = self.rank;
+        match &self.loss {
+            Loss::Ended => write!(f, "rank {rank}{place} ended; all ranks stop"),
+            Loss::Silent(seconds) => {
+                write!(
+                    f,
+                    "no sign of rank {rank}{place} for {seconds} s; all ranks stop"
+                )
+            }
+            Loss::Error(text) => write!(f, "rank {rank}{place}: {text}"),
+        }
+    }
+}

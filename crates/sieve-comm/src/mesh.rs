@@ -1,0 +1,472 @@
+//! The connections of a group, and what all its ranks do together.
+use crate::frame::{receive, receive_head, receive_numbers, send, send_numbers};
+use crate::watch::{GiveUp, Peer, Watch};
+use crate::{CommError, Failure, Loss, World};
+use std::fmt;
+use std::io::{self, ErrorKind};
+use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+const HELLO: u8 = 10;
+const WELCOME: u8 = 11;
+const REFUSED: u8 = 12;
+const SUM: u8 = 20;
+const GATHER: u8 = 21;
+const BROADCAST: u8 = 22;
+
+/// First line of the first message; a program that sends another one is a stranger.
+const MAGIC: &str = "sieve-comm 1";
+/// Between two tries to reach rank 0.
+const RETRY: Duration = Duration::from_millis(20);
+/// A connection that says nothing for so long is a stranger's.
+const HELLO_WAIT: Duration = Duration::from_secs(5);
+/// How much later than a broken connection its reason may come.
+const REASON_WAIT: Duration = Duration::from_secs(3);
+
+/// How long a rank waits for others.
+#[derive(Clone, Copy, Debug)]
+pub struct Patience {
+    /// Until all ranks are there.
+    pub join: Duration,
+    /// For a sign of life.
+    pub silence: Duration,
+    /// After another rank is lost, until this process must end.
+    pub farewell: Duration,
+}
+
+impl Default for Patience {
+    /// Five minutes to come, 30 seconds without a sign, 10 seconds to end.
+    fn default() -> Self {
+        Self {
+            join: Duration::from_secs(300),
+            silence: Duration::from_secs(30),
+            farewell: Duration::from_secs(10),
+        }
+    }
+}
+
+/// This rank's connections. Every rank calls the same functions in the same order.
+pub struct Mesh {
+    world: World,
+    /// Of rank 0 all others in order, of the others rank 0 alone.
+    peers: Arc<Vec<Peer>>,
+    watch: Arc<Watch>,
+    /// One call at a time.
+    turn: Mutex<()>,
+}
+
+impl fmt::Debug for Mesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mesh")
+            .field("world", &self.world)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Mesh {
+    /// Connects this rank with the others of `world`, and returns when all are there. `version` must be the same for all.
+    ///
+    /// From then on, where another rank is lost, every call fails; a process that has not left some seconds later is ended by
+    /// `give_up`: it may wait for a device that waits for the lost rank.
+    ///
+    /// # Errors
+    /// The port is taken, a rank does not come, one is twice there or of another version.
+    pub fn join(
+        world: World,
+        version: &str,
+        patience: Patience,
+        give_up: impl FnOnce(&Failure) + Send + 'static,
+    ) -> Result<Self, CommError> {
+        let peers = if world.rank == 0 {
+            accept_all(&world, version, patience)?
+        } else {
+            vec![connect(&world, version, patience)?]
+        };
+        let (peers, give_up): (_, GiveUp) = (Arc::new(peers), Box::new(give_up));
+        let watch = Watch::start(world.rank, peers.clone(), patience, give_up);
+        let watch =
+            watch.map_err(|error| CommError::Refused(format!("starting threads: {error}")))?;
+        Ok(Self {
+            world,
+            peers,
+            watch,
+            turn: Mutex::new(()),
+        })
+    }
+
+    /// Who this rank is.
+    pub fn world(&self) -> &World {
+        &self.world
+    }
+
+    /// Replaces `values` by their sums over all ranks, added in the order of the ranks. Equal bits on all ranks.
+    ///
+    /// # Errors
+    /// A rank is lost, or brings another number of values.
+    pub fn sum(&self, values: &mut [f32]) -> Result<(), CommError> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.world.rank > 0 {
+            let first = &self.peers[0];
+            send_numbers(&first.data, SUM, values).map_err(|e| self.lost(first, &e))?;
+            self.expect_numbers(first, values.len())?;
+            let read = receive_numbers(&first.data, values, |value, sum| *value = sum);
+            return read.map_err(|e| self.lost(first, &e));
+        }
+        for peer in self.peers.iter() {
+            self.expect_numbers(peer, values.len())?;
+            let read = receive_numbers(&peer.data, values, |sum, value| *sum += value);
+            read.map_err(|e| self.lost(peer, &e))?;
+        }
+        for peer in self.peers.iter() {
+            send_numbers(&peer.data, SUM, values).map_err(|e| self.lost(peer, &e))?;
+        }
+        Ok(())
+    }
+
+    /// The bytes of every rank, by rank.
+    ///
+    /// # Errors
+    /// A rank is lost.
+    pub fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.world.rank > 0 {
+            let first = &self.peers[0];
+            send(&first.data, GATHER, bytes).map_err(|e| self.lost(first, &e))?;
+            return (0..self.world.size)
+                .map(|_| self.expect(first, GATHER))
+                .collect();
+        }
+        let mut all = vec![bytes.to_vec()];
+        for peer in self.peers.iter() {
+            all.push(self.expect(peer, GATHER)?);
+        }
+        for peer in self.peers.iter() {
+            for bytes in &all {
+                send(&peer.data, GATHER, bytes).map_err(|e| self.lost(peer, &e))?;
+            }
+        }
+        Ok(all)
+    }
+
+    /// The bytes of rank 0; what the others give is not read.
+    ///
+    /// # Errors
+    /// A rank is lost.
+    pub fn broadcast(&self, bytes: &[u8]) -> Result<Vec<u8>, CommError> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.world.rank > 0 {
+            return self.expect(&self.peers[0], BROADCAST);
+        }
+        for peer in self.peers.iter() {
+            send(&peer.data, BROADCAST, bytes).map_err(|e| self.lost(peer, &e))?;
+        }
+        Ok(bytes.to_vec())
+    }
+
+    /// Returns when all ranks have called it.
+    ///
+    /// # Errors
+    /// A rank is lost.
+    pub fn barrier(&self) -> Result<(), CommError> {
+        self.gather(&[]).map(drop)
+    }
+
+    /// Tells the others why this rank cannot go on.
+    pub fn fail(&self, text: &str) {
+        self.watch.fail(text);
+    }
+
+    /// Says farewell: the others do not wait for this rank any more.
+    pub fn leave(&self) {
+        self.watch.leave();
+    }
+
+    /// The bytes of the next message, which must be of this kind.
+    fn expect(&self, peer: &Peer, kind: u8) -> Result<Vec<u8>, CommError> {
+        let (found, bytes) = receive(&peer.data).map_err(|e| self.lost(peer, &e))?;
+        match found == kind {
+            true => Ok(bytes),
+            false => Err(out_of_step(peer, found, kind)),
+        }
+    }
+
+    fn expect_numbers(&self, peer: &Peer, count: usize) -> Result<(), CommError> {
+        let (kind, len) = receive_head(&peer.data).map_err(|e| self.lost(peer, &e))?;
+        if kind != SUM {
+            return Err(out_of_step(peer, kind, SUM));
+        }
+        if len != 4 * count as u64 {
+            return Err(CommError::OutOfStep {
+                rank: peer.rank,
+                theirs: format!("the sum of {} values", len / 4),
+                ours: format!("the sum of {count} values"),
+            });
+        }
+        Ok(())
+    }
+
+    /// Why a connection for values broke.
+    fn lost(&self, peer: &Peer, error: &io::Error) -> CommError {
+        let unknown = || Failure {
+            rank: peer.rank,
+            place: peer.place.clone(),
+            loss: match self.watch.is_gone(peer.rank) {
+                true => Loss::Error("it finished before the others".to_owned()),
+                false => Loss::Error(format!("its connection broke: {error}")),
+            },
+        };
+        CommError::Lost(self.watch.failure(REASON_WAIT).unwrap_or_else(unknown))
+    }
+}
+
+fn out_of_step(peer: &Peer, theirs: u8, ours: u8) -> CommError {
+    let name = |kind: u8| match kind {
+        SUM => "a sum".to_owned(),
+        GATHER => "the values of all ranks".to_owned(),
+        BROADCAST => "the value of rank 0".to_owned(),
+        other => format!("message {other}"),
+    };
+    CommError::OutOfStep {
+        rank: peer.rank,
+        theirs: name(theirs),
+        ours: name(ours),
+    }
+}
+
+/// What a rank says first, on each of its two connections.
+struct Hello {
+    version: String,
+    run_id: String,
+    size: usize,
+    rank: usize,
+    is_control: bool,
+    place: String,
+}
+
+impl Hello {
+    fn text(world: &World, version: &str, is_control: bool) -> String {
+        let World {
+            run_id, size, rank, ..
+        } = world;
+        let role = if is_control { "control" } else { "data" };
+        format!(
+            "{MAGIC}\n{version}\n{run_id}\n{size}\n{rank}\n{role}\n{}",
+            place()
+        )
+    }
+
+    /// `None` of a stranger.
+    fn read(stream: &TcpStream) -> Option<Self> {
+        stream.set_read_timeout(Some(HELLO_WAIT)).ok()?;
+        let (kind, bytes) = receive(stream).ok()?;
+        stream.set_read_timeout(None).ok()?;
+        let text = String::from_utf8(bytes).ok()?;
+        let mut lines = text.splitn(7, '\n');
+        if kind != HELLO || lines.next()? != MAGIC {
+            return None;
+        }
+        Some(Self {
+            version: lines.next()?.to_owned(),
+            run_id: lines.next()?.to_owned(),
+            size: lines.next()?.parse().ok()?,
+            rank: lines.next()?.parse().ok()?,
+            is_control: lines.next()? == "control",
+            place: lines.next()?.to_owned(),
+        })
+    }
+
+    /// Why this rank cannot be one of `world`.
+    fn problem(&self, world: &World, version: &str) -> Option<String> {
+        let Self { rank, place, .. } = self;
+        if self.version != version {
+            let theirs = &self.version;
+            return Some(format!(
+                "rank {rank} ({place}) runs version {theirs}, rank 0 version {version}"
+            ));
+        }
+        if self.size != world.size {
+            return Some(format!(
+                "rank {rank} ({place}) was started with WORLD_SIZE={}, rank 0 with {}",
+                self.size, world.size
+            ));
+        }
+        if *rank == 0 || *rank >= world.size {
+            return Some(format!(
+                "a second process ({place}) says that it is rank {rank}"
+            ));
+        }
+        None
+    }
+}
+
+/// Host and process, as messages name them.
+fn place() -> String {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    match host.trim() {
+        "" => format!("pid {}", std::process::id()),
+        host => format!("host {host}, pid {}", std::process::id()),
+    }
+}
+
+/// Rank 0: waits for all others.
+fn accept_all(world: &World, version: &str, patience: Patience) -> Result<Vec<Peer>, CommError> {
+    let failed = |error: io::Error| CommError::Listen {
+        address: world.address(),
+        problem: error.to_string(),
+    };
+    let listener = listen(world).map_err(failed)?;
+    listener.set_nonblocking(true).map_err(failed)?;
+    let deadline = Instant::now() + patience.join;
+    let mut found: Vec<(Option<TcpStream>, Option<TcpStream>, String)> = (1..world.size)
+        .map(|_| (None, None, String::new()))
+        .collect();
+    while found
+        .iter()
+        .any(|(data, control, _)| data.is_none() || control.is_none())
+    {
+        let stream = match listener.accept() {
+            Ok((stream, _)) => stream,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                if Instant::now() >= deadline {
+                    return Err(missing(world, patience, &found));
+                }
+                std::thread::sleep(Duration::from_millis(2));
+                continue;
+            }
+            Err(_) => continue,
+        };
+        let ready = stream
+            .set_nonblocking(false)
+            .and_then(|()| stream.set_nodelay(true));
+        let (Ok(()), Some(hello)) = (ready, Hello::read(&stream)) else {
+            continue;
+        };
+        if hello.run_id != world.run_id {
+            let text = format!("rank 0 at {} belongs to another run", world.address());
+            let _ = send(&stream, REFUSED, text.as_bytes());
+            continue;
+        }
+        let mut problem = hello.problem(world, version);
+        if problem.is_none() {
+            let slot = &mut found[hello.rank - 1];
+            let place = if hello.is_control {
+                &mut slot.1
+            } else {
+                &mut slot.0
+            };
+            if place.is_some() {
+                let (rank, first, second) = (hello.rank, &slot.2, &hello.place);
+                problem = Some(format!(
+                    "two processes say that they are rank {rank}: {first}; {second}"
+                ));
+            } else {
+                *place = Some(stream);
+                slot.2 = hello.place;
+                continue;
+            }
+        }
+        let problem = problem.unwrap_or_default();
+        let others = found.iter().flat_map(|(data, _, _)| data);
+        for stream in others.chain([&stream]) {
+            let _ = send(stream, REFUSED, problem.as_bytes());
+        }
+        return Err(CommError::Refused(problem));
+    }
+    let peers = (1..)
+        .zip(found)
+        .filter_map(|(rank, (data, control, place))| {
+            Some(Peer {
+                rank,
+                place,
+                data: data?,
+                control: control?,
+            })
+        });
+    let peers = peers.collect::<Vec<_>>();
+    for peer in &peers {
+        // A rank that ended meanwhile is noticed by its watch.
+        let _ = send(&peer.data, WELCOME, place().as_bytes());
+    }
+    Ok(peers)
+}
+
+/// Listens where the others look; on every address of this host where that name is a router's or a proxy's.
+fn listen(world: &World) -> io::Result<TcpListener> {
+    match TcpListener::bind(world.address()) {
+        Err(error) if error.kind() == ErrorKind::AddrNotAvailable => {
+            TcpListener::bind(("0.0.0.0", world.master_port))
+        }
+        bound => bound,
+    }
+}
+
+fn missing(
+    world: &World,
+    patience: Patience,
+    found: &[(Option<TcpStream>, Option<TcpStream>, String)],
+) -> CommError {
+    let missing = found
+        .iter()
+        .zip(1..)
+        .filter(|((data, control, _), _)| data.is_none() || control.is_none());
+    let missing = missing
+        .map(|(_, rank): (_, usize)| rank.to_string())
+        .collect::<Vec<_>>();
+    CommError::Missing {
+        present: world.size - missing.len(),
+        size: world.size,
+        address: world.address(),
+        seconds: patience.join.as_secs(),
+        missing: missing.join(", "),
+    }
+}
+
+/// Any other rank: finds rank 0, and waits until all are there.
+fn connect(world: &World, version: &str, patience: Patience) -> Result<Peer, CommError> {
+    let deadline = Instant::now() + patience.join;
+    let failed = |error: io::Error| CommError::NoFirstRank {
+        rank: world.rank,
+        address: world.address(),
+        seconds: patience.join.as_secs(),
+        problem: error.to_string(),
+    };
+    let open = |is_control: bool| loop {
+        let opened = TcpStream::connect(world.address()).and_then(|stream| {
+            stream.set_nodelay(true)?;
+            send(
+                &stream,
+                HELLO,
+                Hello::text(world, version, is_control).as_bytes(),
+            )?;
+            Ok(stream)
+        });
+        match opened {
+            Err(error) if Instant::now() >= deadline => return Err(failed(error)),
+            Err(_) => std::thread::sleep(RETRY),
+            Ok(stream) => return Ok(stream),
+        }
+    };
+    let (data, control) = (open(false)?, open(true)?);
+    let left = deadline.saturating_duration_since(Instant::now());
+    let answer = data
+        .set_read_timeout(Some(left.max(HELLO_WAIT)))
+        .and_then(|()| receive(&data))
+        .and_then(|answer| data.set_read_timeout(None).map(|()| answer));
+    match answer {
+        Ok((WELCOME, place)) => Ok(Peer {
+            rank: 0,
+            place: String::from_utf8_lossy(&place).into_owned(),
+            data,
+            control,
+        }),
+        Ok((REFUSED, text)) => Err(CommError::Refused(
+            String::from_utf8_lossy(&text).into_owned(),
+        )),
+        Ok(_) => Err(failed(io::Error::other("something else answers there"))),
+        Err(error) => Err(failed(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,236 @@
+use super::*;
+use std::sync::mpsc::channel;
+use std::thread;
+
+const QUICK: Patience = Patience {
+    join: Duration::from_secs(20),
+    silence: Duration::from_secs(10),
+    farewell: Duration::from_millis(200),
+};
+
+/// A port that nobody has just now.
+fn port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().port()
+}
+
+fn world(rank: usize, size: usize, port: u16) -> World {
+    World {
+        rank,
+        size,
+        local_rank: rank,
+        local_size: size,
+        master_addr: "127.0.0.1".to_owned(),
+        master_port: port,
+        run_id: "test".to_owned(),
+    }
+}
+
+/// Runs `work` in each of `size` ranks, and gives what they return.
+fn ranks<T: Send + 'static>(size: usize, work: fn(&Mesh) -> T) -> Vec<T> {
+    let port = port();
+    let threads = (0..size).map(|rank| {
+        thread::spawn(move || {
+            let mesh = Mesh::join(world(rank, size, port), "1", QUICK, |_| {}).unwrap();
+            let result = work(&mesh);
+            mesh.leave();
+            result
+        })
+    });
+    let threads = threads.collect::<Vec<_>>();
+    threads
+        .into_iter()
+        .map(|thread| thread.join().unwrap())
+        .collect()
+}
+
+/// Values whose sum depends on the order of the addends.
+fn values(rank: usize, count: usize) -> Vec<f32> {
+    let value = |index: usize| {
+        let scale = [1.0, 1e7, -1e7, 3e-5][(rank + index) % 4];
+        scale * (1.0 + index as f32 / 7.0)
+    };
+    (0..count).map(value).collect()
+}
+
+#[test]
+fn sums_are_added_in_the_order_of_the_ranks_and_equal_everywhere() {
+    for size in [2, 3, 4] {
+        let found = ranks(size, |mesh| {
+            // Several sizes one after another, one of them longer than a piece.
+            [0, 1, 5, 200_000].map(|count| {
+                let mut sum = values(mesh.world().rank, count);
+                mesh.sum(&mut sum).unwrap();
+                sum
+            })
+        });
+        for (place, count) in [0, 1, 5, 200_000].into_iter().enumerate() {
+            let mut expected = values(0, count);
+            for rank in 1..size {
+                for (sum, value) in expected.iter_mut().zip(values(rank, count)) {
+                    *sum += value;
+                }
+            }
+            let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+            for sums in &found {
+                assert!(
+                    bits(&sums[place]) == bits(&expected),
+                    "{size} ranks, {count} values"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn bytes_come_from_all_ranks_or_from_the_first() {
+    let found = ranks(3, |mesh| {
+        let rank = mesh.world().rank;
+        mesh.barrier().unwrap();
+        let all = mesh.gather(&vec![rank as u8; rank]).unwrap();
+        (all, mesh.broadcast(&[7 + rank as u8]).unwrap())
+    });
+    for (all, first) in found {
+        assert_eq!(all, [vec![], vec![1], vec![2, 2]]);
+        assert_eq!(first, [7]);
+    }
+}
+
+#[test]
+fn a_rank_that_ends_is_named_to_all_others() {
+    let errors = ranks(3, |mesh| {
+        if mesh.world().rank == 1 {
+            // As the system does when a process is killed.
+            for peer in mesh.peers.iter() {
+                peer.data.shutdown(std::net::Shutdown::Both).unwrap();
+                peer.control.shutdown(std::net::Shutdown::Both).unwrap();
+            }
+            return None;
+        }
+        Some(mesh.sum(&mut [1.0]).unwrap_err())
+    });
+    for rank in [0, 2] {
+        let Some(CommError::Lost(failure)) = &errors[rank] else {
+            panic!("{errors:?}");
+        };
+        assert_eq!(
+            (failure.rank, &failure.loss),
+            (1, &Loss::Ended),
+            "{failure}"
+        );
+        assert!(failure.place.contains("pid"), "{failure}");
+    }
+}
+
+#[test]
+fn an_error_of_one_rank_is_told_to_all_others() {
+    let errors = ranks(3, |mesh| {
+        if mesh.world().rank == 2 {
+            mesh.fail("shard 3 is damaged");
+            return String::new();
+        }
+        mesh.barrier().unwrap_err().to_string()
+    });
+    for rank in [0, 1] {
+        let text = &errors[rank];
+        assert!(
+            text.contains("rank 2 (") && text.contains("shard 3 is damaged"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn a_rank_without_a_sign_is_lost_and_who_waits_elsewhere_is_ended() {
+    let port = port();
+    let patience = Patience {
+        silence: Duration::from_millis(300),
+        ..QUICK
+    };
+    // A rank that is there and then stands still: it never starts its threads.
+    let silent = thread::spawn(move || connect(&world(1, 2, port), "1", patience).unwrap());
+    let (sender, receiver) = channel();
+    let mesh = Mesh::join(world(0, 2, port), "1", patience, move |failure| {
+        sender.send(failure.clone()).unwrap();
+    });
+    let _mesh = mesh.unwrap();
+    let _silent = silent.join().unwrap();
+    // This rank never asks the mesh: it waits for its device, say.
+    let failure = receiver.recv_timeout(Duration::from_secs(10)).unwrap();
+    assert_eq!((failure.rank, failure.loss), (1, Loss::Silent(0)));
+}
+
+#[test]
+fn strangers_and_double_ranks_are_refused() {
+    let port = port();
+    let first = thread::spawn(move || Mesh::join(world(0, 3, port), "1", QUICK, |_| {}));
+    // A program that speaks something else, and a rank of another run, do not disturb.
+    let stranger = loop {
+        match TcpStream::connect(("127.0.0.1", port)) {
+            Ok(stream) => break stream,
+            Err(_) => thread::sleep(RETRY),
+        }
+    };
+    send(&stranger, 99, b"GET / HTTP/1.1").unwrap();
+    let mut other = world(1, 3, port);
+    other.run_id = "other".to_owned();
+    let error = Mesh::join(other, "1", QUICK, |_| {}).unwrap_err();
+    assert!(error.to_string().contains("another run"), "{error}");
+    let _one = connect_quietly(port);
+    let error = Mesh::join(world(1, 3, port), "1", QUICK, |_| {}).unwrap_err();
+    assert!(error.to_string().contains("rank 1"), "{error}");
+    let error = first.join().unwrap().unwrap_err();
+    assert!(error.to_string().contains("two processes"), "{error}");
+}
+
+/// The connections of rank 1 of 3, without waiting for the others.
+fn connect_quietly(port: u16) -> [TcpStream; 2] {
+    [false, true].map(|is_control| {
+        let stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let hello = Hello::text(&world(1, 3, port), "1", is_control);
+        send(&stream, HELLO, hello.as_bytes()).unwrap();
+        stream
+    })
+}
+
+#[test]
+fn another_version_or_size_ends_the_group_with_both_numbers() {
+    for (size, version, words) in [
+        (2, "2", ["version 2", "version 1"]),
+        (4, "1", ["WORLD_SIZE=4", "with 2"]),
+    ] {
+        let port = port();
+        let first = thread::spawn(move || Mesh::join(world(0, 2, port), "1", QUICK, |_| {}));
+        let own = Mesh::join(world(1, size, port), version, QUICK, |_| {}).unwrap_err();
+        let first = first.join().unwrap().unwrap_err();
+        for error in [own.to_string(), first.to_string()] {
+            assert!(words.iter().all(|word| error.contains(word)), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_port_that_is_taken_and_ranks_that_never_come_are_told() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let error = Mesh::join(world(0, 2, port), "1", QUICK, |_| {}).unwrap_err();
+    assert!(
+        error.to_string().contains(&format!("127.0.0.1:{port}")),
+        "{error}"
+    );
+    drop(taken);
+    let patience = Patience {
+        join: Duration::from_millis(50),
+        ..QUICK
+    };
+    let error = Mesh::join(world(0, 3, port), "1", patience, |_| {}).unwrap_err();
+    assert!(
+        error.to_string().contains("1 of 3") && error.to_string().contains("missing: 1, 2"),
+        "{error}"
+    );
+    let error = Mesh::join(world(2, 3, port), "1", patience, |_| {}).unwrap_err();
+    assert!(
+        error.to_string().contains("rank 2 found no rank 0"),
+        "{error}"
+    );
+}

@@ -1,0 +1,237 @@
+//! Signs of life: which rank is lost, and what then happens to the others.
+use crate::frame::{receive, send};
+use crate::mesh::Patience;
+use crate::{Failure, Loss};
+use std::io::ErrorKind;
+use std::net::{Shutdown, TcpStream};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+const BEAT: u8 = 1;
+const FAILED: u8 = 2;
+const BYE: u8 = 3;
+
+/// Time between two signs of life.
+const BEAT_EVERY: Duration = Duration::from_secs(2);
+
+/// Another rank as this one knows it.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    pub(crate) rank: usize,
+    /// Host and process id.
+    pub(crate) place: String,
+    /// Values.
+    pub(crate) data: TcpStream,
+    /// Signs of life.
+    pub(crate) control: TcpStream,
+}
+
+/// What all threads of this rank know.
+pub(crate) struct Watch {
+    rank: usize,
+    peers: Arc<Vec<Peer>>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    failure: Option<Failure>,
+    /// This rank needs the others no more.
+    has_left: bool,
+    /// Ranks that said so of themselves.
+    gone: Vec<usize>,
+}
+
+/// Ends the process where the failure of another rank does not end it in time.
+pub(crate) type GiveUp = Box<dyn FnOnce(&Failure) + Send>;
+
+impl Watch {
+    /// Starts the threads that tell and listen. They end when this rank leaves.
+    pub(crate) fn start(
+        rank: usize,
+        peers: Arc<Vec<Peer>>,
+        patience: Patience,
+        give_up: GiveUp,
+    ) -> std::io::Result<Arc<Self>> {
+        let this = Arc::new(Self {
+            rank,
+            peers,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        });
+        for index in 0..this.peers.len() {
+            this.peers[index]
+                .control
+                .set_read_timeout(Some(patience.silence))?;
+            let watch = this.clone();
+            spawn("sieve-listen", move || {
+                watch.listen(index, patience.silence)
+            })?;
+        }
+        let watch = this.clone();
+        spawn("sieve-beat", move || watch.beat())?;
+        let watch = this.clone();
+        spawn("sieve-give-up", move || {
+            watch.end(patience.farewell, give_up)
+        })?;
+        Ok(this)
+    }
+
+    /// The rank that was lost, once one was; waits a moment for the news, because a broken connection for values may be
+    /// noticed before its reason is.
+    pub(crate) fn failure(&self, wait: Duration) -> Option<Failure> {
+        let state = self.lock();
+        let waited = self
+            .changed
+            .wait_timeout_while(state, wait, |state| state.failure.is_none());
+        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        state.failure.clone()
+    }
+
+    /// Tells all ranks that this one cannot go on.
+    pub(crate) fn fail(&self, text: &str) {
+        let failure = Failure {
+            rank: self.rank,
+            place: String::new(),
+            loss: Loss::Error(text.to_owned()),
+        };
+        self.lock().has_left = true;
+        self.tell(&failure);
+        self.changed.notify_all();
+    }
+
+    /// Tells all ranks that this one needs them no more.
+    pub(crate) fn leave(&self) {
+        self.lock().has_left = true;
+        for peer in self.peers.iter() {
+            let _ = send(&peer.control, BYE, &[]);
+        }
+        self.changed.notify_all();
+    }
+
+    fn beat(&self) {
+        let mut state = self.lock();
+        while !state.has_left && state.failure.is_none() {
+            drop(state);
+            for peer in self.peers.iter() {
+                // A connection that broke is noticed by who listens to it.
+                let _ = send(&peer.control, BEAT, &[]);
+            }
+            let waited = self.changed.wait_timeout(self.lock(), BEAT_EVERY);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn listen(&self, index: usize, silence: Duration) {
+        let peer = &self.peers[index];
+        let lost = |loss| Failure {
+            rank: peer.rank,
+            place: peer.place.clone(),
+            loss,
+        };
+        let failure = loop {
+            match receive(&peer.control) {
+                Ok((BEAT, _)) => {}
+                Ok((BYE, _)) => {
+                    self.lock().gone.push(peer.rank);
+                    return;
+                }
+                Ok((FAILED, bytes)) => break read_failure(&bytes, peer),
+                Err(error) if is_timeout(error.kind()) => {
+                    break lost(Loss::Silent(silence.as_secs()));
+                }
+                _ => break lost(Loss::Ended),
+            }
+        };
+        let mut state = self.lock();
+        if state.has_left || state.failure.is_some() {
+            return;
+        }
+        state.failure = Some(failure.clone());
+        drop(state);
+        self.changed.notify_all();
+        if self.rank == 0 {
+            self.tell(&failure);
+        }
+        // Whoever waits for values wakes up with an error.
+        for peer in self.peers.iter() {
+            let _ = peer.data.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Sends a failure to everybody who listens.
+    fn tell(&self, failure: &Failure) {
+        let (kind, text) = match &failure.loss {
+            Loss::Ended => ("ended", String::new()),
+            Loss::Silent(seconds) => ("silent", seconds.to_string()),
+            Loss::Error(text) => ("error", text.clone()),
+        };
+        let message = format!("{}\n{}\n{kind}\n{text}", failure.rank, failure.place);
+        for peer in self.peers.iter() {
+            let _ = send(&peer.control, FAILED, message.as_bytes());
+        }
+    }
+
+    /// Waits for a failure; the process has `farewell` to end by itself then.
+    fn end(&self, farewell: Duration, give_up: GiveUp) {
+        let is_well = |state: &mut State| !state.has_left && state.failure.is_none();
+        let waited = self.changed.wait_while(self.lock(), is_well);
+        drop(waited);
+        if self.lock().has_left {
+            return;
+        }
+        let waited = self
+            .changed
+            .wait_timeout_while(self.lock(), farewell, |s| !s.has_left);
+        drop(waited);
+        let state = self.lock();
+        if let (false, Some(failure)) = (state.has_left, state.failure.clone()) {
+            drop(state);
+            give_up(&failure);
+        }
+    }
+
+    /// Whether a rank said farewell.
+    pub(crate) fn is_gone(&self, rank: usize) -> bool {
+        self.lock().gone.contains(&rank)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+    thread::Builder::new()
+        .name(name.to_owned())
+        .spawn(work)
+        .map(drop)
+}
+
+fn is_timeout(kind: ErrorKind) -> bool {
+    matches!(kind, ErrorKind::WouldBlock | ErrorKind::TimedOut)
+}
+
+fn read_failure(bytes: &[u8], from: &Peer) -> Failure {
+    let text = String::from_utf8_lossy(bytes);
+    let mut parts = text.splitn(4, '\n');
+    let mut part = || parts.next().unwrap_or_default().to_owned();
+    let (rank, place, kind, text) = (part(), part(), part(), part());
+    let rank = rank.parse().unwrap_or(from.rank);
+    Failure {
+        rank,
+        // Its own place is not what a rank tells.
+        place: if rank == from.rank {
+            from.place.clone()
+        } else {
+            place
+        },
+        loss: match kind.as_str() {
+            "silent" => Loss::Silent(text.parse().unwrap_or(0)),
+            "error" => Loss::Error(text),
+            _ => Loss::Ended,
+        },
+    }
+}

@@ -1,0 +1,274 @@
+//! Which of how many processes this one is, from what its launcher set.
+use crate::CommError;
+
+/// The group of processes that this one belongs to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct World {
+    /// This process, from 0.
+    pub rank: usize,
+    /// All processes.
+    pub size: usize,
+    /// This process among those of its host, from 0.
+    pub local_rank: usize,
+    /// Processes on this host.
+    pub local_size: usize,
+    /// Host of rank 0.
+    pub master_addr: String,
+    /// Port on which rank 0 listens.
+    pub master_port: u16,
+    /// Keeps processes of another run out.
+    pub run_id: String,
+}
+
+/// Slurm's jobs of one host share its ports: each job has its own.
+const FIRST_SLURM_PORT: u64 = 15_000;
+const NUM_SLURM_PORTS: u64 = 20_000;
+
+impl World {
+    /// The group that the environment names: torchrun's variables, which `sieve launch` and others set too, else those of a
+    /// Slurm step. `None` where there is no group, or one of a single process.
+    ///
+    /// # Errors
+    /// Variables set in part, values that do not fit together.
+    pub fn from_env(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>, CommError> {
+        let read = |name: &str| variable(name).filter(|value| !value.is_empty());
+        let world = if read("RANK").is_some() || read("WORLD_SIZE").is_some() {
+            Self::of_torchrun(&read)?
+        } else if read("SLURM_STEP_ID").is_some() && read("SLURM_PROCID").is_some() {
+            Self::of_slurm(&read)?
+        } else {
+            return Ok(None);
+        };
+        if world.size == 0 || world.rank >= world.size {
+            return Err(CommError::BadVariable {
+                name: "RANK",
+                value: world.rank.to_string(),
+                problem: format!("is no rank of {} processes (WORLD_SIZE)", world.size),
+            });
+        }
+        if world.local_rank >= world.local_size {
+            return Err(CommError::BadVariable {
+                name: "LOCAL_RANK",
+                value: world.local_rank.to_string(),
+                problem: format!("is no rank of {} on this host", world.local_size),
+            });
+        }
+        Ok((world.size > 1).then_some(world))
+    }
+
+    fn of_torchrun(read: &dyn Fn(&str) -> Option<String>) -> Result<Self, CommError> {
+        let size = number(read, "WORLD_SIZE", "RANK")?;
+        let rank = number(read, "RANK", "WORLD_SIZE")?;
+        if size == 1 {
+            return Ok(Self::alone());
+        }
+        let missing = |missing| CommError::HalfSet {
+            set: "WORLD_SIZE",
+            missing,
+        };
+        let master_addr = read("MASTER_ADDR").ok_or_else(|| missing("MASTER_ADDR"))?;
+        let mut master_port: u16 = number(read, "MASTER_PORT", "WORLD_SIZE")?;
+        // The store of torchrun's agent listens on the port itself.
+        if read("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True") {
+            master_port = master_port.wrapping_add(1);
+        }
+        // One process a host where nothing says otherwise.
+        let (local_rank, local_size) = match read("LOCAL_RANK") {
+            None => (0, 1),
+            Some(_) => {
+                let local_rank = number(read, "LOCAL_RANK", "RANK")?;
+                let local_size = match read("LOCAL_WORLD_SIZE") {
+                    Some(_) => number(read, "LOCAL_WORLD_SIZE", "LOCAL_RANK")?,
+                    None => size,
+                };
+                (local_rank, local_size)
+            }
+        };
+        Ok(Self {
+            rank,
+            size,
+            local_rank,
+            local_size,
+            master_addr,
+            master_port,
+            run_id: read("TORCHELASTIC_RUN_ID").unwrap_or_default(),
+        })
+    }
+
+    fn of_slurm(read: &dyn Fn(&str) -> Option<String>) -> Result<Self, CommError> {
+        let size = number(read, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+            .or_else(|_| number(read, "SLURM_NTASKS", "SLURM_PROCID"))?;
+        let rank = number(read, "SLURM_PROCID", "SLURM_NTASKS")?;
+        if size == 1 {
+            return Ok(Self::alone());
+        }
+        let job = number::<u64>(read, "SLURM_JOB_ID", "SLURM_PROCID")?;
+        let nodes = read("SLURM_STEP_NODELIST").ok_or(CommError::HalfSet {
+            set: "SLURM_PROCID",
+            missing: "SLURM_STEP_NODELIST",
+        })?;
+        let step = read("SLURM_STEP_ID").unwrap_or_default();
+        // "4(x2),3": the first count is as good as any for threads; which GPU is LOCALID's alone.
+        let local_rank = number(read, "SLURM_LOCALID", "SLURM_PROCID")?;
+        let tasks = read("SLURM_STEP_TASKS_PER_NODE").unwrap_or_default();
+        let digits = tasks.split(|c: char| !c.is_ascii_digit()).next();
+        let local_size = digits.and_then(|digits| digits.parse().ok());
+        Ok(Self {
+            rank,
+            size,
+            local_rank,
+            local_size: local_size.unwrap_or(size).max(local_rank + 1),
+            master_addr: read("MASTER_ADDR").unwrap_or_else(|| first_host(&nodes)),
+            master_port: match read("MASTER_PORT") {
+                Some(_) => number(read, "MASTER_PORT", "SLURM_PROCID")?,
+                None => (FIRST_SLURM_PORT + job % NUM_SLURM_PORTS) as u16,
+            },
+            run_id: format!("{job}.{step}"),
+        })
+    }
+
+    fn alone() -> Self {
+        Self {
+            rank: 0,
+            size: 1,
+            local_rank: 0,
+            local_size: 1,
+            master_addr: String::new(),
+            master_port: 0,
+            run_id: String::new(),
+        }
+    }
+
+    /// Where rank 0 listens.
+    pub fn address(&self) -> String {
+        format!("{}:{}", self.master_addr, self.master_port)
+    }
+}
+
+/// A variable's value as a number; `set` is one that asks for it.
+fn number<T: std::str::FromStr>(
+    read: &dyn Fn(&str) -> Option<String>,
+    name: &'static str,
+    set: &'static str,
+) -> Result<T, CommError> {
+    let value = read(name).ok_or(CommError::HalfSet { set, missing: name })?;
+    value.trim().parse().map_err(|_| CommError::BadVariable {
+        name,
+        value,
+        problem: "is no such number".to_owned(),
+    })
+}
+
+/// The first host of a Slurm list such as `a[01-04,07],b3`.
+fn first_host(list: &str) -> String {
+    let end = list.find([',', '[']).unwrap_or(list.len());
+    let (name, rest) = list.split_at(end);
+    match rest.strip_prefix('[') {
+        Some(numbers) => {
+            let end = numbers.find(['-', ',', ']']).unwrap_or(numbers.len());
+            format!("{name}{}", &numbers[..end])
+        }
+        None => name.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn world(variables: &[(&str, &str)]) -> Result<Option<World>, CommError> {
+        let find = |name: &str| {
+            let found = variables.iter().find(|(key, _)| *key == name);
+            found.map(|(_, value)| (*value).to_owned())
+        };
+        World::from_env(&find)
+    }
+
+    const TORCHRUN: [(&str, &str); 6] = [
+        ("RANK", "5"),
+        ("WORLD_SIZE", "8"),
+        ("LOCAL_RANK", "1"),
+        ("LOCAL_WORLD_SIZE", "4"),
+        ("MASTER_ADDR", "node-a"),
+        ("MASTER_PORT", "29500"),
+    ];
+
+    #[test]
+    fn torchrun_sets_six_variables() {
+        let found = world(&TORCHRUN).unwrap().unwrap();
+        assert_eq!((found.rank, found.size), (5, 8));
+        assert_eq!((found.local_rank, found.local_size), (1, 4));
+        assert_eq!(found.address(), "node-a:29500");
+        let mut agent = TORCHRUN.to_vec();
+        agent.push(("TORCHELASTIC_USE_AGENT_STORE", "True"));
+        assert_eq!(world(&agent).unwrap().unwrap().master_port, 29501);
+    }
+
+    #[test]
+    fn nothing_set_or_one_process_is_no_group() {
+        assert_eq!(world(&[]), Ok(None));
+        // Clusters set the address everywhere.
+        assert_eq!(world(&[("MASTER_ADDR", "a")]), Ok(None));
+        assert_eq!(world(&[("RANK", "0"), ("WORLD_SIZE", "1")]), Ok(None));
+        // An interactive shell inside an allocation is no step.
+        assert_eq!(
+            world(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")]),
+            Ok(None)
+        );
+    }
+
+    #[test]
+    fn a_group_set_in_part_is_refused_by_the_missing_name() {
+        for missing in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
+            let mut variables = TORCHRUN.to_vec();
+            variables.retain(|(name, _)| *name != missing);
+            let error = world(&variables).unwrap_err().to_string();
+            assert!(error.contains(&format!("{missing} is not")), "{error}");
+        }
+        let mut variables = TORCHRUN.to_vec();
+        variables[0].1 = "8";
+        assert!(
+            world(&variables)
+                .unwrap_err()
+                .to_string()
+                .contains("RANK=8")
+        );
+        variables[0].1 = "one";
+        assert!(
+            world(&variables)
+                .unwrap_err()
+                .to_string()
+                .contains("RANK=one")
+        );
+        let mut variables = TORCHRUN.to_vec();
+        variables[2].1 = "4";
+        assert!(
+            world(&variables)
+                .unwrap_err()
+                .to_string()
+                .contains("LOCAL_RANK=4")
+        );
+    }
+
+    #[test]
+    fn a_slurm_step_names_its_first_host() {
+        let found = world(&[
+            ("SLURM_STEP_ID", "0"),
+            ("SLURM_PROCID", "3"),
+            ("SLURM_NTASKS", "8"),
+            ("SLURM_LOCALID", "3"),
+            ("SLURM_JOB_ID", "40007"),
+            ("SLURM_STEP_NODELIST", "gpu[012-013,020]"),
+            ("SLURM_STEP_TASKS_PER_NODE", "4(x2)"),
+        ]);
+        let found = found.unwrap().unwrap();
+        assert_eq!(
+            (found.rank, found.size, found.local_rank, found.local_size),
+            (3, 8, 3, 4)
+        );
+        assert_eq!(found.address(), "gpu012:15007");
+        for (list, host) in [("a", "a"), ("a,b", "a"), ("a1[7]", "a17"), ("a[1,3]", "a1")] {
+            assert_eq!(first_host(list), host);
+        }
+    }
+}
