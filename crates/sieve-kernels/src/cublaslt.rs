@@ -17,6 +17,7 @@ use cubecl::device::Device;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::stream_id::StreamId;
 use lane::{Call, Library, Server};
+pub(crate) use lane::{on_lane, open as open_lane};
 pub use problem::Product;
 use problem::{Problem, operand_rows, result_shape};
 use std::collections::HashSet;

@@ -147,6 +147,12 @@ pub enum KernelError {
         "CUDA: the library libcublasLt was not found\n  hint: install the CUDA toolkit, or `pip install nvidia-cublas`, and put its folder on LD_LIBRARY_PATH"
     )]
     NoCublasLt,
+    /// NCCL is not on this machine, or under no name that is looked for.
+    #[error(
+        "CUDA: the library libnccl was not found, which several processes on GPUs need
+  hint: install libnccl-dev; or `pip install nvidia-nccl-cu13`, make a link libnccl.so to its libnccl.so.2, and put the link's folder on LD_LIBRARY_PATH"
+    )]
+    NoNccl,
     /// CUPTI, which traces kernels, is missing or refuses.
     #[error(
         "CUDA: kernels cannot be traced: {reason}\n  hint: install the CUDA toolkit, or `pip install nvidia-cuda-cupti`, put the folder of libcupti.so on LD_LIBRARY_PATH, and run no other profiler"

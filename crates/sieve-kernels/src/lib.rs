@@ -43,6 +43,7 @@ mod mla_decode;
 
 mod cublaslt;
 mod fill_zero;
+mod nccl;
 mod vector_rows;
 
 mod adamw;
@@ -133,6 +134,7 @@ pub use mla_pack::{
     MlaPack, mla_heads, mla_pack_backward, mla_pack_backward_kernel, mla_pack_forward,
     mla_pack_forward_kernel,
 };
+pub use nccl::{NCCL_ID_BYTES, NcclGroup, nccl_id, require_nccl};
 pub use needed::{AttentionNeeds, NeededKernels, NeededKeys, needed_kernels, shared_bytes_of};
 pub use probe::{CudaReport, DeviceReport, memory_bytes, probe};
 pub use qk_norm_rope_backward::{

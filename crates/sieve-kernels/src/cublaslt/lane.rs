@@ -101,8 +101,23 @@ pub(super) fn inline_products() -> Option<bool> {
     (!lanes.is_empty()).then(|| lanes.values().all(|inline| *inline))
 }
 
+/// Queues `work` in order with Burn's launches on `stream`, whose lane is open; on the device thread.
+pub(crate) fn on_lane(
+    stream: StreamId,
+    work: impl FnOnce(CUstream) -> Result<(), String>,
+) -> Result<(), String> {
+    let queued = Library::with(|library| {
+        let lane = library.lanes.get(&stream.value);
+        let lane = lane.ok_or_else(|| Refusal::Failed("no lane for this stream".to_owned()))?;
+        lane.enter()?;
+        work(lane.stream).map_err(Refusal::Failed)?;
+        lane.leave()
+    });
+    queued.map_err(|refusal| refusal.to_string())
+}
+
 /// Opens the library and the lane of the caller's stream, if they are not open yet.
-pub(super) fn open(like: &CudaTensor) -> Result<(), KernelError> {
+pub(crate) fn open(like: &CudaTensor) -> Result<(), KernelError> {
     let stream = StreamId::current();
     let key = (like.device().index, stream.value);
     if lock(&LANES).contains_key(&key) {
