@@ -24,6 +24,8 @@ mod selectors_cli;
 mod train_gradients;
 mod train_guard;
 mod train_guard_runs;
+mod train_ranks;
+mod train_ranks_faults;
 mod train_run;
 mod train_stages;
 mod train_sweep;

@@ -2,14 +2,16 @@
 use crate::tiny_run::TinyRun;
 use burn::backend::Autodiff;
 use burn_flex::{Flex, FlexDevice};
+use sieve_comm::Mesh;
 use sieve_core::Recipe;
 use sieve_data::OnChange;
 use sieve_hf::named_parameters;
 use sieve_train::{
-    DataSource, Disturbance, Hardware, MemoryProbe, Origin, Precision, RunFolder, SkippedStep,
-    Start, TrainError, TrainEvent, TrainSummary, Trainer,
+    DataSource, Disturbance, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder,
+    SkippedStep, Start, TrainError, TrainEvent, TrainSummary, Trainer,
 };
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 type B = Autodiff<Flex>;
@@ -25,7 +27,7 @@ pub(crate) struct Outcome {
     pub(crate) losses: Vec<f64>,
     /// Names of the checkpoints, as they were written.
     pub(crate) checkpoints: Vec<String>,
-    weights: Vec<Vec<u8>>,
+    pub(crate) weights: Vec<Vec<u8>>,
     moments: Vec<u8>,
 }
 
@@ -45,6 +47,17 @@ pub(crate) fn disturbed(
     overrides: &[&str],
     disturbance: Disturbance,
 ) -> Outcome {
+    disturbed_rank(run, out, overrides, disturbance, None)
+}
+
+/// The same, as one of several ranks.
+pub(crate) fn disturbed_rank(
+    run: &TinyRun,
+    out: &str,
+    overrides: &[&str],
+    disturbance: Disturbance,
+    mesh: Option<Arc<Mesh>>,
+) -> Outcome {
     let text = std::fs::read_to_string(run.path("tiny.toml")).expect("the recipe");
     let text = text.replace(
         "corpus/*.txt",
@@ -60,8 +73,11 @@ pub(crate) fn disturbed(
         .expect("prepared");
     data.prepare_stages(&recipe, (&place.0, place.1), None, &|_| None, &mut |_| {})
         .expect("prepared");
-    let mut folder =
-        RunFolder::open(&run.path(out), &recipe.checkpoint.folder, &Start::New).expect("free");
+    let name = &recipe.checkpoint.folder;
+    let mut folder = match &mesh {
+        Some(mesh) if mesh.world().rank > 0 => RunFolder::of_group(&run.path(out), name),
+        _ => RunFolder::open(&run.path(out), name, &Start::New).expect("free"),
+    };
     folder.claim(&Start::New).expect("free");
     let hardware = Hardware::<B> {
         device: FlexDevice,
@@ -71,6 +87,11 @@ pub(crate) fn disturbed(
     };
     let mut trainer =
         Trainer::new(recipe, data, folder, Origin::seed(), hardware).expect("it fits");
+    // Rank 0 alone knows when the last checkpoint is on disk.
+    let writes = mesh.as_ref().is_none_or(|mesh| mesh.world().rank == 0);
+    if let Some(mesh) = mesh {
+        trainer = trainer.join(Group::on_host(mesh)).expect("it divides");
+    }
     trainer.disturb(disturbance);
     let (mut skipped, mut notices) = (Vec::new(), Vec::new());
     let (mut steps, mut losses, mut checkpoints) = (Vec::new(), Vec::new(), Vec::new());
@@ -91,6 +112,7 @@ pub(crate) fn disturbed(
     let last = result
         .as_ref()
         .ok()
+        .filter(|_| writes)
         .and_then(|summary| summary.checkpoint.clone());
     Outcome {
         skipped,

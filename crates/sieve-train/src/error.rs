@@ -13,6 +13,12 @@ pub enum TrainError {
     /// Checkpoints.
     #[error(transparent)]
     Checkpoint(#[from] sieve_hf::CheckpointError),
+    /// The other processes of the run.
+    #[error(transparent)]
+    Comm(#[from] sieve_comm::CommError),
+    /// Sums over all ranks on their devices.
+    #[error("adding up gradients over all ranks: {0}")]
+    Sum(String),
     /// The device did not give its tensors.
     #[error("reading weights and moments from the device: {0}")]
     Device(String),
@@ -117,13 +123,16 @@ pub enum TrainError {
     },
     /// Rows of the recipe do not divide.
     #[error(
-        "training.global_batch_size {global} is no multiple of training.local_batch_size {local}\n  hint: choose multiples"
+        "training.global_batch_size {global} is no multiple of training.local_batch_size {local}{}\n  hint: choose multiples",
+        if *ranks > 1 { format!(" x {ranks} ranks") } else { String::new() }
     )]
     BatchSizes {
         /// Rows of a step.
         global: usize,
         /// Rows of a micro-batch.
         local: usize,
+        /// Processes that share a step.
+        ranks: usize,
     },
     /// No label in a whole step.
     #[error(

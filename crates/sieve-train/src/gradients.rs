@@ -32,6 +32,21 @@ impl<B: TrainBackend> GradientBuffer<B> {
         });
     }
 
+    /// Removes and returns the gradients of `module`, in module order.
+    pub(crate) fn take_all<M: Module<B>>(&mut self, module: &M) -> Vec<(ParamId, Primitive<B>)> {
+        let mut taker = Taker {
+            buffer: self,
+            found: Vec::new(),
+        };
+        module.visit(&mut taker);
+        taker.found
+    }
+
+    /// Holds these gradients.
+    pub(crate) fn put(&mut self, gradients: impl IntoIterator<Item = (ParamId, Primitive<B>)>) {
+        self.by_id.extend(gradients);
+    }
+
     /// Removes and returns one gradient.
     pub(crate) fn take<const D: usize>(
         &mut self,
@@ -104,6 +119,19 @@ struct All<'a, B: TrainBackend> {
 impl<B: TrainBackend> ModuleVisitor<B> for All<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         self.found.extend(self.buffer.by_id.get(&param.id).cloned());
+    }
+}
+
+struct Taker<'a, B: TrainBackend> {
+    buffer: &'a mut GradientBuffer<B>,
+    found: Vec<(ParamId, Primitive<B>)>,
+}
+
+impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        let gradient = self.buffer.by_id.remove(&param.id);
+        self.found
+            .extend(gradient.map(|gradient| (param.id, gradient)));
     }
 }
 

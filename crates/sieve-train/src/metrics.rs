@@ -11,7 +11,8 @@ use tensorboard_rs::summary_writer::SummaryWriter;
 /// Writers of a run's numbers.
 pub(crate) struct Metrics {
     path: PathBuf,
-    file: File,
+    /// `None` where another process writes.
+    file: Option<File>,
     /// `None` when the recipe wants none, or after it failed.
     tensorboard: Option<SummaryWriter>,
 }
@@ -67,10 +68,19 @@ impl Metrics {
         };
         let metrics = Self {
             path,
-            file,
+            file: Some(file),
             tensorboard,
         };
         Ok((metrics, history))
+    }
+
+    /// Writes nothing: for a process whose numbers another one of its group writes.
+    pub(crate) fn nowhere() -> Self {
+        Self {
+            path: PathBuf::new(),
+            file: None,
+            tensorboard: None,
+        }
     }
 
     pub(crate) fn step(&mut self, report: &StepReport) -> Result<(), TrainError> {
@@ -120,10 +130,12 @@ impl Metrics {
     }
 
     fn line(&mut self, line: &Line<'_>) -> Result<(), TrainError> {
+        let Some(file) = &mut self.file else {
+            return Ok(());
+        };
         let mut text = serde_json::to_string(line).expect("plain numbers serialise");
         text.push('\n');
-        self.file
-            .write_all(text.as_bytes())
+        file.write_all(text.as_bytes())
             .map_err(TrainError::io("writing", &self.path))
     }
 

@@ -18,9 +18,9 @@ pub struct StepReport {
     pub lr: f64,
     /// Tokens trained on so far.
     pub tokens_seen: u64,
-    /// Tokens a second since the last report, steps only.
+    /// Tokens a second since the last report, steps only; of all processes together.
     pub tokens_per_second: f64,
-    /// Executed FLOPs a second, in units of 10¹².
+    /// Executed FLOPs a second on one device, in units of 10¹².
     pub tflops: f64,
     /// Executed FLOPs as a share of the device's peak, in percent; `None` where no peak is known.
     pub mfu_percent: Option<f64>,
@@ -32,7 +32,7 @@ pub struct StepReport {
     pub memory_total_bytes: u64,
     /// Seconds left at the present speed.
     pub eta_seconds: f64,
-    /// What the mask did in this step's last micro-batch.
+    /// What the mask did in this step's last micro-batch; of several processes in rank 0's.
     pub attention: AttentionStatistics,
 }
 

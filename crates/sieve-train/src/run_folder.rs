@@ -22,6 +22,8 @@ pub enum Start {
 pub struct RunFolder {
     path: PathBuf,
     checkpoint_folder: String,
+    /// Another process of the same group has claimed it.
+    is_claimed: bool,
     /// Held until the run ends; the system gives it back when the process is killed.
     _lock: Option<File>,
 }
@@ -35,10 +37,21 @@ impl RunFolder {
         let folder = Self {
             path: path.to_owned(),
             checkpoint_folder: checkpoint_folder.to_owned(),
+            is_claimed: false,
             _lock: None,
         };
         folder.check(start)?;
         Ok(folder)
+    }
+
+    /// The folder of a run that another process has opened and writes: rank 0 of the same group.
+    pub fn of_group(path: &Path, checkpoint_folder: &str) -> Self {
+        Self {
+            path: path.to_owned(),
+            checkpoint_folder: checkpoint_folder.to_owned(),
+            is_claimed: true,
+            _lock: None,
+        }
     }
 
     /// Makes the folder where it is missing, and takes it for this process.
@@ -46,6 +59,9 @@ impl RunFolder {
     /// # Errors
     /// A folder that cannot be made or written to, or that another process trains in.
     pub fn claim(&mut self, start: &Start) -> Result<(), TrainError> {
+        if self.is_claimed {
+            return Ok(());
+        }
         fs::create_dir_all(&self.path).map_err(TrainError::io("creating", &self.path))?;
         let lock = self.path.join("run.lock");
         match try_lock(&lock).map_err(TrainError::io("locking", &lock))? {

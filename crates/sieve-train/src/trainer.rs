@@ -11,10 +11,11 @@ pub use guarding::Disturbance;
 pub use stage::{loader_config, step_batch};
 
 use crate::atomic::write_atomically;
+use crate::group::{Agreement, Share};
 use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
 use crate::{
-    AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Hardware, MemoryProbe, Origin,
+    AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, MemoryProbe, Origin,
     Precision, RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary,
     TrainingData, Unigram, ValidationReport, accumulate_gradients_with, validate,
 };
@@ -64,6 +65,8 @@ pub struct Trainer<B: TrainBackend> {
     /// To be told when the run begins.
     notices: Vec<String>,
     disturbance: Disturbance,
+    /// The processes that train together; `None` where this one is alone.
+    group: Option<Group<B>>,
 }
 
 /// Where a run's news goes: to its files and to the caller.
@@ -103,7 +106,7 @@ impl<B: TrainBackend> Trainer<B> {
             memory,
         } = hardware;
         let first = recipe.stage_of_step(origin.step() as usize);
-        let stage = StageState::new(&recipe, first, &data)?;
+        let stage = StageState::new(&recipe, first, &data, Share::ALL)?;
         let vocab_size = stage.shape.vocab_size;
         let training = &recipe.training;
         let model = Qwen3::new(&stage.shape, training.seed, &device);
@@ -127,6 +130,7 @@ impl<B: TrainBackend> Trainer<B> {
             writer: CheckpointWriter::default(),
             notices: origin.notices,
             disturbance: Disturbance::default(),
+            group: None,
             recipe,
             data,
             folder,
@@ -143,6 +147,27 @@ impl<B: TrainBackend> Trainer<B> {
             trainer.model = model.map(|model| trainer.optimizer.hold_masters(model));
         }
         Ok(trainer)
+    }
+
+    /// Trains with the other processes of `group`, which were given the same recipe, data and checkpoint: each takes its share
+    /// of every step's rows. Rank 0 validates, and writes all files.
+    ///
+    /// # Errors
+    /// A batch that does not divide by the ranks.
+    pub fn join(mut self, group: Group<B>) -> Result<Self, TrainError> {
+        self.group = Some(group);
+        let stage = self.stage.stage.clone();
+        self.stage = StageState::new(&self.recipe, stage, &self.data, self.share())?;
+        Ok(self)
+    }
+
+    fn share(&self) -> Share {
+        self.group.as_ref().map_or(Share::ALL, Group::share)
+    }
+
+    /// Whether this process writes the run's files.
+    fn writes(&self) -> bool {
+        self.share().rank == 0
     }
 
     /// The model as it stands.
@@ -228,16 +253,24 @@ impl<B: TrainBackend> Trainer<B> {
         stop: &AtomicBool,
         observe: &mut dyn FnMut(TrainEvent<'_>),
     ) -> Result<TrainSummary, TrainError> {
+        if let Some(group) = &self.group {
+            group.check_equal(&format!(
+                "step {}, row {}, data {}",
+                self.step,
+                self.next_sample,
+                self.data.fingerprint()
+            ))?;
+        }
         let (mut reporter, history) = self.begin(observe)?;
         let first_validation = match history.first {
-            Some(report) => report,
+            Some(report) => Some(report),
             None => self.validate(&mut reporter)?,
         };
         let mut summary = TrainSummary {
             step: self.step,
             interrupted: false,
-            last_validation: history.last.or_else(|| Some(first_validation.clone())),
-            first_validation: Some(first_validation),
+            last_validation: history.last.or_else(|| first_validation.clone()),
+            first_validation,
             checkpoint: None,
             last_step: None,
             peak_memory: None,
@@ -276,7 +309,8 @@ impl<B: TrainBackend> Trainer<B> {
         let mut is_first = true;
         // A checkpoint among bad steps would be the one that the guard goes back to: it waits until they are over.
         let mut is_due = false;
-        while self.step < num_steps && !stop.load(Ordering::Relaxed) {
+        let stops_alone = self.group.is_none();
+        while self.step < num_steps && !(stops_alone && stop.load(Ordering::Relaxed)) {
             if let Some(next) = self.next_stage() {
                 drop(batches);
                 clock.pause(|| self.enter_stage(next))?;
@@ -286,7 +320,11 @@ impl<B: TrainBackend> Trainer<B> {
             }
             let mut step_batches = self.take_batches(&mut batches)?;
             (self.disturbance.batches)(self.next_sample, &mut step_batches);
-            self.train_step(&step_batches)?;
+            let agreed = self.agree(&step_batches, stop)?;
+            if agreed.stops {
+                break;
+            }
+            self.train_step(&step_batches, agreed.num_labels)?;
             clock.step(self.stage.recipe.training.tokens_per_step() as u64);
             watch.step();
 
@@ -320,7 +358,7 @@ impl<B: TrainBackend> Trainer<B> {
             let interval = self.recipe.validation.interval as u64;
             if is_last || self.step.is_multiple_of(interval) {
                 let report = clock.pause(|| self.validate(reporter))?;
-                summary.last_validation = Some(report);
+                summary.last_validation = report.or(summary.last_validation.take());
             }
             if is_due && !self.guard_log.in_streak() {
                 clock.pause(|| self.start_checkpoint(reporter))?;
@@ -341,6 +379,19 @@ impl<B: TrainBackend> Trainer<B> {
             Ok(batch?)
         });
         taken.collect()
+    }
+
+    /// What is known of the next step before it is taken, by all processes.
+    fn agree(&self, batches: &[Batch], stop: &AtomicBool) -> Result<Agreement, TrainError> {
+        let own = Agreement {
+            num_labels: batches.iter().map(Batch::num_labels).sum(),
+            // A process alone has looked before it read the rows.
+            stops: self.group.is_some() && stop.load(Ordering::Relaxed),
+        };
+        match &self.group {
+            Some(group) => group.agree(self.step, self.loss_mean.state().mean_loss, own),
+            None => Ok(own),
+        }
     }
 
     /// What a person should know of the stage that begins.
@@ -367,6 +418,9 @@ impl<B: TrainBackend> Trainer<B> {
     /// # Errors
     /// Any failure of the file system.
     pub fn write_config(&self) -> Result<(), TrainError> {
+        if !self.writes() {
+            return Ok(());
+        }
         write_atomically(&self.folder.config_path(), &self.recipe.to_toml()?)
     }
 
@@ -376,22 +430,34 @@ impl<B: TrainBackend> Trainer<B> {
         observe: &'a mut dyn FnMut(TrainEvent<'_>),
     ) -> Result<(Reporter<'a>, History), TrainError> {
         self.write_config()?;
-        let tensorboard = self.recipe.metrics.enable_tensorboard;
-        let (metrics, history) = Metrics::open(&self.folder, self.step, tensorboard)?;
+        let (metrics, history) = self.open_metrics()?;
         let mut reporter = Reporter { metrics, observe };
         for notice in std::mem::take(&mut self.notices) {
             reporter.tell(TrainEvent::Notice(&notice));
         }
-        self.tidy_checkpoints(&mut reporter)?;
+        if self.writes() {
+            self.tidy_checkpoints(&mut reporter)?;
+        }
         if !self.recipe.stage.is_empty() {
             reporter.tell(TrainEvent::Notice(&self.stage_line()));
         }
         Ok((reporter, history))
     }
 
-    /// Gradients over all micro-batches, clipping, gate, update.
-    fn train_step(&mut self, batches: &[Batch]) -> Result<(), TrainError> {
-        let num_labels: usize = batches.iter().map(Batch::num_labels).sum();
+    /// Where numbers go, and what is there of an earlier process.
+    fn open_metrics(&self) -> Result<(Metrics, History), TrainError> {
+        match self.writes() {
+            true => Metrics::open(
+                &self.folder,
+                self.step,
+                self.recipe.metrics.enable_tensorboard,
+            ),
+            false => Ok((Metrics::nowhere(), History::default())),
+        }
+    }
+
+    /// Gradients over all micro-batches, clipping, gate, update. `num_labels` counts those of all processes.
+    fn train_step(&mut self, batches: &[Batch], num_labels: usize) -> Result<(), TrainError> {
         if num_labels == 0 {
             return Err(TrainError::NoLabels {
                 step: self.step + 1,
@@ -418,13 +484,19 @@ impl<B: TrainBackend> Trainer<B> {
             .model
             .take()
             .expect("the model is only away inside an update");
+        if let Some(group) = &self.group {
+            loss = group.reduce(&model, &mut gradients, loss)?;
+        }
         let grad_norm = gradients.norm(&model, &self.device);
         let clip_scale = clip_scale::<B>(grad_norm.clone(), self.recipe.training.max_norm);
         let gated = gate::<B>(loss, grad_norm, clip_scale);
         let lr = self.learning_rate();
+        let training = &self.stage.recipe.training;
+        let (num_rows, num_tokens) = (training.global_batch_size, training.tokens_per_step());
         self.guard_log.note(
             self.step + 1,
             lr,
+            (self.next_sample, num_rows as u64),
             batches,
             &gated,
             (&model, &gradients, &self.device),
@@ -433,10 +505,8 @@ impl<B: TrainBackend> Trainer<B> {
         self.model = Some(self.optimizer.step(model, &mut gradients, scale, lr));
 
         self.step += 1;
-        for batch in batches {
-            self.next_sample += batch.batch as u64;
-            self.tokens_seen += (batch.batch * batch.seq_len) as u64;
-        }
+        self.next_sample += num_rows as u64;
+        self.tokens_seen += num_tokens as u64;
         self.last_step = Some(StepOutcome { lr, expire });
         Ok(())
     }
@@ -463,9 +533,10 @@ impl<B: TrainBackend> Trainer<B> {
         let seq_len = self.stage.recipe.training.seq_len;
         let dense = shape.dense_flops_per_token(seq_len).training() - spared;
         let (tokens_per_second, step_seconds) = clock.restart();
+        let device_rate = tokens_per_second / self.share().size as f64;
         let percent = |flops: f64| {
             self.peak_flops
-                .map(|peak| 100.0 * flops * tokens_per_second / peak)
+                .map(|peak| 100.0 * flops * device_rate / peak)
         };
         let (memory_bytes, memory_total_bytes) = self.memory.read();
         let num_steps = self.recipe.training.steps as u64;
@@ -477,7 +548,7 @@ impl<B: TrainBackend> Trainer<B> {
             lr: outcome.lr,
             tokens_seen: self.tokens_seen,
             tokens_per_second,
-            tflops: executed * tokens_per_second / 1e12,
+            tflops: executed * device_rate / 1e12,
             mfu_percent: percent(executed),
             dense_mfu_percent: percent(dense),
             memory_bytes,
@@ -487,7 +558,14 @@ impl<B: TrainBackend> Trainer<B> {
         })
     }
 
-    fn validate(&self, reporter: &mut Reporter<'_>) -> Result<ValidationReport, TrainError> {
+    /// The loss on held-out text. Of several processes rank 0 measures it, and the others wait for it before the next step.
+    fn validate(
+        &self,
+        reporter: &mut Reporter<'_>,
+    ) -> Result<Option<ValidationReport>, TrainError> {
+        if !self.writes() {
+            return Ok(None);
+        }
         let model = self.model().valid();
         let size = [
             self.recipe.validation.steps,
@@ -507,7 +585,7 @@ impl<B: TrainBackend> Trainer<B> {
         };
         reporter.metrics.validation(&report)?;
         reporter.tell(TrainEvent::Validation(&report));
-        Ok(report)
+        Ok(Some(report))
     }
 }
 

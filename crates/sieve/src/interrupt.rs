@@ -1,5 +1,6 @@
 //! SIGINT, SIGTERM and SIGHUP: the first asks a run to stop at the next step, the second ends the process at once.
 use crate::terminal;
+use crate::train::LAUNCHED;
 use anyhow::{Context, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,28 +16,40 @@ pub(crate) struct Interrupt {
 }
 
 impl Interrupt {
-    /// Takes SIGINT and SIGTERM over.
-    pub(crate) fn install() -> Result<Self> {
+    /// Takes SIGINT and SIGTERM over. Of several processes that train together one `tells` what follows.
+    pub(crate) fn install(tells: bool) -> Result<Self> {
         let this = Self {
             stop: Arc::new(AtomicBool::new(false)),
             has_state: Arc::new(AtomicBool::new(false)),
         };
         let (stop, has_state) = (this.stop.clone(), this.has_state.clone());
-        ctrlc::set_handler(move || {
+        let ask = move || {
             if !has_state.load(Ordering::Relaxed) {
-                terminal::line(
-                    "stopped before the first step; nothing is lost, the same command starts again",
-                );
+                if tells {
+                    terminal::line(
+                        "stopped before the first step; nothing is lost, the same command starts again",
+                    );
+                }
                 std::process::exit(INTERRUPTED);
             }
             if stop.swap(true, Ordering::Relaxed) {
                 std::process::exit(INTERRUPTED);
             }
-            terminal::line(
-                "stopping after this step and writing a checkpoint; once more to quit at once",
-            );
-        })
-        .context("installing the signal handler")?;
+            if tells {
+                terminal::line(
+                    "stopping after this step and writing a checkpoint; once more to quit at once",
+                );
+            }
+        };
+        if std::env::var_os(LAUNCHED).is_some() {
+            let ask = ask.clone();
+            std::thread::spawn(move || {
+                // Nothing is ever written there: it ends when the launcher does, which then forwards no signal.
+                let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+                ask();
+            });
+        }
+        ctrlc::set_handler(ask).context("installing the signal handler")?;
         Ok(this)
     }
 

@@ -8,6 +8,7 @@ mod generate;
 mod import;
 mod interrupt;
 mod kernels;
+mod launch;
 mod loaded;
 mod logits;
 mod out_of_memory;
@@ -42,6 +43,8 @@ struct Cli {
 enum Command {
     /// Train a model from a recipe
     Train(train::TrainArgs),
+    /// Start several processes on this host that train together, one for each GPU
+    Launch(launch::LaunchArgs),
     /// Say what a recipe needs before it runs: parameters, FLOPs, memory, cache, time
     Plan(plan::PlanArgs),
     /// Continue a prompt with a trained model
@@ -72,8 +75,31 @@ enum Command {
 fn main() -> ExitCode {
     startup::mark();
     terminal::install_panic_message();
+    let done = |result: anyhow::Result<()>| result.map(|()| ExitCode::SUCCESS);
     let result = match Cli::parse().command {
         Command::Train(args) => train::run(args),
+        Command::Launch(args) => {
+            // What the processes would refuse one by one is refused here, once.
+            Cli::parse_from(
+                std::iter::once("sieve").chain(args.command.iter().map(String::as_str)),
+            );
+            launch::run(&args)
+        }
+        other => done(run(other)),
+    };
+    match result {
+        Ok(code) => code,
+        Err(error) => {
+            terminal::print_error(&error);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// A command that ends well or with an error.
+fn run(command: Command) -> anyhow::Result<()> {
+    match command {
+        Command::Train(_) | Command::Launch(_) => unreachable!("their exit codes say more"),
         Command::Plan(args) => plan::run(args),
         Command::Generate(args) => paths::told(generate::run(args)),
         Command::Eval(command) => paths::told(eval::run(command)),
@@ -87,12 +113,5 @@ fn main() -> ExitCode {
         }
         Command::Tokenizer(command) => data::run_tokenizer(command),
         Command::Kernels(command) => kernels::run(command),
-    };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            terminal::print_error(&error);
-            ExitCode::FAILURE
-        }
     }
 }

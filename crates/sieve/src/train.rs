@@ -1,6 +1,7 @@
 //! `sieve train`.
 mod lines;
 mod profile;
+mod ranks;
 mod sweep;
 
 use crate::data::account;
@@ -20,6 +21,7 @@ use lines::{
     describe, peak_line, skipped_line, startup_line, step_line, stopped_line, validation_line,
 };
 use profile::{StepProfile, StepRange};
+use sieve_comm::{Mesh, World};
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::{OnChange, Progress};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
@@ -27,14 +29,21 @@ use sieve_kernels::{DeviceReport, SumOrder};
 use sieve_ops::{Cuda, TrainBackend};
 use sieve_plan::{check_gpu_attention, gpu_attention_gap};
 use sieve_train::{
-    DataEvent, DataSource, DeviceMemory, Hardware, MemoryProbe, Origin, Precision, RunFolder,
-    Start, TrainEvent, TrainSummary, Trainer, TrainingData, tidy_finished,
+    DataEvent, DataSource, DeviceMemory, Group, Hardware, MemoryProbe, Origin, Precision,
+    RunFolder, Start, TrainEvent, TrainSummary, Trainer, TrainingData, tidy_finished,
 };
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Instant;
+
+/// Set by `sieve launch` for its processes.
+pub(crate) const LAUNCHED: &str = "SIEVE_LAUNCHED";
+/// Exit code of one of several processes that stopped before the last step, with a checkpoint.
+pub(crate) const STOPPED_EARLY: i32 = 75;
 
 /// Arguments of `sieve train`.
 #[derive(Args, Debug)]
@@ -77,6 +86,8 @@ struct Session {
     interrupt: Interrupt,
     profile: Option<u64>,
     memory: MemoryArgs,
+    /// The processes that train together; `None` where this one is alone.
+    mesh: Option<Arc<Mesh>>,
 }
 
 /// How one run ended.
@@ -88,20 +99,32 @@ enum Ending {
 }
 
 /// Runs the command.
-pub(crate) fn run(args: TrainArgs) -> Result<()> {
+pub(crate) fn run(args: TrainArgs) -> Result<ExitCode> {
     respect_nohup();
-    if !args.sweep.is_empty() {
-        return sweep::run(args);
+    match World::from_env(&variable)? {
+        Some(world) => return ranks::run(&args, world),
+        None if !args.sweep.is_empty() => sweep::run(args)?,
+        None => drop(run_one(&args, None)?),
     }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// One run, by this process alone or together with others.
+fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
     let (mut recipe, text) = args.recipe.load_with_text()?;
-    text.iter().for_each(|line| terminal::line(line));
-    let session = Session::open(&args)?;
+    if let Some(mesh) = &mesh {
+        ranks::check_recipe(mesh, &recipe)?;
+    }
+    let session = Session::open(args, mesh)?;
+    text.iter()
+        .filter(|_| session.tells())
+        .for_each(|line| terminal::line(line));
     if let Some(num_steps) = args.profile {
         // A report reads the loss back and so drains the GPU: none may come between the traced steps.
         recipe.metrics.log_freq = num_steps as usize;
     }
     let out = args.out_folder();
-    train_on(&session, &args.start(), &recipe, &out).map(|_ending| ())
+    train_on(&session, &args.start(), &recipe, &out)
 }
 
 impl TrainArgs {
@@ -121,14 +144,25 @@ impl TrainArgs {
 }
 
 impl Session {
-    fn open(args: &TrainArgs) -> Result<Self> {
+    fn open(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Self> {
+        let world = mesh.as_ref().map(|mesh| mesh.world());
+        let tells = world.is_none_or(|world| world.rank == 0);
         Ok(Self {
             choice: args.device,
-            found: args.device.resolve()?,
-            interrupt: Interrupt::install()?,
+            found: match world {
+                Some(world) => ranks::device(args.device, world)?,
+                None => args.device.resolve()?,
+            },
+            interrupt: Interrupt::install(tells)?,
             profile: args.profile,
             memory: args.memory,
+            mesh,
         })
+    }
+
+    /// Whether this process prints and writes: alone, or as the first of several.
+    fn tells(&self) -> bool {
+        self.mesh.as_ref().is_none_or(|mesh| mesh.world().rank == 0)
     }
 }
 
@@ -141,7 +175,10 @@ fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Re
         Device::Cpu if session.profile.is_some() => {
             bail!("--profile traces a GPU, and this run is on the CPU\n  hint: add --device cuda")
         }
-        Device::Cpu => train::<Autodiff<Flex>>((start, out), recipe, session, &device, on_cpu),
+        Device::Cpu => {
+            let group = |mesh, _: &_| Ok(Group::on_host(mesh));
+            train::<Autodiff<Flex>>((start, out), recipe, session, &device, on_cpu, group)
+        }
         Device::Cuda(gpu) => {
             check_gpu_attention(recipe, &shape)?;
             sieve_ops::set_sum_order(if recipe.training.deterministic {
@@ -149,9 +186,9 @@ fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Re
             } else {
                 SumOrder::Any
             });
-            train::<Autodiff<Cuda>>((start, out), recipe, session, &device, || {
-                on_cuda(gpu, &shape)
-            })
+            let hardware = || on_cuda(gpu, &shape);
+            let group = |mesh, device: &CudaDevice| ranks::on_cuda(mesh, device);
+            train::<Autodiff<Cuda>>((start, out), recipe, session, &device, hardware, group)
         }
     }
 }
@@ -212,18 +249,26 @@ fn train<B: TrainBackend>(
     session: &Session,
     place: &Device,
     hardware: impl FnOnce() -> (Hardware<B>, String),
+    group: impl FnOnce(Arc<Mesh>, &B::Device) -> Result<Group<B>>,
 ) -> Result<Ending> {
-    let mut folder = RunFolder::open(out, &recipe.checkpoint.folder, start)?;
-    let origin = Origin::find(&folder, start, recipe)?;
+    let (mut folder, origin) = match &session.mesh {
+        Some(mesh) => ranks::open(mesh, out, start, recipe)?,
+        None => {
+            let folder = RunFolder::open(out, &recipe.checkpoint.folder, start)?;
+            let origin = Origin::find(&folder, start, recipe)?;
+            (folder, origin)
+        }
+    };
+    let mut log = Log::new(session.tells());
     if let Some(checkpoint) = &origin.checkpoint
         && origin.step() >= recipe.training.steps as u64
     {
-        if *start == Start::Resume {
+        if *start == Start::Resume && session.tells() {
             // A kill right after the last checkpoint leaves older ones.
             folder.claim(start)?;
             tidy_finished(&folder, recipe)?;
         }
-        terminal::line(&format!(
+        log.line(&format!(
             "nothing to do: {} has all {} steps\n  to go on: raise training.steps, for example --set training.steps={}",
             checkpoint.path.display(),
             recipe.training.steps,
@@ -231,7 +276,6 @@ fn train<B: TrainBackend>(
         ));
         return Ok(Ending::Finished);
     }
-    let mut log = Log::default();
     let vocab_size = match &origin.checkpoint {
         Some(checkpoint) => Ok(checkpoint.state.vocab_size),
         None => crate::plan::vocab_size(recipe),
@@ -241,14 +285,21 @@ fn train<B: TrainBackend>(
         let warning = (session.memory).check_training(recipe, vocab_size, place)?;
         warning.iter().for_each(|warning| log.line(warning));
     }
-    let data = prepare(recipe, &mut folder, start, &origin, &log)?;
+    let data = ranks::first_then_others(session.mesh.as_deref(), || {
+        prepare(recipe, &mut folder, start, &origin, &log)
+    })?;
 
-    let (hardware, description) = hardware();
+    let (hardware, mut description) = hardware();
     let device = hardware.device.clone();
     let hardware_memory = hardware.memory;
     let resumed = origin.checkpoint.as_ref().map(|c| c.path.clone());
     let log_path = folder.log_path();
     let mut trainer = Trainer::<B>::new(recipe.clone(), data, folder, origin, hardware)?;
+    if let Some(mesh) = &session.mesh {
+        let size = mesh.world().size;
+        description = format!("{size} processes, each on {description}");
+        trainer = trainer.join(group(mesh.clone(), &device)?)?;
+    }
     trainer.write_config()?;
     log.open(&log_path)?;
     log.line(&describe(recipe, &trainer, &description));
@@ -259,10 +310,13 @@ fn train<B: TrainBackend>(
             path.display()
         ));
     }
-    let bar = terminal::progress_bar(
-        recipe.training.steps as u64,
-        "{bar:30} {pos}/{len} steps  {msg}",
-    );
+    let bar = match session.tells() {
+        true => terminal::progress_bar(
+            recipe.training.steps as u64,
+            "{bar:30} {pos}/{len} steps  {msg}",
+        ),
+        false => ProgressBar::hidden(),
+    };
     bar.set_position(trainer.step());
     let started = Instant::now();
     let first_step = trainer.step();
@@ -294,7 +348,9 @@ fn train<B: TrainBackend>(
     ));
     finish(&log, &summary);
     // The run itself is done; a prompt that is too long does not make it fail.
-    if let Err(error) = samples(&log, recipe, &trainer, &device) {
+    if session.tells()
+        && let Err(error) = samples(&log, recipe, &trainer, &device)
+    {
         log.line(&format!("no sample: {error}"));
     }
     tell_references(&log);
@@ -434,14 +490,26 @@ pub(crate) fn variable(name: &str) -> Option<String> {
 }
 
 /// Terminal lines, kept in `log` too. Lines from before the file is open are written when it is.
-#[derive(Default)]
 struct Log {
+    /// False in a process that another one speaks for.
+    tells: bool,
     file: RefCell<Option<File>>,
     early: RefCell<String>,
 }
 
 impl Log {
+    fn new(tells: bool) -> Self {
+        Self {
+            tells,
+            file: RefCell::default(),
+            early: RefCell::default(),
+        }
+    }
+
     fn open(&mut self, path: &Path) -> Result<()> {
+        if !self.tells {
+            return Ok(());
+        }
         let mut file = OpenOptions::new()
             .create(true)
             .append(true)
@@ -455,12 +523,17 @@ impl Log {
 
     /// Prints and keeps.
     fn line(&self, text: &str) {
-        terminal::line(text);
+        if self.tells {
+            terminal::line(text);
+        }
         self.keep(text);
     }
 
     /// Keeps without printing.
     fn keep(&self, text: &str) {
+        if !self.tells {
+            return;
+        }
         match self.file.borrow_mut().as_mut() {
             // The log repeats the terminal; losing a line of it is no reason to stop a run.
             Some(file) => drop(writeln!(file, "{text}")),

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 impl<B: TrainBackend> Trainer<B> {
     /// Takes hold of the state as it stands and begins to write it, unless the folder has it already. The checkpoint before is
-    /// on disk then.
+    /// on disk then. Of several processes rank 0 alone writes: all hold the same state.
     ///
     /// # Errors
     /// Any failure of the file system, also of the checkpoint before. Earlier checkpoints stay.
@@ -20,6 +20,10 @@ impl<B: TrainBackend> Trainer<B> {
     ) -> Result<(), TrainError> {
         let folder = self.folder.checkpoint_path();
         if [self.last_checkpoint, self.writer.step()].contains(&Some(self.step)) {
+            return Ok(());
+        }
+        if !self.writes() {
+            self.last_checkpoint = Some(self.step);
             return Ok(());
         }
         self.finish_checkpoint(reporter)?;

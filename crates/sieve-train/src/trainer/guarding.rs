@@ -1,7 +1,6 @@
 //! What the host does about steps that were not taken, and about losses far above their mean.
 use super::{Reporter, Trainer};
 use crate::guard::{GatedStep, StepNumbers};
-use crate::metrics::Metrics;
 use crate::trainer::stage::StageState;
 use crate::{GradientBuffer, Precision, SkippedStep, TrainError, TrainEvent};
 use burn::tensor::Tensor;
@@ -110,6 +109,7 @@ impl<B: TrainBackend> GuardLog<B> {
         &mut self,
         step: u64,
         lr: f64,
+        (first_sample, num_rows): (u64, u64),
         batches: &[Batch],
         gated: &GatedStep<B>,
         (model, gradients, device): (&Qwen3<B>, &GradientBuffer<B>, &B::Device),
@@ -122,8 +122,8 @@ impl<B: TrainBackend> GuardLog<B> {
         self.unread.push_back(Unread {
             step,
             lr,
-            first_sample: batches.first().map_or(0, |batch| batch.first_sample),
-            num_rows: batches.iter().map(|batch| batch.batch as u64).sum(),
+            first_sample,
+            num_rows,
             documents,
             row: gated.row.clone(),
             norms: if is_bad {
@@ -194,12 +194,16 @@ impl<B: TrainBackend> Trainer<B> {
             log.streak.num_steps += 1;
             let lr = unread.lr;
             if !numbers.is_taken {
-                let skipped = unread.report(numbers, mean_loss);
+                let skipped = self.skipped_step(unread, numbers, mean_loss)?;
                 reporter.metrics.skipped(&skipped)?;
                 reporter.tell(TrainEvent::Skipped(&skipped));
-                log.streak.skipped.push(skipped);
+                self.guard_log.streak.skipped.push(skipped);
             }
-            if log.streak.is_over(self.recipe.training.guard_patience) {
+            if self
+                .guard_log
+                .streak
+                .is_over(self.recipe.training.guard_patience)
+            {
                 self.go_back(numbers, mean_loss, lr, reporter)?;
                 return Ok(Verdict::WentBack);
             }
@@ -216,6 +220,10 @@ impl<B: TrainBackend> Trainer<B> {
         reporter: &mut Reporter<'_>,
     ) -> Result<(), TrainError> {
         self.finish_checkpoint(reporter)?;
+        if let Some(group) = &self.group {
+            // Rank 0 alone knows what is on disk.
+            self.last_checkpoint = group.of_first(self.last_checkpoint)?;
+        }
         let (to, times) = self.guard_log.returns;
         let path = match self.last_checkpoint {
             Some(step) if !(step == to && times >= MAX_RETURNS) => self.last_checkpoint_path(),
@@ -239,15 +247,14 @@ impl<B: TrainBackend> Trainer<B> {
         let stage = self.recipe.stage_of_step(checkpoint.state.step as usize);
         let same_stage = stage.index == index;
         if !same_stage {
-            self.stage = StageState::new(&self.recipe, stage, &self.data)?;
+            self.stage = StageState::new(&self.recipe, stage, &self.data, self.share())?;
         }
         self.restore(&checkpoint)?;
         let first_skipped = self.next_sample;
         if same_stage {
             self.next_sample = next_sample;
         }
-        let tensorboard = self.recipe.metrics.enable_tensorboard;
-        reporter.metrics = Metrics::open(&self.folder, self.step, tensorboard)?.0;
+        reporter.metrics = self.open_metrics()?.0;
         let log = &mut self.guard_log;
         let streak = std::mem::take(&mut log.streak);
         for skipped in &streak.skipped {
@@ -283,24 +290,39 @@ impl<B: TrainBackend> Trainer<B> {
         )));
         Ok(())
     }
-}
 
-impl<B: TrainBackend> Unread<B> {
-    fn report(self, numbers: StepNumbers, mean_loss: f32) -> SkippedStep {
-        let documents = self.documents.into_iter();
+    fn skipped_step(
+        &self,
+        unread: Unread<B>,
+        numbers: StepNumbers,
+        mean_loss: f32,
+    ) -> Result<SkippedStep, TrainError> {
+        let documents = match &self.group {
+            None => unread.documents,
+            // Each process knows the documents of its own rows; the one that reports reads the rows of all.
+            Some(_) if self.writes() => {
+                let rows = unread.num_rows as usize;
+                self.stage
+                    .loader
+                    .batch(unread.first_sample, rows)?
+                    .documents
+            }
+            Some(_) => Vec::new(),
+        };
+        let documents = documents.into_iter();
         let documents = documents
             .filter(|document| *document != PAD_DOCUMENT)
             .collect::<BTreeSet<_>>();
-        SkippedStep {
-            step: self.step,
+        Ok(SkippedStep {
+            step: unread.step,
             loss: f64::from(numbers.loss),
             grad_norm: f64::from(numbers.grad_norm),
             mean_loss: f64::from(mean_loss),
-            first_row: self.first_sample,
-            num_rows: self.num_rows,
+            first_row: unread.first_sample,
+            num_rows: unread.num_rows,
             num_documents: documents.len(),
             documents: documents.into_iter().take(MAX_NAMED_DOCUMENTS).collect(),
-            grad_norms: self.norms,
-        }
+            grad_norms: unread.norms,
+        })
     }
 }

@@ -1,5 +1,6 @@
 //! What belongs to one stage of a run, and going from one to the next.
 use super::Trainer;
+use crate::group::Share;
 use crate::{AdamW, Precision, TrainError, TrainingData};
 use burn::module::AutodiffModule;
 use burn::tensor::TensorData;
@@ -25,8 +26,10 @@ pub(super) struct StageState {
     pub(super) shape: ModelShape,
     pub(super) loader: Arc<Loader>,
     pub(super) validation_loader: Loader,
-    /// Micro-batches of a step.
+    /// Micro-batches of a step in this process.
     pub(super) micro_batches: usize,
+    /// Which of each round of micro-batches, one for each process, is this one's.
+    share: Share,
 }
 
 /// How `recipe`, which is one stage's, reads its training rows.
@@ -52,14 +55,20 @@ impl StageState {
         recipe: &Recipe,
         stage: Stage,
         data: &TrainingData,
+        share: Share,
     ) -> Result<Self, TrainError> {
         let recipe = recipe.at_stage(&stage);
         let shape = recipe.model_shape(data.tokenizer.vocab_size())?;
         let training = &recipe.training;
         let (global, local) = (training.global_batch_size, training.local_batch_size);
-        let micro_batches = training
-            .accumulation_steps(1)
-            .ok_or(TrainError::BatchSizes { global, local })?;
+        let micro_batches =
+            training
+                .accumulation_steps(share.size)
+                .ok_or(TrainError::BatchSizes {
+                    global,
+                    local,
+                    ranks: share.size,
+                })?;
         let mut config = loader_config(&recipe, &shape, data);
         if let Order::Shuffled { seed } = &mut config.order {
             // Other rows in another order: a stage does not begin with what the one before began with.
@@ -73,19 +82,21 @@ impl StageState {
             loader: Arc::new(data.stage_loader(stage.index, config)?),
             validation_loader: data.validation_loader(sequential)?,
             micro_batches,
+            share,
             stage,
             shape,
             recipe,
         })
     }
 
-    /// The stage's batches from row `first_sample` on.
+    /// The stage's batches from row `first_sample` on. Of several processes each reads its micro-batch of every round, so that
+    /// all of them read the rows that one process would, in the same order.
     pub(super) fn batches(&self, first_sample: u64) -> Result<Prefetch, TrainError> {
         let local = self.recipe.training.local_batch_size;
         let plan = PrefetchPlan {
-            first_sample,
+            first_sample: first_sample + (self.share.rank * local) as u64,
             batch: local,
-            stride: local as u64,
+            stride: (local * self.share.size) as u64,
             num_batches: None,
             depth: PREFETCH_DEPTH.max(self.micro_batches),
         };
@@ -99,7 +110,7 @@ impl StageState {
 /// A recipe that does not fit the data, an unreadable shard.
 pub fn step_batch(recipe: &Recipe, data: &TrainingData, step: u64) -> Result<Batch, TrainError> {
     let index = step.saturating_sub(1) as usize;
-    let state = StageState::new(recipe, recipe.stage_of_step(index), data)?;
+    let state = StageState::new(recipe, recipe.stage_of_step(index), data, Share::ALL)?;
     let rows = state.recipe.training.global_batch_size;
     let before = index - state.stage.steps.start.min(index);
     Ok(state.loader.batch((before * rows) as u64, rows)?)
@@ -133,7 +144,7 @@ impl<B: TrainBackend> Trainer<B> {
         let (weights, moments) = snapshot.read().map_err(TrainError::Device)?;
         let weights = by_name(weights);
         let moments = by_name(moments);
-        self.stage = StageState::new(&self.recipe, stage, &self.data)?;
+        self.stage = StageState::new(&self.recipe, stage, &self.data, self.share())?;
         self.next_sample = 0;
         self.loss_mean.restart();
         // Free the old tensors before there are new ones.

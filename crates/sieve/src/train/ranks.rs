@@ -1,0 +1,204 @@
+//! `sieve train` as one of several processes: who they are, and which of them says what.
+use super::{Ending, LAUNCHED, STOPPED_EARLY, TrainArgs, run_one, variable};
+use crate::device::{Device, DeviceChoice};
+use crate::terminal;
+use anyhow::{Result, bail, ensure};
+use burn::backend::Autodiff;
+use burn::tensor::Tensor;
+use burn_cuda::CudaDevice;
+use sieve_comm::{CommError, Failure, Loss, Mesh, Patience, World};
+use sieve_core::Recipe;
+use sieve_kernels::{CudaPrimitive, CudaTensor, NcclGroup, nccl_id, require_nccl};
+use sieve_ops::Cuda;
+use sieve_train::{Group, Origin, RunFolder, Start, TrainError};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+/// Trains as one rank of `world`. Rank 0 alone prints, but for errors that only another rank knows.
+pub(super) fn run(args: &TrainArgs, world: World) -> Result<ExitCode> {
+    let (rank, size) = (world.rank, world.size);
+    for (flag, is_given) in [
+        ("--sweep", !args.sweep.is_empty()),
+        ("--profile", args.profile.is_some()),
+    ] {
+        if is_given && rank > 0 {
+            return Ok(ExitCode::FAILURE);
+        }
+        if is_given {
+            bail!(
+                "{flag} works in one process, and these are {size}\n  hint: leave out sieve launch or torchrun"
+            );
+        }
+    }
+    let give_up = move |failure: &Failure| {
+        tell(rank, failure);
+        std::process::exit(1);
+    };
+    let mesh = Mesh::join(
+        world,
+        env!("CARGO_PKG_VERSION"),
+        Patience::default(),
+        give_up,
+    )?;
+    let mesh = Arc::new(mesh);
+    match run_one(args, Some(mesh.clone())) {
+        Ok(ending) => {
+            mesh.leave();
+            Ok(match ending {
+                Ending::Finished => ExitCode::SUCCESS,
+                Ending::Interrupted => ExitCode::from(STOPPED_EARLY as u8),
+            })
+        }
+        Err(error) => {
+            let lost = match (error.downcast_ref(), error.downcast_ref()) {
+                (Some(CommError::Lost(failure)), _) => Some(failure),
+                (_, Some(TrainError::Comm(CommError::Lost(failure)))) => Some(failure),
+                _ => None,
+            };
+            if let Some(failure) = lost {
+                tell(rank, failure);
+                return Ok(ExitCode::FAILURE);
+            }
+            let text = terminal::error_text(&error);
+            mesh.fail(text.trim_start_matches("error: "));
+            match rank {
+                0 => Err(error),
+                // Rank 0 tells it.
+                _ => Ok(ExitCode::FAILURE),
+            }
+        }
+    }
+}
+
+/// Prints why all ranks stop, in one of them.
+fn tell(rank: usize, failure: &Failure) {
+    let is_told = match failure.loss {
+        // Rank 0 has printed its own error.
+        Loss::Error(_) => failure.rank == 0,
+        // `sieve launch` sees how a process ended.
+        Loss::Ended => variable(LAUNCHED).is_some(),
+        Loss::Silent(_) => false,
+    };
+    let speaker = usize::from(failure.rank == 0);
+    if is_told || rank != speaker {
+        return;
+    }
+    let hint = match failure.loss {
+        Loss::Error(_) => "",
+        _ => "\n  hint: the same command with --resume goes on from the last checkpoint",
+    };
+    terminal::note(&format!("error: {failure}{hint}"));
+}
+
+/// The device of a rank: where others share the host, the GPU of its local number.
+pub(super) fn device(choice: DeviceChoice, world: &World) -> Result<Device> {
+    // Slurm can show each process its own GPU alone.
+    let shows_one = variable("CUDA_VISIBLE_DEVICES").is_some_and(|list| !list.contains(','));
+    let own = if shows_one { 0 } else { world.local_rank };
+    match choice {
+        DeviceChoice::Auto if sieve_kernels::probe().is_ok() => DeviceChoice::Cuda(own).resolve(),
+        DeviceChoice::Cuda(0) => DeviceChoice::Cuda(own).resolve(),
+        DeviceChoice::Cuda(index) if world.local_size > 1 => bail!(
+            "--device cuda:{index} would put {} processes of this host on one GPU\n  hint: write --device cuda; each \
+             takes the GPU of its LOCAL_RANK",
+            world.local_size
+        ),
+        choice => choice.resolve(),
+    }
+}
+
+/// Checks that all ranks were given one recipe.
+pub(super) fn check_recipe(mesh: &Mesh, recipe: &Recipe) -> Result<()> {
+    let all = mesh.gather(recipe.to_toml()?.as_bytes())?;
+    let first = Recipe::load(
+        &String::from_utf8_lossy(&all[0]),
+        "the recipe of rank 0",
+        &[],
+    )?;
+    for (rank, text) in all.iter().enumerate().skip(1) {
+        let name = format!("the recipe of rank {rank}");
+        let other = Recipe::load(&String::from_utf8_lossy(text), &name, &[])?;
+        if let Some(change) = first.diff(&other)?.first() {
+            bail!(
+                "rank {rank} was given another recipe than rank 0: {change}\n  hint: start all ranks with the same command"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// The folder and where the run goes on from: rank 0 looks, the others open what it found.
+pub(super) fn open(
+    mesh: &Mesh,
+    out: &Path,
+    start: &Start,
+    recipe: &Recipe,
+) -> Result<(RunFolder, Origin)> {
+    let name = &recipe.checkpoint.folder;
+    if mesh.world().rank == 0 {
+        let folder = RunFolder::open(out, name, start)?;
+        let origin = Origin::find(&folder, start, recipe)?;
+        let path = origin.checkpoint.as_ref().map(|found| &found.path);
+        let path = path.map(|path| path.canonicalize()).transpose()?;
+        mesh.broadcast(path.unwrap_or_default().to_string_lossy().as_bytes())?;
+        return Ok((folder, origin));
+    }
+    let folder = RunFolder::of_group(out, name);
+    let path = String::from_utf8(mesh.broadcast(&[])?)?;
+    let origin = match start {
+        _ if path.is_empty() => Origin::seed(),
+        Start::BranchFrom(_) => Origin::find(&folder, &Start::BranchFrom(path.into()), recipe)?,
+        _ => Origin::find(&folder, &Start::ResumeFrom(PathBuf::from(path)), recipe)?,
+    };
+    Ok((folder, origin))
+}
+
+/// Does `work` in rank 0, then in all others: they find what it made.
+pub(super) fn first_then_others<T>(
+    mesh: Option<&Mesh>,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    let Some(mesh) = mesh else {
+        return work();
+    };
+    if mesh.world().rank > 0 {
+        mesh.barrier()?;
+        return work();
+    }
+    let made = work()?;
+    mesh.barrier()?;
+    Ok(made)
+}
+
+/// Ranks that add up in GPU memory.
+pub(super) fn on_cuda(mesh: Arc<Mesh>, device: &CudaDevice) -> Result<Group<Autodiff<Cuda>>> {
+    // The first tensor makes the context that NCCL works in.
+    let one = Tensor::<Cuda, 1>::ones([1], device);
+    require_nccl()?;
+    // Once all have the library, none waits for one that has not.
+    mesh.barrier()?;
+    let (rank, size) = (mesh.world().rank, mesh.world().size);
+    let id = match rank {
+        0 => mesh.broadcast(&nccl_id()?)?,
+        _ => mesh.broadcast(&[])?,
+    };
+    let nccl = NcclGroup::join(device.index, &id, [rank, size])?;
+    let sum = move |tensors: Vec<_>| {
+        let tensors = tensors.into_iter().map(CudaTensor::from).collect();
+        let sums = nccl.all_reduce(tensors);
+        let sums = sums.map_err(|error| TrainError::Sum(error.to_string()))?;
+        Ok(sums.into_iter().map(Into::into).collect())
+    };
+    let sums: Vec<CudaPrimitive> = sum(vec![one.into_primitive().tensor()])?;
+    let sums = sums.into_iter().map(|sum| {
+        let sum = Tensor::<Cuda, 1>::from_primitive(burn::tensor::TensorPrimitive::Float(sum));
+        sum.into_data().iter::<f32>().sum::<f32>()
+    });
+    let found = sums.sum::<f32>();
+    ensure!(
+        found == size as f32,
+        "the sum of a one of each of {size} ranks is {found} on this GPU\n  hint: NCCL_DEBUG=INFO says how NCCL connects them"
+    );
+    Ok(Group::new(mesh, Box::new(sum)))
+}

@@ -1,0 +1,191 @@
+//! Several processes train what one would: the same rows, steps and weights.
+use crate::tiny_run::{STEPS, TinyRun, signal, succeed, text};
+use crate::train_guard::{Outcome, disturbed_rank};
+use sieve_comm::{Mesh, Patience, World};
+use sieve_train::Disturbance;
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+
+/// An untied model: the gradient of a tied embedding is the sum of two parts of each micro-batch, and one process adds them in
+/// another order than several do.
+pub(crate) const UNTIED: &str = "--set model.tie_word_embeddings=false";
+
+impl TinyRun {
+    /// `sieve launch` of as many processes that train the recipe into `out`.
+    pub(crate) fn launch(&self, nproc: usize, out: &str, more: &str) -> Command {
+        self.sieve(&format!(
+            "launch --nproc {nproc} -- train --recipe tiny.toml --device cpu --out {out} {more}"
+        ))
+    }
+}
+
+/// Starts `command` and waits until it has logged this step.
+pub(crate) fn started(command: &mut Command, step: u64) -> Child {
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("the program starts");
+    let output = child.stdout.take().expect("piped");
+    let mut lines = BufReader::new(output).lines().map_while(Result::ok);
+    let line = format!("step: {step:>5} ");
+    let found = lines.any(|found| found.starts_with(&line));
+    assert!(found, "{command:?} ended before step {step}");
+    // Read on, or the process would wait for room in the pipe.
+    std::thread::spawn(move || lines.for_each(drop));
+    child
+}
+
+#[test]
+fn two_processes_end_with_the_weights_of_one_to_the_last_bit() {
+    let tiny = TinyRun::dma();
+    tiny.trained("one", UNTIED);
+    let said = succeed(&mut tiny.launch(2, "two", UNTIED));
+    assert!(said.contains("2 processes, each on the CPU"), "{said}");
+    assert_eq!(said.matches("step:     1 ").count(), 1, "{said}");
+    tiny.assert_same_end("two", "one");
+    for kind in ["step", "validation"] {
+        let (found, expected) = (tiny.metrics("two", kind), tiny.metrics("one", kind));
+        assert!(found.keys().eq(expected.keys()), "{kind}");
+        for (step, line) in expected {
+            for key in ["loss", "grad_norm", "lr", "tokens_seen", "bits_per_byte"] {
+                assert_eq!(found[&step][key], line[key], "{kind} {step}: {key}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_tied_embedding_and_four_processes_differ_in_the_last_bits_alone() {
+    let tiny = TinyRun::dma();
+    let rows = "--set training.local_batch_size=2 --set training.steps=10";
+    tiny.trained("one", rows);
+    // Two ranks of two micro-batches, four of one.
+    for nproc in [2, 4] {
+        let out = format!("of-{nproc}");
+        succeed(&mut tiny.launch(nproc, &out, rows));
+        let (found, expected) = (tiny.metrics(&out, "step"), tiny.metrics("one", "step"));
+        assert_eq!(found.len(), 10);
+        for (step, line) in expected {
+            for key in ["loss", "grad_norm"] {
+                let [found, expected] = [&found[&step][key], &line[key]];
+                let [found, expected] = [found, expected].map(|v| v.as_f64().expect("a number"));
+                let apart = (found / expected - 1.0).abs();
+                assert!(
+                    apart < 1e-5,
+                    "{nproc} ranks, step {step}: {key} {found}, {expected}"
+                );
+            }
+            assert_eq!(found[&step]["tokens_seen"], line["tokens_seen"]);
+        }
+    }
+}
+
+#[test]
+fn a_run_goes_on_with_two_processes_then_one_then_two() {
+    let tiny = TinyRun::dma();
+    let all = format!("{UNTIED} --set checkpoint.keep_latest_k=0");
+    tiny.trained("one", &all);
+    succeed(&mut tiny.launch(2, "a", &all));
+    let from =
+        |folder: &str, step: u64| format!("{all} --resume-from {folder}/checkpoint/step-{step}");
+    succeed(&mut tiny.train("b", &from("a", 12)));
+    succeed(&mut tiny.launch(2, "c", &from("b", 24)));
+    tiny.assert_same_end("c", "one");
+    // The same rows: as many as one process has read by then.
+    let tokens = |out: &str| tiny.metrics(out, "step")[&STEPS]["tokens_seen"].clone();
+    assert_eq!(tokens("c"), tokens("one"));
+    // What is finished says so once, and ends well.
+    let said = succeed(&mut tiny.launch(2, "c", &format!("{all} --resume")));
+    assert_eq!(said.matches("nothing to do").count(), 1, "{said}");
+}
+
+#[test]
+fn a_signal_to_the_launcher_stops_all_with_one_checkpoint_and_exit_code_75() {
+    let tiny = TinyRun::dma();
+    let more = format!("{UNTIED} --set training.steps=100000 --set checkpoint.interval=100000");
+    let child = started(&mut tiny.launch(2, "run", &more), 3);
+    signal(&child, "TERM");
+    let output = child.wait_with_output().expect("it ends");
+    assert_eq!(output.status.code(), Some(75), "{}", text(&output));
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+    let log = std::fs::read_to_string(tiny.path("run/log")).expect("a log");
+    assert_eq!(log.matches("stopped at step ").count(), 1, "{log}");
+    let found = sieve_hf::list_checkpoints(&tiny.path("run/checkpoint")).expect("a folder");
+    let [(step, _)] = found[..] else {
+        panic!("{found:?}");
+    };
+    // One process goes on from it.
+    let steps = step + 5;
+    let more = format!("{UNTIED} --resume --set training.steps={steps}");
+    succeed(&mut tiny.train("run", &more));
+    assert!(tiny.path(&format!("run/checkpoint/step-{steps}")).is_dir());
+}
+
+/// Trains in two threads that are two ranks, with another disturbance each.
+fn two_ranks(overrides: &'static [&str], disturbances: [Disturbance; 2]) -> [Outcome; 2] {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = listener.local_addr().expect("an address").port();
+    drop(listener);
+    let tiny = TinyRun::dma();
+    let outcome = |rank: usize| {
+        let world = World {
+            rank,
+            size: 2,
+            local_rank: rank,
+            local_size: 2,
+            master_addr: "127.0.0.1".to_owned(),
+            master_port: port,
+            run_id: "guard".to_owned(),
+        };
+        let mesh = Mesh::join(world, "1", Patience::default(), |_| {}).expect("two ranks");
+        let mesh = Arc::new(mesh);
+        let outcome = disturbed_rank(
+            &tiny,
+            "run",
+            overrides,
+            disturbances[rank],
+            Some(mesh.clone()),
+        );
+        mesh.leave();
+        outcome
+    };
+    std::thread::scope(|scope| {
+        let second = scope.spawn(|| outcome(1));
+        let first = outcome(0);
+        [first, second.join().expect("no panic")]
+    })
+}
+
+#[test]
+fn a_loss_that_is_no_number_in_one_rank_is_judged_alike_by_all() {
+    let overrides = &["training.steps=16", "lr_scheduler.decay_ratio=0"];
+    // Steps begin with rows 0, 8, 16, …: the seventh alone, then three in a row after the checkpoint of step 8.
+    let wrong = Disturbance {
+        loss: |row| match row {
+            48 | 72..=88 => f64::NAN,
+            _ => 1.0,
+        },
+        ..Disturbance::default()
+    };
+    let [first, second] = two_ranks(overrides, [Disturbance::default(), wrong]);
+    for outcome in [&first, &second] {
+        let summary = outcome.result.as_ref().expect("it goes on");
+        assert_eq!(summary.step, 16);
+        let skipped = outcome
+            .skipped
+            .iter()
+            .map(|step| step.step)
+            .collect::<Vec<_>>();
+        assert_eq!(skipped, [7, 10, 11, 12]);
+        let back = outcome
+            .notices
+            .iter()
+            .filter(|line| line.contains("back from step 12"));
+        assert_eq!(back.count(), 1, "{:?}", outcome.notices);
+    }
+    assert!(first.weights == second.weights);
+    // Rank 0 names the rows and documents of both ranks.
+    let skipped = &first.skipped[0];
+    assert_eq!((skipped.first_row, skipped.num_rows), (48, 8));
+    assert!(skipped.num_documents > 0 && second.skipped[0].num_documents == 0);
+}

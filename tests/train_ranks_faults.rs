@@ -1,0 +1,264 @@
+//! What a person reads where several processes cannot train together, or one of them is lost.
+use crate::tiny_run::{TinyRun, refused, signal, text, wait_until};
+use crate::train_ranks::{UNTIED, started};
+use std::fs;
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// More steps than anybody waits for.
+const LONG: &str = "--set training.steps=1000000 --set checkpoint.interval=1000000";
+
+/// The process of each rank that a launcher has started.
+fn ranks_of(launcher: &Child) -> Vec<u32> {
+    let id = launcher.id();
+    let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).expect("Linux");
+    let mut found = children
+        .split_whitespace()
+        .map(|id| {
+            let environment = fs::read(format!("/proc/{id}/environ")).expect("a child");
+            let environment = String::from_utf8_lossy(&environment).into_owned();
+            let mut variables = environment.split('\0');
+            let rank = variables.find_map(|variable| variable.strip_prefix("RANK="));
+            let rank: usize = rank.and_then(|rank| rank.parse().ok()).expect("a rank");
+            (rank, id.parse().expect("a number"))
+        })
+        .collect::<Vec<(usize, u32)>>();
+    found.sort_unstable();
+    found.into_iter().map(|(_, id)| id).collect()
+}
+
+fn is_there(id: u32) -> bool {
+    // One that has ended and was not asked for is there with no command line.
+    let line = fs::read(Path::new("/proc").join(id.to_string()).join("cmdline"));
+    line.is_ok_and(|line| !line.is_empty())
+}
+
+fn kill(id: u32) {
+    let killed = Command::new("kill")
+        .args(["-s", "KILL", &id.to_string()])
+        .status();
+    assert!(killed.expect("kill starts").success());
+}
+
+#[test]
+fn a_rank_that_is_killed_ends_the_job_with_one_plain_line() {
+    let tiny = TinyRun::dma();
+    for rank in [0, 1] {
+        let out = format!("killed-{rank}");
+        let child = started(&mut tiny.launch(2, &out, LONG), 3);
+        let ranks = ranks_of(&child);
+        let since = Instant::now();
+        kill(ranks[rank]);
+        let output = child.wait_with_output().expect("it ends");
+        assert!(
+            since.elapsed() < Duration::from_secs(10),
+            "{:?}",
+            since.elapsed()
+        );
+        assert_eq!(output.status.code(), Some(1), "{}", text(&output));
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let lines = said.lines().collect::<Vec<_>>();
+        let [line, hint] = lines[..] else {
+            panic!("{said}");
+        };
+        let first = format!(
+            "error: rank {rank} (pid {}) was ended by signal 9",
+            ranks[rank]
+        );
+        assert!(
+            line.starts_with(&first) && hint.contains("--resume"),
+            "{said}"
+        );
+        assert!(!ranks.into_iter().any(is_there));
+    }
+}
+
+#[test]
+fn without_a_launcher_a_lost_rank_is_named_by_another() {
+    let tiny = TinyRun::dma();
+    for lost in [0, 1] {
+        let port = free_port();
+        let out = format!("lost-{lost}");
+        let rank = |rank: usize| {
+            let mut command = tiny.train(&out, LONG);
+            torchrun(&mut command, rank, 2, port);
+            command.stdout(Stdio::piped()).stderr(Stdio::piped());
+            command
+        };
+        let second = rank(1).spawn().expect("the program starts");
+        let first = started(&mut rank(0), 3);
+        let (lost_child, left) = if lost == 0 {
+            (first, second)
+        } else {
+            (second, first)
+        };
+        kill(lost_child.id());
+        let output = left.wait_with_output().expect("it ends");
+        lost_child.wait_with_output().expect("it ended");
+        assert_eq!(output.status.code(), Some(1), "{}", text(&output));
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            said.contains(&format!("error: rank {lost} (")) && said.contains("ended"),
+            "{said}"
+        );
+        assert!(said.contains("--resume"), "{said}");
+    }
+}
+
+#[test]
+fn the_processes_of_a_launcher_that_is_killed_stop_with_a_checkpoint() {
+    let tiny = TinyRun::dma();
+    let mut child = started(&mut tiny.launch(2, "run", LONG), 3);
+    let ranks = ranks_of(&child);
+    assert_eq!(ranks.len(), 2);
+    child.kill().expect("SIGKILL is sent");
+    child.wait().expect("it ends");
+    wait_until("the ranks end", || !ranks.iter().any(|&id| is_there(id)));
+    let found = sieve_hf::list_checkpoints(&tiny.path("run/checkpoint")).expect("a folder");
+    assert_eq!(found.len(), 1, "{found:?}");
+}
+
+#[test]
+fn a_signal_to_one_rank_stops_all_of_them() {
+    let tiny = TinyRun::dma();
+    let child = started(&mut tiny.launch(2, "run", &format!("{UNTIED} {LONG}")), 3);
+    let second = ranks_of(&child)[1].to_string();
+    let sent = Command::new("kill").args(["-s", "TERM", &second]).status();
+    assert!(sent.expect("kill starts").success());
+    let output = child.wait_with_output().expect("it ends");
+    assert_eq!(output.status.code(), Some(75), "{}", text(&output));
+}
+
+#[test]
+fn two_signals_end_all_at_once() {
+    let tiny = TinyRun::dma();
+    // The last checkpoint cannot be waited for where validation never ends.
+    let child = started(&mut tiny.launch(2, "run", LONG), 3);
+    signal(&child, "INT");
+    signal(&child, "INT");
+    let output = child.wait_with_output().expect("it ends");
+    // Whichever came first: the checkpoint, or the second signal.
+    assert!(
+        matches!(output.status.code(), Some(1 | 75 | 130)),
+        "{}",
+        text(&output)
+    );
+}
+
+fn free_port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    listener.local_addr().expect("an address").port()
+}
+
+/// Sets what torchrun sets.
+fn torchrun(command: &mut Command, rank: usize, size: usize, port: u16) {
+    let number = rank.to_string();
+    command
+        .env("RANK", &number)
+        .env("LOCAL_RANK", &number)
+        .env("WORLD_SIZE", size.to_string())
+        .env("LOCAL_WORLD_SIZE", size.to_string())
+        .env("MASTER_ADDR", "127.0.0.1")
+        .env("MASTER_PORT", port.to_string());
+}
+
+/// Asserts that `command` refuses with one error of these words.
+fn refuses_once(command: &mut Command, words: &[&str]) {
+    let message = refused(command, words);
+    assert_eq!(message.matches("error:").count(), 1, "{message}");
+}
+
+#[test]
+fn what_cannot_be_shared_is_refused_once() {
+    let tiny = TinyRun::dma();
+    refuses_once(
+        &mut tiny.launch(3, "run", ""),
+        &["global_batch_size 8", "local_batch_size 4 x 3 ranks"],
+    );
+    refuses_once(
+        &mut tiny.launch(2, "run", "--sweep optimizer.lr=1e-2,2e-2"),
+        &["--sweep", "one process"],
+    );
+    refuses_once(
+        &mut tiny.launch(2, "run", "--profile 3"),
+        &["--profile", "one process"],
+    );
+    refuses_once(
+        &mut tiny.launch(2, "run", "--set training.sed=1"),
+        &["training.sed"],
+    );
+    refuses_once(
+        &mut tiny.launch(2, "run", "--no-such-flag"),
+        &["--no-such-flag"],
+    );
+    refuses_once(
+        &mut tiny.sieve("launch --nproc 2 -- plan --recipe tiny.toml"),
+        &["starts train"],
+    );
+    refuses_once(&mut tiny.launch(0, "run", ""), &["--nproc"]);
+    assert!(!tiny.path("run/config.toml").exists());
+}
+
+#[test]
+fn a_port_that_is_taken_is_named() {
+    let tiny = TinyRun::dma();
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("an address").port();
+    let mut command = tiny.train("run", "");
+    torchrun(&mut command, 0, 2, port);
+    refuses_once(&mut command, &[&format!("127.0.0.1:{port}"), "MASTER_PORT"]);
+}
+
+#[test]
+fn variables_of_a_group_that_are_set_in_part_are_named() {
+    let tiny = TinyRun::dma();
+    for missing in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
+        let mut command = tiny.train("run", "");
+        torchrun(&mut command, 0, 2, free_port());
+        refuses_once(command.env_remove(missing), &[&format!("{missing} is not")]);
+    }
+}
+
+#[test]
+fn ranks_with_other_recipes_end_by_the_key_that_differs() {
+    let tiny = TinyRun::dma();
+    let port = free_port();
+    let rank = |rank: usize, more: &str| {
+        let mut command = tiny.train("run", more);
+        torchrun(&mut command, rank, 2, port);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    };
+    let second = rank(1, "--set training.seed=4")
+        .spawn()
+        .expect("the program starts");
+    refuses_once(
+        &mut rank(0, ""),
+        &["rank 1", "another recipe", "training.seed"],
+    );
+    let second = second.wait_with_output().expect("it ends");
+    assert_eq!(second.status.code(), Some(1));
+    assert_eq!(text(&second), "");
+}
+
+#[test]
+fn an_error_of_one_rank_alone_is_told_with_its_number() {
+    let tiny = TinyRun::dma();
+    let port = free_port();
+    let rank = |rank: usize, device: &str| {
+        let mut command = tiny.sieve(&format!(
+            "train --recipe tiny.toml --out run --device {device}"
+        ));
+        torchrun(&mut command, rank, 2, port);
+        command
+            .env("CUDA_VISIBLE_DEVICES", "")
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    };
+    let second = rank(1, "cuda").spawn().expect("the program starts");
+    refuses_once(&mut rank(0, "cpu"), &["rank 1 (", "CUDA"]);
+    assert_eq!(text(&second.wait_with_output().expect("it ends")), "");
+}
