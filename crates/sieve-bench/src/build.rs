@@ -63,7 +63,7 @@ pub fn build(settings: &BuildSettings, say: &mut dyn FnMut(BuildEvent)) -> Resul
     let (compiler, version) = compiler(settings.nvcc.as_deref())?;
     let mut failed = 0;
     for (arch, shared_bytes) in architectures {
-        let needed = wanted(settings.recipe.as_ref(), &arch, shared_bytes)?;
+        let needed = needed_by(settings.recipe.as_ref(), &arch, shared_bytes)?;
         let cache = KernelCache::open(&settings.root, &arch, version)?;
         if cache.is_private() {
             return refused(format!(
@@ -280,8 +280,15 @@ fn compiler(nvcc: Option<&Path>) -> Result<(Compiler, CudaVersion)> {
     Ok((Compiler::Nvrtc(ahead_of_time::cuda_folder()?), version))
 }
 
-/// What is to be compiled for an architecture with so much shared memory.
-fn wanted(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Result<NeededKernels> {
+/// What is to be compiled for an architecture with so much shared memory: for a recipe, or everything that ships.
+///
+/// # Errors
+/// A recipe whose kernels cannot be listed.
+pub fn needed_by(
+    recipe: Option<&Recipe>,
+    arch: &str,
+    shared_bytes: usize,
+) -> Result<NeededKernels> {
     let shipped = shipped_kernels_for(shared_bytes);
     let Some(recipe) = recipe else {
         return Ok(shipped);

@@ -42,7 +42,7 @@ mod run;
 pub use bench::{
     BenchEvent, BenchResult, BenchRow, BenchRows, BenchSettings, Ceilings, Outcome, bench,
 };
-pub use build::{BuildEvent, BuildSettings, build, build_table_head, prefill};
+pub use build::{BuildEvent, BuildSettings, build, build_table_head, needed_by, prefill};
 pub use capture::{capture, kernel_sources};
 pub use check::{
     CheckSettings, Target, all_kernels, check, check_emulated, check_json, short_check,

@@ -115,7 +115,7 @@ impl<B: TrainBackend> Group<B> {
     ) -> Result<Agreement, TrainError> {
         let (labels, stops) = (own.num_labels as u64, u64::from(own.stops));
         let words = [step, u64::from(mean_loss.to_bits()), labels, stops];
-        let all = self.mesh.gather(&words.map(u64::to_le_bytes).concat())?;
+        let all = self.gather(&words.map(u64::to_le_bytes).concat())?;
         let mut sum = Agreement {
             num_labels: 0,
             stops: false,
@@ -150,13 +150,21 @@ impl<B: TrainBackend> Group<B> {
     /// # Errors
     /// A rank is lost, or says something else.
     pub(crate) fn check_equal(&self, text: &str) -> Result<(), TrainError> {
-        for (rank, other) in self.mesh.gather(text.as_bytes())?.iter().enumerate() {
+        for (rank, other) in self.gather(text.as_bytes())?.iter().enumerate() {
             let other = String::from_utf8_lossy(other);
             if other != text {
                 return Err(apart(rank, other.into_owned(), text.to_owned()));
             }
         }
         Ok(())
+    }
+
+    /// What each rank has, by rank.
+    ///
+    /// # Errors
+    /// A rank is lost.
+    pub(crate) fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, TrainError> {
+        Ok(self.mesh.gather(bytes)?)
     }
 
     /// What rank 0 knows.

@@ -14,10 +14,11 @@ use crate::atomic::write_atomically;
 use crate::group::{Agreement, Share};
 use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
+use crate::validation::{report, share_sums, sums_of_shares, sums_to_bytes};
 use crate::{
     AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, MemoryProbe, Origin,
     Precision, RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary,
-    TrainingData, Unigram, ValidationReport, accumulate_gradients_with, validate,
+    TrainingData, Unigram, ValidationReport, accumulate_gradients_with,
 };
 use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
@@ -150,7 +151,7 @@ impl<B: TrainBackend> Trainer<B> {
     }
 
     /// Trains with the other processes of `group`, which were given the same recipe, data and checkpoint: each takes its share
-    /// of every step's rows. Rank 0 validates, and writes all files.
+    /// of every step's rows. Rank 0 writes all files.
     ///
     /// # Errors
     /// A batch that does not divide by the ranks.
@@ -262,9 +263,14 @@ impl<B: TrainBackend> Trainer<B> {
             ))?;
         }
         let (mut reporter, history) = self.begin(observe)?;
-        let first_validation = match history.first {
-            Some(report) => Some(report),
-            None => self.validate(&mut reporter)?,
+        let is_validated = match &self.group {
+            // Rank 0 alone has read what an earlier process wrote.
+            Some(group) => group.of_first(history.first.as_ref().map(|_| 1))?.is_some(),
+            None => history.first.is_some(),
+        };
+        let first_validation = match is_validated {
+            true => history.first,
+            false => self.validate(&mut reporter)?,
         };
         let mut summary = TrainSummary {
             step: self.step,
@@ -558,20 +564,18 @@ impl<B: TrainBackend> Trainer<B> {
         })
     }
 
-    /// The loss on held-out text. Of several processes rank 0 measures it, and the others wait for it before the next step.
+    /// The loss on held-out text; several processes share the batches, and rank 0 gets the report.
     fn validate(
         &self,
         reporter: &mut Reporter<'_>,
     ) -> Result<Option<ValidationReport>, TrainError> {
-        if !self.writes() {
-            return Ok(None);
-        }
         let model = self.model().valid();
         let size = [
             self.recipe.validation.steps,
             self.stage.recipe.training.local_batch_size,
         ];
-        let report = validate(
+        let mut sums = share_sums(
+            self.share(),
             &model,
             &self.stage.validation_loader,
             &self.ropes.validation,
@@ -579,10 +583,16 @@ impl<B: TrainBackend> Trainer<B> {
             (&self.token_bytes, &self.unigram),
             &self.device,
         )?;
+        if let Some(group) = &self.group {
+            sums = sums_of_shares(&group.gather(&sums_to_bytes(&sums))?);
+        }
         let report = ValidationReport {
             step: self.step,
-            ..report
+            ..report(&sums)
         };
+        if !self.writes() {
+            return Ok(None);
+        }
         reporter.metrics.validation(&report)?;
         reporter.tell(TrainEvent::Validation(&report));
         Ok(Some(report))

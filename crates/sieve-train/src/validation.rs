@@ -1,4 +1,5 @@
 //! Loss on held-out documents.
+use crate::group::Share;
 use crate::{DeviceBatch, TrainError, Unigram, ValidationReport};
 use sieve_data::{IGNORED_LABEL, Loader, Tokenizer};
 use sieve_nn::{LayerContext, Qwen3};
@@ -39,17 +40,89 @@ pub fn validate<B: SieveBackend>(
     model: &Qwen3<B>,
     loader: &Loader,
     rope: &RotaryEmbedding<B>,
-    [num_batches, batch_size]: [usize; 2],
+    size: [usize; 2],
     tokens: (&TokenBytes, &Unigram),
     device: &B::Device,
 ) -> Result<ValidationReport, TrainError> {
+    let sums = share_sums(Share::ALL, model, loader, rope, size, tokens, device)?;
+    Ok(report(&sums))
+}
+
+/// Sums over the predicted tokens of one batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct BatchSums {
+    nats: f64,
+    unigram_nats: f64,
+    num_labels: u64,
+    num_bytes: u64,
+}
+
+impl BatchSums {
+    const BYTES: usize = 32;
+
+    fn to_bytes(self) -> [u8; Self::BYTES] {
+        let floats = [self.nats, self.unigram_nats].map(f64::to_bits);
+        let words = [floats[0], floats[1], self.num_labels, self.num_bytes];
+        let bytes = words.map(u64::to_le_bytes).concat();
+        bytes.try_into().expect("four words")
+    }
+
+    fn of_bytes(bytes: &[u8]) -> Self {
+        let word = |place: usize| {
+            let bytes = bytes[8 * place..8 * place + 8].try_into();
+            u64::from_le_bytes(bytes.expect("eight bytes"))
+        };
+        Self {
+            nats: f64::from_bits(word(0)),
+            unigram_nats: f64::from_bits(word(1)),
+            num_labels: word(2),
+            num_bytes: word(3),
+        }
+    }
+}
+
+/// The sums of batches as bytes, to be sent.
+pub(crate) fn sums_to_bytes(sums: &[BatchSums]) -> Vec<u8> {
+    sums.iter().flat_map(|sums| sums.to_bytes()).collect()
+}
+
+/// The sums of all batches, in their order, from those of each rank's share.
+pub(crate) fn sums_of_shares(shares: &[Vec<u8>]) -> Vec<BatchSums> {
+    let mut shares = shares
+        .iter()
+        .map(|bytes| {
+            bytes
+                .chunks_exact(BatchSums::BYTES)
+                .map(BatchSums::of_bytes)
+        })
+        .collect::<Vec<_>>();
+    let mut all = Vec::new();
+    while let Some(sums) = {
+        let next = all.len() % shares.len();
+        shares[next].next()
+    } {
+        all.push(sums);
+    }
+    all
+}
+
+/// The sums of every batch that is `share`'s: of N ranks, rank r has the batches r, r + N, ….
+pub(crate) fn share_sums<B: SieveBackend>(
+    share: Share,
+    model: &Qwen3<B>,
+    loader: &Loader,
+    rope: &RotaryEmbedding<B>,
+    [num_batches, batch_size]: [usize; 2],
+    tokens: (&TokenBytes, &Unigram),
+    device: &B::Device,
+) -> Result<Vec<BatchSums>, TrainError> {
     let (TokenBytes(bytes), unigram) = tokens;
     let rows = loader
         .samples_per_epoch()
         .min((num_batches * batch_size) as u64);
     let num_chunks = rows.div_ceil(batch_size as u64);
-    let (mut nats, mut unigram_nats, mut num_labels, mut num_bytes) = (0f64, 0f64, 0u64, 0u64);
-    for chunk in 0..num_chunks {
+    let own = (share.rank as u64..num_chunks).step_by(share.size);
+    own.map(|chunk| {
         // Spread over the whole shard: its first documents alone may be of one kind.
         let first = chunk * loader.samples_per_epoch() / num_chunks;
         let last = (chunk + 1) * loader.samples_per_epoch() / num_chunks;
@@ -59,24 +132,64 @@ pub fn validate<B: SieveBackend>(
         let context = LayerContext::new(&on_device.documents, rope);
         let losses = model.token_losses(on_device.tokens, on_device.labels, &context);
         let losses = losses.into_data();
+        let mut sums = BatchSums::default();
         for (loss, &label) in losses.iter::<f64>().zip(&batch.labels) {
             if label != IGNORED_LABEL {
-                nats += loss;
-                unigram_nats += unigram.nats(label as usize);
-                num_labels += 1;
-                num_bytes += u64::from(bytes[label as usize]);
+                sums.nats += loss;
+                sums.unigram_nats += unigram.nats(label as usize);
+                sums.num_labels += 1;
+                sums.num_bytes += u64::from(bytes[label as usize]);
             }
         }
+        Ok(sums)
+    })
+    .collect()
+}
+
+/// What the sums of all batches come to, added in their order: the same digits however many ranks made them.
+pub(crate) fn report(batches: &[BatchSums]) -> ValidationReport {
+    let mut sum = BatchSums::default();
+    for batch in batches {
+        sum.nats += batch.nats;
+        sum.unigram_nats += batch.unigram_nats;
+        sum.num_labels += batch.num_labels;
+        sum.num_bytes += batch.num_bytes;
     }
-    let loss = nats / num_labels.max(1) as f64;
-    let bits = std::f64::consts::LN_2 * num_bytes.max(1) as f64;
-    Ok(ValidationReport {
+    let loss = sum.nats / sum.num_labels.max(1) as f64;
+    let bits = std::f64::consts::LN_2 * sum.num_bytes.max(1) as f64;
+    ValidationReport {
         step: 0,
         loss,
         perplexity: loss.exp(),
-        bits_per_byte: nats / bits,
-        unigram_bits_per_byte: unigram_nats / bits,
-        num_labels,
-        num_bytes,
-    })
+        bits_per_byte: sum.nats / bits,
+        unigram_bits_per_byte: sum.unigram_nats / bits,
+        num_labels: sum.num_labels,
+        num_bytes: sum.num_bytes,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_are_put_together_in_the_order_of_the_batches() {
+        let sums = |number: u64| BatchSums {
+            nats: 0.1 * number as f64,
+            unigram_nats: -1e-9,
+            num_labels: number,
+            num_bytes: 3 * number,
+        };
+        for (num_batches, size) in [(0, 2), (1, 2), (5, 1), (5, 2), (6, 3), (7, 3)] {
+            let shares = (0..size).map(|rank| {
+                let own = (rank..num_batches).step_by(size as usize).map(sums);
+                sums_to_bytes(&own.collect::<Vec<_>>())
+            });
+            let all = sums_of_shares(&shares.collect::<Vec<_>>());
+            assert!(
+                all.into_iter().eq((0..num_batches).map(sums)),
+                "{num_batches}, {size}"
+            );
+        }
+    }
 }

@@ -15,7 +15,7 @@ use sieve_bench::{
     BenchEvent, BenchSettings, BuildEvent, BuildSettings, CheckSettings, RunSettings, Scores,
     Target,
 };
-use sieve_kernels::{DeviceReport, KernelCache};
+use sieve_kernels::{DeviceReport, KernelCache, NeededKernels};
 use sieve_ops::{Cuda, SieveBackend};
 use std::path::Path;
 use std::time::Instant;
@@ -68,13 +68,13 @@ fn build_printer() -> impl FnMut(BuildEvent) {
 
 /// Compiles everything that a check can ask for, on all cores, before the first case.
 fn prepare(cache: &KernelCache, gpu: &DeviceReport) -> Result<()> {
-    let needed = sieve_bench::all_kernels(gpu)?;
-    Ok(sieve_bench::prefill(
-        cache,
-        &gpu.arch(),
-        &needed,
-        &mut build_printer(),
-    )?)
+    fill(cache, &gpu.arch(), &sieve_bench::all_kernels(gpu)?)
+}
+
+/// Compiles what a cache lacks of `needed`.
+pub(crate) fn fill(cache: &KernelCache, arch: &str, needed: &NeededKernels) -> Result<()> {
+    let say = &mut build_printer();
+    Ok(sieve_bench::prefill(cache, arch, needed, say)?)
 }
 
 impl From<Device> for Target {

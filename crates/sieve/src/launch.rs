@@ -1,4 +1,5 @@
 //! `sieve launch`: several processes of this program on this host, which train together.
+use crate::interrupt::respect_nohup;
 use crate::terminal;
 use crate::train::{LAUNCHED, STOPPED_EARLY};
 use anyhow::{Context, Result, bail};
@@ -46,6 +47,7 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode> {
             args.nproc
         );
     }
+    respect_nohup();
     let asked = Arc::new(AtomicUsize::new(0));
     let signals = asked.clone();
     ctrlc::set_handler(move || {

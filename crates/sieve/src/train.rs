@@ -115,7 +115,7 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
     if let Some(mesh) = &mesh {
         ranks::check_recipe(mesh, &recipe)?;
     }
-    let session = Session::open(args, mesh)?;
+    let session = Session::open(args, mesh.map(|mesh| (mesh, &recipe)))?;
     text.iter()
         .filter(|_| session.tells())
         .for_each(|line| terminal::line(line));
@@ -144,19 +144,21 @@ impl TrainArgs {
 }
 
 impl Session {
-    fn open(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Self> {
-        let world = mesh.as_ref().map(|mesh| mesh.world());
-        let tells = world.is_none_or(|world| world.rank == 0);
+    /// For this process alone, or as one of several that train one recipe.
+    fn open(args: &TrainArgs, group: Option<(Arc<Mesh>, &Recipe)>) -> Result<Self> {
+        let tells = group
+            .as_ref()
+            .is_none_or(|(mesh, _)| mesh.world().rank == 0);
         Ok(Self {
             choice: args.device,
-            found: match world {
-                Some(world) => ranks::device(args.device, world)?,
+            found: match &group {
+                Some((mesh, recipe)) => ranks::device(args.device, mesh, recipe)?,
                 None => args.device.resolve()?,
             },
             interrupt: Interrupt::install(tells)?,
             profile: args.profile,
             memory: args.memory,
-            mesh,
+            mesh: group.map(|(mesh, _)| mesh),
         })
     }
 

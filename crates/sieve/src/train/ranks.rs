@@ -1,6 +1,7 @@
 //! `sieve train` as one of several processes: who they are, and which of them says what.
 use super::{Ending, LAUNCHED, STOPPED_EARLY, TrainArgs, run_one, variable};
 use crate::device::{Device, DeviceChoice};
+use crate::kernels::fill;
 use crate::terminal;
 use anyhow::{Result, bail, ensure};
 use burn::backend::Autodiff;
@@ -8,12 +9,13 @@ use burn::tensor::Tensor;
 use burn_cuda::CudaDevice;
 use sieve_comm::{CommError, Failure, Loss, Mesh, Patience, World};
 use sieve_core::Recipe;
-use sieve_kernels::{CudaPrimitive, CudaTensor, NcclGroup, nccl_id, require_nccl};
+use sieve_kernels::{CudaPrimitive, CudaTensor, NcclGroup, nccl_id, require_nccl, shared_bytes_of};
 use sieve_ops::Cuda;
 use sieve_train::{Group, Origin, RunFolder, Start, TrainError};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Trains as one rank of `world`. Rank 0 alone prints, but for errors that only another rank knows.
 pub(super) fn run(args: &TrainArgs, world: World) -> Result<ExitCode> {
@@ -33,7 +35,7 @@ pub(super) fn run(args: &TrainArgs, world: World) -> Result<ExitCode> {
     }
     let give_up = move |failure: &Failure| {
         tell(rank, failure);
-        std::process::exit(1);
+        end_now();
     };
     let mesh = Mesh::join(
         world,
@@ -71,8 +73,22 @@ pub(super) fn run(args: &TrainArgs, world: World) -> Result<ExitCode> {
     }
 }
 
-/// Prints why all ranks stop, in one of them.
+/// Ends this process though a GPU may still wait for a rank that is lost: a usual end could wait for that GPU.
+fn end_now() {
+    #[cfg(unix)]
+    {
+        use nix::sys::signal::{Signal::SIGKILL, kill};
+        let _ = kill(nix::unistd::Pid::this(), SIGKILL);
+    }
+    std::process::abort();
+}
+
+/// Prints why all ranks stop, in one of them, and once.
 fn tell(rank: usize, failure: &Failure) {
+    static TOLD: AtomicBool = AtomicBool::new(false);
+    if TOLD.swap(true, Ordering::Relaxed) {
+        return;
+    }
     let is_told = match failure.loss {
         // Rank 0 has printed its own error.
         Loss::Error(_) => failure.rank == 0,
@@ -91,20 +107,44 @@ fn tell(rank: usize, failure: &Failure) {
     terminal::note(&format!("error: {failure}{hint}"));
 }
 
-/// The device of a rank: where others share the host, the GPU of its local number.
-pub(super) fn device(choice: DeviceChoice, world: &World) -> Result<Device> {
+/// The device of a rank: where others share the host, the GPU of its local number. One rank of each host compiles the kernels
+/// of `recipe` that the cache lacks, and the others read what it made: else each would compile all of them for itself.
+pub(super) fn device(choice: DeviceChoice, mesh: &Mesh, recipe: &Recipe) -> Result<Device> {
+    let world = mesh.world();
+    let choice = own_choice(choice, world)?;
+    if world.local_rank > 0 {
+        mesh.barrier()?;
+        return choice.resolve();
+    }
+    let found = choice.resolve_and_prepare(|cache, gpu| {
+        let arch = gpu.arch();
+        let Some(shared_bytes) = shared_bytes_of(&arch) else {
+            return Ok(());
+        };
+        let needed = sieve_bench::needed_by(Some(recipe), &arch, shared_bytes)?;
+        if let Err(error) = fill(cache, &arch, &needed) {
+            // They are compiled at first use then.
+            terminal::warning(&format!("kernels were not compiled ahead: {error}"));
+        }
+        Ok(())
+    })?;
+    mesh.barrier()?;
+    Ok(found)
+}
+
+fn own_choice(choice: DeviceChoice, world: &World) -> Result<DeviceChoice> {
     // Slurm can show each process its own GPU alone.
     let shows_one = variable("CUDA_VISIBLE_DEVICES").is_some_and(|list| !list.contains(','));
     let own = if shows_one { 0 } else { world.local_rank };
     match choice {
-        DeviceChoice::Auto if sieve_kernels::probe().is_ok() => DeviceChoice::Cuda(own).resolve(),
-        DeviceChoice::Cuda(0) => DeviceChoice::Cuda(own).resolve(),
+        DeviceChoice::Auto if sieve_kernels::probe().is_ok() => Ok(DeviceChoice::Cuda(own)),
+        DeviceChoice::Cuda(0) => Ok(DeviceChoice::Cuda(own)),
         DeviceChoice::Cuda(index) if world.local_size > 1 => bail!(
             "--device cuda:{index} would put {} processes of this host on one GPU\n  hint: write --device cuda; each \
              takes the GPU of its LOCAL_RANK",
             world.local_size
         ),
-        choice => choice.resolve(),
+        choice => Ok(choice),
     }
 }
 
