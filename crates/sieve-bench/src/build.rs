@@ -377,7 +377,7 @@ mod tests {
         let latent = |text: &str, settings: &[&str]| {
             let settings: Vec<String> = settings.iter().map(|x| (*x).to_owned()).collect();
             let recipe = Recipe::load(text, "a recipe", &settings).expect("valid");
-            let wanted = wanted(Some(&recipe), "sm_90a", 227 * 1024).expect("kernels");
+            let wanted = needed_by(Some(&recipe), "sm_90a", 227 * 1024).expect("kernels");
             let mut names: Vec<String> = wanted
                 .kernels
                 .iter()
