@@ -25,6 +25,7 @@ pub mod model;
 
 mod adamw_step;
 mod keys;
+mod nsa_blocks;
 mod score_matrix;
 
 pub use adamw_step::AdamWStep;
@@ -32,5 +33,6 @@ pub use model::{
     Attention, DmaBias, DmaRecency, DmaShape, DmaWindow, MlaShape, ModelShape, NsaCompression,
     NsaShape,
 };
+pub use nsa_blocks::NsaBlocks;
 pub use recipe::{Recipe, RecipeError};
 pub use score_matrix::{MOST_REFERENCE_SCORES, ReferenceTooLarge, ScoreMatrix};

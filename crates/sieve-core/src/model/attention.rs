@@ -1,5 +1,6 @@
 //! The attention kinds and their sizes.
 
+use crate::NsaBlocks;
 use crate::keys::{MAX_SEQ_LEN, MAX_WIDTH, choices, keys};
 
 choices! {
@@ -228,9 +229,16 @@ pub const NUM_NSA_BRANCHES: usize = 3;
 impl NsaShape {
     /// Compressed blocks of a document of `seq_len` tokens: those that lie in it whole.
     pub fn num_compressed_blocks(&self, seq_len: usize) -> usize {
-        match seq_len.checked_sub(self.compress_block_size) {
-            Some(rest) => rest / self.compress_stride + 1,
-            None => 0,
+        self.blocks().num_compressed_blocks(seq_len)
+    }
+
+    /// Sizes of its blocks.
+    pub fn blocks(&self) -> NsaBlocks {
+        NsaBlocks {
+            compress_block_size: self.compress_block_size,
+            compress_stride: self.compress_stride,
+            select_block_size: self.select_block_size,
+            num_selected_blocks: self.num_selected_blocks,
         }
     }
 

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::NsaBlocks;
+use super::{NsaBlocks, slot_starts};
 use crate::attention::{AttentionShape, Documents};
 use crate::rms_norm::add_partials;
 
@@ -23,7 +23,7 @@ impl Places {
             shape,
             blocks,
             num_slots: blocks.num_slots(shape.seq_len),
-            starts: blocks.slot_starts(shape.batch, shape.seq_len, documents),
+            starts: slot_starts(blocks, shape.batch, shape.seq_len, documents),
         }
     }
 

@@ -4,7 +4,7 @@
 use rayon::prelude::*;
 
 use super::select::select;
-use super::{NsaBlocks, documents_of};
+use super::{NsaBlocks, documents_of, slot_starts};
 use crate::attention::{AttentionShape, Documents, Mask, attention_backward, attention_forward};
 
 /// The packed tensor of the branch, and its mask.
@@ -23,7 +23,7 @@ fn for_each_block(
     mut visit: impl FnMut(usize, usize, usize),
 ) {
     let num_slots = blocks.num_slots(shape.seq_len);
-    let starts = blocks.slot_starts(shape.batch, shape.seq_len, documents);
+    let starts = slot_starts(blocks, shape.batch, shape.seq_len, documents);
     for (slot, &start) in starts.iter().enumerate() {
         if let Ok(start) = usize::try_from(start) {
             let last = start + blocks.compress_block_size - 1;

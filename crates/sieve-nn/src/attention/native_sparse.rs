@@ -93,12 +93,7 @@ impl<B: Backend> NativeSparseAttention<B> {
     }
 
     fn blocks(&self) -> NsaBlocks {
-        NsaBlocks {
-            compress_block_size: self.nsa.compress_block_size,
-            compress_stride: self.nsa.compress_stride,
-            select_block_size: self.nsa.select_block_size,
-            num_selected_blocks: self.nsa.num_selected_blocks,
-        }
+        self.nsa.blocks()
     }
 }
 

@@ -2,7 +2,7 @@
 //! tokens that the next block is made of.
 use super::{recent, split};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData, activation::softmax};
+use burn::tensor::{DType, Int, Tensor, TensorData, activation::softmax};
 use sieve_ops::{
     AttentionSpec, Documents, NsaBlocks, SieveBackend, attention_decode, choose_blocks,
     overlap_weight,
@@ -75,6 +75,14 @@ impl<B: Backend> BlockCache<B> {
                 .then(|| first_blocks(compressed, batch, blocks.num_slots(len), count, spec)),
             tail: last(new.compressed.clone(), blocks.compress_block_size),
         }
+    }
+}
+
+/// The tensor in f32 where it has a 16-bit type.
+fn at_least_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    match x.dtype() {
+        DType::BF16 | DType::F16 => x.cast(DType::F32),
+        _ => x,
     }
 }
 
@@ -160,6 +168,8 @@ impl<B: SieveBackend> BlockCache<B> {
         };
         let o = attention_decode(q.clone(), k.clone(), v, None, spec.softmax_scale);
         let count = k.dims()[1];
+        // Where blocks are nearly as important as each other, rounded probabilities would choose others than a whole pass.
+        let (q, k) = (at_least_f32(q), at_least_f32(k));
         let logits = q
             .reshape([batch, kv_heads, num_heads / kv_heads, d])
             .matmul(k.permute([0, 2, 3, 1]))

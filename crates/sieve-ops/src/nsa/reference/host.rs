@@ -31,7 +31,7 @@ impl Host {
             start: &self.start,
             end: &self.end,
         };
-        blocks.slot_starts(self.batch, self.seq_len, documents)
+        sieve_cpu::nsa::slot_starts(blocks, self.batch, self.seq_len, documents)
     }
 }
 

@@ -1,0 +1,116 @@
+//! Block sizes of native sparse attention (arXiv:2502.11089), and which of them have CUDA kernels.
+
+/// Block sizes of the compressed and the selected branch, in tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NsaBlocks {
+    /// Tokens of a compressed block (l).
+    pub compress_block_size: usize,
+    /// Tokens between the starts of two compressed blocks (s); divides both block sizes.
+    pub compress_stride: usize,
+    /// Tokens of a selected block (l').
+    pub select_block_size: usize,
+    /// Blocks a query selects per KV head (k).
+    pub num_selected_blocks: usize,
+}
+
+/// What the CUDA kernels take.
+const CUDA_HEAD_DIMS: [usize; 2] = [64, 128];
+const CUDA_MAX_SELECT_BLOCK: usize = 64;
+const CUDA_MAX_GROUP: usize = 64;
+/// Strides of a selected and a compressed block together.
+const CUDA_MAX_STRIDES: usize = 34;
+
+impl NsaBlocks {
+    /// Places for compressed blocks in a row of `seq_len` tokens, whatever its documents.
+    pub fn num_slots(&self, seq_len: usize) -> usize {
+        seq_len.div_ceil(self.compress_stride)
+    }
+
+    /// Compressed blocks that lie in a document of `len` tokens whole.
+    pub fn num_compressed_blocks(&self, len: usize) -> usize {
+        match len.checked_sub(self.compress_block_size) {
+            Some(rest) => rest / self.compress_stride + 1,
+            None => 0,
+        }
+    }
+
+    /// First slot of the document that begins at `start`. The blocks of a document end before the next one's first slot,
+    /// because a block is at least as long as the stride.
+    pub fn first_slot(&self, start: usize) -> usize {
+        start.div_ceil(self.compress_stride)
+    }
+
+    /// Panics unless the sizes fit each other.
+    pub fn check(&self) {
+        let Self {
+            compress_block_size,
+            compress_stride,
+            select_block_size,
+            num_selected_blocks,
+        } = *self;
+        assert!(
+            compress_stride > 0 && compress_block_size > 0 && select_block_size > 0,
+            "nsa: a block size is 0"
+        );
+        assert!(
+            compress_block_size.is_multiple_of(compress_stride)
+                && select_block_size.is_multiple_of(compress_stride),
+            "nsa: compress_stride does not divide both block sizes"
+        );
+        assert!(num_selected_blocks > 0, "nsa: num_selected_blocks is 0");
+    }
+
+    /// Why the compressed and the selected branch have no CUDA kernels: what is wrong, and what they take. `None` where
+    /// there are kernels.
+    pub fn cuda_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
+        let strides = (self.compress_block_size + self.select_block_size) / self.compress_stride;
+        if !CUDA_HEAD_DIMS.contains(&head_dim) {
+            return Some((format!("heads of {head_dim}"), "heads of 64 and 128"));
+        }
+        if self.select_block_size > CUDA_MAX_SELECT_BLOCK {
+            let size = self.select_block_size;
+            return Some((format!("select_block_size {size}"), "up to 64"));
+        }
+        if strides > CUDA_MAX_STRIDES {
+            let got = format!("{strides} strides in a compressed and a selected block");
+            return Some((got, "up to 34 together"));
+        }
+        (group_size > CUDA_MAX_GROUP)
+            .then(|| (format!("{group_size} query heads a KV head"), "up to 64"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_recipes_sizes_have_kernels_and_what_has_none_is_named() {
+        let recipe = NsaBlocks {
+            compress_block_size: 32,
+            compress_stride: 16,
+            select_block_size: 64,
+            num_selected_blocks: 16,
+        };
+        for (head_dim, group) in [(64, 1), (128, 2), (128, 16)] {
+            assert_eq!(recipe.cuda_gap(head_dim, group), None);
+        }
+        let large = NsaBlocks {
+            select_block_size: 128,
+            ..recipe
+        };
+        let fine = NsaBlocks {
+            compress_stride: 2,
+            ..recipe
+        };
+        for (blocks, head_dim, group, word) in [
+            (recipe, 96, 2, "heads of 96"),
+            (large, 128, 2, "select_block_size 128"),
+            (fine, 128, 2, "48 strides"),
+            (recipe, 128, 65, "65 query heads"),
+        ] {
+            let (got, _) = blocks.cuda_gap(head_dim, group).expect("no kernel");
+            assert!(got.contains(word), "{got}");
+        }
+    }
+}
