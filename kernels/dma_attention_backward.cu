@@ -18,13 +18,13 @@
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
 #define GATHER 1
 #define HAS_BIAS 1
-#include "common/attention_backward.cuh"
+#ifndef DETERMINISTIC
+#define DETERMINISTIC 0
+#endif
+#include "common/add_rows.cuh"
 
 #ifndef SUPER_BLOCK
 #define SUPER_BLOCK 1024
-#endif
-#ifndef DETERMINISTIC
-#define DETERMINISTIC 0
 #endif
 static_assert(!DETERMINISTIC || !COMPUTE_DQ, "dq over keys in many blocks has no fixed order");
 static_assert(SUPER_BLOCK % BLOCK_Q == 0, "a step stays inside one super-block");
@@ -40,36 +40,6 @@ struct DmaAttentionBackwardParams {
   u64 first_super_block;
   u64 dq_len;                                          // queries of the launch: super_blocks * SUPER_BLOCK
 };
-
-// Adds four f32 at a 16-byte aligned address.
-DEVICE void add_f32x4(float* to, float a, float b, float c, float d) {
-#if DETERMINISTIC
-  // A key stands in a super-block's list once, so within a launch nobody else touches its row.
-  float4 old = *(const float4*)to;
-  *(float4*)to = make_float4(old.x + a, old.y + b, old.z + c, old.w + d);
-#else
-  reduce_add_f32x4(to, a, b, c, d);
-#endif
-}
-
-// Adds the warp's columns of the pair's 32 rows; a quad writes 64 contiguous bytes.
-template <int ROW, int HALF_PAIRS>
-DEVICE void add_rows(float* to, const float (&sums)[2][2 * HALF_PAIRS][4], const int2* entries) {
-  const int lane = (int)threadIdx.x % 32, half = (int)threadIdx.x / 32 % 2, g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int m = 0; m < 2; ++m)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int2 entry = entries[m * 16 + h * 8 + g];
-      if (entry.y <= 0) continue;
-      float* row = to + (u64)entry.x * ROW + half * HALF_PAIRS * 16 + t * 4;
-#pragma unroll
-      for (int n = 0; n < HALF_PAIRS; ++n) {
-        if (half * HALF_PAIRS + n >= ROW / 16) break;
-        add_f32x4(row + n * 16, sums[m][2 * n][2 * h], sums[m][2 * n][2 * h + 1], sums[m][2 * n + 1][2 * h], sums[m][2 * n + 1][2 * h + 1]);
-      }
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_backward(
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const float* delta, const float* base, const int2* list, const i32* list_len,

@@ -1,6 +1,7 @@
 // attention_backward: the gradients of a block of keys, from every query that sees one of them (arXiv:2307.08691, algorithm 2, keys outermost).
 // Used by attention_backward.cu (dense, sliding window) and dma_attention_backward.cu (gathered lists), which document the interface.
 // Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (even; two warps own 32 keys), BLOCK_Q queries a step (32 or 64); HAS_BIAS; GATHER;
+//            CHOSEN_ROWS: the rows of a list (nsa_rows.cuh) take the place of all queries of all heads, and each has a place for its part of dQ;
 //            COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV: which gradients this launch makes (large heads take two launches, for want of registers)
 // Scores are kept transposed, S^T = K Q^T, so that P^T and dS^T in registers are A fragments of dV += P^T dO and dK += dS^T Q. What limits this
 // kernel is shared memory bandwidth, so a warp works on 32 keys: a fragment of Q or dO then serves two products. Of a pair of warps each scores
@@ -9,6 +10,8 @@
 // barrier a step.
 #pragma once
 #include "common/copy_rows.cuh"
+#include "common/nsa_rows.cuh"
+#include "common/quad.cuh"
 #include "common/reduce_add.cuh"
 
 #ifndef HEAD_DIM_V
@@ -19,6 +22,9 @@
 #endif
 #ifndef GATHER
 #define GATHER 0
+#endif
+#ifndef CHOSEN_ROWS
+#define CHOSEN_ROWS 0
 #endif
 #ifndef COMPUTE_DQ
 #define COMPUTE_DQ 1
@@ -62,8 +68,10 @@ constexpr int STATS_AT = P_AT + P_BYTES;
 constexpr int ENTRIES_AT = STATS_AT + 2 * STATS_BYTES;
 constexpr int BIAS_AT = ENTRIES_AT + BLOCK_KV * 8;
 constexpr int BLOCK_AT = BIAS_AT + (HAS_BIAS ? BLOCK_KV * 4 : 0);
-constexpr int BLOCK_BYTES = 128;
-static_assert(BLOCK_AT + BLOCK_BYTES <= 227 * 1024, "no device gives a block more shared memory; the caller checks its own limit");
+constexpr int BLOCK_BYTES = CHOSEN_ROWS ? 192 : 128;
+constexpr int ROWS_AT = BLOCK_AT + BLOCK_BYTES;  // CHOSEN_ROWS: the rows of four steps, of the last one to the one after the next
+constexpr int ROWS_BYTES = CHOSEN_ROWS ? 4 * BLOCK_Q * 16 : 0;
+static_assert(ROWS_AT + ROWS_BYTES <= 227 * 1024, "no device gives a block more shared memory; the caller checks its own limit");
 
 // How the warps share out a dQ tile of BLOCK_Q x HEAD_DIM: DQ_COLUMN_WARPS x DQ_ROW_WARPS of them, the others rest.
 constexpr int DQ_COLUMN_WARPS = HEAD_DIM % 64 == 0 && NUM_WARPS >= 8 ? 4 : HEAD_DIM % 32 == 0 ? 2 : 1;
@@ -85,6 +93,11 @@ struct BackwardBlock {
   int first_tile, num_tiles;  // query tiles (of BLOCK_Q positions) seen by a key of the block
   float scale_log2, bias_unit;  // bias_unit: 1 / softmax_scale
   int batch, kv_head, first_key;  // dense: for the stores at the end
+#if CHOSEN_ROWS
+  ChosenRun run;
+  int last_token;  // of the run
+  bf16* dq_parts;  // [rows' parts, HEAD_DIM]; q, d_out and stats stand at the batch row then, with all heads
+#endif
 };
 static_assert(sizeof(BackwardBlock) <= BLOCK_BYTES, "the block's description fits its place");
 
@@ -110,8 +123,25 @@ DEVICE KeyRange key_range(const int2* entries, int count) {
   return range;
 }
 
+#if CHOSEN_ROWS
+DEVICE ChosenRow* step_rows(unsigned char* memory, int step) { return (ChosenRow*)(memory + ROWS_AT) + step % 4 * BLOCK_Q; }
+DEVICE void describe_rows(const BackwardBlock& block, unsigned char* memory, int step) {
+  if (threadIdx.x < BLOCK_Q)
+    step_rows(memory, step)[threadIdx.x] = chosen_row(block.run, step * BLOCK_Q + (int)threadIdx.x, block.group_size, block.kv_head * block.group_size);
+}
+#endif
+
 // Asks for a step's queries, output gradients and row statistics.
-DEVICE void load_queries(const BackwardBlock& block, u32 shared, int slot, int head, int query_tile) {
+DEVICE void load_queries(const BackwardBlock& block, unsigned char* memory, u32 shared, int slot, int head, int query_tile) {
+#if CHOSEN_ROWS
+  const ChosenRow* rows = step_rows(memory, query_tile);
+  copy_chosen_rows<HEAD_DIM, BLOCK_Q>(shared + Q_AT + slot * Q_BYTES, block.q, block.q_stride, rows);
+  copy_chosen_rows<HEAD_DIM_V, BLOCK_Q>(shared + DO_AT + slot * DO_BYTES, block.d_out, (u32)block.num_heads * HEAD_DIM_V, rows);
+  if (threadIdx.x < BLOCK_Q) {
+    const ChosenRow row = rows[threadIdx.x];
+    copy_async_8(shared + STATS_AT + slot * STATS_BYTES + threadIdx.x * 8, block.stats + (u64)(u32)row.head * block.padded_len + max(row.token, 0), row.token >= 0 ? 8 : 0);
+  }
+#else
   copy_rows<HEAD_DIM, BLOCK_Q>(shared + Q_AT + slot * Q_BYTES, block.q + head * HEAD_DIM, block.q_stride, query_tile * BLOCK_Q, block.seq_len);
   copy_rows<HEAD_DIM_V, BLOCK_Q>(shared + DO_AT + slot * DO_BYTES, block.d_out + head * HEAD_DIM_V, (u32)block.num_heads * HEAD_DIM_V,
                                  query_tile * BLOCK_Q, block.seq_len);
@@ -122,11 +152,12 @@ DEVICE void load_queries(const BackwardBlock& block, u32 shared, int slot, int h
   if (threadIdx.x < BLOCK_Q / 4)
     copy_async_16(shared + STATS_AT + slot * STATS_BYTES + BLOCK_Q * 8 + threadIdx.x * 16, block.base + query_tile * BLOCK_Q + threadIdx.x * 4, 16);
 #endif
+#endif
 }
 
 #if COMPUTE_DQ
-// dQ += dS K of one step, from dS^T in shared memory; added to the f32 sums as 16 x 8 fragments of 512 contiguous bytes.
-DEVICE void add_dq(const BackwardBlock& block, u32 shared, int slot, int head, int query_tile) {
+// dQ += dS K of one step, from dS^T in shared memory; added to the f32 sums as 16 x 8 fragments of 512 contiguous bytes, or rounded to bf16 as parts of their own.
+DEVICE void add_dq(const BackwardBlock& block, unsigned char* memory, u32 shared, int slot, int head, int query_tile) {
   const int thread = (int)opaque(threadIdx.x), lane = thread % 32, warp = thread / 32;
   if (warp >= DQ_COLUMN_WARPS * DQ_ROW_WARPS) return;
   const int row = warp / DQ_COLUMN_WARPS * DQ_ROW_TILES, column = warp % DQ_COLUMN_WARPS * DQ_COLUMN_TILES;  // in 16s, in 8s
@@ -151,6 +182,22 @@ DEVICE void add_dq(const BackwardBlock& block, u32 shared, int slot, int head, i
       }
     }
   }
+#if CHOSEN_ROWS
+  static_assert(DQ_COLUMN_TILES % 4 == 0, "a quad stores 64 bytes of a row");
+  const ChosenRow* rows = step_rows(memory, query_tile) + row * 16 + lane / 4;
+#pragma unroll
+  for (int r = 0; r < 2 * DQ_ROW_TILES; ++r) {
+    const ChosenRow to = rows[r * 8];
+#pragma unroll
+    for (int n = 0; n < DQ_COLUMN_TILES; n += 4) {
+      u32 words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = pack_bf16(dq[r / 2][n + i][r % 2 * 2], dq[r / 2][n + i][r % 2 * 2 + 1]);
+      quad_transpose(words);
+      if (to.token >= 0) *(uint4*)(block.dq_parts + (u64)(u32)to.part * HEAD_DIM + (column + n + lane % 4) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+#else
   const int first_row = (query_tile * BLOCK_Q - block.dq_first) / 16 + row;
   float* to = block.dq_sum + (((u64)head * (block.dq_len / 16) + first_row) * (HEAD_DIM / 8) + column) * 128 + lane * 4;
 #pragma unroll
@@ -158,6 +205,7 @@ DEVICE void add_dq(const BackwardBlock& block, u32 shared, int slot, int head, i
 #pragma unroll
     for (int n = 0; n < DQ_COLUMN_TILES; ++n)
       reduce_add_f32x4(to + (m * (HEAD_DIM / 8) + n) * 128, dq[m][n][0], dq[m][n][1], dq[m][n][2], dq[m][n][3]);
+#endif
 }
 #endif
 
@@ -249,25 +297,41 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
 
   // Steps go through the query tiles of one head after the other.
   int step = 0, head = 0, tile = 0;
-  if (block.num_tiles > 0) load_queries(block, shared, 0, 0, block.first_tile);
+#if CHOSEN_ROWS
+  describe_rows(block, memory, 0);
+  describe_rows(block, memory, 1);
+  __syncthreads();  // every thread copies rows that others described
+#endif
+  if (block.num_tiles > 0) load_queries(block, memory, shared, 0, 0, block.first_tile);
   copy_async_commit();
 
-  for (; step < block.num_tiles * block.group_size; ++step) {
-    const int slot = step & 1, first_query = (block.first_tile + tile) * BLOCK_Q;
+  for (; step < block.num_tiles * (CHOSEN_ROWS ? 1 : block.group_size); ++step) {
+    const int slot = step & 1;
 #if COMPUTE_DQ
     const int dq_head = tile == 0 ? head - 1 : head, dq_tile = block.first_tile + (tile == 0 ? block.num_tiles : tile) - 1;  // of the last step
+#endif
+#if !CHOSEN_ROWS
+    const int first_query = (block.first_tile + tile) * BLOCK_Q;
 #endif
     if (++tile == block.num_tiles) tile = 0, ++head;
 
     copy_async_wait<0>();
     __syncthreads();  // this step's rows and the last step's dS^T are here for every thread; the other slot is no longer read
-    if (head < block.group_size) load_queries(block, shared, slot ^ 1, head, block.first_tile + tile);
+#if CHOSEN_ROWS
+    const ChosenRow* rows = step_rows(memory, step);
+    // Tokens ascend; a step that ends past the list ends with its last one.
+    const int first_query = rows[0].token, end_query = (rows[BLOCK_Q - 1].token < 0 ? block.last_token : rows[BLOCK_Q - 1].token) + 1;
+    describe_rows(block, memory, step + 2);
+#else
+    const int end_query = first_query + BLOCK_Q;
+#endif
+    if (head < (CHOSEN_ROWS ? 1 : block.group_size)) load_queries(block, memory, shared, slot ^ 1, head, block.first_tile + tile);
     copy_async_commit();
 #if COMPUTE_DQ
     // Of the warps that share a scheduler one does this first and one last, so that the products of one meet the exponentials of the other: 11 %
     // of the whole kernel at head_dim 128 on an H200.
     const bool early = threadIdx.x < THREADS / 2;
-    if (step > 0 && early) add_dq(block, shared, slot ^ 1, dq_head, dq_tile);
+    if (step > 0 && early) add_dq(block, memory, shared, slot ^ 1, dq_head, dq_tile);
 #endif
 
     // Everything this thread's number decides is worked out anew each step: kept, it would not fit into registers.
@@ -288,13 +352,13 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     const u32 ds_word = opaque(ds_tile + own_word);
 #endif
     const KeyRange keys = pair_keys[pair];
-    if (first_query + BLOCK_Q <= keys.lowest || first_query >= keys.last_expire) {  // no query of the step sees a key of the pair
+    if (end_query <= keys.lowest || first_query >= keys.last_expire) {  // no query of the step sees a key of the pair
 #if COMPUTE_DQ
 #pragma unroll
       for (int n = 0; n < HALF_QUERY_TILES; ++n)
 #pragma unroll
         for (int r = 0; r < 4; ++r) store_shared_32(DsTile::step(ds_word, r * 8, n), 0);
-      if (step > 0 && !early) add_dq(block, shared, slot ^ 1, dq_head, dq_tile);
+      if (step > 0 && !early) add_dq(block, memory, shared, slot ^ 1, dq_head, dq_tile);
 #endif
       barrier_sync(1 + pair, 64);  // nothing is swapped; but every pair passes its barrier once a step, which race checkers count on
       continue;
@@ -352,7 +416,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
       }
     }
     // Mask: only where some query of the step sees a key of the pair in part.
-    if (first_query < keys.highest || first_query + BLOCK_Q > keys.first_expire) {
+    if (first_query < keys.highest || end_query > keys.first_expire) {
       const int2* entries = (const int2*)(memory + ENTRIES_AT) + pair * 32 + g;
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
@@ -361,7 +425,11 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
         for (int n = 0; n < HALF_QUERY_TILES; ++n)
 #pragma unroll
           for (int x = 0; x < 2; ++x) {
+#if CHOSEN_ROWS
+            const int i = rows[half * BLOCK_Q / 2 + n * 8 + 2 * t + x].token;
+#else
             const int i = first_query + half * BLOCK_Q / 2 + n * 8 + 2 * t + x;
+#endif
             if (!(entry.x <= i && i < entry.y)) p[r / 2][n][r % 2 * 2 + x] = 0.0f;
           }
       }
@@ -450,13 +518,13 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
 #endif
     }
 #if COMPUTE_DQ
-    if (step > 0 && !early) add_dq(block, shared, slot ^ 1, dq_head, dq_tile);
+    if (step > 0 && !early) add_dq(block, memory, shared, slot ^ 1, dq_head, dq_tile);
 #endif
   }
   copy_async_wait<0>();
   __syncthreads();  // the last dS^T is complete
 #if COMPUTE_DQ
-  if (step > 0) add_dq(block, shared, (step - 1) & 1, block.group_size - 1, block.first_tile + block.num_tiles - 1);
+  if (step > 0) add_dq(block, memory, shared, (step - 1) & 1, head - 1, block.first_tile + block.num_tiles - 1);
 #endif
 #if HAS_BIAS
 #pragma unroll

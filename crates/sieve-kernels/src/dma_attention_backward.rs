@@ -10,7 +10,7 @@ use crate::attention_forward::{require_per_key, shape_words};
 use crate::attention_tiling::KeySource;
 use crate::bias_base::{Bias, SeenKeys};
 use crate::cuda_tensor::CudaTensor;
-use crate::dma_attention_forward::require_lists;
+use crate::dma_attention_forward::{RowSums, require_lists};
 use crate::dma_lists::KeyLists;
 use crate::error::KernelError;
 use crate::fill_zero::{empty_zero, fill_zero};
@@ -42,6 +42,16 @@ pub fn dma_attention_backward(
     call: AttentionGradients,
     delta: &CudaTensor,
     lists: &KeyLists,
+) -> Result<CudaTensor, KernelError> {
+    listed_attention_backward(call, delta, lists, RowSums::Exact)
+}
+
+/// As [`dma_attention_backward`], with row sums as the forward pass was told.
+pub(crate) fn listed_attention_backward(
+    call: AttentionGradients,
+    delta: &CudaTensor,
+    lists: &KeyLists,
+    row_sums: RowSums,
 ) -> Result<CudaTensor, KernelError> {
     let source = KeySource::Gathered;
     let shape = call.qkv.shape(NAME)?;
@@ -86,7 +96,7 @@ pub fn dma_attention_backward(
     let (padded, capacity) = (padded_len(seq_len) as u64, lists.capacity() as u64);
 
     // Exact row sums: do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
-    if call.result.o_rest.is_none() {
+    if call.result.o_rest.is_none() && row_sums == RowSums::Exact {
         let mut words = common.clone();
         words.extend([capacity, padded, lists.tile_queries as u64]);
         let mut tensors = inputs.to_vec();
@@ -217,7 +227,7 @@ pub fn dma_attention_backward_convert_kernel(row_dim: usize) -> SourceKernel {
 }
 
 /// Writes one gradient's bf16 rows from its f32 sums.
-fn convert_rows(
+pub(crate) fn convert_rows(
     sums: &CudaTensor,
     grad: &Heads,
     layout: [u64; 3],

@@ -24,6 +24,26 @@ pub fn dma_attention_forward(
     lists: &KeyLists,
     softmax_scale: f32,
 ) -> Result<AttentionResult, KernelError> {
+    listed_attention_forward(qkv, delta, lists, softmax_scale, RowSums::Exact)
+}
+
+/// How the backward pass gets `sum_c o_c do_c` of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RowSums {
+    /// From all bits of o, or from the probabilities: a bias may peak the softmax, and a rounded o would dominate.
+    Exact,
+    /// From the o that was stored, as attention without a bias does.
+    Stored,
+}
+
+/// As [`dma_attention_forward`]; keeps what `row_sums` asks for.
+pub(crate) fn listed_attention_forward(
+    qkv: &Qkv,
+    delta: &CudaTensor,
+    lists: &KeyLists,
+    softmax_scale: f32,
+    row_sums: RowSums,
+) -> Result<AttentionResult, KernelError> {
     let shape = qkv.shape(NAME)?;
     let qkv = qkv.walkable();
     require_scale(NAME, softmax_scale)?;
@@ -54,7 +74,7 @@ pub fn dma_attention_forward(
     ];
     let source = KeySource::Gathered;
     let family = attention_family(&shape, source, q);
-    let with_rest = keeps_rest(family, shape.seq_len);
+    let with_rest = row_sums == RowSums::Exact && keeps_rest(family, shape.seq_len);
     let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
     tensors.extend(o_rest.as_ref());
     let (kernel, grid, maps) = match family {

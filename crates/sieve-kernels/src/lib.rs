@@ -40,6 +40,7 @@ mod dma_lists;
 mod dma_scores;
 mod dma_select;
 mod mla_decode;
+mod nsa;
 
 mod cublaslt;
 mod fill_zero;
@@ -136,6 +137,12 @@ pub use mla_pack::{
 };
 pub use nccl::{NCCL_ID_BYTES, NcclGroup, nccl_id, require_nccl};
 pub use needed::{AttentionNeeds, NeededKernels, NeededKeys, needed_kernels, shared_bytes_of};
+pub use nsa::{
+    GateGradients, NSA_PART_BYTES, nsa_blocks, nsa_blocks_backward,
+    nsa_compressed_attention_backward, nsa_compressed_attention_forward, nsa_gates,
+    nsa_gates_backward, nsa_kernels, nsa_mean_pool, nsa_mean_pool_backward,
+    nsa_selected_attention_backward, nsa_selected_attention_forward,
+};
 pub use probe::{CudaReport, DeviceReport, memory_bytes, probe};
 pub use qk_norm_rope_backward::{
     QkNormRopeGradients, qk_norm_rope_backward, qk_norm_rope_backward_kernel,

@@ -8,6 +8,7 @@ use crate::attention_decode::attention_decode_kernel;
 use crate::attention_forward::attention_forward_kernel;
 use crate::attention_tiling::{ForwardTiling, KeySource};
 use crate::bias_base::bias_base_kernel;
+use crate::column_sums::column_sums_kernel;
 use crate::dma_attention_backward::{
     dma_attention_backward_convert_kernel, dma_attention_backward_kernel,
     dma_attention_backward_query_kernel, dma_attention_row_sums_kernel,
@@ -24,6 +25,7 @@ use crate::hopper_tiling::{
     HopperPass, HopperTiling, has_hopper_form, has_hopper_gradient,
     hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
 };
+use crate::nsa::nsa_kernels;
 use crate::source_kernel::SourceKernel;
 
 const NAME: &str = "needed_kernels";
@@ -48,6 +50,8 @@ pub enum NeededKeys {
     Chosen(ScoreBias),
     /// DMA where every key is kept: neighbours with a bias.
     AllBiased,
+    /// NSA's compressed and selected branches; its window has [`Neighbours`](Self::Neighbours).
+    Blocks,
 }
 
 /// Specialisations, and why others cannot be had on a device.
@@ -125,7 +129,7 @@ fn key_source(keys: NeededKeys) -> KeySource {
     match keys {
         NeededKeys::Neighbours => KeySource::Dense,
         NeededKeys::AllBiased => KeySource::Biased,
-        NeededKeys::Chosen(_) => KeySource::Gathered,
+        NeededKeys::Chosen(_) | NeededKeys::Blocks => KeySource::Gathered,
     }
 }
 
@@ -172,6 +176,12 @@ fn portable(needs: &AttentionNeeds, shared_bytes: usize) -> NeededKernels {
                 .push(attention_decode_kernel(head_dim, head_dim_v, 0));
         }
         NeededKeys::AllBiased => {}
+        NeededKeys::Blocks => {
+            list.kernels.extend(nsa_kernels(head_dim));
+            list.kernels.push(column_sums_kernel());
+            list.kernels
+                .push(dma_attention_backward_convert_kernel(head_dim));
+        }
         NeededKeys::Chosen(bias) => {
             list.kernels.extend(dma_select_kernels());
             list.kernels.push(dma_lists_kernel());
@@ -285,6 +295,26 @@ mod tests {
         assert!(!fixed.contains("attention_backward_convert"));
         for name in ["dma_select", "dma_lists", "dma_scores", "dma_decode"] {
             assert!(any.contains(name) && fixed.contains(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn blocks_need_lists_but_no_choice_of_keys() {
+        for arch in ["sm_80", "sm_90a"] {
+            let needed = names(&needed_kernels(
+                &needs(128, NeededKeys::Blocks, SumOrder::Any),
+                arch,
+            ));
+            for name in [
+                "nsa_choose",
+                "nsa_selected_attention_backward",
+                "dma_attention_backward",
+                "dma_attention_backward_convert",
+                "column_sums",
+            ] {
+                assert!(needed.contains(name), "{arch} {name}");
+            }
+            assert!(!needed.contains("dma_select") && !needed.contains("attention_forward"));
         }
     }
 

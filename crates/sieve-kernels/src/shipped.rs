@@ -29,6 +29,7 @@ use crate::hopper_tiling::{
 };
 use crate::mla_decode::{mla_decode_join_kernel, mla_decode_kernel};
 use crate::needed::NeededKernels;
+use crate::nsa::nsa_kernels;
 use crate::source_kernel::SourceKernel;
 use crate::step_kernels::step_kernels;
 use crate::swiglu_backward::{swiglu_backward_kernel, swiglu_backward_with_output_kernel};
@@ -85,7 +86,12 @@ pub fn shipped_kernels_for(shared_bytes: usize) -> NeededKernels {
         // The launch's shared memory follows the head width; the code does not.
         kernels.push(dma_scores_kernel(num_kv_heads, 128, ScoreBias::Linear));
     }
+    let mut seen = std::collections::HashSet::new();
     for width in [64, 128] {
+        // Those without a head width are in both lists.
+        let nsa = nsa_kernels(width).into_iter();
+        kernels
+            .extend(nsa.filter(|kernel| seen.insert((kernel.name(), kernel.defines().to_vec()))));
         kernels.push(attention_backward_prepare_kernel(width));
         kernels.push(attention_backward_convert_kernel(width));
         kernels.push(dma_attention_backward_convert_kernel(width));

@@ -1,0 +1,127 @@
+//! Launches of `kernels/nsa_*.cu`: native sparse attention (arXiv:2502.11089) without a score for every pair of tokens.
+//! The window branch is [`attention_forward`](crate::attention_forward()).
+//!
+//! Compressed keys and values stand at their blocks' last tokens, so that DMA's kernels attend to them by lists. Attention
+//! over the chosen blocks goes block by block: the queries that chose one are listed, each of their choices gets a part
+//! of its own, and a query's parts are joined in the order of its blocks.
+mod blocks;
+mod choose;
+mod compressed;
+mod gates;
+mod lists;
+mod selected;
+
+pub use blocks::{nsa_blocks, nsa_blocks_backward, nsa_mean_pool, nsa_mean_pool_backward};
+pub use compressed::{nsa_compressed_attention_backward, nsa_compressed_attention_forward};
+pub use gates::{GateGradients, nsa_gates, nsa_gates_backward};
+pub use selected::{
+    NSA_PART_BYTES, nsa_selected_attention_backward, nsa_selected_attention_forward,
+};
+
+use blocks::{nsa_blocks_backward_kernel, nsa_blocks_kernel, nsa_positions_backward_kernel};
+use choose::{nsa_choose_kernel, nsa_importance_kernel};
+use compressed::{nsa_compressed_lists_kernel, nsa_place_kernel};
+use gates::{nsa_gates_backward_kernel, nsa_gates_kernel};
+use lists::{nsa_list_counts_kernel, nsa_lists_kernel};
+use selected::{
+    nsa_selected_attention_backward_kernel, nsa_selected_attention_forward_kernel,
+    nsa_selected_combine_kernel,
+};
+
+use crate::checks::require_tokens;
+use crate::cuda_tensor::CudaTensor;
+use crate::error::KernelError;
+use crate::heads::AttentionShape;
+use crate::source_kernel::SourceKernel;
+use sieve_core::NsaBlocks;
+
+/// `[start, end]` of each token's document, i32 `[batch, seq_len]`.
+type Bounds<'a> = [&'a CudaTensor; 2];
+
+fn require_bounds(
+    kernel: &'static str,
+    [start, end]: Bounds,
+    shape: [usize; 2],
+) -> Result<[CudaTensor; 2], KernelError> {
+    Ok([
+        require_tokens(kernel, "doc_start", start, shape)?,
+        require_tokens(kernel, "doc_end", end, shape)?,
+    ])
+}
+
+/// Refuses sizes that the compressed and the selected branch have no kernels for.
+fn require_sizes(
+    kernel: &'static str,
+    blocks: NsaBlocks,
+    shape: &AttentionShape,
+) -> Result<(), KernelError> {
+    blocks.check();
+    let gap = match shape.head_dim == shape.head_dim_v {
+        true => blocks.cuda_gap(shape.head_dim, shape.group_size()),
+        false => Some(("values of another width".to_owned(), "one width")),
+    };
+    match gap {
+        None => Ok(()),
+        Some((got, supported)) => Err(KernelError::Unsupported {
+            kernel,
+            what: "call:",
+            got,
+            supported: supported.to_owned(),
+        }),
+    }
+}
+
+/// Consecutive queries that share a launch and its scratch memory: at most `most` of a row.
+fn query_ranges(seq_len: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
+    let most = most.clamp(1, seq_len);
+    (0..seq_len)
+        .step_by(most)
+        .map(move |first| (first, most.min(seq_len - first)))
+}
+
+/// Every kernel that the compressed and the selected branch launch for a head width, beside those of DMA.
+pub fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
+    let mut kernels = vec![
+        nsa_positions_backward_kernel(),
+        nsa_compressed_lists_kernel(),
+        nsa_choose_kernel(),
+        nsa_list_counts_kernel(0),
+        nsa_lists_kernel(0),
+        nsa_gates_kernel(),
+        nsa_gates_backward_kernel(),
+        nsa_importance_kernel(head_dim),
+        nsa_selected_attention_forward_kernel(head_dim),
+        nsa_selected_attention_backward_kernel(head_dim),
+    ];
+    for flag in [false, true] {
+        kernels.push(nsa_blocks_kernel(flag));
+        kernels.push(nsa_blocks_backward_kernel(flag));
+        kernels.push(nsa_place_kernel(flag));
+        kernels.push(nsa_selected_combine_kernel(head_dim, flag));
+    }
+    kernels
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_cover_a_row_once() {
+        for (seq_len, most) in [
+            (1, 4096),
+            (4096, 4096),
+            (4097, 4096),
+            (10_000, 1000),
+            (5, 0),
+        ] {
+            let mut next = 0;
+            for (first, count) in query_ranges(seq_len, most) {
+                assert_eq!(first, next);
+                assert!((1..=most.max(1)).contains(&count));
+                next += count;
+            }
+            assert_eq!(next, seq_len);
+        }
+    }
+}

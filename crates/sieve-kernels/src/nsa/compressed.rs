@@ -1,0 +1,232 @@
+//! The compressed branch: DMA's attention kernels over lists of compressed blocks, and `kernels/nsa_place.cu` and
+//! `kernels/nsa_compressed_lists.cu` around them.
+use super::choose::nsa_choose;
+use super::{Bounds, require_bounds, require_sizes};
+use crate::attention_backward::AttentionGradients;
+use crate::attention_backward_tiling::SumOrder;
+use crate::attention_forward::AttentionResult;
+use crate::cuda_tensor::CudaTensor;
+use crate::dma_attention_backward::listed_attention_backward;
+use crate::dma_attention_forward::{RowSums, listed_attention_forward};
+use crate::dma_lists::{KeyLists, TILE_QUERIES};
+use crate::error::KernelError;
+use crate::fill_zero::empty_zero;
+use crate::heads::{AttentionShape, Heads, Qkv};
+use crate::oracle::SUPER_BLOCK;
+use crate::source_kernel::SourceKernel;
+use burn::tensor::DType;
+use sieve_core::NsaBlocks;
+
+const NAME: &str = "nsa_compressed_attention";
+
+/// Lists are padded to whole tiles of this many entries.
+const LIST_ALIGNMENT: usize = 128;
+
+/// The branch's inputs as DMA's kernels take them.
+struct Placed {
+    qkv: Qkv,
+    lists: KeyLists,
+    /// No bias.
+    delta: CudaTensor,
+}
+
+impl Placed {
+    fn new(
+        qkv: &Qkv,
+        shape: &AttentionShape,
+        documents: &[CudaTensor; 2],
+        compressed: &CudaTensor,
+        blocks: NsaBlocks,
+    ) -> Result<Self, KernelError> {
+        let tokens = [
+            shape.batch,
+            shape.seq_len,
+            shape.num_kv_heads,
+            shape.head_dim,
+        ];
+        let new = || compressed.empty_contiguous(&tokens, DType::BF16);
+        let (k, v) = (new(), new());
+        let [start, end] = documents;
+        let tensors = [compressed, start, end, &k, &v];
+        let grid = [shape.seq_len, shape.batch, 1];
+        // SAFETY: `require` checked the sizes; writes every element of k and v.
+        unsafe { nsa_place_kernel(false).launch(grid, &tensors, &place_words(shape, blocks)) }?;
+        Ok(Self {
+            qkv: Qkv {
+                q: qkv.q.clone(),
+                k: Heads::all(&k),
+                v: Heads::all(&v),
+            },
+            lists: lists(shape, documents, blocks)?,
+            delta: empty_zero(start, &shape.per_key())?,
+        })
+    }
+}
+
+fn place_words(shape: &AttentionShape, blocks: NsaBlocks) -> [u64; 7] {
+    [
+        shape.seq_len,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        blocks.compress_block_size,
+        blocks.compress_stride,
+        blocks.num_slots(shape.seq_len),
+    ]
+    .map(|word| word as u64)
+}
+
+fn lists(
+    shape: &AttentionShape,
+    [start, end]: &[CudaTensor; 2],
+    blocks: NsaBlocks,
+) -> Result<KeyLists, KernelError> {
+    let (batch, heads, seq_len) = (shape.batch, shape.num_kv_heads, shape.seq_len);
+    let num_slots = blocks.num_slots(seq_len);
+    let (super_blocks, capacity) = (
+        seq_len.div_ceil(SUPER_BLOCK),
+        num_slots.next_multiple_of(LIST_ALIGNMENT),
+    );
+    let new = |sizes: &[usize]| start.empty_contiguous(sizes, DType::I32);
+    let list = new(&[batch, heads, super_blocks, capacity, 2]);
+    let list_len = new(&[batch, heads, super_blocks]);
+    let tile_window = new(&[batch, heads, seq_len.div_ceil(TILE_QUERIES), 2]);
+    let words = [
+        seq_len,
+        blocks.compress_block_size,
+        blocks.compress_stride,
+        num_slots,
+        capacity,
+    ];
+    let tensors = [start, end, &list, &list_len, &tile_window];
+    let grid = [super_blocks, heads, batch];
+    // SAFETY: reads the bounds, writes the new tensors within their shapes; entries past a list's padding stay undefined,
+    // and no reader looks there.
+    unsafe {
+        nsa_compressed_lists_kernel().launch(grid, &tensors, &words.map(|word| word as u64))
+    }?;
+    Ok(KeyLists {
+        list,
+        // Attention does not ask how many enter.
+        num_entering: list_len.clone(),
+        list_len,
+        tile_window,
+        tile_queries: TILE_QUERIES,
+    })
+}
+
+fn require(
+    qkv: &Qkv,
+    documents: Bounds,
+    compressed: &CudaTensor,
+    blocks: NsaBlocks,
+) -> Result<(AttentionShape, [CudaTensor; 2]), KernelError> {
+    let shape = qkv.shape(NAME)?;
+    require_sizes(NAME, blocks, &shape)?;
+    let rows = shape.batch * blocks.num_slots(shape.seq_len) * shape.num_kv_heads;
+    compressed.require_dtype(NAME, "compressed", DType::BF16)?;
+    compressed.require_shape(NAME, "compressed", &[2, rows, shape.head_dim])?;
+    let documents = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
+    Ok((shape, documents))
+}
+
+/// Attention over the compressed blocks (`compressed` bf16 `[2, batch * num_slots * num_kv_heads, head_dim]`, keys then
+/// values; of `qkv` only queries are read), and the blocks of the selected branch, i32 `[batch, seq_len, num_kv_heads,
+/// num_selected_blocks]`: counted from the document's first token, ascending, then -1. A query that sees no compressed
+/// block gets `o = 0`, `lse = -inf`.
+///
+/// # Errors
+/// Another type than bf16, sizes that do not fit or have no kernel.
+pub fn nsa_compressed_attention_forward(
+    qkv: &Qkv,
+    documents: Bounds,
+    compressed: &CudaTensor,
+    blocks: NsaBlocks,
+    softmax_scale: f32,
+) -> Result<(AttentionResult, CudaTensor), KernelError> {
+    let (shape, documents) = require(qkv, documents, compressed, blocks)?;
+    let compressed = compressed.contiguous();
+    let placed = Placed::new(qkv, &shape, &documents, &compressed, blocks)?;
+    let result = listed_attention_forward(
+        &placed.qkv,
+        &placed.delta,
+        &placed.lists,
+        softmax_scale,
+        RowSums::Stored,
+    )?;
+    let [start, end] = &documents;
+    let indices = nsa_choose(
+        qkv,
+        &compressed,
+        &result.lse,
+        [start, end],
+        blocks,
+        softmax_scale,
+    )?;
+    Ok((result, indices))
+}
+
+/// `[dqkv, dcompressed]` of [`nsa_compressed_attention_forward`]'s output; the choice has no gradient. dqkv is packed and
+/// zero for keys and values.
+///
+/// # Errors
+/// As the forward pass.
+#[allow(
+    clippy::too_many_arguments,
+    reason = "what the forward pass was given and what it returned"
+)]
+pub fn nsa_compressed_attention_backward(
+    qkv: &Qkv,
+    documents: Bounds,
+    compressed: &CudaTensor,
+    blocks: NsaBlocks,
+    softmax_scale: f32,
+    result: &AttentionResult,
+    d_o: &CudaTensor,
+    order: SumOrder,
+) -> Result<[CudaTensor; 2], KernelError> {
+    let (shape, documents) = require(qkv, documents, compressed, blocks)?;
+    let compressed = compressed.contiguous();
+    let placed = Placed::new(qkv, &shape, &documents, &compressed, blocks)?;
+    let (batch, seq_len, d) = (shape.batch, shape.seq_len, shape.head_dim);
+    let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
+    let new = |sizes: &[usize]| compressed.empty_contiguous(sizes, DType::BF16);
+    let dqkv = new(&[batch, seq_len, heads + 2 * kv_heads, d]);
+    let (dk, dv) = (
+        new(&[batch, seq_len, kv_heads, d]),
+        new(&[batch, seq_len, kv_heads, d]),
+    );
+    let grads = Qkv {
+        q: Heads::some(&dqkv, 0, heads),
+        k: Heads::all(&dk),
+        v: Heads::all(&dv),
+    };
+    let call = AttentionGradients {
+        qkv: &placed.qkv,
+        result,
+        d_o,
+        grads: &grads,
+        softmax_scale,
+        order,
+    };
+    listed_attention_backward(call, &placed.delta, &placed.lists, RowSums::Stored)?;
+    let d_compressed = new(compressed.shape());
+    let [start, end] = &documents;
+    let tensors = [&dk, &dv, start, end, &d_compressed, &dqkv];
+    let words = place_words(&shape, blocks);
+    // SAFETY: reads dk and dv, writes every element of d_compressed and the keys and values of dqkv.
+    unsafe { nsa_place_kernel(true).launch([seq_len, batch, 1], &tensors, &words) }?;
+    Ok([dqkv, d_compressed])
+}
+
+/// The kernel that puts compressed keys and values at their blocks' last tokens, or takes their gradients from there.
+pub(super) fn nsa_place_kernel(take: bool) -> SourceKernel {
+    SourceKernel::new("nsa_place")
+        .define("TAKE", u8::from(take))
+        .threads(128)
+}
+
+/// The builder of the lists.
+pub(super) fn nsa_compressed_lists_kernel() -> SourceKernel {
+    SourceKernel::new("nsa_compressed_lists").threads(256)
+}

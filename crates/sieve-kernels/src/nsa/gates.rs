@@ -1,0 +1,158 @@
+//! Launches of `kernels/nsa_gates*.cu`.
+use crate::column_sums::column_sums;
+use crate::cuda_tensor::CudaTensor;
+use crate::error::KernelError;
+use crate::source_kernel::SourceKernel;
+use crate::vector_rows::{GradientTarget, require_words};
+use burn::tensor::DType;
+
+const NAME: &str = "nsa_gates";
+
+const BRANCHES: usize = 3;
+
+/// The widest heads: a row is summed inside a warp.
+const MAX_WIDTH: usize = 256;
+
+/// Gradients of [`nsa_gates`].
+#[derive(Debug, Clone)]
+pub struct GateGradients {
+    /// Of the branches, bf16.
+    pub branches: [CudaTensor; BRANCHES],
+    /// Of the logits, bf16.
+    pub logits: CudaTensor,
+    /// Of the bias, f32.
+    pub bias: CudaTensor,
+}
+
+/// Contiguous inputs of both passes.
+struct Inputs {
+    branches: [CudaTensor; BRANCHES],
+    logits: CudaTensor,
+    bias: CudaTensor,
+    /// `[batch, seq_len, num_heads, head_dim]`.
+    dims: [usize; 4],
+}
+
+impl Inputs {
+    fn new(
+        branches: [&CudaTensor; BRANCHES],
+        logits: &CudaTensor,
+        bias: &CudaTensor,
+    ) -> Result<Self, KernelError> {
+        let dims: [usize; 4] = branches[0].dims(NAME, "a branch")?;
+        let [batch, seq_len, heads, width] = dims;
+        for branch in branches {
+            branch.require_dtype(NAME, "a branch", DType::BF16)?;
+            branch.require_shape(NAME, "a branch", &dims)?;
+        }
+        logits.require_dtype(NAME, "logits", DType::BF16)?;
+        logits.require_shape(NAME, "logits", &[batch, seq_len, heads * BRANCHES])?;
+        bias.require_dtype(NAME, "bias", DType::F32)?;
+        bias.require_shape(NAME, "bias", &[heads * BRANCHES])?;
+        require_words(NAME, width)?;
+        if width > MAX_WIDTH {
+            return Err(KernelError::Unsupported {
+                kernel: NAME,
+                what: "head_dim",
+                got: width.to_string(),
+                supported: format!("up to {MAX_WIDTH}"),
+            });
+        }
+        crate::checks::require_non_empty(NAME, "the number of rows", batch * seq_len * heads)?;
+        Ok(Self {
+            branches: branches.map(CudaTensor::contiguous),
+            logits: logits.contiguous(),
+            bias: bias.contiguous(),
+            dims,
+        })
+    }
+
+    fn rows(&self) -> usize {
+        self.dims[..3].iter().product()
+    }
+
+    fn words(&self) -> Vec<u64> {
+        let [_, _, heads, width] = self.dims;
+        [self.rows(), heads, width].map(|word| word as u64).to_vec()
+    }
+}
+
+/// `o = sum_c sigmoid(logits_c + bias_c) o_c` over the branches compressed, selected, window, bf16 `[batch, seq_len,
+/// num_heads, head_dim]`; logits bf16 `[batch, seq_len, num_heads * 3]`, bias f32 `[num_heads * 3]`, the branch varying
+/// fastest.
+///
+/// # Errors
+/// Other types or sizes.
+pub fn nsa_gates(
+    branches: [&CudaTensor; BRANCHES],
+    logits: &CudaTensor,
+    bias: &CudaTensor,
+) -> Result<CudaTensor, KernelError> {
+    let inputs = Inputs::new(branches, logits, bias)?;
+    let [a, b, c] = &inputs.branches;
+    let o = a.empty_contiguous(&inputs.dims, DType::BF16);
+    let tensors = [a, b, c, &inputs.logits, &inputs.bias, &o];
+    let words = o.num_elements() / 8;
+    // SAFETY: sizes and types checked above; writes every element of o.
+    unsafe { nsa_gates_kernel().launch([words.div_ceil(256), 1, 1], &tensors, &inputs.words()) }?;
+    Ok(o)
+}
+
+/// Gradients of [`nsa_gates`].
+///
+/// # Errors
+/// As [`nsa_gates`].
+pub fn nsa_gates_backward(
+    branches: [&CudaTensor; BRANCHES],
+    logits: &CudaTensor,
+    bias: &CudaTensor,
+    d_o: &CudaTensor,
+) -> Result<GateGradients, KernelError> {
+    let inputs = Inputs::new(branches, logits, bias)?;
+    d_o.require_dtype(NAME, "d_o", DType::BF16)?;
+    d_o.require_shape(NAME, "d_o", &inputs.dims)?;
+    let d_o = d_o.contiguous();
+    let [batch, seq_len, heads, width] = inputs.dims;
+    let new = || d_o.empty_contiguous(&inputs.dims, DType::BF16);
+    let gradients = [new(), new(), new()];
+    let num_gates = heads * BRANCHES;
+    let d_logits = d_o.empty_contiguous(&[batch, seq_len, num_gates], DType::BF16);
+    let exact = d_o.empty_contiguous(&[batch * seq_len, num_gates], DType::F32);
+    let lanes = (width / 8).next_power_of_two();
+    let mut words = inputs.words();
+    words.push(lanes as u64);
+    let [a, b, c] = &inputs.branches;
+    let [da, db, dc] = &gradients;
+    let tensors = [
+        a,
+        b,
+        c,
+        &inputs.logits,
+        &inputs.bias,
+        &d_o,
+        da,
+        db,
+        dc,
+        &d_logits,
+        &exact,
+    ];
+    let grid = [inputs.rows().div_ceil(256 / lanes), 1, 1];
+    // SAFETY: sizes and types checked above; writes every element of the outputs.
+    unsafe { nsa_gates_backward_kernel().launch(grid, &tensors, &words) }?;
+    let [bias] = column_sums(NAME, &exact, [(GradientTarget::New, &[num_gates][..])])?;
+    Ok(GateGradients {
+        branches: gradients,
+        logits: d_logits,
+        bias,
+    })
+}
+
+/// The kernel.
+pub(super) fn nsa_gates_kernel() -> SourceKernel {
+    SourceKernel::new(NAME).threads(256)
+}
+
+/// Its gradient.
+pub(super) fn nsa_gates_backward_kernel() -> SourceKernel {
+    SourceKernel::new("nsa_gates_backward").threads(256)
+}

@@ -1,0 +1,304 @@
+//! Launches of `kernels/nsa_selected_*.cu`: attention over the chosen blocks, block by block.
+use super::lists::ChoiceLists;
+use super::{Bounds, query_ranges, require_bounds, require_sizes};
+use crate::attention_backward::{AttentionGradients, padded_len, require_gradients, row_stats};
+use crate::attention_backward_tiling::SumOrder;
+use crate::attention_forward::{AttentionResult, require_scale};
+use crate::cuda_tensor::CudaTensor;
+use crate::dma_attention_backward::convert_rows;
+use crate::error::KernelError;
+use crate::fill_zero::empty_zero;
+use crate::heads::{AttentionShape, Qkv};
+use crate::source_kernel::SourceKernel;
+use burn::tensor::DType;
+use sieve_core::NsaBlocks;
+
+const NAME: &str = "nsa_selected_attention";
+
+/// Bytes of the parts that a launch leaves for nsa_selected_combine.
+pub const NSA_PART_BYTES: usize = 512 << 20;
+
+/// Rows (queries x heads of a group) of a piece of a list, about: enough to pay for a block's keys, few enough to spread the
+/// longest lists.
+const ITEM_ROWS: usize = 2048;
+
+/// Keys of a block, and rows of a tile of the forward pass.
+const BLOCK_KEYS: usize = 64;
+const FORWARD_ROWS: usize = 128;
+
+/// What both passes work with.
+struct Work {
+    shape: AttentionShape,
+    qkv: Qkv,
+    documents: [CudaTensor; 2],
+    indices: CudaTensor,
+    blocks: NsaBlocks,
+    scale: u64,
+}
+
+impl Work {
+    fn new(
+        qkv: &Qkv,
+        documents: Bounds,
+        indices: &CudaTensor,
+        blocks: NsaBlocks,
+        softmax_scale: f32,
+    ) -> Result<Self, KernelError> {
+        let shape = qkv.shape(NAME)?;
+        require_sizes(NAME, blocks, &shape)?;
+        require_scale(NAME, softmax_scale)?;
+        let (batch, seq_len, k) = (shape.batch, shape.seq_len, blocks.num_selected_blocks);
+        indices.require_dtype(NAME, "block_indices", DType::I32)?;
+        indices.require_shape(
+            NAME,
+            "block_indices",
+            &[batch, seq_len, shape.num_kv_heads, k],
+        )?;
+        Ok(Self {
+            qkv: qkv.walkable(),
+            documents: require_bounds(NAME, documents, [batch, seq_len])?,
+            indices: indices.contiguous(),
+            shape,
+            blocks,
+            scale: u64::from(softmax_scale.to_bits()),
+        })
+    }
+
+    /// Ranges of queries whose parts share a launch.
+    fn ranges(&self) -> impl Iterator<Item = (usize, usize)> {
+        let AttentionShape {
+            batch,
+            seq_len,
+            num_heads,
+            head_dim,
+            ..
+        } = self.shape;
+        let a_query = batch * num_heads * self.blocks.num_selected_blocks * head_dim * 2;
+        query_ranges(seq_len, NSA_PART_BYTES / a_query)
+    }
+
+    fn lists(
+        &self,
+        range: (usize, usize),
+        item_queries: usize,
+    ) -> Result<ChoiceLists, KernelError> {
+        let [start, _] = &self.documents;
+        ChoiceLists::new(&self.indices, start, self.blocks, range, item_queries)
+    }
+
+    /// Entries of a piece of a list.
+    fn item_queries(&self) -> usize {
+        (ITEM_ROWS / self.shape.group_size()).max(1)
+    }
+
+    fn parts(&self, lists: &ChoiceLists, width: usize, dtype: DType) -> CudaTensor {
+        let AttentionShape {
+            batch,
+            num_kv_heads,
+            ..
+        } = self.shape;
+        let sizes = [
+            batch,
+            num_kv_heads,
+            lists.choices,
+            self.shape.group_size(),
+            width,
+        ];
+        self.indices.empty_contiguous(&sizes, dtype)
+    }
+
+    /// The params words that both attention kernels begin with.
+    fn words(&self, lists: &ChoiceLists) -> Result<Vec<u64>, KernelError> {
+        let shape = &self.shape;
+        let sizes = [shape.seq_len, shape.num_heads, shape.num_kv_heads];
+        let mut words = sizes.map(|word| word as u64).to_vec();
+        words.extend(self.qkv.words(NAME)?);
+        words.push(self.scale);
+        let sizes = [
+            self.blocks.select_block_size,
+            lists.choices,
+            lists.max_items,
+        ];
+        words.extend(sizes.map(|word| word as u64));
+        Ok(words)
+    }
+
+    fn grid(&self, lists: &ChoiceLists) -> [usize; 3] {
+        [lists.max_items, self.shape.num_kv_heads, self.shape.batch]
+    }
+
+    /// Joins the parts of a range: `outputs` are the output and its log-sum-exp, or the gradient of the queries alone.
+    fn combine(
+        &self,
+        parts: [&CudaTensor; 2],
+        outputs: [&CudaTensor; 2],
+        layout: [u64; 3],
+        (first, count): (usize, usize),
+        is_gradient: bool,
+    ) -> Result<(), KernelError> {
+        let shape = &self.shape;
+        let sizes = [
+            shape.seq_len,
+            shape.num_heads,
+            shape.num_kv_heads,
+            self.blocks.num_selected_blocks,
+            first,
+            count,
+        ];
+        let mut words = sizes.map(|word| word as u64).to_vec();
+        words.extend(layout);
+        words.push(self.scale);
+        let tensors: &[&CudaTensor] = match is_gradient {
+            true => &[&self.indices, parts[0], outputs[0]],
+            false => &[&self.indices, parts[0], parts[1], outputs[0], outputs[1]],
+        };
+        let rows = count * shape.num_heads;
+        let grid = [rows.div_ceil(2048 / shape.head_dim), shape.batch, 1];
+        let kernel = nsa_selected_combine_kernel(shape.head_dim, is_gradient);
+        // SAFETY: every choice of these queries has a part; writes the range's rows of the outputs.
+        unsafe { kernel.launch(grid, tensors, &words) }
+    }
+}
+
+/// Causal attention of each query over the tokens of its blocks (`block_indices` i32 `[batch, seq_len, num_kv_heads,
+/// num_selected_blocks]`: counted from the document's first token, none after the query's own, none twice, -1 for none, at
+/// the end). A block that nobody chose is not read.
+///
+/// # Errors
+/// Another type than bf16, sizes that do not fit or have no kernel.
+pub fn nsa_selected_attention_forward(
+    qkv: &Qkv,
+    documents: Bounds,
+    block_indices: &CudaTensor,
+    blocks: NsaBlocks,
+    softmax_scale: f32,
+) -> Result<AttentionResult, KernelError> {
+    let work = Work::new(qkv, documents, block_indices, blocks, softmax_scale)?;
+    let shape = &work.shape;
+    let q = work.qkv.q.tensor();
+    let o = q.empty_contiguous(&shape.output(), DType::BF16);
+    let lse = q.empty_contiguous(&shape.lse(), DType::F32);
+    let token = (shape.num_heads * shape.head_dim) as u64;
+    let layout = [0, token, token * shape.seq_len as u64];
+    for range in work.ranges() {
+        let lists = work.lists(range, work.item_queries())?;
+        let parts = work.parts(&lists, shape.head_dim, DType::BF16);
+        let part_lse = work.parts(&lists, 1, DType::F32);
+        let tensors = [
+            q,
+            work.qkv.k.tensor(),
+            work.qkv.v.tensor(),
+            &work.documents[0],
+            &work.documents[1],
+            &lists.entries,
+            &lists.items,
+            &lists.num_items,
+            &parts,
+            &part_lse,
+        ];
+        let kernel = nsa_selected_attention_forward_kernel(shape.head_dim);
+        // SAFETY: sizes, strides and types checked above; lists name queries of the range, each choice has its part.
+        unsafe { kernel.launch(work.grid(&lists), &tensors, &work.words(&lists)?) }?;
+        work.combine([&parts, &part_lse], [&o, &lse], layout, range, false)?;
+    }
+    Ok(AttentionResult {
+        o,
+        lse,
+        o_rest: None,
+        base: None,
+    })
+}
+
+/// Gradients of [`nsa_selected_attention_forward`]: every element of `call.grads`; keys and values that nobody chose get 0.
+///
+/// # Errors
+/// As the forward pass.
+pub fn nsa_selected_attention_backward(
+    call: AttentionGradients,
+    documents: Bounds,
+    block_indices: &CudaTensor,
+    blocks: NsaBlocks,
+) -> Result<(), KernelError> {
+    let work = Work::new(
+        call.qkv,
+        documents,
+        block_indices,
+        blocks,
+        call.softmax_scale,
+    )?;
+    let shape = &work.shape;
+    require_gradients(NAME, &call, shape)?;
+    let d_o = call.d_o.contiguous();
+    let stats = row_stats(&call, &d_o, shape)?;
+    let [batch, heads, seq_len] = shape.per_key();
+    let sums = || empty_zero(&d_o, &[batch, heads, seq_len, shape.head_dim]);
+    let (dk_sum, dv_sum) = (sums()?, sums()?);
+    let [dq, dk, dv] = call.grads.head_words(NAME)?;
+    for range in work.ranges() {
+        let item_queries = match call.order {
+            SumOrder::Any => work.item_queries(),
+            // One piece a list, so that within a launch nobody else adds to its keys.
+            SumOrder::Fixed => range.1,
+        };
+        let lists = work.lists(range, item_queries)?;
+        let parts = work.parts(&lists, shape.head_dim, DType::BF16);
+        let tensors = [
+            work.qkv.q.tensor(),
+            work.qkv.k.tensor(),
+            work.qkv.v.tensor(),
+            &d_o,
+            &stats,
+            &work.documents[0],
+            &work.documents[1],
+            &lists.entries,
+            &lists.items,
+            &lists.num_items,
+            &parts,
+            &dk_sum,
+            &dv_sum,
+        ];
+        let mut words = work.words(&lists)?;
+        words.push(padded_len(seq_len) as u64);
+        let kernel = nsa_selected_attention_backward_kernel(shape.head_dim);
+        // SAFETY: as in the forward pass; adds to the sums, which were cleared.
+        unsafe { kernel.launch(work.grid(&lists), &tensors, &words) }?;
+        let grad = call.grads.q.tensor();
+        work.combine([&parts, &parts], [grad, grad], dq, range, true)?;
+    }
+    convert_rows(&dk_sum, &call.grads.k, dk, call.softmax_scale)?;
+    convert_rows(&dv_sum, &call.grads.v, dv, 1.0)
+}
+
+/// The specialisation for a head width.
+pub(super) fn nsa_selected_attention_forward_kernel(head_dim: usize) -> SourceKernel {
+    SourceKernel::new("nsa_selected_attention_forward")
+        .define("HEAD_DIM", head_dim)
+        .threads(128)
+        .shared_bytes((2 * BLOCK_KEYS + 2 * FORWARD_ROWS) * head_dim * 2)
+}
+
+/// The specialisation for a head width: rows of a step such that two blocks of threads share a multiprocessor.
+pub(super) fn nsa_selected_attention_backward_kernel(head_dim: usize) -> SourceKernel {
+    let rows = if head_dim > 64 { 32 } else { 64 };
+    let shared = (BLOCK_KEYS + 2 * rows) * head_dim * 4
+        + 3 * BLOCK_KEYS * rows * 2
+        + 16 * rows
+        + BLOCK_KEYS * 8
+        + 192
+        + 64 * rows;
+    SourceKernel::new("nsa_selected_attention_backward")
+        .define("HEAD_DIM", head_dim)
+        .define("NUM_WARPS", 4)
+        .define("BLOCK_Q", rows)
+        .define("MIN_BLOCKS", 2)
+        .threads(128)
+        .shared_bytes(shared)
+}
+
+/// The kernel that joins a query's parts, of the output or of its gradient.
+pub(super) fn nsa_selected_combine_kernel(head_dim: usize, is_gradient: bool) -> SourceKernel {
+    SourceKernel::new("nsa_selected_combine")
+        .define("HEAD_DIM", head_dim)
+        .define("GRADIENT", u8::from(is_gradient))
+        .threads(256)
+}

@@ -1,0 +1,56 @@
+// nsa_rows: the query rows that chose a block of keys, as tiles of attention kernels: a row is a query and a head of the group, a query's heads side by side.
+// Defines    as copy_rows.cuh
+#pragma once
+#include "common/copy_rows.cuh"
+
+// A row of a tile, in shared memory. Past the end of a list the token is -1 and the row is zeros.
+struct alignas(16) ChosenRow {
+  int token, head;  // head of all query heads
+  int part;         // row of the choice's output, or gradient of q
+};
+
+// The queries of an item that are of one document: they chose one block.
+struct ChosenRun {
+  const int2* entries;   // {token, choice}
+  int num_rows;          // entries * group
+  int first_key, end_key;  // keys of the block
+};
+
+// The run that begins at entry `first` of `count`; `next` receives the entry behind it. `cell`: the cell of select_size positions where the block begins.
+DEVICE ChosenRun chosen_run(const int2* entries, int first, int count, int cell, int select_size, int group, const i32* doc_start, const i32* doc_end, int& next) {
+  const int token = entries[first].x, start = doc_start[token], end = doc_end[token];
+  next = count;
+  if (entries[count - 1].x >= end) {  // a later document has a block in the same cell
+    int low = first + 1;
+    while (low < next) {
+      const int middle = (low + next) / 2;
+      if (entries[middle].x < end) low = middle + 1; else next = middle;
+    }
+  }
+  ChosenRun run;
+  run.entries = entries + first;
+  run.num_rows = (next - first) * group;
+  run.first_key = cell * select_size + start % select_size;
+  run.end_key = min(run.first_key + select_size, end);
+  return run;
+}
+
+DEVICE ChosenRow chosen_row(const ChosenRun& run, int row, int group, int first_head) {
+  if (row >= run.num_rows) return {-1, first_head, 0};
+  const int2 entry = run.entries[row / group];
+  return {entry.x, first_head + row % group, entry.y * group + row % group};
+}
+
+// Asks for a tile's rows of q or do, from the batch row on.
+template <int ROW, int ROWS>
+DEVICE void copy_chosen_rows(u32 shared, const bf16* base, u32 stride, const ChosenRow* rows) {
+  using Tile = SwizzledTile<ROW>;
+#pragma unroll
+  for (int i = 0; i < ceil_div(ROWS * Tile::CHUNKS, THREADS); ++i) {
+    const int at = i * THREADS + (int)opaque(threadIdx.x), row = at / Tile::CHUNKS, chunk = at % Tile::CHUNKS;
+    if (ROWS * Tile::CHUNKS % THREADS != 0 && at >= ROWS * Tile::CHUNKS) break;
+    const ChosenRow chosen = rows[row];
+    const bf16* from = base + (u64)(u32)max(chosen.token, 0) * stride + (u64)(u32)chosen.head * ROW + chunk * 8;
+    copy_async_16(shared + Tile::offset(row, chunk), from, chosen.token >= 0 ? 16 : 0);
+  }
+}
