@@ -297,7 +297,7 @@ pub fn needed_by(
     // What every model launches beside its attention.
     for kernel in shipped.kernels {
         let name = kernel.name();
-        let attention = ["attention_", "hopper_", "dma_attention"]
+        let attention = ["attention_", "hopper_", "dma_attention", "nsa_"]
             .iter()
             .any(|start| name.starts_with(start));
         let choice = ["dma_select", "dma_lists", "dma_decode", "dma_scores"]
@@ -353,10 +353,14 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
             };
             vec![NeededKeys::Chosen(bias), NeededKeys::AllBiased]
         }
-        AttentionSection::Nsa(_) => {
-            return refused(
-                "attention.kind \"nsa\" has no CUDA kernels of its own yet: on a GPU it runs on Burn's operations",
-            );
+        AttentionSection::Nsa(nsa) => {
+            let group = shape.num_heads / shape.num_kv_heads;
+            if let Some((got, supported)) = nsa.blocks().cuda_gap(shape.head_dim, group) {
+                return refused(format!(
+                    "attention.kind \"nsa\" has no CUDA kernels for {got} (they take {supported})"
+                ));
+            }
+            vec![NeededKeys::Blocks, NeededKeys::Neighbours]
         }
     };
     if recipe.dense_layers().contains(&true) {

@@ -8,7 +8,7 @@ use crate::extent::Extent;
 use crate::latent::{self, latent_kernels};
 use crate::place::Place;
 use crate::report::Report;
-use crate::{biases, decode, selection, step};
+use crate::{biases, decode, nsa, selection, step};
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
@@ -175,6 +175,7 @@ fn ops<B: Place>(
     selection::check_ops::<B>(report, device, extent, path)?;
     decode::check_ops::<B>(report, device, extent, is_cuda)?;
     latent::check_ops::<B>(report, device, extent, is_cuda)?;
+    nsa::check_ops::<B>(report, device, extent, is_cuda)?;
     step::check::<B>(report, device, extent.seed, is_cuda);
     Ok(())
 }
@@ -185,6 +186,7 @@ fn wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result
     selection::check_wrappers(report, device, extent)?;
     decode::check_wrappers(report, device, extent)?;
     latent::check_wrappers(report, device, extent)?;
+    nsa::check_wrappers(report, device, extent)?;
     step::check_wrappers(report, device, extent);
     Ok(())
 }

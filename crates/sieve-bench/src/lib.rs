@@ -29,6 +29,7 @@ mod attention;
 mod biases;
 mod decode;
 mod latent;
+mod nsa;
 mod selection;
 mod step;
 

@@ -182,13 +182,17 @@ mod tests {
             head_dim: 40,
             ..dma.clone()
         };
-        for shape in [&nsa, &narrow] {
+        let narrow_nsa = ModelShape {
+            head_dim: 96,
+            ..nsa.clone()
+        };
+        for shape in [&narrow_nsa, &narrow] {
             assert_eq!(auto.for_model(&gpu, shape), Device::Cpu);
             // Who names a GPU gets it.
             assert_eq!(cuda.for_model(&gpu, shape), gpu);
             assert_eq!(auto.for_model(&Device::Cpu, shape), Device::Cpu);
         }
-        for shape in [&dma, &mla] {
+        for shape in [&dma, &mla, &nsa] {
             assert_eq!(auto.for_model(&gpu, shape), gpu);
         }
     }

@@ -1,18 +1,32 @@
-//! NSA on CUDA: no kernel yet, so every op runs its counted reference.
+//! NSA on CUDA.
 use super::backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients};
 use super::reference;
 use crate::attention::AttentionOutput;
-use crate::device::cuda::Cuda;
-use crate::device::paths::{no_kernel, no_kernel_scores, scores};
-use sieve_kernels::CudaPrimitive as Float;
+use crate::attention::cuda::{Backward, bounds, output, packed, result};
+use crate::device::cuda::{Cuda, cast, tensors};
+use crate::device::paths::{kernel_or, kernel_or_scores, scores, sum_order};
+use burn::tensor::DType;
+use sieve_kernels::{AttentionShape, CudaPrimitive as Float, CudaTensor, KernelError};
 
 impl NsaBackend for Cuda {
     fn nsa_blocks(qkv: Float, positions: [Float; 2], call: &NsaCall<Self>) -> Float {
-        no_kernel("nsa_blocks", || reference::nsa_blocks(qkv, positions, call))
+        let [k, v] = positions.each_ref().map(|x| CudaTensor::from(x.clone()));
+        let [start, end] = bounds(&call.documents);
+        let input = packed(&qkv, call.spec);
+        let attempt = sieve_kernels::nsa_blocks(&input, [&k, &v], [&start, &end], call.blocks)
+            .map(Into::into);
+        kernel_or("nsa_blocks", attempt, || {
+            reference::nsa_blocks(qkv, positions, call)
+        })
     }
 
     fn nsa_mean_pool(qkv: Float, call: &NsaCall<Self>) -> Float {
-        no_kernel("nsa_mean_pool", || reference::nsa_mean_pool(qkv, call))
+        let [start, end] = bounds(&call.documents);
+        let input = packed(&qkv, call.spec);
+        let attempt = sieve_kernels::nsa_mean_pool(&input, [&start, &end], call.blocks);
+        kernel_or("nsa_mean_pool", attempt.map(Into::into), || {
+            reference::nsa_mean_pool(qkv, call)
+        })
     }
 
     fn nsa_compressed_attention(
@@ -20,8 +34,9 @@ impl NsaBackend for Cuda {
         compressed: Float,
         call: &NsaCall<Self>,
     ) -> NsaCompressed<Self> {
+        let attempt = compressed_forward(&qkv, &compressed, call);
         let scores = scores(&qkv, call.spec.num_heads);
-        no_kernel_scores("nsa_compressed_attention", scores, || {
+        kernel_or_scores("nsa_compressed_attention", attempt, scores, || {
             reference::nsa_compressed_attention(qkv, compressed, call)
         })
     }
@@ -31,14 +46,28 @@ impl NsaBackend for Cuda {
         block_indices: Float,
         call: &NsaCall<Self>,
     ) -> AttentionOutput<Self> {
+        let [start, end] = bounds(&call.documents);
+        let attempt = sieve_kernels::nsa_selected_attention_forward(
+            &packed(&qkv, call.spec),
+            [&start, &end],
+            &block_indices.clone().into(),
+            call.blocks,
+            call.spec.softmax_scale as f32,
+        );
         let scores = scores(&qkv, call.spec.num_heads);
-        no_kernel_scores("nsa_selected_attention", scores, || {
-            reference::nsa_selected_attention(qkv, block_indices, call)
-        })
+        kernel_or_scores(
+            "nsa_selected_attention",
+            attempt.map(output),
+            scores,
+            || reference::nsa_selected_attention(qkv, block_indices, call),
+        )
     }
 
     fn nsa_gates(branches: [Float; 3], logits: Float, bias: Float) -> Float {
-        no_kernel("nsa_gates", || {
+        let [a, b, c] = tensors(branches.each_ref());
+        let bias_f32 = cast(&bias, DType::F32);
+        let attempt = sieve_kernels::nsa_gates([&a, &b, &c], &logits.clone().into(), &bias_f32);
+        kernel_or("nsa_gates", attempt.map(Into::into), || {
             reference::nsa_gates::<Self>(branches, logits, bias)
         })
     }
@@ -46,13 +75,24 @@ impl NsaBackend for Cuda {
 
 impl NsaGradients for Cuda {
     fn nsa_blocks_backward(dims: [usize; 4], call: &NsaCall<Self>, dy: Float) -> [Float; 3] {
-        no_kernel("nsa_blocks_backward", || {
+        let [start, end] = bounds(&call.documents);
+        let shape = shape(dims, call);
+        let gradient = dy.clone().into();
+        let attempt =
+            sieve_kernels::nsa_blocks_backward(&shape, [&start, &end], call.blocks, &gradient);
+        let attempt = attempt.map(|gradients| gradients.map(Into::into));
+        kernel_or("nsa_blocks_backward", attempt, || {
             reference::nsa_blocks_backward(dims, call, dy)
         })
     }
 
     fn nsa_mean_pool_backward(dims: [usize; 4], call: &NsaCall<Self>, dy: Float) -> Float {
-        no_kernel("nsa_mean_pool_backward", || {
+        let [start, end] = bounds(&call.documents);
+        let shape = shape(dims, call);
+        let gradient = dy.clone().into();
+        let attempt =
+            sieve_kernels::nsa_mean_pool_backward(&shape, [&start, &end], call.blocks, &gradient);
+        kernel_or("nsa_mean_pool_backward", attempt.map(Into::into), || {
             reference::nsa_mean_pool_backward(dims, call, dy)
         })
     }
@@ -64,8 +104,9 @@ impl NsaGradients for Cuda {
         output: AttentionOutput<Self>,
         d_o: Float,
     ) -> [Float; 2] {
+        let attempt = compressed_backward(&qkv, &compressed, call, &output, &d_o);
         let scores = scores(&qkv, call.spec.num_heads);
-        no_kernel_scores("nsa_compressed_attention_backward", scores, || {
+        kernel_or_scores("nsa_compressed_attention_backward", attempt, scores, || {
             reference::nsa_compressed_attention_backward(qkv, compressed, call, output, d_o)
         })
     }
@@ -77,8 +118,17 @@ impl NsaGradients for Cuda {
         output: AttentionOutput<Self>,
         d_o: Float,
     ) -> Float {
+        let [start, end] = bounds(&call.documents);
+        let backward = Backward::new(&qkv, call.spec, &output, &d_o);
+        let attempt = sieve_kernels::nsa_selected_attention_backward(
+            backward.call(),
+            [&start, &end],
+            &block_indices.clone().into(),
+            call.blocks,
+        );
+        let attempt = attempt.map(|()| backward.dqkv.clone().into());
         let scores = scores(&qkv, call.spec.num_heads);
-        no_kernel_scores("nsa_selected_attention_backward", scores, || {
+        kernel_or_scores("nsa_selected_attention_backward", attempt, scores, || {
             reference::nsa_selected_attention_backward(qkv, block_indices, call, output, d_o)
         })
     }
@@ -89,8 +139,68 @@ impl NsaGradients for Cuda {
         bias: Float,
         d_o: Float,
     ) -> [Float; 5] {
-        no_kernel("nsa_gates_backward", || {
+        let [a, b, c, l, d] = tensors([&branches[0], &branches[1], &branches[2], &logits, &d_o]);
+        let bias_f32 = cast(&bias, DType::F32);
+        let attempt = sieve_kernels::nsa_gates_backward([&a, &b, &c], &l, &bias_f32, &d);
+        let attempt = attempt.map(|gradients| {
+            let [a, b, c] = gradients.branches;
+            [a, b, c, gradients.logits, gradients.bias].map(Into::into)
+        });
+        kernel_or("nsa_gates_backward", attempt, || {
             reference::nsa_gates_backward::<Self>(branches, logits, bias, d_o)
         })
     }
+}
+
+fn shape([batch, seq_len, heads, head_dim]: [usize; 4], call: &NsaCall<Cuda>) -> AttentionShape {
+    let num_kv_heads = call.spec.num_kv_heads;
+    AttentionShape {
+        batch,
+        seq_len,
+        num_heads: heads - 2 * num_kv_heads,
+        num_kv_heads,
+        head_dim,
+        head_dim_v: head_dim,
+    }
+}
+
+fn compressed_forward(
+    qkv: &Float,
+    compressed: &Float,
+    call: &NsaCall<Cuda>,
+) -> Result<NsaCompressed<Cuda>, KernelError> {
+    let [start, end] = bounds(&call.documents);
+    let (result, indices) = sieve_kernels::nsa_compressed_attention_forward(
+        &packed(qkv, call.spec),
+        [&start, &end],
+        &compressed.clone().into(),
+        call.blocks,
+        call.spec.softmax_scale as f32,
+    )?;
+    Ok(NsaCompressed {
+        output: output(result),
+        block_indices: indices.into(),
+    })
+}
+
+/// `[dqkv, dcompressed]`.
+fn compressed_backward(
+    qkv: &Float,
+    compressed: &Float,
+    call: &NsaCall<Cuda>,
+    output: &AttentionOutput<Cuda>,
+    d_o: &Float,
+) -> Result<[Float; 2], KernelError> {
+    let [start, end] = bounds(&call.documents);
+    let gradients = sieve_kernels::nsa_compressed_attention_backward(
+        &packed(qkv, call.spec),
+        [&start, &end],
+        &compressed.clone().into(),
+        call.blocks,
+        call.spec.softmax_scale as f32,
+        &result(output),
+        &d_o.clone().into(),
+        sum_order(),
+    )?;
+    Ok(gradients.map(Into::into))
 }

@@ -1,0 +1,480 @@
+//! Native sparse attention's ops against the CPU's f32 kernels, which tests hold against f64.
+use crate::bar::Bar;
+use crate::case::{Case, Cuts, Keys};
+use crate::device::Device;
+use crate::error::Result;
+use crate::extent::Extent;
+use crate::place::{Place, float, floats};
+use crate::random::Random;
+use crate::report::{Path, PathWatch, Report, is_device_limit};
+use crate::scores::Scores;
+use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
+use burn_flex::{Flex, FlexDevice};
+use sieve_kernels::{
+    AttentionGradients, AttentionShape, CudaTensor, KernelError, Qkv, SumOrder, nsa_blocks,
+    nsa_blocks_backward, nsa_compressed_attention_backward, nsa_compressed_attention_forward,
+    nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
+    nsa_selected_attention_backward, nsa_selected_attention_forward,
+};
+use sieve_ops::{AttentionSpec, Documents, NsaBlocks, NsaCall};
+
+/// Query heads of a KV head.
+const GROUPS: [usize; 6] = [1, 2, 3, 4, 8, 16];
+
+/// Compressed block, stride, selected block, blocks a query.
+const BLOCKS: [[usize; 4]; 5] = [
+    [32, 16, 64, 16],
+    [8, 4, 8, 3],
+    [16, 8, 16, 8],
+    [32, 8, 64, 5],
+    [4, 4, 4, 2],
+];
+
+/// Share of the queries whose blocks may differ: two of nearly the same importance.
+const NEAR_TIES: f64 = 0.01;
+
+/// One call's inputs on the host.
+struct Inputs {
+    case: Case,
+    qkv: Vec<f32>,
+    blocks: NsaBlocks,
+    positions: [Vec<f32>; 2],
+    compressed: Vec<f32>,
+    branches: [Vec<f32>; 3],
+    logits: Vec<f32>,
+    bias: Vec<f32>,
+    d_blocks: Vec<f32>,
+    /// Of the selected branch, `[batch, seq_len, num_kv_heads, num_selected_blocks]`.
+    chosen: Vec<i32>,
+}
+
+impl Inputs {
+    fn draw(random: &mut Random, extent: &Extent) -> Result<(Self, String)> {
+        // Each width is another set of programs for an emulator.
+        let widths: &[usize] = if extent.is_emulated {
+            &[64]
+        } else {
+            &[64, 128]
+        };
+        let group = random.one_of(&GROUPS);
+        let num_kv_heads = if group < 4 { random.between(1, 4) } else { 1 };
+        let head_dim = random.one_of(widths);
+        let [size, stride, select, count] = random.one_of(&BLOCKS);
+        let any = random.between(2, extent.longest.max(3));
+        let shape = AttentionShape {
+            batch: random.between(1, 3),
+            seq_len: random.one_of(&[1, 31, 64, 65, any]),
+            num_heads: group * num_kv_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim_v: head_dim,
+        };
+        let blocks = NsaBlocks {
+            compress_block_size: size,
+            compress_stride: stride,
+            select_block_size: select,
+            num_selected_blocks: count,
+        };
+        let cuts = random.one_of(&[Cuts::Count(1), Cuts::Few, Cuts::Mixed, Cuts::Tokens]);
+        let seed = random.between(0, 1 << 30) as u64;
+        let case = Case::draw(shape, Keys::Dense, cuts, &Scores::RANDOM[0], seed)?;
+        let rows = 2 * shape.batch * blocks.num_slots(shape.seq_len) * num_kv_heads;
+        let outputs: usize = shape.output().iter().product();
+        let gates = outputs / head_dim * 3;
+        let ties = random.chance(0.25);
+        let mut normals = |count| random.bf16_normals(count);
+        let mut compressed = normals(rows * head_dim);
+        if ties {
+            // Keys of zeros: all blocks that a query sees whole are equally important.
+            compressed[..rows * head_dim / 2].fill(0.0);
+        }
+        let packed = (shape.num_heads + 2 * num_kv_heads) * head_dim;
+        let inputs = Self {
+            qkv: normals(shape.batch * shape.seq_len * packed),
+            positions: [normals(size * head_dim), normals(size * head_dim)],
+            compressed,
+            branches: [normals(outputs), normals(outputs), normals(outputs)],
+            logits: normals(gates),
+            bias: normals(shape.num_heads * 3),
+            d_blocks: normals(rows * size * head_dim),
+            chosen: Vec::new(),
+            case,
+            blocks,
+        };
+        let label = format!("{shape:?} {blocks:?} {cuts:?} ties {ties} seed {seed}");
+        Ok((inputs, label))
+    }
+
+    /// Gives the selected branch a choice without every third block.
+    fn leave_out(&mut self, chosen: &[i32]) {
+        let count = self.blocks.num_selected_blocks;
+        self.chosen.clear();
+        for row in chosen.chunks_exact(count) {
+            let first = self.chosen.len();
+            self.chosen
+                .extend(row.iter().filter(|&&block| block >= 0 && block % 3 != 1));
+            self.chosen.resize(first + count, -1);
+        }
+    }
+
+    /// The packed tensor with NaN for the keys and values that nobody chose.
+    fn selected_qkv(&self) -> Vec<f32> {
+        let (shape, mut qkv) = (&self.case.shape, self.qkv.clone());
+        let width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim;
+        for (at, token) in qkv.chunks_exact_mut(width).enumerate() {
+            let offset = at % shape.seq_len - self.case.doc_start[at] as usize;
+            if !self.chosen.is_empty() && offset / self.blocks.select_block_size % 3 == 1 {
+                token[shape.num_heads * shape.head_dim..].fill(f32::NAN);
+            }
+        }
+        qkv
+    }
+}
+
+/// What the ops return, in order.
+struct Results {
+    outputs: Vec<(&'static str, Vec<f32>)>,
+    chosen: Vec<i32>,
+}
+
+fn indices<B: Place>(x: IntTensor<B>) -> Vec<i32> {
+    let data = Tensor::<B, 4, Int>::from_primitive(x).into_data();
+    let values = data.convert::<i32>().to_vec();
+    values.expect("data converted to i32 is read as i32")
+}
+
+/// A contiguous tensor of the type that the backend's attention takes.
+fn typed<B: Place, const D: usize>(
+    values: &[f32],
+    shape: [usize; D],
+    device: &B::Device,
+) -> FloatTensor<B> {
+    let x = TensorPrimitive::Float(float::<B, D>(values, shape, device));
+    let x = Tensor::<B, D>::from_primitive(x).cast(B::DTYPE);
+    x.into_primitive().tensor()
+}
+
+/// Every op and its gradients; the selected branch reads the blocks of `inputs`, or where there are none its own choice.
+fn run<B: Place>(inputs: &Inputs, device: &B::Device) -> Results {
+    let Case {
+        shape,
+        d_o,
+        doc_start,
+        doc_end,
+        ..
+    } = &inputs.case;
+    let AttentionShape {
+        batch,
+        seq_len,
+        num_heads,
+        num_kv_heads,
+        head_dim: d,
+        ..
+    } = *shape;
+    let bounds = |x: &[i32]| x.iter().map(|&x| x as u32).collect::<Vec<u32>>();
+    let documents = Documents::<B>::new(
+        &bounds(doc_start),
+        &bounds(doc_end),
+        [batch, seq_len],
+        device,
+    );
+    let spec = AttentionSpec {
+        num_heads,
+        num_kv_heads,
+        softmax_scale: 1.0 / (d as f64).sqrt(),
+        window_size: None,
+    };
+    let call = NsaCall::new(&documents, spec, inputs.blocks);
+    let (packed, output) = (num_heads + 2 * num_kv_heads, shape.output());
+    let rows = batch * inputs.blocks.num_slots(seq_len) * num_kv_heads;
+    let size = inputs.blocks.compress_block_size;
+    let qkv = typed::<B, 4>(&inputs.qkv, [batch, seq_len, packed, d], device);
+    let d_o = typed::<B, 4>(d_o, output, device);
+    let positions = inputs
+        .positions
+        .each_ref()
+        .map(|x| typed::<B, 2>(x, [size, d], device));
+    let compressed = typed::<B, 3>(&inputs.compressed, [2, rows, d], device);
+    let d_blocks = typed::<B, 3>(&inputs.d_blocks, [2, rows, size * d], device);
+    let mut outputs = Vec::new();
+    let mut add = |name, values| outputs.push((name, values));
+
+    let dims = [batch, seq_len, packed, d];
+    add(
+        "blocks",
+        floats::<B, 3>(B::nsa_blocks(qkv.clone(), positions, &call)),
+    );
+    let [dqkv, dk, dv] = B::nsa_blocks_backward(dims, &call, d_blocks);
+    add("blocks dqkv", floats::<B, 4>(dqkv));
+    add("k_positions", floats::<B, 2>(dk));
+    add("v_positions", floats::<B, 2>(dv));
+    let pooled = B::nsa_mean_pool(qkv.clone(), &call);
+    add("mean pool", floats::<B, 3>(pooled));
+    let dqkv = B::nsa_mean_pool_backward(dims, &call, compressed.clone());
+    add("mean pool dqkv", floats::<B, 4>(dqkv));
+
+    let coarse = B::nsa_compressed_attention(qkv.clone(), compressed.clone(), &call);
+    let chosen = indices::<B>(coarse.block_indices.clone());
+    add("compressed o", floats::<B, 4>(coarse.output.o.clone()));
+    let [dqkv, d_compressed] = B::nsa_compressed_attention_backward(
+        qkv.clone(),
+        compressed,
+        &call,
+        coarse.output,
+        d_o.clone(),
+    );
+    add("compressed dqkv", floats::<B, 4>(dqkv));
+    add("dcompressed", floats::<B, 3>(d_compressed));
+
+    let block_indices = match inputs.chosen.is_empty() {
+        true => coarse.block_indices,
+        false => {
+            let count = inputs.blocks.num_selected_blocks;
+            let shape = [batch, seq_len, num_kv_heads, count];
+            let data = TensorData::new(inputs.chosen.clone(), shape);
+            Tensor::<B, 4, Int>::from_data(data, device).into_primitive()
+        }
+    };
+    let qkv = typed::<B, 4>(&inputs.selected_qkv(), dims, device);
+    let selected = B::nsa_selected_attention(qkv.clone(), block_indices.clone(), &call);
+    add("selected o", floats::<B, 4>(selected.o.clone()));
+    let dqkv = B::nsa_selected_attention_backward(qkv, block_indices, &call, selected, d_o.clone());
+    add("selected dqkv", floats::<B, 4>(dqkv));
+
+    let branches = inputs
+        .branches
+        .each_ref()
+        .map(|x| typed::<B, 4>(x, output, device));
+    let gates = num_heads * 3;
+    let logits = typed::<B, 3>(&inputs.logits, [batch, seq_len, gates], device);
+    let bias = typed::<B, 1>(&inputs.bias, [gates], device);
+    let o = B::nsa_gates(branches.clone(), logits.clone(), bias.clone());
+    add("gates o", floats::<B, 4>(o));
+    let [a, b, c, d_logits, d_bias] = B::nsa_gates_backward(branches, logits, bias, d_o);
+    for branch in [a, b, c] {
+        add("gates dbranch", floats::<B, 4>(branch));
+    }
+    add("gates dlogits", floats::<B, 3>(d_logits));
+    add("gates dbias", floats::<B, 1>(d_bias));
+    Results { outputs, chosen }
+}
+
+/// The choices that differ, as a share of what may.
+fn judge_choice(chosen: &[i32], expected: &[i32], count: usize) -> Result<f32, String> {
+    let all = expected.len() / count;
+    let pairs = chosen.chunks_exact(count).zip(expected.chunks_exact(count));
+    let differing = pairs.filter(|(a, b)| a != b).count();
+    // A row or two of a short call are no share yet.
+    let allowed = (NEAR_TIES * all as f64).max(2.0);
+    match differing as f64 <= allowed {
+        true => Ok((differing as f64 / allowed) as f32),
+        false => Err(format!("{differing} of {all} queries chose other blocks")),
+    }
+}
+
+/// The same through the launch wrappers.
+fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Results, KernelError> {
+    let Case {
+        shape,
+        d_o,
+        doc_start,
+        doc_end,
+        ..
+    } = &inputs.case;
+    let AttentionShape {
+        batch,
+        seq_len,
+        num_heads,
+        num_kv_heads,
+        head_dim: d,
+        ..
+    } = *shape;
+    let blocks = inputs.blocks;
+    let bf16 = |values: &[f32], sizes: &[usize]| device.float(values, sizes, DType::BF16);
+    let bounds = [doc_start, doc_end].map(|x| device.int(x, &[batch, seq_len]));
+    let documents = [&bounds[0], &bounds[1]];
+    let packed = num_heads + 2 * num_kv_heads;
+    let rows = batch * blocks.num_slots(seq_len) * num_kv_heads;
+    let size = blocks.compress_block_size;
+    let tensor = bf16(&inputs.qkv, &[batch, seq_len, packed, d]);
+    let qkv = Qkv::packed(&tensor, num_heads, num_kv_heads);
+    let d_o = bf16(d_o, &shape.output());
+    let positions = inputs.positions.each_ref().map(|x| bf16(x, &[size, d]));
+    let compressed = bf16(&inputs.compressed, &[2, rows, d]);
+    let d_blocks = bf16(&inputs.d_blocks, &[2, rows, size * d]);
+    let scale = 1.0 / (d as f32).sqrt();
+    let order = SumOrder::Any;
+    let mut outputs = Vec::new();
+    let mut add = |name, tensor: &CudaTensor| {
+        outputs.push((name, device.floats(tensor)?));
+        Ok::<(), KernelError>(())
+    };
+
+    device.poison(*shape);
+    let positions = [&positions[0], &positions[1]];
+    add("blocks", &nsa_blocks(&qkv, positions, documents, blocks)?)?;
+    let [dqkv, dk, dv] = nsa_blocks_backward(shape, documents, blocks, &d_blocks)?;
+    add("blocks dqkv", &dqkv)?;
+    add("k_positions", &dk)?;
+    add("v_positions", &dv)?;
+    add("mean pool", &nsa_mean_pool(&qkv, documents, blocks)?)?;
+    let dqkv = nsa_mean_pool_backward(shape, documents, blocks, &compressed)?;
+    add("mean pool dqkv", &dqkv)?;
+
+    let (coarse, indices) =
+        nsa_compressed_attention_forward(&qkv, documents, &compressed, blocks, scale)?;
+    add("compressed o", &coarse.o)?;
+    let [dqkv, d_compressed] = nsa_compressed_attention_backward(
+        &qkv,
+        documents,
+        &compressed,
+        blocks,
+        scale,
+        &coarse,
+        &d_o,
+        order,
+    )?;
+    add("compressed dqkv", &dqkv)?;
+    add("dcompressed", &d_compressed)?;
+
+    let chosen = device.ints(&indices)?;
+    let count = blocks.num_selected_blocks;
+    let given = device.int(&inputs.chosen, &[batch, seq_len, num_kv_heads, count]);
+    let tensor = bf16(&inputs.selected_qkv(), &[batch, seq_len, packed, d]);
+    let qkv = Qkv::packed(&tensor, num_heads, num_kv_heads);
+    let selected = nsa_selected_attention_forward(&qkv, documents, &given, blocks, scale)?;
+    add("selected o", &selected.o)?;
+    let dqkv = tensor.empty_contiguous(tensor.shape(), DType::BF16);
+    let grads = Qkv::packed(&dqkv, num_heads, num_kv_heads);
+    let call = AttentionGradients {
+        qkv: &qkv,
+        result: &selected,
+        d_o: &d_o,
+        grads: &grads,
+        softmax_scale: scale,
+        order,
+    };
+    nsa_selected_attention_backward(call, documents, &given, blocks)?;
+    add("selected dqkv", &dqkv)?;
+
+    let branches = inputs.branches.each_ref().map(|x| bf16(x, &shape.output()));
+    let branches = [&branches[0], &branches[1], &branches[2]];
+    let logits = bf16(&inputs.logits, &[batch, seq_len, num_heads * 3]);
+    let bias = device.float(&inputs.bias, &[num_heads * 3], DType::F32);
+    add("gates o", &nsa_gates(branches, &logits, &bias)?)?;
+    let gradients = nsa_gates_backward(branches, &logits, &bias, &d_o)?;
+    for branch in &gradients.branches {
+        add("gates dbranch", branch)?;
+    }
+    add("gates dlogits", &gradients.logits)?;
+    add("gates dbias", &gradients.bias)?;
+    Ok(Results { outputs, chosen })
+}
+
+/// The largest errors of a run, by output.
+fn judge(
+    found: &Results,
+    expected: &Results,
+    inputs: &Inputs,
+    is_bf16: bool,
+) -> Vec<(&'static str, Result<f32, String>)> {
+    let bar = Bar {
+        plain: 0.0,
+        floor: Bar::FLOOR,
+        share: if is_bf16 { 1.0 / 64.0 } else { 1e-4 },
+        norm: false,
+    };
+    let pairs = found.outputs.iter().zip(&expected.outputs);
+    let mut outcomes: Vec<_> = pairs
+        .map(|((name, found), (_, exact))| (*name, bar.judge(name, found, exact, exact)))
+        .collect();
+    let count = inputs.blocks.num_selected_blocks;
+    let choice = judge_choice(&found.chosen, &expected.chosen, count);
+    outcomes.push(("choice", choice));
+    outcomes
+}
+
+/// Cases with the CPU's results; the selected branch gets most of the CPU's choice, so that near ties do not matter and
+/// some blocks are nobody's.
+fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Inputs, Results, String)>> {
+    let mut random = Random::new(extent.seed ^ 0x006e_7361);
+    let extent = *extent;
+    (0..extent.few()).map(move |_| {
+        let (mut inputs, label) = Inputs::draw(&mut random, &extent)?;
+        let choice = run::<Flex>(&inputs, &FlexDevice).chosen;
+        inputs.leave_out(&choice);
+        let expected = run::<Flex>(&inputs, &FlexDevice);
+        Ok((inputs, expected, label))
+    })
+}
+
+/// The launch wrappers.
+pub(crate) fn check_wrappers(
+    report: &mut Report,
+    device: &dyn Device,
+    extent: &Extent,
+) -> Result<()> {
+    for case in cases(extent) {
+        let (inputs, expected, label) = case?;
+        match on_device(&inputs, device) {
+            Ok(found) => {
+                for (name, outcome) in judge(&found, &expected, &inputs, true) {
+                    report.add(&format!("nsa {name}"), "kernel", &label, outcome);
+                }
+            }
+            Err(error) => report.add("nsa", "refused", &label, Err(error.to_string())),
+        }
+    }
+    Ok(())
+}
+
+/// The ops of `B`.
+pub(crate) fn check_ops<B: Place>(
+    report: &mut Report,
+    device: &B::Device,
+    extent: &Extent,
+    is_cuda: bool,
+) -> Result<()> {
+    for case in cases(extent) {
+        let (inputs, expected, label) = case?;
+        let watch = PathWatch::start();
+        let found = run::<B>(&inputs, device);
+        let path = watch.path();
+        for (name, outcome) in judge(&found, &expected, &inputs, is_cuda) {
+            let name = format!("op nsa {name}");
+            match &path {
+                _ if !is_cuda => report.add(&name, "cpu", &label, outcome),
+                Path::Kernel => report.add(&name, "kernel", &label, outcome),
+                Path::Reference(reason) if is_device_limit(reason) => {
+                    report.add_missing(&name, reason);
+                }
+                Path::Reference(reason) => {
+                    let failure = Err(format!("took the reference: {reason}"));
+                    report.add(&name, "reference", &label, failure);
+                }
+                Path::None => {
+                    let failure = Err("no kernel was called".to_owned());
+                    report.add(&name, "none", &label, failure);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cpu_passes_and_another_choice_fails() {
+        let mut report = Report::default();
+        let extent = Extent::all(3, 90, 1);
+        check_ops::<Flex>(&mut report, &FlexDevice, &extent, false).expect("cases");
+        assert_eq!(report.failed(), 0);
+        assert!(judge_choice(&[0, 1, 0, 2, 0, 3], &[0, 1, 0, 1, 0, 1], 2).is_ok());
+        let (found, expected) = (vec![0; 40], vec![1; 40]);
+        assert!(judge_choice(&found, &expected, 2).is_err());
+    }
+}
