@@ -60,7 +60,12 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
 pub fn gpu_attention_gap(shape: &ModelShape) -> Option<String> {
     let width = shape.head_dim;
     match shape.attention {
-        Attention::Nsa(_) => Some("there is no CUDA kernel for nsa yet".to_owned()),
+        Attention::Nsa(nsa) => {
+            let gap = nsa
+                .blocks()
+                .cuda_gap(width, shape.num_heads / shape.num_kv_heads);
+            gap.map(|(got, supported)| format!("{got}, the kernels of nsa take {supported}"))
+        }
         Attention::Mla(mla) => {
             let rope = mla.qk_rope_head_dim;
             let fits = [width, rope, width + rope].map(supports_head_dim);
@@ -117,6 +122,11 @@ fn cuda_attention(op: &str, shape: &ModelShape) -> (&'static str, String) {
     let reason = match op {
         "dma attention" => "keys gathered by list, none outside it is read",
         "dma selection" => "exact top w as one integer a key; no n x n mask",
+        "compression" => "blocks or their means in one pass, the MLP by cuBLASLt",
+        "selection" => {
+            "compressed keys by list, importance and choice on the chip; no n x n scores"
+        }
+        "selected and window attention" => "block by block over the queries that chose it",
         _ => "bf16 in, f32 sums; packed documents",
     };
     ("cuda kernel", format!("{reason}; heads of {width}"))

@@ -16,6 +16,8 @@ const WINDOW_PAIRS: f64 = 0.62;
 const GATHERED_PAIRS: f64 = 0.52;
 /// MLA, whose kernels take 1.2 times as long for a pair's operations as dense attention's, beside its packed tensors.
 const LATENT_PAIRS: f64 = 0.6;
+/// The same over NSA's three branches, with the choice of blocks, lists, parts and gates in it.
+const BLOCK_PAIRS: f64 = 0.12;
 /// Share of the bandwidth.
 const MEMORY: f64 = 0.84;
 /// Seconds in which a kernel starts and ends and the GPU is not full.
@@ -86,7 +88,7 @@ fn pairs_rate(shape: &ModelShape, seq_len: usize) -> Option<(f64, bool)> {
         }) if keep_window_size >= seq_len => Some((DENSE_PAIRS, true)),
         Attention::Dma(_) => Some((GATHERED_PAIRS, true)),
         Attention::Mla(_) => Some((LATENT_PAIRS, false)),
-        Attention::Nsa(_) => None,
+        Attention::Nsa(_) => Some((BLOCK_PAIRS, false)),
     }
 }
 
@@ -100,6 +102,10 @@ fn block_bytes_per_token(shape: &ModelShape, is_dma: bool) -> f64 {
     let mut values = 9.0 * ff + 17.0 * width + 7.0 * (q + 2.0 * kv) + 30.0 * q;
     if is_dma {
         values += 18.0 * kv;
+    }
+    // NSA: keys and values before and after rotation, three gradients of them added up, blocks, three branches and their gates.
+    if let Attention::Nsa(_) = shape.attention {
+        values += 14.0 * (q + 2.0 * kv) + 22.0 * q + 12.0 * kv;
     }
     2.0 * shape.num_layers as f64 * values
 }
@@ -182,7 +188,17 @@ mod tests {
         ];
         let latent = latent.map(str::to_owned).to_vec();
         runs.push((&latent_model, latent, 2048, 16, 585_048.0));
-        assert_eq!(runs.len(), 16);
+        let nsa_80m = [
+            "model.intermediate_size=1600",
+            "model.num_key_value_heads=3",
+            "model.vocab_size=2048",
+            "tokenizer.train.vocab_size=2048",
+        ];
+        let nsa = "kind=nsa compress_block_size=32 compress_stride=16 compress=mlp compress_hidden_size=192 \
+                   select_block_size=64 num_selected_blocks=16 window_size=512";
+        let nsa = nsa.split_whitespace().map(|x| format!("attention.{x}"));
+        runs.push((&nsa_80m, nsa.collect(), 2048, 16, 369_660.0));
+        assert_eq!(runs.len(), 17);
         for (model, attention, seq_len, rows, measured) in runs {
             let size = [
                 format!("training.seq_len={seq_len}"),

@@ -93,23 +93,6 @@ pub(crate) fn reference<T>(
     run()
 }
 
-const NO_CUDA_KERNEL: &str = "there is no CUDA kernel for it yet";
-
-/// The counted reference of an op that no CUDA kernel computes.
-pub(crate) fn no_kernel<T>(op: &'static str, run: impl FnOnce() -> T) -> T {
-    reference((Place::Cuda, op), NO_CUDA_KERNEL, Memory::Linear, run)
-}
-
-/// As [`no_kernel`] for an op whose reference holds `scores`.
-pub(crate) fn no_kernel_scores<T>(
-    op: &'static str,
-    scores: ScoreMatrix,
-    run: impl FnOnce() -> T,
-) -> T {
-    let memory = Memory::Quadratic(scores);
-    reference((Place::Cuda, op), NO_CUDA_KERNEL, memory, run)
-}
-
 /// The CUDA kernel's result, or the reference's when the kernel cannot take the call.
 ///
 /// Panics when a launch failed: the stream is broken then, and no other path on it would compute anything.

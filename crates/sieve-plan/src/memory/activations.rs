@@ -1,9 +1,12 @@
 //! What a block keeps for its backward pass, and what that pass holds for a moment.
 
-use crate::Target;
+use crate::{Target, gpu_attention_gap};
 use sieve_core::model::{Attention, DmaShape, ModelShape, NUM_NSA_BRANCHES};
 use sieve_core::recipe::TrainingSection;
-use sieve_kernels::{AttentionShape, KeySource, best_family, dq_sum_queries, list_shape};
+use sieve_kernels::oracle::SUPER_BLOCK;
+use sieve_kernels::{
+    AttentionShape, KeySource, NSA_PART_BYTES, best_family, dq_sum_queries, list_shape,
+};
 
 /// Bytes of an f32 or i32.
 pub(super) const F32: u64 = 4;
@@ -169,7 +172,24 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
     };
     let row_stats = times(tokens, 2 * F32 * heads);
     match shape.attention {
-        Attention::Nsa(_) => plain_score_bytes(shape, tokens, seq_len),
+        Attention::Nsa(nsa) if gpu_attention_gap(shape).is_none() => {
+            let sums = times(tokens, 2 * F32 * kv);
+            // Compressed keys and values at their tokens, their gradients, sums of dq, and the lists.
+            let rows = batch * dq_sum_queries(seq_len) as u64;
+            let slots = nsa.blocks().num_slots(seq_len) as u64;
+            let lists = 2 * F32 * slots * shape.num_kv_heads as u64 / SUPER_BLOCK as u64;
+            let by_list =
+                times(tokens, 4 * target.value_bytes() * kv + lists) + times(rows, F32 * q);
+            // Parts of dq, and the choices they belong to.
+            let choices = nsa.num_selected_blocks as u64;
+            let a_query =
+                choices * (target.value_bytes() * q + 2 * F32 * shape.num_kv_heads as u64);
+            let parts = times(tokens, a_query).min((NSA_PART_BYTES as u64).max(batch * a_query));
+            row_stats + sums + by_list.max(parts)
+        }
+        Attention::Mla(_) | Attention::Nsa(_) if gpu_attention_gap(shape).is_some() => {
+            plain_score_bytes(shape, tokens, seq_len)
+        }
         Attention::Mla(_) if training.deterministic => row_stats,
         Attention::Mla(mla) => {
             let queries = q + heads * mla.qk_rope_head_dim as u64;
@@ -186,10 +206,10 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
     }
 }
 
-/// Scores of all pairs that a GPU holds at once for the kind without kernels of its own there; 0 for the others.
+/// Scores of all pairs that a GPU holds at once for sizes without kernels there; 0 for the others.
 pub(super) fn plain_score_bytes(shape: &ModelShape, tokens: u64, seq_len: usize) -> u64 {
     match shape.attention {
-        Attention::Nsa(_) => {
+        Attention::Mla(_) | Attention::Nsa(_) if gpu_attention_gap(shape).is_some() => {
             let row = PLAIN_SCORES * F32 * (shape.num_heads * seq_len) as u64;
             times(tokens, row)
         }

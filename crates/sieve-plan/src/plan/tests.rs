@@ -407,7 +407,15 @@ fn ops_say_their_path_and_why() {
     let (way, reason) = path(&narrow, &h200(), "attention");
     assert_eq!(way, "plain");
     assert!(reason.contains("heads of 40"), "{reason}");
-    assert_eq!(path(&tiny_nsa(), &h200(), "selection").0, "plain");
+    // Heads of a width that the kernels of nsa do not take.
+    let (way, reason) = path(&tiny_nsa(), &h200(), "selection");
+    assert_eq!(way, "plain");
+    assert!(reason.contains("take heads of 64 and 128"), "{reason}");
+    let nsa = recipe(include_str!("../../../../recipes/nsa_80m.toml"), &[]);
+    let nsa = nsa.model_shape(50_277).expect("a shape");
+    for op in ["compression", "selection", "selected and window attention"] {
+        assert_eq!(path(&nsa, &h200(), op).0, "cuda kernel", "{op}");
+    }
     let (way, reason) = path(&tiny_mla(), &h200(), "latent attention");
     assert_eq!(way, "plain");
     assert!(reason.contains("heads of 6 + 2"), "{reason}");
@@ -445,7 +453,7 @@ fn no_speed_is_told_where_nothing_was_measured() {
     let mla = include_str!("../../../../recipes/mla_80m.toml");
     // Heads of 40: no attention kernel takes them, whatever the kind.
     let narrow: &[&str] = &["model.head_dim=40"];
-    for (text, overrides) in [(nsa, &[][..]), (mla, narrow), (DMA_80M, narrow)] {
+    for (text, overrides) in [(nsa, narrow), (mla, narrow), (DMA_80M, narrow)] {
         let plan = planned(text, overrides, "h100");
         let speeds: Vec<Option<f64>> = plan.stages.iter().map(|x| x.tokens_per_second).collect();
         assert_eq!(speeds, [None]);
@@ -455,7 +463,9 @@ fn no_speed_is_told_where_nothing_was_measured() {
         assert!(refused.contains("2048 x 2048 tokens"), "{refused}");
     }
     let short = ["training.seq_len=128", "training.local_batch_size=4"];
-    assert_eq!(planned(nsa, &short, "h100").refused, None);
+    assert_eq!(planned(mla, &short, "h100").refused, None);
+    let told = planned(nsa, &[], "h100");
+    assert!(told.seconds.is_some() && told.refused.is_none());
     let cpu = Target::Cpu {
         flops_per_second: Some(1e11),
         memory_bytes: 0,
