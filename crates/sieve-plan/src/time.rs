@@ -2,7 +2,7 @@
 //!
 //! Rates are shares of the data sheet's, found on an H200 (docs/benchmarks.md): products hold 0.71 of the peak under a
 //! step's load, where the card's power is the limit; memory-bound kernels move 0.84 of the bandwidth. A test holds the
-//! estimate against sixteen measured runs. Other GPUs are assumed to reach the same shares.
+//! estimate against seventeen measured runs. Other GPUs are assumed to reach the same shares.
 
 use crate::gpu_attention_gap;
 use sieve_core::model::gpu::Gpu;
