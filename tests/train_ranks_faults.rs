@@ -162,6 +162,10 @@ fn what_cannot_be_shared_is_refused_once() {
         &["global_batch_size 8", "local_batch_size 4 x 3 ranks"],
     );
     refuses_once(
+        &mut tiny.launch(8, "run", ""),
+        &["4 x 8 ranks", "training.local_batch_size=1 shares"],
+    );
+    refuses_once(
         &mut tiny.launch(2, "run", "--sweep optimizer.lr=1e-2,2e-2"),
         &["--sweep", "one process"],
     );

@@ -123,8 +123,9 @@ pub enum TrainError {
     },
     /// Rows of the recipe do not divide.
     #[error(
-        "training.global_batch_size {global} is no multiple of training.local_batch_size {local}{}\n  hint: choose multiples",
-        if *ranks > 1 { format!(" x {ranks} ranks") } else { String::new() }
+        "training.global_batch_size {global} is no multiple of training.local_batch_size {local}{}\n  hint: {}",
+        if *ranks > 1 { format!(" x {ranks} ranks") } else { String::new() },
+        batch_hint(*global, *ranks)
     )]
     BatchSizes {
         /// Rows of a step.
@@ -152,6 +153,17 @@ pub enum TrainError {
         /// Why it failed.
         source: std::io::Error,
     },
+}
+
+/// Which numbers would divide.
+fn batch_hint(global: usize, ranks: usize) -> String {
+    match ranks > 1 && global > 0 && global.is_multiple_of(ranks) {
+        true => format!(
+            "training.local_batch_size={} shares the same steps among {ranks}",
+            global / ranks
+        ),
+        false => "choose multiples".to_owned(),
+    }
 }
 
 impl TrainError {

@@ -104,7 +104,9 @@ pub(crate) fn run(args: TrainArgs) -> Result<ExitCode> {
     match World::from_env(&variable)? {
         Some(world) => return ranks::run(&args, world),
         None if !args.sweep.is_empty() => sweep::run(args)?,
-        None => drop(run_one(&args, None)?),
+        None => {
+            run_one(&args, None)?;
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
