@@ -59,6 +59,26 @@ fn a_run_that_cannot_fit_is_refused_before_anything_is_written() {
 }
 
 #[test]
+fn processes_on_one_host_share_its_memory() {
+    let run = TinyRun::dma();
+    let rows = "--set training.local_batch_size=24000 --set training.global_batch_size=96000";
+    // One of them fits.
+    let plan = succeed(&mut limited(
+        &run,
+        &format!("plan --recipe tiny.toml {rows}"),
+    ));
+    let line = plan.lines().find(|line| line.starts_with("memory"));
+    assert!(line.is_some_and(|line| line.contains(": fits")), "{plan}");
+    let train = format!("train --recipe tiny.toml --device cpu --out out {rows}");
+    let message = refused(
+        &mut limited(&run, &format!("launch --nproc 4 -- {train}")),
+        &["this run does not fit: it needs ", "--ignore-memory"],
+    );
+    assert_eq!(message.matches("error:").count(), 1, "{message}");
+    assert!(!run.path("out").exists());
+}
+
+#[test]
 fn plan_and_train_say_the_same_of_memory() {
     let run = TinyRun::dma();
     let plan = succeed(&mut limited(

@@ -28,7 +28,8 @@ pub(crate) struct MemoryArgs {
 }
 
 impl MemoryArgs {
-    /// Refuses a run of `recipe` that does not fit on `device`. Where it may not fit, returns what to warn of.
+    /// Refuses a run of `recipe` that does not fit on `device`. Where it may not fit, returns what to warn of. On the CPU
+    /// `sharers` processes take equal parts of what is free.
     ///
     /// # Errors
     /// Need, what is free, the largest parts, and settings with which the run would fit; a recipe that does not fit its
@@ -38,8 +39,13 @@ impl MemoryArgs {
         recipe: &Recipe,
         vocab_size: usize,
         device: &Device,
+        sharers: usize,
     ) -> Result<Option<String>> {
-        let memory = plan(recipe, vocab_size, &target(device, None))?.memory;
+        let mut target = target(device, None);
+        if let Target::Cpu { memory_bytes, .. } = &mut target {
+            *memory_bytes /= sharers.max(1) as u64;
+        }
+        let memory = plan(recipe, vocab_size, &target)?.memory;
         if matches!(device, Device::Cuda(_)) {
             let advice = format!("{}\n{}", parts(&memory), way_out(&memory));
             *ADVICE.lock().unwrap_or_else(PoisonError::into_inner) = Some(advice);

@@ -164,6 +164,12 @@ impl Session {
         })
     }
 
+    /// Processes that share this host's memory.
+    fn sharers(&self) -> usize {
+        let mesh = self.mesh.as_ref();
+        mesh.map_or(1, |mesh| mesh.world().local_size)
+    }
+
     /// Whether this process prints and writes: alone, or as the first of several.
     fn tells(&self) -> bool {
         self.mesh.as_ref().is_none_or(|mesh| mesh.world().rank == 0)
@@ -286,7 +292,8 @@ fn train<B: TrainBackend>(
     };
     // A tokenizer that cannot be read is told by what reads it next.
     if let Ok(vocab_size) = vocab_size {
-        let warning = (session.memory).check_training(recipe, vocab_size, place)?;
+        let warning =
+            (session.memory).check_training(recipe, vocab_size, place, session.sharers())?;
         warning.iter().for_each(|warning| log.line(warning));
     }
     let data = ranks::first_then_others(session.mesh.as_deref(), || {
