@@ -48,6 +48,9 @@ ROWS = {
         "DMA 512, slope, r 128": dma(512, 128, *SLOPE),
         "DMA 2048, slope, r 128": dma(2048, 128, *SLOPE),
         "DMA 1024 as published": dma(1024, 0, *PUBLISHED),
+        "DMA 1024, slope, r 128, 1 of 4 dense": dma(1024, 128, *SLOPE, 'model.layer_types=["dma","dma","dma","mha"]'),
+        "window 1024 + slope, 1 of 4 dense": dma(1024, 1024, *SLOPE, 'model.layer_types=["dma","dma","dma","mha"]'),
+        "window 1024, 1 of 4 dense": [*window(1024), 'model.layer_types=["swa","swa","swa","mha"]'],
     },
     "2048": {
         "dense": ["attention.kind=mha"],
