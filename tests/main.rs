@@ -21,6 +21,7 @@ mod plan_recipes;
 mod resume_damage;
 mod resume_kill;
 mod selectors_cli;
+mod tasks_cli;
 mod train_gradients;
 mod train_guard;
 mod train_guard_runs;

@@ -130,9 +130,11 @@ fn lengths_of_0_are_refused_before_their_memory_is_planned() {
 #[test]
 fn a_checkpoint_that_cannot_be_held_is_not_read() {
     let run = too_wide();
+    std::fs::write(run.path("rows.jsonl"), "{\"text\": \"the fox\"}").expect("writable");
     for command in [
         "generate --checkpoint out --prompt the --device cpu",
         "eval ppl --checkpoint out --data corpus/00.txt --device cpu",
+        "eval tasks --checkpoint out --data lambada_openai=rows.jsonl --device cpu",
         "logits --checkpoint out --tokens 1,2,3 --out logits.safetensors --device cpu",
     ] {
         refused(

@@ -4,6 +4,7 @@ mod documents;
 mod files;
 mod hub;
 mod source;
+mod table;
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -17,6 +18,7 @@ pub(crate) use documents::Cursor;
 pub use documents::{CorpusReport, Documents};
 pub use hub::HubConfig;
 use hub::{Hub, RemoteFile};
+pub use table::{TableRow, read_table};
 
 /// How documents lie in files. Text and JSONL may be packed: a file whose name ends in `.gz` or `.zst` is unpacked on the way.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -106,6 +106,18 @@ pub enum DataError {
         /// What is there: "a number", "null".
         found: &'static str,
     },
+    /// A file that is to be read row by row, and says nothing of rows.
+    #[error("{}: neither JSONL nor Parquet by its ending\n  hint: name it .jsonl (one JSON object a line) or .parquet; .jsonl.gz and .jsonl.zst are read too", path.display())]
+    NotATable {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A file without a row.
+    #[error("{}: there is no row in it", path.display())]
+    EmptyTable {
+        /// The file.
+        path: PathBuf,
+    },
     /// A packed file cannot be unpacked.
     #[error("{}: damaged after {byte_offset} bytes of text: {packing}: {reason}\n  hint: nothing of it was used; fetch or pack the file again", path.display())]
     BrokenArchive {

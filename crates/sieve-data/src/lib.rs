@@ -66,7 +66,7 @@ mod tokenizer;
 
 pub use corpus::{
     Corpus, CorpusConfig, CorpusReport, Document, Documents, FileOrder, Format, HubConfig,
-    SourceFile,
+    SourceFile, TableRow, read_table,
 };
 pub use error::DataError;
 pub use guard::expects_panic;

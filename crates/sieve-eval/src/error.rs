@@ -96,6 +96,26 @@ pub enum EvalError {
         /// Tokens kept.
         buffer: usize,
     },
+    /// A task that is not inside the program.
+    #[error(
+        "there is no task {name:?}, did you mean {nearest}?\n  hint: the tasks are {known}; one of your own is a TOML file, named by its path"
+    )]
+    UnknownTask {
+        /// As asked for.
+        name: String,
+        /// The most similar name.
+        nearest: &'static str,
+        /// All names.
+        known: String,
+    },
+    /// A task that cannot be read, or rows that it does not fit.
+    #[error("task {task}: {reason}")]
+    Task {
+        /// Its name.
+        task: String,
+        /// What is wrong, and where.
+        reason: String,
+    },
     /// Nothing to predict.
     #[error(
         "no document holds a token to predict ({num_documents} documents)\n  hint: give longer documents"

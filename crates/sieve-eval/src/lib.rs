@@ -6,6 +6,7 @@ mod error;
 
 mod input;
 mod logits;
+mod rows;
 
 mod continuation;
 mod generator;
@@ -17,6 +18,7 @@ mod words;
 
 mod needle;
 mod recall;
+mod tasks;
 
 mod chunks;
 mod pass;
@@ -46,6 +48,10 @@ pub use selection::{Selection, SelectionTotals};
 pub use selectors::{
     DensityAndRecall, LayerMeasure, SelectorMeasure, measure_selectors, selector_masks,
     sweep_selectors,
+};
+pub use tasks::{
+    Likelihood, READY_TASKS, RowScore, Score, Task, TaskModel, TaskReport, TaskRows, TaskRun,
+    run_task,
 };
 pub use trained::{TrainedMeasure, attention_label, measure_trained};
 pub use words::WordUse;

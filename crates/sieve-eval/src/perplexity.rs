@@ -7,6 +7,7 @@ mod breakdown;
 mod windows;
 
 use crate::input::{check_vocabulary, ids};
+use crate::rows::Rows;
 use crate::{EvalDocument, EvalError, Selection};
 use breakdown::Breakdown;
 pub use breakdown::{FarLoss, MeanLoss, PositionLoss, WordLoss};
@@ -14,7 +15,7 @@ use burn::tensor::{Tensor, TensorData};
 use serde::Serialize;
 use sieve_nn::{HostOperands, LayerContext, Qwen3};
 use sieve_ops::{Documents, IGNORE_LABEL, RotaryEmbedding, SieveBackend};
-use windows::{Rows, windows};
+use windows::{Place, push, windows};
 
 /// How documents are cut, and how many are read.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -129,11 +130,11 @@ fn run<B: SieveBackend>(
             let EvalDocument {
                 tokens, word_uses, ..
             } = &document;
-            if !rows.push(tokens, word_uses, &window) {
+            if !push(&mut rows, tokens, word_uses, &window) {
                 pass.run(&rows)?;
                 observe(pass.sums.num_tokens());
                 rows.clear();
-                let fits = rows.push(tokens, word_uses, &window);
+                let fits = push(&mut rows, tokens, word_uses, &window);
                 assert!(fits, "a window fits a row");
             }
         }
@@ -197,7 +198,7 @@ struct Pass<'a, B: SieveBackend> {
 }
 
 impl<B: SieveBackend> Pass<'_, B> {
-    fn run(&mut self, rows: &Rows) -> Result<(), EvalError> {
+    fn run(&mut self, rows: &Rows<Place>) -> Result<(), EvalError> {
         let Some(batch) = rows.batch() else {
             return Ok(());
         };

@@ -134,6 +134,11 @@ impl Selection {
         self.totals
     }
 
+    /// Takes over what a copy of this one has computed since it was made.
+    pub(crate) fn take_totals(&mut self, copy: &Self) {
+        self.totals = copy.totals;
+    }
+
     /// Whether it runs token by token only.
     pub fn is_stream(&self) -> bool {
         self.selector.is_stream()

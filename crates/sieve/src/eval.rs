@@ -6,6 +6,7 @@ mod output;
 mod patterns;
 mod ppl;
 mod selectors;
+mod tasks;
 mod text;
 
 use anyhow::Result;
@@ -20,6 +21,8 @@ pub(crate) enum EvalCommand {
     Mqar(mqar::MqarArgs),
     /// A number hidden in a long text, asked for at its end, by length and depth
     Needle(needle::NeedleArgs),
+    /// The tasks of language-model papers on local files: LAMBADA, HellaSwag, PIQA, ARC and others, or one of your own
+    Tasks(tasks::TasksArgs),
     /// Sparse methods side by side on one dense model, and beside models trained sparse: density, recall, times, error, loss
     Selectors(selectors::SelectorsArgs),
     /// A pattern or a map for every head of a dense model, searched ahead of time: the file of `minference` and of `dam`
@@ -32,6 +35,7 @@ pub(crate) fn run(command: EvalCommand) -> Result<()> {
         EvalCommand::Ppl(args) => ppl::run(args),
         EvalCommand::Mqar(args) => mqar::run(args),
         EvalCommand::Needle(args) => needle::run(args),
+        EvalCommand::Tasks(args) => tasks::run(args),
         EvalCommand::Selectors(args) => selectors::run(args),
         EvalCommand::Patterns(args) => patterns::run(args),
     }

@@ -13,7 +13,7 @@ use jsonl::JsonlSource;
 use parquet::ParquetSource;
 use text::TextSource;
 pub(super) use text::begins_with_json_lines;
-pub(super) use unpack::{Packed, broken_archive};
+pub(super) use unpack::{Packed, Unpacked, broken_archive};
 
 /// The documents of one file, in order.
 ///
@@ -44,7 +44,7 @@ pub(super) fn open(
     })
 }
 
-const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
+pub(super) const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
 
 fn check_size(path: &Path, bytes: u64, max_bytes: u64) -> Result<(), DataError> {
     if bytes > max_bytes {

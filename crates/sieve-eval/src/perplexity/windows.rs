@@ -1,6 +1,6 @@
-//! Documents cut into windows, and windows laid into rows.
+//! Documents cut into windows.
+use crate::rows::Rows;
 use crate::words::WordUse;
-use sieve_ops::IGNORE_LABEL;
 use std::ops::Range;
 
 /// A piece of a document that the model reads in one go.
@@ -49,117 +49,29 @@ pub(super) struct Place {
     pub(super) word: WordUse,
 }
 
-/// Rows of one forward pass, filled window after window.
-#[derive(Debug)]
-pub(super) struct Rows {
-    row_len: usize,
-    max_rows: usize,
-    rows: Vec<Row>,
-}
-
-#[derive(Debug, Default)]
-struct Row {
-    tokens: Vec<u32>,
-    labels: Vec<i32>,
-    start: Vec<u32>,
-    end: Vec<u32>,
-    places: Vec<Place>,
-}
-
-/// Rows of equal length, laid end to end.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct PackedRows {
-    /// Rows, tokens of a row.
-    pub(super) shape: [usize; 2],
-    pub(super) tokens: Vec<u32>,
-    pub(super) labels: Vec<i32>,
-    pub(super) start: Vec<u32>,
-    pub(super) end: Vec<u32>,
-    /// Of each label that is not ignored, in their order.
-    pub(super) places: Vec<Place>,
-}
-
-impl Rows {
-    pub(super) fn new(row_len: usize, max_rows: usize) -> Self {
-        Self {
-            row_len,
-            max_rows,
-            rows: Vec::new(),
-        }
-    }
-
-    /// Takes a window; false when there is no room left.
-    pub(super) fn push(&mut self, tokens: &[u32], uses: &[WordUse], window: &Window) -> bool {
-        let len = window.input.len();
-        let fits = |row: &Row| row.tokens.len() + len <= self.row_len;
-        if !self.rows.last().is_some_and(fits) {
-            if self.rows.len() == self.max_rows || len > self.row_len {
-                return false;
-            }
-            self.rows.push(Row::default());
-        }
-        let row = self.rows.last_mut().expect("a row was there or pushed");
-        let start = row.tokens.len() as u32;
-        let end = start + len as u32;
-        row.tokens.extend_from_slice(&tokens[window.input.clone()]);
-        row.labels.extend(window.input.clone().map(|position| {
-            match position >= window.first_scored {
-                true => tokens[position + 1] as i32,
-                false => IGNORE_LABEL,
-            }
-        }));
-        let scored = window.first_scored..window.input.end;
-        row.places.extend(scored.map(|position| {
-            let num_seen = position + 1 - window.input.start;
-            let word = match uses[position + 1] {
-                WordUse::Again { distance } if distance as usize > num_seen => WordUse::New,
-                used => used,
-            };
-            Place { num_seen, word }
-        }));
-        row.start.extend(std::iter::repeat_n(start, len));
-        row.end.extend(std::iter::repeat_n(end, len));
-        true
-    }
-
-    pub(super) fn clear(&mut self) {
-        self.rows.clear();
-    }
-
-    /// All rows, padded to the longest; `None` when there are none. Padding is a document of its own without labels.
-    pub(super) fn batch(&self) -> Option<PackedRows> {
-        let row_len = self.rows.iter().map(|row| row.tokens.len()).max()?;
-        let mut batch = PackedRows {
-            shape: [self.rows.len(), row_len],
-            tokens: Vec::new(),
-            labels: Vec::new(),
-            start: Vec::new(),
-            end: Vec::new(),
-            places: Vec::new(),
+/// Lays a window into a row; false when there is no room left.
+pub(super) fn push(
+    rows: &mut Rows<Place>,
+    tokens: &[u32],
+    uses: &[WordUse],
+    window: &Window,
+) -> bool {
+    let places = (window.first_scored..window.input.end).map(|position| {
+        let num_seen = position + 1 - window.input.start;
+        let word = match uses[position + 1] {
+            WordUse::Again { distance } if distance as usize > num_seen => WordUse::New,
+            used => used,
         };
-        for row in &self.rows {
-            let filled = row.tokens.len();
-            let padding = row_len - filled;
-            let pad = |values: &mut Vec<u32>, row: &[u32], value: u32| {
-                values.extend_from_slice(row);
-                values.extend(std::iter::repeat_n(value, padding));
-            };
-            pad(&mut batch.tokens, &row.tokens, 0);
-            pad(&mut batch.start, &row.start, filled as u32);
-            pad(&mut batch.end, &row.end, row_len as u32);
-            batch.places.extend_from_slice(&row.places);
-            batch.labels.extend_from_slice(&row.labels);
-            batch
-                .labels
-                .extend(std::iter::repeat_n(IGNORE_LABEL, padding));
-        }
-        Some(batch)
-    }
+        Place { num_seen, word }
+    });
+    rows.push(tokens, window.input.clone(), window.first_scored, places)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rows::PackedRows;
+    use sieve_ops::IGNORE_LABEL;
 
     #[test]
     fn every_token_but_the_first_is_predicted_once_with_enough_context() {
@@ -197,11 +109,11 @@ mod tests {
         let again = |distance| WordUse::Again { distance };
         let (new, none) = (WordUse::New, WordUse::NoWord);
         let uses = [none, new, again(1), again(3), none, again(2)];
-        assert!(rows.push(&tokens, &uses, &window(0..3, 0)));
-        assert!(rows.push(&tokens, &uses, &window(3..5, 4)));
-        assert!(rows.push(&tokens, &uses, &window(1..4, 1)));
+        assert!(push(&mut rows, &tokens, &uses, &window(0..3, 0)));
+        assert!(push(&mut rows, &tokens, &uses, &window(3..5, 4)));
+        assert!(push(&mut rows, &tokens, &uses, &window(1..4, 1)));
         assert!(
-            !rows.push(&tokens, &uses, &window(0..3, 0)),
+            !push(&mut rows, &tokens, &uses, &window(0..3, 0)),
             "two rows are full"
         );
         let place = |num_seen, word| Place { num_seen, word };

@@ -41,7 +41,7 @@ const BUFFER_BYTES: usize = 1 << 18;
 
 /// The contents of a file, unpacked where its ending is `.gz` or `.zst`. Several packed pieces one after another are one
 /// file, as for `gzip` and `zstd` themselves.
-pub(super) struct Unpacked {
+pub(in crate::corpus) struct Unpacked {
     reader: Box<dyn BufRead + Send>,
     packed: Option<Packed>,
     /// Unpacked bytes given so far.
@@ -50,7 +50,7 @@ pub(super) struct Unpacked {
 }
 
 impl Unpacked {
-    pub(super) fn open(path: &Path) -> Result<Self, DataError> {
+    pub(in crate::corpus) fn open(path: &Path) -> Result<Self, DataError> {
         let file = File::open(path).map_err(DataError::io("open", path))?;
         let file_bytes = file.metadata().map_err(DataError::io("read", path))?.len();
         let packed = Packed::of(path).0;
@@ -89,7 +89,7 @@ impl Unpacked {
     }
 
     /// What to say when reading failed.
-    pub(super) fn error(&self, path: &Path, error: io::Error) -> DataError {
+    pub(in crate::corpus) fn error(&self, path: &Path, error: io::Error) -> DataError {
         match self.packed {
             None => DataError::io("read", path)(error),
             Some(packed) => DataError::BrokenArchive {

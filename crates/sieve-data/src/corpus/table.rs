@@ -1,0 +1,194 @@
+//! A small table read whole: JSONL or Parquet with all its columns, lists and groups too.
+
+use std::fs::File;
+use std::io::BufRead;
+use std::path::Path;
+
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::record::Field;
+use serde_json::{Map, Value};
+
+use super::source::{BYTE_ORDER_MARK, Packed, Unpacked};
+use crate::error::DataError;
+use crate::guard::guarded;
+
+/// A row: its columns by name, in the file's order.
+pub type TableRow = Map<String, Value>;
+
+/// All rows of a JSONL file (`.jsonl`, `.ndjson`, also packed as `.gz` or `.zst`) or of a Parquet file. Blank lines are passed
+/// over.
+///
+/// # Errors
+/// Another ending; a file that cannot be read, a line that is no JSON object; no row.
+pub fn read_table(path: &Path) -> Result<Vec<TableRow>, DataError> {
+    let ending = Packed::of(path).1.extension().unwrap_or_default();
+    let rows = match ending.to_ascii_lowercase().to_str() {
+        Some("jsonl" | "ndjson") => json_rows(path)?,
+        Some("parquet") => parquet_rows(path)?,
+        _ => {
+            return Err(DataError::NotATable {
+                path: path.to_path_buf(),
+            });
+        }
+    };
+    match rows.is_empty() {
+        true => Err(DataError::EmptyTable {
+            path: path.to_path_buf(),
+        }),
+        false => Ok(rows),
+    }
+}
+
+fn json_rows(path: &Path) -> Result<Vec<TableRow>, DataError> {
+    let mut reader = Unpacked::open(path)?;
+    let (mut rows, mut buffer, mut offset) = (Vec::new(), Vec::new(), 0);
+    for line in 1.. {
+        buffer.clear();
+        let num_bytes = match reader.read_until(b'\n', &mut buffer) {
+            Ok(0) => break,
+            Ok(num_bytes) => num_bytes as u64,
+            Err(error) => return Err(reader.error(path, error)),
+        };
+        let text = match line {
+            1 => buffer.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&buffer),
+            _ => &buffer,
+        };
+        let text = std::str::from_utf8(text).map_err(|error| DataError::NotUtf8 {
+            path: path.to_path_buf(),
+            byte_offset: offset + error.valid_up_to() as u64,
+        })?;
+        offset += num_bytes;
+        if !text.trim().is_empty() {
+            rows.push(serde_json::from_str(text).map_err(|error| {
+                DataError::BadJson {
+                    path: path.to_path_buf(),
+                    line,
+                    reason: error
+                        .to_string()
+                        .replace(" at line 1 column ", " at column "),
+                }
+            })?);
+        }
+    }
+    Ok(rows)
+}
+
+fn parquet_rows(path: &Path) -> Result<Vec<TableRow>, DataError> {
+    let file = File::open(path).map_err(DataError::io("open", path))?;
+    let bad = |reason: String| DataError::BadParquet {
+        path: path.to_path_buf(),
+        reason,
+    };
+    // The reader panics on some damaged files.
+    let rows = guarded(|| {
+        let reader = SerializedFileReader::new(file)?;
+        let rows = reader.get_row_iter(None)?;
+        rows.map(|row| Ok(object(row?.get_column_iter())))
+            .collect::<Result<Vec<_>, parquet::errors::ParquetError>>()
+    });
+    rows.unwrap_or_else(|| {
+        Err(parquet::errors::ParquetError::General(
+            "its pages contradict one another".to_owned(),
+        ))
+    })
+    .map_err(|error| bad(error.to_string()))
+}
+
+fn object<'a>(columns: impl Iterator<Item = (&'a String, &'a Field)>) -> TableRow {
+    columns
+        .map(|(name, field)| (name.clone(), value(field)))
+        .collect()
+}
+
+fn value(field: &Field) -> Value {
+    match field {
+        Field::Null => Value::Null,
+        Field::Bool(value) => (*value).into(),
+        Field::Byte(value) => (*value).into(),
+        Field::Short(value) => (*value).into(),
+        Field::Int(value) => (*value).into(),
+        Field::Long(value) => (*value).into(),
+        Field::UByte(value) => (*value).into(),
+        Field::UShort(value) => (*value).into(),
+        Field::UInt(value) => (*value).into(),
+        Field::ULong(value) => (*value).into(),
+        Field::Float(value) => (*value).into(),
+        Field::Double(value) => (*value).into(),
+        Field::Str(value) => value.as_str().into(),
+        Field::Group(row) => Value::Object(object(row.get_column_iter())),
+        Field::ListInternal(list) => list.elements().iter().map(value).collect(),
+        // Binary values and times: no text that a prompt could hold.
+        other => other.to_string().into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn written(name: &str, bytes: &[u8]) -> (tempfile::TempDir, std::path::PathBuf) {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join(name);
+        std::fs::write(&path, bytes).expect("writable");
+        (folder, path)
+    }
+
+    #[test]
+    fn a_row_has_every_column_lists_and_groups_too() {
+        let text = "\u{feff}{\"q\": \"a\", \"c\": {\"text\": [\"x\", \"y\"]}}\n\n{\"q\": \"b\", \"n\": 2}\n";
+        let (_folder, path) = written("rows.jsonl", text.as_bytes());
+        let rows = read_table(&path).expect("two rows");
+        assert_eq!(rows.len(), 2);
+        assert_eq!(rows[0]["c"]["text"][1], "y");
+        assert_eq!(rows[1]["n"], 2);
+    }
+
+    #[test]
+    fn parquet_gives_what_json_lines_give() {
+        use parquet::data_type::{ByteArray, ByteArrayType, Int64Type};
+        use parquet::file::writer::SerializedFileWriter;
+        use parquet::schema::parser::parse_message_type;
+        let schema = "message row { required group choices { required group text (LIST) { repeated group list \
+                      { required binary element (UTF8); } } } required int64 label; }";
+        let schema = parse_message_type(schema).expect("a schema").into();
+        let mut bytes = Vec::new();
+        let mut writer =
+            SerializedFileWriter::new(&mut bytes, schema, Default::default()).expect("a writer");
+        let mut group = writer.next_row_group().expect("a group");
+        let texts = ["x", "y", "z"].map(ByteArray::from);
+        let mut column = group.next_column().expect("it").expect("choices");
+        let written_texts = column.typed::<ByteArrayType>();
+        written_texts
+            .write_batch(&texts, Some(&[1, 1, 1]), Some(&[0, 1, 0]))
+            .expect("three values");
+        column.close().expect("whole");
+        let mut column = group.next_column().expect("it").expect("label");
+        let labels = column.typed::<Int64Type>();
+        labels.write_batch(&[1, 0], None, None).expect("two values");
+        column.close().expect("whole");
+        group.close().expect("whole");
+        writer.close().expect("whole");
+        let (_folder, path) = written("rows.parquet", &bytes);
+        let lines = "{\"choices\":{\"text\":[\"x\",\"y\"]},\"label\":1}\n{\"choices\":{\"text\":[\"z\"]},\"label\":0}\n";
+        let (_other, lines) = written("rows.jsonl", lines.as_bytes());
+        assert_eq!(
+            read_table(&path).expect("parquet"),
+            read_table(&lines).expect("jsonl")
+        );
+    }
+
+    #[test]
+    fn what_is_no_table_is_told() {
+        for (name, bytes, words) in [
+            ("rows.csv", &b"a,b"[..], "neither JSONL nor Parquet"),
+            ("rows.jsonl", b"[1]\n", "line 1 is not a JSON object"),
+            ("rows.jsonl", b"\n", "no row"),
+            ("rows.jsonl", b"{\"a\": \"\xff\"}", "not UTF-8 at byte 7"),
+            ("rows.parquet", b"PAR1", "not a readable Parquet file"),
+        ] {
+            let (_folder, path) = written(name, bytes);
+            let error = read_table(&path).expect_err(words).to_string();
+            assert!(error.contains(words) && error.contains(name), "{error}");
+        }
+    }
+}

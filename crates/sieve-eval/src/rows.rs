@@ -1,0 +1,115 @@
+//! Pieces of text laid into rows of one forward pass: document bounds keep them apart.
+use sieve_ops::IGNORE_LABEL;
+use std::ops::Range;
+
+/// Rows of one forward pass, filled piece after piece; `P` says where a prediction stands.
+#[derive(Debug)]
+pub(crate) struct Rows<P> {
+    row_len: usize,
+    max_rows: usize,
+    rows: Vec<Row<P>>,
+}
+
+#[derive(Debug)]
+struct Row<P> {
+    tokens: Vec<u32>,
+    labels: Vec<i32>,
+    start: Vec<u32>,
+    end: Vec<u32>,
+    places: Vec<P>,
+}
+
+/// Rows of equal length, laid end to end.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct PackedRows<P> {
+    /// Rows, tokens of a row.
+    pub(crate) shape: [usize; 2],
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) labels: Vec<i32>,
+    pub(crate) start: Vec<u32>,
+    pub(crate) end: Vec<u32>,
+    /// Of each label that is not ignored, in their order.
+    pub(crate) places: Vec<P>,
+}
+
+impl<P: Copy> Rows<P> {
+    pub(crate) fn new(row_len: usize, max_rows: usize) -> Self {
+        Self {
+            row_len,
+            max_rows,
+            rows: Vec::new(),
+        }
+    }
+
+    /// Takes a piece of a text: `input` goes in, and from `first_scored` on the token after each one is predicted, each with
+    /// its place. False when there is no room left.
+    pub(crate) fn push(
+        &mut self,
+        tokens: &[u32],
+        input: Range<usize>,
+        first_scored: usize,
+        places: impl Iterator<Item = P>,
+    ) -> bool {
+        let len = input.len();
+        let fits = |row: &Row<P>| row.tokens.len() + len <= self.row_len;
+        if !self.rows.last().is_some_and(fits) {
+            if self.rows.len() == self.max_rows || len > self.row_len {
+                return false;
+            }
+            self.rows.push(Row {
+                tokens: Vec::new(),
+                labels: Vec::new(),
+                start: Vec::new(),
+                end: Vec::new(),
+                places: Vec::new(),
+            });
+        }
+        let row = self.rows.last_mut().expect("a row was there or pushed");
+        let start = row.tokens.len() as u32;
+        let end = start + len as u32;
+        row.tokens.extend_from_slice(&tokens[input.clone()]);
+        row.labels
+            .extend(input.map(|position| match position >= first_scored {
+                true => tokens[position + 1] as i32,
+                false => IGNORE_LABEL,
+            }));
+        row.places.extend(places);
+        row.start.extend(std::iter::repeat_n(start, len));
+        row.end.extend(std::iter::repeat_n(end, len));
+        true
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.rows.clear();
+    }
+
+    /// All rows, padded to the longest; `None` when there are none. Padding is a document of its own without labels.
+    pub(crate) fn batch(&self) -> Option<PackedRows<P>> {
+        let row_len = self.rows.iter().map(|row| row.tokens.len()).max()?;
+        let mut batch = PackedRows {
+            shape: [self.rows.len(), row_len],
+            tokens: Vec::new(),
+            labels: Vec::new(),
+            start: Vec::new(),
+            end: Vec::new(),
+            places: Vec::new(),
+        };
+        for row in &self.rows {
+            let filled = row.tokens.len();
+            let padding = row_len - filled;
+            let pad = |values: &mut Vec<u32>, row: &[u32], value: u32| {
+                values.extend_from_slice(row);
+                values.extend(std::iter::repeat_n(value, padding));
+            };
+            pad(&mut batch.tokens, &row.tokens, 0);
+            pad(&mut batch.start, &row.start, filled as u32);
+            pad(&mut batch.end, &row.end, row_len as u32);
+            batch.places.extend_from_slice(&row.places);
+            batch.labels.extend_from_slice(&row.labels);
+            batch
+                .labels
+                .extend(std::iter::repeat_n(IGNORE_LABEL, padding));
+        }
+        Some(batch)
+    }
+}

@@ -1,0 +1,482 @@
+//! A task: a small TOML file that says how a row of a data set becomes a question.
+use super::template::{Filter, Template, texts};
+use crate::EvalError;
+use serde::{Deserialize, Serialize};
+use sieve_data::TableRow;
+
+/// The tasks inside the program, by the names that lm-evaluation-harness gives them: name and TOML.
+pub const READY_TASKS: [(&str, &str); 12] = [
+    (
+        "lambada_openai",
+        include_str!("../../tasks/lambada_openai.toml"),
+    ),
+    ("hellaswag", include_str!("../../tasks/hellaswag.toml")),
+    ("piqa", include_str!("../../tasks/piqa.toml")),
+    ("arc_easy", include_str!("../../tasks/arc_easy.toml")),
+    (
+        "arc_challenge",
+        include_str!("../../tasks/arc_challenge.toml"),
+    ),
+    ("winogrande", include_str!("../../tasks/winogrande.toml")),
+    ("boolq", include_str!("../../tasks/boolq.toml")),
+    ("openbookqa", include_str!("../../tasks/openbookqa.toml")),
+    ("sciq", include_str!("../../tasks/sciq.toml")),
+    ("mmlu", include_str!("../../tasks/mmlu.toml")),
+    ("triviaqa", include_str!("../../tasks/triviaqa.toml")),
+    ("gsm8k", include_str!("../../tasks/gsm8k.toml")),
+];
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Measure {
+    /// The likeliest of several endings.
+    Choices,
+    /// The likelihood of one ending, and whether greedy decoding gives it.
+    Continuation,
+    /// Whether a greedily generated text is the answer.
+    Generation,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+enum Texts {
+    Column(String),
+    Templates(Vec<String>),
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    about: Option<String>,
+    measure: Measure,
+    description: Option<String>,
+    prompt: Option<String>,
+    #[serde(default)]
+    prompts: Vec<String>,
+    choices: Option<Texts>,
+    labels: Option<Texts>,
+    label: Option<String>,
+    target: Option<String>,
+    answers: Option<Texts>,
+    #[serde(default)]
+    filters: Vec<String>,
+    #[serde(default)]
+    fewshot: usize,
+    delimiter: Option<String>,
+    #[serde(default)]
+    stop: Vec<String>,
+    max_new_tokens: Option<usize>,
+    number_after: Option<String>,
+    #[serde(default)]
+    ignore_case: bool,
+    #[serde(default)]
+    ignore_punctuation: bool,
+}
+
+/// Texts of a row: a list in a column, or one template each.
+#[derive(Clone, Debug)]
+enum Source {
+    Column(String),
+    Templates(Vec<Template>),
+}
+
+/// How rows become questions, and what is measured.
+#[derive(Clone, Debug)]
+pub struct Task {
+    name: String,
+    about: String,
+    fewshot: usize,
+    pub(super) measure: Measure,
+    description: Option<Template>,
+    prompts: Vec<Template>,
+    endings: Source,
+    labels: Option<Source>,
+    label: Option<Template>,
+    filters: Vec<Filter>,
+    delimiter: String,
+    pub(super) matching: Matching,
+}
+
+/// When a generated text is an answer.
+#[derive(Clone, Debug)]
+pub(super) struct Matching {
+    pub(super) stop: Vec<String>,
+    pub(super) max_new_tokens: usize,
+    pub(super) number_after: Option<String>,
+    pub(super) ignore_case: bool,
+    pub(super) ignore_punctuation: bool,
+}
+
+/// A row as the model is asked it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Question {
+    /// Begins the text, before the shots.
+    pub(super) description: String,
+    /// One, or one per choice.
+    pub(super) prompts: Vec<String>,
+    /// The choices; one where a prompt belongs to each, or where nothing is chosen. Of generation the right answers.
+    pub(super) endings: Vec<String>,
+    /// The right choice.
+    pub(super) label: Option<usize>,
+}
+
+impl Task {
+    /// A task of [`READY_TASKS`].
+    ///
+    /// # Errors
+    /// No task of this name; the nearest is named.
+    pub fn ready(name: &str) -> Result<Self, EvalError> {
+        let known = || READY_TASKS.iter().map(|(name, _)| *name);
+        let Some((_, text)) = READY_TASKS.iter().find(|(known, _)| *known == name) else {
+            let likeness = |known: &str| strsim::jaro_winkler(&name.to_lowercase(), known);
+            let nearest = known().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+            return Err(EvalError::UnknownTask {
+                name: name.to_owned(),
+                nearest: nearest.unwrap_or_default(),
+                known: known().collect::<Vec<_>>().join(", "),
+            });
+        };
+        Self::parse(name, text)
+    }
+
+    /// A task from TOML.
+    ///
+    /// # Errors
+    /// No TOML, an unknown key, a template that cannot be read, keys that do not go together.
+    pub fn parse(name: &str, text: &str) -> Result<Self, EvalError> {
+        Self::compile(name, text).map_err(|reason| EvalError::Task {
+            task: name.to_owned(),
+            reason,
+        })
+    }
+
+    fn compile(name: &str, text: &str) -> Result<Self, String> {
+        let file: File = toml::from_str(text).map_err(|error| error.to_string())?;
+        let template = |text: &Option<String>| text.as_deref().map(Template::parse).transpose();
+        let source = |texts: &Option<Texts>| {
+            Ok::<_, String>(match texts {
+                None => None,
+                Some(Texts::Column(column)) => Some(Source::Column(column.clone())),
+                Some(Texts::Templates(list)) => Some(Source::Templates(
+                    list.iter()
+                        .map(|text| Template::parse(text))
+                        .collect::<Result<_, _>>()?,
+                )),
+            })
+        };
+        let mut prompts = Vec::new();
+        for text in file.prompt.iter().chain(&file.prompts) {
+            prompts.push(Template::parse(text)?);
+        }
+        let target = template(&file.target)?.map(|target| Source::Templates(vec![target]));
+        let (choices, answers) = (source(&file.choices)?, source(&file.answers)?);
+        let one_prompt = file.prompt.is_some() && file.prompts.is_empty();
+        let many_prompts = file.prompt.is_none() && file.prompts.len() > 1;
+        let has_label = file.label.is_some();
+        let (endings, wanted) = match file.measure {
+            Measure::Choices if many_prompts => (
+                target.filter(|_| choices.is_none() && has_label),
+                "prompts with two templates or more need target and label, and no choices",
+            ),
+            Measure::Choices => (
+                choices.filter(|_| target.is_none() && one_prompt && has_label),
+                "measure = \"choices\" needs prompt, choices and label; or prompts, target and label",
+            ),
+            Measure::Continuation => (
+                target.filter(|_| one_prompt && !has_label),
+                "measure = \"continuation\" needs prompt and target, and no label",
+            ),
+            Measure::Generation => (
+                answers.clone().filter(|_| one_prompt && !has_label),
+                "measure = \"generation\" needs prompt and answers, and no label",
+            ),
+        };
+        let endings = endings.ok_or(wanted)?;
+        if answers.is_some() && file.measure != Measure::Generation {
+            return Err("answers belong to measure = \"generation\"".to_owned());
+        }
+        Ok(Self {
+            name: name.to_owned(),
+            about: file.about.unwrap_or_default(),
+            fewshot: file.fewshot,
+            measure: file.measure,
+            description: template(&file.description)?,
+            prompts,
+            endings,
+            labels: source(&file.labels)?,
+            label: template(&file.label)?,
+            filters: file
+                .filters
+                .iter()
+                .map(|name| Filter::parse(name))
+                .collect::<Result<_, _>>()?,
+            delimiter: file.delimiter.unwrap_or_else(|| " ".to_owned()),
+            matching: Matching {
+                stop: file.stop,
+                max_new_tokens: file.max_new_tokens.unwrap_or(256),
+                number_after: file.number_after,
+                ignore_case: file.ignore_case,
+                ignore_punctuation: file.ignore_punctuation,
+            },
+        })
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it asks, of which data set, under which licence.
+    pub fn about(&self) -> &str {
+        &self.about
+    }
+
+    /// Solved examples before a question when nothing is said.
+    pub fn fewshot(&self) -> usize {
+        self.fewshot
+    }
+
+    /// Whether each choice has a prompt of its own, and all have one ending.
+    pub(super) fn has_prompt_per_choice(&self) -> bool {
+        self.prompts.len() > 1
+    }
+
+    /// The questions of a table; rows count from 1 in errors.
+    pub(super) fn questions(&self, rows: &[TableRow]) -> Result<Vec<Question>, EvalError> {
+        let questions = rows.iter().enumerate().map(|(n, row)| {
+            self.question(row).map_err(|what| EvalError::Task {
+                task: self.name.clone(),
+                reason: format!("row {} {what}", n + 1),
+            })
+        });
+        questions.collect()
+    }
+
+    fn question(&self, row: &TableRow) -> Result<Question, String> {
+        let filtered = |text: String| {
+            let mut all = self.filters.iter();
+            all.try_fold(text, |text, filter| filter.apply(&text))
+        };
+        let list = |source: &Source| match source {
+            Source::Column(column) => texts(row, column),
+            Source::Templates(list) => list.iter().map(|text| text.render(row)).collect(),
+        };
+        let prompts: Vec<String> = (self.prompts.iter())
+            .map(|prompt| prompt.render(row).and_then(filtered))
+            .collect::<Result<_, _>>()?;
+        let endings = list(&self.endings)?;
+        let endings: Vec<String> = endings
+            .into_iter()
+            .map(filtered)
+            .collect::<Result<_, _>>()?;
+        let num_choices = prompts.len().max(endings.len());
+        if self.measure == Measure::Choices && num_choices < 2 {
+            return Err(format!("has {num_choices} choices, and two are the least"));
+        }
+        if endings.is_empty() {
+            return Err("has no answer".to_owned());
+        }
+        let label = match &self.label {
+            None => None,
+            Some(label) => {
+                let label = label.render(row)?;
+                let labels = self.labels.as_ref().map(list).transpose()?;
+                Some(position(label.trim(), labels.as_deref(), num_choices)?)
+            }
+        };
+        Ok(Question {
+            description: match &self.description {
+                None => String::new(),
+                Some(description) => description.render(row)?,
+            },
+            prompts,
+            endings,
+            label,
+        })
+    }
+
+    /// A row with its answer, as an example before a question.
+    pub(super) fn shot(&self, row: &TableRow) -> Result<String, EvalError> {
+        let question = self.question(row).map_err(|what| EvalError::Task {
+            task: self.name.clone(),
+            reason: format!("an example {what}"),
+        })?;
+        let right = question.label.unwrap_or(0);
+        let of = |list: &[String]| list[right.min(list.len() - 1)].clone();
+        Ok(format!(
+            "{}{}{}\n\n",
+            of(&question.prompts),
+            self.delimiter,
+            of(&question.endings)
+        ))
+    }
+
+    /// What a model is to score: of each choice a context and what follows it.
+    pub(super) fn pairs(&self, question: &Question, before: &str) -> Vec<(String, String)> {
+        let context = |prompt: &String| format!("{}{before}{prompt}", question.description);
+        match self.measure {
+            Measure::Choices => {
+                let ending = |ending: &String| format!("{}{ending}", self.delimiter);
+                let (prompts, endings) = (question.prompts.iter(), question.endings.iter());
+                match self.has_prompt_per_choice() {
+                    true => prompts
+                        .map(|prompt| (context(prompt), ending(&question.endings[0])))
+                        .collect(),
+                    false => endings
+                        .map(|choice| (context(&question.prompts[0]), ending(choice)))
+                        .collect(),
+                }
+            }
+            Measure::Continuation | Measure::Generation => {
+                vec![(context(&question.prompts[0]), question.endings[0].clone())]
+            }
+        }
+    }
+}
+
+/// The choice that a label names: by its place in `labels`, or a number from 0.
+fn position(label: &str, labels: Option<&[String]>, num_choices: usize) -> Result<usize, String> {
+    match labels {
+        Some(labels) if labels.len() != num_choices => Err(format!(
+            "has {num_choices} choices and {} labels",
+            labels.len()
+        )),
+        Some(labels) => labels
+            .iter()
+            .position(|known| known == label)
+            .ok_or_else(|| {
+                format!(
+                    "has the label {label:?}, which is none of {}",
+                    labels.join(", ")
+                )
+            }),
+        None => (label.parse().ok())
+            .filter(|&n| n < num_choices)
+            .ok_or_else(|| {
+                format!("has the label {label:?}, which is no number below {num_choices}")
+            }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(rows: &str) -> Vec<TableRow> {
+        let rows = rows.lines().map(serde_json::from_str);
+        rows.collect::<Result<_, _>>().expect("objects")
+    }
+
+    fn questions(task: &str, text: &str) -> Result<Vec<Question>, EvalError> {
+        Task::ready(task).expect("ready").questions(&rows(text))
+    }
+
+    #[test]
+    fn every_ready_task_can_be_read() {
+        for (name, _) in READY_TASKS {
+            let task = Task::ready(name).expect(name);
+            assert!(task.about().contains(','), "{name}");
+        }
+        let error = Task::ready("helaswag").expect_err("unknown").to_string();
+        assert!(error.contains("did you mean hellaswag?"), "{error}");
+    }
+
+    #[test]
+    fn rows_become_the_questions_of_the_papers() {
+        let row = r#"{"question": "Why?", "choices": {"text": ["a", "b", "c"], "label": ["A", "B", "C"]}, "answerKey": "C"}"#;
+        let arc = questions("arc_easy", row).expect("a question");
+        assert_eq!(arc[0].prompts, ["Question: Why?\nAnswer:"]);
+        assert_eq!((arc[0].endings.len(), arc[0].label), (3, Some(2)));
+        let task = Task::ready("arc_easy").expect("ready");
+        let shot = task.shot(&rows(row)[0]).expect("an example");
+        assert_eq!(shot, "Question: Why?\nAnswer: c\n\n");
+        let row = r#"{"sentence": "Ann met Eve, and _ smiled.", "option1": "Ann", "option2": "Eve", "answer": "2"}"#;
+        let blank = questions("winogrande", row).expect("a question");
+        let task = Task::ready("winogrande").expect("ready");
+        let pair = |a: &str, b: &str| (a.to_owned(), b.to_owned());
+        assert_eq!(
+            task.pairs(&blank[0], ""),
+            [
+                pair("Ann met Eve, and Ann", " smiled."),
+                pair("Ann met Eve, and Eve", " smiled.")
+            ]
+        );
+        let shot = task.shot(&rows(row)[0]).expect("an example");
+        assert_eq!(shot, "Ann met Eve, and Eve smiled.\n\n");
+        let lambada = questions("lambada_openai", r#"{"text": "It was a cat"}"#).expect("one");
+        let task = Task::ready("lambada_openai").expect("ready");
+        assert_eq!(
+            task.pairs(&lambada[0], "x\n\n"),
+            [pair("x\n\nIt was a", " cat")]
+        );
+    }
+
+    #[test]
+    fn rows_of_another_data_set_are_told_by_their_number() {
+        let good = r#"{"question": "W?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"}"#;
+        for (row, words) in [
+            (
+                good.replace("question", "goal"),
+                "row 2 has no column \"question\" (it has goal, choices, answerKey)",
+            ),
+            (
+                good.replace("[\"A\", \"B\"]", "[\"A\"]"),
+                "row 2 has 2 choices and 1 labels",
+            ),
+            (
+                good.replace("\"answerKey\": \"A\"", "\"answerKey\": \"E\""),
+                "row 2 has the label \"E\", which is none of A, B",
+            ),
+            (
+                good.replace("[\"a\", \"b\"]", "[\"a\"]"),
+                "row 2 has 1 choices, and two are the least",
+            ),
+            (
+                good.replace("[\"a\", \"b\"]", "3"),
+                "row 2 has no list in its column \"choices.text\"",
+            ),
+        ] {
+            let error = questions("arc_easy", &format!("{good}\n{row}"))
+                .expect_err(words)
+                .to_string();
+            assert!(
+                error.starts_with("task arc_easy: ") && error.contains(words),
+                "{error}"
+            );
+        }
+        let error = questions(
+            "piqa",
+            r#"{"goal": "g", "sol1": "a", "sol2": "b", "label": 2}"#,
+        );
+        let error = error.expect_err("no such choice").to_string();
+        assert!(error.contains("no number below 2"), "{error}");
+    }
+
+    #[test]
+    fn a_task_file_with_a_mistake_is_told() {
+        for (text, words) in [
+            ("measure = \"choices\"", "needs prompt, choices and label"),
+            ("measure = \"best\"", "unknown variant"),
+            (
+                "measure = \"continuation\"\nprompt = \"{a}\"\ntarget = \"{b\"",
+                "single {",
+            ),
+            (
+                "measure = \"continuation\"\nprompt = \"{a}\"\ntarget = \"b\"\ngoal = 1",
+                "unknown field",
+            ),
+            (
+                "measure = \"continuation\"\nprompt = \"{a}\"\ntarget = \"b\"\nlabel = \"1\"",
+                "no label",
+            ),
+            (
+                "measure = \"generation\"\nprompt = \"{a}\"",
+                "needs prompt and answers",
+            ),
+        ] {
+            let error = Task::parse("mine", text).expect_err(words).to_string();
+            assert!(error.contains(words), "{error}");
+        }
+    }
+}

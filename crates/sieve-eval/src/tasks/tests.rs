@@ -1,0 +1,241 @@
+use super::likelihood::{Pair, likelihoods};
+use super::*;
+use crate::logits;
+use crate::test_model::tiny_model;
+use sieve_core::Attention;
+use sieve_data::{BpeConfig, Corpus, CorpusConfig};
+
+/// A tokenizer of 31 tokens is too small for bytes: words of a list, white space between them.
+fn tokenizer(folder: &std::path::Path) -> Tokenizer {
+    let vocab: serde_json::Map<String, serde_json::Value> = (0..30u32)
+        .map(|id| (format!("t{id}"), id.into()))
+        .chain([("<|endoftext|>".to_owned(), 30u32.into())])
+        .collect();
+    let json = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null, "decoder": null,
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "t0"},
+    });
+    let path = folder.join("tokenizer.json");
+    std::fs::write(&path, json.to_string()).expect("writable");
+    Tokenizer::from_file(&path).expect("a tokenizer")
+}
+
+fn rows(lines: &[String]) -> Vec<TableRow> {
+    let rows = lines.iter().map(|line| serde_json::from_str(line));
+    rows.collect::<Result<_, _>>().expect("objects")
+}
+
+/// PIQA's columns, texts of several lengths.
+fn piqa(num_rows: usize) -> Vec<TableRow> {
+    let text = |n: usize, len: usize| {
+        let words: Vec<String> = (0..len)
+            .map(|k| format!("t{}", (n * 7 + k * k * 3 + k) % 30))
+            .collect();
+        words.join(" ")
+    };
+    let row = |n: usize| {
+        let (goal, one, two) = (
+            text(n, 1 + n % 9),
+            text(n + 1, 1 + n % 4),
+            text(n + 2, 2 + n % 3),
+        );
+        format!(
+            r#"{{"goal": "{goal}", "sol1": "{one}", "sol2": "{two}", "label": {}}}"#,
+            n % 2
+        )
+    };
+    rows(&(0..num_rows).map(row).collect::<Vec<_>>())
+}
+
+fn ask(
+    attention: Attention,
+    task: &str,
+    data: &TaskRows,
+    run: TaskRun,
+) -> Result<TaskReport, EvalError> {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tokenizer = tokenizer(folder.path());
+    let (model, device) = (tiny_model(attention, 64), Default::default());
+    let model = TaskModel {
+        model: &model,
+        tokenizer: &tokenizer,
+        device: &device,
+    };
+    let task = Task::ready(task).expect("ready");
+    run_task(&model, &task, data, run, None, &mut |_, _| {})
+}
+
+const ZERO_SHOT: TaskRun = TaskRun {
+    fewshot: 0,
+    limit: None,
+    truncate: false,
+};
+
+#[test]
+fn packed_rows_give_each_pair_what_it_has_alone() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tokenizer = tokenizer(folder.path());
+    let device = Default::default();
+    for attention in [Attention::Mha, Attention::Swa { window_size: 3 }] {
+        let model = tiny_model(attention, 64);
+        let pairs: Vec<Pair> = (0..40)
+            .map(|n| {
+                let words = |from: usize, len: usize| {
+                    (from..from + len)
+                        .map(|k| format!("t{}", k * k % 30))
+                        .collect::<Vec<_>>()
+                        .join(" ")
+                };
+                let pair = Pair::encode(
+                    &tokenizer,
+                    30,
+                    &words(n, n % 7),
+                    &format!(" {}", words(n + 9, 1 + n % 5)),
+                );
+                pair.expect("known words").expect("something to score")
+            })
+            .collect();
+        let asked = TaskModel {
+            model: &model,
+            tokenizer: &tokenizer,
+            device: &device,
+        };
+        let found = likelihoods(&asked, &pairs, true, None, &mut |_| {}).expect("finite");
+        for (pair, found) in pairs.iter().zip(&found) {
+            let (tokens, num_scored) = pair.parts();
+            let inputs = &tokens[..tokens.len() - 1];
+            let logits: Vec<f32> = logits(&model, inputs, &device)
+                .expect("known")
+                .to_vec()
+                .expect("f32");
+            let (mut expected, mut greedy) = (0.0, true);
+            for at in inputs.len() - num_scored..inputs.len() {
+                let row = &logits[at * 31..(at + 1) * 31];
+                let sum: f64 = row.iter().map(|&x| f64::from(x).exp()).sum();
+                let label = tokens[at + 1] as usize;
+                expected += f64::from(row[label]) - sum.ln();
+                greedy &= row.iter().all(|&x| x <= row[label]);
+            }
+            assert!(
+                (found.log_likelihood - expected).abs() < 1e-4,
+                "{found:?} {expected}"
+            );
+            assert_eq!(found.num_tokens, num_scored);
+            assert_eq!(found.is_greedy, Some(greedy));
+        }
+    }
+}
+
+#[test]
+fn scores_are_those_of_the_rows() {
+    let data = TaskRows {
+        rows: piqa(60),
+        examples: None,
+    };
+    let report = ask(Attention::Mha, "piqa", &data, ZERO_SHOT).expect("scores");
+    let names: Vec<&str> = report.scores.iter().map(|score| score.name).collect();
+    assert_eq!(names, ["acc", "acc_norm", "acc_bytes"]);
+    let right = report.rows.iter().filter(|row| {
+        let [one, two] = &row.likelihoods[..] else {
+            panic!("two choices")
+        };
+        usize::from(two.log_likelihood > one.log_likelihood) == row.label.expect("a label")
+    });
+    let acc = right.count() as f64 / 60.0;
+    assert!(acc > 0.0 && acc < 1.0, "{acc}");
+    assert_eq!(report.scores[0].value, acc);
+    assert_ne!(report.scores[1].value, acc);
+    let limited = TaskRun {
+        limit: Some(7),
+        ..ZERO_SHOT
+    };
+    let first = ask(Attention::Mha, "piqa", &data, limited).expect("scores");
+    assert_eq!(first.num_rows, 7);
+    for (found, expected) in first.rows.iter().zip(&report.rows) {
+        for (a, b) in found.likelihoods.iter().zip(&expected.likelihoods) {
+            assert!((a.log_likelihood - b.log_likelihood).abs() < 1e-5);
+        }
+    }
+}
+
+#[test]
+fn examples_are_the_first_rows_and_never_the_row_asked() {
+    let (task, rows) = (Task::ready("piqa").expect("ready"), piqa(3));
+    let shot = |n: usize| task.shot(&rows[n]).expect("an example");
+    let data = TaskRows {
+        rows: rows.clone(),
+        examples: None,
+    };
+    let before = |n: usize, fewshot| shots(&task, &data, fewshot, &rows[n]);
+    assert_eq!(before(2, 2).expect("two"), shot(0) + &shot(1));
+    assert_eq!(before(0, 2).expect("two"), shot(1) + &shot(2));
+    assert_eq!(before(0, 0).expect("none"), "");
+    let error = before(0, 3).expect_err("two are left").to_string();
+    assert!(
+        error.contains("3 examples") && error.contains("2 rows"),
+        "{error}"
+    );
+    let other = TaskRows {
+        rows: piqa(1),
+        examples: Some(piqa(3)),
+    };
+    let found = shots(&task, &other, 2, &rows[0]).expect("two");
+    assert_eq!(found, shot(0) + &shot(1));
+}
+
+#[test]
+fn long_texts_are_refused_or_cut_at_their_beginning() {
+    let long = |len: usize| {
+        let words: Vec<String> = (0..len).map(|n| format!("t{}", n % 29)).collect();
+        let rows = rows(&[format!(r#"{{"text": "{}"}}"#, words.join(" "))]);
+        TaskRows {
+            rows,
+            examples: None,
+        }
+    };
+    let fits = ask(Attention::Mha, "lambada_openai", &long(65), ZERO_SHOT).expect("64 go in");
+    assert_eq!(fits.num_truncated, 0);
+    let error = ask(Attention::Mha, "lambada_openai", &long(90), ZERO_SHOT).expect_err("too long");
+    let words = "row 1 has a text of 89 tokens, and the model's context has room for 64";
+    assert!(error.to_string().contains(words), "{error}");
+    let cut = TaskRun {
+        truncate: true,
+        ..ZERO_SHOT
+    };
+    let report = ask(Attention::Mha, "lambada_openai", &long(90), cut).expect("cut");
+    assert_eq!(report.num_truncated, 1);
+    let nats = -report.rows[0].likelihoods[0].log_likelihood;
+    assert!((report.scores[0].value - nats.exp()).abs() < 1e-9);
+}
+
+#[test]
+fn a_context_and_its_ending_are_split_where_the_harness_splits_them() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let text = "the cat sat on the mat and the cat ran to the cat on the mat ".repeat(40);
+    let path = folder.path().join("a.txt");
+    std::fs::write(&path, text).expect("writable");
+    let corpus =
+        Corpus::open(CorpusConfig::text(vec![path.display().to_string()])).expect("a file");
+    let config = BpeConfig {
+        vocab_size: 270,
+        sample_bytes: 1 << 20,
+    };
+    let tokenizer = Tokenizer::train(&corpus, config).expect("enough text");
+    let eos_id = tokenizer.eos_id(None).expect("its own name");
+    let encode = |context: &str, ending: &str| {
+        Pair::encode(&tokenizer, eos_id, context, ending).expect("text")
+    };
+    let whole = tokenizer.encode("the cat sat").expect("text");
+    let before = tokenizer.encode("the cat").expect("text").len();
+    let parts = (&whole[..], whole.len() - before);
+    assert_eq!(encode("the cat", " sat").expect("an ending").parts(), parts);
+    assert_eq!(encode("the cat ", "sat").expect("an ending").parts(), parts);
+    let first = encode("", "the cat sat").expect("an ending");
+    let (tokens, num_scored) = first.parts();
+    assert_eq!(
+        (tokens[0], &tokens[1..], num_scored),
+        (eos_id, &whole[..], whole.len())
+    );
+    assert_eq!(encode("the cat", ""), None);
+}

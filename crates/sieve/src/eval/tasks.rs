@@ -1,0 +1,269 @@
+//! `sieve eval tasks`.
+use super::output;
+use crate::device::{Device, DeviceChoice};
+use crate::out_of_memory::MemoryArgs;
+use crate::{loaded, selector, terminal};
+use anyhow::{Context, Result, bail};
+use burn::tensor::DType;
+use burn_cuda::CudaDevice;
+use burn_flex::{Flex, FlexDevice};
+use clap::Args;
+use sieve_data::read_table;
+use sieve_eval::{
+    READY_TASKS, Selection, Task, TaskModel, TaskReport, TaskRows, TaskRun, run_task,
+};
+use sieve_ops::{Cuda, SieveBackend};
+use sieve_plan::InferenceSize;
+use sieve_select::Selector;
+use std::path::{Path, PathBuf};
+
+/// Tokens of a forward pass, at most, where no text is longer.
+const BATCH_TOKENS: usize = 8192;
+
+/// Arguments of `sieve eval tasks`.
+#[derive(Args, Debug)]
+pub(crate) struct TasksArgs {
+    /// A checkpoint (step-N), or a run folder: then its latest
+    #[arg(long, value_name = "DIR", required_unless_present_any = ["list", "show"])]
+    checkpoint: Option<PathBuf>,
+    /// A task and its rows, a JSONL or Parquet file with the data set's own columns; several may follow. The task is a name of
+    /// --list, or the path of a TOML file
+    #[arg(long, num_args = 1.., value_name = "TASK=FILE", required_unless_present_any = ["list", "show"])]
+    data: Vec<String>,
+    /// Solved examples before each question: the first rows; the task's own number when absent, mostly 0
+    #[arg(long, value_name = "K")]
+    fewshot: Option<usize>,
+    /// Rows that the examples are taken from (a data set's training split); the task's other rows when absent
+    #[arg(long, num_args = 1.., value_name = "TASK=FILE")]
+    fewshot_data: Vec<String>,
+    /// The first rows of each task alone
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    limit: Option<u32>,
+    /// Leave out the beginning of a text that is longer than the model's context, in place of an error
+    #[arg(long)]
+    truncate: bool,
+    /// Also write each row's likelihoods or answer: one JSON object a line
+    #[arg(long, value_name = "FILE")]
+    samples: Option<PathBuf>,
+    #[arg(long, value_name = "NAME:…", value_parser = selector::parse, help = selector::ABOUT)]
+    selector: Option<Selector>,
+    #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
+    chunk: Option<usize>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Name the tasks inside the program
+    #[arg(long)]
+    list: bool,
+    /// Print a task of --list as TOML, to make another of it
+    #[arg(long, value_name = "TASK")]
+    show: Option<String>,
+    /// auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    device: DeviceChoice,
+    #[command(flatten)]
+    memory: MemoryArgs,
+}
+
+/// A task with its rows.
+struct Asked {
+    task: Task,
+    rows: TaskRows,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: TasksArgs) -> Result<()> {
+    if let Some(name) = &args.show {
+        Task::ready(name)?;
+        let found = READY_TASKS.iter().find(|(known, _)| known == name);
+        terminal::text(found.map_or("", |(_, text)| *text));
+        return Ok(());
+    }
+    if args.list {
+        for (name, _) in READY_TASKS {
+            terminal::line(&format!("{name:<16}{}", Task::ready(name)?.about()));
+        }
+        return Ok(());
+    }
+    let Some(checkpoint) = args.checkpoint.clone() else {
+        bail!("--checkpoint is missing");
+    };
+    output::check(args.samples.as_deref())?;
+    let asked = asked(&args)?;
+    let device = loaded::device(args.device, &checkpoint)?;
+    (args.memory).check_inference(&checkpoint, &device, |_, shape| {
+        InferenceSize::rows_of(shape.max_seq_len.min(BATCH_TOKENS), BATCH_TOKENS)
+    })?;
+    match device {
+        Device::Cpu => run_on::<Flex>(&args, &checkpoint, &asked, &FlexDevice, DType::F32),
+        Device::Cuda(gpu) => {
+            let device = CudaDevice::new(gpu.index);
+            run_on::<Cuda>(&args, &checkpoint, &asked, &device, DType::BF16)
+        }
+    }
+}
+
+/// The tasks with their rows, all read before the model is.
+fn asked(args: &TasksArgs) -> Result<Vec<Asked>> {
+    let mut asked: Vec<Asked> = Vec::new();
+    for (name, file) in pairs(&args.data)? {
+        let task = match name.ends_with(".toml") {
+            false => Task::ready(name)?,
+            true => {
+                let text = std::fs::read_to_string(name)
+                    .with_context(|| format!("reading the task {name}"))?;
+                Task::parse(name, &text)?
+            }
+        };
+        if asked.iter().any(|asked| asked.task.name() == name) {
+            bail!("the task {name} is named twice\n  hint: one file a task");
+        }
+        let rows = TaskRows {
+            rows: read_table(Path::new(file))?,
+            examples: None,
+        };
+        asked.push(Asked { task, rows });
+    }
+    for (name, file) in pairs(&args.fewshot_data)? {
+        let Some(asked) = asked.iter_mut().find(|asked| asked.task.name() == name) else {
+            bail!("--fewshot-data names {name}, and --data does not");
+        };
+        asked.rows.examples = Some(read_table(Path::new(file))?);
+    }
+    Ok(asked)
+}
+
+/// `TASK=FILE`, taken apart.
+fn pairs(arguments: &[String]) -> Result<Vec<(&str, &str)>> {
+    let pairs = arguments.iter().map(|argument| {
+        let pair = argument.split_once('=').filter(|(name, file)| !name.is_empty() && !file.is_empty());
+        pair.with_context(|| {
+            format!("{argument:?} is no TASK=FILE\n  hint: write for example --data piqa=validation.jsonl")
+        })
+    });
+    pairs.collect()
+}
+
+fn run_on<B: SieveBackend>(
+    args: &TasksArgs,
+    checkpoint: &Path,
+    asked: &[Asked],
+    device: &B::Device,
+    dtype: DType,
+) -> Result<()> {
+    let (loaded, tokenizer) = loaded::load::<B>(checkpoint, device, dtype)?;
+    let mut selection = (args.selector.as_ref())
+        .map(|selector| selector::selection(selector, args.chunk, &loaded.shape))
+        .transpose()?;
+    let model = TaskModel {
+        model: &loaded.model,
+        tokenizer: &tokenizer,
+        device,
+    };
+    let mut reports = Vec::new();
+    for Asked { task, rows } in asked {
+        let run = TaskRun {
+            fewshot: args.fewshot.unwrap_or(task.fewshot()),
+            limit: args.limit.map(|limit| limit as usize),
+            truncate: args.truncate,
+        };
+        let bar = terminal::progress_bar(0, "{bar:30} {human_pos}/{human_len} texts, {eta} left");
+        let mut observe = |done: usize, all: usize| {
+            bar.set_length(all as u64);
+            bar.set_position(done as u64);
+        };
+        let report = run_task(&model, task, rows, run, selection.as_mut(), &mut observe);
+        bar.finish_and_clear();
+        reports.push(report?);
+    }
+    if let Some(path) = &args.samples {
+        output::write(path, &samples(&reports)?)?;
+    }
+    let heading = format!("{} (step {})", loaded.path.display(), loaded.state.step);
+    print(args, &heading, &reports, selection.as_ref())
+}
+
+/// One line a row, with its task.
+fn samples(reports: &[TaskReport]) -> Result<String> {
+    let mut text = String::new();
+    for report in reports {
+        for row in &report.rows {
+            let mut line =
+                serde_json::Map::from_iter([("task".to_owned(), report.task.as_str().into())]);
+            if let serde_json::Value::Object(row) = serde_json::to_value(row)? {
+                line.extend(row);
+            }
+            text += &serde_json::Value::Object(line).to_string();
+            text.push('\n');
+        }
+    }
+    Ok(text)
+}
+
+fn print(
+    args: &TasksArgs,
+    heading: &str,
+    reports: &[TaskReport],
+    selection: Option<&Selection>,
+) -> Result<()> {
+    if args.json {
+        let mut json = serde_json::json!({
+            "checkpoint": heading,
+            "data": args.data,
+            "fewshot_data": args.fewshot_data,
+            "tasks": reports,
+        });
+        if let (Some(object), Some(selection)) = (json.as_object_mut(), selection) {
+            let selector = selection.selector();
+            object.insert("selector".into(), selector.to_string().into());
+            object.insert("chunk".into(), selection.chunk().into());
+            object.insert("is_causal_map".into(), selector.is_causal_map().into());
+            object.insert(
+                "selection".into(),
+                serde_json::to_value(selection.totals())?,
+            );
+        }
+        terminal::line(&json.to_string());
+        return Ok(());
+    }
+    terminal::line(&format!(
+        "{heading}\n{:<18}{:>8} {:>5}  {:<12}{:>14}  {:>7}",
+        "task", "rows", "shots", "score", "value", "stderr"
+    ));
+    for report in reports {
+        for (n, score) in report.scores.iter().enumerate() {
+            let (task, rows, shots) = match n {
+                0 => (
+                    report.task.as_str(),
+                    terminal::thousands(report.num_rows as u64),
+                    report.fewshot.to_string(),
+                ),
+                _ => ("", String::new(), String::new()),
+            };
+            let stderr = score
+                .stderr
+                .map_or_else(|| "-".to_owned(), |stderr| format!("{stderr:.4}"));
+            terminal::line(&format!(
+                "{task:<18}{rows:>8} {shots:>5}  {:<12}{:>14.4}  {stderr:>7}",
+                score.name, score.value
+            ));
+        }
+        if report.num_truncated > 0 {
+            let cut = terminal::thousands(report.num_truncated as u64);
+            terminal::line(&format!(
+                "{:<18}{cut} texts were cut at their beginning",
+                ""
+            ));
+        }
+    }
+    if let Some(selection) = selection {
+        let selector = selection.selector();
+        terminal::line(&selector::summary(selector, &selection.totals()));
+        if !selector.is_causal_map() {
+            terminal::line(
+                "the method chooses a row's keys by later rows too, an ending's tokens among them: these are no likelihoods",
+            );
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,218 @@
+"""lm-evaluation-harness on local files, for comparison with `sieve eval tasks`.
+
+    lm_eval_tasks.py rows DIR                 made-up rows: DIR/TASK.jsonl, and DIR/TASK.train.jsonl for examples
+    lm_eval_tasks.py score MODEL DIR OUT K    the harness on DIR with K examples a question, OUT a JSON file
+    lm_eval_tasks.py compare OUT REPORT SAMPLES    what `sieve eval tasks --json --samples` wrote beside OUT
+
+The tasks are the harness's own YAML files: only the data set is replaced by the local files, the default sampler of examples
+by its `first_n`, and the number of generated tokens by GENERATED.
+"""
+import json
+import math
+import os
+import random
+import sys
+from pathlib import Path
+
+YAML = {
+    "lambada_openai": "lambada/lambada_openai.yaml",
+    "hellaswag": "hellaswag/hellaswag.yaml",
+    "piqa": "piqa/piqa.yaml",
+    "arc_easy": "arc/arc_easy.yaml",
+    "arc_challenge": "arc/arc_challenge.yaml",
+    "winogrande": "winogrande/default.yaml",
+    "boolq": "super_glue/boolq/default.yaml",
+    "openbookqa": "openbookqa/openbookqa.yaml",
+    "sciq": "sciq/sciq.yaml",
+    "mmlu": "mmlu/default/mmlu_abstract_algebra.yaml",
+    "triviaqa": "triviaqa/default.yaml",
+    "gsm8k": "gsm8k/gsm8k.yaml",
+}
+GENERATED = 256
+SCORES = ["acc", "acc_norm", "perplexity", "exact_match"]
+NUM_ROWS = {"triviaqa": 40, "gsm8k": 20}
+WORDS = """the a fox dog sees runs over under tree river stone quick lazy Ann Eve water boils when heat is high low north
+magnet pulls iron plant needs light and air because it grows slowly in winter naïve café Zürich 北京 42 7 3.5 (or) "so" it's""".split()
+
+
+class Rows:
+    """Draws the rows of each task, in the columns of its data set."""
+
+    def __init__(self, task):
+        self.random = random.Random(f"sieve {task}")
+
+    def words(self, least, most):
+        return " ".join(self.random.choices(WORDS, k=self.random.randint(least, most)))
+
+    def sentence(self):
+        return self.words(4, 14).capitalize() + "."
+
+    def lettered(self, numbers_too):
+        num = self.random.choice([3, 4, 4, 4, 5])
+        labels = list("12345" if numbers_too and self.random.random() < 0.2 else "ABCDE")[:num]
+        choices = {"text": [self.words(1, 6) for _ in labels], "label": labels}
+        return choices, self.random.choice(labels)
+
+    def lambada_openai(self):
+        return {"text": self.sentence() + " " + self.words(5, 30)}
+
+    def hellaswag(self):
+        marks = ["", " [title]", " [step]", "  ", " [header] How to"]
+        mark = lambda: self.random.choice(marks)
+        return {
+            "activity_label": self.words(1, 3),
+            "ctx_a": self.sentence() + mark() + " " + self.words(2, 8),
+            "ctx_b": self.random.choice(["", self.words(1, 4)]),
+            "endings": [" " + self.words(2, 10) + mark() + self.random.choice([".", " " + self.sentence()]) for _ in range(4)],
+            "label": str(self.random.randrange(4)),
+        }
+
+    def piqa(self):
+        return {"goal": self.words(3, 12), "sol1": self.words(2, 12), "sol2": self.words(2, 12), "label": self.random.randrange(2)}
+
+    def arc_easy(self):
+        choices, answer = self.lettered(True)
+        return {"id": "x", "question": self.sentence() + " " + self.words(3, 9) + "?", "choices": choices, "answerKey": answer}
+
+    arc_challenge = arc_easy
+
+    def winogrande(self):
+        one, two = self.random.sample(["Ann", "Eve", "the fox", "the dog"], 2)
+        sentence = f"{self.words(2, 8)} {one} {self.words(1, 4)} {two} {self.words(1, 4)} _ {self.words(1, 6)}."
+        return {"sentence": sentence, "option1": one, "option2": two, "answer": self.random.choice("12")}
+
+    def boolq(self):
+        passage = " ".join(self.sentence() for _ in range(self.random.randint(1, 5)))
+        return {"question": self.words(4, 9), "passage": passage, "idx": 0, "label": self.random.randrange(2)}
+
+    def openbookqa(self):
+        choices, answer = self.lettered(False)
+        # The choices come first in the published rows; some answers begin with a space.
+        return {"id": "x", "question_stem": self.words(3, 12), "choices": choices, "answerKey": self.random.choice(["", " "]) + answer}
+
+    def sciq(self):
+        row = {name: self.words(1, 4) for name in ["distractor1", "distractor2", "distractor3", "correct_answer"]}
+        support = self.random.choice(["", " " + self.sentence(), self.sentence() + " " + self.sentence()])
+        return {"question": self.sentence(), **row, "support": support}
+
+    def mmlu(self):
+        choices = [self.words(1, 5) for _ in range(4)]
+        question = self.sentence() + self.random.choice(["", "\n", " "])
+        return {"question": question, "subject": "abstract_algebra", "choices": choices, "answer": self.random.randrange(4)}
+
+    def triviaqa(self):
+        aliases = [self.words(1, 3) for _ in range(3)]
+        return {"question": self.words(4, 9), "question_id": "x", "answer": {"aliases": aliases, "value": aliases[0]}}
+
+    def gsm8k(self):
+        return {"question": self.sentence(), "answer": f"{self.sentence()} <<2*3=6>>6\n#### {self.random.randrange(5000):,}"}
+
+
+def write_rows(folder):
+    os.makedirs(folder, exist_ok=True)
+    for task in YAML:
+        rows = Rows(task)
+        for name, num in [(task, NUM_ROWS.get(task, 200)), (task + ".train", 8)]:
+            lines = [json.dumps(getattr(rows, task)(), ensure_ascii=False) + "\n" for _ in range(num)]
+            Path(folder, name + ".jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def config(task, folder, fewshot):
+    """The harness's own task, with the local files in place of its data set."""
+    import lm_eval
+    from lm_eval.tasks import _yaml_loader
+
+    path = Path(lm_eval.__file__).parent / "tasks" / YAML[task]
+    found = dict(_yaml_loader.load_yaml(path, resolve_func=True))
+    found.pop("include", None)
+    found.pop("tag", None)
+    found.pop("group", None)
+    split = found.get("test_split") or found["validation_split"]
+    files = {split: str(Path(folder, task + ".jsonl").resolve())}
+    examples = Path(folder, task + ".train.jsonl").resolve()
+    found.pop("training_split", None)
+    if examples.exists():
+        files["train"] = str(examples)
+        found["training_split"] = found["fewshot_split"] = "train"
+    if found.get("validation_split") != split:
+        found.pop("validation_split", None)
+    found.update(
+        task="local_" + task,
+        dataset_path="json",
+        dataset_name=None,
+        dataset_kwargs={"data_files": files},
+        fewshot_config={"sampler": "first_n"},
+        num_fewshot=fewshot,
+    )
+    if "generation_kwargs" in found:
+        found["generation_kwargs"] = {**found["generation_kwargs"], "max_gen_toks": GENERATED}
+    return found
+
+
+def score(model, folder, out, fewshot):
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    tasks = [task for task in YAML if Path(folder, task + ".jsonl").exists()]
+    harness = HFLM(pretrained=model, device="cpu", dtype="float32", batch_size=16, trust_remote_code=True)
+    configs = [config(task, folder, fewshot) for task in tasks]
+    results = lm_eval.simple_evaluate(harness, tasks=configs, log_samples=True, bootstrap_iters=0)
+    report = {}
+    for task in tasks:
+        found = results["results"]["local_" + task]
+        scores = {name.split(",")[0]: value for name, value in found.items() if "stderr" not in name and isinstance(value, float)}
+        samples = {}
+        for sample in results["samples"]["local_" + task]:
+            first = sample["resps"][0][0]
+            if isinstance(first, str):
+                samples[sample["doc_id"]] = first
+            else:
+                samples[sample["doc_id"]] = [[float(resp[0][0]), bool(resp[0][1])] for resp in sample["resps"]]
+        if "exact_match,strict-match" in found:
+            scores["exact_match"] = found["exact_match,strict-match"]
+        scores = {name: scores[name] for name in SCORES if name in scores}
+        report[task] = {"scores": scores, "rows": [samples[n] for n in sorted(samples)]}
+    Path(out).write_text(json.dumps(report))
+
+
+def compare(out, report, samples):
+    """A line a task; fails where a score or a text differs, or a log-likelihood by more than 1e-4 of its size."""
+    expected = json.loads(Path(out).read_text())
+    found = {task["task"]: task for task in json.loads(Path(report).read_text().splitlines()[-1])["tasks"]}
+    lines = [json.loads(line) for line in Path(samples).read_text().splitlines()]
+    failed = []
+    for task, theirs in expected.items():
+        rows = [line for line in lines if line["task"] == task]
+        assert len(rows) == len(theirs["rows"]), task
+        worst, differing = 0.0, 0
+        for row, wanted in zip(rows, theirs["rows"]):
+            if isinstance(wanted, str):
+                differing += row["answer"] != wanted
+                continue
+            assert len(row["likelihoods"]) == len(wanted), (task, row)
+            for ours, (log_likelihood, is_greedy) in zip(row["likelihoods"], wanted):
+                worst = max(worst, abs(ours["log_likelihood"] - log_likelihood) / max(1.0, abs(log_likelihood)))
+                differing += ours.get("is_greedy", is_greedy) != is_greedy
+        values = {score["name"]: score["value"] for score in found[task]["scores"]}
+        for name, value in theirs["scores"].items():
+            # Accuracies are counts; a perplexity carries the rounding of its sums.
+            limit = 1e-4 * value if name == "perplexity" else 1e-9
+            if not abs(values[name] - value) <= limit or math.isnan(value):
+                failed.append(f"{task} {name}: {values[name]} and {value}")
+        if differing or worst > 1e-4:
+            failed.append(f"{task}: {differing} rows differ, a log-likelihood by {worst:.1e}")
+        scores = ", ".join(f"{name} {value:.4f}" for name, value in theirs["scores"].items())
+        print(f"{task:<16}{len(rows):>5} rows  {scores}; largest relative difference {worst:.1e}, {differing} differ")
+    assert not failed, "\n".join(failed)
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["rows", folder]:
+            write_rows(folder)
+        case ["score", model, folder, out, fewshot]:
+            score(model, folder, out, int(fewshot))
+        case ["compare", out, report, samples]:
+            compare(out, report, samples)
+        case _:
+            sys.exit(__doc__)

@@ -1,0 +1,373 @@
+//! `sieve eval tasks` through the program: the numbers of lm-evaluation-harness, selectors, generation, and mistakes.
+use crate::python;
+use crate::random_model::{VOCAB_SIZE, random_model, recipe, write_checkpoint};
+use crate::tiny_run::{TinyRun, succeed};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Tasks of the stored reference.
+const TASKS: [&str; 6] = [
+    "lambada_openai",
+    "hellaswag",
+    "piqa",
+    "arc_easy",
+    "winogrande",
+    "sciq",
+];
+const NUM_ROWS: usize = 24;
+
+/// Rows in the words of the random model's tokenizer.
+struct Rows(ChaCha8Rng);
+
+impl Rows {
+    fn number(&mut self, below: usize) -> usize {
+        self.0.next_u32() as usize % below
+    }
+
+    fn words(&mut self, least: usize, most: usize) -> String {
+        let len = least + self.number(most - least + 1);
+        let words = (0..len).map(|_| format!("t{}", self.number(VOCAB_SIZE - 1)));
+        words.collect::<Vec<_>>().join(" ")
+    }
+
+    fn row(&mut self, task: &str) -> Value {
+        match task {
+            "lambada_openai" => json!({"text": self.words(2, 40)}),
+            "hellaswag" => {
+                let endings: Vec<String> = (0..4).map(|_| self.words(1, 6) + " [step]").collect();
+                json!({"activity_label": self.words(1, 2), "ctx_a": self.words(2, 9) + " [title]", "ctx_b": self.words(1, 3),
+                    "endings": endings, "label": self.number(4).to_string()})
+            }
+            "piqa" => {
+                json!({"goal": self.words(2, 20), "sol1": self.words(1, 8), "sol2": self.words(1, 8),
+                "label": self.number(2)})
+            }
+            "arc_easy" => {
+                let label = &["A", "B", "C", "D", "E"][..3 + self.number(3)];
+                let text: Vec<String> = label.iter().map(|_| self.words(1, 5)).collect();
+                json!({"question": self.words(2, 12), "answerKey": label[self.number(label.len())],
+                    "choices": {"text": text, "label": label}})
+            }
+            "winogrande" => {
+                json!({"sentence": format!("{} _ {}", self.words(1, 9), self.words(1, 6)),
+                "option1": self.words(1, 2), "option2": self.words(1, 2), "answer": (1 + self.number(2)).to_string()})
+            }
+            "sciq" => {
+                json!({"support": self.words(0, 9), "question": self.words(2, 9), "distractor1": self.words(1, 4),
+                "distractor2": self.words(1, 4), "distractor3": self.words(1, 4), "correct_answer": self.words(1, 4)})
+            }
+            other => panic!("{other}"),
+        }
+    }
+
+    fn write(&mut self, path: &Path, task: &str, num_rows: usize) {
+        let lines: Vec<String> = (0..num_rows)
+            .map(|_| self.row(task).to_string() + "\n")
+            .collect();
+        fs::write(path, lines.concat()).expect("the folder is writable");
+    }
+}
+
+fn golden() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/lm_eval_tasks.json")
+}
+
+fn read(path: &Path) -> Value {
+    let text = fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    serde_json::from_str(&text).expect("JSON")
+}
+
+/// A dense model of random weights in `run`, and the rows of [`TASKS`] with two examples each in `rows`.
+fn random_run() -> TinyRun {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    let recipe = recipe("tie_word_embeddings = true", "kind = \"mha\"");
+    write_checkpoint(&tiny.path("run"), &recipe, &random_model(&recipe, 11));
+    fs::create_dir(tiny.path("rows")).expect("it is new");
+    for (seed, task) in (7..).zip(TASKS) {
+        let mut rows = Rows(ChaCha8Rng::seed_from_u64(seed));
+        rows.write(&tiny.path(&format!("rows/{task}.jsonl")), task, NUM_ROWS);
+        rows.write(&tiny.path(&format!("rows/{task}.train.jsonl")), task, 2);
+    }
+    tiny
+}
+
+fn eval(tiny: &TinyRun, more: &str) -> String {
+    succeed(&mut tiny.sieve(&format!("eval tasks --checkpoint run --device cpu {more}")))
+}
+
+fn parsed(text: &str) -> Value {
+    serde_json::from_str(text.lines().last().unwrap_or_default())
+        .unwrap_or_else(|e| panic!("{e}: {text}"))
+}
+
+/// The harness's likelihoods and scores, one example before each question, what is too long cut at its beginning.
+#[test]
+fn tasks_have_the_numbers_of_lm_evaluation_harness() {
+    let tiny = random_run();
+    let test = "tasks_have_the_numbers_of_lm_evaluation_harness";
+    if let Some(python) =
+        python::interpreter(test, "import lm_eval, accelerate, torch, transformers")
+    {
+        succeed(&mut tiny.sieve("export --checkpoint run --out exported"));
+        let path = |name: &str| tiny.path(name).display().to_string();
+        let arguments = ["exported", "rows", "out.json"].map(path);
+        let arguments = [&["score".to_owned()][..], &arguments, &["1".to_owned()]].concat();
+        python::run(&python, "lm_eval_tasks.py", &arguments);
+        if std::env::var_os("UPDATE_GOLDEN").is_some() {
+            fs::copy(tiny.path("out.json"), golden()).expect("the folder is writable");
+        }
+        assert_same(&tiny, &read(&tiny.path("out.json")));
+    }
+    assert_same(&tiny, &read(&golden()));
+}
+
+fn assert_same(tiny: &TinyRun, expected: &Value) {
+    let files = |ending: &str| {
+        TASKS
+            .map(|task| format!("{task}=rows/{task}{ending}"))
+            .join(" ")
+    };
+    let (rows, examples) = (files(".jsonl"), files(".train.jsonl"));
+    let report = parsed(&eval(
+        tiny,
+        &format!(
+            "--data {rows} --fewshot-data {examples} --fewshot 1 --truncate --samples samples.jsonl --json"
+        ),
+    ));
+    let samples = fs::read_to_string(tiny.path("samples.jsonl")).expect("it was written");
+    let mut samples = samples.lines().map(parsed);
+    let mut num_cut = 0;
+    for (task, report) in TASKS
+        .iter()
+        .zip(report["tasks"].as_array().expect("a list"))
+    {
+        let expected = &expected[*task];
+        num_cut += report["num_truncated"].as_u64().expect("a count");
+        for row in expected["rows"].as_array().expect("a list") {
+            let sample = samples.next().expect("as many rows");
+            assert_eq!(sample["task"], *task);
+            let found = sample["likelihoods"].as_array().expect("a list");
+            let wanted = row.as_array().expect("a list");
+            assert_eq!(found.len(), wanted.len(), "{sample}");
+            for (found, wanted) in found.iter().zip(wanted) {
+                let (value, other) = (found["log_likelihood"].as_f64(), wanted[0].as_f64());
+                let (value, other) = (value.expect("a number"), other.expect("a number"));
+                assert!(
+                    (value - other).abs() <= 1e-4 * other.abs().max(1.0),
+                    "{sample}: {other}"
+                );
+                assert!(
+                    found["is_greedy"].is_null() || found["is_greedy"] == wanted[1],
+                    "{sample}"
+                );
+            }
+        }
+        let scores = report["scores"].as_array().expect("a list");
+        for (name, wanted) in expected["scores"].as_object().expect("names") {
+            let score = scores.iter().find(|score| score["name"] == **name);
+            let value = score.and_then(|score| score["value"].as_f64()).expect(name);
+            let wanted = wanted.as_f64().expect("a number");
+            let limit = if name == "perplexity" {
+                1e-4 * wanted
+            } else {
+                1e-9
+            };
+            assert!(
+                (value - wanted).abs() <= limit,
+                "{task} {name}: {value}, {wanted}"
+            );
+        }
+    }
+    assert_eq!(samples.next(), None);
+    assert!(num_cut > 0, "no text was longer than the context");
+}
+
+#[test]
+fn tasks_under_a_selector_are_one_call_a_text() {
+    let tiny = random_run();
+    let scored = |selector: &str| {
+        let text = eval(
+            &tiny,
+            &format!("--data piqa=rows/piqa.jsonl --samples s.jsonl --json {selector}"),
+        );
+        let samples = fs::read_to_string(tiny.path("s.jsonl")).expect("it was written");
+        (parsed(&text), samples)
+    };
+    let (own, own_samples) = scored("");
+    let (all, _) = scored("--selector meanpool:block=4,tau=1,min_prefill_tokens=0");
+    assert_eq!(all["tasks"], own["tasks"]);
+    // Three layers, 24 rows of two choices; the unfilled end of a row of texts is a call too, one for each layer.
+    let calls = all["selection"]["calls"].as_u64().expect("a count");
+    let rows_at_most = 24 * 2;
+    assert!(
+        (3 * 24 * 2..=3 * (24 * 2 + rows_at_most)).contains(&calls) && calls % 3 == 0,
+        "{calls}"
+    );
+    let (few, samples) = scored("--selector streamingllm:n_init=1,n_local=3,min_prefill_tokens=0");
+    assert_ne!(samples, own_samples);
+    assert!(few["selection"]["pairs"].as_f64() < few["selection"]["dense_pairs"].as_f64());
+}
+
+#[test]
+fn tasks_of_ones_own_generate_and_match() {
+    let tiny = random_run();
+    let generated = |prompt: &str| {
+        let arguments = [
+            "generate",
+            "--checkpoint",
+            "run",
+            "--device",
+            "cpu",
+            "--temperature",
+            "0",
+            "--max-new-tokens",
+            "5",
+            "--prompt",
+            prompt,
+        ];
+        let text = succeed(&mut tiny.sieve_args(&arguments));
+        let line = text.lines().find_map(|line| line.strip_prefix(prompt));
+        line.expect("the prompt comes first").trim().to_owned()
+    };
+    let answer = generated("t5 t9 t11");
+    assert!(answer.contains(' '), "{answer}");
+    fs::write(
+        tiny.path("mine.toml"),
+        "measure = \"generation\"\nprompt = \"{q}\"\nanswers = \"a\"\nmax_new_tokens = 5\nignore_case = true\n",
+    )
+    .expect("writable");
+    let rows = [
+        json!({"q": "t5 t9 t11", "a": ["x", answer.to_uppercase()]}),
+        json!({"q": "t5 t9 t11", "a": ["x"]}),
+    ];
+    fs::write(
+        tiny.path("mine.jsonl"),
+        rows.map(|row| row.to_string()).join("\n"),
+    )
+    .expect("writable");
+    let text = eval(&tiny, "--data mine.toml=mine.jsonl");
+    assert!(
+        text.contains("mine.toml") && text.contains("exact_match") && text.contains("0.5000"),
+        "{text}"
+    );
+    // A stop string ends the answer before itself.
+    let first = answer.split(' ').next().expect("a word");
+    let stop = format!("stop = [{:?}]\n", &answer[first.len()..first.len() + 3]);
+    let task = fs::read_to_string(tiny.path("mine.toml")).expect("there") + &stop;
+    fs::write(tiny.path("mine.toml"), task).expect("writable");
+    eval(&tiny, "--data mine.toml=mine.jsonl --samples s.jsonl");
+    let sample = fs::read_to_string(tiny.path("s.jsonl")).expect("written");
+    let sample = parsed(sample.lines().next().expect("a row"));
+    assert_eq!(
+        sample["answer"].as_str().map(str::trim),
+        Some(first),
+        "{sample}"
+    );
+}
+
+#[test]
+fn tasks_are_listed_and_shown() {
+    let tiny = TinyRun::dma();
+    let list = succeed(&mut tiny.sieve("eval tasks --list"));
+    for name in ["lambada_openai", "hellaswag", "arc_challenge", "gsm8k"] {
+        assert!(list.contains(name), "{list}");
+    }
+    let shown = succeed(&mut tiny.sieve("eval tasks --show piqa"));
+    assert!(
+        shown.contains("{goal}") && shown.contains("{sol2}"),
+        "{shown}"
+    );
+}
+
+#[test]
+fn tasks_mistakes_are_told_and_change_nothing() {
+    let tiny = random_run();
+    fs::write(tiny.path("rows.csv"), "goal,sol1").expect("writable");
+    fs::write(
+        tiny.path("broken.toml"),
+        "measure = \"choices\"\nprompt = \"{goal\"",
+    )
+    .expect("writable");
+    let long = json!({"text": "t1 ".repeat(70) + "t2"}).to_string();
+    fs::write(tiny.path("long.jsonl"), long).expect("writable");
+    let uneven = json!({"question": "t1", "choices": {"text": ["t1", "t2"], "label": ["A"]}, "answerKey": "A"});
+    fs::write(tiny.path("uneven.jsonl"), uneven.to_string()).expect("writable");
+    for (more, words) in [
+        (
+            "--data pica=rows/piqa.jsonl",
+            &["no task \"pica\"", "did you mean piqa?"][..],
+        ),
+        ("--data piqa", &["no TASK=FILE"]),
+        (
+            "--data piqa=nowhere.jsonl",
+            &["nowhere.jsonl", "cannot open"],
+        ),
+        (
+            "--data piqa=rows.csv",
+            &["rows.csv", "neither JSONL nor Parquet"],
+        ),
+        (
+            "--data piqa=rows/sciq.jsonl",
+            &["task piqa: row 1 has no column \"goal\" (it has support"],
+        ),
+        (
+            "--data arc_easy=uneven.jsonl",
+            &["row 1 has 2 choices and 1 labels"],
+        ),
+        (
+            "--data lambada_openai=long.jsonl",
+            &[
+                "row 1 has a text of",
+                "context has room for 64",
+                "--truncate",
+            ],
+        ),
+        (
+            "--data broken.toml=rows/piqa.jsonl",
+            &["task broken.toml", "single {"],
+        ),
+        (
+            "--data mine.toml=rows/piqa.jsonl",
+            &["mine.toml", "No such file"],
+        ),
+        (
+            "--data piqa=rows/piqa.jsonl piqa=rows/piqa.jsonl",
+            &["named twice"],
+        ),
+        (
+            "--data piqa=rows/piqa.jsonl --fewshot 24",
+            &["24 examples are asked for, and 23 rows"],
+        ),
+        (
+            "--data piqa=rows/piqa.jsonl --fewshot-data sciq=rows/sciq.jsonl",
+            &["--data does not"],
+        ),
+        ("--data piqa=rows/piqa.jsonl --limit 0", &["--limit"]),
+        (
+            "--data piqa=rows/piqa.jsonl --samples no/where.jsonl",
+            &["no/where.jsonl", "no folder"],
+        ),
+        (
+            "--data piqa=rows/piqa.jsonl --selector quset",
+            &["did you mean quest?"],
+        ),
+        (
+            "--data triviaqa=rows/piqa.jsonl",
+            &["no column \"question\""],
+        ),
+    ] {
+        let command = format!("eval tasks --checkpoint run --device cpu {more}");
+        tiny.refuse(&mut tiny.sieve(&command), words);
+    }
+    tiny.refuse(
+        &mut tiny.sieve("eval tasks --show pica"),
+        &["did you mean piqa?"],
+    );
+    tiny.refuse(
+        &mut tiny.sieve("eval tasks --data piqa=rows/piqa.jsonl"),
+        &["--checkpoint"],
+    );
+}
