@@ -106,13 +106,18 @@ struct ForwardOutput {
 // Divides, rounds and stores the warpgroup's rows.
 DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& state, [[maybe_unused]] float logit_scale, const InputTensors& tensors, const ForwardOutput& out, u32 tile, int warpgroup) {
   const int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int batch = load_shared_int(tile), head = load_shared_int(tile + 4), first_query = load_shared_int(tile + 8), end_query = load_shared_int(tile + 12);
+  [[maybe_unused]] const int batch = load_shared_int(tile), head = load_shared_int(tile + 4), first_query = load_shared_int(tile + 8), end_query = load_shared_int(tile + 12);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = quad_sum(state.total[r]);
     // A row that sees nothing has sum 0: its output is 0 and its log-sum-exp -inf.
     const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
-    const int row = warpgroup * 64 + (int)threadIdx.x % 128 / 32 * 16 + g + 8 * r, query = first_query + row % TILE_QUERIES, row_head = head + row / TILE_QUERIES;
+    const int row = warpgroup * 64 + (int)threadIdx.x % 128 / 32 * 16 + g + 8 * r, row_head = head + row / TILE_QUERIES;
+#if SPARSE
+    const int query = row_position(tile, row);
+#else
+    const int query = first_query + row % TILE_QUERIES;
+#endif
     const bool inside = query < end_query;
     if (inside && t == 0)
       out.lse[((u64)batch * tensors.num_heads + row_head) * tensors.seq_len + query] = sum > 0.0f ? state.maximum[r] * (RESIDUAL ? logit_scale * LN_2 : LN_2) + logf(sum) : -INFINITY_F32;

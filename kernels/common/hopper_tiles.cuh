@@ -3,7 +3,7 @@
 // Defines    HEAD_DIM, HEAD_DIM_V (64, 128; with TENSOR_MAPS also 192 and 128, where nothing is gathered); NUM_CONSUMERS warpgroups of 64 rows; BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query heads of a
 //            group share a tile; HAS_BIAS; GATHER; TENSOR_MAPS 0|1: tiles by the copy engine instead of cp.async (gathered keys and values always by
 //            cp.async); TAKE_TURNS: consumers issue their products in turns, 1: the next one's follow at once, 2: after this one's first product;
-//            CONSUMER_REGISTERS, PRODUCER_REGISTERS; ROW_SUMS: output gradients beside the queries; HALF_STAGES: a tile's first stage may be one of 64 keys
+//            CONSUMER_REGISTERS, PRODUCER_REGISTERS; SPARSE: gathered keys of a selector's mask; ROW_SUMS: output gradients beside the queries; HALF_STAGES: a tile's first stage may be one of 64 keys
 // A stage's life: a producer thread waits for the slot (empty barrier), copies, and arrives at the full barrier when its copies are there; each
 // consumer warp releases the slot after the products that read it.
 #pragma once
@@ -20,6 +20,9 @@
 #endif
 #ifndef GATHER
 #define GATHER 0
+#endif
+#ifndef SPARSE
+#define SPARSE 0
 #endif
 #ifndef ROW_SUMS
 #define ROW_SUMS 0
@@ -64,7 +67,7 @@ constexpr int ENTRY_BYTES = GATHER ? BLOCK_KV * 8 : 0;
 constexpr int KEY_BYTES = ENTRY_BYTES + (HAS_BIAS ? BLOCK_KV * SPLIT_BYTES : 0);
 constexpr int KEYS_AT = V_AT + V_STAGES * V_STAGE_BYTES;
 // Two of these: the producer describes the next tile while the consumers store the last.
-constexpr int BASES_AT = 32 + (GATHER ? 0 : TILE_QUERIES * 4);
+constexpr int BASES_AT = 32 + (GATHER && !SPARSE ? 0 : TILE_QUERIES * 4);
 constexpr int TILE_BYTES = BASES_AT + (HAS_BIAS ? BLOCK_Q * SPLIT_BYTES : 0);
 static_assert(!HAS_BIAS || BLOCK_Q == 128, "a producer thread brings the base of one row");
 constexpr int TILE_AT = KEYS_AT + NUM_KEY_SLOTS * KEY_BYTES;
@@ -75,7 +78,7 @@ constexpr int SHARED_BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
 static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with room to align it");
 static_assert(BARRIERS_AT % 16 == 0, "barriers and vectors are aligned");
 
-// What consumers need to know of a tile; followed by the lowest key of each query (dense) and by each row's -base / softmax_scale (HAS_BIAS).
+// What consumers need to know of a tile; followed by the lowest key of each query (dense) or the position of each (SPARSE) and by each row's -base / softmax_scale (HAS_BIAS).
 struct TileHead {
   int batch, head, first_query, end_query;
   int num_stages, last_stage;  // num_stages: 0 behind the last tile; last_stage: dense, stages are visited from this one (key / BLOCK_KV) downwards
@@ -218,9 +221,28 @@ struct ConsumerRows {
 #endif
 };
 
-// The rows of this thread's warpgroup in the tile described at `tile`.
+#if SPARSE
+// The position of a row of the tile; a row past the last slot has one that is no query's.
+DEVICE int row_position(u32 tile, int row) { return load_shared_int(tile + 32 + row * 4); }
+#endif
+
+// The rows of this thread's warpgroup in the tile described at `tile`. SPARSE: bounds of this thread's warp, since rows are in any order.
 DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
   ConsumerRows rows;
+#if SPARSE
+  const int end_query = load_shared_int(tile + 12);
+  const int lane = (int)threadIdx.x % 32, warp_row = warpgroup * 64 + (int)threadIdx.x % 128 / 32 * 16, here = row_position(tile, warp_row + lane % 16);
+  rows.first_query = here;
+  rows.last_query = here < end_query ? here : -1;
+#pragma unroll
+  for (int step = 1; step < 16; step *= 2) {
+    rows.first_query = min(rows.first_query, __shfl_xor_sync(~0u, rows.first_query, step));
+    rows.last_query = max(rows.last_query, __shfl_xor_sync(~0u, rows.last_query, step));
+  }
+  rows.query[0] = row_position(tile, warp_row + lane / 4);
+  rows.query[1] = row_position(tile, warp_row + lane / 4 + 8);
+  return rows;
+#else
   const int first_query = load_shared_int(tile + 8), end_query = load_shared_int(tile + 12), first_row = warpgroup * 64 % TILE_QUERIES;
   constexpr bool WHOLE_TILE = TILE_QUERIES % 64 != 0;  // a warpgroup's rows then may be several heads
   rows.first_query = first_query + (WHOLE_TILE ? 0 : first_row);
@@ -238,6 +260,7 @@ DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
   rows.last_stage = load_shared_int(tile + 20);
 #endif
   return rows;
+#endif
 }
 
 // Whether some row of the warp does not see some key of the stage. The keys must be there, their scores need not.

@@ -1,7 +1,8 @@
 // kv_stream: brings the keys and values that a tile of queries sees into shared memory, tile by tile, contiguous or gathered by a list.
-// Defines    HEAD_DIM, HEAD_DIM_V, BLOCK_KV keys a tile, NUM_WARPS, NUM_STAGES (2 or more tiles in flight or in use), HAS_BIAS, GATHER
+// Defines    HEAD_DIM, HEAD_DIM_V, BLOCK_KV keys a tile, NUM_WARPS, NUM_STAGES (2 or more tiles in flight or in use), HAS_BIAS, GATHER, SPARSE
 // A ring of NUM_STAGES slots holds K and V (swizzled rows) and, with HAS_BIAS, the keys' delta. With GATHER a second ring holds the
-// list entries {key, expire}; they must be here before the rows they name can be asked for, so they run NUM_STAGES - 1 tiles further ahead.
+// list entries {key, expire}; they must be here before the rows they name can be asked for, so they run NUM_STAGES - 1 tiles further ahead. With SPARSE
+// they come from a selector's mask in place of a list.
 #pragma once
 #include "common/copy_rows.cuh"
 
@@ -16,6 +17,9 @@
 #endif
 #ifndef GATHER
 #define GATHER 0
+#endif
+#ifndef SPARSE
+#define SPARSE 0  // else sparse_keys.cuh comes first
 #endif
 static_assert(BLOCK_KV % 16 == 0, "P x V takes 16 keys a step");
 static_assert(NUM_STAGES >= 2, "one tile is used while the next one arrives");
@@ -38,6 +42,9 @@ struct KvStream {
   u32 k_stride, v_stride;  // elements from token to token
   const float* delta;      // [seq_len] of the KV head (HAS_BIAS)
   const int2* list;        // the query tile's window of the list (GATHER)
+#if SPARSE
+  const SparseKeys* keys;  // in place of the list, in shared memory
+#endif
   int num_keys;            // seq_len, or with GATHER the window's length
   int num_tiles;
   int last_tile;           // dense: tiles are visited from this one (by key / BLOCK_KV) downwards
@@ -61,7 +68,11 @@ struct KvStream {
       for (int first = 0; first < BLOCK_KV; first += THREADS) {
         const int row = first + (int)opaque(threadIdx.x), at = it * BLOCK_KV + row;
         if (row >= BLOCK_KV) break;
+#if SPARSE
+        entry_slot(it)[row] = keys->entry(at);
+#else
         copy_async_8(shared_address(entry_slot(it) + row), list + at, at < num_keys ? 8 : 0);
+#endif
       }
     }
 #endif

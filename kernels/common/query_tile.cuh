@@ -25,6 +25,9 @@ struct QueryTile {
   int batch, head;         // the tile's batch row and first head
   int num_heads, seq_len;
   int first_query, end_query;
+#if SPARSE
+  SparseQueries queries;
+#endif
   const i32* doc_start;    // dense: the row's document starts
   int window;
   float scale_log2;        // softmax_scale * log2(e)
@@ -33,7 +36,11 @@ struct QueryTile {
 };
 
 // A tile row is (head, query), head-major.
+#if SPARSE
+DEVICE int row_query(const QueryTile& tile, int row) { return tile.queries.position(row); }
+#else
 DEVICE int row_query(const QueryTile& tile, int row) { return tile.first_query + row % TILE_QUERIES; }
+#endif
 DEVICE int row_head(int row) { return row / TILE_QUERIES; }
 
 #if HAS_BIAS
@@ -110,11 +117,22 @@ DEVICE TileMask tile_mask(const KvStream& stream, const WarpQueries& queries, in
 // The queries of the warp whose rows begin at `warp_row`.
 DEVICE WarpQueries warp_queries(const QueryTile& tile, int warp_row) {
   WarpQueries queries;
+#if SPARSE
+  // Permuted rows are in any order; those past the tile's last slot have the position end_query.
+  queries.first = tile.end_query;
+  queries.last = -1;
+  for (int row = warp_row; row < warp_row + WARP_ROWS; ++row) {
+    const int query = row_query(tile, row);
+    queries.first = min(queries.first, query);
+    if (query < tile.end_query) queries.last = max(queries.last, query);
+  }
+#else
   queries.first = TILE_QUERIES >= WARP_ROWS ? row_query(tile, warp_row) : tile.first_query;
   queries.last = min(queries.first + min_int(TILE_QUERIES, WARP_ROWS), tile.end_query) - 1;
 #if !GATHER
   queries.lowest_first = lowest_key(tile, queries.first);
   queries.lowest_last = lowest_key(tile, queries.last);
+#endif
 #endif
   return queries;
 }

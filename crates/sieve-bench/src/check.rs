@@ -8,7 +8,7 @@ use crate::extent::Extent;
 use crate::latent::{self, latent_kernels};
 use crate::place::Place;
 use crate::report::Report;
-use crate::{biases, decode, nsa, selection, step};
+use crate::{biases, decode, nsa, selection, sparse, step};
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
@@ -109,6 +109,7 @@ fn on_cuda(report: &mut Report, gpu: &DeviceReport, settings: &CheckSettings) ->
         good = stage(report, "Hopper kernels", |report| {
             attention::check_long_row(report, &device, &extent)?;
             attention::check_wrappers(report, &device, &extent)?;
+            sparse::check_wrappers(report, &device, &extent)?;
             biases::check_wrappers(report, &device, &extent)?;
             latent::check_wrappers(report, &device, &extent)
         })?;
@@ -182,6 +183,7 @@ fn ops<B: Place>(
 
 fn wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     attention::check_wrappers(report, device, extent)?;
+    sparse::check_wrappers(report, device, extent)?;
     biases::check_wrappers(report, device, extent)?;
     selection::check_wrappers(report, device, extent)?;
     decode::check_wrappers(report, device, extent)?;

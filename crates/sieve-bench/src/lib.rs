@@ -31,6 +31,7 @@ mod decode;
 mod latent;
 mod nsa;
 mod selection;
+mod sparse;
 mod step;
 
 mod bench;

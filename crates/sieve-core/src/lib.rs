@@ -26,6 +26,7 @@ pub mod model;
 mod adamw_step;
 mod keys;
 mod nsa_blocks;
+mod packed_mask;
 mod score_matrix;
 
 pub use adamw_step::AdamWStep;
@@ -34,5 +35,6 @@ pub use model::{
     NsaShape,
 };
 pub use nsa_blocks::NsaBlocks;
+pub use packed_mask::{MaskArrays, MaskError, PackedMask};
 pub use recipe::{Recipe, RecipeError};
 pub use score_matrix::{MOST_REFERENCE_SCORES, ReferenceTooLarge, ScoreMatrix};

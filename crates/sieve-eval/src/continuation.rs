@@ -1,7 +1,7 @@
 //! A text that a model reads piece by piece, with what it keeps of it.
 use crate::input::ids;
 use crate::{EvalError, Selection};
-use sieve_nn::{HostOperands, KvCache, Qwen3};
+use sieve_nn::{KvCache, LayerOperands, Qwen3};
 use sieve_ops::{RotaryEmbedding, SieveBackend};
 
 /// A prompt and what follows, through the KV cache. A clone goes its own way from there.
@@ -52,11 +52,13 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
         let (model, cache, rope) = (self.model, &mut self.cache, &self.rope);
         let logits = match &mut self.selection {
             Some(selection) if selection.acts_in_decode() => {
-                let attend = &mut |operands: HostOperands<'_>| selection.continue_text(operands);
+                let attend = &mut |operands: &LayerOperands<B>| {
+                    operands.on_host(|operands| selection.continue_text(operands))
+                };
                 model.next_logits_attending(ids, cache, rope, attend)?
             }
             Some(selection) if cache.num_tokens == 0 => {
-                let attend = &mut |operands: HostOperands<'_>| selection.attend(operands);
+                let attend = &mut |operands: &LayerOperands<B>| selection.attend(operands);
                 model.next_logits_attending(ids, cache, rope, attend)?
             }
             _ => model.next_logits(ids, cache, rope),

@@ -116,6 +116,16 @@ pub enum EvalError {
         /// What is wrong, and where.
         reason: String,
     },
+    /// A kernel that refused a selector's mask.
+    #[error(
+        "{selector}: attention under its mask: {reason}\n  hint: use --device cpu, and report this"
+    )]
+    Kernel {
+        /// The selector.
+        selector: &'static str,
+        /// The kernel's words.
+        reason: String,
+    },
     /// Nothing to predict.
     #[error(
         "no document holds a token to predict ({num_documents} documents)\n  hint: give longer documents"

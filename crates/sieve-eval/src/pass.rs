@@ -1,8 +1,9 @@
 //! One pass over a prompt, with its loss and its time.
 use crate::EvalError;
 use crate::input::ids;
+use crate::selection::Selection;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_nn::{HostOperands, LayerContext, Qwen3};
+use sieve_nn::{HostOperands, LayerContext, LayerOperands, Qwen3};
 use sieve_ops::{Documents, SieveBackend};
 use std::time::Instant;
 
@@ -26,13 +27,27 @@ pub(crate) fn own_pass<B: SieveBackend>(
     })
 }
 
-/// The same with `attend` as the attention of dense layers.
+/// The same with `attend` on the host as the attention of dense layers.
 pub(crate) fn attending_pass<B: SieveBackend>(
     model: &Qwen3<B>,
     window: &[u32],
     device: &B::Device,
     attend: &mut dyn FnMut(HostOperands<'_>) -> Result<Vec<f32>, EvalError>,
 ) -> Result<Pass, EvalError> {
+    let attend = &mut |operands: &LayerOperands<B>| operands.on_host(&mut *attend);
+    pass(model, window, device, |ids, context| {
+        model.hidden_attending(ids, context, attend)
+    })
+}
+
+/// The same with a selector, which computes where its device does.
+pub(crate) fn selecting_pass<B: SieveBackend>(
+    model: &Qwen3<B>,
+    window: &[u32],
+    device: &B::Device,
+    selection: &mut Selection,
+) -> Result<Pass, EvalError> {
+    let attend = &mut |operands: &LayerOperands<B>| selection.attend(operands);
     pass(model, window, device, |ids, context| {
         model.hidden_attending(ids, context, attend)
     })

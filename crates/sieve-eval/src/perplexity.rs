@@ -13,7 +13,7 @@ use breakdown::Breakdown;
 pub use breakdown::{FarLoss, MeanLoss, PositionLoss, WordLoss};
 use burn::tensor::{Tensor, TensorData};
 use serde::Serialize;
-use sieve_nn::{HostOperands, LayerContext, Qwen3};
+use sieve_nn::{LayerContext, LayerOperands, Qwen3};
 use sieve_ops::{Documents, IGNORE_LABEL, RotaryEmbedding, SieveBackend};
 use windows::{Place, push, windows};
 
@@ -211,7 +211,7 @@ impl<B: SieveBackend> Pass<'_, B> {
         let losses = match &mut self.selection {
             None => self.model.token_losses(ids, labels, &context),
             Some(selection) => {
-                let attend = &mut |operands: HostOperands<'_>| selection.attend(operands);
+                let attend = &mut |operands: &LayerOperands<B>| selection.attend(operands);
                 self.model
                     .token_losses_attending(ids, labels, &context, attend)?
             }

@@ -1,9 +1,11 @@
 //! A selector in place of a dense model's attention: what it computes, and what it cost.
 use crate::EvalError;
-use crate::chunks::prefill;
+use crate::chunks::{Cost, prefill, prefill_on_device};
+use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::{Attention, ModelShape};
-use sieve_nn::HostOperands;
+use sieve_nn::{HostOperands, LayerOperands};
+use sieve_ops::{SieveBackend, has_sparse_attention};
 use sieve_select::{DecodeSession, LayerShape, Phase, Selector};
 use std::time::Instant;
 
@@ -25,6 +27,10 @@ pub struct SelectionTotals {
     pub calls: u64,
     /// Calls that ran dense: they are short, in a dense layer, or the method keeps everything.
     pub dense_calls: u64,
+    /// Calls whose attention a kernel of the device computed; the others ran on the host's cores.
+    pub kernel_calls: u64,
+    /// Bytes of queries, keys and values that were copied from the device to the host.
+    pub host_bytes: u64,
     /// Lists that ran dense because a score was no number.
     pub nan_lists: u64,
     /// Computed pairs of a query and a key, over query heads.
@@ -149,28 +155,61 @@ impl Selection {
         self.selector.phase() != Phase::Prefill
     }
 
-    /// Attention of one document in one layer. A decode method reads it as a stream from its first token.
+    /// Attention of one document in one layer: by the device's kernel where it has one and the method selects by queries and
+    /// keys alone, else on the host.
     ///
     /// # Errors
     /// Operands that the selector refuses.
-    pub fn attend(&mut self, operands: HostOperands<'_>) -> Result<Vec<f32>, EvalError> {
+    pub fn attend<B: SieveBackend>(
+        &mut self,
+        operands: &LayerOperands<B>,
+    ) -> Result<Tensor<B, 4>, EvalError> {
+        let [_, tokens, heads, head_dim] = operands.qkv.dims();
+        let values = operands.num_kv_heads;
+        let bytes = (tokens * head_dim * operands.qkv.dtype().size()) as u64;
+        let on_device = !self.is_stream()
+            && !self.selector.reads_values()
+            && has_sparse_attention(&operands.qkv);
+        if !on_device {
+            self.totals.host_bytes += bytes * heads as u64;
+            return operands.on_host(|operands| self.attend_on_host(operands));
+        }
         let started = Instant::now();
-        let tokens = operands.num_tokens as f64;
-        let dense_pairs = tokens * (tokens + 1.0) / 2.0 * operands.num_heads as f64;
+        let (o, cost) = prefill_on_device(&self.selector, operands, self.chunk)?;
+        self.totals.host_bytes += bytes * (heads - values) as u64;
+        self.totals.kernel_calls += cost.calls;
+        self.add(cost, tokens, operands.num_heads);
+        self.totals.seconds += started.elapsed().as_secs_f64();
+        Ok(o)
+    }
+
+    fn add(&mut self, cost: Cost, num_tokens: usize, num_heads: usize) {
+        let dense_pairs = dense_pairs(num_tokens, num_heads);
         self.totals.dense_pairs += dense_pairs;
+        self.totals.pairs += cost.density * dense_pairs;
+        self.totals.calls += cost.calls;
+        self.totals.dense_calls += cost.dense_calls;
+        self.totals.nan_lists += cost.nan_lists;
+        self.totals.select_seconds += cost.select_seconds;
+    }
+
+    /// Attention of one document in one layer, on the host. A decode method reads it as a stream from its first token.
+    ///
+    /// # Errors
+    /// Operands that the selector refuses.
+    fn attend_on_host(&mut self, operands: HostOperands<'_>) -> Result<Vec<f32>, EvalError> {
+        let started = Instant::now();
+        let (tokens, heads) = (operands.num_tokens, operands.num_heads);
         let o = if self.is_stream() {
             let mut session = DecodeSession::new(&self.selector, layer_shape(operands))?;
             let o = session.stream(operands.q, operands.k, operands.v)?;
+            self.totals.dense_pairs += dense_pairs(tokens, heads);
             self.totals.calls += 1;
             self.totals.pairs += session.pairs_read() as f64;
             o
         } else {
             let done = prefill(&self.selector, operands, self.chunk)?;
-            self.totals.calls += done.calls;
-            self.totals.pairs += done.density * dense_pairs;
-            self.totals.dense_calls += done.dense_calls;
-            self.totals.nan_lists += done.nan_lists;
-            self.totals.select_seconds += done.select_seconds;
+            self.add(done.cost, tokens, heads);
             done.o
         };
         self.totals.seconds += started.elapsed().as_secs_f64();
@@ -196,7 +235,7 @@ impl Selection {
             && !self.is_stream()
         {
             self.sessions[layer].take_prompt(q, k, v)?;
-            return self.attend(operands);
+            return self.attend_on_host(operands);
         }
         let session = &mut self.sessions[layer];
         Ok(if session.is_empty() {
@@ -205,6 +244,12 @@ impl Selection {
             session.step(q, k, v)?
         })
     }
+}
+
+/// Pairs of dense causal attention.
+fn dense_pairs(num_tokens: usize, num_heads: usize) -> f64 {
+    let tokens = num_tokens as f64;
+    tokens * (tokens + 1.0) / 2.0 * num_heads as f64
 }
 
 /// A layer's sizes.

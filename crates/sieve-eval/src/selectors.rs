@@ -2,7 +2,7 @@
 use crate::EvalError;
 use crate::chunks::{call, prefill};
 use crate::input::{check_vocabulary, check_windows};
-use crate::pass::{attending_pass, milliseconds, own_pass};
+use crate::pass::{attending_pass, milliseconds, own_pass, selecting_pass};
 use crate::selection::{Selection, layer_shape};
 use serde::Serialize;
 use sieve_nn::{HostOperands, Qwen3};
@@ -288,8 +288,7 @@ impl Sums {
             total.output_error += measure.output_error;
             total.recall = measure.recall.map(|x| x + total.recall.unwrap_or(0.0));
         }
-        let attend = &mut |operands: HostOperands<'_>| selection.attend(operands);
-        let pass = attending_pass(model, window, device, attend)?;
+        let pass = selecting_pass(model, window, device, selection)?;
         self.nats += pass.nats;
         self.prefill_ms = match self.prefill_ms {
             Some(fastest) => Some(pass.prefill_ms.min(fastest)),
@@ -320,11 +319,11 @@ impl Sums {
         }
         let done = prefill(selector, operands, selection.chunk())?;
         self.attention_ms += milliseconds(started);
-        self.select_ms += 1e3 * done.select_seconds;
-        self.nan_lists += done.nan_lists;
-        self.tiles += done.tile_density;
+        self.select_ms += 1e3 * done.cost.select_seconds;
+        self.nan_lists += done.cost.nan_lists;
+        self.tiles += done.cost.tile_density;
         Ok(LayerMeasure {
-            density: done.density,
+            density: done.cost.density,
             recall: Some(recall(&done.lse, &layer.dense.lse)),
             output_error: relative_error(&done.o, &layer.dense.o),
         })

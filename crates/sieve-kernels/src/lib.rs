@@ -41,6 +41,7 @@ mod dma_scores;
 mod dma_select;
 mod mla_decode;
 mod nsa;
+mod sparse_attention_forward;
 
 mod cublaslt;
 mod fill_zero;
@@ -163,6 +164,10 @@ pub use scale::{scale, scale_kernel};
 pub use shipped::{shipped_kernels, shipped_kernels_for};
 pub use source::{KernelText, kernel_file, kernel_files};
 pub use source_kernel::SourceKernel;
+pub use sparse_attention_forward::{
+    hopper_sparse_attention_forward_kernel, sparse_attention_forward,
+    sparse_attention_forward_kernel, sparse_attention_tiling,
+};
 pub use split_master::{Direction, join_master, split_master, split_master_kernel};
 pub use step_kernels::step_kernels;
 pub use sum_of_squares::{

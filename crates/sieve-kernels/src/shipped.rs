@@ -31,6 +31,10 @@ use crate::mla_decode::{mla_decode_join_kernel, mla_decode_kernel};
 use crate::needed::NeededKernels;
 use crate::nsa::nsa_kernels;
 use crate::source_kernel::SourceKernel;
+use crate::sparse_attention_forward::{
+    hopper_sparse_attention_forward_kernel, sparse_attention_forward_kernel,
+    sparse_attention_tiling,
+};
 use crate::step_kernels::step_kernels;
 use crate::swiglu_backward::{swiglu_backward_kernel, swiglu_backward_with_output_kernel};
 use crate::swiglu_forward::swiglu_forward_kernel;
@@ -135,6 +139,7 @@ fn hopper() -> Vec<SourceKernel> {
         let of_group = |group| shape((width, width), group);
         let usual = of_group(USUAL_GROUP);
         kernels.push(hopper_attention_backward_prepare_kernel(width));
+        kernels.push(hopper_sparse_attention_forward_kernel(&usual));
         let mut query = |shape: &AttentionShape, pass, source| {
             kernels.push(HopperTiling::new(pass, shape, source).kernel());
         };
@@ -179,6 +184,11 @@ fn forward(list: &mut NeededKernels, shared_bytes: usize) {
     }
     for width in [64, 128] {
         dense(shape((width, width), USUAL_GROUP), KeySource::Biased);
+    }
+    for width in [64, 128] {
+        let shape = shape((width, width), USUAL_GROUP);
+        let tiling = sparse_attention_tiling(&shape, shared_bytes);
+        list.add(tiling.map(|tiling| sparse_attention_forward_kernel(&shape, &tiling)));
     }
     let groups = [32, 64, 96, 128].map(|width| (width, USUAL_GROUP));
     for (width, group) in groups

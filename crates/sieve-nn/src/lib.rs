@@ -46,7 +46,7 @@ pub use decoder_layer::{DecoderLayer, LayerOutput};
 pub use kv_cache::{BlockCache, KvCache, LayerCache};
 pub use linear::Linear;
 pub use precision::cast_parameters;
-pub use prefill_hook::{HostAttention, HostOperands};
+pub use prefill_hook::{HostOperands, LayerAttention, LayerOperands};
 pub use qkv_projection::QkvProjection;
 pub use qwen3::{LmHead, Qwen3, TokenEmbedding};
 pub use rms_norm::RmsNorm;

@@ -1,9 +1,10 @@
-//! Another attention in place of a dense model's own, layer by layer, computed by the caller on the host.
+//! Another attention in place of a dense model's own, layer by layer, computed by the caller on the device or on the host.
 //!
 //! This is how selectors run on a checkpoint: the model's projections, norms, positions and feed-forward layers stay as they are.
 use crate::attention::Attention;
 use crate::decoder_layer::scaled;
 use crate::{KvCache, LayerCache, LayerContext, Qwen3};
+use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_ops::{Documents, RotaryEmbedding, SieveBackend};
 
@@ -30,8 +31,70 @@ pub struct HostOperands<'a> {
     pub v: &'a [f32],
 }
 
-/// Attention of one document in one layer: `[num_tokens, num_heads, head_dim]`, or an error that ends the pass.
-pub type HostAttention<'a, E> = dyn FnMut(HostOperands<'_>) -> Result<Vec<f32>, E> + 'a;
+/// The same on the device, packed.
+#[derive(Clone, Debug)]
+pub struct LayerOperands<B: Backend> {
+    /// The layer.
+    pub layer: usize,
+    /// Layers of the model.
+    pub num_layers: usize,
+    /// Query heads.
+    pub num_heads: usize,
+    /// KV heads.
+    pub num_kv_heads: usize,
+    /// `[1, num_tokens, num_heads + 2 * num_kv_heads, head_dim]`.
+    pub qkv: Tensor<B, 4>,
+}
+
+/// Attention of one document in one layer: `[1, num_tokens, num_heads, head_dim]`, or an error that ends the pass.
+pub type LayerAttention<'a, B, E> = dyn FnMut(&LayerOperands<B>) -> Result<Tensor<B, 4>, E> + 'a;
+
+impl<B: Backend> LayerOperands<B> {
+    /// Tokens of the document.
+    pub fn num_tokens(&self) -> usize {
+        self.qkv.dims()[1]
+    }
+
+    /// Queries, copied to the host.
+    pub fn queries(&self) -> Vec<f32> {
+        self.copied(0, self.num_heads)
+    }
+
+    /// Keys, copied to the host.
+    pub fn keys(&self) -> Vec<f32> {
+        self.copied(self.num_heads, self.num_kv_heads)
+    }
+
+    fn copied(&self, first_head: usize, num_heads: usize) -> Vec<f32> {
+        let part = self.qkv.clone().narrow(2, first_head, num_heads);
+        part.into_data().iter::<f32>().collect()
+    }
+
+    /// Attention that is computed on the host, from a copy of everything: `[num_tokens, num_heads, head_dim]`.
+    ///
+    /// # Errors
+    /// Those of `attend`.
+    pub fn on_host<E>(
+        &self,
+        attend: impl FnOnce(HostOperands<'_>) -> Result<Vec<f32>, E>,
+    ) -> Result<Tensor<B, 4>, E> {
+        let [_, num_tokens, _, head_dim] = self.qkv.dims();
+        let v = self.copied(self.num_heads + self.num_kv_heads, self.num_kv_heads);
+        let o = attend(HostOperands {
+            layer: self.layer,
+            num_layers: self.num_layers,
+            num_tokens,
+            num_heads: self.num_heads,
+            num_kv_heads: self.num_kv_heads,
+            head_dim,
+            q: &self.queries(),
+            k: &self.keys(),
+            v: &v,
+        })?;
+        let o = TensorData::new(o, [1, num_tokens, self.num_heads, head_dim]);
+        Ok(Tensor::from_data(o, (&self.qkv.device(), self.qkv.dtype())))
+    }
+}
 
 impl<B: SieveBackend> Qwen3<B> {
     /// As [`hidden`](Self::hidden), with `attend` in place of every dense layer's attention; it is called once per layer and
@@ -43,7 +106,7 @@ impl<B: SieveBackend> Qwen3<B> {
         &self,
         ids: Tensor<B, 2, Int>,
         context: &LayerContext<'_, B>,
-        attend: &mut HostAttention<'_, E>,
+        attend: &mut LayerAttention<'_, B, E>,
     ) -> Result<Tensor<B, 3>, E> {
         self.pass(ids, context, None, attend)
     }
@@ -57,7 +120,7 @@ impl<B: SieveBackend> Qwen3<B> {
         ids: Tensor<B, 2, Int>,
         labels: Tensor<B, 2, Int>,
         context: &LayerContext<'_, B>,
-        attend: &mut HostAttention<'_, E>,
+        attend: &mut LayerAttention<'_, B, E>,
     ) -> Result<Tensor<B, 2>, E> {
         let hidden = self.hidden_attending(ids, context, attend)?;
         Ok(self.head.token_losses(hidden, labels, &self.embed_tokens))
@@ -74,7 +137,7 @@ impl<B: SieveBackend> Qwen3<B> {
         ids: Tensor<B, 2, Int>,
         cache: &mut KvCache<B>,
         rope: &RotaryEmbedding<B>,
-        attend: &mut HostAttention<'_, E>,
+        attend: &mut LayerAttention<'_, B, E>,
     ) -> Result<Tensor<B, 2>, E> {
         let [batch, new] = ids.dims();
         let documents = Documents::whole_rows([batch, new], &ids.device());
@@ -96,7 +159,7 @@ impl<B: SieveBackend> Qwen3<B> {
         ids: Tensor<B, 2, Int>,
         context: &LayerContext<'_, B>,
         mut caches: Option<&mut Vec<LayerCache<B>>>,
-        attend: &mut HostAttention<'_, E>,
+        attend: &mut LayerAttention<'_, B, E>,
     ) -> Result<Tensor<B, 3>, E> {
         let ranges = documents_of(context.documents);
         let mut x = self.embed_tokens.forward(ids);
@@ -116,41 +179,23 @@ impl<B: SieveBackend> Qwen3<B> {
                     v: of(spec.num_heads + spec.num_kv_heads),
                 };
             }
-            let (device, dtype) = (qkv.device(), qkv.dtype());
             let [batch, seq_len, heads, head_dim] = qkv.dims();
-            let packed: Vec<f32> = qkv.into_data().iter::<f32>().collect();
-            let mut o = vec![0.0; batch * seq_len * spec.num_heads * head_dim];
+            let rows = qkv.reshape([1, batch * seq_len, heads, head_dim]);
+            let mut parts = Vec::with_capacity(ranges.len());
             for range in &ranges {
-                let tokens = &packed[range.start * heads * head_dim..range.end * heads * head_dim];
-                let part = |first: usize, count: usize| -> Vec<f32> {
-                    let token = tokens.chunks_exact(heads * head_dim);
-                    token
-                        .flat_map(|token| {
-                            token[first * head_dim..(first + count) * head_dim]
-                                .iter()
-                                .copied()
-                        })
-                        .collect()
-                };
-                let q = part(0, spec.num_heads);
-                let k = part(spec.num_heads, spec.num_kv_heads);
-                let v = part(spec.num_heads + spec.num_kv_heads, spec.num_kv_heads);
-                let result = attend(HostOperands {
+                parts.push(attend(&LayerOperands {
                     layer: index,
                     num_layers: self.layers.len(),
-                    num_tokens: range.len(),
                     num_heads: spec.num_heads,
                     num_kv_heads: spec.num_kv_heads,
-                    head_dim,
-                    q: &q,
-                    k: &k,
-                    v: &v,
-                })?;
-                let width = spec.num_heads * head_dim;
-                o[range.start * width..range.end * width].copy_from_slice(&result);
+                    qkv: rows.clone().narrow(1, range.start, range.len()),
+                })?);
             }
-            let o = TensorData::new(o, [batch, seq_len, spec.num_heads * head_dim]);
-            let o = Tensor::<B, 3>::from_data(o, (&device, dtype));
+            let o = match parts.len() {
+                1 => parts.remove(0),
+                _ => Tensor::cat(parts, 1),
+            };
+            let o = o.reshape([batch, seq_len, spec.num_heads * head_dim]);
             x = layer.feed_forward(mha.o_proj.forward_add(o, residual));
         }
         Ok(x)
@@ -228,7 +273,7 @@ mod tests {
             let mut calls = 0;
             let hooked = model.hidden_attending(ids([2, 11], 3), &context, &mut |op| {
                 calls += 1;
-                dense(op)
+                op.on_host(dense)
             });
             let hooked = hooked.expect("it never fails");
             assert_close("hidden", &values(hooked), &values(plain), 1e-4);
@@ -250,7 +295,8 @@ mod tests {
         let (mut plain, mut hooked) = (KvCache::new(2), KvCache::new(2));
         let first = ids([1, 9], 1);
         let a = model.next_logits(first.clone(), &mut plain, &rope);
-        let b = model.next_logits_attending(first, &mut hooked, &rope, &mut dense);
+        let attend = &mut |op: &LayerOperands<Flex>| op.on_host(dense);
+        let b = model.next_logits_attending(first, &mut hooked, &rope, attend);
         assert_close(
             "prompt",
             &values(b.expect("it never fails")),

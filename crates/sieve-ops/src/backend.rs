@@ -12,6 +12,7 @@ use crate::norm::NormBackend;
 use crate::nsa::NsaBackend;
 use crate::optimizer::OptimizerBackend;
 use crate::rope::RopeBackend;
+use crate::sparse::SparseBackend;
 use crate::swiglu::SwigluBackend;
 use burn::backend::Autodiff;
 use burn::tensor::backend::AutodiffBackend;
@@ -31,6 +32,7 @@ pub trait SieveBackend:
     + NsaBackend
     + MlaBackend
     + DecodeBackend
+    + SparseBackend
     + LossBackend
     + OptimizerBackend
     + FeedForwardBackend
@@ -51,6 +53,7 @@ impl<B> SieveBackend for B where
         + NsaBackend
         + MlaBackend
         + DecodeBackend
+        + SparseBackend
         + LossBackend
         + OptimizerBackend
         + FeedForwardBackend

@@ -10,6 +10,7 @@ use crate::norm::NormGradients;
 use crate::nsa::NsaGradients;
 use crate::optimizer::OptimizerBackend;
 use crate::rope::RopeGradients;
+use crate::sparse::SparseBackend;
 use crate::swiglu::SwigluGradients;
 
 /// A backend that computes itself: the CPU's and CUDA's. Nothing has a default body: what has no kernel says so and is
@@ -25,6 +26,7 @@ pub trait DeviceBackend:
     + NsaGradients
     + MlaGradients
     + DecodeBackend
+    + SparseBackend
     + LossGradients
     + OptimizerBackend
 {
@@ -41,6 +43,7 @@ impl<B> DeviceBackend for B where
         + NsaGradients
         + MlaGradients
         + DecodeBackend
+        + SparseBackend
         + LossGradients
         + OptimizerBackend
 {

@@ -23,6 +23,7 @@ mod norm;
 mod nsa;
 mod optimizer;
 mod rope;
+mod sparse;
 mod swiglu;
 
 mod device;
@@ -66,6 +67,7 @@ pub use optimizer::{
 pub use rope::{
     QkNorm, QkNormRopeCall, RopeBackend, RopeGradients, RopeTables, RotaryEmbedding, qk_norm_rope,
 };
+pub use sparse::{SparseBackend, has_sparse_attention, sparse_attention};
 pub use swiglu::{SwigluBackend, SwigluGradients, swiglu};
 
 pub use sieve_core::DmaBias;

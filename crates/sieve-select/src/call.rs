@@ -84,11 +84,27 @@ pub struct Call<'a> {
     pub q: &'a [f32],
     /// `[num_keys, num_kv_heads, head_dim]`.
     pub k: &'a [f32],
-    /// `[num_keys, num_kv_heads, head_dim]`.
+    /// `[num_keys, num_kv_heads, head_dim]`; empty in a call made by [`Call::without_values`].
     pub v: &'a [f32],
 }
 
 impl<'a> Call<'a> {
+    /// As [`Call::new`] without values: enough to select, for methods that do not read them
+    /// ([`Selector::reads_values`](crate::Selector::reads_values)).
+    ///
+    /// # Errors
+    /// As [`Call::new`].
+    pub fn without_values(
+        shape: CallShape,
+        q: &'a [f32],
+        k: &'a [f32],
+    ) -> Result<Self, SelectError> {
+        Ok(Self {
+            v: &[],
+            ..Self::new(shape, q, k, k)?
+        })
+    }
+
     /// A call of layer 0 of a model whose depth is not known.
     ///
     /// # Errors
@@ -154,7 +170,7 @@ impl<'a> Call<'a> {
             },
             q: &self.q[rows.start * q_len..rows.end * q_len],
             k: &self.k[..num_keys * k_len],
-            v: &self.v[..num_keys * k_len],
+            v: &self.v[..(num_keys * k_len).min(self.v.len())],
             ..*self
         }
     }

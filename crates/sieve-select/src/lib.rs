@@ -31,6 +31,7 @@ pub mod oracle;
 
 pub mod gqa;
 pub mod keep;
+mod packed;
 mod permute;
 mod pool;
 mod range;

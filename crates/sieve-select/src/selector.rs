@@ -436,6 +436,11 @@ impl Selector {
         })
     }
 
+    /// Whether selecting reads values too: for dense outputs of some rows.
+    pub fn reads_values(&self) -> bool {
+        matches!(self.method, Method::Momo(_) | Method::Delta(..))
+    }
+
     /// What a prefill call computes under this selector.
     ///
     /// # Errors

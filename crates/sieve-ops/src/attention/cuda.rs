@@ -41,8 +41,12 @@ impl AttentionGradients for Cuda {
 
 /// A packed tensor as the kernels take it.
 pub(crate) fn packed(qkv: &Float, spec: AttentionSpec) -> Qkv {
-    let qkv = CudaTensor::from(qkv.clone());
-    Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads)
+    packed_heads(qkv, [spec.num_heads, spec.num_kv_heads])
+}
+
+/// The same for so many query heads and KV heads.
+pub(crate) fn packed_heads(qkv: &Float, [num_heads, num_kv_heads]: [usize; 2]) -> Qkv {
+    Qkv::packed(&CudaTensor::from(qkv.clone()), num_heads, num_kv_heads)
 }
 
 pub(crate) fn bounds(documents: &DocumentBounds<Cuda>) -> [CudaTensor; 2] {

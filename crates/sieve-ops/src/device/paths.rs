@@ -104,6 +104,22 @@ pub(crate) fn kernel_or<T>(
     kernel_or_within(op, attempt, Memory::Linear, run)
 }
 
+/// The CUDA kernel's result, or why it cannot take the call, for an op that another crate computes then.
+///
+/// Panics when a launch failed, as [`kernel_or`].
+pub(crate) fn kernel_or_refusal<T>(
+    op: &'static str,
+    attempt: Result<T, KernelError>,
+) -> Result<T, String> {
+    match attempt {
+        Ok(value) => Ok(kernel_or(op, Ok(value), || {
+            unreachable!("the kernel succeeded")
+        })),
+        Err(error @ KernelError::Launch { .. }) => panic!("{error}"),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
 /// As [`kernel_or`] for a kernel that worked in place on `kept`, which the reference takes over after a refusal.
 pub(crate) fn kernel_on<T>(
     op: &'static str,

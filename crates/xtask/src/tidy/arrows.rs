@@ -32,6 +32,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         &[
             "sieve-nn",
             "sieve-hf",
+            "sieve-select",
             "sieve-ops",
             "sieve-kernels",
             "sieve-cpu",

@@ -41,6 +41,9 @@ const OPS: &[(&str, &[Floor])] = &[
     ("attention_decode", ALL),
     ("dma_decode", &[Cuda, Launch]),
     ("mla_decode", &[Cuda, Launch]),
+    // The CPU's is sieve-select's, over slices.
+    ("sparse_attention", &[Cuda, Launch]),
+    ("has_sparse_attention", &[]),
     ("token_losses", &[Launch, Cpu]),
     ("linear_cross_entropy", &[Cpu]),
     ("linear_cross_entropy_with_gradients", &[Launch, Cpu]),

@@ -1,0 +1,384 @@
+//! Attention under selectors' masks, and under random ones that use every part of the mask's form, against its definition.
+use crate::bar::Bar;
+use crate::device::Device;
+use crate::error::Result;
+use crate::extent::Extent;
+use crate::random::{Random, round_bf16};
+use crate::report::{Report, is_device_limit};
+use burn::tensor::DType;
+use rayon::prelude::*;
+use sieve_kernels::{
+    AttentionShape, KernelError, KernelFamily, Qkv, attention_family, sparse_attention_forward,
+};
+use sieve_select::mask::ListRows;
+use sieve_select::oracle::{expanded_row, oracle_row};
+use sieve_select::{Call, CallShape, ListsPer, Selector, SparseMask, Tiles, TokenWindow};
+
+/// A selector of every kind of list: tiles alone, small tiles, aligned tiles, single keys, permuted keys, permuted keys and
+/// queries, a window, short key tiles beside long query tiles, all keys.
+const SELECTORS: &[&str] = &[
+    "meanpool:block=32,tau=0.6",
+    "bfla:block=32,group=8,tile=8,local_tokens=16,keep_mass=0.5",
+    "xattention:block=32,stride=8,tau=0.6,last_dense_rows=37",
+    "vertical_slash:vertical=40,slash=70",
+    "pbs:block=32,segment=128,tau=0.6",
+    "pbs:block=32,segment=128,tau=0.6,permute=both,perm=query",
+    "streamingllm:n_init=4,n_local=70",
+    "infinitehip:budget=64,prefill_dense_below=0,sink=16,window=64",
+    "streamingllm:min_prefill_tokens=100000",
+];
+
+/// Queries and keys of the calls of each selector: whole prompts, and a chunk that begins inside a tile.
+const SIZES: &[[usize; 2]] = &[[300, 300], [150, 391], [1, 70]];
+
+struct Case {
+    shape: CallShape,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    mask: SparseMask,
+    label: String,
+}
+
+/// What every row should be, and what a plain computation in bf16 makes of it.
+struct Expected {
+    o: [Vec<f32>; 2],
+    lse: [Vec<f32>; 2],
+}
+
+/// The wrapper with each selector's mask and with random masks.
+pub(crate) fn check_wrappers(
+    report: &mut Report,
+    device: &dyn Device,
+    extent: &Extent,
+) -> Result<()> {
+    let mut random = Random::new(extent.seed);
+    let widths: Vec<usize> = match extent.is_emulated {
+        true => vec![32],
+        false => vec![64, 128, 96],
+    };
+    let mut draws = Vec::new();
+    for &name in SELECTORS {
+        let sizes = if extent.is_emulated {
+            &SIZES[1..2]
+        } else {
+            SIZES
+        };
+        draws.extend(sizes.iter().map(|&size| (Some(name), size)));
+    }
+    for _ in 0..extent.cases {
+        let keys = random.between(1, 400);
+        draws.push((None, [random.between(1, keys + 1), keys]));
+    }
+    for (at, (name, [num_queries, num_keys])) in draws.into_iter().enumerate() {
+        let num_kv_heads = random.between(1, 3);
+        let shape = CallShape {
+            num_queries,
+            num_keys,
+            num_heads: num_kv_heads * random.one_of(&[1, 2, 3]),
+            num_kv_heads,
+            head_dim: widths[at % widths.len()],
+        };
+        let case = Case::draw(shape, name, &mut random);
+        let kind = name.map_or("random", |name| name.split(':').next().unwrap_or(name));
+        let row = format!("sparse_attention, {kind}");
+        match case.run(device) {
+            Ok(outcome) => report.add(&row, case.family(device), &case.label, outcome),
+            Err(error) if is_device_limit(&error.to_string()) => {
+                report.add_missing(&row, &error.to_string());
+            }
+            Err(error) => report.add(&row, "refused", &case.label, Err(error.to_string())),
+        }
+    }
+    Ok(())
+}
+
+impl Case {
+    fn draw(shape: CallShape, name: Option<&str>, random: &mut Random) -> Self {
+        let per_token = shape.head_dim * shape.num_kv_heads;
+        let q = random.bf16_normals(shape.num_queries * shape.num_heads * shape.head_dim);
+        let k = random.bf16_normals(shape.num_keys * per_token);
+        let v = random.bf16_normals(shape.num_keys * per_token);
+        let call = Call::new(shape, &q, &k, &v).expect("sizes fit");
+        let mask = match name {
+            None => random_mask(shape, random),
+            Some(name) => {
+                let short = if name.contains("min_prefill") {
+                    ""
+                } else {
+                    ",min_prefill_tokens=0"
+                };
+                let selector = Selector::parse(&format!("{name}{short}"));
+                let selector = selector.expect("the names above are right");
+                selector.select(&call).expect("a prefill method")
+            }
+        };
+        let label = format!(
+            "{} queries={},keys={},heads={}/{},head_dim={} tiles {}x{} {:?}",
+            name.unwrap_or("random"),
+            shape.num_queries,
+            shape.num_keys,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            mask.tiles.query_tile,
+            mask.tiles.key_tile,
+            mask.lists,
+        );
+        Self {
+            shape,
+            q,
+            k,
+            v,
+            mask,
+            label,
+        }
+    }
+
+    fn shape(&self) -> AttentionShape {
+        AttentionShape {
+            batch: 1,
+            seq_len: self.shape.num_keys,
+            num_heads: self.shape.num_heads,
+            num_kv_heads: self.shape.num_kv_heads,
+            head_dim: self.shape.head_dim,
+            head_dim_v: self.shape.head_dim,
+        }
+    }
+
+    fn family(&self, device: &dyn Device) -> &'static str {
+        let like = device.float(&[0.0], &[1], DType::F32);
+        match attention_family(&self.shape(), &like) {
+            KernelFamily::Portable => "portable kernel",
+            KernelFamily::Hopper => "Hopper kernel",
+        }
+    }
+
+    fn run(&self, device: &dyn Device) -> Result<Result<f32, String>, KernelError> {
+        let CallShape {
+            num_keys,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            ..
+        } = self.shape;
+        let (expected, seen) = self.expected();
+        // Earlier tokens have no query, and keys that no query sees must change nothing.
+        let mut q = vec![f32::NAN; self.shape.context() * num_heads * head_dim];
+        q.extend(&self.q);
+        let [mut k, mut v] = [self.k.clone(), self.v.clone()];
+        for at in (0..seen.len()).filter(|&at| self.is_unread(at, &seen)) {
+            k[at * head_dim..][..head_dim].fill(f32::NAN);
+            v[at * head_dim..][..head_dim].fill(f32::NAN);
+        }
+        let put = |values: &[f32], heads| {
+            device.float(values, &[1, num_keys, heads, head_dim], DType::BF16)
+        };
+        let qkv = Qkv::separate(
+            &put(&q, num_heads),
+            &put(&k, num_kv_heads),
+            &put(&v, num_kv_heads),
+        );
+        let packed = match self.mask.packed() {
+            Ok(packed) => packed,
+            Err(error) => return Ok(Err(error.to_string())),
+        };
+        let data = device.int(packed.data(), &[packed.data().len()]);
+        device.poison(self.shape());
+        let result = sparse_attention_forward(&qkv, &packed, &data, self.shape.softmax_scale())?;
+        let (o, lse) = (device.floats(&result.o)?, device.floats(&result.lse)?);
+        let bar = |floor, norm| Bar {
+            plain: 2.0,
+            floor,
+            share: 1e-4,
+            norm,
+        };
+        let [exact_o, plain_o] = &expected.o;
+        let [exact_lse, plain_lse] = &expected.lse;
+        let o = bar(Bar::FLOOR, self.shape.num_queries >= 64).judge("o", &o, plain_o, exact_o);
+        let lse = bar(1e-4, false).judge("lse", &lse, plain_lse, exact_lse);
+        Ok(o.and_then(|o| Ok(o.max(lse?))))
+    }
+
+    /// Whether the kernel must not read a key. With permuted queries it may read listed keys that no query sees.
+    fn is_unread(&self, at: usize, seen: &[bool]) -> bool {
+        let (key, kv_head) = (at / self.shape.num_kv_heads, at % self.shape.num_kv_heads);
+        let mask = &self.mask;
+        let list_names = |list: usize| {
+            let slots = (0..mask.tiles.num_query_tiles()).flat_map(|i| {
+                let tiles = mask.row(list, i).iter();
+                let tiles = tiles.flat_map(|&tile| mask.tiles.keys(tile as usize));
+                let columns = mask.columns(list, i).iter().map(|&slot| slot as usize);
+                tiles.chain(columns)
+            });
+            let order = mask.key_order_of(list);
+            slots
+                .into_iter()
+                .any(|slot| order.map_or(slot, |order| order[slot] as usize) == key)
+        };
+        let mut lists = (0..mask.num_lists())
+            .filter(|&list| mask.heads_of(list).start / self.shape.group_size() == kv_head);
+        !seen[at] && (mask.query_order.is_empty() || !lists.any(list_names))
+    }
+
+    /// The definition's rows, and for each key and KV head whether some query sees it.
+    fn expected(&self) -> (Expected, Vec<bool>) {
+        let call = Call::new(self.shape, &self.q, &self.k, &self.v).expect("sizes fit");
+        let CallShape {
+            num_queries,
+            num_keys,
+            num_heads,
+            num_kv_heads,
+            head_dim: d,
+        } = self.shape;
+        let rows: Vec<_> = (0..num_heads * num_queries)
+            .into_par_iter()
+            .map(|at| {
+                let (head, row) = (at / num_queries, at % num_queries);
+                let shown = expanded_row(&self.mask, head, row);
+                let exact = oracle_row(&call, head, row, &shown);
+                (exact, plain_row(&call, head, row, &shown), shown)
+            })
+            .collect();
+        let zeros = || vec![0.0; num_queries * num_heads * d];
+        let mut all = Expected {
+            o: [zeros(), zeros()],
+            lse: Default::default(),
+        };
+        let mut seen = vec![false; num_keys * num_kv_heads];
+        for (at, ((exact_o, exact_lse), (plain_o, plain_lse), shown)) in rows.iter().enumerate() {
+            let (head, row) = (at / num_queries, at % num_queries);
+            let to = call.query_at(head, row);
+            for (x, &exact) in all.o[0][to..to + d].iter_mut().zip(exact_o) {
+                *x = exact as f32;
+            }
+            all.o[1][to..to + d].copy_from_slice(plain_o);
+            all.lse[0].push(*exact_lse as f32);
+            all.lse[1].push(*plain_lse);
+            for (key, _) in shown.iter().enumerate().filter(|(_, shown)| **shown) {
+                seen[key * num_kv_heads + call.kv_head(head)] = true;
+            }
+        }
+        (all, seen)
+    }
+}
+
+/// One row with every intermediate number rounded to bf16.
+fn plain_row(call: &Call<'_>, head: usize, row: usize, shown: &[bool]) -> (Vec<f32>, f32) {
+    let kv_head = call.kv_head(head);
+    let q = call.query(head, row);
+    let keys = || (0..call.shape.num_keys).filter(|&j| shown[j]);
+    let logits: Vec<f32> = keys()
+        .map(|j| {
+            let dot: f32 = q.iter().zip(call.key(kv_head, j)).map(|(a, b)| a * b).sum();
+            round_bf16(dot * call.shape.softmax_scale())
+        })
+        .collect();
+    let max = logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
+    let sum: f32 = logits.iter().map(|x| (x - max).exp()).sum();
+    let mut o = vec![0.0; q.len()];
+    for (j, x) in keys().zip(&logits) {
+        let p = round_bf16((x - max).exp() / sum);
+        for (o, v) in o.iter_mut().zip(call.value(kv_head, j)) {
+            *o += p * v;
+        }
+    }
+    o.iter_mut().for_each(|x| *x = round_bf16(*x));
+    let lse = if logits.is_empty() {
+        max
+    } else {
+        max + sum.ln()
+    };
+    (o, lse)
+}
+
+/// Tiles of any size, rows without keys, single keys, both permutations, windows and dense rows.
+fn random_mask(shape: CallShape, random: &mut Random) -> SparseMask {
+    let query_tile = random.one_of(&[1, 16, 64, 100, 128, 130, 192]);
+    let key_tile = random.one_of(&[1, 16, 48, 64, 128, 192]);
+    let tiles = Tiles {
+        query_offset: random.one_of(&[0, shape.context() % query_tile]),
+        ..Tiles::new(shape, query_tile, key_tile)
+    };
+    let per = random.one_of(&[ListsPer::QueryHead, ListsPer::KvHead]);
+    let num_lists = match per {
+        ListsPer::QueryHead => shape.num_heads,
+        ListsPer::KvHead => shape.num_kv_heads,
+    };
+    let columns = random.chance(0.5);
+    let density = random.one_of(&[0.02, 0.3, 0.8]);
+    let lists: Vec<ListRows> = (0..num_lists)
+        .map(|_| {
+            let mut rows = ListRows::default();
+            for _ in 0..tiles.num_query_tiles() {
+                let kept: Vec<i32> = (0..tiles.num_key_tiles() as i32)
+                    .filter(|_| random.chance(density))
+                    .collect();
+                let single = |slot: &i32| !kept.contains(&(slot / key_tile as i32));
+                let singles: Vec<i32> = (0..shape.num_keys as i32)
+                    .filter(|_| columns && random.chance(0.1))
+                    .filter(single)
+                    .collect();
+                rows.tiles.push(kept);
+                rows.columns.push(singles);
+            }
+            rows
+        })
+        .collect();
+    let mut mask = SparseMask::from_lists(shape, tiles, per, &lists);
+    if random.chance(0.4) {
+        let heads = random.one_of(&[num_lists, shape.num_heads]);
+        mask.key_order = orders(heads, shape.num_keys, random);
+    }
+    if random.chance(0.4) {
+        mask.query_order = orders(shape.num_heads, shape.num_queries, random);
+    }
+    if random.chance(0.3) {
+        let window = |random: &mut Random| TokenWindow {
+            init: random.between(0, 20) as i32,
+            local: random.one_of(&[1, 40, 100, i32::MAX]),
+        };
+        mask.windows = (0..num_lists).map(|_| window(random)).collect();
+    }
+    if random.chance(0.3) {
+        let first = random.below(shape.num_queries);
+        mask.add_dense_rows(first..first + random.between(1, 140));
+        mask.add_dense_rows(0..1);
+    }
+    mask
+}
+
+/// Random permutations, one a head.
+fn orders(heads: usize, len: usize, random: &mut Random) -> Vec<i32> {
+    let mut all = Vec::with_capacity(heads * len);
+    for _ in 0..heads {
+        let mut order: Vec<i32> = (0..len as i32).collect();
+        for at in (1..len).rev() {
+            order.swap(at, random.below(at + 1));
+        }
+        all.extend(order);
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::emulator::Emulator;
+
+    #[test]
+    fn the_emulated_kernel_agrees_with_the_definition() {
+        let Ok(_) = std::process::Command::new("g++").arg("--version").output() else {
+            eprintln!("no g++: the emulator cannot run");
+            return;
+        };
+        let folder = std::env::temp_dir().join(format!("sieve-sparse-{}", std::process::id()));
+        let emulator = Emulator::new(&folder).expect("a folder for programs");
+        let mut report = Report::default();
+        check_wrappers(&mut report, &emulator, &Extent::emulated(24, 130, 3)).expect("cases");
+        drop(emulator);
+        let _ = std::fs::remove_dir_all(&folder);
+        assert_eq!(report.failed(), 0, "{report}");
+        assert!(report.rows().len() >= 8, "{report}");
+    }
+}

@@ -1,0 +1,96 @@
+// hopper_sparse: tiles of queries and the keys that a selector's mask names.
+// Defines    as hopper_tiles.cuh, with GATHER and SPARSE 1, HAS_BIAS 0, TENSOR_MAPS 0, HEADS_PER_TILE 1, NUM_CONSUMERS 2
+#pragma once
+#include "common/hopper_tiles.cuh"
+#include "common/sparse_keys.cuh"
+
+static_assert(BLOCK_Q == 128 && HEADS_PER_TILE == 1, "a producer thread brings one query, as a row of a tile of 128");
+
+constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
+
+// The usual schedule over (rank of a query tile, part of it), without the parts that a short query tile does not have.
+struct SparseSchedule {
+  SparseMask mask;
+  int parts;
+  WorkSchedule all;
+  u32 num_rounds;
+
+  DEVICE SparseSchedule(const SparseMask& mask)
+      : mask(mask), parts(ceil_div(mask.query_tile, BLOCK_Q)),
+        all((u32)(mask.num_query_tiles * parts), (u32)mask.num_heads, (u32)mask.num_kv_heads, 1, (u64)mask.num_keys * HEAD_DIM * 4, SECTION_BYTES), num_rounds(all.num_rounds) {}
+
+  DEVICE SparseQueries queries(WorkPlace place, int tile) const { return mask.queries(place.head, tile, place.tile % parts, BLOCK_Q); }
+  DEVICE int query_tile(WorkPlace place) const { return mask.tile_of_rank(place.head, place.tile / parts); }
+
+  DEVICE bool find(u32 round, WorkPlace& place) const { return all.find(round, place) && queries(place, query_tile(place)).num_slots > 0; }
+};
+
+struct SparseWork {
+  SparseSchedule schedule;
+
+  DEVICE SparseWork(const SparseMask& mask) : schedule(mask) {}
+
+  // The producer warpgroup's part of one tile.
+  DEVICE void produce(const InputTensors& tensors, const TensorMap* const*, WorkPlace place, u32 done, u32 shared, ProducerPlaces& places) const {
+    const int thread = (int)threadIdx.x % 128, warp = thread / 32, kv_head = place.head / (tensors.num_heads / tensors.num_kv_heads);
+    const int query_tile = schedule.query_tile(place);
+    const SparseQueries queries = schedule.queries(place, query_tile);
+    const SparseKeys keys = schedule.mask.keys(place.head, query_tile, queries);
+    const int position = queries.position(thread);
+    TileHead tile = {};
+    tile.head = place.head;
+    tile.first_query = queries.first;
+    tile.end_query = queries.end;
+    // The first stage is the short one. A tile without keys takes one stage of zeros.
+    tile.num_stages = max(ceil_div(keys.count(), BLOCK_KV), 1);
+    const int missing = tile.num_stages * BLOCK_KV - keys.count();
+    tile.first_is_half = missing >= HALF_KV;
+
+    const bf16* k = tensors.k + (u64)kv_head * HEAD_DIM;
+    const bf16* v = tensors.v + (u64)kv_head * HEAD_DIM;
+    // This thread's entry of a stage: the first stage lacks its last `missing` keys.
+    const auto entry = [&](int stage) {
+      const int at = stage * BLOCK_KV + thread - (stage > 0 ? missing : 0);
+      return stage == 0 && thread >= BLOCK_KV - missing ? make_int2(0, 0) : keys.entry(at);
+    };
+    // Rows that nobody sees arrive as zeros: theirs may hold NaN.
+    const auto row_of = [](int2 entry) { return entry.y > 0 ? entry.x : -1; };
+    int here = -1;                             // this thread's row of stage it
+    int2 next = entry(0), after = entry(1);  // its entries of the next two
+
+    for (int it = -1; it < tile.num_stages; ++it) {
+      if (it + 1 < tile.num_stages) {
+        // Keys run one stage ahead of values.
+        const u32 full = barrier_at(shared, FULL_K + places.k.slot);
+        barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
+        if (it >= 0 || !tile.first_is_half || warp < HALF_KV / 32)
+          copy_key_rows<DIM_BLOCKS, true>(shared + K_AT + places.k.slot * STAGE_BYTES, k, (u32)tensors.k_token_stride * 2, row_of(next), warp);
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(key_slot(shared, places.stage) + thread * 8), "r"(next.x), "r"(next.y) : "memory");
+        barrier_arrive_copies(full);
+        barrier_arrive(full);  // for the entry, which was stored
+        places.k.advance();
+        places.stage += 1;
+      }
+      if (it < 0) {
+        // The queries and the tile's description, once the last tile's products with its queries are done.
+        const u32 full = barrier_at(shared, FULL_Q);
+        barrier_wait(barrier_at(shared, EMPTY_Q), (done & 1) ^ 1);
+        copy_key_rows<DIM_BLOCKS, true>(shared, tensors.q + (u64)place.head * HEAD_DIM, (u32)tensors.q_token_stride * 2, position < queries.end ? position : -1, warp);
+        unsigned char* described = (unsigned char*)__cvta_shared_to_generic(tile_base(shared, done));
+        if (thread == 0) *(TileHead*)described = tile;
+        ((int*)(described + 32))[thread] = position;
+        barrier_arrive_copies(full);
+        barrier_arrive(full);
+      } else {
+        barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
+        if (it > 0 || !tile.first_is_half || warp < HALF_KV / 32)
+          copy_key_rows<DIM_BLOCKS, true>(shared + V_AT + places.v.slot * STAGE_BYTES, v, (u32)tensors.v_token_stride * 2, here, warp);
+        barrier_arrive_copies(barrier_at(shared, FULL_V + places.v.slot));
+        places.v.advance();
+      }
+      here = row_of(next);
+      next = after;
+      after = entry(it + 3);
+    }
+  }
+};

@@ -1,0 +1,75 @@
+// sparse_attention_forward: attention over the keys that a selector's mask names, for prefill.
+// Math       o_i = sum_j softmax_j(softmax_scale * q_i . k_j) v_j over the keys of i's query tile with j <= i < expire_j; lse_i = log sum_j exp(softmax_scale * q_i . k_j);
+//            a query that sees nothing gets o = 0, lse = -inf
+// Layout     q, k, v as attention_forward, batch 1, keys of tokens 0 .. seq_len - 1; queries are the last num_queries tokens of q's tensor;
+//            o bf16 [num_queries, num_heads, HEAD_DIM], lse f32 [num_heads, num_queries] contiguous. mask i32: the arrays of sieve-select's SparseMask in one
+//            buffer, each at a word of params (0: absent): row_ptr [lists * num_query_tiles + 1] and tile_idx (absent: every key up to a tile's last query),
+//            col_ptr and col_idx, key_order [num_heads / heads_per_order, seq_len], query_order [num_heads, num_queries], windows {init, local} [lists],
+//            tile_order [lists, num_query_tiles]: query tiles by falling number of keys. lists = num_heads / heads_per_list
+// Buffers    q, k, v, mask, o, lse
+// Defines    as attention_forward; HEADS_PER_TILE is always 1, HAS_BIAS is 0
+// Tiling     BLOCK_Q = NUM_WARPS * WARP_ROWS rows of one query tile; grid (num_query_tiles * ceil(query_tile / BLOCK_Q), num_heads, 1), tiles with most keys
+//            first; NUM_WARPS * 32 threads; dynamic shared bytes = BLOCK_Q * HEAD_DIM * 2 + NUM_STAGES * BLOCK_KV * HEAD_DIM * 4
+//              + BLOCK_KV * 8 * (NUM_STAGES == 2 ? 4 : NUM_STAGES <= 4 ? 8 : 16)
+// Numerics   as attention_forward; the order of a row's sums follows the list
+// Edges      any sizes of tiles; rows of K and V that no query of the block sees are never read (with permuted queries: those of tiles that are not listed).
+//            A launch may compute a range of rows alone: first_row, num_slots (then without query_order)
+#define GATHER 1
+#define SPARSE 1
+#include "common/sparse_keys.cuh"
+#include "common/attention_forward.cuh"
+
+struct SparseAttentionForwardParams {
+  u64 batch, seq_len, num_heads, num_kv_heads;
+  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
+  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
+  u64 q_batch_stride, k_batch_stride, v_batch_stride;
+  u64 num_queries, first_row, num_slots;
+  u64 query_tile, query_offset, key_tile, num_query_tiles;
+  u64 heads_per_list, heads_per_order;                 // query heads that share a list, an order of keys
+  u64 tile_order, row_ptr, tile_idx, col_ptr, col_idx, key_order, query_order, windows;  // elements into mask
+  u64 softmax_scale;                                   // f32 bits
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) sparse_attention_forward(
+    const bf16* q, const bf16* k, const bf16* v, const i32* mask, bf16* o, float* lse, const __grid_constant__ SparseAttentionForwardParams params) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const SparseMask sparse(mask, params);
+  const int head = (int)blockIdx.y, kv_head = head / (sparse.num_heads / sparse.num_kv_heads);
+  const int parts = ceil_div(sparse.query_tile, BLOCK_Q), tile_idx = sparse.tile_of_rank(head, (int)blockIdx.x / parts);
+  __shared__ QueryTile shared_tile;  // what is needed at the ends of the loop only would cost it registers
+  __shared__ SparseKeys shared_keys;
+  const SparseQueries queries = sparse.queries(head, tile_idx, (int)blockIdx.x % parts, BLOCK_Q);
+  if (queries.num_slots <= 0) return;
+  const SparseKeys keys = sparse.keys(head, tile_idx, queries);
+
+  QueryTile tile;
+  tile.q = q + params.q_offset + (u64)head * HEAD_DIM;
+  tile.q_stride = (u32)params.q_token_stride;
+  tile.batch = 0;
+  tile.head = head;
+  tile.num_heads = sparse.num_heads;
+  tile.seq_len = sparse.num_queries;
+  tile.first_query = queries.first;
+  tile.end_query = queries.end;
+  tile.queries = queries;
+  tile.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+
+  KvStream stream;
+  stream.k = k + params.k_offset + (u64)kv_head * HEAD_DIM;
+  stream.v = v + params.v_offset + (u64)kv_head * HEAD_DIM;
+  stream.k_stride = (u32)params.k_token_stride;
+  stream.v_stride = (u32)params.v_token_stride;
+  stream.keys = &shared_keys;
+  stream.num_keys = keys.count();
+  stream.num_tiles = ceil_div(stream.num_keys, BLOCK_KV);
+  stream.ring = shared_memory + Q_TILE_BYTES;
+  if (threadIdx.x == 0) {
+    shared_tile = tile;
+    shared_keys = keys;
+  }
+  __syncthreads();  // every thread reads them
+  // Outputs are the call's rows; positions count from the first key.
+  const ForwardOutput out = {o - (u64)queries.context * sparse.num_heads * HEAD_DIM, lse - queries.context};
+  attention_forward_tile(shared_tile, out, stream, shared_memory);
+}
