@@ -3,6 +3,7 @@ mod inputs;
 mod latent;
 mod row;
 mod rows;
+mod sparse;
 mod step;
 
 pub use row::{BenchRow, Ceilings, Outcome};
@@ -32,6 +33,8 @@ pub enum BenchRows {
     Step,
     /// Latent attention alone, which the standard rows end with.
     Latent,
+    /// Attention under selectors' masks, beside dense attention.
+    Sparse,
 }
 
 /// What to time.
@@ -82,6 +85,7 @@ pub fn bench(
         BenchRows::Table2 => rows::table2(&mut bench)?,
         BenchRows::Step => step::rows(&mut bench)?,
         BenchRows::Latent => latent::rows(&mut bench)?,
+        BenchRows::Sparse => sparse::rows(&mut bench)?,
     }
     Ok(BenchResult {
         json: bench.json,

@@ -158,6 +158,9 @@ pub fn short_check(gpu: &DeviceReport, portable: bool, rows: BenchRows) -> Resul
             step::check_products(report, device, &extent);
             return Ok(());
         }
+        if rows == BenchRows::Sparse {
+            return sparse::check_wrappers(report, device, &others);
+        }
         attention::check_wrappers(report, device, &extent)?;
         selection::check_wrappers(report, device, &others)?;
         decode::check_wrappers(report, device, &others)

@@ -54,7 +54,7 @@ pub(crate) fn check_wrappers(
 ) -> Result<()> {
     let mut random = Random::new(extent.seed);
     let widths: Vec<usize> = match extent.is_emulated {
-        true => vec![32],
+        true => vec![32, 64, 128],
         false => vec![64, 128, 96],
     };
     let mut draws = Vec::new();
@@ -375,7 +375,7 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("sieve-sparse-{}", std::process::id()));
         let emulator = Emulator::new(&folder).expect("a folder for programs");
         let mut report = Report::default();
-        check_wrappers(&mut report, &emulator, &Extent::emulated(24, 130, 3)).expect("cases");
+        check_wrappers(&mut report, &emulator, &Extent::emulated(40, 130, 3)).expect("cases");
         drop(emulator);
         let _ = std::fs::remove_dir_all(&folder);
         assert_eq!(report.failed(), 0, "{report}");

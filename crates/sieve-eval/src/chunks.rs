@@ -1,9 +1,10 @@
 //! Prompts whole, or in pieces that each see all keys before them; on the host, or with the attention on the device.
 use crate::EvalError;
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use sieve_nn::{HostOperands, LayerOperands};
 use sieve_ops::{SieveBackend, sparse_attention};
-use sieve_select::{Call, CallShape, Selector, SparseMask, density};
+use sieve_select::{BlockMeans, Call, CallShape, Reads, Selector, SparseMask, density};
+use std::ops::Range;
 
 /// A layer's attention of one document under a prefill selector, over all its calls.
 pub(crate) struct Prefilled {
@@ -26,6 +27,8 @@ pub(crate) struct Cost {
     pub(crate) calls: u64,
     pub(crate) dense_calls: u64,
     pub(crate) nan_lists: u64,
+    /// Bytes copied from the device to the host.
+    pub(crate) host_bytes: u64,
     causal_pairs: f64,
 }
 
@@ -76,30 +79,53 @@ pub(crate) fn prefill(
 }
 
 /// The same with the attention on the device, for a selector that reads no values: `[1, num_tokens, num_heads, head_dim]`.
-/// Queries and keys go to the host, the masks come back.
+/// What the selection reads goes to the host, the masks come back.
 pub(crate) fn prefill_on_device<B: SieveBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
     chunk: Option<usize>,
 ) -> Result<(Tensor<B, 4>, Cost), EvalError> {
     let [_, tokens, _, head_dim] = operands.qkv.dims();
-    let shape = CallShape {
+    let whole = CallShape {
         num_queries: tokens,
         num_keys: tokens,
         num_heads: operands.num_heads,
         num_kv_heads: operands.num_kv_heads,
         head_dim,
     };
-    let (q, k) = (operands.queries(), operands.keys());
-    let call = Call::without_values(shape, &q, &k)?;
-    let call = call.in_layer(operands.layer, operands.num_layers);
+    let rows: Vec<Range<usize>> = (0..tokens)
+        .step_by(chunk.unwrap_or(tokens).max(1))
+        .map(|first| first..chunk.map_or(tokens, |chunk| (first + chunk).min(tokens)))
+        .collect();
+    let reads = |rows: &Range<usize>| selector.reads(operands.layer, rows.len());
     let (mut cost, mut parts) = (Cost::default(), Vec::new());
-    for first in (0..tokens).step_by(chunk.unwrap_or(tokens).max(1)) {
-        let end = chunk.map_or(tokens, |chunk| (first + chunk).min(tokens));
-        let mut mask = selector.select(&call.chunk(first..end))?;
+    let copied = rows.iter().any(|rows| reads(rows) == Reads::Tokens);
+    let copied = copied.then(|| (operands.queries(), operands.keys()));
+    if let Some((q, k)) = &copied {
+        cost.host_bytes += ((q.len() + k.len()) * operands.qkv.dtype().size()) as u64;
+    }
+    for rows in rows {
+        let shape = CallShape {
+            num_queries: rows.len(),
+            num_keys: rows.end,
+            ..whole
+        };
+        let keys = operands.qkv.clone().narrow(1, 0, rows.end);
+        let means = match reads(&rows) {
+            Reads::BlockMeans(block) => Some(Means::of(&keys, shape, block)),
+            _ => None,
+        };
+        let call = match (&means, &copied) {
+            (Some(means), _) => {
+                cost.host_bytes += 4 * (means.q.len() + means.k.len()) as u64;
+                Call::of_means(shape, means.view())?
+            }
+            (None, Some((q, k))) => Call::without_values(whole, q, k)?.chunk(rows),
+            (None, None) => Call::of_shape(shape)?,
+        };
+        let mut mask = selector.select(&call.in_layer(operands.layer, operands.num_layers))?;
         mask.stats.dense_call |= mask.keeps_everything();
         cost.add(&mask);
-        let keys = operands.qkv.clone().narrow(1, 0, end);
         let o = sparse_attention(keys, &mask.packed()?, f64::from(shape.softmax_scale()));
         parts.push(o.map_err(|reason| EvalError::Kernel {
             selector: selector.name(),
@@ -113,6 +139,53 @@ pub(crate) fn prefill_on_device<B: SieveBackend>(
     Ok((o, cost))
 }
 
+/// Means of blocks of a call, made on the device in f32.
+struct Means {
+    block: usize,
+    q: Vec<f32>,
+    k: Vec<f32>,
+}
+
+impl Means {
+    /// `qkv`: `[1, num_keys, packed heads, head_dim]`.
+    fn of<B: SieveBackend>(qkv: &Tensor<B, 4>, shape: CallShape, block: usize) -> Self {
+        let q = qkv.clone().narrow(2, 0, shape.num_heads);
+        let k = qkv.clone().narrow(2, shape.num_heads, shape.num_kv_heads);
+        Self {
+            block,
+            q: block_means(q.narrow(1, shape.context(), shape.num_queries), block),
+            k: block_means(k, block),
+        }
+    }
+
+    fn view(&self) -> BlockMeans<'_> {
+        BlockMeans {
+            block: self.block,
+            q: &self.q,
+            k: &self.k,
+        }
+    }
+}
+
+/// `[blocks, heads, width]` of `[1, tokens, heads, width]`; a short last block has the mean of its own tokens.
+fn block_means<B: SieveBackend>(x: Tensor<B, 4>, block: usize) -> Vec<f32> {
+    let [_, tokens, heads, width] = x.dims();
+    let whole = tokens / block * block;
+    let mean = |first: usize, count: usize, block: usize| {
+        let part = x.clone().narrow(1, first, count).cast(DType::F32);
+        let part = part.reshape([count / block, block, heads * width]);
+        part.mean_dim(1).into_data().iter::<f32>().collect()
+    };
+    let mut means: Vec<f32> = Vec::new();
+    if whole > 0 {
+        means = mean(0, whole, block);
+    }
+    if whole < tokens {
+        means.extend(mean(whole, tokens - whole, tokens - whole));
+    }
+    means
+}
+
 /// A document in one layer as one call.
 pub(crate) fn call(operands: HostOperands<'_>) -> Result<Call<'_>, EvalError> {
     let shape = CallShape {
@@ -124,4 +197,76 @@ pub(crate) fn call(operands: HostOperands<'_>) -> Result<Call<'_>, EvalError> {
     };
     let call = Call::new(shape, operands.q, operands.k, operands.v)?;
     Ok(call.in_layer(operands.layer, operands.num_layers))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::TensorData;
+    use burn_flex::{Flex, FlexDevice};
+
+    #[test]
+    fn a_selection_by_means_is_that_by_tokens() {
+        let whole = CallShape {
+            num_queries: 77,
+            num_keys: 77,
+            num_heads: 4,
+            num_kv_heads: 2,
+            head_dim: 8,
+        };
+        let number = |at: usize| ((at * 7919 + at / 13 * 104_729) % 1000) as f32 / 200.0 - 2.5;
+        let packed: Vec<f32> = (0..77 * 8 * 8).map(number).collect();
+        let qkv = TensorData::new(packed.clone(), [1, 77, 8, 8]);
+        let qkv = Tensor::<Flex, 4>::from_data(qkv, &FlexDevice);
+        let heads = |range: Range<usize>| -> Vec<f32> {
+            let tokens = packed.chunks_exact(64);
+            let part = |token: &[f32]| token[range.start * 8..range.end * 8].to_vec();
+            tokens.flat_map(part).collect()
+        };
+        let (q, k) = (heads(0..4), heads(4..6));
+        for text in ["meanpool:block=8,tau=0.5", "block_sparse:block=8"] {
+            let selector = Selector::parse(&format!("{text},min_prefill_tokens=0"));
+            let selector = selector.expect("valid");
+            assert_eq!(selector.reads(0, 30), Reads::BlockMeans(8));
+            // Blocks of queries count from the chunk's first row.
+            for rows in [0..77, 30..77] {
+                let call = Call::without_values(whole, &q, &k).expect("sizes fit");
+                let call = call.chunk(rows.clone());
+                let keys = qkv.clone().narrow(1, 0, rows.end);
+                let means = Means::of(&keys, call.shape, 8);
+                let by_means = Call::of_means(call.shape, means.view()).expect("sizes fit");
+                let by_means = selector.select(&by_means).expect("a prefill method");
+                let by_tokens = selector.select(&call).expect("a prefill method");
+                assert_eq!(by_means.tile_idx, by_tokens.tile_idx, "{text} {rows:?}");
+                assert_eq!(by_means.row_ptr, by_tokens.row_ptr, "{text} {rows:?}");
+                assert!(by_tokens.tile_idx.len() > 12, "{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn positions_alone_choose_a_window() {
+        let shape = CallShape {
+            num_queries: 90,
+            num_keys: 130,
+            num_heads: 2,
+            num_kv_heads: 1,
+            head_dim: 4,
+        };
+        let (q, k) = (vec![0.5; 90 * 8], vec![0.5; 130 * 4]);
+        for text in [
+            "streamingllm:n_local=20",
+            "a_shape:n_local=20",
+            "tri_shape:n_local=20",
+        ] {
+            let selector = Selector::parse(&format!("{text},min_prefill_tokens=0"));
+            let selector = selector.expect("valid");
+            assert_eq!(selector.reads(0, 90), Reads::Nothing);
+            let call = Call::without_values(shape, &q, &k).expect("sizes fit");
+            let by_shape = Call::of_shape(shape).expect("sizes fit");
+            let (a, b) = (selector.select(&by_shape), selector.select(&call));
+            let (a, b) = (a.expect("it selects"), b.expect("it selects"));
+            assert_eq!((a.tile_idx, a.windows), (b.tile_idx, b.windows), "{text}");
+        }
+    }
 }

@@ -6,7 +6,7 @@ use serde::Serialize;
 use sieve_core::{Attention, ModelShape};
 use sieve_nn::{HostOperands, LayerOperands};
 use sieve_ops::{SieveBackend, has_sparse_attention};
-use sieve_select::{DecodeSession, LayerShape, Phase, Selector};
+use sieve_select::{DecodeSession, LayerShape, Phase, Reads, Selector};
 use std::time::Instant;
 
 /// A selector at work in the layers of a model.
@@ -29,7 +29,7 @@ pub struct SelectionTotals {
     pub dense_calls: u64,
     /// Calls whose attention a kernel of the device computed; the others ran on the host's cores.
     pub kernel_calls: u64,
-    /// Bytes of queries, keys and values that were copied from the device to the host.
+    /// Bytes of queries, keys, values and their means that were copied from the device to the host.
     pub host_bytes: u64,
     /// Lists that ran dense because a score was no number.
     pub nan_lists: u64,
@@ -165,18 +165,17 @@ impl Selection {
         operands: &LayerOperands<B>,
     ) -> Result<Tensor<B, 4>, EvalError> {
         let [_, tokens, heads, head_dim] = operands.qkv.dims();
-        let values = operands.num_kv_heads;
-        let bytes = (tokens * head_dim * operands.qkv.dtype().size()) as u64;
         let on_device = !self.is_stream()
-            && !self.selector.reads_values()
+            && self.selector.reads(operands.layer, tokens) != Reads::Values
             && has_sparse_attention(&operands.qkv);
         if !on_device {
-            self.totals.host_bytes += bytes * heads as u64;
+            let all = tokens * heads * head_dim * operands.qkv.dtype().size();
+            self.totals.host_bytes += all as u64;
             return operands.on_host(|operands| self.attend_on_host(operands));
         }
         let started = Instant::now();
         let (o, cost) = prefill_on_device(&self.selector, operands, self.chunk)?;
-        self.totals.host_bytes += bytes * (heads - values) as u64;
+        self.totals.host_bytes += cost.host_bytes;
         self.totals.kernel_calls += cost.calls;
         self.add(cost, tokens, operands.num_heads);
         self.totals.seconds += started.elapsed().as_secs_f64();

@@ -86,11 +86,24 @@ pub struct Call<'a> {
     pub k: &'a [f32],
     /// `[num_keys, num_kv_heads, head_dim]`; empty in a call made by [`Call::without_values`].
     pub v: &'a [f32],
+    /// Means of blocks, where they came in place of q and k.
+    pub(crate) means: Option<BlockMeans<'a>>,
+}
+
+/// Means of the blocks of a call, a short last block's over its own tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockMeans<'a> {
+    /// Tokens of a block.
+    pub block: usize,
+    /// Blocks count from the call's first row: `[query blocks, num_heads, head_dim]`.
+    pub q: &'a [f32],
+    /// `[key blocks, num_kv_heads, head_dim]`.
+    pub k: &'a [f32],
 }
 
 impl<'a> Call<'a> {
     /// As [`Call::new`] without values: enough to select, for methods that do not read them
-    /// ([`Selector::reads_values`](crate::Selector::reads_values)).
+    /// ([`Selector::reads`](crate::Selector::reads)).
     ///
     /// # Errors
     /// As [`Call::new`].
@@ -102,6 +115,56 @@ impl<'a> Call<'a> {
         Ok(Self {
             v: &[],
             ..Self::new(shape, q, k, k)?
+        })
+    }
+
+    /// A call without operands, for methods that select by positions alone.
+    ///
+    /// # Errors
+    /// Sizes that cannot be.
+    pub fn of_shape(shape: CallShape) -> Result<Self, SelectError> {
+        shape.check()?;
+        Ok(Self {
+            shape,
+            layer: 0,
+            num_layers: 0,
+            q: &[],
+            k: &[],
+            v: &[],
+            means: None,
+        })
+    }
+
+    /// A call of which only the means of blocks are known, for methods that select by them.
+    ///
+    /// # Errors
+    /// Sizes that cannot be; means of another number of blocks.
+    pub fn of_means(shape: CallShape, means: BlockMeans<'a>) -> Result<Self, SelectError> {
+        let call = Self::of_shape(shape)?;
+        let width = |tokens: usize, heads| tokens.div_ceil(means.block) * heads * shape.head_dim;
+        for (what, got, expected) in [
+            (
+                "q's means",
+                means.q.len(),
+                width(shape.num_queries, shape.num_heads),
+            ),
+            (
+                "k's means",
+                means.k.len(),
+                width(shape.num_keys, shape.num_kv_heads),
+            ),
+        ] {
+            if got != expected {
+                return Err(SelectError::Operand {
+                    what,
+                    got,
+                    expected,
+                });
+            }
+        }
+        Ok(Self {
+            means: Some(means),
+            ..call
         })
     }
 
@@ -138,6 +201,7 @@ impl<'a> Call<'a> {
             q,
             k,
             v,
+            means: None,
         })
     }
 

@@ -47,11 +47,11 @@ mod test_data;
 mod tests;
 
 pub use attention::{AttentionOutput, block_sparse_attention, dense_rows_attention};
-pub use call::{Call, CallShape, Tiles};
+pub use call::{BlockMeans, Call, CallShape, Tiles};
 pub use decode::{DecodeSession, LayerShape};
 pub use error::SelectError;
 pub use gqa::GqaPolicy;
 pub use mask::{Correction, CorrectionMode, ListsPer, SelectStats, SparseMask, TokenWindow};
 pub use measure::{Density, dense_attention, density, recall};
 pub use oracle::{OracleOutput, oracle_attention, oracle_dense};
-pub use selector::{Common, ENTRIES, Entry, Method, Phase, Prefill, Selector, names_of};
+pub use selector::{Common, ENTRIES, Entry, Method, Phase, Prefill, Reads, Selector, names_of};

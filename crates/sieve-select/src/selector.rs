@@ -59,6 +59,19 @@ pub struct Common {
     pub gqa: GqaPolicy,
 }
 
+/// What a selection reads of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reads {
+    /// Its sizes alone.
+    Nothing,
+    /// Means of blocks of so many queries and keys.
+    BlockMeans(usize),
+    /// Queries and keys.
+    Tokens,
+    /// Values too, for dense outputs of some rows.
+    Values,
+}
+
 /// The methods.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs, reason = "each is documented by its settings")]
@@ -436,9 +449,22 @@ impl Selector {
         })
     }
 
-    /// Whether selecting reads values too: for dense outputs of some rows.
-    pub fn reads_values(&self) -> bool {
-        matches!(self.method, Method::Momo(_) | Method::Delta(..))
+    /// What selecting for a prefill call of so many rows in a layer reads.
+    pub fn reads(&self, layer: usize, num_queries: usize) -> Reads {
+        match &self.method {
+            Method::Momo(_) | Method::Delta(..) => Reads::Values,
+            _ if self.is_dense(layer, num_queries) => Reads::Nothing,
+            Method::AShape(_) | Method::TriShape(_) | Method::Streamingllm(_) => Reads::Nothing,
+            Method::Meanpool(config) => Reads::BlockMeans(config.block),
+            Method::BlockSparse(config) => Reads::BlockMeans(config.block),
+            _ => Reads::Tokens,
+        }
+    }
+
+    /// Whether a call of so many rows is dense, whatever its operands are.
+    fn is_dense(&self, layer: usize, num_queries: usize) -> bool {
+        num_queries < self.common.min_prefill_tokens.max(1)
+            || layer < self.common.first_dense_layers
     }
 
     /// What a prefill call computes under this selector.
@@ -468,9 +494,7 @@ impl Selector {
                 ),
             });
         }
-        if call.shape.num_queries < self.common.min_prefill_tokens.max(1)
-            || call.layer < self.common.first_dense_layers
-        {
+        if self.is_dense(call.layer, call.shape.num_queries) {
             return Ok(SparseMask::dense(call.shape));
         }
         Ok(match &self.method {

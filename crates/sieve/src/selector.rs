@@ -48,12 +48,6 @@ pub(crate) fn summary(selector: &Selector, totals: &SelectionTotals) -> String {
         totals.seconds,
         totals.select_seconds
     );
-    text += &format!(
-        "\nattention         {:>14}  of {} calls by the GPU's kernel, the others on the host; {:.1} MB of q, k and v copied to the host",
-        totals.kernel_calls,
-        totals.calls,
-        totals.host_bytes as f64 / 1e6
-    );
     if totals.dense_calls > 0 {
         text += &format!(
             "; {} of {} calls ran dense (shorter than min_prefill_tokens, in a dense layer, or the method keeps everything)",
@@ -66,6 +60,12 @@ pub(crate) fn summary(selector: &Selector, totals: &SelectionTotals) -> String {
             totals.nan_lists
         );
     }
+    text += &format!(
+        "\nattention         {:>14}  of {} calls by the GPU's kernel, the others by the CPU; {:.1} MB of q, k and v handed to the CPU",
+        totals.kernel_calls,
+        totals.calls,
+        totals.host_bytes as f64 / 1e6
+    );
     text
 }
 

@@ -78,16 +78,28 @@ impl MeanpoolConfig {
 pub(crate) fn pooled_scores(call: &Call<'_>, tiles: Tiles, heads: &[usize]) -> Vec<f32> {
     let d = call.shape.head_dim;
     let kv_head = call.kv_head(heads[0]);
-    let k = mean_pool(
-        (0..tiles.num_key_tiles()).map(|j| key_rows(call, kv_head, tiles.keys(j))),
-        d,
-    );
+    // Of one head among others, where the means are there already.
+    let of_head = |means: &[f32], heads: usize, head: usize| -> Vec<f32> {
+        let blocks = means.chunks_exact(heads * d);
+        let of_block = |block: &[f32]| block[head * d..(head + 1) * d].to_vec();
+        blocks.flat_map(of_block).collect()
+    };
+    let k = match call.means {
+        Some(means) => of_head(means.k, call.shape.num_kv_heads, kv_head),
+        None => mean_pool(
+            (0..tiles.num_key_tiles()).map(|j| key_rows(call, kv_head, tiles.keys(j))),
+            d,
+        ),
+    };
     let mut sum: Vec<f32> = Vec::new();
     for &head in heads {
-        let q = mean_pool(
-            (0..tiles.num_query_tiles()).map(|i| query_rows(call, head, tiles.rows(i))),
-            d,
-        );
+        let q = match call.means {
+            Some(means) => of_head(means.q, call.shape.num_heads, head),
+            None => mean_pool(
+                (0..tiles.num_query_tiles()).map(|i| query_rows(call, head, tiles.rows(i))),
+                d,
+            ),
+        };
         add(
             &mut sum,
             scores(&q, &k, d, call.shape.softmax_scale() / heads.len() as f32),

@@ -78,6 +78,9 @@ pub(crate) struct BenchArgs {
     /// The kernels around attention, at the sizes of a training step, instead of attention
     #[arg(long, conflicts_with_all = ["table2", "scores", "captured"])]
     pub(super) step: bool,
+    /// Attention under selectors' masks beside dense attention
+    #[arg(long, conflicts_with_all = ["table2", "step", "scores", "captured"])]
+    pub(super) sparse: bool,
     /// DMA's scores: independent, rising, falling, tied, few-values, signed-zeros, narrow, steps, drifting or
     /// captured:FILE; may be repeated
     /// (independent, rising and tied when absent)
@@ -106,10 +109,11 @@ pub(crate) struct BenchArgs {
 impl BenchArgs {
     /// The rows asked for.
     pub(super) fn rows(&self) -> BenchRows {
-        match (self.table2, self.step) {
-            (true, _) => BenchRows::Table2,
-            (false, true) => BenchRows::Step,
-            (false, false) => BenchRows::Standard,
+        match (self.table2, self.step, self.sparse) {
+            (true, ..) => BenchRows::Table2,
+            (_, true, _) => BenchRows::Step,
+            (.., true) => BenchRows::Sparse,
+            (false, false, false) => BenchRows::Standard,
         }
     }
 }

@@ -1,0 +1,88 @@
+//! Rows of attention under selectors' masks, beside dense attention.
+use super::Bench;
+use super::rows::{forward_flops, shape};
+use crate::device::Device;
+use crate::error::Result;
+use crate::random::Random;
+use sieve_core::{MaskArrays, PackedMask};
+use sieve_kernels::{AttentionShape, sparse_attention_forward};
+
+/// Tokens of a tile of queries and of a tile of keys.
+const TILE: usize = 128;
+
+/// 32 query heads over 8 KV heads of width 128, a list for each query head.
+pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
+    for seq_len in [32_768, 131_072] {
+        let shape = shape(1, seq_len, [32, 8], 128);
+        let Some(inputs) = bench.inputs(shape)? else {
+            continue;
+        };
+        let flops = forward_flops(shape, seq_len);
+        bench.flops("dense forward", shape, flops, &mut || {
+            inputs.forward(None, None).map(drop)
+        });
+        for density in [1.0, 0.125, 0.0625] {
+            let (mask, pairs) = mask(shape, density);
+            let data = bench.device.int(mask.data(), &[mask.data().len()]);
+            let flops = 4.0 * shape.head_dim as f64 * pairs;
+            let name = format!("sparse forward, density {density}");
+            let scale = 1.0 / (shape.head_dim as f32).sqrt();
+            bench.flops(&name, shape, flops, &mut || {
+                sparse_attention_forward(&inputs.qkv, &mask, &data, scale).map(drop)
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The diagonal tile and random others, as many as the share of a query tile's key tiles says; and the pairs it keeps.
+fn mask(shape: AttentionShape, density: f64) -> (PackedMask, f64) {
+    let tiles = shape.seq_len.div_ceil(TILE);
+    let mut random = Random::new(5);
+    let (mut row_ptr, mut tile_idx) = (vec![0], Vec::new());
+    for _ in 0..shape.num_heads {
+        for i in 0..tiles {
+            let wanted = ((density * (i + 1) as f64).round() as usize).max(1);
+            // The next tile is kept by its chance among those that are left (Knuth's algorithm S).
+            let mut left = wanted - 1;
+            for j in 0..i {
+                if random.below(i - j) < left {
+                    tile_idx.push(j as i32);
+                    left -= 1;
+                }
+            }
+            tile_idx.push(i as i32);
+            row_ptr.push(tile_idx.len() as i32);
+        }
+    }
+    let diagonal = (shape.num_heads * tiles) as f64;
+    let pairs = (tile_idx.len() as f64 - diagonal / 2.0) * (TILE * TILE) as f64;
+    let mask = PackedMask::new(&MaskArrays {
+        num_queries: shape.seq_len,
+        num_keys: shape.seq_len,
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        query_tile: TILE,
+        key_tile: TILE,
+        num_lists: shape.num_heads,
+        row_ptr: &row_ptr,
+        tile_idx: &tile_idx,
+        ..MaskArrays::default()
+    });
+    (mask.expect("every tile is inside the sequence"), pairs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mask_keeps_the_share_it_says() {
+        let shape = shape(1, 4096, [2, 1], 128);
+        let dense = 2.0 * 4096.0 * 4096.0 / 2.0;
+        for density in [1.0, 0.25] {
+            let (_, pairs) = mask(shape, density);
+            assert!((pairs / dense - density).abs() < 0.02, "{density}: {pairs}");
+        }
+    }
+}
