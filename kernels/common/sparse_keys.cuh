@@ -92,7 +92,8 @@ struct SparseMask {
     keys.num_keys = num_keys;
     keys.first_query = queries.order ? queries.context : queries.first;
     keys.last_query = queries.end - 1;
-    keys.order = key_order ? data + key_order + (u64)(head / heads_per_order) * num_keys : nullptr;
+    // Heads that share a list share the order of the first of them.
+    keys.order = key_order ? data + key_order + (u64)(list * heads_per_list / heads_per_order) * num_keys : nullptr;
     keys.tiles = nullptr;
     keys.num_tile_keys = queries.end;
     if (row_ptr) {
