@@ -84,7 +84,7 @@ struct SparseWork {
       } else {
         barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
         if (it > 0 || !tile.first_is_half || warp < HALF_KV / 32)
-          copy_key_rows<DIM_BLOCKS, true>(shared + V_AT + places.v.slot * STAGE_BYTES, v, (u32)tensors.v_token_stride * 2, here, warp);
+          copy_key_rows<DIM_BLOCKS_V, true>(shared + V_AT + places.v.slot * V_STAGE_BYTES, v, (u32)tensors.v_token_stride * 2, here, warp);
         barrier_arrive_copies(barrier_at(shared, FULL_V + places.v.slot));
         places.v.advance();
       }

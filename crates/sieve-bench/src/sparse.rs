@@ -8,7 +8,8 @@ use crate::report::{Report, is_device_limit};
 use burn::tensor::DType;
 use rayon::prelude::*;
 use sieve_kernels::{
-    AttentionShape, KernelError, KernelFamily, Qkv, attention_family, sparse_attention_forward,
+    AttentionShape, KernelError, KernelFamily, KeySource, Qkv, attention_family,
+    sparse_attention_forward,
 };
 use sieve_select::mask::ListRows;
 use sieve_select::oracle::{expanded_row, oracle_row};
@@ -148,7 +149,7 @@ impl Case {
 
     fn family(&self, device: &dyn Device) -> &'static str {
         let like = device.float(&[0.0], &[1], DType::F32);
-        match attention_family(&self.shape(), &like) {
+        match attention_family(&self.shape(), KeySource::Dense, &like) {
             KernelFamily::Portable => "portable kernel",
             KernelFamily::Hopper => "Hopper kernel",
         }

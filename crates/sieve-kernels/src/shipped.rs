@@ -185,11 +185,9 @@ fn forward(list: &mut NeededKernels, shared_bytes: usize) {
     for width in [64, 128] {
         dense(shape((width, width), USUAL_GROUP), KeySource::Biased);
     }
-    for width in [64, 128] {
-        let shape = shape((width, width), USUAL_GROUP);
-        let tiling = sparse_attention_tiling(&shape, shared_bytes);
-        list.add(tiling.map(|tiling| sparse_attention_forward_kernel(&shape, &tiling)));
-    }
+    let wide = shape((128, 128), USUAL_GROUP);
+    let tiling = sparse_attention_tiling(&wide, shared_bytes);
+    list.add(tiling.map(|tiling| sparse_attention_forward_kernel(&wide, &tiling)));
     let groups = [32, 64, 96, 128].map(|width| (width, USUAL_GROUP));
     for (width, group) in groups
         .into_iter()

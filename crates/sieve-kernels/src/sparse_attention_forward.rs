@@ -79,7 +79,7 @@ pub fn sparse_attention_forward(
     let o = q.empty_contiguous(&outputs.output(), DType::BF16);
     let lse = q.empty_contiguous(&outputs.lse(), DType::F32);
     let tensors = [q, qkv.k.tensor(), qkv.v.tensor(), data, &o, &lse];
-    let family = attention_family(&shape, q);
+    let family = attention_family(&shape, KeySource::Dense, q);
     let launch = |rows: &Rows| -> Result<(), KernelError> {
         let mut words = shape_words(&shape);
         words.extend(qkv.words(NAME)?);
