@@ -6,7 +6,7 @@ use crate::{EvalError, Selection};
 use burn::tensor::{Int, Tensor, TensorData};
 use serde::Serialize;
 use sieve_data::Tokenizer;
-use sieve_nn::{HostOperands, LayerContext, Qwen3};
+use sieve_nn::{LayerContext, LayerOperands, Qwen3};
 use sieve_ops::{Documents, IGNORE_LABEL, SieveBackend};
 use std::cmp::Reverse;
 
@@ -118,7 +118,7 @@ pub(super) fn likelihoods<B: SieveBackend>(
         let hidden = match &mut selection {
             None => model.hidden(ids, &context),
             Some(selection) => {
-                let attend = &mut |operands: HostOperands<'_>| selection.attend(operands);
+                let attend = &mut |operands: &LayerOperands<B>| selection.attend(operands);
                 model.hidden_attending(ids, &context, attend)?
             }
         };
