@@ -56,6 +56,9 @@ class Rows:
     def lambada_openai(self):
         return {"text": self.sentence() + " " + self.words(5, 30)}
 
+    def ending(self, mark):
+        return " " + self.words(2, 10) + mark() + self.random.choice([".", " " + self.sentence()])
+
     def hellaswag(self):
         marks = ["", " [title]", " [step]", "  ", " [header] How to"]
         mark = lambda: self.random.choice(marks)
@@ -63,16 +66,18 @@ class Rows:
             "activity_label": self.words(1, 3),
             "ctx_a": self.sentence() + mark() + " " + self.words(2, 8),
             "ctx_b": self.random.choice(["", self.words(1, 4)]),
-            "endings": [" " + self.words(2, 10) + mark() + self.random.choice([".", " " + self.sentence()]) for _ in range(4)],
+            "endings": [self.ending(mark) for _ in range(4)],
             "label": str(self.random.randrange(4)),
         }
 
     def piqa(self):
-        return {"goal": self.words(3, 12), "sol1": self.words(2, 12), "sol2": self.words(2, 12), "label": self.random.randrange(2)}
+        goal, sol1, sol2 = self.words(3, 12), self.words(2, 12), self.words(2, 12)
+        return {"goal": goal, "sol1": sol1, "sol2": sol2, "label": self.random.randrange(2)}
 
     def arc_easy(self):
         choices, answer = self.lettered(True)
-        return {"id": "x", "question": self.sentence() + " " + self.words(3, 9) + "?", "choices": choices, "answerKey": answer}
+        question = self.sentence() + " " + self.words(3, 9) + "?"
+        return {"id": "x", "question": question, "choices": choices, "answerKey": answer}
 
     arc_challenge = arc_easy
 
@@ -87,8 +92,9 @@ class Rows:
 
     def openbookqa(self):
         choices, answer = self.lettered(False)
-        # The choices come first in the published rows; some answers begin with a space.
-        return {"id": "x", "question_stem": self.words(3, 12), "choices": choices, "answerKey": self.random.choice(["", " "]) + answer}
+        # Some answers of the published rows begin with a space.
+        stem, answer = self.words(3, 12), self.random.choice(["", " "]) + answer
+        return {"id": "x", "question_stem": stem, "choices": choices, "answerKey": answer}
 
     def sciq(self):
         row = {name: self.words(1, 4) for name in ["distractor1", "distractor2", "distractor3", "correct_answer"]}

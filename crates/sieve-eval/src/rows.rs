@@ -41,7 +41,8 @@ impl<P: Copy> Rows<P> {
         }
     }
 
-    /// Takes a piece of a text: `input` goes in, and from `first_scored` on the token after each one is predicted, each with
+    /// Takes a piece of a text: `input` goes in, and from `first_scored` on the token after each one is predicted, each
+    /// with
     /// its place. False when there is no room left.
     pub(crate) fn push(
         &mut self,

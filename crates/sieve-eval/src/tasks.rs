@@ -96,7 +96,8 @@ pub struct TaskReport {
 /// Asks a model the rows of a task; `observe` hears how many of how many texts are done.
 ///
 /// # Errors
-/// Rows that the task does not fit, too few examples, a text longer than the model's context, an output that is no number, a
+/// Rows that the task does not fit, too few examples, a text longer than the model's context, an output that is no
+/// number, a
 /// selector that refuses a call.
 pub fn run_task<B: SieveBackend>(
     model: &TaskModel<'_, B>,

@@ -15,7 +15,8 @@ use crate::guard::guarded;
 /// A row: its columns by name, in the file's order.
 pub type TableRow = Map<String, Value>;
 
-/// All rows of a JSONL file (`.jsonl`, `.ndjson`, also packed as `.gz` or `.zst`) or of a Parquet file. Blank lines are passed
+/// All rows of a JSONL file (`.jsonl`, `.ndjson`, also packed as `.gz` or `.zst`) or of a Parquet file. Blank lines are
+/// passed
 /// over.
 ///
 /// # Errors

@@ -38,8 +38,10 @@ pub(super) struct Pair {
 }
 
 impl Pair {
-    /// Splits where lm-evaluation-harness does: white space at the context's end goes to the continuation, both are tokenised
-    /// together, and the continuation is what lies behind as many tokens as the context has alone. An empty context is the
+    /// Splits where lm-evaluation-harness does: white space at the context's end goes to the continuation, both are
+    /// tokenised
+    /// together, and the continuation is what lies behind as many tokens as the context has alone. An empty context is
+    /// the
     /// end-of-document token. `None` where nothing is left to score.
     pub(super) fn encode(
         tokenizer: &Tokenizer,

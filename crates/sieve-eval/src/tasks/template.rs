@@ -15,7 +15,8 @@ enum Part {
     },
 }
 
-/// What a text is changed by, in a place as `{column|filter}`. Each does what the templates of lm-evaluation-harness do.
+/// What a text is changed by, in a place as `{column|filter}`. Each does what the templates of lm-evaluation-harness
+/// do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Filter {
     Strip,
