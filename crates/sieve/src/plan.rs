@@ -79,9 +79,13 @@ pub(crate) fn vocab_size(recipe: &Recipe) -> Result<usize> {
 }
 
 fn text(plan: &Plan, recipe: &Recipe, target: &str) -> Vec<String> {
+    let pattern = recipe.model.layer_types.as_ref();
+    let layers = pattern.map_or(String::new(), |types| {
+        format!(" (layers {})", types.join(", "))
+    });
     let mut lines = vec![format!("plan for {target}"), String::new()];
     lines.push(format!(
-        "parameters    {} ({} besides embedding and output), attention {}",
+        "parameters    {} ({} besides embedding and output), attention {}{layers}",
         count(plan.num_parameters as f64),
         count(plan.num_non_embedding as f64),
         plan.attention
