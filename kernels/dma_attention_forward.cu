@@ -1,5 +1,5 @@
 // dma_attention_forward: exact dynamic mask attention over gathered key lists.
-// Math       logit_ij = softmax_scale * q_i . k_j + (delta_j - base_i); o_i = sum_j softmax_j(logit_ij) v_j over the keys with j <= i < expire_j (paper 004, eq. 3 to 6);
+// Math       logit_ij = softmax_scale * q_i . k_j + (delta_j - base_i); o_i = sum_j softmax_j(logit_ij) v_j over the keys with j <= i < expire_j (arXiv:2508.02124, eq. 3 to 6);
 //            lse_i = log sum_j exp(logit_ij), base the largest bias of the row (bias_base.cu); a query that sees nothing gets o = 0, lse = -inf
 // Layout     q [batch, seq_len, num_heads, HEAD_DIM], k [.., num_kv_heads, HEAD_DIM], v [.., num_kv_heads, HEAD_DIM_V] bf16: any token and batch
 //            stride and an element offset, all multiples of 8; delta f32 [batch, num_kv_heads, seq_len], base f32 [batch, num_kv_heads, seq_len rounded up to 64]; list int2 {j, expire_j} [batch,

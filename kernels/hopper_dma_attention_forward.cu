@@ -1,5 +1,5 @@
 // hopper_dma_attention_forward: dma_attention_forward for sm_90a; the same mathematics, layout, buffers, params words and results to rounding.
-// Math       logit_ij = softmax_scale * q_i . k_j + (delta_j - base_i); o_i = sum_j softmax_j(logit_ij) v_j over the keys with j <= i < expire_j (paper 004, eq. 3 to 6);
+// Math       logit_ij = softmax_scale * q_i . k_j + (delta_j - base_i); o_i = sum_j softmax_j(logit_ij) v_j over the keys with j <= i < expire_j (arXiv:2508.02124, eq. 3 to 6);
 //            lse_i = log sum_j exp(logit_ij); a query that sees nothing gets o = 0, lse = -inf
 // Layout     as dma_attention_forward
 // Buffers    (TENSOR_MAPS: q_map by value, then as many unread pointers,) q, k, v, delta, base, list, tile_window, o, lse, (RESIDUAL: o_low)

@@ -72,7 +72,7 @@ pub(crate) struct CheckArgs {
 /// Arguments of `sieve kernels bench`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchArgs {
-    /// The shapes of paper 004's Table 2 (arXiv:2508.02124) instead of the usual ones
+    /// The shapes of Table 2 of arXiv:2508.02124 instead of the usual ones
     #[arg(long)]
     pub(super) table2: bool,
     /// The kernels around attention, at the sizes of a training step, instead of attention
