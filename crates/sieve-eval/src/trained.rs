@@ -34,7 +34,6 @@ pub struct TrainedMeasure {
 /// A model's attention in a few words.
 pub fn attention_label(shape: &ModelShape) -> String {
     use sieve_core::{Attention, DmaShape};
-    let layers = 0..shape.num_layers;
     let label = match shape.attention {
         Attention::Mha => "mha".to_owned(),
         Attention::Swa { window_size } => format!("swa, window {window_size}"),
@@ -47,7 +46,7 @@ pub fn attention_label(shape: &ModelShape) -> String {
             nsa.num_selected_blocks, nsa.select_block_size, nsa.window_size
         ),
     };
-    match layers.filter(|&layer| shape.is_dense_layer(layer)).count() {
+    match shape.num_dense_layers() {
         0 => label,
         dense => format!("{label}, {dense} of {} layers dense", shape.num_layers),
     }

@@ -9,6 +9,12 @@ impl ModelShape {
         length > 0 && self.dense_layers[layer % length]
     }
 
+    /// Layers that are dense in place of [`attention`](Self::attention).
+    pub fn num_dense_layers(&self) -> usize {
+        let layers = 0..self.num_layers;
+        layers.filter(|&layer| self.is_dense_layer(layer)).count()
+    }
+
     /// The model with the attention of layer `layer` (from 0) in every layer.
     pub fn of_layer(&self, layer: usize) -> Self {
         let attention = match self.is_dense_layer(layer) {
@@ -20,8 +26,7 @@ impl ModelShape {
 
     /// The layers sorted by their attention: for each kind a model of its layers alone. The model's own kind is first.
     pub fn by_kind(&self) -> Vec<Self> {
-        let dense = (0..self.num_layers).filter(|&layer| self.is_dense_layer(layer));
-        let num_dense = dense.count();
+        let num_dense = self.num_dense_layers();
         let mut kinds = vec![self.with(self.attention, self.num_layers - num_dense)];
         if num_dense > 0 {
             kinds.push(self.with(Attention::Mha, num_dense));
@@ -37,10 +42,8 @@ impl ModelShape {
 
     /// Mean over the layers of a number that is `own` in those of the model's kind and `dense` in dense ones.
     pub fn mean_over_layers(&self, own: f64, dense: f64) -> f64 {
-        let layers = 0..self.num_layers;
-        let num_dense = layers.filter(|&layer| self.is_dense_layer(layer)).count() as f64;
         let all = self.num_layers.max(1) as f64;
-        own + (dense - own) * num_dense / all
+        own + (dense - own) * self.num_dense_layers() as f64 / all
     }
 
     fn with(&self, attention: Attention, num_layers: usize) -> Self {

@@ -36,8 +36,7 @@ pub(super) fn describe<B: TrainBackend>(
             }
         }
     };
-    let layers = 0..shape.num_layers;
-    let kind = match layers.filter(|&layer| shape.is_dense_layer(layer)).count() {
+    let kind = match shape.num_dense_layers() {
         0 => kind,
         dense => format!("{kind}; {dense} layers dense"),
     };
