@@ -173,24 +173,13 @@ pub(crate) fn check_ops<B: Place>(
         let outputs = place::attention::<B>(&case, &qkv, &d_o, device);
         let path = if is_cuda { watch.path() } else { Path::Kernel };
         let name = format!("op {}", name(case.keys));
-        match path {
-            Path::Kernel => {
-                let path = B::family(&case, device);
-                let outcome = judge(prepared, &outputs, is_cuda, "");
-                report.add(&name, path, &prepared.label, outcome);
-            }
-            Path::Reference(reason) if is_device_limit(&reason) => {
-                report.add_missing(&name, &reason);
-            }
-            Path::Reference(reason) => {
-                let failure = Err(format!("took the reference: {reason}"));
-                report.add(&name, "reference", &prepared.label, failure);
-            }
-            Path::None => {
-                let failure = Err("no kernel was called".to_owned());
-                report.add(&name, "none", &prepared.label, failure);
-            }
-        }
+        report.add_call(
+            &name,
+            &path,
+            B::family(&case, device),
+            &prepared.label,
+            || judge(prepared, &outputs, is_cuda, ""),
+        );
         Ok(())
     })
 }

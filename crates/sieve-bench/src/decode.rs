@@ -10,7 +10,7 @@ use crate::on_device::OnDevice;
 use crate::place::{self, Place};
 use crate::random::Random;
 use crate::reference::{Rounding, attention};
-use crate::report::{Path, PathWatch, Report, is_device_limit};
+use crate::report::{Path, PathWatch, Report};
 use crate::scores::Scores;
 use sieve_kernels::AttentionShape;
 
@@ -83,22 +83,9 @@ pub(crate) fn check_ops<B: Place>(
             _ => place::decode::<B>(&case, device),
         };
         let name = format!("op {}", name(case.keys));
-        let outcome = judge(&case, &o, is_cuda);
-        match watch.path() {
-            _ if !is_cuda => report.add(&name, "cpu", &label, outcome),
-            Path::Kernel => report.add(&name, "kernel", &label, outcome),
-            Path::Reference(reason) if is_device_limit(&reason) => {
-                report.add_missing(&name, &reason);
-            }
-            Path::Reference(reason) => {
-                let failure = Err(format!("took the reference: {reason}"));
-                report.add(&name, "reference", &label, failure);
-            }
-            Path::None => {
-                let failure = Err("no kernel was called".to_owned());
-                report.add(&name, "none", &label, failure);
-            }
-        }
+        let path = if is_cuda { watch.path() } else { Path::Kernel };
+        let kernel = if is_cuda { "kernel" } else { "cpu" };
+        report.add_call(&name, &path, kernel, &label, || judge(&case, &o, is_cuda));
     }
     Ok(())
 }

@@ -410,29 +410,11 @@ pub(crate) fn check_ops<B: Place>(
         let own = call.on::<B>(device, B::DTYPE, true);
         let path = if is_cuda { watch.path() } else { Path::Kernel };
         let name = "op mla";
-        match path {
-            Path::Kernel => {
-                let is_bf16 = B::DTYPE == DType::BF16;
-                let outcome = judge(&own, &call.plain(), &call.exact(), is_bf16);
-                report.add(
-                    name,
-                    if is_cuda { "kernel" } else { "cpu" },
-                    &call.label,
-                    outcome,
-                );
-            }
-            Path::Reference(reason) if is_device_limit(&reason) => {
-                report.add_missing(name, &reason);
-            }
-            Path::Reference(reason) => {
-                let failure = Err(format!("took the reference: {reason}"));
-                report.add(name, "reference", &call.label, failure);
-            }
-            Path::None => {
-                let failure = Err("no kernel was called".to_owned());
-                report.add(name, "none", &call.label, failure);
-            }
-        }
+        let kernel = if is_cuda { "kernel" } else { "cpu" };
+        report.add_call(name, &path, kernel, &call.label, || {
+            let is_bf16 = B::DTYPE == DType::BF16;
+            judge(&own, &call.plain(), &call.exact(), is_bf16)
+        });
     }
     Ok(())
 }

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::extent::Extent;
 use crate::place::{Place, float, floats};
 use crate::random::Random;
-use crate::report::{Path, PathWatch, Report, is_device_limit};
+use crate::report::{Path, PathWatch, Report};
 use crate::scores::Scores;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
@@ -440,24 +440,11 @@ pub(crate) fn check_ops<B: Place>(
         let (inputs, expected, label) = case?;
         let watch = PathWatch::start();
         let found = run::<B>(&inputs, device);
-        let path = watch.path();
+        let path = if is_cuda { watch.path() } else { Path::Kernel };
+        let kernel = if is_cuda { "kernel" } else { "cpu" };
         for (name, outcome) in judge(&found, &expected, &inputs, is_cuda) {
             let name = format!("op nsa {name}");
-            match &path {
-                _ if !is_cuda => report.add(&name, "cpu", &label, outcome),
-                Path::Kernel => report.add(&name, "kernel", &label, outcome),
-                Path::Reference(reason) if is_device_limit(reason) => {
-                    report.add_missing(&name, reason);
-                }
-                Path::Reference(reason) => {
-                    let failure = Err(format!("took the reference: {reason}"));
-                    report.add(&name, "reference", &label, failure);
-                }
-                Path::None => {
-                    let failure = Err("no kernel was called".to_owned());
-                    report.add(&name, "none", &label, failure);
-                }
-            }
+            report.add_call(&name, &path, kernel, &label, || outcome);
         }
     }
     Ok(())

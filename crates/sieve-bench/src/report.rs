@@ -41,6 +41,27 @@ impl Report {
         }
     }
 
+    /// Adds the outcome of one call of an op that has a kernel, in the row `kernel`; a call that took another way is a failure,
+    /// or missing where the device is the reason.
+    pub(crate) fn add_call(
+        &mut self,
+        name: &str,
+        path: &Path,
+        kernel: &str,
+        case: &str,
+        outcome: impl FnOnce() -> Result<f32, String>,
+    ) {
+        match path {
+            Path::Kernel => self.add(name, kernel, case, outcome()),
+            Path::Reference(reason) if is_device_limit(reason) => self.add_missing(name, reason),
+            Path::Reference(reason) => {
+                let failure = Err(format!("took the reference: {reason}"));
+                self.add(name, "reference", case, failure);
+            }
+            Path::None => self.add(name, "none", case, Err("no kernel was called".to_owned())),
+        }
+    }
+
     /// Notes a case that no kernel of this device takes, with the reason in the path.
     pub(crate) fn add_missing(&mut self, name: &str, reason: &str) {
         self.row(name, reason).not_on_this_device += 1;
