@@ -2,7 +2,7 @@
 
 mod mqar;
 mod needle;
-mod output;
+pub(crate) mod output;
 mod patterns;
 mod ppl;
 mod selectors;

@@ -1,5 +1,6 @@
 //! `sieve`: trains, evaluates and exports language models with learned sparse attention.
 
+mod compare;
 mod data;
 mod device;
 mod eval;
@@ -52,6 +53,8 @@ enum Command {
     /// Measure a trained model
     #[command(subcommand)]
     Eval(eval::EvalCommand),
+    /// Show runs side by side in one HTML page: recipes, curves, speed, memory, evaluations
+    Compare(compare::CompareArgs),
     /// Write a trained model in the Hugging Face layout
     Export(export::ExportArgs),
     /// Read a Qwen3 or Doge model in the Hugging Face layout as a checkpoint
@@ -103,6 +106,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Plan(args) => plan::run(args),
         Command::Generate(args) => paths::told(generate::run(args)),
         Command::Eval(command) => paths::told(eval::run(command)),
+        Command::Compare(args) => compare::run(&args),
         Command::Export(args) => export::run(args),
         Command::Import(args) => import::run(args),
         Command::Logits(args) => paths::told(logits::run(args)),

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// Refuses a file that could not be written before the work is done for it.
-pub(super) fn check(path: Option<&Path>) -> Result<()> {
+pub(crate) fn check(path: Option<&Path>) -> Result<()> {
     let Some(path) = path else {
         return Ok(());
     };
@@ -26,7 +26,7 @@ pub(super) fn check(path: Option<&Path>) -> Result<()> {
 }
 
 /// The same for a file that [`write`] makes, by making its neighbour and removing it again.
-pub(super) fn check_replaceable(path: &Path) -> Result<()> {
+pub(crate) fn check_replaceable(path: &Path) -> Result<()> {
     check(Some(path))?;
     if path.file_name().is_none() || (path.exists() && !path.is_file()) {
         bail!(
@@ -41,7 +41,7 @@ pub(super) fn check_replaceable(path: &Path) -> Result<()> {
 }
 
 /// Writes a file whole or not at all: under another name first, then in the place of the old one.
-pub(super) fn write(path: &Path, text: &str) -> Result<()> {
+pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
     // Where a link leads, so that the link stays.
     let target = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let partial = partial(&target);
@@ -66,7 +66,7 @@ fn partial(path: &Path) -> PathBuf {
 }
 
 /// Text without the characters that XML gives a meaning, for pictures.
-pub(super) fn escape(text: &str) -> String {
+pub(crate) fn escape(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")
         .replace('>', "&gt;")

@@ -40,6 +40,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         ],
     ),
     ("sieve-plan", &["sieve-kernels", "sieve-cpu", "sieve-core"]),
+    ("sieve-report", &["sieve-core"]),
     ("sieve-hf", &["sieve-nn", "sieve-core"]),
     ("sieve-nn", &["sieve-ops", "sieve-core"]),
     (

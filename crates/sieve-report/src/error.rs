@@ -1,0 +1,64 @@
+//! What can stop a report.
+use std::path::{Path, PathBuf};
+
+/// An error of reading runs or of writing their page.
+#[derive(Debug, thiserror::Error)]
+pub enum ReportError {
+    /// The folder is not one that `sieve train` wrote.
+    #[error(
+        "{} holds no run: there is no {missing} in it\n  hint: name the folder given to `sieve train --out`",
+        path.display()
+    )]
+    NoRun {
+        /// The folder.
+        path: PathBuf,
+        /// The file that every run has.
+        missing: &'static str,
+    },
+    /// A run that has not logged a step.
+    #[error("{}: no step has been logged yet\n  hint: leave this run out, or wait for its first step", path.display())]
+    NoSteps {
+        /// The file of metrics.
+        path: PathBuf,
+    },
+    /// A file that does not hold what it should.
+    #[error("{}: {what}", path.display())]
+    Content {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, with the line where there is one.
+        what: String,
+    },
+    /// A file that cannot be read.
+    #[error("reading {}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Two runs with one name.
+    #[error("two runs are called {name}\n  hint: name them apart: NAME=FOLDER")]
+    SameName {
+        /// The name.
+        name: String,
+    },
+    /// Nothing to show.
+    #[error("no run to compare\n  hint: name at least one run folder")]
+    Nothing,
+}
+
+impl ReportError {
+    /// For `map_err`: the file that could not be read.
+    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.to_owned();
+        move |source| Self::Io { path, source }
+    }
+
+    pub(crate) fn content(path: &Path, what: impl Into<String>) -> Self {
+        Self::Content {
+            path: path.to_owned(),
+            what: what.into(),
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! What evaluations left in a run's `eval` folder: pictures, and JSON results (`sieve eval … --json > RUN/eval/NAME.json`).
+use crate::ReportError;
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// A larger file is not one that an evaluation prints.
+const MOST_BYTES: u64 = 16 << 20;
+/// Rows of a JSON array that are shown; a longer one is a list of samples.
+const MOST_ROWS: usize = 64;
+/// Fields that name a row of an array, the first that is there.
+const LABELS: [&str; 9] = [
+    "task", "method", "selector", "name", "kind", "length", "tokens", "depth", "position",
+];
+
+/// The numbers of one JSON file.
+#[derive(Debug)]
+pub(crate) struct Scores {
+    /// Name of the file without `.json`.
+    pub(crate) file: String,
+    /// What is measured, and the number.
+    pub(crate) rows: Vec<(String, f64)>,
+}
+
+/// A picture as a data URI.
+#[derive(Debug)]
+pub(crate) struct Picture {
+    pub(crate) file: String,
+    pub(crate) uri: String,
+}
+
+/// Files of `folder` that end as one of `endings`, by name. A folder that is not there holds none.
+fn files(folder: &Path, endings: &[&str]) -> Result<Vec<(String, PathBuf)>, ReportError> {
+    if !folder.is_dir() {
+        return Ok(Vec::new());
+    }
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(ReportError::io(folder))? {
+        let path = entry.map_err(ReportError::io(folder))?.path();
+        let ending = path
+            .extension()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        if !endings.contains(&ending.as_str()) || !path.is_file() {
+            continue;
+        }
+        let bytes = path.metadata().map_err(ReportError::io(&path))?.len();
+        if bytes > MOST_BYTES {
+            let what = format!(
+                "{bytes} bytes are more than the {MOST_BYTES} of a result\n  hint: move it elsewhere"
+            );
+            return Err(ReportError::content(&path, what));
+        }
+        found.push((
+            path.file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned(),
+            path,
+        ));
+    }
+    found.sort();
+    Ok(found)
+}
+
+pub(crate) fn scores(folder: &Path) -> Result<Vec<Scores>, ReportError> {
+    let mut all = Vec::new();
+    for (name, path) in files(folder, &["json"])? {
+        let text = std::fs::read_to_string(&path).map_err(ReportError::io(&path))?;
+        let value: Value = serde_json::from_str(&text).map_err(|error| {
+            ReportError::content(
+                &path,
+                format!("no JSON result: {error}\n  hint: write it with `sieve eval … --json`"),
+            )
+        })?;
+        let mut rows = Vec::new();
+        collect("", &value, &mut rows);
+        all.push(Scores {
+            file: name.trim_end_matches(".json").to_owned(),
+            rows,
+        });
+    }
+    Ok(all)
+}
+
+fn collect(name: &str, value: &Value, rows: &mut Vec<(String, f64)>) {
+    let below = |key: &str| {
+        if name.is_empty() {
+            key.to_owned()
+        } else {
+            format!("{name} / {key}")
+        }
+    };
+    match value {
+        Value::Number(number) => rows.push((name.to_owned(), number.as_f64().unwrap_or(f64::NAN))),
+        Value::Object(fields) => {
+            for (key, value) in fields {
+                collect(&below(key), value, rows);
+            }
+        }
+        Value::Array(items) if items.len() <= MOST_ROWS => {
+            for (idx, item) in items.iter().enumerate() {
+                let label = LABELS.iter().find_map(|label| match &item[*label] {
+                    Value::String(text) => Some(text.clone()),
+                    Value::Number(number) => Some(format!("{label} {number}")),
+                    _ => None,
+                });
+                collect(
+                    &below(&label.unwrap_or_else(|| (idx + 1).to_string())),
+                    item,
+                    rows,
+                );
+            }
+        }
+        _ => {}
+    }
+}
+
+pub(crate) fn pictures(folder: &Path) -> Result<Vec<Picture>, ReportError> {
+    let mut all = Vec::new();
+    for (file, path) in files(folder, &["png", "svg"])? {
+        let bytes = std::fs::read(&path).map_err(ReportError::io(&path))?;
+        let kind = if file.ends_with(".svg") {
+            "svg+xml"
+        } else {
+            "png"
+        };
+        let uri = format!("data:image/{kind};base64,{}", STANDARD.encode(bytes));
+        all.push(Picture { file, uri });
+    }
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn numbers_are_named_by_their_way_through_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let json = r#"{"tasks":[{"task":"piqa","acc":0.5,"rows":[1]},{"task":"arc_easy","acc":0.25}],
+            "loss":2.0,"text":"x","by":[{"length":64,"hit":1}]}"#;
+        fs::write(folder.path().join("tasks.json"), json).unwrap();
+        fs::write(folder.path().join("notes.txt"), "x").unwrap();
+        fs::write(folder.path().join("map.svg"), "<svg/>").unwrap();
+        let all = scores(folder.path()).unwrap();
+        assert_eq!(all.len(), 1);
+        assert_eq!(all[0].file, "tasks");
+        let rows: Vec<(&str, f64)> = all[0]
+            .rows
+            .iter()
+            .map(|(name, value)| (name.as_str(), *value))
+            .collect();
+        assert_eq!(
+            rows,
+            [
+                ("tasks / piqa / acc", 0.5),
+                ("tasks / piqa / rows / 1", 1.0),
+                ("tasks / arc_easy / acc", 0.25),
+                ("loss", 2.0),
+                ("by / length 64 / length", 64.0),
+                ("by / length 64 / hit", 1.0),
+            ]
+        );
+        let pictures = pictures(folder.path()).unwrap();
+        assert_eq!(
+            (pictures[0].file.as_str(), pictures[0].uri.as_str()),
+            ("map.svg", "data:image/svg+xml;base64,PHN2Zy8+")
+        );
+        assert!(scores(&folder.path().join("none")).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_file_that_is_no_json_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("ppl.json"), "loss: 2").unwrap();
+        let error = scores(folder.path()).unwrap_err().to_string();
+        assert!(
+            error.contains("ppl.json") && error.contains("--json"),
+            "{error}"
+        );
+    }
+}

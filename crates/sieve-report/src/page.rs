@@ -1,0 +1,168 @@
+//! The page: tables made here, charts drawn in the browser by uPlot.
+use crate::groups::groups;
+use crate::series::{Knots, Series};
+use crate::tables::{commands, config, escaped, pictures, scores, summary};
+use crate::{ReportError, Run};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+const TEMPLATE: &str = include_str!("../assets/compare.html");
+const STYLE: &str = include_str!("../assets/compare.css");
+const SCRIPT: &str = include_str!("../assets/compare.js");
+const UPLOT: &str = include_str!("../assets/uPlot.iife.min.js");
+const UPLOT_STYLE: &str = include_str!("../assets/uPlot.min.css");
+const UPLOT_LICENSE: &str = include_str!("../assets/uPlot-LICENSE");
+
+/// What the charts need of a run.
+#[derive(Serialize)]
+struct Charted<'a> {
+    name: &'a str,
+    group: usize,
+    knots: Knots,
+    series: BTreeMap<&'a str, Series>,
+}
+
+/// A page that compares `runs`: recipes' differences, curves, speed, memory, evaluations.
+///
+/// # Errors
+/// No run; two runs of one name.
+pub fn page(runs: &[Run]) -> Result<String, ReportError> {
+    if runs.is_empty() {
+        return Err(ReportError::Nothing);
+    }
+    for (idx, run) in runs.iter().enumerate() {
+        if runs[..idx].iter().any(|other| other.name == run.name) {
+            return Err(ReportError::SameName {
+                name: run.name.clone(),
+            });
+        }
+    }
+    let groups = groups(runs);
+    let charted: Vec<Charted<'_>> = runs
+        .iter()
+        .zip(&groups)
+        .map(|(run, &group)| charted(run, group))
+        .collect();
+    // Inside <script>, "</" would end the element.
+    let data = serde_json::to_string(&charted)
+        .map_err(|error| ReportError::content("the page".as_ref(), error.to_string()))?
+        .replace("</", "<\\/");
+    let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
+    let parts = [
+        ("TITLE", escaped(&names.join(", "))),
+        ("UPLOT_LICENSE", UPLOT_LICENSE.to_owned()),
+        ("UPLOT_STYLE", UPLOT_STYLE.to_owned()),
+        ("STYLE", STYLE.to_owned()),
+        ("SUMMARY", summary(runs, &groups)),
+        ("CONFIG", config(runs)),
+        ("SCORES", scores(runs)),
+        ("PICTURES", pictures(runs)),
+        ("COMMANDS", commands(runs)),
+        ("UPLOT", UPLOT.to_owned()),
+        ("SCRIPT", SCRIPT.to_owned()),
+        ("DATA", data),
+    ];
+    Ok(filled(TEMPLATE, &parts))
+}
+
+/// The template with each `{{NAME}}` replaced once; what is put in is not searched again.
+fn filled(template: &str, parts: &[(&str, String)]) -> String {
+    let mut html = String::with_capacity(
+        parts.iter().map(|(_, text)| text.len()).sum::<usize>() + template.len(),
+    );
+    let mut rest = template;
+    while let Some((before, after)) = rest.split_once("{{") {
+        html.push_str(before);
+        let (name, after) = after.split_once("}}").unwrap_or((after, ""));
+        html.push_str(
+            parts
+                .iter()
+                .find(|(known, _)| *known == name)
+                .map_or("", |(_, text)| text),
+        );
+        rest = after;
+    }
+    html + rest
+}
+
+fn charted(run: &Run, group: usize) -> Charted<'_> {
+    let narrow =
+        |values: &[f64]| -> Vec<f32> { values.iter().map(|&value| value as f32).collect() };
+    let mut series: BTreeMap<&str, Series> = BTreeMap::new();
+    for (name, values) in &run.numbers {
+        let values = narrow(values);
+        let of = match name.as_str() {
+            "tokens_seen" => continue,
+            "loss" => Series::whole(&run.steps, &values),
+            _ => Series::binned(&run.steps, &values),
+        };
+        series.insert(name, of);
+    }
+    let at: Vec<f32> = run
+        .validations
+        .iter()
+        .map(|check| check.step as f32)
+        .collect();
+    let mut add = |name: &'static str, values: Vec<f64>| {
+        if values.iter().any(|value| value.is_finite()) {
+            series.insert(name, Series::whole(&at, &narrow(&values)));
+        }
+    };
+    add(
+        "validation loss",
+        run.validations.iter().map(|check| check.loss).collect(),
+    );
+    add(
+        "validation bits per byte",
+        run.validations
+            .iter()
+            .map(|check| check.bits_per_byte)
+            .collect(),
+    );
+    Charted {
+        name: &run.name,
+        group,
+        knots: Knots::new(&run.steps, &run.sums()),
+        series,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::run::tests::{STEP, folder};
+
+    #[test]
+    fn the_page_holds_everything_and_asks_no_network() {
+        let recipe = folder("[attention]\nkind = \"dma\"\n", STEP);
+        let runs = [Run::open(recipe.path(), Some("</script>one")).unwrap()];
+        let html = page(&runs).unwrap();
+        assert!(!html.contains("{{"), "a part is missing");
+        assert!(html.contains("&lt;/script&gt;one") && !html.contains("</script>one"));
+        let outside = ["src=\"http", "href=\"http", "@import", "url(http"];
+        for pattern in outside {
+            assert!(!html.contains(pattern), "{pattern}");
+        }
+        assert!(
+            html.contains("Leon Sorokin"),
+            "uPlot's licence goes with it"
+        );
+    }
+
+    #[test]
+    fn no_run_and_two_of_one_name_are_refused() {
+        assert!(matches!(page(&[]), Err(ReportError::Nothing)));
+        let open = || Run::open(folder("", STEP).path(), Some("a")).unwrap();
+        let error = page(&[open(), open()]).unwrap_err().to_string();
+        assert!(
+            error.contains("two runs are called a") && error.contains("NAME=FOLDER"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_part_is_not_searched_for_other_parts() {
+        let parts = [("A", "{{B}}".to_owned()), ("B", "b".to_owned())];
+        assert_eq!(filled("x{{A}}y{{B}}z", &parts), "x{{B}}ybz");
+    }
+}

@@ -1,0 +1,318 @@
+//! A run's folder, read.
+use crate::ReportError;
+use crate::evaluations::{Picture, Scores, pictures, scores};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+
+const CONFIG: &str = "config.toml";
+const METRICS: &str = "metrics.jsonl";
+/// What a step line says of the run's plan or of the machine, not of how training goes.
+const NOT_SHOWN: [&str; 4] = ["step", "num_steps", "memory_total_bytes", "eta_seconds"];
+
+/// A run as its folder shows it.
+#[derive(Debug)]
+pub struct Run {
+    pub(crate) name: String,
+    pub(crate) folder: PathBuf,
+    /// The resolved recipe, `section.key` to value as TOML.
+    pub(crate) config: BTreeMap<String, String>,
+    /// The text of `config.toml`.
+    pub(crate) recipe: String,
+    /// Steps that were logged.
+    pub(crate) steps: Vec<f32>,
+    /// Numbers of the logged steps by name, as many as `steps`; NaN where a step lacks one.
+    pub(crate) numbers: BTreeMap<String, Vec<f64>>,
+    /// Steps of the whole run.
+    pub(crate) num_steps: u64,
+    /// Steps that the guard left out.
+    pub(crate) num_skipped: usize,
+    pub(crate) validations: Vec<Validation>,
+    pub(crate) scores: Vec<Scores>,
+    pub(crate) pictures: Vec<Picture>,
+}
+
+/// One validation.
+#[derive(Clone, Copy, Debug, serde::Deserialize)]
+pub(crate) struct Validation {
+    pub(crate) step: f64,
+    /// Nats per token.
+    pub(crate) loss: f64,
+    #[serde(default = "not_logged")]
+    pub(crate) bits_per_byte: f64,
+}
+
+fn not_logged() -> f64 {
+    f64::NAN
+}
+
+impl Run {
+    /// Reads the run in `folder`; its name is the folder's when `name` is `None`.
+    ///
+    /// # Errors
+    /// A folder that holds no run or a run without a step; a damaged file.
+    pub fn open(folder: &Path, name: Option<&str>) -> Result<Self, ReportError> {
+        for missing in [CONFIG, METRICS] {
+            if !folder.join(missing).is_file() {
+                let path = folder.to_owned();
+                return Err(ReportError::NoRun { path, missing });
+            }
+        }
+        let path = folder.join(CONFIG);
+        let recipe = std::fs::read_to_string(&path).map_err(ReportError::io(&path))?;
+        let table: toml::Table = toml::from_str(&recipe)
+            .map_err(|error| ReportError::content(&path, error.to_string()))?;
+        let mut config = BTreeMap::new();
+        flatten_config("", &toml::Value::Table(table), &mut config);
+        let own_name = || {
+            let full = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
+            full.file_name().map_or_else(
+                || "run".to_owned(),
+                |name| name.to_string_lossy().into_owned(),
+            )
+        };
+        let mut run = Self {
+            name: name.map_or_else(own_name, str::to_owned),
+            folder: folder.to_owned(),
+            config,
+            recipe,
+            steps: Vec::new(),
+            numbers: BTreeMap::new(),
+            num_steps: 0,
+            num_skipped: 0,
+            validations: Vec::new(),
+            scores: scores(&folder.join("eval"))?,
+            pictures: pictures(&folder.join("eval"))?,
+        };
+        run.read_metrics(&folder.join(METRICS))?;
+        Ok(run)
+    }
+
+    /// Name of the run.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn read_metrics(&mut self, path: &Path) -> Result<(), ReportError> {
+        let file = File::open(path).map_err(ReportError::io(path))?;
+        let mut lines = BufReader::new(file).lines().enumerate().peekable();
+        while let Some((idx, line)) = lines.next() {
+            let line = line.map_err(ReportError::io(path))?;
+            let value: Value = match serde_json::from_str(&line) {
+                Ok(value) => value,
+                // A run that is still being trained may be in the middle of its last line.
+                Err(_) if lines.peek().is_none() => break,
+                Err(error) => {
+                    return Err(ReportError::content(
+                        path,
+                        format!("line {}: {error}", idx + 1),
+                    ));
+                }
+            };
+            match value["kind"].as_str() {
+                Some("step") => self.add_step(&value),
+                Some("skipped") => self.num_skipped += 1,
+                Some("validation") => {
+                    let validation = serde_json::from_value(value).map_err(|error| {
+                        ReportError::content(path, format!("line {}: {error}", idx + 1))
+                    })?;
+                    self.validations.push(validation);
+                }
+                _ => {}
+            }
+        }
+        match self.steps.is_empty() {
+            true => Err(ReportError::NoSteps {
+                path: path.to_owned(),
+            }),
+            false => Ok(()),
+        }
+    }
+
+    fn add_step(&mut self, line: &Value) {
+        let Some(step) = line["step"].as_f64() else {
+            return;
+        };
+        let before = self.steps.len();
+        self.steps.push(step as f32);
+        self.num_steps = line["num_steps"].as_u64().unwrap_or(self.num_steps);
+        let numbers = &mut self.numbers;
+        for_each_number("", line, &mut |name, number| {
+            if NOT_SHOWN.contains(&name) {
+                return;
+            }
+            let column = match numbers.get_mut(name) {
+                Some(column) => column,
+                None => numbers.entry(name.to_owned()).or_default(),
+            };
+            column.resize(before, f64::NAN);
+            column.push(number);
+        });
+        for column in numbers.values_mut() {
+            column.resize(before + 1, f64::NAN);
+        }
+    }
+
+    /// The column `name`, or nothing.
+    pub(crate) fn column(&self, name: &str) -> &[f64] {
+        self.numbers.get(name).map_or(&[], Vec::as_slice)
+    }
+
+    /// Tokens, seconds and FLOPs of one device used up at each logged step. Seconds are tokens by the logged speed:
+    /// pauses for validation and checkpoints are left out.
+    pub(crate) fn sums(&self) -> Vec<[f64; 3]> {
+        let (tokens, speed, tflops) = (
+            self.column("tokens_seen"),
+            self.column("tokens_per_second"),
+            self.column("tflops"),
+        );
+        let mut sums = Vec::with_capacity(self.steps.len());
+        let (mut seconds, mut flops, mut last) = (0.0, 0.0, 0.0);
+        for idx in 0..self.steps.len() {
+            let at = |column: &[f64]| column.get(idx).copied().unwrap_or(f64::NAN);
+            let elapsed = (at(tokens) - last) / at(speed);
+            if elapsed.is_finite() && elapsed > 0.0 {
+                seconds += elapsed;
+                let rate = at(tflops);
+                flops += if rate.is_finite() {
+                    rate * 1e12 * elapsed
+                } else {
+                    0.0
+                };
+            }
+            if at(tokens).is_finite() {
+                last = at(tokens);
+            }
+            sums.push([last, seconds, flops]);
+        }
+        sums
+    }
+}
+
+/// Calls `found` with every number below `value`, its name joined by dots.
+fn for_each_number(name: &str, value: &Value, found: &mut impl FnMut(&str, f64)) {
+    match value {
+        Value::Number(number) => found(name, number.as_f64().unwrap_or(f64::NAN)),
+        Value::Object(fields) => {
+            for (key, value) in fields {
+                match name {
+                    "" => for_each_number(key, value, found),
+                    _ => for_each_number(&format!("{name}.{key}"), value, found),
+                }
+            }
+        }
+        _ => {}
+    }
+}
+
+fn flatten_config(name: &str, value: &toml::Value, into: &mut BTreeMap<String, String>) {
+    match value {
+        toml::Value::Table(table) => {
+            for (key, value) in table {
+                let full = if name.is_empty() {
+                    key.clone()
+                } else {
+                    format!("{name}.{key}")
+                };
+                flatten_config(&full, value, into);
+            }
+        }
+        // An array of tables is [[stage]]: each is a section of its own.
+        toml::Value::Array(items) if items.iter().any(toml::Value::is_table) => {
+            for (idx, value) in items.iter().enumerate() {
+                flatten_config(&format!("{name}[{}]", idx + 1), value, into);
+            }
+        }
+        toml::Value::String(text) => {
+            into.insert(name.to_owned(), text.clone());
+        }
+        other => {
+            into.insert(name.to_owned(), other.to_string());
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use std::fs;
+
+    pub(crate) const STEP: &str = r#"{"kind":"step","step":10,"num_steps":20,"loss":2.5,"lr":0.1,"tokens_seen":100,
+"tokens_per_second":50,"tflops":2.0,"memory_total_bytes":9,"eta_seconds":1,"attention":{"density":0.5}}"#;
+
+    /// A folder with the given recipe and metrics.
+    pub(crate) fn folder(recipe: &str, metrics: &str) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join(CONFIG), recipe).unwrap();
+        // The constants are wrapped for the reader; a line of the file is not.
+        let metrics = metrics.replace(",\n\"", ",\"");
+        fs::write(folder.path().join(METRICS), metrics).unwrap();
+        folder
+    }
+
+    #[test]
+    fn every_number_of_a_step_is_a_column() {
+        let second = r#"{"kind":"step","step":20,"num_steps":20,"loss":2.0,"tokens_seen":300,
+"tokens_per_second":100,"tflops":1.0}"#;
+        let check = r#"{"kind":"validation","step":20,"loss":2.1,"bits_per_byte":1.5}"#;
+        let run = folder(
+            "[training]\nseed = 3\n",
+            &format!("{STEP}\n{second}\n{check}\n{{\"kind\":\"st"),
+        );
+        let run = Run::open(run.path(), Some("a")).unwrap();
+        assert_eq!((run.name(), run.num_steps, run.num_skipped), ("a", 20, 0));
+        assert_eq!(run.column("loss"), [2.5, 2.0]);
+        let density = run.column("attention.density");
+        assert_eq!(density[0], 0.5);
+        assert!(density[1].is_nan());
+        assert!(run.column("eta_seconds").is_empty());
+        assert_eq!(run.sums(), [[100.0, 2.0, 4e12], [300.0, 4.0, 6e12]]);
+        assert_eq!(
+            (run.validations.len(), run.validations[0].bits_per_byte),
+            (1, 1.5)
+        );
+        assert_eq!(run.config["training.seed"], "3");
+    }
+
+    #[test]
+    fn a_folder_that_is_no_run_is_told() {
+        let empty = tempfile::tempdir().unwrap();
+        let error = Run::open(empty.path(), None).unwrap_err().to_string();
+        assert!(
+            error.contains("holds no run: there is no config.toml") && error.contains("hint"),
+            "{error}"
+        );
+        let begun = folder("", "");
+        let error = Run::open(begun.path(), None).unwrap_err().to_string();
+        assert!(error.contains("no step has been logged yet"), "{error}");
+        let damaged = folder("", &format!("{STEP}\nnot json\n{STEP}\n"));
+        let error = Run::open(damaged.path(), None).unwrap_err().to_string();
+        assert!(error.contains("line 2"), "{error}");
+        let damaged = folder("[training", STEP);
+        assert!(
+            Run::open(damaged.path(), None)
+                .unwrap_err()
+                .to_string()
+                .contains("config.toml")
+        );
+    }
+
+    #[test]
+    fn stages_are_sections_of_their_own() {
+        let run = folder(
+            "[[stage]]\nsteps = 5\n[[stage]]\nsteps = 7\n[data]\npaths = [\"a\"]\n",
+            STEP,
+        );
+        let run = Run::open(run.path(), None).unwrap();
+        assert_eq!(
+            (
+                run.config["stage[1].steps"].as_str(),
+                run.config["stage[2].steps"].as_str()
+            ),
+            ("5", "7")
+        );
+        assert_eq!(run.config["data.paths"], "[\"a\"]");
+    }
+}

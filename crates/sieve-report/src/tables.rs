@@ -1,0 +1,413 @@
+//! The page's tables, as HTML.
+use crate::Run;
+use crate::groups::differences;
+use sieve_core::Recipe;
+use std::fmt::Write;
+
+/// Text with the characters that HTML gives a meaning written out.
+pub(crate) fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+        .replace('"', "&quot;")
+}
+
+/// A number with as many digits as a reader can use.
+fn digits(value: f64) -> String {
+    match value.abs() {
+        _ if !value.is_finite() => "–".to_owned(),
+        size if size >= 1e4 => thousands(value),
+        _ if value.fract() == 0.0 => format!("{value}"),
+        size if size >= 100.0 => format!("{value:.1}"),
+        size if size < 1e-3 => format!("{value:.2e}"),
+        _ => format!("{value:.4}"),
+    }
+}
+
+fn thousands(value: f64) -> String {
+    let digits = format!("{:.0}", value.abs());
+    let mut text = String::from(if value < 0.0 { "−" } else { "" });
+    for (idx, digit) in digits.chars().enumerate() {
+        if idx > 0 && (digits.len() - idx).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// A column of the table of runs.
+struct Column {
+    title: &'static str,
+    about: &'static str,
+    of: fn(&Run) -> f64,
+    /// The best value of a column is printed bold.
+    best: Option<fn(f64, f64) -> f64>,
+}
+
+const COLUMNS: [Column; 11] = [
+    Column {
+        title: "parameters",
+        about: "of the whole model",
+        of: parameters,
+        best: None,
+    },
+    Column {
+        title: "steps",
+        about: "done",
+        of: |run| last(&run.steps),
+        best: None,
+    },
+    Column {
+        title: "tokens",
+        about: "trained on",
+        of: |run| run.sums().last().map_or(f64::NAN, |sums| sums[0]),
+        best: None,
+    },
+    Column {
+        title: "hours",
+        about: "of training, without validation and checkpoints",
+        of: |run| run.sums().last().map_or(f64::NAN, |sums| sums[1] / 3600.0),
+        best: None,
+    },
+    Column {
+        title: "training loss",
+        about: "mean of the last tenth of the logged steps, nats per token",
+        of: late_loss,
+        best: Some(f64::min),
+    },
+    Column {
+        title: "validation loss",
+        about: "of the last validation, nats per token",
+        of: |run| run.validations.last().map_or(f64::NAN, |check| check.loss),
+        best: Some(f64::min),
+    },
+    Column {
+        title: "bits per byte",
+        about: "of the last validation",
+        of: |run| {
+            run.validations
+                .last()
+                .map_or(f64::NAN, |check| check.bits_per_byte)
+        },
+        best: Some(f64::min),
+    },
+    Column {
+        title: "tokens/s",
+        about: "median of the logged steps, all devices together",
+        of: |run| median(run.column("tokens_per_second")),
+        best: Some(f64::max),
+    },
+    Column {
+        title: "MFU %",
+        about: "median: executed FLOPs as a share of the device's peak",
+        of: |run| median(run.column("mfu_percent")),
+        best: None,
+    },
+    Column {
+        title: "memory GiB",
+        about: "most in use at a logged step",
+        of: |run| most(run.column("memory_bytes")) / f64::from(1 << 30),
+        best: Some(f64::min),
+    },
+    Column {
+        title: "skipped",
+        about: "steps that the guard left out",
+        of: |run| run.num_skipped as f64,
+        best: None,
+    },
+];
+
+fn parameters(run: &Run) -> f64 {
+    let shape = Recipe::load(&run.recipe, "config.toml", &[])
+        .ok()
+        .and_then(|recipe| {
+            let vocab_size = recipe.stated_vocab_size()?;
+            recipe.model_shape(vocab_size).ok()
+        });
+    shape.map_or(f64::NAN, |shape| shape.parameters().total() as f64)
+}
+
+fn last(values: &[f32]) -> f64 {
+    values.last().copied().map_or(f64::NAN, f64::from)
+}
+
+fn late_loss(run: &Run) -> f64 {
+    let loss = run.column("loss");
+    let late = &loss[loss.len() - loss.len().div_ceil(10)..];
+    late.iter().sum::<f64>() / late.len() as f64
+}
+
+fn median(values: &[f64]) -> f64 {
+    let mut finite: Vec<f64> = values
+        .iter()
+        .copied()
+        .filter(|value| value.is_finite())
+        .collect();
+    finite.sort_by(f64::total_cmp);
+    finite.get(finite.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+fn most(values: &[f64]) -> f64 {
+    values.iter().copied().fold(f64::NAN, f64::max)
+}
+
+/// Mean and sample standard deviation; the latter `None` for one value.
+fn mean_and_spread(values: &[f64]) -> (f64, Option<f64>) {
+    let mean = values.iter().sum::<f64>() / values.len() as f64;
+    let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+    (
+        mean,
+        (values.len() > 1).then(|| (squares / (values.len() - 1) as f64).sqrt()),
+    )
+}
+
+fn cell(values: &[f64]) -> String {
+    match mean_and_spread(values) {
+        (mean, Some(spread)) if spread > 0.0 => format!("{} ± {}", digits(mean), digits(spread)),
+        (mean, _) => digits(mean),
+    }
+}
+
+/// Name of a run behind the mark that holds its colour.
+fn swatch(run: &Run, idx: usize) -> String {
+    format!(
+        "<span class=\"swatch\" data-run=\"{idx}\"></span>{}",
+        escaped(&run.name)
+    )
+}
+
+/// The runs of each group, groups in the order of their first runs.
+fn members(groups: &[usize]) -> Vec<Vec<usize>> {
+    let num = groups.iter().max().map_or(0, |most| most + 1);
+    (0..num)
+        .map(|group| {
+            (0..groups.len())
+                .filter(|&idx| groups[idx] == group)
+                .collect()
+        })
+        .collect()
+}
+
+/// Size, progress, loss, speed and memory of each run; seeds of one recipe have a row of means.
+pub(crate) fn summary(runs: &[Run], groups: &[usize]) -> String {
+    let mut html = String::from("<table class=\"wide\"><thead><tr><th>run</th>");
+    for column in &COLUMNS {
+        let _ = write!(
+            html,
+            "<th title=\"{}\">{}</th>",
+            escaped(column.about),
+            column.title
+        );
+    }
+    html.push_str("</tr></thead><tbody>");
+    let best: Vec<f64> = COLUMNS
+        .iter()
+        .map(|column| {
+            let values: Vec<f64> = runs
+                .iter()
+                .map(column.of)
+                .filter(|value| value.is_finite())
+                .collect();
+            let differ = values.iter().any(|value| *value != values[0]);
+            let best = column.best.filter(|_| differ);
+            best.map_or(f64::NAN, |best| values.into_iter().fold(f64::NAN, best))
+        })
+        .collect();
+    for members in members(groups) {
+        for &idx in &members {
+            let _ = write!(html, "<tr><th>{}</th>", swatch(&runs[idx], idx));
+            for (column, best) in COLUMNS.iter().zip(&best) {
+                let value = (column.of)(&runs[idx]);
+                let is_best = value == *best;
+                let (open, close) = if is_best { ("<b>", "</b>") } else { ("", "") };
+                let _ = write!(html, "<td>{open}{}{close}</td>", digits(value));
+            }
+            html.push_str("</tr>");
+        }
+        if members.len() > 1 {
+            let _ = write!(
+                html,
+                "<tr class=\"mean\"><th>mean of {} seeds</th>",
+                members.len()
+            );
+            for column in &COLUMNS {
+                let values: Vec<f64> = members.iter().map(|&idx| (column.of)(&runs[idx])).collect();
+                let _ = write!(html, "<td>{}</td>", cell(&values));
+            }
+            html.push_str("</tr>");
+        }
+    }
+    html.push_str("</tbody></table>");
+    html
+}
+
+/// The keys in which the recipes differ.
+pub(crate) fn config(runs: &[Run]) -> String {
+    let found = differences(runs);
+    if found.is_empty() {
+        return "<p>All recipes are the same.</p>".to_owned();
+    }
+    let mut html = head("key", runs);
+    for (key, values) in found {
+        let _ = write!(html, "<tr><th>{}</th>", escaped(key));
+        for value in values {
+            let _ = write!(html, "<td>{}</td>", value.map_or("–".to_owned(), escaped));
+        }
+        html.push_str("</tr>");
+    }
+    html + "</tbody></table>"
+}
+
+fn head(title: &str, runs: &[Run]) -> String {
+    let mut html = format!("<table class=\"wide\"><thead><tr><th>{title}</th>");
+    for (idx, run) in runs.iter().enumerate() {
+        let _ = write!(html, "<th>{}</th>", swatch(run, idx));
+    }
+    html + "</tr></thead><tbody>"
+}
+
+/// One table for each file name in the runs' `eval` folders.
+pub(crate) fn scores(runs: &[Run]) -> String {
+    let mut files: Vec<&str> = runs
+        .iter()
+        .flat_map(|run| run.scores.iter().map(|scores| scores.file.as_str()))
+        .collect();
+    files.sort_unstable();
+    files.dedup();
+    let mut html = String::new();
+    for file in files {
+        let of: Vec<&[(String, f64)]> = runs
+            .iter()
+            .map(|run| {
+                let scores = run.scores.iter().find(|scores| scores.file == file);
+                scores.map_or(&[][..], |scores| &scores.rows)
+            })
+            .collect();
+        let mut names: Vec<&str> = Vec::new();
+        for (name, _) in of.iter().copied().flatten() {
+            if !names.contains(&name.as_str()) {
+                names.push(name);
+            }
+        }
+        let _ = write!(
+            html,
+            "<details open><summary>{}</summary>{}",
+            escaped(file),
+            head("measure", runs)
+        );
+        for name in names {
+            let _ = write!(html, "<tr><th>{}</th>", escaped(name));
+            for rows in &of {
+                let value = rows
+                    .iter()
+                    .find(|(known, _)| known == name)
+                    .map_or(f64::NAN, |(_, value)| *value);
+                let _ = write!(html, "<td>{}</td>", digits(value));
+            }
+            html.push_str("</tr>");
+        }
+        html.push_str("</tbody></table></details>");
+    }
+    html
+}
+
+/// Pictures of evaluations; those of one file name side by side.
+pub(crate) fn pictures(runs: &[Run]) -> String {
+    let mut files: Vec<&str> = runs
+        .iter()
+        .flat_map(|run| run.pictures.iter().map(|picture| picture.file.as_str()))
+        .collect();
+    files.sort_unstable();
+    files.dedup();
+    let mut html = String::new();
+    for file in files {
+        let _ = write!(html, "<h3>{}</h3><div class=\"pictures\">", escaped(file));
+        for (idx, run) in runs.iter().enumerate() {
+            for picture in run.pictures.iter().filter(|picture| picture.file == file) {
+                let _ = write!(
+                    html,
+                    "<figure><img alt=\"{0} of {1}\" src=\"{2}\"><figcaption>{3}</figcaption></figure>",
+                    escaped(file),
+                    escaped(&run.name),
+                    picture.uri,
+                    swatch(run, idx)
+                );
+            }
+        }
+        html.push_str("</div>");
+    }
+    html
+}
+
+/// How each run can be made again.
+pub(crate) fn commands(runs: &[Run]) -> String {
+    let mut html = String::from("<ul class=\"commands\">");
+    for (idx, run) in runs.iter().enumerate() {
+        let _ = write!(
+            html,
+            "<li>{}<code>sieve train --recipe {} --out NEW_FOLDER</code></li>",
+            swatch(run, idx),
+            escaped(&run.folder.join("config.toml").display().to_string())
+        );
+    }
+    html + "</ul>"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::run::tests::{STEP, folder};
+
+    #[test]
+    fn numbers_are_short() {
+        let cases = [
+            (0.0, "0"),
+            (2.34567, "2.3457"),
+            (12.0, "12"),
+            (1_234_567.0, "1,234,567"),
+            (12_345.6, "12,346"),
+            (100.0, "100"),
+            (234.56, "234.6"),
+            (0.000_123_4, "1.23e-4"),
+            (f64::NAN, "–"),
+            (-1_234_567.0, "−1,234,567"),
+        ];
+        for (value, text) in cases {
+            assert_eq!(digits(value), text);
+        }
+    }
+
+    #[test]
+    fn seeds_get_a_row_of_means_and_names_are_escaped() {
+        let run = |seed: u32, loss: &str, name: &str| {
+            let check = format!("{{\"kind\":\"validation\",\"step\":10,\"loss\":{loss}}}");
+            Run::open(
+                folder(
+                    &format!("[training]\nseed = {seed}\n"),
+                    &format!("{STEP}\n{check}\n"),
+                )
+                .path(),
+                Some(name),
+            )
+            .unwrap()
+        };
+        let runs = [run(0, "2.0", "a<b"), run(1, "3.0", "c")];
+        let html = summary(&runs, &[0, 0]);
+        assert!(
+            html.contains("a&lt;b") && html.contains("mean of 2 seeds"),
+            "{html}"
+        );
+        assert!(html.contains("<td>2.5000 ± 0.7071</td>"), "{html}");
+        assert!(html.contains("<td><b>2</b></td>"), "{html}");
+        assert!(!summary(&runs, &[0, 1]).contains("mean of 2"), "{html}");
+        assert!(config(&runs).contains("<th>training.seed</th><td>0</td><td>1</td>"));
+    }
+
+    #[test]
+    fn one_value_has_no_spread() {
+        assert_eq!(mean_and_spread(&[2.0]), (2.0, None));
+        let (mean, spread) = mean_and_spread(&[1.0, 2.0, 3.0]);
+        assert_eq!((mean, spread), (2.0, Some(1.0)));
+    }
+}
