@@ -28,6 +28,7 @@ mod selectors;
 #[cfg(test)]
 mod test_model;
 mod trained;
+mod weights;
 
 pub use document::{EvalDocument, prepared_documents, text_documents};
 pub use error::EvalError;
@@ -54,4 +55,5 @@ pub use tasks::{
     run_task,
 };
 pub use trained::{TrainedMeasure, attention_label, measure_trained};
+pub use weights::{DISTANCES, HeadWeights, LayerWeights, LifeSpans, attention_weights};
 pub use words::WordUse;

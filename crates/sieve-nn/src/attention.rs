@@ -7,6 +7,7 @@ pub(crate) mod latent;
 pub(crate) mod multi_head;
 pub(crate) mod native_sparse;
 pub(crate) mod sliding_window;
+mod weights;
 
 use crate::{LayerCache, RmsNorm, WeightInit};
 use burn::module::Module;

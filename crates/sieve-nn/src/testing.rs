@@ -29,7 +29,7 @@ pub(crate) fn shape(attention: Attention) -> ModelShape {
 pub(crate) const KEEP_WINDOW_SIZE: usize = 5;
 
 /// NSA with blocks of four tokens: three of them selected, the window as long as the others'.
-fn nsa(compress: NsaCompression, shared_kv: bool) -> Attention {
+pub(crate) fn nsa(compress: NsaCompression, shared_kv: bool) -> Attention {
     Attention::Nsa(NsaShape {
         compress_block_size: 4,
         compress_stride: 2,

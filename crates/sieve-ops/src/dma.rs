@@ -24,7 +24,7 @@ use crate::documents::Documents;
 use crate::tensors::{primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
-use sieve_core::{DmaShape, DmaWindow};
+use sieve_core::{DmaBias, DmaShape, DmaWindow};
 
 /// What a DMA layer hands on.
 #[derive(Clone, Debug)]
@@ -65,6 +65,26 @@ pub fn dynamic_mask_attention<B: DynamicMaskBackend>(
         rank: tensor(forward.rank),
         expire: Tensor::from_primitive(forward.selection.expire),
     }
+}
+
+/// Attention over keys that were kept before, with the bias of their ranks.
+///
+/// # Shapes
+/// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
+/// - rank, expire: `[batch, num_kv_heads, seq_len]`, as [`DmaAttention`] holds them
+/// - returns: `[batch, seq_len, num_heads, head_dim]`
+pub fn dma_attention<B: DmaBackend>(
+    qkv: Tensor<B, 4>,
+    rank: Tensor<B, 3>,
+    expire: Tensor<B, 3, Int>,
+    documents: &Documents<B>,
+    spec: AttentionSpec,
+    bias: DmaBias,
+) -> Tensor<B, 4> {
+    let selection = DmaSelection::of_expire(expire.into_primitive());
+    let delta = primitive(dma_bias(rank, bias));
+    let output = B::dma_attention(primitive(qkv), delta, &documents.bounds(), &selection, spec);
+    tensor(output.o)
 }
 
 /// The exact mask of DMA: `expire` `[batch, num_kv_heads, seq_len]` for ranks of the same shape.

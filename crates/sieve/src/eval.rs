@@ -1,5 +1,6 @@
 //! `sieve eval`: how good a model is.
 
+mod attention;
 mod mqar;
 mod needle;
 pub(crate) mod output;
@@ -25,6 +26,8 @@ pub(crate) enum EvalCommand {
     Tasks(tasks::TasksArgs),
     /// Sparse methods side by side on one dense model, and beside models trained sparse: density, recall, times, error, loss
     Selectors(selectors::SelectorsArgs),
+    /// Where attention goes, layer by layer and head by head: weights, distances, overlap, how long keys stay; with a picture
+    Attention(attention::AttentionArgs),
     /// A pattern or a map for every head of a dense model, searched ahead of time: the file of `minference` and of `dam`
     Patterns(patterns::PatternsArgs),
 }
@@ -37,6 +40,7 @@ pub(crate) fn run(command: EvalCommand) -> Result<()> {
         EvalCommand::Needle(args) => needle::run(args),
         EvalCommand::Tasks(args) => tasks::run(args),
         EvalCommand::Selectors(args) => selectors::run(args),
+        EvalCommand::Attention(args) => attention::run(args),
         EvalCommand::Patterns(args) => patterns::run(args),
     }
 }

@@ -4,7 +4,7 @@ use crate::{LayerCache, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use sieve_core::{DmaShape, ModelShape};
+use sieve_core::{DmaBias, DmaShape, ModelShape};
 use sieve_ops::{AttentionLayer, AttentionSpec, DmaLayer, SieveBackend};
 
 /// Every KV head scores each key once from its values; a query sees the `keep_window_size` best keys so far.
@@ -46,8 +46,13 @@ impl<B: Backend> DynamicMaskAttention<B> {
         }
     }
 
-    fn spec(&self) -> AttentionSpec {
+    pub(super) fn spec(&self) -> AttentionSpec {
         self.qkv.spec(None)
+    }
+
+    /// What a key's rank adds to its logits.
+    pub(super) fn bias(&self) -> DmaBias {
+        self.dma.bias
     }
 }
 
@@ -81,7 +86,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         (layer, self.spec())
     }
 
-    fn attend(
+    pub(super) fn attend(
         &self,
         qkv: Tensor<B, 4>,
         context: &LayerContext<'_, B>,

@@ -60,7 +60,7 @@ impl<B: Backend> LatentAttention<B> {
         }
     }
 
-    fn spec(&self) -> MlaSpec {
+    pub(super) fn spec(&self) -> MlaSpec {
         MlaSpec {
             num_heads: self.num_heads,
             head_dim: self.head_dim,
@@ -73,9 +73,13 @@ impl<B: Backend> LatentAttention<B> {
 impl<B: SieveBackend> LatentAttention<B> {
     /// `[batch, seq_len, d_model]`, shape kept. The context's tables are `qk_rope_head_dim` wide.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+        self.dense(self.packed_of(x, context), context)
+    }
+
+    /// Queries, keys and values side by side, as `sieve_ops::mla_pack` packs them.
+    pub(super) fn packed_of(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let (latent, k_rope) = self.latent(x.clone());
-        let packed = self.packed(x, self.kv_b_proj.forward(latent), k_rope, context);
-        self.dense(packed, context)
+        self.packed(x, self.kv_b_proj.forward(latent), k_rope, context)
     }
 
     /// As [`forward`](Self::forward), caching `kv_lora_rank + qk_rope_head_dim` numbers a token; see [`LayerCache`].

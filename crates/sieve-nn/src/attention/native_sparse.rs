@@ -1,6 +1,7 @@
 //! Native sparse attention (arXiv:2502.11089): compressed, selected and window branches, gated.
 use super::LayerContext;
 use super::block_mlp::BlockMlp;
+use super::weights::with_values;
 use crate::kv_cache::{BlockCache, Growing};
 use crate::{LayerCache, Linear, QkvProjection, WeightInit};
 use burn::module::{Module, Param};
@@ -41,10 +42,21 @@ pub struct NativeSparseAttention<B: Backend> {
 }
 
 /// The packed tensors of the three branches; clones of one where keys and values are shared and rotated alike.
-struct Branches<B: Backend> {
-    compressed: Tensor<B, 4>,
+pub(super) struct Branches<B: Backend> {
+    pub(super) compressed: Tensor<B, 4>,
     selected: Tensor<B, 4>,
-    window: Tensor<B, 4>,
+    pub(super) window: Tensor<B, 4>,
+}
+
+impl<B: SieveBackend> Branches<B> {
+    /// The same with `values` `[1, seq_len, head_dim]` for every KV head of the selected and the window branch.
+    pub(super) fn with_values(&self, values: Tensor<B, 3>, num_kv_heads: usize) -> Self {
+        Self {
+            compressed: self.compressed.clone(),
+            selected: with_values(&self.selected, values.clone(), num_kv_heads),
+            window: with_values(&self.window, values, num_kv_heads),
+        }
+    }
 }
 
 impl<B: Backend> NativeSparseAttention<B> {
@@ -88,11 +100,11 @@ impl<B: Backend> NativeSparseAttention<B> {
         }
     }
 
-    fn spec(&self) -> AttentionSpec {
+    pub(super) fn spec(&self) -> AttentionSpec {
         self.qkv.spec(Some(self.nsa.window_size))
     }
 
-    fn blocks(&self) -> NsaBlocks {
+    pub(super) fn blocks(&self) -> NsaBlocks {
         self.nsa.blocks()
     }
 }
@@ -106,7 +118,8 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let branches = self.branches(x.clone(), context);
         let compressed = self.compress(branches.compressed.clone(), context.documents);
-        self.attend(x, branches, compressed, context.documents)
+        let o = self.mixed(x, branches, compressed, context.documents);
+        self.o_proj.forward(o.flatten(2, 3))
     }
 
     /// The blocks whose tokens each query reads in the selected branch, `[batch, seq_len, num_kv_heads, num_selected_blocks]`:
@@ -139,7 +152,8 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         if let LayerCache::Blocks(cache) = cache {
             let block = |tail, documents: &Documents<B>| self.compress(tail, documents);
             let o = cache.attend(growing, spec, blocks, &block);
-            return self.gate(x, o);
+            let o = self.gate(x, o);
+            return self.o_proj.forward(o.flatten(2, 3));
         }
         let compressed = self.compress(branches.compressed.clone(), context.documents);
         *cache = LayerCache::Blocks(BlockCache::of_prompt(
@@ -148,16 +162,18 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             spec,
             blocks,
         ));
-        self.attend(x, branches, compressed, context.documents)
+        let o = self.mixed(x, branches, compressed, context.documents);
+        self.o_proj.forward(o.flatten(2, 3))
     }
 
-    fn attend(
+    /// The gated sum of the three branches, `[batch, seq_len, num_heads, head_dim]`.
+    pub(super) fn mixed(
         &self,
         x: Tensor<B, 3>,
         branches: Branches<B>,
         compressed: Tensor<B, 3>,
         documents: &Documents<B>,
-    ) -> Tensor<B, 3> {
+    ) -> Tensor<B, 4> {
         let call = self.call(documents);
         let coarse = sieve_ops::nsa_compressed_attention(branches.compressed, compressed, &call);
         let indices = coarse.block_indices;
@@ -166,13 +182,11 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         self.gate(x, [coarse.o, selected, window])
     }
 
-    /// The gated sum and its projection.
-    fn gate(&self, x: Tensor<B, 3>, branches: [Tensor<B, 4>; 3]) -> Tensor<B, 3> {
-        let o = sieve_ops::nsa_gates(branches, self.gate_proj.forward(x), self.gate_bias.val());
-        self.o_proj.forward(o.flatten(2, 3))
+    fn gate(&self, x: Tensor<B, 3>, branches: [Tensor<B, 4>; 3]) -> Tensor<B, 4> {
+        sieve_ops::nsa_gates(branches, self.gate_proj.forward(x), self.gate_bias.val())
     }
 
-    fn branches(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Branches<B> {
+    pub(super) fn branches(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Branches<B> {
         let raw = self.qkv.project(x.clone());
         let with = |kv_proj: &Option<Linear<B>>| match kv_proj {
             Some(kv_proj) => self.with_kv(raw.clone(), kv_proj.forward(x.clone())),
@@ -210,7 +224,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     }
 
     /// Compressed keys and values, `[2, batch * num_slots * num_kv_heads, head_dim]`.
-    fn compress(&self, qkv: Tensor<B, 4>, documents: &Documents<B>) -> Tensor<B, 3> {
+    pub(super) fn compress(&self, qkv: Tensor<B, 4>, documents: &Documents<B>) -> Tensor<B, 3> {
         let call = self.call(documents);
         let (Some(k), Some(v)) = (&self.k_compress, &self.v_compress) else {
             return sieve_ops::nsa_mean_pool(qkv, &call);

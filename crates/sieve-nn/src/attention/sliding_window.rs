@@ -36,6 +36,10 @@ impl<B: Backend> SlidingWindowAttention<B> {
             window_size,
         }
     }
+
+    pub(super) fn spec(&self) -> AttentionSpec {
+        self.qkv.spec(Some(self.window_size))
+    }
 }
 
 impl<B: SieveBackend> SlidingWindowAttention<B> {
@@ -47,15 +51,13 @@ impl<B: SieveBackend> SlidingWindowAttention<B> {
         context: &LayerContext<'_, B>,
     ) -> Tensor<B, 3> {
         let qkv = self.qkv.forward(x, context);
-        let spec = self.qkv.spec(Some(self.window_size));
-        let o = sieve_ops::attention(qkv, context.documents, spec);
+        let o = sieve_ops::attention(qkv, context.documents, self.spec());
         self.o_proj.forward_add(o.flatten(2, 3), residual)
     }
 
     /// The layer after `norm`, as one op takes it.
     pub(crate) fn stream_layer(&self, norm: &RmsNorm<B>) -> (AttentionLayer<B>, AttentionSpec) {
-        let spec = self.qkv.spec(Some(self.window_size));
-        (self.qkv.stream_layer(norm, &self.o_proj), spec)
+        (self.qkv.stream_layer(norm, &self.o_proj), self.spec())
     }
 
     /// As [`forward`](Self::forward) with a cache of `window_size` keys; see [`LayerCache`].
@@ -66,8 +68,7 @@ impl<B: SieveBackend> SlidingWindowAttention<B> {
         cache: &mut LayerCache<B>,
     ) -> Tensor<B, 3> {
         let qkv = self.qkv.forward(x, context);
-        let spec = self.qkv.spec(Some(self.window_size));
-        let o = cache.attend_recent(qkv, context.documents, spec);
+        let o = cache.attend_recent(qkv, context.documents, self.spec());
         self.o_proj.forward(o.flatten(2, 3))
     }
 }

@@ -1,6 +1,6 @@
 //! `sieve eval selectors`: sparse methods side by side on one dense checkpoint.
 mod compare;
-mod heat_map;
+pub(super) mod heat_map;
 mod labels;
 mod plot;
 mod table;

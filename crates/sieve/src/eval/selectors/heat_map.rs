@@ -52,7 +52,7 @@ fn cells(mask: &SparseMask, head: usize, size: usize) -> Vec<u8> {
 }
 
 /// An 8-bit grey PNG, its data stored without compression.
-fn encode(width: usize, height: usize, pixels: &[u8]) -> Vec<u8> {
+pub(in crate::eval) fn encode(width: usize, height: usize, pixels: &[u8]) -> Vec<u8> {
     let mut raw = Vec::with_capacity(pixels.len() + height);
     for row in pixels.chunks(width.max(1)) {
         raw.push(0);

@@ -1,0 +1,329 @@
+//! Where the attention of a trained model goes: the weights of every layer and head on one prompt, and what they say.
+use crate::EvalError;
+use crate::input::{check_row, ids};
+use crate::trained::attention_label;
+use serde::Serialize;
+use sieve_core::{MOST_REFERENCE_SCORES, ModelShape, ScoreMatrix};
+use sieve_nn::{LayerContext, Qwen3};
+use sieve_ops::{Documents, SieveBackend};
+
+/// Distances at which [`HeadWeights::beyond`] is asked, in tokens.
+pub const DISTANCES: [usize; 4] = [16, 64, 256, 1024];
+
+/// The attention of one layer on one prompt.
+#[derive(Clone, Debug, Serialize)]
+pub struct LayerWeights {
+    /// The layer, from 0.
+    pub layer: usize,
+    /// Its attention in a few words.
+    pub attention: String,
+    /// Query heads.
+    pub heads: Vec<HeadWeights>,
+    /// Mean over pairs of KV heads and over queries: keys that both see over keys that one of them sees. `None` with one KV head.
+    pub overlap: Option<f64>,
+    /// How long DMA keeps a key; `None` of other kinds.
+    pub life: Option<LifeSpans>,
+}
+
+/// What one query head looks at: means over the queries.
+#[derive(Clone, Debug, Serialize)]
+pub struct HeadWeights {
+    /// Weights `[num_tokens, num_tokens]`, keys last.
+    #[serde(skip)]
+    pub weights: Vec<f32>,
+    /// Share of the causal pairs with a weight above 0.
+    pub density: f64,
+    /// Share of a query's weight on the fifth of its causal keys that has most of it; queries with fewer than five keys are
+    /// left out.
+    pub top_fifth: f64,
+    /// `-sum p ln p`, nats, of a query's weights as shares of their sum.
+    pub entropy: f64,
+    /// Weighted distance from the query to the key, in tokens.
+    pub distance: f64,
+    /// Weight on the query's own token.
+    pub own: f64,
+    /// Weight on the first token; the first query is left out.
+    pub first: f64,
+    /// Share of the weight on keys more than [`DISTANCES`] tokens back, over queries that have such keys; `None` without any.
+    pub beyond: [Option<f64>; DISTANCES.len()],
+}
+
+/// How many queries see a key of DMA, over the keys of all KV heads.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LifeSpans {
+    /// Keys that no query sees.
+    pub never: f64,
+    /// Keys that the last query still sees.
+    pub to_the_end: f64,
+    /// The 10th, 50th and 90th percentile of the life span in tokens, of keys that were seen and have left; `None` when there
+    /// is none.
+    pub percentiles: Option<[usize; 3]>,
+}
+
+/// The weights of `layers` (all when empty) on the tokens of one prompt; `observe` hears how many layers are done.
+///
+/// # Errors
+/// No token; a token outside the vocabulary; a prompt longer than the model's context, or so long that the weights of one
+/// layer are more than 2^26; a layer that the model does not have.
+pub fn attention_weights<B: SieveBackend>(
+    model: &Qwen3<B>,
+    tokens: &[u32],
+    layers: &[usize],
+    device: &B::Device,
+    observe: &mut dyn FnMut(u64),
+) -> Result<Vec<LayerWeights>, EvalError> {
+    let shape = model.shape();
+    check(shape, tokens, layers)?;
+    let num_tokens = tokens.len();
+    let documents = Documents::whole_rows([1, num_tokens], device);
+    let rope = model.rope(num_tokens, device);
+    let context = LayerContext::new(&documents, &rope);
+    let mut x = model
+        .embed_tokens
+        .forward(ids(tokens, [1, num_tokens], device));
+    let mut all = Vec::new();
+    for (idx, layer) in model.layers.iter().enumerate() {
+        let is_asked = layers.is_empty() || layers.contains(&idx);
+        let weights = is_asked.then(|| {
+            let normed = layer.input_layernorm.forward(x.clone());
+            let weights = layer.self_attn.weights(normed, &context);
+            weights.into_data().iter::<f32>().collect::<Vec<f32>>()
+        });
+        let output = layer.forward(x, &context);
+        x = output.x;
+        if let Some(weights) = weights {
+            let heads = weights.chunks(num_tokens * num_tokens);
+            let of_layer = shape.of_layer(idx);
+            let heads: Vec<HeadWeights> =
+                heads.map(|head| head_weights(head, num_tokens)).collect();
+            let group = heads.len() / of_layer.num_kv_heads.max(1);
+            let expire = output
+                .expire
+                .map(|expire| expire.into_data().iter::<i64>().collect::<Vec<i64>>());
+            all.push(LayerWeights {
+                layer: idx,
+                attention: attention_label(&of_layer),
+                overlap: overlap(&heads, group, num_tokens),
+                life: expire.map(|expire| life_spans(&expire, num_tokens)),
+                heads,
+            });
+        }
+        observe(idx as u64 + 1);
+    }
+    Ok(all)
+}
+
+fn check(shape: &ModelShape, tokens: &[u32], layers: &[usize]) -> Result<(), EvalError> {
+    check_row(tokens, tokens.len(), shape)?;
+    if let Some(layer) = layers.iter().find(|&&layer| layer >= shape.num_layers) {
+        return Err(EvalError::BadSetting {
+            name: "layers",
+            value: format!("{layer}, and the model has {} layers", shape.num_layers),
+            hint: "layers are counted from 0",
+        });
+    }
+    let scores = ScoreMatrix {
+        batch: 1,
+        num_heads: shape.num_heads,
+        seq_len: tokens.len(),
+    };
+    match scores.num_scores() <= MOST_REFERENCE_SCORES {
+        true => Ok(()),
+        false => Err(EvalError::BadSetting {
+            name: "length",
+            value: format!(
+                "{}, and a layer would have {} weights ({scores}), more than {MOST_REFERENCE_SCORES}",
+                tokens.len(),
+                scores.num_scores()
+            ),
+            hint: "choose a shorter prompt",
+        }),
+    }
+}
+
+fn head_weights(weights: &[f32], num_tokens: usize) -> HeadWeights {
+    let mut pairs = 0_usize;
+    let (mut entropy, mut distance, mut own, mut first) = (0.0, 0.0, 0.0, 0.0);
+    let (mut top_fifth, mut num_top) = (0.0, 0_usize);
+    let mut beyond = [(0.0, 0_usize); DISTANCES.len()];
+    let mut sorted = Vec::new();
+    for (query, row) in weights.chunks(num_tokens).enumerate() {
+        let row = &row[..=query];
+        let sum: f64 = row.iter().map(|&weight| f64::from(weight)).sum();
+        let share = |key: usize| f64::from(row[key]) / sum.max(f64::MIN_POSITIVE);
+        pairs += row.iter().filter(|&&weight| weight > 0.0).count();
+        own += share(query);
+        if query > 0 {
+            first += share(0);
+        }
+        for key in 0..=query {
+            let share = share(key);
+            distance += share * (query - key) as f64;
+            entropy -= if share > 0.0 { share * share.ln() } else { 0.0 };
+        }
+        for (total, &far) in beyond.iter_mut().zip(&DISTANCES) {
+            if query > far {
+                total.0 += (0..query - far).map(share).sum::<f64>();
+                total.1 += 1;
+            }
+        }
+        if row.len() >= 5 {
+            sorted.clear();
+            sorted.extend_from_slice(row);
+            sorted.sort_unstable_by(|a, b| b.total_cmp(a));
+            let top: f64 = sorted[..row.len() / 5]
+                .iter()
+                .map(|&weight| f64::from(weight))
+                .sum();
+            top_fifth += top / sum.max(f64::MIN_POSITIVE);
+            num_top += 1;
+        }
+    }
+    let queries = num_tokens as f64;
+    HeadWeights {
+        weights: weights.to_vec(),
+        density: pairs as f64 / (queries * (queries + 1.0) / 2.0),
+        top_fifth: top_fifth / num_top.max(1) as f64,
+        entropy: entropy / queries,
+        distance: distance / queries,
+        own: own / queries,
+        first: first / (queries - 1.0).max(1.0),
+        beyond: beyond.map(|(sum, num)| (num > 0).then(|| sum / num as f64)),
+    }
+}
+
+/// Of the keys with a weight above 0 of the first query head of each KV head.
+fn overlap(heads: &[HeadWeights], group: usize, num_tokens: usize) -> Option<f64> {
+    let of_kv: Vec<&[f32]> = heads
+        .iter()
+        .step_by(group.max(1))
+        .map(|head| head.weights.as_slice())
+        .collect();
+    let (mut sum, mut num) = (0.0, 0_usize);
+    for (idx, a) in of_kv.iter().enumerate() {
+        for b in &of_kv[idx + 1..] {
+            for (row_a, row_b) in a.chunks(num_tokens).zip(b.chunks(num_tokens)) {
+                let seen = |(&a, &b): (&f32, &f32)| (a > 0.0, b > 0.0);
+                let pairs = || row_a.iter().zip(row_b).map(seen);
+                let both = pairs().filter(|&(a, b)| a && b).count();
+                let one = pairs().filter(|&(a, b)| a || b).count();
+                sum += both as f64 / one.max(1) as f64;
+                num += 1;
+            }
+        }
+    }
+    (num > 0).then(|| sum / num as f64)
+}
+
+/// `expire` is `[num_kv_heads, num_tokens]`: the first query that no longer sees the key.
+fn life_spans(expire: &[i64], num_tokens: usize) -> LifeSpans {
+    let (mut never, mut to_the_end, mut spans) = (0_usize, 0_usize, Vec::new());
+    for (idx, &end) in expire.iter().enumerate() {
+        match end - (idx % num_tokens) as i64 {
+            span if span <= 0 => never += 1,
+            _ if end >= num_tokens as i64 => to_the_end += 1,
+            span => spans.push(span as usize),
+        }
+    }
+    spans.sort_unstable();
+    let at = |share: f64| spans[((spans.len() - 1) as f64 * share).round() as usize];
+    let share = |count: usize| count as f64 / expire.len().max(1) as f64;
+    LifeSpans {
+        never: share(never),
+        to_the_end: share(to_the_end),
+        percentiles: (!spans.is_empty()).then(|| [0.1, 0.5, 0.9].map(at)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_model::{tiny_model, words};
+    use sieve_core::{Attention, DmaShape};
+
+    #[test]
+    fn statistics_of_a_known_matrix() {
+        let mut weights = vec![0.0_f32; 36];
+        // Query i gives half to itself and half to token 0; query 0 all to itself.
+        for query in 0..6 {
+            weights[query * 6] += 0.5;
+            weights[query * 6 + query] += 0.5;
+        }
+        let head = head_weights(&weights, 6);
+        assert!((head.density - 11.0 / 21.0).abs() < 1e-12);
+        assert!((head.own - (1.0 + 5.0 * 0.5) / 6.0).abs() < 1e-12);
+        assert!((head.first - 0.5).abs() < 1e-12);
+        assert!((head.distance - (1.0 + 2.0 + 3.0 + 4.0 + 5.0) / 2.0 / 6.0).abs() < 1e-12);
+        assert!((head.entropy - 5.0 * 2.0_f64.ln() / 6.0).abs() < 1e-12);
+        // Queries 4 and 5 have five and six keys; a fifth of them is one key.
+        assert!((head.top_fifth - 0.5).abs() < 1e-12);
+        assert_eq!(head.beyond, [None; 4]);
+    }
+
+    #[test]
+    fn heads_that_see_other_keys_do_not_overlap() {
+        let head = |keys: [f32; 4]| head_weights(&keys, 2);
+        let (own, first) = (head([1.0, 0.0, 0.0, 1.0]), head([1.0, 0.0, 1.0, 0.0]));
+        assert_eq!(overlap(&[own.clone(), first.clone()], 1, 2), Some(0.5));
+        assert_eq!(overlap(&[own.clone(), first, own.clone()], 2, 2), Some(1.0));
+        assert_eq!(overlap(&[own], 1, 2), None);
+    }
+
+    #[test]
+    fn life_spans_of_known_keys() {
+        let spans = life_spans(&[0, 3, 4, 4], 4);
+        assert_eq!(
+            spans,
+            LifeSpans {
+                never: 0.25,
+                to_the_end: 0.5,
+                percentiles: Some([2, 2, 2])
+            }
+        );
+        assert_eq!(life_spans(&[4, 4, 4, 4], 4).percentiles, None);
+    }
+
+    #[test]
+    fn a_model_with_a_window_of_keys_sees_no_more() {
+        let dma = Attention::Dma(DmaShape::published(5));
+        let (model, device) = (tiny_model(dma, 64), Default::default());
+        let mut steps = Vec::new();
+        let all = attention_weights(&model, &words(40), &[1], &device, &mut |done| {
+            steps.push(done)
+        })
+        .unwrap();
+        assert_eq!(
+            (all.len(), all[0].layer, all[0].heads.len(), steps),
+            (1, 1, 4, vec![1, 2])
+        );
+        for head in &all[0].heads {
+            for row in head.weights.chunks(40) {
+                assert!(row.iter().filter(|&&weight| weight > 0.0).count() <= 5);
+            }
+        }
+        let life = all[0].life.as_ref().unwrap();
+        assert!(
+            life.percentiles.is_some() && life.to_the_end <= 5.0 / 40.0 + 1e-12,
+            "{life:?}"
+        );
+    }
+
+    #[test]
+    fn a_layer_and_a_length_out_of_range_are_told() {
+        let (model, device) = (tiny_model(Attention::Mha, 8192), Default::default());
+        let error = attention_weights(&model, &words(4), &[2], &device, &mut |_| {})
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("layers is 2") && error.contains("2 layers"),
+            "{error}"
+        );
+        let error = attention_weights(&model, &words(5000), &[], &device, &mut |_| {})
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("length is 5000") && error.contains("shorter prompt"),
+            "{error}"
+        );
+    }
+}

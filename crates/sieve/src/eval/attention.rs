@@ -1,0 +1,315 @@
+//! `sieve eval attention`: where the attention of a trained model goes, in numbers and as a picture.
+use super::selectors::heat_map::encode;
+use super::{output, text};
+use crate::device::{Device, DeviceChoice};
+use crate::out_of_memory::MemoryArgs;
+use crate::{loaded, terminal};
+use anyhow::Result;
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use burn::tensor::DType;
+use burn_cuda::CudaDevice;
+use burn_flex::{Flex, FlexDevice};
+use clap::Args;
+use serde_json::json;
+use sieve_eval::{DISTANCES, HeadWeights, LayerWeights, attention_weights};
+use sieve_ops::{Cuda, SieveBackend};
+use sieve_plan::InferenceSize;
+use std::fmt::Write;
+use std::path::PathBuf;
+
+/// Tokens of the prompt, unless told otherwise or the model's context is shorter.
+const LENGTH: usize = 512;
+/// Most pixels of a head's side in the picture's data.
+const PIXELS: usize = 256;
+/// Side of a head in the picture.
+const SIDE: usize = 132;
+/// Weights below this are drawn as nothing.
+const FAINTEST: f64 = 1e-4;
+
+/// Arguments of `sieve eval attention`.
+#[derive(Args, Debug)]
+pub(crate) struct AttentionArgs {
+    /// A checkpoint (step-N), or a run folder: then its latest; any kind of attention
+    #[arg(long, value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// Text, JSONL or Parquet files, folders or globs; the first tokens of the documents laid end to end are the prompt
+    #[arg(long, required = true, num_args = 1.., value_name = "PATH")]
+    data: Vec<String>,
+    /// Tokens of the prompt; 512 when absent, or the model's context if that is shorter
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    length: Option<u32>,
+    /// Layers, counted from 0: 0,3; all when absent
+    #[arg(long, value_delimiter = ',', value_name = "N")]
+    layers: Vec<usize>,
+    /// Also draw the weights of every head: an SVG file
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    device: DeviceChoice,
+    #[command(flatten)]
+    memory: MemoryArgs,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: AttentionArgs) -> Result<()> {
+    if let Some(path) = &args.plot {
+        output::check_replaceable(path)?;
+    }
+    let device = loaded::device(args.device, &args.checkpoint)?;
+    (args.memory).check_inference(&args.checkpoint, &device, |_, shape| {
+        let length = length(&args, shape.max_seq_len);
+        InferenceSize::rows_of(length, length)
+    })?;
+    match device {
+        Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
+        Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
+    }
+}
+
+fn length(args: &AttentionArgs, context: usize) -> usize {
+    args.length
+        .map_or(LENGTH.min(context), |length| length as usize)
+}
+
+fn run_on<B: SieveBackend>(args: &AttentionArgs, device: &B::Device, dtype: DType) -> Result<()> {
+    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
+    let length = length(args, loaded.shape.max_seq_len);
+    let mut tokens = text::tokens(&args.data, &tokenizer, length, 1)?;
+    tokens.truncate(length);
+    let bar = terminal::progress_bar(
+        loaded.shape.num_layers as u64,
+        "{bar:30} {pos}/{len} layers, {eta} left",
+    );
+    let mut observe = |done: u64| bar.set_position(done);
+    let layers = attention_weights(&loaded.model, &tokens, &args.layers, device, &mut observe);
+    bar.finish_and_clear();
+    let layers = layers?;
+    if let Some(path) = &args.plot {
+        output::write(path, &picture(&layers, length))?;
+    }
+    if args.json {
+        let json = json!({
+            "checkpoint": loaded.path.display().to_string(),
+            "step": loaded.state.step,
+            "data": args.data,
+            "num_tokens": length,
+            "distances": DISTANCES,
+            "layers": layers,
+        });
+        terminal::line(&json.to_string());
+        return Ok(());
+    }
+    let path = loaded.path.display();
+    terminal::line(&format!(
+        "{path} (step {}): attention on {length} tokens",
+        loaded.state.step
+    ));
+    for line in lines(&layers, length) {
+        terminal::line(&line);
+    }
+    if let Some(path) = &args.plot {
+        terminal::line(&format!("wrote {}", path.display()));
+    }
+    Ok(())
+}
+
+/// A row for each layer, and what its columns mean.
+fn lines(layers: &[LayerWeights], length: usize) -> Vec<String> {
+    let far: Vec<usize> = (0..DISTANCES.len())
+        .filter(|&idx| DISTANCES[idx] < length)
+        .collect();
+    let mut head = format!(
+        "{:5} {:>8} {:>9} {:>8} {:>8} {:>7} {:>7} {:>8}",
+        "layer", "density", "top fifth", "entropy", "distance", "own", "first", "overlap"
+    );
+    for &idx in &far {
+        let _ = write!(head, " {:>7}", format!("> {}", DISTANCES[idx]));
+    }
+    let mut lines = vec![head];
+    for layer in layers {
+        let mean = |of: &dyn Fn(&HeadWeights) -> f64| {
+            layer.heads.iter().map(of).sum::<f64>() / layer.heads.len().max(1) as f64
+        };
+        let overlap = layer
+            .overlap
+            .map_or("-".to_owned(), |overlap| format!("{overlap:.3}"));
+        let mut line = format!(
+            "{:5} {:>8.3} {:>9.3} {:>8.2} {:>8.1} {:>7.3} {:>7.3} {overlap:>8}",
+            layer.layer,
+            mean(&|head| head.density),
+            mean(&|head| head.top_fifth),
+            mean(&|head| head.entropy),
+            mean(&|head| head.distance),
+            mean(&|head| head.own),
+            mean(&|head| head.first),
+        );
+        for &idx in &far {
+            let _ = write!(
+                line,
+                " {:>7.3}",
+                mean(&|head| head.beyond[idx].unwrap_or(f64::NAN))
+            );
+        }
+        let _ = write!(line, "  {}", layer.attention);
+        lines.push(line);
+        if let Some(life) = &layer.life {
+            let spans = life.percentiles.map_or("no key has left".to_owned(), |[low, middle, high]| {
+                format!("of those that left, half stayed {middle} queries or fewer (10 %: {low}, 90 %: {high})")
+            });
+            lines.push(format!(
+                "      keys: {:.1} % seen by no query, {:.1} % kept to the end; {spans}",
+                100.0 * life.never,
+                100.0 * life.to_the_end
+            ));
+        }
+    }
+    lines.push(
+        "means over heads and queries: share of causal pairs with a weight; weight on the fifth of the keys with most of it; \
+         nats; tokens back; weight on the own and on the first token; keys that two KV heads both see; weight on keys \
+         farther back"
+            .to_owned(),
+    );
+    lines
+}
+
+/// Layers downwards, heads to the right; in each square queries downwards, keys to the right.
+fn picture(layers: &[LayerWeights], length: usize) -> String {
+    let (left, top, gap) = (70, 64, 8);
+    let heads = layers
+        .iter()
+        .map(|layer| layer.heads.len())
+        .max()
+        .unwrap_or(0);
+    let (width, height) = (
+        left + heads * (SIDE + gap) + 90,
+        top + layers.len() * (SIDE + gap) + 20,
+    );
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" \
+         font-family=\"sans-serif\" font-size=\"13\"><rect width=\"100%\" height=\"100%\" fill=\"white\"/>\
+         <text x=\"{left}\" y=\"20\" font-size=\"15\">Attention weights of {length} tokens: queries downwards, keys to the \
+         right</text>"
+    );
+    for head in 0..heads {
+        let x = left + head * (SIDE + gap) + SIDE / 2;
+        let _ = write!(
+            svg,
+            "<text x=\"{x}\" y=\"{}\" text-anchor=\"middle\">head {head}</text>",
+            top - 8
+        );
+    }
+    for (row, layer) in layers.iter().enumerate() {
+        let y = top + row * (SIDE + gap);
+        let _ = write!(
+            svg,
+            "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">layer {}</text>",
+            left - 8,
+            y + SIDE / 2,
+            layer.layer
+        );
+        for (column, head) in layer.heads.iter().enumerate() {
+            let x = left + column * (SIDE + gap);
+            let _ = write!(
+                svg,
+                "<image x=\"{x}\" y=\"{y}\" width=\"{SIDE}\" height=\"{SIDE}\" preserveAspectRatio=\"none\" \
+                 href=\"data:image/png;base64,{}\"/><rect x=\"{x}\" y=\"{y}\" width=\"{SIDE}\" height=\"{SIDE}\" \
+                 fill=\"none\" stroke=\"#999\"/>",
+                STANDARD.encode(square(&head.weights, length))
+            );
+        }
+    }
+    let x = left + heads * (SIDE + gap) + 4;
+    svg.push_str("<linearGradient id=\"scale\" x1=\"0\" y1=\"0\" x2=\"0\" y2=\"1\"><stop stop-color=\"black\"/>");
+    let _ = write!(
+        svg,
+        "<stop offset=\"1\" stop-color=\"white\"/></linearGradient><rect x=\"{x}\" y=\"{top}\" width=\"14\" height=\"{SIDE}\" \
+         fill=\"url(#scale)\" stroke=\"#999\"/>"
+    );
+    for (share, label) in [
+        (0.0, "1"),
+        (0.25, "0.1"),
+        (0.5, "0.01"),
+        (0.75, "0.001"),
+        (1.0, "≤ 1e-4"),
+    ] {
+        let y = top as f64 + share * SIDE as f64 + 4.0;
+        let _ = write!(
+            svg,
+            "<text x=\"{}\" y=\"{y:.0}\" font-size=\"11\">{label}</text>",
+            x + 18
+        );
+    }
+    svg + "</svg>\n"
+}
+
+/// A head as a grey PNG: black is 1, white 1e-4 and less, in between by the logarithm. A pixel that stands for several pairs
+/// shows the largest weight.
+fn square(weights: &[f32], length: usize) -> Vec<u8> {
+    let side = length.min(PIXELS);
+    let mut largest = vec![0.0_f32; side * side];
+    for (query, row) in weights.chunks(length).enumerate() {
+        for (key, &weight) in row.iter().enumerate() {
+            let cell = &mut largest[query * side / length * side + key * side / length];
+            *cell = cell.max(weight);
+        }
+    }
+    let grey = |&weight: &f32| {
+        let depth = 1.0 - (f64::from(weight).max(FAINTEST).ln() / FAINTEST.ln());
+        255 - (255.0 * depth.clamp(0.0, 1.0)).round() as u8
+    };
+    encode(side, side, &largest.iter().map(grey).collect::<Vec<u8>>())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layer(weights: Vec<f32>) -> LayerWeights {
+        let head = HeadWeights {
+            weights,
+            density: 0.5,
+            top_fifth: 0.9,
+            entropy: 1.0,
+            distance: 3.0,
+            own: 0.2,
+            first: 0.1,
+            beyond: [Some(0.25), None, None, None],
+        };
+        LayerWeights {
+            layer: 3,
+            attention: "mha".to_owned(),
+            heads: vec![head.clone(), head],
+            overlap: Some(0.5),
+            life: None,
+        }
+    }
+
+    #[test]
+    fn every_head_is_drawn_with_its_names() {
+        let svg = picture(&[layer(vec![1.0, 0.0, 0.5, 0.5])], 2);
+        assert_eq!(svg.matches("<image").count(), 2);
+        for word in ["layer 3", "head 0", "head 1", "2 tokens"] {
+            assert!(svg.contains(word), "{word}");
+        }
+    }
+
+    #[test]
+    fn distances_longer_than_the_prompt_have_no_column() {
+        let lines = lines(&[layer(vec![0.0; 4])], 20);
+        assert!(
+            lines[0].contains("> 16") && !lines[0].contains("> 64"),
+            "{}",
+            lines[0]
+        );
+        assert!(
+            lines[1].contains("0.250") && lines[1].ends_with("mha"),
+            "{}",
+            lines[1]
+        );
+    }
+}
