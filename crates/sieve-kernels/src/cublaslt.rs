@@ -9,9 +9,9 @@ mod lane;
 mod plan;
 mod problem;
 
-use crate::cuda_tensor::CudaTensor;
 use crate::error::KernelError;
-use crate::swiglu_forward::as_rows;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::step::swiglu_forward::as_rows;
 use burn::tensor::DType;
 use cubecl::device::Device;
 use cubecl::device_handle::DeviceHandle;
@@ -162,7 +162,7 @@ impl Target {
     ) -> Result<Self, KernelError> {
         let in_place = |tensor: &CudaTensor, beta| {
             require_output_type(tensor.dtype())?;
-            let rows = crate::checks::uniform_rows(tensor.shape(), tensor.strides());
+            let rows = crate::runtime::checks::uniform_rows(tensor.shape(), tensor.strides());
             let (rows, stride) = rows.ok_or_else(|| {
                 tensor.layout_error(NAME, "the output", "rows one stride apart are needed")
             })?;

@@ -6,137 +6,72 @@
 //! Start with [`probe()`], which says in one sentence what is missing, then [`KernelCache::open`] and [`init_runtime`],
 //! all before the first CUDA tensor of the process. One thread per process touches device tensors.
 
-mod checks;
 mod error;
-mod layout;
+mod runtime;
 
-mod cuda_tensor;
-mod recording;
-mod source;
-mod source_kernel;
-
-pub mod ahead_of_time;
-mod cache;
-mod cache_files;
-mod probe;
-
-pub mod oracle;
-
-mod attention_backward_tiling;
-mod attention_tiling;
-mod heads;
-mod hopper_tiling;
-mod host_copy;
-
-mod attention_backward;
-mod attention_decode;
-mod attention_forward;
-mod bias_base;
-mod decode_scratch;
-mod dma_attention_backward;
-mod dma_attention_forward;
-mod dma_decode;
-mod dma_lists;
-mod dma_scores;
-mod dma_select;
-mod mla_decode;
-mod nsa;
-mod sparse_attention_forward;
-
+mod attention;
 mod cublaslt;
-mod fill_zero;
-mod nccl;
-mod vector_rows;
+mod dma;
+mod mla;
+mod nsa;
+mod step;
 
-mod adamw;
-mod column_sums;
-mod cross_entropy;
-mod dma_scores_backward;
-mod embedding_backward;
-mod embedding_forward;
-mod linear_cross_entropy;
-mod mla_pack;
-mod qk_norm_rope_backward;
-mod qk_norm_rope_forward;
-mod residual_add;
-mod rms_norm_backward;
-mod rms_norm_forward;
-mod split_master;
-mod step_kernels;
-mod sum_of_squares;
-
-mod kernel_trace;
-mod memory_watch;
 mod needed;
-mod scale;
 mod shipped;
-mod swiglu_backward;
-mod swiglu_forward;
+mod step_kernels;
 
-pub use adamw::{AdamwTensors, Master, adamw, adamw_kernel};
-pub use attention_backward::{
+pub use dma::oracle;
+pub use runtime::ahead_of_time;
+
+pub use attention::backward::{
     AttentionGradients, attention_backward, attention_backward_convert_kernel,
     attention_backward_kernel, attention_backward_prepare_kernel, attention_backward_query_kernel,
     attention_row_sums_kernel,
 };
-pub use attention_backward_tiling::{
+pub use attention::backward_tiling::{
     BackwardTiling, GradientSet, QueryPass, QueryTiling, SumOrder,
 };
-pub use attention_decode::{
+pub use attention::bias_base::bias_base_kernel;
+pub use attention::decode::{
     DecodeStep, KvCache, attention_decode, attention_decode_cached, attention_decode_kernel,
 };
-pub use attention_forward::{AttentionResult, attention_forward, attention_forward_kernel};
-pub use attention_tiling::{ForwardTiling, KeySource};
-pub use bias_base::bias_base_kernel;
-pub use cache::{KernelCache, init_runtime};
-pub use column_sums::column_sums_kernel;
-pub use cross_entropy::{
-    LogitRows, LossFactors, cross_entropy, cross_entropy_kernel, cross_entropy_with_gradients,
+pub use attention::decode_scratch::DecodeScratch;
+pub use attention::forward::{AttentionResult, attention_forward, attention_forward_kernel};
+pub use attention::heads::{
+    AttentionShape, HEAD_DIM_STEP, Heads, MAX_HEAD_DIM, Qkv, supports_head_dim,
 };
+pub use attention::hopper_tiling::{
+    HopperPass, HopperTiling, KernelFamily, attention_family, best_family, has_hopper_form,
+    hopper_backward_kernel, keeps_rest, let_every_lane_arrive, use_portable_kernels_only,
+};
+pub use attention::sparse_forward::{
+    hopper_sparse_attention_forward_kernel, sparse_attention_forward,
+    sparse_attention_forward_kernel, sparse_attention_tiling,
+};
+pub use attention::tiling::{ForwardTiling, KeySource};
 pub use cublaslt::{
     AlgorithmSearch, MatmulOutput, Product, matmul, matmul_is_inline, matmul_nn, matmul_nt,
     matmul_tn, require_cublaslt, set_algorithm_search,
 };
-pub use cuda_tensor::{CudaPrimitive, CudaTensor};
-pub use decode_scratch::DecodeScratch;
-pub use dma_attention_backward::{
+pub use dma::attention_backward::{
     dma_attention_backward, dma_attention_backward_convert_kernel, dma_attention_backward_kernel,
     dma_attention_backward_query_kernel, dma_attention_row_sums_kernel, dq_sum_queries,
 };
-pub use dma_attention_forward::{dma_attention_forward, dma_attention_forward_kernel};
-pub use dma_decode::{DmaSlots, dma_decode, dma_decode_kernel};
-pub use dma_lists::{
+pub use dma::attention_forward::{dma_attention_forward, dma_attention_forward_kernel};
+pub use dma::decode::{DmaSlots, dma_decode, dma_decode_kernel};
+pub use dma::lists::{
     KeyLists, TILE_QUERIES, dma_lists, dma_lists_kernel, dma_lists_prefix_kernel, list_capacity,
     list_shape, selection_of_expire,
 };
-pub use dma_scores::{MAX_KV_HEADS, ScoreBias, Scores, dma_scores, dma_scores_kernel};
-pub use dma_scores_backward::{ScoresBackward, dma_scores_backward, dma_scores_backward_kernel};
-pub use dma_select::{Selection, dma_select, dma_select_kernels};
-pub use embedding_backward::{
-    embedding_backward, embedding_backward_kernel, embedding_carry_kernel, embedding_order_kernel,
-};
-pub use embedding_forward::{embedding_forward, embedding_forward_kernel};
+pub use dma::scores::{MAX_KV_HEADS, ScoreBias, Scores, dma_scores, dma_scores_kernel};
+pub use dma::scores_backward::{ScoresBackward, dma_scores_backward, dma_scores_backward_kernel};
+pub use dma::select::{Selection, dma_select, dma_select_kernels};
 pub use error::{CudaVersion, KernelError};
-pub use fill_zero::{fill_zero, fill_zero_kernel};
-pub use heads::{AttentionShape, HEAD_DIM_STEP, Heads, MAX_HEAD_DIM, Qkv, supports_head_dim};
-pub use hopper_tiling::{
-    HopperPass, HopperTiling, KernelFamily, attention_family, best_family, has_hopper_form,
-    hopper_backward_kernel, keeps_rest, let_every_lane_arrive, use_portable_kernels_only,
-};
-pub use host_copy::{HostCopy, HostReader};
-pub use kernel_trace::{KernelRecord, KernelTotal, KernelTrace, TraceResult};
-pub use layout::{RowLayout, contiguous_strides, row_layout, strides_are_contiguous};
-pub use linear_cross_entropy::{
-    LinearCrossEntropyGradients, gradient_block_tokens, linear_cross_entropy_with_gradients,
-    token_losses,
-};
-pub use memory_watch::{MemoryPeak, memory_peak, unwatch_memory, watch_memory};
-pub use mla_decode::{mla_decode, mla_decode_join_kernel, mla_decode_kernel};
-pub use mla_pack::{
+pub use mla::decode::{mla_decode, mla_decode_join_kernel, mla_decode_kernel};
+pub use mla::pack::{
     MlaPack, mla_heads, mla_pack_backward, mla_pack_backward_kernel, mla_pack_forward,
     mla_pack_forward_kernel,
 };
-pub use nccl::{NCCL_ID_BYTES, NcclGroup, nccl_id, require_nccl};
 pub use needed::{AttentionNeeds, NeededKernels, NeededKeys, needed_kernels, shared_bytes_of};
 pub use nsa::{
     GateGradients, NSA_PART_BYTES, nsa_blocks, nsa_blocks_backward,
@@ -144,39 +79,56 @@ pub use nsa::{
     nsa_gates_backward, nsa_kernels, nsa_mean_pool, nsa_mean_pool_backward,
     nsa_selected_attention_backward, nsa_selected_attention_forward,
 };
-pub use probe::{CudaReport, DeviceReport, memory_bytes, probe};
-pub use qk_norm_rope_backward::{
+pub use runtime::cache::{KernelCache, init_runtime};
+pub use runtime::cuda_tensor::{CudaPrimitive, CudaTensor};
+pub use runtime::host_copy::{HostCopy, HostReader};
+pub use runtime::kernel_trace::{KernelRecord, KernelTotal, KernelTrace, TraceResult};
+pub use runtime::layout::{RowLayout, contiguous_strides, row_layout, strides_are_contiguous};
+pub use runtime::memory_watch::{MemoryPeak, memory_peak, unwatch_memory, watch_memory};
+pub use runtime::nccl::{NCCL_ID_BYTES, NcclGroup, nccl_id, require_nccl};
+pub use runtime::probe::{CudaReport, DeviceReport, memory_bytes, probe};
+pub use runtime::recording::{BufferView, Hardware, Launch, MapData, Recorder, Recording, Step};
+pub use runtime::source::{KernelText, kernel_file, kernel_files};
+pub use runtime::source_kernel::SourceKernel;
+pub use shipped::{shipped_kernels, shipped_kernels_for};
+pub use step::adamw::{AdamwTensors, Master, adamw, adamw_kernel};
+pub use step::column_sums::column_sums_kernel;
+pub use step::cross_entropy::{
+    LogitRows, LossFactors, cross_entropy, cross_entropy_kernel, cross_entropy_with_gradients,
+};
+pub use step::embedding_backward::{
+    embedding_backward, embedding_backward_kernel, embedding_carry_kernel, embedding_order_kernel,
+};
+pub use step::embedding_forward::{embedding_forward, embedding_forward_kernel};
+pub use step::fill_zero::{fill_zero, fill_zero_kernel};
+pub use step::linear_cross_entropy::{
+    LinearCrossEntropyGradients, gradient_block_tokens, linear_cross_entropy_with_gradients,
+    token_losses,
+};
+pub use step::qk_norm_rope_backward::{
     QkNormRopeGradients, qk_norm_rope_backward, qk_norm_rope_backward_kernel,
 };
-pub use qk_norm_rope_forward::{
+pub use step::qk_norm_rope_forward::{
     QkNormRope, Reuse, qk_norm_rope_forward, qk_norm_rope_forward_kernel,
 };
-pub use recording::{BufferView, Hardware, Launch, MapData, Recorder, Recording, Step};
-pub use residual_add::{residual_add, residual_add_kernel};
-pub use rms_norm_backward::{
+pub use step::residual_add::{residual_add, residual_add_kernel};
+pub use step::rms_norm_backward::{
     rms_norm_backward, rms_norm_backward_kernel, rms_norm_backward_with_output,
     rms_norm_backward_with_output_kernel,
 };
-pub use rms_norm_forward::{
+pub use step::rms_norm_forward::{
     NormResidual, rms_norm_forward, rms_norm_forward_kernel, rms_norm_residual_forward,
 };
-pub use scale::{scale, scale_kernel};
-pub use shipped::{shipped_kernels, shipped_kernels_for};
-pub use source::{KernelText, kernel_file, kernel_files};
-pub use source_kernel::SourceKernel;
-pub use sparse_attention_forward::{
-    hopper_sparse_attention_forward_kernel, sparse_attention_forward,
-    sparse_attention_forward_kernel, sparse_attention_tiling,
-};
-pub use split_master::{Direction, join_master, split_master, split_master_kernel};
-pub use step_kernels::step_kernels;
-pub use sum_of_squares::{
+pub use step::scale::{scale, scale_kernel};
+pub use step::split_master::{Direction, join_master, split_master, split_master_kernel};
+pub use step::sum_of_squares::{
     ClippedNorm, FixedSum, SumResult, Term, finish_sum_kernel, fixed_sum, sum_of_squares,
     sum_partials_kernel,
 };
-pub use swiglu_backward::{
+pub use step::swiglu_backward::{
     swiglu_backward, swiglu_backward_kernel, swiglu_backward_with_output,
     swiglu_backward_with_output_kernel,
 };
-pub use swiglu_forward::{swiglu_forward, swiglu_forward_kernel};
-pub use vector_rows::GradientTarget;
+pub use step::swiglu_forward::{swiglu_forward, swiglu_forward_kernel};
+pub use step::vector_rows::GradientTarget;
+pub use step_kernels::step_kernels;

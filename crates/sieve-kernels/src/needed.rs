@@ -1,32 +1,32 @@
 //! The specialisations that one model's attention launches, for a build ahead of time.
-use crate::attention_backward::{
+use crate::attention::backward::{
     attention_backward_convert_kernel, attention_backward_kernel,
     attention_backward_prepare_kernel, attention_backward_query_kernel, attention_row_sums_kernel,
 };
-use crate::attention_backward_tiling::{BackwardTiling, QueryPass, QueryTiling, SumOrder};
-use crate::attention_decode::attention_decode_kernel;
-use crate::attention_forward::attention_forward_kernel;
-use crate::attention_tiling::{ForwardTiling, KeySource};
-use crate::bias_base::bias_base_kernel;
-use crate::column_sums::column_sums_kernel;
-use crate::dma_attention_backward::{
-    dma_attention_backward_convert_kernel, dma_attention_backward_kernel,
-    dma_attention_backward_query_kernel, dma_attention_row_sums_kernel,
-};
-use crate::dma_attention_forward::dma_attention_forward_kernel;
-use crate::dma_decode::dma_decode_kernel;
-use crate::dma_lists::dma_lists_kernel;
-use crate::dma_scores::{ScoreBias, dma_scores_kernel};
-use crate::dma_select::dma_select_kernels;
-use crate::error::KernelError;
-use crate::fill_zero::fill_zero_kernel;
-use crate::heads::AttentionShape;
-use crate::hopper_tiling::{
+use crate::attention::backward_tiling::{BackwardTiling, QueryPass, QueryTiling, SumOrder};
+use crate::attention::bias_base::bias_base_kernel;
+use crate::attention::decode::attention_decode_kernel;
+use crate::attention::forward::attention_forward_kernel;
+use crate::attention::heads::AttentionShape;
+use crate::attention::hopper_tiling::{
     HopperPass, HopperTiling, has_hopper_form, has_hopper_gradient,
     hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
 };
+use crate::attention::tiling::{ForwardTiling, KeySource};
+use crate::dma::attention_backward::{
+    dma_attention_backward_convert_kernel, dma_attention_backward_kernel,
+    dma_attention_backward_query_kernel, dma_attention_row_sums_kernel,
+};
+use crate::dma::attention_forward::dma_attention_forward_kernel;
+use crate::dma::decode::dma_decode_kernel;
+use crate::dma::lists::dma_lists_kernel;
+use crate::dma::scores::{ScoreBias, dma_scores_kernel};
+use crate::dma::select::dma_select_kernels;
+use crate::error::KernelError;
 use crate::nsa::nsa_kernels;
-use crate::source_kernel::SourceKernel;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::column_sums::column_sums_kernel;
+use crate::step::fill_zero::fill_zero_kernel;
 
 const NAME: &str = "needed_kernels";
 

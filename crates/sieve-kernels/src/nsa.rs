@@ -28,11 +28,11 @@ use selected::{
     nsa_selected_combine_kernel,
 };
 
-use crate::checks::require_tokens;
-use crate::cuda_tensor::CudaTensor;
+use crate::attention::heads::AttentionShape;
 use crate::error::KernelError;
-use crate::heads::AttentionShape;
-use crate::source_kernel::SourceKernel;
+use crate::runtime::checks::require_tokens;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
 use sieve_core::NsaBlocks;
 
 /// `[start, end]` of each token's document, i32 `[batch, seq_len]`.

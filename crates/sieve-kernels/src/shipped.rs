@@ -2,42 +2,42 @@
 //!
 //! A test keeps both lists equal, so that CI compiles exactly what runs on a large GPU for the usual shapes, and a build
 //! ahead of time has something to go by.
-use crate::attention_backward::{
+use crate::attention::backward::{
     attention_backward_convert_kernel, attention_backward_kernel,
     attention_backward_prepare_kernel, attention_backward_query_kernel, attention_row_sums_kernel,
 };
-use crate::attention_backward_tiling::{BackwardTiling, QueryPass, QueryTiling, SumOrder};
-use crate::attention_decode::attention_decode_kernel;
-use crate::attention_forward::attention_forward_kernel;
-use crate::attention_tiling::{ForwardTiling, KeySource};
-use crate::bias_base::bias_base_kernel;
-use crate::dma_attention_backward::{
-    dma_attention_backward_convert_kernel, dma_attention_backward_kernel,
-    dma_attention_backward_query_kernel, dma_attention_row_sums_kernel,
-};
-use crate::dma_attention_forward::dma_attention_forward_kernel;
-use crate::dma_decode::dma_decode_kernel;
-use crate::dma_lists::{dma_lists_kernel, dma_lists_prefix_kernel};
-use crate::dma_scores::{ScoreBias, dma_scores_kernel};
-use crate::dma_select::dma_select_kernels;
-use crate::error::KernelError;
-use crate::fill_zero::fill_zero_kernel;
-use crate::heads::AttentionShape;
-use crate::hopper_tiling::{
+use crate::attention::backward_tiling::{BackwardTiling, QueryPass, QueryTiling, SumOrder};
+use crate::attention::bias_base::bias_base_kernel;
+use crate::attention::decode::attention_decode_kernel;
+use crate::attention::forward::attention_forward_kernel;
+use crate::attention::heads::AttentionShape;
+use crate::attention::hopper_tiling::{
     HopperPass, HopperTiling, has_hopper_gradient, hopper_attention_backward_prepare_kernel,
     hopper_backward_kernel,
 };
-use crate::mla_decode::{mla_decode_join_kernel, mla_decode_kernel};
-use crate::needed::NeededKernels;
-use crate::nsa::nsa_kernels;
-use crate::source_kernel::SourceKernel;
-use crate::sparse_attention_forward::{
+use crate::attention::sparse_forward::{
     hopper_sparse_attention_forward_kernel, sparse_attention_forward_kernel,
     sparse_attention_tiling,
 };
+use crate::attention::tiling::{ForwardTiling, KeySource};
+use crate::dma::attention_backward::{
+    dma_attention_backward_convert_kernel, dma_attention_backward_kernel,
+    dma_attention_backward_query_kernel, dma_attention_row_sums_kernel,
+};
+use crate::dma::attention_forward::dma_attention_forward_kernel;
+use crate::dma::decode::dma_decode_kernel;
+use crate::dma::lists::{dma_lists_kernel, dma_lists_prefix_kernel};
+use crate::dma::scores::{ScoreBias, dma_scores_kernel};
+use crate::dma::select::dma_select_kernels;
+use crate::error::KernelError;
+use crate::mla::decode::{mla_decode_join_kernel, mla_decode_kernel};
+use crate::needed::NeededKernels;
+use crate::nsa::nsa_kernels;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::fill_zero::fill_zero_kernel;
+use crate::step::swiglu_backward::{swiglu_backward_kernel, swiglu_backward_with_output_kernel};
+use crate::step::swiglu_forward::swiglu_forward_kernel;
 use crate::step_kernels::step_kernels;
-use crate::swiglu_backward::{swiglu_backward_kernel, swiglu_backward_with_output_kernel};
-use crate::swiglu_forward::swiglu_forward_kernel;
 
 const NAME: &str = "shipped_kernels";
 

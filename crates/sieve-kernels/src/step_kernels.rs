@@ -1,24 +1,26 @@
 //! The specialisations of the kernels around attention that ship: norms, rotary positions, loss, optimizer, embedding.
 //!
 //! Most do not depend on a model's sizes; heads of 64 and 128 columns and 4 or 8 KV heads are the usual ones.
-use crate::adamw::{Master, adamw_kernel};
-use crate::column_sums::column_sums_kernel;
-use crate::cross_entropy::cross_entropy_kernel;
-use crate::dma_scores_backward::dma_scores_backward_kernel;
-use crate::embedding_backward::{
+use crate::dma::scores_backward::dma_scores_backward_kernel;
+use crate::mla::pack::{mla_pack_backward_kernel, mla_pack_forward_kernel};
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::adamw::{Master, adamw_kernel};
+use crate::step::column_sums::column_sums_kernel;
+use crate::step::cross_entropy::cross_entropy_kernel;
+use crate::step::embedding_backward::{
     embedding_backward_kernel, embedding_carry_kernel, embedding_order_kernel,
 };
-use crate::embedding_forward::embedding_forward_kernel;
-use crate::mla_pack::{mla_pack_backward_kernel, mla_pack_forward_kernel};
-use crate::qk_norm_rope_backward::qk_norm_rope_backward_kernel;
-use crate::qk_norm_rope_forward::{Reuse, qk_norm_rope_forward_kernel};
-use crate::residual_add::residual_add_kernel;
-use crate::rms_norm_backward::{rms_norm_backward_kernel, rms_norm_backward_with_output_kernel};
-use crate::rms_norm_forward::{NormResidual, rms_norm_forward_kernel};
-use crate::scale::scale_kernel;
-use crate::source_kernel::SourceKernel;
-use crate::split_master::{Direction, split_master_kernel};
-use crate::sum_of_squares::{SumResult, Term, finish_sum_kernel, sum_partials_kernel};
+use crate::step::embedding_forward::embedding_forward_kernel;
+use crate::step::qk_norm_rope_backward::qk_norm_rope_backward_kernel;
+use crate::step::qk_norm_rope_forward::{Reuse, qk_norm_rope_forward_kernel};
+use crate::step::residual_add::residual_add_kernel;
+use crate::step::rms_norm_backward::{
+    rms_norm_backward_kernel, rms_norm_backward_with_output_kernel,
+};
+use crate::step::rms_norm_forward::{NormResidual, rms_norm_forward_kernel};
+use crate::step::scale::scale_kernel;
+use crate::step::split_master::{Direction, split_master_kernel};
+use crate::step::sum_of_squares::{SumResult, Term, finish_sum_kernel, sum_partials_kernel};
 
 /// All of them.
 pub fn step_kernels() -> Vec<SourceKernel> {

@@ -9,10 +9,10 @@
 use super::plan::{Operands, Plan, WORKSPACE_BYTES};
 use super::problem::Problem;
 use super::{NAME, lock};
-use crate::cuda_tensor::CudaTensor;
 use crate::error::KernelError;
-use crate::fill_zero::{empty_zero, fill_zero_kernel};
-use crate::source_kernel::PreparedKernel;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::PreparedKernel;
+use crate::step::fill_zero::{empty_zero, fill_zero_kernel};
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::Device;
 use cubecl::device_handle::DeviceHandle;

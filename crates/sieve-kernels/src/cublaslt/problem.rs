@@ -109,7 +109,7 @@ pub(super) fn operand_rows(
         });
     }
     for (what, size) in [("m", sizes[0]), ("n", sizes[1]), ("k", sizes[2])] {
-        crate::checks::require_non_empty(NAME, what, size)?;
+        crate::runtime::checks::require_non_empty(NAME, what, size)?;
     }
     Ok(sizes)
 }

@@ -1,11 +1,11 @@
 //! Launches of `kernels/nsa_blocks*.cu` and `kernels/nsa_positions_backward.cu`.
 use super::{Bounds, require_bounds};
-use crate::column_sums::column_sums;
-use crate::cuda_tensor::CudaTensor;
+use crate::attention::heads::{AttentionShape, Qkv};
 use crate::error::KernelError;
-use crate::heads::{AttentionShape, Qkv};
-use crate::source_kernel::SourceKernel;
-use crate::vector_rows::GradientTarget;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::column_sums::column_sums;
+use crate::step::vector_rows::GradientTarget;
 use burn::tensor::DType;
 use sieve_core::NsaBlocks;
 
@@ -152,7 +152,7 @@ fn backward(
     let width = if is_mean { d } else { size * d };
     dy.require_dtype(NAME, "dy", DType::BF16)?;
     dy.require_shape(NAME, "dy", &[2, rows, width])?;
-    crate::vector_rows::require_words(NAME, d)?;
+    crate::step::vector_rows::require_words(NAME, d)?;
     let dy = dy.contiguous();
     let heads = shape.num_heads + 2 * shape.num_kv_heads;
     let dqkv = dy.empty_contiguous(&[shape.batch, shape.seq_len, heads, d], DType::BF16);

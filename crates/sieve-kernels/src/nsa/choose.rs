@@ -1,9 +1,9 @@
 //! Launches of `kernels/nsa_importance.cu` and `kernels/nsa_choose.cu`: which blocks each query reads.
 use super::{Bounds, query_ranges};
-use crate::cuda_tensor::CudaTensor;
+use crate::attention::heads::Qkv;
 use crate::error::KernelError;
-use crate::heads::Qkv;
-use crate::source_kernel::SourceKernel;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
 use sieve_core::NsaBlocks;
 

@@ -2,18 +2,18 @@
 //! `kernels/nsa_compressed_lists.cu` around them.
 use super::choose::nsa_choose;
 use super::{Bounds, require_bounds, require_sizes};
-use crate::attention_backward::AttentionGradients;
-use crate::attention_backward_tiling::SumOrder;
-use crate::attention_forward::AttentionResult;
-use crate::cuda_tensor::CudaTensor;
-use crate::dma_attention_backward::listed_attention_backward;
-use crate::dma_attention_forward::{RowSums, listed_attention_forward};
-use crate::dma_lists::{KeyLists, TILE_QUERIES};
+use crate::attention::backward::AttentionGradients;
+use crate::attention::backward_tiling::SumOrder;
+use crate::attention::forward::AttentionResult;
+use crate::attention::heads::{AttentionShape, Heads, Qkv};
+use crate::dma::attention_backward::listed_attention_backward;
+use crate::dma::attention_forward::{RowSums, listed_attention_forward};
+use crate::dma::lists::{KeyLists, TILE_QUERIES};
+use crate::dma::oracle::SUPER_BLOCK;
 use crate::error::KernelError;
-use crate::fill_zero::empty_zero;
-use crate::heads::{AttentionShape, Heads, Qkv};
-use crate::oracle::SUPER_BLOCK;
-use crate::source_kernel::SourceKernel;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::fill_zero::empty_zero;
 use burn::tensor::DType;
 use sieve_core::NsaBlocks;
 

@@ -1,9 +1,9 @@
 //! Launches of `kernels/nsa_gates*.cu`.
-use crate::column_sums::column_sums;
-use crate::cuda_tensor::CudaTensor;
 use crate::error::KernelError;
-use crate::source_kernel::SourceKernel;
-use crate::vector_rows::{GradientTarget, require_words};
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::column_sums::column_sums;
+use crate::step::vector_rows::{GradientTarget, require_words};
 use burn::tensor::DType;
 
 const NAME: &str = "nsa_gates";
@@ -58,7 +58,11 @@ impl Inputs {
                 supported: format!("up to {MAX_WIDTH}"),
             });
         }
-        crate::checks::require_non_empty(NAME, "the number of rows", batch * seq_len * heads)?;
+        crate::runtime::checks::require_non_empty(
+            NAME,
+            "the number of rows",
+            batch * seq_len * heads,
+        )?;
         Ok(Self {
             branches: branches.map(CudaTensor::contiguous),
             logits: logits.contiguous(),

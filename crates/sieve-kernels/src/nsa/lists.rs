@@ -1,7 +1,7 @@
 //! Launches of `kernels/nsa_list_counts.cu` and `kernels/nsa_lists.cu`: the queries that chose each block.
-use crate::cuda_tensor::CudaTensor;
 use crate::error::KernelError;
-use crate::source_kernel::SourceKernel;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
 use sieve_core::NsaBlocks;
 

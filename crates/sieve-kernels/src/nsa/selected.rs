@@ -1,15 +1,15 @@
 //! Launches of `kernels/nsa_selected_*.cu`: attention over the chosen blocks, block by block.
 use super::lists::ChoiceLists;
 use super::{Bounds, query_ranges, require_bounds, require_sizes};
-use crate::attention_backward::{AttentionGradients, padded_len, require_gradients, row_stats};
-use crate::attention_backward_tiling::SumOrder;
-use crate::attention_forward::{AttentionResult, require_scale};
-use crate::cuda_tensor::CudaTensor;
-use crate::dma_attention_backward::convert_rows;
+use crate::attention::backward::{AttentionGradients, padded_len, require_gradients, row_stats};
+use crate::attention::backward_tiling::SumOrder;
+use crate::attention::forward::{AttentionResult, require_scale};
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::dma::attention_backward::convert_rows;
 use crate::error::KernelError;
-use crate::fill_zero::empty_zero;
-use crate::heads::{AttentionShape, Qkv};
-use crate::source_kernel::SourceKernel;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::fill_zero::empty_zero;
 use burn::tensor::DType;
 use sieve_core::NsaBlocks;
 

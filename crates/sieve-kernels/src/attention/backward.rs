@@ -1,0 +1,321 @@
+//! Launches of `kernels/attention_backward*.cu`: gradients of dense causal and sliding-window attention.
+use crate::attention::backward_tiling::{
+    BackwardTiling, GradientSet, QueryPass, QueryTiling, SumOrder,
+};
+use crate::attention::bias_base::{Bias, SeenKeys};
+use crate::attention::forward::{AttentionResult, require_per_key, require_scale, shape_words};
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::attention::hopper_tiling::{
+    BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, attention_family, backward_maps,
+    has_hopper_gradient, hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
+};
+use crate::attention::tiling::KeySource;
+use crate::error::KernelError;
+use crate::runtime::checks::{require_non_empty, require_tokens};
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::fill_zero::empty_zero;
+use burn::tensor::DType;
+
+const NAME: &str = "attention_backward";
+
+/// Rows are padded to whole steps of the backward kernels.
+const ROW_ALIGNMENT: usize = 64;
+
+/// What a backward attention call is given.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionGradients<'a> {
+    /// The inputs of the forward call.
+    pub qkv: &'a Qkv,
+    /// What the forward call returned.
+    pub result: &'a AttentionResult,
+    /// Gradient of the output, bf16 `[batch, seq_len, num_heads, head_dim_v]`.
+    pub d_o: &'a CudaTensor,
+    /// Where dq, dk and dv are written: every element of these heads. Contiguous tensors, packed or separate.
+    pub grads: &'a Qkv,
+    /// The scale of the forward call.
+    pub softmax_scale: f32,
+    /// Whether two runs must be bit-equal.
+    pub order: SumOrder,
+}
+
+/// Gradients of [`attention_forward`](crate::attention_forward()) with the same `documents` (`[start, end]`, i32
+/// `[batch, seq_len]`), `window` and `bias`. Returns the bias's gradient, f32 `[batch, num_kv_heads, seq_len]`, if there
+/// is a bias.
+///
+/// # Errors
+/// Types or sizes that do not fit the forward call; a width whose tiles do not fit the device's shared memory.
+pub fn attention_backward(
+    call: AttentionGradients,
+    documents: [&CudaTensor; 2],
+    window: Option<usize>,
+    bias: Option<&CudaTensor>,
+) -> Result<Option<CudaTensor>, KernelError> {
+    let shape = call.qkv.shape(NAME)?;
+    let qkv = call.qkv.walkable();
+    require_gradients(NAME, &call, &shape)?;
+    let window = window.unwrap_or(shape.seq_len).min(shape.seq_len);
+    require_non_empty(NAME, "window", window)?;
+    let [doc_start, doc_end] = documents;
+    let tokens = [shape.batch, shape.seq_len];
+    let doc_start = require_tokens(NAME, "doc_start", doc_start, tokens)?;
+    let doc_end = require_tokens(NAME, "doc_end", doc_end, tokens)?;
+    let bias = bias
+        .map(|bias| {
+            let bias = require_per_key(NAME, "bias", bias, &shape)?;
+            let keys = SeenKeys::Neighbours(&doc_start, window);
+            Bias::with_base(bias, call.result.base.as_ref(), keys, &shape)
+        })
+        .transpose()?;
+    let source = if bias.is_some() {
+        KeySource::Biased
+    } else {
+        KeySource::Dense
+    };
+    let limit = device_shared_bytes(&qkv);
+    let family = attention_family(&shape, source, qkv.q.tensor());
+
+    let d_o = call.d_o.contiguous();
+    let stats = row_stats(&call, &d_o, &shape)?;
+    let dq_sum = match call.order {
+        SumOrder::Any => Some(empty_zero(
+            &d_o,
+            &dq_sum_shape(&shape, padded_len(shape.seq_len)),
+        )?),
+        SumOrder::Fixed => None,
+    };
+    let dbias = bias
+        .as_ref()
+        .map(|bias| bias.delta.empty_contiguous(bias.delta.shape(), DType::F32));
+    let inputs = [qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats];
+    let mut shape_and_strides = shape_words(&shape);
+    shape_and_strides.extend(qkv.words(NAME)?);
+    let scale = u64::from(call.softmax_scale.to_bits());
+    let padded = padded_len(shape.seq_len) as u64;
+    let [dq, dk, dv] = call.grads.head_words(NAME)?;
+
+    if let (Some(bias), None) = (&bias, &call.result.o_rest) {
+        // do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
+        let mut words = shape_and_strides.clone();
+        words.extend([window as u64, scale, padded]);
+        let mut tensors = inputs.to_vec();
+        tensors.push(&doc_start);
+        tensors.extend(bias.tensors());
+        let (kernel, grid, maps) = match family {
+            KernelFamily::Hopper => {
+                let pass = HopperPass::RowSums;
+                HopperTiling::launch(pass, NAME, &qkv, Some(&d_o), &shape, source)?
+            }
+            KernelFamily::Portable => {
+                let pass = QueryPass::RowSums;
+                let tiling = QueryTiling::choose(NAME, pass, &shape, source, limit)?;
+                let kernel = attention_row_sums_kernel(&shape, &tiling, source);
+                (kernel, tiling.grid(&shape, source), Vec::new())
+            }
+        };
+        // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats; the maps are of
+        // q, k, v and d_o, which are among the tensors.
+        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+    }
+    for set in BackwardTiling::launches(&shape, call.order) {
+        let mut words = shape_and_strides.clone();
+        words.extend([dk[0], dv[0], dk[1], dv[1], dk[2], dv[2]]);
+        words.extend([window as u64, scale, padded]);
+        let mut tensors = inputs.to_vec();
+        tensors.push(&doc_end);
+        tensors.extend(bias.iter().flat_map(Bias::tensors));
+        tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
+        tensors.extend(set.dk.then_some(call.grads.k.tensor()));
+        tensors.extend(set.dv.then_some(call.grads.v.tensor()));
+        tensors.extend(dbias.as_ref().filter(|_| set.dk));
+        let (kernel, block_kv, maps) = match family {
+            KernelFamily::Hopper => {
+                let maps = backward_maps(NAME, &qkv, &d_o, &shape)?.to_vec();
+                let kernel = hopper_backward_kernel(&shape, source, set, false);
+                (kernel, BACKWARD_BLOCK_KV, maps)
+            }
+            KernelFamily::Portable => {
+                let tiling = BackwardTiling::choose(NAME, &shape, source, limit)?;
+                let kernel = attention_backward_kernel(&shape, &tiling, source, set);
+                (kernel, tiling.block_kv(), Vec::new())
+            }
+        };
+        let blocks = shape.seq_len.div_ceil(block_kv);
+        let grid = [blocks, shape.num_kv_heads, shape.batch];
+        // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, adds to dq_sum; the maps
+        // are of q and d_o, which are among the tensors.
+        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+    }
+    if let Some(dq_sum) = &dq_sum {
+        convert_dq(dq_sum, &call, &shape, padded_len(shape.seq_len), 0)?;
+        return Ok(dbias);
+    }
+    let mut words = shape_and_strides;
+    words.extend([window as u64, scale, padded]);
+    words.extend(dq);
+    let mut tensors = inputs.to_vec();
+    tensors.push(&doc_start);
+    tensors.extend(bias.iter().flat_map(Bias::tensors));
+    tensors.push(call.grads.q.tensor());
+    let (kernel, grid, maps) =
+        if family == KernelFamily::Hopper && has_hopper_gradient(&shape, source) {
+            let pass = HopperPass::Gradient;
+            HopperTiling::launch(pass, NAME, &qkv, Some(&d_o), &shape, source)?
+        } else {
+            let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
+            let kernel = attention_backward_query_kernel(&shape, &tiling, source);
+            (kernel, tiling.grid(&shape, source), Vec::new())
+        };
+    // SAFETY: sizes, strides and types checked above; writes every element of dq; the maps are of q, k, v and d_o, which
+    // are among the tensors.
+    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+    Ok(dbias)
+}
+
+/// The key-stationary specialisation for a shape, tiling and set of gradients.
+pub fn attention_backward_kernel(
+    shape: &AttentionShape,
+    tiling: &BackwardTiling,
+    source: KeySource,
+    set: GradientSet,
+) -> SourceKernel {
+    tiling.apply(SourceKernel::new(NAME), shape, source, set)
+}
+
+/// The query-stationary dq specialisation for a shape and tiling.
+pub fn attention_backward_query_kernel(
+    shape: &AttentionShape,
+    tiling: &QueryTiling,
+    source: KeySource,
+) -> SourceKernel {
+    tiling.apply(SourceKernel::new("attention_backward_query"), shape, source)
+}
+
+/// The specialisation of the exact row sums for a shape and tiling.
+pub fn attention_row_sums_kernel(
+    shape: &AttentionShape,
+    tiling: &QueryTiling,
+    source: KeySource,
+) -> SourceKernel {
+    tiling.apply(SourceKernel::new("attention_row_sums"), shape, source)
+}
+
+/// The kernel that prepares each row's statistics.
+pub fn attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKernel {
+    SourceKernel::new("attention_backward_prepare")
+        .define("HEAD_DIM_V", head_dim_v)
+        .threads(256)
+}
+
+/// The kernel that turns sums of dq into bf16 rows.
+pub fn attention_backward_convert_kernel(head_dim: usize) -> SourceKernel {
+    SourceKernel::new("attention_backward_convert")
+        .define("HEAD_DIM", head_dim)
+        .threads(256)
+}
+
+/// Rows of the padded per-row buffers.
+pub(crate) fn padded_len(seq_len: usize) -> usize {
+    seq_len.next_multiple_of(ROW_ALIGNMENT)
+}
+
+/// Shape of the f32 sums of dq for some rows of every head: tiles of 16 rows by 8 columns as tensor cores hold them.
+pub(crate) fn dq_sum_shape(shape: &AttentionShape, rows: usize) -> [usize; 4] {
+    [shape.batch, shape.num_heads, rows, shape.head_dim]
+}
+
+/// Shared memory that a block may have on the device of the inputs.
+pub(crate) fn device_shared_bytes(qkv: &Qkv) -> usize {
+    qkv.q.tensor().hardware().max_shared_bytes
+}
+
+/// Checks a backward call's tensors against the forward call's sizes.
+pub(crate) fn require_gradients(
+    kernel: &'static str,
+    call: &AttentionGradients,
+    shape: &AttentionShape,
+) -> Result<(), KernelError> {
+    require_scale(kernel, call.softmax_scale)?;
+    for (name, tensor) in [("o", &call.result.o), ("d_o", call.d_o)] {
+        tensor.require_dtype(kernel, name, DType::BF16)?;
+        tensor.require_shape(kernel, name, &shape.output())?;
+    }
+    call.result.o.require_contiguous(kernel, "o")?;
+    if let Some(rest) = &call.result.o_rest {
+        rest.require_dtype(kernel, "o_rest", DType::BF16)?;
+        rest.require_shape(kernel, "o_rest", &shape.output())?;
+        rest.require_contiguous(kernel, "o_rest")?;
+    }
+    call.result.lse.require_dtype(kernel, "lse", DType::F32)?;
+    call.result.lse.require_shape(kernel, "lse", &shape.lse())?;
+    call.result.lse.require_contiguous(kernel, "lse")?;
+    let grads = call.grads.shape(kernel)?;
+    if grads == *shape {
+        return Ok(());
+    }
+    let (got, supported) = (format!("{grads:?}"), format!("{shape:?}"));
+    Err(KernelError::Unsupported {
+        kernel,
+        what: "shape of the gradients",
+        got,
+        supported,
+    })
+}
+
+/// `{lse in base 2, sum_c o_c do_c}` of each query row, padded.
+pub(crate) fn row_stats(
+    call: &AttentionGradients,
+    d_o: &CudaTensor,
+    shape: &AttentionShape,
+) -> Result<CudaTensor, KernelError> {
+    let padded = padded_len(shape.seq_len);
+    let stats = d_o.empty_contiguous(&[shape.batch, shape.num_heads, padded, 2], DType::F32);
+    // Lanes that share a row: 16 bytes each, in powers of two.
+    let row_lanes = (shape.head_dim_v / 8).next_power_of_two().max(2);
+    let rows = shape.batch * padded * shape.num_heads;
+    let grid = [rows.div_ceil(256 / row_lanes), 1, 1];
+    let words = [shape.batch, shape.seq_len, shape.num_heads, padded].map(|word| word as u64);
+    let mut tensors = vec![&call.result.o];
+    tensors.extend(call.result.o_rest.as_ref());
+    tensors.extend([d_o, &call.result.lse, &stats]);
+    let kernel = match &call.result.o_rest {
+        Some(_) => hopper_attention_backward_prepare_kernel(shape.head_dim_v),
+        None => attention_backward_prepare_kernel(shape.head_dim_v),
+    };
+    // SAFETY: sizes checked by require_gradients; writes every element of stats.
+    unsafe { kernel.launch(grid, &tensors, &words) }?;
+    Ok(stats)
+}
+
+/// Writes the bf16 rows of dq from `rows` rows of sums that begin at `first_query`.
+pub(crate) fn convert_dq(
+    dq_sum: &CudaTensor,
+    call: &AttentionGradients,
+    shape: &AttentionShape,
+    rows: usize,
+    first_query: usize,
+) -> Result<(), KernelError> {
+    // A warp turns 16 rows of 32 columns; a block has eight warps.
+    let warps = shape.batch * shape.num_heads * (rows / 16) * shape.head_dim.div_ceil(32);
+    let [dq, _, _] = call.grads.head_words(NAME)?;
+    let mut words = [
+        shape.batch,
+        shape.seq_len,
+        shape.num_heads,
+        rows,
+        first_query,
+    ]
+    .map(|word| word as u64)
+    .to_vec();
+    words.extend(dq);
+    words.push(u64::from(call.softmax_scale.to_bits()));
+    let kernel = attention_backward_convert_kernel(shape.head_dim);
+    // SAFETY: reads `rows` rows of sums a head; rows past the sequence are skipped.
+    unsafe {
+        kernel.launch(
+            [warps.div_ceil(8), 1, 1],
+            &[dq_sum, call.grads.q.tensor()],
+            &words,
+        )
+    }
+}

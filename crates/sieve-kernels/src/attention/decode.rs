@@ -1,0 +1,203 @@
+//! Launch of `kernels/attention_decode.cu`: one new token a row against its key-value cache.
+use crate::attention::decode_scratch::{DecodeScratch, decode_kernel};
+use crate::attention::forward::require_scale;
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use burn::tensor::DType;
+
+const NAME: &str = "attention_decode";
+
+/// A layer's cached keys and values.
+#[derive(Debug, Clone)]
+pub struct KvCache {
+    /// bf16 `[batch, num_kv_heads, capacity, head_dim]`, written in place.
+    pub k: CudaTensor,
+    /// bf16 `[batch, num_kv_heads, capacity, head_dim_v]`, written in place.
+    pub v: CudaTensor,
+}
+
+/// Which keys a decode step sees, and what it does with the new one.
+#[derive(Debug, Clone, Copy)]
+pub struct DecodeStep {
+    /// Keys that a query sees at most, itself included; `None` is all.
+    pub window: Option<usize>,
+    /// Factor on `q.k`.
+    pub softmax_scale: f32,
+    /// Largest number of keys that any row has cached before this token.
+    pub max_length: usize,
+}
+
+impl KvCache {
+    /// An empty cache of `capacity` keys a row; `like` is any tensor on the device.
+    pub fn new(like: &CudaTensor, shape: &AttentionShape, capacity: usize) -> Self {
+        let new = |width| {
+            like.empty_contiguous(
+                &[shape.batch, shape.num_kv_heads, capacity, width],
+                DType::BF16,
+            )
+        };
+        Self {
+            k: new(shape.head_dim),
+            v: new(shape.head_dim_v),
+        }
+    }
+
+    /// Checks a cache against a call and returns its capacity.
+    pub(crate) fn capacity(
+        &self,
+        kernel: &'static str,
+        shape: &AttentionShape,
+    ) -> Result<usize, KernelError> {
+        let [_, _, capacity, _] = self.k.dims::<4>(kernel, "k_cache")?;
+        for (name, cache, width) in [
+            ("k_cache", &self.k, shape.head_dim),
+            ("v_cache", &self.v, shape.head_dim_v),
+        ] {
+            cache.require_dtype(kernel, name, DType::BF16)?;
+            cache.require_shape(
+                kernel,
+                name,
+                &[shape.batch, shape.num_kv_heads, capacity, width],
+            )?;
+            cache.require_contiguous(kernel, name)?;
+        }
+        Ok(capacity)
+    }
+}
+
+/// Attends one new token a row over its cache and itself, and appends its key and value to the cache. `token` holds
+/// `[batch, 1, heads, head_dim]` tensors, `length` (i32 `[batch]`) the keys cached before it. Returns
+/// `[batch, 1, num_heads, head_dim_v]`.
+///
+/// # Errors
+/// Types or sizes that do not fit, a full cache.
+pub fn attention_decode(
+    token: &Qkv,
+    cache: &KvCache,
+    length: &CudaTensor,
+    step: DecodeStep,
+    scratch: &DecodeScratch,
+) -> Result<CudaTensor, KernelError> {
+    let shape = one_token(NAME, token)?;
+    let token = token.walkable();
+    let capacity = cache.capacity(NAME, &shape)?;
+    if step.max_length >= capacity {
+        let (got, supported) = (
+            step.max_length.to_string(),
+            format!("below the cache's capacity of {capacity}"),
+        );
+        return Err(KernelError::Unsupported {
+            kernel: NAME,
+            what: "length",
+            got,
+            supported,
+        });
+    }
+    let tensors = [token.q.tensor(), token.k.tensor(), token.v.tensor()];
+    launch(&shape, &token, &tensors, cache, length, step, scratch, 1)
+}
+
+/// Attends one query a row over its cache alone: `length` keys of it, the last `window` of those. Nothing is written to
+/// the cache. `token`'s keys and values are not read.
+///
+/// # Errors
+/// Types or sizes that do not fit.
+pub fn attention_decode_cached(
+    token: &Qkv,
+    cache: &KvCache,
+    length: &CudaTensor,
+    step: DecodeStep,
+    scratch: &DecodeScratch,
+) -> Result<CudaTensor, KernelError> {
+    let shape = one_token(NAME, token)?;
+    let token = token.walkable();
+    launch(
+        &shape,
+        &token,
+        &[token.q.tensor()],
+        cache,
+        length,
+        step,
+        scratch,
+        0,
+    )
+}
+
+#[allow(clippy::too_many_arguments)] // the two public functions' arguments, and what tells them apart
+fn launch(
+    shape: &AttentionShape,
+    token: &Qkv,
+    inputs: &[&CudaTensor],
+    cache: &KvCache,
+    length: &CudaTensor,
+    step: DecodeStep,
+    scratch: &DecodeScratch,
+    append: usize,
+) -> Result<CudaTensor, KernelError> {
+    let capacity = cache.capacity(NAME, shape)?;
+    require_scale(NAME, step.softmax_scale)?;
+    length.require_dtype(NAME, "length", DType::I32)?;
+    length.require_shape(NAME, "length", &[shape.batch])?;
+    let window = step.window.unwrap_or(capacity + 1);
+    require_non_empty(NAME, "window", window)?;
+    if !scratch.fits(shape) {
+        return Err(scratch.misfit(NAME, shape));
+    }
+    let o = cache.k.empty_contiguous(&shape.output(), DType::BF16);
+    let mut tensors = inputs.to_vec();
+    tensors.extend([
+        &cache.k,
+        &cache.v,
+        length,
+        &o,
+        &scratch.partials,
+        &scratch.counters,
+    ]);
+    let sizes = [
+        shape.num_heads,
+        shape.num_kv_heads,
+        capacity,
+        window,
+        scratch.num_splits,
+    ];
+    let mut words = sizes.map(|word| word as u64).to_vec();
+    words.push(u64::from(step.softmax_scale.to_bits()));
+    words.extend(offsets_and_batch_strides(NAME, token)?);
+    let kernel = attention_decode_kernel(shape.head_dim, shape.head_dim_v, append);
+    // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity; writes every element of
+    // o and, when appending, row `length` of the caches.
+    unsafe { kernel.launch(scratch.grid(), &tensors, &words) }?;
+    Ok(o)
+}
+
+/// The specialisation for head widths; `append` is 1 when the token joins the cache.
+pub fn attention_decode_kernel(head_dim: usize, head_dim_v: usize, append: usize) -> SourceKernel {
+    decode_kernel(SourceKernel::new(NAME), head_dim, head_dim_v).define("APPEND", append)
+}
+
+/// The sizes of a call with one token a row.
+pub(crate) fn one_token(kernel: &'static str, token: &Qkv) -> Result<AttentionShape, KernelError> {
+    let shape = token.shape(kernel)?;
+    if shape.seq_len == 1 {
+        return Ok(shape);
+    }
+    let (got, supported) = (shape.seq_len.to_string(), "1".to_owned());
+    Err(KernelError::Unsupported {
+        kernel,
+        what: "tokens a row",
+        got,
+        supported,
+    })
+}
+
+/// `q_offset, q_batch_stride, k_offset, k_batch_stride, v_offset, v_batch_stride`.
+pub(crate) fn offsets_and_batch_strides(
+    kernel: &'static str,
+    token: &Qkv,
+) -> Result<[u64; 6], KernelError> {
+    let [q, k, v] = token.head_words(kernel)?;
+    Ok([q[0], q[2], k[0], k[2], v[0], v[2]])
+}

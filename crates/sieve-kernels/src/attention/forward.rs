@@ -1,0 +1,156 @@
+//! Launch of `kernels/attention_forward.cu`: dense causal and sliding-window attention.
+use crate::attention::bias_base::{Bias, SeenKeys};
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::attention::hopper_tiling::{
+    HopperPass, HopperTiling, KernelFamily, attention_family, keeps_rest,
+};
+use crate::attention::tiling::{ForwardTiling, KeySource};
+use crate::error::KernelError;
+use crate::runtime::checks::{require_non_empty, require_tokens};
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use burn::tensor::DType;
+
+const NAME: &str = "attention_forward";
+
+/// What a forward attention kernel returns.
+#[derive(Debug, Clone)]
+pub struct AttentionResult {
+    /// Output, bf16 `[batch, seq_len, num_heads, head_dim_v]`.
+    pub o: CudaTensor,
+    /// Natural logarithm of each row's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing. With
+    /// a bias it is less by the largest bias that the row sees: it then keeps its last digits however large biases are.
+    pub lse: CudaTensor,
+    /// The 16 bits of each f32 of the output that o lacks, shaped as o and of its dtype (they are no numbers by
+    /// themselves), where the kernel keeps them: they spare the backward pass the row sums.
+    pub o_rest: Option<CudaTensor>,
+    /// With a bias: the largest that each query sees, f32 `[batch, num_kv_heads, seq_len rounded up to 64]`.
+    pub base: Option<CudaTensor>,
+}
+
+/// Causal attention inside documents: query i sees the keys `max(doc_start[i], i - window + 1) <= j <= i`; `None` is no
+/// window. `bias` is f32 `[batch, num_kv_heads, seq_len]`, added to every logit of its key (DMA with every key kept).
+/// `doc_start` is i32 `[batch, seq_len]`.
+///
+/// # Errors
+/// Another type than bf16, sizes that do not fit, a window of 0, a scale that is not positive.
+pub fn attention_forward(
+    qkv: &Qkv,
+    doc_start: &CudaTensor,
+    window: Option<usize>,
+    softmax_scale: f32,
+    bias: Option<&CudaTensor>,
+) -> Result<AttentionResult, KernelError> {
+    let shape = qkv.shape(NAME)?;
+    let qkv = qkv.walkable();
+    require_scale(NAME, softmax_scale)?;
+    let window = window.unwrap_or(shape.seq_len).min(shape.seq_len);
+    require_non_empty(NAME, "window", window)?;
+    let doc_start = require_tokens(NAME, "doc_start", doc_start, [shape.batch, shape.seq_len])?;
+    let bias = bias
+        .map(|bias| {
+            let bias = require_per_key(NAME, "bias", bias, &shape)?;
+            Bias::new(bias, SeenKeys::Neighbours(&doc_start, window), &shape)
+        })
+        .transpose()?;
+    let q = qkv.q.tensor();
+    let o = q.empty_contiguous(&shape.output(), DType::BF16);
+    let lse = q.empty_contiguous(&shape.lse(), DType::F32);
+
+    let source = if bias.is_some() {
+        KeySource::Biased
+    } else {
+        KeySource::Dense
+    };
+    let mut words = shape_words(&shape);
+    words.extend(qkv.words(NAME)?);
+    words.extend([window as u64, u64::from(softmax_scale.to_bits())]);
+    let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &doc_start];
+    tensors.extend(bias.iter().flat_map(Bias::tensors));
+    tensors.extend([&o, &lse]);
+    let family = attention_family(&shape, source, q);
+    let with_rest = bias.is_some() && keeps_rest(family, shape.seq_len);
+    let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
+    tensors.extend(o_rest.as_ref());
+    let (kernel, grid, maps) = match family {
+        KernelFamily::Hopper => {
+            let pass = HopperPass::output(with_rest);
+            HopperTiling::launch(pass, NAME, &qkv, None, &shape, source)?
+        }
+        KernelFamily::Portable => {
+            let limit = q.hardware().max_shared_bytes;
+            let tiling = ForwardTiling::choose(NAME, &shape, source, limit)?;
+            let kernel = attention_forward_kernel(&shape, &tiling, source);
+            (kernel, tiling.grid(&shape, source), Vec::new())
+        }
+    };
+    // SAFETY: sizes, strides and types checked above; reads the inputs, writes every element of o and lse; the maps are of
+    // q, k and v, which are among the tensors.
+    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+    Ok(AttentionResult {
+        o,
+        lse,
+        o_rest,
+        base: bias.map(|bias| bias.base),
+    })
+}
+
+/// The specialisation for a shape and tiling.
+pub fn attention_forward_kernel(
+    shape: &AttentionShape,
+    tiling: &ForwardTiling,
+    source: KeySource,
+) -> SourceKernel {
+    tiling.apply(SourceKernel::new(NAME), shape, source)
+}
+
+/// The first four words of every attention kernel's params.
+pub(crate) fn shape_words(shape: &AttentionShape) -> Vec<u64> {
+    [
+        shape.batch,
+        shape.seq_len,
+        shape.num_heads,
+        shape.num_kv_heads,
+    ]
+    .map(|word| word as u64)
+    .to_vec()
+}
+
+/// An f32 tensor of one number a key and KV head; returned contiguous.
+pub(crate) fn require_per_key(
+    kernel: &'static str,
+    name: &'static str,
+    tensor: &CudaTensor,
+    shape: &AttentionShape,
+) -> Result<CudaTensor, KernelError> {
+    tensor.require_dtype(kernel, name, DType::F32)?;
+    tensor.require_shape(kernel, name, &shape.per_key())?;
+    Ok(tensor.contiguous())
+}
+
+/// The kernels fold the scale into the exponent, so it must be a positive number.
+pub(crate) fn require_scale(kernel: &'static str, softmax_scale: f32) -> Result<(), KernelError> {
+    if softmax_scale > 0.0 && softmax_scale.is_finite() {
+        return Ok(());
+    }
+    let (got, supported) = (softmax_scale.to_string(), "positive and finite".to_owned());
+    Err(KernelError::Unsupported {
+        kernel,
+        what: "softmax_scale",
+        got,
+        supported,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scale_must_be_positive() {
+        assert!(require_scale("k", 0.125).is_ok());
+        for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+            assert!(require_scale("k", bad).is_err(), "{bad}");
+        }
+    }
+}

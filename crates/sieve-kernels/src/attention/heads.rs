@@ -1,0 +1,247 @@
+//! Queries, keys and values as attention kernels read them: heads of packed or separate tensors, by strides.
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::layout::row_layout;
+use burn::tensor::DType;
+
+/// Attention kernels copy 16 bytes at a time.
+const ALIGN_ELEMENTS: usize = 8;
+
+/// Widths of heads that the attention kernels take: multiples of this, up to [`MAX_HEAD_DIM`].
+pub const HEAD_DIM_STEP: usize = 16;
+/// The widest heads that the attention kernels take.
+pub const MAX_HEAD_DIM: usize = 256;
+
+/// Whether the attention kernels take heads of this width.
+pub fn supports_head_dim(head_dim: usize) -> bool {
+    head_dim.is_multiple_of(HEAD_DIM_STEP) && (HEAD_DIM_STEP..=MAX_HEAD_DIM).contains(&head_dim)
+}
+
+/// Some neighbouring heads of a `[batch, seq_len, heads, head_dim]` bf16 tensor.
+#[derive(Debug, Clone)]
+pub struct Heads {
+    tensor: CudaTensor,
+    first_head: usize,
+    num_heads: usize,
+}
+
+/// The three inputs of an attention call.
+#[derive(Debug, Clone)]
+pub struct Qkv {
+    /// Queries.
+    pub q: Heads,
+    /// Keys.
+    pub k: Heads,
+    /// Values; their width may be smaller than the keys'.
+    pub v: Heads,
+}
+
+/// Sizes of an attention call, as its inputs agree on them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionShape {
+    /// Rows of the batch.
+    pub batch: usize,
+    /// Tokens of a row.
+    pub seq_len: usize,
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key and value heads; divides `num_heads`.
+    pub num_kv_heads: usize,
+    /// Width of queries and keys.
+    pub head_dim: usize,
+    /// Width of values and outputs.
+    pub head_dim_v: usize,
+}
+
+impl AttentionShape {
+    /// Query heads that share a KV head.
+    pub fn group_size(&self) -> usize {
+        self.num_heads / self.num_kv_heads
+    }
+
+    /// Shape of the output and its gradient.
+    pub fn output(&self) -> [usize; 4] {
+        [self.batch, self.seq_len, self.num_heads, self.head_dim_v]
+    }
+
+    /// Shape of the log-sum-exp.
+    pub fn lse(&self) -> [usize; 3] {
+        [self.batch, self.num_heads, self.seq_len]
+    }
+
+    /// Shape of scores, biases and `expire`.
+    pub fn per_key(&self) -> [usize; 3] {
+        [self.batch, self.num_kv_heads, self.seq_len]
+    }
+}
+
+impl Heads {
+    /// All heads of a tensor.
+    pub fn all(tensor: &CudaTensor) -> Self {
+        let num_heads = tensor.shape().get(2).copied().unwrap_or(0);
+        Self::some(tensor, 0, num_heads)
+    }
+
+    /// `num_heads` heads from `first_head` on.
+    pub fn some(tensor: &CudaTensor, first_head: usize, num_heads: usize) -> Self {
+        Self {
+            tensor: tensor.clone(),
+            first_head,
+            num_heads,
+        }
+    }
+
+    /// The tensor that the heads are part of.
+    pub fn tensor(&self) -> &CudaTensor {
+        &self.tensor
+    }
+
+    /// Offset, token stride and batch stride, in elements.
+    fn words(&self) -> Option<[usize; 3]> {
+        let shape: [usize; 4] = self.tensor.shape().try_into().ok()?;
+        let strides: [usize; 4] = self.tensor.strides().try_into().ok()?;
+        let layout = row_layout(shape, strides, ALIGN_ELEMENTS)?;
+        Some([
+            self.first_head * shape[3],
+            layout.token_stride,
+            layout.batch_stride,
+        ])
+    }
+}
+
+impl Qkv {
+    /// One tensor `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values.
+    pub fn packed(qkv: &CudaTensor, num_heads: usize, num_kv_heads: usize) -> Self {
+        Self {
+            q: Heads::some(qkv, 0, num_heads),
+            k: Heads::some(qkv, num_heads, num_kv_heads),
+            v: Heads::some(qkv, num_heads + num_kv_heads, num_kv_heads),
+        }
+    }
+
+    /// Three tensors `[batch, seq_len, heads, head_dim]`.
+    pub fn separate(q: &CudaTensor, k: &CudaTensor, v: &CudaTensor) -> Self {
+        Self {
+            q: Heads::all(q),
+            k: Heads::all(k),
+            v: Heads::all(v),
+        }
+    }
+
+    /// Checks the three inputs against each other.
+    ///
+    /// # Errors
+    /// Another type than bf16, sizes that do not fit, a `head_dim` the kernels are not compiled for.
+    pub fn shape(&self, kernel: &'static str) -> Result<AttentionShape, KernelError> {
+        let [batch, seq_len, q_total, head_dim] = self.q.tensor.dims(kernel, "q")?;
+        let [_, _, _, head_dim_v] = self.v.tensor.dims::<4>(kernel, "v")?;
+        let (num_heads, num_kv_heads) = (self.q.num_heads, self.k.num_heads);
+        let expected = |heads: &Heads, width: usize| {
+            let total = heads.tensor.shape().get(2).copied().unwrap_or(0);
+            [
+                batch,
+                seq_len,
+                total.max(heads.first_head + heads.num_heads),
+                width,
+            ]
+        };
+        for (name, heads, width) in [
+            ("q", &self.q, head_dim),
+            ("k", &self.k, head_dim),
+            ("v", &self.v, head_dim_v),
+        ] {
+            heads.tensor.require_dtype(kernel, name, DType::BF16)?;
+            heads
+                .tensor
+                .require_shape(kernel, name, &expected(heads, width))?;
+        }
+        let unsupported = |what, got: String, supported: &str| {
+            Err(KernelError::Unsupported {
+                kernel,
+                what,
+                got,
+                supported: supported.to_owned(),
+            })
+        };
+        if num_kv_heads == 0
+            || self.v.num_heads != num_kv_heads
+            || !num_heads.is_multiple_of(num_kv_heads)
+            || num_heads == 0
+        {
+            let got = format!(
+                "{num_heads}/{num_kv_heads}/{} of {q_total}",
+                self.v.num_heads
+            );
+            return unsupported(
+                "number of q/k/v heads",
+                got,
+                "as many k as v heads, dividing the q heads",
+            );
+        }
+        if !supports_head_dim(head_dim) {
+            let supported =
+                format!("multiples of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {MAX_HEAD_DIM}");
+            return unsupported("head_dim", head_dim.to_string(), &supported);
+        }
+        if !head_dim_v.is_multiple_of(HEAD_DIM_STEP) || head_dim_v > head_dim {
+            return unsupported(
+                "head_dim of v",
+                head_dim_v.to_string(),
+                "multiples of 16 up to that of q and k",
+            );
+        }
+        crate::runtime::checks::require_non_empty(kernel, "batch", batch)?;
+        crate::runtime::checks::require_non_empty(kernel, "seq_len", seq_len)?;
+        if seq_len > i32::MAX as usize / 2 {
+            return unsupported("seq_len", seq_len.to_string(), "below 2^30");
+        }
+        Ok(AttentionShape {
+            batch,
+            seq_len,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim_v,
+        })
+    }
+
+    /// The same heads in tensors that the kernels can walk: a copy of each tensor whose strides they cannot follow.
+    pub(crate) fn walkable(&self) -> Self {
+        let walkable = |heads: &Heads| match heads.words() {
+            Some(_) => heads.clone(),
+            None => Heads {
+                tensor: heads.tensor.contiguous(),
+                ..heads.clone()
+            },
+        };
+        Self {
+            q: walkable(&self.q),
+            k: walkable(&self.k),
+            v: walkable(&self.v),
+        }
+    }
+
+    /// Nine params words: offsets of q, k, v; their token strides; their batch strides.
+    ///
+    /// # Errors
+    /// [`KernelError::Layout`] when [`walkable`](Self::walkable) was not called.
+    pub(crate) fn words(&self, kernel: &'static str) -> Result<[u64; 9], KernelError> {
+        let [q, k, v] = self.head_words(kernel)?;
+        Ok([q[0], k[0], v[0], q[1], k[1], v[1], q[2], k[2], v[2]])
+    }
+
+    /// `{offset, token stride, batch stride}` of q, k and v.
+    ///
+    /// # Errors
+    /// As [`words`](Self::words).
+    pub(crate) fn head_words(&self, kernel: &'static str) -> Result<[[u64; 3]; 3], KernelError> {
+        let of = |name, heads: &Heads| {
+            let expected = "heads must lie side by side, rows 16-byte aligned";
+            let words = heads.words();
+            words
+                .ok_or_else(|| heads.tensor.layout_error(kernel, name, expected))
+                .map(|w| w.map(|word| word as u64))
+        };
+        Ok([of("q", &self.q)?, of("k", &self.k)?, of("v", &self.v)?])
+    }
+}

@@ -1,0 +1,492 @@
+//! The Hopper family (`sm_90a`) of the attention kernels: when it is taken, its tilings, and its tensor maps.
+//!
+//! Buffers and params words are those of the portable kernels, so that a wrapper differs in kernel, grid and maps alone.
+//!
+//! | device | widths | forward, row sums, backward | dq in a fixed order |
+//! |---|---|---|---|
+//! | compute capability 9.0, unless [`use_portable_kernels_only`]`(true)` | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu`; lists of odd groups at 128: portable |
+//! | the same | keys of 192 and values of 128, neighbours without a bias | `hopper_attention_*.cu` | the portable kernels |
+//! | any other, or other widths | 16 to 256 | the portable kernels | the portable kernels |
+//!
+//! `sieve kernels check` compares both families with the reference, and so one with the other.
+use crate::attention::backward_tiling::GradientSet;
+use crate::attention::heads::{AttentionShape, Heads, Qkv};
+use crate::attention::tiling::KeySource;
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::{SourceKernel, TileMap};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Which kernels an attention call takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KernelFamily {
+    /// mma.sync and cp.async: every device since Ampere.
+    Portable,
+    /// wgmma, TMA and warp specialisation: compute capability 9.0.
+    Hopper,
+}
+
+/// Keys of a stage of the forward kernels, and of a block of the backward kernels.
+const BLOCK_KV: usize = 128;
+/// Queries of a step of the backward kernels.
+const BLOCK_Q: usize = 64;
+/// Threads of a warpgroup.
+const WARPGROUP: usize = 128;
+
+/// Tokens of a row up to which the forward pass with a bias also stores the lower 16 bits of o (as much memory as o), so
+/// that the backward pass needs no row sums: a quarter of its time. In longer rows memory is the scarcer good.
+const MOST_TOKENS_WITH_REST: usize = 32768;
+
+// Process-wide, as the choice of the order of sums: a mode, for cross-checks of one family by the other.
+static PORTABLE_ONLY: AtomicBool = AtomicBool::new(false);
+
+/// Takes the portable kernels everywhere from now on, or, as at the start, the best for the device.
+pub fn use_portable_kernels_only(portable_only: bool) {
+    PORTABLE_ONLY.store(portable_only, Ordering::Relaxed);
+}
+
+// Process-wide as well: a mode of checks.
+static EVERY_LANE_ARRIVES: AtomicBool = AtomicBool::new(false);
+
+/// Compiles the Hopper backward kernels so that each lane that stores row statistics arrives at their barrier itself,
+/// instead of one lane for its warp. Slower; for racecheck, which credits an arrival to its lane alone.
+pub fn let_every_lane_arrive() {
+    EVERY_LANE_ARRIVES.store(true, Ordering::Relaxed);
+}
+
+/// The family that attention of this shape takes on the tensor's device.
+pub fn attention_family(
+    shape: &AttentionShape,
+    source: KeySource,
+    like: &CudaTensor,
+) -> KernelFamily {
+    if PORTABLE_ONLY.load(Ordering::Relaxed) {
+        return KernelFamily::Portable;
+    }
+    best_family(shape, source, like.hardware().compute_capability == (9, 0))
+}
+
+/// The family that attention of this shape takes on a Hopper device (compute capability 9.0), or on any other.
+pub fn best_family(shape: &AttentionShape, source: KeySource, is_hopper: bool) -> KernelFamily {
+    if is_hopper && has_hopper_form(shape, source) {
+        KernelFamily::Hopper
+    } else {
+        KernelFamily::Portable
+    }
+}
+
+/// Whether a forward pass with a bias on each key also returns what rounding took from o, which is as large as o.
+pub fn keeps_rest(family: KernelFamily, seq_len: usize) -> bool {
+    family == KernelFamily::Hopper && seq_len <= MOST_TOKENS_WITH_REST
+}
+
+/// Whether the Hopper kernels are made for these widths.
+pub fn has_hopper_form(shape: &AttentionShape, source: KeySource) -> bool {
+    match (shape.head_dim, shape.head_dim_v) {
+        (64, 64) | (128, 128) => true,
+        (192, 128) => source == KeySource::Dense,
+        _ => false,
+    }
+}
+
+/// Whether the fixed-order dq kernel has a form for these widths: gathered keys of one head a tile would spill at 128, and
+/// wider keys do not fit beside the output's gradient.
+pub(crate) fn has_hopper_gradient(shape: &AttentionShape, source: KeySource) -> bool {
+    match shape.head_dim {
+        64 => true,
+        128 => source != KeySource::Gathered || shape.group_size().is_multiple_of(2),
+        _ => false,
+    }
+}
+
+/// What a query-stationary kernel makes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HopperPass {
+    /// o and lse.
+    Output,
+    /// o, lse, and the lower 16 bits of o.
+    OutputAndRest,
+    /// The row sums that the backward pass needs.
+    RowSums,
+    /// dq, summed in a fixed order.
+    Gradient,
+}
+
+impl HopperPass {
+    fn reads_gradient(self) -> bool {
+        matches!(self, Self::RowSums | Self::Gradient)
+    }
+
+    pub(crate) fn output(with_rest: bool) -> Self {
+        if with_rest {
+            Self::OutputAndRest
+        } else {
+            Self::Output
+        }
+    }
+}
+
+/// Tile sizes of the query-stationary Hopper kernels, named as their defines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HopperTiling {
+    pass: HopperPass,
+    source: KeySource,
+    head_dim: usize,
+    head_dim_v: usize,
+    num_consumers: usize,
+    k_stages: usize,
+    v_stages: usize,
+    heads_per_tile: usize,
+    /// How warpgroups take turns at the tensor cores.
+    take_turns: usize,
+    /// Registers a thread of the consumers and of the producer.
+    registers: [usize; 2],
+}
+
+impl HopperTiling {
+    /// The tiling measured best for a shape.
+    pub fn new(pass: HopperPass, shape: &AttentionShape, source: KeySource) -> Self {
+        let is_wide = shape.head_dim >= 128;
+        let shares = source == KeySource::Gathered && shape.group_size().is_multiple_of(2);
+        let reads_gradient = pass.reads_gradient();
+        let three = !is_wide && source == KeySource::Dense && !reads_gradient;
+        Self {
+            pass,
+            source,
+            head_dim: shape.head_dim,
+            head_dim_v: shape.head_dim_v,
+            num_consumers: if three { 3 } else { 2 },
+            k_stages: if is_wide { 2 } else { 3 },
+            v_stages: if is_wide && (reads_gradient || shape.head_dim > 128) {
+                2
+            } else {
+                3
+            },
+            heads_per_tile: if shares { 2 } else { 1 },
+            take_turns: if reads_gradient { 0 } else { 2 },
+            registers: match pass {
+                HopperPass::Gradient => [224, 56],
+                _ if three => [160, 32],
+                _ => [216, 72],
+            },
+        }
+    }
+
+    fn tile_queries(&self) -> usize {
+        self.num_consumers * 64 / self.heads_per_tile
+    }
+
+    /// Dynamic shared memory of a block.
+    pub fn shared_bytes(&self) -> usize {
+        let rows = self.num_consumers * 64;
+        let stages = self.k_stages + self.v_stages;
+        let row_bytes = match self.pass {
+            HopperPass::Output | HopperPass::OutputAndRest => 2,
+            HopperPass::RowSums | HopperPass::Gradient => 4,
+        };
+        // The bias as one more step of the product: four slots of 128 keys and two of a tile's rows, 16 bytes each.
+        let bias = if self.source == KeySource::Dense {
+            0
+        } else {
+            8192 + 2 * rows * 16
+        };
+        let (entries, starts) = match self.source {
+            KeySource::Gathered => (4096, 0),
+            KeySource::Dense | KeySource::Biased => (0, self.tile_queries() * 4),
+        };
+        rows * self.head_dim * row_bytes
+            + 256 * (self.k_stages * self.head_dim + self.v_stages * self.head_dim_v)
+            + bias
+            + entries
+            + 2 * (32 + starts)
+            + (2 * stages + 2) * 8
+            + 1024
+    }
+
+    /// The specialisation.
+    pub fn kernel(&self) -> SourceKernel {
+        let name = match (self.source, self.pass) {
+            (KeySource::Gathered, HopperPass::RowSums) => "hopper_dma_attention_row_sums",
+            (KeySource::Gathered, HopperPass::Gradient) => "hopper_dma_attention_backward_query",
+            (KeySource::Gathered, _) => "hopper_dma_attention_forward",
+            (_, HopperPass::RowSums) => "hopper_attention_row_sums",
+            (_, HopperPass::Gradient) => "hopper_attention_backward_query",
+            (_, _) => "hopper_attention_forward",
+        };
+        let kernel = define_widths(SourceKernel::new(name), [self.head_dim, self.head_dim_v])
+            .define("NUM_CONSUMERS", self.num_consumers)
+            .define("BLOCK_KV", BLOCK_KV)
+            .define("K_STAGES", self.k_stages)
+            .define("V_STAGES", self.v_stages)
+            .define("TAKE_TURNS", self.take_turns)
+            .define("TENSOR_MAPS", 1)
+            .define("CONSUMER_REGISTERS", self.registers[0])
+            .define("PRODUCER_REGISTERS", self.registers[1])
+            .define("HEADS_PER_TILE", self.heads_per_tile)
+            .threads(WARPGROUP * (1 + self.num_consumers))
+            .shared_bytes(self.shared_bytes());
+        let kernel = match self.source {
+            // The gathered kernels define HAS_BIAS themselves.
+            KeySource::Gathered => kernel,
+            KeySource::Dense => kernel.define("HAS_BIAS", 0),
+            KeySource::Biased => kernel.define("HAS_BIAS", 1),
+        };
+        match self.pass {
+            HopperPass::OutputAndRest => kernel.define("RESIDUAL", 1),
+            HopperPass::Output | HopperPass::RowSums | HopperPass::Gradient => kernel,
+        }
+    }
+
+    /// Kernel, grid and maps of a pass over `qkv`, whose tensors and those of `d_o` must be among the launch's.
+    ///
+    /// # Errors
+    /// Those of [`maps`](Self::maps).
+    pub(crate) fn launch<'a>(
+        pass: HopperPass,
+        kernel: &'static str,
+        qkv: &'a Qkv,
+        d_o: Option<&'a CudaTensor>,
+        shape: &AttentionShape,
+        source: KeySource,
+    ) -> Result<(SourceKernel, [usize; 3], Vec<TileMap<'a>>), KernelError> {
+        let tiling = Self::new(pass, shape, source);
+        let maps = tiling.maps(kernel, qkv, d_o, shape)?;
+        Ok((tiling.kernel(), tiling.grid(qkv.q.tensor()), maps))
+    }
+
+    /// One block for each multiprocessor: blocks fetch their work themselves.
+    fn grid(&self, like: &CudaTensor) -> [usize; 3] {
+        [like.hardware().num_multiprocessors, 1, 1]
+    }
+
+    /// Maps of q, of k and v where they are not gathered, and of the output's gradient for the row sums.
+    ///
+    /// # Errors
+    /// [`KernelError::Layout`] when the heads cannot be walked.
+    fn maps<'a>(
+        &self,
+        kernel: &'static str,
+        qkv: &'a Qkv,
+        d_o: Option<&'a CudaTensor>,
+        shape: &AttentionShape,
+    ) -> Result<Vec<TileMap<'a>>, KernelError> {
+        let [q, k, v] = qkv.head_words(kernel)?;
+        let rows = self.tile_queries();
+        let (keys, heads) = (shape.num_heads * shape.head_dim, shape.num_kv_heads);
+        let mut maps = vec![head_map(&qkv.q, q, keys, shape, rows)];
+        if self.source != KeySource::Gathered {
+            let widths = [shape.head_dim, shape.head_dim_v].map(|width| heads * width);
+            maps.push(head_map(&qkv.k, k, widths[0], shape, BLOCK_KV));
+            maps.push(head_map(&qkv.v, v, widths[1], shape, BLOCK_KV));
+        }
+        maps.extend(d_o.map(|d_o| output_map(d_o, shape, rows)));
+        Ok(maps)
+    }
+}
+
+/// The key-stationary Hopper kernel for a shape and a set of gradients; all of dk and dv in one launch.
+pub fn hopper_backward_kernel(
+    shape: &AttentionShape,
+    source: KeySource,
+    set: GradientSet,
+    deterministic: bool,
+) -> SourceKernel {
+    let [d, d_v] = [shape.head_dim, shape.head_dim_v];
+    let (q_stages, do_stages, dq_bulk) = match d {
+        64 => (3, 3, 0),
+        128 => (3, 2, 1),
+        _ => (2, 2, 1),
+    };
+    let stages = q_stages + do_stages;
+    // A warp's part of dQ, on its way to the sums: the columns that are added at once.
+    let dq_columns = if d > 128 { 128 } else { d };
+    let dq_bytes = if set.dq {
+        256 * dq_columns * dq_bulk
+    } else {
+        0
+    };
+    // lse and D of 64 queries: as plain numbers, or 16 bytes each where they are steps of the products; with a bias 16
+    // bytes for the base of each too, and for the bias of each key.
+    let stats_bytes = match source {
+        KeySource::Dense if d == 64 => stages * 1024,
+        KeySource::Dense => do_stages * 512,
+        KeySource::Biased | KeySource::Gathered => q_stages * 1024 + do_stages * 1280 + 2048,
+    };
+    let tiles = (256 + 128 * q_stages) * d + (256 + 128 * do_stages) * d_v;
+    let shared = tiles + 32768 + dq_bytes + stats_bytes + (2 * stages + 1) * 8 + 1024;
+    let [consumer, producer] = match (d, set.dq) {
+        (192, _) => [240, 24],
+        (_, true) => [232, 40],
+        (_, false) => [224, 56],
+    };
+    let name = match source {
+        KeySource::Gathered => "hopper_dma_attention_backward",
+        KeySource::Dense | KeySource::Biased => "hopper_attention_backward",
+    };
+    let kernel = define_widths(SourceKernel::new(name), [d, d_v])
+        .define("DQ_BULK", dq_bulk)
+        .define("Q_STAGES", q_stages)
+        .define("DO_STAGES", do_stages)
+        .define("TENSOR_MAPS", 1)
+        .define("CONSUMER_REGISTERS", consumer)
+        .define("PRODUCER_REGISTERS", producer)
+        .define("COMPUTE_DQ", set.dq as u8)
+        .threads(3 * WARPGROUP)
+        .shared_bytes(shared);
+    let kernel = match EVERY_LANE_ARRIVES.load(Ordering::Relaxed) {
+        true => kernel.define("EVERY_LANE_ARRIVES", 1),
+        false => kernel,
+    };
+    match source {
+        KeySource::Gathered => kernel.define("DETERMINISTIC", deterministic as u8),
+        KeySource::Dense => kernel.define("HAS_BIAS", 0),
+        KeySource::Biased => kernel.define("HAS_BIAS", 1),
+    }
+}
+
+/// Keys of a block of the backward kernels.
+pub(crate) const BACKWARD_BLOCK_KV: usize = BLOCK_KV;
+
+/// Maps of q and of the output's gradient, contiguous, for the backward kernels.
+///
+/// # Errors
+/// [`KernelError::Layout`] when the heads cannot be walked.
+pub(crate) fn backward_maps<'a>(
+    kernel: &'static str,
+    qkv: &'a Qkv,
+    d_o: &'a CudaTensor,
+    shape: &AttentionShape,
+) -> Result<[TileMap<'a>; 2], KernelError> {
+    let [q, _, _] = qkv.head_words(kernel)?;
+    Ok([
+        head_map(&qkv.q, q, shape.num_heads * shape.head_dim, shape, BLOCK_Q),
+        output_map(d_o, shape, BLOCK_Q),
+    ])
+}
+
+/// The kernel that prepares each row's statistics from o and its lower 16 bits.
+pub(crate) fn hopper_attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKernel {
+    SourceKernel::new("hopper_attention_backward_prepare")
+        .define("HEAD_DIM_V", head_dim_v)
+        .threads(256)
+}
+
+/// HEAD_DIM, and HEAD_DIM_V where it differs.
+fn define_widths(kernel: SourceKernel, [keys, values]: [usize; 2]) -> SourceKernel {
+    let kernel = kernel.define("HEAD_DIM", keys);
+    match keys == values {
+        true => kernel,
+        false => kernel.define("HEAD_DIM_V", values),
+    }
+}
+
+/// A map of a contiguous `[batch, seq_len, num_heads, head_dim_v]`.
+fn output_map<'a>(d_o: &'a CudaTensor, shape: &AttentionShape, rows: usize) -> TileMap<'a> {
+    let width = shape.num_heads * shape.head_dim_v;
+    TileMap {
+        tensor: d_o,
+        offset: 0,
+        shape: [shape.batch, shape.seq_len, width],
+        strides: [shape.seq_len * width, width],
+        tile: [rows, 64],
+    }
+}
+
+fn head_map<'a>(
+    heads: &'a Heads,
+    [offset, token_stride, batch_stride]: [u64; 3],
+    width: usize,
+    shape: &AttentionShape,
+    rows: usize,
+) -> TileMap<'a> {
+    TileMap {
+        tensor: heads.tensor(),
+        offset: offset as usize,
+        shape: [shape.batch, shape.seq_len, width],
+        strides: [batch_stride as usize, token_stride as usize],
+        tile: [rows, 64],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(head_dim: usize, group: usize) -> AttentionShape {
+        AttentionShape {
+            batch: 2,
+            seq_len: 2500,
+            num_heads: 3 * group,
+            num_kv_heads: 3,
+            head_dim,
+            head_dim_v: head_dim,
+        }
+    }
+
+    fn latent() -> AttentionShape {
+        AttentionShape {
+            head_dim_v: 128,
+            ..shape(192, 1)
+        }
+    }
+
+    #[test]
+    fn only_two_widths_have_a_hopper_form() {
+        for width in (16..=256).step_by(16) {
+            let expected = width == 64 || width == 128;
+            for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {
+                let form = has_hopper_form(&shape(width, 2), source);
+                assert_eq!(form, expected, "{width}");
+            }
+        }
+        let narrow = AttentionShape {
+            head_dim_v: 64,
+            ..shape(128, 2)
+        };
+        assert!(!has_hopper_form(&narrow, KeySource::Dense));
+        assert!(has_hopper_form(&latent(), KeySource::Dense));
+        assert!(!has_hopper_form(&latent(), KeySource::Biased));
+        assert!(!has_hopper_gradient(&latent(), KeySource::Dense));
+    }
+
+    #[test]
+    fn every_tiling_fits_a_hopper_block() {
+        const LIMIT: usize = 227 * 1024;
+        let tiling = HopperTiling::new(HopperPass::Output, &latent(), KeySource::Dense);
+        assert!(tiling.shared_bytes() <= LIMIT, "{tiling:?}");
+        let all = GradientSet {
+            dq: true,
+            dk: true,
+            dv: true,
+        };
+        let kernel = hopper_backward_kernel(&latent(), KeySource::Dense, all, false);
+        assert!(kernel.dynamic_shared_bytes() <= LIMIT);
+        for width in [64, 128] {
+            for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {
+                for pass in [
+                    HopperPass::Output,
+                    HopperPass::OutputAndRest,
+                    HopperPass::RowSums,
+                    HopperPass::Gradient,
+                ] {
+                    let tiling = HopperTiling::new(pass, &shape(width, 2), source);
+                    assert!(tiling.shared_bytes() <= LIMIT, "{tiling:?}");
+                }
+                let kernel = hopper_backward_kernel(&shape(width, 2), source, all, false);
+                assert!(kernel.dynamic_shared_bytes() <= LIMIT, "{width} {source:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn two_heads_share_a_gathered_tile_where_the_group_is_even() {
+        let heads = |group, source| {
+            HopperTiling::new(HopperPass::Output, &shape(128, group), source).heads_per_tile
+        };
+        assert_eq!(
+            [1, 2, 3, 4].map(|group| heads(group, KeySource::Gathered)),
+            [1, 2, 1, 2]
+        );
+        assert_eq!(heads(4, KeySource::Dense), 1);
+    }
+}

@@ -1,0 +1,202 @@
+//! Launch of `kernels/sparse_attention_forward.cu`: attention over the keys that a selector's mask names.
+use crate::attention::forward::{AttentionResult, require_scale, shape_words};
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::attention::hopper_tiling::{KernelFamily, attention_family};
+use crate::attention::tiling::{ForwardTiling, KeySource, list_entries_in_flight};
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use burn::tensor::DType;
+use sieve_core::PackedMask;
+
+const NAME: &str = "sparse_attention_forward";
+
+/// Rows of a Hopper tile: two warpgroups of 64.
+const HOPPER_ROWS: usize = 128;
+
+/// Attention of the last `mask.num_queries()` tokens of `qkv` (one row) over the keys that the mask names; rows that the mask
+/// calls dense over all keys not after them. `data` is the mask's data on the device, i32. A query that sees nothing gets
+/// `o = 0`, `lse = -inf`.
+///
+/// # Shapes
+/// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
+/// - returns o bf16 `[1, num_queries, num_heads, head_dim]` and lse f32 `[1, num_heads, num_queries]`
+///
+/// # Errors
+/// Another type than bf16, sizes that do not fit the mask, values of another width than keys, a scale that is not positive.
+pub fn sparse_attention_forward(
+    qkv: &Qkv,
+    mask: &PackedMask,
+    data: &CudaTensor,
+    softmax_scale: f32,
+) -> Result<AttentionResult, KernelError> {
+    let shape = qkv.shape(NAME)?;
+    let qkv = qkv.walkable();
+    require_scale(NAME, softmax_scale)?;
+    data.require_dtype(NAME, "mask", DType::I32)?;
+    data.require_shape(NAME, "mask", &[mask.data().len()])?;
+    data.require_contiguous(NAME, "mask")?;
+    let sizes = |shape: &AttentionShape| {
+        let AttentionShape {
+            batch,
+            seq_len,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim_v,
+        } = *shape;
+        [
+            batch,
+            seq_len,
+            num_heads,
+            num_kv_heads,
+            head_dim_v,
+            head_dim,
+        ]
+    };
+    let [num_heads, num_kv_heads] = mask.heads();
+    let expected = AttentionShape {
+        batch: 1,
+        seq_len: mask.num_keys(),
+        num_heads,
+        num_kv_heads,
+        head_dim_v: shape.head_dim,
+        ..shape
+    };
+    if sizes(&shape) != sizes(&expected) {
+        return Err(KernelError::Unsupported {
+            kernel: NAME,
+            what: "shape",
+            got: format!("{shape:?}"),
+            supported: format!("the mask's {expected:?}"),
+        });
+    }
+    let outputs = AttentionShape {
+        seq_len: mask.num_queries(),
+        ..shape
+    };
+    let q = qkv.q.tensor();
+    let o = q.empty_contiguous(&outputs.output(), DType::BF16);
+    let lse = q.empty_contiguous(&outputs.lse(), DType::F32);
+    let tensors = [q, qkv.k.tensor(), qkv.v.tensor(), data, &o, &lse];
+    let family = attention_family(&shape, KeySource::Dense, q);
+    let launch = |rows: &Rows| -> Result<(), KernelError> {
+        let mut words = shape_words(&shape);
+        words.extend(qkv.words(NAME)?);
+        words.extend(rows.words(mask.num_queries()));
+        words.push(u64::from(softmax_scale.to_bits()));
+        let [query_tile, _, _, num_tiles] = rows.cuts;
+        let (kernel, grid) = match family {
+            KernelFamily::Hopper => {
+                let blocks = q.hardware().num_multiprocessors;
+                (
+                    hopper_sparse_attention_forward_kernel(&shape),
+                    [blocks, 1, 1],
+                )
+            }
+            KernelFamily::Portable => {
+                let limit = q.hardware().max_shared_bytes;
+                let tiling = sparse_attention_tiling(&shape, limit)?;
+                let parts = query_tile.div_ceil(tiling.block_rows());
+                let kernel = sparse_attention_forward_kernel(&shape, &tiling);
+                (kernel, [num_tiles * parts, num_heads, 1])
+            }
+        };
+        // SAFETY: sizes, strides and types checked above; PackedMask checked every index; the mask's query tiles cover every
+        // row, whose o and lse are written.
+        unsafe { kernel.launch(grid, &tensors, &words) }
+    };
+    launch(&Rows {
+        first: 0,
+        num_slots: mask.num_queries(),
+        cuts: mask.cuts(),
+        heads_per: mask.heads_per(),
+        places: mask.places(),
+    })?;
+    for rows in mask.dense_rows() {
+        launch(&Rows {
+            first: rows.start,
+            num_slots: rows.len(),
+            cuts: [
+                HOPPER_ROWS,
+                0,
+                HOPPER_ROWS,
+                rows.len().div_ceil(HOPPER_ROWS),
+            ],
+            heads_per: [1, 1],
+            places: [0; 8],
+        })?;
+    }
+    Ok(AttentionResult {
+        o,
+        lse,
+        o_rest: None,
+        base: None,
+    })
+}
+
+/// The rows of the call that one launch computes, and where their lists are.
+struct Rows {
+    first: usize,
+    num_slots: usize,
+    cuts: [usize; 4],
+    heads_per: [usize; 2],
+    places: [usize; 8],
+}
+
+impl Rows {
+    /// The params words from `num_queries` to `windows`.
+    fn words(&self, num_queries: usize) -> impl Iterator<Item = u64> {
+        [num_queries, self.first, self.num_slots]
+            .into_iter()
+            .chain(self.cuts)
+            .chain(self.heads_per)
+            .chain(self.places)
+            .map(|word| word as u64)
+    }
+}
+
+/// The tiling of the portable kernel: that of dense attention, whose queries of one head fill a tile.
+///
+/// # Errors
+/// [`KernelError::DeviceLimit`] when no tiling fits the device.
+pub fn sparse_attention_tiling(
+    shape: &AttentionShape,
+    max_shared_bytes: usize,
+) -> Result<ForwardTiling, KernelError> {
+    const MOST_ENTRIES: usize = 64 * 8 * 4;
+    let limit = max_shared_bytes.saturating_sub(MOST_ENTRIES);
+    ForwardTiling::choose(NAME, shape, KeySource::Dense, limit)
+}
+
+/// The portable specialisation for a shape and tiling.
+pub fn sparse_attention_forward_kernel(
+    shape: &AttentionShape,
+    tiling: &ForwardTiling,
+) -> SourceKernel {
+    let entries = tiling.block_kv * 8 * list_entries_in_flight(tiling.num_stages);
+    tiling
+        .apply(SourceKernel::new(NAME), shape, KeySource::Dense)
+        .shared_bytes(tiling.shared_bytes(shape, KeySource::Dense) + entries)
+}
+
+/// The Hopper specialisation for a shape.
+pub fn hopper_sparse_attention_forward_kernel(shape: &AttentionShape) -> SourceKernel {
+    let d = shape.head_dim;
+    let (k_stages, v_stages) = if d == 64 { (3, 3) } else { (2, 3) };
+    let stages = k_stages + v_stages;
+    let shared = 256 * d + stages * 256 * d + 4096 + 2 * (32 + 512) + (2 * stages + 2) * 8 + 1024;
+    SourceKernel::new("hopper_sparse_attention_forward")
+        .define("HEAD_DIM", d)
+        .define("NUM_CONSUMERS", 2)
+        .define("BLOCK_KV", 128)
+        .define("K_STAGES", k_stages)
+        .define("V_STAGES", v_stages)
+        .define("TAKE_TURNS", 2)
+        .define("TENSOR_MAPS", 0)
+        .define("CONSUMER_REGISTERS", 216)
+        .define("PRODUCER_REGISTERS", 72)
+        .define("HEADS_PER_TILE", 1)
+        .threads(384)
+        .shared_bytes(shared)
+}

@@ -1,0 +1,250 @@
+//! Launches of `kernels/dma_attention_backward*.cu`: gradients of attention over the keys that DMA kept.
+use crate::attention::backward::{
+    AttentionGradients, convert_dq, device_shared_bytes, dq_sum_shape, padded_len,
+    require_gradients, row_stats,
+};
+use crate::attention::backward_tiling::{
+    BackwardTiling, GradientSet, QueryPass, QueryTiling, SumOrder,
+};
+use crate::attention::bias_base::{Bias, SeenKeys};
+use crate::attention::forward::{require_per_key, shape_words};
+use crate::attention::heads::{AttentionShape, Heads};
+use crate::attention::hopper_tiling::{
+    BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, attention_family, backward_maps,
+    has_hopper_gradient, hopper_backward_kernel,
+};
+use crate::attention::tiling::KeySource;
+use crate::dma::attention_forward::{RowSums, require_lists};
+use crate::dma::lists::KeyLists;
+use crate::dma::oracle::SUPER_BLOCK;
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::fill_zero::{empty_zero, fill_zero};
+
+const NAME: &str = "dma_attention_backward";
+
+/// Super-blocks that share one launch and one buffer of dq sums: enough blocks to fill a large GPU, while the buffer
+/// stays small beside the sums of dk and dv.
+const SUPER_BLOCKS_PER_LAUNCH: usize = 16;
+
+/// Queries of a row whose f32 sums of dq exist together where their order is free; the buffer is padded to super-blocks.
+pub fn dq_sum_queries(seq_len: usize) -> usize {
+    seq_len.min(SUPER_BLOCKS_PER_LAUNCH * SUPER_BLOCK)
+}
+
+/// Gradients of [`dma_attention_forward`](crate::dma_attention_forward()) over the same `delta` and lists. Returns
+/// ddelta, f32 `[batch, num_kv_heads, seq_len]`; keys that no query saw get exactly 0 everywhere.
+///
+/// # Errors
+/// Types or sizes that do not fit the forward call; a width whose tiles do not fit the device's shared memory.
+pub fn dma_attention_backward(
+    call: AttentionGradients,
+    delta: &CudaTensor,
+    lists: &KeyLists,
+) -> Result<CudaTensor, KernelError> {
+    listed_attention_backward(call, delta, lists, RowSums::Exact)
+}
+
+/// As [`dma_attention_backward`], with row sums as the forward pass was told.
+pub(crate) fn listed_attention_backward(
+    call: AttentionGradients,
+    delta: &CudaTensor,
+    lists: &KeyLists,
+    row_sums: RowSums,
+) -> Result<CudaTensor, KernelError> {
+    let source = KeySource::Gathered;
+    let shape = call.qkv.shape(NAME)?;
+    let qkv = call.qkv.walkable();
+    require_gradients(NAME, &call, &shape)?;
+    require_lists(NAME, lists, &shape)?;
+    let delta = require_per_key(NAME, "delta", delta, &shape)?;
+    let base = call.result.base.as_ref();
+    let bias = Bias::with_base(delta, base, SeenKeys::Listed(lists), &shape)?;
+    let limit = device_shared_bytes(&qkv);
+    let family = attention_family(&shape, KeySource::Gathered, qkv.q.tensor());
+
+    let d_o = call.d_o.contiguous();
+    let stats = row_stats(&call, &d_o, &shape)?;
+    let blocks = lists.num_super_blocks();
+    let (per_launch, dq_sum) = match call.order {
+        SumOrder::Any => {
+            let per_launch = dq_sum_queries(shape.seq_len).div_ceil(SUPER_BLOCK);
+            let sums = empty_zero(&d_o, &dq_sum_shape(&shape, per_launch * SUPER_BLOCK))?;
+            (per_launch, Some(sums))
+        }
+        // One after the other, so that a key's contributions are added in the order of the blocks.
+        SumOrder::Fixed => (1, None),
+    };
+    let [batch, kv_heads, seq_len] = shape.per_key();
+    let dk_sum = empty_zero(&d_o, &[batch, kv_heads, seq_len, shape.head_dim])?;
+    let dv_sum = empty_zero(&d_o, &[batch, kv_heads, seq_len, shape.head_dim_v])?;
+    let ddelta = empty_zero(&d_o, &shape.per_key())?;
+    let inputs = [
+        qkv.q.tensor(),
+        qkv.k.tensor(),
+        qkv.v.tensor(),
+        &d_o,
+        &stats,
+        &bias.delta,
+        &bias.base,
+        &lists.list,
+    ];
+    let mut common = shape_words(&shape);
+    common.extend(qkv.words(NAME)?);
+    common.push(u64::from(call.softmax_scale.to_bits()));
+    let (padded, capacity) = (padded_len(seq_len) as u64, lists.capacity() as u64);
+
+    // Exact row sums: do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
+    if call.result.o_rest.is_none() && row_sums == RowSums::Exact {
+        let mut words = common.clone();
+        words.extend([capacity, padded, lists.tile_queries as u64]);
+        let mut tensors = inputs.to_vec();
+        tensors.push(&lists.tile_window);
+        let (kernel, grid, maps) = match family {
+            KernelFamily::Hopper => {
+                let pass = HopperPass::RowSums;
+                HopperTiling::launch(pass, NAME, &qkv, Some(&d_o), &shape, source)?
+            }
+            KernelFamily::Portable => {
+                let tiling = QueryTiling::choose(NAME, QueryPass::RowSums, &shape, source, limit)?;
+                let kernel = dma_attention_row_sums_kernel(&shape, &tiling);
+                (kernel, tiling.grid(&shape, source), Vec::new())
+            }
+        };
+        // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats.
+        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+    }
+
+    for first in (0..blocks).step_by(per_launch) {
+        let count = per_launch.min(blocks - first);
+        if let Some(dq_sum) = dq_sum.as_ref().filter(|_| first > 0) {
+            fill_zero(dq_sum)?;
+        }
+        for set in BackwardTiling::launches(&shape, call.order) {
+            let mut words = common.clone();
+            words.extend([padded, capacity, first as u64, (count * SUPER_BLOCK) as u64]);
+            let mut tensors = inputs.to_vec();
+            tensors.push(&lists.list_len);
+            tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
+            tensors.extend(set.dk.then_some(&dk_sum));
+            tensors.extend(set.dv.then_some(&dv_sum));
+            tensors.extend(set.dk.then_some(&ddelta));
+            let (kernel, block_kv, maps) = match family {
+                KernelFamily::Hopper => {
+                    let maps = backward_maps(NAME, &qkv, &d_o, &shape)?.to_vec();
+                    let fixed = call.order == SumOrder::Fixed;
+                    let kernel = hopper_backward_kernel(&shape, source, set, fixed);
+                    (kernel, BACKWARD_BLOCK_KV, maps)
+                }
+                KernelFamily::Portable => {
+                    let tiling = BackwardTiling::choose(NAME, &shape, source, limit)?;
+                    let kernel = dma_attention_backward_kernel(&shape, &tiling, set, call.order);
+                    (kernel, tiling.block_kv(), Vec::new())
+                }
+            };
+            let blocks = count * lists.capacity().div_ceil(block_kv);
+            let grid = [blocks, kv_heads, batch];
+            // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; adds to the
+            // sums, which were cleared; the maps are of q and d_o, which are among the tensors.
+            unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+        }
+        if let Some(dq_sum) = &dq_sum {
+            convert_dq(
+                dq_sum,
+                &call,
+                &shape,
+                count * SUPER_BLOCK,
+                first * SUPER_BLOCK,
+            )?;
+        }
+    }
+    let [dq, dk, dv] = call.grads.head_words(NAME)?;
+    convert_rows(&dk_sum, &call.grads.k, dk, call.softmax_scale)?;
+    convert_rows(&dv_sum, &call.grads.v, dv, 1.0)?;
+    if call.order == SumOrder::Fixed {
+        let mut words = common;
+        words.extend([capacity, padded]);
+        words.extend(dq);
+        words.push(lists.tile_queries as u64);
+        let mut tensors = inputs.to_vec();
+        tensors.extend([&lists.tile_window, call.grads.q.tensor()]);
+        let (kernel, grid, maps) =
+            if family == KernelFamily::Hopper && has_hopper_gradient(&shape, source) {
+                let pass = HopperPass::Gradient;
+                HopperTiling::launch(pass, NAME, &qkv, Some(&d_o), &shape, source)?
+            } else {
+                let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
+                let kernel = dma_attention_backward_query_kernel(&shape, &tiling);
+                (kernel, tiling.grid(&shape, source), Vec::new())
+            };
+        // SAFETY: as above; writes every element of dq.
+        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+    }
+    Ok(ddelta)
+}
+
+/// The key-stationary specialisation for a shape, tiling, set of gradients and order.
+pub fn dma_attention_backward_kernel(
+    shape: &AttentionShape,
+    tiling: &BackwardTiling,
+    set: GradientSet,
+    order: SumOrder,
+) -> SourceKernel {
+    let kernel = tiling.apply(SourceKernel::new(NAME), shape, KeySource::Gathered, set);
+    match order {
+        SumOrder::Any => kernel,
+        SumOrder::Fixed => kernel.define("DETERMINISTIC", 1),
+    }
+}
+
+/// The query-stationary dq specialisation for a shape and tiling.
+pub fn dma_attention_backward_query_kernel(
+    shape: &AttentionShape,
+    tiling: &QueryTiling,
+) -> SourceKernel {
+    tiling.apply(
+        SourceKernel::new("dma_attention_backward_query"),
+        shape,
+        KeySource::Gathered,
+    )
+}
+
+/// The specialisation of the exact row sums for a shape and tiling.
+pub fn dma_attention_row_sums_kernel(shape: &AttentionShape, tiling: &QueryTiling) -> SourceKernel {
+    tiling.apply(
+        SourceKernel::new("dma_attention_row_sums"),
+        shape,
+        KeySource::Gathered,
+    )
+}
+
+/// The kernel that turns sums of dk or dv into bf16 rows.
+pub fn dma_attention_backward_convert_kernel(row_dim: usize) -> SourceKernel {
+    SourceKernel::new("dma_attention_backward_convert")
+        .define("ROW_DIM", row_dim)
+        .threads(256)
+}
+
+/// Writes one gradient's bf16 rows from its f32 sums.
+pub(crate) fn convert_rows(
+    sums: &CudaTensor,
+    grad: &Heads,
+    layout: [u64; 3],
+    scale: f32,
+) -> Result<(), KernelError> {
+    let [batch, kv_heads, seq_len, row_dim] = sums.dims(NAME, "sums")?;
+    let threads = batch * kv_heads * seq_len * (row_dim / 16);
+    let mut words = [batch, seq_len, kv_heads].map(|word| word as u64).to_vec();
+    words.extend(layout);
+    words.push(u64::from(scale.to_bits()));
+    let kernel = dma_attention_backward_convert_kernel(row_dim);
+    // SAFETY: reads all sums, writes every element of these heads; require_gradients checked their shape.
+    unsafe {
+        kernel.launch(
+            [threads.div_ceil(256), 1, 1],
+            &[sums, grad.tensor()],
+            &words,
+        )
+    }
+}

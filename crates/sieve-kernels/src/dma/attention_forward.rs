@@ -1,0 +1,131 @@
+//! Launch of `kernels/dma_attention_forward.cu`: attention over the keys that DMA kept.
+use crate::attention::bias_base::{Bias, SeenKeys};
+use crate::attention::forward::{AttentionResult, require_per_key, require_scale, shape_words};
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::attention::hopper_tiling::{
+    HopperPass, HopperTiling, KernelFamily, attention_family, keeps_rest,
+};
+use crate::attention::tiling::{ForwardTiling, KeySource};
+use crate::dma::lists::KeyLists;
+use crate::dma::oracle::SUPER_BLOCK;
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use burn::tensor::DType;
+
+const NAME: &str = "dma_attention_forward";
+
+/// Attention of query i over the keys with `j <= i < expire[j]`, `delta` (f32 `[batch, num_kv_heads, seq_len]`) added to
+/// every logit of its key (arXiv:2508.02124, eq. 3 to 6). A query that sees nothing gets `o = 0`, `lse = -inf`.
+///
+/// # Errors
+/// Another type than bf16, sizes that do not fit each other or the lists, a scale that is not positive.
+pub fn dma_attention_forward(
+    qkv: &Qkv,
+    delta: &CudaTensor,
+    lists: &KeyLists,
+    softmax_scale: f32,
+) -> Result<AttentionResult, KernelError> {
+    listed_attention_forward(qkv, delta, lists, softmax_scale, RowSums::Exact)
+}
+
+/// How the backward pass gets `sum_c o_c do_c` of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RowSums {
+    /// From all bits of o, or from the probabilities: a bias may peak the softmax, and a rounded o would dominate.
+    Exact,
+    /// From the o that was stored, as attention without a bias does.
+    Stored,
+}
+
+/// As [`dma_attention_forward`]; keeps what `row_sums` asks for.
+pub(crate) fn listed_attention_forward(
+    qkv: &Qkv,
+    delta: &CudaTensor,
+    lists: &KeyLists,
+    softmax_scale: f32,
+    row_sums: RowSums,
+) -> Result<AttentionResult, KernelError> {
+    let shape = qkv.shape(NAME)?;
+    let qkv = qkv.walkable();
+    require_scale(NAME, softmax_scale)?;
+    require_lists(NAME, lists, &shape)?;
+    let delta = require_per_key(NAME, "delta", delta, &shape)?;
+    let bias = Bias::new(delta, SeenKeys::Listed(lists), &shape)?;
+    let q = qkv.q.tensor();
+    let o = q.empty_contiguous(&shape.output(), DType::BF16);
+    let lse = q.empty_contiguous(&shape.lse(), DType::F32);
+
+    let mut words = shape_words(&shape);
+    words.extend(qkv.words(NAME)?);
+    words.extend([
+        u64::from(softmax_scale.to_bits()),
+        lists.capacity() as u64,
+        lists.tile_queries as u64,
+    ]);
+    let mut tensors = vec![
+        q,
+        qkv.k.tensor(),
+        qkv.v.tensor(),
+        &bias.delta,
+        &bias.base,
+        &lists.list,
+        &lists.tile_window,
+        &o,
+        &lse,
+    ];
+    let source = KeySource::Gathered;
+    let family = attention_family(&shape, source, q);
+    let with_rest = row_sums == RowSums::Exact && keeps_rest(family, shape.seq_len);
+    let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
+    tensors.extend(o_rest.as_ref());
+    let (kernel, grid, maps) = match family {
+        KernelFamily::Hopper => {
+            let pass = HopperPass::output(with_rest);
+            HopperTiling::launch(pass, NAME, &qkv, None, &shape, source)?
+        }
+        KernelFamily::Portable => {
+            let limit = q.hardware().max_shared_bytes;
+            let tiling = ForwardTiling::choose(NAME, &shape, source, limit)?;
+            let kernel = dma_attention_forward_kernel(&shape, &tiling);
+            (kernel, tiling.grid(&shape, source), Vec::new())
+        }
+    };
+    // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; writes every element
+    // of o and lse.
+    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+    Ok(AttentionResult {
+        o,
+        lse,
+        o_rest,
+        base: Some(bias.base),
+    })
+}
+
+/// The specialisation for a shape and tiling.
+pub fn dma_attention_forward_kernel(
+    shape: &AttentionShape,
+    tiling: &ForwardTiling,
+) -> SourceKernel {
+    tiling.apply(SourceKernel::new(NAME), shape, KeySource::Gathered)
+}
+
+/// Checks that lists were made for a shape.
+pub(crate) fn require_lists(
+    kernel: &'static str,
+    lists: &KeyLists,
+    shape: &AttentionShape,
+) -> Result<(), KernelError> {
+    let (batch, heads) = (shape.batch, shape.num_kv_heads);
+    let blocks = shape.seq_len.div_ceil(SUPER_BLOCK);
+    let tiles = shape.seq_len.div_ceil(lists.tile_queries);
+    let [_, _, _, capacity, _] = lists.list.dims::<5>(kernel, "list")?;
+    lists
+        .list
+        .require_shape(kernel, "list", &[batch, heads, blocks, capacity, 2])?;
+    lists
+        .tile_window
+        .require_shape(kernel, "tile_window", &[batch, heads, tiles, 2])?;
+    lists.list.require_contiguous(kernel, "list")?;
+    lists.tile_window.require_contiguous(kernel, "tile_window")
+}

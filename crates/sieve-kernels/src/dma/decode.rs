@@ -1,0 +1,114 @@
+//! Launch of `kernels/dma_decode.cu`: one new token a row against a cache of the keys DMA keeps.
+use crate::attention::decode::{KvCache, offsets_and_batch_strides, one_token};
+use crate::attention::decode_scratch::{DecodeScratch, decode_kernel};
+use crate::attention::forward::require_scale;
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::dma::scores::ScoreBias;
+use crate::dma::select::require_local_window;
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use burn::tensor::DType;
+
+const NAME: &str = "dma_decode";
+
+/// A layer's slots: `keep_window_size` keys of each KV head's own choice. All written in place.
+#[derive(Debug, Clone)]
+pub struct DmaSlots {
+    /// Keys and values; the capacity is `keep_window_size`.
+    pub kv: KvCache,
+    /// Scores, f32 `[batch, num_kv_heads, keep_window_size]`.
+    pub z: CudaTensor,
+    /// Positions, i32 `[batch, num_kv_heads, keep_window_size]`.
+    pub positions: CudaTensor,
+    /// The last keys of a row, this many, never lose their slot.
+    pub local_window_size: usize,
+}
+
+impl DmaSlots {
+    /// Empty slots; `like` is any tensor on the device.
+    pub fn new(like: &CudaTensor, shape: &AttentionShape, keep_window_size: usize) -> Self {
+        let per_slot = [shape.batch, shape.num_kv_heads, keep_window_size];
+        Self {
+            kv: KvCache::new(like, shape, keep_window_size),
+            z: like.empty_contiguous(&per_slot, DType::F32),
+            positions: like.empty_contiguous(&per_slot, DType::I32),
+            local_window_size: 0,
+        }
+    }
+}
+
+/// Offers one new token's key a row to the slots, then attends with its query over the keys then kept: exactly the row
+/// of the full forward pass. `token` holds `[batch, 1, heads, head_dim]` tensors, `z` (f32 `[batch, num_kv_heads]`) its
+/// scores, `length` (i32 `[batch]`) the tokens of the row before it. Returns `[batch, 1, num_heads, head_dim_v]`.
+///
+/// # Errors
+/// Types or sizes that do not fit.
+pub fn dma_decode(
+    token: &Qkv,
+    z: &CudaTensor,
+    slots: &DmaSlots,
+    length: &CudaTensor,
+    softmax_scale: f32,
+    bias: ScoreBias,
+    scratch: &DecodeScratch,
+) -> Result<CudaTensor, KernelError> {
+    let shape = one_token(NAME, token)?;
+    let token = token.walkable();
+    let window = slots.kv.capacity(NAME, &shape)?;
+    require_scale(NAME, softmax_scale)?;
+    let per_head = [shape.batch, shape.num_kv_heads];
+    let per_slot = [shape.batch, shape.num_kv_heads, window];
+    let checks: [(&'static str, &CudaTensor, DType, &[usize]); 4] = [
+        ("z", z, DType::F32, &per_head),
+        ("slot_z", &slots.z, DType::F32, &per_slot),
+        ("slot_position", &slots.positions, DType::I32, &per_slot),
+        ("length", length, DType::I32, &[shape.batch]),
+    ];
+    for (name, tensor, dtype, expected) in checks {
+        tensor.require_dtype(NAME, name, dtype)?;
+        tensor.require_shape(NAME, name, expected)?;
+    }
+    require_local_window(NAME, slots.local_window_size, window)?;
+    slots.z.require_contiguous(NAME, "slot_z")?;
+    slots.positions.require_contiguous(NAME, "slot_position")?;
+    if !scratch.fits(&shape) {
+        return Err(scratch.misfit(NAME, &shape));
+    }
+    let z = z.contiguous();
+    let o = z.empty_contiguous(&shape.output(), DType::BF16);
+    let tensors = [
+        token.q.tensor(),
+        token.k.tensor(),
+        token.v.tensor(),
+        &z,
+        &slots.kv.k,
+        &slots.kv.v,
+        &slots.z,
+        &slots.positions,
+        length,
+        &o,
+        &scratch.partials,
+        &scratch.counters,
+    ];
+    let sizes = [
+        shape.num_heads,
+        shape.num_kv_heads,
+        window,
+        scratch.num_splits,
+    ];
+    let mut words = sizes.map(|word| word as u64).to_vec();
+    words.push(u64::from(softmax_scale.to_bits()));
+    words.extend(offsets_and_batch_strides(NAME, &token)?);
+    words.push(slots.local_window_size as u64);
+    let kernel = dma_decode_kernel(shape.head_dim, shape.head_dim_v, bias);
+    // SAFETY: sizes, strides and types checked above; writes every element of o and at most one slot a head.
+    unsafe { kernel.launch(scratch.grid(), &tensors, &words) }?;
+    Ok(o)
+}
+
+/// The specialisation for head widths and a form of the bias.
+pub fn dma_decode_kernel(head_dim: usize, head_dim_v: usize, bias: ScoreBias) -> SourceKernel {
+    let linear = (bias == ScoreBias::Linear) as u8;
+    decode_kernel(SourceKernel::new(NAME), head_dim, head_dim_v).define("BIAS_LINEAR", linear)
+}

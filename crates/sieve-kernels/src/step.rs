@@ -1,0 +1,19 @@
+//! The rest of a training step: embedding, norms, rotary positions, SwiGLU, loss, optimizer, and sums over tensors.
+pub(crate) mod adamw;
+pub(crate) mod column_sums;
+pub(crate) mod cross_entropy;
+pub(crate) mod embedding_backward;
+pub(crate) mod embedding_forward;
+pub(crate) mod fill_zero;
+pub(crate) mod linear_cross_entropy;
+pub(crate) mod qk_norm_rope_backward;
+pub(crate) mod qk_norm_rope_forward;
+pub(crate) mod residual_add;
+pub(crate) mod rms_norm_backward;
+pub(crate) mod rms_norm_forward;
+pub(crate) mod scale;
+pub(crate) mod split_master;
+pub(crate) mod sum_of_squares;
+pub(crate) mod swiglu_backward;
+pub(crate) mod swiglu_forward;
+pub(crate) mod vector_rows;

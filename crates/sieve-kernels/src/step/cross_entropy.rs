@@ -1,0 +1,170 @@
+//! Launch of `kernels/cross_entropy.cu` on a block of logits.
+use crate::error::KernelError;
+use crate::runtime::checks::{require_float, require_non_empty};
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::vector_rows::{WORD_ELEMENTS, require_alignment};
+use burn::tensor::DType;
+
+const NAME: &str = "cross_entropy";
+
+/// Factors of a loss and its gradient.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LossFactors {
+    /// Weight of the squared log-sum-exp.
+    pub z_loss: f32,
+    /// Multiplies the gradients, not the losses: one over the number of labels, when that is known beforehand.
+    pub gradient_scale: f32,
+}
+
+/// Rows of logits, `[rows, vocab_size]`, padded so that each begins on a 16-byte word.
+#[derive(Debug, Clone)]
+pub struct LogitRows {
+    /// `[rows, padded_width]`, contiguous.
+    pub(crate) tensor: CudaTensor,
+    pub(crate) vocab_size: usize,
+}
+
+impl LogitRows {
+    /// New rows, contents undefined.
+    pub(crate) fn new(like: &CudaTensor, rows: usize, vocab_size: usize, dtype: DType) -> Self {
+        let shape = [rows, padded_width(vocab_size)];
+        Self {
+            tensor: like.empty_contiguous(&shape, dtype),
+            vocab_size,
+        }
+    }
+
+    /// The rows of a contiguous tensor `[rows, vocab_size rounded up to 8]`.
+    ///
+    /// # Errors
+    /// Other shapes, gaps, an empty vocabulary.
+    pub fn of(tensor: &CudaTensor, vocab_size: usize) -> Result<Self, KernelError> {
+        let [rows, _] = tensor.dims(NAME, "logits")?;
+        require_non_empty(NAME, "vocab_size", vocab_size)?;
+        tensor.require_shape(NAME, "logits", &[rows, padded_width(vocab_size)])?;
+        tensor.require_contiguous(NAME, "logits")?;
+        Ok(Self {
+            tensor: tensor.clone(),
+            vocab_size,
+        })
+    }
+
+    /// The first rows, without their padding: pitched.
+    pub(crate) fn matrix(&self, rows: usize) -> Result<CudaTensor, KernelError> {
+        let strides = [padded_width(self.vocab_size), 1];
+        self.tensor
+            .view(NAME, "logits", &[rows, self.vocab_size], &strides)
+    }
+}
+
+/// Width of a row with its padding.
+pub(crate) fn padded_width(vocab_size: usize) -> usize {
+    vocab_size.next_multiple_of(WORD_ELEMENTS)
+}
+
+/// Losses of the first rows into `losses` f32 `[rows]`, for as many rows as there are `labels` (i32 `[rows]`).
+///
+/// # Errors
+/// Other types or shapes, more labels than rows.
+pub fn cross_entropy(
+    logits: &LogitRows,
+    labels: &CudaTensor,
+    losses: &CudaTensor,
+) -> Result<(), KernelError> {
+    launch(logits, labels, losses, None)
+}
+
+/// The same, with gradients of the logits into `dlogits` bf16, which may be the logits themselves.
+///
+/// # Errors
+/// As [`cross_entropy`].
+pub fn cross_entropy_with_gradients(
+    logits: &LogitRows,
+    labels: &CudaTensor,
+    losses: &CudaTensor,
+    dlogits: &LogitRows,
+    factors: LossFactors,
+) -> Result<(), KernelError> {
+    launch(logits, labels, losses, Some((dlogits, factors)))
+}
+
+fn launch(
+    logits: &LogitRows,
+    labels: &CudaTensor,
+    losses: &CudaTensor,
+    gradient: Option<(&LogitRows, LossFactors)>,
+) -> Result<(), KernelError> {
+    let is_bf16 = require_float(NAME, "logits' type", &logits.tensor)?;
+    require_alignment(NAME, "logits", &logits.tensor)?;
+    let [rows] = labels.dims(NAME, "labels")?;
+    for (what, tensor, dtype) in [
+        ("labels", labels, DType::I32),
+        ("losses", losses, DType::F32),
+    ] {
+        tensor.require_dtype(NAME, what, dtype)?;
+        tensor.require_shape(NAME, what, &[rows])?;
+        tensor.require_contiguous(NAME, what)?;
+    }
+    require_rows("logits", logits, rows)?;
+    if let Some((dlogits, _)) = gradient {
+        dlogits.tensor.require_dtype(NAME, "dlogits", DType::BF16)?;
+        let width = padded_width(logits.vocab_size);
+        let all = [dlogits.tensor.shape()[0], width];
+        dlogits.tensor.require_shape(NAME, "dlogits", &all)?;
+        require_rows("dlogits", dlogits, rows)?;
+    }
+    let factors = gradient.map_or(
+        LossFactors {
+            z_loss: 0.0,
+            gradient_scale: 0.0,
+        },
+        |(_, factors)| factors,
+    );
+    let stride = padded_width(logits.vocab_size) as u64;
+    let words = [
+        logits.vocab_size as u64,
+        stride,
+        stride,
+        u64::from(factors.z_loss.to_bits()),
+        u64::from(factors.gradient_scale.to_bits()),
+    ];
+    let mut tensors = vec![&logits.tensor, labels, losses];
+    tensors.extend(gradient.map(|(dlogits, _)| &dlogits.tensor));
+    let kernel = cross_entropy_kernel(is_bf16, gradient.is_some());
+    // SAFETY: reads `rows` padded rows and labels, writes as many losses and, with a gradient, padded rows: all checked above.
+    unsafe { kernel.launch([rows, 1, 1], &tensors, &words) }
+}
+
+fn require_rows(what: &'static str, logits: &LogitRows, rows: usize) -> Result<(), KernelError> {
+    let most = logits.tensor.shape()[0];
+    if rows <= most {
+        return Ok(());
+    }
+    Err(KernelError::Unsupported {
+        kernel: NAME,
+        what,
+        got: format!("{most} rows"),
+        supported: format!("a row for each of {rows} labels"),
+    })
+}
+
+/// The specialisation for the logits' type, with or without gradients.
+pub fn cross_entropy_kernel(is_bf16: bool, has_gradient: bool) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("IS_BF16", is_bf16 as u8)
+        .define("GRADIENT", has_gradient as u8)
+        .threads(512)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_padded_to_words() {
+        assert_eq!(padded_width(50280), 50280);
+        assert_eq!(padded_width(50257), 50264);
+        assert_eq!(padded_width(1), 8);
+    }
+}

@@ -1,0 +1,33 @@
+//! Launch of `kernels/fill_zero.cu`.
+use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use burn::tensor::DType;
+
+const NAME: &str = "fill_zero";
+
+/// Clears a contiguous f32 tensor in place, for every clone of it.
+///
+/// # Errors
+/// Another type, gaps, no elements.
+pub fn fill_zero(tensor: &CudaTensor) -> Result<(), KernelError> {
+    tensor.require_dtype(NAME, "the tensor", DType::F32)?;
+    tensor.require_contiguous(NAME, "the tensor")?;
+    let size = tensor.num_elements();
+    require_non_empty(NAME, "the number of elements", size)?;
+    // SAFETY: writes `size` elements of a contiguous tensor.
+    unsafe { fill_zero_kernel().launch([size.div_ceil(1024), 1, 1], &[tensor], &[size as u64]) }
+}
+
+/// The kernel.
+pub fn fill_zero_kernel() -> SourceKernel {
+    SourceKernel::new(NAME).threads(256)
+}
+
+/// A new f32 tensor of zeros on the device of another.
+pub(crate) fn empty_zero(like: &CudaTensor, shape: &[usize]) -> Result<CudaTensor, KernelError> {
+    let zeros = like.empty_contiguous(shape, DType::F32);
+    fill_zero(&zeros)?;
+    Ok(zeros)
+}

@@ -1,0 +1,185 @@
+//! Projection to the vocabulary and cross-entropy, a block of tokens at a time: products by cuBLASLt around
+//! `kernels/cross_entropy.cu`. The logits of all tokens never exist together.
+use crate::cublaslt::{MatmulOutput, Product, matmul};
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::step::cross_entropy::{
+    LogitRows, LossFactors, cross_entropy, cross_entropy_with_gradients, padded_width,
+};
+use crate::step::sum_of_squares::fixed_sum;
+use crate::step::vector_rows::GradientTarget;
+use burn::tensor::DType;
+
+const NAME: &str = "linear_cross_entropy";
+
+/// Most bytes of a block of logits. A larger block reads the weight's f32 gradient less often.
+const BLOCK_BYTES: usize = 512 << 20;
+
+/// Tokens of a block are a multiple of this, a tile of the products.
+const TOKEN_STEP: usize = 128;
+
+/// What [`linear_cross_entropy_with_gradients`] returns.
+#[derive(Debug, Clone)]
+pub struct LinearCrossEntropyGradients {
+    /// Sum of the losses, f32 `[1]`.
+    pub loss: CudaTensor,
+    /// bf16 `[tokens, d_model]`.
+    pub dh: CudaTensor,
+    /// f32 `[vocab_size, d_model]`.
+    pub dweight: CudaTensor,
+}
+
+/// Cross-entropy of each token in nats, f32 `[tokens]`, 0 where its label is negative: from f32 logits, for evaluation.
+/// `h` bf16 `[tokens, d_model]`, `weight` bf16 `[vocab_size, d_model]`, `labels` i32 `[tokens]`.
+///
+/// # Errors
+/// Other types or shapes, no tokens, no cuBLASLt.
+pub fn token_losses(
+    h: &CudaTensor,
+    weight: &CudaTensor,
+    labels: &CudaTensor,
+) -> Result<CudaTensor, KernelError> {
+    let input = Input::of(h, weight, labels)?;
+    let block = block_tokens(input.tokens, input.vocab_size, 4);
+    let logits = LogitRows::new(h, block, input.vocab_size, DType::F32);
+    let losses = h.empty_contiguous(&[input.tokens], DType::F32);
+    for first in (0..input.tokens).step_by(block) {
+        let count = block.min(input.tokens - first);
+        let into = logits.matrix(count)?;
+        let h = input.h.row_range(NAME, "h", first, count)?;
+        matmul(Product::Nt, &h, &input.weight, MatmulOutput::Into(&into))?;
+        let labels = input.labels.row_range(NAME, "labels", first, count)?;
+        cross_entropy(
+            &logits,
+            &labels,
+            &losses.row_range(NAME, "losses", first, count)?,
+        )?;
+    }
+    Ok(losses)
+}
+
+/// Summed cross-entropy with its gradients. The logits are bf16, as the products' other operands; sums are f32.
+///
+/// # Errors
+/// As [`token_losses`].
+pub fn linear_cross_entropy_with_gradients(
+    h: &CudaTensor,
+    weight: &CudaTensor,
+    labels: &CudaTensor,
+    factors: LossFactors,
+    dweight: GradientTarget<'_>,
+) -> Result<LinearCrossEntropyGradients, KernelError> {
+    let input = Input::of(h, weight, labels)?;
+    let (tokens, d_model) = (input.tokens, input.d_model);
+    let block = gradient_block_tokens(tokens, input.vocab_size);
+    let logits = LogitRows::new(h, block, input.vocab_size, DType::BF16);
+    let losses = h.empty_contiguous(&[tokens], DType::F32);
+    let dh = h.empty_contiguous(&[tokens, d_model], DType::BF16);
+    let shape = [input.vocab_size, d_model];
+    let (sum, mut is_first) = match dweight {
+        // The first block overwrites it, so it needs no clearing.
+        GradientTarget::New => (h.empty_contiguous(&shape, DType::F32), true),
+        GradientTarget::AddTo(_) => (dweight.in_place(NAME, h, &shape)?, false),
+    };
+    for first in (0..tokens).step_by(block) {
+        let count = block.min(tokens - first);
+        let rows = logits.matrix(count)?;
+        let h = input.h.row_range(NAME, "h", first, count)?;
+        matmul(Product::Nt, &h, &input.weight, MatmulOutput::Into(&rows))?;
+        let labels = input.labels.row_range(NAME, "labels", first, count)?;
+        let losses = losses.row_range(NAME, "losses", first, count)?;
+        cross_entropy_with_gradients(&logits, &labels, &losses, &logits, factors)?;
+        let dh = dh.row_range(NAME, "dh", first, count)?;
+        matmul(Product::Nn, &rows, &input.weight, MatmulOutput::Into(&dh))?;
+        let into = if is_first {
+            MatmulOutput::Into(&sum)
+        } else {
+            MatmulOutput::AddTo(&sum)
+        };
+        matmul(Product::Tn, &rows, &h, into)?;
+        is_first = false;
+    }
+    Ok(LinearCrossEntropyGradients {
+        loss: fixed_sum(&losses)?,
+        dh,
+        dweight: sum,
+    })
+}
+
+/// The operands, contiguous and checked against each other.
+struct Input {
+    h: CudaTensor,
+    weight: CudaTensor,
+    labels: CudaTensor,
+    tokens: usize,
+    d_model: usize,
+    vocab_size: usize,
+}
+
+impl Input {
+    fn of(h: &CudaTensor, weight: &CudaTensor, labels: &CudaTensor) -> Result<Self, KernelError> {
+        let [tokens, d_model] = h.dims(NAME, "h")?;
+        let [vocab_size, _] = weight.dims(NAME, "weight")?;
+        for (what, size) in [
+            ("tokens", tokens),
+            ("d_model", d_model),
+            ("vocab_size", vocab_size),
+        ] {
+            crate::runtime::checks::require_non_empty(NAME, what, size)?;
+        }
+        h.require_dtype(NAME, "h", DType::BF16)?;
+        weight.require_dtype(NAME, "weight", DType::BF16)?;
+        weight.require_shape(NAME, "weight", &[vocab_size, d_model])?;
+        labels.require_dtype(NAME, "labels", DType::I32)?;
+        labels.require_shape(NAME, "labels", &[tokens])?;
+        Ok(Self {
+            h: h.contiguous(),
+            weight: weight.contiguous(),
+            labels: labels.contiguous(),
+            tokens,
+            d_model,
+            vocab_size,
+        })
+    }
+}
+
+/// Tokens whose bf16 logits exist at once in [`linear_cross_entropy_with_gradients`] of `tokens` tokens, at least one.
+pub fn gradient_block_tokens(tokens: usize, vocab_size: usize) -> usize {
+    block_tokens(tokens, vocab_size, 2)
+}
+
+/// Tokens whose logits exist at once.
+fn block_tokens(tokens: usize, vocab_size: usize, logit_bytes: usize) -> usize {
+    let most = BLOCK_BYTES / (padded_width(vocab_size) * logit_bytes);
+    let step = (most / TOKEN_STEP * TOKEN_STEP).max(TOKEN_STEP);
+    // Blocks of even size: a short last one would run at a fraction of the speed.
+    let blocks = tokens.div_ceil(step);
+    tokens
+        .div_ceil(blocks)
+        .next_multiple_of(TOKEN_STEP)
+        .min(step)
+        .min(tokens)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_stay_within_their_memory_and_are_even() {
+        assert_eq!(block_tokens(16384, 50280, 2), 4096);
+        assert_eq!(block_tokens(16384, 151_936, 2), 1664);
+        assert_eq!(block_tokens(100, 50280, 2), 100);
+        assert_eq!(block_tokens(1, 1, 2), 1);
+        assert_eq!(
+            block_tokens(6000, 50280, 2),
+            3072,
+            "two blocks, not 5248 and 752"
+        );
+        for (tokens, vocab, bytes) in [(16384, 50280, 4), (65536, 50280, 2), (777, 1 << 20, 2)] {
+            let block = block_tokens(tokens, vocab, bytes);
+            let small = block * padded_width(vocab) * bytes <= BLOCK_BYTES;
+            assert!(small || block <= TOKEN_STEP, "{tokens} {vocab}: {block}");
+        }
+    }
+}

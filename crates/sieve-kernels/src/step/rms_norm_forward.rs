@@ -1,0 +1,136 @@
+//! Launch of `kernels/rms_norm_forward.cu`.
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::vector_rows::VectorRows;
+use burn::tensor::DType;
+
+const NAME: &str = "rms_norm_forward";
+
+/// Columns that a warp holds of a row, as `common/norm_row.cuh` says.
+const WARP_WIDTH: usize = 2048;
+
+/// The widest rows.
+const MAX_WIDTH: usize = 4 * WARP_WIDTH;
+
+/// RMSNorm of each row: `x / sqrt(mean(x²) + epsilon) * weight`. `x` bf16 `[.., width]`, `weight` bf16 `[width]`, width a
+/// multiple of 8 up to 8192; returns bf16 `[.., width]`.
+///
+/// # Errors
+/// Other types or shapes, no rows.
+pub fn rms_norm_forward(
+    x: &CudaTensor,
+    weight: &CudaTensor,
+    epsilon: f32,
+) -> Result<CudaTensor, KernelError> {
+    let x = VectorRows::of(NAME, "x", x)?;
+    let weight = x.weight(NAME, weight)?;
+    let warps = warps_per_row(NAME, x.width)?;
+    let y = x.tensor.empty_contiguous(x.tensor.shape(), DType::BF16);
+    let words = [x.rows, x.width, x.stride, 0].map(|word| word as u64);
+    let kernel = rms_norm_forward_kernel(NormResidual::None, warps);
+    // SAFETY: reads rows of `width` columns and the weight, writes every element of y; sizes checked above.
+    unsafe {
+        kernel.launch(
+            grid(x.rows, warps),
+            &[&x.tensor, &weight, &y],
+            &with_epsilon(&words, epsilon),
+        )
+    }?;
+    Ok(y)
+}
+
+/// The residual stream's addition and the norm that follows it, in one launch: returns `x + residual`, rounded to bf16,
+/// and the norm of that sum, both `[.., width]`.
+///
+/// # Errors
+/// As [`rms_norm_forward`].
+pub fn rms_norm_residual_forward(
+    x: &CudaTensor,
+    residual: &CudaTensor,
+    weight: &CudaTensor,
+    epsilon: f32,
+) -> Result<(CudaTensor, CudaTensor), KernelError> {
+    let x = VectorRows::of(NAME, "x", x)?;
+    let residual = x.like(NAME, "residual", residual)?;
+    let weight = x.weight(NAME, weight)?;
+    let warps = warps_per_row(NAME, x.width)?;
+    let new = || x.tensor.empty_contiguous(x.tensor.shape(), DType::BF16);
+    let (sum, y) = (new(), new());
+    let words = [x.rows, x.width, x.stride, residual.stride].map(|word| word as u64);
+    let kernel = rms_norm_forward_kernel(NormResidual::Added, warps);
+    // SAFETY: as above; writes every element of sum and y.
+    unsafe {
+        kernel.launch(
+            grid(x.rows, warps),
+            &[&x.tensor, &residual.tensor, &sum, &weight, &y],
+            &with_epsilon(&words, epsilon),
+        )
+    }?;
+    Ok((sum, y))
+}
+
+/// Whether a residual stream passes through a norm's kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormResidual {
+    /// The norm alone.
+    None,
+    /// Forward: added before the norm. Backward: its gradient added after.
+    Added,
+}
+
+/// The specialisation with or without a residual stream, for rows that so many warps share.
+pub fn rms_norm_forward_kernel(residual: NormResidual, warps_per_row: usize) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("HAS_RESIDUAL", (residual == NormResidual::Added) as u8)
+        .define("WARPS_PER_ROW", warps_per_row)
+        .threads(256)
+}
+
+/// Warps that share a row.
+pub(crate) fn warps_per_row(kernel: &'static str, width: usize) -> Result<usize, KernelError> {
+    if width <= WARP_WIDTH {
+        return Ok(1);
+    }
+    if width <= MAX_WIDTH {
+        return Ok(4);
+    }
+    Err(KernelError::Unsupported {
+        kernel,
+        what: "width",
+        got: width.to_string(),
+        supported: format!("up to {MAX_WIDTH}"),
+    })
+}
+
+/// The words of a params struct whose last member is an epsilon.
+pub(crate) fn with_epsilon(words: &[u64], epsilon: f32) -> Vec<u64> {
+    let mut words = words.to_vec();
+    words.push(u64::from(epsilon.to_bits()));
+    words
+}
+
+fn grid(rows: usize, warps_per_row: usize) -> [usize; 3] {
+    [rows.div_ceil(8 / warps_per_row), 1, 1]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wide_rows_are_shared() {
+        assert_eq!(warps_per_row("k", 8), Ok(1));
+        assert_eq!(warps_per_row("k", 2048), Ok(1));
+        assert_eq!(warps_per_row("k", 2056), Ok(4));
+        assert_eq!(warps_per_row("k", 8192), Ok(4));
+        assert!(warps_per_row("k", 8200).is_err());
+        assert_eq!(grid(9, 1), [2, 1, 1]);
+        assert_eq!(grid(9, 4), [5, 1, 1]);
+    }
+
+    #[test]
+    fn floats_travel_in_the_low_half_of_a_word() {
+        assert_eq!(with_epsilon(&[7], 1.0), [7, 0x3f80_0000]);
+    }
+}

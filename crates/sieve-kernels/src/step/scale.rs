@@ -1,0 +1,36 @@
+//! Launch of `kernels/scale.cu`.
+use crate::error::KernelError;
+use crate::runtime::checks::{require_float, require_non_empty};
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::swiglu_forward::{THREADS, as_rows, vector_width};
+use burn::tensor::DType;
+
+const NAME: &str = "scale";
+
+/// Multiplies `x`, contiguous bf16 or f32 of any shape, by the f32 `[1]` `factor`: in place, for every clone of it.
+///
+/// # Errors
+/// Another type or layout, no elements.
+pub fn scale(x: &CudaTensor, factor: &CudaTensor) -> Result<(), KernelError> {
+    let is_bf16 = require_float(NAME, "x's type", x)?;
+    x.require_contiguous(NAME, "x")?;
+    factor.require_dtype(NAME, "factor", DType::F32)?;
+    factor.require_shape(NAME, "factor", &[1])?;
+    let (x, rows, stride) = as_rows(x);
+    let width = x.shape().last().copied().unwrap_or(0);
+    require_non_empty(NAME, "the number of elements", rows * width)?;
+    let vector = vector_width(is_bf16, &[width, stride]);
+    let grid = [rows, width.div_ceil(THREADS * vector), 1];
+    let words = [width, stride].map(|word| word as u64);
+    // SAFETY: reads and writes rows of `width` columns of x; sizes were read off the tensor.
+    unsafe { scale_kernel(is_bf16, vector).launch(grid, &[factor, &x], &words) }
+}
+
+/// The specialisation for an element type and a vector width (1, or 16 bytes' worth).
+pub fn scale_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("IS_BF16", is_bf16 as u8)
+        .define("VECTOR", vector)
+        .threads(THREADS)
+}

@@ -1,0 +1,120 @@
+//! Launch of `kernels/swiglu_backward.cu`.
+use crate::error::KernelError;
+use crate::runtime::checks::{require_float, require_non_empty};
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::qk_norm_rope_forward::Reuse;
+use crate::step::swiglu_forward::{THREADS, as_rows, packed_width, vector_width};
+
+const NAME: &str = "swiglu_backward";
+
+/// Gradient of [`swiglu_forward`](crate::swiglu_forward()) with respect to its packed input: `gate_up` `[.., 2 * d_ff]`,
+/// `dy` `[.., d_ff]`, both bf16 or both f32; returns `[.., 2 * d_ff]`.
+///
+/// # Errors
+/// Another type, shapes that do not fit each other, no rows.
+pub fn swiglu_backward(gate_up: &CudaTensor, dy: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    let input = Input::of(gate_up, dy)?;
+    let dgate_up = gate_up.empty_contiguous(gate_up.shape(), gate_up.dtype());
+    let kernel = swiglu_backward_kernel(input.is_bf16, input.vector);
+    // SAFETY: reads rows of 2*d_ff and d_ff columns, writes every element of dgate_up; sizes were read off the tensors.
+    unsafe {
+        kernel.launch(
+            input.grid(),
+            &[&input.gate_up, &input.dy, &dgate_up],
+            &input.words(),
+        )
+    }?;
+    Ok(dgate_up)
+}
+
+/// As [`swiglu_backward`], with the output of [`swiglu_forward`](crate::swiglu_forward()) once more: `(dgate_up, y)`.
+/// [`Reuse::InPlace`] puts them where contiguous `gate_up` and `dy` lie.
+///
+/// # Errors
+/// As [`swiglu_backward`]; tensors to be reused that are not contiguous.
+pub fn swiglu_backward_with_output(
+    gate_up: &CudaTensor,
+    dy: &CudaTensor,
+    reuse: Reuse,
+) -> Result<(CudaTensor, CudaTensor), KernelError> {
+    let input = Input::of(gate_up, dy)?;
+    let (dgate_up, y) = match reuse {
+        Reuse::InPlace => {
+            gate_up.require_contiguous(NAME, "gate_up")?;
+            dy.require_contiguous(NAME, "dy")?;
+            (gate_up.clone(), dy.clone())
+        }
+        Reuse::Copy => {
+            let new = |like: &CudaTensor| like.empty_contiguous(like.shape(), like.dtype());
+            (new(gate_up), new(dy))
+        }
+    };
+    let kernel = swiglu_backward_with_output_kernel(input.is_bf16, input.vector);
+    // SAFETY: as above, and every element of y; a thread reads its columns before it writes the same places.
+    unsafe {
+        kernel.launch(
+            input.grid(),
+            &[&input.gate_up, &input.dy, &dgate_up, &y],
+            &input.words(),
+        )
+    }?;
+    Ok((dgate_up, y))
+}
+
+/// Checked operands of a call.
+struct Input {
+    gate_up: CudaTensor,
+    dy: CudaTensor,
+    rows: usize,
+    d_ff: usize,
+    strides: [usize; 2],
+    is_bf16: bool,
+    vector: usize,
+}
+
+impl Input {
+    fn of(gate_up: &CudaTensor, dy: &CudaTensor) -> Result<Self, KernelError> {
+        let is_bf16 = require_float(NAME, "gate_up's type", gate_up)?;
+        dy.require_dtype(NAME, "dy", gate_up.dtype())?;
+        let d_ff = packed_width(NAME, gate_up)?;
+        let mut expected = gate_up.shape().to_vec();
+        if let Some(width) = expected.last_mut() {
+            *width = d_ff;
+        }
+        dy.require_shape(NAME, "dy", &expected)?;
+        let (gate_up, rows, row_stride) = as_rows(gate_up);
+        let (dy, _rows, dy_stride) = as_rows(dy);
+        require_non_empty(NAME, "the number of rows", rows)?;
+        Ok(Self {
+            vector: vector_width(is_bf16, &[d_ff, row_stride, dy_stride]),
+            strides: [row_stride, dy_stride],
+            gate_up,
+            dy,
+            rows,
+            d_ff,
+            is_bf16,
+        })
+    }
+
+    fn grid(&self) -> [usize; 3] {
+        [self.rows, self.d_ff.div_ceil(THREADS * self.vector), 1]
+    }
+
+    fn words(&self) -> [u64; 3] {
+        [self.d_ff, self.strides[0], self.strides[1]].map(|word| word as u64)
+    }
+}
+
+/// The specialisation for an element type and a vector width (1, or 16 bytes' worth).
+pub fn swiglu_backward_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("IS_BF16", is_bf16 as u8)
+        .define("VECTOR", vector)
+        .threads(THREADS)
+}
+
+/// As [`swiglu_backward_kernel`], with the output beside the gradient.
+pub fn swiglu_backward_with_output_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
+    swiglu_backward_kernel(is_bf16, vector).define("HAS_OUTPUT", 1)
+}

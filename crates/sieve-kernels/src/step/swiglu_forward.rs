@@ -1,0 +1,86 @@
+//! Launch of `kernels/swiglu_forward.cu`.
+use crate::error::KernelError;
+use crate::runtime::checks::{require_float, require_non_empty, uniform_rows};
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+
+const NAME: &str = "swiglu_forward";
+
+/// Threads of a block, as the kernels' launch bounds say.
+pub(crate) const THREADS: usize = 256;
+
+/// `silu(gate) * up` for packed rows. `gate_up` is `[.., 2 * d_ff]`, bf16 or f32, gate columns first; returns
+/// `[.., d_ff]` of the same type.
+///
+/// # Errors
+/// Another type, an odd or zero width, no rows.
+pub fn swiglu_forward(gate_up: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    let is_bf16 = require_float(NAME, "gate_up's type", gate_up)?;
+    let d_ff = packed_width(NAME, gate_up)?;
+    let (gate_up, rows, row_stride) = as_rows(gate_up);
+    require_non_empty(NAME, "the number of rows", rows)?;
+    let mut shape = gate_up.shape().to_vec();
+    if let Some(width) = shape.last_mut() {
+        *width = d_ff;
+    }
+    let y = gate_up.empty_contiguous(&shape, gate_up.dtype());
+    let vector = vector_width(is_bf16, &[d_ff, row_stride]);
+    let grid = [rows, d_ff.div_ceil(THREADS * vector), 1];
+    // SAFETY: reads rows of 2*d_ff columns, writes every element of y; sizes and strides were read off the tensors.
+    unsafe {
+        swiglu_forward_kernel(is_bf16, vector).launch(
+            grid,
+            &[&gate_up, &y],
+            &[d_ff as u64, row_stride as u64],
+        )
+    }?;
+    Ok(y)
+}
+
+/// The specialisation for an element type and a vector width (1, or 16 bytes' worth).
+pub fn swiglu_forward_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("IS_BF16", is_bf16 as u8)
+        .define("VECTOR", vector)
+        .threads(THREADS)
+}
+
+/// Half the width of a packed tensor.
+pub(crate) fn packed_width(
+    kernel: &'static str,
+    gate_up: &CudaTensor,
+) -> Result<usize, KernelError> {
+    let width = gate_up.shape().last().copied().unwrap_or(0);
+    require_non_empty(kernel, "d_ff", width)?;
+    if !width.is_multiple_of(2) {
+        let got = width.to_string();
+        return Err(KernelError::Unsupported {
+            kernel,
+            what: "width of gate_up",
+            got,
+            supported: "2 * d_ff".to_owned(),
+        });
+    }
+    Ok(width / 2)
+}
+
+/// The tensor, or a copy, as rows one stride apart: `(tensor, rows, row_stride)`.
+pub(crate) fn as_rows(tensor: &CudaTensor) -> (CudaTensor, usize, usize) {
+    if let Some((rows, stride)) = uniform_rows(tensor.shape(), tensor.strides()) {
+        return (tensor.clone(), rows, stride);
+    }
+    let copy = tensor.contiguous();
+    let width = copy.shape().last().copied().unwrap_or(1);
+    let rows = copy.num_elements() / width.max(1);
+    (copy, rows, width)
+}
+
+/// Elements of a 16-byte access when every size allows it, else 1.
+pub(crate) fn vector_width(is_bf16: bool, sizes: &[usize]) -> usize {
+    let widest = if is_bf16 { 8 } else { 4 };
+    if sizes.iter().all(|size| size.is_multiple_of(widest)) {
+        widest
+    } else {
+        1
+    }
+}
