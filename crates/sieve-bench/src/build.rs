@@ -5,9 +5,8 @@ use sieve_core::{DmaBias, Recipe};
 use sieve_kernels::ahead_of_time::{self, CompiledKernel};
 use sieve_kernels::{
     AttentionNeeds, AttentionShape, CudaVersion, KernelCache, KernelError, NeededKernels,
-    NeededKeys, ScoreBias, SourceKernel, SumOrder, mla_decode_join_kernel, mla_decode_kernel,
-    mla_pack_backward_kernel, mla_pack_forward_kernel, needed_kernels, shared_bytes_of,
-    shipped_kernels_for,
+    NeededKeys, ScoreBias, SourceKernel, SumOrder, mla_decode_kernels, mla_pack_kernels,
+    needed_kernels, shared_bytes_of, shipped_kernels_for, step_kernels,
 };
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -289,39 +288,21 @@ pub fn needed_by(
     arch: &str,
     shared_bytes: usize,
 ) -> Result<NeededKernels> {
-    let shipped = shipped_kernels_for(shared_bytes);
     let Some(recipe) = recipe else {
-        return Ok(shipped);
+        return Ok(shipped_kernels_for(shared_bytes));
     };
     let mut list = NeededKernels::default();
-    // What every model launches beside its attention.
-    for kernel in shipped.kernels {
-        let name = kernel.name();
-        let attention = ["attention_", "hopper_", "dma_attention", "nsa_"]
-            .iter()
-            .any(|start| name.starts_with(start));
-        let choice = ["dma_select", "dma_lists", "dma_decode", "dma_scores"]
-            .iter()
-            .any(|kernel| name == *kernel || name == format!("{kernel}_prefix"));
-        let latent = name.starts_with("mla_");
-        if !attention && !choice && !latent {
-            list.kernels.push(kernel);
-        }
-    }
+    list.extend_kernels(step_kernels());
     if let AttentionSection::Mla(mla) = recipe.attention {
         let (head_dim, rope_dim) = (recipe.model.head_dim, mla.qk_rope_head_dim);
         let rank = mla.kv_lora_rank;
-        list.kernels.extend([
-            mla_pack_forward_kernel(head_dim, rope_dim),
-            mla_pack_backward_kernel(head_dim, rope_dim),
-            mla_decode_kernel(rank + rope_dim, rank, shared_bytes),
-            mla_decode_join_kernel(rank),
-        ]);
+        list.extend_kernels(mla_pack_kernels(head_dim, rope_dim));
+        list.extend_kernels(mla_decode_kernels(rank, rope_dim, shared_bytes));
     }
     for needs in attention_needs(recipe)? {
         list.extend(needed_kernels(&needs, arch));
     }
-    Ok(list.deduplicated()?)
+    Ok(list)
 }
 
 /// The attention of a recipe: for DMA also that of rows too short to mask anything.

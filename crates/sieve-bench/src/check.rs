@@ -14,8 +14,7 @@ use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
 use sieve_kernels::{
     AttentionNeeds, AttentionShape, DeviceReport, NeededKernels, NeededKeys, ScoreBias, SumOrder,
-    attention_decode_kernel, needed_kernels, shared_bytes_of, shipped_kernels_for,
-    use_portable_kernels_only,
+    needed_kernels, shared_bytes_of, shipped_kernels_for, use_portable_kernels_only,
 };
 use sieve_ops::Cuda;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -197,10 +196,7 @@ fn wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result
 }
 
 /// Every specialisation that the random calls can ask for: what to compile, on all cores, before the first of them.
-///
-/// # Errors
-/// A text that cannot be put together.
-pub fn all_kernels(gpu: &DeviceReport) -> Result<NeededKernels> {
+pub fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     let shared_bytes = shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
     let mut list = shipped_kernels_for(shared_bytes);
     let Extent { widths, groups, .. } = Extent::all(0, 0, 0);
@@ -215,8 +211,6 @@ pub fn all_kernels(gpu: &DeviceReport) -> Result<NeededKernels> {
                 head_dim,
                 head_dim_v,
             };
-            list.kernels
-                .push(attention_decode_kernel(head_dim, head_dim_v, 1));
             for keys in [
                 NeededKeys::Neighbours,
                 NeededKeys::AllBiased,
@@ -231,7 +225,7 @@ pub fn all_kernels(gpu: &DeviceReport) -> Result<NeededKernels> {
             }
         }
     }
-    Ok(list.deduplicated()?)
+    list
 }
 
 /// A report as JSON, for programs.

@@ -19,9 +19,8 @@ use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{
     AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError,
     MlaPack, NeededKernels, NeededKeys, SumOrder, attention_backward, attention_forward,
-    mla_decode_join_kernel, mla_decode_kernel, mla_heads, mla_pack_backward,
-    mla_pack_backward_kernel, mla_pack_forward, mla_pack_forward_kernel, needed_kernels,
-    shared_bytes_of, use_portable_kernels_only,
+    mla_decode_kernels, mla_heads, mla_pack_backward, mla_pack_forward, mla_pack_kernels,
+    needed_kernels, shared_bytes_of, use_portable_kernels_only,
 };
 use sieve_ops::{
     AttentionOutput, Cuda, DeviceBackend, Documents, MlaPackCall, MlaSpec, RotaryEmbedding,
@@ -342,15 +341,10 @@ pub fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
             let needs = AttentionNeeds { shape, keys, order };
             list.extend(needed_kernels(&needs, &gpu.arch()));
         }
-        list.kernels
-            .push(mla_pack_forward_kernel(head_dim, rope_dim));
-        list.kernels
-            .push(mla_pack_backward_kernel(head_dim, rope_dim));
+        list.extend_kernels(mla_pack_kernels(head_dim, rope_dim));
     }
     for &[rank, rope_dim] in decode::WIDTHS {
-        let kernel = mla_decode_kernel(rank + rope_dim, rank, shared_bytes);
-        list.kernels.push(kernel);
-        list.kernels.push(mla_decode_join_kernel(rank));
+        list.extend_kernels(mla_decode_kernels(rank, rope_dim, shared_bytes));
     }
     list
 }

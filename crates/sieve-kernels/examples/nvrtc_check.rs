@@ -1,7 +1,7 @@
-//! Compiles every specialisation of `kernels/manifest.toml` with NVRTC, the compiler that users' machines run, from the
+//! Compiles every shipped specialisation with NVRTC, the compiler that users' machines run, from the
 //! exact text a launch would send. Needs no GPU: `nvrtc_check CUDA_PATH`, with libnvrtc's folder on LD_LIBRARY_PATH.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
-use sieve_kernels::{SourceKernel, ahead_of_time::compile_with_nvrtc};
+use sieve_kernels::{ahead_of_time::compile_with_nvrtc, shipped_kernels};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -11,14 +11,10 @@ fn main() -> ExitCode {
         eprintln!("usage: nvrtc_check CUDA_PATH   (the folder with include/cuda_bf16.h)");
         return ExitCode::FAILURE;
     };
-    let manifest = include_str!("../../../kernels/manifest.toml");
-    let manifest: toml::Table = manifest
-        .parse()
-        .expect("`cargo xtask tidy` checks the manifest");
     let start = Instant::now();
     let (mut compiled, mut failed) = (0, 0);
-    for (kernel, archs) in specialisations(&manifest) {
-        for arch in &archs {
+    for kernel in shipped_kernels().expect("every tiling fits") {
+        for arch in kernel.architectures() {
             match compile_with_nvrtc(&kernel, arch, Path::new(&cuda_path)) {
                 Ok(kernel) if kernel.cubin.starts_with(b"\x7fELF") => compiled += 1,
                 Ok(_) => {
@@ -45,42 +41,4 @@ fn main() -> ExitCode {
     } else {
         ExitCode::FAILURE
     }
-}
-
-/// The manifest's kernels, each with its defines, and the architectures it is for.
-fn specialisations(manifest: &toml::Table) -> Vec<(SourceKernel, Vec<String>)> {
-    let mut kernels = Vec::new();
-    for block in manifest["kernel"].as_array().expect("a list of kernels") {
-        let file = block["file"].as_str().expect("a file name");
-        let name: &'static str = file.trim_end_matches(".cu").to_owned().leak();
-        let archs = match block.get("arch").and_then(toml::Value::as_array) {
-            Some(archs) => archs.iter().filter_map(toml::Value::as_str).collect(),
-            None => vec!["sm_80", "sm_90a"],
-        };
-        let archs: Vec<String> = archs.into_iter().map(str::to_owned).collect();
-        let empty = toml::Table::new();
-        let common = block
-            .get("defines")
-            .and_then(toml::Value::as_table)
-            .unwrap_or(&empty);
-        let variants = block
-            .get("variants")
-            .and_then(toml::Value::as_array)
-            .cloned();
-        for variant in variants.unwrap_or_else(|| vec![toml::Value::Table(toml::Table::new())]) {
-            let mut defines = common.clone();
-            defines.extend(variant.as_table().expect("a table of defines").clone());
-            let kernel = defines
-                .iter()
-                .fold(SourceKernel::new(name), |kernel, (define, value)| {
-                    let define: &'static str = define.clone().leak();
-                    match value.as_str() {
-                        Some(text) => kernel.define(define, text),
-                        None => kernel.define(define, value),
-                    }
-                });
-            kernels.push((kernel, archs.clone()));
-        }
-    }
-    kernels
 }

@@ -16,9 +16,7 @@ mod mla;
 mod nsa;
 mod step;
 
-mod needed;
-mod shipped;
-mod step_kernels;
+mod specialisations;
 
 pub use dma::oracle;
 pub use runtime::ahead_of_time;
@@ -72,7 +70,6 @@ pub use mla::pack::{
     MlaPack, mla_heads, mla_pack_backward, mla_pack_backward_kernel, mla_pack_forward,
     mla_pack_forward_kernel,
 };
-pub use needed::{AttentionNeeds, NeededKernels, NeededKeys, needed_kernels, shared_bytes_of};
 pub use nsa::{
     GateGradients, NSA_PART_BYTES, nsa_blocks, nsa_blocks_backward,
     nsa_compressed_attention_backward, nsa_compressed_attention_forward, nsa_gates,
@@ -90,7 +87,10 @@ pub use runtime::probe::{CudaReport, DeviceReport, memory_bytes, probe};
 pub use runtime::recording::{BufferView, Hardware, Launch, MapData, Recorder, Recording, Step};
 pub use runtime::source::{KernelText, kernel_file, kernel_files};
 pub use runtime::source_kernel::SourceKernel;
-pub use shipped::{shipped_kernels, shipped_kernels_for};
+pub use specialisations::{
+    AttentionNeeds, NeededKernels, NeededKeys, manifest, mla_decode_kernels, mla_pack_kernels,
+    needed_kernels, shared_bytes_of, shipped_kernels, shipped_kernels_for, step_kernels,
+};
 pub use step::adamw::{AdamwTensors, Master, adamw, adamw_kernel};
 pub use step::column_sums::column_sums_kernel;
 pub use step::cross_entropy::{
@@ -131,4 +131,3 @@ pub use step::swiglu_backward::{
 };
 pub use step::swiglu_forward::{swiglu_forward, swiglu_forward_kernel};
 pub use step::vector_rows::GradientTarget;
-pub use step_kernels::step_kernels;

@@ -68,7 +68,7 @@ fn build_printer() -> impl FnMut(BuildEvent) {
 
 /// Compiles everything that a check can ask for, on all cores, before the first case.
 fn prepare(cache: &KernelCache, gpu: &DeviceReport) -> Result<()> {
-    fill(cache, &gpu.arch(), &sieve_bench::all_kernels(gpu)?)
+    fill(cache, &gpu.arch(), &sieve_bench::all_kernels(gpu))
 }
 
 /// Compiles what a cache lacks of `needed`.

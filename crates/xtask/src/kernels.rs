@@ -35,7 +35,18 @@ pub(crate) fn run(only_arch: Option<&str>) -> Result<()> {
         );
     }
     let results = compile_all(&nvcc, &jobs)?;
-    report(&results, specialisations.len())
+    report(&manifest, &results)
+}
+
+/// Writes the manifest from the list of shipped specialisations in sieve-kernels.
+pub(crate) fn write() -> Result<()> {
+    let program = ["run", "--release", "--quiet", "--package", "sieve-kernels"];
+    let text = workspace::output(
+        "cargo",
+        &[&program[..], &["--example", "manifest"]].concat(),
+    )?;
+    let path = folder().join("manifest.toml");
+    std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Compiles on all cores; results come back in the order of the jobs.
@@ -76,7 +87,7 @@ fn compile_all<'a>(
 }
 
 /// Prints the table, then what must not be.
-fn report(results: &[Compiled], num_specialisations: usize) -> Result<()> {
+fn report(manifest: &Manifest, results: &[Compiled]) -> Result<()> {
     let mut problems = Vec::new();
     println!(
         "{:7} {:44} {:>9} {:>15} {:>6} {:>7}  defines",
@@ -121,15 +132,16 @@ fn report(results: &[Compiled], num_specialisations: usize) -> Result<()> {
                 specialisation.variant_text()
             );
             problems.extend(
-                specialisation
-                    .over_allowance(function, arch)
+                manifest
+                    .over_allowance(specialisation, function, arch)
                     .map(|problem| format!("{name}: {problem}")),
             );
         }
         problems.extend(resources::warnings(log).map(|line| format!("{name}: {line}")));
     }
     println!(
-        "kernels: {num_specialisations} specialisations, {} compilations",
+        "kernels: {} specialisations, {} compilations",
+        manifest.specialisations().len(),
         results.len()
     );
     if problems.is_empty() {
@@ -139,7 +151,7 @@ fn report(results: &[Compiled], num_specialisations: usize) -> Result<()> {
         println!("kernels: {problem}");
     }
     bail!(
-        "{} kernel problem(s); a spill needs an [[kernel.allow]] entry with its reason in kernels/manifest.toml",
+        "{} kernel problem(s); a spill needs an entry with its reason in kernels/allowances.toml",
         problems.len()
     )
 }

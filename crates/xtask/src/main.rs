@@ -21,7 +21,9 @@ const USAGE: &str = "cargo xtask <command>
                          and all tools of compute-sanitizer, and fails where there is no GPU
   tidy                   arrows between crates, features, file lengths, kernel headers, forbidden words
   kernels [--arch A]     compile kernels/manifest.toml with nvcc (installed into target/cuda-venv when missing), print
-                         registers, spills, stack and shared memory; fails on any spill that the manifest does not allow";
+                         registers, spills, stack and shared memory; fails on any spill that kernels/allowances.toml
+                         does not allow
+  kernels --write        write kernels/manifest.toml from the list in sieve-kernels/src/specialisations";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -31,6 +33,7 @@ fn main() -> ExitCode {
         ["check", "--gpu"] => check::run(true),
         ["tidy"] => tidy::run(),
         ["kernels"] => kernels::run(None),
+        ["kernels", "--write"] => kernels::write(),
         ["kernels", "--arch", arch] => kernels::run(Some(arch)),
         [] | ["help" | "--help" | "-h"] => {
             println!("{USAGE}");

@@ -171,6 +171,21 @@ impl SourceKernel {
         self.threads as usize
     }
 
+    /// Whether both are one entry point with the same defines; threads and shared memory belong to the launch.
+    pub(crate) fn is_same_code(&self, other: &Self) -> bool {
+        let code = |kernel: &Self| (kernel.name, kernel.entry);
+        code(self) == code(other) && self.text == other.text && self.defines == other.defines
+    }
+
+    /// Architectures that a file of `kernels/` is compiled for in CI.
+    pub fn architectures(&self) -> &'static [&'static str] {
+        if self.name.starts_with("hopper_") {
+            &["sm_90a"]
+        } else {
+            &["sm_80", "sm_90a"]
+        }
+    }
+
     /// The complete text that is compiled.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! `kernels/manifest.toml`: the specialisations that ship.
+//! `kernels/manifest.toml`, the specialisations that ship, and `kernels/allowances.toml`, what they may spill.
 use super::resources::Resources;
 use crate::workspace;
 use anyhow::{Context, Result, bail};
@@ -8,13 +8,23 @@ use std::collections::BTreeMap;
 /// More shipped specialisations than this, and nobody knows any longer what is tested.
 const MAX_SPECIALISATIONS: usize = 200;
 
-/// The whole file.
+/// Both files.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Manifest {
     /// One block for each kernel file.
     #[serde(rename = "kernel")]
     pub(crate) kernels: Vec<Kernel>,
+    /// Spills and stack frames that are accepted.
+    #[serde(skip)]
+    allowances: Allowances,
+}
+
+/// The second file.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Allowances {
+    allow: Vec<Allowance>,
 }
 
 /// One kernel file and the forms it ships in.
@@ -24,7 +34,6 @@ pub(crate) struct Kernel {
     /// File below `kernels/`.
     pub(crate) file: String,
     /// Architectures to compile for.
-    #[serde(default = "default_arch")]
     pub(crate) arch: Vec<String>,
     /// Defines of every variant.
     #[serde(default)]
@@ -32,9 +41,6 @@ pub(crate) struct Kernel {
     /// What differs: one specialisation for each entry.
     #[serde(default)]
     pub(crate) variants: Vec<BTreeMap<String, Value>>,
-    /// Spills and stack frames that are accepted.
-    #[serde(default)]
-    pub(crate) allow: Vec<Allowance>,
 }
 
 /// Value of a define.
@@ -87,19 +93,23 @@ pub(crate) struct Specialisation<'a> {
 }
 
 impl Manifest {
-    /// Reads and checks the file.
+    /// Reads and checks both files.
     pub(crate) fn load() -> Result<Self> {
-        let path = workspace::root().join("kernels/manifest.toml");
-        Self::parse(&workspace::read(&path)?).with_context(|| path.display().to_string())
+        let [list, allowed] = ["manifest", "allowances"].map(|name| {
+            let path = workspace::root().join(format!("kernels/{name}.toml"));
+            workspace::read(&path)
+        });
+        Self::parse(&list?, &allowed?).context("kernels/*.toml")
     }
 
-    fn parse(text: &str) -> Result<Self> {
-        let manifest: Self = toml::from_str(text)?;
+    fn parse(list: &str, allowed: &str) -> Result<Self> {
+        let mut manifest: Self = toml::from_str(list)?;
+        manifest.allowances = toml::from_str(allowed)?;
         let count = manifest.specialisations().len();
         if count > MAX_SPECIALISATIONS {
             bail!("{count} specialisations, at most {MAX_SPECIALISATIONS}");
         }
-        for allowance in manifest.kernels.iter().flat_map(|k| &k.allow) {
+        for allowance in &manifest.allowances.allow {
             if allowance.reason.trim().len() < 20 {
                 bail!(
                     "the allowance for {} needs its reason, with a measurement",
@@ -116,6 +126,36 @@ impl Manifest {
             .iter()
             .flat_map(Kernel::specialisations)
             .collect()
+    }
+
+    /// What a compiled function uses beyond its allowance.
+    pub(crate) fn over_allowance(
+        &self,
+        specialisation: &Specialisation,
+        function: &Resources,
+        arch: &str,
+    ) -> Option<String> {
+        let spill = function.spill_store_bytes.max(function.spill_load_bytes);
+        let fits = |allowance: &&Allowance| {
+            let variant = allowance.defines.iter().all(|(name, value)| {
+                specialisation
+                    .defines
+                    .get(name.as_str())
+                    .is_some_and(|have| have.to_string() == value.to_string())
+            });
+            allowance.entry == function.name
+                && variant
+                && allowance.arch.as_deref().is_none_or(|only| only == arch)
+        };
+        let allowance = self.allowances.allow.iter().find(fits);
+        let (spill_allowed, stack_allowed) =
+            allowance.map_or((0, 0), |a| (a.spill_bytes, a.stack_bytes));
+        (spill > spill_allowed || function.stack_bytes > stack_allowed).then(|| {
+            format!(
+                "{} spills {spill} bytes (allowed {spill_allowed}) and has a stack frame of {} (allowed {stack_allowed})",
+                function.name, function.stack_bytes
+            )
+        })
     }
 }
 
@@ -175,34 +215,6 @@ impl Specialisation<'_> {
             .collect();
         pairs.join(" ")
     }
-
-    /// What a compiled function uses beyond its allowance.
-    pub(crate) fn over_allowance(&self, function: &Resources, arch: &str) -> Option<String> {
-        let spill = function.spill_store_bytes.max(function.spill_load_bytes);
-        let fits = |allowance: &&Allowance| {
-            let variant = allowance.defines.iter().all(|(name, value)| {
-                self.defines
-                    .get(name.as_str())
-                    .is_some_and(|have| have.to_string() == value.to_string())
-            });
-            allowance.entry == function.name
-                && variant
-                && allowance.arch.as_deref().is_none_or(|only| only == arch)
-        };
-        let allowance = self.kernel.allow.iter().find(fits);
-        let (spill_allowed, stack_allowed) =
-            allowance.map_or((0, 0), |a| (a.spill_bytes, a.stack_bytes));
-        (spill > spill_allowed || function.stack_bytes > stack_allowed).then(|| {
-            format!(
-                "{} spills {spill} bytes (allowed {spill_allowed}) and has a stack frame of {} (allowed {stack_allowed})",
-                function.name, function.stack_bytes
-            )
-        })
-    }
-}
-
-fn default_arch() -> Vec<String> {
-    ["sm_80", "sm_90a"].map(str::to_owned).to_vec()
 }
 
 #[cfg(test)]
@@ -212,21 +224,26 @@ mod tests {
     const TEXT: &str = r#"
         [[kernel]]
         file = "a.cu"
+        arch = ["sm_80", "sm_90a"]
         defines = { COMMON = 1, WIDTH = 8 }
         variants = [{ WIDTH = 4 }, { TYPE = "float" }]
-        [[kernel.allow]]
+        [[kernel]]
+        file = "b.cu"
+        arch = ["sm_90a"]
+    "#;
+
+    const ALLOWED: &str = r#"
+        [[allow]]
         entry = "a"
         arch = "sm_80"
         defines = { WIDTH = 4 }
         spill_bytes = 16
         reason = "0.2 % slower than with one block less a multiprocessor"
-        [[kernel]]
-        file = "b.cu"
     "#;
 
     #[test]
     fn variants_override_the_common_defines() {
-        let manifest = Manifest::parse(TEXT).expect("well formed");
+        let manifest = Manifest::parse(TEXT, ALLOWED).expect("well formed");
         let texts: Vec<String> = manifest
             .specialisations()
             .iter()
@@ -240,24 +257,33 @@ mod tests {
 
     #[test]
     fn only_the_allowed_spill_passes() {
-        let manifest = Manifest::parse(TEXT).expect("well formed");
+        let manifest = Manifest::parse(TEXT, ALLOWED).expect("well formed");
         let all = manifest.specialisations();
         let spilling = |bytes| Resources {
             name: "a".into(),
             spill_store_bytes: bytes,
             ..Resources::default()
         };
-        assert_eq!(all[0].over_allowance(&spilling(16), "sm_80"), None);
+        assert_eq!(
+            manifest.over_allowance(&all[0], &spilling(16), "sm_80"),
+            None
+        );
         assert!(
-            all[0].over_allowance(&spilling(20), "sm_80").is_some(),
+            manifest
+                .over_allowance(&all[0], &spilling(20), "sm_80")
+                .is_some(),
             "more than allowed"
         );
         assert!(
-            all[0].over_allowance(&spilling(16), "sm_90a").is_some(),
+            manifest
+                .over_allowance(&all[0], &spilling(16), "sm_90a")
+                .is_some(),
             "another architecture"
         );
         assert!(
-            all[1].over_allowance(&spilling(4), "sm_80").is_some(),
+            manifest
+                .over_allowance(&all[1], &spilling(4), "sm_80")
+                .is_some(),
             "another variant"
         );
         let stack = Resources {
@@ -266,28 +292,27 @@ mod tests {
             ..Resources::default()
         };
         assert!(
-            all[0].over_allowance(&stack, "sm_80").is_some(),
+            manifest.over_allowance(&all[0], &stack, "sm_80").is_some(),
             "no stack was allowed"
         );
     }
 
     #[test]
     fn mistakes_in_the_file_are_refused() {
+        let refused = |list: &str, allowed: &str| Manifest::parse(list, allowed).is_err();
         assert!(
-            Manifest::parse("[[kernel]]\nfile = 'a.cu'\nvariant = []").is_err(),
+            refused("[[kernel]]\nfile = 'a.cu'\nvariant = []", ALLOWED),
             "unknown key"
         );
-        assert!(
-            Manifest::parse(&TEXT.replace(
-                "0.2 % slower than with one block less a multiprocessor",
-                "fine"
-            ))
-            .is_err()
+        let fine = ALLOWED.replace(
+            "0.2 % slower than with one block less a multiprocessor",
+            "fine",
         );
+        assert!(refused(TEXT, &fine), "no reason");
         let many = format!(
-            "[[kernel]]\nfile = 'a.cu'\nvariants = [{}]",
+            "[[kernel]]\nfile = 'a.cu'\narch = []\nvariants = [{}]",
             "{ A = 1 },".repeat(MAX_SPECIALISATIONS + 1)
         );
-        assert!(Manifest::parse(&many).is_err(), "one too many");
+        assert!(refused(&many, ALLOWED), "one too many");
     }
 }

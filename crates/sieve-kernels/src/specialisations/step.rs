@@ -1,8 +1,6 @@
-//! The specialisations of the kernels around attention that ship: norms, rotary positions, loss, optimizer, embedding.
+//! The kernels around attention, which every model launches: norms, rotary positions, SwiGLU, loss, optimizer, embedding.
 //!
-//! Most do not depend on a model's sizes; heads of 64 and 128 columns and 4 or 8 KV heads are the usual ones.
-use crate::dma::scores_backward::dma_scores_backward_kernel;
-use crate::mla::pack::{mla_pack_backward_kernel, mla_pack_forward_kernel};
+//! Most do not depend on a model's sizes; heads of 64 and 128 columns are the usual ones.
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::adamw::{Master, adamw_kernel};
 use crate::step::column_sums::column_sums_kernel;
@@ -11,6 +9,7 @@ use crate::step::embedding_backward::{
     embedding_backward_kernel, embedding_carry_kernel, embedding_order_kernel,
 };
 use crate::step::embedding_forward::embedding_forward_kernel;
+use crate::step::fill_zero::fill_zero_kernel;
 use crate::step::qk_norm_rope_backward::qk_norm_rope_backward_kernel;
 use crate::step::qk_norm_rope_forward::{Reuse, qk_norm_rope_forward_kernel};
 use crate::step::residual_add::residual_add_kernel;
@@ -21,6 +20,8 @@ use crate::step::rms_norm_forward::{NormResidual, rms_norm_forward_kernel};
 use crate::step::scale::scale_kernel;
 use crate::step::split_master::{Direction, split_master_kernel};
 use crate::step::sum_of_squares::{SumResult, Term, finish_sum_kernel, sum_partials_kernel};
+use crate::step::swiglu_backward::{swiglu_backward_kernel, swiglu_backward_with_output_kernel};
+use crate::step::swiglu_forward::swiglu_forward_kernel;
 
 /// All of them.
 pub fn step_kernels() -> Vec<SourceKernel> {
@@ -45,9 +46,13 @@ pub fn step_kernels() -> Vec<SourceKernel> {
         residual_add_kernel(false, 4),
         scale_kernel(true, 8),
         scale_kernel(false, 4),
-        mla_pack_forward_kernel(128, 64),
-        mla_pack_backward_kernel(128, 64),
+        fill_zero_kernel(),
     ];
+    for (is_bf16, vector) in [(true, 8), (false, 4)] {
+        kernels.push(swiglu_forward_kernel(is_bf16, vector));
+        kernels.push(swiglu_backward_kernel(is_bf16, vector));
+        kernels.push(swiglu_backward_with_output_kernel(is_bf16, vector));
+    }
     for residual in [NormResidual::None, NormResidual::Added] {
         for warps_per_row in [1, 4] {
             kernels.push(rms_norm_forward_kernel(residual, warps_per_row));
@@ -63,9 +68,6 @@ pub fn step_kernels() -> Vec<SourceKernel> {
         kernels.push(qk_norm_rope_forward_kernel(head_dim, Reuse::Copy));
         kernels.push(qk_norm_rope_backward_kernel(head_dim, Reuse::Copy));
         kernels.push(qk_norm_rope_backward_kernel(head_dim, Reuse::InPlace));
-    }
-    for num_kv_heads in [4, 8] {
-        kernels.push(dma_scores_backward_kernel(num_kv_heads));
     }
     kernels
 }

@@ -1,0 +1,385 @@
+//! The kernels of each part of attention, and all parts of one model's attention, for a build ahead of time.
+use super::NeededKernels;
+use crate::attention::backward::{
+    attention_backward_convert_kernel, attention_backward_kernel,
+    attention_backward_prepare_kernel, attention_backward_query_kernel, attention_row_sums_kernel,
+};
+use crate::attention::backward_tiling::{BackwardTiling, QueryPass, QueryTiling, SumOrder};
+use crate::attention::bias_base::bias_base_kernel;
+use crate::attention::decode::attention_decode_kernel;
+use crate::attention::forward::attention_forward_kernel;
+use crate::attention::heads::AttentionShape;
+use crate::attention::hopper_tiling::{
+    HopperPass, HopperTiling, has_hopper_form, has_hopper_gradient,
+    hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
+};
+use crate::attention::sparse_forward::{
+    hopper_sparse_attention_forward_kernel, sparse_attention_forward_kernel,
+    sparse_attention_tiling,
+};
+use crate::attention::tiling::{ForwardTiling, KeySource};
+use crate::dma::attention_backward::{
+    dma_attention_backward_convert_kernel, dma_attention_backward_kernel,
+    dma_attention_backward_query_kernel, dma_attention_row_sums_kernel,
+};
+use crate::dma::attention_forward::dma_attention_forward_kernel;
+use crate::dma::decode::dma_decode_kernel;
+use crate::dma::lists::{dma_lists_kernel, dma_lists_prefix_kernel};
+use crate::dma::scores::{ScoreBias, dma_scores_kernel};
+use crate::dma::scores_backward::dma_scores_backward_kernel;
+use crate::dma::select::dma_select_kernels;
+use crate::mla::decode::{mla_decode_join_kernel, mla_decode_kernel};
+use crate::mla::pack::{mla_pack_backward_kernel, mla_pack_forward_kernel};
+use crate::nsa::nsa_kernels;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::column_sums::column_sums_kernel;
+use crate::step::fill_zero::fill_zero_kernel;
+
+/// The attention of a model, as far as it decides which kernels run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionNeeds {
+    /// Widths and heads; batch and `seq_len` do not count.
+    pub shape: AttentionShape,
+    /// Dense and sliding-window attention run the same kernels; DMA has its own.
+    pub keys: NeededKeys,
+    /// The order of sums that training asks for.
+    pub order: SumOrder,
+}
+
+/// How a model chooses its keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NeededKeys {
+    /// Neighbouring keys: all, or a window.
+    Neighbours,
+    /// DMA's choice; with the form of its bias when decoding.
+    Chosen(ScoreBias),
+    /// DMA where every key is kept: neighbours with a bias.
+    AllBiased,
+    /// NSA's compressed and selected branches; its window has [`Neighbours`](Self::Neighbours).
+    Blocks,
+}
+
+/// Shared memory that a block may have on an architecture, in bytes; `None` for one that the kernels are not made for.
+pub fn shared_bytes_of(arch: &str) -> Option<usize> {
+    let kib = match arch {
+        "sm_80" => 163,
+        "sm_86" | "sm_89" | "sm_120a" => 99,
+        "sm_90a" | "sm_100a" => 227,
+        _ => return None,
+    };
+    Some(kib * 1024)
+}
+
+/// What launches ask for when a model with this attention trains and decodes on a device of `arch`: forward, backward,
+/// decoding; where the architecture has a family of its own, both that and the portable kernels. Nothing for an
+/// architecture that the kernels are not made for.
+pub fn needed_kernels(needs: &AttentionNeeds, arch: &str) -> NeededKernels {
+    let mut list = NeededKernels::default();
+    let Some(shared_bytes) = shared_bytes_of(arch) else {
+        return list;
+    };
+    let source = key_source(needs.keys);
+    let mut parts = vec![
+        Part::Choose,
+        Part::Forward,
+        Part::Around,
+        Part::Gradients(needs.order),
+        Part::Decode,
+    ];
+    if source != KeySource::Dense {
+        parts.push(Part::RowSums);
+    }
+    if needs.order == SumOrder::Any {
+        parts.push(Part::ConvertDq);
+    }
+    for &part in &parts {
+        portable(&mut list, needs, part, shared_bytes);
+    }
+    if arch == "sm_90a" && has_hopper_form(&needs.shape, source) {
+        for &part in &parts {
+            hopper(&mut list, needs, part);
+        }
+    }
+    list
+}
+
+/// What latent attention packs with: heads of `head_dim` columns, and `rope_dim` rotated ones beside them.
+pub fn mla_pack_kernels(head_dim: usize, rope_dim: usize) -> [SourceKernel; 2] {
+    [
+        mla_pack_forward_kernel(head_dim, rope_dim),
+        mla_pack_backward_kernel(head_dim, rope_dim),
+    ]
+}
+
+/// What decodes on latents of `rank` columns and `rope_dim` rotated ones.
+pub fn mla_decode_kernels(rank: usize, rope_dim: usize, shared_bytes: usize) -> [SourceKernel; 2] {
+    [
+        mla_decode_kernel(rank + rope_dim, rank, shared_bytes),
+        mla_decode_join_kernel(rank),
+    ]
+}
+
+fn key_source(keys: NeededKeys) -> KeySource {
+    match keys {
+        NeededKeys::Neighbours => KeySource::Dense,
+        NeededKeys::AllBiased => KeySource::Biased,
+        NeededKeys::Chosen(_) | NeededKeys::Blocks => KeySource::Gathered,
+    }
+}
+
+/// A part of attention that launches kernels of its own.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Part {
+    /// Finds the keys of each query, and the gradient of what they were found by.
+    Choose,
+    /// Output and log-sum-exp.
+    Forward,
+    /// The same under a selector's mask.
+    Masked,
+    /// Statistics of rows before the gradients, and sums of lists rounded after them.
+    Around,
+    /// Row sums, which the backward pass with a bias needs.
+    RowSums,
+    /// dq, dk, dv and the bias's gradient.
+    Gradients(SumOrder),
+    /// dq rounded from its f32 sums, where their order is free.
+    ConvertDq,
+    /// One new token against a cache.
+    Decode,
+}
+
+/// Adds a part's portable kernels.
+pub(super) fn portable(
+    list: &mut NeededKernels,
+    needs: &AttentionNeeds,
+    part: Part,
+    shared_bytes: usize,
+) {
+    let AttentionShape {
+        head_dim,
+        head_dim_v,
+        num_kv_heads,
+        ..
+    } = needs.shape;
+    let (shape, source) = (&needs.shape, key_source(needs.keys));
+    let query = |pass| QueryTiling::choose("attention_backward", pass, shape, source, shared_bytes);
+    match part {
+        Part::Choose => match needs.keys {
+            NeededKeys::Chosen(_) => {
+                list.extend_kernels(dma_select_kernels());
+                list.extend_kernels([
+                    dma_lists_kernel(),
+                    dma_lists_prefix_kernel(),
+                    dma_scores_kernel(num_kv_heads, head_dim_v, ScoreBias::Linear),
+                    dma_scores_backward_kernel(num_kv_heads),
+                ]);
+            }
+            NeededKeys::Blocks => {
+                list.extend_kernels(nsa_kernels(head_dim));
+                list.extend_kernels([column_sums_kernel()]);
+            }
+            NeededKeys::Neighbours | NeededKeys::AllBiased => {}
+        },
+        Part::Forward => {
+            if source != KeySource::Dense {
+                list.extend_kernels([bias_base_kernel(source)]);
+            }
+            let tiling = ForwardTiling::choose("attention_forward", shape, source, shared_bytes);
+            list.add(tiling.map(|tiling| match source {
+                KeySource::Gathered => dma_attention_forward_kernel(shape, &tiling),
+                _ => attention_forward_kernel(shape, &tiling, source),
+            }));
+        }
+        Part::Masked => {
+            let tiling = sparse_attention_tiling(shape, shared_bytes);
+            list.add(tiling.map(|tiling| sparse_attention_forward_kernel(shape, &tiling)));
+        }
+        Part::Around => {
+            list.extend_kernels([
+                fill_zero_kernel(),
+                attention_backward_prepare_kernel(head_dim_v),
+            ]);
+            if source == KeySource::Gathered {
+                list.extend_kernels(
+                    [head_dim, head_dim_v].map(dma_attention_backward_convert_kernel),
+                );
+            }
+        }
+        Part::RowSums => list.add(query(QueryPass::RowSums).map(|tiling| match source {
+            KeySource::Gathered => dma_attention_row_sums_kernel(shape, &tiling),
+            _ => attention_row_sums_kernel(shape, &tiling, source),
+        })),
+        Part::Gradients(order) => {
+            let tiling = BackwardTiling::choose("attention_backward", shape, source, shared_bytes);
+            for set in BackwardTiling::launches(shape, order) {
+                list.add(tiling.clone().map(|tiling| match source {
+                    KeySource::Gathered => {
+                        dma_attention_backward_kernel(shape, &tiling, set, order)
+                    }
+                    _ => attention_backward_kernel(shape, &tiling, source, set),
+                }));
+            }
+            if order == SumOrder::Fixed {
+                list.add(query(QueryPass::Gradient).map(|tiling| match source {
+                    KeySource::Gathered => dma_attention_backward_query_kernel(shape, &tiling),
+                    _ => attention_backward_query_kernel(shape, &tiling, source),
+                }));
+            }
+        }
+        Part::ConvertDq => list.extend_kernels([attention_backward_convert_kernel(head_dim)]),
+        Part::Decode => match needs.keys {
+            NeededKeys::Neighbours => {
+                list.extend_kernels(
+                    [0, 1].map(|append| attention_decode_kernel(head_dim, head_dim_v, append)),
+                );
+            }
+            NeededKeys::Chosen(bias) => {
+                list.extend_kernels([dma_decode_kernel(head_dim, head_dim_v, bias)])
+            }
+            NeededKeys::AllBiased | NeededKeys::Blocks => {}
+        },
+    }
+}
+
+/// Adds a part's kernels of the Hopper family, for shapes that have them.
+pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Part) {
+    let (shape, source) = (&needs.shape, key_source(needs.keys));
+    let mut pass = |pass| list.extend_kernels([HopperTiling::new(pass, shape, source).kernel()]);
+    match part {
+        Part::Forward => {
+            pass(HopperPass::Output);
+            // With a bias, short rows take the form that keeps the lower bits of o; long ones make row sums.
+            if source != KeySource::Dense {
+                pass(HopperPass::OutputAndRest);
+            }
+        }
+        Part::Masked => list.extend_kernels([hopper_sparse_attention_forward_kernel(shape)]),
+        Part::Around if source != KeySource::Dense => {
+            list.extend_kernels([hopper_attention_backward_prepare_kernel(shape.head_dim_v)]);
+        }
+        Part::RowSums => pass(HopperPass::RowSums),
+        Part::Gradients(order) => {
+            if order == SumOrder::Fixed && has_hopper_gradient(shape, source) {
+                pass(HopperPass::Gradient);
+            }
+            let fixed = source == KeySource::Gathered && order == SumOrder::Fixed;
+            let sets = BackwardTiling::launches(shape, order);
+            list.extend_kernels(
+                sets.into_iter()
+                    .map(|set| hopper_backward_kernel(shape, source, set, fixed)),
+            );
+        }
+        // The portable kernels do these on every device.
+        Part::Around | Part::Choose | Part::ConvertDq | Part::Decode => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    fn needs(width: usize, keys: NeededKeys, order: SumOrder) -> AttentionNeeds {
+        let shape = AttentionShape {
+            batch: 1,
+            seq_len: 1,
+            num_heads: 4,
+            num_kv_heads: 2,
+            head_dim: width,
+            head_dim_v: width,
+        };
+        AttentionNeeds { shape, keys, order }
+    }
+
+    fn names(needed: &NeededKernels) -> BTreeSet<&'static str> {
+        needed.kernels.iter().map(SourceKernel::name).collect()
+    }
+
+    #[test]
+    fn dense_training_needs_no_dma_kernel() {
+        let needed = needed_kernels(&needs(128, NeededKeys::Neighbours, SumOrder::Any), "sm_80");
+        let expected = [
+            "attention_backward",
+            "attention_backward_convert",
+            "attention_backward_prepare",
+            "attention_decode",
+            "attention_forward",
+            "fill_zero",
+        ];
+        assert_eq!(names(&needed), BTreeSet::from(expected));
+        assert!(needed.refused.is_empty());
+    }
+
+    #[test]
+    fn a_fixed_order_replaces_the_sums_of_dq() {
+        let dma = NeededKeys::Chosen(ScoreBias::Exp);
+        let any = names(&needed_kernels(&needs(64, dma, SumOrder::Any), "sm_80"));
+        let fixed = names(&needed_kernels(&needs(64, dma, SumOrder::Fixed), "sm_80"));
+        assert!(any.contains("attention_backward_convert"));
+        assert!(fixed.contains("dma_attention_backward_query"));
+        assert!(!fixed.contains("attention_backward_convert"));
+        for name in ["dma_select", "dma_lists", "dma_scores", "dma_decode"] {
+            assert!(any.contains(name) && fixed.contains(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn blocks_need_lists_but_no_choice_of_keys() {
+        for arch in ["sm_80", "sm_90a"] {
+            let needed = names(&needed_kernels(
+                &needs(128, NeededKeys::Blocks, SumOrder::Any),
+                arch,
+            ));
+            for name in [
+                "nsa_choose",
+                "nsa_selected_attention_backward",
+                "dma_attention_backward",
+                "dma_attention_backward_convert",
+                "column_sums",
+            ] {
+                assert!(needed.contains(name), "{arch} {name}");
+            }
+            assert!(!needed.contains("dma_select") && !needed.contains("attention_forward"));
+        }
+    }
+
+    #[test]
+    fn hopper_gets_both_families_where_it_has_its_own() {
+        let dma = NeededKeys::Chosen(ScoreBias::Exp);
+        for (width, expected) in [(128, true), (96, false)] {
+            let needed = names(&needed_kernels(&needs(width, dma, SumOrder::Any), "sm_90a"));
+            assert!(needed.contains("dma_attention_forward"), "{width}");
+            for name in [
+                "hopper_dma_attention_forward",
+                "hopper_dma_attention_row_sums",
+                "hopper_dma_attention_backward",
+            ] {
+                assert_eq!(needed.contains(name), expected, "{width} {name}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_named_and_the_rest_is_kept() {
+        let needed = needed_kernels(&needs(256, NeededKeys::Neighbours, SumOrder::Any), "sm_86");
+        assert!(names(&needed).contains("attention_forward"));
+        let reason = needed
+            .refused
+            .first()
+            .expect("no tile of 256 fits")
+            .to_string();
+        assert!(
+            reason.contains("attention_backward") && reason.contains("shared memory"),
+            "{reason}"
+        );
+        assert_eq!(shared_bytes_of("sm_75"), None);
+    }
+
+    #[test]
+    fn equal_kernels_are_compiled_once() {
+        let mut list = needed_kernels(&needs(64, NeededKeys::Neighbours, SumOrder::Any), "sm_80");
+        let once = list.kernels.len();
+        list.extend(list.clone());
+        assert_eq!(list.kernels.len(), once);
+    }
+}

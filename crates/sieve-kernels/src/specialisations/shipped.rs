@@ -1,0 +1,194 @@
+//! The specialisations that ship: the parts of attention that are compiled ahead for the usual widths, as a table.
+use super::attention::{
+    AttentionNeeds, NeededKeys, Part, hopper, mla_decode_kernels, mla_pack_kernels, portable,
+};
+use super::{NeededKernels, step_kernels};
+use crate::attention::backward_tiling::SumOrder;
+use crate::attention::heads::AttentionShape;
+use crate::attention::hopper_tiling::KernelFamily;
+use crate::dma::scores::ScoreBias;
+use crate::error::KernelError;
+use crate::runtime::source_kernel::SourceKernel;
+use KernelFamily::{Hopper, Portable};
+use NeededKeys::{AllBiased, Blocks, Neighbours};
+use Part::{Around, Choose, ConvertDq, Decode, Forward, Gradients, Masked, RowSums};
+use SumOrder::{Any, Fixed};
+
+/// Shared memory of a block on the devices the list is for: H100 and H200. Smaller devices take smaller tilings of some.
+const SHARED_BYTES: usize = 227 * 1024;
+
+/// Widths of queries and keys, and of values.
+type Widths = &'static [(usize, usize)];
+const ALL: Widths = &[
+    (16, 16),
+    (32, 32),
+    (64, 64),
+    (96, 96),
+    (128, 128),
+    (192, 128),
+    (256, 256),
+];
+const TRAINED: Widths = &[
+    (32, 32),
+    (64, 64),
+    (96, 96),
+    (128, 128),
+    (192, 128),
+    (256, 256),
+];
+const USUAL: Widths = &[(64, 64), (128, 128)];
+const WIDE: Widths = &[(128, 128)];
+const NARROW: Widths = &[(32, 32)];
+const OTHER: Widths = &[(32, 32), (96, 96)];
+/// Keys of latent attention carry a rotated part, values do not.
+const LATENT: Widths = &[(192, 128)];
+
+/// Query heads and KV heads; but for scores of keys only their ratio matters.
+type HeadCounts = &'static [(usize, usize)];
+const PAIRS: HeadCounts = &[(2, 1)];
+const SINGLE: HeadCounts = &[(1, 1)];
+const ONE_OR_TWO: HeadCounts = &[(1, 1), (2, 1)];
+const UP_TO_FOUR: HeadCounts = &[(1, 1), (2, 1), (4, 1)];
+const MODELS: HeadCounts = &[(8, 4), (16, 8)];
+
+const DMA: NeededKeys = NeededKeys::Chosen(ScoreBias::Exp);
+
+/// What ships of the attention kernels: parts, for every width and number of heads of a row.
+const SHIPPED: &[(KernelFamily, NeededKeys, Widths, HeadCounts, &[Part])] = &[
+    (Portable, Neighbours, ALL, PAIRS, &[Forward]),
+    (Portable, Neighbours, TRAINED, PAIRS, &[Gradients(Any)]),
+    (
+        Portable,
+        Neighbours,
+        WIDE,
+        PAIRS,
+        &[Gradients(Fixed), Masked],
+    ),
+    (
+        Portable,
+        Neighbours,
+        USUAL,
+        PAIRS,
+        &[Around, ConvertDq, Decode],
+    ),
+    (
+        Portable,
+        AllBiased,
+        USUAL,
+        PAIRS,
+        &[Forward, RowSums, Gradients(Any)],
+    ),
+    (Portable, DMA, OTHER, PAIRS, &[Forward]),
+    (Portable, DMA, USUAL, UP_TO_FOUR, &[Forward]),
+    (Portable, DMA, NARROW, PAIRS, &[Gradients(Any)]),
+    (
+        Portable,
+        DMA,
+        USUAL,
+        PAIRS,
+        &[RowSums, Gradients(Any), Around, Decode],
+    ),
+    (Portable, DMA, WIDE, PAIRS, &[Gradients(Fixed)]),
+    (Portable, DMA, WIDE, MODELS, &[Choose]),
+    (Portable, Blocks, USUAL, PAIRS, &[Choose]),
+    (
+        Hopper,
+        Neighbours,
+        LATENT,
+        SINGLE,
+        &[Forward, Gradients(Any), Gradients(Fixed)],
+    ),
+    (
+        Hopper,
+        Neighbours,
+        USUAL,
+        PAIRS,
+        &[Forward, Gradients(Any), Gradients(Fixed), Masked],
+    ),
+    (
+        Hopper,
+        AllBiased,
+        USUAL,
+        PAIRS,
+        &[Forward, RowSums, Gradients(Any), Gradients(Fixed), Around],
+    ),
+    (
+        Hopper,
+        DMA,
+        USUAL,
+        ONE_OR_TWO,
+        &[Forward, RowSums, Gradients(Any), Gradients(Fixed)],
+    ),
+];
+
+/// All shipped specialisations.
+///
+/// # Errors
+/// None for the sizes listed here; [`KernelError::DeviceLimit`] would mean that a tiling outgrew an H100.
+pub fn shipped_kernels() -> Result<Vec<SourceKernel>, KernelError> {
+    let mut list = shipped_kernels_for(SHARED_BYTES);
+    match list.refused.pop() {
+        Some(error) => Err(error),
+        None => Ok(list.kernels),
+    }
+}
+
+/// The same specialisations with the tilings of a device whose blocks may have `shared_bytes` of shared memory.
+pub fn shipped_kernels_for(shared_bytes: usize) -> NeededKernels {
+    let mut list = NeededKernels::default();
+    list.extend_kernels(step_kernels());
+    list.extend_kernels(mla_pack_kernels(128, 64));
+    // Latents of DeepSeek-V2 and of the 80M and 200M recipes.
+    for rank in [192, 256, 512] {
+        list.extend_kernels(mla_decode_kernels(rank, 64, shared_bytes));
+    }
+    for &(family, keys, widths, heads, parts) in SHIPPED {
+        if family == Hopper && shared_bytes < SHARED_BYTES {
+            continue;
+        }
+        for (&(head_dim, head_dim_v), &(num_heads, num_kv_heads)) in pairs(widths, heads) {
+            let shape = AttentionShape {
+                batch: 1,
+                seq_len: 1,
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                head_dim_v,
+            };
+            let order = Any;
+            let needs = AttentionNeeds { shape, keys, order };
+            for &part in parts {
+                match family {
+                    Portable => portable(&mut list, &needs, part, shared_bytes),
+                    Hopper => hopper(&mut list, &needs, part),
+                }
+            }
+        }
+    }
+    list
+}
+
+/// Each of one list with each of the other.
+fn pairs<A, B>(
+    first: &'static [A],
+    second: &'static [B],
+) -> impl Iterator<Item = (&'static A, &'static B)> {
+    first
+        .iter()
+        .flat_map(move |a| second.iter().map(move |b| (a, b)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn every_shipped_kernel_has_a_key_of_its_own() {
+        let kernels = shipped_kernels().expect("every tiling fits");
+        let keys = kernels
+            .iter()
+            .map(|k| k.cache_key().expect("the file exists"));
+        assert_eq!(keys.collect::<BTreeSet<u128>>().len(), kernels.len());
+    }
+}
