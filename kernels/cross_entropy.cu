@@ -1,6 +1,6 @@
 // cross_entropy: losses of rows of logits, and their gradients in the same launch.
-// Math       lse = log sum exp(x); loss = lse - x[label] + z_loss lse^2; dx = (softmax(x) (1 + 2 z_loss lse) - onehot(label)) scale; a
-//            negative label is ignored: loss 0, dx 0
+// Math       lse = log sum exp(x); loss = lse - x[label]; dx = (softmax(x) - onehot(label)) scale; a negative label is ignored:
+//            loss 0, dx 0
 // Layout     logits bf16 (IS_BF16) or f32 [rows, vocab_size], rows in_stride apart; dlogits bf16 [rows, vocab_size], rows out_stride apart,
 //            written up to the next multiple of 8; labels i32 [rows]; losses f32 [rows]; strides multiples of 8 and at least that width
 // Buffers    logits, labels, losses, dlogits (GRADIENT); dlogits may be bf16 logits
@@ -39,7 +39,7 @@ DEVICE void unpack(const Words& words, float (&to)[8]) {
 }
 #endif
 
-struct CrossEntropyParams { u64 vocab_size, in_stride, out_stride, z_loss, scale; };
+struct CrossEntropyParams { u64 vocab_size, in_stride, out_stride, scale; };
 
 DEVICE float exp2_fast(float x) {
   float y;
@@ -156,19 +156,18 @@ cross_entropy(const logit* logits, const i32* labels, float* losses
 #pragma unroll
   for (int warp = 1; warp < NUM_WARPS; warp++) running.merge(shared_maximum[warp], shared_sum[warp]);
   const float lse = running.maximum * LN_2 + logf(running.sum);
-  const float z_loss = f32_word(params.z_loss);
-  if (threadIdx.x == 0) losses[row] = lse - picked + z_loss * lse * lse;
+  if (threadIdx.x == 0) losses[row] = lse - picked;
 
 #if GRADIENT
   // Store
-  const float scale = f32_word(params.scale), slope = (1.f + 2.f * z_loss * lse) * scale;
+  const float scale = f32_word(params.scale);
   const float shift = running.maximum + log2f(running.sum);
   auto store_chunk = [&](int chunk, const Words& words) {
     float values[8];
     unpack(words, values);
     mask_tail(values, vocab_size - chunk * 8);
 #pragma unroll
-    for (int i = 0; i < 8; i++) values[i] = exp2_fast(fmaf(values[i], LOG2_E, -shift)) * slope;
+    for (int i = 0; i < 8; i++) values[i] = exp2_fast(fmaf(values[i], LOG2_E, -shift)) * scale;
     if (label / 8 == chunk) {
 #pragma unroll
       for (int i = 0; i < 8; i++)

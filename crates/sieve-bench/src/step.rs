@@ -362,12 +362,12 @@ impl<'a, B: DeviceBackend> On<'a, B> {
             let (losses, (loss, dh, dweight)) = if self.own() {
                 (
                     B::token_losses(h.clone(), weight.clone(), labels.clone()),
-                    B::linear_cross_entropy_with_gradients(h, weight, labels, 0.0),
+                    B::linear_cross_entropy_with_gradients(h, weight, labels),
                 )
             } else {
                 (
                     reference::token_losses::<B>(h.clone(), weight.clone(), labels.clone()),
-                    reference::linear_cross_entropy_with_gradients::<B>(h, weight, labels, 0.0),
+                    reference::linear_cross_entropy_with_gradients::<B>(h, weight, labels),
                 )
             };
             [losses, loss, dh, dweight]

@@ -33,8 +33,6 @@ pub fn chunk_rows(vocab_size: usize) -> usize {
 pub struct CrossEntropy {
     /// Sum of `lse - logit[label]`, in nats.
     pub loss_sum: f64,
-    /// Sum of `z_loss * lse^2`.
-    pub z_loss_sum: f64,
     /// Rows with a label.
     pub num_labels: usize,
 }
@@ -51,12 +49,11 @@ pub fn linear_cross_entropy(
     weight: &[f32],
     labels: &[i32],
     d_model: usize,
-    z_loss: f32,
 ) -> CrossEntropy {
-    run(h, weight, labels, d_model, z_loss, None, None)
+    run(h, weight, labels, d_model, None, None)
 }
 
-/// As [`linear_cross_entropy`] without z-loss, and the loss of every row: `nll[n] = lse - logit[label]`, 0 where ignored.
+/// As [`linear_cross_entropy`] with the loss of every row: `nll[n] = lse - logit[label]`, 0 where ignored.
 ///
 /// # Shapes
 /// - h: `[n, d_model]`, weight: `[vocab_size, d_model]`, labels, nll: `[n]`
@@ -71,11 +68,11 @@ pub fn token_losses(
     nll: &mut [f32],
 ) -> CrossEntropy {
     assert_eq!(nll.len(), labels.len(), "token_losses: nll is not [n]");
-    run(h, weight, labels, d_model, 0.0, None, Some(nll))
+    run(h, weight, labels, d_model, None, Some(nll))
 }
 
 /// Loss and gradients in one pass, which saves one of the four products. The gradients are those of
-/// `loss_sum + z_loss_sum`; for a mean, scale them by `1 / num_labels` afterwards.
+/// `loss_sum`; for a mean, scale them by `1 / num_labels` afterwards.
 ///
 /// # Shapes
 /// - h, dh: `[n, d_model]`, weight, dweight: `[vocab_size, d_model]`, labels: `[n]`; dh and dweight are written whole
@@ -87,7 +84,6 @@ pub fn linear_cross_entropy_with_gradients(
     weight: &[f32],
     labels: &[i32],
     d_model: usize,
-    z_loss: f32,
     dh: &mut [f32],
     dweight: &mut [f32],
 ) -> CrossEntropy {
@@ -101,15 +97,7 @@ pub fn linear_cross_entropy_with_gradients(
         weight.len(),
         "linear_cross_entropy_with_gradients: dweight is not as long as weight"
     );
-    run(
-        h,
-        weight,
-        labels,
-        d_model,
-        z_loss,
-        Some((dh, dweight)),
-        None,
-    )
+    run(h, weight, labels, d_model, Some((dh, dweight)), None)
 }
 
 fn run(
@@ -117,7 +105,6 @@ fn run(
     weight: &[f32],
     labels: &[i32],
     d_model: usize,
-    z_loss: f32,
     mut gradients: Option<(&mut [f32], &mut [f32])>,
     mut nll: Option<&mut [f32]>,
 ) -> CrossEntropy {
@@ -140,13 +127,12 @@ fn run(
     let labelled = labels.iter().filter(|&&label| label >= FIRST_LABEL).count();
     let worth_it = (labels.len() - labelled) * MIN_UNLABELLED >= labels.len();
     if worth_it && labelled < labels.len() && (labelled == 0 || labelled >= MIN_PRODUCT_ROWS) {
-        return run_labelled(h, weight, labels, d_model, z_loss, gradients, nll);
+        return run_labelled(h, weight, labels, d_model, gradients, nll);
     }
     let chunk_rows = chunk_rows(vocab_size);
     let mut logits = vec![0.0; chunk_rows.min(labels.len()) * vocab_size];
     let mut total = CrossEntropy {
         loss_sum: 0.0,
-        z_loss_sum: 0.0,
         num_labels: 0,
     };
     if labels.is_empty()
@@ -172,22 +158,20 @@ fn run(
             MatrixMut::new(logits, rows, vocab_size),
         );
         let with_gradient = gradients.is_some();
-        let losses: Vec<Option<(f64, f64)>> = logits
+        let losses: Vec<Option<f64>> = logits
             .par_chunks_mut(vocab_size)
             .zip(labels)
             .map(|(row, &label)| {
                 arch().dispatch(RowLoss {
                     row,
                     label,
-                    z_loss,
                     with_gradient,
                 })
             })
             .collect();
         for (row, loss) in losses.iter().enumerate() {
-            let (loss_of_row, z_loss_of_row) = loss.unwrap_or((0.0, 0.0));
+            let loss_of_row = loss.unwrap_or(0.0);
             total.loss_sum += loss_of_row;
-            total.z_loss_sum += z_loss_of_row;
             total.num_labels += usize::from(loss.is_some());
             if let Some(nll) = &mut nll {
                 nll[first_row + row] = loss_of_row as f32;
@@ -222,7 +206,6 @@ fn run_labelled(
     weight: &[f32],
     labels: &[i32],
     d_model: usize,
-    z_loss: f32,
     gradients: Option<(&mut [f32], &mut [f32])>,
     nll: Option<&mut [f32]>,
 ) -> CrossEntropy {
@@ -237,20 +220,12 @@ fn run_labelled(
     let h = gathered.as_slice();
     let mut nll_of_rows = vec![0.0; rows.len()];
     let total = match gradients {
-        None => run(
-            h,
-            weight,
-            &labels,
-            d_model,
-            z_loss,
-            None,
-            Some(&mut nll_of_rows),
-        ),
+        None => run(h, weight, &labels, d_model, None, Some(&mut nll_of_rows)),
         Some((dh, dweight)) => {
             let mut dh_of_rows = vec![0.0; h.len()];
             let both = (dh_of_rows.as_mut_slice(), dweight);
             let nll = Some(nll_of_rows.as_mut_slice());
-            let total = run(h, weight, &labels, d_model, z_loss, Some(both), nll);
+            let total = run(h, weight, &labels, d_model, Some(both), nll);
             dh.fill(0.0);
             for (&row, x) in rows.iter().zip(dh_of_rows.chunks_exact(d_model)) {
                 dh[row * d_model..(row + 1) * d_model].copy_from_slice(x);
@@ -267,23 +242,21 @@ fn run_labelled(
     total
 }
 
-/// Cross entropy and z-loss of one row, `None` without a label. With `with_gradient` the logits become their gradient.
+/// Cross entropy of one row, `None` without a label. With `with_gradient` the logits become their gradient.
 struct RowLoss<'r> {
     row: &'r mut [f32],
     label: i32,
-    z_loss: f32,
     with_gradient: bool,
 }
 
 impl WithSimd for RowLoss<'_> {
-    type Output = Option<(f64, f64)>;
+    type Output = Option<f64>;
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
         let Self {
             row,
             label,
-            z_loss,
             with_gradient,
         } = self;
         if label < FIRST_LABEL {
@@ -297,16 +270,13 @@ impl WithSimd for RowLoss<'_> {
         let sum = exp_and_sum(simd, row, max);
         let lse = max + sum.ln();
         if with_gradient {
-            let scale = (1.0 + 2.0 * z_loss * lse) / sum;
+            let scale = 1.0 / sum;
             for p in row.iter_mut() {
                 *p *= scale;
             }
             row[label as usize] -= 1.0;
         }
-        Some((
-            f64::from(lse) - f64::from(logit),
-            f64::from(z_loss) * f64::from(lse) * f64::from(lse),
-        ))
+        Some(f64::from(lse) - f64::from(logit))
     }
 }
 
@@ -362,11 +332,11 @@ mod tests {
             }
         }
 
-        /// Loss and z-loss of each row.
-        fn reference(&self, h: &[f64], weight: &[f64], z_loss: f32) -> Vec<(f64, f64)> {
+        /// Loss of each row.
+        fn reference(&self, h: &[f64], weight: &[f64]) -> Vec<f64> {
             let row = |(h, &label): (&[f64], &i32)| {
                 if label < 0 {
-                    return (0.0, 0.0);
+                    return 0.0;
                 }
                 let logits: Vec<f64> = weight
                     .chunks(self.d_model)
@@ -374,19 +344,16 @@ mod tests {
                     .collect();
                 let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let lse = max + logits.iter().map(|x| (x - max).exp()).sum::<f64>().ln();
-                (lse - logits[label as usize], f64::from(z_loss) * lse * lse)
+                lse - logits[label as usize]
             };
             h.chunks(self.d_model).zip(&self.labels).map(row).collect()
         }
 
-        fn total(&self, h: &[f64], weight: &[f64], z_loss: f32) -> f64 {
-            self.reference(h, weight, z_loss)
-                .iter()
-                .map(|(loss, z_loss)| loss + z_loss)
-                .sum()
+        fn total(&self, h: &[f64], weight: &[f64]) -> f64 {
+            self.reference(h, weight).iter().sum()
         }
 
-        fn with_grad(&self, z_loss: f32) -> (CrossEntropy, Vec<f32>, Vec<f32>) {
+        fn with_grad(&self) -> (CrossEntropy, Vec<f32>, Vec<f32>) {
             let (mut dh, mut dweight) = (
                 vec![f32::NAN; self.h.len()],
                 vec![f32::NAN; self.weight.len()],
@@ -402,7 +369,6 @@ mod tests {
                 weight,
                 labels,
                 *d_model,
-                z_loss,
                 &mut dh,
                 &mut dweight,
             );
@@ -411,18 +377,12 @@ mod tests {
     }
 
     #[track_caller]
-    fn assert_sums(got: CrossEntropy, rows: &[(f64, f64)], labels: &[i32]) {
-        let loss: f64 = rows.iter().map(|row| row.0).sum();
-        let z_loss: f64 = rows.iter().map(|row| row.1).sum();
+    fn assert_sums(got: CrossEntropy, rows: &[f64], labels: &[i32]) {
+        let loss: f64 = rows.iter().sum();
         assert!(
             (got.loss_sum - loss).abs() <= 1e-6 * (1.0 + loss),
             "{} instead of {loss}",
             got.loss_sum
-        );
-        assert!(
-            (got.z_loss_sum - z_loss).abs() <= 1e-6 * (1.0 + z_loss),
-            "{} instead of {z_loss}",
-            got.z_loss_sum
         );
         assert_eq!(
             got.num_labels,
@@ -433,33 +393,29 @@ mod tests {
     #[test]
     fn equals_the_definition_and_its_differences() {
         on_every_arch(|| {
-            for (n, d_model, vocab_size, z_loss) in [
-                (1, 1, 1, 0.0),
-                (7, 3, 5, 0.0),
-                (4, 6, 37, 0.01),
-                (9, 2, 19, 0.1),
-                (3, 5, 101, 0.0),
-            ] {
+            for (n, d_model, vocab_size) in
+                [(1, 1, 1), (7, 3, 5), (4, 6, 37), (9, 2, 19), (3, 5, 101)]
+            {
                 let case = Case::new(n, d_model, vocab_size, n as u64);
                 let (h, weight) = (wide(&case.h), wide(&case.weight));
-                let rows = case.reference(&h, &weight, z_loss);
+                let rows = case.reference(&h, &weight);
                 assert_sums(
-                    linear_cross_entropy(&case.h, &case.weight, &case.labels, d_model, z_loss),
+                    linear_cross_entropy(&case.h, &case.weight, &case.labels, d_model),
                     &rows,
                     &case.labels,
                 );
-                let (loss, dh, dweight) = case.with_grad(z_loss);
+                let (loss, dh, dweight) = case.with_grad();
                 assert_sums(loss, &rows, &case.labels);
                 assert_close(
                     "dh",
                     &dh,
-                    &finite_differences(&h, |h| case.total(h, &weight, z_loss)),
+                    &finite_differences(&h, |h| case.total(h, &weight)),
                     2e-5,
                 );
                 assert_close(
                     "dweight",
                     &dweight,
-                    &finite_differences(&weight, |w| case.total(&h, w, z_loss)),
+                    &finite_differences(&weight, |w| case.total(&h, w)),
                     2e-5,
                 );
             }
@@ -470,9 +426,9 @@ mod tests {
     fn chunks_add_up() {
         // Three chunks of rows; gradients by the formula (softmax - onehot).
         let case = Case::new(2 * MAX_CHUNK_ROWS + 17, 4, 11, 3);
-        let (loss, dh, dweight) = case.with_grad(0.0);
+        let (loss, dh, dweight) = case.with_grad();
         let (h, weight) = (wide(&case.h), wide(&case.weight));
-        assert_sums(loss, &case.reference(&h, &weight, 0.0), &case.labels);
+        assert_sums(loss, &case.reference(&h, &weight), &case.labels);
         let (mut expected_dh, mut expected_dweight) =
             (vec![0.0; dh.len()], vec![0.0; dweight.len()]);
         for (row, &label) in case
@@ -504,53 +460,47 @@ mod tests {
         let case = Case::new(23, 5, 31, 4);
         let mut nll = vec![f32::NAN; 23];
         token_losses(&case.h, &case.weight, &case.labels, 5, &mut nll);
-        let rows = case.reference(&wide(&case.h), &wide(&case.weight), 0.0);
-        assert_close(
-            "nll",
-            &nll,
-            &rows.iter().map(|row| row.0).collect::<Vec<_>>(),
-            1e-6,
-        );
+        let rows = case.reference(&wide(&case.h), &wide(&case.weight));
+        assert_close("nll", &nll, &rows, 1e-6);
     }
 
     #[test]
     fn large_logits_stay_finite_and_nan_shows() {
         let mut case = Case::new(4, 3, 8, 5);
         case.h.iter_mut().for_each(|x| *x *= 1e4);
-        let (loss, dh, dweight) = case.with_grad(0.0);
+        let (loss, dh, dweight) = case.with_grad();
         assert!(loss.loss_sum.is_finite() && dh.iter().chain(&dweight).all(|x| x.is_finite()));
         case.h[0] = f32::NAN;
-        assert!(case.with_grad(0.0).0.loss_sum.is_nan());
+        assert!(case.with_grad().0.loss_sum.is_nan());
     }
 
     #[test]
     fn no_rows_and_no_labels() {
         let mut case = Case::new(3, 2, 4, 6);
         case.labels.fill(-100);
-        let (loss, dh, dweight) = case.with_grad(0.0);
+        let (loss, dh, dweight) = case.with_grad();
         assert_eq!(
             loss,
             CrossEntropy {
                 loss_sum: 0.0,
-                z_loss_sum: 0.0,
                 num_labels: 0
             }
         );
         assert!(dh.iter().chain(&dweight).all(|&x| x == 0.0));
-        let (_, _, dweight) = Case::new(0, 2, 4, 7).with_grad(0.0);
+        let (_, _, dweight) = Case::new(0, 2, 4, 7).with_grad();
         assert!(dweight.iter().all(|&x| x == 0.0));
     }
 
     #[test]
     fn threads_do_not_change_a_bit() {
         let case = Case::new(130, 24, 301, 8);
-        let one = threads(1).install(|| case.with_grad(0.01));
-        assert_eq!(threads(3).install(|| case.with_grad(0.01)), one);
+        let one = threads(1).install(|| case.with_grad());
+        assert_eq!(threads(3).install(|| case.with_grad()), one);
     }
 
     #[test]
     #[should_panic(expected = "label 4 is not below 4")]
     fn a_label_outside_the_vocabulary_is_refused() {
-        linear_cross_entropy(&[0.0; 2], &[0.0; 8], &[4], 2, 0.0);
+        linear_cross_entropy(&[0.0; 2], &[0.0; 8], &[4], 2);
     }
 }

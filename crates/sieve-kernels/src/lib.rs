@@ -94,7 +94,7 @@ pub use specialisations::{
 pub use step::adamw::{AdamwTensors, Master, adamw, adamw_kernel};
 pub use step::column_sums::column_sums_kernel;
 pub use step::cross_entropy::{
-    LogitRows, LossFactors, cross_entropy, cross_entropy_kernel, cross_entropy_with_gradients,
+    LogitRows, cross_entropy, cross_entropy_kernel, cross_entropy_with_gradients,
 };
 pub use step::embedding_backward::{
     embedding_backward, embedding_backward_kernel, embedding_carry_kernel, embedding_order_kernel,

@@ -39,7 +39,7 @@ impl<B: SieveBackend> LmHead<B> {
         tied: &TokenEmbedding<B>,
     ) -> Tensor<B, 1> {
         let h = self.norm.forward(x).flatten(0, 1);
-        sieve_ops::linear_cross_entropy(h, self.weight(tied), labels.flatten(0, 1), 0.0)
+        sieve_ops::linear_cross_entropy(h, self.weight(tied), labels.flatten(0, 1))
     }
 
     /// Cross-entropy of each token in nats, `[batch, seq_len]`; zero where there is no label.

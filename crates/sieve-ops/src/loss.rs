@@ -15,7 +15,7 @@ use burn::tensor::{Int, Tensor};
 /// A label that takes no part in the loss.
 pub const IGNORE_LABEL: i32 = -100;
 
-/// Summed cross-entropy in nats, `[1]`: `sum over labelled tokens of lse(h Wᵀ) - (h Wᵀ)[label] + z_loss * lse²`.
+/// Summed cross-entropy in nats, `[1]`: `sum over labelled tokens of lse(h Wᵀ) - (h Wᵀ)[label]`.
 ///
 /// # Shapes
 /// - h: `[tokens, d_model]`
@@ -25,14 +25,12 @@ pub fn linear_cross_entropy<B: LossBackend>(
     h: Tensor<B, 2>,
     weight: Tensor<B, 2>,
     labels: Tensor<B, 1, Int>,
-    z_loss: f64,
 ) -> Tensor<B, 1> {
     let labels = labels.into_primitive();
     tensor(B::linear_cross_entropy(
         primitive(h),
         primitive(weight),
         labels,
-        z_loss,
     ))
 }
 

@@ -7,13 +7,12 @@ use burn::tensor::{DType, Distribution, Tensor};
 use burn_cuda::CudaDevice;
 use sieve_core::AdamWStep;
 use sieve_kernels::{
-    AdamwTensors, CudaTensor, GradientTarget, LogitRows, LossFactors, MatmulOutput, Product,
-    QkNormRope, Qkv, Reuse, ScoreBias, ScoresBackward, adamw, cross_entropy,
-    cross_entropy_with_gradients, dma_scores, dma_scores_backward, embedding_backward,
-    embedding_forward, matmul, matmul_nn, matmul_nt, qk_norm_rope_backward, qk_norm_rope_forward,
-    require_cublaslt, residual_add, rms_norm_backward, rms_norm_backward_with_output,
-    rms_norm_forward, rms_norm_residual_forward, sum_of_squares, swiglu_backward_with_output,
-    swiglu_forward,
+    AdamwTensors, CudaTensor, GradientTarget, LogitRows, MatmulOutput, Product, QkNormRope, Qkv,
+    Reuse, ScoreBias, ScoresBackward, adamw, cross_entropy, cross_entropy_with_gradients,
+    dma_scores, dma_scores_backward, embedding_backward, embedding_forward, matmul, matmul_nn,
+    matmul_nt, qk_norm_rope_backward, qk_norm_rope_forward, require_cublaslt, residual_add,
+    rms_norm_backward, rms_norm_backward_with_output, rms_norm_forward, rms_norm_residual_forward,
+    sum_of_squares, swiglu_backward_with_output, swiglu_forward,
 };
 use sieve_ops::Cuda;
 
@@ -218,10 +217,6 @@ fn scores(
 }
 
 fn losses(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> Result<()> {
-    const FACTORS: LossFactors = LossFactors {
-        z_loss: 0.0,
-        gradient_scale: 1.0,
-    };
     let device = bench.device.clone();
     let mut random = Random::new(SEED);
     let labels: Vec<i32> = (0..rows).map(|_| random.below(vocab) as i32).collect();
@@ -232,7 +227,7 @@ fn losses(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> Result<()> {
     let bytes = (4 * rows * vocab) as f64;
     let logits = LogitRows::of(&normal([rows, width], DType::BF16, &device), vocab)?;
     bench.moved("cross_entropy, in place", &shape, bytes, &mut || {
-        cross_entropy_with_gradients(&logits, &labels, &losses, &logits, FACTORS)
+        cross_entropy_with_gradients(&logits, &labels, &losses, &logits, 1.0)
     });
     drop(logits);
     let logits = LogitRows::of(&normal([rows, width], DType::F32, &device), vocab)?;

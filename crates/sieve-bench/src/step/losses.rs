@@ -7,9 +7,7 @@ use crate::extent::Extent;
 use crate::random::round_bf16;
 use crate::report::Report;
 use burn::tensor::DType;
-use sieve_kernels::{
-    CudaTensor, LogitRows, LossFactors, cross_entropy, cross_entropy_with_gradients,
-};
+use sieve_kernels::{CudaTensor, LogitRows, cross_entropy, cross_entropy_with_gradients};
 
 /// Rows and vocabulary. The kernel keeps the first columns in registers and reads those past 28,672 (bf16) or 16,384 (f32)
 /// again.
@@ -26,10 +24,7 @@ const SIZES: &[[usize; 2]] = &[
 /// Sizes that the emulator gets.
 const EMULATED: usize = 3;
 
-const FACTORS: LossFactors = LossFactors {
-    z_loss: 1e-2,
-    gradient_scale: 0.37,
-};
+const GRADIENT_SCALE: f32 = 0.37;
 
 /// Checks every size in both types.
 pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
@@ -51,8 +46,7 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
 
 /// What is expected of one row of logits.
 struct Row {
-    /// With the squared log-sum-exp, and without.
-    losses: [f32; 2],
+    loss: f32,
     gradients: Vec<f32>,
 }
 
@@ -60,7 +54,7 @@ impl Row {
     fn new(logits: &[f32], label: i32) -> Self {
         let Ok(label) = usize::try_from(label) else {
             return Self {
-                losses: [0.0; 2],
+                loss: 0.0,
                 gradients: vec![0.0; logits.len()],
             };
         };
@@ -71,15 +65,13 @@ impl Row {
             .map(|&x| (wide(x) - wide(largest)).exp())
             .sum();
         let lse = wide(largest) + total.ln();
-        let z_loss = wide(FACTORS.z_loss);
-        let plain = lse - wide(logits[label]);
         let gradient = |(at, &x): (usize, &f32)| {
-            let p = (wide(x) - lse).exp() * (1.0 + 2.0 * z_loss * lse);
+            let p = (wide(x) - lse).exp();
             let target = f64::from(u8::from(at == label));
-            ((p - target) * wide(FACTORS.gradient_scale)) as f32
+            ((p - target) * wide(GRADIENT_SCALE)) as f32
         };
         Self {
-            losses: [(plain + z_loss * lse * lse) as f32, plain as f32],
+            loss: (lse - wide(logits[label])) as f32,
             gradients: logits.iter().enumerate().map(gradient).collect(),
         }
     }
@@ -107,8 +99,7 @@ fn losses(mut calls: Calls<'_>, rows: usize, vocab: usize, dtype: DType) -> Outc
         .zip(&labels)
         .map(|(row, &label)| Row::new(row, label))
         .collect();
-    let both = |at: usize| expected.iter().map(|row| row.losses[at]).collect();
-    let [losses, plain_losses]: [Vec<f32>; 2] = [0, 1].map(both);
+    let losses: Vec<f32> = expected.iter().map(|row| row.loss).collect();
     let gradients: Vec<f32> = expected.into_iter().flat_map(|row| row.gradients).collect();
     let rounded: Vec<f32> = gradients.iter().map(|&x| round_bf16(x)).collect();
 
@@ -124,13 +115,13 @@ fn losses(mut calls: Calls<'_>, rows: usize, vocab: usize, dtype: DType) -> Outc
 
     let alone = new_losses();
     cross_entropy(&logits, &on_labels, &alone).map_err(text)?;
-    calls.close("losses alone", &alone, &plain_losses)?;
+    calls.close("losses alone", &alone, &losses)?;
 
     let with_gradients = new_losses();
     let nan = device.float(&vec![f32::NAN; rows * width], &[rows, width], DType::BF16);
     let dlogits = LogitRows::of(&nan, vocab).map_err(text)?;
     let call = |logits: &LogitRows, losses: &CudaTensor, into: &LogitRows| {
-        cross_entropy_with_gradients(logits, &on_labels, losses, into, FACTORS).map_err(text)
+        cross_entropy_with_gradients(logits, &on_labels, losses, into, GRADIENT_SCALE).map_err(text)
     };
     call(&logits, &with_gradients, &dlogits)?;
     calls.close("losses", &with_gradients, &losses)?;

@@ -8,15 +8,6 @@ use burn::tensor::DType;
 
 const NAME: &str = "cross_entropy";
 
-/// Factors of a loss and its gradient.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct LossFactors {
-    /// Weight of the squared log-sum-exp.
-    pub z_loss: f32,
-    /// Multiplies the gradients, not the losses: one over the number of labels, when that is known beforehand.
-    pub gradient_scale: f32,
-}
-
 /// Rows of logits, `[rows, vocab_size]`, padded so that each begins on a 16-byte word.
 #[derive(Debug, Clone)]
 pub struct LogitRows {
@@ -75,7 +66,8 @@ pub fn cross_entropy(
     launch(logits, labels, losses, None)
 }
 
-/// The same, with gradients of the logits into `dlogits` bf16, which may be the logits themselves.
+/// Losses as [`cross_entropy`], and gradients of the logits times `gradient_scale` into `dlogits` bf16, which may be the
+/// logits themselves. The losses are not scaled.
 ///
 /// # Errors
 /// As [`cross_entropy`].
@@ -84,16 +76,16 @@ pub fn cross_entropy_with_gradients(
     labels: &CudaTensor,
     losses: &CudaTensor,
     dlogits: &LogitRows,
-    factors: LossFactors,
+    gradient_scale: f32,
 ) -> Result<(), KernelError> {
-    launch(logits, labels, losses, Some((dlogits, factors)))
+    launch(logits, labels, losses, Some((dlogits, gradient_scale)))
 }
 
 fn launch(
     logits: &LogitRows,
     labels: &CudaTensor,
     losses: &CudaTensor,
-    gradient: Option<(&LogitRows, LossFactors)>,
+    gradient: Option<(&LogitRows, f32)>,
 ) -> Result<(), KernelError> {
     let is_bf16 = require_float(NAME, "logits' type", &logits.tensor)?;
     require_alignment(NAME, "logits", &logits.tensor)?;
@@ -114,20 +106,13 @@ fn launch(
         dlogits.tensor.require_shape(NAME, "dlogits", &all)?;
         require_rows("dlogits", dlogits, rows)?;
     }
-    let factors = gradient.map_or(
-        LossFactors {
-            z_loss: 0.0,
-            gradient_scale: 0.0,
-        },
-        |(_, factors)| factors,
-    );
+    let scale = gradient.map_or(0.0, |(_, scale)| scale);
     let stride = padded_width(logits.vocab_size) as u64;
     let words = [
         logits.vocab_size as u64,
         stride,
         stride,
-        u64::from(factors.z_loss.to_bits()),
-        u64::from(factors.gradient_scale.to_bits()),
+        u64::from(scale.to_bits()),
     ];
     let mut tensors = vec![&logits.tensor, labels, losses];
     tensors.extend(gradient.map(|(dlogits, _)| &dlogits.tensor));

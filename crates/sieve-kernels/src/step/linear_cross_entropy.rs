@@ -4,7 +4,7 @@ use crate::cublaslt::{MatmulOutput, Product, matmul};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::step::cross_entropy::{
-    LogitRows, LossFactors, cross_entropy, cross_entropy_with_gradients, padded_width,
+    LogitRows, cross_entropy, cross_entropy_with_gradients, padded_width,
 };
 use crate::step::sum_of_squares::fixed_sum;
 use crate::step::vector_rows::GradientTarget;
@@ -66,7 +66,6 @@ pub fn linear_cross_entropy_with_gradients(
     h: &CudaTensor,
     weight: &CudaTensor,
     labels: &CudaTensor,
-    factors: LossFactors,
     dweight: GradientTarget<'_>,
 ) -> Result<LinearCrossEntropyGradients, KernelError> {
     let input = Input::of(h, weight, labels)?;
@@ -88,7 +87,7 @@ pub fn linear_cross_entropy_with_gradients(
         matmul(Product::Nt, &h, &input.weight, MatmulOutput::Into(&rows))?;
         let labels = input.labels.row_range(NAME, "labels", first, count)?;
         let losses = losses.row_range(NAME, "losses", first, count)?;
-        cross_entropy_with_gradients(&logits, &labels, &losses, &logits, factors)?;
+        cross_entropy_with_gradients(&logits, &labels, &losses, &logits, 1.0)?;
         let dh = dh.row_range(NAME, "dh", first, count)?;
         matmul(Product::Nn, &rows, &input.weight, MatmulOutput::Into(&dh))?;
         let into = if is_first {

@@ -8,12 +8,8 @@ pub trait LossBackend: Backend {
     /// gradient.
     fn token_losses(h: Float<Self>, weight: Float<Self>, labels: Ints<Self>) -> Float<Self>;
     /// See [`crate::linear_cross_entropy`].
-    fn linear_cross_entropy(
-        h: Float<Self>,
-        weight: Float<Self>,
-        labels: Ints<Self>,
-        z_loss: f64,
-    ) -> Float<Self>;
+    fn linear_cross_entropy(h: Float<Self>, weight: Float<Self>, labels: Ints<Self>)
+    -> Float<Self>;
 }
 
 /// Their gradients, as a device computes them.
@@ -23,7 +19,6 @@ pub trait LossGradients: LossBackend {
         h: Float<Self>,
         weight: Float<Self>,
         labels: Ints<Self>,
-        z_loss: f64,
     ) -> (Float<Self>, Float<Self>, Float<Self>);
     /// `x` times a `[1]` that lies on the device; x may be changed in place where nobody else holds it.
     fn scale(x: Float<Self>, factor: Float<Self>) -> Float<Self>;

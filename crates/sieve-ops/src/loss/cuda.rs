@@ -4,7 +4,7 @@ use super::reference;
 use crate::device::cuda::{Cuda, cast, tensors, writable};
 use crate::device::paths::{kernel_on, kernel_or};
 use burn::tensor::DType;
-use sieve_kernels::{CudaPrimitive as Float, GradientTarget, KernelError, LossFactors, fixed_sum};
+use sieve_kernels::{CudaPrimitive as Float, GradientTarget, KernelError, fixed_sum};
 
 impl LossBackend for Cuda {
     fn token_losses(h: Float, weight: Float, labels: Float) -> Float {
@@ -15,10 +15,10 @@ impl LossBackend for Cuda {
         })
     }
 
-    fn linear_cross_entropy(h: Float, weight: Float, labels: Float, z_loss: f64) -> Float {
-        let attempt = summed(&h, &weight, &labels, z_loss);
+    fn linear_cross_entropy(h: Float, weight: Float, labels: Float) -> Float {
+        let attempt = summed(&h, &weight, &labels);
         kernel_or("linear_cross_entropy", attempt, || {
-            reference::linear_cross_entropy::<Self>(h, weight, labels, z_loss)
+            reference::linear_cross_entropy::<Self>(h, weight, labels)
         })
     }
 }
@@ -28,11 +28,10 @@ impl LossGradients for Cuda {
         h: Float,
         weight: Float,
         labels: Float,
-        z_loss: f64,
     ) -> (Float, Float, Float) {
-        let attempt = with_gradients(&h, &weight, &labels, z_loss);
+        let attempt = with_gradients(&h, &weight, &labels);
         kernel_or("linear_cross_entropy_with_gradients", attempt, || {
-            reference::linear_cross_entropy_with_gradients::<Self>(h, weight, labels, z_loss)
+            reference::linear_cross_entropy_with_gradients::<Self>(h, weight, labels)
         })
     }
 
@@ -46,16 +45,8 @@ impl LossGradients for Cuda {
     }
 }
 
-/// The sum of all losses. Without a z-loss only: that term is the training pass's.
-fn summed(h: &Float, weight: &Float, labels: &Float, z_loss: f64) -> Result<Float, KernelError> {
-    if z_loss != 0.0 {
-        return Err(KernelError::Unsupported {
-            kernel: "linear_cross_entropy",
-            what: "z_loss without gradients",
-            got: z_loss.to_string(),
-            supported: "0".to_owned(),
-        });
-    }
+/// The sum of all losses.
+fn summed(h: &Float, weight: &Float, labels: &Float) -> Result<Float, KernelError> {
     let [h, weight, labels] = tensors([h, weight, labels]);
     let losses = sieve_kernels::token_losses(&h, &weight, &labels)?;
     fixed_sum(&losses).map(Into::into)
@@ -66,15 +57,9 @@ fn with_gradients(
     h: &Float,
     weight: &Float,
     labels: &Float,
-    z_loss: f64,
 ) -> Result<(Float, Float, Float), KernelError> {
     let [h, weight, labels] = tensors([h, weight, labels]);
-    let factors = LossFactors {
-        z_loss: z_loss as f32,
-        gradient_scale: 1.0,
-    };
     let target = GradientTarget::New;
-    let all =
-        sieve_kernels::linear_cross_entropy_with_gradients(&h, &weight, &labels, factors, target)?;
+    let all = sieve_kernels::linear_cross_entropy_with_gradients(&h, &weight, &labels, target)?;
     Ok((all.loss.into(), all.dh.into(), all.dweight.into()))
 }

@@ -28,27 +28,17 @@ impl LossBackend for Flex {
         from_vec(losses, [count])
     }
 
-    fn linear_cross_entropy(
-        h: FlexTensor,
-        weight: FlexTensor,
-        labels: FlexTensor,
-        z_loss: f64,
-    ) -> FlexTensor {
+    fn linear_cross_entropy(h: FlexTensor, weight: FlexTensor, labels: FlexTensor) -> FlexTensor {
         if !is_f32(&h) {
             return plain("linear_cross_entropy", || {
-                reference::linear_cross_entropy::<Self>(h, weight, labels, z_loss)
+                reference::linear_cross_entropy::<Self>(h, weight, labels)
             });
         }
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let d_model = last_dim(&h);
-        let loss = sieve_cpu::linear_cross_entropy(
-            floats(&h),
-            floats(&weight),
-            ints(&labels),
-            d_model,
-            z_loss as f32,
-        );
-        from_vec(vec![(loss.loss_sum + loss.z_loss_sum) as f32], [1])
+        let loss =
+            sieve_cpu::linear_cross_entropy(floats(&h), floats(&weight), ints(&labels), d_model);
+        from_vec(vec![loss.loss_sum as f32], [1])
     }
 }
 
@@ -57,11 +47,10 @@ impl LossGradients for Flex {
         h: FlexTensor,
         weight: FlexTensor,
         labels: FlexTensor,
-        z_loss: f64,
     ) -> (FlexTensor, FlexTensor, FlexTensor) {
         if !is_f32(&h) {
             return plain("linear_cross_entropy_with_gradients", || {
-                reference::linear_cross_entropy_with_gradients::<Self>(h, weight, labels, z_loss)
+                reference::linear_cross_entropy_with_gradients::<Self>(h, weight, labels)
             });
         }
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
@@ -72,12 +61,11 @@ impl LossGradients for Flex {
             floats(&weight),
             ints(&labels),
             d_model,
-            z_loss as f32,
             &mut dh,
             &mut dweight,
         );
         (
-            from_vec(vec![(loss.loss_sum + loss.z_loss_sum) as f32], [1]),
+            from_vec(vec![loss.loss_sum as f32], [1]),
             from_vec(dh, h.shape()),
             from_vec(dweight, weight.shape()),
         )

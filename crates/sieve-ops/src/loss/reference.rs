@@ -32,15 +32,15 @@ fn logits<B: Backend>(h: Float<B>, weight: Float<B>, labels: Ints<B>) -> Logits<
     }
 }
 
-fn losses<B: Backend>(all: &Logits<B>, z_loss: f64) -> Tensor<B, 2> {
+fn losses<B: Backend>(all: &Logits<B>) -> Tensor<B, 2> {
     let picked = all.logits.clone().gather(1, all.target.clone());
-    let losses = all.lse.clone() - picked + all.lse.clone().powi_scalar(2) * z_loss;
+    let losses = all.lse.clone() - picked;
     losses.mask_fill(all.ignored.clone(), 0.0)
 }
 
 /// `lse - logit[label]` of each token; zero where ignored.
 pub fn token_losses<B: Backend>(h: Float<B>, weight: Float<B>, labels: Ints<B>) -> Float<B> {
-    primitive(losses(&logits::<B>(h, weight, labels), 0.0).squeeze_dim::<1>(1))
+    primitive(losses(&logits::<B>(h, weight, labels)).squeeze_dim::<1>(1))
 }
 
 /// The sum of all losses, `[1]`.
@@ -48,21 +48,19 @@ pub fn linear_cross_entropy<B: Backend>(
     h: Float<B>,
     weight: Float<B>,
     labels: Ints<B>,
-    z_loss: f64,
 ) -> Float<B> {
-    primitive(losses(&logits::<B>(h, weight, labels), z_loss).sum())
+    primitive(losses(&logits::<B>(h, weight, labels)).sum())
 }
 
-/// `dlogits = softmax * (1 + 2 z_loss lse) - onehot`, then `dh = dlogits W`, `dW = dlogitsᵀ h`.
+/// `dlogits = softmax - onehot`, then `dh = dlogits W`, `dW = dlogitsᵀ h`.
 pub fn linear_cross_entropy_with_gradients<B: Backend>(
     h: Float<B>,
     weight: Float<B>,
     labels: Ints<B>,
-    z_loss: f64,
 ) -> (Float<B>, Float<B>, Float<B>) {
     let dtypes = [&h, &weight].map(burn::tensor::TensorMetadata::dtype);
     let all = logits::<B>(h, weight, labels);
-    let loss = losses(&all, z_loss).sum();
+    let loss = losses(&all).sum();
     let [tokens, vocab] = all.logits.dims();
     let classes = Tensor::<B, 1, Int>::arange(0..vocab as i64, &all.logits.device());
     let onehot = all
@@ -70,8 +68,7 @@ pub fn linear_cross_entropy_with_gradients<B: Backend>(
         .clone()
         .expand([tokens, vocab])
         .equal(classes.reshape([1, vocab]).expand([tokens, vocab]));
-    let p = (all.logits.clone() - all.lse.clone()).exp();
-    let d_logits = p * (all.lse.clone() * (2.0 * z_loss) + 1.0);
+    let d_logits = (all.logits.clone() - all.lse.clone()).exp();
     let minus_one = d_logits.clone() - 1.0;
     let d_logits = d_logits
         .mask_where(onehot, minus_one)
