@@ -7,7 +7,6 @@ use crate::extent::Extent;
 use crate::on_device::{self, OnDevice};
 use crate::outputs::Outputs;
 use crate::place::{self, Place};
-use crate::random::Random;
 use crate::reference::{Reference, Rounding, attention};
 use crate::report::{Path, PathWatch, Report, is_device_limit};
 use crate::scores::Scores;
@@ -16,6 +15,7 @@ use rayon::prelude::*;
 use sieve_kernels::{
     AttentionResult, AttentionShape, KernelError, KeyLists, SumOrder, TILE_QUERIES,
 };
+use sieve_testing::Random;
 
 /// Rounding of `ddelta` beside the sums that cancel in it: 2^-16 of their largest. The true value is 0 where a query
 /// sees a single key, so no share of the result itself would do; bf16 would be 2^-8 of the same sums.
@@ -134,7 +134,7 @@ impl Draw {
 fn for_each_case(extent: &Extent, mut visit: impl FnMut(&Prepared) -> Result<()>) -> Result<()> {
     // 0 and 2 are DMA, without and with a local window; the others dense, window and bias.
     const MODES: [usize; 5] = [0, 1, 2, 3, 5];
-    let mut random = Random::new(extent.seed);
+    let mut random = Random(extent.seed);
     let draws: Vec<Draw> = (0..extent.cases)
         .map(|at| Draw::new(MODES[at % MODES.len()], extent, &mut random))
         .collect();
@@ -190,7 +190,7 @@ pub(crate) fn check_wrappers(
     device: &dyn Device,
     extent: &Extent,
 ) -> Result<()> {
-    let mut random = Random::new(extent.seed);
+    let mut random = Random(extent.seed);
     let drawn = Extent {
         seed: extent.seed + 1,
         ..*extent

@@ -7,12 +7,12 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
 use crate::on_device::OnDevice;
-use crate::random::Random;
 use crate::report::Report;
 use crate::scores::Scores;
 use crate::strided::Layout;
 use rayon::prelude::*;
 use sieve_kernels::{AttentionShape, TILE_QUERIES, dma_lists, selection_of_expire};
+use sieve_testing::Random;
 
 /// How biases are drawn.
 #[derive(Clone, Copy, Debug)]
@@ -63,7 +63,9 @@ impl Biases {
         };
         match self {
             Self::Ten(at) => ten(random, &mut z, &|_| at),
-            Self::Apart(at) => ten(random, &mut z, &|random| at + 0.5 * random.normal()),
+            Self::Apart(at) => ten(random, &mut z, &|random| {
+                at + 0.5 * random.normal_with_tails()
+            }),
             Self::Clamped => ten(random, &mut z, &|random| 60.0 + 10.0 * random.unit() as f32),
             Self::Anywhere => {
                 let at = |_| 16384.0 * random.unit() as f32 - 8192.0;
@@ -71,9 +73,15 @@ impl Biases {
             }
             Self::Rising => {
                 let at = |i: usize| 16384.0 * (i as f32 + 0.5) / seq_len as f32 - 8192.0;
-                z = (0..seq_len).map(|i| at(i) + random.normal()).collect();
+                z = (0..seq_len)
+                    .map(|i| at(i) + random.normal_with_tails())
+                    .collect();
             }
-            Self::Around(middle) => z = (0..seq_len).map(|_| middle + random.normal()).collect(),
+            Self::Around(middle) => {
+                z = (0..seq_len)
+                    .map(|_| middle + random.normal_with_tails())
+                    .collect()
+            }
             Self::Ends => {
                 z = (0..seq_len)
                     .map(|_| random.one_of(&[-8192.0, 8192.0]))
@@ -186,7 +194,7 @@ fn draw(
     seed: u64,
 ) -> Result<Case> {
     let mut case = Case::draw(shape(seq_len, widths), keys, cuts, &Scores::Tied, seed)?;
-    let mut random = Random::new(seed + 1000);
+    let mut random = Random(seed + 1000);
     let rows = case.shape.batch * case.shape.num_kv_heads;
     let (z, delta): (Vec<_>, Vec<_>) = (0..rows).map(|_| biases.draw(seq_len, &mut random)).unzip();
     case.set_biases(z.concat(), delta.concat());

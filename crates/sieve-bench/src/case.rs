@@ -1,9 +1,9 @@
 //! One attention call's inputs on the host, the same for every device.
 use crate::error::{Result, refused};
-use crate::random::Random;
 use crate::scores::Scores;
 use sieve_core::DmaWindow;
 use sieve_kernels::{AttentionShape, oracle};
+use sieve_testing::Random;
 
 /// Scores above this one get the bias of this one.
 const SCORE_CLAMP: f32 = 60.0;
@@ -131,7 +131,7 @@ impl Case {
             head_dim,
             head_dim_v,
         } = shape;
-        let mut random = Random::new(seed);
+        let mut random = Random(seed);
         let tokens = batch * seq_len;
         let q = random.bf16_normals(tokens * num_heads * head_dim);
         let k = random.bf16_normals(tokens * num_kv_heads * head_dim);
@@ -338,7 +338,7 @@ mod tests {
 
     #[test]
     fn documents_cover_their_rows() {
-        let mut random = Random::new(5);
+        let mut random = Random(5);
         for cuts in [
             Cuts::Count(3),
             Cuts::Few,

@@ -8,14 +8,14 @@ use crate::error::Result;
 use crate::extent::Extent;
 use crate::on_device::OnDevice;
 use crate::place::{self, Place};
-use crate::random::Random;
 use crate::reference::{Rounding, attention};
 use crate::report::{Path, PathWatch, Report};
 use crate::scores::Scores;
 use sieve_kernels::AttentionShape;
+use sieve_testing::Random;
 
 fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
-    let mut random = Random::new(extent.seed);
+    let mut random = Random(extent.seed);
     let Extent { widths, groups, .. } = *extent;
     (0..extent.few()).map(move |at| {
         let (head_dim, head_dim_v) = random.one_of(widths);

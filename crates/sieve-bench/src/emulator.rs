@@ -5,8 +5,8 @@
 //! `ptx.h` has for its instruction. g++ compiles each specialisation once. For correctness only;
 //! tests/gpu/emulator/README.md says what it sees and what not.
 use crate::device::Device;
-use crate::random::round_bf16;
 use burn::tensor::DType;
+use half::bf16;
 use sieve_kernels::{AttentionShape, CudaTensor, Hardware, KernelError, Launch, Recorder, Step};
 use std::cell::RefCell;
 use std::fs;
@@ -235,10 +235,8 @@ impl Device for Emulator {
     fn float(&self, values: &[f32], shape: &[usize], dtype: DType) -> CudaTensor {
         let bytes: Vec<u8> = match dtype {
             DType::BF16 => {
-                let halves = values
-                    .iter()
-                    .map(|&x| (round_bf16(x).to_bits() >> 16) as u16);
-                halves.flat_map(u16::to_le_bytes).collect()
+                let halves = values.iter().map(|&x| bf16::from_f32(x));
+                halves.flat_map(bf16::to_le_bytes).collect()
             }
             _ => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
         };
@@ -259,7 +257,7 @@ impl Device for Emulator {
             DType::BF16 => {
                 let halves = bytes.as_chunks::<2>().0.iter();
                 halves
-                    .map(|&half| f32::from_bits(u32::from(u16::from_le_bytes(half)) << 16))
+                    .map(|&half| bf16::from_le_bytes(half).to_f32())
                     .collect()
             }
             _ => {

@@ -9,7 +9,6 @@ use crate::error::Result;
 use crate::extent::Extent;
 use crate::on_device;
 use crate::place::{self, Place, float};
-use crate::random::{Random, round_bf16};
 use crate::report::{Path, PathWatch, Report, is_device_limit};
 use crate::scores::Scores;
 use burn::tensor::ops::FloatTensor;
@@ -26,6 +25,7 @@ use sieve_ops::{
     AttentionOutput, Cuda, DeviceBackend, Documents, MlaPackCall, MlaSpec, RotaryEmbedding,
     reference,
 };
+use sieve_testing::{Random, round_bf16};
 
 /// Widths of the part without rotation and of the rotated one.
 const WIDTHS: &[[usize; 2]] = &[[128, 64], [128, 64], [64, 32], [96, 48], [32, 16], [16, 16]];
@@ -87,7 +87,7 @@ impl Call {
         let cuts = random.one_of(&[Cuts::Count(1), Cuts::Few, Cuts::Mixed]);
         let seed = random.between(0, 1 << 30) as u64;
         let mut case = Case::draw(shape, Keys::Dense, cuts, &Scores::Independent, seed)?;
-        let mut random = Random::new(seed);
+        let mut random = Random(seed);
         let tokens = shape.batch * seq_len;
         let mut k_rope = random.bf16_normals(tokens * rope_dim);
         let scaled = |values: &mut [f32], factor: f32| {
@@ -303,7 +303,7 @@ fn judge(own: &Results, plain: &Results, exact: &Results, is_bf16: bool) -> Resu
 }
 
 fn draws(extent: &Extent) -> impl Iterator<Item = Result<Call>> {
-    let mut random = Random::new(extent.seed);
+    let mut random = Random(extent.seed);
     let extent = *extent;
     (0..extent.few()).map(move |_| Call::draw(&extent, &mut random))
 }
@@ -434,7 +434,7 @@ mod tests {
         check_ops::<Flex>(&mut report, &FlexDevice, &extent, false).expect("random cases");
         assert_eq!(report.failed(), 0, "{:?}", report.rows());
 
-        let mut call = Call::draw(&extent, &mut Random::new(3)).expect("documents fit");
+        let mut call = Call::draw(&extent, &mut Random(3)).expect("documents fit");
         let (exact, plain) = (call.exact(), call.plain());
         assert!(judge(&exact, &plain, &exact, true).is_ok());
         for at in 0..exact.len() {

@@ -7,7 +7,6 @@
 
 mod error;
 
-mod random;
 mod scores;
 mod shape;
 

@@ -5,7 +5,6 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
 use crate::place::{Place, float, floats};
-use crate::random::Random;
 use crate::report::{Path, PathWatch, Report};
 use crate::scores::Scores;
 use burn::tensor::ops::{FloatTensor, IntTensor};
@@ -18,6 +17,7 @@ use sieve_kernels::{
     nsa_selected_attention_backward, nsa_selected_attention_forward,
 };
 use sieve_ops::{AttentionSpec, Documents, NsaBlocks, NsaCall};
+use sieve_testing::Random;
 
 /// Query heads of a KV head.
 const GROUPS: [usize; 6] = [1, 2, 3, 4, 8, 16];
@@ -398,7 +398,7 @@ fn judge(
 /// Cases with the CPU's results; the selected branch gets most of the CPU's choice, so that near ties do not matter and
 /// some blocks are nobody's.
 fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Inputs, Results, String)>> {
-    let mut random = Random::new(extent.seed ^ 0x006e_7361);
+    let mut random = Random(extent.seed ^ 0x006e_7361);
     let extent = *extent;
     (0..extent.few()).map(move |_| {
         let (mut inputs, label) = Inputs::draw(&mut random, &extent)?;

@@ -2,10 +2,10 @@
 //! same with every intermediate matrix rounded to bf16, which is the error that a plain computation would make.
 use crate::case::Case;
 use crate::outputs::Outputs;
-use crate::random::round_bf16;
 use rayon::prelude::*;
 use sieve_cpu::{Matrix, MatrixMut, Threads, matmul};
 use sieve_kernels::AttentionShape;
+use sieve_testing::round_bf16;
 
 /// What is rounded on the way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! Scores of keys, as DMA ranks them: random kinds, the hard cases, and those of a trained model.
 use crate::error::{BenchError, Result, refused};
-use crate::random::Random;
 use sieve_hf::TensorFile;
+use sieve_testing::Random;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -76,14 +76,14 @@ impl Scores {
             _ => 0.01,
         };
         let mut score = |i: usize| match self {
-            Self::Independent => 0.7 * random.normal(),
-            Self::Rising => ramp(i) + 0.01 * random.normal(),
-            Self::Falling => -ramp(i) + 0.01 * random.normal(),
+            Self::Independent => 0.7 * random.normal_with_tails(),
+            Self::Rising => ramp(i) + 0.01 * random.normal_with_tails(),
+            Self::Falling => -ramp(i) + 0.01 * random.normal_with_tails(),
             Self::FewValues => 0.5 * (random.below(3) as f32 - 1.0),
             Self::SignedZeros => random.one_of(&[0.0, -0.0]),
-            Self::Narrow => 0.3 * random.normal().exp().ln_1p(),
+            Self::Narrow => 0.3 * random.normal_with_tails().exp().ln_1p(),
             Self::Steps => rises * (i / 37) as f32,
-            Self::Drifting => (i as f32 / 300.0).sin() + 0.1 * random.normal(),
+            Self::Drifting => (i as f32 / 300.0).sin() + 0.1 * random.normal_with_tails(),
             Self::Tied | Self::Captured(_) => 0.0,
         };
         Ok((0..rows * seq_len).map(|at| score(at % seq_len)).collect())
@@ -160,7 +160,7 @@ mod tests {
 
     #[test]
     fn rising_scores_rise() {
-        let mut random = Random::new(1);
+        let mut random = Random(1);
         let z = Scores::Rising.draw(2, 1000, &mut random).expect("no file");
         assert!(z[0] < z[500] && z[500] < z[999] && z[1000] < z[1999]);
         let tied = Scores::Tied.draw(1, 5, &mut random).expect("no file");

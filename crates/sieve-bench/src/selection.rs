@@ -5,16 +5,16 @@ use crate::error::Result;
 use crate::extent::Extent;
 use crate::on_device::OnDevice;
 use crate::place::{self, Place};
-use crate::random::Random;
 use crate::report::Report;
 use crate::scores::Scores;
 use sieve_kernels::{
     AttentionShape, CudaTensor, KeyLists, TILE_QUERIES, dma_lists, oracle, selection_of_expire,
 };
+use sieve_testing::Random;
 
 /// Random windows over every length, each length with and without a local window in turn, and then the fixed ones.
 fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
-    let mut random = Random::new(extent.seed);
+    let mut random = Random(extent.seed);
     let lengths = extent.lengths;
     let mut draws = Vec::new();
     for at in 0..extent.few() {
@@ -77,7 +77,7 @@ pub(crate) fn check_wrappers(
     device: &dyn Device,
     extent: &Extent,
 ) -> Result<()> {
-    let mut random = Random::new(extent.seed);
+    let mut random = Random(extent.seed);
     for case in cases(extent) {
         let (case, label) = case?;
         let tile_queries = random.one_of(&[32, TILE_QUERIES, 128]);

@@ -3,7 +3,6 @@ use crate::bar::Bar;
 use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
-use crate::random::{Random, round_bf16};
 use crate::report::{Report, is_device_limit};
 use burn::tensor::DType;
 use rayon::prelude::*;
@@ -14,6 +13,7 @@ use sieve_kernels::{
 use sieve_select::mask::ListRows;
 use sieve_select::oracle::{expanded_row, oracle_row};
 use sieve_select::{Call, CallShape, ListsPer, Selector, SparseMask, Tiles, TokenWindow};
+use sieve_testing::{Random, round_bf16};
 
 /// A selector of every kind of list: tiles alone, small tiles, aligned tiles, single keys, permuted keys, permuted keys and
 /// queries, a window, short key tiles beside long query tiles, all keys.
@@ -53,7 +53,7 @@ pub(crate) fn check_wrappers(
     device: &dyn Device,
     extent: &Extent,
 ) -> Result<()> {
-    let mut random = Random::new(extent.seed);
+    let mut random = Random(extent.seed);
     let widths: Vec<usize> = match extent.is_emulated {
         true => vec![32, 64, 128],
         false => vec![64, 128, 96],

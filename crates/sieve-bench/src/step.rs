@@ -9,7 +9,6 @@ pub(crate) use wrappers::check_wrappers;
 
 use crate::bar::Bar;
 use crate::place::{Place, float, floats};
-use crate::random::Random;
 use crate::report::{Path, PathWatch, Report};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData, TensorPrimitive};
@@ -19,6 +18,7 @@ use sieve_ops::{
     AdamWStep, AdamWTensors, AttentionSpec, DeviceBackend, EmbeddingBackend, EmbeddingGradients,
     LinearBackend, QkNormRopeCall, RmsNormCall, RopeTables, reference,
 };
+use sieve_testing::Random;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Names and values of an op's results.
@@ -122,7 +122,7 @@ impl<'a, B: DeviceBackend> On<'a, B> {
             device,
             dtype,
             form,
-            random: Random::new(seed),
+            random: Random(seed),
         }
     }
 

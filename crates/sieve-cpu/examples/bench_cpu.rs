@@ -15,6 +15,7 @@ use sieve_cpu::{
     qk_norm_rope_forward, rms_norm_backward, rms_norm_forward, sum_of_squares, swiglu_backward,
     swiglu_forward,
 };
+use sieve_testing::Random;
 
 const TOKENS: usize = 16384;
 const WINDOW: usize = 256;
@@ -86,16 +87,9 @@ impl Reference {
     }
 }
 
-/// Values in (-1, 1) that look random enough not to be special.
+/// Normal values.
 fn values(len: usize, seed: u64) -> Vec<f32> {
-    let mut x = seed;
-    let mut next = || {
-        x = x
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        (x >> 40) as f32 / (1 << 23) as f32 - 1.0
-    };
-    (0..len).map(|_| next()).collect()
+    Random(seed).vector(len)
 }
 
 fn main() {

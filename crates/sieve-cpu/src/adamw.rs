@@ -91,7 +91,7 @@ impl WithSimd for Update<'_> {
 mod tests {
     use super::*;
     use crate::simd::tests::on_every_arch;
-    use crate::test_data::{Random, assert_close, threads, wide};
+    use sieve_testing::{Random, assert_close_relative, threads, wide};
 
     const GRAD_SCALE: f32 = 0.5;
 
@@ -130,9 +130,9 @@ mod tests {
                         step.lr * m_hat / ((v64[i] / step.bias_correction2).sqrt() + step.eps);
                 }
             }
-            assert_close("param", &param, &param64, 2e-6);
-            assert_close("m", &m, &m64, 1e-6);
-            assert_close("v", &v, &v64, 1e-6);
+            assert_close_relative("param", &param, &param64, 2e-6);
+            assert_close_relative("m", &m, &m64, 1e-6);
+            assert_close_relative("v", &v, &v64, 1e-6);
         });
     }
 

@@ -199,7 +199,7 @@ impl WithSimd for Backward<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::test_data::{Random, assert_close, finite_differences, inner, threads, wide};
+    use sieve_testing::{Random, assert_close_relative, finite_differences, inner, threads, wide};
 
     fn shape(batch: usize, seq_len: usize, head_dim: usize) -> AttentionShape {
         AttentionShape {
@@ -253,7 +253,7 @@ mod tests {
             let mut z = vec![f32::NAN; batch * 3 * seq_len];
             dma_scores_forward(shape, &qkv, &w, &a, &mut z);
             let exact = scores(shape, &wide(&qkv), &wide(&w), &wide(&a));
-            assert_close("z", &z, &exact, 1e-6);
+            assert_close_relative("z", &z, &exact, 1e-6);
 
             let dz = Random(2).vector(z.len());
             let (mut d_qkv, mut dw, mut da) = (
@@ -264,13 +264,13 @@ mod tests {
             dma_scores_backward(shape, &qkv, &w, &a, &dz, &mut d_qkv, &mut dw, &mut da);
             let (qkv, w, a) = (wide(&qkv), wide(&w), wide(&a));
             let numeric = finite_differences(&w, |w| inner(&scores(shape, &qkv, w, &a), &dz));
-            assert_close("dw", &dw, &numeric, 1e-5);
+            assert_close_relative("dw", &dw, &numeric, 1e-5);
             let numeric = finite_differences(&a, |a| inner(&scores(shape, &qkv, &w, a), &dz));
-            assert_close("da", &da, &numeric, 1e-5);
+            assert_close_relative("da", &da, &numeric, 1e-5);
             if seq_len < 63 {
                 let numeric = finite_differences(&qkv, |x| inner(&scores(shape, x, &w, &a), &dz));
                 let added: Vec<f64> = numeric.iter().map(|d| d + 0.5).collect();
-                assert_close("d_qkv", &d_qkv, &added, 1e-5);
+                assert_close_relative("d_qkv", &d_qkv, &added, 1e-5);
             }
         }
     }
@@ -280,8 +280,8 @@ mod tests {
         for x in [-1e30, -100.0, -20.0, 0.0, 20.0, 100.0, 1e30_f32] {
             let wide = f64::from(x);
             let exact = wide.max(0.0) + (-wide.abs()).exp().ln_1p();
-            assert_close("softplus", &[softplus(x)], &[exact], 1e-6);
-            assert_close(
+            assert_close_relative("softplus", &[softplus(x)], &[exact], 1e-6);
+            assert_close_relative(
                 "sigmoid",
                 &[sigmoid(x)],
                 &[1.0 / (1.0 + (-wide).exp())],

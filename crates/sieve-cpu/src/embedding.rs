@@ -115,7 +115,7 @@ impl WithSimd for AddRows<'_> {
 mod tests {
     use super::*;
     use crate::simd::tests::on_every_arch;
-    use crate::test_data::{Random, assert_close, threads};
+    use sieve_testing::{Random, assert_close_relative, threads};
 
     #[test]
     fn looks_up_and_adds_up() {
@@ -138,7 +138,7 @@ mod tests {
                         expected[id as usize * d_model + c] += f64::from(dy[row * d_model + c]);
                     }
                 }
-                assert_close("dweight", &dweight, &expected, 1e-5);
+                assert_close_relative("dweight", &dweight, &expected, 1e-5);
             }
         });
     }

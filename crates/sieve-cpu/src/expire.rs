@@ -228,7 +228,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::test_data::{Random, threads};
+    use sieve_testing::{Random, threads};
 
     /// Per query, the keys kept, by sorting all of its candidates.
     fn kept_by_definition(

@@ -193,7 +193,7 @@ pub fn matmul(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::test_data::{Random, assert_close, threads};
+    use sieve_testing::{Random, assert_close_relative, threads};
 
     /// a[r, c] of a matrix with strides.
     fn at(m: &Matrix<'_>, r: usize, c: usize) -> f64 {
@@ -236,7 +236,7 @@ mod tests {
                     }
                 }
                 // The gaps between rows must stay as they were, so the whole slice is compared.
-                assert_close("c", &c, &expected, 1e-5);
+                assert_close_relative("c", &c, &expected, 1e-5);
             }
         }
     }

@@ -35,8 +35,6 @@ pub mod rms_norm;
 mod simd;
 pub mod softmax;
 pub mod swiglu;
-#[cfg(test)]
-mod test_data;
 
 pub use adamw::adamw;
 pub use attention::decode::{DecodeShape, attention_decode};

@@ -303,7 +303,7 @@ fn max_of<S: Simd>(simd: S, row: &[f32]) -> f32 {
 mod tests {
     use super::*;
     use crate::simd::tests::on_every_arch;
-    use crate::test_data::{Random, assert_close, finite_differences, threads, wide};
+    use sieve_testing::{Random, assert_close_relative, finite_differences, threads, wide};
 
     struct Case {
         h: Vec<f32>,
@@ -406,13 +406,13 @@ mod tests {
                 );
                 let (loss, dh, dweight) = case.with_grad();
                 assert_sums(loss, &rows, &case.labels);
-                assert_close(
+                assert_close_relative(
                     "dh",
                     &dh,
                     &finite_differences(&h, |h| case.total(h, &weight)),
                     2e-5,
                 );
-                assert_close(
+                assert_close_relative(
                     "dweight",
                     &dweight,
                     &finite_differences(&weight, |w| case.total(&h, w)),
@@ -451,8 +451,8 @@ mod tests {
                 }
             }
         }
-        assert_close("dh", &dh, &expected_dh, 1e-5);
-        assert_close("dweight", &dweight, &expected_dweight, 1e-5);
+        assert_close_relative("dh", &dh, &expected_dh, 1e-5);
+        assert_close_relative("dweight", &dweight, &expected_dweight, 1e-5);
     }
 
     #[test]
@@ -461,7 +461,7 @@ mod tests {
         let mut nll = vec![f32::NAN; 23];
         token_losses(&case.h, &case.weight, &case.labels, 5, &mut nll);
         let rows = case.reference(&wide(&case.h), &wide(&case.weight));
-        assert_close("nll", &nll, &rows, 1e-6);
+        assert_close_relative("nll", &nll, &rows, 1e-6);
     }
 
     #[test]

@@ -176,7 +176,7 @@ mod tests {
     use super::*;
     use crate::attention::{AttentionShape, Documents};
     use crate::simd::tests::on_every_arch;
-    use crate::test_data::{Random, assert_close, finite_differences, inner, wide};
+    use sieve_testing::{Random, assert_close_relative, finite_differences, inner, wide};
 
     const HEADS: usize = 3;
     const D: usize = 5;
@@ -250,14 +250,14 @@ mod tests {
             .collect();
         let mut packed = vec![f32::NAN; TOKENS * op.token_len()];
         mla_pack_forward(&op, &q, &kv, &k_rope, &mut packed);
-        assert_close("packed", &packed, &definition(&all, &positions), 1e-6);
+        assert_close_relative("packed", &packed, &definition(&all, &positions), 1e-6);
         let d_packed = random.vector(packed.len());
         let [mut dq, mut dkv] = [&q, &kv].map(|x| vec![f32::NAN; x.len()]);
         let mut dk_rope = vec![f32::NAN; k_rope.len()];
         mla_pack_backward(&op, &d_packed, &mut dq, &mut dkv, &mut dk_rope);
         let expected = finite_differences(&all, |x| inner(&definition(x, &positions), &d_packed));
         let got: Vec<f32> = [dq, dkv, dk_rope].concat();
-        assert_close("gradients", &got, &expected, 1e-5);
+        assert_close_relative("gradients", &got, &expected, 1e-5);
     }
 
     #[test]
@@ -311,8 +311,8 @@ mod tests {
                 let [mut o_v, mut lse_v] =
                     [2 * n * heads * d_v, 2 * heads * n].map(|len| vec![f32::NAN; len]);
                 crate::mla_attention_forward(shape, d_v, &narrow, documents, &mut o_v, &mut lse_v);
-                assert_close("o", &o_v, &wide(&cut(&o)), 1e-6);
-                assert_close("lse", &lse_v, &wide(&lse), 1e-6);
+                assert_close_relative("o", &o_v, &wide(&cut(&o)), 1e-6);
+                assert_close_relative("lse", &lse_v, &wide(&lse), 1e-6);
                 let mut d_narrow = vec![f32::NAN; narrow.len()];
                 crate::mla_attention_backward(
                     shape,
@@ -329,7 +329,7 @@ mod tests {
                     expected.extend_from_slice(&token[..2 * heads * d]);
                     expected.extend(cut(&token[2 * heads * d..]));
                 }
-                assert_close("d_qkv", &d_narrow, &wide(&expected), 3e-6);
+                assert_close_relative("d_qkv", &d_narrow, &wide(&expected), 3e-6);
             }
         });
     }

@@ -378,8 +378,8 @@ fn rotate_back(dy: &[f32], cos: &[f32], sin: &[f32], dx: &mut [f32]) {
 mod tests {
     use super::*;
     use crate::simd::tests::on_every_arch;
-    use crate::test_data::{
-        Random, assert_close, finite_differences, inner, threads, whole_rows, wide,
+    use sieve_testing::{
+        Random, assert_close_relative, finite_differences, inner, threads, whole_rows, wide,
     };
 
     struct Case {
@@ -521,7 +521,7 @@ mod tests {
                 let case = Case::new(sizes, offset, packed);
                 let (qkv, q_weight, k_weight) =
                     (wide(&case.qkv), wide(&case.q_weight), wide(&case.k_weight));
-                assert_close(
+                assert_close_relative(
                     "out",
                     &case.forward(),
                     &case.reference(&qkv, &q_weight, &k_weight),
@@ -531,19 +531,19 @@ mod tests {
                 let loss = |qkv: &[f64], q: &[f64], k: &[f64]| {
                     inner(&case.reference(qkv, q, k), &case.d_out)
                 };
-                assert_close(
+                assert_close_relative(
                     "d_qkv",
                     &d_qkv,
                     &finite_differences(&qkv, |x| loss(x, &q_weight, &k_weight)),
                     3e-5,
                 );
-                assert_close(
+                assert_close_relative(
                     "dq_weight",
                     &dq,
                     &finite_differences(&q_weight, |x| loss(&qkv, x, &k_weight)),
                     3e-5,
                 );
-                assert_close(
+                assert_close_relative(
                     "dk_weight",
                     &dk,
                     &finite_differences(&k_weight, |x| loss(&qkv, &q_weight, x)),

@@ -42,7 +42,7 @@ impl WithSimd for Squares<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::test_data::{Random, threads};
+    use sieve_testing::{Random, threads};
 
     #[test]
     fn adds_all_squares_in_the_same_order_on_any_number_of_threads() {

@@ -168,7 +168,7 @@ pub(crate) fn add_partials(partial: &[Vec<f32>], total: &mut [f32]) {
 mod tests {
     use super::*;
     use crate::simd::tests::on_every_arch;
-    use crate::test_data::{Random, assert_close, finite_differences, inner, threads, wide};
+    use sieve_testing::{Random, assert_close_relative, finite_differences, inner, threads, wide};
 
     const EPS: f32 = 1e-5;
 
@@ -196,17 +196,17 @@ mod tests {
                 );
                 let mut y = vec![f32::NAN; rows * d];
                 rms_norm_forward(&x, &weight, EPS, &mut y);
-                assert_close("y", &y, &reference(&wide(&x), &wide(&weight)), 1e-6);
+                assert_close_relative("y", &y, &reference(&wide(&x), &wide(&weight)), 1e-6);
 
                 let (mut dx, mut dweight) = (vec![f32::NAN; rows * d], vec![f32::NAN; d]);
                 rms_norm_backward(&x, &weight, EPS, &dy, &mut dx, &mut dweight);
                 let expected =
                     finite_differences(&wide(&x), |x| inner(&reference(x, &wide(&weight)), &dy));
-                assert_close("dx", &dx, &expected, 2e-5);
+                assert_close_relative("dx", &dx, &expected, 2e-5);
                 let expected = finite_differences(&wide(&weight), |weight| {
                     inner(&reference(&wide(&x), weight), &dy)
                 });
-                assert_close("dweight", &dweight, &expected, 2e-5);
+                assert_close_relative("dweight", &dweight, &expected, 2e-5);
             }
         });
     }

@@ -139,7 +139,7 @@ pub(crate) mod tests {
     use pulp::WithSimd;
 
     use super::*;
-    use crate::test_data::threads;
+    use sieve_testing::threads;
 
     thread_local! {
         pub(super) static CHOSEN: Cell<Option<Arch>> = const { Cell::new(None) };

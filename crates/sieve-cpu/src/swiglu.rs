@@ -171,7 +171,7 @@ fn gradients<S: Simd>(simd: S, g: S::f32s, u: S::f32s, dy: S::f32s) -> (S::f32s,
 mod tests {
     use super::*;
     use crate::simd::tests::on_every_arch;
-    use crate::test_data::{Random, assert_close, finite_differences, inner, wide};
+    use sieve_testing::{Random, assert_close_relative, finite_differences, inner, wide};
 
     fn reference(gate_up: &[f64], d_ff: usize) -> Vec<f64> {
         gate_up
@@ -193,12 +193,12 @@ mod tests {
                 let dy = random.vector(rows * d_ff);
                 let mut y = vec![f32::NAN; rows * d_ff];
                 swiglu_forward(&gate_up, d_ff, &mut y);
-                assert_close("y", &y, &reference(&wide(&gate_up), d_ff), 1e-6);
+                assert_close_relative("y", &y, &reference(&wide(&gate_up), d_ff), 1e-6);
                 let mut d_gate_up = vec![f32::NAN; gate_up.len()];
                 swiglu_backward(&gate_up, d_ff, &dy, &mut d_gate_up);
                 let expected =
                     finite_differences(&wide(&gate_up), |x| inner(&reference(x, d_ff), &dy));
-                assert_close("d_gate_up", &d_gate_up, &expected, 1e-5);
+                assert_close_relative("d_gate_up", &d_gate_up, &expected, 1e-5);
             }
         });
     }

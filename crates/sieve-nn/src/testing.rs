@@ -4,6 +4,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{Attention, DmaShape, MlaShape, ModelShape, NsaCompression, NsaShape};
 use sieve_ops::{Documents, RotaryEmbedding};
+use sieve_testing::Random;
+pub(crate) use sieve_testing::assert_close;
 
 /// A small model whose sizes all differ.
 pub(crate) fn shape(attention: Attention) -> ModelShape {
@@ -63,16 +65,9 @@ pub(crate) fn kinds(a_init: f64) -> [Attention; 7] {
     ]
 }
 
-/// Values in -1 to 1 from a fixed sequence.
+/// Normal values.
 pub(crate) fn input<B: Backend, const D: usize>(dims: [usize; D], seed: u64) -> Tensor<B, D> {
-    let mut state = seed;
-    let mut next = || {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    };
-    let values: Vec<f32> = (0..dims.iter().product()).map(|_| next()).collect();
+    let values = Random(seed).vector(dims.iter().product());
     Tensor::from_data(TensorData::new(values, dims), &Default::default())
 }
 
@@ -111,26 +106,4 @@ impl<B: Backend> Rows<B> {
 
 pub(crate) fn values<B: Backend, const D: usize>(x: Tensor<B, D>) -> Vec<f64> {
     x.into_data().iter::<f64>().collect()
-}
-
-/// Fails on a value that is not finite first, then names the worst one.
-#[track_caller]
-pub(crate) fn assert_close(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
-    assert_eq!(got.len(), expected.len(), "{what}: lengths differ");
-    for (n, (got, expected)) in got.iter().zip(expected).enumerate() {
-        assert!(
-            got.is_finite() && expected.is_finite(),
-            "{what}[{n}]: {got}, expected {expected}"
-        );
-    }
-    let errors = got.iter().zip(expected).map(|(a, b)| (a - b).abs());
-    let worst = errors.enumerate().max_by(|a, b| a.1.total_cmp(&b.1));
-    if let Some((n, error)) = worst {
-        assert!(
-            error <= tolerance,
-            "{what}[{n}]: {} instead of {}, error {error:e}, allowed {tolerance:e}",
-            got[n],
-            expected[n]
-        );
-    }
 }

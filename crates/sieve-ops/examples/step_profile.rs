@@ -15,6 +15,7 @@ use sieve_ops::{
     RmsNormCall, RopeBackend, RopeGradients, RopeTables, RotaryEmbedding, SwigluBackend,
     SwigluGradients, dma_bias,
 };
+use sieve_testing::Random;
 use std::time::Instant;
 
 type Float = FloatTensor<Flex>;
@@ -125,18 +126,11 @@ impl Table {
     }
 }
 
-/// About normal values from a fixed sequence.
+/// Normal values.
 fn random<const D: usize>(dims: [usize; D], scale: f32) -> Tensor<Flex, D> {
-    let mut state = dims.iter().product::<usize>() as u64;
-    let mut uniform = move || {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    };
-    let values: Vec<f32> = (0..dims.iter().product())
-        .map(|_| scale * (uniform() + uniform() + uniform()))
-        .collect();
+    let len = dims.iter().product::<usize>();
+    let mut random = Random(len as u64);
+    let values: Vec<f32> = (0..len).map(|_| scale * random.normal()).collect();
     Tensor::from_data(TensorData::new(values, dims), &Default::default())
 }
 

@@ -8,6 +8,8 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 use burn::tensor::{DType, Int, Shape, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexTensor};
+use sieve_testing::wide;
+pub(crate) use sieve_testing::{Random, assert_close};
 
 /// The backend the ops are tested on.
 pub(crate) type Ad = Autodiff<Flex>;
@@ -16,32 +18,16 @@ pub(crate) type Float = FloatTensor<Ad>;
 /// An op under test.
 pub(crate) type Op<'a> = &'a dyn Fn(&[Float]) -> Float;
 
-/// A small generator (splitmix64); tests name their seed.
-pub(crate) struct Random(pub(crate) u64);
+/// Random inputs.
+pub(crate) trait RandomInput {
+    /// Normal values, exact in f32.
+    fn input(&mut self, dims: &[usize]) -> Input;
+}
 
-impl Random {
-    pub(crate) fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut x = self.0;
-        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^ (x >> 31)
-    }
-
-    pub(crate) fn below(&mut self, limit: usize) -> usize {
-        (self.bits() % limit as u64) as usize
-    }
-
-    /// About normal, mean 0, variance 1, exact in f32.
-    pub(crate) fn normal(&mut self) -> f64 {
-        let unit = |bits: u64| (bits >> 11) as f64 / (1_u64 << 53) as f64;
-        let sum: f64 = (0..12).map(|_| unit(self.bits())).sum();
-        f64::from((sum - 6.0) as f32)
-    }
-
-    pub(crate) fn input(&mut self, dims: &[usize]) -> Input {
+impl RandomInput for Random {
+    fn input(&mut self, dims: &[usize]) -> Input {
         Input {
-            values: (0..dims.iter().product()).map(|_| self.normal()).collect(),
+            values: wide(&self.vector(dims.iter().product())),
             dims: dims.to_vec(),
         }
     }
@@ -193,28 +179,6 @@ fn max_error(got: &[f64], exact: &[f64]) -> f64 {
 
 fn largest(x: &[f64]) -> f64 {
     x.iter().fold(0.0, |max: f64, x| max.max(x.abs()))
-}
-
-/// Fails on a value that is not finite first, then where the largest difference is not within `tolerance`.
-#[track_caller]
-pub(crate) fn assert_close(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
-    assert_eq!(got.len(), expected.len(), "{what}: lengths differ");
-    for (n, (got, expected)) in got.iter().zip(expected).enumerate() {
-        assert!(
-            got.is_finite() && expected.is_finite(),
-            "{what}[{n}]: {got}, expected {expected}"
-        );
-    }
-    let errors = got.iter().zip(expected).map(|(a, b)| (a - b).abs());
-    let worst = errors.enumerate().max_by(|a, b| a.1.total_cmp(&b.1));
-    if let Some((n, error)) = worst {
-        assert!(
-            error <= tolerance,
-            "{what}[{n}]: {} instead of {}, error {error:e}, allowed {tolerance:e}",
-            got[n],
-            expected[n]
-        );
-    }
 }
 
 /// Names of an evaluation's parts, with the parts.

@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use sieve_cpu::{AttentionShape, Documents, Mask, attention_forward};
 use sieve_select::{Call, CallShape, Selector, dense_attention, density, recall};
+use sieve_testing::Random;
 
 /// Selectors timed when none is named.
 const DEFAULT: [&str; 4] = ["bfla", "xattention", "pbs", "meanpool"];
@@ -264,28 +265,5 @@ impl Operands {
         );
         let mut run = || attention_forward(shape, &qkv, documents, Mask::Causal, &mut o, &mut lse);
         Ok(timed(&mut run).1)
-    }
-}
-
-/// A small generator (splitmix64).
-struct Random(u64);
-
-impl Random {
-    /// About normal, mean 0, variance 1.
-    fn normal(&mut self) -> f32 {
-        let mut sum = -2.0;
-        for _ in 0..4 {
-            self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mut x = self.0;
-            x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            sum += ((x ^ (x >> 31)) >> 40) as f32 / (1 << 24) as f32;
-        }
-        // Four uniform numbers have a variance of a third.
-        sum * 3.0_f32.sqrt()
-    }
-
-    fn vector(&mut self, len: usize) -> Vec<f32> {
-        (0..len).map(|_| self.normal()).collect()
     }
 }

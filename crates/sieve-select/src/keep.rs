@@ -108,7 +108,7 @@ pub(crate) fn sorted(mut tiles: Vec<usize>) -> Vec<i32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::test_data::Random;
+    use sieve_testing::Random;
 
     #[test]
     fn keep_mass_is_the_shortest_prefix() {

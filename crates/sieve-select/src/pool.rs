@@ -180,7 +180,8 @@ pub(crate) fn block_sums(x: &[f32], block: usize) -> Vec<f32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::test_data::{Random, TestCall};
+    use crate::test_data::TestCall;
+    use sieve_testing::Random;
 
     #[test]
     fn a_short_block_is_divided_by_its_own_length() {

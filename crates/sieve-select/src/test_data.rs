@@ -1,6 +1,7 @@
-//! Random and structured inputs, and comparisons, for the tests.
+//! Random, structured and stored inputs of the tests.
 
 use safetensors::SafeTensors;
+use sieve_testing::Random;
 
 use crate::call::{Call, CallShape};
 
@@ -9,35 +10,6 @@ pub(crate) static LISTS: &[u8] =
     include_bytes!("../../../tests/golden/selectors/lists.safetensors");
 /// Queries and keys of trained models.
 static CAPTURED: &[u8] = include_bytes!("../../../tests/golden/selectors/captured.safetensors");
-
-/// A small generator (splitmix64); tests name their seed.
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    pub(crate) fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut x = self.0;
-        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^ (x >> 31)
-    }
-
-    pub(crate) fn below(&mut self, limit: usize) -> usize {
-        (self.bits() % limit as u64) as usize
-    }
-
-    /// About normal, mean 0, variance 1.
-    pub(crate) fn normal(&mut self) -> f32 {
-        let sum: f64 = (0..12)
-            .map(|_| (self.bits() >> 11) as f64 / (1_u64 << 53) as f64)
-            .sum();
-        (sum - 6.0) as f32
-    }
-
-    pub(crate) fn vector(&mut self, len: usize) -> Vec<f32> {
-        (0..len).map(|_| self.normal()).collect()
-    }
-}
 
 /// Operands that own their memory.
 #[derive(Clone)]
@@ -199,19 +171,7 @@ impl Inputs {
 fn floats(file: &SafeTensors<'_>, name: &str) -> ([usize; 3], Vec<f32>) {
     let tensor = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
     let shape = tensor.shape().try_into().expect("three axes");
-    let values = match tensor.dtype() {
-        safetensors::Dtype::BF16 => {
-            let halves = tensor.data().as_chunks::<2>().0;
-            halves
-                .iter()
-                .map(|b| f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16))
-                .collect()
-        }
-        _ => {
-            let words = tensor.data().as_chunks::<4>().0;
-            words.iter().map(|b| f32::from_le_bytes(*b)).collect()
-        }
-    };
+    let values = crate::decode::dma::floats(&tensor).expect("f32 or bfloat16");
     (shape, values)
 }
 
@@ -219,28 +179,4 @@ fn mix_in(x: &mut [f32], topic: &[f32]) {
     x.iter_mut()
         .zip(topic)
         .for_each(|(x, topic)| *x = 0.6 * *x + 0.7 * topic);
-}
-
-/// Fails on a value that is not finite, then on the largest |difference| above `tolerance * (1 + |expected|)`.
-#[track_caller]
-pub(crate) fn assert_close(what: &str, got: &[f32], expected: &[f64], tolerance: f64) {
-    assert_eq!(got.len(), expected.len(), "{what}: lengths differ");
-    let mut worst = (0.0, 0);
-    for (i, (&got, &expected)) in got.iter().zip(expected).enumerate() {
-        assert!(
-            got.is_finite() && expected.is_finite(),
-            "{what}[{i}]: {got}, expected {expected}"
-        );
-        let error = (f64::from(got) - expected).abs() / (1.0 + expected.abs());
-        if error > worst.0 {
-            worst = (error, i);
-        }
-    }
-    let (error, i) = worst;
-    assert!(
-        error <= tolerance,
-        "{what}[{i}]: {} instead of {}, error {error:e}",
-        got[i],
-        expected[i]
-    );
 }

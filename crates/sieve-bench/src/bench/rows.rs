@@ -3,13 +3,13 @@ use super::Bench;
 use super::inputs::{Inputs, random};
 use crate::device::Device;
 use crate::error::Result;
-use crate::random::Random;
 use crate::scores::Scores;
 use burn::tensor::DType;
 use sieve_kernels::{
     AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv,
     ScoreBias, SumOrder, attention_decode, dma_decode,
 };
+use sieve_testing::Random;
 
 /// Query and KV heads of the usual rows.
 const HEADS: [usize; 2] = [16, 8];
@@ -126,7 +126,7 @@ fn nothing_masked(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     let z = Scores::Independent.draw(
         shape.batch * shape.num_kv_heads,
         shape.seq_len,
-        &mut Random::new(SEED),
+        &mut Random(SEED),
     )?;
     let [_, delta] = inputs.scores(&z, &bench.device);
     let flops = forward_flops(shape, shape.seq_len);
@@ -150,7 +150,7 @@ fn dma(bench: &mut Bench<'_>, shape: AttentionShape, kept: usize, scores: &Score
         return Ok(());
     };
     let rows = shape.batch * shape.num_kv_heads;
-    let z = match scores.draw(rows, shape.seq_len, &mut Random::new(SEED)) {
+    let z = match scores.draw(rows, shape.seq_len, &mut Random(SEED)) {
         Ok(z) => z,
         Err(error) => {
             bench.skip(
@@ -264,9 +264,9 @@ pub(crate) fn dma_decoding(
     let token = token(bench, shape);
     let (batch, kv_heads) = (shape.batch, shape.num_kv_heads);
     let place = [batch, kv_heads, kept, shape.head_dim];
-    let mut numbers = Random::new(SEED);
+    let mut numbers = Random(SEED);
     let z: Vec<f32> = (0..batch * kv_heads * kept)
-        .map(|_| numbers.normal())
+        .map(|_| numbers.normal_with_tails())
         .collect();
     let positions: Vec<i32> = (0..batch * kv_heads * kept)
         .map(|at| (at % kept) as i32)
@@ -330,7 +330,7 @@ pub(crate) fn table2(bench: &mut Bench<'_>) -> Result<()> {
             continue;
         };
         let rows = shape.batch * shape.num_kv_heads;
-        let z = scores.draw(rows, shape.seq_len, &mut Random::new(SEED))?;
+        let z = scores.draw(rows, shape.seq_len, &mut Random(SEED))?;
         let [z, delta] = inputs.scores(&z, &bench.device);
         bench.flops(
             "dense forward",

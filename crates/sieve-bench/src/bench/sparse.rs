@@ -3,9 +3,9 @@ use super::Bench;
 use super::rows::{forward_flops, shape};
 use crate::device::Device;
 use crate::error::Result;
-use crate::random::Random;
 use sieve_core::{MaskArrays, PackedMask};
 use sieve_kernels::{AttentionShape, sparse_attention_forward};
+use sieve_testing::Random;
 
 /// Tokens of a tile of queries and of a tile of keys.
 const TILE: usize = 128;
@@ -38,7 +38,7 @@ pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
 /// The diagonal tile and random others, as many as the share of a query tile's key tiles says; and the pairs it keeps.
 fn mask(shape: AttentionShape, density: f64) -> (PackedMask, f64) {
     let tiles = shape.seq_len.div_ceil(TILE);
-    let mut random = Random::new(5);
+    let mut random = Random(5);
     let (mut row_ptr, mut tile_idx) = (vec![0], Vec::new());
     for _ in 0..shape.num_heads {
         for i in 0..tiles {

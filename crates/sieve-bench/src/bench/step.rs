@@ -2,7 +2,6 @@
 use super::Bench;
 use crate::device::Device;
 use crate::error::Result;
-use crate::random::Random;
 use burn::tensor::{DType, Distribution, Tensor};
 use burn_cuda::CudaDevice;
 use sieve_core::AdamWStep;
@@ -15,6 +14,7 @@ use sieve_kernels::{
     sum_of_squares, swiglu_backward_with_output, swiglu_forward,
 };
 use sieve_ops::Cuda;
+use sieve_testing::Random;
 
 const EPSILON: f32 = 1e-6;
 
@@ -100,7 +100,7 @@ fn gated(bench: &mut Bench<'_>, tokens: usize, d_ff: usize) {
 }
 
 fn embedding(bench: &mut Bench<'_>, tokens: usize, width: usize) {
-    let mut random = Random::new(SEED);
+    let mut random = Random(SEED);
     // As words of a text: the rank r with a probability of about 1 / r.
     let zipf = |random: &mut Random| ((VOCAB as f64).powf(random.unit()) - 1.0) as usize;
     let ids: Vec<i32> = (0..tokens)
@@ -218,7 +218,7 @@ fn scores(
 
 fn losses(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> Result<()> {
     let device = bench.device.clone();
-    let mut random = Random::new(SEED);
+    let mut random = Random(SEED);
     let labels: Vec<i32> = (0..rows).map(|_| random.below(vocab) as i32).collect();
     let labels = device.int(&labels, &[rows]);
     let losses = normal([rows], DType::F32, &device);

@@ -3,7 +3,6 @@
 use crate::bar::Bar;
 use crate::device::Device;
 use crate::extent::Extent;
-use crate::random::Random;
 use crate::reference::{Rounding, one_query};
 use crate::report::Report;
 use crate::scores::Scores;
@@ -12,6 +11,7 @@ use sieve_kernels::{
     AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv,
     ScoreBias, attention_decode, dma_decode,
 };
+use sieve_testing::Random;
 
 /// One key as a query meets it.
 struct Key {
@@ -24,7 +24,7 @@ struct Key {
 
 /// Checks both kernels.
 pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
-    let mut random = Random::new(extent.seed);
+    let mut random = Random(extent.seed);
     let groups: &[usize] = if extent.is_emulated {
         &[2, 17]
     } else {
@@ -46,7 +46,7 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let mut calls = Calls {
             device,
             shape,
-            random: Random::new(seed),
+            random: Random(seed),
             worst: 0.0,
         };
         let (name, outcome) = match at % 4 {

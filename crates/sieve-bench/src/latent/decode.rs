@@ -3,12 +3,12 @@ use crate::bar::Bar;
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::place::{Place, float, floats};
-use crate::random::{Random, round_bf16};
 use crate::report::{Path, PathWatch, Report};
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{CudaTensor, KernelError, mla_decode};
 use sieve_ops::reference;
+use sieve_testing::{Random, round_bf16};
 
 /// Ranks of latents, and widths of the rotated key.
 pub(super) const WIDTHS: &[[usize; 2]] = &[
@@ -143,7 +143,7 @@ impl Call {
 }
 
 fn draws(extent: &Extent) -> impl Iterator<Item = Call> {
-    let (mut random, extent) = (Random::new(extent.seed), *extent);
+    let (mut random, extent) = (Random(extent.seed), *extent);
     (0..extent.few()).map(move |_| Call::draw(&extent, &mut random))
 }
 

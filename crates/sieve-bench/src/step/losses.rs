@@ -4,10 +4,10 @@ use super::wrappers::{Calls, Outcome, same, text};
 use crate::bar::Bar;
 use crate::device::Device;
 use crate::extent::Extent;
-use crate::random::round_bf16;
 use crate::report::Report;
 use burn::tensor::DType;
 use sieve_kernels::{CudaTensor, LogitRows, cross_entropy, cross_entropy_with_gradients};
+use sieve_testing::round_bf16;
 
 /// Rows and vocabulary. The kernel keeps the first columns in registers and reads those past 28,672 (bf16) or 16,384 (f32)
 /// again.

@@ -5,7 +5,6 @@ use crate::bar::Bar;
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::place::{float, floats};
-use crate::random::{Random, round_bf16};
 use crate::report::Report;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::{Flex, FlexDevice};
@@ -19,6 +18,7 @@ use sieve_kernels::{
     swiglu_backward_with_output, swiglu_forward,
 };
 use sieve_ops::{AttentionSpec, QkNormRopeCall, RmsNormCall, RopeTables, reference};
+use sieve_testing::{Random, round_bf16};
 
 const EPSILON: f64 = 1e-6;
 
@@ -156,7 +156,7 @@ pub(super) struct Input {
 
 impl<'a> Calls<'a> {
     pub(super) fn new(device: &'a dyn Device, seed: u64) -> Self {
-        let random = Random::new(seed);
+        let random = Random(seed);
         Self {
             device,
             random,
@@ -469,7 +469,11 @@ impl<'a> Calls<'a> {
             bias_correction1: 0.521_703_1,
             bias_correction2: 0.301_662_7,
         };
-        let normal = |random: &mut Random| (0..size).map(|_| random.normal()).collect::<Vec<f32>>();
+        let normal = |random: &mut Random| {
+            (0..size)
+                .map(|_| random.normal_with_tails())
+                .collect::<Vec<f32>>()
+        };
         let [p, m, g] = [0, 1, 2].map(|_| normal(&mut self.random));
         let v: Vec<f32> = normal(&mut self.random).iter().map(|x| x * x).collect();
         let device = self.device;
@@ -630,7 +634,7 @@ impl<'a> Calls<'a> {
             self.flat(&shape, DType::BF16),
         );
         let w_dt: Vec<f32> = (0..kv_heads * head_dim * kv_heads)
-            .map(|_| self.random.normal() / (kv_heads as f32 * head_dim as f32).sqrt())
+            .map(|_| self.random.normal_with_tails() / (kv_heads as f32 * head_dim as f32).sqrt())
             .collect();
         let w_dt_on = self
             .device

@@ -163,7 +163,7 @@ mod tests {
     use super::*;
     use crate::attention::{AttentionShape, Documents, Mask, reference};
     use crate::simd::tests::on_every_arch;
-    use crate::test_data::{Random, assert_close, whole_rows};
+    use sieve_testing::{Random, assert_close_relative, whole_rows};
 
     const HEADS: usize = 6;
     const KV_HEADS: usize = 3;
@@ -230,7 +230,7 @@ mod tests {
                     let mut o = vec![f32::NAN; HEADS * d];
                     let delta = delta.map(Vec::as_slice);
                     attention_decode(&decode_shape(d, &[LEN], LEN), &q, &k, &v, delta, &mut o);
-                    assert_close("o", &o, &full.o[(LEN - 1) * HEADS * d..], 2e-6);
+                    assert_close_relative("o", &o, &full.o[(LEN - 1) * HEADS * d..], 2e-6);
                 }
             }
         });
@@ -303,7 +303,7 @@ mod tests {
             &mut reversed,
         );
         let expected: Vec<f64> = o.iter().map(|&x| f64::from(x)).collect();
-        assert_close("o", &reversed, &expected, 1e-6);
+        assert_close_relative("o", &reversed, &expected, 1e-6);
     }
 
     #[test]

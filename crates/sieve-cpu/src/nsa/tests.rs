@@ -4,8 +4,9 @@ use super::reference::{self, Packed};
 use super::*;
 use crate::attention::{AttentionShape, Mask, attention_backward, attention_forward};
 use crate::simd::tests::on_every_arch;
-use crate::test_data::{
-    Random, assert_close, finite_differences, inner, threads, whole_rows, wide,
+use sieve_testing::{
+    Random, assert_close_relative, assert_lse_close, finite_differences, inner, threads,
+    whole_rows, wide,
 };
 
 struct Case {
@@ -159,8 +160,8 @@ impl Case {
         let documents = self.documents();
         let expected = reference::compressed(packed, self.blocks, documents, &compressed);
         let name = |what: &str| format!("{what} at {:?}, {:?}", self.shape, self.blocks);
-        assert_close(&name("compressed o"), &got.compressed[0], &expected.o, 3e-6);
-        assert_close(
+        assert_close_relative(&name("compressed o"), &got.compressed[0], &expected.o, 3e-6);
+        assert_lse_close(
             &name("compressed lse"),
             &got.compressed[1],
             &expected.lse,
@@ -190,8 +191,8 @@ impl Case {
             }
         }
         let expected = reference::selected(packed, self.blocks, documents, &got.block_indices);
-        assert_close(&name("selected o"), &got.selected[0], &expected.o, 3e-6);
-        assert_close(&name("selected lse"), &got.selected[1], &expected.lse, 3e-6);
+        assert_close_relative(&name("selected o"), &got.selected[0], &expected.o, 3e-6);
+        assert_lse_close(&name("selected lse"), &got.selected[1], &expected.lse, 3e-6);
     }
 }
 
@@ -236,15 +237,15 @@ fn nsa_gradients_equal_differences() {
         };
         let [d_qkv, d_compressed] = case.compressed_backward(&got);
         let expected = finite_differences(&qkv, |qkv| value(qkv, &compressed));
-        assert_close("compressed d_qkv", &d_qkv, &expected, 1e-5);
+        assert_close_relative("compressed d_qkv", &d_qkv, &expected, 1e-5);
         let expected = finite_differences(&compressed, |compressed| value(&qkv, compressed));
-        assert_close("d_compressed", &d_compressed, &expected, 1e-5);
+        assert_close_relative("d_compressed", &d_compressed, &expected, 1e-5);
         let expected = finite_differences(&qkv, |qkv| {
             let packed = Packed { shape, qkv };
             let o = reference::selected(packed, blocks, documents, &got.block_indices).o;
             inner(&o, &case.d_o)
         });
-        assert_close(
+        assert_close_relative(
             "selected d_qkv",
             &case.selected_backward(&got),
             &expected,
@@ -273,13 +274,13 @@ fn nsa_selected_with_every_block_is_dense_attention() {
                 let documents = case.documents();
                 let mask = Mask::Causal;
                 attention_forward(case.shape, &case.qkv, documents, mask, &mut o, &mut lse);
-                assert_close("o", &got.selected[0], &wide(&o), 3e-6);
-                assert_close("lse", &got.selected[1], &wide(&lse), 3e-6);
+                assert_close_relative("o", &got.selected[0], &wide(&o), 3e-6);
+                assert_lse_close("lse", &got.selected[1], &wide(&lse), 3e-6);
                 let mut d_qkv = vec![f32::NAN; case.qkv.len()];
                 attention_backward(
                     case.shape, &case.qkv, documents, mask, &o, &lse, &case.d_o, &mut d_qkv, None,
                 );
-                assert_close("d_qkv", &case.selected_backward(&got), &wide(&d_qkv), 1e-5);
+                assert_close_relative("d_qkv", &case.selected_backward(&got), &wide(&d_qkv), 1e-5);
             }
         }
     });
@@ -415,7 +416,7 @@ fn nsa_blocks_and_means_equal_the_definition() {
         };
         let [k, v] = &wide_positions;
         let expected = reference::blocks_of(packed, case.blocks, documents, [k, v]);
-        assert_close("blocks", &out, &expected, 1e-6);
+        assert_close_relative("blocks", &out, &expected, 1e-6);
         // The op is linear, so <d_out, J x> = <J^T d_out, x> fixes its gradient.
         let mut d_out = random.vector(len);
         let mut d_qkv = vec![f32::NAN; case.qkv.len()];
@@ -447,7 +448,7 @@ fn nsa_blocks_and_means_equal_the_definition() {
                 (0..d).map(move |c| block.iter().skip(c).step_by(d).sum::<f64>() / l as f64)
             })
             .collect();
-        assert_close("means", &mean, &expected, 1e-6);
+        assert_close_relative("means", &mean, &expected, 1e-6);
         d_out.truncate(mean.len());
         nsa_mean_pool_backward(case.shape, case.blocks, documents, &d_out, &mut d_qkv);
         let (forward, backward) = (inner(&expected, &d_out), inner(&qkv, &d_qkv));
@@ -489,7 +490,7 @@ fn nsa_gates_equal_the_definition() {
     let mut o = vec![f32::NAN; width];
     let slices = branches.each_ref().map(Vec::as_slice);
     nsa_gates_forward(slices, &logits, &bias, d, &mut o);
-    assert_close("o", &o, &output(&all), 1e-6);
+    assert_close_relative("o", &o, &output(&all), 1e-6);
     let mut d_branches = [0; 3].map(|_| vec![f32::NAN; width]);
     let mut d_logits = vec![f32::NAN; logits.len()];
     let mut d_bias = vec![f32::NAN; bias.len()];
@@ -524,7 +525,7 @@ fn nsa_gates_equal_the_definition() {
         inner(&output(&all), &d_o)
     });
     let got: Vec<f32> = some.iter().map(|&i| got[i]).collect();
-    assert_close("gradients", &got, &expected, 1e-5);
+    assert_close_relative("gradients", &got, &expected, 1e-5);
 }
 
 #[test]

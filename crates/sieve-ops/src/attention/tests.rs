@@ -1,7 +1,7 @@
 use super::attention;
 use crate::testing::{
-    Ad, Float, Input, Random, assert_close, check_finite_differences, check_parity, check_views,
-    documents, float, host, primitive,
+    Ad, Float, Input, Random, RandomInput, assert_close, check_finite_differences, check_parity,
+    check_views, documents, float, host, primitive,
 };
 use crate::{AttentionBackend, AttentionSpec, Documents, reference};
 use burn::tensor::DType;

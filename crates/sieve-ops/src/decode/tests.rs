@@ -1,5 +1,5 @@
 use super::{DmaCache, DmaToken, attention_decode, dma_decode};
-use crate::testing::{Random, assert_close, documents, host};
+use crate::testing::{Random, RandomInput, assert_close, documents, host};
 use crate::{AttentionSpec, DmaBackend, DmaBias, DmaSelection, attention, dma_bias, dma_select};
 use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexTensor};

@@ -2,7 +2,7 @@ mod gradients;
 mod mask;
 
 use super::{dma_bias, dma_rank, dynamic_mask_attention};
-use crate::testing::{Ad, Float, Input, Random, float, primitive};
+use crate::testing::{Ad, Float, Input, Random, RandomInput, float, primitive};
 use crate::{AttentionSpec, DmaBias, Documents, reference};
 use sieve_core::{DmaRecency, DmaShape};
 

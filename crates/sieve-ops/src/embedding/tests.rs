@@ -1,7 +1,8 @@
 use super::embedding;
 use crate::reference;
 use crate::testing::{
-    Ad, Float, Random, check_finite_differences, check_parity, check_views, float, ints, primitive,
+    Ad, Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float,
+    ints, primitive,
 };
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor};

@@ -1,7 +1,8 @@
 use super::linear;
 use crate::reference;
 use crate::testing::{
-    Float, Random, check_finite_differences, check_parity, check_views, float, primitive,
+    Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float,
+    primitive,
 };
 
 fn op(inputs: &[Float]) -> Float {
@@ -59,24 +60,15 @@ fn a_row_does_not_depend_on_the_number_of_rows() {
     use burn::tensor::{Tensor, TensorData};
     use burn_flex::Flex;
     let device = Default::default();
-    let mut state = 1u64;
-    let mut random = |len: usize| -> Vec<f32> {
-        let mut next = || {
-            state = state
-                .wrapping_mul(6364136223846793005)
-                .wrapping_add(1442695040888963407);
-            (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-        };
-        (0..len).map(|_| next()).collect()
-    };
+    let mut random = Random(1);
     for [d_in, d_out] in [[64, 128], [192, 1024], [48, 40], [512, 192]] {
         let weight = Tensor::<Flex, 2>::from_data(
-            TensorData::new(random(d_in * d_out), [d_out, d_in]),
+            TensorData::new(random.vector(d_in * d_out), [d_out, d_in]),
             &device,
         );
         let rows = 61;
         let x = Tensor::<Flex, 2>::from_data(
-            TensorData::new(random(rows * d_in), [rows, d_in]),
+            TensorData::new(random.vector(rows * d_in), [rows, d_in]),
             &device,
         );
         let all: Vec<f32> = linear(x.clone(), weight.clone())

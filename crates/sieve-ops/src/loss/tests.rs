@@ -1,8 +1,8 @@
 use super::{IGNORE_LABEL, linear_cross_entropy, token_losses};
 use crate::reference;
 use crate::testing::{
-    Ad, Float, Input, Random, assert_close, check_finite_differences, check_parity, check_views,
-    float, ints, primitive,
+    Ad, Float, Input, Random, RandomInput, assert_close, check_finite_differences, check_parity,
+    check_views, float, ints, primitive,
 };
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor};
@@ -70,7 +70,7 @@ fn token_losses_add_up_to_the_loss() {
     }
     let sum = run(&[h, weight], &labels).primitive;
     let sum = crate::testing::host(sum);
-    assert_close("sum", &[losses.iter().sum()], &sum, 1e-4);
+    assert_close("sum", &[losses.iter().sum::<f64>()], &sum, 1e-4);
     let [h, weight] = inputs(dims).map(|input| Ad::from_inner(input.tensor(DType::F64)));
     let exact = token_losses(float(&h), float(&weight), labels);
     let exact: Vec<f64> = exact.into_data().iter::<f64>().collect();

@@ -2,8 +2,8 @@
 use super::*;
 use crate::reference;
 use crate::testing::{
-    Ad, Float, Input, Random, check_finite_differences, check_parity, check_views, documents,
-    float, primitive,
+    Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views,
+    documents, float, primitive,
 };
 use burn::tensor::DType;
 

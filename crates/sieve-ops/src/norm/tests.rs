@@ -1,7 +1,8 @@
 use super::{RmsNormCall, rms_norm};
 use crate::reference;
 use crate::testing::{
-    Ad, Float, Random, check_finite_differences, check_parity, check_views, float, primitive,
+    Ad, Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float,
+    primitive,
 };
 
 const EPSILON: f64 = 1e-6;

@@ -2,8 +2,8 @@
 use super::*;
 use crate::tensors::primitive;
 use crate::testing::{
-    Ad, Float, Input, Random, check_finite_differences, check_parity, check_views, documents,
-    float, ints,
+    Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views,
+    documents, float, ints,
 };
 use crate::{AttentionSpec, Documents, reference};
 use burn_flex::Flex;

@@ -1,5 +1,5 @@
 use super::{adamw, sum_of_squares};
-use crate::testing::{Input, Random, assert_close, host};
+use crate::testing::{Input, Random, RandomInput, assert_close, host};
 use crate::{AdamWStep, AdamWTensors};
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexTensor};

@@ -1,8 +1,8 @@
 use super::{QkNorm, QkNormRopeCall, RotaryEmbedding, qk_norm_rope};
 use crate::reference;
 use crate::testing::{
-    Ad, Float, Input, Random, check_finite_differences, check_parity, check_views, documents,
-    float, ints, primitive,
+    Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views,
+    documents, float, ints, primitive,
 };
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor, TensorMetadata};

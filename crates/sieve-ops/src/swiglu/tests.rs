@@ -1,7 +1,8 @@
 use super::swiglu;
 use crate::reference;
 use crate::testing::{
-    Ad, Float, Random, check_finite_differences, check_parity, check_views, float, primitive,
+    Ad, Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float,
+    primitive,
 };
 
 fn op(inputs: &[Float]) -> Float {

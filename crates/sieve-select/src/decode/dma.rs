@@ -121,7 +121,7 @@ impl DmaWeights {
 }
 
 /// Elements of an f32 or bfloat16 tensor.
-fn floats(tensor: &safetensors::tensor::TensorView<'_>) -> Option<Vec<f32>> {
+pub(crate) fn floats(tensor: &safetensors::tensor::TensorView<'_>) -> Option<Vec<f32>> {
     match tensor.dtype() {
         Dtype::F32 => {
             let words = tensor.data().as_chunks::<4>().0;
@@ -129,7 +129,7 @@ fn floats(tensor: &safetensors::tensor::TensorView<'_>) -> Option<Vec<f32>> {
         }
         Dtype::BF16 => {
             let halves = tensor.data().as_chunks::<2>().0;
-            let wide = |b: &[u8; 2]| f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16);
+            let wide = |b: &[u8; 2]| half::bf16::from_le_bytes(*b).to_f32();
             Some(halves.iter().map(wide).collect())
         }
         _ => None,

@@ -130,8 +130,8 @@ impl Quest {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::test_data::Random;
     use crate::vector::dot;
+    use sieve_testing::Random;
 
     #[test]
     fn quest_score_bounds_every_product_in_the_page() {

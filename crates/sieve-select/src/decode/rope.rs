@@ -19,8 +19,8 @@ pub fn rotate(x: &[f32], shift: f64, theta: f64) -> Vec<f32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::test_data::Random;
     use crate::vector::dot;
+    use sieve_testing::Random;
 
     #[test]
     fn products_depend_on_the_distance_alone() {

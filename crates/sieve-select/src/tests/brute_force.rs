@@ -5,8 +5,9 @@ use super::select;
 use crate::decode::dam::{DamCalibration, DamCapture};
 use crate::oracle::expanded_row;
 use crate::prefill::minference::{Pattern, PatternFile};
-use crate::test_data::{Random, TestCall};
+use crate::test_data::TestCall;
 use crate::{DecodeSession, LayerShape, Selector, SparseMask};
+use sieve_testing::Random;
 
 /// What a definition reads of a call.
 struct Naive<'a> {

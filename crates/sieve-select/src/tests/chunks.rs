@@ -2,8 +2,9 @@
 
 use super::{select, selector};
 use crate::mask::SparseMask;
-use crate::test_data::{Random, TestCall, assert_close};
+use crate::test_data::TestCall;
 use crate::{oracle_attention, oracle_dense};
+use sieve_testing::{Random, assert_close_relative};
 
 /// Methods whose lists do not depend on how a prompt is cut, and a chunk they agree for.
 const SAME: &[(&str, usize)] = &[
@@ -82,7 +83,7 @@ pub(super) fn chunks_agree_as_far_as_promised(method: &str) {
             }
             let o: Vec<f32> = parts.into_iter().flat_map(|part| part.output.o).collect();
             let expected: Vec<f64> = whole.output.o.iter().map(|&x| f64::from(x)).collect();
-            assert_close(text, &o, &expected, 1e-5);
+            assert_close_relative(text, &o, &expected, 1e-5);
         }
     }
 }
@@ -108,7 +109,7 @@ pub(super) fn misaligned_chunks_are_valid_and_equal_their_oracle(texts: &[&str])
             let mask = select(text, &part);
             let output = crate::block_sparse_attention(&call, &mask)
                 .unwrap_or_else(|e| panic!("{text}: {e}"));
-            assert_close(text, &output.o, &oracle_attention(&call, &mask).o, 2e-5);
+            assert_close_relative(text, &output.o, &oracle_attention(&call, &mask).o, 2e-5);
         }
     }
 }
@@ -122,7 +123,7 @@ pub(super) fn everything_kept_in_misaligned_chunks_equals_dense(texts: &[&str]) 
             let done = selector(text)
                 .prefill(&part.call())
                 .unwrap_or_else(|e| panic!("{text}: {e}"));
-            assert_close(text, &done.output.o, &whole.o[first * 64..end * 64], 2e-5);
+            assert_close_relative(text, &done.output.o, &whole.o[first * 64..end * 64], 2e-5);
         }
     }
 }

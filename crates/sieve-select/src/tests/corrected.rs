@@ -2,8 +2,9 @@
 
 use super::{select, selector};
 use crate::attention::dense_rows_attention;
-use crate::test_data::{Random, TestCall};
+use crate::test_data::TestCall;
 use crate::{block_sparse_attention, density, oracle_dense};
+use sieve_testing::Random;
 
 #[test]
 fn momo_probe_rows_are_dense_and_the_windows_shifted() {

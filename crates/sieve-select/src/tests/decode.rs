@@ -5,8 +5,9 @@ mod dma_slots;
 mod infinitehip_refresh;
 
 use crate::decode::dam::{DamCalibration, DamCapture, DamMaps};
-use crate::test_data::{Random, TestCall, assert_close};
+use crate::test_data::TestCall;
 use crate::{DecodeSession, LayerShape, Method, Selector, oracle_dense};
+use sieve_testing::{Random, assert_close_relative};
 
 const SMALL: &[&str] = &[
     "h2o:heavy=6,recent=4",
@@ -134,7 +135,7 @@ fn everything_kept_equals_dense_in_stream_and_prompt_form(texts: &[&str]) {
     let dense = oracle_dense(&data.call());
     for text in texts {
         let (o, _) = stream(text, &data);
-        assert_close(text, &o, &dense.o, 2e-5);
+        assert_close_relative(text, &o, &dense.o, 2e-5);
         // The prompt form: dense prompt, then decoding.
         let mut session = session(text, &data);
         let [q, k, v] = tokens(&data, 0..41);
@@ -148,7 +149,7 @@ fn everything_kept_equals_dense_in_stream_and_prompt_form(texts: &[&str]) {
                 .stream(q, k, v)
                 .unwrap_or_else(|e| panic!("{text}: {e}")),
         );
-        assert_close(text, &o, &dense.o, 2e-5);
+        assert_close_relative(text, &o, &dense.o, 2e-5);
     }
 }
 
@@ -419,7 +420,7 @@ fn streamingllm_decode_agrees_with_its_prefill_mask() {
     let prefill = selector.prefill(&data.call()).expect("valid");
     let (o, _) = stream("streamingllm:n_init=3,n_local=9", &data);
     let expected: Vec<f64> = prefill.output.o.iter().map(|&x| f64::from(x)).collect();
-    assert_close("streamingllm", &o, &expected, 1e-5);
+    assert_close_relative("streamingllm", &o, &expected, 1e-5);
     let (moved, _) = stream("streamingllm:n_init=3,n_local=9,reindex=true", &data);
     assert_eq!(o[..12 * 16], moved[..12 * 16]);
     assert_ne!(o[20 * 16..], moved[20 * 16..]);

@@ -1,13 +1,14 @@
 //! Inputs at the edge: equal scores, huge norms, zeros, one finite score, NaN; thresholds at their ends.
 
 use super::{select, selector};
-use crate::test_data::{Random, TestCall, assert_close};
+use crate::test_data::TestCall;
 use crate::{block_sparse_attention, density, oracle_attention};
+use sieve_testing::{Random, assert_close_relative};
 
 fn agrees_with_the_oracle(text: &str, data: &TestCall) {
     let (call, mask) = (data.call(), select(text, data));
     let output = block_sparse_attention(&call, &mask).unwrap_or_else(|e| panic!("{text}: {e}"));
-    assert_close(text, &output.o, &oracle_attention(&call, &mask).o, 2e-5);
+    assert_close_relative(text, &output.o, &oracle_attention(&call, &mask).o, 2e-5);
 }
 
 #[test]

@@ -2,8 +2,9 @@
 //! run method by method in the parent.
 
 use super::{select, selector};
-use crate::test_data::{Random, TestCall, assert_close};
+use crate::test_data::TestCall;
 use crate::{block_sparse_attention, density, oracle_attention, oracle_dense};
+use sieve_testing::{Random, assert_close_relative};
 
 pub(super) fn equals_dense_attention_under_its_mask(texts: &[&str]) {
     let mut random = Random(21);
@@ -24,8 +25,8 @@ pub(super) fn equals_dense_attention_under_its_mask(texts: &[&str]) {
             let output =
                 block_sparse_attention(&call, &mask).unwrap_or_else(|e| panic!("{text}: {e}"));
             let expected = oracle_attention(&call, &mask);
-            assert_close(text, &output.o, &expected.o, 2e-5);
-            assert_close(text, &output.lse, &expected.lse, 2e-5);
+            assert_close_relative(text, &output.o, &expected.o, 2e-5);
+            assert_close_relative(text, &output.lse, &expected.lse, 2e-5);
             let density = density(&mask);
             assert!(
                 (0.0..=1.0 + 1e-9).contains(&density.token),
@@ -48,7 +49,7 @@ pub(super) fn everything_kept_equals_dense(texts: &[&str]) {
             let done = selector(text)
                 .prefill(&call)
                 .unwrap_or_else(|e| panic!("{text}: {e}"));
-            assert_close(text, &done.output.o, &oracle_dense(&call).o, 2e-5);
+            assert_close_relative(text, &done.output.o, &oracle_dense(&call).o, 2e-5);
         }
     }
 }
@@ -169,7 +170,7 @@ fn order_of_tiles_changes_nothing_but_rounding() {
     }
     let other = block_sparse_attention(&data.call(), &moved).expect("valid");
     let plain: Vec<f64> = plain.o.iter().map(|&x| f64::from(x)).collect();
-    assert_close("moved tiles", &other.o, &plain, 1e-5);
+    assert_close_relative("moved tiles", &other.o, &plain, 1e-5);
 }
 
 pub(super) fn threads_do_not_change_a_bit(texts: &[&str]) {
@@ -206,7 +207,7 @@ pub(super) fn batches_of_different_lengths_with_an_empty_document_between(texts:
             "{text}"
         );
         for (done, call) in done.iter().zip(&calls) {
-            assert_close(
+            assert_close_relative(
                 text,
                 &done.output.o,
                 &oracle_attention(call, &done.mask).o,

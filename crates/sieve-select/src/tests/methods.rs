@@ -5,8 +5,9 @@ use crate::call::Call;
 use crate::keep::{falling, keep_mass_forced};
 use crate::oracle::{expanded_row, oracle_row};
 use crate::prefill::minference::{Pattern, PatternFile, search_patterns};
-use crate::test_data::{Random, TestCall, assert_close};
+use crate::test_data::TestCall;
 use crate::{ListsPer, block_sparse_attention, density};
+use sieve_testing::{Random, assert_close_relative};
 
 /// Kept pairs of a row, as key positions.
 fn shown(mask: &crate::SparseMask, head: usize, row: usize) -> Vec<usize> {
@@ -246,7 +247,7 @@ fn minference_patterns_of_a_file_and_the_search() {
     assert_eq!(shown(&mask, 2, 300).len(), 301);
     assert!(mask.row(3, 5).len() <= 3);
     let a = block_sparse_attention(&data.call(), &mask).expect("valid");
-    assert_close(
+    assert_close_relative(
         "mixed",
         &a.o,
         &crate::oracle_attention(&data.call(), &mask).o,

@@ -4,9 +4,10 @@ use super::{select, selector};
 use crate::oracle::oracle_row;
 use crate::pool::mean_and_variance;
 use crate::prefill::ba_att::{BaAttConfig, CompensateLayers, Compensation, pooling_bound};
-use crate::test_data::{Random, TestCall, assert_close};
+use crate::test_data::TestCall;
 use crate::vector::{dot, norm};
 use crate::{Method, block_sparse_attention, oracle_attention, oracle_dense};
+use sieve_testing::{Random, assert_close_relative};
 
 #[test]
 fn ba_att_bidirectional_equals_its_definition() {
@@ -20,7 +21,7 @@ fn ba_att_bidirectional_equals_its_definition() {
         .flat_map(|row| (0..4).map(move |head| (head, row)))
         .flat_map(|(head, row)| oracle_row(&call, head, row, &all).0)
         .collect();
-    assert_close("bidirectional", &everything.output.o, &expected, 2e-5);
+    assert_close_relative("bidirectional", &everything.output.o, &expected, 2e-5);
     let mask = select(
         "ba_att:causal=false,sparsity=0.7,block=16,segment=32",
         &data,
@@ -38,7 +39,7 @@ fn ba_att_bidirectional_equals_its_definition() {
         norm(call.query(3, mask.query_row(3, s - 1))) <= norm(call.query(3, mask.query_row(3, s)))
     }));
     let output = block_sparse_attention(&call, &mask).expect("valid");
-    assert_close(
+    assert_close_relative(
         "sparse",
         &output.o,
         &crate::oracle_attention(&call, &mask).o,

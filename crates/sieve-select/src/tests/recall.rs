@@ -1,8 +1,9 @@
 //! Nobody beats the oracle: recall of dense mass at equal density, among methods that choose among the same blocks.
 
 use super::{select, selector};
-use crate::test_data::{Random, TestCall};
+use crate::test_data::TestCall;
 use crate::{block_sparse_attention, dense_attention, density, oracle_dense, recall};
+use sieve_testing::Random;
 
 fn measured(text: &str, data: &TestCall) -> (f64, f64) {
     let call = data.call();

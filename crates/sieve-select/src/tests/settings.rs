@@ -1,8 +1,9 @@
 //! The keys that methods share act wherever they are taken.
 
 use super::{SMALL, select};
-use crate::test_data::{Random, TestCall};
+use crate::test_data::TestCall;
 use crate::{DecodeSession, ENTRIES, LayerShape, ListsPer, Phase, Selector};
+use sieve_testing::Random;
 
 #[test]
 fn every_shared_key_of_a_prefill_method_acts() {

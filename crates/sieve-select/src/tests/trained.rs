@@ -6,8 +6,9 @@ use std::cell::RefCell;
 use super::select;
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::causal_probabilities;
-use crate::test_data::{Inputs, Random, TestCall};
+use crate::test_data::{Inputs, TestCall};
 use crate::{block_sparse_attention, dense_attention, density, recall};
+use sieve_testing::Random;
 
 const TOKENS: usize = 512;
 

@@ -37,6 +37,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "sieve-kernels",
             "sieve-cpu",
             "sieve-core",
+            "sieve-testing",
         ],
     ),
     ("sieve-plan", &["sieve-kernels", "sieve-cpu", "sieve-core"]),
@@ -54,6 +55,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("sieve-comm", &[]),
     ("sieve-cuda", &[]),
     ("sieve-core", &[]),
+    ("sieve-testing", &[]),
     ("xtask", &[]),
 ];
 
@@ -70,6 +72,7 @@ const WITHOUT_BURN: &[&str] = &[
     "sieve-data",
     "sieve-comm",
     "sieve-select",
+    "sieve-testing",
     "xtask",
 ];
 

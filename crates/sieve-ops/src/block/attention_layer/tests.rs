@@ -1,7 +1,7 @@
 use super::{AttentionLayer, AttentionLayerCall, DmaLayer, Residual, attention_layer};
 use crate::testing::{
-    Ad, Float, Input, Random, View, check_finite_differences, check_parity, check_views, documents,
-    evaluate, float, primitive,
+    Ad, Float, Input, Random, RandomInput, View, check_finite_differences, check_parity,
+    check_views, documents, evaluate, float, primitive,
 };
 use crate::{
     AttentionSpec, DmaBias, Documents, QkNorm, RotaryEmbedding, attention, dynamic_mask_attention,

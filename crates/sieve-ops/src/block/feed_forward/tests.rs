@@ -1,7 +1,7 @@
 use super::{FeedForward, Residual, feed_forward};
 use crate::testing::{
-    Ad, Float, Input, Random, check_finite_differences, check_parity, check_views, evaluate, float,
-    primitive,
+    Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views,
+    evaluate, float, primitive,
 };
 use crate::{linear, linear_add, reference, rms_norm, swiglu};
 use burn::tensor::{DType, Tensor};

@@ -1,5 +1,5 @@
 use super::seed_gradient;
-use crate::testing::{Ad, Random};
+use crate::testing::{Ad, Random, RandomInput};
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 
 #[test]

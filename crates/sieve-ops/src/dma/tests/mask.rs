@@ -1,5 +1,7 @@
 use super::{dma, inputs, run, spec};
-use crate::testing::{Ad, Input, Random, assert_close, documents, float, host, primitive};
+use crate::testing::{
+    Ad, Input, Random, RandomInput, assert_close, documents, float, host, primitive,
+};
 use crate::{
     AttentionOutput, AttentionSpec, DmaBackend, DmaBias, DmaGradients, DmaSelection, Documents,
     attention, dma_select, reference,

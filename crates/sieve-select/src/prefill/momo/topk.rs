@@ -219,7 +219,7 @@ fn normal_quantile(p: f64) -> f64 {
 mod tests {
     use super::*;
     use crate::keep::top_k;
-    use crate::test_data::Random;
+    use sieve_testing::Random;
 
     #[test]
     fn momo_exact_and_tree_keep_the_best_ties_to_the_lower_index() {

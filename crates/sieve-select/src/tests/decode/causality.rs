@@ -1,8 +1,9 @@
 //! What says it is a causal map is one, in the form that scores text.
 
 use super::{SMALL, layer};
-use crate::test_data::{Random, TestCall};
+use crate::test_data::TestCall;
 use crate::{DecodeSession, LayerShape, Phase, Selector, names_of};
+use sieve_testing::Random;
 
 /// Whether the method says that rows depend on earlier tokens alone, and whether the rows before `at` stay as they
 /// are, bit by bit, when every token from `at` on becomes another.

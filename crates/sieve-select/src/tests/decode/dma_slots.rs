@@ -2,8 +2,9 @@
 
 use super::{layer, stream, tokens};
 use crate::decode::dma::{DmaLayerWeights, DmaWeights};
-use crate::test_data::{Random, TestCall, assert_close};
+use crate::test_data::TestCall;
 use crate::{DecodeSession, Method, Selector};
+use sieve_testing::{Random, assert_close_relative};
 
 /// The `w` keys with the largest (z, position) so far, and attention over them with the bias, by sorting all keys at every
 /// token.
@@ -84,7 +85,7 @@ fn dma_without_scores_is_a_sliding_window() {
     let (b, window) = stream("streamingllm:n_init=0,n_local=9", &data);
     assert_eq!(kept, window);
     let b: Vec<f64> = b.iter().map(|&x| f64::from(x)).collect();
-    assert_close("dma", &a, &b, 1e-5);
+    assert_close_relative("dma", &a, &b, 1e-5);
 }
 
 #[test]

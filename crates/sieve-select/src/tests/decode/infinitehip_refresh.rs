@@ -2,7 +2,8 @@
 
 use super::{SMALL, stream};
 use crate::Selector;
-use crate::test_data::{Random, TestCall};
+use crate::test_data::TestCall;
+use sieve_testing::Random;
 
 #[test]
 fn infinitehip_decode_chooses_as_its_prefill_with_blocks_of_one() {

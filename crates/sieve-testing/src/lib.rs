@@ -1,0 +1,14 @@
+//! What tests and benchmarks of several crates share: random numbers, comparisons, derivatives by differences.
+//!
+//! Nothing here is part of a release: crates name it under `dev-dependencies`, and `sieve-bench`, the proving ground of
+//! the kernels, uses its random numbers.
+
+mod close;
+mod differences;
+mod random;
+mod rows;
+
+pub use close::{assert_close, assert_close_relative, assert_lse_close};
+pub use differences::{finite_differences, inner, wide};
+pub use random::{Random, round_bf16};
+pub use rows::{threads, whole_rows};

@@ -1,0 +1,126 @@
+//! Random numbers that are the same on every machine for one seed.
+
+/// A small generator (splitmix64), made from its seed.
+pub struct Random(pub u64);
+
+impl Random {
+    /// 64 random bits.
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut x = self.0;
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    /// A whole number below `limit`, which is not 0.
+    pub fn below(&mut self, limit: usize) -> usize {
+        (self.bits() % limit as u64) as usize
+    }
+
+    /// A number from `first` up to, not including, `end`.
+    pub fn between(&mut self, first: usize, end: usize) -> usize {
+        first + self.below(end.saturating_sub(first).max(1))
+    }
+
+    /// Any of some values.
+    pub fn one_of<T: Copy>(&mut self, values: &[T]) -> T {
+        values[self.below(values.len())]
+    }
+
+    /// True with this probability.
+    pub fn chance(&mut self, probability: f64) -> bool {
+        self.unit() < probability
+    }
+
+    /// Uniform in (0, 1].
+    pub fn unit(&mut self) -> f64 {
+        ((self.bits() >> 11) + 1) as f64 / (1u64 << 53) as f64
+    }
+
+    /// About normal, mean 0, variance 1: the sum of twelve uniform numbers, so never beyond 6.
+    pub fn normal(&mut self) -> f32 {
+        let sum: f64 = (0..12)
+            .map(|_| (self.bits() >> 11) as f64 / (1_u64 << 53) as f64)
+            .sum();
+        (sum - 6.0) as f32
+    }
+
+    /// Normal, mean 0, variance 1, with the tails of the true distribution (Box and Muller).
+    pub fn normal_with_tails(&mut self) -> f32 {
+        let radius = (-2.0 * self.unit().ln()).sqrt();
+        (radius * (std::f64::consts::TAU * self.unit()).cos()) as f32
+    }
+
+    /// `len` numbers of [`normal`](Self::normal).
+    pub fn vector(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.normal()).collect()
+    }
+
+    /// Start and end of the document of each token, `[batch, seq_len]`, with documents of random length.
+    pub fn documents(&mut self, batch: usize, seq_len: usize) -> (Vec<i32>, Vec<i32>) {
+        let (mut start, mut end) = (Vec::new(), Vec::new());
+        for _ in 0..batch {
+            let mut first = 0;
+            while first < seq_len {
+                let len = 1 + self.below(seq_len - first).min(self.below(seq_len));
+                for _ in 0..len {
+                    start.push(first as i32);
+                    end.push((first + len) as i32);
+                }
+                first += len;
+            }
+        }
+        (start, end)
+    }
+
+    /// Numbers of [`normal_with_tails`](Self::normal_with_tails) rounded to bf16, so that kernels and references read the
+    /// same.
+    pub fn bf16_normals(&mut self, count: usize) -> Vec<f32> {
+        (0..count)
+            .map(|_| round_bf16(self.normal_with_tails()))
+            .collect()
+    }
+}
+
+/// The nearest bf16, ties to even; NaN stays NaN.
+pub fn round_bf16(x: f32) -> f32 {
+    half::bf16::from_f32(x).to_f32()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounding_is_to_the_nearest_even_bf16() {
+        for (x, expected) in [
+            (1.0, 1.0),
+            (1.0 + 1.0 / 512.0, 1.0),
+            (1.0 + 3.0 / 512.0, 1.0 + 1.0 / 128.0),
+            // Halfway between two: to the even one, down and up.
+            (1.0 + 1.0 / 256.0, 1.0),
+            (1.0 + 3.0 / 256.0, 1.0 + 1.0 / 64.0),
+            (-1.004, -1.007_812_5),
+            (f32::INFINITY, f32::INFINITY),
+        ] {
+            assert_eq!(round_bf16(x), expected, "{x}");
+        }
+        assert!(round_bf16(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn normals_have_mean_0_and_variance_1() {
+        let draws: [fn(&mut Random) -> f32; 2] = [Random::normal, Random::normal_with_tails];
+        for draw in draws {
+            let mut random = Random(3);
+            let values: Vec<f64> = (0..20000).map(|_| f64::from(draw(&mut random))).collect();
+            let mean = values.iter().sum::<f64>() / 2e4;
+            let variance = values.iter().map(|x| x * x).sum::<f64>() / 2e4;
+            assert!(
+                mean.abs() < 0.03 && (variance - 1.0).abs() < 0.05,
+                "{mean} {variance}"
+            );
+        }
+    }
+}
