@@ -22,6 +22,7 @@ mod resume_damage;
 mod resume_kill;
 mod selectors_cli;
 mod tasks_cli;
+mod train_ends;
 mod train_gradients;
 mod train_guard;
 mod train_guard_runs;

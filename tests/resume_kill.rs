@@ -104,9 +104,13 @@ fn the_first_signal_keeps_the_state_and_the_run_goes_on_from_it() {
         third.expect("the run gets to step 3");
         signal(&child, name);
         let rest: Vec<String> = lines.collect();
-        assert_eq!(child.wait().expect("it ends").code(), Some(0), "{rest:?}");
+        let code = child.wait().expect("it ends").code();
         let said = rest.join("\n");
-        if !said.contains("trained 40 steps") {
+        if said.contains("trained 40 steps") {
+            assert_eq!(code, Some(0), "{said}");
+        } else {
+            // Not 0: what follows in a script would take half a run for a whole one.
+            assert_eq!(code, Some(75), "{said}");
             assert!(said.contains("stopping after this step"), "{said}");
             assert!(said.contains("--resume"), "{said}");
             let printed = succeed(&mut tiny.train(name, "--resume"));

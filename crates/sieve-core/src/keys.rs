@@ -348,43 +348,4 @@ macro_rules! choices {
     };
 }
 
-/// A table of which exactly one key is given.
-macro_rules! one_of {
-    (
-        $(#[$meta:meta])*
-        pub enum $type:ident {$(
-            $(#[doc = $doc:literal])+
-            $(#[key($($rule:ident $(($($argument:expr),+))?),+)])?
-            $variant:ident($value:ty) = $name:literal,
-        )+}
-    ) => {
-        $(#[$meta])*
-        #[derive(Clone, Debug, PartialEq, ::serde::Serialize, ::serde::Deserialize)]
-        pub enum $type {$(
-            $(#[doc = $doc])+
-            #[serde(rename = $name)]
-            $variant($value),
-        )+}
-
-        impl $crate::keys::Section for $type {
-            const KEYS: &'static [$crate::keys::Key] = &[$(
-                $crate::keys::Key::new::<Option<$value>>($name, concat!($($doc, "\n"),+))
-                    $($(.$rule($($($argument),+)?))+)?,
-            )+];
-
-            fn numbers(&self) -> Vec<Option<$crate::keys::Number>> {
-                vec![$(match self {
-                    Self::$variant(value) => $crate::keys::KeyValue::number(value),
-                    _ => None,
-                }),+]
-            }
-        }
-
-        impl $crate::keys::KeyValue for $type {
-            const KIND: $crate::keys::Kind =
-                $crate::keys::Kind::Table(<Self as $crate::keys::Section>::KEYS);
-        }
-    };
-}
-
-pub(crate) use {choices, keys, one_of};
+pub(crate) use {choices, keys};

@@ -40,8 +40,8 @@ pub use resume::KeyChange;
 pub use sections::{
     ActivationCheckpointMode, ActivationCheckpointSection, AttentionKind, AttentionSection,
     CheckpointSection, DecayType, GenerationSection, LrSchedulerSection, MetricsSection,
-    ModelSection, OptimizerName, OptimizerSection, SwaShape, TokenizerSection, TokenizerTraining,
-    TrainingSection, ValidationSection,
+    ModelSection, OptimizerName, OptimizerSection, SwaShape, TokenizerSection, TokenizerSource,
+    TokenizerTraining, TrainingSection, ValidationSection,
 };
 pub use stages::{Stage, StageSection};
 
@@ -50,13 +50,14 @@ use crate::keys::keys;
 keys! {
     /// One complete run. The section and key names are Hugging Face's (`[model]`) and torchtitan's (the rest).
     ///
-    /// A recipe is complete: nothing is inherited from another file. What changes the mathematics has no default.
+    /// A recipe is complete: nothing is inherited from another file. The sizes of a model and of its attention, the text,
+    /// the steps and the learning rate have no default.
     pub struct Recipe {
         /// Sizes of the model.
         pub model: ModelSection,
         /// Which attention, and its sizes.
         pub attention: AttentionSection,
-        /// Where the tokenizer comes from: exactly one of these keys.
+        /// Where the tokenizer comes from: exactly one of `path`, `numbers` and `train`.
         pub tokenizer: TokenizerSection,
         /// The text to train on.
         pub data: DataSection,
@@ -65,6 +66,7 @@ keys! {
         /// The optimizer.
         pub optimizer: OptimizerSection,
         /// The learning rate over time: warm up, stay, decay.
+        #[key(optional)]
         pub lr_scheduler: LrSchedulerSection,
         /// When checkpoints are written, and which stay.
         pub checkpoint: CheckpointSection = CheckpointSection::default(),

@@ -44,12 +44,6 @@ fn misfit(schema: &Value, value: &Value, path: &str) -> Option<String> {
         return items.find_map(|item| misfit(&schema["items"], item, path));
     }
     let table = value.as_object()?;
-    let number = table.len() as f64;
-    if limit("minProperties").is_some_and(|least| number < least)
-        || limit("maxProperties").is_some_and(|most| number > most)
-    {
-        return told("number of keys");
-    }
     let mut required = schema["required"].as_array().expect("a list").iter();
     if let Some(key) = required.find(|key| !table.contains_key(key.as_str().expect("a name"))) {
         return told(&format!("{key} is missing"));
@@ -104,11 +98,7 @@ fn the_schema_finds_what_the_program_refuses() {
         ("name = \"AdamW\"", "name = \"SGD\"", "no such name"),
         ("eps = 1e-8", "eps = 0", "bound"),
         ("beta2 = 0.95", "beta2 = 1.0", "bound"),
-        (
-            "[tokenizer]",
-            "[tokenizer]\nnumbers = 300",
-            "number of keys",
-        ),
+        ("[tokenizer]", "[tokenizer]\nnumbers = 300", "kind"),
         (
             "num_hidden_layers = 4",
             "num_hidden_layers = 400000",

@@ -58,7 +58,6 @@ fn main() -> Result<(), Box<dyn Error>> {
     let config = PrepareConfig {
         dir: out.to_path_buf(),
         validation: ValidationSource::Fraction(0.01),
-        eos_token: None,
         on_change: OnChange::Replace,
     };
     let prepared = prepare(std::slice::from_ref(&corpus), &tokenizer, &config, &|_| {})?;

@@ -244,7 +244,7 @@ pub enum DataError {
     },
     /// A special token is not in the vocabulary.
     #[error(
-        "the tokenizer has no token {token:?}\n  hint: name its end-of-document token, one of its special tokens: {special:?}"
+        "the tokenizer has no token {token:?}\n  hint: name its end-of-document token by tokenizer.eos_token; its special tokens are {special:?}"
     )]
     NoSuchToken {
         /// What was looked for.

@@ -21,7 +21,6 @@
 //! let config = PrepareConfig {
 //!     dir: dir.path().join("prepared"),
 //!     validation: ValidationSource::Fraction(0.1),
-//!     eos_token: None,
 //!     on_change: OnChange::Refuse,
 //! };
 //! let prepared = prepare(&[corpus], &tokenizer, &config, &|_progress| {})?;

@@ -345,7 +345,7 @@ fn damaged_tokenizers_work_or_are_refused() {
                     let _ = tokenizer.decode(&ids);
                 }
             }
-            let _ = tokenizer.eos_id(None);
+            let _ = tokenizer.eos_id();
             true
         },
     );

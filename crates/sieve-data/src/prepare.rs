@@ -64,8 +64,6 @@ pub struct PrepareConfig<'a> {
     pub dir: PathBuf,
     /// Where the documents for validation come from.
     pub validation: ValidationSource<'a>,
-    /// Name of the end-of-document token; `None` looks for a known one ([`Tokenizer::eos_id`]).
-    pub eos_token: Option<String>,
     /// What to do with a folder that holds another preparation.
     pub on_change: OnChange,
 }
@@ -222,7 +220,7 @@ fn prepare_at_pace(
             reason,
         });
     }
-    let eos_id = tokenizer.eos_id(config.eos_token.as_deref())?;
+    let eos_id = tokenizer.eos_id()?;
     let dir = &config.dir;
     fs::create_dir_all(dir).map_err(DataError::io("create", dir))?;
     let lock = Lock::take(dir.join(LOCK), progress)?;

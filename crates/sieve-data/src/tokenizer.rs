@@ -46,6 +46,8 @@ pub struct Tokenizer {
     fast: Option<WordEncoder>,
     vocab_size: usize,
     hash: u128,
+    /// Name of the token that ends a document, where it is told.
+    eos_token: Option<String>,
 }
 
 impl Tokenizer {
@@ -94,6 +96,7 @@ impl Tokenizer {
             marked: inner,
             vocab_size,
             hash: xxh3_128(canonical.as_bytes()),
+            eos_token: None,
         })
     }
 
@@ -184,12 +187,22 @@ impl Tokenizer {
         )
     }
 
-    /// The id of the end-of-document token: `name`, or else the first known name that the vocabulary has
-    /// (`<|endoftext|>`, `<|end_of_text|>`, `</s>`, …).
+    /// The same tokenizer with this name for the token that ends a document; `None` looks for a known one.
+    #[must_use]
+    pub fn with_eos_token(self, name: Option<&str>) -> Self {
+        Self {
+            eos_token: name.map(str::to_owned),
+            ..self
+        }
+    }
+
+    /// The id of the end-of-document token: the one [named](Self::with_eos_token), or else the first known name that the
+    /// vocabulary has (`<|endoftext|>`, `<|end_of_text|>`, `</s>`, …).
     ///
     /// # Errors
     /// No such token; the message lists the special tokens that there are.
-    pub fn eos_id(&self, name: Option<&str>) -> Result<u32, DataError> {
+    pub fn eos_id(&self) -> Result<u32, DataError> {
+        let name = self.eos_token.as_deref();
         let found = match name {
             Some(name) => self.token_id(name),
             None => END_OF_DOCUMENT_NAMES

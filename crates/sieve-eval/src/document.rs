@@ -61,6 +61,50 @@ pub fn prepared_documents<'a>(
     }))
 }
 
+/// As many of `documents` as hold `max_tokens` tokens to predict; the last one is cut there. `None`: all.
+pub fn first_tokens<'a>(
+    documents: impl Iterator<Item = Result<EvalDocument, EvalError>> + 'a,
+    tokenizer: &'a Tokenizer,
+    max_tokens: Option<u64>,
+) -> impl Iterator<Item = Result<EvalDocument, EvalError>> + 'a {
+    let mut left = max_tokens.unwrap_or(u64::MAX);
+    let mut documents = documents;
+    std::iter::from_fn(move || {
+        if left == 0 {
+            return None;
+        }
+        let mut document = match documents.next()? {
+            Ok(document) => document,
+            Err(error) => return Some(Err(error)),
+        };
+        if (document.tokens.len() as u64).saturating_sub(1) > left {
+            if let Err(error) = cut(&mut document, tokenizer, left as usize + 1) {
+                return Some(Err(error));
+            }
+        }
+        left -= (document.tokens.len() as u64).saturating_sub(1);
+        Some(Ok(document))
+    })
+}
+
+/// Leaves the first `num_tokens` of a document, and counts the bytes and words of the text that they stand for.
+fn cut(
+    document: &mut EvalDocument,
+    tokenizer: &Tokenizer,
+    num_tokens: usize,
+) -> Result<(), EvalError> {
+    document.tokens.truncate(num_tokens);
+    document.word_uses.truncate(num_tokens);
+    let mut num_bytes = 0;
+    for token in document.tokens.iter().skip(1) {
+        num_bytes += first_token_bytes(tokenizer, &[*token], usize::MAX)?;
+    }
+    document.num_bytes = num_bytes;
+    let text = tokenizer.decode(&document.tokens)?;
+    document.num_words = text.split_whitespace().count() as u64;
+    Ok(())
+}
+
 /// Bytes of text that the first token stands for, at most `limit`.
 fn first_token_bytes(
     tokenizer: &Tokenizer,
@@ -100,7 +144,7 @@ mod tests {
             sample_bytes: 1 << 20,
         };
         let tokenizer = Tokenizer::train(&corpus, config).expect("enough text");
-        let eos_id = tokenizer.eos_id(None).expect("its own name");
+        let eos_id = tokenizer.eos_id().expect("its own name");
         let documents: Vec<EvalDocument> = text_documents(&corpus, &tokenizer, eos_id)
             .collect::<Result<_, _>>()
             .expect("readable");
@@ -112,5 +156,34 @@ mod tests {
             assert_eq!(document.num_bytes, rest as u64);
         }
         assert_eq!(documents[0].num_words, 5);
+
+        // The limit lies in the first document, at its end, in the second, and behind both.
+        let whole = |document: &EvalDocument| document.tokens.len() as u64 - 1;
+        let [first, second] = [whole(&documents[0]), whole(&documents[1])];
+        for limit in [1, first - 4, first, first + 3, first + second, 1 << 40] {
+            let cut = first_tokens(documents.iter().cloned().map(Ok), &tokenizer, Some(limit));
+            let cut: Vec<EvalDocument> = cut.collect::<Result<_, _>>().expect("readable");
+            let total = cut.iter().map(whole).sum::<u64>();
+            assert_eq!(total, limit.min(first + second));
+            assert_eq!(cut.len(), if limit <= first { 1 } else { 2 });
+            for (cut, document) in cut.iter().zip(&documents) {
+                assert!(document.tokens.starts_with(&cut.tokens));
+                assert_eq!(cut.word_uses.len(), cut.tokens.len());
+                if cut.tokens.len() == document.tokens.len() {
+                    assert_eq!(cut, document);
+                }
+            }
+        }
+        // All but the end-of-document token: the same text, token by token.
+        let cut = first_tokens(
+            documents.iter().cloned().map(Ok),
+            &tokenizer,
+            Some(first - 1),
+        );
+        let cut: Vec<EvalDocument> = cut.collect::<Result<_, _>>().expect("readable");
+        assert_eq!(
+            (cut[0].num_bytes, cut[0].num_words),
+            (documents[0].num_bytes, 5)
+        );
     }
 }

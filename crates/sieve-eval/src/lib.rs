@@ -30,7 +30,7 @@ mod test_model;
 mod trained;
 mod weights;
 
-pub use document::{EvalDocument, prepared_documents, text_documents};
+pub use document::{EvalDocument, first_tokens, prepared_documents, text_documents};
 pub use error::EvalError;
 pub use generator::{GenerateConfig, Generator};
 pub use logits::logits;

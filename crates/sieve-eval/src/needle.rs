@@ -180,7 +180,7 @@ pub fn needle<B: SieveBackend>(
     let mut reader = Reader {
         model,
         tokenizer,
-        eos_id: tokenizer.eos_id(None)?,
+        eos_id: tokenizer.eos_id()?,
         num_tokens: tokenizer.vocab_size().min(model.shape().vocab_size),
         selection,
         device,

@@ -17,7 +17,7 @@ use sieve_nn::{LayerContext, LayerOperands, Qwen3};
 use sieve_ops::{Documents, IGNORE_LABEL, RotaryEmbedding, SieveBackend};
 use windows::{Place, push, windows};
 
-/// How documents are cut, and how many are read.
+/// How documents are cut into windows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PerplexityConfig {
     /// Tokens the model sees at most.
@@ -25,8 +25,6 @@ pub struct PerplexityConfig {
     /// Tokens a window lies behind the one before it: from the second window on, each prediction sees at least
     /// `context - stride` tokens.
     pub stride: usize,
-    /// Stop after the document with which this many tokens are predicted.
-    pub max_tokens: Option<u64>,
     /// Tokens of one forward pass.
     pub batch_tokens: usize,
     /// Distances, in tokens, that divide words used before into near and far ones.
@@ -118,7 +116,7 @@ fn run<B: SieveBackend>(
         sums: Breakdown::new(&config.far),
     };
     let mut rows = Rows::new(context, (config.batch_tokens / context).max(1));
-    let (mut num_documents, mut num_words, mut num_bytes, mut planned) = (0, 0, 0, 0);
+    let (mut num_documents, mut num_words, mut num_bytes) = (0, 0, 0);
     for document in documents {
         let document = document?;
         check_vocabulary(&document.tokens, vocab_size)?;
@@ -126,7 +124,6 @@ fn run<B: SieveBackend>(
         num_words += document.num_words;
         num_bytes += document.num_bytes;
         for window in windows(document.tokens.len(), context, stride) {
-            planned += window.num_scored() as u64;
             let EvalDocument {
                 tokens, word_uses, ..
             } = &document;
@@ -137,9 +134,6 @@ fn run<B: SieveBackend>(
                 let fits = push(&mut rows, tokens, word_uses, &window);
                 assert!(fits, "a window fits a row");
             }
-        }
-        if config.max_tokens.is_some_and(|limit| planned >= limit) {
-            break;
         }
     }
     pass.run(&rows)?;

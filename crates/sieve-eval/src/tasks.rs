@@ -199,7 +199,7 @@ struct Texts<'a> {
 
 impl Texts<'_> {
     fn pairs(&mut self, n: usize, pairs: &[(String, String)]) -> Result<Vec<Pair>, EvalError> {
-        let eos_id = self.tokenizer.eos_id(None)?;
+        let eos_id = self.tokenizer.eos_id()?;
         let mut encoded = Vec::with_capacity(pairs.len());
         for (context, continuation) in pairs {
             let pair = Pair::encode(self.tokenizer, eos_id, context, continuation)?;

@@ -8,7 +8,7 @@ use crate::lock::{Taken, try_lock};
 use sieve_core::Recipe;
 pub use sources::corpus_configs;
 
-use sieve_core::recipe::{DataFormat, TokenizerSection};
+use sieve_core::recipe::{DataFormat, TokenizerSource};
 use sieve_data::{
     BpeConfig, Corpus, DataError, HubConfig, MqarPart, OnChange, PrepareConfig, Prepared, Progress,
     Tokenizer, ValidationSource, prepare,
@@ -98,19 +98,19 @@ impl DataSource {
         recipe: &Recipe,
         variable: &dyn Fn(&str) -> Option<String>,
     ) -> Result<Self, TrainError> {
-        let tokenizer = match &recipe.tokenizer {
-            TokenizerSection::Path(path) => {
+        let tokenizer = match recipe.tokenizer.source() {
+            TokenizerSource::Path(path) => {
                 let path = PathBuf::from(sieve_core::paths::expand(path, variable)?);
-                let found = read_tokenizer(&path)?;
+                let found = read_tokenizer(&path, recipe)?;
                 recipe.model_shape(found.0.vocab_size())?;
                 Some(found)
             }
-            TokenizerSection::Numbers(count) => {
-                let tokenizer = Tokenizer::numbers(*count)?;
+            TokenizerSource::Numbers(count) => {
+                let tokenizer = Tokenizer::numbers(count)?;
                 let json = tokenizer.to_json()?;
                 Some((tokenizer, json))
             }
-            TokenizerSection::Train(_) => None,
+            TokenizerSource::Train(_) => None,
         };
         let text = match recipe.data.format {
             DataFormat::Mqar => None,
@@ -167,14 +167,14 @@ impl DataSource {
         std::fs::create_dir_all(dir).map_err(TrainError::io("creating", dir))?;
         text.connect(dir)?;
         let started = Instant::now();
-        let (tokenizer, tokenizer_json) = match (self.tokenizer, &recipe.tokenizer) {
+        let (tokenizer, tokenizer_json) = match (self.tokenizer, recipe.tokenizer.source()) {
             (Some(found), _) => found,
-            (None, TokenizerSection::Train(training)) => {
+            (None, TokenizerSource::Train(training)) => {
                 let config = BpeConfig {
                     vocab_size: training.vocab_size,
                     sample_bytes: training.sample_bytes,
                 };
-                trained_tokenizer(&text.whole, config, dir, on_change, observe)?
+                trained_tokenizer(&text.whole, (config, recipe), dir, on_change, observe)?
             }
             (None, _) => return Err(TrainError::NoTokenizer),
         };
@@ -187,7 +187,6 @@ impl DataSource {
                 Some(corpus) => ValidationSource::Corpus(corpus),
                 None => ValidationSource::Fraction(recipe.data.validation_fraction),
             },
-            eos_token: None,
             on_change,
         };
         let observe = std::cell::RefCell::new(observe);
@@ -236,7 +235,7 @@ impl TrainingData {
         variable: &dyn Fn(&str) -> Option<String>,
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<Self, TrainError> {
-        let tokenizer = read_tokenizer(&checkpoint.tokenizer_path())?;
+        let tokenizer = read_tokenizer(&checkpoint.tokenizer_path(), recipe)?;
         let source = DataSource {
             tokenizer: Some(tokenizer),
             ..DataSource::open(recipe, variable)?
@@ -257,7 +256,7 @@ impl TrainingData {
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<Self, TrainError> {
         let expected = stages::base(&checkpoint.state.data_fingerprint);
-        let (tokenizer, tokenizer_json) = read_tokenizer(&checkpoint.tokenizer_path())?;
+        let (tokenizer, tokenizer_json) = read_tokenizer(&checkpoint.tokenizer_path(), recipe)?;
         let other = |what: String| TrainError::OtherData {
             path: dir.to_owned(),
             what,
@@ -298,9 +297,10 @@ fn hub_endpoint(variable: &dyn Fn(&str) -> Option<String>) -> String {
     endpoint.unwrap_or_else(|| HubConfig::ENDPOINT.to_owned())
 }
 
-/// The tokenizer of a file, and the file's text.
-fn read_tokenizer(path: &Path) -> Result<(Tokenizer, String), TrainError> {
+/// The tokenizer of a file as the recipe uses it, and the file's text.
+fn read_tokenizer(path: &Path, recipe: &Recipe) -> Result<(Tokenizer, String), TrainError> {
     let tokenizer = Tokenizer::from_file(path)?;
+    let tokenizer = tokenizer.with_eos_token(recipe.tokenizer.eos_token.as_deref());
     let json = std::fs::read_to_string(path).map_err(TrainError::io("reading", path))?;
     Ok((tokenizer, json))
 }
@@ -316,7 +316,7 @@ fn in_cache(error: DataError) -> TrainError {
 /// The tokenizer of `dir`, trained unless one for the same corpus and settings is there.
 fn trained_tokenizer(
     corpus: &Corpus,
-    config: BpeConfig,
+    (config, recipe): (BpeConfig, &Recipe),
     dir: &Path,
     on_change: OnChange,
     observe: &mut dyn FnMut(DataEvent),
@@ -336,7 +336,7 @@ fn trained_tokenizer(
     let mark = format!("{:032x} {config:?}\n", corpus.fingerprint());
     let found = std::fs::read_to_string(&mark_path).ok();
     if found.as_ref() == Some(&mark) && path.is_file() {
-        return read_tokenizer(&path);
+        return read_tokenizer(&path, recipe);
     }
     if found.is_some() && path.is_file() && on_change == OnChange::Refuse {
         return Err(TrainError::CacheInUse {
@@ -357,5 +357,5 @@ fn trained_tokenizer(
         _ => tokenizer.save(&path)?,
     }
     std::fs::write(&mark_path, mark).map_err(TrainError::io("writing", &mark_path))?;
-    read_tokenizer(&path)
+    read_tokenizer(&path, recipe)
 }

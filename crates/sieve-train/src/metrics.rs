@@ -6,6 +6,7 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 use tensorboard_rs::summary_writer::SummaryWriter;
 
 /// Writers of a run's numbers.
@@ -24,6 +25,14 @@ enum Line<'a> {
     Skipped(&'a SkippedStep),
     Validation(&'a ValidationReport),
     Memory(MemoryLine),
+}
+
+/// A line and when it was written.
+#[derive(Serialize)]
+struct Stamped<'a> {
+    #[serde(flatten)]
+    line: &'a Line<'a>,
+    unix_seconds: f64,
 }
 
 /// The most memory that the watched steps had in use.
@@ -133,7 +142,12 @@ impl Metrics {
         let Some(file) = &mut self.file else {
             return Ok(());
         };
-        let mut text = serde_json::to_string(line).expect("plain numbers serialise");
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let stamped = Stamped {
+            line,
+            unix_seconds: now.unwrap_or_default().as_secs_f64(),
+        };
+        let mut text = serde_json::to_string(&stamped).expect("plain numbers serialise");
         text.push('\n');
         file.write_all(text.as_bytes())
             .map_err(TrainError::io("writing", &self.path))

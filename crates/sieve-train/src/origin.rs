@@ -48,6 +48,7 @@ impl Origin {
         for change in saved.check_resume(recipe, steps_done as usize)? {
             notices.push(format!("note: {change}"));
         }
+        notices.extend(rate_line(&saved, recipe, steps_done as usize));
         match &checkpoint {
             Some(Checkpoint { state, .. }) => {
                 let now = rayon::current_num_threads();
@@ -118,6 +119,30 @@ impl Origin {
             .as_ref()
             .map_or(0, |checkpoint| checkpoint.state.step)
     }
+}
+
+/// What the learning rate does where a run goes on with another number of steps.
+fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> {
+    let steps = now.training.steps;
+    if steps_done == 0 || steps_done >= steps || saved.training.steps == steps {
+        return None;
+    }
+    let [before, after] = [
+        saved.learning_rate(steps_done - 1),
+        now.learning_rate(steps_done),
+    ];
+    let last = now.learning_rate(steps - 1);
+    let hint = match (now.lr_scheduler.after_step, before == after) {
+        (0, false) => format!(
+            "\n  to give the new steps a schedule of their own: --extend {steps} instead of training.steps"
+        ),
+        _ => String::new(),
+    };
+    Some(format!(
+        "note: the learning rate was {before:.2e} at step {steps_done}, is {after:.2e} at step {} and {last:.2e} at step \
+         {steps}{hint}",
+        steps_done + 1
+    ))
 }
 
 /// Two kinds of attention have other parameters, or read the same ones in another way.

@@ -68,6 +68,8 @@ pub struct Trainer<B: TrainBackend> {
     disturbance: Disturbance,
     /// The processes that train together; `None` where this one is alone.
     group: Option<Group<B>>,
+    /// Step after which this process stops, with a checkpoint.
+    stop_at: Option<u64>,
 }
 
 /// Where a run's news goes: to its files and to the caller.
@@ -132,6 +134,7 @@ impl<B: TrainBackend> Trainer<B> {
             notices: origin.notices,
             disturbance: Disturbance::default(),
             group: None,
+            stop_at: None,
             recipe,
             data,
             folder,
@@ -160,6 +163,16 @@ impl<B: TrainBackend> Trainer<B> {
         let stage = self.stage.stage.clone();
         self.stage = StageState::new(&self.recipe, stage, &self.data, self.share())?;
         Ok(self)
+    }
+
+    /// Stops after this many steps of this process as a signal would stop it: with a checkpoint to go on from.
+    pub fn stop_after(&mut self, num_steps: u64) {
+        self.stop_at = Some(self.step.saturating_add(num_steps));
+    }
+
+    /// Whether the run is to end before its next step.
+    fn is_asked_to_stop(&self, stop: &AtomicBool) -> bool {
+        stop.load(Ordering::Relaxed) || self.stop_at.is_some_and(|last| self.step >= last)
     }
 
     fn share(&self) -> Share {
@@ -316,7 +329,7 @@ impl<B: TrainBackend> Trainer<B> {
         // A checkpoint among bad steps would be the one that the guard goes back to: it waits until they are over.
         let mut is_due = false;
         let stops_alone = self.group.is_none();
-        while self.step < num_steps && !(stops_alone && stop.load(Ordering::Relaxed)) {
+        while self.step < num_steps && !(stops_alone && self.is_asked_to_stop(stop)) {
             if let Some(next) = self.next_stage() {
                 drop(batches);
                 clock.pause(|| self.enter_stage(next))?;
@@ -392,7 +405,7 @@ impl<B: TrainBackend> Trainer<B> {
         let own = Agreement {
             num_labels: batches.iter().map(Batch::num_labels).sum(),
             // A process alone has looked before it read the rows.
-            stops: self.group.is_some() && stop.load(Ordering::Relaxed),
+            stops: self.group.is_some() && self.is_asked_to_stop(stop),
         };
         match &self.group {
             Some(group) => group.agree(self.step, self.loss_mean.state().mean_loss, own),
@@ -519,9 +532,8 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Learning rate of the step that comes next.
     fn learning_rate(&self) -> f64 {
-        let steps = self.recipe.training.steps;
-        let factor = self.recipe.lr_scheduler.factor(self.step as usize, steps);
-        self.recipe.optimizer.lr * factor * (self.disturbance.rate)(self.next_sample)
+        let rate = self.recipe.learning_rate(self.step as usize);
+        rate * (self.disturbance.rate)(self.next_sample)
     }
 
     /// The report of the last step; `None` where it was not taken: [`TrainEvent::Skipped`] has reported it.

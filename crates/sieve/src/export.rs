@@ -29,14 +29,16 @@ enum DtypeArg {
 /// Runs the command.
 pub(crate) fn run(args: ExportArgs) -> Result<()> {
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
-    let tokenizer = Tokenizer::from_file(&checkpoint.tokenizer_path())?;
+    let (recipe, _) = checkpoint.recipe_and_shape()?;
+    let tokenizer = Tokenizer::from_file(&checkpoint.tokenizer_path())?
+        .with_eos_token(recipe.tokenizer.eos_token.as_deref());
     let options = ExportOptions {
         dtype: match args.dtype {
             DtypeArg::F32 => ExportDtype::F32,
             DtypeArg::Bf16 => ExportDtype::Bf16,
         },
         max_shard_bytes: DEFAULT_SHARD_BYTES,
-        eos_token_id: tokenizer.eos_id(None)?,
+        eos_token_id: tokenizer.eos_id()?,
         pad_token_id: tokenizer.pad_id(),
     };
     let report = export(&checkpoint, &args.out, &options)?;

@@ -84,7 +84,7 @@ fn run_on<B: SieveBackend>(args: &GenerateArgs, device: &B::Device, dtype: DType
             top_p: args.top_p,
             seed: args.seed,
         },
-        eos_id: tokenizer.eos_id(None)?,
+        eos_id: tokenizer.eos_id()?,
         num_tokens: tokenizer.vocab_size(),
     };
     let mut generator = Generator::new(&loaded.model, &prompt, config, device)?;

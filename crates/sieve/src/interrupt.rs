@@ -1,12 +1,10 @@
 //! SIGINT, SIGTERM and SIGHUP: the first asks a run to stop at the next step, the second ends the process at once.
+use crate::exit::Exit;
 use crate::terminal;
 use crate::train::LAUNCHED;
 use anyhow::{Context, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-
-/// Exit code of a process that a signal ended before it could keep anything, as shells report SIGINT.
-const INTERRUPTED: i32 = 130;
 
 /// What signals ask for.
 pub(crate) struct Interrupt {
@@ -30,10 +28,10 @@ impl Interrupt {
                         "stopped before the first step; nothing is lost, the same command starts again",
                     );
                 }
-                std::process::exit(INTERRUPTED);
+                Exit::Interrupted.now();
             }
             if stop.swap(true, Ordering::Relaxed) {
-                std::process::exit(INTERRUPTED);
+                Exit::Interrupted.now();
             }
             if tells {
                 terminal::line(

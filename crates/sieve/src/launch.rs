@@ -1,12 +1,13 @@
 //! `sieve launch`: several processes of this program on this host, which train together.
+use crate::exit::Exit;
 use crate::interrupt::respect_nohup;
 use crate::terminal;
-use crate::train::{LAUNCHED, STOPPED_EARLY};
+use crate::train::LAUNCHED;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
-use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -15,8 +16,6 @@ use std::time::{Duration, Instant};
 const POLL: Duration = Duration::from_millis(20);
 /// After one has failed, the others have so long to end by themselves: they notice it, and tell what they know.
 const FAREWELL: Duration = Duration::from_secs(15);
-/// Exit code of a process that a signal ended before its first step.
-const INTERRUPTED: i32 = 130;
 
 /// Arguments of `sieve launch`.
 #[derive(Args, Debug)]
@@ -39,7 +38,7 @@ struct Rank {
 }
 
 /// Runs the command.
-pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode> {
+pub(crate) fn run(args: &LaunchArgs) -> Result<Exit> {
     if args.command[0] != "train" {
         bail!(
             "sieve launch starts train, not {}\n  hint: sieve launch --nproc {} -- train --recipe …",
@@ -125,7 +124,7 @@ fn start(args: &LaunchArgs, rank: u16, port: u16) -> Result<Child> {
 }
 
 /// Until all have ended: hands signals on, and ends the others after one has failed.
-fn wait(ranks: &mut [Rank], asked: &AtomicUsize) -> Result<ExitCode> {
+fn wait(ranks: &mut [Rank], asked: &AtomicUsize) -> Result<Exit> {
     let mut handed_on = 0;
     let mut failed: Option<Instant> = None;
     // One line: the others end because of the first, which need not be noticed first.
@@ -139,7 +138,7 @@ fn wait(ranks: &mut [Rank], asked: &AtomicUsize) -> Result<ExitCode> {
                 continue;
             };
             rank.status = Some(status);
-            if matches!(status.code(), Some(0 | STOPPED_EARLY)) {
+            if status.success() || status.code() == Some(Exit::StoppedEarly.code()) {
                 continue;
             }
             failed.get_or_insert_with(Instant::now);
@@ -167,19 +166,18 @@ fn wait(ranks: &mut [Rank], asked: &AtomicUsize) -> Result<ExitCode> {
         .iter()
         .map(|rank| rank.status.and_then(|status| status.code()));
     let codes = codes.collect::<Vec<_>>();
-    let all = |wanted: &[i32]| {
-        codes
-            .iter()
-            .all(|code| code.is_some_and(|c| wanted.contains(&c)))
+    let all = |wanted: &[Exit]| {
+        let is_wanted = |code: i32| wanted.iter().any(|exit| exit.code() == code);
+        codes.iter().all(|code| code.is_some_and(is_wanted))
     };
-    Ok(if all(&[0]) {
-        ExitCode::SUCCESS
-    } else if all(&[0, STOPPED_EARLY]) {
-        ExitCode::from(STOPPED_EARLY as u8)
-    } else if all(&[INTERRUPTED]) {
-        ExitCode::from(INTERRUPTED as u8)
+    Ok(if all(&[Exit::Done]) {
+        Exit::Done
+    } else if all(&[Exit::Done, Exit::StoppedEarly]) {
+        Exit::StoppedEarly
+    } else if all(&[Exit::Interrupted]) {
+        Exit::Interrupted
     } else {
-        ExitCode::FAILURE
+        Exit::Failed
     })
 }
 
@@ -202,7 +200,13 @@ fn fault(rank: usize, child: &Child, status: ExitStatus) -> Option<String> {
     }
     match status.code() {
         // It has printed its error.
-        Some(1 | INTERRUPTED) => None,
+        Some(code)
+            if [Exit::Failed, Exit::Interrupted]
+                .map(Exit::code)
+                .contains(&code) =>
+        {
+            None
+        }
         _ => Some(format!(
             "error: rank {rank} (pid {pid}) ended with {status}; all ranks stop\n{hint}"
         )),

@@ -26,6 +26,7 @@ pub(crate) fn load<B: Backend>(
         model: sieve_nn::cast_parameters(loaded.model, dtype),
         ..loaded
     };
-    let tokenizer = Tokenizer::from_file(&loaded.tokenizer_path)?;
+    let eos_token = loaded.recipe.tokenizer.eos_token.as_deref();
+    let tokenizer = Tokenizer::from_file(&loaded.tokenizer_path)?.with_eos_token(eos_token);
     Ok((loaded, tokenizer))
 }

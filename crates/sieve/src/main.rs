@@ -4,6 +4,7 @@ mod compare;
 mod data;
 mod device;
 mod eval;
+mod exit;
 mod export;
 mod generate;
 mod import;
@@ -24,6 +25,7 @@ mod text_files;
 mod train;
 
 use clap::{Parser, Subcommand};
+use exit::Exit;
 use mimalloc::MiMalloc;
 use std::process::ExitCode;
 
@@ -78,7 +80,7 @@ enum Command {
 fn main() -> ExitCode {
     startup::mark();
     terminal::install_panic_message();
-    let done = |result: anyhow::Result<()>| result.map(|()| ExitCode::SUCCESS);
+    let done = |result: anyhow::Result<()>| result.map(|()| Exit::Done);
     let result = match Cli::parse().command {
         Command::Train(args) => train::run(args),
         Command::Launch(args) => {
@@ -91,10 +93,10 @@ fn main() -> ExitCode {
         other => done(run(other)),
     };
     match result {
-        Ok(code) => code,
+        Ok(exit) => exit.into(),
         Err(error) => {
             terminal::print_error(&error);
-            ExitCode::FAILURE
+            Exit::Failed.into()
         }
     }
 }

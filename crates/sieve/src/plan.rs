@@ -2,13 +2,13 @@
 use crate::device::Device;
 use crate::out_of_memory::{self, NOTHING_FITS, need};
 use crate::recipe::RecipeArgs;
-use crate::terminal::{self, gib};
+use crate::terminal::{self, gib, short_count};
 use crate::train::variable;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_core::Recipe;
 use sieve_core::model::gpu;
-use sieve_core::recipe::TokenizerSection;
+use sieve_core::recipe::TokenizerSource;
 use sieve_data::Tokenizer;
 use sieve_plan::{Plan, StagePlan, Target, plan};
 
@@ -62,9 +62,9 @@ fn target(gpu: Option<&str>) -> Result<(Target, String)> {
 
 /// Rows of the embedding: the recipe's, else the tokenizer file's.
 pub(crate) fn vocab_size(recipe: &Recipe) -> Result<usize> {
-    match (recipe.stated_vocab_size(), &recipe.tokenizer) {
+    match (recipe.stated_vocab_size(), recipe.tokenizer.source()) {
         (Some(rows), _) => Ok(rows),
-        (None, TokenizerSection::Path(path)) => {
+        (None, TokenizerSource::Path(path)) => {
             let path = sieve_core::paths::expand(path, &variable)?;
             let tokenizer = Tokenizer::from_file(path.as_ref()).context(
                 "the recipe leaves model.vocab_size to its tokenizer, which cannot be read\n  \
@@ -72,7 +72,7 @@ pub(crate) fn vocab_size(recipe: &Recipe) -> Result<usize> {
             )?;
             Ok(tokenizer.vocab_size())
         }
-        (None, TokenizerSection::Train(_) | TokenizerSection::Numbers(_)) => {
+        (None, TokenizerSource::Train(_) | TokenizerSource::Numbers(_)) => {
             unreachable!("a tokenizer made here states its size")
         }
     }
@@ -86,8 +86,8 @@ fn text(plan: &Plan, recipe: &Recipe, target: &str) -> Vec<String> {
     let mut lines = vec![format!("plan for {target}"), String::new()];
     lines.push(format!(
         "parameters    {} ({} besides embedding and output), attention {}{layers}",
-        count(plan.num_parameters as f64),
-        count(plan.num_non_embedding as f64),
+        short_count(plan.num_parameters as f64),
+        short_count(plan.num_non_embedding as f64),
         plan.attention
     ));
     for (part, number) in &plan.parameters {
@@ -98,7 +98,7 @@ fn text(plan: &Plan, recipe: &Recipe, target: &str) -> Vec<String> {
     lines.push(String::new());
     lines.push(format!(
         "run           {} tokens, {:.1} per parameter besides the embedding, {} FLOPs executed",
-        count(plan.num_tokens as f64),
+        short_count(plan.num_tokens as f64),
         plan.tokens_per_parameter,
         exponent(plan.total_flops)
     ));
@@ -199,16 +199,6 @@ fn cache_lines(plan: &Plan) -> Vec<String> {
         terminal::bytes(cache.bytes_at_seq_len),
         terminal::thousands(cache.seq_len as u64)
     )]
-}
-
-/// `85.0M`, `1.72B`.
-fn count(number: f64) -> String {
-    match number {
-        n if n >= 1e9 => format!("{:.2}B", n / 1e9),
-        n if n >= 1e6 => format!("{:.1}M", n / 1e6),
-        n if n >= 1e3 => format!("{:.1}K", n / 1e3),
-        n => format!("{n:.0}"),
-    }
 }
 
 fn exponent(number: f64) -> String {

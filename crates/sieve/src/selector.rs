@@ -1,4 +1,5 @@
 //! `--selector`: a sparse method in place of a dense model's attention.
+use crate::exit::Exit;
 use crate::terminal;
 use anyhow::Result;
 use sieve_core::ModelShape;
@@ -29,7 +30,7 @@ pub(crate) fn selection(
 pub(crate) fn parse(text: &str) -> std::result::Result<Selector, String> {
     if text == "help" {
         terminal::text(&Selector::help());
-        std::process::exit(0);
+        Exit::Done.now();
     }
     Selector::parse(text).map_err(|error| error.to_string())
 }

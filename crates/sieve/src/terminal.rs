@@ -4,6 +4,7 @@
     clippy::print_stderr,
     reason = "the one place that prints"
 )]
+use crate::exit::Exit;
 use indicatif::{ProgressBar, ProgressStyle};
 use sieve_core::ReferenceTooLarge;
 use std::io::{IsTerminal, Write};
@@ -115,6 +116,16 @@ pub(crate) fn thousands(count: u64) -> String {
     indicatif::HumanCount(count).to_string()
 }
 
+/// `980`, `12.3K`, `85.0M`, `1.72B`.
+pub(crate) fn short_count(number: f64) -> String {
+    match number {
+        n if n >= 1e9 => format!("{:.2}B", n / 1e9),
+        n if n >= 1e6 => format!("{:.1}M", n / 1e6),
+        n if n >= 1e3 => format!("{:.1}K", n / 1e3),
+        n => format!("{n:.0}"),
+    }
+}
+
 /// `1m 05s`, `2h 03m`.
 pub(crate) fn duration(seconds: f64) -> String {
     let total = seconds.max(0.0).round() as u64;
@@ -142,7 +153,7 @@ pub(crate) fn install_panic_message() {
         if let Some(message) = message {
             // On the thread that speaks to the GPU: the one that waits for it would wait for ever, or report a second error.
             let _ = writeln!(std::io::stderr(), "error: {message}");
-            std::process::exit(1);
+            Exit::Failed.now();
         }
         let place = panic
             .location()

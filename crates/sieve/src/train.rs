@@ -6,6 +6,7 @@ mod sweep;
 
 use crate::data::account;
 use crate::device::{Device, DeviceChoice};
+use crate::exit::Exit;
 use crate::interrupt::{Interrupt, respect_nohup};
 use crate::out_of_memory::MemoryArgs;
 use crate::recipe::RecipeArgs;
@@ -19,12 +20,14 @@ use clap::Args;
 use indicatif::ProgressBar;
 use lines::{
     describe, peak_line, skipped_line, startup_line, step_line, stopped_line, validation_line,
+    whole_step_line,
 };
 use profile::{StepProfile, StepRange};
 use sieve_comm::{Mesh, World};
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::{OnChange, Progress};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
+use sieve_hf::Checkpoint;
 use sieve_kernels::{DeviceReport, SumOrder};
 use sieve_ops::{Cuda, TrainBackend};
 use sieve_plan::{check_gpu_attention, gpu_attention_gap};
@@ -36,14 +39,11 @@ use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
 /// Set by `sieve launch` for its processes.
 pub(crate) const LAUNCHED: &str = "SIEVE_LAUNCHED";
-/// Exit code of one of several processes that stopped before the last step, with a checkpoint.
-pub(crate) const STOPPED_EARLY: i32 = 75;
 
 /// Arguments of `sieve train`.
 #[derive(Args, Debug)]
@@ -72,6 +72,17 @@ pub(crate) struct TrainArgs {
         conflicts_with_all = ["resume_from", "profile"]
     )]
     sweep: Vec<String>,
+    /// Go on from the end of a finished run up to this step, with a learning-rate schedule of its own for the new steps
+    #[arg(
+        long,
+        value_name = "STEP",
+        requires = "resume",
+        conflicts_with = "sweep"
+    )]
+    extend: Option<usize>,
+    /// Stop after N steps, with a checkpoint: the learning rate is that of the whole run
+    #[arg(long, value_name = "N", conflicts_with = "sweep", value_parser = clap::value_parser!(u64).range(1..))]
+    stop_after: Option<u64>,
     /// Print where the GPU's time goes in N steps, kernel by kernel, and go on training
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1000))]
     profile: Option<u64>,
@@ -85,6 +96,7 @@ struct Session {
     found: Device,
     interrupt: Interrupt,
     profile: Option<u64>,
+    stop_after: Option<u64>,
     memory: MemoryArgs,
     /// The processes that train together; `None` where this one is alone.
     mesh: Option<Arc<Mesh>>,
@@ -98,22 +110,32 @@ enum Ending {
     Interrupted,
 }
 
-/// Runs the command.
-pub(crate) fn run(args: TrainArgs) -> Result<ExitCode> {
-    respect_nohup();
-    match World::from_env(&variable)? {
-        Some(world) => return ranks::run(&args, world),
-        None if !args.sweep.is_empty() => sweep::run(args)?,
-        None => {
-            run_one(&args, None)?;
+impl From<Ending> for Exit {
+    fn from(ending: Ending) -> Self {
+        match ending {
+            Ending::Finished => Self::Done,
+            Ending::Interrupted => Self::StoppedEarly,
         }
     }
-    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs the command.
+pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
+    respect_nohup();
+    match World::from_env(&variable)? {
+        Some(world) => ranks::run(&args, world),
+        None if !args.sweep.is_empty() => Ok(sweep::run(args)?.into()),
+        None => Ok(run_one(&args, None)?.into()),
+    }
 }
 
 /// One run, by this process alone or together with others.
 fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
     let (mut recipe, text) = args.recipe.load_with_text()?;
+    let out = args.out_folder();
+    if let Some(steps) = args.extend {
+        extend(&mut recipe, &out, steps)?;
+    }
     if let Some(mesh) = &mesh {
         ranks::check_recipe(mesh, &recipe)?;
     }
@@ -125,8 +147,32 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
         // A report reads the loss back and so drains the GPU: none may come between the traced steps.
         recipe.metrics.log_freq = num_steps as usize;
     }
-    let out = args.out_folder();
     train_on(&session, &args.start(), &recipe, &out)
+}
+
+/// Makes the recipe that of the run in `out` up to step `steps`, where what was there before has a schedule of its own.
+fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()> {
+    if !recipe.stage.is_empty() {
+        bail!("--extend is for recipes without [[stage]]\n  hint: add a stage with the new steps");
+    }
+    let latest = Checkpoint::peek(&out.join(&recipe.checkpoint.folder))?;
+    let (saved, _) = latest.recipe_and_shape()?;
+    let done = latest.state.step as usize;
+    recipe.training.steps = steps;
+    recipe.lr_scheduler.after_step = match saved.training.steps {
+        // Asked again after an interruption.
+        before if before == steps => saved.lr_scheduler.after_step,
+        before if before == done && done < steps => done,
+        before => bail!(
+            "--extend {steps}: the run in {} is at step {done} of {before}\n  hint: {}",
+            out.display(),
+            match done < before {
+                true => "let it end with --resume first".to_owned(),
+                false => format!("name a step after {done}"),
+            }
+        ),
+    };
+    Ok(recipe.validate()?)
 }
 
 impl TrainArgs {
@@ -159,6 +205,7 @@ impl Session {
             },
             interrupt: Interrupt::install(tells)?,
             profile: args.profile,
+            stop_after: args.stop_after,
             memory: args.memory,
             mesh: group.map(|(mesh, _)| mesh),
         })
@@ -279,7 +326,7 @@ fn train<B: TrainBackend>(
             tidy_finished(&folder, recipe)?;
         }
         log.line(&format!(
-            "nothing to do: {} has all {} steps\n  to go on: raise training.steps, for example --set training.steps={}",
+            "nothing to do: {} has all {} steps\n  to go on: --resume --extend {}, with a learning-rate schedule of its own for the new steps",
             checkpoint.path.display(),
             recipe.training.steps,
             2 * origin.step(),
@@ -310,6 +357,9 @@ fn train<B: TrainBackend>(
         let size = mesh.world().size;
         description = format!("{size} processes, each on {description}");
         trainer = trainer.join(group(mesh.clone(), &device)?)?;
+    }
+    if let Some(num_steps) = session.stop_after {
+        trainer.stop_after(num_steps);
     }
     trainer.write_config()?;
     log.open(&log_path)?;
@@ -350,7 +400,11 @@ fn train<B: TrainBackend>(
     if summary.interrupted {
         tell_references(&log);
         log.line(&stopped_line(recipe, &summary));
-        return Ok(Ending::Interrupted);
+        let is_as_asked = (session.stop_after).is_some_and(|n| summary.step - first_step >= n);
+        return Ok(match is_as_asked {
+            true => Ending::Finished,
+            false => Ending::Interrupted,
+        });
     }
     log.line(&format!(
         "trained {} steps in {}",
@@ -534,10 +588,15 @@ impl Log {
 
     /// Prints and keeps.
     fn line(&self, text: &str) {
+        self.short(text, text);
+    }
+
+    /// Prints a short form and keeps the whole.
+    fn short(&self, short: &str, whole: &str) {
         if self.tells {
-            terminal::line(text);
+            terminal::line(short);
         }
-        self.keep(text);
+        self.keep(whole);
     }
 
     /// Keeps without printing.
@@ -555,7 +614,7 @@ impl Log {
 
 fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
     bar.suspend(|| match event {
-        TrainEvent::Step(report) => log.line(&step_line(report)),
+        TrainEvent::Step(report) => log.short(&step_line(report), &whole_step_line(report)),
         TrainEvent::Skipped(report) => log.line(&skipped_line(report)),
         TrainEvent::Validation(report) => log.line(&validation_line(report)),
         TrainEvent::Checkpoint(path) => log.line(&format!("checkpoint: {}", path.display())),
@@ -617,7 +676,7 @@ fn samples<B: TrainBackend>(
                 top_p: 0.95,
                 seed: recipe.training.seed,
             },
-            eos_id: tokenizer.eos_id(None)?,
+            eos_id: tokenizer.eos_id()?,
             num_tokens: tokenizer.vocab_size(),
         };
         let tokens: Vec<u32> =

@@ -4,7 +4,7 @@ use toml::{Table, Value};
 
 use super::mistake::{Mistake, Problem, quoted};
 use super::{AttentionKind, TokenizerSection, schema};
-use crate::keys::{Choices, Key, Kind, Section};
+use crate::keys::{Choices, Key, Kind};
 
 /// Checks `table` against the schema and removes what is unknown, so that the rest can still be converted.
 pub(super) fn check_table(table: &mut Table, mistakes: &mut Vec<Mistake>) {
@@ -259,8 +259,8 @@ fn check_attention(table: &mut Table, mistakes: &mut Vec<Mistake>) {
 }
 
 fn check_tokenizer(table: &Table, mistakes: &mut Vec<Mistake>) {
-    let sources = TokenizerSection::KEYS.iter();
-    let given = sources.filter(|source| table.contains_key(source.name));
+    let sources = TokenizerSection::SOURCES.iter();
+    let given = sources.filter(|source| table.contains_key(**source));
     let got = match given.count() {
         0 => "none",
         1 => return,

@@ -1,7 +1,7 @@
 //! `[data]`: what a run reads, and its rules.
 
 use super::rules::{Parts, Rules, check_paths};
-use super::{Recipe, TokenizerSection};
+use super::{Recipe, TokenizerSection, TokenizerSource};
 use crate::keys::{MAX_VOCAB, choices, keys};
 
 keys! {
@@ -236,9 +236,9 @@ fn check_mqar(mqar: &MqarSection, parts: &Parts<'_>, rules: &mut Rules<'_>) {
         },
         || "8192 is usual".to_owned(),
     );
-    if let Some(tokenizer) = parts.tokenizer {
+    if let Some(tokenizer) = parts.tokenizer.and_then(TokenizerSection::given) {
         rules.require(
-            matches!(tokenizer, TokenizerSection::Numbers(numbers) if *numbers >= vocab_size),
+            matches!(tokenizer, TokenizerSource::Numbers(numbers) if numbers >= vocab_size),
             "tokenizer.numbers",
             || "is missing or too small: MQAR's tokens are numbers, and the tokenizer's job is to name them".to_owned(),
             || format!("[tokenizer] numbers = {vocab_size}"),

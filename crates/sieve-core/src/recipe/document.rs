@@ -9,7 +9,7 @@ use super::check;
 use super::error::RecipeError;
 use super::mistake::{Location, Mistake, Problem};
 use super::{TokenizerSection, schema};
-use crate::keys::{Key, Kind, Section};
+use crate::keys::{Key, Kind};
 
 /// A parsed text with its overrides.
 pub(super) struct Document {
@@ -150,7 +150,7 @@ impl Document {
             set.iter()
                 .any(|key| *key == prefix || key.starts_with(&format!("{prefix}.")))
         };
-        let sources = TokenizerSection::KEYS.iter().map(|source| source.name);
+        let sources = TokenizerSection::SOURCES.into_iter();
         let chosen = sources.filter(|source| tokenizer_source(source));
         if let [chosen] = chosen.collect::<Vec<_>>()[..]
             && let Some(tokenizer) = self
@@ -158,9 +158,7 @@ impl Document {
                 .get_mut("tokenizer")
                 .and_then(Value::as_table_mut)
         {
-            tokenizer.retain(|source, _| {
-                source == chosen || schema::key(TokenizerSection::KEYS, source).is_none()
-            });
+            tokenizer.retain(|key, _| key == chosen || !TokenizerSection::SOURCES.contains(&key));
         }
         if !set.contains("attention.kind") {
             return;

@@ -38,7 +38,8 @@ pub enum RecipeError {
     /// A resumed run asks for a change that would make it another run.
     #[error(
         "the recipe is not the one this run began with:{}\n  \
-         hint: take these values back, or start a new run in another output folder",
+         hint: take these values back; or begin a new run in another folder with this one's weights: \
+         --branch-from CHECKPOINT --out DIR",
         changes(.refused)
     )]
     ResumeChanged {

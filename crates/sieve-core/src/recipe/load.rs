@@ -26,7 +26,7 @@ impl Recipe {
         let mut mistakes = std::mem::take(&mut document.mistakes);
         resolve::steps_of_stages(&mut document.table, &mut mistakes);
         check::check_table(&mut document.table, &mut mistakes);
-        resolve::defaults(&mut document.table);
+        resolve::defaults(&mut document.table, &mut mistakes);
 
         let parts = OwnedParts::from_table(&document.table);
         rules::check(&parts.borrow(), &mut mistakes);

@@ -1,6 +1,13 @@
 //! The learning rate over the steps: warm up, stay, decay (WSD, arXiv:2404.06395).
 
-use super::{DecayType, LrSchedulerSection};
+use super::{DecayType, LrSchedulerSection, Recipe};
+
+impl Recipe {
+    /// Learning rate of `step`, counted from 0.
+    pub fn learning_rate(&self, step: usize) -> f64 {
+        self.optimizer.lr * self.lr_scheduler.factor(step, self.training.steps)
+    }
+}
 
 impl LrSchedulerSection {
     /// Share of `optimizer.lr` at `step` (counted from 0) of `total_steps`.
@@ -9,8 +16,18 @@ impl LrSchedulerSection {
     /// the decay takes the last `round(total_steps * decay_ratio)` steps (halves round to even), at most what warm-up
     /// leaves; it is stretched over one step more than there are, so that the last step still learns. Two departures:
     /// `decay_ratio` has no default (1.0 is torchtitan's absent one: decay from the end of the warm-up), and a step
-    /// past the end stays at the decay's floor instead of following the formula below it.
+    /// past the end stays at the decay's floor instead of following the formula below it. The steps before `after_step`
+    /// have a schedule of their own.
     pub fn factor(&self, step: usize, total_steps: usize) -> f64 {
+        let after = self.after_step.min(total_steps);
+        match step < after {
+            true => self.factor_of_one(step, after),
+            false => self.factor_of_one(step - after, total_steps - after),
+        }
+    }
+
+    /// [`factor`](Self::factor) of a schedule that begins at step 0.
+    fn factor_of_one(&self, step: usize, total_steps: usize) -> f64 {
         let warmup_steps = self.warmup_steps.min(total_steps);
         if step < warmup_steps {
             return (step + 1) as f64 / warmup_steps as f64;
@@ -29,8 +46,8 @@ impl LrSchedulerSection {
         self.min_lr_factor + (1.0 - self.min_lr_factor) * remaining
     }
 
-    /// Steps of the final decay.
-    pub fn decay_steps(&self, total_steps: usize) -> usize {
+    /// Steps of the final decay of a schedule of `total_steps`.
+    fn decay_steps(&self, total_steps: usize) -> usize {
         let warmup_steps = self.warmup_steps.min(total_steps);
         let wanted = (total_steps as f64 * self.decay_ratio).round_ties_even() as usize;
         wanted.min(total_steps - warmup_steps)
@@ -52,6 +69,7 @@ mod tests {
             decay_ratio,
             decay_type,
             min_lr_factor,
+            after_step: 0,
         }
     }
 
@@ -163,6 +181,21 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_longer_run_has_a_second_schedule_of_the_same_shape() {
+        let once = schedule(2, 0.5, DecayType::Linear, 0.1);
+        let twice = LrSchedulerSection {
+            after_step: 8,
+            ..once.clone()
+        };
+        for step in 0..8 {
+            assert_eq!(twice.factor(step, 20), once.factor(step, 8));
+        }
+        for step in 8..25 {
+            assert_eq!(twice.factor(step, 20), once.factor(step - 8, 12));
         }
     }
 

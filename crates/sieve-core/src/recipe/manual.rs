@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{AttentionKind, Recipe};
+use super::{AttentionKind, Recipe, TokenizerSection};
 use crate::keys::{Bound, Choices, Key, Kind, Section, Source};
 
 /// What the page says before the first section.
@@ -56,8 +56,20 @@ pub fn json_schema() -> String {
     schema["$schema"] = json!("http://json-schema.org/draft-07/schema#");
     schema["title"] = json!("Sieve recipe");
     let tokenizer = &mut schema["properties"]["tokenizer"];
-    tokenizer["minProperties"] = json!(1);
-    tokenizer["maxProperties"] = json!(1);
+    let of_sources = TokenizerSection::SOURCES.map(|source| {
+        let is_other =
+            |key: &Key| key.name != source && TokenizerSection::SOURCES.contains(&key.name);
+        let keys = TokenizerSection::KEYS.iter();
+        let mut of_source = object(
+            &keys
+                .filter(|key| !is_other(key))
+                .copied()
+                .collect::<Vec<_>>(),
+        );
+        of_source["required"] = json!([source]);
+        of_source
+    });
+    *tokenizer = json!({"description": tokenizer["description"], "oneOf": of_sources});
     let attention = &mut schema["properties"]["attention"];
     let kind = attention["properties"]["kind"].take();
     let of_kinds = AttentionKind::ALL.map(|name| {

@@ -1,6 +1,6 @@
 //! The one file where recipe keys (Hugging Face's names) become the names of the Rust code.
 
-use super::{AttentionSection, Recipe, RecipeError, SwaShape, TokenizerSection};
+use super::{AttentionSection, Recipe, RecipeError, SwaShape, TokenizerSource};
 use crate::model::{Attention, ModelShape};
 
 impl Recipe {
@@ -48,11 +48,11 @@ impl Recipe {
 
     /// Rows of the embedding where the recipe says so itself; `None` when only the tokenizer's file does.
     pub fn stated_vocab_size(&self) -> Option<usize> {
-        match (self.model.vocab_size, &self.tokenizer) {
+        match (self.model.vocab_size, self.tokenizer.source()) {
             (Some(rows), _) => Some(rows),
-            (None, TokenizerSection::Train(train)) => Some(train.vocab_size),
-            (None, TokenizerSection::Numbers(numbers)) => Some(*numbers),
-            (None, TokenizerSection::Path(_)) => None,
+            (None, TokenizerSource::Train(train)) => Some(train.vocab_size),
+            (None, TokenizerSource::Numbers(numbers)) => Some(numbers),
+            (None, TokenizerSource::Path(_)) => None,
         }
     }
 }

@@ -64,8 +64,35 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
 }
 
 /// Writes out what the text leaves to a default: a value of the key's own, another key's, or the attention's window.
-pub(super) fn defaults(table: &mut Table) {
+pub(super) fn defaults(table: &mut Table, mistakes: &mut Vec<Mistake>) {
+    let of_steps = value_at(table, "training.steps").and_then(|steps| steps.as_integer());
+    let schedule = table.entry("lr_scheduler");
+    let schedule = schedule.or_insert_with(|| Value::Table(Table::new()));
+    if let Some(schedule) = schedule.as_table_mut() {
+        derived(schedule, "warmup_steps", || {
+            Some((of_steps? / 5).min(MOST_WARMUP_STEPS))
+        });
+    }
     fill(table, Recipe::KEYS);
+    if let Some(model) = table.get_mut("model").and_then(Value::as_table_mut) {
+        let number = |key: &str| model.get(key).and_then(Value::as_integer);
+        let (width, heads) = (number("hidden_size"), number("num_attention_heads"));
+        derived(model, "intermediate_size", || width?.checked_mul(3));
+        derived(model, "head_dim", || {
+            let (width, heads) = (width?, heads.filter(|&heads| heads > 0)?);
+            if width % (2 * heads) != 0 {
+                let problem = Problem::Rule {
+                    what: format!(
+                        "is missing, and hidden_size = {width} is no even number times num_attention_heads = {heads}"
+                    ),
+                    hint: "give model.head_dim, or another hidden_size".to_owned(),
+                };
+                mistakes.push(Mistake::new("model.head_dim", problem));
+            }
+            // Another mistake about a made-up value would tell nothing.
+            Some((width / heads / 2 * 2).max(2))
+        });
+    }
     let windows = ["sliding_window", "keep_window_size", "window_size"];
     let attention = table.get("attention").and_then(Value::as_table);
     let window = windows.iter().find_map(|key| attention?.get(*key)).cloned();
@@ -88,6 +115,18 @@ pub(super) fn defaults(table: &mut Table) {
                 }
             }
         }
+    }
+}
+
+/// Warm-up where a recipe gives none, at most.
+const MOST_WARMUP_STEPS: i64 = 100;
+
+/// Writes out a value that follows from others.
+fn derived(table: &mut Table, key: &str, value: impl FnOnce() -> Option<i64>) {
+    if !table.contains_key(key)
+        && let Some(value) = value()
+    {
+        table.insert(key.to_owned(), Value::Integer(value));
     }
 }
 

@@ -42,6 +42,8 @@ impl KeyChange {
     }
 }
 
+const WARMUP: &str = "lr_scheduler.warmup_steps";
+
 impl fmt::Display for KeyChange {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let saved = self.saved.as_deref().unwrap_or("absent");
@@ -86,7 +88,11 @@ impl Recipe {
             .diff(now)?
             .into_iter()
             .partition::<Vec<_>, _>(|change| {
-                change.is_allowed() || (same_past && change.key.starts_with("stage."))
+                change.is_allowed()
+                    || (same_past && change.key.starts_with("stage."))
+                    // Both warm-ups are over: no step of them was computed by another rate.
+                    || (change.key == WARMUP
+                        && [self, now].iter().all(|r| r.lr_scheduler.warmup_steps <= steps_done))
             });
         if refused.is_empty() {
             Ok(allowed)

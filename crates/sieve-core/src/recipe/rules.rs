@@ -12,7 +12,7 @@ use super::mistake::{Mistake, Problem};
 use super::{
     ActivationCheckpointSection, AttentionSection, CheckpointSection, DataSection,
     GenerationSection, LrSchedulerSection, MetricsSection, ModelSection, OptimizerSection, Recipe,
-    StageSection, TokenizerSection, TrainingSection, ValidationSection,
+    StageSection, TokenizerSection, TokenizerSource, TrainingSection, ValidationSection,
 };
 use crate::keys::{Bound, MAX_COUNT, Number, Section};
 
@@ -152,24 +152,25 @@ fn check_tokenizer(
     rules: &mut Rules<'_>,
 ) {
     rules.bounds("tokenizer", tokenizer);
-    match tokenizer {
-        TokenizerSection::Path(path) => rules.require(
+    match tokenizer.given() {
+        None => {} // Told where the text is read.
+        Some(TokenizerSource::Path(path)) => rules.require(
             !path.trim().is_empty(),
             "tokenizer.path",
             || "is empty".to_owned(),
             || "name a Hugging Face tokenizer.json".to_owned(),
         ),
-        TokenizerSection::Numbers(numbers) => {
+        Some(TokenizerSource::Numbers(numbers)) => {
             if let Some(rows) = model.and_then(|model| model.vocab_size) {
                 rules.require(
-                    rows >= *numbers,
+                    rows >= numbers,
                     "model.vocab_size",
                     || format!("is {rows}, below tokenizer.numbers = {numbers}"),
                     || "leave model.vocab_size out to take the tokenizer's".to_owned(),
                 );
             }
         }
-        TokenizerSection::Train(train) => {
+        Some(TokenizerSource::Train(train)) => {
             let vocab_size = train.vocab_size;
             rules.bounds("tokenizer.train", train);
             if let Some(rows) = model.and_then(|model| model.vocab_size) {
@@ -271,6 +272,13 @@ fn check_lr_scheduler(
                     (steps / 5).max(1)
                 )
             },
+        );
+        let after_step = section.after_step;
+        rules.require(
+            steps == 0 || after_step < steps,
+            "lr_scheduler.after_step",
+            || format!("is {after_step}, which leaves none of training.steps = {steps}"),
+            || "leave it out; sieve train --extend sets it".to_owned(),
         );
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::keys::{
     Key, KeyValue, Kind, MAX_BATCH, MAX_COUNT, MAX_HEAD_DIM, MAX_SEQ_LEN, MAX_STEPS, MAX_VOCAB,
-    MAX_WIDTH, Section, choices, joined, keys, one_of,
+    MAX_WIDTH, Section, choices, joined, keys,
 };
 use crate::model::{DmaShape, MlaShape, NsaShape};
 use serde::{Deserialize, Serialize};
@@ -14,7 +14,7 @@ keys! {
         #[key(size(MAX_WIDTH))]
         pub hidden_size: usize,
         /// Width of the SwiGLU layer.
-        #[key(size(MAX_WIDTH))]
+        #[key(filled("3 times `hidden_size`"), optional, size(MAX_WIDTH))]
         pub intermediate_size: usize,
         /// Number of transformer blocks.
         #[key(size(MAX_COUNT))]
@@ -26,7 +26,7 @@ keys! {
         #[key(size(MAX_COUNT))]
         pub num_key_value_heads: usize,
         /// Width of one head; even, because rotary embedding turns pairs.
-        #[key(size(MAX_HEAD_DIM))]
+        #[key(filled("`hidden_size / num_attention_heads`"), optional, size(MAX_HEAD_DIM))]
         pub head_dim: usize,
         /// Rows of the embedding. Absent: the tokenizer's vocabulary.
         #[key(size(MAX_VOCAB))]
@@ -38,9 +38,9 @@ keys! {
         #[key(positive)]
         pub rms_norm_eps: f64 = 1e-6,
         /// Whether the output projection is the embedding.
-        pub tie_word_embeddings: bool,
+        pub tie_word_embeddings: bool = true,
         /// Longest sequence the rotary tables cover, in tokens.
-        #[key(size(MAX_SEQ_LEN), may_change)]
+        #[key(from("training.seq_len"), size(MAX_SEQ_LEN), may_change)]
         pub max_position_embeddings: usize,
         /// Standard deviation of the normal initialisation.
         #[key(positive)]
@@ -154,16 +154,51 @@ impl AttentionKind {
     }
 }
 
-one_of! {
-    /// `[tokenizer]`: exactly one of them.
-    pub enum TokenizerSection {
+keys! {
+    /// `[tokenizer]`: exactly one of `path`, `numbers` and `train`.
+    pub struct TokenizerSection {
         /// A Hugging Face `tokenizer.json`; expanded as `data.paths` are.
-        Path(String) = "path",
+        pub path: Option<String>,
         /// One token for each number below this, named by it: for synthetic tasks.
         #[key(size(MAX_VOCAB))]
-        Numbers(usize) = "numbers",
+        pub numbers: Option<usize>,
         /// A byte-level BPE trained on the recipe's own data.
-        Train(TokenizerTraining) = "train",
+        pub train: Option<TokenizerTraining>,
+        /// Name of the token that ends a document. Absent: the first known name that the vocabulary has
+        /// (`<|endoftext|>`, `<|end_of_text|>`, `</s>`, `<eos>`, …).
+        pub eos_token: Option<String>,
+    }
+}
+
+/// Where a tokenizer comes from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum TokenizerSource<'a> {
+    /// A file.
+    Path(&'a str),
+    /// Numbers below this.
+    Numbers(usize),
+    /// Training.
+    Train(&'a TokenizerTraining),
+}
+
+impl TokenizerSection {
+    /// The keys of which a recipe gives exactly one.
+    pub(super) const SOURCES: [&'static str; 3] = ["path", "numbers", "train"];
+
+    /// The one that is given.
+    pub fn source(&self) -> TokenizerSource<'_> {
+        let given = self.given();
+        given.expect("a recipe without a tokenizer is refused")
+    }
+
+    /// The same for a recipe whose rules are not checked yet.
+    pub(super) fn given(&self) -> Option<TokenizerSource<'_>> {
+        match (&self.path, self.numbers, &self.train) {
+            (Some(path), _, _) => Some(TokenizerSource::Path(path)),
+            (None, Some(numbers), _) => Some(TokenizerSource::Numbers(numbers)),
+            (None, None, Some(train)) => Some(TokenizerSource::Train(train)),
+            (None, None, None) => None,
+        }
     }
 }
 
@@ -278,16 +313,21 @@ keys! {
     /// `[lr_scheduler]`: warm up, stay, decay.
     pub struct LrSchedulerSection {
         /// Steps over which the learning rate rises linearly.
+        #[key(filled("a fifth of the steps, at most 100"), optional)]
         pub warmup_steps: usize,
         /// Share of all steps spent in the final decay.
         #[key(share("[0, 1]", A_SHARE), may_change)]
-        pub decay_ratio: f64,
+        pub decay_ratio: f64 = 0.2,
         /// Shape of the decay, over its progress p in (0, 1).
         #[key(may_change)]
         pub decay_type: DecayType = DecayType::Linear,
         /// Share of `optimizer.lr` that the decay ends at.
         #[key(share("[0, 1]", A_SHARE), may_change)]
         pub min_lr_factor: f64 = 0.0,
+        /// Steps that an earlier schedule of the same shape took; this one warms up, stays and decays over the rest.
+        /// `sieve train --extend` sets it.
+        #[key(may_change)]
+        pub after_step: usize = 0,
     }
 }
 

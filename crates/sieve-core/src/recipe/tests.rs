@@ -68,8 +68,8 @@ fn minimal_recipe_takes_the_documented_defaults() {
         AttentionSection::Dma(DmaShape::published(16))
     );
     assert_eq!(
-        recipe.tokenizer,
-        TokenizerSection::Train(TokenizerTraining {
+        recipe.tokenizer.source(),
+        TokenizerSource::Train(&TokenizerTraining {
             vocab_size: 512,
             sample_bytes: 16 << 20
         })
@@ -89,6 +89,49 @@ fn minimal_recipe_takes_the_documented_defaults() {
     );
     assert_eq!(recipe.checkpoint, CheckpointSection::default());
     assert_eq!(recipe.generation.prompts, Vec::<String>::new());
+}
+
+#[test]
+fn sizes_and_schedule_that_follow_from_others_may_be_left_out() {
+    let short = [
+        "intermediate_size = 80\n",
+        "head_dim = 10\n",
+        "tie_word_embeddings = true\n",
+        "max_position_embeddings = 128\n",
+        "[lr_scheduler]\nwarmup_steps = 7\ndecay_ratio = 0.2\n",
+    ];
+    let text = short.iter().fold(MINIMAL.to_owned(), |text, line| {
+        assert!(text.contains(line), "{line}");
+        text.replacen(line, "", 1)
+    });
+    let load = |sets: &[&str]| {
+        let sets = sets.iter().map(|set| (*set).to_owned()).collect::<Vec<_>>();
+        Recipe::load(&text, "short.toml", &sets)
+    };
+    let recipe = load(&[]).expect("short");
+    let model = &recipe.model;
+    assert_eq!((model.intermediate_size, model.head_dim), (144, 8));
+    assert_eq!(
+        (model.max_position_embeddings, model.tie_word_embeddings),
+        (64, true)
+    );
+    let schedule = &recipe.lr_scheduler;
+    assert_eq!((schedule.warmup_steps, schedule.decay_ratio), (8, 0.2));
+    // A smoke run of fewer steps, and a long one.
+    for (steps, warmup_steps) in [(1, 0), (5, 1), (499, 99), (10_000, 100)] {
+        let recipe = load(&[&format!("training.steps={steps}")]).expect("any number");
+        assert_eq!(recipe.lr_scheduler.warmup_steps, warmup_steps);
+    }
+    let error = load(&["model.num_attention_heads=10"]).expect_err("4.8 columns a head");
+    let error = error.to_string();
+    assert!(
+        error.contains("model.head_dim: is missing, and hidden_size = 48 is no even number times"),
+        "{error}"
+    );
+    assert!(
+        error.starts_with("short.toml is not a valid recipe: 1 mistake"),
+        "{error}"
+    );
 }
 
 #[test]

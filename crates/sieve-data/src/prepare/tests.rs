@@ -53,7 +53,6 @@ impl Place {
         PrepareConfig {
             dir: self.out(),
             validation: ValidationSource::Fraction(0.2),
-            eos_token: None,
             on_change: OnChange::Refuse,
         }
     }
@@ -89,7 +88,7 @@ fn every_document_lands_in_one_split_ended_by_eos_with_its_size() {
     let place = Place::new();
     let prepared = place.prepare(&place.config()).unwrap();
     let (train, validation) = (prepared.train().unwrap(), prepared.validation().unwrap());
-    let eos = place.tokenizer.eos_id(None).unwrap();
+    let eos = place.tokenizer.eos_id().unwrap();
     let mut texts = Vec::new();
     for ids in documents(&train).into_iter().chain(documents(&validation)) {
         assert_eq!(ids.iter().filter(|&&id| id == eos).count(), 1);
@@ -416,17 +415,6 @@ fn bad_settings_and_empty_splits_are_refused() {
             .contains("the train split holds no document")
     );
     let config = PrepareConfig {
-        eos_token: Some("</s>".into()),
-        ..place.config()
-    };
-    assert!(
-        place
-            .prepare(&config)
-            .unwrap_err()
-            .to_string()
-            .contains("</s>")
-    );
-    let config = PrepareConfig {
         dir: "/proc/nowhere".into(),
         ..place.config()
     };
@@ -504,7 +492,6 @@ fn prepare_for_ever() {
         let config = PrepareConfig {
             dir: dir.join("out"),
             validation: ValidationSource::Fraction(fraction),
-            eos_token: None,
             on_change: OnChange::Replace,
         };
         prepare(std::slice::from_ref(&corpus), &tokenizer, &config, &|_| {}).unwrap();

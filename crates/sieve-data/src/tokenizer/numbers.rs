@@ -50,7 +50,7 @@ mod tests {
             [17, 4099, 8191, 1]
         );
         assert_eq!(tokenizer.decode(&[5, 8191, 0]).unwrap(), "5 8191");
-        assert_eq!(tokenizer.eos_id(None).unwrap(), 0);
+        assert_eq!(tokenizer.eos_id().unwrap(), 0);
         for text in ["8192", "0", "-1", "word"] {
             assert!(tokenizer.encode(text).is_err(), "{text}");
         }

@@ -68,14 +68,18 @@ fn special_tokens_and_sizes_are_as_asked() {
     let tokenizer = small();
     assert_eq!(tokenizer.vocab_size(), 400);
     assert_eq!(
-        (tokenizer.eos_id(None).unwrap(), tokenizer.pad_id()),
+        (tokenizer.eos_id().unwrap(), tokenizer.pad_id()),
         (0, Some(1))
     );
-    assert_eq!(tokenizer.eos_id(Some("<|pad|>")).unwrap(), 1);
+    let tokenizer = tokenizer.with_eos_token(Some("<|pad|>"));
+    assert_eq!(tokenizer.eos_id().unwrap(), 1);
     assert_eq!(tokenizer.id_token(0).unwrap(), "<|endoftext|>");
-    let error = tokenizer.eos_id(Some("</s>")).unwrap_err().to_string();
+    let tokenizer = tokenizer.with_eos_token(Some("</s>"));
+    let error = tokenizer.eos_id().unwrap_err().to_string();
     assert!(
-        error.contains("</s>") && error.contains(r#"["<|endoftext|>", "<|pad|>"]"#),
+        error.contains("</s>")
+            && error.contains("tokenizer.eos_token")
+            && error.contains(r#"["<|endoftext|>", "<|pad|>"]"#),
         "{error}"
     );
 }
@@ -154,7 +158,7 @@ fn gaps_in_the_ids_count() {
         "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 7, "</s>": 9}, "unk_token": "a"}}"#;
     let tokenizer = Tokenizer::from_bytes(json.as_bytes()).unwrap();
     assert_eq!(
-        (tokenizer.vocab_size(), tokenizer.eos_id(None).unwrap()),
+        (tokenizer.vocab_size(), tokenizer.eos_id().unwrap()),
         (10, 9)
     );
 }

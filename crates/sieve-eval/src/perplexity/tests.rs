@@ -75,7 +75,6 @@ fn expected_nats(model: &Qwen3<Flex>, config: &PerplexityConfig, lengths: &[usiz
 const ONE_BY_ONE: PerplexityConfig = PerplexityConfig {
     context: 9,
     stride: 4,
-    max_tokens: None,
     batch_tokens: 9,
     far: Vec::new(),
 };
@@ -163,19 +162,6 @@ fn the_parts_sum_to_the_whole_and_a_use_out_of_sight_is_none() {
     let short = far(8, &[9]).by_word;
     assert_eq!(count(&[short.again[0].far, short.again[0].near]), 0);
     assert_eq!(short.new.num_tokens, new.num_tokens + 10);
-}
-
-#[test]
-fn max_tokens_ends_with_a_whole_document() {
-    let model = model(Attention::Mha);
-    let config = PerplexityConfig {
-        max_tokens: Some(12),
-        ..ONE_BY_ONE
-    };
-    assert_eq!(
-        run(&model, &config, &[10, 10, 10]),
-        run(&model, &ONE_BY_ONE, &[10, 10])
-    );
 }
 
 #[test]

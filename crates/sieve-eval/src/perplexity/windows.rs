@@ -14,7 +14,8 @@ pub(super) struct Window {
 
 impl Window {
     /// Predictions of this window.
-    pub(super) fn num_scored(&self) -> usize {
+    #[cfg(test)]
+    fn num_scored(&self) -> usize {
         self.input.end - self.first_scored
     }
 }

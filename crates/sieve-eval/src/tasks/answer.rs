@@ -18,7 +18,7 @@ pub(super) fn answer<B: SieveBackend>(
     let config = GenerateConfig {
         max_new_tokens: matching.max_new_tokens,
         sampling: Sampling::GREEDY,
-        eos_id: tokenizer.eos_id(None)?,
+        eos_id: tokenizer.eos_id()?,
         num_tokens: tokenizer.vocab_size(),
     };
     let mut generator = Generator::new(model.model, prompt, config, model.device)?;

@@ -222,7 +222,7 @@ fn a_context_and_its_ending_are_split_where_the_harness_splits_them() {
         sample_bytes: 1 << 20,
     };
     let tokenizer = Tokenizer::train(&corpus, config).expect("enough text");
-    let eos_id = tokenizer.eos_id(None).expect("its own name");
+    let eos_id = tokenizer.eos_id().expect("its own name");
     let encode = |context: &str, ending: &str| {
         Pair::encode(&tokenizer, eos_id, context, ending).expect("text")
     };

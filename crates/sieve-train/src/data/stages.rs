@@ -87,7 +87,6 @@ impl TrainingData {
                 Some(corpus) => ValidationSource::Corpus(corpus),
                 None => ValidationSource::Fraction(alone.data.validation_fraction),
             },
-            eos_token: None,
             on_change,
         };
         let observe = std::cell::RefCell::new(observe);

@@ -4,7 +4,6 @@ use crate::text_files::FormatArg;
 use crate::{terminal, text_files};
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
-use sieve_core::recipe::TokenizerSection;
 use sieve_data::{BpeConfig, Corpus, HubConfig, Tokenizer};
 use sieve_train::corpus_configs;
 use std::path::{Path, PathBuf};
@@ -66,11 +65,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
             };
             let (recipe, text) = recipe.load_with_text()?;
             text.iter().for_each(|line| terminal::line(line));
-            let training = match &recipe.tokenizer {
-                TokenizerSection::Train(training) => Some(training.clone()),
-                _ => None,
-            };
-            (corpus_configs(&recipe, variable)?.0, training)
+            (corpus_configs(&recipe, variable)?.0, recipe.tokenizer.train)
         }
         None => {
             let expanded = args.data.iter();

@@ -178,7 +178,7 @@ fn haystack(args: &NeedleArgs, config: &NeedleConfig, tokenizer: &Tokenizer) -> 
         return Ok(Haystack::made_up(wanted, tokenizer)?);
     }
     let corpus = text::corpus(&args.data)?;
-    let documents = text_documents(&corpus, tokenizer, tokenizer.eos_id(None)?);
+    let documents = text_documents(&corpus, tokenizer, tokenizer.eos_id()?);
     Ok(Haystack::of_documents(documents, wanted, tokenizer)?)
 }
 

@@ -9,10 +9,10 @@ use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::{ArgGroup, Args};
-use sieve_data::{Prepared, Tokenizer};
+use sieve_data::Prepared;
 use sieve_eval::{
-    EvalDocument, EvalError, MeanLoss, PerplexityConfig, PerplexityReport, Selection, perplexity,
-    perplexity_selected, prepared_documents, text_documents,
+    EvalDocument, EvalError, MeanLoss, PerplexityConfig, PerplexityReport, Selection, first_tokens,
+    perplexity, perplexity_selected, prepared_documents, text_documents,
 };
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
@@ -48,8 +48,8 @@ pub(crate) struct PplArgs {
     /// Tokens between the windows of a long document; half the context when absent
     #[arg(long, value_name = "N")]
     stride: Option<usize>,
-    /// Stop after the document with which this many tokens are predicted
-    #[arg(long, value_name = "N")]
+    /// Predict N tokens at most; the last document is cut there
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     max_tokens: Option<u64>,
     /// Also print the loss by the number of tokens that a prediction sees
     #[arg(long)]
@@ -90,7 +90,6 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
     let config = PerplexityConfig {
         context,
         stride: args.stride.unwrap_or(context.div_ceil(2)),
-        max_tokens: args.max_tokens,
         batch_tokens: BATCH_TOKENS,
         far: args.far.iter().map(|&border| border as usize).collect(),
     };
@@ -102,6 +101,7 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
         let prepared = prepared_data(&loaded)?;
         let total = prepared.meta.validation.num_tokens - prepared.meta.validation.num_documents;
         let documents = prepared_documents(&prepared, &tokenizer)?;
+        let documents = first_tokens(documents, &tokenizer, args.max_tokens);
         with_progress(
             &loaded,
             documents,
@@ -112,7 +112,8 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
         )?
     } else {
         let corpus = text::open(&args.data, args.format, &args.text_column)?;
-        let documents = text_documents(&corpus, &tokenizer, eos_id(&tokenizer)?);
+        let documents = text_documents(&corpus, &tokenizer, tokenizer.eos_id()?);
+        let documents = first_tokens(documents, &tokenizer, args.max_tokens);
         with_progress(
             &loaded,
             documents,
@@ -123,10 +124,6 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
         )?
     };
     print(args, &loaded, &report, selection.as_ref())
-}
-
-fn eos_id(tokenizer: &Tokenizer) -> Result<u32> {
-    Ok(tokenizer.eos_id(None)?)
 }
 
 fn with_progress<B: SieveBackend>(

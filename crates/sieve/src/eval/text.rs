@@ -31,7 +31,7 @@ pub(super) fn tokens(
     let wanted = length.saturating_add(1).saturating_mul(windows);
     let corpus = corpus(paths)?;
     let mut tokens = Vec::new();
-    for document in text_documents(&corpus, tokenizer, tokenizer.eos_id(None)?) {
+    for document in text_documents(&corpus, tokenizer, tokenizer.eos_id()?) {
         tokens.extend(document?.tokens);
         if tokens.len() >= wanted {
             return Ok(tokens);

@@ -53,17 +53,34 @@ pub(super) fn describe<B: TrainBackend>(
     )
 }
 
-/// torchtitan's line, then density, percent done and time left.
+/// One step in less than 100 columns.
 pub(super) fn step_line(report: &StepReport) -> String {
+    let mfu = report
+        .mfu_percent
+        .map_or(String::new(), |mfu| format!("  mfu: {mfu:.1}%"));
+    format!(
+        "step: {:>5}  loss: {:>7.4}  grad_norm: {:>7.3}  lr: {:.2e}  tps: {}{mfu}  {} left",
+        report.step,
+        report.loss,
+        report.grad_norm,
+        report.lr,
+        terminal::short_count(report.tokens_per_second),
+        terminal::duration(report.eta_seconds),
+    )
+}
+
+/// The same with all that is known: torchtitan's line, then density, percent done and time left.
+pub(super) fn whole_step_line(report: &StepReport) -> String {
     let gib = report.memory_bytes as f64 / (1u64 << 30) as f64;
     let share = 100.0 * report.memory_bytes as f64 / report.memory_total_bytes.max(1) as f64;
     let percent = |value: Option<f64>| value.map_or("n/a".to_owned(), |v| format!("{v:.2}%"));
     format!(
-        "step: {:>5}  loss: {:>8.5}  grad_norm: {:>7.4}  memory: {gib:>5.2}GiB({share:.2}%)  tps: {}  tflops: {:.3}  \
-         mfu: {} (dense equivalent {})  density: {:.3} ({:.1} keys)  {:.0}% done, {} left",
+        "step: {:>5}  loss: {:>8.5}  grad_norm: {:>7.4}  lr: {:.3e}  memory: {gib:>5.2}GiB({share:.2}%)  tps: {}  \
+         tflops: {:.3}  mfu: {} (dense equivalent {})  density: {:.3} ({:.1} keys)  {:.0}% done, {} left",
         report.step,
         report.loss,
         report.grad_norm,
+        report.lr,
         terminal::thousands(report.tokens_per_second as u64),
         report.tflops,
         percent(report.mfu_percent),

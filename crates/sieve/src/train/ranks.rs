@@ -1,6 +1,7 @@
 //! `sieve train` as one of several processes: who they are, and which of them says what.
-use super::{Ending, LAUNCHED, STOPPED_EARLY, TrainArgs, run_one, variable};
+use super::{LAUNCHED, TrainArgs, run_one, variable};
 use crate::device::{Device, DeviceChoice};
+use crate::exit::Exit;
 use crate::kernels::fill;
 use crate::terminal;
 use anyhow::{Result, bail, ensure};
@@ -13,19 +14,18 @@ use sieve_kernels::{CudaPrimitive, CudaTensor, NcclGroup, nccl_id, require_nccl,
 use sieve_ops::Cuda;
 use sieve_train::{Group, Origin, RunFolder, Start, TrainError};
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Trains as one rank of `world`. Rank 0 alone prints, but for errors that only another rank knows.
-pub(super) fn run(args: &TrainArgs, world: World) -> Result<ExitCode> {
+pub(super) fn run(args: &TrainArgs, world: World) -> Result<Exit> {
     let (rank, size) = (world.rank, world.size);
     for (flag, is_given) in [
         ("--sweep", !args.sweep.is_empty()),
         ("--profile", args.profile.is_some()),
     ] {
         if is_given && rank > 0 {
-            return Ok(ExitCode::FAILURE);
+            return Ok(Exit::Failed);
         }
         if is_given {
             bail!(
@@ -47,10 +47,7 @@ pub(super) fn run(args: &TrainArgs, world: World) -> Result<ExitCode> {
     match run_one(args, Some(mesh.clone())) {
         Ok(ending) => {
             mesh.leave();
-            Ok(match ending {
-                Ending::Finished => ExitCode::SUCCESS,
-                Ending::Interrupted => ExitCode::from(STOPPED_EARLY as u8),
-            })
+            Ok(ending.into())
         }
         Err(error) => {
             let lost = match (error.downcast_ref(), error.downcast_ref()) {
@@ -60,14 +57,14 @@ pub(super) fn run(args: &TrainArgs, world: World) -> Result<ExitCode> {
             };
             if let Some(failure) = lost {
                 tell(rank, failure);
-                return Ok(ExitCode::FAILURE);
+                return Ok(Exit::Failed);
             }
             let text = terminal::error_text(&error);
             mesh.fail(text.trim_start_matches("error: "));
             match rank {
                 0 => Err(error),
                 // Rank 0 tells it.
-                _ => Ok(ExitCode::FAILURE),
+                _ => Ok(Exit::Failed),
             }
         }
     }

@@ -32,7 +32,7 @@ struct Row {
     error: Option<String>,
 }
 
-pub(super) fn run(args: TrainArgs) -> Result<()> {
+pub(super) fn run(args: TrainArgs) -> Result<Ending> {
     let base = args.out_folder();
     // Every recipe is read before the first run begins: a mistake in the last value costs nothing.
     let runs = runs(&args, &base)?;
@@ -55,7 +55,7 @@ pub(super) fn run(args: TrainArgs) -> Result<()> {
             Ok(Ending::Finished) => None,
             Ok(Ending::Interrupted) => {
                 terminal::line("the sweep stops here; the same command with --resume goes on");
-                return Ok(());
+                return Ok(Ending::Interrupted);
             }
             // A value that does not train is a result of the sweep.
             Err(error) => match error.downcast_ref::<TrainError>() {
@@ -81,7 +81,7 @@ pub(super) fn run(args: TrainArgs) -> Result<()> {
     if rows.iter().all(|row| row.loss.is_none()) {
         bail!("no run of the sweep finished\n  hint: sweep other values");
     }
-    Ok(())
+    Ok(Ending::Finished)
 }
 
 /// All combinations of the swept values.

@@ -112,20 +112,21 @@ fn another_kind_drops_the_keys_of_the_texts_kind_only() {
 #[test]
 fn another_tokenizer_source_replaces_the_texts() {
     let recipe = loaded(&["tokenizer.path=my/tokenizer.json"]);
-    assert_eq!(
-        recipe.tokenizer,
-        TokenizerSection::Path("my/tokenizer.json".to_owned())
-    );
-    let TokenizerSection::Train(train) = loaded(&["tokenizer.train.vocab_size=700"]).tokenizer
-    else {
-        panic!("train")
-    };
+    let path = TokenizerSource::Path("my/tokenizer.json");
+    assert_eq!(recipe.tokenizer.source(), path);
+    let named = loaded(&[
+        "tokenizer.path=my/tokenizer.json",
+        "tokenizer.eos_token=</s>",
+    ]);
+    assert_eq!(named.tokenizer.source(), path);
+    assert_eq!(named.tokenizer.eos_token.as_deref(), Some("</s>"));
+    let train = loaded(&["tokenizer.train.vocab_size=700"]).tokenizer.train;
+    let train = train.expect("train");
     assert_eq!((train.vocab_size, train.sample_bytes), (700, 16 << 20));
-    let TokenizerSection::Train(train) = loaded(&["tokenizer.train={vocab_size=701}"]).tokenizer
-    else {
-        panic!("train")
-    };
-    assert_eq!(train.vocab_size, 701);
+    let train = loaded(&["tokenizer.train={vocab_size=701}"])
+        .tokenizer
+        .train;
+    assert_eq!(train.expect("train").vocab_size, 701);
     let error =
         load(&["tokenizer.train.vocab_size=700", "tokenizer.path=x"]).expect_err("both by name");
     assert!(error.to_string().contains("got two"), "{error}");

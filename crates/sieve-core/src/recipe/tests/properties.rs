@@ -154,13 +154,29 @@ fn attention() -> impl Strategy<Value = AttentionSection> {
 }
 
 fn tokenizer() -> impl Strategy<Value = TokenizerSection> {
+    let none = TokenizerSection {
+        path: None,
+        numbers: None,
+        train: None,
+        eos_token: None,
+    };
+    let of_path = none.clone();
     prop_oneof![
-        path().prop_map(TokenizerSection::Path),
-        (258usize..70_000, 1..i64::MAX as u64).prop_map(|(vocab_size, sample_bytes)| {
-            TokenizerSection::Train(TokenizerTraining {
-                vocab_size,
-                sample_bytes,
-            })
+        (path(), proptest::option::of(path())).prop_map(move |(path, eos_token)| {
+            TokenizerSection {
+                path: Some(path),
+                eos_token,
+                ..of_path.clone()
+            }
+        }),
+        (258usize..70_000, 1..i64::MAX as u64).prop_map(move |(vocab_size, sample_bytes)| {
+            TokenizerSection {
+                train: Some(TokenizerTraining {
+                    vocab_size,
+                    sample_bytes,
+                }),
+                ..none.clone()
+            }
         }),
     ]
 }

@@ -132,6 +132,20 @@ fn keys_that_change_no_step_taken_may_change() {
     }
 }
 
+#[test]
+fn a_warm_up_that_is_over_may_have_another_length() {
+    let mut now = minimal();
+    now.lr_scheduler.warmup_steps = 9;
+    assert!(minimal().check_resume(&now, 9).is_ok());
+    let error = minimal().check_resume(&now, 8).expect_err("under way");
+    assert!(
+        error
+            .to_string()
+            .contains("--branch-from CHECKPOINT --out DIR"),
+        "{error}"
+    );
+}
+
 const STAGES: &str =
     "[[stage]]\nsteps = 30\n[[stage]]\nsteps = 10\nseq_len = 128\nwindow = 32\n[optimizer]";
 

@@ -333,7 +333,6 @@ fn a_preparation_leaves_no_fetched_file_and_is_found_again_without_network() {
     let config = PrepareConfig {
         dir: dir.path().join("out"),
         validation: ValidationSource::Corpus(&held),
-        eos_token: None,
         on_change: OnChange::Refuse,
     };
     let run = || {

@@ -30,7 +30,6 @@ impl Few {
                 .path()
                 .join(format!("out-{fraction}-{}", corpora.len())),
             validation: ValidationSource::Fraction(fraction),
-            eos_token: None,
             on_change: OnChange::Replace,
         };
         prepare(corpora, &self.tokenizer, &config, &|_| {})

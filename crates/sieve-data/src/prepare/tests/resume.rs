@@ -68,7 +68,6 @@ impl Mixture {
         PrepareConfig {
             dir: self.dir.path().join(out),
             validation,
-            eos_token: None,
             on_change: OnChange::Refuse,
         }
     }
@@ -332,7 +331,6 @@ fn prepare_slowly() {
     let config = PrepareConfig {
         dir: dir.join("killed"),
         validation: ValidationSource::Fraction(0.2),
-        eos_token: None,
         on_change: OnChange::Refuse,
     };
     let slowly = |_| std::thread::sleep(Duration::from_millis(4));
