@@ -19,16 +19,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         &gpu.arch(),
         report.nvrtc,
     )?;
-    prefill(
-        &cache,
-        &gpu.arch(),
-        &latent_kernels(&gpu).deduplicated()?,
-        &mut |event| {
-            if let BuildEvent::Done(line) = event {
-                println!("{line}");
-            }
-        },
-    )?;
+    prefill(&cache, &gpu.arch(), &latent_kernels(&gpu), &mut |event| {
+        if let BuildEvent::Done(line) = event {
+            println!("{line}");
+        }
+    })?;
     init_runtime(&cache)?;
     let settings = CheckSettings {
         cases: cases as usize,
