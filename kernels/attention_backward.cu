@@ -17,23 +17,11 @@
 // Numerics   P and dS rounded to bf16 for the products, f32 accumulators; dk, dv, ddelta: fixed order, one rounding, every element written;
 //            dq_sum: f32 atomics, so its order varies from run to run
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
+#include "common/attention_params.cuh"
 #include "common/block_order.cuh"
 #include "common/attention_backward.cuh"
 
 constexpr u64 SECTION_BYTES = 64 << 20;  // queries and output gradients of the heads in work at a time
-
-struct AttentionBackwardParams {
-  u64 batch, seq_len, num_heads, num_kv_heads;
-  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
-  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
-  u64 q_batch_stride, k_batch_stride, v_batch_stride;
-  u64 dk_offset, dv_offset;
-  u64 dk_token_stride, dv_token_stride;
-  u64 dk_batch_stride, dv_batch_stride;
-  u64 window;                                          // as attention_forward
-  u64 softmax_scale;                                   // f32 bits
-  u64 padded_len;                                      // rows of row_stats and dq_sum a head
-};
 
 // Writes the warp's columns of the pair's 32 rows of one gradient, through the pair's (no longer needed) rows of the K or V tile.
 template <int ROW, int HALF_PAIRS>

@@ -8,11 +8,8 @@
 //            takes 8 columns of a row; no shared memory
 // Numerics   f32 sums of bf16 products; writes every element; memory-bound, o and do are read once
 // Edges      padded_len = seq_len rounded up to 64
+#include "common/attention_params.cuh"
 #include "common/types.cuh"
-
-struct AttentionBackwardPrepareParams {
-  u64 batch, seq_len, num_heads, padded_len;
-};
 
 __host__ __device__ constexpr int power_of_two(int least) { return least <= 2 ? 2 : 2 * power_of_two((least + 1) / 2); }
 constexpr u32 ROW_LANES = power_of_two(HEAD_DIM_V / 8);

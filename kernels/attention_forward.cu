@@ -16,19 +16,11 @@
 //            A row's arithmetic does not depend on later tokens or on other rows of the batch. Writes every element of o and lse.
 // Edges      any seq_len >= 1; only tiles with a visible pair are read and only tiles seen in part are masked; softmax_scale > 0, window >= 1.
 //            Masked weights are 0, and 0 times NaN is NaN: NaN or infinity in v of one document reaches queries of its neighbours in the same tile of keys
+#include "common/attention_params.cuh"
 #include "common/block_order.cuh"
 #include "common/attention_forward.cuh"
 
 constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
-
-struct AttentionForwardParams {
-  u64 batch, seq_len, num_heads, num_kv_heads;
-  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
-  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
-  u64 q_batch_stride, k_batch_stride, v_batch_stride;
-  u64 window;                                          // keys a query sees at most, itself included; seq_len or more: no window
-  u64 softmax_scale;                                   // f32 bits
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(
     const bf16* q, const bf16* k, const bf16* v, const i32* doc_start,

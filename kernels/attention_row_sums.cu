@@ -11,20 +11,11 @@
 //              + (HAS_BIAS ? NUM_STAGES * BLOCK_KV * 4 : 0)
 // Numerics   f32 probabilities and sums, fixed order; writes D of every query, no padding
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
+#include "common/attention_params.cuh"
 #include "common/block_order.cuh"
 #include "common/attention_row_sums.cuh"
 
 constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
-
-struct AttentionRowSumsParams {
-  u64 batch, seq_len, num_heads, num_kv_heads;
-  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
-  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
-  u64 q_batch_stride, k_batch_stride, v_batch_stride;
-  u64 window;                                          // keys a query sees at most, itself included; seq_len or more: no window
-  u64 softmax_scale;                                   // f32 bits
-  u64 padded_len;                                      // rows of row_stats a head
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_row_sums(
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const i32* doc_start,

@@ -21,6 +21,7 @@
 #ifndef DETERMINISTIC
 #define DETERMINISTIC 0
 #endif
+#include "common/attention_params.cuh"
 #include "common/add_rows.cuh"
 
 #ifndef SUPER_BLOCK
@@ -28,18 +29,6 @@
 #endif
 static_assert(!DETERMINISTIC || !COMPUTE_DQ, "dq over keys in many blocks has no fixed order");
 static_assert(SUPER_BLOCK % BLOCK_Q == 0, "a step stays inside one super-block");
-
-struct DmaAttentionBackwardParams {
-  u64 batch, seq_len, num_heads, num_kv_heads;
-  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
-  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
-  u64 q_batch_stride, k_batch_stride, v_batch_stride;
-  u64 softmax_scale;                                   // f32 bits
-  u64 padded_len;                                      // rows of row_stats a head
-  u64 list_capacity;                                   // entries a list has room for
-  u64 first_super_block;
-  u64 dq_len;                                          // queries of the launch: super_blocks * SUPER_BLOCK
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_backward(
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const float* delta, const float* base, const int2* list, const i32* list_len,

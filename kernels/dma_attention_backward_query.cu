@@ -10,23 +10,12 @@
 // Edges      any seq_len >= 1; queries that see nothing get 0
 #define GATHER 1
 #define HAS_BIAS 1
+#include "common/attention_params.cuh"
 #include "common/attention_backward_query.cuh"
 
 #ifndef SUPER_BLOCK
 #define SUPER_BLOCK 1024
 #endif
-
-struct DmaAttentionBackwardQueryParams {
-  u64 batch, seq_len, num_heads, num_kv_heads;
-  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
-  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
-  u64 q_batch_stride, k_batch_stride, v_batch_stride;
-  u64 softmax_scale;                                   // f32 bits
-  u64 list_capacity;                                   // entries a list has room for
-  u64 padded_len;                                      // rows of row_stats a head
-  u64 dq_offset, dq_token_stride, dq_batch_stride;
-  u64 tile_queries;                                    // queries a row of tile_window stands for; divides SUPER_BLOCK
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_backward_query(
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const float* delta, const float* base, const int2* list,

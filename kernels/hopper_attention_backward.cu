@@ -13,24 +13,12 @@
 //              + (HAS_BIAS ? Q_STAGES * 1024 + DO_STAGES * 1280 + 2048 : HEAD_DIM == 64 ? (Q_STAGES + DO_STAGES) * 1024 : DO_STAGES * 512) + (2 * Q_STAGES + 2 * DO_STAGES + 1) * 8 + 1024
 // Numerics   as attention_backward
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
+#include "common/attention_params.cuh"
 #include "common/block_order.cuh"
 #include "common/hopper_backward.cuh"
 #include "common/hopper_backward_wide.cuh"
 
 constexpr u64 SECTION_BYTES = 64 << 20;  // queries and output gradients of the heads in work at a time
-
-struct HopperAttentionBackwardParams {
-  u64 batch, seq_len, num_heads, num_kv_heads;
-  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
-  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
-  u64 q_batch_stride, k_batch_stride, v_batch_stride;
-  u64 dk_offset, dv_offset;
-  u64 dk_token_stride, dv_token_stride;
-  u64 dk_batch_stride, dv_batch_stride;
-  u64 window;                                          // as attention_forward
-  u64 softmax_scale;                                   // f32 bits
-  u64 padded_len;                                      // rows of row_stats and dq_sum a head
-};
 
 // 128 successive keys.
 struct DenseKeys {
@@ -83,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
 #if HAS_BIAS
     float* ddelta,
 #endif
-    const __grid_constant__ HopperAttentionBackwardParams params) {
+    const __grid_constant__ AttentionBackwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);
   __syncthreads();  // the barriers are set up

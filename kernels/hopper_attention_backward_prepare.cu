@@ -8,18 +8,15 @@
 //            takes 8 columns of a row; no shared memory
 // Numerics   f32 sums of products; writes every element; memory-bound, o, o_low and do are read once
 // Edges      padded_len = seq_len rounded up to 64
+#include "common/attention_params.cuh"
 #include "common/bf16_rest.cuh"
-
-struct HopperAttentionBackwardPrepareParams {
-  u64 batch, seq_len, num_heads, padded_len;
-};
 
 __host__ __device__ constexpr int power_of_two(int least) { return least <= 2 ? 2 : 2 * power_of_two((least + 1) / 2); }
 constexpr u32 ROW_LANES = power_of_two(HEAD_DIM_V / 8);
 static_assert(ROW_LANES <= 32, "a row is summed inside one warp");
 
 extern "C" __global__ void __launch_bounds__(256) hopper_attention_backward_prepare(const bf16* o, const short* o_low, const bf16* d_out, const float* lse,
-                                                                                  float2* row_stats, const __grid_constant__ HopperAttentionBackwardPrepareParams params) {
+                                                                                  float2* row_stats, const __grid_constant__ AttentionBackwardPrepareParams params) {
   // 32 bits number the rows of everything that fits a GPU; 64-bit divisions would cost more than the loads.
   const u32 num_heads = (u32)params.num_heads, padded_len = (u32)params.padded_len, seq_len = (u32)params.seq_len, lane = threadIdx.x % ROW_LANES;
   const u32 row = blockIdx.x * (256 / ROW_LANES) + threadIdx.x / ROW_LANES;  // (batch, query, head), the heads of a token side by side

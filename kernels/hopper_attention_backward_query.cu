@@ -7,19 +7,9 @@
 // Tiling     as hopper_attention_row_sums
 // Numerics   dS rounded to bf16 for the product, f32 accumulator, fixed order, one rounding; writes every element of dq
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
+#include "common/attention_params.cuh"
 #include "common/hopper_query_gradient.cuh"
 #include "common/hopper_dense.cuh"
-
-struct HopperAttentionBackwardQueryParams {
-  u64 batch, seq_len, num_heads, num_kv_heads;
-  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
-  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
-  u64 q_batch_stride, k_batch_stride, v_batch_stride;
-  u64 window;                                          // keys a query sees at most, itself included; seq_len or more: no window
-  u64 softmax_scale;                                   // f32 bits
-  u64 padded_len;                                      // rows of row_stats a head
-  u64 dq_offset, dq_token_stride, dq_batch_stride;
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backward_query(
 #if TENSOR_MAPS
@@ -30,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
 #if HAS_BIAS
     const float* delta, const float* base,
 #endif
-    bf16* dq, const __grid_constant__ HopperAttentionBackwardQueryParams params) {
+    bf16* dq, const __grid_constant__ AttentionBackwardQueryParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);
   InputTensors tensors = input_tensors(q, k, v, params);

@@ -14,17 +14,9 @@
 //            as attention_row_sums' (one more tensor to keep, no pass over keys)
 // Edges      any seq_len >= 1; only stages of 128 keys with a visible pair are read, only those seen in part are masked; softmax_scale > 0, window >= 1.
 //            Masked weights are 0, and 0 times NaN is NaN: NaN or infinity in v of one document reaches queries of its neighbours in the same tile of keys
+#include "common/attention_params.cuh"
 #include "common/hopper_forward.cuh"
 #include "common/hopper_dense.cuh"
-
-struct HopperAttentionForwardParams {
-  u64 batch, seq_len, num_heads, num_kv_heads;
-  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
-  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
-  u64 q_batch_stride, k_batch_stride, v_batch_stride;
-  u64 window;                                          // keys a query sees at most, itself included; seq_len or more: no window
-  u64 softmax_scale;                                   // f32 bits
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_forward(
 #if TENSOR_MAPS
@@ -39,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_forwar
 #if RESIDUAL
     short* o_low,
 #endif
-    const __grid_constant__ HopperAttentionForwardParams params) {
+    const __grid_constant__ AttentionForwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);
   InputTensors tensors = input_tensors(q, k, v, params);

@@ -12,6 +12,7 @@
 // Numerics   as dma_attention_backward; never-active keys are not touched
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
 #define HAS_BIAS 1
+#include "common/attention_params.cuh"
 #include "common/hopper_backward.cuh"
 
 #ifndef SUPER_BLOCK
@@ -22,18 +23,6 @@
 #endif
 static_assert(!DETERMINISTIC || !COMPUTE_DQ, "dq over keys in many blocks has no fixed order");
 static_assert(SUPER_BLOCK % BLOCK_Q == 0, "a step stays inside one super-block");
-
-struct HopperDmaAttentionBackwardParams {
-  u64 batch, seq_len, num_heads, num_kv_heads;
-  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
-  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
-  u64 q_batch_stride, k_batch_stride, v_batch_stride;
-  u64 softmax_scale;                                   // f32 bits
-  u64 padded_len;                                      // rows of row_stats a head
-  u64 list_capacity;                                   // entries a list has room for
-  u64 first_super_block;
-  u64 dq_len;                                          // queries of the launch: super_blocks * SUPER_BLOCK
-};
 
 // Up to 128 entries of a list.
 struct ListKeys {
@@ -51,7 +40,7 @@ struct ListKeys {
 };
 
 // The entries of block `block` of a launch; count 0 past the end of a list or of the row.
-DEVICE ListKeys list_keys(const HopperDmaAttentionBackwardParams& params, const int2* list, const i32* list_len, u64 list_row, u32 block) {
+DEVICE ListKeys list_keys(const DmaAttentionBackwardParams& params, const int2* list, const i32* list_len, u64 list_row, u32 block) {
   const int seq_len = (int)params.seq_len, num_chunks = ceil_div((int)params.list_capacity, BLOCK_KV), num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
   const int super_block = (int)params.first_super_block + (int)block / num_chunks, first_entry = (int)block % num_chunks * BLOCK_KV;
   ListKeys keys = {};
@@ -98,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
 #if COMPUTE_DQ
     float* dq_sum,
 #endif
-    float* dk_sum, float* dv_sum, float* ddelta, const __grid_constant__ HopperDmaAttentionBackwardParams params) {
+    float* dk_sum, float* dv_sum, float* ddelta, const __grid_constant__ DmaAttentionBackwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
   const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, group_size = num_heads / num_kv_heads, head = kv_head * group_size;

@@ -12,18 +12,9 @@
 // Edges      any seq_len >= 1; rows of K, V and delta that no query of the super-block sees are never read; softmax_scale > 0
 #define GATHER 1
 #define HAS_BIAS 1
+#include "common/attention_params.cuh"
 #include "common/hopper_forward.cuh"
 #include "common/hopper_gather.cuh"
-
-struct HopperDmaAttentionForwardParams {
-  u64 batch, seq_len, num_heads, num_kv_heads;
-  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
-  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
-  u64 q_batch_stride, k_batch_stride, v_batch_stride;
-  u64 softmax_scale;                                   // f32 bits
-  u64 list_capacity;                                   // entries a list has room for
-  u64 tile_queries;                                    // queries a row of tile_window stands for; divides SUPER_BLOCK
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_forward(
 #if TENSOR_MAPS
@@ -35,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_fo
 #if RESIDUAL
     short* o_low,
 #endif
-    const __grid_constant__ HopperDmaAttentionForwardParams params) {
+    const __grid_constant__ DmaAttentionForwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);
   InputTensors tensors = input_tensors(q, k, v, params);

@@ -9,19 +9,9 @@
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
 #define GATHER 1
 #define HAS_BIAS 1
+#include "common/attention_params.cuh"
 #include "common/hopper_row_sums.cuh"
 #include "common/hopper_gather.cuh"
-
-struct HopperDmaAttentionRowSumsParams {
-  u64 batch, seq_len, num_heads, num_kv_heads;
-  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
-  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
-  u64 q_batch_stride, k_batch_stride, v_batch_stride;
-  u64 softmax_scale;                                   // f32 bits
-  u64 list_capacity;                                   // entries a list has room for
-  u64 padded_len;                                      // rows of row_stats a head
-  u64 tile_queries;                                    // queries a row of tile_window stands for; divides SUPER_BLOCK
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_row_sums(
 #if TENSOR_MAPS
@@ -29,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ro
     const void*, const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
 #endif
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const float* delta, const float* base, const int2* list, const i32* tile_window,
-    const __grid_constant__ HopperDmaAttentionRowSumsParams params) {
+    const __grid_constant__ DmaAttentionRowSumsParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);
   InputTensors tensors = input_tensors(q, k, v, params);

@@ -11,23 +11,12 @@
 #define GATHER 1
 #define SPARSE 1
 #define HAS_BIAS 0
+#include "common/attention_params.cuh"
 #include "common/hopper_forward.cuh"
 #include "common/hopper_sparse.cuh"
 
-struct HopperSparseAttentionForwardParams {
-  u64 batch, seq_len, num_heads, num_kv_heads;
-  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
-  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
-  u64 q_batch_stride, k_batch_stride, v_batch_stride;
-  u64 num_queries, first_row, num_slots;
-  u64 query_tile, query_offset, key_tile, num_query_tiles;
-  u64 heads_per_list, heads_per_order;                 // query heads that share a list, an order of keys
-  u64 tile_order, row_ptr, tile_idx, col_ptr, col_idx, key_order, query_order, windows;  // elements into mask
-  u64 softmax_scale;                                   // f32 bits
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_sparse_attention_forward(
-    const bf16* q, const bf16* k, const bf16* v, const i32* mask, bf16* o, float* lse, const __grid_constant__ HopperSparseAttentionForwardParams params) {
+    const bf16* q, const bf16* k, const bf16* v, const i32* mask, bf16* o, float* lse, const __grid_constant__ SparseAttentionForwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);
   InputTensors tensors = input_tensors(q, k, v, params);

@@ -13,18 +13,9 @@
 // Edges      select_size <= 64; any group; keys of a block that nobody chose are neither read nor written
 #define CHOSEN_ROWS 1
 #define DETERMINISTIC 0
+#include "common/attention_params.cuh"
 #include "common/add_rows.cuh"
 static_assert(BLOCK_KV == 64, "a block of threads holds one block of keys");
-
-struct NsaSelectedAttentionBackwardParams {
-  u64 seq_len, num_heads, num_kv_heads;
-  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
-  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
-  u64 q_batch_stride, k_batch_stride, v_batch_stride;
-  u64 softmax_scale;                                   // f32 bits
-  u64 select_size, choices, max_items;
-  u64 padded_len;                                      // rows of row_stats a head
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nsa_selected_attention_backward(
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_start, const i32* doc_end, const int2* entries,

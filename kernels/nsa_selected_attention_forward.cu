@@ -11,21 +11,13 @@
 // Numerics   P rounded to bf16, f32 sums, parts rounded to bf16; parts of choices that are none stay unwritten
 // Edges      select_size <= 64; any group; a block that nobody chose is never read
 #define NUM_WARPS 4
+#include "common/attention_params.cuh"
 #include "common/nsa_rows.cuh"
 #include "common/quad.cuh"
 
 constexpr int ROWS = 128, KEYS = 64, ROW_TILES = 2;
 using Tile = SwizzledTile<HEAD_DIM>;
 constexpr int KEY_BYTES = KEYS * HEAD_DIM * 2, Q_BYTES = ROWS * HEAD_DIM * 2;
-
-struct NsaSelectedAttentionForwardParams {
-  u64 seq_len, num_heads, num_kv_heads;
-  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
-  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
-  u64 q_batch_stride, k_batch_stride, v_batch_stride;
-  u64 softmax_scale;                                   // f32 bits
-  u64 select_size, choices, max_items;
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) nsa_selected_attention_forward(
     const bf16* q, const bf16* k, const bf16* v, const i32* doc_start, const i32* doc_end, const int2* entries, const int4* items, const i32* num_items, bf16* parts,

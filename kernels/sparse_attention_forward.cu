@@ -16,20 +16,9 @@
 //            A launch may compute a range of rows alone: first_row, num_slots (then without query_order)
 #define GATHER 1
 #define SPARSE 1
+#include "common/attention_params.cuh"
 #include "common/sparse_keys.cuh"
 #include "common/attention_forward.cuh"
-
-struct SparseAttentionForwardParams {
-  u64 batch, seq_len, num_heads, num_kv_heads;
-  u64 q_offset, k_offset, v_offset;                    // elements into the buffers
-  u64 q_token_stride, k_token_stride, v_token_stride;  // elements
-  u64 q_batch_stride, k_batch_stride, v_batch_stride;
-  u64 num_queries, first_row, num_slots;
-  u64 query_tile, query_offset, key_tile, num_query_tiles;
-  u64 heads_per_list, heads_per_order;                 // query heads that share a list, an order of keys
-  u64 tile_order, row_ptr, tile_idx, col_ptr, col_idx, key_order, query_order, windows;  // elements into mask
-  u64 softmax_scale;                                   // f32 bits
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) sparse_attention_forward(
     const bf16* q, const bf16* k, const bf16* v, const i32* mask, bf16* o, float* lse, const __grid_constant__ SparseAttentionForwardParams params) {

@@ -1,4 +1,11 @@
-//! Embeds every file of `kernels/` as text: the table `KERNEL_FILES` of (path below `kernels/`, text).
+//! Embeds every file of `kernels/` as text, and gives each kernel's params struct to Rust:
+//!
+//! - `kernel_files.rs`: the table `KERNEL_FILES` of (path below `kernels/`, text);
+//! - `kernel_params.rs`: a Rust struct for each `struct ..Params` of the kernels, and the table `ENTRY_PARAMS` of (entry
+//!   point, its struct).
+#[path = "src/runtime/params_text.rs"]
+mod params_text;
+
 use std::path::{Path, PathBuf};
 use std::{env, fs};
 
@@ -6,6 +13,7 @@ fn main() {
     let manifest = env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let kernels = PathBuf::from(manifest).join("../../kernels");
+    println!("cargo:rerun-if-changed=src/runtime/params_text.rs");
     let mut files = Vec::new();
     collect(&kernels, &kernels, &mut files);
     files.sort();
@@ -16,6 +24,8 @@ fn main() {
     }
     table.push_str("];\n");
     fs::write(out.join("kernel_files.rs"), table).expect("OUT_DIR is writable");
+    let params = params_text::rust_of(&files).unwrap_or_else(|e| panic!("kernels/{e}"));
+    fs::write(out.join("kernel_params.rs"), params).expect("OUT_DIR is writable");
 }
 
 /// Reads `.cu` and `.cuh` files below `folder`; names are relative to `root`, with forward slashes.

@@ -73,7 +73,7 @@ fn argument_order(device: &burn_cuda::CudaDevice) -> Result<String, String> {
         .threads(64)
         .shared_bytes(99 * 1024);
     // SAFETY: reads 64 elements, writes 4.
-    unsafe { kernel.launch([1, 1, 1], &[&a, &b, &out], &[11, 22, 33]) }
+    unsafe { kernel.launch_text([1, 1, 1], &[&a, &b, &out], &[11, 22, 33]) }
         .map_err(|e| e.to_string())?;
     expect(&download(&out), &[2.0, 11.0, 22.0, 33.0])
 }
@@ -86,7 +86,7 @@ fn constant(
     let out = upload(&[0.0], [1], DType::F32, device);
     let kernel = SourceKernel::from_text(name, text).threads(32);
     // SAFETY: writes one element.
-    unsafe { kernel.launch([1, 1, 1], &[&out], &[0]) }?;
+    unsafe { kernel.launch_text([1, 1, 1], &[&out], &[0]) }?;
     Ok(download(&out)[0])
 }
 
@@ -125,7 +125,7 @@ fn stored_kernel() -> SourceKernel {
 fn stored_cubin_runs(device: &burn_cuda::CudaDevice) -> Result<String, String> {
     let out = upload(&[0.0], [1], DType::F32, device);
     // SAFETY: the stored kernel writes one element.
-    unsafe { stored_kernel().launch([1, 1, 1], &[&out], &[0]) }.map_err(|e| e.to_string())?;
+    unsafe { stored_kernel().launch_text([1, 1, 1], &[&out], &[0]) }.map_err(|e| e.to_string())?;
     expect(&download(&out), &[7.0])
 }
 

@@ -10,6 +10,9 @@ pub(crate) mod kernel_trace;
 pub(crate) mod layout;
 pub(crate) mod memory_watch;
 pub(crate) mod nccl;
+pub(crate) mod params;
+#[cfg(test)]
+mod params_text;
 pub(crate) mod probe;
 pub(crate) mod recording;
 pub(crate) mod source;

@@ -3,7 +3,7 @@ use crate::attention::backward_tiling::{
     BackwardTiling, GradientSet, QueryPass, QueryTiling, SumOrder,
 };
 use crate::attention::bias_base::{Bias, SeenKeys};
-use crate::attention::forward::{AttentionResult, require_per_key, require_scale, shape_words};
+use crate::attention::forward::{AttentionResult, require_per_key, require_scale};
 use crate::attention::heads::{AttentionShape, Qkv};
 use crate::attention::hopper_tiling::{
     BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, attention_family, backward_maps,
@@ -13,6 +13,7 @@ use crate::attention::tiling::KeySource;
 use crate::error::KernelError;
 use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::fill_zero::empty_zero;
 use burn::tensor::DType;
@@ -88,16 +89,20 @@ pub fn attention_backward(
         .as_ref()
         .map(|bias| bias.delta.empty_contiguous(bias.delta.shape(), DType::F32));
     let inputs = [qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats];
-    let mut shape_and_strides = shape_words(&shape);
-    shape_and_strides.extend(qkv.words(NAME)?);
-    let scale = u64::from(call.softmax_scale.to_bits());
-    let padded = padded_len(shape.seq_len) as u64;
+    let (base, softmax_scale) = (qkv.params(NAME, &shape)?, call.softmax_scale);
+    let padded_len = padded_len(shape.seq_len);
+    let by_query = params!(AttentionRowSumsParams {
+        base: params!(AttentionForwardParams {
+            base,
+            window,
+            softmax_scale
+        }),
+        padded_len,
+    });
     let [dq, dk, dv] = call.grads.head_words(NAME)?;
 
     if let (Some(bias), None) = (&bias, &call.result.o_rest) {
         // do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
-        let mut words = shape_and_strides.clone();
-        words.extend([window as u64, scale, padded]);
         let mut tensors = inputs.to_vec();
         tensors.push(&doc_start);
         tensors.extend(bias.tensors());
@@ -115,12 +120,21 @@ pub fn attention_backward(
         };
         // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats; the maps are of
         // q, k, v and d_o, which are among the tensors.
-        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &by_query) }?;
     }
     for set in BackwardTiling::launches(&shape, call.order) {
-        let mut words = shape_and_strides.clone();
-        words.extend([dk[0], dv[0], dk[1], dv[1], dk[2], dv[2]]);
-        words.extend([window as u64, scale, padded]);
+        let params = params!(AttentionBackwardParams {
+            base,
+            dk_offset: dk[0],
+            dv_offset: dv[0],
+            dk_token_stride: dk[1],
+            dv_token_stride: dv[1],
+            dk_batch_stride: dk[2],
+            dv_batch_stride: dv[2],
+            window,
+            softmax_scale,
+            padded_len,
+        });
         let mut tensors = inputs.to_vec();
         tensors.push(&doc_end);
         tensors.extend(bias.iter().flat_map(Bias::tensors));
@@ -144,15 +158,18 @@ pub fn attention_backward(
         let grid = [blocks, shape.num_kv_heads, shape.batch];
         // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, adds to dq_sum; the maps
         // are of q and d_o, which are among the tensors.
-        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
     }
     if let Some(dq_sum) = &dq_sum {
-        convert_dq(dq_sum, &call, &shape, padded_len(shape.seq_len), 0)?;
+        convert_dq(dq_sum, &call, &shape, padded_len, 0)?;
         return Ok(dbias);
     }
-    let mut words = shape_and_strides;
-    words.extend([window as u64, scale, padded]);
-    words.extend(dq);
+    let params = params!(AttentionBackwardQueryParams {
+        base: by_query,
+        dq_offset: dq[0],
+        dq_token_stride: dq[1],
+        dq_batch_stride: dq[2],
+    });
     let mut tensors = inputs.to_vec();
     tensors.push(&doc_start);
     tensors.extend(bias.iter().flat_map(Bias::tensors));
@@ -168,7 +185,7 @@ pub fn attention_backward(
         };
     // SAFETY: sizes, strides and types checked above; writes every element of dq; the maps are of q, k, v and d_o, which
     // are among the tensors.
-    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
     Ok(dbias)
 }
 
@@ -274,7 +291,12 @@ pub(crate) fn row_stats(
     let row_lanes = (shape.head_dim_v / 8).next_power_of_two().max(2);
     let rows = shape.batch * padded * shape.num_heads;
     let grid = [rows.div_ceil(256 / row_lanes), 1, 1];
-    let words = [shape.batch, shape.seq_len, shape.num_heads, padded].map(|word| word as u64);
+    let params = params!(AttentionBackwardPrepareParams {
+        batch: shape.batch,
+        seq_len: shape.seq_len,
+        num_heads: shape.num_heads,
+        padded_len: padded,
+    });
     let mut tensors = vec![&call.result.o];
     tensors.extend(call.result.o_rest.as_ref());
     tensors.extend([d_o, &call.result.lse, &stats]);
@@ -283,7 +305,7 @@ pub(crate) fn row_stats(
         None => attention_backward_prepare_kernel(shape.head_dim_v),
     };
     // SAFETY: sizes checked by require_gradients; writes every element of stats.
-    unsafe { kernel.launch(grid, &tensors, &words) }?;
+    unsafe { kernel.launch(grid, &tensors, &params) }?;
     Ok(stats)
 }
 
@@ -298,24 +320,24 @@ pub(crate) fn convert_dq(
     // A warp turns 16 rows of 32 columns; a block has eight warps.
     let warps = shape.batch * shape.num_heads * (rows / 16) * shape.head_dim.div_ceil(32);
     let [dq, _, _] = call.grads.head_words(NAME)?;
-    let mut words = [
-        shape.batch,
-        shape.seq_len,
-        shape.num_heads,
-        rows,
+    let params = params!(AttentionBackwardConvertParams {
+        batch: shape.batch,
+        seq_len: shape.seq_len,
+        num_heads: shape.num_heads,
+        sum_len: rows,
         first_query,
-    ]
-    .map(|word| word as u64)
-    .to_vec();
-    words.extend(dq);
-    words.push(u64::from(call.softmax_scale.to_bits()));
+        dq_offset: dq[0],
+        dq_token_stride: dq[1],
+        dq_batch_stride: dq[2],
+        softmax_scale: call.softmax_scale,
+    });
     let kernel = attention_backward_convert_kernel(shape.head_dim);
     // SAFETY: reads `rows` rows of sums a head; rows past the sequence are skipped.
     unsafe {
         kernel.launch(
             [warps.div_ceil(8), 1, 1],
             &[dq_sum, call.grads.q.tensor()],
-            &words,
+            &params,
         )
     }
 }

@@ -6,6 +6,7 @@ use crate::dma::lists::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
 
@@ -50,9 +51,13 @@ impl Bias {
         };
         tensors.push(&base);
         let grid = [seq_len.div_ceil(SUPER_BLOCK), heads, batch];
-        let words = [seq_len, padded, reach].map(|word| word as u64);
+        let params = params!(BiasBaseParams {
+            seq_len,
+            padded_len: padded,
+            reach
+        });
         // SAFETY: the caller checked sizes and types; lists name positions below seq_len; writes every element of base.
-        unsafe { kernel.launch(grid, &tensors, &words) }?;
+        unsafe { kernel.launch(grid, &tensors, &params) }?;
         Ok(Self { delta, base })
     }
 

@@ -5,6 +5,7 @@ use crate::attention::heads::{AttentionShape, Qkv};
 use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
 
@@ -156,20 +157,25 @@ fn launch(
         &scratch.partials,
         &scratch.counters,
     ]);
-    let sizes = [
-        shape.num_heads,
-        shape.num_kv_heads,
+    let [q, k, v] = token.head_words(NAME)?;
+    let params = params!(AttentionDecodeParams {
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
         capacity,
-        window,
-        scratch.num_splits,
-    ];
-    let mut words = sizes.map(|word| word as u64).to_vec();
-    words.push(u64::from(step.softmax_scale.to_bits()));
-    words.extend(offsets_and_batch_strides(NAME, token)?);
+        window_size: window,
+        num_splits: scratch.num_splits,
+        softmax_scale: step.softmax_scale,
+        q_offset: q[0],
+        q_batch_stride: q[2],
+        k_offset: k[0],
+        k_batch_stride: k[2],
+        v_offset: v[0],
+        v_batch_stride: v[2],
+    });
     let kernel = attention_decode_kernel(shape.head_dim, shape.head_dim_v, append);
     // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity; writes every element of
     // o and, when appending, row `length` of the caches.
-    unsafe { kernel.launch(scratch.grid(), &tensors, &words) }?;
+    unsafe { kernel.launch(scratch.grid(), &tensors, &params) }?;
     Ok(o)
 }
 
@@ -191,13 +197,4 @@ pub(crate) fn one_token(kernel: &'static str, token: &Qkv) -> Result<AttentionSh
         got,
         supported,
     })
-}
-
-/// `q_offset, q_batch_stride, k_offset, k_batch_stride, v_offset, v_batch_stride`.
-pub(crate) fn offsets_and_batch_strides(
-    kernel: &'static str,
-    token: &Qkv,
-) -> Result<[u64; 6], KernelError> {
-    let [q, k, v] = token.head_words(kernel)?;
-    Ok([q[0], q[2], k[0], k[2], v[0], v[2]])
 }

@@ -8,6 +8,7 @@ use crate::attention::tiling::{ForwardTiling, KeySource};
 use crate::error::KernelError;
 use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
 
@@ -62,9 +63,11 @@ pub fn attention_forward(
     } else {
         KeySource::Dense
     };
-    let mut words = shape_words(&shape);
-    words.extend(qkv.words(NAME)?);
-    words.extend([window as u64, u64::from(softmax_scale.to_bits())]);
+    let params = params!(AttentionForwardParams {
+        base: qkv.params(NAME, &shape)?,
+        window,
+        softmax_scale,
+    });
     let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &doc_start];
     tensors.extend(bias.iter().flat_map(Bias::tensors));
     tensors.extend([&o, &lse]);
@@ -86,7 +89,7 @@ pub fn attention_forward(
     };
     // SAFETY: sizes, strides and types checked above; reads the inputs, writes every element of o and lse; the maps are of
     // q, k and v, which are among the tensors.
-    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
     Ok(AttentionResult {
         o,
         lse,
@@ -102,18 +105,6 @@ pub fn attention_forward_kernel(
     source: KeySource,
 ) -> SourceKernel {
     tiling.apply(SourceKernel::new(NAME), shape, source)
-}
-
-/// The first four words of every attention kernel's params.
-pub(crate) fn shape_words(shape: &AttentionShape) -> Vec<u64> {
-    [
-        shape.batch,
-        shape.seq_len,
-        shape.num_heads,
-        shape.num_kv_heads,
-    ]
-    .map(|word| word as u64)
-    .to_vec()
 }
 
 /// An f32 tensor of one number a key and KV head; returned contiguous.

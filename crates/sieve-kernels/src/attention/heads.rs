@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::layout::row_layout;
+use crate::runtime::params::{AttentionParams, params};
 use burn::tensor::DType;
 
 /// Attention kernels copy 16 bytes at a time.
@@ -221,19 +222,37 @@ impl Qkv {
         }
     }
 
-    /// Nine params words: offsets of q, k, v; their token strides; their batch strides.
+    /// What the params of every attention kernel begin with; `shape` is that of these heads.
     ///
     /// # Errors
     /// [`KernelError::Layout`] when [`walkable`](Self::walkable) was not called.
-    pub(crate) fn words(&self, kernel: &'static str) -> Result<[u64; 9], KernelError> {
+    pub(crate) fn params(
+        &self,
+        kernel: &'static str,
+        shape: &AttentionShape,
+    ) -> Result<AttentionParams, KernelError> {
         let [q, k, v] = self.head_words(kernel)?;
-        Ok([q[0], k[0], v[0], q[1], k[1], v[1], q[2], k[2], v[2]])
+        Ok(params!(AttentionParams {
+            batch: shape.batch,
+            seq_len: shape.seq_len,
+            num_heads: shape.num_heads,
+            num_kv_heads: shape.num_kv_heads,
+            q_offset: q[0],
+            k_offset: k[0],
+            v_offset: v[0],
+            q_token_stride: q[1],
+            k_token_stride: k[1],
+            v_token_stride: v[1],
+            q_batch_stride: q[2],
+            k_batch_stride: k[2],
+            v_batch_stride: v[2],
+        }))
     }
 
     /// `{offset, token stride, batch stride}` of q, k and v.
     ///
     /// # Errors
-    /// As [`words`](Self::words).
+    /// As [`params`](Self::params).
     pub(crate) fn head_words(&self, kernel: &'static str) -> Result<[[u64; 3]; 3], KernelError> {
         let of = |name, heads: &Heads| {
             let expected = "heads must lie side by side, rows 16-byte aligned";

@@ -1,10 +1,11 @@
 //! Launch of `kernels/sparse_attention_forward.cu`: attention over the keys that a selector's mask names.
-use crate::attention::forward::{AttentionResult, require_scale, shape_words};
+use crate::attention::forward::{AttentionResult, require_scale};
 use crate::attention::heads::{AttentionShape, Qkv};
 use crate::attention::hopper_tiling::{KernelFamily, attention_family};
 use crate::attention::tiling::{ForwardTiling, KeySource, list_entries_in_flight};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
 use sieve_core::PackedMask;
@@ -81,11 +82,39 @@ pub fn sparse_attention_forward(
     let tensors = [q, qkv.k.tensor(), qkv.v.tensor(), data, &o, &lse];
     let family = attention_family(&shape, KeySource::Dense, q);
     let launch = |rows: &Rows| -> Result<(), KernelError> {
-        let mut words = shape_words(&shape);
-        words.extend(qkv.words(NAME)?);
-        words.extend(rows.words(mask.num_queries()));
-        words.push(u64::from(softmax_scale.to_bits()));
-        let [query_tile, _, _, num_tiles] = rows.cuts;
+        let [query_tile, query_offset, key_tile, num_tiles] = rows.cuts;
+        let [heads_per_list, heads_per_order] = rows.heads_per;
+        let [
+            tile_order,
+            row_ptr,
+            tile_idx,
+            col_ptr,
+            col_idx,
+            key_order,
+            query_order,
+            windows,
+        ] = rows.places;
+        let params = params!(SparseAttentionForwardParams {
+            base: qkv.params(NAME, &shape)?,
+            num_queries: mask.num_queries(),
+            first_row: rows.first,
+            num_slots: rows.num_slots,
+            query_tile,
+            query_offset,
+            key_tile,
+            num_query_tiles: num_tiles,
+            heads_per_list,
+            heads_per_order,
+            tile_order,
+            row_ptr,
+            tile_idx,
+            col_ptr,
+            col_idx,
+            key_order,
+            query_order,
+            windows,
+            softmax_scale,
+        });
         let (kernel, grid) = match family {
             KernelFamily::Hopper => {
                 let blocks = q.hardware().num_multiprocessors;
@@ -104,7 +133,7 @@ pub fn sparse_attention_forward(
         };
         // SAFETY: sizes, strides and types checked above; PackedMask checked every index; the mask's query tiles cover every
         // row, whose o and lse are written.
-        unsafe { kernel.launch(grid, &tensors, &words) }
+        unsafe { kernel.launch(grid, &tensors, &params) }
     };
     launch(&Rows {
         first: 0,
@@ -142,18 +171,6 @@ struct Rows {
     cuts: [usize; 4],
     heads_per: [usize; 2],
     places: [usize; 8],
-}
-
-impl Rows {
-    /// The params words from `num_queries` to `windows`.
-    fn words(&self, num_queries: usize) -> impl Iterator<Item = u64> {
-        [num_queries, self.first, self.num_slots]
-            .into_iter()
-            .chain(self.cuts)
-            .chain(self.heads_per)
-            .chain(self.places)
-            .map(|word| word as u64)
-    }
 }
 
 /// The tiling of the portable kernel: that of dense attention, whose queries of one head fill a tile.

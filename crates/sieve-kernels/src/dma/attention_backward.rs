@@ -7,7 +7,7 @@ use crate::attention::backward_tiling::{
     BackwardTiling, GradientSet, QueryPass, QueryTiling, SumOrder,
 };
 use crate::attention::bias_base::{Bias, SeenKeys};
-use crate::attention::forward::{require_per_key, shape_words};
+use crate::attention::forward::require_per_key;
 use crate::attention::heads::{AttentionShape, Heads};
 use crate::attention::hopper_tiling::{
     BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, attention_family, backward_maps,
@@ -19,6 +19,7 @@ use crate::dma::lists::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::fill_zero::{empty_zero, fill_zero};
 
@@ -90,15 +91,19 @@ pub(crate) fn listed_attention_backward(
         &bias.base,
         &lists.list,
     ];
-    let mut common = shape_words(&shape);
-    common.extend(qkv.words(NAME)?);
-    common.push(u64::from(call.softmax_scale.to_bits()));
-    let (padded, capacity) = (padded_len(seq_len) as u64, lists.capacity() as u64);
+    let (base, softmax_scale) = (qkv.params(NAME, &shape)?, call.softmax_scale);
+    let (padded_len, list_capacity) = (padded_len(seq_len), lists.capacity());
+    let tile_queries = lists.tile_queries;
 
     // Exact row sums: do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
     if call.result.o_rest.is_none() && row_sums == RowSums::Exact {
-        let mut words = common.clone();
-        words.extend([capacity, padded, lists.tile_queries as u64]);
+        let params = params!(DmaAttentionRowSumsParams {
+            base,
+            softmax_scale,
+            list_capacity,
+            padded_len,
+            tile_queries,
+        });
         let mut tensors = inputs.to_vec();
         tensors.push(&lists.tile_window);
         let (kernel, grid, maps) = match family {
@@ -113,7 +118,7 @@ pub(crate) fn listed_attention_backward(
             }
         };
         // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats.
-        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
     }
 
     for first in (0..blocks).step_by(per_launch) {
@@ -122,8 +127,14 @@ pub(crate) fn listed_attention_backward(
             fill_zero(dq_sum)?;
         }
         for set in BackwardTiling::launches(&shape, call.order) {
-            let mut words = common.clone();
-            words.extend([padded, capacity, first as u64, (count * SUPER_BLOCK) as u64]);
+            let params = params!(DmaAttentionBackwardParams {
+                base,
+                softmax_scale,
+                padded_len,
+                list_capacity,
+                first_super_block: first,
+                dq_len: count * SUPER_BLOCK,
+            });
             let mut tensors = inputs.to_vec();
             tensors.push(&lists.list_len);
             tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
@@ -147,7 +158,7 @@ pub(crate) fn listed_attention_backward(
             let grid = [blocks, kv_heads, batch];
             // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; adds to the
             // sums, which were cleared; the maps are of q and d_o, which are among the tensors.
-            unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+            unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
         }
         if let Some(dq_sum) = &dq_sum {
             convert_dq(
@@ -163,10 +174,16 @@ pub(crate) fn listed_attention_backward(
     convert_rows(&dk_sum, &call.grads.k, dk, call.softmax_scale)?;
     convert_rows(&dv_sum, &call.grads.v, dv, 1.0)?;
     if call.order == SumOrder::Fixed {
-        let mut words = common;
-        words.extend([capacity, padded]);
-        words.extend(dq);
-        words.push(lists.tile_queries as u64);
+        let params = params!(DmaAttentionBackwardQueryParams {
+            base,
+            softmax_scale,
+            list_capacity,
+            padded_len,
+            dq_offset: dq[0],
+            dq_token_stride: dq[1],
+            dq_batch_stride: dq[2],
+            tile_queries,
+        });
         let mut tensors = inputs.to_vec();
         tensors.extend([&lists.tile_window, call.grads.q.tensor()]);
         let (kernel, grid, maps) =
@@ -179,7 +196,7 @@ pub(crate) fn listed_attention_backward(
                 (kernel, tiling.grid(&shape, source), Vec::new())
             };
         // SAFETY: as above; writes every element of dq.
-        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
     }
     Ok(ddelta)
 }
@@ -235,16 +252,22 @@ pub(crate) fn convert_rows(
 ) -> Result<(), KernelError> {
     let [batch, kv_heads, seq_len, row_dim] = sums.dims(NAME, "sums")?;
     let threads = batch * kv_heads * seq_len * (row_dim / 16);
-    let mut words = [batch, seq_len, kv_heads].map(|word| word as u64).to_vec();
-    words.extend(layout);
-    words.push(u64::from(scale.to_bits()));
+    let params = params!(DmaAttentionBackwardConvertParams {
+        batch,
+        seq_len,
+        num_kv_heads: kv_heads,
+        grad_offset: layout[0],
+        grad_token_stride: layout[1],
+        grad_batch_stride: layout[2],
+        scale,
+    });
     let kernel = dma_attention_backward_convert_kernel(row_dim);
     // SAFETY: reads all sums, writes every element of these heads; require_gradients checked their shape.
     unsafe {
         kernel.launch(
             [threads.div_ceil(256), 1, 1],
             &[sums, grad.tensor()],
-            &words,
+            &params,
         )
     }
 }

@@ -1,6 +1,6 @@
 //! Launch of `kernels/dma_attention_forward.cu`: attention over the keys that DMA kept.
 use crate::attention::bias_base::{Bias, SeenKeys};
-use crate::attention::forward::{AttentionResult, require_per_key, require_scale, shape_words};
+use crate::attention::forward::{AttentionResult, require_per_key, require_scale};
 use crate::attention::heads::{AttentionShape, Qkv};
 use crate::attention::hopper_tiling::{
     HopperPass, HopperTiling, KernelFamily, attention_family, keeps_rest,
@@ -10,6 +10,7 @@ use crate::dma::lists::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
 
@@ -56,13 +57,12 @@ pub(crate) fn listed_attention_forward(
     let o = q.empty_contiguous(&shape.output(), DType::BF16);
     let lse = q.empty_contiguous(&shape.lse(), DType::F32);
 
-    let mut words = shape_words(&shape);
-    words.extend(qkv.words(NAME)?);
-    words.extend([
-        u64::from(softmax_scale.to_bits()),
-        lists.capacity() as u64,
-        lists.tile_queries as u64,
-    ]);
+    let params = params!(DmaAttentionForwardParams {
+        base: qkv.params(NAME, &shape)?,
+        softmax_scale,
+        list_capacity: lists.capacity(),
+        tile_queries: lists.tile_queries,
+    });
     let mut tensors = vec![
         q,
         qkv.k.tensor(),
@@ -93,7 +93,7 @@ pub(crate) fn listed_attention_forward(
     };
     // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; writes every element
     // of o and lse.
-    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &words) }?;
+    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
     Ok(AttentionResult {
         o,
         lse,

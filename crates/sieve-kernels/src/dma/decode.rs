@@ -1,5 +1,5 @@
 //! Launch of `kernels/dma_decode.cu`: one new token a row against a cache of the keys DMA keeps.
-use crate::attention::decode::{KvCache, offsets_and_batch_strides, one_token};
+use crate::attention::decode::{KvCache, one_token};
 use crate::attention::decode_scratch::{DecodeScratch, decode_kernel};
 use crate::attention::forward::require_scale;
 use crate::attention::heads::{AttentionShape, Qkv};
@@ -7,6 +7,7 @@ use crate::dma::scores::ScoreBias;
 use crate::dma::select::require_local_window;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
 
@@ -91,19 +92,24 @@ pub fn dma_decode(
         &scratch.partials,
         &scratch.counters,
     ];
-    let sizes = [
-        shape.num_heads,
-        shape.num_kv_heads,
-        window,
-        scratch.num_splits,
-    ];
-    let mut words = sizes.map(|word| word as u64).to_vec();
-    words.push(u64::from(softmax_scale.to_bits()));
-    words.extend(offsets_and_batch_strides(NAME, &token)?);
-    words.push(slots.local_window_size as u64);
+    let [q, k, v] = token.head_words(NAME)?;
+    let params = params!(DmaDecodeParams {
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        keep_window_size: window,
+        num_splits: scratch.num_splits,
+        softmax_scale,
+        q_offset: q[0],
+        q_batch_stride: q[2],
+        k_offset: k[0],
+        k_batch_stride: k[2],
+        v_offset: v[0],
+        v_batch_stride: v[2],
+        local_window_size: slots.local_window_size,
+    });
     let kernel = dma_decode_kernel(shape.head_dim, shape.head_dim_v, bias);
     // SAFETY: sizes, strides and types checked above; writes every element of o and at most one slot a head.
-    unsafe { kernel.launch(scratch.grid(), &tensors, &words) }?;
+    unsafe { kernel.launch(scratch.grid(), &tensors, &params) }?;
     Ok(o)
 }
 

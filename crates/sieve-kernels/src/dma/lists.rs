@@ -4,6 +4,7 @@ use crate::dma::select::{PREFIX_BLOCK, Selection, require_sequence, survivors_sh
 use crate::error::KernelError;
 use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
 
@@ -108,10 +109,16 @@ pub fn dma_lists(
         &num_entering,
         &tile_window,
     ];
-    let words = [seq_len, num_kv_heads, window, capacity, tile_queries].map(|word| word as u64);
+    let params = params!(DmaListsParams {
+        seq_len,
+        num_kv_heads,
+        keep_window_size: window,
+        capacity,
+        tile_queries,
+    });
     // SAFETY: reads the selection and the bounds, writes the four new tensors within their shapes; entries past a list's
     // padding stay undefined, and no reader looks there.
-    unsafe { dma_lists_kernel().launch([blocks, num_kv_heads, batch], &tensors, &words) }?;
+    unsafe { dma_lists_kernel().launch([blocks, num_kv_heads, batch], &tensors, &params) }?;
     Ok(KeyLists {
         list,
         list_len,
@@ -141,10 +148,14 @@ pub fn selection_of_expire(
     let window = keep_window_size.min(seq_len);
     let shape = survivors_shape(batch, num_kv_heads, seq_len, window);
     let survivors = expire.empty_contiguous(&shape, DType::I64);
-    let words = [seq_len, num_kv_heads, window].map(|word| word as u64);
+    let params = params!(DmaListsPrefixParams {
+        seq_len,
+        num_kv_heads,
+        keep_window_size: window,
+    });
     let grid = [shape[2], num_kv_heads, batch];
     // SAFETY: reads expire and the bounds, writes within survivors.
-    unsafe { dma_lists_prefix_kernel().launch(grid, &[&expire, &doc_start, &survivors], &words) }?;
+    unsafe { dma_lists_prefix_kernel().launch(grid, &[&expire, &doc_start, &survivors], &params) }?;
     Ok(Selection {
         expire,
         survivors,

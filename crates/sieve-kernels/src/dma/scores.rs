@@ -3,6 +3,7 @@ use crate::attention::heads::Qkv;
 use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
 
@@ -58,11 +59,17 @@ pub fn dma_scores(
     let [_, _, v] = qkv.head_words(NAME)?;
     let new = || w_dt.empty_contiguous(&shape.per_key(), DType::F32);
     let (x, z, delta) = (new(), new(), new());
-    let words = [shape.seq_len as u64, head_dim as u64, v[0], v[1], v[2]];
+    let params = params!(DmaScoresParams {
+        seq_len: shape.seq_len,
+        head_dim,
+        v_offset: v[0],
+        v_token_stride: v[1],
+        v_batch_stride: v[2],
+    });
     let grid = [shape.seq_len.div_ceil(BLOCK_TOKENS), 1, shape.batch];
     let kernel = dma_scores_kernel(kv_heads, head_dim, bias);
     // SAFETY: sizes, strides and types checked above; writes every element of x, z and delta.
-    unsafe { kernel.launch(grid, &[qkv.v.tensor(), &w_dt, &a, &x, &z, &delta], &words) }?;
+    unsafe { kernel.launch(grid, &[qkv.v.tensor(), &w_dt, &a, &x, &z, &delta], &params) }?;
     Ok(Scores { x, z, delta })
 }
 

@@ -3,6 +3,7 @@ use crate::attention::heads::Qkv;
 use crate::dma::scores::require_kv_heads;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
 use crate::step::vector_rows::GradientTarget;
@@ -76,9 +77,17 @@ pub fn dma_scores_backward(
     let width = (channels + 1) * kv_heads;
     let partials = w_dt.empty_contiguous(&[blocks, width], DType::F32);
     let slabs = channels.div_ceil(THREADS * channels_per_thread(kv_heads));
-    let mut words = vec![shape.batch as u64, shape.seq_len as u64, head_dim as u64];
-    words.extend(v);
-    words.extend(dv);
+    let params = params!(DmaScoresBackwardParams {
+        batch: shape.batch,
+        seq_len: shape.seq_len,
+        head_dim,
+        v_offset: v[0],
+        v_token_stride: v[1],
+        v_batch_stride: v[2],
+        dv_offset: dv[0],
+        dv_token_stride: dv[1],
+        dv_batch_stride: dv[2],
+    });
     let tensors = [
         qkv.v.tensor(),
         &w_dt,
@@ -89,7 +98,7 @@ pub fn dma_scores_backward(
         &partials,
     ];
     // SAFETY: reads v, x and dz, reads and writes the value heads of every token, writes every partial sum.
-    unsafe { dma_scores_backward_kernel(kv_heads).launch([blocks, slabs, 1], &tensors, &words) }?;
+    unsafe { dma_scores_backward_kernel(kv_heads).launch([blocks, slabs, 1], &tensors, &params) }?;
     let [dw_dt, da] = column_sums(
         NAME,
         &partials,

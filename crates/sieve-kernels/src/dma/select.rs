@@ -3,6 +3,7 @@ use crate::dma::lists::selection_of_expire;
 use crate::error::KernelError;
 use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
 
@@ -63,18 +64,27 @@ pub fn dma_select(
         z.empty_contiguous(&shape, DType::I64)
     };
     let survivors = survivors_of(num_ranked.max(1));
-    let words = [seq_len, num_kv_heads, num_ranked].map(|word| word as u64);
     let [prefix, select] = dma_select_kernels();
     if seq_len > SHORT_SEQUENCE && num_ranked > 0 {
         let grid = [seq_len.div_ceil(PREFIX_BLOCK) - 1, num_kv_heads, batch];
+        let params = params!(DmaSelectPrefixParams {
+            seq_len,
+            num_kv_heads,
+            keep_window_size: num_ranked,
+        });
         // SAFETY: reads z and the documents' starts, writes some of survivors; sizes checked above.
-        unsafe { prefix.launch(grid, &[&z, &doc_start, &survivors], &words) }?;
+        unsafe { prefix.launch(grid, &[&z, &doc_start, &survivors], &params) }?;
     }
     let grid = [seq_len.div_ceil(BLOCK), num_kv_heads, batch];
     let tensors = [&z, &doc_start, &doc_end, &survivors, &expire];
-    let words = [seq_len, num_kv_heads, num_ranked, local_window_size].map(|word| word as u64);
+    let params = params!(DmaSelectParams {
+        seq_len,
+        num_kv_heads,
+        keep_window_size: num_ranked,
+        local_window_size,
+    });
     // SAFETY: reads z, the bounds and what the launch before wrote, writes every element of expire.
-    unsafe { select.launch(grid, &tensors, &words) }?;
+    unsafe { select.launch(grid, &tensors, &params) }?;
     if local_window_size == 0 {
         return Ok(Selection {
             expire,

@@ -4,6 +4,7 @@ use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::layout::row_layout;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::vector_rows::{WORD_ELEMENTS, require_alignment};
 use burn::tensor::DType;
@@ -76,27 +77,24 @@ pub fn mla_decode(
         _ => [rows * num_heads, num_splits, rank + 2],
     };
     let partials = q.empty_contiguous(&partials, DType::F32);
-    let mut words = [
+    let params = params!(MlaDecodeParams {
         num_heads,
-        new,
-        len,
-        layout.token_stride,
-        layout.batch_stride,
+        num_queries: new,
+        num_keys: len,
+        key_stride: layout.token_stride,
+        batch_stride: layout.batch_stride,
         num_splits,
-    ]
-    .map(|word| word as u64)
-    .to_vec();
-    words.push(u64::from(softmax_scale.to_bits()));
+        softmax_scale,
+    });
     let kernel = mla_decode_kernel(width, rank, hardware.max_shared_bytes);
     let grid = [num_splits, row_blocks, rows];
     // SAFETY: sizes, strides and types checked above; reads `len` latents a row, writes every element of o or of the parts.
-    unsafe { kernel.launch(grid, &[&q, &latents, &o, &partials], &words) }?;
+    unsafe { kernel.launch(grid, &[&q, &latents, &o, &partials], &params) }?;
     if num_splits > 1 {
         let grid = [rows * num_heads, rank.div_ceil(JOINED_COLUMNS), 1];
+        let params = params!(MlaDecodeJoinParams { num_splits });
         // SAFETY: reads the parts just made, writes every element of o.
-        unsafe {
-            mla_decode_join_kernel(rank).launch(grid, &[&partials, &o], &[num_splits as u64])
-        }?;
+        unsafe { mla_decode_join_kernel(rank).launch(grid, &[&partials, &o], &params) }?;
     }
     Ok(o)
 }

@@ -3,6 +3,7 @@ use crate::attention::heads::Qkv;
 use crate::error::KernelError;
 use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::qk_norm_rope_forward::RotaryTables;
 use crate::step::vector_rows::VectorRows;
@@ -85,16 +86,15 @@ pub fn mla_pack_forward(
     let packed = q
         .tensor
         .empty_contiguous(&[batch, seq_len, args.token_len()], DType::BF16);
-    let words = [
-        q.rows,
-        args.num_heads,
-        q.stride,
-        kv.stride,
-        k_rope.stride,
-        tables.max_positions,
-        tables.stride,
-    ]
-    .map(|word| word as u64);
+    let params = params!(MlaPackForwardParams {
+        tokens: q.rows,
+        num_heads: args.num_heads,
+        q_stride: q.stride,
+        kv_stride: kv.stride,
+        rope_stride: k_rope.stride,
+        max_positions: tables.max_positions,
+        table_stride: tables.stride,
+    });
     let tensors = [
         &q.tensor,
         &kv.tensor,
@@ -106,7 +106,7 @@ pub fn mla_pack_forward(
     ];
     let kernel = mla_pack_forward_kernel(args.head_dim, args.rope_dim);
     // SAFETY: sizes, strides and types checked above; positions are clamped; writes every element of packed.
-    unsafe { kernel.launch([q.rows.div_ceil(BLOCK_TOKENS), 1, 1], &tensors, &words) }?;
+    unsafe { kernel.launch([q.rows.div_ceil(BLOCK_TOKENS), 1, 1], &tensors, &params) }?;
     Ok(packed)
 }
 
@@ -133,14 +133,13 @@ pub fn mla_pack_backward(
         let shape = [batch, seq_len, width];
         dy.tensor.empty_contiguous(&shape, DType::BF16)
     });
-    let words = [
-        dy.rows,
-        args.num_heads,
-        dy.stride,
-        tables.max_positions,
-        tables.stride,
-    ]
-    .map(|word| word as u64);
+    let params = params!(MlaPackBackwardParams {
+        tokens: dy.rows,
+        num_heads: args.num_heads,
+        dy_stride: dy.stride,
+        max_positions: tables.max_positions,
+        table_stride: tables.stride,
+    });
     let [dq, dkv, dk_rope] = &grads;
     let tensors = [
         &dy.tensor,
@@ -153,7 +152,7 @@ pub fn mla_pack_backward(
     ];
     let kernel = mla_pack_backward_kernel(args.head_dim, args.rope_dim);
     // SAFETY: sizes, strides and types checked above; positions are clamped; writes every element of the gradients.
-    unsafe { kernel.launch([dy.rows.div_ceil(BLOCK_TOKENS), 1, 1], &tensors, &words) }?;
+    unsafe { kernel.launch([dy.rows.div_ceil(BLOCK_TOKENS), 1, 1], &tensors, &params) }?;
     Ok(grads)
 }
 

@@ -3,6 +3,7 @@ use super::{Bounds, require_bounds};
 use crate::attention::heads::{AttentionShape, Qkv};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
 use crate::step::vector_rows::GradientTarget;
@@ -67,21 +68,25 @@ fn forward(
     let k = qkv.k.tensor();
     let y = k.empty_contiguous(&[2, rows, width], DType::BF16);
     let [_, k_words, v_words] = qkv.head_words(NAME)?;
-    let sizes = [
-        shape.seq_len,
-        shape.num_kv_heads,
-        d,
+    let params = params!(NsaBlocksParams {
+        seq_len: shape.seq_len,
+        num_kv_heads: shape.num_kv_heads,
+        width: d,
         size,
-        blocks.compress_stride,
-    ];
-    let mut words = sizes.map(|word| word as u64).to_vec();
-    words.extend((0..3).flat_map(|i| [k_words[i], v_words[i]]));
+        stride: blocks.compress_stride,
+        k_offset: k_words[0],
+        v_offset: v_words[0],
+        k_token_stride: k_words[1],
+        v_token_stride: v_words[1],
+        k_batch_stride: k_words[2],
+        v_batch_stride: v_words[2],
+    });
     let mut tensors = vec![k, qkv.v.tensor(), &start, &end];
     tensors.extend(positions.iter().flatten());
     tensors.push(&y);
     let kernel = nsa_blocks_kernel(positions.is_none());
     // SAFETY: sizes, strides and types checked above; reads keys and values inside documents, writes every element of y.
-    unsafe { kernel.launch([num_slots, 2, shape.batch], &tensors, &words) }?;
+    unsafe { kernel.launch([num_slots, 2, shape.batch], &tensors, &params) }?;
     Ok(y)
 }
 
@@ -102,22 +107,20 @@ pub fn nsa_blocks_backward(
     let documents = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
     let partials = dqkv.empty_contiguous(&[POSITION_PARTS, 2 * columns], DType::F32);
     let num_slots = blocks.num_slots(shape.seq_len);
-    let words = [
-        shape.batch,
-        shape.seq_len,
-        shape.num_kv_heads,
+    let params = params!(NsaPositionsBackwardParams {
+        batch: shape.batch,
+        seq_len: shape.seq_len,
+        num_kv_heads: shape.num_kv_heads,
         columns,
         size,
-        blocks.compress_stride,
+        stride: blocks.compress_stride,
         num_slots,
-    ];
+    });
     let grid = [columns.div_ceil(POSITION_COLUMNS), 2, POSITION_PARTS];
     let dy = dy.contiguous();
     let tensors = [&dy, &documents[0], &documents[1], &partials];
     // SAFETY: `backward` checked dy's size; writes every element of the partials.
-    unsafe {
-        nsa_positions_backward_kernel().launch(grid, &tensors, &words.map(|word| word as u64))
-    }?;
+    unsafe { nsa_positions_backward_kernel().launch(grid, &tensors, &params) }?;
     let like_positions = [size, d];
     let gradients = [(GradientTarget::New, &like_positions[..]); 2];
     let [dk_positions, dv_positions] = column_sums(NAME, &partials, gradients)?;
@@ -156,25 +159,19 @@ fn backward(
     let dy = dy.contiguous();
     let heads = shape.num_heads + 2 * shape.num_kv_heads;
     let dqkv = dy.empty_contiguous(&[shape.batch, shape.seq_len, heads, d], DType::BF16);
-    let words = [
-        shape.seq_len,
-        shape.num_heads,
-        shape.num_kv_heads,
-        d,
+    let params = params!(NsaBlocksBackwardParams {
+        seq_len: shape.seq_len,
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        width: d,
         size,
-        blocks.compress_stride,
+        stride: blocks.compress_stride,
         num_slots,
-    ];
+    });
     let grid = [shape.seq_len, shape.batch, 1];
     let kernel = nsa_blocks_backward_kernel(is_mean);
     // SAFETY: sizes and types checked above; writes every element of dqkv.
-    unsafe {
-        kernel.launch(
-            grid,
-            &[&dy, &start, &end, &dqkv],
-            &words.map(|word| word as u64),
-        )
-    }?;
+    unsafe { kernel.launch(grid, &[&dy, &start, &end, &dqkv], &params) }?;
     Ok(dqkv)
 }
 

@@ -3,6 +3,7 @@ use super::{Bounds, query_ranges};
 use crate::attention::heads::Qkv;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
 use sieve_core::NsaBlocks;
@@ -40,38 +41,40 @@ pub(super) fn nsa_choose(
     let slab_queries = most.clamp(1, seq_len);
     let slab = lse.empty_contiguous(&[batch, heads, slab_queries, num_blocks], DType::F32);
     for (first, count) in query_ranges(seq_len, slab_queries) {
-        let sizes = [seq_len, shape.num_heads, heads].map(|word| word as u64);
-        let mut words = sizes.to_vec();
-        words.extend(q);
-        words.push(u64::from(softmax_scale.to_bits()));
-        let sizes = [
-            blocks.compress_block_size,
-            blocks.compress_stride,
-            blocks.select_block_size,
-            blocks.num_slots(seq_len),
-            first,
-            count,
+        let params = params!(NsaImportanceParams {
+            seq_len,
+            num_heads: shape.num_heads,
+            num_kv_heads: heads,
+            q_offset: q[0],
+            q_token_stride: q[1],
+            q_batch_stride: q[2],
+            softmax_scale,
+            compress_size: blocks.compress_block_size,
+            stride: blocks.compress_stride,
+            select_size: blocks.select_block_size,
+            num_slots: blocks.num_slots(seq_len),
+            first_query: first,
+            num_queries: count,
             num_blocks,
-        ];
-        words.extend(sizes.map(|word| word as u64));
+        });
         let tensors = [qkv.q.tensor(), compressed, lse, start, end, &slab];
         let grid = [count.div_ceil(TILE_ROWS / group), heads, batch];
         let kernel = nsa_importance_kernel(shape.head_dim);
         // SAFETY: the caller checked sizes and types; writes within the slab, which has room for `count` queries.
-        unsafe { kernel.launch(grid, &tensors, &words) }?;
-        let words = [
+        unsafe { kernel.launch(grid, &tensors, &params) }?;
+        let params = params!(NsaChooseParams {
             seq_len,
-            heads,
-            blocks.select_block_size,
-            k,
-            first,
-            count,
+            num_kv_heads: heads,
+            select_size: blocks.select_block_size,
+            num_selected: k,
+            first_query: first,
+            num_queries: count,
             num_blocks,
-        ];
+        });
         let tensors = [&slab, start, &indices];
         let grid = [count.div_ceil(CHOOSE_QUERIES), heads, batch];
         // SAFETY: reads importances that were written, writes every index of these queries.
-        unsafe { nsa_choose_kernel().launch(grid, &tensors, &words.map(|word| word as u64)) }?;
+        unsafe { nsa_choose_kernel().launch(grid, &tensors, &params) }?;
     }
     Ok(indices)
 }

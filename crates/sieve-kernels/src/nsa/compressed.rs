@@ -12,6 +12,7 @@ use crate::dma::lists::{KeyLists, TILE_QUERIES};
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::{NsaPlaceParams, params};
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::fill_zero::empty_zero;
 use burn::tensor::DType;
@@ -50,7 +51,7 @@ impl Placed {
         let tensors = [compressed, start, end, &k, &v];
         let grid = [shape.seq_len, shape.batch, 1];
         // SAFETY: `require` checked the sizes; writes every element of k and v.
-        unsafe { nsa_place_kernel(false).launch(grid, &tensors, &place_words(shape, blocks)) }?;
+        unsafe { nsa_place_kernel(false).launch(grid, &tensors, &place_params(shape, blocks)) }?;
         Ok(Self {
             qkv: Qkv {
                 q: qkv.q.clone(),
@@ -63,17 +64,16 @@ impl Placed {
     }
 }
 
-fn place_words(shape: &AttentionShape, blocks: NsaBlocks) -> [u64; 7] {
-    [
-        shape.seq_len,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        blocks.compress_block_size,
-        blocks.compress_stride,
-        blocks.num_slots(shape.seq_len),
-    ]
-    .map(|word| word as u64)
+fn place_params(shape: &AttentionShape, blocks: NsaBlocks) -> NsaPlaceParams {
+    params!(NsaPlaceParams {
+        seq_len: shape.seq_len,
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        width: shape.head_dim,
+        size: blocks.compress_block_size,
+        stride: blocks.compress_stride,
+        num_slots: blocks.num_slots(shape.seq_len),
+    })
 }
 
 fn lists(
@@ -91,20 +91,18 @@ fn lists(
     let list = new(&[batch, heads, super_blocks, capacity, 2]);
     let list_len = new(&[batch, heads, super_blocks]);
     let tile_window = new(&[batch, heads, seq_len.div_ceil(TILE_QUERIES), 2]);
-    let words = [
+    let params = params!(NsaCompressedListsParams {
         seq_len,
-        blocks.compress_block_size,
-        blocks.compress_stride,
+        size: blocks.compress_block_size,
+        stride: blocks.compress_stride,
         num_slots,
         capacity,
-    ];
+    });
     let tensors = [start, end, &list, &list_len, &tile_window];
     let grid = [super_blocks, heads, batch];
     // SAFETY: reads the bounds, writes the new tensors within their shapes; entries past a list's padding stay undefined,
     // and no reader looks there.
-    unsafe {
-        nsa_compressed_lists_kernel().launch(grid, &tensors, &words.map(|word| word as u64))
-    }?;
+    unsafe { nsa_compressed_lists_kernel().launch(grid, &tensors, &params) }?;
     Ok(KeyLists {
         list,
         // Attention does not ask how many enter.
@@ -213,9 +211,9 @@ pub fn nsa_compressed_attention_backward(
     let d_compressed = new(compressed.shape());
     let [start, end] = &documents;
     let tensors = [&dk, &dv, start, end, &d_compressed, &dqkv];
-    let words = place_words(&shape, blocks);
+    let params = place_params(&shape, blocks);
     // SAFETY: reads dk and dv, writes every element of d_compressed and the keys and values of dqkv.
-    unsafe { nsa_place_kernel(true).launch([seq_len, batch, 1], &tensors, &words) }?;
+    unsafe { nsa_place_kernel(true).launch([seq_len, batch, 1], &tensors, &params) }?;
     Ok([dqkv, d_compressed])
 }
 

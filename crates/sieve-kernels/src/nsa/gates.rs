@@ -1,6 +1,7 @@
 //! Launches of `kernels/nsa_gates*.cu`.
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
 use crate::step::vector_rows::{GradientTarget, require_words};
@@ -74,11 +75,6 @@ impl Inputs {
     fn rows(&self) -> usize {
         self.dims[..3].iter().product()
     }
-
-    fn words(&self) -> Vec<u64> {
-        let [_, _, heads, width] = self.dims;
-        [self.rows(), heads, width].map(|word| word as u64).to_vec()
-    }
 }
 
 /// `o = sum_c sigmoid(logits_c + bias_c) o_c` over the branches compressed, selected, window, bf16 `[batch, seq_len,
@@ -97,8 +93,14 @@ pub fn nsa_gates(
     let o = a.empty_contiguous(&inputs.dims, DType::BF16);
     let tensors = [a, b, c, &inputs.logits, &inputs.bias, &o];
     let words = o.num_elements() / 8;
+    let [_, _, num_heads, width] = inputs.dims;
+    let params = params!(NsaGatesParams {
+        rows: inputs.rows(),
+        num_heads,
+        width
+    });
     // SAFETY: sizes and types checked above; writes every element of o.
-    unsafe { nsa_gates_kernel().launch([words.div_ceil(256), 1, 1], &tensors, &inputs.words()) }?;
+    unsafe { nsa_gates_kernel().launch([words.div_ceil(256), 1, 1], &tensors, &params) }?;
     Ok(o)
 }
 
@@ -123,8 +125,12 @@ pub fn nsa_gates_backward(
     let d_logits = d_o.empty_contiguous(&[batch, seq_len, num_gates], DType::BF16);
     let exact = d_o.empty_contiguous(&[batch * seq_len, num_gates], DType::F32);
     let lanes = (width / 8).next_power_of_two();
-    let mut words = inputs.words();
-    words.push(lanes as u64);
+    let params = params!(NsaGatesBackwardParams {
+        rows: inputs.rows(),
+        num_heads: heads,
+        width,
+        lanes,
+    });
     let [a, b, c] = &inputs.branches;
     let [da, db, dc] = &gradients;
     let tensors = [
@@ -142,7 +148,7 @@ pub fn nsa_gates_backward(
     ];
     let grid = [inputs.rows().div_ceil(256 / lanes), 1, 1];
     // SAFETY: sizes and types checked above; writes every element of the outputs.
-    unsafe { nsa_gates_backward_kernel().launch(grid, &tensors, &words) }?;
+    unsafe { nsa_gates_backward_kernel().launch(grid, &tensors, &params) }?;
     let [bias] = column_sums(NAME, &exact, [(GradientTarget::New, &[num_gates][..])])?;
     Ok(GateGradients {
         branches: gradients,

@@ -1,6 +1,7 @@
 //! Launches of `kernels/nsa_list_counts.cu` and `kernels/nsa_lists.cu`: the queries that chose each block.
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
 use sieve_core::NsaBlocks;
@@ -44,22 +45,21 @@ impl ChoiceLists {
             choices,
             max_items,
         };
-        let words = [
+        let params = params!(NsaCellsParams {
             seq_len,
-            heads,
-            k,
-            blocks.select_block_size,
-            cells,
-            first,
-            count,
+            num_kv_heads: heads,
+            num_selected: k,
+            select_size: blocks.select_block_size,
+            num_cells: cells,
+            first_query: first,
+            num_queries: count,
             item_queries,
             max_items,
-        ]
-        .map(|word| word as u64);
+        });
         let grid = [parts, heads, batch];
         let tensors = [indices, doc_start, &counts];
         // SAFETY: indices name blocks of the query's document at or before it, whose cells are below `cells`; writes all counts.
-        unsafe { nsa_list_counts_kernel(cells).launch(grid, &tensors, &words) }?;
+        unsafe { nsa_list_counts_kernel(cells).launch(grid, &tensors, &params) }?;
         let tensors = [
             indices,
             doc_start,
@@ -69,7 +69,7 @@ impl ChoiceLists {
             &lists.num_items,
         ];
         // SAFETY: as above; there is room for every choice and for every piece of a list.
-        unsafe { nsa_lists_kernel(cells).launch(grid, &tensors, &words) }?;
+        unsafe { nsa_lists_kernel(cells).launch(grid, &tensors, &params) }?;
         Ok(lists)
     }
 }

@@ -8,6 +8,7 @@ use crate::attention::heads::{AttentionShape, Qkv};
 use crate::dma::attention_backward::convert_rows;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::{NsaSelectedAttentionForwardParams, params};
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::fill_zero::empty_zero;
 use burn::tensor::DType;
@@ -33,7 +34,7 @@ struct Work {
     documents: [CudaTensor; 2],
     indices: CudaTensor,
     blocks: NsaBlocks,
-    scale: u64,
+    softmax_scale: f32,
 }
 
 impl Work {
@@ -60,7 +61,7 @@ impl Work {
             indices: indices.contiguous(),
             shape,
             blocks,
-            scale: u64::from(softmax_scale.to_bits()),
+            softmax_scale,
         })
     }
 
@@ -107,20 +108,30 @@ impl Work {
         self.indices.empty_contiguous(&sizes, dtype)
     }
 
-    /// The params words that both attention kernels begin with.
-    fn words(&self, lists: &ChoiceLists) -> Result<Vec<u64>, KernelError> {
-        let shape = &self.shape;
-        let sizes = [shape.seq_len, shape.num_heads, shape.num_kv_heads];
-        let mut words = sizes.map(|word| word as u64).to_vec();
-        words.extend(self.qkv.words(NAME)?);
-        words.push(self.scale);
-        let sizes = [
-            self.blocks.select_block_size,
-            lists.choices,
-            lists.max_items,
-        ];
-        words.extend(sizes.map(|word| word as u64));
-        Ok(words)
+    /// What the params of both attention kernels begin with.
+    fn params(
+        &self,
+        lists: &ChoiceLists,
+    ) -> Result<NsaSelectedAttentionForwardParams, KernelError> {
+        let [q, k, v] = self.qkv.head_words(NAME)?;
+        Ok(params!(NsaSelectedAttentionForwardParams {
+            seq_len: self.shape.seq_len,
+            num_heads: self.shape.num_heads,
+            num_kv_heads: self.shape.num_kv_heads,
+            q_offset: q[0],
+            k_offset: k[0],
+            v_offset: v[0],
+            q_token_stride: q[1],
+            k_token_stride: k[1],
+            v_token_stride: v[1],
+            q_batch_stride: q[2],
+            k_batch_stride: k[2],
+            v_batch_stride: v[2],
+            softmax_scale: self.softmax_scale,
+            select_size: self.blocks.select_block_size,
+            choices: lists.choices,
+            max_items: lists.max_items,
+        }))
     }
 
     fn grid(&self, lists: &ChoiceLists) -> [usize; 3] {
@@ -137,17 +148,18 @@ impl Work {
         is_gradient: bool,
     ) -> Result<(), KernelError> {
         let shape = &self.shape;
-        let sizes = [
-            shape.seq_len,
-            shape.num_heads,
-            shape.num_kv_heads,
-            self.blocks.num_selected_blocks,
-            first,
-            count,
-        ];
-        let mut words = sizes.map(|word| word as u64).to_vec();
-        words.extend(layout);
-        words.push(self.scale);
+        let params = params!(NsaSelectedCombineParams {
+            seq_len: shape.seq_len,
+            num_heads: shape.num_heads,
+            num_kv_heads: shape.num_kv_heads,
+            num_selected: self.blocks.num_selected_blocks,
+            first_query: first,
+            num_queries: count,
+            offset: layout[0],
+            token_stride: layout[1],
+            batch_stride: layout[2],
+            softmax_scale: self.softmax_scale,
+        });
         let tensors: &[&CudaTensor] = match is_gradient {
             true => &[&self.indices, parts[0], outputs[0]],
             false => &[&self.indices, parts[0], parts[1], outputs[0], outputs[1]],
@@ -156,7 +168,7 @@ impl Work {
         let grid = [rows.div_ceil(2048 / shape.head_dim), shape.batch, 1];
         let kernel = nsa_selected_combine_kernel(shape.head_dim, is_gradient);
         // SAFETY: every choice of these queries has a part; writes the range's rows of the outputs.
-        unsafe { kernel.launch(grid, tensors, &words) }
+        unsafe { kernel.launch(grid, tensors, &params) }
     }
 }
 
@@ -198,7 +210,7 @@ pub fn nsa_selected_attention_forward(
         ];
         let kernel = nsa_selected_attention_forward_kernel(shape.head_dim);
         // SAFETY: sizes, strides and types checked above; lists name queries of the range, each choice has its part.
-        unsafe { kernel.launch(work.grid(&lists), &tensors, &work.words(&lists)?) }?;
+        unsafe { kernel.launch(work.grid(&lists), &tensors, &work.params(&lists)?) }?;
         work.combine([&parts, &part_lse], [&o, &lse], layout, range, false)?;
     }
     Ok(AttentionResult {
@@ -257,11 +269,13 @@ pub fn nsa_selected_attention_backward(
             &dk_sum,
             &dv_sum,
         ];
-        let mut words = work.words(&lists)?;
-        words.push(padded_len(seq_len) as u64);
+        let params = params!(NsaSelectedAttentionBackwardParams {
+            base: work.params(&lists)?,
+            padded_len: padded_len(seq_len),
+        });
         let kernel = nsa_selected_attention_backward_kernel(shape.head_dim);
         // SAFETY: as in the forward pass; adds to the sums, which were cleared.
-        unsafe { kernel.launch(work.grid(&lists), &tensors, &words) }?;
+        unsafe { kernel.launch(work.grid(&lists), &tensors, &params) }?;
         let grad = call.grads.q.tensor();
         work.combine([&parts, &parts], [grad, grad], dq, range, true)?;
     }

@@ -4,6 +4,7 @@
 //! queued with Burn's own, in order, without synchronisation. This is the one module that knows how.
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::{Params, words_for};
 use crate::runtime::recording::{BufferView, Hardware, Launch, MapData, RecordedTensor, Step};
 use crate::runtime::source::{KernelText, assemble_file, assemble_text};
 use cubecl::cuda::CudaRuntime;
@@ -209,8 +210,8 @@ impl SourceKernel {
         Ok(id.stable_hash())
     }
 
-    /// Queues the kernel on the stream of the first tensor: `tensors` are its pointer arguments, `words` its params
-    /// struct, both in the order of the entry point. Returns before the GPU has run it.
+    /// Queues the kernel on the stream of the first tensor: `tensors` are its pointer arguments in the order of the entry
+    /// point. Returns before the GPU has run it.
     ///
     /// On tensors of a [`Recorder`](crate::Recorder) the launch is written down instead.
     ///
@@ -220,15 +221,15 @@ impl SourceKernel {
     /// [`KernelError::Compile`], [`KernelError::Launch`], [`KernelError::DeviceLimit`].
     ///
     /// # Safety
-    /// The kernel must stay inside the given tensors for these words, grid and block, and must end.
-    pub unsafe fn launch(
+    /// The kernel must stay inside the given tensors for these params, grid and block, and must end.
+    pub(crate) unsafe fn launch(
         &self,
         grid: [usize; 3],
         tensors: &[&CudaTensor],
-        words: &[u64],
+        params: &impl Params,
     ) -> Result<(), KernelError> {
         // SAFETY: the caller's promise.
-        unsafe { self.launch_with_maps(grid, &[], tensors, words) }
+        unsafe { self.launch_with_maps(grid, &[], tensors, params) }
     }
 
     /// As [`launch`](Self::launch), with tensor maps by value before the pointers.
@@ -240,6 +241,35 @@ impl SourceKernel {
     /// As [`launch`](Self::launch); the tensors behind the maps are among `tensors`, which is what orders the launch after
     /// their writers.
     pub(crate) unsafe fn launch_with_maps(
+        &self,
+        grid: [usize; 3],
+        maps: &[TileMap<'_>],
+        tensors: &[&CudaTensor],
+        params: &impl Params,
+    ) -> Result<(), KernelError> {
+        let words = words_for(self.entry, params)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_words(grid, maps, tensors, &words) }
+    }
+
+    /// As [`launch`](Self::launch), of a kernel [given as text](Self::from_text): `words` are its params struct.
+    ///
+    /// # Errors
+    /// As [`launch`](Self::launch).
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    pub unsafe fn launch_text(
+        &self,
+        grid: [usize; 3],
+        tensors: &[&CudaTensor],
+        words: &[u64],
+    ) -> Result<(), KernelError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_words(grid, &[], tensors, words) }
+    }
+
+    unsafe fn launch_words(
         &self,
         grid: [usize; 3],
         maps: &[TileMap<'_>],

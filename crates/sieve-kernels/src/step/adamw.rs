@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::{AdamwParams, params};
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::vector_rows::require_alignment;
 use burn::tensor::DType;
@@ -81,22 +82,20 @@ pub fn adamw(tensors: AdamwTensors<'_>, step: AdamWStep) -> Result<(), KernelErr
     let grid = [size.div_ceil(BLOCK_ELEMENTS), 1, 1];
     let kernel = adamw_kernel(master);
     // SAFETY: reads and writes `size` elements of each tensor; sizes, types and layouts checked above.
-    unsafe { kernel.launch(grid, &buffers, &words(&step, size)) }
+    unsafe { kernel.launch(grid, &buffers, &params(&step, size)) }
 }
 
 /// The kernel's params struct; what can be combined is combined in f64.
-fn words(step: &AdamWStep, size: usize) -> Vec<u64> {
-    let floats = [
-        step.beta1,
-        step.beta2,
-        step.eps,
-        1.0 - step.lr * step.weight_decay,
-        step.lr / step.bias_correction1,
-        1.0 / step.bias_correction2,
-    ];
-    let mut words = vec![size as u64];
-    words.extend(floats.map(|value| u64::from((value as f32).to_bits())));
-    words
+fn params(step: &AdamWStep, size: usize) -> AdamwParams {
+    params!(AdamwParams {
+        num_elements: size,
+        beta1: step.beta1 as f32,
+        beta2: step.beta2 as f32,
+        eps: step.eps as f32,
+        decay: (1.0 - step.lr * step.weight_decay) as f32,
+        step_size: (step.lr / step.bias_correction1) as f32,
+        inverse_c2: (1.0 / step.bias_correction2) as f32,
+    })
 }
 
 /// Where the master weights are.
@@ -123,6 +122,7 @@ pub fn adamw_kernel(master: Master) -> SourceKernel {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::runtime::params::words_for;
 
     #[test]
     fn words_hold_the_combined_factors() {
@@ -136,7 +136,7 @@ mod tests {
             bias_correction2: 0.5,
         };
         let expected = [0.75f32, 0.5, 0.25, 0.75, 2.0, 2.0].map(|value| u64::from(value.to_bits()));
-        let words = words(&step, 12);
+        let words = words_for(NAME, &params(&step, 12)).expect("its own struct");
         assert_eq!(words[0], 12);
         assert_eq!(words[1..], expected);
     }

@@ -1,6 +1,7 @@
 //! Launch of `kernels/column_sums.cu`: the second half of every weight gradient that blocks sum up in parts.
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::vector_rows::GradientTarget;
 use burn::tensor::DType;
@@ -37,17 +38,17 @@ pub(crate) fn column_sums<const N: usize>(
         width,
         "the gradients divide the columns"
     );
-    let words = [
+    let params = params!(ColumnSumsParams {
         num_partials,
         width,
         split,
-        usize::from(accumulate[0]),
-        usize::from(accumulate[N - 1]),
-    ];
+        accumulate_first: accumulate[0],
+        accumulate_second: accumulate[N - 1],
+    });
     let tensors = [partials, &outputs[0], &outputs[N - 1]];
     let grid = [width.div_ceil(COLUMNS), 1, 1];
     // SAFETY: reads every partial, writes the elements of the outputs, which have `width` together.
-    unsafe { column_sums_kernel().launch(grid, &tensors, &words.map(|word| word as u64)) }?;
+    unsafe { column_sums_kernel().launch(grid, &tensors, &params) }?;
     Ok(outputs)
 }
 

@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::{require_float, require_non_empty};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::vector_rows::{WORD_ELEMENTS, require_alignment};
 use burn::tensor::DType;
@@ -107,18 +108,18 @@ fn launch(
         require_rows("dlogits", dlogits, rows)?;
     }
     let scale = gradient.map_or(0.0, |(_, scale)| scale);
-    let stride = padded_width(logits.vocab_size) as u64;
-    let words = [
-        logits.vocab_size as u64,
-        stride,
-        stride,
-        u64::from(scale.to_bits()),
-    ];
+    let stride = padded_width(logits.vocab_size);
+    let params = params!(CrossEntropyParams {
+        vocab_size: logits.vocab_size,
+        in_stride: stride,
+        out_stride: stride,
+        scale: scale,
+    });
     let mut tensors = vec![&logits.tensor, labels, losses];
     tensors.extend(gradient.map(|(dlogits, _)| &dlogits.tensor));
     let kernel = cross_entropy_kernel(is_bf16, gradient.is_some());
     // SAFETY: reads `rows` padded rows and labels, writes as many losses and, with a gradient, padded rows: all checked above.
-    unsafe { kernel.launch([rows, 1, 1], &tensors, &words) }
+    unsafe { kernel.launch([rows, 1, 1], &tensors, &params) }
 }
 
 fn require_rows(what: &'static str, logits: &LogitRows, rows: usize) -> Result<(), KernelError> {

@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::vector_rows::{GradientTarget, VectorRows};
 use burn::tensor::DType;
@@ -37,13 +38,24 @@ pub fn embedding_backward(
     let part = || dy.tensor.empty_contiguous(&[chunks, width], DType::F32);
     let (begun, ended) = (part(), part());
     let grid = [chunks, width.div_ceil(RUN_COLUMNS), 1];
-    let words = [dy.rows, vocab_size, width, dy.stride, width].map(|word| word as u64);
+    let params = params!(EmbeddingBackwardParams {
+        tokens: dy.rows,
+        vocab_size,
+        width,
+        dy_stride: dy.stride,
+        dweight_stride: width,
+    });
     let tensors = [&dy.tensor, &order, &dweight, &begun, &ended];
     // SAFETY: reads every row of dy, adds to rows of dweight, writes rows of the partial sums; sizes checked above.
-    unsafe { embedding_backward_kernel().launch(grid, &tensors, &words) }?;
-    let words = [dy.rows, vocab_size, width, width].map(|word| word as u64);
+    unsafe { embedding_backward_kernel().launch(grid, &tensors, &params) }?;
+    let params = params!(EmbeddingCarryParams {
+        tokens: dy.rows,
+        vocab_size,
+        width,
+        dweight_stride: width,
+    });
     // SAFETY: reads the partial sums that the launch before wrote, adds to rows of dweight.
-    unsafe { embedding_carry_kernel().launch(grid, &[&order, &begun, &ended, &dweight], &words) }?;
+    unsafe { embedding_carry_kernel().launch(grid, &[&order, &begun, &ended, &dweight], &params) }?;
     Ok(dweight)
 }
 
@@ -52,13 +64,14 @@ fn token_order(ids: &CudaTensor, vocab_size: usize) -> Result<CudaTensor, Kernel
     let tokens = ids.num_elements();
     let new = || ids.empty_contiguous(&[tokens, 2], DType::I32);
     let (order, scratch) = (new(), new());
-    let words = [
-        tokens as u64,
-        vocab_size as u64,
-        u64::from(num_bits(vocab_size)),
-    ];
+    let num_bits = num_bits(vocab_size);
+    let params = params!(EmbeddingOrderParams {
+        tokens,
+        vocab_size,
+        num_bits
+    });
     // SAFETY: reads the ids, writes both lists.
-    unsafe { embedding_order_kernel().launch([1, 1, 1], &[ids, &order, &scratch], &words) }?;
+    unsafe { embedding_order_kernel().launch([1, 1, 1], &[ids, &order, &scratch], &params) }?;
     Ok(order)
 }
 

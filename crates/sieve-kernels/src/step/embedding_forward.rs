@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::require_tokens;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::vector_rows::{VectorRows, WORD_ELEMENTS};
 use burn::tensor::DType;
@@ -22,16 +23,15 @@ pub fn embedding_forward(weight: &CudaTensor, ids: &CudaTensor) -> Result<CudaTe
     let weight = VectorRows::of(NAME, "weight", weight)?;
     let y = ids.empty_contiguous(&[batch, seq_len, width], DType::BF16);
     let width_words = width / WORD_ELEMENTS;
-    let words = [
+    let params = params!(EmbeddingForwardParams {
         tokens,
         vocab_size,
         width_words,
-        weight.stride / WORD_ELEMENTS,
-    ];
+        row_words: weight.stride / WORD_ELEMENTS,
+    });
     let grid = [(tokens * width_words).div_ceil(256), 1, 1];
-    let words = words.map(|word| word as u64);
     // SAFETY: reads rows of the table (ids are checked on the device), writes every element of y.
-    unsafe { embedding_forward_kernel().launch(grid, &[&weight.tensor, &ids, &y], &words) }?;
+    unsafe { embedding_forward_kernel().launch(grid, &[&weight.tensor, &ids, &y], &params) }?;
     Ok(y)
 }
 

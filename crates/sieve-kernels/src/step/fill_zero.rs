@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
 
@@ -16,8 +17,9 @@ pub fn fill_zero(tensor: &CudaTensor) -> Result<(), KernelError> {
     tensor.require_contiguous(NAME, "the tensor")?;
     let size = tensor.num_elements();
     require_non_empty(NAME, "the number of elements", size)?;
+    let params = params!(FillZeroParams { num_elements: size });
     // SAFETY: writes `size` elements of a contiguous tensor.
-    unsafe { fill_zero_kernel().launch([size.div_ceil(1024), 1, 1], &[tensor], &[size as u64]) }
+    unsafe { fill_zero_kernel().launch([size.div_ceil(1024), 1, 1], &[tensor], &params) }
 }
 
 /// The kernel.

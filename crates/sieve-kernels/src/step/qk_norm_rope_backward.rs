@@ -1,10 +1,10 @@
 //! Launches of `kernels/qk_norm_rope_backward.cu` and `column_sums.cu`.
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
 use crate::step::qk_norm_rope_forward::{BLOCK_TOKENS, Checked, PackedTokens, QkNormRope, Reuse};
-use crate::step::rms_norm_forward::with_epsilon;
 use crate::step::vector_rows::GradientTarget;
 use burn::tensor::DType;
 
@@ -51,17 +51,17 @@ pub fn qk_norm_rope_backward(
     let partials = qkv
         .tensor
         .empty_contiguous(&[blocks, 2 * qkv.head_dim], DType::F32);
-    let words = [
-        qkv.tokens,
-        args.num_heads,
-        args.num_kv_heads,
-        qkv.token_stride,
-        dy.token_stride,
+    let params = params!(QkNormRopeBackwardParams {
+        tokens: qkv.tokens,
+        num_heads: args.num_heads,
+        num_kv_heads: args.num_kv_heads,
+        in_stride: qkv.token_stride,
+        dy_stride: dy.token_stride,
         out_stride,
-        args.max_positions,
-        args.table_stride,
-    ]
-    .map(|word| word as u64);
+        max_positions: args.max_positions,
+        table_stride: args.table_stride,
+        epsilon: args.epsilon,
+    });
     let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
     let tensors = [
         &qkv.tensor,
@@ -76,11 +76,7 @@ pub fn qk_norm_rope_backward(
     ];
     // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
     unsafe {
-        qk_norm_rope_backward_kernel(qkv.head_dim, reuse).launch(
-            [blocks, 1, 1],
-            &tensors,
-            &with_epsilon(&words, args.epsilon),
-        )
+        qk_norm_rope_backward_kernel(qkv.head_dim, reuse).launch([blocks, 1, 1], &tensors, &params)
     }?;
     let shape = [qkv.head_dim];
     let targets = dweights.map(|target| (target, shape.as_slice()));

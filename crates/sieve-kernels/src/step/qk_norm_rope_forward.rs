@@ -3,8 +3,8 @@ use crate::error::KernelError;
 use crate::runtime::checks::require_tokens;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::layout::row_layout;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
-use crate::step::rms_norm_forward::with_epsilon;
 use crate::step::vector_rows::{WORD_ELEMENTS, require_alignment};
 use burn::tensor::DType;
 
@@ -63,23 +63,23 @@ pub fn qk_norm_rope_forward(
         Reuse::Copy => qkv.row_elements(),
         Reuse::InPlace => qkv.token_stride,
     };
-    let words = [
-        qkv.tokens,
-        args.num_heads,
-        args.num_kv_heads,
-        qkv.token_stride,
+    let params = params!(QkNormRopeForwardParams {
+        tokens: qkv.tokens,
+        num_heads: args.num_heads,
+        num_kv_heads: args.num_kv_heads,
+        in_stride: qkv.token_stride,
         out_stride,
-        args.max_positions,
-        args.table_stride,
-    ]
-    .map(|word| word as u64);
+        max_positions: args.max_positions,
+        table_stride: args.table_stride,
+        epsilon: args.epsilon,
+    });
     let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
     // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
     unsafe {
         qk_norm_rope_forward_kernel(qkv.head_dim, reuse).launch(
             [qkv.tokens.div_ceil(BLOCK_TOKENS), 1, 1],
             &[&qkv.tensor, q_weight, k_weight, positions, cos, sin, &out],
-            &with_epsilon(&words, args.epsilon),
+            &params,
         )
     }?;
     Ok(out)

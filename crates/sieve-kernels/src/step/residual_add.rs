@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::{require_float, require_non_empty};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::swiglu_forward::{THREADS, as_rows, vector_width};
 
@@ -21,9 +22,13 @@ pub fn residual_add(a: &CudaTensor, b: &CudaTensor) -> Result<CudaTensor, Kernel
     require_non_empty(NAME, "the number of elements", rows * width)?;
     let vector = vector_width(is_bf16, &[width, a_stride, b_stride]);
     let grid = [rows, width.div_ceil(THREADS * vector), 1];
-    let words = [width, a_stride, b_stride].map(|word| word as u64);
+    let params = params!(ResidualAddParams {
+        width,
+        a_stride,
+        b_stride
+    });
     // SAFETY: reads rows of `width` columns of both, writes every element of y; sizes were read off the tensors.
-    unsafe { residual_add_kernel(is_bf16, vector).launch(grid, &[&a, &b, &y], &words) }?;
+    unsafe { residual_add_kernel(is_bf16, vector).launch(grid, &[&a, &b, &y], &params) }?;
     Ok(y)
 }
 

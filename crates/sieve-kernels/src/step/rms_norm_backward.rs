@@ -1,9 +1,10 @@
 //! Launches of `kernels/rms_norm_backward.cu` and `column_sums.cu`.
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
-use crate::step::rms_norm_forward::{NormResidual, with_epsilon};
+use crate::step::rms_norm_forward::NormResidual;
 use crate::step::vector_rows::{GradientTarget, VectorRows};
 use burn::tensor::DType;
 
@@ -131,16 +132,17 @@ impl Call {
         tensors.extend(outputs);
         tensors.extend(y);
         let (x, dy) = (&self.x, &self.dy);
-        let words = [x.rows, x.width, x.stride, dy.stride, residual_stride].map(|word| word as u64);
+        let params = params!(RmsNormBackwardParams {
+            rows: x.rows,
+            width: x.width,
+            x_stride: x.stride,
+            dy_stride: dy.stride,
+            d_residual_stride: residual_stride,
+            epsilon: self.epsilon,
+        });
         // SAFETY: reads rows of `width` columns, writes every element of dx, of the blocks' partial sums and of y; sizes were
         // checked when this call was made.
-        unsafe {
-            kernel.launch(
-                [self.blocks, 1, 1],
-                &tensors,
-                &with_epsilon(&words, self.epsilon),
-            )
-        }
+        unsafe { kernel.launch([self.blocks, 1, 1], &tensors, &params) }
     }
 }
 

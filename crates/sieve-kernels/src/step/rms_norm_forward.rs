@@ -1,6 +1,7 @@
 //! Launch of `kernels/rms_norm_forward.cu`.
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::{RmsNormForwardParams, params};
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::vector_rows::VectorRows;
 use burn::tensor::DType;
@@ -27,16 +28,10 @@ pub fn rms_norm_forward(
     let weight = x.weight(NAME, weight)?;
     let warps = warps_per_row(NAME, x.width)?;
     let y = x.tensor.empty_contiguous(x.tensor.shape(), DType::BF16);
-    let words = [x.rows, x.width, x.stride, 0].map(|word| word as u64);
+    let params = params(&x, 0, epsilon);
     let kernel = rms_norm_forward_kernel(NormResidual::None, warps);
     // SAFETY: reads rows of `width` columns and the weight, writes every element of y; sizes checked above.
-    unsafe {
-        kernel.launch(
-            grid(x.rows, warps),
-            &[&x.tensor, &weight, &y],
-            &with_epsilon(&words, epsilon),
-        )
-    }?;
+    unsafe { kernel.launch(grid(x.rows, warps), &[&x.tensor, &weight, &y], &params) }?;
     Ok(y)
 }
 
@@ -57,14 +52,14 @@ pub fn rms_norm_residual_forward(
     let warps = warps_per_row(NAME, x.width)?;
     let new = || x.tensor.empty_contiguous(x.tensor.shape(), DType::BF16);
     let (sum, y) = (new(), new());
-    let words = [x.rows, x.width, x.stride, residual.stride].map(|word| word as u64);
+    let params = params(&x, residual.stride, epsilon);
     let kernel = rms_norm_forward_kernel(NormResidual::Added, warps);
     // SAFETY: as above; writes every element of sum and y.
     unsafe {
         kernel.launch(
             grid(x.rows, warps),
             &[&x.tensor, &residual.tensor, &sum, &weight, &y],
-            &with_epsilon(&words, epsilon),
+            &params,
         )
     }?;
     Ok((sum, y))
@@ -103,11 +98,14 @@ pub(crate) fn warps_per_row(kernel: &'static str, width: usize) -> Result<usize,
     })
 }
 
-/// The words of a params struct whose last member is an epsilon.
-pub(crate) fn with_epsilon(words: &[u64], epsilon: f32) -> Vec<u64> {
-    let mut words = words.to_vec();
-    words.push(u64::from(epsilon.to_bits()));
-    words
+fn params(x: &VectorRows, residual_stride: usize, epsilon: f32) -> RmsNormForwardParams {
+    params!(RmsNormForwardParams {
+        rows: x.rows,
+        width: x.width,
+        x_stride: x.stride,
+        residual_stride,
+        epsilon,
+    })
 }
 
 fn grid(rows: usize, warps_per_row: usize) -> [usize; 3] {
@@ -127,10 +125,5 @@ mod tests {
         assert!(warps_per_row("k", 8200).is_err());
         assert_eq!(grid(9, 1), [2, 1, 1]);
         assert_eq!(grid(9, 4), [5, 1, 1]);
-    }
-
-    #[test]
-    fn floats_travel_in_the_low_half_of_a_word() {
-        assert_eq!(with_epsilon(&[7], 1.0), [7, 0x3f80_0000]);
     }
 }

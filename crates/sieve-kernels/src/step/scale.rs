@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::{require_float, require_non_empty};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::swiglu_forward::{THREADS, as_rows, vector_width};
 use burn::tensor::DType;
@@ -22,9 +23,9 @@ pub fn scale(x: &CudaTensor, factor: &CudaTensor) -> Result<(), KernelError> {
     require_non_empty(NAME, "the number of elements", rows * width)?;
     let vector = vector_width(is_bf16, &[width, stride]);
     let grid = [rows, width.div_ceil(THREADS * vector), 1];
-    let words = [width, stride].map(|word| word as u64);
+    let params = params!(ScaleParams { width, stride });
     // SAFETY: reads and writes rows of `width` columns of x; sizes were read off the tensor.
-    unsafe { scale_kernel(is_bf16, vector).launch(grid, &[factor, &x], &words) }
+    unsafe { scale_kernel(is_bf16, vector).launch(grid, &[factor, &x], &params) }
 }
 
 /// The specialisation for an element type and a vector width (1, or 16 bytes' worth).

@@ -5,6 +5,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::vector_rows::require_alignment;
 use burn::tensor::DType;
@@ -27,7 +28,7 @@ pub fn split_master(master: &CudaTensor) -> Result<(CudaTensor, CudaTensor), Ker
         split_master_kernel(Direction::Split).launch(
             grid(size),
             &[master, &leaf, &rest],
-            &[size as u64],
+            &params!(SplitMasterParams { num_elements: size }),
         )
     }?;
     Ok((leaf, rest))
@@ -47,7 +48,7 @@ pub fn join_master(leaf: &CudaTensor, rest: &CudaTensor) -> Result<CudaTensor, K
         split_master_kernel(Direction::Join).launch(
             grid(size),
             &[leaf, rest, &master],
-            &[size as u64],
+            &params!(SplitMasterParams { num_elements: size }),
         )
     }?;
     Ok(master)

@@ -3,6 +3,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::{require_float, require_non_empty};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::vector_rows::require_alignment;
 use burn::tensor::DType;
@@ -69,13 +70,16 @@ impl FixedSum {
                 limit: room,
             });
         }
-        let words = [size as u64, self.used as u64];
+        let params = params!(SumPartialsParams {
+            num_elements: size,
+            first_partial: self.used
+        });
         // SAFETY: reads the tensor, writes `count` partial sums, for which there is room.
         unsafe {
             sum_partials_kernel(self.term, is_bf16).launch(
                 [count, 1, 1],
                 &[&x, &self.partials],
-                &words,
+                &params,
             )
         }?;
         self.used += count;
@@ -89,10 +93,17 @@ impl FixedSum {
     pub fn total(self) -> Result<CudaTensor, KernelError> {
         require_non_empty(FINISH, "the number of tensors", self.used)?;
         let total = self.partials.empty_contiguous(&[1], DType::F32);
-        let words = [self.used as u64, 0];
+        let params = params!(FinishSumParams {
+            num_partials: self.used,
+            max_norm: 0f32
+        });
         // SAFETY: reads the partial sums that were written, writes one element.
         unsafe {
-            finish_sum_kernel(SumResult::Total).launch([1, 1, 1], &[&self.partials, &total], &words)
+            finish_sum_kernel(SumResult::Total).launch(
+                [1, 1, 1],
+                &[&self.partials, &total],
+                &params,
+            )
         }?;
         Ok(total)
     }
@@ -105,13 +116,16 @@ impl FixedSum {
         require_non_empty(FINISH, "the number of tensors", self.used)?;
         let new = || self.partials.empty_contiguous(&[1], DType::F32);
         let (norm, scale) = (new(), new());
-        let words = [self.used as u64, u64::from(max_norm.to_bits())];
+        let params = params!(FinishSumParams {
+            num_partials: self.used,
+            max_norm
+        });
         // SAFETY: reads the partial sums that were written, writes two elements.
         unsafe {
             finish_sum_kernel(SumResult::ClippedNorm).launch(
                 [1, 1, 1],
                 &[&self.partials, &norm, &scale],
-                &words,
+                &params,
             )
         }?;
         Ok(ClippedNorm { norm, scale })

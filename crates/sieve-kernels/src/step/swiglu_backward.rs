@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::{require_float, require_non_empty};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::{SwigluBackwardParams, params};
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::qk_norm_rope_forward::Reuse;
 use crate::step::swiglu_forward::{THREADS, as_rows, packed_width, vector_width};
@@ -22,7 +23,7 @@ pub fn swiglu_backward(gate_up: &CudaTensor, dy: &CudaTensor) -> Result<CudaTens
         kernel.launch(
             input.grid(),
             &[&input.gate_up, &input.dy, &dgate_up],
-            &input.words(),
+            &input.params(),
         )
     }?;
     Ok(dgate_up)
@@ -56,7 +57,7 @@ pub fn swiglu_backward_with_output(
         kernel.launch(
             input.grid(),
             &[&input.gate_up, &input.dy, &dgate_up, &y],
-            &input.words(),
+            &input.params(),
         )
     }?;
     Ok((dgate_up, y))
@@ -101,8 +102,12 @@ impl Input {
         [self.rows, self.d_ff.div_ceil(THREADS * self.vector), 1]
     }
 
-    fn words(&self) -> [u64; 3] {
-        [self.d_ff, self.strides[0], self.strides[1]].map(|word| word as u64)
+    fn params(&self) -> SwigluBackwardParams {
+        params!(SwigluBackwardParams {
+            d_ff: self.d_ff,
+            row_stride: self.strides[0],
+            dy_stride: self.strides[1],
+        })
     }
 }
 

@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::{require_float, require_non_empty, uniform_rows};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 
 const NAME: &str = "swiglu_forward";
@@ -31,7 +32,7 @@ pub fn swiglu_forward(gate_up: &CudaTensor) -> Result<CudaTensor, KernelError> {
         swiglu_forward_kernel(is_bf16, vector).launch(
             grid,
             &[&gate_up, &y],
-            &[d_ff as u64, row_stride as u64],
+            &params!(SwigluForwardParams { d_ff, row_stride }),
         )
     }?;
     Ok(y)

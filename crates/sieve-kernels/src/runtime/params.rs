@@ -1,0 +1,144 @@
+//! The params structs of the kernels. Each is declared once, in its `.cu` or in a header that forms of a kernel share;
+//! `build.rs` makes the Rust structs here from that text, so a launch names every word and cannot forget or misplace one.
+use crate::error::KernelError;
+
+/// One 64-bit word of a params struct.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Word(u64);
+
+impl From<u64> for Word {
+    fn from(value: u64) -> Self {
+        Self(value)
+    }
+}
+
+impl From<usize> for Word {
+    fn from(value: usize) -> Self {
+        Self(value as u64)
+    }
+}
+
+impl From<u32> for Word {
+    fn from(value: u32) -> Self {
+        Self(u64::from(value))
+    }
+}
+
+impl From<bool> for Word {
+    fn from(value: bool) -> Self {
+        Self(u64::from(value))
+    }
+}
+
+/// The bits of an f32, which a kernel reads with `f32_word`.
+impl From<f32> for Word {
+    fn from(value: f32) -> Self {
+        Self(u64::from(value.to_bits()))
+    }
+}
+
+/// A params struct of the kernels.
+pub(crate) trait Params {
+    /// Name of the struct.
+    const NAME: &'static str;
+
+    /// Appends its words, in order.
+    fn append(&self, words: &mut Vec<u64>);
+}
+
+/// A params struct by the names of its words: `params!(ScaleParams { width, stride: rows.stride })`.
+macro_rules! params {
+    ($name:ident { $($field:ident $(: $value:expr)?),* $(,)? }) => {
+        $crate::runtime::params::$name {
+            $($field: $crate::runtime::params::params!(@word $field $(, $value)?)),*
+        }
+    };
+    (@word $field:ident, $value:expr) => { ::core::convert::Into::into($value) };
+    (@word $field:ident) => { ::core::convert::Into::into($field) };
+}
+pub(crate) use params;
+
+include!(concat!(env!("OUT_DIR"), "/kernel_params.rs"));
+
+/// The words for an entry point.
+///
+/// # Errors
+/// [`KernelError::Launch`] when the kernel takes another struct.
+pub(crate) fn words_for<P: Params>(
+    entry: &'static str,
+    params: &P,
+) -> Result<Vec<u64>, KernelError> {
+    let at = ENTRY_PARAMS.binary_search_by(|(known, _)| (*known).cmp(entry));
+    let declared = at.map_or("no struct", |at| ENTRY_PARAMS[at].1);
+    if declared != P::NAME {
+        return Err(KernelError::Launch {
+            kernel: entry,
+            reason: format!("it takes {declared} and was given {}", P::NAME),
+        });
+    }
+    let mut words = Vec::new();
+    params.append(&mut words);
+    Ok(words)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::source::kernel_files;
+
+    #[test]
+    fn words_come_in_the_order_of_the_struct() {
+        let base = params!(AttentionParams {
+            v_batch_stride: 13usize,
+            k_batch_stride: 12usize,
+            q_batch_stride: 11usize,
+            v_token_stride: 10usize,
+            k_token_stride: 9usize,
+            q_token_stride: 8usize,
+            v_offset: 7usize,
+            k_offset: 6usize,
+            q_offset: 5usize,
+            num_kv_heads: 4usize,
+            num_heads: 3usize,
+            seq_len: 2usize,
+            batch: 1usize,
+        });
+        let softmax_scale = 1.0f32;
+        let params = params!(AttentionForwardParams {
+            softmax_scale,
+            window: 14usize,
+            base
+        });
+        let words = words_for("attention_forward", &params).expect("its own struct");
+        assert_eq!(words[..14], (1..=14).collect::<Vec<u64>>());
+        assert_eq!(
+            words[14..],
+            [0x3f80_0000],
+            "an f32's bits are the low half of a word"
+        );
+    }
+
+    #[test]
+    fn another_kernels_struct_is_refused() {
+        let params = params!(FillZeroParams {
+            num_elements: 4usize
+        });
+        let error = words_for("split_master", &params)
+            .expect_err("another struct")
+            .to_string();
+        assert!(
+            error.contains("SplitMasterParams") && error.contains("FillZeroParams"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn every_kernel_declares_its_params() {
+        for file in kernel_files().filter_map(|file| file.strip_suffix(".cu")) {
+            assert!(
+                ENTRY_PARAMS.iter().any(|(entry, _)| *entry == file),
+                "{file}"
+            );
+        }
+    }
+}

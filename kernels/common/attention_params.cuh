@@ -1,0 +1,87 @@
+// attention_params: the params of the attention kernels. A portable kernel and its Hopper form take the same struct.
+#pragma once
+#include "types.cuh"
+
+// What all begin with; offsets and strides count elements.
+struct AttentionParams {
+  u64 batch, seq_len, num_heads, num_kv_heads;
+  u64 q_offset, k_offset, v_offset;
+  u64 q_token_stride, k_token_stride, v_token_stride;
+  u64 q_batch_stride, k_batch_stride, v_batch_stride;
+};
+
+struct AttentionForwardParams : AttentionParams {
+  u64 window;         // keys a query sees at most, itself included; seq_len or more: no window
+  u64 softmax_scale;  // f32 bits
+};
+
+struct AttentionRowSumsParams : AttentionForwardParams {
+  u64 padded_len;  // rows of row_stats a head
+};
+
+struct AttentionBackwardQueryParams : AttentionRowSumsParams {
+  u64 dq_offset, dq_token_stride, dq_batch_stride;
+};
+
+struct AttentionBackwardParams : AttentionParams {
+  u64 dk_offset, dv_offset;
+  u64 dk_token_stride, dv_token_stride;
+  u64 dk_batch_stride, dv_batch_stride;
+  u64 window;         // as in AttentionForwardParams
+  u64 softmax_scale;  // f32 bits
+  u64 padded_len;     // rows of row_stats and dq_sum a head
+};
+
+struct AttentionBackwardPrepareParams {
+  u64 batch, seq_len, num_heads, padded_len;
+};
+
+struct DmaAttentionForwardParams : AttentionParams {
+  u64 softmax_scale;  // f32 bits
+  u64 list_capacity;  // entries a list has room for
+  u64 tile_queries;   // queries a row of tile_window stands for; divides SUPER_BLOCK
+};
+
+struct DmaAttentionRowSumsParams : AttentionParams {
+  u64 softmax_scale;  // f32 bits
+  u64 list_capacity;  // entries a list has room for
+  u64 padded_len;     // rows of row_stats a head
+  u64 tile_queries;   // as in DmaAttentionForwardParams
+};
+
+struct DmaAttentionBackwardQueryParams : AttentionParams {
+  u64 softmax_scale;  // f32 bits
+  u64 list_capacity;  // entries a list has room for
+  u64 padded_len;     // rows of row_stats a head
+  u64 dq_offset, dq_token_stride, dq_batch_stride;
+  u64 tile_queries;   // as in DmaAttentionForwardParams
+};
+
+struct DmaAttentionBackwardParams : AttentionParams {
+  u64 softmax_scale;  // f32 bits
+  u64 padded_len;     // rows of row_stats a head
+  u64 list_capacity;  // entries a list has room for
+  u64 first_super_block;
+  u64 dq_len;         // queries of the launch: super_blocks * SUPER_BLOCK
+};
+
+struct SparseAttentionForwardParams : AttentionParams {
+  u64 num_queries, first_row, num_slots;
+  u64 query_tile, query_offset, key_tile, num_query_tiles;
+  u64 heads_per_list, heads_per_order;  // query heads that share a list, an order of keys
+  u64 tile_order, row_ptr, tile_idx, col_ptr, col_idx, key_order, query_order, windows;  // elements into mask
+  u64 softmax_scale;  // f32 bits
+};
+
+struct NsaSelectedAttentionForwardParams {
+  u64 seq_len, num_heads, num_kv_heads;
+  u64 q_offset, k_offset, v_offset;  // offsets and strides in elements
+  u64 q_token_stride, k_token_stride, v_token_stride;
+  u64 q_batch_stride, k_batch_stride, v_batch_stride;
+  u64 softmax_scale;  // f32 bits
+  u64 select_size, choices, max_items;
+};
+
+struct NsaSelectedAttentionBackwardParams : NsaSelectedAttentionForwardParams {
+  u64 padded_len;  // rows of row_stats a head
+};
