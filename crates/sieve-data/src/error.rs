@@ -318,6 +318,12 @@ pub enum DataError {
     },
 }
 
+impl From<sieve_files::FileError> for DataError {
+    fn from(error: sieve_files::FileError) -> Self {
+        Self::io(error.action, &error.path)(error.source)
+    }
+}
+
 impl DataError {
     /// For `map_err`: wraps an I/O error with what was tried on which path.
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {

@@ -45,7 +45,6 @@
     allow(clippy::unwrap_used, reason = "a test may fail by panicking")
 )]
 
-mod atomic_file;
 mod corpus;
 mod error;
 mod guard;

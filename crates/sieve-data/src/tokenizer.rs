@@ -12,9 +12,9 @@ use tokenizers::Tokenizer as HfTokenizer;
 use tokenizers::decoders::DecoderWrapper;
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::atomic_file::write_atomically;
 use crate::error::DataError;
 use crate::guard::guarded;
+use sieve_files::write_atomically;
 pub use stream::DecodeStream;
 pub use train::BpeConfig;
 use word_encoder::WordEncoder;
@@ -106,7 +106,7 @@ impl Tokenizer {
     /// # Errors
     /// A file that cannot be written.
     pub fn save(&self, path: &Path) -> Result<(), DataError> {
-        write_atomically(path, self.to_json()?.as_bytes())
+        Ok(write_atomically(path, self.to_json()?.as_bytes())?)
     }
 
     /// The text of its `tokenizer.json`.

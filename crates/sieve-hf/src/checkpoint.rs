@@ -4,8 +4,9 @@
 //! rest among them, so a damaged file is noticed and named.
 use crate::{CheckpointError, NamedTensor, TensorFile, write_tensor_file};
 use serde::{Deserialize, Serialize};
+use sieve_files::{publish_folder, sync_folder, write_synced};
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -131,7 +132,7 @@ impl Checkpoint {
         let path = folder.join(folder_name(state.step));
         let partial = folder.join(format!("{}.tmp", folder_name(state.step)));
         let result = Self::write_partial(&partial, &mut state, files)
-            .and_then(|()| publish(folder, &partial, &path));
+            .and_then(|()| Ok(publish_folder(&partial, &path)?));
         if result.is_err() {
             // Best effort: free the space that the failed attempt holds.
             let _ = fs::remove_dir_all(&partial);
@@ -173,7 +174,7 @@ impl Checkpoint {
         value["checksums"][STATE] = own.into();
         let text = serde_json::to_string_pretty(&value).expect("plain data serialises");
         write_synced(&partial.join(STATE), text.as_bytes())?;
-        sync_folder(partial)
+        Ok(sync_folder(partial)?)
     }
 
     /// Opens `path` (a `step-N` folder, a folder of them, or a run folder) and verifies every checksum.
@@ -335,33 +336,6 @@ fn previous_of(path: &Path) -> Option<PathBuf> {
         .rev()
         .find(|(step, _)| *step < own)
         .map(|(_, path)| path)
-}
-
-pub(crate) fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
-    let mut file = File::create(path).map_err(CheckpointError::io("creating", path))?;
-    std::io::Write::write_all(&mut file, bytes).map_err(CheckpointError::io("writing", path))?;
-    file.sync_all()
-        .map_err(CheckpointError::io("syncing", path))
-}
-
-pub(crate) fn sync_folder(path: &Path) -> Result<(), CheckpointError> {
-    File::open(path)
-        .and_then(|folder| folder.sync_all())
-        .map_err(CheckpointError::io("syncing", path))
-}
-
-/// Renames `partial` to `path` and makes the rename durable; a folder already there stays until the new one is in place.
-fn publish(folder: &Path, partial: &Path, path: &Path) -> Result<(), CheckpointError> {
-    let replaced = path.with_extension("old");
-    if path.exists() {
-        fs::rename(path, &replaced).map_err(CheckpointError::io("replacing", path))?;
-    }
-    fs::rename(partial, path).map_err(CheckpointError::io("renaming", partial))?;
-    sync_folder(folder)?;
-    if replaced.exists() {
-        fs::remove_dir_all(&replaced).map_err(CheckpointError::io("clearing", &replaced))?;
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -4,6 +4,9 @@ use std::path::PathBuf;
 /// An error of reading or writing weights.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
+    /// A file or folder that appears whole or not at all.
+    #[error(transparent)]
+    File(#[from] sieve_files::FileError),
     /// A file system operation failed.
     #[error("{action} {}: {source}", path.display())]
     Io {

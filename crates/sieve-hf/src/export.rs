@@ -11,11 +11,11 @@ mod shards;
 pub(crate) mod tensors;
 mod tokenizer_files;
 
-use crate::checkpoint::write_synced;
 use crate::{Checkpoint, CheckpointError, NamedTensor, write_tensor_file};
 use burn::tensor::DType;
 use folder::OutFolder;
 use sieve_core::{Attention, DmaBias, ModelShape};
+use sieve_files::write_synced;
 use std::collections::HashMap;
 use std::path::Path;
 use tensors::ExportTensor;

@@ -1,9 +1,8 @@
-//! Safetensors files, written so that a crash leaves no half file under the final name.
+//! Safetensors files.
 use crate::{CheckpointError, NamedTensor};
 use burn::tensor::{DType, TensorData};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use std::collections::HashMap;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -25,10 +24,7 @@ pub fn write_tensor_file(
     let views = views.collect::<Result<Vec<_>, _>>()?;
     let bytes = safetensors::tensor::serialize(views, metadata)
         .map_err(|error| malformed(path, &error.to_string()))?;
-    let mut file = File::create(path).map_err(CheckpointError::io("creating", path))?;
-    std::io::Write::write_all(&mut file, &bytes).map_err(CheckpointError::io("writing", path))?;
-    file.sync_all()
-        .map_err(CheckpointError::io("syncing", path))?;
+    sieve_files::write_synced(path, &bytes)?;
     Ok(format!("{:016x}", xxh3_64(&bytes)))
 }
 

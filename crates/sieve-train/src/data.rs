@@ -4,8 +4,8 @@ mod sources;
 pub(crate) mod stages;
 
 use crate::TrainError;
-use crate::lock::{Taken, try_lock};
 use sieve_core::Recipe;
+use sieve_files::{Taken, try_lock};
 pub use sources::corpus_configs;
 
 use sieve_core::recipe::{DataFormat, TokenizerSource};

@@ -143,6 +143,9 @@ pub enum TrainError {
         /// The step.
         step: u64,
     },
+    /// A file that appears whole or not at all.
+    #[error(transparent)]
+    File(#[from] sieve_files::FileError),
     /// A file of the run folder.
     #[error("{action} {}: {source}", path.display())]
     Io {

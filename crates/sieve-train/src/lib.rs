@@ -13,9 +13,7 @@ mod hardware;
 mod optimizer;
 mod segments;
 
-mod atomic;
 mod data;
-mod lock;
 mod memory;
 mod metrics;
 mod origin;

@@ -1,7 +1,7 @@
 //! `metrics.jsonl` and TensorBoard, with torchtitan's tags.
-use crate::atomic::write_atomically;
 use crate::{PeakMemory, RunFolder, SkippedStep, StepReport, TrainError, ValidationReport};
 use serde::{Deserialize, Serialize};
+use sieve_files::write_atomically;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -217,7 +217,7 @@ fn drop_later_lines(path: &Path, step: u64) -> Result<History, TrainError> {
         }
     }
     if kept != text {
-        write_atomically(path, &kept)?;
+        write_atomically(path, kept.as_bytes())?;
     }
     Ok(history)
 }

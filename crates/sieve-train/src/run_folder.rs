@@ -1,6 +1,6 @@
 //! The output folder of a run: `config.toml`, `checkpoint/step-N/`, `tb/`, `metrics.jsonl`, `log`.
 use crate::TrainError;
-use crate::lock::{Taken, try_lock};
+use sieve_files::{Taken, try_lock};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 

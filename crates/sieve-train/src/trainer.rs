@@ -10,7 +10,6 @@ pub use checkpoints::tidy_finished;
 pub use guarding::Disturbance;
 pub use stage::{loader_config, step_batch};
 
-use crate::atomic::write_atomically;
 use crate::group::{Agreement, Share};
 use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
@@ -27,6 +26,7 @@ use guarding::{GuardLog, Verdict};
 use peak::PeakWatch;
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::{Batch, Prefetch};
+use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, GuardState};
 use sieve_nn::Qwen3;
 use sieve_ops::TrainBackend;
@@ -440,7 +440,11 @@ impl<B: TrainBackend> Trainer<B> {
         if !self.writes() {
             return Ok(());
         }
-        write_atomically(&self.folder.config_path(), &self.recipe.to_toml()?)
+        let text = self.recipe.to_toml()?;
+        Ok(write_atomically(
+            &self.folder.config_path(),
+            text.as_bytes(),
+        )?)
     }
 
     /// The first writes of a run: everything that could be refused has been by now.

@@ -15,8 +15,8 @@ use hf_hub::{Cache, Repo, RepoType};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::atomic_file::write_atomically;
 use crate::error::DataError;
+use sieve_files::write_atomically;
 
 /// How to reach the hub, and where fetched files wait until they are read.
 #[derive(Clone, PartialEq, Eq)]

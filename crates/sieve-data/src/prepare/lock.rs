@@ -1,8 +1,10 @@
 //! One process at a time prepares in a folder.
 
-use std::fs::{self, File, TryLockError};
-use std::io::{ErrorKind, Seek, SeekFrom, Write};
+use std::fs::{self, File};
+use std::io::{Seek, SeekFrom, Write};
 use std::path::PathBuf;
+
+use sieve_files::{Taken, try_lock};
 
 use super::Progress;
 use crate::error::DataError;
@@ -19,24 +21,14 @@ const MARK: &[u8] = b"The files train.* and validation.* beside this one were wr
 impl Lock {
     /// Waits for it if need be.
     pub(super) fn take(path: PathBuf, progress: &dyn Fn(Progress)) -> Result<Self, DataError> {
-        let open = File::options()
-            .create(true)
-            .truncate(false)
-            .read(true)
-            .write(true)
-            .open(&path);
-        let file = open.map_err(DataError::io("create", &path))?;
-        let result = match file.try_lock() {
-            Ok(()) => Ok(()),
-            Err(TryLockError::WouldBlock) => {
+        let locked = try_lock(&path).and_then(|taken| match taken {
+            Taken::Yes(file) => Ok(file),
+            Taken::ByAnother(file) => {
                 progress(Progress::Waiting);
-                file.lock()
+                file.lock().map(|()| file)
             }
-            // Some network file systems have no locks; two processes at once are then the user's to avoid.
-            Err(TryLockError::Error(error)) if error.kind() == ErrorKind::Unsupported => Ok(()),
-            Err(TryLockError::Error(error)) => Err(error),
-        };
-        result.map_err(DataError::io("lock", &path))?;
+        });
+        let file = locked.map_err(DataError::io("lock", &path))?;
         Ok(Self { file, path })
     }
 

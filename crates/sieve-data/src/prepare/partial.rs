@@ -11,10 +11,10 @@ use serde::{Deserialize, Serialize};
 
 use super::meta::FORMAT_VERSION;
 use super::{DocumentSize, SplitMeta};
-use crate::atomic_file::{AtomicFile, temporary_name, write_atomically};
 use crate::corpus::{CorpusReport, Cursor};
 use crate::error::DataError;
 use crate::shard::ShardWriter;
+use sieve_files::{AtomicFile, temporary_name, write_atomically};
 
 pub(super) const STATE: &str = "prepare.state.json";
 const SIZES_LOG: &str = "validation.sizes";
@@ -189,7 +189,7 @@ impl Partial {
             num_held_out: self.held_out.num_records,
         };
         let json = serde_json::to_vec(&state).expect("plain numbers and strings serialise");
-        write_atomically(&self.dir.join(STATE), &json)
+        Ok(write_atomically(&self.dir.join(STATE), &json)?)
     }
 }
 
@@ -236,6 +236,6 @@ impl<const SIZE: usize> Log<SIZE> {
 
     fn push(&mut self, record: [u8; SIZE]) -> Result<(), DataError> {
         self.num_records += 1;
-        self.file.write(&record)
+        Ok(self.file.write(&record)?)
     }
 }

@@ -14,11 +14,11 @@ use super::{
     PrepareConfig, Progress, TRAIN, VALIDATION, VALIDATION_SIZES, ValidationSource, hex,
     train_names,
 };
-use crate::atomic_file::{AtomicFile, sync_dir};
 use crate::corpus::{Corpus, CorpusReport, Cursor, Documents};
 use crate::error::DataError;
 use crate::shard::{FinishedShard, TokenDtype};
 use crate::tokenizer::Tokenizer;
+use sieve_files::{AtomicFile, sync_folder};
 
 pub(super) struct Plan<'a> {
     pub(super) corpora: &'a [Corpus],
@@ -229,7 +229,7 @@ impl Plan<'_> {
             Err(error) if error.kind() != ErrorKind::NotFound => {
                 return Err(DataError::io("remove", &meta::path(dir))(error));
             }
-            _ => sync_dir(dir)?,
+            _ => sync_folder(dir)?,
         }
         names.push(VALIDATION_SIZES.to_owned());
         remove_shards_of_earlier(dir, &names)?;
@@ -237,9 +237,9 @@ impl Plan<'_> {
             shard.publish()?;
         }
         sizes_file.publish()?;
-        sync_dir(dir)?;
+        sync_folder(dir)?;
         meta_file.publish()?;
-        sync_dir(dir)?;
+        sync_folder(dir)?;
         partial::discard(dir)?;
         Ok(meta)
     }

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::{MAGIC, TokenDtype, VERSION, with_ending};
-use crate::atomic_file::{AtomicFile, FinishedFile, sync_dir, temporary_name};
 use crate::error::DataError;
+use sieve_files::{AtomicFile, FinishedFile, sync_folder, temporary_name};
 
 /// Writes `<prefix>.bin` and `<prefix>.idx` under temporary names; they get their own when all is written and fsynced.
 pub struct ShardWriter {
@@ -89,7 +89,7 @@ impl ShardWriter {
     /// Makes the documents so far durable, and has them stay under their temporary names when the writer is dropped.
     pub(crate) fn keep(&mut self) -> Result<(), DataError> {
         self.bin.keep()?;
-        self.lengths_log.keep()
+        Ok(self.lengths_log.keep()?)
     }
 
     /// Tokens so far.
@@ -140,7 +140,7 @@ impl ShardWriter {
         self.hash.update(&self.bytes);
         self.lengths.push(length);
         self.lengths_log.write(&length.to_le_bytes())?;
-        self.bin.write(&self.bytes)
+        Ok(self.bin.write(&self.bytes)?)
     }
 
     /// Writes the index, fsyncs both files and gives them their names.
@@ -150,7 +150,7 @@ impl ShardWriter {
     pub fn finish(self) -> Result<(), DataError> {
         let dir = self.prefix.parent().unwrap_or(Path::new("")).to_path_buf();
         self.finish_unnamed()?.publish()?;
-        sync_dir(&dir)
+        Ok(sync_folder(&dir)?)
     }
 
     /// Like [`finish`](Self::finish), without the names.
@@ -189,7 +189,7 @@ impl FinishedShard {
     pub(crate) fn publish(self) -> Result<(), DataError> {
         self.bin.publish()?;
         self.idx.publish()?;
-        self.lengths_log.remove()
+        Ok(self.lengths_log.remove()?)
     }
 }
 

@@ -1,8 +1,9 @@
 //! The folder of an export: claimed, filled under a temporary name, published file by file.
 use super::config::to_text;
 use crate::CheckpointError;
-use crate::checkpoint::{sync_folder, write_synced};
+
 use serde_json::{Value, json};
+use sieve_files::{sync_folder, write_synced};
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -74,7 +75,7 @@ impl OutFolder {
         self.write_marker(&now)?;
         let partial = self.path.join(PARTIAL);
         fs::remove_dir_all(&partial).map_err(CheckpointError::io("clearing", partial))?;
-        sync_folder(&self.path)
+        Ok(sync_folder(&self.path)?)
     }
 
     fn write_marker(&self, files: &BTreeSet<String>) -> Result<(), CheckpointError> {

@@ -62,15 +62,10 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         named("doc_end", signed(&batch.doc_end)),
         named("positions", signed(&batch.positions)),
     ];
-    let partial = PathBuf::from(format!("{}.tmp", args.out.display()));
-    write_tensor_file(&partial, &tensors, None)
-        .map_err(anyhow::Error::from)
-        .and_then(|_| Ok(std::fs::rename(&partial, &args.out)?))
-        .inspect_err(|_| {
-            // Best effort: the error is worth more than what is left of the file.
-            let _ = std::fs::remove_file(&partial);
-        })
-        .with_context(|| format!("writing step {} to {}", args.step, args.out.display()))?;
+    sieve_files::replace(&args.out, |partial| {
+        write_tensor_file(partial, &tensors, None)
+    })
+    .with_context(|| format!("writing step {} to {}", args.step, args.out.display()))?;
     terminal::line(&format!(
         "wrote step {}: {} rows x {} tokens, {} labels, to {}",
         args.step,

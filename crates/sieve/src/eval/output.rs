@@ -1,8 +1,7 @@
 //! Files that a measure writes when it is done.
 use anyhow::{Context, Result, bail};
-use std::fs::{self, File};
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use sieve_files::write_synced;
+use std::path::Path;
 
 /// Refuses a file that could not be written before the work is done for it.
 pub(crate) fn check(path: Option<&Path>) -> Result<()> {
@@ -34,35 +33,13 @@ pub(crate) fn check_replaceable(path: &Path) -> Result<()> {
             path.display()
         );
     }
-    let partial = partial(path);
-    File::create(&partial)
-        .and_then(|_| fs::remove_file(&partial))
-        .with_context(|| format!("cannot write {}", path.display()))
+    sieve_files::check_replaceable(path).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Writes a file whole or not at all: under another name first, then in the place of the old one.
+/// Writes a file whole or not at all.
 pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
-    // Where a link leads, so that the link stays.
-    let target = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    let partial = partial(&target);
-    File::create(&partial)
-        .and_then(|mut file| {
-            file.write_all(text.as_bytes())?;
-            file.sync_all()
-        })
-        .and_then(|()| fs::rename(&partial, &target))
-        .inspect_err(|_| {
-            // Best effort: the error is worth more than what is left of the file.
-            let _ = fs::remove_file(&partial);
-        })
+    sieve_files::replace(path, |partial| write_synced(partial, text.as_bytes()))
         .with_context(|| format!("cannot write {}", path.display()))
-}
-
-/// Beside the file, so that renaming stays on its disk.
-fn partial(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(format!(".{}.tmp", std::process::id()));
-    PathBuf::from(name)
 }
 
 /// Text without the characters that XML gives a meaning, for pictures.
@@ -75,6 +52,7 @@ pub(crate) fn escape(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     #[test]
     fn a_file_is_replaced_whole_and_links_stay() {

@@ -15,6 +15,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "sieve-ops",
             "sieve-comm",
             "sieve-core",
+            "sieve-files",
         ],
     ),
     (
@@ -42,7 +43,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ),
     ("sieve-plan", &["sieve-kernels", "sieve-cpu", "sieve-core"]),
     ("sieve-report", &["sieve-core"]),
-    ("sieve-hf", &["sieve-nn", "sieve-core"]),
+    ("sieve-hf", &["sieve-nn", "sieve-core", "sieve-files"]),
     ("sieve-nn", &["sieve-ops", "sieve-core"]),
     (
         "sieve-ops",
@@ -51,10 +52,11 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("sieve-select", &["sieve-cpu", "sieve-core"]),
     ("sieve-kernels", &["sieve-core"]),
     ("sieve-cpu", &["sieve-core"]),
-    ("sieve-data", &[]),
+    ("sieve-data", &["sieve-files"]),
     ("sieve-comm", &[]),
     ("sieve-cuda", &[]),
     ("sieve-core", &[]),
+    ("sieve-files", &[]),
     ("sieve-testing", &[]),
     ("xtask", &[]),
 ];
@@ -72,6 +74,7 @@ const WITHOUT_BURN: &[&str] = &[
     "sieve-data",
     "sieve-comm",
     "sieve-select",
+    "sieve-files",
     "sieve-testing",
     "xtask",
 ];

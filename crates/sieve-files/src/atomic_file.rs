@@ -4,16 +4,16 @@ use std::fs::{self, File};
 use std::io::{BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use crate::error::DataError;
+use crate::error::FileError;
 
 /// A file being written under `<path>.tmp`. Dropped before [`publish`](FinishedFile::publish), it leaves nothing.
-pub(crate) struct AtomicFile {
+pub struct AtomicFile {
     writer: Option<BufWriter<File>>,
     names: Names,
 }
 
 /// A whole, fsynced temporary file that only needs its name.
-pub(crate) struct FinishedFile {
+pub struct FinishedFile {
     names: Names,
 }
 
@@ -33,9 +33,13 @@ impl Drop for Names {
 }
 
 impl AtomicFile {
-    pub(crate) fn create(path: &Path) -> Result<Self, DataError> {
+    /// Begins the file under its temporary name.
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub fn create(path: &Path) -> Result<Self, FileError> {
         let temporary = temporary_name(path);
-        let file = File::create(&temporary).map_err(DataError::io("create", &temporary))?;
+        let file = File::create(&temporary).map_err(FileError::on("create", &temporary))?;
         let names = Names {
             temporary,
             path: path.to_path_buf(),
@@ -48,12 +52,15 @@ impl AtomicFile {
     }
 
     /// Goes on with the first `num_bytes` of a temporary file that [`keep`](Self::keep) left, and drops what is behind.
-    pub(crate) fn resume(path: &Path, num_bytes: u64) -> Result<Self, DataError> {
+    ///
+    /// # Errors
+    /// What the system refuses; a file shorter than `num_bytes`.
+    pub fn resume(path: &Path, num_bytes: u64) -> Result<Self, FileError> {
         let temporary = temporary_name(path);
         let mut file = File::options()
             .write(true)
             .open(&temporary)
-            .map_err(DataError::io("open", &temporary))?;
+            .map_err(FileError::on("open", &temporary))?;
         let cut = file.metadata().and_then(|metadata| {
             if metadata.len() < num_bytes {
                 return Err(std::io::Error::other("the file is shorter than it was"));
@@ -61,7 +68,7 @@ impl AtomicFile {
             file.set_len(num_bytes)?;
             file.seek(SeekFrom::End(0))
         });
-        cut.map_err(DataError::io("go on with", &temporary))?;
+        cut.map_err(FileError::on("go on with", &temporary))?;
         let names = Names {
             temporary,
             path: path.to_path_buf(),
@@ -74,82 +81,76 @@ impl AtomicFile {
     }
 
     /// Makes what was written durable, and leaves it under its temporary name when dropped.
-    pub(crate) fn keep(&mut self) -> Result<(), DataError> {
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub fn keep(&mut self) -> Result<(), FileError> {
         self.names.remove_on_drop = false;
         let writer = self
             .writer
             .as_mut()
             .expect("the writer is taken by finish alone");
         let synced = writer.flush().and_then(|()| writer.get_ref().sync_data());
-        synced.map_err(DataError::io("write", &self.names.temporary))
+        synced.map_err(FileError::on("write", &self.names.temporary))
     }
 
-    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), DataError> {
+    /// Appends `bytes`.
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub fn write(&mut self, bytes: &[u8]) -> Result<(), FileError> {
         let writer = self
             .writer
             .as_mut()
             .expect("the writer is taken by finish alone");
         writer
             .write_all(bytes)
-            .map_err(DataError::io("write", &self.names.temporary))
+            .map_err(FileError::on("write", &self.names.temporary))
     }
 
     /// Flushes and fsyncs.
-    pub(crate) fn finish(mut self) -> Result<FinishedFile, DataError> {
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub fn finish(mut self) -> Result<FinishedFile, FileError> {
         let writer = self
             .writer
             .take()
             .expect("the writer is taken by finish alone");
         let file = writer
             .into_inner()
-            .map_err(|error| DataError::io("write", &self.names.temporary)(error.into_error()))?;
+            .map_err(|error| FileError::on("write", &self.names.temporary)(error.into_error()))?;
         file.sync_all()
-            .map_err(DataError::io("fsync", &self.names.temporary))?;
+            .map_err(FileError::on("sync", &self.names.temporary))?;
         Ok(FinishedFile { names: self.names })
     }
 }
 
 impl FinishedFile {
-    /// Renames to the final name. The folder is not fsynced: see [`sync_dir`].
-    pub(crate) fn publish(mut self) -> Result<(), DataError> {
+    /// Renames to the final name. The folder is not fsynced: see [`sync_folder`](crate::sync_folder).
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub fn publish(mut self) -> Result<(), FileError> {
         fs::rename(&self.names.temporary, &self.names.path)
-            .map_err(DataError::io("rename", &self.names.temporary))?;
+            .map_err(FileError::on("rename", &self.names.temporary))?;
         self.names.remove_on_drop = false;
         Ok(())
     }
-}
 
-impl FinishedFile {
     /// Removes the temporary file: it has served.
-    pub(crate) fn remove(mut self) -> Result<(), DataError> {
+    ///
+    /// # Errors
+    /// What the system refuses.
+    pub fn remove(mut self) -> Result<(), FileError> {
         self.names.remove_on_drop = false;
         fs::remove_file(&self.names.temporary)
-            .map_err(DataError::io("remove", &self.names.temporary))
+            .map_err(FileError::on("remove", &self.names.temporary))
     }
 }
 
-/// Writes `bytes` to `path` whole or not at all, and makes the name durable.
-pub(crate) fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), DataError> {
-    let mut file = AtomicFile::create(path)?;
-    file.write(bytes)?;
-    file.finish()?.publish()?;
-    sync_dir(path.parent().unwrap_or(Path::new("")))
-}
-
-/// Makes renames inside `dir` durable.
-pub(crate) fn sync_dir(dir: &Path) -> Result<(), DataError> {
-    let dir = if dir.as_os_str().is_empty() {
-        Path::new(".")
-    } else {
-        dir
-    };
-    File::open(dir)
-        .and_then(|file| file.sync_all())
-        .map_err(DataError::io("fsync", dir))
-}
-
 /// `<path>.tmp`, in the same folder, so that the rename is atomic.
-pub(crate) fn temporary_name(path: &Path) -> PathBuf {
+pub fn temporary_name(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".tmp");
     PathBuf::from(name)
@@ -163,19 +164,11 @@ mod tests {
     fn a_dropped_file_leaves_nothing_and_the_old_one_stays() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.bin");
-        write_atomically(&path, b"old").unwrap();
+        crate::write_atomically(&path, b"old").unwrap();
         let mut file = AtomicFile::create(&path).unwrap();
         file.write(b"half").unwrap();
         drop(file);
         assert_eq!(fs::read(&path).unwrap(), b"old");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
-    }
-
-    #[test]
-    fn a_missing_folder_is_named() {
-        let error = write_atomically(Path::new("/nonexistent/x"), b"")
-            .unwrap_err()
-            .to_string();
-        assert!(error.contains("/nonexistent/x"), "{error}");
     }
 }

@@ -4,7 +4,7 @@ use std::io::{self, ErrorKind};
 use std::path::Path;
 
 /// Whose a lock is.
-pub(crate) enum Taken {
+pub enum Taken {
     /// Ours, until the file is dropped.
     Yes(File),
     /// Another process's; locking the file waits for it.
@@ -12,7 +12,10 @@ pub(crate) enum Taken {
 }
 
 /// Opens `path`, making it where it is missing, and takes its lock if nobody has it.
-pub(crate) fn try_lock(path: &Path) -> io::Result<Taken> {
+///
+/// # Errors
+/// What the system refuses.
+pub fn try_lock(path: &Path) -> io::Result<Taken> {
     let file = File::options()
         .create(true)
         .truncate(false)

@@ -1,0 +1,170 @@
+//! Whole files in one call, and the renames that make files and folders visible.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use crate::atomic_file::AtomicFile;
+use crate::error::FileError;
+
+/// Writes `bytes` to `path` in a folder of Sieve's, whole or not at all, and makes the name durable.
+///
+/// # Errors
+/// What the system refuses.
+pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
+    let mut file = AtomicFile::create(path)?;
+    file.write(bytes)?;
+    file.finish()?.publish()?;
+    sync_folder(folder_of(path))
+}
+
+/// Replaces the file at a path that a person named by what `write` puts, synced, under the temporary name it is given.
+///
+/// # Errors
+/// Those of `write`, and what the system refuses.
+pub fn replace<T, E: From<FileError>>(
+    path: &Path,
+    write: impl FnOnce(&Path) -> Result<T, E>,
+) -> Result<T, E> {
+    let (target, temporary) = target_and_temporary(path);
+    let renamed = write(&temporary).and_then(|written| {
+        fs::rename(&temporary, &target).map_err(FileError::on("rename", &temporary))?;
+        sync_folder(folder_of(&target))?;
+        Ok(written)
+    });
+    renamed.inspect_err(|_| {
+        // Best effort: the error is worth more than what is left of the file.
+        let _ = fs::remove_file(&temporary);
+    })
+}
+
+/// Whether [`replace`] can make its temporary file: makes it and removes it again.
+///
+/// # Errors
+/// What the system refuses.
+pub fn check_replaceable(path: &Path) -> Result<(), FileError> {
+    let (_, temporary) = target_and_temporary(path);
+    write_synced(&temporary, b"")?;
+    fs::remove_file(&temporary).map_err(FileError::on("remove", &temporary))
+}
+
+/// The file that `path` leads to, and the name beside it under which this process writes.
+fn target_and_temporary(path: &Path) -> (PathBuf, PathBuf) {
+    let target = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    let mut temporary = target.clone().into_os_string();
+    temporary.push(format!(".{}.tmp", std::process::id()));
+    (target, PathBuf::from(temporary))
+}
+
+/// Writes a file and syncs it, under the name given.
+///
+/// # Errors
+/// What the system refuses.
+pub fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
+    let mut file = File::create(path).map_err(FileError::on("create", path))?;
+    file.write_all(bytes)
+        .map_err(FileError::on("write", path))?;
+    file.sync_all().map_err(FileError::on("sync", path))
+}
+
+/// Makes renames inside `folder` durable; the empty path is the working folder.
+///
+/// # Errors
+/// What the system refuses.
+pub fn sync_folder(folder: &Path) -> Result<(), FileError> {
+    let folder = match folder.as_os_str().is_empty() {
+        true => Path::new("."),
+        false => folder,
+    };
+    File::open(folder)
+        .and_then(|file| file.sync_all())
+        .map_err(FileError::on("sync", folder))
+}
+
+/// Renames the folder `partial` to `path` and makes the rename durable. A folder already there stays, as `<path>.old`, until
+/// the new one is in place.
+///
+/// # Errors
+/// What the system refuses.
+pub fn publish_folder(partial: &Path, path: &Path) -> Result<(), FileError> {
+    let replaced = path.with_extension("old");
+    match fs::rename(path, &replaced) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            return Err(FileError::on("replace", path)(error));
+        }
+        _ => fs::rename(partial, path).map_err(FileError::on("rename", partial))?,
+    }
+    sync_folder(folder_of(path))?;
+    if replaced.exists() {
+        fs::remove_dir_all(&replaced).map_err(FileError::on("remove", &replaced))?;
+    }
+    Ok(())
+}
+
+/// The folder that holds `path`.
+fn folder_of(path: &Path) -> &Path {
+    path.parent().unwrap_or(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = fs::read_dir(folder).unwrap();
+        let name = |entry: io::Result<fs::DirEntry>| entry.unwrap().file_name();
+        let mut names: Vec<String> = entries
+            .map(|entry| name(entry).to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_missing_folder_is_named() {
+        let error = write_atomically(Path::new("/nonexistent/x"), b"")
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("/nonexistent/x"), "{error}");
+    }
+
+    #[test]
+    fn a_failed_replacement_leaves_the_old_file_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        replace(&path, |partial| write_synced(partial, b"old")).unwrap();
+        let failed = replace(&path, |partial| {
+            write_synced(partial, b"half")?;
+            Err::<(), _>(FileError::on("write", partial)(io::Error::other("full")))
+        });
+        failed.unwrap_err();
+        assert_eq!(fs::read(&path).unwrap(), b"old");
+        assert_eq!(names(folder.path()), ["a"]);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_link_stays_and_what_it_leads_to_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let [path, link] = ["a", "link"].map(|name| folder.path().join(name));
+        fs::write(&path, "old").unwrap();
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        replace(&link, |partial| write_synced(partial, b"new")).unwrap();
+        assert!(link.is_symlink());
+        assert_eq!(fs::read(&path).unwrap(), b"new");
+        assert_eq!(names(folder.path()), ["a", "link"]);
+    }
+
+    #[test]
+    fn a_folder_takes_the_place_of_the_old_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let [path, partial] = ["step-2", "step-2.tmp"].map(|name| folder.path().join(name));
+        for text in ["one", "two"] {
+            fs::create_dir(&partial).unwrap();
+            fs::write(partial.join("state"), text).unwrap();
+            publish_folder(&partial, &path).unwrap();
+            assert_eq!(fs::read_to_string(path.join("state")).unwrap(), text);
+            assert_eq!(names(folder.path()), ["step-2"]);
+        }
+    }
+}
