@@ -132,7 +132,11 @@ fn selectors_run_on_a_dense_checkpoint() {
         "meanpool-block=4-tau=0.3-min_prefill_tokens=0",
     ] {
         let map = fs::read(tiny.path(&format!("maps/{name}.png"))).expect("it was written");
-        assert!(map.starts_with(b"\x89PNG") && map.len() > 100);
+        let is_whole = map.starts_with(b"\x89PNG") && map.ends_with(b"IEND\xae\x42\x60\x82");
+        assert!(
+            is_whole && map[16..24].iter().any(|byte| *byte > 0),
+            "{name}"
+        );
     }
     assert_eq!(fs::read_dir(tiny.path("maps")).expect("written").count(), 4);
     let name = "streamingllm:n_init=2,min_prefill_tokens=0 (n_local)";
@@ -181,7 +185,7 @@ fn selectors_of_one_method_stand_apart() {
     assert_eq!(picture.matches("<polyline").count(), 2, "{picture}");
     assert_eq!(picture.matches("<circle").count(), 7 + 6, "{picture}");
     for block in [4, 8] {
-        let name = format!("meanpool:block={block},min_prefill_tokens=0 (tau)<");
+        let name = format!("meanpool:block={block},min_prefill_tokens=0 (tau)\n<");
         assert!(picture.contains(&name), "{name}: {picture}");
     }
     let report = json(&succeed(&mut tiny.sieve(&format!("{base}{asked} --json"))));

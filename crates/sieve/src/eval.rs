@@ -1,6 +1,7 @@
 //! `sieve eval`: how good a model is.
 
 mod attention;
+mod line_chart;
 mod mqar;
 mod needle;
 pub(crate) mod output;

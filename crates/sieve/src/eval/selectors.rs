@@ -5,6 +5,7 @@ mod labels;
 mod plot;
 mod table;
 
+use super::line_chart::Curve;
 use super::{output, text};
 use crate::device::{Device, DeviceChoice};
 use crate::out_of_memory::MemoryArgs;
@@ -291,7 +292,7 @@ impl<B: SieveBackend> Run<'_, B> {
                     Err(error) => failed.add(&sweep.label, "curve", &error.into()),
                 }
             }
-            curves.push(plot::Curve {
+            curves.push(Curve {
                 name: sweep.label,
                 points,
             });
@@ -302,7 +303,7 @@ impl<B: SieveBackend> Run<'_, B> {
             self.loaded.path.display(),
             self.loaded.state.step
         );
-        std::fs::write(path, plot::svg(&title, &curves))
+        std::fs::write(path, plot::svg(&title, curves))
             .with_context(|| format!("cannot write {}", path.display()))?;
         self.say(&format!("wrote {}", path.display()));
         Ok(())
