@@ -7,9 +7,11 @@
 mod error;
 mod frame;
 mod mesh;
+mod pieces;
 mod watch;
 mod world;
 
 pub use error::{CommError, Failure, Loss};
 pub use mesh::{Mesh, Patience};
+pub use pieces::Pieces;
 pub use world::World;

@@ -5,13 +5,15 @@ use crate::{CommError, Failure, Loss, World};
 use std::fmt;
 use std::io::{self, ErrorKind};
 use std::net::{TcpListener, TcpStream};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 const HELLO: u8 = 10;
 const WELCOME: u8 = 11;
 const REFUSED: u8 = 12;
-const SUM: u8 = 20;
+/// Numbers, to be added up or not.
+const NUMBERS: u8 = 20;
 const GATHER: u8 = 21;
 const BROADCAST: u8 = 22;
 
@@ -100,28 +102,76 @@ impl Mesh {
         &self.world
     }
 
-    /// Replaces `values` by their sums over all ranks, added in the order of the ranks. Equal bits on all ranks.
+    /// The sums of `values` over all ranks, added in the order of the ranks, with equal bits on all ranks. A rank gets those in
+    /// the ranges that `parts` gives for it, one after another; every rank must know the same ranges.
+    ///
+    /// # Errors
+    /// A rank is lost, or brings another number of values.
+    pub fn sum_parts(
+        &self,
+        mut values: Vec<f32>,
+        parts: &dyn Fn(usize) -> Vec<Range<usize>>,
+    ) -> Result<Vec<f32>, CommError> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let rank = self.world.rank;
+        if rank > 0 {
+            let first = &self.peers[0];
+            send_numbers(&first.data, NUMBERS, &values).map_err(|e| self.lost(first, &e))?;
+            values.truncate(parts(rank).iter().map(Range::len).sum());
+            self.receive_all(first, &mut values)?;
+            return Ok(values);
+        }
+        for peer in self.peers.iter() {
+            self.expect_numbers(peer, values.len())?;
+            let read = receive_numbers(&peer.data, &mut values, |sum, value| *sum += value);
+            read.map_err(|e| self.lost(peer, &e))?;
+        }
+        for peer in self.peers.iter() {
+            let part = concatenated(&values, &parts(peer.rank));
+            send_numbers(&peer.data, NUMBERS, &part).map_err(|e| self.lost(peer, &e))?;
+        }
+        Ok(concatenated(&values, &parts(0)))
+    }
+
+    /// As [`sum_parts`](Self::sum_parts), where every rank gets every sum, in place.
     ///
     /// # Errors
     /// A rank is lost, or brings another number of values.
     pub fn sum(&self, values: &mut [f32]) -> Result<(), CommError> {
+        let all = 0..values.len();
+        let sums = self.sum_parts(values.to_vec(), &|_| vec![all.clone()])?;
+        values.copy_from_slice(&sums);
+        Ok(())
+    }
+
+    /// The values of every rank, one after another; `counts` gives how many each rank brings.
+    ///
+    /// # Errors
+    /// A rank is lost, or brings another number of values.
+    pub fn gather_values(
+        &self,
+        own: &[f32],
+        counts: &dyn Fn(usize) -> usize,
+    ) -> Result<Vec<f32>, CommError> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = vec![0.0; (0..self.world.size).map(counts).sum()];
         if self.world.rank > 0 {
             let first = &self.peers[0];
-            send_numbers(&first.data, SUM, values).map_err(|e| self.lost(first, &e))?;
-            self.expect_numbers(first, values.len())?;
-            let read = receive_numbers(&first.data, values, |value, sum| *value = sum);
-            return read.map_err(|e| self.lost(first, &e));
+            send_numbers(&first.data, NUMBERS, own).map_err(|e| self.lost(first, &e))?;
+            self.receive_all(first, &mut all)?;
+            return Ok(all);
+        }
+        let (first, mut others) = all.split_at_mut(own.len());
+        first.copy_from_slice(own);
+        for peer in self.peers.iter() {
+            let (theirs, rest) = others.split_at_mut(counts(peer.rank));
+            self.receive_all(peer, theirs)?;
+            others = rest;
         }
         for peer in self.peers.iter() {
-            self.expect_numbers(peer, values.len())?;
-            let read = receive_numbers(&peer.data, values, |sum, value| *sum += value);
-            read.map_err(|e| self.lost(peer, &e))?;
+            send_numbers(&peer.data, NUMBERS, &all).map_err(|e| self.lost(peer, &e))?;
         }
-        for peer in self.peers.iter() {
-            send_numbers(&peer.data, SUM, values).map_err(|e| self.lost(peer, &e))?;
-        }
-        Ok(())
+        Ok(all)
     }
 
     /// The bytes of every rank, by rank.
@@ -191,16 +241,23 @@ impl Mesh {
         }
     }
 
+    /// As many values as there is room for.
+    fn receive_all(&self, peer: &Peer, values: &mut [f32]) -> Result<(), CommError> {
+        self.expect_numbers(peer, values.len())?;
+        let read = receive_numbers(&peer.data, values, |value, sum| *value = sum);
+        read.map_err(|e| self.lost(peer, &e))
+    }
+
     fn expect_numbers(&self, peer: &Peer, count: usize) -> Result<(), CommError> {
         let (kind, len) = receive_head(&peer.data).map_err(|e| self.lost(peer, &e))?;
-        if kind != SUM {
-            return Err(out_of_step(peer, kind, SUM));
+        if kind != NUMBERS {
+            return Err(out_of_step(peer, kind, NUMBERS));
         }
         if len != 4 * count as u64 {
             return Err(CommError::OutOfStep {
                 rank: peer.rank,
-                theirs: format!("the sum of {} values", len / 4),
-                ours: format!("the sum of {count} values"),
+                theirs: format!("{} values", len / 4),
+                ours: format!("{count} values"),
             });
         }
         Ok(())
@@ -220,9 +277,14 @@ impl Mesh {
     }
 }
 
+fn concatenated(values: &[f32], parts: &[Range<usize>]) -> Vec<f32> {
+    let parts = parts.iter().map(|part| &values[part.clone()]);
+    parts.collect::<Vec<_>>().concat()
+}
+
 fn out_of_step(peer: &Peer, theirs: u8, ours: u8) -> CommError {
     let name = |kind: u8| match kind {
-        SUM => "a sum".to_owned(),
+        NUMBERS => "numbers".to_owned(),
         GATHER => "the values of all ranks".to_owned(),
         BROADCAST => "the value of rank 0".to_owned(),
         other => format!("message {other}"),

@@ -83,6 +83,35 @@ fn sums_are_added_in_the_order_of_the_ranks_and_equal_everywhere() {
 }
 
 #[test]
+fn each_rank_gets_its_pieces_of_a_sum_and_all_ranks_all_pieces() {
+    for size in [2, 3, 4] {
+        let found = ranks(size, |mesh| {
+            let World { rank, size, .. } = *mesh.world();
+            [0, 1, 5, 200_000].map(|count| {
+                // Two tensors one after another, each with a piece for every rank.
+                let half = count / 2;
+                let parts = |rank: usize| {
+                    [0..half, half..count].map(|all| {
+                        let at = |rank| all.start + all.len() * rank / size;
+                        at(rank)..at(rank + 1)
+                    })
+                };
+                let parts = |rank| parts(rank).to_vec();
+                let own = mesh.sum_parts(values(rank, count), &parts).unwrap();
+                let mut sum = values(rank, count);
+                mesh.sum(&mut sum).unwrap();
+                assert!(own == concatenated(&sum, &parts(rank)), "{count} values");
+                let count_of = |rank: usize| parts(rank).iter().map(Range::len).sum::<usize>();
+                let all = mesh.gather_values(&own, &count_of).unwrap();
+                let expected = (0..size).flat_map(|rank| concatenated(&sum, &parts(rank)));
+                all == expected.collect::<Vec<_>>()
+            })
+        });
+        assert!(found.iter().flatten().all(|equal| *equal), "{size} ranks");
+    }
+}
+
+#[test]
 fn bytes_come_from_all_ranks_or_from_the_first() {
     let found = ranks(3, |mesh| {
         let rank = mesh.world().rank;

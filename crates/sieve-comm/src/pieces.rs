@@ -1,0 +1,86 @@
+//! Which part of a flattened tensor belongs to which rank.
+use std::ops::Range;
+
+/// Elements by which pieces grow: every piece of bf16 values begins at a multiple of 256 bytes, as kernels read them.
+const UNIT: usize = 128;
+
+/// One contiguous piece of a flattened tensor for each rank, in their order, as equal as units of 128 elements allow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pieces {
+    len: usize,
+    size: usize,
+}
+
+impl Pieces {
+    /// Of a tensor of `len` elements among `size` ranks; `None` where it is too small to give each rank a unit.
+    pub fn new(len: usize, size: usize) -> Option<Self> {
+        (size > 1 && len / UNIT >= size).then_some(Self { len, size })
+    }
+
+    /// The elements of a rank.
+    pub fn of(&self, rank: usize) -> Range<usize> {
+        self.start(rank)..self.start(rank + 1)
+    }
+
+    /// Whether all pieces have one size.
+    pub fn are_equal(&self) -> bool {
+        self.len.is_multiple_of(UNIT * self.size)
+    }
+
+    fn start(&self, rank: usize) -> usize {
+        match rank == self.size {
+            // What is no whole unit is the last rank's.
+            true => self.len,
+            false => self.len / UNIT * rank / self.size * UNIT,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_cover_a_tensor_once_and_begin_at_a_unit() {
+        let sizes = (0..700).chain([4096, 5000, 50_280 * 2048, 50_304 * 768, 1 << 33]);
+        for len in sizes {
+            for size in 1..=64 {
+                let Some(pieces) = Pieces::new(len, size) else {
+                    assert!(size == 1 || len < size * UNIT, "{len} among {size}");
+                    continue;
+                };
+                let mut end = 0;
+                let (mut least, mut most) = (usize::MAX, 0);
+                for rank in 0..size {
+                    let piece = pieces.of(rank);
+                    assert_eq!(piece.start, end, "{len} among {size}");
+                    assert!(piece.start.is_multiple_of(UNIT));
+                    least = least.min(piece.len());
+                    most = most.max(piece.len());
+                    end = piece.end;
+                }
+                assert_eq!(end, len);
+                assert!(least >= UNIT && most < least + 2 * UNIT, "{len} among {size}");
+                assert_eq!(pieces.are_equal(), least == most, "{len} among {size}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_other_pieces_hold_of_one_is_all_of_it() {
+        for len in [1024, 5000, 50_280 * 48] {
+            for (before, now) in (2..=8).flat_map(|n| (2..=8).map(move |m| (n, m))) {
+                let (before_pieces, now_pieces) = (Pieces::new(len, before), Pieces::new(len, now));
+                let (before_pieces, now_pieces) = (before_pieces.unwrap(), now_pieces.unwrap());
+                for rank in 0..now {
+                    let wanted = now_pieces.of(rank);
+                    let parts = (0..before).flat_map(|rank| {
+                        let piece = before_pieces.of(rank);
+                        piece.start.max(wanted.start)..piece.end.min(wanted.end)
+                    });
+                    assert!(parts.eq(wanted.clone()), "{len}: {before} to {now}");
+                }
+            }
+        }
+    }
+}
