@@ -152,6 +152,7 @@ pub(crate) fn write_checkpoint(folder: &Path, recipe: &Recipe, model: &Qwen3<Fle
         data_fingerprint: String::new(),
         num_threads: 1,
         sieve_version: "test".to_owned(),
+        num_shards: 1,
         checksums: Default::default(),
     };
     let files = CheckpointFiles {

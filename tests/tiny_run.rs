@@ -73,30 +73,58 @@ impl TinyRun {
         started.elapsed()
     }
 
-    /// Weights and optimizer of a checkpoint, byte for byte, and where the run stood.
-    pub(crate) fn checkpoint(&self, out: &str, step: u64) -> BTreeMap<String, Vec<u8>> {
-        let folder = self.path(out).join(format!("checkpoint/step-{step}"));
-        let read = |name: &str| {
-            let path = folder.join(name);
-            fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
-        };
-        let mut state: serde_json::Value =
-            serde_json::from_slice(&read("state.json")).expect("JSON");
+    /// Weights and optimizer of a checkpoint, byte for byte, and where the run stood. Of a checkpoint by several processes
+    /// they are put together, by the shapes of `reference`, a run of one process.
+    pub(crate) fn checkpoint_like(
+        &self,
+        out: &str,
+        reference: &str,
+        step: u64,
+    ) -> BTreeMap<String, Vec<u8>> {
+        let folder = |out: &str| self.path(out).join(format!("checkpoint/step-{step}"));
+        let [own, shapes] = [out, reference].map(|out| {
+            let found = sieve_hf::Checkpoint::open(&folder(out));
+            found.unwrap_or_else(|error| panic!("{error}"))
+        });
+        let mut found = BTreeMap::new();
+        for (file, tensors) in [
+            ("model", own.model()),
+            ("optimizer", own.optimizer()),
+        ] {
+            let tensors = tensors.expect("it was opened");
+            let whole = folder(reference).join(format!("{file}.safetensors"));
+            let whole = sieve_hf::TensorFile::open(&whole).expect("of one process");
+            assert_eq!(tensors.names(), whole.names(), "{out}");
+            for name in whole.names() {
+                let shape = whole.any_tensor(&name).expect("it is named").shape.to_vec();
+                let data = tensors.tensor(&name, &shape);
+                let data = data.unwrap_or_else(|error| panic!("{error}"));
+                found.insert(format!("{file}: {name}"), data.bytes.to_vec());
+            }
+        }
+        let mut state = own.state.clone();
         // The recipes may differ in what they may differ in.
-        state["checksums"] = serde_json::Value::Null;
-        let files = ["model.safetensors", "optimizer.safetensors"];
-        let mut found: BTreeMap<_, _> = files
-            .into_iter()
-            .map(|name| (name.to_owned(), read(name)))
-            .collect();
-        found.insert("state.json".to_owned(), state.to_string().into_bytes());
+        state.checksums.clear();
+        state.num_shards = shapes.state.num_shards;
+        found.insert("state.json".to_owned(), format!("{state:?}").into_bytes());
         found
     }
 
-    /// Asserts that two runs ended with the same weights, optimizer and place in the data, to the last bit.
+    /// The same of a run of one process.
+    pub(crate) fn checkpoint(&self, out: &str, step: u64) -> BTreeMap<String, Vec<u8>> {
+        self.checkpoint_like(out, out, step)
+    }
+
+    /// Asserts that two runs ended with the same weights, optimizer and place in the data, to the last bit; the second is one
+    /// of one process.
     pub(crate) fn assert_same_end(&self, out: &str, reference: &str) {
-        let found = self.checkpoint(out, STEPS);
-        for (name, expected) in self.checkpoint(reference, STEPS) {
+        self.assert_same_at(out, reference, STEPS);
+    }
+
+    /// The same of a step before.
+    pub(crate) fn assert_same_at(&self, out: &str, reference: &str, step: u64) {
+        let found = self.checkpoint_like(out, reference, step);
+        for (name, expected) in self.checkpoint(reference, step) {
             assert!(found[&name] == expected, "{out} and {reference}: {name}");
         }
     }

@@ -85,13 +85,10 @@ pub(crate) fn disturbed_rank(
         peak_flops: None,
         memory: MemoryProbe::Process,
     };
-    let mut trainer =
-        Trainer::new(recipe, data, folder, Origin::seed(), hardware).expect("it fits");
-    // Rank 0 alone knows when the last checkpoint is on disk.
-    let writes = mesh.as_ref().is_none_or(|mesh| mesh.world().rank == 0);
-    if let Some(mesh) = mesh {
-        trainer = trainer.join(Group::on_host(mesh)).expect("it divides");
-    }
+    let is_alone = mesh.is_none();
+    let group = mesh.map(Group::on_host);
+    let trainer = Trainer::new(recipe, data, folder, Origin::seed(), hardware, group);
+    let mut trainer = trainer.expect("it fits");
     trainer.disturb(disturbance);
     let (mut skipped, mut notices) = (Vec::new(), Vec::new());
     let (mut steps, mut losses, mut checkpoints) = (Vec::new(), Vec::new(), Vec::new());
@@ -112,7 +109,7 @@ pub(crate) fn disturbed_rank(
     let last = result
         .as_ref()
         .ok()
-        .filter(|_| writes)
+        .filter(|_| is_alone)
         .and_then(|summary| summary.checkpoint.clone());
     Outcome {
         skipped,

@@ -1,21 +1,23 @@
 //! A checkpoint: one folder `step-N` that is either whole or not there.
 //!
 //! Everything is written into `step-N.tmp`, synced, and renamed. `state.json` carries the checksum of every file, its own
-//! rest among them, so a damaged file is noticed and named.
-use crate::{CheckpointError, NamedTensor, TensorFile, write_tensor_file};
+//! rest among them, so a damaged file is noticed and named. Of several ranks each writes files of its own, with its pieces of
+//! the tensors; all of them together are read as one.
+use crate::{CheckpointError, NamedTensor, TensorFiles, write_tensor_file};
 use serde::{Deserialize, Serialize};
 use sieve_files::{publish_folder, sync_folder, write_synced};
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
+use std::io::Read;
 use std::path::{Path, PathBuf};
-use xxhash_rust::xxh3::xxh3_64;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 /// Version of the checkpoint layout; raised when an older reader would misread it.
 pub const FORMAT_VERSION: u32 = 1;
 
 const STATE: &str = "state.json";
-const MODEL: &str = "model.safetensors";
-const OPTIMIZER: &str = "optimizer.safetensors";
+const MODEL: &str = "model";
+const OPTIMIZER: &str = "optimizer";
 const RECIPE: &str = "config.toml";
 const TOKENIZER: &str = "tokenizer.json";
 
@@ -65,12 +67,23 @@ pub struct CheckpointState {
     pub num_threads: usize,
     /// Version of the program.
     pub sieve_version: String,
+    /// Ranks that wrote weights and moments, each its own files.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub num_shards: usize,
     /// XXH3 of every file beside this one; on disk also of this one without that entry.
     #[serde(default)]
     pub checksums: BTreeMap<String, String>,
 }
 
-/// What goes into a checkpoint beside its state.
+fn one() -> usize {
+    1
+}
+
+fn is_one(count: &usize) -> bool {
+    *count == 1
+}
+
+/// What goes into a checkpoint beside its state; of several ranks, what one of them writes.
 #[derive(Clone, Debug)]
 pub struct CheckpointFiles {
     /// Weights.
@@ -95,6 +108,11 @@ pub struct Checkpoint {
 /// Folder name of a step.
 fn folder_name(step: u64) -> String {
     format!("step-{step}")
+}
+
+/// Where a checkpoint is written.
+fn partial(folder: &Path, step: u64) -> PathBuf {
+    folder.join(format!("{}.tmp", folder_name(step)))
 }
 
 /// All whole checkpoints under `folder`, by ascending step.
@@ -126,55 +144,90 @@ impl Checkpoint {
     /// Any failure of the file system; then the folder under the final name is as it was before.
     pub fn write(
         folder: &Path,
-        mut state: CheckpointState,
+        state: CheckpointState,
         files: &CheckpointFiles,
     ) -> Result<PathBuf, CheckpointError> {
-        let path = folder.join(folder_name(state.step));
-        let partial = folder.join(format!("{}.tmp", folder_name(state.step)));
-        let result = Self::write_partial(&partial, &mut state, files)
-            .and_then(|()| Ok(publish_folder(&partial, &path)?));
-        if result.is_err() {
-            // Best effort: free the space that the failed attempt holds.
-            let _ = fs::remove_dir_all(&partial);
+        let step = state.step;
+        let written = Self::begin(folder, step)
+            .and_then(|()| Self::write_shard(folder, step, [0, 1], files))
+            .and_then(|checksums| Self::publish(folder, state, checksums));
+        if written.is_err() {
+            Self::discard(folder, step);
         }
-        result.map(|()| path)
+        written
     }
 
-    fn write_partial(
-        partial: &Path,
-        state: &mut CheckpointState,
-        files: &CheckpointFiles,
-    ) -> Result<(), CheckpointError> {
+    /// Makes the empty folder that a checkpoint is written into.
+    ///
+    /// # Errors
+    /// Any failure of the file system.
+    pub fn begin(folder: &Path, step: u64) -> Result<(), CheckpointError> {
+        let partial = partial(folder, step);
         if partial.exists() {
-            fs::remove_dir_all(partial).map_err(CheckpointError::io("clearing", partial))?;
+            fs::remove_dir_all(&partial).map_err(CheckpointError::io("clearing", &partial))?;
         }
-        fs::create_dir_all(partial).map_err(CheckpointError::io("creating", partial))?;
+        fs::create_dir_all(&partial).map_err(CheckpointError::io("creating", partial))
+    }
+
+    /// Writes the files of `rank`, one of `size`, into the folder that [`begin`](Self::begin) made; returns their checksums by
+    /// name. Rank 0 writes recipe and tokenizer too.
+    ///
+    /// # Errors
+    /// Any failure of the file system.
+    pub fn write_shard(
+        folder: &Path,
+        step: u64,
+        [rank, size]: [usize; 2],
+        files: &CheckpointFiles,
+    ) -> Result<BTreeMap<String, String>, CheckpointError> {
+        let partial = partial(folder, step);
         let mut checksums = BTreeMap::new();
-        for (name, text) in [
-            (RECIPE, &files.recipe_toml),
-            (TOKENIZER, &files.tokenizer_json),
-        ] {
-            write_synced(&partial.join(name), text.as_bytes())?;
-            checksums.insert(
-                name.to_owned(),
-                format!("{:016x}", xxh3_64(text.as_bytes())),
-            );
+        if rank == 0 {
+            for (name, text) in [
+                (RECIPE, &files.recipe_toml),
+                (TOKENIZER, &files.tokenizer_json),
+            ] {
+                write_synced(&partial.join(name), text.as_bytes())?;
+                let sum = format!("{:016x}", xxh3_64(text.as_bytes()));
+                checksums.insert(name.to_owned(), sum);
+            }
         }
-        checksums.insert(
-            MODEL.into(),
-            write_tensor_file(&partial.join(MODEL), &files.model, None)?,
-        );
-        if !files.optimizer.is_empty() {
-            let sum = write_tensor_file(&partial.join(OPTIMIZER), &files.optimizer, None)?;
-            checksums.insert(OPTIMIZER.into(), sum);
+        for (stem, tensors) in [(MODEL, &files.model), (OPTIMIZER, &files.optimizer)] {
+            if stem == MODEL || !tensors.is_empty() {
+                let name = TensorFiles::name(stem, rank, size);
+                let sum = write_tensor_file(&partial.join(&name), tensors, None)?;
+                checksums.insert(name, sum);
+            }
         }
+        sync_folder(&partial)?;
+        Ok(checksums)
+    }
+
+    /// Gives a checkpoint its name, once all its files are written; an existing one of the same step is replaced.
+    ///
+    /// # Errors
+    /// Any failure of the file system; then the folder under the final name is as it was before.
+    pub fn publish(
+        folder: &Path,
+        mut state: CheckpointState,
+        checksums: BTreeMap<String, String>,
+    ) -> Result<PathBuf, CheckpointError> {
+        let partial = partial(folder, state.step);
         state.checksums = checksums;
-        let mut value = serde_json::to_value(state).expect("plain data serialises");
+        let mut value = serde_json::to_value(&state).expect("plain data serialises");
         let own = checksum_without_own(&value);
         value["checksums"][STATE] = own.into();
         let text = serde_json::to_string_pretty(&value).expect("plain data serialises");
         write_synced(&partial.join(STATE), text.as_bytes())?;
-        Ok(sync_folder(partial)?)
+        sync_folder(&partial)?;
+        let path = folder.join(folder_name(state.step));
+        publish_folder(&partial, &path)?;
+        Ok(path)
+    }
+
+    /// Frees the space of a checkpoint that could not be written, as far as that can be done.
+    pub fn discard(folder: &Path, step: u64) {
+        let _ = fs::remove_dir_all(partial(folder, step));
     }
 
     /// Opens `path` (a `step-N` folder, a folder of them, or a run folder) and verifies every checksum.
@@ -228,9 +281,8 @@ impl Checkpoint {
         };
         for (name, expected) in &checkpoint.state.checksums {
             let file = path.join(name);
-            let bytes = fs::read(&file)
+            let found = checksum_of(&file)
                 .map_err(|error| damaged(file.clone(), format!("it cannot be read ({error})")))?;
-            let found = format!("{:016x}", xxh3_64(&bytes));
             if found != *expected {
                 let problem = format!("its checksum is {found}, {STATE} says {expected}");
                 return Err(damaged(file, problem));
@@ -279,21 +331,22 @@ impl Checkpoint {
     ///
     /// # Errors
     /// An unreadable file.
-    pub fn model(&self) -> Result<TensorFile, CheckpointError> {
-        TensorFile::open(&self.path.join(MODEL))
+    pub fn model(&self) -> Result<TensorFiles, CheckpointError> {
+        TensorFiles::open(&self.path, MODEL, self.state.num_shards)
     }
 
     /// The optimizer state.
     ///
     /// # Errors
     /// An unreadable file; a checkpoint of weights alone has none.
-    pub fn optimizer(&self) -> Result<TensorFile, CheckpointError> {
-        TensorFile::open(&self.path.join(OPTIMIZER))
+    pub fn optimizer(&self) -> Result<TensorFiles, CheckpointError> {
+        TensorFiles::open(&self.path, OPTIMIZER, self.state.num_shards)
     }
 
     /// Whether it holds optimizer state; one of weights alone begins with none.
     pub fn has_optimizer(&self) -> bool {
-        self.state.checksums.contains_key(OPTIMIZER)
+        let first = TensorFiles::name(OPTIMIZER, 0, self.state.num_shards);
+        self.state.checksums.contains_key(&first)
     }
 
     /// The resolved recipe as text.
@@ -308,6 +361,19 @@ impl Checkpoint {
     /// Where the tokenizer lies.
     pub fn tokenizer_path(&self) -> PathBuf {
         self.path.join(TOKENIZER)
+    }
+}
+
+/// XXH3 of a file, read piece by piece.
+fn checksum_of(path: &Path) -> std::io::Result<String> {
+    let mut file = File::open(path)?;
+    let mut sum = Xxh3::new();
+    let mut piece = vec![0; 1 << 20];
+    loop {
+        match file.read(&mut piece)? {
+            0 => return Ok(format!("{:016x}", sum.digest())),
+            len => sum.update(&piece[..len]),
+        }
     }
 }
 

@@ -119,6 +119,7 @@ pub fn import<B: Backend>(
         data_fingerprint: String::new(),
         num_threads: 1,
         sieve_version: env!("CARGO_PKG_VERSION").to_owned(),
+        num_shards: 1,
         checksums: BTreeMap::new(),
     };
     let files = CheckpointFiles {

@@ -3,6 +3,7 @@
 mod error;
 mod parameters;
 mod tensor_file;
+mod tensor_files;
 
 mod checkpoint;
 mod loaded_model;
@@ -18,6 +19,7 @@ pub use export::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, ExportReport, 
 pub use import::{ImportReport, import, imported_shape};
 pub use loaded_model::{LoadedModel, load_model};
 pub use parameters::{
-    NamedTensor, TensorSource, load_parameters, named_parameters, parameter_names,
+    NamedTensor, PartSource, TensorSource, load_parameters, named_parameters, parameter_names,
 };
 pub use tensor_file::{TensorFile, write_tensor_file};
+pub use tensor_files::TensorFiles;

@@ -2,6 +2,7 @@
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
+use std::ops::Range;
 
 /// One parameter on the host.
 #[derive(Clone, Debug)]
@@ -14,6 +15,10 @@ pub struct NamedTensor {
 
 /// Finds a tensor by name and shape.
 pub type TensorSource<'a, E> = dyn FnMut(&str, &[usize]) -> Result<TensorData, E> + 'a;
+
+/// The same, or some of the tensor's flattened elements.
+pub type PartSource<'a, E> =
+    dyn FnMut(&str, &[usize], Option<Range<usize>>) -> Result<TensorData, E> + 'a;
 
 /// All float parameters, copied to the host, in module order.
 pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<NamedTensor> {

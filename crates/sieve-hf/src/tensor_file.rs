@@ -1,6 +1,7 @@
 //! Safetensors files.
 use crate::{CheckpointError, NamedTensor};
 use burn::tensor::{DType, TensorData};
+use memmap2::Mmap;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -28,26 +29,42 @@ pub fn write_tensor_file(
     Ok(format!("{:016x}", xxh3_64(&bytes)))
 }
 
-/// A safetensors file held in memory.
+/// A safetensors file, mapped: what is read of it is in memory, and no more.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
-    bytes: Vec<u8>,
+    /// `None` of an empty file, which no system maps.
+    map: Option<Mmap>,
+}
+
+/// A tensor as a file holds it.
+pub(crate) struct Stored<'a> {
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) bytes: &'a [u8],
 }
 
 impl TensorFile {
-    /// Reads a file whole and checks its header.
+    /// Maps a file and checks its header.
     ///
     /// # Errors
     /// An unreadable file, or one that is not safetensors.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
-        let bytes = std::fs::read(path).map_err(CheckpointError::io("reading", path))?;
-        SafeTensors::deserialize(&bytes)
-            .map_err(|error| malformed(path, &format!("not a safetensors file: {error}")))?;
-        Ok(Self {
+        let file = File::open(path).map_err(CheckpointError::io("reading", path))?;
+        let metadata = file.metadata();
+        let len = metadata.map_err(CheckpointError::io("reading", path))?.len();
+        let map = match len {
+            0 => None,
+            // SAFETY: checkpoints are renamed into place and removed, never written again.
+            _ => Some(unsafe { Mmap::map(&file) }.map_err(CheckpointError::io("mapping", path))?),
+        };
+        let file = Self {
             path: path.to_owned(),
-            bytes,
-        })
+            map,
+        };
+        SafeTensors::deserialize(file.bytes())
+            .map_err(|error| malformed(path, &format!("not a safetensors file: {error}")))?;
+        Ok(file)
     }
 
     /// Where the file lies.
@@ -55,13 +72,12 @@ impl TensorFile {
         &self.path
     }
 
-    /// Checksum of the bytes, as [`write_tensor_file`] returns it.
-    pub fn checksum(&self) -> String {
-        format!("{:016x}", xxh3_64(&self.bytes))
+    fn bytes(&self) -> &[u8] {
+        self.map.as_deref().unwrap_or(&[])
     }
 
     fn tensors(&self) -> SafeTensors<'_> {
-        SafeTensors::deserialize(&self.bytes)
+        SafeTensors::deserialize(self.bytes())
             .expect("the header was checked when the file was opened")
     }
 
@@ -82,14 +98,11 @@ impl TensorFile {
     /// # Errors
     /// [`CheckpointError::OtherModel`] when it is missing or has another shape; an unknown dtype.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<TensorData, CheckpointError> {
-        let data = self.any_tensor(name)?;
-        if data.shape.to_vec() != shape {
-            return Err(self.other_model(format!(
-                "tensor {name} is {:?}, the model wants {shape:?}",
-                data.shape.to_vec()
-            )));
+        let stored = self.stored(name)?;
+        if stored.shape != shape {
+            return Err(self.other_shape(name, &stored.shape, shape));
         }
-        Ok(data)
+        Ok(stored.data())
     }
 
     /// One tensor of whatever shape.
@@ -97,25 +110,57 @@ impl TensorFile {
     /// # Errors
     /// [`CheckpointError::OtherModel`] when it is missing; an unknown dtype.
     pub fn any_tensor(&self, name: &str) -> Result<TensorData, CheckpointError> {
+        Ok(self.stored(name)?.data())
+    }
+
+    /// One tensor where it lies.
+    pub(crate) fn stored(&self, name: &str) -> Result<Stored<'_>, CheckpointError> {
+        let found = self.find(name)?;
+        found.ok_or_else(|| self.other_model(format!("tensor {name} is missing")))
+    }
+
+    /// The same; `None` where it is missing.
+    pub(crate) fn find(&self, name: &str) -> Result<Option<Stored<'_>>, CheckpointError> {
         let tensors = self.tensors();
-        let view = tensors
-            .tensor(name)
-            .map_err(|_| self.other_model(format!("tensor {name} is missing")))?;
+        let Ok(view) = tensors.tensor(name) else {
+            return Ok(None);
+        };
         let dtype = from_safetensors(view.dtype()).ok_or_else(|| {
             malformed(
                 &self.path,
                 &format!("tensor {name} has dtype {:?}", view.dtype()),
             )
         })?;
-        let bytes = burn::tensor::Bytes::from_bytes_vec(view.data().to_vec());
-        Ok(TensorData::from_bytes(bytes, view.shape().to_vec(), dtype))
+        Ok(Some(Stored {
+            dtype,
+            shape: view.shape().to_vec(),
+            bytes: view.data(),
+        }))
     }
 
-    fn other_model(&self, problem: String) -> CheckpointError {
+    pub(crate) fn other_shape(
+        &self,
+        name: &str,
+        found: &[usize],
+        wanted: &[usize],
+    ) -> CheckpointError {
+        self.other_model(format!(
+            "tensor {name} is {found:?}, the model wants {wanted:?}"
+        ))
+    }
+
+    pub(crate) fn other_model(&self, problem: String) -> CheckpointError {
         CheckpointError::OtherModel {
             path: self.path.clone(),
             problem,
         }
+    }
+}
+
+impl Stored<'_> {
+    fn data(&self) -> TensorData {
+        let bytes = burn::tensor::Bytes::from_bytes_vec(self.bytes.to_vec());
+        TensorData::from_bytes(bytes, self.shape.clone(), self.dtype)
     }
 }
 

@@ -147,12 +147,14 @@ pub enum KernelError {
         "CUDA: the library libcublasLt was not found\n  hint: install the CUDA toolkit, or `pip install nvidia-cublas`, and put its folder on LD_LIBRARY_PATH"
     )]
     NoCublasLt,
-    /// NCCL is not on this machine, or under no name that is looked for.
+    /// NCCL is not on this machine, or lacks a function.
     #[error(
-        "CUDA: the library libnccl was not found, which several processes on GPUs need
-  hint: install libnccl-dev; or `pip install nvidia-nccl-cu13`, make a link libnccl.so to its libnccl.so.2, and put the link's folder on LD_LIBRARY_PATH"
+        "CUDA: the library libnccl, which several processes on GPUs need, cannot be used: {reason}\n  hint: install libnccl2, or `pip install nvidia-nccl-cu13` and put the folder of its libnccl.so.2 on LD_LIBRARY_PATH"
     )]
-    NoNccl,
+    NoNccl {
+        /// What the loader said of each name.
+        reason: String,
+    },
     /// CUPTI, which traces kernels, is missing or refuses.
     #[error(
         "CUDA: kernels cannot be traced: {reason}\n  hint: install the CUDA toolkit, or `pip install nvidia-cuda-cupti`, put the folder of libcupti.so on LD_LIBRARY_PATH, and run no other profiler"

@@ -82,7 +82,9 @@ pub use runtime::host_copy::{HostCopy, HostReader};
 pub use runtime::kernel_trace::{KernelRecord, KernelTotal, KernelTrace, TraceResult};
 pub use runtime::layout::{RowLayout, contiguous_strides, row_layout, strides_are_contiguous};
 pub use runtime::memory_watch::{MemoryPeak, memory_peak, unwatch_memory, watch_memory};
-pub use runtime::nccl::{NCCL_ID_BYTES, NcclGroup, nccl_id, require_nccl};
+pub use runtime::nccl::{
+    NCCL_ID_BYTES, NcclGroup, NcclPiece, NcclWork, RankRanges, nccl_id, require_nccl,
+};
 pub use runtime::probe::{CudaReport, DeviceReport, memory_bytes, probe};
 pub use runtime::recording::{BufferView, Hardware, Launch, MapData, Recorder, Recording, Step};
 pub use runtime::source::{KernelText, kernel_file, kernel_files};

@@ -16,9 +16,9 @@ pub enum TrainError {
     /// The other processes of the run.
     #[error(transparent)]
     Comm(#[from] sieve_comm::CommError),
-    /// Sums over all ranks on their devices.
-    #[error("adding up gradients over all ranks: {0}")]
-    Sum(String),
+    /// What all ranks do together on their devices.
+    #[error("adding up gradients and gathering weights over all ranks: {0}")]
+    Collective(String),
     /// The device did not give its tensors.
     #[error("reading weights and moments from the device: {0}")]
     Device(String),

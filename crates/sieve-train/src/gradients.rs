@@ -1,18 +1,23 @@
 //! Gradients of all parameters, added up over micro-batches.
+use crate::collectives::Primitive;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
-use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use sieve_hf::NamedTensor;
 use sieve_ops::{OptimizerBackend, TrainBackend};
 use std::collections::HashMap;
 
-type Primitive<B> =
-    <<B as AutodiffBackend>::InnerBackend as burn::tensor::backend::BackendTypes>::FloatTensorPrimitive;
-
 /// One gradient per parameter. Looked up by id; walked only in module order, so sums have a fixed order.
 #[derive(Debug)]
 pub struct GradientBuffer<B: TrainBackend> {
-    by_id: HashMap<ParamId, Primitive<B>>,
+    by_id: HashMap<ParamId, Gradient<B>>,
+}
+
+/// A gradient.
+#[derive(Debug)]
+pub(crate) struct Gradient<B: TrainBackend> {
+    pub(crate) values: Primitive<B>,
+    /// Whether it is this rank's piece alone, flat.
+    pub(crate) is_piece: bool,
 }
 
 impl<B: TrainBackend> Default for GradientBuffer<B> {
@@ -32,34 +37,35 @@ impl<B: TrainBackend> GradientBuffer<B> {
         });
     }
 
-    /// Removes and returns the gradients of `module`, in module order.
-    pub(crate) fn take_all<M: Module<B>>(&mut self, module: &M) -> Vec<(ParamId, Primitive<B>)> {
-        let mut taker = Taker {
-            buffer: self,
-            found: Vec::new(),
-        };
-        module.visit(&mut taker);
-        taker.found
-    }
-
-    /// Holds these gradients.
-    pub(crate) fn put(&mut self, gradients: impl IntoIterator<Item = (ParamId, Primitive<B>)>) {
-        self.by_id.extend(gradients);
+    /// Holds a gradient.
+    ///
+    /// # Panics
+    /// There is one already: it came after the sum of all had begun.
+    pub(crate) fn put(&mut self, id: ParamId, gradient: Gradient<B>) {
+        let held = self.by_id.insert(id, gradient);
+        assert!(held.is_none(), "a gradient came after its sum had begun");
     }
 
     /// Removes and returns one gradient.
-    pub(crate) fn take<const D: usize>(
-        &mut self,
-        id: ParamId,
-    ) -> Option<Tensor<B::InnerBackend, D>> {
-        let primitive = self.by_id.remove(&id)?;
-        Some(Tensor::from_primitive(TensorPrimitive::Float(primitive)))
+    pub(crate) fn take(&mut self, id: ParamId) -> Option<Gradient<B>> {
+        self.by_id.remove(&id)
     }
 
     /// Euclidean norm over all gradients of `module`, `[1]`.
     pub fn norm<M: Module<B>>(&self, module: &M, device: &B::Device) -> Tensor<B::InnerBackend, 1> {
+        self.norm_of(module, device, true)
+    }
+
+    /// The same over pieces alone, or also over `whole` gradients, which all ranks hold.
+    pub(crate) fn norm_of<M: Module<B>>(
+        &self,
+        module: &M,
+        device: &B::Device,
+        whole: bool,
+    ) -> Tensor<B::InnerBackend, 1> {
         let mut all = All {
             buffer: self,
+            whole,
             found: Vec::new(),
         };
         module.visit(&mut all);
@@ -91,10 +97,17 @@ impl<B: TrainBackend> GradientBuffer<B> {
             _ => gradient,
         };
         let sum = match self.take(id) {
-            Some(held) => held + gradient,
+            Some(held) => {
+                Tensor::<B::InnerBackend, D>::from_primitive(TensorPrimitive::Float(held.values))
+                    + gradient
+            }
             None => gradient,
         };
-        self.by_id.insert(id, sum.into_primitive().tensor());
+        let gradient = Gradient {
+            values: sum.into_primitive().tensor(),
+            is_piece: false,
+        };
+        self.by_id.insert(id, gradient);
     }
 }
 
@@ -113,25 +126,16 @@ impl<B: TrainBackend> ModuleVisitor<B> for Collector<'_, B> {
 
 struct All<'a, B: TrainBackend> {
     buffer: &'a GradientBuffer<B>,
+    whole: bool,
     found: Vec<Primitive<B>>,
 }
 
 impl<B: TrainBackend> ModuleVisitor<B> for All<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        self.found.extend(self.buffer.by_id.get(&param.id).cloned());
-    }
-}
-
-struct Taker<'a, B: TrainBackend> {
-    buffer: &'a mut GradientBuffer<B>,
-    found: Vec<(ParamId, Primitive<B>)>,
-}
-
-impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        let gradient = self.buffer.by_id.remove(&param.id);
+        let gradient = self.buffer.by_id.get(&param.id);
+        let gradient = gradient.filter(|gradient| self.whole || gradient.is_piece);
         self.found
-            .extend(gradient.map(|gradient| (param.id, gradient)));
+            .extend(gradient.map(|gradient| gradient.values.clone()));
     }
 }
 
@@ -142,10 +146,10 @@ struct Reader<'a, B: TrainBackend> {
 
 impl<B: TrainBackend> ModuleVisitor<B> for Reader<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        let gradient = self.buffer.by_id.get(&param.id).cloned();
+        let gradient = self.buffer.by_id.get(&param.id);
         self.found.push(gradient.map(|gradient| {
-            Tensor::<B::InnerBackend, D>::from_primitive(TensorPrimitive::Float(gradient))
-                .into_data()
+            let values = TensorPrimitive::Float(gradient.values.clone());
+            Tensor::<B::InnerBackend, D>::from_primitive(values).into_data()
         }));
     }
 }

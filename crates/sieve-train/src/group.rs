@@ -1,26 +1,40 @@
-//! One rank's part in a run of several processes: which rows it reads, and what it adds up with the others.
+//! One rank's part in a run of several processes: which rows it reads, and what it does together with the others.
+//!
+//! A step in ZeRO-1 (arXiv:1910.02054): the gradients of a segment are added up over all ranks as soon as the last
+//! micro-batch has added to them, beside the rest of the backward pass, and each rank gets the sums of its pieces. Norms are
+//! those of all pieces. Each rank updates its pieces; the leaves are gathered beside the updates that follow and beside the
+//! next forward pass, which waits for each segment's leaves before it reads them.
+use crate::collectives::{Collectives, OnHost, Pending};
+use crate::gradients::Gradient;
+use crate::optimizer::Updated;
+use crate::segment::Segment;
+use crate::segments::BesidePass;
 use crate::{GradientBuffer, TrainError};
-use burn::module::Module;
-use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::ops::FloatTensorOps;
-use burn::tensor::{Tensor, TensorData, TensorMetadata, TensorPrimitive};
-use sieve_comm::{CommError, Mesh};
+use burn::module::{ModuleMapper, Param, ParamId};
+use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
+use sieve_comm::{CommError, Mesh, Pieces};
+use sieve_nn::Qwen3;
 use sieve_ops::TrainBackend;
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 
-type Primitive<B> =
-    <<B as AutodiffBackend>::InnerBackend as burn::tensor::backend::BackendTypes>::FloatTensorPrimitive;
+/// Sums that may be under way at a time: each holds the gradients of a segment until it ends.
+const MAX_SUMS: usize = 2;
 
-/// Replaces tensors by their sums over all ranks. All ranks give the same shapes in the same order.
-pub type SumOverRanks<B> = Box<dyn Fn(Vec<Primitive<B>>) -> Result<Vec<Primitive<B>>, TrainError>>;
-
-/// The ranks that train one model together. Each holds the whole model and takes every step; gradients are added up.
+/// The ranks that train one model together. Each holds the whole model and takes every step.
 pub struct Group<B: TrainBackend> {
     mesh: Arc<Mesh>,
-    sum: SumOverRanks<B>,
+    collectives: Box<dyn Collectives<B>>,
+    /// Whether the present micro-batch is its step's last.
+    is_last: bool,
+    /// Gradients on their way, first begun first.
+    sums: VecDeque<(Vec<(ParamId, bool)>, Pending<B>)>,
+    /// Leaves on their way.
+    leaves: BTreeMap<Segment, (Vec<ParamId>, Pending<B>)>,
 }
 
-/// Which of how many ranks reads rows.
+/// Which of how many ranks this is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Share {
     pub(crate) rank: usize,
@@ -30,6 +44,17 @@ pub(crate) struct Share {
 impl Share {
     /// A run in one process.
     pub(crate) const ALL: Self = Self { rank: 0, size: 1 };
+
+    /// How a parameter of this shape is cut; `None` for vectors and small matrices, which every rank updates whole.
+    pub(crate) fn pieces(&self, shape: &[usize]) -> Option<Pieces> {
+        let count = shape.iter().product();
+        (shape.len() > 1).then(|| Pieces::new(count, self.size))?
+    }
+
+    /// This rank's piece of such a parameter.
+    pub(crate) fn range(&self, shape: &[usize]) -> Option<Range<usize>> {
+        Some(self.pieces(shape)?.of(self.rank))
+    }
 }
 
 /// What all ranks know of a step before they take it.
@@ -39,45 +64,25 @@ pub(crate) struct Agreement {
     pub(crate) num_labels: usize,
     /// Whether some rank was asked to stop.
     pub(crate) stops: bool,
+    /// Whether all ranks have written their files of a checkpoint.
+    pub(crate) all_written: bool,
 }
 
 impl<B: TrainBackend> Group<B> {
-    /// Ranks whose tensors are added up by `sum`.
-    pub fn new(mesh: Arc<Mesh>, sum: SumOverRanks<B>) -> Self {
-        Self { mesh, sum }
+    /// Ranks that work together on their tensors by `collectives`.
+    pub fn new(mesh: Arc<Mesh>, collectives: Box<dyn Collectives<B>>) -> Self {
+        Self {
+            mesh,
+            collectives,
+            is_last: false,
+            sums: VecDeque::new(),
+            leaves: BTreeMap::new(),
+        }
     }
 
     /// Ranks whose tensors are added up on the host, in the order of the ranks.
     pub fn on_host(mesh: Arc<Mesh>) -> Self {
-        let sums = mesh.clone();
-        let sum = move |tensors: Vec<Primitive<B>>| {
-            let mut shapes = Vec::with_capacity(tensors.len());
-            let mut values = Vec::<f32>::new();
-            let device = tensors.first().map(B::InnerBackend::float_device);
-            for tensor in tensors {
-                let shape = tensor.shape();
-                let count = shape.num_elements();
-                let flat = B::InnerBackend::float_reshape(tensor, [count].into());
-                let flat =
-                    Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(flat));
-                values.extend(flat.into_data().iter::<f32>());
-                shapes.push((shape, count));
-            }
-            sums.sum(&mut values)?;
-            let Some(device) = device else {
-                return Ok(Vec::new());
-            };
-            let mut rest = values.as_slice();
-            let summed = shapes.into_iter().map(|(shape, count)| {
-                let (own, others) = rest.split_at(count);
-                rest = others;
-                let data = TensorData::new(own.to_vec(), [count]);
-                let flat = Tensor::<B::InnerBackend, 1>::from_data(data, &device);
-                B::InnerBackend::float_reshape(flat.into_primitive().tensor(), shape)
-            });
-            Ok(summed.collect())
-        };
-        Self::new(mesh, Box::new(sum))
+        Self::new(mesh.clone(), Box::new(OnHost(mesh)))
     }
 
     pub(crate) fn share(&self) -> Share {
@@ -88,19 +93,81 @@ impl<B: TrainBackend> Group<B> {
         }
     }
 
-    /// Adds up the gradients of `module` and the loss over all ranks.
-    pub(crate) fn reduce<M: Module<B>>(
-        &self,
-        module: &M,
+    /// A micro-batch begins; in the last of a step gradients are added up over all ranks.
+    pub(crate) fn begin(&mut self, is_last: bool) {
+        self.is_last = is_last;
+    }
+
+    /// Waits for the sums of all gradients.
+    pub(crate) fn finish_sums(&mut self, gradients: &mut GradientBuffer<B>) -> Result<(), TrainError> {
+        self.finish_sums_but(0, gradients)
+    }
+
+    fn finish_sums_but(
+        &mut self,
+        under_way: usize,
         gradients: &mut GradientBuffer<B>,
+    ) -> Result<(), TrainError> {
+        while self.sums.len() > under_way {
+            let Some((places, pending)) = self.sums.pop_front() else {
+                break;
+            };
+            for ((id, is_piece), values) in places.into_iter().zip(pending()?) {
+                gradients.put(id, Gradient { values, is_piece });
+            }
+        }
+        Ok(())
+    }
+
+    /// The loss of all ranks, and the norm of their gradients of `model`, `[1]` each.
+    pub(crate) fn totals(
+        &self,
         loss: Tensor<B::InnerBackend, 1>,
+        model: &Qwen3<B>,
+        gradients: &GradientBuffer<B>,
+        device: &B::Device,
+    ) -> Result<(Tensor<B::InnerBackend, 1>, Tensor<B::InnerBackend, 1>), TrainError> {
+        // What all ranks hold is counted by rank 0.
+        let own = gradients.norm_of(model, device, self.share().rank == 0);
+        let sums = self.sum_of(Tensor::cat(vec![loss, own.clone() * own], 0))?;
+        let [loss, square] = [0, 1].map(|place| sums.clone().slice([place..place + 1]));
+        Ok((loss, square.sqrt()))
+    }
+
+    /// The sum of a small tensor over all ranks.
+    pub(crate) fn sum_of(
+        &self,
+        values: Tensor<B::InnerBackend, 1>,
     ) -> Result<Tensor<B::InnerBackend, 1>, TrainError> {
-        let (ids, mut tensors): (Vec<_>, Vec<_>) = gradients.take_all(module).into_iter().unzip();
-        tensors.push(loss.into_primitive().tensor());
-        let mut summed = (self.sum)(tensors)?;
-        let loss = summed.pop().expect("as many as were given");
-        gradients.put(ids.into_iter().zip(summed));
-        Ok(Tensor::from_primitive(TensorPrimitive::Float(loss)))
+        let pending = self
+            .collectives
+            .sum(vec![(values.into_primitive().tensor(), None)])?;
+        let sum = pending()?.pop().expect("as many as were given");
+        Ok(Tensor::from_primitive(TensorPrimitive::Float(sum)))
+    }
+
+    /// Begins to gather the leaves of a segment, of which each rank has updated its pieces.
+    pub(crate) fn gather_leaves(
+        &mut self,
+        segment: Segment,
+        updated: Updated<B>,
+    ) -> Result<(), TrainError> {
+        let (ids, pieces): (Vec<_>, Vec<_>) = updated.into_iter().unzip();
+        if !ids.is_empty() {
+            let pending = self.collectives.gather(pieces)?;
+            self.leaves.insert(segment, (ids, pending));
+        }
+        Ok(())
+    }
+
+    /// Waits for the leaves of all segments. Nothing but a forward pass may read a leaf before.
+    pub(crate) fn finish_leaves(&mut self, model: &mut Option<Qwen3<B>>) -> Result<(), TrainError> {
+        let under_way = self.leaves.keys().copied().collect::<Vec<_>>();
+        let Some(model) = model else {
+            return Ok(());
+        };
+        let mut segments = under_way.into_iter();
+        segments.try_for_each(|segment| self.before(model, segment))
     }
 
     /// What all ranks together know of the step after `step`; `mean_loss` is the guard's, which must be the same for all.
@@ -113,12 +180,14 @@ impl<B: TrainBackend> Group<B> {
         mean_loss: f32,
         own: Agreement,
     ) -> Result<Agreement, TrainError> {
-        let (labels, stops) = (own.num_labels as u64, u64::from(own.stops));
-        let words = [step, u64::from(mean_loss.to_bits()), labels, stops];
+        let labels = own.num_labels as u64;
+        let flags = u64::from(own.stops) | u64::from(own.all_written) << 1;
+        let words = [step, u64::from(mean_loss.to_bits()), labels, flags];
         let all = self.gather(&words.map(u64::to_le_bytes).concat())?;
         let mut sum = Agreement {
             num_labels: 0,
             stops: false,
+            all_written: true,
         };
         for (rank, bytes) in all.iter().enumerate() {
             let word = |place: usize| {
@@ -140,7 +209,8 @@ impl<B: TrainBackend> Group<B> {
                 return Err(apart(rank, mean(theirs), mean(ours)));
             }
             sum.num_labels += word(2) as usize;
-            sum.stops |= word(3) != 0;
+            sum.stops |= word(3) & 1 != 0;
+            sum.all_written &= word(3) & 2 != 0;
         }
         Ok(sum)
     }
@@ -175,6 +245,60 @@ impl<B: TrainBackend> Group<B> {
         let text = number.map_or(String::new(), |number| number.to_string());
         let text = self.mesh.broadcast(text.as_bytes())?;
         Ok(String::from_utf8_lossy(&text).parse().ok())
+    }
+}
+
+impl<B: TrainBackend> BesidePass<B> for Group<B> {
+    fn before(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
+        let Some((ids, pending)) = self.leaves.remove(&segment) else {
+            return Ok(());
+        };
+        let leaves = pending()?;
+        if !leaves.is_empty() {
+            let mut next = Leaves(ids.into_iter().zip(leaves).collect());
+            *model = segment.map(model.clone(), &mut next);
+        }
+        Ok(())
+    }
+
+    fn after(
+        &mut self,
+        model: &Qwen3<B>,
+        segment: Segment,
+        gradients: &mut GradientBuffer<B>,
+    ) -> Result<(), TrainError> {
+        if !self.is_last {
+            return Ok(());
+        }
+        let share = self.share();
+        let mut places = Vec::new();
+        let mut tensors = Vec::new();
+        for id in segment.ids(model) {
+            if let Some(Gradient { values, .. }) = gradients.take(id) {
+                let pieces = share.pieces(&values.shape());
+                places.push((id, pieces.is_some()));
+                tensors.push((values, pieces));
+            }
+        }
+        self.sums.push_back((places, self.collectives.sum(tensors)?));
+        self.finish_sums_but(MAX_SUMS, gradients)
+    }
+}
+
+/// Puts leaves in their places.
+struct Leaves<B: TrainBackend>(HashMap<ParamId, crate::collectives::Primitive<B>>);
+
+impl<B: TrainBackend> ModuleMapper<B> for Leaves<B> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let (id, tensor, mapper) = param.consume();
+        let tensor = match self.0.remove(&id) {
+            Some(leaf) => {
+                let leaf = Tensor::from_primitive(TensorPrimitive::Float(leaf));
+                Tensor::<B, D>::from_inner(leaf).require_grad()
+            }
+            None => tensor,
+        };
+        Param::from_mapped_value(id, tensor, mapper)
     }
 }
 

@@ -5,12 +5,14 @@
 mod error;
 
 mod attention_statistics;
+mod collectives;
 mod device_batch;
 mod gradients;
 mod group;
 mod guard;
 mod hardware;
 mod optimizer;
+mod segment;
 mod segments;
 
 mod data;
@@ -25,11 +27,12 @@ mod unigram;
 mod validation;
 
 pub use attention_statistics::AttentionStatistics;
+pub use collectives::{Collectives, Gathered, Pending, Primitive};
 pub use data::{DataEvent, DataSource, RowSource, TrainingData, corpus_configs};
 pub use device_batch::DeviceBatch;
 pub use error::TrainError;
 pub use gradients::GradientBuffer;
-pub use group::{Group, SumOverRanks};
+pub use group::Group;
 pub use hardware::{DeviceMemory, Hardware, MemoryProbe, PeakMemory, Precision};
 pub use metrics::last_validation;
 pub use optimizer::{AdamW, OptimizerSnapshot};

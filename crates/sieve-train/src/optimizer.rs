@@ -1,26 +1,38 @@
 //! AdamW over all parameters of a model.
-use crate::GradientBuffer;
+use crate::collectives::Gathered;
+use crate::gradients::Gradient;
+use crate::group::Share;
+use crate::segment::Segment;
+use crate::{GradientBuffer, TrainError};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 use sieve_core::recipe::OptimizerSection;
-use sieve_hf::{NamedTensor, TensorSource};
+use sieve_hf::{NamedTensor, PartSource};
+use sieve_nn::Qwen3;
 use sieve_ops::{
     AdamWStep, AdamWTensors, OptimizerBackend, Snapshot, SnapshotReader, TrainBackend,
 };
 use std::collections::HashMap;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 /// Moments of every parameter, and what its f32 master has beyond the model's bf16 where the model holds that. Matrices (rank 2 and more) decay;
 /// norms, gates and scales do not.
+///
+/// Of several ranks each updates its piece of every matrix and holds moments and rests of that piece alone (ZeRO-1,
+/// arXiv:1910.02054); what is too small to be cut, all of them update alike.
 #[derive(Debug)]
 pub struct AdamW<B: TrainBackend> {
     settings: OptimizerSection,
+    share: Share,
     num_updates: u64,
     moments: HashMap<ParamId, Moments<B>>,
     /// What [`sieve_ops::split_master`] returned beside the leaf.
     masters: HashMap<ParamId, Inner<B>>,
+    /// This rank's piece of each leaf that is cut, flat: a copy, which updates change before all ranks gather the leaf.
+    pieces: HashMap<ParamId, Inner<B>>,
 }
 
 #[derive(Debug)]
@@ -34,11 +46,18 @@ type Inner<B> = <<B as burn::tensor::backend::AutodiffBackend>::InnerBackend as 
 impl<B: TrainBackend> AdamW<B> {
     /// Zero moments, made at each parameter's first update.
     pub fn new(settings: OptimizerSection) -> Self {
+        Self::of_share(settings, Share::ALL)
+    }
+
+    /// As [`new`](Self::new), for one of several ranks.
+    pub(crate) fn of_share(settings: OptimizerSection, share: Share) -> Self {
         Self {
             settings,
+            share,
             num_updates: 0,
             moments: HashMap::new(),
             masters: HashMap::new(),
+            pieces: HashMap::new(),
         }
     }
 
@@ -49,7 +68,8 @@ impl<B: TrainBackend> AdamW<B> {
         module.map(&mut ToBf16 { optimizer: self })
     }
 
-    /// Takes hold of weights and moments as they stand, to be read on any thread.
+    /// Takes hold of weights and moments as they stand, to be read on any thread. Of several ranks each takes its pieces, and
+    /// rank 0 what is not cut.
     ///
     /// On a GPU with room for a second copy nothing is read now: updates that follow write to copies. Without that room every
     /// tensor is read before this returns.
@@ -57,7 +77,15 @@ impl<B: TrainBackend> AdamW<B> {
     /// # Panics
     /// The device reports an error, also one of work queued before.
     pub fn snapshot<M: Module<B>>(&self, module: &M, device: &B::Device) -> OptimizerSnapshot {
-        let parameters = parameter_ids(module);
+        let share = self.share;
+        let parameters = parameter_ids(module).into_iter().filter_map(|parameter| {
+            let (name, id, shape) = parameter;
+            match share.range(&shape) {
+                Some(range) => Some((name, id, vec![range.len()])),
+                None => (share.rank == 0).then_some((name, id, shape)),
+            }
+        });
+        let parameters = parameters.collect::<Vec<_>>();
         let elements = parameters
             .iter()
             .map(|(_, _, shape)| shape.iter().product::<usize>());
@@ -84,7 +112,7 @@ impl<B: TrainBackend> AdamW<B> {
         taker.wait();
         let names = parameters.into_iter();
         OptimizerSnapshot {
-            num_updates: self.num_updates,
+            num_updates: (share.rank == 0).then_some(self.num_updates),
             weights: names
                 .zip(weights)
                 .map(|((name, _, shape), values)| (name, shape, values))
@@ -101,6 +129,32 @@ impl<B: TrainBackend> AdamW<B> {
         grad_scale: Tensor<B::InnerBackend, 1>,
         lr: f64,
     ) -> M {
+        module.map(&mut self.begin(gradients, grad_scale, lr))
+    }
+
+    /// As [`step`](Self::step), segment by segment; `updated` gets the pieces of each, to gather its leaves from.
+    pub(crate) fn step_by_segment(
+        &mut self,
+        mut model: Qwen3<B>,
+        gradients: &mut GradientBuffer<B>,
+        grad_scale: Tensor<B::InnerBackend, 1>,
+        lr: f64,
+        updated: &mut dyn FnMut(Segment, Updated<B>) -> Result<(), TrainError>,
+    ) -> Result<Qwen3<B>, TrainError> {
+        let mut update = self.begin(gradients, grad_scale, lr);
+        for segment in Segment::all(&model) {
+            model = segment.map(model, &mut update);
+            updated(segment, std::mem::take(&mut update.updated))?;
+        }
+        Ok(model)
+    }
+
+    fn begin<'a>(
+        &'a mut self,
+        gradients: &'a mut GradientBuffer<B>,
+        grad_scale: Tensor<B::InnerBackend, 1>,
+        lr: f64,
+    ) -> Update<'a, B> {
         self.num_updates += 1;
         let OptimizerSection {
             beta1, beta2, eps, ..
@@ -115,15 +169,17 @@ impl<B: TrainBackend> AdamW<B> {
             bias_correction1: 1.0 - beta1.powi(power),
             bias_correction2: 1.0 - beta2.powi(power),
         };
-        module.map(&mut Update {
+        Update {
             optimizer: self,
             gradients,
-            grad_scale,
+            grad_scale: grad_scale.into_primitive().tensor(),
             step,
-        })
+            updated: Vec::new(),
+        }
     }
 
-    /// Restores the optimizer's part of a [`snapshot`](Self::snapshot); `read` finds a tensor by name and shape.
+    /// Restores the optimizer's part of a [`snapshot`](Self::snapshot); `read` finds a tensor by name and shape, or some of its
+    /// flattened elements.
     ///
     /// # Errors
     /// The first error of `read`.
@@ -131,9 +187,9 @@ impl<B: TrainBackend> AdamW<B> {
         &mut self,
         module: &M,
         device: &B::Device,
-        read: &mut TensorSource<'_, E>,
+        read: &mut PartSource<'_, E>,
     ) -> Result<(), E> {
-        let updates = read(NUM_UPDATES, &[1])?;
+        let updates = read(NUM_UPDATES, &[1], None)?;
         self.num_updates = updates.iter::<i64>().next().unwrap_or(0) as u64;
         self.moments.clear();
         if self.num_updates == 0 {
@@ -141,12 +197,17 @@ impl<B: TrainBackend> AdamW<B> {
             return Ok(());
         }
         for (name, id, shape) in parameter_ids(module) {
+            let range = self.share.range(&shape);
             let mut part = |part: &str| -> Result<Inner<B>, E> {
-                let mut data = read(&format!("{name}.{part}"), &shape)?;
-                data.shape = [shape.iter().product::<usize>()].into();
+                let mut data = read(&format!("{name}.{part}"), &shape, range.clone())?;
+                let own = match &range {
+                    Some(range) => vec![range.len()],
+                    None => shape.clone(),
+                };
+                data.shape = [own.iter().product::<usize>()].into();
                 let flat = Tensor::<B::InnerBackend, 1>::from_data(data, device);
                 let flat = flat.into_primitive().tensor();
-                Ok(B::InnerBackend::float_reshape(flat, shape.clone().into()))
+                Ok(B::InnerBackend::float_reshape(flat, own.into()))
             };
             let moments = Moments {
                 exp_avg: part(EXP_AVG)?,
@@ -188,23 +249,24 @@ impl<B: TrainBackend> burn::module::ModuleVisitor<B> for Ids<B> {
     }
 }
 
+/// Leaves of a segment that were updated in pieces.
+pub(crate) type Updated<B> = Vec<(ParamId, Gathered<B>)>;
+
 struct Update<'a, B: TrainBackend> {
     optimizer: &'a mut AdamW<B>,
     gradients: &'a mut GradientBuffer<B>,
-    grad_scale: Tensor<B::InnerBackend, 1>,
+    grad_scale: Inner<B>,
     step: AdamWStep,
+    updated: Updated<B>,
 }
 
-impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let (id, tensor, mapper) = param.consume();
-        let Some(gradient) = self.gradients.take::<D>(id) else {
-            return Param::from_mapped_value(id, tensor, mapper);
-        };
-        let leaf = tensor.inner();
-        let (param, leaf) = match self.optimizer.masters.remove(&id) {
-            Some(master) => (master, Some(leaf.into_primitive().tensor())),
-            None => (leaf.into_primitive().tensor(), None),
+impl<B: TrainBackend> Update<'_, B> {
+    /// The next leaf, whole or of this rank's piece.
+    fn leaf(&mut self, id: ParamId, leaf: Inner<B>, gradient: Inner<B>, decays: bool) -> Inner<B> {
+        let optimizer = &mut *self.optimizer;
+        let (param, leaf) = match optimizer.masters.remove(&id) {
+            Some(master) => (master, Some(leaf)),
+            None => (leaf, None),
         };
         let zeros = || {
             let dtype = match &leaf {
@@ -212,24 +274,17 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
                 None => param.dtype(),
             };
             let device = B::InnerBackend::float_device(&param);
-            Tensor::<B::InnerBackend, D>::zeros(param.shape(), (&device, dtype))
-                .into_primitive()
-                .tensor()
+            B::InnerBackend::float_zeros(param.shape(), &device, dtype.into())
         };
         let Moments {
             exp_avg,
             exp_avg_sq,
-        } = self
-            .optimizer
-            .moments
-            .remove(&id)
-            .unwrap_or_else(|| Moments {
-                exp_avg: zeros(),
-                exp_avg_sq: zeros(),
-            });
-        let decays = D >= 2;
+        } = optimizer.moments.remove(&id).unwrap_or_else(|| Moments {
+            exp_avg: zeros(),
+            exp_avg_sq: zeros(),
+        });
         let weight_decay = if decays {
-            self.optimizer.settings.weight_decay
+            optimizer.settings.weight_decay
         } else {
             0.0
         };
@@ -243,22 +298,58 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
             weight_decay,
             ..self.step
         };
-        let next = sieve_ops::adamw(tensors, gradient, self.grad_scale.clone(), step);
+        let next = B::InnerBackend::adamw(tensors, gradient, self.grad_scale.clone(), step);
         let moments = Moments {
             exp_avg: next.exp_avg,
             exp_avg_sq: next.exp_avg_sq,
         };
-        self.optimizer.moments.insert(id, moments);
-        let leaf = match next.leaf {
+        optimizer.moments.insert(id, moments);
+        match next.leaf {
             Some(leaf) => {
-                self.optimizer.masters.insert(id, next.param);
+                optimizer.masters.insert(id, next.param);
                 leaf
             }
             None => next.param,
-        };
-        let leaf = Tensor::from_primitive(TensorPrimitive::Float(leaf));
-        Param::from_mapped_value(id, Tensor::<B, D>::from_inner(leaf).require_grad(), mapper)
+        }
     }
+}
+
+impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let (id, tensor, mapper) = param.consume();
+        let Some(Gradient { values, is_piece }) = self.gradients.take(id) else {
+            return Param::from_mapped_value(id, tensor, mapper);
+        };
+        let decays = D >= 2;
+        if !is_piece {
+            let leaf = self.leaf(id, tensor.inner().into_primitive().tensor(), values, decays);
+            let leaf = Tensor::from_primitive(TensorPrimitive::Float(leaf));
+            let leaf = Tensor::<B, D>::from_inner(leaf).require_grad();
+            return Param::from_mapped_value(id, leaf, mapper);
+        }
+        let share = self.optimizer.share;
+        let pieces = share.pieces(&tensor.dims()).expect("its gradient is cut");
+        let whole = tensor.clone().inner().into_primitive().tensor();
+        let piece = self.optimizer.pieces.remove(&id);
+        let piece = piece.unwrap_or_else(|| cut::<B>(whole.clone(), pieces.of(share.rank)));
+        let piece = self.leaf(id, piece, values, decays);
+        self.optimizer.pieces.insert(id, piece.clone());
+        let gathered = Gathered {
+            piece,
+            whole,
+            pieces,
+        };
+        self.updated.push((id, gathered));
+        Param::from_mapped_value(id, tensor, mapper)
+    }
+}
+
+/// Some elements of a tensor, flat.
+fn cut<B: TrainBackend>(whole: Inner<B>, range: Range<usize>) -> Inner<B> {
+    let count = whole.shape().num_elements();
+    let flat = B::InnerBackend::float_reshape(whole, [count].into());
+    let flat = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(flat));
+    flat.slice([range]).into_primitive().tensor()
 }
 
 struct ToBf16<'a, B: TrainBackend> {
@@ -268,7 +359,14 @@ struct ToBf16<'a, B: TrainBackend> {
 impl<B: TrainBackend> ModuleMapper<B> for ToBf16<'_, B> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let (id, tensor, mapper) = param.consume();
-        let (leaf, rest) = sieve_ops::split_master(tensor.inner());
+        let range = self.optimizer.share.range(&tensor.dims());
+        let (leaf, mut rest) = sieve_ops::split_master(tensor.inner());
+        if let Some(range) = range {
+            let whole = leaf.clone().into_primitive().tensor();
+            let piece = cut::<B>(whole, range.clone());
+            self.optimizer.pieces.insert(id, piece);
+            rest = cut::<B>(rest, range);
+        }
         self.optimizer.masters.insert(id, rest);
         Param::from_mapped_value(id, Tensor::from_inner(leaf).require_grad(), mapper)
     }
@@ -277,7 +375,8 @@ impl<B: TrainBackend> ModuleMapper<B> for ToBf16<'_, B> {
 /// What an optimizer and its model held at one moment.
 #[derive(Debug)]
 pub struct OptimizerSnapshot {
-    num_updates: u64,
+    /// Rank 0's alone.
+    num_updates: Option<u64>,
     weights: Vec<Held>,
     moments: Vec<Held>,
 }
@@ -301,10 +400,11 @@ impl OptimizerSnapshot {
             tensors.collect()
         };
         let weights = read(self.weights)?;
-        let mut state = vec![NamedTensor {
+        let updates = self.num_updates.map(|updates| NamedTensor {
             name: NUM_UPDATES.to_owned(),
-            data: TensorData::new(vec![self.num_updates as i64], [1]),
-        }];
+            data: TensorData::new(vec![updates as i64], [1]),
+        });
+        let mut state = updates.into_iter().collect::<Vec<_>>();
         state.extend(read(self.moments)?);
         Ok((weights, state))
     }
@@ -339,11 +439,29 @@ impl<B: TrainBackend> Taker<'_, B> {
 
 impl<B: TrainBackend> burn::module::ModuleVisitor<B> for Taker<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        let value: Tensor<B::InnerBackend, D> = match self.optimizer.masters.get(&param.id) {
-            Some(rest) => sieve_ops::join_master(param.val().inner(), rest.clone()),
-            None => param.val().inner(),
+        let AdamW {
+            share,
+            masters,
+            pieces,
+            ..
+        } = self.optimizer;
+        let tensor = param.val();
+        let range = share.range(&tensor.dims());
+        if range.is_none() && share.rank > 0 {
+            return;
+        }
+        let leaf = tensor.inner().into_primitive().tensor();
+        let leaf = match (pieces.get(&param.id), range) {
+            (Some(piece), _) => piece.clone(),
+            // Before the first update.
+            (None, Some(range)) => cut::<B>(leaf, range),
+            (None, None) => leaf,
         };
-        let snapshot = self.take(value.into_primitive().tensor());
+        let value = match masters.get(&param.id) {
+            Some(rest) => B::InnerBackend::join_master(leaf, rest.clone()),
+            None => leaf,
+        };
+        let snapshot = self.take(value);
         self.weights.push(snapshot);
     }
 }

@@ -6,7 +6,8 @@
 //! Activation checkpointing lives here, because a graph cannot be made inside a backward pass: a block that is recomputed
 //! keeps its input alone, and its graph is made when the walk comes to it. The same ops on the same numbers, so gradients
 //! are equal to the last bit.
-use crate::{DeviceBatch, GradientBuffer};
+use crate::segment::Segment;
+use crate::{DeviceBatch, GradientBuffer, TrainError};
 use burn::module::AutodiffModule;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Int, Tensor};
@@ -45,6 +46,19 @@ pub fn accumulate_gradients<B: TrainBackend>(
     accumulate_gradients_with(&nothing, model, batch, rope, loss_scale, gradients)
 }
 
+/// What several ranks do while a pass goes on.
+pub(crate) trait BesidePass<B: TrainBackend> {
+    /// Comes before the forward pass of a segment.
+    fn before(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError>;
+    /// Comes when this micro-batch adds nothing more to the gradients of a segment.
+    fn after(
+        &mut self,
+        model: &Qwen3<B>,
+        segment: Segment,
+        gradients: &mut GradientBuffer<B>,
+    ) -> Result<(), TrainError>;
+}
+
 /// As [`accumulate_gradients`], with the blocks that `checkpointing` names computed a second time in the backward pass.
 pub fn accumulate_gradients_with<B: TrainBackend>(
     checkpointing: &ActivationCheckpointSection,
@@ -54,13 +68,44 @@ pub fn accumulate_gradients_with<B: TrainBackend>(
     loss_scale: f64,
     gradients: &mut GradientBuffer<B>,
 ) -> MicroBatchResult<B> {
+    // Tensors are shared, not copied.
+    let mut model = model.clone();
+    let result = pass(
+        checkpointing,
+        &mut model,
+        batch,
+        rope,
+        loss_scale,
+        gradients,
+        None,
+    );
+    result.expect("nothing is done beside the pass")
+}
+
+/// Forward and backward of one micro-batch, with what others do beside it.
+pub(crate) fn pass<B: TrainBackend>(
+    checkpointing: &ActivationCheckpointSection,
+    model: &mut Qwen3<B>,
+    batch: &DeviceBatch<B>,
+    rope: &RotaryEmbedding<B>,
+    loss_scale: f64,
+    gradients: &mut GradientBuffer<B>,
+    mut beside: Option<&mut dyn BesidePass<B>>,
+) -> Result<MicroBatchResult<B>, TrainError> {
+    let mut before = |model: &mut Qwen3<B>, segment: Segment| match &mut beside {
+        Some(beside) => beside.before(model, segment),
+        None => Ok(()),
+    };
     let context = LayerContext::new(&batch.documents, rope);
+    before(model, Segment::Embedding)?;
     let embedded = model.embed_tokens.forward(batch.tokens.clone());
 
     let mut expire = Vec::new();
     let mut blocks = Vec::with_capacity(model.layers.len());
     let mut stream = embedded.clone().inner();
-    for (layer_idx, layer) in model.layers.iter().enumerate() {
+    for layer_idx in 0..model.layers.len() {
+        before(model, Segment::Block(layer_idx))?;
+        let layer = &model.layers[layer_idx];
         if checkpointing.recomputes(layer_idx) {
             blocks.push(Block::Input(stream.clone()));
             stream = without_graph(layer, stream, &context, &mut expire);
@@ -73,6 +118,12 @@ pub fn accumulate_gradients_with<B: TrainBackend>(
         }
     }
 
+    before(model, Segment::Head)?;
+    let model = &*model;
+    let mut after = |segment, gradients: &mut GradientBuffer<B>| match &mut beside {
+        Some(beside) => beside.after(model, segment, gradients),
+        None => Ok(()),
+    };
     let input = Tensor::<B, 3>::from_inner(stream).require_grad();
     let loss = model
         .head
@@ -81,13 +132,15 @@ pub fn accumulate_gradients_with<B: TrainBackend>(
     let value = loss.clone().inner();
     let mut pass = loss.backward();
     gradients.collect(&model.head, &mut pass);
+    after(Segment::Head, gradients)?;
     // The tied embedding is a parameter of two segments.
     gradients.collect(&model.embed_tokens, &mut pass);
     let mut dy = input
         .grad_remove(&mut pass)
         .expect("the loss depends on the stream");
 
-    for (layer, block) in model.layers.iter().zip(blocks).rev() {
+    for (layer_idx, block) in blocks.into_iter().enumerate().rev() {
+        let layer = &model.layers[layer_idx];
         let (input, output) = match block {
             Block::Graph(input, output) => (input, output),
             Block::Input(input) => {
@@ -98,17 +151,19 @@ pub fn accumulate_gradients_with<B: TrainBackend>(
         };
         let mut pass = seed_gradient(output, Tensor::from_inner(dy)).backward();
         gradients.collect(layer, &mut pass);
+        after(Segment::Block(layer_idx), gradients)?;
         dy = input
             .grad_remove(&mut pass)
             .expect("a block's output depends on its input");
     }
     let mut pass = seed_gradient(embedded, Tensor::from_inner(dy)).backward();
     gradients.collect(&model.embed_tokens, &mut pass);
+    after(Segment::Embedding, gradients)?;
 
-    MicroBatchResult {
+    Ok(MicroBatchResult {
         loss: value,
         expire,
-    }
+    })
 }
 
 /// The block's output, with nothing kept of how it came about.

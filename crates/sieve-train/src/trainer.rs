@@ -13,16 +13,17 @@ pub use stage::{loader_config, step_batch};
 use crate::group::{Agreement, Share};
 use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
+use crate::segments::{BesidePass, pass};
 use crate::validation::{report, share_sums, sums_of_shares, sums_to_bytes};
 use crate::{
     AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, MemoryProbe, Origin,
     Precision, RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary,
-    TrainingData, Unigram, ValidationReport, accumulate_gradients_with,
+    TrainingData, Unigram, ValidationReport,
 };
 use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
 use clock::Clock;
-use guarding::{GuardLog, Verdict};
+use guarding::{GuardLog, Verdict, norms_by_part};
 use peak::PeakWatch;
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::{Batch, Prefetch};
@@ -33,6 +34,9 @@ use sieve_ops::TrainBackend;
 use stage::{Ropes, StageState};
 use std::sync::atomic::{AtomicBool, Ordering};
 use writer::CheckpointWriter;
+
+/// Why there is a model.
+const AWAY: &str = "the model is only away inside an update";
 
 /// A run: model, optimizer, data and where they stand.
 pub struct Trainer<B: TrainBackend> {
@@ -63,6 +67,8 @@ pub struct Trainer<B: TrainBackend> {
     /// Step of the last checkpoint in `folder`.
     last_checkpoint: Option<u64>,
     writer: CheckpointWriter,
+    /// Whether all processes have written their files of the checkpoint that is being written.
+    all_written: bool,
     /// To be told when the run begins.
     notices: Vec<String>,
     disturbance: Disturbance,
@@ -93,14 +99,19 @@ struct StepOutcome<B: TrainBackend> {
 impl<B: TrainBackend> Trainer<B> {
     /// A new run, or one restored from its checkpoint. Writes nothing: [`run`](Self::run) does.
     ///
+    /// The other processes of a `group` are given the same recipe, data and checkpoint: each takes its share of every step's
+    /// rows, of the update and of each checkpoint. Rank 0 alone writes the run's other files.
+    ///
     /// # Errors
-    /// A recipe that does not fit the tokenizer or the checkpoint, an unreadable shard.
+    /// A recipe that does not fit the tokenizer or the checkpoint, an unreadable shard; a batch that does not divide by the
+    /// ranks.
     pub fn new(
         recipe: Recipe,
         data: TrainingData,
         folder: RunFolder,
         origin: Origin,
         hardware: Hardware<B>,
+        group: Option<Group<B>>,
     ) -> Result<Self, TrainError> {
         let Hardware {
             device,
@@ -109,7 +120,8 @@ impl<B: TrainBackend> Trainer<B> {
             memory,
         } = hardware;
         let first = recipe.stage_of_step(origin.step() as usize);
-        let stage = StageState::new(&recipe, first, &data, Share::ALL)?;
+        let share = group.as_ref().map_or(Share::ALL, Group::share);
+        let stage = StageState::new(&recipe, first, &data, share)?;
         let vocab_size = stage.shape.vocab_size;
         let training = &recipe.training;
         let model = Qwen3::new(&stage.shape, training.seed, &device);
@@ -118,7 +130,7 @@ impl<B: TrainBackend> Trainer<B> {
             unigram: Unigram::new(&data.token_counts(vocab_size)?),
             ropes: Ropes::new(&model, stage.recipe.training.seq_len, &device),
             model: Some(model),
-            optimizer: AdamW::new(recipe.optimizer.clone()),
+            optimizer: AdamW::of_share(recipe.optimizer.clone(), share),
             loss_mean: LossMean::new(training, GuardState::default()),
             guard_log: GuardLog::new(precision),
             stage,
@@ -131,9 +143,10 @@ impl<B: TrainBackend> Trainer<B> {
             last_step: None,
             last_checkpoint: None,
             writer: CheckpointWriter::default(),
+            all_written: false,
             notices: origin.notices,
             disturbance: Disturbance::default(),
-            group: None,
+            group,
             stop_at: None,
             recipe,
             data,
@@ -151,18 +164,6 @@ impl<B: TrainBackend> Trainer<B> {
             trainer.model = model.map(|model| trainer.optimizer.hold_masters(model));
         }
         Ok(trainer)
-    }
-
-    /// Trains with the other processes of `group`, which were given the same recipe, data and checkpoint: each takes its share
-    /// of every step's rows. Rank 0 writes all files.
-    ///
-    /// # Errors
-    /// A batch that does not divide by the ranks.
-    pub fn join(mut self, group: Group<B>) -> Result<Self, TrainError> {
-        self.group = Some(group);
-        let stage = self.stage.stage.clone();
-        self.stage = StageState::new(&self.recipe, stage, &self.data, self.share())?;
-        Ok(self)
     }
 
     /// Stops after this many steps of this process as a signal would stop it: with a checkpoint to go on from.
@@ -186,9 +187,15 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// The model as it stands.
     pub fn model(&self) -> &Qwen3<B> {
-        self.model
-            .as_ref()
-            .expect("the model is only away inside an update")
+        self.model.as_ref().expect(AWAY)
+    }
+
+    /// Waits for the leaves that all ranks gather after a step.
+    fn finish_leaves(&mut self) -> Result<(), TrainError> {
+        match &mut self.group {
+            Some(group) => group.finish_leaves(&mut self.model),
+            None => Ok(()),
+        }
     }
 
     /// The model's sizes in the present stage.
@@ -214,6 +221,7 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// The state of `checkpoint` in the present stage.
     fn restore(&mut self, checkpoint: &Checkpoint) -> Result<(), TrainError> {
+        self.finish_leaves()?;
         let state = &checkpoint.state;
         let now = self.stage.shape.vocab_size;
         if state.vocab_size != now {
@@ -224,12 +232,12 @@ impl<B: TrainBackend> Trainer<B> {
         }
         let weights = checkpoint.model()?;
         let mut weights = |name: &str, shape: &[usize]| Ok(weights.tensor(name, shape)?);
-        self.optimizer = AdamW::new(self.recipe.optimizer.clone());
+        self.optimizer = AdamW::of_share(self.recipe.optimizer.clone(), self.share());
         if checkpoint.has_optimizer() {
             let moments = checkpoint.optimizer()?;
             self.install(
                 &mut weights,
-                Some(&mut |name, shape| Ok(moments.tensor(name, shape)?)),
+                Some(&mut |name, shape, range| Ok(moments.part(name, shape, range)?)),
             )?;
         } else {
             self.install(&mut weights, None)?;
@@ -340,6 +348,7 @@ impl<B: TrainBackend> Trainer<B> {
             let mut step_batches = self.take_batches(&mut batches)?;
             (self.disturbance.batches)(self.next_sample, &mut step_batches);
             let agreed = self.agree(&step_batches, stop)?;
+            self.all_written = agreed.all_written;
             if agreed.stops {
                 break;
             }
@@ -388,6 +397,7 @@ impl<B: TrainBackend> Trainer<B> {
         drop(batches);
         // A signal may have ended the loop between two readings. Where the run goes back now, its checkpoint is there.
         self.check_steps(true, reporter)?;
+        self.finish_leaves()?;
         self.start_checkpoint(reporter)
     }
 
@@ -406,6 +416,7 @@ impl<B: TrainBackend> Trainer<B> {
             num_labels: batches.iter().map(Batch::num_labels).sum(),
             // A process alone has looked before it read the rows.
             stops: self.group.is_some() && self.is_asked_to_stop(stop),
+            all_written: self.writer.step().is_some() && self.writer.is_done(),
         };
         match &self.group {
             Some(group) => group.agree(self.step, self.loss_mean.state().mean_loss, own),
@@ -490,27 +501,34 @@ impl<B: TrainBackend> Trainer<B> {
         let mut gradients = GradientBuffer::default();
         let mut loss = Tensor::<B::InnerBackend, 1>::zeros([1], &self.device);
         let mut expire = Vec::new();
-        for batch in batches {
+        for (place, batch) in batches.iter().enumerate() {
             let on_device = DeviceBatch::<B>::new(batch, &self.device);
-            let result = accumulate_gradients_with(
+            let beside = self.group.as_mut().map(|group| {
+                group.begin(place + 1 == batches.len());
+                group as &mut dyn BesidePass<B>
+            });
+            let result = pass(
                 &self.recipe.activation_checkpoint,
-                self.model(),
+                self.model.as_mut().expect(AWAY),
                 &on_device,
                 &self.ropes.training,
                 loss_scale,
                 &mut gradients,
-            );
+                beside,
+            )?;
             loss = loss + result.loss;
             expire = result.expire;
         }
-        let model = self
-            .model
-            .take()
-            .expect("the model is only away inside an update");
-        if let Some(group) = &self.group {
-            loss = group.reduce(&model, &mut gradients, loss)?;
-        }
-        let grad_norm = gradients.norm(&model, &self.device);
+        let model = self.model.take().expect(AWAY);
+        let grad_norm = match &mut self.group {
+            None => gradients.norm(&model, &self.device),
+            Some(group) => {
+                group.finish_sums(&mut gradients)?;
+                let norm;
+                (loss, norm) = group.totals(loss, &model, &gradients, &self.device)?;
+                norm
+            }
+        };
         let clip_scale = clip_scale::<B>(grad_norm.clone(), self.recipe.training.max_norm);
         let gated = gate::<B>(loss, grad_norm, clip_scale);
         let lr = self.learning_rate();
@@ -522,10 +540,17 @@ impl<B: TrainBackend> Trainer<B> {
             (self.next_sample, num_rows as u64),
             batches,
             &gated,
-            (&model, &gradients, &self.device),
-        );
+            || norms_by_part(&model, &gradients, self.group.as_ref(), &self.device),
+        )?;
         let scale = gated.grad_scale;
-        self.model = Some(self.optimizer.step(model, &mut gradients, scale, lr));
+        self.model = Some(match &mut self.group {
+            None => self.optimizer.step(model, &mut gradients, scale, lr),
+            Some(group) => {
+                let mut gather = |segment, updated| group.gather_leaves(segment, updated);
+                let optimizer = &mut self.optimizer;
+                optimizer.step_by_segment(model, &mut gradients, scale, lr, &mut gather)?
+            }
+        });
 
         self.step += 1;
         self.next_sample += num_rows as u64;
@@ -582,9 +607,10 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// The loss on held-out text; several processes share the batches, and rank 0 gets the report.
     fn validate(
-        &self,
+        &mut self,
         reporter: &mut Reporter<'_>,
     ) -> Result<Option<ValidationReport>, TrainError> {
+        self.finish_leaves()?;
         let model = self.model().valid();
         let size = [
             self.recipe.validation.steps,

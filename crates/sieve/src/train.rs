@@ -352,12 +352,14 @@ fn train<B: TrainBackend>(
     let hardware_memory = hardware.memory;
     let resumed = origin.checkpoint.as_ref().map(|c| c.path.clone());
     let log_path = folder.log_path();
-    let mut trainer = Trainer::<B>::new(recipe.clone(), data, folder, origin, hardware)?;
+    let mut own_group = None;
     if let Some(mesh) = &session.mesh {
         let size = mesh.world().size;
         description = format!("{size} processes, each on {description}");
-        trainer = trainer.join(group(mesh.clone(), &device)?)?;
+        own_group = Some(group(mesh.clone(), &device)?);
     }
+    let trainer = Trainer::<B>::new(recipe.clone(), data, folder, origin, hardware, own_group);
+    let mut trainer = trainer?;
     if let Some(num_steps) = session.stop_after {
         trainer.stop_after(num_steps);
     }

@@ -1,6 +1,6 @@
 //! Which tensor of a checkpoint becomes which tensor of `transformers`.
 use super::Architecture;
-use crate::{CheckpointError, NamedTensor, TensorFile};
+use crate::{CheckpointError, NamedTensor, TensorFiles};
 use burn::tensor::{Bytes, DType, TensorData};
 use sieve_core::model::NUM_NSA_BRANCHES;
 use sieve_core::{Attention, MlaShape, ModelShape, NsaShape};
@@ -64,7 +64,7 @@ impl ExportTensor {
     /// The values as `dtype`.
     pub(super) fn read(
         &self,
-        weights: &TensorFile,
+        weights: &TensorFiles,
         dtype: DType,
     ) -> Result<NamedTensor, CheckpointError> {
         let data = match &self.source {
@@ -290,7 +290,7 @@ fn push_compression(
 /// Refuses weights with a tensor that the export would lose.
 pub(super) fn check_complete(
     tensors: &[ExportTensor],
-    weights: &TensorFile,
+    weights: &TensorFiles,
 ) -> Result<(), CheckpointError> {
     let used: BTreeSet<&str> = tensors
         .iter()

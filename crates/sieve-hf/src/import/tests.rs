@@ -28,6 +28,7 @@ fn exported(folder: &Path, model: &str, attention: &str, options: ExportOptions)
         data_fingerprint: String::new(),
         num_threads: 1,
         sieve_version: "test".to_owned(),
+        num_shards: 1,
         checksums: BTreeMap::new(),
     };
     let mut weights = named_parameters(&Qwen3::<Flex>::new(&shape, 7, &Default::default()));

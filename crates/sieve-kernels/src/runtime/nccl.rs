@@ -1,9 +1,12 @@
-//! Sums over the GPUs of several processes, by NCCL on Burn's own stream.
+//! Sums and gatherings over the GPUs of several processes, by NCCL.
 //!
-//! One call takes all tensors of a step: NCCL groups them, and the host goes on at once. The sums are in order with Burn's
-//! launches because they are on the same stream; where that stream cannot be found, on a stream between two events, as
-//! cuBLASLt's products. A rank that dies is no error to NCCL: its sums never end, and who watches the processes must end
-//! this one.
+//! NCCL works on a stream of its own: it begins once Burn's stream has run what was queued before, and Burn's stream waits for
+//! it where the caller asks for the results, so that both work side by side between the two. Events of these two streams
+//! alone order them; a checkpoint's copies on a third stream hold nothing up. The host waits for nothing. One call takes all
+//! tensors of a segment: NCCL groups them. A rank that dies is no error to NCCL: its work never ends, and who watches the
+//! processes must end this one.
+mod library;
+
 use crate::cublaslt::{on_lane, open_lane, require_cublaslt};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
@@ -11,11 +14,16 @@ use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::Device;
 use cubecl::device_handle::DeviceHandle;
+use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 use cubecl_runtime::server::ComputeServer;
 use cudarc::driver::result as driver;
-use cudarc::nccl::{result as nccl, sys};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use cudarc::driver::sys::{CUevent, CUevent_flags, CUevent_wait_flags, CUstream};
+use cudarc::nccl::sys;
+use library::Nccl;
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
 
 const NAME: &str = "nccl";
 
@@ -27,28 +35,67 @@ type Server = <CudaRuntime as cubecl::Runtime>::Server;
 /// This process's part in a group of GPUs. It lasts as long as the process.
 #[derive(Debug)]
 pub struct NcclGroup {
-    communicator: Communicator,
+    link: Link,
+    rank: usize,
     /// An error that came after its call had returned.
     late_error: Arc<Mutex<Option<String>>>,
 }
 
+/// What the device thread works with.
 #[derive(Clone, Copy, Debug)]
-struct Communicator(sys::ncclComm_t);
+struct Link {
+    nccl: &'static Nccl,
+    communicator: sys::ncclComm_t,
+    /// NCCL's stream; `None` where it works on Burn's.
+    stream: Option<CUstream>,
+}
 
-// SAFETY: after `join` the handle is used on the device thread alone.
-unsafe impl Send for Communicator {}
+// SAFETY: after `join` the handles are used on the device thread alone.
+unsafe impl Send for Link {}
+
+/// Which elements of a flattened tensor are whose, by rank.
+pub type RankRanges = Vec<Range<usize>>;
+
+/// What a rank brings to a gathering.
+#[derive(Clone, Debug)]
+pub struct NcclPiece {
+    /// This rank's piece, contiguous.
+    pub piece: CudaTensor,
+    /// The contiguous tensor that all pieces make; overwritten, for every clone of it.
+    pub whole: CudaTensor,
+    /// Where the pieces lie.
+    pub ranges: RankRanges,
+}
+
+/// Work of all ranks that has begun.
+pub struct NcclWork {
+    results: Vec<CudaTensor>,
+    queue: Option<DeviceHandle<Server>>,
+    /// They keep the memory until Burn's stream waits for the work, and do not hinder the next op from writing in place.
+    bindings: Vec<Binding>,
+    end: Arc<Mutex<Option<End>>>,
+    late_error: Arc<Mutex<Option<String>>>,
+}
+
+/// Recorded behind the work.
+#[derive(Debug)]
+struct End(CUevent);
+
+// SAFETY: made, waited for and destroyed on the device thread alone.
+unsafe impl Send for End {}
+
+impl fmt::Debug for NcclWork {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NcclWork").finish_non_exhaustive()
+    }
+}
 
 /// Is the library there? Asked once.
 ///
 /// # Errors
 /// [`KernelError::NoNccl`].
 pub fn require_nccl() -> Result<(), KernelError> {
-    static PRESENT: OnceLock<bool> = OnceLock::new();
-    // SAFETY: only tries to open the library.
-    match *PRESENT.get_or_init(|| unsafe { sys::is_culib_present() }) {
-        true => Ok(()),
-        false => Err(KernelError::NoNccl),
-    }
+    Nccl::get().map(drop)
 }
 
 /// What all ranks of a new group must be given, made by one of them.
@@ -56,13 +103,19 @@ pub fn require_nccl() -> Result<(), KernelError> {
 /// # Errors
 /// No library, or one that finds no network.
 pub fn nccl_id() -> Result<[u8; NCCL_ID_BYTES], KernelError> {
-    require_nccl()?;
-    let id = nccl::get_uniqueid().map_err(|error| refused("ncclGetUniqueId", &error))?;
+    let nccl = Nccl::get()?;
+    let mut id = sys::ncclUniqueId {
+        internal: [0; NCCL_ID_BYTES],
+    };
+    // SAFETY: writes one id.
+    let made = unsafe { (nccl.get_unique_id)(&mut id) };
+    nccl.require("ncclGetUniqueId", made)?;
     Ok(id.internal.map(|byte| byte as u8))
 }
 
 impl NcclGroup {
-    /// Joins the group of `id` as `rank` of `size`, with a GPU on which tensors were made before. Waits for all ranks.
+    /// Joins the group of `id` as `rank` of `size`, with a GPU on which tensors were made before. Waits for all ranks. Where
+    /// `overlaps` is not set, NCCL works on Burn's stream: nothing goes on beside it.
     ///
     /// # Errors
     /// No library; an id of another length; GPUs that cannot reach each other, or one GPU for two ranks.
@@ -70,8 +123,9 @@ impl NcclGroup {
         device_index: usize,
         id: &[u8],
         [rank, size]: [usize; 2],
+        overlaps: bool,
     ) -> Result<Self, KernelError> {
-        require_nccl()?;
+        let nccl = Nccl::get()?;
         let id: [u8; NCCL_ID_BYTES] = id
             .try_into()
             .map_err(|_| failed(format!("an id of {} bytes", id.len())))?;
@@ -83,70 +137,137 @@ impl NcclGroup {
         let mut communicator = std::ptr::null_mut();
         // SAFETY: Burn's primary context is retained for the life of the process; NCCL takes the device of the current
         // context, and writes one handle.
-        let joined = unsafe {
+        let (stream, joined) = unsafe {
             driver::primary_ctx::retain(device)
                 .and_then(|context| driver::ctx::set_current(context))
                 .map_err(|error| failed(format!("the primary context: {error:?}")))?;
-            nccl::comm_init_rank(&mut communicator, size as i32, id, rank as i32)
+            let made = || driver::stream::create(driver::stream::StreamKind::NonBlocking);
+            let stream = overlaps.then(made).transpose();
+            let stream = stream.map_err(|error| failed(format!("cuStreamCreate: {error:?}")))?;
+            let (size, rank) = (size as i32, rank as i32);
+            let joined = (nccl.comm_init_rank)(&mut communicator, size, id, rank);
+            (stream, joined)
         };
-        joined.map_err(|error| refused("ncclCommInitRank", &error))?;
+        nccl.require("ncclCommInitRank", joined)?;
         Ok(Self {
-            communicator: Communicator(communicator),
+            link: Link {
+                nccl,
+                communicator,
+                stream,
+            },
+            rank,
             late_error: Arc::default(),
         })
     }
 
-    /// The sums of f32 tensors over all ranks, which give the same shapes in the same order. A tensor that nobody else holds
-    /// is replaced in place. The host does not wait.
+    /// Begins to add up f32 tensors over all ranks, which give the same shapes in the same order. Of a tensor with ranges a
+    /// rank gets the sums of its own, flat; of any other all of them.
     ///
     /// # Errors
     /// Tensors that are not f32; an error of an earlier call.
-    pub fn all_reduce(&self, tensors: Vec<CudaTensor>) -> Result<Vec<CudaTensor>, KernelError> {
+    pub fn sum(
+        &self,
+        tensors: Vec<(CudaTensor, Option<RankRanges>)>,
+    ) -> Result<NcclWork, KernelError> {
+        let mut jobs = Vec::with_capacity(tensors.len());
+        let mut results = Vec::with_capacity(tensors.len());
+        for (tensor, ranges) in tensors {
+            tensor.require_dtype(NAME, "a tensor", DType::F32)?;
+            let is_own = tensor.is_contiguous() && tensor.primitive().can_mut();
+            let from = tensor.contiguous();
+            drop(tensor);
+            let to = match &ranges {
+                Some(ranges) => from.empty_contiguous(&[ranges[self.rank].len()], DType::F32),
+                None if is_own => from.clone(),
+                None => from.empty_contiguous(from.shape(), DType::F32),
+            };
+            jobs.push(Job {
+                bindings: [&from, &to].map(|tensor| tensor.primitive().handle.clone().binding()),
+                count: from.num_elements(),
+                work: Work::Sum,
+                ranges,
+            });
+            results.push(to);
+        }
+        self.begin(jobs, results)
+    }
+
+    /// Begins to put the pieces of all ranks together. The work has no results of its own.
+    ///
+    /// # Errors
+    /// Tensors with gaps, or of other types than f32 and bf16; an error of an earlier call.
+    pub fn gather(&self, tensors: Vec<NcclPiece>) -> Result<NcclWork, KernelError> {
+        let mut jobs = Vec::with_capacity(tensors.len());
+        let mut like = None;
+        for NcclPiece {
+            piece,
+            whole,
+            ranges,
+        } in tensors
+        {
+            whole.require_contiguous(NAME, "the whole tensor")?;
+            piece.require_contiguous(NAME, "a piece")?;
+            piece.require_dtype(NAME, "a piece", whole.dtype())?;
+            piece.require_shape(NAME, "a piece", &[ranges[self.rank].len()])?;
+            jobs.push(Job {
+                bindings: [&piece, &whole].map(|tensor| tensor.primitive().handle.clone().binding()),
+                count: whole.num_elements(),
+                work: match whole.dtype() {
+                    DType::BF16 => Work::GatherBf16,
+                    _ => {
+                        whole.require_dtype(NAME, "the whole tensor", DType::F32)?;
+                        Work::GatherF32
+                    }
+                },
+                ranges: Some(ranges),
+            });
+            like = Some(piece);
+        }
+        let mut work = self.begin(jobs, like.into_iter().collect())?;
+        work.results.clear();
+        Ok(work)
+    }
+
+    fn begin(&self, jobs: Vec<Job>, results: Vec<CudaTensor>) -> Result<NcclWork, KernelError> {
         if let Some(reason) = lock(&self.late_error).take() {
             return Err(failed(reason));
         }
-        let Some(first) = tensors.first() else {
-            return Ok(tensors);
+        let mut work = NcclWork {
+            queue: None,
+            bindings: jobs.iter().flat_map(|job| job.bindings.clone()).collect(),
+            end: Arc::default(),
+            late_error: self.late_error.clone(),
+            results,
+        };
+        let Some(first) = work.results.first() else {
+            return Ok(work);
         };
         // The lane of its products is the way to Burn's stream.
         require_cublaslt()?;
         open_lane(first)?;
         let queue: DeviceHandle<Server> = DeviceHandle::new(first.device().to_id());
-        let mut jobs = Vec::with_capacity(tensors.len());
-        let mut sums = Vec::with_capacity(tensors.len());
-        for tensor in tensors {
-            tensor.require_dtype(NAME, "a tensor", DType::F32)?;
-            let count = tensor.num_elements();
-            let is_own = tensor.is_contiguous() && tensor.primitive().can_mut();
-            let (from, to) = if is_own {
-                let binding = tensor.primitive().handle.clone().binding();
-                (binding, tensor)
-            } else {
-                let from = tensor.contiguous();
-                let to = from.empty_contiguous(from.shape(), DType::F32);
-                (from.primitive().handle.clone().binding(), to)
-            };
-            // Bindings keep the memory until the sum is queued, and do not hinder the next op from writing in place.
-            jobs.push((from, to.primitive().handle.clone().binding(), count));
-            sums.push(to);
-        }
-        let (communicator, stream) = (self.communicator, StreamId::current());
-        let late_error = self.late_error.clone();
+        let (link, rank, stream) = (self.link, self.rank, StreamId::current());
+        let (end, late_error) = (work.end.clone(), self.late_error.clone());
         queue.submit(move |server| {
-            let addresses = jobs.into_iter().map(|(from, to, count)| {
-                let mut address = |binding| {
+            let addresses = jobs.into_iter().map(|job| {
+                let [from, to] = job.bindings.map(|binding| {
                     let resource = server.get_resource(binding, stream);
                     let resource = resource.map_err(|error| format!("get_resource: {error}"))?;
                     Ok::<_, String>(resource.resource().ptr)
+                });
+                let address = Address {
+                    from: from?,
+                    to: to?,
                 };
-                Ok((address(from)?, address(to)?, count))
+                Ok((address, job.count, job.work, job.ranges))
             });
             let addresses = addresses.collect::<Result<Vec<_>, String>>();
-            let queued = addresses.and_then(|addresses| {
-                on_lane(stream, |stream| {
-                    // SAFETY: the bindings held the tensors, of `count` f32 values each, until here; what frees or writes
-                    // them later comes after on this stream.
-                    unsafe { queue_sums(&addresses, communicator, stream as _) }
+            let queued = addresses.and_then(|jobs| {
+                on_lane(stream, |lane| {
+                    // SAFETY: the bindings hold the tensors until the caller's stream waits for the work.
+                    let ended = unsafe { link.queue(lane, rank, &jobs) }?;
+                    *lock(&end) = ended.map(End);
+                    Ok(())
                 })
             });
             if let Err(reason) = queued {
@@ -155,33 +276,173 @@ impl NcclGroup {
         });
         // Other ranks wait for this one: the closure must not wait for ops that come later.
         queue.flush_queue();
-        Ok(sums)
+        work.queue = Some(queue);
+        Ok(work)
     }
 }
 
-/// Queues the sums of all tensors as one group.
-///
-/// # Safety
-/// Each pair of addresses holds `count` f32 values on the communicator's GPU.
-unsafe fn queue_sums(
-    tensors: &[(u64, u64, usize)],
-    communicator: Communicator,
-    stream: sys::cudaStream_t,
-) -> Result<(), String> {
-    let told = |call: &'static str| move |error: nccl::NcclError| format!("{call}: {:?}", error.0);
-    nccl::group_start().map_err(told("ncclGroupStart"))?;
-    let mut queued = Ok(());
-    for &(from, to, count) in tensors {
-        let (kind, sum) = (sys::ncclDataType_t::ncclFloat32, sys::ncclRedOp_t::ncclSum);
-        // SAFETY: see above.
-        let call = unsafe {
-            nccl::all_reduce(from as _, to as _, count, kind, sum, communicator.0, stream)
+impl NcclWork {
+    /// Makes Burn's stream wait for the work, and gives its results.
+    pub fn finish(self) -> Vec<CudaTensor> {
+        let Self {
+            results,
+            queue,
+            bindings,
+            end,
+            late_error,
+        } = self;
+        let Some(queue) = queue else {
+            return results;
         };
-        queued = queued.and(call.map(drop).map_err(told("ncclAllReduce")));
+        let stream = StreamId::current();
+        queue.submit(move |_| {
+            if let Some(End(event)) = lock(&end).take() {
+                let waits = on_lane(stream, |lane| wait_for(lane, event));
+                if let Err(reason) = waits {
+                    lock(&late_error).get_or_insert(reason);
+                }
+            }
+            // What frees or writes the memory from here on comes behind the wait.
+            drop(bindings);
+        });
+        results
     }
-    // Also after an error: a group left open would swallow the next one.
-    let ended = nccl::group_end().map(drop).map_err(told("ncclGroupEnd"));
-    queued.and(ended)
+}
+
+/// A tensor's part in a call.
+struct Job {
+    /// Read, written.
+    bindings: [Binding; 2],
+    /// Elements of the whole tensor.
+    count: usize,
+    work: Work,
+    ranges: Option<RankRanges>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Work {
+    Sum,
+    GatherF32,
+    GatherBf16,
+}
+
+#[derive(Clone, Copy)]
+struct Address {
+    from: u64,
+    to: u64,
+}
+
+type Addressed = (Address, usize, Work, Option<RankRanges>);
+
+impl Link {
+    /// Queues the work of all tensors as one group, behind what `lane` has queued. Returns what is recorded behind it, where it
+    /// is not on that stream.
+    ///
+    /// # Safety
+    /// The addresses hold as many values as the ranges and counts say, until the work is waited for.
+    unsafe fn queue(
+        &self,
+        lane: CUstream,
+        rank: usize,
+        jobs: &[Addressed],
+    ) -> Result<Option<CUevent>, String> {
+        let stream = self.stream.unwrap_or(lane);
+        if self.stream.is_some() {
+            let before = record(lane)?;
+            wait_for(stream, before)?;
+        }
+        let nccl = self.nccl;
+        // SAFETY: no arguments.
+        nccl.check("ncclGroupStart", unsafe { (nccl.group_start)() })?;
+        let queued = jobs.iter().try_for_each(|job| {
+            // SAFETY: see above.
+            unsafe { self.queue_one(stream, rank, job) }
+        });
+        // Also after an error: a group left open would swallow the next one.
+        // SAFETY: no arguments.
+        let ended = nccl.check("ncclGroupEnd", unsafe { (nccl.group_end)() });
+        queued.and(ended)?;
+        match self.stream {
+            Some(stream) => record(stream).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// # Safety
+    /// As [`queue`](Self::queue).
+    unsafe fn queue_one(
+        &self,
+        stream: CUstream,
+        rank: usize,
+        (address, count, work, ranges): &Addressed,
+    ) -> Result<(), String> {
+        let (nccl, comm, stream) = (self.nccl, self.communicator, stream as sys::cudaStream_t);
+        let Address { from, to } = *address;
+        let (f32s, sum) = (sys::ncclDataType_t::ncclFloat32, sys::ncclRedOp_t::ncclSum);
+        let (kind, bytes) = match work {
+            Work::GatherBf16 => (sys::ncclDataType_t::ncclBfloat16, 2),
+            Work::Sum | Work::GatherF32 => (f32s, 4),
+        };
+        let Some(ranges) = ranges else {
+            // SAFETY: `count` values at both addresses.
+            let queued = unsafe {
+                (nccl.all_reduce)(from as _, to as _, *count, f32s, sum, comm, stream)
+            };
+            return nccl.check("ncclAllReduce", queued);
+        };
+        let own = ranges[rank].len();
+        if ranges.iter().all(|range| range.len() == own) {
+            // SAFETY: the whole tensor at one address, a piece at the other.
+            let queued = unsafe {
+                match work {
+                    Work::Sum => {
+                        (nccl.reduce_scatter)(from as _, to as _, own, f32s, sum, comm, stream)
+                    }
+                    _ => (nccl.all_gather)(from as _, to as _, own, kind, comm, stream),
+                }
+            };
+            return nccl.check("a collective", queued);
+        }
+        // Pieces of several sizes: to or from each rank on its own, in one group.
+        for (root, range) in ranges.iter().enumerate() {
+            let (count, offset, root) = (range.len(), bytes * range.start as u64, root as i32);
+            // SAFETY: the range lies inside the whole tensor, and each rank's own address holds its piece.
+            let queued = unsafe {
+                match work {
+                    Work::Sum => {
+                        let from = (from + offset) as _;
+                        (nccl.reduce)(from, to as _, count, f32s, sum, root, comm, stream)
+                    }
+                    _ => {
+                        let to = (to + offset) as _;
+                        (nccl.broadcast)(from as _, to, count, kind, root, comm, stream)
+                    }
+                }
+            };
+            nccl.check("a collective of one rank", queued)?;
+        }
+        Ok(())
+    }
+}
+
+/// What is recorded behind everything that a stream has queued.
+fn record(stream: CUstream) -> Result<CUevent, String> {
+    let told = |error| format!("an event: {error:?}");
+    let event = driver::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(told)?;
+    // SAFETY: both were made by the driver in the current context.
+    unsafe { driver::event::record(event, stream) }.map_err(told)?;
+    Ok(event)
+}
+
+/// Makes a stream wait for an event, which is not used again.
+fn wait_for(stream: CUstream, event: CUevent) -> Result<(), String> {
+    let told = |error| format!("waiting for an event: {error:?}");
+    let flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+    // SAFETY: both were made by the driver in the current context; a wait that is queued outlives the event.
+    unsafe {
+        driver::stream::wait_event(stream, event, flags).map_err(told)?;
+        driver::event::destroy(event).map_err(told)
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
@@ -193,11 +454,4 @@ fn failed(reason: String) -> KernelError {
         kernel: NAME,
         reason,
     }
-}
-
-fn refused(call: &str, error: &nccl::NcclError) -> KernelError {
-    failed(format!(
-        "{call}: {:?}\n  hint: NCCL_DEBUG=INFO says more; NCCL_SOCKET_IFNAME names the network between hosts",
-        error.0
-    ))
 }

@@ -1,16 +1,18 @@
 //! Checkpoints of a run: when they may be written, which stay.
-use super::writer::Written;
+use super::writer::{Checksums, Written};
 use super::{Reporter, Trainer};
 use crate::{RunFolder, TrainError, TrainEvent};
 use sieve_core::Recipe;
-use sieve_hf::{CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints};
+use sieve_hf::{
+    Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints,
+};
 use sieve_ops::TrainBackend;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 impl<B: TrainBackend> Trainer<B> {
     /// Takes hold of the state as it stands and begins to write it, unless the folder has it already. The checkpoint before is
-    /// on disk then. Of several processes rank 0 alone writes: all hold the same state.
+    /// on disk then. Of several processes each writes its pieces.
     ///
     /// # Errors
     /// Any failure of the file system, also of the checkpoint before. Earlier checkpoints stay.
@@ -22,12 +24,15 @@ impl<B: TrainBackend> Trainer<B> {
         if [self.last_checkpoint, self.writer.step()].contains(&Some(self.step)) {
             return Ok(());
         }
-        if !self.writes() {
-            self.last_checkpoint = Some(self.step);
-            return Ok(());
-        }
         self.finish_checkpoint(reporter)?;
-        fs::create_dir_all(&folder).map_err(TrainError::io("creating", &folder))?;
+        if self.writes() {
+            fs::create_dir_all(&folder).map_err(TrainError::io("creating", &folder))?;
+            Checkpoint::begin(&folder, self.step)?;
+        }
+        if let Some(group) = &self.group {
+            // The others write into the folder that rank 0 has made.
+            group.gather(&[])?;
+        }
         let (recipe_toml, tokenizer_json) =
             (self.recipe.to_toml()?, self.data.tokenizer_json.clone());
         let snapshot = self.optimizer.snapshot(self.model(), &self.device);
@@ -40,6 +45,7 @@ impl<B: TrainBackend> Trainer<B> {
                 tokenizer_json,
             })
         };
+        let share = self.share();
         let state = CheckpointState {
             format_version: FORMAT_VERSION,
             step: self.step,
@@ -50,12 +56,13 @@ impl<B: TrainBackend> Trainer<B> {
             data_fingerprint: self.data.fingerprint().to_owned(),
             num_threads: rayon::current_num_threads(),
             sieve_version: env!("CARGO_PKG_VERSION").to_owned(),
+            num_shards: share.size,
             checksums: Default::default(),
         };
-        self.writer.start(&folder, state, files)
+        self.writer.start(&folder, state, share, files)
     }
 
-    /// Waits for the checkpoint being written, tells of it, and removes those that are too old.
+    /// Waits for the checkpoint being written, by all processes, tells of it, and removes those that are too old.
     ///
     /// # Errors
     /// Why it could not be written.
@@ -63,30 +70,58 @@ impl<B: TrainBackend> Trainer<B> {
         &mut self,
         reporter: &mut Reporter<'_>,
     ) -> Result<(), TrainError> {
-        let written = self.writer.finish()?;
-        self.keep(written, reporter)
+        let Some(Written {
+            folder,
+            state,
+            mut checksums,
+        }) = self.writer.finish()?
+        else {
+            return Ok(());
+        };
+        let step = state.step;
+        self.all_written = false;
+        let writes = self.writes();
+        let discard = || {
+            if writes {
+                Checkpoint::discard(&folder, step);
+            }
+        };
+        if let Some(group) = &self.group {
+            let own = serde_json::to_vec(&checksums).expect("plain data serialises");
+            for text in group.gather(&own).inspect_err(|_| discard())? {
+                let of_rank: Checksums = serde_json::from_slice(&text).unwrap_or_default();
+                checksums.extend(of_rank);
+            }
+        }
+        if writes {
+            let path = Checkpoint::publish(&folder, state, checksums).inspect_err(|_| discard())?;
+            reporter.tell(TrainEvent::Checkpoint(&path));
+            prune(&self.folder.checkpoint_path(), &self.recipe)?;
+        }
+        if let Some(group) = &self.group {
+            // It has its name for all.
+            group.gather(&[])?;
+        }
+        self.last_checkpoint = Some(step);
+        Ok(())
     }
 
-    /// As [`finish_checkpoint`](Self::finish_checkpoint), where it needs no waiting.
+    /// As [`finish_checkpoint`](Self::finish_checkpoint), where it needs no waiting; of several processes once all are done.
+    ///
+    /// # Errors
+    /// Why it could not be written.
     pub(super) fn poll_checkpoint(
         &mut self,
         reporter: &mut Reporter<'_>,
     ) -> Result<(), TrainError> {
-        let written = self.writer.poll()?;
-        self.keep(written, reporter)
-    }
-
-    fn keep(
-        &mut self,
-        written: Option<Written>,
-        reporter: &mut Reporter<'_>,
-    ) -> Result<(), TrainError> {
-        let Some(Written { step, path }) = written else {
-            return Ok(());
+        let is_done = match &self.group {
+            Some(_) => self.all_written,
+            None => self.writer.is_done(),
         };
-        self.last_checkpoint = Some(step);
-        reporter.tell(TrainEvent::Checkpoint(&path));
-        prune(&self.folder.checkpoint_path(), &self.recipe)
+        match is_done {
+            true => self.finish_checkpoint(reporter),
+            false => Ok(()),
+        }
     }
 
     /// Where the last checkpoint of this run lies.

@@ -2,7 +2,8 @@
 use super::{Reporter, Trainer};
 use crate::guard::{GatedStep, StepNumbers};
 use crate::trainer::stage::StageState;
-use crate::{GradientBuffer, Precision, SkippedStep, TrainError, TrainEvent};
+use crate::segment::Segment;
+use crate::{GradientBuffer, Group, Precision, SkippedStep, TrainError, TrainEvent};
 use burn::tensor::Tensor;
 use sieve_data::{Batch, PAD_DOCUMENT};
 use sieve_hf::Checkpoint;
@@ -112,8 +113,8 @@ impl<B: TrainBackend> GuardLog<B> {
         (first_sample, num_rows): (u64, u64),
         batches: &[Batch],
         gated: &GatedStep<B>,
-        (model, gradients, device): (&Qwen3<B>, &GradientBuffer<B>, &B::Device),
-    ) {
+        norms_by_part: impl FnOnce() -> Result<Vec<(String, f64)>, TrainError>,
+    ) -> Result<(), TrainError> {
         let is_watched = step <= self.watched_until;
         let is_bad = is_watched && !StepNumbers::read::<B>(&gated.row).is_taken;
         let documents = batches.iter().flat_map(|batch| &batch.documents);
@@ -127,11 +128,12 @@ impl<B: TrainBackend> GuardLog<B> {
             documents,
             row: gated.row.clone(),
             norms: if is_bad {
-                norms_by_part(model, gradients, device)
+                norms_by_part()?
             } else {
                 Vec::new()
             },
         });
+        Ok(())
     }
 
     /// The numbers of `step`, where it was taken.
@@ -146,24 +148,26 @@ impl<B: TrainBackend> GuardLog<B> {
     }
 }
 
-/// Gradient norm of every part of the model.
-fn norms_by_part<B: TrainBackend>(
+/// Gradient norm of every part of the model, over all ranks.
+pub(super) fn norms_by_part<B: TrainBackend>(
     model: &Qwen3<B>,
     gradients: &GradientBuffer<B>,
+    group: Option<&Group<B>>,
     device: &B::Device,
-) -> Vec<(String, f64)> {
-    let read = |norm: Tensor<B::InnerBackend, 1>| {
-        let data = norm.into_data();
-        data.iter::<f64>().next().unwrap_or(f64::NAN)
-    };
-    let embedding = gradients.norm(&model.embed_tokens, device);
-    let mut norms = vec![("embedding".to_owned(), read(embedding))];
-    for (layer_idx, layer) in model.layers.iter().enumerate() {
-        let norm = read(gradients.norm(layer, device));
-        norms.push((format!("layer {layer_idx}"), norm));
+) -> Result<Vec<(String, f64)>, TrainError> {
+    let layers = (0..model.layers.len()).map(|layer| format!("layer {layer}"));
+    let names = [vec!["embedding".to_owned()], layers.collect()].concat();
+    let names = names.into_iter().chain(Some("head".to_owned()));
+    let norms = Segment::all(model).map(|segment| {
+        let whole = group.is_none_or(|group| group.share().rank == 0);
+        segment.norm(model, gradients, device, whole)
+    });
+    let mut norms = Tensor::cat(norms.collect(), 0);
+    if let Some(group) = group {
+        norms = group.sum_of(norms.clone() * norms)?.sqrt();
     }
-    norms.push(("head".to_owned(), read(gradients.norm(&model.head, device))));
-    norms
+    let norms = norms.into_data();
+    Ok(names.zip(norms.iter::<f64>()).collect())
 }
 
 impl<B: TrainBackend> Trainer<B> {
@@ -220,10 +224,6 @@ impl<B: TrainBackend> Trainer<B> {
         reporter: &mut Reporter<'_>,
     ) -> Result<(), TrainError> {
         self.finish_checkpoint(reporter)?;
-        if let Some(group) = &self.group {
-            // Rank 0 alone knows what is on disk.
-            self.last_checkpoint = group.of_first(self.last_checkpoint)?;
-        }
         let (to, times) = self.guard_log.returns;
         let path = match self.last_checkpoint {
             Some(step) if !(step == to && times >= MAX_RETURNS) => self.last_checkpoint_path(),

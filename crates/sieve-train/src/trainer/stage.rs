@@ -1,16 +1,15 @@
 //! What belongs to one stage of a run, and going from one to the next.
-use super::Trainer;
+use super::{AWAY, Trainer};
 use crate::group::Share;
-use crate::{AdamW, Precision, TrainError, TrainingData};
+use crate::segment::Segment;
+use crate::{Precision, TrainError, TrainingData};
 use burn::module::AutodiffModule;
-use burn::tensor::TensorData;
 use sieve_core::recipe::Stage;
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::{Batch, Loader, LoaderConfig, Order, Packing, Prefetch, PrefetchPlan};
-use sieve_hf::{NamedTensor, TensorSource, load_parameters};
+use sieve_hf::{PartSource, TensorSource, load_parameters};
 use sieve_nn::Qwen3;
 use sieve_ops::{RotaryEmbedding, TrainBackend};
-use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Batches made ahead of the step that needs them.
@@ -140,27 +139,24 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Goes on with `stage`: the same weights and moments in a model of its window and rotary base. Its rows begin anew.
     pub(super) fn enter_stage(&mut self, stage: Stage) -> Result<(), TrainError> {
-        let snapshot = self.optimizer.snapshot(self.model(), &self.device);
-        let (weights, moments) = snapshot.read().map_err(TrainError::Device)?;
-        let weights = by_name(weights);
-        let moments = by_name(moments);
+        self.finish_leaves()?;
         self.stage = StageState::new(&self.recipe, stage, &self.data, self.share())?;
         self.next_sample = 0;
         self.loss_mean.restart();
-        // Free the old tensors before there are new ones.
-        self.model = None;
-        self.optimizer = AdamW::new(self.recipe.optimizer.clone());
-        self.install(
-            &mut |name, _| Ok(weights[name].clone()),
-            Some(&mut |name, _| Ok(moments[name].clone())),
-        )
+        let seed = self.recipe.training.seed;
+        let next = Qwen3::new(&self.stage.shape, seed, &self.device);
+        let before = self.model.take().expect(AWAY);
+        let model = Segment::with_parameters_of(next, &before);
+        self.ropes = Ropes::new(&model, self.stage.recipe.training.seq_len, &self.device);
+        self.model = Some(model);
+        Ok(())
     }
 
     /// A model of the present stage with these weights, and moments where there are any.
     pub(super) fn install(
         &mut self,
         weights: &mut TensorSource<'_, TrainError>,
-        moments: Option<&mut TensorSource<'_, TrainError>>,
+        moments: Option<&mut PartSource<'_, TrainError>>,
     ) -> Result<(), TrainError> {
         let seed = self.recipe.training.seed;
         let model = Qwen3::new(&self.stage.shape, seed, &self.device);
@@ -175,9 +171,4 @@ impl<B: TrainBackend> Trainer<B> {
         });
         Ok(())
     }
-}
-
-fn by_name(tensors: Vec<NamedTensor>) -> HashMap<String, TensorData> {
-    let pairs = tensors.into_iter().map(|tensor| (tensor.name, tensor.data));
-    pairs.collect()
 }

@@ -1,6 +1,8 @@
 //! Checkpoints written beside the training, on a thread of their own.
 use crate::TrainError;
+use crate::group::Share;
 use sieve_hf::{Checkpoint, CheckpointError, CheckpointFiles, CheckpointState};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 
@@ -12,19 +14,27 @@ pub(super) struct CheckpointWriter {
 
 #[derive(Debug)]
 struct Job {
-    step: u64,
-    thread: JoinHandle<Result<PathBuf, CheckpointError>>,
+    folder: PathBuf,
+    state: CheckpointState,
+    /// Whether the folder it writes into is this process's to make and to remove.
+    owns_folder: bool,
+    thread: JoinHandle<Result<Checksums, CheckpointError>>,
 }
 
-/// A checkpoint that is on disk.
+/// Checksums of the files of this process, by name.
+pub(super) type Checksums = BTreeMap<String, String>;
+
+/// A checkpoint whose files of this process are on disk; it has no name yet.
 #[derive(Debug)]
 pub(super) struct Written {
-    pub(super) step: u64,
-    pub(super) path: PathBuf,
+    pub(super) folder: PathBuf,
+    pub(super) state: CheckpointState,
+    pub(super) checksums: Checksums,
 }
 
 impl CheckpointWriter {
-    /// Begins to read `files` and to write them. The one before must be finished.
+    /// Begins to read `files` and to write them into the folder that [`Checkpoint::begin`] made. The checkpoint before must
+    /// be finished.
     ///
     /// # Errors
     /// The system gives no thread.
@@ -32,11 +42,11 @@ impl CheckpointWriter {
         &mut self,
         folder: &Path,
         state: CheckpointState,
+        share: Share,
         files: impl FnOnce() -> Result<CheckpointFiles, String> + Send + 'static,
     ) -> Result<(), TrainError> {
         assert!(self.job.is_none(), "one checkpoint at a time");
-        let step = state.step;
-        let into = folder.to_owned();
+        let (into, step) = (folder.to_owned(), state.step);
         let thread = std::thread::Builder::new()
             .name("sieve-checkpoint".into())
             .spawn(move || {
@@ -45,49 +55,55 @@ impl CheckpointWriter {
                     path: into.clone(),
                     source: std::io::Error::other(problem),
                 })?;
-                Checkpoint::write(&into, state, &files)
+                Checkpoint::write_shard(&into, step, [share.rank, share.size], &files)
             })
             .map_err(TrainError::io("starting a thread to write", folder))?;
-        self.job = Some(Job { step, thread });
+        self.job = Some(Job {
+            folder: folder.to_owned(),
+            state,
+            owns_folder: share.rank == 0,
+            thread,
+        });
         Ok(())
     }
 
     /// Step of the checkpoint being written.
     pub(super) fn step(&self) -> Option<u64> {
-        self.job.as_ref().map(|job| job.step)
+        self.job.as_ref().map(|job| job.state.step)
     }
 
-    /// The checkpoint that has been written since the last call; does not wait.
-    ///
-    /// # Errors
-    /// Why it could not be written.
-    pub(super) fn poll(&mut self) -> Result<Option<Written>, TrainError> {
-        match &self.job {
-            Some(job) if job.thread.is_finished() => self.finish(),
-            _ => Ok(None),
-        }
+    /// Whether nothing is being written any more.
+    pub(super) fn is_done(&self) -> bool {
+        self.job.as_ref().is_none_or(|job| job.thread.is_finished())
     }
 
-    /// Waits for the checkpoint being written.
+    /// Waits for the files being written.
     ///
     /// # Errors
-    /// Why it could not be written.
+    /// Why they could not be written.
     pub(super) fn finish(&mut self) -> Result<Option<Written>, TrainError> {
-        let Some(Job { step, thread }) = self.job.take() else {
+        let Some(job) = self.job.take() else {
             return Ok(None);
         };
+        let Job {
+            folder,
+            state,
+            owns_folder,
+            thread,
+        } = job;
         match thread.join() {
-            Ok(path) => Ok(Some(Written { step, path: path? })),
+            Ok(Ok(checksums)) => Ok(Some(Written {
+                folder,
+                state,
+                checksums,
+            })),
+            Ok(Err(error)) => {
+                if owns_folder {
+                    Checkpoint::discard(&folder, state.step);
+                }
+                Err(error.into())
+            }
             Err(panic) => std::panic::resume_unwind(panic),
-        }
-    }
-}
-
-impl Drop for CheckpointWriter {
-    fn drop(&mut self) {
-        // A run that ends by another error told that one; what is being written is still made whole.
-        if let Some(job) = self.job.take() {
-            let _ = job.thread.join();
         }
     }
 }

@@ -8,14 +8,22 @@ use anyhow::{Result, bail, ensure};
 use burn::backend::Autodiff;
 use burn::tensor::Tensor;
 use burn_cuda::CudaDevice;
-use sieve_comm::{CommError, Failure, Loss, Mesh, Patience, World};
+use sieve_comm::{CommError, Failure, Loss, Mesh, Patience, Pieces, World};
 use sieve_core::Recipe;
-use sieve_kernels::{CudaPrimitive, CudaTensor, NcclGroup, nccl_id, require_nccl, shared_bytes_of};
+use sieve_kernels::{
+    CudaPrimitive, CudaTensor, KernelError, NcclGroup, NcclPiece, NcclWork, RankRanges, nccl_id,
+    require_nccl, shared_bytes_of,
+};
 use sieve_ops::Cuda;
-use sieve_train::{Group, Origin, RunFolder, Start, TrainError};
+use sieve_train::{
+    Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError,
+};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Where it is set, NCCL works on Burn's stream, and nothing goes on beside it: to compare, and to look for a fault.
+const INLINE: &str = "SIEVE_NCCL_INLINE";
 
 /// Trains as one rank of `world`. Rank 0 alone prints, but for errors that only another rank knows.
 pub(super) fn run(args: &TrainArgs, world: World) -> Result<Exit> {
@@ -208,7 +216,7 @@ pub(super) fn first_then_others<T>(
     Ok(made)
 }
 
-/// Ranks that add up in GPU memory.
+/// Ranks whose GPUs work together by NCCL.
 pub(super) fn on_cuda(mesh: Arc<Mesh>, device: &CudaDevice) -> Result<Group<Autodiff<Cuda>>> {
     // The first tensor makes the context that NCCL works in.
     let one = Tensor::<Cuda, 1>::ones([1], device);
@@ -220,14 +228,10 @@ pub(super) fn on_cuda(mesh: Arc<Mesh>, device: &CudaDevice) -> Result<Group<Auto
         0 => mesh.broadcast(&nccl_id()?)?,
         _ => mesh.broadcast(&[])?,
     };
-    let nccl = NcclGroup::join(device.index, &id, [rank, size])?;
-    let sum = move |tensors: Vec<_>| {
-        let tensors = tensors.into_iter().map(CudaTensor::from).collect();
-        let sums = nccl.all_reduce(tensors);
-        let sums = sums.map_err(|error| TrainError::Sum(error.to_string()))?;
-        Ok(sums.into_iter().map(Into::into).collect())
-    };
-    let sums: Vec<CudaPrimitive> = sum(vec![one.into_primitive().tensor()])?;
+    let overlaps = variable(INLINE).is_none();
+    let group = NcclGroup::join(device.index, &id, [rank, size], overlaps)?;
+    let nccl = Nccl { group, size };
+    let sums = nccl.sum(vec![(one.into_primitive().tensor(), None)])?()?;
     let sums = sums.into_iter().map(|sum| {
         let sum = Tensor::<Cuda, 1>::from_primitive(burn::tensor::TensorPrimitive::Float(sum));
         sum.into_data().iter::<f32>().sum::<f32>()
@@ -237,5 +241,52 @@ pub(super) fn on_cuda(mesh: Arc<Mesh>, device: &CudaDevice) -> Result<Group<Auto
         found == size as f32,
         "the sum of a one of each of {size} ranks is {found} on this GPU\n  hint: NCCL_DEBUG=INFO says how NCCL connects them"
     );
-    Ok(Group::new(mesh, Box::new(sum)))
+    Ok(Group::new(mesh, Box::new(nccl)))
+}
+
+/// The GPUs of all ranks.
+struct Nccl {
+    group: NcclGroup,
+    size: usize,
+}
+
+impl Nccl {
+    fn ranges(&self, pieces: Pieces) -> RankRanges {
+        (0..self.size).map(|rank| pieces.of(rank)).collect()
+    }
+}
+
+impl Collectives<Autodiff<Cuda>> for Nccl {
+    fn sum(
+        &self,
+        tensors: Vec<(CudaPrimitive, Option<Pieces>)>,
+    ) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
+        let tensors = tensors.into_iter().map(|(tensor, pieces)| {
+            let ranges = pieces.map(|pieces| self.ranges(pieces));
+            (CudaTensor::from(tensor), ranges)
+        });
+        pending(self.group.sum(tensors.collect()))
+    }
+
+    fn gather(
+        &self,
+        tensors: Vec<Gathered<Autodiff<Cuda>>>,
+    ) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
+        let tensors = tensors.into_iter().map(|gathered| NcclPiece {
+            piece: gathered.piece.into(),
+            whole: gathered.whole.into(),
+            ranges: self.ranges(gathered.pieces),
+        });
+        pending(self.group.gather(tensors.collect()))
+    }
+}
+
+fn pending(
+    work: Result<NcclWork, KernelError>,
+) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
+    let work = work.map_err(|error| TrainError::Collective(error.to_string()))?;
+    Ok(Box::new(move || {
+        let results = work.finish().into_iter();
+        Ok(results.map(CudaPrimitive::from).collect())
+    }))
 }

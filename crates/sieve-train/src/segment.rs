@@ -1,0 +1,110 @@
+//! The parts of a model that have a graph of their own.
+use crate::GradientBuffer;
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Tensor, TensorPrimitive};
+use sieve_nn::Qwen3;
+use sieve_ops::TrainBackend;
+use std::collections::VecDeque;
+
+/// A part of the model, in the order of the forward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Segment {
+    /// The token embedding.
+    Embedding,
+    /// One decoder layer.
+    Block(usize),
+    /// Final norm and output projection.
+    Head,
+}
+
+impl Segment {
+    /// All segments of a model, first to last.
+    pub(crate) fn all<B: TrainBackend>(model: &Qwen3<B>) -> impl Iterator<Item = Self> + use<B> {
+        let blocks = (0..model.layers.len()).map(Self::Block);
+        let first = Some(Self::Embedding).into_iter();
+        first.chain(blocks).chain(Some(Self::Head))
+    }
+
+    /// Ids of its parameters, in module order.
+    pub(crate) fn ids<B: TrainBackend>(self, model: &Qwen3<B>) -> Vec<ParamId> {
+        let mut ids = Ids(Vec::new());
+        match self {
+            Self::Embedding => model.embed_tokens.visit(&mut ids),
+            Self::Block(layer) => model.layers[layer].visit(&mut ids),
+            Self::Head => model.head.visit(&mut ids),
+        }
+        ids.0
+    }
+
+    /// Norm of its gradients; of pieces alone, or also of `whole` ones.
+    pub(crate) fn norm<B: TrainBackend>(
+        self,
+        model: &Qwen3<B>,
+        gradients: &GradientBuffer<B>,
+        device: &B::Device,
+        whole: bool,
+    ) -> Tensor<B::InnerBackend, 1> {
+        match self {
+            Self::Embedding => gradients.norm_of(&model.embed_tokens, device, whole),
+            Self::Block(layer) => gradients.norm_of(&model.layers[layer], device, whole),
+            Self::Head => gradients.norm_of(&model.head, device, whole),
+        }
+    }
+
+    /// `model` with the parameters of another one of the same sizes, their ids among them.
+    pub(crate) fn with_parameters_of<B: TrainBackend>(
+        model: Qwen3<B>,
+        other: &Qwen3<B>,
+    ) -> Qwen3<B> {
+        let mut all = Parameters(VecDeque::new());
+        other.visit(&mut all);
+        model.map(&mut all)
+    }
+
+    /// The model with its parameters mapped.
+    pub(crate) fn map<B: TrainBackend>(
+        self,
+        mut model: Qwen3<B>,
+        mapper: &mut impl ModuleMapper<B>,
+    ) -> Qwen3<B> {
+        match self {
+            Self::Embedding => model.embed_tokens = model.embed_tokens.map(mapper),
+            Self::Head => model.head = model.head.map(mapper),
+            Self::Block(layer) => {
+                // A clone would keep the parameters from being changed in place.
+                let block = model.layers.swap_remove(layer);
+                model.layers.push(block.map(mapper));
+                let last = model.layers.len() - 1;
+                model.layers.swap(layer, last);
+            }
+        }
+        model
+    }
+}
+
+struct Ids(Vec<ParamId>);
+
+impl<B: TrainBackend> ModuleVisitor<B> for Ids {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        self.0.push(param.id);
+    }
+}
+
+/// All parameters of a model, in module order.
+struct Parameters<B: TrainBackend>(VecDeque<(ParamId, TensorPrimitive<B>)>);
+
+impl<B: TrainBackend> ModuleVisitor<B> for Parameters<B> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        self.0.push_back((param.id, param.val().into_primitive()));
+    }
+}
+
+impl<B: TrainBackend> ModuleMapper<B> for Parameters<B> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let (_, drawn, mapper) = param.consume();
+        let (id, held) = self.0.pop_front().expect("models of the same parts");
+        let held = Tensor::<B, D>::from_primitive(held);
+        assert_eq!(drawn.dims(), held.dims(), "models of the same sizes");
+        Param::from_mapped_value(id, held, mapper)
+    }
+}
