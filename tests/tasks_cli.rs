@@ -185,8 +185,9 @@ fn assert_same(tiny: &TinyRun, expected: &Value) {
     assert!(num_cut > 0, "no text was longer than the context");
 }
 
+/// A prefill method reads each prompt in one sparse call, and a prompt once for all its choices; what follows reads everything.
 #[test]
-fn tasks_under_a_selector_are_one_call_a_text() {
+fn tasks_under_a_selector_are_one_call_a_prompt() {
     let tiny = random_run();
     let scored = |selector: &str| {
         let text = eval(
@@ -197,18 +198,32 @@ fn tasks_under_a_selector_are_one_call_a_text() {
         (parsed(&text), samples)
     };
     let (own, own_samples) = scored("");
-    let (all, _) = scored("--selector meanpool:block=4,tau=1,min_prefill_tokens=0");
-    assert_eq!(all["tasks"], own["tasks"]);
-    // Three layers, 24 rows of two choices; the unfilled end of a row of texts is a call too, one for each layer.
-    let calls = all["selection"]["calls"].as_u64().expect("a count");
-    let rows_at_most = 24 * 2;
-    assert!(
-        (3 * 24 * 2..=3 * (24 * 2 + rows_at_most)).contains(&calls) && calls % 3 == 0,
-        "{calls}"
-    );
+    // Three layers, 24 rows.
+    for (everything, calls) in [
+        ("meanpool:block=4,tau=1,min_prefill_tokens=0", 3 * 24),
+        ("exact_top:k=1000", 0),
+    ] {
+        let (all, samples) = scored(&format!("--selector {everything}"));
+        assert_eq!(all["tasks"], own["tasks"], "{everything}");
+        if calls > 0 {
+            assert_eq!(all["selection"]["calls"], calls);
+        }
+        let likelihoods = |text: &str| -> Vec<f64> {
+            let rows = text.lines().map(parsed);
+            let of_row = |row: Value| row["likelihoods"].as_array().expect("a list").clone();
+            let values = rows.flat_map(of_row);
+            values
+                .map(|x| x["log_likelihood"].as_f64().expect("a number"))
+                .collect()
+        };
+        for (x, y) in likelihoods(&samples).iter().zip(likelihoods(&own_samples)) {
+            assert!((x - y).abs() < 1e-4, "{everything}: {x} {y}");
+        }
+    }
     let (few, samples) = scored("--selector streamingllm:n_init=1,n_local=3,min_prefill_tokens=0");
     assert_ne!(samples, own_samples);
     assert!(few["selection"]["pairs"].as_f64() < few["selection"]["dense_pairs"].as_f64());
+    assert_ne!(scored("--selector exact_top:k=2").1, own_samples);
 }
 
 #[test]

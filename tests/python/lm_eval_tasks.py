@@ -1,7 +1,7 @@
 """lm-evaluation-harness on local files, for comparison with `sieve eval tasks`.
 
     lm_eval_tasks.py rows DIR                 made-up rows: DIR/TASK.jsonl, and DIR/TASK.train.jsonl for examples
-    lm_eval_tasks.py score MODEL DIR OUT K    the harness on DIR with K examples a question, OUT a JSON file
+    lm_eval_tasks.py score MODEL DIR OUT K    the harness on DIR with K examples a question, OUT a JSON file; prints seconds
     lm_eval_tasks.py compare OUT REPORT SAMPLES    what `sieve eval tasks --json --samples` wrote beside OUT
 
 The tasks are the harness's own YAML files: only the data set is replaced by the local files, the default sampler of examples
@@ -12,6 +12,7 @@ import math
 import os
 import random
 import sys
+import time
 from pathlib import Path
 
 YAML = {
@@ -161,10 +162,11 @@ def score(model, folder, out, fewshot):
 
     tasks = [task for task in YAML if Path(folder, task + ".jsonl").exists()]
     harness = HFLM(pretrained=model, device="cpu", dtype="float32", batch_size=16, trust_remote_code=True)
-    configs = [config(task, folder, fewshot) for task in tasks]
-    results = lm_eval.simple_evaluate(harness, tasks=configs, log_samples=True, bootstrap_iters=0)
     report = {}
     for task in tasks:
+        started = time.perf_counter(), time.process_time()
+        results = lm_eval.simple_evaluate(harness, tasks=[config(task, folder, fewshot)], log_samples=True, bootstrap_iters=0)
+        print(f"{task:<16}{time.perf_counter() - started[0]:>8.1f} s, {time.process_time() - started[1]:.1f} s of processors")
         found = results["results"]["local_" + task]
         scores = {name.split(",")[0]: value for name, value in found.items() if "stderr" not in name and isinstance(value, float)}
         samples = {}

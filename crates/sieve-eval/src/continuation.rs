@@ -1,8 +1,18 @@
-//! A text that a model reads piece by piece, with what it keeps of it.
-use crate::input::ids;
+//! Texts that a model reads piece by piece, with what it keeps of them.
+use crate::input::{check_vocabulary, ids};
 use crate::{EvalError, Selection};
 use sieve_nn::{KvCache, LayerOperands, Qwen3};
 use sieve_ops::{RotaryEmbedding, SieveBackend};
+
+/// Keys of all texts that go on together, at most: more texts would take more memory than their company saves time.
+const TOGETHER_TOKENS: usize = 65_536;
+/// Texts that go on together, at most.
+const TOGETHER: usize = 32;
+
+/// Texts of so many tokens whose caches are held to go on together, at most.
+pub fn texts_together(num_tokens: usize) -> usize {
+    (TOGETHER_TOKENS / num_tokens.max(1)).clamp(1, TOGETHER)
+}
 
 /// A prompt and what follows, through the KV cache. A clone goes its own way from there.
 #[derive(Clone, Debug)]
@@ -64,5 +74,109 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
             _ => model.next_logits(ids, cache, rope),
         };
         Ok(logits.into_data().iter::<f32>().collect())
+    }
+
+    /// Reads one more token of each of several texts with the same room, in one pass where no selector acts on it; logits
+    /// of the token that comes next in each.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub(crate) fn read_each(
+        texts: &mut [&mut Self],
+        tokens: &[u32],
+    ) -> Result<Vec<Vec<f32>>, EvalError> {
+        let acts = |text: &&mut Self| (text.selection.as_ref()).is_some_and(|s| s.acts_in_decode());
+        let Some(first) = texts.first().filter(|_| !texts.iter().any(acts)) else {
+            let each = texts.iter_mut().zip(tokens);
+            return each.map(|(text, token)| text.read(&[*token])).collect();
+        };
+        let (model, rope) = (first.model, first.rope.clone());
+        let ids = ids(tokens, [texts.len(), 1], &first.device);
+        let mut caches: Vec<_> = texts.iter_mut().map(|text| &mut text.cache).collect();
+        let logits = model.next_logits_of_rows(ids, &mut caches, &rope);
+        let logits: Vec<f32> = logits.into_data().iter::<f32>().collect();
+        let row = logits.len() / texts.len();
+        Ok(logits.chunks(row).map(<[f32]>::to_vec).collect())
+    }
+
+    /// What is known of each ending after this text, of whose next token these are the logits. Endings are not empty.
+    ///
+    /// # Errors
+    /// A token outside the vocabulary, an output that is no number, operands that the selector refuses.
+    pub(crate) fn endings(
+        &mut self,
+        logits: &[f32],
+        endings: &[&[u32]],
+    ) -> Result<Vec<Ending>, EvalError> {
+        let vocab_size = self.model.shape().vocab_size;
+        for ending in endings {
+            check_vocabulary(ending, vocab_size)?;
+        }
+        let mut found: Vec<Ending> = (endings.iter())
+            .map(|ending| Ending::default().and(logits, ending[0]))
+            .collect();
+        // The longest first, so that those that go on together end together.
+        let mut order: Vec<usize> = (0..endings.len()).collect();
+        order.sort_by_key(|&n| std::cmp::Reverse(endings[n].len()));
+        for some in order.chunks(texts_together(self.cache.num_tokens)) {
+            let mut text = self.clone();
+            text.selection = text.selection.as_ref().map(Selection::uncounted);
+            let mut texts = vec![text; some.len()];
+            for step in 1..endings[some[0]].len() {
+                let going = some.partition_point(|&n| endings[n].len() > step);
+                let tokens: Vec<u32> = (some[..going].iter())
+                    .map(|&n| endings[n][step - 1])
+                    .collect();
+                let mut going: Vec<_> = texts[..going].iter_mut().collect();
+                let logits = Self::read_each(&mut going, &tokens)?;
+                for (&n, logits) in some.iter().zip(&logits) {
+                    found[n] = found[n].and(logits, endings[n][step]);
+                }
+            }
+            for used in texts.iter().filter_map(Self::selection) {
+                self.selection
+                    .as_mut()
+                    .expect("as its copies")
+                    .add_totals(used);
+            }
+        }
+        match found.iter().all(|ending| ending.log_likelihood.is_finite()) {
+            true => Ok(found),
+            false => Err(EvalError::NotFinite {
+                num_tokens: self.cache.num_tokens,
+            }),
+        }
+    }
+}
+
+/// What a model says of a text's ending.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ending {
+    /// Natural logarithm of its probability.
+    pub(crate) log_likelihood: f64,
+    /// Whether each of its tokens is the likeliest; the first of equal ones.
+    pub(crate) is_greedy: bool,
+}
+
+impl Default for Ending {
+    fn default() -> Self {
+        Self {
+            log_likelihood: 0.0,
+            is_greedy: true,
+        }
+    }
+}
+
+impl Ending {
+    /// One token more, of which these are the logits.
+    fn and(self, logits: &[f32], token: u32) -> Self {
+        let max = logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
+        let sum: f64 = logits.iter().map(|&x| f64::from(x - max).exp()).sum();
+        let logit = logits[token as usize];
+        let first = logits.iter().position(|&x| x == max);
+        Self {
+            log_likelihood: self.log_likelihood + f64::from(logit - max) - sum.ln(),
+            is_greedy: self.is_greedy && first == Some(token as usize),
+        }
     }
 }

@@ -30,6 +30,7 @@ mod test_model;
 mod trained;
 mod weights;
 
+pub use continuation::texts_together;
 pub use document::{EvalDocument, first_tokens, prepared_documents, text_documents};
 pub use error::EvalError;
 pub use generator::{GenerateConfig, Generator};
@@ -52,7 +53,7 @@ pub use selectors::{
 };
 pub use tasks::{
     Likelihood, READY_TASKS, RowScore, Score, Task, TaskModel, TaskReport, TaskRows, TaskRun,
-    run_task,
+    TaskSize, TaskTexts, run_task,
 };
 pub use trained::{TrainedMeasure, attention_label, measure_trained};
 pub use weights::{DISTANCES, HeadWeights, LayerWeights, LifeSpans, attention_weights};

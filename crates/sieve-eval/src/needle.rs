@@ -10,7 +10,8 @@ pub use haystack::Haystack;
 
 use crate::continuation::Continuation;
 use crate::input::check_vocabulary;
-use crate::{EvalError, Sampler, Sampling, Selection};
+use crate::sampler::likeliest;
+use crate::{EvalError, Selection};
 use sample::{Sample, samples, texts};
 use serde::Serialize;
 use sieve_data::Tokenizer;
@@ -261,52 +262,18 @@ impl<B: SieveBackend> Reader<'_, B> {
         check_vocabulary(&prompt, self.model.shape().vocab_size)?;
         let room = prompt.len() + sample.max_new_tokens();
         let mut text = Continuation::new(self.model, room, self.device)
-            .with_selection(self.selection.cloned());
+            .with_selection(self.selection.map(Selection::uncounted));
         let logits = text.read(&prompt)?;
         if let Some(selection) = text.selection() {
-            let before = self.selection.map(Selection::totals).unwrap_or_default();
             let totals = selection.totals();
-            self.pairs[0] += totals.pairs - before.pairs;
-            self.pairs[1] += totals.dense_pairs - before.dense_pairs;
+            self.pairs[0] += totals.pairs;
+            self.pairs[1] += totals.dense_pairs;
         }
-        let mut likelihoods = Vec::new();
-        for candidate in &sample.candidates {
-            check_vocabulary(candidate, self.model.shape().vocab_size)?;
-            likelihoods.push(self.likelihood(text.clone(), &logits, candidate)?);
-        }
+        let candidates: Vec<&[u32]> = sample.candidates.iter().map(Vec::as_slice).collect();
+        let endings = text.endings(&logits, &candidates)?;
+        let likelihoods: Vec<f64> = endings.iter().map(|x| x.log_likelihood).collect();
         let is_found = self.is_said(text, logits, sample)?;
         Ok((rank(&likelihoods), is_found))
-    }
-
-    /// `ln p(candidate | text)`, where `logits` follow the text.
-    fn likelihood(
-        &self,
-        mut text: Continuation<'_, B>,
-        logits: &[f32],
-        candidate: &[u32],
-    ) -> Result<f64, EvalError> {
-        let mut sum = 0.0;
-        let mut after = None;
-        for (n, &token) in candidate.iter().enumerate() {
-            let logits = after.as_deref().unwrap_or(logits);
-            sum += self.log_probability(logits, token);
-            if n + 1 < candidate.len() {
-                after = Some(text.read(&[token])?);
-            }
-        }
-        if sum.is_nan() {
-            return Err(EvalError::NotFinite {
-                num_tokens: text.cache().num_tokens,
-            });
-        }
-        Ok(sum)
-    }
-
-    fn log_probability(&self, logits: &[f32], token: u32) -> f64 {
-        let logits = &logits[..self.num_tokens];
-        let max = logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
-        let sum: f64 = logits.iter().map(|&x| f64::from(x - max).exp()).sum();
-        f64::from(logits[token as usize] - max) - sum.ln()
     }
 
     /// Whether the likeliest tokens, one after another, spell the answer.
@@ -316,10 +283,9 @@ impl<B: SieveBackend> Reader<'_, B> {
         mut logits: Vec<f32>,
         sample: &Sample,
     ) -> Result<bool, EvalError> {
-        let mut sampler = Sampler::new(Sampling::GREEDY)?;
         let mut said = Vec::new();
         while said.len() < sample.max_new_tokens() {
-            let next = sampler.sample(&logits[..self.num_tokens]);
+            let next = likeliest(&logits[..self.num_tokens]);
             let token = next.ok_or(EvalError::NotFinite {
                 num_tokens: text.cache().num_tokens,
             })?;

@@ -53,7 +53,8 @@ impl<P: Copy> Rows<P> {
     ) -> bool {
         let len = input.len();
         let fits = |row: &Row<P>| row.tokens.len() + len <= self.row_len;
-        if !self.rows.last().is_some_and(fits) {
+        let row = self.rows.iter().position(fits);
+        if row.is_none() {
             if self.rows.len() == self.max_rows || len > self.row_len {
                 return false;
             }
@@ -65,7 +66,8 @@ impl<P: Copy> Rows<P> {
                 places: Vec::new(),
             });
         }
-        let row = self.rows.last_mut().expect("a row was there or pushed");
+        let row = row.unwrap_or(self.rows.len() - 1);
+        let row = &mut self.rows[row];
         let start = row.tokens.len() as u32;
         let end = start + len as u32;
         row.tokens.extend_from_slice(&tokens[input.clone()]);

@@ -58,10 +58,7 @@ impl Sampler {
     ///
     /// Panics on an empty slice.
     pub fn sample(&mut self, logits: &[f32]) -> Option<u32> {
-        if !logits.iter().all(|logit| logit.is_finite()) {
-            return None;
-        }
-        let best = argmax(logits);
+        let best = likeliest(logits)?;
         if self.sampling.temperature == 0.0 {
             return Some(best);
         }
@@ -106,14 +103,18 @@ impl Sampler {
     }
 }
 
-fn argmax(logits: &[f32]) -> u32 {
+/// The first of the largest; `None` when a logit is NaN or infinite. Panics on an empty slice.
+pub(crate) fn likeliest(logits: &[f32]) -> Option<u32> {
+    if !logits.iter().all(|logit| logit.is_finite()) {
+        return None;
+    }
     let mut best = 0;
     for (token, logit) in logits.iter().enumerate() {
         if *logit > logits[best] {
             best = token;
         }
     }
-    best as u32
+    Some(best as u32)
 }
 
 #[cfg(test)]

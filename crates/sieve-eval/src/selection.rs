@@ -7,6 +7,7 @@ use sieve_core::{Attention, ModelShape};
 use sieve_nn::{HostOperands, LayerOperands};
 use sieve_ops::{SieveBackend, has_sparse_attention};
 use sieve_select::{DecodeSession, LayerShape, Phase, Reads, Selector};
+use std::ops::AddAssign;
 use std::time::Instant;
 
 /// A selector at work in the layers of a model.
@@ -51,6 +52,20 @@ impl SelectionTotals {
         } else {
             1.0
         }
+    }
+}
+
+impl AddAssign for SelectionTotals {
+    fn add_assign(&mut self, other: Self) {
+        self.calls += other.calls;
+        self.dense_calls += other.dense_calls;
+        self.kernel_calls += other.kernel_calls;
+        self.host_bytes += other.host_bytes;
+        self.nan_lists += other.nan_lists;
+        self.pairs += other.pairs;
+        self.dense_pairs += other.dense_pairs;
+        self.select_seconds += other.select_seconds;
+        self.seconds += other.seconds;
     }
 }
 
@@ -140,9 +155,17 @@ impl Selection {
         self.totals
     }
 
-    /// Takes over what a copy of this one has computed since it was made.
-    pub(crate) fn take_totals(&mut self, copy: &Self) {
-        self.totals = copy.totals;
+    /// A copy that has computed nothing yet.
+    pub(crate) fn uncounted(&self) -> Self {
+        Self {
+            totals: SelectionTotals::default(),
+            ..self.clone()
+        }
+    }
+
+    /// Adds what an [`uncounted`](Self::uncounted) copy has computed.
+    pub(crate) fn add_totals(&mut self, copy: &Self) {
+        self.totals += copy.totals;
     }
 
     /// Whether it runs token by token only.

@@ -4,8 +4,8 @@ mod likelihood;
 mod spec;
 mod template;
 
-use crate::{EvalError, Selection};
-use answer::answer;
+use crate::{EvalError, Selection, texts_together};
+use answer::answers;
 pub use likelihood::Likelihood;
 use likelihood::{Pair, likelihoods};
 use serde::Serialize;
@@ -93,50 +93,134 @@ pub struct TaskReport {
     pub rows: Vec<RowScore>,
 }
 
+/// A task's rows in the tokens of a model.
+#[derive(Debug)]
+pub struct TaskTexts<'a> {
+    task: &'a Task,
+    fewshot: usize,
+    num_truncated: usize,
+    questions: Vec<Question>,
+    texts: Texts,
+}
+
+#[derive(Debug)]
+enum Texts {
+    Pairs(Vec<Vec<Pair>>),
+    Prompts(Vec<Vec<u32>>),
+}
+
+/// What asking takes, in tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TaskSize {
+    /// Of the longest text that goes in at once.
+    pub longest: usize,
+    /// Of a forward pass.
+    pub pass: usize,
+    /// Of a cache; 0 where none is held.
+    pub cached: usize,
+    /// Caches held together.
+    pub num_caches: usize,
+}
+
+impl TaskSize {
+    /// Room for both.
+    #[must_use]
+    pub fn max(self, other: Self) -> Self {
+        Self {
+            longest: self.longest.max(other.longest),
+            pass: self.pass.max(other.pass),
+            cached: self.cached.max(other.cached),
+            num_caches: self.num_caches.max(other.num_caches),
+        }
+    }
+}
+
+impl<'a> TaskTexts<'a> {
+    /// Makes the texts for a model of a tokenizer and a context.
+    ///
+    /// # Errors
+    /// Rows that the task does not fit, too few examples, a text longer than the context.
+    pub fn new(
+        task: &'a Task,
+        data: &TaskRows,
+        run: TaskRun,
+        tokenizer: &Tokenizer,
+        context: usize,
+    ) -> Result<Self, EvalError> {
+        let num_rows = data.rows.len().min(run.limit.unwrap_or(usize::MAX));
+        let questions = task.questions(&data.rows[..num_rows])?;
+        let mut encoder = Encoder {
+            task,
+            tokenizer,
+            context,
+            truncate: run.truncate,
+            num_truncated: 0,
+        };
+        let asked = questions.iter().zip(&data.rows).map(|(question, row)| {
+            let shots = shots(task, data, run.fewshot, row)?;
+            Ok(task.pairs(question, &shots))
+        });
+        let asked: Vec<Vec<(String, String)>> = asked.collect::<Result<_, EvalError>>()?;
+        let asked = asked.iter().enumerate();
+        let texts = match task.measure {
+            Measure::Generation => {
+                let prompts = asked.map(|(n, pairs)| encoder.prompt(n, &pairs[0].0));
+                Texts::Prompts(prompts.collect::<Result<_, _>>()?)
+            }
+            Measure::Choices | Measure::Continuation => {
+                let pairs = asked.map(|(n, pairs)| encoder.pairs(n, pairs));
+                Texts::Pairs(pairs.collect::<Result<_, _>>()?)
+            }
+        };
+        Ok(Self {
+            task,
+            fewshot: run.fewshot,
+            num_truncated: encoder.num_truncated,
+            questions,
+            texts,
+        })
+    }
+
+    /// What asking takes, with a selector or without.
+    pub fn size(&self, with_selector: bool) -> TaskSize {
+        match &self.texts {
+            Texts::Pairs(pairs) => likelihood::size(pairs, with_selector),
+            Texts::Prompts(prompts) => {
+                let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+                let cached = longest + self.task.matching.max_new_tokens;
+                TaskSize {
+                    longest,
+                    pass: longest,
+                    cached,
+                    num_caches: texts_together(cached).min(prompts.len()),
+                }
+            }
+        }
+    }
+}
+
 /// Asks a model the rows of a task; `observe` hears how many of how many texts are done.
 ///
 /// # Errors
-/// Rows that the task does not fit, too few examples, a text longer than the model's context, an output that is no
-/// number, a
-/// selector that refuses a call.
+/// A token outside the vocabulary, an output that is no number, a selector that refuses a call.
 pub fn run_task<B: SieveBackend>(
     model: &TaskModel<'_, B>,
-    task: &Task,
-    data: &TaskRows,
-    run: TaskRun,
+    texts: &TaskTexts<'_>,
     selection: Option<&mut Selection>,
     observe: &mut dyn FnMut(usize, usize),
 ) -> Result<TaskReport, EvalError> {
-    let num_rows = data.rows.len().min(run.limit.unwrap_or(usize::MAX));
-    let questions = task.questions(&data.rows[..num_rows])?;
-    let mut asked = Vec::with_capacity(num_rows);
-    for (question, row) in questions.iter().zip(&data.rows) {
-        asked.push(task.pairs(question, &shots(task, data, run.fewshot, row)?));
-    }
-    let mut texts = Texts {
-        task,
-        tokenizer: model.tokenizer,
-        context: model.model.shape().max_seq_len,
-        truncate: run.truncate,
-        num_truncated: 0,
-    };
-    let rows = match task.measure {
-        Measure::Generation => {
-            let prompts = asked.iter().enumerate();
-            let prompts = prompts.map(|(n, pairs)| texts.prompt(n, &pairs[0].0));
-            let prompts: Vec<Vec<u32>> = prompts.collect::<Result<_, _>>()?;
-            generated(model, task, &questions, &prompts, selection, observe)?
-        }
-        Measure::Choices | Measure::Continuation => {
-            let pairs = asked.iter().enumerate();
-            let pairs = pairs.map(|(n, pairs)| texts.pairs(n, pairs));
-            let per_row: Vec<Vec<Pair>> = pairs.collect::<Result<_, _>>()?;
-            let flat: Vec<Pair> = per_row.concat();
+    let TaskTexts {
+        task, questions, ..
+    } = texts;
+    let rows = match &texts.texts {
+        Texts::Prompts(prompts) => generated(model, task, questions, prompts, selection, observe)?,
+        Texts::Pairs(per_row) => {
+            let num_pairs = per_row.iter().map(Vec::len).sum();
             let with_greedy = task.measure == Measure::Continuation;
-            let observe = &mut |done: usize| observe(done, flat.len());
-            let found = likelihoods(model, &flat, with_greedy, selection, observe)?;
+            let observe = &mut |done: usize| observe(done, num_pairs);
+            let found = likelihoods(model, per_row, with_greedy, selection, observe)?;
             let mut found = found.into_iter();
-            let rows = questions.iter().zip(&per_row).enumerate();
+            let rows = questions.iter().zip(per_row).enumerate();
             let rows = rows.map(|(n, (question, pairs))| {
                 let likelihoods: Vec<Likelihood> = found.by_ref().take(pairs.len()).collect();
                 RowScore {
@@ -155,10 +239,10 @@ pub fn run_task<B: SieveBackend>(
     };
     Ok(TaskReport {
         task: task.name().to_owned(),
-        num_rows,
-        fewshot: run.fewshot,
+        num_rows: rows.len(),
+        fewshot: texts.fewshot,
         num_truncated: texts.num_truncated,
-        scores: scores(task, &questions, &rows),
+        scores: scores(task, questions, &rows),
         rows,
     })
 }
@@ -189,7 +273,7 @@ fn shots(
 }
 
 /// Texts on their way to tokens.
-struct Texts<'a> {
+struct Encoder<'a> {
     task: &'a Task,
     tokenizer: &'a Tokenizer,
     context: usize,
@@ -197,7 +281,7 @@ struct Texts<'a> {
     num_truncated: usize,
 }
 
-impl Texts<'_> {
+impl Encoder<'_> {
     fn pairs(&mut self, n: usize, pairs: &[(String, String)]) -> Result<Vec<Pair>, EvalError> {
         let eos_id = self.tokenizer.eos_id()?;
         let mut encoded = Vec::with_capacity(pairs.len());
@@ -258,23 +342,20 @@ fn generated<B: SieveBackend>(
     task: &Task,
     questions: &[Question],
     prompts: &[Vec<u32>],
-    mut selection: Option<&mut Selection>,
+    selection: Option<&mut Selection>,
     observe: &mut dyn FnMut(usize, usize),
 ) -> Result<Vec<RowScore>, EvalError> {
-    let mut rows = Vec::with_capacity(questions.len());
-    for (n, (question, prompt)) in questions.iter().zip(prompts).enumerate() {
-        let selection = selection.as_deref_mut();
-        let text = answer(model, prompt, &task.matching, selection)?;
-        rows.push(RowScore {
-            row: n + 1,
-            label: None,
-            likelihoods: Vec::new(),
-            is_right: task.matching.is_right(&text, &question.endings),
-            answer: Some(text),
-        });
-        observe(n + 1, questions.len());
-    }
-    Ok(rows)
+    let observe = &mut |done: usize| observe(done, prompts.len());
+    let texts = answers(model, prompts, &task.matching, selection, observe)?;
+    let rows = texts.into_iter().zip(questions).enumerate();
+    let row = |(n, (text, question)): (usize, (String, &Question))| RowScore {
+        row: n + 1,
+        label: None,
+        likelihoods: Vec::new(),
+        is_right: task.matching.is_right(&text, &question.endings),
+        answer: Some(text),
+    };
+    Ok(rows.map(row).collect())
 }
 
 /// The choice with the largest log-likelihood over its length; the first of equal ones.

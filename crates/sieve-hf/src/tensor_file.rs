@@ -3,6 +3,7 @@ use crate::{CheckpointError, NamedTensor};
 use burn::tensor::{DType, TensorData};
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use std::fs::File;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::xxh3_64;

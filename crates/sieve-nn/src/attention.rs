@@ -6,6 +6,7 @@ pub(crate) mod dynamic_mask;
 pub(crate) mod latent;
 pub(crate) mod multi_head;
 pub(crate) mod native_sparse;
+pub(crate) mod shared_prompts;
 pub(crate) mod sliding_window;
 mod weights;
 
@@ -17,6 +18,7 @@ use dynamic_mask::DynamicMaskAttention;
 use latent::LatentAttention;
 use multi_head::MultiHeadAttention;
 use native_sparse::NativeSparseAttention;
+use shared_prompts::SharedPrompts;
 use sieve_core::ModelShape;
 use sieve_ops::{Documents, Residual, RotaryEmbedding, SieveBackend};
 use sliding_window::SlidingWindowAttention;
@@ -30,6 +32,8 @@ pub struct LayerContext<'a, B: Backend> {
     pub positions: Tensor<B, 2, Int>,
     /// Rotary tables.
     pub rope: &'a RotaryEmbedding<B>,
+    /// Where one prompt stands before several endings: what the attention sees in place of `documents`.
+    pub shared: Option<&'a SharedPrompts<B>>,
 }
 
 impl<'a, B: Backend> LayerContext<'a, B> {
@@ -39,6 +43,7 @@ impl<'a, B: Backend> LayerContext<'a, B> {
             documents,
             positions: documents.positions.clone(),
             rope,
+            shared: None,
         }
     }
 }
@@ -47,6 +52,18 @@ impl<B: Backend> LayerContext<'_, B> {
     /// Positions, tables and documents, as [`sieve_ops::attention_layer`] takes them.
     pub(crate) fn tokens(&self) -> (Tensor<B, 2, Int>, &RotaryEmbedding<B>, &Documents<B>) {
         (self.positions.clone(), self.rope, self.documents)
+    }
+
+    /// Attention of a packed tensor over the documents, each prompt repeated where it is shared.
+    pub(crate) fn attend(
+        &self,
+        packed: Tensor<B, 4>,
+        attention: impl FnOnce(Tensor<B, 4>, &Documents<B>) -> Tensor<B, 4>,
+    ) -> Tensor<B, 4> {
+        match self.shared {
+            None => attention(packed, self.documents),
+            Some(shared) => shared.once(attention(shared.repeat(packed), shared.documents())),
+        }
     }
 }
 
@@ -155,6 +172,13 @@ impl<B: SieveBackend> Attention<B> {
         residual: Residual,
         context: &LayerContext<'_, B>,
     ) -> AttentionResult<B> {
+        if context.shared.is_some() {
+            let added = match residual {
+                Residual::Stream => x.clone(),
+                Residual::None => x.zeros_like(),
+            };
+            return self.forward(norm.forward(x), added, context);
+        }
         let (layer, spec) = match self {
             Self::Mha(layer) => layer.stream_layer(norm),
             Self::Swa(layer) => layer.stream_layer(norm),
@@ -172,19 +196,20 @@ impl<B: SieveBackend> Attention<B> {
         AttentionResult { x, expire }
     }
 
-    /// The output alone, `[batch, seq_len, d_model]`, reading and extending `cache`: a prompt into an empty cache, or one token at a time.
+    /// The output alone, `[batch, seq_len, d_model]`, reading and extending one cache of all rows, or one of each row: a prompt
+    /// into an empty cache of all rows, or one token at a time.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        cache: &mut LayerCache<B>,
+        caches: &mut [&mut LayerCache<B>],
     ) -> Tensor<B, 3> {
         match self {
-            Self::Mha(layer) => layer.forward_cached(x, context, cache),
-            Self::Swa(layer) => layer.forward_cached(x, context, cache),
-            Self::Mla(layer) => layer.forward_cached(x, context, cache),
-            Self::Nsa(layer) => layer.forward_cached(x, context, cache),
-            Self::Dma(layer) => layer.forward_cached(x, context, cache),
+            Self::Mha(layer) => layer.forward_cached(x, context, caches),
+            Self::Swa(layer) => layer.forward_cached(x, context, caches),
+            Self::Mla(layer) => layer.forward_cached(x, context, caches),
+            Self::Nsa(layer) => layer.forward_cached(x, context, caches),
+            Self::Dma(layer) => layer.forward_cached(x, context, caches),
         }
     }
 }

@@ -82,15 +82,15 @@ impl<B: SieveBackend> DecoderLayer<B> {
         }
     }
 
-    /// As [`forward`](Self::forward) with a cache.
+    /// As [`forward`](Self::forward) with one cache of all rows, or one of each row.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        cache: &mut LayerCache<B>,
+        caches: &mut [&mut LayerCache<B>],
     ) -> Tensor<B, 3> {
         let normed = self.input_layernorm.forward(x.clone());
-        let y = self.self_attn.forward_cached(normed, context, cache);
+        let y = self.self_attn.forward_cached(normed, context, caches);
         self.feed_forward(scaled(x, &self.input_residual) + y)
     }
 

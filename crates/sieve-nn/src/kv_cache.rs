@@ -75,6 +75,35 @@ impl<B: Backend> LayerCache<B> {
     }
 }
 
+/// The caches with their rows of a batch: first row and how many. One cache holds all rows, else each has one.
+pub(crate) fn rows_of<'a, B: Backend>(
+    caches: &'a mut [&mut LayerCache<B>],
+    batch: usize,
+) -> impl Iterator<Item = (usize, usize, &'a mut LayerCache<B>)> {
+    let rows = match caches.len() {
+        1 => batch,
+        _ => 1,
+    };
+    assert_eq!(rows * caches.len(), batch, "one cache, or one a row");
+    let caches = caches.iter_mut().enumerate();
+    caches.map(move |(n, cache)| (n * rows, rows, &mut **cache))
+}
+
+/// Attention of a packed tensor with each cache and its rows.
+pub(crate) fn by_row<B: Backend>(
+    caches: &mut [&mut LayerCache<B>],
+    packed: Tensor<B, 4>,
+    mut attend: impl FnMut(&mut LayerCache<B>, Tensor<B, 4>) -> Tensor<B, 4>,
+) -> Tensor<B, 4> {
+    if let [cache] = caches {
+        return attend(cache, packed);
+    }
+    let batch = packed.dims()[0];
+    let parts = rows_of(caches, batch)
+        .map(|(row, rows, cache)| attend(cache, packed.clone().narrow(0, row, rows)));
+    Tensor::cat(parts.collect(), 0)
+}
+
 fn float<B: Backend, const D: usize>(primitive: burn::tensor::ops::FloatTensor<B>) -> Tensor<B, D> {
     Tensor::from_primitive(TensorPrimitive::Float(primitive))
 }

@@ -40,6 +40,7 @@ pub use attention::dynamic_mask::DynamicMaskAttention;
 pub use attention::latent::LatentAttention;
 pub use attention::multi_head::MultiHeadAttention;
 pub use attention::native_sparse::NativeSparseAttention;
+pub use attention::shared_prompts::SharedPrompts;
 pub use attention::sliding_window::SlidingWindowAttention;
 pub use attention::{Attention, AttentionResult, LayerContext};
 pub use decoder_layer::{DecoderLayer, LayerOutput};

@@ -146,6 +146,7 @@ impl<B: SieveBackend> Qwen3<B> {
             documents: &documents,
             positions: positions.add_scalar(cache.num_tokens as i64),
             rope,
+            shared: None,
         };
         let layers = (cache.num_tokens == 0).then_some(&mut cache.layers);
         let x = self.pass(ids, &context, layers, attend)?;

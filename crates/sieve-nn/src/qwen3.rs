@@ -3,7 +3,7 @@ use crate::attention::rope_dim;
 use crate::{DecoderLayer, KvCache, LayerContext, Linear, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::ModelShape;
 use sieve_ops::{Documents, RotaryEmbedding, SieveBackend};
 
@@ -160,22 +160,37 @@ impl<B: SieveBackend> Qwen3<B> {
         cache: &mut KvCache<B>,
         rope: &RotaryEmbedding<B>,
     ) -> Tensor<B, 2> {
+        self.next_logits_of_rows(ids, &mut [cache], rope)
+    }
+
+    /// The same for rows that each have a cache of their own, of any lengths: one token a row.
+    ///
+    /// Panics when a cache is empty or `ids` holds more than one token a row, unless it is one cache of all rows.
+    pub fn next_logits_of_rows(
+        &self,
+        ids: Tensor<B, 2, Int>,
+        caches: &mut [&mut KvCache<B>],
+        rope: &RotaryEmbedding<B>,
+    ) -> Tensor<B, 2> {
         let [batch, new] = ids.dims();
         let device = ids.device();
         let documents = Documents::whole_rows([batch, new], &device);
+        let seen: Vec<i32> = caches.iter().map(|cache| cache.num_tokens as i32).collect();
+        let seen = TensorData::new(seen, [caches.len(), 1]);
         let context = LayerContext {
             documents: &documents,
-            positions: documents
-                .positions
-                .clone()
-                .add_scalar(cache.num_tokens as i64),
+            positions: documents.positions.clone() + Tensor::from_data(seen, &device),
             rope,
+            shared: None,
         };
         let mut x = self.embed_tokens.forward(ids);
-        for (layer, cache) in self.layers.iter().zip(&mut cache.layers) {
-            x = layer.forward_cached(x, &context, cache);
+        for (index, layer) in self.layers.iter().enumerate() {
+            let caches = caches.iter_mut().map(|cache| &mut cache.layers[index]);
+            x = layer.forward_cached(x, &context, &mut caches.collect::<Vec<_>>());
         }
-        cache.num_tokens += new;
+        for cache in caches {
+            cache.num_tokens += new;
+        }
         let last = x.narrow(1, new - 1, 1);
         self.head.logits(last, &self.embed_tokens).flatten(1, 2)
     }

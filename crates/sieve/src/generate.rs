@@ -61,6 +61,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
             rows: 1,
             seq_len: prompt,
             cached_tokens: prompt.saturating_add(new),
+            num_caches: 1,
             logit_tokens: 0,
         }
     })?;

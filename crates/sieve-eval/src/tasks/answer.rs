@@ -1,45 +1,122 @@
 //! Answers that a model generates, and whether they are right.
 use super::TaskModel;
 use super::spec::Matching;
-use crate::{EvalError, GenerateConfig, Generator, Sampling, Selection};
+use crate::continuation::{Continuation, texts_together};
+use crate::input::check_vocabulary;
+use crate::sampler::likeliest;
+use crate::{EvalError, Selection};
+use sieve_data::DecodeStream;
 use sieve_ops::SieveBackend;
 
 /// What a number that is not there is called; never an answer.
 const NO_NUMBER: &str = "[invalid]";
 
-/// Greedy text after a prompt: up to the first stop string, the end of the document or `max_new_tokens`.
-pub(super) fn answer<B: SieveBackend>(
+/// Greedy text after each prompt: up to the first stop string, the end of the document or `max_new_tokens`. Prompts are read
+/// one by one, and many texts go on together.
+pub(super) fn answers<B: SieveBackend>(
     model: &TaskModel<'_, B>,
-    prompt: &[u32],
+    prompts: &[Vec<u32>],
     matching: &Matching,
-    selection: Option<&mut Selection>,
-) -> Result<String, EvalError> {
+    mut selection: Option<&mut Selection>,
+    observe: &mut dyn FnMut(usize),
+) -> Result<Vec<String>, EvalError> {
     let tokenizer = model.tokenizer;
-    let config = GenerateConfig {
-        max_new_tokens: matching.max_new_tokens,
-        sampling: Sampling::GREEDY,
-        eos_id: tokenizer.eos_id()?,
-        num_tokens: tokenizer.vocab_size(),
-    };
-    let mut generator = Generator::new(model.model, prompt, config, model.device)?;
-    if let Some(selection) = &selection {
-        generator = generator.with_selection((**selection).clone());
-    }
-    let (mut stream, mut text) = (tokenizer.decode_stream(), String::new());
-    for token in generator.by_ref() {
-        text += &stream.push(token?)?;
-        if end(&text, &matching.stop).is_some() {
-            break;
+    let eos_id = tokenizer.eos_id()?;
+    let num_tokens = tokenizer.vocab_size().min(model.model.shape().vocab_size);
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0).max(1);
+    let room = longest + matching.max_new_tokens;
+    let empty = Continuation::new(model.model, room, model.device);
+    let mut answers = vec![String::new(); prompts.len()];
+    let (mut going, mut next, mut done): (Vec<Going<'_, '_, B>>, _, _) = (Vec::new(), 0, 0);
+    while done < prompts.len() {
+        while going.len() < texts_together(room) && next < prompts.len() {
+            let prompt = match &prompts[next][..] {
+                [] => &[eos_id][..],
+                prompt => prompt,
+            };
+            check_vocabulary(prompt, model.model.shape().vocab_size)?;
+            let mut text = empty
+                .clone()
+                .with_selection(selection.as_deref().map(Selection::uncounted));
+            let logits = text.read(prompt)?;
+            going.push(Going {
+                number: next,
+                text,
+                logits,
+                stream: tokenizer.decode_stream(),
+                said: String::new(),
+                num_said: 0,
+            });
+            next += 1;
+        }
+        let mut tokens = Vec::with_capacity(going.len());
+        let mut still = Vec::with_capacity(going.len());
+        for mut one in going {
+            match one.say(num_tokens, eos_id, matching)? {
+                Some(token) => {
+                    tokens.push(token);
+                    still.push(one);
+                }
+                None => {
+                    if let (Some(kept), Some(used)) = (&mut selection, one.text.selection()) {
+                        kept.add_totals(used);
+                    }
+                    let number = one.number;
+                    answers[number] = one.ended(&matching.stop)?;
+                    done += 1;
+                    observe(done);
+                }
+            }
+        }
+        going = still;
+        let mut texts: Vec<_> = going.iter_mut().map(|one| &mut one.text).collect();
+        let logits = Continuation::read_each(&mut texts, &tokens)?;
+        for (one, logits) in going.iter_mut().zip(logits) {
+            one.logits = logits;
         }
     }
-    if let (Some(kept), Some(used)) = (selection, generator.selection()) {
-        kept.take_totals(used);
+    Ok(answers)
+}
+
+/// An answer that is not at its end.
+struct Going<'a, 't, B: SieveBackend> {
+    number: usize,
+    text: Continuation<'a, B>,
+    /// Of its next token.
+    logits: Vec<f32>,
+    stream: DecodeStream<'t>,
+    said: String,
+    num_said: usize,
+}
+
+impl<B: SieveBackend> Going<'_, '_, B> {
+    /// Says the likeliest token; `None` at the end.
+    fn say(
+        &mut self,
+        num_tokens: usize,
+        eos_id: u32,
+        matching: &Matching,
+    ) -> Result<Option<u32>, EvalError> {
+        let token = likeliest(&self.logits[..num_tokens]).ok_or(EvalError::NotFinite {
+            num_tokens: self.text.cache().num_tokens,
+        })?;
+        if token == eos_id || self.num_said == matching.max_new_tokens {
+            return Ok(None);
+        }
+        self.num_said += 1;
+        self.said += &self.stream.push(token)?;
+        let goes_on =
+            end(&self.said, &matching.stop).is_none() && self.num_said < matching.max_new_tokens;
+        Ok(goes_on.then_some(token))
     }
-    text += &stream.finish()?;
-    if let Some(end) = end(&text, &matching.stop) {
-        text.truncate(end);
+
+    fn ended(mut self, stop: &[String]) -> Result<String, EvalError> {
+        self.said += &self.stream.finish()?;
+        if let Some(end) = end(&self.said, stop) {
+            self.said.truncate(end);
+        }
+        Ok(self.said)
     }
-    Ok(text)
 }
 
 /// Where the first stop string begins.

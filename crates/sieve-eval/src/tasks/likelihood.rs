@@ -1,17 +1,24 @@
-//! How likely a model finds texts after their contexts: many pairs in each forward pass, laid into rows as documents.
-use super::TaskModel;
+//! How likely a model finds texts after their contexts: many pairs in each forward pass, laid into rows as documents, where
+//! what the pairs of a question begin with goes in once; long prompts through the KV cache.
+use super::{TaskModel, TaskSize};
+use crate::continuation::{Continuation, Ending};
 use crate::input::{check_vocabulary, ids};
 use crate::rows::Rows;
-use crate::{EvalError, Selection};
+use crate::{EvalError, Selection, texts_together};
 use burn::tensor::{Int, Tensor, TensorData};
 use serde::Serialize;
 use sieve_data::Tokenizer;
-use sieve_nn::{LayerContext, LayerOperands, Qwen3};
-use sieve_ops::{Documents, IGNORE_LABEL, SieveBackend};
+use sieve_nn::{LayerContext, Qwen3, SharedPrompts};
+use sieve_ops::{Documents, RotaryEmbedding, SieveBackend};
 use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::ops::Range;
 
-/// Tokens of one forward pass; more only takes memory.
+/// Tokens of one forward pass as its attention sees them; more only takes memory.
 const BATCH_TOKENS: usize = 8192;
+/// Tokens that a question's pairs share from which the pairs go through the KV cache one token at a time: the attention of a
+/// pass sees a shared prompt once for each pair, which takes more than all else where prompts are long.
+const LONG_PROMPT: usize = 4096;
 /// Shorter rows would hold few pairs each.
 const MIN_ROW_TOKENS: usize = 512;
 /// Positions whose logits are held at once.
@@ -69,6 +76,18 @@ impl Pair {
         self.tokens.len() - 1
     }
 
+    fn inputs(&self) -> &[u32] {
+        &self.tokens[..self.num_inputs()]
+    }
+
+    fn context(&self) -> &[u32] {
+        &self.tokens[..self.tokens.len() - self.num_scored]
+    }
+
+    fn ending(&self) -> &[u32] {
+        &self.tokens[self.tokens.len() - self.num_scored..]
+    }
+
     /// All tokens, and how many at the end are scored.
     #[cfg(test)]
     pub(super) fn parts(&self) -> (&[u32], usize) {
@@ -83,105 +102,302 @@ impl Pair {
     }
 }
 
-/// The likelihood of every pair, in their order. `observe` hears how many are done.
+/// The likelihood of every pair, in their order. Pairs of one question go through the model together. `observe` hears how
+/// many are done.
 pub(super) fn likelihoods<B: SieveBackend>(
     model: &TaskModel<'_, B>,
-    pairs: &[Pair],
+    questions: &[Vec<Pair>],
     with_greedy: bool,
     mut selection: Option<&mut Selection>,
     observe: &mut dyn FnMut(usize),
 ) -> Result<Vec<Likelihood>, EvalError> {
-    let TaskModel { model, device, .. } = *model;
-    let shape = model.shape();
-    for pair in pairs {
+    let shape = model.model.shape();
+    for pair in questions.iter().flatten() {
         check_vocabulary(&pair.tokens, shape.vocab_size)?;
     }
-    let longest = pairs.iter().map(Pair::num_inputs).max().unwrap_or(0);
-    let row_len = longest.max(MIN_ROW_TOKENS.min(shape.max_seq_len));
-    let rope = model.rope(row_len, device);
-    // The longest first: a full memory is met at once, and short pairs fill the rows' ends.
-    let mut order: Vec<usize> = (0..pairs.len()).collect();
-    order.sort_by_key(|&n| Reverse(pairs[n].num_inputs()));
-    let none = Likelihood {
-        log_likelihood: 0.0,
-        num_tokens: 0,
-        is_greedy: with_greedy.then_some(true),
+    let mut first_pair = 0;
+    let questions: Vec<Question> = (questions.iter())
+        .map(|pairs| {
+            first_pair += pairs.len();
+            Question::new(pairs, first_pair - pairs.len())
+        })
+        .collect();
+    let mut found = vec![None; first_pair];
+    let mut keep = |place: usize, ending: Ending, num_tokens: usize| {
+        found[place] = Some(Likelihood {
+            log_likelihood: ending.log_likelihood,
+            num_tokens,
+            is_greedy: with_greedy.then_some(ending.is_greedy),
+        });
     };
-    let mut found = vec![none; pairs.len()];
-    let mut rows = Rows::new(row_len, (BATCH_TOKENS / row_len.max(1)).max(1));
+    let is_long = |question: &&Question| selection.is_some() || question.prefix > LONG_PROMPT;
+    let (long, short): (Vec<&Question>, Vec<&Question>) = questions.iter().partition(is_long);
     let mut done = 0;
-    let mut run = |rows: &mut Rows<usize>, end: usize| {
-        let Some(batch) = rows.batch() else {
-            return Ok(());
-        };
-        let documents = Documents::new(&batch.start, &batch.end, batch.shape, device);
-        let context = LayerContext::new(&documents, &rope);
-        let ids = ids(&batch.tokens, batch.shape, device);
-        let hidden = match &mut selection {
-            None => model.hidden(ids, &context),
-            Some(selection) => {
-                let attend = &mut |operands: &LayerOperands<B>| selection.attend(operands);
-                model.hidden_attending(ids, &context, attend)?
-            }
-        };
-        let labels = TensorData::new(batch.labels.clone(), batch.shape);
-        let labels = Tensor::from_data(labels, device);
-        let (head, embed) = (&model.head, &model.embed_tokens);
-        let losses = head.token_losses(hidden.clone(), labels, embed).into_data();
-        let scored = |n: &usize| batch.labels[*n] != IGNORE_LABEL;
-        let scored: Vec<usize> = (0..batch.labels.len()).filter(scored).collect();
-        let losses: Vec<f64> = losses.iter::<f64>().collect();
-        for (&at, &place) in scored.iter().zip(&batch.places) {
-            found[place].log_likelihood -= losses[at];
-            found[place].num_tokens += 1;
-        }
-        if with_greedy {
-            let likeliest = likeliest(model, hidden, &scored, device);
-            for ((&at, &place), likeliest) in scored.iter().zip(&batch.places).zip(likeliest) {
-                if likeliest != i64::from(batch.labels[at]) {
-                    found[place].is_greedy = Some(false);
-                }
-            }
-        }
-        for &n in &order[done..end] {
-            if !found[n].log_likelihood.is_finite() {
-                let num_tokens = pairs[n].num_inputs();
-                return Err(EvalError::NotFinite { num_tokens });
-            }
-        }
-        done = end;
+    for question in long {
+        after_prompts(model, question.pairs, selection.as_deref_mut(), |n, e| {
+            keep(question.first_pair + n, e, question.pairs[n].num_scored);
+        })?;
+        done += question.pairs.len();
         observe(done);
-        rows.clear();
-        Ok(())
-    };
-    for (before, &n) in order.iter().enumerate() {
-        let pair = &pairs[n];
-        let input = 0..pair.num_inputs();
-        let first_scored = pair.tokens.len() - 1 - pair.num_scored;
-        let places = || std::iter::repeat_n(n, pair.num_scored);
-        if !rows.push(&pair.tokens, input.clone(), first_scored, places()) {
-            run(&mut rows, before)?;
-            let fits = rows.push(&pair.tokens, input, first_scored, places());
-            assert!(fits, "a pair fits a row");
-        }
     }
-    run(&mut rows, order.len())?;
-    Ok(found)
+    // The longest first: a full memory is met at once, and short texts fill the rows' ends.
+    let mut order = short;
+    order.sort_by_key(|question| Reverse(question.num_repeated));
+    let longest = order.iter().flat_map(|question| question.pairs);
+    let longest = longest.map(Pair::num_inputs).max().unwrap_or(0);
+    let row_len = longest.max(MIN_ROW_TOKENS.min(shape.max_seq_len));
+    let rope = model.model.rope(row_len, model.device);
+    let mut rest = &order[..];
+    while !rest.is_empty() {
+        let mut num_tokens = 0;
+        let fits = |question: &&&Question| {
+            num_tokens += question.num_repeated;
+            num_tokens <= BATCH_TOKENS
+        };
+        let count = rest.iter().take_while(fits).count().max(1);
+        let (some, others) = rest.split_at(count);
+        let mut layout = Layout::new(row_len);
+        for question in some {
+            layout.add(question);
+        }
+        layout.run(model, &rope, with_greedy, &mut keep)?;
+        done += some
+            .iter()
+            .map(|question| question.pairs.len())
+            .sum::<usize>();
+        observe(done);
+        rest = others;
+    }
+    Ok(found
+        .into_iter()
+        .map(|found| found.expect("every pair was asked"))
+        .collect())
 }
 
-/// The likeliest token after each of some positions.
-fn likeliest<B: SieveBackend>(
-    model: &Qwen3<B>,
-    hidden: Tensor<B, 3>,
-    positions: &[usize],
-    device: &B::Device,
-) -> Vec<i64> {
-    let hidden: Tensor<B, 2> = hidden.flatten(0, 1);
-    let mut tokens = Vec::with_capacity(positions.len());
-    for some in positions.chunks(LOGIT_TOKENS) {
-        let at: Vec<i32> = some.iter().map(|&at| at as i32).collect();
-        let at = Tensor::<B, 1, Int>::from_data(TensorData::new(at, [some.len()]), device);
-        let rows = hidden.clone().select(0, at).unsqueeze::<3>();
+/// What [`likelihoods`] takes.
+pub(super) fn size(questions: &[Vec<Pair>], with_selector: bool) -> TaskSize {
+    let mut size = TaskSize {
+        num_caches: 1,
+        ..TaskSize::default()
+    };
+    for pairs in questions {
+        let question = Question::new(pairs, 0);
+        let longest = pairs.iter().map(Pair::num_inputs).max().unwrap_or(0);
+        size.longest = size.longest.max(longest);
+        if with_selector || question.prefix > LONG_PROMPT {
+            size.pass = size.pass.max(longest);
+            size.cached = size.cached.max(longest + 1);
+            // Those of the endings, and the prompt's.
+            let endings = texts_together(longest).min(pairs.len());
+            size.num_caches = size.num_caches.max(1 + endings);
+        } else {
+            size.pass = size.pass.max(question.num_repeated).max(BATCH_TOKENS);
+        }
+    }
+    size
+}
+
+/// The pairs of one question.
+struct Question<'a> {
+    pairs: &'a [Pair],
+    /// Of all pairs.
+    first_pair: usize,
+    /// Tokens that all of them begin with, and that go into the model.
+    prefix: usize,
+    /// Tokens that go in when each pair is a text of its own.
+    num_repeated: usize,
+}
+
+impl<'a> Question<'a> {
+    fn new(pairs: &'a [Pair], first_pair: usize) -> Self {
+        let shared = |a: &Pair, b: &Pair| {
+            let both = a.tokens.iter().zip(&b.tokens);
+            both.take_while(|(a, b)| a == b).count()
+        };
+        let shortest = pairs.iter().map(Pair::num_inputs).min().unwrap_or(0);
+        let shared = pairs.iter().map(|pair| shared(pair, &pairs[0])).min();
+        Self {
+            pairs,
+            first_pair,
+            prefix: shared.unwrap_or(0).min(shortest),
+            num_repeated: pairs.iter().map(Pair::num_inputs).sum(),
+        }
+    }
+}
+
+/// Each prompt once through the cache, then the tokens behind it: under a prefill selector the prompt is one sparse call and
+/// the tokens behind it read everything, under a decode method the prompt is dense and the tokens behind it are not.
+pub(super) fn after_prompts<B: SieveBackend>(
+    model: &TaskModel<'_, B>,
+    pairs: &[Pair],
+    mut selection: Option<&mut Selection>,
+    mut keep: impl FnMut(usize, Ending),
+) -> Result<(), EvalError> {
+    let mut first = 0;
+    for same in pairs.chunk_by(|a, b| a.context() == b.context()) {
+        let room = same.iter().map(|pair| pair.tokens.len()).max().unwrap_or(0);
+        let text = Continuation::new(model.model, room, model.device);
+        let mut text = text.with_selection(selection.as_deref().map(Selection::uncounted));
+        let logits = text.read(same[0].context())?;
+        let endings: Vec<&[u32]> = same.iter().map(Pair::ending).collect();
+        for (n, ending) in text.endings(&logits, &endings)?.into_iter().enumerate() {
+            keep(first + n, ending);
+        }
+        if let (Some(kept), Some(used)) = (selection.as_deref_mut(), text.selection()) {
+            kept.add_totals(used);
+        }
+        first += same.len();
+    }
+    Ok(())
+}
+
+/// One forward pass: each token that several texts share goes in once.
+struct Layout {
+    tokens: Vec<u32>,
+    positions: Vec<i32>,
+    /// Texts as the attention sees them, each token named by its number in `tokens`.
+    texts: Rows<()>,
+    num_texts_tokens: usize,
+    /// What is predicted: behind which token, the prediction, and whose it is.
+    scored: Vec<(usize, u32, usize)>,
+    /// Pairs, and how many of their tokens are scored.
+    pairs: Vec<(usize, usize)>,
+}
+
+impl Layout {
+    fn new(row_len: usize) -> Self {
+        Self {
+            tokens: Vec::new(),
+            positions: Vec::new(),
+            texts: Rows::new(row_len, usize::MAX),
+            num_texts_tokens: 0,
+            scored: Vec::new(),
+            pairs: Vec::new(),
+        }
+    }
+
+    fn add(&mut self, question: &Question<'_>) {
+        let prefix = self.append(question.pairs[0].inputs(), 0..question.prefix);
+        let has_own = |pair: &Pair| pair.num_inputs() > question.prefix;
+        if !question.pairs.iter().any(has_own) {
+            self.add_text(&prefix);
+        }
+        for (n, pair) in question.pairs.iter().enumerate() {
+            let mut text = prefix.clone();
+            if has_own(pair) {
+                text.extend(self.append(pair.inputs(), question.prefix..pair.num_inputs()));
+                self.add_text(&text);
+            }
+            let place = question.first_pair + n;
+            let behind = &text[text.len() - pair.num_scored..];
+            let scored = behind.iter().zip(pair.ending());
+            self.scored
+                .extend(scored.map(|(&at, &token)| (at as usize, token, place)));
+            self.pairs.push((place, pair.num_scored));
+        }
+    }
+
+    /// Puts tokens in; their numbers.
+    fn append(&mut self, tokens: &[u32], range: Range<usize>) -> Vec<u32> {
+        let first = self.tokens.len() as u32;
+        self.tokens.extend_from_slice(&tokens[range.clone()]);
+        self.positions.extend(range.map(|position| position as i32));
+        (first..self.tokens.len() as u32).collect()
+    }
+
+    fn add_text(&mut self, text: &[u32]) {
+        let whole = 0..text.len();
+        let fits = self.texts.push(text, whole, text.len(), std::iter::empty());
+        assert!(fits, "a text fits a row");
+        self.num_texts_tokens += text.len();
+    }
+
+    fn run<B: SieveBackend>(
+        self,
+        model: &TaskModel<'_, B>,
+        rope: &RotaryEmbedding<B>,
+        with_greedy: bool,
+        keep: &mut impl FnMut(usize, Ending, usize),
+    ) -> Result<(), EvalError> {
+        let TaskModel { model, device, .. } = *model;
+        let batch = self.texts.batch().expect("one text at least");
+        let mut places = vec![None; self.tokens.len()];
+        for (place, &token) in batch.tokens.iter().enumerate() {
+            // Padding is token 0, which stands before all padding.
+            places[token as usize].get_or_insert(place);
+        }
+        let place = |place: &Option<usize>| place.expect("every token is part of a text");
+        let places: Vec<usize> = places.iter().map(place).collect();
+        let documents = Documents::new(&batch.start, &batch.end, batch.shape, device);
+        // Tokens that nothing shares go in as the rows that the attention sees.
+        let is_shared = self.num_texts_tokens > self.tokens.len();
+        let hidden = if is_shared {
+            let shape = [1, self.tokens.len()];
+            let whole = Documents::whole_rows(shape, device);
+            let positions = TensorData::new(self.positions, shape);
+            let shared = SharedPrompts::new(documents, &batch.tokens, &places, device);
+            let context = LayerContext {
+                positions: Tensor::from_data(positions, device),
+                shared: Some(&shared),
+                ..LayerContext::new(&whole, rope)
+            };
+            model.hidden(ids(&self.tokens, shape, device), &context)
+        } else {
+            let tokens: Vec<u32> = (batch.tokens.iter())
+                .map(|&token| self.tokens[token as usize])
+                .collect();
+            let context = LayerContext::new(&documents, rope);
+            model.hidden(ids(&tokens, batch.shape, device), &context)
+        };
+        let ints = |values: Vec<i32>| {
+            let len = values.len();
+            Tensor::<B, 1, Int>::from_data(TensorData::new(values, [len]), device)
+        };
+        let at = self.scored.iter().map(|&(at, _, _)| match is_shared {
+            true => at as i32,
+            false => places[at] as i32,
+        });
+        let hidden: Tensor<B, 2> = hidden.flatten(0, 1);
+        let hidden: Tensor<B, 3> = hidden.select(0, ints(at.collect())).unsqueeze();
+        let labels: Vec<i32> = self
+            .scored
+            .iter()
+            .map(|&(_, token, _)| token as i32)
+            .collect();
+        let labels = ints(labels).unsqueeze::<2>();
+        let (head, embed) = (&model.head, &model.embed_tokens);
+        let losses = head.token_losses(hidden.clone(), labels, embed).into_data();
+        let likeliest = match with_greedy {
+            true => likeliest(model, hidden),
+            false => Vec::new(),
+        };
+        let mut endings = HashMap::<usize, Ending>::new();
+        for (n, (loss, &(_, token, place))) in losses.iter::<f64>().zip(&self.scored).enumerate() {
+            let ending = endings.entry(place).or_default();
+            ending.log_likelihood -= loss;
+            ending.is_greedy &= likeliest
+                .get(n)
+                .is_none_or(|&first| first == i64::from(token));
+        }
+        for (place, num_scored) in self.pairs {
+            let ending = endings[&place];
+            if !ending.log_likelihood.is_finite() {
+                let num_tokens = self.tokens.len();
+                return Err(EvalError::NotFinite { num_tokens });
+            }
+            keep(place, ending, num_scored);
+        }
+        Ok(())
+    }
+}
+
+/// The likeliest token after each of some places, `hidden` `[1, places, d_model]`.
+fn likeliest<B: SieveBackend>(model: &Qwen3<B>, hidden: Tensor<B, 3>) -> Vec<i64> {
+    let [_, num_places, _] = hidden.dims();
+    let mut tokens = Vec::with_capacity(num_places);
+    for first in (0..num_places).step_by(LOGIT_TOKENS) {
+        let count = LOGIT_TOKENS.min(num_places - first);
+        let rows = hidden.clone().narrow(1, first, count);
         let logits = model.head.logits(rows, &model.embed_tokens);
         tokens.extend(logits.argmax(2).into_data().iter::<i64>());
     }

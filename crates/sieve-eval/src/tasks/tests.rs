@@ -1,8 +1,8 @@
-use super::likelihood::{Pair, likelihoods};
+use super::likelihood::{Pair, after_prompts, likelihoods};
 use super::*;
-use crate::logits;
 use crate::test_model::tiny_model;
-use sieve_core::Attention;
+use crate::{GenerateConfig, Generator, Sampling, logits};
+use sieve_core::{Attention, DmaShape};
 use sieve_data::{BpeConfig, Corpus, CorpusConfig};
 
 /// A tokenizer of 31 tokens is too small for bytes: words of a list, white space between them.
@@ -63,7 +63,8 @@ fn ask(
         device: &device,
     };
     let task = Task::ready(task).expect("ready");
-    run_task(&model, &task, data, run, None, &mut |_, _| {})
+    let texts = TaskTexts::new(&task, data, run, &tokenizer, 64)?;
+    run_task(&model, &texts, None, &mut |_, _| {})
 }
 
 const ZERO_SHOT: TaskRun = TaskRun {
@@ -101,7 +102,8 @@ fn packed_rows_give_each_pair_what_it_has_alone() {
             tokenizer: &tokenizer,
             device: &device,
         };
-        let found = likelihoods(&asked, &pairs, true, None, &mut |_| {}).expect("finite");
+        let questions: Vec<Vec<Pair>> = pairs.iter().map(|pair| vec![pair.clone()]).collect();
+        let found = likelihoods(&asked, &questions, true, None, &mut |_| {}).expect("finite");
         for (pair, found) in pairs.iter().zip(&found) {
             let (tokens, num_scored) = pair.parts();
             let inputs = &tokens[..tokens.len() - 1];
@@ -238,4 +240,129 @@ fn a_context_and_its_ending_are_split_where_the_harness_splits_them() {
         (eos_id, &whole[..], whole.len())
     );
     assert_eq!(encode("the cat", ""), None);
+}
+
+fn kinds() -> [Attention; 3] {
+    let dma = DmaShape {
+        a_init: 0.5,
+        ..DmaShape::published(5)
+    };
+    [
+        Attention::Mha,
+        Attention::Swa { window_size: 6 },
+        Attention::Dma(dma),
+    ]
+}
+
+/// Prompts of one question that go in once, and prompts read through the cache, give each ending what it gets alone.
+#[test]
+fn endings_of_a_shared_prompt_get_what_they_get_alone() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tokenizer = tokenizer(folder.path());
+    let device = Default::default();
+    let text = |from: usize, len: usize| {
+        let words = (from..from + len).map(|k| format!("t{}", k * k % 30));
+        words.collect::<Vec<_>>().join(" ")
+    };
+    let pair = |context: &str, ending: String| {
+        let pair = Pair::encode(&tokenizer, 30, context, &format!(" {ending}"));
+        pair.expect("known words").expect("something to score")
+    };
+    // Endings of one token and of several, two that are the same, and prompts that differ behind their beginning.
+    let questions: Vec<Vec<Pair>> = (0..30)
+        .map(|n| {
+            let one = |k: usize| match n % 3 {
+                0 => pair(&text(n, 1 + n % 11), text(n + k, 1)),
+                1 => pair(&text(n, 1 + n % 11), text(n + k / 2, 1 + k % 3)),
+                _ => pair(&format!("{} t{k} t7", text(n, 1 + n % 11)), text(n, 3)),
+            };
+            (0..4).map(one).collect()
+        })
+        .collect();
+    for attention in kinds() {
+        let model = tiny_model(attention, 64);
+        let asked = TaskModel {
+            model: &model,
+            tokenizer: &tokenizer,
+            device: &device,
+        };
+        let ask = |questions: &[Vec<Pair>]| {
+            likelihoods(&asked, questions, true, None, &mut |_| {}).expect("finite")
+        };
+        let flat = questions.iter().flatten();
+        let alone: Vec<Vec<Pair>> = flat.map(|pair| vec![pair.clone()]).collect();
+        let (together, alone) = (ask(&questions), ask(&alone));
+        let mut cached = Vec::new();
+        for pairs in &questions {
+            let keep = |n: usize, ending: crate::continuation::Ending| {
+                cached.push(Likelihood {
+                    log_likelihood: ending.log_likelihood,
+                    num_tokens: pairs[n].parts().1,
+                    is_greedy: Some(ending.is_greedy),
+                });
+            };
+            after_prompts(&asked, pairs, None, keep).expect("finite");
+        }
+        assert_eq!((together.len(), cached.len()), (120, 120));
+        for found in [&together, &cached] {
+            for (found, alone) in found.iter().zip(&alone) {
+                let error = (found.log_likelihood - alone.log_likelihood).abs();
+                assert!(error < 1e-4, "{attention:?}: {found:?} {alone:?}");
+                assert_eq!(found.num_tokens, alone.num_tokens);
+                assert_eq!(found.is_greedy, alone.is_greedy);
+            }
+        }
+    }
+}
+
+/// More prompts than go on together, of several lengths and ends, against one after another.
+#[test]
+fn answers_of_many_prompts_are_those_of_each_alone() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tokenizer = tokenizer(folder.path());
+    let device = Default::default();
+    let text = "measure = \"generation\"\nprompt = \"{q}\"\nanswers = \"a\"\nmax_new_tokens = 9\nstop = [\"t1\", \"t2\"]";
+    let task = Task::parse("mine.toml", text).expect("a task");
+    let prompts: Vec<Vec<u32>> = (0..70usize)
+        .map(|n| (0..n % 13).map(|k| ((n * 5 + k * k) % 30) as u32).collect())
+        .collect();
+    for attention in kinds() {
+        let model = tiny_model(attention, 64);
+        let asked = TaskModel {
+            model: &model,
+            tokenizer: &tokenizer,
+            device: &device,
+        };
+        let mut heard = Vec::new();
+        let found = answers(&asked, &prompts, &task.matching, None, &mut |n| {
+            heard.push(n)
+        });
+        let found = found.expect("answers");
+        assert_eq!(heard, (1..=70).collect::<Vec<_>>());
+        let mut num_stopped = 0;
+        for (prompt, found) in prompts.iter().zip(&found) {
+            let config = GenerateConfig {
+                max_new_tokens: 9,
+                sampling: Sampling::GREEDY,
+                eos_id: 30,
+                num_tokens: 31,
+            };
+            let generator = Generator::new(&model, prompt, config, &device).expect("room");
+            let tokens: Vec<u32> = generator.collect::<Result<_, _>>().expect("finite");
+            let mut stream = tokenizer.decode_stream();
+            let pushed = tokens
+                .iter()
+                .map(|&token| stream.push(token).expect("known"));
+            let mut text: String = pushed.collect();
+            text += &stream.finish().expect("known");
+            let end = ["t1", "t2"].iter().filter_map(|stop| text.find(stop)).min();
+            num_stopped += usize::from(end.is_some());
+            assert_eq!(
+                found,
+                &text[..end.unwrap_or(text.len())],
+                "{attention:?} {prompt:?}"
+            );
+        }
+        assert!(num_stopped > 5 && num_stopped < 65, "{num_stopped}");
+    }
 }

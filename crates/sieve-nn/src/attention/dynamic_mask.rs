@@ -1,11 +1,12 @@
 //! Dynamic Mask Attention (paper: Trainable Dynamic Mask Sparse Attention), exact to the token.
 use super::{AttentionResult, LayerContext};
+use crate::kv_cache::by_row;
 use crate::{LayerCache, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::{DmaBias, DmaShape, ModelShape};
-use sieve_ops::{AttentionLayer, AttentionSpec, DmaLayer, SieveBackend};
+use sieve_ops::{AttentionLayer, AttentionSpec, DmaLayer, Documents, SieveBackend};
 
 /// Every KV head scores each key once from its values; a query sees the `keep_window_size` best keys so far.
 #[derive(Module, Debug)]
@@ -65,10 +66,15 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         context: &LayerContext<'_, B>,
     ) -> AttentionResult<B> {
         let qkv = self.qkv.forward(x, context);
-        let result = self.attend(qkv, context);
+        let mut expire = None;
+        let o = context.attend(qkv, |qkv, documents| {
+            let result = self.attend(qkv, documents);
+            expire = context.shared.is_none().then_some(result.expire);
+            result.o
+        });
         AttentionResult {
-            x: self.o_proj.forward_add(result.o.flatten(2, 3), residual),
-            expire: Some(result.expire),
+            x: self.o_proj.forward_add(o.flatten(2, 3), residual),
+            expire,
         }
     }
 
@@ -89,13 +95,13 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
     pub(super) fn attend(
         &self,
         qkv: Tensor<B, 4>,
-        context: &LayerContext<'_, B>,
+        documents: &Documents<B>,
     ) -> sieve_ops::DmaAttention<B> {
         sieve_ops::dynamic_mask_attention(
             qkv,
             self.dt_proj.weight.val().transpose(),
             self.a.val(),
-            context.documents,
+            documents,
             self.spec(),
             self.dma,
         )
@@ -106,17 +112,18 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        cache: &mut LayerCache<B>,
+        caches: &mut [&mut LayerCache<B>],
     ) -> Tensor<B, 3> {
         let qkv = self.qkv.forward(x, context);
-        let o = if cache.is_empty() {
-            let result = self.attend(qkv.clone(), context);
-            cache.keep_selected(qkv, result.rank, result.expire, self.spec(), self.dma);
-            result.o
-        } else {
+        let o = by_row(caches, qkv, |cache, qkv| {
+            if cache.is_empty() {
+                let result = self.attend(qkv.clone(), context.documents);
+                cache.keep_selected(qkv, result.rank, result.expire, self.spec(), self.dma);
+                return result.o;
+            }
             let w_dt = self.dt_proj.weight.val().transpose();
             cache.attend_selected(qkv, w_dt, self.a.val(), self.spec(), self.dma)
-        };
+        });
         self.o_proj.forward(o.flatten(2, 3))
     }
 }

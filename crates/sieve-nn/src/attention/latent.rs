@@ -1,5 +1,6 @@
 //! Multi-head latent attention (arXiv:2405.04434, section 2.1), without query compression.
 use super::LayerContext;
+use crate::kv_cache::rows_of;
 use crate::{LayerCache, Linear, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::Tensor;
@@ -73,7 +74,11 @@ impl<B: Backend> LatentAttention<B> {
 impl<B: SieveBackend> LatentAttention<B> {
     /// `[batch, seq_len, d_model]`, shape kept. The context's tables are `qk_rope_head_dim` wide.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        self.dense(self.packed_of(x, context), context)
+        let packed = self.packed_of(x, context).unsqueeze_dim(2);
+        let o = context.attend(packed, |packed, documents| {
+            sieve_ops::mla_attention(packed.squeeze_dim(2), documents, self.spec())
+        });
+        self.o_proj.forward(o.flatten(2, 3))
     }
 
     /// Queries, keys and values side by side, as `sieve_ops::mla_pack` packs them.
@@ -90,15 +95,18 @@ impl<B: SieveBackend> LatentAttention<B> {
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        cache: &mut LayerCache<B>,
+        caches: &mut [&mut LayerCache<B>],
     ) -> Tensor<B, 3> {
         let [batch, new, _d_model] = x.dims();
         let (latent, k_rope) = self.latent(x.clone());
-        if cache.is_empty() {
+        if let [cache] = caches
+            && cache.is_empty()
+        {
             let kv = self.kv_b_proj.forward(latent.clone());
             let packed = self.packed(x, kv, k_rope, context);
             cache.extend_latents(self.cached(latent, &packed));
-            return self.dense(packed, context);
+            let o = sieve_ops::mla_attention(packed, context.documents, self.spec());
+            return self.o_proj.forward(o.flatten(2, 3));
         }
         // Only the rotated parts and q_C of the packed tensor are read.
         let kv = Tensor::zeros(
@@ -106,8 +114,12 @@ impl<B: SieveBackend> LatentAttention<B> {
             (&x.device(), x.dtype()),
         );
         let packed = self.packed(x, kv, k_rope, context);
-        let latents = cache.extend_latents(self.cached(latent, &packed));
-        let o = self.folded(packed, latents);
+        let cached = self.cached(latent, &packed);
+        let o = rows_of(caches, batch).map(|(row, rows, cache)| {
+            let latents = cache.extend_latents(cached.clone().narrow(0, row, rows));
+            self.folded(packed.clone().narrow(0, row, rows), latents)
+        });
+        let o = Tensor::cat(o.collect(), 0);
         self.o_proj.forward(o.flatten(2, 3))
     }
 
@@ -128,11 +140,6 @@ impl<B: SieveBackend> LatentAttention<B> {
     ) -> Tensor<B, 3> {
         let (q, positions) = (self.q_proj.forward(x), context.positions.clone());
         sieve_ops::mla_pack(q, kv, k_rope, positions, context.rope, self.spec())
-    }
-
-    fn dense(&self, packed: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        let o = sieve_ops::mla_attention(packed, context.documents, self.spec());
-        self.o_proj.forward(o.flatten(2, 3))
     }
 
     /// What the cache keeps of new tokens: latent and rotated key, `[batch, new, 1, kv_lora_rank + rope_dim]`.

@@ -1,5 +1,6 @@
 //! Dense causal attention with grouped queries.
 use super::LayerContext;
+use crate::kv_cache::by_row;
 use crate::{LayerCache, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::Tensor;
@@ -40,7 +41,10 @@ impl<B: SieveBackend> MultiHeadAttention<B> {
         context: &LayerContext<'_, B>,
     ) -> Tensor<B, 3> {
         let qkv = self.qkv.forward(x, context);
-        let o = sieve_ops::attention(qkv, context.documents, self.qkv.spec(None));
+        let spec = self.qkv.spec(None);
+        let o = context.attend(qkv, |qkv, documents| {
+            sieve_ops::attention(qkv, documents, spec)
+        });
         self.o_proj.forward_add(o.flatten(2, 3), residual)
     }
 
@@ -55,10 +59,13 @@ impl<B: SieveBackend> MultiHeadAttention<B> {
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        cache: &mut LayerCache<B>,
+        caches: &mut [&mut LayerCache<B>],
     ) -> Tensor<B, 3> {
         let qkv = self.qkv.forward(x, context);
-        let o = cache.attend_recent(qkv, context.documents, self.qkv.spec(None));
+        let spec = self.qkv.spec(None);
+        let o = by_row(caches, qkv, |cache, qkv| {
+            cache.attend_recent(qkv, context.documents, spec)
+        });
         self.o_proj.forward(o.flatten(2, 3))
     }
 }

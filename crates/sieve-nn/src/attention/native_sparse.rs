@@ -2,7 +2,7 @@
 use super::LayerContext;
 use super::block_mlp::BlockMlp;
 use super::weights::with_values;
-use crate::kv_cache::{BlockCache, Growing};
+use crate::kv_cache::{BlockCache, Growing, rows_of};
 use crate::{LayerCache, Linear, QkvProjection, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
@@ -55,6 +55,25 @@ impl<B: SieveBackend> Branches<B> {
             compressed: self.compressed.clone(),
             selected: with_values(&self.selected, values.clone(), num_kv_heads),
             window: with_values(&self.window, values, num_kv_heads),
+        }
+    }
+}
+
+impl<B: Backend> Branches<B> {
+    fn growing(&self) -> Growing<'_, B> {
+        Growing {
+            compressed: &self.compressed,
+            selected: &self.selected,
+            window: &self.window,
+        }
+    }
+
+    fn rows(&self, first: usize, count: usize) -> Self {
+        let rows = |x: &Tensor<B, 4>| x.clone().narrow(0, first, count);
+        Self {
+            compressed: rows(&self.compressed),
+            selected: rows(&self.selected),
+            window: rows(&self.window),
         }
     }
 }
@@ -117,9 +136,19 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     /// `[batch, seq_len, d_model]`, shape kept.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let branches = self.branches(x.clone(), context);
-        let compressed = self.compress(branches.compressed.clone(), context.documents);
-        let o = self.mixed(x, branches, compressed, context.documents);
-        self.o_proj.forward(o.flatten(2, 3))
+        let o = match context.shared {
+            None => self.attend_compressing(branches, context.documents),
+            Some(shared) => {
+                let branches = Branches {
+                    compressed: shared.repeat(branches.compressed),
+                    selected: shared.repeat(branches.selected),
+                    window: shared.repeat(branches.window),
+                };
+                let o = self.attend_compressing(branches, shared.documents());
+                o.map(|o| shared.once(o))
+            }
+        };
+        self.gate(x, o)
     }
 
     /// The blocks whose tokens each query reads in the selected branch, `[batch, seq_len, num_kv_heads, num_selected_blocks]`:
@@ -140,49 +169,70 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        cache: &mut LayerCache<B>,
+        caches: &mut [&mut LayerCache<B>],
     ) -> Tensor<B, 3> {
         let (spec, blocks) = (self.spec(), self.blocks());
         let branches = self.branches(x.clone(), context);
-        let growing = Growing {
-            compressed: &branches.compressed,
-            selected: &branches.selected,
-            window: &branches.window,
-        };
-        if let LayerCache::Blocks(cache) = cache {
-            let block = |tail, documents: &Documents<B>| self.compress(tail, documents);
-            let o = cache.attend(growing, spec, blocks, &block);
-            let o = self.gate(x, o);
-            return self.o_proj.forward(o.flatten(2, 3));
+        if let [cache] = caches
+            && cache.is_empty()
+        {
+            let compressed = self.compress(branches.compressed.clone(), context.documents);
+            let of_prompt =
+                BlockCache::of_prompt(branches.growing(), compressed.clone(), spec, blocks);
+            **cache = LayerCache::Blocks(of_prompt);
+            let o = self.attend(branches, compressed, context.documents);
+            return self.gate(x, o);
         }
-        let compressed = self.compress(branches.compressed.clone(), context.documents);
-        *cache = LayerCache::Blocks(BlockCache::of_prompt(
-            growing,
-            compressed.clone(),
-            spec,
-            blocks,
-        ));
-        let o = self.mixed(x, branches, compressed, context.documents);
-        self.o_proj.forward(o.flatten(2, 3))
+        let block = |tail, documents: &Documents<B>| self.compress(tail, documents);
+        let mut parts = [const { Vec::new() }; NUM_NSA_BRANCHES];
+        for (row, rows, cache) in rows_of(caches, x.dims()[0]) {
+            let LayerCache::Blocks(cache) = cache else {
+                panic!("an NSA layer decodes after a prompt");
+            };
+            let of_row = branches.rows(row, rows);
+            let o = cache.attend(of_row.growing(), spec, blocks, &block);
+            for (parts, o) in parts.iter_mut().zip(o) {
+                parts.push(o);
+            }
+        }
+        self.gate(x, parts.map(|parts| Tensor::cat(parts, 0)))
     }
 
-    /// The gated sum of the three branches, `[batch, seq_len, num_heads, head_dim]`.
-    pub(super) fn mixed(
+    fn attend_compressing(
         &self,
-        x: Tensor<B, 3>,
+        branches: Branches<B>,
+        documents: &Documents<B>,
+    ) -> [Tensor<B, 4>; NUM_NSA_BRANCHES] {
+        let compressed = self.compress(branches.compressed.clone(), documents);
+        self.attend(branches, compressed, documents)
+    }
+
+    /// The outputs of the three branches.
+    pub(super) fn attend(
+        &self,
         branches: Branches<B>,
         compressed: Tensor<B, 3>,
         documents: &Documents<B>,
-    ) -> Tensor<B, 4> {
+    ) -> [Tensor<B, 4>; NUM_NSA_BRANCHES] {
         let call = self.call(documents);
         let coarse = sieve_ops::nsa_compressed_attention(branches.compressed, compressed, &call);
         let indices = coarse.block_indices;
         let selected = sieve_ops::nsa_selected_attention(branches.selected, indices, &call);
         let window = sieve_ops::attention(branches.window, documents, call.spec);
-        self.gate(x, [coarse.o, selected, window])
+        [coarse.o, selected, window]
     }
 
-    fn gate(&self, x: Tensor<B, 3>, branches: [Tensor<B, 4>; 3]) -> Tensor<B, 4> {
+    /// The gated sum and its projection.
+    fn gate(&self, x: Tensor<B, 3>, branches: [Tensor<B, 4>; NUM_NSA_BRANCHES]) -> Tensor<B, 3> {
+        self.o_proj.forward(self.gated(x, branches).flatten(2, 3))
+    }
+
+    /// The gated sum, `[batch, seq_len, num_heads, head_dim]`.
+    pub(super) fn gated(
+        &self,
+        x: Tensor<B, 3>,
+        branches: [Tensor<B, 4>; NUM_NSA_BRANCHES],
+    ) -> Tensor<B, 4> {
         sieve_ops::nsa_gates(branches, self.gate_proj.forward(x), self.gate_bias.val())
     }
 

@@ -1,5 +1,6 @@
 //! Sliding-window attention.
 use super::LayerContext;
+use crate::kv_cache::by_row;
 use crate::{LayerCache, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::Tensor;
@@ -51,7 +52,9 @@ impl<B: SieveBackend> SlidingWindowAttention<B> {
         context: &LayerContext<'_, B>,
     ) -> Tensor<B, 3> {
         let qkv = self.qkv.forward(x, context);
-        let o = sieve_ops::attention(qkv, context.documents, self.spec());
+        let o = context.attend(qkv, |qkv, documents| {
+            sieve_ops::attention(qkv, documents, self.spec())
+        });
         self.o_proj.forward_add(o.flatten(2, 3), residual)
     }
 
@@ -65,10 +68,12 @@ impl<B: SieveBackend> SlidingWindowAttention<B> {
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        cache: &mut LayerCache<B>,
+        caches: &mut [&mut LayerCache<B>],
     ) -> Tensor<B, 3> {
         let qkv = self.qkv.forward(x, context);
-        let o = cache.attend_recent(qkv, context.documents, self.spec());
+        let o = by_row(caches, qkv, |cache, qkv| {
+            cache.attend_recent(qkv, context.documents, self.spec())
+        });
         self.o_proj.forward(o.flatten(2, 3))
     }
 }

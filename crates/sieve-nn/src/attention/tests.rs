@@ -92,10 +92,10 @@ fn with_the_cache_a_layer_gives_the_rows_it_gives_without() {
             let context = LayerContext {
                 documents: &documents,
                 positions: documents.positions.clone().add_scalar(done as i64),
-                rope: rows.context().rope,
+                ..rows.context()
             };
             let tokens = x.clone().narrow(1, done, new);
-            got.push(layer.forward_cached(tokens, &context, &mut cache));
+            got.push(layer.forward_cached(tokens, &context, &mut [&mut cache]));
             done += new;
             let most = match attention {
                 sieve_core::Attention::Mha
@@ -126,10 +126,10 @@ fn latents_take_several_tokens_at_a_time() {
         let context = LayerContext {
             documents: &documents,
             positions: documents.positions.clone().add_scalar(done as i64),
-            rope: rows.context().rope,
+            ..rows.context()
         };
         let tokens = x.clone().narrow(1, done, new);
-        got.push(layer.forward_cached(tokens, &context, &mut cache));
+        got.push(layer.forward_cached(tokens, &context, &mut [&mut cache]));
         done += new;
     }
     let got = values(Tensor::cat(got, 1));
@@ -145,7 +145,7 @@ fn a_filled_cache_refuses_several_tokens() {
     let mut cache = LayerCache::Empty;
     for _ in 0..2 {
         let x = input::<Flex, 3>([1, 3, 24], 5);
-        layer.forward_cached(x, &rows.context(), &mut cache);
+        layer.forward_cached(x, &rows.context(), &mut [&mut cache]);
     }
 }
 

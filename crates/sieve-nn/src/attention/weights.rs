@@ -44,7 +44,7 @@ impl<B: SieveBackend> Attention<B> {
             Self::Dma(layer) => {
                 let (qkv, spec) = (layer.qkv.forward(x, context), layer.spec());
                 // Scores come from the values, so the mask is made before they are replaced.
-                let chosen = layer.attend(qkv.clone(), context);
+                let chosen = layer.attend(qkv.clone(), documents);
                 by_key(&qkv.clone(), |one_hot| {
                     let qkv = with_values(&qkv, one_hot, spec.num_kv_heads);
                     let (rank, expire) = (chosen.rank.clone(), chosen.expire.clone());
@@ -101,12 +101,8 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
                 .repeat_dim(2, kv_heads);
             let values = means.reshape([1, rows, head_dim]);
             let compressed = Tensor::cat(vec![keys.clone(), values], 0);
-            self.mixed(
-                x.clone(),
-                branches.with_values(one_hot, kv_heads),
-                compressed,
-                context.documents,
-            )
+            let branches = branches.with_values(one_hot, kv_heads);
+            self.gated(x.clone(), self.attend(branches, compressed, context.documents))
         })
     }
 }

@@ -1,12 +1,13 @@
 use super::Qwen3;
 use crate::testing::{Rows, assert_close, ids, input, kinds, shape, values};
-use crate::{DecoderLayer, WeightInit};
+use crate::{DecoderLayer, LayerContext, SharedPrompts, WeightInit};
 use burn::backend::Autodiff;
 use burn::module::Module;
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
 use sieve_core::ModelShape;
+use sieve_ops::Documents;
 
 const DIMS: [usize; 2] = [2, 13];
 
@@ -160,4 +161,79 @@ fn tokens_beyond_the_rotary_tables_are_refused() {
         model.next_logits(ids([1, 1], 1), &mut cache, &rope)
     }));
     assert!(beyond.is_err());
+}
+
+/// Texts of other lengths, each with its own cache, get in one step what each gets alone.
+#[test]
+fn rows_with_their_own_caches_go_on_alone() {
+    for attention in kinds(0.5) {
+        let model = Qwen3::<Flex>::new(&shape(attention), 2, &Default::default());
+        let rope = model.rope(30, &Default::default());
+        let mut caches: Vec<crate::KvCache<Flex>> = Vec::new();
+        for len in [3, 11, 7] {
+            let mut cache = crate::KvCache::new(2);
+            model.next_logits(ids([1, len], len), &mut cache, &rope);
+            caches.push(cache);
+        }
+        let mut alone = caches.clone();
+        for step in 0..6 {
+            let next = ids([3, 1], step);
+            let mut all: Vec<_> = caches.iter_mut().collect();
+            let got = model.next_logits_of_rows(next.clone(), &mut all, &rope);
+            let one = |(n, cache)| model.next_logits(next.clone().narrow(0, n, 1), cache, &rope);
+            let expected: Vec<_> = alone.iter_mut().enumerate().map(one).collect();
+            let expected = values(Tensor::cat(expected, 0));
+            assert_close(&format!("{attention:?}"), &values(got), &expected, 1e-5);
+        }
+        let lengths: Vec<usize> = caches.iter().map(|cache| cache.num_tokens).collect();
+        assert_eq!(lengths, [9, 17, 13]);
+    }
+}
+
+/// A prompt of 7 tokens once with endings of 3 and 4, and one of 5 alone, against the same texts as documents.
+#[test]
+fn a_shared_prompt_is_one_before_each_ending() {
+    for attention in kinds(0.5) {
+        for residual_scale in [false, true] {
+            let shape = ModelShape {
+                residual_scale,
+                ..shape(attention)
+            };
+            let model = Qwen3::<Flex>::new(&shape, 3, &Default::default());
+            let device = Default::default();
+            let rope = model.rope(30, &device);
+            // Rows of 16 places: prompt and first ending, text alone, one empty place; prompt and second ending.
+            let first: Vec<u32> = (0..10).chain(14..19).chain([0]).collect();
+            let second: Vec<u32> = (0..7).chain(10..14).chain([0; 5]).collect();
+            let start = [[0; 10].as_slice(), &[10; 5], &[15], &[0; 11], &[11; 5]].concat();
+            let end = [[10; 10].as_slice(), &[15; 5], &[16], &[11; 11], &[16; 5]].concat();
+            let documents = Documents::new(&start, &end, [2, 16], &device);
+            let tokens = [first, second].concat();
+            let place: Vec<usize> = (0..10).chain(23..27).chain(10..15).collect();
+            let flat = ids::<Flex>([1, 19], 4);
+            let repeated: Vec<i64> = {
+                let flat: Vec<i64> = flat.clone().into_data().iter::<i64>().collect();
+                tokens.iter().map(|&token| flat[token as usize]).collect()
+            };
+            let repeated = Tensor::from_data(TensorData::new(repeated, [2, 16]), &device);
+            let expected = model.hidden(repeated, &LayerContext::new(&documents, &rope));
+            let expected = values(expected.reshape([32, 24]).select(
+                0,
+                Tensor::from_data(
+                    TensorData::new(place.iter().map(|&p| p as i32).collect::<Vec<_>>(), [19]),
+                    &device,
+                ),
+            ));
+            let positions: Vec<i32> = (0..10).chain(7..11).chain(0..5).collect();
+            let whole = Documents::whole_rows([1, 19], &device);
+            let shared = SharedPrompts::new(documents, &tokens, &place, &device);
+            let context = LayerContext {
+                positions: Tensor::from_data(TensorData::new(positions, [1, 19]), &device),
+                shared: Some(&shared),
+                ..LayerContext::new(&whole, &rope)
+            };
+            let got = values(model.hidden(flat, &context));
+            assert_close(&format!("{attention:?}"), &got, &expected, 2e-5);
+        }
+    }
 }

@@ -14,6 +14,8 @@ pub struct InferenceSize {
     pub seq_len: usize,
     /// Tokens that the cache of a decoded sequence comes to hold; 0 where nothing is decoded.
     pub cached_tokens: usize,
+    /// Decoded sequences whose caches are held together; one at least.
+    pub num_caches: usize,
     /// Tokens whose logits are returned together; 0 where they are used block by block.
     pub logit_tokens: usize,
 }
@@ -25,6 +27,7 @@ impl InferenceSize {
             rows: (tokens / seq_len.max(1)).max(1),
             seq_len,
             cached_tokens: 0,
+            num_caches: 1,
             logit_tokens: 0,
         }
     }
@@ -61,7 +64,10 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
     let loss = times(tokens, 2 * d_model * value_bytes) + logits;
     let cache_bytes = match size.cached_tokens {
         0 => 0,
-        cached => cache_plan(shape, cached, value_bytes).bytes_at_seq_len,
+        cached => {
+            let one = cache_plan(shape, cached, value_bytes).bytes_at_seq_len;
+            times(size.num_caches.max(1) as u64, one)
+        }
     };
     let loaded = Moment {
         parameter_bytes: times(parameters, F32),

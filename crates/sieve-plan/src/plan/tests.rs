@@ -272,6 +272,7 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
         rows: 1,
         seq_len: 16,
         cached_tokens: 2048,
+        num_caches: 1,
         logit_tokens: 0,
     };
     // The file beside the model while it is read; a few tokens need less.
@@ -297,6 +298,13 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
     let decoded = inference_memory(&shape, decoded, &h200());
     let cache = cache_plan(&shape, 2048, 2).bytes_at_seq_len;
     assert_eq!(decoded.cache_bytes, cache);
+    let eleven = InferenceSize {
+        num_caches: 11,
+        cached_tokens: 2048,
+        ..InferenceSize::rows_of(2048, 1 << 20)
+    };
+    let eleven = inference_memory(&shape, eleven, &h200());
+    assert_eq!(eleven.cache_bytes, 11 * cache);
     assert_eq!(decoded.total_bytes, memory.total_bytes + cache);
     assert_eq!(import_memory(&shape, &cpu).workspace_bytes, 8 * parameters);
 }

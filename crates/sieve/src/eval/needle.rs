@@ -13,7 +13,7 @@ use clap::Args;
 use sieve_data::Tokenizer;
 use sieve_eval::{
     Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, attention_label, linear_grid, needle,
-    text_documents,
+    text_documents, texts_together,
 };
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
@@ -82,6 +82,7 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
         let longest = longest.unwrap_or(shape.max_seq_len);
         InferenceSize {
             cached_tokens: longest,
+            num_caches: 1 + texts_together(longest).min(NUM_DISTRACTORS + 1),
             ..InferenceSize::rows_of(longest, longest)
         }
     })?;

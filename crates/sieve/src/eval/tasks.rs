@@ -8,17 +8,17 @@ use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
-use sieve_data::read_table;
+use sieve_data::{Tokenizer, read_table};
 use sieve_eval::{
-    READY_TASKS, Selection, Task, TaskModel, TaskReport, TaskRows, TaskRun, run_task,
+    READY_TASKS, Selection, Task, TaskModel, TaskReport, TaskRows, TaskRun, TaskSize, TaskTexts,
+    run_task,
 };
+use sieve_hf::Checkpoint;
 use sieve_ops::{Cuda, SieveBackend};
 use sieve_plan::InferenceSize;
 use sieve_select::Selector;
 use std::path::{Path, PathBuf};
-
-/// Tokens of a forward pass, at most, where no text is longer.
-const BATCH_TOKENS: usize = 8192;
+use std::time::Instant;
 
 /// Arguments of `sieve eval tasks`.
 #[derive(Args, Debug)]
@@ -91,14 +91,32 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     output::check(args.samples.as_deref())?;
     let asked = asked(&args)?;
     let device = loaded::device(args.device, &checkpoint)?;
-    (args.memory).check_inference(&checkpoint, &device, |_, shape| {
-        InferenceSize::rows_of(shape.max_seq_len.min(BATCH_TOKENS), BATCH_TOKENS)
+    let peeked = Checkpoint::peek(&checkpoint)?;
+    let (_, shape) = peeked.recipe_and_shape()?;
+    let tokenizer = Tokenizer::from_file(&peeked.tokenizer_path())?;
+    let texts = asked.iter().map(|asked| {
+        let run = TaskRun {
+            fewshot: args.fewshot.unwrap_or(asked.task.fewshot()),
+            limit: args.limit.map(|limit| limit as usize),
+            truncate: args.truncate,
+        };
+        TaskTexts::new(&asked.task, &asked.rows, run, &tokenizer, shape.max_seq_len)
+    });
+    let texts: Vec<TaskTexts<'_>> = texts.collect::<Result<_, _>>()?;
+    let sizes = texts
+        .iter()
+        .map(|texts| texts.size(args.selector.is_some()));
+    let size = sizes.reduce(TaskSize::max).unwrap_or_default();
+    (args.memory).check_inference(&checkpoint, &device, |_, _| InferenceSize {
+        cached_tokens: size.cached,
+        num_caches: size.num_caches,
+        ..InferenceSize::rows_of(size.longest, size.pass)
     })?;
     match device {
-        Device::Cpu => run_on::<Flex>(&args, &checkpoint, &asked, &FlexDevice, DType::F32),
+        Device::Cpu => run_on::<Flex>(&args, &checkpoint, &texts, &FlexDevice, DType::F32),
         Device::Cuda(gpu) => {
             let device = CudaDevice::new(gpu.index);
-            run_on::<Cuda>(&args, &checkpoint, &asked, &device, DType::BF16)
+            run_on::<Cuda>(&args, &checkpoint, &texts, &device, DType::BF16)
         }
     }
 }
@@ -147,7 +165,7 @@ fn pairs(arguments: &[String]) -> Result<Vec<(&str, &str)>> {
 fn run_on<B: SieveBackend>(
     args: &TasksArgs,
     checkpoint: &Path,
-    asked: &[Asked],
+    texts: &[TaskTexts<'_>],
     device: &B::Device,
     dtype: DType,
 ) -> Result<()> {
@@ -160,27 +178,24 @@ fn run_on<B: SieveBackend>(
         tokenizer: &tokenizer,
         device,
     };
-    let mut reports = Vec::new();
-    for Asked { task, rows } in asked {
-        let run = TaskRun {
-            fewshot: args.fewshot.unwrap_or(task.fewshot()),
-            limit: args.limit.map(|limit| limit as usize),
-            truncate: args.truncate,
-        };
+    let (mut reports, mut seconds) = (Vec::new(), Vec::new());
+    for texts in texts {
         let bar = terminal::progress_bar(0, "{bar:30} {human_pos}/{human_len} texts, {eta} left");
         let mut observe = |done: usize, all: usize| {
             bar.set_length(all as u64);
             bar.set_position(done as u64);
         };
-        let report = run_task(&model, task, rows, run, selection.as_mut(), &mut observe);
+        let started = Instant::now();
+        let report = run_task(&model, texts, selection.as_mut(), &mut observe);
         bar.finish_and_clear();
         reports.push(report?);
+        seconds.push(started.elapsed().as_secs_f64());
     }
     if let Some(path) = &args.samples {
         output::write(path, &samples(&reports)?)?;
     }
     let heading = format!("{} (step {})", loaded.path.display(), loaded.state.step);
-    print(args, &heading, &reports, selection.as_ref())
+    print(args, &heading, &reports, &seconds, selection.as_ref())
 }
 
 /// One line a row, with its task.
@@ -204,6 +219,7 @@ fn print(
     args: &TasksArgs,
     heading: &str,
     reports: &[TaskReport],
+    seconds: &[f64],
     selection: Option<&Selection>,
 ) -> Result<()> {
     if args.json {
@@ -212,6 +228,7 @@ fn print(
             "data": args.data,
             "fewshot_data": args.fewshot_data,
             "tasks": reports,
+            "seconds": seconds,
         });
         if let (Some(object), Some(selection)) = (json.as_object_mut(), selection) {
             let selector = selection.selector();
@@ -227,24 +244,25 @@ fn print(
         return Ok(());
     }
     terminal::line(&format!(
-        "{heading}\n{:<18}{:>8} {:>5}  {:<12}{:>14}  {:>7}",
-        "task", "rows", "shots", "score", "value", "stderr"
+        "{heading}\n{:<18}{:>8} {:>5}  {:<12}{:>14}  {:>7}{:>10}",
+        "task", "rows", "shots", "score", "value", "stderr", "seconds"
     ));
-    for report in reports {
+    for (report, seconds) in reports.iter().zip(seconds) {
         for (n, score) in report.scores.iter().enumerate() {
-            let (task, rows, shots) = match n {
+            let (task, rows, shots, seconds) = match n {
                 0 => (
                     report.task.as_str(),
                     terminal::thousands(report.num_rows as u64),
                     report.fewshot.to_string(),
+                    format!("{seconds:.1}"),
                 ),
-                _ => ("", String::new(), String::new()),
+                _ => ("", String::new(), String::new(), String::new()),
             };
             let stderr = score
                 .stderr
                 .map_or_else(|| "-".to_owned(), |stderr| format!("{stderr:.4}"));
             terminal::line(&format!(
-                "{task:<18}{rows:>8} {shots:>5}  {:<12}{:>14.4}  {stderr:>7}",
+                "{task:<18}{rows:>8} {shots:>5}  {:<12}{:>14.4}  {stderr:>7}{seconds:>10}",
                 score.name, score.value
             ));
         }
@@ -259,11 +277,6 @@ fn print(
     if let Some(selection) = selection {
         let selector = selection.selector();
         terminal::line(&selector::summary(selector, &selection.totals()));
-        if !selector.is_causal_map() {
-            terminal::line(
-                "the method chooses a row's keys by later rows too, an ending's tokens among them: these are no likelihoods",
-            );
-        }
     }
     Ok(())
 }
