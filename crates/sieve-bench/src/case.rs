@@ -2,7 +2,8 @@
 use crate::error::{Result, refused};
 use crate::scores::Scores;
 use sieve_core::DmaWindow;
-use sieve_kernels::{AttentionShape, oracle};
+use sieve_cpu::{Documents, dma_select, extend_expire};
+use sieve_kernels::AttentionShape;
 use sieve_testing::Random;
 
 /// Scores above this one get the bias of this one.
@@ -245,19 +246,30 @@ impl Case {
             num_kv_heads,
             ..
         } = self.shape;
-        let mut expire = Vec::with_capacity(batch * num_kv_heads * seq_len);
-        for row in 0..batch * num_kv_heads {
-            let tokens = row / num_kv_heads * seq_len..(row / num_kv_heads + 1) * seq_len;
-            let (start, end) = (&self.doc_start[tokens.clone()], &self.doc_end[tokens]);
-            match self.keys {
-                Keys::Chosen(window) => {
-                    let z = &self.z[row * seq_len..(row + 1) * seq_len];
-                    expire.extend(oracle::expire(z, start, end, window));
-                }
-                _ => {
-                    let limit = |(j, &end): (usize, &i32)| end.min((j + self.window()) as i32);
-                    expire.extend(end.iter().enumerate().map(limit));
-                }
+        let documents = Documents {
+            start: &self.doc_start,
+            end: &self.doc_end,
+        };
+        let mut expire = vec![0; batch * num_kv_heads * seq_len];
+        if let Keys::Chosen(window) = self.keys {
+            let kept = window.num_ranked();
+            dma_select(
+                &self.z,
+                documents,
+                batch,
+                num_kv_heads,
+                seq_len,
+                kept,
+                &mut expire,
+            );
+            let local = window.local_window_size;
+            extend_expire(&mut expire, documents, num_kv_heads, seq_len, local);
+            return expire;
+        }
+        for (row, expire) in expire.chunks_exact_mut(seq_len).enumerate() {
+            let end = &self.doc_end[row / num_kv_heads * seq_len..][..seq_len];
+            for (j, (expire, &end)) in expire.iter_mut().zip(end).enumerate() {
+                *expire = end.min((j + self.window()) as i32);
             }
         }
         expire

@@ -31,6 +31,7 @@ pub mod mla;
 pub mod nsa;
 pub mod qk_norm_rope;
 pub mod reduce;
+pub mod reference;
 pub mod rms_norm;
 mod simd;
 pub mod softmax;

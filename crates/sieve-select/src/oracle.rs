@@ -3,6 +3,7 @@
 use crate::attention::probe_window;
 use crate::call::Call;
 use crate::mask::{CorrectionMode, SparseMask};
+use sieve_cpu::reference::{Attended, attend, dot};
 
 /// Result of the oracle.
 #[derive(Clone, Debug, PartialEq)]
@@ -44,24 +45,11 @@ pub fn oracle_row(call: &Call<'_>, head: usize, row: usize, shown: &[bool]) -> (
     let (kv_head, d) = (call.kv_head(head), call.shape.head_dim);
     let scale = 1.0 / (d as f64).sqrt();
     let q = call.query(head, row);
-    let logits: Vec<(usize, f64)> = (0..call.shape.num_keys)
+    let keys: Vec<(f64, &[f32])> = (0..call.shape.num_keys)
         .filter(|&j| shown[j])
-        .map(|j| (j, scale * dot(q, call.key(kv_head, j))))
+        .map(|j| (scale * dot(q, call.key(kv_head, j)), call.value(kv_head, j)))
         .collect();
-    let max = logits.iter().fold(f64::NEG_INFINITY, |max, x| max.max(x.1));
-    let sum: f64 = logits.iter().map(|x| (x.1 - max).exp()).sum();
-    let mut o = vec![0.0; d];
-    for &(j, logit) in &logits {
-        let p = (logit - max).exp() / sum;
-        for (o, &v) in o.iter_mut().zip(call.value(kv_head, j)) {
-            *o += p * f64::from(v);
-        }
-    }
-    let lse = if logits.is_empty() {
-        f64::NEG_INFINITY
-    } else {
-        max + sum.ln()
-    };
+    let Attended { o, lse, .. } = attend(&keys, d);
     (o, lse)
 }
 
@@ -118,11 +106,4 @@ pub fn oracle_attention(call: &Call<'_>, mask: &SparseMask) -> OracleOutput {
 /// Dense causal attention in f64.
 pub fn oracle_dense(call: &Call<'_>) -> OracleOutput {
     oracle_attention(call, &SparseMask::dense(call.shape))
-}
-
-fn dot(a: &[f32], b: &[f32]) -> f64 {
-    a.iter()
-        .zip(b)
-        .map(|(&a, &b)| f64::from(a) * f64::from(b))
-        .sum()
 }

@@ -1,6 +1,7 @@
 //! The definition, row by row in f64: what the fast path is tested against.
 
 use super::{AttentionShape, Documents, Mask};
+use crate::reference::{attend, dot};
 
 /// Output and log-sum-exp.
 pub(crate) struct Forward {
@@ -40,13 +41,6 @@ fn vector(qkv: &[f32], shape: AttentionShape, row: usize, token: usize, head: us
     &qkv[at..at + shape.head_dim]
 }
 
-fn dot(a: &[f32], b: &[f32]) -> f64 {
-    a.iter()
-        .zip(b)
-        .map(|(&a, &b)| f64::from(a) * f64::from(b))
-        .sum()
-}
-
 /// The visible keys of one query with their logits, less the largest bias among them.
 fn logits(
     shape: AttentionShape,
@@ -81,28 +75,13 @@ pub(crate) fn forward(
         for head in 0..shape.num_heads {
             for i in 0..shape.seq_len {
                 let logits = logits(shape, qkv, documents, mask, [row, head, i]);
-                if logits.is_empty() {
-                    continue;
-                }
-                let max = logits
-                    .iter()
-                    .map(|&(_, x)| x)
-                    .fold(f64::NEG_INFINITY, f64::max);
-                let sum: f64 = logits.iter().map(|&(_, x)| (x - max).exp()).sum();
-                lse[(row * shape.num_heads + head) * shape.seq_len + i] = max + sum.ln();
+                let v_head = shape.num_heads + shape.num_kv_heads + head / shape.group_size();
+                let value = |j| vector(qkv, shape, row, j, v_head);
+                let keys: Vec<_> = logits.iter().map(|&(j, x)| (x, value(j))).collect();
+                let attended = attend(&keys, d);
+                lse[(row * shape.num_heads + head) * shape.seq_len + i] = attended.lse;
                 let at = ((row * shape.seq_len + i) * shape.num_heads + head) * d;
-                for &(j, x) in &logits {
-                    let v = vector(
-                        qkv,
-                        shape,
-                        row,
-                        j,
-                        shape.num_heads + shape.num_kv_heads + head / shape.group_size(),
-                    );
-                    for (o, &v) in o[at..at + d].iter_mut().zip(v) {
-                        *o += (x - max).exp() / sum * f64::from(v);
-                    }
-                }
+                o[at..at + d].copy_from_slice(&attended.o);
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use super::{NsaBlocks, documents_of};
 use crate::attention::{AttentionShape, Documents};
+use crate::reference::{Attended, attend, dot};
 
 /// A packed tensor in f64 with its sizes.
 #[derive(Clone, Copy)]
@@ -24,29 +25,6 @@ impl<'a> Packed<'a> {
     pub(crate) fn v(&self, row: usize, token: usize, kv_head: usize) -> &'a [f64] {
         self.k(row, token, self.shape.num_kv_heads + kv_head)
     }
-}
-
-fn dot(a: &[f64], b: &[f64]) -> f64 {
-    a.iter().zip(b).map(|(a, b)| a * b).sum()
-}
-
-/// Softmax over (logit, value) pairs: output, log-sum-exp, probabilities.
-fn softmax_of(pairs: &[(f64, &[f64])], d: usize) -> (Vec<f64>, f64, Vec<f64>) {
-    if pairs.is_empty() {
-        return (vec![0.0; d], f64::NEG_INFINITY, Vec::new());
-    }
-    let max = pairs
-        .iter()
-        .fold(f64::NEG_INFINITY, |max, (x, _)| max.max(*x));
-    let sum: f64 = pairs.iter().map(|(x, _)| (x - max).exp()).sum();
-    let p: Vec<f64> = pairs.iter().map(|(x, _)| (x - max).exp() / sum).collect();
-    let mut o = vec![0.0; d];
-    for (p, (_, v)) in p.iter().zip(pairs) {
-        for (o, v) in o.iter_mut().zip(*v) {
-            *o += p * v;
-        }
-    }
-    (o, max + sum.ln(), p)
 }
 
 /// What a branch computes.
@@ -105,7 +83,7 @@ pub(crate) fn compressed(
                         (scale * dot(q, &k[at..at + d]), &v[at..at + d])
                     })
                     .collect();
-                let (o, lse, p) = softmax_of(&pairs, d);
+                let Attended { o, lse, p } = attend(&pairs, d);
                 let at = ((row * n + token) * shape.num_heads + head) * d;
                 out.o[at..at + d].copy_from_slice(&o);
                 out.lse[(row * shape.num_heads + head) * n + token] = lse;
@@ -167,7 +145,7 @@ pub(crate) fn selected(
                     (x, packed.v(row, j, kv_head))
                 })
                 .collect();
-            let (o, lse, _) = softmax_of(&pairs, d);
+            let Attended { o, lse, .. } = attend(&pairs, d);
             let at = ((row * n + token) * shape.num_heads + head) * d;
             out.o[at..at + d].copy_from_slice(&o);
             out.lse[(row * shape.num_heads + head) * n + token] = lse;

@@ -178,17 +178,28 @@ pub fn dma_lists_prefix_kernel() -> SourceKernel {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::oracle;
+
+    /// DMA's selection by the CPU's kernel.
+    pub(crate) fn expire_of_one_document(scores: &[f32], keep_window_size: usize) -> Vec<i32> {
+        let len = scores.len();
+        let documents = sieve_cpu::Documents {
+            start: &vec![0; len],
+            end: &vec![len as i32; len],
+        };
+        let mut expire = vec![0; len];
+        sieve_cpu::dma_select(scores, documents, 1, 1, len, keep_window_size, &mut expire);
+        expire
+    }
 
     #[test]
     fn a_list_fits_its_capacity() {
         // Rising scores: every key survives until w later ones came, the most that can be alive.
         let (seq_len, window) = (3000, 200);
         let scores: Vec<f32> = (0..seq_len).map(|i| i as f32).collect();
-        let (starts, ends) = (vec![0; seq_len], vec![seq_len as i32; seq_len]);
-        let expire = oracle::expire(&scores, &starts, &ends, window.into());
+        let expire = expire_of_one_document(&scores, window);
         let longest = (0..3)
             .map(|block| oracle::key_list(&expire, block).entries.len())
             .max();

@@ -1,63 +1,9 @@
-//! DMA's selection by its definition, on the host: what the kernels are checked against.
-//!
-//! All positions are inside one row of `seq_len` tokens; `doc_start[i]` and `doc_end[i]` are the first position of token
-//! i's document and one past its last.
-use sieve_core::DmaWindow;
-use std::cmp::{Ordering, Reverse};
-use std::collections::BinaryHeap;
+//! DMA's key lists by their definition, on the host: what the kernels are checked against. All positions are inside one
+//! row of `seq_len` tokens.
+use std::cmp::Reverse;
 
 /// Queries that share one key list; the `SUPER_BLOCK` of the kernels.
 pub const SUPER_BLOCK: usize = 1024;
-
-/// A key in the order of the selection: by score, ties to the more recent key, -0 equal to +0.
-#[derive(Debug, Clone, Copy)]
-struct Ranked {
-    score: f32,
-    position: usize,
-}
-
-impl PartialEq for Ranked {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other) == Ordering::Equal
-    }
-}
-
-impl Eq for Ranked {}
-
-impl PartialOrd for Ranked {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Ranked {
-    fn cmp(&self, other: &Self) -> Ordering {
-        // Adding +0 turns -0 into +0 and leaves every other number alone.
-        let scores = (self.score + 0.0).total_cmp(&(other.score + 0.0));
-        scores.then(self.position.cmp(&other.position))
-    }
-}
-
-/// `expire` of one row and KV head: `active(i, j)` holds exactly when `j <= i < expire[j]`. One heap of at most w - r keys
-/// (w = keep_window_size, r = local_window_size), emptied at each document. The key that the arrival of key t pops, which
-/// may be t itself, is seen for r queries more, within its document: `expire = min(t + r, doc_end)`.
-pub fn expire(scores: &[f32], doc_start: &[i32], doc_end: &[i32], window: DmaWindow) -> Vec<i32> {
-    let mut expire = doc_end.to_vec();
-    let mut kept = BinaryHeap::new();
-    for (position, &score) in scores.iter().enumerate() {
-        if doc_start[position] as usize == position {
-            kept.clear();
-        }
-        kept.push(Reverse(Ranked { score, position }));
-        if kept.len() > window.num_ranked()
-            && let Some(Reverse(popped)) = kept.pop()
-        {
-            let end = position + window.local_window_size;
-            expire[popped.position] = doc_end[position].min(end as i32);
-        }
-    }
-    expire
-}
 
 /// The keys of one super-block: `{position, expire}`, those entering in the block latest first, then the older ones
 /// longest-lived first.
@@ -109,64 +55,14 @@ pub fn tile_window(list: &KeyList, first_query: usize, last_query: usize) -> [i3
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
-
-    /// Rows of a few documents with many ties, and windows with a local part of any size.
-    fn rows() -> impl Strategy<Value = (Vec<f32>, Vec<i32>, Vec<i32>, DmaWindow)> {
-        let documents = prop::collection::vec(1usize..40, 1..6);
-        let score = prop::sample::select(vec![-1.0f32, -0.0, 0.0, 0.5, 1.0, 2.0]);
-        let windows = (1usize..30).prop_flat_map(|kept| {
-            (0..=kept).prop_map(move |local| DmaWindow {
-                keep_window_size: kept,
-                local_window_size: local,
-            })
-        });
-        (documents, windows).prop_flat_map(move |(lengths, window)| {
-            let total: usize = lengths.iter().sum();
-            prop::collection::vec(score.clone(), total).prop_map(move |scores| {
-                let (mut starts, mut ends, mut at) = (vec![], vec![], 0);
-                for &length in &lengths {
-                    starts.extend(vec![at as i32; length]);
-                    at += length;
-                    ends.extend(vec![at as i32; length]);
-                }
-                (scores, starts, ends, window)
-            })
-        })
-    }
-
-    proptest! {
-        #[test]
-        fn expire_is_the_local_window_and_the_best_of_the_older_keys((scores, starts, ends, window) in rows()) {
-            let expire = expire(&scores, &starts, &ends, window);
-            for (i, &start) in starts.iter().enumerate() {
-                let local = (i + 1).saturating_sub(window.local_window_size).max(start as usize);
-                let mut keys: Vec<usize> = (start as usize..local).collect();
-                // -0 and +0 compare equal here; the later key of equals comes first.
-                keys.sort_by(|&a, &b| scores[b].partial_cmp(&scores[a]).expect("no NaN").then(b.cmp(&a)));
-                keys.truncate(window.num_ranked());
-                keys.extend(local..=i);
-                for (j, &expire) in expire.iter().enumerate() {
-                    let active = j <= i && (i as i32) < expire;
-                    prop_assert_eq!(active, keys.contains(&j), "query {} key {} expire {}", i, j, expire);
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn equal_scores_are_a_sliding_window() {
-        let expire = expire(&[0.0; 10], &[0; 10], &[10; 10], 4.into());
-        assert_eq!(expire, [4, 5, 6, 7, 8, 9, 10, 10, 10, 10]);
-    }
+    use crate::dma_lists::tests::expire_of_one_document;
 
     #[test]
     fn a_tile_window_holds_every_active_key_of_its_queries() {
-        let seq_len = 2500;
+        let seq_len = 2500_usize;
         // A fixed scrambled sequence: independent enough, the same everywhere.
         let scores: Vec<f32> = (0..seq_len).map(|i| ((i * 7919) % 1009) as f32).collect();
-        let (starts, ends) = (vec![0; seq_len], vec![seq_len as i32; seq_len]);
-        let expire = expire(&scores, &starts, &ends, 300.into());
+        let expire = expire_of_one_document(&scores, 300);
         for block in 0..seq_len.div_ceil(SUPER_BLOCK) {
             let list = key_list(&expire, block);
             let last_block_query = ((block + 1) * SUPER_BLOCK).min(seq_len) - 1;
