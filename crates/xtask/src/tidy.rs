@@ -1,5 +1,6 @@
 //! Rules of the repository that no compiler knows. All violations are listed, not only the first.
 mod arrows;
+mod dependencies;
 mod files;
 mod headers;
 mod ops;
@@ -10,6 +11,7 @@ use anyhow::{Result, bail};
 pub(crate) fn run() -> Result<()> {
     let mut problems = Vec::new();
     arrows::check(&mut problems)?;
+    dependencies::check(&mut problems)?;
     files::check(&mut problems)?;
     headers::check(&mut problems)?;
     ops::check(&mut problems)?;

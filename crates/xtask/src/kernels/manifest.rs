@@ -5,7 +5,7 @@ use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
-/// More shipped specialisations than this, and nobody knows any longer what is tested.
+/// Most shipped specialisations: with more of them it is hard to know what is tested.
 const MAX_SPECIALISATIONS: usize = 200;
 
 /// Both files.
@@ -191,7 +191,7 @@ impl Kernel {
 }
 
 impl Specialisation<'_> {
-    /// The defines that tell it from its file's other specialisations.
+    /// The defines that distinguish it from other specialisations of its file.
     pub(crate) fn variant_text(&self) -> String {
         let common = &self.kernel.defines;
         let differs = |name: &str, value: &Value| {

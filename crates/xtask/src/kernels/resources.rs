@@ -47,7 +47,7 @@ pub(crate) fn parse(log: &str) -> Result<Vec<Resources>> {
     Ok(functions)
 }
 
-/// Lines that say the code is slower or other than it looks.
+/// Compiler warnings that the code is slower than its source suggests, or does something else.
 pub(crate) fn warnings(log: &str) -> impl Iterator<Item = &str> {
     log.lines()
         .map(str::trim)
