@@ -1,0 +1,86 @@
+"""Counts lines of code by crate: no blank lines, comments or tests.
+
+    python3 tests/python/code_lines.py [REVISION ...]      one column for each revision; HEAD when none is named
+
+Rust: `//` comments and `#[cfg(test)]` items go, and files that hold nothing but tests (tests.rs, tests/, testing.rs,
+test_*.rs, the crates sieve-tests and sieve-testing). CUDA: `//` comments go. Python: comments and doc strings go.
+"""
+
+import collections
+import io
+import re
+import subprocess
+import sys
+import tokenize
+
+TEST_FILE = re.compile(r"(^|/)(tests/|tests\.rs$|testing\.rs$|test_\w+\.(rs|py)$|sieve-testing/)")
+
+
+def git(*words):
+    return subprocess.run(["git", *words], check=True, capture_output=True).stdout.decode()
+
+
+def rust_lines(text):
+    lines, skip_from = [], None
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        if skip_from is not None:
+            # The item under `#[cfg(test)]` ends with the first line that closes it at the attribute's indentation.
+            if indent == skip_from and line.rstrip()[-1:] in ("}", ";"):
+                skip_from = None
+            continue
+        if line.strip() == "#[cfg(test)]":
+            skip_from = indent
+        elif line.strip() and not line.strip().startswith("//"):
+            lines.append(line)
+    return len(lines)
+
+
+def cuda_lines(text):
+    return sum(1 for line in text.split("\n") if line.strip() and not line.strip().startswith("//"))
+
+
+def python_lines(text):
+    lines, statement = set(), []
+    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in skipped or token.type == tokenize.ENDMARKER:
+            continue
+        if token.type != tokenize.NEWLINE:
+            statement.append(token)
+            continue
+        # A statement that is one string is a doc string.
+        if [part.type for part in statement] != [tokenize.STRING]:
+            lines.update(n for part in statement for n in range(part.start[0], part.end[0] + 1))
+        statement = []
+    return len(lines)
+
+
+COUNTERS = {"rs": rust_lines, "cu": cuda_lines, "cuh": cuda_lines, "py": python_lines}
+
+
+def count(revision):
+    totals = collections.Counter()
+    for path in git("ls-tree", "-r", "--name-only", revision).split("\n"):
+        ending = path.rsplit(".", 1)[-1]
+        if ending not in COUNTERS or (TEST_FILE.search(path) and ending == "rs"):
+            continue
+        place = path.split("/")[1] if path.startswith("crates/") else path.split("/")[0]
+        if ending == "py":
+            place = "Python"
+        totals[place] += COUNTERS[ending](git("show", f"{revision}:{path}"))
+    return totals
+
+
+def main():
+    revisions = sys.argv[1:] or ["HEAD"]
+    columns = [count(revision) for revision in revisions]
+    places = sorted(set().union(*columns))
+    print(f"{'':16}", *(f"{revision[:9]:>9}" for revision in revisions))
+    for place in places:
+        print(f"{place:16}", *(f"{column[place]:>9}" for column in columns))
+    print(f"{'all':16}", *(f"{column.total():>9}" for column in columns))
+
+
+if __name__ == "__main__":
+    main()
