@@ -1,7 +1,7 @@
 //! The score matrices of attention without a kernel: how large one may be.
 use std::fmt;
 
-/// Scores that one call of an attention reference may hold: 256 MiB in f32. A backward pass holds several such
+/// Scores that one call of an attention reference may hold: 256 MiB in f32. A backward pass holds several of these
 /// matrices.
 pub const MOST_REFERENCE_SCORES: u64 = 1 << 26;
 

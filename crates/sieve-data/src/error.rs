@@ -190,7 +190,7 @@ pub enum DataError {
         /// The reason.
         reason: String,
     },
-    /// A corpus names a data set of the hub and was not told how to reach it.
+    /// A corpus names a data set of the hub, but it was opened without access to the hub.
     #[error(
         "{path:?} lies on the Hugging Face hub, which is not read here\n  hint: prepare the data first, or name local files"
     )]

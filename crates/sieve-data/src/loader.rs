@@ -152,7 +152,7 @@ impl Loader {
     /// one with a large weight is repeated more often.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new) for each shard, a weight that is no positive number, an order that is not shuffled (an
+    /// Those of [`new`](Self::new) for each shard, a weight that is not positive, an order that is not shuffled (an
     /// unshuffled reading has an end, a mixture has none).
     pub fn mixture(
         sources: Vec<(Arc<ShardReader>, f64)>,

@@ -27,7 +27,7 @@ pub enum MqarNoise {
     Zeros,
     /// A uniform token of the whole vocabulary, which may be a key (`random_non_queries = true`).
     Uniform,
-    /// A uniform token that is no key of this sample. An extension: with [`Uniform`](Self::Uniform), noise may ask a
+    /// A uniform token other than this sample's keys. An extension: with [`Uniform`](Self::Uniform), noise may ask a
     /// question that no label answers.
     Disjoint,
 }
@@ -72,11 +72,11 @@ impl MqarConfig {
         }
     }
 
-    /// Checks that such samples can be drawn.
+    /// Checks that samples of these sizes can be drawn.
     ///
     /// # Errors
     /// An odd length, more pairs than fit (`4 D > L`) or than there are keys, a vocabulary that is odd or not larger than
-    /// the length, a power that is no positive number.
+    /// the length, a power that is not positive.
     pub fn validate(&self) -> Result<(), DataError> {
         let Self {
             vocab_size,

@@ -85,7 +85,7 @@ impl Drop for Prefetch {
     fn drop(&mut self) {
         self.receiver = None;
         if let Some(thread) = self.thread.take() {
-            // Its panic was told by `next`, or nobody waits for its batches any more.
+            // `next` has reported the thread's panic, or the loader is gone and its batches are unused.
             let _ = thread.join();
         }
     }

@@ -8,7 +8,7 @@
 //! <dir>/validation.docs.json                 bytes and words of each held-out document, for perplexity per byte and word
 //! <dir>/meta.json                            what it was made from and what came out; written last, so with it all is whole
 //! <dir>/prepare.state.json, *.tmp            an unfinished preparation; the next one goes on from there
-//! <dir>/prepare.lock                         held while a process prepares here; tells that files of these names are ours
+//! <dir>/prepare.lock                         held while a process prepares here; marks files of these names as Sieve's
 //! ```
 
 mod lock;

@@ -78,7 +78,7 @@ impl Tokenizer {
             .map_err(|error| error.to_string())?;
         inner.with_padding(None);
         inner.set_encode_special_tokens(false);
-        // Ids may have gaps, so the count of tokens is no upper bound for them.
+        // Ids may have gaps: the largest id can exceed the count of tokens.
         let vocab_size = inner
             .get_vocab(true)
             .values()
@@ -200,7 +200,7 @@ impl Tokenizer {
     /// vocabulary has (`<|endoftext|>`, `<|end_of_text|>`, `</s>`, …).
     ///
     /// # Errors
-    /// No such token; the message lists the special tokens that there are.
+    /// An unknown token; the message lists the special tokens.
     pub fn eos_id(&self) -> Result<u32, DataError> {
         let name = self.eos_token.as_deref();
         let found = match name {
@@ -240,7 +240,7 @@ impl Tokenizer {
 }
 
 fn encode(tokenizer: &HfTokenizer, text: &str) -> Result<Vec<u32>, DataError> {
-    // encode_fast leaves out the character offsets, which nobody here reads.
+    // encode_fast leaves out the character offsets, which Sieve does not use.
     let encoding = tokenizer.encode_fast(text, false);
     encoding
         .map(|encoding| encoding.get_ids().to_vec())

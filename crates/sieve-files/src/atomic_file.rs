@@ -26,7 +26,7 @@ struct Names {
 impl Drop for Names {
     fn drop(&mut self) {
         if self.remove_on_drop {
-            // The error that led here is the one worth telling; a leftover is removed by the next preparation.
+            // The error that led here is the one to report; the next preparation removes a leftover.
             let _ = fs::remove_file(&self.temporary);
         }
     }

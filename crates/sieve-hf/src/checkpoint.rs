@@ -1,8 +1,8 @@
 //! A checkpoint: one folder `step-N` that is either whole or not there.
 //!
-//! Everything is written into `step-N.tmp`, synced, and renamed. `state.json` carries the checksum of every file, its own
-//! rest among them, so a damaged file is noticed and named. Of several ranks each writes files of its own, with its pieces of
-//! the tensors; all of them together are read as one.
+//! Everything is written into `step-N.tmp`, synced, and renamed. `state.json` holds a checksum of every file and
+//! of its own other fields, so a damaged file is noticed and named. Each rank of a group writes files of its own, with
+//! its pieces of the tensors; all of them together are read as one.
 use crate::{CheckpointError, NamedTensor, TensorFiles, write_tensor_file};
 use serde::{Deserialize, Serialize};
 use sieve_files::{publish_folder, sync_folder, write_synced};
@@ -24,7 +24,7 @@ const TOKENIZER: &str = "tokenizer.json";
 /// The running mean of the training loss. On disk as bits: the digits of a JSON number may be read as its neighbour.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GuardState {
-    /// Mean loss of the steps that were taken, nats; 0 in checkpoints from before it was kept.
+    /// Mean loss of the taken steps, nats; 0 in checkpoints that do not store it.
     #[serde(default, rename = "mean_loss_bits", with = "bits")]
     pub mean_loss: f32,
     /// How many there were. Older checkpoints counted gradient norms, of which each step has one too.
@@ -241,8 +241,8 @@ impl Checkpoint {
         Self::open_verified(&folder, previous)
     }
 
-    /// As [`open`](Self::open), without a look at the files beside `state.json`: what the model's sizes are told by, before
-    /// any of its tensors is in memory.
+    /// As [`open`](Self::open), but reads `state.json` alone: enough for the model's sizes, before any of its tensors is in
+    /// memory.
     ///
     /// # Errors
     /// Nothing there, a damaged state, a layout of another version.

@@ -21,7 +21,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Names told in one message, at most.
+/// Most names in one message.
 const MAX_NAMES: usize = 20;
 /// Tensors that hold nothing of their own: old files keep tables of rotary frequencies.
 const IGNORED_ENDING: &str = "rotary_emb.inv_freq";

@@ -8,7 +8,7 @@ use serde::Serialize;
 use sieve_core::model::{ModelShape, ParameterCounts, gpu};
 use sieve_core::recipe::{Recipe, RecipeError, Stage};
 
-/// Share of the peak that the time is guessed with on a CPU: what well-kept training programs reach on dense models, not a
+/// Share of the peak that the time estimate assumes on a CPU: what good training programs reach on dense models, not a
 /// measurement of this one.
 pub const ASSUMED_MFU: f64 = 0.4;
 

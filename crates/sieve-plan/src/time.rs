@@ -45,7 +45,7 @@ pub(super) fn is_measured(gpu: &Gpu) -> bool {
     })
 }
 
-/// Estimated tokens a second; `None` where attention has no kernel on a GPU: nobody measured its reference.
+/// Estimated tokens a second; `None` where attention has no kernel on a GPU, since its reference was never measured.
 pub(super) fn tokens_per_second(
     shape: &ModelShape,
     executed: FlopsPerToken,
@@ -77,7 +77,7 @@ pub(super) fn tokens_per_second(
     Some(1.0 / (products + pairs + memory + update + ends))
 }
 
-/// Share of the peak that a kind's pairs reach, and whether it is DMA; `None` where nobody measured it.
+/// Share of the peak that a kind's pairs reach, and whether it is DMA; `None` where it was not measured.
 fn pairs_rate(shape: &ModelShape, seq_len: usize) -> Option<(f64, bool)> {
     match shape.attention {
         Attention::Mha => Some((DENSE_PAIRS, false)),

@@ -138,7 +138,7 @@ fn sparse_tile(
         .collect();
     let first = rows.iter().map(|r| context + r.1).min().unwrap_or(0);
     let last = rows.iter().map(|r| context + r.1).max().unwrap_or(0);
-    // A key nobody sees stays out: it may hold anything.
+    // A key that no query sees is left out: it may hold NaN.
     let seen =
         |key: usize| !mask.causal || (key <= last && mask.expire(list, key) as usize > first);
     let mut keys = KeyList::default();

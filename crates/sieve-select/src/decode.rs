@@ -128,7 +128,7 @@ impl DecodeSession {
         self.cache.len
     }
 
-    /// Whether there are none yet.
+    /// Whether the cache is still empty.
     pub fn is_empty(&self) -> bool {
         self.cache.len == 0
     }

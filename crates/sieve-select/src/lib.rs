@@ -16,8 +16,8 @@
 //! # Ok::<(), sieve_select::SelectError>(())
 //! ```
 //!
-//! Prefill selectors look at a whole call at once: most of them choose a row's keys by later rows too, so they are no
-//! causal maps from text to logits. Likelihoods under them are "prefill perplexity", never scores of rows
+//! Prefill selectors look at a whole call at once: most of them choose a row's keys by later rows too, so the map
+//! from text to logits is not causal. Likelihoods under them are "prefill perplexity", never scores of rows
 //! ([`Selector::is_causal_map`]). Decode methods ([`DecodeSession`]) are causal, but for `infllm` with a `chunk`
 //! above 1.
 

@@ -79,7 +79,7 @@ pub struct SparseMask {
     pub row_ptr: Vec<i32>,
     /// Kept key tiles, ascending per row, no duplicates.
     pub tile_idx: Vec<i32>,
-    /// Where the columns of (list, query tile) start in `col_idx`; empty when there are none at all.
+    /// Where the columns of (list, query tile) start in `col_idx`; empty when the mask has no single keys.
     pub col_ptr: Vec<i32>,
     /// Single keys, ascending per row, none of them in a kept tile.
     pub col_idx: Vec<i32>,
@@ -102,7 +102,7 @@ pub struct SparseMask {
 pub struct ListRows {
     /// Kept key tiles of each query tile, ascending.
     pub tiles: Vec<Vec<i32>>,
-    /// Single keys of each query tile, ascending; empty when there are none at all.
+    /// Single keys of each query tile, ascending; empty when the mask has no single keys.
     pub columns: Vec<Vec<i32>>,
 }
 

@@ -364,7 +364,7 @@ impl Selector {
             .map_or(Phase::Prefill, |entry| entry.phase)
     }
 
-    /// Whether it can only run token by token: decode methods, and `streamingllm` with positions of its own.
+    /// Whether it runs token by token only: decode methods, and `streamingllm` with positions of its own.
     pub fn is_stream(&self) -> bool {
         let reindexed = matches!(&self.method, Method::Streamingllm(config) if config.reindex);
         self.phase() == Phase::Decode || reindexed

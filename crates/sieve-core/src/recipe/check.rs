@@ -49,7 +49,7 @@ pub(super) fn check_table(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     }
 }
 
-/// A section nobody knows.
+/// A section with an unknown name.
 pub(super) fn unknown_section(name: &str) -> Mistake {
     if schema::PLANNED.contains(&name) {
         return not_built(name);

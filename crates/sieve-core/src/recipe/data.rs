@@ -113,7 +113,7 @@ choices! {
         Zeros = "zeros",
         /// Any token of the vocabulary.
         Uniform = "uniform",
-        /// Any token that is no key of the sample.
+        /// Any token except the keys of the sample.
         Disjoint = "disjoint",
     }
 }

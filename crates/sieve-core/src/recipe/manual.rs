@@ -9,7 +9,7 @@ use crate::keys::{Bound, Choices, Key, Kind, Section, Source};
 const HEAD: &str = "# Recipe keys
 A recipe is one TOML text that describes one complete run. `sieve recipe keys` prints this page; `sieve recipe schema`
 prints a JSON schema of the same keys, for editors. Unknown keys are refused with the nearest known name, and every
-mistake of a text is told at once.
+mistake of a text is reported at once.
 
 Whole numbers are at least 0. A default of *none* leaves the key without a value. The column *resume* says which keys
 may have another value when a run is resumed.

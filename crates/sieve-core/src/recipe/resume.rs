@@ -20,7 +20,7 @@ pub struct KeyChange {
 
 impl KeyChange {
     /// Whether this key may change on resume: its line in the recipe's types says so, or it is `data.format` from or to
-    /// `auto`, which names a format too. Text that then reads otherwise is told by its shards.
+    /// `auto`, which names a format too. If the text then reads differently, the shards' fingerprints say so.
     ///
     /// None of the keys that may change alters what a step that was already taken computed, nor which tokens a later
     /// step reads.

@@ -11,7 +11,7 @@ use crate::simd::arch;
 
 /// Query rows and the keys they read. A key is visible where `key_position <= query_position < key_expire`.
 ///
-/// Every listed key must be visible to some row: a key nobody sees costs time, and a NaN in its value would spread.
+/// Every listed key must be visible to some row: a hidden key costs time, and a NaN in its value would spread.
 #[derive(Clone, Copy, Debug)]
 pub struct ListedTile<'a> {
     /// Holds the query vectors.
@@ -264,7 +264,7 @@ impl<const W: usize> WithSimd for Run<'_, '_, W> {
 }
 
 impl<const W: usize> KeyBlock<W> {
-    /// Gathers the listed keys `range` (at most [`BLOCK_KEYS`]); the other slots are visible to nobody.
+    /// Gathers the listed keys `range` (at most [`BLOCK_KEYS`]); the other slots are hidden from every query.
     #[inline(always)]
     fn gather_listed(
         &mut self,

@@ -138,7 +138,7 @@ pub(crate) struct Meeting {
     pub(crate) masked: bool,
 }
 
-/// Keys and values gathered from the packed tensor; unused slots are zero and visible to nobody.
+/// Keys and values gathered from the packed tensor; unused slots are zero and hidden from every query.
 pub(crate) struct KeyBlock<const W: usize> {
     /// `[head_dim panels, BLOCK_KEYS, W]`.
     pub(crate) k: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,

@@ -1,7 +1,7 @@
 //! Attention of every query over the blocks it chose.
 //!
 //! Work goes block by block, not query by query: within a tile of tokens, the rows that chose a block are put side by side
-//! and multiplied with it as one panel, so the arithmetic is that of dense attention and a block that nobody chose costs
+//! and multiplied with it as one panel, so the arithmetic is that of dense attention and a block that no row chose costs
 //! nothing. Each row keeps its own running softmax.
 
 use std::ops::Range;

@@ -112,7 +112,7 @@ fn expand_remote(
 fn stat(found: Found) -> Result<SourceFile, DataError> {
     let Found { path, remote, .. } = found;
     if let Some(remote) = remote {
-        // The path names the commit, so that no time is needed to tell versions apart.
+        // The path names the commit, which tells versions apart without a modification time.
         return Ok(SourceFile {
             path,
             num_bytes: remote.num_bytes(),

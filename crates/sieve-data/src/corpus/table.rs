@@ -20,7 +20,7 @@ pub type TableRow = Map<String, Value>;
 /// over.
 ///
 /// # Errors
-/// Another ending; a file that cannot be read, a line that is no JSON object; no row.
+/// Another ending; a file that cannot be read, a line that is not a JSON object; a file without rows.
 pub fn read_table(path: &Path) -> Result<Vec<TableRow>, DataError> {
     let ending = Packed::of(path).1.extension().unwrap_or_default();
     let rows = match ending.to_ascii_lowercase().to_str() {

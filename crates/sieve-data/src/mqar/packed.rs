@@ -18,7 +18,7 @@ pub struct MqarPart {
 }
 
 impl MqarPart {
-    /// A string that tells parts from other parts.
+    /// A string that differs for different parts.
     pub fn fingerprint(parts: &[Self]) -> String {
         let mut hash = Xxh3::new();
         for part in parts {

@@ -75,7 +75,7 @@ impl Sink for Intake<'_> {
     }
 
     fn keep(&mut self) -> Result<(), DataError> {
-        // The mark first: it tells the next preparation that these temporary files are ours.
+        // The mark first: by it the next preparation knows that these temporary files are Sieve's.
         self.lock.mark()?;
         self.partial.keep()?;
         let num_read = self.partial.place.cursor.file_idx;
@@ -109,7 +109,7 @@ impl Plan<'_> {
         if let Some(corpus) = own_validation
             && partial.place.done.is_empty()
         {
-            // Its texts are no duplicates of those to train on: they are held out of them.
+            // Held-out texts are not counted as duplicates of training texts: they are the same files.
             let all = Split::AllHeldOut;
             self.read(corpus, None, &mut partial, HashSet::new(), all, progress)?;
         }
@@ -224,7 +224,7 @@ impl Plan<'_> {
         let meta_file = meta_file.finish()?;
 
         self.lock.mark()?;
-        // Without meta.json nobody takes the folder for whole while its files change one by one.
+        // Without meta.json no reader takes the folder for complete while its files change one by one.
         match fs::remove_file(meta::path(dir)) {
             Err(error) if error.kind() != ErrorKind::NotFound => {
                 return Err(DataError::io("remove", &meta::path(dir))(error));

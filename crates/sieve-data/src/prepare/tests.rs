@@ -284,7 +284,7 @@ fn foreign_files_are_left_alone() {
         fs::read(place.out().join("train.bin")).unwrap(),
         b"somebody else's"
     );
-    // Asking again does not help: the lock file made meanwhile is no mark of ownership.
+    // A second attempt fails too: the lock file that the first one made is empty, not a mark of ownership.
     assert!(place.prepare(&place.config()).is_err());
     assert_eq!(
         fs::read(place.out().join("train.bin")).unwrap(),

@@ -285,7 +285,7 @@ fn streaming_holds_back_characters_until_they_are_whole() {
     assert_eq!(stream(&bytes_only, &ids), wanted);
     // Cut inside a character: nothing is lost, the rest is marked at the end.
     assert_eq!(stream(&bytes_only, &ids[..3]), ["a", "", "", "\u{fffd}"]);
-    // Bytes that are no UTF-8 do not hold up what follows for ever.
+    // Bytes outside UTF-8 do not block the text after them.
     let bad = bytes_only.encode("世").unwrap()[1];
     let pieces = stream(&bytes_only, &[&[bad; 40][..], &ids[..1]].concat());
     assert_eq!(pieces.concat(), "\u{fffd}".repeat(40) + "a");

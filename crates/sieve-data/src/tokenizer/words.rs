@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 
 use tokenizers::utils::SysRegex;
 
-/// What the pattern tells apart.
+/// The classes of characters in the pattern.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Class {
     Other,

@@ -52,7 +52,7 @@ impl OutFolder {
         self.path.join(PARTIAL).join(name)
     }
 
-    /// Gives all `files` their final names and removes those of an earlier export that are no more.
+    /// Gives all `files` their final names and removes files of an earlier export that this one does not have.
     pub(super) fn publish(self, files: &[String]) -> Result<(), CheckpointError> {
         let now: BTreeSet<String> = files.iter().cloned().collect();
         for name in now.difference(&self.earlier) {
@@ -100,7 +100,7 @@ impl Drop for OutFolder {
     }
 }
 
-/// The files that a marker lists; `None` where there is no marker of an export.
+/// The files that a marker lists; `None` without a valid marker.
 fn listed_files(marker: &Path) -> Option<BTreeSet<String>> {
     let marker: Value = serde_json::from_str(&fs::read_to_string(marker).ok()?).ok()?;
     let files = marker["files"].as_array()?;

@@ -82,7 +82,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize) ->
     values * target.value_bytes() + f32_bytes
 }
 
-/// Whether DMA's forward pass keeps what rounding took from its output.
+/// Whether DMA's forward pass stores `o_low`, the 16 bits of each output that bf16 lacks.
 fn keeps_rest(shape: &ModelShape, target: &Target, seq_len: usize) -> bool {
     let Target::Gpu(gpu) = target else {
         return false;

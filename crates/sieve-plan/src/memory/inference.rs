@@ -112,7 +112,7 @@ pub fn import_memory(shape: &ModelShape, target: &Target) -> MemoryPlan {
     moment.plan(target)
 }
 
-/// One moment of such a command.
+/// One moment of a command that reads a model.
 struct Moment {
     name: &'static str,
     parameter_bytes: u64,

@@ -17,7 +17,7 @@ pub enum MemoryVerdict {
 }
 
 impl MemoryVerdict {
-    /// The verdict on `needed` bytes where `available` are free; 0 says that nobody knows.
+    /// The verdict on `needed` bytes where `available` are free; 0 stands for unknown.
     pub fn of(needed: u64, available: u64) -> Self {
         if available == 0 {
             Self::Unknown

@@ -80,7 +80,7 @@ impl DmaWeights {
     /// `model.` in front; `A` may be upper case.
     ///
     /// # Errors
-    /// A file that cannot be read, or has no such tensors.
+    /// A file that cannot be read, or lacks one of the tensors.
     pub fn read(path: &Path) -> Result<Self, SelectError> {
         let problem = |problem: String| SelectError::File {
             path: path.display().to_string(),

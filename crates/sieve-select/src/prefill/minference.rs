@@ -219,7 +219,7 @@ impl PatternFile {
         Ok(file)
     }
 
-    /// The text of such a file.
+    /// The text of a pattern file.
     pub fn to_json(&self) -> String {
         let head = |(head, pattern): (usize, &Option<Pattern>)| {
             let value = match (*pattern)? {

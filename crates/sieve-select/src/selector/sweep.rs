@@ -11,7 +11,7 @@ const SHARES: &[&str] = &["0.5", "0.7", "0.9", "0.95", "0.99"];
 const TOKENS: &[&str] = &["64", "128", "256", "512", "1024"];
 
 impl Selector {
-    /// The key that trades density for recall; none where there is no such key, and for decode methods.
+    /// The key that trades density for recall; `None` for methods without one and for decode methods.
     pub fn knob(&self) -> Option<&'static str> {
         self.knob_values().map(|knob| knob.0)
     }

@@ -81,7 +81,7 @@ pub(super) fn is_sparse_and_its_density_is_that_of_the_expanded_mask(texts: &[&s
     }
 }
 
-/// Each query tile in turn: its rows stay when all keys after the last of them are no numbers.
+/// Each query tile in turn: its rows stay the same when all keys after its last row are NaN.
 pub(super) fn the_list_fixed_later_tokens_change_nothing_before(texts: &[&str]) {
     let data = TestCall::random(&mut Random(24), 150, 210, [2, 1], 16);
     for text in texts {

@@ -1,4 +1,4 @@
-//! Recall on queries and keys of trained models: nobody beats the oracle on the same blocks, and everybody beats
+//! Recall on queries and keys of trained models: no method beats the oracle on the same blocks, and every method beats
 //! chance.
 
 use std::cell::RefCell;

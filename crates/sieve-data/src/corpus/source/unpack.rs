@@ -1,4 +1,4 @@
-//! Files packed with gzip or Zstandard, told by their ending, read as what they hold.
+//! Decompresses gzip and Zstandard files, recognised by their ending.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -83,7 +83,7 @@ impl Unpacked {
         }
     }
 
-    /// Bytes to come, where the file's size tells it.
+    /// Bytes left to read, if the file's size says so.
     pub(super) fn known_bytes(&self) -> Option<u64> {
         self.packed.is_none().then_some(self.file_bytes)
     }

@@ -283,7 +283,7 @@ fn an_unfinished_preparation_that_does_not_fit_is_begun_again() {
     assert_eq!(mixture.files("other"), mixture.files("whole"));
 }
 
-// A text file that breaks off is told; mended, the preparation begins anew, since the file has changed.
+// A truncated text file is an error. After its repair the preparation starts again, because the file has changed.
 #[test]
 fn a_damaged_file_in_the_middle_is_told_and_nothing_is_lost() {
     let mixture = Mixture::new();
