@@ -5,8 +5,6 @@
 //! compute masked pairs, gathering and softmax all show as a lower rate.
 #![allow(clippy::print_stdout, reason = "a program for people")]
 
-use std::time::Instant;
-
 use sieve_core::AdamWStep;
 use sieve_cpu::{
     AttentionShape, Documents, Mask, Matrix, MatrixMut, QkNormRope, Threads, adamw,
@@ -15,59 +13,10 @@ use sieve_cpu::{
     qk_norm_rope_forward, rms_norm_backward, rms_norm_forward, sum_of_squares, swiglu_backward,
     swiglu_forward,
 };
-use sieve_testing::Random;
+use sieve_testing::{Random, Time, measure};
 
 const TOKENS: usize = 16384;
 const WINDOW: usize = 256;
-
-/// Time of one run of a kernel.
-#[derive(Clone, Copy)]
-struct Time {
-    /// Seconds that passed.
-    wall: f64,
-    /// Seconds of CPU over all threads, NaN where the system does not tell.
-    cpu: f64,
-}
-
-/// Medians over at least five runs and half a second, after one to warm up.
-fn measure(mut work: impl FnMut()) -> Time {
-    work();
-    let begin = Instant::now();
-    let (mut wall, mut cpu) = (Vec::new(), Vec::new());
-    while wall.len() < 5 || (begin.elapsed().as_secs_f64() < 0.5 && wall.len() < 200) {
-        let (start, cpu_start) = (Instant::now(), cpu_seconds());
-        work();
-        wall.push(start.elapsed().as_secs_f64());
-        cpu.push(cpu_seconds() - cpu_start);
-    }
-    wall.sort_by(f64::total_cmp);
-    cpu.sort_by(f64::total_cmp);
-    Time {
-        wall: wall[wall.len() / 2],
-        cpu: cpu[cpu.len() / 2],
-    }
-}
-
-/// CPU time of all threads of this process so far (Linux; elsewhere NaN). On a machine that others use at the same
-/// time, rates per CPU second compare kernels where rates per second of wall clock do not.
-fn cpu_seconds() -> f64 {
-    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else {
-        return f64::NAN;
-    };
-    let nanoseconds = |path: std::path::PathBuf| -> Option<f64> {
-        std::fs::read_to_string(path.join("schedstat"))
-            .ok()?
-            .split(' ')
-            .next()?
-            .parse()
-            .ok()
-    };
-    tasks
-        .flatten()
-        .filter_map(|task| nanoseconds(task.path()))
-        .sum::<f64>()
-        / 1e9
-}
 
 /// Rates of the 2048^3 product, in FLOP per second of wall clock and of CPU.
 #[derive(Clone, Copy)]

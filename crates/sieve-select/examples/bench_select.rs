@@ -6,11 +6,9 @@
 
 #![allow(clippy::print_stdout, reason = "an example")]
 
-use std::time::Instant;
-
 use sieve_cpu::{AttentionShape, Documents, Mask, attention_forward};
 use sieve_select::{Call, CallShape, Selector, dense_attention, density, recall};
-use sieve_testing::Random;
+use sieve_testing::{Random, Time, timed};
 
 /// Selectors timed when none is named.
 const DEFAULT: [&str; 4] = ["bfla", "xattention", "pbs", "meanpool"];
@@ -53,7 +51,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for (name, time) in [("dense, packed", packed), ("dense, all tiles", listed)] {
         println!(
             "{name:18} {:8.3} s {:8.3} CPU s {:7.1} GFLOP per CPU s",
-            time.clock,
+            time.wall,
             time.cpu,
             flops / time.cpu / 1e9
         );
@@ -79,7 +77,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         println!(
             "{:18} {:8.3} {:8.3} {:9.4} {:9.4} {:8.4} {:8.4} {:8.4} {:9.2} {:9.2}",
             selector.name(),
-            time.clock,
+            time.wall,
             time.cpu,
             done.mask.stats.select_seconds,
             done.mask.stats.permute_seconds,
@@ -101,36 +99,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
 /// Lengths of the second exponent; shorter prompts measure overheads too.
 const FITTED: usize = 4;
-
-/// How long something took.
-#[derive(Clone, Copy)]
-struct Time {
-    /// Seconds on the clock.
-    clock: f64,
-    /// Seconds of all threads on a core; those on the clock where the system does not tell.
-    cpu: f64,
-}
-
-fn timed<T>(work: impl FnOnce() -> T) -> (T, Time) {
-    let (started, before) = (Instant::now(), cpu_seconds());
-    let result = work();
-    let clock = started.elapsed().as_secs_f64();
-    let cpu = match (before, cpu_seconds()) {
-        (Some(before), Some(after)) => after - before,
-        _ => clock,
-    };
-    (result, Time { clock, cpu })
-}
-
-/// Seconds all threads of this process have run, as Linux counts them.
-fn cpu_seconds() -> Option<f64> {
-    let tasks = std::fs::read_dir("/proc/self/task").ok()?;
-    let nanoseconds: f64 = tasks
-        .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("schedstat")).ok())
-        .filter_map(|text| text.split(' ').next()?.parse::<f64>().ok())
-        .sum();
-    (nanoseconds > 0.0).then_some(nanoseconds / 1e9)
-}
 
 /// Prints selection times over prompt lengths and the slope of their logarithms.
 fn growth(operands: &Operands, selector: &Selector) -> Result<(), Box<dyn std::error::Error>> {

@@ -98,6 +98,31 @@ pub(crate) fn scores(a: &[f32], b: &[f32], d: usize, scale: f32) -> Vec<f32> {
     out
 }
 
+/// Rows whose probabilities [`for_each_prompt_row`] holds at once.
+const CHUNK_ROWS: usize = 64;
+
+/// Calls `add` with every row of a prompt, once for each head of the group, and the row's causal probabilities. Rows that
+/// share a chunk with a NaN are left out.
+pub(crate) fn for_each_prompt_row(
+    call: &Call<'_>,
+    kv_head: usize,
+    mut add: impl FnMut(usize, &[f32]),
+) {
+    let n = call.shape.num_keys;
+    for head in call.group(kv_head) {
+        for first in (0..n).step_by(CHUNK_ROWS) {
+            let rows = first..(first + CHUNK_ROWS).min(n);
+            let cols = rows.end;
+            let Some(p) = causal_probabilities(call, head, rows) else {
+                continue;
+            };
+            for (r, row) in p.chunks_exact(cols).enumerate() {
+                add(first + r, row);
+            }
+        }
+    }
+}
+
 /// Causal softmax of consecutive rows of a head over keys `0..=last position`, `[rows, last + 1]`; `None` on NaN.
 pub(crate) fn causal_probabilities(
     call: &Call<'_>,

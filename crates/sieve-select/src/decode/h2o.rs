@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::{Cache, LayerShape, RowAttention, amount};
 use crate::call::Call;
 use crate::error::SelectError;
-use crate::pool::causal_probabilities;
+use crate::pool::for_each_prompt_row;
 use crate::range::Rules;
 
 /// Settings of `h2o`. Values below 1 are shares of the prompt (of the tokens so far in `stream` form).
@@ -42,9 +42,6 @@ impl H2oConfig {
     }
 }
 
-/// Rows whose probabilities are held at once.
-const CHUNK_ROWS: usize = 64;
-
 /// State of `h2o`, per KV head: the kept keys, ascending, with the attention they received.
 #[derive(Clone, Debug)]
 pub(crate) struct H2o {
@@ -69,19 +66,9 @@ impl H2o {
         self.prompt_tokens = n;
         for kv_head in 0..call.shape.num_kv_heads {
             let mut received = vec![0.0_f32; n];
-            for head in call.group(kv_head) {
-                for first in (0..n).step_by(CHUNK_ROWS) {
-                    let rows = first..(first + CHUNK_ROWS).min(n);
-                    let cols = rows.end;
-                    // A row with NaN tells nothing about its keys.
-                    let Some(p) = causal_probabilities(call, head, rows) else {
-                        continue;
-                    };
-                    for row in p.chunks_exact(cols) {
-                        received.iter_mut().zip(row).for_each(|(sum, &p)| *sum += p);
-                    }
-                }
-            }
+            for_each_prompt_row(call, kv_head, |_row, p| {
+                received.iter_mut().zip(p).for_each(|(sum, &p)| *sum += p);
+            });
             self.kept[kv_head] = (0..n as u32).zip(received).collect();
             self.evict(kv_head, n);
         }

@@ -8,7 +8,7 @@ use super::{Cache, LayerShape, ascending};
 use crate::call::Call;
 use crate::error::SelectError;
 use crate::keep::{falling, top_k};
-use crate::pool::causal_probabilities;
+use crate::pool::for_each_prompt_row;
 use crate::range::Rules;
 use crate::vector::dot;
 
@@ -63,9 +63,6 @@ impl InfllmConfig {
     }
 }
 
-/// Rows whose probabilities are held at once.
-const CHUNK_ROWS: usize = 64;
-
 /// State of `infllm`.
 #[derive(Clone, Debug)]
 pub(crate) struct Infllm {
@@ -104,20 +101,11 @@ impl Infllm {
         let n = call.shape.num_keys;
         for kv_head in 0..call.shape.num_kv_heads {
             let mut received = vec![0.0_f32; n];
-            for head in call.group(kv_head) {
-                for first in (0..n).step_by(CHUNK_ROWS) {
-                    let rows = first..(first + CHUNK_ROWS).min(n);
-                    let cols = rows.end;
-                    let Some(p) = causal_probabilities(call, head, rows) else {
-                        continue;
-                    };
-                    for (r, row) in p.chunks_exact(cols).enumerate() {
-                        let local = (first + r + 1).saturating_sub(self.config.local);
-                        let seen = row.iter().enumerate().skip(local);
-                        seen.for_each(|(key, &p)| received[key] += p);
-                    }
-                }
-            }
+            for_each_prompt_row(call, kv_head, |row, p| {
+                let local = (row + 1).saturating_sub(self.config.local);
+                let seen = p.iter().enumerate().skip(local);
+                seen.for_each(|(key, &p)| received[key] += p);
+            });
             self.received[kv_head] = received;
         }
         let (d, heads) = (call.shape.head_dim, call.shape.num_kv_heads);
