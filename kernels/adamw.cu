@@ -1,12 +1,16 @@
 // adamw: one update of a parameter's f32 master and its moments, and of the bf16 leaf that the model computes with.
 // Math       g = grad grad_scale; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
-//            p = p (1 - lr weight_decay) - lr / c1 m / (sqrt(v / c2) + eps), c1 and c2 the bias corrections  (arXiv:1711.05101, algorithm 2)
-// Layout     param, exp_avg, exp_avg_sq, grad f32 [num_elements]; leaf bf16 [num_elements]; all contiguous, 16-byte aligned; grad_scale f32 [1]
-// Buffers    param, exp_avg, exp_avg_sq, grad, grad_scale, leaf (HAS_LEAF); the first three are read and written. SPLIT_MASTER: param is the
-//            16 bits that the leaf lacks of the master (common/split_master.cuh), and the leaf is read too
+//            p = p (1 - lr weight_decay) - lr / c1 m / (sqrt(v / c2) + eps), c1 and c2 the bias corrections
+//            (arXiv:1711.05101, algorithm 2)
+// Layout     param, exp_avg, exp_avg_sq, grad f32 [num_elements]; leaf bf16 [num_elements]; all contiguous, 16-byte
+//            aligned; grad_scale f32 [1]
+// Buffers    param, exp_avg, exp_avg_sq, grad, grad_scale, leaf (HAS_LEAF); the first three are read and written.
+//            SPLIT_MASTER: param is the 16 bits that the leaf lacks of the master (common/split_master.cuh), and the
+//            leaf is read too
 // Defines    HAS_LEAF (1), SPLIT_MASTER (0)
 // Tiling     grid (ceil(num_elements / 1024)); 256 threads, four elements each
-// Numerics   f32; 30 bytes an element, 28 with SPLIT_MASTER, memory-bound. The gate: where grad_scale is 0 or not finite nothing changes, leaf included
+// Numerics   f32; 30 bytes an element, 28 with SPLIT_MASTER, memory-bound. The gate: where grad_scale is 0 or not
+//            finite nothing changes, leaf included
 // Edges      num_elements of any size
 #include "common/bf16x8.cuh"
 #include "common/split_master.cuh"
@@ -45,8 +49,13 @@ adamw(param_element* param, float* exp_avg, float* exp_avg_sq, const float* grad
       , const __grid_constant__ AdamwParams params) {
   const float scale = *grad_scale;
   if (!(fabsf(scale) < INFINITY_F32) || scale == 0.f) return;  // the gate; also taken for a NaN
-  const Update update = {f32_word(params.beta1), f32_word(params.beta2),     f32_word(params.eps),  f32_word(params.decay),
-                         f32_word(params.step_size), f32_word(params.inverse_c2), scale};
+  const Update update = {f32_word(params.beta1),
+                         f32_word(params.beta2),
+                         f32_word(params.eps),
+                         f32_word(params.decay),
+                         f32_word(params.step_size),
+                         f32_word(params.inverse_c2),
+                         scale};
   const u64 at = ((u64)blockIdx.x * 256 + threadIdx.x) * 4;
   if (at + 4 <= params.num_elements) {
     // Load

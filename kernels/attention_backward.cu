@@ -1,20 +1,29 @@
-// attention_backward: gradients of dense causal or sliding-window attention, keys outermost; attention_backward_prepare (and, with a bias,
-// attention_row_sums) runs before it, attention_backward_convert after it.
-// Math       P_ij = exp(softmax_scale * q_i . k_j + delta_j - base_i - lse_i) over the pairs attention_forward sees; dv_j = sum_i P_ij do_i;
-//            dS_ij = P_ij (do_i . v_j - D_i), D_i = do_i . o_i = sum_j P_ij do_i . v_j; dk_j = softmax_scale * sum_i dS_ij q_i; ddelta_j = sum_i dS_ij (sums over the
-//            heads of the group too); dq_sum_i = sum_j dS_ij k_j, still without softmax_scale
-// Layout     q, k, v as attention_forward; do bf16 [batch, seq_len, num_heads, HEAD_DIM_V] contiguous; row_stats f32 pairs [batch, num_heads, padded_len, 2]
-//            from attention_backward_prepare; doc_end i32 [batch, seq_len]; delta, base as attention_forward; ddelta f32 [batch, num_kv_heads, seq_len];
-//            dk, dv bf16 with strides and offsets like k, v; dq_sum f32 [batch, num_heads, padded_len / 16, HEAD_DIM / 8, 32, 4]: 16 x 8 tiles in the
-//            order of tensor core accumulators, zero before the launch
-// Buffers    q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,) (COMPUTE_DK: dk,) (COMPUTE_DV: dv,) (HAS_BIAS and COMPUTE_DK: ddelta)
-// Defines    HEAD_DIM, HEAD_DIM_V; HAS_BIAS; COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV (1; DETERMINISTIC mode sets COMPUTE_DQ 0 and runs
-//            attention_backward_query instead; HEAD_DIM + HEAD_DIM_V > 320 takes two launches, one with COMPUTE_DV alone, one without it);
+// attention_backward: gradients of dense causal or sliding-window attention, keys outermost; attention_backward_prepare
+// (and, with a bias, attention_row_sums) runs before it, attention_backward_convert after it.
+// Math       P_ij = exp(softmax_scale * q_i . k_j + delta_j - base_i - lse_i) over the pairs attention_forward sees;
+//            dv_j = sum_i P_ij do_i;
+//            dS_ij = P_ij (do_i . v_j - D_i), D_i = do_i . o_i = sum_j P_ij do_i . v_j; dk_j = softmax_scale * sum_i
+//            dS_ij q_i; ddelta_j = sum_i dS_ij (sums over the heads of the group too); dq_sum_i = sum_j dS_ij k_j,
+//            still without softmax_scale
+// Layout     q, k, v as attention_forward; do bf16 [batch, seq_len, num_heads, HEAD_DIM_V] contiguous; row_stats f32
+//            pairs [batch, num_heads, padded_len, 2] from attention_backward_prepare; doc_end i32 [batch, seq_len];
+//            delta, base as attention_forward; ddelta f32 [batch, num_kv_heads, seq_len];
+//            dk, dv bf16 with strides and offsets like k, v; dq_sum f32
+//            [batch, num_heads, padded_len / 16, HEAD_DIM / 8, 32, 4]: 16 x 8 tiles in the order of tensor core
+//            accumulators, zero before the launch
+// Buffers    q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,) (COMPUTE_DK: dk,)
+//            (COMPUTE_DV: dv,) (HAS_BIAS and COMPUTE_DK: ddelta)
+// Defines    HEAD_DIM, HEAD_DIM_V; HAS_BIAS; COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV (1; DETERMINISTIC mode sets COMPUTE_DQ
+//            0 and runs attention_backward_query instead; HEAD_DIM + HEAD_DIM_V > 320 takes two launches, one with
+//            COMPUTE_DV alone, one without it);
 //            tiling NUM_WARPS (even), BLOCK_Q 32|64, MIN_BLOCKS
-// Tiling     BLOCK_KV = 16 * NUM_WARPS keys a block: grid (ceil(seq_len / BLOCK_KV), num_kv_heads, batch), early keys (most queries) first (block_order.cuh); NUM_WARPS * 32 threads;
-//            dynamic shared bytes = (BLOCK_KV + 2 * BLOCK_Q) * (HEAD_DIM + HEAD_DIM_V) * 2 + 2 * BLOCK_KV * BLOCK_Q * (COMPUTE_DV + (COMPUTE_DQ ? 2 :
+// Tiling     BLOCK_KV = 16 * NUM_WARPS keys a block: grid (ceil(seq_len / BLOCK_KV), num_kv_heads, batch), early keys
+//            (most queries) first (block_order.cuh); NUM_WARPS * 32 threads;
+//            dynamic shared bytes = (BLOCK_KV + 2 * BLOCK_Q) * (HEAD_DIM + HEAD_DIM_V) * 2 +
+//            2 * BLOCK_KV * BLOCK_Q * (COMPUTE_DV + (COMPUTE_DQ ? 2 :
 //              COMPUTE_DK ? 1 : 0)) + (HAS_BIAS ? 24 : 16) * BLOCK_Q + BLOCK_KV * (HAS_BIAS ? 12 : 8) + 128
-// Numerics   P and dS rounded to bf16 for the products, f32 accumulators; dk, dv, ddelta: fixed order, one rounding, every element written;
+// Numerics   P and dS rounded to bf16 for the products, f32 accumulators; dk, dv, ddelta: fixed order, one rounding,
+//            every element written;
 //            dq_sum: f32 atomics, so its order varies from run to run
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
 #include "common/attention_params.cuh"
@@ -23,9 +32,11 @@
 
 constexpr u64 SECTION_BYTES = 64 << 20;  // queries and output gradients of the heads in work at a time
 
-// Writes the warp's columns of the pair's 32 rows of one gradient, through the pair's (no longer needed) rows of the K or V tile.
+// Writes the warp's columns of the pair's 32 rows of one gradient, through the pair's (no longer needed) rows of the K
+// or V tile.
 template <int ROW, int HALF_PAIRS>
-DEVICE void store_rows(u32 shared, const float (&sums)[2][2 * HALF_PAIRS][4], float scale, bf16* to, u64 stride, int first_key, int seq_len) {
+DEVICE void store_rows(u32 shared, const float (&sums)[2][2 * HALF_PAIRS][4], float scale, bf16* to, u64 stride,
+                       int first_key, int seq_len) {
   using Tile = SwizzledTile<ROW>;
   const int lane = (int)threadIdx.x % 32, half = (int)threadIdx.x / 32 % 2, g = lane / 4, t = lane % 4;
   const int first_chunk = half * HALF_PAIRS * 2, num_chunks = half ? ROW / 8 - HALF_PAIRS * 2 : HALF_PAIRS * 2;
@@ -34,13 +45,16 @@ DEVICE void store_rows(u32 shared, const float (&sums)[2][2 * HALF_PAIRS][4], fl
 #pragma unroll
     for (int n = 0; n < 2 * HALF_PAIRS; ++n) {
       if (n >= num_chunks) break;
-      store_shared_32(shared + Tile::offset(m * 16 + g, first_chunk + n) + t * 4, pack_bf16(sums[m][n][0] * scale, sums[m][n][1] * scale));
-      store_shared_32(shared + Tile::offset(m * 16 + g + 8, first_chunk + n) + t * 4, pack_bf16(sums[m][n][2] * scale, sums[m][n][3] * scale));
+      store_shared_32(shared + Tile::offset(m * 16 + g, first_chunk + n) + t * 4,
+                      pack_bf16(sums[m][n][0] * scale, sums[m][n][1] * scale));
+      store_shared_32(shared + Tile::offset(m * 16 + g + 8, first_chunk + n) + t * 4,
+                      pack_bf16(sums[m][n][2] * scale, sums[m][n][3] * scale));
     }
   __syncwarp();
   for (int at = lane; at < 32 * num_chunks; at += 32) {
     const int row = at / num_chunks, chunk = first_chunk + at % num_chunks;
-    if (first_key + row < seq_len) *(uint4*)(to + (u64)(first_key + row) * stride + chunk * 8) = load_shared_128(shared + Tile::offset(row, chunk));
+    if (first_key + row < seq_len)
+      *(uint4*)(to + (u64)(first_key + row) * stride + chunk * 8) = load_shared_128(shared + Tile::offset(row, chunk));
   }
 }
 
@@ -65,7 +79,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
   const int group_size = num_heads / num_kv_heads;
-  const BlockPlace place = block_place(num_kv_heads, params.seq_len * group_size * (HEAD_DIM + HEAD_DIM_V) * 2, SECTION_BYTES);
+  const BlockPlace place =
+      block_place(num_kv_heads, params.seq_len * group_size * (HEAD_DIM + HEAD_DIM_V) * 2, SECTION_BYTES);
   const int batch = place.batch, kv_head = place.head, head = kv_head * group_size;
   const int first_key = place.tile * BLOCK_KV;
   const u32 shared = shared_address(shared_memory);
@@ -73,7 +88,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   // Load: the block's keys and values stay for the whole launch.
   copy_rows<HEAD_DIM, BLOCK_KV>(shared, k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM,
                                 (u32)params.k_token_stride, first_key, seq_len);
-  copy_rows<HEAD_DIM_V, BLOCK_KV>(shared + K_BYTES, v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM_V,
+  copy_rows<HEAD_DIM_V, BLOCK_KV>(shared + K_BYTES,
+                                  v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM_V,
                                   (u32)params.v_token_stride, first_key, seq_len);
   int2* entries = (int2*)(shared_memory + ENTRIES_AT);
   const int window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
@@ -83,7 +99,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     if (key < seq_len) entry.y = min(doc_end[(u64)batch * seq_len + key], key + window);
     entries[at] = entry;
 #if HAS_BIAS
-    ((float*)(shared_memory + BIAS_AT))[at] = key < seq_len ? in_scores(delta[((u64)batch * num_kv_heads + kv_head) * seq_len + key], 1.0f / f32_word(params.softmax_scale)) : 0.0f;
+    ((float*)(shared_memory + BIAS_AT))[at] =
+        key < seq_len ? in_scores(delta[((u64)batch * num_kv_heads + kv_head) * seq_len + key],
+                                  1.0f / f32_word(params.softmax_scale))
+                      : 0.0f;
 #endif
   }
   __syncthreads();  // entries and bias are read by other threads
@@ -118,20 +137,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
   // Store. Places come from shared memory, where they cost the loop nothing.
   const BackwardBlock& done = *(const BackwardBlock*)(shared_memory + BLOCK_AT);
-  const int warp = (int)threadIdx.x / 32, pair = warp / 2, pair_key = done.first_key + pair * 32, seq_end = (int)params.seq_len;
+  const int warp = (int)threadIdx.x / 32, pair = warp / 2, pair_key = done.first_key + pair * 32,
+            seq_end = (int)params.seq_len;
 #if COMPUTE_DK
-  store_rows<HEAD_DIM, HALF_K_PAIRS>(shared + pair * 32 * KTile::ROW_BYTES, sums.dk, f32_word(params.softmax_scale),
-                                     dk + params.dk_offset + done.batch * params.dk_batch_stride + (u64)done.kv_head * HEAD_DIM, params.dk_token_stride, pair_key, seq_end);
+  store_rows<HEAD_DIM, HALF_K_PAIRS>(
+      shared + pair * 32 * KTile::ROW_BYTES, sums.dk, f32_word(params.softmax_scale),
+      dk + params.dk_offset + done.batch * params.dk_batch_stride + (u64)done.kv_head * HEAD_DIM,
+      params.dk_token_stride, pair_key, seq_end);
 #endif
 #if COMPUTE_DV
-  store_rows<HEAD_DIM_V, HALF_V_PAIRS>(shared + K_BYTES + pair * 32 * VTile::ROW_BYTES, sums.dv, 1.0f,
-                                       dv + params.dv_offset + done.batch * params.dv_batch_stride + (u64)done.kv_head * HEAD_DIM_V, params.dv_token_stride, pair_key, seq_end);
+  store_rows<HEAD_DIM_V, HALF_V_PAIRS>(
+      shared + K_BYTES + pair * 32 * VTile::ROW_BYTES, sums.dv, 1.0f,
+      dv + params.dv_offset + done.batch * params.dv_batch_stride + (u64)done.kv_head * HEAD_DIM_V,
+      params.dv_token_stride, pair_key, seq_end);
 #endif
 #if HAS_BIAS && COMPUTE_DK
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const int key = pair_key + r * 8 + (int)threadIdx.x % 32 / 4;
-    if (warp % 2 == 0 && threadIdx.x % 4 == 0 && key < seq_end) ddelta[((u64)done.batch * params.num_kv_heads + done.kv_head) * params.seq_len + key] = sums.ddelta[r / 2][r % 2];
+    if (warp % 2 == 0 && threadIdx.x % 4 == 0 && key < seq_end)
+      ddelta[((u64)done.batch * params.num_kv_heads + done.kv_head) * params.seq_len + key] = sums.ddelta[r / 2][r % 2];
   }
 #endif
 }

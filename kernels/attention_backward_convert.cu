@@ -1,10 +1,13 @@
 // attention_backward_convert: the f32 sums of dq, in tensor core order, to strided bf16 rows.
 // Math       dq = softmax_scale * dq_sum
-// Layout     dq_sum f32 [batch, num_heads, sum_len / 16, HEAD_DIM / 8, 32, 4]: lane 4g + t of a 16 x 8 tile holds row g, columns 2t, 2t + 1, then row g + 8;
-//            it stands for the queries first_query .. first_query + sum_len; dq bf16 [batch, seq_len, num_heads, HEAD_DIM], any strides that are multiples of 8
+// Layout     dq_sum f32 [batch, num_heads, sum_len / 16, HEAD_DIM / 8, 32, 4]: lane 4g + t of a 16 x 8 tile holds row
+//            g, columns 2t, 2t + 1, then row g + 8;
+//            it stands for the queries first_query .. first_query + sum_len; dq bf16
+//            [batch, seq_len, num_heads, HEAD_DIM], any strides that are multiples of 8
 // Buffers    dq_sum, dq
 // Defines    HEAD_DIM
-// Tiling     grid (ceil(batch * num_heads * sum_len / 16 * ceil(HEAD_DIM / 32) / 8)); 256 threads; a warp turns 16 rows of 32 columns; no shared memory
+// Tiling     grid (ceil(batch * num_heads * sum_len / 16 * ceil(HEAD_DIM / 32) / 8)); 256 threads; a warp turns 16 rows
+//            of 32 columns; no shared memory
 // Numerics   one rounding; memory-bound
 // Edges      queries at or past seq_len are skipped
 #include "common/mma.cuh"
@@ -18,13 +21,18 @@ struct AttentionBackwardConvertParams {
   u64 softmax_scale;  // f32 bits
 };
 
-extern "C" __global__ void __launch_bounds__(256) attention_backward_convert(const float* dq_sum, bf16* dq, const __grid_constant__ AttentionBackwardConvertParams params) {
+extern "C" __global__ void __launch_bounds__(256)
+    attention_backward_convert(const float* dq_sum, bf16* dq,
+                               const __grid_constant__ AttentionBackwardConvertParams params) {
   constexpr u32 COLUMN_TILES = HEAD_DIM / 8, PARTS = (COLUMN_TILES + 3) / 4;
   // 32 bits number the tiles of everything that fits a GPU; 64-bit divisions would cost more than the loads.
-  const u32 at = blockIdx.x * 8 + threadIdx.x / 32, row_tile = at / PARTS, tiles = (u32)params.sum_len / 16, num_heads = (u32)params.num_heads;  // (batch, head, row tile, part)
+  // (batch, head, row tile, part)
+  const u32 at = blockIdx.x * 8 + threadIdx.x / 32, row_tile = at / PARTS, tiles = (u32)params.sum_len / 16,
+            num_heads = (u32)params.num_heads;
   const u32 head_row = row_tile / tiles, batch = head_row / num_heads, head = head_row - batch * num_heads;
   if (batch >= params.batch) return;
-  const u32 part = at % PARTS, lane = threadIdx.x % 32, g = lane / 4, column = part * 4 + lane % 4;  // the column tile this lane stores
+  // the column tile this lane stores
+  const u32 part = at % PARTS, lane = threadIdx.x % 32, g = lane / 4, column = part * 4 + lane % 4;
   const u64 query = params.first_query + (row_tile - head_row * tiles) * 16 + g;
   const float scale = f32_word(params.softmax_scale);
 
@@ -42,7 +50,9 @@ extern "C" __global__ void __launch_bounds__(256) attention_backward_convert(con
   quad_transpose(low);
   quad_transpose(high);
   if (COLUMN_TILES % 4 != 0 && column >= COLUMN_TILES) return;
-  bf16* to = dq + params.dq_offset + batch * params.dq_batch_stride + query * params.dq_token_stride + head * HEAD_DIM + column * 8;
+  bf16* to = dq + params.dq_offset + batch * params.dq_batch_stride + query * params.dq_token_stride + head * HEAD_DIM +
+             column * 8;
   if (query < params.seq_len) *(uint4*)to = make_uint4(low[0], low[1], low[2], low[3]);
-  if (query + 8 < params.seq_len) *(uint4*)(to + 8 * params.dq_token_stride) = make_uint4(high[0], high[1], high[2], high[3]);
+  if (query + 8 < params.seq_len)
+    *(uint4*)(to + 8 * params.dq_token_stride) = make_uint4(high[0], high[1], high[2], high[3]);
 }

@@ -1,19 +1,27 @@
-// attention_decode: one new token per row against its key-value cache, dense or sliding window; the token's k and v join the cache.
-// Math       o_h = sum_j softmax_j(softmax_scale q_h . k_j) v_j over j in [max(0, length + 1 - window_size), length]; row `length` of the
-//            cache is k_new, v_new, written here (APPEND=1). APPEND=0: over [max(0, length - window_size), length), nothing is written
-// Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16 [batch, num_kv_heads,
-//            HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed row, multiples of 8); k_cache bf16 [batch,
-//            num_kv_heads, capacity, HEAD_DIM], v_cache bf16 [.., HEAD_DIM_V]; length i32 [batch], keys in the cache before this token;
-//            o bf16 [batch, num_heads, HEAD_DIM_V]; partials f32 [batch, num_heads, num_splits, HEAD_DIM_V + 2] (any content, unused and
-//            of any size when num_splits = 1); counters u32 [batch, num_kv_heads], zero before the first launch, zero again after each
+// attention_decode: one new token per row against its key-value cache, dense or sliding window; the token's k and v
+// join the cache.
+// Math       o_h = sum_j softmax_j(softmax_scale q_h . k_j) v_j over j in [max(0, length + 1 - window_size), length];
+//            row `length` of the cache is k_new, v_new, written here (APPEND=1). APPEND=0: over [max(0, length -
+//            window_size), length), nothing is written
+// Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16
+//            [batch, num_kv_heads, HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed
+//            row, multiples of 8); k_cache bf16 [batch, num_kv_heads, capacity, HEAD_DIM], v_cache bf16
+//            [.., HEAD_DIM_V]; length i32 [batch], keys in the cache before this token;
+//            o bf16 [batch, num_heads, HEAD_DIM_V]; partials f32 [batch, num_heads, num_splits, HEAD_DIM_V + 2] (any
+//            content, unused and of any size when num_splits = 1); counters u32 [batch, num_kv_heads], zero before the
+//            first launch, zero again after each
 // Buffers    q, k_new, v_new, k_cache, v_cache, length, o, partials, counters; APPEND=0: without k_new and v_new
 // Defines    HEAD_DIM, HEAD_DIM_V (128), APPEND (1), NUM_STAGES (4 for HEAD_DIM <= 64, else 2)
-// Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); NUM_THREADS = 128 (64 where a head_dim is above 128);
-//            dynamic shared bytes = 16 * (2 HEAD_DIM + 16) + WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576), WARPS = NUM_THREADS / 32;
-//            one block per multiprocessor in all is fastest (whole waves matter): num_splits = clamp(multiprocessors / (batch * grid.y), 1,
-//            min(ceil(keys / 64), 4096)); two blocks cost 2 %
-// Numerics   logits, softmax and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order: two runs are bit-equal
-// Edges      rows of different length in one batch; length 0 (only the new token); an empty row with APPEND=0 gives o = 0;
+// Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); NUM_THREADS = 128 (64 where a head_dim is
+//            above 128);
+//            dynamic shared bytes = 16 * (2 HEAD_DIM + 16) + WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576),
+//            WARPS = NUM_THREADS / 32;
+//            one block per multiprocessor in all is fastest (whole waves matter): num_splits =
+//            clamp(multiprocessors / (batch * grid.y), 1, min(ceil(keys / 64), 4096)); two blocks cost 2 %
+// Numerics   logits, softmax and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order: two
+//            runs are bit-equal
+// Edges      rows of different length in one batch; length 0 (only the new token); an empty row with APPEND=0 gives o =
+//            0;
 //            length = capacity with APPEND=1 attends but does not store: the wrapper refuses it
 #include "common/split_decode.cuh"
 
@@ -40,19 +48,21 @@ struct AttentionDecodeParams {
 };
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
-attention_decode(const bf16* __restrict__ q,
+    attention_decode(const bf16* __restrict__ q,
 #if APPEND
-         const bf16* __restrict__ k_new, const bf16* __restrict__ v_new,
+                     const bf16* __restrict__ k_new, const bf16* __restrict__ v_new,
 #endif
-         bf16* k_cache, bf16* v_cache, const i32* __restrict__ length, bf16* __restrict__ o, float* partials, u32* counters,
-         const __grid_constant__ AttentionDecodeParams params) {
+                     bf16* k_cache, bf16* v_cache, const i32* __restrict__ length, bf16* __restrict__ o,
+                     float* partials, u32* counters, const __grid_constant__ AttentionDecodeParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   __shared__ u32 last_flag;
   const int warp = threadIdx.x >> 5;
   [[maybe_unused]] const int lane = threadIdx.x & 31;  // only the appending form stores by lanes
-  const int group_size = (int)(params.num_heads / params.num_kv_heads), row_blocks = (group_size + DECODE_ROWS - 1) / DECODE_ROWS;
+  const int group_size = (int)(params.num_heads / params.num_kv_heads),
+            row_blocks = (group_size + DECODE_ROWS - 1) / DECODE_ROWS;
   const int kv_head = blockIdx.y / row_blocks, first_row = blockIdx.y % row_blocks * DECODE_ROWS;
-  const int num_rows = min(group_size - first_row, DECODE_ROWS), split = blockIdx.x, num_splits = (int)params.num_splits;
+  const int num_rows = min(group_size - first_row, DECODE_ROWS), split = blockIdx.x,
+            num_splits = (int)params.num_splits;
   const i64 batch = blockIdx.z, head = batch * params.num_kv_heads + kv_head, capacity = params.capacity;
   const i64 query_head = batch * params.num_heads + (i64)kv_head * group_size;  // first of the group
 
@@ -60,8 +70,10 @@ attention_decode(const bf16* __restrict__ q,
   const i32 num_cached = min(length[batch], (i32)capacity);
   const i32 first_key = (i32)max((i64)0, (i64)num_cached + APPEND - (i64)params.window_size);
   const i32 num_keys = max(num_cached - first_key, 0);
-  const i32 per_split = ((num_keys + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS + num_splits - 1) / num_splits * Decode::SPLIT_KEYS;
-  const i32 begin = first_key + (i32)min((i64)split * per_split, (i64)num_keys), end = min(begin + per_split, num_cached);
+  const i32 per_split =
+      ((num_keys + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS + num_splits - 1) / num_splits * Decode::SPLIT_KEYS;
+  const i32 begin = first_key + (i32)min((i64)split * per_split, (i64)num_keys),
+            end = min(begin + per_split, num_cached);
   const i32 warp_begin = begin + warp * DECODE_KEYS;
   const int num_tiles = end > warp_begin ? (end - warp_begin + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS : 0;
   bf16* row_k = k_cache + head * capacity * HEAD_DIM;
@@ -72,12 +84,15 @@ attention_decode(const bf16* __restrict__ q,
   auto load = [&](int tile) {
     const i64 key = warp_begin + (i64)tile * Decode::SPLIT_KEYS;
     if (tile < num_tiles)
-      Decode::load_tile(stages + tile % NUM_STAGES * Decode::STAGE_BYTES, row_k + key * HEAD_DIM, row_v + key * HEAD_DIM_V, 0,
-               (int)min((i64)DECODE_KEYS, end - key));
+      Decode::load_tile(stages + tile % NUM_STAGES * Decode::STAGE_BYTES, row_k + key * HEAD_DIM,
+                        row_v + key * HEAD_DIM_V, 0, (int)min((i64)DECODE_KEYS, end - key));
     copy_async_commit();
   };
   for (int tile = 0; tile < NUM_STAGES; tile++) load(tile);
-  Decode::load_q(shared_bytes, q + params.q_offset + batch * params.q_batch_stride + ((i64)kv_head * group_size + first_row) * HEAD_DIM, num_rows);
+  Decode::load_q(
+      shared_bytes,
+      q + params.q_offset + batch * params.q_batch_stride + ((i64)kv_head * group_size + first_row) * HEAD_DIM,
+      num_rows);
   __syncthreads();  // the queries are in shared memory
 
   // Attend, tile by tile.
@@ -121,7 +136,7 @@ attention_decode(const bf16* __restrict__ q,
   float* shared_partials = (float*)(shared_bytes + Decode::Q_BYTES);
   decode.store_warp(shared_partials);
   __syncthreads();  // all partial rows are there
-  decode_finish<HEAD_DIM_V, NUM_WARPS>(shared_partials, partials + query_head * num_splits * (HEAD_DIM_V + 2), o + query_head * HEAD_DIM_V,
-                     counters + head, &last_flag, split, num_splits, first_row, num_rows, group_size,
-                     num_splits == 1 ? 1 : num_splits * row_blocks);
+  decode_finish<HEAD_DIM_V, NUM_WARPS>(shared_partials, partials + query_head * num_splits * (HEAD_DIM_V + 2),
+                                       o + query_head * HEAD_DIM_V, counters + head, &last_flag, split, num_splits,
+                                       first_row, num_rows, group_size, num_splits == 1 ? 1 : num_splits * row_blocks);
 }

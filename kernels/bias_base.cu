@@ -1,13 +1,16 @@
-// bias_base: for each query the largest bias among the keys that it sees. Attention with a bias takes it from every bias of the row before it adds q . k:
+// bias_base: for each query the largest bias among the keys that it sees. Attention with a bias takes it from every
+// bias of the row before it adds q . k:
 // the softmax is the same, and an f32 of the size of q . k holds the logits that count, however large the biases are.
-// Math       base_i = max of delta_j over the keys j <= i < expire_j of its list (GATHER), or max(doc_start_i, i - window + 1) <= j <= i; 0 where a query
-//            sees nothing, and in the padding
-// Layout     delta f32 [batch, num_kv_heads, seq_len]; list, list_len as dma_lists writes them; doc_start i32 [batch, seq_len]; base f32 [batch,
-//            num_kv_heads, padded_len]; all contiguous
+// Math       base_i = max of delta_j over the keys j <= i < expire_j of its list (GATHER), or max(doc_start_i, i -
+//            window + 1) <= j <= i; 0 where a query sees nothing, and in the padding
+// Layout     delta f32 [batch, num_kv_heads, seq_len]; list, list_len as dma_lists writes them; doc_start i32
+//            [batch, seq_len]; base f32 [batch, num_kv_heads, padded_len]; all contiguous
 // Buffers    delta, (GATHER: list, list_len, else doc_start,) base
 // Defines    GATHER 0|1
-// Tiling     grid (ceil(seq_len / 1024), num_kv_heads, batch): a block takes 1024 queries (a super-block); 1024 threads; 44 KiB of static shared memory
-// Numerics   exact; NaN of a key that some query sees is the base of all queries that see it; writes every element of base
+// Tiling     grid (ceil(seq_len / 1024), num_kv_heads, batch): a block takes 1024 queries (a super-block); 1024
+//            threads; 44 KiB of static shared memory
+// Numerics   exact; NaN of a key that some query sees is the base of all queries that see it; writes every element of
+//            base
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; keys that no query sees are not read (GATHER)
 #include "common/order_key.cuh"
 
@@ -23,7 +26,8 @@ struct BiasBaseParams {
   u64 reach;  // GATHER: entries a list has room for; else keys a query sees at most, itself included
 };
 
-// The largest bias of ranges of queries: level l, place p stands for the queries p .. p + 2^l - 1. A key counts for two ranges, which cover its own.
+// The largest bias of ranges of queries: level l, place p stands for the queries p .. p + 2^l - 1. A key counts for two
+// ranges, which cover its own.
 // Biases are kept in the order of their bits (order_key.cuh), where 0 lies below all.
 struct Ranges {
   u32 largest[LEVELS][BLOCK_QUERIES];
@@ -37,13 +41,14 @@ struct Ranges {
 
 DEVICE float score_of_order(u32 order) { return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order); }
 
-extern "C" __global__ void __launch_bounds__(BLOCK_QUERIES, 1) bias_base(const float* delta,
+extern "C" __global__ void __launch_bounds__(BLOCK_QUERIES, 1)
+    bias_base(const float* delta,
 #if GATHER
-                                                                        const int2* list, const i32* list_len,
+              const int2* list, const i32* list_len,
 #else
-                                                                        const i32* doc_start,
+              const i32* doc_start,
 #endif
-                                                                        float* base, const __grid_constant__ BiasBaseParams params) {
+              float* base, const __grid_constant__ BiasBaseParams params) {
   __shared__ Ranges ranges;
   const int thread = (int)threadIdx.x, seq_len = (int)params.seq_len, first_query = (int)blockIdx.x * BLOCK_QUERIES;
   const int num_queries = min(BLOCK_QUERIES, seq_len - first_query);
@@ -61,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_QUERIES, 1) bias_base(const f
 #endif
   __syncthreads();  // ranges are clear, starts are there
 
-  // Load: keys by the thousand, some thousands on their way at once. Most are seen from the block's first query to its last, and meet in a register.
+  // Load: keys by the thousand, some thousands on their way at once. Most are seen from the block's first query to its
+  // last, and meet in a register.
   u32 seen_by_all = 0;
   auto add = [&](int first, int end, float bias) {
     if (first >= end) return;
@@ -74,11 +80,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK_QUERIES, 1) bias_base(const f
     int2 entries[LOADS];
     float biases[LOADS];
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i) entries[i] = at + i * BLOCK_QUERIES < num_entries ? list[at + i * BLOCK_QUERIES] : make_int2(0, 0);
+    for (int i = 0; i < LOADS; ++i)
+      entries[i] = at + i * BLOCK_QUERIES < num_entries ? list[at + i * BLOCK_QUERIES] : make_int2(0, 0);
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) biases[i] = entries[i].y > 0 ? delta[entries[i].x] : 0.0f;
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i) add(max(entries[i].x - first_query, 0), min(entries[i].y - first_query, BLOCK_QUERIES), biases[i]);
+    for (int i = 0; i < LOADS; ++i)
+      add(max(entries[i].x - first_query, 0), min(entries[i].y - first_query, BLOCK_QUERIES), biases[i]);
   }
 #else
   const i64 window = (i64)min(params.reach, params.seq_len);
@@ -86,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_QUERIES, 1) bias_base(const f
   for (int first_key = lowest + thread; first_key < end_key; first_key += LOADS * BLOCK_QUERIES) {
     float biases[LOADS];
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i) biases[i] = first_key + i * BLOCK_QUERIES < end_key ? delta[first_key + i * BLOCK_QUERIES] : 0.0f;
+    for (int i = 0; i < LOADS; ++i)
+      biases[i] = first_key + i * BLOCK_QUERIES < end_key ? delta[first_key + i * BLOCK_QUERIES] : 0.0f;
     for (int i = 0; i < LOADS; ++i) {
       const int key = first_key + i * BLOCK_QUERIES, low = max(key - first_query, 0);
       if (key >= end_key) break;
@@ -120,5 +129,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_QUERIES, 1) bias_base(const f
   // Store.
   const u32 order = ranges.largest[0][thread];
   if (first_query + thread < (int)params.padded_len)
-    base[row * params.padded_len + first_query + thread] = thread < num_queries && order > 0 ? score_of_order(order) : 0.0f;
+    base[row * params.padded_len + first_query + thread] =
+        thread < num_queries && order > 0 ? score_of_order(order) : 0.0f;
 }

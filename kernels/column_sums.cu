@@ -1,5 +1,7 @@
-// column_sums: adds up partial sums of one or two gradients that blocks left behind, column by column, in a fixed order.
-// Math       out[c] = (accumulate ? out[c] : 0) + sum over p of partials[p, c]; columns from `split` on belong to the second output
+// column_sums: adds up partial sums of one or two gradients that blocks left behind, column by column, in a fixed
+// order.
+// Math       out[c] = (accumulate ? out[c] : 0) + sum over p of partials[p, c]; columns from `split` on belong to the
+//            second output
 // Layout     partials f32 [num_partials, width]; first f32 [split], second f32 [width - split], contiguous
 // Buffers    partials, first, second (any where split = width)
 // Defines    none

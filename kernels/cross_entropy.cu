@@ -1,14 +1,16 @@
 // cross_entropy: losses of rows of logits, and their gradients in the same launch.
-// Math       lse = log sum exp(x); loss = lse - x[label]; dx = (softmax(x) - onehot(label)) scale; a negative label is ignored:
-//            loss 0, dx 0
-// Layout     logits bf16 (IS_BF16) or f32 [rows, vocab_size], rows in_stride apart; dlogits bf16 [rows, vocab_size], rows out_stride apart,
-//            written up to the next multiple of 8; labels i32 [rows]; losses f32 [rows]; strides multiples of 8 and at least that width
+// Math       lse = log sum exp(x); loss = lse - x[label]; dx = (softmax(x) - onehot(label)) scale; a negative label is
+//            ignored: loss 0, dx 0
+// Layout     logits bf16 (IS_BF16) or f32 [rows, vocab_size], rows in_stride apart; dlogits bf16 [rows, vocab_size],
+//            rows out_stride apart, written up to the next multiple of 8; labels i32 [rows]; losses f32 [rows]; strides
+//            multiples of 8 and at least that width
 // Buffers    logits, labels, losses, dlogits (GRADIENT); dlogits may be bf16 logits
 // Defines    IS_BF16 (1), GRADIENT (1)
-// Tiling     grid (rows); 512 threads; the first CACHED_CHUNKS chunks of a thread stay in registers between the two passes, the others are
-//            read again, from the L2
+// Tiling     grid (rows); 512 threads; the first CACHED_CHUNKS chunks of a thread stay in registers between the two
+//            passes, the others are read again, from the L2
 // Numerics   f32 inside, sums in a fixed order; memory-bound
-// Edges      vocab_size not a multiple of 8: what lies behind it is not read into arithmetic. A label >= vocab_size makes the loss NaN
+// Edges      vocab_size not a multiple of 8: what lies behind it is not read into arithmetic. A label >= vocab_size
+//            makes the loss NaN
 #include "common/bf16x8.cuh"
 #include "common/fixed_sum.cuh"
 
@@ -101,7 +103,8 @@ cross_entropy(const logit* logits, const i32* labels, float* losses
   if (label < 0) {
     if (threadIdx.x == 0) losses[row] = 0.f;
 #if GRADIENT
-    for (int chunk = threadIdx.x; chunk < num_chunks; chunk += NUM_THREADS) store_16_bytes(out + (i64)chunk * 8, make_uint4(0, 0, 0, 0));
+    for (int chunk = threadIdx.x; chunk < num_chunks; chunk += NUM_THREADS)
+      store_16_bytes(out + (i64)chunk * 8, make_uint4(0, 0, 0, 0));
 #endif
     return;
   }
@@ -144,7 +147,8 @@ cross_entropy(const logit* logits, const i32* labels, float* losses
   // Accumulate over lanes, then over warps, in a fixed order.
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
-    const float maximum = __shfl_xor_sync(0xffffffffu, running.maximum, distance), sum = __shfl_xor_sync(0xffffffffu, running.sum, distance);
+    const float maximum = __shfl_xor_sync(0xffffffffu, running.maximum, distance),
+                sum = __shfl_xor_sync(0xffffffffu, running.sum, distance);
     running.merge(maximum, sum);
   }
   if ((threadIdx.x & 31) == 0) {

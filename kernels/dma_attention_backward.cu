@@ -1,20 +1,28 @@
-// dma_attention_backward: gradients of exact dynamic mask attention, keys outermost: a block owns BLOCK_KV entries of a super-block's list,
-// gathers their K and V once and streams the queries that see them. attention_backward_prepare and dma_attention_row_sums run before it,
-// attention_backward_convert (dq) and dma_attention_backward_convert (dk, dv) after it.
-// Math       as attention_backward over the pairs j <= i < expire_j: dq_sum_i += sum_j dS_ij k_j (without softmax_scale), dk_sum_j += sum_i dS_ij q_i
-//            (without softmax_scale), dv_sum_j += sum_i P_ij do_i, ddelta_j += sum_i dS_ij, i over the queries of the launch's super-blocks
-// Layout     q, k, v, delta, base, list as dma_attention_forward, list_len i32 [batch, num_kv_heads, num_super_blocks]; do bf16 [batch, seq_len, num_heads,
-//            HEAD_DIM_V] contiguous; row_stats f32 pairs [batch, num_heads, padded_len, 2]; ddelta f32 [batch, num_kv_heads, seq_len];
-//            dk_sum f32 [batch, num_kv_heads, seq_len, HEAD_DIM], dv_sum likewise with HEAD_DIM_V: within a row, groups of 16 columns hold
-//            {2t, 2t+1, 2t+8, 2t+9} for t = 0 .. 3; dq_sum f32 [batch, num_heads, dq_len / 16, HEAD_DIM / 8, 32, 4] for the launch's queries only,
-//            dq_len = super_blocks * SUPER_BLOCK. All sums are added to: zero before the first launch
-// Buffers    q, k, v, do, row_stats, delta, base, list, list_len, (COMPUTE_DQ: dq_sum,) (COMPUTE_DK: dk_sum,) (COMPUTE_DV: dv_sum,) (COMPUTE_DK: ddelta)
-// Defines    as attention_backward (HAS_BIAS is always 1); SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made without atomics, COMPUTE_DQ must be 0
-//            and a launch covers one super-block (launches in ascending order fix the order of every sum; dq comes from dma_attention_backward_query)
-// Tiling     grid (super_blocks * ceil(list_capacity / BLOCK_KV), num_kv_heads, batch), super_blocks = those of this launch: any number from
-//            first_super_block on (fewer need less dq_sum); blocks past a list's end leave at once. NUM_WARPS * 32 threads;
+// dma_attention_backward: gradients of exact dynamic mask attention, keys outermost: a block owns BLOCK_KV entries of a
+// super-block's list, gathers their K and V once and streams the queries that see them. attention_backward_prepare and
+// dma_attention_row_sums run before it, attention_backward_convert (dq) and dma_attention_backward_convert (dk, dv)
+// after it.
+// Math       as attention_backward over the pairs j <= i < expire_j: dq_sum_i += sum_j dS_ij k_j (without
+//            softmax_scale), dk_sum_j += sum_i dS_ij q_i (without softmax_scale), dv_sum_j += sum_i P_ij do_i, ddelta_j
+//            += sum_i dS_ij, i over the queries of the launch's super-blocks
+// Layout     q, k, v, delta, base, list as dma_attention_forward, list_len i32 [batch, num_kv_heads, num_super_blocks];
+//            do bf16 [batch, seq_len, num_heads, HEAD_DIM_V] contiguous; row_stats f32 pairs
+//            [batch, num_heads, padded_len, 2]; ddelta f32 [batch, num_kv_heads, seq_len];
+//            dk_sum f32 [batch, num_kv_heads, seq_len, HEAD_DIM], dv_sum likewise with HEAD_DIM_V: within a row, groups
+//            of 16 columns hold {2t, 2t+1, 2t+8, 2t+9} for t = 0 .. 3; dq_sum f32
+//            [batch, num_heads, dq_len / 16, HEAD_DIM / 8, 32, 4] for the launch's queries only, dq_len =
+//            super_blocks * SUPER_BLOCK. All sums are added to: zero before the first launch
+// Buffers    q, k, v, do, row_stats, delta, base, list, list_len, (COMPUTE_DQ: dq_sum,) (COMPUTE_DK: dk_sum,)
+//            (COMPUTE_DV: dv_sum,) (COMPUTE_DK: ddelta)
+// Defines    as attention_backward (HAS_BIAS is always 1); SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made
+//            without atomics, COMPUTE_DQ must be 0 and a launch covers one super-block (launches in ascending order fix
+//            the order of every sum; dq comes from dma_attention_backward_query)
+// Tiling     grid (super_blocks * ceil(list_capacity / BLOCK_KV), num_kv_heads, batch), super_blocks = those of this
+//            launch: any number from first_super_block on (fewer need less dq_sum); blocks past a list's end leave at
+//            once. NUM_WARPS * 32 threads;
 //            dynamic shared bytes as attention_backward with HAS_BIAS
-// Numerics   as attention_backward; dk_sum, dv_sum, ddelta: one f32 atomic add per key and super-block; never-active keys are not touched
+// Numerics   as attention_backward; dk_sum, dv_sum, ddelta: one f32 atomic add per key and super-block; never-active
+//            keys are not touched
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
 #define GATHER 1
 #define HAS_BIAS 1
@@ -30,26 +38,30 @@
 static_assert(!DETERMINISTIC || !COMPUTE_DQ, "dq over keys in many blocks has no fixed order");
 static_assert(SUPER_BLOCK % BLOCK_Q == 0, "a step stays inside one super-block");
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_backward(
-    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const float* delta, const float* base, const int2* list, const i32* list_len,
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    dma_attention_backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats,
+                           const float* delta, const float* base, const int2* list, const i32* list_len,
 #if COMPUTE_DQ
-    float* dq_sum,
+                           float* dq_sum,
 #endif
 #if COMPUTE_DK
-    float* dk_sum,
+                           float* dk_sum,
 #endif
 #if COMPUTE_DV
-    float* dv_sum,
+                           float* dv_sum,
 #endif
 #if COMPUTE_DK
-    float* ddelta,
+                           float* ddelta,
 #endif
-    const __grid_constant__ DmaAttentionBackwardParams params) {
+                           const __grid_constant__ DmaAttentionBackwardParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
-  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, group_size = num_heads / num_kv_heads, head = kv_head * group_size;
-  const int num_chunks = ceil_div((int)params.list_capacity, BLOCK_KV), num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
-  const int super_block = (int)params.first_super_block + (int)blockIdx.x / num_chunks, first_entry = (int)blockIdx.x % num_chunks * BLOCK_KV;
+  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, group_size = num_heads / num_kv_heads,
+            head = kv_head * group_size;
+  const int num_chunks = ceil_div((int)params.list_capacity, BLOCK_KV),
+            num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
+  const int super_block = (int)params.first_super_block + (int)blockIdx.x / num_chunks,
+            first_entry = (int)blockIdx.x % num_chunks * BLOCK_KV;
   const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
   const u64 list_row = (u64)batch * num_kv_heads + kv_head;
   if (super_block >= num_super_blocks) return;
@@ -64,11 +76,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_
     int2 entry = {0, 0};
     if (first_entry + at < num_entries) entry = from[at];
     entries[at] = entry;
-    ((float*)(shared_memory + BIAS_AT))[at] = entry.y > 0 ? in_scores(delta[list_row * seq_len + entry.x], 1.0f / f32_word(params.softmax_scale)) : 0.0f;
+    ((float*)(shared_memory + BIAS_AT))[at] =
+        entry.y > 0 ? in_scores(delta[list_row * seq_len + entry.x], 1.0f / f32_word(params.softmax_scale)) : 0.0f;
   }
   __syncthreads();  // entries and bias are read by other threads
-  gather_rows<HEAD_DIM, BLOCK_KV>(shared, k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM, (u32)params.k_token_stride, entries);
-  gather_rows<HEAD_DIM_V, BLOCK_KV>(shared + K_BYTES, v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM_V,
+  gather_rows<HEAD_DIM, BLOCK_KV>(shared, k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM,
+                                  (u32)params.k_token_stride, entries);
+  gather_rows<HEAD_DIM_V, BLOCK_KV>(shared + K_BYTES,
+                                    v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM_V,
                                     (u32)params.v_token_stride, entries);
   const KeyRange range = key_range(entries, BLOCK_KV);
   const int block_first = super_block * SUPER_BLOCK, block_end = min(block_first + SUPER_BLOCK, seq_len);

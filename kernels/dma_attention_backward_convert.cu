@@ -1,10 +1,13 @@
-// dma_attention_backward_convert: the f32 row sums of dk or dv, in the column order of dma_attention_backward, to strided bf16 rows.
+// dma_attention_backward_convert: the f32 row sums of dk or dv, in the column order of dma_attention_backward, to
+// strided bf16 rows.
 // Math       grad = scale * sum (softmax_scale for dk, 1 for dv)
-// Layout     sums f32 [batch, num_kv_heads, seq_len, ROW_DIM], groups of 16 columns in the order {2t, 2t+1, 2t+8, 2t+9}, t = 0 .. 3;
+// Layout     sums f32 [batch, num_kv_heads, seq_len, ROW_DIM], groups of 16 columns in the order {2t, 2t+1, 2t+8,
+//            2t+9}, t = 0 .. 3;
 //            grad bf16 [batch, seq_len, num_kv_heads, ROW_DIM], any strides that are multiples of 8
 // Buffers    sums, grad
 // Defines    ROW_DIM (HEAD_DIM for dk, HEAD_DIM_V for dv)
-// Tiling     grid (ceil(batch * num_kv_heads * seq_len * (ROW_DIM / 16) / 256)); 256 threads; a warp turns 2 KiB of sums into 32 groups of 16 columns
+// Tiling     grid (ceil(batch * num_kv_heads * seq_len * (ROW_DIM / 16) / 256)); 256 threads; a warp turns 2 KiB of
+//            sums into 32 groups of 16 columns
 // Numerics   one rounding; memory-bound; writes every element of grad
 // Edges      rows of never-active keys hold zeros and stay zeros
 #include "common/mma.cuh"
@@ -16,9 +19,11 @@ struct DmaAttentionBackwardConvertParams {
   u64 scale;  // f32 bits
 };
 
-extern "C" __global__ void __launch_bounds__(256) dma_attention_backward_convert(const float* sums, bf16* grad,
-                                                                                const __grid_constant__ DmaAttentionBackwardConvertParams params) {
-  // A warp turns 32 groups of 16 columns, 2 KiB side by side: a quad loads a group at once and ends with a lane for each of four groups.
+extern "C" __global__ void __launch_bounds__(256)
+    dma_attention_backward_convert(const float* sums, bf16* grad,
+                                   const __grid_constant__ DmaAttentionBackwardConvertParams params) {
+  // A warp turns 32 groups of 16 columns, 2 KiB side by side: a quad loads a group at once and ends with a lane for
+  // each of four groups.
   constexpr u32 GROUPS = ROW_DIM / 16;
   const u32 lane = threadIdx.x % 32, seq_len = (u32)params.seq_len, num_heads = (u32)params.num_kv_heads;
   const u64 first = (u64)blockIdx.x * 256 + threadIdx.x / 32 * 32, end = params.batch * num_heads * seq_len * GROUPS;
@@ -36,8 +41,10 @@ extern "C" __global__ void __launch_bounds__(256) dma_attention_backward_convert
   quad_transpose(high);
   const u64 at = first + lane % 4 * 8 + lane / 4;  // (batch, head, key, group)
   if (at >= end) return;
-  const u32 row = (u32)(at / GROUPS), head_row = row / seq_len, key = row - head_row * seq_len, batch = head_row / num_heads, head = head_row - batch * num_heads;
-  uint4* to = (uint4*)(grad + params.grad_offset + batch * params.grad_batch_stride + key * params.grad_token_stride + head * ROW_DIM + (u32)(at % GROUPS) * 16);
+  const u32 row = (u32)(at / GROUPS), head_row = row / seq_len, key = row - head_row * seq_len,
+            batch = head_row / num_heads, head = head_row - batch * num_heads;
+  uint4* to = (uint4*)(grad + params.grad_offset + batch * params.grad_batch_stride + key * params.grad_token_stride +
+                       head * ROW_DIM + (u32)(at % GROUPS) * 16);
   to[0] = make_uint4(low[0], low[1], low[2], low[3]);
   to[1] = make_uint4(high[0], high[1], high[2], high[3]);
 }

@@ -1,11 +1,14 @@
-// dma_attention_backward_query: dq of exact dynamic mask attention, queries in place: the deterministic partner of dma_attention_backward with
-// COMPUTE_DQ 0.
+// dma_attention_backward_query: dq of exact dynamic mask attention, queries in place: the deterministic partner of
+// dma_attention_backward with COMPUTE_DQ 0.
 // Math       as attention_backward_query over the pairs j <= i < expire_j
-// Layout     q, k, v, delta, base, list, tile_window as dma_attention_forward; do, row_stats, dq as attention_backward_query
+// Layout     q, k, v, delta, base, list, tile_window as dma_attention_forward; do, row_stats, dq
+//            as attention_backward_query
 // Buffers    q, k, v, do, row_stats, delta, base, list, tile_window, dq
-// Defines    as attention_backward_query, HAS_BIAS is always 1; HEADS_PER_TILE as dma_attention_forward; SUPER_BLOCK (1024)
-// Tiling     grid as dma_attention_forward with BLOCK_Q = 16 * NUM_WARPS; NUM_WARPS * 32 threads; dynamic shared bytes =
-//            (BLOCK_Q + NUM_STAGES * BLOCK_KV) * (HEAD_DIM + HEAD_DIM_V) * 2 + NUM_STAGES * BLOCK_KV * 4 + BLOCK_KV * 8 * (NUM_STAGES == 2 ? 4 : NUM_STAGES <= 4 ? 8 : 16)
+// Defines    as attention_backward_query, HAS_BIAS is always 1; HEADS_PER_TILE as dma_attention_forward; SUPER_BLOCK
+//            (1024)
+// Tiling     grid as dma_attention_forward with BLOCK_Q = 16 * NUM_WARPS; NUM_WARPS * 32 threads; dynamic shared
+//            bytes = (BLOCK_Q + NUM_STAGES * BLOCK_KV) * (HEAD_DIM + HEAD_DIM_V) * 2 + NUM_STAGES * BLOCK_KV * 4 +
+//            BLOCK_KV * 8 * (NUM_STAGES == 2 ? 4 : NUM_STAGES <= 4 ? 8 : 16)
 // Numerics   as attention_backward_query; the order of sums follows the list
 // Edges      any seq_len >= 1; queries that see nothing get 0
 #define GATHER 1
@@ -17,14 +20,16 @@
 #define SUPER_BLOCK 1024
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_backward_query(
-    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const float* delta, const float* base, const int2* list,
-    const i32* tile_window,
-    bf16* dq, const __grid_constant__ DmaAttentionBackwardQueryParams params) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    dma_attention_backward_query(const bf16* q, const bf16* k, const bf16* v, const bf16* d_out,
+                                 const float2* row_stats, const float* delta, const float* base, const int2* list,
+                                 const i32* tile_window, bf16* dq,
+                                 const __grid_constant__ DmaAttentionBackwardQueryParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   constexpr int BLOCK_TILES = ceil_div(SUPER_BLOCK, TILE_QUERIES);
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
-  const int batch = (int)blockIdx.z, head = (int)blockIdx.y * HEADS_PER_TILE, kv_head = head / (num_heads / num_kv_heads);
+  const int batch = (int)blockIdx.z, head = (int)blockIdx.y * HEADS_PER_TILE,
+            kv_head = head / (num_heads / num_kv_heads);
   const int tile_idx = (int)(gridDim.x - 1 - blockIdx.x), super_block = tile_idx / BLOCK_TILES;
 
   QueryTile tile;
@@ -42,10 +47,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) dma_attention_
   tile.base = base + list_row * ceil_div(seq_len, 64) * 64;
   tile.bias_unit = 1.0f / f32_word(params.softmax_scale);
 
-  // The window's begin falls and its end falls from tile to tile: the last query decides the one, the first query the other.
-  const int tile_queries = (int)params.tile_queries, num_windows = ceil_div(seq_len, tile_queries), num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
+  // The window's begin falls and its end falls from tile to tile: the last query decides the one, the first query the
+  // other.
+  const int tile_queries = (int)params.tile_queries, num_windows = ceil_div(seq_len, tile_queries),
+            num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
   const i32* windows = tile_window + list_row * num_windows * 2;
-  const int begin = windows[(tile.end_query - 1) / tile_queries * 2], end = windows[tile.first_query / tile_queries * 2 + 1];
+  const int begin = windows[(tile.end_query - 1) / tile_queries * 2],
+            end = windows[tile.first_query / tile_queries * 2 + 1];
 
   KvStream stream;
   stream.k = k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM;

@@ -1,25 +1,32 @@
-// dma_decode: one new token per row against a DMA cache of w slots per KV head; the slot of the key that leaves is overwritten.
-// Math       heap step of the selection, then attention. Slots hold the w = keep_window_size largest (z_j, j) so far. The new key (z_new,
-//            length) takes a free slot; else the slot of the smallest (z_j, j) if that is smaller (so it wins ties, being the more
-//            recent); else nobody sees it. With r = local_window_size > 0 only slots of j <= length - r are candidates, the new key is
-//            none, and it always takes a slot. o_h = sum_j softmax_j(softmax_scale q_h . k_j + delta_j) v_j over the keys then kept,
-//            delta_j = exp(min(z_j, 60)) (BIAS_LINEAR: z_j)
-// Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16 [batch, num_kv_heads,
-//            HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed row, multiples of 8); z_new f32 [batch,
-//            num_kv_heads]; k_cache bf16 [batch, num_kv_heads, w, HEAD_DIM], v_cache bf16 [.., HEAD_DIM_V], slot_z f32, slot_position i32
-//            [batch, num_kv_heads, w], all updated in place, slots 0 .. min(length, w) in use, in any order; length i32 [batch], tokens
-//            of the row before this one; o bf16 [batch, num_heads, HEAD_DIM_V]; partials f32 [batch, num_heads, num_splits,
-//            HEAD_DIM_V + 2] (any content, unused and of any size when num_splits = 1); counters u32 [batch, num_kv_heads], zero before
+// dma_decode: one new token per row against a DMA cache of w slots per KV head; the slot of the key that leaves is
+// overwritten.
+// Math       heap step of the selection, then attention. Slots hold the w = keep_window_size largest (z_j, j) so far.
+//            The new key (z_new, length) takes a free slot; else the slot of the smallest (z_j, j) if that is smaller
+//            (so it wins ties, being the more recent); else nobody sees it. With r = local_window_size > 0 only slots
+//            of j <= length - r are candidates, the new key is none, and it always takes a slot. o_h = sum_j
+//            softmax_j(softmax_scale q_h . k_j + delta_j) v_j over the keys then kept, delta_j = exp(min(z_j, 60))
+//            (BIAS_LINEAR: z_j)
+// Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16
+//            [batch, num_kv_heads, HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed
+//            row, multiples of 8); z_new f32 [batch, num_kv_heads]; k_cache bf16 [batch, num_kv_heads, w, HEAD_DIM],
+//            v_cache bf16 [.., HEAD_DIM_V], slot_z f32, slot_position i32 [batch, num_kv_heads, w], all updated in
+//            place, slots 0 .. min(length, w) in use, in any order; length i32 [batch], tokens of the row before this
+//            one; o bf16 [batch, num_heads, HEAD_DIM_V]; partials f32 [batch, num_heads, num_splits, HEAD_DIM_V + 2]
+//            (any content, unused and of any size when num_splits = 1); counters u32 [batch, num_kv_heads], zero before
 //            the first launch, zero again after each
 // Buffers    q, k_new, v_new, z_new, k_cache, v_cache, slot_z, slot_position, length, o, partials, counters
 // Defines    HEAD_DIM, HEAD_DIM_V (128), BIAS_LINEAR (0), NUM_STAGES (4 for HEAD_DIM <= 64, else 2)
-// Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); NUM_THREADS = 128 (64 where a head_dim is above 128);
-//            dynamic shared bytes = 16 * (2 HEAD_DIM + 16) + WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576), WARPS = NUM_THREADS / 32;
-//            num_splits = clamp(2 * multiprocessors / (batch * grid.y), 1, min(ceil(w / 64), 4096)). One launch: every block finds the smallest slot
-//            by itself while its first tiles arrive, split 0 attends the new key from where it lies, the last block of a head stores it
-// Numerics   order by integers, exact. The largest bias is taken from all (the softmax is the same). Logits, softmax and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order
-// Edges      rows of different length in one batch; length 0; w not a multiple of a tile; w = 1. The slot that is overwritten is loaded
-//            and masked: its v must be finite (it was attended before)
+// Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); NUM_THREADS = 128 (64 where a head_dim is
+//            above 128);
+//            dynamic shared bytes = 16 * (2 HEAD_DIM + 16) + WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576),
+//            WARPS = NUM_THREADS / 32;
+//            num_splits = clamp(2 * multiprocessors / (batch * grid.y), 1, min(ceil(w / 64), 4096)). One launch: every
+//            block finds the smallest slot by itself while its first tiles arrive, split 0 attends the new key from
+//            where it lies, the last block of a head stores it
+// Numerics   order by integers, exact. The largest bias is taken from all (the softmax is the same). Logits, softmax
+//            and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order
+// Edges      rows of different length in one batch; length 0; w not a multiple of a tile; w = 1. The slot that is
+//            overwritten is loaded and masked: its v must be finite (it was attended before)
 #include "common/order_key.cuh"
 #include "common/split_decode.cuh"
 
@@ -51,25 +58,29 @@ struct DmaDecodeParams {
 DEVICE float bias_of_score(float z) { return BIAS_LINEAR ? z : expf(fminf(z, MAX_EXPONENT)); }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
-dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf16* __restrict__ v_new, const float* __restrict__ z_new,
-      bf16* k_cache, bf16* v_cache, float* slot_z, i32* slot_position, const i32* __restrict__ length, bf16* __restrict__ o,
-      float* partials, u32* counters, const __grid_constant__ DmaDecodeParams params) {
+    dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf16* __restrict__ v_new,
+               const float* __restrict__ z_new, bf16* k_cache, bf16* v_cache, float* slot_z, i32* slot_position,
+               const i32* __restrict__ length, bf16* __restrict__ o, float* partials, u32* counters,
+               const __grid_constant__ DmaDecodeParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   __shared__ u32 last_flag;
   __shared__ u64 warp_smallest[NUM_WARPS];
   __shared__ float warp_largest[NUM_WARPS];
   __shared__ i32 smallest_slot;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int group_size = (int)(params.num_heads / params.num_kv_heads), row_blocks = (group_size + DECODE_ROWS - 1) / DECODE_ROWS;
+  const int group_size = (int)(params.num_heads / params.num_kv_heads),
+            row_blocks = (group_size + DECODE_ROWS - 1) / DECODE_ROWS;
   const int kv_head = blockIdx.y / row_blocks, first_row = blockIdx.y % row_blocks * DECODE_ROWS;
-  const int num_rows = min(group_size - first_row, DECODE_ROWS), split = blockIdx.x, num_splits = (int)params.num_splits;
+  const int num_rows = min(group_size - first_row, DECODE_ROWS), split = blockIdx.x,
+            num_splits = (int)params.num_splits;
   const i32 window = (i32)params.keep_window_size;
   const i64 batch = blockIdx.z, head = batch * params.num_kv_heads + kv_head;
   const i64 query_head = batch * params.num_heads + (i64)kv_head * group_size;  // first of the group
 
   // Slots of this split, in whole tiles of the block.
   const i32 position = length[batch], num_slots = min(position, window);
-  const i32 per_split = ((num_slots + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS + num_splits - 1) / num_splits * Decode::SPLIT_KEYS;
+  const i32 per_split =
+      ((num_slots + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS + num_splits - 1) / num_splits * Decode::SPLIT_KEYS;
   const i32 begin = (i32)min((i64)split * per_split, (i64)num_slots), end = min(begin + per_split, num_slots);
   const i32 warp_begin = begin + warp * DECODE_KEYS;
   const int num_tiles = end > warp_begin ? (end - warp_begin + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS : 0;
@@ -83,12 +94,15 @@ dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf1
   auto load = [&](int tile) {
     const i64 slot = warp_begin + (i64)tile * Decode::SPLIT_KEYS;
     if (tile < num_tiles)
-      Decode::load_tile(stages + tile % NUM_STAGES * Decode::STAGE_BYTES, head_k + slot * HEAD_DIM, head_v + slot * HEAD_DIM_V,
-               head_z + slot, (int)min((i64)DECODE_KEYS, end - slot));
+      Decode::load_tile(stages + tile % NUM_STAGES * Decode::STAGE_BYTES, head_k + slot * HEAD_DIM,
+                        head_v + slot * HEAD_DIM_V, head_z + slot, (int)min((i64)DECODE_KEYS, end - slot));
     copy_async_commit();
   };
   for (int tile = 0; tile < NUM_STAGES; tile++) load(tile);
-  Decode::load_q(shared_bytes, q + params.q_offset + batch * params.q_batch_stride + ((i64)kv_head * group_size + first_row) * HEAD_DIM, num_rows);
+  Decode::load_q(
+      shared_bytes,
+      q + params.q_offset + batch * params.q_batch_stride + ((i64)kv_head * group_size + first_row) * HEAD_DIM,
+      num_rows);
 
   // Select: which slot does the new key take, if any?
   const float token_z = z_new[head];
@@ -123,7 +137,8 @@ dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf1
     }
     u64 of_warp = smallest;
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) of_warp = min(of_warp, __shfl_xor_sync(0xffffffffu, of_warp, distance));
+    for (int distance = 16; distance > 0; distance /= 2)
+      of_warp = min(of_warp, __shfl_xor_sync(0xffffffffu, of_warp, distance));
     if (lane == 0) warp_smallest[warp] = of_warp;
     __syncthreads();  // every warp's smallest key is there
     u64 of_block = warp_smallest[0];
@@ -141,7 +156,8 @@ dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf1
     for (i32 slot = threadIdx.x; slot < num_slots; slot += NUM_THREADS) largest = fmaxf(largest, head_z[slot]);
   }
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+  for (int distance = 16; distance > 0; distance /= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
   if (lane == 0) warp_largest[warp] = largest;
   __syncthreads();  // the queries and every warp's largest score are in shared memory
 #pragma unroll
@@ -178,7 +194,8 @@ dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf1
     copy_async_wait<0>();
     __syncwarp();  // the row and the zeros below it have landed
     const float token_bias = bias_of(token_z);
-    decode.attend(shared_q, stages, [&](int key, float s) { return key == 0 ? s * scale + token_bias : -INFINITY_F32; });
+    decode.attend(shared_q, stages,
+                  [&](int key, float s) { return key == 0 ? s * scale + token_bias : -INFINITY_F32; });
   }
 
   // Join the warps, then the splits.
@@ -188,8 +205,8 @@ dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf1
   decode.store_warp(shared_partials);
   __syncthreads();  // all partial rows are there
   const bool is_last = decode_finish<HEAD_DIM_V, NUM_WARPS>(
-    shared_partials, partials + query_head * num_splits * (HEAD_DIM_V + 2), o + query_head * HEAD_DIM_V, counters + head, &last_flag,
-    split, num_splits, first_row, num_rows, group_size, num_splits * row_blocks);
+      shared_partials, partials + query_head * num_splits * (HEAD_DIM_V + 2), o + query_head * HEAD_DIM_V,
+      counters + head, &last_flag, split, num_splits, first_row, num_rows, group_size, num_splits * row_blocks);
 
   // Store the new key, now that every block of the head has read the slots.
   if (!is_last || taken == NO_SLOT) return;

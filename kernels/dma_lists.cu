@@ -1,22 +1,25 @@
 // dma_lists: the keys each super-block of 1024 queries may see, as one ordered list per KV head, from `expire`.
-// Math       block s holds queries [1024 s, q1). Entries {j, expire[j]}: first the keys that enter, j >= 1024 s with expire[j] > j, latest
-//            first; then the old keys, j < 1024 s < expire[j], by falling (expire[j], j). The entries a query tile [i0, i1] needs lie in
-//            [a, e): a = entering keys with j > i1; e = num_entering + old keys with expire > i0.
-// Method     no sort: at most one key leaves at a position, so an old key's place is the number of old keys that leave later. Leaving
-//            times are bits (bit expire - q0 - 1; never popped: bit (doc_end - q0 - 1) + (j - doc_start)), places are counts of higher
-//            bits, in windows of 65536 bits from the top. Old keys are found among the survivors at the last PREFIX_BLOCK boundary and
-//            the keys since, in sequences of up to 2 * PREFIX_BLOCK tokens among all keys, and kept in shared memory if they are at most
-//            MAX_OLD (else found again each time).
-// Layout     expire i32 [batch, num_kv_heads, seq_len]; doc_start, doc_end i32 [batch, seq_len]; survivors u64 as dma_select_prefix (or
-//            dma_lists_prefix) writes them; list int2 [batch, num_kv_heads, num_super_blocks, capacity], capacity a multiple of 128 and
-//            at least min(w + 1024, seq_len); list_len, num_entering i32 [batch, num_kv_heads, num_super_blocks]; tile_window int2 {a, e}
+// Math       block s holds queries [1024 s, q1). Entries {j, expire[j]}: first the keys that enter, j >= 1024 s with
+//            expire[j] > j, latest first; then the old keys, j < 1024 s < expire[j], by falling (expire[j], j). The
+//            entries a query tile [i0, i1] needs lie in [a, e): a = entering keys with j > i1; e = num_entering + old
+//            keys with expire > i0.
+// Method     no sort: at most one key leaves at a position, so an old key's place is the number of old keys that leave
+//            later. Leaving times are bits (bit expire - q0 - 1; never popped: bit (doc_end - q0 - 1) + (j -
+//            doc_start)), places are counts of higher bits, in windows of 65536 bits from the top. Old keys are found
+//            among the survivors at the last PREFIX_BLOCK boundary and the keys since, in sequences of up to
+//            2 * PREFIX_BLOCK tokens among all keys, and kept in shared memory if they are at most MAX_OLD (else found
+//            again each time).
+// Layout     expire i32 [batch, num_kv_heads, seq_len]; doc_start, doc_end i32 [batch, seq_len]; survivors u64
+//            as dma_select_prefix (or dma_lists_prefix) writes them; list int2
+//            [batch, num_kv_heads, num_super_blocks, capacity], capacity a multiple of 128 and at least min(w + 1024,
+//            seq_len); list_len, num_entering i32 [batch, num_kv_heads, num_super_blocks]; tile_window int2 {a, e}
 //            [batch, num_kv_heads, ceil(seq_len / tile_queries)]. All contiguous.
 // Defines    PREFIX_BLOCK (8192, as in dma_select_prefix), MIN_BLOCKS (2, blocks to fit on a multiprocessor)
 // Tiling     grid (num_super_blocks, num_kv_heads, batch); 1024 threads; 37 KiB static shared memory, no dynamic
-// Numerics   integers only; deterministic. Entries list_len .. round_up(list_len, 128) are written as {j of entry 0, 0}: safe to gather,
-//            never active. Entries past those are not written.
-// Edges      tile_queries divides 1024. An `expire` that lets two keys of a document go at one place, or more keys live than w, breaks
-//            the order; entries past `capacity` are dropped, nothing is written out of bounds.
+// Numerics   integers only; deterministic. Entries list_len .. round_up(list_len, 128) are written as {j of entry 0,
+//            0}: safe to gather, never active. Entries past those are not written.
+// Edges      tile_queries divides 1024. An `expire` that lets two keys of a document go at one place, or more keys live
+//            than w, breaks the order; entries past `capacity` are dropped, nothing is written out of bounds.
 #include "common/block_scan.cuh"
 #include "common/block_stream.cuh"
 
@@ -89,9 +92,10 @@ struct OldKeys {
 };
 
 extern "C" __global__ void __launch_bounds__(SUPER_BLOCK, MIN_BLOCKS)
-dma_lists(const i32* __restrict__ expire, const i32* __restrict__ doc_start, const i32* __restrict__ doc_end,
-     const u64* __restrict__ survivors, int2* __restrict__ list, i32* __restrict__ list_len, i32* __restrict__ num_entering_out,
-     int2* __restrict__ tile_window, const __grid_constant__ DmaListsParams params) {
+    dma_lists(const i32* __restrict__ expire, const i32* __restrict__ doc_start, const i32* __restrict__ doc_end,
+              const u64* __restrict__ survivors, int2* __restrict__ list, i32* __restrict__ list_len,
+              i32* __restrict__ num_entering_out, int2* __restrict__ tile_window,
+              const __grid_constant__ DmaListsParams params) {
   __shared__ Shared shared;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   const i32 seq_len = (i32)params.seq_len, window = (i32)params.keep_window_size;
@@ -122,7 +126,8 @@ dma_lists(const i32* __restrict__ expire, const i32* __restrict__ doc_start, con
   const i64 num_boundaries = (seq_len + PREFIX_BLOCK - 1) / PREFIX_BLOCK - 1;
   const bool from_survivors = boundary - document > window;
   const u64* old_keys = survivors + (head * num_boundaries + prefix_block - 1) * window;
-  const FindOldKeys find_old_keys = {old_keys, from_survivors ? window : 0, row_expire, from_survivors ? boundary : document, q0};
+  const FindOldKeys find_old_keys = {old_keys, from_survivors ? window : 0, row_expire,
+                                     from_survivors ? boundary : document, q0};
   find_old_keys([&](i32 key, i32 leaves) {
     const u32 slot = atomicAdd(&shared.num_old, 1u);
     if (slot < MAX_OLD) shared.old[slot] = make_int2(key, leaves);
@@ -173,7 +178,8 @@ dma_lists(const i32* __restrict__ expire, const i32* __restrict__ doc_start, con
   const u32 length = min(num_entering + num_later, capacity);
   __syncthreads();  // entry 0 is written
 
-  // Pad with a key that is safe to gather and never active; an empty list too, since tiles of queries read its first entry.
+  // Pad with a key that is safe to gather and never active; an empty list too, since tiles of queries read its first
+  // entry.
   const u32 padded = min((max(length, 1u) + LIST_ALIGNMENT - 1) / LIST_ALIGNMENT * LIST_ALIGNMENT, capacity);
   if (length + thread < padded) out[length + thread] = make_int2(length == 0 ? q0 : out[0].x, 0);
   if (thread == 0) {
@@ -193,7 +199,8 @@ dma_lists(const i32* __restrict__ expire, const i32* __restrict__ doc_start, con
     }
     u32 alive = 0;
     if (num_times > 0 && q0 + tile_first < document_end)
-      alive = num_above + shared.later[tile_first >> 5] + __popc(shared.leaves[tile_first >> 5] & 0xffffffffu << (tile_first & 31));
+      alive = num_above + shared.later[tile_first >> 5] +
+              __popc(shared.leaves[tile_first >> 5] & 0xffffffffu << (tile_first & 31));
     const i64 num_all_tiles = (seq_len + tile_queries - 1) / tile_queries;
     tile_window[head * num_all_tiles + q0 / tile_queries + thread] = make_int2(later_entering, num_entering + alive);
   }

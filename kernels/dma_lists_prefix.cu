@@ -1,12 +1,17 @@
-// dma_lists_prefix: the keys alive at each boundary of PREFIX_BLOCK positions, from `expire` alone. dma_lists wants them; after
-// dma_select they are there already (the survivors of dma_select_prefix), so this runs only for an `expire` from elsewhere.
-// Math       alive(S) = { j : doc_start[S] <= j < S <= expire[j] }, at most w of them; written where S - doc_start[S] > w
-// Layout     expire i32 [batch, num_kv_heads, seq_len]; doc_start i32 [batch, seq_len]; survivors u64 [batch, num_kv_heads,
-//            max(num_blocks - 1, 1), w], low word position; places left over hold ~0. All contiguous.
+// dma_lists_prefix: the keys alive at each boundary of PREFIX_BLOCK positions, from `expire` alone. dma_lists wants
+// them; after dma_select they are there already (the survivors of dma_select_prefix), so this runs only for an `expire`
+// from elsewhere.
+// Math       alive(S) = { j : doc_start[S] <= j < S <= expire[j] }, at most w of them; written where S -
+//            doc_start[S] > w
+// Layout     expire i32 [batch, num_kv_heads, seq_len]; doc_start i32 [batch, seq_len]; survivors u64
+//            [batch, num_kv_heads, max(num_blocks - 1, 1), w], low word position; places left over hold ~0. All
+//            contiguous.
 // Defines    PREFIX_BLOCK (8192, as in dma_lists)
-// Tiling     grid (max(num_blocks - 1, 1), num_kv_heads, batch), num_blocks = ceil(seq_len / PREFIX_BLOCK); 1024 threads; reads a prefix once
+// Tiling     grid (max(num_blocks - 1, 1), num_kv_heads, batch), num_blocks = ceil(seq_len / PREFIX_BLOCK); 1024
+//            threads; reads a prefix once
 // Numerics   none; writes all w places of every boundary named above
-// Edges      one block of positions: nothing to do, the launch may be left out; more than w keys alive: the rest is dropped, see dma_lists
+// Edges      one block of positions: nothing to do, the launch may be left out; more than w keys alive: the rest is
+//            dropped, see dma_lists
 #include "common/block_stream.cuh"
 
 #ifndef PREFIX_BLOCK

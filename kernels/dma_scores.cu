@@ -1,16 +1,18 @@
 // dma_scores: what DMA ranks keys by and adds to their logits, from the values.
-// Math       x[b,h,t] = sum_c v[b,t,c] W_dt[c,h], c over the concatenated KV heads; z = A[h] softplus(x), softplus(x) = x for x > 20;
+// Math       x[b,h,t] = sum_c v[b,t,c] W_dt[c,h], c over the concatenated KV heads; z = A[h] softplus(x), softplus(x) =
+//            x for x > 20;
 //            delta = exp(min(z, 60)) (BIAS_LINEAR: z)
-// Layout     v bf16 [batch, seq_len, NUM_KV_HEADS * head_dim], a row contiguous, with an element offset, a token and a batch stride
-//            (multiples of 8); w_dt f32 [NUM_KV_HEADS * head_dim, NUM_KV_HEADS]; a f32 [NUM_KV_HEADS]; x, z, delta f32 [batch,
-//            NUM_KV_HEADS, seq_len], contiguous
+// Layout     v bf16 [batch, seq_len, NUM_KV_HEADS * head_dim], a row contiguous, with an element offset, a token and a
+//            batch stride (multiples of 8); w_dt f32 [NUM_KV_HEADS * head_dim, NUM_KV_HEADS]; a f32 [NUM_KV_HEADS]; x,
+//            z, delta f32 [batch, NUM_KV_HEADS, seq_len], contiguous
 // Buffers    v, w_dt, a, x, z, delta
 // Defines    NUM_KV_HEADS (1 to 32), BIAS_LINEAR (0)
-// Tiling     grid (ceil(seq_len / 64), 1, batch); 256 threads; a warp takes TOKENS tokens at once, a lane 8 channels of every 256; tiles
-//            of W_dt in shared memory: dynamic shared bytes = 32 NUM_KV_HEADS min(NUM_KV_HEADS head_dim / 8, floor(1536 / NUM_KV_HEADS)),
-//            at most 48 KiB; v is read once, memory-bound
-// Numerics   f32 products and sums in a fixed order; writes every element of x, z and delta. Ranking uses these z alone: computed once,
-//            stored, shared by forward, backward and decode, since another rounding would swap near ties
+// Tiling     grid (ceil(seq_len / 64), 1, batch); 256 threads; a warp takes TOKENS tokens at once, a lane 8 channels of
+//            every 256; tiles of W_dt in shared memory: dynamic shared bytes = 32 NUM_KV_HEADS min(NUM_KV_HEADS
+//            head_dim / 8, floor(1536 / NUM_KV_HEADS)), at most 48 KiB; v is read once, memory-bound
+// Numerics   f32 products and sums in a fixed order; writes every element of x, z and delta. Ranking uses these z
+//            alone: computed once, stored, shared by forward, backward and decode, since another rounding would swap
+//            near ties
 // Edges      seq_len not a multiple of 64; head_dim a multiple of 8
 #include "common/types.cuh"
 
@@ -24,7 +26,8 @@
 constexpr int NUM_THREADS = 256, BLOCK_TOKENS = 64;
 constexpr int TOKENS = NUM_KV_HEADS <= 8 ? 4 : NUM_KV_HEADS <= 16 ? 2 : 1;  // tokens a warp handles at once
 constexpr int NUM_SUMS = NUM_KV_HEADS * TOKENS;
-constexpr int TILE_CHUNKS = 1536 / NUM_KV_HEADS;  // chunks of 8 channels whose part of W_dt is in shared memory at once: 48 KiB
+// chunks of 8 channels whose part of W_dt is in shared memory at once: 48 KiB
+constexpr int TILE_CHUNKS = 1536 / NUM_KV_HEADS;
 constexpr int PADDED_SUMS = NUM_SUMS <= 4 ? 4 : NUM_SUMS <= 8 ? 8 : NUM_SUMS <= 16 ? 16 : 32;
 constexpr int HEADS_AT_ONCE = NUM_KV_HEADS % 4 == 0 ? 4 : 1;  // of a row of W_dt
 constexpr float LINEAR_SOFTPLUS = 20.f;  // softplus(x) = x beyond, to f32
@@ -44,7 +47,8 @@ DEVICE void load_heads(float (&values)[HEADS_AT_ONCE], const float* row) {
   }
 }
 
-// Adds up `sums` over the warp; lane l receives the total number l % PADDED_SUMS in sums[0]. Half the sums change lanes at each step.
+// Adds up `sums` over the warp; lane l receives the total number l % PADDED_SUMS in sums[0]. Half the sums change lanes
+// at each step.
 template <int HALF>
 DEVICE void sum_over_warp(float (&sums)[PADDED_SUMS]) {
   const bool upper = threadIdx.x & HALF;
@@ -57,9 +61,11 @@ DEVICE void sum_over_warp(float (&sums)[PADDED_SUMS]) {
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
-dma_scores(const bf16* __restrict__ v, const float* __restrict__ w_dt, const float* __restrict__ a, float* __restrict__ x,
-           float* __restrict__ z, float* __restrict__ delta, const __grid_constant__ DmaScoresParams params) {
-  extern __shared__ float4 shared_w[];  // [head][half of a chunk][chunk]: lanes on successive chunks meet different banks
+    dma_scores(const bf16* __restrict__ v, const float* __restrict__ w_dt, const float* __restrict__ a,
+               float* __restrict__ x, float* __restrict__ z, float* __restrict__ delta,
+               const __grid_constant__ DmaScoresParams params) {
+  // [head][half of a chunk][chunk]: lanes on successive chunks meet different banks
+  extern __shared__ float4 shared_w[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const i32 seq_len = (i32)params.seq_len, num_chunks = NUM_KV_HEADS * (i32)params.head_dim / 8;
   const i64 batch = blockIdx.z;
@@ -85,10 +91,12 @@ dma_scores(const bf16* __restrict__ v, const float* __restrict__ w_dt, const flo
           for (int head = 0; head < NUM_KV_HEADS; head += HEADS_AT_ONCE) {
             float four[4][HEADS_AT_ONCE];
 #pragma unroll
-            for (int channel = 0; channel < 4; channel++) load_heads(four[channel], rows + channel * NUM_KV_HEADS + head);
+            for (int channel = 0; channel < 4; channel++)
+              load_heads(four[channel], rows + channel * NUM_KV_HEADS + head);
 #pragma unroll
             for (int i = 0; i < HEADS_AT_ONCE; i++)
-              shared_w[((head + i) * 2 + half % 2) * tile_chunks + half / 2] = make_float4(four[0][i], four[1][i], four[2][i], four[3][i]);
+              shared_w[((head + i) * 2 + half % 2) * tile_chunks + half / 2] =
+                  make_float4(four[0][i], four[1][i], four[2][i], four[3][i]);
           }
         }
         __syncthreads();  // the tile is in shared memory
@@ -100,7 +108,8 @@ dma_scores(const bf16* __restrict__ v, const float* __restrict__ w_dt, const flo
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) {
           const i64 token = min(first + t, seq_len - 1);  // a token past the end repeats the last one and is not stored
-          next[t] = *(const uint4*)(v + params.v_offset + batch * params.v_batch_stride + token * params.v_token_stride + (tile + chunk) * 8);
+          next[t] = *(const uint4*)(v + params.v_offset + batch * params.v_batch_stride +
+                                    token * params.v_token_stride + (tile + chunk) * 8);
         }
       };
       if (lane < tile_chunks) load(lane);
@@ -119,7 +128,8 @@ dma_scores(const bf16* __restrict__ v, const float* __restrict__ w_dt, const flo
         if (chunk + 32 < tile_chunks) load(chunk + 32);  // arrives while this chunk is multiplied
 #pragma unroll
         for (int head = 0; head < NUM_KV_HEADS; head++) {
-          const float4 low = shared_w[head * 2 * tile_chunks + chunk], high = shared_w[(head * 2 + 1) * tile_chunks + chunk];
+          const float4 low = shared_w[head * 2 * tile_chunks + chunk],
+                       high = shared_w[(head * 2 + 1) * tile_chunks + chunk];
           const float w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
           for (int t = 0; t < TOKENS; t++)
@@ -131,7 +141,8 @@ dma_scores(const bf16* __restrict__ v, const float* __restrict__ w_dt, const flo
     sum_over_warp<PADDED_SUMS / 2>(sums);
     float score = sums[0];
 #pragma unroll
-    for (int distance = PADDED_SUMS; distance < 32; distance *= 2) score += __shfl_xor_sync(0xffffffffu, score, distance);
+    for (int distance = PADDED_SUMS; distance < 32; distance *= 2)
+      score += __shfl_xor_sync(0xffffffffu, score, distance);
 
     // Store: lane l holds head l / TOKENS, token l % TOKENS.
     const int head = lane / TOKENS;

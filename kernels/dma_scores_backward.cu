@@ -1,14 +1,18 @@
-// dma_scores_backward: gradients of dma_scores; those of W_dt and A as one partial sum a block, which column_sums adds up.
-// Math       dx[h,t] = dz[h,t] A[h] sigmoid(x[h,t]); dv[t,c] += sum_h dx[h,t] W_dt[c,h]; dW_dt[c,h] = sum_t v[t,c] dx[h,t];
+// dma_scores_backward: gradients of dma_scores; those of W_dt and A as one partial sum a block, which column_sums adds
+// up.
+// Math       dx[h,t] = dz[h,t] A[h] sigmoid(x[h,t]); dv[t,c] += sum_h dx[h,t] W_dt[c,h]; dW_dt[c,h] = sum_t v[t,c]
+//            dx[h,t];
 //            dA[h] = sum_t dz[h,t] softplus(x[h,t]), softplus(x) = x for x > 20
-// Layout     v bf16 [batch, seq_len, C = NUM_KV_HEADS * head_dim] with an element offset, a token and a batch stride (multiples of 8), dv
-//            likewise, both usually in packed tensors; w_dt f32 [C, NUM_KV_HEADS]; a f32 [NUM_KV_HEADS]; x, dz f32 [batch, NUM_KV_HEADS,
-//            seq_len]; partials f32 [gridDim.x, C NUM_KV_HEADS + NUM_KV_HEADS], dA's columns last
+// Layout     v bf16 [batch, seq_len, C = NUM_KV_HEADS * head_dim] with an element offset, a token and a batch stride
+//            (multiples of 8), dv likewise, both usually in packed tensors; w_dt f32 [C, NUM_KV_HEADS]; a f32
+//            [NUM_KV_HEADS]; x, dz f32 [batch, NUM_KV_HEADS, seq_len]; partials f32
+//            [gridDim.x, C NUM_KV_HEADS + NUM_KV_HEADS], dA's columns last
 // Buffers    v, w_dt, a, x, dz, dv (read and written), partials
 // Defines    NUM_KV_HEADS (1 to 32)
-// Tiling     grid (any number of blocks, ceil(C / (128 CHANNELS))); 128 threads; a thread owns CHANNELS neighbouring channels, their W_dt and
-//            dW_dt in registers; block b takes tiles of 16 tokens b, b + gridDim.x, ..; dynamic shared bytes = 8192 CHANNELS: the thread's
-//            channels of v and dv for two groups of 8 tokens, one being multiplied while the other arrives
+// Tiling     grid (any number of blocks, ceil(C / (128 CHANNELS))); 128 threads; a thread owns CHANNELS neighbouring
+//            channels, their W_dt and dW_dt in registers; block b takes tiles of 16 tokens b, b + gridDim.x, ..;
+//            dynamic shared bytes = 8192 CHANNELS: the thread's channels of v and dv for two groups of 8 tokens, one
+//            being multiplied while the other arrives
 // Numerics   f32 sums in a fixed order, which the grid is part of; dv is rounded once, after the sum; memory-bound
 // Edges      the last tile of a row may be short; C not a multiple of 128 CHANNELS leaves threads idle
 #include "common/async_copy.cuh"
@@ -21,8 +25,10 @@
 constexpr int NUM_THREADS = 128, TILE_TOKENS = 16;
 constexpr int CHANNELS = NUM_KV_HEADS <= 8 ? 8 : NUM_KV_HEADS <= 16 ? 4 : 2;  // of a thread
 constexpr int WORDS = CHANNELS / 2, NUM_WEIGHTS = CHANNELS * NUM_KV_HEADS;
-constexpr int VECTOR = NUM_WEIGHTS % 4 == 0 && NUM_KV_HEADS % 4 == 0 ? 4 : 1;  // a row of partials begins on a multiple of NUM_KV_HEADS
-constexpr int PAIRS = (NUM_KV_HEADS * TILE_TOKENS + NUM_THREADS - 1) / NUM_THREADS;  // of head and token, that a thread turns into dx
+// a row of partials begins on a multiple of NUM_KV_HEADS
+constexpr int VECTOR = NUM_WEIGHTS % 4 == 0 && NUM_KV_HEADS % 4 == 0 ? 4 : 1;
+// of head and token, that a thread turns into dx
+constexpr int PAIRS = (NUM_KV_HEADS * TILE_TOKENS + NUM_THREADS - 1) / NUM_THREADS;
 constexpr float LINEAR_SOFTPLUS = 20.f;  // as in dma_scores
 
 struct DmaScoresBackwardParams {
@@ -62,13 +68,14 @@ DEVICE void copy_channels(Channels* to, const bf16* from) {
   else copy_async_4(shared_address(to), from, 4);
 }
 DEVICE void store_channels(bf16* to, const Channels& channels) {
-  if constexpr (WORDS == 4) store_16_bytes(to, make_uint4(channels.words[0], channels.words[1], channels.words[2], channels.words[3]));
+  if constexpr (WORDS == 4)
+    store_16_bytes(to, make_uint4(channels.words[0], channels.words[1], channels.words[2], channels.words[3]));
   else *(Channels*)to = channels;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
-dma_scores_backward(const bf16* v, const float* w_dt, const float* a, const float* x, const float* dz, bf16* dv, float* partials,
-                    const __grid_constant__ DmaScoresBackwardParams params) {
+    dma_scores_backward(const bf16* v, const float* w_dt, const float* a, const float* x, const float* dz, bf16* dv,
+                        float* partials, const __grid_constant__ DmaScoresBackwardParams params) {
   extern __shared__ uint4 shared_words[];
   Ring& ring = *(Ring*)shared_words;
   __shared__ __align__(16) float dx[TILE_TOKENS][NUM_KV_HEADS];
@@ -99,8 +106,10 @@ dma_scores_backward(const bf16* v, const float* w_dt, const float* a, const floa
       i64 row;
       i32 first;
       locate(group, row, first);
-      const bf16* from = v + params.v_offset + row * params.v_batch_stride + (i64)first * params.v_token_stride + channel;
-      const bf16* grads = dv + params.dv_offset + row * params.dv_batch_stride + (i64)first * params.dv_token_stride + channel;
+      const bf16* from =
+          v + params.v_offset + row * params.v_batch_stride + (i64)first * params.v_token_stride + channel;
+      const bf16* grads =
+          dv + params.dv_offset + row * params.dv_batch_stride + (i64)first * params.dv_token_stride + channel;
 #pragma unroll
       for (int token = 0; token < GROUP_TOKENS; token++)
         if (first + token < seq_len) {

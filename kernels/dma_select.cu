@@ -1,24 +1,31 @@
-// dma_select: exact `expire` for every key. Sequences of more than 2 * PREFIX_BLOCK tokens need the survivors of dma_select_prefix.
-// Math       per document and KV head: every arrival enters a heap on (z_j, j); while it holds more than w = keep_window_size keys the
-//            smallest is popped, t = position of the arrival, which may be its own: expire[popped] = min(t + r, doc_end) with
-//            r = local_window_size. Never popped: doc_end. (Query i so sees the last r keys and the best w of those before them.)
-// Method     one block of threads per 1024 arrivals. T(s), T(e) = w-th largest key before and after them, by radix select over
-//            survivors(S) and the keys from S on, S the last multiple of PREFIX_BLOCK (up to 2 * PREFIX_BLOCK tokens: 0, so all keys). They are
-//            read once, into shared memory. Only survivors in [T(s), T(e)) and arrivals below
-//            T(e) can leave here, as many as keys are popped, at most 1024: the pool, sorted. An arrival below T(s) pops itself and
-//            changes nothing, so time t counts the others. Pops take the pool in ascending order of what is present, hence the pool's
-//            key of rank r, born at time b_r, leaves at
+// dma_select: exact `expire` for every key. Sequences of more than 2 * PREFIX_BLOCK tokens need the survivors of
+// dma_select_prefix.
+// Math       per document and KV head: every arrival enters a heap on (z_j, j); while it holds more than w =
+//            keep_window_size keys the smallest is popped, t = position of the arrival, which may be its own:
+//            expire[popped] = min(t + r, doc_end) with r = local_window_size. Never popped: doc_end. (Query i so sees
+//            the last r keys and the best w of those before them.)
+// Method     one block of threads per 1024 arrivals. T(s), T(e) = w-th largest key before and after them, by radix
+//            select over survivors(S) and the keys from S on, S the last multiple of PREFIX_BLOCK (up to
+//            2 * PREFIX_BLOCK tokens: 0, so all keys). They are read once, into shared memory. Only survivors in [T(s),
+//            T(e)) and arrivals below
+//            T(e) can leave here, as many as keys are popped, at most 1024: the pool, sorted. An arrival below T(s)
+//            pops itself and changes nothing, so time t counts the others. Pops take the pool in ascending order of
+//            what is present, hence the pool's key of rank r, born at time b_r, leaves at
 //                the first t >= b_r with t - free >= c_r(t),   c_r(t) = number of pool keys of rank < r born by t,
-//            free = places still empty at s. t - c_r(t) never falls, so each key searches for its own time: first over blocks of 32
-//            times, where c_r is a prefix count in a bit matrix (times x ranks), then through the block. The block in which a document ends
-//            writes the keys that reach T(e), and short documents are written where they lie: every element is written once, by one block.
-// Layout     z f32 [batch, num_kv_heads, seq_len]; doc_start, doc_end i32 [batch, seq_len]; survivors as dma_select_prefix writes them;
+//            free = places still empty at s. t - c_r(t) never falls, so each key searches for its own time: first over
+//            blocks of 32 times, where c_r is a prefix count in a bit matrix (times x ranks), then through the block.
+//            The block in which a document ends writes the keys that reach T(e), and short documents are written where
+//            they lie: every element is written once, by one block.
+// Layout     z f32 [batch, num_kv_heads, seq_len]; doc_start, doc_end i32 [batch, seq_len]; survivors
+//            as dma_select_prefix writes them;
 //            expire i32 [batch, num_kv_heads, seq_len]
-// Defines    PREFIX_BLOCK (8192, as in dma_select_prefix), MIN_BLOCKS (blocks to fit on a multiprocessor: 2, before sm_90 1)
-// Tiling     grid (ceil(seq_len / 1024), num_kv_heads, batch); 1024 threads, one per arrival; 37 KiB static shared memory; dynamic shared bytes =
-//            8 * PREFIX_BLOCK - 4096 (both together fit a device's 99 KiB)
+// Defines    PREFIX_BLOCK (8192, as in dma_select_prefix), MIN_BLOCKS (blocks to fit on a multiprocessor: 2, before
+//            sm_90 1)
+// Tiling     grid (ceil(seq_len / 1024), num_kv_heads, batch); 1024 threads, one per arrival; 37 KiB static shared
+//            memory; dynamic shared bytes = 8 * PREFIX_BLOCK - 4096 (both together fit a device's 99 KiB)
 // Numerics   integer comparisons only: exact; writes every element of expire, each once
-// Edges      seq_len below 2^22; any number of documents a block (those of at most w keys so far cost nothing); w = 0 with r > 0:
+// Edges      seq_len below 2^22; any number of documents a block (those of at most w keys so far cost nothing); w = 0
+//            with r > 0:
 //            every key is popped by its own arrival
 #include "common/block_rank.cuh"
 #include "common/block_stream.cuh"
@@ -28,7 +35,8 @@
 #define PREFIX_BLOCK 8192
 #endif
 #ifndef MIN_BLOCKS
-#define MIN_BLOCKS (__CUDA_ARCH__ >= 900 && THREADS_PER_MULTIPROCESSOR >= 2048 ? 2 : 1)  // as many as shared memory has room for
+// as many as shared memory has room for
+#define MIN_BLOCKS (__CUDA_ARCH__ >= 900 && THREADS_PER_MULTIPROCESSOR >= 2048 ? 2 : 1)
 #endif
 
 typedef unsigned short u16;
@@ -63,8 +71,9 @@ struct Shared {
 
 // Key sources are structs with a templated call: NVRTC takes a generic lambda of a kernel for host code and refuses it.
 
-// The keys before the arrivals: survivors of the last boundary, then everything from `first` on, of which shared memory holds the orders of the first
-// ones; only a window of more than PREFIX_BLOCK keys leaves some to be read again and again.
+// The keys before the arrivals: survivors of the last boundary, then everything from `first` on, of which shared memory
+// holds the orders of the first ones; only a window of more than PREFIX_BLOCK keys leaves some to be read again and
+// again.
 struct KeysBefore {
   const u64* survivors;
   i32 num_survivors;
@@ -75,7 +84,8 @@ struct KeysBefore {
   DEVICE void operator()(Visit visit) const {
     for_each_pair<BLOCK, 1>(survivors, num_survivors, [&](u32 position, u32 order) { visit(order, position); });
     for_each_word<BLOCK, 1>(staged, 0, staged_end - first, [&](u32 order, i32 at) { visit(order, (u32)(first + at)); });
-    for_each_word<BLOCK, 1>(z, staged_end, end, [&](u32 bits, i32 position) { visit(order_of_bits(bits), (u32)position); });
+    for_each_word<BLOCK, 1>(z, staged_end, end,
+                            [&](u32 bits, i32 position) { visit(order_of_bits(bits), (u32)position); });
   }
 };
 
@@ -130,7 +140,8 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
   __syncthreads();  // the counter is zero
   u32 my_order = 0;
   if (position < block_end) {
-    const i32 start = doc_start[tokens + position], document_end = doc_end[tokens + position], end = min(document_end, block_end);
+    const i32 start = doc_start[tokens + position], document_end = doc_end[tokens + position],
+              end = min(document_end, block_end);
     if (document_end - start <= window) row_expire[position] = document_end;  // nobody leaves
     if (window == 0) row_expire[position] = min(position + local, document_end);
     if ((thread == 0 || start == position) && end - start > window && window > 0)
@@ -165,7 +176,8 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
       for (i32 i = thread; i < num_old; i += BLOCK) staged_survivors[i] = old_keys[i];
       old_keys = staged_survivors;
     }
-    for_each_word<BLOCK, 4>(row_z, first, staged_end, [&](u32 bits, i32 at) { staged_keys[at - first] = order_of_bits(bits); });
+    for_each_word<BLOCK, 4>(row_z, first, staged_end,
+                            [&](u32 bits, i32 at) { staged_keys[at - first] = order_of_bits(bits); });
     radix_begin<2>(shared.select, full ? window : 0, window);  // its barrier also completes what was staged
     const OwnArrival own = {arrives, my_order, position};
     const KeysBefore for_each_before = {old_keys, num_old, staged_keys, row_z, first, staged_end, s};
@@ -189,9 +201,11 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
     __syncthreads();  // pool, times and arrivals are complete
     const int pool_size = min((int)shared.pool_size, BLOCK);
     const u64 unsorted = thread < pool_size ? shared.pool[thread] : 0;
-    __syncthreads();  // the pool and its size are read; the ranking writes there and into the histograms, which are free by now
+    // the pool and its size are read; the ranking writes there and into the histograms, which are free by now
+    __syncthreads();
     if (pool_size == 0) continue;  // uniform over the block: every arrival popped itself
-    const RankMemory memory = {shared.select.histogram[0], shared.select.histogram[1], shared.pool, shared.warp_sums, &shared.present[0][0]};
+    const RankMemory memory = {shared.select.histogram[0], shared.select.histogram[1], shared.pool, shared.warp_sums,
+                               &shared.present[0][0]};
     const u64 key = block_rank(unsorted, pool_size, memory);
 
     // Rank `thread`: when was it born?

@@ -1,15 +1,20 @@
-// dma_select_prefix: first of two launches of the DMA selection in sequences of more than 2 * PREFIX_BLOCK tokens: for each boundary S of
-// PREFIX_BLOCK positions the w keys that survive at S, so that dma_select need not look further back than one block.
-// Math       survivors(S) = the w = keep_window_size largest (z_j, j) over doc_start[S] <= j < S (-0 counts as +0, ties to the
-//            more recent key). Written only where S - doc_start[S] > w; elsewhere every key of the document survives.
+// dma_select_prefix: first of two launches of the DMA selection in sequences of more than 2 * PREFIX_BLOCK tokens: for
+// each boundary S of PREFIX_BLOCK positions the w keys that survive at S, so that dma_select need not look further back
+// than one block.
+// Math       survivors(S) = the w = keep_window_size largest (z_j, j) over doc_start[S] <= j < S (-0 counts as +0, ties
+//            to the more recent key). Written only where S - doc_start[S] > w; elsewhere every key of the document
+//            survives.
 // Layout     z f32 [batch, num_kv_heads, seq_len]; doc_start i32 [batch, seq_len];
-//            survivors u64 [batch, num_kv_heads, max(num_blocks - 1, 1), w], num_blocks = ceil(seq_len / PREFIX_BLOCK): entry b - 1 holds
-//            boundary b * PREFIX_BLOCK, unordered; low word position, high word order_of_score(z). All contiguous.
+//            survivors u64 [batch, num_kv_heads, max(num_blocks - 1, 1), w], num_blocks = ceil(seq_len / PREFIX_BLOCK):
+//            entry b - 1 holds boundary b * PREFIX_BLOCK, unordered; low word position, high word order_of_score(z).
+//            All contiguous.
 // Defines    PREFIX_BLOCK (8192; a multiple of 1024; the same in dma_select and dma_lists)
-// Tiling     grid (num_blocks - 1, num_kv_heads, batch); 1024 threads; one block a boundary, the longest prefixes first; 41 KiB static shared
-//            memory, no dynamic. Radix select from the top digit: as soon as at most 4096 keys share the threshold's digits, one more walk
-//            writes the keys above them and gathers those, which decide the rest in shared memory: as a rule the prefix is read twice
-// Numerics   integer comparisons only: exact. Writes every element of the survivors named above; accumulates into nothing
+// Tiling     grid (num_blocks - 1, num_kv_heads, batch); 1024 threads; one block a boundary, the longest prefixes
+//            first; 41 KiB static shared memory, no dynamic. Radix select from the top digit: as soon as at most 4096
+//            keys share the threshold's digits, one more walk writes the keys above them and gathers those, which
+//            decide the rest in shared memory: as a rule the prefix is read twice
+// Numerics   integer comparisons only: exact. Writes every element of the survivors named above; accumulates into
+//            nothing
 // Edges      seq_len below 2^22 (radix_select.cuh); w >= 1; seq_len = 0 is refused by the wrapper
 #include "common/block_stream.cuh"
 #include "common/radix_select.cuh"
@@ -42,7 +47,8 @@ struct PrefixKeys {
   i32 first, boundary;
   template <class Visit>
   DEVICE void operator()(Visit visit) const {
-    for_each_word<SELECT_THREADS, 4>(z, first, boundary, [&](u32 bits, i32 position) { visit(order_of_bits(bits), (u32)position); });
+    for_each_word<SELECT_THREADS, 4>(z, first, boundary,
+                                     [&](u32 bits, i32 position) { visit(order_of_bits(bits), (u32)position); });
   }
 };
 
@@ -52,12 +58,14 @@ struct Candidates {
   i32 count;
   template <class Visit>
   DEVICE void operator()(Visit visit) const {
-    for (i32 i = threadIdx.x; i < count; i += SELECT_THREADS) visit((u32)(shared.candidates[i] >> 32), (u32)shared.candidates[i]);
+    for (i32 i = threadIdx.x; i < count; i += SELECT_THREADS)
+      visit((u32)(shared.candidates[i] >> 32), (u32)shared.candidates[i]);
   }
 };
 
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
-dma_select_prefix(const float* __restrict__ z, const i32* __restrict__ doc_start, u64* __restrict__ survivors, const __grid_constant__ DmaSelectPrefixParams params) {
+    dma_select_prefix(const float* __restrict__ z, const i32* __restrict__ doc_start, u64* __restrict__ survivors,
+                      const __grid_constant__ DmaSelectPrefixParams params) {
   __shared__ Shared shared;
   const int block = gridDim.x - blockIdx.x;  // the longest prefix starts first
   const i32 seq_len = (i32)params.seq_len, window = (i32)params.keep_window_size;

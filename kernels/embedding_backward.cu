@@ -1,11 +1,15 @@
-// embedding_backward: gradient of the embedding table, added to an f32 sum; runs that cross chunks leave partial sums for embedding_carry.
+// embedding_backward: gradient of the embedding table, added to an f32 sum; runs that cross chunks leave partial sums
+// for embedding_carry.
 // Math       dweight[id] += sum over tokens t of that id, in ascending order, of dy[t]
-// Layout     dy bf16 [tokens, width], rows dy_stride apart; order int2 [tokens] from embedding_order; dweight f32 [vocab_size, width], rows
-//            dweight_stride apart; begun, ended f32 [ceil(tokens / 32), width]; width a multiple of 8, strides of 8 (dweight's of 4)
+// Layout     dy bf16 [tokens, width], rows dy_stride apart; order int2 [tokens] from embedding_order; dweight f32
+//            [vocab_size, width], rows dweight_stride apart; begun, ended f32 [ceil(tokens / 32), width]; width a
+//            multiple of 8, strides of 8 (dweight's of 4)
 // Buffers    dy, order, dweight, begun, ended
 // Defines    none
-// Tiling     grid (ceil(tokens / 32), ceil(width / 2048)); 256 threads; a block takes a chunk of 32 sorted tokens, a lane eight columns
-// Numerics   f32 sums in a fixed order, no atomics: a run inside one chunk is added to its row by the only block that has it; memory-bound
+// Tiling     grid (ceil(tokens / 32), ceil(width / 2048)); 256 threads; a block takes a chunk of 32 sorted tokens, a
+//            lane eight columns
+// Numerics   f32 sums in a fixed order, no atomics: a run inside one chunk is added to its row by the only block that
+//            has it; memory-bound
 // Edges      tokens not a multiple of 32; tokens whose id is outside the table are skipped
 #include "common/token_runs.cuh"
 

@@ -1,9 +1,11 @@
 // embedding_carry: completes the runs of embedding_backward that cross chunks.
-// Math       dweight[id] += ended[c] + begun[c + 1] + ... + begun[e], for each run that begins in chunk c and ends in chunk e > c
+// Math       dweight[id] += ended[c] + begun[c + 1] + ... + begun[e], for each run that begins in chunk c and ends in
+//            chunk e > c
 // Layout     as in embedding_backward
 // Buffers    order, begun, ended, dweight
 // Defines    none
-// Tiling     grid (ceil(tokens / 32), ceil(width / 2048)); 256 threads, eight columns each; blocks whose chunk begins no such run end at once
+// Tiling     grid (ceil(tokens / 32), ceil(width / 2048)); 256 threads, eight columns each; blocks whose chunk begins
+//            no such run end at once
 // Numerics   f32 sums in a fixed order
 // Edges      a run may cover any number of chunks
 #include "common/token_runs.cuh"

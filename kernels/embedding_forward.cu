@@ -1,7 +1,7 @@
 // embedding_forward: rows of the embedding table, by token id.
 // Math       y[t] = weight[ids[t]]
-// Layout     weight [vocab_size, width] of any type whose rows are whole 16-byte words, row_words words apart; y [tokens, width] contiguous; ids
-//            i32 [tokens]; all sizes below in 16-byte words
+// Layout     weight [vocab_size, width] of any type whose rows are whole 16-byte words, row_words words apart; y
+//            [tokens, width] contiguous; ids i32 [tokens]; all sizes below in 16-byte words
 // Buffers    weight, ids, y
 // Defines    none
 // Tiling     grid (ceil(tokens * width_words / 256)); 256 threads, one word each
@@ -12,7 +12,8 @@
 struct EmbeddingForwardParams { u64 tokens, vocab_size, width_words, row_words; };
 
 extern "C" __global__ void __launch_bounds__(256)
-embedding_forward(const uint4* weight, const i32* ids, uint4* y, const __grid_constant__ EmbeddingForwardParams params) {
+    embedding_forward(const uint4* weight, const i32* ids, uint4* y,
+                      const __grid_constant__ EmbeddingForwardParams params) {
   const u64 at = (u64)blockIdx.x * 256 + threadIdx.x;
   const u64 token = at / params.width_words, word = at - token * params.width_words;
   if (token >= params.tokens) return;

@@ -1,9 +1,11 @@
-// embedding_order: tokens sorted by id, those of one id in their own order: the fixed order in which the embedding's gradient is summed.
+// embedding_order: tokens sorted by id, those of one id in their own order: the fixed order in which the embedding's
+// gradient is summed.
 // Math       order = all {ids[t], t}, ascending; an id outside the table counts as vocab_size
 // Layout     ids i32 [tokens]; order, scratch int2 [tokens]
 // Buffers    ids, order, scratch
 // Defines    none
-// Tiling     grid (1); 1024 threads: a stable radix sort, eight bits a pass, in which each warp owns one stretch of the tokens
+// Tiling     grid (1); 1024 threads: a stable radix sort, eight bits a pass, in which each warp owns one stretch of the
+//            tokens
 // Numerics   exact; latency-bound
 // Edges      tokens not a multiple of 1024; num_bits (of vocab_size) up to 31
 #include "common/block_scan.cuh"
@@ -17,8 +19,8 @@ struct EmbeddingOrderParams { u64 tokens, vocab_size, num_bits; };
 
 DEVICE int slot(int digit, int warp) { return digit * PITCH + warp; }
 
-// The lanes whose digit is this one's, of those with `valid`; 0 for a lane without. By a vote a bit: match_any takes a turn for every
-// digit that occurs.
+// The lanes whose digit is this one's, of those with `valid`; 0 for a lane without. By a vote a bit: match_any takes a
+// turn for every digit that occurs.
 DEVICE u32 same_digit(int digit, bool valid) {
   u32 same = __ballot_sync(0xffffffffu, valid);
 #pragma unroll

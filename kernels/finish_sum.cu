@@ -1,6 +1,7 @@
-// finish_sum: second half of a sum in a fixed order; CLIP turns a sum of squares into a norm and the factor that clips by it.
-// Math       total = sum of partials; out = total, or with CLIP: out = sqrt(total), scale = min(1, max_norm / (out + 1e-6)), and 0 where
-//            the norm is not finite: the gate of the update
+// finish_sum: second half of a sum in a fixed order; CLIP turns a sum of squares into a norm and the factor that clips
+// by it.
+// Math       total = sum of partials; out = total, or with CLIP: out = sqrt(total), scale = min(1, max_norm / (out +
+//            1e-6)), and 0 where the norm is not finite: the gate of the update
 // Layout     partials f32 [num_partials]; out, scale f32 [1]
 // Buffers    partials, out, scale (CLIP)
 // Defines    CLIP (0)

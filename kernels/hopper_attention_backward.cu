@@ -1,16 +1,25 @@
-// hopper_attention_backward: attention_backward for sm_90a; the same mathematics, layout, buffers, params words and results to rounding.
-// attention_backward_prepare runs before it (with a bias followed by hopper_attention_row_sums, or replaced by hopper_attention_backward_prepare),
-// attention_backward_convert after it.
-// Math       P_ij = exp(softmax_scale * q_i . k_j + delta_j - base_i - lse_i) over the pairs attention_forward sees; dv_j = sum_i P_ij do_i;
-//            dS_ij = P_ij (do_i . v_j - D_i); dk_j = softmax_scale * sum_i dS_ij q_i; ddelta_j = sum_i dS_ij; dq_sum_i = sum_j dS_ij k_j
+// hopper_attention_backward: attention_backward for sm_90a; the same mathematics, layout, buffers, params words and
+// results to rounding.
+// attention_backward_prepare runs before it (with a bias followed by hopper_attention_row_sums, or replaced by
+// hopper_attention_backward_prepare), attention_backward_convert after it.
+// Math       P_ij = exp(softmax_scale * q_i . k_j + delta_j - base_i - lse_i) over the pairs attention_forward sees;
+//            dv_j = sum_i P_ij do_i;
+//            dS_ij = P_ij (do_i . v_j - D_i); dk_j = softmax_scale * sum_i dS_ij q_i; ddelta_j = sum_i dS_ij;
+//            dq_sum_i = sum_j dS_ij k_j
 // Layout     as attention_backward
-// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,) dk, dv, (HAS_BIAS: ddelta)
-// Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, TENSOR_MAPS, DQ_BULK and no bias), HEAD_DIM_V (HEAD_DIM), HAS_BIAS, COMPUTE_DQ (1; 0 for a fixed order: attention_backward_query makes dq), DQ_BULK, Q_STAGES, DO_STAGES,
-//            TENSOR_MAPS 0|1: maps of bf16 [batch, seq_len, num_heads * HEAD_DIM or HEAD_DIM_V], q (its strides, base at its offset) and do, box 1 x 64 x 64, 128-byte swizzle;
+// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, doc_end,
+//            (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,) dk, dv, (HAS_BIAS: ddelta)
+// Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, TENSOR_MAPS, DQ_BULK and no bias), HEAD_DIM_V (HEAD_DIM),
+//            HAS_BIAS, COMPUTE_DQ (1; 0 for a fixed order: attention_backward_query makes dq), DQ_BULK, Q_STAGES,
+//            DO_STAGES, TENSOR_MAPS 0|1: maps of bf16 [batch, seq_len, num_heads * HEAD_DIM or HEAD_DIM_V], q (its
+//            strides, base at its offset) and do, box 1 x 64 x 64, 128-byte swizzle;
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS
-// Tiling     128 keys a block: grid (ceil(seq_len / 128), num_kv_heads, batch), early keys (most queries) first (block_order.cuh); 384 threads, one block a
-//            multiprocessor; dynamic shared bytes = (256 + Q_STAGES * 128) * HEAD_DIM + (256 + DO_STAGES * 128) * HEAD_DIM_V + 32768 + COMPUTE_DQ * DQ_BULK * 256 * HEAD_DIM
-//              + (HAS_BIAS ? Q_STAGES * 1024 + DO_STAGES * 1280 + 2048 : HEAD_DIM == 64 ? (Q_STAGES + DO_STAGES) * 1024 : DO_STAGES * 512) + (2 * Q_STAGES + 2 * DO_STAGES + 1) * 8 + 1024
+// Tiling     128 keys a block: grid (ceil(seq_len / 128), num_kv_heads, batch), early keys (most queries) first
+//            (block_order.cuh); 384 threads, one block a multiprocessor; dynamic shared bytes = (256 +
+//            Q_STAGES * 128) * HEAD_DIM + (256 + DO_STAGES * 128) * HEAD_DIM_V + 32768 +
+//            COMPUTE_DQ * DQ_BULK * 256 * HEAD_DIM
+//              + (HAS_BIAS ? Q_STAGES * 1024 + DO_STAGES * 1280 + 2048 : HEAD_DIM == 64 ? (Q_STAGES + DO_STAGES) * 1024
+//              : DO_STAGES * 512) + (2 * Q_STAGES + 2 * DO_STAGES + 1) * 8 + 1024
 // Numerics   as attention_backward
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
 #include "common/attention_params.cuh"
@@ -48,7 +57,8 @@ DEVICE void store_gradient(const float (&sums)[N], float scale, bf16* to, u64 st
     for (int n = 0; n < N / 16; ++n) {
       u32 x[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = pack_bf16(sums[(4 * n + i) * 4 + 2 * r] * scale, sums[(4 * n + i) * 4 + 2 * r + 1] * scale);
+      for (int i = 0; i < 4; ++i)
+        x[i] = pack_bf16(sums[(4 * n + i) * 4 + 2 * r] * scale, sums[(4 * n + i) * 4 + 2 * r + 1] * scale);
       quad_transpose(x);
       if (key < seq_len) *(uint4*)(row + n * 32) = make_uint4(x[0], x[1], x[2], x[3]);
     }
@@ -77,7 +87,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
   __syncthreads();  // the barriers are set up
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
   const int group_size = num_heads / num_kv_heads;
-  const BlockPlace place = block_place(num_kv_heads, params.seq_len * group_size * ((HEAD_DIM + HEAD_DIM_V) * 2), SECTION_BYTES);
+  const BlockPlace place =
+      block_place(num_kv_heads, params.seq_len * group_size * ((HEAD_DIM + HEAD_DIM_V) * 2), SECTION_BYTES);
   const int batch = place.batch, kv_head = place.head, head = kv_head * group_size;
   DenseKeys keys;
   keys.doc_end = doc_end + (u64)batch * seq_len;
@@ -120,7 +131,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
     float bias = 0.0f;
 #if HAS_BIAS
     const int own_key = keys.first_key + (int)threadIdx.x;
-    if (own_key < seq_len) bias = in_scores(delta[((u64)batch * num_kv_heads + kv_head) * seq_len + own_key], block.bias_unit);
+    if (own_key < seq_len)
+      bias = in_scores(delta[((u64)batch * num_kv_heads + kv_head) * seq_len + own_key], block.bias_unit);
 #endif
     produce(block, keys, bias, shared);
   } else {
@@ -131,9 +143,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
     bf16* dk_rows = dk + params.dk_offset + batch * params.dk_batch_stride + (u64)kv_head * HEAD_DIM;
     store_gradient(sums.dk, f32_word(params.softmax_scale), dk_rows, params.dk_token_stride, first_key, seq_len);
 #if IS_WIDE
-    store_gradient(sums.dk_rest, f32_word(params.softmax_scale), dk_rows + HEAD_DIM_V, params.dk_token_stride, first_key, seq_len);
+    store_gradient(sums.dk_rest, f32_word(params.softmax_scale), dk_rows + HEAD_DIM_V, params.dk_token_stride,
+                   first_key, seq_len);
 #endif
-    store_gradient(sums.dv, 1.0f, dv + params.dv_offset + batch * params.dv_batch_stride + (u64)kv_head * HEAD_DIM_V, params.dv_token_stride, first_key, seq_len);
+    store_gradient(sums.dv, 1.0f, dv + params.dv_offset + batch * params.dv_batch_stride + (u64)kv_head * HEAD_DIM_V,
+                   params.dv_token_stride, first_key, seq_len);
 #if HAS_BIAS
     const u64 bias_row = ((u64)batch * num_kv_heads + kv_head) * seq_len;
 #pragma unroll

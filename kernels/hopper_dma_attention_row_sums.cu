@@ -1,10 +1,13 @@
-// hopper_dma_attention_row_sums: dma_attention_row_sums for sm_90a; the same mathematics, layout, buffers, params words and results to rounding; runs between
-// attention_backward_prepare and the backward.
-// Math       D_i = sum_j P_ij (do_i . v_j), P_ij = exp(softmax_scale * q_i . k_j + delta_j - base_i - lse_i) over the pairs j <= i < expire_j
+// hopper_dma_attention_row_sums: dma_attention_row_sums for sm_90a; the same mathematics, layout, buffers, params words
+// and results to rounding; runs between attention_backward_prepare and the backward.
+// Math       D_i = sum_j P_ij (do_i . v_j), P_ij = exp(softmax_scale * q_i . k_j + delta_j - base_i - lse_i) over the
+//            pairs j <= i < expire_j
 // Layout     as dma_attention_row_sums
-// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, delta, base, list, tile_window
+// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, delta, base,
+//            list, tile_window
 // Defines    as hopper_dma_attention_forward
-// Tiling     as hopper_dma_attention_forward, with BLOCK_Q * HEAD_DIM * 2 more dynamic shared bytes for output gradients
+// Tiling     as hopper_dma_attention_forward, with BLOCK_Q * HEAD_DIM * 2 more dynamic shared bytes for output
+//            gradients
 // Numerics   f32 probabilities and sums; the order of sums follows the list; writes D of every query, no padding
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
 #define GATHER 1
@@ -15,10 +18,11 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_row_sums(
 #if TENSOR_MAPS
-    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
-    const void*, const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map, const void*,
+    const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
 #endif
-    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const float* delta, const float* base, const int2* list, const i32* tile_window,
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const float* delta,
+    const float* base, const int2* list, const i32* tile_window,
     const __grid_constant__ DmaAttentionRowSumsParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);

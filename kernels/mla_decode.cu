@@ -1,15 +1,22 @@
-// mla_decode: new tokens of latent attention against the cache of latents; W_UK is in the queries already, W_UV comes behind the sum.
-// Math       o_h = sum_j softmax_j(softmax_scale q_h . c_j) c_j[0 .. VALUE_DIM) over the first num_keys - num_queries + i + 1 latents, for query i of a row
-//            (arXiv:2405.04434, section 2.1.2); a latent c_j = [latent ; rotated key] is key and value of every head at once
-// Layout     q bf16 [batch, num_queries, num_heads, KEY_DIM], contiguous; latents bf16 [batch, num_keys, KEY_DIM], rows key_stride and batch rows
-//            batch_stride apart (multiples of 8); num_splits = 1: o bf16 [batch, num_queries, num_heads, VALUE_DIM]; else partials f32 [batch *
-//            num_queries, num_heads, num_splits, VALUE_DIM + 2]: a part's maximum in base 2, its sum, its weighted columns, for mla_decode_join
+// mla_decode: new tokens of latent attention against the cache of latents; W_UK is in the queries already, W_UV comes
+// behind the sum.
+// Math       o_h = sum_j softmax_j(softmax_scale q_h . c_j) c_j[0 .. VALUE_DIM) over the first num_keys - num_queries +
+//            i + 1 latents, for query i of a row (arXiv:2405.04434, section 2.1.2); a latent c_j =
+//            [latent ; rotated key] is key and value of every head at once
+// Layout     q bf16 [batch, num_queries, num_heads, KEY_DIM], contiguous; latents bf16 [batch, num_keys, KEY_DIM], rows
+//            key_stride and batch rows batch_stride apart (multiples of 8); num_splits = 1: o bf16
+//            [batch, num_queries, num_heads, VALUE_DIM]; else partials f32
+//            [batch * num_queries, num_heads, num_splits, VALUE_DIM + 2]: a part's maximum in base 2, its sum, its
+//            weighted columns, for mla_decode_join
 // Buffers    q, latents, o, partials; one of the last two is not touched
 // Defines    KEY_DIM, VALUE_DIM (multiples of 16, VALUE_DIM <= KEY_DIM), NUM_WARPS
-// Tiling     grid (num_splits, ceil(num_heads / 16), batch * num_queries); NUM_WARPS * 32 threads. A tile is NUM_WARPS * 16 keys, read once for 16 heads: for the
-//            scores a warp takes 16 of the keys, for the sum all of them and a part of the columns. Dynamic shared bytes = (16 + 2 TILE_KEYS) (2 KEY_DIM + 16)
-//            + 16 (2 TILE_KEYS + 16) + NUM_WARPS * 128. One block a multiprocessor is right: num_splits = multiprocessors / other blocks
-// Numerics   logits, softmax and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order: two runs are bit-equal
+// Tiling     grid (num_splits, ceil(num_heads / 16), batch * num_queries); NUM_WARPS * 32 threads. A tile is
+//            NUM_WARPS * 16 keys, read once for 16 heads: for the scores a warp takes 16 of the keys, for the sum all
+//            of them and a part of the columns. Dynamic shared bytes = (16 + 2 TILE_KEYS) (2 KEY_DIM + 16) + 16 (2
+//            TILE_KEYS + 16) + NUM_WARPS * 128. One block a multiprocessor is right: num_splits =
+//            multiprocessors / other blocks
+// Numerics   logits, softmax and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order: two
+//            runs are bit-equal
 // Edges      any number of heads and keys; rows of a tile past the last key arrive as zeros and weigh nothing
 #include "common/async_copy.cuh"
 #include "common/mma.cuh"
@@ -18,7 +25,8 @@ constexpr int DECODE_ROWS = 16;  // heads a block serves
 constexpr int DECODE_KEYS = 16;  // keys a warp scores
 
 constexpr int NUM_THREADS = NUM_WARPS * 32, TILE_KEYS = NUM_WARPS * DECODE_KEYS, NUM_STAGES = 2;
-static_assert(KEY_DIM % 16 == 0 && VALUE_DIM % 16 == 0 && VALUE_DIM <= KEY_DIM, "whole m16n8k16 steps; values are the first columns of keys");
+static_assert(KEY_DIM % 16 == 0 && VALUE_DIM % 16 == 0 && VALUE_DIM <= KEY_DIM,
+              "whole m16n8k16 steps; values are the first columns of keys");
 // 16 bytes of padding: a row is an odd number of 16-byte chunks, so ldmatrix meets eight different groups of banks.
 constexpr int KEY_PITCH = KEY_DIM * 2 + 16, WEIGHT_PITCH = TILE_KEYS * 2 + 16;
 constexpr int Q_BYTES = DECODE_ROWS * KEY_PITCH, STAGE_BYTES = TILE_KEYS * KEY_PITCH;
@@ -30,12 +38,14 @@ constexpr int COLUMN_STEPS = VALUE_DIM / 16, WARP_STEPS = (COLUMN_STEPS + NUM_WA
 struct MlaDecodeParams { u64 num_heads, num_queries, num_keys, key_stride, batch_stride, num_splits, softmax_scale; };
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
-mla_decode(const bf16* __restrict__ q, const bf16* __restrict__ latents, bf16* __restrict__ o, float* __restrict__ partials,
-           const __grid_constant__ MlaDecodeParams params) {
+    mla_decode(const bf16* __restrict__ q, const bf16* __restrict__ latents, bf16* __restrict__ o,
+               float* __restrict__ partials, const __grid_constant__ MlaDecodeParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, column = (lane & 3) * 2;
-  const int num_heads = (int)params.num_heads, num_queries = (int)params.num_queries, num_splits = (int)params.num_splits;
-  const int first_row = blockIdx.y * DECODE_ROWS, num_rows = min(num_heads - first_row, DECODE_ROWS), split = blockIdx.x;
+  const int num_heads = (int)params.num_heads, num_queries = (int)params.num_queries,
+            num_splits = (int)params.num_splits;
+  const int first_row = blockIdx.y * DECODE_ROWS, num_rows = min(num_heads - first_row, DECODE_ROWS),
+            split = blockIdx.x;
   const i64 query = blockIdx.z, batch = query / num_queries;
 
   // Keys of this split, in whole tiles.
@@ -127,7 +137,9 @@ mla_decode(const bf16* __restrict__ q, const bf16* __restrict__ latents, bf16* _
       for (int n = 0; n < 2; n++) {
         const float first = exp2_fast(s[n][2 * h] - top), second = exp2_fast(s[n][2 * h + 1] - top);
         row_sum[h] += first + second;
-        store_shared_32(shared + WEIGHTS_AT + (group + 8 * h) * WEIGHT_PITCH + (warp * DECODE_KEYS + n * 8 + column) * 2, pack_bf16(first, second));
+        store_shared_32(
+            shared + WEIGHTS_AT + (group + 8 * h) * WEIGHT_PITCH + (warp * DECODE_KEYS + n * 8 + column) * 2,
+            pack_bf16(first, second));
       }
     }
     __syncthreads();  // the weights of all keys are there

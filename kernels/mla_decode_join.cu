@@ -1,9 +1,11 @@
 // mla_decode_join: joins the parts that mla_decode leaves of each row, split over the keys.
 // Math       o = sum_s 2^(m_s - max m) v_s / sum_s 2^(m_s - max m) l_s over the parts {m_s, l_s, v_s} of a row
-// Layout     partials f32 [rows, num_splits, VALUE_DIM + 2]: maximum in base 2, sum, weighted columns; o bf16 [rows, VALUE_DIM]
+// Layout     partials f32 [rows, num_splits, VALUE_DIM + 2]: maximum in base 2, sum, weighted columns; o bf16
+//            [rows, VALUE_DIM]
 // Buffers    partials, o
 // Defines    VALUE_DIM (a multiple of 16)
-// Tiling     grid (rows, ceil(VALUE_DIM / 128)); 256 threads: four groups take every fourth part, each thread two columns
+// Tiling     grid (rows, ceil(VALUE_DIM / 128)); 256 threads: four groups take every fourth part, each thread two
+//            columns
 // Numerics   f32, one rounding at the store; fixed order: two runs are bit-equal
 // Edges      num_splits is at most 4096; parts that saw nothing have maximum -inf and weigh nothing
 #include "common/mma.cuh"
@@ -32,7 +34,8 @@ DEVICE float over_block(float x, float (&shared)[THREADS / 32]) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-mla_decode_join(const float* __restrict__ partials, bf16* __restrict__ o, const __grid_constant__ MlaDecodeJoinParams params) {
+    mla_decode_join(const float* __restrict__ partials, bf16* __restrict__ o,
+                    const __grid_constant__ MlaDecodeJoinParams params) {
   __shared__ float weights[MAX_SPLITS], reduced[THREADS / 32];
   __shared__ __align__(8) float parts[GROUPS][COLUMNS];
   constexpr int ROW = VALUE_DIM + 2;
@@ -54,7 +57,8 @@ mla_decode_join(const float* __restrict__ partials, bf16* __restrict__ o, const 
   total = over_block<true>(total, reduced);  // its barriers also make the weights known
 
   // Two columns of every fourth part, then of the four groups.
-  const int group = threadIdx.x / (COLUMNS / 2), pair = threadIdx.x % (COLUMNS / 2) * 2, column = blockIdx.y * COLUMNS + pair;
+  const int group = threadIdx.x / (COLUMNS / 2), pair = threadIdx.x % (COLUMNS / 2) * 2,
+            column = blockIdx.y * COLUMNS + pair;
   float first = 0.f, second = 0.f;
   if (column < VALUE_DIM) {
 #pragma unroll 8

@@ -1,8 +1,10 @@
 // mla_pack_backward: gradients of mla_pack_forward.
-// Math       dq = [dq_C ; R^T dq_R], dkv = [dk_C ; dv] of each head, dk_rope = R^T (sum of dk_R over heads), R as in the forward
-// Layout     dy bf16 [tokens, num_heads (3 CONTENT_DIM + 2 ROPE_DIM)], tokens dy_stride apart (a multiple of 8): the gradient of the packed tensor; positions
-//            and tables as in the forward; dq bf16 [tokens, num_heads, CONTENT_DIM + ROPE_DIM], dkv bf16 [tokens, num_heads, 2 CONTENT_DIM], dk_rope
-//            bf16 [tokens, ROPE_DIM], all contiguous
+// Math       dq = [dq_C ; R^T dq_R], dkv = [dk_C ; dv] of each head, dk_rope = R^T (sum of dk_R over heads), R as in
+//            the forward
+// Layout     dy bf16 [tokens, num_heads (3 CONTENT_DIM + 2 ROPE_DIM)], tokens dy_stride apart (a multiple of 8): the
+//            gradient of the packed tensor; positions and tables as in the forward; dq bf16
+//            [tokens, num_heads, CONTENT_DIM + ROPE_DIM], dkv bf16 [tokens, num_heads, 2 CONTENT_DIM], dk_rope bf16
+//            [tokens, ROPE_DIM], all contiguous
 // Buffers    dy, positions, cos, sin, dq, dkv, dk_rope
 // Defines    as in the forward
 // Tiling     as in the forward
@@ -28,8 +30,8 @@ DEVICE HeadColumns rotated_back(const HeadColumns& x, const HeadColumns& angles)
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
-mla_pack_backward(const bf16* dy, const i32* positions, const float* cos, const float* sin, bf16* dq, bf16* dkv, bf16* dk_rope,
-                  const __grid_constant__ MlaPackBackwardParams params) {
+    mla_pack_backward(const bf16* dy, const i32* positions, const float* cos, const float* sin, bf16* dq, bf16* dkv,
+                      bf16* dk_rope, const __grid_constant__ MlaPackBackwardParams params) {
   const int lane = threadIdx.x & 31, column = lane % GROUP * LANE_COLUMNS, num_heads = (int)params.num_heads;
   const u64 token = (u64)blockIdx.x * NUM_WARPS + (threadIdx.x >> 5);
   if (token >= params.tokens) return;
@@ -42,7 +44,8 @@ mla_pack_backward(const bf16* dy, const i32* positions, const float* cos, const 
   const bool holds = lane % GROUP < LANES;
   const i64 last = (i64)params.max_positions - 1, asked = positions[token];
   HeadColumns angles = {}, sum = {};
-  if (holds) angles = load_angles(cos, sin, (asked < 0 ? 0 : asked > last ? last : asked) * (i64)params.table_stride + column);
+  if (holds)
+    angles = load_angles(cos, sin, (asked < 0 ? 0 : asked > last ? last : asked) * (i64)params.table_stride + column);
 
   // Copy the parts without rotation.
 #pragma unroll 4
@@ -61,7 +64,8 @@ mla_pack_backward(const bf16* dy, const i32* positions, const float* cos, const 
 #pragma unroll 4
     for (int head = lane / GROUP; head < num_heads; head += HEADS_PER_WARP) {
       const int at = head * KEY_DIM + CONTENT_DIM;
-      const HeadColumns q_columns = load_head(from_q + at, column).columns(), k_columns = load_head(from_k + at, column).columns();
+      const HeadColumns q_columns = load_head(from_q + at, column).columns(),
+                        k_columns = load_head(from_k + at, column).columns();
       store_head(to_q + at, column, rotated_back(q_columns, angles));
 #pragma unroll
       for (int i = 0; i < LANE_COLUMNS; i++) {

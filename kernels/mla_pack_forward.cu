@@ -1,14 +1,16 @@
 // mla_pack_forward: queries, keys and values of latent attention as one tensor, the rotary parts rotated.
-// Math       per head q = [q_C ; R q_R], k = [k_C ; R k_R], v, with R x[i] = x[i] cos - x[i + r/2] sin, R x[i + r/2] = x[i + r/2] cos + x[i] sin
-//            and one k_R for all heads (arXiv:2405.04434, section 2.1)
-// Layout     q bf16 [tokens, num_heads, CONTENT_DIM + ROPE_DIM]; kv bf16 [tokens, num_heads, 2 CONTENT_DIM], k_C then v of each head; k_rope bf16
-//            [tokens, ROPE_DIM]; tokens q_stride, kv_stride and rope_stride apart (multiples of 8); positions i32 [tokens]; cos, sin f32
-//            [max_positions, ROPE_DIM / 2], rows table_stride apart (a multiple of 4); packed bf16 [tokens, num_heads (3 CONTENT_DIM + 2 ROPE_DIM)],
-//            contiguous: all queries, all keys, all values of a token
+// Math       per head q = [q_C ; R q_R], k = [k_C ; R k_R], v, with R x[i] = x[i] cos - x[i + r/2] sin, R x[i + r/2] =
+//            x[i + r/2] cos + x[i] sin and one k_R for all heads (arXiv:2405.04434, section 2.1)
+// Layout     q bf16 [tokens, num_heads, CONTENT_DIM + ROPE_DIM]; kv bf16 [tokens, num_heads, 2 CONTENT_DIM], k_C then v
+//            of each head; k_rope bf16 [tokens, ROPE_DIM]; tokens q_stride, kv_stride and rope_stride apart (multiples
+//            of 8); positions i32 [tokens]; cos, sin f32 [max_positions, ROPE_DIM / 2], rows table_stride apart (a
+//            multiple of 4); packed bf16 [tokens, num_heads (3 CONTENT_DIM + 2 ROPE_DIM)], contiguous: all queries, all
+//            keys, all values of a token
 // Buffers    q, kv, k_rope, positions, cos, sin, packed
 // Defines    CONTENT_DIM (a multiple of 8), ROPE_DIM (a multiple of 16, at most 256)
 // Tiling     grid (ceil(tokens / 8)); 256 threads; a warp takes a token; no shared memory
-// Numerics   f32 inside the rotation, one rounding at the store, the rest is copied; memory-bound; a position past the tables counts as the last
+// Numerics   f32 inside the rotation, one rounding at the store, the rest is copied; memory-bound; a position past the
+//            tables counts as the last
 // Edges      any number of heads; ROPE_DIM 48, 96, 192 leave lanes of each group idle
 #define HEAD_DIM ROPE_DIM  // what rotary_head lays over lanes
 #include "common/rotary_head.cuh"
@@ -30,8 +32,8 @@ DEVICE HeadColumns rotated(const HeadColumns& x, const HeadColumns& angles) {
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
-mla_pack_forward(const bf16* q, const bf16* kv, const bf16* k_rope, const i32* positions, const float* cos, const float* sin, bf16* packed,
-                 const __grid_constant__ MlaPackForwardParams params) {
+    mla_pack_forward(const bf16* q, const bf16* kv, const bf16* k_rope, const i32* positions, const float* cos,
+                     const float* sin, bf16* packed, const __grid_constant__ MlaPackForwardParams params) {
   const int lane = threadIdx.x & 31, column = lane % GROUP * LANE_COLUMNS, num_heads = (int)params.num_heads;
   const u64 token = (u64)blockIdx.x * NUM_WARPS + (threadIdx.x >> 5);
   if (token >= params.tokens) return;

@@ -1,7 +1,8 @@
 // nsa_blocks_backward: gradients of nsa_blocks to keys and values.
-// Math       dx_w[token, head, c] = sum over the blocks that hold the token, first to last, of dy[w, row, place in the block, c] (MEAN 0), or of dy[w, row, c] /
-//            size (MEAN 1); queries get 0
-// Layout     dy as nsa_blocks' y; dqkv bf16 [batch, seq_len, num_heads + 2 * num_kv_heads, width]; doc_start, doc_end i32 [batch, seq_len]; contiguous
+// Math       dx_w[token, head, c] = sum over the blocks that hold the token, first to last, of
+//            dy[w, row, place in the block, c] (MEAN 0), or of dy[w, row, c] / size (MEAN 1); queries get 0
+// Layout     dy as nsa_blocks' y; dqkv bf16 [batch, seq_len, num_heads + 2 * num_kv_heads, width]; doc_start, doc_end
+//            i32 [batch, seq_len]; contiguous
 // Buffers    dy, doc_start, doc_end, dqkv
 // Defines    MEAN 0|1
 // Tiling     grid (seq_len, batch): a block writes a token; 128 threads, 8 columns each; no shared memory
@@ -14,11 +15,15 @@ struct NsaBlocksBackwardParams {
   u64 seq_len, num_heads, num_kv_heads, width, size, stride, num_slots;
 };
 
-extern "C" __global__ void __launch_bounds__(128) nsa_blocks_backward(const bf16* dy, const i32* doc_start, const i32* doc_end, bf16* dqkv,
-                                                                     const __grid_constant__ NsaBlocksBackwardParams params) {
-  const int token = (int)blockIdx.x, batch = (int)blockIdx.y, size = (int)params.size, stride = (int)params.stride, heads = (int)params.num_kv_heads;
-  const int chunks = (int)params.width / 8, q_words = (int)params.num_heads * chunks, words = q_words + 2 * heads * chunks;
-  const CompressedBlocks blocks = {doc_start + (u64)batch * params.seq_len, doc_end + (u64)batch * params.seq_len, size, stride};
+extern "C" __global__ void __launch_bounds__(128)
+    nsa_blocks_backward(const bf16* dy, const i32* doc_start, const i32* doc_end, bf16* dqkv,
+                        const __grid_constant__ NsaBlocksBackwardParams params) {
+  const int token = (int)blockIdx.x, batch = (int)blockIdx.y, size = (int)params.size, stride = (int)params.stride,
+            heads = (int)params.num_kv_heads;
+  const int chunks = (int)params.width / 8, q_words = (int)params.num_heads * chunks,
+            words = q_words + 2 * heads * chunks;
+  const CompressedBlocks blocks = {doc_start + (u64)batch * params.seq_len, doc_end + (u64)batch * params.seq_len, size,
+                                   stride};
   const int document = blocks.doc_start[token], offset = token - document;
   const int first = max(0, ceil_div(offset - size + 1, stride));
   const int count = min(offset / stride + 1, blocks.num_seen(blocks.doc_end[token] - 1, document));

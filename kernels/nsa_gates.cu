@@ -1,6 +1,7 @@
 // nsa_gates: the gated sum of the three branches of native sparse attention (arXiv:2502.11089, eq. 5).
 // Math       o = sum_c g_c x_c, g_c = 1 / (1 + exp(-(logit_c + bias_c))), c = compressed, selected, window
-// Layout     x_c, o bf16 [tokens, num_heads, width]; logits bf16 [tokens, num_heads, 3]; bias f32 [num_heads, 3]; contiguous
+// Layout     x_c, o bf16 [tokens, num_heads, width]; logits bf16 [tokens, num_heads, 3]; bias f32 [num_heads, 3];
+//            contiguous
 // Buffers    compressed, selected, window, logits, bias, o
 // Defines    none
 // Tiling     grid (ceil(tokens * num_heads * width / 8 / 256)); 256 threads, 8 columns each; no shared memory
@@ -12,8 +13,9 @@ struct NsaGatesParams {
   u64 rows, num_heads, width;  // rows = tokens * num_heads
 };
 
-extern "C" __global__ void __launch_bounds__(256) nsa_gates(const bf16* compressed, const bf16* selected, const bf16* window, const bf16* logits, const float* bias,
-                                                           bf16* o, const __grid_constant__ NsaGatesParams params) {
+extern "C" __global__ void __launch_bounds__(256)
+    nsa_gates(const bf16* compressed, const bf16* selected, const bf16* window, const bf16* logits, const float* bias,
+              bf16* o, const __grid_constant__ NsaGatesParams params) {
   const u32 chunks = (u32)params.width / 8;
   const u64 at = (u64)blockIdx.x * 256 + threadIdx.x, row = at / chunks;
   if (row >= params.rows) return;

@@ -3,7 +3,8 @@
 // Layout     as nsa_gates; do, dx_c bf16 as o; dlogits bf16 and dlogits_exact f32 [tokens, num_heads, 3]; contiguous
 // Buffers    compressed, selected, window, logits, bias, do, dcompressed, dselected, dwindow, dlogits, dlogits_exact
 // Defines    none
-// Tiling     grid (ceil(rows / (256 / lanes))), lanes = width / 8 rounded up to a power of two, at most 32: the lanes of a row, 8 columns each; 256 threads; no shared memory
+// Tiling     grid (ceil(rows / (256 / lanes))), lanes = width / 8 rounded up to a power of two, at most 32: the lanes
+//            of a row, 8 columns each; 256 threads; no shared memory
 // Numerics   f32 sums in a fixed order, one rounding; every element written; memory-bound
 // Edges      width a multiple of 8, at most 256
 #include "common/bf16x8.cuh"
@@ -12,9 +13,10 @@ struct NsaGatesBackwardParams {
   u64 rows, num_heads, width, lanes;
 };
 
-extern "C" __global__ void __launch_bounds__(256) nsa_gates_backward(const bf16* compressed, const bf16* selected, const bf16* window, const bf16* logits,
-                                                                    const float* bias, const bf16* d_out, bf16* d_compressed, bf16* d_selected, bf16* d_window,
-                                                                    bf16* d_logits, float* d_logits_exact, const __grid_constant__ NsaGatesBackwardParams params) {
+extern "C" __global__ void __launch_bounds__(256)
+    nsa_gates_backward(const bf16* compressed, const bf16* selected, const bf16* window, const bf16* logits,
+                       const float* bias, const bf16* d_out, bf16* d_compressed, bf16* d_selected, bf16* d_window,
+                       bf16* d_logits, float* d_logits_exact, const __grid_constant__ NsaGatesBackwardParams params) {
   const u32 lanes = (u32)params.lanes, lane = threadIdx.x % lanes;
   const u64 row = (u64)blockIdx.x * (256 / lanes) + threadIdx.x / lanes, at = row * params.width + lane * 8;
   const bool inside = row < params.rows, mine = inside && lane * 8 < params.width;

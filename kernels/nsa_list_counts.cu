@@ -1,14 +1,19 @@
 // nsa_list_counts: how many queries of each part chose a block; nsa_lists makes lists of them.
-// Math       counts[part, cell] = choices of the part's queries in the cell; a cell of select_size positions holds the first token of at most one block of a document
-// Layout     block_indices i32 [batch, seq_len, num_kv_heads, num_selected]; doc_start i32 [batch, seq_len]; counts i32 [batch, num_kv_heads, parts, num_cells]
+// Math       counts[part, cell] = choices of the part's queries in the cell; a cell of select_size positions holds the
+//            first token of at most one block of a document
+// Layout     block_indices i32 [batch, seq_len, num_kv_heads, num_selected]; doc_start i32 [batch, seq_len]; counts i32
+//            [batch, num_kv_heads, parts, num_cells]
 // Buffers    block_indices, doc_start, counts
 // Defines    none
-// Tiling     grid (parts, num_kv_heads, batch), a part is 256 queries from first_query on; 256 threads; dynamic shared bytes = num_cells * 4
+// Tiling     grid (parts, num_kv_heads, batch), a part is 256 queries from first_query on; 256 threads; dynamic shared
+//            bytes = num_cells * 4
 // Numerics   integers, any order of adding gives the same
 // Edges      indices below 0 are none
 #include "common/nsa_cells.cuh"
 
-extern "C" __global__ void __launch_bounds__(256) nsa_list_counts(const i32* block_indices, const i32* doc_start, i32* counts, const __grid_constant__ NsaCellsParams params) {
+extern "C" __global__ void __launch_bounds__(256)
+    nsa_list_counts(const i32* block_indices, const i32* doc_start, i32* counts,
+                    const __grid_constant__ NsaCellsParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   u32* found = (u32*)shared_memory;
   const Choices choices(block_indices, doc_start, params);

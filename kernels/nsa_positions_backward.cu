@@ -1,10 +1,11 @@
 // nsa_positions_backward: gradients of the learned vectors that nsa_blocks adds, in parts that column_sums adds up.
 // Math       partials[p, w, t, c] = sum over the used rows of part p of dy[w, row, t, c]; empty slots do not count
-// Layout     dy bf16 [2, batch * num_slots * num_kv_heads, columns], columns = size * width; doc_start, doc_end i32 [batch, seq_len]; partials f32 [parts, 2,
-//            columns]; contiguous
+// Layout     dy bf16 [2, batch * num_slots * num_kv_heads, columns], columns = size * width; doc_start, doc_end i32
+//            [batch, seq_len]; partials f32 [parts, 2, columns]; contiguous
 // Buffers    dy, doc_start, doc_end, partials
 // Defines    none
-// Tiling     grid (ceil(columns / 1024), 2, parts): a part takes every parts-th slot of the batch; 128 threads, 8 columns each; no shared memory
+// Tiling     grid (ceil(columns / 1024), 2, parts): a part takes every parts-th slot of the batch; 128 threads, 8
+//            columns each; no shared memory
 // Numerics   f32 sums in a fixed order; every element written; memory-bound
 // Edges      columns a multiple of 8
 #include "common/bf16x8.cuh"
@@ -14,8 +15,9 @@ struct NsaPositionsBackwardParams {
   u64 batch, seq_len, num_kv_heads, columns, size, stride, num_slots;
 };
 
-extern "C" __global__ void __launch_bounds__(128) nsa_positions_backward(const bf16* dy, const i32* doc_start, const i32* doc_end, float* partials,
-                                                                        const __grid_constant__ NsaPositionsBackwardParams params) {
+extern "C" __global__ void __launch_bounds__(128)
+    nsa_positions_backward(const bf16* dy, const i32* doc_start, const i32* doc_end, float* partials,
+                           const __grid_constant__ NsaPositionsBackwardParams params) {
   const u64 column = ((u64)blockIdx.x * 128 + threadIdx.x) * 8, slots = params.batch * params.num_slots;
   if (column >= params.columns) return;
   float sum[8] = {};
@@ -25,7 +27,9 @@ extern "C" __global__ void __launch_bounds__(128) nsa_positions_backward(const b
     if (blocks.start((int)(slot % params.num_slots)) < 0) continue;
     for (u64 head = 0; head < params.num_kv_heads; ++head) {
       float part[8];
-      unpack_bf16x8(load_16_bytes(dy + ((blockIdx.y * slots + slot) * params.num_kv_heads + head) * params.columns + column), part);
+      unpack_bf16x8(
+          load_16_bytes(dy + ((blockIdx.y * slots + slot) * params.num_kv_heads + head) * params.columns + column),
+          part);
 #pragma unroll
       for (int i = 0; i < 8; ++i) sum[i] += part[i];
     }

@@ -1,12 +1,15 @@
 // nsa_selected_combine: joins what a query's chosen blocks gave, in the order of the blocks.
-// Math       GRADIENT 0: o = sum_s w_s part_s / sum_s w_s, w_s = 2^part_lse_s, lse = log sum_s w_s; a query that chose nothing gets o = 0, lse = -inf;
+// Math       GRADIENT 0: o = sum_s w_s part_s / sum_s w_s, w_s = 2^part_lse_s, lse = log sum_s w_s; a query that chose
+//            nothing gets o = 0, lse = -inf;
 //            GRADIENT 1: dq = softmax_scale * sum_s part_s
-// Layout     block_indices i32 [batch, seq_len, num_kv_heads, num_selected], none below 0 and behind the others; parts bf16 [batch, num_kv_heads, num_queries *
-//            num_selected, group, HEAD_DIM], part_lse f32 without HEAD_DIM, of the queries from first_query on; o bf16 [batch, seq_len, num_heads, HEAD_DIM], any token and
-//            batch stride and an element offset, all multiples of 8; lse f32 [batch, num_heads, seq_len]
+// Layout     block_indices i32 [batch, seq_len, num_kv_heads, num_selected], none below 0 and behind the others; parts
+//            bf16 [batch, num_kv_heads, num_queries * num_selected, group, HEAD_DIM], part_lse f32 without HEAD_DIM, of
+//            the queries from first_query on; o bf16 [batch, seq_len, num_heads, HEAD_DIM], any token and batch stride
+//            and an element offset, all multiples of 8; lse f32 [batch, num_heads, seq_len]
 // Buffers    block_indices, parts, (GRADIENT 0: part_lse,) o or dq, (GRADIENT 0: lse)
 // Defines    HEAD_DIM 64|128, GRADIENT 0|1
-// Tiling     grid (ceil(num_queries * num_heads / (2048 / HEAD_DIM)), batch); 256 threads, a lane 8 columns of a row; no shared memory
+// Tiling     grid (ceil(num_queries * num_heads / (2048 / HEAD_DIM)), batch); 256 threads, a lane 8 columns of a row;
+//            no shared memory
 // Numerics   f32 sums in a fixed order, one rounding; every element of these queries written; memory-bound
 // Edges      any num_selected
 #include "common/bf16x8.cuh"
@@ -19,20 +22,25 @@ struct NsaSelectedCombineParams {
   u64 softmax_scale;                       // f32 bits
 };
 
-extern "C" __global__ void __launch_bounds__(256) nsa_selected_combine(const i32* block_indices, const bf16* parts,
+extern "C" __global__ void __launch_bounds__(256)
+    nsa_selected_combine(const i32* block_indices, const bf16* parts,
 #if GRADIENT
-                                                                      bf16* output,
+                         bf16* output,
 #else
-                                                                      const float* part_lse, bf16* output, float* lse,
+                         const float* part_lse, bf16* output, float* lse,
 #endif
-                                                                      const __grid_constant__ NsaSelectedCombineParams params) {
-  const u32 row = blockIdx.x * BLOCK_ROWS + threadIdx.x / LANES, lane = threadIdx.x % LANES, num_heads = (u32)params.num_heads;
-  const u32 in_range = row / num_heads, head = row % num_heads, group = num_heads / (u32)params.num_kv_heads, kv_head = head / group;
+                         const __grid_constant__ NsaSelectedCombineParams params) {
+  const u32 row = blockIdx.x * BLOCK_ROWS + threadIdx.x / LANES, lane = threadIdx.x % LANES,
+            num_heads = (u32)params.num_heads;
+  const u32 in_range = row / num_heads, head = row % num_heads, group = num_heads / (u32)params.num_kv_heads,
+            kv_head = head / group;
   const u64 query = params.first_query + in_range;
   const bool inside = in_range < (u32)params.num_queries && query < params.seq_len;
   const int most = inside ? (int)params.num_selected : 0;
-  const i32* chosen = block_indices + ((blockIdx.y * params.seq_len + query) * params.num_kv_heads + kv_head) * params.num_selected;
-  const u64 choice = (((u64)blockIdx.y * params.num_kv_heads + kv_head) * params.num_queries + in_range) * params.num_selected;
+  const i32* chosen =
+      block_indices + ((blockIdx.y * params.seq_len + query) * params.num_kv_heads + kv_head) * params.num_selected;
+  const u64 choice =
+      (((u64)blockIdx.y * params.num_kv_heads + kv_head) * params.num_queries + in_range) * params.num_selected;
   const u64 first = choice * group + head % group;  // of the parts; the next one is `group` further
 
   // How many blocks the query chose, and the largest of their sums: a lane looks at every LANES-th.
@@ -77,9 +85,13 @@ extern "C" __global__ void __launch_bounds__(256) nsa_selected_combine(const i32
   const float factor = f32_word(params.softmax_scale);
 #else
   const float factor = count > 0 ? 1.0f / total : 0.0f;
-  if (lane == 0) lse[(blockIdx.y * params.num_heads + head) * params.seq_len + query] = count > 0 ? (largest + log2f(total)) * LN_2 : -INFINITY_F32;
+  if (lane == 0)
+    lse[(blockIdx.y * params.num_heads + head) * params.seq_len + query] =
+        count > 0 ? (largest + log2f(total)) * LN_2 : -INFINITY_F32;
 #endif
 #pragma unroll
   for (int i = 0; i < 8; ++i) sum[i] *= factor;
-  store_16_bytes(output + params.offset + blockIdx.y * params.batch_stride + query * params.token_stride + (u64)head * HEAD_DIM + lane * 8, pack_bf16x8(sum));
+  store_16_bytes(output + params.offset + blockIdx.y * params.batch_stride + query * params.token_stride +
+                     (u64)head * HEAD_DIM + lane * 8,
+                 pack_bf16x8(sum));
 }

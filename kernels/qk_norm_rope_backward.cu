@@ -1,13 +1,14 @@
-// qk_norm_rope_backward: gradients of qk_norm_rope_forward; those of the weights as one partial sum a block, which column_sums adds up.
-// Math       g = the inverse rotation of dy; n = x r, r = 1 / sqrt(mean(x^2) + epsilon): dx = r (g w - n mean(g w n)); dweight = sum of g n
-//            over tokens and heads; the values' gradient is copied (COPY_V)
-// Layout     qkv (the forward's input), dy, dqkv bf16 [tokens, num_heads + 2 num_kv_heads, HEAD_DIM], heads contiguous, tokens in_stride,
-//            dy_stride and out_stride apart (multiples of 8); weights, positions and tables as in the forward; partials f32 [gridDim.x,
-//            2 HEAD_DIM], the q weight's columns first
+// qk_norm_rope_backward: gradients of qk_norm_rope_forward; those of the weights as one partial sum a block, which
+// column_sums adds up.
+// Math       g = the inverse rotation of dy; n = x r, r = 1 / sqrt(mean(x^2) + epsilon): dx = r (g w - n mean(g w n));
+//            dweight = sum of g n over tokens and heads; the values' gradient is copied (COPY_V)
+// Layout     qkv (the forward's input), dy, dqkv bf16 [tokens, num_heads + 2 num_kv_heads, HEAD_DIM], heads contiguous,
+//            tokens in_stride, dy_stride and out_stride apart (multiples of 8); weights, positions and tables as in the
+//            forward; partials f32 [gridDim.x, 2 HEAD_DIM], the q weight's columns first
 // Buffers    qkv, q_weight, k_weight, positions, cos, sin, dy, dqkv, partials; dqkv may be dy (then COPY_V 0)
 // Defines    HEAD_DIM, COPY_V (1)
-// Tiling     grid (any number of blocks, fixed by the wrapper); 256 threads; warp w of block b takes tokens 8 b + w and on in strides of
-//            the grid
+// Tiling     grid (any number of blocks, fixed by the wrapper); 256 threads; warp w of block b takes tokens 8 b + w and
+//            on in strides of the grid
 // Numerics   f32 sums in a fixed order, which the grid is part of; memory-bound, each input is read once
 // Edges      as in the forward
 #include "common/fixed_sum.cuh"
@@ -19,7 +20,9 @@
 
 constexpr int NUM_WARPS = 8;
 
-struct QkNormRopeBackwardParams { u64 tokens, num_heads, num_kv_heads, in_stride, dy_stride, out_stride, max_positions, table_stride, epsilon; };
+struct QkNormRopeBackwardParams {
+  u64 tokens, num_heads, num_kv_heads, in_stride, dy_stride, out_stride, max_positions, table_stride, epsilon;
+};
 
 constexpr int BATCH = 4;  // heads of a lane on their way at once
 
@@ -48,8 +51,8 @@ struct HeadBatch {
   }
 
   // Unrotates and passes back through the norm; all heads have one weight, whose gradient is added to `dweight`.
-  DEVICE void finish(const Token& token, int base, int end, const HeadWords& weight, const HeadColumns& angles, HeadColumns& dweight,
-                     float epsilon) const {
+  DEVICE void finish(const Token& token, int base, int end, const HeadWords& weight, const HeadColumns& angles,
+                     HeadColumns& dweight, float epsilon) const {
     const HeadColumns factors = weight.columns();
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
@@ -98,7 +101,8 @@ DEVICE void store_weight_sums(HeadColumns& sums, float (*shared)[HEAD_DIM], floa
   __syncthreads();  // the sums of the weight before have been read
   if (lane < LANES) {
 #pragma unroll
-    for (int i = 0; i < LANE_COLUMNS; i++) shared[warp][column + i] = sums.low[i], shared[warp][HALF + column + i] = sums.high[i];
+    for (int i = 0; i < LANE_COLUMNS; i++)
+      shared[warp][column + i] = sums.low[i], shared[warp][HALF + column + i] = sums.high[i];
   }
   __syncthreads();  // every warp's sums must be there
   for (int at = threadIdx.x; at < HEAD_DIM; at += NUM_WARPS * 32) {
@@ -110,8 +114,9 @@ DEVICE void store_weight_sums(HeadColumns& sums, float (*shared)[HEAD_DIM], floa
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
-qk_norm_rope_backward(const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const i32* positions, const float* cos, const float* sin,
-                      const bf16* dy, bf16* dqkv, float* partials, const __grid_constant__ QkNormRopeBackwardParams params) {
+    qk_norm_rope_backward(const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const i32* positions,
+                          const float* cos, const float* sin, const bf16* dy, bf16* dqkv, float* partials,
+                          const __grid_constant__ QkNormRopeBackwardParams params) {
   __shared__ __align__(16) float shared[NUM_WARPS][HEAD_DIM];
   const int lane = threadIdx.x & 31, column = lane % GROUP * LANE_COLUMNS;
   const int num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;

@@ -1,13 +1,15 @@
 // qk_norm_rope_forward: per-head RMSNorm of queries and keys, then rotary positions, on a packed tensor.
-// Math       n = x / sqrt(mean(x^2) + epsilon) weight; y[i] = n[i] cos - n[i + d/2] sin; y[i + d/2] = n[i + d/2] cos + n[i] sin (Qwen3;
+// Math       n = x / sqrt(mean(x^2) + epsilon) weight; y[i] = n[i] cos - n[i + d/2] sin; y[i + d/2] = n[i + d/2] cos +
+//            n[i] sin (Qwen3;
 //            arXiv:2104.09864 in the rotate-half form); values are copied (COPY_V)
-// Layout     qkv, out bf16 [tokens, num_heads + 2 num_kv_heads, HEAD_DIM], heads contiguous, tokens in_stride and out_stride apart
-//            (multiples of 8); q_weight, k_weight bf16 [HEAD_DIM]; positions i32 [tokens]; cos, sin f32 [max_positions,
-//            HEAD_DIM / 2], rows table_stride apart (a multiple of 4)
+// Layout     qkv, out bf16 [tokens, num_heads + 2 num_kv_heads, HEAD_DIM], heads contiguous, tokens in_stride and
+//            out_stride apart (multiples of 8); q_weight, k_weight bf16 [HEAD_DIM]; positions i32 [tokens]; cos, sin
+//            f32 [max_positions, HEAD_DIM / 2], rows table_stride apart (a multiple of 4)
 // Buffers    qkv, q_weight, k_weight, positions, cos, sin, out; out may be qkv (then COPY_V 0)
 // Defines    HEAD_DIM, COPY_V (1)
 // Tiling     grid (ceil(tokens / 8)); 256 threads; a warp takes a token, a group of lanes a head; no shared memory
-// Numerics   f32 inside, one rounding at the store; memory-bound, each input is read once; a position past the tables counts as the last
+// Numerics   f32 inside, one rounding at the store; memory-bound, each input is read once; a position past the tables
+//            counts as the last
 // Edges      heads that do not fill a warp leave lanes idle; HEAD_DIM 48, 96, 192 leave lanes of each group idle
 #include "common/fixed_sum.cuh"
 #include "common/rotary_head.cuh"
@@ -18,7 +20,9 @@
 
 constexpr int NUM_WARPS = 8;
 
-struct QkNormRopeForwardParams { u64 tokens, num_heads, num_kv_heads, in_stride, out_stride, max_positions, table_stride, epsilon; };
+struct QkNormRopeForwardParams {
+  u64 tokens, num_heads, num_kv_heads, in_stride, out_stride, max_positions, table_stride, epsilon;
+};
 
 constexpr int BATCH = 4;  // heads of a lane on their way at once
 
@@ -34,8 +38,9 @@ DEVICE HeadWords selected(bool first, const HeadWords& a, const HeadWords& b) {
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
-qk_norm_rope_forward(const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const i32* positions, const float* cos, const float* sin,
-                     bf16* out, const __grid_constant__ QkNormRopeForwardParams params) {
+    qk_norm_rope_forward(const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const i32* positions,
+                         const float* cos, const float* sin, bf16* out,
+                         const __grid_constant__ QkNormRopeForwardParams params) {
   const int lane = threadIdx.x & 31, column = lane % GROUP * LANE_COLUMNS;
   const u64 token = (u64)blockIdx.x * NUM_WARPS + (threadIdx.x >> 5);
   if (token >= params.tokens) return;
@@ -52,7 +57,8 @@ qk_norm_rope_forward(const bf16* qkv, const bf16* q_weight, const bf16* k_weight
   HeadWords q_words = {}, k_words = {};
 #pragma unroll 1
   for (int base = 0; base < num_normed; base += BATCH * HEADS_PER_WARP) {
-    // Load the heads; the angles' address comes from memory too, and waiting for it must not keep the heads from being asked for.
+    // Load the heads; the angles' address comes from memory too, and waiting for it must not keep the heads from being
+    // asked for.
     HeadWords words[BATCH] = {};
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {

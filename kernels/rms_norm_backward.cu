@@ -1,15 +1,18 @@
-// rms_norm_backward: gradients of rms_norm_forward; the weight's as one partial sum a block, which column_sums adds up. Its output once
-// more where a product's weight gradient wants it.
-// Math       r = 1 / sqrt(mean(s^2) + epsilon), n = s r, g = dy weight: ds = r (g - n mean(g n)) [+ d_residual]; dweight = sum over rows of dy n; y = n weight
-// Layout     x (the normalised input s), dy, d_residual bf16 [rows, width], rows x_stride, dy_stride and d_residual_stride apart; weight
-//            bf16 [width]; dx, y bf16 [rows, width] contiguous; partials f32 [gridDim.x, width]; width and strides
-//            multiples of 8
-// Buffers    x, weight, dy, d_residual (HAS_RESIDUAL), dx, partials, y (HAS_OUTPUT); dx may be dy or d_residual, y may be dy if dx is not
-// Defines    HAS_OUTPUT (0), HAS_RESIDUAL (0): d_residual is the gradient that reaches s beside this norm, WARPS_PER_ROW (1, 2, 4, 8, 16: width up to 512
-//            times that)
-// Tiling     grid (any number of blocks, fixed by the wrapper); 512 threads; block b takes rows b ROWS .. and on in strides of the grid; a row
-//            is two chunks a lane, so that registers leave room for many rows on their way
-// Numerics   f32 sums in a fixed order, which the grid is part of; writes every element of dx, partials and y; memory-bound
+// rms_norm_backward: gradients of rms_norm_forward; the weight's as one partial sum a block, which column_sums adds up.
+// Its output once more where a product's weight gradient wants it.
+// Math       r = 1 / sqrt(mean(s^2) + epsilon), n = s r, g = dy weight: ds = r (g - n mean(g n)) [+ d_residual];
+//            dweight = sum over rows of dy n; y = n weight
+// Layout     x (the normalised input s), dy, d_residual bf16 [rows, width], rows x_stride, dy_stride and
+//            d_residual_stride apart; weight bf16 [width]; dx, y bf16 [rows, width] contiguous; partials f32
+//            [gridDim.x, width]; width and strides multiples of 8
+// Buffers    x, weight, dy, d_residual (HAS_RESIDUAL), dx, partials, y (HAS_OUTPUT); dx may be dy or d_residual, y may
+//            be dy if dx is not
+// Defines    HAS_OUTPUT (0), HAS_RESIDUAL (0): d_residual is the gradient that reaches s beside this norm,
+//            WARPS_PER_ROW (1, 2, 4, 8, 16: width up to 512 times that)
+// Tiling     grid (any number of blocks, fixed by the wrapper); 512 threads; block b takes rows b ROWS .. and on in
+//            strides of the grid; a row is two chunks a lane, so that registers leave room for many rows on their way
+// Numerics   f32 sums in a fixed order, which the grid is part of; writes every element of dx, partials and y;
+//            memory-bound
 // Edges      the last rows may be missing; lanes past the width hold nothing
 #include "common/async_copy.cuh"
 #include "common/bf16x8.cuh"
@@ -59,8 +62,8 @@ DEVICE void row_sums(float& a, float& b, float2* shared, int row_in_block) {
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
-rms_norm_backward(const bf16* x, const bf16* weight, const bf16* dy, RESIDUAL_BUFFER bf16* dx, float* partials, OUTPUT_BUFFER
-                  const __grid_constant__ RmsNormBackwardParams params) {
+    rms_norm_backward(const bf16* x, const bf16* weight, const bf16* dy, RESIDUAL_BUFFER bf16* dx, float* partials,
+                      OUTPUT_BUFFER const __grid_constant__ RmsNormBackwardParams params) {
   __shared__ float2 shared[2][NUM_WARPS];
   __shared__ float4 weight_sums[ROWS > 1 ? MAX_WIDTH / 4 : 1];
   const int num_chunks = (int)(params.width / 8), first = first_chunk(), row_in_block = threadIdx.x / CHUNK_STEP;

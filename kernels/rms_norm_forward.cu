@@ -1,12 +1,13 @@
 // rms_norm_forward: RMSNorm of rows, with the residual stream's addition in front of it.
-// Math       s = x + residual (HAS_RESIDUAL, else s = x); r = 1 / sqrt(mean(s^2) + epsilon); y = s r weight  (arXiv:1910.07467, eq. 4)
-// Layout     x, residual bf16 [rows, width], rows x_stride and residual_stride apart; sum, y bf16 [rows, width] contiguous; weight
-//            bf16 [width]; width and strides multiples of 8
+// Math       s = x + residual (HAS_RESIDUAL, else s = x); r = 1 / sqrt(mean(s^2) + epsilon); y = s r weight
+//            (arXiv:1910.07467, eq. 4)
+// Layout     x, residual bf16 [rows, width], rows x_stride and residual_stride apart; sum, y bf16 [rows, width]
+//            contiguous; weight bf16 [width]; width and strides multiples of 8
 // Buffers    x, residual and sum (HAS_RESIDUAL), weight, y
 // Defines    HAS_RESIDUAL (0), WARPS_PER_ROW (1: width up to 2048, 4: up to 8192)
 // Tiling     grid (ceil(rows / (8 / WARPS_PER_ROW))); 256 threads; a row stays in registers between its two uses
-// Numerics   f32 sums in a fixed order; the norm is that of the rounded sum, which is what the backward pass reads; writes every
-//            element of its outputs; memory-bound, each input is read once
+// Numerics   f32 sums in a fixed order; the norm is that of the rounded sum, which is what the backward pass reads;
+//            writes every element of its outputs; memory-bound, each input is read once
 // Edges      the last block may have fewer rows; lanes past the width hold nothing
 #include "common/bf16x8.cuh"
 #include "common/fixed_sum.cuh"
@@ -28,7 +29,8 @@ struct RmsNormForwardParams { u64 rows, width, x_stride, residual_stride, epsilo
 #endif
 
 extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
-rms_norm_forward(const bf16* x, RESIDUAL_BUFFERS const bf16* weight, bf16* y, const __grid_constant__ RmsNormForwardParams params) {
+    rms_norm_forward(const bf16* x, RESIDUAL_BUFFERS const bf16* weight, bf16* y,
+                     const __grid_constant__ RmsNormForwardParams params) {
   __shared__ float shared[NUM_WARPS];
   const u64 row = (u64)blockIdx.x * ROWS + threadIdx.x / CHUNK_STEP;
   const bool exists = row < params.rows;

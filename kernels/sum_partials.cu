@@ -1,6 +1,7 @@
 // sum_partials: first half of a sum in a fixed order: one partial sum for each 65536 elements, whatever the device.
 // Math       partials[first_partial + b] = sum over the block's elements of x (SQUARE 0) or x^2 (SQUARE 1)
-// Layout     x f32, or bf16 (IS_BF16), [num_elements] contiguous, 16-byte aligned; partials f32, with room behind first_partial
+// Layout     x f32, or bf16 (IS_BF16), [num_elements] contiguous, 16-byte aligned; partials f32, with room behind
+//            first_partial
 // Buffers    x, partials
 // Defines    SQUARE (1), IS_BF16 (0)
 // Tiling     grid (ceil(num_elements / 65536)); 256 threads; 16-byte loads, eight at once
@@ -40,7 +41,8 @@ DEVICE float sum_words(const uint4& words) {
   for (int i = 0; i < 8; i++) sum += term(values[i]);
   return sum;
 #else
-  return term(__uint_as_float(words.x)) + term(__uint_as_float(words.y)) + term(__uint_as_float(words.z)) + term(__uint_as_float(words.w));
+  return term(__uint_as_float(words.x)) + term(__uint_as_float(words.y)) + term(__uint_as_float(words.z)) +
+         term(__uint_as_float(words.w));
 #endif
 }
 
@@ -56,10 +58,12 @@ sum_partials(const element* x, float* partials, const __grid_constant__ SumParti
   float sum = 0.f;
   if (count == BLOCK_ELEMENTS) {
 #pragma unroll 8
-    for (int round = 0; round < ROUNDS; round++) sum += sum_words(load_16_bytes(from + (round * NUM_THREADS + threadIdx.x) * VECTOR));
+    for (int round = 0; round < ROUNDS; round++)
+      sum += sum_words(load_16_bytes(from + (round * NUM_THREADS + threadIdx.x) * VECTOR));
   } else {
 #pragma unroll 4
-    for (int at = threadIdx.x * VECTOR; at + VECTOR <= count; at += NUM_THREADS * VECTOR) sum += sum_words(load_16_bytes(from + at));
+    for (int at = threadIdx.x * VECTOR; at + VECTOR <= count; at += NUM_THREADS * VECTOR)
+      sum += sum_words(load_16_bytes(from + at));
     const int tail = count / VECTOR * VECTOR + (int)threadIdx.x;
     if (tail < count) sum += term(to_f32(from[tail]));
   }

@@ -1,10 +1,16 @@
 // swiglu_backward: gradient of swiglu_forward, and its output once more where a product's weight gradient wants it.
-// Math       s = sigmoid(g); dg = dy * u * s * (1 + g * (1 - s)); du = dy * g * s  (derivative of arXiv:2002.05202, eq. 5); y as the forward
-// Layout     gate_up [rows, 2*d_ff], rows row_stride elements apart; dy [rows, d_ff], rows dy_stride apart; dgate_up [rows, 2*d_ff] contiguous, gate columns first; y [rows, d_ff] contiguous; all bf16 or all f32
-// Buffers    gate_up, dy, dgate_up, y (HAS_OUTPUT); dgate_up may be gate_up, y may be dy: a thread reads its columns before it writes them
-// Defines    HAS_OUTPUT (0),   IS_BF16 (1: bf16, 0: f32), VECTOR (elements a thread loads at once: 8 bf16 or 4 f32, or 1 when a size is no multiple) (set by sieve-kernels/src/step/swiglu_backward.rs)
-// Tiling     grid (rows, ceil(d_ff / (256*VECTOR))); 256 threads; a thread owns VECTOR neighbouring columns of one row; no shared memory
-// Numerics   f32 inside, one rounding at each store; writes every element of dgate_up and y, accumulates into nothing; memory-bound, each input is read once
+// Math       s = sigmoid(g); dg = dy * u * s * (1 + g * (1 - s)); du = dy * g * s  (derivative of arXiv:2002.05202, eq.
+//            5); y as the forward
+// Layout     gate_up [rows, 2*d_ff], rows row_stride elements apart; dy [rows, d_ff], rows dy_stride apart; dgate_up
+//            [rows, 2*d_ff] contiguous, gate columns first; y [rows, d_ff] contiguous; all bf16 or all f32
+// Buffers    gate_up, dy, dgate_up, y (HAS_OUTPUT); dgate_up may be gate_up, y may be dy: a thread reads its columns
+//            before it writes them
+// Defines    HAS_OUTPUT (0),   IS_BF16 (1: bf16, 0: f32), VECTOR (elements a thread loads at once: 8 bf16 or 4 f32, or
+//            1 when a size is no multiple) (set by sieve-kernels/src/step/swiglu_backward.rs)
+// Tiling     grid (rows, ceil(d_ff / (256*VECTOR))); 256 threads; a thread owns VECTOR neighbouring columns of one row;
+//            no shared memory
+// Numerics   f32 inside, one rounding at each store; writes every element of dgate_up and y, accumulates into nothing;
+//            memory-bound, each input is read once
 // Edges      the last block of columns may be short; rows = 0 or d_ff = 0 is refused by the wrapper
 #include "common/row_vector.cuh"
 
@@ -20,7 +26,8 @@
 struct SwigluBackwardParams { u64 d_ff, row_stride, dy_stride; };
 
 extern "C" __global__ void __launch_bounds__(256)
-swiglu_backward(const element* gate_up, const element* dy, element* dgate_up, OUTPUT_BUFFER const __grid_constant__ SwigluBackwardParams params) {
+    swiglu_backward(const element* gate_up, const element* dy, element* dgate_up,
+                    OUTPUT_BUFFER const __grid_constant__ SwigluBackwardParams params) {
   const u64 row = blockIdx.x;
   const u64 column = (u64(blockIdx.y) * 256 + threadIdx.x) * VECTOR;
   if (column >= params.d_ff) return;

@@ -1,5 +1,6 @@
 // add_rows: adds a block's gradients of keys to f32 sums in memory.
-// Defines    as attention_backward.cuh; DETERMINISTIC 0|1: with 1 without atomics, for a launch in which no other block adds to the same keys
+// Defines    as attention_backward.cuh; DETERMINISTIC 0|1: with 1 without atomics, for a launch in which no other block
+//            adds to the same keys
 #pragma once
 #include "common/attention_backward.cuh"
 
@@ -28,7 +29,8 @@ DEVICE void add_rows(float* to, const float (&sums)[2][2 * HALF_PAIRS][4], const
 #pragma unroll
       for (int n = 0; n < HALF_PAIRS; ++n) {
         if (half * HALF_PAIRS + n >= ROW / 16) break;
-        add_f32x4(row + n * 16, sums[m][2 * n][2 * h], sums[m][2 * n][2 * h + 1], sums[m][2 * n + 1][2 * h], sums[m][2 * n + 1][2 * h + 1]);
+        add_f32x4(row + n * 16, sums[m][2 * n][2 * h], sums[m][2 * n][2 * h + 1], sums[m][2 * n + 1][2 * h],
+                  sums[m][2 * n + 1][2 * h + 1]);
       }
     }
 }

@@ -5,7 +5,8 @@
 // The address of a shared memory object as cp.async and ldmatrix take it.
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
-// Copies 16 bytes past L1; the last 16 - `bytes` of them arrive as zeros (`bytes` = 0 reads nothing). Both addresses are multiples of 16.
+// Copies 16 bytes past L1; the last 16 - `bytes` of them arrive as zeros (`bytes` = 0 reads nothing). Both addresses
+// are multiples of 16.
 DEVICE void copy_async_16(u32 shared, const void* global, u32 bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
@@ -19,11 +20,12 @@ DEVICE void copy_async_4(u32 shared, const void* global, u32 bytes) {
 }
 // Closes this thread's group of copies; a group may be empty.
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most PENDING of this thread's newest groups are under way. Other threads' copies need a barrier after it.
+// Waits until at most PENDING of this thread's newest groups are under way. Other threads' copies need a barrier after
+// it.
 template <int PENDING>
 DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
-// Hide where an address came from. Without it the compiler keeps everything it can derive from one (the address of every row of a tile, every
-// swizzled chunk) in registers across the main loop, and spills.
+// Hide where an address came from. Without it the compiler keeps everything it can derive from one (the address of
+// every row of a tile, every swizzled chunk) in registers across the main loop, and spills.
 DEVICE const void* opaque(const void* pointer) {
   asm volatile("" : "+l"(pointer));
   return pointer;
@@ -34,4 +36,6 @@ DEVICE u32 opaque(u32 address) {
 }
 
 // A barrier among `threads` threads (whole warps) of the block, number 1 .. 15; it orders their shared memory accesses.
-DEVICE void barrier_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+DEVICE void barrier_sync(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}

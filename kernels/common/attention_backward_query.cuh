@@ -1,6 +1,8 @@
-// attention_backward_query: dq of one tile of queries, summed over the keys it sees in the order of its stream: no atomics.
+// attention_backward_query: dq of one tile of queries, summed over the keys it sees in the order of its stream: no
+// atomics.
 // Used by attention_backward_query.cu and dma_attention_backward_query.cu, which document the interface.
-// Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (a warp owns 16 rows), BLOCK_KV, NUM_STAGES, MIN_BLOCKS; HEADS_PER_TILE; HAS_BIAS; GATHER
+// Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (a warp owns 16 rows), BLOCK_KV, NUM_STAGES, MIN_BLOCKS; HEADS_PER_TILE;
+//            HAS_BIAS; GATHER
 #pragma once
 #include "common/query_tile.cuh"
 
@@ -13,10 +15,12 @@ struct BackwardQueries {
   float softmax_scale;
 };
 
-static_assert(BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2 + KV_STREAM_BYTES <= 227 * 1024, "no device gives a block more shared memory");
+static_assert(BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2 + KV_STREAM_BYTES <= 227 * 1024,
+              "no device gives a block more shared memory");
 static_assert(WARP_ROWS == 16, "one row tile a warp: scores and their gradients stand in registers together");
 
-DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQueries& back, KvStream& stream, unsigned char* memory) {
+DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQueries& back, KvStream& stream,
+                                          unsigned char* memory) {
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int warp_row = warp * 16;
   const u32 q_lane = shared_address(memory) + warp_row * KTile::ROW_BYTES;
@@ -24,7 +28,8 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
 
   copy_query_rows<HEAD_DIM>(tile, shared_address(memory), tile.q, tile.q_stride);
   copy_query_rows<HEAD_DIM_V>(tile, shared_address(memory) + BLOCK_Q * HEAD_DIM * 2,
-                              back.d_out + ((u64)tile.batch * tile.seq_len * tile.num_heads + tile.head) * HEAD_DIM_V, (u32)tile.num_heads * HEAD_DIM_V);
+                              back.d_out + ((u64)tile.batch * tile.seq_len * tile.num_heads + tile.head) * HEAD_DIM_V,
+                              (u32)tile.num_heads * HEAD_DIM_V);
   stream.start();
 
   const WarpQueries queries = warp_queries(tile, warp_row);
@@ -36,7 +41,8 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
   for (int h = 0; h < 2; ++h) {
     const int row = warp_row + h * 8 + g, query = row_query(tile, row);
     float2 stat = {INFINITY_F32, 0.0f};
-    if (query < tile.end_query) stat = back.stats[((u64)tile.batch * tile.num_heads + tile.head + row_head(row)) * back.padded_len + query];
+    if (query < tile.end_query)
+      stat = back.stats[((u64)tile.batch * tile.num_heads + tile.head + row_head(row)) * back.padded_len + query];
     lse[h] = stat.x;
     dot[h] = stat.y;
 #if HAS_BIAS
@@ -44,7 +50,8 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
 #endif
   }
   const u32 k_rows = KTile::offset(lane % 16, lane / 16);
-  const u32 k_columns = KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2), v_columns = VTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const u32 k_columns = KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2),
+            v_columns = VTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   u32 q_at = q_lane + k_rows, do_at = do_lane + VTile::offset(lane % 16, lane / 16);
   float dq[HEAD_DIM / 8][4] = {};
 
@@ -121,12 +128,14 @@ DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQ
   for (int n = 0; n < HEAD_DIM / 8; ++n)
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      store_shared_32(q_lane + KTile::offset(h * 8 + g, n) + t * 4, pack_bf16(dq[n][2 * h] * back.softmax_scale, dq[n][2 * h + 1] * back.softmax_scale));
+      store_shared_32(q_lane + KTile::offset(h * 8 + g, n) + t * 4,
+                      pack_bf16(dq[n][2 * h] * back.softmax_scale, dq[n][2 * h + 1] * back.softmax_scale));
   __syncwarp();
 #pragma unroll
   for (int at = lane; at < HEAD_DIM * 2; at += 32) {
     const int row = at / (HEAD_DIM / 8), chunk = at % (HEAD_DIM / 8), query = row_query(tile, warp_row + row);
     if (query < tile.end_query)
-      *(uint4*)(back.dq + (u64)query * back.dq_stride + row_head(warp_row + row) * HEAD_DIM + chunk * 8) = load_shared_128(q_lane + KTile::offset(row, chunk));
+      *(uint4*)(back.dq + (u64)query * back.dq_stride + row_head(warp_row + row) * HEAD_DIM + chunk * 8) =
+          load_shared_128(q_lane + KTile::offset(row, chunk));
   }
 }

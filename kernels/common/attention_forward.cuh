@@ -1,6 +1,9 @@
-// attention_forward: one tile of queries against the keys it sees, with the softmax kept online (arXiv:2205.14135, arXiv:2307.08691).
-// Used by attention_forward.cu (dense, sliding window) and dma_attention_forward.cu (gathered lists), which document the interface.
-// Defines    HEAD_DIM, HEAD_DIM_V; WARP_ROWS rows a warp (16 or 32), NUM_WARPS, BLOCK_KV keys a tile, NUM_STAGES, MIN_BLOCKS per SM;
+// attention_forward: one tile of queries against the keys it sees, with the softmax kept online (arXiv:2205.14135,
+// arXiv:2307.08691).
+// Used by attention_forward.cu (dense, sliding window) and dma_attention_forward.cu (gathered lists), which document
+// the interface.
+// Defines    HEAD_DIM, HEAD_DIM_V; WARP_ROWS rows a warp (16 or 32), NUM_WARPS, BLOCK_KV keys a tile, NUM_STAGES,
+//            MIN_BLOCKS per SM;
 //            HEADS_PER_TILE query heads of a group share a tile; Q_IN_REGISTERS; HAS_BIAS; GATHER
 #pragma once
 #include "common/query_tile.cuh"
@@ -12,13 +15,16 @@
 constexpr int KEY_TILES = BLOCK_KV / 8;
 constexpr int VALUE_TILES = HEAD_DIM_V / 8;
 constexpr int Q_TILE_BYTES = BLOCK_Q * HEAD_DIM * 2;
-static_assert(Q_TILE_BYTES + KV_STREAM_BYTES <= 227 * 1024, "no device gives a block more shared memory; the caller checks its own limit");
+static_assert(Q_TILE_BYTES + KV_STREAM_BYTES <= 227 * 1024,
+              "no device gives a block more shared memory; the caller checks its own limit");
 static_assert(HEAD_DIM_V <= HEAD_DIM, "the output tile is staged where the queries were");
 
-// The online softmax keeps its reference maximum until a row outgrows it by this many powers of two; exp2 then stays below 2^8.
+// The online softmax keeps its reference maximum until a row outgrows it by this many powers of two; exp2 then stays
+// below 2^8.
 constexpr float RESCALE_AT = 8.0f;
-// "Nothing seen yet": finite, so that no infinity is subtracted from another. With a bias also above all scores of keys that do not count: a row's largest
-// logit is at least the q . k of its largest bias, and the exponent of a score of -2^60 is a rounding error of that size.
+// "Nothing seen yet": finite, so that no infinity is subtracted from another. With a bias also above all scores of keys
+// that do not count: a row's largest logit is at least the q . k of its largest bias, and the exponent of a score of
+// -2^60 is a rounding error of that size.
 constexpr float NO_MAXIMUM = HAS_BIAS ? -16777216.0f : -3.0e38f;
 
 struct ForwardOutput {
@@ -26,7 +32,8 @@ struct ForwardOutput {
   float* lse;  // [batch, num_heads, seq_len]
 };
 
-DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& out, KvStream& stream, unsigned char* q_memory) {
+DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& out, KvStream& stream,
+                                   unsigned char* q_memory) {
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int warp_row = warp * WARP_ROWS;
   const u32 q_shared = shared_address(q_memory);
@@ -78,10 +85,12 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
     float score[ROW_TILES][KEY_TILES][4] = {};
 #endif
     // Fragment addresses: A and transposed B rows go by lane % 16, B rows by the 8-lane groups (0, 0, 1, 1).
-    const int thread = (int)opaque(threadIdx.x), lane = thread % 32;  // offsets by lane are worked out anew: kept, they would not fit into registers
+    // offsets by lane are worked out anew: kept, they would not fit into registers
+    const int thread = (int)opaque(threadIdx.x), lane = thread % 32;
     const u32 k_at = stream.k_slot(stream.slot) + KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #if !Q_IN_REGISTERS
-    const u32 q_rows = q_shared + (u32)(thread / 32 * WARP_ROWS) * KTile::ROW_BYTES + KTile::offset(lane % 16, lane / 16);
+    const u32 q_rows =
+        q_shared + (u32)(thread / 32 * WARP_ROWS) * KTile::ROW_BYTES + KTile::offset(lane % 16, lane / 16);
 #endif
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
@@ -145,7 +154,8 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
       }
     }
 
-    // Weigh and accumulate, 16 keys a step: P = 2^(S - maximum), O += P V. The exponentials of a step overlap the products of the last.
+    // Weigh and accumulate, 16 keys a step: P = 2^(S - maximum), O += P V. The exponentials of a step overlap the
+    // products of the last.
     const u32 v_at = stream.v_slot(stream.slot) + VTile::offset(lane % 16, lane / 16);
 #pragma unroll
     for (int step = 0; step < BLOCK_KV / 16; ++step) {
@@ -191,10 +201,12 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
     const int row = m * 16 + h * 8 + g;
     const int query = row_query(tile, warp_row + row);
     if (t == 0 && query < tile.end_query)
-      out.lse[((u64)tile.batch * tile.num_heads + tile.head + row_head(warp_row + row)) * tile.seq_len + query] = sum > 0.0f ? maximum[m][h] * LN_2 + logf(sum) : -INFINITY_F32;
+      out.lse[((u64)tile.batch * tile.num_heads + tile.head + row_head(warp_row + row)) * tile.seq_len + query] =
+          sum > 0.0f ? maximum[m][h] * LN_2 + logf(sum) : -INFINITY_F32;
 #pragma unroll
     for (int n = 0; n < VALUE_TILES; ++n)
-      store_shared_32(q_lane + VTile::offset(row, n) + t * 4, pack_bf16(output[m][n][2 * h] * inverse, output[m][n][2 * h + 1] * inverse));
+      store_shared_32(q_lane + VTile::offset(row, n) + t * 4,
+                      pack_bf16(output[m][n][2 * h] * inverse, output[m][n][2 * h + 1] * inverse));
   }
   __syncwarp();
 #pragma unroll
@@ -202,7 +214,9 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
     const int row = at / (HEAD_DIM_V / 8), chunk = at % (HEAD_DIM_V / 8);
     const int query = row_query(tile, warp_row + row);
     if (query < tile.end_query)
-      *(uint4*)(out.o + (((u64)tile.batch * tile.seq_len + query) * tile.num_heads + tile.head + row_head(warp_row + row)) * HEAD_DIM_V + chunk * 8) =
-          load_shared_128(q_lane + VTile::offset(row, chunk));
+      *(uint4*)(out.o +
+                (((u64)tile.batch * tile.seq_len + query) * tile.num_heads + tile.head + row_head(warp_row + row)) *
+                    HEAD_DIM_V +
+                chunk * 8) = load_shared_128(q_lane + VTile::offset(row, chunk));
   }
 }

@@ -1,7 +1,7 @@
 // attention_row_sums: for each query of a tile, sum_j P_ij (do_i . v_j) over the keys it sees.
 // Used by attention_row_sums.cu and dma_attention_row_sums.cu, which document the interface.
-// Defines    HEAD_DIM, HEAD_DIM_V; WARP_ROWS rows a warp (16 or 32), NUM_WARPS, BLOCK_KV, NUM_STAGES, MIN_BLOCKS; Q_IN_REGISTERS (queries and
-//            output gradients); HEADS_PER_TILE; HAS_BIAS; GATHER
+// Defines    HEAD_DIM, HEAD_DIM_V; WARP_ROWS rows a warp (16 or 32), NUM_WARPS, BLOCK_KV, NUM_STAGES, MIN_BLOCKS;
+//            Q_IN_REGISTERS (queries and output gradients); HEADS_PER_TILE; HAS_BIAS; GATHER
 #pragma once
 #include "common/query_tile.cuh"
 
@@ -10,17 +10,21 @@
 #endif
 
 constexpr int Q_AND_DO_BYTES = BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2;
-static_assert(Q_AND_DO_BYTES + KV_STREAM_BYTES <= 227 * 1024, "no device gives a block more shared memory; the caller checks its own limit");
+static_assert(Q_AND_DO_BYTES + KV_STREAM_BYTES <= 227 * 1024,
+              "no device gives a block more shared memory; the caller checks its own limit");
 
 struct RowSums {
   const bf16* d_out;  // [batch, seq_len, num_heads, HEAD_DIM_V]
-  float2* stats;      // [batch, num_heads, padded_len] {lse * log2(e) or +inf, the row sum}: the first is read, the second written
+  // [batch, num_heads, padded_len] {lse * log2(e) or +inf, the row sum}: the first is read, the second written
+  float2* stats;
   int padded_len;
 };
 
-// score += rows columns^T: A from registers (`kept`) or from `row_at`, B from `column_at`; one fragment per 16 elements of a row.
+// score += rows columns^T: A from registers (`kept`) or from `row_at`, B from `column_at`; one fragment per 16 elements
+// of a row.
 template <class Tile, int STEPS>
-DEVICE void multiply_rows(float (&score)[ROW_TILES][BLOCK_KV / 8][4], const u32 (&kept)[Q_IN_REGISTERS ? STEPS : 1][ROW_TILES][4], u32 row_at, u32 column_at) {
+DEVICE void multiply_rows(float (&score)[ROW_TILES][BLOCK_KV / 8][4],
+                          const u32 (&kept)[Q_IN_REGISTERS ? STEPS : 1][ROW_TILES][4], u32 row_at, u32 column_at) {
 #pragma unroll
   for (int k = 0; k < STEPS; ++k) {
     u32 a[ROW_TILES][4];
@@ -46,11 +50,13 @@ DEVICE void multiply_rows(float (&score)[ROW_TILES][BLOCK_KV / 8][4], const u32 
   }
 }
 
-DEVICE void attention_row_sums_tile(const QueryTile& tile, const RowSums& out, KvStream& stream, unsigned char* memory) {
+DEVICE void attention_row_sums_tile(const QueryTile& tile, const RowSums& out, KvStream& stream,
+                                    unsigned char* memory) {
   const int lane = (int)threadIdx.x % 32, warp_row = (int)threadIdx.x / 32 * WARP_ROWS, g = lane / 4, t = lane % 4;
   const u32 q_shared = shared_address(memory), do_shared = q_shared + BLOCK_Q * HEAD_DIM * 2;
   copy_query_rows<HEAD_DIM>(tile, q_shared, tile.q, tile.q_stride);
-  copy_query_rows<HEAD_DIM_V>(tile, do_shared, out.d_out + ((u64)tile.batch * tile.seq_len * tile.num_heads + tile.head) * HEAD_DIM_V,
+  copy_query_rows<HEAD_DIM_V>(tile, do_shared,
+                              out.d_out + ((u64)tile.batch * tile.seq_len * tile.num_heads + tile.head) * HEAD_DIM_V,
                               (u32)tile.num_heads * HEAD_DIM_V);
   stream.start();
 
@@ -72,7 +78,8 @@ DEVICE void attention_row_sums_tile(const QueryTile& tile, const RowSums& out, K
   }
   const u32 q_at = q_shared + warp_row * KTile::ROW_BYTES + KTile::offset(lane % 16, lane / 16);
   const u32 do_at = do_shared + warp_row * VTile::ROW_BYTES + VTile::offset(lane % 16, lane / 16);
-  u32 q_kept[Q_IN_REGISTERS ? HEAD_DIM / 16 : 1][ROW_TILES][4], do_kept[Q_IN_REGISTERS ? HEAD_DIM_V / 16 : 1][ROW_TILES][4];
+  u32 q_kept[Q_IN_REGISTERS ? HEAD_DIM / 16 : 1][ROW_TILES][4],
+      do_kept[Q_IN_REGISTERS ? HEAD_DIM_V / 16 : 1][ROW_TILES][4];
 
   for (int it = 0; it < stream.num_tiles; ++it) {
     stream.advance(it);
@@ -80,9 +87,11 @@ DEVICE void attention_row_sums_tile(const QueryTile& tile, const RowSums& out, K
 #pragma unroll
       for (int m = 0; m < ROW_TILES; ++m) {
 #pragma unroll
-        for (int k = 0; k < (Q_IN_REGISTERS ? HEAD_DIM / 16 : 1); ++k) load_matrix_x4(q_kept[k][m], KTile::step(q_at, m * 16, k * 2));
+        for (int k = 0; k < (Q_IN_REGISTERS ? HEAD_DIM / 16 : 1); ++k)
+          load_matrix_x4(q_kept[k][m], KTile::step(q_at, m * 16, k * 2));
 #pragma unroll
-        for (int k = 0; k < (Q_IN_REGISTERS ? HEAD_DIM_V / 16 : 1); ++k) load_matrix_x4(do_kept[k][m], VTile::step(do_at, m * 16, k * 2));
+        for (int k = 0; k < (Q_IN_REGISTERS ? HEAD_DIM_V / 16 : 1); ++k)
+          load_matrix_x4(do_kept[k][m], VTile::step(do_at, m * 16, k * 2));
       }
     }
     const WarpQueries queries = all_queries[threadIdx.x / 32];

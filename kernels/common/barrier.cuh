@@ -3,28 +3,37 @@
 #include "common/types.cuh"
 
 // One thread sets a barrier up; `arrivals` complete a phase. barrier_ready() follows the last of them.
-DEVICE void barrier_init(u32 barrier, int arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory"); }
+DEVICE void barrier_init(u32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
 // Makes initialised barriers known to the copy engine; a __syncthreads must follow.
 DEVICE void barrier_ready() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async;" ::: "memory");
 }
-DEVICE void barrier_arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+DEVICE void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 // Arrives and asks for `bytes` more of bulk copies before the phase completes.
 DEVICE void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 // Arrives when this thread's cp.async so far are complete; counts as one of the barrier's arrivals.
-DEVICE void barrier_arrive_copies(u32 barrier) { asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory"); }
+DEVICE void barrier_arrive_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 // Waits for the phase of this parity to complete. A fresh barrier counts as having completed parity 1.
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
-      "{\n.reg .pred p;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE_%=;\nbra WAIT_%=;\nDONE_%=:\n}" ::"r"(barrier), "r"(parity)
+      "{\n.reg .pred p;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra DONE_%=;\nbra WAIT_%=;\nDONE_%=:\n}" ::"r"(barrier), "r"(parity)
       : "memory");
 }
 
 // Named barriers of the block, number 1 .. 15: arrive without waiting; barrier_sync (async_copy.cuh) is the other half.
-DEVICE void barrier_pass(int number, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+DEVICE void barrier_pass(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
 
 // A place in a ring of N slots, each used in turn; `phase` is the parity of the number of turns.
 template <int N>

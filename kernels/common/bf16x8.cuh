@@ -5,7 +5,9 @@
 DEVICE uint4 load_16_bytes(const void* from) { return *reinterpret_cast<const uint4*>(from); }
 DEVICE void store_16_bytes(void* to, const uint4& words) {
   // By name: nvcc 13.0 splits the assignment of a uint4 into four stores in places.
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z),
+               "r"(words.w)
+               : "memory");
 }
 
 DEVICE void unpack_bf16x8(const uint4& words, float (&to)[8]) {

@@ -1,6 +1,6 @@
 // block_sort: one 64-bit key per thread, sorted ascending over the block's first `size` threads.
-// Bitonic inside a warp, then merges: a key's place in two joined runs is its place in its own run plus the number of keys of the other
-// run below it, by binary search; one barrier a merge.
+// Bitonic inside a warp, then merges: a key's place in two joined runs is its place in its own run plus the number of
+// keys of the other run below it, by binary search; one barrier a merge.
 #pragma once
 #include "common/types.cuh"
 
@@ -19,9 +19,10 @@ DEVICE u64 warp_bitonic_sort(u64 key) {
   return key;
 }
 
-// Returns the key of rank threadIdx.x to the first `size` threads, anything to the others, whose keys do not count. `size` is a power of
-// two from 32 to the block's, the same for all threads; `front` and `back` are shared memory of one u64 per thread each. Every thread of
-// the block calls; a barrier must lie between earlier uses of `front`, `back` and the call, and another before they are written again.
+// Returns the key of rank threadIdx.x to the first `size` threads, anything to the others, whose keys do not count.
+// `size` is a power of two from 32 to the block's, the same for all threads; `front` and `back` are shared memory of
+// one u64 per thread each. Every thread of the block calls; a barrier must lie between earlier uses of `front`, `back`
+// and the call, and another before they are written again.
 DEVICE u64 block_sort(u64 key, u64* front, u64* back, int size) {
   const int thread = threadIdx.x;
   const bool takes_part = thread < size;  // uniform in a warp

@@ -1,9 +1,10 @@
-// block_stream: a block's threads walk through an array in global memory, 16 bytes at a time where its alignment allows; UNROLL loads
-// of a thread are under way at once.
+// block_stream: a block's threads walk through an array in global memory, 16 bytes at a time where its alignment
+// allows; UNROLL loads of a thread are under way at once.
 #pragma once
 #include "common/types.cuh"
 
-// Calls visit(word, index) once for each index of [begin, end); the order and the thread are any. `words` is at least 4-byte aligned.
+// Calls visit(word, index) once for each index of [begin, end); the order and the thread are any. `words` is at least
+// 4-byte aligned.
 template <int NUM_THREADS, int UNROLL, class Visit>
 DEVICE void for_each_word(const u32* __restrict__ words, i32 begin, i32 end, Visit visit) {
   const i32 thread = threadIdx.x, count = end - begin;

@@ -1,4 +1,5 @@
-// copy_rows: asynchronous copies of bf16 rows, contiguous or named by list entries, into swizzled tiles; shared by the attention kernels.
+// copy_rows: asynchronous copies of bf16 rows, contiguous or named by list entries, into swizzled tiles; shared by the
+// attention kernels.
 // Defines    NUM_WARPS of the block; every thread takes part
 #pragma once
 #include "common/async_copy.cuh"
@@ -14,7 +15,8 @@ struct CopyPlan {
   static constexpr int PASSES = ceil_div(TOTAL, THREADS), PASS_ROWS = THREADS / CHUNKS;
 };
 
-// Asks for ROWS rows of ROW elements; row r comes from base + (first + r) * stride, rows at or past `limit` arrive as zeros.
+// Asks for ROWS rows of ROW elements; row r comes from base + (first + r) * stride, rows at or past `limit` arrive as
+// zeros.
 template <int ROW, int ROWS>
 DEVICE void copy_rows(u32 shared, const bf16* base, u32 stride, int first, int limit) {
   using Plan = CopyPlan<ROW, ROWS>;
@@ -37,7 +39,8 @@ DEVICE void copy_rows(u32 shared, const bf16* base, u32 stride, int first, int l
   }
 }
 
-// As copy_rows, with the row numbers taken from list entries in shared memory; an entry that expires at 0 is filler and gives zeros.
+// As copy_rows, with the row numbers taken from list entries in shared memory; an entry that expires at 0 is filler and
+// gives zeros.
 template <int ROW, int ROWS>
 DEVICE void gather_rows(u32 shared, const bf16* base, u32 stride, const int2* entries) {
   using Plan = CopyPlan<ROW, ROWS>;
@@ -54,7 +57,8 @@ DEVICE void gather_rows(u32 shared, const bf16* base, u32 stride, const int2* en
     for (int at = (int)threadIdx.x; at < Plan::TOTAL; at += THREADS) {
       const int row = at / Plan::CHUNKS, chunk = at % Plan::CHUNKS;
       const int2 entry = entries[row];
-      copy_async_16(shared + SwizzledTile<ROW>::offset(row, chunk), base + (u64)(u32)entry.x * stride + chunk * 8, entry.y > 0 ? 16 : 0);
+      copy_async_16(shared + SwizzledTile<ROW>::offset(row, chunk), base + (u64)(u32)entry.x * stride + chunk * 8,
+                    entry.y > 0 ? 16 : 0);
     }
   }
 }

@@ -10,8 +10,8 @@ DEVICE float lanes_sum(float value) {
   return value;
 }
 
-// Sum over WARPS neighbouring warps that work on one row; every thread receives it. `shared` holds a float a warp of the
-// block; all threads of the block must call, and a barrier must lie between two calls that share it.
+// Sum over WARPS neighbouring warps that work on one row; every thread receives it. `shared` holds a float a warp of
+// the block; all threads of the block must call, and a barrier must lie between two calls that share it.
 template <int WARPS>
 DEVICE float warps_sum(float value, float* shared) {
   value = lanes_sum<32>(value);

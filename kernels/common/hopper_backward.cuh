@@ -1,11 +1,17 @@
-// hopper_backward: the gradients of a block of 128 keys on Hopper (sm_90a), from every query that sees one of them (arXiv:2407.08608, section 3 and
-// its backward). Used by hopper_attention_backward.cu (dense, sliding window) and hopper_dma_attention_backward.cu (gathered lists), which document it.
-// Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, TENSOR_MAPS, DQ_BULK and no bias: hopper_backward_wide.cuh has the consumer); HAS_BIAS; COMPUTE_DQ 0|1; DQ_BULK 0|1: dq leaves through shared memory by bulk adds, or from registers;
-//            Q_STAGES, DO_STAGES; TENSOR_MAPS 0|1: queries and output gradients by the copy engine instead of cp.async; CONSUMER_REGISTERS, PRODUCER_REGISTERS
-// A producer warpgroup streams tiles of 64 queries and output gradients; two consumer warpgroups own 64 keys each. Scores are kept transposed,
-// S^T = K Q^T, so that P^T and dS^T in registers are the A operands of dV += P^T dO and dK += dS^T Q, whose sums stay in registers. dS^T also goes through
-// shared memory, for dQ = dS K, of which each warpgroup makes half the columns, over all 128 keys. D of a query, and its lse or, with a bias, its base enter
-// as steps of the products (split_step.cuh). Order of a step's products, so that tensor cores work while exponentials and sums are made, and warpgroups wait for each other:
+// hopper_backward: the gradients of a block of 128 keys on Hopper (sm_90a), from every query that sees one of them
+// (arXiv:2407.08608, section 3 and its backward). Used by hopper_attention_backward.cu (dense, sliding window) and
+// hopper_dma_attention_backward.cu (gathered lists), which document it.
+// Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, TENSOR_MAPS, DQ_BULK and no bias: hopper_backward_wide.cuh has
+//            the consumer); HAS_BIAS; COMPUTE_DQ 0|1; DQ_BULK 0|1: dq leaves through shared memory by bulk adds, or
+//            from registers;
+//            Q_STAGES, DO_STAGES; TENSOR_MAPS 0|1: queries and output gradients by the copy engine instead of cp.async;
+//            CONSUMER_REGISTERS, PRODUCER_REGISTERS
+// A producer warpgroup streams tiles of 64 queries and output gradients; two consumer warpgroups own 64 keys each.
+// Scores are kept transposed, S^T = K Q^T, so that P^T and dS^T in registers are the A operands of dV += P^T dO and dK
+// += dS^T Q, whose sums stay in registers. dS^T also goes through shared memory, for dQ = dS K, of which each warpgroup
+// makes half the columns, over all 128 keys. D of a query, and its lse or, with a bias, its base enter as steps of the
+// products (split_step.cuh). Order of a step's products, so that tensor cores work while exponentials and sums are
+// made, and warpgroups wait for each other:
 // dP | exp S | dV | dS | dK | barrier | dQ and S of the next step | add dQ.
 #pragma once
 #include "common/hopper_copy.cuh"
@@ -28,33 +34,38 @@
 #ifndef TENSOR_MAPS
 #define TENSOR_MAPS 0
 #endif
-// Whether lse (without a bias) and D enter as steps of the products. With a bias, delta - base always does. Those steps are paid in power: long dense rows of 128 columns are faster without (2 x 8192
-// 2.54 against 2.55 ms, 32768 19.1 against 19.7), everything else with (gathered 32768 1.83 against 1.97, 64 columns 1.46 against 1.60).
+// Whether lse (without a bias) and D enter as steps of the products. With a bias, delta - base always does. Those steps
+// are paid in power: long dense rows of 128 columns are faster without (2 x 8192 2.54 against 2.55 ms, 32768 19.1
+// against 19.7), everything else with (gathered 32768 1.83 against 1.97, 64 columns 1.46 against 1.60).
 #define SPLIT_STATS (HAS_BIAS || HEAD_DIM == 64)
-// Whether a step's last product is dQ, or the next step's scores. Both in turn would do without a bias; with one the first spills.
+// Whether a step's last product is dQ, or the next step's scores. Both in turn would do without a bias; with one the
+// first spills.
 #define DQ_LAST !HAS_BIAS
 
 constexpr int BLOCK_KV = 128, BLOCK_Q = 64, NUM_CONSUMERS = 2;
 constexpr int THREADS = 128 + NUM_CONSUMERS * 128;
 #define IS_WIDE (HEAD_DIM == 192)
-constexpr int SUM_REGISTERS = HEAD_DIM_V / 2;    // of dV, and of dK's first HEAD_DIM_V columns: 64 keys over 128 threads
+// of dV, and of dK's first HEAD_DIM_V columns: 64 keys over 128 threads
+constexpr int SUM_REGISTERS = HEAD_DIM_V / 2;
 constexpr int DQ_COLUMNS = HEAD_DIM / NUM_CONSUMERS;
 static_assert(HEAD_DIM_V == 64 || HEAD_DIM_V == 128, "a thread keeps 64 or 128 registers of sums, or 160");
-static_assert(HEAD_DIM == HEAD_DIM_V || (IS_WIDE && HEAD_DIM_V == 128 && TENSOR_MAPS && !HAS_BIAS), "wider keys come in one form");
+static_assert(HEAD_DIM == HEAD_DIM_V || (IS_WIDE && HEAD_DIM_V == 128 && TENSOR_MAPS && !HAS_BIAS),
+              "wider keys come in one form");
 
-static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168, "a block cannot hand out more registers than it is launched with");
+static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168,
+              "a block cannot hand out more registers than it is launched with");
 
 // Shared memory, from a 1024-byte boundary on.
 constexpr int KEY_TILE_BYTES = BLOCK_KV * HEAD_DIM * 2, VALUE_TILE_BYTES = BLOCK_KV * HEAD_DIM_V * 2;
 constexpr int QUERY_TILE_BYTES = BLOCK_Q * HEAD_DIM * 2, DO_TILE_BYTES = BLOCK_Q * HEAD_DIM_V * 2;
 constexpr int DS_BYTES = BLOCK_KV * BLOCK_Q * 2;      // x 2: a warpgroup may be one step ahead of the other's dQ
-// SPLIT_STATS, per query of a tile: -lse (with a bias -base, and lse as a plain number beside the output gradients) beside the queries, -D beside the
-// output gradients. Else {lse, D} beside the output gradients.
+// SPLIT_STATS, per query of a tile: -lse (with a bias -base, and lse as a plain number beside the output gradients)
+// beside the queries, -D beside the output gradients. Else {lse, D} beside the output gradients.
 constexpr bool SPLIT_LSE = SPLIT_STATS && !HAS_BIAS;
 constexpr int Q_STATS_BYTES = SPLIT_STATS ? BLOCK_Q * SPLIT_BYTES : 0;
 constexpr int DO_STATS_BYTES = SPLIT_STATS ? BLOCK_Q * SPLIT_BYTES + (HAS_BIAS ? BLOCK_Q * 4 : 0) : BLOCK_Q * 8;
-// The warps that bring the stats arrive once each, for all their lanes. racecheck credits an arrival to its lane alone: with EVERY_LANE_ARRIVES
-// each lane speaks for itself, and what the tool then reports is a race.
+// The warps that bring the stats arrive once each, for all their lanes. racecheck credits an arrival to its lane alone:
+// with EVERY_LANE_ARRIVES each lane speaks for itself, and what the tool then reports is a race.
 #ifndef EVERY_LANE_ARRIVES
 #define EVERY_LANE_ARRIVES 0
 #endif
@@ -64,7 +75,8 @@ DEVICE void release_stats(u32 barrier) {
   else release(barrier);
 }
 constexpr float NEVER = -1.0e30f;  // stands for -lse where a query sees nothing: 2^ of it is 0
-constexpr int WARP_DQ_BYTES = 16 * (IS_WIDE ? 64 : DQ_COLUMNS) * 4;  // of a warp's part of a dQ tile, what is added at once
+// of a warp's part of a dQ tile, what is added at once
+constexpr int WARP_DQ_BYTES = 16 * (IS_WIDE ? 64 : DQ_COLUMNS) * 4;
 constexpr int V_AT = KEY_TILE_BYTES;
 constexpr int Q_AT = V_AT + VALUE_TILE_BYTES;
 constexpr int DO_AT = Q_AT + Q_STAGES * QUERY_TILE_BYTES;
@@ -72,9 +84,11 @@ constexpr int DS_AT = DO_AT + DO_STAGES * DO_TILE_BYTES;
 constexpr int DQ_AT = DS_AT + 2 * DS_BYTES;
 constexpr int STATS_AT = DQ_AT + (COMPUTE_DQ && DQ_BULK ? NUM_CONSUMERS * 4 * WARP_DQ_BYTES : 0);
 constexpr int DO_STATS_AT = STATS_AT + Q_STAGES * Q_STATS_BYTES;
-constexpr int KEY_SPLIT_AT = DO_STATS_AT + DO_STAGES * DO_STATS_BYTES;  // HAS_BIAS: each key's delta / softmax_scale, for the products' steps
+// HAS_BIAS: each key's delta / softmax_scale, for the products' steps
+constexpr int KEY_SPLIT_AT = DO_STATS_AT + DO_STAGES * DO_STATS_BYTES;
 constexpr int BARRIERS_AT = KEY_SPLIT_AT + (HAS_BIAS ? BLOCK_KV * SPLIT_BYTES : 0);
-constexpr int FULL_KV = 0, FULL_Q = 1, EMPTY_Q = FULL_Q + Q_STAGES, FULL_DO = EMPTY_Q + Q_STAGES, EMPTY_DO = FULL_DO + DO_STAGES;
+constexpr int FULL_KV = 0, FULL_Q = 1, EMPTY_Q = FULL_Q + Q_STAGES, FULL_DO = EMPTY_Q + Q_STAGES,
+              EMPTY_DO = FULL_DO + DO_STAGES;
 constexpr int NUM_BARRIERS = EMPTY_DO + DO_STAGES;
 constexpr int SHARED_BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
 static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with room to align it");
@@ -104,8 +118,9 @@ struct KeyRange {
   int lowest, highest, first_expire, last_expire;
 };
 
-// Over the entries first .. first + count; `keys.entry(at)` is {position, expire}, `keys.row(at)` a row to load in its place that holds numbers,
-// `keys.find_tiles(block)` sets first_tile and num_tiles; entries that are none have expire 0 and count for the smallest expire only.
+// Over the entries first .. first + count; `keys.entry(at)` is {position, expire}, `keys.row(at)` a row to load in its
+// place that holds numbers, `keys.find_tiles(block)` sets first_tile and num_tiles; entries that are none have expire 0
+// and count for the smallest expire only.
 template <class Keys>
 DEVICE KeyRange key_range(const Keys& keys, int first, int count) {
   KeyRange range = {0x7fffffff, -1, 0x7fffffff, 0};
@@ -129,7 +144,8 @@ DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + b
 DEVICE u32 start_block(void* memory) {
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
-    // Arrivals: every producer thread's copies (one expect_tx with tensor maps), one of each warp that stores statistics; one of each consumer warp.
+    // Arrivals: every producer thread's copies (one expect_tx with tensor maps), one of each warp that stores
+    // statistics; one of each consumer warp.
     barrier_init(barrier_at(shared, FULL_KV), HAS_BIAS ? 256 : 128);  // copies; biases stored
     for (int i = 0; i < Q_STAGES; ++i) {
       barrier_init(barrier_at(shared, FULL_Q + i), (TENSOR_MAPS ? 1 : 128) + (SPLIT_STATS ? STATS_ARRIVALS : 0));
@@ -144,7 +160,8 @@ DEVICE u32 start_block(void* memory) {
   return shared;
 }
 
-// ---- Producer ------------------------------------------------------------------------------------------------------------------------------
+// ---- Producer
+// ---------------------------------------------------------------------------------------------------------------------
 
 #if !TENSOR_MAPS
 // Copies 64 rows from `first_row` on; rows at or past `end_row` arrive as zeros.
@@ -155,7 +172,8 @@ DEVICE void copy_query_rows(u32 to, const bf16* rows, u32 stride, int first_row,
   const bf16* from = rows + (u64)(u32)(first_row + row) * stride + chunk * 8;
 #pragma unroll
   for (int i = 0; i < BLOCK_Q / STEP; ++i) {
-    copy_async_16(to + i * STEP * 128, first_row + row + i * STEP < end_row ? from : rows, first_row + row + i * STEP < end_row ? 16 : 0);
+    copy_async_16(to + i * STEP * 128, first_row + row + i * STEP < end_row ? from : rows,
+                  first_row + row + i * STEP < end_row ? 16 : 0);
     from += STEP * stride;
   }
 }
@@ -197,8 +215,10 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, [[maybe_unused]] flo
 #endif
   for (int head = 0; head < block.group_size; ++head) {
     for (int tile = block.first_tile; tile < block.first_tile + block.num_tiles; ++tile) {
-      const u32 full_q = barrier_at(shared, FULL_Q + q_place.slot), full_do = barrier_at(shared, FULL_DO + do_place.slot);
-      const u32 empty_q = barrier_at(shared, EMPTY_Q + q_place.slot), empty_do = barrier_at(shared, EMPTY_DO + do_place.slot);
+      const u32 full_q = barrier_at(shared, FULL_Q + q_place.slot),
+                full_do = barrier_at(shared, FULL_DO + do_place.slot);
+      const u32 empty_q = barrier_at(shared, EMPTY_Q + q_place.slot),
+                empty_do = barrier_at(shared, EMPTY_DO + do_place.slot);
       const u32 do_stats = shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES;
 #if TENSOR_MAPS
       if (thread == 0) {
@@ -206,21 +226,28 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, [[maybe_unused]] flo
         barrier_expect(full_q, QUERY_TILE_BYTES);
 #pragma unroll
         for (int h = 0; h < DIM_BLOCKS; ++h)
-          tensor_load_3d(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES + h * BLOCK_Q * 128, block.q_map, full_q, (block.head + head) * HEAD_DIM + h * 64, tile * BLOCK_Q, block.batch);
+          tensor_load_3d(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES + h * BLOCK_Q * 128, block.q_map, full_q,
+                         (block.head + head) * HEAD_DIM + h * 64, tile * BLOCK_Q, block.batch);
         barrier_wait(empty_do, do_place.phase ^ 1);
         barrier_expect(full_do, DO_TILE_BYTES + (SPLIT_STATS ? 0 : DO_STATS_BYTES));
 #pragma unroll
         for (int h = 0; h < DIM_BLOCKS_V; ++h)
-          tensor_load_3d(shared + DO_AT + do_place.slot * DO_TILE_BYTES + h * BLOCK_Q * 128, block.do_map, full_do, (block.head + head) * HEAD_DIM_V + h * 64, tile * BLOCK_Q, block.batch);
-        if (!SPLIT_STATS) bulk_load(do_stats, block.stats + (u64)head * block.padded_len + tile * BLOCK_Q, DO_STATS_BYTES, full_do);
+          tensor_load_3d(shared + DO_AT + do_place.slot * DO_TILE_BYTES + h * BLOCK_Q * 128, block.do_map, full_do,
+                         (block.head + head) * HEAD_DIM_V + h * 64, tile * BLOCK_Q, block.batch);
+        if (!SPLIT_STATS)
+          bulk_load(do_stats, block.stats + (u64)head * block.padded_len + tile * BLOCK_Q, DO_STATS_BYTES, full_do);
       }
 #else
       barrier_wait(empty_q, q_place.phase ^ 1);
-      copy_query_rows(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES, block.q + head * HEAD_DIM, block.q_stride, tile * BLOCK_Q, block.seq_len);
+      copy_query_rows(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES, block.q + head * HEAD_DIM, block.q_stride,
+                      tile * BLOCK_Q, block.seq_len);
       barrier_arrive_copies(full_q);
       barrier_wait(empty_do, do_place.phase ^ 1);
-      copy_query_rows(shared + DO_AT + do_place.slot * DO_TILE_BYTES, block.d_out + head * HEAD_DIM, block.do_stride, tile * BLOCK_Q, block.seq_len);
-      if (!SPLIT_STATS && thread < BLOCK_Q / 2) copy_async_16(do_stats + thread * 16, block.stats + (u64)head * block.padded_len + tile * BLOCK_Q + thread * 2, 16);
+      copy_query_rows(shared + DO_AT + do_place.slot * DO_TILE_BYTES, block.d_out + head * HEAD_DIM, block.do_stride,
+                      tile * BLOCK_Q, block.seq_len);
+      if (!SPLIT_STATS && thread < BLOCK_Q / 2)
+        copy_async_16(do_stats + thread * 16, block.stats + (u64)head * block.padded_len + tile * BLOCK_Q + thread * 2,
+                      16);
       barrier_arrive_copies(full_do);
 #endif
 #if SPLIT_STATS
@@ -243,7 +270,8 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, [[maybe_unused]] flo
         barrier_wait(empty_do, do_place.phase ^ 1);
         store_split_column(do_stats + own * SPLIT_BYTES, -stat.y, 0);
 #if HAS_BIAS
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(do_stats + BLOCK_Q * SPLIT_BYTES + own * 4), "f"(stat.x) : "memory");
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(do_stats + BLOCK_Q * SPLIT_BYTES + own * 4), "f"(stat.x)
+                     : "memory");
 #endif
         fence_async_proxy();
         release_stats(full_do);
@@ -256,23 +284,30 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, [[maybe_unused]] flo
   copy_async_wait<0>();
 }
 
-// ---- Consumer ------------------------------------------------------------------------------------------------------------------------------
+// ---- Consumer
+// ---------------------------------------------------------------------------------------------------------------------
 
-// The keys' operand of split steps: with a bias in shared memory, where it costs no registers (two products hold on to it at once); ones alone are one register.
+// The keys' operand of split steps: with a bias in shared memory, where it costs no registers (two products hold on to
+// it at once); ones alone are one register.
 #if HAS_BIAS
 struct KeySplit {
   u32 rows;
   DEVICE KeySplit(u32 shared, int warpgroup) : rows(shared + KEY_SPLIT_AT + warpgroup * 64 * SPLIT_BYTES) {}
-  DEVICE void multiply(float (&d)[32], u32 stats, int accumulate) const { wgmma<0, 0>(d, wgmma_unswizzled(rows), wgmma_unswizzled(stats), accumulate); }
+  DEVICE void multiply(float (&d)[32], u32 stats, int accumulate) const {
+    wgmma<0, 0>(d, wgmma_unswizzled(rows), wgmma_unswizzled(stats), accumulate);
+  }
 };
 #else
 struct KeySplit : SplitWeights {
   DEVICE KeySplit(u32, int) {}
-  DEVICE void multiply(float (&d)[32], u32 stats, int accumulate) const { wgmma<0>(d, words, wgmma_unswizzled(stats), accumulate); }
+  DEVICE void multiply(float (&d)[32], u32 stats, int accumulate) const {
+    wgmma<0>(d, words, wgmma_unswizzled(stats), accumulate);
+  }
 };
 #endif
 
-// d = a b^T: 64 keys of the warpgroup (rows of a tile of 128) against a tile of 64 queries; and the numbers of keys and queries, added first or last.
+// d = a b^T: 64 keys of the warpgroup (rows of a tile of 128) against a tile of 64 queries; and the numbers of keys and
+// queries, added first or last.
 enum SplitPlace { SPLIT_NONE, SPLIT_FIRST, SPLIT_LAST };
 // delta - base comes first: what two large numbers leave is exact as long as nothing else is there.
 constexpr SplitPlace SCORE_SPLIT = HAS_BIAS ? SPLIT_FIRST : SPLIT_STATS ? SPLIT_LAST : SPLIT_NONE;
@@ -282,7 +317,8 @@ DEVICE void multiply_queries(float (&d)[32], u32 keys, u32 queries, const KeySpl
   if (SPLIT == SPLIT_FIRST) key_split.multiply(d, stats, 0);
 #pragma unroll
   for (int step = 0; step < COLUMNS / 16; ++step)
-    wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_KV * 128 + step % 4 * 32), wgmma_step(b, step / 4 * BLOCK_Q * 128 + step % 4 * 32), SPLIT == SPLIT_FIRST || step > 0);
+    wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_KV * 128 + step % 4 * 32),
+                wgmma_step(b, step / 4 * BLOCK_Q * 128 + step % 4 * 32), SPLIT == SPLIT_FIRST || step > 0);
   if (SPLIT == SPLIT_LAST) key_split.multiply(d, stats, 1);
   wgmma_commit();
 }
@@ -301,7 +337,8 @@ template <int N>
 DEVICE void multiply_keys(float (&dq)[N], u32 ds, u32 keys) {
   const u64 a = wgmma_across(ds, 0), b = wgmma_across(keys, 0);
 #pragma unroll
-  for (int step = 0; step < BLOCK_KV / 16; ++step) wgmma<1, 1>(dq, wgmma_step(a, step * 2048), wgmma_step(b, step * 2048), step > 0);
+  for (int step = 0; step < BLOCK_KV / 16; ++step)
+    wgmma<1, 1>(dq, wgmma_step(a, step * 2048), wgmma_step(b, step * 2048), step > 0);
   wgmma_commit();
 }
 
@@ -314,14 +351,17 @@ DEVICE void pack_rows(u32 (&packed)[4][4], const float (&x)[32]) {
 
 // Four 8x8 matrices to shared memory: lanes 8m .. 8m + 7 give the rows of matrix m.
 DEVICE void store_matrix_x4(u32 shared, const u32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
 }
 DEVICE void store_shared_float4(u32 shared, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
 #if COMPUTE_DQ
-// Adds the warp's 16 rows x 2 N columns of dQ to the f32 sums, where they lie side by side as 16 x 8 fragments of 512 bytes.
+// Adds the warp's 16 rows x 2 N columns of dQ to the f32 sums, where they lie side by side as 16 x 8 fragments of 512
+// bytes.
 template <int N>
 DEVICE void add_dq(const float (&dq)[N], float* to, [[maybe_unused]] u32 staging) {
   const int lane = (int)threadIdx.x % 32;
@@ -329,7 +369,8 @@ DEVICE void add_dq(const float (&dq)[N], float* to, [[maybe_unused]] u32 staging
   if (lane == 0) bulk_wait_read();  // the last step's add has read the staging memory
   __syncwarp();
 #pragma unroll
-  for (int n = 0; n < N / 4; ++n) store_shared_float4(staging + n * 512 + lane * 16, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+  for (int n = 0; n < N / 4; ++n)
+    store_shared_float4(staging + n * 512 + lane * 16, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
   fence_async_proxy();  // the copy engine reads what every lane stored
   __syncwarp();
   if (lane == 0) {
@@ -338,7 +379,8 @@ DEVICE void add_dq(const float (&dq)[N], float* to, [[maybe_unused]] u32 staging
   }
 #else
 #pragma unroll
-  for (int n = 0; n < N / 4; ++n) reduce_add_f32x4(to + n * 128 + lane * 4, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+  for (int n = 0; n < N / 4; ++n)
+    reduce_add_f32x4(to + n * 128 + lane * 4, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
 #endif
 }
 #endif
@@ -369,7 +411,8 @@ DEVICE void load_stats(float (&values)[2], u32 stats, int n) {
 // The consumer warpgroup's part. Leaves complete sums, ddelta over the quad too.
 template <class Keys>
 DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warpgroup, KeyGradients& sums) {
-  const int lane = (int)threadIdx.x % 32, warp = __shfl_sync(~0u, (int)threadIdx.x % 128 / 32, 0), g = lane / 4, t = lane % 4;
+  const int lane = (int)threadIdx.x % 32, warp = __shfl_sync(~0u, (int)threadIdx.x % 128 / 32, 0), g = lane / 4,
+            t = lane % 4;
   const KeyRange range = key_range(keys, warpgroup * 64, 64);
   keys.find_tiles(block);
   const int num_steps = block.group_size * block.num_tiles;
@@ -389,7 +432,9 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   const KeySplit key_split(shared, warpgroup);
   [[maybe_unused]] const u32 k_columns = shared + (HEAD_DIM == 128 ? warpgroup * BLOCK_KV * 128 : warpgroup * 64);
   // Where this lane's row of each 8x8 matrix of dS^T begins; 16 queries further: two chunks, a xor.
-  [[maybe_unused]] const u32 ds_row = shared + DS_AT + (warpgroup * 64 + warp * 16 + lane / 8 % 2 * 8 + lane % 8) * 128 + (((lane / 16) ^ (lane % 8)) << 4);
+  [[maybe_unused]] const u32 ds_row = shared + DS_AT +
+                                      (warpgroup * 64 + warp * 16 + lane / 8 % 2 * 8 + lane % 8) * 128 +
+                                      (((lane / 16) ^ (lane % 8)) << 4);
   [[maybe_unused]] const u32 staging = shared + DQ_AT + (warpgroup * 4 + warp) * WARP_DQ_BYTES;
 
   float scores[32], dp[32];
@@ -398,7 +443,9 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   RingPlace<DO_STAGES> do_place;
   int first_query = block.first_tile * BLOCK_Q;
 #if COMPUTE_DQ
-  float* dq_to = block.dq_sum + ((u64)(first_query - block.dq_first + warp * 16) * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
+  float* dq_to =
+      block.dq_sum +
+      ((u64)(first_query - block.dq_first + warp * 16) * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
 #endif
 
   barrier_wait(barrier_at(shared, FULL_KV), 0);
@@ -409,12 +456,14 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   wgmma_wait<0>();
 
   for (int step = 0; step < num_steps; ++step) {
-    const u32 q = shared + Q_AT + q_place.slot * QUERY_TILE_BYTES, d_out = shared + DO_AT + do_place.slot * DO_TILE_BYTES;
+    const u32 q = shared + Q_AT + q_place.slot * QUERY_TILE_BYTES,
+              d_out = shared + DO_AT + do_place.slot * DO_TILE_BYTES;
     const u32 stats = shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES;
     barrier_wait(barrier_at(shared, FULL_DO + do_place.slot), do_place.phase);
     if (!TENSOR_MAPS) fence_async_proxy();
     wgmma_fence();
-    multiply_queries<SPLIT_STATS ? SPLIT_LAST : SPLIT_NONE>(dp, v, d_out, key_split, stats);  // dP^T = V dO^T (SPLIT_STATS: dP^T - D)
+    // dP^T = V dO^T (SPLIT_STATS: dP^T - D)
+    multiply_queries<SPLIT_STATS ? SPLIT_LAST : SPLIT_NONE>(dp, v, d_out, key_split, stats);
 
     // P^T = 2^(S^T - lse).
 #pragma unroll
@@ -446,7 +495,8 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
 #pragma unroll
       for (int x = 0; x < 4; ++x) {
         const u32 pair = weights[n / 2][n % 2 * 2 + x / 2];
-        dp[4 * n + x] = (x % 2 ? bf16_high(pair) : bf16_low(pair)) * (SPLIT_STATS ? dp[4 * n + x] : dp[4 * n + x] - dot[x % 2]);
+        dp[4 * n + x] =
+            (x % 2 ? bf16_high(pair) : bf16_low(pair)) * (SPLIT_STATS ? dp[4 * n + x] : dp[4 * n + x] - dot[x % 2]);
         if (HAS_BIAS) sums.ddelta[x / 2] += dp[4 * n + x];
       }
     }
@@ -457,15 +507,18 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     for (int i = 0; i < 4; ++i) store_matrix_x4((ds_row ^ (i << 5)) + step % 2 * DS_BYTES, ds[i]);
 #endif
     wgmma_fence();
-    accumulate_queries(sums.dk, ds, q);  // dK += dS^T Q, which needs nothing of the other warpgroup and covers the barrier
+    // dK += dS^T Q, which needs nothing of the other warpgroup and covers the barrier
+    accumulate_queries(sums.dk, ds, q);
     wgmma_wait<1>();                     // dV
     release(barrier_at(shared, EMPTY_DO + do_place.slot));
-    // The next step's queries. On the last step this step's once more: a branch around products would keep them from overlapping.
+    // The next step's queries. On the last step this step's once more: a branch around products would keep them from
+    // overlapping.
     RingPlace<Q_STAGES> next_q = q_place;
     if (step + 1 < num_steps) next_q.advance();
     barrier_wait(barrier_at(shared, FULL_Q + next_q.slot), next_q.phase);
     fence_async_proxy();                   // for dS^T, and the next step's queries
-    const u32 next_queries = shared + Q_AT + next_q.slot * QUERY_TILE_BYTES, next_stats = shared + STATS_AT + next_q.slot * Q_STATS_BYTES;
+    const u32 next_queries = shared + Q_AT + next_q.slot * QUERY_TILE_BYTES,
+              next_stats = shared + STATS_AT + next_q.slot * Q_STATS_BYTES;
 #if COMPUTE_DQ
     float dq[DQ_COLUMNS / 2];
 #endif

@@ -1,6 +1,8 @@
-// hopper_backward_wide: the consumer of hopper_backward.cuh for keys of 192 and values of 128. 160 registers of a thread hold dK and dV, so no more than two
-// of the products S, dP and dQ are under way at once. Order of a step's products:
-// S | exp S | dP, dV | dS, dK | barrier | dQ (32 columns, 64 columns) and S of the next step beside the second | add dQ.
+// hopper_backward_wide: the consumer of hopper_backward.cuh for keys of 192 and values of 128. 160 registers of a
+// thread hold dK and dV, so no more than two of the products S, dP and dQ are under way at once. Order of a step's
+// products:
+// S | exp S | dP, dV | dS, dK | barrier | dQ (32 columns, 64 columns) and S of the next step beside the second | add
+// dQ.
 #pragma once
 #include "common/hopper_backward.cuh"
 
@@ -24,11 +26,13 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   const u32 k = shared + warpgroup * 64 * 128, v = k + V_AT;
   const KeySplit key_split(shared, warpgroup);
   // The warpgroup's columns of dQ: a whole block of K's three, the first or the last, and half of the second.
-  [[maybe_unused]] const u32 k_block = shared + warpgroup * 2 * BLOCK_KV * 128, k_half = shared + BLOCK_KV * 128 + warpgroup * 64;
+  [[maybe_unused]] const u32 k_block = shared + warpgroup * 2 * BLOCK_KV * 128,
+                             k_half = shared + BLOCK_KV * 128 + warpgroup * 64;
   float scores[32];
   int first_query = block.first_tile * BLOCK_Q;
 #if COMPUTE_DQ
-  float* dq_to = block.dq_sum + (u64)(first_query - block.dq_first + warp * 16) * HEAD_DIM;  // fragments of 16 x 8: 128 numbers
+  // fragments of 16 x 8: 128 numbers
+  float* dq_to = block.dq_sum + (u64)(first_query - block.dq_first + warp * 16) * HEAD_DIM;
 #endif
 
   barrier_wait(barrier_at(shared, FULL_KV), 0);
@@ -38,7 +42,8 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   multiply_queries<SPLIT_NONE>(scores, k, shared + Q_AT, key_split, 0);
 
   for (int step = 0; step < num_steps; ++step) {
-    const u32 slot = step % 2, phase = step / 2 % 2, q = shared + Q_AT + slot * QUERY_TILE_BYTES, d_out = shared + DO_AT + slot * DO_TILE_BYTES;
+    const u32 slot = step % 2, phase = step / 2 % 2, q = shared + Q_AT + slot * QUERY_TILE_BYTES,
+              d_out = shared + DO_AT + slot * DO_TILE_BYTES;
     const u32 stats = shared + DO_STATS_AT + slot * DO_STATS_BYTES;
     barrier_wait(barrier_at(shared, FULL_DO + slot), phase);
     wgmma_wait<0>();  // S
@@ -55,7 +60,8 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
       // Bounds are asked for anew: kept, they would cost registers in every step.
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int2 entry = keys.entry(((int)opaque(threadIdx.x) - 128) / 32 * 16 + (int)opaque(threadIdx.x) % 32 / 4 + 8 * r);
+        const int2 entry =
+            keys.entry(((int)opaque(threadIdx.x) - 128) / 32 * 16 + (int)opaque(threadIdx.x) % 32 / 4 + 8 * r);
         const int first = entry.x - first_query - (int)opaque(threadIdx.x) % 4 * 2, end = first + entry.y - entry.x;
 #pragma unroll
         for (int n = 0; n < 8; ++n)
@@ -78,7 +84,8 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         u32& pair = weights[n / 2][n % 2 * 2 + r];
-        pair = pack_bf16(bf16_low(pair) * (scores[4 * n + 2 * r] - dot[0]), bf16_high(pair) * (scores[4 * n + 2 * r + 1] - dot[1]));
+        pair = pack_bf16(bf16_low(pair) * (scores[4 * n + 2 * r] - dot[0]),
+                         bf16_high(pair) * (scores[4 * n + 2 * r + 1] - dot[1]));
       }
     }
     release(barrier_at(shared, EMPTY_DO + slot));
@@ -86,7 +93,9 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     {
       // Where this lane's row of each 8x8 matrix of dS^T begins; 16 queries further: two chunks, a xor.
       const int thread = (int)opaque(threadIdx.x) - 128, in_warp = thread % 32;
-      const u32 ds_row = shared + DS_AT + slot * DS_BYTES + (thread / 32 * 16 + in_warp / 8 % 2 * 8 + in_warp % 8) * 128 + (((in_warp / 16) ^ (in_warp % 8)) << 4);
+      const u32 ds_row = shared + DS_AT + slot * DS_BYTES +
+                         (thread / 32 * 16 + in_warp / 8 % 2 * 8 + in_warp % 8) * 128 +
+                         (((in_warp / 16) ^ (in_warp % 8)) << 4);
 #pragma unroll
       for (int i = 0; i < 4; ++i) store_matrix_x4(ds_row ^ (i << 5), weights[i]);
     }
@@ -95,12 +104,14 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     // dK += dS^T Q, which needs nothing of the other warpgroup and covers the barrier.
     accumulate_queries(sums.dk, weights, q);
     accumulate_queries(sums.dk_rest, weights, q + HEAD_DIM_V / 64 * BLOCK_Q * 128);
-    // The next step's queries. On the last step this step's once more: a branch around products would keep them from overlapping.
+    // The next step's queries. On the last step this step's once more: a branch around products would keep them from
+    // overlapping.
     const u32 next = step + 1 < num_steps ? step + 1 : step, next_queries = shared + Q_AT + next % 2 * QUERY_TILE_BYTES;
     barrier_wait(barrier_at(shared, FULL_Q + next % 2), next / 2 % 2);
 #if COMPUTE_DQ
     float dq_block[32], dq_half[16];
-    const u32 ds = shared + DS_AT + slot * DS_BYTES, staging = shared + DQ_AT + ((int)opaque(threadIdx.x) - 128) / 32 * WARP_DQ_BYTES;
+    const u32 ds = shared + DS_AT + slot * DS_BYTES,
+              staging = shared + DQ_AT + ((int)opaque(threadIdx.x) - 128) / 32 * WARP_DQ_BYTES;
     fence_async_proxy();                   // for dS^T
     barrier_sync(1, NUM_CONSUMERS * 128);  // all of dS^T is there; and the other half of the memory is free again
     wgmma_wait<0>();  // dK

@@ -12,11 +12,16 @@ struct DenseWork {
 
   template <class Params>
   DEVICE DenseWork(const i32* doc_start, const Params& params)
-      : doc_start(doc_start), seq_len((int)params.seq_len), window((int)(params.window < params.seq_len ? params.window : params.seq_len)), tiles(ceil_div(seq_len, TILE_QUERIES)),
-        schedule((u32)tiles, (u32)params.num_heads / HEADS_PER_TILE, (u32)params.num_kv_heads, (u32)params.batch, params.seq_len * ((HEAD_DIM + HEAD_DIM_V) * 2), SECTION_BYTES) {}
+      : doc_start(doc_start),
+        seq_len((int)params.seq_len),
+        window((int)(params.window < params.seq_len ? params.window : params.seq_len)),
+        tiles(ceil_div(seq_len, TILE_QUERIES)),
+        schedule((u32)tiles, (u32)params.num_heads / HEADS_PER_TILE, (u32)params.num_kv_heads, (u32)params.batch,
+                 params.seq_len * ((HEAD_DIM + HEAD_DIM_V) * 2), SECTION_BYTES) {}
 
   // The producer warpgroup's part of one tile.
-  DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared, ProducerPlaces& places) const {
+  DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared,
+                      ProducerPlaces& places) const {
     const int thread = (int)threadIdx.x % 128;
     place.tile = tiles - 1 - place.tile;  // late tiles see most keys
     place.head *= HEADS_PER_TILE;
@@ -58,14 +63,16 @@ struct DenseWork {
         if (thread == 0) {
           barrier_expect(full, STAGE_BYTES);
 #pragma unroll
-          for (int h = 0; h < DIM_BLOCKS; ++h) tensor_load_3d(to + h * BLOCK_KV * 128, maps[1], full, kv_head * HEAD_DIM + h * 64, first_key, place.batch);
+          for (int h = 0; h < DIM_BLOCKS; ++h)
+            tensor_load_3d(to + h * BLOCK_KV * 128, maps[1], full, kv_head * HEAD_DIM + h * 64, first_key, place.batch);
         }
 #else
         barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
         copy_key_rows(to, k, (u32)tensors.k_token_stride * 2, key, thread / 32);
 #endif
 #if HAS_BIAS
-        store_split_column(key_slot(shared, places.stage) + ENTRY_BYTES + thread * SPLIT_BYTES, in_scores(next_bias, inverse_scale), BF16_ONE);
+        store_split_column(key_slot(shared, places.stage) + ENTRY_BYTES + thread * SPLIT_BYTES,
+                           in_scores(next_bias, inverse_scale), BF16_ONE);
         fence_async_proxy();  // products read it
         barrier_arrive(full);
         next_bias = delta[min(max(first_key - BLOCK_KV, 0) + thread, seq_len - 1)];
@@ -104,7 +111,8 @@ struct DenseWork {
         barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
         barrier_expect(full, V_STAGE_BYTES);
 #pragma unroll
-        for (int h = 0; h < DIM_BLOCKS_V; ++h) tensor_load_3d(to + h * BLOCK_KV * 128, maps[2], full, kv_head * HEAD_DIM_V + h * 64, first_key, place.batch);
+        for (int h = 0; h < DIM_BLOCKS_V; ++h)
+          tensor_load_3d(to + h * BLOCK_KV * 128, maps[2], full, kv_head * HEAD_DIM_V + h * 64, first_key, place.batch);
       }
 #else
       barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);

@@ -1,6 +1,7 @@
-// hopper_query_gradient: dq of a tile of query rows on Hopper (sm_90a), queries in place, so that every sum has a fixed order.
-// Used by hopper_attention_backward_query.cu and hopper_dma_attention_backward_query.cu, which document the interface. Three products a stage,
-// S = Q K^T, dP = dO V^T and dQ += dS K, the last beside the next stage's S and
+// hopper_query_gradient: dq of a tile of query rows on Hopper (sm_90a), queries in place, so that every sum has a fixed
+// order.
+// Used by hopper_attention_backward_query.cu and hopper_dma_attention_backward_query.cu, which document the interface.
+// Three products a stage, S = Q K^T, dP = dO V^T and dQ += dS K, the last beside the next stage's S and
 // the other warpgroup's work.
 // Defines    as hopper_tiles.cuh
 #pragma once
@@ -33,7 +34,9 @@ struct QueryGradientConsumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float2 stat = {INFINITY_F32, 0.0f};
-        if (rows.query[r] < end_query) stat = stats[((u64)batch * tensors.num_heads + head + (first_row + 8 * r) / TILE_QUERIES) * padded_len + rows.query[r]];
+        if (rows.query[r] < end_query)
+          stat = stats[((u64)batch * tensors.num_heads + head + (first_row + 8 * r) / TILE_QUERIES) * padded_len +
+                       rows.query[r]];
         lse[r] = stat.x;
         dot[r] = stat.y;
       }
@@ -51,10 +54,12 @@ struct QueryGradientConsumer {
       barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
       if (!KEY_MAPS) fence_async_proxy();
       wgmma_fence();
-      multiply_stage<HAS_BIAS>(score, q, k, tile + BASES_AT + warpgroup * 64 * SPLIT_BYTES, key_slot(shared, places.stage));
+      multiply_stage<HAS_BIAS>(score, q, k, tile + BASES_AT + warpgroup * 64 * SPLIT_BYTES,
+                               key_slot(shared, places.stage));
       wgmma_wait<1>();  // the last stage's dQ, whose weights' registers are needed
       if (it > 0) release(barrier_at(shared, EMPTY_K + last_slot));
-      // Only now: the producer brings the next stage's keys before these values, and with two slots it may have been waiting for the one just released.
+      // Only now: the producer brings the next stage's keys before these values, and with two slots it may have been
+      // waiting for the one just released.
       barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
       if (!KEY_MAPS) fence_async_proxy();
       wgmma_fence();
@@ -93,18 +98,21 @@ struct QueryGradientConsumer {
     release(barrier_at(shared, EMPTY_K + last_slot));
 
     // Store. Places are worked out anew: kept, they would not fit into registers.
-    const int batch = load_shared_int(tile), head = load_shared_int(tile + 4), first_query = load_shared_int(tile + 8), end_query = load_shared_int(tile + 12);
+    const int batch = load_shared_int(tile), head = load_shared_int(tile + 4), first_query = load_shared_int(tile + 8),
+              end_query = load_shared_int(tile + 12);
     const int first_row = row_of_thread(warpgroup);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = first_query + (first_row + 8 * r) % TILE_QUERIES;
-      bf16* to = dq + batch * batch_stride + query * token_stride + (head + (first_row + 8 * r) / TILE_QUERIES) * HEAD_DIM + opaque(threadIdx.x) % 4 * 8;
+      bf16* to = dq + batch * batch_stride + query * token_stride +
+                 (head + (first_row + 8 * r) / TILE_QUERIES) * HEAD_DIM + opaque(threadIdx.x) % 4 * 8;
 #pragma unroll
       for (int n = 0; n < HEAD_DIM / 32; ++n) {
         u32 x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          x[i] = pack_bf16(sums[(4 * n + i) * 4 + 2 * r] * tensors.softmax_scale, sums[(4 * n + i) * 4 + 2 * r + 1] * tensors.softmax_scale);
+          x[i] = pack_bf16(sums[(4 * n + i) * 4 + 2 * r] * tensors.softmax_scale,
+                           sums[(4 * n + i) * 4 + 2 * r + 1] * tensors.softmax_scale);
         quad_transpose(x);
         if (query < end_query) *(uint4*)(to + n * 32) = make_uint4(x[0], x[1], x[2], x[3]);
       }

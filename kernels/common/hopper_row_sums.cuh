@@ -1,30 +1,33 @@
 // hopper_row_sums: for each query of a tile, sum_j P_ij (do_i . v_j) over the keys it sees, on Hopper (sm_90a).
-// Used by hopper_attention_row_sums.cu and hopper_dma_attention_row_sums.cu, which document the interface. Two products a stage, S = Q K^T and
-// dP = dO V^T, whose exponentials and sums run beside the other warpgroup's products.
+// Used by hopper_attention_row_sums.cu and hopper_dma_attention_row_sums.cu, which document the interface. Two products
+// a stage, S = Q K^T and dP = dO V^T, whose exponentials and sums run beside the other warpgroup's products.
 // Defines    as hopper_tiles.cuh
 #pragma once
 #define ROW_SUMS 1
 #include "common/hopper_tiles.cuh"
 
-// The warp's 16 rows of a tile of BLOCK_Q as A operands: kept in registers, they leave shared memory's bandwidth to keys and
-// values. There is room for one of q and do.
+// The warp's 16 rows of a tile of BLOCK_Q as A operands: kept in registers, they leave shared memory's bandwidth to
+// keys and values. There is room for one of q and do.
 DEVICE void keep_rows(u32 (&kept)[HEAD_DIM / 16][4], u32 rows) {
   const int thread = (int)threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane % 16;
 #pragma unroll
   for (int step = 0; step < HEAD_DIM / 16; ++step)
-    load_matrix_x4(kept[step], rows + step / 4 * BLOCK_Q * 128 + row * 128 + (((step % 4 * 2 + lane / 16) ^ (row % 8)) << 4));
+    load_matrix_x4(kept[step],
+                   rows + step / 4 * BLOCK_Q * 128 + row * 128 + (((step % 4 * 2 + lane / 16) ^ (row % 8)) << 4));
 }
 
 // d = rows stage^T, the rows from registers.
 DEVICE void multiply_kept(float (&d)[64], const u32 (&rows)[HEAD_DIM / 16][4], u32 stage) {
   const u64 b = wgmma_along(stage);
 #pragma unroll
-  for (int step = 0; step < HEAD_DIM / 16; ++step) wgmma<0>(d, rows[step], wgmma_step(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32), step > 0);
+  for (int step = 0; step < HEAD_DIM / 16; ++step)
+    wgmma<0>(d, rows[step], wgmma_step(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32), step > 0);
   wgmma_commit();
 }
 
 struct RowSumsConsumer {
-  float2* stats;  // [batch, num_heads, padded_len] {lse * log2(e) or +inf, the row sum}: the first is read, the second written
+  // [batch, num_heads, padded_len] {lse * log2(e) or +inf, the row sum}: the first is read, the second written
+  float2* stats;
   int padded_len;
 
   // The warpgroup's 64 rows of one tile; false when there was none.
@@ -57,7 +60,8 @@ struct RowSumsConsumer {
       barrier_sync(1 + warpgroup, 256);
 #endif
       wgmma_fence();
-      multiply_stage<HAS_BIAS>(score, q, shared + K_AT + places.k.slot * STAGE_BYTES, tile + BASES_AT + warpgroup * 64 * SPLIT_BYTES, key_slot(shared, places.stage));
+      multiply_stage<HAS_BIAS>(score, q, shared + K_AT + places.k.slot * STAGE_BYTES,
+                               tile + BASES_AT + warpgroup * 64 * SPLIT_BYTES, key_slot(shared, places.stage));
       multiply_kept(dp, do_kept, shared + V_AT + places.v.slot * STAGE_BYTES);
 #if TAKE_TURNS == 1
       barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);

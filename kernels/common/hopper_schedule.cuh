@@ -1,4 +1,5 @@
-// hopper_schedule: which tiles a persistent block works on, longest first, so that all blocks end together and caches help.
+// hopper_schedule: which tiles a persistent block works on, longest first, so that all blocks end together and caches
+// help.
 #pragma once
 #include "common/types.cuh"
 
@@ -7,14 +8,16 @@ struct WorkPlace {
   int tile, head, batch;
 };
 
-// Heads are dealt out in sections whose keys and values fit into a cache together; inside a section every head's first tile (the longest) precedes
-// every second one. Blocks take a section's tiles back and forth (0 1 2 3, then 3 2 1 0, ...), so that who has the longest tile of one round has the
-// shortest of the next. A section begins with a round of its own, at the block where the last one ran out of tiles.
+// Heads are dealt out in sections whose keys and values fit into a cache together; inside a section every head's first
+// tile (the longest) precedes every second one. Blocks take a section's tiles back and forth (0 1 2 3, then 3 2 1 0,
+// ...), so that who has the longest tile of one round has the shortest of the next. A section begins with a round of
+// its own, at the block where the last one ran out of tiles.
 struct WorkSchedule {
   u32 heads_per_unit, units, kv_heads, section_units, section_items, section_rounds, num_rounds;
 
   // tiles, heads: of a batch row; unit_bytes: keys and values of one KV head.
-  DEVICE WorkSchedule(u32 tiles, u32 heads, u32 kv_heads, u32 batch, u64 unit_bytes, u64 cache_bytes) : heads_per_unit(heads / kv_heads), units(kv_heads * batch), kv_heads(kv_heads) {
+  DEVICE WorkSchedule(u32 tiles, u32 heads, u32 kv_heads, u32 batch, u64 unit_bytes, u64 cache_bytes)
+      : heads_per_unit(heads / kv_heads), units(kv_heads * batch), kv_heads(kv_heads) {
     const u32 capacity = (u32)max(cache_bytes / unit_bytes, (u64)1), sections = (units + capacity - 1) / capacity;
     section_units = (units + sections - 1) / sections;
     section_items = section_units * heads_per_unit * tiles;
@@ -24,8 +27,10 @@ struct WorkSchedule {
 
   // What this block does in `round`; false where it does nothing.
   DEVICE bool find(u32 round, WorkPlace& place) const {
-    const u32 section = round / section_rounds, turn = round % section_rounds, at = (blockIdx.x + section * section_items) % gridDim.x;
-    const u32 item = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - at : at), here = min(section_units, units - section * section_units);
+    const u32 section = round / section_rounds, turn = round % section_rounds,
+              at = (blockIdx.x + section * section_items) % gridDim.x;
+    const u32 item = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - at : at),
+              here = min(section_units, units - section * section_units);
     const u32 heads = here * heads_per_unit;
     if (item >= section_items / section_units * here) return false;
     const u32 unit = section * section_units + item % heads / heads_per_unit;

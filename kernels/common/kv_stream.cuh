@@ -1,8 +1,10 @@
-// kv_stream: brings the keys and values that a tile of queries sees into shared memory, tile by tile, contiguous or gathered by a list.
-// Defines    HEAD_DIM, HEAD_DIM_V, BLOCK_KV keys a tile, NUM_WARPS, NUM_STAGES (2 or more tiles in flight or in use), HAS_BIAS, GATHER, SPARSE
-// A ring of NUM_STAGES slots holds K and V (swizzled rows) and, with HAS_BIAS, the keys' delta. With GATHER a second ring holds the
-// list entries {key, expire}; they must be here before the rows they name can be asked for, so they run NUM_STAGES - 1 tiles further ahead. With SPARSE
-// they come from a selector's mask in place of a list.
+// kv_stream: brings the keys and values that a tile of queries sees into shared memory, tile by tile, contiguous or
+// gathered by a list.
+// Defines    HEAD_DIM, HEAD_DIM_V, BLOCK_KV keys a tile, NUM_WARPS, NUM_STAGES (2 or more tiles in flight or in use),
+//            HAS_BIAS, GATHER, SPARSE
+// A ring of NUM_STAGES slots holds K and V (swizzled rows) and, with HAS_BIAS, the keys' delta. With GATHER a second
+// ring holds the list entries {key, expire}; they must be here before the rows they name can be asked for, so they run
+// NUM_STAGES - 1 tiles further ahead. With SPARSE they come from a selector's mask in place of a list.
 #pragma once
 #include "common/copy_rows.cuh"
 
@@ -27,7 +29,8 @@ static_assert(NUM_STAGES >= 2, "one tile is used while the next one arrives");
 constexpr int K_TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
 constexpr int V_TILE_BYTES = BLOCK_KV * HEAD_DIM_V * 2;
 constexpr int KV_STAGE_BYTES = K_TILE_BYTES + V_TILE_BYTES;
-constexpr int ENTRY_LEAD = 2 * (NUM_STAGES - 1);                  // tiles between asking for entries and using their rows' scores
+// tiles between asking for entries and using their rows' scores
+constexpr int ENTRY_LEAD = 2 * (NUM_STAGES - 1);
 constexpr int ENTRY_SLOTS = NUM_STAGES == 2 ? 4 : NUM_STAGES <= 4 ? 8 : 16;  // a power of two above ENTRY_LEAD
 constexpr int BIAS_BYTES = HAS_BIAS ? NUM_STAGES * BLOCK_KV * 4 : 0;
 constexpr int ENTRY_BYTES = GATHER ? ENTRY_SLOTS * BLOCK_KV * 8 : 0;

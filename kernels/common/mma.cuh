@@ -1,4 +1,5 @@
-// mma: warp-wide bf16 matrix products with f32 accumulators (m16n8k16), their fragments, and the swizzle of the tiles they come from.
+// mma: warp-wide bf16 matrix products with f32 accumulators (m16n8k16), their fragments, and the swizzle of the tiles
+// they come from.
 // Fragments, lane = 4 * g + t:
 //   A 16x16  a[0] rows g, a[1] rows g + 8 (columns 2t, 2t + 1); a[2], a[3] the same rows, columns 2t + 8, 2t + 9
 //   B 16x8   b0 rows 2t, 2t + 1, b1 rows 2t + 8, 2t + 9; column g
@@ -8,23 +9,35 @@
 
 // d += a b.
 DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Four 8x8 matrices: lanes 8m .. 8m + 7 give the rows of matrix m (16 bytes each), r[m] receives its fragment.
 DEVICE void load_matrix_x4(u32 (&r)[4], u32 shared) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared));
 }
 // The same, each matrix transposed.
 DEVICE void load_matrix_x4_transposed(u32 (&r)[4], u32 shared) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared));
 }
 
-DEVICE void store_shared_32(u32 shared, u32 value) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory"); }
+DEVICE void store_shared_32(u32 shared, u32 value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
+}
 DEVICE uint4 load_shared_128(u32 shared) {
   uint4 r;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(shared) : "memory");
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "r"(shared)
+               : "memory");
   return r;
 }
 
@@ -41,8 +54,9 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 
-// A tile of ROW_ELEMENTS bf16 a row in shared memory, no padding: the 16-byte chunks of a row are permuted by its number, so that the
-// same chunk of eight successive rows (what ldmatrix reads) lies in eight different groups of four banks.
+// A tile of ROW_ELEMENTS bf16 a row in shared memory, no padding: the 16-byte chunks of a row are permuted by its
+// number, so that the same chunk of eight successive rows (what ldmatrix reads) lies in eight different groups of four
+// banks.
 template <int ROW_ELEMENTS>
 struct SwizzledTile {
   static_assert(ROW_ELEMENTS % 16 == 0, "rows are whole pairs of 16-byte chunks");
@@ -53,9 +67,12 @@ struct SwizzledTile {
   static constexpr int SHIFT = CHUNKS % 8 == 0 ? 0 : CHUNKS % 4 == 0 ? 1 : 2;
 
   // Byte offset of a chunk.
-  static DEVICE u32 offset(int row, int chunk) { return (u32)(row * ROW_BYTES + ((chunk ^ ((row >> SHIFT) & MASK)) << 4)); }
-  // The address `row` rows (a multiple of 8) and `chunk` chunks further than `at`, which is a tile's address (a multiple of 128) plus the `offset`
-  // of a chunk whose number has no bit in common with `chunk`: one xor, the rest folds into the load's immediate.
+  static DEVICE u32 offset(int row, int chunk) {
+    return (u32)(row * ROW_BYTES + ((chunk ^ ((row >> SHIFT) & MASK)) << 4));
+  }
+  // The address `row` rows (a multiple of 8) and `chunk` chunks further than `at`, which is a tile's address (a
+  // multiple of 128) plus the `offset` of a chunk whose number has no bit in common with `chunk`: one xor, the rest
+  // folds into the load's immediate.
   static DEVICE u32 step(u32 at, int row, int chunk) {
     return (at ^ (u32)((chunk & MASK) << 4)) + (u32)(row * ROW_BYTES + ((chunk & ~MASK) << 4));
   }

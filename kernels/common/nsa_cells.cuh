@@ -1,5 +1,6 @@
-// nsa_cells: the choices of native sparse attention, by the cell of select_size positions in which a chosen block begins. In a row of several documents blocks of
-// different documents may share a cell, one of each; a later document's queries come later.
+// nsa_cells: the choices of native sparse attention, by the cell of select_size positions in which a chosen block
+// begins. In a row of several documents blocks of different documents may share a cell, one of each; a later document's
+// queries come later.
 #pragma once
 #include "common/types.cuh"
 
@@ -16,10 +17,16 @@ struct Choices {
   int num_heads, num_selected, select_size, first_query, num_queries, range_first;
 
   DEVICE Choices(const i32* block_indices, const i32* doc_start, const NsaCellsParams& params)
-      : indices(block_indices + ((u64)blockIdx.z * params.seq_len * params.num_kv_heads + blockIdx.y) * params.num_selected),
-        doc_start(doc_start + (u64)blockIdx.z * params.seq_len), num_heads((int)params.num_kv_heads), num_selected((int)params.num_selected),
-        select_size((int)params.select_size), first_query((int)params.first_query + (int)blockIdx.x * PART_QUERIES), range_first((int)params.first_query) {
-    num_queries = max(min((int)min(params.first_query + params.num_queries, params.seq_len) - first_query, PART_QUERIES), 0);
+      : indices(block_indices +
+                ((u64)blockIdx.z * params.seq_len * params.num_kv_heads + blockIdx.y) * params.num_selected),
+        doc_start(doc_start + (u64)blockIdx.z * params.seq_len),
+        num_heads((int)params.num_kv_heads),
+        num_selected((int)params.num_selected),
+        select_size((int)params.select_size),
+        first_query((int)params.first_query + (int)blockIdx.x * PART_QUERIES),
+        range_first((int)params.first_query) {
+    num_queries =
+        max(min((int)min(params.first_query + params.num_queries, params.seq_len) - first_query, PART_QUERIES), 0);
   }
   DEVICE u64 row() const { return (u64)blockIdx.z * gridDim.y + blockIdx.y; }
   // The cell of a query's choice; -1 for none.

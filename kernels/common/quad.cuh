@@ -2,7 +2,8 @@
 #pragma once
 #include "common/types.cuh"
 
-// Turns x[i] of lane t into x[t] of lane i, in each group of four lanes: 2 columns of four 8-column tiles become 8 columns of one.
+// Turns x[i] of lane t into x[t] of lane i, in each group of four lanes: 2 columns of four 8-column tiles become 8
+// columns of one.
 DEVICE void quad_transpose(u32 (&x)[4]) {
   const bool odd = threadIdx.x % 2, upper = threadIdx.x % 4 >= 2;
 #pragma unroll

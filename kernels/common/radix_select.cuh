@@ -1,7 +1,9 @@
 // radix_select: exact k-th largest of a stream of (order, position) keys by a whole block of 1024 threads.
-// Three histogram passes of 11, 11 and 10 bits fix the 32 score bits; only where the score that results is shared by more
-// keys than are still needed, two more passes of 11 bits choose among their positions (so positions stay below 2^22).
-// One or two selections run over one stream: the last selector sees every key, with two selectors number 0 sees a subset.
+// Three histogram passes of 11, 11 and 10 bits fix the 32 score bits; only where the score that results is shared by
+// more keys than are still needed, two more passes of 11 bits choose among their positions (so positions stay below
+// 2^22).
+// One or two selections run over one stream: the last selector sees every key, with two selectors number 0 sees a
+// subset.
 #pragma once
 #include "common/block_scan.cuh"
 #include "common/order_key.cuh"
@@ -11,8 +13,8 @@ constexpr int SELECT_THREADS = 1024;
 constexpr int SELECT_BINS = 2048;
 constexpr int SELECT_PASSES = 5;
 
-// Shared memory of a selection. `radix_begin` sets it up; afterwards `threshold[x]` is an order key that exactly k keys of the
-// stream reach (0 where selector x is off).
+// Shared memory of a selection. `radix_begin` sets it up; afterwards `threshold[x]` is an order key that exactly k keys
+// of the stream reach (0 where selector x is off).
 template <int NUM_SELECTORS>
 struct RadixSelect {
   alignas(16) u32 histogram[NUM_SELECTORS][SELECT_BINS];
@@ -24,11 +26,16 @@ struct RadixSelect {
 
 // The bits that passes 0 .. pass fix, of a key's 64.
 DEVICE u64 radix_fixed_bits(int pass) {
-  return pass < 0 ? 0ull : pass == 0 ? ~0ull << 53 : pass == 1 ? ~0ull << 42 : pass == 2 ? ~0ull << 32 : pass == 3 ? ~0ull << 11 : ~0ull;
+  return pass < 0    ? 0ull
+         : pass == 0 ? ~0ull << 53
+         : pass == 1 ? ~0ull << 42
+         : pass == 2 ? ~0ull << 32
+         : pass == 3 ? ~0ull << 11
+                     : ~0ull;
 }
 
-// Asks for the k-th largest (k = 0: selector off; the last selector is always on). Every thread of the block calls; no barrier is needed
-// before, unless the state was in use, nor after.
+// Asks for the k-th largest (k = 0: selector off; the last selector is always on). Every thread of the block calls; no
+// barrier is needed before, unless the state was in use, nor after.
 template <int NUM_SELECTORS>
 DEVICE void radix_begin(RadixSelect<NUM_SELECTORS>& state, u32 k_of_subset, u32 k_of_all) {
   u32* bins = &state.histogram[0][0];
@@ -56,7 +63,8 @@ DEVICE void clear_bins(u32* bins) {
   else *(uint2*)bins = make_uint2(0, 0);
 }
 
-// Fixes a digit of each selector from its histogram: the largest digit that at least `remaining` keys reach. Leaves the bins empty.
+// Fixes a digit of each selector from its histogram: the largest digit that at least `remaining` keys reach. Leaves the
+// bins empty.
 // `subset_in_first`: the last selector's keys of the subset were counted in histogram 0 only, for both.
 template <int NUM_SELECTORS>
 DEVICE void radix_find_digit(RadixSelect<NUM_SELECTORS>& state, int shift, bool subset_in_first) {
@@ -81,7 +89,8 @@ DEVICE void radix_find_digit(RadixSelect<NUM_SELECTORS>& state, int shift, bool 
   if (lane == 31) state.warp_sums[warp] = inclusive;
   __syncthreads();  // sums visible; bins and `remaining` are read, so that their owners may write them below
   clear_bins<BINS_EACH>(bins);
-  const u32 warps_above = __reduce_add_sync(0xffffffffu, lane < warp - selector * WARPS_EACH ? state.warp_sums[selector * WARPS_EACH + lane] : 0);
+  const u32 warps_above = __reduce_add_sync(
+      0xffffffffu, lane < warp - selector * WARPS_EACH ? state.warp_sums[selector * WARPS_EACH + lane] : 0);
   u32 above = inclusive - sum + warps_above;
   if (wanted != 0 && above < wanted && wanted <= above + sum) {  // exactly one thread of each running selector
     bool found = false;
@@ -99,8 +108,9 @@ DEVICE void radix_find_digit(RadixSelect<NUM_SELECTORS>& state, int shift, bool 
   __syncthreads();  // the digit is known, the bins are empty
 }
 
-// One pass. `for_subset(visit)` and `for_rest(visit)` call visit(order, position) once for each key of the subset and of the rest, spread
-// over the threads in any way (one selector: the subset is everything). Every thread of the block calls; barriers are inside.
+// One pass. `for_subset(visit)` and `for_rest(visit)` call visit(order, position) once for each key of the subset and
+// of the rest, spread over the threads in any way (one selector: the subset is everything). Every thread of the block
+// calls; barriers are inside.
 template <int NUM_SELECTORS, class ForSubset, class ForRest>
 DEVICE void radix_pass(RadixSelect<NUM_SELECTORS>& state, int pass, ForSubset for_subset, ForRest for_rest) {
   constexpr int ALL = NUM_SELECTORS - 1;
@@ -113,7 +123,8 @@ DEVICE void radix_pass(RadixSelect<NUM_SELECTORS>& state, int pass, ForSubset fo
     const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
     const u32 fixed = (u32)(radix_fixed_bits(pass - 1) >> 32);
     const u32 digit_bytes = pass == 2 ? 1023u << 2 : 2047u << 2;  // of a digit times 4, a bin's offset
-    auto offset = [&](u32 order) { return __funnelshift_r(order, order, shift - 2) & digit_bytes; };  // rotated: shift - 2 may be -2
+    // rotated: shift - 2 may be -2
+    auto offset = [&](u32 order) { return __funnelshift_r(order, order, shift - 2) & digit_bytes; };
     if (together) {
       for_subset([&](u32 order, u32) { count_if_zero(bins, offset(order), (order ^ score_all) & fixed); });
     } else {
@@ -122,7 +133,8 @@ DEVICE void radix_pass(RadixSelect<NUM_SELECTORS>& state, int pass, ForSubset fo
         count_if_zero(bins_all, offset(order), (order ^ score_all) & fixed);
       });
     }
-    if (NUM_SELECTORS == 2) for_rest([&](u32 order, u32) { count_if_zero(bins_all, offset(order), (order ^ score_all) & fixed); });
+    if (NUM_SELECTORS == 2)
+      for_rest([&](u32 order, u32) { count_if_zero(bins_all, offset(order), (order ^ score_all) & fixed); });
     __syncthreads();  // histograms complete
     radix_find_digit<NUM_SELECTORS>(state, 32 + shift, together);
   } else {
@@ -135,7 +147,8 @@ DEVICE void radix_pass(RadixSelect<NUM_SELECTORS>& state, int pass, ForSubset fo
       count(bins, score_subset, (u32)of_subset, order, position);
       if (NUM_SELECTORS == 2) count(bins_all, score_all, (u32)of_all, order, position);
     });
-    if (NUM_SELECTORS == 2) for_rest([&](u32 order, u32 position) { count(bins_all, score_all, (u32)of_all, order, position); });
+    if (NUM_SELECTORS == 2)
+      for_rest([&](u32 order, u32 position) { count(bins_all, score_all, (u32)of_all, order, position); });
     __syncthreads();  // histograms complete
     radix_find_digit<NUM_SELECTORS>(state, shift, false);
   }
@@ -149,7 +162,8 @@ DEVICE void radix_select(RadixSelect<NUM_SELECTORS>& state, int first_pass, ForS
     if (pass >= 3) {
       bool ambiguous = false;
 #pragma unroll
-      for (int x = 0; x < NUM_SELECTORS; x++) ambiguous |= state.remaining[x] != 0 && state.remaining[x] != state.num_tied[x];
+      for (int x = 0; x < NUM_SELECTORS; x++)
+        ambiguous |= state.remaining[x] != 0 && state.remaining[x] != state.num_tied[x];
       if (!ambiguous) break;  // uniform over the block: every key tied at a threshold is taken
     }
     radix_pass<NUM_SELECTORS>(state, pass, for_subset, for_rest);

@@ -35,8 +35,10 @@ DEVICE void load_vector(const element* from, float (&to)[VECTOR]) {
 }
 DEVICE void store_vector(element* to, const float (&from)[VECTOR]) {
   // By name: nvcc 13.0 splits the assignment of a uint4 into four stores here.
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(pack_word(from)), "r"(pack_word(from + WORD_ELEMENTS)),
-               "r"(pack_word(from + 2 * WORD_ELEMENTS)), "r"(pack_word(from + 3 * WORD_ELEMENTS)) : "memory");
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(pack_word(from)),
+               "r"(pack_word(from + WORD_ELEMENTS)), "r"(pack_word(from + 2 * WORD_ELEMENTS)),
+               "r"(pack_word(from + 3 * WORD_ELEMENTS))
+               : "memory");
 }
 #elif IS_BF16
 DEVICE void load_vector(const element* from, float (&to)[1]) { to[0] = bf16_to_f32(*from); }

@@ -1,7 +1,9 @@
 // split_decode: one query per row against a cache of keys, the work of one warp and the ways to join warps and splits.
-// A warp takes tiles of 16 keys: its own ring of cp.async stages, S = Q K^T and O += P V by m16n8k16 with the query heads of a
-// KV head as the 16 rows (rows left over are zeros), so the arithmetic hides behind the loads for every group size.
-// Warps never wait for each other until their keys are done; then a block joins its warps, and the last block its splits.
+// A warp takes tiles of 16 keys: its own ring of cp.async stages, S = Q K^T and O += P V by m16n8k16 with the query
+// heads of a KV head as the 16 rows (rows left over are zeros), so the arithmetic hides behind the loads for every
+// group size.
+// Warps never wait for each other until their keys are done; then a block joins its warps, and the last block its
+// splits.
 // Head sizes are K_DIM for q and k, V_DIM for v and o.
 #pragma once
 #include "common/async_copy.cuh"
@@ -48,7 +50,8 @@ struct SplitDecode {
     }
   }
 
-  // Starts the copies of up to 16 keys; rows from `num_valid` on arrive as zeros and are not read. `z` may be left out (0).
+  // Starts the copies of up to 16 keys; rows from `num_valid` on arrive as zeros and are not read. `z` may be left out
+  // (0).
   static DEVICE void load_tile(u32 stage, const bf16* k, const bf16* v, const float* z, int num_valid) {
     const int lane = threadIdx.x & 31;
     constexpr int K_CHUNKS = K_DIM / 8, V_CHUNKS = V_DIM / 8;
@@ -62,7 +65,8 @@ struct SplitDecode {
     for (int i = 0; i < V_CHUNKS / 2; i++) {
       const int index = i * 32 + lane, row = index / V_CHUNKS, chunk = index % V_CHUNKS;
       const bool valid = row < num_valid;
-      copy_async_16(stage + K_BYTES + row * V_PITCH + chunk * 16, v + (valid ? row * V_DIM + chunk * 8 : 0), valid ? 16 : 0);
+      copy_async_16(stage + K_BYTES + row * V_PITCH + chunk * 16, v + (valid ? row * V_DIM + chunk * 8 : 0),
+                    valid ? 16 : 0);
     }
     if (z != 0 && lane < DECODE_KEYS)
       copy_async_4(stage + K_BYTES + V_BYTES + lane * 4, z + (lane < num_valid ? lane : 0), lane < num_valid ? 4 : 0);
@@ -113,7 +117,8 @@ struct SplitDecode {
         o[n][2 * h + 1] *= scale;
       }
     }
-    const u32 p[4] = {pack_bf16(s[0][0], s[0][1]), pack_bf16(s[0][2], s[0][3]), pack_bf16(s[1][0], s[1][1]), pack_bf16(s[1][2], s[1][3])};
+    const u32 p[4] = {pack_bf16(s[0][0], s[0][1]), pack_bf16(s[0][2], s[0][3]), pack_bf16(s[1][0], s[1][1]),
+                      pack_bf16(s[1][2], s[1][3])};
     const u32 v_lane = stage + K_BYTES + (lane & 15) * V_PITCH + (lane >> 4) * 16;
 #pragma unroll
     for (int n = 0; n < NUM_O; n += 2) {
@@ -124,8 +129,9 @@ struct SplitDecode {
     }
   }
 
-  // Leaves the warp's 16 rows in `partials`: [warp][row] of max, sum and V_DIM weighted values. `partials` is the shared
-  // memory of the stages: a barrier must lie between the last `attend` of any warp and this, and another before it is read.
+  // Leaves the warp's 16 rows in `partials`: [warp][row] of max, sum and V_DIM weighted values. `partials` is the
+  // shared memory of the stages: a barrier must lie between the last `attend` of any warp and this, and another before
+  // it is read.
   DEVICE void store_warp(float* partials) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, column = (lane & 3) * 2;
 #pragma unroll
@@ -159,7 +165,8 @@ DEVICE DecodeSum decode_join(DecodeSum a, DecodeSum b) {
   return DecodeSum{top, a.sum * scale_a + b.sum * scale_b, a.value * scale_a + b.value * scale_b};
 }
 
-// True in every thread of the block that arrives last of `num_blocks` at `counter` (shared by them, 0 before the first launch;
+// True in every thread of the block that arrives last of `num_blocks` at `counter` (shared by them, 0 before the first
+// launch;
 // it returns to 0 by itself). What the other blocks wrote to global memory before is visible to it.
 DEVICE bool decode_is_last_block(u32* counter, u32 num_blocks, u32* shared_flag) {
   __threadfence();   // this thread's partial results are visible before the ticket
@@ -172,8 +179,10 @@ DEVICE bool decode_is_last_block(u32* counter, u32 num_blocks, u32* shared_flag)
 
 // Joins the warps of a block (`shared_partials`, as SplitDecode::store_warp leaves it), then the splits of a row.
 // `partials` f32 [batch, num_heads, num_splits, V_DIM + 2] and `o` bf16 [batch, num_heads, V_DIM] point at the block's
-// batch row and its KV head's first query head; this block holds rows `first_row` .. `first_row + num_rows` of `group_size`.
-// num_splits is at most 4096. The order of the sums is fixed, whichever block is last. Returns true in all threads of the last of the `num_blocks` blocks.
+// batch row and its KV head's first query head; this block holds rows `first_row` .. `first_row + num_rows` of
+// `group_size`.
+// num_splits is at most 4096. The order of the sums is fixed, whichever block is last. Returns true in all threads of
+// the last of the `num_blocks` blocks.
 template <int V_DIM, int WARPS>
 DEVICE bool decode_finish(float* shared_partials, float* partials, bf16* o, u32* counter, u32* shared_flag, int split,
              int num_splits, int first_row, int num_rows, int group_size, u32 num_blocks) {
@@ -221,7 +230,8 @@ DEVICE bool decode_finish(float* shared_partials, float* partials, bf16* o, u32*
       }
 #pragma unroll
       for (int distance = 16; distance > 0; distance /= 2)
-        all = decode_join(all, DecodeSum{__shfl_xor_sync(0xffffffffu, all.max, distance), __shfl_xor_sync(0xffffffffu, all.sum, distance), 0.f});
+        all = decode_join(all, DecodeSum{__shfl_xor_sync(0xffffffffu, all.max, distance),
+                                         __shfl_xor_sync(0xffffffffu, all.sum, distance), 0.f});
       const float base = all.max == -INFINITY_F32 ? 0.f : all.max, inverse = all.sum > 0.f ? 1.f / all.sum : 0.f;
       for (int other = lane; other < num_splits; other += 32)
         weights[row * num_splits + other] = exp2_fast(weights[row * num_splits + other] - base) * inverse;

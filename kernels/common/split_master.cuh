@@ -1,11 +1,13 @@
 // split_master: an f32 as a bf16 and the 16 bits that the bf16 lacks.
-// The leaf is the master rounded to nearest, ties away from zero; the rest is the low half of the master's bits. Taken as a signed number it is
-// what rounding left out, so that leaf 2^16 + rest gives the master's bits back, always. Ties away from zero and not to even: the leaf and
-// the rest then say together whether it was rounded up.
+// The leaf is the master rounded to nearest, ties away from zero; the rest is the low half of the master's bits. Taken
+// as a signed number it is what rounding left out, so that leaf 2^16 + rest gives the master's bits back, always. Ties
+// away from zero and not to even: the leaf and the rest then say together whether it was rounded up.
 #pragma once
 #include "common/types.cuh"
 
-DEVICE float join_master(u32 leaf, u32 rest) { return __uint_as_float((leaf << 16) + (u32)(int)(short)(rest & 0xffffu)); }
+DEVICE float join_master(u32 leaf, u32 rest) {
+  return __uint_as_float((leaf << 16) + (u32)(int)(short)(rest & 0xffffu));
+}
 
 DEVICE void split_master(float master, u32& leaf, u32& rest) {
   // One NaN for all: the largest payloads would be rounded beyond NaN, to -0.

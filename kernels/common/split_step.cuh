@@ -1,7 +1,9 @@
-// split_step: a number for each row and one for each column of a wgmma product enter as one more step of it, each as the three bf16 whose sum it is,
-// against ones. They then cost nothing behind the product. Operands lie in shared memory, 16 bytes a row or column, side by side (wgmma_unswizzled):
+// split_step: a number for each row and one for each column of a wgmma product enter as one more step of it, each as
+// the three bf16 whose sum it is, against ones. They then cost nothing behind the product. Operands lie in shared
+// memory, 16 bytes a row or column, side by side (wgmma_unswizzled):
 // eight of the sixteen columns that a step sums, which it meets twice. So halves are stored.
-// A step that comes first adds its numbers to nothing but each other: where two large ones cancel, what is left is exact.
+// A step that comes first adds its numbers to nothing but each other: where two large ones cancel, what is left is
+// exact.
 #pragma once
 #include "common/async_copy.cuh"
 #include "common/wgmma.cuh"
@@ -9,7 +11,8 @@
 constexpr int SPLIT_BYTES = 16;  // of a row or column
 constexpr u32 BF16_ONE = 0x3f80u;
 
-// The parts of an f32, each a bf16 in the lower half of a word. They are cut off, not rounded, so that the third holds all that is left.
+// The parts of an f32, each a bf16 in the lower half of a word. They are cut off, not rounded, so that the third holds
+// all that is left.
 struct SplitParts {
   u32 first, second, third;
   DEVICE SplitParts(float x) {
@@ -25,7 +28,8 @@ DEVICE void store_split(u32 shared, u32 a, u32 b, u32 c) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(0u) : "memory");
 }
 
-// Stores the number of a column. `one`: BF16_ONE, or 0 where the rows' numbers stay out. Products read it after fence_async_proxy.
+// Stores the number of a column. `one`: BF16_ONE, or 0 where the rows' numbers stay out. Products read it after
+// fence_async_proxy.
 DEVICE void store_split_column(u32 shared, float x, u32 one) {
   const SplitParts parts(0.5f * x);
   store_split(shared, parts.first | parts.second << 16, parts.third | one << 16, one | one << 16);

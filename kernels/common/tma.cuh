@@ -9,21 +9,27 @@ struct alignas(64) TensorMap {
 
 // Copies one box; its bytes count on `barrier` (barrier_expect). x: column, y: row, z: matrix of the map's tensor.
 DEVICE void tensor_load_3d(u32 shared, const TensorMap* map, u32 barrier, int x, int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared), "l"(map), "r"(barrier),
-               "r"(x), "r"(y), "r"(z)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      : "memory");
 }
 
 // Copies `bytes` (a multiple of 16), which count on `barrier`.
 DEVICE void bulk_load(u32 shared, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
 // Adds `bytes` (a multiple of 16) of f32 in shared memory to as many in global memory, each atomically.
 DEVICE void bulk_add_f32(float* to, u32 shared, u32 bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(shared), "r"(bytes) : "memory");
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(shared),
+               "r"(bytes)
+               : "memory");
 }
-// Closes this thread's group of bulk adds; waits until shared memory of all of them may be written again; waits until they are done.
+// Closes this thread's group of bulk adds; waits until shared memory of all of them may be written again; waits until
+// they are done.
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

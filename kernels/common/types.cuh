@@ -10,7 +10,8 @@ struct bf16 { unsigned short bits; };
 
 #define DEVICE __device__ __forceinline__
 // Threads that a multiprocessor holds at once.
-#define THREADS_PER_MULTIPROCESSOR (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200 ? 1536 : 2048)
+#define THREADS_PER_MULTIPROCESSOR \
+  (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200 ? 1536 : 2048)
 
 DEVICE float bf16_to_f32(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
 // A bias in the units of q . k, rounded: as part of a multiply-add with another bias, equal biases would not cancel.

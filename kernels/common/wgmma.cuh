@@ -1,16 +1,24 @@
-// wgmma: warpgroup-wide bf16 matrix products with f32 accumulators (sm_90a), m64nNk16, operands in 128-byte swizzled shared memory.
-// Accumulator d[N / 2] of thread 32 w + 4 g + t: d[4 n], d[4 n + 1] row 16 w + g, columns 8 n + 2 t, 8 n + 2 t + 1; d[4 n + 2], d[4 n + 3] row + 8.
-// A in registers: a[0], a[1] rows g, g + 8, columns 2 t, 2 t + 1; a[2], a[3] the same rows, columns + 8 (so accumulators, packed, are an operand).
-// A tile in shared memory is made of blocks of 64 columns: rows of 128 bytes, 16-byte chunk c of row r at place c ^ (r % 8), address a multiple of 1024.
+// wgmma: warpgroup-wide bf16 matrix products with f32 accumulators (sm_90a), m64nNk16, operands in 128-byte swizzled
+// shared memory.
+// Accumulator d[N / 2] of thread 32 w + 4 g + t: d[4 n], d[4 n + 1] row 16 w + g, columns 8 n + 2 t, 8 n + 2 t + 1;
+// d[4 n + 2], d[4 n + 3] row + 8.
+// A in registers: a[0], a[1] rows g, g + 8, columns 2 t, 2 t + 1; a[2], a[3] the same rows, columns + 8 (so
+// accumulators, packed, are an operand).
+// A tile in shared memory is made of blocks of 64 columns: rows of 128 bytes, 16-byte chunk c of row r at place c ^
+// (r % 8), address a multiple of 1024.
 // The operand lists below are written out because inline assembly has no loops; N is told by the accumulator's size.
 #pragma once
 #include "common/types.cuh"
 
 // Descriptor of a tile whose 64-column blocks run along the summed dimension. 16 columns further: 32 bytes further.
 DEVICE u64 wgmma_along(u32 shared) { return (u64)0x40000040u << 32 | (shared >> 4 | 1u << 16); }
-// Descriptor of a tile whose rows are the summed dimension (TRANSPOSE 1); the next 64 columns lie `block_bytes` further. 16 rows further: 2048 bytes.
-DEVICE u64 wgmma_across(u32 shared, u32 block_bytes) { return (u64)0x40000040u << 32 | (shared >> 4 | block_bytes >> 4 << 16); }
-// Descriptor of a tile of 8 columns without a swizzle, rows of 16 bytes side by side. Summed columns 8 to 15 are the same once more: A must be zero there.
+// Descriptor of a tile whose rows are the summed dimension (TRANSPOSE 1); the next 64 columns lie `block_bytes`
+// further. 16 rows further: 2048 bytes.
+DEVICE u64 wgmma_across(u32 shared, u32 block_bytes) {
+  return (u64)0x40000040u << 32 | (shared >> 4 | block_bytes >> 4 << 16);
+}
+// Descriptor of a tile of 8 columns without a swizzle, rows of 16 bytes side by side. Summed columns 8 to 15 are the
+// same once more: A must be zero there.
 DEVICE u64 wgmma_unswizzled(u32 shared) { return (u64)8 << 32 | shared >> 4; }
 // A descriptor `bytes` further; addresses of shared memory never carry into the other fields.
 DEVICE u64 wgmma_step(u64 descriptor, u32 bytes) { return descriptor >> 32 << 32 | ((u32)descriptor + (bytes >> 4)); }
@@ -25,7 +33,8 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int PENDING>
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
-// What shared memory was written through ordinary stores and cp.async becomes visible to products and bulk copies of this thread.
+// What shared memory was written through ordinary stores and cp.async becomes visible to products and bulk copies of
+// this thread.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Registers of each thread of the calling warpgroup from here on.
@@ -34,7 +43,8 @@ DEVICE void registers_shrink() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %
 template <int REGISTERS>
 DEVICE void registers_grow() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 
-// d (+)= a b, d 64 x N: a and b from shared memory, or a from registers. TRANSPOSE: the descriptor is one of wgmma_across. accumulate 0: d is set.
+// d (+)= a b, d 64 x N: a and b from shared memory, or a from registers. TRANSPOSE: the descriptor is one of
+// wgmma_across. accumulate 0: d is set.
 
 template <int TRANSPOSE_A, int TRANSPOSE_B>
 DEVICE void wgmma(float (&d)[16], u64 a, u64 b, int accumulate) {
