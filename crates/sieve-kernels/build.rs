@@ -1,8 +1,8 @@
 //! Embeds every file of `kernels/` as text, and gives each kernel's params struct to Rust:
 //!
 //! - `kernel_files.rs`: the table `KERNEL_FILES` of (path below `kernels/`, text);
-//! - `kernel_params.rs`: a Rust struct for each `struct ..Params` of the kernels, and the table `ENTRY_PARAMS` of (entry
-//!   point, its struct).
+//! - `kernel_params.rs`: a Rust struct for each `struct ..Params` of the kernels, and the table `ENTRY_PARAMS` of
+//!   (entry point, its struct).
 #[path = "src/runtime/params_text.rs"]
 mod params_text;
 

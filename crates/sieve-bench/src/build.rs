@@ -66,7 +66,8 @@ pub fn build(settings: &BuildSettings, say: &mut dyn FnMut(BuildEvent)) -> Resul
         let cache = KernelCache::open(&settings.root, &arch, version)?;
         if cache.is_private() {
             return refused(format!(
-                "the kernel cache {} is in use by another process\n  hint: wait for it, or name another folder with --out",
+                "the kernel cache {} is in use by another process\n  \
+                 hint: wait for it, or name another folder with --out",
                 settings.root.display()
             ));
         }
@@ -264,7 +265,8 @@ fn architectures(named: &[String]) -> Result<Vec<(String, usize)>> {
         .map(|arch| match shared_bytes_of(&arch) {
             Some(bytes) => Ok((arch, bytes)),
             None => refused(format!(
-                "--arch {arch}: the kernels are made for sm_80, sm_86, sm_89 and sm_90a\n  hint: sm_80 is an A100, sm_86 an RTX 30, sm_89 an RTX 40 or L40S, sm_90a an H100 or H200"
+                "--arch {arch}: the kernels are made for sm_80, sm_86, sm_89 and sm_90a\n  \
+                 hint: sm_80 is an A100, sm_86 an RTX 30, sm_89 an RTX 40 or L40S, sm_90a an H100 or H200"
             )),
         })
         .collect()

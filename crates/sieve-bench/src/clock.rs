@@ -30,7 +30,8 @@ extern \"C\" __global__ void bench_stamp(unsigned long long* stamps, const __gri
 
 const FLUSH: &str = "
 struct FlushParams { unsigned long long words, wait_ns; };
-extern \"C\" __global__ void __launch_bounds__(1024) bench_flush(const uint4* data, unsigned* out, const __grid_constant__ FlushParams params) {
+extern \"C\" __global__ void __launch_bounds__(1024) bench_flush(
+    const uint4* data, unsigned* out, const __grid_constant__ FlushParams params) {
   unsigned long long begin, now;
   asm volatile(\"mov.u64 %0, %globaltimer;\" : \"=l\"(begin));
   unsigned sum = 0;
@@ -44,8 +45,10 @@ extern \"C\" __global__ void __launch_bounds__(1024) bench_flush(const uint4* da
 
 const COPY: &str = "
 struct CopyParams { unsigned long long words; };
-extern \"C\" __global__ void __launch_bounds__(1024) bench_copy(const uint4* from, uint4* to, const __grid_constant__ CopyParams params) {
-  for (unsigned long long i = blockIdx.x * 1024ull + threadIdx.x; i < params.words; i += gridDim.x * 1024ull) to[i] = from[i];
+extern \"C\" __global__ void __launch_bounds__(1024) bench_copy(
+    const uint4* from, uint4* to, const __grid_constant__ CopyParams params) {
+  for (unsigned long long i = blockIdx.x * 1024ull + threadIdx.x; i < params.words; i += gridDim.x * 1024ull)
+    to[i] = from[i];
 }";
 
 /// Milliseconds of some repetitions.

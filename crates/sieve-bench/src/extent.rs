@@ -18,8 +18,8 @@ const GROUPS: &[usize] = &[1, 2, 3, 4, 8];
 /// window of bits.
 const LENGTHS: &[usize] = &[1, 2, 63, 1024, 1025, 3000, 8193, 20001, 131_073, 300_001];
 
-/// Tokens, kept keys and local window of selections in rows so long (more than 16,384 tokens) that their lists start from
-/// survivors, which a selection with a local window finds in a pass of its own; and of one short row.
+/// Tokens, kept keys and local window of selections in rows so long (more than 16,384 tokens) that their lists start
+/// from survivors, which a selection with a local window finds in a pass of its own; and of one short row.
 const LOCAL_WINDOWS: &[[usize; 3]] = &[
     [1500, 400, 300],
     [16_385, 301, 300],

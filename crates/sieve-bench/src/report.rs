@@ -41,8 +41,8 @@ impl Report {
         }
     }
 
-    /// Adds the outcome of one call of an op that has a kernel, in the row `kernel`; a call that took another way is a failure,
-    /// or missing where the device is the reason.
+    /// Adds the outcome of one call of an op that has a kernel, in the row `kernel`; a call that took another way is a
+    /// failure, or missing where the device is the reason.
     pub(crate) fn add_call(
         &mut self,
         name: &str,

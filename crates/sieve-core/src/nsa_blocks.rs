@@ -34,8 +34,8 @@ impl NsaBlocks {
         }
     }
 
-    /// First slot of the document that begins at `start`. The blocks of a document end before the next one's first slot,
-    /// because a block is at least as long as the stride.
+    /// First slot of the document that begins at `start`. The blocks of a document end before the next one's first
+    /// slot, because a block is at least as long as the stride.
     pub fn first_slot(&self, start: usize) -> usize {
         start.div_ceil(self.compress_stride)
     }

@@ -203,8 +203,8 @@ impl Documents<'_> {
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, heads in the order q, k, v
-/// - o: `[batch, seq_len, num_heads, head_dim]`, lse: `[batch, num_heads, seq_len]` (natural logarithm; with biases less the
-///   largest bias that the row sees); written whole
+/// - o: `[batch, seq_len, num_heads, head_dim]`, lse: `[batch, num_heads, seq_len]` (natural logarithm; with biases
+///   less the largest bias that the row sees); written whole
 ///
 /// # Panics
 /// When lengths do not fit or the documents are not consecutive ranges.

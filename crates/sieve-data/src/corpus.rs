@@ -20,7 +20,8 @@ pub use hub::HubConfig;
 use hub::{Hub, RemoteFile};
 pub use table::{TableRow, read_table};
 
-/// How documents lie in files. Text and JSONL may be packed: a file whose name ends in `.gz` or `.zst` is unpacked on the way.
+/// How documents lie in files. Text and JSONL may be packed: a file whose name ends in `.gz` or `.zst` is unpacked on
+/// the way.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Format {
@@ -105,8 +106,8 @@ pub struct CorpusConfig {
     pub paths: Vec<String>,
     /// How documents lie in the files. [`Corpus::open`] replaces [`Format::ByEnding`] where all files are of one kind.
     pub format: Format,
-    /// File name endings taken from *folders*, without the dot, and without the `.gz` or `.zst` of a packed file. Files named alone or by a glob are always taken; hidden
-    /// files and folders, and links to folders, never.
+    /// File name endings taken from *folders*, without the dot, and without the `.gz` or `.zst` of a packed file. Files
+    /// named alone or by a glob are always taken; hidden files and folders, and links to folders, never.
     pub extensions: Vec<String>,
     /// The order of the files.
     pub order: FileOrder,
@@ -285,8 +286,8 @@ impl Corpus {
         &self.files
     }
 
-    /// About how many bytes of text there are, mostly more than less: the files' sizes, four times those of packed ones, or
-    /// `max_bytes` if that is less.
+    /// About how many bytes of text there are, mostly more than less: the files' sizes, four times those of packed
+    /// ones, or `max_bytes` if that is less.
     pub fn max_text_bytes(&self) -> u64 {
         let total = self.files.iter().map(|file| {
             let is_parquet = matches!(self.config.format.of(&file.path), Format::Parquet { .. });

@@ -1,12 +1,14 @@
-//! Which source each sample of a mixture comes from: exact shares over any prefix, and no state but the sample's number.
+//! Which source each sample of a mixture comes from: exact shares over any prefix, and no state but the sample's
+//! number.
 
 use crate::error::DataError;
 
 /// A periodic sequence of sources.
 ///
-/// Of the first n samples source s has more than `n w_s - 1` and less than `n w_s + 1`, for every n: each step goes to the
-/// source whose next sample is due first among those far enough behind (Tijdeman, "The chairman assignment problem", 1980).
-/// One period is a table; a sample's place in its source follows from the table and the number of whole periods before.
+/// Of the first n samples source s has more than `n w_s - 1` and less than `n w_s + 1`, for every n: each step goes to
+/// the source whose next sample is due first among those far enough behind (Tijdeman, "The chairman assignment
+/// problem", 1980). One period is a table; a sample's place in its source follows from the table and the number of
+/// whole periods before.
 #[derive(Debug, Clone)]
 pub(crate) struct Schedule {
     /// Per place in the period: the source, and how many earlier places are its.

@@ -1,7 +1,7 @@
 //! Times the kernels of native sparse attention on a GPU: `nsa_bench CACHE_DIR [HEADSxKV_HEADSxTOKENS ...]`.
 //!
-//! Blocks of 32 by 16, 16 selected blocks of 64, a window of 512, heads of 128. Prints, for each shape, the time in which each
-//! branch kept the GPU busy, forward and backward, and the kernels that took most of it.
+//! Blocks of 32 by 16, 16 selected blocks of 64, a window of 512, heads of 128. Prints, for each shape, the time in
+//! which each branch kept the GPU busy, forward and backward, and the kernels that took most of it.
 #![allow(clippy::print_stdout)]
 use burn::tensor::{DType, Distribution, Int, Shape, Tensor};
 use burn_cuda::CudaDevice;

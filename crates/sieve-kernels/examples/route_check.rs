@@ -57,11 +57,16 @@ fn download(tensor: &CudaTensor) -> Vec<f32> {
 
 const ORDER: &str = "
 struct OrderParams { unsigned long long first, second, third; };
-extern \"C\" __global__ void order(const float* a, const float* b, float* out, const __grid_constant__ OrderParams params) {
+extern \"C\" __global__ void order(
+    const float* a, const float* b, float* out, const __grid_constant__ OrderParams params) {
   extern __shared__ float shared[];
   shared[threadIdx.x] = a[threadIdx.x] - b[threadIdx.x];
   __syncthreads();
-  if (threadIdx.x == 0) { out[0] = shared[63]; out[1] = (float)params.first; out[2] = (float)params.second; out[3] = (float)params.third; }
+  if (threadIdx.x > 0) return;
+  out[0] = shared[63];
+  out[1] = (float)params.first;
+  out[2] = (float)params.second;
+  out[3] = (float)params.third;
 }";
 
 /// Arguments arrive in order, and dynamic shared memory is there.

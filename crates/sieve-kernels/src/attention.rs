@@ -1,5 +1,5 @@
-//! Attention over neighbouring keys (dense, windows, additive biases) and under a selector's mask, with the tilings that
-//! DMA's and NSA's kernels share.
+//! Attention over neighbouring keys (dense, windows, additive biases) and under a selector's mask, with the tilings
+//! that DMA's and NSA's kernels share.
 pub(crate) mod backward;
 pub(crate) mod backward_tiling;
 pub(crate) mod bias_base;

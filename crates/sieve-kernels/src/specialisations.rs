@@ -1,5 +1,5 @@
-//! Which specialisations of the kernels there are. The kernels of each part of a model are named once, in `attention.rs`
-//! and `step.rs`; everything else is a view:
+//! Which specialisations of the kernels there are. The kernels of each part of a model are named once, in
+//! `attention.rs` and `step.rs`; everything else is a view:
 //!
 //! - [`needed_kernels`]: all parts of one model's attention, for a build ahead of time;
 //! - [`shipped_kernels_for`]: the usual widths, by a table of parts (`shipped.rs`);

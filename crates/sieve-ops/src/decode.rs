@@ -37,9 +37,9 @@ pub fn attention_decode<B: DecodeBackend>(
     ))
 }
 
-/// Latent attention of the last `new` tokens over the cached latents, each over those up to its own. A latent is the key of
-/// every head and, in its first `rank` numbers, the value of every head: `W_UK` is in the queries already, `W_UV` comes
-/// behind the sum (arXiv:2405.04434, section 2.1.2).
+/// Latent attention of the last `new` tokens over the cached latents, each over those up to its own. A latent is the
+/// key of every head and, in its first `rank` numbers, the value of every head: `W_UK` is in the queries already,
+/// `W_UV` comes behind the sum (arXiv:2405.04434, section 2.1.2).
 ///
 /// # Shapes
 /// - q: `[batch, new, num_heads, rank + rope_dim]`

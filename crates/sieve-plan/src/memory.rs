@@ -1,8 +1,8 @@
 //! Memory of training, by part.
 //!
-//! Counted from the tensors a training step holds, at the three moments that can be its fullest: in the loss, where all blocks
-//! wait for their backward pass; in the backward pass of the last block; and in that of the first, where all gradients are there.
-//! On a CPU a checkpoint on its way to the disk is held beside them.
+//! Counted from the tensors a training step holds, at the three moments that can be its fullest: in the loss, where all
+//! blocks wait for their backward pass; in the backward pass of the last block; and in that of the first, where all
+//! gradients are there. On a CPU a checkpoint on its way to the disk is held beside them.
 
 mod activations;
 mod advice;
@@ -23,12 +23,13 @@ use sieve_core::recipe::Recipe;
 use sieve_cpu::linear_cross_entropy::chunk_rows;
 use sieve_kernels::gradient_block_tokens;
 
-/// What a process holds before it has a model: about 110 MiB on a CPU; on a GPU the context, and the workspace of the products.
+/// What a process holds before it has a model: about 110 MiB on a CPU; on a GPU the context, and the workspace of the
+/// products.
 const CPU_PROGRAM_BYTES: u64 = 110 << 20;
 const GPU_PROGRAM_BYTES: u64 = 700 << 20;
 
-/// Bytes a parameter that a checkpoint holds on a CPU while it is written: copies of weights and moments, and the file of
-/// moments before it is on disk.
+/// Bytes a parameter that a checkpoint holds on a CPU while it is written: copies of weights and moments, and the file
+/// of moments before it is on disk.
 const CPU_CHECKPOINT_BYTES: u64 = 5 * F32;
 
 /// Bytes of what a training step holds at its fullest, by part. The allocator's slack is not in it.
@@ -44,8 +45,8 @@ pub struct MemoryPlan {
     pub cache_bytes: u64,
     /// Gradients that exist at the fullest moment, f32.
     pub gradient_bytes: u64,
-    /// What the forward pass of one micro-batch keeps for the backward pass and is there at the fullest moment, with the
-    /// recipe's activation checkpointing.
+    /// What the forward pass of one micro-batch keeps for the backward pass and is there at the fullest moment, with
+    /// the recipe's activation checkpointing.
     pub activation_bytes: u64,
     /// Temporaries of that moment.
     pub workspace_bytes: u64,

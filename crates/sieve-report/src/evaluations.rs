@@ -1,4 +1,5 @@
-//! What evaluations left in a run's `eval` folder: pictures, and JSON results (`sieve eval … --json > RUN/eval/NAME.json`).
+//! What evaluations left in a run's `eval` folder: pictures, and JSON results
+//! (`sieve eval … --json > RUN/eval/NAME.json`).
 use crate::ReportError;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;

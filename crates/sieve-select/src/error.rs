@@ -39,7 +39,8 @@ pub enum SelectError {
     },
     /// Text that is not `NAME:key=value,…`.
     #[error(
-        "{selector}: cannot read {item:?}: {problem}\n  hint: write NAME:key=value,key=value, for example pbs:select=xattention,tau=0.9"
+        "{selector}: cannot read {item:?}: {problem}\n  \
+         hint: write NAME:key=value,key=value, for example pbs:select=xattention,tau=0.9"
     )]
     Form {
         /// The selector.
@@ -71,7 +72,8 @@ pub enum SelectError {
     },
     /// Operands whose sizes do not fit.
     #[error(
-        "{what} has {got} elements, expected {expected}\n  hint: q is [num_queries, num_heads, head_dim], k and v are [num_keys, num_kv_heads, head_dim]"
+        "{what} has {got} elements, expected {expected}\n  \
+         hint: q is [num_queries, num_heads, head_dim], k and v are [num_keys, num_kv_heads, head_dim]"
     )]
     Operand {
         /// Which operand.

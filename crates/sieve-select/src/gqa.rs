@@ -28,8 +28,8 @@ pub(crate) struct Lists {
     pub(crate) nan_lists: usize,
 }
 
-/// Runs `select` for each query head (or each group, with [`GqaPolicy::Mean`]: it then averages the scores of the heads it
-/// is given). Where it returns `None` (a NaN), the head is dense. Diagonal tiles are added to every row.
+/// Runs `select` for each query head (or each group, with [`GqaPolicy::Mean`]: it then averages the scores of the heads
+/// it is given). Where it returns `None` (a NaN), the head is dense. Diagonal tiles are added to every row.
 pub(crate) fn lists(
     call: &Call<'_>,
     tiles: Tiles,

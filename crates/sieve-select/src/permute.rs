@@ -107,7 +107,8 @@ pub(crate) fn key_means(call: &Call<'_>, kv_head: usize, tiles: Tiles, order: &[
 /// Order of a head's queries by the block of keys each resembles most (arXiv:2510.21270, key-aware query
 /// permutation).
 ///
-/// Pairs of a query and a block are visited by falling cosine; a block takes at most `segments.block` queries of a segment.
+/// Pairs of a query and a block are visited by falling cosine; a block takes at most `segments.block` queries of a
+/// segment.
 pub(crate) fn order_queries(
     call: &Call<'_>,
     head: usize,

@@ -1,5 +1,5 @@
-//! Tests of all methods. `cargo test bfla` runs those of one method: checks of its own are named `bfla_…`, those that hold for
-//! all methods run as `bfla::…`.
+//! Tests of all methods. `cargo test bfla` runs those of one method: checks of its own are named `bfla_…`, those that
+//! hold for all methods run as `bfla::…`.
 
 mod brute_force;
 mod chunks;
@@ -48,7 +48,8 @@ pub(super) const SMALL: &[&str] = &[
     "meanpool:block=16,tau=0.5",
     "meanpool:block=16,top_k=2,gqa=mean,last_dense_rows=20",
     "streamingllm:n_init=3,n_local=20",
-    "infinitehip:block=8,stride_1=2,chunk_1=16,budget_2=64,stride_2=2,chunk_2=8,budget_3=32,chunk_3=4,budget=16,sink=8,window=16,prefill_dense_below=0,first_dense_layers=0",
+    "infinitehip:block=8,stride_1=2,chunk_1=16,budget_2=64,stride_2=2,chunk_2=8,budget_3=32,chunk_3=4,budget=16,\
+     sink=8,window=16,prefill_dense_below=0,first_dense_layers=0",
     "oracle_topk:block=8,k=3",
     "minference",
 ];
@@ -74,7 +75,8 @@ pub(super) const EVERYTHING: &[&str] = &[
     "meanpool:tau=1,block=16",
     "meanpool:top_k=1000,block=16",
     "streamingllm:n_local=100000",
-    "infinitehip:budget=100000,budget_2=100000,budget_3=100000,window=8,sink=8,prefill_dense_below=0,first_dense_layers=0",
+    "infinitehip:budget=100000,budget_2=100000,budget_3=100000,window=8,sink=8,prefill_dense_below=0,\
+     first_dense_layers=0",
     "oracle_topk:k=1000,block=8",
     "oracle_topk:tau=1,block=8",
     "minference",

@@ -60,7 +60,8 @@ fn sanitizer() -> Result<&'static str> {
     match found {
         Some(program) => Ok(program),
         None => bail!(
-            "check --gpu: there is no compute-sanitizer here\n  hint: it comes with the CUDA toolkit (apt install cuda-sanitizer-13-0)"
+            "check --gpu: there is no compute-sanitizer here\n  \
+             hint: it comes with the CUDA toolkit (apt install cuda-sanitizer-13-0)"
         ),
     }
 }

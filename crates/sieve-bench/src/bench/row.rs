@@ -31,7 +31,8 @@ impl fmt::Display for Ceilings {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             out,
-            "{} ({}), {} multiprocessors, {} attention kernels; medians of {} on the GPU's clock, L2 flushed; reading the clock takes {:.1} us",
+            "{} ({}), {} multiprocessors, {} attention kernels; medians of {} on the GPU's clock, L2 flushed; reading \
+             the clock takes {:.1} us",
             self.device,
             self.arch,
             self.num_multiprocessors,
@@ -41,7 +42,8 @@ impl fmt::Display for Ceilings {
         )?;
         writeln!(
             out,
-            "ceilings in this run: copy {:.2} TB/s (read + write), bf16 product of 8192 x 8192 x 8192 by {} {:.0} TFLOP/s",
+            "ceilings in this run: copy {:.2} TB/s (read + write), bf16 product of 8192 x 8192 x 8192 by {} {:.0} \
+             TFLOP/s",
             self.copy_bytes_per_s / 1e12,
             self.matmul_by,
             self.matmul_flops / 1e12

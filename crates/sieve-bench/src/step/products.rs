@@ -1,5 +1,5 @@
-//! Products by cuBLASLt: all three kinds, rows with gaps, every kind of output, both searches for an algorithm, and their
-//! order among Burn's own operations. The emulator has no cuBLASLt.
+//! Products by cuBLASLt: all three kinds, rows with gaps, every kind of output, both searches for an algorithm, and
+//! their order among Burn's own operations. The emulator has no cuBLASLt.
 use super::wrappers::{Calls, Input, Outcome, same, text};
 use crate::bar::Bar;
 use crate::extent::Extent;

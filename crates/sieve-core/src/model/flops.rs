@@ -1,11 +1,11 @@
 //! Floating-point operations per token.
 //!
-//! A multiply-add counts as two. Counted are matrix products; norms, softmax, activations, DMA's selection (comparisons)
-//! and the optimizer are left out, as is usual for MFU (arXiv:2204.02311, appendix B).
+//! A multiply-add counts as two. Counted are matrix products; norms, softmax, activations, DMA's selection
+//! (comparisons) and the optimizer are left out, as is usual for MFU (arXiv:2204.02311, appendix B).
 //!
-//! - forward, linear: `2 * (weights of q, k, v, o, gate, up, down, output, and of the attention kind)`; the embedding is a
-//!   look-up, the output projection a product whether tied or not; NSA's compression runs once every `compress_stride`
-//!   tokens
+//! - forward, linear: `2 * (weights of q, k, v, o, gate, up, down, output, and of the attention kind)`; the embedding
+//!   is a look-up, the output projection a product whether tied or not; NSA's compression runs once every
+//!   `compress_stride` tokens
 //! - forward, attention, per layer: `2 * num_heads * (width of a query + width of a value) * keys`, for `Q K^T` and
 //!   `P V`, where `keys` is the mean number of keys a query sees, over NSA's three branches together
 //! - tokens without a label have no output projection; the counts here are for labelled ones
@@ -233,7 +233,8 @@ mod tests {
 
     #[test]
     fn mla_multiplies_its_latent_and_pays_for_wider_keys() {
-        // Weights: 12 x 32 (q) + 12 x 10 (down) + 8 x 48 (up) + 24 x 12 (out) + 720 (MLP). A pair: 4 heads of 8 and of 6.
+        // Weights: 12 x 32 (q) + 12 x 10 (down) + 8 x 48 (up) + 24 x 12 (out) + 720 (MLP). A pair: 4 heads of 8 and of
+        // 6.
         let flops = tiny_mla().executed_flops_per_token(9);
         assert_eq!(
             flops.linear,
@@ -244,15 +245,15 @@ mod tests {
 
     #[test]
     fn nsa_adds_its_branches_gates_and_compression() {
-        // Weights: q, o 576; k, v three times 864; gates 144; compression of 2 KV heads, keys and values, every 2 tokens:
-        // (5 x 24 + 5 x 6) x 2 x 2 / 2 = 300; MLP 720.
+        // Weights: q, o 576; k, v three times 864; gates 144; compression of 2 KV heads, keys and values, every 2
+        // tokens: (5 x 24 + 5 x 6) x 2 x 2 / 2 = 300; MLP 720.
         let flops = tiny_nsa().executed_flops_per_token(20);
         assert_eq!(
             flops.linear,
             2.0 * (3.0 * (576.0 + 864.0 + 144.0 + 300.0 + 720.0) + 600.0)
         );
-        // Compressed: 9 blocks, seen by 17, 15, … 1 queries: 81. Window of 7: 21 + 7 x 14. Selected: all of the first 18
-        // (171), then 12 whole keys and 1 and 2 own ones.
+        // Compressed: 9 blocks, seen by 17, 15, … 1 queries: 81. Window of 7: 21 + 7 x 14. Selected: all of the first
+        // 18 (171), then 12 whole keys and 1 and 2 own ones.
         let pairs = 81.0 + (21.0 + 98.0) + (171.0 + 13.0 + 14.0);
         let expected = 3.0 * 4.0 * 24.0 * pairs / 20.0;
         assert!((flops.attention - expected).abs() < 1e-9, "{flops:?}");

@@ -57,7 +57,8 @@ pub fn peak_bf16_flops(device_name: &str) -> Option<f64> {
     find(device_name).map(|gpu| gpu.bf16_flops)
 }
 
-/// Words of a device's name, peak FLOP/s, memory in GB, bandwidth in GB/s; the first row whose words are all there counts.
+/// Words of a device's name, peak FLOP/s, memory in GB, bandwidth in GB/s; the first row whose words are all there
+/// counts.
 const GPUS: &[(&[&str], f64, u64, u64)] = &[
     (&["B200"], 2250e12, 180, 8000),
     (&["GH200"], 989e12, 96, 4000),

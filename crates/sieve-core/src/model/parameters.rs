@@ -123,7 +123,8 @@ mod tests {
     #[test]
     fn qwen3_0_6b_has_its_published_counts() {
         // Its model card: 0.6B parameters, 0.44B without the embedding. Exactly, from the checkpoint's tensor shapes:
-        // per layer 2 * 1024 * 2048 (q, o) + 2 * 1024 * 1024 (k, v) + 3 * 1024 * 3072 + 2 * 1024 + 2 * 128 = 15,730,944.
+        // per layer 2 * 1024 * 2048 (q, o) + 2 * 1024 * 1024 (k, v) + 3 * 1024 * 3072 + 2 * 1024 + 2 * 128 =
+        // 15,730,944.
         let counts = qwen3_0_6b().parameters();
         assert_eq!(counts.non_embedding(), 28 * 15_730_944 + 1024);
         assert_eq!(counts.total(), 596_049_920);
@@ -162,8 +163,8 @@ mod tests {
 
     #[test]
     fn every_part_of_a_tiny_nsa_model_is_counted() {
-        // q and o 12 x 24 each, three pairs of k and v 12 x 12; gates 12 numbers from 12, with bias; per keys and values
-        // positions 4 x 6, matrices 5 x 24 and 6 x 5.
+        // q and o 12 x 24 each, three pairs of k and v 12 x 12; gates 12 numbers from 12, with bias; per keys and
+        // values positions 4 x 6, matrices 5 x 24 and 6 x 5.
         let mut shape = tiny_nsa();
         let counts = shape.parameters();
         assert_eq!(counts.attention, 3 * (2 * 12 * 24 + 6 * 12 * 12));

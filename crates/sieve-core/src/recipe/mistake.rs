@@ -168,7 +168,8 @@ impl Problem {
             Self::UnknownKey { section, known, .. } if known.is_empty() => {
                 Some(format!("{section} is a value, not a table"))
             }
-            Self::UnknownKey { section, known, .. } => Some(format!("the keys of [{section}] are {}", known.join(", "))),
+            Self::UnknownKey { section, known, .. } => Some(format!("the keys of [{section}] \
+                are {}", known.join(", "))),
             Self::MissingSection { section, required } if !required.is_empty() => {
                 Some(format!("[{section}] must give {}", required.join(", ")))
             }
@@ -179,7 +180,8 @@ impl Problem {
             }
             Self::TokenizerSource { .. } => {
                 Some(
-                    "path = \"…/tokenizer.json\" to read one, train = { vocab_size = 4096 } to make one, or numbers = 8192 for a synthetic task"
+                    "path = \"…/tokenizer.json\" to read one, train = { vocab_size = 4096 } to make one, or numbers = \
+                     8192 for a synthetic task"
                         .to_owned(),
                 )
             }

@@ -43,7 +43,8 @@ impl Softmax {
         }
     }
 
-    /// Log-sum-exp of a row's logits, biases less the row's base (-inf when it saw nothing), and the sum its output is divided by.
+    /// Log-sum-exp of a row's logits, biases less the row's base (-inf when it saw nothing), and the sum its output is
+    /// divided by.
     pub(crate) fn finish(&self, lane: usize) -> (f32, f32) {
         let sum = self.sum[lane];
         let lse = if sum == 0.0 {

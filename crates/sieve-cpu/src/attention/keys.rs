@@ -11,7 +11,8 @@ const TILE_ROWS: usize = 192;
 /// Tiles that share one stored list of candidate keys.
 const TILES_PER_LIST: usize = 8;
 
-/// A mask made ready: per key the first position that no longer sees it, and lists of candidates where they are gathered.
+/// A mask made ready: per key the first position that no longer sees it, and lists of candidates where they are
+/// gathered.
 pub(crate) struct Keys<'a> {
     shape: Packed,
     documents: Documents<'a>,
@@ -101,8 +102,9 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The largest bias that the query of each lane sees, which is taken from all biases of its row: the softmax is the same,
-    /// and its logits are then of the size of `q . k`, of which a large bias would leave no digit. 0 in lanes without a query.
+    /// The largest bias that the query of each lane sees, which is taken from all biases of its row: the softmax is the
+    /// same, and its logits are then of the size of `q . k`, of which a large bias would leave no digit. 0 in lanes
+    /// without a query.
     pub(super) fn bases(
         &self,
         row: usize,
@@ -184,7 +186,8 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// The largest bias that each query sees, 0 where it sees nothing: keys paint their queries in falling order of their biases.
+/// The largest bias that each query sees, 0 where it sees nothing: keys paint their queries in falling order of their
+/// biases.
 fn largest_biases(expire: &[i32], delta: &[f32]) -> Vec<f32> {
     let mut order: Vec<usize> = (0..delta.len()).collect();
     order.sort_by(|&a, &b| delta[b].total_cmp(&delta[a]));

@@ -226,8 +226,8 @@ pub fn nsa_mean_pool_backward(
     });
 }
 
-/// Writes d_qkv: for each key and value the sum of `gradient(which, compressed row, token in block)` over the blocks that
-/// hold it, in order of the blocks; zeros for queries.
+/// Writes d_qkv: for each key and value the sum of `gradient(which, compressed row, token in block)` over the blocks
+/// that hold it, in order of the blocks; zeros for queries.
 fn scatter<'g>(
     places: &Places,
     d_qkv: &mut [f32],

@@ -1,5 +1,5 @@
-//! Attention over the compressed blocks: an ordinary masked attention in which each block's key and value stand at its last
-//! token and nothing else is ever seen.
+//! Attention over the compressed blocks: an ordinary masked attention in which each block's key and value stand at its
+//! last token and nothing else is ever seen.
 
 use rayon::prelude::*;
 
@@ -89,8 +89,8 @@ fn place(
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`; only its queries are read
 /// - compressed: `[2, batch * num_slots * num_kv_heads, head_dim]`, keys then values
 /// - o: `[batch, seq_len, num_heads, head_dim]`, lse: `[batch, num_heads, seq_len]`; written whole
-/// - block_indices: `[batch, seq_len, num_kv_heads, num_selected_blocks]`: blocks counted from the document's first token,
-///   ascending, then -1 where fewer exist; written whole
+/// - block_indices: `[batch, seq_len, num_kv_heads, num_selected_blocks]`: blocks counted from the document's first
+///   token, ascending, then -1 where fewer exist; written whole
 ///
 /// # Panics
 /// When lengths do not fit.

@@ -33,8 +33,8 @@ fn overlapped(blocks: NsaBlocks, c: usize) -> Range<usize> {
     c / per_select..(c + per_compress - 1) / per_select + 1
 }
 
-/// The blocks of a query whose own block is `own`, given the importance of the blocks `0..=own`: its own, the one before,
-/// block 0, then the largest, of equal ones the later. Ascending, then -1.
+/// The blocks of a query whose own block is `own`, given the importance of the blocks `0..=own`: its own, the one
+/// before, block 0, then the largest, of equal ones the later. Ascending, then -1.
 ///
 /// # Panics
 /// When `importance` does not hold `own + 1` values.

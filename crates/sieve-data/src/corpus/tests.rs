@@ -191,7 +191,8 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
 #[test]
 fn jsonl_gives_one_document_a_line() {
     let dir = tempfile::tempdir().unwrap();
-    let lines = "\u{feff}{\"id\": 1, \"text\": \"first\\nline\", \"meta\": {\"text\": 5}}\r\n\n  \n{\"t\\u0065xt\": \"h\\u00e9\"}";
+    let lines = "\u{feff}{\"id\": 1, \"text\": \"first\\nline\", \"meta\": {\"text\": 5}}\r\n\n  \
+        \n{\"t\\u0065xt\": \"h\\u00e9\"}";
     let path = write(dir.path(), "a.jsonl", lines);
     let corpus = Corpus::open(CorpusConfig::jsonl(vec![path], "text")).unwrap();
     let documents = corpus

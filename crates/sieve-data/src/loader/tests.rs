@@ -361,7 +361,8 @@ proptest! {
                     "row {} column {}", row, column
                 );
                 // Segments: the longest run of equal document ids around this column.
-                let same = |column: &usize| wanted[*column].map(|(d, _)| d) == wanted[at % config.seq_len].map(|(d, _)| d);
+                let document = |column: usize| wanted[column].map(|(d, _)| d);
+                let same = |column: &usize| document(*column) == document(at % config.seq_len);
                 let start = (0..=column).rev().take_while(same).last().unwrap();
                 let end = (column..config.seq_len).take_while(same).last().unwrap() + 1;
                 prop_assert_eq!((batch.doc_start[at], batch.doc_end[at]), (start as u32, end as u32));

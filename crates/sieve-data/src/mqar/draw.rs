@@ -61,8 +61,8 @@ impl Draws {
 
     /// `count` different slots, drawn one after another with the weights given inverted.
     ///
-    /// Each slot gets an exponential waiting time with its weight as rate; the order in which they ring is a draw without
-    /// replacement (the race of Efraimidis and Spirakis, 2006).
+    /// Each slot gets an exponential waiting time with its weight as rate; the order in which they ring is a draw
+    /// without replacement (the race of Efraimidis and Spirakis, 2006).
     pub(super) fn weighted_slots(&mut self, inverse_weights: &[f64], count: usize) -> Vec<usize> {
         let mut times = inverse_weights
             .iter()

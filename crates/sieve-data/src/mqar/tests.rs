@@ -361,11 +361,13 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
     #[test]
     fn every_sample_is_as_defined(
-        num_pairs in 1usize..40, extra in 0usize..60, vocab in 0usize..200, noise in 0u8..3, seed: u64, index: u64, test: bool,
+        num_pairs in 1usize..40, extra in 0usize..60, vocab in 0usize..200, noise in 0u8..3,
+        seed: u64, index: u64, test: bool,
     ) {
         let seq_len = 4 * num_pairs + 2 * extra;
         let noise = [MqarNoise::Zeros, MqarNoise::Uniform, MqarNoise::Disjoint][usize::from(noise)];
-        let config = MqarConfig { vocab_size: seq_len + 2 + 2 * vocab, noise, ..MqarConfig::new(seq_len, num_pairs, seed) };
+        let vocab_size = seq_len + 2 + 2 * vocab;
+        let config = MqarConfig { vocab_size, noise, ..MqarConfig::new(seq_len, num_pairs, seed) };
         let split = if test { MqarSplit::Test } else { MqarSplit::Train };
         let sample = mqar(config).sample(split, index);
         assert_defined(config, &sample);

@@ -49,7 +49,8 @@ impl Layout {
         if wanted != Some(idx_bytes) {
             let wanted = wanted.map_or("more than can be".into(), |bytes| bytes.to_string());
             return Err(format!(
-                "{idx_bytes} bytes, but {num_sequences} sequences and {num_boundaries} document boundaries take {wanted}"
+                "{idx_bytes} bytes, but {num_sequences} sequences and {num_boundaries} document boundaries \
+                 take {wanted}"
             ));
         }
         if num_boundaries == 0 {

@@ -95,7 +95,8 @@ impl Tokenizer {
         let tokenizer = Self::from_inner(inner).map_err(failed)?;
         if tokenizer.vocab_size() != vocab_size {
             return Err(failed(format!(
-                "the text gives only {found} of {vocab_size} tokens\n  hint: lower vocab_size to {found}, or train on more text",
+                "the text gives only {found} of {vocab_size} tokens\n  \
+                 hint: lower vocab_size to {found}, or train on more text",
                 found = tokenizer.vocab_size()
             )));
         }

@@ -1,5 +1,6 @@
-//! The fast way to encode with a byte-level BPE that splits as GPT-2 does: words are found without a regular expression,
-//! and each thread remembers the ids of the words it met. The ids of a new word come from the `tokenizers` crate.
+//! The fast way to encode with a byte-level BPE that splits as GPT-2 does: words are found without a regular
+//! expression, and each thread remembers the ids of the words it met. The ids of a new word come from the `tokenizers`
+//! crate.
 
 use std::sync::Mutex;
 
@@ -71,7 +72,8 @@ impl WordEncoder {
     }
 }
 
-/// Remembers the ids of words. Each word has one slot, and the last word of a slot stays: no bookkeeping, bounded memory.
+/// Remembers the ids of words. Each word has one slot, and the last word of a slot stays: no bookkeeping, bounded
+/// memory.
 #[derive(Debug)]
 struct WordCache {
     slots: Vec<Option<Slot>>,

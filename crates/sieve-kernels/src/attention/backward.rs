@@ -41,8 +41,8 @@ pub struct AttentionGradients<'a> {
 }
 
 /// Gradients of [`attention_forward`](crate::attention_forward()) with the same `documents` (`[start, end]`, i32
-/// `[batch, seq_len]`), `window` and `bias`. Returns the bias's gradient, f32 `[batch, num_kv_heads, seq_len]`, if there
-/// is a bias.
+/// `[batch, seq_len]`), `window` and `bias`. Returns the bias's gradient, f32 `[batch, num_kv_heads, seq_len]`, if
+/// there is a bias.
 ///
 /// # Errors
 /// Types or sizes that do not fit the forward call; a width whose tiles do not fit the device's shared memory.
@@ -118,8 +118,8 @@ pub fn attention_backward(
                 (kernel, tiling.grid(&shape, source), Vec::new())
             }
         };
-        // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats; the maps are of
-        // q, k, v and d_o, which are among the tensors.
+        // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats; the maps
+        // are of q, k, v and d_o, which are among the tensors.
         unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &by_query) }?;
     }
     for set in BackwardTiling::launches(&shape, call.order) {
@@ -156,8 +156,8 @@ pub fn attention_backward(
         };
         let blocks = shape.seq_len.div_ceil(block_kv);
         let grid = [blocks, shape.num_kv_heads, shape.batch];
-        // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, adds to dq_sum; the maps
-        // are of q and d_o, which are among the tensors.
+        // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, adds to dq_sum; the
+        // maps are of q and d_o, which are among the tensors.
         unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
     }
     if let Some(dq_sum) = &dq_sum {
@@ -183,8 +183,8 @@ pub fn attention_backward(
             let kernel = attention_backward_query_kernel(&shape, &tiling, source);
             (kernel, tiling.grid(&shape, source), Vec::new())
         };
-    // SAFETY: sizes, strides and types checked above; writes every element of dq; the maps are of q, k, v and d_o, which
-    // are among the tensors.
+    // SAFETY: sizes, strides and types checked above; writes every element of dq; the maps are of q, k, v and d_o,
+    // which are among the tensors.
     unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
     Ok(dbias)
 }

@@ -173,8 +173,8 @@ fn launch(
         v_batch_stride: v[2],
     });
     let kernel = attention_decode_kernel(shape.head_dim, shape.head_dim_v, append);
-    // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity; writes every element of
-    // o and, when appending, row `length` of the caches.
+    // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity; writes every element
+    // of o and, when appending, row `length` of the caches.
     unsafe { kernel.launch(scratch.grid(), &tensors, &params) }?;
     Ok(o)
 }

@@ -15,8 +15,8 @@ const MIN_SPLIT_KEYS: usize = 64;
 /// Blocks for a multiprocessor: one is fastest for long caches, two for short ones (2 % either way), three are slower.
 const BLOCKS_PER_MULTIPROCESSOR: usize = 2;
 
-/// Buffers that a decode kernel needs between its blocks. Made once for a batch and used for every token and layer, since
-/// launches follow each other on one stream and leave the counters at zero.
+/// Buffers that a decode kernel needs between its blocks. Made once for a batch and used for every token and layer,
+/// since launches follow each other on one stream and leave the counters at zero.
 #[derive(Debug, Clone)]
 pub struct DecodeScratch {
     pub(crate) partials: CudaTensor,
@@ -26,7 +26,8 @@ pub struct DecodeScratch {
 }
 
 impl DecodeScratch {
-    /// Buffers for caches of at most `max_keys` keys. `like` is any tensor on the device; `shape.seq_len` does not count.
+    /// Buffers for caches of at most `max_keys` keys. `like` is any tensor on the device; `shape.seq_len` does not
+    /// count.
     ///
     /// # Errors
     /// An empty batch.

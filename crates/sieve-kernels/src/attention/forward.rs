@@ -19,8 +19,9 @@ const NAME: &str = "attention_forward";
 pub struct AttentionResult {
     /// Output, bf16 `[batch, seq_len, num_heads, head_dim_v]`.
     pub o: CudaTensor,
-    /// Natural logarithm of each row's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing. With
-    /// a bias it is less by the largest bias that the row sees: it then keeps its last digits however large biases are.
+    /// Natural logarithm of each row's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing.
+    /// With a bias it is less by the largest bias that the row sees: it then keeps its last digits however large biases
+    /// are.
     pub lse: CudaTensor,
     /// The 16 bits of each f32 of the output that o lacks, shaped as o and of its dtype (they are no numbers by
     /// themselves), where the kernel keeps them: they spare the backward pass the row sums.
@@ -87,8 +88,8 @@ pub fn attention_forward(
             (kernel, tiling.grid(&shape, source), Vec::new())
         }
     };
-    // SAFETY: sizes, strides and types checked above; reads the inputs, writes every element of o and lse; the maps are of
-    // q, k and v, which are among the tensors.
+    // SAFETY: sizes, strides and types checked above; reads the inputs, writes every element of o and lse; the maps are
+    // of q, k and v, which are among the tensors.
     unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
     Ok(AttentionResult {
         o,

@@ -151,8 +151,8 @@ impl ForwardTiling {
     }
 }
 
-/// Query heads of a group whose rows share a gathered tile of `block_rows` rows. Widths in wide use have a form for every
-/// group; others one for two heads.
+/// Query heads of a group whose rows share a gathered tile of `block_rows` rows. Widths in wide use have a form for
+/// every group; others one for two heads.
 pub(crate) fn heads_sharing_a_tile(shape: &AttentionShape, block_rows: usize) -> usize {
     let most = if matches!(shape.head_dim, 64 | 128) {
         8

@@ -1,11 +1,11 @@
 //! cuBLASLt on CubeCL's device thread: the library's handle, a workspace for each stream, and the stream itself.
 //!
-//! **Which stream.** CubeCL keeps its streams private. A stream of our own would need two events for each product, so that
-//! it waits for what Burn queued before and Burn waits for it. That is correct, costs about 10 µs of the GPU's time each
-//! way, and is the fallback. Instead we read the addresses of CubeCL's streams off the server's `Debug` text, once, and
-//! *prove* which is ours: one is put into capture, a tiny kernel is launched through the server, and if the captured graph
-//! holds it, that is where the server queues our work. A captured launch does not run, and one that went elsewhere clears
-//! a scratch buffer. A later CubeCL whose text says nothing simply takes the fallback.
+//! **Which stream.** CubeCL keeps its streams private. A stream of our own would need two events for each product, so
+//! that it waits for what Burn queued before and Burn waits for it. That is correct, costs about 10 µs of the GPU's
+//! time each way, and is the fallback. Instead we read the addresses of CubeCL's streams off the server's `Debug` text,
+//! once, and *prove* which is ours: one is put into capture, a tiny kernel is launched through the server, and if the
+//! captured graph holds it, that is where the server queues our work. A captured launch does not run, and one that went
+//! elsewhere clears a scratch buffer. A later CubeCL whose text says nothing simply takes the fallback.
 use super::plan::{Operands, Plan, WORKSPACE_BYTES};
 use super::problem::Problem;
 use super::{NAME, lock};
@@ -49,8 +49,8 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// One product on its way to the device thread. Its bindings keep the buffers alive until it is queued; unlike handles they do
-/// not hinder the next op from writing in place.
+/// One product on its way to the device thread. Its bindings keep the buffers alive until it is queued; unlike handles
+/// they do not hinder the next op from writing in place.
 pub(super) struct Call {
     pub(super) problem: Problem,
     /// x, w, C and D.
@@ -403,7 +403,8 @@ mod tests {
     #[test]
     fn stream_addresses_are_read_off_the_debug_text() {
         let text = "streams: [None, Some(StreamWrapper { stream: Stream { sys: 0x7f3a00c0ffee, memory: .. } }), \
-                    Some(StreamWrapper { stream: Stream { sys: 0x55d0, .. } }), Stream { sys: 0x55d0 }, sys: 0x0, sys: 0x]";
+                    Some(StreamWrapper { stream: Stream { sys: 0x55d0, .. } }), Stream { sys: 0x55d0 }, sys: 0x0, \
+                    sys: 0x]";
         assert_eq!(stream_addresses(text), [0x7f3a_00c0_ffee, 0x55d0]);
         assert_eq!(stream_addresses("nothing of the kind"), Vec::<u64>::new());
     }

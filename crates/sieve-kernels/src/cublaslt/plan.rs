@@ -71,7 +71,8 @@ impl Plan {
     /// Queues the product.
     ///
     /// # Safety
-    /// The addresses must hold matrices of the plan's layouts, the workspace [`WORKSPACE_BYTES`], on the current context.
+    /// The addresses must hold matrices of the plan's layouts, the workspace [`WORKSPACE_BYTES`], on the current
+    /// context.
     pub(super) unsafe fn launch(
         &self,
         library: cublasLtHandle_t,

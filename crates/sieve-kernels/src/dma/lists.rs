@@ -116,8 +116,8 @@ pub fn dma_lists(
         capacity,
         tile_queries,
     });
-    // SAFETY: reads the selection and the bounds, writes the four new tensors within their shapes; entries past a list's
-    // padding stay undefined, and no reader looks there.
+    // SAFETY: reads the selection and the bounds, writes the four new tensors within their shapes; entries past a
+    // list's padding stay undefined, and no reader looks there.
     unsafe { dma_lists_kernel().launch([blocks, num_kv_heads, batch], &tensors, &params) }?;
     Ok(KeyLists {
         list,

@@ -35,8 +35,8 @@ pub struct Scores {
     pub delta: CudaTensor,
 }
 
-/// Scores of all keys from their values (arXiv:2508.02124, eq. 3). `w_dt` is f32 `[num_kv_heads * head_dim, num_kv_heads]`, `a`
-/// f32 `[num_kv_heads]`.
+/// Scores of all keys from their values (arXiv:2508.02124, eq. 3). `w_dt` is f32
+/// `[num_kv_heads * head_dim, num_kv_heads]`, `a` f32 `[num_kv_heads]`.
 ///
 /// # Errors
 /// Other types or shapes, more than 32 KV heads, a W_dt that does not fit the device's shared memory.

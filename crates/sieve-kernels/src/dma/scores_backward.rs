@@ -17,7 +17,8 @@ const TILE_TOKENS: usize = 16;
 /// Threads of a block.
 const THREADS: usize = 128;
 
-/// Blocks, and so partial sums: two on each multiprocessor of an H100. A constant, because the order of the sum follows it.
+/// Blocks, and so partial sums: two on each multiprocessor of an H100. A constant, because the order of the sum follows
+/// it.
 const MAX_BLOCKS: usize = 264;
 
 /// Operands of [`dma_scores_backward`].
@@ -35,8 +36,8 @@ pub struct ScoresBackward<'a> {
     pub dz: &'a CudaTensor,
 }
 
-/// Gradients of [`dma_scores`](crate::dma_scores()): adds the values' to the value heads of `dqkv`, in place and for every
-/// clone of it, and returns those of W_dt and A, f32, shaped as they are.
+/// Gradients of [`dma_scores`](crate::dma_scores()): adds the values' to the value heads of `dqkv`, in place and for
+/// every clone of it, and returns those of W_dt and A, f32, shaped as they are.
 ///
 /// # Errors
 /// Other types or shapes, more than 32 KV heads, a `dqkv` of other sizes or without room for 16-byte accesses.

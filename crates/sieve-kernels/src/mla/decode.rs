@@ -24,9 +24,9 @@ const JOINED_COLUMNS: usize = 128;
 /// Widest key the kernel takes: a latent of 512 with a rotated key of 64.
 const MAX_KEY_DIM: usize = 576;
 
-/// The last `new` tokens of a row over its latents, each over those up to its own: q bf16 `[batch, new, num_heads, width]`
-/// with `W_UK` folded in, `latents` bf16 `[batch, len, width]`, which are keys and, in their first `rank` columns, values
-/// of every head. Returns bf16 `[batch, new, num_heads, rank]`.
+/// The last `new` tokens of a row over its latents, each over those up to its own: q bf16
+/// `[batch, new, num_heads, width]` with `W_UK` folded in, `latents` bf16 `[batch, len, width]`, which are keys and, in
+/// their first `rank` columns, values of every head. Returns bf16 `[batch, new, num_heads, rank]`.
 ///
 /// # Errors
 /// Other types or shapes, more new tokens than latents, widths that are no multiples of 16 or above 576.
@@ -88,7 +88,8 @@ pub fn mla_decode(
     });
     let kernel = mla_decode_kernel(width, rank, hardware.max_shared_bytes);
     let grid = [num_splits, row_blocks, rows];
-    // SAFETY: sizes, strides and types checked above; reads `len` latents a row, writes every element of o or of the parts.
+    // SAFETY: sizes, strides and types checked above; reads `len` latents a row, writes every element of o or of the
+    // parts.
     unsafe { kernel.launch(grid, &[&q, &latents, &o, &partials], &params) }?;
     if num_splits > 1 {
         let grid = [rows * num_heads, rank.div_ceil(JOINED_COLUMNS), 1];

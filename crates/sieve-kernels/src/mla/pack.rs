@@ -62,8 +62,9 @@ impl MlaPack<'_> {
     }
 }
 
-/// Rotates and packs: q bf16 `[batch, seq_len, num_heads * (head_dim + rope_dim)]`, kv bf16 `[batch, seq_len, num_heads *
-/// 2 * head_dim]` (key then value of each head) and `k_rope` bf16 `[batch, seq_len, rope_dim]`, shared by the heads, become
+/// Rotates and packs: q bf16 `[batch, seq_len, num_heads * (head_dim + rope_dim)]`, kv bf16
+/// `[batch, seq_len, num_heads * 2 * head_dim]` (key then value of each head) and `k_rope` bf16
+/// `[batch, seq_len, rope_dim]`, shared by the heads, become
 /// `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]`; see [`mla_heads`].
 ///
 /// # Errors
@@ -156,8 +157,8 @@ pub fn mla_pack_backward(
     Ok(grads)
 }
 
-/// Queries, keys and values of a packed tensor `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]` as attention
-/// kernels read them: per token all queries, all keys, all values. A copy where the tensor has gaps.
+/// Queries, keys and values of a packed tensor `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]` as
+/// attention kernels read them: per token all queries, all keys, all values. A copy where the tensor has gaps.
 ///
 /// # Errors
 /// Another width, or a tensor of another rank.

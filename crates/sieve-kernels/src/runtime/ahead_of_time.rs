@@ -1,7 +1,7 @@
 //! Kernels compiled before they are needed, put into CubeCL's cache as ready machine code.
 //!
-//! CubeCL would compile each kernel at its first launch, one after the other, to PTX that the driver compiles once more.
-//! What [`store`] puts into the cache is loaded instead, without any compiler.
+//! CubeCL would compile each kernel at its first launch, one after the other, to PTX that the driver compiles once
+//! more. What [`store`] puts into the cache is loaded instead, without any compiler.
 mod resources;
 
 pub use resources::KernelResources;
@@ -188,8 +188,8 @@ pub fn compile_with_nvcc(
     })
 }
 
-/// Puts compiled kernels into a cache, before the first client is made. Returns how many were new; a kernel already there
-/// stays as it is.
+/// Puts compiled kernels into a cache, before the first client is made. Returns how many were new; a kernel already
+/// there stays as it is.
 ///
 /// # Errors
 /// An unresolvable source, a folder without room for the kernels.

@@ -152,8 +152,8 @@ fn remove_abandoned(shared: &Path) {
     }
 }
 
-/// Repairs the files when an earlier process wrote to them: it may have been killed in the middle of an entry. A process
-/// that compiled nothing changes nothing, so the usual start costs nothing here.
+/// Repairs the files when an earlier process wrote to them: it may have been killed in the middle of an entry. A
+/// process that compiled nothing changes nothing, so the usual start costs nothing here.
 fn repair_if_changed(folder: &Path) -> Result<(), KernelError> {
     let record = folder.join(CHECKED_FILE);
     let size = || total_bytes(&cubecl_folder(folder)).map_err(|e| cache_error(folder, e));

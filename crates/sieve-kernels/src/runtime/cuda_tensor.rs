@@ -17,8 +17,8 @@ const DEFAULT_MULTIPROCESSORS: usize = 132;
 /// The tensor primitive of `burn_cuda::Cuda<f32, i32>`.
 pub type CudaPrimitive = CubeTensor<CudaRuntime>;
 
-/// A tensor in GPU memory, or one of a [`Recorder`]. Cloning shares the buffer; kernels that write in place change every
-/// clone.
+/// A tensor in GPU memory, or one of a [`Recorder`]. Cloning shares the buffer; kernels that write in place change
+/// every clone.
 ///
 /// Burn's CUDA tensors are *pitched*: rows are padded, so the strides say more than the shape does. A kernel either
 /// takes strides or needs [`contiguous`](Self::contiguous).

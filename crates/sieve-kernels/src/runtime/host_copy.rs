@@ -1,7 +1,7 @@
 //! Reading tensors on the host from another thread, while training goes on.
 //!
-//! CubeCL reads on the stream it computes on, into memory it has just asked the system for: 1.6 GB/s, and nothing runs meanwhile. Here a
-//! thread of any kind copies through one page-locked buffer on a stream of its own.
+//! CubeCL reads on the stream it computes on, into memory it has just asked the system for: 1.6 GB/s, and nothing runs
+//! meanwhile. Here a thread of any kind copies through one page-locked buffer on a stream of its own.
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use cubecl::cuda::CudaRuntime;
@@ -22,8 +22,8 @@ type Server = <CudaRuntime as cubecl::Runtime>::Server;
 
 /// A tensor whose values will be read by [`HostReader::read`], on any thread.
 ///
-/// It holds the tensor, so ops that would write in place write to a copy: what is read is what the tensor held when this was
-/// made, once everything queued before has run (`sync` the device before reading).
+/// It holds the tensor, so ops that would write in place write to a copy: what is read is what the tensor held when
+/// this was made, once everything queued before has run (`sync` the device before reading).
 #[derive(Debug)]
 pub struct HostCopy {
     tensor: CudaTensor,
@@ -87,8 +87,8 @@ impl HostReader {
     pub fn open(device_index: usize) -> Result<Self, KernelError> {
         let device =
             driver::device::get(device_index as i32).map_err(|e| refused("cuDeviceGet", e))?;
-        // SAFETY: the primary context is retained once here and released when this is dropped; the buffer and the stream are
-        // this value's own.
+        // SAFETY: the primary context is retained once here and released when this is dropped; the buffer and the
+        // stream are this value's own.
         unsafe {
             let context = driver::primary_ctx::retain(device)
                 .map_err(|e| refused("cuDevicePrimaryCtxRetain", e))?;
@@ -114,8 +114,8 @@ impl HostReader {
         let mut bytes = Vec::with_capacity(num_bytes);
         while bytes.len() < num_bytes {
             let len = STAGING_BYTES.min(num_bytes - bytes.len());
-            // SAFETY: the buffer has STAGING_BYTES, which nobody else uses; the tensor holds num_bytes from its address on, and
-            // lives as long as `copy`.
+            // SAFETY: the buffer has STAGING_BYTES, which nobody else uses; the tensor holds num_bytes from its address
+            // on, and lives as long as `copy`.
             let chunk = unsafe {
                 let chunk = std::slice::from_raw_parts_mut(self.staging.cast::<u8>(), len);
                 let from = copy.address + bytes.len() as u64;

@@ -1,7 +1,7 @@
 //! Which kernels ran, and for how long: a record of every kernel of the process, read from CUPTI.
 //!
-//! CUPTI is NVIDIA's tracing library and comes with the CUDA toolkit. It sees Burn's kernels, cuBLASLt's and ours alike,
-//! times them on the GPU and costs the host about a microsecond a launch.
+//! CUPTI is NVIDIA's tracing library and comes with the CUDA toolkit. It sees Burn's kernels, cuBLASLt's and ours
+//! alike, times them on the GPU and costs the host about a microsecond a launch.
 use crate::error::KernelError;
 use cudarc::cupti::result::{CuptiError, activity};
 use cudarc::cupti::sys::{
@@ -65,7 +65,8 @@ impl KernelTrace {
     /// Begins to record. Do it after the device is in use and idle.
     ///
     /// # Errors
-    /// [`KernelError::NoCupti`] where the library is missing or refuses (another profiler has it, or a container forbids it).
+    /// [`KernelError::NoCupti`] where the library is missing or refuses (another profiler has it, or a container
+    /// forbids it).
     pub fn start() -> Result<Self, KernelError> {
         // SAFETY: only tries to open the library.
         if !unsafe { sys::is_culib_present() } {
@@ -180,7 +181,8 @@ extern "C" fn buffer_completed(
 }
 
 /// # Safety
-/// `record` points to a CUPTI activity record. The members read stand at the same place in every version of their record.
+/// `record` points to a CUPTI activity record. The members read stand at the same place in every version of their
+/// record.
 unsafe fn read(record: *const CUpti_Activity) -> Option<KernelRecord> {
     // SAFETY: by the caller's promise; packed members are read by copy.
     unsafe {

@@ -1,5 +1,6 @@
 //! The params structs of the kernels. Each is declared once, in its `.cu` or in a header that forms of a kernel share;
-//! `build.rs` makes the Rust structs here from that text, so a launch names every word and cannot forget or misplace one.
+//! `build.rs` makes the Rust structs here from that text, so a launch names every word and cannot forget or misplace
+//! one.
 use crate::error::KernelError;
 
 /// One 64-bit word of a params struct.

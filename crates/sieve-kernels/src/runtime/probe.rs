@@ -76,7 +76,8 @@ impl CudaReport {
     }
 }
 
-/// Looks for the driver, the run-time compiler, the headers and the GPUs, in this order. Makes no client and no context.
+/// Looks for the driver, the run-time compiler, the headers and the GPUs, in this order. Makes no client and no
+/// context.
 ///
 /// # Errors
 /// The first thing that is missing, with how to get it.

@@ -1,7 +1,7 @@
 //! A kernel given as CUDA C++ text, launched on Burn's own stream.
 //!
-//! CubeCL 0.10 lets a `CubeTask` hand its compiler any text; NVRTC compiles it for the device at hand, and the launch is
-//! queued with Burn's own, in order, without synchronisation. This is the one module that knows how.
+//! CubeCL 0.10 lets a `CubeTask` hand its compiler any text; NVRTC compiles it for the device at hand, and the launch
+//! is queued with Burn's own, in order, without synchronisation. This is the one module that knows how.
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::{Params, words_for};
@@ -33,8 +33,8 @@ type CudaCompiler = <CudaRuntime as cubecl::Runtime>::Compiler;
 /// The words of one params struct are few; more would mean a kernel that takes a table by value.
 const MAX_PARAM_WORDS: usize = 60;
 
-/// A bf16 tensor `[batch, rows, width]` that the copy engine (TMA) reads in tiles of `tile` rows and columns, swizzled in
-/// lines of 128 bytes; what lies outside arrives as zeros.
+/// A bf16 tensor `[batch, rows, width]` that the copy engine (TMA) reads in tiles of `tile` rows and columns, swizzled
+/// in lines of 128 bytes; what lies outside arrives as zeros.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TileMap<'a> {
     /// The tensor.
@@ -210,8 +210,8 @@ impl SourceKernel {
         Ok(id.stable_hash())
     }
 
-    /// Queues the kernel on the stream of the first tensor: `tensors` are its pointer arguments in the order of the entry
-    /// point. Returns before the GPU has run it.
+    /// Queues the kernel on the stream of the first tensor: `tensors` are its pointer arguments in the order of the
+    /// entry point. Returns before the GPU has run it.
     ///
     /// On tensors of a [`Recorder`](crate::Recorder) the launch is written down instead.
     ///
@@ -238,8 +238,8 @@ impl SourceKernel {
     /// As [`launch`](Self::launch).
     ///
     /// # Safety
-    /// As [`launch`](Self::launch); the tensors behind the maps are among `tensors`, which is what orders the launch after
-    /// their writers.
+    /// As [`launch`](Self::launch); the tensors behind the maps are among `tensors`, which is what orders the launch
+    /// after their writers.
     pub(crate) unsafe fn launch_with_maps(
         &self,
         grid: [usize; 3],

@@ -14,7 +14,8 @@ use NeededKeys::{AllBiased, Blocks, Neighbours};
 use Part::{Around, Choose, ConvertDq, Decode, Forward, Gradients, Masked, RowSums};
 use SumOrder::{Any, Fixed};
 
-/// Shared memory of a block on the devices the list is for: H100 and H200. Smaller devices take smaller tilings of some.
+/// Shared memory of a block on the devices the list is for: H100 and H200. Smaller devices take smaller tilings of
+/// some.
 const SHARED_BYTES: usize = 227 * 1024;
 
 /// Widths of queries and keys, and of values.

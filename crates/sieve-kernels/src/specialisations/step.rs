@@ -1,4 +1,5 @@
-//! The kernels around attention, which every model launches: norms, rotary positions, SwiGLU, loss, optimizer, embedding.
+//! The kernels around attention, which every model launches: norms, rotary positions, SwiGLU, loss, optimizer,
+//! embedding.
 //!
 //! Most do not depend on a model's sizes; heads of 64 and 128 columns are the usual ones.
 use crate::runtime::source_kernel::SourceKernel;

@@ -31,7 +31,8 @@ pub struct AdamwTensors<'a> {
     pub leaf: Option<&'a CudaTensor>,
 }
 
-/// One AdamW update in place (arXiv:1711.05101, algorithm 2), for every clone of the tensors; the bf16 leaf in the same pass.
+/// One AdamW update in place (arXiv:1711.05101, algorithm 2), for every clone of the tensors; the bf16 leaf in the same
+/// pass.
 ///
 /// # Errors
 /// Another type, sizes that differ, gaps, no elements.

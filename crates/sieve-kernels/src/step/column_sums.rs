@@ -11,8 +11,8 @@ const NAME: &str = "column_sums";
 /// Columns of a block.
 const COLUMNS: usize = 32;
 
-/// Sums the rows of `partials` f32 `[num_partials, width]` into one or two gradients, which divide its columns in order.
-/// Returns their tensors.
+/// Sums the rows of `partials` f32 `[num_partials, width]` into one or two gradients, which divide its columns in
+/// order. Returns their tensors.
 pub(crate) fn column_sums<const N: usize>(
     kernel: &'static str,
     partials: &CudaTensor,

@@ -118,7 +118,8 @@ fn launch(
     let mut tensors = vec![&logits.tensor, labels, losses];
     tensors.extend(gradient.map(|(dlogits, _)| &dlogits.tensor));
     let kernel = cross_entropy_kernel(is_bf16, gradient.is_some());
-    // SAFETY: reads `rows` padded rows and labels, writes as many losses and, with a gradient, padded rows: all checked above.
+    // SAFETY: reads `rows` padded rows and labels, writes as many losses and, with a gradient, padded rows: all checked
+    // above.
     unsafe { kernel.launch([rows, 1, 1], &tensors, &params) }
 }
 

@@ -17,8 +17,8 @@ const RUN_CHUNK: usize = 32;
 /// Columns of a block.
 const RUN_COLUMNS: usize = 2048;
 
-/// Gradient of the embedding table: rows of `dy` bf16 `[batch, seq_len, width]` added by `ids` i32 `[batch, seq_len]` to an
-/// f32 `[vocab_size, width]`, the tokens of one id in their order. No atomics: two runs are bit-equal.
+/// Gradient of the embedding table: rows of `dy` bf16 `[batch, seq_len, width]` added by `ids` i32 `[batch, seq_len]`
+/// to an f32 `[vocab_size, width]`, the tokens of one id in their order. No atomics: two runs are bit-equal.
 ///
 /// # Errors
 /// Other types or shapes, a width that is no multiple of 8, no tokens.

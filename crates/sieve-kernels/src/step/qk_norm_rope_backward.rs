@@ -10,7 +10,8 @@ use burn::tensor::DType;
 
 const NAME: &str = "qk_norm_rope_backward";
 
-/// Blocks, and so partial sums: two on each multiprocessor of an H100. A constant, because the order of the sum follows it.
+/// Blocks, and so partial sums: two on each multiprocessor of an H100. A constant, because the order of the sum follows
+/// it.
 const MAX_BLOCKS: usize = 264;
 
 /// What [`qk_norm_rope_backward`] returns.
@@ -24,8 +25,9 @@ pub struct QkNormRopeGradients {
     pub dk_weight: CudaTensor,
 }
 
-/// Gradients of [`qk_norm_rope_forward`](crate::qk_norm_rope_forward()). `qkv` is what the forward pass read; `dy` has its
-/// shape. With [`Reuse::InPlace`] dqkv lies in `dy`. `dweights` are the targets of the q and the k weight's gradients.
+/// Gradients of [`qk_norm_rope_forward`](crate::qk_norm_rope_forward()). `qkv` is what the forward pass read; `dy` has
+/// its shape. With [`Reuse::InPlace`] dqkv lies in `dy`. `dweights` are the targets of the q and the k weight's
+/// gradients.
 ///
 /// # Errors
 /// As the forward pass.

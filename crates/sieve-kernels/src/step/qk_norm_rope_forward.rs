@@ -41,8 +41,8 @@ pub enum Reuse {
     InPlace,
 }
 
-/// Normalises the query and key heads of `qkv` bf16 `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]` and rotates
-/// them by their positions; values pass through. `head_dim` is a multiple of 16 up to 256.
+/// Normalises the query and key heads of `qkv` bf16 `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]` and
+/// rotates them by their positions; values pass through. `head_dim` is a multiple of 16 up to 256.
 ///
 /// With [`Reuse::InPlace`] the result lies in `qkv`, which must be packed without gaps between heads.
 ///

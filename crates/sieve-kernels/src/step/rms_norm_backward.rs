@@ -10,7 +10,8 @@ use burn::tensor::DType;
 
 const NAME: &str = "rms_norm_backward";
 
-/// Blocks, and so partial sums: two on each multiprocessor of an H100. A constant, because the order of the sum follows it.
+/// Blocks, and so partial sums: two on each multiprocessor of an H100. A constant, because the order of the sum follows
+/// it.
 const MAX_BLOCKS: usize = 264;
 
 /// Warps of a block.
@@ -140,8 +141,8 @@ impl Call {
             d_residual_stride: residual_stride,
             epsilon: self.epsilon,
         });
-        // SAFETY: reads rows of `width` columns, writes every element of dx, of the blocks' partial sums and of y; sizes were
-        // checked when this call was made.
+        // SAFETY: reads rows of `width` columns, writes every element of dx, of the blocks' partial sums and of y;
+        // sizes were checked when this call was made.
         unsafe { kernel.launch([self.blocks, 1, 1], &tensors, &params) }
     }
 }

@@ -14,8 +14,8 @@ const WARP_WIDTH: usize = 2048;
 /// The widest rows.
 const MAX_WIDTH: usize = 4 * WARP_WIDTH;
 
-/// RMSNorm of each row: `x / sqrt(mean(x²) + epsilon) * weight`. `x` bf16 `[.., width]`, `weight` bf16 `[width]`, width a
-/// multiple of 8 up to 8192; returns bf16 `[.., width]`.
+/// RMSNorm of each row: `x / sqrt(mean(x²) + epsilon) * weight`. `x` bf16 `[.., width]`, `weight` bf16 `[width]`, width
+/// a multiple of 8 up to 8192; returns bf16 `[.., width]`.
 ///
 /// # Errors
 /// Other types or shapes, no rows.

@@ -9,8 +9,8 @@ use crate::step::swiglu_forward::{THREADS, as_rows, packed_width, vector_width};
 
 const NAME: &str = "swiglu_backward";
 
-/// Gradient of [`swiglu_forward`](crate::swiglu_forward()) with respect to its packed input: `gate_up` `[.., 2 * d_ff]`,
-/// `dy` `[.., d_ff]`, both bf16 or both f32; returns `[.., 2 * d_ff]`.
+/// Gradient of [`swiglu_forward`](crate::swiglu_forward()) with respect to its packed input: `gate_up`
+/// `[.., 2 * d_ff]`, `dy` `[.., d_ff]`, both bf16 or both f32; returns `[.., 2 * d_ff]`.
 ///
 /// # Errors
 /// Another type, shapes that do not fit each other, no rows.

@@ -47,7 +47,8 @@ pub enum AttentionConfigError {
     },
     /// Query heads that do not form equal groups.
     #[error(
-        "attention: num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}\n  hint: each KV head serves \
+        "attention: num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}\n  \
+         hint: each KV head serves \
          the same number of query heads"
     )]
     UnequalGroups {

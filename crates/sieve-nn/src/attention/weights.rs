@@ -1,7 +1,8 @@
 //! Attention weights of a layer, by its own ops.
 //!
-//! An attention's output is linear in its values. So with one-hot values, `head_dim` keys at a time, column c of the output
-//! is the weight of key c: one way for every kind, and the weights are those of the kernels that trained the model.
+//! An attention's output is linear in its values. So with one-hot values, `head_dim` keys at a time, column c of the
+//! output is the weight of key c: one way for every kind, and the weights are those of the kernels that trained the
+//! model.
 use super::native_sparse::NativeSparseAttention;
 use super::{Attention, LayerContext};
 use burn::tensor::{Tensor, TensorData};
@@ -10,8 +11,8 @@ use sieve_ops::SieveBackend;
 impl<B: SieveBackend> Attention<B> {
     /// The weight of each key for each query, `[num_heads, seq_len, seq_len]` with the keys last, of one document.
     ///
-    /// Rows sum to 1; those of NSA to the sum of the query's gates, and a compressed block's weight is spread evenly over
-    /// its tokens.
+    /// Rows sum to 1; those of NSA to the sum of the query's gates, and a compressed block's weight is spread evenly
+    /// over its tokens.
     ///
     /// # Shapes
     /// - x: `[1, seq_len, d_model]`, after the layer's norm

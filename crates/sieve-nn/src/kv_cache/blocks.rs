@@ -1,5 +1,5 @@
-//! NSA's cache: every token for the selected branch, the last ones for the window, one pair per compressed block, and the
-//! tokens that the next block is made of.
+//! NSA's cache: every token for the selected branch, the last ones for the window, one pair per compressed block, and
+//! the tokens that the next block is made of.
 use super::{recent, split};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData, activation::softmax};
@@ -149,8 +149,8 @@ impl<B: SieveBackend> BlockCache<B> {
         [coarse, selected, window].map(|o| o.reshape([batch, 1, spec.num_heads, d]))
     }
 
-    /// The compressed branch of one query, `[batch, num_heads, head_dim]`, and the importance of the blocks up to its own,
-    /// per row and KV head.
+    /// The compressed branch of one query, `[batch, num_heads, head_dim]`, and the importance of the blocks up to its
+    /// own, per row and KV head.
     fn coarse(
         &self,
         q: Tensor<B, 3>,
@@ -168,7 +168,8 @@ impl<B: SieveBackend> BlockCache<B> {
         };
         let o = attention_decode(q.clone(), k.clone(), v, None, spec.softmax_scale);
         let count = k.dims()[1];
-        // Where blocks are nearly as important as each other, rounded probabilities would choose others than a whole pass.
+        // Where blocks are nearly as important as each other, rounded probabilities would choose others than a whole
+        // pass.
         let (q, k) = (at_least_f32(q), at_least_f32(k));
         let logits = q
             .reshape([batch, kv_heads, num_heads / kv_heads, d])

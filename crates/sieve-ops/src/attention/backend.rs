@@ -33,8 +33,8 @@ impl AttentionSpec {
 pub struct AttentionOutput<B: Backend> {
     /// `[batch, seq_len, num_heads, head_dim]`, dtype of the packed input.
     pub o: Float<B>,
-    /// Natural logarithm of each row's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing. With
-    /// a bias per key it is less by the largest bias that the row sees, beside which it would lose its digits.
+    /// Natural logarithm of each row's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing.
+    /// With a bias per key it is less by the largest bias that the row sees, beside which it would lose its digits.
     pub lse: Float<B>,
     /// The lower bits of o in f32, where the backend's backward pass makes use of them.
     pub o_rest: Option<Float<B>>,

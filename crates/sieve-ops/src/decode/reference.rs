@@ -33,8 +33,8 @@ pub fn attention_decode<B: Backend>(
     primitive(o.reshape([batch, num_heads, head_dim]).cast(dtype))
 }
 
-/// See [`crate::mla_decode`]: each token alone, by [`DecodeBackend::attention_decode`], the latents as keys and values of one
-/// KV head. Of the sum only the first `rank` numbers mean something.
+/// See [`crate::mla_decode`]: each token alone, by [`DecodeBackend::attention_decode`], the latents as keys and values
+/// of one KV head. Of the sum only the first `rank` numbers mean something.
 pub fn mla_decode<B: DecodeBackend>(
     q: Float<B>,
     latents: Float<B>,

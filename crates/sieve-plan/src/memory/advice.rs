@@ -14,8 +14,8 @@ pub struct FittingSetting {
     pub total_bytes: u64,
 }
 
-/// The least change of either setting alone, and of both together where neither is enough. Both leave the step's tokens as
-/// they are.
+/// The least change of either setting alone, and of both together where neither is enough. Both leave the step's tokens
+/// as they are.
 pub(super) fn settings_that_fit(
     recipe: &Recipe,
     needed: impl Fn(&Recipe) -> MemoryPlan,

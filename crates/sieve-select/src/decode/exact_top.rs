@@ -1,4 +1,5 @@
-//! The largest logits, after computing them all: an upper bound for other methods at the same budget, no faster than dense.
+//! The largest logits, after computing them all: an upper bound for other methods at the same budget, no faster than
+//! dense.
 
 use serde::{Deserialize, Serialize};
 

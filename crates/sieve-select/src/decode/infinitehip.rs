@@ -1,8 +1,9 @@
 //! InfiniteHiP (arXiv:2502.08910) while decoding: the three stages of the prefill method for one query, each done again
 //! only every `refresh` steps.
 //!
-//! A stage that is not done again keeps its last result, and those after it choose among it. Reading: keys that leave the
-//! window before the first stage sees them stay in it until then, so that no key is out of reach for want of a refresh.
+//! A stage that is not done again keeps its last result, and those after it choose among it. Reading: keys that leave
+//! the window before the first stage sees them stay in it until then, so that no key is out of reach for want of a
+//! refresh.
 
 use super::{Cache, LayerShape, ascending};
 use crate::gqa::GqaPolicy;

@@ -1,4 +1,5 @@
-//! BA-Att (arXiv:2605.19726): blocks of tokens sorted by norm, scored by the products of their means with a second-order term.
+//! BA-Att (arXiv:2605.19726): blocks of tokens sorted by norm, scored by the products of their means with a
+//! second-order term.
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -277,8 +278,8 @@ impl BaAttConfig {
     }
 }
 
-/// Bound on `|q.k - qbar.kbar| / sqrt(d)` over the pairs of two blocks: `(M_Q R_K + M_K R_Q) / sqrt(d)` with the largest norm
-/// M and the largest distance to the mean R (Cauchy-Schwarz).
+/// Bound on `|q.k - qbar.kbar| / sqrt(d)` over the pairs of two blocks: `(M_Q R_K + M_K R_Q) / sqrt(d)` with the
+/// largest norm M and the largest distance to the mean R (Cauchy-Schwarz).
 ///
 /// # Shapes
 /// - q, k: `[tokens, head_dim]`

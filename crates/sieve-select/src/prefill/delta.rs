@@ -1,4 +1,5 @@
-//! Delta: any sparse method, corrected by the dense output of every gamma-th row (arXiv:2505.11254; as MOMO uses it, eq. 3).
+//! Delta: any sparse method, corrected by the dense output of every gamma-th row (arXiv:2505.11254; as MOMO uses it,
+//! eq. 3).
 
 use serde::{Deserialize, Serialize};
 

@@ -14,7 +14,8 @@ use crate::mask::{ListRows, SparseMask};
 use crate::pool::scores;
 use crate::range::Rules;
 
-/// Settings of `infinitehip`. Stage `i` samples every `stride_i`-th query of a block and ranks chunks of `chunk_i` keys.
+/// Settings of `infinitehip`. Stage `i` samples every `stride_i`-th query of a block and ranks chunks of `chunk_i`
+/// keys.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct InfinitehipConfig {
@@ -159,8 +160,8 @@ impl InfinitehipConfig {
         ]
     }
 
-    /// Keys that compete for a query at a position: those between sink and window, in whole chunks of the last stage, so
-    /// that sink, chunks and window do not overlap.
+    /// Keys that compete for a query at a position: those between sink and window, in whole chunks of the last stage,
+    /// so that sink, chunks and window do not overlap.
     pub(crate) fn candidates(&self, position: usize) -> Chunk {
         let high = (position + 1).saturating_sub(self.window) / self.chunk_3 * self.chunk_3;
         (self.sink, high.max(self.sink))
@@ -221,8 +222,8 @@ fn cut(ranges: impl Iterator<Item = Chunk>, chunk: usize) -> Vec<Chunk> {
         .collect()
 }
 
-/// Score of the key each chunk is narrowed to: the half whose first key has the larger score, again and again; the first
-/// half on a tie. All chunks are halved at once, so that a step is one product.
+/// Score of the key each chunk is narrowed to: the half whose first key has the larger score, again and again; the
+/// first half on a tie. All chunks are halved at once, so that a step is one product.
 fn representatives(chunks: &[Chunk], scores_of: impl Fn(&[usize]) -> Vec<f32>) -> Vec<f32> {
     let firsts: Vec<usize> = chunks.iter().map(|chunk| chunk.0).collect();
     let mut best = scores_of(&firsts);

@@ -1,5 +1,5 @@
-//! MOMO (Measure Once, Mask Once: Delta Refined Block Sparse Attention): dense probe rows choose blocks while they stream,
-//! and correct the sparse output.
+//! MOMO (Measure Once, Mask Once: Delta Refined Block Sparse Attention): dense probe rows choose blocks while they
+//! stream, and correct the sparse output.
 
 mod topk;
 
@@ -170,7 +170,8 @@ impl MomoConfig {
         mask
     }
 
-    /// Blocks a probe chooses among: complete ones between the sink and the last complete block of the tile's first probe.
+    /// Blocks a probe chooses among: complete ones between the sink and the last complete block of the tile's first
+    /// probe.
     fn stream(&self, tiles: Tiles, probe: usize, probes: &[usize]) -> std::ops::Range<usize> {
         let first = first_probe(tiles, tiles.tile_of_row(probe), probes);
         let complete = (tiles.context() + probes[first] + 1) / self.beta;

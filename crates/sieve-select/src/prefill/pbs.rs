@@ -114,7 +114,8 @@ impl PbsConfig {
         rules.share("tau", self.tau)?;
         if gqa != GqaPolicy::PerQuery && self.perm == PermutePer::Query {
             return rules.fail(
-                "perm=query gives the heads of a group different keys per block, so they cannot share a list".to_owned(),
+                "perm=query gives the heads of a group different keys per block, so they cannot share a \
+                 list".to_owned(),
                 "use perm=kv, or gqa=per_query",
             );
         }
@@ -332,8 +333,8 @@ impl Orders {
     }
 }
 
-/// Keys of each whole segment by falling importance: the mean attention of the last block of queries (eq. 10, with the token
-/// rule inside that block). `None` on NaN.
+/// Keys of each whole segment by falling importance: the mean attention of the last block of queries (eq. 10, with the
+/// token rule inside that block). `None` on NaN.
 fn key_order(
     call: &Call<'_>,
     segments: Segments,

@@ -26,7 +26,10 @@ const FORBIDDEN: &[&str] = &[
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     for file in workspace::files()? {
         if file.ends_with("/mod.rs") {
-            problems.push(format!("{file}: name the module's file after it (attention.rs beside attention/), not mod.rs"));
+            problems.push(format!(
+                "{file}: name the module's file after it (attention.rs beside attention/), not \
+                mod.rs"
+            ));
         }
         let is = |endings: &[&str]| endings.iter().any(|ending| file.ends_with(ending));
         if !is(SOURCES) && !is(TEXTS) {

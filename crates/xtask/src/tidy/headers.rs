@@ -128,7 +128,8 @@ mod tests {
 
     #[test]
     fn a_header_lacking_a_field_or_a_define_is_found() {
-        let good = "// a: x\n// Math  1\n// Layout 2\n//   more\n// Defines N\n// Tiling 3\n// Numerics 4\n// Edges 5\ncode";
+        let good = "// a: x\n// Math  1\n// Layout 2\n//   more\n// Defines N\n// Tiling 3\n// Numerics 4\n// Edges \
+            5\ncode";
         let count = |text: &str, define| {
             let mut problems = Vec::new();
             check_header("a.cu", text, "", [define].into_iter(), &mut problems);

@@ -6,7 +6,8 @@ use crate::model::{Attention, DmaShape};
 /// The minimal recipe with two stages instead of `steps = 40`.
 const STAGED: &str = "local_batch_size = 5\n\
     [[stage]]\nsteps = 30\n\
-    [[stage]]\ntokens = 1281\nseq_len = 128\nrope_theta = 5e4\nwindow = 32\nlocal_batch_size = 1\nglobal_batch_size = 2\n";
+    [[stage]]\ntokens = 1281\nseq_len = 128\nrope_theta = 5e4\nwindow = 32\nlocal_batch_size = 1\nglobal_batch_size = \
+    2\n";
 
 fn staged() -> Recipe {
     let text = MINIMAL

@@ -229,7 +229,8 @@ fn a_parquet_file_that_is_cut_or_none_is_an_error() {
 fn a_reading_goes_on_from_its_cursor() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().to_str().unwrap().to_owned();
-    let lines = "{\"text\": \"a\"}\n{\"no\": 1}\n{\"text\": \"b\"}\n\n{\"text\": \"a\"}\n{\"text\": \" \"}\n{\"text\": \"c\"}\n";
+    let lines = "{\"text\": \"a\"}\n{\"no\": 1}\n{\"text\": \"b\"}\n\n\
+        {\"text\": \"a\"}\n{\"text\": \" \"}\n{\"text\": \"c\"}\n";
     write(dir.path(), "1.jsonl", lines);
     write(
         dir.path(),
