@@ -1,9 +1,11 @@
 """Trains the rows of docs/results.md, one process a GPU, goes on where it was cut off, and prints the table.
 
-    python3 tests/python/learning_table.py --sieve target/release/sieve --text data/crates.jsonl --out OUT [--sets 8192 2048 recall]
+    python3 tests/python/learning_table.py --sieve target/release/sieve --text data/crates.jsonl --out OUT [--sets 8192]
 
-Run from the repository's root. The text is that of tests/python/crates.lock (make_corpus.py --from). A run that has its last
-validation is not run again; one that was cut off goes on from its last checkpoint. Needs nothing but Python.
+Run from the repository's root. The text is that of tests/python/crates.lock (make_corpus.py --from). A run that has its
+last validation is not run again; one that was cut off, by --seconds for example, goes on from its last checkpoint.
+With --evaluate `sieve eval` then reads each trained model: loss by position and on words last used far back, or
+needles. Needs nothing but Python.
 """
 
 import argparse
@@ -15,12 +17,17 @@ import random
 import statistics
 import subprocess
 import threading
+import time
 
 from needle_corpus import document
 
 SLOPE = ["attention.bias=linear", "attention.recency=slope"]
 PUBLISHED = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"]
 LONG = ["training.seq_len=8192", "training.local_batch_size=4"]
+STEPS = {"long": 3.815, "recall": 2.5}
+ONE_DENSE = ['model.layer_types=["dma","dma","dma","mha"]']
+WORDS = ["ppl", "--recipe-validation", "--by-position", "--far", "256", "1024", "2048"]
+NEEDLES = ["needle", "--lengths", "512,1024", "--depths", "0,10,20,30,40,50,60,70,80,90,100", "--needles", "9"]
 
 
 def dma(window, local, *settings):
@@ -31,7 +38,8 @@ def window(size):
     return ["attention.kind=swa", f"attention.sliding_window={size}"]
 
 
-# Set, then name of the row: settings on top of code_80m.toml, or of quickstart.toml for the set "recall".
+# Set, then name of the row: settings on top of code_80m.toml, or of quickstart.toml for the set "recall". "long" is 3.8
+# times as many steps over rows of 8192; "lengthened" is rows of 2048 for a quarter of the steps, then 50 of 8192.
 ROWS = {
     "8192": {
         "dense": ["attention.kind=mha"],
@@ -48,8 +56,9 @@ ROWS = {
         "DMA 512, slope, r 128": dma(512, 128, *SLOPE),
         "DMA 2048, slope, r 128": dma(2048, 128, *SLOPE),
         "DMA 1024 as published": dma(1024, 0, *PUBLISHED),
-        "DMA 1024, slope, r 128, 1 of 4 dense": dma(1024, 128, *SLOPE, 'model.layer_types=["dma","dma","dma","mha"]'),
-        "window 1024 + slope, 1 of 4 dense": dma(1024, 1024, *SLOPE, 'model.layer_types=["dma","dma","dma","mha"]'),
+        "dense + slope": dma(8192, 8192, *SLOPE, "attention.longest_period=4096"),
+        "DMA 1024, slope, r 128, 1 of 4 dense": dma(1024, 128, *SLOPE, *ONE_DENSE),
+        "window 1024 + slope, 1 of 4 dense": dma(1024, 1024, *SLOPE, *ONE_DENSE),
         "window 1024, 1 of 4 dense": [*window(1024), 'model.layer_types=["swa","swa","swa","mha"]'],
     },
     "2048": {
@@ -58,9 +67,22 @@ ROWS = {
         "window 512": window(512),
         "window 512 + slope": dma(512, 512, *SLOPE),
         "DMA 512, slope, r 64": dma(512, 64, *SLOPE),
+        "DMA 512, slope, r 64, 1 of 4 dense": dma(512, 64, *SLOPE, *ONE_DENSE),
+        "window 512 + slope, 1 of 4 dense": dma(512, 512, *SLOPE, *ONE_DENSE),
         "DMA 512, slope, r 0": dma(512, 0, *SLOPE),
         "DMA 1024 as published": dma(1024, 0, *PUBLISHED),
         "DMA 512 as published": dma(512, 0, *PUBLISHED),
+    },
+    "long": {
+        "dense": ["attention.kind=mha"],
+        "window 1024 + slope, 1 of 4 dense": dma(1024, 1024, *SLOPE, *ONE_DENSE),
+        "DMA 1024, slope, r 128, 1 of 4 dense": dma(1024, 128, *SLOPE, *ONE_DENSE),
+    },
+    "lengthened": {
+        "dense": ["attention.kind=mha"],
+        "DMA 2048, slope, r 256": dma(2048, 256, *SLOPE),
+        "DMA 2048, slope, r 256, 1 of 4 dense": dma(2048, 256, *SLOPE, *ONE_DENSE),
+        "DMA 2048 as published": dma(2048, 0, *PUBLISHED),
     },
     "recall": {
         "dense": ["attention.kind=mha"],
@@ -71,6 +93,8 @@ ROWS = {
         "DMA 128, exp, r 32": dma(128, 32, *PUBLISHED[:2]),
         "DMA 128, linear, r 32": dma(128, 32, "attention.bias=linear", "attention.recency=none"),
         "DMA 128 as published": dma(128, 0, *PUBLISHED),
+        "DMA 128, slope, r 32, 1 of 4 dense": dma(128, 32, *SLOPE, *ONE_DENSE),
+        "window 128 + slope, 1 of 4 dense": dma(128, 128, *SLOPE, *ONE_DENSE),
     },
 }
 
@@ -85,14 +109,26 @@ def restated_numbers(path):
 
 def base(kind, arguments, out):
     """Recipe and settings that the rows of a set share."""
-    text = out / "facts.jsonl" if kind == "recall" else arguments.text
-    settings = [f'data.paths=["{text}"]', "data.format=jsonl", f'data.cache_dir="{out / ("data-" + kind)}"']
+    text, cache = (out / "facts.jsonl", out / "facts") if kind == "recall" else (arguments.text, out / "code")
+    settings = [f'data.paths=["{text}"]', "data.format=jsonl", f'data.cache_dir="{cache}"']
     if kind != "recall":
-        return "recipes/code_80m.toml", settings + (LONG if kind == "8192" else []) + [f"training.steps={arguments.steps}"]
-    steps = arguments.steps * 5 // 2
+        steps = arguments.steps
+        if kind == "lengthened":
+            recipe = out / "lengthened.toml"
+            stages = f"[[stage]]\nsteps = {steps // 4}\n[[stage]]\nsteps = 50\nseq_len = 8192\nrope_theta = 100000.0\n"
+            stages += "local_batch_size = 4\n"
+            recipe.write_text(pathlib.Path("recipes/code_80m.toml").read_text() + stages)
+            return str(recipe), settings + [
+                f"training.steps={steps // 4 + 50}", f"checkpoint.interval={steps // 4 + 50}",
+                "validation.interval=50", "metrics.log_freq=1"]
+        steps = int(steps * STEPS.get(kind, 1))
+        return "recipes/code_80m.toml", settings + (LONG if kind != "2048" else []) + [
+            f"training.steps={steps}", f"checkpoint.interval={max(steps // 2, 1)}"]
+    steps = int(arguments.steps * STEPS[kind])
     return "recipes/quickstart.toml", settings + [
         "tokenizer.train.vocab_size=512", "model.max_position_embeddings=1024", "training.seq_len=1024",
-        "training.local_batch_size=16", f"training.steps={steps}", "optimizer.lr=2e-3", f"validation.interval={max(steps // 4, 1)}",
+        "training.local_batch_size=16", f"training.steps={steps}", "optimizer.lr=2e-3",
+        f"validation.interval={max(steps // 4, 1)}", f"checkpoint.interval={max(steps // 4, 1)}",
     ]
 
 
@@ -113,23 +149,70 @@ def line(kind, name, folder):
     losses = " ".join(f"{row['step']}:{row['loss']:.4f}" for row in checks[1:])
     speed = statistics.median(row["tokens_per_second"] for row in steps)
     return (f"{kind:7} {name:42} {losses}  {checks[-1]['bits_per_byte']:.3f} bits per byte, {speed:,.0f} tokens/s, "
-            f"density {mask.get('density', 1):.3f}, never seen {100 * mask.get('never_active', 0):.1f} %")
+            f"density {mask.get('density', 1):.3f}, never seen {100 * mask.get('never_active', 0):.1f} %"
+            + evaluation(kind, folder))
 
 
-def train(job, device, arguments, out):
+def evaluation(kind, folder):
+    """What `sieve eval` said of the trained model."""
+    try:
+        report = json.loads(pathlib.Path(f"{folder}.eval.json").read_text())
+    except (OSError, ValueError):
+        return ""
+    if kind != "recall":
+        again = report["by_word"]["again"]
+        far = [f"far > {words['more_than']} {words['far']['loss']:.4f}" for words in again]
+        return f"; read whole {report['loss']:.4f}, {', '.join(far)}, near {again[0]['near']['loss']:.4f}"
+    counts = []
+    for length in sorted({cell["length"] for cell in report["methods"][0]["cells"]}):
+        cells = [cell for cell in report["methods"][0]["cells"] if cell["length"] == length]
+        found, all_of_them = (sum(cell[count] for cell in cells) for count in ("num_found", "num_needles"))
+        counts.append(f"{found} of {all_of_them} at {length}")
+    return "; needles " + ", ".join(counts)
+
+
+class Runs:
+    """Programs started on one device, with its kernel cache, none of them beyond the deadline."""
+
+    def __init__(self, device, arguments, out):
+        self.device, self.deadline = device, arguments.deadline
+        self.environment = dict(os.environ, XDG_CACHE_HOME=str(out / f"cache-{device.replace(':', '-')}"))
+
+    def run(self, command, output, log):
+        command = [*command, "--device", self.device]
+        left = max(self.deadline - time.monotonic(), 0)
+        try:
+            done = subprocess.run(command, stdout=output, stderr=log, env=self.environment, check=False, timeout=left)
+            return done.returncode
+        except subprocess.TimeoutExpired:
+            log.write("stopped at the deadline\n")
+            return None
+
+
+def train(job, runs, arguments, out):
     kind, name, seed = job
     folder = out / f"{kind}-{name.replace(' ', '-').replace(',', '')}-{seed}"
     recipe, settings = base(kind, arguments, out)
-    settings = settings + [f"training.seed={seed}"] + ROWS[kind][name]
-    done = [row["step"] for row in metrics(folder) if row["kind"] == "validation"]
+    settings = settings + [f"training.seed={seed}"] + ROWS[kind][name] + arguments.set
     wanted = int(next(value.split("=")[1] for value in settings if value.startswith("training.steps=")))
-    if wanted not in done:
-        command = [arguments.sieve, "train", "--recipe", recipe, "--out", str(folder), "--device", device]
-        command += [part for setting in settings for part in ("--set", setting)]
-        command += ["--resume"] if (folder / "checkpoint").exists() else []
-        environment = dict(os.environ, XDG_CACHE_HOME=str(out / f"cache-{device.replace(':', '-')}"))
-        with open(f"{folder}.log", "a", encoding="utf-8") as log:
-            subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
+
+    def done():
+        return wanted in [row["step"] for row in metrics(folder) if row["kind"] == "validation"]
+
+    with open(f"{folder}.log", "a", encoding="utf-8") as log:
+        if not done():
+            command = [arguments.sieve, "train", "--recipe", recipe, "--out", str(folder)]
+            command += [part for setting in settings for part in ("--set", setting)]
+            command += ["--resume"] if (folder / "checkpoint").exists() else []
+            runs.run(command, log, log)
+        report = pathlib.Path(f"{folder}.eval.json")
+        if arguments.evaluate and done() and not report.exists():
+            what = NEEDLES if kind == "recall" else WORDS
+            unfinished = report.with_suffix(".part")
+            with open(unfinished, "w", encoding="utf-8") as output:
+                status = runs.run([arguments.sieve, "eval", *what, "--checkpoint", str(folder), "--json"], output, log)
+            if status == 0:
+                unfinished.rename(report)
     return line(kind, f"{name}, seed {seed}", folder)
 
 
@@ -140,37 +223,50 @@ def main():
     parser.add_argument("--out", required=True, type=pathlib.Path, help="folder of the runs")
     parser.add_argument("--sets", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--steps", type=int, default=1600, help="steps of the 80M runs; restated numbers take 2.5 times as many")
+    parser.add_argument("--steps", type=int, default=1600, help="of the 80M runs; restated numbers: 2.5 times as many")
+    parser.add_argument("--rows", nargs="+", metavar="SET/NAME/SEED", help="these rows alone, in this order")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for every row")
+    parser.add_argument("--evaluate", action="store_true", help="read each trained model with sieve eval")
+    parser.add_argument("--seconds", type=float, default=1e6, help="stop after this time; the next call goes on")
     parser.add_argument("--devices", nargs="+", default=["cuda:0"], help="one process each: cuda:0 cuda:1 …, or cpu")
     arguments = parser.parse_args()
+    arguments.deadline = time.monotonic() + arguments.seconds
     arguments.text = arguments.text.resolve()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    if "recall" in arguments.sets and not (out / "facts.jsonl").exists():
+    jobs = [(kind, name, seed) for kind in arguments.sets for seed in arguments.seeds for name in ROWS[kind]]
+    if arguments.rows:
+        jobs = [(kind, name, int(seed)) for kind, name, seed in (row.split("/") for row in arguments.rows)]
+        unknown = [f"{kind}/{name}" for kind, name, _ in jobs if name not in ROWS.get(kind, {})]
+        if unknown:
+            parser.error(f"no such row: {', '.join(unknown)}")
+    kinds = {kind for kind, _, _ in jobs}
+    if "recall" in kinds and not (out / "facts.jsonl").exists():
         restated_numbers(out / "facts.jsonl")
-    for kind in arguments.sets:  # tokenised once, before the runs share it
+    for kind in sorted({kind if kind == "recall" else "8192" for kind in kinds}):  # tokenised once, before all runs
         recipe, settings = base(kind, arguments, out)
         subprocess.run([arguments.sieve, "data", "prepare", "--recipe", recipe]
-                       + [part for setting in settings for part in ("--set", setting)], check=True)
-    jobs = queue.Queue()
-    for kind in arguments.sets:
-        for seed in arguments.seeds:
-            for name in ROWS[kind]:
-                jobs.put((kind, name, seed))
+                       + [part for setting in settings + arguments.set for part in ("--set", setting)], check=True)
+    waiting = queue.Queue()
+    for job in jobs:
+        waiting.put(job)
 
     def work(device):
-        while True:
+        runs = Runs(device, arguments, out)
+        while time.monotonic() < arguments.deadline:
             try:
-                job = jobs.get_nowait()
+                job = waiting.get_nowait()
             except queue.Empty:
                 return
-            print(train(job, device, arguments, out), flush=True)
+            print(train(job, runs, arguments, out), flush=True)
 
     threads = [threading.Thread(target=work, args=(device,)) for device in arguments.devices]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    for kind, name, seed in list(waiting.queue):
+        print(f"{kind:7} {name}, seed {seed}: not run")
 
 
 if __name__ == "__main__":

@@ -79,10 +79,15 @@ pub(crate) fn vocab_size(recipe: &Recipe) -> Result<usize> {
 }
 
 fn text(plan: &Plan, recipe: &Recipe, target: &str) -> Vec<String> {
-    let pattern = recipe.model.layer_types.as_ref();
-    let layers = pattern.map_or(String::new(), |types| {
-        format!(" (layers {})", types.join(", "))
-    });
+    let kind = recipe.attention.kind().name();
+    let types = recipe.dense_layers().into_iter();
+    let types: Vec<_> = types
+        .map(|dense| if dense { "mha" } else { kind })
+        .collect();
+    let layers = match types.contains(&"mha") {
+        true => format!(" (layers {})", types.join(", ")),
+        false => String::new(),
+    };
     let mut lines = vec![format!("plan for {target}"), String::new()];
     lines.push(format!(
         "parameters    {} ({} besides embedding and output), attention {}{layers}",

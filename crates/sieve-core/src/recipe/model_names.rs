@@ -1,6 +1,6 @@
 //! The one file where recipe keys (Hugging Face's names) become the names of the Rust code.
 
-use super::{AttentionSection, Recipe, RecipeError, SwaShape, TokenizerSource};
+use super::{AttentionKind, AttentionSection, Recipe, RecipeError, SwaShape, TokenizerSource};
 use crate::model::{Attention, ModelShape};
 
 impl Recipe {
@@ -39,11 +39,15 @@ impl Recipe {
         })
     }
 
-    /// [`ModelShape::dense_layers`] of `model.layer_types`.
+    /// [`ModelShape::dense_layers`] of `model.layer_types`; a model of dense layers has no pattern.
     pub fn dense_layers(&self) -> Vec<bool> {
+        if self.attention.kind() == AttentionKind::Mha {
+            return Vec::new();
+        }
         let types = self.model.layer_types.iter().flatten();
-        let kind = self.attention.kind();
-        types.map(|name| name != kind.name()).collect()
+        types
+            .map(|name| name == AttentionKind::Mha.name())
+            .collect()
     }
 
     /// Rows of the embedding where the recipe says so itself; `None` when only the tokenizer's file does.

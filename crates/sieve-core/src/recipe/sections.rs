@@ -47,8 +47,8 @@ keys! {
         pub initializer_range: f64 = 0.02,
         /// Whether each block scales its residual inputs by learned vectors (as Doge does; they start at one).
         pub residual_scale: bool = false,
-        /// Kind of each layer, a list repeated over the layers: the kind of `[attention]`, or `"mha"` for a dense layer.
-        /// Absent: every layer has the kind of `[attention]`.
+        /// Kind of each layer, a list repeated over the layers: `"sparse"` or its name for the kind of `[attention]`,
+        /// `"mha"` for a dense layer. Absent: every layer has the kind of `[attention]`.
         pub layer_types: Option<Vec<String>>,
     }
 }

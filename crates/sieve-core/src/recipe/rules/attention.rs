@@ -31,29 +31,33 @@ pub(super) fn check_layer_types(
     };
     const KEY: &str = "model.layer_types";
     let kind = attention.kind().name();
+    let is_own = |name: &String| name == "sparse" || name == kind;
     rules.require(
-        !matches!(attention, AttentionSection::Mha | AttentionSection::Mla(_)),
+        !matches!(attention, AttentionSection::Mla(_)) || types.iter().all(is_own),
         KEY,
-        || format!("is given, but attention.kind = \"{kind}\" shares no model with dense layers"),
+        || {
+            format!(
+                "holds \"mha\", but attention.kind = \"{kind}\" shares no model with dense layers"
+            )
+        },
         || "leave it out, or take kind swa, nsa or dma".to_owned(),
     );
     for name in types {
         rules.require(
-            name == kind || name == "mha",
+            is_own(name) || name == "mha",
             KEY,
-            || format!("holds \"{name}\", which is neither attention.kind nor \"mha\""),
+            || format!("holds \"{name}\", which is neither \"sparse\", attention.kind nor \"mha\""),
             || {
-                format!(
-                    "[\"{kind}\", \"{kind}\", \"{kind}\", \"mha\"] makes every fourth layer dense"
-                )
+                "[\"sparse\", \"sparse\", \"sparse\", \"mha\"] makes every fourth layer dense"
+                    .to_owned()
             },
         );
     }
     rules.require(
-        types.iter().any(|name| name == kind),
+        types.iter().any(is_own),
         KEY,
-        || format!("holds no \"{kind}\""),
-        || "name attention.kind at least once, or set it to \"mha\"".to_owned(),
+        || "holds dense layers alone".to_owned(),
+        || "name \"sparse\" at least once, or set attention.kind to \"mha\"".to_owned(),
     );
     let (layers, length) = (model.num_hidden_layers, types.len());
     rules.require(

@@ -642,18 +642,32 @@ fn a_pattern_of_layers_fits_the_model() {
     };
     let recipe = load("[\"dma\", \"mha\", \"dma\"]", dma).expect("the second layer is dense");
     assert_eq!(recipe.dense_layers(), [false, true, false]);
+    let any = "[\"sparse\", \"mha\", \"sparse\"]";
+    for (attention, wanted) in [
+        (dma, &[false, true, false][..]),
+        ("kind = \"swa\"\nsliding_window = 8", &[false, true, false]),
+        // One setting takes a recipe to dense attention in every layer.
+        ("kind = \"mha\"", &[]),
+    ] {
+        let recipe = load(any, attention).expect("a pattern of any kind");
+        assert_eq!(recipe.dense_layers(), wanted, "{attention}");
+    }
     for (types, attention, wanted) in [
         (
-            "[\"mha\"]",
-            "kind = \"mha\"",
-            "model.layer_types: is given, but attention.kind = \"mha\"",
+            any,
+            "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 8",
+            "model.layer_types: holds \"mha\", but attention.kind = \"mla\"",
         ),
         (
             "[\"dma\", \"swa\"]",
             dma,
             "model.layer_types: holds \"swa\", which is neither",
         ),
-        ("[\"mha\"]", dma, "model.layer_types: holds no \"dma\""),
+        (
+            "[\"mha\"]",
+            dma,
+            "model.layer_types: holds dense layers alone",
+        ),
         (
             "[\"dma\", \"mha\"]",
             dma,
