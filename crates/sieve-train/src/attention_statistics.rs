@@ -18,6 +18,49 @@ pub struct AttentionStatistics {
     pub never_active: f64,
     /// Share of queries that see their own key in no KV head of their layer, over DMA's layers.
     pub not_self_visible: f64,
+    /// How old the keys are that DMA's layers keep.
+    #[serde(flatten)]
+    pub ages: Option<KeyAges>,
+}
+
+/// Ages of the active keys of DMA's layers, over all (query, key) pairs. A query's own key has age 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct KeyAges {
+    /// Half of the pairs are no older, in tokens.
+    pub median_key_age: u64,
+    /// 95 % of the pairs are no older, in tokens.
+    pub late_key_age: u64,
+    /// Share of the pairs that a sliding window of `keep_window_size` does not show. As many pairs of that window are
+    /// missing, so the rest is DMA's overlap with it.
+    pub beyond_window: f64,
+}
+
+impl KeyAges {
+    /// From the number of keys by lifetime: `keys[t]` are active for t queries, at the ages 0 to t - 1.
+    fn of(keys: &[u64], keep_window_size: usize) -> Self {
+        // Pairs of age a: the keys that live longer.
+        let mut pairs = vec![0; keys.len()];
+        let mut living = 0;
+        for age in (0..keys.len()).rev() {
+            pairs[age] = living;
+            living += keys[age];
+        }
+        let total: u64 = pairs.iter().sum();
+        let age_of = |part: f64| {
+            let mut before = 0;
+            let age = pairs.iter().position(|&pairs| {
+                before += pairs;
+                before as f64 >= part * total as f64
+            });
+            age.unwrap_or(0) as u64
+        };
+        let beyond: u64 = pairs.iter().skip(keep_window_size).sum();
+        Self {
+            median_key_age: age_of(0.5),
+            late_key_age: age_of(0.95),
+            beyond_window: beyond as f64 / total.max(1) as f64,
+        }
+    }
 }
 
 impl AttentionStatistics {
@@ -56,8 +99,10 @@ impl AttentionStatistics {
                 mean_active_keys,
                 never_active: 0.0,
                 not_self_visible: 0.0,
+                ages: None,
             };
         }
+        let mut keys_by_lifetime = vec![0; batch.seq_len + 1];
         let (mut heads, mut active, mut unseen, mut blind) = (0u64, 0u64, 0u64, 0u64);
         for layer in expire {
             let [batch, kv_heads, seq_len] = layer.dims();
@@ -68,17 +113,23 @@ impl AttentionStatistics {
                 let (row, token) = (at / (kv_heads * seq_len), at % seq_len);
                 let lifetime = expire - token as i64;
                 active += lifetime.max(0) as u64;
+                keys_by_lifetime[lifetime.max(0) as usize] += 1;
                 unseen += u64::from(lifetime <= 0);
                 sees_itself[row * seq_len + token] |= lifetime > 0;
             }
             blind += sees_itself.iter().filter(|&&seen| !seen).count() as u64;
         }
         let heads = heads as f64;
+        let ages = match attention {
+            Attention::Dma(dma) => Some(KeyAges::of(&keys_by_lifetime, dma.keep_window_size)),
+            _ => None,
+        };
         Self {
             density: active as f64 / (causal as f64 * heads),
             mean_active_keys: active as f64 / (tokens * heads),
             never_active: unseen as f64 / (tokens * heads),
             not_self_visible: blind as f64 / (tokens * expire.len() as f64),
+            ages,
         }
     }
 }
@@ -125,6 +176,36 @@ mod tests {
         assert_eq!(found.density, 7.0 / 9.0);
         assert_eq!(found.never_active, 1.0 / 5.0);
         assert_eq!(found.not_self_visible, 1.0 / 5.0);
+        // Ages by query: 0; 1; 0 and 2; 0; 0 and 1. A window of two does not show the one of 2.
+        let ages = KeyAges {
+            median_key_age: 0,
+            late_key_age: 2,
+            beyond_window: 1.0 / 7.0,
+        };
+        assert_eq!(found.ages, Some(ages));
+    }
+
+    #[test]
+    fn ages_are_those_of_the_pairs_one_by_one() {
+        let lifetimes = [7usize, 0, 3, 3, 1, 5, 2];
+        let mut keys = vec![0; 8];
+        let mut ages = Vec::new();
+        for lifetime in lifetimes {
+            keys[lifetime] += 1;
+            ages.extend(0..lifetime as u64);
+        }
+        ages.sort_unstable();
+        for window in [1, 2, 4, 9] {
+            let found = KeyAges::of(&keys, window);
+            // 21 pairs: 11 are half of them, 20 are 95 %.
+            assert_eq!(
+                (found.median_key_age, found.late_key_age),
+                (ages[10], ages[19])
+            );
+            let beyond = ages.iter().filter(|&&age| age >= window as u64).count();
+            assert_eq!(found.beyond_window, beyond as f64 / 21.0);
+        }
+        assert_eq!(KeyAges::of(&[3, 0], 1), KeyAges::default());
     }
 
     #[test]

@@ -26,7 +26,7 @@ mod trainer;
 mod unigram;
 mod validation;
 
-pub use attention_statistics::AttentionStatistics;
+pub use attention_statistics::{AttentionStatistics, KeyAges};
 pub use collectives::{Collectives, Gathered, Pending, Primitive};
 pub use data::{DataEvent, DataSource, RowSource, TrainingData, corpus_configs};
 pub use device_batch::DeviceBatch;

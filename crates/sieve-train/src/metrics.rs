@@ -108,6 +108,13 @@ impl Metrics {
             ("attention/never_active", attention.never_active),
             ("attention/not_self_visible", attention.not_self_visible),
         ];
+        if let Some(ages) = attention.ages {
+            scalars.extend([
+                ("attention/median_key_age", ages.median_key_age as f64),
+                ("attention/late_key_age", ages.late_key_age as f64),
+                ("attention/beyond_window", ages.beyond_window),
+            ]);
+        }
         scalars.extend(report.mfu_percent.map(|mfu| ("mfu(%)", mfu)));
         scalars.extend(
             report

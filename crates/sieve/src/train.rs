@@ -656,6 +656,14 @@ fn finish(log: &Log, summary: &TrainSummary) {
             100.0 * attention.never_active,
             100.0 * attention.not_self_visible,
         ));
+        if let Some(ages) = attention.ages {
+            log.line(&format!(
+                "kept keys: half at most {} tokens old, 95 % at most {}; {:.1} % are not in a sliding window as large",
+                terminal::thousands(ages.median_key_age),
+                terminal::thousands(ages.late_key_age),
+                100.0 * ages.beyond_window,
+            ));
+        }
     }
 }
 
