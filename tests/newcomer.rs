@@ -152,6 +152,16 @@ fn the_ending_of_a_file_says_how_it_is_read() {
     };
     assert!(measure("lines.jsonl").0 > 1);
     assert!(measure("half.parquet").0 >= 1);
+    let plot = "eval ppl --device cpu --checkpoint run --max-tokens 300 --data lines.jsonl --plot";
+    succeed(&mut tiny.sieve(&format!("{plot} loss.svg")));
+    let picture = fs::read_to_string(tiny.path("loss.svg")).expect("it was written");
+    for text in ["<svg", "nats per token", "tokens seen, at least"] {
+        assert!(picture.contains(text), "{picture}");
+    }
+    refused(
+        &mut tiny.sieve(&format!("{plot} no/loss.svg")),
+        &["no folder no"],
+    );
     let (num_documents, printed) = measure("lines.json");
     assert!(
         num_documents == 1 && printed.contains("warning: lines.json"),

@@ -1,6 +1,7 @@
 //! `sieve eval`: how good a model is.
 
 mod attention;
+mod chart;
 mod line_chart;
 mod mqar;
 mod needle;

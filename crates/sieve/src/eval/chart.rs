@@ -1,67 +1,80 @@
-//! Accuracy by distance as a picture.
+//! Lines over powers of two as a picture.
 use crate::eval::line_chart::{self, Axis, Curve};
-use sieve_eval::{DistanceAnswers, RecallReport};
+use std::ops::Range;
 
-/// An SVG with one line a kind of sample: accuracy over the distance from value to question, in powers of two.
-pub(super) fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
-    let bins = report.kinds.iter().flat_map(|kind| &kind.by_distance);
-    let powers: Vec<u32> = bins.map(|bin| bin.from.ilog2()).collect();
-    let low = powers.iter().copied().min().unwrap_or(0);
-    let high = powers.iter().copied().max().unwrap_or(1).max(low + 1);
-    let point = |bin: &DistanceAnswers| (f64::from(bin.from.ilog2()), bin.accuracy);
-    let curves = report.kinds.iter().map(|kind| Curve {
-        name: format!("{} tokens, {} pairs", kind.seq_len, kind.num_pairs),
-        points: kind.by_distance.iter().map(point).collect(),
-    });
-    let distance = Axis {
-        label: "tokens between value and question, at least",
-        range: f64::from(low)..f64::from(high),
-        most_numbers: (high - low + 1) as usize,
-        text: &|power| match power.fract() {
-            0.0 => format!("{}", 1u64 << power as u32),
-            _ => String::new(),
-        },
-    };
-    let accuracy = Axis {
-        label: "accuracy",
-        range: 0.0..1.0,
-        most_numbers: 6,
-        text: &|value| format!("{:.0} %", 100.0 * value),
-    };
-    let title = format!("MQAR accuracy, {title}");
-    line_chart::svg(&title, &distance, &accuracy, &curves.collect::<Vec<_>>())
+/// What is drawn.
+pub(super) struct Chart<'a> {
+    pub(super) title: &'a str,
+    /// Of the horizontal axis.
+    pub(super) name: &'a str,
+    /// Of the vertical axis.
+    pub(super) value: &'a str,
+    /// Lower and upper end of the vertical axis.
+    pub(super) ends: Range<f64>,
+    /// A value of the vertical axis in words.
+    pub(super) label: fn(f64) -> String,
+    pub(super) lines: Vec<Line>,
+}
+
+/// One line of a chart.
+pub(super) struct Line {
+    pub(super) name: String,
+    /// Exponents of two, and values.
+    pub(super) points: Vec<(u32, f64)>,
+}
+
+impl Chart<'_> {
+    /// The picture.
+    pub(super) fn svg(&self) -> String {
+        let powers: Vec<u32> = self.lines.iter().flat_map(|line| &line.points).map(|point| point.0).collect();
+        let low = powers.iter().copied().min().unwrap_or(0);
+        let high = powers.iter().copied().max().unwrap_or(1).max(low + 1);
+        let power = Axis {
+            label: self.name,
+            range: f64::from(low)..f64::from(high),
+            most_numbers: (high - low + 1) as usize,
+            text: &|power| match power.fract() {
+                0.0 => format!("{}", 1u64 << power as u32),
+                _ => String::new(),
+            },
+        };
+        let value = Axis {
+            label: self.value,
+            range: self.ends.clone(),
+            most_numbers: 6,
+            text: &|value| (self.label)(value),
+        };
+        let curve = |line: &Line| Curve {
+            name: line.name.clone(),
+            points: line.points.iter().map(|&(power, value)| (f64::from(power), value)).collect(),
+        };
+        let curves: Vec<Curve> = self.lines.iter().map(curve).collect();
+        line_chart::svg(self.title, &power, &value, &curves)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sieve_eval::{Answers, DistanceAnswers, RecallOfKind};
 
     #[test]
-    fn the_picture_holds_every_kind_and_bin() {
-        let bin = |from, accuracy| DistanceAnswers {
-            from,
-            to: 2 * from,
-            answers: Answers::default(),
-            accuracy,
+    fn the_picture_holds_every_line_and_point() {
+        let line = |name: &str, points| Line {
+            name: name.to_owned(),
+            points,
         };
-        let kind = |seq_len, by_distance| RecallOfKind {
-            seq_len,
-            num_pairs: 4,
-            num_samples: 1,
-            answers: Answers::default(),
-            accuracy: 0.0,
-            by_distance,
+        let chart = Chart {
+            title: "a <b> & c",
+            name: "tokens",
+            value: "accuracy",
+            ends: 0.0..1.0,
+            label: |value| format!("{:.0} %", 100.0 * value),
+            lines: vec![line("first", vec![(2, 1.0), (5, 0.5)]), line("second", vec![])],
         };
-        let report = RecallReport {
-            kinds: vec![kind(64, vec![bin(4, 1.0), bin(32, 0.5)]), kind(8, vec![])],
-            all: Answers::default(),
-            accuracy: 0.0,
-        };
-        let svg = accuracy_by_distance("a <b> & c", &report);
+        let svg = chart.svg();
         assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n"));
         assert!(svg.contains("a &lt;b&gt; &amp; c"));
-        assert!(svg.contains("64 tokens, 4 pairs") && svg.contains("8 tokens, 4 pairs"));
+        assert!(svg.contains("first") && svg.contains("second"));
         assert_eq!(svg.matches("<circle").count(), 2);
         for number in ["4", "8", "16", "32", "0 %", "100 %"] {
             assert!(svg.contains(&format!("\n{number}\n")), "{number}: {svg}");

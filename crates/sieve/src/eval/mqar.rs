@@ -1,6 +1,6 @@
 //! `sieve eval mqar`.
-mod chart;
 
+use super::chart::{Chart, Line};
 use super::output;
 use crate::device::{Device, DeviceChoice};
 use crate::out_of_memory::MemoryArgs;
@@ -13,7 +13,7 @@ use clap::{Args, ValueEnum};
 use sieve_core::Recipe;
 use sieve_core::recipe::MqarNoise as RecipeNoise;
 use sieve_data::{MqarConfig, MqarNoise};
-use sieve_eval::{RecallReport, recall};
+use sieve_eval::{RecallOfKind, RecallReport, recall};
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
 use sieve_plan::InferenceSize;
@@ -110,11 +110,31 @@ fn run_on<B: SieveBackend>(args: &MqarArgs, device: &B::Device, dtype: DType) ->
     let report = report?;
     print(args, &loaded, &report)?;
     if let Some(path) = &args.svg {
-        let title = format!("{} (step {})", loaded.path.display(), loaded.state.step);
-        std::fs::write(path, chart::accuracy_by_distance(&title, &report))
+        let (path_of_model, step) = (loaded.path.display(), loaded.state.step);
+        let title = format!("MQAR accuracy, {path_of_model} (step {step})");
+        std::fs::write(path, accuracy_by_distance(&title, &report))
             .with_context(|| format!("writing {}", path.display()))?;
     }
     Ok(())
+}
+
+/// One line a kind of sample: accuracy over the distance from value to question.
+fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
+    let line = |kind: &RecallOfKind| Line {
+        name: format!("{} tokens, {} pairs", kind.seq_len, kind.num_pairs),
+        points: (kind.by_distance.iter())
+            .map(|bin| (bin.from.ilog2(), bin.accuracy))
+            .collect(),
+    };
+    let chart = Chart {
+        title,
+        name: "tokens between value and question, at least",
+        value: "accuracy",
+        ends: 0.0..1.0,
+        label: |accuracy| format!("{:.0} %", 100.0 * accuracy),
+        lines: report.kinds.iter().map(line).collect(),
+    };
+    chart.svg()
 }
 
 /// What is asked: the kinds of the command, or those of the recipe.

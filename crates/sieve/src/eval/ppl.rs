@@ -1,5 +1,6 @@
 //! `sieve eval ppl`.
-use super::text;
+use super::chart::{Chart, Line};
+use super::{output, text};
 use crate::device::{Device, DeviceChoice};
 use crate::out_of_memory::MemoryArgs;
 use crate::text_files::FormatArg;
@@ -54,6 +55,9 @@ pub(crate) struct PplArgs {
     /// Also print the loss by the number of tokens that a prediction sees
     #[arg(long)]
     by_position: bool,
+    /// Draw the loss by the number of tokens that a prediction sees
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
     /// Also print the loss of words last used more than N tokens back beside that of the others; several N may follow
     #[arg(long, num_args = 1.., value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     far: Vec<u32>,
@@ -73,6 +77,7 @@ pub(crate) struct PplArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: PplArgs) -> Result<()> {
+    output::check(args.plot.as_deref())?;
     let device = loaded::device(args.device, &args.checkpoint)?;
     (args.memory).check_inference(&args.checkpoint, &device, |recipe, _| {
         let context = args.context.unwrap_or(recipe.training.seq_len).max(1);
@@ -123,7 +128,39 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
             args.max_tokens,
         )?
     };
+    if let Some(path) = &args.plot {
+        let title = format!("{} (step {})", loaded.path.display(), loaded.state.step);
+        output::write(path, &loss_by_position(&title, &report))?;
+    }
     print(args, &loaded, &report, selection.as_ref())
+}
+
+/// Loss over the tokens seen, from powers of two on; all tokens together as a second line.
+fn loss_by_position(title: &str, report: &PerplexityReport) -> String {
+    let bins = (report.by_position.iter()).filter(|bin| bin.mean.num_tokens > 0);
+    let points: Vec<_> = bins
+        .map(|bin| (bin.from.max(1).ilog2(), bin.mean.loss))
+        .collect();
+    let mean = (points.iter()).map(|(power, _)| (*power, report.loss));
+    let losses = points.iter().map(|(_, loss)| *loss);
+    let low = losses.clone().fold(report.loss, f64::min).floor();
+    let high = losses.fold(report.loss, f64::max).ceil().max(low + 1.0);
+    let line = |name: &str, points| Line {
+        name: name.to_owned(),
+        points,
+    };
+    let chart = Chart {
+        title,
+        name: "tokens seen, at least",
+        value: "loss, nats per token",
+        ends: low..high,
+        label: |loss| format!("{loss:.1}"),
+        lines: vec![
+            line("by tokens seen", points.clone()),
+            line("all tokens", mean.collect()),
+        ],
+    };
+    chart.svg()
 }
 
 fn with_progress<B: SieveBackend>(
