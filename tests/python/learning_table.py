@@ -25,7 +25,7 @@ SLOPE = ["attention.bias=linear", "attention.recency=slope"]
 PUBLISHED = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"]
 LONG = ["training.seq_len=8192", "training.local_batch_size=4"]
 STEPS = {"long": 3.815, "recall": 2.5}
-ONE_DENSE = ['model.layer_types=["dma","dma","dma","mha"]']
+ONE_DENSE = ['model.layer_types=["sparse","sparse","sparse","mha"]']
 WORDS = ["ppl", "--recipe-validation", "--by-position", "--far", "256", "1024", "2048"]
 NEEDLES = ["needle", "--lengths", "512,1024", "--depths", "0,10,20,30,40,50,60,70,80,90,100", "--needles", "9"]
 
@@ -59,7 +59,7 @@ ROWS = {
         "dense + slope": dma(8192, 8192, *SLOPE, "attention.longest_period=4096"),
         "DMA 1024, slope, r 128, 1 of 4 dense": dma(1024, 128, *SLOPE, *ONE_DENSE),
         "window 1024 + slope, 1 of 4 dense": dma(1024, 1024, *SLOPE, *ONE_DENSE),
-        "window 1024, 1 of 4 dense": [*window(1024), 'model.layer_types=["swa","swa","swa","mha"]'],
+        "window 1024, 1 of 4 dense": [*window(1024), *ONE_DENSE],
     },
     "2048": {
         "dense": ["attention.kind=mha"],
@@ -110,7 +110,7 @@ def restated_numbers(path):
 def base(kind, arguments, out):
     """Recipe and settings that the rows of a set share."""
     text, cache = (out / "facts.jsonl", out / "facts") if kind == "recall" else (arguments.text, out / "code")
-    settings = [f'data.paths=["{text}"]', "data.format=jsonl", f'data.cache_dir="{cache}"']
+    settings = ['model.layer_types=["sparse"]', f'data.paths=["{text}"]', "data.format=jsonl", f'data.cache_dir="{cache}"']
     if kind != "recall":
         steps = arguments.steps
         if kind == "lengthened":
@@ -149,7 +149,8 @@ def line(kind, name, folder):
     losses = " ".join(f"{row['step']}:{row['loss']:.4f}" for row in checks[1:])
     speed = statistics.median(row["tokens_per_second"] for row in steps)
     return (f"{kind:7} {name:42} {losses}  {checks[-1]['bits_per_byte']:.3f} bits per byte, {speed:,.0f} tokens/s, "
-            f"density {mask.get('density', 1):.3f}, never seen {100 * mask.get('never_active', 0):.1f} %"
+            f"density {mask.get('density', 1):.3f}, never seen {100 * mask.get('never_active', 0):.1f} %, "
+            f"out of a window's sight {100 * mask.get('beyond_window', 0):.1f} %"
             + evaluation(kind, folder))
 
 

@@ -2,7 +2,7 @@
 
     python tests/python/plot_losses.py --out losses.svg "2048 tokens: dense=A/metrics.jsonl,window 512=B/metrics.jsonl" "8192 tokens: ..."
 
-Lines are averages of what was logged in 50 steps; dots are validation losses.
+Lines are averages of what was logged in 50 steps, in 10 of a run shorter than 800; dots are validation losses.
 """
 
 import argparse
@@ -18,9 +18,9 @@ def read(path):
     rows = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
     steps = [(row["step"], row["loss"]) for row in rows if row["kind"] == "step"]
     checks = [(row["step"], row["loss"]) for row in rows if row["kind"] != "step" and "loss" in row and row["step"] > 0]
-    bins = {}
+    bins, size = {}, 50 if steps[-1][0] >= 800 else 10
     for step, loss in steps:
-        bins.setdefault((step - 1) // 50, []).append((step, loss))
+        bins.setdefault((step - 1) // size, []).append((step, loss))
     return [tuple(sum(x) / len(x) for x in zip(*rows)) for _, rows in sorted(bins.items())], checks
 
 
@@ -35,7 +35,7 @@ def panel(at, title, runs):
     out = [f'<text x="{at + LEFT}" y="20" font-size="13">{title}</text>']
     for tick in [low + 0.5 * i for i in range(round((high - low) * 2) + 1)]:
         out.append(f'<path d="M{x(0):.1f} {y(tick):.1f}H{x(last):.1f}" stroke="#ddd"/><text x="{x(0) - 6:.1f}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    for step in range(0, int(last) + 1, 400):
+    for step in range(0, int(last) + 1, 400 if 800 <= last < 3000 else int(last) // 600 * 100 or 100):
         out.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{step}</text>')
     out.append(f'<text x="{x(last / 2):.1f}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
     for number, (name, (points, checks)) in enumerate(lines.items()):
