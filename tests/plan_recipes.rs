@@ -59,9 +59,15 @@ fn every_shipped_recipe_is_planned_within_a_second() {
 #[test]
 fn the_text_names_every_part() {
     let run = TinyRun::dma();
-    let text = succeed(&mut run.sieve("plan --recipe dma_1p7b --gpu h100"));
+    let plan = "plan --recipe dma_1p7b --gpu h100";
+    let hybrid = succeed(&mut run.sieve(plan));
+    for word in ["attention dma (layers dma, dma, dma, mha)", "KiB a token"] {
+        assert!(hybrid.contains(word), "no {word:?} in {hybrid}");
+    }
+    let sparse = format!("{plan} --set model.layer_types=[\"sparse\"]");
+    let text = succeed(&mut run.sieve(&sparse));
     for word in [
-        "attention dma",
+        "attention dma\n",
         "stage 1",
         "stage 2",
         "keys a query",

@@ -159,17 +159,20 @@ fn paper_recipes_have_the_sizes_their_names_say() {
         ("680m", 680.0),
         ("1p7b", 1410.0),
     ] {
-        for kind in AttentionKind::ALL.map(AttentionKind::name) {
+        let kinds = AttentionKind::ALL.map(AttentionKind::name);
+        let names = kinds.map(|kind| (kind, format!("{kind}_{size}")));
+        let published = ("dma", format!("dma_{size}_paper"));
+        for (kind, name) in names.into_iter().chain([published]) {
             // MLA's projections have 2.3 to 2.8 % more; NSA's feed-forward layers make up for its compression MLP.
             let tolerance = if kind == "mla" { 0.03 } else { 0.005 };
-            let shape = recipes[&format!("{kind}_{size}")]
+            let shape = recipes[&name]
                 .1
                 .model_shape(50_277)
                 .expect("the NeoX tokenizer fits");
             let counted = shape.parameters().non_embedding() as f64 / 1e6;
             assert!(
                 (counted / millions - 1.0).abs() < tolerance,
-                "{kind}_{size}: {counted}M, not {millions}M"
+                "{name}: {counted}M, not {millions}M"
             );
         }
     }
@@ -190,6 +193,10 @@ fn the_published_form_of_dma_ships_beside_the_one_that_learns_better() {
         let window = ours.keep_window_size;
         assert_eq!(published, DmaShape::published(window), "{size}");
         assert!(!ours.ranks_by_content_alone(), "{size}");
+        let dense_layers = |name: &str| recipes[name].1.dense_layers();
+        let one_in_four = [false, false, false, true];
+        assert_eq!(dense_layers(&format!("dma_{size}")), one_in_four, "{size}");
+        assert!(dense_layers(&format!("dma_{size}_paper")).is_empty());
         assert_eq!(8 * ours.local_window_size, window, "{size}");
         // At least one KV head forgets over four windows.
         let slopes = ours.slopes(3).expect("recency");
@@ -214,6 +221,8 @@ fn recipes_of_one_size_differ_in_their_attention_alone() {
                 // A stage's window is its attention's.
                 .filter(|change| !change.key.ends_with(".window"))
                 .filter(|change| kind != "mla" || change.key != "model.num_key_value_heads")
+                // Ours has dense layers.
+                .filter(|change| kind != "dma" || change.key != "model.layer_types")
                 // NSA's compression takes parameters from the feed-forward layers.
                 .filter(|change| kind != "nsa" || change.key != "model.intermediate_size")
                 .collect::<Vec<_>>();

@@ -172,6 +172,13 @@ mod tests {
         runs.push((&[], dense(), 8192, 4, 431_401.0));
         runs.push((&[], window(1024).to_vec(), 8192, 4, 597_988.0));
         runs.push((&[], kept(1024).to_vec(), 8192, 4, 565_599.0));
+        let one_dense = "model.layer_types=[\"sparse\",\"sparse\",\"sparse\",\"mha\"]";
+        for (width, seq_len, rows, speed) in
+            [(512, 2048, 16, 605_782.0), (1024, 8192, 4, 522_406.0)]
+        {
+            let settings = [one_dense.to_owned(), kept(width)[0].clone()];
+            runs.push((&[], settings.to_vec(), seq_len, rows, speed));
+        }
         let latent_model = [
             "model.hidden_size=768",
             "model.intermediate_size=2304",
@@ -198,13 +205,14 @@ mod tests {
                    select_block_size=64 num_selected_blocks=16 window_size=512";
         let nsa = nsa.split_whitespace().map(|x| format!("attention.{x}"));
         runs.push((&nsa_80m, nsa.collect(), 2048, 16, 369_660.0));
-        assert_eq!(runs.len(), 17);
+        assert_eq!(runs.len(), 19);
         for (model, attention, seq_len, rows, measured) in runs {
             let size = [
                 format!("training.seq_len={seq_len}"),
                 format!("training.local_batch_size={rows}"),
             ];
-            let mut settings = model.to_vec();
+            let mut settings = vec!["model.layer_types=[\"sparse\"]"];
+            settings.extend(model);
             settings.extend(attention.iter().chain(&size).map(String::as_str));
             let ratio = estimate(&settings) / measured;
             assert!((0.8..1.2).contains(&ratio), "{settings:?}: {ratio}");

@@ -50,7 +50,7 @@ fn cache_of_each_kind() {
 
 #[test]
 fn memory_of_dma_80m_on_an_h200() {
-    let recipe = recipe(DMA_80M, &[]);
+    let recipe = recipe(DMA_80M, &["model.layer_types=[\"sparse\"]"]);
     let plan = plan(&recipe, 50_277, &h200()).expect("plans");
     let parameters = plan.num_parameters;
     // 50,304 x 768 embedding; per layer 2 x 768 x (768 + 384) + 3 x 768 x 2304 + 2 x (768 + 128) norms
@@ -92,10 +92,11 @@ fn both_stages_of_dma_1p7b_are_planned() {
     assert_eq!(plan.num_tokens, 40_000 << 20);
     assert_eq!(plan.stages.len(), 2);
     let [first, second] = [&plan.stages[0], &plan.stages[1]];
-    // Nothing is left out at 2048 keys; at 8192 a query sees (2048 / 8192) (8192 - 1023.5) keys.
+    // Nothing is left out at 2048 keys; at 8192 a query sees (2048 / 8192) (8192 - 1023.5) keys in three layers of four.
     assert_eq!(first.executed_flops_per_token, first.dense_flops_per_token);
     assert_eq!(first.mean_active_keys, 1024.5);
-    assert_eq!(second.mean_active_keys, 0.25 * (8192.0 - 1023.5));
+    let sparse = 0.25 * (8192.0 - 1023.5);
+    assert_eq!(second.mean_active_keys, 0.75 * sparse + 0.25 * 4096.5);
     assert!(second.executed_flops_per_token < second.dense_flops_per_token);
     let flops = (32_000u64 << 20) as f64 * first.executed_flops_per_token
         + (8000u64 << 20) as f64 * second.executed_flops_per_token;
@@ -111,7 +112,7 @@ fn both_stages_of_dma_1p7b_are_planned() {
     // No GPU computes faster than its peak.
     assert!(seconds > flops / 989e12);
     assert_eq!(plan.cache.seq_len, 8192);
-    assert_eq!(plan.cache.stops_at_tokens, Some(2048));
+    assert_eq!(plan.cache.stops_at_tokens, None); // the dense layers keep everything
 }
 
 #[test]
