@@ -10,12 +10,14 @@ mod parity_transformers;
 mod tiny_run;
 
 mod cli_bad_input;
+mod command_line;
 mod data_commands;
 mod data_safetensors;
 mod kernels_cli;
 mod memory_limits;
 mod needle_cli;
 mod newcomer;
+mod next_lines;
 mod patterns_cli;
 mod plan_recipes;
 mod resume_damage;

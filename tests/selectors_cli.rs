@@ -268,6 +268,8 @@ fn selectors_read_prompts_in_chunks_as_they_read_them_whole() {
                 &[
                     &[
                         "generate",
+                        // No times, which differ.
+                        "--quiet",
                         "--checkpoint",
                         &run,
                         "--device",

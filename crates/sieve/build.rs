@@ -1,6 +1,7 @@
 //! Puts the recipes, and some of this project's own text to train on, into the program: the tables `RECIPES` and
 //! `OWN_TEXT` of (name, text).
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::{env, fs};
 
 /// The text: enough for a small model to learn from, little beside the program's size.
@@ -38,8 +39,27 @@ fn main() {
         }
         None => false,
     });
+    println!("cargo:rustc-env=SIEVE_COMMIT={}", commit(&root));
     let tables = [table("RECIPES", &recipes), table("OWN_TEXT", &text)];
     fs::write(out.join("shipped.rs"), tables.concat()).expect("OUT_DIR is writable");
+}
+
+/// The commit that is checked out; `unknown` where this is no checkout.
+fn commit(root: &Path) -> String {
+    let git = |arguments: &[&str]| {
+        let output = Command::new("git")
+            .current_dir(root)
+            .args(arguments)
+            .output()
+            .ok()?;
+        let text = String::from_utf8(output.stdout).ok()?;
+        output.status.success().then(|| text.trim().to_owned())
+    };
+    // Each commit and each checkout of another one adds a line there.
+    if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]) {
+        println!("cargo:rerun-if-changed={}", root.join(log).display());
+    }
+    git(&["rev-parse", "--short=10", "HEAD"]).unwrap_or("unknown".to_owned())
 }
 
 /// The text itself, not include_str!: the table must be of one moment, also while files are being edited.

@@ -32,6 +32,8 @@ mod stages;
 
 mod manual;
 
+mod template;
+
 pub use data::{DataFallback, DataFormat, DataSection, MqarNoise, MqarSection};
 pub use error::RecipeError;
 pub use manual::{json_schema, keys_page};
@@ -44,6 +46,7 @@ pub use sections::{
     TokenizerTraining, TrainingSection, ValidationSection,
 };
 pub use stages::{Stage, StageSection};
+pub use template::StartingSize;
 
 use crate::keys::keys;
 

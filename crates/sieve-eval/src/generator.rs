@@ -29,6 +29,7 @@ pub struct Generator<'a, B: SieveBackend> {
     /// What the cache has not seen yet: the prompt, then the last token.
     unseen: Vec<u32>,
     remaining: usize,
+    max_new_tokens: usize,
 }
 
 impl<'a, B: SieveBackend> Generator<'a, B> {
@@ -63,6 +64,7 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
             num_tokens: config.num_tokens.min(model.shape().vocab_size),
             unseen,
             remaining: config.max_new_tokens,
+            max_new_tokens: config.max_new_tokens,
         })
     }
 
@@ -74,6 +76,11 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
             text: self.text.with_selection(Some(selection)),
             ..self
         }
+    }
+
+    /// Tokens after the prompt, at most.
+    pub fn max_new_tokens(&self) -> usize {
+        self.max_new_tokens
     }
 
     /// The selector with what it has computed.

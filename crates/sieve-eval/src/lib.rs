@@ -25,6 +25,7 @@ mod pass;
 mod patterns;
 mod selection;
 mod selectors;
+mod stop;
 #[cfg(test)]
 mod test_model;
 mod trained;
@@ -51,6 +52,7 @@ pub use selectors::{
     DensityAndRecall, LayerMeasure, SelectorMeasure, measure_selectors, selector_masks,
     sweep_selectors,
 };
+pub use stop::StopTexts;
 pub use tasks::{
     Likelihood, READY_TASKS, RowScore, Score, Task, TaskModel, TaskReport, TaskRows, TaskRun,
     TaskSize, TaskTexts, run_task,

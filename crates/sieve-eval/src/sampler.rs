@@ -10,6 +10,8 @@ pub struct Sampling {
     pub temperature: f64,
     /// Only the most likely tokens that together have this probability are drawn from, in `(0, 1]`.
     pub top_p: f64,
+    /// Only so many of the most likely tokens are drawn from; `None`: all.
+    pub top_k: Option<usize>,
     /// The same seed and model give the same text.
     pub seed: u64,
 }
@@ -19,6 +21,7 @@ impl Sampling {
     pub const GREEDY: Self = Self {
         temperature: 0.0,
         top_p: 1.0,
+        top_k: None,
         seed: 0,
     };
 }
@@ -50,6 +53,13 @@ impl Sampler {
                 hint: "use a number above 0 and up to 1, such as 0.95",
             });
         }
+        if sampling.top_k == Some(0) {
+            return Err(EvalError::BadSetting {
+                name: "top-k",
+                value: "0".to_owned(),
+                hint: "use 1 or more, or leave it out to draw from all tokens",
+            });
+        }
         let random = ChaCha8Rng::seed_from_u64(sampling.seed);
         Ok(Self { sampling, random })
     }
@@ -69,6 +79,7 @@ impl Sampler {
             .map(|(token, &logit)| (weight(logit), token))
             .collect();
         weights.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        weights.truncate(self.sampling.top_k.unwrap_or(usize::MAX));
         let total: f64 = weights.iter().map(|(weight, _)| weight).sum();
         let nucleus = self.keep_nucleus(&mut weights, total);
         let target = self.uniform() * nucleus;
@@ -125,6 +136,7 @@ mod tests {
         Sampler::new(Sampling {
             temperature,
             top_p,
+            top_k: None,
             seed,
         })
         .expect("valid settings")
@@ -170,6 +182,26 @@ mod tests {
     }
 
     #[test]
+    fn top_k_keeps_the_likeliest_before_top_p_looks() {
+        let logits = [0.3f32.ln(), 0.5f32.ln(), 0.2f32.ln()];
+        let draw = |top_k, top_p| {
+            let sampling = Sampling {
+                temperature: 1.0,
+                top_p,
+                top_k: Some(top_k),
+                seed: 5,
+            };
+            Sampler::new(sampling).map(|sampler| frequencies(sampler, &logits))
+        };
+        assert_eq!(draw(1, 1.0).expect("valid"), [0.0, 1.0, 0.0]);
+        let two = draw(2, 1.0).expect("valid");
+        assert!(two[2] == 0.0 && (two[1] - 0.625).abs() < 0.015, "{two:?}");
+        // Of 0.625 and 0.375 the first alone reaches 0.6.
+        assert_eq!(draw(2, 0.6).expect("valid"), [0.0, 1.0, 0.0]);
+        assert!(draw(0, 1.0).is_err());
+    }
+
+    #[test]
     fn a_seed_repeats_and_another_does_not() {
         let draw = |seed| {
             let mut sampler = sampler(1.0, 1.0, seed);
@@ -187,6 +219,7 @@ mod tests {
             let sampling = Sampling {
                 temperature,
                 top_p,
+                top_k: None,
                 seed: 0,
             };
             assert!(Sampler::new(sampling).is_err(), "{sampling:?}");

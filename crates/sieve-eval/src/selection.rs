@@ -24,7 +24,7 @@ pub struct Selection {
 /// Sums over all calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct SelectionTotals {
-    /// Calls: layers times documents, and times their chunks.
+    /// Calls: layers times documents, and times their chunks; of a text that is written, layers times its new tokens.
     pub calls: u64,
     /// Calls that ran dense: they are short, in a dense layer, or the method keeps everything.
     pub dense_calls: u64,
@@ -260,11 +260,19 @@ impl Selection {
             return self.attend_on_host(operands);
         }
         let session = &mut self.sessions[layer];
-        Ok(if session.is_empty() {
-            session.prompt(q, k, v)?.o
-        } else {
-            session.step(q, k, v)?
-        })
+        if session.is_empty() {
+            return Ok(session.prompt(q, k, v)?.o);
+        }
+        let (started, before) = (Instant::now(), session.pairs_read());
+        let o = session.step(q, k, v)?;
+        let read = session.pairs_read() - before;
+        let dense = (session.len() * operands.num_heads) as u64;
+        self.totals.calls += 1;
+        self.totals.dense_calls += u64::from(read >= dense);
+        self.totals.pairs += read as f64;
+        self.totals.dense_pairs += dense as f64;
+        self.totals.seconds += started.elapsed().as_secs_f64();
+        Ok(o)
     }
 }
 

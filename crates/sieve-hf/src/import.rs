@@ -8,8 +8,8 @@ mod config;
 use crate::export::Architecture;
 use crate::export::tensors::{Source, tensors_of};
 use crate::{
-    Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, FORMAT_VERSION, TensorFile,
-    named_parameters,
+    Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, FORMAT_VERSION, LoadedModel,
+    TensorFile, load_parameters, named_parameters,
 };
 use burn::tensor::TensorData;
 use burn::tensor::backend::Backend;
@@ -33,7 +33,7 @@ const SINGLE: &str = "model.safetensors";
 pub struct ImportReport {
     /// The checkpoint, `step-0` in the folder asked for.
     pub path: PathBuf,
-    /// Its recipe: the model, with placeholders where `transformers` says nothing.
+    /// Its recipe: the model, and a fine-tuning to edit, of which `transformers` says nothing.
     pub recipe: Recipe,
     /// Numbers in all tensors.
     pub num_parameters: u64,
@@ -41,6 +41,8 @@ pub struct ImportReport {
     pub added: Vec<String>,
     /// Tensors of the folder that say nothing new.
     pub ignored: Vec<String>,
+    /// Whether every A of a DMA model is 0, so that all keys score alike.
+    pub all_scores_tie: bool,
 }
 
 /// Writes the model in `from` as a checkpoint of step 0 into `out`.
@@ -69,16 +71,10 @@ pub fn import<B: Backend>(
     let tokenizer_path = from.join("tokenizer.json");
     let tokenizer_json = fs::read_to_string(&tokenizer_path)
         .map_err(CheckpointError::io("reading", &tokenizer_path))?;
-    let config = HfConfig::read(&from.join("config.json"))?;
-    // Doge always has residual scales; whether they say something is known when they are read.
-    let is_doge = config.architecture == Architecture::Doge;
-    let may_scale = is_doge || config.residual_scale;
-    let (_, source_shape) = recipe_and_shape(from, &config, may_scale, &[])?;
-    let mut read = read_tensors(from, &tensors_of(&source_shape, config.architecture))?;
-    let has_scales = config.residual_scale || (is_doge && !read.drop_unit_scales());
-
-    let settings = settings(attention, overrides);
-    let (recipe, shape) = recipe_and_shape(from, &config, has_scales, &settings)?;
+    let kept = path.join("tokenizer.json");
+    let settings = settings(&kept, attention, overrides);
+    let (recipe, shape, mut read) = read_model(from, &settings)?;
+    let ties = attention.is_none() && read.all_scores_tie();
     let model = Qwen3::<B>::new(&shape, recipe.training.seed, device);
     let mut added = Vec::new();
     let mut weights = named_parameters(&model);
@@ -109,19 +105,7 @@ pub fn import<B: Backend>(
             "Qwen3's attention becomes dma, swa or nsa (with shared_kv = true)",
         ));
     }
-    let state = CheckpointState {
-        format_version: FORMAT_VERSION,
-        step: 0,
-        next_sample: 0,
-        tokens_seen: 0,
-        guard: None,
-        vocab_size: shape.vocab_size,
-        data_fingerprint: String::new(),
-        num_threads: 1,
-        sieve_version: env!("CARGO_PKG_VERSION").to_owned(),
-        num_shards: 1,
-        checksums: BTreeMap::new(),
-    };
+    let state = untrained(shape.vocab_size);
     let files = CheckpointFiles {
         model: weights,
         optimizer: Vec::new(),
@@ -135,28 +119,103 @@ pub fn import<B: Backend>(
         recipe,
         added,
         ignored: read.ignored,
+        all_scores_tie: ties,
     })
 }
 
-/// The sizes of the model that [`import`] would make, by its configuration alone.
+/// The model of a folder of `transformers`, as [`load_model`](crate::load_model) gives one of a checkpoint.
+pub(crate) fn load<B: Backend>(
+    from: &Path,
+    device: &B::Device,
+) -> Result<LoadedModel<B>, CheckpointError> {
+    let tokenizer_path = from.join("tokenizer.json");
+    let (recipe, shape, mut read) = read_model(from, &settings(&tokenizer_path, None, &[]))?;
+    let model = load_parameters(Qwen3::new(&shape, 0, device), &mut |name, dims| {
+        let data = read.tensors.remove(name);
+        data.filter(|data| data.shape.to_vec() == dims)
+            .ok_or_else(|| {
+                let problem = format!("{name} is missing or of another shape");
+                not_importable(
+                    from,
+                    problem,
+                    "config.json and the weights must be of one model",
+                )
+            })
+    })?;
+    Ok(LoadedModel {
+        model,
+        recipe,
+        state: untrained(shape.vocab_size),
+        shape,
+        tokenizer_path,
+        path: from.to_owned(),
+    })
+}
+
+/// The recipe, the sizes and the tensors of a folder.
+fn read_model(
+    from: &Path,
+    settings: &[String],
+) -> Result<(Recipe, ModelShape, ReadTensors), CheckpointError> {
+    let config = HfConfig::read(&from.join("config.json"))?;
+    // Doge always has residual scales; whether they say something is known when they are read.
+    let is_doge = config.architecture == Architecture::Doge;
+    let may_scale = is_doge || config.residual_scale;
+    let (_, source_shape) = recipe_and_shape(from, &config, may_scale, &[])?;
+    let mut read = read_tensors(from, &tensors_of(&source_shape, config.architecture))?;
+    let has_scales = config.residual_scale || (is_doge && !read.drop_unit_scales());
+    let (recipe, shape) = recipe_and_shape(from, &config, has_scales, settings)?;
+    Ok((recipe, shape, read))
+}
+
+/// The state before the first step.
+fn untrained(vocab_size: usize) -> CheckpointState {
+    CheckpointState {
+        format_version: FORMAT_VERSION,
+        step: 0,
+        next_sample: 0,
+        tokens_seen: 0,
+        guard: None,
+        vocab_size,
+        data_fingerprint: String::new(),
+        num_threads: 1,
+        sieve_version: env!("CARGO_PKG_VERSION").to_owned(),
+        num_shards: 1,
+        checksums: BTreeMap::new(),
+    }
+}
+
+/// The recipe and the sizes of the model that [`import`] would make, by its configuration alone.
 ///
 /// # Errors
 /// A configuration that cannot be read or that no recipe expresses.
-pub fn imported_shape(
+pub fn imported_model(
     from: &Path,
     attention: Option<AttentionKind>,
     overrides: &[String],
-) -> Result<ModelShape, CheckpointError> {
+) -> Result<(Recipe, ModelShape), CheckpointError> {
     let config = HfConfig::read(&from.join("config.json"))?;
-    let settings = settings(attention, overrides);
-    let (_, shape) = recipe_and_shape(from, &config, config.residual_scale, &settings)?;
-    Ok(shape)
+    let settings = settings(&from.join("tokenizer.json"), attention, overrides);
+    Ok(recipe_and_shape(
+        from,
+        &config,
+        config.residual_scale,
+        &settings,
+    )?)
 }
 
 /// What the user changes in the model's recipe.
-fn settings(attention: Option<AttentionKind>, overrides: &[String]) -> Vec<String> {
+fn settings(
+    tokenizer: &Path,
+    attention: Option<AttentionKind>,
+    overrides: &[String],
+) -> Vec<String> {
+    // Paths in a recipe have variables.
+    let path = tokenizer.display().to_string().replace('$', "$$");
+    let tokenizer = format!("tokenizer.path={path}");
     let kind = attention.map(|kind| format!("attention.kind={}", kind.name()));
-    kind.into_iter().chain(overrides.iter().cloned()).collect()
+    let settings = std::iter::once(tokenizer).chain(kind);
+    settings.chain(overrides.iter().cloned()).collect()
 }
 
 fn recipe_and_shape(
@@ -187,6 +246,17 @@ struct ReadTensors {
 }
 
 impl ReadTensors {
+    /// Whether there are scores, and none that tells two keys apart.
+    fn all_scores_tie(&self) -> bool {
+        let is_a = |name: &str| name.ends_with("self_attn.a");
+        let mut a = self
+            .tensors
+            .iter()
+            .filter(|(name, _)| is_a(name))
+            .peekable();
+        a.peek().is_some() && a.all(|(_, data)| data.iter::<f32>().all(|value| value == 0.0))
+    }
+
     /// Takes residual scales out when every one of them is exactly one, and says so.
     fn drop_unit_scales(&mut self) -> bool {
         let is_scale = |name: &str| {

@@ -16,8 +16,8 @@ pub use checkpoint::{
 };
 pub use error::CheckpointError;
 pub use export::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, ExportReport, export};
-pub use import::{ImportReport, import, imported_shape};
-pub use loaded_model::{LoadedModel, load_model};
+pub use import::{ImportReport, import, imported_model};
+pub use loaded_model::{LoadedModel, load_model, peek_model};
 pub use parameters::{
     NamedTensor, PartSource, TensorSource, load_parameters, named_parameters, parameter_names,
 };

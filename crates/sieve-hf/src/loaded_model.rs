@@ -22,7 +22,24 @@ pub struct LoadedModel<B: Backend> {
     pub path: PathBuf,
 }
 
-/// Loads the model of a checkpoint: a folder `step-N`, a folder of them, or a run folder; of several the latest.
+/// Whether a folder is one of `transformers` instead of a checkpoint.
+fn is_of_transformers(path: &Path) -> bool {
+    path.join("config.json").is_file()
+}
+
+/// The recipe and the sizes of the model that [`load_model`] would load, without its tensors.
+///
+/// # Errors
+/// As [`load_model`].
+pub fn peek_model(path: &Path) -> Result<(Recipe, ModelShape), CheckpointError> {
+    match is_of_transformers(path) {
+        true => crate::imported_model(path, None, &[]),
+        false => Checkpoint::peek(path)?.recipe_and_shape(),
+    }
+}
+
+/// Loads the model of a checkpoint: a folder `step-N`, a folder of them, or a run folder; of several the latest. A folder
+/// of `transformers` (Qwen3, Doge, own exports) is read as an import of it would be.
 ///
 /// # Errors
 /// No checkpoint there, a damaged one, a recipe that cannot be read, weights that are not this recipe's model.
@@ -30,6 +47,9 @@ pub fn load_model<B: Backend>(
     path: &Path,
     device: &B::Device,
 ) -> Result<LoadedModel<B>, CheckpointError> {
+    if is_of_transformers(path) {
+        return crate::import::load(path, device);
+    }
     let checkpoint = Checkpoint::open(path)?;
     let (recipe, shape) = checkpoint.recipe_and_shape()?;
     let weights = checkpoint.model()?;

@@ -48,7 +48,7 @@ pub use attention::sparse_forward::{
 };
 pub use attention::tiling::{ForwardTiling, KeySource};
 pub use cublaslt::{
-    AlgorithmSearch, MatmulOutput, Product, matmul, matmul_is_inline, matmul_nn, matmul_nt,
+    AlgorithmSearch, MatmulOutput, Product, cublaslt_version, matmul, matmul_is_inline, matmul_nn, matmul_nt,
     matmul_tn, require_cublaslt, set_algorithm_search,
 };
 pub use dma::attention_backward::{
@@ -83,7 +83,7 @@ pub use runtime::kernel_trace::{KernelRecord, KernelTotal, KernelTrace, TraceRes
 pub use runtime::layout::{RowLayout, contiguous_strides, row_layout, strides_are_contiguous};
 pub use runtime::memory_watch::{MemoryPeak, memory_peak, unwatch_memory, watch_memory};
 pub use runtime::nccl::{
-    NCCL_ID_BYTES, NcclGroup, NcclPiece, NcclWork, RankRanges, nccl_id, require_nccl,
+    NCCL_ID_BYTES, NcclGroup, NcclPiece, NcclWork, RankRanges, nccl_id, nccl_version, require_nccl,
 };
 pub use runtime::probe::{CudaReport, DeviceReport, memory_bytes, probe};
 pub use runtime::recording::{BufferView, Hardware, Launch, MapData, Recorder, Recording, Step};

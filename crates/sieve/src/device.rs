@@ -83,6 +83,20 @@ impl DeviceChoice {
         self,
         prepare: impl FnOnce(&KernelCache, &DeviceReport) -> Result<()>,
     ) -> Result<Device> {
+        let found = self.look(prepare)?;
+        if crate::terminal::is_verbose() {
+            crate::terminal::note(&match &found {
+                Device::Cpu => format!("device: the CPU, {} threads", num_threads()),
+                Device::Cuda(gpu) => format!("device: cuda:{}, {}", gpu.index, gpu.name),
+            });
+        }
+        Ok(found)
+    }
+
+    fn look(
+        self,
+        prepare: impl FnOnce(&KernelCache, &DeviceReport) -> Result<()>,
+    ) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
             Self::Auto => match sieve_kernels::probe() {

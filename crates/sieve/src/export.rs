@@ -2,6 +2,8 @@
 use crate::terminal;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
+use sieve_core::Recipe;
+use sieve_core::recipe::TokenizerSource;
 use sieve_data::Tokenizer;
 use sieve_hf::{Checkpoint, DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, export};
 use std::path::{Path, PathBuf};
@@ -53,22 +55,35 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
     ));
     terminal::line(&format!(
         "next:\n  {}",
-        python_command(&args.out, report.is_remote_code)
+        python_command(&args.out, report.is_remote_code, prompt(&recipe))
     ));
     Ok(())
 }
 
+/// A text that the model can go on from.
+fn prompt(recipe: &Recipe) -> &str {
+    match recipe.tokenizer.source() {
+        TokenizerSource::Numbers(_) => "1 2 3",
+        _ => recipe
+            .generation
+            .prompts
+            .first()
+            .map_or("Once", |prompt| prompt),
+    }
+}
+
 /// A command that lets the exported model write a few words.
-fn python_command(folder: &Path, is_remote_code: bool) -> String {
+fn python_command(folder: &Path, is_remote_code: bool, prompt: &str) -> String {
     // A JSON string is a Python string too.
-    let folder = serde_json::Value::from(folder.display().to_string());
+    let [folder, prompt] =
+        [folder.display().to_string(), prompt.to_owned()].map(serde_json::Value::from);
     let trust = match is_remote_code {
         true => ", trust_remote_code=True",
         false => "",
     };
     let code = format!(
         "from transformers import pipeline; print(pipeline(\"text-generation\", {folder}{trust})\
-         (\"Once\", max_new_tokens=20)[0][\"generated_text\"])"
+         ({prompt}, max_new_tokens=20)[0][\"generated_text\"])"
     );
     format!("python3 -c {}", terminal::shell_word(&code))
 }
@@ -79,14 +94,15 @@ mod tests {
 
     #[test]
     fn the_python_command_trusts_remote_code_and_quotes_the_folder() {
-        let plain = python_command(Path::new("out"), false);
+        let plain = python_command(Path::new("out"), false, "Once");
         assert_eq!(
             plain,
             "python3 -c 'from transformers import pipeline; print(pipeline(\"text-generation\", \"out\")\
              (\"Once\", max_new_tokens=20)[0][\"generated_text\"])'"
         );
-        let remote = python_command(Path::new("it's \"mine\""), true);
+        let remote = python_command(Path::new("it's \"mine\""), true, "a \"b\"");
         let folder = r#"pipeline("text-generation", "it'\''s \"mine\"", trust_remote_code=True)"#;
         assert!(remote.contains(folder), "{remote}");
+        assert!(remote.contains(r#"("a \"b\"", max_new_tokens"#), "{remote}");
     }
 }

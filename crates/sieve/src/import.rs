@@ -17,6 +17,9 @@ pub(crate) struct ImportArgs {
     /// Folder to write the checkpoint step-0 into
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
+    /// Text for the recipe that is written beside the checkpoint: files, folders, globs; may be repeated
+    #[arg(long, value_name = "PATH")]
+    data: Vec<String>,
     /// Give the model another attention: dma, swa or nsa; its sizes come by --set
     #[arg(long, value_name = "KIND")]
     attention: Option<String>,
@@ -30,15 +33,33 @@ pub(crate) struct ImportArgs {
 /// Runs the command.
 pub(crate) fn run(args: ImportArgs) -> Result<()> {
     let kind = args.attention.as_deref().map(kind).transpose()?;
+    if !args.from.is_dir() {
+        bail!(
+            "there is no folder {}\n  hint: a model of the hub is fetched by huggingface-cli download OWNER/NAME --local-dir DIR",
+            args.from.display()
+        );
+    }
     let tokenizer = args.from.join("tokenizer.json");
     Tokenizer::from_file(&tokenizer)
         .with_context(|| format!("{} has no usable tokenizer", args.from.display()))?;
     // A configuration that cannot be read is told below.
-    if let Ok(shape) = sieve_hf::imported_shape(&args.from, kind, &args.overrides) {
+    if let Ok((_, shape)) = sieve_hf::imported_model(&args.from, kind, &args.overrides) {
         args.memory.check_import(&shape)?;
     }
-    let report =
-        sieve_hf::import::<Flex>(&args.from, &args.out, kind, &args.overrides, &FlexDevice)?;
+    let mut sets = Vec::new();
+    if !args.data.is_empty() {
+        sets.push(format!("data.paths={:?}", args.data));
+    }
+    sets.extend(args.overrides.iter().cloned());
+    let report = sieve_hf::import::<Flex>(&args.from, &args.out, kind, &sets, &FlexDevice)?;
+    let recipe_path = args.out.join("recipe.toml");
+    let recipe = format!(
+        "# Trains what `sieve import --from {}` made, with --branch-from. Lines that are commented out hold defaults.\n\n{}",
+        args.from.display(),
+        report.recipe.to_template()?
+    );
+    std::fs::write(&recipe_path, recipe)
+        .with_context(|| format!("writing {}", recipe_path.display()))?;
     terminal::line(&format!(
         "imported {} parameters, attention {}, as {}",
         terminal::thousands(report.num_parameters),
@@ -56,11 +77,29 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
             "note: {name} says nothing new and was passed over"
         ));
     }
-    terminal::line(&format!(
-        "next:\n  sieve eval ppl --checkpoint {0} --data README.md\n  \
-         sieve train --recipe RECIPE --branch-from {0} --out DIR",
-        terminal::quoted(&report.path)
-    ));
+    if report.all_scores_tie {
+        terminal::line(
+            "note: every A is 0, so all keys score alike: beyond keep_window_size tokens transformers keeps other ones of \
+             equal score than Sieve, and logits differ until A is trained",
+        );
+    }
+    let checkpoint = terminal::quoted(&report.path);
+    let mut commands = vec![format!(
+        "generate --checkpoint {checkpoint} --prompt 'The '"
+    )];
+    let train = format!(
+        "train --recipe {} --branch-from {checkpoint} --out {}",
+        terminal::quoted(&recipe_path),
+        terminal::quoted(&args.out.join("run"))
+    );
+    match args.data.is_empty() {
+        true => terminal::line(&format!(
+            "to train it: put your text into {} (data.paths), then sieve {train}",
+            recipe_path.display()
+        )),
+        false => commands.push(train),
+    }
+    terminal::line(&terminal::next(&commands));
     Ok(())
 }
 

@@ -4,13 +4,13 @@ use anyhow::Result;
 use burn::tensor::DType;
 use burn::tensor::backend::Backend;
 use sieve_data::Tokenizer;
-use sieve_hf::{Checkpoint, LoadedModel, load_model};
+use sieve_hf::{LoadedModel, load_model, peek_model};
 use std::path::Path;
 
 /// Where the model of a checkpoint computes.
 pub(crate) fn device(choice: DeviceChoice, checkpoint: &Path) -> Result<Device> {
     choice.resolve_for(|| {
-        let (_, shape) = Checkpoint::peek(checkpoint)?.recipe_and_shape()?;
+        let (_, shape) = peek_model(checkpoint)?;
         Ok(shape)
     })
 }

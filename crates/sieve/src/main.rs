@@ -8,11 +8,13 @@ mod exit;
 mod export;
 mod generate;
 mod import;
+mod info;
 mod interrupt;
 mod kernels;
 mod launch;
 mod loaded;
 mod logits;
+mod manual;
 mod out_of_memory;
 mod paths;
 mod plan;
@@ -24,10 +26,12 @@ mod terminal;
 mod text_files;
 mod train;
 
-use clap::{Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 use exit::Exit;
 use mimalloc::MiMalloc;
+use std::path::PathBuf;
 use std::process::ExitCode;
+use terminal::Loudness;
 
 /// Keeps what tensors free: the system's allocator gives large buffers back at once, and a step on the CPU then spends half
 /// its time on page faults.
@@ -36,10 +40,29 @@ static ALLOCATOR: MiMalloc = MiMalloc;
 
 /// Trains, evaluates and exports language models whose attention is learned to be sparse.
 #[derive(Parser)]
-#[command(name = "sieve", version, arg_required_else_help = true)]
+#[command(name = "sieve", version = VERSION, arg_required_else_help = true)]
 struct Cli {
+    #[command(flatten)]
+    output: OutputArgs,
     #[command(subcommand)]
     command: Command,
+}
+
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("SIEVE_COMMIT"), ")");
+
+/// How much any command prints, and where to.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Output")]
+pub(crate) struct OutputArgs {
+    /// Print results, warnings and errors alone
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    quiet: bool,
+    /// Print more: the device, and all numbers of each logged step
+    #[arg(short, long, global = true)]
+    verbose: bool,
+    /// Also append all that is printed to this file
+    #[arg(long, global = true, value_name = "FILE")]
+    log_file: Option<PathBuf>,
 }
 
 #[derive(Subcommand)]
@@ -66,7 +89,7 @@ enum Command {
     /// Prepare and inspect what a run reads
     #[command(subcommand)]
     Data(data::DataCommand),
-    /// List what a recipe may hold
+    /// Make a recipe, show one, and list what it may hold
     #[command(subcommand)]
     Recipe(recipe::RecipeCommand),
     /// Make a tokenizer
@@ -75,22 +98,21 @@ enum Command {
     /// Compile, check, time and run the CUDA kernels
     #[command(subcommand)]
     Kernels(kernels::KernelsCommand),
+    /// Say what this program is and what this machine gives it: versions, GPUs, libraries, paths of attention
+    Info(info::InfoArgs),
+    /// Print a script that completes this program's commands in a shell
+    Completions(manual::CompletionsArgs),
+    /// Write manual pages
+    Man(manual::ManArgs),
 }
 
 fn main() -> ExitCode {
     startup::mark();
     terminal::install_panic_message();
-    let done = |result: anyhow::Result<()>| result.map(|()| Exit::Done);
-    let result = match Cli::parse().command {
-        Command::Train(args) => train::run(args),
-        Command::Launch(args) => {
-            // What the processes would refuse one by one is refused here, once.
-            Cli::parse_from(
-                std::iter::once("sieve").chain(args.command.iter().map(String::as_str)),
-            );
-            launch::run(&args)
-        }
-        other => done(run(other)),
+    let cli = Cli::parse();
+    let result = match open_output(&cli.output).map(|()| cli.command) {
+        Err(error) => Err(error),
+        Ok(command) => run(command),
     };
     match result {
         Ok(exit) => exit.into(),
@@ -101,23 +123,39 @@ fn main() -> ExitCode {
     }
 }
 
-/// A command that ends well or with an error.
-fn run(command: Command) -> anyhow::Result<()> {
+fn open_output(args: &OutputArgs) -> anyhow::Result<()> {
+    let loudness = match (args.quiet, args.verbose) {
+        (true, _) => Loudness::Quiet,
+        (_, true) => Loudness::Verbose,
+        _ => Loudness::Usual,
+    };
+    terminal::open(loudness, args.log_file.as_deref())
+}
+
+fn run(command: Command) -> anyhow::Result<Exit> {
+    let done = |result: anyhow::Result<()>| result.map(|()| Exit::Done);
     match command {
-        Command::Train(_) | Command::Launch(_) => unreachable!("their exit codes say more"),
-        Command::Plan(args) => plan::run(args),
-        Command::Generate(args) => paths::told(generate::run(args)),
-        Command::Eval(command) => paths::told(eval::run(command)),
-        Command::Compare(args) => compare::run(&args),
-        Command::Export(args) => export::run(args),
-        Command::Import(args) => import::run(args),
-        Command::Logits(args) => paths::told(logits::run(args)),
-        Command::Data(command) => data::run(command),
-        Command::Recipe(command) => {
-            recipe::run(command);
-            Ok(())
+        Command::Train(args) => train::run(args),
+        Command::Launch(args) => {
+            // What the processes would refuse one by one is refused here, once.
+            Cli::parse_from(
+                std::iter::once("sieve").chain(args.command.iter().map(String::as_str)),
+            );
+            launch::run(&args)
         }
-        Command::Tokenizer(command) => data::run_tokenizer(command),
-        Command::Kernels(command) => kernels::run(command),
+        Command::Plan(args) => done(plan::run(args)),
+        Command::Generate(args) => done(paths::told(generate::run(args))),
+        Command::Eval(command) => done(paths::told(eval::run(command))),
+        Command::Compare(args) => done(compare::run(&args)),
+        Command::Export(args) => done(export::run(args)),
+        Command::Import(args) => done(import::run(args)),
+        Command::Logits(args) => done(paths::told(logits::run(args))),
+        Command::Data(command) => done(data::run(command)),
+        Command::Recipe(command) => done(recipe::run(command)),
+        Command::Tokenizer(command) => done(data::run_tokenizer(command)),
+        Command::Kernels(command) => done(kernels::run(command)),
+        Command::Info(args) => done(info::run(args)),
+        Command::Completions(args) => done(manual::completions(args, Cli::command())),
+        Command::Man(args) => done(manual::man(&args, Cli::command())),
     }
 }

@@ -5,7 +5,6 @@ use anyhow::{Result, bail};
 use clap::Args;
 use sieve_core::model::gpu::Gpu;
 use sieve_core::{ModelShape, Recipe};
-use sieve_hf::Checkpoint;
 use sieve_plan::{
     InferenceSize, MemoryPlan, MemoryVerdict, Target, import_memory, inference_memory, plan,
 };
@@ -63,8 +62,7 @@ impl MemoryArgs {
         device: &Device,
         size: impl FnOnce(&Recipe, &ModelShape) -> InferenceSize,
     ) -> Result<()> {
-        let Ok((recipe, shape)) = Checkpoint::peek(checkpoint).and_then(|it| it.recipe_and_shape())
-        else {
+        let Ok((recipe, shape)) = sieve_hf::peek_model(checkpoint) else {
             return Ok(());
         };
         let mut size = size(&recipe, &shape);

@@ -1,4 +1,6 @@
-//! Recipes by path or by name, and the list of their keys.
+//! Recipes by path or by name, new ones, and the list of their keys.
+mod new;
+
 use crate::{shipped, terminal};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
@@ -8,8 +10,12 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// `sieve recipe …`.
-#[derive(Subcommand, Clone, Copy, Debug)]
+#[derive(Subcommand, Clone, Debug)]
 pub(crate) enum RecipeCommand {
+    /// Write a recipe to begin with, by size and kind, with every key explained
+    New(new::NewArgs),
+    /// Print a recipe; without a name, list those inside the program
+    Show(new::ShowArgs),
     /// Print every key with its type, default and meaning, as Markdown
     Keys,
     /// Print a JSON schema of every key, for editors
@@ -17,11 +23,14 @@ pub(crate) enum RecipeCommand {
 }
 
 /// Runs the command.
-pub(crate) fn run(command: RecipeCommand) {
-    terminal::text(&match command {
-        RecipeCommand::Keys => keys_page(),
-        RecipeCommand::Schema => json_schema(),
-    });
+pub(crate) fn run(command: RecipeCommand) -> Result<()> {
+    match command {
+        RecipeCommand::New(args) => return new::run(&args),
+        RecipeCommand::Show(args) => return new::show(args),
+        RecipeCommand::Keys => terminal::text(&keys_page()),
+        RecipeCommand::Schema => terminal::text(&json_schema()),
+    }
+    Ok(())
 }
 
 /// Which recipe, and what to change in it.

@@ -5,28 +5,100 @@
     reason = "the one place that prints"
 )]
 use crate::exit::Exit;
+use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use sieve_core::ReferenceTooLarge;
+use std::fs::{File, OpenOptions};
 use std::io::{IsTerminal, Write};
 use std::path::Path;
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-/// Prints one line; a reader that went away (a closed pipe) is no error.
-pub(crate) fn line(text: &str) {
-    let mut out = std::io::stdout().lock();
-    let _ = writeln!(out, "{text}");
+/// How much is printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Loudness {
+    /// Results, warnings and errors.
+    Quiet,
+    /// What goes on, too.
+    Usual,
+    /// And how.
+    Verbose,
+}
+
+struct Output {
+    loudness: Loudness,
+    log: Option<Mutex<File>>,
+}
+
+static OUTPUT: OnceLock<Output> = OnceLock::new();
+
+/// Says how much to print, and where else to. To be called once, before anything is printed.
+pub(crate) fn open(loudness: Loudness, log_file: Option<&Path>) -> Result<()> {
+    let log = log_file.map(|path| {
+        let file = OpenOptions::new().create(true).append(true).open(path);
+        file.with_context(|| format!("opening {} for --log-file", path.display()))
+    });
+    let log = log.transpose()?.map(Mutex::new);
+    OUTPUT.get_or_init(|| Output { loudness, log });
+    Ok(())
+}
+
+fn loudness() -> Loudness {
+    OUTPUT
+        .get()
+        .map_or(Loudness::Usual, |output| output.loudness)
+}
+
+/// Whether more is printed than usual.
+pub(crate) fn is_verbose() -> bool {
+    loudness() == Loudness::Verbose
+}
+
+/// Keeps what is printed in the file of `--log-file`.
+fn keep(text: &str) {
+    if let Some(log) = OUTPUT.get().and_then(|output| output.log.as_ref()) {
+        let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
+        // The file repeats the terminal; losing a line of it is no reason to stop.
+        let _ = log.write_all(text.as_bytes());
+    }
+}
+
+/// Prints one line of a result; a reader that went away (a closed pipe) is no error.
+pub(crate) fn line(line: &str) {
+    text(&format!("{line}\n"));
+}
+
+/// Prints one line about what goes on.
+pub(crate) fn status(text: &str) {
+    if loudness() > Loudness::Quiet {
+        line(text);
+    }
 }
 
 /// Prints one line beside the command's output, which another program may read.
 pub(crate) fn note(text: &str) {
-    let _ = writeln!(std::io::stderr(), "{text}");
+    errors(&format!("{text}\n"));
+}
+
+/// Prints one line about what goes on beside the command's output.
+pub(crate) fn remark(text: &str) {
+    if loudness() > Loudness::Quiet {
+        note(text);
+    }
 }
 
 /// Prints text without a line end, at once.
 pub(crate) fn text(text: &str) {
+    keep(text);
     let mut out = std::io::stdout().lock();
     let _ = out.write_all(text.as_bytes());
     let _ = out.flush();
+}
+
+/// Prints on standard error; a terminal that went away is no reason to fail in another way.
+fn errors(text: &str) {
+    keep(text);
+    let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
 /// An error and its causes on one line each; a cause that its parent already quotes is left out.
@@ -72,14 +144,23 @@ pub(crate) fn shell_word(text: &str) -> String {
     }
 }
 
-/// Prints an error and its causes; a terminal that went away is no reason to fail in another way.
+/// What to type next: commands of this program, named as it was called, so that the lines can be typed as they are.
+pub(crate) fn next(commands: &[String]) -> String {
+    let program = shell_word(&std::env::args().next().unwrap_or("sieve".to_owned()));
+    let lines = commands
+        .iter()
+        .map(|command| format!("\n  {program} {command}"));
+    format!("next:{}", lines.collect::<String>())
+}
+
+/// Prints an error and its causes.
 pub(crate) fn print_error(error: &anyhow::Error) {
-    let _ = writeln!(std::io::stderr(), "{}", error_text(error));
+    errors(&format!("{}\n", error_text(error)));
 }
 
 /// Prints what a person should know though the work goes on.
 pub(crate) fn warning(text: &str) {
-    let _ = writeln!(std::io::stderr(), "warning: {text}");
+    errors(&format!("warning: {text}\n"));
 }
 
 /// Whether progress bars make sense.
@@ -89,7 +170,7 @@ pub(crate) fn is_interactive() -> bool {
 
 /// A bar on standard error; hidden where that is no terminal.
 pub(crate) fn progress_bar(len: u64, template: &str) -> ProgressBar {
-    if !is_interactive() {
+    if !is_interactive() || loudness() == Loudness::Quiet {
         return ProgressBar::hidden();
     }
     let bar = ProgressBar::new(len);
@@ -152,19 +233,18 @@ pub(crate) fn install_panic_message() {
         });
         if let Some(message) = message {
             // On the thread that speaks to the GPU: the one that waits for it would wait for ever, or report a second error.
-            let _ = writeln!(std::io::stderr(), "error: {message}");
+            errors(&format!("error: {message}\n"));
             Exit::Failed.now();
         }
         let place = panic
             .location()
             .map(|l| format!(" at {}:{}", l.file(), l.line()));
         let what = panic.payload_as_str().unwrap_or("no message");
-        let _ = writeln!(
-            std::io::stderr(),
+        errors(&format!(
             "error: a bug in Sieve{}: {what}\n  hint: please report it with the command and the recipe; checkpoints \
-             on disk are whole",
+             on disk are whole\n",
             place.unwrap_or_default()
-        );
+        ));
     }));
 }
 

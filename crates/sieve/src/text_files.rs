@@ -35,6 +35,20 @@ pub(crate) fn warn_of_json_lines(corpus: &Corpus) {
     }
 }
 
+/// The first words of a text, in at most so many characters and on one line; `None` where there is none.
+pub(crate) fn beginning(text: &str, most: usize) -> Option<String> {
+    let line = text.lines().map(str::trim).find(|line| !line.is_empty())?;
+    let short = line.chars().take(most).collect::<String>();
+    let is_whole = short.len() == line.len();
+    let words = match short.rsplit_once(char::is_whitespace) {
+        Some((words, _)) if !is_whole => words.trim_end(),
+        _ => &short,
+    };
+    // What a shell or a terminal would take for something else is no prompt to print.
+    let plain = words.chars().all(|letter| !letter.is_control());
+    plain.then(|| words.to_owned())
+}
+
 /// What to say of a text file whose lines are JSON.
 pub(crate) fn json_lines(path: &Path) -> String {
     format!(

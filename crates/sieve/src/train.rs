@@ -25,7 +25,7 @@ use lines::{
 use profile::{StepProfile, StepRange};
 use sieve_comm::{Mesh, World};
 use sieve_core::{ModelShape, Recipe};
-use sieve_data::{OnChange, Progress};
+use sieve_data::{OnChange, Prepared, Progress, Tokenizer};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_hf::Checkpoint;
 use sieve_kernels::{DeviceReport, SumOrder};
@@ -41,6 +41,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
+
+/// Tokens of held-out text that become the prompt to try, at most.
+const PROMPT_TOKENS: usize = 12;
 
 /// Set by `sieve launch` for its processes.
 pub(crate) const LAUNCHED: &str = "SIEVE_LAUNCHED";
@@ -142,7 +145,7 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
     let session = Session::open(args, mesh.map(|mesh| (mesh, &recipe)))?;
     text.iter()
         .filter(|_| session.tells())
-        .for_each(|line| terminal::line(line));
+        .for_each(|line| terminal::status(line));
     if let Some(num_steps) = args.profile {
         // A report reads the loss back and so drains the GPU: none may come between the traced steps.
         recipe.metrics.log_freq = num_steps as usize;
@@ -325,7 +328,7 @@ fn train<B: TrainBackend>(
             folder.claim(start)?;
             tidy_finished(&folder, recipe)?;
         }
-        log.line(&format!(
+        log.always(&format!(
             "nothing to do: {} has all {} steps\n  to go on: --resume --extend {}, with a learning-rate schedule of its own for the new steps",
             checkpoint.path.display(),
             recipe.training.steps,
@@ -341,7 +344,7 @@ fn train<B: TrainBackend>(
     if let Ok(vocab_size) = vocab_size {
         let warning =
             (session.memory).check_training(recipe, vocab_size, place, session.sharers())?;
-        warning.iter().for_each(|warning| log.line(warning));
+        warning.iter().for_each(|warning| log.always(warning));
     }
     let data = ranks::first_then_others(session.mesh.as_deref(), || {
         prepare(recipe, &mut folder, start, &origin, &log)
@@ -401,7 +404,7 @@ fn train<B: TrainBackend>(
     }
     if summary.interrupted {
         tell_references(&log);
-        log.line(&stopped_line(recipe, &summary));
+        log.always(&stopped_line(recipe, &summary));
         let is_as_asked = (session.stop_after).is_some_and(|n| summary.step - first_step >= n);
         return Ok(match is_as_asked {
             true => Ending::Finished,
@@ -421,7 +424,7 @@ fn train<B: TrainBackend>(
         log.line(&format!("no sample: {error}"));
     }
     tell_references(&log);
-    next_steps(&log, &summary, trainer.data().prepared().is_some());
+    next_steps(&log, recipe, &summary, trainer.data());
     Ok(Ending::Finished)
 }
 
@@ -472,7 +475,7 @@ fn prepare(
     };
     folder.claim(start)?;
     for path in source.iter().flat_map(DataSource::json_lines_as_text) {
-        log.line(&format!("warning: {}", text_files::json_lines(path)));
+        log.always(&format!("warning: {}", text_files::json_lines(path)));
     }
     let bar: RefCell<Option<ProgressBar>> = RefCell::new(None);
     let mut observe = |event: DataEvent| match event {
@@ -593,10 +596,21 @@ impl Log {
         self.short(text, text);
     }
 
+    /// Prints what `--quiet` leaves, too, and keeps it.
+    fn always(&self, text: &str) {
+        if self.tells {
+            terminal::line(text);
+        }
+        self.keep(text);
+    }
+
     /// Prints a short form and keeps the whole.
     fn short(&self, short: &str, whole: &str) {
         if self.tells {
-            terminal::line(short);
+            terminal::status(match terminal::is_verbose() {
+                true => whole,
+                false => short,
+            });
         }
         self.keep(whole);
     }
@@ -617,7 +631,7 @@ impl Log {
 fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
     bar.suspend(|| match event {
         TrainEvent::Step(report) => log.short(&step_line(report), &whole_step_line(report)),
-        TrainEvent::Skipped(report) => log.line(&skipped_line(report)),
+        TrainEvent::Skipped(report) => log.always(&skipped_line(report)),
         TrainEvent::Validation(report) => log.line(&validation_line(report)),
         TrainEvent::Checkpoint(path) => log.line(&format!("checkpoint: {}", path.display())),
         TrainEvent::FirstStep => log.line(&startup_line(startup::elapsed())),
@@ -632,7 +646,7 @@ fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
 /// What a finished run has come to, and what to do with it.
 fn finish(log: &Log, summary: &TrainSummary) {
     if let (Some(first), Some(last)) = (&summary.first_validation, &summary.last_validation) {
-        log.line(&format!(
+        log.always(&format!(
             "             loss   perplexity   bits per byte\n\
              start    {:>8.4}   {:>10.2}   {:>13.4}\n\
              end      {:>8.4}   {:>10.2}   {:>13.4}\n\
@@ -684,6 +698,7 @@ fn samples<B: TrainBackend>(
             sampling: Sampling {
                 temperature: 0.7,
                 top_p: 0.95,
+                top_k: None,
                 seed: recipe.training.seed,
             },
             eos_id: tokenizer.eos_id()?,
@@ -701,25 +716,34 @@ fn samples<B: TrainBackend>(
 }
 
 /// What to type next.
-fn next_steps(log: &Log, summary: &TrainSummary, is_text: bool) {
+fn next_steps(log: &Log, recipe: &Recipe, summary: &TrainSummary, data: &TrainingData) {
     let Some(checkpoint) = &summary.checkpoint else {
         return;
     };
     let checkpoint = terminal::quoted(checkpoint);
-    // As this program was called, so that the lines can be typed as they are.
-    let sieve = terminal::shell_word(&std::env::args().next().unwrap_or("sieve".to_owned()));
-    let commands: &[&str] = match is_text {
-        true => &[
-            "generate --prompt \"fn main() {\"",
-            "eval ppl --recipe-validation",
-            "export --out exported",
-        ],
-        false => &["eval mqar", "export --out exported"],
+    let mut commands = match data.prepared() {
+        Some(prepared) => {
+            let prompt = recipe.generation.prompts.first().cloned();
+            let prompt = prompt.or_else(|| held_out_words(prepared, &data.tokenizer));
+            let prompt = terminal::shell_word(&prompt.unwrap_or_default());
+            vec![
+                format!("generate --prompt {prompt}"),
+                "eval ppl --recipe-validation".to_owned(),
+            ]
+        }
+        None => vec!["eval mqar".to_owned()],
     };
-    let lines = commands
-        .iter()
-        .map(|command| format!("\n  {sieve} {command} --checkpoint {checkpoint}"));
-    log.line(&format!("next:{}", lines.collect::<String>()));
+    commands.push("export --out exported".to_owned());
+    let commands = commands.into_iter();
+    let commands = commands.map(|command| format!("{command} --checkpoint {checkpoint}"));
+    log.line(&terminal::next(&commands.collect::<Vec<_>>()));
+}
+
+/// The beginning of the first document that was held out.
+fn held_out_words(prepared: &Prepared, tokenizer: &Tokenizer) -> Option<String> {
+    let tokens = prepared.validation().ok()?.document(0).ok()?;
+    let text = tokenizer.decode(&tokens[..tokens.len().min(PROMPT_TOKENS)]);
+    text_files::beginning(&text.ok()?, 2 * PROMPT_TOKENS)
 }
 
 #[cfg(test)]

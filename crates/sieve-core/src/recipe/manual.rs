@@ -104,7 +104,7 @@ fn table(keys: &[Key]) -> String {
     text
 }
 
-fn value_words(key: &Key) -> String {
+pub(super) fn value_words(key: &Key) -> String {
     let number = match key.kind {
         Kind::Integer => "whole number",
         _ => "number",
@@ -131,7 +131,7 @@ fn value_words(key: &Key) -> String {
     }
 }
 
-fn default_words(key: &Key) -> String {
+pub(super) fn default_words(key: &Key) -> String {
     let default = key.default.and_then(|default| default());
     match (default, key.source) {
         // 1e-8, which TOML's own writer spells out.
@@ -157,7 +157,7 @@ fn meaning(key: &Key) -> String {
 }
 
 /// A doc comment on one line.
-fn one_line(doc: &str) -> String {
+pub(super) fn one_line(doc: &str) -> String {
     doc.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 

@@ -202,14 +202,14 @@ impl HfConfig {
         })
     }
 
-    /// A recipe of the model; what `transformers` does not say are placeholders that train nothing.
+    /// A recipe of the model. `transformers` says nothing of training: what stands here is a careful fine-tuning to edit.
     pub(super) fn recipe_toml(&self, residual_scale: bool) -> String {
         let seq_len = self.max_positions.min(2048);
         format!(
             "[model]\n{}residual_scale = {residual_scale}\n[attention]\n{}\n\
-             [tokenizer]\npath = \"tokenizer.json\"\n[data]\npaths = [\"data/*.jsonl\"]\nformat = \"jsonl\"\n\
-             [training]\nsteps = 1\nseq_len = {seq_len}\nlocal_batch_size = 1\n\
-             [optimizer]\nlr = 0.0\n[lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n",
+             [tokenizer]\npath = \"tokenizer.json\"\n[data]\npaths = [\"text.txt\"]\n\
+             [training]\nsteps = 1000\nseq_len = {seq_len}\nlocal_batch_size = 1\nglobal_batch_size = 8\n\
+             [optimizer]\nlr = 1e-4\n[validation]\ninterval = 200\n[checkpoint]\ninterval = 200\n",
             self.model, self.attention
         )
     }

@@ -60,6 +60,7 @@ pub(super) struct Nccl {
         ncclComm_t,
         cudaStream_t,
     ) -> c_int,
+    get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
     get_error_string: unsafe extern "C" fn(c_int) -> *const c_char,
     _library: Library,
 }
@@ -99,10 +100,19 @@ impl Nccl {
                 reduce: *library.get(b"ncclReduce")?,
                 all_gather: *library.get(b"ncclAllGather")?,
                 broadcast: *library.get(b"ncclBroadcast")?,
+                get_version: *library.get(b"ncclGetVersion")?,
                 get_error_string: *library.get(b"ncclGetErrorString")?,
                 _library: library,
             })
         }
+    }
+
+    /// The library's version as one number, 23102 for 2.31.2.
+    pub(super) fn version(&self) -> Option<c_int> {
+        let mut version = 0;
+        // SAFETY: writes one number.
+        let result = unsafe { (self.get_version)(&mut version) };
+        (result == 0).then_some(version)
     }
 
     /// A result as an error in words.

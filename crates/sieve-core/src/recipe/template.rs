@@ -1,0 +1,315 @@
+//! A recipe as a text to edit: every key with its meaning, its bounds and its default.
+
+use toml::{Table, Value};
+
+use super::manual::{default_words, one_line, value_words};
+use super::{AttentionKind, Recipe, RecipeError};
+use crate::keys::{Bound, Choices, Key, Kind, Section};
+
+/// Columns of a comment.
+const WIDTH: usize = 100;
+
+impl Recipe {
+    /// The recipe with every key and what it means; keys that have their default are commented out.
+    ///
+    /// # Errors
+    /// [`RecipeError::NotRepresentable`], as [`to_toml`](Self::to_toml).
+    pub fn to_template(&self) -> Result<String, RecipeError> {
+        let not_representable = |error: toml::ser::Error| RecipeError::NotRepresentable {
+            message: error.to_string(),
+        };
+        let table = Table::try_from(self).map_err(not_representable)?;
+        let mut text = String::new();
+        for section in Recipe::KEYS {
+            match (section.kind, table.get(section.name)) {
+                (Kind::Tables(_), None) => {
+                    comment(&mut text, section.doc);
+                    text += "# Each begins with [[stage]]; `sieve recipe keys` lists its keys.\n\n";
+                }
+                (Kind::Tables(keys), Some(Value::Array(stages))) => {
+                    for stage in stages.iter().filter_map(Value::as_table) {
+                        comment(&mut text, section.doc);
+                        text += &format!("[[{}]]\n", section.name);
+                        write_keys(&mut text, keys, stage);
+                    }
+                }
+                (Kind::Table(keys), Some(Value::Table(table))) => {
+                    comment(&mut text, section.doc);
+                    text += &format!("[{}]\n", section.name);
+                    match section.name {
+                        "attention" => {
+                            write_keys_with(&mut text, &keys[..1], table);
+                            write_keys(&mut text, self.attention.kind().keys(), table);
+                        }
+                        _ => write_keys(&mut text, keys, table),
+                    }
+                }
+                _ => unreachable!("a recipe holds every section, and sections alone"),
+            }
+        }
+        text.truncate(text.trim_end().len());
+        text.push('\n');
+        Ok(text)
+    }
+}
+
+/// The keys of one table, and an empty line.
+fn write_keys(text: &mut String, keys: &[Key], table: &Table) {
+    write_keys_with(text, keys, table);
+    text.push('\n');
+}
+
+fn write_keys_with(text: &mut String, keys: &[Key], table: &Table) {
+    for key in keys {
+        let default = key.default.and_then(|default| default());
+        let value = table.get(key.name);
+        comment(text, &about(key));
+        match value {
+            Some(value) if default.as_ref() != Some(value) => {
+                *text += &format!("{} = {}\n", key.name, inline(value));
+            }
+            Some(value) => *text += &format!("# {} = {}\n", key.name, inline(value)),
+            None => *text += &format!("# {} =\n", key.name),
+        }
+    }
+}
+
+/// What a key means, what it takes and what it is where it is left out.
+fn about(key: &Key) -> String {
+    let mut text = one_line(key.doc);
+    if let Kind::Choice(Choices { names, docs }) = key.kind {
+        for (name, doc) in names.iter().zip(docs.iter()) {
+            text += &format!(" {name:?}: {}", one_line(doc));
+        }
+    } else if !matches!(key.kind, Kind::Table(_)) {
+        text += &match key.bound {
+            // The most is a bound of the program's own numbers, which nobody meets.
+            Some(Bound::Within(least, ..)) => format!(" (whole number of at least {least})"),
+            _ => format!(" ({})", value_words(key)),
+        };
+    }
+    let default = default_words(key);
+    if !matches!(default.as_str(), "needed" | "none") {
+        text += &format!(" Default: {default}.");
+    }
+    text
+}
+
+/// `text` as comment lines.
+fn comment(to: &mut String, text: &str) {
+    let mut line = "#".to_owned();
+    for word in text.split_whitespace() {
+        if line.chars().count() + 1 + word.chars().count() > WIDTH {
+            *to += &line;
+            to.push('\n');
+            line = "#".to_owned();
+        }
+        line.push(' ');
+        line += word;
+    }
+    *to += &line;
+    to.push('\n');
+}
+
+/// A value on one line.
+fn inline(value: &Value) -> String {
+    match value {
+        // 1e-8, which TOML's own writer spells out.
+        Value::Float(number) => format!("{number:?}"),
+        Value::Array(items) => {
+            let items = items.iter().map(inline).collect::<Vec<_>>();
+            format!("[{}]", items.join(", "))
+        }
+        Value::Table(table) => {
+            let items = table.iter();
+            let items = items.map(|(name, value)| format!("{name} = {}", inline(value)));
+            format!("{{ {} }}", items.collect::<Vec<_>>().join(", "))
+        }
+        other => other.to_string(),
+    }
+}
+
+/// Sizes of a model to begin with, and what goes well with them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StartingSize {
+    /// Its name: parameters besides the embedding, about.
+    pub name: &'static str,
+    /// One sentence.
+    pub about: &'static str,
+    hidden_size: usize,
+    num_layers: usize,
+    num_heads: usize,
+    num_kv_heads: usize,
+    vocab_size: usize,
+    seq_len: usize,
+    rows: usize,
+    steps: usize,
+    lr: &'static str,
+}
+
+impl StartingSize {
+    /// Every size, the smallest first.
+    pub const ALL: [Self; 3] = [
+        Self {
+            name: "1m",
+            about: "two minutes on a CPU",
+            hidden_size: 128,
+            num_layers: 4,
+            num_heads: 2,
+            num_kv_heads: 1,
+            vocab_size: 1024,
+            seq_len: 256,
+            rows: 8,
+            steps: 400,
+            lr: "3e-3",
+        },
+        Self {
+            name: "10m",
+            about: "hours on a CPU, minutes on a GPU",
+            hidden_size: 384,
+            num_layers: 6,
+            num_heads: 6,
+            num_kv_heads: 3,
+            vocab_size: 8192,
+            seq_len: 512,
+            rows: 16,
+            steps: 3000,
+            lr: "2e-3",
+        },
+        Self {
+            name: "30m",
+            about: "a GPU",
+            hidden_size: 512,
+            num_layers: 9,
+            num_heads: 8,
+            num_kv_heads: 4,
+            vocab_size: 16_384,
+            seq_len: 1024,
+            rows: 32,
+            steps: 10_000,
+            lr: "1.5e-3",
+        },
+    ];
+
+    /// A recipe of this size on the text of `paths`, with a tokenizer trained on it, and with `overrides` as of
+    /// [`Recipe::load`].
+    ///
+    /// # Errors
+    /// Those of [`Recipe::load`], for paths that cannot be.
+    pub fn recipe(
+        &self,
+        kind: AttentionKind,
+        paths: &[String],
+        overrides: &[String],
+    ) -> Result<Recipe, RecipeError> {
+        let window = self.seq_len / 4;
+        let attention = match kind {
+            AttentionKind::Mha => String::new(),
+            AttentionKind::Swa => format!("sliding_window = {window}"),
+            // The recency and the local window are what the results of docs/results.md rest on.
+            AttentionKind::Dma => format!(
+                "keep_window_size = {window}\nbias = \"linear\"\nrecency = \"slope\"\nlocal_window_size = {}",
+                window / 8
+            ),
+            AttentionKind::Mla => format!(
+                "kv_lora_rank = {}\nqk_rope_head_dim = 32",
+                self.hidden_size / 4
+            ),
+            AttentionKind::Nsa => format!(
+                "compress_block_size = 16\ncompress_stride = 8\ncompress = \"mean\"\nselect_block_size = 16\n\
+                 num_selected_blocks = 4\nwindow_size = {}",
+                window / 2
+            ),
+        };
+        let kv_heads = match kind {
+            AttentionKind::Mla => self.num_heads,
+            _ => self.num_kv_heads,
+        };
+        let text = format!(
+            "[model]\nhidden_size = {}\nnum_hidden_layers = {}\nnum_attention_heads = {}\nnum_key_value_heads = {kv_heads}\n\
+             initializer_range = {}\n[attention]\nkind = {:?}\n{attention}\n\
+             [tokenizer]\ntrain = {{ vocab_size = {} }}\n[data]\npaths = {paths:?}\n\
+             [training]\nsteps = {}\nseq_len = {}\nlocal_batch_size = {}\n[optimizer]\nlr = {}\n\
+             [checkpoint]\ninterval = {}\n[metrics]\nlog_freq = {}\n[validation]\ninterval = {}\n",
+            self.hidden_size,
+            self.num_layers,
+            self.num_heads,
+            // About 1/sqrt(hidden_size), which a narrow model learns faster from.
+            if self.hidden_size < 384 { 0.06 } else { 0.02 },
+            kind.name(),
+            self.vocab_size,
+            self.steps,
+            self.seq_len,
+            self.rows,
+            self.lr,
+            self.steps / 2,
+            (self.steps / 20).min(50),
+            self.steps / 4,
+        );
+        Recipe::load(&text, "the new recipe", overrides)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_new_recipe_is_read_back_equal_and_names_every_key() {
+        let paths = ["my \"text\"/*.txt".to_owned()];
+        for size in StartingSize::ALL {
+            for kind in AttentionKind::ALL {
+                let recipe = size.recipe(kind, &paths, &[]).expect("a valid start");
+                assert_eq!(recipe.data.paths, paths);
+                let text = recipe.to_template().expect("writable");
+                let read = Recipe::load(&text, "template", &[]);
+                assert_eq!(read, Ok(recipe), "{} {kind:?}\n{text}", size.name);
+                assert!(
+                    text.lines().all(|line| line.chars().count() <= 120),
+                    "{text}"
+                );
+                for section in Recipe::KEYS.iter().filter(|it| it.name != "attention") {
+                    let Kind::Table(keys) = section.kind else {
+                        continue;
+                    };
+                    for key in keys {
+                        let start = format!("{} =", key.name);
+                        let is_there = text
+                            .lines()
+                            .any(|line| line.trim_start_matches("# ").starts_with(&start));
+                        assert!(is_there, "{}.{} in\n{text}", section.name, key.name);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn names_say_the_number_of_parameters() {
+        for (size, most) in StartingSize::ALL.into_iter().zip([1.3e6, 12e6, 33e6]) {
+            for kind in AttentionKind::ALL {
+                let recipe = size.recipe(kind, &["x".to_owned()], &[]).expect("valid");
+                let shape = recipe.model_shape(size.vocab_size).expect("a shape");
+                let number = shape.parameters().non_embedding() as f64;
+                assert!(
+                    (most * 0.6..most).contains(&number),
+                    "{} {kind:?}: {number}",
+                    size.name
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn shipped_recipes_are_templates_too() {
+        for text in [
+            include_str!("../../../../recipes/quickstart.toml"),
+            include_str!("../../../../recipes/mqar_dma.toml"),
+            include_str!("../../../../recipes/dma_1p7b.toml"),
+        ] {
+            let recipe = Recipe::load(text, "shipped", &[]).expect("valid");
+            let text = recipe.to_template().expect("writable");
+            assert_eq!(Recipe::load(&text, "template", &[]), Ok(recipe), "{text}");
+        }
+    }
+}

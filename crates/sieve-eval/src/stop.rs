@@ -1,0 +1,92 @@
+//! Texts that end a generation, found while the text comes in pieces.
+
+/// Gives text on up to the first of its stop texts. What may be the beginning of one waits for what follows.
+#[derive(Clone, Debug, Default)]
+pub struct StopTexts {
+    texts: Vec<String>,
+    waiting: String,
+}
+
+impl StopTexts {
+    /// Stops at the first of `texts`; empty ones are no texts.
+    pub fn new(texts: &[String]) -> Self {
+        let texts = texts.iter().filter(|text| !text.is_empty());
+        Self {
+            texts: texts.cloned().collect(),
+            waiting: String::new(),
+        }
+    }
+
+    /// The text that can be shown after `piece`, and whether a stop text was met behind it.
+    pub fn push(&mut self, piece: &str) -> (String, bool) {
+        self.waiting += piece;
+        let found = self
+            .texts
+            .iter()
+            .filter_map(|text| self.waiting.find(text.as_str()));
+        if let Some(at) = found.min() {
+            self.waiting.truncate(at);
+            return (std::mem::take(&mut self.waiting), true);
+        }
+        let ends = self.waiting.char_indices().map(|(at, _)| at);
+        let mut ends = ends.filter(|&at| {
+            let end = &self.waiting[at..];
+            self.texts.iter().any(|text| text.starts_with(end))
+        });
+        let kept = ends.next().unwrap_or(self.waiting.len());
+        drop(ends);
+        let rest = self.waiting.split_off(kept);
+        (std::mem::replace(&mut self.waiting, rest), false)
+    }
+
+    /// What still waited when the text ended.
+    pub fn finish(self) -> String {
+        self.waiting
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shown(texts: &[&str], pieces: &[&str]) -> (Vec<String>, bool) {
+        let texts = texts
+            .iter()
+            .map(|text| (*text).to_owned())
+            .collect::<Vec<_>>();
+        let mut stop = StopTexts::new(&texts);
+        let mut shown = Vec::new();
+        for piece in pieces {
+            let (text, is_met) = stop.push(piece);
+            shown.push(text);
+            if is_met {
+                return (shown, true);
+            }
+        }
+        shown.push(stop.finish());
+        (shown, false)
+    }
+
+    #[test]
+    fn text_ends_before_the_first_stop_text() {
+        let strings = |texts: &[&str]| texts.iter().map(|t| (*t).to_owned()).collect::<Vec<_>>();
+        assert_eq!(shown(&[], &["a", "b"]), (strings(&["a", "b", ""]), false));
+        assert_eq!(
+            shown(&["END"], &["one E", "N", "D two"]),
+            (strings(&["one ", "", ""]), true)
+        );
+        // What only began like one is shown after all, also where the text ends there.
+        assert_eq!(
+            shown(&["END"], &["EN", "EN"]),
+            (strings(&["", "EN", "EN"]), false)
+        );
+        assert_eq!(
+            shown(&["\n\n", ".", ""], &["a b.c\n\n"]),
+            (strings(&["a b"]), true)
+        );
+        assert_eq!(
+            shown(&["é!"], &["café", "?"]),
+            (strings(&["caf", "é?", ""]), false)
+        );
+    }
+}

@@ -1,0 +1,281 @@
+//! `sieve info`: what this program is, and what this machine gives it.
+use crate::device::{cache_root, num_threads};
+use crate::{shipped, terminal};
+use anyhow::Result;
+use clap::Args;
+use serde::Serialize;
+use sieve_core::ModelShape;
+use sieve_core::model::Attention;
+use sieve_core::recipe::{AttentionKind, StartingSize};
+use sieve_kernels::{
+    AttentionShape, KernelFamily, KeySource, best_family, cublaslt_version, nccl_version, probe,
+};
+use sieve_plan::gpu_attention_gap;
+use sieve_train::MemoryProbe;
+use std::path::Path;
+
+/// Commit that the program was built from, by build.rs.
+pub(crate) const COMMIT: &str = env!("SIEVE_COMMIT");
+/// Head widths of the table.
+const WIDTHS: [usize; 7] = [16, 32, 64, 96, 128, 192, 256];
+
+/// Arguments of `sieve info`.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct InfoArgs {
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Everything that is found, in words.
+#[derive(Serialize)]
+struct Info {
+    version: &'static str,
+    commit: &'static str,
+    target: String,
+    threads: usize,
+    memory_bytes: u64,
+    free_memory_bytes: u64,
+    /// Why no GPU is used; absent where one is.
+    no_gpu: Option<String>,
+    driver: Option<String>,
+    nvrtc: Option<String>,
+    cuda_headers: Option<String>,
+    cublaslt: Option<String>,
+    nccl: Option<String>,
+    gpus: Vec<Gpu>,
+    kernel_cache: String,
+    num_compiled: u64,
+    num_recipes: usize,
+    /// For each kind of attention the path of each head width of `widths`.
+    widths: [usize; WIDTHS.len()],
+    paths: Vec<(&'static str, Vec<&'static str>)>,
+}
+
+#[derive(Serialize)]
+struct Gpu {
+    name: String,
+    arch: String,
+    memory_bytes: u64,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: InfoArgs) -> Result<()> {
+    let info = Info::new();
+    terminal::line(&match args.json {
+        true => serde_json::to_string_pretty(&info)?,
+        false => info.text(),
+    });
+    Ok(())
+}
+
+impl Info {
+    fn new() -> Self {
+        let report = probe();
+        let (no_gpu, report) = match report {
+            Ok(report) => (None, Some(report)),
+            Err(error) => (Some(error.to_string().replace("\n  ", "; ")), None),
+        };
+        let gpus = report.iter().flat_map(|report| &report.devices);
+        let gpus = gpus.map(|gpu| Gpu {
+            name: gpu.name.clone(),
+            arch: gpu.arch(),
+            memory_bytes: gpu.total_memory_bytes,
+        });
+        let is_hopper = report.as_ref().and_then(|report| report.devices.first());
+        let is_hopper = is_hopper.map(|gpu| (gpu.major, gpu.minor) == (9, 0));
+        let (_, memory_bytes) = MemoryProbe::Process.read();
+        let cache = cache_root();
+        Self {
+            version: env!("CARGO_PKG_VERSION"),
+            commit: COMMIT,
+            target: format!("{} {}", std::env::consts::ARCH, std::env::consts::OS),
+            threads: num_threads(),
+            memory_bytes,
+            free_memory_bytes: MemoryProbe::Process.available(),
+            no_gpu,
+            driver: report.as_ref().map(|report| report.driver.to_string()),
+            nvrtc: report.as_ref().map(|report| report.nvrtc.to_string()),
+            cuda_headers: report
+                .as_ref()
+                .map(|report| report.include_folder.display().to_string()),
+            cublaslt: cublaslt_version(),
+            nccl: nccl_version(),
+            gpus: gpus.collect(),
+            num_compiled: cache.as_deref().map_or(0, num_files),
+            kernel_cache: match cache {
+                Ok(path) => path.display().to_string(),
+                Err(error) => error.to_string(),
+            },
+            num_recipes: shipped::recipe_names().count(),
+            widths: WIDTHS,
+            paths: paths(is_hopper),
+        }
+    }
+
+    fn text(&self) -> String {
+        let found = |version: &Option<String>| version.clone().unwrap_or("not found".to_owned());
+        let mut lines = vec![
+            format!(
+                "sieve       {} (commit {}, {})",
+                self.version, self.commit, self.target
+            ),
+            format!(
+                "CPU         {} threads, {} of memory, {} free",
+                self.threads,
+                terminal::gib(self.memory_bytes),
+                terminal::gib(self.free_memory_bytes)
+            ),
+        ];
+        if let Some(reason) = &self.no_gpu {
+            lines.push(format!("GPU         none is used: {reason}"));
+        }
+        for (index, gpu) in self.gpus.iter().enumerate() {
+            let memory = terminal::gib(gpu.memory_bytes);
+            lines.push(format!(
+                "cuda:{index:<6} {}, {}, {memory}",
+                gpu.name, gpu.arch
+            ));
+        }
+        if self.no_gpu.is_none() {
+            lines.push(format!("driver      CUDA {}", found(&self.driver)));
+            let headers = found(&self.cuda_headers);
+            lines.push(format!(
+                "NVRTC       {}, headers in {headers}",
+                found(&self.nvrtc)
+            ));
+        }
+        lines.push(format!("cuBLASLt    {}", found(&self.cublaslt)));
+        lines.push(format!("NCCL        {}", found(&self.nccl)));
+        lines.push(format!(
+            "kernels     {} compiled in {}",
+            terminal::thousands(self.num_compiled),
+            self.kernel_cache
+        ));
+        lines.push(format!(
+            "recipes     {} inside the program",
+            self.num_recipes
+        ));
+        let place = match self.gpus.first() {
+            Some(gpu) => format!("on cuda:0, {}", gpu.name),
+            None => "on the CPU".to_owned(),
+        };
+        lines.push(format!("\nattention by kind and head width, {place}"));
+        let head = self.widths.map(|width| format!("{width:>10}"));
+        lines.push(format!("{:<6}{}", "", head.concat()));
+        for (kind, paths) in &self.paths {
+            let cells = paths.iter().map(|path| format!("{path:>10}"));
+            lines.push(format!("{kind:<6}{}", cells.collect::<String>()));
+        }
+        lines.push(match self.gpus.is_empty() {
+            true => "cpu: own kernels in f32, any even width".to_owned(),
+            false => "hopper, portable: kernels in bf16; reference: n x n scores, so --device auto takes the CPU".to_owned(),
+        });
+        lines.join("\n")
+    }
+}
+
+/// The path of each kind and width: on a GPU that is Hopper or not, or on the CPU.
+fn paths(is_hopper: Option<bool>) -> Vec<(&'static str, Vec<&'static str>)> {
+    let kinds = AttentionKind::ALL.into_iter();
+    kinds
+        .filter_map(|kind| {
+            let recipe = StartingSize::ALL[0]
+                .recipe(kind, &["text".to_owned()], &[])
+                .ok()?;
+            let shape = recipe.model_shape(1024).ok()?;
+            let path = |width| match is_hopper {
+                None => "cpu",
+                Some(is_hopper) => gpu_path(&of_width(&shape, width), is_hopper),
+            };
+            Some((kind.name(), WIDTHS.into_iter().map(path).collect()))
+        })
+        .collect()
+}
+
+/// The same model with heads of another width; of a latent model half as much is rotated besides.
+fn of_width(shape: &ModelShape, width: usize) -> ModelShape {
+    let attention = match shape.attention {
+        Attention::Mla(mla) => Attention::Mla(sieve_core::MlaShape {
+            qk_rope_head_dim: width / 2,
+            ..mla
+        }),
+        other => other,
+    };
+    ModelShape {
+        head_dim: width,
+        attention,
+        ..shape.clone()
+    }
+}
+
+fn gpu_path(shape: &ModelShape, is_hopper: bool) -> &'static str {
+    if gpu_attention_gap(shape).is_some() {
+        return "reference";
+    }
+    let (source, width) = match shape.attention {
+        Attention::Dma(_) | Attention::Nsa(_) => (KeySource::Gathered, shape.head_dim),
+        Attention::Mla(mla) => (KeySource::Dense, shape.head_dim + mla.qk_rope_head_dim),
+        Attention::Mha | Attention::Swa { .. } => (KeySource::Dense, shape.head_dim),
+    };
+    let call = AttentionShape {
+        batch: 1,
+        seq_len: shape.max_seq_len,
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        head_dim: width,
+        head_dim_v: shape.head_dim,
+    };
+    match best_family(&call, source, is_hopper) {
+        KernelFamily::Hopper => "hopper",
+        KernelFamily::Portable => "portable",
+    }
+}
+
+/// Files at and below a folder.
+fn num_files(folder: &Path) -> u64 {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries
+        .map(|entry| match entry.file_type() {
+            Ok(kind) if kind.is_dir() => num_files(&entry.path()),
+            Ok(_)
+                if entry
+                    .path()
+                    .extension()
+                    .is_some_and(|ending| ending == "cubin") =>
+            {
+                1
+            }
+            _ => 0,
+        })
+        .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_has_a_path_for_each_width() {
+        for (is_hopper, at_128) in [
+            (None, ["cpu"; 5]),
+            (Some(false), ["portable"; 5]),
+            (Some(true), ["hopper"; 5]),
+        ] {
+            let paths = paths(is_hopper);
+            assert_eq!(paths.len(), 5);
+            let found = paths.iter().map(|(_, paths)| paths[4]).collect::<Vec<_>>();
+            assert_eq!(found, at_128, "{is_hopper:?}");
+        }
+        let portable = paths(Some(true));
+        let of = |kind: &str| {
+            &portable
+                .iter()
+                .find(|(name, _)| *name == kind)
+                .expect("there")
+                .1
+        };
+        assert_eq!(of("nsa")[1], "reference");
+        assert_eq!(of("dma")[3], "portable");
+    }
+}

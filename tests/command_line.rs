@@ -1,0 +1,313 @@
+//! What holds for every command: how much is printed, where to, and what the program says of itself.
+use crate::tiny_run::{TinyRun, refused, succeed, text};
+use std::fs;
+use std::io::Write;
+use std::process::{Command, Stdio};
+
+fn stdout(command: &mut Command) -> String {
+    let output = command.output().expect("the program starts");
+    assert!(output.status.success(), "{}", text(&output));
+    String::from_utf8(output.stdout).expect("UTF-8")
+}
+
+#[test]
+fn quiet_leaves_results_and_verbose_adds_numbers() {
+    let tiny = TinyRun::dma();
+    let short = "--set training.steps=8";
+    let printed = succeed(&mut tiny.train("quiet", &format!("-q {short}")));
+    assert!(
+        printed.contains("bits per byte") && !printed.contains("step:"),
+        "{printed}"
+    );
+    assert!(!printed.contains("next:"), "{printed}");
+    // The run's own log has all of it.
+    let log = fs::read_to_string(tiny.path("quiet/log")).expect("a log");
+    assert!(log.contains("step:") && log.contains("next:"), "{log}");
+    let printed = succeed(&mut tiny.train("verbose", &format!("-v {short} --log-file all.txt")));
+    assert!(
+        printed.contains("density: ") && printed.contains("device: the CPU"),
+        "{printed}"
+    );
+    let kept = fs::read_to_string(tiny.path("all.txt")).expect("a log");
+    for line in printed.lines() {
+        assert!(kept.contains(line), "{line} is not in {kept}");
+    }
+    // Appended to, by errors too.
+    refused(
+        &mut tiny.train("quiet", "--log-file all.txt"),
+        &["already holds a run"],
+    );
+    let more = fs::read_to_string(tiny.path("all.txt")).expect("a log");
+    assert!(
+        more.starts_with(&kept) && more.contains("error: quiet already holds a run"),
+        "{more}"
+    );
+    refused(
+        &mut tiny.train("new", "--log-file no/such/file"),
+        &["--log-file", "no/such/file"],
+    );
+    refused(&mut tiny.train("new", "-q -v"), &["--quiet"]);
+}
+
+#[test]
+fn the_program_says_what_it_is() {
+    let tiny = TinyRun::dma();
+    let info = stdout(&mut tiny.sieve("info"));
+    for word in [
+        "sieve ",
+        "commit ",
+        "CPU ",
+        "GPU",
+        "cuBLASLt",
+        "NCCL",
+        "kernels",
+        "attention by kind",
+        "dma ",
+    ] {
+        assert!(
+            info.contains(word) || word == "GPU",
+            "no {word:?} in {info}"
+        );
+    }
+    let json: serde_json::Value =
+        serde_json::from_str(&stdout(&mut tiny.sieve("info --json"))).expect("JSON");
+    assert_eq!(json["paths"].as_array().expect("a list").len(), 5);
+    assert!(json["threads"].as_u64().expect("a number") > 0, "{json}");
+    let version = stdout(&mut tiny.sieve("--version"));
+    let commit = json["commit"].as_str().expect("a commit");
+    assert_eq!(
+        version.trim(),
+        format!("sieve {} ({commit})", env!("CARGO_PKG_VERSION"))
+    );
+    for shell in ["bash", "zsh", "fish"] {
+        let script = stdout(&mut tiny.sieve(&format!("completions {shell}")));
+        assert!(
+            script.contains("recipe-validation") && script.contains("tokenizer"),
+            "{shell}"
+        );
+    }
+    succeed(&mut tiny.sieve("man --out pages"));
+    let page = fs::read_to_string(tiny.path("pages/sieve-train.1")).expect("a page");
+    assert!(page.contains("branch") && page.contains(".TH"), "{page}");
+}
+
+#[test]
+fn the_page_of_the_command_line_names_every_variable() {
+    let page = include_str!("../docs/command-line.md");
+    let sources = concat!(env!("CARGO_MANIFEST_DIR"), "/../crates");
+    let mut open = vec![std::path::PathBuf::from(sources)];
+    let mut found = Vec::new();
+    while let Some(path) = open.pop() {
+        if path.is_dir() {
+            open.extend(
+                fs::read_dir(&path)
+                    .expect("readable")
+                    .map(|it| it.expect("readable").path()),
+            );
+        } else if path.extension().is_some_and(|ending| ending == "rs")
+            && !path.ends_with("build.rs")
+        {
+            let text = fs::read_to_string(&path).expect("readable");
+            for call in ["variable(\"", "env::var(\"", "env::var_os(\""] {
+                let names = text
+                    .split(call)
+                    .skip(1)
+                    .filter_map(|rest| rest.split('"').next());
+                found.extend(names.map(|name| (name.to_owned(), path.clone())));
+            }
+        }
+    }
+    assert!(
+        found.iter().any(|(name, _)| name == "HF_TOKEN"),
+        "{found:?}"
+    );
+    let own = ["SIEVE_TEST_", "CARGO", "PYTHON", "PATH", "OUT_DIR", "X"];
+    for (name, path) in found {
+        let is_of_builds = own.iter().any(|start| name.starts_with(start))
+            || path.to_string_lossy().contains("xtask");
+        assert!(
+            is_of_builds || page.contains(&format!("`{name}`")),
+            "{name}, read by {}, is not on docs/command-line.md",
+            path.display()
+        );
+    }
+    for code in ["| 0 |", "| 1 |", "| 2 |", "| 75 |", "| 130 |"] {
+        assert!(page.contains(code), "{code}");
+    }
+}
+
+#[test]
+fn generate_takes_files_samples_and_stops() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    tiny.trained("run", "--set training.steps=20");
+    let of_run = "generate --device cpu --checkpoint run --max-new-tokens 20 --temperature 1.5";
+    let direct = stdout(tiny.sieve(of_run).args(["--prompt", "the cat sees"]));
+    fs::write(tiny.path("prompt.txt"), "the cat sees").expect("writable");
+    assert_eq!(
+        stdout(&mut tiny.sieve(&format!("{of_run} --prompt-file prompt.txt"))),
+        direct
+    );
+    let mut piped = tiny.sieve(&format!("{of_run} --prompt -"));
+    let mut child = piped
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    child
+        .stdin
+        .take()
+        .expect("piped")
+        .write_all(b"the cat sees")
+        .expect("taken");
+    let output = child.wait_with_output().expect("it ends");
+    assert_eq!(String::from_utf8_lossy(&output.stdout), direct);
+
+    // Three samples are those of three seeds.
+    let three = stdout(
+        tiny.sieve(&format!("{of_run} --samples 3 --seed 4"))
+            .args(["--prompt", "the cat"]),
+    );
+    for seed in 4..7 {
+        let one = stdout(
+            tiny.sieve(&format!("{of_run} --seed {seed}"))
+                .args(["--prompt", "the cat"]),
+        );
+        assert!(
+            three.contains(&format!("seed {seed}\n{one}")),
+            "{one} is not in {three}"
+        );
+    }
+    // One likeliest token is greedy, whatever the temperature.
+    let greedy = stdout(
+        tiny.sieve(&of_run.replace("1.5", "0"))
+            .args(["--prompt", "the cat"]),
+    );
+    let top = stdout(
+        tiny.sieve(&format!("{of_run} --top-k 1"))
+            .args(["--prompt", "the cat"]),
+    );
+    assert_eq!(greedy, top);
+    let rest = greedy
+        .trim_end()
+        .strip_prefix("the cat")
+        .expect("the prompt first");
+    let middle = rest.chars().skip(6).take(3).collect::<String>();
+    let cut = stdout(
+        tiny.sieve(&format!("{of_run} --top-k 1"))
+            .args(["--prompt", "the cat", "--stop", &middle]),
+    );
+    let wanted = &rest[..rest.find(&middle).expect("in it")];
+    assert_eq!(cut, format!("the cat{wanted}\n"));
+
+    let json = stdout(
+        tiny.sieve(&format!("{of_run} --json --samples 2"))
+            .args(["--prompt", "the cat"]),
+    );
+    let lines = json
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).expect(line));
+    let lines = lines.collect::<Vec<_>>();
+    assert_eq!((lines.len(), &lines[1]["seed"]), (2, &1.into()));
+    assert!(
+        lines[0]["tokens_per_second"].as_f64().expect("a number") > 0.0,
+        "{json}"
+    );
+    // A short prompt leaves a selector nothing to leave out, and that is said.
+    let quest = tiny
+        .sieve(&format!("{of_run} --selector quest"))
+        .args(["--prompt", "the cat"])
+        .output()
+        .expect("the program starts");
+    let said = String::from_utf8_lossy(&quest.stderr);
+    assert!(
+        said.contains("warning: quest left nothing out") && said.contains(" a second;"),
+        "{said}"
+    );
+    for (more, words) in [
+        (
+            &["--prompt", "x", "--prompt-file", "prompt.txt"][..],
+            &["--prompt-file"][..],
+        ),
+        (&[], &["--prompt"]),
+        (&["--prompt-file", "nowhere.txt"], &["nowhere.txt"]),
+        (&["--prompt", "x", "--top-k", "0"], &["top-k"]),
+        (&["--prompt", "x", "--samples", "0"], &["--samples"]),
+    ] {
+        refused(tiny.sieve(of_run).args(more), words);
+    }
+    let negative = of_run.replace("1.5", "-1");
+    refused(
+        tiny.sieve(&negative).args(["--prompt", "x"]),
+        &["temperature", "0.8"],
+    );
+}
+
+#[test]
+fn exports_are_opened_as_checkpoints_are() {
+    for attention in [
+        "kind = \"mha\"",
+        "kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5",
+        "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 8",
+    ] {
+        let tiny = TinyRun::new(attention);
+        let heads = if attention.contains("mla") {
+            "--set model.num_key_value_heads=2"
+        } else {
+            ""
+        };
+        tiny.trained("run", &format!("--set training.steps=8 {heads}"));
+        succeed(&mut tiny.sieve("export --checkpoint run --out exported"));
+        let both = |command: &str| {
+            let of = |folder| {
+                stdout(&mut tiny.sieve(&format!("{command} --device cpu --checkpoint {folder}")))
+            };
+            (of("run"), of("exported"))
+        };
+        let (ours, theirs) = both("generate --prompt the --max-new-tokens 12");
+        assert_eq!(ours, theirs, "{attention}");
+        let (ours, theirs) = both("eval ppl --json --context 32 --data corpus/03.txt");
+        let loss = |text: &str| {
+            serde_json::from_str::<serde_json::Value>(text).expect(text)["nats"].clone()
+        };
+        assert_eq!(loss(&ours), loss(&theirs), "{attention}");
+        refused(
+            &mut tiny.sieve("export --checkpoint exported --out again"),
+            &["exported"],
+        );
+        fs::write(tiny.path("exported/config.json"), "{}").expect("writable");
+        refused(
+            &mut tiny.sieve("generate --prompt the --checkpoint exported"),
+            &["config.json"],
+        );
+    }
+}
+
+#[test]
+fn an_import_writes_a_recipe_that_trains() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    tiny.trained("run", "--set training.steps=8");
+    succeed(&mut tiny.sieve("export --checkpoint run --out exported"));
+    let printed = succeed(&mut tiny.sieve("import --from exported --out in --attention dma --set attention.keep_window_size=8 --data corpus"));
+    let train = printed
+        .lines()
+        .find(|line| line.contains(" train "))
+        .expect("a line");
+    let (_, train) = train.split_once(" train ").expect("it trains");
+    let said = succeed(&mut tiny.sieve(&format!("train {train} --device cpu --stop-after 2")));
+    assert!(said.contains("stopped at step 2 of 1000"), "{said}");
+    let recipe = fs::read_to_string(tiny.path("in/recipe.toml")).expect("written");
+    assert!(
+        recipe.contains("keep_window_size = 8") && recipe.contains("# Highest learning rate."),
+        "{recipe}"
+    );
+    // Without text there is a recipe all the same, and what to do with it.
+    let printed = succeed(&mut tiny.sieve("import --from exported --out dense"));
+    assert!(
+        printed.contains("put your text into dense/recipe.toml"),
+        "{printed}"
+    );
+    tiny.refuse(
+        &mut tiny.sieve("import --from nowhere --out x"),
+        &["there is no folder nowhere", "--local-dir"],
+    );
+}

@@ -1,0 +1,178 @@
+//! The lines that commands print under `next:` are typed as they are.
+use crate::python;
+use crate::tiny_run::{TinyRun, refused, succeed};
+use std::fs;
+use std::process::{Command, Stdio};
+
+/// The commands under `next:` in what a program printed.
+fn lines(printed: &str) -> Vec<String> {
+    let (_, next) = printed
+        .split_once("next:\n")
+        .unwrap_or_else(|| panic!("no next: in {printed}"));
+    let lines = next.lines().take_while(|line| line.starts_with("  "));
+    let lines = lines.map(|line| line.trim().to_owned()).collect::<Vec<_>>();
+    assert!(!lines.is_empty(), "{printed}");
+    lines
+}
+
+/// Types a line into a shell in the run's folder.
+fn typed(tiny: &TinyRun, line: &str) -> String {
+    let mut shell = Command::new("/bin/sh");
+    shell
+        .args(["-c", line])
+        .current_dir(tiny.path(""))
+        .env("RAYON_NUM_THREADS", "2")
+        .stdin(Stdio::null());
+    succeed(&mut shell)
+}
+
+/// Types every line that `printed` suggests, and every line that those suggest; a line of Python where it can be run.
+fn follow(tiny: &TinyRun, printed: &str) -> Vec<String> {
+    let mut open = lines(printed);
+    let mut done = Vec::new();
+    while let Some(line) = open.pop() {
+        if line.starts_with("python3 ") {
+            if python::interpreter("next_lines", "import torch, transformers").is_none() {
+                continue;
+            }
+        }
+        let printed = typed(tiny, &line);
+        if printed.contains("next:\n") {
+            let more = lines(&printed).into_iter();
+            open.extend(more.filter(|line| !done.contains(line)));
+        }
+        done.push(line);
+    }
+    done
+}
+
+#[test]
+fn a_run_on_text_suggests_what_works_there() {
+    for attention in [
+        "kind = \"mha\"",
+        "kind = \"nsa\"\ncompress_block_size = 8\ncompress_stride = 4\n\
+                      compress = \"mean\"\nselect_block_size = 8\nnum_selected_blocks = 3\nwindow_size = 8",
+    ] {
+        let tiny = TinyRun::new(attention);
+        // With a blank and a quote, as people's folders are called.
+        let folder = "it's my run";
+        let mut renamed =
+            tiny.sieve("train --recipe tiny.toml --device cpu --set training.steps=4 --out");
+        let printed = succeed(renamed.arg(folder));
+        let done = follow(&tiny, &printed);
+        let prompt = done
+            .iter()
+            .find(|line| line.contains("generate"))
+            .expect("one");
+        // Words of the held-out text, which the recipe names none of.
+        assert!(!prompt.contains("fn main"), "{prompt}");
+        for word in [
+            "generate --prompt ",
+            "eval ppl --recipe-validation",
+            "export ",
+        ] {
+            assert!(
+                done.iter().any(|line| line.contains(word)),
+                "no {word:?} in {done:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_synthetic_run_suggests_its_task() {
+    let tiny = TinyRun::dma();
+    let mqar = "--set tokenizer.numbers=64 --set data.format=mqar --set data.paths=[] --set training.steps=4 --set \
+                data.mqar={vocab_size=64,seq_lens=[16],num_pairs=[2],num_samples=[500],num_test_samples=20}";
+    let printed = succeed(&mut tiny.train("run", mqar));
+    let done = follow(&tiny, &printed);
+    assert!(
+        done.iter().any(|line| line.contains("eval mqar")),
+        "{done:?}"
+    );
+    assert!(
+        !done
+            .iter()
+            .any(|line| line.contains("generate") || line.contains("ppl")),
+        "{done:?}"
+    );
+}
+
+#[test]
+fn a_new_recipe_on_one_text_trains() {
+    let tiny = TinyRun::dma();
+    let text = (0..60).map(|n| fs::read_to_string(tiny.path(&format!("corpus/{n:02}.txt"))));
+    let text = text.collect::<Result<String, _>>().expect("a corpus");
+    fs::write(tiny.path("my text.txt"), text).expect("writable");
+    let smaller =
+        "--set training.steps=4 --set tokenizer.train.vocab_size=280 --set validation.steps=1";
+    for kind in ["mha", "swa", "dma", "mla", "nsa"] {
+        let new = format!("recipe new --kind {kind} --out {kind}.toml {smaller} --data");
+        let printed = succeed(tiny.sieve(&new).arg("my text.txt"));
+        // The plan, the training, and what the training suggests.
+        let done = follow(&tiny, &printed);
+        assert!(
+            done.iter().any(|line| line.contains("generate --prompt ")),
+            "{done:?}"
+        );
+        let log = fs::read_to_string(tiny.path(&format!("out/{kind}/log"))).expect("a log");
+        assert!(log.contains("sample:\n"), "{log}");
+        let written = fs::read_to_string(tiny.path(&format!("{kind}.toml"))).expect("written");
+        assert!(written.contains("prompts = [\""), "{written}");
+    }
+    tiny.refuse(
+        &mut tiny.sieve("recipe new --out dma.toml"),
+        &["dma.toml is there already", "--out"],
+    );
+    tiny.refuse(
+        &mut tiny.sieve("recipe new --set training.stepz=3"),
+        &["training.stepz", "did you mean steps?"],
+    );
+    for wrong in [
+        "recipe new --size 2b",
+        "recipe new --kind gla",
+        "recipe show nothing",
+        "recipe nw",
+    ] {
+        refused(
+            &mut tiny.sieve(wrong),
+            &[wrong.rsplit(' ').next().expect("a word")],
+        );
+    }
+}
+
+#[test]
+fn recipes_of_every_size_and_kind_are_planned() {
+    let tiny = TinyRun::dma();
+    for size in ["10m", "30m", "80m", "1p7b"] {
+        for kind in ["mha", "swa", "dma", "mla", "nsa"] {
+            let name = format!("{kind}_{size}.toml");
+            let new = format!("recipe new --size {size} --kind {kind} --data corpus --out {name}");
+            let printed = succeed(&mut tiny.sieve(&new));
+            assert!(
+                lines(&printed)[1].ends_with(&format!("train --recipe {name}")),
+                "{printed}"
+            );
+            let planned = succeed(&mut tiny.sieve(&format!("plan --recipe {name} --gpu h200")));
+            assert!(planned.contains(&format!("attention {kind}")), "{planned}");
+        }
+    }
+}
+
+#[test]
+fn recipes_are_shown_as_written_and_explained() {
+    let tiny = TinyRun::dma();
+    let all = succeed(&mut tiny.sieve("recipe show"));
+    assert!(
+        all.contains("quickstart.toml") && all.contains("mqar_dma.toml"),
+        "{all}"
+    );
+    let text = succeed(&mut tiny.sieve("recipe show quickstart"));
+    assert_eq!(text, include_str!("../recipes/quickstart.toml"));
+    let explained = succeed(&mut tiny.sieve("recipe show tiny --all --set optimizer.lr=7e-4"));
+    for line in ["lr = 0.0007", "# Highest learning rate.", "# beta1 = 0.9"] {
+        assert!(explained.contains(line), "no {line:?} in {explained}");
+    }
+    fs::write(tiny.path("again.toml"), explained).expect("writable");
+    succeed(&mut tiny.sieve("plan --recipe again"));
+}
