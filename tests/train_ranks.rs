@@ -65,7 +65,7 @@ fn two_processes_end_with_the_weights_of_one_to_the_last_bit() {
         assert_eq!(said[0], said[1], "{command}");
     };
     same("eval ppl --checkpoint RUN --data corpus/00.txt --device cpu");
-    same("generate --checkpoint RUN --prompt the --max-new-tokens 8 --device cpu");
+    same("generate -q --checkpoint RUN --prompt the --max-new-tokens 8 --device cpu");
     same("export --checkpoint RUN --out hf-RUN");
     let exported = ["of-1", "of-2"].map(|run| {
         let file = tiny.path(&format!("hf-{run}/model.safetensors"));

@@ -407,8 +407,30 @@ fn statement_end(text: &str) -> Option<(&str, &str)> {
     None
 }
 
+/// C joins string literals with only white space between them.
+fn with_joined_strings(text: &str) -> String {
+    let mut joined = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once('"') {
+        let Some((mut literal, mut after)) = after.split_once('"') else {
+            break;
+        };
+        joined.push_str(before);
+        joined.push('"');
+        joined.push_str(literal);
+        while let Some(next) = after.trim_start().strip_prefix('"') {
+            (literal, after) = next.split_once('"').unwrap_or((next, ""));
+            joined.push_str(literal);
+        }
+        joined.push('"');
+        rest = after;
+    }
+    joined + rest
+}
+
 /// The call that stands for an asm statement: `"opcode %0, [%1], 16;" : outputs : inputs : clobbers`.
 fn call_of(statement: &str) -> String {
+    let statement = &*with_joined_strings(statement);
     let mut quotes = statement.split('"');
     let template = quotes.nth(1).unwrap_or_default();
     let operands =
@@ -488,6 +510,10 @@ mod tests {
                 "ptx_cp_async_commit_group();",
             ),
             ("asm volatile(\"\" : \"+r\"(address));", ";"),
+            (
+                "asm(\"st.shared.b32 \"\n  \"[%0], %1;\" ::\"r\"(a), \"r\"(b));",
+                "ptx_st_shared_b32(a, b);",
+            ),
             (
                 "asm volatile(\"{\\n.reg .pred same;\\nsetp.eq.u32 same, %1, 0;\\n@same red.shared.add.u32 [%0], 1;\\n}\" ::\"r\"(a), \"r\"(b));",
                 "ptx_block_red_shared_add_u32(a, b);",

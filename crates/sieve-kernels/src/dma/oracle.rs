@@ -55,7 +55,7 @@ pub fn tile_window(list: &KeyList, first_query: usize, last_query: usize) -> [i3
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dma_lists::tests::expire_of_one_document;
+    use crate::dma::lists::tests::expire_of_one_document;
 
     #[test]
     fn a_tile_window_holds_every_active_key_of_its_queries() {

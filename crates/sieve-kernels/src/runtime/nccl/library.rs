@@ -80,8 +80,8 @@ impl Nccl {
         for name in names {
             // SAFETY: NCCL's initialisers run, as in every program that links it.
             match unsafe { Library::new(*name) } {
-                Ok(library) => return Self::of(library).map_err(|e| format!("{name}: {e}")),
-                Err(error) => reasons.push(error.to_string()),
+                Ok(library) => return Self::of(library).map_err(|error| format!("{name}: {}", told(&error))),
+                Err(error) => reasons.push(told(&error)),
             }
         }
         Err(reasons.join("; "))
@@ -132,6 +132,14 @@ impl Nccl {
                 "{reason}\n  hint: NCCL_DEBUG=INFO says more; NCCL_SOCKET_IFNAME names the network between hosts"
             ))
         })
+    }
+}
+
+/// The error with what the system said of it.
+fn told(error: &libloading::Error) -> String {
+    match std::error::Error::source(error) {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
     }
 }
 
