@@ -1,5 +1,5 @@
 //! What a person reads where several processes cannot train together, or one of them is lost.
-use crate::tiny_run::{TinyRun, refused, text, wait_until};
+use crate::tiny_run::{TinyRun, refused, signal, succeed, text, wait_until};
 use crate::train_ranks::{UNTIED, started};
 use std::fs;
 use std::net::TcpListener;
@@ -14,15 +14,15 @@ const LONG: &str = "--set training.steps=1000000 --set checkpoint.interval=10000
 fn ranks_of(launcher: &Child) -> Vec<u32> {
     let id = launcher.id();
     let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).expect("Linux");
+    // One that has just ended has no environment any more.
     let mut found = children
         .split_whitespace()
-        .map(|id| {
-            let environment = fs::read(format!("/proc/{id}/environ")).expect("a child");
+        .filter_map(|id| {
+            let environment = fs::read(format!("/proc/{id}/environ")).ok()?;
             let environment = String::from_utf8_lossy(&environment).into_owned();
             let mut variables = environment.split('\0');
-            let rank = variables.find_map(|variable| variable.strip_prefix("RANK="));
-            let rank: usize = rank.and_then(|rank| rank.parse().ok()).expect("a rank");
-            (rank, id.parse().expect("a number"))
+            let rank = variables.find_map(|variable| variable.strip_prefix("RANK="))?;
+            Some((rank.parse().ok()?, id.parse().ok()?))
         })
         .collect::<Vec<(usize, u32)>>();
     found.sort_unstable();
@@ -57,7 +57,7 @@ fn a_rank_that_is_killed_ends_the_job_with_one_plain_line() {
             "{:?}",
             since.elapsed()
         );
-        assert_eq!(output.status.code(), Some(1), "{}", text(&output));
+        assert_eq!(output.status.code(), Some(75), "{}", text(&output));
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         let lines = said.lines().collect::<Vec<_>>();
         let [line, hint] = lines[..] else {
@@ -97,7 +97,7 @@ fn without_a_launcher_a_lost_rank_is_named_by_another() {
         kill(lost_child.id());
         let output = left.wait_with_output().expect("it ends");
         lost_child.wait_with_output().expect("it ended");
-        assert_eq!(output.status.code(), Some(1), "{}", text(&output));
+        assert_eq!(output.status.code(), Some(75), "{}", text(&output));
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(
             said.contains(&format!("error: rank {lost} (")) && said.contains("ended"),
@@ -249,4 +249,123 @@ fn an_error_of_one_rank_alone_is_told_with_its_number() {
     let second = rank(1, "cuda").spawn().expect("the program starts");
     refuses_once(&mut rank(0, "cpu"), &["rank 1 (", "CUDA"]);
     assert_eq!(text(&second.wait_with_output().expect("it ends")), "");
+}
+
+#[test]
+fn a_rank_that_stands_still_ends_the_job_with_one_plain_line() {
+    let tiny = TinyRun::dma();
+    for rank in [0, 1] {
+        let out = format!("still-{rank}");
+        let more = format!("{LONG} --patience 3");
+        let child = started(&mut tiny.launch(2, &out, &more), 3);
+        let ranks = ranks_of(&child);
+        let id = ranks[rank].to_string();
+        let stopped = Command::new("kill").args(["-s", "STOP", &id]).status();
+        assert!(stopped.expect("kill starts").success());
+        let since = Instant::now();
+        let output = child.wait_with_output().expect("it ends");
+        assert!(
+            since.elapsed() < Duration::from_secs(20),
+            "{:?}",
+            since.elapsed()
+        );
+        assert_eq!(output.status.code(), Some(75), "{}", text(&output));
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let lines = said.lines().collect::<Vec<_>>();
+        // What rank 1 says carries its number.
+        assert!(lines.len() == 2 && lines[1].contains("--resume"), "{said}");
+        let words = format!("error: no sign of rank {rank} (");
+        assert!(
+            lines[0].contains(&words) && lines[0].contains(&id),
+            "{said}"
+        );
+        assert!(!ranks.into_iter().any(is_there));
+    }
+}
+
+#[test]
+fn a_lost_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been() {
+    let tiny = TinyRun::dma();
+    tiny.trained("reference", UNTIED);
+    let mut command = tiny.sieve(&format!(
+        "launch --nproc 2 --max-restarts 1 -- train --recipe tiny.toml --device cpu --out run {UNTIED}"
+    ));
+    let child = started(&mut command, 14);
+    kill(ranks_of(&child)[1]);
+    let output = child.wait_with_output().expect("it ends");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("start 1 of 1 after a lost process"), "{said}");
+    tiny.assert_same_end("run", "reference");
+    // The restarts are used up.
+    let mut command = tiny.sieve(&format!(
+        "launch --nproc 2 --max-restarts 1 -- train --recipe tiny.toml --device cpu --out other {LONG}"
+    ));
+    let child = started(&mut command, 3);
+    kill(ranks_of(&child)[0]);
+    wait_until("the second start", || ranks_of(&child).len() == 2);
+    // Asked to stop, it does not start again.
+    let log = tiny.path("other/log");
+    wait_until("its first step", || {
+        fs::read_to_string(&log).is_ok_and(|log| log.matches("step:     3 ").count() == 2)
+    });
+    signal(&child, "TERM");
+    let output = child.wait_with_output().expect("it ends");
+    assert_eq!(output.status.code(), Some(75), "{}", text(&output));
+}
+
+#[test]
+fn resume_auto_begins_a_run_and_goes_on_with_it() {
+    let tiny = TinyRun::dma();
+    let auto = "--resume=auto --set training.steps=8";
+    for (nproc, more) in [(1, auto.to_owned()), (2, auto.replace("=8", "=12"))] {
+        let mut command = match nproc {
+            1 => tiny.train("run", &more),
+            _ => tiny.launch(nproc, "run", &more),
+        };
+        succeed(&mut command);
+    }
+    assert_eq!(tiny.metrics("run", "step").into_keys().last(), Some(12));
+    // Where there is a run, it goes on; where there is none, it begins as the other flag says.
+    let other = "--resume=auto --branch-from run --set training.steps=16";
+    succeed(&mut tiny.train("other", other));
+    assert_eq!(tiny.metrics("other", "step").into_keys().next(), Some(13));
+    succeed(&mut tiny.train("other", &other.replace("=16", "=18")));
+    let both = tiny.train("other", "--resume --branch-from run").output();
+    assert_eq!(both.expect("it starts").status.code(), Some(2));
+}
+
+#[test]
+fn two_launchers_are_one_job_of_two_hosts() {
+    let tiny = TinyRun::dma();
+    tiny.trained("reference", UNTIED);
+    let master = format!("127.0.0.1:{}", free_port());
+    let host = |rank: usize| {
+        let mut command = tiny.sieve(&format!(
+            "launch --nproc 1 --nnodes 2 --node-rank {rank} --master {master} -- train --recipe tiny.toml --device cpu --out run {UNTIED}"
+        ));
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().expect("the program starts")
+    };
+    let hosts = [host(1), host(0)];
+    for host in hosts {
+        let output = host.wait_with_output().expect("it ends");
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output));
+    }
+    tiny.assert_same_end("run", "reference");
+    for (words, what) in [
+        ("--nnodes 2 --node-rank 0", "--master"),
+        ("--nnodes 2 --master a:1", "--node-rank"),
+        ("--nnodes 2 --node-rank 2 --master a:1", "no host of 2"),
+        ("--nnodes 2 --node-rank 0 --master a:b", "no port"),
+        (
+            "--nnodes 2 --node-rank 0 --master a:1 --max-restarts 1",
+            "one host",
+        ),
+    ] {
+        let mut command = tiny.sieve(&format!(
+            "launch --nproc 1 {words} -- train --recipe tiny.toml"
+        ));
+        refuses_once(&mut command, &[what]);
+    }
 }

@@ -44,6 +44,11 @@ impl RunFolder {
         Ok(folder)
     }
 
+    /// Whether a run has begun in the folder `path`.
+    pub fn holds_run(path: &Path) -> bool {
+        path.join("config.toml").is_file()
+    }
+
     /// The folder of a run that another process has opened and writes: rank 0 of the same group.
     pub fn of_group(path: &Path, checkpoint_folder: &str) -> Self {
         Self {

@@ -1,13 +1,15 @@
 //! How the program ends, as a number for scripts and job queues; docs/command-line.md lists them.
 use std::process::ExitCode;
 
-/// What an exit code says. 2, a command line that cannot be read, is clap's own.
+/// What an exit code says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Exit {
     /// What was asked for is done.
     Done = 0,
     /// An error, which was printed.
     Failed = 1,
+    /// A command line that cannot be read; clap's own.
+    Usage = 2,
     /// A signal ended a run before its last step, with a checkpoint: `--resume` goes on.
     StoppedEarly = 75,
     /// A signal ended the process before it could keep anything, or a second one came; as shells report SIGINT.

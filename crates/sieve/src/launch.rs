@@ -1,8 +1,9 @@
-//! `sieve launch`: several processes of this program on this host, which train together.
+//! `sieve launch`: several processes of this program on this host, which train together, alone or with those of other
+//! hosts.
 use crate::exit::Exit;
 use crate::interrupt::respect_nohup;
 use crate::terminal;
-use crate::train::LAUNCHED;
+use crate::train::{LAUNCHED, variable};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::io::{BufRead, BufReader};
@@ -16,6 +17,13 @@ use std::time::{Duration, Instant};
 const POLL: Duration = Duration::from_millis(20);
 /// After one has failed, the others have so long to end by themselves: they notice it, and tell what they know.
 const FAREWELL: Duration = Duration::from_secs(15);
+/// Where all others have ended because of one rank, it has so long to end itself.
+const LAST_FAREWELL: Duration = Duration::from_secs(3);
+const STOPPED_EARLY: i32 = Exit::StoppedEarly.code();
+const INTERRUPTED: i32 = Exit::Interrupted.code();
+const USAGE: i32 = Exit::Usage.code();
+/// Port of rank 0 where several hosts take part and none is named.
+const DEFAULT_PORT: u16 = 29_500;
 
 /// Arguments of `sieve launch`.
 #[derive(Args, Debug)]
@@ -24,8 +32,21 @@ pub(crate) struct LaunchArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     nproc: u16,
     /// Port on which rank 0 listens; a free one when absent
-    #[arg(long)]
+    #[arg(long, conflicts_with = "master")]
     port: Option<u16>,
+    /// Hosts that take part, each with a sieve launch of its own; PET_NNODES or 1 when absent
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    nnodes: Option<u16>,
+    /// Which of them this is, from 0; PET_NODE_RANK or JOB_COMPLETION_INDEX when absent
+    #[arg(long, value_name = "R")]
+    node_rank: Option<u16>,
+    /// Where rank 0 of several hosts listens; PET_MASTER_ADDR and PET_MASTER_PORT when absent, port 29500 when none is
+    /// named
+    #[arg(long, value_name = "HOST[:PORT]")]
+    master: Option<String>,
+    /// How often the processes are started again, with --resume=auto, after one of them was lost; on one host
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    max_restarts: u32,
     /// What each of them runs: train and its arguments
     #[arg(last = true, required = true, value_name = "train …")]
     pub(crate) command: Vec<String>,
@@ -37,6 +58,81 @@ struct Rank {
     status: Option<ExitStatus>,
 }
 
+/// Which processes of the job these are.
+struct Place {
+    nnodes: u16,
+    node_rank: u16,
+    host: String,
+    /// A free one when absent.
+    port: Option<u16>,
+    run_id: String,
+}
+
+impl Place {
+    fn of(args: &LaunchArgs) -> Result<Self> {
+        let nnodes = args.nnodes.or(number("PET_NNODES")?).unwrap_or(1).max(1);
+        if nnodes == 1 {
+            return Ok(Self {
+                nnodes,
+                node_rank: 0,
+                host: "127.0.0.1".to_owned(),
+                port: args.port,
+                run_id: format!("launch-{}", std::process::id()),
+            });
+        }
+        if args.max_restarts > 0 {
+            bail!(
+                "--max-restarts works on one host: nobody here starts the processes of the other {} again\n  hint: let the scheduler start all hosts again after exit code {STOPPED_EARLY}, with --resume=auto",
+                nnodes - 1
+            );
+        }
+        let node_rank = match args.node_rank.or(number("PET_NODE_RANK")?) {
+            Some(rank) => Some(rank),
+            None => number("JOB_COMPLETION_INDEX")?,
+        };
+        let node_rank = node_rank.with_context(|| {
+            format!("{nnodes} hosts take part, and nothing says which this is\n  hint: --node-rank, from 0")
+        })?;
+        if node_rank >= nnodes {
+            bail!("--node-rank {node_rank} is no host of {nnodes}, counted from 0");
+        }
+        let master = args.master.clone().or_else(|| variable("PET_MASTER_ADDR"));
+        let master = master.with_context(|| {
+            format!("{nnodes} hosts take part, and nothing says where rank 0 is\n  hint: --master HOST:PORT, the first host's name, the same for all")
+        })?;
+        let (host, port) = match master.rsplit_once(':') {
+            Some((host, port)) => {
+                let port = port.parse().ok();
+                (
+                    host.to_owned(),
+                    port.with_context(|| format!("--master {master}: no port"))?,
+                )
+            }
+            None => (
+                master.clone(),
+                number("PET_MASTER_PORT")?.unwrap_or(DEFAULT_PORT),
+            ),
+        };
+        Ok(Self {
+            nnodes,
+            node_rank,
+            run_id: format!("launch-{host}:{port}"),
+            host,
+            port: Some(port),
+        })
+    }
+}
+
+/// A variable's value as a number.
+fn number(name: &str) -> Result<Option<u16>> {
+    let value = variable(name).filter(|value| !value.is_empty());
+    let value = value.map(|value| {
+        let number = value.trim().parse();
+        number.with_context(|| format!("{name}={value} is no such number"))
+    });
+    value.transpose()
+}
+
 /// Runs the command.
 pub(crate) fn run(args: &LaunchArgs) -> Result<Exit> {
     if args.command[0] != "train" {
@@ -46,6 +142,7 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<Exit> {
             args.nproc
         );
     }
+    let place = Place::of(args)?;
     respect_nohup();
     let asked = Arc::new(AtomicUsize::new(0));
     let signals = asked.clone();
@@ -53,24 +150,50 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<Exit> {
         signals.fetch_add(1, Ordering::Relaxed);
     })
     .context("installing the signal handler")?;
-    let port = match args.port {
+    let mut command = args.command.clone();
+    let mut restarts = 0;
+    loop {
+        let exit = run_once(args, &place, &command, &asked)?;
+        let is_asked = asked.load(Ordering::Relaxed) > 0;
+        if exit != Exit::StoppedEarly || is_asked || restarts == args.max_restarts {
+            return Ok(exit);
+        }
+        restarts += 1;
+        terminal::note(&format!(
+            "start {restarts} of {} after a lost process, with --resume=auto",
+            args.max_restarts
+        ));
+        command.retain(|word| !word.starts_with("--resume=") && word != "--resume");
+        command.push("--resume=auto".to_owned());
+    }
+}
+
+/// Starts all processes, and waits for them. Returns how the job ended.
+fn run_once(
+    args: &LaunchArgs,
+    place: &Place,
+    command: &[String],
+    asked: &AtomicUsize,
+) -> Result<Exit> {
+    let port = match place.port {
         Some(port) => port,
         None => free_port().context("looking for a free port on 127.0.0.1")?,
     };
     let mut ranks = Vec::new();
-    for rank in 0..args.nproc {
-        match start(args, rank, port) {
+    for local_rank in 0..args.nproc {
+        match start(args.nproc, place, command, local_rank, port) {
             Ok(child) => ranks.push(Rank {
                 child,
                 status: None,
             }),
             Err(error) => {
                 end(&mut ranks);
-                return Err(error).with_context(|| format!("starting rank {rank}"));
+                return Err(error).with_context(|| format!("starting process {local_rank}"));
             }
         }
     }
-    wait(&mut ranks, &asked)
+    let first = usize::from(place.node_rank) * usize::from(args.nproc);
+    wait(&mut ranks, first, asked)
 }
 
 /// A port that nobody has just now.
@@ -78,29 +201,26 @@ fn free_port() -> std::io::Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
 
-fn start(args: &LaunchArgs, rank: u16, port: u16) -> Result<Child> {
+fn start(nproc: u16, place: &Place, words: &[String], local_rank: u16, port: u16) -> Result<Child> {
     let mut command = Command::new(std::env::current_exe()?);
-    let number = rank.to_string();
-    let size = args.nproc.to_string();
+    let [size, rank] = [(place.nnodes, 0), (place.node_rank, local_rank)]
+        .map(|(hosts, more)| u32::from(hosts) * u32::from(nproc) + u32::from(more));
     command
-        .args(&args.command)
-        .env("RANK", &number)
-        .env("LOCAL_RANK", &number)
-        .env("WORLD_SIZE", &size)
-        .env("LOCAL_WORLD_SIZE", &size)
-        .env("MASTER_ADDR", "127.0.0.1")
+        .args(words)
+        .env("RANK", rank.to_string())
+        .env("LOCAL_RANK", local_rank.to_string())
+        .env("WORLD_SIZE", size.to_string())
+        .env("LOCAL_WORLD_SIZE", nproc.to_string())
+        .env("MASTER_ADDR", &place.host)
         .env("MASTER_PORT", port.to_string())
-        .env(
-            "TORCHELASTIC_RUN_ID",
-            format!("launch-{}", std::process::id()),
-        )
+        .env("TORCHELASTIC_RUN_ID", &place.run_id)
         .env_remove("TORCHELASTIC_USE_AGENT_STORE")
         .env(LAUNCHED, "1")
         // Its end tells that this process has died.
         .stdin(Stdio::piped());
     if std::env::var_os("RAYON_NUM_THREADS").is_none() {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = (cores / usize::from(args.nproc)).max(1);
+        let threads = (cores / usize::from(nproc)).max(1);
         command.env("RAYON_NUM_THREADS", threads.to_string());
     }
     if rank > 0 {
@@ -123,10 +243,11 @@ fn start(args: &LaunchArgs, rank: u16, port: u16) -> Result<Child> {
     Ok(child)
 }
 
-/// Until all have ended: hands signals on, and ends the others after one has failed.
-fn wait(ranks: &mut [Rank], asked: &AtomicUsize) -> Result<Exit> {
+/// Until all have ended: hands signals on, and ends the others after one has failed. Returns how the job ended.
+fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Exit> {
     let mut handed_on = 0;
     let mut failed: Option<Instant> = None;
+    let mut last_ended = Instant::now();
     // One line: the others end because of the first, which need not be noticed first.
     let mut is_told = false;
     while ranks.iter().any(|rank| rank.status.is_none()) {
@@ -138,11 +259,12 @@ fn wait(ranks: &mut [Rank], asked: &AtomicUsize) -> Result<Exit> {
                 continue;
             };
             rank.status = Some(status);
-            if status.success() || status.code() == Some(Exit::StoppedEarly.code()) {
+            last_ended = Instant::now();
+            if matches!(status.code(), Some(0 | STOPPED_EARLY)) {
                 continue;
             }
             failed.get_or_insert_with(Instant::now);
-            if let (false, Some(line)) = (is_told, fault(number, &rank.child, status)) {
+            if let (false, Some(line)) = (is_told, fault(first + number, &rank.child, status)) {
                 is_told = true;
                 terminal::note(&line);
             }
@@ -155,7 +277,15 @@ fn wait(ranks: &mut [Rank], asked: &AtomicUsize) -> Result<Exit> {
                 .filter(|rank| rank.status.is_none())
                 .for_each(ask_to_stop);
         }
-        if failed.is_some_and(|since| since.elapsed() > FAREWELL) {
+        let left = ranks.iter().filter(|rank| rank.status.is_none()).count();
+        let early = |rank: &&Rank| rank.status.is_some_and(|s| s.code() == Some(STOPPED_EARLY));
+        // The others have ended because this one hangs: they have said so.
+        let hangs = left == 1
+            && ranks.len() > 1
+            && signals == 0
+            && ranks.iter().filter(early).count() + 1 == ranks.len()
+            && last_ended.elapsed() > LAST_FAREWELL;
+        if hangs || failed.is_some_and(|since| since.elapsed() > FAREWELL) {
             // Why was said by whoever failed.
             is_told = true;
             end(ranks);
@@ -165,20 +295,31 @@ fn wait(ranks: &mut [Rank], asked: &AtomicUsize) -> Result<Exit> {
     let codes = ranks
         .iter()
         .map(|rank| rank.status.and_then(|status| status.code()));
-    let codes = codes.collect::<Vec<_>>();
-    let all = |wanted: &[Exit]| {
-        let is_wanted = |code: i32| wanted.iter().any(|exit| exit.code() == code);
-        codes.iter().all(|code| code.is_some_and(is_wanted))
-    };
-    Ok(if all(&[Exit::Done]) {
+    Ok(job_exit(&codes.collect::<Vec<_>>()))
+}
+
+/// How a job ended whose processes ended with these codes; `None` by a signal.
+fn job_exit(codes: &[Option<i32>]) -> Exit {
+    let all = |wanted: i32| codes.iter().all(|code| *code == Some(wanted));
+    let any = |wanted: i32| codes.contains(&Some(wanted));
+    let usual = [0, USAGE, STOPPED_EARLY, INTERRUPTED];
+    let is_lost = |code: &Option<i32>| code.is_none();
+    if all(0) {
         Exit::Done
-    } else if all(&[Exit::Done, Exit::StoppedEarly]) {
-        Exit::StoppedEarly
-    } else if all(&[Exit::Interrupted]) {
+    } else if all(INTERRUPTED) {
         Exit::Interrupted
+    } else if any(USAGE) {
+        Exit::Usage
+    } else if codes.iter().flatten().any(|code| !usual.contains(code)) {
+        Exit::Failed
+    } else if any(INTERRUPTED) {
+        // Asked twice: the others lost this one.
+        Exit::Interrupted
+    } else if any(STOPPED_EARLY) || codes.iter().any(is_lost) {
+        Exit::StoppedEarly
     } else {
         Exit::Failed
-    })
+    }
 }
 
 /// What to say of a process that ended without saying why itself.
@@ -200,13 +341,7 @@ fn fault(rank: usize, child: &Child, status: ExitStatus) -> Option<String> {
     }
     match status.code() {
         // It has printed its error.
-        Some(code)
-            if [Exit::Failed, Exit::Interrupted]
-                .map(Exit::code)
-                .contains(&code) =>
-        {
-            None
-        }
+        Some(1 | USAGE | INTERRUPTED) => None,
         _ => Some(format!(
             "error: rank {rank} (pid {pid}) ended with {status}; all ranks stop\n{hint}"
         )),
@@ -228,5 +363,29 @@ fn ask_to_stop(rank: &mut Rank) {
 fn end(ranks: &mut [Rank]) {
     for rank in ranks.iter_mut().filter(|rank| rank.status.is_none()) {
         let _ = rank.child.kill();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_code_of_a_job_is_that_of_the_rank_at_fault() {
+        for (codes, expected) in [
+            (&[Some(0), Some(0)][..], 0),
+            (&[Some(75), Some(75)], 75),
+            // Killed, and the others noticed.
+            (&[Some(75), None], 75),
+            (&[None, None], 75),
+            (&[Some(75), Some(1)], 1),
+            (&[Some(101), Some(75)], 1),
+            (&[Some(2), Some(2)], 2),
+            (&[Some(130), Some(130)], 130),
+            (&[Some(130), Some(75)], 130),
+            (&[Some(130), None], 130),
+        ] {
+            assert_eq!(job_exit(codes).code(), expected, "{codes:?}");
+        }
     }
 }

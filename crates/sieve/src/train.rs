@@ -59,14 +59,20 @@ pub(crate) struct TrainArgs {
     /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
-    /// Continue from the latest checkpoint of the output folder
-    #[arg(long)]
-    resume: bool,
+    /// Continue from the latest checkpoint of the output folder; auto: where it holds no run, begin one as without this flag
+    #[arg(
+        long,
+        value_name = "auto",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "latest"
+    )]
+    resume: Option<Resume>,
     /// Continue from this checkpoint instead of the latest; one of another run begins a new output folder
-    #[arg(long, value_name = "DIR", conflicts_with = "resume")]
+    #[arg(long, value_name = "DIR")]
     resume_from: Option<PathBuf>,
     /// Begin a new run with this checkpoint's weights, moments and step; the recipe may be another one for the same model
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["resume", "resume_from"])]
+    #[arg(long, value_name = "DIR", conflicts_with = "resume_from")]
     branch_from: Option<PathBuf>,
     /// Train once for each value, each in a folder of its own, and compare; several keys give all combinations
     #[arg(
@@ -89,8 +95,20 @@ pub(crate) struct TrainArgs {
     /// Print where the GPU's time goes in N steps, kernel by kernel, and go on training
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1000))]
     profile: Option<u64>,
+    /// Of several processes: seconds without a sign of life after which one counts as lost
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    patience: u64,
     #[command(flatten)]
     memory: MemoryArgs,
+}
+
+/// How a run goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Resume {
+    /// Where there is a run, else one begins.
+    Auto,
+    /// There must be a run.
+    Latest,
 }
 
 /// What the runs of one process share.
@@ -124,6 +142,7 @@ impl From<Ending> for Exit {
 
 /// Runs the command.
 pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
+    args.check();
     respect_nohup();
     match World::from_env(&variable)? {
         Some(world) => ranks::run(&args, world),
@@ -150,7 +169,9 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
         // A report reads the loss back and so drains the GPU: none may come between the traced steps.
         recipe.metrics.log_freq = num_steps as usize;
     }
-    train_on(&session, &args.start(), &recipe, &out)
+    let out = args.out_folder();
+    let start = args.start(&out, session.mesh.as_deref())?;
+    train_on(&session, &start, &recipe, &out)
 }
 
 /// Makes the recipe that of the run in `out` up to step `steps`, where what was there before has a schedule of its own.
@@ -184,12 +205,36 @@ impl TrainArgs {
         self.out.clone().unwrap_or_else(default)
     }
 
-    fn start(&self) -> Start {
-        match (&self.branch_from, &self.resume_from, self.resume) {
+    fn start(&self, out: &Path, mesh: Option<&Mesh>) -> Result<Start> {
+        if self.resume == Some(Resume::Auto) {
+            let holds_run = RunFolder::holds_run(out);
+            let goes_on = match mesh {
+                Some(mesh) => ranks::goes_on(mesh, holds_run)?,
+                None => holds_run,
+            };
+            if goes_on {
+                return Ok(Start::Resume);
+            }
+        }
+        Ok(match (&self.branch_from, &self.resume_from, self.resume) {
             (Some(path), _, _) => Start::BranchFrom(path.clone()),
             (None, Some(path), _) => Start::ResumeFrom(path.clone()),
-            (None, None, true) => Start::Resume,
-            (None, None, false) => Start::New,
+            (None, None, Some(Resume::Latest)) => Start::Resume,
+            (None, None, _) => Start::New,
+        })
+    }
+
+    /// Refuses flags that name two places to begin from.
+    fn check(&self) {
+        let other = match (&self.branch_from, &self.resume_from) {
+            (Some(_), _) => "--branch-from",
+            (None, Some(_)) => "--resume-from",
+            (None, None) => return,
+        };
+        if self.resume == Some(Resume::Latest) {
+            let kind = clap::error::ErrorKind::ArgumentConflict;
+            let text = format!("--resume and {other} name two places to begin from\n  hint: --resume=auto goes on where there is a run, else begins as {other} says\n");
+            clap::Error::raw(kind, text).exit();
         }
     }
 }

@@ -21,6 +21,7 @@ use sieve_train::{
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// Where it is set, NCCL works on Burn's stream, and nothing goes on beside it: to compare, and to look for a fault.
 const INLINE: &str = "SIEVE_NCCL_INLINE";
@@ -45,12 +46,11 @@ pub(super) fn run(args: &TrainArgs, world: World) -> Result<Exit> {
         tell(rank, failure);
         end_now();
     };
-    let mesh = Mesh::join(
-        world,
-        env!("CARGO_PKG_VERSION"),
-        Patience::default(),
-        give_up,
-    )?;
+    let patience = Patience {
+        silence: Duration::from_secs(args.patience),
+        ..Patience::default()
+    };
+    let mesh = Mesh::join(world, env!("CARGO_PKG_VERSION"), patience, give_up)?;
     let mesh = Arc::new(mesh);
     match run_one(args, Some(mesh.clone())) {
         Ok(ending) => {
@@ -65,7 +65,7 @@ pub(super) fn run(args: &TrainArgs, world: World) -> Result<Exit> {
             };
             if let Some(failure) = lost {
                 tell(rank, failure);
-                return Ok(Exit::Failed);
+                return Ok(Exit::StoppedEarly);
             }
             let text = terminal::error_text(&error);
             mesh.fail(text.trim_start_matches("error: "));
@@ -79,13 +79,17 @@ pub(super) fn run(args: &TrainArgs, world: World) -> Result<Exit> {
 }
 
 /// Ends this process though a GPU may still wait for a rank that is lost: a usual end could wait for that GPU.
-fn end_now() {
+fn end_now() -> ! {
     #[cfg(unix)]
     {
-        use nix::sys::signal::{Signal::SIGKILL, kill};
-        let _ = kill(nix::unistd::Pid::this(), SIGKILL);
+        unsafe extern "C" {
+            // SAFETY: of every C library; runs nothing on the way out.
+            safe fn _exit(code: std::ffi::c_int) -> !;
+        }
+        _exit(Exit::StoppedEarly.code())
     }
-    std::process::abort();
+    #[cfg(not(unix))]
+    std::process::abort()
 }
 
 /// Prints why all ranks stop, in one of them, and once.
@@ -107,7 +111,7 @@ fn tell(rank: usize, failure: &Failure) {
     }
     let hint = match failure.loss {
         Loss::Error(_) => "",
-        _ => "\n  hint: the same command with --resume goes on from the last checkpoint",
+        _ => "\n  hint: the same command with --resume=auto goes on from the last checkpoint",
     };
     terminal::note(&format!("error: {failure}{hint}"));
 }
@@ -171,6 +175,11 @@ pub(super) fn check_recipe(mesh: &Mesh, recipe: &Recipe) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Whether the folder that rank 0 sees holds a run to go on with.
+pub(super) fn goes_on(mesh: &Mesh, holds_run: bool) -> Result<bool> {
+    Ok(mesh.broadcast(&[u8::from(holds_run)])? == [1])
 }
 
 /// The folder and where the run goes on from: rank 0 looks, the others open what it found.

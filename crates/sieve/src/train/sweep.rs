@@ -4,7 +4,7 @@ use crate::terminal;
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use sieve_core::Recipe;
-use sieve_train::{Start, TrainError, last_validation};
+use sieve_train::{RunFolder, Start, TrainError, last_validation};
 use std::path::{Path, PathBuf};
 
 /// More runs than this are refused: a list of values was likely meant otherwise.
@@ -46,9 +46,9 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
             run.out.display()
         ));
         run.text.iter().for_each(|line| terminal::line(line));
-        let start = match args.start() {
+        let start = match args.start(&run.out, None)? {
             // Runs that were not begun yet begin; the others go on.
-            Start::Resume if !run.out.join("config.toml").is_file() => Start::New,
+            Start::Resume if !RunFolder::holds_run(&run.out) => Start::New,
             start => start,
         };
         let error = match train_on(&session, &start, &run.recipe, &run.out) {
