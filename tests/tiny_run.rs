@@ -73,8 +73,8 @@ impl TinyRun {
         started.elapsed()
     }
 
-    /// Weights and optimizer of a checkpoint, byte for byte, and where the run stood. Of a checkpoint by several processes
-    /// they are put together, by the shapes of `reference`, a run of one process.
+    /// Weights and optimizer of a checkpoint, byte for byte, and where the run stood. Of a checkpoint by several
+    /// processes they are put together, by the shapes of `reference`, a run of one process.
     pub(crate) fn checkpoint_like(
         &self,
         out: &str,
@@ -87,10 +87,7 @@ impl TinyRun {
             found.unwrap_or_else(|error| panic!("{error}"))
         });
         let mut found = BTreeMap::new();
-        for (file, tensors) in [
-            ("model", own.model()),
-            ("optimizer", own.optimizer()),
-        ] {
+        for (file, tensors) in [("model", own.model()), ("optimizer", own.optimizer())] {
             let tensors = tensors.expect("it was opened");
             let whole = folder(reference).join(format!("{file}.safetensors"));
             let whole = sieve_hf::TensorFile::open(&whole).expect("of one process");
@@ -115,8 +112,8 @@ impl TinyRun {
         self.checkpoint_like(out, out, step)
     }
 
-    /// Asserts that two runs ended with the same weights, optimizer and place in the data, to the last bit; the second is one
-    /// of one process.
+    /// Asserts that two runs ended with the same weights, optimizer and place in the data, to the last bit; the second
+    /// is one of one process.
     pub(crate) fn assert_same_end(&self, out: &str, reference: &str) {
         self.assert_same_at(out, reference, STEPS);
     }

@@ -8,10 +8,9 @@ use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
-/// An untied model, with clipping out of reach: one process adds the two parts of a tied embedding's gradient, and the squares
-/// of a norm, in another order than several do.
-pub(crate) const UNTIED: &str =
-    "--set model.tie_word_embeddings=false --set training.max_norm=1e9";
+/// An untied model, with clipping out of reach: one process adds the two parts of a tied embedding's gradient, and the
+/// squares of a norm, in another order than several do.
+pub(crate) const UNTIED: &str = "--set model.tie_word_embeddings=false --set training.max_norm=1e9";
 
 impl TinyRun {
     /// `sieve launch` of as many processes that train the recipe into `out`.
@@ -56,7 +55,11 @@ fn two_processes_end_with_the_weights_of_one_to_the_last_bit() {
     }
     // Each process has written its part, and one reads them all.
     let folder = tiny.path(&format!("of-2/checkpoint/step-{STEPS}"));
-    assert!(folder.join("optimizer-00002-of-00002.safetensors").is_file());
+    assert!(
+        folder
+            .join("optimizer-00002-of-00002.safetensors")
+            .is_file()
+    );
     let same = |command: &str| {
         let said = ["of-1", "of-2"].map(|run| {
             let said = succeed(&mut tiny.sieve(&command.replace("RUN", run)));
@@ -213,4 +216,26 @@ fn a_loss_that_is_no_number_in_one_rank_is_judged_alike_by_all() {
     let skipped = &first.skipped[0];
     assert_eq!((skipped.first_row, skipped.num_rows), (48, 8));
     assert!(skipped.num_documents > 0 && second.skipped[0].num_documents == 0);
+}
+
+#[test]
+fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
+    // After the checkpoint of step 4, which stays.
+    let wrong = Disturbance {
+        leaves: |row| if row == 40 { 1.0 + 1e-6 } else { 1.0 },
+        ..Disturbance::default()
+    };
+    for disturbed in [0, 1] {
+        let mut disturbances = [Disturbance::default(); 2];
+        disturbances[disturbed] = wrong;
+        let outcomes = two_ranks(&["training.steps=12"], disturbances);
+        for outcome in outcomes {
+            let error = outcome
+                .result
+                .expect_err("their weights differ")
+                .to_string();
+            assert!(error.contains("ranks 0 and 1 differ at step 8"), "{error}");
+            assert!(outcome.checkpoints.iter().all(|name| name == "step-4"));
+        }
+    }
 }

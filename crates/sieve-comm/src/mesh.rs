@@ -102,8 +102,8 @@ impl Mesh {
         &self.world
     }
 
-    /// The sums of `values` over all ranks, added in the order of the ranks, with equal bits on all ranks. A rank gets those in
-    /// the ranges that `parts` gives for it, one after another; every rank must know the same ranges.
+    /// The sums of `values` over all ranks, added in the order of the ranks, with equal bits on all ranks. A rank gets
+    /// those in the ranges that `parts` gives for it, one after another; every rank must know the same ranges.
     ///
     /// # Errors
     /// A rank is lost, or brings another number of values.

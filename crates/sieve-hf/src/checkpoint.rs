@@ -169,8 +169,8 @@ impl Checkpoint {
         fs::create_dir_all(&partial).map_err(CheckpointError::io("creating", partial))
     }
 
-    /// Writes the files of `rank`, one of `size`, into the folder that [`begin`](Self::begin) made; returns their checksums by
-    /// name. Rank 0 writes recipe and tokenizer too.
+    /// Writes the files of `rank`, one of `size`, into the folder that [`begin`](Self::begin) made; returns their
+    /// checksums by name. Rank 0 writes recipe and tokenizer too.
     ///
     /// # Errors
     /// Any failure of the file system.

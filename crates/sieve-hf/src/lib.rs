@@ -21,5 +21,5 @@ pub use loaded_model::{LoadedModel, load_model, peek_model};
 pub use parameters::{
     NamedTensor, PartSource, TensorSource, load_parameters, named_parameters, parameter_names,
 };
-pub use tensor_file::{TensorFile, write_tensor_file};
+pub use tensor_file::{TensorFile, checksum, write_tensor_file};
 pub use tensor_files::TensorFiles;

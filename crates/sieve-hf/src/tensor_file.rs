@@ -6,7 +6,7 @@ use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use std::fs::File;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use xxhash_rust::xxh3::xxh3_64;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 /// Writes `tensors` to `path` and syncs it; returns the checksum (XXH3, 64 bits, hexadecimal) of the file.
 ///
@@ -28,6 +28,13 @@ pub fn write_tensor_file(
         .map_err(|error| malformed(path, &error.to_string()))?;
     sieve_files::write_synced(path, &bytes)?;
     Ok(format!("{:016x}", xxh3_64(&bytes)))
+}
+
+/// XXH3 of bytes, one slice after another.
+pub fn checksum<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
+    let mut sum = Xxh3::new();
+    parts.into_iter().for_each(|part| sum.update(part));
+    sum.digest()
 }
 
 /// A safetensors file, mapped: what is read of it is in memory, and no more.
@@ -53,7 +60,9 @@ impl TensorFile {
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let file = File::open(path).map_err(CheckpointError::io("reading", path))?;
         let metadata = file.metadata();
-        let len = metadata.map_err(CheckpointError::io("reading", path))?.len();
+        let len = metadata
+            .map_err(CheckpointError::io("reading", path))?
+            .len();
         let map = match len {
             0 => None,
             // SAFETY: checkpoints are renamed into place and removed, never written again.

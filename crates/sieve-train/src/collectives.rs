@@ -12,8 +12,8 @@ use std::sync::Arc;
 pub type Primitive<B> =
     <<B as AutodiffBackend>::InnerBackend as burn::tensor::backend::BackendTypes>::FloatTensorPrimitive;
 
-/// Work of all ranks that has begun. Calling it makes what follows on this rank's device wait for the work, and gives its
-/// tensors. Nothing else may be done with them before.
+/// Work of all ranks that has begun. Calling it makes what follows on this rank's device wait for the work, and gives
+/// its tensors. Nothing else may be done with them before.
 pub type Pending<B> = Box<dyn FnOnce() -> Result<Vec<Primitive<B>>, TrainError>>;
 
 /// What a rank brings to a gathering.
@@ -27,25 +27,25 @@ pub struct Gathered<B: TrainBackend> {
     pub pieces: Pieces,
 }
 
-/// Sums and gatherings over all ranks, which give tensors of the same shapes in the same order. Work goes on beside what the
-/// device does meanwhile; what was begun first ends first.
+/// Sums and gatherings over all ranks, which give tensors of the same shapes in the same order. Work goes on beside
+/// what the device does meanwhile; what was begun first ends first.
 pub trait Collectives<B: TrainBackend> {
-    /// Begins to add up f32 tensors over all ranks. Of a tensor that is cut a rank gets the sum of its piece, flat; of any
-    /// other all of the sum.
+    /// Begins to add up f32 tensors over all ranks. Of a tensor that is cut a rank gets the sum of its piece, flat; of
+    /// any other all of the sum.
     ///
     /// # Errors
     /// A rank is lost; another element type.
     fn sum(&self, tensors: Vec<(Primitive<B>, Option<Pieces>)>) -> Result<Pending<B>, TrainError>;
-    /// Begins to put the pieces of all ranks together. Gives the whole tensors, or none of them where their own memory was
-    /// written.
+    /// Begins to put the pieces of all ranks together. Gives the whole tensors, or none of them where their own memory
+    /// was written.
     ///
     /// # Errors
     /// A rank is lost.
     fn gather(&self, tensors: Vec<Gathered<B>>) -> Result<Pending<B>, TrainError>;
 }
 
-/// Over TCP, on the host: sums are added in the order of the ranks. The values travel when work begins and are seen when it
-/// ends, as those of a device are.
+/// Over TCP, on the host: sums are added in the order of the ranks. The values travel when work begins and are seen
+/// when it ends, as those of a device are.
 pub(crate) struct OnHost(pub(crate) Arc<Mesh>);
 
 impl<B: TrainBackend> Collectives<B> for OnHost {
@@ -77,15 +77,18 @@ impl<B: TrainBackend> Collectives<B> for OnHost {
         let rank = self.0.world().rank;
         let own = parts(rank);
         let mut rest = sums.as_slice();
-        let sums = places.into_iter().zip(own).map(|((_, pieces, shape), own)| {
-            let (values, others) = rest.split_at(own.len());
-            rest = others;
-            let shape = match pieces {
-                Some(_) => [own.len()].into(),
-                None => shape,
-            };
-            (values.to_vec(), shape)
-        });
+        let sums = places
+            .into_iter()
+            .zip(own)
+            .map(|((_, pieces, shape), own)| {
+                let (values, others) = rest.split_at(own.len());
+                rest = others;
+                let shape = match pieces {
+                    Some(_) => [own.len()].into(),
+                    None => shape,
+                };
+                (values.to_vec(), shape)
+            });
         let sums = sums.collect::<Vec<_>>();
         Ok(Box::new(move || {
             let sums = sums.into_iter();

@@ -19,6 +19,17 @@ pub enum TrainError {
     /// What all ranks do together on their devices.
     #[error("adding up gradients and gathering weights over all ranks: {0}")]
     Collective(String),
+    /// Ranks compute with other weights, though they took the same steps.
+    #[error(
+        "the weights of ranks {} and {} differ at step {step}: bad memory of one of their devices, or a fault of Sieve's; no checkpoint of this step is written\n  hint: --resume goes on from the one before",
+        ranks[0], ranks[1]
+    )]
+    ReplicasDiffer {
+        /// The two.
+        ranks: [usize; 2],
+        /// When they were compared.
+        step: u64,
+    },
     /// The device did not give its tensors.
     #[error("reading weights and moments from the device: {0}")]
     Device(String),

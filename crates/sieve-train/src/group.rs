@@ -1,9 +1,9 @@
 //! One rank's part in a run of several processes: which rows it reads, and what it does together with the others.
 //!
 //! A step in ZeRO-1 (arXiv:1910.02054): the gradients of a segment are added up over all ranks as soon as the last
-//! micro-batch has added to them, beside the rest of the backward pass, and each rank gets the sums of its pieces. Norms are
-//! those of all pieces. Each rank updates its pieces; the leaves are gathered beside the updates that follow and beside the
-//! next forward pass, which waits for each segment's leaves before it reads them.
+//! micro-batch has added to them, beside the rest of the backward pass, and each rank gets the sums of its pieces.
+//! Norms are those of all pieces. Each rank updates its pieces; the leaves are gathered beside the updates that follow
+//! and beside the next forward pass, which waits for each segment's leaves before it reads them.
 use crate::collectives::{Collectives, OnHost, Pending};
 use crate::gradients::Gradient;
 use crate::optimizer::Updated;
@@ -99,7 +99,10 @@ impl<B: TrainBackend> Group<B> {
     }
 
     /// Waits for the sums of all gradients.
-    pub(crate) fn finish_sums(&mut self, gradients: &mut GradientBuffer<B>) -> Result<(), TrainError> {
+    pub(crate) fn finish_sums(
+        &mut self,
+        gradients: &mut GradientBuffer<B>,
+    ) -> Result<(), TrainError> {
         self.finish_sums_but(0, gradients)
     }
 
@@ -280,7 +283,8 @@ impl<B: TrainBackend> BesidePass<B> for Group<B> {
                 tensors.push((values, pieces));
             }
         }
-        self.sums.push_back((places, self.collectives.sum(tensors)?));
+        self.sums
+            .push_back((places, self.collectives.sum(tensors)?));
         self.finish_sums_but(MAX_SUMS, gradients)
     }
 }

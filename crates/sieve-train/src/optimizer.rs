@@ -8,6 +8,7 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, Tensor, TensorData, TensorMetadata, TensorPrimitive};
+use serde::{Deserialize, Serialize};
 use sieve_core::recipe::OptimizerSection;
 use sieve_hf::{NamedTensor, PartSource};
 use sieve_nn::Qwen3;
@@ -68,15 +69,21 @@ impl<B: TrainBackend> AdamW<B> {
         module.map(&mut ToBf16 { optimizer: self })
     }
 
-    /// Takes hold of weights and moments as they stand, to be read on any thread. Of several ranks each takes its pieces, and
-    /// rank 0 what is not cut.
+    /// Takes hold of weights and moments as they stand, to be read on any thread. Of several ranks each takes its
+    /// pieces, and rank 0 what is not cut; and what shows whether all ranks compute with the same weights: of leaves
+    /// that are cut its own piece and, as it stands here, that of the rank `distance` further, and all other leaves.
     ///
     /// On a GPU with room for a second copy nothing is read now: updates that follow write to copies. Without that room every
     /// tensor is read before this returns.
     ///
     /// # Panics
     /// The device reports an error, also one of work queued before.
-    pub fn snapshot<M: Module<B>>(&self, module: &M, device: &B::Device) -> OptimizerSnapshot {
+    pub fn snapshot<M: Module<B>>(
+        &self,
+        module: &M,
+        device: &B::Device,
+        distance: usize,
+    ) -> OptimizerSnapshot {
         let share = self.share;
         let parameters = parameter_ids(module).into_iter().filter_map(|parameter| {
             let (name, id, shape) = parameter;
@@ -96,10 +103,13 @@ impl<B: TrainBackend> AdamW<B> {
             optimizer: self,
             device,
             reader: (!waits).then(SnapshotReader::default),
+            distance,
             weights: Vec::new(),
+            replica: Replica::default(),
         };
         module.visit(&mut taker);
         let weights = std::mem::take(&mut taker.weights);
+        let replica = std::mem::take(&mut taker.replica);
         let mut moments = Vec::new();
         for (name, id, shape) in &parameters {
             if let Some(of) = self.moments.get(id) {
@@ -118,6 +128,7 @@ impl<B: TrainBackend> AdamW<B> {
                 .map(|((name, _, shape), values)| (name, shape, values))
                 .collect(),
             moments,
+            replica,
         }
     }
 
@@ -178,8 +189,8 @@ impl<B: TrainBackend> AdamW<B> {
         }
     }
 
-    /// Restores the optimizer's part of a [`snapshot`](Self::snapshot); `read` finds a tensor by name and shape, or some of its
-    /// flattened elements.
+    /// Restores the optimizer's part of a [`snapshot`](Self::snapshot); `read` finds a tensor by name and shape, or
+    /// some of its flattened elements.
     ///
     /// # Errors
     /// The first error of `read`.
@@ -379,18 +390,75 @@ pub struct OptimizerSnapshot {
     num_updates: Option<u64>,
     weights: Vec<Held>,
     moments: Vec<Held>,
+    replica: Replica<Snapshot>,
+}
+
+/// What one of several ranks computes with, of some leaves.
+#[derive(Debug)]
+struct Replica<T> {
+    own: Vec<T>,
+    other: Vec<T>,
+    whole: Vec<T>,
+}
+
+impl<T> Default for Replica<T> {
+    fn default() -> Self {
+        Self {
+            own: Vec::new(),
+            other: Vec::new(),
+            whole: Vec::new(),
+        }
+    }
+}
+
+/// Checksums of what one of several ranks computes with.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ReplicaSums {
+    /// Of its own pieces.
+    own: u64,
+    /// Of the pieces of a rank further on.
+    other: u64,
+    /// Of leaves that are not cut.
+    whole: u64,
+}
+
+impl ReplicaSums {
+    /// The first two ranks that compute with other weights; rank by rank, and how much further each has looked.
+    pub(crate) fn differ(all: &[Self], distance: usize) -> Option<[usize; 2]> {
+        let first = all.first()?;
+        (0..all.len()).find_map(|rank| {
+            let further = (rank + distance) % all.len();
+            if all[rank].whole != first.whole {
+                Some([0, rank])
+            } else {
+                (all[rank].other != all[further].own).then_some([further, rank])
+            }
+        })
+    }
 }
 
 /// Name, shape, values.
 type Held = (String, Vec<usize>, Snapshot);
 
 impl OptimizerSnapshot {
-    /// `(weights, state)`: the f32 weights by parameter name, in module order; the number of updates and the moments.
+    /// `(weights, state, sums)`: the f32 weights by parameter name, in module order; the number of updates and the
+    /// moments; what is compared with other ranks.
     ///
     /// # Errors
     /// The device's driver reports one.
-    pub fn read(self) -> Result<(Vec<NamedTensor>, Vec<NamedTensor>), String> {
+    pub fn read(self) -> Result<(Vec<NamedTensor>, Vec<NamedTensor>, ReplicaSums), String> {
         let mut reader = SnapshotReader::default();
+        let mut sum = |held: Vec<Snapshot>| -> Result<u64, String> {
+            held.into_iter().try_fold(0, |sum: u64, values| {
+                let data = reader.read(values).map_err(|error| error.to_string())?;
+                Ok(sieve_hf::checksum([&sum.to_le_bytes(), &data.bytes[..]]))
+            })
+        };
+        let sums = ReplicaSums {
+            own: sum(self.replica.own)?,
+            other: sum(self.replica.other)?,
+            whole: sum(self.replica.whole)?,
+        };
         let mut read = |held: Vec<Held>| -> Result<Vec<NamedTensor>, String> {
             let tensors = held.into_iter().map(|(name, shape, values)| {
                 let mut data = reader.read(values).map_err(|error| error.to_string())?;
@@ -406,7 +474,7 @@ impl OptimizerSnapshot {
         });
         let mut state = updates.into_iter().collect::<Vec<_>>();
         state.extend(read(self.moments)?);
-        Ok((weights, state))
+        Ok((weights, state, sums))
     }
 }
 
@@ -415,7 +483,9 @@ struct Taker<'a, B: TrainBackend> {
     device: &'a B::Device,
     /// Where values are read at once.
     reader: Option<SnapshotReader>,
+    distance: usize,
     weights: Vec<Snapshot>,
+    replica: Replica<Snapshot>,
 }
 
 impl<B: TrainBackend> Taker<'_, B> {
@@ -446,11 +516,34 @@ impl<B: TrainBackend> burn::module::ModuleVisitor<B> for Taker<'_, B> {
             ..
         } = self.optimizer;
         let tensor = param.val();
-        let range = share.range(&tensor.dims());
+        let cuts = share.pieces(&tensor.dims());
+        let range = cuts.map(|cuts| cuts.of(share.rank));
+        let leaf = tensor.inner().into_primitive().tensor();
+        if share.size > 1 {
+            let further = (share.rank + self.distance) % share.size;
+            // A copy: the leaf is written again while the snapshot is read.
+            let copy = |part| B::InnerBackend::float_mul_scalar(part, 1f32.into());
+            let now = |range| copy(cut::<B>(leaf.clone(), range));
+            match cuts {
+                Some(cuts) => {
+                    let own = match pieces.get(&param.id) {
+                        Some(piece) => piece.clone(),
+                        None => now(cuts.of(share.rank)),
+                    };
+                    let own = self.take(own);
+                    self.replica.own.push(own);
+                    let other = self.take(now(cuts.of(further)));
+                    self.replica.other.push(other);
+                }
+                None => {
+                    let whole = self.take(copy(leaf.clone()));
+                    self.replica.whole.push(whole);
+                }
+            }
+        }
         if range.is_none() && share.rank > 0 {
             return;
         }
-        let leaf = tensor.inner().into_primitive().tensor();
         let leaf = match (pieces.get(&param.id), range) {
             (Some(piece), _) => piece.clone(),
             // Before the first update.

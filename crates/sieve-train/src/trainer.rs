@@ -20,7 +20,7 @@ use crate::{
     Precision, RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary,
     TrainingData, Unigram, ValidationReport,
 };
-use burn::module::AutodiffModule;
+use burn::module::{AutodiffModule, Module, ModuleMapper, Param};
 use burn::tensor::Tensor;
 use clock::Clock;
 use guarding::{GuardLog, Verdict, norms_by_part};
@@ -99,8 +99,8 @@ struct StepOutcome<B: TrainBackend> {
 impl<B: TrainBackend> Trainer<B> {
     /// A new run, or one restored from its checkpoint. Writes nothing: [`run`](Self::run) does.
     ///
-    /// The other processes of a `group` are given the same recipe, data and checkpoint: each takes its share of every step's
-    /// rows, of the update and of each checkpoint. Rank 0 alone writes the run's other files.
+    /// The other processes of a `group` are given the same recipe, data and checkpoint: each takes its share of every
+    /// step's rows, of the update and of each checkpoint. Rank 0 alone writes the run's other files.
     ///
     /// # Errors
     /// A recipe that does not fit the tokenizer or the checkpoint, an unreadable shard; a batch that does not divide by the
@@ -552,6 +552,13 @@ impl<B: TrainBackend> Trainer<B> {
             }
         });
 
+        let factor = (self.disturbance.leaves)(self.next_sample);
+        if factor != 1.0 {
+            self.finish_leaves()?;
+            let model = self.model.take().expect(AWAY);
+            self.model = Some(model.map(&mut Scaled(factor)));
+        }
+
         self.step += 1;
         self.next_sample += num_rows as u64;
         self.tokens_seen += num_tokens as u64;
@@ -638,6 +645,15 @@ impl<B: TrainBackend> Trainer<B> {
         reporter.metrics.validation(&report)?;
         reporter.tell(TrainEvent::Validation(&report));
         Ok(Some(report))
+    }
+}
+
+/// Multiplies all parameters, for [`Disturbance`].
+struct Scaled(f64);
+
+impl<B: TrainBackend> ModuleMapper<B> for Scaled {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        param.map(|tensor| Tensor::from_inner(tensor.inner() * self.0).require_grad())
     }
 }
 

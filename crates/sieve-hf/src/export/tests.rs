@@ -145,7 +145,8 @@ fn a_dynamic_mask_model_becomes_doge_with_scales_of_one_or_the_trained_ones() {
         assert!(!theirs.names().contains(&"lm_head.weight".to_owned()));
         let scale = values(&theirs, "model.layers.0.post_attention_residual");
         assert_eq!(scale, expected);
-        let ours = TensorFile::open(&checkpoint.path.join("model.safetensors")).expect("just written");
+        let ours =
+            TensorFile::open(&checkpoint.path.join("model.safetensors")).expect("just written");
         assert_eq!(
             values(&ours, "layers.1.self_attn.a"),
             values(&theirs, "model.layers.1.self_attn.A")
@@ -263,7 +264,8 @@ fn loads_the_model_it_was_written_from() {
     let checkpoint = checkpoint(&run, tied, DMA);
     let loaded = load_model::<Flex>(&run, &Default::default()).expect("loads");
     assert_eq!(loaded.path, checkpoint.path);
-    let weights = TensorFile::open(&checkpoint.path.join("model.safetensors")).expect("just written");
+    let weights =
+        TensorFile::open(&checkpoint.path.join("model.safetensors")).expect("just written");
     for tensor in named_parameters(&loaded.model) {
         assert_eq!(
             weights.any_tensor(&tensor.name).expect("same names"),

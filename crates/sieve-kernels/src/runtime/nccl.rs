@@ -1,10 +1,10 @@
 //! Sums and gatherings over the GPUs of several processes, by NCCL.
 //!
-//! NCCL works on a stream of its own: it begins once Burn's stream has run what was queued before, and Burn's stream waits for
-//! it where the caller asks for the results, so that both work side by side between the two. Events of these two streams
-//! alone order them; a checkpoint's copies on a third stream hold nothing up. The host waits for nothing. One call takes all
-//! tensors of a segment: NCCL groups them. A rank that dies is no error to NCCL: its work never ends, and who watches the
-//! processes must end this one.
+//! NCCL works on a stream of its own: it begins once Burn's stream has run what was queued before, and Burn's stream
+//! waits for it where the caller asks for the results, so that both work side by side between the two. Events of these
+//! two streams alone order them; a checkpoint's copies on a third stream hold nothing up. The host waits for nothing.
+//! One call takes all tensors of a segment: NCCL groups them. A rank that dies is no error to NCCL: its work never
+//! ends, and who watches the processes must end this one.
 mod library;
 
 use crate::cublaslt::{on_lane, open_lane, require_cublaslt};
@@ -71,7 +71,8 @@ pub struct NcclPiece {
 pub struct NcclWork {
     results: Vec<CudaTensor>,
     queue: Option<DeviceHandle<Server>>,
-    /// They keep the memory until Burn's stream waits for the work, and do not hinder the next op from writing in place.
+    /// They keep the memory until Burn's stream waits for the work, and do not hinder the next op from writing in
+    /// place.
     bindings: Vec<Binding>,
     end: Arc<Mutex<Option<End>>>,
     late_error: Arc<Mutex<Option<String>>>,
@@ -120,8 +121,8 @@ pub fn nccl_id() -> Result<[u8; NCCL_ID_BYTES], KernelError> {
 }
 
 impl NcclGroup {
-    /// Joins the group of `id` as `rank` of `size`, with a GPU on which tensors were made before. Waits for all ranks. Where
-    /// `overlaps` is not set, NCCL works on Burn's stream: nothing goes on beside it.
+    /// Joins the group of `id` as `rank` of `size`, with a GPU on which tensors were made before. Waits for all ranks.
+    /// Where `overlaps` is not set, NCCL works on Burn's stream: nothing goes on beside it.
     ///
     /// # Errors
     /// No library; an id of another length; GPUs that cannot reach each other, or one GPU for two ranks.
@@ -166,8 +167,8 @@ impl NcclGroup {
         })
     }
 
-    /// Begins to add up f32 tensors over all ranks, which give the same shapes in the same order. Of a tensor with ranges a
-    /// rank gets the sums of its own, flat; of any other all of them.
+    /// Begins to add up f32 tensors over all ranks, which give the same shapes in the same order. Of a tensor with
+    /// ranges a rank gets the sums of its own, flat; of any other all of them.
     ///
     /// # Errors
     /// Tensors that are not f32; an error of an earlier call.
@@ -216,7 +217,8 @@ impl NcclGroup {
             piece.require_dtype(NAME, "a piece", whole.dtype())?;
             piece.require_shape(NAME, "a piece", &[ranges[self.rank].len()])?;
             jobs.push(Job {
-                bindings: [&piece, &whole].map(|tensor| tensor.primitive().handle.clone().binding()),
+                bindings: [&piece, &whole]
+                    .map(|tensor| tensor.primitive().handle.clone().binding()),
                 count: whole.num_elements(),
                 work: match whole.dtype() {
                     DType::BF16 => Work::GatherBf16,
@@ -341,8 +343,8 @@ struct Address {
 type Addressed = (Address, usize, Work, Option<RankRanges>);
 
 impl Link {
-    /// Queues the work of all tensors as one group, behind what `lane` has queued. Returns what is recorded behind it, where it
-    /// is not on that stream.
+    /// Queues the work of all tensors as one group, behind what `lane` has queued. Returns what is recorded behind it,
+    /// where it is not on that stream.
     ///
     /// # Safety
     /// The addresses hold as many values as the ranges and counts say, until the work is waited for.
@@ -391,9 +393,8 @@ impl Link {
         };
         let Some(ranges) = ranges else {
             // SAFETY: `count` values at both addresses.
-            let queued = unsafe {
-                (nccl.all_reduce)(from as _, to as _, *count, f32s, sum, comm, stream)
-            };
+            let queued =
+                unsafe { (nccl.all_reduce)(from as _, to as _, *count, f32s, sum, comm, stream) };
             return nccl.check("ncclAllReduce", queued);
         };
         let own = ranges[rank].len();

@@ -1,11 +1,10 @@
 //! Checkpoints of a run: when they may be written, which stay.
-use super::writer::{Checksums, Written};
+use super::writer::{Shard, Written};
 use super::{Reporter, Trainer};
+use crate::optimizer::ReplicaSums;
 use crate::{RunFolder, TrainError, TrainEvent};
 use sieve_core::Recipe;
-use sieve_hf::{
-    Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints,
-};
+use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints};
 use sieve_ops::TrainBackend;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -25,6 +24,7 @@ impl<B: TrainBackend> Trainer<B> {
             return Ok(());
         }
         self.finish_checkpoint(reporter)?;
+        self.finish_leaves()?;
         if self.writes() {
             fs::create_dir_all(&folder).map_err(TrainError::io("creating", &folder))?;
             Checkpoint::begin(&folder, self.step)?;
@@ -35,15 +35,17 @@ impl<B: TrainBackend> Trainer<B> {
         }
         let (recipe_toml, tokenizer_json) =
             (self.recipe.to_toml()?, self.data.tokenizer_json.clone());
-        let snapshot = self.optimizer.snapshot(self.model(), &self.device);
+        let distance = self.distance(self.step);
+        let snapshot = (self.optimizer).snapshot(self.model(), &self.device, distance);
         let files = move || {
-            let (model, optimizer) = snapshot.read()?;
-            Ok(CheckpointFiles {
+            let (model, optimizer, replica) = snapshot.read()?;
+            let files = CheckpointFiles {
                 model,
                 optimizer,
                 recipe_toml,
                 tokenizer_json,
-            })
+            };
+            Ok((files, replica))
         };
         let share = self.share();
         let state = CheckpointState {
@@ -73,7 +75,7 @@ impl<B: TrainBackend> Trainer<B> {
         let Some(Written {
             folder,
             state,
-            mut checksums,
+            shard,
         }) = self.writer.finish()?
         else {
             return Ok(());
@@ -86,12 +88,20 @@ impl<B: TrainBackend> Trainer<B> {
                 Checkpoint::discard(&folder, step);
             }
         };
+        let mut checksums = shard.files.clone();
         if let Some(group) = &self.group {
-            let own = serde_json::to_vec(&checksums).expect("plain data serialises");
-            for text in group.gather(&own).inspect_err(|_| discard())? {
-                let of_rank: Checksums = serde_json::from_slice(&text).unwrap_or_default();
-                checksums.extend(of_rank);
+            let own = serde_json::to_vec(&shard).expect("plain data serialises");
+            let all = group.gather(&own).inspect_err(|_| discard())?;
+            let all = all.iter().map(|text| serde_json::from_slice::<Shard>(text));
+            let all = all.collect::<Result<Vec<_>, _>>();
+            let all = all.expect("ranks of one version");
+            let sums = all.iter().map(|shard| shard.replica.clone());
+            let distance = self.distance(step);
+            if let Some(ranks) = ReplicaSums::differ(&sums.collect::<Vec<_>>(), distance) {
+                discard();
+                return Err(TrainError::ReplicasDiffer { ranks, step });
             }
+            checksums.extend(all.into_iter().flat_map(|shard| shard.files));
         }
         if writes {
             let path = Checkpoint::publish(&folder, state, checksums).inspect_err(|_| discard())?;
@@ -106,7 +116,15 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(())
     }
 
-    /// As [`finish_checkpoint`](Self::finish_checkpoint), where it needs no waiting; of several processes once all are done.
+    /// How much further the rank is whose pieces this one compares at a step: over some checkpoints all others.
+    fn distance(&self, step: u64) -> usize {
+        let others = self.share().size.saturating_sub(1).max(1) as u64;
+        let interval = self.recipe.checkpoint.interval.max(1) as u64;
+        1 + (step / interval % others) as usize
+    }
+
+    /// As [`finish_checkpoint`](Self::finish_checkpoint), where it needs no waiting; of several processes once all are
+    /// done.
     ///
     /// # Errors
     /// Why it could not be written.

@@ -1,8 +1,8 @@
 //! What the host does about steps that were not taken, and about losses far above their mean.
 use super::{Reporter, Trainer};
 use crate::guard::{GatedStep, StepNumbers};
-use crate::trainer::stage::StageState;
 use crate::segment::Segment;
+use crate::trainer::stage::StageState;
 use crate::{GradientBuffer, Group, Precision, SkippedStep, TrainError, TrainEvent};
 use burn::tensor::Tensor;
 use sieve_data::{Batch, PAD_DOCUMENT};
@@ -31,6 +31,8 @@ pub struct Disturbance {
     pub loss: fn(u64) -> f64,
     /// Multiplies the learning rate.
     pub rate: fn(u64) -> f64,
+    /// Multiplies the weights that this rank computes with, after the step.
+    pub leaves: fn(u64) -> f64,
     /// Changes what the step reads.
     pub batches: fn(u64, &mut [Batch]),
 }
@@ -40,6 +42,7 @@ impl Default for Disturbance {
         Self {
             loss: |_| 1.0,
             rate: |_| 1.0,
+            leaves: |_| 1.0,
             batches: |_, _| {},
         }
     }
@@ -127,11 +130,7 @@ impl<B: TrainBackend> GuardLog<B> {
             num_rows,
             documents,
             row: gated.row.clone(),
-            norms: if is_bad {
-                norms_by_part()?
-            } else {
-                Vec::new()
-            },
+            norms: if is_bad { norms_by_part()? } else { Vec::new() },
         });
         Ok(())
     }

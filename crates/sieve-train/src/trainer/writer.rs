@@ -1,6 +1,8 @@
 //! Checkpoints written beside the training, on a thread of their own.
 use crate::TrainError;
 use crate::group::Share;
+use crate::optimizer::ReplicaSums;
+use serde::{Deserialize, Serialize};
 use sieve_hf::{Checkpoint, CheckpointError, CheckpointFiles, CheckpointState};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -18,23 +20,28 @@ struct Job {
     state: CheckpointState,
     /// Whether the folder it writes into is this process's to make and to remove.
     owns_folder: bool,
-    thread: JoinHandle<Result<Checksums, CheckpointError>>,
+    thread: JoinHandle<Result<Shard, CheckpointError>>,
 }
 
-/// Checksums of the files of this process, by name.
-pub(super) type Checksums = BTreeMap<String, String>;
+/// What this process has written of a checkpoint.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Shard {
+    /// Checksums of its files, by name.
+    pub(super) files: BTreeMap<String, String>,
+    pub(super) replica: ReplicaSums,
+}
 
 /// A checkpoint whose files of this process are on disk; it has no name yet.
 #[derive(Debug)]
 pub(super) struct Written {
     pub(super) folder: PathBuf,
     pub(super) state: CheckpointState,
-    pub(super) checksums: Checksums,
+    pub(super) shard: Shard,
 }
 
 impl CheckpointWriter {
-    /// Begins to read `files` and to write them into the folder that [`Checkpoint::begin`] made. The checkpoint before must
-    /// be finished.
+    /// Begins to read `files` and to write them into the folder that [`Checkpoint::begin`] made. The checkpoint before
+    /// must be finished.
     ///
     /// # Errors
     /// The system gives no thread.
@@ -43,19 +50,21 @@ impl CheckpointWriter {
         folder: &Path,
         state: CheckpointState,
         share: Share,
-        files: impl FnOnce() -> Result<CheckpointFiles, String> + Send + 'static,
+        files: impl FnOnce() -> Result<(CheckpointFiles, ReplicaSums), String> + Send + 'static,
     ) -> Result<(), TrainError> {
         assert!(self.job.is_none(), "one checkpoint at a time");
         let (into, step) = (folder.to_owned(), state.step);
         let thread = std::thread::Builder::new()
             .name("sieve-checkpoint".into())
             .spawn(move || {
-                let files = files().map_err(|problem| CheckpointError::Io {
+                let (files, replica) = files().map_err(|problem| CheckpointError::Io {
                     action: "reading weights and moments for a checkpoint in",
                     path: into.clone(),
                     source: std::io::Error::other(problem),
                 })?;
-                Checkpoint::write_shard(&into, step, [share.rank, share.size], &files)
+                let share = [share.rank, share.size];
+                let files = Checkpoint::write_shard(&into, step, share, &files)?;
+                Ok(Shard { files, replica })
             })
             .map_err(TrainError::io("starting a thread to write", folder))?;
         self.job = Some(Job {
@@ -92,10 +101,10 @@ impl CheckpointWriter {
             thread,
         } = job;
         match thread.join() {
-            Ok(Ok(checksums)) => Ok(Some(Written {
+            Ok(Ok(shard)) => Ok(Some(Written {
                 folder,
                 state,
-                checksums,
+                shard,
             })),
             Ok(Err(error)) => {
                 if owns_folder {

@@ -155,9 +155,15 @@ mod tests {
 
     #[test]
     fn a_missing_library_is_told_with_the_names_that_were_tried() {
-        let reason = Nccl::open(&["libnccl.so.none", "libnccl-none.so"]).expect_err("none is there");
+        let reason =
+            Nccl::open(&["libnccl.so.none", "libnccl-none.so"]).expect_err("none is there");
         let text = KernelError::NoNccl { reason }.to_string();
-        for part in ["libnccl.so.none", "libnccl-none.so", "nvidia-nccl-cu13", "hint"] {
+        for part in [
+            "libnccl.so.none",
+            "libnccl-none.so",
+            "nvidia-nccl-cu13",
+            "hint",
+        ] {
             assert!(text.contains(part), "{text}");
         }
     }
@@ -166,6 +172,9 @@ mod tests {
     fn a_library_without_the_functions_is_named() {
         // Every program has it open.
         let error = Nccl::open(&["libc.so.6"]).expect_err("no NCCL");
-        assert!(error.contains("libc.so.6") && error.contains("ncclGetUniqueId"), "{error}");
+        assert!(
+            error.contains("libc.so.6") && error.contains("ncclGetUniqueId"),
+            "{error}"
+        );
     }
 }
