@@ -11,6 +11,7 @@ mod plan;
 mod cache;
 mod memory;
 mod ops;
+mod ranks;
 mod time;
 
 pub use cache::{CachePlan, cache_plan};
@@ -19,4 +20,5 @@ pub use memory::{
     import_memory, inference_memory, memory_plan,
 };
 pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, op_plans};
-pub use plan::{ASSUMED_MFU, Plan, StagePlan, Target, plan};
+pub use plan::{ASSUMED_MFU, Plan, StagePlan, Target, plan, plan_of_ranks};
+pub use ranks::{Ranks, RanksPlan};

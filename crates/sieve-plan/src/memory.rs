@@ -28,6 +28,11 @@ use sieve_kernels::gradient_block_tokens;
 const CPU_PROGRAM_BYTES: u64 = 110 << 20;
 const GPU_PROGRAM_BYTES: u64 = 700 << 20;
 
+/// What NCCL holds beside it: 388 MiB on two H200s.
+const NCCL_BYTES: u64 = 388 << 20;
+/// Segments whose gradients are there while they are added up over all ranks.
+const SUMS_UNDER_WAY: u64 = 3;
+
 /// Bytes a parameter that a checkpoint holds on a CPU while it is written: copies of weights and moments, and the file
 /// of moments before it is on disk.
 const CPU_CHECKPOINT_BYTES: u64 = 5 * F32;
@@ -101,16 +106,22 @@ impl Moment {
     }
 }
 
-/// Memory of one stage's training step.
-pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target) -> MemoryPlan {
-    let mut plan = needed(recipe, shape, target);
+/// Memory of one stage's training step, in each of `ranks` processes.
+pub fn memory_plan(
+    recipe: &Recipe,
+    shape: &ModelShape,
+    target: &Target,
+    ranks: usize,
+) -> MemoryPlan {
+    let needed = |recipe: &Recipe| needed(recipe, shape, target, ranks);
+    let mut plan = needed(recipe);
     if plan.verdict.needs_advice() {
-        plan.would_fit = advice::settings_that_fit(recipe, |recipe| needed(recipe, shape, target));
+        plan.would_fit = advice::settings_that_fit(recipe, ranks, needed);
     }
     plan
 }
 
-fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target) -> MemoryPlan {
+fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> MemoryPlan {
     let value_bytes = target.value_bytes();
     let num_parameters = shape.parameters().total();
     let section = &recipe.activation_checkpoint;
@@ -126,18 +137,21 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target) -> MemoryPlan {
             (name, times(tokens, bytes))
         })
     };
-    let moments = moments(recipe, shape, target);
+    let moments = moments(recipe, shape, target, ranks);
     let fullest = moments.into_iter().max_by_key(Moment::total);
     let fullest = fullest.expect("there are four");
     let parameter_bytes = times(num_parameters, value_bytes);
-    let master_bytes = if value_bytes == F32 {
-        0
-    } else {
-        times(num_parameters, F32 - value_bytes)
+    // A rank holds masters of its pieces, and with them a copy of those pieces of the parameters.
+    let piece = num_parameters.div_ceil(ranks as u64);
+    let master_bytes = match (value_bytes, ranks) {
+        (_, 2..) => times(piece, F32),
+        (F32, _) => 0,
+        _ => times(piece, F32 - value_bytes),
     };
-    let moment_bytes = times(num_parameters, 2 * F32);
+    let moment_bytes = times(piece, 2 * F32);
     let program_bytes = match target {
         Target::Cpu { .. } => CPU_PROGRAM_BYTES,
+        Target::Gpu(_) if ranks > 1 => GPU_PROGRAM_BYTES + NCCL_BYTES,
         Target::Gpu(_) => GPU_PROGRAM_BYTES,
     };
     let total_bytes =
@@ -162,7 +176,7 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target) -> MemoryPlan {
     }
 }
 
-fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target) -> [Moment; 4] {
+fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> [Moment; 4] {
     let training = &recipe.training;
     let section = &recipe.activation_checkpoint;
     let tokens = (training.local_batch_size * training.seq_len) as u64;
@@ -173,7 +187,15 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target) -> [Moment; 4] 
 
     let all_gradients = times(shape.parameters().total(), F32);
     let head_gradient = F32 * (shape.vocab_size * shape.d_model) as u64;
-    let adds_up = training.global_batch_size > training.local_batch_size;
+    let adds_up = training.global_batch_size > training.local_batch_size * ranks;
+    // In the last micro-batch of several ranks, sums over all of them are under way behind the backward pass.
+    let blocks_total = shape.parameters().non_embedding();
+    let block = times(blocks_total / shape.num_layers.max(1) as u64, F32);
+    let at_the_end = if ranks > 1 && !adds_up {
+        head_gradient + SUMS_UNDER_WAY * block + all_gradients / ranks as u64
+    } else {
+        all_gradients
+    };
     // Earlier micro-batches have left all gradients; a new one of a weight is there until it is added.
     let (before, new) = if adds_up {
         (all_gradients, head_gradient)
@@ -195,7 +217,10 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target) -> [Moment; 4] 
     };
     let last = shape.num_layers.saturating_sub(1);
     let written = match target {
-        Target::Cpu { .. } => times(shape.parameters().total(), CPU_CHECKPOINT_BYTES),
+        Target::Cpu { .. } => {
+            let piece = shape.parameters().total().div_ceil(ranks as u64);
+            times(piece, CPU_CHECKPOINT_BYTES)
+        }
         Target::Gpu(_) => 0,
     };
     // The last checkpoint has no step beside it.
@@ -222,7 +247,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target) -> [Moment; 4] 
         },
         Moment {
             name: "the first block's backward pass",
-            gradient_bytes: all_gradients,
+            gradient_bytes: at_the_end.min(all_gradients),
             activation_bytes: kept(0),
             workspace_bytes: temporaries,
             checkpoint_bytes: beside,

@@ -1,7 +1,8 @@
 //! The plan: what the other files count, put together stage by stage.
 
 use crate::{
-    CachePlan, MemoryPlan, OpPlan, cache_plan, check_gpu_attention, memory_plan, op_plans, time,
+    CachePlan, MemoryPlan, OpPlan, Ranks, RanksPlan, cache_plan, check_gpu_attention, memory_plan,
+    op_plans, time,
 };
 use serde::Serialize;
 
@@ -73,7 +74,10 @@ pub struct Plan {
     pub stages: Vec<StagePlan>,
     /// Training FLOPs of the whole run, executed.
     pub total_flops: f64,
-    /// Memory of the stage that needs most.
+    /// What several processes do together; `None` for one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ranks: Option<RanksPlan>,
+    /// Memory of the stage that needs most, in each process.
     pub memory: MemoryPlan,
     /// The cache of one decoded sequence.
     pub cache: CachePlan,
@@ -96,7 +100,7 @@ pub struct StagePlan {
     pub seq_len: usize,
     /// Tokens in one step.
     pub tokens_per_step: usize,
-    /// Micro-batches in one step, on one device.
+    /// Micro-batches in one step, in each process.
     pub micro_batches: usize,
     /// Keys a query sees on average, if every row is one document.
     pub mean_active_keys: f64,
@@ -106,7 +110,7 @@ pub struct StagePlan {
     pub dense_flops_per_token: f64,
     /// Share of the executed FLOPs that attention takes.
     pub attention_share: f64,
-    /// Guessed tokens a second; `None` where nothing like the run was measured.
+    /// Guessed tokens a second, of all processes; `None` where nothing like the run was measured.
     pub tokens_per_second: Option<f64>,
 }
 
@@ -115,21 +119,35 @@ pub struct StagePlan {
 /// # Errors
 /// [`RecipeError::VocabularyTooSmall`].
 pub fn plan(recipe: &Recipe, vocab_size: usize, target: &Target) -> Result<Plan, RecipeError> {
+    plan_of_ranks(recipe, vocab_size, target, Ranks::ALONE)
+}
+
+/// As [`plan`], for several processes, whose micro-batches must divide the step.
+///
+/// # Errors
+/// As [`plan`].
+pub fn plan_of_ranks(
+    recipe: &Recipe,
+    vocab_size: usize,
+    target: &Target,
+    ranks: Ranks,
+) -> Result<Plan, RecipeError> {
     let shape = recipe.model_shape(vocab_size)?;
     let counts: ParameterCounts = shape.parameters();
+    let together = (ranks.size > 1).then(|| ranks.together(counts.total(), target.value_bytes()));
     let mut stages = Vec::new();
     let mut memory: Option<MemoryPlan> = None;
     let (mut total_flops, mut seconds) = (0.0, Some(0.0));
     for stage in recipe.stages() {
         let alone = recipe.at_stage(&stage);
         let shape = alone.model_shape(vocab_size)?;
-        let planned = stage_plan(&stage, &alone, &shape, target);
+        let planned = stage_plan(&stage, &alone, &shape, target, together.as_ref());
         let tokens = (stage.section.steps * planned.tokens_per_step) as f64;
         total_flops += tokens * planned.executed_flops_per_token;
         seconds = seconds
             .zip(planned.tokens_per_second)
             .map(|(seconds, speed)| seconds + tokens / speed);
-        let mut needed = memory_plan(&alone, &shape, target);
+        let mut needed = memory_plan(&alone, &shape, target, ranks.size);
         if !recipe.stage.is_empty() {
             let own = format!("local_batch_size of stage {}: ", stage.index + 1);
             for fitting in &mut needed.would_fit {
@@ -157,11 +175,12 @@ pub fn plan(recipe: &Recipe, vocab_size: usize, target: &Target) -> Result<Plan,
         tokens_per_parameter: num_tokens as f64 / counts.non_embedding() as f64,
         stages,
         total_flops,
+        ranks: together,
         memory,
         cache: cache_plan(&last_shape, last.training.seq_len, target.value_bytes()),
         assumption: seconds
             .and(target.flops_per_second())
-            .map(|peak| assumption(target, peak)),
+            .map(|peak| assumption(target, peak, ranks.size)),
         seconds,
         refused: match target {
             Target::Cpu { .. } => None,
@@ -173,7 +192,11 @@ pub fn plan(recipe: &Recipe, vocab_size: usize, target: &Target) -> Result<Plan,
     })
 }
 
-fn assumption(target: &Target, peak: f64) -> String {
+fn assumption(target: &Target, peak: f64, num_devices: usize) -> String {
+    let devices = match num_devices {
+        1 => "one device".to_owned(),
+        several => format!("{several} devices"),
+    };
     match target {
         Target::Gpu(gpu) => {
             let how = if time::is_measured(gpu) {
@@ -182,13 +205,13 @@ fn assumption(target: &Target, peak: f64) -> String {
                 "that an H200 was measured to reach, assumed for this GPU: nothing was measured on it"
             };
             format!(
-                "the shares of {:.0} TFLOP/s and {:.2} TB/s {how}, on one device",
+                "the shares of {:.0} TFLOP/s and {:.2} TB/s {how}, on {devices}",
                 peak / 1e12,
                 gpu.memory_bytes_per_second / 1e12
             )
         }
         Target::Cpu { .. } => format!(
-            "{:.0} % of {:.1} TFLOP/s in executed operations, on one device",
+            "{:.0} % of {:.1} TFLOP/s in executed operations, on {devices}",
             100.0 * ASSUMED_MFU,
             peak / 1e12
         ),
@@ -202,8 +225,16 @@ fn recomputed_share(recipe: &Recipe, num_layers: usize) -> f64 {
     again.count() as f64 / num_layers.max(1) as f64
 }
 
-fn stage_plan(stage: &Stage, recipe: &Recipe, shape: &ModelShape, target: &Target) -> StagePlan {
+fn stage_plan(
+    stage: &Stage,
+    recipe: &Recipe,
+    shape: &ModelShape,
+    target: &Target,
+    together: Option<&RanksPlan>,
+) -> StagePlan {
     let section = &stage.section;
+    let size = together.map_or(1, |together| together.ranks.size);
+    let micro_batches = section.global_batch_size / section.local_batch_size / size;
     let executed = shape.executed_flops_per_token(section.seq_len);
     let spared = (1.0 - recipe.label_share()) * shape.unlabelled_training_flops();
     let executed_training = executed.training() - spared;
@@ -216,17 +247,23 @@ fn stage_plan(stage: &Stage, recipe: &Recipe, shape: &ModelShape, target: &Targe
             let size = time::StepSize {
                 tokens: section.local_batch_size * section.seq_len,
                 seq_len: section.seq_len,
-                micro_batches: section.global_batch_size / section.local_batch_size,
+                micro_batches,
                 recomputed: recomputed_share(recipe, shape.num_layers),
             };
-            time::tokens_per_second(shape, executed, spared, &size, gpu)
+            let alone = time::tokens_per_second(shape, executed, spared, &size, gpu);
+            let tokens = (size.tokens * micro_batches) as f64;
+            let update = time::update_seconds(shape.parameters().total(), gpu);
+            alone.map(|speed| match together {
+                Some(together) => together.tokens_per_second(tokens, tokens / speed, update),
+                None => speed,
+            })
         }
     };
     StagePlan {
         steps: section.steps,
         seq_len: section.seq_len,
         tokens_per_step: section.global_batch_size * section.seq_len,
-        micro_batches: section.global_batch_size / section.local_batch_size,
+        micro_batches,
         mean_active_keys: shape.mean_active_keys(section.seq_len),
         executed_flops_per_token: executed_training,
         dense_flops_per_token: dense_training,

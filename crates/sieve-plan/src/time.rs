@@ -26,7 +26,7 @@ const KERNEL_ENDS: f64 = 6e-6;
 const KERNELS_OF_A_BLOCK: f64 = 60.0;
 const KERNELS_BESIDE: f64 = 100.0;
 /// Bytes a parameter that the norm and AdamW read and write.
-const UPDATE_BYTES: f64 = 36.0;
+pub(super) const UPDATE_BYTES: f64 = 36.0;
 
 /// One micro-batch, and how many make a step.
 pub(super) struct StepSize {
@@ -35,6 +35,11 @@ pub(super) struct StepSize {
     pub(super) micro_batches: usize,
     /// Share of the blocks whose forward pass runs twice.
     pub(super) recomputed: f64,
+}
+
+/// Seconds of the norm and the update on one GPU.
+pub(super) fn update_seconds(num_parameters: u64, gpu: &Gpu) -> f64 {
+    UPDATE_BYTES * num_parameters as f64 / (MEMORY * gpu.memory_bytes_per_second)
 }
 
 /// Whether the shares above were measured on this GPU.
@@ -71,7 +76,7 @@ pub(super) fn tokens_per_second(
     let memory = passes / 3.0 * bytes / bandwidth;
     let micro_batch_tokens = size.tokens as f64;
     let step_tokens = micro_batch_tokens * size.micro_batches as f64;
-    let update = UPDATE_BYTES * shape.parameters().total() as f64 / bandwidth / step_tokens;
+    let update = update_seconds(shape.parameters().total(), gpu) / step_tokens;
     let kernels = KERNELS_OF_A_BLOCK * shape.num_layers as f64 + KERNELS_BESIDE;
     let ends = kernels * KERNEL_ENDS / micro_batch_tokens;
     Some(1.0 / (products + pairs + memory + update + ends))

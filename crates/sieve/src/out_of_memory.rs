@@ -6,7 +6,8 @@ use clap::Args;
 use sieve_core::model::gpu::Gpu;
 use sieve_core::{ModelShape, Recipe};
 use sieve_plan::{
-    InferenceSize, MemoryPlan, MemoryVerdict, Target, import_memory, inference_memory, plan,
+    InferenceSize, MemoryPlan, MemoryVerdict, Ranks, Target, import_memory, inference_memory,
+    plan_of_ranks,
 };
 use sieve_train::MemoryProbe;
 use std::path::Path;
@@ -28,7 +29,7 @@ pub(crate) struct MemoryArgs {
 
 impl MemoryArgs {
     /// Refuses a run of `recipe` that does not fit on `device`. Where it may not fit, returns what to warn of. On the CPU
-    /// `sharers` processes take equal parts of what is free.
+    /// `sharers` of all `ranks` take equal parts of what is free.
     ///
     /// # Errors
     /// Need, what is free, the largest parts, and settings with which the run would fit; a recipe that does not fit its
@@ -38,13 +39,17 @@ impl MemoryArgs {
         recipe: &Recipe,
         vocab_size: usize,
         device: &Device,
-        sharers: usize,
+        [sharers, ranks]: [usize; 2],
     ) -> Result<Option<String>> {
         let mut target = target(device, None);
         if let Target::Cpu { memory_bytes, .. } = &mut target {
             *memory_bytes /= sharers.max(1) as u64;
         }
-        let memory = plan(recipe, vocab_size, &target)?.memory;
+        let ranks = Ranks {
+            size: ranks,
+            hosts: 1,
+        };
+        let memory = plan_of_ranks(recipe, vocab_size, &target, ranks)?.memory;
         if matches!(device, Device::Cuda(_)) {
             let advice = format!("{}\n{}", parts(&memory), way_out(&memory));
             *ADVICE.lock().unwrap_or_else(PoisonError::into_inner) = Some(advice);
@@ -206,6 +211,7 @@ pub(crate) fn message(panic: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sieve_plan::plan;
 
     const REFUSE: MemoryArgs = MemoryArgs {
         ignore_memory: false,

@@ -10,7 +10,8 @@ use sieve_core::Recipe;
 use sieve_core::model::gpu;
 use sieve_core::recipe::TokenizerSource;
 use sieve_data::Tokenizer;
-use sieve_plan::{Plan, StagePlan, Target, plan};
+use sieve_plan::{Plan, Ranks, RanksPlan, StagePlan, Target, plan_of_ranks};
+use sieve_train::TrainError;
 
 /// Arguments of `sieve plan`.
 #[derive(Args, Debug)]
@@ -20,6 +21,12 @@ pub(crate) struct PlanArgs {
     /// Plan for a GPU by name (h200, h100, a100, "rtx 4090", …) instead of this machine's CPU; none need be there
     #[arg(long, value_name = "NAME")]
     gpu: Option<String>,
+    /// Plan for N processes on each host, one for each GPU, as `sieve launch --nproc N` starts them
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "gpu", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    nproc: u16,
+    /// Hosts that take part, of --nproc GPUs each
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "gpu", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    nnodes: u16,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -30,7 +37,24 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
     let recipe = args.recipe.load()?;
     let vocab_size = vocab_size(&recipe)?;
     let (target, name) = target(args.gpu.as_deref())?;
-    let plan = plan(&recipe, vocab_size, &target)?;
+    let ranks = Ranks {
+        size: usize::from(args.nproc) * usize::from(args.nnodes),
+        hosts: usize::from(args.nnodes),
+    };
+    for stage in recipe.stages() {
+        let training = recipe.at_stage(&stage).training;
+        let (global, local) = (training.global_batch_size, training.local_batch_size);
+        if training.accumulation_steps(ranks.size).is_none() {
+            let ranks = ranks.size;
+            return Err(TrainError::BatchSizes {
+                global,
+                local,
+                ranks,
+            }
+            .into());
+        }
+    }
+    let plan = plan_of_ranks(&recipe, vocab_size, &target, ranks)?;
     if args.json {
         terminal::line(&serde_json::to_string_pretty(&plan)?);
         return Ok(());
@@ -110,6 +134,7 @@ fn text(plan: &Plan, recipe: &Recipe, target: &str) -> Vec<String> {
     for (number, stage) in (1..).zip(&plan.stages) {
         lines.extend(stage_lines(number, stage, plan.stages.len()));
     }
+    lines.extend(plan.ranks.iter().map(ranks_line));
     lines.push(String::new());
     lines.extend(memory_lines(plan, recipe));
     lines.push(String::new());
@@ -162,6 +187,24 @@ fn stage_lines(number: usize, stage: &StagePlan, num_stages: usize) -> Vec<Strin
         lines.push(format!("             about {speed} tokens/s"));
     }
     lines
+}
+
+fn ranks_line(together: &RanksPlan) -> String {
+    let RanksPlan {
+        ranks,
+        sum_seconds,
+        gather_seconds,
+    } = together;
+    let [sums, gathered] = [sum_seconds, gather_seconds].map(|seconds| 1e3 * seconds);
+    let hosts = match ranks.hosts {
+        1 => "on one host".to_owned(),
+        hosts => format!("on {hosts} hosts, one 400 Gb/s card each assumed"),
+    };
+    format!(
+        "  together   {} processes {hosts}: {sums:.1} ms of sums and {gathered:.1} ms of gathering a step, beside the passes; \
+         memory below is that of each",
+        ranks.size
+    )
 }
 
 fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {

@@ -59,7 +59,8 @@ pub(crate) struct TrainArgs {
     /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
-    /// Continue from the latest checkpoint of the output folder; auto: where it holds no run, begin one as without this flag
+    /// Continue from the latest checkpoint of the output folder; auto: where it holds no run, begin one as without this
+    /// flag
     #[arg(
         long,
         value_name = "auto",
@@ -233,7 +234,9 @@ impl TrainArgs {
         };
         if self.resume == Some(Resume::Latest) {
             let kind = clap::error::ErrorKind::ArgumentConflict;
-            let text = format!("--resume and {other} name two places to begin from\n  hint: --resume=auto goes on where there is a run, else begins as {other} says\n");
+            let text = format!(
+                "--resume and {other} name two places to begin from\n  hint: --resume=auto goes on where there is a run, else begins as {other} says\n"
+            );
             clap::Error::raw(kind, text).exit();
         }
     }
@@ -259,10 +262,10 @@ impl Session {
         })
     }
 
-    /// Processes that share this host's memory.
-    fn sharers(&self) -> usize {
-        let mesh = self.mesh.as_ref();
-        mesh.map_or(1, |mesh| mesh.world().local_size)
+    /// Processes that share this host's memory, and all.
+    fn sharers(&self) -> [usize; 2] {
+        let world = self.mesh.as_ref().map(|mesh| mesh.world());
+        world.map_or([1, 1], |world| [world.local_size, world.size])
     }
 
     /// Whether this process prints and writes: alone, or as the first of several.

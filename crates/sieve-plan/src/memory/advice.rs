@@ -18,6 +18,7 @@ pub struct FittingSetting {
 /// as they are.
 pub(super) fn settings_that_fit(
     recipe: &Recipe,
+    ranks: usize,
     needed: impl Fn(&Recipe) -> MemoryPlan,
 ) -> Vec<FittingSetting> {
     let mut found = Vec::new();
@@ -35,13 +36,13 @@ pub(super) fn settings_that_fit(
     let by_mode = modes_after(recipe.activation_checkpoint.mode)
         .into_iter()
         .any(|(name, mode)| consider(&with_mode(recipe, mode), mode_setting(name)));
-    let by_batch = smaller_batches(recipe).any(|batch| {
+    let by_batch = smaller_batches(recipe, ranks).any(|batch| {
         let setting = batch_setting(batch);
         consider(&with_batch(recipe, batch), setting)
     });
     if !by_mode && !by_batch {
         let full = with_mode(recipe, ActivationCheckpointMode::Full);
-        let _found = smaller_batches(recipe).any(|batch| {
+        let _found = smaller_batches(recipe, ranks).any(|batch| {
             let setting = format!("{} {}", mode_setting("full"), batch_setting(batch));
             consider(&with_batch(&full, batch), setting)
         });
@@ -69,12 +70,12 @@ fn mode_setting(name: &str) -> String {
 }
 
 /// Divisors of the rows of a step below the present micro-batch, the largest first.
-fn smaller_batches(recipe: &Recipe) -> impl Iterator<Item = usize> {
+fn smaller_batches(recipe: &Recipe, ranks: usize) -> impl Iterator<Item = usize> {
     let rows = recipe.training.global_batch_size;
     let local = recipe.training.local_batch_size;
     (1..local)
         .rev()
-        .filter(move |batch| rows.is_multiple_of(*batch))
+        .filter(move |batch| rows.is_multiple_of(*batch * ranks))
 }
 
 fn with_batch(recipe: &Recipe, batch: usize) -> Recipe {

@@ -155,7 +155,7 @@ fn memory_of_a_1p7b_step_of_one_micro_batch() {
     alone.training.global_batch_size = 8;
     let mut shape = alone.model_shape(50_304).expect("a shape");
     shape.attention = Attention::Mha;
-    let memory = memory_plan(&alone, &shape, &h200());
+    let memory = memory_plan(&alone, &shape, &h200(), 1);
     let parameters = shape.parameters().total();
     assert_eq!(memory.moment, "the loss");
     // A single micro-batch: of the gradients only the embedding's is there.
@@ -177,7 +177,7 @@ fn memory_of_a_1p7b_step_of_one_micro_batch() {
     alone.training.seq_len = 128;
     alone.training.local_batch_size = 1;
     alone.training.global_batch_size = 1;
-    let memory = memory_plan(&alone, &shape, &h200());
+    let memory = memory_plan(&alone, &shape, &h200(), 1);
     assert_eq!(memory.moment, "the first block's backward pass");
     assert_eq!(memory.gradient_bytes, 4 * parameters);
 }
@@ -253,7 +253,7 @@ fn sizes_that_no_machine_has_do_not_overflow() {
         };
         for target in [cpu, h200()] {
             let shape = recipe.model_shape(50_277).expect("a shape");
-            let memory = memory_plan(&recipe, &shape, &target);
+            let memory = memory_plan(&recipe, &shape, &target, 1);
             assert_eq!(memory.verdict, MemoryVerdict::DoesNotFit, "{target:?}");
             assert!(memory.total_bytes > 1 << 57, "{}", memory.total_bytes);
         }
@@ -506,4 +506,44 @@ fn tokens_without_a_label_have_no_output_projection() {
         (found - expected).abs() < 1e-6 * expected,
         "{found} {expected}"
     );
+}
+
+#[test]
+fn several_processes_share_masters_and_moments() {
+    let whole = recipe(DMA_1P7B, &["training.local_batch_size=8"]);
+    let planned = |size: usize, hosts: usize| {
+        let ranks = Ranks { size, hosts };
+        plan_of_ranks(&whole, 50_304, &h200(), ranks).expect("plans")
+    };
+    let (alone, four, two_hosts) = (planned(1, 1), planned(4, 1), planned(8, 2));
+    assert_eq!(alone, plan(&whole, 50_304, &h200()).expect("plans"));
+    assert_eq!(four.memory.moment_bytes, alone.memory.moment_bytes / 4);
+    assert_eq!(four.memory.parameter_bytes, alone.memory.parameter_bytes);
+    // Rests of masters and the pieces of the leaves that they belong to.
+    assert_eq!(four.memory.master_bytes, alone.memory.master_bytes / 2);
+    assert_eq!(
+        four.stages[0].micro_batches * 4,
+        alone.stages[0].micro_batches
+    );
+    let speed = |plan: &Plan| plan.stages[0].tokens_per_second.expect("a GPU");
+    let share = speed(&four) / speed(&alone) / 4.0;
+    assert!((0.97..1.0).contains(&share), "{share}");
+    let share = speed(&two_hosts) / speed(&alone) / 8.0;
+    assert!((0.9..0.99).contains(&share), "{share}");
+    // In one micro-batch the gradients of the first blocks are gone when the last are there.
+    let gradients = |size| {
+        let rows = format!("training.global_batch_size={size}");
+        let small = [
+            "training.local_batch_size=1",
+            "activation_checkpoint.mode=full",
+            &rows,
+        ];
+        let recipe = recipe(DMA_80M, &small);
+        let ranks = Ranks { size, hosts: 1 };
+        let plan = plan_of_ranks(&recipe, 50_304, &h200(), ranks).expect("plans");
+        (plan.memory.moment, plan.memory.gradient_bytes)
+    };
+    let [(moment, alone), (_, four)] = [1, 4].map(gradients);
+    assert_eq!(moment, "the first block's backward pass");
+    assert!(four < alone, "{four} {alone}");
 }

@@ -15,9 +15,7 @@ use sieve_kernels::{
     require_nccl, shared_bytes_of,
 };
 use sieve_ops::Cuda;
-use sieve_train::{
-    Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError,
-};
+use sieve_train::{Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -290,9 +288,7 @@ impl Collectives<Autodiff<Cuda>> for Nccl {
     }
 }
 
-fn pending(
-    work: Result<NcclWork, KernelError>,
-) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
+fn pending(work: Result<NcclWork, KernelError>) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
     let work = work.map_err(|error| TrainError::Collective(error.to_string()))?;
     Ok(Box::new(move || {
         let results = work.finish().into_iter();

@@ -1,0 +1,101 @@
+//! What several processes that train one model, one a GPU, add to a plan.
+//!
+//! Times are bytes over a rate. Between GPUs of one host the rate is what NCCL was measured to reach between H200s; between
+//! hosts it is assumed.
+
+use serde::Serialize;
+
+/// Bytes a second of sums and gatherings between GPUs of one host, by NCCL's rule for a ring: measured on two H200s.
+const HOST_RATE: f64 = 240e9;
+/// The same between hosts with one 400 Gb/s card each: an assumption.
+const NETWORK_RATE: f64 = 46e9;
+/// How much longer a step takes for each second in which sums and gatherings go on beside it. They take multiprocessors and
+/// bandwidth from the model's kernels: 0.7 to 1.0 on two and four H200s (docs/scale.md).
+const LENGTHENING: f64 = 0.8;
+
+/// Processes, one a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Ranks {
+    /// All of them.
+    pub size: usize,
+    /// Hosts that they are spread over.
+    pub hosts: usize,
+}
+
+/// What they do together in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct RanksPlan {
+    /// Processes.
+    pub ranks: Ranks,
+    /// Seconds in which gradients are added up.
+    pub sum_seconds: f64,
+    /// Seconds in which weights are gathered.
+    pub gather_seconds: f64,
+}
+
+impl Ranks {
+    /// A run in one process.
+    pub const ALONE: Self = Self { size: 1, hosts: 1 };
+
+    /// What they do together for a model of `num_parameters`, computed in values of `value_bytes`.
+    pub(crate) fn together(self, num_parameters: u64, value_bytes: u64) -> RanksPlan {
+        let rate = if self.hosts > 1 {
+            NETWORK_RATE
+        } else {
+            HOST_RATE
+        };
+        // A ring sends all pieces but one's own through each link.
+        let share = (self.size - 1) as f64 / self.size as f64;
+        let seconds = |bytes: u64| share * (num_parameters * bytes) as f64 / rate;
+        RanksPlan {
+            ranks: self,
+            // Gradients are f32.
+            sum_seconds: seconds(4),
+            gather_seconds: seconds(value_bytes),
+        }
+    }
+}
+
+impl RanksPlan {
+    /// Tokens a second of all ranks together, where one alone takes `step_seconds` for its `step_tokens`, `update_seconds` of
+    /// them for the update, of which each rank does its part.
+    pub(crate) fn tokens_per_second(
+        &self,
+        step_tokens: f64,
+        step_seconds: f64,
+        update_seconds: f64,
+    ) -> f64 {
+        let size = self.ranks.size as f64;
+        let shared = update_seconds * (1.0 - 1.0 / size);
+        let together = LENGTHENING * (self.sum_seconds + self.gather_seconds);
+        size * step_tokens / (step_seconds - shared + together)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // docs/scale.md: four H200s, rows of 2048, 8 rows a micro-batch; one GPU's tokens/s, four GPUs'.
+    #[test]
+    fn measured_runs_on_several_gpus_are_met_within_three_percent() {
+        for (parameters, size, micro_batches, alone, together) in [
+            (1_512_432_640, 4, 1, 57_430.0, 221_615.0),
+            (1_512_432_640, 4, 4, 58_987.0, 231_904.0),
+            (123_000_000, 2, 1, 509_009.0, 974_817.0),
+            (123_000_000, 4, 1, 509_009.0, 1_961_594.0),
+        ] {
+            let tokens = 16_384.0 * f64::from(micro_batches);
+            let ranks = Ranks { size, hosts: 1 };
+            // What crates/sieve-plan/src/time.rs counts on an H200.
+            let update = crate::time::UPDATE_BYTES * parameters as f64 / (0.84 * 4.8e12);
+            let plan = ranks.together(parameters, 2);
+            let found = plan.tokens_per_second(tokens, tokens / alone, update);
+            let ratio: f64 = found / together;
+            assert!(
+                (ratio - 1.0).abs() < 0.03,
+                "{size} GPUs, {parameters}: {ratio}"
+            );
+        }
+    }
+}
