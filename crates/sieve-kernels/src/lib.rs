@@ -21,66 +21,45 @@ mod specialisations;
 pub use dma::oracle;
 pub use runtime::ahead_of_time;
 
-pub use attention::backward::{
-    AttentionGradients, attention_backward, attention_backward_convert_kernel,
-    attention_backward_kernel, attention_backward_prepare_kernel, attention_backward_query_kernel,
-    attention_row_sums_kernel,
-};
-pub use attention::backward_tiling::{
-    BackwardTiling, GradientSet, QueryPass, QueryTiling, SumOrder,
-};
-pub use attention::bias_base::bias_base_kernel;
-pub use attention::decode::{
-    DecodeStep, KvCache, attention_decode, attention_decode_cached, attention_decode_kernel,
-};
+pub use attention::backward::{AttentionGradients, attention_backward};
+pub use attention::backward_tiling::SumOrder;
+pub use attention::decode::{DecodeStep, KvCache, attention_decode, attention_decode_cached};
 pub use attention::decode_scratch::DecodeScratch;
-pub use attention::forward::{AttentionResult, attention_forward, attention_forward_kernel};
+pub use attention::forward::{AttentionResult, attention_forward};
 pub use attention::heads::{
     AttentionShape, HEAD_DIM_STEP, Heads, MAX_HEAD_DIM, Qkv, supports_head_dim,
 };
 pub use attention::hopper_tiling::{
-    HopperPass, HopperTiling, KernelFamily, attention_family, best_family, has_hopper_form,
-    hopper_backward_kernel, keeps_rest, let_every_lane_arrive, use_portable_kernels_only,
+    KernelFamily, attention_family, best_family, keeps_rest, let_every_lane_arrive,
+    use_portable_kernels_only,
 };
-pub use attention::sparse_forward::{
-    hopper_sparse_attention_forward_kernel, sparse_attention_forward,
-    sparse_attention_forward_kernel, sparse_attention_tiling,
-};
-pub use attention::tiling::{ForwardTiling, KeySource};
+pub use attention::sparse_forward::sparse_attention_forward;
+pub use attention::tiling::KeySource;
 pub use cublaslt::{
     AlgorithmSearch, MatmulOutput, Product, cublaslt_version, matmul, matmul_is_inline, matmul_nn, matmul_nt,
     matmul_tn, require_cublaslt, set_algorithm_search,
 };
-pub use dma::attention_backward::{
-    dma_attention_backward, dma_attention_backward_convert_kernel, dma_attention_backward_kernel,
-    dma_attention_backward_query_kernel, dma_attention_row_sums_kernel, dq_sum_queries,
-};
-pub use dma::attention_forward::{dma_attention_forward, dma_attention_forward_kernel};
-pub use dma::decode::{DmaSlots, dma_decode, dma_decode_kernel};
-pub use dma::lists::{
-    KeyLists, TILE_QUERIES, dma_lists, dma_lists_kernel, dma_lists_prefix_kernel, list_capacity,
-    list_shape, selection_of_expire,
-};
-pub use dma::scores::{MAX_KV_HEADS, ScoreBias, Scores, dma_scores, dma_scores_kernel};
-pub use dma::scores_backward::{ScoresBackward, dma_scores_backward, dma_scores_backward_kernel};
-pub use dma::select::{Selection, dma_select, dma_select_kernels};
+pub use dma::attention_backward::{dma_attention_backward, dq_sum_queries};
+pub use dma::attention_forward::dma_attention_forward;
+pub use dma::decode::{DmaSlots, dma_decode};
+pub use dma::lists::{KeyLists, TILE_QUERIES, dma_lists, list_shape, selection_of_expire};
+pub use dma::scores::{MAX_KV_HEADS, ScoreBias, Scores, dma_scores};
+pub use dma::scores_backward::{ScoresBackward, dma_scores_backward};
+pub use dma::select::{Selection, dma_select};
 pub use error::{CudaVersion, KernelError};
-pub use mla::decode::{mla_decode, mla_decode_join_kernel, mla_decode_kernel};
-pub use mla::pack::{
-    MlaPack, mla_heads, mla_pack_backward, mla_pack_backward_kernel, mla_pack_forward,
-    mla_pack_forward_kernel,
-};
+pub use mla::decode::mla_decode;
+pub use mla::pack::{MlaPack, mla_heads, mla_pack_backward, mla_pack_forward};
 pub use nsa::{
     GateGradients, NSA_PART_BYTES, nsa_blocks, nsa_blocks_backward,
     nsa_compressed_attention_backward, nsa_compressed_attention_forward, nsa_gates,
-    nsa_gates_backward, nsa_kernels, nsa_mean_pool, nsa_mean_pool_backward,
-    nsa_selected_attention_backward, nsa_selected_attention_forward,
+    nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward, nsa_selected_attention_backward,
+    nsa_selected_attention_forward,
 };
 pub use runtime::cache::{KernelCache, init_runtime};
 pub use runtime::cuda_tensor::{CudaPrimitive, CudaTensor};
 pub use runtime::host_copy::{HostCopy, HostReader};
 pub use runtime::kernel_trace::{KernelRecord, KernelTotal, KernelTrace, TraceResult};
-pub use runtime::layout::{RowLayout, contiguous_strides, row_layout, strides_are_contiguous};
+pub use runtime::layout::contiguous_strides;
 pub use runtime::memory_watch::{MemoryPeak, memory_peak, unwatch_memory, watch_memory};
 pub use runtime::nccl::{
     NCCL_ID_BYTES, NcclGroup, NcclPiece, NcclWork, RankRanges, nccl_id, nccl_version, require_nccl,
@@ -93,43 +72,25 @@ pub use specialisations::{
     AttentionNeeds, NeededKernels, NeededKeys, manifest, mla_decode_kernels, mla_pack_kernels,
     needed_kernels, shared_bytes_of, shipped_kernels, shipped_kernels_for, step_kernels,
 };
-pub use step::adamw::{AdamwTensors, Master, adamw, adamw_kernel};
-pub use step::column_sums::column_sums_kernel;
+pub use step::adamw::{AdamwTensors, adamw};
 pub use step::cross_entropy::{
-    LogitRows, cross_entropy, cross_entropy_kernel, cross_entropy_with_gradients,
+    LogitRows, cross_entropy, cross_entropy_with_gradients,
 };
-pub use step::embedding_backward::{
-    embedding_backward, embedding_backward_kernel, embedding_carry_kernel, embedding_order_kernel,
-};
-pub use step::embedding_forward::{embedding_forward, embedding_forward_kernel};
-pub use step::fill_zero::{fill_zero, fill_zero_kernel};
+pub use step::embedding_backward::embedding_backward;
+pub use step::embedding_forward::embedding_forward;
+pub use step::fill_zero::fill_zero;
 pub use step::linear_cross_entropy::{
     LinearCrossEntropyGradients, gradient_block_tokens, linear_cross_entropy_with_gradients,
     token_losses,
 };
-pub use step::qk_norm_rope_backward::{
-    QkNormRopeGradients, qk_norm_rope_backward, qk_norm_rope_backward_kernel,
-};
-pub use step::qk_norm_rope_forward::{
-    QkNormRope, Reuse, qk_norm_rope_forward, qk_norm_rope_forward_kernel,
-};
-pub use step::residual_add::{residual_add, residual_add_kernel};
-pub use step::rms_norm_backward::{
-    rms_norm_backward, rms_norm_backward_kernel, rms_norm_backward_with_output,
-    rms_norm_backward_with_output_kernel,
-};
-pub use step::rms_norm_forward::{
-    NormResidual, rms_norm_forward, rms_norm_forward_kernel, rms_norm_residual_forward,
-};
-pub use step::scale::{scale, scale_kernel};
-pub use step::split_master::{Direction, join_master, split_master, split_master_kernel};
-pub use step::sum_of_squares::{
-    ClippedNorm, FixedSum, SumResult, Term, finish_sum_kernel, fixed_sum, sum_of_squares,
-    sum_partials_kernel,
-};
-pub use step::swiglu_backward::{
-    swiglu_backward, swiglu_backward_kernel, swiglu_backward_with_output,
-    swiglu_backward_with_output_kernel,
-};
-pub use step::swiglu_forward::{swiglu_forward, swiglu_forward_kernel};
+pub use step::qk_norm_rope_backward::{QkNormRopeGradients, qk_norm_rope_backward};
+pub use step::qk_norm_rope_forward::{QkNormRope, Reuse, qk_norm_rope_forward};
+pub use step::residual_add::residual_add;
+pub use step::rms_norm_backward::{rms_norm_backward, rms_norm_backward_with_output};
+pub use step::rms_norm_forward::{rms_norm_forward, rms_norm_residual_forward};
+pub use step::scale::scale;
+pub use step::split_master::{join_master, split_master};
+pub use step::sum_of_squares::{ClippedNorm, FixedSum, Term, fixed_sum, sum_of_squares};
+pub use step::swiglu_backward::{swiglu_backward, swiglu_backward_with_output};
+pub use step::swiglu_forward::swiglu_forward;
 pub use step::vector_rows::GradientTarget;

@@ -80,7 +80,7 @@ fn query_ranges(seq_len: usize, most: usize) -> impl Iterator<Item = (usize, usi
 }
 
 /// Every kernel that the compressed and the selected branch launch for a head width, beside those of DMA.
-pub fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
+pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
     let mut kernels = vec![
         nsa_positions_backward_kernel(),
         nsa_compressed_lists_kernel(),

@@ -190,7 +190,7 @@ pub fn attention_backward(
 }
 
 /// The key-stationary specialisation for a shape, tiling and set of gradients.
-pub fn attention_backward_kernel(
+pub(crate) fn attention_backward_kernel(
     shape: &AttentionShape,
     tiling: &BackwardTiling,
     source: KeySource,
@@ -200,7 +200,7 @@ pub fn attention_backward_kernel(
 }
 
 /// The query-stationary dq specialisation for a shape and tiling.
-pub fn attention_backward_query_kernel(
+pub(crate) fn attention_backward_query_kernel(
     shape: &AttentionShape,
     tiling: &QueryTiling,
     source: KeySource,
@@ -209,7 +209,7 @@ pub fn attention_backward_query_kernel(
 }
 
 /// The specialisation of the exact row sums for a shape and tiling.
-pub fn attention_row_sums_kernel(
+pub(crate) fn attention_row_sums_kernel(
     shape: &AttentionShape,
     tiling: &QueryTiling,
     source: KeySource,
@@ -218,14 +218,14 @@ pub fn attention_row_sums_kernel(
 }
 
 /// The kernel that prepares each row's statistics.
-pub fn attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKernel {
+pub(crate) fn attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKernel {
     SourceKernel::new("attention_backward_prepare")
         .define("HEAD_DIM_V", head_dim_v)
         .threads(256)
 }
 
 /// The kernel that turns sums of dq into bf16 rows.
-pub fn attention_backward_convert_kernel(head_dim: usize) -> SourceKernel {
+pub(crate) fn attention_backward_convert_kernel(head_dim: usize) -> SourceKernel {
     SourceKernel::new("attention_backward_convert")
         .define("HEAD_DIM", head_dim)
         .threads(256)

@@ -22,24 +22,24 @@ pub enum SumOrder {
 
 /// The gradients one launch of a key-stationary kernel makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct GradientSet {
+pub(crate) struct GradientSet {
     /// Sums of dq.
-    pub dq: bool,
+    pub(crate) dq: bool,
     /// dk, and the gradient of the bias.
-    pub dk: bool,
+    pub(crate) dk: bool,
     /// dv.
-    pub dv: bool,
+    pub(crate) dv: bool,
 }
 
 /// Tile sizes of the key-stationary kernels, named as their defines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BackwardTiling {
+pub(crate) struct BackwardTiling {
     /// Warps of a block, 16 keys each.
-    pub num_warps: usize,
+    pub(crate) num_warps: usize,
     /// Queries of a step.
-    pub block_q: usize,
+    pub(crate) block_q: usize,
     /// Blocks that should share a multiprocessor.
-    pub min_blocks: usize,
+    pub(crate) min_blocks: usize,
 }
 
 impl BackwardTiling {
@@ -47,7 +47,7 @@ impl BackwardTiling {
     ///
     /// # Errors
     /// [`KernelError::DeviceLimit`] when no tiling fits the device.
-    pub fn choose(
+    pub(crate) fn choose(
         kernel: &'static str,
         shape: &AttentionShape,
         source: KeySource,
@@ -85,13 +85,13 @@ impl BackwardTiling {
     }
 
     /// Keys of a block.
-    pub fn block_kv(&self) -> usize {
+    pub(crate) fn block_kv(&self) -> usize {
         16 * self.num_warps
     }
 
     /// The launches that make all gradients: one, or two where a warp's registers cannot hold both dk and dv. With a
     /// fixed order dq is left to the query-stationary kernel.
-    pub fn launches(shape: &AttentionShape, order: SumOrder) -> Vec<GradientSet> {
+    pub(crate) fn launches(shape: &AttentionShape, order: SumOrder) -> Vec<GradientSet> {
         let dq = order == SumOrder::Any;
         if shape.head_dim + shape.head_dim_v > 320 {
             let values = GradientSet {
@@ -116,7 +116,7 @@ impl BackwardTiling {
     }
 
     /// Dynamic shared memory of a block.
-    pub fn shared_bytes(
+    pub(crate) fn shared_bytes(
         &self,
         shape: &AttentionShape,
         source: KeySource,
@@ -159,7 +159,7 @@ impl BackwardTiling {
 
 /// The kernels that keep queries in place and stream keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum QueryPass {
+pub(crate) enum QueryPass {
     /// dq in a fixed order.
     Gradient,
     /// Exact row sums, which a bias makes worth their time.
@@ -168,21 +168,21 @@ pub enum QueryPass {
 
 /// Tile sizes of a query-stationary kernel, named as their defines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct QueryTiling {
+pub(crate) struct QueryTiling {
     /// What the kernel computes.
-    pub pass: QueryPass,
+    pub(crate) pass: QueryPass,
     /// Rows of a warp.
-    pub warp_rows: usize,
+    pub(crate) warp_rows: usize,
     /// Warps of a block.
-    pub num_warps: usize,
+    pub(crate) num_warps: usize,
     /// Keys of a tile.
-    pub block_kv: usize,
+    pub(crate) block_kv: usize,
     /// Key tiles in flight.
-    pub num_stages: usize,
+    pub(crate) num_stages: usize,
     /// Blocks that should share a multiprocessor.
-    pub min_blocks: usize,
+    pub(crate) min_blocks: usize,
     /// Query heads of a group that share a tile.
-    pub heads_per_tile: usize,
+    pub(crate) heads_per_tile: usize,
 }
 
 impl QueryTiling {
@@ -190,7 +190,7 @@ impl QueryTiling {
     ///
     /// # Errors
     /// [`KernelError::DeviceLimit`] when no tiling fits the device.
-    pub fn choose(
+    pub(crate) fn choose(
         kernel: &'static str,
         pass: QueryPass,
         shape: &AttentionShape,
@@ -237,12 +237,12 @@ impl QueryTiling {
     }
 
     /// Queries of a tile.
-    pub fn tile_queries(&self) -> usize {
+    pub(crate) fn tile_queries(&self) -> usize {
         self.block_rows() / self.heads_per_tile
     }
 
     /// Dynamic shared memory of a block.
-    pub fn shared_bytes(&self, shape: &AttentionShape, source: KeySource) -> usize {
+    pub(crate) fn shared_bytes(&self, shape: &AttentionShape, source: KeySource) -> usize {
         let keys = self.num_stages * self.block_kv;
         let tiles = (self.block_rows() + keys) * (shape.head_dim + shape.head_dim_v) * BF16;
         let bias = if source == KeySource::Dense {
@@ -260,7 +260,7 @@ impl QueryTiling {
     }
 
     /// The grid over a whole sequence.
-    pub fn grid(&self, shape: &AttentionShape, source: KeySource) -> [usize; 3] {
+    pub(crate) fn grid(&self, shape: &AttentionShape, source: KeySource) -> [usize; 3] {
         let tiles = match source {
             KeySource::Gathered => {
                 shape.seq_len.div_ceil(SUPER_BLOCK) * SUPER_BLOCK.div_ceil(self.tile_queries())

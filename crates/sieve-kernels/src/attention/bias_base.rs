@@ -88,7 +88,7 @@ impl Bias {
 }
 
 /// The specialisation for a source of keys, which has a bias.
-pub fn bias_base_kernel(source: KeySource) -> SourceKernel {
+pub(crate) fn bias_base_kernel(source: KeySource) -> SourceKernel {
     SourceKernel::new("bias_base")
         .define("GATHER", (source == KeySource::Gathered) as u8)
         .threads(SUPER_BLOCK)

@@ -180,7 +180,11 @@ fn launch(
 }
 
 /// The specialisation for head widths; `append` is 1 when the token joins the cache.
-pub fn attention_decode_kernel(head_dim: usize, head_dim_v: usize, append: usize) -> SourceKernel {
+pub(crate) fn attention_decode_kernel(
+    head_dim: usize,
+    head_dim_v: usize,
+    append: usize,
+) -> SourceKernel {
     decode_kernel(SourceKernel::new(NAME), head_dim, head_dim_v).define("APPEND", append)
 }
 

@@ -100,7 +100,7 @@ pub fn attention_forward(
 }
 
 /// The specialisation for a shape and tiling.
-pub fn attention_forward_kernel(
+pub(crate) fn attention_forward_kernel(
     shape: &AttentionShape,
     tiling: &ForwardTiling,
     source: KeySource,

@@ -81,7 +81,7 @@ pub fn keeps_rest(family: KernelFamily, seq_len: usize) -> bool {
 }
 
 /// Whether the Hopper kernels are made for these widths.
-pub fn has_hopper_form(shape: &AttentionShape, source: KeySource) -> bool {
+pub(crate) fn has_hopper_form(shape: &AttentionShape, source: KeySource) -> bool {
     match (shape.head_dim, shape.head_dim_v) {
         (64, 64) | (128, 128) => true,
         (192, 128) => source == KeySource::Dense,
@@ -101,7 +101,7 @@ pub(crate) fn has_hopper_gradient(shape: &AttentionShape, source: KeySource) -> 
 
 /// What a query-stationary kernel makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HopperPass {
+pub(crate) enum HopperPass {
     /// o and lse.
     Output,
     /// o, lse, and the lower 16 bits of o.
@@ -128,7 +128,7 @@ impl HopperPass {
 
 /// Tile sizes of the query-stationary Hopper kernels, named as their defines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct HopperTiling {
+pub(crate) struct HopperTiling {
     pass: HopperPass,
     source: KeySource,
     head_dim: usize,
@@ -145,7 +145,7 @@ pub struct HopperTiling {
 
 impl HopperTiling {
     /// The tiling measured best for a shape.
-    pub fn new(pass: HopperPass, shape: &AttentionShape, source: KeySource) -> Self {
+    pub(crate) fn new(pass: HopperPass, shape: &AttentionShape, source: KeySource) -> Self {
         let is_wide = shape.head_dim >= 128;
         let shares = source == KeySource::Gathered && shape.group_size().is_multiple_of(2);
         let reads_gradient = pass.reads_gradient();
@@ -177,7 +177,7 @@ impl HopperTiling {
     }
 
     /// Dynamic shared memory of a block.
-    pub fn shared_bytes(&self) -> usize {
+    pub(crate) fn shared_bytes(&self) -> usize {
         let rows = self.num_consumers * 64;
         let stages = self.k_stages + self.v_stages;
         let row_bytes = match self.pass {
@@ -204,7 +204,7 @@ impl HopperTiling {
     }
 
     /// The specialisation.
-    pub fn kernel(&self) -> SourceKernel {
+    pub(crate) fn kernel(&self) -> SourceKernel {
         let name = match (self.source, self.pass) {
             (KeySource::Gathered, HopperPass::RowSums) => "hopper_dma_attention_row_sums",
             (KeySource::Gathered, HopperPass::Gradient) => "hopper_dma_attention_backward_query",
@@ -285,7 +285,7 @@ impl HopperTiling {
 }
 
 /// The key-stationary Hopper kernel for a shape and a set of gradients; all of dk and dv in one launch.
-pub fn hopper_backward_kernel(
+pub(crate) fn hopper_backward_kernel(
     shape: &AttentionShape,
     source: KeySource,
     set: GradientSet,

@@ -177,7 +177,7 @@ struct Rows {
 ///
 /// # Errors
 /// [`KernelError::DeviceLimit`] when no tiling fits the device.
-pub fn sparse_attention_tiling(
+pub(crate) fn sparse_attention_tiling(
     shape: &AttentionShape,
     max_shared_bytes: usize,
 ) -> Result<ForwardTiling, KernelError> {
@@ -187,7 +187,7 @@ pub fn sparse_attention_tiling(
 }
 
 /// The portable specialisation for a shape and tiling.
-pub fn sparse_attention_forward_kernel(
+pub(crate) fn sparse_attention_forward_kernel(
     shape: &AttentionShape,
     tiling: &ForwardTiling,
 ) -> SourceKernel {
@@ -198,7 +198,7 @@ pub fn sparse_attention_forward_kernel(
 }
 
 /// The Hopper specialisation for a shape.
-pub fn hopper_sparse_attention_forward_kernel(shape: &AttentionShape) -> SourceKernel {
+pub(crate) fn hopper_sparse_attention_forward_kernel(shape: &AttentionShape) -> SourceKernel {
     let d = shape.head_dim;
     let (k_stages, v_stages) = if d == 64 { (3, 3) } else { (2, 3) };
     let stages = k_stages + v_stages;

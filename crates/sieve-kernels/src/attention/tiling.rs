@@ -21,21 +21,21 @@ pub enum KeySource {
 
 /// Tile sizes of a forward kernel, named as its defines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ForwardTiling {
+pub(crate) struct ForwardTiling {
     /// Rows of a warp.
-    pub warp_rows: usize,
+    pub(crate) warp_rows: usize,
     /// Warps of a block.
-    pub num_warps: usize,
+    pub(crate) num_warps: usize,
     /// Keys of a tile.
-    pub block_kv: usize,
+    pub(crate) block_kv: usize,
     /// Key tiles in flight.
-    pub num_stages: usize,
+    pub(crate) num_stages: usize,
     /// Blocks that should share a multiprocessor.
-    pub min_blocks: usize,
+    pub(crate) min_blocks: usize,
     /// Keep the queries in registers.
-    pub q_in_registers: bool,
+    pub(crate) q_in_registers: bool,
     /// Query heads of a group that share a tile.
-    pub heads_per_tile: usize,
+    pub(crate) heads_per_tile: usize,
 }
 
 impl ForwardTiling {
@@ -43,7 +43,7 @@ impl ForwardTiling {
     ///
     /// # Errors
     /// [`KernelError::DeviceLimit`] when no tiling fits the device.
-    pub fn choose(
+    pub(crate) fn choose(
         kernel: &'static str,
         shape: &AttentionShape,
         source: KeySource,
@@ -88,17 +88,17 @@ impl ForwardTiling {
     }
 
     /// Rows of a tile: heads times queries.
-    pub fn block_rows(&self) -> usize {
+    pub(crate) fn block_rows(&self) -> usize {
         self.warp_rows * self.num_warps
     }
 
     /// Queries of a tile.
-    pub fn tile_queries(&self) -> usize {
+    pub(crate) fn tile_queries(&self) -> usize {
         self.block_rows() / self.heads_per_tile
     }
 
     /// Dynamic shared memory of a block.
-    pub fn shared_bytes(&self, shape: &AttentionShape, source: KeySource) -> usize {
+    pub(crate) fn shared_bytes(&self, shape: &AttentionShape, source: KeySource) -> usize {
         let queries = self.block_rows() * shape.head_dim * BF16;
         let keys = self.num_stages * self.block_kv * (shape.head_dim + shape.head_dim_v) * BF16;
         let bias = if source == KeySource::Dense {
@@ -116,7 +116,7 @@ impl ForwardTiling {
     }
 
     /// The grid over a whole sequence.
-    pub fn grid(&self, shape: &AttentionShape, source: KeySource) -> [usize; 3] {
+    pub(crate) fn grid(&self, shape: &AttentionShape, source: KeySource) -> [usize; 3] {
         let tiles = match source {
             KeySource::Gathered => {
                 shape.seq_len.div_ceil(SUPER_BLOCK) * SUPER_BLOCK.div_ceil(self.tile_queries())

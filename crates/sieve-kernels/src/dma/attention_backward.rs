@@ -202,7 +202,7 @@ pub(crate) fn listed_attention_backward(
 }
 
 /// The key-stationary specialisation for a shape, tiling, set of gradients and order.
-pub fn dma_attention_backward_kernel(
+pub(crate) fn dma_attention_backward_kernel(
     shape: &AttentionShape,
     tiling: &BackwardTiling,
     set: GradientSet,
@@ -216,7 +216,7 @@ pub fn dma_attention_backward_kernel(
 }
 
 /// The query-stationary dq specialisation for a shape and tiling.
-pub fn dma_attention_backward_query_kernel(
+pub(crate) fn dma_attention_backward_query_kernel(
     shape: &AttentionShape,
     tiling: &QueryTiling,
 ) -> SourceKernel {
@@ -228,7 +228,10 @@ pub fn dma_attention_backward_query_kernel(
 }
 
 /// The specialisation of the exact row sums for a shape and tiling.
-pub fn dma_attention_row_sums_kernel(shape: &AttentionShape, tiling: &QueryTiling) -> SourceKernel {
+pub(crate) fn dma_attention_row_sums_kernel(
+    shape: &AttentionShape,
+    tiling: &QueryTiling,
+) -> SourceKernel {
     tiling.apply(
         SourceKernel::new("dma_attention_row_sums"),
         shape,
@@ -237,7 +240,7 @@ pub fn dma_attention_row_sums_kernel(shape: &AttentionShape, tiling: &QueryTilin
 }
 
 /// The kernel that turns sums of dk or dv into bf16 rows.
-pub fn dma_attention_backward_convert_kernel(row_dim: usize) -> SourceKernel {
+pub(crate) fn dma_attention_backward_convert_kernel(row_dim: usize) -> SourceKernel {
     SourceKernel::new("dma_attention_backward_convert")
         .define("ROW_DIM", row_dim)
         .threads(256)

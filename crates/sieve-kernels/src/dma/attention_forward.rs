@@ -103,7 +103,7 @@ pub(crate) fn listed_attention_forward(
 }
 
 /// The specialisation for a shape and tiling.
-pub fn dma_attention_forward_kernel(
+pub(crate) fn dma_attention_forward_kernel(
     shape: &AttentionShape,
     tiling: &ForwardTiling,
 ) -> SourceKernel {

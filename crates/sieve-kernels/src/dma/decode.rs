@@ -114,7 +114,11 @@ pub fn dma_decode(
 }
 
 /// The specialisation for head widths and a form of the bias.
-pub fn dma_decode_kernel(head_dim: usize, head_dim_v: usize, bias: ScoreBias) -> SourceKernel {
+pub(crate) fn dma_decode_kernel(
+    head_dim: usize,
+    head_dim_v: usize,
+    bias: ScoreBias,
+) -> SourceKernel {
     let linear = (bias == ScoreBias::Linear) as u8;
     decode_kernel(SourceKernel::new(NAME), head_dim, head_dim_v).define("BIAS_LINEAR", linear)
 }

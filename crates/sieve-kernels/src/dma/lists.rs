@@ -44,7 +44,7 @@ impl KeyLists {
 }
 
 /// Entries a list needs room for: what is alive when its block begins and what enters in it.
-pub fn list_capacity(seq_len: usize, keep_window_size: usize) -> usize {
+pub(crate) fn list_capacity(seq_len: usize, keep_window_size: usize) -> usize {
     (keep_window_size + SUPER_BLOCK)
         .min(seq_len)
         .next_multiple_of(LIST_ALIGNMENT)
@@ -164,14 +164,14 @@ pub fn selection_of_expire(
 }
 
 /// The list builder.
-pub fn dma_lists_kernel() -> SourceKernel {
+pub(crate) fn dma_lists_kernel() -> SourceKernel {
     SourceKernel::new(NAME)
         .define("PREFIX_BLOCK", PREFIX_BLOCK)
         .threads(SUPER_BLOCK)
 }
 
 /// The search for survivors in a given `expire`.
-pub fn dma_lists_prefix_kernel() -> SourceKernel {
+pub(crate) fn dma_lists_prefix_kernel() -> SourceKernel {
     SourceKernel::new("dma_lists_prefix")
         .define("PREFIX_BLOCK", PREFIX_BLOCK)
         .threads(1024)

@@ -74,7 +74,11 @@ pub fn dma_scores(
 }
 
 /// The specialisation for a number of KV heads and a form of the bias.
-pub fn dma_scores_kernel(num_kv_heads: usize, head_dim: usize, bias: ScoreBias) -> SourceKernel {
+pub(crate) fn dma_scores_kernel(
+    num_kv_heads: usize,
+    head_dim: usize,
+    bias: ScoreBias,
+) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("NUM_KV_HEADS", num_kv_heads)
         .define("BIAS_LINEAR", (bias == ScoreBias::Linear) as u8)

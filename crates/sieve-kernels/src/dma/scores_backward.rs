@@ -109,7 +109,7 @@ pub fn dma_scores_backward(
 }
 
 /// The specialisation for a number of KV heads.
-pub fn dma_scores_backward_kernel(num_kv_heads: usize) -> SourceKernel {
+pub(crate) fn dma_scores_backward_kernel(num_kv_heads: usize) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("NUM_KV_HEADS", num_kv_heads)
         .threads(THREADS)

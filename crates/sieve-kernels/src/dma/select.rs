@@ -105,7 +105,7 @@ pub fn dma_select(
 }
 
 /// The two launches of a selection, in order; short sequences need the second alone.
-pub fn dma_select_kernels() -> [SourceKernel; 2] {
+pub(crate) fn dma_select_kernels() -> [SourceKernel; 2] {
     // The second keeps the keys before its block in shared memory.
     const STAGED_BYTES: usize = 4 * (SHORT_SEQUENCE - BLOCK);
     [("dma_select_prefix", 0), (NAME, STAGED_BYTES)].map(|(name, shared_bytes)| {

@@ -101,7 +101,11 @@ pub fn mla_decode(
 }
 
 /// The specialisation for widths of keys and values on a device with `max_shared_bytes` of shared memory a block.
-pub fn mla_decode_kernel(width: usize, rank: usize, max_shared_bytes: usize) -> SourceKernel {
+pub(crate) fn mla_decode_kernel(
+    width: usize,
+    rank: usize,
+    max_shared_bytes: usize,
+) -> SourceKernel {
     let fits = |num_warps: &usize| shared_bytes(width, *num_warps) <= max_shared_bytes;
     let num_warps = [4, 2].into_iter().find(fits).unwrap_or(2);
     SourceKernel::new(NAME)
@@ -113,7 +117,7 @@ pub fn mla_decode_kernel(width: usize, rank: usize, max_shared_bytes: usize) -> 
 }
 
 /// The kernel that joins the splits, for a width of values.
-pub fn mla_decode_join_kernel(rank: usize) -> SourceKernel {
+pub(crate) fn mla_decode_join_kernel(rank: usize) -> SourceKernel {
     SourceKernel::new("mla_decode_join")
         .define("VALUE_DIM", rank)
         .threads(256)

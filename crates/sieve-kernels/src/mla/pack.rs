@@ -190,12 +190,12 @@ pub fn mla_heads(
 }
 
 /// The forward specialisation for two widths.
-pub fn mla_pack_forward_kernel(head_dim: usize, rope_dim: usize) -> SourceKernel {
+pub(crate) fn mla_pack_forward_kernel(head_dim: usize, rope_dim: usize) -> SourceKernel {
     pack_kernel(FORWARD, head_dim, rope_dim)
 }
 
 /// The backward specialisation for two widths.
-pub fn mla_pack_backward_kernel(head_dim: usize, rope_dim: usize) -> SourceKernel {
+pub(crate) fn mla_pack_backward_kernel(head_dim: usize, rope_dim: usize) -> SourceKernel {
     pack_kernel(BACKWARD, head_dim, rope_dim)
 }
 

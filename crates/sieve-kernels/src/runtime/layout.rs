@@ -11,7 +11,7 @@ pub fn contiguous_strides(shape: &[usize]) -> Vec<usize> {
 
 /// True when the strides are row-major without gaps, ignoring dimensions of size 1 (their stride is never used).
 /// An empty tensor is contiguous.
-pub fn strides_are_contiguous(shape: &[usize], strides: &[usize]) -> bool {
+pub(crate) fn strides_are_contiguous(shape: &[usize], strides: &[usize]) -> bool {
     if shape.contains(&0) {
         return true;
     }
@@ -39,16 +39,20 @@ pub(crate) fn required_elements(shape: &[usize], strides: &[usize]) -> usize {
 /// How a kernel walks a `[batch, seq_len, heads, width]` tensor: the last two dimensions without gaps, the first two by
 /// strides. This is what a slice of a packed `[batch, seq_len, all_heads, width]` tensor looks like.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RowLayout {
+pub(crate) struct RowLayout {
     /// Elements from one batch row to the next.
-    pub batch_stride: usize,
+    pub(crate) batch_stride: usize,
     /// Elements from one token to the next.
-    pub token_stride: usize,
+    pub(crate) token_stride: usize,
 }
 
 /// Reads a [`RowLayout`] off a `[batch, seq_len, heads, width]` tensor. `None` when heads or columns have gaps between
 /// them, when rows overlap, or when a stride is no multiple of `align` elements (vector loads need that).
-pub fn row_layout(shape: [usize; 4], strides: [usize; 4], align: usize) -> Option<RowLayout> {
+pub(crate) fn row_layout(
+    shape: [usize; 4],
+    strides: [usize; 4],
+    align: usize,
+) -> Option<RowLayout> {
     let [batch, seq_len, heads, width] = shape;
     let columns_fit = width == 1 || strides[3] == 1;
     let heads_fit = heads == 1 || strides[2] == width;

@@ -101,7 +101,7 @@ fn params(step: &AdamWStep, size: usize) -> AdamwParams {
 
 /// Where the master weights are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Master {
+pub(crate) enum Master {
     /// In f32, without a leaf.
     Alone,
     /// In f32, beside a bf16 leaf.
@@ -111,7 +111,7 @@ pub enum Master {
 }
 
 /// The specialisation for a master.
-pub fn adamw_kernel(master: Master) -> SourceKernel {
+pub(crate) fn adamw_kernel(master: Master) -> SourceKernel {
     let kernel = SourceKernel::new(NAME).define("HAS_LEAF", (master != Master::Alone) as u8);
     match master {
         Master::Split => kernel.define("SPLIT_MASTER", 1),

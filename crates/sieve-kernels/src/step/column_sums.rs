@@ -53,6 +53,6 @@ pub(crate) fn column_sums<const N: usize>(
 }
 
 /// The kernel.
-pub fn column_sums_kernel() -> SourceKernel {
+pub(crate) fn column_sums_kernel() -> SourceKernel {
     SourceKernel::new(NAME).threads(1024)
 }

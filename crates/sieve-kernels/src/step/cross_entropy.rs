@@ -137,7 +137,7 @@ fn require_rows(what: &'static str, logits: &LogitRows, rows: usize) -> Result<(
 }
 
 /// The specialisation for the logits' type, with or without gradients.
-pub fn cross_entropy_kernel(is_bf16: bool, has_gradient: bool) -> SourceKernel {
+pub(crate) fn cross_entropy_kernel(is_bf16: bool, has_gradient: bool) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("IS_BF16", is_bf16 as u8)
         .define("GRADIENT", has_gradient as u8)

@@ -81,17 +81,17 @@ fn num_bits(vocab_size: usize) -> u32 {
 }
 
 /// The kernel that sums.
-pub fn embedding_backward_kernel() -> SourceKernel {
+pub(crate) fn embedding_backward_kernel() -> SourceKernel {
     SourceKernel::new(NAME).threads(256)
 }
 
 /// The kernel that sorts.
-pub fn embedding_order_kernel() -> SourceKernel {
+pub(crate) fn embedding_order_kernel() -> SourceKernel {
     SourceKernel::new(ORDER).threads(1024)
 }
 
 /// The kernel that joins what lies in several blocks.
-pub fn embedding_carry_kernel() -> SourceKernel {
+pub(crate) fn embedding_carry_kernel() -> SourceKernel {
     SourceKernel::new(CARRY).threads(256)
 }
 

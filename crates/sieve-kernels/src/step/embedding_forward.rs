@@ -36,6 +36,6 @@ pub fn embedding_forward(weight: &CudaTensor, ids: &CudaTensor) -> Result<CudaTe
 }
 
 /// The kernel.
-pub fn embedding_forward_kernel() -> SourceKernel {
+pub(crate) fn embedding_forward_kernel() -> SourceKernel {
     SourceKernel::new(NAME).threads(256)
 }

@@ -23,7 +23,7 @@ pub fn fill_zero(tensor: &CudaTensor) -> Result<(), KernelError> {
 }
 
 /// The kernel.
-pub fn fill_zero_kernel() -> SourceKernel {
+pub(crate) fn fill_zero_kernel() -> SourceKernel {
     SourceKernel::new(NAME).threads(256)
 }
 

@@ -86,7 +86,7 @@ pub fn qk_norm_rope_forward(
 }
 
 /// The specialisation for a width and a kind of output.
-pub fn qk_norm_rope_forward_kernel(head_dim: usize, reuse: Reuse) -> SourceKernel {
+pub(crate) fn qk_norm_rope_forward_kernel(head_dim: usize, reuse: Reuse) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("HEAD_DIM", head_dim)
         .define("COPY_V", (reuse == Reuse::Copy) as u8)

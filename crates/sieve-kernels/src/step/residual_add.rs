@@ -33,7 +33,7 @@ pub fn residual_add(a: &CudaTensor, b: &CudaTensor) -> Result<CudaTensor, Kernel
 }
 
 /// The specialisation for an element type and a vector width (1, or 16 bytes' worth).
-pub fn residual_add_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
+pub(crate) fn residual_add_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("IS_BF16", is_bf16 as u8)
         .define("VECTOR", vector)

@@ -148,7 +148,10 @@ impl Call {
 }
 
 /// The specialisation with or without a residual gradient, for rows that so many warps share.
-pub fn rms_norm_backward_kernel(residual: NormResidual, warps_per_row: usize) -> SourceKernel {
+pub(crate) fn rms_norm_backward_kernel(
+    residual: NormResidual,
+    warps_per_row: usize,
+) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("HAS_RESIDUAL", (residual == NormResidual::Added) as u8)
         .define("WARPS_PER_ROW", warps_per_row)
@@ -156,7 +159,7 @@ pub fn rms_norm_backward_kernel(residual: NormResidual, warps_per_row: usize) ->
 }
 
 /// The specialisation with a residual gradient and the output.
-pub fn rms_norm_backward_with_output_kernel(warps_per_row: usize) -> SourceKernel {
+pub(crate) fn rms_norm_backward_with_output_kernel(warps_per_row: usize) -> SourceKernel {
     rms_norm_backward_kernel(NormResidual::Added, warps_per_row).define("HAS_OUTPUT", 1)
 }
 

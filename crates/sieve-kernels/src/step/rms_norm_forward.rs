@@ -67,7 +67,7 @@ pub fn rms_norm_residual_forward(
 
 /// Whether a residual stream passes through a norm's kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum NormResidual {
+pub(crate) enum NormResidual {
     /// The norm alone.
     None,
     /// Forward: added before the norm. Backward: its gradient added after.
@@ -75,7 +75,10 @@ pub enum NormResidual {
 }
 
 /// The specialisation with or without a residual stream, for rows that so many warps share.
-pub fn rms_norm_forward_kernel(residual: NormResidual, warps_per_row: usize) -> SourceKernel {
+pub(crate) fn rms_norm_forward_kernel(
+    residual: NormResidual,
+    warps_per_row: usize,
+) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("HAS_RESIDUAL", (residual == NormResidual::Added) as u8)
         .define("WARPS_PER_ROW", warps_per_row)

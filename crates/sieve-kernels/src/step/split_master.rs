@@ -57,7 +57,7 @@ pub fn join_master(leaf: &CudaTensor, rest: &CudaTensor) -> Result<CudaTensor, K
 
 /// Which way a launch goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
+pub(crate) enum Direction {
     /// Master to leaf and rest.
     Split,
     /// Leaf and rest to master.
@@ -65,7 +65,7 @@ pub enum Direction {
 }
 
 /// The specialisation for a direction.
-pub fn split_master_kernel(direction: Direction) -> SourceKernel {
+pub(crate) fn split_master_kernel(direction: Direction) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("JOIN", (direction == Direction::Join) as u8)
         .threads(256)

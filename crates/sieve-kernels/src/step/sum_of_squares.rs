@@ -154,7 +154,7 @@ pub fn fixed_sum(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
 
 /// What the last launch of a sum writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SumResult {
+pub(crate) enum SumResult {
     /// The sum.
     Total,
     /// Its root, and the clipping factor.
@@ -162,7 +162,7 @@ pub enum SumResult {
 }
 
 /// The specialisation for a term and an element type.
-pub fn sum_partials_kernel(term: Term, is_bf16: bool) -> SourceKernel {
+pub(crate) fn sum_partials_kernel(term: Term, is_bf16: bool) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("SQUARE", (term == Term::Square) as u8)
         .define("IS_BF16", is_bf16 as u8)
@@ -170,7 +170,7 @@ pub fn sum_partials_kernel(term: Term, is_bf16: bool) -> SourceKernel {
 }
 
 /// The specialisation for a result.
-pub fn finish_sum_kernel(result: SumResult) -> SourceKernel {
+pub(crate) fn finish_sum_kernel(result: SumResult) -> SourceKernel {
     SourceKernel::new(FINISH)
         .define("CLIP", (result == SumResult::ClippedNorm) as u8)
         .threads(1024)

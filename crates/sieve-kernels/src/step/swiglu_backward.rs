@@ -112,7 +112,7 @@ impl Input {
 }
 
 /// The specialisation for an element type and a vector width (1, or 16 bytes' worth).
-pub fn swiglu_backward_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
+pub(crate) fn swiglu_backward_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("IS_BF16", is_bf16 as u8)
         .define("VECTOR", vector)
@@ -120,6 +120,6 @@ pub fn swiglu_backward_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
 }
 
 /// As [`swiglu_backward_kernel`], with the output beside the gradient.
-pub fn swiglu_backward_with_output_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
+pub(crate) fn swiglu_backward_with_output_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
     swiglu_backward_kernel(is_bf16, vector).define("HAS_OUTPUT", 1)
 }

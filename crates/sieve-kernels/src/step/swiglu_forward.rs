@@ -39,7 +39,7 @@ pub fn swiglu_forward(gate_up: &CudaTensor) -> Result<CudaTensor, KernelError> {
 }
 
 /// The specialisation for an element type and a vector width (1, or 16 bytes' worth).
-pub fn swiglu_forward_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
+pub(crate) fn swiglu_forward_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("IS_BF16", is_bf16 as u8)
         .define("VECTOR", vector)
