@@ -1,6 +1,6 @@
 //! What needs a GPU: every kernel against its reference, and each tool of compute-sanitizer over small cases.
 use crate::workspace;
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -16,14 +16,41 @@ const SMALL: &[&str] = &[
     "150",
 ];
 
-/// The tools, with what `kernels check` needs beside its small cases. racecheck credits an arrival at a barrier to
-/// the lane that made it, so the lanes of the Hopper backward's row statistics arrive one by one for it.
-const TOOLS: &[(&str, &[&str])] = &[
-    ("memcheck", &[]),
-    ("synccheck", &[]),
-    ("initcheck", &[]),
-    ("racecheck", &["--every-lane-arrives"]),
+/// A tool of compute-sanitizer, with options of its own and what `kernels check` needs beside its small cases.
+struct Tool {
+    name: &'static str,
+    options: &'static [&'static str],
+    check: &'static [&'static str],
+}
+
+const TOOLS: &[Tool] = &[
+    // Calls of the driver that fail are errors of `sieve`, or questions that CubeCL asks to learn what there is.
+    Tool {
+        name: "memcheck",
+        options: &["--report-api-errors", "no"],
+        check: &[],
+    },
+    Tool {
+        name: "synccheck",
+        options: &[],
+        check: &[],
+    },
+    Tool {
+        name: "initcheck",
+        options: &[],
+        check: &[],
+    },
+    // It credits an arrival at a barrier to the lane that made it, so the lanes of the Hopper backward's row statistics
+    // arrive one by one.
+    Tool {
+        name: "racecheck",
+        options: &[],
+        check: &["--every-lane-arrives"],
+    },
 ];
+
+/// What may be asked for alone beside the tools: every kernel against its reference, without a tool.
+const PLAIN: &str = "kernels";
 
 /// Where the sanitizer is looked for, beside PATH.
 const SANITIZER: &[&str] = &["compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer"];
@@ -37,18 +64,66 @@ pub(crate) fn require() -> Result<()> {
     sanitizer().map(|_| ())
 }
 
-/// Runs all of it on this machine's first GPU.
+/// Builds `sieve` and runs all of it on this machine's first GPU.
 pub(crate) fn run() -> Result<()> {
     workspace::run("cargo", &["build", "--release", "--bin", "sieve"])?;
     let program = workspace::target_folder("release")?.join("sieve");
+    run_program(&program, &[])
+}
+
+/// Runs all of it, or only the tools named, with a `sieve` that is there: on a machine without cargo or the sources.
+pub(crate) fn run_program(program: &Path, only: &[&str]) -> Result<()> {
+    let known = |name: &&str| *name == PLAIN || TOOLS.iter().any(|tool| tool.name == *name);
+    if let Some(name) = only.iter().find(|name| !known(name)) {
+        let names: Vec<&str> = TOOLS.iter().map(|tool| tool.name).collect();
+        bail!(
+            "check --gpu: there is no tool {name}; there are {PLAIN}, {}",
+            names.join(", ")
+        );
+    }
+    require()?;
+    let program = program
+        .canonicalize()
+        .with_context(|| format!("there is no program {}", program.display()))?;
     let program = program.to_string_lossy();
-    workspace::run(&program, &["kernels", "check", "--device", "cuda"])?;
+    let is_wanted = |name: &str| only.is_empty() || only.contains(&name);
+    if is_wanted(PLAIN) {
+        run_here(&program, &["kernels", "check", "--device", "cuda"])?;
+    }
     let sanitizer = sanitizer()?;
-    for (tool, more) in TOOLS {
-        let mut words = vec!["--tool", tool, "--error-exitcode", "9", &program];
+    for tool in TOOLS.iter().filter(|tool| is_wanted(tool.name)) {
+        run_here(sanitizer, &tool.words(&program))?;
+    }
+    Ok(())
+}
+
+impl Tool {
+    /// Arguments of compute-sanitizer: a finding makes it exit with 9.
+    fn words<'a>(&self, program: &'a str) -> Vec<&'a str> {
+        let mut words = vec![
+            "--tool",
+            self.name,
+            "--error-exitcode",
+            "9",
+            "--print-limit",
+            "50",
+        ];
+        words.extend(self.options);
+        words.push(program);
         words.extend(SMALL);
-        words.extend(*more);
-        workspace::run(sanitizer, &words)?;
+        words.extend(self.check);
+        words
+    }
+}
+
+/// Runs a command in the current folder with its output shown; an exit status other than 0 is an error.
+fn run_here(program: &str, arguments: &[&str]) -> Result<()> {
+    let line = format!("{program} {}", arguments.join(" "));
+    println!("$ {line}");
+    let status = Command::new(program).args(arguments).status();
+    let status = status.with_context(|| format!("cannot start `{line}`"))?;
+    if !status.success() {
+        bail!("`{line}` failed ({status})");
     }
     Ok(())
 }
@@ -82,8 +157,24 @@ mod tests {
 
     #[test]
     fn all_four_tools_run() {
-        let names: Vec<&str> = TOOLS.iter().map(|(tool, _)| *tool).collect();
+        let names: Vec<&str> = TOOLS.iter().map(|tool| tool.name).collect();
         assert_eq!(names, ["memcheck", "synccheck", "initcheck", "racecheck"]);
+    }
+
+    #[test]
+    fn options_of_the_tool_stand_before_the_program_and_those_of_the_check_behind() {
+        let words = TOOLS[3].words("/bin/sieve").join(" ");
+        let (tool, check) = words
+            .split_once(" /bin/sieve ")
+            .expect("the program is named");
+        assert!(tool.starts_with("--tool racecheck") && tool.contains("--error-exitcode 9"));
+        assert!(check.starts_with("kernels check") && check.ends_with("--every-lane-arrives"));
+    }
+
+    #[test]
+    fn a_tool_that_does_not_exist_is_named() {
+        let error = run_program(Path::new("sieve"), &["memchek"]).expect_err("no such tool");
+        assert!(error.to_string().contains("memchek") && error.to_string().contains("memcheck"));
     }
 
     #[test]

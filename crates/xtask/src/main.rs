@@ -19,6 +19,9 @@ const USAGE: &str = "cargo xtask <command>
 
   check [--gpu]          fmt, tidy, clippy, tests, kernels: what CI runs, cheapest first; --gpu adds `sieve kernels check`
                          and all tools of compute-sanitizer, and fails where there is no GPU
+  check --gpu SIEVE [kernels|memcheck|synccheck|initcheck|racecheck ..]
+                         the GPU's part alone, or only what is named, with a program that is there: needs neither cargo
+                         nor the sources, so both programs can be carried to a machine with a GPU
   tidy                   arrows between crates, features, file lengths, kernel headers, forbidden words
   kernels [--arch A]     compile kernels/manifest.toml with nvcc (installed into target/cuda-venv when missing), print
                          registers, spills, stack and shared memory; fails on any spill that kernels/allowances.toml
@@ -31,6 +34,7 @@ fn main() -> ExitCode {
     let outcome = match words.as_slice() {
         ["check"] => check::run(false),
         ["check", "--gpu"] => check::run(true),
+        ["check", "--gpu", program, only @ ..] => gpu::run_program(program.as_ref(), only),
         ["tidy"] => tidy::run(),
         ["kernels"] => kernels::run(None),
         ["kernels", "--write"] => kernels::write(),
