@@ -68,31 +68,37 @@ impl Reader {
         }
     }
 
-    /// The attention of a Qwen3 model: all layers dense, or all with one window.
-    fn qwen3_attention(&self, num_layers: usize) -> Result<String, CheckpointError> {
-        let types = self.value["layer_types"].as_array();
-        let types = types.map(|types| types.iter().filter_map(Value::as_str).collect::<Vec<_>>());
-        let sliding = match types {
+    /// The attention of a Qwen3 model, and which of its layers are dense: all, none, or those between windows.
+    fn qwen3_attention(&self, num_layers: usize) -> Result<(String, Vec<bool>), CheckpointError> {
+        let is_dense: Vec<bool> = match self.value["layer_types"].as_array() {
             Some(types) => types
                 .iter()
-                .filter(|kind| **kind == "sliding_attention")
-                .count(),
+                .map(|kind| kind != "sliding_attention")
+                .collect(),
             None if self.value["use_sliding_window"] == Value::Bool(true) => {
                 let dense = self.value["max_window_layers"].as_u64().unwrap_or(0) as usize;
-                num_layers.saturating_sub(dense)
+                (0..num_layers).map(|layer| layer < dense).collect()
             }
-            None => 0,
+            None => Vec::new(),
         };
-        match sliding {
-            0 => Ok("kind = \"mha\"".to_owned()),
-            all if all == num_layers => {
-                let window = self.integer("sliding_window")?;
-                Ok(format!("kind = \"swa\"\nsliding_window = {window}"))
-            }
-            some => Err(self.refuse(format!(
-                "{some} of {num_layers} layers have a window; a recipe has one attention for all"
-            ))),
+        if is_dense.iter().all(|dense| *dense) {
+            return Ok(("kind = \"mha\"".to_owned(), Vec::new()));
         }
+        let window = self.integer("sliding_window")?;
+        let attention = format!("kind = \"swa\"\nsliding_window = {window}");
+        Ok((attention, is_dense))
+    }
+
+    /// The pattern of dense layers of an own export.
+    fn sieve_dense_layers(&self) -> Result<Vec<bool>, CheckpointError> {
+        let key = "dense_layers";
+        let pattern = match &self.value[key] {
+            Value::Null => Some(Vec::new()),
+            value => value
+                .as_array()
+                .and_then(|pattern| pattern.iter().map(Value::as_bool).collect()),
+        };
+        pattern.ok_or_else(|| self.refuse(format!("{key} is {}", self.value[key])))
     }
 }
 
@@ -151,7 +157,7 @@ impl HfConfig {
             value,
         };
         let num_layers = reader.integer("num_hidden_layers")?;
-        let (architecture, attention) = match reader.value["model_type"].as_str() {
+        let (architecture, (attention, dense_layers)) = match reader.value["model_type"].as_str() {
             Some("qwen3") => (Architecture::Qwen3, reader.qwen3_attention(num_layers)?),
             Some("doge") => {
                 for key in ["is_moe", "mlp_bias", "sliding_window"] {
@@ -159,9 +165,13 @@ impl HfConfig {
                 }
                 let window = reader.integer("keep_window_size")?;
                 let attention = format!("kind = \"dma\"\nkeep_window_size = {window}");
-                (Architecture::Doge, attention)
+                (Architecture::Doge, (attention, Vec::new()))
             }
-            Some("sieve") => (Architecture::Sieve, reader.sieve_attention()?),
+            Some("sieve") => {
+                let attention = reader.sieve_attention()?;
+                let dense_layers = reader.sieve_dense_layers()?;
+                (Architecture::Sieve, (attention, dense_layers))
+            }
             _ => {
                 return Err(reader.refuse(format!("model_type is {}", reader.value["model_type"])));
             }
@@ -181,7 +191,7 @@ impl HfConfig {
         let tied = reader.value["tie_word_embeddings"]
             .as_bool()
             .unwrap_or(false);
-        let model = format!(
+        let mut model = format!(
             "hidden_size = {hidden_size}\nintermediate_size = {}\nnum_hidden_layers = {num_layers}\n\
              num_attention_heads = {heads}\nnum_key_value_heads = {}\nhead_dim = {head_dim}\n\
              vocab_size = {vocab_size}\nrope_theta = {:?}\nrms_norm_eps = {:?}\ntie_word_embeddings = {tied}\n\
@@ -192,6 +202,11 @@ impl HfConfig {
             reader.number("rms_norm_eps")?,
             reader.number("initializer_range").unwrap_or(0.02),
         );
+        if dense_layers.contains(&true) {
+            let name = |dense: &bool| if *dense { "mha" } else { "sparse" };
+            let types: Vec<_> = dense_layers.iter().map(name).collect();
+            model.push_str(&format!("layer_types = {types:?}\n"));
+        }
         Ok(Self {
             residual_scale: reader.value["residual_scale"] == Value::Bool(true),
             architecture,

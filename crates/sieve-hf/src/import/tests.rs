@@ -107,6 +107,14 @@ fn export_import_export_gives_the_same_bytes() {
             "kind = \"dma\"\nkeep_window_size = 3",
         ),
         (
+            "tie_word_embeddings = true\nlayer_types = [\"sparse\", \"mha\"]",
+            "kind = \"dma\"\nkeep_window_size = 3\nbias = \"linear\"\nrecency = \"slope\"",
+        ),
+        (
+            "tie_word_embeddings = false\nlayer_types = [\"swa\", \"mha\"]",
+            "kind = \"swa\"\nsliding_window = 5",
+        ),
+        (
             "tie_word_embeddings = true\nresidual_scale = true",
             "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\ncompress_hidden_size = 5\n\
              select_block_size = 4\nnum_selected_blocks = 3\nwindow_size = 5\nshared_kv = false",
@@ -266,7 +274,7 @@ fn configurations_without_a_recipe_are_refused() {
         (
             "layer_types",
             json!(["full_attention", "sliding_attention"]),
-            "1 of 2 layers",
+            "sliding_window is null",
         ),
         ("num_hidden_layers", json!("two"), "num_hidden_layers"),
         ("num_key_value_heads", json!(3), "num_key_value_heads"),
@@ -287,4 +295,25 @@ fn configurations_without_a_recipe_are_refused() {
     fs::write(hf.join(INDEX), r#"{"weight_map":{"a":"../secret"}}"#).expect("writable");
     let text = problem(imported(&hf, &out, None, &[]));
     assert!(text.contains("../secret"), "{text}");
+}
+
+#[test]
+fn a_dense_model_takes_sparse_layers_between_its_dense_ones() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let hf = exported(
+        folder.path(),
+        "tie_word_embeddings = true",
+        "kind = \"mha\"",
+        whole(),
+    );
+    let settings = [
+        "attention.keep_window_size=16",
+        "attention.bias=linear",
+        "model.layer_types=[\"sparse\",\"mha\"]",
+    ];
+    let out = folder.path().join("out");
+    let report = imported(&hf, &out, Some(AttentionKind::Dma), &settings).expect("imports");
+    assert_eq!(report.recipe.dense_layers(), [false, true]);
+    let names = ["dt_proj.weight", "a"].map(|name| format!("layers.0.self_attn.{name}"));
+    assert_eq!(report.added, names);
 }
