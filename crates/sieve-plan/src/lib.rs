@@ -12,6 +12,7 @@ mod cache;
 mod memory;
 mod ops;
 mod ranks;
+mod suggest;
 mod time;
 
 pub use cache::{CachePlan, cache_plan};
@@ -22,3 +23,4 @@ pub use memory::{
 pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, op_plans};
 pub use plan::{ASSUMED_MFU, Plan, StagePlan, Target, plan, plan_of_ranks};
 pub use ranks::{Ranks, RanksPlan};
+pub use suggest::Suggestion;

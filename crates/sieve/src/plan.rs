@@ -10,7 +10,7 @@ use sieve_core::Recipe;
 use sieve_core::model::gpu;
 use sieve_core::recipe::TokenizerSource;
 use sieve_data::Tokenizer;
-use sieve_plan::{Plan, Ranks, RanksPlan, StagePlan, Target, plan_of_ranks};
+use sieve_plan::{Plan, Ranks, RanksPlan, StagePlan, Suggestion, Target, plan_of_ranks};
 use sieve_train::TrainError;
 
 /// Arguments of `sieve plan`.
@@ -27,6 +27,12 @@ pub(crate) struct PlanArgs {
     /// Hosts that take part, of --nproc GPUs each
     #[arg(long, value_name = "N", default_value_t = 1, requires = "gpu", value_parser = clap::value_parser!(u16).range(1..=4096))]
     nnodes: u16,
+    /// Also suggest a learning rate, a batch and steps, by published scaling laws
+    #[arg(long)]
+    suggest: bool,
+    /// Tokens that --suggest plans for; 20 for each parameter besides the embedding when absent
+    #[arg(long, value_name = "N", requires = "suggest", value_parser = clap::value_parser!(u64).range(1..))]
+    budget_tokens: Option<u64>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -55,14 +61,46 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
         }
     }
     let plan = plan_of_ranks(&recipe, vocab_size, &target, ranks)?;
+    let suggestion = args
+        .suggest
+        .then(|| Suggestion::new(&plan, &recipe, args.budget_tokens));
     if args.json {
-        terminal::line(&serde_json::to_string_pretty(&plan)?);
+        let mut json = serde_json::to_value(&plan)?;
+        if let (Some(object), Some(suggestion)) = (json.as_object_mut(), &suggestion) {
+            object.insert("suggestion".to_owned(), serde_json::to_value(suggestion)?);
+        }
+        terminal::line(&serde_json::to_string_pretty(&json)?);
         return Ok(());
     }
     for line in text(&plan, &recipe, &name) {
         terminal::line(&line);
     }
+    if let Some(suggestion) = suggestion {
+        terminal::line(&suggestion_text(&suggestion, &recipe, &plan));
+    }
     Ok(())
+}
+
+/// What a scaling law would choose beside what the recipe has.
+fn suggestion_text(suggestion: &Suggestion, recipe: &Recipe, plan: &Plan) -> String {
+    let tokens = suggestion.num_tokens as f64;
+    format!(
+        "\nsuggested     for {} tokens, {:.1} per parameter besides the embedding, {} FLOPs (20 is usual, arXiv:2203.15556)\n\
+         \x20 learning rate {:.2e} (the recipe has {:.2e}), {} rows a step ({}), {} steps ({})\n\
+         \x20 by 0.3118 C^-0.125 and 0.2920 C^0.3271 tokens a step, C the FLOPs (arXiv:2401.02954, fitted to dense models of\n\
+         \x20 1e17 to 2e19 FLOPs); a start for a sweep, no promise\n\
+         \x20 {}",
+        short_count(tokens),
+        tokens / plan.num_non_embedding.max(1) as f64,
+        exponent(suggestion.total_flops),
+        suggestion.lr,
+        recipe.optimizer.lr,
+        suggestion.global_batch_size,
+        recipe.training.global_batch_size,
+        suggestion.steps,
+        recipe.training.steps,
+        suggestion.overrides()
+    )
 }
 
 fn target(gpu: Option<&str>) -> Result<(Target, String)> {
