@@ -311,3 +311,131 @@ fn an_import_writes_a_recipe_that_trains() {
         &["there is no folder nowhere", "--local-dir"],
     );
 }
+
+/// Text of all sources, without what the compiler takes for the end of a line in a string.
+fn all_sources() -> String {
+    let mut open = vec![std::path::PathBuf::from(concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../crates"
+    ))];
+    let mut all = include_str!("../recipes/dma_80m.toml").to_owned();
+    while let Some(path) = open.pop() {
+        if path.is_dir() {
+            open.extend(
+                fs::read_dir(&path)
+                    .expect("readable")
+                    .map(|it| it.expect("readable").path()),
+            );
+        } else if path.extension().is_some_and(|ending| ending == "rs") {
+            all += &fs::read_to_string(&path).expect("readable");
+        }
+    }
+    let lines = all.split("\\\n").map(str::trim_start);
+    lines.collect::<String>().replace("\\\"", "\"")
+}
+
+#[test]
+fn troubleshooting_names_messages_that_the_program_prints() {
+    let sources = all_sources();
+    let page = include_str!("../docs/troubleshooting.md").replace("\\|", "|");
+    let mut num_messages = 0;
+    for line in page.lines().filter(|line| line.starts_with("| `")) {
+        let cell = line.split(" | ").next().expect("a cell");
+        for message in cell.split('`').skip(1).step_by(2) {
+            // Names, numbers and what is left out differ.
+            let parts = message.split(['…', '"']).flat_map(|part| part.split(" N "));
+            let parts = parts
+                .flat_map(|part| part.split(" of M "))
+                .flat_map(|part| part.split(" X"));
+            let parts = parts
+                .flat_map(|part| part.split(" Y "))
+                .flat_map(|part| part.split(": N "));
+            let longest = parts.max_by_key(|part| part.len()).expect("a part").trim();
+            let longest = longest.strip_suffix(" 7.x").unwrap_or(longest);
+            assert!(
+                longest.len() > 4 && sources.contains(longest),
+                "{message}: {longest:?} is in no source"
+            );
+            num_messages += 1;
+        }
+    }
+    assert!(num_messages > 25, "{num_messages}");
+}
+
+#[test]
+fn commands_on_the_pages_have_the_flags_they_name() {
+    let tiny = TinyRun::dma();
+    let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs");
+    let pages = fs::read_dir(docs)
+        .expect("readable")
+        .map(|it| it.expect("readable").path());
+    let mut pages = pages
+        .filter(|path| path.extension().is_some_and(|ending| ending == "md"))
+        .collect::<Vec<_>>();
+    pages.push(concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md").into());
+    let mut helps = std::collections::BTreeMap::new();
+    let mut num_flags = 0;
+    for page in pages {
+        let text = fs::read_to_string(&page).expect("readable");
+        let fenced = text.split("```").skip(1).step_by(2).flat_map(str::lines);
+        let inline = text
+            .lines()
+            .flat_map(|line| line.split('`').skip(1).step_by(2));
+        let commands = fenced
+            .chain(inline)
+            .filter_map(|code| code.trim().strip_prefix("sieve "));
+        for command in commands {
+            let words = command
+                .split_whitespace()
+                .take_while(|word| word.chars().all(|letter| letter.is_ascii_lowercase()));
+            let mut words = words.map(str::to_owned).collect::<Vec<_>>();
+            let is_group = ["eval", "data", "recipe", "tokenizer", "kernels"]
+                .contains(&words.first().map_or("", |word| word));
+            words.truncate(if is_group { 2 } else { 1 });
+            let mut names = command.split_whitespace().take(2);
+            if words.is_empty() || names.any(|name| name.contains('|')) {
+                continue;
+            }
+            let help = helps.entry(words.clone()).or_insert_with(|| {
+                let output = tiny
+                    .sieve(&format!("{} --help", words.join(" ")))
+                    .output()
+                    .expect("it starts");
+                output.status.success().then(|| text_of(&output.stdout))
+            });
+            let Some(help) = help else {
+                // A command with `|` between its names.
+                assert!(
+                    command.contains('|') || command.contains('…'),
+                    "{}: sieve {command}",
+                    page.display()
+                );
+                continue;
+            };
+            let own = command
+                .split(" -- ")
+                .next()
+                .unwrap_or(command)
+                .split("   ")
+                .next()
+                .unwrap_or(command);
+            let flags =
+                own.split(|letter: char| letter.is_whitespace() || "[]()=`',;:".contains(letter));
+            for flag in flags.filter(|word| word.starts_with("--") && word.len() > 2) {
+                let is_there =
+                    help.contains(&format!("{flag} ")) || help.contains(&format!("{flag}\n"));
+                assert!(
+                    is_there || flag == "--help" || flag == "--version",
+                    "{}: sieve {command}: no {flag}",
+                    page.display()
+                );
+                num_flags += 1;
+            }
+        }
+    }
+    assert!(num_flags > 60, "{num_flags}");
+}
+
+fn text_of(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}

@@ -45,7 +45,8 @@ struct Info {
     nccl: Option<String>,
     gpus: Vec<Gpu>,
     kernel_cache: String,
-    num_compiled: u64,
+    /// Folders of the cache, one for each architecture and compiler, with their bytes.
+    compiled: Vec<(String, u64)>,
     num_recipes: usize,
     /// For each kind of attention the path of each head width of `widths`.
     widths: [usize; WIDTHS.len()],
@@ -102,7 +103,7 @@ impl Info {
             cublaslt: cublaslt_version(),
             nccl: nccl_version(),
             gpus: gpus.collect(),
-            num_compiled: cache.as_deref().map_or(0, num_files),
+            compiled: cache.as_deref().map_or(Vec::new(), folders),
             kernel_cache: match cache {
                 Ok(path) => path.display().to_string(),
                 Err(error) => error.to_string(),
@@ -147,11 +148,13 @@ impl Info {
         }
         lines.push(format!("cuBLASLt    {}", found(&self.cublaslt)));
         lines.push(format!("NCCL        {}", found(&self.nccl)));
-        lines.push(format!(
-            "kernels     {} compiled in {}",
-            terminal::thousands(self.num_compiled),
-            self.kernel_cache
-        ));
+        let compiled = self.compiled.iter();
+        let compiled = compiled.map(|(name, size)| format!("{name} {}", terminal::bytes(*size)));
+        let compiled = match self.compiled.is_empty() {
+            true => "nothing compiled yet".to_owned(),
+            false => compiled.collect::<Vec<_>>().join(", "),
+        };
+        lines.push(format!("kernels     {}: {compiled}", self.kernel_cache));
         lines.push(format!(
             "recipes     {} inside the program",
             self.num_recipes
@@ -232,23 +235,31 @@ fn gpu_path(shape: &ModelShape, is_hopper: bool) -> &'static str {
     }
 }
 
-/// Files at and below a folder.
-fn num_files(folder: &Path) -> u64 {
+/// The folders in a folder, with the bytes of their files.
+fn folders(folder: &Path) -> Vec<(String, u64)> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    entries
-        .map(|entry| match entry.file_type() {
-            Ok(kind) if kind.is_dir() => num_files(&entry.path()),
-            Ok(_)
-                if entry
-                    .path()
-                    .extension()
-                    .is_some_and(|ending| ending == "cubin") =>
-            {
-                1
-            }
-            _ => 0,
+    let folders = entries.filter(|entry| entry.path().is_dir());
+    let mut folders = folders
+        .map(|entry| {
+            (
+                entry.file_name().to_string_lossy().into_owned(),
+                num_bytes(&entry.path()),
+            )
         })
-        .sum()
+        .collect::<Vec<_>>();
+    folders.sort();
+    folders
+}
+
+/// Bytes of all files at and below a folder.
+fn num_bytes(folder: &Path) -> u64 {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let sizes = entries.map(|entry| match entry.metadata() {
+        Ok(meta) if meta.is_dir() => num_bytes(&entry.path()),
+        Ok(meta) => meta.len(),
+        Err(_) => 0,
+    });
+    sizes.sum()
 }
 
 #[cfg(test)]
