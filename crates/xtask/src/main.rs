@@ -1,13 +1,15 @@
-//! Chores around the code: `cargo xtask check | tidy | kernels`.
+//! Chores around the code: `cargo xtask check | tidy | dist | book | kernels`.
 //!
 //! - `check` runs what CI runs, cheapest first, and stops at the first failure.
 //! - `tidy` checks the rules of the repository that no compiler knows.
+//! - `dist` makes an archive that needs no Rust; `book` makes docs/ a book.
 //! - `kernels` compiles every shipped CUDA specialisation without a GPU and prints what it costs.
 
 // Chores talk to a person; everything here prints.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
 mod check;
+mod dist;
 mod gpu;
 mod kernels;
 mod tidy;
@@ -23,10 +25,20 @@ const USAGE: &str = "cargo xtask <command>
                          the GPU's part alone, or only what is named, with a program that is there: needs neither cargo
                          nor the sources, so both programs can be carried to a machine with a GPU
   tidy                   arrows between crates, features, file lengths, kernel headers, forbidden words
+  dist [--without-kernels]
+                         one archive of the program, recipes, docs, licences and compiled kernels; unpacks it into an empty
+                         folder and runs it there with nothing in PATH
+  book                   docs/ as a book, by mdbook, which must be installed; tidy checks its links
   kernels [--arch A]     compile kernels/manifest.toml with nvcc (installed into target/cuda-venv when missing), print
                          registers, spills, stack and shared memory; fails on any spill that kernels/allowances.toml
                          does not allow
   kernels --write        write kernels/manifest.toml from the list in sieve-kernels/src/specialisations";
+
+/// docs/ as pages to read in a browser, in target/book.
+fn book() -> anyhow::Result<()> {
+    use anyhow::Context;
+    workspace::run("mdbook", &["build"]).context("hint: cargo install mdbook --locked")
+}
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -38,6 +50,9 @@ fn main() -> ExitCode {
         ["tidy"] => tidy::run(),
         ["kernels"] => kernels::run(None),
         ["kernels", "--write"] => kernels::write(),
+        ["dist"] => dist::run(true),
+        ["dist", "--without-kernels"] => dist::run(false),
+        ["book"] => book(),
         ["kernels", "--arch", arch] => kernels::run(Some(arch)),
         [] | ["help" | "--help" | "-h"] => {
             println!("{USAGE}");

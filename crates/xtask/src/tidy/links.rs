@@ -1,0 +1,153 @@
+//! Links between pages lead somewhere, and docs/SUMMARY.md has every page of docs/.
+use crate::workspace;
+use anyhow::Result;
+use std::collections::BTreeSet;
+use std::path::Path;
+
+/// The table of contents of the book.
+const SUMMARY: &str = "docs/SUMMARY.md";
+/// Files whose text names pages.
+const NAMING: &[&str] = &[".md", ".rs", ".toml", ".cu", ".cuh"];
+/// This file, whose tests name pages that are not there.
+const OWN: &str = "crates/xtask/src/tidy/links.rs";
+
+/// Checks all files of the repository.
+pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
+    let files = workspace::files()?;
+    let pages = files.iter().filter(|file| file.ends_with(".md"));
+    let known = files.iter().map(String::as_str).collect::<BTreeSet<_>>();
+    let read =
+        |file: &str| std::fs::read_to_string(workspace::root().join(file)).unwrap_or_default();
+    for page in pages.clone() {
+        let text = read(page);
+        for link in links(&text) {
+            if let Some(problem) = broken(page, link, &known, &read) {
+                problems.push(format!("{page}: {problem}"));
+            }
+        }
+    }
+    let is_naming =
+        |file: &&String| *file != OWN && NAMING.iter().any(|ending| file.ends_with(ending));
+    for file in files.iter().filter(is_naming) {
+        for name in named_pages(&read(file)) {
+            if !known.contains(name.as_str()) {
+                problems.push(format!("{file}: there is no {name}"));
+            }
+        }
+    }
+    let summary = read(SUMMARY);
+    let listed = links(&summary).collect::<BTreeSet<_>>();
+    for page in pages.filter_map(|page| page.strip_prefix("docs/")) {
+        if page != "SUMMARY.md" && !listed.contains(page) {
+            problems.push(format!("{SUMMARY}: does not list {page}"));
+        }
+    }
+    Ok(())
+}
+
+/// Targets of Markdown links outside of code.
+fn links(text: &str) -> impl Iterator<Item = &str> {
+    let mut is_code = false;
+    let lines = text.lines().filter(move |line| {
+        let fence = line.trim_start().starts_with("```");
+        is_code ^= fence;
+        !fence && !is_code
+    });
+    lines.flat_map(|line| {
+        let parts = line.split("](").skip(1);
+        parts.filter_map(|rest| rest.split(')').next())
+    })
+}
+
+fn broken(
+    page: &str,
+    link: &str,
+    known: &BTreeSet<&str>,
+    read: &dyn Fn(&str) -> String,
+) -> Option<String> {
+    let is_elsewhere = ["http://", "https://", "mailto:"]
+        .iter()
+        .any(|start| link.starts_with(start));
+    // Code such as `a[i](x)` is no link.
+    let is_path = link.starts_with('#') || link.contains('.') || link.contains('/');
+    if is_elsewhere || !is_path || link.contains(char::is_whitespace) {
+        return None;
+    }
+    let (path, anchor) = link.split_once('#').unwrap_or((link, ""));
+    let folder = Path::new(page).parent().unwrap_or(Path::new(""));
+    let target = match path {
+        "" => page.to_owned(),
+        path => folder.join(path).to_string_lossy().into_owned(),
+    };
+    let is_folder = known
+        .iter()
+        .any(|file| file.starts_with(&format!("{}/", target.trim_end_matches('/'))));
+    if !known.contains(target.as_str()) && !is_folder {
+        return Some(format!("the link {link} leads nowhere"));
+    }
+    let text = read(&target);
+    let headings = text.lines().filter(|line| line.starts_with('#'));
+    let mut slugs = headings.map(slug);
+    (!anchor.is_empty() && !slugs.any(|found| found == anchor))
+        .then(|| format!("{target} has no heading #{anchor}"))
+}
+
+/// A heading as links name it.
+fn slug(heading: &str) -> String {
+    let text = heading.trim_start_matches('#').trim().to_lowercase();
+    let kept = text
+        .chars()
+        .filter(|letter| letter.is_alphanumeric() || " -_".contains(*letter));
+    kept.map(|letter| if letter == ' ' { '-' } else { letter })
+        .collect()
+}
+
+/// `docs/NAME.md` in running text.
+fn named_pages(text: &str) -> Vec<String> {
+    let parts = text.split("docs/").skip(1);
+    let names = parts.filter_map(|rest| {
+        let end =
+            rest.find(|letter: char| !(letter.is_ascii_alphanumeric() || "_-.".contains(letter)));
+        let name = rest[..end.unwrap_or(rest.len())].trim_end_matches('.');
+        name.ends_with(".md").then(|| format!("docs/{name}"))
+    });
+    names.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_that_lead_nowhere_are_found() {
+        let text = "# A page\n[a](b.md) and [c](b.md#two-words) `x[i](y)`\n```\n[d](no.md)\n```\n[e](#a-page) [f](https://x.y)";
+        let found = links(text).collect::<Vec<_>>();
+        assert_eq!(
+            found,
+            ["b.md", "b.md#two-words", "y", "#a-page", "https://x.y"]
+        );
+        let known = BTreeSet::from(["docs/a.md", "docs/b.md", "docs/pictures/x.svg"]);
+        let read = |file: &str| match file {
+            "docs/a.md" => text.to_owned(),
+            _ => "## Two words\n".to_owned(),
+        };
+        let broken = |link| broken("docs/a.md", link, &known, &read);
+        for good in [
+            "b.md",
+            "b.md#two-words",
+            "y",
+            "#a-page",
+            "https://x.y",
+            "pictures/",
+        ] {
+            assert_eq!(broken(good), None, "{good}");
+        }
+        for bad in ["no.md", "b.md#three", "#elsewhere"] {
+            assert!(broken(bad).is_some(), "{bad}");
+        }
+        assert_eq!(
+            named_pages("see docs/a.md, docs/two_words.md. Not docs/x.svg or docs/"),
+            ["docs/a.md", "docs/two_words.md"]
+        );
+    }
+}
