@@ -6,7 +6,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use sieve_core::Recipe;
 use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection};
-use sieve_data::{Batch, IGNORED_LABEL};
+use sieve_data::{Batch, IGNORE_LABEL};
 use sieve_hf::NamedTensor;
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_train::{DeviceBatch, GradientBuffer, accumulate_gradients, accumulate_gradients_with};
@@ -66,7 +66,7 @@ fn batch(first_row: usize, rows: usize) -> Batch {
                 let label = (random.next_u32() % VOCAB_SIZE as u32) as i32;
                 batch
                     .labels
-                    .push(if has_label { label } else { IGNORED_LABEL });
+                    .push(if has_label { label } else { IGNORE_LABEL });
                 batch.doc_start.push(start as u32);
                 batch.doc_end.push(end as u32);
                 batch.positions.push((place - start) as u32);

@@ -13,7 +13,7 @@ use cubecl::cuda::CudaRuntime;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use sieve_core::Recipe;
-use sieve_data::{Batch, IGNORED_LABEL};
+use sieve_data::{Batch, IGNORE_LABEL};
 use sieve_hf::{NamedTensor, load_parameters, named_parameters};
 use sieve_kernels::{
     KernelCache, KernelTrace, SumOrder, TraceResult, init_runtime, memory_peak, probe,
@@ -108,7 +108,7 @@ fn batch(size: Size, seed: u64) -> Batch {
                 let is_last = place + 1 == end;
                 batch
                     .labels
-                    .push(if is_last { IGNORED_LABEL } else { label });
+                    .push(if is_last { IGNORE_LABEL } else { label });
                 batch.doc_start.push(start as u32);
                 batch.doc_end.push(end as u32);
                 batch.positions.push((place - start) as u32);

@@ -68,7 +68,7 @@ pub use corpus::{
 };
 pub use error::DataError;
 pub use guard::expects_panic;
-pub use loader::{Batch, IGNORED_LABEL, Loader, LoaderConfig, Order, PAD_DOCUMENT, Packing};
+pub use loader::{Batch, IGNORE_LABEL, Loader, LoaderConfig, Order, PAD_DOCUMENT, Packing};
 pub use mqar::{
     Mqar, MqarConfig, MqarMixture, MqarNoise, MqarPart, MqarQuery, MqarSample, MqarSplit,
 };

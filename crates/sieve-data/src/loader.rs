@@ -16,7 +16,7 @@ use crate::shard::ShardReader;
 use shard_rows::ShardRows;
 
 /// The label of a position that nothing is predicted at: the end of a document, and padding.
-pub const IGNORED_LABEL: i32 = -100;
+pub const IGNORE_LABEL: i32 = -100;
 
 /// The document id of padding.
 pub const PAD_DOCUMENT: u32 = u32::MAX;
@@ -70,7 +70,7 @@ pub struct Batch {
     pub seq_len: usize,
     /// Token ids.
     pub tokens: Vec<u32>,
-    /// The next token of the same document, or [`IGNORED_LABEL`].
+    /// The next token of the same document, or [`IGNORE_LABEL`].
     pub labels: Vec<i32>,
     /// Where in its row the token's segment begins. A segment is what the row holds of one document, or padding.
     pub doc_start: Vec<u32>,
@@ -87,7 +87,7 @@ impl Batch {
     pub fn num_labels(&self) -> usize {
         self.labels
             .iter()
-            .filter(|&&label| label != IGNORED_LABEL)
+            .filter(|&&label| label != IGNORE_LABEL)
             .count()
     }
 

@@ -15,7 +15,7 @@ mod draw;
 mod packed;
 
 use crate::error::DataError;
-use crate::loader::{Batch, IGNORED_LABEL, PAD_DOCUMENT};
+use crate::loader::{Batch, IGNORE_LABEL, PAD_DOCUMENT};
 pub(crate) use draw::Draws;
 pub use packed::{MqarMixture, MqarPart};
 
@@ -173,9 +173,9 @@ pub struct MqarSample {
 }
 
 impl MqarSample {
-    /// The answers at the queries' positions, [`IGNORED_LABEL`] elsewhere; `[seq_len]`.
+    /// The answers at the queries' positions, [`IGNORE_LABEL`] elsewhere; `[seq_len]`.
     pub fn labels(&self) -> Vec<i32> {
-        let mut labels = vec![IGNORED_LABEL; self.tokens.len()];
+        let mut labels = vec![IGNORE_LABEL; self.tokens.len()];
         for query in &self.queries {
             labels[query.position] = query.value as i32;
         }

@@ -216,7 +216,7 @@ pub fn needle<B: SieveBackend>(
     // Of equally likely ranks.
     let deviation = ((places * places - 1.0) / 12.0).sqrt();
     let first = texts(config.seed, samples[0].length, samples[0].depth, 0);
-    let is_prefill = selection.is_some_and(|selection| !selection.is_stream());
+    let is_prefill = selection.is_some_and(|selection| !selection.is_token_by_token());
     Ok(NeedleReport {
         selector: selection.map(|selection| selection.selector().to_string()),
         num_needles: samples.len(),

@@ -119,7 +119,7 @@ impl Selection {
         if chunk == 0 {
             return bad("0".to_owned(), "use at least 1 token");
         }
-        if self.is_stream() {
+        if self.is_token_by_token() {
             return bad(
                 format!("{chunk} with {name}, which reads a text token by token"),
                 "leave --chunk out, or use a prefill method",
@@ -169,8 +169,8 @@ impl Selection {
     }
 
     /// Whether it runs token by token only.
-    pub fn is_stream(&self) -> bool {
-        self.selector.is_stream()
+    pub fn is_token_by_token(&self) -> bool {
+        self.selector.is_token_by_token()
     }
 
     /// Whether tokens after a prompt read less than everything.
@@ -188,7 +188,7 @@ impl Selection {
         operands: &LayerOperands<B>,
     ) -> Result<Tensor<B, 4>, EvalError> {
         let [_, tokens, heads, head_dim] = operands.qkv.dims();
-        let on_device = !self.is_stream()
+        let on_device = !self.is_token_by_token()
             && self.selector.reads(operands.layer, tokens) != Reads::Values
             && has_sparse_attention(&operands.qkv);
         if !on_device {
@@ -222,7 +222,7 @@ impl Selection {
     fn attend_on_host(&mut self, operands: HostOperands<'_>) -> Result<Vec<f32>, EvalError> {
         let started = Instant::now();
         let (tokens, heads) = (operands.num_tokens, operands.num_heads);
-        let o = if self.is_stream() {
+        let o = if self.is_token_by_token() {
             let mut session = DecodeSession::new(&self.selector, layer_shape(operands))?;
             let o = session.stream(operands.q, operands.k, operands.v)?;
             self.totals.dense_pairs += dense_pairs(tokens, heads);
@@ -254,7 +254,7 @@ impl Selection {
         let HostOperands { q, k, v, layer, .. } = operands;
         if self.sessions[layer].is_empty()
             && self.selector.phase() == Phase::Both
-            && !self.is_stream()
+            && !self.is_token_by_token()
         {
             self.sessions[layer].take_prompt(q, k, v)?;
             return self.attend_on_host(operands);

@@ -162,7 +162,7 @@ pub fn measure_selectors<B: SieveBackend>(
         let mean = |x: &dyn Fn(&LayerMeasure) -> f64| {
             layers.iter().map(x).sum::<f64>() / layers.len().max(1) as f64
         };
-        let is_prefill = !selector.is_stream();
+        let is_prefill = !selector.is_token_by_token();
         SelectorMeasure {
             name: selector.name().to_owned(),
             selector: selector.to_string(),
@@ -305,7 +305,7 @@ impl Sums {
     ) -> Result<LayerMeasure, EvalError> {
         let (selector, operands) = (selection.selector(), layer.operands());
         let started = Instant::now();
-        if selector.is_stream() {
+        if selector.is_token_by_token() {
             let mut session = DecodeSession::new(selector, layer_shape(operands))?;
             let o = session.stream(operands.q, operands.k, operands.v)?;
             self.attention_ms += milliseconds(started);

@@ -365,7 +365,7 @@ impl Selector {
     }
 
     /// Whether it runs token by token only: decode methods, and `streamingllm` with positions of its own.
-    pub fn is_stream(&self) -> bool {
+    pub fn is_token_by_token(&self) -> bool {
         let reindexed = matches!(&self.method, Method::Streamingllm(config) if config.reindex);
         self.phase() == Phase::Decode || reindexed
     }

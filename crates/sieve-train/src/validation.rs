@@ -1,7 +1,7 @@
 //! Loss on held-out documents.
 use crate::group::Share;
 use crate::{DeviceBatch, TrainError, Unigram, ValidationReport};
-use sieve_data::{IGNORED_LABEL, Loader, Tokenizer};
+use sieve_data::{IGNORE_LABEL, Loader, Tokenizer};
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{RotaryEmbedding, SieveBackend};
 
@@ -134,7 +134,7 @@ pub(crate) fn share_sums<B: SieveBackend>(
         let losses = losses.into_data();
         let mut sums = BatchSums::default();
         for (loss, &label) in losses.iter::<f64>().zip(&batch.labels) {
-            if label != IGNORED_LABEL {
+            if label != IGNORE_LABEL {
                 sums.nats += loss;
                 sums.unigram_nats += unigram.nats(label as usize);
                 sums.num_labels += 1;

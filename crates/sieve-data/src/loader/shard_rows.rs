@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use super::epoch::Epoch;
-use super::{Batch, IGNORED_LABEL, LoaderConfig, Order, PAD_DOCUMENT};
+use super::{Batch, IGNORE_LABEL, LoaderConfig, Order, PAD_DOCUMENT};
 use crate::error::DataError;
 use crate::shard::{ShardReader, with_ending};
 
@@ -74,7 +74,7 @@ impl ShardRows {
                 .labels
                 .extend(buffer[1..].iter().map(|&token| token as i32));
             if buffer.len() == len {
-                batch.labels.push(IGNORED_LABEL);
+                batch.labels.push(IGNORE_LABEL);
             }
             batch.push_segment(piece.document as u32, filled, len);
             filled += len;
@@ -85,7 +85,7 @@ impl ShardRows {
             .extend(std::iter::repeat_n(config.pad_id, num_pads));
         batch
             .labels
-            .extend(std::iter::repeat_n(IGNORED_LABEL, num_pads));
+            .extend(std::iter::repeat_n(IGNORE_LABEL, num_pads));
         batch.push_segment(PAD_DOCUMENT, filled, num_pads);
         Ok(())
     }

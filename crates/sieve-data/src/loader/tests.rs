@@ -349,10 +349,10 @@ proptest! {
                     if token + 1 == lengths[document] { EOS } else { (100 * document + token + 2) as u32 }
                 };
                 let (token, label, document) = match wanted[column] {
-                    None => (PAD, IGNORED_LABEL, PAD_DOCUMENT),
+                    None => (PAD, IGNORE_LABEL, PAD_DOCUMENT),
                     Some((document, token)) => {
                         let last = token + 1 == lengths[document];
-                        let label = if last { IGNORED_LABEL } else { id(document, token + 1) as i32 };
+                        let label = if last { IGNORE_LABEL } else { id(document, token + 1) as i32 };
                         (id(document, token), label, document as u32)
                     }
                 };

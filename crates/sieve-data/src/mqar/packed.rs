@@ -4,7 +4,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::{Mqar, MqarConfig, MqarSplit, push_sample};
 use crate::error::DataError;
-use crate::loader::{Batch, IGNORED_LABEL, PAD_DOCUMENT};
+use crate::loader::{Batch, IGNORE_LABEL, PAD_DOCUMENT};
 use crate::mixture::Schedule;
 use crate::permutation::Permutation;
 
@@ -167,7 +167,7 @@ impl MqarMixture {
             batch.tokens.extend(std::iter::repeat_n(pad_id, num_pads));
             batch
                 .labels
-                .extend(std::iter::repeat_n(IGNORED_LABEL, num_pads));
+                .extend(std::iter::repeat_n(IGNORE_LABEL, num_pads));
             batch.push_segment(PAD_DOCUMENT, filled, num_pads);
         }
         batch

@@ -50,11 +50,11 @@ fn assert_defined(config: MqarConfig, sample: &MqarSample) {
     assert_eq!(
         labels
             .iter()
-            .filter(|&&label| label != IGNORED_LABEL)
+            .filter(|&&label| label != IGNORE_LABEL)
             .count(),
         pairs
     );
-    let is_query = |position: usize| labels[position] != IGNORED_LABEL;
+    let is_query = |position: usize| labels[position] != IGNORE_LABEL;
     let fill = (2 * pairs..config.seq_len).filter(|&position| !is_query(position));
     for token in fill.map(|position| tokens[position]) {
         match config.noise {
@@ -168,7 +168,7 @@ fn keys_values_and_noise_are_uniform() {
             keys[sample.tokens[2 * pair] as usize - 1] += 1;
             values[sample.tokens[2 * pair + 1] as usize - 50] += 1;
         }
-        for position in (8..80).filter(|&position| labels[position] == IGNORED_LABEL) {
+        for position in (8..80).filter(|&position| labels[position] == IGNORE_LABEL) {
             noise[sample.tokens[position] as usize] += 1;
         }
     }
