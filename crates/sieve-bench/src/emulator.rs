@@ -318,17 +318,22 @@ fn with_own_entry(entry: &str, kernel: &str) -> String {
     let mut parts = kernel.split("extern \"C\"");
     let mut text = parts.next().unwrap_or_default().to_owned();
     for part in parts {
-        // #if may choose between signatures; calls inside are indented.
-        let mut part = part.to_owned();
-        for before in ["\n", "void ", ") "] {
-            let (from, to) = (
-                format!("{before}{entry}("),
-                format!("{before}{entry}{ENTRY}("),
-            );
-            part = part.replace(&from, &to);
-        }
+        // #if may choose between signatures.
+        let (mut signature, body) = part.split_at(part.find('{').unwrap_or(part.len()));
         text.push_str("extern \"C\"");
-        text.push_str(&part);
+        while let Some(at) = signature.find(&format!("{entry}(")) {
+            let (before, from) = signature.split_at(at);
+            text.push_str(before);
+            text.push_str(entry);
+            if !before.ends_with(|c: char| c.is_alphanumeric() || c == '_') {
+                text.push_str(ENTRY);
+            }
+            signature = &from[entry.len()..];
+        }
+        text.push_str(signature);
+        // Of a signature that #else chooses; calls inside are indented.
+        let (from, to) = (format!("\n{entry}("), format!("\n{entry}{ENTRY}("));
+        text.push_str(&body.replace(&from, &to));
     }
     text
 }
@@ -407,34 +412,10 @@ fn statement_end(text: &str) -> Option<(&str, &str)> {
     None
 }
 
-/// C joins string literals with only white space between them.
-fn with_joined_strings(text: &str) -> String {
-    let mut joined = String::with_capacity(text.len());
-    let mut rest = text;
-    while let Some((before, after)) = rest.split_once('"') {
-        let Some((mut literal, mut after)) = after.split_once('"') else {
-            break;
-        };
-        joined.push_str(before);
-        joined.push('"');
-        joined.push_str(literal);
-        while let Some(next) = after.trim_start().strip_prefix('"') {
-            (literal, after) = next.split_once('"').unwrap_or((next, ""));
-            joined.push_str(literal);
-        }
-        joined.push('"');
-        rest = after;
-    }
-    joined + rest
-}
-
 /// The call that stands for an asm statement: `"opcode %0, [%1], 16;" : outputs : inputs : clobbers`.
 fn call_of(statement: &str) -> String {
-    let statement = &*with_joined_strings(statement);
-    let mut quotes = statement.split('"');
-    let template = quotes.nth(1).unwrap_or_default();
-    let operands =
-        operands(&statement[statement.find(template).unwrap_or(0) + template.len() + 1..]);
+    let (template, rest) = template_of(statement);
+    let operands = operands(rest);
     let named = |word: &str| -> String {
         let index = word.strip_prefix('%').and_then(|n| n.parse::<usize>().ok());
         index
@@ -453,7 +434,7 @@ fn call_of(statement: &str) -> String {
             .unwrap_or_default();
         return format!("ptx_block_{}({});", function(opcode), operands.join(", "));
     }
-    let (opcode, arguments) = template.split_once(' ').unwrap_or((template, ""));
+    let (opcode, arguments) = template.split_once(' ').unwrap_or((&template, ""));
     if opcode.is_empty() {
         return ";".to_owned();
     }
@@ -463,6 +444,16 @@ fn call_of(statement: &str) -> String {
     let words: Vec<String> = words.map(named).collect();
     let opcode = opcode.trim_end_matches(';');
     format!("ptx_{}({});", function(opcode), words.join(", "))
+}
+
+/// The string literals that an asm statement begins with, as one, and what follows them.
+fn template_of(statement: &str) -> (String, &str) {
+    let (mut template, mut rest) = (String::new(), statement.trim_start());
+    while let Some((literal, after)) = rest.strip_prefix('"').and_then(|r| r.split_once('"')) {
+        template.push_str(literal);
+        rest = after.trim_start();
+    }
+    (template, rest)
 }
 
 /// The expressions of outputs and inputs: what follows each `"constraint"` in parentheses.
@@ -511,8 +502,8 @@ mod tests {
             ),
             ("asm volatile(\"\" : \"+r\"(address));", ";"),
             (
-                "asm(\"st.shared.b32 \"\n  \"[%0], %1;\" ::\"r\"(a), \"r\"(b));",
-                "ptx_st_shared_b32(a, b);",
+                "asm volatile(\n  \"mma.sync \"\n  \"{%0}, {%1};\"\n  : \"+f\"(d[0])\n  : \"r\"(a));",
+                "ptx_mma_sync(d[0], a);",
             ),
             (
                 "asm volatile(\"{\\n.reg .pred same;\\nsetp.eq.u32 same, %1, 0;\\n@same red.shared.add.u32 [%0], 1;\\n}\" ::\"r\"(a), \"r\"(b));",
@@ -525,6 +516,15 @@ mod tests {
             );
         }
         assert_eq!(without_asm("plasma(1);"), "plasma(1);");
+    }
+
+    #[test]
+    fn the_entry_point_alone_is_renamed() {
+        let text = "extern \"C\" __global__ void __launch_bounds__(2)\n    fill(float* x) {\n  fill(x, refill(x));\n}";
+        assert_eq!(
+            with_own_entry("fill", text),
+            text.replacen("fill(", "fill_entry(", 1)
+        );
     }
 
     #[test]
