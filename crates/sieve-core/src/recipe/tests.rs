@@ -1,6 +1,7 @@
 //! The recipe from outside: what loads, what is refused, and in which words.
 
 mod errors;
+mod layers;
 mod overrides;
 mod properties;
 mod resume;
