@@ -22,6 +22,7 @@ mod patterns_cli;
 mod plan_recipes;
 mod resume_damage;
 mod resume_kill;
+mod ruler_cli;
 mod selectors_cli;
 mod tasks_cli;
 mod train_ends;

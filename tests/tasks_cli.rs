@@ -386,3 +386,75 @@ fn tasks_mistakes_are_told_and_change_nothing() {
         &["--checkpoint"],
     );
 }
+
+#[test]
+fn longbench_files_are_read_from_their_folder() {
+    let tiny = random_run();
+    fs::create_dir(tiny.path("longbench")).expect("it is new");
+    let mut random = Rows(ChaCha8Rng::seed_from_u64(5));
+    for (name, answer) in [("hotpotqa", "t1 t2"), ("passage_count_e", "7")] {
+        let row = |random: &mut Rows| {
+            json!({"input": random.words(2, 9), "context": random.words(50, 90), "answers": [answer, "t3"], "length": 70,
+                "dataset": name, "language": "en", "all_classes": null, "_id": "x"})
+            .to_string()
+        };
+        let rows: Vec<String> = (0..5).map(|_| row(&mut random)).collect();
+        fs::write(
+            tiny.path(&format!("longbench/{name}.jsonl")),
+            rows.join("\n"),
+        )
+        .expect("writable");
+    }
+    let run = |more: &str| {
+        format!("eval longbench --checkpoint run --device cpu --folder longbench {more}")
+    };
+    let report = parsed(&succeed(&mut tiny.sieve(&run("--json --samples s.jsonl"))));
+    let tasks = report["tasks"].as_array().expect("a list");
+    let names: Vec<_> = tasks
+        .iter()
+        .map(|task| [&task["task"], &task["scores"][0]["name"]])
+        .collect();
+    let expected = [
+        ["longbench_hotpotqa", "qa_f1_score"],
+        ["longbench_passage_count", "count_score"],
+    ];
+    assert_eq!(
+        names,
+        expected
+            .map(|pair| pair.map(Value::from))
+            .each_ref()
+            .map(|[a, b]| [a, b])
+    );
+    assert!(
+        tasks
+            .iter()
+            .all(|task| task["num_rows"] == 5 && task["num_truncated"] == 5),
+        "{report}"
+    );
+    let samples = fs::read_to_string(tiny.path("s.jsonl")).expect("it was written");
+    for (task, lines) in tasks
+        .iter()
+        .zip(samples.lines().collect::<Vec<_>>().chunks(5))
+    {
+        let values = lines
+            .iter()
+            .map(|line| parsed(line)["score"].as_f64().expect("a score"));
+        let mean = values.sum::<f64>() / 5.0;
+        assert!((task["scores"][0]["value"].as_f64().expect("a score") - mean).abs() < 1e-9);
+    }
+    let one = parsed(&succeed(&mut tiny.sieve(&run("--only hotpotqa --json"))));
+    assert_eq!(one["tasks"].as_array().map(Vec::len), Some(1));
+    for (more, words) in [
+        (
+            "--only hotpotqq",
+            &["hotpotqq is no data set of LongBench", "musique"][..],
+        ),
+        ("--only musique", &["there is no longbench/musique.jsonl"]),
+    ] {
+        tiny.refuse(&mut tiny.sieve(&run(more)), words);
+    }
+    tiny.refuse(
+        &mut tiny.sieve("eval longbench --checkpoint run --device cpu --folder corpus"),
+        &["corpus holds no file of LongBench"],
+    );
+}

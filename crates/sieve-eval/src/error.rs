@@ -116,6 +116,48 @@ pub enum EvalError {
         /// What is wrong, and where.
         reason: String,
     },
+    /// A task about long texts that is not inside the program.
+    #[error("there is no task {name:?}, did you mean {nearest}?\n  hint: the tasks are {known}")]
+    UnknownLongTask {
+        /// As asked for.
+        name: String,
+        /// The most similar name.
+        nearest: &'static str,
+        /// All names.
+        known: String,
+    },
+    /// A length without room for the shortest text of a task.
+    #[error(
+        "the shortest text of {task} takes {needed} tokens of this tokenizer, and the length is {length}\n  hint: use --lengths {needed} or more for it, or leave the task out"
+    )]
+    LengthTooShort {
+        /// The task.
+        task: &'static str,
+        /// As asked for.
+        length: usize,
+        /// Tokens of the shortest text with its answer.
+        needed: usize,
+    },
+    /// A question task without its questions.
+    #[error(
+        "{task} asks the questions of a published file, which is not inside the program\n  hint: give the file with {option}, or leave the task out of --tasks"
+    )]
+    NoQaFile {
+        /// The task.
+        task: &'static str,
+        /// Names the file.
+        option: &'static str,
+    },
+    /// A file of questions that cannot be read.
+    #[error(
+        "{name}: {reason}\n  hint: give SQuAD 2.0 (dev-v2.0.json) or HotpotQA (hotpot_dev_distractor_v1.json) as published"
+    )]
+    QaFile {
+        /// The file.
+        name: String,
+        /// What is wrong.
+        reason: String,
+    },
     /// A kernel that refused a selector's mask.
     #[error(
         "{selector}: attention under its mask: {reason}\n  hint: use --device cpu, and report this"

@@ -16,6 +16,7 @@ mod document;
 mod perplexity;
 mod words;
 
+mod long;
 mod needle;
 mod recall;
 mod tasks;
@@ -36,6 +37,10 @@ pub use document::{EvalDocument, first_tokens, prepared_documents, text_document
 pub use error::EvalError;
 pub use generator::{GenerateConfig, Generator};
 pub use logits::logits;
+pub use long::{
+    LONG_TASKS, LongCell, LongReport, LongSample, LongSource, LongTask, LongTaskReport, LongText,
+    LongTexts, Match, NUM_WRONG, QaData, SampleScore, Split, ask_long, long_texts,
+};
 pub use needle::{
     Haystack, NUM_DISTRACTORS, NeedleCell, NeedleConfig, NeedleExample, NeedleReport, linear_grid,
     needle,

@@ -7,6 +7,7 @@ mod haystack;
 mod sample;
 
 pub use haystack::Haystack;
+pub(crate) use haystack::made_up_sentences;
 
 use crate::continuation::Continuation;
 use crate::input::check_vocabulary;
@@ -303,7 +304,7 @@ impl<B: SieveBackend> Reader<'_, B> {
 }
 
 /// Rank of the first of these, 1 when all others are smaller; equal ones share the middle of their ranks.
-fn rank(likelihoods: &[f64]) -> f64 {
+pub(crate) fn rank(likelihoods: &[f64]) -> f64 {
     let (answer, others) = (likelihoods[0], &likelihoods[1..]);
     let above = others.iter().filter(|&&x| x > answer).count();
     let equal = others.iter().filter(|&&x| x == answer).count();

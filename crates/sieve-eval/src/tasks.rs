@@ -3,6 +3,7 @@ mod answer;
 mod likelihood;
 mod spec;
 mod template;
+mod text_scores;
 
 use crate::{EvalError, Selection, texts_together};
 use answer::answers;
@@ -71,6 +72,9 @@ pub struct RowScore {
     /// What was generated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub answer: Option<String>,
+    /// Of a generated text, where a score between 0 and 1 is asked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub score: Option<f64>,
     /// Whether it counts for `acc`, or for `exact_match`.
     pub is_right: bool,
 }
@@ -232,6 +236,7 @@ pub fn run_task<B: SieveBackend>(
                     },
                     likelihoods,
                     answer: None,
+                    score: None,
                 }
             });
             rows.collect()
@@ -312,7 +317,9 @@ impl Encoder<'_> {
             ));
         }
         self.check_length(n, tokens.len(), room)?;
-        tokens.drain(..tokens.len().saturating_sub(room));
+        let surplus = tokens.len().saturating_sub(room);
+        let first = if self.task.cut_middle { room / 2 } else { 0 };
+        tokens.drain(first..first + surplus);
         Ok(tokens)
     }
 
@@ -353,6 +360,9 @@ fn generated<B: SieveBackend>(
         label: None,
         likelihoods: Vec::new(),
         is_right: task.matching.is_right(&text, &question.endings),
+        score: task
+            .matching
+            .score(&text, &question.endings, &question.classes),
         answer: Some(text),
     };
     Ok(rows.map(row).collect())
@@ -362,6 +372,18 @@ fn generated<B: SieveBackend>(
 fn best(likelihoods: &[Likelihood], length: impl Fn(usize) -> f64) -> usize {
     let score = |n: usize| likelihoods[n].log_likelihood / length(n);
     (1..likelihoods.len()).fold(0, |best, n| if score(n) > score(best) { n } else { best })
+}
+
+/// A mean with its standard error.
+fn mean_of(name: &'static str, values: Vec<f64>) -> Score {
+    let count = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / count;
+    let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+    Score {
+        name,
+        value: mean,
+        stderr: (values.len() > 1).then(|| (squares / (count - 1.0) / count).sqrt()),
+    }
 }
 
 fn scores(task: &Task, questions: &[Question], rows: &[RowScore]) -> Vec<Score> {
@@ -380,7 +402,10 @@ fn scores(task: &Task, questions: &[Question], rows: &[RowScore]) -> Vec<Score> 
     };
     let right = count(&|_, row| row.is_right);
     match task.measure {
-        Measure::Generation => vec![mean("exact_match", right)],
+        Measure::Generation => match rows.iter().map(|row| row.score).collect() {
+            Some(values) => vec![mean_of(task.matching.score.name(), values)],
+            None => vec![mean("exact_match", right)],
+        },
         Measure::Continuation => {
             let nats: f64 = rows
                 .iter()

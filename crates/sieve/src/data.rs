@@ -1,6 +1,7 @@
 //! `sieve data` and `sieve tokenizer`: what a run reads.
 pub(crate) mod account;
 mod batch;
+mod generate;
 mod prepare;
 mod tokenizer;
 
@@ -17,6 +18,8 @@ pub(crate) use tokenizer::{TokenizerCommand, run as run_tokenizer};
 pub(crate) enum DataCommand {
     /// Tokenise a recipe's text into shards; asked again after an interruption, it goes on
     Prepare(prepare::PrepareArgs),
+    /// Write training samples of the tasks of `sieve eval ruler`, as JSON lines
+    Generate(generate::GenerateArgs),
     /// Write the token ids, labels and document ids of one training step as safetensors
     Batch(batch::BatchArgs),
 }
@@ -25,6 +28,7 @@ pub(crate) enum DataCommand {
 pub(crate) fn run(command: DataCommand) -> Result<()> {
     match command {
         DataCommand::Prepare(args) => prepare::run(args),
+        DataCommand::Generate(args) => generate::run(&args),
         DataCommand::Batch(args) => batch::run(args),
     }
 }

@@ -2,18 +2,23 @@
 
 mod attention;
 mod chart;
+mod grid;
 mod line_chart;
+mod longbench;
 mod mqar;
 mod needle;
 pub(crate) mod output;
 mod patterns;
 mod ppl;
+mod ruler;
 mod selectors;
 mod tasks;
 mod text;
 
 use anyhow::Result;
 use clap::Subcommand;
+
+pub(crate) use ruler::SourceArgs;
 
 /// Subcommands of `sieve eval`.
 #[derive(Subcommand, Debug)]
@@ -24,6 +29,10 @@ pub(crate) enum EvalCommand {
     Mqar(mqar::MqarArgs),
     /// A number hidden in a long text, asked for at its end, by length and depth
     Needle(needle::NeedleArgs),
+    /// LongBench's English tasks on its published files
+    Longbench(longbench::LongbenchArgs),
+    /// RULER's tasks and others about long texts, made up on the spot: by length and depth
+    Ruler(ruler::RulerArgs),
     /// The tasks of language-model papers on local files: LAMBADA, HellaSwag, PIQA, ARC and others, or one of your own
     Tasks(tasks::TasksArgs),
     /// Sparse methods side by side on one dense model, and beside models trained sparse: density, recall, times, error, loss
@@ -40,6 +49,8 @@ pub(crate) fn run(command: EvalCommand) -> Result<()> {
         EvalCommand::Ppl(args) => ppl::run(args),
         EvalCommand::Mqar(args) => mqar::run(args),
         EvalCommand::Needle(args) => needle::run(args),
+        EvalCommand::Longbench(args) => longbench::run(args),
+        EvalCommand::Ruler(args) => ruler::run(args),
         EvalCommand::Tasks(args) => tasks::run(args),
         EvalCommand::Selectors(args) => selectors::run(args),
         EvalCommand::Attention(args) => attention::run(args),

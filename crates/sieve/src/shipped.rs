@@ -24,6 +24,11 @@ pub(crate) fn recipe(name: &str) -> Option<&'static str> {
     found.map(|recipe| recipe.1)
 }
 
+/// Names and texts of Sieve's own sources and docs.
+pub(crate) fn own_text() -> &'static [(&'static str, &'static str)] {
+    OWN_TEXT
+}
+
 /// Where `recipe` has a `data.fallback`, decides between its paths and the text inside the program, and returns a line
 /// that says so. The text is written to [`FOLDER`], and becomes the recipe's path.
 pub(crate) fn choose_text(recipe: &mut Recipe) -> Result<Option<String>> {

@@ -155,14 +155,21 @@ fn space_after(pair: &[u32], tokenizer: &Tokenizer) -> Result<bool, EvalError> {
 }
 
 fn paragraph(random: &mut ChaCha8Rng) -> String {
-    let mut text = String::new();
-    for _ in 0..PARAGRAPH {
-        let mut noun = || format!("{} {}", pick(random, &ADJECTIVES), pick(random, &NOUNS));
-        let (first, second) = (noun(), noun());
-        let (verb, ending) = (pick(random, &VERBS), pick(random, &ENDINGS));
-        text += &format!("The {first} {verb} the {second}{ending}. ");
-    }
-    text + "\n"
+    let sentences = (0..PARAGRAPH).map(|_| sentence(random) + " ");
+    sentences.collect::<String>() + "\n"
+}
+
+fn sentence(random: &mut ChaCha8Rng) -> String {
+    let mut noun = || format!("{} {}", pick(random, &ADJECTIVES), pick(random, &NOUNS));
+    let (first, second) = (noun(), noun());
+    let (verb, ending) = (pick(random, &VERBS), pick(random, &ENDINGS));
+    format!("The {first} {verb} the {second}{ending}.")
+}
+
+/// Plain English sentences without sense.
+pub(crate) fn made_up_sentences(count: usize, seed: u64) -> Vec<String> {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    (0..count).map(|_| sentence(&mut random)).collect()
 }
 
 /// One of a list.

@@ -1,6 +1,7 @@
 //! Answers that a model generates, and whether they are right.
 use super::TaskModel;
 use super::spec::Matching;
+use super::text_scores::TextScore;
 use crate::continuation::{Continuation, texts_together};
 use crate::input::check_vocabulary;
 use crate::sampler::likeliest;
@@ -125,6 +126,20 @@ fn end(text: &str, stop: &[String]) -> Option<usize> {
 }
 
 impl Matching {
+    /// From 0 to 1; `None` where texts are right or wrong.
+    pub(super) fn score(&self, text: &str, answers: &[String], classes: &[String]) -> Option<f64> {
+        let text = match self.first_line {
+            true => text
+                .trim_start_matches('\n')
+                .split('\n')
+                .next()
+                .unwrap_or(""),
+            false => text,
+        };
+        let best = || self.score.best(text, answers, classes);
+        (self.score != TextScore::ExactMatch).then(best)
+    }
+
     /// Whether a generated text is one of the answers.
     pub(super) fn is_right(&self, text: &str, answers: &[String]) -> bool {
         let text = self.normal(text);

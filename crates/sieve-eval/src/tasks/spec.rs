@@ -1,11 +1,12 @@
 //! A task: a small TOML file that says how a row of a data set becomes a question.
 use super::template::{Filter, Template, texts};
+use super::text_scores::TextScore;
 use crate::EvalError;
 use serde::{Deserialize, Serialize};
 use sieve_data::TableRow;
 
 /// The tasks inside the program, by the names that lm-evaluation-harness gives them: name and TOML.
-pub const READY_TASKS: [(&str, &str); 12] = [
+pub const READY_TASKS: [(&str, &str); 28] = [
     (
         "lambada_openai",
         include_str!("../../tasks/lambada_openai.toml"),
@@ -24,6 +25,70 @@ pub const READY_TASKS: [(&str, &str); 12] = [
     ("mmlu", include_str!("../../tasks/mmlu.toml")),
     ("triviaqa", include_str!("../../tasks/triviaqa.toml")),
     ("gsm8k", include_str!("../../tasks/gsm8k.toml")),
+    (
+        "longbench_narrativeqa",
+        include_str!("../../tasks/longbench_narrativeqa.toml"),
+    ),
+    (
+        "longbench_qasper",
+        include_str!("../../tasks/longbench_qasper.toml"),
+    ),
+    (
+        "longbench_multifieldqa_en",
+        include_str!("../../tasks/longbench_multifieldqa_en.toml"),
+    ),
+    (
+        "longbench_hotpotqa",
+        include_str!("../../tasks/longbench_hotpotqa.toml"),
+    ),
+    (
+        "longbench_2wikimqa",
+        include_str!("../../tasks/longbench_2wikimqa.toml"),
+    ),
+    (
+        "longbench_musique",
+        include_str!("../../tasks/longbench_musique.toml"),
+    ),
+    (
+        "longbench_gov_report",
+        include_str!("../../tasks/longbench_gov_report.toml"),
+    ),
+    (
+        "longbench_qmsum",
+        include_str!("../../tasks/longbench_qmsum.toml"),
+    ),
+    (
+        "longbench_multi_news",
+        include_str!("../../tasks/longbench_multi_news.toml"),
+    ),
+    (
+        "longbench_trec",
+        include_str!("../../tasks/longbench_trec.toml"),
+    ),
+    (
+        "longbench_triviaqa",
+        include_str!("../../tasks/longbench_triviaqa.toml"),
+    ),
+    (
+        "longbench_samsum",
+        include_str!("../../tasks/longbench_samsum.toml"),
+    ),
+    (
+        "longbench_passage_count",
+        include_str!("../../tasks/longbench_passage_count.toml"),
+    ),
+    (
+        "longbench_passage_retrieval_en",
+        include_str!("../../tasks/longbench_passage_retrieval_en.toml"),
+    ),
+    (
+        "longbench_lcc",
+        include_str!("../../tasks/longbench_lcc.toml"),
+    ),
+    (
+        "longbench_repobench-p",
+        include_str!("../../tasks/longbench_repobench-p.toml"),
+    ),
 ];
 
 /// What is measured.
@@ -72,6 +137,13 @@ struct File {
     ignore_case: bool,
     #[serde(default)]
     ignore_punctuation: bool,
+    #[serde(default)]
+    score: TextScore,
+    classes: Option<String>,
+    #[serde(default)]
+    first_line: bool,
+    #[serde(default)]
+    cut_middle: bool,
 }
 
 /// Texts of a row: a list in a column, or one template each.
@@ -95,6 +167,9 @@ pub struct Task {
     label: Option<Template>,
     filters: Vec<Filter>,
     delimiter: String,
+    classes: Option<String>,
+    /// Too long prompts lose their middle, not their beginning.
+    pub(super) cut_middle: bool,
     pub(super) matching: Matching,
 }
 
@@ -106,6 +181,9 @@ pub(super) struct Matching {
     pub(super) number_after: Option<String>,
     pub(super) ignore_case: bool,
     pub(super) ignore_punctuation: bool,
+    pub(super) score: TextScore,
+    /// The first line alone counts, after empty ones.
+    pub(super) first_line: bool,
 }
 
 /// A row as the model is asked it.
@@ -119,6 +197,8 @@ pub(super) struct Question {
     pub(super) endings: Vec<String>,
     /// The right choice.
     pub(super) label: Option<usize>,
+    /// All classes, where a generated text is scored by classes.
+    pub(super) classes: Vec<String>,
 }
 
 impl Task {
@@ -193,6 +273,14 @@ impl Task {
             ),
         };
         let endings = endings.ok_or(wanted)?;
+        if file.score != TextScore::default() && file.measure != Measure::Generation {
+            return Err("score belongs to measure = \"generation\"".to_owned());
+        }
+        if (file.score == TextScore::Classification) != file.classes.is_some() {
+            return Err(
+                "score = \"classification\" and classes, a column, belong together".to_owned(),
+            );
+        }
         if answers.is_some() && file.measure != Measure::Generation {
             return Err("answers belong to measure = \"generation\"".to_owned());
         }
@@ -212,12 +300,16 @@ impl Task {
                 .map(|name| Filter::parse(name))
                 .collect::<Result<_, _>>()?,
             delimiter: file.delimiter.unwrap_or_else(|| " ".to_owned()),
+            classes: file.classes,
+            cut_middle: file.cut_middle,
             matching: Matching {
                 stop: file.stop,
                 max_new_tokens: file.max_new_tokens.unwrap_or(256),
                 number_after: file.number_after,
                 ignore_case: file.ignore_case,
                 ignore_punctuation: file.ignore_punctuation,
+                score: file.score,
+                first_line: file.first_line,
             },
         })
     }
@@ -293,6 +385,10 @@ impl Task {
             prompts,
             endings,
             label,
+            classes: match &self.classes {
+                None => Vec::new(),
+                Some(column) => texts(row, column)?,
+            },
         })
     }
 

@@ -211,6 +211,56 @@ fn long_texts_are_refused_or_cut_at_their_beginning() {
     assert!((report.scores[0].value - nats.exp()).abs() < 1e-9);
 }
 
+/// LongBench's rows as published: a score between 0 and 1, and prompts that lose their middle.
+#[test]
+fn long_prompts_lose_their_middle_and_texts_are_scored() {
+    let row = |context: &str| {
+        let row = serde_json::json!({"context": context, "input": "t3", "answers": ["t5 t6", "x"],
+            "all_classes": null, "length": 3, "dataset": "hotpotqa"});
+        let rows = rows(&[row.to_string()]);
+        TaskRows {
+            rows,
+            examples: None,
+        }
+    };
+    let (folder, context) = (tempfile::tempdir().expect("a folder"), 64 + 32);
+    let tokenizer = tokenizer(folder.path());
+    let task = Task::ready("longbench_hotpotqa").expect("ready");
+    let words: Vec<String> = (0..200).map(|n| format!("t{}", n % 30)).collect();
+    let run = TaskRun {
+        truncate: true,
+        ..ZERO_SHOT
+    };
+    let texts = TaskTexts::new(&task, &row(&words.join(" ")), run, &tokenizer, context);
+    let texts = texts.expect("cut");
+    let Texts::Prompts(prompts) = &texts.texts else {
+        panic!("prompts")
+    };
+    let question = task
+        .questions(&row(&words.join(" ")).rows)
+        .expect("columns");
+    let whole = tokenizer.encode(&question[0].prompts[0]).expect("words");
+    let ends = [&whole[..32], &whole[whole.len() - 32..]].concat();
+    assert_eq!((&prompts[0], texts.num_truncated), (&ends, 1));
+    let score = |text: &str| task.matching.score(text, &question[0].endings, &[]);
+    assert_eq!(score(" t5 T6."), Some(1.0));
+    assert_eq!(score("t5 t9"), Some(0.5));
+    let line = Task::ready("longbench_samsum").expect("ready");
+    assert_eq!(
+        line.matching
+            .score("\n\nx y\nz", &["x y".to_owned()], &[])
+            .map(f64::round),
+        Some(1.0)
+    );
+    let exact = Task::ready("triviaqa").expect("ready");
+    assert_eq!(exact.matching.score("x", &["x".to_owned()], &[]), None);
+    let mean = mean_of("x", vec![0.0, 1.0, 0.5]);
+    assert_eq!(
+        (mean.value, mean.stderr),
+        (0.5, Some((0.25f64 / 3.0).sqrt()))
+    );
+}
+
 #[test]
 fn a_context_and_its_ending_are_split_where_the_harness_splits_them() {
     let folder = tempfile::tempdir().expect("a folder");

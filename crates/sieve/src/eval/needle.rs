@@ -1,6 +1,5 @@
 //! `sieve eval needle`.
-mod picture;
-
+use super::grid::{Map, MapCell, Picture};
 use super::{output, text};
 use crate::device::{Device, DeviceChoice};
 use crate::out_of_memory::MemoryArgs;
@@ -129,11 +128,18 @@ fn run_on<B: SieveBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType) 
     bar.finish_and_clear();
     print(args, &loaded, &config, &reports);
     if let Some(path) = &args.plot {
-        let picture = picture::Picture {
-            title: format!("{} (step {})", loaded.path.display(), loaded.state.step),
+        let own = attention_label(&loaded.shape);
+        let picture = Picture {
+            title: format!(
+                "Needle in a haystack: {} (step {})",
+                loaded.path.display(),
+                loaded.state.step
+            ),
             trained_len: loaded.recipe.training.seq_len,
-            own: attention_label(&loaded.shape),
-            reports: &reports,
+            maps: reports
+                .iter()
+                .map(|report| map(&config, report, &own))
+                .collect(),
         };
         std::fs::write(path, picture.svg())
             .with_context(|| format!("cannot write {}", path.display()))?;
@@ -142,6 +148,40 @@ fn run_on<B: SieveBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType) 
         }
     }
     Ok(())
+}
+
+/// A report as maps by length and depth.
+fn map(config: &NeedleConfig, report: &NeedleReport, own: &str) -> Map {
+    let num_depths = config.depths.len();
+    let cells = report.cells.iter().enumerate().map(|(n, cell)| MapCell {
+        column: n / num_depths,
+        row: n % num_depths,
+        score: cell.num_found as f64 / cell.num_needles as f64,
+        mean_rank: cell.mean_rank,
+        title: format!(
+            "{} tokens, {:.0} %: {} of {} found, mean rank {:.2}",
+            cell.length, cell.depth, cell.num_found, cell.num_needles, cell.mean_rank
+        ),
+    });
+    Map {
+        name: report
+            .selector
+            .as_deref()
+            .map_or_else(|| own.to_owned(), selector::short),
+        summary: format!(
+            "{:.1} % found, mean rank {:.2}",
+            100.0 * report.found,
+            report.mean_rank
+        ),
+        lengths: config.lengths.clone(),
+        rows: config
+            .depths
+            .iter()
+            .map(|depth| format!("{depth:.0} %"))
+            .collect(),
+        about_rows: "depth of the needle",
+        cells: cells.collect(),
+    }
 }
 
 /// The grid: what was listed, or even steps.

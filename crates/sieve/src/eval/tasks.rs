@@ -28,7 +28,7 @@ pub(crate) struct TasksArgs {
     checkpoint: Option<PathBuf>,
     /// A task and its rows, a JSONL or Parquet file with the data set's own columns; several may follow. The task is a name of
     /// --list, or the path of a TOML file
-    #[arg(long, num_args = 1.., value_name = "TASK=FILE", required_unless_present_any = ["list", "show"])]
+    #[arg(long, num_args = 1.., value_name = "TASK=FILE")]
     data: Vec<String>,
     /// Solved examples before each question: the first rows; the task's own number when absent, mostly 0
     #[arg(long, value_name = "K")]
@@ -65,6 +65,17 @@ pub(crate) struct TasksArgs {
     memory: MemoryArgs,
 }
 
+impl TasksArgs {
+    /// The same with the data of a benchmark, whose prompts are cut where they are too long.
+    pub(super) fn with_data(self, data: Vec<String>) -> Self {
+        Self {
+            data,
+            truncate: true,
+            ..self
+        }
+    }
+}
+
 /// A task with its rows.
 struct Asked {
     task: Task,
@@ -88,6 +99,9 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     let Some(checkpoint) = args.checkpoint.clone() else {
         bail!("--checkpoint is missing");
     };
+    if args.data.is_empty() {
+        bail!("--data is missing\n  hint: write for example --data piqa=validation.jsonl");
+    }
     output::check(args.samples.as_deref())?;
     let asked = asked(&args)?;
     let device = loaded::device(args.device, &checkpoint)?;

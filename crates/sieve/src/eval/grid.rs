@@ -1,22 +1,49 @@
-//! Needles by length and depth as heat maps: two scores side by side, one row for each method.
+//! Answers by length and another axis as heat maps: two scores side by side, one row of maps for each method or task.
 use crate::eval::output::escape;
-use crate::selector;
-use sieve_eval::{NUM_DISTRACTORS, NeedleCell, NeedleReport};
+use sieve_eval::NUM_DISTRACTORS;
 use std::fmt::Write;
 
 /// What is drawn.
-pub(super) struct Picture<'a> {
+pub(super) struct Picture {
     /// Over everything.
     pub(super) title: String,
     /// Tokens of a training row; marked where it lies inside the lengths.
     pub(super) trained_len: usize,
-    /// Name of the model's own attention.
-    pub(super) own: String,
-    /// One for each method, all over the same grid.
-    pub(super) reports: &'a [NeedleReport],
+    /// One for each method or task.
+    pub(super) maps: Vec<Map>,
 }
 
-const LEFT: f64 = 64.0;
+/// Two maps side by side.
+pub(super) struct Map {
+    /// Its name.
+    pub(super) name: String,
+    /// At the right end of the name's line.
+    pub(super) summary: String,
+    /// From left to right.
+    pub(super) lengths: Vec<usize>,
+    /// From top to bottom.
+    pub(super) rows: Vec<String>,
+    /// What the rows are.
+    pub(super) about_rows: &'static str,
+    /// Any number of them; what is missing stays white.
+    pub(super) cells: Vec<MapCell>,
+}
+
+/// A place of a map.
+pub(super) struct MapCell {
+    /// Number of the length.
+    pub(super) column: usize,
+    /// Number of the row.
+    pub(super) row: usize,
+    /// From 0 to 1.
+    pub(super) score: f64,
+    /// From 1 to the number of answers.
+    pub(super) mean_rank: f64,
+    /// In full, for who points at it.
+    pub(super) title: String,
+}
+
+const LEFT: f64 = 130.0;
 const TOP: f64 = 34.0;
 const PANEL_WIDTH: f64 = 350.0;
 const PANEL_HEIGHT: f64 = 210.0;
@@ -49,15 +76,15 @@ enum Score {
 impl Score {
     fn name(self) -> String {
         match self {
-            Self::Found => "number in the greedy continuation".to_owned(),
+            Self::Found => "share of the answer in the generated text".to_owned(),
             Self::Rank => format!("rank of its likelihood among {}", NUM_DISTRACTORS + 1),
         }
     }
 
     /// From -1 (worst) over 0 (a guess) to 1 (best).
-    fn value(self, cell: &NeedleCell) -> f64 {
+    fn value(self, cell: &MapCell) -> f64 {
         match self {
-            Self::Found => cell.num_found as f64 / cell.num_needles as f64,
+            Self::Found => cell.score,
             Self::Rank => {
                 let middle = NUM_DISTRACTORS as f64 / 2.0;
                 (middle + 1.0 - cell.mean_rank) / middle
@@ -65,7 +92,7 @@ impl Score {
         }
     }
 
-    fn text(self, cell: &NeedleCell) -> String {
+    fn text(self, cell: &MapCell) -> String {
         match self {
             Self::Found => format!("{:.0}", 100.0 * self.value(cell)),
             Self::Rank => format!("{:.1}", cell.mean_rank),
@@ -85,40 +112,35 @@ impl Score {
     }
 }
 
-impl Picture<'_> {
+impl Picture {
     /// The picture.
     pub(super) fn svg(&self) -> String {
         let row_height = HEAD + PANEL_HEIGHT + FOOT;
         let width = LEFT + 2.0 * (PANEL_WIDTH + GAP);
-        let height = TOP + row_height * self.reports.len() as f64 + LEGEND_HEIGHT;
+        let height = TOP + row_height * self.maps.len() as f64 + LEGEND_HEIGHT;
         let mut svg = format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" \
              font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
-             <text x=\"{LEFT}\" y=\"24\" font-size=\"15\">Needle in a haystack: {}</text>\n",
+             <text x=\"{LEFT}\" y=\"24\" font-size=\"15\">{}</text>\n",
             escape(&self.title)
         );
-        for (n, report) in self.reports.iter().enumerate() {
+        for (n, map) in self.maps.iter().enumerate() {
             let top = TOP + row_height * n as f64;
-            let name = match &report.selector {
-                Some(selector) => selector::short(selector),
-                None => self.own.clone(),
-            };
             let _ = writeln!(
                 svg,
                 "<text x=\"{LEFT}\" y=\"{:.1}\" font-weight=\"bold\">{}</text>\
-                 <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\" fill=\"#444\">{:.1} % found, mean rank {:.2}</text>",
+                 <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\" fill=\"#444\">{}</text>",
                 top + 28.0,
-                escape(&shortened(&name)),
+                escape(&shortened(&map.name)),
                 width - GAP,
                 top + 28.0,
-                100.0 * report.found,
-                report.mean_rank
+                escape(&map.summary),
             );
             for (score, left) in [
                 (Score::Found, LEFT),
                 (Score::Rank, LEFT + PANEL_WIDTH + GAP),
             ] {
-                self.panel(&mut svg, report, score, left, top + HEAD);
+                self.panel(&mut svg, map, score, left, top + HEAD);
             }
         }
         let at = height - LEGEND_HEIGHT + 14.0;
@@ -127,12 +149,10 @@ impl Picture<'_> {
         svg + "</svg>\n"
     }
 
-    fn panel(&self, svg: &mut String, report: &NeedleReport, score: Score, left: f64, top: f64) {
-        let mut lengths: Vec<usize> = report.cells.iter().map(|cell| cell.length).collect();
-        lengths.dedup();
-        let num_depths = report.cells.len() / lengths.len().max(1);
+    fn panel(&self, svg: &mut String, map: &Map, score: Score, left: f64, top: f64) {
+        let (lengths, num_rows) = (&map.lengths, map.rows.len());
         let cell_width = PANEL_WIDTH / lengths.len() as f64;
-        let cell_height = PANEL_HEIGHT / num_depths as f64;
+        let cell_height = PANEL_HEIGHT / num_rows as f64;
         let _ = writeln!(
             svg,
             "<text x=\"{left:.1}\" y=\"{:.1}\" fill=\"#444\">{}</text>",
@@ -140,23 +160,18 @@ impl Picture<'_> {
             score.name()
         );
         svg.push_str("<g text-anchor=\"middle\" font-size=\"10\">\n");
-        for (n, cell) in report.cells.iter().enumerate() {
-            let x = left + (n / num_depths) as f64 * cell_width;
-            let y = top + (n % num_depths) as f64 * cell_height;
+        for cell in &map.cells {
+            let x = left + cell.column as f64 * cell_width;
+            let y = top + cell.row as f64 * cell_height;
             let value = score.value(cell);
             let _ = writeln!(
                 svg,
-                "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{:.1}\" fill=\"{}\"><title>{} tokens, {:.0} %: {} of {} found, \
-                 mean rank {:.2}</title></rect>",
+                "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{:.1}\" fill=\"{}\"><title>{}</title></rect>",
                 // Neighbours overlap by a hair, so that no line shows between them.
                 cell_width + 0.2,
                 cell_height + 0.2,
                 colour(value),
-                cell.length,
-                cell.depth,
-                cell.num_found,
-                cell.num_needles,
-                cell.mean_rank
+                escape(&cell.title)
             );
             if cell_width >= MIN_TEXT_WIDTH && cell_height >= MIN_TEXT_HEIGHT {
                 let _ = writeln!(
@@ -179,29 +194,25 @@ impl Picture<'_> {
                 top + PANEL_HEIGHT + 16.0
             );
         }
-        let every = num_depths.div_ceil(MAX_LABELS);
         if matches!(score, Score::Found) {
-            for (n, cell) in report.cells[..num_depths]
-                .iter()
-                .enumerate()
-                .step_by(every.max(1))
-            {
+            let every = num_rows.div_ceil(MAX_LABELS).max(1);
+            for (n, row) in map.rows.iter().enumerate().step_by(every) {
                 let _ = writeln!(
                     svg,
-                    "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{:.0} %</text>",
+                    "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
                     left - 6.0,
                     top + (n as f64 + 0.5) * cell_height + 4.0,
-                    cell.depth
+                    escape(row)
                 );
             }
-            let (x, y) = (left - 50.0, top + PANEL_HEIGHT / 2.0);
+            let (x, y) = (left - LEFT + 14.0, top + PANEL_HEIGHT / 2.0);
             let _ = writeln!(
                 svg,
-                "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"middle\" fill=\"#444\" transform=\"rotate(-90 {x:.1} {y:.1})\">depth of \
-                 the needle</text>"
+                "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"middle\" fill=\"#444\" transform=\"rotate(-90 {x:.1} {y:.1})\">{}</text>",
+                map.about_rows
             );
         }
-        self.trained_mark(svg, &lengths, [left, top, cell_width]);
+        self.trained_mark(svg, lengths, [left, top, cell_width]);
     }
 
     /// A line between the lengths that the model was trained on and those beyond.
@@ -285,42 +296,32 @@ fn shortened(name: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sieve_eval::NeedleExample;
-
-    fn report(selector: Option<&str>, lengths: &[usize], depths: &[f64]) -> NeedleReport {
-        let cells = lengths.iter().flat_map(|&length| {
-            depths.iter().map(move |&depth| NeedleCell {
-                length,
-                depth,
-                num_needles: 2,
-                num_found: 1,
+    fn map(name: &str, lengths: &[usize], depths: &[f64]) -> Map {
+        let columns = 0..lengths.len();
+        let cells = columns.flat_map(|column| {
+            depths.iter().enumerate().map(move |(row, &depth)| MapCell {
+                column,
+                row,
+                score: 0.5,
                 mean_rank: 1.0 + depth / 10.0,
+                title: "a cell".to_owned(),
             })
         });
-        NeedleReport {
-            selector: selector.map(String::from),
-            num_needles: 2 * lengths.len() * depths.len(),
-            found: 0.5,
-            mean_rank: 6.0,
-            first: 0.0,
-            chance_rank: 6.0,
-            sigmas: 0.0,
-            density: None,
+        Map {
+            name: name.to_owned(),
+            summary: String::new(),
+            lengths: lengths.to_vec(),
+            rows: depths.iter().map(|depth| format!("{depth:.0} %")).collect(),
+            about_rows: "depth",
             cells: cells.collect(),
-            example: NeedleExample {
-                statement: String::new(),
-                question: String::new(),
-                answer: String::new(),
-            },
         }
     }
 
-    fn svg(reports: &[NeedleReport], trained_len: usize) -> String {
+    fn svg(maps: Vec<Map>, trained_len: usize) -> String {
         Picture {
             title: "a & b".to_owned(),
             trained_len,
-            own: "mha".to_owned(),
-            reports,
+            maps,
         }
         .svg()
     }
@@ -328,11 +329,8 @@ mod tests {
     #[test]
     fn every_cell_of_every_method_is_drawn_in_both_maps() {
         let (lengths, depths) = ([256, 512, 1024], [0.0, 50.0, 100.0, 30.0]);
-        let reports = [
-            report(None, &lengths, &depths),
-            report(Some("x<y"), &lengths, &depths),
-        ];
-        let svg = svg(&reports, 512);
+        let maps = vec![map("mha", &lengths, &depths), map("x<y", &lengths, &depths)];
+        let svg = svg(maps, 512);
         assert_eq!(svg.matches("<title>").count(), 2 * 2 * 12);
         assert!(svg.contains("a &amp; b") && svg.contains("x&lt;y") && svg.contains(">mha<"));
         // Between 512 and 1024, in each panel.
@@ -342,13 +340,13 @@ mod tests {
 
     #[test]
     fn a_line_shows_only_where_training_ended_between_two_lengths() {
-        let reports = [report(None, &[256, 512], &[0.0])];
-        assert!(svg(&reports, 100).contains("all longer than the 100 tokens"));
-        assert!(svg(&reports, 512).contains("none longer than the 512 tokens"));
-        assert!(!svg(&reports, 512).contains("dasharray"));
+        let drawn = |trained| svg(vec![map("mha", &[256, 512], &[0.0])], trained);
+        assert!(drawn(100).contains("all longer than the 100 tokens"));
+        assert!(drawn(512).contains("none longer than the 512 tokens"));
+        assert!(!drawn(512).contains("dasharray"));
         let many: Vec<usize> = (1..=35).map(|n| 100 * n).collect();
         let depths: Vec<f64> = (0..35).map(|n| f64::from(n) * 100.0 / 34.0).collect();
-        let large = svg(&[report(None, &many, &depths)], 1000);
+        let large = svg(vec![map("mha", &many, &depths)], 1000);
         // No room for numbers inside, few labels outside.
         assert!(!large.contains("fill=\"#222\"") && !large.contains("fill=\"white\">"));
         assert!(large.matches("<text").count() < 60);
@@ -360,12 +358,12 @@ mod tests {
         assert_eq!(colour(1.0), "#08519c");
         assert_eq!(colour(-1.0), "#b35806");
         assert_eq!(colour(2.0), colour(1.0));
-        let cell = |mean_rank| NeedleCell {
-            length: 1,
-            depth: 0.0,
-            num_needles: 1,
-            num_found: 0,
+        let cell = |mean_rank| MapCell {
+            column: 0,
+            row: 0,
+            score: 0.0,
             mean_rank,
+            title: String::new(),
         };
         let values = [1.0, 6.0, 11.0].map(|rank| Score::Rank.value(&cell(rank)));
         assert_eq!(values, [1.0, 0.0, -1.0]);

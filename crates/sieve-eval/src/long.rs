@@ -1,0 +1,304 @@
+//! Questions about long texts that are made up on the spot: RULER's thirteen tasks (arXiv:2404.06654), and passkey, key-value
+//! retrieval, copying, selective copying and induction by the same machinery.
+//!
+//! Beside the score of the generated text there is the rank of the answer's likelihood among ten others that the text does
+//! not hold, which tells small models apart that say nothing right.
+mod ask;
+mod fit;
+mod lists;
+mod needles;
+mod qa;
+mod random;
+mod recall;
+
+pub use ask::{LongCell, LongReport, LongTaskReport, SampleScore, ask_long};
+pub use fit::{LongTexts, long_texts};
+pub use qa::QaData;
+pub use random::Split;
+
+use crate::EvalError;
+use crate::needle::made_up_sentences;
+use needles::Needles;
+use random::Random;
+use serde::Serialize;
+
+/// Answers that a right one is ranked among, itself not counted.
+pub const NUM_WRONG: usize = 10;
+
+/// Names of all tasks: RULER's thirteen, then the others.
+pub const LONG_TASKS: [&str; 18] = [
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "cwe",
+    "fwe",
+    "qa_1",
+    "qa_2",
+    "passkey",
+    "kv_retrieval",
+    "copy",
+    "select",
+    "induce",
+];
+
+/// How a generated text is scored: the share of the references that it holds, or whether it holds one of them; upper and
+/// lower case are the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Match {
+    /// RULER's `string_match_all`.
+    All,
+    /// RULER's `string_match_part`.
+    Any,
+}
+
+impl Match {
+    /// From 0 to 1.
+    pub fn score(self, text: &str, references: &[String]) -> f64 {
+        let text = text.to_lowercase();
+        let holds = |reference: &&String| text.contains(&reference.to_lowercase());
+        let found = references.iter().filter(holds).count();
+        match self {
+            Self::All => found as f64 / references.len().max(1) as f64,
+            Self::Any => f64::from(u8::from(found > 0)),
+        }
+    }
+}
+
+/// A question with its long text.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LongSample {
+    /// Text, question, and the beginning of the answer; the rest of the answer follows behind a space.
+    pub prompt: String,
+    /// What the answer should hold.
+    pub references: Vec<String>,
+    /// How it is scored.
+    pub matching: Match,
+    /// Percent of the text before what is asked for; absent where that is everywhere.
+    pub depth: Option<f64>,
+    /// Ten answers in place of the first reference that are wrong.
+    pub wrong: Vec<String>,
+}
+
+/// Sentences that needles are hidden in where a task asks for essays.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LongText {
+    /// What it is, for reports.
+    pub name: String,
+    /// Sentences, or lines of code.
+    pub parts: Vec<String>,
+    /// Between two of them.
+    pub joint: &'static str,
+}
+
+impl LongText {
+    /// English sentences without sense.
+    pub fn made_up(split: Split) -> Self {
+        Self {
+            name: "made-up sentences".to_owned(),
+            parts: made_up_sentences(8192, split as u64),
+            joint: " ",
+        }
+    }
+
+    /// Prose, cut behind full stops, question and exclamation marks before white space; all white space is one space.
+    pub fn prose(name: String, text: &str) -> Self {
+        let mut parts = vec![String::new()];
+        for word in text.split_whitespace() {
+            let part = parts.last_mut().expect("one is always there");
+            if !part.is_empty() {
+                part.push(' ');
+            }
+            part.push_str(word);
+            if word.ends_with(['.', '?', '!']) {
+                parts.push(String::new());
+            }
+        }
+        parts.retain(|part| !part.is_empty());
+        Self {
+            name,
+            parts,
+            joint: " ",
+        }
+    }
+
+    /// Lines of code; empty ones stay.
+    pub fn code(name: String, text: &str) -> Self {
+        Self {
+            name,
+            parts: text.lines().map(str::to_owned).collect(),
+            joint: "\n",
+        }
+    }
+
+    /// The first `count` parts, from the beginning again where there are fewer.
+    fn first(&self, count: usize) -> Vec<&str> {
+        let parts = self.parts.iter().map(String::as_str);
+        parts.cycle().take(count).collect()
+    }
+}
+
+/// What the tasks are made with.
+#[derive(Clone, Debug)]
+pub struct LongSource {
+    /// In place of RULER's essays.
+    pub text: LongText,
+    /// Questions of `qa_1` (SQuAD) and `qa_2` (HotpotQA), where a file of them is there.
+    pub qa: [Option<QaData>; 2],
+}
+
+/// One of the tasks.
+#[derive(Clone, Copy, Debug)]
+pub struct LongTask {
+    name: &'static str,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Needles(Needles),
+    VariableTracking,
+    CommonWords,
+    FrequentWords,
+    Qa(usize),
+    Passkey,
+    KeyValue,
+    Copy,
+    Select,
+    Induce,
+}
+
+/// How large a text of a task is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Size {
+    /// Sentences, needles, words or documents.
+    parts: usize,
+    /// Tokens that the whole may take, which some tasks' settings depend on.
+    length: usize,
+}
+
+impl LongTask {
+    /// The task of a name.
+    ///
+    /// # Errors
+    /// An unknown name.
+    pub fn new(name: &str) -> Result<Self, EvalError> {
+        let Some(&name) = LONG_TASKS.iter().find(|known| **known == name) else {
+            let likeness = |known: &str| strsim::jaro_winkler(&name.to_lowercase(), known);
+            let nearest = LONG_TASKS
+                .into_iter()
+                .max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+            return Err(EvalError::UnknownLongTask {
+                name: name.to_owned(),
+                nearest: nearest.unwrap_or_default(),
+                known: LONG_TASKS.join(", "),
+            });
+        };
+        let kind = match name {
+            "vt" => Kind::VariableTracking,
+            "cwe" => Kind::CommonWords,
+            "fwe" => Kind::FrequentWords,
+            "qa_1" => Kind::Qa(0),
+            "qa_2" => Kind::Qa(1),
+            "passkey" => Kind::Passkey,
+            "kv_retrieval" => Kind::KeyValue,
+            "copy" => Kind::Copy,
+            "select" => Kind::Select,
+            "induce" => Kind::Induce,
+            niah => Kind::Needles(Needles::of(niah)),
+        };
+        Ok(Self { name, kind })
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// Tokens that are generated, as many as RULER's.
+    pub fn max_new_tokens(&self) -> usize {
+        match self.kind {
+            Kind::Needles(_) => 128,
+            Kind::VariableTracking => 30,
+            Kind::CommonWords => 120,
+            Kind::FrequentWords | Kind::KeyValue | Kind::Copy | Kind::Select => 50,
+            Kind::Qa(_) => 32,
+            Kind::Passkey | Kind::Induce => 16,
+        }
+    }
+
+    /// What its text is made of.
+    pub fn haystack<'a>(&self, source: &'a LongSource) -> &'a str {
+        match self.kind {
+            Kind::Needles(needles) => needles.haystack(source),
+            Kind::VariableTracking | Kind::Passkey | Kind::Copy | Kind::Select => "noise",
+            Kind::CommonWords => "words",
+            Kind::FrequentWords => "coded words",
+            Kind::Qa(_) => "documents",
+            Kind::KeyValue => "pairs of UUIDs",
+            Kind::Induce => "random words",
+        }
+    }
+
+    /// Fewest and most parts of a text.
+    fn bounds(&self, source: &LongSource) -> [usize; 2] {
+        match self.kind {
+            Kind::Needles(needles) => [needles.fewest(), usize::MAX],
+            Kind::VariableTracking => [lists::CHAIN, usize::MAX],
+            Kind::CommonWords => [lists::NUM_COMMON + 1, random::MAX_WORDS],
+            Kind::FrequentWords => [lists::FEWEST_CODED, usize::MAX],
+            Kind::Qa(which) => [
+                1,
+                source.qa[which].as_ref().map_or(1, QaData::num_documents),
+            ],
+            Kind::KeyValue | Kind::Induce => [2, random::MAX_WORDS],
+            Kind::Passkey => [1, usize::MAX],
+            Kind::Copy | Kind::Select => [recall::NUM_COPIED, usize::MAX],
+        }
+    }
+
+    fn sample(&self, source: &LongSource, random: &mut Random, size: Size) -> LongSample {
+        let parts = size.parts;
+        match self.kind {
+            Kind::Needles(needles) => needles.sample(&source.text, random, parts),
+            Kind::VariableTracking => lists::variable_tracking(random, size),
+            Kind::CommonWords => lists::common_words(random, size),
+            Kind::FrequentWords => lists::frequent_words(random, size),
+            Kind::Qa(which) => {
+                let data = source.qa[which].as_ref();
+                data.expect("checked before").sample(random, parts)
+            }
+            Kind::Passkey => recall::passkey(random, parts),
+            Kind::KeyValue => recall::key_value(random, parts),
+            Kind::Copy => recall::copy(random, parts),
+            Kind::Select => recall::select(random, parts),
+            Kind::Induce => recall::induce(random, parts),
+        }
+    }
+}
+
+/// Ten more of what `draw` makes, none of them in the text and all different.
+fn wrong(text: &str, mut draw: impl FnMut() -> String) -> Vec<String> {
+    let mut found: Vec<String> = Vec::with_capacity(NUM_WRONG);
+    while found.len() < NUM_WRONG {
+        let one = draw();
+        if !text.contains(&one) && !found.contains(&one) {
+            found.push(one);
+        }
+    }
+    found
+}
+
+/// Where among `count` parts the one at `place` begins, in percent.
+fn depth(place: usize, count: usize) -> Option<f64> {
+    Some(100.0 * place as f64 / count.max(1) as f64)
+}
+
+#[cfg(test)]
+mod tests;

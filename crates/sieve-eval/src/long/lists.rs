@@ -1,0 +1,161 @@
+//! RULER's tasks over whole texts: variables that pass a value on, and words that are counted.
+use super::needles::NOISE;
+use super::random::Random;
+use super::{LongSample, Match, Size, wrong};
+
+/// Assignments of a chain, one for each of its variables.
+pub(super) const CHAIN: usize = 5;
+/// Words that are asked for.
+pub(super) const NUM_COMMON: usize = 10;
+/// Coded words of which the three most frequent ones still differ in number.
+pub(super) const FEWEST_CODED: usize = 34;
+/// RULER's word lists are shorter, and rarer, below this many tokens.
+const SHORT: usize = 4096;
+/// Below this many tokens there is no room for a solved example.
+const NO_EXAMPLE: usize = 1024;
+
+/// A value passed on from variable to variable; all of them are asked for.
+pub(super) fn variable_tracking(random: &mut Random, size: Size) -> LongSample {
+    let (text, variables) = chain(random, size.parts, 5);
+    let example = match size.length {
+        0..NO_EXAMPLE => String::new(),
+        length => {
+            let noises = if length < SHORT { CHAIN } else { 2 * CHAIN };
+            let (example, variables) = chain(random, noises, 3);
+            format!("{example} {}\n\n\n\n", variables.join(" "))
+        }
+    };
+    let prompt = format!("{example}{text}");
+    let wrong = wrong(&prompt, || random.letters(b'A', 5));
+    LongSample {
+        prompt,
+        references: variables,
+        matching: Match::All,
+        depth: None,
+        wrong,
+    }
+}
+
+/// The question with its text, and its variables.
+fn chain(random: &mut Random, noises: usize, letters: usize) -> (String, Vec<String>) {
+    let mut variables: Vec<String> = Vec::new();
+    while variables.len() < CHAIN {
+        let variable = random.letters(b'A', letters);
+        if !variables.contains(&variable) {
+            variables.push(variable);
+        }
+    }
+    let value = random.number(5);
+    let mut places = random.sample(noises, CHAIN);
+    places.sort_unstable();
+    let noise = format!("{NOISE}\n");
+    let mut sentences = vec![noise.as_str(); noises];
+    let lines: Vec<String> = (0..CHAIN)
+        .map(|n| match n {
+            0 => format!("VAR {} = {value}", variables[0]),
+            _ => format!("VAR {} = VAR {} ", variables[n], variables[n - 1]),
+        })
+        .collect();
+    for (place, line) in places.iter().zip(&lines).rev() {
+        sentences.insert(*place, line);
+    }
+    let context = sentences.join(" ");
+    let text = format!(
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find all \
+         variables that are assigned the value {value} in the text above. Answer: According to the chain(s) of variable \
+         assignment in the text above, {CHAIN} variables are assgined the value {value}, they are:"
+    );
+    (text, variables)
+}
+
+/// A numbered list of words, ten of them more often than the others; these are asked for.
+pub(super) fn common_words(random: &mut Random, size: Size) -> LongSample {
+    let (often, seldom, in_example) = match size.length {
+        0..SHORT => (6, 1, (20, 3, 1)),
+        _ => (30, 3, (40, 10, 3)),
+    };
+    let example = match size.length {
+        0..NO_EXAMPLE => String::new(),
+        _ => {
+            let (words, often, seldom) = in_example;
+            let (text, common) = word_list(random, words, often, seldom);
+            format!("{text} {}\n", numbered(&common))
+        }
+    };
+    let (text, common) = word_list(random, size.parts, often, seldom);
+    let prompt = format!("{example}{text}");
+    let mut others = random.words(20 * NUM_COMMON + NUM_COMMON).into_iter();
+    let wrong = wrong(&prompt, || {
+        others.next().unwrap_or_else(|| random.letters(b'a', 6))
+    });
+    LongSample {
+        prompt,
+        references: common,
+        matching: Match::All,
+        depth: None,
+        wrong,
+    }
+}
+
+fn word_list(
+    random: &mut Random,
+    words: usize,
+    often: usize,
+    seldom: usize,
+) -> (String, Vec<String>) {
+    let words = random.words(words);
+    let (common, others) = words.split_at(NUM_COMMON);
+    let common_words = common
+        .iter()
+        .flat_map(|word| std::iter::repeat_n(word, often));
+    let other_words = others
+        .iter()
+        .flat_map(|word| std::iter::repeat_n(word, seldom));
+    let mut list: Vec<&String> = common_words.chain(other_words).collect();
+    random.shuffle(&mut list);
+    let context = numbered(&list);
+    let text = format!(
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear \
+         most often.\n{context}\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 words that \
+         appear most often in the list are:"
+    );
+    (text, common.to_vec())
+}
+
+fn numbered<T: AsRef<str>>(words: &[T]) -> String {
+    let words = words.iter().enumerate();
+    let words = words.map(|(n, word)| format!("{}. {}", n + 1, word.as_ref()));
+    words.collect::<Vec<_>>().join(" ")
+}
+
+/// Coded words, of which the one of rank k stands `N k^-2 / zeta(2)` times; ranks 2, 3 and 4 are asked for, and rank 1 is
+/// dots.
+pub(super) fn frequent_words(random: &mut Random, size: Size) -> LongSample {
+    let num_words = (size.length / 50).max(4);
+    let mut words: Vec<String> = vec!["...".to_owned()];
+    while words.len() < num_words {
+        words.push(random.letters(b'a', 6));
+    }
+    let zeta_2 = std::f64::consts::PI.powi(2) / 6.0;
+    let count = |rank: usize| (size.parts as f64 / (rank * rank) as f64 / zeta_2) as usize;
+    let ranked = words.iter().enumerate();
+    let mut coded: Vec<&str> = ranked
+        .flat_map(|(n, word)| std::iter::repeat_n(word.as_str(), count(n + 1)))
+        .collect();
+    random.shuffle(&mut coded);
+    let prompt = format!(
+        "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared \
+         coded words. {}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most \
+         frequently appeared words in the above coded text? Answer: According to the coded text above, the three most \
+         frequently appeared words are:",
+        coded.join(" ")
+    );
+    let wrong = wrong(&prompt, || random.letters(b'a', 6));
+    LongSample {
+        prompt,
+        references: words[1..4].to_vec(),
+        matching: Match::All,
+        depth: None,
+        wrong,
+    }
+}

@@ -1,0 +1,240 @@
+//! RULER's eight needle tasks: sentences with a magic number or UUID among others.
+use super::random::Random;
+use super::{LongSample, LongSource, LongText, Match, depth, wrong};
+
+/// RULER's noise.
+pub(super) const NOISE: &str =
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.";
+/// Depths that essays' needles are drawn from, in even steps of percent.
+const NUM_DEPTHS: usize = 40;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Hay {
+    Noise,
+    Essay,
+    Needles,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Thing {
+    Words,
+    Numbers,
+    Uuids,
+}
+
+impl Thing {
+    fn draw(self, random: &mut Random) -> String {
+        match self {
+            Self::Words => random.pair_of_words(),
+            Self::Numbers => random.number(7),
+            Self::Uuids => random.uuid(),
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Words => "words",
+            Self::Numbers => "numbers",
+            Self::Uuids => "uuids",
+        }
+    }
+}
+
+/// One of the eight.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Needles {
+    hay: Hay,
+    keys: Thing,
+    values: Thing,
+    num_keys: usize,
+    num_values: usize,
+    num_queries: usize,
+}
+
+impl Needles {
+    /// Of RULER's name; the caller knows that it is one.
+    pub(super) fn of(name: &str) -> Self {
+        let plain = Self {
+            hay: Hay::Essay,
+            keys: Thing::Words,
+            values: Thing::Numbers,
+            num_keys: 1,
+            num_values: 1,
+            num_queries: 1,
+        };
+        match name {
+            "niah_single_1" => Self {
+                hay: Hay::Noise,
+                ..plain
+            },
+            "niah_single_2" => plain,
+            "niah_single_3" => Self {
+                values: Thing::Uuids,
+                ..plain
+            },
+            "niah_multikey_1" => Self {
+                num_keys: 4,
+                ..plain
+            },
+            "niah_multikey_2" => Self {
+                hay: Hay::Needles,
+                ..plain
+            },
+            "niah_multikey_3" => Self {
+                hay: Hay::Needles,
+                keys: Thing::Uuids,
+                values: Thing::Uuids,
+                ..plain
+            },
+            "niah_multivalue" => Self {
+                num_values: 4,
+                ..plain
+            },
+            "niah_multiquery" => Self {
+                num_keys: 4,
+                num_queries: 4,
+                ..plain
+            },
+            other => panic!("{other} is no needle task"),
+        }
+    }
+
+    pub(super) fn haystack(self, source: &LongSource) -> &str {
+        match self.hay {
+            Hay::Noise => "noise",
+            Hay::Essay => &source.text.name,
+            Hay::Needles => "needles",
+        }
+    }
+
+    pub(super) fn fewest(self) -> usize {
+        self.num_keys * self.num_values
+    }
+
+    pub(super) fn sample(self, text: &LongText, random: &mut Random, parts: usize) -> LongSample {
+        let mut keys: Vec<String> = Vec::new();
+        while keys.len() < self.num_keys {
+            let key = self.keys.draw(random);
+            if !keys.contains(&key) {
+                keys.push(key);
+            }
+        }
+        let mut values: Vec<Vec<String>> = Vec::new();
+        let mut needles = Vec::new();
+        for key in &keys {
+            let of_key: Vec<String> = (0..self.num_values)
+                .map(|_| self.values.draw(random))
+                .collect();
+            needles.extend(
+                of_key
+                    .iter()
+                    .map(|value| (self.needle(key, value), key.clone())),
+            );
+            values.push(of_key);
+        }
+        random.shuffle(&mut needles);
+        let asked = random.sample(self.num_keys, self.num_queries);
+        let (sentences, joint) = self.sentences(text, random, parts, &keys);
+        let places = match self.hay {
+            Hay::Essay => {
+                let depths = random.sample(NUM_DEPTHS, needles.len()).into_iter();
+                let place = |depth| parts * rounded_percent(depth) / 100;
+                sorted(depths.map(place).collect())
+            }
+            Hay::Noise | Hay::Needles => sorted(random.sample(parts, needles.len())),
+        };
+        let first_asked = &keys[asked[0]];
+        let at = needles.iter().position(|(_, key)| key == first_asked);
+        let depth = match self.num_queries * self.num_values {
+            1 => depth(places[at.expect("the asked key has a needle")], parts),
+            _ => None,
+        };
+        let mut context = Vec::with_capacity(parts + needles.len());
+        let mut next = 0;
+        for (place, (needle, _)) in places.iter().zip(&needles) {
+            context.extend(sentences[next..*place].iter().map(String::as_str));
+            context.push(needle);
+            next = *place;
+        }
+        context.extend(sentences[next..].iter().map(String::as_str));
+        let context = context.join(joint);
+        let references: Vec<String> = asked.iter().flat_map(|&n| values[n].clone()).collect();
+        let queries: Vec<&str> = asked.iter().map(|&n| keys[n].as_str()).collect();
+        let wrong = wrong(&context, || self.values.draw(random));
+        LongSample {
+            prompt: self.prompt(&context, &queries),
+            references,
+            matching: Match::All,
+            depth,
+            wrong,
+        }
+    }
+
+    fn needle(self, key: &str, value: &str) -> String {
+        format!(
+            "One of the special magic {} for {key} is: {value}.",
+            self.values.name()
+        )
+    }
+
+    /// What the needles lie among.
+    fn sentences(
+        self,
+        text: &LongText,
+        random: &mut Random,
+        parts: usize,
+        keys: &[String],
+    ) -> (Vec<String>, &'static str) {
+        match self.hay {
+            Hay::Noise => (vec![NOISE.to_owned(); parts], "\n"),
+            Hay::Essay => (
+                text.first(parts).into_iter().map(str::to_owned).collect(),
+                text.joint,
+            ),
+            Hay::Needles => {
+                let mut other = || loop {
+                    let key = self.keys.draw(random);
+                    // With the asked key there would be two answers.
+                    if !keys.contains(&key) {
+                        return self.needle(&key, &self.values.draw(random));
+                    }
+                };
+                ((0..parts).map(|_| other()).collect(), "\n")
+            }
+        }
+    }
+
+    fn prompt(self, context: &str, queries: &[&str]) -> String {
+        let query = match queries {
+            [one] => (*one).to_owned(),
+            [first @ .., last] => format!("{}, and {last}", first.join(", ")),
+            [] => String::new(),
+        };
+        let things = self.values.name();
+        match self.num_queries * self.num_values {
+            1 => {
+                let thing = things.trim_end_matches('s');
+                format!(
+                    "A special magic {thing} is hidden within the following text. Make sure to memorize it. I will quiz you \
+                     about the {thing} afterwards.\n{context}\nWhat is the special magic {thing} for {query} mentioned in the \
+                     provided text? The special magic {thing} for {query} mentioned in the provided text is"
+                )
+            }
+            _ => format!(
+                "Some special magic {things} are hidden within the following text. Make sure to memorize it. I will quiz you \
+                 about the {things} afterwards.\n{context}\nWhat are all the special magic {things} for {query} mentioned in \
+                 the provided text? The special magic {things} for {query} mentioned in the provided text are"
+            ),
+        }
+    }
+}
+
+/// The n-th of 40 even steps from 0 to 100, rounded.
+fn rounded_percent(n: usize) -> usize {
+    (n as f64 * 100.0 / (NUM_DEPTHS - 1) as f64).round_ties_even() as usize
+}
+
+fn sorted(mut places: Vec<usize>) -> Vec<usize> {
+    places.sort_unstable();
+    places
+}

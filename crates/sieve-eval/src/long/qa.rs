@@ -1,0 +1,202 @@
+//! RULER's two question tasks: documents of SQuAD or HotpotQA, those that answer among others.
+use super::random::Random;
+use super::{LongSample, Match, NUM_WRONG};
+use crate::EvalError;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+
+/// Questions with their documents, of a published file.
+#[derive(Clone, Debug)]
+pub struct QaData {
+    documents: Vec<String>,
+    questions: Vec<Question>,
+}
+
+#[derive(Clone, Debug)]
+struct Question {
+    query: String,
+    answers: Vec<String>,
+    /// Documents that answer, by number.
+    gold: Vec<usize>,
+    /// Documents of the same article, taken before others.
+    near: Vec<usize>,
+}
+
+#[derive(Deserialize)]
+struct Squad {
+    data: Vec<Article>,
+}
+
+#[derive(Deserialize)]
+struct Article {
+    paragraphs: Vec<Paragraph>,
+}
+
+#[derive(Deserialize)]
+struct Paragraph {
+    context: String,
+    qas: Vec<SquadQuestion>,
+}
+
+#[derive(Deserialize)]
+struct SquadQuestion {
+    question: String,
+    #[serde(default)]
+    is_impossible: bool,
+    answers: Vec<SquadAnswer>,
+}
+
+#[derive(Deserialize)]
+struct SquadAnswer {
+    text: String,
+}
+
+#[derive(Deserialize)]
+struct HotpotQuestion {
+    question: String,
+    answer: String,
+    context: Vec<(String, Vec<String>)>,
+}
+
+impl QaData {
+    /// SQuAD's JSON (an object with `data`), or HotpotQA's (a list of questions with `context`), as they are published.
+    ///
+    /// # Errors
+    /// Text that is neither, or that holds no question.
+    pub fn parse(name: &str, text: &str) -> Result<Self, EvalError> {
+        let refused = |reason: String| EvalError::QaFile {
+            name: name.to_owned(),
+            reason,
+        };
+        let is_list = text.trim_start().starts_with('[');
+        let data = match is_list {
+            true => serde_json::from_str(text).map(Self::of_hotpot),
+            false => serde_json::from_str(text).map(Self::of_squad),
+        };
+        let data = data.map_err(|error| refused(error.to_string()))?;
+        match data.questions.is_empty() {
+            true => Err(refused("it holds no question with an answer".to_owned())),
+            false => Ok(data),
+        }
+    }
+
+    /// Documents of all questions.
+    pub(super) fn num_documents(&self) -> usize {
+        self.documents.len()
+    }
+
+    fn of_squad(squad: Squad) -> Self {
+        let contexts = squad.data.iter().flat_map(|article| &article.paragraphs);
+        let (documents, numbers) = numbered(contexts.map(|paragraph| paragraph.context.clone()));
+        let mut questions = Vec::new();
+        for article in &squad.data {
+            let of_article = article.paragraphs.iter().map(|one| numbers[&one.context]);
+            let of_article: Vec<usize> = of_article.collect();
+            for paragraph in &article.paragraphs {
+                let gold = numbers[&paragraph.context];
+                for question in &paragraph.qas {
+                    if question.is_impossible || question.answers.is_empty() {
+                        continue;
+                    }
+                    let near = of_article.iter().copied().filter(|&n| n != gold);
+                    questions.push(Question {
+                        query: question.question.clone(),
+                        answers: question
+                            .answers
+                            .iter()
+                            .map(|one| one.text.clone())
+                            .collect(),
+                        gold: vec![gold],
+                        near: near.collect(),
+                    });
+                }
+            }
+        }
+        Self {
+            documents,
+            questions,
+        }
+    }
+
+    fn of_hotpot(hotpot: Vec<HotpotQuestion>) -> Self {
+        let text =
+            |(title, sentences): &(String, Vec<String>)| format!("{title}\n{}", sentences.concat());
+        let contexts = hotpot.iter().flat_map(|question| &question.context);
+        let (documents, numbers) = numbered(contexts.map(text));
+        let question = |one: &HotpotQuestion| Question {
+            query: one.question.clone(),
+            answers: vec![one.answer.clone()],
+            gold: one
+                .context
+                .iter()
+                .map(|part| numbers[&text(part)])
+                .collect(),
+            near: Vec::new(),
+        };
+        Self {
+            questions: hotpot.iter().map(question).collect(),
+            documents,
+        }
+    }
+
+    /// A question with its documents and others up to `parts`; the documents that answer are there even where they are more.
+    pub(super) fn sample(&self, random: &mut Random, parts: usize) -> LongSample {
+        let asked = random.below(self.questions.len());
+        let question = &self.questions[asked];
+        let mut chosen = question.gold.clone();
+        let mut near = question.near.clone();
+        random.shuffle(&mut near);
+        for other in near
+            .into_iter()
+            .chain(random.sample(self.documents.len(), self.documents.len()))
+        {
+            if chosen.len() >= parts {
+                break;
+            }
+            if !chosen.contains(&other) {
+                chosen.push(other);
+            }
+        }
+        random.shuffle(&mut chosen);
+        let documents = chosen.iter().enumerate();
+        let documents =
+            documents.map(|(n, &one)| format!("Document {}:\n{}", n + 1, self.documents[one]));
+        let context = documents.collect::<Vec<_>>().join("\n\n");
+        let order = "Answer the question based on the given documents. Only give me the answer and do not output any other words.";
+        let place = chosen.iter().position(|one| *one == question.gold[0]);
+        LongSample {
+            prompt: format!(
+                "{order}\n\nThe following are given documents.\n\n{context}\n\n{order}\n\nQuestion: {} Answer:",
+                question.query
+            ),
+            references: question.answers.clone(),
+            matching: Match::Any,
+            depth: super::depth(place.unwrap_or(0), chosen.len()),
+            wrong: self.wrong(random, question),
+        }
+    }
+
+    /// Answers of other questions; fewer where the file has fewer.
+    fn wrong(&self, random: &mut Random, question: &Question) -> Vec<String> {
+        let mut found: Vec<String> = Vec::new();
+        for other in random.sample(self.questions.len(), self.questions.len()) {
+            let answer = &self.questions[other].answers[0];
+            if found.len() == NUM_WRONG {
+                break;
+            }
+            if !question.answers.contains(answer) && !found.contains(answer) {
+                found.push(answer.clone());
+            }
+        }
+        found
+    }
+}
+
+/// Different texts in order, and the number of each.
+fn numbered(texts: impl Iterator<Item = String>) -> (Vec<String>, BTreeMap<String, usize>) {
+    let mut numbers: BTreeMap<String, usize> = texts.map(|text| (text, 0)).collect();
+    for (number, place) in numbers.values_mut().enumerate() {
+        *place = number;
+    }
+    (numbers.keys().cloned().collect(), numbers)
+}

@@ -1,0 +1,128 @@
+//! Retrieval in its plainest forms: a pass key, one pair of many, words to copy, and what followed a word.
+use super::needles::NOISE;
+use super::random::Random;
+use super::{LongSample, Match, depth, wrong};
+
+/// Words that are copied.
+pub(super) const NUM_COPIED: usize = 8;
+
+/// Five digits in the noise.
+pub(super) fn passkey(random: &mut Random, parts: usize) -> LongSample {
+    let key = random.number(5);
+    let place = random.below(parts + 1);
+    let mut sentences = vec![NOISE.to_owned(); parts];
+    let hidden = format!("The pass key is {key}. Remember it. {key} is the pass key.");
+    sentences.insert(place, hidden);
+    let context = sentences.join("\n");
+    let wrong = wrong(&context, || random.number(5));
+    LongSample {
+        prompt: format!(
+            "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you about \
+             the important information there.\n{context}\nWhat is the pass key? The pass key is"
+        ),
+        references: vec![key],
+        matching: Match::All,
+        depth: depth(place, parts),
+        wrong,
+    }
+}
+
+/// Pairs of UUIDs as JSON, one key asked for (arXiv:2307.03172).
+pub(super) fn key_value(random: &mut Random, parts: usize) -> LongSample {
+    let pairs: Vec<[String; 2]> = (0..parts).map(|_| [random.uuid(), random.uuid()]).collect();
+    let place = random.below(parts);
+    let [key, value] = &pairs[place];
+    let lines: Vec<String> = pairs
+        .iter()
+        .map(|[k, v]| format!("\"{k}\": \"{v}\""))
+        .collect();
+    let context = lines.join(",\n ");
+    let wrong = wrong(&context, || random.uuid());
+    LongSample {
+        prompt: format!(
+            "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{{{context}}}\n\nKey: \
+             \"{key}\"\nCorresponding value:"
+        ),
+        references: vec![value.clone()],
+        matching: Match::All,
+        depth: depth(place, parts),
+        wrong,
+    }
+}
+
+/// Words at the beginning, then noise; they are asked for in their order.
+pub(super) fn copy(random: &mut Random, parts: usize) -> LongSample {
+    let places = vec![0; NUM_COPIED];
+    copied(
+        random,
+        parts,
+        places,
+        "The text begins with eight words in brackets.",
+    )
+}
+
+/// Words at random places of the noise (selective copying, arXiv:2312.00752); they are asked for in their order.
+pub(super) fn select(random: &mut Random, parts: usize) -> LongSample {
+    let mut places = random.sample(parts + 1, NUM_COPIED);
+    places.sort_unstable();
+    copied(
+        random,
+        parts,
+        places,
+        "Eight words in brackets are hidden in the text.",
+    )
+}
+
+fn copied(random: &mut Random, parts: usize, places: Vec<usize>, about: &str) -> LongSample {
+    let words = random.words(2 * NUM_COPIED + 20 * super::NUM_WRONG);
+    let (copied, others) = words.split_at(NUM_COPIED);
+    let mut sentences = vec![NOISE.to_owned(); parts];
+    for (place, word) in places.iter().zip(copied).rev() {
+        sentences.insert(*place, format!("[{word}]"));
+    }
+    let context = sentences.join("\n");
+    let prompt =
+        format!("{about} Say them again in their order.\n{context}\nThe words in their order:");
+    // The same words in another order would be as likely to a model that knows no order.
+    let mut number = 0;
+    let mut other = || {
+        number += 1;
+        let words = others.iter().cycle().skip(number * NUM_COPIED);
+        words
+            .take(NUM_COPIED)
+            .cloned()
+            .collect::<Vec<_>>()
+            .join(" ")
+    };
+    LongSample {
+        prompt,
+        references: vec![copied.join(" ")],
+        matching: Match::All,
+        depth: None,
+        wrong: wrong(&context, &mut other),
+    }
+}
+
+/// Random words, one of them a second time at the end; what followed it the first time is asked for.
+pub(super) fn induce(random: &mut Random, parts: usize) -> LongSample {
+    let words = random.words(parts + 1 + 20);
+    let (words, others) = words.split_at(parts + 1);
+    let place = random.below(parts);
+    let context = words.join(" ");
+    let padded = format!(" {context} ");
+    let (mut others, mut more) = (others.iter().cloned(), 0);
+    let wrong = wrong(&context, || {
+        others.next().unwrap_or_else(|| {
+            more += 1;
+            format!("{}{more}", random.letters(b'a', 5))
+        })
+    });
+    debug_assert!(padded.contains(&format!(" {} ", words[place])));
+    LongSample {
+        prompt: format!("{context} {}", words[place]),
+        references: vec![words[place + 1].clone()],
+        matching: Match::All,
+        depth: depth(place, parts),
+        wrong,
+    }
+}

@@ -1,0 +1,99 @@
+//! `sieve data generate`.
+use crate::eval::SourceArgs;
+use crate::terminal;
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use sieve_data::Tokenizer;
+use sieve_eval::{Match, Split, long_texts};
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::PathBuf;
+
+/// Arguments of `sieve data generate`.
+#[derive(Args, Debug)]
+pub(crate) struct GenerateArgs {
+    /// Tasks by name, in turn; RULER's thirteen when absent, without those that ask the questions of a file that is not given
+    #[arg(long, value_delimiter = ',', value_name = "NAME,…")]
+    tasks: Vec<String>,
+    /// The tokenizer.json that counts tokens
+    #[arg(long, value_name = "FILE")]
+    tokenizer: PathBuf,
+    /// Tokens of a sample at least
+    #[arg(long, default_value_t = 768, value_name = "N")]
+    min_length: usize,
+    /// Tokens of a sample at most; multiples of 256, which `sieve eval ruler` is asked with, are left out
+    #[arg(long, default_value_t = 2047, value_name = "N")]
+    max_length: usize,
+    /// Samples in all
+    #[arg(long, default_value_t = 1000, value_name = "N")]
+    samples: u64,
+    #[command(flatten)]
+    source: SourceArgs,
+    /// Draws the samples
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    seed: u64,
+    /// The file of JSON lines: text, prompt, answer, task, length
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
+    if args.min_length > args.max_length {
+        bail!(
+            "--min-length {} is above --max-length {}",
+            args.min_length,
+            args.max_length
+        );
+    }
+    let tasks = args.source.tasks(&args.tasks)?;
+    let source = args.source.source(Split::Train)?;
+    let tokenizer = Tokenizer::from_file(&args.tokenizer)?;
+    let lengths: Vec<usize> = (args.min_length..=args.max_length)
+        .filter(|length| !length.is_multiple_of(256))
+        .collect();
+    if lengths.is_empty() {
+        bail!("all lengths asked for are multiples of 256\n  hint: give a wider range");
+    }
+    let cannot = || format!("cannot write {}", args.out.display());
+    let mut file = BufWriter::new(File::create(&args.out).with_context(cannot)?);
+    let bar = terminal::progress_bar(
+        args.samples,
+        "{bar:30} {human_pos}/{human_len} samples, {eta} left",
+    );
+    for number in 0..args.samples {
+        let task = tasks[(number % tasks.len() as u64) as usize];
+        // Steps of the golden ratio meet all lengths evenly.
+        let share = (number as f64 * 0.618_033_988_749_895 + args.seed as f64 * 0.37).fract();
+        let length = lengths[(share * lengths.len() as f64) as usize];
+        let split = (Split::Train, args.seed);
+        let texts = long_texts(task, &source, &tokenizer, split, length, number..number + 1);
+        if texts.is_err() {
+            bar.finish_and_clear();
+        }
+        for (sample, _) in texts?.samples {
+            let answer = match sample.matching {
+                Match::All => sample.references.join(" "),
+                Match::Any => sample.references.into_iter().next().unwrap_or_default(),
+            };
+            let line = serde_json::json!({
+                "text": format!("{} {answer}", sample.prompt),
+                "prompt": sample.prompt,
+                "answer": answer,
+                "task": task.name(),
+                "length": length,
+            });
+            writeln!(file, "{line}").with_context(cannot)?;
+        }
+        bar.set_position(number + 1);
+    }
+    bar.finish_and_clear();
+    file.flush().with_context(cannot)?;
+    terminal::line(&format!(
+        "wrote {} samples of {} tasks to {}",
+        terminal::thousands(args.samples),
+        tasks.len(),
+        args.out.display()
+    ));
+    Ok(())
+}

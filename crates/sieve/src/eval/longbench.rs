@@ -1,0 +1,64 @@
+//! `sieve eval longbench`: LongBench's files as tasks of `sieve eval tasks`.
+use super::tasks::{self, TasksArgs};
+use anyhow::{Result, bail};
+use clap::Args;
+use sieve_eval::READY_TASKS;
+use std::path::PathBuf;
+
+/// Before the data set's name in a task's.
+const PREFIX: &str = "longbench_";
+
+/// Arguments of `sieve eval longbench`.
+#[derive(Args, Debug)]
+pub(crate) struct LongbenchArgs {
+    /// The folder of LongBench's files (hotpotqa.jsonl and others); those of LongBench-E (hotpotqa_e.jsonl) where the first are not
+    /// there. Data sets in Chinese are left out
+    #[arg(long, value_name = "DIR")]
+    folder: PathBuf,
+    /// Data sets by name; all that are in the folder when absent
+    #[arg(long, value_delimiter = ',', value_name = "NAME,…")]
+    only: Vec<String>,
+    #[command(flatten)]
+    tasks: TasksArgs,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
+    let names = READY_TASKS
+        .iter()
+        .filter_map(|(name, _)| name.strip_prefix(PREFIX));
+    let names: Vec<&str> = names.collect();
+    if let Some(unknown) = args
+        .only
+        .iter()
+        .find(|name| !names.contains(&name.as_str()))
+    {
+        bail!(
+            "{unknown} is no data set of LongBench that is read here\n  hint: these are {}",
+            names.join(", ")
+        );
+    }
+    let mut data = Vec::new();
+    for name in names {
+        if !args.only.is_empty() && !args.only.iter().any(|only| only == name) {
+            continue;
+        }
+        let files = [format!("{name}.jsonl"), format!("{name}_e.jsonl")];
+        let files = files.map(|file| args.folder.join(file));
+        match files.iter().find(|file| file.is_file()) {
+            Some(file) => data.push(format!("{PREFIX}{name}={}", file.display())),
+            None if args.only.is_empty() => {}
+            None => bail!(
+                "there is no {}\n  hint: unpack LongBench's data.zip there",
+                files[0].display()
+            ),
+        }
+    }
+    if data.is_empty() {
+        bail!(
+            "{} holds no file of LongBench\n  hint: unpack its data.zip there: hotpotqa.jsonl and others",
+            args.folder.display()
+        );
+    }
+    tasks::run(args.tasks.with_data(data))
+}

@@ -1,0 +1,448 @@
+//! `sieve eval ruler`.
+use super::grid::{Map, MapCell, Picture};
+use super::{output, text};
+use crate::device::{Device, DeviceChoice};
+use crate::out_of_memory::MemoryArgs;
+use crate::{loaded, selector, shipped, terminal};
+use anyhow::{Context, Result, bail};
+use burn::tensor::DType;
+use burn_cuda::CudaDevice;
+use burn_flex::{Flex, FlexDevice};
+use clap::{Args, ValueEnum};
+use sieve_data::Tokenizer;
+use sieve_eval::{
+    LONG_TASKS, LongCell, LongReport, LongSource, LongTask, LongTaskReport, LongText, LongTexts,
+    NUM_WRONG, QaData, SampleScore, Split, TaskModel, ask_long, attention_label, long_texts,
+    texts_together,
+};
+use sieve_hf::{Checkpoint, LoadedModel};
+use sieve_ops::{Cuda, SieveBackend};
+use sieve_plan::InferenceSize;
+use sieve_select::Selector;
+use std::path::{Path, PathBuf};
+
+/// Arguments of `sieve eval ruler`.
+#[derive(Args, Debug)]
+pub(crate) struct RulerArgs {
+    /// A checkpoint (step-N) of any kind, or a run folder: then its latest
+    #[arg(long, value_name = "DIR", required_unless_present = "list")]
+    checkpoint: Option<PathBuf>,
+    /// Tasks by name; RULER's thirteen when absent, without those that ask the questions of a file that is not given
+    #[arg(long, value_delimiter = ',', value_name = "NAME,…")]
+    tasks: Vec<String>,
+    /// Tokens of the whole: text, question, and the tokens generated; the model's context when absent
+    #[arg(long, value_delimiter = ',', value_name = "N,…")]
+    lengths: Vec<usize>,
+    /// Samples of each task and length
+    #[arg(long, default_value_t = 20, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    samples: u32,
+    #[command(flatten)]
+    source: SourceArgs,
+    /// Draws the samples
+    #[arg(long, default_value_t = 42, value_name = "N")]
+    seed: u64,
+    /// Also ask with a sparse method in place of dense attention, once for each; `help` lists all
+    #[arg(long, value_name = "NAME:…", value_parser = selector::parse)]
+    selector: Vec<Selector>,
+    #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
+    chunk: Option<usize>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Also write each sample's score, rank and generated text: one JSON object a line
+    #[arg(long, value_name = "FILE")]
+    samples_file: Option<PathBuf>,
+    /// Also write an SVG: heat maps of scores and ranks, by length and task, and by length and depth
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+    /// Name the tasks
+    #[arg(long)]
+    list: bool,
+    /// auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    device: DeviceChoice,
+    #[command(flatten)]
+    memory: MemoryArgs,
+}
+
+/// What needles are hidden in where RULER takes essays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum HaystackArg {
+    /// Sentences: of --data, else made up
+    Prose,
+    /// Lines of code: of --data, else of Sieve's own sources
+    Code,
+}
+
+/// Texts and questions of the tasks.
+#[derive(Args, Debug)]
+pub(crate) struct SourceArgs {
+    /// What needles are hidden in where RULER takes essays
+    #[arg(long, value_enum, default_value_t = HaystackArg::Prose)]
+    haystack: HaystackArg,
+    /// Text, JSONL or Parquet files, folders or globs for it
+    #[arg(long, num_args = 1.., value_name = "PATH")]
+    data: Vec<String>,
+    /// SQuAD 2.0 as published (dev-v2.0.json), for qa_1
+    #[arg(long, value_name = "FILE")]
+    qa_1: Option<PathBuf>,
+    /// HotpotQA as published (hotpot_dev_distractor_v1.json), for qa_2
+    #[arg(long, value_name = "FILE")]
+    qa_2: Option<PathBuf>,
+}
+
+impl SourceArgs {
+    /// Reads the files.
+    pub(crate) fn source(&self, split: Split) -> Result<LongSource> {
+        let name = self.data.join(" ");
+        let own = || {
+            let files = shipped::own_text().iter();
+            let code = files.filter(|(name, _)| name.ends_with(".rs"));
+            code.map(|(_, text)| *text).collect::<String>()
+        };
+        let text = match (self.haystack, self.data.is_empty()) {
+            (HaystackArg::Prose, true) => LongText::made_up(split),
+            (HaystackArg::Prose, false) => LongText::prose(name, &self.text()?),
+            (HaystackArg::Code, true) => LongText::code("Sieve's sources".to_owned(), &own()),
+            (HaystackArg::Code, false) => LongText::code(name, &self.text()?),
+        };
+        if text.parts.is_empty() {
+            bail!("--data holds no sentence\n  hint: give more text");
+        }
+        let qa = |path: &Option<PathBuf>| {
+            let read = |path: &PathBuf| {
+                let name = path.display().to_string();
+                let text =
+                    std::fs::read_to_string(path).with_context(|| format!("reading {name}"))?;
+                Ok::<_, anyhow::Error>(QaData::parse(&name, &text)?)
+            };
+            path.as_ref().map(read).transpose()
+        };
+        Ok(LongSource {
+            text,
+            qa: [qa(&self.qa_1)?, qa(&self.qa_2)?],
+        })
+    }
+
+    fn text(&self) -> Result<String> {
+        let corpus = text::corpus(&self.data)?;
+        let mut all = String::new();
+        for document in corpus.documents() {
+            all += &document?.text;
+            all.push('\n');
+            // More than the longest length holds.
+            if all.len() > 8 << 20 {
+                break;
+            }
+        }
+        Ok(all)
+    }
+
+    /// The tasks named, else RULER's thirteen that have what they need.
+    pub(crate) fn tasks(&self, names: &[String]) -> Result<Vec<LongTask>> {
+        let mut chosen: Vec<&str> = names.iter().map(String::as_str).collect();
+        if chosen.is_empty() {
+            let has = |name: &&&str| match **name {
+                "qa_1" => self.qa_1.is_some(),
+                "qa_2" => self.qa_2.is_some(),
+                _ => true,
+            };
+            chosen = LONG_TASKS[..13].iter().filter(has).copied().collect();
+        }
+        let tasks = chosen.into_iter().map(LongTask::new);
+        Ok(tasks.collect::<Result<_, _>>()?)
+    }
+}
+
+/// Runs the command.
+pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
+    if args.list {
+        for name in LONG_TASKS {
+            terminal::line(name);
+        }
+        return Ok(());
+    }
+    let Some(checkpoint) = args.checkpoint.clone() else {
+        bail!("--checkpoint is missing");
+    };
+    output::check(args.plot.as_deref())?;
+    output::check(args.samples_file.as_deref())?;
+    let tasks = args.source.tasks(&args.tasks)?;
+    let source = args.source.source(Split::Test)?;
+    let device = loaded::device(args.device, &checkpoint)?;
+    let peeked = Checkpoint::peek(&checkpoint)?;
+    let (_, shape) = peeked.recipe_and_shape()?;
+    if args.lengths.is_empty() {
+        args.lengths.push(shape.max_seq_len);
+    }
+    if let Some(length) = args
+        .lengths
+        .iter()
+        .find(|&&length| length > shape.max_seq_len)
+    {
+        bail!(
+            "--lengths has {length}, and the model's positions end at {}\n  hint: use lengths up to max_position_embeddings",
+            shape.max_seq_len
+        );
+    }
+    let longest = args.lengths.iter().max().copied().unwrap_or(0);
+    (args.memory).check_inference(&checkpoint, &device, |_, _| InferenceSize {
+        cached_tokens: longest,
+        num_caches: 1 + texts_together(longest).min(NUM_WRONG + 1),
+        ..InferenceSize::rows_of(longest, longest)
+    })?;
+    let tokenizer = Tokenizer::from_file(&peeked.tokenizer_path())?;
+    let asked = Asked {
+        texts: texts(&args, &tasks, &source, &tokenizer)?,
+        source,
+    };
+    match device {
+        Device::Cpu => run_on::<Flex>(&args, &checkpoint, &asked, &FlexDevice, DType::F32),
+        Device::Cuda(gpu) => {
+            let device = CudaDevice::new(gpu.index);
+            run_on::<Cuda>(&args, &checkpoint, &asked, &device, DType::BF16)
+        }
+    }
+}
+
+/// What is asked.
+struct Asked {
+    source: LongSource,
+    /// Task by task, length by length.
+    texts: Vec<Vec<LongTexts>>,
+}
+
+fn texts(
+    args: &RulerArgs,
+    tasks: &[LongTask],
+    source: &LongSource,
+    tokenizer: &Tokenizer,
+) -> Result<Vec<Vec<LongTexts>>> {
+    let mut lengths = args.lengths.clone();
+    lengths.sort_unstable();
+    lengths.dedup();
+    let (seed, numbers) = ((Split::Test, args.seed), 0..u64::from(args.samples));
+    let of_task = |&task: &LongTask| {
+        let texts = lengths
+            .iter()
+            .map(|&length| long_texts(task, source, tokenizer, seed, length, numbers.clone()));
+        texts.collect::<Result<Vec<_>, _>>()
+    };
+    Ok(tasks.iter().map(of_task).collect::<Result<_, _>>()?)
+}
+
+fn run_on<B: SieveBackend>(
+    args: &RulerArgs,
+    checkpoint: &Path,
+    asked: &Asked,
+    device: &B::Device,
+    dtype: DType,
+) -> Result<()> {
+    let (loaded, tokenizer) = loaded::load::<B>(checkpoint, device, dtype)?;
+    let model = TaskModel {
+        model: &loaded.model,
+        tokenizer: &tokenizer,
+        device,
+    };
+    // The model's own attention, then each selector.
+    let mut selections = vec![None];
+    for selector in &args.selector {
+        let selection = selector::selection(selector, args.chunk, &loaded.shape)?;
+        selections.push(Some(selection));
+    }
+    let all = asked
+        .texts
+        .iter()
+        .flatten()
+        .map(|texts| texts.samples.len());
+    let bar = terminal::progress_bar(
+        (all.sum::<usize>() * selections.len()) as u64,
+        "{bar:30} {human_pos}/{human_len} samples, {eta} left",
+    );
+    let (mut reports, mut lines) = (Vec::new(), String::new());
+    let mut before = 0;
+    for selection in &selections {
+        let name = selection
+            .as_ref()
+            .map(|selection| selection.selector().to_string());
+        let mut tasks = Vec::new();
+        for of_task in &asked.texts {
+            let mut scores = Vec::new();
+            for texts in of_task {
+                let mut observe = |done: usize| bar.set_position((before + done) as u64);
+                let found = ask_long(&model, texts, selection.as_ref(), &mut observe);
+                if found.is_err() {
+                    bar.finish_and_clear();
+                }
+                scores.extend(found?);
+                before += texts.samples.len();
+            }
+            for score in &scores {
+                lines += &line(score, name.as_deref())?;
+            }
+            tasks.extend(
+                of_task
+                    .first()
+                    .map(|texts| LongTaskReport::new(texts, &asked.source, &scores)),
+            );
+        }
+        reports.push(LongReport {
+            selector: name,
+            tasks,
+        });
+    }
+    bar.finish_and_clear();
+    if let Some(path) = &args.samples_file {
+        output::write(path, &lines)?;
+    }
+    if let Some(path) = &args.plot {
+        output::write(path, &picture(&loaded, &reports).svg())?;
+    }
+    print(args, &loaded, &reports);
+    Ok(())
+}
+
+fn line(score: &SampleScore, selector: Option<&str>) -> Result<String> {
+    let mut line = serde_json::to_value(score)?;
+    if let (Some(object), Some(selector)) = (line.as_object_mut(), selector) {
+        object.insert("selector".to_owned(), selector.into());
+    }
+    Ok(line.to_string() + "\n")
+}
+
+fn name<B: SieveBackend>(loaded: &LoadedModel<B>, report: &LongReport) -> String {
+    match &report.selector {
+        Some(selector) => selector::short(selector),
+        None => format!("{}, its own", attention_label(&loaded.shape)),
+    }
+}
+
+fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[LongReport]) {
+    if args.json {
+        let json = serde_json::json!({
+            "checkpoint": loaded.path.display().to_string(),
+            "step": loaded.state.step,
+            "attention": attention_label(&loaded.shape),
+            "trained_length": loaded.recipe.training.seq_len,
+            "samples": args.samples,
+            "seed": args.seed,
+            "chunk": args.chunk,
+            "methods": reports,
+        });
+        terminal::line(&json.to_string());
+        return;
+    }
+    terminal::line(&format!(
+        "{} (step {}), trained on {} tokens; {} samples of each task and length\n\
+         score: the answers in the generated text, in percent; rank: of the answer's likelihood among {NUM_WRONG} others, 1 is \
+         best, a guess {}",
+        loaded.path.display(),
+        loaded.state.step,
+        loaded.recipe.training.seq_len,
+        args.samples,
+        1 + NUM_WRONG / 2,
+    ));
+    for report in reports {
+        let lengths = report.tasks.first().map_or(&[][..], |task| &task.lengths);
+        let heads = lengths.iter().map(|cell| format!("{:>15}", cell.length));
+        terminal::line(&format!(
+            "\n{}\n{:<17}{:>15}{}  text",
+            name(loaded, report),
+            "score / rank",
+            "all",
+            heads.collect::<String>()
+        ));
+        for task in &report.tasks {
+            let cell = |score: f64, rank: f64| format!("{:>7.1} / {rank:>5.2}", 100.0 * score);
+            let cells = task
+                .lengths
+                .iter()
+                .map(|one| cell(one.score, one.mean_rank));
+            terminal::line(&format!(
+                "{:<17}{}{}  {}",
+                task.task,
+                cell(task.score, task.mean_rank),
+                cells.collect::<String>(),
+                task.haystack
+            ));
+        }
+    }
+    for path in [&args.samples_file, &args.plot].into_iter().flatten() {
+        terminal::line(&format!("wrote {}", path.display()));
+    }
+}
+
+/// For each method all tasks by length, and each task that has depths by length and depth.
+fn picture<B: SieveBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) -> Picture {
+    let mut maps = Vec::new();
+    for report in reports {
+        let method = name(loaded, report);
+        let Some(first) = report.tasks.first() else {
+            continue;
+        };
+        let lengths: Vec<usize> = first.lengths.iter().map(|cell| cell.length).collect();
+        let cell = |cell: &LongCell, row: usize, what: &str| MapCell {
+            column: lengths.partition_point(|&length| length < cell.length),
+            row,
+            score: cell.score,
+            mean_rank: cell.mean_rank,
+            title: format!(
+                "{what}, {} tokens: score {:.1} %, mean rank {:.2} of {} samples",
+                cell.length,
+                100.0 * cell.score,
+                cell.mean_rank,
+                cell.num_samples
+            ),
+        };
+        let tasks = report.tasks.iter().enumerate();
+        let cells = tasks.flat_map(|(row, task)| {
+            let cells = task.lengths.iter();
+            cells
+                .map(move |one| cell(one, row, task.task))
+                .collect::<Vec<_>>()
+        });
+        let mean = |value: fn(&LongTaskReport) -> f64| {
+            report.tasks.iter().map(value).sum::<f64>() / report.tasks.len() as f64
+        };
+        let summary =
+            |score: f64, rank: f64| format!("score {:.1} %, mean rank {rank:.2}", 100.0 * score);
+        maps.push(Map {
+            name: format!("{method}: all tasks"),
+            summary: summary(mean(|task| task.score), mean(|task| task.mean_rank)),
+            lengths: lengths.clone(),
+            rows: report
+                .tasks
+                .iter()
+                .map(|task| task.task.to_owned())
+                .collect(),
+            about_rows: "",
+            cells: cells.collect(),
+        });
+        for task in report.tasks.iter().filter(|task| !task.cells.is_empty()) {
+            let row = |one: &LongCell| (one.depth.unwrap_or(0.0) / 20.0) as usize;
+            maps.push(Map {
+                name: format!("{method}: {}, {}", task.task, task.haystack),
+                summary: summary(task.score, task.mean_rank),
+                lengths: lengths.clone(),
+                rows: (0..5)
+                    .map(|n| format!("{}-{} %", 20 * n, 20 * n + 20))
+                    .collect(),
+                about_rows: "depth",
+                cells: task
+                    .cells
+                    .iter()
+                    .map(|one| cell(one, row(one), task.task))
+                    .collect(),
+            });
+        }
+    }
+    Picture {
+        title: format!(
+            "RULER: {} (step {})",
+            loaded.path.display(),
+            loaded.state.step
+        ),
+        trained_len: loaded.recipe.training.seq_len,
+        maps,
+    }
+}

@@ -1,0 +1,178 @@
+//! `sieve eval ruler` and `sieve data generate` through the program: kinds, selectors, files, and mistakes.
+use crate::tiny_run::{TinyRun, succeed};
+use serde_json::Value;
+use std::fs;
+
+/// Room for the texts in the tiny tokenizer.
+const LONGER: &str = "--set model.max_position_embeddings=1024 --set training.steps=4";
+
+const KINDS: [&str; 3] = [
+    "kind = \"mha\"",
+    "kind = \"dma\"\nkeep_window_size = 16\na_init = 0.5",
+    "kind = \"nsa\"\ncompress_block_size = 8\ncompress_stride = 4\ncompress = \"mean\"\nselect_block_size = 8\n\
+     num_selected_blocks = 3\nwindow_size = 16",
+];
+
+fn json(text: &str) -> Value {
+    serde_json::from_str(text.lines().last().unwrap_or_default())
+        .unwrap_or_else(|e| panic!("{e}: {text}"))
+}
+
+fn trained(attention: &str) -> TinyRun {
+    let tiny = TinyRun::new(attention);
+    tiny.trained("run", LONGER);
+    tiny
+}
+
+fn asked(tiny: &TinyRun, more: &str) -> String {
+    succeed(&mut tiny.sieve(&format!("eval ruler --checkpoint run --device cpu {more}")))
+}
+
+#[test]
+fn ruler_is_asked_of_kinds_with_files_and_a_picture() {
+    for attention in KINDS {
+        let tiny = trained(attention);
+        let what = "--tasks passkey,induce,copy --lengths 1000,900 --samples 3";
+        let more = "--json --samples-file s.jsonl --plot p.svg";
+        let report = json(&asked(&tiny, &format!("{what} {more}")));
+        let tasks = report["methods"][0]["tasks"].as_array().expect("a list");
+        let names: Vec<_> = tasks.iter().map(|task| task["task"].as_str()).collect();
+        assert_eq!(names, [Some("passkey"), Some("induce"), Some("copy")]);
+        let lines = fs::read_to_string(tiny.path("s.jsonl")).expect("written");
+        let samples: Vec<Value> = lines.lines().map(json).collect();
+        assert_eq!(samples.len(), 3 * 2 * 3);
+        for task in tasks {
+            let of_task = samples.iter().filter(|one| one["task"] == task["task"]);
+            let ranks: Vec<f64> = of_task
+                .map(|one| one["rank"].as_f64().expect("a rank"))
+                .collect();
+            assert!(ranks.iter().all(|rank| (1.0..=11.0).contains(rank)));
+            let mean = ranks.iter().sum::<f64>() / ranks.len() as f64;
+            assert!((task["mean_rank"].as_f64().expect("a rank") - mean).abs() < 1e-9);
+            let lengths = task["lengths"].as_array().expect("a list");
+            assert_eq!(
+                (&lengths[0]["length"], &lengths[1]["length"]),
+                (&900.into(), &1000.into())
+            );
+            // The words to copy have no single depth.
+            assert_eq!(
+                task["cells"] == Value::Array(Vec::new()),
+                task["task"] == "copy"
+            );
+        }
+        let svg = fs::read_to_string(tiny.path("p.svg")).expect("written");
+        assert!(
+            svg.ends_with("</svg>\n") && svg.matches("<title>").count() >= 2 * (6 + 2),
+            "{svg}"
+        );
+        // The same question gets the same answer.
+        assert_eq!(json(&asked(&tiny, &format!("{what} {more}"))), report);
+        let text = asked(&tiny, what);
+        assert!(
+            text.contains("passkey") && text.contains("random words"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn ruler_under_selectors_is_another_question_unless_they_keep_everything() {
+    let tiny = trained(KINDS[0]);
+    let what = "--tasks passkey,kv_retrieval --lengths 800 --samples 4 --json";
+    let with = "--selector meanpool:tau=1,min_prefill_tokens=0 --selector streamingllm:n_init=2,n_local=10,min_prefill_tokens=0 \
+                --selector exact_top:k=2";
+    let report = json(&asked(&tiny, &format!("{what} {with}")));
+    let methods = report["methods"].as_array().expect("a list");
+    assert_eq!(methods.len(), 4);
+    let likelihoods = |method: &Value| -> Vec<f64> {
+        let tasks = method["tasks"].as_array().expect("a list").iter();
+        let values = tasks.map(|task| task["lengths"][0]["log_likelihood"].as_f64());
+        values.map(|value| value.expect("a number")).collect()
+    };
+    let own = likelihoods(&methods[0]);
+    for (a, b) in likelihoods(&methods[1]).iter().zip(&own) {
+        assert!((a - b).abs() < 1e-4, "{a} {b}");
+    }
+    assert_ne!(likelihoods(&methods[2]), own);
+    assert_ne!(likelihoods(&methods[3]), own);
+}
+
+#[test]
+fn generated_samples_train_a_model_and_repeat() {
+    let tiny = trained(KINDS[0]);
+    let tokenizer = fs::read_dir(tiny.path("run/checkpoint")).expect("checkpoints");
+    let tokenizer = tokenizer.map(|entry| entry.expect("readable").path().join("tokenizer.json"));
+    let tokenizer = tokenizer
+        .into_iter()
+        .find(|path| path.is_file())
+        .expect("a tokenizer");
+    let generate = |out: &str, seed: usize| {
+        let command = format!(
+            "data generate --tasks passkey,induce,kv_retrieval --tokenizer {} --samples 30 --min-length 700 --max-length 900 --seed {seed} \
+             --out {out}",
+            tokenizer.display()
+        );
+        succeed(&mut tiny.sieve(&command));
+        fs::read_to_string(tiny.path(out)).expect("written")
+    };
+    let text = generate("a.jsonl", 1);
+    assert_eq!(text, generate("b.jsonl", 1));
+    assert_ne!(text, generate("c.jsonl", 2));
+    let rows: Vec<Value> = text.lines().map(json).collect();
+    assert_eq!(rows.len(), 30);
+    for row in &rows {
+        let part = |name: &str| row[name].as_str().expect("a text").to_owned();
+        assert_eq!(
+            part("text"),
+            format!("{} {}", part("prompt"), part("answer"))
+        );
+        let length = row["length"].as_u64().expect("a number");
+        assert!((700..=900).contains(&length) && length != 768);
+    }
+    let command = format!(
+        "--set data.paths=[\"{}\"] --set data.format=\"jsonl\" --set training.steps=4",
+        "a.jsonl"
+    );
+    tiny.trained("again", &command);
+}
+
+#[test]
+fn ruler_mistakes_are_told_and_change_nothing() {
+    let tiny = trained(KINDS[0]);
+    fs::write(tiny.path("qa.json"), "{\"data\": []}").expect("writable");
+    for (more, words) in [
+        (
+            "--tasks passky",
+            &["no task \"passky\"", "did you mean passkey?"][..],
+        ),
+        ("--tasks qa_1", &["qa_1 asks the questions", "--qa-1"]),
+        ("--tasks qa_1 --qa-1 qa.json", &["qa.json", "no question"]),
+        ("--tasks qa_1 --qa-1 nowhere.json", &["nowhere.json"]),
+        (
+            "--tasks passkey --lengths 2048",
+            &["2048", "positions end at 1024"],
+        ),
+        (
+            "--tasks passkey --lengths 64",
+            &["the shortest text of passkey takes", "the length is 64"],
+        ),
+        ("--tasks passkey --data nowhere", &["nowhere"]),
+        (
+            "--tasks passkey --lengths 900 --plot no/where.svg",
+            &["no/where.svg", "no folder"],
+        ),
+    ] {
+        let command = format!("eval ruler --checkpoint run --device cpu {more}");
+        tiny.refuse(&mut tiny.sieve(&command), words);
+    }
+    tiny.refuse(
+        &mut tiny.sieve("data generate --tokenizer nowhere.json --out a.jsonl"),
+        &["nowhere.json"],
+    );
+    tiny.refuse(
+        &mut tiny.sieve(
+            "data generate --tokenizer nowhere.json --out a.jsonl --min-length 9 --max-length 8",
+        ),
+        &["--min-length 9"],
+    );
+}
