@@ -31,6 +31,8 @@ fn every_value_is_a_run_and_the_best_is_named() {
         .expect("a best row");
     assert!(best.contains("optimizer.lr=1e-2"), "{text}");
     assert!(text.contains("best: out/lr=1e-2"), "{text}");
+    // Only the first run begins when the program does.
+    assert_eq!(text.matches("started: ").count(), 1, "{text}");
     // The text was tokenised once.
     assert_eq!(text.matches("data: wrote").count(), 1, "{text}");
 

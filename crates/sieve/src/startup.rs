@@ -1,5 +1,6 @@
 //! How long the program takes until it is at work.
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 static BEGAN: OnceLock<Instant> = OnceLock::new();
@@ -9,7 +10,9 @@ pub(crate) fn mark() {
     BEGAN.get_or_init(Instant::now);
 }
 
-/// Time since [`mark`].
-pub(crate) fn elapsed() -> Duration {
-    BEGAN.get_or_init(Instant::now).elapsed()
+/// Time since [`mark`], the first time that this is asked: what begins later begins after other work.
+pub(crate) fn elapsed_once() -> Option<Duration> {
+    static TOLD: AtomicBool = AtomicBool::new(false);
+    let is_first = !TOLD.swap(true, Ordering::Relaxed);
+    is_first.then(|| BEGAN.get_or_init(Instant::now).elapsed())
 }

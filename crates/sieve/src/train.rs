@@ -682,7 +682,9 @@ fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
         TrainEvent::Skipped(report) => log.always(&skipped_line(report)),
         TrainEvent::Validation(report) => log.line(&validation_line(report)),
         TrainEvent::Checkpoint(path) => log.line(&format!("checkpoint: {}", path.display())),
-        TrainEvent::FirstStep => log.line(&startup_line(startup::elapsed())),
+        TrainEvent::FirstStep => startup::elapsed_once()
+            .iter()
+            .for_each(|elapsed| log.line(&startup_line(*elapsed))),
         TrainEvent::Notice(text) => log.line(text),
     });
     if let TrainEvent::Step(report) = event {

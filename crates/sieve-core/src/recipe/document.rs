@@ -83,6 +83,13 @@ impl Document {
             .filter(|name| !name.is_empty())
             .ok_or_else(form)?;
         let names = names.collect::<Vec<_>>();
+        if let (true, Some(home)) = (names.is_empty(), schema::home_of(section_name)) {
+            let problem = Problem::Rule {
+                what: "is named without its section".to_owned(),
+                hint: format!("write {home}.{section_name}={text}"),
+            };
+            return Err(Box::new(Mistake::new(section_name, problem)));
+        }
         if names.is_empty() || names.iter().any(|name| name.is_empty()) {
             return Err(form());
         }

@@ -139,7 +139,11 @@ fn bad_overrides_are_refused_by_name() {
             "training.steps",
             "--set training.steps: override: an override is written section.key=value",
         ),
-        ("steps=3", "an override is written section.key=value"),
+        (
+            "steps=3",
+            "steps: is named without its section\n    hint: write training.steps=3",
+        ),
+        ("stepz=3", "an override is written section.key=value"),
         ("=3", "an override is written section.key=value"),
         ("training.=3", "an override is written section.key=value"),
         (".steps=3", "an override is written section.key=value"),
