@@ -31,10 +31,10 @@ fn follow(tiny: &TinyRun, printed: &str) -> Vec<String> {
     let mut open = lines(printed);
     let mut done = Vec::new();
     while let Some(line) = open.pop() {
-        if line.starts_with("python3 ") {
-            if python::interpreter("next_lines", "import torch, transformers").is_none() {
-                continue;
-            }
+        if line.starts_with("python3 ")
+            && python::interpreter("next_lines", "import torch, transformers").is_none()
+        {
+            continue;
         }
         let printed = typed(tiny, &line);
         if printed.contains("next:\n") {

@@ -146,7 +146,8 @@ fn max_tokens_cuts_a_long_document() {
     fs::write(tiny.path("long.txt"), long).expect("writable");
     let ppl = "eval ppl --json --device cpu --checkpoint run --data long.txt --max-tokens 100";
     let output = tiny.sieve(ppl).output().expect("the program starts");
-    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect(&text(&output));
+    let report: serde_json::Value =
+        serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", text(&output)));
     assert_eq!(
         (&report["num_tokens"], &report["num_documents"]),
         (&100.into(), &1.into())

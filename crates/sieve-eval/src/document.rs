@@ -77,10 +77,10 @@ pub fn first_tokens<'a>(
             Ok(document) => document,
             Err(error) => return Some(Err(error)),
         };
-        if (document.tokens.len() as u64).saturating_sub(1) > left {
-            if let Err(error) = cut(&mut document, tokenizer, left as usize + 1) {
-                return Some(Err(error));
-            }
+        if (document.tokens.len() as u64).saturating_sub(1) > left
+            && let Err(error) = cut(&mut document, tokenizer, left as usize + 1)
+        {
+            return Some(Err(error));
         }
         left -= (document.tokens.len() as u64).saturating_sub(1);
         Some(Ok(document))

@@ -196,12 +196,7 @@ pub fn imported_model(
 ) -> Result<(Recipe, ModelShape), CheckpointError> {
     let config = HfConfig::read(&from.join("config.json"))?;
     let settings = settings(&from.join("tokenizer.json"), attention, overrides);
-    Ok(recipe_and_shape(
-        from,
-        &config,
-        config.residual_scale,
-        &settings,
-    )?)
+    recipe_and_shape(from, &config, config.residual_scale, &settings)
 }
 
 /// What the user changes in the model's recipe.
