@@ -98,7 +98,7 @@ pub fn ask_long<B: SieveBackend>(
         });
     }
     let tokenizer = model.tokenizer;
-    let (eos_id, most) = (tokenizer.eos_id(None)?, texts.task.max_new_tokens());
+    let (eos_id, most) = (tokenizer.eos_id()?, texts.task.max_new_tokens());
     let num_tokens = tokenizer.vocab_size().min(shape.vocab_size);
     let mut scores = Vec::with_capacity(texts.samples.len());
     for (sample, prompt) in &texts.samples {
