@@ -1,5 +1,6 @@
 //! Runs with stages, branches, and what they must not change.
 use crate::tiny_run::{STEPS, TinyRun, refused, signal, succeed, wait_until};
+use crate::train_ranks::UNTIED;
 use std::fs;
 
 /// The tiny recipe in three stages of 40 steps: a length, a longer one with another base, and a wider window.
@@ -83,6 +84,17 @@ fn a_staged_run_changes_length_base_and_window() {
         let file = sieve_hf::TensorFile::open(&run.path("batch.safetensors")).expect("a file");
         file.tensor("tokens", &rows).expect("rows of the stage");
     }
+}
+
+#[test]
+fn two_processes_go_through_the_stages_of_one_bit_for_bit() {
+    let run = staged();
+    let more = format!("{UNTIED} --set activation_checkpoint.mode=full");
+    succeed(&mut train(&run, "of-1", &more));
+    succeed(&mut run.sieve(&format!(
+        "launch --nproc 2 -- train --recipe staged.toml --device cpu --out of-2 {more}"
+    )));
+    run.assert_same_end("of-2", "of-1");
 }
 
 #[test]

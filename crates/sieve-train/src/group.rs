@@ -29,9 +29,16 @@ pub struct Group<B: TrainBackend> {
     /// Whether the present micro-batch is its step's last.
     is_last: bool,
     /// Gradients on their way, first begun first.
-    sums: VecDeque<(Vec<(ParamId, bool)>, Pending<B>)>,
+    sums: VecDeque<Sums<B>>,
     /// Leaves on their way.
     leaves: BTreeMap<Segment, (Vec<ParamId>, Pending<B>)>,
+}
+
+/// Gradients of a segment on their way.
+struct Sums<B: TrainBackend> {
+    /// Whose they are, and whether they come as pieces.
+    places: Vec<(ParamId, bool)>,
+    pending: Pending<B>,
 }
 
 /// Which of how many ranks this is.
@@ -112,7 +119,7 @@ impl<B: TrainBackend> Group<B> {
         gradients: &mut GradientBuffer<B>,
     ) -> Result<(), TrainError> {
         while self.sums.len() > under_way {
-            let Some((places, pending)) = self.sums.pop_front() else {
+            let Some(Sums { places, pending }) = self.sums.pop_front() else {
                 break;
             };
             for ((id, is_piece), values) in places.into_iter().zip(pending()?) {
@@ -129,12 +136,12 @@ impl<B: TrainBackend> Group<B> {
         model: &Qwen3<B>,
         gradients: &GradientBuffer<B>,
         device: &B::Device,
-    ) -> Result<(Tensor<B::InnerBackend, 1>, Tensor<B::InnerBackend, 1>), TrainError> {
+    ) -> Result<[Tensor<B::InnerBackend, 1>; 2], TrainError> {
         // What all ranks hold is counted by rank 0.
         let own = gradients.norm_of(model, device, self.share().rank == 0);
         let sums = self.sum_of(Tensor::cat(vec![loss, own.clone() * own], 0))?;
-        let [loss, square] = [0, 1].map(|place| sums.clone().slice([place..place + 1]));
-        Ok((loss, square.sqrt()))
+        let [loss, square] = [0, 1].map(|place| sums.clone().narrow(0, place, 1));
+        Ok([loss, square.sqrt()])
     }
 
     /// The sum of a small tensor over all ranks.
@@ -283,8 +290,8 @@ impl<B: TrainBackend> BesidePass<B> for Group<B> {
                 tensors.push((values, pieces));
             }
         }
-        self.sums
-            .push_back((places, self.collectives.sum(tensors)?));
+        let pending = self.collectives.sum(tensors)?;
+        self.sums.push_back(Sums { places, pending });
         self.finish_sums_but(MAX_SUMS, gradients)
     }
 }

@@ -525,7 +525,7 @@ impl<B: TrainBackend> Trainer<B> {
             Some(group) => {
                 group.finish_sums(&mut gradients)?;
                 let norm;
-                (loss, norm) = group.totals(loss, &model, &gradients, &self.device)?;
+                [loss, norm] = group.totals(loss, &model, &gradients, &self.device)?;
                 norm
             }
         };

@@ -18,8 +18,6 @@ pub(super) struct CheckpointWriter {
 struct Job {
     folder: PathBuf,
     state: CheckpointState,
-    /// Whether the folder it writes into is this process's to make and to remove.
-    owns_folder: bool,
     thread: JoinHandle<Result<Shard, CheckpointError>>,
 }
 
@@ -57,20 +55,17 @@ impl CheckpointWriter {
         let thread = std::thread::Builder::new()
             .name("sieve-checkpoint".into())
             .spawn(move || {
-                let (files, replica) = files().map_err(|problem| CheckpointError::Io {
-                    action: "reading weights and moments for a checkpoint in",
-                    path: into.clone(),
-                    source: std::io::Error::other(problem),
-                })?;
-                let share = [share.rank, share.size];
-                let files = Checkpoint::write_shard(&into, step, share, &files)?;
-                Ok(Shard { files, replica })
+                let written = write(&into, step, share, files);
+                if written.is_err() && share.rank == 0 {
+                    // At once: the run's other files need room too.
+                    Checkpoint::discard(&into, step);
+                }
+                written
             })
             .map_err(TrainError::io("starting a thread to write", folder))?;
         self.job = Some(Job {
             folder: folder.to_owned(),
             state,
-            owns_folder: share.rank == 0,
             thread,
         });
         Ok(())
@@ -97,7 +92,6 @@ impl CheckpointWriter {
         let Job {
             folder,
             state,
-            owns_folder,
             thread,
         } = job;
         match thread.join() {
@@ -106,13 +100,23 @@ impl CheckpointWriter {
                 state,
                 shard,
             })),
-            Ok(Err(error)) => {
-                if owns_folder {
-                    Checkpoint::discard(&folder, state.step);
-                }
-                Err(error.into())
-            }
+            Ok(Err(error)) => Err(error.into()),
             Err(panic) => std::panic::resume_unwind(panic),
         }
     }
+}
+
+fn write(
+    folder: &Path,
+    step: u64,
+    share: Share,
+    files: impl FnOnce() -> Result<(CheckpointFiles, ReplicaSums), String>,
+) -> Result<Shard, CheckpointError> {
+    let (files, replica) = files().map_err(|problem| CheckpointError::Io {
+        action: "reading weights and moments for a checkpoint in",
+        path: folder.to_owned(),
+        source: std::io::Error::other(problem),
+    })?;
+    let files = Checkpoint::write_shard(folder, step, [share.rank, share.size], &files)?;
+    Ok(Shard { files, replica })
 }

@@ -1,0 +1,250 @@
+//! Weights and moments as they are at one moment, and what shows whether all ranks compute with the same weights.
+use super::{AdamW, EXP_AVG, EXP_AVG_SQ, Inner, NUM_UPDATES, cut, parameter_ids};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensorOps;
+use burn::tensor::{Tensor, TensorData};
+use serde::{Deserialize, Serialize};
+use sieve_hf::NamedTensor;
+use sieve_ops::{OptimizerBackend, Snapshot, SnapshotReader, TrainBackend};
+
+impl<B: TrainBackend> AdamW<B> {
+    /// Takes hold of weights and moments as they stand, to be read on any thread. Of several ranks each takes its
+    /// pieces, and rank 0 what is not cut; and what shows whether all ranks compute with the same weights: of leaves
+    /// that are cut its own piece and, as it stands here, that of the rank `distance` further, and all other leaves.
+    ///
+    /// On a GPU with room for a second copy nothing is read now: updates that follow write to copies. Without that room every
+    /// tensor is read before this returns.
+    ///
+    /// # Panics
+    /// The device reports an error, also one of work queued before.
+    pub fn snapshot<M: Module<B>>(
+        &self,
+        module: &M,
+        device: &B::Device,
+        distance: usize,
+    ) -> OptimizerSnapshot {
+        let share = self.share;
+        let parameters = parameter_ids(module).into_iter().filter_map(|parameter| {
+            let (name, id, shape) = parameter;
+            match share.range(&shape) {
+                Some(range) => Some((name, id, vec![range.len()])),
+                None => (share.rank == 0).then_some((name, id, shape)),
+            }
+        });
+        let parameters = parameters.collect::<Vec<_>>();
+        let elements = parameters
+            .iter()
+            .map(|(_, _, shape)| shape.iter().product::<usize>());
+        // Two moments and the joined master, in f32, and something to go on with.
+        let needed = 3 * 4 * elements.sum::<usize>() as u64;
+        let waits = B::InnerBackend::snapshot_room(device) > needed + needed / 4;
+        let mut taker = Taker::<B> {
+            optimizer: self,
+            device,
+            reader: (!waits).then(SnapshotReader::default),
+            distance,
+            weights: Vec::new(),
+            replica: Replica::default(),
+        };
+        module.visit(&mut taker);
+        let weights = std::mem::take(&mut taker.weights);
+        let replica = std::mem::take(&mut taker.replica);
+        let mut moments = Vec::new();
+        for (name, id, shape) in &parameters {
+            if let Some(of) = self.moments.get(id) {
+                for (part, values) in [(EXP_AVG, &of.exp_avg), (EXP_AVG_SQ, &of.exp_avg_sq)] {
+                    let name = format!("{name}.{part}");
+                    moments.push((name, shape.clone(), taker.take(values.clone())));
+                }
+            }
+        }
+        taker.wait();
+        let names = parameters.into_iter();
+        OptimizerSnapshot {
+            num_updates: (share.rank == 0).then_some(self.num_updates),
+            weights: names
+                .zip(weights)
+                .map(|((name, _, shape), values)| (name, shape, values))
+                .collect(),
+            moments,
+            replica,
+        }
+    }
+}
+
+/// What an optimizer and its model held at one moment.
+#[derive(Debug)]
+pub struct OptimizerSnapshot {
+    /// Rank 0's alone.
+    num_updates: Option<u64>,
+    weights: Vec<Held>,
+    moments: Vec<Held>,
+    replica: Replica<Snapshot>,
+}
+
+/// What one of several ranks computes with, of some leaves.
+#[derive(Debug)]
+struct Replica<T> {
+    own: Vec<T>,
+    other: Vec<T>,
+    whole: Vec<T>,
+}
+
+impl<T> Default for Replica<T> {
+    fn default() -> Self {
+        Self {
+            own: Vec::new(),
+            other: Vec::new(),
+            whole: Vec::new(),
+        }
+    }
+}
+
+/// Checksums of what one of several ranks computes with.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ReplicaSums {
+    /// Of its own pieces.
+    own: u64,
+    /// Of the pieces of a rank further on.
+    other: u64,
+    /// Of leaves that are not cut.
+    whole: u64,
+}
+
+impl ReplicaSums {
+    /// The first two ranks that compute with other weights; rank by rank, and how much further each has looked.
+    pub(crate) fn differ(all: &[Self], distance: usize) -> Option<[usize; 2]> {
+        let first = all.first()?;
+        (0..all.len()).find_map(|rank| {
+            let further = (rank + distance) % all.len();
+            if all[rank].whole != first.whole {
+                Some([0, rank])
+            } else {
+                (all[rank].other != all[further].own).then_some([further, rank])
+            }
+        })
+    }
+}
+
+/// Name, shape, values.
+type Held = (String, Vec<usize>, Snapshot);
+
+impl OptimizerSnapshot {
+    /// `(weights, state, sums)`: the f32 weights by parameter name, in module order; the number of updates and the
+    /// moments; what is compared with other ranks.
+    ///
+    /// # Errors
+    /// The device's driver reports one.
+    pub fn read(self) -> Result<(Vec<NamedTensor>, Vec<NamedTensor>, ReplicaSums), String> {
+        let mut reader = SnapshotReader::default();
+        let mut sum = |held: Vec<Snapshot>| -> Result<u64, String> {
+            held.into_iter().try_fold(0, |sum: u64, values| {
+                let data = reader.read(values).map_err(|error| error.to_string())?;
+                Ok(sieve_hf::checksum([&sum.to_le_bytes(), &data.bytes[..]]))
+            })
+        };
+        let sums = ReplicaSums {
+            own: sum(self.replica.own)?,
+            other: sum(self.replica.other)?,
+            whole: sum(self.replica.whole)?,
+        };
+        let mut read = |held: Vec<Held>| -> Result<Vec<NamedTensor>, String> {
+            let tensors = held.into_iter().map(|(name, shape, values)| {
+                let mut data = reader.read(values).map_err(|error| error.to_string())?;
+                data.shape = shape.into();
+                Ok(NamedTensor { name, data })
+            });
+            tensors.collect()
+        };
+        let weights = read(self.weights)?;
+        let updates = self.num_updates.map(|updates| NamedTensor {
+            name: NUM_UPDATES.to_owned(),
+            data: TensorData::new(vec![updates as i64], [1]),
+        });
+        let mut state = updates.into_iter().collect::<Vec<_>>();
+        state.extend(read(self.moments)?);
+        Ok((weights, state, sums))
+    }
+}
+
+struct Taker<'a, B: TrainBackend> {
+    optimizer: &'a AdamW<B>,
+    device: &'a B::Device,
+    /// Where values are read at once.
+    reader: Option<SnapshotReader>,
+    distance: usize,
+    weights: Vec<Snapshot>,
+    replica: Replica<Snapshot>,
+}
+
+impl<B: TrainBackend> Taker<'_, B> {
+    fn take(&mut self, values: Inner<B>) -> Snapshot {
+        let snapshot = B::InnerBackend::snapshot(values);
+        if self.reader.is_none() {
+            return snapshot;
+        }
+        self.wait();
+        let reader = self.reader.as_mut().expect("looked above");
+        let data = reader.read(snapshot);
+        Snapshot::of_data(data.unwrap_or_else(|error| panic!("{error}")))
+    }
+
+    /// Until the device has run what is queued.
+    fn wait(&self) {
+        let done = B::InnerBackend::sync(self.device);
+        done.unwrap_or_else(|error| panic!("{error:?}"));
+    }
+}
+
+impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        let AdamW {
+            share,
+            masters,
+            pieces,
+            ..
+        } = self.optimizer;
+        let tensor = param.val();
+        let cuts = share.pieces(&tensor.dims());
+        let range = cuts.map(|cuts| cuts.of(share.rank));
+        let leaf = tensor.inner().into_primitive().tensor();
+        if share.size > 1 {
+            let further = (share.rank + self.distance) % share.size;
+            // A copy: the leaf is written again while the snapshot is read.
+            let copy = |part| B::InnerBackend::float_mul_scalar(part, 1f32.into());
+            let now = |range| copy(cut::<B>(leaf.clone(), range));
+            match cuts {
+                Some(cuts) => {
+                    let own = match pieces.get(&param.id) {
+                        Some(piece) => piece.clone(),
+                        None => now(cuts.of(share.rank)),
+                    };
+                    let own = self.take(own);
+                    self.replica.own.push(own);
+                    let other = self.take(now(cuts.of(further)));
+                    self.replica.other.push(other);
+                }
+                None => {
+                    let whole = self.take(copy(leaf.clone()));
+                    self.replica.whole.push(whole);
+                }
+            }
+        }
+        if range.is_none() && share.rank > 0 {
+            return;
+        }
+        let leaf = match (pieces.get(&param.id), range) {
+            (Some(piece), _) => piece.clone(),
+            // Before the first update.
+            (None, Some(range)) => cut::<B>(leaf, range),
+            (None, None) => leaf,
+        };
+        let value = match masters.get(&param.id) {
+            Some(rest) => B::InnerBackend::join_master(leaf, rest.clone()),
+            None => leaf,
+        };
+        let snapshot = self.take(value);
+        self.weights.push(snapshot);
+    }
+}
