@@ -3,8 +3,8 @@ use crate::{CheckpointError, NamedTensor};
 use burn::tensor::{DType, TensorData};
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
-use std::fs::File;
 use std::collections::HashMap;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 

@@ -143,7 +143,12 @@ pub fn cublaslt_version() -> Option<String> {
     require_cublaslt().ok()?;
     // SAFETY: the library is there, and the call takes nothing.
     let version = unsafe { cudarc::cublaslt::sys::cublasLtGetVersion() };
-    Some(format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100))
+    Some(format!(
+        "{}.{}.{}",
+        version / 10_000,
+        version / 100 % 100,
+        version % 100
+    ))
 }
 
 /// True when products of this process go straight to Burn's stream, false when they go through a stream of their own

@@ -36,8 +36,8 @@ pub use attention::hopper_tiling::{
 pub use attention::sparse_forward::sparse_attention_forward;
 pub use attention::tiling::KeySource;
 pub use cublaslt::{
-    AlgorithmSearch, MatmulOutput, Product, cublaslt_version, matmul, matmul_is_inline, matmul_nn, matmul_nt,
-    matmul_tn, require_cublaslt, set_algorithm_search,
+    AlgorithmSearch, MatmulOutput, Product, cublaslt_version, matmul, matmul_is_inline, matmul_nn,
+    matmul_nt, matmul_tn, require_cublaslt, set_algorithm_search,
 };
 pub use dma::attention_backward::{dma_attention_backward, dq_sum_queries};
 pub use dma::attention_forward::dma_attention_forward;
@@ -73,9 +73,7 @@ pub use specialisations::{
     needed_kernels, shared_bytes_of, shipped_kernels, shipped_kernels_for, step_kernels,
 };
 pub use step::adamw::{AdamwTensors, adamw};
-pub use step::cross_entropy::{
-    LogitRows, cross_entropy, cross_entropy_with_gradients,
-};
+pub use step::cross_entropy::{LogitRows, cross_entropy, cross_entropy_with_gradients};
 pub use step::embedding_backward::embedding_backward;
 pub use step::embedding_forward::embedding_forward;
 pub use step::fill_zero::fill_zero;

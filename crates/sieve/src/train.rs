@@ -1,5 +1,6 @@
 //! `sieve train`.
 mod lines;
+mod log;
 mod profile;
 mod ranks;
 mod sweep;
@@ -11,7 +12,7 @@ use crate::interrupt::{Interrupt, respect_nohup};
 use crate::out_of_memory::MemoryArgs;
 use crate::recipe::RecipeArgs;
 use crate::{startup, terminal, text_files};
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn_cuda::CudaDevice;
@@ -22,6 +23,7 @@ use lines::{
     describe, peak_line, skipped_line, startup_line, step_line, stopped_line, validation_line,
     whole_step_line,
 };
+use log::Log;
 use profile::{StepProfile, StepRange};
 use sieve_comm::{Mesh, World};
 use sieve_core::{ModelShape, Recipe};
@@ -36,8 +38,6 @@ use sieve_train::{
     RunFolder, Start, TrainEvent, TrainSummary, Trainer, TrainingData, tidy_finished,
 };
 use std::cell::RefCell;
-use std::fs::{File, OpenOptions};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -605,75 +605,6 @@ fn prepare(
 /// An environment variable.
 pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
-}
-
-/// Terminal lines, kept in `log` too. Lines from before the file is open are written when it is.
-struct Log {
-    /// False in a process that another one speaks for.
-    tells: bool,
-    file: RefCell<Option<File>>,
-    early: RefCell<String>,
-}
-
-impl Log {
-    fn new(tells: bool) -> Self {
-        Self {
-            tells,
-            file: RefCell::default(),
-            early: RefCell::default(),
-        }
-    }
-
-    fn open(&mut self, path: &Path) -> Result<()> {
-        if !self.tells {
-            return Ok(());
-        }
-        let mut file = OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(path)
-            .with_context(|| format!("opening {}", path.display()))?;
-        file.write_all(self.early.take().as_bytes())
-            .with_context(|| format!("writing {}", path.display()))?;
-        *self.file.borrow_mut() = Some(file);
-        Ok(())
-    }
-
-    /// Prints and keeps.
-    fn line(&self, text: &str) {
-        self.short(text, text);
-    }
-
-    /// Prints what `--quiet` leaves, too, and keeps it.
-    fn always(&self, text: &str) {
-        if self.tells {
-            terminal::line(text);
-        }
-        self.keep(text);
-    }
-
-    /// Prints a short form and keeps the whole.
-    fn short(&self, short: &str, whole: &str) {
-        if self.tells {
-            terminal::status(match terminal::is_verbose() {
-                true => whole,
-                false => short,
-            });
-        }
-        self.keep(whole);
-    }
-
-    /// Keeps without printing.
-    fn keep(&self, text: &str) {
-        if !self.tells {
-            return;
-        }
-        match self.file.borrow_mut().as_mut() {
-            // The log repeats the terminal; losing a line of it is no reason to stop a run.
-            Some(file) => drop(writeln!(file, "{text}")),
-            None => self.early.borrow_mut().push_str(&format!("{text}\n")),
-        }
-    }
 }
 
 fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {

@@ -102,7 +102,12 @@ pub fn require_nccl() -> Result<(), KernelError> {
 /// The library's version; `None` where it is not there.
 pub fn nccl_version() -> Option<String> {
     let version = Nccl::get().ok()?.version()?;
-    Some(format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100))
+    Some(format!(
+        "{}.{}.{}",
+        version / 10_000,
+        version / 100 % 100,
+        version % 100
+    ))
 }
 
 /// What all ranks of a new group must be given, made by one of them.

@@ -103,7 +103,10 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             let values = means.reshape([1, rows, head_dim]);
             let compressed = Tensor::cat(vec![keys.clone(), values], 0);
             let branches = branches.with_values(one_hot, kv_heads);
-            self.gated(x.clone(), self.attend(branches, compressed, context.documents))
+            self.gated(
+                x.clone(),
+                self.attend(branches, compressed, context.documents),
+            )
         })
     }
 }

@@ -26,7 +26,12 @@ pub(super) struct Line {
 impl Chart<'_> {
     /// The picture.
     pub(super) fn svg(&self) -> String {
-        let powers: Vec<u32> = self.lines.iter().flat_map(|line| &line.points).map(|point| point.0).collect();
+        let powers: Vec<u32> = self
+            .lines
+            .iter()
+            .flat_map(|line| &line.points)
+            .map(|point| point.0)
+            .collect();
         let low = powers.iter().copied().min().unwrap_or(0);
         let high = powers.iter().copied().max().unwrap_or(1).max(low + 1);
         let power = Axis {
@@ -46,7 +51,11 @@ impl Chart<'_> {
         };
         let curve = |line: &Line| Curve {
             name: line.name.clone(),
-            points: line.points.iter().map(|&(power, value)| (f64::from(power), value)).collect(),
+            points: line
+                .points
+                .iter()
+                .map(|&(power, value)| (f64::from(power), value))
+                .collect(),
         };
         let curves: Vec<Curve> = self.lines.iter().map(curve).collect();
         line_chart::svg(self.title, &power, &value, &curves)
@@ -69,7 +78,10 @@ mod tests {
             value: "accuracy",
             ends: 0.0..1.0,
             label: |value| format!("{:.0} %", 100.0 * value),
-            lines: vec![line("first", vec![(2, 1.0), (5, 0.5)]), line("second", vec![])],
+            lines: vec![
+                line("first", vec![(2, 1.0), (5, 0.5)]),
+                line("second", vec![]),
+            ],
         };
         let svg = chart.svg();
         assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n"));

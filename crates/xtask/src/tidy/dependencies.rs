@@ -26,6 +26,7 @@ const LICENCES: &[&str] = &[
 /// Crates that our manifests name and that the lock file holds in a second version too, each with who asks for it.
 const SECOND_VERSIONS: &[(&str, &str)] = &[
     ("base64", "ureq and tokenizers' spm_precompiled"),
+    ("libloading", "graphics crates that are not built"),
     ("rand_chacha", "rand 0.8 of crates that are not built"),
     ("rand_distr", "burn-backend"),
     ("safetensors", "burn-store"),

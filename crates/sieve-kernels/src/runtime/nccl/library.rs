@@ -80,7 +80,9 @@ impl Nccl {
         for name in names {
             // SAFETY: NCCL's initialisers run, as in every program that links it.
             match unsafe { Library::new(*name) } {
-                Ok(library) => return Self::of(library).map_err(|error| format!("{name}: {}", told(&error))),
+                Ok(library) => {
+                    return Self::of(library).map_err(|error| format!("{name}: {}", told(&error)));
+                }
                 Err(error) => reasons.push(told(&error)),
             }
         }

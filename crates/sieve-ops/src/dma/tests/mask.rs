@@ -131,7 +131,7 @@ fn keys_that_no_query_sees_are_never_read() {
     let delta = random.input(&[1, 3, seq_len]);
     let documents = documents::<Flex>(&[40], [1, seq_len]);
     // A window that leaves many keys popped by their own arrival.
-    let z: Vec<f32> = (0..3 * seq_len).map(|_| random.normal() as f32).collect();
+    let z: Vec<f32> = (0..3 * seq_len).map(|_| random.normal()).collect();
     let expire = integers(dma_select(scores(&z, [1, 3, seq_len]), &documents, 4));
     let expire: Vec<i32> = expire.into_iter().map(|e| e as i32).collect();
     let dead: Vec<(usize, usize)> = (0..3 * seq_len)
