@@ -2,29 +2,43 @@
 // Math       o_i = sum_j softmax_j(softmax_scale * q_i . k_j) v_j over the keys of i's query tile with j <= i < expire_j; lse_i = log sum_j exp(softmax_scale * q_i . k_j);
 //            a query that sees nothing gets o = 0, lse = -inf
 // Layout     as sparse_attention_forward
-// Buffers    q, k, v, mask, o, lse
-// Defines    as hopper_attention_forward; HEAD_DIM 64 or 128, NUM_CONSUMERS 2, TENSOR_MAPS 0, HEADS_PER_TILE 1
-// Tiling     a tile is 128 rows of one query tile. Persistent: grid (multiprocessors, 1, 1); 384 threads; dynamic shared bytes = 256 * HEAD_DIM
-//              + (K_STAGES + V_STAGES) * 256 * HEAD_DIM + 4096 + 2 * (32 + 512) + (2 * K_STAGES + 2 * V_STAGES + 2) * 8 + 1024
+// Buffers    (TENSOR_MAPS: k_map, v_map by value, then as many unread pointers,) q, k, v, mask, o, lse
+// Defines    as hopper_attention_forward; HEAD_DIM 64 or 128, NUM_CONSUMERS 2, HEADS_PER_TILE 1; TENSOR_MAPS 0: keys one by one, for any mask;
+//            1: tiles of keys by the copy engine, for masks without single keys and order of keys whose key tiles are multiples of 64;
+//            maps of bf16 [1, seq_len, num_kv_heads * HEAD_DIM], box 1 x 64 x 64, 128-byte swizzle
+// Tiling     a tile is 128 rows of one query tile, or with TENSOR_MAPS and query tiles of 64 two neighbouring ones. Persistent: grid (multiprocessors, 1, 1);
+//            384 threads; dynamic shared bytes = 256 * HEAD_DIM + (K_STAGES + V_STAGES) * 256 * HEAD_DIM + (TENSOR_MAPS ? 128 : 4096) + 2 * (32 + 512)
+//              + (2 * K_STAGES + 2 * V_STAGES + 2) * 8 + 1024
 // Numerics   as hopper_attention_forward; the order of a row's sums follows the list
-// Edges      as sparse_attention_forward
-#define GATHER 1
+// Edges      as sparse_attention_forward, but with TENSOR_MAPS listed tiles are read whole: keys that no query sees must be finite there
+#define GATHER (!TENSOR_MAPS)
 #define SPARSE 1
 #define HAS_BIAS 0
 #include "common/attention_params.cuh"
+#include "common/sparse_keys.cuh"
 #include "common/hopper_forward.cuh"
+#include "common/hopper_blocks.cuh"
 #include "common/hopper_sparse.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_sparse_attention_forward(
-    const bf16* q, const bf16* k, const bf16* v, const i32* mask, bf16* o, float* lse, const __grid_constant__ SparseAttentionForwardParams params) {
+#if TENSOR_MAPS
+    const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const void*, const void*,
+#endif
+    const bf16* q, const bf16* k, const bf16* v, const i32* mask, bf16* o, float* lse,
+    const __grid_constant__ SparseAttentionForwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);
   InputTensors tensors = input_tensors(q, k, v, params);
-  const SparseWork work(SparseMask(mask, params));
+  const SparseMask sparse(mask, params);
   // Outputs are the call's rows; positions count from the first key.
   const u64 context = params.seq_len - params.num_queries;
   tensors.seq_len = (int)params.num_queries;
-  const ForwardConsumer consumer = {{o - context * params.num_heads * HEAD_DIM, lse - context, nullptr}};
+  const ForwardOutput out = {o - context * params.num_heads * HEAD_DIM, lse - context, nullptr};
   __syncthreads();  // the barriers are set up
-  run_block(tensors, work, consumer, nullptr, shared);
+#if TENSOR_MAPS
+  const TensorMap* maps[2] = {&k_map, &v_map};
+  run_block(tensors, BlockWork(sparse), BlockConsumer{out}, maps, shared);
+#else
+  run_block(tensors, SparseWork(sparse), ForwardConsumer{out}, nullptr, shared);
+#endif
 }

@@ -216,6 +216,52 @@ struct RowsInWork {
     pack_weights(weights, score);
   }
 
+#if SPARSE && !GATHER
+  // This consumer's turn at the tensor cores, which every stage but the first takes.
+  DEVICE void take_turn(int it) const {
+    if (TAKE_TURNS && it > 0) barrier_sync(1 + warpgroup, 256);
+  }
+  DEVICE void pass_turn(int it) const {
+    if (TAKE_TURNS && it > 0) barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
+  }
+
+  // The weights of a stage where no others wait for their values: the tile's first, or one after stages that went by.
+  DEVICE void start_again(u32 (&weights)[BLOCK_KV / 16][4], int it, bool is_last) {
+    float score[64], factor[2];
+    take_turn(it);
+    wgmma_fence();
+    multiply_stage<0>(score, q, key_tile(), bases, key_slot(shared, places.stage));
+    const bool partial = stage_is_partial(rows, key_slot(shared, places.stage), it);
+    wgmma_wait<0>();
+    pass_turn(it);
+    release_keys(is_last);
+    if (partial) mask_stage(score, rows, key_slot(shared, places.stage), it, -INFINITY_F32);
+    if (softmax_stage(score, state, factor, logit_scale)) {
+#pragma unroll
+      for (int i = 0; i < O_REGISTERS; ++i) output[i] *= factor[i % 4 / 2];
+    }
+    pack_weights(weights, score);
+    barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
+  }
+
+  // A stage of which no row of this consumer sees a key. Weights that wait are weighed first: the slot of their values is needed.
+  DEVICE void let_go_by(const u32 (&weights)[BLOCK_KV / 16][4], bool is_pending, int it, bool is_last) {
+    take_turn(it);
+    pass_turn(it);
+    release_keys(is_last);
+    if (is_pending) {
+      wgmma_fence();
+      weigh_stage(output, weights, value_tile());
+      wgmma_wait<0>();
+      release(barrier_at(shared, EMPTY_V + places.v.slot));
+      places.v.advance();
+    }
+    barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
+    release(barrier_at(shared, EMPTY_V + places.v.slot));
+    places.v.advance();
+  }
+#endif
+
   // O of the last stage.
   template <int STEPS>
   DEVICE void finish(const u32 (&weights)[STEPS][4]) {

@@ -1,12 +1,10 @@
-// hopper_sparse: tiles of queries and the keys that a selector's mask names.
+// hopper_sparse: tiles of queries and the keys that a selector's mask names, key by key.
 // Defines    as hopper_tiles.cuh, with GATHER and SPARSE 1, HAS_BIAS 0, TENSOR_MAPS 0, HEADS_PER_TILE 1, NUM_CONSUMERS 2
 #pragma once
 #include "common/hopper_tiles.cuh"
-#include "common/sparse_keys.cuh"
+#include "common/hopper_listed.cuh"
 
-static_assert(BLOCK_Q == 128 && HEADS_PER_TILE == 1, "a producer thread brings one query, as a row of a tile of 128");
-
-constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
+#if GATHER  // hopper_blocks.cuh has the other way to read keys
 
 // The usual schedule over (rank of a query tile, part of it), without the parts that a short query tile does not have.
 struct SparseSchedule {
@@ -36,7 +34,7 @@ struct SparseWork {
     const int query_tile = schedule.query_tile(place);
     const SparseQueries queries = schedule.queries(place, query_tile);
     const SparseKeys keys = schedule.mask.keys(place.head, query_tile, queries);
-    const int position = queries.position(thread);
+    const int position = queries.position(thread, queries.end);
     TileHead tile = {};
     tile.head = place.head;
     tile.first_query = queries.first;
@@ -72,15 +70,7 @@ struct SparseWork {
         places.stage += 1;
       }
       if (it < 0) {
-        // The queries and the tile's description, once the last tile's products with its queries are done.
-        const u32 full = barrier_at(shared, FULL_Q);
-        barrier_wait(barrier_at(shared, EMPTY_Q), (done & 1) ^ 1);
-        copy_key_rows<DIM_BLOCKS, true>(shared, tensors.q + (u64)place.head * HEAD_DIM, (u32)tensors.q_token_stride * 2, position < queries.end ? position : -1, warp);
-        unsigned char* described = (unsigned char*)__cvta_shared_to_generic(tile_base(shared, done));
-        if (thread == 0) *(TileHead*)described = tile;
-        ((int*)(described + 32))[thread] = position;
-        barrier_arrive_copies(full);
-        barrier_arrive(full);
+        bring_queries(tensors, tile, position, done, shared);
       } else {
         barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
         if (it > 0 || !tile.first_is_half || warp < HALF_KV / 32)
@@ -94,3 +84,4 @@ struct SparseWork {
     }
   }
 };
+#endif

@@ -3,7 +3,7 @@
 // Defines    HEAD_DIM, HEAD_DIM_V (64, 128; with TENSOR_MAPS also 192 and 128, where nothing is gathered); NUM_CONSUMERS warpgroups of 64 rows; BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query heads of a
 //            group share a tile; HAS_BIAS; GATHER; TENSOR_MAPS 0|1: tiles by the copy engine instead of cp.async (gathered keys and values always by
 //            cp.async); TAKE_TURNS: consumers issue their products in turns, 1: the next one's follow at once, 2: after this one's first product;
-//            CONSUMER_REGISTERS, PRODUCER_REGISTERS; SPARSE: gathered keys of a selector's mask; ROW_SUMS: output gradients beside the queries; HALF_STAGES: a tile's first stage may be one of 64 keys
+//            CONSUMER_REGISTERS, PRODUCER_REGISTERS; SPARSE: a selector's mask, with GATHER key by key, without in halves of a stage by the copy engine; ROW_SUMS: output gradients beside the queries; HALF_STAGES: a tile's first stage may be one of 64 keys
 // A stage's life: a producer thread waits for the slot (empty barrier), copies, and arrives at the full barrier when its copies are there; each
 // consumer warp releases the slot after the products that read it.
 #pragma once
@@ -39,8 +39,9 @@
 #ifndef TAKE_TURNS
 #define TAKE_TURNS 1
 #endif
-// Whether keys and values come by the copy engine.
+// Whether keys and values, and queries, come by the copy engine.
 #define KEY_MAPS (TENSOR_MAPS && !GATHER)
+#define QUERY_MAPS (TENSOR_MAPS && !SPARSE)
 
 constexpr int BLOCK_Q = NUM_CONSUMERS * 64;
 constexpr int TILE_QUERIES = BLOCK_Q / HEADS_PER_TILE;
@@ -63,7 +64,8 @@ constexpr int V_AT = K_AT + K_STAGES * STAGE_BYTES;
 // Per key of a stage: {position, expire} (GATHER) and the bias (HAS_BIAS). They are needed longer than K's rows: until the softmax, which precedes the
 // release of the next stage's K. So K_STAGES + 1 slots need no barriers of their own; four keep the index a mask.
 constexpr int NUM_KEY_SLOTS = 4;
-constexpr int ENTRY_BYTES = GATHER ? BLOCK_KV * 8 : 0;
+// SPARSE without GATHER: what each consumer sees of the stage, and whether it is the tile's last (hopper_blocks.cuh).
+constexpr int ENTRY_BYTES = GATHER ? BLOCK_KV * 8 : SPARSE ? 32 : 0;
 constexpr int KEY_BYTES = ENTRY_BYTES + (HAS_BIAS ? BLOCK_KV * SPLIT_BYTES : 0);
 constexpr int KEYS_AT = V_AT + V_STAGES * V_STAGE_BYTES;
 // Two of these: the producer describes the next tile while the consumers store the last.
@@ -83,7 +85,7 @@ struct TileHead {
   int batch, head, first_query, end_query;
   int num_stages, last_stage;  // num_stages: 0 behind the last tile; last_stage: dense, stages are visited from this one (key / BLOCK_KV) downwards
   int first_is_half;           // HALF_STAGES: the first stage holds HALF_KV keys
-  int unused;
+  int local;                   // SPARSE without GATHER: the tile's window; last_stage is its `init`, and num_stages is 1
 };
 
 struct InputTensors {
@@ -125,7 +127,7 @@ DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + b
 
 // ---- Producer ------------------------------------------------------------------------------------------------------------------------------
 
-#if !TENSOR_MAPS
+#if !QUERY_MAPS
 // The tile's rows of q or do, `base` at the tile's batch row and first head; rows past its end arrive as zeros.
 DEVICE void copy_rows_of_tile(u32 to, const bf16* base, u64 token_stride, const TileHead& tile) {
   constexpr int CHUNKS = HEAD_DIM / 8, STEP = 128 / CHUNKS;  // rows that the warpgroup copies at once
@@ -145,7 +147,7 @@ DEVICE void copy_rows_of_tile(u32 to, const bf16* base, u64 token_stride, const 
 // The tile's queries (and output gradients). TENSOR_MAPS: `maps` of q, k, v, do; thread 0 asks for all of it.
 DEVICE void copy_queries(u32 shared, const InputTensors& tensors, const TensorMap* const* maps, const TileHead& tile) {
   const u32 full = barrier_at(shared, FULL_Q);
-#if TENSOR_MAPS
+#if QUERY_MAPS
   if (threadIdx.x % 128 == 0) {
     barrier_expect(full, Q_BYTES * (ROW_SUMS ? 2 : 1));
 #pragma unroll
@@ -184,7 +186,7 @@ DEVICE void describe_end(u32 done, u32 shared) {
     const TileHead none = {};
     *(TileHead*)__cvta_shared_to_generic(tile_base(shared, done)) = none;
   }
-  if (!TENSOR_MAPS || threadIdx.x % 128 == 0) barrier_arrive(full);  // in place of the copies
+  if (!QUERY_MAPS || threadIdx.x % 128 == 0) barrier_arrive(full);  // in place of the copies
   barrier_arrive(full);
 }
 
@@ -214,7 +216,9 @@ DEVICE void multiply_stage(float (&d)[N], u32 rows, u32 stage, [[maybe_unused]] 
 struct ConsumerRows {
   int first_query, last_query;  // of the warpgroup's rows: what decides whether a stage needs the mask
   int query[2];                 // of this thread's rows
-#if !GATHER
+#if SPARSE && !GATHER
+  int init, local;              // keys from `init` on are seen by `local` positions
+#elif !GATHER
   int highest_low;              // the lowest key seen by the last query: keys from here on need no lower bound
   int lowest[2];
   int last_stage;
@@ -241,6 +245,10 @@ DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
   }
   rows.query[0] = row_position(tile, warp_row + lane / 4);
   rows.query[1] = row_position(tile, warp_row + lane / 4 + 8);
+#if !GATHER
+  rows.init = load_shared_int(tile + 20);
+  rows.local = load_shared_int(tile + 28);
+#endif
   return rows;
 #else
   const int first_query = load_shared_int(tile + 8), end_query = load_shared_int(tile + 12), first_row = warpgroup * 64 % TILE_QUERIES;
@@ -263,6 +271,15 @@ DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
 #endif
 }
 
+#if SPARSE && !GATHER
+// The first key of each half of a stage, for this thread's warpgroup; ABSENT_KEY where its rows see nothing of a half.
+DEVICE int2 first_keys(u32 keys) {
+  int2 first;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(first.x), "=r"(first.y) : "r"(keys + (threadIdx.x / 128 - 1) * 8) : "memory");
+  return first;
+}
+#endif
+
 // Whether some row of the warp does not see some key of the stage. The keys must be there, their scores need not.
 template <int KEYS = BLOCK_KV>
 DEVICE bool stage_is_partial(const ConsumerRows& rows, u32 keys, int it) {
@@ -275,6 +292,16 @@ DEVICE bool stage_is_partial(const ConsumerRows& rows, u32 keys, int it) {
     all &= entry.x <= rows.first_query && entry.y > rows.last_query;
   }
   return !__all_sync(~0u, all);
+#elif SPARSE
+  const int2 first = first_keys(keys);
+  bool partial = max(first.x, first.y) + HALF_KV > rows.first_query + 1;
+  if (rows.local != NEVER)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = half ? first.y : first.x;
+      partial |= key + HALF_KV > rows.init && max(key, rows.init) + rows.local <= rows.last_query;
+    }
+  return partial;
 #else
   const int first_key = (rows.last_stage - it) * BLOCK_KV;
   return first_key + BLOCK_KV - 1 > rows.first_query || first_key < rows.highest_low;
@@ -295,6 +322,15 @@ DEVICE void mask_stage(float (&score)[N], const ConsumerRows& rows, u32 keys, in
       if (!(key <= i && i < expire)) score[4 * n + x] = masked;
     }
   }
+#elif SPARSE
+  const int2 first = first_keys(keys);
+#pragma unroll
+  for (int n = 0; n < N / 4; ++n)
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      const int i = rows.query[x / 2], key = (n < HALF_KV / 8 ? first.x : first.y) + n % (HALF_KV / 8) * 8 + 2 * t + x % 2;
+      if (key > i || (key >= rows.init && key <= i - rows.local)) score[4 * n + x] = masked;
+    }
 #else
   const int first_key = (rows.last_stage - it) * BLOCK_KV;
   int last[2], lowest[2];
@@ -340,7 +376,7 @@ DEVICE u32 start_block(void* memory) {
       barrier_init(barrier_at(shared, FULL_V + i), FILL);
       barrier_init(barrier_at(shared, EMPTY_V + i), NUM_CONSUMERS * 4);
     }
-    barrier_init(barrier_at(shared, FULL_Q), (TENSOR_MAPS ? 1 : 128) + 128);  // the queries; every producer thread's stores of the tile's description
+    barrier_init(barrier_at(shared, FULL_Q), (QUERY_MAPS ? 1 : 128) + 128);  // the queries; every producer thread's stores of the tile's description
     barrier_init(barrier_at(shared, EMPTY_Q), NUM_CONSUMERS * 4);
     barrier_ready();
   }

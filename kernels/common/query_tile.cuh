@@ -37,7 +37,7 @@ struct QueryTile {
 
 // A tile row is (head, query), head-major.
 #if SPARSE
-DEVICE int row_query(const QueryTile& tile, int row) { return tile.queries.position(row); }
+DEVICE int row_query(const QueryTile& tile, int row) { return tile.queries.position(row, tile.queries.end); }
 #else
 DEVICE int row_query(const QueryTile& tile, int row) { return tile.first_query + row % TILE_QUERIES; }
 #endif

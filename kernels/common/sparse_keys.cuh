@@ -42,10 +42,10 @@ struct SparseQueries {
   int first, end;          // in order: positions of the tile. Permuted: 0 and one past the last key
   int num_slots;           // slots of the tile; 0 or less: there is no such tile
 
-  // The position of a row of the tile; `end` past its last slot.
-  DEVICE int position(int row) const {
-    if (!order) return min(first + row, end);
-    return row < num_slots ? context + order[row] : end;
+  // The position of a row of the tile; `none` past its last slot.
+  DEVICE int position(int row, int none) const {
+    if (row >= num_slots) return none;
+    return order ? context + order[row] : first + row;
   }
 };
 

@@ -20,6 +20,7 @@ fn main() -> ExitCode {
         longest: longest as usize,
         seed,
         portable: true,
+        sparse: false,
     };
     match check_emulated(&settings, Path::new("target/emulator")) {
         Ok((report, kernels)) => {

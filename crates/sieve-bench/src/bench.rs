@@ -3,6 +3,7 @@ mod inputs;
 mod latent;
 mod row;
 mod rows;
+mod select;
 mod sparse;
 mod step;
 
@@ -85,7 +86,10 @@ pub fn bench(
         BenchRows::Table2 => rows::table2(&mut bench)?,
         BenchRows::Step => step::rows(&mut bench)?,
         BenchRows::Latent => latent::rows(&mut bench)?,
-        BenchRows::Sparse => sparse::rows(&mut bench)?,
+        BenchRows::Sparse => {
+            sparse::rows(&mut bench)?;
+            select::rows(&mut bench)?;
+        }
     }
     Ok(BenchResult {
         json: bench.json,

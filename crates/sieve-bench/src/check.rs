@@ -8,7 +8,7 @@ use crate::extent::Extent;
 use crate::latent::{self, latent_kernels};
 use crate::place::Place;
 use crate::report::Report;
-use crate::{biases, decode, nsa, selection, sparse, step};
+use crate::{biases, decode, nsa, select, selection, sparse, step};
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
@@ -34,6 +34,8 @@ pub struct CheckSettings {
     pub seed: u64,
     /// Check the portable kernels alone, also where the device has a family of its own.
     pub portable: bool,
+    /// Check attention under selectors' masks alone, on a GPU.
+    pub sparse: bool,
 }
 
 /// Where a check runs.
@@ -97,6 +99,19 @@ fn on_cuda(report: &mut Report, gpu: &DeviceReport, settings: &CheckSettings) ->
     let (device, extent) = (CudaDevice::new(gpu.index), settings.extent());
     let has_own_family = (gpu.major, gpu.minor) == (9, 0) && !settings.portable;
     use_portable_kernels_only(true);
+    if settings.sparse {
+        for (name, portable) in [("portable kernels", true), ("Hopper kernels", false)] {
+            use_portable_kernels_only(portable);
+            let sparse = |report: &mut Report| {
+                select::check_wrappers(report, &device, &extent)?;
+                sparse::check_wrappers(report, &device, &extent)
+            };
+            if (portable || has_own_family) && !stage(report, name, sparse)? {
+                break;
+            }
+        }
+        return Ok(());
+    }
     let mut good = stage(report, "portable kernels", |report| {
         attention::check_long_row(report, &device, &extent)?;
         wrappers(report, &device, &extent)?;
@@ -158,6 +173,7 @@ pub fn short_check(gpu: &DeviceReport, portable: bool, rows: BenchRows) -> Resul
             return Ok(());
         }
         if rows == BenchRows::Sparse {
+            select::check_wrappers(report, device, &others)?;
             return sparse::check_wrappers(report, device, &others);
         }
         attention::check_wrappers(report, device, &extent)?;
@@ -186,6 +202,7 @@ fn ops<B: Place>(
 fn wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     attention::check_wrappers(report, device, extent)?;
     sparse::check_wrappers(report, device, extent)?;
+    select::check_wrappers(report, device, extent)?;
     biases::check_wrappers(report, device, extent)?;
     selection::check_wrappers(report, device, extent)?;
     decode::check_wrappers(report, device, extent)?;

@@ -7,19 +7,21 @@ use crate::report::{Report, is_device_limit};
 use burn::tensor::DType;
 use rayon::prelude::*;
 use sieve_kernels::{
-    AttentionShape, KernelError, KernelFamily, KeySource, Qkv, attention_family,
-    sparse_attention_forward,
+    AttentionShape, DeviceReport, KernelError, KernelFamily, KeySource, NeededKernels, Qkv,
+    SparseKeyReads, attention_family, shared_bytes_of, sparse_attention_forward,
 };
 use sieve_select::mask::ListRows;
 use sieve_select::oracle::{expanded_row, oracle_row};
 use sieve_select::{Call, CallShape, ListsPer, Selector, SparseMask, Tiles, TokenWindow};
 use sieve_testing::{Random, round_bf16};
+use std::ops::Range;
 
-/// A selector of every kind of list: tiles alone, small tiles, aligned tiles, single keys, permuted keys, permuted keys and
+/// A selector of every kind of list: tiles alone, small tiles, tiles that go in pairs, aligned tiles, single keys, permuted keys, permuted keys and
 /// queries, a window, short key tiles beside long query tiles, all keys.
 const SELECTORS: &[&str] = &[
     "meanpool:block=32,tau=0.6",
     "bfla:block=32,group=8,tile=8,local_tokens=16,keep_mass=0.5",
+    "bfla:block=128,group=32,tile=64,local_tokens=64,keep_mass=0.5",
     "xattention:block=32,stride=8,tau=0.6,last_dense_rows=37",
     "vertical_slash:vertical=40,slash=70",
     "pbs:block=32,segment=128,tau=0.6",
@@ -31,6 +33,12 @@ const SELECTORS: &[&str] = &[
 
 /// Queries and keys of the calls of each selector: whole prompts, and a chunk that begins inside a tile.
 const SIZES: &[[usize; 2]] = &[[300, 300], [150, 391], [1, 70]];
+
+/// Keys that the copy engine brings at a time, of tiles and before dense rows.
+const KEYS_OF_A_BOX: usize = 64;
+
+/// Widths of the cases on a GPU.
+const WIDTHS: [usize; 3] = [64, 128, 96];
 
 struct Case {
     shape: CallShape,
@@ -56,7 +64,7 @@ pub(crate) fn check_wrappers(
     let mut random = Random(extent.seed);
     let widths: Vec<usize> = match extent.is_emulated {
         true => vec![32, 64, 128],
-        false => vec![64, 128, 96],
+        false => WIDTHS.to_vec(),
     };
     let mut draws = Vec::new();
     for &name in SELECTORS {
@@ -67,8 +75,14 @@ pub(crate) fn check_wrappers(
         };
         draws.extend(sizes.iter().map(|&size| (Some(name), size)));
     }
-    for _ in 0..extent.cases {
-        let keys = random.between(1, 400);
+    for case in 0..extent.cases {
+        // Where tiles are read whole, several stages of them.
+        let longest = if case % 3 == 0 && !extent.is_emulated {
+            1500
+        } else {
+            400
+        };
+        let keys = random.between(1, longest);
         draws.push((None, [random.between(1, keys + 1), keys]));
     }
     for (at, (name, [num_queries, num_keys])) in draws.into_iter().enumerate() {
@@ -84,7 +98,7 @@ pub(crate) fn check_wrappers(
         let kind = name.map_or("random", |name| name.split(':').next().unwrap_or(name));
         let row = format!("sparse_attention, {kind}");
         match case.run(device) {
-            Ok(outcome) => report.add(&row, case.family(device), &case.label, outcome),
+            Ok(outcome) => report.add(&row, case.path(device), &case.label, outcome),
             Err(error) if is_device_limit(&error.to_string()) => {
                 report.add_missing(&row, &error.to_string());
             }
@@ -92,6 +106,13 @@ pub(crate) fn check_wrappers(
         }
     }
     Ok(())
+}
+
+/// Every specialisation that checks and benchmarks of attention under selectors' masks ask for.
+pub fn sparse_kernels(gpu: &DeviceReport) -> NeededKernels {
+    let shared_bytes = shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
+    let is_hopper = (gpu.major, gpu.minor) == (9, 0);
+    sieve_kernels::sparse_kernels(&WIDTHS, shared_bytes, is_hopper)
 }
 
 impl Case {
@@ -147,9 +168,13 @@ impl Case {
         }
     }
 
-    fn family(&self, device: &dyn Device) -> &'static str {
+    fn family(&self, device: &dyn Device) -> KernelFamily {
         let like = device.float(&[0.0], &[1], DType::F32);
-        match attention_family(&self.shape(), KeySource::Dense, &like) {
+        attention_family(&self.shape(), KeySource::Dense, &like)
+    }
+
+    fn path(&self, device: &dyn Device) -> &'static str {
+        match self.family(device) {
             KernelFamily::Portable => "portable kernel",
             KernelFamily::Hopper => "Hopper kernel",
         }
@@ -168,7 +193,13 @@ impl Case {
         let mut q = vec![f32::NAN; self.shape.context() * num_heads * head_dim];
         q.extend(&self.q);
         let [mut k, mut v] = [self.k.clone(), self.v.clone()];
-        for at in (0..seen.len()).filter(|&at| self.is_unread(at, &seen)) {
+        let packed = match self.mask.packed() {
+            Ok(packed) => packed,
+            Err(error) => return Ok(Err(error.to_string())),
+        };
+        let reads_tiles = self.family(device) == KernelFamily::Hopper
+            && SparseKeyReads::of(packed.layout()) == SparseKeyReads::Tiles;
+        for at in (0..seen.len()).filter(|&at| self.is_unread(at, &seen, reads_tiles)) {
             k[at * head_dim..][..head_dim].fill(f32::NAN);
             v[at * head_dim..][..head_dim].fill(f32::NAN);
         }
@@ -180,13 +211,10 @@ impl Case {
             &put(&k, num_kv_heads),
             &put(&v, num_kv_heads),
         );
-        let packed = match self.mask.packed() {
-            Ok(packed) => packed,
-            Err(error) => return Ok(Err(error.to_string())),
-        };
         let data = device.int(packed.data(), &[packed.data().len()]);
         device.poison(self.shape());
-        let result = sparse_attention_forward(&qkv, &packed, &data, self.shape.softmax_scale())?;
+        let result =
+            sparse_attention_forward(&qkv, packed.layout(), &data, self.shape.softmax_scale())?;
         let (o, lse) = (device.floats(&result.o)?, device.floats(&result.lse)?);
         let bar = |floor, norm| Bar {
             plain: 2.0,
@@ -201,8 +229,9 @@ impl Case {
         Ok(o.and_then(|o| Ok(o.max(lse?))))
     }
 
-    /// Whether the kernel must not read a key. With permuted queries it may read listed keys that no query sees.
-    fn is_unread(&self, at: usize, seen: &[bool]) -> bool {
+    /// Whether the kernel must not read a key. With permuted queries, and where it reads whole tiles, it may read listed keys
+    /// that no query sees.
+    fn is_unread(&self, at: usize, seen: &[bool], reads_tiles: bool) -> bool {
         let (key, kv_head) = (at / self.shape.num_kv_heads, at % self.shape.num_kv_heads);
         let mask = &self.mask;
         let list_names = |list: usize| {
@@ -219,7 +248,14 @@ impl Case {
         };
         let mut lists = (0..mask.num_lists())
             .filter(|&list| mask.heads_of(list).start / self.shape.group_size() == kv_head);
-        !seen[at] && (mask.query_order.is_empty() || !lists.any(list_names))
+        let beside_dense = |rows: &Range<usize>| {
+            key < (self.shape.context() + rows.end).next_multiple_of(KEYS_OF_A_BOX)
+        };
+        let may_read = match reads_tiles {
+            true => lists.any(list_names) || mask.dense_rows.iter().any(beside_dense),
+            false => !mask.query_order.is_empty() && lists.any(list_names),
+        };
+        !seen[at] && !may_read
     }
 
     /// The definition's rows, and for each key and KV head whether some query sees it.
@@ -293,10 +329,15 @@ fn plain_row(call: &Call<'_>, head: usize, row: usize, shown: &[bool]) -> (Vec<f
     (o, lse)
 }
 
-/// Tiles of any size, rows without keys, single keys, both permutations, windows and dense rows.
+/// Tiles of any size, rows without keys, single keys, both permutations, windows and dense rows; or tiles that the Hopper
+/// kernel reads whole.
 fn random_mask(shape: CallShape, random: &mut Random) -> SparseMask {
-    let query_tile = random.one_of(&[1, 16, 64, 100, 128, 130, 192]);
-    let key_tile = random.one_of(&[1, 16, 48, 64, 128, 192]);
+    let whole_tiles = shape.num_keys > 400 || random.chance(0.3);
+    let (query_tiles, key_tiles): (&[usize], &[usize]) = match whole_tiles {
+        true => (&[64, 64, 64, 128, 128, 100, 192], &[64, 128, 192]),
+        false => (&[1, 16, 64, 100, 128, 130, 192], &[1, 16, 48, 64, 128, 192]),
+    };
+    let (query_tile, key_tile) = (random.one_of(query_tiles), random.one_of(key_tiles));
     let tiles = Tiles {
         query_offset: random.one_of(&[0, shape.context() % query_tile]),
         ..Tiles::new(shape, query_tile, key_tile)
@@ -306,7 +347,7 @@ fn random_mask(shape: CallShape, random: &mut Random) -> SparseMask {
         ListsPer::QueryHead => shape.num_heads,
         ListsPer::KvHead => shape.num_kv_heads,
     };
-    let columns = random.chance(0.5);
+    let columns = !whole_tiles && random.chance(0.5);
     let density = random.one_of(&[0.02, 0.3, 0.8]);
     let lists: Vec<ListRows> = (0..num_lists)
         .map(|_| {
@@ -327,7 +368,7 @@ fn random_mask(shape: CallShape, random: &mut Random) -> SparseMask {
         })
         .collect();
     let mut mask = SparseMask::from_lists(shape, tiles, per, &lists);
-    if random.chance(0.4) {
+    if !whole_tiles && random.chance(0.4) {
         let heads = random.one_of(&[num_lists, shape.num_heads]);
         mask.key_order = orders(heads, shape.num_keys, random);
     }

@@ -24,17 +24,19 @@ pub mod paths;
 pub mod model;
 
 mod adamw_step;
+mod block_selection;
 mod keys;
 mod nsa_blocks;
 mod packed_mask;
 mod score_matrix;
 
 pub use adamw_step::AdamWStep;
+pub use block_selection::{BlockScores, BlockSelection, KeepBlocks};
 pub use model::{
     Attention, DmaBias, DmaRecency, DmaShape, DmaWindow, MlaShape, ModelShape, NsaCompression,
     NsaShape,
 };
 pub use nsa_blocks::NsaBlocks;
-pub use packed_mask::{MaskArrays, MaskError, PackedMask};
+pub use packed_mask::{MaskArrays, MaskError, MaskLayout, PackedMask};
 pub use recipe::{Recipe, RecipeError};
 pub use score_matrix::{MOST_REFERENCE_SCORES, ReferenceTooLarge, ScoreMatrix};

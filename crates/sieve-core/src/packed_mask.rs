@@ -44,18 +44,33 @@ pub struct MaskArrays<'a> {
     pub dense_rows: Vec<Range<usize>>,
 }
 
+/// The sizes of a mask, and where its arrays are in one buffer of i32.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MaskLayout {
+    /// Query rows.
+    pub num_queries: usize,
+    /// Keys.
+    pub num_keys: usize,
+    /// Query heads and KV heads.
+    pub heads: [usize; 2],
+    /// `query_tile`, `query_offset`, `key_tile` and the number of query tiles.
+    pub cuts: [usize; 4],
+    /// Query heads that share a list, and query heads that share an order of keys.
+    pub heads_per: [usize; 2],
+    /// Where `tile_order`, `row_ptr`, `tile_idx`, `col_ptr`, `col_idx`, `key_order`, `query_order` and `windows` begin; 0 for
+    /// an absent one. Without `tile_order` later tiles have more keys.
+    pub places: [usize; 8],
+    /// Words of the buffer.
+    pub words: usize,
+    /// Rows that see every key not after them.
+    pub dense_rows: Vec<Range<usize>>,
+}
+
 /// A mask whose every index is inside its array.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PackedMask {
-    num_queries: usize,
-    num_keys: usize,
-    num_heads: usize,
-    num_kv_heads: usize,
-    cuts: [usize; 4],
-    heads_per: [usize; 2],
-    places: [usize; 8],
+    layout: MaskLayout,
     data: Vec<i32>,
-    dense_rows: Vec<Range<usize>>,
 }
 
 /// An array of a mask that does not fit its call.
@@ -124,58 +139,27 @@ impl PackedMask {
             if array.is_empty() { 0 } else { place }
         });
         let orders = (a.key_order.len() / a.num_keys).max(1);
-        Ok(Self {
+        let layout = MaskLayout {
             num_queries: a.num_queries,
             num_keys: a.num_keys,
-            num_heads: a.num_heads,
-            num_kv_heads: a.num_kv_heads,
+            heads: [a.num_heads, a.num_kv_heads],
             cuts: [a.query_tile, a.query_offset, a.key_tile, num_tiles],
             heads_per: [a.num_heads / a.num_lists, a.num_heads / orders],
             places,
-            data,
+            words: data.len(),
             dense_rows: a.dense_rows.clone(),
-        })
+        };
+        Ok(Self { layout, data })
     }
 
-    /// Query rows.
-    pub fn num_queries(&self) -> usize {
-        self.num_queries
-    }
-
-    /// Keys.
-    pub fn num_keys(&self) -> usize {
-        self.num_keys
-    }
-
-    /// Query heads and KV heads.
-    pub fn heads(&self) -> [usize; 2] {
-        [self.num_heads, self.num_kv_heads]
-    }
-
-    /// `query_tile`, `query_offset`, `key_tile` and the number of query tiles.
-    pub fn cuts(&self) -> [usize; 4] {
-        self.cuts
-    }
-
-    /// Query heads that share a list, and query heads that share an order of keys.
-    pub fn heads_per(&self) -> [usize; 2] {
-        self.heads_per
-    }
-
-    /// Where `tile_order`, `row_ptr`, `tile_idx`, `col_ptr`, `col_idx`, `key_order`, `query_order` and `windows` begin in
-    /// [`data`](Self::data); 0 for an absent one.
-    pub fn places(&self) -> [usize; 8] {
-        self.places
+    /// Sizes and places.
+    pub fn layout(&self) -> &MaskLayout {
+        &self.layout
     }
 
     /// The arrays.
     pub fn data(&self) -> &[i32] {
         &self.data
-    }
-
-    /// Rows that see every key not after them.
-    pub fn dense_rows(&self) -> &[Range<usize>] {
-        &self.dense_rows
     }
 }
 
@@ -273,11 +257,13 @@ mod tests {
     #[test]
     fn arrays_lie_end_to_end_and_long_tiles_come_first() {
         let mask = PackedMask::new(&arrays()).expect("it fits");
-        let [order, row_ptr, tile_idx, col_ptr, ..] = mask.places();
+        let layout = mask.layout();
+        let [order, row_ptr, tile_idx, col_ptr, ..] = layout.places;
         assert_eq!([order, row_ptr, tile_idx, col_ptr], [1, 5, 10, 0]);
         assert_eq!(mask.data()[order..row_ptr], [1, 0, 0, 1]);
         assert_eq!(mask.data()[tile_idx..], [2, 0, 1, 3, 1, 2, 3]);
-        assert_eq!((mask.heads_per(), mask.cuts()), ([2, 4], [4, 0, 2, 2]));
+        assert_eq!((layout.heads_per, layout.cuts), ([2, 4], [4, 0, 2, 2]));
+        assert_eq!(layout.words, mask.data().len());
     }
 
     #[test]

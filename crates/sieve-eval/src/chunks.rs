@@ -1,10 +1,14 @@
 //! Prompts whole, or in pieces that each see all keys before them; on the host, or with the attention on the device.
 use crate::EvalError;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Int, Tensor};
+use sieve_core::BlockSelection;
 use sieve_nn::{HostOperands, LayerOperands};
-use sieve_ops::{SieveBackend, sparse_attention};
+use sieve_ops::{
+    DeviceMask, DeviceSelection, SieveBackend, SparseOutput, select_blocks, sparse_attention,
+};
 use sieve_select::{BlockMeans, Call, CallShape, Reads, Selector, SparseMask, density};
 use std::ops::Range;
+use std::time::Instant;
 
 /// A layer's attention of one document under a prefill selector, over all its calls.
 pub(crate) struct Prefilled {
@@ -25,6 +29,8 @@ pub(crate) struct Cost {
     /// Seconds until the masks were ready.
     pub(crate) select_seconds: f64,
     pub(crate) calls: u64,
+    /// Calls whose masks were made on the device.
+    pub(crate) device_calls: u64,
     pub(crate) dense_calls: u64,
     pub(crate) nan_lists: u64,
     /// Bytes copied from the device to the host.
@@ -33,17 +39,67 @@ pub(crate) struct Cost {
 }
 
 impl Cost {
+    /// Of a method that reads token by token.
+    pub(crate) fn of_density(density: f64) -> Self {
+        Self {
+            density,
+            ..Self::default()
+        }
+    }
+
     fn add(&mut self, mask: &SparseMask) {
         let shares = density(mask);
-        let pairs = mask.shape.causal_pairs() as f64;
-        let share = pairs / (self.causal_pairs + pairs);
-        self.causal_pairs += pairs;
-        self.density += (shares.token + shares.probes - self.density) * share;
-        self.tile_density += (shares.tile - self.tile_density) * share;
+        let shares = [shares.token + shares.probes, shares.tile];
+        self.add_shares(mask.shape, shares);
         self.select_seconds += mask.stats.select_seconds;
-        self.calls += 1;
         self.dense_calls += u64::from(mask.stats.dense_call);
         self.nan_lists += mask.stats.nan_lists as u64;
+    }
+
+    /// Computed pairs over causal ones, and kept tiles over admissible ones.
+    fn add_shares(&mut self, shape: CallShape, [pairs, tiles]: [f64; 2]) {
+        let causal = shape.causal_pairs() as f64;
+        let share = causal / (self.causal_pairs + causal);
+        self.causal_pairs += causal;
+        self.density += (pairs - self.density) * share;
+        self.tile_density += (tiles - self.tile_density) * share;
+        self.calls += 1;
+    }
+
+    /// A call whose mask was made on the device. Reads what it kept back, and waits for it.
+    fn add_selection<B: SieveBackend>(
+        &mut self,
+        shape: CallShape,
+        selection: &BlockSelection,
+        made: &DeviceSelection<B>,
+    ) {
+        let sum = |numbers: &Tensor<B, 1, Int>| -> f64 {
+            let numbers = numbers.clone().into_data();
+            numbers.iter::<i64>().map(|x| x as f64).sum()
+        };
+        let lists = selection.num_lists() as f64;
+        let (tiles, mut pairs) = (sum(&made.counts), sum(&made.pairs));
+        let causal = shape.causal_pairs() as f64;
+        let most = selection.admissible_tiles() as f64;
+        // As for masks of the host: dense rows are computed whole, and their part of the lists is not.
+        let density = pairs / (lists * causal);
+        pairs = match selection.dense_rows.first() {
+            None => density,
+            Some(rows) => {
+                let dense = CallShape {
+                    num_queries: rows.len(),
+                    ..shape
+                };
+                let share = dense.causal_pairs() as f64 / causal;
+                share + density * (1.0 - share)
+            }
+        };
+        let nan_rows = made.nan_rows.clone().into_data();
+        let nan_heads = nan_rows.iter::<i64>().filter(|&rows| rows > 0).count();
+        self.add_shares(shape, [pairs, tiles / (lists * most)]);
+        self.dense_calls += u64::from(tiles == lists * most);
+        self.nan_lists += nan_heads as u64;
+        self.device_calls += 1;
     }
 }
 
@@ -78,13 +134,13 @@ pub(crate) fn prefill(
     Ok(done)
 }
 
-/// The same with the attention on the device, for a selector that reads no values: `[1, num_tokens, num_heads, head_dim]`.
-/// What the selection reads goes to the host, the masks come back.
+/// The same with the attention on the device, for a selector that reads no values: o is `[1, num_tokens, num_heads, head_dim]`.
+/// Where the selection is not on the device too, what it reads goes to the host, and the masks come back.
 pub(crate) fn prefill_on_device<B: SieveBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
     chunk: Option<usize>,
-) -> Result<(Tensor<B, 4>, Cost), EvalError> {
+) -> Result<(SparseOutput<B>, Cost), EvalError> {
     let [_, tokens, _, head_dim] = operands.qkv.dims();
     let whole = CallShape {
         num_queries: tokens,
@@ -93,50 +149,93 @@ pub(crate) fn prefill_on_device<B: SieveBackend>(
         num_kv_heads: operands.num_kv_heads,
         head_dim,
     };
-    let rows: Vec<Range<usize>> = (0..tokens)
-        .step_by(chunk.unwrap_or(tokens).max(1))
-        .map(|first| first..chunk.map_or(tokens, |chunk| (first + chunk).min(tokens)))
-        .collect();
-    let reads = |rows: &Range<usize>| selector.reads(operands.layer, rows.len());
     let (mut cost, mut parts) = (Cost::default(), Vec::new());
-    let copied = rows.iter().any(|rows| reads(rows) == Reads::Tokens);
-    let copied = copied.then(|| (operands.queries(), operands.keys()));
-    if let Some((q, k)) = &copied {
-        cost.host_bytes += ((q.len() + k.len()) * operands.qkv.dtype().size()) as u64;
-    }
-    for rows in rows {
+    let mut copied = None;
+    let step = chunk.unwrap_or(tokens).max(1);
+    for first in (0..tokens).step_by(step) {
+        let rows = first..(first + step).min(tokens);
         let shape = CallShape {
             num_queries: rows.len(),
             num_keys: rows.end,
             ..whole
         };
         let keys = operands.qkv.clone().narrow(1, 0, rows.end);
-        let means = match reads(&rows) {
-            Reads::BlockMeans(block) => Some(Means::of(&keys, shape, block)),
-            _ => None,
+        let selection = selector.block_selection(shape, operands.layer);
+        let started = Instant::now();
+        let made = selection.and_then(|selection| {
+            // A refusal (a width without a kernel) leaves the call to the host.
+            let made = select_blocks(&keys, &selection).ok()?;
+            Some((selection, made))
+        });
+        let attend = |keys: Tensor<B, 4>, mask: &DeviceMask<B>| {
+            let scale = f64::from(shape.softmax_scale());
+            sparse_attention(keys, mask, scale).map_err(|reason| EvalError::Kernel {
+                selector: selector.name(),
+                reason,
+            })
         };
-        let call = match (&means, &copied) {
-            (Some(means), _) => {
-                cost.host_bytes += 4 * (means.q.len() + means.k.len()) as u64;
-                Call::of_means(shape, means.view())?
-            }
-            (None, Some((q, k))) => Call::without_values(whole, q, k)?.chunk(rows),
-            (None, None) => Call::of_shape(shape)?,
-        };
-        let mut mask = selector.select(&call.in_layer(operands.layer, operands.num_layers))?;
-        mask.stats.dense_call |= mask.keeps_everything();
-        cost.add(&mask);
-        let o = sparse_attention(keys, &mask.packed()?, f64::from(shape.softmax_scale()));
-        parts.push(o.map_err(|reason| EvalError::Kernel {
-            selector: selector.name(),
-            reason,
-        })?);
+        if let Some((selection, made)) = made {
+            B::sync(&keys.device()).map_err(|error| EvalError::Kernel {
+                selector: selector.name(),
+                reason: error.to_string(),
+            })?;
+            cost.select_seconds += started.elapsed().as_secs_f64();
+            parts.push(attend(keys, &made.mask)?);
+            cost.add_selection(shape, &selection, &made);
+            continue;
+        }
+        let mask = select_on_host(selector, operands, whole, rows, &mut copied, &mut cost)?;
+        let mask = DeviceMask::upload(&mask.packed()?, &keys.device());
+        parts.push(attend(keys, &mask)?);
     }
-    let o = match parts.len() {
+    let joined = match parts.len() {
         1 => parts.remove(0),
-        _ => Tensor::cat(parts, 1),
+        _ => SparseOutput {
+            o: Tensor::cat(parts.iter().map(|part| part.o.clone()).collect(), 1),
+            lse: Tensor::cat(parts.into_iter().map(|part| part.lse).collect(), 2),
+        },
     };
-    Ok((o, cost))
+    Ok((joined, cost))
+}
+
+/// Queries and keys of a layer on the host.
+type HostQueriesAndKeys = (Vec<f32>, Vec<f32>);
+
+/// A mask made on the host, from what it reads of the device; queries and keys are copied once.
+fn select_on_host<B: SieveBackend>(
+    selector: &Selector,
+    operands: &LayerOperands<B>,
+    whole: CallShape,
+    rows: Range<usize>,
+    copied: &mut Option<HostQueriesAndKeys>,
+    cost: &mut Cost,
+) -> Result<SparseMask, EvalError> {
+    let shape = CallShape {
+        num_queries: rows.len(),
+        num_keys: rows.end,
+        ..whole
+    };
+    let means;
+    let call = match selector.reads(operands.layer, rows.len()) {
+        Reads::Nothing => Call::of_shape(shape)?,
+        Reads::BlockMeans(block) => {
+            means = Means::of(&operands.qkv.clone().narrow(1, 0, rows.end), shape, block);
+            cost.host_bytes += 4 * (means.q.len() + means.k.len()) as u64;
+            Call::of_means(shape, means.view())?
+        }
+        Reads::Tokens | Reads::Values => {
+            let (q, k) = copied.get_or_insert_with(|| {
+                let (q, k) = (operands.queries(), operands.keys());
+                cost.host_bytes += ((q.len() + k.len()) * operands.qkv.dtype().size()) as u64;
+                (q, k)
+            });
+            Call::without_values(whole, q, k)?.chunk(rows)
+        }
+    };
+    let mut mask = selector.select(&call.in_layer(operands.layer, operands.num_layers))?;
+    mask.stats.dense_call |= mask.keeps_everything();
+    cost.add(&mask);
+    Ok(mask)
 }
 
 /// Means of blocks of a call, made on the device in f32.

@@ -21,6 +21,7 @@ mod needle;
 mod recall;
 mod tasks;
 
+mod captured;
 mod chunks;
 mod pass;
 mod patterns;

@@ -3,7 +3,7 @@ use crate::EvalError;
 use crate::input::ids;
 use crate::selection::Selection;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_nn::{HostOperands, LayerContext, LayerOperands, Qwen3};
+use sieve_nn::{HostOperands, LayerAttention, LayerContext, LayerOperands, Qwen3};
 use sieve_ops::{Documents, SieveBackend};
 use std::time::Instant;
 
@@ -35,9 +35,7 @@ pub(crate) fn attending_pass<B: SieveBackend>(
     attend: &mut dyn FnMut(HostOperands<'_>) -> Result<Vec<f32>, EvalError>,
 ) -> Result<Pass, EvalError> {
     let attend = &mut |operands: &LayerOperands<B>| operands.on_host(&mut *attend);
-    pass(model, window, device, |ids, context| {
-        model.hidden_attending(ids, context, attend)
-    })
+    layers_pass(model, window, device, attend)
 }
 
 /// The same with a selector, which computes where its device does.
@@ -47,7 +45,18 @@ pub(crate) fn selecting_pass<B: SieveBackend>(
     device: &B::Device,
     selection: &mut Selection,
 ) -> Result<Pass, EvalError> {
-    let attend = &mut |operands: &LayerOperands<B>| selection.attend(operands);
+    layers_pass(model, window, device, &mut |operands| {
+        selection.attend(operands)
+    })
+}
+
+/// The same with `attend`, which is given a layer's operands where they are.
+pub(crate) fn layers_pass<B: SieveBackend>(
+    model: &Qwen3<B>,
+    window: &[u32],
+    device: &B::Device,
+    attend: &mut LayerAttention<'_, B, EvalError>,
+) -> Result<Pass, EvalError> {
     pass(model, window, device, |ids, context| {
         model.hidden_attending(ids, context, attend)
     })

@@ -30,6 +30,8 @@ pub struct SelectionTotals {
     pub dense_calls: u64,
     /// Calls whose attention a kernel of the device computed; the others ran on the host's cores.
     pub kernel_calls: u64,
+    /// Calls whose masks were made on the device; the others' were made on the host.
+    pub device_selections: u64,
     /// Bytes of queries, keys, values and their means that were copied from the device to the host.
     pub host_bytes: u64,
     /// Lists that ran dense because a score was no number.
@@ -178,6 +180,13 @@ impl Selection {
         self.selector.phase() != Phase::Prefill
     }
 
+    /// Whether a kernel of the device attends: it has one, and the method selects by queries and keys alone.
+    pub(crate) fn attends_on_device<B: SieveBackend>(&self, operands: &LayerOperands<B>) -> bool {
+        !self.is_token_by_token()
+            && self.selector.reads(operands.layer, operands.num_tokens()) != Reads::Values
+            && has_sparse_attention(&operands.qkv)
+    }
+
     /// Attention of one document in one layer: by the device's kernel where it has one and the method selects by queries and
     /// keys alone, else on the host.
     ///
@@ -188,21 +197,19 @@ impl Selection {
         operands: &LayerOperands<B>,
     ) -> Result<Tensor<B, 4>, EvalError> {
         let [_, tokens, heads, head_dim] = operands.qkv.dims();
-        let on_device = !self.is_token_by_token()
-            && self.selector.reads(operands.layer, tokens) != Reads::Values
-            && has_sparse_attention(&operands.qkv);
-        if !on_device {
+        if !self.attends_on_device(operands) {
             let all = tokens * heads * head_dim * operands.qkv.dtype().size();
             self.totals.host_bytes += all as u64;
             return operands.on_host(|operands| self.attend_on_host(operands));
         }
         let started = Instant::now();
-        let (o, cost) = prefill_on_device(&self.selector, operands, self.chunk)?;
+        let (output, cost) = prefill_on_device(&self.selector, operands, self.chunk)?;
         self.totals.host_bytes += cost.host_bytes;
         self.totals.kernel_calls += cost.calls;
+        self.totals.device_selections += cost.device_calls;
         self.add(cost, tokens, operands.num_heads);
         self.totals.seconds += started.elapsed().as_secs_f64();
-        Ok(o)
+        Ok(output.o)
     }
 
     fn add(&mut self, cost: Cost, num_tokens: usize, num_heads: usize) {

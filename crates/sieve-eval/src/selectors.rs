@@ -1,14 +1,14 @@
 //! Selectors side by side on one model: what each computes, keeps, costs and breaks.
 use crate::EvalError;
-use crate::chunks::{call, prefill};
+use crate::captured::Captured;
+use crate::chunks::call;
 use crate::input::{check_vocabulary, check_windows};
-use crate::pass::{attending_pass, milliseconds, own_pass, selecting_pass};
-use crate::selection::{Selection, layer_shape};
+use crate::pass::{attending_pass, layers_pass, own_pass, selecting_pass};
+use crate::selection::Selection;
 use serde::Serialize;
-use sieve_nn::{HostOperands, Qwen3};
+use sieve_nn::Qwen3;
 use sieve_ops::SieveBackend;
-use sieve_select::{AttentionOutput, DecodeSession, Selector, SparseMask, dense_attention, recall};
-use std::time::Instant;
+use sieve_select::{Selector, SparseMask, dense_attention};
 
 /// One selector at one prompt length, over all layers and windows.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -49,6 +49,10 @@ pub struct SelectorMeasure {
     pub causal: bool,
     /// Lists that ran dense because a score was no number.
     pub nan_lists: u64,
+    /// Calls of a prompt whose masks were made on the device, of all layers.
+    pub device_selections: f64,
+    /// Bytes of q, k, v and their means that a prompt's selection and attention copied to the host.
+    pub host_bytes: f64,
     /// By layer.
     pub layers: Vec<LayerMeasure>,
 }
@@ -62,50 +66,6 @@ pub struct LayerMeasure {
     pub recall: Option<f64>,
     /// Relative error of the output.
     pub output_error: f64,
-}
-
-/// Operands of a layer, as the dense model made them, with what dense attention says.
-struct Captured {
-    q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
-    place: Place,
-    dense: AttentionOutput,
-}
-
-/// [`HostOperands`] without its slices.
-#[derive(Clone, Copy)]
-struct Place {
-    layer: usize,
-    num_layers: usize,
-    num_tokens: usize,
-    num_heads: usize,
-    num_kv_heads: usize,
-    head_dim: usize,
-}
-
-impl Captured {
-    fn operands(&self) -> HostOperands<'_> {
-        let Place {
-            layer,
-            num_layers,
-            num_tokens,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-        } = self.place;
-        HostOperands {
-            layer,
-            num_layers,
-            num_tokens,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            q: &self.q,
-            k: &self.k,
-            v: &self.v,
-        }
-    }
 }
 
 /// Measures every selector on prompts of one length: `windows` are token sequences, each one longer than the prompt by the
@@ -134,13 +94,10 @@ pub fn measure_selectors<B: SieveBackend>(
         dense_prefill_ms = own_pass(model, window, device)?
             .prefill_ms
             .min(dense_prefill_ms);
-        let dense = attending_pass(model, window, device, &mut |operands| {
-            let call = call(operands)?;
-            let started = Instant::now();
-            let dense = dense_attention(&call)?;
-            dense_ms += milliseconds(started);
-            let o = dense.o.clone();
-            captured.push(capture(operands, dense));
+        let dense = layers_pass(model, window, device, &mut |operands| {
+            let (layer, o) = Captured::of(operands)?;
+            dense_ms += layer.dense_ms;
+            captured.push(layer);
             Ok(o)
         })?;
         dense_nats += dense.nats;
@@ -182,6 +139,8 @@ pub fn measure_selectors<B: SieveBackend>(
             dense_loss: dense_nats / predictions,
             causal: selector.is_causal_map(),
             nan_lists: sum.nan_lists,
+            device_selections: sum.device_selections as f64 / count,
+            host_bytes: sum.host_bytes as f64 / count,
             layers,
         }
     };
@@ -206,10 +165,9 @@ pub fn sweep_selectors<B: SieveBackend>(
 ) -> Result<Vec<DensityAndRecall>, EvalError> {
     check_vocabulary(window, model.shape().vocab_size)?;
     let mut captured = Vec::new();
-    attending_pass(model, window, device, &mut |operands| {
-        let dense = dense_attention(&call(operands)?)?;
-        let o = dense.o.clone();
-        captured.push(capture(operands, dense));
+    layers_pass(model, window, device, &mut |operands| {
+        let (layer, o) = Captured::of(operands)?;
+        captured.push(layer);
         Ok(o)
     })?;
     let point = |selection: &Selection| {
@@ -267,6 +225,8 @@ struct Sums {
     attention_ms: f64,
     prefill_ms: Option<f64>,
     nan_lists: u64,
+    device_selections: u64,
+    host_bytes: u64,
     layers: Vec<LayerMeasure>,
 }
 
@@ -275,7 +235,7 @@ impl Sums {
     fn window<B: SieveBackend>(
         &mut self,
         selection: &mut Selection,
-        captured: &[Captured],
+        captured: &[Captured<B>],
         model: &Qwen3<B>,
         window: &[u32],
         device: &B::Device,
@@ -283,7 +243,7 @@ impl Sums {
         for layer in captured {
             self.layers.resize(captured.len(), LayerMeasure::default());
             let measure = self.layer(selection, layer)?;
-            let total = &mut self.layers[layer.place.layer];
+            let total = &mut self.layers[layer.operands.layer];
             total.density += measure.density;
             total.output_error += measure.output_error;
             total.recall = measure.recall.map(|x| x + total.recall.unwrap_or(0.0));
@@ -298,35 +258,19 @@ impl Sums {
     }
 
     /// Runs a selector on a captured layer.
-    fn layer(
+    fn layer<B: SieveBackend>(
         &mut self,
         selection: &Selection,
-        layer: &Captured,
+        layer: &Captured<B>,
     ) -> Result<LayerMeasure, EvalError> {
-        let (selector, operands) = (selection.selector(), layer.operands());
-        let started = Instant::now();
-        if selector.is_token_by_token() {
-            let mut session = DecodeSession::new(selector, layer_shape(operands))?;
-            let o = session.stream(operands.q, operands.k, operands.v)?;
-            self.attention_ms += milliseconds(started);
-            let shape = call(operands)?.shape;
-            let pairs = shape.causal_pairs() * shape.num_heads as u64;
-            return Ok(LayerMeasure {
-                density: session.pairs_read() as f64 / pairs as f64,
-                recall: None,
-                output_error: relative_error(&o, &layer.dense.o),
-            });
-        }
-        let done = prefill(selector, operands, selection.chunk())?;
-        self.attention_ms += milliseconds(started);
+        let done = layer.run(selection)?;
+        self.attention_ms += done.milliseconds;
         self.select_ms += 1e3 * done.cost.select_seconds;
         self.nan_lists += done.cost.nan_lists;
         self.tiles += done.cost.tile_density;
-        Ok(LayerMeasure {
-            density: done.cost.density,
-            recall: Some(recall(&done.lse, &layer.dense.lse)),
-            output_error: relative_error(&done.o, &layer.dense.o),
-        })
+        self.device_selections += done.cost.device_calls;
+        self.host_bytes += done.cost.host_bytes;
+        layer.compare(&done)
     }
 }
 
@@ -338,34 +282,6 @@ impl LayerMeasure {
             output_error: self.output_error / count,
         }
     }
-}
-
-fn capture(operands: HostOperands<'_>, dense: AttentionOutput) -> Captured {
-    Captured {
-        q: operands.q.to_vec(),
-        k: operands.k.to_vec(),
-        v: operands.v.to_vec(),
-        place: Place {
-            layer: operands.layer,
-            num_layers: operands.num_layers,
-            num_tokens: operands.num_tokens,
-            num_heads: operands.num_heads,
-            num_kv_heads: operands.num_kv_heads,
-            head_dim: operands.head_dim,
-        },
-        dense,
-    }
-}
-
-fn relative_error(a: &[f32], b: &[f32]) -> f64 {
-    let square = |x: f64| x * x;
-    let error: f64 = a
-        .iter()
-        .zip(b)
-        .map(|(a, b)| square(f64::from(*a) - f64::from(*b)))
-        .sum();
-    let size: f64 = b.iter().map(|b| square(f64::from(*b))).sum();
-    (error / size.max(f64::MIN_POSITIVE)).sqrt()
 }
 
 #[cfg(test)]

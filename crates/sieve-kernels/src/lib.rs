@@ -14,6 +14,7 @@ mod cublaslt;
 mod dma;
 mod mla;
 mod nsa;
+mod select;
 mod step;
 
 mod specialisations;
@@ -33,7 +34,7 @@ pub use attention::hopper_tiling::{
     KernelFamily, attention_family, best_family, keeps_rest, let_every_lane_arrive,
     use_portable_kernels_only,
 };
-pub use attention::sparse_forward::sparse_attention_forward;
+pub use attention::sparse_forward::{SparseKeyReads, sparse_attention_forward};
 pub use attention::tiling::KeySource;
 pub use cublaslt::{
     AlgorithmSearch, MatmulOutput, Product, cublaslt_version, matmul, matmul_is_inline, matmul_nn,
@@ -68,9 +69,11 @@ pub use runtime::probe::{CudaReport, DeviceReport, memory_bytes, probe};
 pub use runtime::recording::{BufferView, Hardware, Launch, MapData, Recorder, Recording, Step};
 pub use runtime::source::{KernelText, kernel_file, kernel_files};
 pub use runtime::source_kernel::SourceKernel;
+pub use select::{SelectedBlocks, select_blocks};
 pub use specialisations::{
     AttentionNeeds, NeededKernels, NeededKeys, manifest, mla_decode_kernels, mla_pack_kernels,
-    needed_kernels, shared_bytes_of, shipped_kernels, shipped_kernels_for, step_kernels,
+    needed_kernels, shared_bytes_of, shipped_kernels, shipped_kernels_for, sparse_kernels,
+    step_kernels,
 };
 pub use step::adamw::{AdamwTensors, adamw};
 pub use step::cross_entropy::{LogitRows, cross_entropy, cross_entropy_with_gradients};

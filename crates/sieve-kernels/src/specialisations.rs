@@ -11,7 +11,7 @@ mod step;
 
 pub use attention::{
     AttentionNeeds, NeededKeys, mla_decode_kernels, mla_pack_kernels, needed_kernels,
-    shared_bytes_of,
+    shared_bytes_of, sparse_kernels,
 };
 pub use manifest::manifest;
 pub use shipped::{shipped_kernels, shipped_kernels_for};

@@ -68,7 +68,10 @@ pub use optimizer::{
 pub use rope::{
     QkNorm, QkNormRopeCall, RopeBackend, RopeGradients, RopeTables, RotaryEmbedding, qk_norm_rope,
 };
-pub use sparse::{SparseBackend, has_sparse_attention, sparse_attention};
+pub use sparse::{
+    ChosenBlocks, DeviceMask, DeviceSelection, SparseBackend, SparseOutput, has_sparse_attention,
+    select_blocks, sparse_attention,
+};
 pub use swiglu::{SwigluBackend, SwigluGradients, swiglu};
 
 pub use sieve_core::DmaBias;

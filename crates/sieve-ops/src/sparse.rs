@@ -1,14 +1,55 @@
-//! Attention under a selector's mask, without gradient.
+//! Attention under a selector's mask, and the selection of one, without gradient.
 mod autodiff;
 mod backend;
 mod cuda;
 mod flex;
 
-pub use backend::SparseBackend;
+pub use backend::{ChosenBlocks, SparseBackend};
 
 use crate::tensors::{primitive, tensor};
-use burn::tensor::Tensor;
-use sieve_core::PackedMask;
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor, TensorData};
+use sieve_core::{BlockSelection, MaskLayout, PackedMask};
+
+/// A selector's mask where the queries are.
+#[derive(Clone, Debug)]
+pub struct DeviceMask<B: Backend> {
+    layout: MaskLayout,
+    data: Tensor<B, 1, Int>,
+}
+
+impl<B: Backend> DeviceMask<B> {
+    /// A mask of the host, copied to a device.
+    pub fn upload(mask: &PackedMask, device: &B::Device) -> Self {
+        let data = TensorData::new(mask.data().to_vec(), [mask.data().len()]);
+        Self {
+            layout: mask.layout().clone(),
+            data: Tensor::from_data(data, device),
+        }
+    }
+}
+
+/// A mask made on the device, and what it keeps.
+#[derive(Clone, Debug)]
+pub struct DeviceSelection<B: Backend> {
+    /// The mask.
+    pub mask: DeviceMask<B>,
+    /// Kept tiles of each row of each list, `[lists * query tiles]`.
+    pub counts: Tensor<B, 1, Int>,
+    /// Pairs of a query and a kept key not after it, likewise.
+    pub pairs: Tensor<B, 1, Int>,
+    /// Rows of each head with a score that is no number; such heads are dense. `[num_heads]`.
+    pub nan_rows: Tensor<B, 1, Int>,
+}
+
+/// What attention under a mask returns.
+#[derive(Clone, Debug)]
+pub struct SparseOutput<B: Backend> {
+    /// `[1, num_queries, num_heads, head_dim]`.
+    pub o: Tensor<B, 4>,
+    /// Log-sum-exp of the kept logits, f32 `[1, num_heads, num_queries]`.
+    pub lse: Tensor<B, 3>,
+}
 
 /// Whether the backend has a kernel for [`sparse_attention`] on this tensor. Where it has none, sieve-select's attention on the
 /// host takes the call.
@@ -20,14 +61,40 @@ pub fn has_sparse_attention<B: SparseBackend>(qkv: &Tensor<B, 4>) -> bool {
 ///
 /// # Shapes
 /// - qkv: `[1, num_keys, num_heads + 2 * num_kv_heads, head_dim]`
-/// - returns: `[1, num_queries, num_heads, head_dim]`
 ///
 /// # Errors
 /// Why the kernel refuses the call, or that the backend has none.
 pub fn sparse_attention<B: SparseBackend>(
     qkv: Tensor<B, 4>,
-    mask: &PackedMask,
+    mask: &DeviceMask<B>,
     softmax_scale: f64,
-) -> Result<Tensor<B, 4>, String> {
-    B::sparse_attention(primitive(qkv), mask, softmax_scale).map(tensor)
+) -> Result<SparseOutput<B>, String> {
+    let data = mask.data.clone().into_primitive();
+    let [o, lse] = B::sparse_attention(primitive(qkv), &mask.layout, data, softmax_scale)?;
+    Ok(SparseOutput {
+        o: tensor(o),
+        lse: tensor(lse),
+    })
+}
+
+/// Chooses the blocks that a selector keeps from queries and keys, on the device; nothing is copied to the host.
+///
+/// # Shapes
+/// - qkv: as [`sparse_attention`]
+///
+/// # Errors
+/// Why the kernels refuse the call, or that the backend has none.
+pub fn select_blocks<B: SparseBackend>(
+    qkv: &Tensor<B, 4>,
+    selection: &BlockSelection,
+) -> Result<DeviceSelection<B>, String> {
+    let chosen = B::select_blocks(primitive(qkv.clone()), selection)?;
+    let [data, counts, pairs, nan_rows] = chosen.tensors.map(Tensor::from_primitive);
+    let layout = chosen.layout;
+    Ok(DeviceSelection {
+        mask: DeviceMask { layout, data },
+        counts,
+        pairs,
+        nan_rows,
+    })
 }

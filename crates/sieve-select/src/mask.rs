@@ -261,13 +261,16 @@ impl SparseMask {
     pub fn keeps_everything(&self) -> bool {
         let hides = |window: &TokenWindow| (window.local as usize) < self.shape.num_keys;
         let in_order = self.key_order.is_empty() && self.query_order.is_empty();
-        let admissible: usize = (0..self.tiles.num_query_tiles())
-            .map(|i| self.tiles.admissible(i))
-            .sum();
+        // Ascending, so that as many as there are, none of them later, are all.
+        let is_whole = |list: usize, i: usize| {
+            let (row, admissible) = (self.row(list, i), self.tiles.admissible(i));
+            row.len() == admissible && row.last().is_some_and(|&j| (j as usize) < admissible)
+        };
+        let rows = 0..self.tiles.num_query_tiles();
         self.causal
             && in_order
             && !self.windows.iter().any(hides)
-            && self.tile_idx.len() == admissible * self.num_lists()
+            && (0..self.num_lists()).all(|list| rows.clone().all(|i| is_whole(list, i)))
     }
 
     /// Adds a range of dense rows.

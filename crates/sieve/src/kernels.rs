@@ -12,8 +12,8 @@ use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use indicatif::ProgressBar;
 use sieve_bench::{
-    BenchEvent, BenchSettings, BuildEvent, BuildSettings, CheckSettings, RunSettings, Scores,
-    Target,
+    BenchEvent, BenchRows, BenchSettings, BuildEvent, BuildSettings, CheckSettings, RunSettings,
+    Scores, Target,
 };
 use sieve_kernels::{DeviceReport, KernelCache, NeededKernels};
 use sieve_ops::{Cuda, SieveBackend};
@@ -71,6 +71,12 @@ fn prepare(cache: &KernelCache, gpu: &DeviceReport) -> Result<()> {
     fill(cache, &gpu.arch(), &sieve_bench::all_kernels(gpu))
 }
 
+/// The same for attention under selectors' masks alone.
+fn prepare_sparse(cache: &KernelCache, gpu: &DeviceReport) -> Result<()> {
+    let needed = sieve_bench::sparse_kernels(gpu);
+    fill(cache, &gpu.arch(), &needed)
+}
+
 /// Compiles what a cache lacks of `needed`.
 pub(crate) fn fill(cache: &KernelCache, arch: &str, needed: &NeededKernels) -> Result<()> {
     let say = &mut build_printer();
@@ -98,8 +104,10 @@ fn check(args: &CheckArgs) -> Result<()> {
         longest: args.longest,
         seed: args.seed,
         portable: args.portable,
+        sparse: args.sparse,
     };
     let started = Instant::now();
+    let prepare = if args.sparse { prepare_sparse } else { prepare };
     let target = Target::from(args.device.resolve_and_prepare(prepare)?);
     let report = sieve_bench::check(&settings, &target)?;
     terminal::line(&report.to_string());
@@ -123,13 +131,17 @@ fn bench(args: BenchArgs) -> Result<()> {
     if args.repetitions == 0 {
         bail!("--repetitions 0: nothing would be timed");
     }
+    let rows = args.rows();
+    let prepare = match rows {
+        BenchRows::Sparse => prepare_sparse,
+        _ => prepare,
+    };
     let gpu = match args.device.resolve_and_prepare(prepare)? {
         Device::Cuda(gpu) => gpu,
         Device::Cpu => bail!(
             "kernels bench times the CUDA kernels, and there is no GPU here\n  hint: `cargo run --release -p sieve-cpu --example bench_cpu` in the sources times those of the CPU"
         ),
     };
-    let rows = args.rows();
     let report = sieve_bench::short_check(&gpu, args.portable, rows)?;
     if report.failed() > 0 {
         terminal::line(&report.to_string());

@@ -62,9 +62,10 @@ pub(crate) fn summary(selector: &Selector, totals: &SelectionTotals) -> String {
         );
     }
     text += &format!(
-        "\nattention         {:>14}  of {} calls by the GPU's kernel, the others by the CPU; {:.1} MB of q, k and v handed to the CPU",
+        "\nattention         {:>14}  of {} calls by the GPU's kernel, the others by the CPU; masks of {} made on the GPU; {:.1} MB of q, k and v handed to the CPU",
         totals.kernel_calls,
         totals.calls,
+        totals.device_selections,
         totals.host_bytes as f64 / 1e6
     );
     text

@@ -3,6 +3,7 @@
     sieve kernels bench --json OURS && python3 tests/gpu/rivals/attention.py --ours OURS --json OUT
 
 Dense: SDPA with cuDNN and with FlashAttention-2. Windows: FlexAttention, compiled. Decoding: cuDNN. bf16, 16 query and 8 KV heads;
+`--only sparse`: the rows of `sieve kernels bench --sparse`, 32 query and 8 KV heads, FlexAttention under random blocks of 128, cuDNN dense.
 CUDA events, the L2 flushed by reads before each run, the launches queued before the GPU is free, medians. A ratio is the rival's time over ours.
 """
 
@@ -17,6 +18,7 @@ HEADS, KV_HEADS = 16, 8
 DENSE = [(2, 8192, 128), (8, 2048, 128), (1, 16384, 128), (1, 32768, 128), (2, 8192, 64), (8, 2048, 64), (1, 32768, 64), (1, 8192, 128), (1, 16384, 64), (1, 131072, 128)]
 WINDOWS = [(16384, 128, 1024), (16384, 128, 2048), (65536, 128, 1024), (65536, 128, 2048)]
 DECODE = [(16, 131072, 128), (1, 131072, 128)]
+SPARSE_HEADS, SPARSE = 32, [(32768, [0.125]), (131072, [0.125, 0.0625])]
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION}
 
 
@@ -97,6 +99,40 @@ def decoding(timer):
             timer.time(("decode", batch, n, width, "cuDNN", "forward"), lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True), 15)
 
 
+def random_blocks(n, density, block=128):
+    """The diagonal block of each row and random others before it, for each head."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    blocks = n // block
+    at = torch.arange(blocks, device="cuda")
+    wanted = (density * (at + 1)).round().clamp(min=1) - 1
+    rank = torch.rand(SPARSE_HEADS, blocks, blocks, device="cuda").masked_fill_(at[None, :] >= at[:, None], 2.0).argsort(-1)
+    # The first `wanted` of a random order of the earlier blocks.
+    count = wanted.to(torch.int32)[None, None].expand(1, SPARSE_HEADS, -1).contiguous()
+    own = at.to(torch.int32)[:, None].expand(-1, blocks)[None, None].expand(1, SPARSE_HEADS, -1, -1).contiguous()
+    return BlockMask.from_kv_blocks(torch.ones_like(count), own, count, rank.to(torch.int32)[None], BLOCK_SIZE=block, mask_mod=lambda b, h, q, k: q >= k,
+                                    seq_lengths=(n, n), compute_q_blocks=False)
+
+
+def sparse(timer):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    flex = torch.compile(flex_attention, dynamic=False)
+    for n, densities in SPARSE:
+        new = lambda heads: torch.randn(1, n, heads, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        q, k, v = new(SPARSE_HEADS), new(KV_HEADS), new(KV_HEADS)
+        with torch.no_grad():
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                call = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                timer.time(("dense", 1, n, 128, "cuDNN", "forward 32/8"), call, 5)
+            for density in densities:
+                mask = random_blocks(n, density)
+                timer.time((f"blocks {density}", 1, n, 128, "FlexAttention", "forward 32/8"), lambda: flex(q, k, v, block_mask=mask, enable_gqa=True), 5)
+    for (what, _, n, _, rival, phase), ms in timer.rows.items():
+        if phase == "forward 32/8":
+            print(f"{rival} {what} 1 x {n} h{SPARSE_HEADS}/{KV_HEADS}: {ms:.3f} ms", flush=True)
+
+
 def side_by_side(rows, ours):
     """Lines `what, shape, ours, rival, ratio` for everything that both timed."""
     found = {(row["name"], row["shape"]): row.get("median_ms") for row in ours["rows"]}
@@ -135,7 +171,7 @@ def main():
     parser.add_argument("--json", default="/dev/null", help="where the rival's rows go")
     parser.add_argument("--only", default="dense,windows,decoding")
     args = parser.parse_args()
-    groups = {"dense": dense, "windows": windows, "decoding": decoding}
+    groups = {"dense": dense, "windows": windows, "decoding": decoding, "sparse": sparse}
     wanted = args.only.split(",")
     for name in wanted:
         if name not in groups:

@@ -7,9 +7,6 @@ use sieve_core::{MaskArrays, PackedMask};
 use sieve_kernels::{AttentionShape, sparse_attention_forward};
 use sieve_testing::Random;
 
-/// Tokens of a tile of queries and of a tile of keys.
-const TILE: usize = 128;
-
 /// 32 query heads over 8 KV heads of width 128, a list for each query head.
 pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     for seq_len in [32_768, 131_072] {
@@ -21,14 +18,14 @@ pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
         bench.flops("dense forward", shape, flops, &mut || {
             inputs.forward(None, None).map(drop)
         });
-        for density in [1.0, 0.125, 0.0625] {
-            let (mask, pairs) = mask(shape, density);
+        for (tile, density) in [(128, 1.0), (128, 0.125), (128, 0.0625), (64, 0.125)] {
+            let (mask, pairs) = mask(shape, tile, density);
             let data = bench.device.int(mask.data(), &[mask.data().len()]);
             let flops = 4.0 * shape.head_dim as f64 * pairs;
-            let name = format!("sparse forward, density {density}");
+            let name = format!("sparse forward, tiles of {tile}, density {density}");
             let scale = 1.0 / (shape.head_dim as f32).sqrt();
             bench.flops(&name, shape, flops, &mut || {
-                sparse_attention_forward(&inputs.qkv, &mask, &data, scale).map(drop)
+                sparse_attention_forward(&inputs.qkv, mask.layout(), &data, scale).map(drop)
             });
         }
     }
@@ -36,8 +33,8 @@ pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
 }
 
 /// The diagonal tile and random others, as many as the share of a query tile's key tiles says; and the pairs it keeps.
-fn mask(shape: AttentionShape, density: f64) -> (PackedMask, f64) {
-    let tiles = shape.seq_len.div_ceil(TILE);
+fn mask(shape: AttentionShape, tile: usize, density: f64) -> (PackedMask, f64) {
+    let tiles = shape.seq_len.div_ceil(tile);
     let mut random = Random(5);
     let (mut row_ptr, mut tile_idx) = (vec![0], Vec::new());
     for _ in 0..shape.num_heads {
@@ -56,14 +53,14 @@ fn mask(shape: AttentionShape, density: f64) -> (PackedMask, f64) {
         }
     }
     let diagonal = (shape.num_heads * tiles) as f64;
-    let pairs = (tile_idx.len() as f64 - diagonal / 2.0) * (TILE * TILE) as f64;
+    let pairs = (tile_idx.len() as f64 - diagonal / 2.0) * (tile * tile) as f64;
     let mask = PackedMask::new(&MaskArrays {
         num_queries: shape.seq_len,
         num_keys: shape.seq_len,
         num_heads: shape.num_heads,
         num_kv_heads: shape.num_kv_heads,
-        query_tile: TILE,
-        key_tile: TILE,
+        query_tile: tile,
+        key_tile: tile,
         num_lists: shape.num_heads,
         row_ptr: &row_ptr,
         tile_idx: &tile_idx,
@@ -80,8 +77,8 @@ mod tests {
     fn a_mask_keeps_the_share_it_says() {
         let shape = shape(1, 4096, [2, 1], 128);
         let dense = 2.0 * 4096.0 * 4096.0 / 2.0;
-        for density in [1.0, 0.25] {
-            let (_, pairs) = mask(shape, density);
+        for (tile, density) in [(128, 1.0), (128, 0.25), (64, 0.25)] {
+            let (_, pairs) = mask(shape, tile, density);
             assert!((pairs / dense - density).abs() < 0.02, "{density}: {pairs}");
         }
     }

@@ -392,7 +392,8 @@ fn output_map<'a>(d_o: &'a CudaTensor, shape: &AttentionShape, rows: usize) -> T
     }
 }
 
-fn head_map<'a>(
+/// A map of neighbouring heads, in tiles of so many tokens.
+pub(crate) fn head_map<'a>(
     heads: &'a Heads,
     [offset, token_stride, batch_stride]: [u64; 3],
     width: usize,

@@ -1,21 +1,46 @@
 //! Launch of `kernels/sparse_attention_forward.cu`: attention over the keys that a selector's mask names.
 use crate::attention::forward::{AttentionResult, require_scale};
 use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::hopper_tiling::{KernelFamily, attention_family};
+use crate::attention::hopper_tiling::{KernelFamily, attention_family, head_map};
 use crate::attention::tiling::{ForwardTiling, KeySource, list_entries_in_flight};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
-use sieve_core::PackedMask;
+use sieve_core::MaskLayout;
 
 const NAME: &str = "sparse_attention_forward";
 
 /// Rows of a Hopper tile: two warpgroups of 64.
 const HOPPER_ROWS: usize = 128;
 
-/// Attention of the last `mask.num_queries()` tokens of `qkv` (one row) over the keys that the mask names; rows that the mask
+/// How the Hopper kernel reads keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SparseKeyReads {
+    /// One by one: any mask.
+    Keys,
+    /// Whole tiles by the copy engine: key tiles that are multiples of [`KEYS_OF_A_BOX`], in order, without single keys. It
+    /// also reads keys of a listed tile that no query sees.
+    Tiles,
+}
+
+/// Keys that the copy engine brings at a time.
+const KEYS_OF_A_BOX: usize = 64;
+
+impl SparseKeyReads {
+    /// How the keys of a mask are read.
+    pub fn of(mask: &MaskLayout) -> Self {
+        let [.., key_tile, _] = mask.cuts;
+        let [_, _, _, col_ptr, _, key_order, _, _] = mask.places;
+        match col_ptr == 0 && key_order == 0 && key_tile.is_multiple_of(KEYS_OF_A_BOX) {
+            true => Self::Tiles,
+            false => Self::Keys,
+        }
+    }
+}
+
+/// Attention of the last `mask.num_queries` tokens of `qkv` (one row) over the keys that the mask names; rows that the mask
 /// calls dense over all keys not after them. `data` is the mask's data on the device, i32. A query that sees nothing gets
 /// `o = 0`, `lse = -inf`.
 ///
@@ -27,7 +52,7 @@ const HOPPER_ROWS: usize = 128;
 /// Another type than bf16, sizes that do not fit the mask, values of another width than keys, a scale that is not positive.
 pub fn sparse_attention_forward(
     qkv: &Qkv,
-    mask: &PackedMask,
+    mask: &MaskLayout,
     data: &CudaTensor,
     softmax_scale: f32,
 ) -> Result<AttentionResult, KernelError> {
@@ -35,7 +60,7 @@ pub fn sparse_attention_forward(
     let qkv = qkv.walkable();
     require_scale(NAME, softmax_scale)?;
     data.require_dtype(NAME, "mask", DType::I32)?;
-    data.require_shape(NAME, "mask", &[mask.data().len()])?;
+    data.require_shape(NAME, "mask", &[mask.words])?;
     data.require_contiguous(NAME, "mask")?;
     let sizes = |shape: &AttentionShape| {
         let AttentionShape {
@@ -55,10 +80,10 @@ pub fn sparse_attention_forward(
             head_dim,
         ]
     };
-    let [num_heads, num_kv_heads] = mask.heads();
+    let [num_heads, num_kv_heads] = mask.heads;
     let expected = AttentionShape {
         batch: 1,
-        seq_len: mask.num_keys(),
+        seq_len: mask.num_keys,
         num_heads,
         num_kv_heads,
         head_dim_v: shape.head_dim,
@@ -73,7 +98,7 @@ pub fn sparse_attention_forward(
         });
     }
     let outputs = AttentionShape {
-        seq_len: mask.num_queries(),
+        seq_len: mask.num_queries,
         ..shape
     };
     let q = qkv.q.tensor();
@@ -81,6 +106,7 @@ pub fn sparse_attention_forward(
     let lse = q.empty_contiguous(&outputs.lse(), DType::F32);
     let tensors = [q, qkv.k.tensor(), qkv.v.tensor(), data, &o, &lse];
     let family = attention_family(&shape, KeySource::Dense, q);
+    let reads = SparseKeyReads::of(mask);
     let launch = |rows: &Rows| -> Result<(), KernelError> {
         let [query_tile, query_offset, key_tile, num_tiles] = rows.cuts;
         let [heads_per_list, heads_per_order] = rows.heads_per;
@@ -96,7 +122,7 @@ pub fn sparse_attention_forward(
         ] = rows.places;
         let params = params!(SparseAttentionForwardParams {
             base: qkv.params(NAME, &shape)?,
-            num_queries: mask.num_queries(),
+            num_queries: mask.num_queries,
             first_row: rows.first,
             num_slots: rows.num_slots,
             query_tile,
@@ -115,34 +141,41 @@ pub fn sparse_attention_forward(
             windows,
             softmax_scale,
         });
-        let (kernel, grid) = match family {
+        let (kernel, grid, maps) = match family {
             KernelFamily::Hopper => {
-                let blocks = q.hardware().num_multiprocessors;
-                (
-                    hopper_sparse_attention_forward_kernel(&shape),
-                    [blocks, 1, 1],
-                )
+                let kernel = hopper_sparse_attention_forward_kernel(&shape, reads);
+                let maps = match reads {
+                    SparseKeyReads::Keys => Vec::new(),
+                    SparseKeyReads::Tiles => {
+                        let [_, k, v] = qkv.head_words(NAME)?;
+                        let width = shape.num_kv_heads * shape.head_dim;
+                        let map =
+                            |heads, words| head_map(heads, words, width, &shape, KEYS_OF_A_BOX);
+                        vec![map(&qkv.k, k), map(&qkv.v, v)]
+                    }
+                };
+                (kernel, [q.hardware().num_multiprocessors, 1, 1], maps)
             }
             KernelFamily::Portable => {
                 let limit = q.hardware().max_shared_bytes;
                 let tiling = sparse_attention_tiling(&shape, limit)?;
                 let parts = query_tile.div_ceil(tiling.block_rows());
                 let kernel = sparse_attention_forward_kernel(&shape, &tiling);
-                (kernel, [num_tiles * parts, num_heads, 1])
+                (kernel, [num_tiles * parts, num_heads, 1], Vec::new())
             }
         };
-        // SAFETY: sizes, strides and types checked above; PackedMask checked every index; the mask's query tiles cover every
-        // row, whose o and lse are written.
-        unsafe { kernel.launch(grid, &tensors, &params) }
+        // SAFETY: sizes, strides and types checked above; whoever made the mask vouches for every index; the mask's query
+        // tiles cover every row, whose o and lse are written; the maps are of k and v, which are among the tensors.
+        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }
     };
     launch(&Rows {
         first: 0,
-        num_slots: mask.num_queries(),
-        cuts: mask.cuts(),
-        heads_per: mask.heads_per(),
-        places: mask.places(),
+        num_slots: mask.num_queries,
+        cuts: mask.cuts,
+        heads_per: mask.heads_per,
+        places: mask.places,
     })?;
-    for rows in mask.dense_rows() {
+    for rows in &mask.dense_rows {
         launch(&Rows {
             first: rows.start,
             num_slots: rows.len(),
@@ -198,11 +231,19 @@ pub(crate) fn sparse_attention_forward_kernel(
 }
 
 /// The Hopper specialisation for a shape.
-pub(crate) fn hopper_sparse_attention_forward_kernel(shape: &AttentionShape) -> SourceKernel {
+pub(crate) fn hopper_sparse_attention_forward_kernel(
+    shape: &AttentionShape,
+    reads: SparseKeyReads,
+) -> SourceKernel {
     let d = shape.head_dim;
     let (k_stages, v_stages) = if d == 64 { (3, 3) } else { (2, 3) };
     let stages = k_stages + v_stages;
-    let shared = 256 * d + stages * 256 * d + 4096 + 2 * (32 + 512) + (2 * stages + 2) * 8 + 1024;
+    let entries = match reads {
+        SparseKeyReads::Keys => 4096,
+        SparseKeyReads::Tiles => 128,
+    };
+    let shared =
+        256 * d + stages * 256 * d + entries + 2 * (32 + 512) + (2 * stages + 2) * 8 + 1024;
     SourceKernel::new("hopper_sparse_attention_forward")
         .define("HEAD_DIM", d)
         .define("NUM_CONSUMERS", 2)
@@ -210,7 +251,7 @@ pub(crate) fn hopper_sparse_attention_forward_kernel(shape: &AttentionShape) -> 
         .define("K_STAGES", k_stages)
         .define("V_STAGES", v_stages)
         .define("TAKE_TURNS", 2)
-        .define("TENSOR_MAPS", 0)
+        .define("TENSOR_MAPS", (reads == SparseKeyReads::Tiles) as u8)
         .define("CONSUMER_REGISTERS", 216)
         .define("PRODUCER_REGISTERS", 72)
         .define("HEADS_PER_TILE", 1)

@@ -14,7 +14,7 @@ use crate::attention::hopper_tiling::{
     hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
 };
 use crate::attention::sparse_forward::{
-    hopper_sparse_attention_forward_kernel, sparse_attention_forward_kernel,
+    SparseKeyReads, hopper_sparse_attention_forward_kernel, sparse_attention_forward_kernel,
     sparse_attention_tiling,
 };
 use crate::attention::tiling::{ForwardTiling, KeySource};
@@ -32,6 +32,7 @@ use crate::mla::decode::{mla_decode_join_kernel, mla_decode_kernel};
 use crate::mla::pack::{mla_pack_backward_kernel, mla_pack_forward_kernel};
 use crate::nsa::nsa_kernels;
 use crate::runtime::source_kernel::SourceKernel;
+use crate::select::{hopper_select_blocks_kernels, select_blocks_kernels};
 use crate::step::column_sums::column_sums_kernel;
 use crate::step::fill_zero::fill_zero_kernel;
 
@@ -193,6 +194,7 @@ pub(super) fn portable(
         Part::Masked => {
             let tiling = sparse_attention_tiling(shape, shared_bytes);
             list.add(tiling.map(|tiling| sparse_attention_forward_kernel(shape, &tiling)));
+            list.extend_kernels(select_blocks_kernels(&[head_dim]));
         }
         Part::Around => {
             list.extend_kernels([
@@ -241,6 +243,34 @@ pub(super) fn portable(
     }
 }
 
+/// The kernels of attention under selectors' masks for heads of these widths, and of dense attention beside them.
+pub fn sparse_kernels(head_dims: &[usize], shared_bytes: usize, is_hopper: bool) -> NeededKernels {
+    let mut list = NeededKernels::default();
+    for &head_dim in head_dims {
+        let shape = AttentionShape {
+            batch: 1,
+            seq_len: 1,
+            num_heads: 1,
+            num_kv_heads: 1,
+            head_dim,
+            head_dim_v: head_dim,
+        };
+        let needs = AttentionNeeds {
+            shape,
+            keys: NeededKeys::Neighbours,
+            order: SumOrder::Any,
+        };
+        portable(&mut list, &needs, Part::Masked, shared_bytes);
+        if is_hopper && has_hopper_form(&shape, KeySource::Dense) {
+            hopper(&mut list, &needs, Part::Masked);
+            hopper(&mut list, &needs, Part::Forward);
+        } else {
+            portable(&mut list, &needs, Part::Forward, shared_bytes);
+        }
+    }
+    list
+}
+
 /// Adds a part's kernels of the Hopper family, for shapes that have them.
 pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Part) {
     let (shape, source) = (&needs.shape, key_source(needs.keys));
@@ -253,7 +283,12 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
                 pass(HopperPass::OutputAndRest);
             }
         }
-        Part::Masked => list.extend_kernels([hopper_sparse_attention_forward_kernel(shape)]),
+        Part::Masked => {
+            let reads = [SparseKeyReads::Keys, SparseKeyReads::Tiles];
+            let attention = |reads| hopper_sparse_attention_forward_kernel(shape, reads);
+            list.extend_kernels(reads.map(attention));
+            list.extend_kernels(hopper_select_blocks_kernels(&[shape.head_dim]));
+        }
         Part::Around if source != KeySource::Dense => {
             list.extend_kernels([hopper_attention_backward_prepare_kernel(shape.head_dim_v)]);
         }

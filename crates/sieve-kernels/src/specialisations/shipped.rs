@@ -58,19 +58,13 @@ const DMA: NeededKeys = NeededKeys::Chosen(ScoreBias::Exp);
 const SHIPPED: &[(KernelFamily, NeededKeys, Widths, HeadCounts, &[Part])] = &[
     (Portable, Neighbours, ALL, PAIRS, &[Forward]),
     (Portable, Neighbours, TRAINED, PAIRS, &[Gradients(Any)]),
-    (
-        Portable,
-        Neighbours,
-        WIDE,
-        PAIRS,
-        &[Gradients(Fixed), Masked],
-    ),
+    (Portable, Neighbours, WIDE, PAIRS, &[Gradients(Fixed)]),
     (
         Portable,
         Neighbours,
         USUAL,
         PAIRS,
-        &[Around, ConvertDq, Decode],
+        &[Around, ConvertDq, Decode, Masked],
     ),
     (
         Portable,

@@ -1,10 +1,11 @@
 //! Attention under a selector's mask under autodiff: it has no gradient, so there is none.
-use super::backend::SparseBackend;
+use super::backend::{ChosenBlocks, SparseBackend};
 use crate::tensors::Float;
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
-use sieve_core::PackedMask;
+use burn::tensor::ops::IntTensor;
+use sieve_core::{BlockSelection, MaskLayout};
 
 impl<B: Backend, C: CheckpointStrategy> SparseBackend for Autodiff<B, C> {
     fn has_sparse_attention(_qkv: &Float<Self>) -> bool {
@@ -13,9 +14,17 @@ impl<B: Backend, C: CheckpointStrategy> SparseBackend for Autodiff<B, C> {
 
     fn sparse_attention(
         _qkv: Float<Self>,
-        _mask: &PackedMask,
+        _mask: &MaskLayout,
+        _data: IntTensor<Self>,
         _softmax_scale: f64,
-    ) -> Result<Float<Self>, String> {
+    ) -> Result<[Float<Self>; 2], String> {
+        Err("it has no gradient".to_owned())
+    }
+
+    fn select_blocks(
+        _qkv: Float<Self>,
+        _selection: &BlockSelection,
+    ) -> Result<ChosenBlocks<IntTensor<Self>>, String> {
         Err("it has no gradient".to_owned())
     }
 }

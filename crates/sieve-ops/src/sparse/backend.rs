@@ -1,16 +1,32 @@
-//! Attention under a selector's mask as a backend computes it.
+//! Attention under a selector's mask, and its selection, as a backend computes them.
 use crate::tensors::Float;
 use burn::tensor::backend::Backend;
-use sieve_core::PackedMask;
+use burn::tensor::ops::IntTensor;
+use sieve_core::{BlockSelection, MaskLayout};
+
+/// A mask made on a device.
+#[derive(Clone, Debug)]
+pub struct ChosenBlocks<I> {
+    /// Sizes, and where arrays are in the first tensor.
+    pub layout: MaskLayout,
+    /// The mask; kept tiles and kept pairs of each row; rows of each head with a score that is no number.
+    pub tensors: [I; 4],
+}
 
 /// Attention under a selector's mask.
 pub trait SparseBackend: Backend {
     /// See [`crate::has_sparse_attention`].
     fn has_sparse_attention(qkv: &Float<Self>) -> bool;
-    /// See [`crate::sparse_attention`].
+    /// See [`crate::sparse_attention`]. Returns o and the log-sum-exp.
     fn sparse_attention(
         qkv: Float<Self>,
-        mask: &PackedMask,
+        mask: &MaskLayout,
+        data: IntTensor<Self>,
         softmax_scale: f64,
-    ) -> Result<Float<Self>, String>;
+    ) -> Result<[Float<Self>; 2], String>;
+    /// See [`crate::select_blocks`].
+    fn select_blocks(
+        qkv: Float<Self>,
+        selection: &BlockSelection,
+    ) -> Result<ChosenBlocks<IntTensor<Self>>, String>;
 }

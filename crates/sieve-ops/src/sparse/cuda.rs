@@ -1,12 +1,14 @@
-//! Attention under a selector's mask on CUDA: the mask's arrays are copied to the device, q, k and v are there.
-use super::backend::SparseBackend;
+//! Attention under a selector's mask on CUDA, and selections whose every step has a kernel.
+use super::backend::{ChosenBlocks, SparseBackend};
 use crate::attention::cuda::packed_heads;
 use crate::device::cuda::Cuda;
 use crate::device::paths::kernel_or_refusal;
-use burn::tensor::{DType, Int, Tensor, TensorData};
-use sieve_core::PackedMask;
+use burn::tensor::DType;
+use burn::tensor::ops::IntTensor;
+use sieve_core::{BlockSelection, MaskLayout};
 use sieve_kernels::{
-    CudaPrimitive as Float, CudaTensor, sparse_attention_forward, supports_head_dim,
+    CudaPrimitive as Float, CudaTensor, KernelError, select_blocks, sparse_attention_forward,
+    supports_head_dim,
 };
 
 impl SparseBackend for Cuda {
@@ -17,15 +19,34 @@ impl SparseBackend for Cuda {
 
     fn sparse_attention(
         qkv: Float,
-        mask: &PackedMask,
+        mask: &MaskLayout,
+        data: IntTensor<Self>,
         softmax_scale: f64,
-    ) -> Result<Float, String> {
-        let data = TensorData::new(mask.data().to_vec(), [mask.data().len()]);
-        let device = CudaTensor::from(qkv.clone()).device().clone();
-        let data = Tensor::<Self, 1, Int>::from_data(data, &device);
-        let data = CudaTensor::from(data.into_primitive()).contiguous();
-        let qkv = packed_heads(&qkv, mask.heads());
+    ) -> Result<[Float; 2], String> {
+        let data = CudaTensor::from(data).contiguous();
+        let qkv = packed_heads(&qkv, mask.heads);
         let result = sparse_attention_forward(&qkv, mask, &data, softmax_scale as f32);
-        kernel_or_refusal("sparse_attention", result.map(|result| result.o.into()))
+        let result = result.map(|result| [result.o.into(), result.lse.into()]);
+        kernel_or_refusal("sparse_attention", result)
+    }
+
+    fn select_blocks(
+        qkv: Float,
+        selection: &BlockSelection,
+    ) -> Result<ChosenBlocks<IntTensor<Self>>, String> {
+        let heads = [selection.num_heads, selection.num_kv_heads];
+        let flat = |tensor: CudaTensor| -> Result<Float, KernelError> {
+            let size = tensor.num_elements();
+            Ok(tensor.reshaped("select_blocks", "lists", &[size])?.into())
+        };
+        let chosen = select_blocks(&packed_heads(&qkv, heads), selection).and_then(|chosen| {
+            let [data, counts, pairs, nan_rows] =
+                [chosen.data, chosen.counts, chosen.pairs, chosen.nan_rows].map(flat);
+            Ok(ChosenBlocks {
+                layout: chosen.layout,
+                tensors: [data?, counts?, pairs?, nan_rows?],
+            })
+        });
+        kernel_or_refusal("select_blocks", chosen)
     }
 }

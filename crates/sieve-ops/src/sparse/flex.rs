@@ -1,7 +1,8 @@
-//! The CPU computes attention under a selector's mask from slices: `sieve_select::block_sparse_attention`.
-use super::backend::SparseBackend;
+//! The CPU computes attention under a selector's mask, and the mask, from slices: sieve-select.
+use super::backend::{ChosenBlocks, SparseBackend};
+use burn::tensor::ops::IntTensor;
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::PackedMask;
+use sieve_core::{BlockSelection, MaskLayout};
 
 impl SparseBackend for Flex {
     fn has_sparse_attention(_qkv: &FlexTensor) -> bool {
@@ -10,9 +11,17 @@ impl SparseBackend for Flex {
 
     fn sparse_attention(
         _qkv: FlexTensor,
-        _mask: &PackedMask,
+        _mask: &MaskLayout,
+        _data: IntTensor<Self>,
         _softmax_scale: f64,
-    ) -> Result<FlexTensor, String> {
+    ) -> Result<[FlexTensor; 2], String> {
         Err("the CPU computes it from slices (sieve_select::block_sparse_attention)".to_owned())
+    }
+
+    fn select_blocks(
+        _qkv: FlexTensor,
+        _selection: &BlockSelection,
+    ) -> Result<ChosenBlocks<IntTensor<Self>>, String> {
+        Err("the CPU selects from slices (sieve_select::Selector::select)".to_owned())
     }
 }

@@ -109,6 +109,11 @@ impl BflaConfig {
         rules.share("prob", self.prob)
     }
 
+    /// Whether dropped tiles may come back.
+    pub(crate) fn rescues(&self) -> bool {
+        self.stride > 0 || self.prob > 0.0
+    }
+
     pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
         let blocks = Tiles::new(call.shape, self.block, self.block);
         let coarse = gqa::lists(call, blocks, gqa, |heads| {

@@ -1,8 +1,9 @@
 //! Inputs at the edge: equal scores, huge norms, zeros, one finite score, NaN; thresholds at their ends.
 
 use super::{select, selector};
+use crate::mask::ListRows;
 use crate::test_data::TestCall;
-use crate::{block_sparse_attention, density, oracle_attention};
+use crate::{ListsPer, SparseMask, Tiles, block_sparse_attention, density, oracle_attention};
 use sieve_testing::{Random, assert_close_relative};
 
 fn agrees_with_the_oracle(text: &str, data: &TestCall) {
@@ -161,4 +162,22 @@ fn density_grows_with_every_threshold() {
             "{form}: {densities:?}"
         );
     }
+}
+
+#[test]
+fn as_many_tiles_as_everything_has_are_not_everything() {
+    let shape = TestCall::random(&mut Random(3), 32, 32, [1, 1], 8)
+        .call()
+        .shape;
+    let tiles = Tiles::new(shape, 16, 16);
+    let mask = |rows: [Vec<i32>; 2]| {
+        let rows = ListRows {
+            tiles: rows.to_vec(),
+            columns: Vec::new(),
+        };
+        SparseMask::from_lists(shape, tiles, ListsPer::QueryHead, &[rows])
+    };
+    assert!(mask([vec![0], vec![0, 1]]).keeps_everything());
+    assert!(!mask([vec![0, 1], vec![1]]).keeps_everything());
+    assert!(!mask([vec![1], vec![0, 1]]).keeps_everything());
 }

@@ -63,7 +63,7 @@ pub(crate) struct SelectorsArgs {
     /// the longest length
     #[arg(long, value_name = "DIR")]
     maps: Option<PathBuf>,
-    /// auto, cpu, cuda or cuda:N; the attention itself runs on the CPU
+    /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
     #[command(flatten)]

@@ -58,6 +58,9 @@ pub(crate) struct CheckArgs {
     /// Check the portable kernels alone, also where the device has a family of its own
     #[arg(long)]
     pub(super) portable: bool,
+    /// Check attention under selectors' masks alone, in every family of this GPU
+    #[arg(long)]
+    pub(super) sparse: bool,
     /// Hopper backward kernels in which every lane arrives at its barrier itself, for compute-sanitizer's racecheck
     #[arg(long, hide = true)]
     pub(super) every_lane_arrives: bool,

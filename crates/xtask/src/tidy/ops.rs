@@ -44,6 +44,7 @@ const OPS: &[(&str, &[Floor])] = &[
     // The CPU's is sieve-select's, over slices.
     ("sparse_attention", &[Cuda, Launch]),
     ("has_sparse_attention", &[]),
+    ("select_blocks", &[Launch]),
     ("token_losses", &[Launch, Cpu]),
     ("linear_cross_entropy", &[Cpu]),
     ("linear_cross_entropy_with_gradients", &[Launch, Cpu]),

@@ -52,7 +52,7 @@ pub(super) fn print<B: SieveBackend>(
     terminal::line(&format!(
         "{} (step {}), {} prompts of each length{chunks}, {} threads\n\
          density: computed pairs over causal pairs, probes included; error: of the layers' output; select and attention ms:\n\
-         all layers of one prompt, on the CPU; prefill ms: the whole model without its head, the fastest prompt; loss: nats\n\
+         all layers of one prompt; prefill ms: the whole model without its head, the fastest prompt; loss: nats\n\
          per token, * where it is no likelihood (prefill loss)",
         loaded.path.display(),
         loaded.state.step,
@@ -120,6 +120,18 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
             m.loss - m.dense_loss,
             if m.causal { " " } else { "*" }
         ));
+    }
+    let on_gpu = rows.iter().any(|row| row.measure.device_selections > 0.0);
+    for Row { label, measure: m } in rows {
+        if m.host_bytes > 0.0 {
+            terminal::line(&format!(
+                "{label} is not on the GPU alone: a prompt copies {:.2} MB of q, k, v or their means to the host",
+                m.host_bytes / 1e6
+            ));
+        }
+    }
+    if on_gpu {
+        terminal::line("the others select and attend on the GPU, without a copy of q, k or v");
     }
 }
 

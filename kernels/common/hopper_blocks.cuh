@@ -1,0 +1,213 @@
+// hopper_blocks: tiles of queries and the tiles of keys that a selector's mask lists, which the copy engine brings in halves of a stage (64 keys).
+// Each consumer has 64 rows. Query tiles of 64 rows go in pairs: the halves of both lists stream past from the last on, and a consumer lets go by what its own
+// list lacks.
+// Defines    as hopper_tiles.cuh, with SPARSE and TENSOR_MAPS 1, GATHER and HAS_BIAS 0, HEADS_PER_TILE 1, NUM_CONSUMERS 2
+#pragma once
+#include "common/hopper_forward.cuh"
+#include "common/hopper_listed.cuh"
+
+#if !GATHER  // hopper_sparse.cuh has the other way to read keys
+
+constexpr int ABSENT_KEY = 0x3fffffff;  // behind all keys
+constexpr int LAST_AT = 16;             // in a stage's key slot: 1 in the tile's last stage
+static_assert(HALF_KV == 64, "a box of the copy engine has 64 keys");
+
+// A list of key tiles, half by half of a stage, the last first, as a warp reads it: 32 halves at a time, 32 more on their way.
+struct HalfList {
+  const i32* tiles;  // null: all halves
+  int count;         // halves
+  int per_tile;      // halves of a key tile
+  int at, here, ahead;
+
+  DEVICE HalfList(const SparseMask& mask, int head, int tile, int end_query, bool is_there) : per_tile(mask.key_tile / HALF_KV), at(0) {
+    tiles = nullptr;
+    count = is_there ? ceil_div(end_query, HALF_KV) : 0;
+    if (is_there && mask.row_ptr) {
+      const i32* ptr = mask.data + mask.row_ptr + (u64)(head / mask.heads_per_list) * mask.num_query_tiles + tile;
+      tiles = mask.data + mask.tile_idx + ptr[0];
+      count = (ptr[1] - ptr[0]) * per_tile;
+    }
+    here = load(0);
+    ahead = load(32);
+  }
+
+  DEVICE int load(int from) const {
+    const int half = count - 1 - from - (int)threadIdx.x % 32;
+    if (half < 0) return -1;
+    return tiles ? tiles[half / per_tile] * per_tile + half % per_tile : half;
+  }
+  DEVICE int first() const { return __shfl_sync(~0u, here, at % 32); }
+  DEVICE void advance() {
+    if (++at % 32 == 0) {
+      here = ahead;
+      ahead = load(at + 32);
+    }
+  }
+};
+
+// The halves of a stage: the key where each begins, and which consumers see it.
+struct StageHalves {
+  int key[2], seen[2];  // seen: bit w for consumer w
+};
+
+struct BlockSchedule {
+  SparseMask mask;
+  bool pairs;  // of query tiles of 64 rows
+  int parts;   // tiles of 128 rows that a query tile fills
+  WorkSchedule all;
+  u32 num_rounds;
+
+  DEVICE BlockSchedule(const SparseMask& mask)
+      : mask(mask), pairs(mask.query_tile == 64), parts(ceil_div(mask.query_tile, BLOCK_Q)),
+        all((u32)(pairs ? ceil_div(mask.num_query_tiles, 2) : mask.num_query_tiles * parts), (u32)mask.num_heads, (u32)mask.num_kv_heads, 1, (u64)mask.num_keys * HEAD_DIM * 4, SECTION_BYTES),
+        num_rounds(all.num_rounds) {}
+
+  // The query tile of a consumer's rows.
+  DEVICE int query_tile(WorkPlace place, int consumer) const {
+    if (pairs) return (ceil_div(mask.num_query_tiles, 2) - 1 - place.tile) * 2 + consumer;
+    return mask.tile_of_rank(place.head, place.tile / parts);
+  }
+  // A consumer's rows.
+  DEVICE SparseQueries queries(WorkPlace place, int consumer) const {
+    return mask.queries(place.head, query_tile(place, consumer), pairs ? 0 : place.tile % parts * 2 + consumer, 64);
+  }
+
+  DEVICE bool find(u32 round, WorkPlace& place) const { return all.find(round, place) && queries(place, 0).num_slots > 0; }
+};
+
+struct BlockWork {
+  BlockSchedule schedule;
+
+  DEVICE BlockWork(const SparseMask& mask) : schedule(mask) {}
+
+  // The producer warpgroup's part of one tile: its first warp brings keys and values, all bring queries.
+  DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared, ProducerPlaces& places) const {
+    const SparseMask& mask = schedule.mask;
+    const int thread = (int)threadIdx.x % 128, kv_head = place.head / (tensors.num_heads / tensors.num_kv_heads), list = place.head / mask.heads_per_list;
+    const SparseQueries own = schedule.queries(place, thread / 64), queries = schedule.queries(place, 0), more = schedule.queries(place, 1);
+    TileHead tile = {};
+    tile.head = place.head;
+    tile.first_query = queries.first;
+    tile.end_query = max(queries.end, more.num_slots > 0 ? more.end : 0);
+    tile.num_stages = 1;
+    tile.last_stage = mask.windows ? mask.data[mask.windows + 2 * list] : NEVER;
+    tile.local = mask.windows ? mask.data[mask.windows + 2 * list + 1] : NEVER;
+    const int position = own.position(thread % 64, tile.end_query);
+    if (thread >= 32) {
+      bring_queries(tensors, tile, position, done, shared);
+      return;
+    }
+
+    HalfList lists[2] = {HalfList(mask, place.head, schedule.query_tile(place, 0), tile.end_query, true),
+                         HalfList(mask, place.head, schedule.query_tile(place, 1), tile.end_query, schedule.pairs && more.num_slots > 0)};
+    const auto next_half = [&](StageHalves& stage, int half) {
+      const int a = lists[0].first(), b = lists[1].first(), last = max(a, b);
+      stage.key[half] = last < 0 ? ABSENT_KEY : last * HALF_KV;
+      stage.seen[half] = last < 0 ? 0 : !schedule.pairs ? 3 : (a == last) + 2 * (b == last);
+      if (a == last) lists[0].advance();
+      if (b == last) lists[1].advance();
+    };
+    const auto next_stage = [&] {
+      StageHalves stage;
+      next_half(stage, 0);
+      next_half(stage, 1);
+      return stage;
+    };
+    // Half `half` of a tile of keys or values; one behind all keys arrives as zeros.
+    const auto load_half = [&](u32 to, const TensorMap* map, u32 full, int half, int key) {
+#pragma unroll
+      for (int h = 0; h < DIM_BLOCKS; ++h)
+        tensor_load_3d(to + h * BLOCK_KV * 128 + half * HALF_KV * 128, map, full, kv_head * HEAD_DIM + h * 64, min(key, mask.num_keys), 0);
+    };
+    const auto bring_keys = [&](const StageHalves& stage, bool is_last) {
+      if (thread == 0) {
+        const u32 full = barrier_at(shared, FULL_K + places.k.slot), to = shared + K_AT + places.k.slot * STAGE_BYTES;
+        barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
+        int* slot = (int*)__cvta_shared_to_generic(key_slot(shared, places.stage));
+        for (int at = 0; at < 4; ++at) slot[at] = stage.seen[at % 2] >> at / 2 & 1 ? stage.key[at % 2] : ABSENT_KEY;
+        slot[LAST_AT / 4] = is_last;
+        barrier_expect(full, STAGE_BYTES);
+        for (int half = 0; half < 2; ++half) load_half(to, maps[0], full, half, stage.key[half]);
+      }
+      places.k.advance();
+      places.stage += 1;
+    };
+
+    // Keys run one stage ahead of values.
+    StageHalves stage = next_stage(), next = next_stage();
+    bring_keys(stage, next.seen[0] == 0);
+    bring_queries(tensors, tile, position, done, shared);
+    for (bool is_last = false; !is_last;) {
+      is_last = next.seen[0] == 0;
+      StageHalves after = stage;
+      if (!is_last) {
+        after = next_stage();
+        bring_keys(next, after.seen[0] == 0);
+      }
+      if (thread == 0) {
+        const u32 full = barrier_at(shared, FULL_V + places.v.slot), to = shared + V_AT + places.v.slot * V_STAGE_BYTES;
+        barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
+        barrier_expect(full, V_STAGE_BYTES);
+        for (int half = 0; half < 2; ++half) load_half(to, maps[1], full, half, stage.key[half]);
+      }
+      places.v.advance();
+      stage = next;
+      next = after;
+    }
+  }
+};
+
+struct BlockConsumer {
+  ForwardOutput out;
+
+  // Attention of the warpgroup's 64 rows of one tile; false when there was none.
+  DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, ConsumerPlaces& places) const {
+    const u32 tile = tile_base(shared, done);
+    barrier_wait(barrier_at(shared, FULL_Q), done & 1);
+    fence_async_proxy();  // the queries came by cp.async
+    if (load_shared_int(tile + 16) == 0) return false;
+
+    const ConsumerRows rows = consumer_rows(tile, warpgroup);
+    float output[O_REGISTERS];
+    u32 weights[BLOCK_KV / 16][4];
+    SoftmaxState state;
+#pragma unroll
+    for (int i = 0; i < O_REGISTERS; ++i) output[i] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      state.maximum[r] = NO_MAXIMUM;
+      state.total[r] = 0.0f;
+    }
+    RowsInWork work = {rows, places, shared, shared + warpgroup * 64 * 128, 0, warpgroup, tensors.softmax_scale * LOG2_E, output, state};
+    bool is_pending = false, is_last = false;  // pending: `weights` wait for their values
+    for (int it = 0; !is_last; ++it) {
+      RingPlace<K_STAGES> k = places.k;
+      if (it > 0) k.advance();
+      barrier_wait(barrier_at(shared, FULL_K + k.slot), k.phase);
+      const u32 slot = key_slot(shared, places.stage + (it > 0));
+      const int2 first = first_keys(slot);
+      is_last = load_shared_int(slot + LAST_AT);
+      const bool is_seen = min(first.x, first.y) < ABSENT_KEY;
+      if (is_seen && is_pending) {
+        work.next_stage(weights, weights, it, is_last);
+        continue;
+      }
+      if (it > 0) {
+        places.k.advance();
+        places.stage += 1;
+      }
+      if (is_seen) work.start_again(weights, it, is_last);
+      else work.let_go_by(weights, is_pending, it, is_last);
+      is_pending = is_seen;
+    }
+    if (is_pending) {
+      work.finish(weights);
+    } else {
+      places.k.advance();
+      places.stage += 1;
+    }
+    store_rows(output, state, work.logit_scale, tensors, out, tile, warpgroup);
+    return true;
+  }
+};
+#endif

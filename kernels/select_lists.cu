@@ -1,0 +1,65 @@
+// select_lists: the tiles that each list of a mask keeps, from the blocks that heads kept.
+// Math       tile j of row i: some head of the list kept its block, or it meets the row's queries or the `local` tokens before them, or it is one of the first
+//            `sinks`; all tiles where a head met a NaN. A row of blocks is block / tile rows of tiles, and the blocks that meet its queries are kept whole
+// Layout     kept u32 [num_heads, rows of blocks, ceil(columns / 32)], nan i32 [num_heads] as select_choose writes them; bits u32 [lists, rows, ceil(tiles / 32)];
+//            counts, pairs i32 [lists, rows]: kept tiles, and pairs of a query and a kept key not after it
+// Buffers    kept, nan, bits, counts, pairs
+// Defines    none
+// Tiling     grid (ceil(rows / 4), lists, 1); 128 threads, a warp a row; no dynamic shared memory
+// Numerics   integers; every word written
+// Edges      tile divides block; with tile < block the offset of the first block is 0
+#include "common/select_blocks.cuh"
+
+struct SelectListsParams {
+  u64 num_queries, num_keys, block, offset;
+  u64 tile, heads_per_list;
+  u64 local, sinks;
+};
+
+// Sums of min(max(n, 0), keys) for all n up to `n`.
+DEVICE i64 seen_up_to(i64 n, i64 keys) {
+  if (n <= 0) return 0;
+  return n <= keys ? n * (n + 1) / 2 : keys * (keys + 1) / 2 + (n - keys) * keys;
+}
+
+extern "C" __global__ void __launch_bounds__(128) select_lists(const u32* kept, const i32* nan, u32* bits, i32* counts, i32* pairs,
+                                                              const __grid_constant__ SelectListsParams params) {
+  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset};
+  const SelectBlocks tiles = {blocks.num_queries, blocks.num_keys, (int)params.tile, blocks.offset};
+  const int lane = (int)threadIdx.x % 32, row = (int)blockIdx.x * 4 + (int)threadIdx.x / 32, list = (int)blockIdx.y;
+  const int rows = tiles.num_rows(), words = ceil_div(tiles.num_columns(), 32), per_block = blocks.block / tiles.block, heads = (int)params.heads_per_list;
+  if (row >= rows) return;
+  const int block_row = row / per_block, block_rows = blocks.num_rows(), block_words = ceil_div(blocks.num_columns(), 32);
+  const int own = blocks.first(block_row) / blocks.block, own_end = blocks.admissible(block_row), admissible = tiles.admissible(row);
+  const int band = max(tiles.first(row) - (int)params.local, 0) / tiles.block, sinks = (int)params.sinks;
+  bool dense = false;
+  for (int head = 0; head < heads; ++head) dense |= nan[list * heads + head] != 0;
+  const u64 at_row = (u64)list * rows + row;
+  const i64 first = tiles.first(row), last = tiles.last(row);
+  int count = 0;
+  i64 sum = 0;
+  for (int word = lane; word < words; word += 32) {
+    u32 here = 0;
+    for (int j = word * 32; j < min(word * 32 + 32, admissible); ++j) {
+      const int block = j / per_block;
+      bool keeps = dense || (block >= own && block < own_end) || j >= band || j < sinks;
+      for (int head = list * heads; head < (list + 1) * heads && !keeps; ++head)
+        keeps = kept[((u64)head * block_rows + block_row) * block_words + block / 32] >> block % 32 & 1;
+      if (!keeps) continue;
+      here |= 1u << j % 32;
+      const i64 key = (i64)j * tiles.block, keys = min(tiles.block, tiles.num_keys - (int)key);
+      sum += seen_up_to(last + 1 - key, keys) - seen_up_to(first - key, keys);
+    }
+    bits[at_row * words + word] = here;
+    count += __popc(here);
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    count += __shfl_xor_sync(~0u, count, step);
+    sum += __shfl_xor_sync(~0u, sum, step);
+  }
+  if (lane == 0) {
+    counts[at_row] = count;
+    pairs[at_row] = (i32)sum;
+  }
+}
