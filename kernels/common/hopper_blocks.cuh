@@ -1,5 +1,5 @@
 // hopper_blocks: tiles of queries and the tiles of keys that a selector's mask lists, which the copy engine brings in halves of a stage (64 keys).
-// Each consumer has 64 rows. Query tiles of 64 rows go in pairs: the halves of both lists stream past from the last on, and a consumer lets go by what its own
+// Each consumer has 64 rows. Query tiles of 64 rows go in pairs: the halves of both lists stream past in order, and a consumer lets go by what its own
 // list lacks.
 // Defines    as hopper_tiles.cuh, with SPARSE and TENSOR_MAPS 1, GATHER and HAS_BIAS 0, HEADS_PER_TILE 1, NUM_CONSUMERS 2
 #pragma once
@@ -8,11 +8,11 @@
 
 #if !GATHER  // hopper_sparse.cuh has the other way to read keys
 
-constexpr int ABSENT_KEY = 0x3fffffff;  // behind all keys
-constexpr int LAST_AT = 16;             // in a stage's key slot: 1 in the tile's last stage
+constexpr int ABSENT_HALF = 0xffffff;  // behind all keys
+constexpr int LAST_AT = 16;            // in a stage's key slot: 1 in the tile's last stage
 static_assert(HALF_KV == 64, "a box of the copy engine has 64 keys");
 
-// A list of key tiles, half by half of a stage, the last first, as a warp reads it: 32 halves at a time, 32 more on their way.
+// A list of key tiles, half by half of a stage, as a warp reads it: 32 halves at a time, 32 more on their way.
 struct HalfList {
   const i32* tiles;  // null: all halves
   int count;         // halves
@@ -32,8 +32,8 @@ struct HalfList {
   }
 
   DEVICE int load(int from) const {
-    const int half = count - 1 - from - (int)threadIdx.x % 32;
-    if (half < 0) return -1;
+    const int half = from + (int)threadIdx.x % 32;
+    if (half >= count) return ABSENT_HALF;
     return tiles ? tiles[half / per_tile] * per_tile + half % per_tile : half;
   }
   DEVICE int first() const { return __shfl_sync(~0u, here, at % 32); }
@@ -101,11 +101,11 @@ struct BlockWork {
     HalfList lists[2] = {HalfList(mask, place.head, schedule.query_tile(place, 0), tile.end_query, true),
                          HalfList(mask, place.head, schedule.query_tile(place, 1), tile.end_query, schedule.pairs && more.num_slots > 0)};
     const auto next_half = [&](StageHalves& stage, int half) {
-      const int a = lists[0].first(), b = lists[1].first(), last = max(a, b);
-      stage.key[half] = last < 0 ? ABSENT_KEY : last * HALF_KV;
-      stage.seen[half] = last < 0 ? 0 : !schedule.pairs ? 3 : (a == last) + 2 * (b == last);
-      if (a == last) lists[0].advance();
-      if (b == last) lists[1].advance();
+      const int a = lists[0].first(), b = lists[1].first(), smallest = min(a, b);
+      stage.key[half] = smallest * HALF_KV;
+      stage.seen[half] = smallest == ABSENT_HALF ? 0 : !schedule.pairs ? 3 : (a == smallest) + 2 * (b == smallest);
+      if (a == smallest) lists[0].advance();
+      if (b == smallest) lists[1].advance();
     };
     const auto next_stage = [&] {
       StageHalves stage;
@@ -124,7 +124,7 @@ struct BlockWork {
         const u32 full = barrier_at(shared, FULL_K + places.k.slot), to = shared + K_AT + places.k.slot * STAGE_BYTES;
         barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
         int* slot = (int*)__cvta_shared_to_generic(key_slot(shared, places.stage));
-        for (int at = 0; at < 4; ++at) slot[at] = stage.seen[at % 2] >> at / 2 & 1 ? stage.key[at % 2] : ABSENT_KEY;
+        for (int at = 0; at < 4; ++at) slot[at] = stage.seen[at % 2] >> at / 2 & 1 ? stage.key[at % 2] : ABSENT_HALF * HALF_KV;
         slot[LAST_AT / 4] = is_last;
         barrier_expect(full, STAGE_BYTES);
         for (int half = 0; half < 2; ++half) load_half(to, maps[0], full, half, stage.key[half]);
@@ -187,7 +187,7 @@ struct BlockConsumer {
       const u32 slot = key_slot(shared, places.stage + (it > 0));
       const int2 first = first_keys(slot);
       is_last = load_shared_int(slot + LAST_AT);
-      const bool is_seen = min(first.x, first.y) < ABSENT_KEY;
+      const bool is_seen = min(first.x, first.y) < ABSENT_HALF * HALF_KV;
       if (is_seen && is_pending) {
         work.next_stage(weights, weights, it, is_last);
         continue;
