@@ -100,3 +100,49 @@ fn scores_of_bfla(config: &BflaConfig) -> Option<BlockScores> {
         Pooling::Center | Pooling::Maxabs => None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_takes_what_its_steps_say_and_no_more() {
+        let shape = CallShape {
+            num_queries: 300,
+            num_keys: 428,
+            num_heads: 4,
+            num_kv_heads: 2,
+            head_dim: 64,
+        };
+        let selection = |text: &str| {
+            let selector = Selector::parse(text).expect("valid");
+            selector.block_selection(shape, 0)
+        };
+        for text in [
+            "bfla:prob=0.1",
+            "bfla:pooling=center",
+            "meanpool:gqa=mean",
+            "xattention:mode=random",
+            "meanpool:min_prefill_tokens=301",
+            "flexprefill",
+            "momo",
+            "quest",
+        ] {
+            assert_eq!(selection(text), None, "{text}");
+        }
+        let of = |text| selection(text).expect("a device takes it");
+        let bfla = of("bfla:last_dense_rows=7");
+        assert_eq!(
+            (bfla.heads_per_list, bfla.tile, bfla.first_tiles),
+            (2, 64, 1)
+        );
+        assert_eq!(bfla.dense_rows, [293..300]);
+        // Its blocks end at multiples of 128 tokens; the others' begin at the call's first row.
+        let offsets = [
+            "xattention:block=64",
+            "xattention:block=256,stride=16",
+            "meanpool",
+        ];
+        assert_eq!(offsets.map(|text| of(text).offset), [0, 128, 0]);
+    }
+}
