@@ -30,6 +30,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         longest: longest as usize,
         seed,
         portable: false,
+        sparse: false,
     };
     let report = check_latent(&settings, &gpu)?;
     println!("{report}");

@@ -58,13 +58,19 @@ const DMA: NeededKeys = NeededKeys::Chosen(ScoreBias::Exp);
 const SHIPPED: &[(KernelFamily, NeededKeys, Widths, HeadCounts, &[Part])] = &[
     (Portable, Neighbours, ALL, PAIRS, &[Forward]),
     (Portable, Neighbours, TRAINED, PAIRS, &[Gradients(Any)]),
-    (Portable, Neighbours, WIDE, PAIRS, &[Gradients(Fixed)]),
+    (
+        Portable,
+        Neighbours,
+        WIDE,
+        PAIRS,
+        &[Gradients(Fixed), Masked],
+    ),
     (
         Portable,
         Neighbours,
         USUAL,
         PAIRS,
-        &[Around, ConvertDq, Decode, Masked],
+        &[Around, ConvertDq, Decode],
     ),
     (
         Portable,
