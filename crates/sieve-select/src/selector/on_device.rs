@@ -136,7 +136,8 @@ mod tests {
             (bfla.heads_per_list, bfla.tile, bfla.first_tiles),
             (2, 64, 1)
         );
-        assert_eq!(bfla.dense_rows, [293..300]);
+        assert_eq!(bfla.dense_rows.len(), 1);
+        assert_eq!(bfla.dense_rows[0], 293..300);
         // Its blocks end at multiples of 128 tokens; the others' begin at the call's first row.
         let offsets = [
             "xattention:block=64",
