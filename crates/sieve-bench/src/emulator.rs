@@ -482,8 +482,29 @@ fn operands(text: &str) -> Vec<String> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+    use crate::error::Result;
+    use crate::report::Report;
+
+    /// What `check` reports of kernels on the emulator, in a folder of this name that is removed again; `None` where no C++
+    /// compiler is installed.
+    pub(crate) fn emulated(
+        folder: &str,
+        check: impl FnOnce(&Emulator, &mut Report) -> Result<()>,
+    ) -> Option<Report> {
+        if Command::new("g++").arg("--version").output().is_err() {
+            eprintln!("no g++: the emulator cannot run");
+            return None;
+        }
+        let folder = std::env::temp_dir().join(format!("{folder}-{}", std::process::id()));
+        let emulator = Emulator::new(&folder).expect("a folder for programs");
+        let mut report = Report::default();
+        check(&emulator, &mut report).expect("cases");
+        drop(emulator);
+        let _ = fs::remove_dir_all(&folder);
+        Some(report)
+    }
 
     #[test]
     fn asm_becomes_a_call() {

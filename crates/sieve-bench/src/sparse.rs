@@ -406,20 +406,16 @@ fn orders(heads: usize, len: usize, random: &mut Random) -> Vec<i32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::emulator::Emulator;
+    use crate::emulator::tests::emulated;
 
     #[test]
     fn the_emulated_kernel_agrees_with_the_definition() {
-        let Ok(_) = std::process::Command::new("g++").arg("--version").output() else {
-            eprintln!("no g++: the emulator cannot run");
+        let checked = emulated("sieve-sparse", |emulator, report| {
+            check_wrappers(report, emulator, &Extent::emulated(40, 130, 3))
+        });
+        let Some(report) = checked else {
             return;
         };
-        let folder = std::env::temp_dir().join(format!("sieve-sparse-{}", std::process::id()));
-        let emulator = Emulator::new(&folder).expect("a folder for programs");
-        let mut report = Report::default();
-        check_wrappers(&mut report, &emulator, &Extent::emulated(40, 130, 3)).expect("cases");
-        drop(emulator);
-        let _ = std::fs::remove_dir_all(&folder);
         assert_eq!(report.failed(), 0, "{report}");
         assert!(report.rows().len() >= 8, "{report}");
     }
