@@ -4,14 +4,18 @@
 // Math       as hopper_attention_backward over the pairs j <= i < expire_j: dq_sum_i += sum_j dS_ij k_j (without softmax_scale), dk_sum_j += sum_i dS_ij q_i
 //            (without softmax_scale), dv_sum_j += sum_i P_ij do_i, ddelta_j += sum_i dS_ij, i over the queries of the launch's super-blocks
 // Layout     as dma_attention_backward
-// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, delta, base, list, list_len, (COMPUTE_DQ: dq_sum,) dk_sum, dv_sum, ddelta
-// Defines    as hopper_attention_backward (HAS_BIAS is always 1); SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made without atomics, COMPUTE_DQ must
+// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, (HAS_BIAS: delta, base,) list, list_len, (COMPUTE_DQ: dq_sum,)
+//            dk_sum, dv_sum, (HAS_BIAS: ddelta)
+// Defines    as hopper_attention_backward, HAS_BIAS (1); SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made without atomics, COMPUTE_DQ must
 //            be 0 and a launch covers one super-block (launches in ascending order fix the order of every sum; dq comes from dma_attention_backward_query)
 // Tiling     128 entries a block: grid (super_blocks * ceil(list_capacity / 128), num_kv_heads, batch), super_blocks = those of this launch; blocks past a
 //            list's end leave at once; threads and dynamic shared bytes as hopper_attention_backward
 // Numerics   as dma_attention_backward; never-active keys are not touched
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
+#ifndef HAS_BIAS
 #define HAS_BIAS 1
+#endif
+#define SPLIT_STATS 1  // gathered keys are faster so at every width
 #include "common/attention_params.cuh"
 #include "common/hopper_backward.cuh"
 
@@ -82,12 +86,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
     const void*, const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
 #endif
-    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const float* delta, const float* base, const int2* list,
-    const i32* list_len,
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats,
+#if HAS_BIAS
+    const float* delta, const float* base,
+#endif
+    const int2* list, const i32* list_len,
 #if COMPUTE_DQ
     float* dq_sum,
 #endif
-    float* dk_sum, float* dv_sum, float* ddelta, const __grid_constant__ DmaAttentionBackwardParams params) {
+    float* dk_sum, float* dv_sum,
+#if HAS_BIAS
+    float* ddelta,
+#endif
+    const __grid_constant__ DmaAttentionBackwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
   const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, group_size = num_heads / num_kv_heads, head = kv_head * group_size;
@@ -113,7 +124,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
   block.d_out = d_out + ((u64)batch * seq_len * num_heads + head) * HEAD_DIM;
   block.do_stride = (u32)num_heads * HEAD_DIM;
   block.stats = row_stats + ((u64)batch * num_heads + head) * params.padded_len;
+#if HAS_BIAS
   block.base = base + list_row * params.padded_len;
+#endif
 #if COMPUTE_DQ
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.dq_len * HEAD_DIM;
 #endif
@@ -128,8 +141,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
   const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {
     registers_shrink<PRODUCER_REGISTERS>();
+    float bias = 0.0f;
+#if HAS_BIAS
     const int2 entry = keys.entry((int)threadIdx.x);
-    produce(block, keys, entry.y > 0 ? in_scores(delta[list_row * seq_len + entry.x], block.bias_unit) : 0.0f, shared);
+    if (entry.y > 0) bias = in_scores(delta[list_row * seq_len + entry.x], block.bias_unit);
+#endif
+    produce(block, keys, bias, shared);
   } else {
     registers_grow<CONSUMER_REGISTERS>();
     KeyGradients sums;
@@ -143,6 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     for (int r = 0; r < 2; ++r) entries[r] = done.entry(first_row + 8 * r);
     add_rows(dk_sum + list_row * seq_len * HEAD_DIM, sums.dk, entries);
     add_rows(dv_sum + list_row * seq_len * HEAD_DIM, sums.dv, entries);
+#if HAS_BIAS
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (threadIdx.x % 4 != 0 || entries[r].y <= 0) continue;
@@ -153,5 +171,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
       atomicAdd(to, sums.ddelta[r]);
 #endif
     }
+#endif
   }
 }

@@ -2,16 +2,18 @@
 // Math       logit_ij = softmax_scale * q_i . k_j + (delta_j - base_i); o_i = sum_j softmax_j(logit_ij) v_j over the keys with j <= i < expire_j (arXiv:2508.02124, eq. 3 to 6);
 //            lse_i = log sum_j exp(logit_ij); a query that sees nothing gets o = 0, lse = -inf
 // Layout     as dma_attention_forward
-// Buffers    (TENSOR_MAPS: q_map by value, then as many unread pointers,) q, k, v, delta, base, list, tile_window, o, lse, (RESIDUAL: o_low)
-// Defines    as hopper_attention_forward, HAS_BIAS is always 1; TENSOR_MAPS: keys and values are gathered by cp.async all the same; HEADS_PER_TILE: the
+// Buffers    (TENSOR_MAPS: q_map by value, then as many unread pointers,) q, k, v, (HAS_BIAS: delta, base,) list, tile_window, o, lse, (RESIDUAL: o_low)
+// Defines    as hopper_attention_forward, HAS_BIAS (1); TENSOR_MAPS: keys and values are gathered by cp.async all the same; HEADS_PER_TILE: the
 //            query heads that share a gathered tile, a divisor of the group; SUPER_BLOCK (1024)
 // Tiling     BLOCK_Q = NUM_CONSUMERS * 64 rows = HEADS_PER_TILE heads x TILE_QUERIES queries; a tile stays inside one super-block. Persistent: grid
 //            (multiprocessors, 1, 1); 128 + NUM_CONSUMERS * 128 threads; dynamic shared bytes = BLOCK_Q * HEAD_DIM * 2 + (K_STAGES + V_STAGES) * 256 * HEAD_DIM
-//              + 16384 + 64 + (2 * K_STAGES + 2 * V_STAGES + 2) * 8 + 1024
+//              + 4096 + HAS_BIAS * 12288 + 64 + (2 * K_STAGES + 2 * V_STAGES + 2) * 8 + 1024
 // Numerics   as dma_attention_forward; RESIDUAL as hopper_attention_forward; the order of a row's sums follows the list
 // Edges      any seq_len >= 1; rows of K, V and delta that no query of the super-block sees are never read; softmax_scale > 0
 #define GATHER 1
+#ifndef HAS_BIAS
 #define HAS_BIAS 1
+#endif
 #include "common/attention_params.cuh"
 #include "common/hopper_forward.cuh"
 #include "common/hopper_gather.cuh"
@@ -21,8 +23,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_fo
     const __grid_constant__ TensorMap q_map,
     const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
 #endif
-    const bf16* q, const bf16* k, const bf16* v, const float* delta, const float* base, const int2* list, const i32* tile_window,
-    bf16* o, float* lse,
+    const bf16* q, const bf16* k, const bf16* v,
+#if HAS_BIAS
+    const float* delta, const float* base,
+#endif
+    const int2* list, const i32* tile_window, bf16* o, float* lse,
 #if RESIDUAL
     short* o_low,
 #endif
@@ -30,8 +35,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_fo
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);
   InputTensors tensors = input_tensors(q, k, v, params);
+#if HAS_BIAS
   tensors.delta = delta;
   tensors.base = base;
+#endif
   const GatherWork work(list, tile_window, params);
 #if RESIDUAL
   const ForwardConsumer consumer = {{o, lse, o_low}};

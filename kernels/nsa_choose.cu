@@ -5,77 +5,127 @@
 //            seq_len]; block_indices i32 [batch, seq_len, num_kv_heads, num_selected]: ascending, counted from the document's first token, then -1
 // Buffers    importance, doc_start, block_indices
 // Defines    none
-// Tiling     grid (ceil(num_queries / 8), num_kv_heads, batch); 256 threads, a warp a query; no shared memory
-// Numerics   exact: the least importance taken is found bit by bit; every element of these queries written
-// Edges      any num_selected >= 1; NaN counts as most important
+// Method     of each lane's importances the largest; the needed-th largest of those 32 is a bound that the chosen reach. Where no more than 32 importances reach
+//            it each becomes a lane's, which counts those ahead of it. Otherwise the least importance taken is found bit by bit
+// Tiling     grid (ceil(num_queries / 8), num_kv_heads, batch); 256 threads, a warp a query
+// Numerics   exact; every element of these queries written
+// Edges      any num_selected >= 1; importances are not below 0; NaN counts as most important
 #include "common/types.cuh"
 
-constexpr int HELD = 16;  // importances a lane keeps in registers; more are read again
+constexpr int HELD = 32, WARPS = 8;  // importances a lane keeps in registers at most; more are read again
+constexpr int BOUND_BIT = 12;        // the bound need not be exact: lower bits are left out
 
 struct NsaChooseParams {
   u64 seq_len, num_kv_heads, select_size, num_selected, first_query, num_queries, num_blocks;
 };
 
-// Numbers in the order of f32::total_cmp.
-DEVICE u32 order_of(float x) {
-  const u32 bits = __float_as_uint(x);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+// Numbers in the order of importances from 0 on, the least above 0: that stands for none.
+DEVICE u32 order_of(float x) { return __float_as_uint(x) + 1; }
+
+// What a query takes, and where to.
+struct Choice {
+  const float* from;  // importance of block 1
+  int count, needed;  // blocks to choose from, from 1 on; fewer than all
+  i32* to;
+};
+
+// Takes exactly `needed` of all that are `least` or more, `reached` of them: of those that just reach it the earliest stay out.
+DEVICE void take_reaching(const Choice& choice, u32 least, int reached) {
+  const int lane = (int)threadIdx.x % 32;
+  const u32 below = (1u << lane) - 1;
+  int surplus = reached - choice.needed, place = 0;
+  for (int at = 0; at < choice.count; at += 32) {
+    const bool inside = at + lane < choice.count;
+    const u32 value = inside ? order_of(choice.from[at + lane]) : 0, equal = __ballot_sync(~0u, inside && value == least);
+    const bool taken = inside && (value > least || (value == least && __popc(equal & below) >= surplus));
+    const u32 takers = __ballot_sync(~0u, taken);
+    if (taken) choice.to[place + __popc(takers & below)] = at + lane + 1;
+    surplus = max(surplus - __popc(equal), 0);
+    place += __popc(takers);
+  }
 }
 
-// Importances of the blocks 1 .. count of a query; lane l has the blocks l + 1, l + 33, ...
-struct Candidates {
-  const float* from;
-  int count;
-  u32 held[HELD];
-  DEVICE void load() {
+// Lane l has the blocks l + 1, l + 33, ... `room`: 32 places of the warp in shared memory.
+template <int NUM>
+DEVICE void choose(const Choice& choice, uint2* room) {
+  const int lane = (int)threadIdx.x % 32;
+  const u32 below = (1u << lane) - 1;
+  u32 held[NUM], most = 0;
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-      const int at = i * 32 + (int)threadIdx.x % 32;
-      held[i] = at < count ? order_of(from[at]) : 0;
-    }
+  for (int i = 0; i < NUM; ++i) {
+    held[i] = i * 32 + lane < choice.count ? order_of(choice.from[i * 32 + lane]) : 0;
+    most = max(most, held[i]);
   }
-  DEVICE u32 later(int at) const { return at < count ? order_of(from[at]) : 0; }
-  // How many are `least` (above 0) or more.
-  DEVICE u32 at_least(u32 least) const {
+  if (NUM == HELD) {
+    for (int at = HELD * 32 + lane; at < choice.count; at += 32) most = max(most, order_of(choice.from[at]));
+  }
+
+  // The largest number that `needed` of the lanes' largest reach, and all that reach it.
+  u32 bound = 0;
+  for (int bit = 31; bit >= BOUND_BIT; --bit) {
+    const u32 tried = bound | 1u << bit;
+    if (__popc(__ballot_sync(~0u, most >= tried)) >= choice.needed) bound = tried;
+  }
+  int reached = 0;
+#pragma unroll
+  for (int i = 0; i < NUM; ++i) {
+    const bool reaches = bound > 0 && held[i] >= bound;
+    const u32 all = __ballot_sync(~0u, reaches);
+    const int place = reached + __popc(all & below);
+    if (reaches && place < 32) room[place] = make_uint2(held[i], i * 32 + lane + 1);
+    reached += __popc(all);
+  }
+  if (bound > 0 && reached <= 32 && choice.count <= NUM * 32) {
+    __syncwarp();  // a lane reads what another has found
+    const uint2 mine = lane < reached ? room[lane] : make_uint2(0, 0);
+    int ahead = 0;
+    for (int other = 0; other < reached; ++other) {
+      const u32 value = __shfl_sync(~0u, mine.x, other);
+      ahead += value > mine.x || (value == mine.x && other > lane);
+    }
+    const u32 takers = __ballot_sync(~0u, lane < reached && ahead < choice.needed);
+    if (takers >> lane & 1) choice.to[__popc(takers & below)] = (int)mine.y;
+    return;
+  }
+  // The largest number that `needed` of all reach.
+  u32 least = 0;
+  reached = choice.count;
+  for (int bit = 31; bit >= 0 && reached > choice.needed; --bit) {
+    const u32 tried = least | 1u << bit;
     u32 sum = 0;
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) sum += held[i] >= least;
-    for (int at = HELD * 32 + (int)threadIdx.x % 32; at < count; at += 32) sum += later(at) >= least;
-    return __reduce_add_sync(~0u, sum);
+    for (int i = 0; i < NUM; ++i) sum += held[i] >= tried;
+    if (NUM == HELD) {
+      for (int at = HELD * 32 + lane; at < choice.count; at += 32) sum += order_of(choice.from[at]) >= tried;
+    }
+    const int num = (int)__reduce_add_sync(~0u, sum);
+    if (num >= choice.needed) least = tried, reached = num;
   }
-};
+  take_reaching(choice, least, reached);
+}
 
 extern "C" __global__ void __launch_bounds__(256) nsa_choose(const float* importance, const i32* doc_start, i32* block_indices,
                                                             const __grid_constant__ NsaChooseParams params) {
-  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, lane = (int)threadIdx.x % 32, in_range = (int)blockIdx.x * 8 + (int)threadIdx.x / 32;
+  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, lane = (int)threadIdx.x % 32, in_range = (int)blockIdx.x * 8 + __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
   const int query = (int)params.first_query + in_range;
   if (in_range >= (int)params.num_queries || query >= (int)params.seq_len) return;
-  const int own = (query - doc_start[(u64)batch * params.seq_len + query]) / (int)params.select_size, num_selected = (int)params.num_selected;
+  const int own = __shfl_sync(~0u, (query - doc_start[(u64)batch * params.seq_len + query]) / (int)params.select_size, 0), num_selected = (int)params.num_selected;
   i32* chosen = block_indices + (((u64)batch * params.seq_len + query) * params.num_kv_heads + kv_head) * num_selected;
   const int count = min(num_selected, own + 1), last = min(count, 2), first = count > 2;  // own and the one before end the list, the document's first begins it
   const int needed = count - last - first;
 
   if (needed > 0) {
-    Candidates candidates;
-    candidates.from = importance + (((u64)batch * params.num_kv_heads + kv_head) * params.num_queries + in_range) * params.num_blocks + 1;
-    candidates.count = own - 2;
-    candidates.load();
-    // The largest number that `needed` of them reach.
-    u32 least = 0, reached = (u32)candidates.count;
-    for (int bit = 31; bit >= 0 && reached > (u32)needed; --bit) {
-      const u32 tried = least | 1u << bit, num = candidates.at_least(tried);
-      if (num >= (u32)needed) least = tried, reached = num;
-    }
-    // Of those that just reach it the earliest stay out.
-    int surplus = (int)reached - needed, place = first;
-    for (int at = 0; at < candidates.count; at += 32) {
-      const u32 value = candidates.later(at + lane), below = (1u << lane) - 1;
-      const u32 equal = __ballot_sync(~0u, at + lane < candidates.count && value == least);
-      const bool taken = at + lane < candidates.count && (value > least || (value == least && __popc(equal & below) >= surplus));
-      const u32 takers = __ballot_sync(~0u, taken);
-      if (taken) chosen[place + __popc(takers & below)] = at + lane + 1;
-      surplus = max(surplus - __popc(equal), 0);
-      place += __popc(takers);
+    const u64 row = ((u64)batch * params.num_kv_heads + kv_head) * params.num_queries + in_range;
+    const Choice choice = {importance + row * params.num_blocks + 1, own - 2, needed, chosen + first};
+    if (choice.count <= needed) {
+      for (int at = lane; at < choice.count; at += 32) choice.to[at] = at + 1;
+    } else {
+      __shared__ uint2 rooms[WARPS][32];
+      uint2* room = rooms[threadIdx.x / 32];
+      if (needed > 32 || choice.count > HELD * 16) choose<HELD>(choice, room);
+      else if (choice.count > HELD * 8) choose<HELD / 2>(choice, room);
+      else if (choice.count > HELD * 4) choose<HELD / 4>(choice, room);
+      else choose<HELD / 8>(choice, room);
     }
   }
   if (lane == 0) {

@@ -12,36 +12,14 @@
 // Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
 // Edges      group <= 64; (select + compress) / stride <= CARRY + 2, select / stride <= 64; slots that nobody sees may hold NaN
 #define NUM_WARPS 4
+#include "common/attention_params.cuh"
 #include "common/copy_rows.cuh"
 #include "common/nsa_blocks.cuh"
+#include "common/row_sums.cuh"
 
 constexpr int ROWS = 64, SLOTS = 64, CARRY = 32, PITCH = CARRY + SLOTS + 1;
 using Tile = SwizzledTile<HEAD_DIM>;
 constexpr int Q_BYTES = ROWS * HEAD_DIM * 2, K_BYTES = SLOTS * HEAD_DIM * 2;
-
-// Sums over STEPS bits of a lane's row (lane / 4): of the two halves of `values` a lane sends one and keeps the other, by its bit, so that each step halves
-// what is left. Column tiles 0 .. 7 lie side by side, WIDTH values each; the tiles that stay begin at first_tile().
-template <int STEPS, int WIDTH>
-struct RowSums {
-  static constexpr int TILES = 8 >> STEPS;
-  static DEVICE int first_tile() {
-    const int g = (int)threadIdx.x % 32 / 4;
-    return STEPS == 0 ? 0 : STEPS == 1 ? g % 2 * 4 : STEPS == 2 ? g % 2 * 4 + g / 2 % 2 * 2 : g % 2 * 4 + g / 2 % 2 * 2 + g / 4;
-  }
-  template <int STEP = 0>
-  static DEVICE void add(float (&values)[8 * WIDTH]) {
-    if constexpr (STEP < STEPS) {
-      constexpr int HALF = (4 >> STEP) * WIDTH;
-      const bool upper = threadIdx.x % 32 / 4 >> STEP & 1;
-#pragma unroll
-      for (int i = 0; i < HALF; ++i) {
-        const float low = values[i], high = values[HALF + i], other = __shfl_xor_sync(~0u, upper ? low : high, 4 << STEP);
-        values[i] = (upper ? high : low) + other;
-      }
-      add<STEP + 1>(values);
-    }
-  }
-};
 
 // Puts the probabilities of a warp's 16 rows, with those of MERGED neighbouring heads added up, into the table.
 template <int MERGED>
@@ -65,12 +43,6 @@ DEVICE void store_probabilities(float (&p)[2][16], float* table, int warp) {
     }
   }
 }
-
-struct NsaImportanceParams {
-  u64 seq_len, num_heads, num_kv_heads, q_offset, q_token_stride, q_batch_stride;  // elements
-  u64 softmax_scale;                                                             // f32 bits
-  u64 compress_size, stride, select_size, num_slots, first_query, num_queries, num_blocks;
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS) nsa_importance(const bf16* q, const bf16* keys, const float* lse, const i32* doc_start, const i32* doc_end,
                                                                     float* importance, const __grid_constant__ NsaImportanceParams params) {

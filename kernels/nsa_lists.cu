@@ -2,7 +2,7 @@
 // Math       the entries of a cell are the queries with a choice there, in their order; an item is a piece of one cell's list
 // Layout     block_indices, doc_start, counts as nsa_list_counts; entries int2 {query, its choice's number: (query - first_query) * num_selected + place} [batch,
 //            num_kv_heads, num_queries * num_selected], cell after cell; items int4 {first entry, entries, cell, 0} [batch, num_kv_heads, max_items] in the
-//            order of cells, of at most item_queries entries each; num_items i32 [batch, num_kv_heads]
+//            order of cells, of at most item_queries entries each; num_items i32 [batch * num_kv_heads + 1], the last 0: items that somebody took
 // Buffers    block_indices, doc_start, counts, entries, items, num_items
 // Defines    none
 // Method     a counting sort: 32 queries at a time set their bit in a word of each cell they chose; a query's place is the number of lower bits
@@ -14,7 +14,7 @@
 
 constexpr int LIST_THREADS = 512, SLOTS = LIST_THREADS / 32;
 
-extern "C" __global__ void __launch_bounds__(LIST_THREADS) nsa_lists(const i32* block_indices, const i32* doc_start, const i32* counts, int2* entries, int4* items,
+extern "C" __global__ void __launch_bounds__(LIST_THREADS, 3) nsa_lists(const i32* block_indices, const i32* doc_start, const i32* counts, int2* entries, int4* items,
                                                                    i32* num_items, const __grid_constant__ NsaCellsParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   __shared__ u32 warp_sums[2][32];
@@ -53,40 +53,35 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) nsa_lists(const i32* 
     first_item += total_items;
     __syncthreads();  // the sums of this round have been read; behind the last one the cursors are there
   }
-  if (blockIdx.x == 0 && thread == 0) num_items[choices.row()] = (i32)first_item;
+  if (blockIdx.x == 0 && thread == 0) {
+    num_items[choices.row()] = (i32)first_item;
+    if (choices.row() == 0) num_items[(u64)gridDim.y * gridDim.z] = 0;
+  }
 
-  // Place: lane = query.
+  // Place: lane = query. The cell of a thread's first slot stays in a register; with more slots than warps others are worked out anew.
   for (int base = 0; base < choices.num_queries; base += 32) {
-    const int query = base + lane;
-    if (query < choices.num_queries) {
-      for (int slot = thread / 32; slot < choices.num_selected; slot += SLOTS) {
-        const int cell = choices.cell(query, slot);
-        if (cell >= 0) atomicOr(&bits[cell], 1u << lane);
-      }
+    const int query = base + lane, token = choices.first_query + query, own = thread / 32;
+    const int end = query < choices.num_queries ? choices.num_selected : 0, own_cell = own < end ? choices.cell(query, own) : -1;
+    for (int slot = own; slot < end; slot += SLOTS) {
+      const int cell = slot == own ? own_cell : choices.cell(query, slot);
+      if (cell >= 0) atomicOr(&bits[cell], 1u << lane);
     }
     __syncthreads();  // all bits of these queries are set
-    if (query < choices.num_queries) {
-      for (int slot = thread / 32; slot < choices.num_selected; slot += SLOTS) {
-        const int cell = choices.cell(query, slot), token = choices.first_query + query;
-        if (cell >= 0) entries[cursor[cell] + __popc(bits[cell] & ((1u << lane) - 1))] = {token, (token - choices.range_first) * choices.num_selected + slot};
-      }
+    for (int slot = own; slot < end; slot += SLOTS) {
+      const int cell = slot == own ? own_cell : choices.cell(query, slot);
+      if (cell >= 0) entries[cursor[cell] + __popc(bits[cell] & ((1u << lane) - 1))] = {token, (token - choices.range_first) * choices.num_selected + slot};
     }
     __syncthreads();  // every place has been read
-    if (query < choices.num_queries) {
-      for (int slot = thread / 32; slot < choices.num_selected; slot += SLOTS) {
-        const int cell = choices.cell(query, slot);
-        if (cell < 0) continue;
-        // The first query of a cell counts for all; only it may clear the bits, when everybody else has looked.
-        const u32 all = bits[cell];
-        if (all != 0 && lane == __ffs((int)all) - 1) cursor[cell] += __popc(all);
-      }
+    for (int slot = own; slot < end; slot += SLOTS) {
+      const int cell = slot == own ? own_cell : choices.cell(query, slot);
+      // The first query of a cell counts for all; only it may clear the bits, when everybody else has looked.
+      const u32 all = cell >= 0 ? bits[cell] : 0;
+      if (all != 0 && lane == __ffs((int)all) - 1) cursor[cell] += __popc(all);
     }
     __syncthreads();  // the cursors moved on
-    if (query < choices.num_queries) {
-      for (int slot = thread / 32; slot < choices.num_selected; slot += SLOTS) {
-        const int cell = choices.cell(query, slot);
-        if (cell >= 0) bits[cell] = 0;
-      }
+    for (int slot = own; slot < end; slot += SLOTS) {
+      const int cell = slot == own ? own_cell : choices.cell(query, slot);
+      if (cell >= 0) bits[cell] = 0;
     }
     __syncthreads();  // the bits are clear
   }

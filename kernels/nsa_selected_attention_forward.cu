@@ -12,7 +12,7 @@
 // Edges      select_size <= 64; any group; a block that nobody chose is never read
 #define NUM_WARPS 4
 #include "common/attention_params.cuh"
-#include "common/nsa_rows.cuh"
+#include "common/nsa_copy_rows.cuh"
 #include "common/quad.cuh"
 
 constexpr int ROWS = 128, KEYS = 64, ROW_TILES = 2;

@@ -10,7 +10,7 @@
 // barrier a step.
 #pragma once
 #include "common/copy_rows.cuh"
-#include "common/nsa_rows.cuh"
+#include "common/nsa_copy_rows.cuh"
 #include "common/quad.cuh"
 #include "common/reduce_add.cuh"
 

@@ -79,9 +79,15 @@ struct NsaSelectedAttentionForwardParams {
   u64 q_token_stride, k_token_stride, v_token_stride;
   u64 q_batch_stride, k_batch_stride, v_batch_stride;
   u64 softmax_scale;  // f32 bits
-  u64 select_size, choices, max_items;
+  u64 select_size, choices, max_items, batch;
 };
 
 struct NsaSelectedAttentionBackwardParams : NsaSelectedAttentionForwardParams {
   u64 padded_len;  // rows of row_stats a head
+};
+
+struct NsaImportanceParams {
+  u64 seq_len, num_heads, num_kv_heads, q_offset, q_token_stride, q_batch_stride;  // elements
+  u64 softmax_scale;                                                               // f32 bits
+  u64 compress_size, stride, select_size, num_slots, first_query, num_queries, num_blocks;
 };

@@ -37,7 +37,9 @@
 // Whether lse (without a bias) and D enter as steps of the products. With a bias, delta - base always does. Those steps
 // are paid in power: long dense rows of 128 columns are faster without (2 x 8192 2.54 against 2.55 ms, 32768 19.1
 // against 19.7), everything else with (gathered 32768 1.83 against 1.97, 64 columns 1.46 against 1.60).
+#ifndef SPLIT_STATS
 #define SPLIT_STATS (HAS_BIAS || HEAD_DIM == 64)
+#endif
 // Whether a step's last product is dQ, or the next step's scores. Both in turn would do without a bias; with one the
 // first spills.
 #define DQ_LAST !HAS_BIAS

@@ -10,9 +10,9 @@
 #endif
 constexpr int DIM_BLOCKS = HEAD_DIM / 64, DIM_BLOCKS_V = HEAD_DIM_V / 64;  // 64-column blocks of a tile
 
-// Copies 32 rows of BLOCKS 64-column blocks of a tile of 128 as a warp, number `warp` of four: eight lanes bring 128 bytes of a row, an instruction four rows. `key`: this lane's row;
+// Copies 32 rows of BLOCKS 64-column blocks of a tile of TILE_ROWS as a warp, number `warp` of the tile's: eight lanes bring 128 bytes of a row, an instruction four rows. `key`: this lane's row;
 // `row_bytes` 16, or 0 for zeros in place of the rows. SOME_ABSENT: a `key` below 0 stands for a row of zeros.
-template <int BLOCKS = DIM_BLOCKS, bool SOME_ABSENT = false>
+template <int BLOCKS = DIM_BLOCKS, bool SOME_ABSENT = false, int TILE_ROWS = 128>
 DEVICE void copy_key_rows(u32 tile, const bf16* rows, u32 stride_bytes, int key, int warp, u32 row_bytes = 16) {
   const int lane = (int)opaque(threadIdx.x) % 32, row = lane / 8, chunk = lane % 8;  // worked out anew: kept, places would not fit into registers
   const char* from = (const char*)rows + chunk * 16;
@@ -26,7 +26,7 @@ DEVICE void copy_key_rows(u32 tile, const bf16* rows, u32 stride_bytes, int key,
     }
     const char* line = from + (u64)(u32)at * stride_bytes;
 #pragma unroll
-    for (int h = 0; h < BLOCKS; ++h) copy_async_16((i % 2 ? odd : even) + i * 512 + h * 128 * 128, line + h * 128, row_bytes);
+    for (int h = 0; h < BLOCKS; ++h) copy_async_16((i % 2 ? odd : even) + i * 512 + h * TILE_ROWS * 128, line + h * 128, row_bytes);
   }
 }
 

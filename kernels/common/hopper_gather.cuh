@@ -1,5 +1,5 @@
-// hopper_gather: tiles of queries and the listed keys they see, for exact dynamic mask attention.
-// Defines    as hopper_tiles.cuh, with GATHER and HAS_BIAS 1; SUPER_BLOCK (1024)
+// hopper_gather: tiles of queries and the listed keys they see, for exact dynamic mask attention and for compressed blocks (HAS_BIAS 0).
+// Defines    as hopper_tiles.cuh, with GATHER 1; SUPER_BLOCK (1024)
 #pragma once
 #include "common/hopper_tiles.cuh"
 
@@ -64,16 +64,22 @@ struct GatherWork {
 
     const bf16* k = tensors.k + place.batch * tensors.k_batch_stride + (u64)kv_head * HEAD_DIM;
     const bf16* v = tensors.v + place.batch * tensors.v_batch_stride + (u64)kv_head * HEAD_DIM;
+#if HAS_BIAS
     const float* delta = tensors.delta + list_row * tensors.seq_len;
     const float inverse_scale = 1.0f / tensors.softmax_scale, base = load_base(tensors, tile, kv_head);
+#endif
     int here = 0;                      // this thread's key of stage it
     int2 next = window.entry(0, thread);  // its entry of stage it + 1; the loads run further ahead
     int2 after = window.entry(1, thread);
+#if HAS_BIAS
     float next_bias = delta[next.x];
+#endif
 
     for (int it = -1; it < tile.num_stages; ++it) {
       const int2 later = window.entry(it + 3, thread);
+#if HAS_BIAS
       const float after_bias = delta[after.x];
+#endif
       if (it + 1 < tile.num_stages) {
         // Keys run one stage ahead of values.
         const u32 full = barrier_at(shared, FULL_K + places.k.slot), keys = key_slot(shared, places.stage);
@@ -81,7 +87,9 @@ struct GatherWork {
         if (it >= 0 || !tile.first_is_half || warp < HALF_KV / 32)
           copy_key_rows(shared + K_AT + places.k.slot * STAGE_BYTES, k, (u32)tensors.k_token_stride * 2, next.x, warp, window.row_bytes());
         asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(keys + thread * 8), "r"(next.x), "r"(next.y) : "memory");
+#if HAS_BIAS
         store_split_column(keys + ENTRY_BYTES + thread * SPLIT_BYTES, in_scores(next_bias, inverse_scale), BF16_ONE);
+#endif
         barrier_arrive_copies(full);
         barrier_arrive(full);  // for the entry and the bias, which were stored
         places.k.advance();
@@ -92,7 +100,9 @@ struct GatherWork {
         barrier_wait(barrier_at(shared, EMPTY_Q), (done & 1) ^ 1);
         copy_queries(shared, tensors, maps, tile);
         if (thread == 0) *(TileHead*)__cvta_shared_to_generic(tile_base(shared, done)) = tile;
+#if HAS_BIAS
         store_base(tile_base(shared, done), base, inverse_scale);
+#endif
         barrier_arrive(barrier_at(shared, FULL_Q));
       } else {
         barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
@@ -104,7 +114,9 @@ struct GatherWork {
       here = next.x;
       next = after;
       after = later;
+#if HAS_BIAS
       next_bias = after_bias;
+#endif
     }
   }
 };

@@ -1,7 +1,6 @@
 // nsa_rows: the query rows that chose a block of keys, as tiles of attention kernels: a row is a query and a head of the group, a query's heads side by side.
-// Defines    as copy_rows.cuh
 #pragma once
-#include "common/copy_rows.cuh"
+#include "common/types.cuh"
 
 // A row of a tile, in shared memory. Past the end of a list the token is -1 and the row is zeros.
 struct alignas(16) ChosenRow {
@@ -39,18 +38,4 @@ DEVICE ChosenRow chosen_row(const ChosenRun& run, int row, int group, int first_
   if (row >= run.num_rows) return {-1, first_head, 0};
   const int2 entry = run.entries[row / group];
   return {entry.x, first_head + row % group, entry.y * group + row % group};
-}
-
-// Asks for a tile's rows of q or do, from the batch row on.
-template <int ROW, int ROWS>
-DEVICE void copy_chosen_rows(u32 shared, const bf16* base, u32 stride, const ChosenRow* rows) {
-  using Tile = SwizzledTile<ROW>;
-#pragma unroll
-  for (int i = 0; i < ceil_div(ROWS * Tile::CHUNKS, THREADS); ++i) {
-    const int at = i * THREADS + (int)opaque(threadIdx.x), row = at / Tile::CHUNKS, chunk = at % Tile::CHUNKS;
-    if (ROWS * Tile::CHUNKS % THREADS != 0 && at >= ROWS * Tile::CHUNKS) break;
-    const ChosenRow chosen = rows[row];
-    const bf16* from = base + (u64)(u32)max(chosen.token, 0) * stride + (u64)(u32)chosen.head * ROW + chunk * 8;
-    copy_async_16(shared + Tile::offset(row, chunk), from, chosen.token >= 0 ? 16 : 0);
-  }
 }

@@ -8,12 +8,14 @@ mod blocks;
 mod choose;
 mod compressed;
 mod gates;
+mod hopper;
 mod lists;
 mod selected;
 
 pub use blocks::{nsa_blocks, nsa_blocks_backward, nsa_mean_pool, nsa_mean_pool_backward};
 pub use compressed::{nsa_compressed_attention_backward, nsa_compressed_attention_forward};
 pub use gates::{GateGradients, nsa_gates, nsa_gates_backward};
+pub(crate) use hopper::nsa_hopper_kernels;
 pub use selected::{
     NSA_PART_BYTES, nsa_selected_attention_backward, nsa_selected_attention_forward,
 };
@@ -79,7 +81,7 @@ fn query_ranges(seq_len: usize, most: usize) -> impl Iterator<Item = (usize, usi
         .map(move |first| (first, most.min(seq_len - first)))
 }
 
-/// Every kernel that the compressed and the selected branch launch for a head width, beside those of DMA.
+/// Every portable kernel that the compressed and the selected branch launch for a head width, beside those of DMA.
 pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
     let mut kernels = vec![
         nsa_positions_backward_kernel(),

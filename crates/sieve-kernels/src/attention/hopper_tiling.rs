@@ -54,6 +54,14 @@ pub fn let_every_lane_arrive() {
     EVERY_LANE_ARRIVES.store(true, Ordering::Relaxed);
 }
 
+/// A kernel in the form that [`let_every_lane_arrive`] asked for.
+pub(crate) fn arriving(kernel: SourceKernel) -> SourceKernel {
+    match EVERY_LANE_ARRIVES.load(Ordering::Relaxed) {
+        true => kernel.define("EVERY_LANE_ARRIVES", 1),
+        false => kernel,
+    }
+}
+
 /// The family that attention of this shape takes on the tensor's device.
 pub fn attention_family(
     shape: &AttentionShape,
@@ -131,6 +139,7 @@ impl HopperPass {
 pub(crate) struct HopperTiling {
     pass: HopperPass,
     source: KeySource,
+    has_bias: bool,
     head_dim: usize,
     head_dim_v: usize,
     num_consumers: usize,
@@ -153,6 +162,7 @@ impl HopperTiling {
         Self {
             pass,
             source,
+            has_bias: source != KeySource::Dense,
             head_dim: shape.head_dim,
             head_dim_v: shape.head_dim_v,
             num_consumers: if three { 3 } else { 2 },
@@ -172,6 +182,14 @@ impl HopperTiling {
         }
     }
 
+    /// The same for lists of keys without a bias.
+    pub(crate) fn without_bias(self) -> Self {
+        Self {
+            has_bias: false,
+            ..self
+        }
+    }
+
     fn tile_queries(&self) -> usize {
         self.num_consumers * 64 / self.heads_per_tile
     }
@@ -185,10 +203,10 @@ impl HopperTiling {
             HopperPass::RowSums | HopperPass::Gradient => 4,
         };
         // The bias as one more step of the product: four slots of 128 keys and two of a tile's rows, 16 bytes each.
-        let bias = if self.source == KeySource::Dense {
-            0
-        } else {
+        let bias = if self.has_bias {
             8192 + 2 * rows * 16
+        } else {
+            0
         };
         let (entries, starts) = match self.source {
             KeySource::Gathered => (4096, 0),
@@ -226,8 +244,9 @@ impl HopperTiling {
             .threads(WARPGROUP * (1 + self.num_consumers))
             .shared_bytes(self.shared_bytes());
         let kernel = match self.source {
-            // The gathered kernels define HAS_BIAS themselves.
-            KeySource::Gathered => kernel,
+            // The gathered kernels have a bias unless told.
+            KeySource::Gathered if self.has_bias => kernel,
+            KeySource::Gathered => kernel.define("HAS_BIAS", 0),
             KeySource::Dense => kernel.define("HAS_BIAS", 0),
             KeySource::Biased => kernel.define("HAS_BIAS", 1),
         };
@@ -249,9 +268,22 @@ impl HopperTiling {
         shape: &AttentionShape,
         source: KeySource,
     ) -> Result<(SourceKernel, [usize; 3], Vec<TileMap<'a>>), KernelError> {
-        let tiling = Self::new(pass, shape, source);
-        let maps = tiling.maps(kernel, qkv, d_o, shape)?;
-        Ok((tiling.kernel(), tiling.grid(qkv.q.tensor()), maps))
+        Self::new(pass, shape, source).launch_over(kernel, qkv, d_o, shape)
+    }
+
+    /// As [`launch`](Self::launch), of this tiling.
+    ///
+    /// # Errors
+    /// Those of [`maps`](Self::maps).
+    pub(crate) fn launch_over<'a>(
+        &self,
+        kernel: &'static str,
+        qkv: &'a Qkv,
+        d_o: Option<&'a CudaTensor>,
+        shape: &AttentionShape,
+    ) -> Result<(SourceKernel, [usize; 3], Vec<TileMap<'a>>), KernelError> {
+        let maps = self.maps(kernel, qkv, d_o, shape)?;
+        Ok((self.kernel(), self.grid(qkv.q.tensor()), maps))
     }
 
     /// One block for each multiprocessor: blocks fetch their work themselves.
@@ -291,6 +323,30 @@ pub(crate) fn hopper_backward_kernel(
     set: GradientSet,
     deterministic: bool,
 ) -> SourceKernel {
+    backward_kernel(
+        shape,
+        source,
+        source != KeySource::Dense,
+        set,
+        deterministic,
+    )
+}
+
+/// The same for lists of keys without a bias, in any order.
+pub(crate) fn hopper_unbiased_backward_kernel(
+    shape: &AttentionShape,
+    set: GradientSet,
+) -> SourceKernel {
+    backward_kernel(shape, KeySource::Gathered, false, set, false)
+}
+
+fn backward_kernel(
+    shape: &AttentionShape,
+    source: KeySource,
+    has_bias: bool,
+    set: GradientSet,
+    deterministic: bool,
+) -> SourceKernel {
     let [d, d_v] = [shape.head_dim, shape.head_dim_v];
     let (q_stages, do_stages, dq_bulk) = match d {
         64 => (3, 3, 0),
@@ -307,10 +363,10 @@ pub(crate) fn hopper_backward_kernel(
     };
     // lse and D of 64 queries: as plain numbers, or 16 bytes each where they are steps of the products; with a bias 16
     // bytes for the base of each too, and for the bias of each key.
-    let stats_bytes = match source {
-        KeySource::Dense if d == 64 => stages * 1024,
-        KeySource::Dense => do_stages * 512,
-        KeySource::Biased | KeySource::Gathered => q_stages * 1024 + do_stages * 1280 + 2048,
+    let stats_bytes = match has_bias {
+        true => q_stages * 1024 + do_stages * 1280 + 2048,
+        false if d == 64 || source == KeySource::Gathered => stages * 1024,
+        false => do_stages * 512,
     };
     let tiles = (256 + 128 * q_stages) * d + (256 + 128 * do_stages) * d_v;
     let shared = tiles + 32768 + dq_bytes + stats_bytes + (2 * stages + 1) * 8 + 1024;
@@ -333,12 +389,15 @@ pub(crate) fn hopper_backward_kernel(
         .define("COMPUTE_DQ", set.dq as u8)
         .threads(3 * WARPGROUP)
         .shared_bytes(shared);
-    let kernel = match EVERY_LANE_ARRIVES.load(Ordering::Relaxed) {
-        true => kernel.define("EVERY_LANE_ARRIVES", 1),
-        false => kernel,
-    };
+    let kernel = arriving(kernel);
     match source {
-        KeySource::Gathered => kernel.define("DETERMINISTIC", deterministic as u8),
+        KeySource::Gathered => {
+            let kernel = kernel.define("DETERMINISTIC", deterministic as u8);
+            match has_bias {
+                true => kernel,
+                false => kernel.define("HAS_BIAS", 0),
+            }
+        }
         KeySource::Dense => kernel.define("HAS_BIAS", 0),
         KeySource::Biased => kernel.define("HAS_BIAS", 1),
     }
@@ -476,6 +535,11 @@ mod tests {
                 let kernel = hopper_backward_kernel(&shape(width, 2), source, all, false);
                 assert!(kernel.dynamic_shared_bytes() <= LIMIT, "{width} {source:?}");
             }
+            let [biased, unbiased] = [
+                hopper_backward_kernel(&shape(width, 2), KeySource::Gathered, all, false),
+                hopper_unbiased_backward_kernel(&shape(width, 2), all),
+            ];
+            assert!(unbiased.dynamic_shared_bytes() < biased.dynamic_shared_bytes());
         }
     }
 

@@ -7,14 +7,13 @@ use crate::attention::backward_tiling::{
     BackwardTiling, GradientSet, QueryPass, QueryTiling, SumOrder,
 };
 use crate::attention::bias_base::{Bias, SeenKeys};
-use crate::attention::forward::require_per_key;
 use crate::attention::heads::{AttentionShape, Heads};
 use crate::attention::hopper_tiling::{
     BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, attention_family, backward_maps,
-    has_hopper_gradient, hopper_backward_kernel,
+    has_hopper_gradient, hopper_backward_kernel, hopper_unbiased_backward_kernel,
 };
 use crate::attention::tiling::KeySource;
-use crate::dma::attention_forward::{RowSums, require_lists};
+use crate::dma::attention_forward::{listed_bias, require_lists};
 use crate::dma::lists::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::error::KernelError;
@@ -44,26 +43,35 @@ pub fn dma_attention_backward(
     delta: &CudaTensor,
     lists: &KeyLists,
 ) -> Result<CudaTensor, KernelError> {
-    listed_attention_backward(call, delta, lists, RowSums::Exact)
+    let gradient = listed_attention_backward(call, Some(delta), lists)?;
+    gradient.ok_or(KernelError::Empty {
+        kernel: NAME,
+        what: "the gradient of the bias",
+    })
 }
 
-/// As [`dma_attention_backward`], with row sums as the forward pass was told.
+/// As [`dma_attention_backward`], or without a bias.
 pub(crate) fn listed_attention_backward(
     call: AttentionGradients,
-    delta: &CudaTensor,
+    delta: Option<&CudaTensor>,
     lists: &KeyLists,
-    row_sums: RowSums,
-) -> Result<CudaTensor, KernelError> {
+) -> Result<Option<CudaTensor>, KernelError> {
     let source = KeySource::Gathered;
     let shape = call.qkv.shape(NAME)?;
     let qkv = call.qkv.walkable();
     require_gradients(NAME, &call, &shape)?;
     require_lists(NAME, lists, &shape)?;
-    let delta = require_per_key(NAME, "delta", delta, &shape)?;
-    let base = call.result.base.as_ref();
-    let bias = Bias::with_base(delta, base, SeenKeys::Listed(lists), &shape)?;
     let limit = device_shared_bytes(&qkv);
     let family = attention_family(&shape, KeySource::Gathered, qkv.q.tensor());
+    let bias = match (delta, family, call.order) {
+        (None, KernelFamily::Hopper, SumOrder::Any) => None,
+        _ => {
+            let delta = listed_bias(delta, qkv.q.tensor(), &shape)?;
+            let base = call.result.base.as_ref();
+            let keys = SeenKeys::Listed(lists);
+            Some(Bias::with_base(delta, base, keys, &shape)?)
+        }
+    };
 
     let d_o = call.d_o.contiguous();
     let stats = row_stats(&call, &d_o, &shape)?;
@@ -80,23 +88,19 @@ pub(crate) fn listed_attention_backward(
     let [batch, kv_heads, seq_len] = shape.per_key();
     let dk_sum = empty_zero(&d_o, &[batch, kv_heads, seq_len, shape.head_dim])?;
     let dv_sum = empty_zero(&d_o, &[batch, kv_heads, seq_len, shape.head_dim_v])?;
-    let ddelta = empty_zero(&d_o, &shape.per_key())?;
-    let inputs = [
-        qkv.q.tensor(),
-        qkv.k.tensor(),
-        qkv.v.tensor(),
-        &d_o,
-        &stats,
-        &bias.delta,
-        &bias.base,
-        &lists.list,
-    ];
+    let ddelta = match &bias {
+        Some(_) => Some(empty_zero(&d_o, &shape.per_key())?),
+        None => None,
+    };
+    let mut inputs = vec![qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats];
+    inputs.extend(bias.iter().flat_map(Bias::tensors));
+    inputs.push(&lists.list);
     let (base, softmax_scale) = (qkv.params(NAME, &shape)?, call.softmax_scale);
     let (padded_len, list_capacity) = (padded_len(seq_len), lists.capacity());
     let tile_queries = lists.tile_queries;
 
     // Exact row sums: do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
-    if call.result.o_rest.is_none() && row_sums == RowSums::Exact {
+    if call.result.o_rest.is_none() && delta.is_some() {
         let params = params!(DmaAttentionRowSumsParams {
             base,
             softmax_scale,
@@ -104,7 +108,7 @@ pub(crate) fn listed_attention_backward(
             padded_len,
             tile_queries,
         });
-        let mut tensors = inputs.to_vec();
+        let mut tensors = inputs.clone();
         tensors.push(&lists.tile_window);
         let (kernel, grid, maps) = match family {
             KernelFamily::Hopper => {
@@ -135,17 +139,20 @@ pub(crate) fn listed_attention_backward(
                 first_super_block: first,
                 dq_len: count * SUPER_BLOCK,
             });
-            let mut tensors = inputs.to_vec();
+            let mut tensors = inputs.clone();
             tensors.push(&lists.list_len);
             tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
             tensors.extend(set.dk.then_some(&dk_sum));
             tensors.extend(set.dv.then_some(&dv_sum));
-            tensors.extend(set.dk.then_some(&ddelta));
+            tensors.extend(ddelta.as_ref().filter(|_| set.dk));
             let (kernel, block_kv, maps) = match family {
                 KernelFamily::Hopper => {
                     let maps = backward_maps(NAME, &qkv, &d_o, &shape)?.to_vec();
                     let fixed = call.order == SumOrder::Fixed;
-                    let kernel = hopper_backward_kernel(&shape, source, set, fixed);
+                    let kernel = match bias {
+                        Some(_) => hopper_backward_kernel(&shape, source, set, fixed),
+                        None => hopper_unbiased_backward_kernel(&shape, set),
+                    };
                     (kernel, BACKWARD_BLOCK_KV, maps)
                 }
                 KernelFamily::Portable => {
@@ -184,7 +191,7 @@ pub(crate) fn listed_attention_backward(
             dq_batch_stride: dq[2],
             tile_queries,
         });
-        let mut tensors = inputs.to_vec();
+        let mut tensors = inputs.clone();
         tensors.extend([&lists.tile_window, call.grads.q.tensor()]);
         let (kernel, grid, maps) =
             if family == KernelFamily::Hopper && has_hopper_gradient(&shape, source) {

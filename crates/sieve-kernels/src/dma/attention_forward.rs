@@ -12,6 +12,7 @@ use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
+use crate::step::fill_zero::empty_zero;
 use burn::tensor::DType;
 
 const NAME: &str = "dma_attention_forward";
@@ -27,33 +28,42 @@ pub fn dma_attention_forward(
     lists: &KeyLists,
     softmax_scale: f32,
 ) -> Result<AttentionResult, KernelError> {
-    listed_attention_forward(qkv, delta, lists, softmax_scale, RowSums::Exact)
+    listed_attention_forward(qkv, Some(delta), lists, softmax_scale)
 }
 
-/// How the backward pass gets `sum_c o_c do_c` of a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum RowSums {
-    /// From all bits of o, or from the probabilities: a bias may peak the softmax, and a rounded o would dominate.
-    Exact,
-    /// From the o that was stored, as attention without a bias does.
-    Stored,
+/// A bias per key, of zeros where there is none: for kernels that always add one.
+pub(crate) fn listed_bias(
+    delta: Option<&CudaTensor>,
+    like: &CudaTensor,
+    shape: &AttentionShape,
+) -> Result<CudaTensor, KernelError> {
+    match delta {
+        Some(delta) => require_per_key(NAME, "delta", delta, shape),
+        None => empty_zero(like, &shape.per_key()),
+    }
 }
 
-/// As [`dma_attention_forward`]; keeps what `row_sums` asks for.
+/// As [`dma_attention_forward`], or without a bias; then the row sums of the backward pass come from the o that is stored.
 pub(crate) fn listed_attention_forward(
     qkv: &Qkv,
-    delta: &CudaTensor,
+    delta: Option<&CudaTensor>,
     lists: &KeyLists,
     softmax_scale: f32,
-    row_sums: RowSums,
 ) -> Result<AttentionResult, KernelError> {
     let shape = qkv.shape(NAME)?;
     let qkv = qkv.walkable();
     require_scale(NAME, softmax_scale)?;
     require_lists(NAME, lists, &shape)?;
-    let delta = require_per_key(NAME, "delta", delta, &shape)?;
-    let bias = Bias::new(delta, SeenKeys::Listed(lists), &shape)?;
     let q = qkv.q.tensor();
+    let source = KeySource::Gathered;
+    let family = attention_family(&shape, source, q);
+    let bias = match (delta, family) {
+        (None, KernelFamily::Hopper) => None,
+        _ => {
+            let delta = listed_bias(delta, q, &shape)?;
+            Some(Bias::new(delta, SeenKeys::Listed(lists), &shape)?)
+        }
+    };
     let o = q.empty_contiguous(&shape.output(), DType::BF16);
     let lse = q.empty_contiguous(&shape.lse(), DType::F32);
 
@@ -63,26 +73,20 @@ pub(crate) fn listed_attention_forward(
         list_capacity: lists.capacity(),
         tile_queries: lists.tile_queries,
     });
-    let mut tensors = vec![
-        q,
-        qkv.k.tensor(),
-        qkv.v.tensor(),
-        &bias.delta,
-        &bias.base,
-        &lists.list,
-        &lists.tile_window,
-        &o,
-        &lse,
-    ];
-    let source = KeySource::Gathered;
-    let family = attention_family(&shape, source, q);
-    let with_rest = row_sums == RowSums::Exact && keeps_rest(family, shape.seq_len);
+    let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor()];
+    tensors.extend(bias.iter().flat_map(Bias::tensors));
+    tensors.extend([&lists.list, &lists.tile_window, &o, &lse]);
+    let with_rest = delta.is_some() && keeps_rest(family, shape.seq_len);
     let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
     tensors.extend(o_rest.as_ref());
     let (kernel, grid, maps) = match family {
         KernelFamily::Hopper => {
-            let pass = HopperPass::output(with_rest);
-            HopperTiling::launch(pass, NAME, &qkv, None, &shape, source)?
+            let tiling = HopperTiling::new(HopperPass::output(with_rest), &shape, source);
+            let tiling = match bias {
+                Some(_) => tiling,
+                None => tiling.without_bias(),
+            };
+            tiling.launch_over(NAME, &qkv, None, &shape)?
         }
         KernelFamily::Portable => {
             let limit = q.hardware().max_shared_bytes;
@@ -98,7 +102,7 @@ pub(crate) fn listed_attention_forward(
         o,
         lse,
         o_rest,
-        base: Some(bias.base),
+        base: bias.map(|bias| bias.base),
     })
 }
 

@@ -1,4 +1,5 @@
 //! Launches of `kernels/nsa_importance.cu` and `kernels/nsa_choose.cu`: which blocks each query reads.
+use super::hopper;
 use super::{Bounds, query_ranges};
 use crate::attention::heads::Qkv;
 use crate::error::KernelError;
@@ -13,7 +14,7 @@ const NAME: &str = "nsa_choose";
 /// Bytes of the importances that a launch leaves for the next one.
 const IMPORTANCE_BYTES: usize = 256 << 20;
 
-/// Rows of a tile of nsa_importance, a query's heads side by side, and the columns of its table of probabilities.
+/// Rows of a tile of the portable nsa_importance, a query's heads side by side, and the columns of its table of probabilities.
 const TILE_ROWS: usize = 64;
 const TILE_PITCH: usize = 64 + 32 + 1;
 
@@ -39,6 +40,10 @@ pub(super) fn nsa_choose(
     let most = IMPORTANCE_BYTES / (batch * heads * num_blocks * DType::F32.size());
     let [q, _, _] = qkv.head_words(NAME)?;
     let slab_queries = most.clamp(1, seq_len);
+    let hopper_tile = match hopper::is_hopper(&shape, lse) {
+        true => hopper::importance_tile(blocks, group),
+        false => None,
+    };
     let slab = lse.empty_contiguous(&[batch, heads, slab_queries, num_blocks], DType::F32);
     for (first, count) in query_ranges(seq_len, slab_queries) {
         let params = params!(NsaImportanceParams {
@@ -58,8 +63,11 @@ pub(super) fn nsa_choose(
             num_blocks,
         });
         let tensors = [qkv.q.tensor(), compressed, lse, start, end, &slab];
-        let grid = [count.div_ceil(TILE_ROWS / group), heads, batch];
-        let kernel = nsa_importance_kernel(shape.head_dim);
+        let (kernel, tile) = match hopper_tile {
+            Some(tile) => (hopper::nsa_importance_kernel(shape.head_dim), tile),
+            None => (nsa_importance_kernel(shape.head_dim), TILE_ROWS / group),
+        };
+        let grid = [count.div_ceil(tile), heads, batch];
         // SAFETY: the caller checked sizes and types; writes within the slab, which has room for `count` queries.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
         let params = params!(NsaChooseParams {

@@ -7,14 +7,13 @@ use crate::attention::backward_tiling::SumOrder;
 use crate::attention::forward::AttentionResult;
 use crate::attention::heads::{AttentionShape, Heads, Qkv};
 use crate::dma::attention_backward::listed_attention_backward;
-use crate::dma::attention_forward::{RowSums, listed_attention_forward};
+use crate::dma::attention_forward::listed_attention_forward;
 use crate::dma::lists::{KeyLists, TILE_QUERIES};
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::{NsaPlaceParams, params};
 use crate::runtime::source_kernel::SourceKernel;
-use crate::step::fill_zero::empty_zero;
 use burn::tensor::DType;
 use sieve_core::NsaBlocks;
 
@@ -27,8 +26,6 @@ const LIST_ALIGNMENT: usize = 128;
 struct Placed {
     qkv: Qkv,
     lists: KeyLists,
-    /// No bias.
-    delta: CudaTensor,
 }
 
 impl Placed {
@@ -59,7 +56,6 @@ impl Placed {
                 v: Heads::all(&v),
             },
             lists: lists(shape, documents, blocks)?,
-            delta: empty_zero(start, &shape.per_key())?,
         })
     }
 }
@@ -145,13 +141,7 @@ pub fn nsa_compressed_attention_forward(
     let (shape, documents) = require(qkv, documents, compressed, blocks)?;
     let compressed = compressed.contiguous();
     let placed = Placed::new(qkv, &shape, &documents, &compressed, blocks)?;
-    let result = listed_attention_forward(
-        &placed.qkv,
-        &placed.delta,
-        &placed.lists,
-        softmax_scale,
-        RowSums::Stored,
-    )?;
+    let result = listed_attention_forward(&placed.qkv, None, &placed.lists, softmax_scale)?;
     let [start, end] = &documents;
     let indices = nsa_choose(
         qkv,
@@ -207,7 +197,7 @@ pub fn nsa_compressed_attention_backward(
         softmax_scale,
         order,
     };
-    listed_attention_backward(call, &placed.delta, &placed.lists, RowSums::Stored)?;
+    listed_attention_backward(call, None, &placed.lists)?;
     let d_compressed = new(compressed.shape());
     let [start, end] = &documents;
     let tensors = [&dk, &dv, start, end, &d_compressed, &dqkv];

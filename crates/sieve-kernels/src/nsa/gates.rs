@@ -11,6 +11,9 @@ const NAME: &str = "nsa_gates";
 
 const BRANCHES: usize = 3;
 
+/// Threads that share a column of the gates' gradients at most, a power of two.
+const MOST_SHARERS: usize = 256;
+
 /// The widest heads: a row is summed inside a warp.
 const MAX_WIDTH: usize = 256;
 
@@ -149,12 +152,23 @@ pub fn nsa_gates_backward(
     let grid = [inputs.rows().div_ceil(256 / lanes), 1, 1];
     // SAFETY: sizes and types checked above; writes every element of the outputs.
     unsafe { nsa_gates_backward_kernel().launch(grid, &tensors, &params) }?;
-    let [bias] = column_sums(NAME, &exact, [(GradientTarget::New, &[num_gates][..])])?;
+    let bias = sum_rows(&exact, num_gates)?;
     Ok(GateGradients {
         branches: gradients,
         logits: d_logits,
         bias,
     })
+}
+
+/// Sums of the columns of f32 `[rows, width]`, in two steps: a thread sums a column, and few columns would be few threads.
+fn sum_rows(values: &CudaTensor, width: usize) -> Result<CudaTensor, KernelError> {
+    let rows = values.num_elements() / width;
+    // Rows side by side, as many as divide them.
+    let sharers = 1 << rows.trailing_zeros().min(MOST_SHARERS.trailing_zeros());
+    let wide = values.reshaped(NAME, "gradients", &[rows / sharers, sharers * width])?;
+    let [shares] = column_sums(NAME, &wide, [(GradientTarget::New, &[sharers, width][..])])?;
+    let [sums] = column_sums(NAME, &shares, [(GradientTarget::New, &[width][..])])?;
+    Ok(sums)
 }
 
 /// The kernel.

@@ -15,7 +15,7 @@ pub(super) struct ChoiceLists {
     pub(super) entries: CudaTensor,
     /// Pieces of lists, i32 `[batch, num_kv_heads, max_items, 4]`.
     pub(super) items: CudaTensor,
-    /// i32 `[batch, num_kv_heads]`.
+    /// Of each list, then how many of all are taken; i32 `[batch * num_kv_heads + 1]`.
     pub(super) num_items: CudaTensor,
     /// Choices a KV head has room for.
     pub(super) choices: usize,
@@ -41,7 +41,7 @@ impl ChoiceLists {
         let lists = Self {
             entries: new(&[batch, heads, choices, 2]),
             items: new(&[batch, heads, max_items, 4]),
-            num_items: new(&[batch, heads]),
+            num_items: new(&[batch * heads + 1]),
             choices,
             max_items,
         };

@@ -1,4 +1,5 @@
 //! Launches of `kernels/nsa_selected_*.cu`: attention over the chosen blocks, block by block.
+use super::hopper;
 use super::lists::ChoiceLists;
 use super::{Bounds, query_ranges, require_bounds, require_sizes};
 use crate::attention::backward::{AttentionGradients, padded_len, require_gradients, row_stats};
@@ -17,7 +18,7 @@ use sieve_core::NsaBlocks;
 const NAME: &str = "nsa_selected_attention";
 
 /// Bytes of the parts that a launch leaves for nsa_selected_combine.
-pub const NSA_PART_BYTES: usize = 512 << 20;
+pub const NSA_PART_BYTES: usize = 1 << 30;
 
 /// Rows (queries x heads of a group) of a piece of a list, about: enough to pay for a block's keys, few enough to spread the
 /// longest lists.
@@ -131,10 +132,16 @@ impl Work {
             select_size: self.blocks.select_block_size,
             choices: lists.choices,
             max_items: lists.max_items,
+            batch: self.shape.batch,
         }))
     }
 
-    fn grid(&self, lists: &ChoiceLists) -> [usize; 3] {
+    /// The portable kernels: a block of threads for each item that there may be. The Hopper family: one for each
+    /// multiprocessor.
+    fn grid(&self, lists: &ChoiceLists, is_hopper: bool) -> [usize; 3] {
+        if is_hopper {
+            return [self.indices.hardware().num_multiprocessors, 1, 1];
+        }
         [lists.max_items, self.shape.num_kv_heads, self.shape.batch]
     }
 
@@ -192,6 +199,11 @@ pub fn nsa_selected_attention_forward(
     let lse = q.empty_contiguous(&shape.lse(), DType::F32);
     let token = (shape.num_heads * shape.head_dim) as u64;
     let layout = [0, token, token * shape.seq_len as u64];
+    let is_hopper = hopper::is_hopper(shape, q);
+    let kernel = match is_hopper {
+        true => hopper::selected_forward_kernel(shape.head_dim),
+        false => nsa_selected_attention_forward_kernel(shape.head_dim),
+    };
     for range in work.ranges() {
         let lists = work.lists(range, work.item_queries())?;
         let parts = work.parts(&lists, shape.head_dim, DType::BF16);
@@ -208,9 +220,9 @@ pub fn nsa_selected_attention_forward(
             &parts,
             &part_lse,
         ];
-        let kernel = nsa_selected_attention_forward_kernel(shape.head_dim);
+        let (params, grid) = (work.params(&lists)?, work.grid(&lists, is_hopper));
         // SAFETY: sizes, strides and types checked above; lists name queries of the range, each choice has its part.
-        unsafe { kernel.launch(work.grid(&lists), &tensors, &work.params(&lists)?) }?;
+        unsafe { kernel.launch(grid, &tensors, &params) }?;
         work.combine([&parts, &part_lse], [&o, &lse], layout, range, false)?;
     }
     Ok(AttentionResult {
@@ -246,6 +258,11 @@ pub fn nsa_selected_attention_backward(
     let sums = || empty_zero(&d_o, &[batch, heads, seq_len, shape.head_dim]);
     let (dk_sum, dv_sum) = (sums()?, sums()?);
     let [dq, dk, dv] = call.grads.head_words(NAME)?;
+    let is_hopper = hopper::is_hopper_backward(shape, call.order, &d_o);
+    let kernel = match is_hopper {
+        true => hopper::selected_backward_kernel(shape.head_dim),
+        false => nsa_selected_attention_backward_kernel(shape.head_dim),
+    };
     for range in work.ranges() {
         let item_queries = match call.order {
             SumOrder::Any => work.item_queries(),
@@ -273,9 +290,9 @@ pub fn nsa_selected_attention_backward(
             base: work.params(&lists)?,
             padded_len: padded_len(seq_len),
         });
-        let kernel = nsa_selected_attention_backward_kernel(shape.head_dim);
+        let grid = work.grid(&lists, is_hopper);
         // SAFETY: as in the forward pass; adds to the sums, which were cleared.
-        unsafe { kernel.launch(work.grid(&lists), &tensors, &params) }?;
+        unsafe { kernel.launch(grid, &tensors, &params) }?;
         let grad = call.grads.q.tensor();
         work.combine([&parts, &parts], [grad, grad], dq, range, true)?;
     }

@@ -12,6 +12,7 @@ use crate::attention::heads::AttentionShape;
 use crate::attention::hopper_tiling::{
     HopperPass, HopperTiling, has_hopper_form, has_hopper_gradient,
     hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
+    hopper_unbiased_backward_kernel,
 };
 use crate::attention::sparse_forward::{
     SparseKeyReads, hopper_sparse_attention_forward_kernel, sparse_attention_forward_kernel,
@@ -30,7 +31,7 @@ use crate::dma::scores_backward::dma_scores_backward_kernel;
 use crate::dma::select::dma_select_kernels;
 use crate::mla::decode::{mla_decode_join_kernel, mla_decode_kernel};
 use crate::mla::pack::{mla_pack_backward_kernel, mla_pack_forward_kernel};
-use crate::nsa::nsa_kernels;
+use crate::nsa::{nsa_hopper_kernels, nsa_kernels};
 use crate::runtime::source_kernel::SourceKernel;
 use crate::select::{hopper_select_blocks_kernels, select_blocks_kernels};
 use crate::step::column_sums::column_sums_kernel;
@@ -273,6 +274,9 @@ pub fn sparse_kernels(head_dims: &[usize], shared_bytes: usize, is_hopper: bool)
 
 /// Adds a part's kernels of the Hopper family, for shapes that have them.
 pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Part) {
+    if needs.keys == NeededKeys::Blocks {
+        return hopper_blocks(list, &needs.shape, part);
+    }
     let (shape, source) = (&needs.shape, key_source(needs.keys));
     let mut pass = |pass| list.extend_kernels([HopperTiling::new(pass, shape, source).kernel()]);
     match part {
@@ -306,6 +310,32 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
         }
         // The portable kernels do these on every device.
         Part::Around | Part::Choose | Part::ConvertDq | Part::Decode => {}
+    }
+}
+
+/// NSA's: lists without a bias, but for gradients in a fixed order.
+fn hopper_blocks(list: &mut NeededKernels, shape: &AttentionShape, part: Part) {
+    let source = KeySource::Gathered;
+    match part {
+        Part::Choose => list.extend_kernels(nsa_hopper_kernels(shape.head_dim)),
+        Part::Forward => {
+            let tiling = HopperTiling::new(HopperPass::Output, shape, source);
+            list.extend_kernels([tiling.without_bias().kernel()]);
+        }
+        Part::Gradients(order) => {
+            let is_fixed = order == SumOrder::Fixed;
+            if is_fixed && has_hopper_gradient(shape, source) {
+                let tiling = HopperTiling::new(HopperPass::Gradient, shape, source);
+                list.extend_kernels([tiling.kernel()]);
+            }
+            let sets = BackwardTiling::launches(shape, order);
+            list.extend_kernels(sets.into_iter().map(|set| match is_fixed {
+                true => hopper_backward_kernel(shape, source, set, true),
+                false => hopper_unbiased_backward_kernel(shape, set),
+            }));
+        }
+        // Row sums come from the output that is stored; the portable kernels do the rest.
+        Part::Masked | Part::RowSums | Part::Around | Part::ConvertDq | Part::Decode => {}
     }
 }
 
@@ -375,6 +405,8 @@ mod tests {
                 assert!(needed.contains(name), "{arch} {name}");
             }
             assert!(!needed.contains("dma_select") && !needed.contains("attention_forward"));
+            let hopper = needed.contains("hopper_nsa_selected_attention_backward");
+            assert_eq!(hopper, arch == "sm_90a");
         }
     }
 

@@ -120,6 +120,8 @@ const SHIPPED: &[(KernelFamily, NeededKeys, Widths, HeadCounts, &[Part])] = &[
         ONE_OR_TWO,
         &[Forward, RowSums, Gradients(Any), Gradients(Fixed)],
     ),
+    (Hopper, Blocks, USUAL, ONE_OR_TWO, &[Forward]),
+    (Hopper, Blocks, USUAL, PAIRS, &[Choose, Gradients(Any)]),
 ];
 
 /// All shipped specialisations.

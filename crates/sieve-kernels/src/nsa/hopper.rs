@@ -1,0 +1,147 @@
+//! The Hopper family (`sm_90a`) of the kernels around chosen blocks: when it is taken, and its specialisations.
+//!
+//! Buffers and params are those of the portable kernels, so that a launch differs in kernel and grid: blocks of threads
+//! stay for the whole launch and take items of all lists.
+//!
+//! | call on compute capability 9.0, widths 64 and 128 | kernel |
+//! |---|---|
+//! | importance; blocks of four strides, compressed blocks of two, groups 1, 2, 4, 8, 16 | `hopper_nsa_importance.cu` |
+//! | selected attention | `hopper_nsa_selected_attention_forward.cu` |
+//! | its gradients, in any order | `hopper_nsa_selected_attention_backward.cu` |
+//! | everything else | the portable kernels |
+use crate::attention::backward_tiling::SumOrder;
+use crate::attention::heads::AttentionShape;
+use crate::attention::hopper_tiling::{KernelFamily, arriving, attention_family};
+use crate::attention::tiling::KeySource;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use sieve_core::NsaBlocks;
+
+/// Rows (queries x heads) of a tile, over all warpgroups.
+const TILE_ROWS: usize = 128;
+/// Keys of a block.
+const BLOCK_KEYS: usize = 64;
+/// Keys and values that lie in shared memory at a time: those in work and the next.
+const KEY_SLOTS: usize = 2;
+/// Bytes of shared memory for what a block of threads tells its warps, and to align it.
+const DESCRIPTIONS: usize = 80 + 1024;
+
+/// Whether attention over chosen blocks takes the Hopper family on the tensor's device.
+pub(super) fn is_hopper(shape: &AttentionShape, like: &CudaTensor) -> bool {
+    attention_family(shape, KeySource::Gathered, like) == KernelFamily::Hopper
+}
+
+/// Whether its gradients do: each warpgroup adds its keys' gradients on its own, in no fixed order.
+pub(super) fn is_hopper_backward(
+    shape: &AttentionShape,
+    order: SumOrder,
+    like: &CudaTensor,
+) -> bool {
+    order == SumOrder::Any && is_hopper(shape, like)
+}
+
+/// Queries of a tile of [`nsa_importance_kernel`], where it has a form for these blocks and this group.
+pub(super) fn importance_tile(blocks: NsaBlocks, group: usize) -> Option<usize> {
+    let stride = blocks.compress_stride;
+    let sizes = [blocks.compress_block_size, blocks.select_block_size];
+    let fits = sizes == [2 * stride, 4 * stride] && group <= 16 && group.is_power_of_two();
+    fits.then(|| TILE_ROWS / group)
+}
+
+/// The kernel that adds up probabilities for each block.
+pub(super) fn nsa_importance_kernel(head_dim: usize) -> SourceKernel {
+    SourceKernel::new("hopper_nsa_importance")
+        .define("HEAD_DIM", head_dim)
+        .threads(256)
+        .shared_bytes(3 * TILE_ROWS * head_dim * 2 + 1024)
+}
+
+/// The selected branch's kernel for a head width.
+pub(super) fn selected_forward_kernel(head_dim: usize) -> SourceKernel {
+    let (stages, tile_bytes) = (4, TILE_ROWS * head_dim * 2);
+    selected(
+        "hopper_nsa_selected_attention_forward",
+        head_dim,
+        stages,
+        [216, 72],
+    )
+    .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 8 * TILE_ROWS + 16) + DESCRIPTIONS)
+}
+
+/// The kernel of its gradients. The gradient of the scores of 64 rows a warpgroup lies in shared memory, too.
+pub(super) fn selected_backward_kernel(head_dim: usize) -> SourceKernel {
+    let (stages, tile_bytes) = (2, 2 * TILE_ROWS * head_dim * 2);
+    let scores = TILE_ROWS * BLOCK_KEYS * 2;
+    selected(
+        "hopper_nsa_selected_attention_backward",
+        head_dim,
+        stages,
+        [224, 56],
+    )
+    .shared_bytes(
+        keys_bytes(head_dim) + stages * (tile_bytes + 16 * TILE_ROWS + 16) + scores + DESCRIPTIONS,
+    )
+}
+
+fn keys_bytes(head_dim: usize) -> usize {
+    KEY_SLOTS * 2 * BLOCK_KEYS * head_dim * 2
+}
+
+fn selected(
+    name: &'static str,
+    head_dim: usize,
+    stages: usize,
+    [consumer, producer]: [usize; 2],
+) -> SourceKernel {
+    let kernel = SourceKernel::new(name)
+        .define("HEAD_DIM", head_dim)
+        .define("ROW_STAGES", stages)
+        .define("CONSUMER_REGISTERS", consumer)
+        .define("PRODUCER_REGISTERS", producer)
+        .threads(384);
+    arriving(kernel)
+}
+
+/// Every kernel of this family for a head width.
+pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 3] {
+    [
+        nsa_importance_kernel(head_dim),
+        selected_forward_kernel(head_dim),
+        selected_backward_kernel(head_dim),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kernel_fits_a_hopper_block() {
+        for head_dim in [64, 128] {
+            for kernel in nsa_hopper_kernels(head_dim) {
+                let bytes = kernel.dynamic_shared_bytes();
+                assert!(bytes <= 227 * 1024, "{} {bytes}", kernel.name());
+            }
+            // Two blocks of threads share a multiprocessor.
+            let importance = nsa_importance_kernel(head_dim).dynamic_shared_bytes();
+            assert!(2 * (importance + 1024) <= 228 * 1024);
+        }
+    }
+
+    #[test]
+    fn importance_has_a_form_for_the_paper_s_blocks_and_powers_of_two() {
+        let blocks = |compress_block_size, compress_stride, select_block_size| NsaBlocks {
+            compress_block_size,
+            compress_stride,
+            select_block_size,
+            num_selected_blocks: 16,
+        };
+        let tiles = [1, 2, 3, 4, 8, 16, 32].map(|group| importance_tile(blocks(32, 16, 64), group));
+        let expected = [Some(128), Some(64), None, Some(32), Some(16), Some(8), None];
+        assert_eq!(tiles, expected);
+        assert_eq!(importance_tile(blocks(8, 4, 16), 2), Some(64));
+        for other in [blocks(32, 8, 64), blocks(16, 16, 64), blocks(32, 16, 32)] {
+            assert_eq!(importance_tile(other, 2), None, "{other:?}");
+        }
+    }
+}

@@ -1,0 +1,157 @@
+// hopper_nsa_selected_attention_backward: nsa_selected_attention_backward for sm_90a; the same mathematics, layout, buffers and results to rounding, in any order.
+// attention_backward_prepare runs before it, nsa_selected_combine (dq) and dma_attention_backward_convert (dk, dv) after it.
+// Math       as attention_backward over the pairs of a choice and the block's keys j <= i: each choice's part of dq = sum_j dS_ij k_j (without softmax_scale),
+//            dk_sum_j += sum_i dS_ij q_i (without softmax_scale), dv_sum_j += sum_i P_ij do_i
+// Layout     as nsa_selected_attention_backward; a seq_len of q takes less than 32 GiB
+// Buffers    q, k, v, do, row_stats, doc_start, doc_end, entries, items, num_items, dq_parts, dk_sum, dv_sum; the number behind num_items' last counts items taken
+// Defines    HEAD_DIM 64|128; ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
+// Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; dynamic shared bytes = (256 + ROW_STAGES * 256) * HEAD_DIM * 2 + 16384 + ROW_STAGES * 2064
+//            + 80 + 1024
+// Numerics   P and dS rounded to bf16, f32 sums; dk_sum, dv_sum: two f32 adds per key and item, in any order; parts rounded to bf16
+// Edges      select_size <= 64; any group; keys of a block that nobody chose are neither read nor written
+// Scores are kept transposed, S^T = K Q^T, as in hopper_backward.cuh; dQ = dS K reads dS^T from shared memory. A step's products:
+// S, dP | exp S | dV | dS | dK, dQ.
+#define GRADIENT 1
+#include "common/attention_params.cuh"
+#include "common/hopper_chosen.cuh"
+#include "common/reduce_add.cuh"
+
+// 64 columns of dq = dS K: dS^T in shared memory, rows are keys.
+DEVICE void multiply_keys(float (&dq)[32], u32 ds, u32 keys) {
+  const u64 a = wgmma_across(ds, 0), b = wgmma_across(keys, 0);
+#pragma unroll
+  for (int step = 0; step < KEYS / 16; ++step) wgmma<1, 1>(dq, wgmma_step(a, step * 2048), wgmma_step(b, step * 2048), step > 0);
+  wgmma_commit();
+}
+
+// Adds the thread's two keys; a quad writes 64 contiguous bytes: columns 2t, 2t + 1, 2t + 8, 2t + 9 of 16 side by side.
+DEVICE void add_rows(float* sums, u64 first_row, int first, int num_keys, const float (&x)[HEAD_DIM / 2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (first + 8 * r >= num_keys) continue;
+    float* row = sums + (first_row + first + 8 * r) * HEAD_DIM + threadIdx.x % 4 * 4;
+#pragma unroll
+    for (int n = 0; n < HEAD_DIM / 16; ++n) reduce_add_f32x4(row + n * 16, x[8 * n + 2 * r], x[8 * n + 2 * r + 1], x[8 * n + 4 + 2 * r], x[8 * n + 5 + 2 * r]);
+  }
+}
+
+// The consumer warpgroup's part. What a thread's number decides is worked out anew where it is used: kept, it would not fit into registers.
+DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* parts, float* dk_sum, float* dv_sum, u32 shared, int warpgroup) {
+  const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+  u32 tiles = 0;  // so far, over all runs
+  for (u32 runs = 0;; ++runs) {
+    const RunInWork run(shared, runs);
+    const int num_rows = run.num_rows();
+    if (num_rows == 0) break;
+    // Rows of this token or a later one see all keys of the block; of a short block none does.
+    const int whole_from = run.num_keys() < KEYS ? 0x7fffffff : run.first_key() + KEYS - 1;
+    const int half = (warpgroup + runs) % 2;  // the last tile's second half is often empty: warpgroups take it in turns
+    float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2];
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = dv[i] = 0.0f;
+    for (int first = half * 64; first - half * 64 < num_rows; first += ROWS, ++tiles) {
+      const u32 slot = tiles % ROW_STAGES;
+      barrier_wait(barrier_at(shared, FULL_ROWS + slot), tiles / ROW_STAGES % 2);
+      if (first >= num_rows) {
+        release_slot(barrier_at(shared, EMPTY_ROWS + slot));
+        continue;
+      }
+      const u32 q = stage_at(shared, slot) + half * 64 * 128, d_out = q + ROW_TILE_BYTES, places = places_at(shared, slot) + half * 64 * 8;
+      fence_async_proxy();  // keys and rows came by cp.async
+      const bool partial = load_shared_int(places) < whole_from;  // tokens ascend
+      float scores[32], dp[32];
+      wgmma_fence();
+      multiply_rows<KEYS, ROWS>(scores, run.keys(), q);
+      multiply_rows<KEYS, ROWS>(dp, run.values(), d_out);
+      wgmma_wait<1>();
+
+      // P^T = 2^(S^T - lse).
+      const u32 stats = stats_at(shared, slot) + half * 64 * 4 + opaque(threadIdx.x) % 4 * 8;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const float2 lse = load_shared_float2(stats + n * 32);
+#pragma unroll
+        for (int x = 0; x < 4; ++x) scores[4 * n + x] = exp2_fast(scores[4 * n + x] * scale_log2 - (x % 2 ? lse.y : lse.x));
+      }
+      if (partial) {
+        const int thread = (int)opaque(threadIdx.x), key = thread % 128 / 32 * 16 + thread % 32 / 4, num_keys = run.num_keys(), first_key = run.first_key();
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          const uint4 two = load_shared_128(places + (8 * n + thread % 4 * 2) * 8);
+#pragma unroll
+          for (int x = 0; x < 4; ++x) {
+            if (key + x / 2 * 8 >= min(num_keys, (int)(x % 2 ? two.z : two.x) + 1 - first_key)) scores[4 * n + x] = 0.0f;
+          }
+        }
+      }
+      u32 weights[4][4];
+      pack_columns(weights, scores);
+      wgmma_fence();
+      weigh_rows<ROWS>(dv, weights, d_out, true);  // dV += P^T dO
+      wgmma_wait<1>();                             // dP
+      // dS^T = P^T (dP^T - D), from the rounded P.
+      u32 gradient[4][4];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const float2 dot = load_shared_float2(stats + ROWS * 4 + n * 32);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const u32 pair = weights[n / 2][n % 2 * 2 + r];
+          gradient[n / 2][n % 2 * 2 + r] = pack_bf16(bf16_low(pair) * (dp[4 * n + 2 * r] - dot.x), bf16_high(pair) * (dp[4 * n + 2 * r + 1] - dot.y));
+        }
+      }
+      const u32 ds = shared + DS_AT + warpgroup * DS_BYTES;
+      barrier_sync(DS_FREE + warpgroup, 128);  // the warpgroup's last product with dS^T is done for all its warps
+      store_warp_rows(ds, gradient);
+      wgmma_fence();
+      weigh_rows<ROWS>(dk, gradient, q, true);  // dK += dS^T Q, which needs no other warp and covers the barrier
+      fence_async_proxy();                      // for dS^T
+      barrier_sync(DS_READY + warpgroup, 128);
+      // dQ, 64 columns after 64, for want of registers. Each half leaves through the tile of q.
+      float dq[32];
+      u32 packed[4][4];
+      wgmma_fence();
+      multiply_keys(dq, ds, run.keys());
+      wgmma_wait<0>();  // dV and dK too
+      barrier_sync(ROWS_READ + warpgroup, 128);  // no warp of the warpgroup reads these rows of q any more
+      pack_columns(packed, dq);
+#pragma unroll
+      for (int h = 1; h < HEAD_DIM / 64; ++h) {
+        wgmma_fence();
+        multiply_keys(dq, ds, run.keys() + h * KEYS * 128);
+        store_parts(parts + (h - 1) * 64, q + (h - 1) * ROWS * 128, places, packed);
+        wgmma_wait<0>();
+        pack_columns(packed, dq);
+      }
+      store_parts(parts + HEAD_DIM - 64, q + (HEAD_DIM / 64 - 1) * ROWS * 128, places, packed);
+      release_slot(barrier_at(shared, EMPTY_ROWS + slot));
+    }
+    const int num_keys = run.num_keys(), key = (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;
+    const u64 first_row = (u64)run.list() * params.seq_len + run.first_key();
+    release_slot(run.done());
+    if (half * 64 < num_rows) {
+      add_rows(dk_sum, first_row, key, num_keys, dk);
+      add_rows(dv_sum, first_row, key, num_keys, dv);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_nsa_selected_attention_backward(
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_start, const i32* doc_end, const int2* entries,
+    const int4* items, i32* num_items, bf16* dq_parts, float* dk_sum, float* dv_sum, const __grid_constant__ NsaSelectedAttentionBackwardParams params) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = start_block(shared_memory);
+  __syncthreads();  // the barriers are set up
+  const int warpgroup = warpgroup_index();
+  if (warpgroup == 0) {
+    registers_shrink<PRODUCER_REGISTERS>();
+    ChosenInputs inputs = chosen_inputs(q, k, v, doc_start, doc_end, entries, items, num_items, params);
+    inputs.d_out = d_out;
+    inputs.stats = row_stats;
+    inputs.padded_len = params.padded_len;
+    produce(inputs, shared);
+  } else {
+    registers_grow<CONSUMER_REGISTERS>();
+    consume(params, dq_parts, dk_sum, dv_sum, shared, warpgroup - 1);
+  }
+}

@@ -1,0 +1,135 @@
+// hopper_nsa_selected_attention_forward: nsa_selected_attention_forward for sm_90a; the same mathematics, layout, buffers and results to rounding.
+// Math       for each choice: part = sum_j softmax_j(softmax_scale * q . k_j) v_j over the block's keys j <= i, part_lse = log2 sum_j exp(softmax_scale * q . k_j)
+// Layout     as nsa_selected_attention_forward; a seq_len of q takes less than 32 GiB
+// Buffers    q, k, v, doc_start, doc_end, entries, items, num_items, parts, part_lse; the number behind num_items' last counts items taken
+// Defines    HEAD_DIM 64|128; ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
+// Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; dynamic shared bytes = (256 + ROW_STAGES * 128) * HEAD_DIM * 2 + ROW_STAGES * 1040 + 80 + 1024
+// Numerics   P rounded to bf16, f32 sums, parts rounded to bf16; parts of choices that are none stay unwritten
+// Edges      select_size <= 64; any group; a block that nobody chose is never read
+#define GRADIENT 0
+#include "common/attention_params.cuh"
+#include "common/hopper_chosen.cuh"
+
+// The consumer warpgroup's part.
+DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts, float* part_lse, u32 shared, int warpgroup) {
+  const int warp_row = (int)threadIdx.x % 128 / 32 * 16, lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
+  RingPlace<ROW_STAGES> place;
+  for (u32 runs = 0;; ++runs) {
+    const RunInWork run(shared, runs);
+    const int num_rows = run.num_rows(), first_key = run.first_key(), num_keys = run.num_keys();
+    if (num_rows == 0) break;
+    const int half = (warpgroup + runs) % 2;  // the last tile's second half is often empty: warpgroups take it in turns
+    const int num_tiles = ceil_div(num_rows, ROWS), work = num_rows > half * 64 ? ceil_div(num_rows - half * 64, ROWS) : 0;
+    float score[32];
+    const auto multiply = [&](const RingPlace<ROW_STAGES>& rows) {
+      barrier_wait(barrier_at(shared, FULL_ROWS + rows.slot), rows.phase);
+      fence_async_proxy();  // keys and queries came by cp.async
+      wgmma_fence();
+      multiply_rows<ROWS, KEYS>(score, stage_at(shared, rows.slot) + half * 64 * 128, run.keys());
+    };
+    if (work > 0) multiply(place);
+    for (int tile = 0; tile < work; ++tile) {
+      RingPlace<ROW_STAGES> next = place;
+      if (tile + 1 < work) next.advance();
+      const u32 q = stage_at(shared, place.slot) + half * 64 * 128, places = places_at(shared, place.slot) + half * 64 * 8;
+      int2 row[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) row[r] = load_shared_int2(places + (warp_row + g + 8 * r) * 8);
+      // Partial: the block is short, or is the own block of one of the warp's queries, which ascend.
+      const bool partial = num_keys < KEYS || load_shared_int(places + warp_row * 8) < first_key + KEYS - 1;
+      wgmma_wait<0>();
+
+      if (partial) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int seen = min(row[r].x + 1 - first_key, num_keys) - 2 * t;
+#pragma unroll
+          for (int n = 0; n < 8; ++n)
+#pragma unroll
+            for (int x = 0; x < 2; ++x)
+              if (8 * n + x >= seen) score[4 * n + 2 * r + x] = -INFINITY_F32;
+        }
+      }
+      // Softmax of the block alone; the two rows side by side, so that one's shuffles cover the other's.
+      float largest[2], sum[2][2] = {};
+#pragma unroll
+      for (int r = 0; r < 2; ++r) largest[r] = fmaxf(score[2 * r], score[2 * r + 1]);
+#pragma unroll
+      for (int n = 1; n < 8; ++n)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], fmaxf(score[4 * n + 2 * r], score[4 * n + 2 * r + 1]));
+#pragma unroll
+      for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], step));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) largest[r] = largest[r] > -INFINITY_F32 ? largest[r] * scale_log2 : 0.0f;  // none: a row past the end
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+          score[4 * n + x] = exp2_fast(score[4 * n + x] * scale_log2 - largest[x / 2]);
+          sum[x / 2][x % 2] += score[4 * n + x];
+        }
+      u32 weights[4][4];
+      pack_columns(weights, score);
+      float output[HEAD_DIM / 2];
+      wgmma_fence();
+      weigh_rows<KEYS>(output, weights, run.values(), false);
+      // The next tile's scores are made while this one's output is stored.
+      // Behind the last tile its own once more: a branch around products would keep them from overlapping.
+      multiply(next);
+      float total[2], inverse[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) total[r] = sum[r][0] + sum[r][1];
+#pragma unroll
+      for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) total[r] += __shfl_xor_sync(~0u, total[r], step);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        inverse[r] = 1.0f / total[r];
+        if (t == 0 && row[r].x >= 0) part_lse[(u32)row[r].y] = largest[r] + log2f(total[r]);
+      }
+      wgmma_wait<1>();
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 2; ++i) output[i] *= inverse[i % 4 / 2];
+      // The output leaves through the tile of q.
+      barrier_sync(ROWS_READ + warpgroup, 128);  // no warp of the warpgroup reads these rows of q any more
+      u32 packed[4][4];
+      pack_columns(packed, output);
+      store_parts(parts, q, places, packed);
+#if HEAD_DIM == 128
+      pack_columns<32>(packed, output);
+      store_parts(parts + 64, q + ROWS * 128, places, packed);
+#endif
+      release_slot(barrier_at(shared, EMPTY_ROWS + place.slot));
+      place = next;
+    }
+    wgmma_wait<0>();
+    if (work > 0) place.advance();
+    if (work < num_tiles) {
+      barrier_wait(barrier_at(shared, FULL_ROWS + place.slot), place.phase);
+      release_slot(barrier_at(shared, EMPTY_ROWS + place.slot));
+      place.advance();
+    }
+    release_slot(run.done());
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_nsa_selected_attention_forward(
+    const bf16* q, const bf16* k, const bf16* v, const i32* doc_start, const i32* doc_end, const int2* entries, const int4* items, i32* num_items, bf16* parts,
+    float* part_lse, const __grid_constant__ NsaSelectedAttentionForwardParams params) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = start_block(shared_memory);
+  __syncthreads();  // the barriers are set up
+  const int warpgroup = warpgroup_index();
+  if (warpgroup == 0) {
+    registers_shrink<PRODUCER_REGISTERS>();
+    produce(chosen_inputs(q, k, v, doc_start, doc_end, entries, items, num_items, params), shared);
+  } else {
+    registers_grow<CONSUMER_REGISTERS>();
+    consume(params, parts, part_lse, shared, warpgroup - 1);
+  }
+}
