@@ -4,7 +4,7 @@
 //! The launch wrappers run as they do on a GPU; their launches are compiled with g++ into target/emulator and run
 //! there.
 #![allow(clippy::print_stdout, reason = "this is a program")]
-use sieve_bench::{CheckSettings, check_emulated};
+use sieve_bench::{CheckPart, CheckSettings, check_emulated};
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -20,7 +20,7 @@ fn main() -> ExitCode {
         longest: longest as usize,
         seed,
         portable: true,
-        sparse: false,
+        part: CheckPart::All,
     };
     match check_emulated(&settings, Path::new("target/emulator")) {
         Ok((report, kernels)) => {

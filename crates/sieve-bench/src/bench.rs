@@ -1,6 +1,7 @@
 //! `sieve kernels bench`: times and memory of the attention kernels on this GPU.
 mod inputs;
 mod latent;
+mod nsa;
 mod row;
 mod rows;
 mod select;
@@ -36,6 +37,8 @@ pub enum BenchRows {
     Latent,
     /// Attention under selectors' masks, beside dense attention.
     Sparse,
+    /// Native sparse attention, beside dense attention.
+    Nsa,
 }
 
 /// What to time.
@@ -90,6 +93,7 @@ pub fn bench(
             sparse::rows(&mut bench)?;
             select::rows(&mut bench)?;
         }
+        BenchRows::Nsa => nsa::rows(&mut bench)?,
     }
     Ok(BenchResult {
         json: bench.json,

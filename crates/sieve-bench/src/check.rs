@@ -34,8 +34,33 @@ pub struct CheckSettings {
     pub seed: u64,
     /// Check the portable kernels alone, also where the device has a family of its own.
     pub portable: bool,
-    /// Check attention under selectors' masks alone, on a GPU.
-    pub sparse: bool,
+    /// What to check.
+    pub part: CheckPart,
+}
+
+/// A part of a check.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CheckPart {
+    /// Everything.
+    All,
+    /// Attention under selectors' masks, on a GPU.
+    Sparse,
+    /// Native sparse attention.
+    Nsa,
+    /// Latent attention.
+    Mla,
+}
+
+impl CheckPart {
+    /// Every specialisation that the random calls can ask for: what to compile, on all cores, before the first of them.
+    pub fn kernels(self, gpu: &DeviceReport) -> NeededKernels {
+        match self {
+            Self::All => all_kernels(gpu),
+            Self::Sparse => sparse::sparse_kernels(gpu),
+            Self::Nsa => nsa::nsa_check_kernels(gpu),
+            Self::Mla => latent::latent_kernels(gpu),
+        }
+    }
 }
 
 /// Where a check runs.
@@ -64,7 +89,7 @@ impl Target {
 pub fn check(settings: &CheckSettings, target: &Target) -> Result<Report> {
     let mut report = Report::default();
     match target {
-        Target::Cpu => ops::<Flex>(&mut report, &FlexDevice, &settings.extent(), false)?,
+        Target::Cpu => ops::<Flex>(&mut report, &FlexDevice, settings, false)?,
         Target::Cuda(gpu) => on_cuda(&mut report, gpu, settings)?,
     }
     Ok(report)
@@ -72,7 +97,11 @@ pub fn check(settings: &CheckSettings, target: &Target) -> Result<Report> {
 
 impl CheckSettings {
     fn extent(&self) -> Extent {
-        Extent::all(self.cases, self.longest, self.seed)
+        let all = Extent::all(self.cases, self.longest, self.seed);
+        Extent {
+            is_part: self.part != CheckPart::All,
+            ..all
+        }
     }
 }
 
@@ -99,38 +128,36 @@ fn on_cuda(report: &mut Report, gpu: &DeviceReport, settings: &CheckSettings) ->
     let (device, extent) = (CudaDevice::new(gpu.index), settings.extent());
     let has_own_family = (gpu.major, gpu.minor) == (9, 0) && !settings.portable;
     use_portable_kernels_only(true);
-    if settings.sparse {
-        for (name, portable) in [("portable kernels", true), ("Hopper kernels", false)] {
-            use_portable_kernels_only(portable);
-            let sparse = |report: &mut Report| {
-                select::check_wrappers(report, &device, &extent)?;
-                sparse::check_wrappers(report, &device, &extent)
-            };
-            if (portable || has_own_family) && !stage(report, name, sparse)? {
-                break;
-            }
-        }
-        return Ok(());
-    }
-    let mut good = stage(report, "portable kernels", |report| {
-        attention::check_long_row(report, &device, &extent)?;
-        wrappers(report, &device, &extent)?;
-        step::check_products(report, &device, &extent);
-        Ok(())
-    })?;
-    use_portable_kernels_only(!has_own_family);
-    if good && has_own_family {
-        good = stage(report, "Hopper kernels", |report| {
+    let both = |report: &mut Report| match settings.part {
+        CheckPart::All => {
             attention::check_long_row(report, &device, &extent)?;
             attention::check_wrappers(report, &device, &extent)?;
             sparse::check_wrappers(report, &device, &extent)?;
             biases::check_wrappers(report, &device, &extent)?;
-            latent::check_wrappers(report, &device, &extent)
-        })?;
+            latent::check_wrappers(report, &device, &extent)?;
+            nsa::check_wrappers(report, &device, &extent)
+        }
+        CheckPart::Sparse => {
+            select::check_wrappers(report, &device, &extent)?;
+            sparse::check_wrappers(report, &device, &extent)
+        }
+        CheckPart::Nsa => nsa::check_wrappers(report, &device, &extent),
+        CheckPart::Mla => latent::check_wrappers(report, &device, &extent),
+    };
+    let mut good = stage(report, "portable kernels", |report| {
+        if settings.part == CheckPart::All {
+            only_portable(report, &device, &extent)?;
+            step::check_products(report, &device, &extent);
+        }
+        both(report)
+    })?;
+    use_portable_kernels_only(!has_own_family);
+    if good && has_own_family {
+        good = stage(report, "Hopper kernels", both)?;
     }
     if good {
         stage(report, "ops", |report| {
-            ops::<Cuda>(report, &device, &extent, true)
+            ops::<Cuda>(report, &device, settings, true)
         })?;
     }
     Ok(())
@@ -176,6 +203,12 @@ pub fn short_check(gpu: &DeviceReport, portable: bool, rows: BenchRows) -> Resul
             select::check_wrappers(report, device, &others)?;
             return sparse::check_wrappers(report, device, &others);
         }
+        if rows == BenchRows::Nsa {
+            return nsa::check_wrappers(report, device, &others);
+        }
+        if rows == BenchRows::Latent {
+            return latent::check_wrappers(report, device, &others);
+        }
         attention::check_wrappers(report, device, &extent)?;
         selection::check_wrappers(report, device, &others)?;
         decode::check_wrappers(report, device, &others)
@@ -186,10 +219,16 @@ pub fn short_check(gpu: &DeviceReport, portable: bool, rows: BenchRows) -> Resul
 fn ops<B: Place>(
     report: &mut Report,
     device: &B::Device,
-    extent: &Extent,
+    settings: &CheckSettings,
     is_cuda: bool,
 ) -> Result<()> {
-    let path = if is_cuda { "kernel" } else { "cpu" };
+    let (path, extent) = (if is_cuda { "kernel" } else { "cpu" }, &settings.extent());
+    match settings.part {
+        CheckPart::All => {}
+        CheckPart::Sparse => return Ok(()),
+        CheckPart::Nsa => return nsa::check_ops::<B>(report, device, extent, is_cuda),
+        CheckPart::Mla => return latent::check_ops::<B>(report, device, extent, is_cuda),
+    }
     attention::check_ops::<B>(report, device, extent, is_cuda)?;
     selection::check_ops::<B>(report, device, extent, path)?;
     decode::check_ops::<B>(report, device, extent, is_cuda)?;
@@ -202,18 +241,22 @@ fn ops<B: Place>(
 fn wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     attention::check_wrappers(report, device, extent)?;
     sparse::check_wrappers(report, device, extent)?;
-    select::check_wrappers(report, device, extent)?;
     biases::check_wrappers(report, device, extent)?;
-    selection::check_wrappers(report, device, extent)?;
-    decode::check_wrappers(report, device, extent)?;
     latent::check_wrappers(report, device, extent)?;
     nsa::check_wrappers(report, device, extent)?;
+    only_portable(report, device, extent)
+}
+
+/// Kernels that no family but the portable one has.
+fn only_portable(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
+    select::check_wrappers(report, device, extent)?;
+    selection::check_wrappers(report, device, extent)?;
+    decode::check_wrappers(report, device, extent)?;
     step::check_wrappers(report, device, extent);
     Ok(())
 }
 
-/// Every specialisation that the random calls can ask for: what to compile, on all cores, before the first of them.
-pub fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
+fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     let shared_bytes = shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
     let mut list = shipped_kernels_for(shared_bytes);
     let Extent { widths, groups, .. } = Extent::all(0, 0, 0);

@@ -46,6 +46,8 @@ pub(crate) struct Extent {
     pub(crate) local_windows: &'static [[usize; 3]],
     /// Whether all is interpreted, a million times slower than on a GPU.
     pub(crate) is_emulated: bool,
+    /// Whether a part is checked alone, in as many cases as attention.
+    pub(crate) is_part: bool,
 }
 
 impl Extent {
@@ -60,6 +62,7 @@ impl Extent {
             lengths: LENGTHS,
             local_windows: LOCAL_WINDOWS,
             is_emulated: false,
+            is_part: false,
         }
     }
 
@@ -77,6 +80,9 @@ impl Extent {
 
     /// Cases of what is checked token by token or entry by entry: one of each kind at least.
     pub(crate) fn few(&self) -> usize {
-        self.cases.div_ceil(5).max(4)
+        match self.is_part {
+            true => self.cases,
+            false => self.cases.div_ceil(5).max(4),
+        }
     }
 }

@@ -3,7 +3,6 @@ mod decode;
 
 use crate::bar::Bar;
 use crate::case::{Case, Cuts, Keys};
-use crate::check::CheckSettings;
 use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
@@ -13,17 +12,15 @@ use crate::report::{Path, PathWatch, Report, is_device_limit};
 use crate::scores::Scores;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
-use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{
     AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError,
     MlaPack, NeededKernels, NeededKeys, SumOrder, attention_backward, attention_forward,
     mla_decode_kernels, mla_heads, mla_pack_backward, mla_pack_forward, mla_pack_kernels,
-    needed_kernels, shared_bytes_of, use_portable_kernels_only,
+    needed_kernels, shared_bytes_of,
 };
 use sieve_ops::{
-    AttentionOutput, Cuda, DeviceBackend, Documents, MlaPackCall, MlaSpec, RotaryEmbedding,
-    reference,
+    AttentionOutput, DeviceBackend, Documents, MlaPackCall, MlaSpec, RotaryEmbedding, reference,
 };
 use sieve_testing::{Random, round_bf16};
 
@@ -308,23 +305,8 @@ fn draws(extent: &Extent) -> impl Iterator<Item = Result<Call>> {
     (0..extent.few()).map(move |_| Call::draw(&extent, &mut random))
 }
 
-/// Checks latent attention alone: every family's wrappers, then the ops.
-///
-/// # Errors
-/// As [`check`](crate::check()).
-pub fn check_latent(settings: &CheckSettings, gpu: &DeviceReport) -> Result<Report> {
-    let (device, mut report) = (CudaDevice::new(gpu.index), Report::default());
-    let extent = Extent::all(settings.cases, settings.longest, settings.seed);
-    for portable in [true, settings.portable] {
-        use_portable_kernels_only(portable);
-        check_wrappers(&mut report, &device, &extent)?;
-    }
-    check_ops::<Cuda>(&mut report, &device, &extent, true)?;
-    Ok(report)
-}
-
-/// Every specialisation that [`check_latent`] asks for on a device of this architecture.
-pub fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
+/// Every specialisation that a check asks for.
+pub(crate) fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
     let shared_bytes = shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
     let mut list = NeededKernels::default();
     for &[head_dim, rope_dim] in WIDTHS {

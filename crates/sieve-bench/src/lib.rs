@@ -46,14 +46,10 @@ pub use bench::{
 };
 pub use build::{BuildEvent, BuildSettings, build, build_table_head, needed_by, prefill};
 pub use capture::{capture, kernel_sources};
-pub use check::{
-    CheckSettings, Target, all_kernels, check, check_emulated, check_json, short_check,
-};
+pub use check::{CheckPart, CheckSettings, Target, check, check_emulated, check_json, short_check};
 pub use clock::Times;
 pub use error::BenchError;
-pub use latent::{check_latent, latent_kernels};
 pub use report::{Report, Row};
 pub use run::{Op, RunSettings, run};
 pub use scores::Scores;
 pub use shape::CaseShape;
-pub use sparse::sparse_kernels;

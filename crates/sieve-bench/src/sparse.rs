@@ -109,7 +109,7 @@ pub(crate) fn check_wrappers(
 }
 
 /// Every specialisation that checks and benchmarks of attention under selectors' masks ask for.
-pub fn sparse_kernels(gpu: &DeviceReport) -> NeededKernels {
+pub(crate) fn sparse_kernels(gpu: &DeviceReport) -> NeededKernels {
     let shared_bytes = shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
     let is_hopper = (gpu.major, gpu.minor) == (9, 0);
     sieve_kernels::sparse_kernels(&WIDTHS, shared_bytes, is_hopper)

@@ -12,8 +12,8 @@ use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use indicatif::ProgressBar;
 use sieve_bench::{
-    BenchEvent, BenchRows, BenchSettings, BuildEvent, BuildSettings, CheckSettings, RunSettings,
-    Scores, Target,
+    BenchEvent, BenchRows, BenchSettings, BuildEvent, BuildSettings, CheckPart, CheckSettings,
+    RunSettings, Scores, Target,
 };
 use sieve_kernels::{DeviceReport, KernelCache, NeededKernels};
 use sieve_ops::{Cuda, SieveBackend};
@@ -66,15 +66,9 @@ fn build_printer() -> impl FnMut(BuildEvent) {
     }
 }
 
-/// Compiles everything that a check can ask for, on all cores, before the first case.
-fn prepare(cache: &KernelCache, gpu: &DeviceReport) -> Result<()> {
-    fill(cache, &gpu.arch(), &sieve_bench::all_kernels(gpu))
-}
-
-/// The same for attention under selectors' masks alone.
-fn prepare_sparse(cache: &KernelCache, gpu: &DeviceReport) -> Result<()> {
-    let needed = sieve_bench::sparse_kernels(gpu);
-    fill(cache, &gpu.arch(), &needed)
+/// Compiles everything that a check of a part can ask for, on all cores, before the first case.
+fn prepare(part: CheckPart) -> impl Fn(&KernelCache, &DeviceReport) -> Result<()> {
+    move |cache, gpu| fill(cache, &gpu.arch(), &part.kernels(gpu))
 }
 
 /// Compiles what a cache lacks of `needed`.
@@ -104,11 +98,10 @@ fn check(args: &CheckArgs) -> Result<()> {
         longest: args.longest,
         seed: args.seed,
         portable: args.portable,
-        sparse: args.sparse,
+        part: args.part(),
     };
     let started = Instant::now();
-    let prepare = if args.sparse { prepare_sparse } else { prepare };
-    let target = Target::from(args.device.resolve_and_prepare(prepare)?);
+    let target = Target::from(args.device.resolve_and_prepare(prepare(settings.part))?);
     let report = sieve_bench::check(&settings, &target)?;
     terminal::line(&report.to_string());
     if let Some(path) = &args.json {
@@ -132,11 +125,13 @@ fn bench(args: BenchArgs) -> Result<()> {
         bail!("--repetitions 0: nothing would be timed");
     }
     let rows = args.rows();
-    let prepare = match rows {
-        BenchRows::Sparse => prepare_sparse,
-        _ => prepare,
+    let part = match rows {
+        BenchRows::Sparse => CheckPart::Sparse,
+        BenchRows::Nsa => CheckPart::Nsa,
+        BenchRows::Latent => CheckPart::Mla,
+        BenchRows::Standard | BenchRows::Table2 | BenchRows::Step => CheckPart::All,
     };
-    let gpu = match args.device.resolve_and_prepare(prepare)? {
+    let gpu = match args.device.resolve_and_prepare(prepare(part))? {
         Device::Cuda(gpu) => gpu,
         Device::Cpu => bail!(
             "kernels bench times the CUDA kernels, and there is no GPU here\n  hint: `cargo run --release -p sieve-cpu --example bench_cpu` in the sources times those of the CPU"

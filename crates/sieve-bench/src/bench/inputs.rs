@@ -14,10 +14,10 @@ pub(crate) struct Inputs {
     pub(crate) shape: AttentionShape,
     pub(crate) qkv: Qkv,
     grads: Qkv,
-    d_o: CudaTensor,
+    pub(super) d_o: CudaTensor,
     doc_start: CudaTensor,
     doc_end: CudaTensor,
-    scale: f32,
+    pub(super) scale: f32,
 }
 
 /// Normal numbers in bf16.
@@ -119,8 +119,12 @@ impl Inputs {
         bias: Option<&CudaTensor>,
         order: SumOrder,
     ) -> Result<(), KernelError> {
-        let documents = [&self.doc_start, &self.doc_end];
-        attention_backward(self.call(result, order), documents, window, bias).map(drop)
+        attention_backward(self.call(result, order), self.documents(), window, bias).map(drop)
+    }
+
+    /// Each row is one document.
+    pub(super) fn documents(&self) -> [&CudaTensor; 2] {
+        [&self.doc_start, &self.doc_end]
     }
 
     /// DMA over ready lists.
@@ -143,7 +147,12 @@ impl Inputs {
         dma_attention_backward(self.call(result, order), delta, lists).map(drop)
     }
 
-    fn call<'a>(&'a self, result: &'a AttentionResult, order: SumOrder) -> AttentionGradients<'a> {
+    /// What a backward call is given.
+    pub(super) fn call<'a>(
+        &'a self,
+        result: &'a AttentionResult,
+        order: SumOrder,
+    ) -> AttentionGradients<'a> {
         AttentionGradients {
             qkv: &self.qkv,
             result,

@@ -2,7 +2,7 @@
 use crate::device::DeviceChoice;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
-use sieve_bench::{BenchRows, CaseShape, Op, Scores};
+use sieve_bench::{BenchRows, CaseShape, CheckPart, Op, Scores};
 use std::path::PathBuf;
 
 /// Subcommands of `sieve kernels`.
@@ -61,6 +61,12 @@ pub(crate) struct CheckArgs {
     /// Check attention under selectors' masks alone, in every family of this GPU
     #[arg(long)]
     pub(super) sparse: bool,
+    /// Check native sparse attention alone, in every family of this GPU
+    #[arg(long, conflicts_with = "sparse")]
+    pub(super) nsa: bool,
+    /// Check latent attention alone, in every family of this GPU
+    #[arg(long, conflicts_with_all = ["sparse", "nsa"])]
+    pub(super) mla: bool,
     /// Hopper backward kernels in which every lane arrives at its barrier itself, for compute-sanitizer's racecheck
     #[arg(long, hide = true)]
     pub(super) every_lane_arrives: bool,
@@ -70,6 +76,18 @@ pub(crate) struct CheckArgs {
     /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub(super) device: DeviceChoice,
+}
+
+impl CheckArgs {
+    /// The part asked for.
+    pub(super) fn part(&self) -> CheckPart {
+        match (self.sparse, self.nsa, self.mla) {
+            (true, ..) => CheckPart::Sparse,
+            (_, true, _) => CheckPart::Nsa,
+            (.., true) => CheckPart::Mla,
+            (false, false, false) => CheckPart::All,
+        }
+    }
 }
 
 /// Arguments of `sieve kernels bench`.
@@ -84,6 +102,12 @@ pub(crate) struct BenchArgs {
     /// Attention under selectors' masks beside dense attention
     #[arg(long, conflicts_with_all = ["table2", "step", "scores", "captured"])]
     pub(super) sparse: bool,
+    /// Native sparse attention beside dense attention
+    #[arg(long, conflicts_with_all = ["table2", "step", "sparse", "scores", "captured"])]
+    pub(super) nsa: bool,
+    /// Latent attention, its tensors and its decoding
+    #[arg(long, conflicts_with_all = ["table2", "step", "sparse", "nsa", "scores", "captured"])]
+    pub(super) mla: bool,
     /// DMA's scores: independent, rising, falling, tied, few-values, signed-zeros, narrow, steps, drifting or
     /// captured:FILE; may be repeated
     /// (independent, rising and tied when absent)
@@ -112,12 +136,15 @@ pub(crate) struct BenchArgs {
 impl BenchArgs {
     /// The rows asked for.
     pub(super) fn rows(&self) -> BenchRows {
-        match (self.table2, self.step, self.sparse) {
-            (true, ..) => BenchRows::Table2,
-            (_, true, _) => BenchRows::Step,
-            (.., true) => BenchRows::Sparse,
-            (false, false, false) => BenchRows::Standard,
-        }
+        let rows = [
+            (self.table2, BenchRows::Table2),
+            (self.step, BenchRows::Step),
+            (self.sparse, BenchRows::Sparse),
+            (self.nsa, BenchRows::Nsa),
+            (self.mla, BenchRows::Latent),
+        ];
+        let asked = rows.into_iter().find(|(is_asked, _)| *is_asked);
+        asked.map_or(BenchRows::Standard, |(_, rows)| rows)
     }
 }
 

@@ -1,0 +1,153 @@
+//! Rows of native sparse attention: all three branches with their gates, beside dense attention of the same length.
+use super::Bench;
+use super::inputs::{Inputs, random};
+use super::rows::{dense, forward_flops, shape};
+use crate::error::Result;
+use burn::tensor::DType;
+use sieve_kernels::{
+    AttentionResult, AttentionShape, CudaTensor, KernelError, SumOrder, nsa_blocks,
+    nsa_blocks_backward, nsa_compressed_attention_backward, nsa_compressed_attention_forward,
+    nsa_gates, nsa_gates_backward, nsa_selected_attention_backward, nsa_selected_attention_forward,
+};
+use sieve_ops::NsaBlocks;
+
+const HEADS: [[usize; 2]; 2] = [[16, 8], [64, 4]];
+const LENGTHS: [usize; 3] = [8192, 32768, 65536];
+const HEAD_DIM: usize = 128;
+const WINDOW: usize = 512;
+
+const BLOCKS: NsaBlocks = NsaBlocks {
+    compress_block_size: 32,
+    compress_stride: 16,
+    select_block_size: 64,
+    num_selected_blocks: 16,
+};
+
+/// All of them.
+pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
+    for heads in HEADS {
+        for seq_len in LENGTHS {
+            let shape = shape(1, seq_len, heads, HEAD_DIM);
+            dense(bench, shape, None)?;
+            sparse(bench, shape)?;
+        }
+    }
+    Ok(())
+}
+
+/// What the branches leave for the backward pass.
+struct Branches {
+    blocks: CudaTensor,
+    compressed: AttentionResult,
+    chosen: CudaTensor,
+    selected: AttentionResult,
+    window: AttentionResult,
+}
+
+/// One call's tensors beside q, k and v. The compression MLP is a product, which is not timed here.
+struct Call {
+    inputs: Inputs,
+    compressed: CudaTensor,
+    positions: [CudaTensor; 2],
+    logits: CudaTensor,
+    bias: CudaTensor,
+}
+
+impl Call {
+    fn new(inputs: Inputs, bench: &Bench<'_>) -> Result<Self> {
+        let AttentionShape {
+            seq_len,
+            num_heads,
+            num_kv_heads,
+            ..
+        } = inputs.shape;
+        let draw = |sizes: &[usize]| -> Result<CudaTensor> {
+            let count: usize = sizes.iter().product();
+            let drawn = random([1, 1, 1, count], &bench.device);
+            Ok(drawn.reshaped("draw", "input", sizes)?)
+        };
+        let rows = BLOCKS.num_slots(seq_len) * num_kv_heads;
+        let positions = || draw(&[BLOCKS.compress_block_size, HEAD_DIM]);
+        Ok(Self {
+            compressed: draw(&[2, rows, HEAD_DIM])?,
+            positions: [positions()?, positions()?],
+            logits: draw(&[1, seq_len, num_heads * 3])?,
+            bias: inputs.d_o.zeros_contiguous(&[num_heads * 3], DType::F32),
+            inputs,
+        })
+    }
+
+    fn forward(&self) -> Result<Branches, KernelError> {
+        let Inputs { qkv, scale, .. } = &self.inputs;
+        let documents = self.inputs.documents();
+        let [k, v] = &self.positions;
+        let (compressed, chosen) =
+            nsa_compressed_attention_forward(qkv, documents, &self.compressed, BLOCKS, *scale)?;
+        let branches = Branches {
+            blocks: nsa_blocks(qkv, [k, v], documents, BLOCKS)?,
+            selected: nsa_selected_attention_forward(qkv, documents, &chosen, BLOCKS, *scale)?,
+            window: self.inputs.forward(Some(WINDOW), None)?,
+            compressed,
+            chosen,
+        };
+        nsa_gates(outputs(&branches), &self.logits, &self.bias)?;
+        Ok(branches)
+    }
+
+    /// Each branch with the output's gradient, which has the size of its own.
+    fn backward(&self, branches: &Branches) -> Result<(), KernelError> {
+        let Inputs {
+            shape,
+            qkv,
+            d_o,
+            scale,
+            ..
+        } = &self.inputs;
+        let (documents, order) = (self.inputs.documents(), SumOrder::Any);
+        nsa_gates_backward(outputs(branches), &self.logits, &self.bias, d_o)?;
+        self.inputs
+            .backward(&branches.window, Some(WINDOW), None, order)?;
+        let call = self.inputs.call(&branches.selected, order);
+        nsa_selected_attention_backward(call, documents, &branches.chosen, BLOCKS)?;
+        nsa_compressed_attention_backward(
+            qkv,
+            documents,
+            &self.compressed,
+            BLOCKS,
+            *scale,
+            &branches.compressed,
+            d_o,
+            order,
+        )?;
+        nsa_blocks_backward(shape, documents, BLOCKS, &branches.blocks).map(drop)
+    }
+}
+
+fn outputs(branches: &Branches) -> [&CudaTensor; 3] {
+    [
+        &branches.compressed.o,
+        &branches.selected.o,
+        &branches.window.o,
+    ]
+}
+
+fn sparse(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
+    let Some(inputs) = bench.inputs(shape)? else {
+        return Ok(());
+    };
+    let call = Call::new(inputs, bench)?;
+    // Products of the pairs that are attended to.
+    let dense = forward_flops(shape, shape.seq_len);
+    let chosen = BLOCKS.num_selected_blocks * BLOCKS.select_block_size;
+    let flops = dense / BLOCKS.compress_stride as f64
+        + forward_flops(shape, chosen)
+        + forward_flops(shape, WINDOW);
+    bench.flops("nsa forward", shape, flops, &mut || {
+        call.forward().map(drop)
+    });
+    let branches = call.forward()?;
+    bench.flops("nsa backward", shape, 2.5 * flops, &mut || {
+        call.backward(&branches)
+    });
+    Ok(())
+}
