@@ -112,6 +112,8 @@ pub struct StagePlan {
     pub attention_share: f64,
     /// Guessed tokens a second, of all processes; `None` where nothing like the run was measured.
     pub tokens_per_second: Option<f64>,
+    /// NSA on a GPU: the shortest rows, of powers of two, whose training is guessed faster than with dense attention.
+    pub pays_from: Option<usize>,
 }
 
 /// The plan of `recipe` for an embedding of `vocab_size` rows.
@@ -239,10 +241,13 @@ fn stage_plan(
     let spared = (1.0 - recipe.label_share()) * shape.unlabelled_training_flops();
     let executed_training = executed.training() - spared;
     let dense_training = shape.dense_flops_per_token(section.seq_len).training() - spared;
-    let speed = match target {
+    let (speed, pays_from) = match target {
         Target::Cpu {
             flops_per_second, ..
-        } => flops_per_second.map(|peak| ASSUMED_MFU * peak / executed_training),
+        } => {
+            let speed = flops_per_second.map(|peak| ASSUMED_MFU * peak / executed_training);
+            (speed, None)
+        }
         Target::Gpu(gpu) => {
             let size = time::StepSize {
                 tokens: section.local_batch_size * section.seq_len,
@@ -253,10 +258,11 @@ fn stage_plan(
             let alone = time::tokens_per_second(shape, executed, spared, &size, gpu);
             let tokens = (size.tokens * micro_batches) as f64;
             let update = time::update_seconds(shape.parameters().total(), gpu);
-            alone.map(|speed| match together {
+            let speed = alone.map(|speed| match together {
                 Some(together) => together.tokens_per_second(tokens, tokens / speed, update),
                 None => speed,
-            })
+            });
+            (speed, time::pays_from(shape, &size, gpu))
         }
     };
     StagePlan {
@@ -269,6 +275,7 @@ fn stage_plan(
         dense_flops_per_token: dense_training,
         attention_share: 3.0 * executed.attention / executed_training,
         tokens_per_second: speed,
+        pays_from,
     }
 }
 

@@ -60,21 +60,21 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize) ->
         }
         Attention::Nsa(nsa) => {
             let branches = NUM_NSA_BRANCHES as u64;
-            // Packed tensors before and after norm and rotation: one pair for all branches or one for each; blocks for the
-            // MLP are normed alone.
+            // Packed tensors before and after norm and rotation: one pair for all branches or one for each. What is normed
+            // alone, for the blocks, is not kept.
             let pairs = nsa.num_kv_copies() as u64;
             let stride = nsa.compress_stride as u64;
-            let (normed, blocks) = match nsa.compress_hidden_size {
+            let blocks = match nsa.compress_hidden_size {
                 // Keys and values side by side, and once more as each MLP's input; its hidden layer before and after the ReLU.
                 Some(hidden) => {
                     let inputs = 4 * kv * nsa.compress_block_size as u64;
                     let hidden = 4 * kv_heads * hidden as u64;
-                    (u64::from(nsa.shared_kv), (inputs + hidden) / stride)
+                    (inputs + hidden) / stride
                 }
-                None => (0, 0),
+                None => 0,
             };
             let compressed = 4 * kv / stride + blocks;
-            let packs = (2 * pairs + normed) * packed;
+            let packs = 2 * pairs * packed;
             let attention = packs + branches * (q + heads) + q + compressed;
             (common + d_model + attention, branches * lse)
         }

@@ -182,6 +182,45 @@ fn memory_of_a_1p7b_step_of_one_micro_batch() {
     assert_eq!(memory.gradient_bytes, 4 * parameters);
 }
 
+#[test]
+fn measured_peaks_of_1p7b_steps_on_an_h200_are_met_within_a_fiftieth() {
+    // 16,384 tokens a step, 50,304 rows of the embedding; what tensors had in use at most, in GiB.
+    let runs = [
+        (
+            include_str!("../../../../recipes/mha_1p7b.toml"),
+            2048,
+            37.14,
+        ),
+        (
+            include_str!("../../../../recipes/mla_1p7b.toml"),
+            2048,
+            43.63,
+        ),
+        (
+            include_str!("../../../../recipes/mha_1p7b.toml"),
+            8192,
+            37.14,
+        ),
+        (
+            include_str!("../../../../recipes/nsa_1p7b.toml"),
+            8192,
+            55.36,
+        ),
+    ];
+    for (text, seq_len, gib) in runs {
+        let recipe = recipe(text, &[]);
+        let mut alone = recipe.at_stage(&recipe.stages()[0]);
+        alone.training.seq_len = seq_len;
+        alone.training.local_batch_size = 16_384 / seq_len;
+        alone.training.global_batch_size = 16_384 / seq_len;
+        let shape = alone.model_shape(50_304).expect("a shape");
+        let memory = memory_plan(&alone, &shape, &h200(), 1);
+        let program = memory.parts()[0].1;
+        let ratio = (memory.total_bytes - program) as f64 / (gib * (1u64 << 30) as f64);
+        assert!((0.98..1.02).contains(&ratio), "{seq_len}: {ratio}");
+    }
+}
+
 /// Most resident memory of two-step runs on two threads, in GiB, as `sieve train` prints it.
 #[test]
 fn measured_peaks_on_a_cpu_are_met_within_a_sixth() {
