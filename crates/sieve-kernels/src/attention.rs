@@ -8,5 +8,6 @@ pub(crate) mod decode_scratch;
 pub(crate) mod forward;
 pub(crate) mod heads;
 pub(crate) mod hopper_tiling;
+pub(crate) mod launch;
 pub(crate) mod sparse_forward;
 pub(crate) mod tiling;

@@ -1,15 +1,11 @@
 //! Launches of `kernels/attention_backward*.cu`: gradients of dense causal and sliding-window attention.
-use crate::attention::backward_tiling::{
-    BackwardTiling, GradientSet, QueryPass, QueryTiling, SumOrder,
-};
+use crate::attention::backward_tiling::{BackwardTiling, SumOrder};
 use crate::attention::bias_base::{Bias, SeenKeys};
 use crate::attention::forward::{AttentionResult, require_per_key, require_scale};
 use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::hopper_tiling::{
-    BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, attention_family, backward_maps,
-    has_hopper_gradient, hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
-};
-use crate::attention::tiling::KeySource;
+use crate::attention::hopper_tiling::hopper_attention_backward_prepare_kernel;
+use crate::attention::launch::PassInputs;
+use crate::attention::tiling::{KeySource, QueryPass};
 use crate::error::KernelError;
 use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
@@ -73,10 +69,14 @@ pub fn attention_backward(
     } else {
         KeySource::Dense
     };
-    let limit = device_shared_bytes(&qkv);
-    let family = attention_family(&shape, source, qkv.q.tensor());
-
     let d_o = call.d_o.contiguous();
+    let pass = PassInputs {
+        name: NAME,
+        qkv: &qkv,
+        d_o: Some(&d_o),
+        shape: &shape,
+        source,
+    };
     let stats = row_stats(&call, &d_o, &shape)?;
     let dq_sum = match call.order {
         SumOrder::Any => Some(empty_zero(
@@ -106,18 +106,7 @@ pub fn attention_backward(
         let mut tensors = inputs.to_vec();
         tensors.push(&doc_start);
         tensors.extend(bias.tensors());
-        let (kernel, grid, maps) = match family {
-            KernelFamily::Hopper => {
-                let pass = HopperPass::RowSums;
-                HopperTiling::launch(pass, NAME, &qkv, Some(&d_o), &shape, source)?
-            }
-            KernelFamily::Portable => {
-                let pass = QueryPass::RowSums;
-                let tiling = QueryTiling::choose(NAME, pass, &shape, source, limit)?;
-                let kernel = attention_row_sums_kernel(&shape, &tiling, source);
-                (kernel, tiling.grid(&shape, source), Vec::new())
-            }
-        };
+        let (kernel, grid, maps) = pass.by_query(QueryPass::RowSums)?;
         // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats; the maps
         // are of q, k, v and d_o, which are among the tensors.
         unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &by_query) }?;
@@ -142,18 +131,7 @@ pub fn attention_backward(
         tensors.extend(set.dk.then_some(call.grads.k.tensor()));
         tensors.extend(set.dv.then_some(call.grads.v.tensor()));
         tensors.extend(dbias.as_ref().filter(|_| set.dk));
-        let (kernel, block_kv, maps) = match family {
-            KernelFamily::Hopper => {
-                let maps = backward_maps(NAME, &qkv, &d_o, &shape)?.to_vec();
-                let kernel = hopper_backward_kernel(&shape, source, set, false);
-                (kernel, BACKWARD_BLOCK_KV, maps)
-            }
-            KernelFamily::Portable => {
-                let tiling = BackwardTiling::choose(NAME, &shape, source, limit)?;
-                let kernel = attention_backward_kernel(&shape, &tiling, source, set);
-                (kernel, tiling.block_kv(), Vec::new())
-            }
-        };
+        let (kernel, block_kv, maps) = pass.by_key(set, call.order)?;
         let blocks = shape.seq_len.div_ceil(block_kv);
         let grid = [blocks, shape.num_kv_heads, shape.batch];
         // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, adds to dq_sum; the
@@ -174,47 +152,11 @@ pub fn attention_backward(
     tensors.push(&doc_start);
     tensors.extend(bias.iter().flat_map(Bias::tensors));
     tensors.push(call.grads.q.tensor());
-    let (kernel, grid, maps) =
-        if family == KernelFamily::Hopper && has_hopper_gradient(&shape, source) {
-            let pass = HopperPass::Gradient;
-            HopperTiling::launch(pass, NAME, &qkv, Some(&d_o), &shape, source)?
-        } else {
-            let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
-            let kernel = attention_backward_query_kernel(&shape, &tiling, source);
-            (kernel, tiling.grid(&shape, source), Vec::new())
-        };
+    let (kernel, grid, maps) = pass.by_query(QueryPass::Gradient)?;
     // SAFETY: sizes, strides and types checked above; writes every element of dq; the maps are of q, k, v and d_o,
     // which are among the tensors.
     unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
     Ok(dbias)
-}
-
-/// The key-stationary specialisation for a shape, tiling and set of gradients.
-pub(crate) fn attention_backward_kernel(
-    shape: &AttentionShape,
-    tiling: &BackwardTiling,
-    source: KeySource,
-    set: GradientSet,
-) -> SourceKernel {
-    tiling.apply(SourceKernel::new(NAME), shape, source, set)
-}
-
-/// The query-stationary dq specialisation for a shape and tiling.
-pub(crate) fn attention_backward_query_kernel(
-    shape: &AttentionShape,
-    tiling: &QueryTiling,
-    source: KeySource,
-) -> SourceKernel {
-    tiling.apply(SourceKernel::new("attention_backward_query"), shape, source)
-}
-
-/// The specialisation of the exact row sums for a shape and tiling.
-pub(crate) fn attention_row_sums_kernel(
-    shape: &AttentionShape,
-    tiling: &QueryTiling,
-    source: KeySource,
-) -> SourceKernel {
-    tiling.apply(SourceKernel::new("attention_row_sums"), shape, source)
 }
 
 /// The kernel that prepares each row's statistics.
@@ -239,11 +181,6 @@ pub(crate) fn padded_len(seq_len: usize) -> usize {
 /// Shape of the f32 sums of dq for some rows of every head: tiles of 16 rows by 8 columns as tensor cores hold them.
 pub(crate) fn dq_sum_shape(shape: &AttentionShape, rows: usize) -> [usize; 4] {
     [shape.batch, shape.num_heads, rows, shape.head_dim]
-}
-
-/// Shared memory that a block may have on the device of the inputs.
-pub(crate) fn device_shared_bytes(qkv: &Qkv) -> usize {
-    qkv.q.tensor().hardware().max_shared_bytes
 }
 
 /// Checks a backward call's tensors against the forward call's sizes.

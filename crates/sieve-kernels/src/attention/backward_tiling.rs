@@ -1,14 +1,10 @@
 //! Tile sizes of the attention backward kernels, and into which launches they fall apart.
 use crate::attention::heads::AttentionShape;
-use crate::attention::tiling::{
-    KeySource, define_head_dims, heads_sharing_a_tile, list_entries_in_flight,
-};
-use crate::dma::oracle::SUPER_BLOCK;
+use crate::attention::tiling::{KeySource, define_bias, define_head_dims};
 use crate::error::KernelError;
 use crate::runtime::source_kernel::SourceKernel;
 
 const BF16: usize = 2;
-const F32: usize = 4;
 
 /// In which order sums over many keys or queries are made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -136,15 +132,19 @@ impl BackwardTiling {
         tiles + swapped + stats * queries + keys * entries + 128
     }
 
-    /// Sets the defines, block and shared memory of a kernel.
-    pub(crate) fn apply(
+    /// The specialisation.
+    pub(crate) fn kernel(
         &self,
-        kernel: SourceKernel,
         shape: &AttentionShape,
         source: KeySource,
         set: GradientSet,
+        order: SumOrder,
     ) -> SourceKernel {
-        let kernel = define_head_dims(kernel, shape)
+        let name = match source.is_gathered() {
+            true => "dma_attention_backward",
+            false => "attention_backward",
+        };
+        let kernel = define_head_dims(SourceKernel::new(name), [shape.head_dim, shape.head_dim_v])
             .define("NUM_WARPS", self.num_warps)
             .define("BLOCK_Q", self.block_q)
             .define("MIN_BLOCKS", self.min_blocks)
@@ -153,156 +153,10 @@ impl BackwardTiling {
             .define("COMPUTE_DV", set.dv as u8)
             .threads(self.num_warps * 32)
             .shared_bytes(self.shared_bytes(shape, source, set));
-        define_bias(kernel, source)
-    }
-}
-
-/// The kernels that keep queries in place and stream keys.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum QueryPass {
-    /// dq in a fixed order.
-    Gradient,
-    /// Exact row sums, which a bias makes worth their time.
-    RowSums,
-}
-
-/// Tile sizes of a query-stationary kernel, named as their defines.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct QueryTiling {
-    /// What the kernel computes.
-    pub(crate) pass: QueryPass,
-    /// Rows of a warp.
-    pub(crate) warp_rows: usize,
-    /// Warps of a block.
-    pub(crate) num_warps: usize,
-    /// Keys of a tile.
-    pub(crate) block_kv: usize,
-    /// Key tiles in flight.
-    pub(crate) num_stages: usize,
-    /// Blocks that should share a multiprocessor.
-    pub(crate) min_blocks: usize,
-    /// Query heads of a group that share a tile.
-    pub(crate) heads_per_tile: usize,
-}
-
-impl QueryTiling {
-    /// The tiling for a shape on a device with `max_shared_bytes` of shared memory a block.
-    ///
-    /// # Errors
-    /// [`KernelError::DeviceLimit`] when no tiling fits the device.
-    pub(crate) fn choose(
-        kernel: &'static str,
-        pass: QueryPass,
-        shape: &AttentionShape,
-        source: KeySource,
-        max_shared_bytes: usize,
-    ) -> Result<Self, KernelError> {
-        let wide = shape.head_dim > 128;
-        let (warp_rows, num_warps, block_kv, min_blocks) = match pass {
-            QueryPass::Gradient => (16, 8, if wide { 32 } else { 64 }, 1),
-            QueryPass::RowSums if wide => (16, 8, 32, 1),
-            QueryPass::RowSums => (32, 4, 32, 2),
-        };
-        let (num_stages, heads_per_tile) = (2, 1);
-        let mut tiling = Self {
-            pass,
-            warp_rows,
-            num_warps,
-            block_kv,
-            num_stages,
-            min_blocks,
-            heads_per_tile,
-        };
-        while tiling.shared_bytes(shape, source) > max_shared_bytes {
-            if tiling.num_warps <= 2 {
-                let got = tiling.shared_bytes(shape, source);
-                let what = "shared memory in bytes";
-                return Err(KernelError::DeviceLimit {
-                    kernel,
-                    what,
-                    got,
-                    limit: max_shared_bytes,
-                });
-            }
-            tiling.num_warps /= 2;
+        match (source.is_gathered(), order) {
+            (true, SumOrder::Fixed) => kernel.define("DETERMINISTIC", 1),
+            _ => define_bias(kernel, source),
         }
-        if source == KeySource::Gathered {
-            tiling.heads_per_tile = heads_sharing_a_tile(shape, tiling.block_rows());
-        }
-        Ok(tiling)
-    }
-
-    fn block_rows(&self) -> usize {
-        self.warp_rows * self.num_warps
-    }
-
-    /// Queries of a tile.
-    pub(crate) fn tile_queries(&self) -> usize {
-        self.block_rows() / self.heads_per_tile
-    }
-
-    /// Dynamic shared memory of a block.
-    pub(crate) fn shared_bytes(&self, shape: &AttentionShape, source: KeySource) -> usize {
-        let keys = self.num_stages * self.block_kv;
-        let tiles = (self.block_rows() + keys) * (shape.head_dim + shape.head_dim_v) * BF16;
-        let bias = if source == KeySource::Dense {
-            0
-        } else {
-            keys * F32
-        };
-        let in_flight = list_entries_in_flight(self.num_stages);
-        let entries = if source == KeySource::Gathered {
-            self.block_kv * 8 * in_flight
-        } else {
-            0
-        };
-        tiles + bias + entries
-    }
-
-    /// The grid over a whole sequence.
-    pub(crate) fn grid(&self, shape: &AttentionShape, source: KeySource) -> [usize; 3] {
-        let tiles = match source {
-            KeySource::Gathered => {
-                shape.seq_len.div_ceil(SUPER_BLOCK) * SUPER_BLOCK.div_ceil(self.tile_queries())
-            }
-            KeySource::Dense | KeySource::Biased => shape.seq_len.div_ceil(self.tile_queries()),
-        };
-        [tiles, shape.num_heads / self.heads_per_tile, shape.batch]
-    }
-
-    /// Sets the defines, block and shared memory of a kernel.
-    pub(crate) fn apply(
-        &self,
-        kernel: SourceKernel,
-        shape: &AttentionShape,
-        source: KeySource,
-    ) -> SourceKernel {
-        let mut kernel = define_head_dims(kernel, shape)
-            .define("NUM_WARPS", self.num_warps)
-            .define("BLOCK_KV", self.block_kv)
-            .define("NUM_STAGES", self.num_stages)
-            .define("MIN_BLOCKS", self.min_blocks)
-            .threads(self.num_warps * 32)
-            .shared_bytes(self.shared_bytes(shape, source));
-        if self.pass == QueryPass::RowSums {
-            let q_in_registers = (shape.head_dim <= 128) as u8;
-            kernel = kernel
-                .define("WARP_ROWS", self.warp_rows)
-                .define("Q_IN_REGISTERS", q_in_registers);
-        }
-        if source == KeySource::Gathered {
-            return kernel.define("HEADS_PER_TILE", self.heads_per_tile);
-        }
-        define_bias(kernel, source)
-    }
-}
-
-/// HAS_BIAS, which the gathered kernels define themselves.
-fn define_bias(kernel: SourceKernel, source: KeySource) -> SourceKernel {
-    match source {
-        KeySource::Dense => kernel.define("HAS_BIAS", 0),
-        KeySource::Biased => kernel.define("HAS_BIAS", 1),
-        KeySource::Gathered => kernel,
     }
 }
 
@@ -328,11 +182,6 @@ mod tests {
                 let shape = shape(head_dim, head_dim);
                 assert!(
                     BackwardTiling::choose("k", &shape, source, 99 * 1024).is_ok(),
-                    "{head_dim}"
-                );
-                assert!(
-                    QueryTiling::choose("k", QueryPass::Gradient, &shape, source, 99 * 1024)
-                        .is_ok(),
                     "{head_dim}"
                 );
             }

@@ -1,15 +1,13 @@
 //! Launch of `kernels/attention_forward.cu`: dense causal and sliding-window attention.
 use crate::attention::bias_base::{Bias, SeenKeys};
 use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::hopper_tiling::{
-    HopperPass, HopperTiling, KernelFamily, attention_family, keeps_rest,
-};
-use crate::attention::tiling::{ForwardTiling, KeySource};
+use crate::attention::hopper_tiling::{attention_family, keeps_rest};
+use crate::attention::launch::PassInputs;
+use crate::attention::tiling::{KeySource, QueryPass};
 use crate::error::KernelError;
 use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
 
 const NAME: &str = "attention_forward";
@@ -19,9 +17,9 @@ const NAME: &str = "attention_forward";
 pub struct AttentionResult {
     /// Output, bf16 `[batch, seq_len, num_heads, head_dim_v]`.
     pub o: CudaTensor,
-    /// Natural logarithm of each row's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing.
-    /// With a bias it is less by the largest bias that the row sees: it then keeps its last digits however large biases
-    /// are.
+    /// Natural logarithm of each query's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a query sees no
+    /// key. With a bias, [`base`](Self::base) is subtracted from it, so that it keeps its last digits beside large
+    /// biases.
     pub lse: CudaTensor,
     /// The 16 bits of each f32 of the output that o lacks, shaped as o and of its dtype (they are no numbers by
     /// themselves), where the kernel keeps them: they spare the backward pass the row sums.
@@ -76,18 +74,14 @@ pub fn attention_forward(
     let with_rest = bias.is_some() && keeps_rest(family, shape.seq_len);
     let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
     tensors.extend(o_rest.as_ref());
-    let (kernel, grid, maps) = match family {
-        KernelFamily::Hopper => {
-            let pass = HopperPass::output(with_rest);
-            HopperTiling::launch(pass, NAME, &qkv, None, &shape, source)?
-        }
-        KernelFamily::Portable => {
-            let limit = q.hardware().max_shared_bytes;
-            let tiling = ForwardTiling::choose(NAME, &shape, source, limit)?;
-            let kernel = attention_forward_kernel(&shape, &tiling, source);
-            (kernel, tiling.grid(&shape, source), Vec::new())
-        }
+    let pass = PassInputs {
+        name: NAME,
+        qkv: &qkv,
+        d_o: None,
+        shape: &shape,
+        source,
     };
+    let (kernel, grid, maps) = pass.by_query(QueryPass::output(with_rest))?;
     // SAFETY: sizes, strides and types checked above; reads the inputs, writes every element of o and lse; the maps are
     // of q, k and v, which are among the tensors.
     unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
@@ -97,15 +91,6 @@ pub fn attention_forward(
         o_rest,
         base: bias.map(|bias| bias.base),
     })
-}
-
-/// The specialisation for a shape and tiling.
-pub(crate) fn attention_forward_kernel(
-    shape: &AttentionShape,
-    tiling: &ForwardTiling,
-    source: KeySource,
-) -> SourceKernel {
-    tiling.apply(SourceKernel::new(NAME), shape, source)
 }
 
 /// An f32 tensor of one number a key and KV head; returned contiguous.

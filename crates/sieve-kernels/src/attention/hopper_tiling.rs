@@ -1,6 +1,6 @@
 //! The Hopper family (`sm_90a`) of the attention kernels: when it is taken, its tilings, and its tensor maps.
 //!
-//! Buffers and params words are those of the portable kernels, so that a wrapper differs in kernel, grid and maps alone.
+//! Buffers and params words are those of the portable kernels, so that a launch differs in kernel, grid and maps alone: `launch` chooses them.
 //!
 //! | device | widths | forward, row sums, backward | dq in a fixed order |
 //! |---|---|---|---|
@@ -9,9 +9,9 @@
 //! | any other, or other widths | 16 to 256 | the portable kernels | the portable kernels |
 //!
 //! `sieve kernels check` compares both families with the reference, and so one with the other.
-use crate::attention::backward_tiling::GradientSet;
+use crate::attention::backward_tiling::{GradientSet, SumOrder};
 use crate::attention::heads::{AttentionShape, Heads, Qkv};
-use crate::attention::tiling::KeySource;
+use crate::attention::tiling::{KeySource, QueryPass, define_head_dims, query_kernel_names};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::source_kernel::{SourceKernel, TileMap};
@@ -102,44 +102,16 @@ pub(crate) fn has_hopper_form(shape: &AttentionShape, source: KeySource) -> bool
 pub(crate) fn has_hopper_gradient(shape: &AttentionShape, source: KeySource) -> bool {
     match shape.head_dim {
         64 => true,
-        128 => source != KeySource::Gathered || shape.group_size().is_multiple_of(2),
+        128 => !source.is_gathered() || shape.group_size().is_multiple_of(2),
         _ => false,
-    }
-}
-
-/// What a query-stationary kernel makes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum HopperPass {
-    /// o and lse.
-    Output,
-    /// o, lse, and the lower 16 bits of o.
-    OutputAndRest,
-    /// The row sums that the backward pass needs.
-    RowSums,
-    /// dq, summed in a fixed order.
-    Gradient,
-}
-
-impl HopperPass {
-    fn reads_gradient(self) -> bool {
-        matches!(self, Self::RowSums | Self::Gradient)
-    }
-
-    pub(crate) fn output(with_rest: bool) -> Self {
-        if with_rest {
-            Self::OutputAndRest
-        } else {
-            Self::Output
-        }
     }
 }
 
 /// Tile sizes of the query-stationary Hopper kernels, named as their defines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct HopperTiling {
-    pass: HopperPass,
+    pass: QueryPass,
     source: KeySource,
-    has_bias: bool,
     head_dim: usize,
     head_dim_v: usize,
     num_consumers: usize,
@@ -154,15 +126,14 @@ pub(crate) struct HopperTiling {
 
 impl HopperTiling {
     /// The tiling measured best for a shape.
-    pub(crate) fn new(pass: HopperPass, shape: &AttentionShape, source: KeySource) -> Self {
+    pub(crate) fn new(pass: QueryPass, shape: &AttentionShape, source: KeySource) -> Self {
         let is_wide = shape.head_dim >= 128;
-        let shares = source == KeySource::Gathered && shape.group_size().is_multiple_of(2);
+        let shares = source.is_gathered() && shape.group_size().is_multiple_of(2);
         let reads_gradient = pass.reads_gradient();
         let three = !is_wide && source == KeySource::Dense && !reads_gradient;
         Self {
             pass,
             source,
-            has_bias: source != KeySource::Dense,
             head_dim: shape.head_dim,
             head_dim_v: shape.head_dim_v,
             num_consumers: if three { 3 } else { 2 },
@@ -175,18 +146,10 @@ impl HopperTiling {
             heads_per_tile: if shares { 2 } else { 1 },
             take_turns: if reads_gradient { 0 } else { 2 },
             registers: match pass {
-                HopperPass::Gradient => [224, 56],
+                QueryPass::Gradient => [224, 56],
                 _ if three => [160, 32],
                 _ => [216, 72],
             },
-        }
-    }
-
-    /// The same for lists of keys without a bias.
-    pub(crate) fn without_bias(self) -> Self {
-        Self {
-            has_bias: false,
-            ..self
         }
     }
 
@@ -199,18 +162,18 @@ impl HopperTiling {
         let rows = self.num_consumers * 64;
         let stages = self.k_stages + self.v_stages;
         let row_bytes = match self.pass {
-            HopperPass::Output | HopperPass::OutputAndRest => 2,
-            HopperPass::RowSums | HopperPass::Gradient => 4,
+            QueryPass::Output | QueryPass::OutputAndRest => 2,
+            QueryPass::RowSums | QueryPass::Gradient => 4,
         };
         // The bias as one more step of the product: four slots of 128 keys and two of a tile's rows, 16 bytes each.
-        let bias = if self.has_bias {
+        let bias = if self.source.has_bias() {
             8192 + 2 * rows * 16
         } else {
             0
         };
-        let (entries, starts) = match self.source {
-            KeySource::Gathered => (4096, 0),
-            KeySource::Dense | KeySource::Biased => (0, self.tile_queries() * 4),
+        let (entries, starts) = match self.source.is_gathered() {
+            true => (4096, 0),
+            false => (0, self.tile_queries() * 4),
         };
         rows * self.head_dim * row_bytes
             + 256 * (self.k_stages * self.head_dim + self.v_stages * self.head_dim_v)
@@ -223,15 +186,8 @@ impl HopperTiling {
 
     /// The specialisation.
     pub(crate) fn kernel(&self) -> SourceKernel {
-        let name = match (self.source, self.pass) {
-            (KeySource::Gathered, HopperPass::RowSums) => "hopper_dma_attention_row_sums",
-            (KeySource::Gathered, HopperPass::Gradient) => "hopper_dma_attention_backward_query",
-            (KeySource::Gathered, _) => "hopper_dma_attention_forward",
-            (_, HopperPass::RowSums) => "hopper_attention_row_sums",
-            (_, HopperPass::Gradient) => "hopper_attention_backward_query",
-            (_, _) => "hopper_attention_forward",
-        };
-        let kernel = define_widths(SourceKernel::new(name), [self.head_dim, self.head_dim_v])
+        let [_, name] = query_kernel_names(self.pass, self.source);
+        let kernel = define_head_dims(SourceKernel::new(name), [self.head_dim, self.head_dim_v])
             .define("NUM_CONSUMERS", self.num_consumers)
             .define("BLOCK_KV", BLOCK_KV)
             .define("K_STAGES", self.k_stages)
@@ -244,50 +200,18 @@ impl HopperTiling {
             .threads(WARPGROUP * (1 + self.num_consumers))
             .shared_bytes(self.shared_bytes());
         let kernel = match self.source {
-            // The gathered kernels have a bias unless told.
-            KeySource::Gathered if self.has_bias => kernel,
-            KeySource::Gathered => kernel.define("HAS_BIAS", 0),
-            KeySource::Dense => kernel.define("HAS_BIAS", 0),
-            KeySource::Biased => kernel.define("HAS_BIAS", 1),
+            // The kernels of lists have a bias unless told.
+            KeySource::Gathered => kernel,
+            source => kernel.define("HAS_BIAS", source.has_bias() as u8),
         };
         match self.pass {
-            HopperPass::OutputAndRest => kernel.define("RESIDUAL", 1),
-            HopperPass::Output | HopperPass::RowSums | HopperPass::Gradient => kernel,
+            QueryPass::OutputAndRest => kernel.define("RESIDUAL", 1),
+            QueryPass::Output | QueryPass::RowSums | QueryPass::Gradient => kernel,
         }
     }
 
-    /// Kernel, grid and maps of a pass over `qkv`, whose tensors and those of `d_o` must be among the launch's.
-    ///
-    /// # Errors
-    /// Those of [`maps`](Self::maps).
-    pub(crate) fn launch<'a>(
-        pass: HopperPass,
-        kernel: &'static str,
-        qkv: &'a Qkv,
-        d_o: Option<&'a CudaTensor>,
-        shape: &AttentionShape,
-        source: KeySource,
-    ) -> Result<(SourceKernel, [usize; 3], Vec<TileMap<'a>>), KernelError> {
-        Self::new(pass, shape, source).launch_over(kernel, qkv, d_o, shape)
-    }
-
-    /// As [`launch`](Self::launch), of this tiling.
-    ///
-    /// # Errors
-    /// Those of [`maps`](Self::maps).
-    pub(crate) fn launch_over<'a>(
-        &self,
-        kernel: &'static str,
-        qkv: &'a Qkv,
-        d_o: Option<&'a CudaTensor>,
-        shape: &AttentionShape,
-    ) -> Result<(SourceKernel, [usize; 3], Vec<TileMap<'a>>), KernelError> {
-        let maps = self.maps(kernel, qkv, d_o, shape)?;
-        Ok((self.kernel(), self.grid(qkv.q.tensor()), maps))
-    }
-
     /// One block for each multiprocessor: blocks fetch their work themselves.
-    fn grid(&self, like: &CudaTensor) -> [usize; 3] {
+    pub(crate) fn grid(&self, like: &CudaTensor) -> [usize; 3] {
         [like.hardware().num_multiprocessors, 1, 1]
     }
 
@@ -295,7 +219,7 @@ impl HopperTiling {
     ///
     /// # Errors
     /// [`KernelError::Layout`] when the heads cannot be walked.
-    fn maps<'a>(
+    pub(crate) fn maps<'a>(
         &self,
         kernel: &'static str,
         qkv: &'a Qkv,
@@ -306,7 +230,7 @@ impl HopperTiling {
         let rows = self.tile_queries();
         let (keys, heads) = (shape.num_heads * shape.head_dim, shape.num_kv_heads);
         let mut maps = vec![head_map(&qkv.q, q, keys, shape, rows)];
-        if self.source != KeySource::Gathered {
+        if !self.source.is_gathered() {
             let widths = [shape.head_dim, shape.head_dim_v].map(|width| heads * width);
             maps.push(head_map(&qkv.k, k, widths[0], shape, BLOCK_KV));
             maps.push(head_map(&qkv.v, v, widths[1], shape, BLOCK_KV));
@@ -321,31 +245,7 @@ pub(crate) fn hopper_backward_kernel(
     shape: &AttentionShape,
     source: KeySource,
     set: GradientSet,
-    deterministic: bool,
-) -> SourceKernel {
-    backward_kernel(
-        shape,
-        source,
-        source != KeySource::Dense,
-        set,
-        deterministic,
-    )
-}
-
-/// The same for lists of keys without a bias, in any order.
-pub(crate) fn hopper_unbiased_backward_kernel(
-    shape: &AttentionShape,
-    set: GradientSet,
-) -> SourceKernel {
-    backward_kernel(shape, KeySource::Gathered, false, set, false)
-}
-
-fn backward_kernel(
-    shape: &AttentionShape,
-    source: KeySource,
-    has_bias: bool,
-    set: GradientSet,
-    deterministic: bool,
+    order: SumOrder,
 ) -> SourceKernel {
     let [d, d_v] = [shape.head_dim, shape.head_dim_v];
     let (q_stages, do_stages, dq_bulk) = match d {
@@ -363,10 +263,11 @@ fn backward_kernel(
     };
     // lse and D of 64 queries: as plain numbers, or 16 bytes each where they are steps of the products; with a bias 16
     // bytes for the base of each too, and for the bias of each key.
-    let stats_bytes = match has_bias {
-        true => q_stages * 1024 + do_stages * 1280 + 2048,
-        false if d == 64 || source == KeySource::Gathered => stages * 1024,
-        false => do_stages * 512,
+    let stats_bytes = match source {
+        KeySource::Biased | KeySource::Gathered => q_stages * 1024 + do_stages * 1280 + 2048,
+        KeySource::GatheredUnbiased => stages * 1024,
+        KeySource::Dense if d == 64 => stages * 1024,
+        KeySource::Dense => do_stages * 512,
     };
     let tiles = (256 + 128 * q_stages) * d + (256 + 128 * do_stages) * d_v;
     let shared = tiles + 32768 + dq_bytes + stats_bytes + (2 * stages + 1) * 8 + 1024;
@@ -375,11 +276,11 @@ fn backward_kernel(
         (_, true) => [232, 40],
         (_, false) => [224, 56],
     };
-    let name = match source {
-        KeySource::Gathered => "hopper_dma_attention_backward",
-        KeySource::Dense | KeySource::Biased => "hopper_attention_backward",
+    let name = match source.is_gathered() {
+        true => "hopper_dma_attention_backward",
+        false => "hopper_attention_backward",
     };
-    let kernel = define_widths(SourceKernel::new(name), [d, d_v])
+    let kernel = define_head_dims(SourceKernel::new(name), [d, d_v])
         .define("DQ_BULK", dq_bulk)
         .define("Q_STAGES", q_stages)
         .define("DO_STAGES", do_stages)
@@ -390,16 +291,14 @@ fn backward_kernel(
         .threads(3 * WARPGROUP)
         .shared_bytes(shared);
     let kernel = arriving(kernel);
+    let kernel = match source.is_gathered() {
+        true => kernel.define("DETERMINISTIC", (order == SumOrder::Fixed) as u8),
+        false => kernel,
+    };
     match source {
-        KeySource::Gathered => {
-            let kernel = kernel.define("DETERMINISTIC", deterministic as u8);
-            match has_bias {
-                true => kernel,
-                false => kernel.define("HAS_BIAS", 0),
-            }
-        }
-        KeySource::Dense => kernel.define("HAS_BIAS", 0),
-        KeySource::Biased => kernel.define("HAS_BIAS", 1),
+        // The kernels of lists have a bias unless told.
+        KeySource::Gathered => kernel,
+        source => kernel.define("HAS_BIAS", source.has_bias() as u8),
     }
 }
 
@@ -430,15 +329,6 @@ pub(crate) fn hopper_attention_backward_prepare_kernel(head_dim_v: usize) -> Sou
         .threads(256)
 }
 
-/// HEAD_DIM, and HEAD_DIM_V where it differs.
-fn define_widths(kernel: SourceKernel, [keys, values]: [usize; 2]) -> SourceKernel {
-    let kernel = kernel.define("HEAD_DIM", keys);
-    match keys == values {
-        true => kernel,
-        false => kernel.define("HEAD_DIM_V", values),
-    }
-}
-
 /// A map of a contiguous `[batch, seq_len, num_heads, head_dim_v]`.
 fn output_map<'a>(d_o: &'a CudaTensor, shape: &AttentionShape, rows: usize) -> TileMap<'a> {
     let width = shape.num_heads * shape.head_dim_v;
@@ -451,7 +341,7 @@ fn output_map<'a>(d_o: &'a CudaTensor, shape: &AttentionShape, rows: usize) -> T
     }
 }
 
-/// A map of neighbouring heads, in tiles of so many tokens.
+/// A map of neighbouring heads, in tiles of `rows` tokens.
 pub(crate) fn head_map<'a>(
     heads: &'a Heads,
     [offset, token_stride, batch_stride]: [u64; 3],
@@ -512,33 +402,31 @@ mod tests {
     #[test]
     fn every_tiling_fits_a_hopper_block() {
         const LIMIT: usize = 227 * 1024;
-        let tiling = HopperTiling::new(HopperPass::Output, &latent(), KeySource::Dense);
+        let tiling = HopperTiling::new(QueryPass::Output, &latent(), KeySource::Dense);
         assert!(tiling.shared_bytes() <= LIMIT, "{tiling:?}");
         let all = GradientSet {
             dq: true,
             dk: true,
             dv: true,
         };
-        let kernel = hopper_backward_kernel(&latent(), KeySource::Dense, all, false);
+        let kernel = hopper_backward_kernel(&latent(), KeySource::Dense, all, SumOrder::Any);
         assert!(kernel.dynamic_shared_bytes() <= LIMIT);
         for width in [64, 128] {
             for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {
                 for pass in [
-                    HopperPass::Output,
-                    HopperPass::OutputAndRest,
-                    HopperPass::RowSums,
-                    HopperPass::Gradient,
+                    QueryPass::Output,
+                    QueryPass::OutputAndRest,
+                    QueryPass::RowSums,
+                    QueryPass::Gradient,
                 ] {
                     let tiling = HopperTiling::new(pass, &shape(width, 2), source);
                     assert!(tiling.shared_bytes() <= LIMIT, "{tiling:?}");
                 }
-                let kernel = hopper_backward_kernel(&shape(width, 2), source, all, false);
+                let kernel = hopper_backward_kernel(&shape(width, 2), source, all, SumOrder::Any);
                 assert!(kernel.dynamic_shared_bytes() <= LIMIT, "{width} {source:?}");
             }
-            let [biased, unbiased] = [
-                hopper_backward_kernel(&shape(width, 2), KeySource::Gathered, all, false),
-                hopper_unbiased_backward_kernel(&shape(width, 2), all),
-            ];
+            let [biased, unbiased] = [KeySource::Gathered, KeySource::GatheredUnbiased]
+                .map(|source| hopper_backward_kernel(&shape(width, 2), source, all, SumOrder::Any));
             assert!(unbiased.dynamic_shared_bytes() < biased.dynamic_shared_bytes());
         }
     }
@@ -546,7 +434,7 @@ mod tests {
     #[test]
     fn two_heads_share_a_gathered_tile_where_the_group_is_even() {
         let heads = |group, source| {
-            HopperTiling::new(HopperPass::Output, &shape(128, group), source).heads_per_tile
+            HopperTiling::new(QueryPass::Output, &shape(128, group), source).heads_per_tile
         };
         assert_eq!(
             [1, 2, 3, 4].map(|group| heads(group, KeySource::Gathered)),

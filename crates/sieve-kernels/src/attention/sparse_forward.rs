@@ -2,7 +2,7 @@
 use crate::attention::forward::{AttentionResult, require_scale};
 use crate::attention::heads::{AttentionShape, Qkv};
 use crate::attention::hopper_tiling::{KernelFamily, attention_family, head_map};
-use crate::attention::tiling::{ForwardTiling, KeySource, list_entries_in_flight};
+use crate::attention::tiling::{KeySource, QueryPass, QueryTiling, list_entries_in_flight};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
@@ -213,16 +213,16 @@ struct Rows {
 pub(crate) fn sparse_attention_tiling(
     shape: &AttentionShape,
     max_shared_bytes: usize,
-) -> Result<ForwardTiling, KernelError> {
+) -> Result<QueryTiling, KernelError> {
     const MOST_ENTRIES: usize = 64 * 8 * 4;
     let limit = max_shared_bytes.saturating_sub(MOST_ENTRIES);
-    ForwardTiling::choose(NAME, shape, KeySource::Dense, limit)
+    QueryTiling::choose(NAME, QueryPass::Output, shape, KeySource::Dense, limit)
 }
 
 /// The portable specialisation for a shape and tiling.
 pub(crate) fn sparse_attention_forward_kernel(
     shape: &AttentionShape,
-    tiling: &ForwardTiling,
+    tiling: &QueryTiling,
 ) -> SourceKernel {
     let entries = tiling.block_kv * 8 * list_entries_in_flight(tiling.num_stages);
     tiling

@@ -8,7 +8,7 @@ use crate::runtime::source_kernel::SourceKernel;
 const BF16: usize = 2;
 const F32: usize = 4;
 
-/// How a forward kernel reads its keys.
+/// How a kernel reads its keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeySource {
     /// Neighbouring keys, no bias.
@@ -17,52 +17,99 @@ pub enum KeySource {
     Biased,
     /// Keys gathered from a list, with a bias each.
     Gathered,
+    /// Keys gathered from a list, no bias. The portable kernels add one of zeros.
+    GatheredUnbiased,
 }
 
-/// Tile sizes of a forward kernel, named as its defines.
+impl KeySource {
+    /// Whether keys come from a list.
+    pub(crate) fn is_gathered(self) -> bool {
+        matches!(self, Self::Gathered | Self::GatheredUnbiased)
+    }
+
+    /// Whether a bias is added to each key's logits.
+    pub(crate) fn has_bias(self) -> bool {
+        matches!(self, Self::Biased | Self::Gathered)
+    }
+}
+
+/// What a kernel that keeps queries in place and streams keys makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct ForwardTiling {
+pub(crate) enum QueryPass {
+    /// o and lse.
+    Output,
+    /// o, lse, and the lower 16 bits of o. The portable kernels have no such form.
+    OutputAndRest,
+    /// Exact row sums for the backward pass, which a bias makes worth their time.
+    RowSums,
+    /// dq, summed in a fixed order.
+    Gradient,
+}
+
+impl QueryPass {
+    pub(crate) fn output(with_rest: bool) -> Self {
+        if with_rest {
+            Self::OutputAndRest
+        } else {
+            Self::Output
+        }
+    }
+
+    /// Whether the gradient of the output is an input.
+    pub(crate) fn reads_gradient(self) -> bool {
+        matches!(self, Self::RowSums | Self::Gradient)
+    }
+}
+
+/// Tile sizes of a portable kernel that keeps queries in place, named as its defines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct QueryTiling {
+    /// What the kernel makes.
+    pass: QueryPass,
     /// Rows of a warp.
-    pub(crate) warp_rows: usize,
+    warp_rows: usize,
     /// Warps of a block.
-    pub(crate) num_warps: usize,
+    num_warps: usize,
     /// Keys of a tile.
     pub(crate) block_kv: usize,
     /// Key tiles in flight.
     pub(crate) num_stages: usize,
     /// Blocks that should share a multiprocessor.
-    pub(crate) min_blocks: usize,
-    /// Keep the queries in registers.
-    pub(crate) q_in_registers: bool,
+    min_blocks: usize,
     /// Query heads of a group that share a tile.
-    pub(crate) heads_per_tile: usize,
+    heads_per_tile: usize,
 }
 
-impl ForwardTiling {
+impl QueryTiling {
     /// The tiling for a shape on a device with `max_shared_bytes` of shared memory a block.
     ///
     /// # Errors
     /// [`KernelError::DeviceLimit`] when no tiling fits the device.
     pub(crate) fn choose(
         kernel: &'static str,
+        pass: QueryPass,
         shape: &AttentionShape,
         source: KeySource,
         max_shared_bytes: usize,
     ) -> Result<Self, KernelError> {
-        let (warp_rows, num_warps, block_kv, min_blocks) = match shape.head_dim {
-            ..=64 => (32, 4, 64, 2),
-            65..=128 if source == KeySource::Gathered => (32, 4, 64, 2),
-            65..=128 => (32, 4, 48, 2),
-            129..=192 => (16, 8, 64, 1),
+        let is_wide = shape.head_dim > 128;
+        let (warp_rows, num_warps, block_kv, min_blocks) = match (pass, shape.head_dim) {
+            (QueryPass::Gradient, _) => (16, 8, if is_wide { 32 } else { 64 }, 1),
+            (QueryPass::RowSums, _) if is_wide => (16, 8, 32, 1),
+            (QueryPass::RowSums, _) => (32, 4, 32, 2),
+            (_, ..=64) => (32, 4, 64, 2),
+            (_, 65..=128) if source.is_gathered() => (32, 4, 64, 2),
+            (_, 65..=128) => (32, 4, 48, 2),
+            (_, 129..=192) => (16, 8, 64, 1),
             _ => (16, 8, 32, 1),
         };
         let mut tiling = Self {
+            pass,
             warp_rows,
             num_warps,
             block_kv,
             num_stages: 2,
             min_blocks,
-            q_in_registers: shape.head_dim <= 64,
             heads_per_tile: 1,
         };
         // Blocks of fewer warps ask for less shared memory (consumer Ampere and Ada have 99 KiB).
@@ -81,7 +128,7 @@ impl ForwardTiling {
                 });
             }
         }
-        if source == KeySource::Gathered {
+        if source.is_gathered() {
             tiling.heads_per_tile = heads_sharing_a_tile(shape, tiling.block_rows());
         }
         Ok(tiling)
@@ -99,31 +146,37 @@ impl ForwardTiling {
 
     /// Dynamic shared memory of a block.
     pub(crate) fn shared_bytes(&self, shape: &AttentionShape, source: KeySource) -> usize {
-        let queries = self.block_rows() * shape.head_dim * BF16;
-        let keys = self.num_stages * self.block_kv * (shape.head_dim + shape.head_dim_v) * BF16;
-        let bias = if source == KeySource::Dense {
-            0
-        } else {
-            self.num_stages * self.block_kv * F32
+        let widths = shape.head_dim + shape.head_dim_v;
+        let row_width = match self.pass.reads_gradient() {
+            true => widths,
+            false => shape.head_dim,
         };
-        let entries_in_flight = list_entries_in_flight(self.num_stages);
-        let entries = if source == KeySource::Gathered {
-            self.block_kv * 8 * entries_in_flight
-        } else {
-            0
+        let keys = self.num_stages * self.block_kv;
+        let tiles = (self.block_rows() * row_width + keys * widths) * BF16;
+        let bias = match source {
+            KeySource::Dense => 0,
+            _ => keys * F32,
         };
-        queries + keys + bias + entries
+        let entries = match source.is_gathered() {
+            true => self.block_kv * 8 * list_entries_in_flight(self.num_stages),
+            false => 0,
+        };
+        tiles + bias + entries
     }
 
     /// The grid over a whole sequence.
     pub(crate) fn grid(&self, shape: &AttentionShape, source: KeySource) -> [usize; 3] {
-        let tiles = match source {
-            KeySource::Gathered => {
-                shape.seq_len.div_ceil(SUPER_BLOCK) * SUPER_BLOCK.div_ceil(self.tile_queries())
-            }
-            KeySource::Dense | KeySource::Biased => shape.seq_len.div_ceil(self.tile_queries()),
+        let tiles = match source.is_gathered() {
+            true => shape.seq_len.div_ceil(SUPER_BLOCK) * SUPER_BLOCK.div_ceil(self.tile_queries()),
+            false => shape.seq_len.div_ceil(self.tile_queries()),
         };
         [tiles, shape.num_heads / self.heads_per_tile, shape.batch]
+    }
+
+    /// The specialisation.
+    pub(crate) fn kernel(&self, shape: &AttentionShape, source: KeySource) -> SourceKernel {
+        let [name, _] = query_kernel_names(self.pass, source);
+        self.apply(SourceKernel::new(name), shape, source)
     }
 
     /// Sets the defines, block and shared memory of a kernel.
@@ -133,21 +186,55 @@ impl ForwardTiling {
         shape: &AttentionShape,
         source: KeySource,
     ) -> SourceKernel {
-        let kernel = define_head_dims(kernel, shape)
-            .define("WARP_ROWS", self.warp_rows)
+        let kernel = define_head_dims(kernel, [shape.head_dim, shape.head_dim_v])
             .define("NUM_WARPS", self.num_warps)
             .define("BLOCK_KV", self.block_kv)
             .define("NUM_STAGES", self.num_stages)
             .define("MIN_BLOCKS", self.min_blocks)
-            .define("Q_IN_REGISTERS", self.q_in_registers as u8)
             .threads(self.num_warps * 32)
             .shared_bytes(self.shared_bytes(shape, source));
-        match source {
-            KeySource::Dense => kernel.define("HAS_BIAS", 0),
-            KeySource::Biased => kernel.define("HAS_BIAS", 1),
-            // The gathered kernel defines HAS_BIAS itself.
-            KeySource::Gathered => kernel.define("HEADS_PER_TILE", self.heads_per_tile),
+        let widest_in_registers = match self.pass {
+            QueryPass::Output | QueryPass::OutputAndRest => Some(64),
+            QueryPass::RowSums => Some(128),
+            QueryPass::Gradient => None,
+        };
+        let kernel = match widest_in_registers {
+            Some(widest) => kernel
+                .define("WARP_ROWS", self.warp_rows)
+                .define("Q_IN_REGISTERS", (shape.head_dim <= widest) as u8),
+            None => kernel,
+        };
+        match source.is_gathered() {
+            true => kernel.define("HEADS_PER_TILE", self.heads_per_tile),
+            false => define_bias(kernel, source),
         }
+    }
+}
+
+/// The portable kernel that keeps queries in place, and the Hopper one.
+pub(crate) fn query_kernel_names(pass: QueryPass, source: KeySource) -> [&'static str; 2] {
+    use QueryPass::{Gradient, Output, OutputAndRest, RowSums};
+    match (source.is_gathered(), pass) {
+        (true, Output | OutputAndRest) => ["dma_attention_forward", "hopper_dma_attention_forward"],
+        (true, RowSums) => ["dma_attention_row_sums", "hopper_dma_attention_row_sums"],
+        (true, Gradient) => [
+            "dma_attention_backward_query",
+            "hopper_dma_attention_backward_query",
+        ],
+        (false, Output | OutputAndRest) => ["attention_forward", "hopper_attention_forward"],
+        (false, RowSums) => ["attention_row_sums", "hopper_attention_row_sums"],
+        (false, Gradient) => [
+            "attention_backward_query",
+            "hopper_attention_backward_query",
+        ],
+    }
+}
+
+/// HAS_BIAS, which the portable kernels of lists define themselves.
+pub(crate) fn define_bias(kernel: SourceKernel, source: KeySource) -> SourceKernel {
+    match source.is_gathered() {
+        true => kernel,
+        false => kernel.define("HAS_BIAS", source.has_bias() as u8),
     }
 }
 
@@ -175,12 +262,11 @@ pub(crate) fn list_entries_in_flight(num_stages: usize) -> usize {
 }
 
 /// HEAD_DIM, and HEAD_DIM_V where it differs.
-pub(crate) fn define_head_dims(kernel: SourceKernel, shape: &AttentionShape) -> SourceKernel {
-    let kernel = kernel.define("HEAD_DIM", shape.head_dim);
-    if shape.head_dim_v == shape.head_dim {
-        kernel
-    } else {
-        kernel.define("HEAD_DIM_V", shape.head_dim_v)
+pub(crate) fn define_head_dims(kernel: SourceKernel, [keys, values]: [usize; 2]) -> SourceKernel {
+    let kernel = kernel.define("HEAD_DIM", keys);
+    match keys == values {
+        true => kernel,
+        false => kernel.define("HEAD_DIM_V", values),
     }
 }
 
@@ -208,8 +294,8 @@ mod tests {
             for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {
                 for limit in [HOPPER, ADA] {
                     let shape = shape(head_dim, head_dim, 4);
-                    let tiling =
-                        ForwardTiling::choose("k", &shape, source, limit).expect("a tiling exists");
+                    let tiling = QueryTiling::choose("k", QueryPass::Output, &shape, source, limit)
+                        .expect("a tiling exists");
                     assert!(tiling.shared_bytes(&shape, source) <= limit);
                     assert!(
                         tiling.tile_queries() >= 4,
@@ -218,14 +304,28 @@ mod tests {
                 }
             }
         }
-        assert!(ForwardTiling::choose("k", &shape(256, 256, 1), KeySource::Dense, 10_000).is_err());
+        assert!(
+            QueryTiling::choose(
+                "k",
+                QueryPass::Output,
+                &shape(256, 256, 1),
+                KeySource::Dense,
+                10_000
+            )
+            .is_err()
+        );
     }
 
     #[test]
     fn a_group_shares_a_gathered_tile() {
         let heads = |group| {
-            let tiling =
-                ForwardTiling::choose("k", &shape(128, 128, group), KeySource::Gathered, HOPPER);
+            let tiling = QueryTiling::choose(
+                "k",
+                QueryPass::Output,
+                &shape(128, 128, group),
+                KeySource::Gathered,
+                HOPPER,
+            );
             tiling.expect("fits").heads_per_tile
         };
         assert_eq!([1, 2, 3, 4, 6, 8, 16].map(heads), [1, 2, 1, 4, 2, 8, 8]);
@@ -234,10 +334,12 @@ mod tests {
     #[test]
     fn grids_cover_every_query() {
         let shape = shape(128, 128, 2);
-        let dense = ForwardTiling::choose("k", &shape, KeySource::Dense, HOPPER).expect("fits");
+        let dense = QueryTiling::choose("k", QueryPass::Output, &shape, KeySource::Dense, HOPPER)
+            .expect("fits");
         assert_eq!(dense.grid(&shape, KeySource::Dense), [20, 6, 2]);
         let gathered =
-            ForwardTiling::choose("k", &shape, KeySource::Gathered, HOPPER).expect("fits");
+            QueryTiling::choose("k", QueryPass::Output, &shape, KeySource::Gathered, HOPPER)
+                .expect("fits");
         // 3 super-blocks of 16 tiles of 64 queries; two heads a tile.
         assert_eq!(gathered.grid(&shape, KeySource::Gathered), [48, 3, 2]);
     }
@@ -245,7 +347,9 @@ mod tests {
     #[test]
     fn shared_memory_is_the_sum_of_its_parts() {
         let shape = shape(192, 128, 2);
-        let tiling = ForwardTiling::choose("k", &shape, KeySource::Gathered, HOPPER).expect("fits");
+        let tiling =
+            QueryTiling::choose("k", QueryPass::Output, &shape, KeySource::Gathered, HOPPER)
+                .expect("fits");
         assert_eq!(
             tiling.shared_bytes(&shape, KeySource::Dense),
             128 * 192 * 2 + 2 * 64 * 320 * 2
@@ -254,5 +358,17 @@ mod tests {
             tiling.shared_bytes(&shape, KeySource::Gathered),
             128 * 192 * 2 + 2 * 64 * (320 * 2 + 4) + 64 * 8 * 4
         );
+    }
+    #[test]
+    fn passes_that_read_the_gradient_fit_a_small_device_at_usual_widths() {
+        for head_dim in [16, 32, 64, 96, 128] {
+            for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {
+                for pass in [QueryPass::RowSums, QueryPass::Gradient] {
+                    let shape = shape(head_dim, head_dim, 2);
+                    let tiling = QueryTiling::choose("k", pass, &shape, source, ADA);
+                    assert!(tiling.is_ok(), "{head_dim} {source:?} {pass:?}");
+                }
+            }
+        }
     }
 }

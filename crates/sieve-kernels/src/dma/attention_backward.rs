@@ -1,18 +1,13 @@
 //! Launches of `kernels/dma_attention_backward*.cu`: gradients of attention over the keys that DMA kept.
 use crate::attention::backward::{
-    AttentionGradients, convert_dq, device_shared_bytes, dq_sum_shape, padded_len,
-    require_gradients, row_stats,
+    AttentionGradients, convert_dq, dq_sum_shape, padded_len, require_gradients, row_stats,
 };
-use crate::attention::backward_tiling::{
-    BackwardTiling, GradientSet, QueryPass, QueryTiling, SumOrder,
-};
+use crate::attention::backward_tiling::{BackwardTiling, SumOrder};
 use crate::attention::bias_base::{Bias, SeenKeys};
-use crate::attention::heads::{AttentionShape, Heads};
-use crate::attention::hopper_tiling::{
-    BACKWARD_BLOCK_KV, HopperPass, HopperTiling, KernelFamily, attention_family, backward_maps,
-    has_hopper_gradient, hopper_backward_kernel, hopper_unbiased_backward_kernel,
-};
-use crate::attention::tiling::KeySource;
+use crate::attention::heads::Heads;
+use crate::attention::hopper_tiling::{KernelFamily, attention_family};
+use crate::attention::launch::PassInputs;
+use crate::attention::tiling::{KeySource, QueryPass};
 use crate::dma::attention_forward::{listed_bias, require_lists};
 use crate::dma::lists::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
@@ -56,25 +51,34 @@ pub(crate) fn listed_attention_backward(
     delta: Option<&CudaTensor>,
     lists: &KeyLists,
 ) -> Result<Option<CudaTensor>, KernelError> {
-    let source = KeySource::Gathered;
     let shape = call.qkv.shape(NAME)?;
     let qkv = call.qkv.walkable();
     require_gradients(NAME, &call, &shape)?;
     require_lists(NAME, lists, &shape)?;
-    let limit = device_shared_bytes(&qkv);
     let family = attention_family(&shape, KeySource::Gathered, qkv.q.tensor());
-    let bias = match (delta, family, call.order) {
-        (None, KernelFamily::Hopper, SumOrder::Any) => None,
-        _ => {
+    let source = match (delta, family, call.order) {
+        (None, KernelFamily::Hopper, SumOrder::Any) => KeySource::GatheredUnbiased,
+        _ => KeySource::Gathered,
+    };
+    let bias = match source.has_bias() {
+        true => {
             let delta = listed_bias(delta, qkv.q.tensor(), &shape)?;
             let base = call.result.base.as_ref();
             let keys = SeenKeys::Listed(lists);
             Some(Bias::with_base(delta, base, keys, &shape)?)
         }
+        false => None,
     };
 
     let d_o = call.d_o.contiguous();
     let stats = row_stats(&call, &d_o, &shape)?;
+    let pass = PassInputs {
+        name: NAME,
+        qkv: &qkv,
+        d_o: Some(&d_o),
+        shape: &shape,
+        source,
+    };
     let blocks = lists.num_super_blocks();
     let (per_launch, dq_sum) = match call.order {
         SumOrder::Any => {
@@ -110,17 +114,7 @@ pub(crate) fn listed_attention_backward(
         });
         let mut tensors = inputs.clone();
         tensors.push(&lists.tile_window);
-        let (kernel, grid, maps) = match family {
-            KernelFamily::Hopper => {
-                let pass = HopperPass::RowSums;
-                HopperTiling::launch(pass, NAME, &qkv, Some(&d_o), &shape, source)?
-            }
-            KernelFamily::Portable => {
-                let tiling = QueryTiling::choose(NAME, QueryPass::RowSums, &shape, source, limit)?;
-                let kernel = dma_attention_row_sums_kernel(&shape, &tiling);
-                (kernel, tiling.grid(&shape, source), Vec::new())
-            }
-        };
+        let (kernel, grid, maps) = pass.by_query(QueryPass::RowSums)?;
         // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats.
         unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
     }
@@ -145,22 +139,7 @@ pub(crate) fn listed_attention_backward(
             tensors.extend(set.dk.then_some(&dk_sum));
             tensors.extend(set.dv.then_some(&dv_sum));
             tensors.extend(ddelta.as_ref().filter(|_| set.dk));
-            let (kernel, block_kv, maps) = match family {
-                KernelFamily::Hopper => {
-                    let maps = backward_maps(NAME, &qkv, &d_o, &shape)?.to_vec();
-                    let fixed = call.order == SumOrder::Fixed;
-                    let kernel = match bias {
-                        Some(_) => hopper_backward_kernel(&shape, source, set, fixed),
-                        None => hopper_unbiased_backward_kernel(&shape, set),
-                    };
-                    (kernel, BACKWARD_BLOCK_KV, maps)
-                }
-                KernelFamily::Portable => {
-                    let tiling = BackwardTiling::choose(NAME, &shape, source, limit)?;
-                    let kernel = dma_attention_backward_kernel(&shape, &tiling, set, call.order);
-                    (kernel, tiling.block_kv(), Vec::new())
-                }
-            };
+            let (kernel, block_kv, maps) = pass.by_key(set, call.order)?;
             let blocks = count * lists.capacity().div_ceil(block_kv);
             let grid = [blocks, kv_heads, batch];
             // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; adds to the
@@ -193,57 +172,11 @@ pub(crate) fn listed_attention_backward(
         });
         let mut tensors = inputs.clone();
         tensors.extend([&lists.tile_window, call.grads.q.tensor()]);
-        let (kernel, grid, maps) =
-            if family == KernelFamily::Hopper && has_hopper_gradient(&shape, source) {
-                let pass = HopperPass::Gradient;
-                HopperTiling::launch(pass, NAME, &qkv, Some(&d_o), &shape, source)?
-            } else {
-                let tiling = QueryTiling::choose(NAME, QueryPass::Gradient, &shape, source, limit)?;
-                let kernel = dma_attention_backward_query_kernel(&shape, &tiling);
-                (kernel, tiling.grid(&shape, source), Vec::new())
-            };
+        let (kernel, grid, maps) = pass.by_query(QueryPass::Gradient)?;
         // SAFETY: as above; writes every element of dq.
         unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
     }
     Ok(ddelta)
-}
-
-/// The key-stationary specialisation for a shape, tiling, set of gradients and order.
-pub(crate) fn dma_attention_backward_kernel(
-    shape: &AttentionShape,
-    tiling: &BackwardTiling,
-    set: GradientSet,
-    order: SumOrder,
-) -> SourceKernel {
-    let kernel = tiling.apply(SourceKernel::new(NAME), shape, KeySource::Gathered, set);
-    match order {
-        SumOrder::Any => kernel,
-        SumOrder::Fixed => kernel.define("DETERMINISTIC", 1),
-    }
-}
-
-/// The query-stationary dq specialisation for a shape and tiling.
-pub(crate) fn dma_attention_backward_query_kernel(
-    shape: &AttentionShape,
-    tiling: &QueryTiling,
-) -> SourceKernel {
-    tiling.apply(
-        SourceKernel::new("dma_attention_backward_query"),
-        shape,
-        KeySource::Gathered,
-    )
-}
-
-/// The specialisation of the exact row sums for a shape and tiling.
-pub(crate) fn dma_attention_row_sums_kernel(
-    shape: &AttentionShape,
-    tiling: &QueryTiling,
-) -> SourceKernel {
-    tiling.apply(
-        SourceKernel::new("dma_attention_row_sums"),
-        shape,
-        KeySource::Gathered,
-    )
 }
 
 /// The kernel that turns sums of dk or dv into bf16 rows.

@@ -2,16 +2,14 @@
 use crate::attention::bias_base::{Bias, SeenKeys};
 use crate::attention::forward::{AttentionResult, require_per_key, require_scale};
 use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::hopper_tiling::{
-    HopperPass, HopperTiling, KernelFamily, attention_family, keeps_rest,
-};
-use crate::attention::tiling::{ForwardTiling, KeySource};
+use crate::attention::hopper_tiling::{KernelFamily, attention_family, keeps_rest};
+use crate::attention::launch::PassInputs;
+use crate::attention::tiling::{KeySource, QueryPass};
 use crate::dma::lists::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
 use crate::step::fill_zero::empty_zero;
 use burn::tensor::DType;
 
@@ -55,14 +53,17 @@ pub(crate) fn listed_attention_forward(
     require_scale(NAME, softmax_scale)?;
     require_lists(NAME, lists, &shape)?;
     let q = qkv.q.tensor();
-    let source = KeySource::Gathered;
-    let family = attention_family(&shape, source, q);
-    let bias = match (delta, family) {
-        (None, KernelFamily::Hopper) => None,
-        _ => {
+    let family = attention_family(&shape, KeySource::Gathered, q);
+    let source = match (delta, family) {
+        (None, KernelFamily::Hopper) => KeySource::GatheredUnbiased,
+        _ => KeySource::Gathered,
+    };
+    let bias = match source.has_bias() {
+        true => {
             let delta = listed_bias(delta, q, &shape)?;
             Some(Bias::new(delta, SeenKeys::Listed(lists), &shape)?)
         }
+        false => None,
     };
     let o = q.empty_contiguous(&shape.output(), DType::BF16);
     let lse = q.empty_contiguous(&shape.lse(), DType::F32);
@@ -79,22 +80,14 @@ pub(crate) fn listed_attention_forward(
     let with_rest = delta.is_some() && keeps_rest(family, shape.seq_len);
     let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
     tensors.extend(o_rest.as_ref());
-    let (kernel, grid, maps) = match family {
-        KernelFamily::Hopper => {
-            let tiling = HopperTiling::new(HopperPass::output(with_rest), &shape, source);
-            let tiling = match bias {
-                Some(_) => tiling,
-                None => tiling.without_bias(),
-            };
-            tiling.launch_over(NAME, &qkv, None, &shape)?
-        }
-        KernelFamily::Portable => {
-            let limit = q.hardware().max_shared_bytes;
-            let tiling = ForwardTiling::choose(NAME, &shape, source, limit)?;
-            let kernel = dma_attention_forward_kernel(&shape, &tiling);
-            (kernel, tiling.grid(&shape, source), Vec::new())
-        }
+    let pass = PassInputs {
+        name: NAME,
+        qkv: &qkv,
+        d_o: None,
+        shape: &shape,
+        source,
     };
+    let (kernel, grid, maps) = pass.by_query(QueryPass::output(with_rest))?;
     // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; writes every element
     // of o and lse.
     unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
@@ -104,14 +97,6 @@ pub(crate) fn listed_attention_forward(
         o_rest,
         base: bias.map(|bias| bias.base),
     })
-}
-
-/// The specialisation for a shape and tiling.
-pub(crate) fn dma_attention_forward_kernel(
-    shape: &AttentionShape,
-    tiling: &ForwardTiling,
-) -> SourceKernel {
-    tiling.apply(SourceKernel::new(NAME), shape, KeySource::Gathered)
 }
 
 /// Checks that lists were made for a shape.

@@ -1,29 +1,22 @@
 //! The kernels of each part of attention, and all parts of one model's attention, for a build ahead of time.
 use super::NeededKernels;
 use crate::attention::backward::{
-    attention_backward_convert_kernel, attention_backward_kernel,
-    attention_backward_prepare_kernel, attention_backward_query_kernel, attention_row_sums_kernel,
+    attention_backward_convert_kernel, attention_backward_prepare_kernel,
 };
-use crate::attention::backward_tiling::{BackwardTiling, QueryPass, QueryTiling, SumOrder};
+use crate::attention::backward_tiling::{BackwardTiling, SumOrder};
 use crate::attention::bias_base::bias_base_kernel;
 use crate::attention::decode::attention_decode_kernel;
-use crate::attention::forward::attention_forward_kernel;
 use crate::attention::heads::AttentionShape;
 use crate::attention::hopper_tiling::{
-    HopperPass, HopperTiling, has_hopper_form, has_hopper_gradient,
-    hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
-    hopper_unbiased_backward_kernel,
+    HopperTiling, has_hopper_form, has_hopper_gradient, hopper_attention_backward_prepare_kernel,
+    hopper_backward_kernel,
 };
 use crate::attention::sparse_forward::{
     SparseKeyReads, hopper_sparse_attention_forward_kernel, sparse_attention_forward_kernel,
     sparse_attention_tiling,
 };
-use crate::attention::tiling::{ForwardTiling, KeySource};
-use crate::dma::attention_backward::{
-    dma_attention_backward_convert_kernel, dma_attention_backward_kernel,
-    dma_attention_backward_query_kernel, dma_attention_row_sums_kernel,
-};
-use crate::dma::attention_forward::dma_attention_forward_kernel;
+use crate::attention::tiling::{KeySource, QueryPass, QueryTiling};
+use crate::dma::attention_backward::dma_attention_backward_convert_kernel;
 use crate::dma::decode::dma_decode_kernel;
 use crate::dma::lists::{dma_lists_kernel, dma_lists_prefix_kernel};
 use crate::dma::scores::{ScoreBias, dma_scores_kernel};
@@ -164,7 +157,10 @@ pub(super) fn portable(
         ..
     } = needs.shape;
     let (shape, source) = (&needs.shape, key_source(needs.keys));
-    let query = |pass| QueryTiling::choose("attention_backward", pass, shape, source, shared_bytes);
+    let query = |op, pass| {
+        let tiling = QueryTiling::choose(op, pass, shape, source, shared_bytes);
+        tiling.map(|tiling| tiling.kernel(shape, source))
+    };
     match part {
         Part::Choose => match needs.keys {
             NeededKeys::Chosen(_) => {
@@ -186,11 +182,7 @@ pub(super) fn portable(
             if source != KeySource::Dense {
                 list.extend_kernels([bias_base_kernel(source)]);
             }
-            let tiling = ForwardTiling::choose("attention_forward", shape, source, shared_bytes);
-            list.add(tiling.map(|tiling| match source {
-                KeySource::Gathered => dma_attention_forward_kernel(shape, &tiling),
-                _ => attention_forward_kernel(shape, &tiling, source),
-            }));
+            list.add(query("attention_forward", QueryPass::Output));
         }
         Part::Masked => {
             let tiling = sparse_attention_tiling(shape, shared_bytes);
@@ -208,25 +200,15 @@ pub(super) fn portable(
                 );
             }
         }
-        Part::RowSums => list.add(query(QueryPass::RowSums).map(|tiling| match source {
-            KeySource::Gathered => dma_attention_row_sums_kernel(shape, &tiling),
-            _ => attention_row_sums_kernel(shape, &tiling, source),
-        })),
+        Part::RowSums => list.add(query("attention_backward", QueryPass::RowSums)),
         Part::Gradients(order) => {
             let tiling = BackwardTiling::choose("attention_backward", shape, source, shared_bytes);
             for set in BackwardTiling::launches(shape, order) {
-                list.add(tiling.clone().map(|tiling| match source {
-                    KeySource::Gathered => {
-                        dma_attention_backward_kernel(shape, &tiling, set, order)
-                    }
-                    _ => attention_backward_kernel(shape, &tiling, source, set),
-                }));
+                let tiling = tiling.clone();
+                list.add(tiling.map(|tiling| tiling.kernel(shape, source, set, order)));
             }
             if order == SumOrder::Fixed {
-                list.add(query(QueryPass::Gradient).map(|tiling| match source {
-                    KeySource::Gathered => dma_attention_backward_query_kernel(shape, &tiling),
-                    _ => attention_backward_query_kernel(shape, &tiling, source),
-                }));
+                list.add(query("attention_backward", QueryPass::Gradient));
             }
         }
         Part::ConvertDq => list.extend_kernels([attention_backward_convert_kernel(head_dim)]),
@@ -281,10 +263,10 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
     let mut pass = |pass| list.extend_kernels([HopperTiling::new(pass, shape, source).kernel()]);
     match part {
         Part::Forward => {
-            pass(HopperPass::Output);
+            pass(QueryPass::Output);
             // With a bias, short rows take the form that keeps the lower bits of o; long ones make row sums.
             if source != KeySource::Dense {
-                pass(HopperPass::OutputAndRest);
+                pass(QueryPass::OutputAndRest);
             }
         }
         Part::Masked => {
@@ -296,16 +278,15 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
         Part::Around if source != KeySource::Dense => {
             list.extend_kernels([hopper_attention_backward_prepare_kernel(shape.head_dim_v)]);
         }
-        Part::RowSums => pass(HopperPass::RowSums),
+        Part::RowSums => pass(QueryPass::RowSums),
         Part::Gradients(order) => {
             if order == SumOrder::Fixed && has_hopper_gradient(shape, source) {
-                pass(HopperPass::Gradient);
+                pass(QueryPass::Gradient);
             }
-            let fixed = source == KeySource::Gathered && order == SumOrder::Fixed;
             let sets = BackwardTiling::launches(shape, order);
             list.extend_kernels(
                 sets.into_iter()
-                    .map(|set| hopper_backward_kernel(shape, source, set, fixed)),
+                    .map(|set| hopper_backward_kernel(shape, source, set, order)),
             );
         }
         // The portable kernels do these on every device.
@@ -315,24 +296,27 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
 
 /// NSA's: lists without a bias, but for gradients in a fixed order.
 fn hopper_blocks(list: &mut NeededKernels, shape: &AttentionShape, part: Part) {
-    let source = KeySource::Gathered;
     match part {
         Part::Choose => list.extend_kernels(nsa_hopper_kernels(shape.head_dim)),
         Part::Forward => {
-            let tiling = HopperTiling::new(HopperPass::Output, shape, source);
-            list.extend_kernels([tiling.without_bias().kernel()]);
+            let source = KeySource::GatheredUnbiased;
+            let tiling = HopperTiling::new(QueryPass::Output, shape, source);
+            list.extend_kernels([tiling.kernel()]);
         }
         Part::Gradients(order) => {
-            let is_fixed = order == SumOrder::Fixed;
-            if is_fixed && has_hopper_gradient(shape, source) {
-                let tiling = HopperTiling::new(HopperPass::Gradient, shape, source);
+            let source = match order {
+                SumOrder::Any => KeySource::GatheredUnbiased,
+                SumOrder::Fixed => KeySource::Gathered,
+            };
+            if order == SumOrder::Fixed && has_hopper_gradient(shape, source) {
+                let tiling = HopperTiling::new(QueryPass::Gradient, shape, source);
                 list.extend_kernels([tiling.kernel()]);
             }
             let sets = BackwardTiling::launches(shape, order);
-            list.extend_kernels(sets.into_iter().map(|set| match is_fixed {
-                true => hopper_backward_kernel(shape, source, set, true),
-                false => hopper_unbiased_backward_kernel(shape, set),
-            }));
+            list.extend_kernels(
+                sets.into_iter()
+                    .map(|set| hopper_backward_kernel(shape, source, set, order)),
+            );
         }
         // Row sums come from the output that is stored; the portable kernels do the rest.
         Part::Masked | Part::RowSums | Part::Around | Part::ConvertDq | Part::Decode => {}

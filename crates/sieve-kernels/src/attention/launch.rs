@@ -1,0 +1,78 @@
+//! Which kernel an attention pass launches, on which grid, with which maps: the one choice between the two families.
+use crate::attention::backward_tiling::{BackwardTiling, GradientSet, SumOrder};
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::attention::hopper_tiling::{
+    BACKWARD_BLOCK_KV, HopperTiling, KernelFamily, attention_family, backward_maps,
+    has_hopper_gradient, hopper_backward_kernel,
+};
+use crate::attention::tiling::{KeySource, QueryPass, QueryTiling};
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::{SourceKernel, TileMap};
+
+/// The tensors and sizes of an attention call. `d_o`, where a pass reads it, must be contiguous.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PassInputs<'a> {
+    /// Name of the op in errors.
+    pub(crate) name: &'static str,
+    /// Walkable heads.
+    pub(crate) qkv: &'a Qkv,
+    /// Gradient of the output, for the passes that read it.
+    pub(crate) d_o: Option<&'a CudaTensor>,
+    /// Sizes.
+    pub(crate) shape: &'a AttentionShape,
+    /// How keys are read.
+    pub(crate) source: KeySource,
+}
+
+impl<'a> PassInputs<'a> {
+    /// Kernel, grid and maps of a pass that keeps queries in place. The maps are of q, k and v, and of d_o where it is
+    /// read: they must be among the launch's tensors.
+    ///
+    /// # Errors
+    /// [`KernelError::DeviceLimit`] when no tiling fits the device, [`KernelError::Layout`] when heads cannot be walked.
+    pub(crate) fn by_query(
+        &self,
+        pass: QueryPass,
+    ) -> Result<(SourceKernel, [usize; 3], Vec<TileMap<'a>>), KernelError> {
+        let (shape, source) = (self.shape, self.source);
+        let like = self.qkv.q.tensor();
+        let has_form = pass != QueryPass::Gradient || has_hopper_gradient(shape, source);
+        if self.family() == KernelFamily::Hopper && has_form {
+            let tiling = HopperTiling::new(pass, shape, source);
+            let d_o = self.d_o.filter(|_| pass.reads_gradient());
+            let maps = tiling.maps(self.name, self.qkv, d_o, shape)?;
+            return Ok((tiling.kernel(), tiling.grid(like), maps));
+        }
+        let limit = like.hardware().max_shared_bytes;
+        let tiling = QueryTiling::choose(self.name, pass, shape, source, limit)?;
+        let grid = tiling.grid(shape, source);
+        Ok((tiling.kernel(shape, source), grid, Vec::new()))
+    }
+
+    /// Kernel, keys of a block of threads and maps of a pass that keeps keys in place and makes these gradients. The maps
+    /// are of q and d_o, which must be among the launch's tensors.
+    ///
+    /// # Errors
+    /// Those of [`by_query`](Self::by_query).
+    pub(crate) fn by_key(
+        &self,
+        set: GradientSet,
+        order: SumOrder,
+    ) -> Result<(SourceKernel, usize, Vec<TileMap<'a>>), KernelError> {
+        let (shape, source) = (self.shape, self.source);
+        if let (KernelFamily::Hopper, Some(d_o)) = (self.family(), self.d_o) {
+            let maps = backward_maps(self.name, self.qkv, d_o, shape)?.to_vec();
+            let kernel = hopper_backward_kernel(shape, source, set, order);
+            return Ok((kernel, BACKWARD_BLOCK_KV, maps));
+        }
+        let limit = self.qkv.q.tensor().hardware().max_shared_bytes;
+        let tiling = BackwardTiling::choose(self.name, shape, source, limit)?;
+        let kernel = tiling.kernel(shape, source, set, order);
+        Ok((kernel, tiling.block_kv(), Vec::new()))
+    }
+
+    fn family(&self) -> KernelFamily {
+        attention_family(self.shape, self.source, self.qkv.q.tensor())
+    }
+}
