@@ -1,5 +1,5 @@
-// dma_attention_backward_convert: the f32 row sums of dk or dv, in the column order of dma_attention_backward, to
-// strided bf16 rows.
+// dma_attention_backward_convert: dk or dv, summed in f32 in the column order of dma_attention_backward, to strided
+// bf16 rows.
 // Math       grad = scale * sum (softmax_scale for dk, 1 for dv)
 // Layout     sums f32 [batch, num_kv_heads, seq_len, ROW_DIM], groups of 16 columns in the order {2t, 2t+1, 2t+8,
 //            2t+9}, t = 0 .. 3;
@@ -22,8 +22,8 @@ struct DmaAttentionBackwardConvertParams {
 extern "C" __global__ void __launch_bounds__(256)
     dma_attention_backward_convert(const float* sums, bf16* grad,
                                    const __grid_constant__ DmaAttentionBackwardConvertParams params) {
-  // A warp turns 32 groups of 16 columns, 2 KiB side by side: a quad loads a group at once and ends with a lane for
-  // each of four groups.
+  // A warp converts 32 groups of 16 columns, which lie in 2 KiB without gaps. In each of four rounds a quad loads one
+  // group, a float4 a lane; after the transposes each of its lanes holds one whole group.
   constexpr u32 GROUPS = ROW_DIM / 16;
   const u32 lane = threadIdx.x % 32, seq_len = (u32)params.seq_len, num_heads = (u32)params.num_kv_heads;
   const u64 first = (u64)blockIdx.x * 256 + threadIdx.x / 32 * 32, end = params.batch * num_heads * seq_len * GROUPS;

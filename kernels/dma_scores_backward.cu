@@ -25,9 +25,10 @@
 constexpr int NUM_THREADS = 128, TILE_TOKENS = 16;
 constexpr int CHANNELS = NUM_KV_HEADS <= 8 ? 8 : NUM_KV_HEADS <= 16 ? 4 : 2;  // of a thread
 constexpr int WORDS = CHANNELS / 2, NUM_WEIGHTS = CHANNELS * NUM_KV_HEADS;
-// a row of partials begins on a multiple of NUM_KV_HEADS
+// floats of W_dt and of partials that a thread moves at once; rows of partials begin on multiples of NUM_KV_HEADS, so
+// that four need NUM_KV_HEADS % 4 == 0
 constexpr int VECTOR = NUM_WEIGHTS % 4 == 0 && NUM_KV_HEADS % 4 == 0 ? 4 : 1;
-// of head and token, that a thread turns into dx
+// pairs of head and token that a thread turns into dx
 constexpr int PAIRS = (NUM_KV_HEADS * TILE_TOKENS + NUM_THREADS - 1) / NUM_THREADS;
 constexpr float LINEAR_SOFTPLUS = 20.f;  // as in dma_scores
 

@@ -1,4 +1,5 @@
-// select_cells: a tile of 128 cells of queries against 128 cells of keys; select_cells.cu and hopper_select_cells.cu document the interface.
+// select_cells: the scores of 128 cells of queries with 128 cells of keys, by one thread block; a cell is `cell`
+// consecutive tokens. select_cells.cu and hopper_select_cells.cu document the interface.
 // Defines    HEAD_DIM, LSE; WGMMA 0|1: products by warpgroups (sm_90a; the includer includes wgmma.cuh)
 #pragma once
 #include "common/async_copy.cuh"

@@ -284,7 +284,7 @@ impl<'a> Bench<'a> {
             .then(|| Inputs::new(shape, &self.device)))
     }
 
-    /// Whether so many bytes are free, with a row when not.
+    /// Whether `bytes` are free, with a row when not.
     pub(crate) fn fits(&mut self, name: &str, shape: AttentionShape, bytes: f64) -> Result<bool> {
         self.any_tensor().client().memory_cleanup();
         let (free, _) = sieve_kernels::memory_bytes(self.gpu)?;

@@ -29,7 +29,7 @@ pub struct BuildSettings {
 /// What compiling tells while it runs.
 #[derive(Clone, Debug)]
 pub enum BuildEvent {
-    /// So many kernels are done, out of so many.
+    /// How many kernels are done, and out of how many.
     Progress(usize, usize),
     /// All kernels of an architecture are done; what each uses follows.
     Table,

@@ -16,19 +16,19 @@ pub(crate) enum Keys {
     Dense,
     /// All before it, with a bias each.
     Biased,
-    /// The last so many, its own included.
+    /// The last this many keys, the query's own included.
     Window(usize),
-    /// DMA's choice of so many, with a bias each.
+    /// DMA's choice of this many keys, with a bias each.
     Chosen(DmaWindow),
 }
 
 impl Keys {
-    /// DMA's choice of so many, without a local window.
+    /// DMA's choice of this many keys, without a local window.
     pub(crate) fn chosen(keep_window_size: usize) -> Self {
         Self::Chosen(keep_window_size.into())
     }
 
-    /// DMA's choice of so many, the last `local_window_size` of them whatever their score.
+    /// DMA's choice of this many keys, the last `local_window_size` of them whatever their score.
     pub(crate) fn local(keep_window_size: usize, local_window_size: usize) -> Self {
         Self::Chosen(DmaWindow {
             keep_window_size,
@@ -36,7 +36,7 @@ impl Keys {
         })
     }
 
-    /// DMA's choice of so many with a local window of one key, of some, or of all.
+    /// DMA's choice of this many keys with a local window of one key, of some, or of all.
     pub(crate) fn local_of(keep_window_size: usize, random: &mut Random) -> Self {
         let half = keep_window_size.div_ceil(2);
         let most = keep_window_size.saturating_sub(1).max(1);
@@ -103,7 +103,7 @@ pub(crate) struct Case {
     pub(crate) v: Vec<f32>,
     /// `[batch, seq_len, num_heads, head_dim_v]`.
     pub(crate) d_o: Vec<f32>,
-    /// `[batch, num_kv_heads, seq_len]`; empty unless keys are chosen.
+    /// DMA's scores of the keys, `[batch, num_kv_heads, seq_len]`; empty unless DMA chooses keys.
     pub(crate) z: Vec<f32>,
     /// `[batch, num_kv_heads, seq_len]`; empty where there is no bias.
     pub(crate) delta: Vec<f32>,

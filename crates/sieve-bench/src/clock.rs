@@ -17,7 +17,7 @@ const WARM: usize = 3;
 /// Bytes read between two repetitions: several times any L2.
 const FLUSH_BYTES: usize = 512 << 20;
 
-/// The host needs longer to queue work than the GPU to do it, if the work is small; the GPU waits so many times that.
+/// If the work is small, the host needs longer to queue it than the GPU to do it; the GPU waits this many times that.
 const WAIT_FACTOR: f64 = 2.0;
 
 const STAMP: &str = "

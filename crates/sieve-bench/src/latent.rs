@@ -130,7 +130,7 @@ impl Call {
         [self.case.shape.batch, self.case.shape.seq_len]
     }
 
-    /// Last sizes of q, kv and `k_rope`.
+    /// Sizes of the last dimension of q, kv and `k_rope`.
     fn widths(&self) -> [usize; 3] {
         let MlaSpec {
             num_heads,

@@ -27,7 +27,7 @@ const SELECTORS: &[&str] = &[
 const TAU: f64 = 0.6;
 const MARGIN: f64 = 1e-5;
 
-/// Of all rows so many may lie within the margin.
+/// The share of rows that may lie within the margin.
 const MOST_ROWS_AT_THE_MARGIN: f64 = 0.02;
 
 /// Queries and keys: whole prompts, a chunk that begins inside a cell, one query.

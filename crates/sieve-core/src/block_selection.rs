@@ -7,7 +7,7 @@ use std::ops::Range;
 pub enum BlockScores {
     /// Product of their means.
     Means,
-    /// The largest product of groups of so many tokens, each read as one long vector.
+    /// The largest product of groups of this many tokens, each read as one long vector.
     LargestOfGroups(usize),
     /// Softmax over cells of `stride` tokens a side, summed over each block.
     Cells {

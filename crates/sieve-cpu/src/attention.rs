@@ -47,7 +47,7 @@ pub struct Documents<'a> {
 pub enum Mask<'a> {
     /// All of them.
     Causal,
-    /// The last so many, the query's own included.
+    /// The last this many keys, the query's own included.
     Window(usize),
     /// Those that have not expired, with a bias on the logit.
     Expire {

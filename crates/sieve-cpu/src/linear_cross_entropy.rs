@@ -17,7 +17,7 @@ const MAX_LOGITS: usize = 1 << 24;
 const MIN_CHUNK_ROWS: usize = 32;
 const MAX_CHUNK_ROWS: usize = 1024;
 
-/// Share of unlabelled rows, one in so many, from which the labelled ones are copied together first.
+/// Where at least one row in this many has no label, the labelled ones are copied together first.
 const MIN_UNLABELLED: usize = 8;
 
 /// Fewer rows than these take other code in the product library, and round otherwise.

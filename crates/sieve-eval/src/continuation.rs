@@ -9,7 +9,7 @@ const TOGETHER_TOKENS: usize = 65_536;
 /// Texts that go on together, at most.
 const TOGETHER: usize = 32;
 
-/// Texts of so many tokens whose caches are held to go on together, at most.
+/// How many texts of `num_tokens` tokens go on together; the caches of all are held at once.
 pub fn texts_together(num_tokens: usize) -> usize {
     (TOGETHER_TOKENS / num_tokens.max(1)).clamp(1, TOGETHER)
 }

@@ -10,7 +10,7 @@ pub struct Sampling {
     pub temperature: f64,
     /// Only the most likely tokens that together have this probability are drawn from, in `(0, 1]`.
     pub top_p: f64,
-    /// Only so many of the most likely tokens are drawn from; `None`: all.
+    /// Only this many of the most likely tokens are drawn from; `None`: all.
     pub top_k: Option<usize>,
     /// The same seed and model give the same text.
     pub seed: u64,

@@ -104,7 +104,7 @@ impl Selection {
         Ok(selection)
     }
 
-    /// The same with prompts read in chunks of so many tokens: each is a call of its own, whose queries are its tokens and
+    /// The same with prompts read in chunks of this many tokens: each is a call of its own, whose queries are its tokens and
     /// whose keys are all up to them.
     ///
     /// # Errors

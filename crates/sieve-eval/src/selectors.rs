@@ -68,10 +68,10 @@ pub struct LayerMeasure {
     pub output_error: f64,
 }
 
-/// Measures every selector on prompts of one length: `windows` are token sequences, each one longer than the prompt by the
-/// token that its last position predicts. A selector that fails gives its error, the others their measures.
+/// Measures every selector on prompts of one length. Each of `windows` is a prompt and the one token after it, which
+/// the prompt's last position predicts. A selector that fails gives its error, the others their measures.
 ///
-/// `observe` hears the name of each selector before it runs.
+/// `observe` is called with the name of each selector before it runs.
 ///
 /// # Errors
 /// A token outside the vocabulary, no window, a model that fails without a selector.

@@ -44,7 +44,7 @@ pub enum MatmulOutput<'a> {
 pub enum AlgorithmSearch {
     /// The heuristic's first choice: the same in every run.
     First,
-    /// The fastest of so many of the heuristic's choices, timed once on the operands at hand (some milliseconds a shape).
+    /// The fastest of this many of the heuristic's choices, timed once on the operands at hand (some milliseconds a shape).
     /// Two runs may choose differently and then sum in another order.
     Timed(usize),
 }

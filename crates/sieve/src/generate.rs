@@ -48,7 +48,7 @@ pub(crate) struct GenerateArgs {
     /// End where this text would come; may be repeated
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Write so many texts, each with the next seed
+    /// How many texts to write, each with the next seed
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     samples: u64,
     /// Print one JSON object a text

@@ -245,7 +245,7 @@ fn ranks_line(together: &RanksPlan) -> String {
         hosts => format!("on {hosts} hosts, one 400 Gb/s card each assumed"),
     };
     format!(
-        "  together   {} processes {hosts}: {sums:.1} ms of sums and {gathered:.1} ms of gathering a step, beside the passes; \
+        "  together   {} processes {hosts}: {sums:.1} ms of gradient sums and {gathered:.1} ms of gathered weights a step, while the passes run; \
          memory below is that of each",
         ranks.size
     )

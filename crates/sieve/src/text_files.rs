@@ -35,7 +35,7 @@ pub(crate) fn warn_of_json_lines(corpus: &Corpus) {
     }
 }
 
-/// The first words of a text, in at most so many characters and on one line; `None` where there is none.
+/// The first words of a text, in at most `most` characters and on one line; `None` where there is none.
 pub(crate) fn beginning(text: &str, most: usize) -> Option<String> {
     let line = text.lines().map(str::trim).find(|line| !line.is_empty())?;
     let short = line.chars().take(most).collect::<String>();

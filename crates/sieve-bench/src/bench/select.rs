@@ -18,7 +18,7 @@ use std::time::Instant;
 /// Tokens of a prompt.
 const LENGTHS: [usize; 4] = [8_192, 32_768, 131_072, 524_288];
 
-/// Up to so many tokens dense attention is timed as often as all else, and attention beside the whole.
+/// Up to this many tokens dense attention is timed as often as all else, and attention beside the whole.
 const ALL_ROWS_UP_TO: usize = 131_072;
 
 /// Settings are the papers' but for XAttention's stride, which grows with the length.

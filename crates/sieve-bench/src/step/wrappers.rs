@@ -168,7 +168,7 @@ impl<'a> Calls<'a> {
         self.with_gaps([rows, width], GAP, dtype)
     }
 
-    /// Rows with so many NaN between them.
+    /// Rows with this many NaN between them.
     pub(super) fn with_gaps(
         &mut self,
         [rows, width]: [usize; 2],
@@ -575,7 +575,8 @@ impl<'a> Calls<'a> {
         for dtype in [DType::F32, DType::BF16] {
             let x = self.flat(&[size], dtype);
             let wide = || x.values.iter().map(|&x| f64::from(x));
-            // What cancels in a sum is no error of it.
+            // The error is held against the sum of magnitudes: where terms cancel, the sum is small and its rounding is
+            // not.
             let sum = self
                 .device
                 .floats(&fixed_sum(&x.on).map_err(text)?)

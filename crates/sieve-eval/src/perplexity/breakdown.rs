@@ -31,7 +31,7 @@ pub struct FarLoss {
     pub more_than: usize,
     /// Last used more tokens back than that.
     pub far: MeanLoss,
-    /// Last used at most so many tokens back.
+    /// Last used at most this many tokens back.
     pub near: MeanLoss,
 }
 
@@ -117,7 +117,8 @@ impl Breakdown {
         self.all.nats
     }
 
-    /// In powers of two; those that no prediction falls into are left out.
+    /// The loss by the number of tokens seen, from each power of two to the next; ranges without a prediction are left
+    /// out.
     pub(super) fn by_position(&self) -> Vec<PositionLoss> {
         let filled = self
             .by_power

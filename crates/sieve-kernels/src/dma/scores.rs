@@ -1,4 +1,5 @@
-//! Launch of `kernels/dma_scores.cu`: what DMA ranks keys by, and adds to their logits.
+//! Launch of `kernels/dma_scores.cu`: the scores by which dynamic mask attention (DMA) ranks keys, and the biases that
+//! it makes of them and adds to the logits.
 use crate::attention::heads::Qkv;
 use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;

@@ -94,7 +94,8 @@ pub fn dma_select(
         });
     }
     if seq_len > SHORT_SEQUENCE {
-        // Those survivors are the best-ranked keys; the lists want the local window's too.
+        // `survivors` holds the best-ranked keys alone; `dma_lists` also needs those of the local window, so all are
+        // found again, from `expire`.
         return selection_of_expire(&expire, &doc_start, window);
     }
     Ok(Selection {

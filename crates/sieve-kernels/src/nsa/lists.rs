@@ -74,19 +74,20 @@ impl ChoiceLists {
     }
 }
 
-/// Cells that a launch has shared memory for: few sizes, because each is a specialisation of its own to the cache.
+/// Cells (of `select_block_size` positions each, see `kernels/common/nsa_cells.cuh`) that a launch has shared memory
+/// for: rounded up, because the kernel cache compiles one specialisation for each size.
 fn cells_with_room(num_cells: usize) -> usize {
     num_cells.next_power_of_two().max(1024)
 }
 
-/// The kernel that counts, for rows of so many cells.
+/// The kernel that counts, for rows of `num_cells` cells.
 pub(super) fn nsa_list_counts_kernel(num_cells: usize) -> SourceKernel {
     SourceKernel::new("nsa_list_counts")
         .threads(256)
         .shared_bytes(cells_with_room(num_cells) * 4)
 }
 
-/// The kernel that makes the lists, for rows of so many cells.
+/// The kernel that makes the lists, for rows of `num_cells` cells.
 pub(super) fn nsa_lists_kernel(num_cells: usize) -> SourceKernel {
     SourceKernel::new("nsa_lists")
         .threads(512)

@@ -104,7 +104,8 @@ pub(crate) struct PackedTokens {
 }
 
 impl PackedTokens {
-    /// The tensor, or a contiguous copy where it must not be written to.
+    /// The tensor itself where its tokens are one stride apart without gaps inside. Else a contiguous copy, or an error
+    /// with [`Reuse::InPlace`], since the kernel would then write to the copy.
     pub(crate) fn of(
         kernel: &'static str,
         name: &'static str,

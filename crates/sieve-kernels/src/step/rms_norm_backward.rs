@@ -147,7 +147,7 @@ impl Call {
     }
 }
 
-/// The specialisation with or without a residual gradient, for rows that so many warps share.
+/// The specialisation with or without a residual gradient, for rows that `warps_per_row` warps share.
 pub(crate) fn rms_norm_backward_kernel(
     residual: NormResidual,
     warps_per_row: usize,

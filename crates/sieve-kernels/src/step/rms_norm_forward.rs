@@ -74,7 +74,7 @@ pub(crate) enum NormResidual {
     Added,
 }
 
-/// The specialisation with or without a residual stream, for rows that so many warps share.
+/// The specialisation with or without a residual stream, for rows that `warps_per_row` warps share.
 pub(crate) fn rms_norm_forward_kernel(
     residual: NormResidual,
     warps_per_row: usize,

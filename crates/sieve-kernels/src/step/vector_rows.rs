@@ -47,10 +47,10 @@ pub(crate) struct VectorRows {
 }
 
 impl VectorRows {
-    /// The tensor, or a contiguous copy where its rows don't lie on 16-byte words.
+    /// The tensor, or a contiguous copy where its rows have no one stride, or one that is no multiple of 16 bytes.
     ///
     /// # Errors
-    /// Another type, a width that is no multiple of 8, no rows.
+    /// A type other than bf16, a width that is no multiple of 8, no rows, a view that begins between two 16-byte words.
     pub(crate) fn of(
         kernel: &'static str,
         name: &'static str,

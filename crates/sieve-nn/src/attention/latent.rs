@@ -89,8 +89,8 @@ impl<B: SieveBackend> LatentAttention<B> {
 
     /// As [`forward`](Self::forward), caching `kv_lora_rank + qk_rope_head_dim` numbers a token; see [`LayerCache`].
     ///
-    /// After the prompt, tokens are computed on the latents themselves: W_UK goes into the query and W_UV behind the sum.
-    /// They may come one at a time or as many as memory holds queries of.
+    /// Tokens after the prompt attend to the latents themselves: W_UK is multiplied into the query, and the weighted
+    /// sum by W_UV. They may come one or several at a time; several need memory for their queries of latent width.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
@@ -108,7 +108,7 @@ impl<B: SieveBackend> LatentAttention<B> {
             let o = sieve_ops::mla_attention(packed, context.documents, self.spec());
             return self.o_proj.forward(o.flatten(2, 3));
         }
-        // Only the rotated parts and q_C of the packed tensor are read.
+        // Only the rotated parts of the packed tensor and the queries' part without rotation are read.
         let kv = Tensor::zeros(
             [batch, new, self.num_heads * 2 * self.head_dim],
             (&x.device(), x.dtype()),

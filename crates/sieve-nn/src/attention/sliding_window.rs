@@ -19,7 +19,7 @@ pub struct SlidingWindowAttention<B: Backend> {
 }
 
 impl<B: Backend> SlidingWindowAttention<B> {
-    /// Normal weights from `init`; `window_size` in tokens, itself included.
+    /// Weights drawn by `init` from a normal distribution; `window_size` counts tokens, the query's own included.
     pub fn new(
         shape: &ModelShape,
         window_size: usize,

@@ -44,7 +44,7 @@ pub(crate) fn packed(qkv: &Float, spec: AttentionSpec) -> Qkv {
     packed_heads(qkv, [spec.num_heads, spec.num_kv_heads])
 }
 
-/// The same for so many query heads and KV heads.
+/// The same for these numbers of query heads and KV heads.
 pub(crate) fn packed_heads(qkv: &Float, [num_heads, num_kv_heads]: [usize; 2]) -> Qkv {
     Qkv::packed(&CudaTensor::from(qkv.clone()), num_heads, num_kv_heads)
 }
