@@ -4,11 +4,12 @@ mod latent;
 mod nsa;
 mod row;
 mod rows;
+mod scaling;
 mod select;
 mod sparse;
 mod step;
 
-pub use row::{BenchRow, Ceilings, Outcome};
+pub use row::{BenchRow, Ceilings, Growth, Outcome};
 
 use crate::clock::{Clock, Times};
 use crate::error::{BenchError, Result};
@@ -31,6 +32,8 @@ pub enum BenchRows {
     Standard,
     /// The shapes of arXiv:2508.02124, Table 2.
     Table2,
+    /// How time and memory grow with the length of a row, and with the keys that DMA keeps.
+    Scaling,
     /// The kernels around attention, at the sizes of a training step.
     Step,
     /// Latent attention alone, which the standard rows end with.
@@ -87,6 +90,7 @@ pub fn bench(
     match settings.rows {
         BenchRows::Standard => rows::standard(&mut bench)?,
         BenchRows::Table2 => rows::table2(&mut bench)?,
+        BenchRows::Scaling => scaling::rows(&mut bench)?,
         BenchRows::Step => step::rows(&mut bench)?,
         BenchRows::Latent => latent::rows(&mut bench)?,
         BenchRows::Sparse => {
@@ -147,7 +151,7 @@ impl<'a> Bench<'a> {
             "device": ceilings.device, "arch": ceilings.arch, "sieve": env!("CARGO_PKG_VERSION"),
             "portable_only": settings.portable, "repetitions": ceilings.repetitions,
             "clock_us": ceilings.clock_us, "copy_bytes_per_s": copy_bytes_per_s,
-            "matmul_flops": matmul_flops, "matmul_by": matmul_by, "rows": [], "memory": [],
+            "matmul_flops": matmul_flops, "matmul_by": matmul_by, "rows": [], "memory": [], "growth": [],
         });
         say(BenchEvent::Ceilings(ceilings));
         Ok(Self {
@@ -163,15 +167,15 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// Times a row that computes.
+    /// Times a row that computes; milliseconds where that went well.
     pub(crate) fn flops(
         &mut self,
         name: &str,
         shape: AttentionShape,
         flops: f64,
         work: &mut dyn FnMut() -> Result<(), KernelError>,
-    ) {
-        self.row(name, &row::shape_name(shape), Work::Flops(flops), work);
+    ) -> Option<f64> {
+        self.row(name, &row::shape_name(shape), Work::Flops(flops), work)
     }
 
     /// Times a row that moves memory.
@@ -213,12 +217,16 @@ impl<'a> Bench<'a> {
         shape: &str,
         work: Work,
         body: &mut dyn FnMut() -> Result<(), KernelError>,
-    ) {
+    ) -> Option<f64> {
         match self.clock.time(body) {
-            Ok(times) => self.timed(name, shape, &work, times),
+            Ok(times) => {
+                self.timed(name, shape, &work, times);
+                Some(times.median_ms)
+            }
             Err(error) => {
                 self.failed += 1;
                 self.push(name, shape, Outcome::Failed(error.to_string()));
+                None
             }
         }
     }
@@ -246,13 +254,13 @@ impl<'a> Bench<'a> {
         self.push(name, shape, outcome);
     }
 
-    /// Memory that what `body` returns keeps in use, from the allocator's own count.
+    /// Bytes that what `body` returns keeps in use, from the allocator's own count.
     pub(crate) fn memory<T>(
         &mut self,
         name: &str,
         shape: AttentionShape,
         body: impl FnOnce() -> Result<T, KernelError>,
-    ) -> Result<()> {
+    ) -> Result<u64> {
         let client = self.any_tensor().client().clone();
         let in_use = || -> Result<u64> {
             // What was dropped is given back when the device thread gets there.
@@ -273,7 +281,13 @@ impl<'a> Bench<'a> {
             inputs,
         };
         self.push(name, &row::shape_name(shape), outcome);
-        Ok(())
+        Ok(after.saturating_sub(before))
+    }
+
+    /// A row that says as which power time and memory grow.
+    pub(crate) fn growth(&mut self, name: &str, growth: Growth) {
+        let over = growth.over();
+        self.push(name, &over, Outcome::Growth(growth));
     }
 
     /// The tensors of a shape; `None`, with a row that says so, when they do not fit.

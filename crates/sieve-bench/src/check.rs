@@ -203,11 +203,14 @@ pub fn short_check(gpu: &DeviceReport, portable: bool, rows: BenchRows) -> Resul
             select::check_wrappers(report, device, &others)?;
             return sparse::check_wrappers(report, device, &others);
         }
-        if rows == BenchRows::Nsa {
-            return nsa::check_wrappers(report, device, &others);
+        if matches!(rows, BenchRows::Nsa | BenchRows::Scaling) {
+            nsa::check_wrappers(report, device, &others)?;
         }
-        if rows == BenchRows::Latent {
-            return latent::check_wrappers(report, device, &others);
+        if matches!(rows, BenchRows::Latent | BenchRows::Scaling) {
+            latent::check_wrappers(report, device, &others)?;
+        }
+        if matches!(rows, BenchRows::Nsa | BenchRows::Latent) {
+            return Ok(());
         }
         attention::check_wrappers(report, device, &extent)?;
         selection::check_wrappers(report, device, &others)?;

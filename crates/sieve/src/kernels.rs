@@ -129,7 +129,9 @@ fn bench(args: BenchArgs) -> Result<()> {
         BenchRows::Sparse => CheckPart::Sparse,
         BenchRows::Nsa => CheckPart::Nsa,
         BenchRows::Latent => CheckPart::Mla,
-        BenchRows::Standard | BenchRows::Table2 | BenchRows::Step => CheckPart::All,
+        BenchRows::Standard | BenchRows::Table2 | BenchRows::Scaling | BenchRows::Step => {
+            CheckPart::All
+        }
     };
     let gpu = match args.device.resolve_and_prepare(prepare(part))? {
         Device::Cuda(gpu) => gpu,

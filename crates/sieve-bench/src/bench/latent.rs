@@ -25,7 +25,7 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-fn shape(batch: usize, seq_len: usize) -> AttentionShape {
+pub(super) fn shape(batch: usize, seq_len: usize) -> AttentionShape {
     AttentionShape {
         batch,
         seq_len,

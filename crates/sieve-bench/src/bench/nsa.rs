@@ -36,7 +36,7 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
 }
 
 /// What the branches leave for the backward pass.
-struct Branches {
+pub(super) struct Branches {
     blocks: CudaTensor,
     compressed: AttentionResult,
     chosen: CudaTensor,
@@ -45,7 +45,7 @@ struct Branches {
 }
 
 /// One call's tensors beside q, k and v. The compression MLP is a product, which is not timed here.
-struct Call {
+pub(super) struct Call {
     inputs: Inputs,
     compressed: CudaTensor,
     positions: [CudaTensor; 2],
@@ -54,7 +54,7 @@ struct Call {
 }
 
 impl Call {
-    fn new(inputs: Inputs, bench: &Bench<'_>) -> Result<Self> {
+    pub(super) fn new(inputs: Inputs, bench: &Bench<'_>) -> Result<Self> {
         let AttentionShape {
             seq_len,
             num_heads,
@@ -77,7 +77,7 @@ impl Call {
         })
     }
 
-    fn forward(&self) -> Result<Branches, KernelError> {
+    pub(super) fn forward(&self) -> Result<Branches, KernelError> {
         let Inputs { qkv, scale, .. } = &self.inputs;
         let documents = self.inputs.documents();
         let [k, v] = &self.positions;
@@ -95,7 +95,7 @@ impl Call {
     }
 
     /// Each branch with the output's gradient, which has the size of its own.
-    fn backward(&self, branches: &Branches) -> Result<(), KernelError> {
+    pub(super) fn backward(&self, branches: &Branches) -> Result<(), KernelError> {
         let Inputs {
             shape,
             qkv,
@@ -131,17 +131,21 @@ fn outputs(branches: &Branches) -> [&CudaTensor; 3] {
     ]
 }
 
+/// FLOPs of a forward pass: the products of the pairs that are attended to.
+pub(super) fn flops(shape: AttentionShape) -> f64 {
+    let dense = forward_flops(shape, shape.seq_len);
+    let chosen = BLOCKS.num_selected_blocks * BLOCKS.select_block_size;
+    dense / BLOCKS.compress_stride as f64
+        + forward_flops(shape, chosen)
+        + forward_flops(shape, WINDOW)
+}
+
 fn sparse(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     let Some(inputs) = bench.inputs(shape)? else {
         return Ok(());
     };
     let call = Call::new(inputs, bench)?;
-    // Products of the pairs that are attended to.
-    let dense = forward_flops(shape, shape.seq_len);
-    let chosen = BLOCKS.num_selected_blocks * BLOCKS.select_block_size;
-    let flops = dense / BLOCKS.compress_stride as f64
-        + forward_flops(shape, chosen)
-        + forward_flops(shape, WINDOW);
+    let flops = flops(shape);
     bench.flops("nsa forward", shape, flops, &mut || {
         call.forward().map(drop)
     });

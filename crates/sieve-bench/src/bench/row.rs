@@ -90,10 +90,34 @@ pub enum Outcome {
         /// Bytes of q, k, v and o.
         inputs: f64,
     },
+    /// What earlier rows say together.
+    Growth(Growth),
     /// It was not timed, for a reason known before.
     Skipped(String),
     /// It failed.
     Failed(String),
+}
+
+/// As which power of a size time and memory grow.
+#[derive(Clone, Copy, Debug)]
+pub struct Growth {
+    /// Whose size: tokens, or kept keys.
+    pub with: &'static str,
+    /// The smallest size of the fit.
+    pub from: usize,
+    /// The largest.
+    pub to: usize,
+    /// The power of a forward and backward pass's time.
+    pub time: f64,
+    /// That of the memory between the two.
+    pub memory: f64,
+}
+
+impl Growth {
+    /// `8192 to 131072 tokens`.
+    pub(crate) fn over(&self) -> String {
+        format!("{} to {} {}", self.from, self.to, self.with)
+    }
 }
 
 impl BenchRow {
@@ -131,6 +155,13 @@ impl BenchRow {
                 json!({
                     "name": name, "shape": shape, "in_use_before": before,
                     "in_use_after": after, "q_k_v_o_bytes": inputs,
+                }),
+            )),
+            Outcome::Growth(growth) => Some((
+                "growth",
+                json!({
+                    "name": name, "with": growth.with, "from": growth.from, "to": growth.to,
+                    "time_power": growth.time, "memory_power": growth.memory,
                 }),
             )),
             Outcome::Skipped(reason) => Some((
@@ -172,6 +203,11 @@ impl fmt::Display for BenchRow {
                     100.0 * kept as f64 / inputs
                 )
             }
+            Outcome::Growth(growth) => write!(
+                out,
+                "time grows as n^{:.2}, memory between the passes as n^{:.2}",
+                growth.time, growth.memory
+            ),
             Outcome::Skipped(reason) => write!(out, "skipped: {reason}"),
             Outcome::Failed(error) => write!(out, "FAILED {error}"),
         }

@@ -12,10 +12,10 @@ use sieve_kernels::{
 use sieve_testing::Random;
 
 /// Query and KV heads of the usual rows.
-const HEADS: [usize; 2] = [16, 8];
+pub(super) const HEADS: [usize; 2] = [16, 8];
 
 /// Seed of scores.
-const SEED: u64 = 7;
+pub(super) const SEED: u64 = 7;
 
 /// Sizes of a row.
 pub(crate) fn shape(
@@ -215,11 +215,12 @@ fn memory(
     let shape = inputs.shape;
     bench.memory("dense: o, lse", shape, || inputs.forward(None, None))?;
     let name = format!("dma w {kept}: selection, lists, o, lse");
-    bench.memory(&name, shape, || {
+    let kept = bench.memory(&name, shape, || {
         let (selection, lists) = inputs.selection_and_lists(z, kept)?;
         let result = inputs.dma_forward(delta, &lists)?;
         Ok((selection, lists, result))
-    })
+    });
+    kept.map(drop)
 }
 
 /// One token a row against `seq_len` cached keys.

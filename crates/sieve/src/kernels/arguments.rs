@@ -93,21 +93,8 @@ impl CheckArgs {
 /// Arguments of `sieve kernels bench`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchArgs {
-    /// The shapes of Table 2 of arXiv:2508.02124 instead of the usual ones
-    #[arg(long)]
-    pub(super) table2: bool,
-    /// The kernels around attention, at the sizes of a training step, instead of attention
-    #[arg(long, conflicts_with_all = ["table2", "scores", "captured"])]
-    pub(super) step: bool,
-    /// Attention under selectors' masks beside dense attention
-    #[arg(long, conflicts_with_all = ["table2", "step", "scores", "captured"])]
-    pub(super) sparse: bool,
-    /// Native sparse attention beside dense attention
-    #[arg(long, conflicts_with_all = ["table2", "step", "sparse", "scores", "captured"])]
-    pub(super) nsa: bool,
-    /// Latent attention, its tensors and its decoding
-    #[arg(long, conflicts_with_all = ["table2", "step", "sparse", "nsa", "scores", "captured"])]
-    pub(super) mla: bool,
+    #[command(flatten)]
+    rows: BenchRowsArgs,
     /// DMA's scores: independent, rising, falling, tied, few-values, signed-zeros, narrow, steps, drifting or
     /// captured:FILE; may be repeated
     /// (independent, rising and tied when absent)
@@ -133,15 +120,41 @@ pub(crate) struct BenchArgs {
     pub(super) device: DeviceChoice,
 }
 
+/// Which rows are timed instead of the usual ones.
+#[derive(Args, Debug)]
+#[group(multiple = false)]
+struct BenchRowsArgs {
+    /// The shapes of Table 2 of arXiv:2508.02124 instead of the usual ones
+    #[arg(long)]
+    table2: bool,
+    /// How time and memory grow: dense, window, DMA, NSA and MLA from 512 to 131072 tokens, DMA from 256 to 4096 kept keys
+    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    scaling: bool,
+    /// The kernels around attention, at the sizes of a training step, instead of attention
+    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    step: bool,
+    /// Attention under selectors' masks beside dense attention
+    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    sparse: bool,
+    /// Native sparse attention beside dense attention
+    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    nsa: bool,
+    /// Latent attention, its tensors and its decoding
+    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    mla: bool,
+}
+
 impl BenchArgs {
     /// The rows asked for.
     pub(super) fn rows(&self) -> BenchRows {
+        let of = &self.rows;
         let rows = [
-            (self.table2, BenchRows::Table2),
-            (self.step, BenchRows::Step),
-            (self.sparse, BenchRows::Sparse),
-            (self.nsa, BenchRows::Nsa),
-            (self.mla, BenchRows::Latent),
+            (of.table2, BenchRows::Table2),
+            (of.scaling, BenchRows::Scaling),
+            (of.step, BenchRows::Step),
+            (of.sparse, BenchRows::Sparse),
+            (of.nsa, BenchRows::Nsa),
+            (of.mla, BenchRows::Latent),
         ];
         let asked = rows.into_iter().find(|(is_asked, _)| *is_asked);
         asked.map_or(BenchRows::Standard, |(_, rows)| rows)

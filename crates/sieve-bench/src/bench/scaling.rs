@@ -1,0 +1,216 @@
+//! How time and memory of a forward and backward pass grow: every kind with the length of a row, DMA with the keys it keeps.
+use super::Bench;
+use super::inputs::Inputs;
+use super::row::Growth;
+use super::rows::{HEADS, SEED, forward_flops, shape};
+use super::{latent, nsa};
+use crate::error::Result;
+use crate::scores::Scores;
+use sieve_kernels::{AttentionShape, KernelError, SumOrder};
+use sieve_testing::Random;
+
+/// Tokens of a row: 512 to 131,072, in powers of two.
+const LENGTHS: std::ops::Range<u32> = 9..18;
+
+/// Keys that a window and DMA keep while the length grows.
+const KEPT: usize = 1024;
+
+/// DMA's kept keys while the length stays at [`LONG`]: 256 to 4096, in powers of two.
+const KEPTS: std::ops::Range<u32> = 8..13;
+const LONG: usize = 32768;
+
+/// Shorter rows are not in the fit: launches cost more there than work does.
+const FIT_FROM: usize = 8192;
+
+const WIDTH: usize = 128;
+
+/// What a forward and backward pass took.
+struct Point {
+    at: usize,
+    milliseconds: f64,
+    bytes: u64,
+}
+
+/// All of them.
+pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
+    let lengths = || LENGTHS.map(|power| 1 << power);
+    let long = |points: Vec<Point>| points.into_iter().filter(|point| point.at >= FIT_FROM);
+    for (name, window) in [("dense", None), ("window 1024", Some(KEPT))] {
+        let points = points(lengths(), |len| neighbours(bench, name, len, window))?;
+        growth(bench, name, "tokens", long(points).collect());
+    }
+    let name = format!("dma w {KEPT}");
+    let points_of_dma = points(lengths(), |len| dma(bench, len, KEPT))?;
+    growth(bench, &name, "tokens", long(points_of_dma).collect());
+    let points_of_nsa = points(lengths(), |len| sparse(bench, len))?;
+    growth(bench, "nsa", "tokens", long(points_of_nsa).collect());
+    let points_of_mla = points(lengths(), |len| latents(bench, len))?;
+    growth(bench, "mla", "tokens", long(points_of_mla).collect());
+    let kept = points(KEPTS.map(|power| 1 << power), |kept| {
+        let point = dma(bench, LONG, kept)?;
+        Ok(point.map(|point| Point { at: kept, ..point }))
+    })?;
+    growth(bench, "dma", "kept keys", kept);
+    Ok(())
+}
+
+fn points(
+    at: impl Iterator<Item = usize>,
+    mut point: impl FnMut(usize) -> Result<Option<Point>>,
+) -> Result<Vec<Point>> {
+    let points: Result<Vec<_>> = at.map(&mut point).collect();
+    Ok(points?.into_iter().flatten().collect())
+}
+
+fn neighbours(
+    bench: &mut Bench<'_>,
+    name: &str,
+    len: usize,
+    window: Option<usize>,
+) -> Result<Option<Point>> {
+    let shape = shape(1, len, HEADS, WIDTH);
+    let Some(inputs) = bench.inputs(shape)? else {
+        return Ok(None);
+    };
+    dense(bench, name, &inputs, window)
+}
+
+fn latents(bench: &mut Bench<'_>, len: usize) -> Result<Option<Point>> {
+    let Some(inputs) = bench.inputs(latent::shape(1, len))? else {
+        return Ok(None);
+    };
+    dense(bench, "mla", &inputs, None)
+}
+
+fn dense(
+    bench: &mut Bench<'_>,
+    name: &str,
+    inputs: &Inputs,
+    window: Option<usize>,
+) -> Result<Option<Point>> {
+    let shape = inputs.shape;
+    let flops = forward_flops(shape, window.unwrap_or(shape.seq_len));
+    let backward = |result: &_| inputs.backward(result, window, None, SumOrder::Any);
+    pass(
+        bench,
+        name,
+        shape,
+        flops,
+        || inputs.forward(window, None),
+        backward,
+    )
+}
+
+fn dma(bench: &mut Bench<'_>, len: usize, kept: usize) -> Result<Option<Point>> {
+    let shape = shape(1, len, HEADS, WIDTH);
+    let Some(inputs) = bench.inputs(shape)? else {
+        return Ok(None);
+    };
+    let z = Scores::Independent.draw(shape.num_kv_heads, len, &mut Random(SEED))?;
+    let [z, delta] = inputs.scores(&z, &bench.device);
+    let name = format!("dma w {kept}");
+    let flops = forward_flops(shape, kept);
+    if kept >= len {
+        // As the op does: nothing is masked, so there are no lists.
+        let forward = || -> std::result::Result<_, KernelError> {
+            inputs.select(&z, kept)?;
+            inputs.forward(None, Some(&delta))
+        };
+        let backward = |result: &_| inputs.backward(result, None, Some(&delta), SumOrder::Any);
+        return pass(bench, &name, shape, flops, forward, backward);
+    }
+    let forward = || {
+        let (selection, lists) = inputs.selection_and_lists(&z, kept)?;
+        let result = inputs.dma_forward(&delta, &lists)?;
+        Ok((selection, lists, result))
+    };
+    let backward =
+        |(_, lists, result): &(_, _, _)| inputs.dma_backward(result, &delta, lists, SumOrder::Any);
+    pass(bench, &name, shape, flops, forward, backward)
+}
+
+fn sparse(bench: &mut Bench<'_>, len: usize) -> Result<Option<Point>> {
+    let shape = shape(1, len, HEADS, WIDTH);
+    let Some(inputs) = bench.inputs(shape)? else {
+        return Ok(None);
+    };
+    let call = nsa::Call::new(inputs, bench)?;
+    let flops = nsa::flops(shape);
+    pass(
+        bench,
+        "nsa",
+        shape,
+        flops,
+        || call.forward(),
+        |branches| call.backward(branches),
+    )
+}
+
+/// Times a forward pass with its backward pass, and says what the first keeps for the second.
+fn pass<R>(
+    bench: &mut Bench<'_>,
+    name: &str,
+    shape: AttentionShape,
+    forward_flops: f64,
+    forward: impl Fn() -> std::result::Result<R, KernelError>,
+    backward: impl Fn(&R) -> std::result::Result<(), KernelError>,
+) -> Result<Option<Point>> {
+    let both = format!("{name}: forward, backward");
+    let milliseconds = bench.flops(&both, shape, 3.5 * forward_flops, &mut || {
+        backward(&forward()?)
+    });
+    let bytes = bench.memory(
+        &format!("{name}: kept for the backward pass"),
+        shape,
+        &forward,
+    )?;
+    Ok(milliseconds.map(|milliseconds| Point {
+        at: shape.seq_len,
+        milliseconds,
+        bytes,
+    }))
+}
+
+/// A row that says as which power time and memory grow.
+fn growth(bench: &mut Bench<'_>, name: &str, with: &'static str, points: Vec<Point>) {
+    let [Some(first), Some(last)] = [points.first(), points.last()] else {
+        return;
+    };
+    let power = |of: fn(&Point) -> f64| {
+        let pairs: Vec<_> = points
+            .iter()
+            .map(|point| (point.at as f64, of(point)))
+            .collect();
+        log_log_slope(&pairs)
+    };
+    let growth = Growth {
+        with,
+        from: first.at,
+        to: last.at,
+        time: power(|point| point.milliseconds),
+        memory: power(|point| point.bytes as f64),
+    };
+    bench.growth(name, growth);
+}
+
+/// Slope of the least-squares line through (ln x, ln y): `p` where y grows as x to the power of p.
+fn log_log_slope(points: &[(f64, f64)]) -> f64 {
+    let logs: Vec<_> = points.iter().map(|(x, y)| (x.ln(), y.ln())).collect();
+    let mean = |of: fn(&(f64, f64)) -> f64| logs.iter().map(of).sum::<f64>() / logs.len() as f64;
+    let (x, y) = (mean(|log| log.0), mean(|log| log.1));
+    let along: f64 = logs.iter().map(|log| (log.0 - x) * (log.1 - y)).sum();
+    along / logs.iter().map(|log| (log.0 - x).powi(2)).sum::<f64>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_power_law_has_its_power_as_slope() {
+        let square: Vec<_> = [1.0, 3.0, 10.0].map(|x: f64| (x, 5.0 * x * x)).to_vec();
+        assert!((log_log_slope(&square) - 2.0).abs() < 1e-12);
+        let flat = [(1.0, 7.0), (2.0, 7.0), (8.0, 7.0)];
+        assert!(log_log_slope(&flat).abs() < 1e-12);
+    }
+}
