@@ -3,6 +3,7 @@
     sieve kernels bench --json OURS && python3 tests/gpu/rivals/attention.py --ours OURS --json OUT
 
 Dense: SDPA with cuDNN and with FlashAttention-2. Windows: FlexAttention, compiled. Decoding: cuDNN. bf16, 16 query and 8 KV heads;
+`--only table2`: the rows of `sieve kernels bench --table2`, SDPA under a mask as a tensor, which is how the paper times its rival, and cuDNN dense.
 `--only sparse`: the rows of `sieve kernels bench --sparse`, 32 query and 8 KV heads, FlexAttention under random blocks of 128, cuDNN dense.
 CUDA events, the L2 flushed by reads before each run, the launches queued before the GPU is free, medians. A ratio is the rival's time over ours.
 """
@@ -99,6 +100,41 @@ def decoding(timer):
             timer.time(("decode", batch, n, width, "cuDNN", "forward"), lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True), 15)
 
 
+# Batch, tokens, query and KV heads, width: as `sieve kernels bench --table2`.
+TABLE2 = (
+    [(1, 1 << power, 2, 1, 128) for power in range(8, 16)]
+    + [(batch, 4096, 2, 1, 32) for batch in (1, 2, 4, 8)]
+    + [(1, 4096, *heads, 32) for heads in ((1, 1), (4, 1), (8, 2))]
+    + [(1, 4096, 2, 1, width) for width in (64, 96, 128)]
+)
+TABLE2_DECODE = [(1, 1 << power, 2, 1, 128) for power in range(8, 17)]
+TABLE2_KEPT = 2048
+
+
+def table2(timer):
+    """SDPA under a mask of kept keys as a `[batch, heads, queries, keys]` tensor, which no back-end but the memory-efficient one takes; KV heads
+    repeated before, which is not timed."""
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    for phase, shapes in (("table2", TABLE2), ("table2 decode", TABLE2_DECODE)):
+        for batch, n, heads, kv_heads, width in shapes:
+            queries = 1 if phase.endswith("decode") else n
+            new = lambda heads, n: torch.randn(batch, n, heads, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            q, k, v = new(heads, queries), new(kv_heads, n), new(kv_heads, n)
+            group = heads // kv_heads
+            wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+            kept = torch.rand(batch, kv_heads, 1, n, device="cuda") < TABLE2_KEPT / n
+            at = torch.arange(n, device="cuda")
+            seen = (at[None, :] <= at[n - queries:, None]) & kept | (at[None, :] == at[n - queries:, None])
+            mask = torch.zeros(seen.shape, device="cuda", dtype=torch.bfloat16).masked_fill_(~seen, float("-inf")).repeat_interleave(group, 1)
+            name = f"{batch}x{n} h{heads}/{kv_heads}"
+            with torch.no_grad(), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+                timer.time((name, batch, n, width, "SDPA + mask", phase), lambda: sdpa(q, wide_k, wide_v, attn_mask=mask), 15)
+            if width >= 64:
+                with torch.no_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                    causal = queries == n
+                    timer.time((name, batch, n, width, "cuDNN dense", phase), lambda: sdpa(q, k, v, is_causal=causal, enable_gqa=True), 15)
+
+
 def random_blocks(n, density, block=128):
     """The diagonal block of each row and random others before it, for each head."""
     from torch.nn.attention.flex_attention import BlockMask
@@ -158,6 +194,12 @@ def side_by_side(rows, ours):
         for (name, shape), mine in found.items():
             if name.startswith("dma w") and name.endswith("select, lists, forward, backward") and shape == shape_of(batch, n, width):
                 line(f"{name} {batch} x {n} d{width}", f"{rival} dense", mine, whole)
+    for (shape, batch, n, width, rival, phase), ms in rows.items():
+        if phase.startswith("table2"):
+            for (name, of), mine in found.items():
+                is_dma = name.startswith("dma_decode") if phase.endswith("decode") else name.startswith("dma w") and name.endswith("select, forward")
+                if is_dma and of == f"{shape} d{width}":
+                    line(f"{name} {of}", rival, mine, ms)
     for batch, n, width in DECODE:
         dense_ms = rows.get(("decode", batch, n, width, "cuDNN", "forward"))
         for (name, shape), mine in found.items():
@@ -171,7 +213,7 @@ def main():
     parser.add_argument("--json", default="/dev/null", help="where the rival's rows go")
     parser.add_argument("--only", default="dense,windows,decoding")
     args = parser.parse_args()
-    groups = {"dense": dense, "windows": windows, "decoding": decoding, "sparse": sparse}
+    groups = {"dense": dense, "windows": windows, "decoding": decoding, "table2": table2, "sparse": sparse}
     wanted = args.only.split(",")
     for name in wanted:
         if name not in groups:
