@@ -31,7 +31,7 @@ pub use attention::heads::{
     AttentionShape, HEAD_DIM_STEP, Heads, MAX_HEAD_DIM, Qkv, supports_head_dim,
 };
 pub use attention::hopper_tiling::{
-    KernelFamily, attention_family, best_family, keeps_rest, let_every_lane_arrive,
+    KeepRest, KernelFamily, attention_family, best_family, keep_rest, let_every_lane_arrive,
     use_portable_kernels_only,
 };
 pub use attention::sparse_forward::{SparseKeyReads, sparse_attention_forward};

@@ -21,7 +21,7 @@ use activations::{F32, block_kept, block_temporaries, times};
 use sieve_core::model::ModelShape;
 use sieve_core::recipe::Recipe;
 use sieve_cpu::linear_cross_entropy::chunk_rows;
-use sieve_kernels::gradient_block_tokens;
+use sieve_kernels::{KeepRest, gradient_block_tokens};
 
 /// What a process holds before it has a model: about 110 MiB on a CPU; on a GPU the context, and the workspace of the
 /// products.
@@ -57,6 +57,8 @@ pub struct MemoryPlan {
     pub workspace_bytes: u64,
     /// A checkpoint that is being written.
     pub checkpoint_bytes: u64,
+    /// Whether there is room for the rest of o in DMA's rows of any length (`sieve_kernels::KeepRest::Always`).
+    pub keeps_rest_of_long_rows: bool,
     /// The program, its libraries and their own memory: an assumption.
     pub program_bytes: u64,
     /// All of them.
@@ -113,7 +115,14 @@ pub fn memory_plan(
     target: &Target,
     ranks: usize,
 ) -> MemoryPlan {
-    let needed = |recipe: &Recipe| needed(recipe, shape, target, ranks);
+    let needed = |recipe: &Recipe| {
+        let with = |rest| needed(recipe, shape, target, ranks, rest);
+        let all = with(KeepRest::Always);
+        if all.total_bytes <= all.available_bytes / 10 * 9 {
+            return all;
+        }
+        with(KeepRest::ShortRows)
+    };
     let mut plan = needed(recipe);
     if plan.verdict.needs_advice() {
         plan.would_fit = advice::settings_that_fit(recipe, ranks, needed);
@@ -121,7 +130,13 @@ pub fn memory_plan(
     plan
 }
 
-fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> MemoryPlan {
+fn needed(
+    recipe: &Recipe,
+    shape: &ModelShape,
+    target: &Target,
+    ranks: usize,
+    rest: KeepRest,
+) -> MemoryPlan {
     let value_bytes = target.value_bytes();
     let num_parameters = shape.parameters().total();
     let section = &recipe.activation_checkpoint;
@@ -133,11 +148,11 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) ->
             let mut section = section.clone();
             section.mode = mode;
             let recomputed = |layer_idx| section.recomputes(layer_idx);
-            let bytes = activation_bytes_per_token(shape, target, seq_len, recomputed);
+            let bytes = activation_bytes_per_token(shape, target, seq_len, rest, recomputed);
             (name, times(tokens, bytes))
         })
     };
-    let moments = moments(recipe, shape, target, ranks);
+    let moments = moments(recipe, shape, target, ranks, rest);
     let fullest = moments.into_iter().max_by_key(Moment::total);
     let fullest = fullest.expect("there are four");
     let parameter_bytes = times(num_parameters, value_bytes);
@@ -166,6 +181,7 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) ->
         activation_bytes: fullest.activation_bytes,
         workspace_bytes: fullest.workspace_bytes,
         checkpoint_bytes: fullest.checkpoint_bytes,
+        keeps_rest_of_long_rows: rest == KeepRest::Always,
         program_bytes,
         total_bytes,
         moment: fullest.name,
@@ -176,12 +192,18 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) ->
     }
 }
 
-fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> [Moment; 4] {
+fn moments(
+    recipe: &Recipe,
+    shape: &ModelShape,
+    target: &Target,
+    ranks: usize,
+    rest: KeepRest,
+) -> [Moment; 4] {
     let training = &recipe.training;
     let section = &recipe.activation_checkpoint;
     let tokens = (training.local_batch_size * training.seq_len) as u64;
     let recomputes = |layer_idx: usize| section.recomputes(layer_idx);
-    let per_token = activation_bytes_per_token(shape, target, training.seq_len, recomputes);
+    let per_token = activation_bytes_per_token(shape, target, training.seq_len, rest, recomputes);
     let blocks = times(tokens, per_token);
     let stream = times(tokens, shape.d_model as u64 * target.value_bytes());
 
@@ -205,7 +227,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -
     let temporaries = block_temporaries(shape, target, training);
     // A recomputed block is there as a whole while its backward pass runs.
     let kept = |layer_idx: usize| {
-        let block = block_kept(&shape.of_layer(layer_idx), target, training.seq_len);
+        let block = block_kept(&shape.of_layer(layer_idx), target, training.seq_len, rest);
         times(tokens, block)
     };
     let recomputed = |layer_idx: usize| {

@@ -5,6 +5,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use sieve_core::model::gpu::Gpu;
 use sieve_core::{ModelShape, Recipe};
+use sieve_kernels::{KeepRest, keep_rest};
 use sieve_plan::{
     InferenceSize, MemoryPlan, MemoryVerdict, Ranks, Target, import_memory, inference_memory,
     plan_of_ranks,
@@ -28,7 +29,8 @@ pub(crate) struct MemoryArgs {
 }
 
 impl MemoryArgs {
-    /// Refuses a run of `recipe` that does not fit on `device`. Where it may not fit, returns what to warn of. On the CPU
+    /// Refuses a run of `recipe` that does not fit on `device`. Where it may not fit, returns what to warn of. On a GPU with
+    /// room for it DMA keeps the rest of o in rows of any length from now on. On the CPU
     /// `sharers` of all `ranks` take equal parts of what is free.
     ///
     /// # Errors
@@ -53,11 +55,16 @@ impl MemoryArgs {
         if matches!(device, Device::Cuda(_)) {
             let advice = format!("{}\n{}", parts(&memory), way_out(&memory));
             *ADVICE.lock().unwrap_or_else(PoisonError::into_inner) = Some(advice);
+            keep_rest(match memory.keeps_rest_of_long_rows {
+                true => KeepRest::Always,
+                false => KeepRest::ShortRows,
+            });
         }
         self.decide("this run", &memory)
     }
 
     /// Refuses to load the model of `checkpoint` for work of a size that does not fit on `device`; warns where it may not.
+    /// From now on DMA keeps no rest of o, since nothing is differentiated.
     ///
     /// # Errors
     /// As [`check_training`](Self::check_training). A checkpoint that cannot be read is left to its reader.
@@ -67,6 +74,7 @@ impl MemoryArgs {
         device: &Device,
         size: impl FnOnce(&Recipe, &ModelShape) -> InferenceSize,
     ) -> Result<()> {
+        keep_rest(KeepRest::Never);
         let Ok((recipe, shape)) = sieve_hf::peek_model(checkpoint) else {
             return Ok(());
         };

@@ -6,8 +6,8 @@ use crate::error::Result;
 use crate::scores::Scores;
 use burn::tensor::DType;
 use sieve_kernels::{
-    AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv,
-    ScoreBias, SumOrder, attention_decode, dma_decode,
+    AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KeepRest, KernelError,
+    KvCache, Qkv, ScoreBias, SumOrder, attention_decode, dma_decode, keep_rest,
 };
 use sieve_testing::Random;
 
@@ -41,6 +41,9 @@ pub(crate) fn forward_flops(shape: AttentionShape, window: usize) -> f64 {
     let widths = (shape.head_dim + shape.head_dim_v) as f64;
     2.0 * widths * (shape.num_heads * shape.batch) as f64 * pairs
 }
+
+/// Rows in which DMA keeps the rest of o only where memory is free for it.
+const LONG_ROW: usize = 32768;
 
 /// A backward pass does five products where a forward pass does two.
 const BACKWARD: f64 = 2.5;
@@ -162,7 +165,6 @@ fn dma(bench: &mut Bench<'_>, shape: AttentionShape, kept: usize, scores: &Score
         }
     };
     let [z, delta] = inputs.scores(&z, &bench.device);
-    let flops = forward_flops(shape, kept);
     let name = format!("dma w {kept}, {}", scores.name());
     let scored = (shape.batch * shape.num_kv_heads * shape.seq_len) as f64;
     bench.bytes(&format!("{name}: select"), shape, 8.0 * scored, &mut || {
@@ -174,17 +176,45 @@ fn dma(bench: &mut Bench<'_>, shape: AttentionShape, kept: usize, scores: &Score
         8.0 * scored,
         &mut || inputs.lists(&z, kept).map(drop),
     );
-    let lists = inputs.lists(&z, kept)?;
+    passes(bench, &inputs, [&z, &delta], kept, &name)?;
+    if shape.seq_len > LONG_ROW {
+        keep_rest(KeepRest::Always);
+        passes(
+            bench,
+            &inputs,
+            [&z, &delta],
+            kept,
+            &format!("{name}, rest of o kept"),
+        )?;
+        keep_rest(KeepRest::ShortRows);
+    }
+    if *scores == Scores::Independent {
+        memory(bench, &inputs, [&z, &delta], kept)?;
+    }
+    Ok(())
+}
+
+/// Each pass over ready lists, and both with the selection.
+fn passes(
+    bench: &mut Bench<'_>,
+    inputs: &Inputs,
+    [z, delta]: [&CudaTensor; 2],
+    kept: usize,
+    name: &str,
+) -> Result<()> {
+    let shape = inputs.shape;
+    let flops = forward_flops(shape, kept);
+    let lists = inputs.lists(z, kept)?;
     bench.flops(&format!("{name}: forward"), shape, flops, &mut || {
-        inputs.dma_forward(&delta, &lists).map(drop)
+        inputs.dma_forward(delta, &lists).map(drop)
     });
-    let result = inputs.dma_forward(&delta, &lists)?;
+    let result = inputs.dma_forward(delta, &lists)?;
     for (order, suffix) in [(SumOrder::Any, ""), (SumOrder::Fixed, ", fixed order")] {
         bench.flops(
             &format!("{name}: backward{suffix}"),
             shape,
             BACKWARD * flops,
-            &mut || inputs.dma_backward(&result, &delta, &lists, order),
+            &mut || inputs.dma_backward(&result, delta, &lists, order),
         );
     }
     drop((lists, result));
@@ -193,14 +223,11 @@ fn dma(bench: &mut Bench<'_>, shape: AttentionShape, kept: usize, scores: &Score
         shape,
         (1.0 + BACKWARD) * flops,
         &mut || {
-            let lists = inputs.lists(&z, kept)?;
-            let result = inputs.dma_forward(&delta, &lists)?;
-            inputs.dma_backward(&result, &delta, &lists, SumOrder::Any)
+            let lists = inputs.lists(z, kept)?;
+            let result = inputs.dma_forward(delta, &lists)?;
+            inputs.dma_backward(&result, delta, &lists, SumOrder::Any)
         },
     );
-    if *scores == Scores::Independent {
-        memory(bench, &inputs, [&z, &delta], kept)?;
-    }
     Ok(())
 }
 

@@ -15,7 +15,7 @@ use crate::attention::tiling::{KeySource, QueryPass, define_head_dims, query_ker
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::source_kernel::{SourceKernel, TileMap};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 /// Which kernels an attention call takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,9 +33,28 @@ const BLOCK_Q: usize = 64;
 /// Threads of a warpgroup.
 const WARPGROUP: usize = 128;
 
-/// Tokens of a row up to which the forward pass with a bias also stores the lower 16 bits of o (as much memory as o), so
-/// that the backward pass needs no row sums: a quarter of its time. In longer rows memory is the scarcer good.
-const MOST_TOKENS_WITH_REST: usize = 32768;
+/// In which rows a forward pass with a bias also stores the lower 16 bits of o, as much memory as o itself, so that the
+/// backward pass needs no row sums: a quarter of its time. The Hopper family alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeepRest {
+    /// In none: for programs that differentiate nothing.
+    Never,
+    /// In rows of up to 32,768 tokens. The default: in longer rows memory is the scarcer good.
+    ShortRows,
+    /// In all.
+    Always,
+}
+
+/// The longest row of [`KeepRest::ShortRows`].
+const SHORT_ROW: usize = 32768;
+
+// Process-wide: a mode, as the next one.
+static KEEP_REST: AtomicU8 = AtomicU8::new(KeepRest::ShortRows as u8);
+
+/// Says in which rows the rest of o is kept from now on.
+pub fn keep_rest(rows: KeepRest) {
+    KEEP_REST.store(rows as u8, Ordering::Relaxed);
+}
 
 // Process-wide, as the choice of the order of sums: a mode, for cross-checks of one family by the other.
 static PORTABLE_ONLY: AtomicBool = AtomicBool::new(false);
@@ -83,9 +102,23 @@ pub fn best_family(shape: &AttentionShape, source: KeySource, is_hopper: bool) -
     }
 }
 
-/// Whether a forward pass with a bias on each key also returns what rounding took from o, which is as large as o.
-pub fn keeps_rest(family: KernelFamily, seq_len: usize) -> bool {
-    family == KernelFamily::Hopper && seq_len <= MOST_TOKENS_WITH_REST
+impl KeepRest {
+    /// Whether a forward pass with a bias on each key also returns what rounding took from o.
+    pub fn in_row(self, family: KernelFamily, seq_len: usize) -> bool {
+        let is_kept = match self {
+            Self::Never => false,
+            Self::ShortRows => seq_len <= SHORT_ROW,
+            Self::Always => true,
+        };
+        is_kept && family == KernelFamily::Hopper
+    }
+}
+
+/// The same in the mode that [`keep_rest`] set.
+pub(crate) fn keeps_rest(family: KernelFamily, seq_len: usize) -> bool {
+    let modes = [KeepRest::Never, KeepRest::ShortRows, KeepRest::Always];
+    let mode = KEEP_REST.load(Ordering::Relaxed);
+    modes[usize::from(mode)].in_row(family, seq_len)
 }
 
 /// Whether the Hopper kernels are made for these widths.
@@ -429,6 +462,16 @@ mod tests {
                 .map(|source| hopper_backward_kernel(&shape(width, 2), source, all, SumOrder::Any));
             assert!(unbiased.dynamic_shared_bytes() < biased.dynamic_shared_bytes());
         }
+    }
+
+    #[test]
+    fn the_rest_of_o_is_kept_where_a_hopper_kernel_is_told() {
+        let kept =
+            |rows: KeepRest| [1024, 32768, 32769].map(|len| rows.in_row(KernelFamily::Hopper, len));
+        assert_eq!(kept(KeepRest::Never), [false; 3]);
+        assert_eq!(kept(KeepRest::ShortRows), [true, true, false]);
+        assert_eq!(kept(KeepRest::Always), [true; 3]);
+        assert!(!KeepRest::Always.in_row(KernelFamily::Portable, 1024));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use sieve_core::model::{Attention, DmaShape, ModelShape, NUM_NSA_BRANCHES};
 use sieve_core::recipe::TrainingSection;
 use sieve_kernels::oracle::SUPER_BLOCK;
 use sieve_kernels::{
-    AttentionShape, KeySource, NSA_PART_BYTES, best_family, dq_sum_queries, list_shape,
+    AttentionShape, KeepRest, KeySource, NSA_PART_BYTES, best_family, dq_sum_queries, list_shape,
 };
 
 /// Bytes of an f32 or i32.
@@ -22,7 +22,12 @@ pub(super) fn times(count: u64, bytes: u64) -> u64 {
 const PLAIN_SCORES: u64 = 4;
 
 /// Bytes of one token of a row of `seq_len` that one block keeps for its backward pass.
-pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize) -> u64 {
+pub(super) fn block_kept(
+    shape: &ModelShape,
+    target: &Target,
+    seq_len: usize,
+    rest: KeepRest,
+) -> u64 {
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     let (heads, kv_heads) = (shape.num_heads as u64, shape.num_kv_heads as u64);
@@ -37,7 +42,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize) ->
         Attention::Dma(DmaShape {
             keep_window_size, ..
         }) => {
-            let rest = if keeps_rest(shape, target, seq_len) {
+            let rest = if keeps_rest(shape, target, seq_len, rest) {
                 q
             } else {
                 0
@@ -83,7 +88,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize) ->
 }
 
 /// Whether DMA's forward pass stores `o_low`, the 16 bits of each output that bf16 lacks.
-fn keeps_rest(shape: &ModelShape, target: &Target, seq_len: usize) -> bool {
+fn keeps_rest(shape: &ModelShape, target: &Target, seq_len: usize, rest: KeepRest) -> bool {
     let Target::Gpu(gpu) = target else {
         return false;
     };
@@ -96,7 +101,7 @@ fn keeps_rest(shape: &ModelShape, target: &Target, seq_len: usize) -> bool {
         head_dim_v: shape.head_dim,
     };
     let family = best_family(&attention, KeySource::Biased, gpu.is_hopper());
-    sieve_kernels::keeps_rest(family, seq_len)
+    rest.in_row(family, seq_len)
 }
 
 /// Bytes a token of the GPU's key lists: one list for each super-block of queries and KV head.
@@ -112,12 +117,13 @@ pub fn activation_bytes_per_token(
     shape: &ModelShape,
     target: &Target,
     seq_len: usize,
+    rest: KeepRest,
     recomputed: impl Fn(usize) -> bool,
 ) -> u64 {
     let input = shape.d_model as u64 * target.value_bytes();
     let blocks = (0..shape.num_layers).map(|layer_idx| match recomputed(layer_idx) {
         true => input,
-        false => block_kept(&shape.of_layer(layer_idx), target, seq_len),
+        false => block_kept(&shape.of_layer(layer_idx), target, seq_len, rest),
     });
     blocks.sum()
 }

@@ -129,6 +129,25 @@ fn tokens_are_counted_per_parameter_besides_the_embedding() {
 }
 
 #[test]
+fn long_rows_keep_the_rest_of_o_where_there_is_room() {
+    let memory = |seq_len: usize, mode: &str| {
+        let settings = [
+            "model.layer_types=[\"sparse\"]".to_owned(),
+            "training.local_batch_size=1".to_owned(),
+            format!("training.seq_len={seq_len}"),
+            format!("model.max_position_embeddings={seq_len}"),
+            format!("activation_checkpoint.mode={mode}"),
+        ];
+        let recipe = recipe(DMA_1P7B, &settings.each_ref().map(String::as_str));
+        let shape = recipe.model_shape(50_304).expect("a shape");
+        memory_plan(&recipe, &shape, &h200(), 1)
+    };
+    assert!(memory(65_536, "full").keeps_rest_of_long_rows);
+    let without = memory(80_000, "none");
+    assert!(!without.keeps_rest_of_long_rows, "{}", without.total_bytes);
+}
+
+#[test]
 fn activation_checkpointing_is_in_the_total() {
     let total = |mode: &str| {
         let recipe = recipe(DMA_80M, &[mode]);
