@@ -42,6 +42,8 @@ pub enum BenchRows {
     Sparse,
     /// Native sparse attention, beside dense attention.
     Nsa,
+    /// DMA alone, in the published form and in that of the recipes.
+    Dma,
 }
 
 /// What to time.
@@ -92,6 +94,7 @@ pub fn bench(
         BenchRows::Table2 => rows::table2(&mut bench)?,
         BenchRows::Scaling => scaling::rows(&mut bench)?,
         BenchRows::Step => step::rows(&mut bench)?,
+        BenchRows::Dma => rows::dma_forms(&mut bench)?,
         BenchRows::Latent => latent::rows(&mut bench)?,
         BenchRows::Sparse => {
             sparse::rows(&mut bench)?;

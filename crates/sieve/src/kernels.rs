@@ -129,9 +129,11 @@ fn bench(args: BenchArgs) -> Result<()> {
         BenchRows::Sparse => CheckPart::Sparse,
         BenchRows::Nsa => CheckPart::Nsa,
         BenchRows::Latent => CheckPart::Mla,
-        BenchRows::Standard | BenchRows::Table2 | BenchRows::Scaling | BenchRows::Step => {
-            CheckPart::All
-        }
+        BenchRows::Standard
+        | BenchRows::Table2
+        | BenchRows::Scaling
+        | BenchRows::Step
+        | BenchRows::Dma => CheckPart::All,
     };
     let gpu = match args.device.resolve_and_prepare(prepare(part))? {
         Device::Cuda(gpu) => gpu,

@@ -2,6 +2,7 @@
 use crate::device::Device;
 use burn::tensor::{DType, Distribution, Tensor};
 use burn_cuda::CudaDevice;
+use sieve_core::{DmaBias, DmaWindow};
 use sieve_kernels::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KeyLists, Qkv,
     Selection, SumOrder, TILE_QUERIES, attention_backward, attention_forward,
@@ -76,30 +77,39 @@ impl Inputs {
     }
 
     /// Scores, and their biases, on the device.
-    pub(crate) fn scores(&self, z: &[f32], device: &CudaDevice) -> [CudaTensor; 2] {
-        let delta: Vec<f32> = z.iter().map(|z| z.min(60.0).exp()).collect();
+    pub(crate) fn scores(&self, z: &[f32], bias: DmaBias, device: &CudaDevice) -> [CudaTensor; 2] {
+        let delta: Vec<f32> = match bias {
+            DmaBias::Exp => z.iter().map(|z| z.min(60.0).exp()).collect(),
+            DmaBias::Linear => z.to_vec(),
+        };
         [z, &delta].map(|values| device.float(values, &self.shape.per_key(), DType::F32))
     }
 
     /// The lists; the selection goes.
-    pub(crate) fn lists(&self, z: &CudaTensor, kept: usize) -> Result<KeyLists, KernelError> {
-        self.selection_and_lists(z, kept).map(|(_, lists)| lists)
+    pub(crate) fn lists(&self, z: &CudaTensor, window: DmaWindow) -> Result<KeyLists, KernelError> {
+        let selected = self.selection_and_lists(z, window);
+        selected.map(|(_, lists)| lists)
     }
 
     /// `expire`, what the selection keeps beside it, and the lists.
     pub(crate) fn selection_and_lists(
         &self,
         z: &CudaTensor,
-        kept: usize,
+        window: DmaWindow,
     ) -> Result<(Selection, KeyLists), KernelError> {
-        let selection = dma_select(z, &self.doc_start, &self.doc_end, kept, 0)?;
+        let selection = self.selection(z, window)?;
         let lists = dma_lists(&selection, &self.doc_start, &self.doc_end, TILE_QUERIES)?;
         Ok((selection, lists))
     }
 
     /// `expire` alone.
-    pub(crate) fn select(&self, z: &CudaTensor, kept: usize) -> Result<(), KernelError> {
-        dma_select(z, &self.doc_start, &self.doc_end, kept, 0).map(drop)
+    pub(crate) fn select(&self, z: &CudaTensor, window: DmaWindow) -> Result<(), KernelError> {
+        self.selection(z, window).map(drop)
+    }
+
+    fn selection(&self, z: &CudaTensor, window: DmaWindow) -> Result<Selection, KernelError> {
+        let (kept, local) = (window.keep_window_size, window.local_window_size);
+        dma_select(z, &self.doc_start, &self.doc_end, kept, local)
     }
 
     /// Dense or windowed attention.

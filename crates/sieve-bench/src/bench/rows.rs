@@ -5,6 +5,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::scores::Scores;
 use burn::tensor::DType;
+use sieve_core::{DmaBias, DmaRecency, DmaShape, DmaWindow};
 use sieve_kernels::{
     AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KeepRest, KernelError,
     KvCache, Qkv, ScoreBias, SumOrder, attention_decode, dma_decode, keep_rest,
@@ -81,8 +82,9 @@ pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
         (16384, 64, 1024),
         (32768, 64, 1024),
     ] {
+        let form = DmaShape::published(kept);
         for scores in bench.scores.clone() {
-            dma(bench, shape(1, seq_len, HEADS, width), kept, &scores)?;
+            dma(bench, shape(1, seq_len, HEADS, width), form, &scores)?;
         }
     }
     for batch in [16, 1] {
@@ -131,7 +133,7 @@ fn nothing_masked(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
         shape.seq_len,
         &mut Random(SEED),
     )?;
-    let [_, delta] = inputs.scores(&z, &bench.device);
+    let [_, delta] = inputs.scores(&z, DmaBias::Exp, &bench.device);
     let flops = forward_flops(shape, shape.seq_len);
     let name = format!("dma w {} (nothing masked)", shape.seq_len);
     let forward = || inputs.forward(None, Some(&delta));
@@ -148,48 +150,95 @@ fn nothing_masked(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     Ok(())
 }
 
-fn dma(bench: &mut Bench<'_>, shape: AttentionShape, kept: usize, scores: &Scores) -> Result<()> {
+/// DMA as published beside the form that the recipes train: a slope, and the last eighth of the keys always kept.
+pub(crate) fn dma_forms(bench: &mut Bench<'_>) -> Result<()> {
+    for (seq_len, kept) in [(8192, 1024), (32768, 1024), (131072, 2048)] {
+        for scores in bench.scores.clone() {
+            for form in [DmaShape::published(kept), trained(kept)] {
+                dma(bench, shape(1, seq_len, HEADS, 128), form, &scores)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What the `dma_*` recipes have.
+fn trained(keep_window_size: usize) -> DmaShape {
+    DmaShape {
+        bias: DmaBias::Linear,
+        recency: DmaRecency::Slope,
+        local_window_size: keep_window_size / 8,
+        ..DmaShape::published(keep_window_size)
+    }
+}
+
+/// `z` plus what recency adds to it, `[batch, num_kv_heads, seq_len]`.
+fn ranks(mut z: Vec<f32>, form: DmaShape, shape: AttentionShape) -> Vec<f32> {
+    let slopes = form.slopes(shape.num_kv_heads).unwrap_or_default();
+    let rows = z.chunks_exact_mut(shape.seq_len);
+    for (row, slope) in rows.zip(slopes.iter().cycle()) {
+        for (position, z) in row.iter_mut().enumerate() {
+            *z += position as f32 * *slope as f32;
+        }
+    }
+    z
+}
+
+/// What a report calls a form of DMA.
+fn form_name(form: DmaShape, scores: &Scores) -> String {
+    let mut name = format!("dma w {}", form.keep_window_size);
+    if form.local_window_size > 0 {
+        name += &format!(", last {}", form.local_window_size);
+    }
+    if form.recency == DmaRecency::Slope {
+        name += ", slope";
+    }
+    format!("{name}, {}", scores.name())
+}
+
+fn dma(
+    bench: &mut Bench<'_>,
+    shape: AttentionShape,
+    form: DmaShape,
+    scores: &Scores,
+) -> Result<()> {
     let Some(inputs) = bench.inputs(shape)? else {
         return Ok(());
     };
+    let (name, window) = (form_name(form, scores), form.window());
     let rows = shape.batch * shape.num_kv_heads;
     let z = match scores.draw(rows, shape.seq_len, &mut Random(SEED)) {
         Ok(z) => z,
         Err(error) => {
-            bench.skip(
-                &format!("dma w {kept}, {}", scores.name()),
-                shape,
-                &error.to_string(),
-            );
+            bench.skip(&name, shape, &error.to_string());
             return Ok(());
         }
     };
-    let [z, delta] = inputs.scores(&z, &bench.device);
-    let name = format!("dma w {kept}, {}", scores.name());
+    let [z, delta] = inputs.scores(&ranks(z, form, shape), form.bias, &bench.device);
     let scored = (shape.batch * shape.num_kv_heads * shape.seq_len) as f64;
     bench.bytes(&format!("{name}: select"), shape, 8.0 * scored, &mut || {
-        inputs.select(&z, kept)
+        inputs.select(&z, window)
     });
     bench.bytes(
         &format!("{name}: select and lists"),
         shape,
         8.0 * scored,
-        &mut || inputs.lists(&z, kept).map(drop),
+        &mut || inputs.lists(&z, window).map(drop),
     );
-    passes(bench, &inputs, [&z, &delta], kept, &name)?;
+    passes(bench, &inputs, [&z, &delta], window, &name)?;
     if shape.seq_len > LONG_ROW {
         keep_rest(KeepRest::Always);
         passes(
             bench,
             &inputs,
             [&z, &delta],
-            kept,
+            window,
             &format!("{name}, rest of o kept"),
         )?;
         keep_rest(KeepRest::ShortRows);
     }
     if *scores == Scores::Independent {
-        memory(bench, &inputs, [&z, &delta], kept)?;
+        memory(bench, &inputs, [&z, &delta], window)?;
     }
     Ok(())
 }
@@ -199,12 +248,12 @@ fn passes(
     bench: &mut Bench<'_>,
     inputs: &Inputs,
     [z, delta]: [&CudaTensor; 2],
-    kept: usize,
+    window: DmaWindow,
     name: &str,
 ) -> Result<()> {
     let shape = inputs.shape;
-    let flops = forward_flops(shape, kept);
-    let lists = inputs.lists(z, kept)?;
+    let flops = forward_flops(shape, window.keep_window_size);
+    let lists = inputs.lists(z, window)?;
     bench.flops(&format!("{name}: forward"), shape, flops, &mut || {
         inputs.dma_forward(delta, &lists).map(drop)
     });
@@ -223,7 +272,7 @@ fn passes(
         shape,
         (1.0 + BACKWARD) * flops,
         &mut || {
-            let lists = inputs.lists(z, kept)?;
+            let lists = inputs.lists(z, window)?;
             let result = inputs.dma_forward(delta, &lists)?;
             inputs.dma_backward(&result, delta, &lists, SumOrder::Any)
         },
@@ -237,13 +286,16 @@ fn memory(
     bench: &mut Bench<'_>,
     inputs: &Inputs,
     [z, delta]: [&CudaTensor; 2],
-    kept: usize,
+    window: DmaWindow,
 ) -> Result<()> {
     let shape = inputs.shape;
     bench.memory("dense: o, lse", shape, || inputs.forward(None, None))?;
-    let name = format!("dma w {kept}: selection, lists, o, lse");
+    let name = format!(
+        "dma w {}: selection, lists, o, lse",
+        window.keep_window_size
+    );
     let kept = bench.memory(&name, shape, || {
-        let (selection, lists) = inputs.selection_and_lists(z, kept)?;
+        let (selection, lists) = inputs.selection_and_lists(z, window)?;
         let result = inputs.dma_forward(delta, &lists)?;
         Ok((selection, lists, result))
     });
@@ -359,7 +411,7 @@ pub(crate) fn table2(bench: &mut Bench<'_>) -> Result<()> {
         };
         let rows = shape.batch * shape.num_kv_heads;
         let z = scores.draw(rows, shape.seq_len, &mut Random(SEED))?;
-        let [z, delta] = inputs.scores(&z, &bench.device);
+        let [z, delta] = inputs.scores(&z, DmaBias::Exp, &bench.device);
         bench.flops(
             "dense forward",
             shape,
@@ -371,10 +423,10 @@ pub(crate) fn table2(bench: &mut Bench<'_>) -> Result<()> {
         bench.flops(&name, shape, flops, &mut || -> Result<(), KernelError> {
             if KEPT >= shape.seq_len {
                 // As the op does: nothing is masked, so there are no lists.
-                inputs.select(&z, KEPT)?;
+                inputs.select(&z, KEPT.into())?;
                 return inputs.forward(None, Some(&delta)).map(drop);
             }
-            let lists = inputs.lists(&z, KEPT)?;
+            let lists = inputs.lists(&z, KEPT.into())?;
             inputs.dma_forward(&delta, &lists).map(drop)
         });
     }
@@ -389,6 +441,21 @@ pub(crate) fn table2(bench: &mut Bench<'_>) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_slope_raises_later_keys_of_each_head_by_its_own_period() {
+        let shape = shape(2, 5000, [4, 2], 64);
+        let form = trained(1024);
+        let rows = ranks(vec![0.5; 2 * 2 * 5000], form, shape);
+        for (row, period) in rows.chunks_exact(5000).zip([64.0, 4096.0, 64.0, 4096.0]) {
+            assert_eq!((row[0], row[4096]), (0.5, 0.5 + 4096.0 / period));
+        }
+        let name = form_name(form, &Scores::Rising);
+        assert_eq!(name, "dma w 1024, last 128, slope, rising");
+        let published = DmaShape::published(1024);
+        assert_eq!(ranks(vec![0.5; 8], published, shape), vec![0.5; 8]);
+        assert_eq!(form_name(published, &Scores::Tied), "dma w 1024, tied");
+    }
 
     #[test]
     fn a_window_of_all_keys_costs_what_dense_attention_costs() {

@@ -6,6 +6,7 @@ use super::rows::{HEADS, SEED, forward_flops, shape};
 use super::{latent, nsa};
 use crate::error::Result;
 use crate::scores::Scores;
+use sieve_core::DmaShape;
 use sieve_kernels::{AttentionShape, KernelError, SumOrder};
 use sieve_testing::Random;
 
@@ -107,20 +108,21 @@ fn dma(bench: &mut Bench<'_>, len: usize, kept: usize) -> Result<Option<Point>> 
         return Ok(None);
     };
     let z = Scores::Independent.draw(shape.num_kv_heads, len, &mut Random(SEED))?;
-    let [z, delta] = inputs.scores(&z, &bench.device);
+    let form = DmaShape::published(kept);
+    let [z, delta] = inputs.scores(&z, form.bias, &bench.device);
     let name = format!("dma w {kept}");
     let flops = forward_flops(shape, kept);
     if kept >= len {
         // As the op does: nothing is masked, so there are no lists.
         let forward = || -> std::result::Result<_, KernelError> {
-            inputs.select(&z, kept)?;
+            inputs.select(&z, form.window())?;
             inputs.forward(None, Some(&delta))
         };
         let backward = |result: &_| inputs.backward(result, None, Some(&delta), SumOrder::Any);
         return pass(bench, &name, shape, flops, forward, backward);
     }
     let forward = || {
-        let (selection, lists) = inputs.selection_and_lists(&z, kept)?;
+        let (selection, lists) = inputs.selection_and_lists(&z, form.window())?;
         let result = inputs.dma_forward(&delta, &lists)?;
         Ok((selection, lists, result))
     };

@@ -139,6 +139,9 @@ struct BenchRowsArgs {
     /// Native sparse attention beside dense attention
     #[arg(long, conflicts_with_all = ["scores", "captured"])]
     nsa: bool,
+    /// DMA alone: as published, and with the recipes' slope and local window
+    #[arg(long)]
+    dma: bool,
     /// Latent attention, its tensors and its decoding
     #[arg(long, conflicts_with_all = ["scores", "captured"])]
     mla: bool,
@@ -154,6 +157,7 @@ impl BenchArgs {
             (of.step, BenchRows::Step),
             (of.sparse, BenchRows::Sparse),
             (of.nsa, BenchRows::Nsa),
+            (of.dma, BenchRows::Dma),
             (of.mla, BenchRows::Latent),
         ];
         let asked = rows.into_iter().find(|(is_asked, _)| *is_asked);
