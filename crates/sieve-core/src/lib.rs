@@ -33,8 +33,8 @@ mod score_matrix;
 pub use adamw_step::AdamWStep;
 pub use block_selection::{BlockScores, BlockSelection, KeepBlocks};
 pub use model::{
-    Attention, DmaBias, DmaRecency, DmaShape, DmaWindow, MlaShape, ModelShape, NsaCompression,
-    NsaShape,
+    Attention, DmaBias, DmaPreset, DmaRecency, DmaShape, DmaWindow, MlaShape, ModelShape,
+    NsaCompression, NsaShape,
 };
 pub use nsa_blocks::NsaBlocks;
 pub use packed_mask::{MaskArrays, MaskError, MaskLayout, PackedMask};

@@ -9,7 +9,7 @@ mod parameters;
 pub mod test_shapes;
 
 pub use attention::{
-    Attention, DmaBias, DmaRecency, DmaShape, DmaWindow, MlaShape, NUM_NSA_BRANCHES,
+    Attention, DmaBias, DmaPreset, DmaRecency, DmaShape, DmaWindow, MlaShape, NUM_NSA_BRANCHES,
     NsaCompression, NsaShape,
 };
 pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};

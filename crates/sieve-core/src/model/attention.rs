@@ -26,6 +26,15 @@ choices! {
     }
 }
 
+choices! {
+    /// Sets several keys of DMA at once.
+    #[derive(Hash)]
+    pub enum DmaPreset {
+        /// arXiv:2508.02124: no recency, no local window, the exponential as bias, A starts at 0.
+        Paper = "paper",
+    }
+}
+
 keys! {
     /// Dynamic mask attention (arXiv:2508.02124, eq. 3), with two additions that are off by default: recency and a
     /// window that is always seen.
@@ -35,6 +44,9 @@ keys! {
     /// the largest (rank, position), `keep_window_size` in all. The logit adds `exp(min(rank_j, 60))` or `rank_j`.
     #[derive(Copy)]
     pub struct DmaShape {
+        /// Sets the keys of DMA below but `keep_window_size`; a recipe gives no other values beside it. As an override
+        /// it replaces those of the recipe, and `model.layer_types`.
+        text preset: Option<DmaPreset>,
         /// Keys a query keeps, per KV head, those of the local window among them.
         #[key(size(MAX_SEQ_LEN))]
         pub keep_window_size: usize,

@@ -8,7 +8,7 @@ use toml::de::{DeTable, DeValue};
 use super::check;
 use super::error::RecipeError;
 use super::mistake::{Location, Mistake, Problem};
-use super::{TokenizerSection, schema};
+use super::{TokenizerSection, resolve, schema};
 use crate::keys::{Key, Kind};
 
 /// A parsed text with its overrides.
@@ -43,7 +43,8 @@ impl Document {
     /// Applies `section.key=value` items in order; what cannot be applied becomes a mistake.
     ///
     /// The value is read as TOML, else taken as a bare string. Choosing another `attention.kind` here drops the keys of
-    /// the text's kind, and choosing another tokenizer source drops the text's, so that one override is enough.
+    /// the text's kind, choosing another tokenizer source drops the text's, and choosing a preset drops what it sets, so
+    /// that one override is enough.
     pub(super) fn apply(&mut self, overrides: &[String]) {
         let mut set = BTreeSet::new();
         for item in overrides {
@@ -166,6 +167,21 @@ impl Document {
                 .and_then(Value::as_table_mut)
         {
             tokenizer.retain(|key, _| key == chosen || !TokenizerSection::SOURCES.contains(&key));
+        }
+        if set.contains("attention.preset") {
+            let mut drop = |section: &str, key: &str| {
+                if let Some(Value::Table(section)) = self.table.get_mut(section) {
+                    section.remove(key);
+                }
+            };
+            for name in resolve::preset_keys() {
+                if !set.contains(&format!("attention.{name}")) {
+                    drop("attention", name);
+                }
+            }
+            if !set.contains("model.layer_types") {
+                drop("model", "layer_types");
+            }
         }
         if !set.contains("attention.kind") {
             return;

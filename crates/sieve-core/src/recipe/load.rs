@@ -15,7 +15,7 @@ impl Recipe {
     ///
     /// `origin` names the text in messages, usually its path. An override's value is read as TOML, else taken as a bare
     /// string. Overriding `attention.kind` drops the keys that belong to the text's kind; overriding one of
-    /// `tokenizer.path` and `tokenizer.train` drops the other.
+    /// `tokenizer.path` and `tokenizer.train` drops the other; overriding `attention.preset` drops what it sets.
     ///
     /// # Errors
     /// [`RecipeError::Syntax`] when the text is not TOML, else [`RecipeError::Invalid`] with every mistake of the text
@@ -26,6 +26,7 @@ impl Recipe {
         let mut mistakes = std::mem::take(&mut document.mistakes);
         resolve::steps_of_stages(&mut document.table, &mut mistakes);
         check::check_table(&mut document.table, &mut mistakes);
+        resolve::preset(&mut document.table, &mut mistakes);
         resolve::defaults(&mut document.table, &mut mistakes);
 
         let parts = OwnedParts::from_table(&document.table);

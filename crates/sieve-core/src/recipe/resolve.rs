@@ -5,6 +5,7 @@ use toml::{Table, Value};
 use super::mistake::{Mistake, Problem};
 use super::{AttentionKind, Recipe, schema};
 use crate::keys::{Key, Section, Source};
+use crate::model::DmaShape;
 
 /// Turns a stage's `tokens` into steps, and fills `training.steps` in with their sum.
 ///
@@ -61,6 +62,51 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     {
         training.insert("steps".to_owned(), Value::Integer(sum));
     }
+}
+
+/// Writes out what `attention.preset = "paper"` stands for. Works on checked values.
+pub(super) fn preset(table: &mut Table, mistakes: &mut Vec<Mistake>) {
+    let Some(attention) = table.get_mut("attention").and_then(Value::as_table_mut) else {
+        return;
+    };
+    if attention
+        .remove(PRESET)
+        .and_then(|name| name.as_str().map(str::to_owned))
+        .as_deref()
+        != Some("paper")
+    {
+        return;
+    }
+    let published = published();
+    for name in preset_keys() {
+        let own = published.get(name);
+        if let Some(given) = attention.get(name).filter(|given| Some(*given) != own) {
+            let problem = Problem::Rule {
+                what: match own {
+                    Some(own) => format!("is {given}, but preset = \"paper\" sets it to {own}"),
+                    None => format!("is {given}, but preset = \"paper\" has no slope"),
+                },
+                hint: format!("leave attention.{name} or attention.preset out"),
+            };
+            mistakes.push(Mistake::new(format!("attention.{name}"), problem));
+        } else if let Some(own) = own {
+            attention.insert(name.to_owned(), own.clone());
+        }
+    }
+}
+
+/// The key whose value stands for others.
+pub(super) const PRESET: &str = "preset";
+
+/// The keys of DMA that the preset sets, or that do not go with it.
+pub(super) fn preset_keys() -> impl Iterator<Item = &'static str> {
+    let names = DmaShape::KEYS.iter().map(|key| key.name);
+    names.filter(|name| ![PRESET, "keep_window_size"].contains(name))
+}
+
+/// The published form as a table.
+fn published() -> Table {
+    Table::try_from(DmaShape::published(1)).expect("its values are those of TOML")
 }
 
 /// Writes out what the text leaves to a default: a value of the key's own, another key's, or the attention's window.

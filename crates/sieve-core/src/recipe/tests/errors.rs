@@ -219,7 +219,7 @@ fn each_rule_is_checked() {
         (
             "keep_window_size = 16",
             "keep_window_size = 16\nsliding_window = 8",
-            "attention.sliding_window: does not go with kind = \"dma\"\n    hint: it belongs to kind = \"swa\"; besides kind, \"dma\" takes keep_window_size, bias, a_init",
+            "attention.sliding_window: does not go with kind = \"dma\"\n    hint: it belongs to kind = \"swa\"; besides kind, \"dma\" takes preset, keep_window_size, bias, a_init",
         ),
         (
             "kind = \"dma\"\nkeep_window_size = 16",

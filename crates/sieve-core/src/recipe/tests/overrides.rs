@@ -182,3 +182,56 @@ fn bad_overrides_are_refused_by_name() {
         assert!(text.contains(expected), "{item}: {text}");
     }
 }
+
+const SLOPED: &str = "kind = \"dma\"\nkeep_window_size = 7\nbias = \"linear\"\nrecency = \"slope\"\n\
+    local_window_size = 2\nlongest_period = 9.0\na_init = 0.5";
+
+fn with_attention(keys: &str) -> String {
+    let own = "kind = \"dma\"\nkeep_window_size = 16";
+    assert!(MINIMAL.contains(own));
+    MINIMAL.replacen(own, keys, 1)
+}
+
+#[test]
+fn one_preset_replaces_all_that_departs_from_the_paper() {
+    let text = with_attention(SLOPED).replace(
+        "num_hidden_layers = 3",
+        "num_hidden_layers = 3\nlayer_types = [\"sparse\", \"sparse\", \"mha\"]",
+    );
+    let published = AttentionSection::Dma(DmaShape::published(7));
+    let load = |overrides: &[&str]| {
+        let overrides: Vec<_> = overrides.iter().map(|item| (*item).to_owned()).collect();
+        Recipe::load(&text, "r.toml", &overrides)
+    };
+    let recipe = load(&["attention.preset=paper"]).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(recipe.attention, published);
+    assert_eq!(recipe.model.layer_types, None);
+    let written = recipe.to_toml().expect("a loaded recipe can be written");
+    assert!(!written.contains("preset"), "{written}");
+    assert_eq!(Recipe::load(&written, "r.toml", &[]).as_ref(), Ok(&recipe));
+    // In the text, on its own.
+    let short = with_attention("kind = \"dma\"\nkeep_window_size = 7\npreset = \"paper\"");
+    let recipe = Recipe::load(&short, "r.toml", &[]).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(recipe.attention, published);
+    // What contradicts it is told, from the text and from an override.
+    let both = with_attention(&format!("{SLOPED}\npreset = \"paper\""));
+    let error = Recipe::load(&both, "r.toml", &[])
+        .expect_err("a contradiction")
+        .to_string();
+    for what in [
+        "attention.bias: is \"linear\", but preset = \"paper\" sets it to \"exp\"",
+        "attention.recency: is \"slope\", but",
+        "attention.local_window_size: is 2, but",
+        "attention.longest_period: is 9.0, but preset = \"paper\" has no slope",
+        "attention.a_init: is 0.5, but",
+        "hint: leave attention.bias or attention.preset out",
+    ] {
+        assert!(error.contains(what), "{what}\n{error}");
+    }
+    let error = load(&["attention.preset=paper", "attention.bias=linear"]).expect_err("another");
+    assert!(error.to_string().contains("attention.bias"), "{error}");
+    let error = load(&["attention.preset=papers"])
+        .expect_err("a misspelt name")
+        .to_string();
+    assert!(error.contains("paper"), "{error}");
+}
