@@ -2,8 +2,9 @@ use super::{Attention, LayerContext};
 use crate::testing::{KEEP_WINDOW_SIZE, Rows, assert_close, input, kinds, shape, values};
 use crate::{AttentionConfig, LayerCache, RmsNorm, WeightInit};
 use burn::backend::Autodiff;
-use burn::tensor::Tensor;
+use burn::tensor::{Int, Tensor, TensorPrimitive};
 use burn_flex::Flex;
+use sieve_core::{DmaBias, DmaRecency, DmaShape};
 use sieve_ops::{Documents, Residual};
 
 fn layer<B: burn::tensor::backend::Backend>(attention: sieve_core::Attention) -> Attention<B> {
@@ -176,4 +177,76 @@ fn every_parameter_and_the_input_get_gradients() {
     }
     let dx = values(x.grad(&gradients).expect("the input"));
     assert!(dx.iter().all(|dx| *dx != 0.0));
+}
+
+#[test]
+fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
+    // The first head's rank has grown to 2048, where f32 numbers lie 2^-13 to 2^-12 apart; a product and a sum that
+    // were rounded together here and apart there would rank other keys.
+    let (len, new) = (131_072, 200);
+    let dma = DmaShape {
+        bias: DmaBias::Linear,
+        recency: DmaRecency::Slope,
+        local_window_size: 8,
+        longest_period: Some(8192.0),
+        a_init: 0.5,
+        ..DmaShape::published(64)
+    };
+    let attention = sieve_core::Attention::Dma(dma);
+    let layer = layer::<Flex>(attention);
+    let Attention::Dma(inner) = &layer else {
+        panic!("not DMA")
+    };
+    let rows = Rows::new([1, len], &shape(attention));
+    let x = input::<Flex, 3>([1, len, 24], 4);
+    let all = layer.forward(x.clone(), x.zeros_like(), &rows.context());
+    let whole = inner.attend(
+        inner.qkv.forward(x.clone(), &rows.context()),
+        rows.context().documents,
+    );
+    let ranks: Vec<f32> = whole.rank.into_data().iter().collect();
+    let expire: Vec<i32> = whole.expire.into_data().iter().collect();
+
+    let mut cache = LayerCache::Empty;
+    let mut got = Vec::new();
+    let mut done = 0;
+    for tokens in std::iter::once(len - new).chain(vec![1; new]) {
+        let documents = Documents::whole_rows([1, tokens], &Default::default());
+        let context = LayerContext {
+            documents: &documents,
+            positions: documents.positions.clone().add_scalar(done as i64),
+            ..rows.context()
+        };
+        let x = x.clone().narrow(1, done, tokens);
+        let y = layer.forward_cached(x, &context, &mut [&mut cache]);
+        got.push(y.narrow(1, tokens - 1, 1));
+        done += tokens;
+    }
+    let got = values(Tensor::cat(got, 1));
+    let last = all.x.narrow(1, len - new - 1, new + 1);
+    assert_close("the last rows", &got, &values(last), 1e-5);
+    let LayerCache::Selected { cache, .. } = cache else {
+        panic!("no slots")
+    };
+    let slots = |primitive| Tensor::<Flex, 3>::from_primitive(primitive).into_data();
+    let held: Vec<f32> = slots(TensorPrimitive::Float(cache.rank)).iter().collect();
+    let positions = Tensor::<Flex, 3, Int>::from_primitive(cache.positions).into_data();
+    let positions: Vec<usize> = positions.iter::<i64>().map(|at| at as usize).collect();
+    for (head, (positions, held)) in positions.chunks(64).zip(held.chunks(64)).enumerate() {
+        let of_head = |at: usize| head * len + at;
+        for (&at, held) in positions.iter().zip(held) {
+            assert_eq!(
+                held.to_bits(),
+                ranks[of_head(at)].to_bits(),
+                "head {head}, key {at}"
+            );
+        }
+        let mut positions = positions.to_vec();
+        positions.sort_unstable();
+        let seen: Vec<usize> = (0..len)
+            .filter(|&at| expire[of_head(at)] as usize == len)
+            .collect();
+        assert_eq!(positions, seen, "head {head}");
+        assert!(seen[0] < len - 64, "head {head} keeps the last keys alone");
+    }
 }

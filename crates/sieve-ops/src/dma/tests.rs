@@ -4,6 +4,8 @@ mod mask;
 use super::{dma_bias, dma_rank, dynamic_mask_attention};
 use crate::testing::{Ad, Float, Input, Random, RandomInput, float, primitive};
 use crate::{AttentionSpec, DmaBias, Documents, reference};
+use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
+use burn_flex::Flex;
 use sieve_core::{DmaRecency, DmaShape};
 
 /// Three KV heads, a group of `group_size`.
@@ -68,4 +70,33 @@ fn reference_run(
     let selection = reference::dma_select::<Ad>(primitive(rank.clone()), &bounds, dma.window());
     let delta = primitive(dma_bias(rank, dma.bias));
     reference::dma_attention::<Ad>(qkv, delta, &bounds, &selection, spec).o
+}
+
+#[test]
+fn at_131072_tokens_a_rank_is_off_by_two_roundings() {
+    let (len, periods) = (131_072, [64.0, 8192.0]);
+    let z = Random(3).input(&[1, 2, len]);
+    let positions =
+        || Tensor::<Flex, 1, Int>::arange(0..len as i64, &Default::default()).unsqueeze::<2>();
+    let slopes = periods.map(|period| 1.0 / period).to_vec();
+    let tensor = Tensor::<Flex, 3>::from_primitive(TensorPrimitive::Float(z.tensor(DType::F32)));
+    let rank: Vec<f32> = dma_rank(tensor, positions, Some(slopes))
+        .into_data()
+        .iter()
+        .collect();
+    let z: Vec<f64> = z.values.iter().map(|&z| f64::from(z as f32)).collect();
+    for (head, period) in periods.into_iter().enumerate() {
+        let off = (0..len).map(|at| {
+            let exact = z[head * len + at] + at as f64 / period;
+            (f64::from(rank[head * len + at]) - exact).abs()
+        });
+        // Half a last place of the position's share, and half of the sum, which may be a binary place larger.
+        let share = len as f64 / period;
+        let bound = 1.5 * share * f64::from(f32::EPSILON);
+        let largest = off.fold(0.0, f64::max);
+        assert!(
+            largest <= bound && largest > bound / 8.0,
+            "head {head}: {largest} of {bound}"
+        );
+    }
 }
