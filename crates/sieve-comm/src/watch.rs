@@ -38,6 +38,8 @@ pub(crate) struct Watch {
 #[derive(Default)]
 struct State {
     failure: Option<Failure>,
+    /// A listener has found one, which is `failure` as soon as the others are told.
+    is_lost: bool,
     /// This rank needs the others no more.
     has_left: bool,
     /// Ranks that said so of themselves.
@@ -146,15 +148,17 @@ impl Watch {
             }
         };
         let mut state = self.lock();
-        if state.has_left || state.failure.is_some() {
+        if state.has_left || state.is_lost {
             return;
         }
-        state.failure = Some(failure.clone());
+        state.is_lost = true;
         drop(state);
-        self.changed.notify_all();
+        // Before this rank knows and leaves: nobody listens to one that said farewell.
         if self.rank == 0 {
             self.tell(&failure);
         }
+        self.lock().failure = Some(failure);
+        self.changed.notify_all();
         // Whoever waits for values wakes up with an error.
         for peer in self.peers.iter() {
             let _ = peer.data.shutdown(Shutdown::Both);
