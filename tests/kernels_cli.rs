@@ -135,6 +135,74 @@ impl Written {
     }
 }
 
+impl Written {
+    /// The mask and the ranks by their definition: the last keys, and the best-ranked of the older ones.
+    fn check_sloped_mask(&self, window: usize, local: usize, periods: [f64; 2]) {
+        let [batch, kv_heads, seq_len] = *self.shape("rank") else {
+            panic!("rank has three dimensions")
+        };
+        let starts: Vec<usize> = self
+            .values("cu_seqlens")
+            .iter()
+            .map(|&x| x as usize)
+            .collect();
+        let [z, rank, delta, expire] =
+            ["z", "rank", "delta", "expire"].map(|name| self.values(name));
+        assert_eq!(rank, delta);
+        for row in 0..batch * kv_heads {
+            let (at, token) = (row * seq_len, row / kv_heads * seq_len);
+            for i in 0..seq_len {
+                let first = starts.iter().rev().find(|&&start| start <= token + i);
+                let first = first.expect("0 is one") - token;
+                let exact = z[at + i] + (i - first) as f64 / periods[row % kv_heads];
+                assert!((rank[at + i] - exact).abs() < 1e-5);
+                let older = (i + 1).saturating_sub(local).max(first);
+                let mut kept: Vec<usize> = (first..older).collect();
+                kept.sort_by(|&a, &b| rank[at + b].total_cmp(&rank[at + a]).then(b.cmp(&a)));
+                kept.truncate(window - local);
+                kept.extend(older..=i);
+                kept.sort_unstable();
+                let seen: Vec<usize> = (first..=i).filter(|&j| expire[at + j] > i as f64).collect();
+                assert_eq!(seen, kept, "row {row}, query {i}");
+            }
+        }
+    }
+}
+
+#[test]
+fn options_of_dma_that_do_not_fit_are_told() {
+    let tiny = folder();
+    let sizes = "--shape seq_len=30,heads=4,kv_heads=2,head_dim=16 --out out --device cpu";
+    for (words, told) in [
+        (
+            "dma --window 8 --local-window 9",
+            "--local-window 9 is more than --window 8",
+        ),
+        (
+            "dma --window 8 --periods 64",
+            "--periods names 1, and there are 2 KV heads",
+        ),
+        (
+            "dma --window 8 --periods 64,0",
+            "0 is no number of tokens above 0",
+        ),
+        (
+            "dma_decode --window 8 --periods 64,9",
+            "--periods are for dma and dma_select",
+        ),
+        (
+            "swa --window 8 --local-window 2",
+            "--local-window is for dma",
+        ),
+    ] {
+        refused(
+            &mut tiny.sieve(&format!("kernels run {words} {sizes}")),
+            &[told],
+        );
+    }
+    assert!(!tiny.path("out").exists());
+}
+
 /// A folder to work in; its corpus is not used.
 fn folder() -> TinyRun {
     TinyRun::dma()
@@ -155,6 +223,11 @@ fn a_file_holds_inputs_outputs_and_gradients_that_agree() {
             "dma",
             "--window 9 --documents 2 --scores rising",
             "q k v z delta do o lse dq dk dv ddelta expire cu_seqlens",
+        ),
+        (
+            "dma",
+            "--window 9 --local-window 3 --periods 4,30 --documents 2",
+            "q k v z rank delta do o lse dq dk dv ddelta expire cu_seqlens",
         ),
     ] {
         succeed(&mut tiny.sieve(&format!(
@@ -177,6 +250,9 @@ fn a_file_holds_inputs_outputs_and_gradients_that_agree() {
             o < 2e-5 && lse < 2e-5 && ddelta < 2e-4,
             "{op}: {o:.1e} {lse:.1e} {ddelta:.1e}"
         );
+        if more.contains("periods") {
+            written.check_sloped_mask(9, 3, [4.0, 30.0]);
+        }
         // The softmax's gradients sum to nothing over the keys of a query, and so over all.
         if op == "dma" {
             let sum: f64 = written.values("ddelta").iter().sum();

@@ -79,6 +79,10 @@ pub struct RunSettings {
     pub shape: CaseShape,
     /// Keys a query sees (swa, decode) or keeps (dma, dma_select, dma_decode).
     pub window: Option<usize>,
+    /// Of those that DMA keeps, the last ones, kept whatever their rank.
+    pub local_window: usize,
+    /// Period of each KV head's slope, in tokens (dma, dma_select); empty: no recency.
+    pub periods: Vec<f64>,
     /// Documents a row is cut into, at random places.
     pub documents: usize,
     /// DMA's scores; independent ones when absent.
@@ -99,7 +103,8 @@ pub fn run<E: From<BenchError>>(
     out: &Path,
     target: impl FnOnce() -> Result<Target, E>,
 ) -> Result<(Vec<String>, String), E> {
-    let case = case(settings)?;
+    let mut case = case(settings)?;
+    let z = sloped(settings, &mut case)?;
     let target = target()?;
     let outputs = match &target {
         Target::Cpu => on_cpu(settings.op, &case),
@@ -113,7 +118,7 @@ pub fn run<E: From<BenchError>>(
         }
     };
     let on_gpu = matches!(target, Target::Cuda(_));
-    let tensors = tensors(settings.op, &case, outputs, on_gpu);
+    let tensors = tensors(settings.op, &case, z.as_deref(), outputs, on_gpu);
     let metadata = metadata(settings, &case, &target.name());
     write_tensor_file(out, &tensors, Some(metadata)).map_err(BenchError::from)?;
     let names = tensors.into_iter().map(|tensor| tensor.name).collect();
@@ -131,13 +136,24 @@ fn case(settings: &RunSettings) -> Result<Case> {
         }
         (Op::Attention | Op::Decode, None) => Keys::Dense,
         (Op::Swa | Op::Decode, Some(window)) => Keys::Window(window),
-        (Op::Dma | Op::DmaSelect | Op::DmaDecode, Some(window)) => Keys::chosen(window),
+        (Op::Dma | Op::DmaSelect | Op::DmaDecode, Some(window)) => {
+            if settings.local_window > window {
+                return refused(format!(
+                    "--local-window {} is more than --window {window}, the keys that are kept in all",
+                    settings.local_window
+                ));
+            }
+            Keys::local(window, settings.local_window)
+        }
         (_, None) => {
             return refused("this op needs --window: how many keys a query sees or keeps");
         }
     };
     if !chosen && settings.scores.is_some() {
         return refused("--scores are for dma, dma_select and dma_decode");
+    }
+    if !chosen && settings.local_window > 0 {
+        return refused("--local-window is for dma, dma_select and dma_decode");
     }
     if settings.documents != 1 && matches!(settings.op, Op::Decode | Op::DmaDecode) {
         return refused(format!(
@@ -148,6 +164,39 @@ fn case(settings: &RunSettings) -> Result<Case> {
     let scores = settings.scores.clone().unwrap_or(Scores::Independent);
     let cuts = Cuts::Count(settings.documents);
     Case::draw(shape, keys, cuts, &scores, settings.seed)
+}
+
+/// Adds the slopes to what ranks the keys, which becomes their bias too; returns the scores alone. `None` without slopes.
+fn sloped(settings: &RunSettings, case: &mut Case) -> Result<Option<Vec<f32>>> {
+    let (periods, kv_heads) = (&settings.periods, case.shape.num_kv_heads);
+    if periods.is_empty() {
+        return Ok(None);
+    }
+    if !matches!(settings.op, Op::Dma | Op::DmaSelect) {
+        return refused("--periods are for dma and dma_select");
+    }
+    if periods.len() != kv_heads {
+        let given = periods.len();
+        return refused(format!(
+            "--periods names {given}, and there are {kv_heads} KV heads: one each"
+        ));
+    }
+    if let Some(period) = periods.iter().find(|period| !(**period > 0.0)) {
+        return refused(format!(
+            "--periods: {period} is no number of tokens above 0"
+        ));
+    }
+    let z = case.z.clone();
+    let seq_len = case.shape.seq_len;
+    let rank = z.iter().enumerate().map(|(at, &z)| {
+        let (row, key) = (at / seq_len, at % seq_len);
+        let first = case.doc_start[row / kv_heads * seq_len + key];
+        let slope = (1.0 / periods[row % kv_heads]) as f32;
+        z + (key as i32 - first) as f32 * slope
+    });
+    let rank: Vec<f32> = rank.collect();
+    case.set_biases(rank.clone(), rank);
+    Ok(Some(z))
 }
 
 fn on_cpu(op: Op, case: &Case) -> Outputs {
@@ -203,8 +252,15 @@ fn on_cuda(
     Ok(outputs)
 }
 
-/// The tensors of the file. On a GPU o, dq, dk and dv are bf16, as the kernels wrote them; on the CPU f32.
-fn tensors(op: Op, case: &Case, outputs: Outputs, on_gpu: bool) -> Vec<NamedTensor> {
+/// The tensors of the file, `z` the scores where they are not the ranks. On a GPU o, dq, dk and dv are bf16, as the
+/// kernels wrote them; on the CPU f32.
+fn tensors(
+    op: Op,
+    case: &Case,
+    z: Option<&[f32]>,
+    outputs: Outputs,
+    on_gpu: bool,
+) -> Vec<NamedTensor> {
     let AttentionShape {
         batch,
         seq_len,
@@ -231,7 +287,10 @@ fn tensors(op: Op, case: &Case, outputs: Outputs, on_gpu: bool) -> Vec<NamedTens
         floats("k", &case.k, rows(num_kv_heads, head_dim), true);
         floats("v", &case.v, rows(num_kv_heads, head_dim_v), true);
     }
-    floats("z", &case.z, per_key.clone(), false);
+    floats("z", z.unwrap_or(&case.z), per_key.clone(), false);
+    if z.is_some() {
+        floats("rank", &case.z, per_key.clone(), false);
+    }
     floats("delta", &case.delta, per_key.clone(), false);
     if !outputs.dq.is_empty() {
         floats("do", &case.d_o, rows(num_heads, head_dim_v), true);
@@ -265,6 +324,8 @@ fn metadata(settings: &RunSettings, case: &Case, device: &str) -> HashMap<String
     let pairs = [
         ("op", settings.op.name().to_owned()),
         ("window", case.window().to_string()),
+        ("local_window", settings.local_window.to_string()),
+        ("periods", format!("{:?}", settings.periods)),
         ("scale", case.scale.to_string()),
         ("seed", settings.seed.to_string()),
         ("scores", scores.to_owned()),

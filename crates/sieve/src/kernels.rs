@@ -228,6 +228,8 @@ fn run_op(args: RunArgs) -> Result<()> {
         op: args.op,
         shape: args.shape,
         window: args.window,
+        local_window: args.local_window,
+        periods: args.periods,
         documents: args.documents,
         scores: args.scores,
         seed: args.seed,

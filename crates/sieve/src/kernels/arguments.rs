@@ -194,6 +194,13 @@ pub(crate) struct RunArgs {
     /// Keys a query sees (swa, decode) or keeps (dma, dma_select, dma_decode)
     #[arg(long, value_name = "KEYS")]
     pub(super) window: Option<usize>,
+    /// Of the keys that DMA keeps, the last ones, kept whatever their rank
+    #[arg(long, value_name = "KEYS", default_value_t = 0)]
+    pub(super) local_window: usize,
+    /// Period of each KV head's slope, in tokens, separated by commas: later keys rank higher, and the rank itself is
+    /// the bias (dma, dma_select)
+    #[arg(long, value_name = "TOKENS", value_delimiter = ',')]
+    pub(super) periods: Vec<f64>,
     /// Documents a row is cut into, at random places
     #[arg(long, value_name = "COUNT", default_value_t = 1)]
     pub(super) documents: usize,
