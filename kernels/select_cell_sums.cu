@@ -9,7 +9,7 @@
 #include "common/select_blocks.cuh"
 
 struct SelectCellSumsParams {
-  u64 num_queries, num_keys, block, offset;
+  u64 num_queries, num_keys, block, offset, query_block;
   u64 first_query, cell, query_cells;
 };
 
@@ -27,7 +27,7 @@ DEVICE float together(float x, float* places) {
 
 extern "C" __global__ void __launch_bounds__(128) select_cell_sums(const float* block_lse, float* mass, const __grid_constant__ SelectCellSumsParams params) {
   __shared__ float places[4];
-  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset};
+  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset, (int)params.query_block};
   const int row = (int)blockIdx.x, head = (int)blockIdx.y, columns = blocks.num_columns(), cell = (int)params.cell, first_query = (int)params.first_query;
   const int begin = row == 0 ? 0 : (blocks.first(row) - first_query) / cell, end = blocks.last(row) < first_query ? 0 : (blocks.last(row) - first_query) / cell + 1;
   mass += ((u64)head * blocks.num_rows() + row) * columns;

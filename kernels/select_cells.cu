@@ -1,6 +1,6 @@
 // select_cells: products of cells of queries with cells of keys, by which selectors score blocks: antidiagonals of XAttention (arXiv:2503.16428), flattened groups
 // of BFLA.
-// Math       x[h, a, b] = scale * sum_u q[first_query + a * cell + u'] . k[b * cell + u] over the `cell` places u of a cell, u' = u or, reversed, cell - 1 - u;
+// Math       x[h, a, b] = scale * sum_u q[first_query + a * query_step + u'] . k[b * cell + u] over the `cell` places u of a cell, u' = u or, reversed, cell - 1 - u;
 //            LSE: block_lse[h, a, j] = log2 sum_b 2^(x log2(e)) over the cells b of block j not after a's own; else the largest x of each pair of blocks
 // Layout     q, k as attention_forward, batch 1; queries are the tokens from first_query on that lie in the call's (the last num_queries), others count as zeros;
 //            out f32 [heads, query cells (LSE) or query blocks, key blocks] of the heads from first_head on, contiguous; a block has per_block cells

@@ -1,22 +1,26 @@
 // select_choose: which blocks of keys each block of queries keeps, by mass or by number.
-// Math       of the blocks that a row admits, by falling score (equal ones by rising number): the shortest prefix that holds `goal` of the softmax's mass, or `top`
-//            blocks. IS_MASS: scores are masses already. FORCED: the first block and those that meet the row's queries are kept before all others and count
+// Math       of the blocks that compete in a row, by falling score (equal ones by rising number): the shortest prefix that holds `goal` of the softmax's mass
+//            (absolute: `goal` itself; strict: more than that), or `top` blocks, or with tops as many as it has for the head (0: by mass; less: none), or with
+//            share that share of the competing ones, rounded up. IS_MASS: scores are masses already. FORCED: the first block and those that meet the row's
+//            queries are kept before all others and count. The first num_first have the highest score; drops_absent: minus infinity is never kept
 // Layout     score f32 [heads, rows, columns] of the heads from first_head on; kept u32 [num_heads, rows, ceil(columns / 32)], a bit a block; nan i32 [num_heads], added to: rows with a
-//            score that is no number, by mass also one that is infinite
-// Buffers    score, kept, nan
-// Defines    IS_MASS 0|1, FORCED 0|1
-// Tiling     grid (rows, heads, 1); 128 threads a row; dynamic shared bytes = columns * 4
+//            score that is no number, by mass also one that is infinite; tops i32 [num_heads], read where has_tops
+// Buffers    score, kept, nan, tops
+// Defines    IS_MASS 0|1, FORCED 0|1; LONG 0|1: scores are read where they are, by rows of one block of queries
+// Tiling     grid (rows, heads, 1); 128 threads a row, LONG 1024; dynamic shared bytes = LONG ? 0 : columns * 4
 // Numerics   exact order of f32; sums of masses in a fixed order, which is not that of the CPU: a prefix may differ where its mass meets the goal to 1e-6
-// Edges      goal >= 1 keeps all; at least one block stays; top 0: by mass; a row with NaN keeps nothing: its head is dense
+// Edges      goal >= 1 (absolute: infinity) keeps all; at least one block stays of those that compete; top 0 and share 0: by mass; a row with NaN keeps nothing: its head is dense
 #include "common/order_key.cuh"
 #include "common/select_blocks.cuh"
 
-constexpr int NUM_WARPS = 4;
+constexpr int NUM_THREADS = LONG ? 1024 : 128, NUM_WARPS = NUM_THREADS / 32;
 
 struct SelectChooseParams {
-  u64 num_queries, num_keys, block, offset;
-  u64 first_head, top;
-  u64 goal;  // f32 bits
+  u64 num_queries, num_keys, block, offset, query_block;
+  u64 first_head, top, has_tops, segment, num_first, drops_absent;
+  u64 share;  // f64 bits
+  u64 goal;   // f32 bits
+  u64 absolute, strict;
 };
 
 DEVICE float warp_sum(float x) {
@@ -53,49 +57,58 @@ struct Together {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(128) select_choose(const float* score, u32* kept, i32* nan, const __grid_constant__ SelectChooseParams params) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8) select_choose(const float* score, u32* kept, i32* nan, const i32* tops,
+                                                                        const __grid_constant__ SelectChooseParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
+  u32* stored = (u32*)shared_memory;
   __shared__ float places[2 * NUM_WARPS];
-  u32* order = (u32*)shared_memory;  // of scores, or of masses up to a factor; 0: kept in any case
   Together together = {places, 0};
-  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset};
+  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset, (int)params.query_block};
   const int row = (int)blockIdx.x, head = (int)params.first_head + (int)blockIdx.y, columns = blocks.num_columns(), words = ceil_div(columns, 32), thread = (int)threadIdx.x;
-  const int admissible = blocks.admissible(row), top = (int)params.top;
+  const int admissible = blocks.competing(row, (int)params.segment), num_first = (int)params.num_first;
+  int top = params.has_tops ? tops[head] : (int)params.top;
+  const double share = __longlong_as_double((i64)params.share);
+  // 1 - 0.7 is a little more than 0.3; that must not round up.
+  if (share > 0.0) top = (int)ceil(share * admissible - 1e-9);
   score += ((u64)blockIdx.y * blocks.num_rows() + row) * columns;
   kept += ((u64)head * blocks.num_rows() + row) * words;
   const auto is_forced = [&](int j) { return FORCED && (j == 0 || j >= blocks.first(row) / blocks.block); };
 
   // Load: masses relative to the largest, or scores as they are.
+  const bool none = top < 0 || (share > 0.0 && top == 0), by_mass = top == 0;
   float bad = 0.0f, largest = -INFINITY_F32;
-  for (int j = thread; j < admissible; j += 128) {
+  for (int j = thread; j < admissible && !none; j += NUM_THREADS) {
     const float x = score[j];
-    order[j] = __float_as_uint(x);
-    if (x != x || (top == 0 && x == INFINITY_F32)) bad = 1.0f;
+    if (!LONG) stored[j] = __float_as_uint(x);
+    if (x != x || (by_mass && x == INFINITY_F32)) bad = 1.0f;
     largest = fmaxf(largest, x);
   }
-  if (together.sum(bad) > 0.0f) {
-    if (thread == 0) atomicAdd(nan + head, 1);
-    for (int word = thread; word < words; word += 128) kept[word] = 0;
+  const bool is_bad = together.sum(bad) > 0.0f;
+  if (is_bad || none) {
+    if (thread == 0 && is_bad) atomicAdd(nan + head, 1);
+    for (int word = thread; word < words; word += NUM_THREADS) kept[word] = 0;
     return;
   }
-  const bool by_mass = top == 0;
   largest = together.largest(largest);
   float total = 0.0f, forced = 0.0f, highest = 0.0f;
-  for (int j = thread; j < admissible; j += 128) {
-    float x = __uint_as_float(order[j]);
-    if (by_mass && !IS_MASS) x = largest == -INFINITY_F32 ? 0.0f : exp2f((x - largest) * LOG2_E);
-    const float weight = by_mass ? x : 1.0f;
+  // Its place in the order of a row: of scores, or of masses up to a factor; 0: kept in any case.
+  const auto weighed = [&](float x) { return by_mass && !IS_MASS ? (largest == -INFINITY_F32 ? 0.0f : exp2f((x - largest) * LOG2_E)) : x; };
+  const auto order_of = [&](int j, float x) { return is_forced(j) ? 0 : j < num_first ? ~0u : order_of_score(weighed(x)); };
+  for (int j = thread; j < admissible; j += NUM_THREADS) {
+    const float x = LONG ? score[j] : __uint_as_float(stored[j]), weight = by_mass ? weighed(x) : 1.0f;
     total += weight;
     if (is_forced(j)) forced += weight;
     else highest = 1.0f;
-    order[j] = is_forced(j) ? 0 : order_of_score(x);
+    if (!LONG) stored[j] = order_of(j, x);
   }
+  const auto order = [&](int j) { return LONG ? order_of(j, score[j]) : stored[j]; };
   total = together.sum(total);
   forced = together.sum(forced);
   const bool has_others = together.largest(highest) > 0.0f;
-  const float goal = by_mass ? f32_word(params.goal) * total : (float)top;
-  const bool all = by_mass ? f32_word(params.goal) >= 1.0f : top >= admissible;
-  const bool only_forced = FORCED && forced >= goal, searches = !all && !only_forced && has_others;
+  const float given = f32_word(params.goal), goal = !by_mass ? (float)top : params.absolute ? given : given * total;
+  const bool all = by_mass ? (params.absolute ? given == INFINITY_F32 : given >= 1.0f) : top >= admissible, strict = params.strict;
+  const auto enough_of = [&](float sum) { return strict ? sum > goal : sum >= goal; };
+  const bool only_forced = FORCED && enough_of(forced), searches = !all && !only_forced && has_others;
   // A mass is not negative: its order is its bits and the highest one.
   const auto weight_of = [&](u32 order) { return by_mass ? __uint_as_float(order ^ 0x80000000u) : 1.0f; };
 
@@ -106,33 +119,37 @@ extern "C" __global__ void __launch_bounds__(128) select_choose(const float* sco
       const u32 tried = least | 1u << bit;
       // Masses are added up; one that is 0 counts as present.
       float reached = 0.0f, present = 0.0f;
-      for (int j = thread; j < admissible; j += 128)
-        if (order[j] >= tried) {
-          reached += weight_of(order[j]);
+      for (int j = thread; j < admissible; j += NUM_THREADS) {
+        const u32 place = order(j);
+        if (place >= tried) {
+          reached += weight_of(place);
           present = 1.0f;
         }
+      }
       reached = together.sum(reached) + forced;
-      bool enough = reached >= goal;
+      bool enough = enough_of(reached);
       if (enough && reached <= forced) enough = together.largest(present) > 0.0f;  // the same for all threads
       if (enough) least = tried;
     }
   // How many of those that just reach it are needed beside the larger ones.
   float above = 0.0f, equal = 0.0f;
   if (searches) {
-    for (int j = thread; j < admissible; j += 128) {
-      if (order[j] > least) above += weight_of(order[j]);
-      if (order[j] == least) equal += 1.0f;
+    for (int j = thread; j < admissible; j += NUM_THREADS) {
+      const u32 place = order(j);
+      if (place > least) above += weight_of(place);
+      if (place == least) equal += 1.0f;
     }
     above = together.sum(above) + forced;
     equal = together.sum(equal);
   }
   int needed = 1;
   const float mass = weight_of(least);
-  for (float sum = above + mass; sum < goal && needed < (int)equal; sum += mass) needed += 1;
+  for (float sum = above + mass; !enough_of(sum) && needed < (int)equal; sum += mass) needed += 1;
 
   // Each warp writes neighbouring words; of equal scores the first `needed` stay.
   const int lane = thread % 32, warp = thread / 32, per_warp = ceil_div(words, NUM_WARPS), end = min((warp + 1) * per_warp, words);
-  const auto is_equal = [&](int j) { return j < admissible && order[j] == least && !is_forced(j); };
+  const auto is_equal = [&](int j) { return j < admissible && order(j) == least && !is_forced(j); };
+  const u32 absent = params.drops_absent ? order_of_score(-INFINITY_F32) : 0;
   int before = 0;
   if (searches) {
     for (int word = warp * per_warp; word < end; ++word) before += __popc(__ballot_sync(~0u, is_equal(word * 32 + lane)));
@@ -147,7 +164,8 @@ extern "C" __global__ void __launch_bounds__(128) select_choose(const float* sco
     const bool same = searches && is_equal(j);
     const u32 equals = __ballot_sync(~0u, same);
     bool taken = j < admissible && (all || is_forced(j));
-    if (j < admissible && searches) taken |= order[j] > least || (same && before + __popc(equals & ((1u << lane) - 1)) < needed);
+    if (j < admissible && searches) taken |= order(j) > least || (same && before + __popc(equals & ((1u << lane) - 1)) < needed);
+    if (taken && absent) taken = order(j) != absent;
     const u32 bits = __ballot_sync(~0u, taken);
     if (lane == 0) kept[word] = bits;
     before += __popc(equals);

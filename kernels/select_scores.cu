@@ -1,5 +1,5 @@
 // select_scores: products of the means of blocks, in f32.
-// Math       score[h, i, j] = scale * q_mean[h, i] . k_mean[h / group, j] for blocks of keys j that begin no later than the last query of block i
+// Math       score[h, i, j] = (adds: itself +) scale * q_mean[h, i] . k_mean[h / group, j] for blocks of keys j that begin no later than the last query of block i
 // Layout     q_mean f32 [num_heads, rows, head_dim], k_mean f32 [num_kv_heads, columns, head_dim], score f32 [heads, rows, columns] of the heads from first_head
 //            on, all contiguous
 // Buffers    q_mean, k_mean, score
@@ -10,9 +10,10 @@
 #include "common/select_blocks.cuh"
 
 struct SelectScoresParams {
-  u64 num_queries, num_keys, block, offset;
+  u64 num_queries, num_keys, block, offset, query_block;
   u64 num_heads, num_kv_heads, head_dim, first_head;
   u64 scale;  // f32 bits
+  u64 adds;   // to the scores that are there
 };
 
 constexpr int SIDE = 64, DEPTH = 16, PITCH = SIDE + 4;
@@ -27,7 +28,7 @@ DEVICE void load_side(float* to, const float* from, int vectors, int head_dim, i
 
 extern "C" __global__ void __launch_bounds__(256) select_scores(const float* q_mean, const float* k_mean, float* score, const __grid_constant__ SelectScoresParams params) {
   __shared__ float q[DEPTH * PITCH], k[DEPTH * PITCH];
-  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset};
+  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset, (int)params.query_block};
   const int rows = blocks.num_rows(), columns = blocks.num_columns(), head_dim = (int)params.head_dim;
   const int first_row = (int)blockIdx.y * SIDE, first_column = (int)blockIdx.x * SIDE, head = (int)params.first_head + (int)blockIdx.z;
   const int num_rows = min(SIDE, rows - first_row), num_columns = min(SIDE, columns - first_column);
@@ -61,5 +62,8 @@ extern "C" __global__ void __launch_bounds__(256) select_scores(const float* q_m
   for (int i = 0; i < 4; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      if (row + i < num_rows && column + j < num_columns) score[((u64)blockIdx.z * rows + first_row + row + i) * columns + first_column + column + j] = sum[i][j] * scale;
+      if (row + i < num_rows && column + j < num_columns) {
+        float* to = score + ((u64)blockIdx.z * rows + first_row + row + i) * columns + first_column + column + j;
+        *to = (params.adds ? *to : 0.0f) + sum[i][j] * scale;
+      }
 }

@@ -4,7 +4,7 @@
 // Layout     q, k, v as attention_forward, batch 1, keys of tokens 0 .. seq_len - 1; queries are the last num_queries tokens of q's tensor;
 //            o bf16 [num_queries, num_heads, HEAD_DIM], lse f32 [num_heads, num_queries] contiguous. mask i32: the arrays of sieve-select's SparseMask in one
 //            buffer, each at a word of params (0: absent): row_ptr [lists * num_query_tiles + 1] and tile_idx (absent: every key up to a tile's last query),
-//            col_ptr and col_idx, key_order [num_heads / heads_per_order, seq_len], query_order [num_heads, num_queries], windows {init, local} [lists],
+//            col_ptr and col_idx, key_order [num_heads / heads_per_order, seq_len], query_order [num_heads, num_queries] (or [num_slots], for some rows of all heads), windows {init, local} [lists],
 //            tile_order [lists, num_query_tiles]: query tiles by falling number of keys. lists = num_heads / heads_per_list
 // Buffers    q, k, v, mask, o, lse
 // Defines    as attention_forward; HEADS_PER_TILE is always 1, HAS_BIAS is 0
@@ -13,7 +13,7 @@
 //              + BLOCK_KV * 8 * (NUM_STAGES == 2 ? 4 : NUM_STAGES <= 4 ? 8 : 16)
 // Numerics   as attention_forward; the order of a row's sums follows the list
 // Edges      any sizes of tiles; rows of K and V that no query of the block sees are never read (with permuted queries: those of tiles that are not listed).
-//            A launch may compute a range of rows alone: first_row, num_slots (then without query_order)
+//            A launch may compute some rows alone: the range first_row, num_slots, or the num_slots rows of query_order
 #define GATHER 1
 #define SPARSE 1
 #include "common/attention_params.cuh"

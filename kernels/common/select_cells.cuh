@@ -8,7 +8,7 @@
 struct SelectCellsParams {
   u64 num_queries, num_keys, num_heads, num_kv_heads, first_head;
   u64 q_offset, k_offset, q_token_stride, k_token_stride;  // elements
-  u64 first_query, cell, per_block, reversed;
+  u64 first_query, cell, query_step, per_block, reversed;
   u64 out_rows, out_columns;
   u64 scale;  // f32 bits
 };
@@ -20,7 +20,7 @@ using Tile = SwizzledTile<STEP>;
 static_assert(SIDE * PITCH * 4 <= STAGES * STAGE_BYTES, "scores lie where the ring was");
 static_assert(HEAD_DIM % STEP == 0, "a step stays inside a token");
 
-// One side of a tile: 128 cells, of which a step brings 64 columns of one token each. Tokens outside first .. end arrive as zeros.
+// One side of a tile: 128 cells that begin `cell` tokens apart, of which a step brings 64 columns of one token each. Tokens outside first .. end arrive as zeros.
 struct CellSide {
   const bf16* from;  // this thread's chunk of its first cell's first token
   i64 token_stride;
@@ -50,17 +50,17 @@ struct CellSide {
 template <class Params>
 DEVICE void select_cells_tile(const bf16* q, const bf16* k, float* out, const Params& params, unsigned char* shared_memory) {
   const u32 shared = shared_address(shared_memory);
-  const int cell = (int)params.cell, per_block = (int)params.per_block, head = (int)params.first_head + (int)blockIdx.z, kv_head = head / (int)(params.num_heads / params.num_kv_heads);
+  const int cell = (int)params.cell, query_step = (int)params.query_step, per_block = (int)params.per_block, head = (int)params.first_head + (int)blockIdx.z, kv_head = head / (int)(params.num_heads / params.num_kv_heads);
   const int first_a = (int)blockIdx.y * SIDE, first_b = (int)blockIdx.x * SIDE;
-  const i64 num_keys = (i64)params.num_keys, context = num_keys - (i64)params.num_queries, first_token = (i64)params.first_query + (i64)first_a * cell;
+  const i64 num_keys = (i64)params.num_keys, context = num_keys - (i64)params.num_queries, first_token = (i64)params.first_query + (i64)first_a * query_step;
   // Blocks of keys that begin after the tile's last query: whole blocks, so that a row's own block is there.
-  const i64 last_token = min(first_token + (i64)SIDE * cell, num_keys) - 1, block_tokens = (i64)per_block * cell;
+  const i64 last_token = min(first_token + (i64)SIDE * query_step, num_keys) - 1, block_tokens = (i64)per_block * cell;
   if ((i64)first_b * cell > last_token / block_tokens * block_tokens) return;
   q += params.q_offset + (u64)head * HEAD_DIM;
   k += params.k_offset + (u64)kv_head * HEAD_DIM;
 
   const int steps = cell * (HEAD_DIM / STEP);
-  const CellSide queries(q, params.q_token_stride, first_token, cell, context, num_keys), keys(k, params.k_token_stride, (i64)first_b * cell, cell, 0, num_keys);
+  const CellSide queries(q, params.q_token_stride, first_token, query_step, context, num_keys), keys(k, params.k_token_stride, (i64)first_b * cell, cell, 0, num_keys);
   const bool reversed = params.reversed;
   const auto load_step = [&](int step) {
     if (step < steps) {
@@ -119,8 +119,8 @@ DEVICE void select_cells_tile(const bf16* q, const bf16* k, float* out, const Pa
   // Scores go to shared memory, where whole blocks of them are read. LSE: in powers of two, and cells of keys after a query's own count nothing.
   float* score = (float*)shared_memory;
   const float scale = f32_word(params.scale) * (LSE ? LOG2_E : 1.0f);
-  const i64 own_cell = (i64)(params.first_query / (u64)cell) + first_a;  // LSE: first_query is a multiple of the cell
-  const auto put = [&](int a, int b, float x) { score[a * PITCH + b] = LSE && first_b + b > own_cell + a ? -INFINITY_F32 : x * scale; };
+  // LSE: first_query and query_step are multiples of the cell.
+  const auto put = [&](int a, int b, float x) { score[a * PITCH + b] = LSE && (first_b + b) * cell > (int)first_token + a * query_step ? -INFINITY_F32 : x * scale; };
 #if WGMMA
 #pragma unroll
   for (int i = 0; i < 64; ++i) put((int)threadIdx.x / 32 * 16 + lane / 4 + i % 4 / 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2, sum[i]);

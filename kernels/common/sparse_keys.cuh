@@ -77,7 +77,8 @@ struct SparseMask {
     SparseQueries queries;
     queries.context = num_keys - num_queries;
     queries.num_slots = min(min(tile_end, num_slots) - first_slot, rows);
-    queries.order = query_order ? data + query_order + (u64)head * num_queries + first_slot : nullptr;
+    // An order of some rows only is that of all heads.
+    queries.order = query_order ? data + query_order + (num_slots == num_queries ? (u64)head * num_queries : 0) + first_slot : nullptr;
     queries.first = query_order ? 0 : queries.context + first_row + first_slot;
     queries.end = query_order ? num_keys : queries.first + max(queries.num_slots, 0);
     return queries;

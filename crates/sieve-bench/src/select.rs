@@ -6,7 +6,8 @@ use crate::report::{Report, is_device_limit};
 use burn::tensor::DType;
 use sieve_core::BlockSelection;
 use sieve_kernels::{
-    AttentionShape, KernelError, KernelFamily, KeySource, Qkv, attention_family, select_blocks,
+    AttentionShape, KernelError, KernelFamily, KeySource, Qkv, attention_family, correct_by_probes,
+    select_blocks, sparse_attention_forward,
 };
 use sieve_select::{Call, CallShape, Selector, SparseMask};
 use sieve_testing::Random;
@@ -21,6 +22,20 @@ const SELECTORS: &[&str] = &[
     "bfla:block=64,pooling=mean,tile=32,keep_mass=TAU",
     "xattention:block=32,stride=8,tau=TAU",
     "xattention:block=64,stride=16,tau=TAU,mode=slash,norm=0.5,gqa=union",
+    "oracle_topk:block=32,tau=TAU",
+    "oracle_topk:block=16,k=3",
+    "vertical_slash:vertical=40,slash=60",
+    "minference:first_dense_layers=0",
+    // The first trusts no map of blocks, the second every one.
+    "flexprefill:block=16,min_budget=32,gamma=TAU,tau=0",
+    "flexprefill:block=32,min_budget=32,max_budget=64,gamma=TAU,tau=1,gqa=union",
+    "pbs:block=16,segment=64,tau=TAU",
+    "pbs:block=32,segment=32,tau=TAU,gqa=union",
+    "ba_att:block=16,segment=64,sparsity=0.3,compensate_layers=all",
+    "ba_att:block=32,segment=128,sort=k,gqa=union,compensate_layers=none",
+    "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=12,k_exact=4,k_trim=9",
+    "momo:first_dense_layers=0,gamma=8,chi=64,beta=16,k=6,topk=gauss,sink_blocks=2,gqa=union",
+    "delta:base=meanpool,base.block=32,base.tau=TAU,base.min_prefill_tokens=0",
 ];
 
 /// The share of mass, and how far sums in another order may move it.
@@ -33,6 +48,9 @@ const MOST_ROWS_AT_THE_MARGIN: f64 = 0.02;
 /// Queries and keys: whole prompts, a chunk that begins inside a cell, one query.
 const SIZES: &[[usize; 2]] = &[[300, 300], [150, 391], [1, 70]];
 
+/// Probe rows stand at multiples of their distance: chunks that begin at one.
+const SIZES_OF_PROBES: &[[usize; 2]] = &[[300, 300], [150, 390], [130, 450]];
+
 /// The wrapper with each selector, at several sizes; and once with a number that is none.
 pub(crate) fn check_wrappers(
     report: &mut Report,
@@ -41,7 +59,12 @@ pub(crate) fn check_wrappers(
 ) -> Result<()> {
     let mut random = Random(extent.seed);
     for &name in SELECTORS {
-        for (at, &[num_queries, num_keys]) in SIZES.iter().enumerate() {
+        let sizes = match name {
+            name if name.contains("gamma=5,") => SIZES_OF_PROBES,
+            name if name.starts_with("momo") => &SIZES_OF_PROBES[..1],
+            _ => SIZES,
+        };
+        for (at, &[num_queries, num_keys]) in sizes.iter().enumerate() {
             let num_kv_heads = random.between(1, 3);
             let shape = CallShape {
                 num_queries,
@@ -51,7 +74,11 @@ pub(crate) fn check_wrappers(
                 head_dim: [64, 128][at % 2],
             };
             for has_nan in [false, true] {
-                if has_nan && at != 0 {
+                // What is dense whatever its operands are needs no steps.
+                let is_dense = Case::draw(shape, name, false, &mut Random(1))
+                    .selection()
+                    .is_none();
+                if (has_nan && at != 0) || (is_dense && at != 0) {
                     continue;
                 }
                 let case = Case::draw(shape, name, has_nan, &mut random);
@@ -67,7 +94,75 @@ pub(crate) fn check_wrappers(
             }
         }
     }
+    for text in CORRECTED {
+        for &[num_queries, num_keys] in &SIZES[..2] {
+            let row = "correct_by_probes";
+            match corrected(device, text, [num_queries, num_keys], &mut random) {
+                Ok(outcome) => report.add(row, "kernels", text, outcome),
+                Err(error) if is_device_limit(&error.to_string()) => {
+                    report.add_missing(row, &error.to_string());
+                }
+                Err(error) => report.add(row, "refused", text, Err(error.to_string())),
+            }
+        }
+    }
     Ok(())
+}
+
+/// Selectors whose output dense rows correct.
+const CORRECTED: &[&str] = &[
+    "delta:gamma=7,base.min_prefill_tokens=0,base.n_local=20,base.n_init=3",
+    "delta:gamma=16,dense_tail=false,base.min_prefill_tokens=0,base.n_local=20",
+    "delta:mode=recompute,base.min_prefill_tokens=0,base.n_local=20",
+];
+
+/// How far rounding to bf16, three times, may move an output: values are normal numbers.
+const FARTHEST_CORRECTED: f32 = 0.05;
+
+/// Attention under a mask and its correction against the CPU's; the largest difference, of what is allowed.
+fn corrected(
+    device: &dyn Device,
+    text: &str,
+    [num_queries, num_keys]: [usize; 2],
+    random: &mut Random,
+) -> Result<Result<f32, String>, KernelError> {
+    let shape = CallShape {
+        num_queries,
+        num_keys,
+        num_heads: 4,
+        num_kv_heads: 2,
+        head_dim: 64,
+    };
+    let q = random.bf16_normals(num_queries * 4 * 64);
+    let [k, v] = [(); 2].map(|()| random.bf16_normals(num_keys * 2 * 64));
+    let call = Call::new(shape, &q, &k, &v).expect("sizes fit");
+    let selector = Selector::parse(&format!("{text},min_prefill_tokens=0"));
+    let selector = selector.expect("the names above are right");
+    let expected = selector.prefill(&call).expect("a prefill method").output.o;
+    let mask = selector
+        .select_uncorrected(&call)
+        .expect("a prefill method");
+    let packed = mask.packed().expect("its own arrays");
+    let put = |values: &[f32], heads| device.float(values, &[1, num_keys, heads, 64], DType::BF16);
+    let mut all = vec![f32::NAN; shape.context() * 4 * 64];
+    all.extend(&q);
+    let qkv = Qkv::separate(&put(&all, 4), &put(&k, 2), &put(&v, 2));
+    let data = device.int(packed.data(), &[packed.data().len()]);
+    let scale = shape.softmax_scale();
+    let sparse = sparse_attention_forward(&qkv, packed.layout(), &data, scale)?;
+    let correction = selector.correction(shape, 0).expect("it corrects");
+    let dense = mask.dense_rows.first().cloned().unwrap_or(0..0);
+    correct_by_probes(&qkv, &sparse.o, correction, dense, scale)?;
+    let found = device.floats(&sparse.o)?;
+    let mut worst = 0.0_f32;
+    for (at, (x, y)) in found.iter().zip(&expected).enumerate() {
+        let far = (x - y).abs();
+        if !(far <= FARTHEST_CORRECTED) {
+            return Ok(Err(format!("element {at}: {x}, the CPU has {y}")));
+        }
+        worst = worst.max(far);
+    }
+    Ok(Ok(worst / FARTHEST_CORRECTED))
 }
 
 struct Case {
@@ -95,6 +190,10 @@ impl Case {
         selector.expect("the names above are right")
     }
 
+    fn selection(&self) -> Option<BlockSelection> {
+        self.selector(TAU).block_selection(self.shape, 0, 0)
+    }
+
     fn path(&self, device: &dyn Device) -> &'static str {
         let CallShape {
             num_heads,
@@ -119,7 +218,14 @@ impl Case {
 
     fn on_host(&self, tau: f64) -> SparseMask {
         let call = Call::without_values(self.shape, &self.q, &self.k).expect("sizes fit");
-        let mask = self.selector(tau).select(&call);
+        let mask = match self.name.starts_with("momo") || self.name.starts_with("delta") {
+            // Values change a correction, not the lists.
+            true => {
+                let call = Call::new(self.shape, &self.q, &self.k, &self.k).expect("sizes fit");
+                self.selector(tau).select(&call)
+            }
+            false => self.selector(tau).select(&call),
+        };
         mask.expect("a prefill method")
     }
 
@@ -139,8 +245,8 @@ impl Case {
         };
         let k = put(&self.k, num_kv_heads);
         let qkv = Qkv::separate(&put(&q, num_heads), &k, &k);
-        let selection = self.selector(TAU).block_selection(self.shape, 0);
-        let selection = selection.expect("a device takes these");
+        let selection = self.selection();
+        let selection = selection.unwrap_or_else(|| panic!("a device takes {}", self.name));
         let made = select_blocks(&qkv, &selection)?;
         let found = Found {
             data: device.ints(&made.data)?,
@@ -174,7 +280,14 @@ impl Case {
                 }
                 differing += usize::from(tiles != expected);
                 let at = list * rows + i;
-                let pairs = self.pairs(&exact, i, tiles);
+                let columns = found.columns(at);
+                if columns != exact.columns(list, i) {
+                    let expected = exact.columns(list, i);
+                    return Err(format!(
+                        "{place}: keys {columns:?}, the CPU keeps {expected:?}"
+                    ));
+                }
+                let pairs = pairs(&exact, list, i, tiles, columns);
                 if found.counts[at] as usize != tiles.len() || found.pairs[at] as usize != pairs {
                     return Err(format!(
                         "{place}: {} tiles, {} pairs; {} and {pairs} are kept",
@@ -185,24 +298,46 @@ impl Case {
                 }
             }
         }
+        for (what, order, expected) in [
+            (
+                "keys",
+                found.order(5, exact.key_order.len()),
+                &exact.key_order,
+            ),
+            (
+                "queries",
+                found.order(6, exact.query_order.len()),
+                &exact.query_order,
+            ),
+        ] {
+            if order != *expected {
+                let at = order.iter().zip(expected).position(|(a, b)| a != b);
+                return Err(format!("the order of {what} differs from slot {at:?} on"));
+            }
+        }
         let share = differing as f64 / (exact.num_lists() * rows) as f64;
         // Of few rows one may lie there.
         let allowed = MOST_ROWS_AT_THE_MARGIN.max(1.0 / (exact.num_lists() * rows) as f64);
         Ok((share / allowed) as f32)
     }
+}
 
-    fn pairs(&self, mask: &SparseMask, row: usize, tiles: &[i32]) -> usize {
-        let positions = mask.tiles.first(row)..=mask.tiles.last(row);
-        let keys = |tile: &i32| mask.tiles.keys(*tile as usize);
-        let seen = |position: usize| {
-            tiles
-                .iter()
-                .flat_map(keys)
-                .filter(|&key| key <= position)
-                .count()
-        };
-        positions.map(seen).sum()
-    }
+/// Pairs of a query of a row and a kept key not after it.
+fn pairs(mask: &SparseMask, list: usize, row: usize, tiles: &[i32], columns: &[i32]) -> usize {
+    let head = mask.heads_of(list).start;
+    let slots = tiles
+        .iter()
+        .flat_map(|&tile| mask.tiles.keys(tile as usize));
+    let slots = slots.chain(columns.iter().map(|&slot| slot as usize));
+    let order = mask.key_order_of(list);
+    let keys: Vec<usize> = slots
+        .map(|slot| order.map_or(slot, |order| order[slot] as usize))
+        .collect();
+    let seen = |slot: usize| {
+        let position = mask.tiles.context() + mask.query_row(head, slot);
+        keys.iter().filter(|&&key| key <= position).count()
+    };
+    mask.tiles.rows(row).map(seen).sum()
 }
 
 /// What the device chose.
@@ -220,6 +355,21 @@ impl Found {
         let bound = |at: usize| tile_idx + self.data[row_ptr + at] as usize;
         &self.data[bound(at)..bound(at + 1)]
     }
+
+    fn columns(&self, at: usize) -> &[i32] {
+        let [_, _, _, col_ptr, col_idx, ..] = self.selection.layout().places;
+        if col_ptr == 0 {
+            return &[];
+        }
+        let bound = |at: usize| col_idx + self.data[col_ptr + at] as usize;
+        &self.data[bound(at)..bound(at + 1)]
+    }
+
+    /// An order of the mask; none is looked for where nothing moved.
+    fn order(&self, place: usize, len: usize) -> &[i32] {
+        let at = self.selection.layout().places[place];
+        &self.data[at..at + len]
+    }
 }
 
 #[cfg(test)]
@@ -236,6 +386,6 @@ mod tests {
             return;
         };
         assert_eq!(report.failed(), 0, "{report}");
-        assert!(report.rows().len() >= 4, "{report}");
+        assert!(report.rows().len() >= 13, "{report}");
     }
 }

@@ -7,6 +7,8 @@ use std::ops::Range;
 pub enum BlockScores {
     /// Product of their means.
     Means,
+    /// The same, and this many times the product of their variances.
+    MeansAndVariances(f32),
     /// The largest product of groups of this many tokens, each read as one long vector.
     LargestOfGroups(usize),
     /// Softmax over cells of `stride` tokens a side, summed over each block.
@@ -18,6 +20,63 @@ pub enum BlockScores {
         /// Divides the logits, beside the stride.
         norm: f64,
     },
+    /// Single columns and diagonals that the last queries look at; `keep` does not act.
+    Lines {
+        /// Queries that look.
+        rows: usize,
+        /// Columns that stay, and how many of the first are among them.
+        columns: [usize; 2],
+        /// Diagonals that stay, and how many of the first are among them.
+        diagonals: [usize; 2],
+    },
+    /// Blocks of columns and of diagonals that the last block of queries looks at, or a map by products of means where these say
+    /// the same; `keep` does not act.
+    Patterns {
+        /// Share of the mass that columns, diagonals or the map must hold.
+        gamma: f64,
+        /// Distance below which the map is taken.
+        tau: f64,
+        /// Fewest and most blocks of columns and of diagonals.
+        blocks: [usize; 2],
+    },
+    /// Log-sum-exps of dense probe rows, of which each chooses blocks; the best of a tile by their mean stay.
+    Probes {
+        /// Every so many rows one is a probe.
+        gamma: usize,
+        /// Blocks that a probe chooses, and how many of them are surely the best.
+        chosen: [usize; 2],
+    },
+}
+
+/// By what the keys of a segment are sorted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeyScores {
+    /// Falling attention of the call's last so many queries.
+    Attention(usize),
+    /// Rising length.
+    Length,
+}
+
+/// How tokens move before they are cut into blocks. A row then keeps the blocks of its own segments, and others compete.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotOrder {
+    /// Tokens of a segment, inside which they move; blocks divide it.
+    pub segment: usize,
+    /// By what keys move.
+    pub keys: KeyScores,
+    /// Whether queries move too, by rising length.
+    pub moves_queries: bool,
+    /// Whether every row keeps the block with the first key.
+    pub keeps_first: bool,
+}
+
+/// Dense rows that correct the output of the others: every so many positions one, and the call's first row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProbeCorrection {
+    /// Positions from one to the next.
+    pub gamma: usize,
+    /// Whether they replace their own rows alone, and correct no others.
+    pub replaces_only: bool,
 }
 
 /// Which of a row's blocks stay.
@@ -27,6 +86,8 @@ pub enum KeepBlocks {
     Mass(f64),
     /// So many of the best.
     Top(usize),
+    /// This share of those that compete, rounded up.
+    Share(f64),
 }
 
 /// A selection of one call. Blocks that meet a row's own queries always stay.
@@ -42,8 +103,12 @@ pub struct BlockSelection {
     pub num_heads: usize,
     /// Key and value heads.
     pub num_kv_heads: usize,
-    /// Tokens of a block.
+    /// Tokens of a block of keys.
     pub block: usize,
+    /// Tokens of a block of queries.
+    pub query_block: usize,
+    /// How tokens move before they are cut.
+    pub order: Option<SlotOrder>,
     /// Rows missing in front of the first block of queries.
     pub offset: usize,
     /// How blocks are compared.
@@ -67,19 +132,36 @@ pub struct BlockSelection {
 }
 
 impl BlockSelection {
+    /// Makes all rows from `first` on dense.
+    pub fn add_dense_end(&mut self, first: Option<usize>) {
+        let first = self.dense_rows.iter().map(|rows| rows.start).chain(first);
+        let first = first.min();
+        self.dense_rows = first
+            .map(|first| first..self.num_queries)
+            .into_iter()
+            .collect();
+    }
+
     /// Blocks of queries and of keys.
     pub fn blocks(&self) -> [usize; 2] {
-        self.cut(self.block)
+        self.cut(self.query_block, self.block)
     }
 
     /// Query tiles and key tiles of the mask.
     pub fn tiles(&self) -> [usize; 2] {
-        self.cut(self.tile)
+        self.cut(self.tile_rows(), self.tile)
     }
 
-    fn cut(&self, side: usize) -> [usize; 2] {
-        let rows = (self.num_queries + self.offset).div_ceil(side);
-        [rows, self.num_keys.div_ceil(side)]
+    /// Queries of a tile.
+    pub fn tile_rows(&self) -> usize {
+        self.query_block / (self.block / self.tile)
+    }
+
+    fn cut(&self, rows: usize, keys: usize) -> [usize; 2] {
+        [
+            (self.num_queries + self.offset).div_ceil(rows),
+            self.num_keys.div_ceil(keys),
+        ]
     }
 
     /// Lists of the mask.
@@ -89,25 +171,78 @@ impl BlockSelection {
 
     /// Key tiles that start no later than a query tile's last row, over all rows of a list: the most it can keep.
     pub fn admissible_tiles(&self) -> usize {
-        let context = self.num_keys - self.num_queries;
-        let last = |row: usize| ((row + 1) * self.tile - self.offset).min(self.num_queries) - 1;
-        (0..self.tiles()[0])
-            .map(|row| (context + last(row)) / self.tile + 1)
-            .sum()
+        self.last_rows().map(|last| last / self.tile + 1).sum()
     }
 
-    /// The mask, whose buffer has room for every tile that can be kept: a 0, `row_ptr`, `tile_idx`.
+    /// Positions of the last query of each tile.
+    fn last_rows(&self) -> impl Iterator<Item = usize> {
+        let context = self.num_keys - self.num_queries;
+        let end = |row: usize| (row + 1) * self.tile_rows() - self.offset;
+        (0..self.tiles()[0]).map(move |row| context + end(row).min(self.num_queries) - 1)
+    }
+
+    /// The most tiles that a list can hold: its own segments' too, where keys move.
+    fn most_tiles(&self) -> usize {
+        let Some(order) = self.order else {
+            return self.admissible_tiles();
+        };
+        let end = |last: usize| (last / order.segment + 1) * (order.segment / self.tile);
+        let all = self.tiles()[1];
+        self.last_rows().map(|last| end(last).min(all)).sum()
+    }
+
+    /// The most single keys that a list can hold.
+    fn most_columns(&self) -> usize {
+        match self.scores {
+            BlockScores::Lines { columns, .. } => {
+                self.last_rows().map(|last| columns[0].min(last + 1)).sum()
+            }
+            _ => 0,
+        }
+    }
+
+    /// The mask, whose buffer has room for every tile and key that can be kept: a 0, then the arrays that there are.
     pub fn layout(&self) -> MaskLayout {
         let [query_tiles, _] = self.tiles();
         let rows = self.num_lists() * query_tiles;
+        let single = self.most_columns();
+        let mut words = 1;
+        let mut place = |size: usize| {
+            let at = if size == 0 { 0 } else { words };
+            words += size;
+            at
+        };
+        let moved = self.order.map_or([0; 2], |order| {
+            [
+                self.num_kv_heads * self.num_keys,
+                usize::from(order.moves_queries) * self.num_heads * self.num_queries,
+            ]
+        });
+        let places = [
+            0,
+            place(rows + 1),
+            place(self.num_lists() * self.most_tiles()),
+            place(if single > 0 { rows + 1 } else { 0 }),
+            place(self.num_lists() * single),
+            place(moved[0]),
+            place(moved[1]),
+            0,
+        ];
         MaskLayout {
             num_queries: self.num_queries,
             num_keys: self.num_keys,
             heads: [self.num_heads, self.num_kv_heads],
-            cuts: [self.tile, self.offset, self.tile, query_tiles],
-            heads_per: [self.heads_per_list, self.num_heads],
-            places: [0, 1, rows + 2, 0, 0, 0, 0, 0],
-            words: rows + 2 + self.num_lists() * self.admissible_tiles(),
+            cuts: [self.tile_rows(), self.offset, self.tile, query_tiles],
+            heads_per: [
+                self.heads_per_list,
+                match self.order {
+                    Some(_) => self.num_heads / self.num_kv_heads,
+                    None => self.num_heads,
+                },
+            ],
+            query_slots: self.num_queries,
+            places,
+            words,
             dense_rows: self.dense_rows.clone(),
         }
     }
@@ -125,6 +260,8 @@ mod tests {
             num_heads: 4,
             num_kv_heads: 2,
             block: 32,
+            query_block: 32,
+            order: None,
             offset: 0,
             scores: BlockScores::Means,
             keep: KeepBlocks::Top(3),

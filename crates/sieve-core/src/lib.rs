@@ -31,7 +31,9 @@ mod packed_mask;
 mod score_matrix;
 
 pub use adamw_step::AdamWStep;
-pub use block_selection::{BlockScores, BlockSelection, KeepBlocks};
+pub use block_selection::{
+    BlockScores, BlockSelection, KeepBlocks, KeyScores, ProbeCorrection, SlotOrder,
+};
 pub use model::{
     Attention, DmaBias, DmaPreset, DmaRecency, DmaShape, DmaWindow, MlaShape, ModelShape,
     NsaCompression, NsaShape,

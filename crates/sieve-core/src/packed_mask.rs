@@ -55,6 +55,8 @@ pub struct MaskLayout {
     pub heads: [usize; 2],
     /// `query_tile`, `query_offset`, `key_tile` and the number of query tiles.
     pub cuts: [usize; 4],
+    /// Slots of queries: `num_queries`, or fewer where `query_order` names some rows, the same of all heads.
+    pub query_slots: usize,
     /// Query heads that share a list, and query heads that share an order of keys.
     pub heads_per: [usize; 2],
     /// Where `tile_order`, `row_ptr`, `tile_idx`, `col_ptr`, `col_idx`, `key_order`, `query_order` and `windows` begin; 0 for
@@ -144,6 +146,7 @@ impl PackedMask {
             num_keys: a.num_keys,
             heads: [a.num_heads, a.num_kv_heads],
             cuts: [a.query_tile, a.query_offset, a.key_tile, num_tiles],
+            query_slots: a.num_queries,
             heads_per: [a.num_heads / a.num_lists, a.num_heads / orders],
             places,
             words: data.len(),

@@ -4,7 +4,8 @@ use burn::tensor::{DType, Int, Tensor};
 use sieve_core::BlockSelection;
 use sieve_nn::{HostOperands, LayerOperands};
 use sieve_ops::{
-    DeviceMask, DeviceSelection, SieveBackend, SparseOutput, select_blocks, sparse_attention,
+    DeviceMask, DeviceSelection, SieveBackend, SparseOutput, correct_by_probes, select_blocks,
+    sparse_attention,
 };
 use sieve_select::{BlockMeans, Call, CallShape, Reads, Selector, SparseMask, density};
 use std::ops::Range;
@@ -54,6 +55,19 @@ impl Cost {
         self.select_seconds += mask.stats.select_seconds;
         self.dense_calls += u64::from(mask.stats.dense_call);
         self.nan_lists += mask.stats.nan_lists as u64;
+    }
+
+    /// Dense rows of a correction, which are computed besides.
+    fn add_probes(&mut self, shape: CallShape, selector: &Selector, layer: usize) {
+        let Some(correction) = selector.correction(shape, layer) else {
+            return;
+        };
+        let context = shape.context();
+        let is_probe = |row: &usize| *row == 0 || (context + row).is_multiple_of(correction.gamma);
+        let probes = (0..shape.num_queries).filter(is_probe);
+        let pairs: u64 = probes.map(|row| (context + row + 1) as u64).sum();
+        // Of the causal pairs of all calls so far, this one among them.
+        self.density += pairs as f64 / self.causal_pairs;
     }
 
     /// Computed pairs over causal ones, and kept tiles over admissible ones.
@@ -134,59 +148,83 @@ pub(crate) fn prefill(
     Ok(done)
 }
 
-/// The same with the attention on the device, for a selector that reads no values: o is `[1, num_tokens, num_heads, head_dim]`.
-/// Where the selection is not on the device too, what it reads goes to the host, and the masks come back.
+/// The calls of a document, of `chunk` tokens or one.
+pub(crate) fn calls_of<B: SieveBackend>(
+    operands: &LayerOperands<B>,
+    chunk: Option<usize>,
+) -> impl Iterator<Item = CallShape> + use<B> {
+    let [_, tokens, _, head_dim] = operands.qkv.dims();
+    let (num_heads, num_kv_heads) = (operands.num_heads, operands.num_kv_heads);
+    let step = chunk.unwrap_or(tokens).max(1);
+    (0..tokens).step_by(step).map(move |first| {
+        let end = (first + step).min(tokens);
+        CallShape {
+            num_queries: end - first,
+            num_keys: end,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+        }
+    })
+}
+
+/// The same with the attention on the device: o is `[1, num_tokens, num_heads, head_dim]`. Where the selection is not on the
+/// device too, what it reads goes to the host, and the masks come back.
 pub(crate) fn prefill_on_device<B: SieveBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
     chunk: Option<usize>,
 ) -> Result<(SparseOutput<B>, Cost), EvalError> {
-    let [_, tokens, _, head_dim] = operands.qkv.dims();
-    let whole = CallShape {
-        num_queries: tokens,
-        num_keys: tokens,
-        num_heads: operands.num_heads,
-        num_kv_heads: operands.num_kv_heads,
-        head_dim,
-    };
+    let tokens = operands.num_tokens();
     let (mut cost, mut parts) = (Cost::default(), Vec::new());
     let mut copied = None;
-    let step = chunk.unwrap_or(tokens).max(1);
-    for first in (0..tokens).step_by(step) {
-        let rows = first..(first + step).min(tokens);
-        let shape = CallShape {
-            num_queries: rows.len(),
-            num_keys: rows.end,
-            ..whole
-        };
-        let keys = operands.qkv.clone().narrow(1, 0, rows.end);
-        let selection = selector.block_selection(shape, operands.layer);
+    let refused = |reason: String| EvalError::Kernel {
+        selector: selector.name(),
+        reason,
+    };
+    for shape in calls_of(operands, chunk) {
+        let keys = operands.qkv.clone().narrow(1, 0, shape.num_keys);
+        let selection = selector.block_selection(shape, operands.layer, operands.num_layers);
         let started = Instant::now();
         let made = selection.and_then(|selection| {
             // A refusal (a width without a kernel) leaves the call to the host.
             let made = select_blocks(&keys, &selection).ok()?;
             Some((selection, made))
         });
-        let attend = |keys: Tensor<B, 4>, mask: &DeviceMask<B>| {
-            let scale = f64::from(shape.softmax_scale());
-            sparse_attention(keys, mask, scale).map_err(|reason| EvalError::Kernel {
-                selector: selector.name(),
-                reason,
-            })
+        let scale = f64::from(shape.softmax_scale());
+        let attend = |mask: &DeviceMask<B>, dense_rows: &[Range<usize>], is_dense: bool| {
+            let mut output = sparse_attention(keys.clone(), mask, scale)?;
+            let correction = selector.correction(shape, operands.layer);
+            if let Some(correction) = correction.filter(|_| !is_dense) {
+                let dense = dense_rows.first().cloned().unwrap_or(0..0);
+                output.o = correct_by_probes(keys.clone(), output.o, correction, dense, scale)?;
+            }
+            Ok(output)
         };
         if let Some((selection, made)) = made {
-            B::sync(&keys.device()).map_err(|error| EvalError::Kernel {
-                selector: selector.name(),
-                reason: error.to_string(),
-            })?;
+            B::sync(&keys.device()).map_err(|error| refused(error.to_string()))?;
             cost.select_seconds += started.elapsed().as_secs_f64();
-            parts.push(attend(keys, &made.mask)?);
+            let output = attend(&made.mask, &selection.dense_rows, false);
+            parts.push(output.map_err(refused)?);
             cost.add_selection(shape, &selection, &made);
+            cost.add_probes(shape, selector, operands.layer);
             continue;
         }
+        let rows = shape.context()..shape.num_keys;
+        let whole = CallShape {
+            num_queries: tokens,
+            num_keys: tokens,
+            ..shape
+        };
         let mask = select_on_host(selector, operands, whole, rows, &mut copied, &mut cost)?;
-        let mask = DeviceMask::upload(&mask.packed()?, &keys.device());
-        parts.push(attend(keys, &mask)?);
+        let is_dense = mask.stats.dense_call;
+        if !is_dense {
+            cost.add_probes(shape, selector, operands.layer);
+        }
+        let device = keys.device();
+        let uploaded = DeviceMask::upload(&mask.packed()?, &device);
+        let output = attend(&uploaded, &mask.dense_rows, is_dense);
+        parts.push(output.map_err(refused)?);
     }
     let joined = match parts.len() {
         1 => parts.remove(0),
@@ -223,7 +261,13 @@ fn select_on_host<B: SieveBackend>(
             cost.host_bytes += 4 * (means.q.len() + means.k.len()) as u64;
             Call::of_means(shape, means.view())?
         }
-        Reads::Tokens | Reads::Values => {
+        Reads::Values => {
+            return Err(EvalError::Kernel {
+                selector: selector.name(),
+                reason: "its selection reads values, which stay on the device".to_owned(),
+            });
+        }
+        Reads::Tokens => {
             let (q, k) = copied.get_or_insert_with(|| {
                 let (q, k) = (operands.queries(), operands.keys());
                 cost.host_bytes += ((q.len() + k.len()) * operands.qkv.dtype().size()) as u64;
@@ -232,7 +276,8 @@ fn select_on_host<B: SieveBackend>(
             Call::without_values(whole, q, k)?.chunk(rows)
         }
     };
-    let mut mask = selector.select(&call.in_layer(operands.layer, operands.num_layers))?;
+    let call = call.in_layer(operands.layer, operands.num_layers);
+    let mut mask = selector.select_uncorrected(&call)?;
     mask.stats.dense_call |= mask.keeps_everything();
     cost.add(&mask);
     Ok(mask)

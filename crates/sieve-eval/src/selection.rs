@@ -1,12 +1,12 @@
 //! A selector in place of a dense model's attention: what it computes, and what it cost.
 use crate::EvalError;
-use crate::chunks::{Cost, prefill, prefill_on_device};
+use crate::chunks::{Cost, calls_of, prefill, prefill_on_device};
 use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::{Attention, ModelShape};
 use sieve_nn::{HostOperands, LayerOperands};
 use sieve_ops::{SieveBackend, has_sparse_attention};
-use sieve_select::{DecodeSession, LayerShape, Phase, Reads, Selector};
+use sieve_select::{DecodeSession, LayerShape, Phase, Selector};
 use std::ops::AddAssign;
 use std::time::Instant;
 
@@ -62,6 +62,7 @@ impl AddAssign for SelectionTotals {
         self.calls += other.calls;
         self.dense_calls += other.dense_calls;
         self.kernel_calls += other.kernel_calls;
+        self.device_selections += other.device_selections;
         self.host_bytes += other.host_bytes;
         self.nan_lists += other.nan_lists;
         self.pairs += other.pairs;
@@ -180,15 +181,20 @@ impl Selection {
         self.selector.phase() != Phase::Prefill
     }
 
-    /// Whether a kernel of the device attends: it has one, and the method selects by queries and keys alone.
+    /// Whether kernels of the device attend to every call.
     pub(crate) fn attends_on_device<B: SieveBackend>(&self, operands: &LayerOperands<B>) -> bool {
+        let mut calls = calls_of(operands, self.chunk);
         !self.is_token_by_token()
-            && self.selector.reads(operands.layer, operands.num_tokens()) != Reads::Values
             && has_sparse_attention(&operands.qkv)
+            && calls.all(|call| {
+                let LayerOperands {
+                    layer, num_layers, ..
+                } = *operands;
+                self.selector.runs_on_device(call, layer, num_layers)
+            })
     }
 
-    /// Attention of one document in one layer: by the device's kernel where it has one and the method selects by queries and
-    /// keys alone, else on the host.
+    /// Attention of one document in one layer: by the device's kernels where they take it, else on the host.
     ///
     /// # Errors
     /// Operands that the selector refuses.

@@ -1,26 +1,32 @@
 //! Launches of `kernels/select_*.cu`: a selector's choice of blocks, from queries and keys to the lists that attention reads.
-use crate::attention::heads::{AttentionShape, Heads, Qkv};
-use crate::attention::hopper_tiling::{KernelFamily, attention_family};
-use crate::attention::tiling::KeySource;
+mod lines;
+mod order;
+mod probes;
+mod scores;
+
+pub use probes::correct_by_probes;
+
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::attention::hopper_tiling::KernelFamily;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
+use order::{MOST_IN_SEGMENT, Orders};
+use probes::MOST_EXACT;
+use scores::CELL_SIDE;
 use sieve_core::{BlockScores, BlockSelection, KeepBlocks, MaskLayout};
+use std::ops::Range;
 
 const NAME: &str = "select_blocks";
 
 /// Bytes of scores that are held at a time.
 const SCORE_BYTES: usize = 1 << 30;
 
-/// Cells of a tile of select_cells, its columns a step, and its shared memory.
-const CELL_SIDE: usize = 128;
+/// Columns of a step of select_cells, and its shared memory.
 const CELL_STEP: usize = 64;
 const CELL_SHARED_BYTES: usize = 98_304;
-
-/// Side of a tile of select_scores.
-const SCORE_SIDE: usize = 64;
 
 /// The lists of a selection, on the device.
 #[derive(Debug, Clone)]
@@ -54,21 +60,56 @@ pub fn select_blocks(qkv: &Qkv, selection: &BlockSelection) -> Result<SelectedBl
         DType::I32,
     );
     let nan_rows = like.zeros_contiguous(&[heads], DType::I32);
-    let means = match selection.scores {
-        BlockScores::Means => Some(call.means()?),
-        _ => None,
-    };
-    let row_bytes = call.score_rows() * columns * DType::F32.size();
-    let slab = (SCORE_BYTES / row_bytes.max(1)).clamp(1, heads);
-    for first in (0..heads).step_by(slab) {
-        let count = slab.min(heads - first);
-        let scores = match &means {
-            Some(means) => call.products(means, first, count)?,
-            None => call.cells(first, count)?,
-        };
-        call.choose(&scores, &kept, &nan_rows, first, count)?;
+    let data = like.empty_contiguous(&[selection.layout().words], DType::I32);
+    let orders = call.orders(&data, &nan_rows)?;
+    let marks = Marks { kept, nan_rows };
+    let mut columns = None;
+    match selection.scores {
+        BlockScores::Lines { .. } => columns = Some(call.lines(&marks)?),
+        BlockScores::Patterns { .. } => call.patterns(&marks)?,
+        BlockScores::Probes { .. } => call.probes(&marks)?,
+        _ => call.compare(&marks, &orders)?,
     }
-    call.lists(&kept, nan_rows)
+    call.lists(marks, data, &orders, columns.as_ref())
+}
+
+/// What a selection writes before there are lists.
+struct Marks {
+    /// Kept blocks, a bit each: `[num_heads, rows, ceil(columns / 32)]`.
+    kept: CudaTensor,
+    nan_rows: CudaTensor,
+}
+
+/// Rows of scores that select_choose reads, and how.
+#[derive(Clone, Copy)]
+struct Choice<'a> {
+    scores: &'a CudaTensor,
+    kept: &'a CudaTensor,
+    nan_rows: &'a CudaTensor,
+    /// Of each head, where `keep` does not say so.
+    tops: Option<&'a CudaTensor>,
+    first_head: usize,
+    num_heads: usize,
+    keep: KeepBlocks,
+    is_mass: bool,
+    forced: bool,
+    drops_absent: bool,
+}
+
+/// Long rows of scores, one a head, of which some are chosen.
+#[derive(Clone, Copy)]
+struct LongChoice<'a> {
+    scores: &'a CudaTensor,
+    kept: &'a CudaTensor,
+    nan_rows: &'a CudaTensor,
+    tops: Option<&'a CudaTensor>,
+    heads: [usize; 2],
+    length: usize,
+    /// So many of the best; 0: until they hold `goal`.
+    top: usize,
+    num_first: usize,
+    goal: f32,
+    strict: bool,
 }
 
 /// A selection with its checked operands.
@@ -92,9 +133,10 @@ impl<'a> Call<'a> {
         ];
         let fits = sizes == [1, s.num_keys, s.num_heads, s.num_kv_heads]
             && (1..=s.num_keys).contains(&s.num_queries)
-            && s.offset < s.block
+            && s.offset < s.query_block
             && s.block.is_multiple_of(s.tile)
             && (s.tile == s.block || s.offset == 0)
+            && s.query_block.is_multiple_of(s.block / s.tile)
             && s.num_heads.is_multiple_of(s.heads_per_list)
             && s.keep != KeepBlocks::Top(0);
         let unsupported = |what, got, supported: &str| {
@@ -112,6 +154,27 @@ impl<'a> Call<'a> {
                 "one row as long as the selection says, tiles that divide blocks",
             );
         }
+        if let Some(order) = s.order
+            && (!order.segment.is_multiple_of(s.block)
+                || order.segment > MOST_IN_SEGMENT
+                || s.tile != s.block
+                || s.query_block != s.block
+                || s.offset != 0)
+        {
+            let supported = "square blocks that divide a segment of at most 512 tokens";
+            return unsupported("order", format!("{s:?}"), supported);
+        }
+        if let BlockScores::Probes { gamma, chosen } = s.scores {
+            let context = s.num_keys - s.num_queries;
+            let fits = chosen[1] <= MOST_EXACT
+                && s.query_block.is_multiple_of(gamma)
+                && context.is_multiple_of(gamma)
+                && s.offset == 0;
+            if !fits {
+                let supported = "calls and tiles of whole distances, at most 32 blocks that are surely the best";
+                return unsupported("probes", format!("{s:?}"), supported);
+            }
+        }
         if let Some(cell) = cell_of(s.scores) {
             if !shape.head_dim.is_multiple_of(CELL_STEP) {
                 let supported = "multiples of 64, for products of cells";
@@ -119,7 +182,11 @@ impl<'a> Call<'a> {
             }
             let per_block = s.block / cell.max(1);
             let fits = s.block.is_multiple_of(cell) && per_block.is_power_of_two();
-            if !fits || per_block > CELL_SIDE {
+            let is_one_by_one = matches!(
+                s.scores,
+                BlockScores::Lines { .. } | BlockScores::Patterns { .. }
+            );
+            if !is_one_by_one && (!fits || per_block > CELL_SIDE) {
                 let got = format!("{cell} tokens of {}", s.block);
                 let supported = "blocks of 1, 2, 4, ... 128 cells";
                 return unsupported("cell", got, supported);
@@ -136,207 +203,127 @@ impl<'a> Call<'a> {
         })
     }
 
-    fn is_lse(&self) -> bool {
-        matches!(self.selection.scores, BlockScores::Cells { .. })
-    }
-
-    /// Position of the first cell of queries.
-    fn first_query(&self) -> usize {
-        let context = self.selection.num_keys - self.selection.num_queries;
-        match self.selection.scores {
-            BlockScores::Cells { stride, .. } => context / stride * stride,
-            _ => context,
-        }
-    }
-
-    /// Rows of the largest array of scores.
-    fn score_rows(&self) -> usize {
-        match self.selection.scores {
-            BlockScores::Cells { stride, .. } => {
-                (self.selection.num_keys - self.first_query()).div_ceil(stride)
-            }
-            _ => self.selection.blocks()[0],
-        }
-    }
-
-    fn new_f32(&self, shape: &[usize]) -> CudaTensor {
-        self.qkv.q.tensor().empty_contiguous(shape, DType::F32)
-    }
-
-    /// Means of the blocks of all heads of q and of k.
-    fn means(&self) -> Result<[CudaTensor; 2], KernelError> {
-        let s = self.selection;
-        let [rows, columns] = s.blocks();
-        let d = self.shape.head_dim;
-        let pool = |heads: &Heads, at: [u64; 3], count, blocks, tokens: [usize; 3]| {
-            let means = self.new_f32(&[count, blocks, d]);
-            let [first_token, num_tokens, offset] = tokens;
-            let params = params!(SelectPoolParams {
-                x_offset: at[0],
-                token_stride: at[1],
-                head_dim: d,
-                first_token,
-                num_tokens,
-                block: s.block,
-                offset,
-            });
-            // SAFETY: tokens, heads and strides are the tensor's own; every mean is written.
-            unsafe {
-                select_pool_kernel().launch([blocks, count, 1], &[heads.tensor(), &means], &params)
-            }?;
-            Ok::<_, KernelError>(means)
-        };
-        let context = s.num_keys - s.num_queries;
-        let queries = [context, s.num_queries, s.offset];
-        Ok([
-            pool(&self.qkv.q, self.q, s.num_heads, rows, queries)?,
-            pool(
-                &self.qkv.k,
-                self.k,
-                s.num_kv_heads,
-                columns,
-                [0, s.num_keys, 0],
-            )?,
-        ])
-    }
-
-    /// Products of means, f32 `[count, rows, columns]`.
-    fn products(
-        &self,
-        [q, k]: &[CudaTensor; 2],
-        first: usize,
-        count: usize,
-    ) -> Result<CudaTensor, KernelError> {
-        let s = self.selection;
-        let [rows, columns] = s.blocks();
-        let scores = self.new_f32(&[count, rows, columns]);
-        let params = params!(SelectScoresParams {
-            num_queries: s.num_queries,
-            num_keys: s.num_keys,
-            block: s.block,
-            offset: s.offset,
-            num_heads: s.num_heads,
-            num_kv_heads: s.num_kv_heads,
-            head_dim: self.shape.head_dim,
-            first_head: first,
-            scale: s.softmax_scale,
-        });
-        let grid = [
-            columns.div_ceil(SCORE_SIDE),
-            rows.div_ceil(SCORE_SIDE),
-            count,
-        ];
-        // SAFETY: the means have these sizes; writes the scores that select_choose reads.
-        unsafe { select_scores_kernel().launch(grid, &[q, k, &scores], &params) }?;
-        Ok(scores)
-    }
-
-    /// Scores of blocks by cells, f32 `[count, rows, columns]`.
-    fn cells(&self, first: usize, count: usize) -> Result<CudaTensor, KernelError> {
-        let s = self.selection;
-        let [rows, columns] = s.blocks();
-        let (cell, scale, reversed) = match s.scores {
-            BlockScores::Cells {
-                stride,
-                reversed,
-                norm,
-            } => {
-                let scale = s.softmax_scale / (stride as f64 * norm) as f32;
-                (stride, scale, reversed)
-            }
-            BlockScores::LargestOfGroups(group) => (group, s.softmax_scale, false),
-            BlockScores::Means => (s.block, s.softmax_scale, false),
-        };
-        let (query_cells, key_cells) = (
-            (s.num_keys - self.first_query()).div_ceil(cell),
-            s.num_keys.div_ceil(cell),
-        );
-        let score_rows = self.score_rows();
-        let scores = self.new_f32(&[count, score_rows, columns]);
-        let params = params!(SelectCellsParams {
-            num_queries: s.num_queries,
-            num_keys: s.num_keys,
-            num_heads: s.num_heads,
-            num_kv_heads: s.num_kv_heads,
-            first_head: first,
-            q_offset: self.q[0],
-            k_offset: self.k[0],
-            q_token_stride: self.q[1],
-            k_token_stride: self.k[1],
-            first_query: self.first_query(),
-            cell,
-            per_block: s.block / cell,
-            reversed,
-            out_rows: score_rows,
-            out_columns: columns,
-            scale,
-        });
-        let grid = [
-            key_cells.div_ceil(CELL_SIDE),
-            query_cells.div_ceil(CELL_SIDE),
-            count,
-        ];
-        let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), &scores];
-        let family = attention_family(&self.shape, KeySource::Dense, self.qkv.q.tensor());
-        let kernel = select_cells_kernel(self.shape.head_dim, self.is_lse(), family);
-        // SAFETY: sizes and strides checked in `new`; tokens outside the row are not read; writes within `scores`.
-        unsafe { kernel.launch(grid, &tensors, &params) }?;
-        if !self.is_lse() {
-            return Ok(scores);
-        }
-        let masses = self.new_f32(&[count, rows, columns]);
-        let params = params!(SelectCellSumsParams {
-            num_queries: s.num_queries,
-            num_keys: s.num_keys,
-            block: s.block,
-            offset: s.offset,
-            first_query: self.first_query(),
-            cell,
-            query_cells,
-        });
-        // SAFETY: reads what select_cells wrote, writes the masses that select_choose reads.
-        unsafe {
-            select_cell_sums_kernel().launch([rows, count, 1], &[&scores, &masses], &params)
-        }?;
-        Ok(masses)
-    }
-
     /// Marks the blocks that rows of some heads keep.
-    fn choose(
-        &self,
-        scores: &CudaTensor,
-        kept: &CudaTensor,
-        nan_rows: &CudaTensor,
-        first: usize,
-        count: usize,
-    ) -> Result<(), KernelError> {
-        let [rows, columns] = self.selection.blocks();
-        let (top, goal) = match self.selection.keep {
-            KeepBlocks::Mass(share) => (0, share as f32),
-            KeepBlocks::Top(top) => (top, 0.0),
-        };
+    fn choose(&self, choice: &Choice<'_>) -> Result<(), KernelError> {
         let s = self.selection;
+        let [rows, columns] = s.blocks();
+        let (top, share, goal) = match choice.keep {
+            KeepBlocks::Mass(share) => (0, 0.0, share as f32),
+            KeepBlocks::Top(top) => (top, 0.0, 0.0),
+            KeepBlocks::Share(share) => (0, share, 0.0),
+        };
         let params = params!(SelectChooseParams {
             num_queries: s.num_queries,
             num_keys: s.num_keys,
             block: s.block,
             offset: s.offset,
-            first_head: first,
+            query_block: s.query_block,
+            first_head: choice.first_head,
             top,
+            has_tops: choice.tops.is_some(),
+            segment: self.segment(),
+            num_first: 0usize,
+            drops_absent: choice.drops_absent,
+            share: share.to_bits(),
             goal,
+            absolute: false,
+            strict: false,
         });
-        let kernel = select_choose_kernel(self.is_lse(), self.selection.counts_own)
+        let kernel = select_choose_kernel(choice.is_mass, choice.forced, false)
             .shared_bytes(columns * DType::F32.size());
-        // SAFETY: reads admitted scores, writes every word of these heads' rows.
-        unsafe { kernel.launch([rows, count, 1], &[scores, kept, nan_rows], &params) }
+        let tensors = [
+            choice.scores,
+            choice.kept,
+            choice.nan_rows,
+            choice.tops.unwrap_or(choice.nan_rows),
+        ];
+        // SAFETY: reads scores of competing blocks, writes every word of these heads' rows.
+        unsafe { kernel.launch([rows, choice.num_heads, 1], &tensors, &params) }
+    }
+
+    /// Marks what one long row of each head keeps.
+    fn choose_long(&self, choice: &LongChoice<'_>) -> Result<(), KernelError> {
+        let [first_head, num_heads] = choice.heads;
+        let params = params!(SelectChooseParams {
+            num_queries: 1usize,
+            num_keys: choice.length,
+            block: 1usize,
+            offset: 0usize,
+            query_block: 1usize,
+            first_head,
+            top: choice.top,
+            has_tops: choice.tops.is_some(),
+            segment: 0usize,
+            num_first: choice.num_first,
+            drops_absent: false,
+            share: 0u64,
+            goal: choice.goal,
+            absolute: true,
+            strict: choice.strict,
+        });
+        let tensors = [
+            choice.scores,
+            choice.kept,
+            choice.nan_rows,
+            choice.tops.unwrap_or(choice.nan_rows),
+        ];
+        // SAFETY: reads `length` scores a head, writes every word of these heads' rows.
+        unsafe {
+            select_choose_kernel(true, false, true).launch([1, num_heads, 1], &tensors, &params)
+        }
+    }
+
+    fn segment(&self) -> usize {
+        self.selection.order.map_or(0, |order| order.segment)
+    }
+
+    /// Scores of all blocks, and the choice among them.
+    fn compare(&self, marks: &Marks, orders: &Orders) -> Result<(), KernelError> {
+        let s = self.selection;
+        let means = match s.scores {
+            BlockScores::Means | BlockScores::MeansAndVariances(_) => Some(self.means(orders)?),
+            _ => None,
+        };
+        let row_bytes = self.score_rows() * s.blocks()[1] * DType::F32.size();
+        for heads in self.slabs(row_bytes) {
+            let scores = match &means {
+                Some(means) => self.products(means, heads.clone())?,
+                None => self.cells(heads.clone())?,
+            };
+            self.choose(&Choice {
+                scores: &scores,
+                kept: &marks.kept,
+                nan_rows: &marks.nan_rows,
+                tops: None,
+                first_head: heads.start,
+                num_heads: heads.len(),
+                keep: s.keep,
+                is_mass: self.is_lse(),
+                forced: s.counts_own,
+                drops_absent: false,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Heads whose scores are held at a time.
+    fn slabs(&self, row_bytes: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let heads = self.selection.num_heads;
+        let slab = (SCORE_BYTES / row_bytes.max(1)).clamp(1, heads);
+        (0..heads)
+            .step_by(slab)
+            .map(move |first| first..(first + slab).min(heads))
     }
 
     /// The lists that attention reads.
     fn lists(
         &self,
-        kept: &CudaTensor,
-        nan_rows: CudaTensor,
+        marks: Marks,
+        data: CudaTensor,
+        orders: &Orders,
+        single: Option<&CudaTensor>,
     ) -> Result<SelectedBlocks, KernelError> {
+        let Marks { kept, nan_rows } = marks;
         let s = self.selection;
         let [rows, columns] = s.tiles();
         let (lists, num_words) = (s.num_lists(), columns.div_ceil(u32::BITS as usize));
@@ -348,24 +335,32 @@ impl<'a> Call<'a> {
             num_keys: s.num_keys,
             block: s.block,
             offset: s.offset,
+            query_block: s.query_block,
             tile: s.tile,
             heads_per_list: s.heads_per_list,
+            num_lists_per_order: lists / s.num_kv_heads,
             local: s.local_tokens,
             sinks: s.first_tiles,
+            segment: self.segment(),
+            keeps_first: s.order.is_some_and(|order| order.keeps_first),
+            moves_queries: s.order.is_some_and(|order| order.moves_queries),
         });
-        let tensors = [kept, &nan_rows, &bits, &counts, &pairs];
+        let [keys, queries] = [&orders.keys, &orders.queries].map(|x| x.as_ref().unwrap_or(&data));
+        let tensors = [&kept, &nan_rows, keys, queries, &bits, &counts, &pairs];
         // SAFETY: reads what select_choose wrote, writes every element of bits, counts and pairs.
         unsafe { select_lists_kernel().launch([rows.div_ceil(4), lists, 1], &tensors, &params) }?;
         let layout = s.layout();
-        let data = new(&[layout.words]);
-        let [_, row_ptr_at, tile_idx_at, ..] = layout.places;
+        let [_, row_ptr_at, tile_idx_at, col_ptr_at, col_idx_at, ..] = layout.places;
         let all_rows = lists * rows;
-        let params = params!(SelectOffsetsParams {
-            rows: all_rows,
-            row_ptr_at,
-        });
-        // SAFETY: row_ptr has one word more than there are rows.
-        unsafe { select_offsets_kernel().launch([1, 1, 1], &[&counts, &data], &params) }?;
+        let offsets = |counts: &CudaTensor, row_ptr_at: usize| {
+            let params = params!(SelectOffsetsParams {
+                rows: all_rows,
+                row_ptr_at,
+            });
+            // SAFETY: the array has one word more than there are rows.
+            unsafe { select_offsets_kernel().launch([1, 1, 1], &[counts, &data], &params) }
+        };
+        offsets(&counts, row_ptr_at)?;
         let params = params!(SelectFillParams {
             rows: all_rows,
             words: num_words,
@@ -375,6 +370,29 @@ impl<'a> Call<'a> {
         let grid = [all_rows.div_ceil(4), 1, 1];
         // SAFETY: tile_idx has room for every tile that rows may keep.
         unsafe { select_fill_kernel().launch(grid, &[&bits, &data], &params) }?;
+        if let Some(single) = single {
+            let singles = new(&[lists, rows]);
+            let tensors = [single, &bits, &singles, &pairs, &data];
+            let launch = |fills: bool| {
+                let params = params!(SelectColumnsParams {
+                    num_queries: s.num_queries,
+                    num_keys: s.num_keys,
+                    block: s.tile,
+                    offset: s.offset,
+                    query_block: s.tile_rows(),
+                    fills,
+                    col_ptr_at,
+                    col_idx_at,
+                });
+                // SAFETY: col_idx has room for every column that rows may keep.
+                unsafe {
+                    select_columns_kernel().launch([rows.div_ceil(4), lists, 1], &tensors, &params)
+                }
+            };
+            launch(false)?;
+            offsets(&singles, col_ptr_at)?;
+            launch(true)?;
+        }
         Ok(SelectedBlocks {
             layout,
             data,
@@ -388,7 +406,10 @@ impl<'a> Call<'a> {
 /// Tokens of a cell, where blocks are compared by cells.
 fn cell_of(scores: BlockScores) -> Option<usize> {
     match scores {
-        BlockScores::Means => None,
+        BlockScores::Means | BlockScores::MeansAndVariances(_) => None,
+        BlockScores::Lines { .. } | BlockScores::Patterns { .. } | BlockScores::Probes { .. } => {
+            Some(1)
+        }
         BlockScores::LargestOfGroups(cell) | BlockScores::Cells { stride: cell, .. } => Some(cell),
     }
 }
@@ -417,11 +438,16 @@ fn select_cell_sums_kernel() -> SourceKernel {
     SourceKernel::new("select_cell_sums").threads(128)
 }
 
-fn select_choose_kernel(is_mass: bool, is_forced: bool) -> SourceKernel {
+fn select_choose_kernel(is_mass: bool, is_forced: bool, is_long: bool) -> SourceKernel {
     SourceKernel::new("select_choose")
         .define("IS_MASS", u8::from(is_mass))
         .define("FORCED", u8::from(is_forced))
-        .threads(128)
+        .define("LONG", u8::from(is_long))
+        .threads(if is_long { 1024 } else { 128 })
+}
+
+fn select_columns_kernel() -> SourceKernel {
+    SourceKernel::new("select_columns").threads(128)
 }
 
 fn select_lists_kernel() -> SourceKernel {
@@ -456,9 +482,15 @@ pub(crate) fn select_blocks_kernels(head_dims: &[usize]) -> Vec<SourceKernel> {
         select_lists_kernel(),
         select_offsets_kernel(),
         select_fill_kernel(),
-        select_choose_kernel(false, false),
-        select_choose_kernel(true, true),
+        select_columns_kernel(),
+        select_choose_kernel(false, false, false),
+        select_choose_kernel(true, true, false),
+        select_choose_kernel(true, false, false),
+        select_choose_kernel(true, false, true),
     ];
+    kernels.extend(lines::lines_kernels());
+    kernels.extend(order::order_kernels());
+    kernels.extend(probes::probe_kernels());
     kernels.extend(cells_kernels(head_dims, KernelFamily::Portable));
     kernels
 }

@@ -69,8 +69,8 @@ pub use rope::{
     QkNorm, QkNormRopeCall, RopeBackend, RopeGradients, RopeTables, RotaryEmbedding, qk_norm_rope,
 };
 pub use sparse::{
-    ChosenBlocks, DeviceMask, DeviceSelection, SparseBackend, SparseOutput, has_sparse_attention,
-    select_blocks, sparse_attention,
+    ChosenBlocks, DeviceMask, DeviceSelection, SparseBackend, SparseOutput, correct_by_probes,
+    has_sparse_attention, select_blocks, sparse_attention,
 };
 pub use swiglu::{SwigluBackend, SwigluGradients, swiglu};
 

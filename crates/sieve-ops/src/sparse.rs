@@ -9,7 +9,8 @@ pub use backend::{ChosenBlocks, SparseBackend};
 use crate::tensors::{primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::{BlockSelection, MaskLayout, PackedMask};
+use sieve_core::{BlockSelection, MaskLayout, PackedMask, ProbeCorrection};
+use std::ops::Range;
 
 /// A selector's mask where the queries are.
 #[derive(Clone, Debug)]
@@ -97,4 +98,23 @@ pub fn select_blocks<B: SparseBackend>(
         pairs,
         nan_rows,
     })
+}
+
+/// Corrects attention under a mask by dense rows, of which every so many positions one is computed here. `dense_rows` are
+/// dense already.
+///
+/// # Shapes
+/// - qkv: as [`sparse_attention`], whose output `o` is
+///
+/// # Errors
+/// Why the kernels refuse the call, or that the backend has none.
+pub fn correct_by_probes<B: SparseBackend>(
+    qkv: Tensor<B, 4>,
+    o: Tensor<B, 4>,
+    correction: ProbeCorrection,
+    dense_rows: Range<usize>,
+    softmax_scale: f64,
+) -> Result<Tensor<B, 4>, String> {
+    let (qkv, o) = (primitive(qkv), primitive(o));
+    B::correct_by_probes(qkv, o, correction, dense_rows, softmax_scale).map(tensor)
 }

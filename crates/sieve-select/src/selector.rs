@@ -450,11 +450,13 @@ impl Selector {
         })
     }
 
-    /// What selecting for a prefill call of so many rows in a layer reads.
+    /// What selecting for a prefill call of so many rows in a layer reads; a correction by probes reads all operands besides.
     pub fn reads(&self, layer: usize, num_queries: usize) -> Reads {
         match &self.method {
-            Method::Momo(_) | Method::Delta(..) => Reads::Values,
             _ if self.is_dense(layer, num_queries) => Reads::Nothing,
+            Method::Momo(_) => Reads::Values,
+            // Beside what the probes read.
+            Method::Delta(_, base) => base.reads(layer, num_queries),
             Method::AShape(_) | Method::TriShape(_) | Method::Streamingllm(_) => Reads::Nothing,
             Method::Meanpool(config) => Reads::BlockMeans(config.block),
             Method::BlockSparse(config) => Reads::BlockMeans(config.block),
@@ -473,6 +475,20 @@ impl Selector {
     /// # Errors
     /// A decode method; settings that do not fit the call.
     pub fn select(&self, call: &Call<'_>) -> Result<SparseMask, SelectError> {
+        let mut mask = self.select_uncorrected(call)?;
+        if let (Method::Delta(config, _), false) = (&self.method, mask.stats.dense_call) {
+            let started = Instant::now();
+            config.correct(call, &mut mask);
+            mask.stats.select_seconds += started.elapsed().as_secs_f64();
+        }
+        Ok(mask)
+    }
+
+    /// The same without the probes of `delta`, which [`correction`](Self::correction) describes.
+    ///
+    /// # Errors
+    /// As [`select`](Self::select).
+    pub fn select_uncorrected(&self, call: &Call<'_>) -> Result<SparseMask, SelectError> {
         let started = Instant::now();
         let mut mask = self.select_untimed(call)?;
         let rows = call.shape.num_queries;
@@ -503,8 +519,8 @@ impl Selector {
             Method::Momo(config) => config.select(call, gqa),
             Method::Delta(config, base) => {
                 let mut mask = base.select(call)?;
-                if !mask.stats.dense_call {
-                    config.correct(call, &mut mask);
+                if let (Some(first), false) = (config.tail(call.shape), mask.stats.dense_call) {
+                    mask.add_dense_rows(first..call.shape.num_queries);
                 }
                 mask
             }

@@ -50,6 +50,7 @@ inline float __fmul_rn(float a, float b) {
   return product;
 }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline double __longlong_as_double(long long i) { double d; std::memcpy(&d, &i, 8); return d; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }

@@ -77,7 +77,7 @@ pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
                 num_kv_heads: shape.num_kv_heads,
                 head_dim: shape.head_dim,
             };
-            let selection = selector.block_selection(call, 0);
+            let selection = selector.block_selection(call, 0, 0);
             let selection = selection.expect("a device takes these");
             let select = || select_blocks(&operands.qkv, &selection);
             let attend = |made: &SelectedBlocks| {

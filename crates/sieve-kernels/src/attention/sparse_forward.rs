@@ -170,7 +170,7 @@ pub fn sparse_attention_forward(
     };
     launch(&Rows {
         first: 0,
-        num_slots: mask.num_queries,
+        num_slots: mask.query_slots,
         cuts: mask.cuts,
         heads_per: mask.heads_per,
         places: mask.places,

@@ -5,7 +5,8 @@ use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::IntTensor;
-use sieve_core::{BlockSelection, MaskLayout};
+use sieve_core::{BlockSelection, MaskLayout, ProbeCorrection};
+use std::ops::Range;
 
 impl<B: Backend, C: CheckpointStrategy> SparseBackend for Autodiff<B, C> {
     fn has_sparse_attention(_qkv: &Float<Self>) -> bool {
@@ -25,6 +26,15 @@ impl<B: Backend, C: CheckpointStrategy> SparseBackend for Autodiff<B, C> {
         _qkv: Float<Self>,
         _selection: &BlockSelection,
     ) -> Result<ChosenBlocks<IntTensor<Self>>, String> {
+        Err("it has no gradient".to_owned())
+    }
+    fn correct_by_probes(
+        _qkv: Float<Self>,
+        _o: Float<Self>,
+        _correction: ProbeCorrection,
+        _dense_rows: Range<usize>,
+        _softmax_scale: f64,
+    ) -> Result<Float<Self>, String> {
         Err("it has no gradient".to_owned())
     }
 }

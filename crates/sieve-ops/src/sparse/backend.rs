@@ -2,7 +2,8 @@
 use crate::tensors::Float;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::IntTensor;
-use sieve_core::{BlockSelection, MaskLayout};
+use sieve_core::{BlockSelection, MaskLayout, ProbeCorrection};
+use std::ops::Range;
 
 /// A mask made on a device.
 #[derive(Clone, Debug)]
@@ -29,4 +30,12 @@ pub trait SparseBackend: Backend {
         qkv: Float<Self>,
         selection: &BlockSelection,
     ) -> Result<ChosenBlocks<IntTensor<Self>>, String>;
+    /// See [`crate::correct_by_probes`].
+    fn correct_by_probes(
+        qkv: Float<Self>,
+        o: Float<Self>,
+        correction: ProbeCorrection,
+        dense_rows: Range<usize>,
+        softmax_scale: f64,
+    ) -> Result<Float<Self>, String>;
 }

@@ -5,11 +5,12 @@ use crate::device::cuda::Cuda;
 use crate::device::paths::kernel_or_refusal;
 use burn::tensor::DType;
 use burn::tensor::ops::IntTensor;
-use sieve_core::{BlockSelection, MaskLayout};
+use sieve_core::{BlockSelection, MaskLayout, ProbeCorrection};
 use sieve_kernels::{
-    CudaPrimitive as Float, CudaTensor, KernelError, select_blocks, sparse_attention_forward,
-    supports_head_dim,
+    CudaPrimitive as Float, CudaTensor, KernelError, correct_by_probes, select_blocks,
+    sparse_attention_forward, supports_head_dim,
 };
+use std::ops::Range;
 
 impl SparseBackend for Cuda {
     fn has_sparse_attention(qkv: &Float) -> bool {
@@ -48,5 +49,19 @@ impl SparseBackend for Cuda {
             })
         });
         kernel_or_refusal("select_blocks", chosen)
+    }
+    fn correct_by_probes(
+        qkv: Float,
+        o: Float,
+        correction: ProbeCorrection,
+        dense_rows: Range<usize>,
+        softmax_scale: f64,
+    ) -> Result<Float, String> {
+        let o = CudaTensor::from(o).contiguous();
+        let heads = CudaTensor::from(qkv.clone()).shape()[2];
+        let num_heads = o.shape()[2];
+        let qkv = packed_heads(&qkv, [num_heads, (heads - num_heads) / 2]);
+        let result = correct_by_probes(&qkv, &o, correction, dense_rows, softmax_scale as f32);
+        kernel_or_refusal("correct_by_probes", result.map(|()| o.into()))
     }
 }

@@ -2,7 +2,8 @@
 use super::backend::{ChosenBlocks, SparseBackend};
 use burn::tensor::ops::IntTensor;
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::{BlockSelection, MaskLayout};
+use sieve_core::{BlockSelection, MaskLayout, ProbeCorrection};
+use std::ops::Range;
 
 impl SparseBackend for Flex {
     fn has_sparse_attention(_qkv: &FlexTensor) -> bool {
@@ -23,5 +24,14 @@ impl SparseBackend for Flex {
         _selection: &BlockSelection,
     ) -> Result<ChosenBlocks<IntTensor<Self>>, String> {
         Err("the CPU selects from slices (sieve_select::Selector::select)".to_owned())
+    }
+    fn correct_by_probes(
+        _qkv: FlexTensor,
+        _o: FlexTensor,
+        _correction: ProbeCorrection,
+        _dense_rows: Range<usize>,
+        _softmax_scale: f64,
+    ) -> Result<FlexTensor, String> {
+        Err("the CPU corrects slices (sieve_select::block_sparse_attention)".to_owned())
     }
 }

@@ -248,16 +248,21 @@ impl BaAttConfig {
         })
     }
 
+    /// Whether a layer has a compensation.
+    pub(crate) fn compensates(&self, layer: usize, num_layers: usize) -> bool {
+        let wanted = match self.compensate_layers {
+            CompensateLayers::All => true,
+            CompensateLayers::None => false,
+            CompensateLayers::FirstLast => layer == 0 || layer + 1 == num_layers,
+        };
+        wanted && self.beta != 0.0
+    }
+
     /// Products of means, with the compensation where this layer has one.
     pub(crate) fn block_logits(&self, call: &Call<'_>, q: &Pooled, k: &Pooled) -> Vec<f32> {
         let d = call.shape.head_dim;
         let mut logits = scores(&q.mean, &k.mean, d, call.shape.softmax_scale());
-        let compensated = match self.compensate_layers {
-            CompensateLayers::All => true,
-            CompensateLayers::None => false,
-            CompensateLayers::FirstLast => call.layer == 0 || call.layer + 1 == call.num_layers,
-        };
-        if !compensated || self.beta == 0.0 {
+        if !self.compensates(call.layer, call.num_layers) {
             return logits;
         }
         let beta = self.beta as f32 / d as f32;

@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::attention::dense_rows_attention;
-use crate::call::Call;
+use crate::call::{Call, CallShape};
 use crate::error::SelectError;
 use crate::mask::{Correction, CorrectionMode, SparseMask};
 use crate::range::Rules;
@@ -47,11 +47,13 @@ impl DeltaConfig {
             probe_o: dense_rows_attention(call, &rows).o,
             probe_rows: rows.into_iter().map(|row| row as i32).collect(),
         });
-        if self.dense_tail {
-            let tail = call.shape.num_keys % self.gamma + self.gamma.max(128);
-            let rows = call.shape.num_queries;
-            mask.add_dense_rows(rows.saturating_sub(tail)..rows);
-        }
+    }
+
+    /// The first row of the dense end.
+    pub(crate) fn tail(&self, shape: CallShape) -> Option<usize> {
+        let tail = shape.num_keys % self.gamma + self.gamma.max(128);
+        self.dense_tail
+            .then_some(shape.num_queries.saturating_sub(tail))
     }
 }
 

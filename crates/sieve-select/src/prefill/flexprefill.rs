@@ -62,9 +62,13 @@ impl FlexprefillConfig {
         }
     }
 
+    /// Whether so few keys are all kept.
+    pub(crate) fn is_short(&self, num_keys: usize) -> bool {
+        num_keys <= (2 * self.block).max(self.min_budget.next_multiple_of(self.block))
+    }
+
     pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
-        let n = call.shape.num_keys;
-        if n <= (2 * self.block).max(self.min_budget.next_multiple_of(self.block)) {
+        if self.is_short(call.shape.num_keys) {
             return SparseMask::dense(call.shape);
         }
         let tiles = Tiles::new(call.shape, self.block, self.block);

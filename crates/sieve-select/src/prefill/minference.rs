@@ -99,6 +99,16 @@ impl MinferenceConfig {
         Ok(())
     }
 
+    /// The columns and diagonals of all heads of a layer, where they are as many in each.
+    pub(crate) fn same_lines(&self, layer: usize, num_heads: usize) -> Option<VerticalSlashConfig> {
+        let first = self.patterns.of(layer, 0);
+        let Pattern::VerticalSlash { vertical, slash } = first else {
+            return None;
+        };
+        let same = (0..num_heads).all(|head| self.patterns.of(layer, head) == first);
+        same.then_some(VerticalSlashConfig { vertical, slash })
+    }
+
     pub(crate) fn select(&self, call: &Call<'_>) -> SparseMask {
         let patterns: Vec<Pattern> = (0..call.shape.num_heads)
             .map(|head| self.patterns.of(call.layer, head))

@@ -13,13 +13,13 @@ use crate::range::Rules;
 /// Rows and keys of a tile.
 pub(crate) const TILE: usize = 64;
 /// Queries of the probe.
-const PROBE: usize = 64;
+pub(crate) const PROBE: usize = 64;
 /// First columns that always stay, and the fewest that stay.
-const FORCED_COLUMNS: usize = 30;
+pub(crate) const FORCED_COLUMNS: usize = 30;
 /// First offsets that always stay, as far as their number allows.
-const FORCED_OFFSETS: usize = 100;
+pub(crate) const FORCED_OFFSETS: usize = 100;
 /// Fewest offsets that stay.
-const MIN_OFFSETS: usize = 50;
+pub(crate) const MIN_OFFSETS: usize = 50;
 
 /// Settings of `vertical_slash`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

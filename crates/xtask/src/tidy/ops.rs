@@ -45,6 +45,7 @@ const OPS: &[(&str, &[Floor])] = &[
     ("sparse_attention", &[Cuda, Launch]),
     ("has_sparse_attention", &[]),
     ("select_blocks", &[Launch]),
+    ("correct_by_probes", &[Launch]),
     ("token_losses", &[Launch, Cpu]),
     ("linear_cross_entropy", &[Cpu]),
     ("linear_cross_entropy_with_gradients", &[Launch, Cpu]),

@@ -1,0 +1,166 @@
+//! Orders of tokens inside segments.
+use super::{Call, NAME};
+use crate::attention::heads::Heads;
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use sieve_core::KeyScores;
+
+/// Most tokens of a segment that a block of threads sorts.
+pub(super) const MOST_IN_SEGMENT: usize = 512;
+
+/// The orders of a selection, in the mask's own buffer: which token each slot holds.
+#[derive(Default)]
+pub(super) struct Orders {
+    /// `[num_kv_heads, num_keys]`.
+    pub(super) keys: Option<CudaTensor>,
+    /// `[num_heads, num_queries]`.
+    pub(super) queries: Option<CudaTensor>,
+}
+
+/// Tokens that are sorted.
+struct Sorted<'a> {
+    score: CudaTensor,
+    nan_rows: &'a CudaTensor,
+    sets: usize,
+    first: usize,
+    count: usize,
+    whole_only: bool,
+    heads_per_set: usize,
+}
+
+impl Call<'_> {
+    /// Writes the orders of keys and queries into the mask.
+    pub(super) fn orders(
+        &self,
+        data: &CudaTensor,
+        nan_rows: &CudaTensor,
+    ) -> Result<Orders, KernelError> {
+        let s = self.selection;
+        let Some(order) = s.order else {
+            return Ok(Orders::default());
+        };
+        let [.., keys_at, queries_at, _] = s.layout().places;
+        let part = |at: usize, sets: usize, count: usize| {
+            data.view_at(NAME, "order", at, &[sets, count], &[count, 1])
+        };
+        let keys = part(keys_at, s.num_kv_heads, s.num_keys)?;
+        let (score, heads_per_set) = match order.keys {
+            KeyScores::Attention(rows) => (
+                self.attention_of_last(rows.min(s.num_queries), nan_rows)?,
+                s.num_heads / s.num_kv_heads,
+            ),
+            KeyScores::Length => {
+                let tokens = [0, s.num_keys];
+                (
+                    self.lengths(&self.qkv.k, self.k, s.num_kv_heads, tokens)?,
+                    0,
+                )
+            }
+        };
+        let sorted = Sorted {
+            score,
+            nan_rows,
+            sets: s.num_kv_heads,
+            first: 0,
+            count: s.num_keys,
+            whole_only: true,
+            heads_per_set,
+        };
+        self.sort(&sorted, order.segment, &keys)?;
+        if !order.moves_queries {
+            return Ok(Orders {
+                keys: Some(keys),
+                queries: None,
+            });
+        }
+        let queries = part(queries_at, s.num_heads, s.num_queries)?;
+        let tokens = [self.context(), s.num_queries];
+        let sorted = Sorted {
+            score: self.lengths(&self.qkv.q, self.q, s.num_heads, tokens)?,
+            nan_rows,
+            sets: s.num_heads,
+            first: self.context(),
+            count: s.num_queries,
+            whole_only: false,
+            heads_per_set: 0,
+        };
+        self.sort(&sorted, order.segment, &queries)?;
+        Ok(Orders {
+            keys: Some(keys),
+            queries: Some(queries),
+        })
+    }
+
+    /// What the last queries of a group's heads look at, f32 `[num_kv_heads, num_keys]`.
+    fn attention_of_last(
+        &self,
+        rows: usize,
+        nan_rows: &CudaTensor,
+    ) -> Result<CudaTensor, KernelError> {
+        let s = self.selection;
+        let group = s.num_heads / s.num_kv_heads;
+        let all = self.new_f32(&[s.num_kv_heads, s.num_keys]);
+        for kv_heads in self.groups_at_once(rows) {
+            let (first, count) = (kv_heads.start, kv_heads.len());
+            let part = all.row_range(NAME, "attention", first, count)?;
+            let heads = first * group..(first + count) * group;
+            self.probe_sums(rows, heads, nan_rows, [&part, &part], group, 1.0, false)?;
+        }
+        Ok(all)
+    }
+
+    /// Negated lengths of some tokens, f32 `[heads, tokens]`.
+    fn lengths(
+        &self,
+        x: &Heads,
+        at: [u64; 3],
+        num_heads: usize,
+        [first_token, num_tokens]: [usize; 2],
+    ) -> Result<CudaTensor, KernelError> {
+        let score = self.new_f32(&[num_heads, num_tokens]);
+        let params = params!(SelectNormsParams {
+            x_offset: at[0],
+            token_stride: at[1],
+            head_dim: self.shape.head_dim,
+            first_token,
+            num_tokens,
+        });
+        let grid = [num_tokens.div_ceil(128), num_heads, 1];
+        // SAFETY: tokens, heads and strides are the tensor's own; every score is written.
+        unsafe { select_norms_kernel().launch(grid, &[x.tensor(), &score], &params) }?;
+        Ok(score)
+    }
+
+    fn sort(
+        &self,
+        sorted: &Sorted<'_>,
+        segment: usize,
+        order: &CudaTensor,
+    ) -> Result<(), KernelError> {
+        let params = params!(SelectOrderParams {
+            num_tokens: sorted.count,
+            first_position: sorted.first,
+            segment,
+            whole_only: sorted.whole_only,
+            heads_per_set: sorted.heads_per_set,
+        });
+        let segments = (sorted.first + sorted.count).div_ceil(segment) - sorted.first / segment;
+        let tensors = [&sorted.score, sorted.nan_rows, order];
+        // SAFETY: segments are no longer than a block of threads, checked in `new`; every slot is written.
+        unsafe { select_order_kernel().launch([segments, sorted.sets, 1], &tensors, &params) }
+    }
+}
+
+fn select_norms_kernel() -> SourceKernel {
+    SourceKernel::new("select_norms").threads(128)
+}
+
+fn select_order_kernel() -> SourceKernel {
+    SourceKernel::new("select_order").threads(MOST_IN_SEGMENT)
+}
+
+pub(super) fn order_kernels() -> [SourceKernel; 2] {
+    [select_norms_kernel(), select_order_kernel()]
+}

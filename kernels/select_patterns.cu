@@ -1,0 +1,69 @@
+// select_patterns: whether a head looks where the means of its blocks say, and how many columns and diagonals it needs (FlexPrefill, arXiv:2502.20766).
+// Math       column_blocks, diagonal_blocks: sums of the probe's over blocks; e = softmax of the estimate; distance = sqrt((KL(e | m) + KL(c | m)) / 2) from the
+//            column blocks c, m their midpoint. Below tau: least columns and diagonals beside the map. Else as many blocks as the kept tokens fill, and one
+// Layout     column, diagonal f32 [heads, num_keys]; estimate f32 [heads, blocks]; column_tokens, diagonal_tokens u32 [heads, ceil(num_keys / 32)];
+//            column_blocks, diagonal_blocks f32 [heads, blocks]; tops i32 [3, heads]: columns, diagonals, and 0 or (no map) -1
+// Buffers    column, diagonal, estimate, column_tokens, diagonal_tokens, column_blocks, diagonal_blocks, tops, nan
+// Defines    none
+// Tiling     grid (heads, 1, 1); 256 threads; no dynamic shared memory
+// Numerics   f32 softmax and sums of blocks by rising key, f64 distance
+// Edges      an estimate that is no number: nan of the head grows. At least `least` blocks, at most `most`, in any case one
+#include "common/block_sums.cuh"
+
+struct SelectPatternsParams {
+  u64 num_heads, num_keys, block, least, most;
+  u64 tau;  // f64 bits
+};
+
+// x log(x / m); 0 log 0 = 0.
+DEVICE double divergence(double x, double m) { return x > 0.0 ? x * log(x / m) : 0.0; }
+
+extern "C" __global__ void __launch_bounds__(256) select_patterns(const float* column, const float* diagonal, const float* estimate, const u32* column_tokens,
+                                                                 const u32* diagonal_tokens, float* column_blocks, float* diagonal_blocks, i32* tops, i32* nan,
+                                                                 const __grid_constant__ SelectPatternsParams params) {
+  __shared__ float places[8];
+  __shared__ double halves[256];
+  const int head = (int)blockIdx.x, heads = (int)params.num_heads, num_keys = (int)params.num_keys, block = (int)params.block, thread = (int)threadIdx.x;
+  const int blocks = ceil_div(num_keys, block), words = ceil_div(num_keys, 32);
+  estimate += (u64)head * blocks;
+  float largest = -INFINITY_F32, bad = 0.0f, sum = 0.0f;
+  for (int j = thread; j < blocks; j += 256) {
+    const float x = estimate[j];
+    if (x != x || x == INFINITY_F32) bad = 1.0f;
+    largest = fmaxf(largest, x);
+  }
+  largest = block_largest<256>(largest, places);
+  if (largest == -INFINITY_F32) largest = 0.0f;
+  if (block_sum<256>(bad, places) > 0.0f && thread == 0) atomicAdd(nan + head, 1);
+  for (int j = thread; j < blocks; j += 256) sum += exp2f((estimate[j] - largest) * LOG2_E);
+  sum = block_sum<256>(sum, places);
+  const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
+  double distance = 0.0;
+  for (int j = thread; j < blocks; j += 256) {
+    float of_column = 0.0f, of_diagonal = 0.0f;
+    for (int key = j * block; key < min((j + 1) * block, num_keys); ++key) {
+      of_column += column[(u64)head * num_keys + key];
+      of_diagonal += diagonal[(u64)head * num_keys + key];
+    }
+    column_blocks[(u64)head * blocks + j] = of_column;
+    diagonal_blocks[(u64)head * blocks + j] = of_diagonal;
+    const double e = exp2f((estimate[j] - largest) * LOG2_E) * factor, middle = (e + of_column) / 2.0;
+    distance += divergence(e, middle) + divergence(of_column, middle);
+  }
+  halves[thread] = distance;
+  float kept[2] = {};
+  for (int word = thread; word < words; word += 256) {
+    kept[0] += (float)__popc(column_tokens[(u64)head * words + word]);
+    kept[1] += (float)__popc(diagonal_tokens[(u64)head * words + word]);
+  }
+  for (int i = 0; i < 2; ++i) kept[i] = block_sum<256>(kept[i], places);
+  if (thread != 0) return;
+  distance = 0.0;
+  for (int i = 0; i < 256; ++i) distance += halves[i];  // all are there since the last sum
+  const bool has_map = sqrt(fmax(distance / 2.0, 0.0)) < __longlong_as_double((i64)params.tau);
+  for (int i = 0; i < 2; ++i) {
+    const int needed = min(max((int)kept[i] / block + 1, (int)params.least), (int)params.most);
+    tops[i * heads + head] = max(has_map ? (int)params.least : needed, 1);
+  }
+  tops[2 * heads + head] = has_map ? 0 : -1;
+}
