@@ -27,6 +27,15 @@ pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
             bench.flops(&name, shape, flops, &mut || {
                 sparse_attention_forward(&inputs.qkv, mask.layout(), &data, scale).map(drop)
             });
+            // A GPU at its limit of power is slower in later rows.
+            if density == 1.0 {
+                bench.flops(
+                    "dense forward, again",
+                    shape,
+                    forward_flops(shape, seq_len),
+                    &mut || inputs.forward(None, None).map(drop),
+                );
+            }
         }
     }
     Ok(())
