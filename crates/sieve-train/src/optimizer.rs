@@ -308,12 +308,15 @@ impl<B: TrainBackend> ModuleMapper<B> for ToBf16<'_, B> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let (id, tensor, mapper) = param.consume();
         let range = self.optimizer.share.range(&tensor.dims());
-        let (leaf, mut rest) = sieve_ops::split_master(tensor.inner());
+        let master = tensor.inner();
+        let (leaf, mut rest) = sieve_ops::split_master(master.clone());
         if let Some(range) = range {
-            let whole = leaf.clone().into_primitive().tensor();
-            let piece = cut::<B>(whole, range.clone());
-            self.optimizer.pieces.insert(id, piece);
-            rest = cut::<B>(rest, range);
+            // Split again: a view of the whole rest would keep all of it.
+            let piece = cut::<B>(master.into_primitive().tensor(), range);
+            let piece = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(piece));
+            let (piece, own) = sieve_ops::split_master(piece);
+            self.optimizer.pieces.insert(id, piece.into_primitive().tensor());
+            rest = own;
         }
         self.optimizer.masters.insert(id, rest);
         Param::from_mapped_value(id, Tensor::from_inner(leaf).require_grad(), mapper)
