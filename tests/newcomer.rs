@@ -203,6 +203,18 @@ fn rows_left_out_are_told() {
     }
     let log = fs::read_to_string(tiny.path("run/log")).expect("log");
     assert!(log.contains(words[0]), "{log}");
+    let ppl = "eval ppl --checkpoint run --device cpu --data rows.jsonl --context 32";
+    refused(&mut tiny.sieve(ppl), &["line 402 has no column"]);
+    let printed = succeed(&mut tiny.sieve(&format!("{ppl} --skip-invalid")));
+    for word in words {
+        assert!(printed.contains(word), "no {word:?} in: {printed}");
+    }
+    let corpus =
+        "eval ppl --checkpoint run --device cpu --data corpus --max-tokens 500 --extrapolate";
+    let printed = succeed(&mut tiny.sieve(corpus));
+    for line in ["behind a context of", "\n32 ", "1.0000\n64 "] {
+        assert!(printed.contains(line), "no {line:?} in: {printed}");
+    }
     refused(
         set(&mut tiny.train("strict", ""), &[sets[0]]),
         &["rows.jsonl: line 402 has no column \"text\" (it has [\"body\"])"],

@@ -71,7 +71,9 @@ fn scores<B: SieveBackend>(
     let mut rows = Vec::new();
     for layer in &model.layers {
         let Attention::Dma(dma) = &layer.self_attn else {
-            return refused("this model has no DMA, so its keys have no scores");
+            return refused(
+                "this model has no DMA, so its keys have no scores\n  hint: use a checkpoint with kind = \"dma\"",
+            );
         };
         let qkv = dma
             .qkv

@@ -16,8 +16,8 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::error::DataError;
 pub(crate) use documents::Cursor;
 pub use documents::{CorpusReport, Documents};
-pub use hub::HubConfig;
 use hub::{Hub, RemoteFile};
+pub use hub::{HubConfig, hub_tokenizer, is_hub_tokenizer};
 pub use table::{TableRow, read_table};
 
 /// How documents lie in files. Text and JSONL may be packed: a file whose name ends in `.gz` or `.zst` is unpacked on

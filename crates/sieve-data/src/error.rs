@@ -19,7 +19,7 @@ pub enum DataError {
     #[error("no data paths are given\n  hint: name at least one file, folder or glob")]
     NoPaths,
     /// A pattern is not a valid glob.
-    #[error("{pattern:?} is not a valid glob: {reason}")]
+    #[error("{pattern:?} is not a valid glob: {reason}\n  hint: write [[] for a bracket")]
     BadGlob {
         /// The pattern as given.
         pattern: String,
@@ -73,7 +73,7 @@ pub enum DataError {
         max_bytes: u64,
     },
     /// A line of a JSONL file is not a JSON object.
-    #[error("{}: line {line} is not a JSON object: {reason}", path.display())]
+    #[error("{}: line {line} is not a JSON object: {reason}\n  hint: mend the line, or leave such lines out: skip_invalid", path.display())]
     BadJson {
         /// The file.
         path: PathBuf,
@@ -83,7 +83,7 @@ pub enum DataError {
         reason: String,
     },
     /// A JSONL object lacks the text column.
-    #[error("{}: line {line} has no column {column:?} (it has {found:?})\n  hint: set text_column to the column that holds the text", path.display())]
+    #[error("{}: line {line} has no column {column:?} (it has {found:?})\n  hint: set text_column to the column that holds the text, or leave such rows out: skip_invalid", path.display())]
     MissingColumn {
         /// The file.
         path: PathBuf,
@@ -113,7 +113,7 @@ pub enum DataError {
         path: PathBuf,
     },
     /// A file without a row.
-    #[error("{}: there is no row in it", path.display())]
+    #[error("{}: there is no row in it\n  hint: name a file with a row a line", path.display())]
     EmptyTable {
         /// The file.
         path: PathBuf,
@@ -167,6 +167,24 @@ pub enum DataError {
         row: u64,
         /// What is wrong with it.
         what: String,
+    },
+    /// The `hf://` path of a tokenizer cannot be understood.
+    #[error(
+        "{path:?} names no tokenizer of the hub\n  hint: write hf://OWNER/NAME, with @REVISION and /FOLDER behind it if need be"
+    )]
+    BadHubTokenizer {
+        /// The path as given.
+        path: String,
+    },
+    /// A file of a tokenizer is not there.
+    #[error(
+        "there is no tokenizer {}\n  hint: huggingface-cli download OWNER/NAME tokenizer.json --local-dir DIR fetches a model's; or name it \
+         as hf://OWNER/NAME, or train one: [tokenizer] train = {{ vocab_size = 8192 }} (docs/own-data.md)",
+        path.display()
+    )]
+    NoTokenizer {
+        /// The file.
+        path: PathBuf,
     },
     /// A path that begins with `hf://` cannot be understood.
     #[error(
@@ -229,7 +247,7 @@ pub enum DataError {
         reason: String,
     },
     /// A tokenizer file cannot be used.
-    #[error("{}: not a usable tokenizer.json: {reason}", path.display())]
+    #[error("{}: not a usable tokenizer.json: {reason}\n  hint: name the tokenizer.json of a Hugging Face model, or one of sieve tokenizer train", path.display())]
     BadTokenizer {
         /// The file.
         path: PathBuf,

@@ -64,7 +64,7 @@ mod tokenizer;
 
 pub use corpus::{
     Corpus, CorpusConfig, CorpusReport, Document, Documents, FileOrder, Format, HubConfig,
-    SourceFile, TableRow, read_table,
+    SourceFile, TableRow, hub_tokenizer, is_hub_tokenizer, read_table,
 };
 pub use error::DataError;
 pub use guard::expects_panic;

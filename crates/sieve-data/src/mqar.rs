@@ -101,7 +101,7 @@ impl MqarConfig {
             return bad(
                 "mqar num_pairs",
                 format!(
-                    "{num_pairs} pairs do not fit: seq_len {seq_len} holds 1 to {}, two tokens a pair and two a query",
+                    "{num_pairs} pairs do not fit: seq_len {seq_len} holds 1 to {}, two tokens a pair and two a query\n  hint: use fewer pairs, or longer samples",
                     seq_len / 4
                 ),
             );

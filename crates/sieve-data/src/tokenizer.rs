@@ -56,7 +56,12 @@ impl Tokenizer {
     /// # Errors
     /// A file that cannot be read, or that the `tokenizers` crate does not take.
     pub fn from_file(path: &Path) -> Result<Self, DataError> {
-        let bytes = std::fs::read(path).map_err(DataError::io("read", path))?;
+        let bytes = std::fs::read(path).map_err(|error| match error.kind() {
+            std::io::ErrorKind::NotFound => DataError::NoTokenizer {
+                path: path.to_owned(),
+            },
+            _ => DataError::io("read", path)(error),
+        })?;
         Self::from_bytes(&bytes).map_err(|reason| DataError::BadTokenizer {
             path: path.to_path_buf(),
             reason,

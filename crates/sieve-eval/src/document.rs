@@ -1,7 +1,7 @@
 //! Documents to evaluate on, from text files or from prepared shards.
 use crate::EvalError;
 use crate::words::{WordUse, word_uses};
-use sieve_data::{Corpus, Prepared, Tokenizer};
+use sieve_data::{DataError, Document, Prepared, Tokenizer};
 
 /// One tokenised document.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,11 +18,11 @@ pub struct EvalDocument {
 
 /// The documents of a corpus, in its order.
 pub fn text_documents<'a>(
-    corpus: &'a Corpus,
+    documents: impl Iterator<Item = Result<Document, DataError>> + 'a,
     tokenizer: &'a Tokenizer,
     eos_id: u32,
 ) -> impl Iterator<Item = Result<EvalDocument, EvalError>> + 'a {
-    corpus.documents().map(move |document| {
+    documents.map(move |document| {
         let text = document?.text;
         let mut tokens = tokenizer.encode(&text)?;
         tokens.push(eos_id);
@@ -126,7 +126,7 @@ fn first_token_bytes(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sieve_data::{BpeConfig, CorpusConfig};
+    use sieve_data::{BpeConfig, Corpus, CorpusConfig};
 
     #[test]
     fn bytes_are_those_of_all_tokens_but_the_first() {
@@ -145,7 +145,7 @@ mod tests {
         };
         let tokenizer = Tokenizer::train(&corpus, config).expect("enough text");
         let eos_id = tokenizer.eos_id().expect("its own name");
-        let documents: Vec<EvalDocument> = text_documents(&corpus, &tokenizer, eos_id)
+        let documents: Vec<EvalDocument> = text_documents(corpus.documents(), &tokenizer, eos_id)
             .collect::<Result<_, _>>()
             .expect("readable");
         assert_eq!(documents.len(), 2);

@@ -17,6 +17,18 @@ pub enum EvalError {
         /// The selector.
         selector: &'static str,
     },
+    /// No document as long as the longest context.
+    #[error(
+        "none of {num_documents} documents has {wanted} tokens; the longest has {longest}\n  hint: give longer documents, or shorter contexts"
+    )]
+    NoLongDocument {
+        /// Documents read.
+        num_documents: u64,
+        /// Tokens of the longest one.
+        longest: usize,
+        /// Tokens that one must have.
+        wanted: usize,
+    },
     /// No token at all.
     #[error("there is no token to start from\n  hint: give at least one")]
     NoTokens,
@@ -109,7 +121,10 @@ pub enum EvalError {
         known: String,
     },
     /// A task that cannot be read, or rows that it does not fit.
-    #[error("task {task}: {reason}")]
+    #[error("task {task}: {reason}{}", match reason.contains("hint:") {
+        true => "",
+        false => "\n  hint: sieve eval tasks --show TASK prints a task and its columns; docs/evaluation.md has every key",
+    })]
     Task {
         /// Its name.
         task: String,

@@ -48,8 +48,8 @@ pub use needle::{
 };
 pub use patterns::{PatternSearch, calibrate_dam, search_minference};
 pub use perplexity::{
-    FarLoss, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss, WordLoss, perplexity,
-    perplexity_selected,
+    Extrapolation, FarLoss, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss, WordLoss,
+    extrapolation, perplexity, perplexity_selected,
 };
 pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, recall};
 pub use sampler::{Sampler, Sampling};

@@ -4,6 +4,7 @@
 //! prediction sees another document. Windows of several documents share a row; the document bounds keep them apart.
 
 mod breakdown;
+mod extrapolation;
 mod windows;
 
 use crate::input::{check_vocabulary, ids};
@@ -12,6 +13,7 @@ use crate::{EvalDocument, EvalError, Selection};
 use breakdown::Breakdown;
 pub use breakdown::{FarLoss, MeanLoss, PositionLoss, WordLoss};
 use burn::tensor::{Tensor, TensorData};
+pub use extrapolation::{Extrapolation, extrapolation};
 use serde::Serialize;
 use sieve_nn::{LayerContext, LayerOperands, Qwen3};
 use sieve_ops::{Documents, IGNORE_LABEL, RotaryEmbedding, SieveBackend};

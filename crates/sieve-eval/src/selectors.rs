@@ -35,6 +35,8 @@ pub struct SelectorMeasure {
     pub select_ms: f64,
     /// Milliseconds of selection and attention, of all layers of one prompt.
     pub attention_ms: f64,
+    /// The same of the fastest and of the slowest prompt.
+    pub attention_ms_range: [f64; 2],
     /// The same of dense attention through the same code with every tile kept.
     pub dense_attention_ms: f64,
     /// Milliseconds from token ids to the last block's output, under the selector: the fastest prompt.
@@ -132,6 +134,7 @@ pub fn measure_selectors<B: SieveBackend>(
             output_error: mean(&|layer| layer.output_error),
             select_ms: sum.select_ms / count,
             attention_ms: sum.attention_ms / count,
+            attention_ms_range: sum.attention_ms_range.unwrap_or_default(),
             dense_attention_ms: dense_ms / count,
             prefill_ms: sum.prefill_ms.unwrap_or(0.0),
             dense_prefill_ms,
@@ -223,6 +226,7 @@ struct Sums {
     tiles: f64,
     select_ms: f64,
     attention_ms: f64,
+    attention_ms_range: Option<[f64; 2]>,
     prefill_ms: Option<f64>,
     nan_lists: u64,
     device_selections: u64,
@@ -240,6 +244,7 @@ impl Sums {
         window: &[u32],
         device: &B::Device,
     ) -> Result<(), EvalError> {
+        let before = self.attention_ms;
         for layer in captured {
             self.layers.resize(captured.len(), LayerMeasure::default());
             let measure = self.layer(selection, layer)?;
@@ -248,6 +253,9 @@ impl Sums {
             total.output_error += measure.output_error;
             total.recall = measure.recall.map(|x| x + total.recall.unwrap_or(0.0));
         }
+        let own = self.attention_ms - before;
+        let [least, most] = self.attention_ms_range.unwrap_or([own; 2]);
+        self.attention_ms_range = Some([least.min(own), most.max(own)]);
         let pass = selecting_pass(model, window, device, selection)?;
         self.nats += pass.nats;
         self.prefill_ms = match self.prefill_ms {

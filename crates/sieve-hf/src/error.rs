@@ -31,7 +31,10 @@ pub enum CheckpointError {
         previous: Option<PathBuf>,
     },
     /// A state file cannot be understood.
-    #[error("{}: {problem}", path.display())]
+    #[error("{}: {problem}{}", path.display(), match problem.contains("hint:") {
+        true => "",
+        false => "\n  hint: fetch or copy the file again",
+    })]
     Malformed {
         /// The file.
         path: PathBuf,

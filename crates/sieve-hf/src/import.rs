@@ -14,7 +14,7 @@ use crate::{
 use burn::tensor::TensorData;
 use burn::tensor::backend::Backend;
 use config::HfConfig;
-use sieve_core::recipe::AttentionKind;
+use sieve_core::recipe::{AttentionKind, Location, Problem};
 use sieve_core::{ModelShape, Recipe, RecipeError};
 use sieve_nn::Qwen3;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -220,11 +220,30 @@ fn recipe_and_shape(
     settings: &[String],
 ) -> Result<(Recipe, ModelShape), CheckpointError> {
     let text = config.recipe_toml(residual_scale);
-    let recipe = Recipe::load(&text, "the imported model", settings).map_err(bad_recipe(from))?;
+    let recipe = Recipe::load(&text, "the imported model", settings)
+        .map_err(|error| bad_recipe(from)(by_set(error)))?;
     let shape = recipe
         .model_shape(config.vocab_size)
         .map_err(bad_recipe(from))?;
     Ok((recipe, shape))
+}
+
+/// The text of an imported model's recipe is made here: its lines tell nothing, and what it lacks comes by `--set`.
+fn by_set(mut error: RecipeError) -> RecipeError {
+    if let RecipeError::Invalid { mistakes, .. } = &mut error {
+        for mistake in mistakes {
+            if let Some(Location::Line(_)) = mistake.location {
+                mistake.location = None;
+            }
+            if let Problem::MissingKey { .. } = mistake.problem {
+                mistake.problem = Problem::Rule {
+                    what: mistake.problem.to_string(),
+                    hint: format!("give it: --set {}=VALUE", mistake.key),
+                };
+            }
+        }
+    }
+    error
 }
 
 fn bad_recipe(from: &Path) -> impl Fn(RecipeError) -> CheckpointError {

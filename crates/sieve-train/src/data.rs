@@ -100,7 +100,7 @@ impl DataSource {
     ) -> Result<Self, TrainError> {
         let tokenizer = match recipe.tokenizer.source() {
             TokenizerSource::Path(path) => {
-                let path = PathBuf::from(sieve_core::paths::expand(path, variable)?);
+                let path = tokenizer_file(path, variable)?;
                 let found = read_tokenizer(&path, recipe)?;
                 recipe.model_shape(found.0.vocab_size())?;
                 Some(found)
@@ -295,6 +295,28 @@ impl TrainingData {
 fn hub_endpoint(variable: &dyn Fn(&str) -> Option<String>) -> String {
     let endpoint = variable("HF_ENDPOINT").filter(|endpoint| !endpoint.is_empty());
     endpoint.unwrap_or_else(|| HubConfig::ENDPOINT.to_owned())
+}
+
+/// The file of a recipe's `[tokenizer] path`; one of the hub (`hf://OWNER/NAME`) is fetched into `huggingface_hub`'s own cache
+/// unless it is there.
+///
+/// # Errors
+/// A variable that is not set; a hub that cannot be reached.
+pub fn tokenizer_file(
+    path: &str,
+    variable: &dyn Fn(&str) -> Option<String>,
+) -> Result<PathBuf, TrainError> {
+    let path = sieve_core::paths::expand(path, variable)?;
+    if !sieve_data::is_hub_tokenizer(&path) {
+        return Ok(PathBuf::from(path));
+    }
+    let cache = sieve_core::paths::expand("${HF_HOME:-~/.cache/huggingface}/hub", variable)?;
+    let config = HubConfig {
+        endpoint: hub_endpoint(variable),
+        token: variable("HF_TOKEN").filter(|token| !token.is_empty()),
+        dir: PathBuf::from(cache),
+    };
+    Ok(sieve_data::hub_tokenizer(&path, config)?)
 }
 
 /// The tokenizer of a file as the recipe uses it, and the file's text.

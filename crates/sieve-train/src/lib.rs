@@ -28,7 +28,7 @@ mod validation;
 
 pub use attention_statistics::{AttentionStatistics, KeyAges};
 pub use collectives::{Collectives, Gathered, Pending, Primitive};
-pub use data::{DataEvent, DataSource, RowSource, TrainingData, corpus_configs};
+pub use data::{DataEvent, DataSource, RowSource, TrainingData, corpus_configs, tokenizer_file};
 pub use device_batch::DeviceBatch;
 pub use error::TrainError;
 pub use gradients::GradientBuffer;

@@ -20,7 +20,7 @@ pub(crate) struct LogitsArgs {
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Token ids, separated by commas
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_delimiter = ',', value_name = "ID,…", value_parser = token)]
     tokens: Vec<u32>,
     /// A file of token ids, separated by commas or white space
     #[arg(long, value_name = "FILE")]
@@ -82,13 +82,18 @@ fn parse(text: &str) -> Result<Vec<u32>> {
     let words = text.split(|c: char| c == ',' || c.is_whitespace());
     let tokens = words
         .filter(|word| !word.is_empty())
-        .map(|word| {
-            word.parse()
-                .with_context(|| format!("{word:?} is no token id"))
-        })
+        .map(|word| token(word).map_err(anyhow::Error::msg))
         .collect::<Result<Vec<u32>>>()?;
-    ensure!(!tokens.is_empty(), "there is no token id");
+    ensure!(
+        !tokens.is_empty(),
+        "there is no token id\n  hint: write whole numbers, with commas or white space between them"
+    );
     Ok(tokens)
+}
+
+fn token(word: &str) -> Result<u32, String> {
+    let parsed = word.trim().parse();
+    parsed.map_err(|_| format!("{word:?} is no token id\n  hint: ids are whole numbers from 0"))
 }
 
 #[cfg(test)]

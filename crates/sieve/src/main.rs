@@ -26,6 +26,7 @@ mod terminal;
 mod text_files;
 mod train;
 
+use clap::error::{ContextKind, ErrorKind};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use exit::Exit;
 use mimalloc::MiMalloc;
@@ -109,7 +110,7 @@ enum Command {
 fn main() -> ExitCode {
     startup::mark();
     terminal::install_panic_message();
-    let cli = Cli::parse();
+    let cli = Cli::try_parse().unwrap_or_else(|error| refuse(error));
     let result = match open_output(&cli.output).map(|()| cli.command) {
         Err(error) => Err(error),
         Ok(command) => run(command),
@@ -121,6 +122,41 @@ fn main() -> ExitCode {
             Exit::Failed.into()
         }
     }
+}
+
+/// What a person may type who knows another program, and the command here.
+const ELSEWHERE: [(&str, &str); 12] = [
+    ("init", "recipe new"),
+    ("new", "recipe new"),
+    ("config", "recipe show --all RECIPE"),
+    (
+        "selectors",
+        "eval selectors, and eval ppl --selector help for their names",
+    ),
+    ("doctor", "info"),
+    ("env", "info"),
+    ("version", "--version"),
+    ("bench", "kernels bench"),
+    ("resume", "train --recipe R --resume"),
+    ("finetune", "import, then train --branch-from"),
+    ("chat", "generate --prompt TEXT; there is no chat"),
+    (
+        "serve",
+        "export: other programs serve the exported model (docs/export.md)",
+    ),
+];
+
+/// Ends the program over a command line that cannot be read.
+fn refuse(error: clap::Error) -> ! {
+    let known = || {
+        let typed = error.get(ContextKind::InvalidSubcommand)?.to_string();
+        ELSEWHERE.iter().find(|(name, _)| *name == typed)
+    };
+    if let (ErrorKind::InvalidSubcommand, Some((name, here))) = (error.kind(), known()) {
+        eprintln!("error: there is no command {name}\n  hint: sieve {here}");
+        std::process::exit(2);
+    }
+    error.exit()
 }
 
 fn open_output(args: &OutputArgs) -> anyhow::Result<()> {

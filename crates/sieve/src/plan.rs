@@ -127,11 +127,12 @@ pub(crate) fn vocab_size(recipe: &Recipe) -> Result<usize> {
     match (recipe.stated_vocab_size(), recipe.tokenizer.source()) {
         (Some(rows), _) => Ok(rows),
         (None, TokenizerSource::Path(path)) => {
-            let path = sieve_core::paths::expand(path, &variable)?;
-            let tokenizer = Tokenizer::from_file(path.as_ref()).context(
-                "the recipe leaves model.vocab_size to its tokenizer, which cannot be read\n  \
-                 hint: get the tokenizer, or plan with --set model.vocab_size=N",
-            )?;
+            let tokenizer = sieve_train::tokenizer_file(path, &variable)
+                .and_then(|path| Ok(Tokenizer::from_file(&path)?))
+                .context(
+                    "the recipe leaves model.vocab_size to its tokenizer, which cannot be read\n  \
+                     hint: get the tokenizer, or plan with --set model.vocab_size=N",
+                )?;
             Ok(tokenizer.vocab_size())
         }
         (None, TokenizerSource::Train(_) | TokenizerSource::Numbers(_)) => {

@@ -111,17 +111,38 @@ pub(crate) fn error_text(error: &anyhow::Error) -> String {
             message.push_str(&cause);
         }
     }
-    let no_space = error
+    let system = error
         .chain()
-        .filter_map(|cause| cause.downcast_ref::<std::io::Error>())
-        .any(|cause| {
-            use std::io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
-            matches!(cause.kind(), StorageFull | QuotaExceeded | FileTooLarge)
-        });
-    if no_space {
-        message.push_str("\n  hint: make room there, then go on; checkpoints already written are whole, and --resume uses the last");
+        .find_map(|cause| cause.downcast_ref::<std::io::Error>());
+    if let Some(hint) = system.and_then(|cause| system_hint(cause.kind()))
+        && !message.contains("hint: ")
+    {
+        message.push_str("\n  hint: ");
+        message.push_str(hint);
     }
     format!("error: {message}")
+}
+
+/// What a person can do about an error of the operating system.
+fn system_hint(kind: std::io::ErrorKind) -> Option<&'static str> {
+    use std::io::ErrorKind;
+    Some(match kind {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
+            "make room there, then go on; checkpoints already written are whole, and --resume uses the last"
+        }
+        ErrorKind::NotFound => {
+            "check the path: there is no such file, or no folder to write it into"
+        }
+        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
+            "name a place that you may read and write, or change its rights"
+        }
+        ErrorKind::AlreadyExists | ErrorKind::NotADirectory => {
+            "a file stands where a folder is wanted: name another path"
+        }
+        ErrorKind::IsADirectory => "a folder stands where a file is wanted: name another path",
+        ErrorKind::InvalidData => "the file must be UTF-8 text",
+        _ => return None,
+    })
 }
 
 /// An error without its causes and its hint.

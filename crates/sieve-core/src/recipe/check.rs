@@ -300,6 +300,10 @@ fn wanted(kind: Kind) -> String {
 /// A value in words, short enough for one line.
 fn describe(value: &Value) -> String {
     match value {
+        // TOML holds whole numbers of 64 bits; what --set cannot read as one stays a string.
+        Value::String(text) if !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit()) => {
+            format!("{}, which is too large a number", shorten(text))
+        }
         Value::String(text) => format!("the string {:?}", shorten(text)),
         Value::Integer(number) => format!("{number}"),
         Value::Float(number) => format!("{number:?}"),

@@ -115,9 +115,7 @@ pub(super) fn defaults(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     let schedule = table.entry("lr_scheduler");
     let schedule = schedule.or_insert_with(|| Value::Table(Table::new()));
     if let Some(schedule) = schedule.as_table_mut() {
-        derived(schedule, "warmup_steps", || {
-            Some((of_steps? / 5).min(MOST_WARMUP_STEPS))
-        });
+        derived(schedule, "warmup_steps", || of_steps.map(default_warmup));
     }
     fill(table, Recipe::KEYS);
     if let Some(model) = table.get_mut("model").and_then(Value::as_table_mut) {
@@ -166,6 +164,11 @@ pub(super) fn defaults(table: &mut Table, mistakes: &mut Vec<Mistake>) {
 
 /// Warm-up where a recipe gives none, at most.
 const MOST_WARMUP_STEPS: i64 = 100;
+
+/// Warm-up steps of a run of so many steps whose recipe names none.
+pub(super) fn default_warmup(steps: i64) -> i64 {
+    (steps / 5).min(MOST_WARMUP_STEPS)
+}
 
 /// Writes out a value that follows from others.
 fn derived(table: &mut Table, key: &str, value: impl FnOnce() -> Option<i64>) {

@@ -3,7 +3,7 @@
 use toml::{Table, Value};
 
 use super::manual::{default_words, one_line, value_words};
-use super::{AttentionKind, Recipe, RecipeError};
+use super::{AttentionKind, Recipe, RecipeError, resolve};
 use crate::keys::{Bound, Choices, Key, Kind, Section};
 
 /// Columns of a comment.
@@ -19,6 +19,9 @@ impl Recipe {
             message: error.to_string(),
         };
         let table = Table::try_from(self).map_err(not_representable)?;
+        // What follows from another key is a default too: then the other key may be changed alone.
+        let warmup = resolve::default_warmup(self.training.steps as i64);
+        let follows = Table::from_iter([("warmup_steps".to_owned(), Value::Integer(warmup))]);
         let mut text = String::new();
         for section in Recipe::KEYS {
             match (section.kind, table.get(section.name)) {
@@ -30,7 +33,7 @@ impl Recipe {
                     for stage in stages.iter().filter_map(Value::as_table) {
                         comment(&mut text, section.doc);
                         text += &format!("[[{}]]\n", section.name);
-                        write_keys(&mut text, keys, stage);
+                        write_keys(&mut text, keys, stage, &follows);
                     }
                 }
                 (Kind::Table(keys), Some(Value::Table(table))) => {
@@ -38,10 +41,10 @@ impl Recipe {
                     text += &format!("[{}]\n", section.name);
                     match section.name {
                         "attention" => {
-                            write_keys_with(&mut text, &keys[..1], table);
-                            write_keys(&mut text, self.attention.kind().keys(), table);
+                            write_keys_with(&mut text, &keys[..1], table, &follows);
+                            write_keys(&mut text, self.attention.kind().keys(), table, &follows);
                         }
-                        _ => write_keys(&mut text, keys, table),
+                        _ => write_keys(&mut text, keys, table, &follows),
                     }
                 }
                 _ => unreachable!("a recipe holds every section, and sections alone"),
@@ -54,14 +57,15 @@ impl Recipe {
 }
 
 /// The keys of one table, and an empty line.
-fn write_keys(text: &mut String, keys: &[Key], table: &Table) {
-    write_keys_with(text, keys, table);
+fn write_keys(text: &mut String, keys: &[Key], table: &Table, follows: &Table) {
+    write_keys_with(text, keys, table, follows);
     text.push('\n');
 }
 
-fn write_keys_with(text: &mut String, keys: &[Key], table: &Table) {
+fn write_keys_with(text: &mut String, keys: &[Key], table: &Table, follows: &Table) {
     for key in keys {
         let default = key.default.and_then(|default| default());
+        let default = default.or_else(|| follows.get(key.name).cloned());
         let value = table.get(key.name);
         comment(text, &about(key));
         match value {
@@ -262,6 +266,10 @@ mod tests {
                 let recipe = size.recipe(kind, &paths, &[]).expect("a valid start");
                 assert_eq!(recipe.data.paths, paths);
                 let text = recipe.to_template().expect("writable");
+                // The steps may be changed alone.
+                let few = ["training.steps=3".to_owned()];
+                let tried = Recipe::load(&text, "template", &few).expect("fewer steps");
+                assert_eq!(tried.lr_scheduler.warmup_steps, 0);
                 let read = Recipe::load(&text, "template", &[]);
                 assert_eq!(read, Ok(recipe), "{} {kind:?}\n{text}", size.name);
                 assert!(

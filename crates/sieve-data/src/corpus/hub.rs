@@ -45,6 +45,38 @@ impl fmt::Debug for HubConfig {
     }
 }
 
+/// Whether the path of a tokenizer names a model of the hub.
+pub fn is_hub_tokenizer(path: &str) -> bool {
+    is_remote(path)
+}
+
+/// The `tokenizer.json` of a model of the hub, `hf://OWNER/NAME[@REVISION][/FOLDER]`: fetched into the folder of `config`
+/// unless it is there, so that it is asked for once.
+///
+/// # Errors
+/// A path of another form; a hub that cannot be reached or has no such file.
+pub fn hub_tokenizer(path: &str, config: HubConfig) -> Result<PathBuf, DataError> {
+    let bad = || DataError::BadHubTokenizer {
+        path: path.to_owned(),
+    };
+    let model = path.strip_prefix("hf://").ok_or_else(bad)?;
+    if model.starts_with("datasets/") {
+        return Err(bad());
+    }
+    let remote = RemotePath::parse(&format!("{PREFIX}{model}")).map_err(|_| bad())?;
+    let folder = remote.files.trim_end_matches("tokenizer.json");
+    let folder = folder.trim_end_matches('/');
+    let name = match folder {
+        "" => "tokenizer.json".to_owned(),
+        folder => format!("{folder}/tokenizer.json"),
+    };
+    if name.split('/').any(|part| matches!(part, "" | "." | "..")) {
+        return Err(bad());
+    }
+    let repo = Repo::with_revision(remote.repo, RepoType::Model, remote.revision);
+    Hub::new(config)?.get(repo, &name)
+}
+
 /// Where a remote file is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RemoteFile {
@@ -294,30 +326,35 @@ impl Hub {
         }
     }
 
-    /// Fetches a file unless it is there, and gives its path.
-    pub(super) fn fetch(&self, file: &RemoteFile) -> Result<PathBuf, DataError> {
-        let repo = Repo::with_revision(file.repo.clone(), RepoType::Dataset, file.commit.clone());
+    /// Fetches a file of a repository unless it is there, and gives its path.
+    fn get(&self, repo: Repo, name: &str) -> Result<PathBuf, DataError> {
+        let of = repo.url().replacen("datasets/", "", 1);
         let repo = self.api.repo(repo);
-        self.drop_whole_parts(file);
         let mut pause = FIRST_PAUSE;
         let mut tries = 1;
-        let path = loop {
+        loop {
             // Each call goes on with what the one before has left. The crate's own tries do not: they begin at byte 0 and
             // put the file behind the part that is there.
-            match repo.get(&file.name) {
-                Ok(path) => break path,
+            match repo.get(name) {
+                Ok(path) => return Ok(path),
                 // The hub has answered; asking again changes nothing.
                 Err(error)
                     if tries == NUM_TRIES || error.to_string().contains("http status: 4") =>
                 {
-                    let reason = format!("fetching {}: {error}", file.name);
-                    return Err(self.failed(&file.repo, reason));
+                    return Err(self.failed(&of, format!("fetching {name}: {error}")));
                 }
                 Err(_) => std::thread::sleep(pause),
             }
             tries += 1;
             pause *= 2;
-        };
+        }
+    }
+
+    /// Fetches a file of a data set unless it is there, and gives its path.
+    pub(super) fn fetch(&self, file: &RemoteFile) -> Result<PathBuf, DataError> {
+        self.drop_whole_parts(file);
+        let repo = Repo::with_revision(file.repo.clone(), RepoType::Dataset, file.commit.clone());
+        let path = self.get(repo, &file.name)?;
         let found = fs::metadata(&path)
             .map_err(DataError::io("read", &path))?
             .len();

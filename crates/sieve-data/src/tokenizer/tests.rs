@@ -169,7 +169,7 @@ fn unusable_files_are_named() {
     let path = dir.path().join("broken.json");
     let error = Tokenizer::from_file(&path).unwrap_err().to_string();
     assert!(
-        error.contains("cannot read") && error.contains("broken.json"),
+        error.contains("there is no tokenizer") && error.contains("broken.json"),
         "{error}"
     );
     for content in ["", "{}", "[1]", "{\"model\": {\"type\": \"BPE\"}}", "\u{0}"] {

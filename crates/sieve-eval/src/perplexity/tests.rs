@@ -185,3 +185,63 @@ fn refuses_settings_and_documents_that_mean_nothing() {
     assert!(attempt(with(9, 0), &[9]).contains("stride"));
     assert!(attempt(ONE_BY_ONE, &[1, 1]).contains("2 documents"));
 }
+
+#[test]
+fn longer_contexts_predict_the_same_tokens() {
+    let model = model(Attention::Mha);
+    let run = |lengths: &[usize], contexts: &[usize]| {
+        let documents = documents(lengths).into_iter().map(Ok);
+        extrapolation(
+            &model,
+            documents,
+            contexts,
+            (32, usize::MAX),
+            &Default::default(),
+            &mut |_| {},
+        )
+    };
+    let found = run(&[40, 9, 17], &[4, 8, 16]).expect("two pieces of 17 and one");
+    assert_eq!(found.len(), 3);
+    for (row, context) in found.iter().zip([4, 8, 16]) {
+        // Two pieces of the first document and one of the last, two tokens each.
+        assert_eq!((row.context, row.num_tokens), (context, 6));
+        assert!((row.ratio - row.perplexity / found[0].perplexity).abs() < 1e-9);
+    }
+    assert_eq!(found[0].ratio, 1.0);
+    assert!(found[1].loss != found[0].loss && found[2].loss != found[1].loss);
+    // By hand: the last two tokens of the document, behind eight.
+    let document = &documents(&[17])[0];
+    let config = PerplexityConfig {
+        context: 8,
+        stride: 8,
+        batch_tokens: 8,
+        far: Vec::new(),
+    };
+    let of = |tokens: &[u32]| {
+        let part = EvalDocument {
+            tokens: tokens.to_vec(),
+            word_uses: vec![WordUse::NoWord; tokens.len()],
+            ..document.clone()
+        };
+        let parts = std::iter::once(Ok(part));
+        let report = perplexity(&model, parts, &config, &Default::default(), &mut |_| {});
+        report.expect("tokens").nats
+    };
+    // Eight predictions, less the six before: 8..17 holds the last eight inputs and what follows them.
+    let by_hand = of(&document.tokens[8..17]) - of(&document.tokens[8..15]);
+    let found = run(&[17], &[4, 8]).expect("one piece of nine and one more");
+    assert_eq!(found[0].num_tokens, 2);
+    let piece = run(&[17], &[4, 8, 16]).expect("one piece");
+    assert!(
+        (piece[1].loss - by_hand / 2.0).abs() < 1e-5,
+        "{piece:?} {by_hand}"
+    );
+    let error = run(&[9, 16], &[4, 16]).expect_err("too short");
+    assert!(
+        error
+            .to_string()
+            .contains("none of 2 documents has 17 tokens; the longest has 16"),
+        "{error}"
+    );
+    assert!(run(&[40], &[4, 17]).is_err());
+}

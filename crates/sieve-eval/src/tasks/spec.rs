@@ -232,7 +232,8 @@ impl Task {
     }
 
     fn compile(name: &str, text: &str) -> Result<Self, String> {
-        let file: File = toml::from_str(text).map_err(|error| error.to_string())?;
+        let file: File =
+            toml::from_str(text).map_err(|error| error.to_string().trim_end().to_owned())?;
         let template = |text: &Option<String>| text.as_deref().map(Template::parse).transpose();
         let source = |texts: &Option<Texts>| {
             Ok::<_, String>(match texts {

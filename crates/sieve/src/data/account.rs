@@ -23,7 +23,8 @@ pub(crate) fn lines(part: &str, meta: &PreparedMeta) -> Vec<String> {
     lines
 }
 
-fn left_out(part: &str, report: &CorpusReport, lines: &mut Vec<String>) {
+/// What was left out, if anything.
+pub(crate) fn left_out(part: &str, report: &CorpusReport, lines: &mut Vec<String>) {
     if report.num_blank + report.num_duplicates + report.num_invalid > 0 {
         lines.push(format!(
             "{part}left out: {} blank, {} duplicates, {} invalid",

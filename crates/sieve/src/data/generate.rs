@@ -25,7 +25,7 @@ pub(crate) struct GenerateArgs {
     #[arg(long, default_value_t = 2047, value_name = "N")]
     max_length: usize,
     /// Samples in all
-    #[arg(long, default_value_t = 1000, value_name = "N")]
+    #[arg(long, default_value_t = 1000, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     samples: u64,
     #[command(flatten)]
     source: SourceArgs,
@@ -41,7 +41,7 @@ pub(crate) struct GenerateArgs {
 pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     if args.min_length > args.max_length {
         bail!(
-            "--min-length {} is above --max-length {}",
+            "--min-length {} is above --max-length {}\n  hint: the default is 768 to 2047",
             args.min_length,
             args.max_length
         );

@@ -219,7 +219,7 @@ fn haystack(args: &NeedleArgs, config: &NeedleConfig, tokenizer: &Tokenizer) -> 
         return Ok(Haystack::made_up(wanted, tokenizer)?);
     }
     let corpus = text::corpus(&args.data)?;
-    let documents = text_documents(&corpus, tokenizer, tokenizer.eos_id()?);
+    let documents = text_documents(corpus.documents(), tokenizer, tokenizer.eos_id()?);
     Ok(Haystack::of_documents(documents, wanted, tokenizer)?)
 }
 

@@ -1,6 +1,9 @@
 //! `sieve eval ppl`.
+mod extrapolation;
+
 use super::chart::{Chart, Line};
 use super::{output, text};
+use crate::data::account;
 use crate::device::{Device, DeviceChoice};
 use crate::out_of_memory::MemoryArgs;
 use crate::text_files::FormatArg;
@@ -10,10 +13,10 @@ use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::{ArgGroup, Args};
-use sieve_data::Prepared;
+use sieve_data::{Corpus, Prepared};
 use sieve_eval::{
-    EvalDocument, EvalError, MeanLoss, PerplexityConfig, PerplexityReport, Selection, first_tokens,
-    perplexity, perplexity_selected, prepared_documents, text_documents,
+    EvalDocument, EvalError, Extrapolation, MeanLoss, PerplexityConfig, PerplexityReport,
+    Selection, first_tokens, perplexity, perplexity_selected, prepared_documents, text_documents,
 };
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
@@ -43,6 +46,13 @@ pub(crate) struct PplArgs {
     /// JSONL and Parquet: the column that holds a document's text
     #[arg(long, default_value = "text", value_name = "NAME")]
     text_column: String,
+    /// Leave out documents that cannot be read (not UTF-8, no such column), and say how many
+    #[arg(long, requires = "data")]
+    skip_invalid: bool,
+    /// Also predict the same tokens behind once, twice and four times the tokens of a row in training, and print the ratios of
+    /// the perplexities; as far as the model's positions go
+    #[arg(long, conflicts_with = "selector")]
+    extrapolate: bool,
     /// Tokens the model sees at most; the length it was trained with when absent
     #[arg(long, value_name = "N")]
     context: Option<usize>,
@@ -116,23 +126,45 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
             Some(total.min(args.max_tokens.unwrap_or(total))),
         )?
     } else {
-        let corpus = text::open(&args.data, args.format, &args.text_column)?;
-        let documents = text_documents(&corpus, &tokenizer, tokenizer.eos_id()?);
+        let corpus = args.corpus()?;
+        let mut read = corpus.documents();
+        let documents = text_documents(read.by_ref(), &tokenizer, tokenizer.eos_id()?);
         let documents = first_tokens(documents, &tokenizer, args.max_tokens);
-        with_progress(
+        let report = with_progress(
             &loaded,
             documents,
             &config,
             device,
             selection.as_mut(),
             args.max_tokens,
-        )?
+        )?;
+        let mut lines = Vec::new();
+        account::left_out("", read.report(), &mut lines);
+        for line in lines {
+            terminal::remark(&line);
+        }
+        report
+    };
+    let extrapolation = match args.extrapolate {
+        true => extrapolation::measure(args, &loaded, &tokenizer, device)?,
+        false => Vec::new(),
     };
     if let Some(path) = &args.plot {
         let title = format!("{} (step {})", loaded.path.display(), loaded.state.step);
         output::write(path, &loss_by_position(&title, &report))?;
     }
-    print(args, &loaded, &report, selection.as_ref())
+    print(args, &loaded, &report, selection.as_ref(), &extrapolation)
+}
+
+impl PplArgs {
+    fn corpus(&self) -> Result<Corpus> {
+        text::open(
+            &self.data,
+            self.format,
+            &self.text_column,
+            self.skip_invalid,
+        )
+    }
 }
 
 /// Loss over the tokens seen, from powers of two on; all tokens together as a second line.
@@ -222,6 +254,7 @@ fn print<B: SieveBackend>(
     loaded: &LoadedModel<B>,
     report: &PerplexityReport,
     selection: Option<&Selection>,
+    extrapolation: &[Extrapolation],
 ) -> Result<()> {
     if args.json {
         let mut json = serde_json::to_value(report)?;
@@ -231,6 +264,10 @@ fn print<B: SieveBackend>(
                 loaded.path.display().to_string().into(),
             );
             object.insert("step".into(), loaded.state.step.into());
+            if !extrapolation.is_empty() {
+                let contexts = serde_json::to_value(extrapolation)?;
+                object.insert("extrapolation".into(), contexts);
+            }
             if let Some(selection) = selection {
                 let selector = selection.selector();
                 object.insert("selector".into(), selector.to_string().into());
@@ -291,6 +328,7 @@ fn print<B: SieveBackend>(
         terminal::line(&mean_line("new in the context", &report.by_word.new));
         terminal::line(&mean_line("no word", &report.by_word.no_word));
     }
+    extrapolation::print(extrapolation);
     if let Some(selection) = selection {
         terminal::line(&selector::summary(
             selection.selector(),

@@ -24,6 +24,9 @@ use sieve_plan::InferenceSize;
 use sieve_select::{ENTRIES, Phase, Selector};
 use std::path::{Path, PathBuf};
 
+/// Tokens of the prompts where the user names no length.
+const USUAL_LENGTH: usize = 1024;
+
 /// Arguments of `sieve eval selectors`.
 #[derive(Args, Debug)]
 pub(crate) struct SelectorsArgs {
@@ -33,13 +36,8 @@ pub(crate) struct SelectorsArgs {
     /// Text, JSONL or Parquet files, folders or globs; documents are read one after the other
     #[arg(long, required = true, num_args = 1.., value_name = "PATH")]
     data: Vec<String>,
-    /// Tokens of the prompts
-    #[arg(
-        long,
-        value_delimiter = ',',
-        value_name = "N,…",
-        default_value = "1024"
-    )]
+    /// Tokens of the prompts; when absent 1024, or the model's context where that is shorter
+    #[arg(long, value_delimiter = ',', value_name = "N,…")]
     lengths: Vec<usize>,
     /// Prompts of each length
     #[arg(long, default_value_t = 2, value_name = "N")]
@@ -71,7 +69,11 @@ pub(crate) struct SelectorsArgs {
 }
 
 /// Runs the command.
-pub(crate) fn run(args: SelectorsArgs) -> Result<()> {
+pub(crate) fn run(mut args: SelectorsArgs) -> Result<()> {
+    if args.lengths.is_empty() {
+        let context = sieve_hf::peek_model(&args.checkpoint).map(|(_, shape)| shape.max_seq_len);
+        args.lengths = vec![context.unwrap_or(USUAL_LENGTH).min(USUAL_LENGTH)];
+    }
     if args.lengths.iter().any(|&length| length < 2) || args.windows == 0 {
         bail!("--lengths and --windows must be positive\n  hint: prompts need at least 2 tokens");
     }

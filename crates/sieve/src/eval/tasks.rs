@@ -80,6 +80,8 @@ impl TasksArgs {
 struct Asked {
     task: Task,
     rows: TaskRows,
+    /// Where the rows are from.
+    file: String,
 }
 
 /// Runs the command.
@@ -115,8 +117,9 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
             truncate: args.truncate,
         };
         TaskTexts::new(&asked.task, &asked.rows, run, &tokenizer, shape.max_seq_len)
+            .with_context(|| asked.file.clone())
     });
-    let texts: Vec<TaskTexts<'_>> = texts.collect::<Result<_, _>>()?;
+    let texts: Vec<TaskTexts<'_>> = texts.collect::<Result<_>>()?;
     let sizes = texts
         .iter()
         .map(|texts| texts.size(args.selector.is_some()));
@@ -154,7 +157,8 @@ fn asked(args: &TasksArgs) -> Result<Vec<Asked>> {
             rows: read_table(Path::new(file))?,
             examples: None,
         };
-        asked.push(Asked { task, rows });
+        let file = file.to_owned();
+        asked.push(Asked { task, rows, file });
     }
     for (name, file) in pairs(&args.fewshot_data)? {
         let Some(asked) = asked.iter_mut().find(|asked| asked.task.name() == name) else {

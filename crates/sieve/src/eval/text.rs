@@ -1,21 +1,25 @@
 //! Text that the measures read.
 use crate::text_files::{self, FormatArg};
 use anyhow::{Result, bail};
-use sieve_data::{Corpus, Tokenizer};
+use sieve_data::{Corpus, CorpusConfig, Tokenizer};
 use sieve_eval::text_documents;
 
 /// Files, folders and globs, each file read as its ending says.
 pub(super) fn corpus(paths: &[String]) -> Result<Corpus> {
-    open(paths, None, "text")
+    open(paths, None, "text", false)
 }
 
-/// The same in a format, and with the column that holds the text.
+/// The same in a format, with the column that holds the text, and with or without the documents that cannot be read.
 pub(super) fn open(
     paths: &[String],
     format: Option<FormatArg>,
     text_column: &str,
+    skip_invalid: bool,
 ) -> Result<Corpus> {
-    let corpus = Corpus::open(text_files::config(paths.to_vec(), format, text_column))?;
+    let corpus = Corpus::open(CorpusConfig {
+        skip_invalid,
+        ..text_files::config(paths.to_vec(), format, text_column)
+    })?;
     text_files::warn_of_json_lines(&corpus);
     Ok(corpus)
 }
@@ -31,7 +35,7 @@ pub(super) fn tokens(
     let wanted = length.saturating_add(1).saturating_mul(windows);
     let corpus = corpus(paths)?;
     let mut tokens = Vec::new();
-    for document in text_documents(&corpus, tokenizer, tokenizer.eos_id()?) {
+    for document in text_documents(corpus.documents(), tokenizer, tokenizer.eos_id()?) {
         tokens.extend(document?.tokens);
         if tokens.len() >= wanted {
             return Ok(tokens);

@@ -350,12 +350,12 @@ fn each_rule_is_checked() {
         (
             "steps = 40",
             "steps = 4",
-            "lr_scheduler.warmup_steps: is 7, more than training.steps = 4\n    hint: set lr_scheduler.warmup_steps to 1 or less",
+            "lr_scheduler.warmup_steps: is 7, more than training.steps = 4\n    hint: set lr_scheduler.warmup_steps to 1 or less; to try the first steps alone: sieve train --stop-after 4",
         ),
         (
             "warmup_steps = 7",
             "warmup_steps = 41",
-            "lr_scheduler.warmup_steps: is 41, more than training.steps = 40\n    hint: set lr_scheduler.warmup_steps to 8 or less",
+            "lr_scheduler.warmup_steps: is 41, more than training.steps = 40\n    hint: set lr_scheduler.warmup_steps to 8 or less; to try the first steps alone: sieve train --stop-after 40",
         ),
         (
             "decay_ratio = 0.2",

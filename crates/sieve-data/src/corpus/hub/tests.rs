@@ -111,7 +111,9 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> Option<()> {
         send("200 OK", "", body.as_bytes(), body.len());
         return Some(());
     }
-    let name = path.strip_prefix(&format!("/datasets/me/texts/resolve/{COMMIT}/"));
+    let name = path
+        .strip_prefix(&format!("/datasets/me/texts/resolve/{COMMIT}/"))
+        .or_else(|| path.strip_prefix("/some/model/resolve/main/"));
     let Some(bytes) = name.and_then(|name| state.files.get(name)).cloned() else {
         send("404 Not Found", "", b"", 0);
         return None;
@@ -432,4 +434,30 @@ fn answers_that_are_none_are_told() {
     let error = corpus("hf://datasets/me/texts/one").connect(&server.config(&dir.path().join("x")));
     let error = error.unwrap_err().to_string();
     assert!(error.contains("leads elsewhere"), "{error}");
+}
+
+#[test]
+fn the_tokenizer_of_a_model_is_fetched_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let server = Server::new(&[("tokenizer.json", b"{\"one\": 1}".to_vec())]);
+    for path in ["hf://some/model", "hf://some/model@main/tokenizer.json"] {
+        let file = super::hub_tokenizer(path, server.config(dir.path())).unwrap();
+        assert_eq!(fs::read(file).unwrap(), b"{\"one\": 1}");
+    }
+    let asked = server.requests("tokenizer.json").len();
+    super::hub_tokenizer("hf://some/model", server.config(dir.path())).unwrap();
+    assert_eq!(server.requests("tokenizer.json").len(), asked);
+    for path in [
+        "hf://datasets/some/model",
+        "hf://model",
+        "hf://some/model@../x",
+        "hf://some/model/../..",
+        "some/model",
+    ] {
+        let error = super::hub_tokenizer(path, server.config(dir.path())).unwrap_err();
+        assert!(error.to_string().contains("names no tokenizer"), "{error}");
+    }
+    let gone = super::hub_tokenizer("hf://some/model/other", server.config(dir.path()));
+    let error = gone.unwrap_err().to_string();
+    assert!(error.contains("other/tokenizer.json"), "{error}");
 }

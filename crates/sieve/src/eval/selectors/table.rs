@@ -121,6 +121,9 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
             if m.causal { " " } else { "*" }
         ));
     }
+    for line in notes(rows) {
+        terminal::line(&line);
+    }
     let on_gpu = rows.iter().any(|row| row.measure.device_selections > 0.0);
     for Row { label, measure: m } in rows {
         if m.host_bytes > 0.0 {
@@ -133,6 +136,33 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
     if on_gpu {
         terminal::line("the others select and attend on the GPU, without a copy of q, k or v");
     }
+}
+
+/// What the rows of one length do not say by themselves.
+fn notes(rows: &[&Row]) -> Vec<String> {
+    let mut notes = Vec::new();
+    if rows.iter().all(|row| row.measure.tile_density == Some(1.0)) {
+        notes.push(
+            "no method left anything out at this length, so the rows say nothing of them: give longer --lengths, or \
+             settings that keep less"
+                .to_owned(),
+        );
+    }
+    let spread = |row: &&&Row| {
+        let [least, most] = row.measure.attention_ms_range;
+        (most - least) / row.measure.attention_ms
+    };
+    let widest = rows.iter().max_by(|a, b| spread(a).total_cmp(&spread(b)));
+    if let Some(row) = widest
+        && row.measure.num_windows > 1
+    {
+        let [least, most] = row.measure.attention_ms_range;
+        notes.push(format!(
+            "attention ms between prompts: {least:.2} to {most:.2} of {}, which differs most",
+            row.label
+        ));
+    }
+    notes
 }
 
 fn print_trained(rows: &[&Trained], dense_loss: Option<f64>) {

@@ -1,0 +1,114 @@
+//! What a model makes of more tokens than it was trained on at a time.
+use super::windows::{Window, push};
+use super::{Breakdown, EvalDocument, EvalError, Pass, PerplexityConfig, check, check_vocabulary};
+use crate::rows::Rows;
+use crate::words::WordUse;
+use serde::Serialize;
+use sieve_nn::Qwen3;
+use sieve_ops::SieveBackend;
+
+/// The same tokens behind a context of one length.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Extrapolation {
+    /// Tokens that the model saw at most.
+    pub context: usize,
+    /// Tokens predicted, the same ones for every context.
+    pub num_tokens: u64,
+    /// Mean cross-entropy, nats per token.
+    pub loss: f64,
+    /// `exp(loss)`.
+    pub perplexity: f64,
+    /// This perplexity over that of the first context: above 1, more text made the prediction worse.
+    pub ratio: f64,
+}
+
+/// Predicts the same tokens behind contexts of several lengths, the first of them the one to compare with.
+///
+/// A document is cut into pieces one token longer than the longest context; what remains is left out, and so are shorter
+/// documents. In each piece the last tokens are predicted, half as many as the first context has, from as many of the tokens
+/// before as a context holds.
+///
+/// # Errors
+/// Those of [`perplexity`](super::perplexity); no document with so many tokens.
+pub fn extrapolation<B: SieveBackend>(
+    model: &Qwen3<B>,
+    documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
+    contexts: &[usize],
+    (batch_tokens, max_pieces): (usize, usize),
+    device: &B::Device,
+    observe: &mut dyn FnMut(u64),
+) -> Result<Vec<Extrapolation>, EvalError> {
+    let longest = contexts.iter().copied().max().unwrap_or(0);
+    let first = contexts.first().copied().unwrap_or(0);
+    let config = PerplexityConfig {
+        context: longest,
+        stride: longest,
+        batch_tokens,
+        far: Vec::new(),
+    };
+    check(&config, model.shape().max_seq_len)?;
+    let mut pieces: Vec<Vec<u32>> = Vec::new();
+    let (mut num_documents, mut longest_document) = (0, 0);
+    for document in documents {
+        let document = document?;
+        check_vocabulary(&document.tokens, model.shape().vocab_size)?;
+        num_documents += 1;
+        longest_document = longest_document.max(document.tokens.len());
+        pieces.extend(
+            document
+                .tokens
+                .chunks_exact(longest + 1)
+                .map(<[u32]>::to_vec),
+        );
+        if pieces.len() >= max_pieces {
+            pieces.truncate(max_pieces);
+            break;
+        }
+    }
+    if pieces.is_empty() {
+        return Err(EvalError::NoLongDocument {
+            num_documents,
+            longest: longest_document,
+            wanted: longest + 1,
+        });
+    }
+    let num_scored = first.div_ceil(2);
+    let uses = vec![WordUse::NoWord; longest + 1];
+    let mut measured: Vec<Extrapolation> = Vec::new();
+    let mut num_done = 0;
+    for &context in contexts {
+        let mut pass = Pass {
+            model,
+            rope: model.rope(context, device),
+            device,
+            selection: None,
+            sums: Breakdown::new(&[]),
+        };
+        let window = Window {
+            input: longest - context..longest,
+            first_scored: longest - num_scored,
+        };
+        let mut rows = Rows::new(context, (batch_tokens / context).max(1));
+        for piece in &pieces {
+            if !push(&mut rows, piece, &uses, &window) {
+                pass.run(&rows)?;
+                observe(num_done + pass.sums.num_tokens());
+                rows.clear();
+                push(&mut rows, piece, &uses, &window);
+            }
+        }
+        pass.run(&rows)?;
+        let num_tokens = pass.sums.num_tokens();
+        num_done += num_tokens;
+        let loss = pass.sums.nats() / num_tokens as f64;
+        let base = measured.first().map_or(loss, |first| first.loss);
+        measured.push(Extrapolation {
+            context,
+            num_tokens,
+            loss,
+            perplexity: loss.exp(),
+            ratio: (loss - base).exp(),
+        });
+    }
+    Ok(measured)
+}

@@ -1,0 +1,82 @@
+//! `--extrapolate`: the same tokens behind more tokens than a row of training has.
+use super::{BATCH_TOKENS, PplArgs, prepared_data};
+use crate::terminal;
+use anyhow::{Result, bail};
+use sieve_data::Tokenizer;
+use sieve_eval::{
+    EvalDocument, EvalError, Extrapolation, extrapolation, prepared_documents, text_documents,
+};
+use sieve_hf::LoadedModel;
+use sieve_ops::SieveBackend;
+
+/// Contexts, in rows of training.
+const FACTORS: [usize; 3] = [1, 2, 4];
+
+/// Predicts the last tokens of long documents behind every context that the model has positions for.
+pub(super) fn measure<B: SieveBackend>(
+    args: &PplArgs,
+    loaded: &LoadedModel<B>,
+    tokenizer: &Tokenizer,
+    device: &B::Device,
+) -> Result<Vec<Extrapolation>> {
+    let recipe = &loaded.recipe;
+    let stages = recipe.stage.iter().map(|stage| stage.seq_len);
+    let trained = stages.fold(recipe.training.seq_len, usize::max);
+    let most = loaded.shape.max_seq_len;
+    let contexts = FACTORS.map(|factor| factor * trained);
+    let contexts: Vec<_> = contexts.into_iter().filter(|it| *it <= most).collect();
+    if contexts.len() < 2 {
+        bail!(
+            "--extrapolate needs positions beyond the {trained} tokens of a row in training, and the model has {most}\n  \
+             hint: train with --set model.max_position_embeddings={}",
+            4 * trained
+        );
+    }
+    let max_pieces = match args.max_tokens {
+        Some(most) => most.div_ceil(trained.div_ceil(2) as u64).max(1) as usize,
+        None => usize::MAX,
+    };
+    let run = |documents: &mut dyn Iterator<Item = Result<EvalDocument, EvalError>>| {
+        let bar = terminal::progress_bar(0, "{human_pos} tokens behind longer contexts, {elapsed}");
+        let sizes = (BATCH_TOKENS, max_pieces);
+        let mut observe = |num_tokens: u64| bar.set_position(num_tokens);
+        let found = extrapolation(
+            &loaded.model,
+            documents,
+            &contexts,
+            sizes,
+            device,
+            &mut observe,
+        );
+        bar.finish_and_clear();
+        found
+    };
+    Ok(match args.recipe_validation {
+        true => run(&mut prepared_documents(&prepared_data(loaded)?, tokenizer)?)?,
+        false => {
+            let corpus = args.corpus()?;
+            let eos_id = tokenizer.eos_id()?;
+            run(&mut text_documents(corpus.documents(), tokenizer, eos_id))?
+        }
+    })
+}
+
+/// A line for each context.
+pub(super) fn print(measured: &[Extrapolation]) {
+    let Some(first) = measured.first() else {
+        return;
+    };
+    terminal::line(&format!(
+        "\nthe same {} tokens, behind a context of\ntokens         loss   perplexity    ratio",
+        terminal::thousands(first.num_tokens)
+    ));
+    for row in measured {
+        terminal::line(&format!(
+            "{:<10} {:>8.4} {:>12.3} {:>8.4}",
+            terminal::thousands(row.context as u64),
+            row.loss,
+            row.perplexity,
+            row.ratio
+        ));
+    }
+}
