@@ -11,6 +11,7 @@ mod tiny_run;
 
 mod cli_bad_input;
 mod command_line;
+mod damaged_texts;
 mod data_commands;
 mod data_safetensors;
 mod kernels_cli;
@@ -34,3 +35,4 @@ mod train_ranks_faults;
 mod train_run;
 mod train_stages;
 mod train_sweep;
+mod wrong_inputs;

@@ -1,0 +1,357 @@
+//! Damaged text files of every kind that the program reads: ten thousand each, from a fixed seed. Each is read or refused with
+//! a message that names it, and none brings the program down.
+use crate::random_model::{random_model, recipe, write_checkpoint};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use sieve_core::Recipe;
+use sieve_data::{BpeConfig, Corpus, CorpusConfig, Tokenizer, read_table};
+use sieve_eval::{QaData, Task, TaskRows, TaskRun, TaskTexts};
+use sieve_hf::{Checkpoint, imported_model, peek_model};
+use sieve_report::{Run, page};
+use sieve_select::Selector;
+use std::fs;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+const NUM_INPUTS: u64 = 10_000;
+
+/// What a number, a word or a sign may become.
+const PIECES: [&str; 24] = [
+    "0",
+    "-1",
+    "1e400",
+    "nan",
+    "18446744073709551615",
+    "9223372036854775808",
+    "0.5",
+    "\"",
+    "'",
+    "[",
+    "]",
+    "{",
+    "}",
+    "=",
+    ":",
+    ",",
+    "\n",
+    "\\u0000",
+    "\\",
+    "null",
+    "true",
+    "[[[[",
+    "\u{7f}",
+    "é",
+];
+
+/// `text` with one to three changes, fixed by `number`.
+fn mutated(text: &str, number: u64) -> Vec<u8> {
+    let mut random = ChaCha8Rng::seed_from_u64(number);
+    let mut below = |most: usize| random.next_u32() as usize % most.max(1);
+    let mut bytes = text.as_bytes().to_vec();
+    for _ in 0..=below(3) {
+        let len = bytes.len();
+        if len == 0 {
+            break;
+        }
+        let at = below(len);
+        let piece = at..(at + 1 + below(12)).min(len);
+        match below(8) {
+            0 => bytes[at] ^= 1 << below(8),
+            1 => bytes.truncate(at),
+            2 => drop(bytes.drain(piece)),
+            3 => {
+                let copy = bytes[piece].to_vec();
+                let to = below(len);
+                bytes.splice(to..to, copy);
+            }
+            4 => drop(bytes.splice(at..at, PIECES[below(PIECES.len())].bytes())),
+            5 => drop(bytes.splice(piece, PIECES[below(PIECES.len())].bytes())),
+            // A whole number for another.
+            6 => {
+                let is_start = |&at: &usize| {
+                    bytes[at].is_ascii_digit() && (at == 0 || !bytes[at - 1].is_ascii_digit())
+                };
+                let starts: Vec<usize> = (0..len).filter(is_start).collect();
+                if !starts.is_empty() {
+                    let start = starts[below(starts.len())];
+                    let digits = bytes[start..]
+                        .iter()
+                        .take_while(|byte| byte.is_ascii_digit());
+                    let end = start + digits.count();
+                    bytes.splice(start..end, PIECES[below(7)].bytes());
+                }
+            }
+            // A line less.
+            _ => {
+                let line = |byte: &u8| *byte == b'\n';
+                let start = bytes[..at].iter().rposition(line).map_or(0, |end| end + 1);
+                let end = bytes[at..]
+                    .iter()
+                    .position(line)
+                    .map_or(len, |end| at + end + 1);
+                bytes.drain(start..end);
+            }
+        }
+    }
+    bytes
+}
+
+/// Gives `read` every mutation of `text`; it returns whether that was taken. All or none: then the mutations test nothing.
+fn each(text: &str, mut read: impl FnMut(&[u8]) -> bool) {
+    assert!(read(text.as_bytes()), "{text} as it is");
+    let taken = (0..NUM_INPUTS).filter(|&number| read(&mutated(text, number)));
+    let num_taken = taken.count() as u64;
+    assert!(
+        (1..NUM_INPUTS).contains(&num_taken),
+        "{num_taken} were taken"
+    );
+}
+
+/// The same with each mutation as the file `path`.
+fn each_file(path: &Path, mut read: impl FnMut() -> bool) {
+    let whole = fs::read_to_string(path).expect("a text");
+    each(&whole, |bytes| {
+        fs::write(path, bytes).expect("writable");
+        read()
+    });
+    fs::write(path, whole).expect("writable");
+}
+
+/// Whether something was read; a refusal must hold one of `names` and be a sentence.
+fn is_read<T, E: std::fmt::Display>(read: Result<T, E>, names: &[&str]) -> bool {
+    let Err(error) = read else {
+        return true;
+    };
+    let message = error.to_string();
+    assert!(names.iter().any(|name| message.contains(name)), "{message}");
+    assert!(!message.contains("panic"), "{message}");
+    false
+}
+
+/// A folder in memory where there is one: ten thousand files are written.
+fn quick_dir() -> TempDir {
+    let memory = Path::new("/dev/shm");
+    let made = match memory.is_dir() {
+        true => tempfile::tempdir_in(memory),
+        false => tempfile::tempdir(),
+    };
+    made.expect("a temporary folder")
+}
+
+/// A checkpoint of a random model, its folder below that of the run.
+fn checkpoint(dir: &TempDir) -> PathBuf {
+    let recipe = recipe("tie_word_embeddings = true", "kind = \"mha\"");
+    let model = random_model(&recipe, 7);
+    write_checkpoint(dir.path(), &recipe, &model);
+    dir.path().join("step-1")
+}
+
+#[test]
+fn damaged_recipes() {
+    for text in [
+        include_str!("../recipes/quickstart.toml"),
+        include_str!("../recipes/dma_1p7b.toml"),
+        include_str!("../recipes/mqar_nsa.toml"),
+    ] {
+        each(text, |bytes| match std::str::from_utf8(bytes) {
+            Ok(text) => is_read(Recipe::load(text, "mine.toml", &[]), &["mine.toml"]),
+            Err(_) => false,
+        });
+    }
+}
+
+#[test]
+fn damaged_overrides() {
+    let quick = include_str!("../recipes/quickstart.toml");
+    let staged = include_str!("../recipes/dma_1p7b.toml");
+    for (text, set) in [
+        (quick, "training.steps=125"),
+        (quick, "data.paths=[\"a\", \"b\"]"),
+        (staged, "stage.1.seq_len=128"),
+    ] {
+        each(set, |bytes| {
+            let set = String::from_utf8_lossy(bytes).into_owned();
+            is_read(Recipe::load(text, "mine.toml", &[set]), &["mine.toml"])
+        });
+    }
+}
+
+#[test]
+fn damaged_tasks_and_their_rows() {
+    let dir = quick_dir();
+    let letters = dir.path().join("letters.txt");
+    fs::write(&letters, "The cat sees the dog.\n".repeat(50)).expect("writable");
+    let corpus = CorpusConfig::text(vec![letters.display().to_string()]);
+    let corpus = Corpus::open(corpus).expect("a file");
+    let bytes = BpeConfig {
+        vocab_size: 258,
+        sample_bytes: 1000,
+    };
+    let tokenizer = Tokenizer::train(&corpus, bytes).expect("a tokenizer");
+    let run = TaskRun {
+        fewshot: 1,
+        limit: None,
+        truncate: false,
+    };
+    let path = dir.path().join("rows.jsonl");
+    let rows = "{\"question\": \"1 2\", \"answerKey\": \"B\", \"choices\": {\"text\": [\"3\", \"4 5\"], \"label\": [\"A\", \"B\"]}}\n";
+    let rows = [
+        rows.to_owned(),
+        rows.replace("1 2", "6"),
+        rows.replace("1 2", "7"),
+    ];
+    fs::write(&path, rows.concat()).expect("writable");
+    let read = || -> Result<TaskRows, sieve_data::DataError> {
+        let rows = read_table(&path)?;
+        Ok(TaskRows {
+            rows,
+            examples: None,
+        })
+    };
+    let data = read().expect("rows");
+    let task = "measure = \"choices\"\nprompt = \"Q {question|strip}\"\nchoices = \"choices.text\"\nlabels = \"choices.label\"\n\
+                label = \"{answerKey}\"\ndelimiter = \" \"\nfewshot = 1\n";
+    each(task, |bytes| {
+        let Ok(text) = std::str::from_utf8(bytes) else {
+            return false;
+        };
+        let task = Task::parse("mine.toml", text);
+        match task {
+            Ok(task) => is_read(
+                TaskTexts::new(&task, &data, run, &tokenizer, 4096),
+                &["mine.toml", "tokenizer", "token"],
+            ),
+            Err(error) => is_read(Err::<(), _>(error), &["mine.toml"]),
+        }
+    });
+    let task = Task::parse("mine.toml", task).expect("a task");
+    each_file(&path, || match read() {
+        Ok(data) => is_read(
+            TaskTexts::new(&task, &data, run, &tokenizer, 4096),
+            &["mine.toml: row", "mine.toml: 1 examples", "token"],
+        ),
+        Err(error) => is_read(Err::<(), _>(error), &["rows.jsonl"]),
+    });
+}
+
+#[test]
+fn damaged_checkpoints() {
+    let dir = quick_dir();
+    let folder = checkpoint(&dir);
+    for name in ["state.json", "config.toml"] {
+        each_file(&folder.join(name), || {
+            let verified = is_read(Checkpoint::open(&folder).map(|_| ()), &["step-1/"]);
+            // Sizes are read before the checksums are compared.
+            let peeked = is_read(peek_model(&folder).map(|_| ()), &["step-1/"]);
+            verified || peeked
+        });
+    }
+}
+
+#[test]
+fn damaged_model_configurations() {
+    let dir = quick_dir();
+    let path = dir.path().join("config.json");
+    let config = "{\"architectures\": [\"Qwen3ForCausalLM\"], \"model_type\": \"qwen3\", \"hidden_size\": 64, \
+                  \"intermediate_size\": 96, \"num_hidden_layers\": 3, \"num_attention_heads\": 4, \
+                  \"num_key_value_heads\": 2, \"head_dim\": 16, \"vocab_size\": 97, \"max_position_embeddings\": 64, \
+                  \"rms_norm_eps\": 1e-06, \"rope_theta\": 10000.0, \"tie_word_embeddings\": true, \
+                  \"hidden_act\": \"silu\", \"attention_bias\": false, \"attention_dropout\": 0.0, \
+                  \"initializer_range\": 0.02, \"sliding_window\": null, \"use_sliding_window\": false}";
+    fs::write(&path, config).expect("writable");
+    imported_model(dir.path(), None, &[]).expect("as it is");
+    each_file(&path, || {
+        is_read(imported_model(dir.path(), None, &[]), &["config.json"])
+    });
+}
+
+#[test]
+fn damaged_questions() {
+    let squad = "{\"version\": \"v2.0\", \"data\": [{\"title\": \"T\", \"paragraphs\": [{\"context\": \"The sky is blue.\", \
+                 \"qas\": [{\"question\": \"What colour?\", \"id\": \"1\", \"answers\": [{\"text\": \"blue\", \
+                 \"answer_start\": 11}], \"is_impossible\": false}]}]}]}";
+    let hotpot = "[{\"question\": \"Who?\", \"answer\": \"Ann\", \"context\": [[\"A\", [\"Ann is.\", \" So.\"]], \
+                  [\"B\", [\"Bob is.\"]]], \"supporting_facts\": [[\"A\", 0]]}]";
+    for text in [squad, hotpot] {
+        QaData::parse("qa.json", text).expect("as it is");
+        each(text, |bytes| match std::str::from_utf8(bytes) {
+            Ok(text) => is_read(QaData::parse("qa.json", text), &["qa.json"]),
+            Err(_) => false,
+        });
+    }
+}
+
+#[test]
+fn damaged_pattern_files_and_selectors() {
+    let dir = quick_dir();
+    let path = dir.path().join("patterns.json");
+    let patterns = "[{\"0\": [\"vertical_and_slash\", 100, 200, 0.9], \"1\": [\"stream_llm\", 64, 128, 0.8]}, \
+                    {\"0\": [\"block_sparse\", 100, 4, 0.7], \"1\": [\"vertical_and_slash\", 30, 80, 0.9]}]";
+    fs::write(&path, patterns).expect("writable");
+    let selector = format!("minference:pattern={}", path.display());
+    Selector::parse(&selector).expect("as it is");
+    each_file(&path, || {
+        is_read(Selector::parse(&selector), &["patterns.json", "pattern"])
+    });
+    for text in [
+        "momo:k=32,k_exact=8,first_dense_layers=1",
+        "delta:base=streamingllm,base.n_local=64,gamma=8",
+        "quest:page=16,budget=64",
+    ] {
+        each(text, |bytes| {
+            let text = String::from_utf8_lossy(bytes);
+            match Selector::parse(&text) {
+                // What is taken is written down and read again as it is.
+                Ok(selector) => {
+                    let again = Selector::parse(&selector.to_string());
+                    assert_eq!(again.as_ref().ok(), Some(&selector), "{text:?}");
+                    true
+                }
+                Err(error) => is_read(Err::<(), _>(error), &[""]),
+            }
+        });
+    }
+}
+
+#[test]
+fn damaged_runs_to_compare() {
+    let dir = quick_dir();
+    let write = |name: &str, text: &str| {
+        let path = dir.path().join(name);
+        fs::write(&path, text).expect("writable");
+        path
+    };
+    fs::create_dir(dir.path().join("eval")).expect("writable");
+    let config = write("config.toml", include_str!("../recipes/quickstart.toml"));
+    let step = |step: u64| {
+        format!(
+            "{{\"kind\":\"step\",\"step\":{step},\"num_steps\":3,\"loss\":2.5,\"lr\":0.001,\"tokens_seen\":{},\
+             \"tokens_per_second\":900.0,\"attention\":{{\"density\":0.4}},\"unix_seconds\":1795239913.5}}\n",
+            step * 100
+        )
+    };
+    let validation = "{\"kind\":\"validation\",\"step\":2,\"loss\":2.4,\"perplexity\":11.0,\"bits_per_byte\":1.2}\n";
+    let metrics = write(
+        "metrics.jsonl",
+        &[&step(1), &step(2), validation, &step(3)].concat(),
+    );
+    let scores = write(
+        "eval/tasks.json",
+        "{\"checkpoint\": \"a\", \"tasks\": [{\"task\": \"piqa\", \"rows\": 20, \"scores\": {\"acc\": 0.5}}]}",
+    );
+    for path in [config, metrics, scores] {
+        let name = path
+            .file_name()
+            .expect("named")
+            .to_string_lossy()
+            .into_owned();
+        each_file(&path, || {
+            let run = Run::open(dir.path(), Some("run"));
+            let is_run = is_read(run.as_ref().map(|_| ()), &[&name]);
+            if let Ok(run) = run {
+                is_read(page(&[run]).map(|_| ()), &["run"]);
+            }
+            is_run
+        });
+    }
+}
