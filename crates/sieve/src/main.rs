@@ -153,7 +153,8 @@ fn refuse(error: clap::Error) -> ! {
         ELSEWHERE.iter().find(|(name, _)| *name == typed)
     };
     if let (ErrorKind::InvalidSubcommand, Some((name, here))) = (error.kind(), known()) {
-        eprintln!("error: there is no command {name}\n  hint: sieve {here}");
+        let text = format!("there is no command {name}\n  hint: sieve {here}");
+        terminal::print_error(&anyhow::anyhow!(text));
         std::process::exit(2);
     }
     error.exit()
