@@ -5,6 +5,8 @@
 Dense: SDPA with cuDNN and with FlashAttention-2. Windows: FlexAttention, compiled. Decoding: cuDNN. bf16, 16 query and 8 KV heads;
 `--only table2`: the rows of `sieve kernels bench --table2`, SDPA under a mask as a tensor, which is how the paper times its rival, and cuDNN dense.
 `--only sparse`: the rows of `sieve kernels bench --sparse`, 32 query and 8 KV heads, FlexAttention under random blocks of 128, cuDNN dense.
+`--only nsa_check,nsa`: the rows of `sieve kernels bench --nsa`, cuDNN dense and, where the package fla can be imported, its Triton kernels without the
+window branch (it refuses groups under 16); the check holds them against f32 products first and prints relative errors.
 CUDA events, the L2 flushed by reads before each run, the launches queued before the GPU is free, medians. A ratio is the rival's time over ours.
 """
 
@@ -20,6 +22,7 @@ DENSE = [(2, 8192, 128), (8, 2048, 128), (1, 16384, 128), (1, 32768, 128), (2, 8
 WINDOWS = [(16384, 128, 1024), (16384, 128, 2048), (65536, 128, 1024), (65536, 128, 2048)]
 DECODE = [(16, 131072, 128), (1, 131072, 128)]
 SPARSE_HEADS, SPARSE = 32, [(8192, []), (32768, [0.125]), (131072, [0.125, 0.0625])]
+NSA_HEADS, NSA_LENGTHS, NSA_BLOCK, NSA_CHOSEN = [(16, 8), (64, 4)], (8192, 32768, 65536), 64, 16
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION}
 
 
@@ -169,6 +172,79 @@ def sparse(timer):
             print(f"{rival} {what} 1 x {n} h{SPARSE_HEADS}/{KV_HEADS}: {ms:.3f} ms", flush=True)
 
 
+def nsa_inputs(n, heads, kv_heads):
+    """q, k, v as `[1, n, heads, 128]`, and a gradient of o."""
+    new = lambda heads: torch.randn(1, n, heads, 128, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    q = new(heads)
+    return q, new(kv_heads), new(kv_heads), torch.randn_like(q)
+
+
+def visible(q, k, v, mask):
+    """Attention in f32 over the pairs of mask `[kv_heads, n, keys]`; a query that sees none gets 0."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x[0].transpose(0, 1).float() for x in (q, k, v))
+    mask = mask.repeat_interleave(group, 0)
+    scores = q @ k.repeat_interleave(group, 0).mT / q.shape[-1] ** 0.5
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num()
+    return (weights @ v.repeat_interleave(group, 0)).transpose(0, 1)[None]
+
+
+def nsa_check(_, n=2048, heads=64, kv_heads=4):
+    """fla's two branches over blocks of 64 and their gradients."""
+    from fla.ops.nsa import parallel_nsa
+    from fla.ops.nsa.compression import parallel_nsa_compression
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    q, k, v, gradient = nsa_inputs(n, heads, kv_heads)
+    token = torch.arange(n, device="cuda")
+    # Distinct blocks up to each token's own, which is always there; -1 for none.
+    weight = torch.rand(n, kv_heads, n // NSA_BLOCK, device="cuda")
+    own = token[:, None, None] // NSA_BLOCK
+    block = torch.arange(n // NSA_BLOCK, device="cuda")
+    weight = weight.masked_fill(block == own, 2).masked_fill(block > own, -1)
+    best = weight.topk(NSA_CHOSEN, -1)
+    chosen = best.indices.masked_fill(best.values < 0, -1).sort(-1).values[None]
+    is_chosen = torch.zeros(n, kv_heads, n // NSA_BLOCK + 1, device="cuda", dtype=torch.bool).scatter_(-1, chosen[0] % (n // NSA_BLOCK + 1), True)[..., :-1]
+    selected = is_chosen.transpose(0, 1).repeat_interleave(NSA_BLOCK, -1) & (token[:, None] >= token)
+    compressed = ((block + 1) * NSA_BLOCK - 1 <= token[:, None]).expand(kv_heads, -1, -1)
+    means = lambda x: x.unflatten(1, (-1, NSA_BLOCK)).float().mean(2).bfloat16().detach().requires_grad_()
+    ones = torch.ones(1, n, heads, device="cuda", dtype=torch.bfloat16)
+    scale = 128**-0.5
+    theirs = lambda q, k, v: parallel_nsa(q, k, v, g_slc=ones, block_indices=chosen, block_counts=NSA_CHOSEN, block_size=NSA_BLOCK)
+    coarse = lambda q, k, v: parallel_nsa_compression(q, k, v, TK=n, block_size=NSA_BLOCK, scale=scale)[0]
+    for what, call, mask, inputs in [("selected", theirs, selected, (q, k, v)), ("compressed", coarse, compressed, (q, means(k), means(v)))]:
+        exact = visible(*inputs, mask)
+        expected = (exact, *torch.autograd.grad(exact, inputs, gradient.float()))
+        o = call(*inputs)
+        found = (o, *torch.autograd.grad(o, inputs, gradient))
+        errors = [((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(found, expected)]
+        print(f"fla {what} n {n} h{heads}/{kv_heads}: " + ", ".join(f"{name} {error:.1e}" for name, error in zip(("o", "dq", "dk", "dv"), errors)), flush=True)
+
+
+def nsa(timer):
+    try:
+        from fla.ops.nsa import parallel_nsa
+    except ImportError as error:
+        parallel_nsa = None
+        print(f"fla is not timed: {error}", flush=True)
+    for n in NSA_LENGTHS:
+        for heads, kv_heads in NSA_HEADS:
+            q, k, v, gradient = nsa_inputs(n, heads, kv_heads)
+            repetitions, label = 9 if n < 10_000 else 3, f"h{heads}/{kv_heads}"
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                heads_first = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+                call = lambda: torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+                both(timer, (f"dense {label}", 1, n, 128, "cuDNN"), call, heads_first, gradient.transpose(1, 2), repetitions)
+            if parallel_nsa and heads // kv_heads >= 16:
+                gates = [torch.rand(1, n, heads, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2)]
+                call = lambda: parallel_nsa(q, k, v, *gates, block_counts=NSA_CHOSEN, block_size=NSA_BLOCK)
+                both(timer, (f"nsa {label}", 1, n, 128, "fla"), call, (q, k, v, *gates), gradient, 3)
+    for (what, _, n, _, rival, phase), ms in timer.rows.items():
+        if phase == "forward" and what.split()[0] in ("dense", "nsa"):
+            backward = timer.rows[(what, 1, n, 128, rival, "backward")]
+            print(f"{rival} {what} 1 x {n}: {ms:.3f} + {backward:.3f} = {ms + backward:.3f} ms", flush=True)
+
+
 def side_by_side(rows, ours):
     """Lines `what, shape, ours, rival, ratio` for everything that both timed."""
     found = {(row["name"], row["shape"]): row.get("median_ms") for row in ours["rows"]}
@@ -214,6 +290,7 @@ def main():
     parser.add_argument("--only", default="dense,windows,decoding")
     args = parser.parse_args()
     groups = {"dense": dense, "windows": windows, "decoding": decoding, "table2": table2, "sparse": sparse}
+    groups |= {"nsa_check": nsa_check, "nsa": nsa}
     wanted = args.only.split(",")
     for name in wanted:
         if name not in groups:
