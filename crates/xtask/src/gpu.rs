@@ -71,8 +71,10 @@ pub(crate) fn run() -> Result<()> {
     run_program(&program, &[])
 }
 
-/// Runs all of it, or only the tools named, with a `sieve` that is there: on a machine without cargo or the sources.
-pub(crate) fn run_program(program: &Path, only: &[&str]) -> Result<()> {
+/// Runs all of it, or only the tools named, with a `sieve` that is there: on a machine without cargo or the sources. Words
+/// that begin with `--` go to `kernels check`, for example `--nsa`.
+pub(crate) fn run_program(program: &Path, words: &[&str]) -> Result<()> {
+    let (options, only): (Vec<&str>, Vec<&str>) = words.iter().partition(|x| x.starts_with("--"));
     let known = |name: &&str| *name == PLAIN || TOOLS.iter().any(|tool| tool.name == *name);
     if let Some(name) = only.iter().find(|name| !known(name)) {
         let names: Vec<&str> = TOOLS.iter().map(|tool| tool.name).collect();
@@ -88,18 +90,19 @@ pub(crate) fn run_program(program: &Path, only: &[&str]) -> Result<()> {
     let program = program.to_string_lossy();
     let is_wanted = |name: &str| only.is_empty() || only.contains(&name);
     if is_wanted(PLAIN) {
-        run_here(&program, &["kernels", "check", "--device", "cuda"])?;
+        let all = ["kernels", "check", "--device", "cuda"];
+        run_here(&program, &[&all[..], &options[..]].concat())?;
     }
     let sanitizer = sanitizer()?;
     for tool in TOOLS.iter().filter(|tool| is_wanted(tool.name)) {
-        run_here(sanitizer, &tool.words(&program))?;
+        run_here(sanitizer, &tool.words(&program, &options))?;
     }
     Ok(())
 }
 
 impl Tool {
     /// Arguments of compute-sanitizer: a finding makes it exit with 9.
-    fn words<'a>(&self, program: &'a str) -> Vec<&'a str> {
+    fn words<'a>(&self, program: &'a str, options: &[&'a str]) -> Vec<&'a str> {
         let mut words = vec![
             "--tool",
             self.name,
@@ -112,6 +115,7 @@ impl Tool {
         words.push(program);
         words.extend(SMALL);
         words.extend(self.check);
+        words.extend(options);
         words
     }
 }
@@ -163,12 +167,14 @@ mod tests {
 
     #[test]
     fn options_of_the_tool_stand_before_the_program_and_those_of_the_check_behind() {
-        let words = TOOLS[3].words("/bin/sieve").join(" ");
+        let words = TOOLS[3].words("/bin/sieve", &["--nsa"]).join(" ");
         let (tool, check) = words
             .split_once(" /bin/sieve ")
             .expect("the program is named");
         assert!(tool.starts_with("--tool racecheck") && tool.contains("--error-exitcode 9"));
-        assert!(check.starts_with("kernels check") && check.ends_with("--every-lane-arrives"));
+        assert!(
+            check.starts_with("kernels check") && check.ends_with("--every-lane-arrives --nsa")
+        );
     }
 
     #[test]
