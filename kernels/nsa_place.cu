@@ -1,56 +1,106 @@
 // nsa_place: puts each compressed key and value at its block's last token, where an ordinary list of {position, expire}
-// lets queries see it; or takes what stands there back.
-// Math       TAKE 0: k[token] = compressed[0, slot that ends with the token], v likewise with compressed[1], zeros
-//            where none does; TAKE 1: the inverse, zeros for empty slots, and zeros for the keys and values of dqkv
+// lets queries see it; or takes the sums of their gradients from there.
+// Math       TAKE 0: k[token] = compressed[0, slot that ends with the token], v likewise with compressed[1]; zeros at the
+//            first token of each super-block where none does, because padded lists name it; SUMS 1: zeros of dk_sum and
+//            dv_sum where a slot ends. TAKE 1: the inverse, compressed[0] = scale * dk_sum and compressed[1] = dv_sum,
+//            zeros for empty slots, and zeros for the keys and values of dqkv
 // Layout     compressed bf16 [2, batch * num_slots * num_kv_heads, width]; k, v bf16
-//            [batch, seq_len, num_kv_heads, width]; dqkv bf16 [batch, seq_len, num_heads + 2 * num_kv_heads, width];
+//            [batch, seq_len, num_kv_heads, width]; dk_sum, dv_sum f32 [batch, num_kv_heads, seq_len, width], columns as
+//            in dma_attention_backward_convert; dqkv bf16 [batch, seq_len, num_heads + 2 * num_kv_heads, width];
 //            doc_start, doc_end i32 [batch, seq_len]; contiguous
-// Buffers    TAKE 0: compressed, doc_start, doc_end, k, v; TAKE 1: k, v, doc_start, doc_end, compressed, dqkv
-// Defines    TAKE 0|1
-// Tiling     grid (seq_len, batch): a block takes a token, with TAKE the slot of its number too; 128 threads, 8 columns
-//            each; no shared memory
-// Numerics   copies; every element of the outputs written (of dqkv those of keys and values)
-// Edges      width a multiple of 8
+// Buffers    TAKE 0: compressed, doc_start, doc_end, k, v, (SUMS 1: dk_sum, dv_sum); TAKE 1: dk_sum, dv_sum, doc_start,
+//            doc_end, compressed, dqkv
+// Defines    TAKE 0|1, SUMS 0|1
+// Tiling     TAKE 0: grid (num_slots + ceil(seq_len / 1024), batch), a block takes a slot or the first token of a
+//            super-block; TAKE 1: grid (seq_len, batch), a block takes a token and the slot of its number; 128 threads, 16
+//            columns each; no shared memory
+// Numerics   copies and zeros; one rounding of the sums; other rows of k, v and the sums are not written: nobody reads them
+// Edges      width a multiple of 16
 #include "common/bf16x8.cuh"
 #include "common/nsa_blocks.cuh"
 
 struct NsaPlaceParams {
   u64 seq_len, num_heads, num_kv_heads, width, size, stride, num_slots;
+  u64 scale;  // f32 bits
 };
+
+#if TAKE
+// Sixteen sums, in the order {2t, 2t+1, 2t+8, 2t+9}.
+DEVICE void take_group(bf16* to, const float* from, bool exists, float scale) {
+  float low[8] = {}, high[8] = {};
+  if (exists) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const float4 sum = ((const float4*)from)[t];
+      low[2 * t] = sum.x * scale;
+      low[2 * t + 1] = sum.y * scale;
+      high[2 * t] = sum.z * scale;
+      high[2 * t + 1] = sum.w * scale;
+    }
+  }
+  store_16_bytes(to, pack_bf16x8(low));
+  store_16_bytes(to + 8, pack_bf16x8(high));
+}
+#else
+constexpr int SUPER_BLOCK = 1024;
+
+// Sixteen columns: two words.
+DEVICE void copy_group(bf16* to, const bf16* from, bool exists) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) store_16_bytes(to + i * 8, exists ? load_16_bytes(from + i * 8) : make_uint4(0, 0, 0, 0));
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(128) nsa_place(
 #if TAKE
-    const bf16* k, const bf16* v, const i32* doc_start, const i32* doc_end, bf16* compressed, bf16* dqkv,
+    const float* dk_sum, const float* dv_sum, const i32* doc_start, const i32* doc_end, bf16* compressed, bf16* dqkv,
 #else
     const bf16* compressed, const i32* doc_start, const i32* doc_end, bf16* k, bf16* v,
+#if SUMS
+    float* dk_sum, float* dv_sum,
+#endif
 #endif
     const __grid_constant__ NsaPlaceParams params) {
-  const int token = (int)blockIdx.x, batch = (int)blockIdx.y, words = (int)(params.num_kv_heads * params.width / 8);
-  const CompressedBlocks blocks = {doc_start + (u64)batch * params.seq_len, doc_end + (u64)batch * params.seq_len,
-                                   (int)params.size, (int)params.stride};
-  const u64 half = (u64)gridDim.y * params.num_slots * words * 8;  // from keys to values
+  const int heads = (int)params.num_kv_heads, width = (int)params.width, num_slots = (int)params.num_slots;
+  const int head_groups = width / 16, groups = heads * head_groups;
+  const u64 batch = blockIdx.y, row = batch * params.seq_len, half = (u64)gridDim.y * num_slots * groups * 16;
+  const CompressedBlocks blocks = {doc_start + row, doc_end + row, (int)params.size, (int)params.stride};
 #if TAKE
-  if (token < (int)params.num_slots) {
-    const int start = blocks.start(token);
-    const u64 from = ((u64)batch * params.seq_len + (start < 0 ? 0 : start + (int)params.size - 1)) * words,
-              to = ((u64)batch * params.num_slots + token) * words;
-    for (int at = (int)threadIdx.x; at < words; at += 128) {
-      const uint4 zero = make_uint4(0, 0, 0, 0);
-      store_16_bytes(compressed + (to + at) * 8, start < 0 ? zero : load_16_bytes(k + (from + at) * 8));
-      store_16_bytes(compressed + half + (to + at) * 8, start < 0 ? zero : load_16_bytes(v + (from + at) * 8));
+  const int token = (int)blockIdx.x;
+  if (token < num_slots) {
+    const int start = blocks.start(token), last = start + (int)params.size - 1;
+    bf16* to = compressed + (batch * num_slots + token) * groups * 16;
+    for (int at = (int)threadIdx.x; at < groups; at += 128) {
+      const u64 from = ((batch * heads + at / head_groups) * params.seq_len + last) * width + at % head_groups * 16;
+      take_group(to + at * 16, dk_sum + from, start >= 0, f32_word(params.scale));
+      take_group(to + half + at * 16, dv_sum + from, start >= 0, 1.0f);
     }
   }
-  const u64 q_words = params.num_heads * params.width / 8;
-  bf16* row = dqkv + (((u64)batch * params.seq_len + token) * (q_words + 2 * words) + q_words) * 8;
-  for (int at = (int)threadIdx.x; at < 2 * words; at += 128) store_16_bytes(row + (u64)at * 8, make_uint4(0, 0, 0, 0));
+  const u64 q_columns = params.num_heads * width;
+  bf16* zeros = dqkv + (row + token) * (q_columns + 2 * groups * 16) + q_columns;
+  for (int at = (int)threadIdx.x; at < 4 * groups; at += 128) store_16_bytes(zeros + at * 8, make_uint4(0, 0, 0, 0));
 #else
-  const int slot = blocks.slot_ending_at(token);
-  const u64 from = ((u64)batch * params.num_slots + (slot < 0 ? 0 : slot)) * words,
-            to = ((u64)batch * params.seq_len + token) * words;
-  for (int at = (int)threadIdx.x; at < words; at += 128) {
-    const uint4 zero = make_uint4(0, 0, 0, 0);
-    store_16_bytes(k + (to + at) * 8, slot < 0 ? zero : load_16_bytes(compressed + (from + at) * 8));
-    store_16_bytes(v + (to + at) * 8, slot < 0 ? zero : load_16_bytes(compressed + half + (from + at) * 8));
+  const bool is_slot = (int)blockIdx.x < num_slots;
+  int token = ((int)blockIdx.x - num_slots) * SUPER_BLOCK;
+  if (is_slot) {
+    const int start = blocks.start((int)blockIdx.x);
+    if (start < 0) return;
+    token = start + (int)params.size - 1;
+  } else if (blocks.slot_ending_at(token) >= 0) {
+    return;
+  }
+  const u64 from = (batch * num_slots + (is_slot ? blockIdx.x : 0)) * groups * 16, to = (row + token) * groups * 16;
+  for (int at = (int)threadIdx.x; at < groups; at += 128) {
+    copy_group(k + to + at * 16, compressed + from + at * 16, is_slot);
+    copy_group(v + to + at * 16, compressed + half + from + at * 16, is_slot);
+#if SUMS
+    const u64 sums = ((batch * heads + at / head_groups) * params.seq_len + token) * width + at % head_groups * 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      ((float4*)(dk_sum + sums))[i] = make_float4(0, 0, 0, 0);
+      ((float4*)(dv_sum + sums))[i] = make_float4(0, 0, 0, 0);
+    }
+#endif
   }
 #endif
 }

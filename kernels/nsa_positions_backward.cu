@@ -25,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(128)
     const u64 row = slot / params.num_slots * params.seq_len;
     const CompressedBlocks blocks = {doc_start + row, doc_end + row, (int)params.size, (int)params.stride};
     if (blocks.start((int)(slot % params.num_slots)) < 0) continue;
+#pragma unroll 4
     for (u64 head = 0; head < params.num_kv_heads; ++head) {
       float part[8];
       unpack_bf16x8(

@@ -91,6 +91,9 @@ pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
         nsa_lists_kernel(0),
         nsa_gates_kernel(),
         nsa_gates_backward_kernel(),
+        nsa_place_kernel(false, false),
+        nsa_place_kernel(false, true),
+        nsa_place_kernel(true, false),
         nsa_importance_kernel(head_dim),
         nsa_selected_attention_forward_kernel(head_dim),
         nsa_selected_attention_backward_kernel(head_dim),
@@ -98,7 +101,6 @@ pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
     for flag in [false, true] {
         kernels.push(nsa_blocks_kernel(flag));
         kernels.push(nsa_blocks_backward_kernel(flag));
-        kernels.push(nsa_place_kernel(flag));
         kernels.push(nsa_selected_combine_kernel(head_dim, flag));
     }
     kernels

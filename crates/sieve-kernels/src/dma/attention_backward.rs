@@ -52,8 +52,28 @@ pub(crate) fn listed_attention_backward(
     lists: &KeyLists,
 ) -> Result<Option<CudaTensor>, KernelError> {
     let shape = call.qkv.shape(NAME)?;
+    let [batch, kv_heads, seq_len] = shape.per_key();
+    let sums = |width| empty_zero(call.d_o, &[batch, kv_heads, seq_len, width]);
+    let (dk_sum, dv_sum) = (sums(shape.head_dim)?, sums(shape.head_dim_v)?);
+    let ddelta = listed_key_sums(&call, delta, lists, [&dk_sum, &dv_sum])?;
+    let [_, dk, dv] = call.grads.head_words(NAME)?;
+    convert_rows(&dk_sum, &call.grads.k, dk, call.softmax_scale)?;
+    convert_rows(&dv_sum, &call.grads.v, dv, 1.0)?;
+    Ok(ddelta)
+}
+
+/// Writes the gradient of the queries, and adds those of the keys, before their scale, and of the values to f32 sums
+/// `[batch, num_kv_heads, seq_len, width]` in the column order of the kernels. The sums of listed keys were cleared; others
+/// are not touched. Returns the gradient of the bias.
+pub(crate) fn listed_key_sums(
+    call: &AttentionGradients,
+    delta: Option<&CudaTensor>,
+    lists: &KeyLists,
+    [dk_sum, dv_sum]: [&CudaTensor; 2],
+) -> Result<Option<CudaTensor>, KernelError> {
+    let shape = call.qkv.shape(NAME)?;
     let qkv = call.qkv.walkable();
-    require_gradients(NAME, &call, &shape)?;
+    require_gradients(NAME, call, &shape)?;
     require_lists(NAME, lists, &shape)?;
     let family = attention_family(&shape, KeySource::Gathered, qkv.q.tensor());
     let source = match (delta, family, call.order) {
@@ -71,7 +91,7 @@ pub(crate) fn listed_attention_backward(
     };
 
     let d_o = call.d_o.contiguous();
-    let stats = row_stats(&call, &d_o, &shape)?;
+    let stats = row_stats(call, &d_o, &shape)?;
     let pass = PassInputs {
         name: NAME,
         qkv: &qkv,
@@ -90,8 +110,6 @@ pub(crate) fn listed_attention_backward(
         SumOrder::Fixed => (1, None),
     };
     let [batch, kv_heads, seq_len] = shape.per_key();
-    let dk_sum = empty_zero(&d_o, &[batch, kv_heads, seq_len, shape.head_dim])?;
-    let dv_sum = empty_zero(&d_o, &[batch, kv_heads, seq_len, shape.head_dim_v])?;
     let ddelta = match &bias {
         Some(_) => Some(empty_zero(&d_o, &shape.per_key())?),
         None => None,
@@ -136,8 +154,8 @@ pub(crate) fn listed_attention_backward(
             let mut tensors = inputs.clone();
             tensors.push(&lists.list_len);
             tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
-            tensors.extend(set.dk.then_some(&dk_sum));
-            tensors.extend(set.dv.then_some(&dv_sum));
+            tensors.extend(set.dk.then_some(dk_sum));
+            tensors.extend(set.dv.then_some(dv_sum));
             tensors.extend(ddelta.as_ref().filter(|_| set.dk));
             let (kernel, block_kv, maps) = pass.by_key(set, call.order)?;
             let blocks = count * lists.capacity().div_ceil(block_kv);
@@ -149,17 +167,15 @@ pub(crate) fn listed_attention_backward(
         if let Some(dq_sum) = &dq_sum {
             convert_dq(
                 dq_sum,
-                &call,
+                call,
                 &shape,
                 count * SUPER_BLOCK,
                 first * SUPER_BLOCK,
             )?;
         }
     }
-    let [dq, dk, dv] = call.grads.head_words(NAME)?;
-    convert_rows(&dk_sum, &call.grads.k, dk, call.softmax_scale)?;
-    convert_rows(&dv_sum, &call.grads.v, dv, 1.0)?;
     if call.order == SumOrder::Fixed {
+        let [dq, _, _] = call.grads.head_words(NAME)?;
         let params = params!(DmaAttentionBackwardQueryParams {
             base,
             softmax_scale,

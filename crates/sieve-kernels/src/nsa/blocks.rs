@@ -14,7 +14,7 @@ const NAME: &str = "nsa_blocks";
 
 /// Columns that a block of threads of nsa_positions_backward takes, and the parts its sums are made in.
 const POSITION_COLUMNS: usize = 1024;
-const POSITION_PARTS: usize = 32;
+const POSITION_PARTS: usize = 128;
 
 /// Keys, and values, of every compressed block side by side, plus `positions` (of keys, of values; bf16
 /// `[compress_block_size, head_dim]`): bf16 `[2, batch * num_slots * num_kv_heads, compress_block_size * head_dim]`.

@@ -6,7 +6,7 @@ use crate::attention::backward::AttentionGradients;
 use crate::attention::backward_tiling::SumOrder;
 use crate::attention::forward::AttentionResult;
 use crate::attention::heads::{AttentionShape, Heads, Qkv};
-use crate::dma::attention_backward::listed_attention_backward;
+use crate::dma::attention_backward::listed_key_sums;
 use crate::dma::attention_forward::listed_attention_forward;
 use crate::dma::lists::{KeyLists, TILE_QUERIES};
 use crate::dma::oracle::SUPER_BLOCK;
@@ -29,12 +29,14 @@ struct Placed {
 }
 
 impl Placed {
+    /// With `sums` of the gradients of keys and values, cleared where they will be added to.
     fn new(
         qkv: &Qkv,
         shape: &AttentionShape,
         documents: &[CudaTensor; 2],
         compressed: &CudaTensor,
         blocks: NsaBlocks,
+        sums: Option<[&CudaTensor; 2]>,
     ) -> Result<Self, KernelError> {
         let tokens = [
             shape.batch,
@@ -45,10 +47,17 @@ impl Placed {
         let new = || compressed.empty_contiguous(&tokens, DType::BF16);
         let (k, v) = (new(), new());
         let [start, end] = documents;
-        let tensors = [compressed, start, end, &k, &v];
-        let grid = [shape.seq_len, shape.batch, 1];
-        // SAFETY: `require` checked the sizes; writes every element of k and v.
-        unsafe { nsa_place_kernel(false).launch(grid, &tensors, &place_params(shape, blocks)) }?;
+        let mut tensors = vec![compressed, start, end, &k, &v];
+        tensors.extend(sums.iter().flatten());
+        let blocks_of_threads =
+            blocks.num_slots(shape.seq_len) + shape.seq_len.div_ceil(SUPER_BLOCK);
+        let grid = [blocks_of_threads, shape.batch, 1];
+        let (kernel, params) = (
+            nsa_place_kernel(false, sums.is_some()),
+            place_params(shape, blocks, 1.0),
+        );
+        // SAFETY: `require` checked the sizes; writes the rows of k, v and the sums that the lists name, nobody reads others.
+        unsafe { kernel.launch(grid, &tensors, &params) }?;
         Ok(Self {
             qkv: Qkv {
                 q: qkv.q.clone(),
@@ -60,7 +69,7 @@ impl Placed {
     }
 }
 
-fn place_params(shape: &AttentionShape, blocks: NsaBlocks) -> NsaPlaceParams {
+fn place_params(shape: &AttentionShape, blocks: NsaBlocks, scale: f32) -> NsaPlaceParams {
     params!(NsaPlaceParams {
         seq_len: shape.seq_len,
         num_heads: shape.num_heads,
@@ -69,6 +78,7 @@ fn place_params(shape: &AttentionShape, blocks: NsaBlocks) -> NsaPlaceParams {
         size: blocks.compress_block_size,
         stride: blocks.compress_stride,
         num_slots: blocks.num_slots(shape.seq_len),
+        scale,
     })
 }
 
@@ -140,7 +150,7 @@ pub fn nsa_compressed_attention_forward(
 ) -> Result<(AttentionResult, CudaTensor), KernelError> {
     let (shape, documents) = require(qkv, documents, compressed, blocks)?;
     let compressed = compressed.contiguous();
-    let placed = Placed::new(qkv, &shape, &documents, &compressed, blocks)?;
+    let placed = Placed::new(qkv, &shape, &documents, &compressed, blocks, None)?;
     let result = listed_attention_forward(&placed.qkv, None, &placed.lists, softmax_scale)?;
     let [start, end] = &documents;
     let indices = nsa_choose(
@@ -175,19 +185,17 @@ pub fn nsa_compressed_attention_backward(
 ) -> Result<[CudaTensor; 2], KernelError> {
     let (shape, documents) = require(qkv, documents, compressed, blocks)?;
     let compressed = compressed.contiguous();
-    let placed = Placed::new(qkv, &shape, &documents, &compressed, blocks)?;
     let (batch, seq_len, d) = (shape.batch, shape.seq_len, shape.head_dim);
     let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
     let new = |sizes: &[usize]| compressed.empty_contiguous(sizes, DType::BF16);
     let dqkv = new(&[batch, seq_len, heads + 2 * kv_heads, d]);
-    let (dk, dv) = (
-        new(&[batch, seq_len, kv_heads, d]),
-        new(&[batch, seq_len, kv_heads, d]),
-    );
+    let sums = || compressed.empty_contiguous(&[batch, kv_heads, seq_len, d], DType::F32);
+    let sums = [&sums(), &sums()];
+    let placed = Placed::new(qkv, &shape, &documents, &compressed, blocks, Some(sums))?;
     let grads = Qkv {
         q: Heads::some(&dqkv, 0, heads),
-        k: Heads::all(&dk),
-        v: Heads::all(&dv),
+        k: Heads::some(&dqkv, heads, kv_heads),
+        v: Heads::some(&dqkv, heads + kv_heads, kv_heads),
     };
     let call = AttentionGradients {
         qkv: &placed.qkv,
@@ -197,20 +205,25 @@ pub fn nsa_compressed_attention_backward(
         softmax_scale,
         order,
     };
-    listed_attention_backward(call, None, &placed.lists)?;
+    listed_key_sums(&call, None, &placed.lists, sums)?;
     let d_compressed = new(compressed.shape());
     let [start, end] = &documents;
-    let tensors = [&dk, &dv, start, end, &d_compressed, &dqkv];
-    let params = place_params(&shape, blocks);
-    // SAFETY: reads dk and dv, writes every element of d_compressed and the keys and values of dqkv.
-    unsafe { nsa_place_kernel(true).launch([seq_len, batch, 1], &tensors, &params) }?;
+    let tensors = [sums[0], sums[1], start, end, &d_compressed, &dqkv];
+    let (kernel, params) = (
+        nsa_place_kernel(true, false),
+        place_params(&shape, blocks, softmax_scale),
+    );
+    // SAFETY: reads sums that were cleared, writes every element of d_compressed and the keys and values of dqkv.
+    unsafe { kernel.launch([seq_len, batch, 1], &tensors, &params) }?;
     Ok([dqkv, d_compressed])
 }
 
-/// The kernel that puts compressed keys and values at their blocks' last tokens, or takes their gradients from there.
-pub(super) fn nsa_place_kernel(take: bool) -> SourceKernel {
+/// The kernel that puts compressed keys and values at their blocks' last tokens, with sums of gradients or without, or takes
+/// their gradients from there.
+pub(super) fn nsa_place_kernel(take: bool, sums: bool) -> SourceKernel {
     SourceKernel::new("nsa_place")
         .define("TAKE", u8::from(take))
+        .define("SUMS", u8::from(sums))
         .threads(128)
 }
 
