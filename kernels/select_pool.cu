@@ -17,6 +17,43 @@ struct SelectPoolParams {
   u64 has_order, has_variance;
 };
 
+// One block of tokens, as the threads that reduce it see it.
+struct PooledBlock {
+  const bf16* from;  // this thread's columns of the first token
+  const i32* order;
+  u64 token_stride;
+  int head_dim, first, end, lane_token, chunk, at_once;
+  float* parts;
+
+  // Means of the elements, or of their squared distances from the means; the means stay in `means`.
+  template <bool VARIANCE>
+  DEVICE void reduce(float* to, float* means) const {
+    float sum[8] = {};
+    if (lane_token < at_once) {
+      for (int t = first + lane_token; t < end; t += at_once) {
+        float values[8];
+        unpack_bf16x8(load_16_bytes(from + (order ? (u64)order[t] : (u64)t) * token_stride), values);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float x = VARIANCE ? values[i] - means[chunk * 8 + i] : values[i];
+          sum[i] += VARIANCE ? x * x : x;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) parts[lane_token * head_dim + chunk * 8 + i] = sum[i];
+    }
+    __syncthreads();  // every token's part is there
+    const float factor = 1.0f / (float)max(end - first, 1);
+    for (int d = (int)threadIdx.x; d < head_dim; d += 128) {
+      float total = 0.0f;
+      for (int part = 0; part < at_once; ++part) total += parts[part * head_dim + d];
+      to[d] = total * factor;
+      if (!VARIANCE) means[d] = total * factor;
+    }
+    __syncthreads();  // the results are there, and nobody reads the parts any more
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(128) select_pool(const bf16* x, const i32* order, float* mean, float* variance, const __grid_constant__ SelectPoolParams params) {
   __shared__ float parts[128 * 8], means[256];
   const int head_dim = (int)params.head_dim, chunks = head_dim / 8, at_once = 128 / chunks, thread = (int)threadIdx.x;
@@ -25,30 +62,8 @@ extern "C" __global__ void __launch_bounds__(128) select_pool(const bf16* x, con
   const int lane_token = thread / chunks, chunk = thread % chunks;
   const bf16* from = x + params.x_offset + params.first_token * params.token_stride + (u64)blockIdx.y * head_dim + chunk * 8;
   order += params.has_order ? blockIdx.y * params.num_tokens : 0;
-  const float factor = 1.0f / (float)max(end - first, 1);
-  // Sums over the block of what `term` makes of an element and its column, times the factor.
-  const auto reduce = [&](float* to, float* kept, auto term) {
-    float sum[8] = {};
-    if (lane_token < at_once) {
-      for (int t = first + lane_token; t < end; t += at_once) {
-        float values[8];
-        unpack_bf16x8(load_16_bytes(from + (params.has_order ? (u64)order[t] : (u64)t) * params.token_stride), values);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum[i] += term(values[i], chunk * 8 + i);
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) parts[lane_token * head_dim + chunk * 8 + i] = sum[i];
-    }
-    __syncthreads();  // every token's part is there
-    for (int d = thread; d < head_dim; d += 128) {
-      float total = 0.0f;
-      for (int part = 0; part < at_once; ++part) total += parts[part * head_dim + d];
-      to[((u64)blockIdx.y * gridDim.x + number) * head_dim + d] = kept[d] = total * factor;
-    }
-    __syncthreads();  // the results are there, and nobody reads the parts any more
-  };
-  reduce(mean, means, [](float value, int) { return value; });
-  if (!params.has_variance) return;
-  __shared__ float unread[256];
-  reduce(variance, unread, [&](float value, int d) { return (value - means[d]) * (value - means[d]); });
+  PooledBlock pooled = {from, params.has_order ? order : nullptr, params.token_stride, head_dim, first, end, lane_token, chunk, at_once, parts};
+  const u64 to = ((u64)blockIdx.y * gridDim.x + number) * head_dim;
+  pooled.reduce<false>(mean + to, means);
+  if (params.has_variance) pooled.reduce<true>(variance + to, means);
 }
