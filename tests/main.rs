@@ -32,6 +32,7 @@ mod train_guard;
 mod train_guard_runs;
 mod train_ranks;
 mod train_ranks_faults;
+mod train_row_parts;
 mod train_run;
 mod train_stages;
 mod train_sweep;

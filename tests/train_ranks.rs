@@ -78,7 +78,12 @@ fn two_processes_end_with_the_weights_of_one_to_the_last_bit() {
 }
 
 /// Asserts that numbers of two reports are equal up to a relative difference.
-fn assert_near(found: &serde_json::Value, expected: &serde_json::Value, keys: &[&str], most: f64) {
+pub(crate) fn assert_near(
+    found: &serde_json::Value,
+    expected: &serde_json::Value,
+    keys: &[&str],
+    most: f64,
+) {
     for key in keys {
         let [found, expected] = [found, expected].map(|line| line[key].as_f64());
         let (Some(found), Some(expected)) = (found, expected) else {

@@ -16,6 +16,7 @@ const REFUSED: u8 = 12;
 const NUMBERS: u8 = 20;
 const GATHER: u8 = 21;
 const BROADCAST: u8 = 22;
+const EXCHANGE: u8 = 23;
 
 /// First line of the first message; a program that sends another one is a stranger.
 const MAGIC: &str = "sieve-comm 1";
@@ -214,6 +215,48 @@ impl Mesh {
         Ok(bytes.to_vec())
     }
 
+    /// Gives each rank its bytes, and returns what each has given to this one, by rank. Few ranks may have something for each
+    /// other: the rest give nothing.
+    ///
+    /// # Errors
+    /// A rank is lost.
+    pub fn exchange(&self, bytes: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, CommError> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let size = self.world.size;
+        if self.world.rank > 0 {
+            let first = &self.peers[0];
+            send(&first.data, EXCHANGE, &joined(&bytes)).map_err(|e| self.lost(first, &e))?;
+            return self.split(first, size);
+        }
+        let mut all = vec![bytes];
+        for peer in self.peers.iter() {
+            all.push(self.split(peer, size)?);
+        }
+        let mut for_rank = |rank: usize| {
+            let from = all.iter_mut().map(|from| std::mem::take(&mut from[rank]));
+            from.collect::<Vec<_>>()
+        };
+        for peer in self.peers.iter() {
+            let bytes = joined(&for_rank(peer.rank));
+            send(&peer.data, EXCHANGE, &bytes).map_err(|e| self.lost(peer, &e))?;
+        }
+        Ok(for_rank(0))
+    }
+
+    /// What a rank sends by [`joined`], for as many ranks.
+    fn split(&self, peer: &Peer, size: usize) -> Result<Vec<Vec<u8>>, CommError> {
+        let bytes = self.expect(peer, EXCHANGE)?;
+        let mut rest = bytes.as_slice();
+        let parts = (0..size).map(|_| {
+            let (len, others) = rest.split_first_chunk()?;
+            let (part, others) = others.split_at_checked(u64::from_le_bytes(*len) as usize)?;
+            rest = others;
+            Some(part.to_vec())
+        });
+        let parts = parts.collect::<Option<Vec<_>>>();
+        parts.ok_or_else(|| out_of_step(peer, EXCHANGE, EXCHANGE))
+    }
+
     /// Returns when all ranks have called it.
     ///
     /// # Errors
@@ -277,6 +320,15 @@ impl Mesh {
     }
 }
 
+/// Each part behind its length.
+fn joined(parts: &[Vec<u8>]) -> Vec<u8> {
+    let parts = parts.iter().map(|part| {
+        let len = (part.len() as u64).to_le_bytes();
+        [&len[..], part].concat()
+    });
+    parts.collect::<Vec<_>>().concat()
+}
+
 fn concatenated(values: &[f32], parts: &[Range<usize>]) -> Vec<f32> {
     let parts = parts.iter().map(|part| &values[part.clone()]);
     parts.collect::<Vec<_>>().concat()
@@ -287,6 +339,7 @@ fn out_of_step(peer: &Peer, theirs: u8, ours: u8) -> CommError {
         NUMBERS => "numbers".to_owned(),
         GATHER => "the values of all ranks".to_owned(),
         BROADCAST => "the value of rank 0".to_owned(),
+        EXCHANGE => "values for some ranks".to_owned(),
         other => format!("message {other}"),
     };
     CommError::OutOfStep {

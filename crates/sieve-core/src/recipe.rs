@@ -42,8 +42,8 @@ pub use resume::KeyChange;
 pub use sections::{
     ActivationCheckpointMode, ActivationCheckpointSection, AttentionKind, AttentionSection,
     CheckpointSection, DecayType, GenerationSection, LrSchedulerSection, MetricsSection,
-    ModelSection, OptimizerName, OptimizerSection, SwaShape, TokenizerSection, TokenizerSource,
-    TokenizerTraining, TrainingSection, ValidationSection,
+    ModelSection, OptimizerName, OptimizerSection, ParallelismSection, SwaShape, TokenizerSection,
+    TokenizerSource, TokenizerTraining, TrainingSection, ValidationSection,
 };
 pub use stages::{Stage, StageSection};
 pub use template::StartingSize;
@@ -79,6 +79,8 @@ keys! {
         pub validation: ValidationSection = ValidationSection::default(),
         /// What is recomputed in the backward pass.
         pub activation_checkpoint: ActivationCheckpointSection = ActivationCheckpointSection::default(),
+        /// How several processes share a step.
+        pub parallelism: ParallelismSection = ParallelismSection::default(),
         /// What changes on the way, one block after the other; without one, nothing does.
         #[serde(skip_serializing_if = "Vec::is_empty")]
         pub stage: Vec<StageSection> = Vec::new(),

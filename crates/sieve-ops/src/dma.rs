@@ -16,6 +16,7 @@ mod tests;
 
 pub use backend::{DMA_SCORE_CLAMP, DmaBackend, DmaGradients, DmaKeyLists, DmaKeys, DmaSelection};
 pub use bias::dma_bias;
+pub(crate) use bias::dma_bias_backward as bias_gradient;
 pub use composed::{DmaForward, DynamicMaskBackend};
 pub use rank::dma_rank;
 

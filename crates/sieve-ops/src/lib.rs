@@ -23,6 +23,7 @@ mod norm;
 mod nsa;
 mod optimizer;
 mod rope;
+mod row_parts;
 mod sparse;
 mod swiglu;
 
@@ -68,6 +69,7 @@ pub use optimizer::{
 pub use rope::{
     QkNorm, QkNormRopeCall, RopeBackend, RopeGradients, RopeTables, RotaryEmbedding, qk_norm_rope,
 };
+pub use row_parts::{RowLinks, RowParts};
 pub use sparse::{
     ChosenBlocks, DeviceMask, DeviceSelection, SparseBackend, SparseOutput, correct_by_probes,
     has_sparse_attention, select_blocks, sparse_attention,

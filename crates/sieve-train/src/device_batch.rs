@@ -1,8 +1,9 @@
 //! A loader's batch as tensors.
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_data::Batch;
-use sieve_ops::Documents;
+use sieve_data::{Batch, IGNORE_LABEL};
+use sieve_ops::{Documents, RowLinks, RowParts};
+use std::sync::Arc;
 
 /// Tokens, labels and document bounds of one micro-batch on the device.
 #[derive(Clone, Debug)]
@@ -18,6 +19,26 @@ pub struct DeviceBatch<B: Backend> {
 }
 
 impl<B: Backend> DeviceBatch<B> {
+    /// Copies this rank's part of each row to `device`.
+    pub(crate) fn of_part(batch: &Batch, links: Arc<dyn RowLinks>, device: &B::Device) -> Self {
+        let (part, parts) = (links.part(), links.num_parts());
+        let (rows, len) = (batch.batch, batch.seq_len / parts);
+        let tokens = of_part(&batch.tokens, batch.seq_len, [part, parts]);
+        let tokens = tokens.map(|&token| token as i32).collect::<Vec<_>>();
+        let labels = of_part(&batch.labels, batch.seq_len, [part, parts]);
+        let labels = labels.copied().collect::<Vec<_>>();
+        let num_labels = num_labels_of_part(batch, [part, parts]);
+        let bounds = [batch.doc_start.clone(), batch.doc_end.clone()];
+        let rows_in_parts = RowParts::new(links, bounds, [rows, batch.seq_len]);
+        let ints = |values| Tensor::from_data(TensorData::new(values, [rows, len]), device);
+        Self {
+            tokens: ints(tokens),
+            labels: ints(labels),
+            documents: Documents::of_part(rows_in_parts, device),
+            num_labels,
+        }
+    }
+
     /// Copies `batch` to `device`.
     pub fn new(batch: &Batch, device: &B::Device) -> Self {
         let shape = [batch.batch, batch.seq_len];
@@ -29,4 +50,17 @@ impl<B: Backend> DeviceBatch<B> {
             num_labels: batch.num_labels(),
         }
     }
+}
+
+/// Tokens with a label in one of so many parts of each row.
+pub(crate) fn num_labels_of_part(batch: &Batch, part: [usize; 2]) -> usize {
+    let labels = of_part(&batch.labels, batch.seq_len, part);
+    labels.filter(|&&label| label != IGNORE_LABEL).count()
+}
+
+/// The values of one of so many parts of each row.
+fn of_part<T>(values: &[T], seq_len: usize, [part, parts]: [usize; 2]) -> impl Iterator<Item = &T> {
+    let len = seq_len / parts;
+    let rows = values.chunks_exact(seq_len);
+    rows.flat_map(move |row| &row[part * len..(part + 1) * len])
 }

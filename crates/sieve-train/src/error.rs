@@ -146,6 +146,17 @@ pub enum TrainError {
         /// Processes that share a step.
         ranks: usize,
     },
+    /// Processes that cannot share rows as the recipe says.
+    #[error(
+        "parallelism.context_parallel_degree = {degree}, and {ranks} processes are no multiple of that\n  hint: sieve launch \
+         --nproc {degree}, or --context-parallel 1"
+    )]
+    RowParts {
+        /// Processes that share a row.
+        degree: usize,
+        /// All processes.
+        ranks: usize,
+    },
     /// No label in a whole step.
     #[error(
         "step {step} holds no token with a label\n  hint: documents of one token teach nothing; check data.paths"

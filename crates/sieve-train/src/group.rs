@@ -14,7 +14,7 @@ use burn::module::{ModuleMapper, Param, ParamId};
 use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
 use sieve_comm::{CommError, Mesh, Pieces};
 use sieve_nn::Qwen3;
-use sieve_ops::TrainBackend;
+use sieve_ops::{RowLinks, TrainBackend};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
@@ -51,6 +51,14 @@ pub(crate) struct Share {
 impl Share {
     /// A run in one process.
     pub(crate) const ALL: Self = Self { rank: 0, size: 1 };
+
+    /// Which of how many shares of the rows, where `degree` ranks one after another share each row.
+    pub(crate) fn of_rows(&self, degree: usize) -> Self {
+        Self {
+            rank: self.rank / degree,
+            size: (self.size / degree).max(1),
+        }
+    }
 
     /// How a parameter of this shape is cut; `None` for vectors and small matrices, which every rank updates whole.
     pub(crate) fn pieces(&self, shape: &[usize]) -> Option<Pieces> {
@@ -98,6 +106,12 @@ impl<B: TrainBackend> Group<B> {
             rank: world.rank,
             size: world.size,
         }
+    }
+
+    /// The ranks that share each row with this one, where `degree` do.
+    pub(crate) fn row_links(&self, degree: usize) -> Option<Arc<dyn RowLinks>> {
+        let (mesh, part) = (self.mesh.clone(), self.share().rank % degree);
+        (degree > 1).then(|| Arc::new(Neighbours { mesh, part, degree }) as Arc<dyn RowLinks>)
     }
 
     /// A micro-batch begins; in the last of a step gradients are added up over all ranks.
@@ -293,6 +307,44 @@ impl<B: TrainBackend> BesidePass<B> for Group<B> {
         let pending = self.collectives.sum(tensors)?;
         self.sums.push_back(Sums { places, pending });
         self.finish_sums_but(MAX_SUMS, gradients)
+    }
+}
+
+/// The ranks that share each row, over TCP.
+#[derive(Debug)]
+struct Neighbours {
+    mesh: Arc<Mesh>,
+    part: usize,
+    degree: usize,
+}
+
+impl RowLinks for Neighbours {
+    fn part(&self) -> usize {
+        self.part
+    }
+
+    fn num_parts(&self) -> usize {
+        self.degree
+    }
+
+    fn exchange(&self, values: Vec<Vec<f32>>, counts: &[usize]) -> Vec<Vec<f32>> {
+        let world = self.mesh.world();
+        let first = world.rank - self.part;
+        let mut bytes = vec![Vec::new(); world.size];
+        for (bytes, values) in bytes[first..].iter_mut().zip(values) {
+            *bytes = values.into_iter().flat_map(f32::to_le_bytes).collect();
+        }
+        // After an error the connections are closed: the next sum or gathering tells why.
+        let found = self.mesh.exchange(bytes).unwrap_or_default();
+        let own = (first..).zip(counts).map(|(rank, &count)| {
+            let bytes = found.get(rank).map_or(&[][..], Vec::as_slice);
+            let (values, _) = bytes.as_chunks();
+            let values = values.iter().copied().map(f32::from_le_bytes);
+            let mut values = values.collect::<Vec<_>>();
+            values.resize(count, 0.0);
+            values
+        });
+        own.collect()
     }
 }
 

@@ -315,7 +315,9 @@ impl<B: TrainBackend> ModuleMapper<B> for ToBf16<'_, B> {
             let piece = cut::<B>(master.into_primitive().tensor(), range);
             let piece = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(piece));
             let (piece, own) = sieve_ops::split_master(piece);
-            self.optimizer.pieces.insert(id, piece.into_primitive().tensor());
+            self.optimizer
+                .pieces
+                .insert(id, piece.into_primitive().tensor());
             rest = own;
         }
         self.optimizer.masters.insert(id, rest);

@@ -177,6 +177,7 @@ fn without_graph<B: TrainBackend>(
         start: context.documents.start.clone().inner(),
         end: context.documents.end.clone().inner(),
         positions: context.documents.positions.clone().inner(),
+        parts: context.documents.parts.clone(),
     };
     let rope = RotaryEmbedding::<<B as AutodiffBackend>::InnerBackend> {
         cos: context.rope.cos.clone().inner(),

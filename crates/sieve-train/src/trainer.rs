@@ -10,6 +10,7 @@ pub use checkpoints::tidy_finished;
 pub use guarding::Disturbance;
 pub use stage::{loader_config, step_batch};
 
+use crate::device_batch::num_labels_of_part;
 use crate::group::{Agreement, Share};
 use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
@@ -121,6 +122,11 @@ impl<B: TrainBackend> Trainer<B> {
         } = hardware;
         let first = recipe.stage_of_step(origin.step() as usize);
         let share = group.as_ref().map_or(Share::ALL, Group::share);
+        let degree = recipe.parallelism.context_parallel_degree;
+        if !share.size.is_multiple_of(degree) {
+            let ranks = share.size;
+            return Err(TrainError::RowParts { degree, ranks });
+        }
         let stage = StageState::new(&recipe, first, &data, share)?;
         let vocab_size = stage.shape.vocab_size;
         let training = &recipe.training;
@@ -413,7 +419,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// What is known of the next step before it is taken, by all processes.
     fn agree(&self, batches: &[Batch], stop: &AtomicBool) -> Result<Agreement, TrainError> {
         let own = Agreement {
-            num_labels: batches.iter().map(Batch::num_labels).sum(),
+            num_labels: batches.iter().map(|batch| self.num_labels(batch)).sum(),
             // A process alone has looked before it read the rows.
             stops: self.group.is_some() && self.is_asked_to_stop(stop),
             all_written: self.writer.step().is_some() && self.writer.is_done(),
@@ -422,6 +428,12 @@ impl<B: TrainBackend> Trainer<B> {
             Some(group) => group.agree(self.step, self.loss_mean.state().mean_loss, own),
             None => Ok(own),
         }
+    }
+
+    /// Labels of this process's part of a batch.
+    fn num_labels(&self, batch: &Batch) -> usize {
+        let degree = self.recipe.parallelism.context_parallel_degree;
+        num_labels_of_part(batch, [self.share().rank % degree, degree])
     }
 
     /// What a person should know of the stage that begins.
@@ -498,11 +510,19 @@ impl<B: TrainBackend> Trainer<B> {
             });
         }
         let loss_scale = (self.disturbance.loss)(self.next_sample) / num_labels as f64;
+        let degree = self.recipe.parallelism.context_parallel_degree;
+        let links = self
+            .group
+            .as_ref()
+            .and_then(|group| group.row_links(degree));
         let mut gradients = GradientBuffer::default();
         let mut loss = Tensor::<B::InnerBackend, 1>::zeros([1], &self.device);
         let mut expire = Vec::new();
         for (place, batch) in batches.iter().enumerate() {
-            let on_device = DeviceBatch::<B>::new(batch, &self.device);
+            let on_device = match &links {
+                Some(links) => DeviceBatch::<B>::of_part(batch, links.clone(), &self.device),
+                None => DeviceBatch::new(batch, &self.device),
+            };
             let beside = self.group.as_mut().map(|group| {
                 group.begin(place + 1 == batches.len());
                 group as &mut dyn BesidePass<B>

@@ -3,7 +3,7 @@ use crate::device::Device;
 use crate::out_of_memory::{self, NOTHING_FITS, need};
 use crate::recipe::RecipeArgs;
 use crate::terminal::{self, gib, short_count};
-use crate::train::variable;
+use crate::train::{rows_in_parts_need_the_cpu, variable};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_core::Recipe;
@@ -41,6 +41,9 @@ pub(crate) struct PlanArgs {
 /// Runs the command.
 pub(crate) fn run(args: PlanArgs) -> Result<()> {
     let recipe = args.recipe.load()?;
+    if args.gpu.is_some() {
+        rows_in_parts_need_the_cpu(&recipe)?;
+    }
     let vocab_size = vocab_size(&recipe)?;
     let (target, name) = target(args.gpu.as_deref())?;
     let ranks = Ranks {

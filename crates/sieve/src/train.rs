@@ -12,7 +12,7 @@ use crate::interrupt::{Interrupt, respect_nohup};
 use crate::out_of_memory::MemoryArgs;
 use crate::recipe::RecipeArgs;
 use crate::{startup, terminal, text_files};
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn_cuda::CudaDevice;
@@ -99,6 +99,9 @@ pub(crate) struct TrainArgs {
     /// Of several processes: seconds without a sign of life after which one counts as lost
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     patience: u64,
+    /// Processes that share each row, instead of the recipe's parallelism.context_parallel_degree
+    #[arg(long, value_name = "P", value_parser = clap::value_parser!(u16).range(1..))]
+    context_parallel: Option<u16>,
     #[command(flatten)]
     memory: MemoryArgs,
 }
@@ -142,8 +145,12 @@ impl From<Ending> for Exit {
 }
 
 /// Runs the command.
-pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
+pub(crate) fn run(mut args: TrainArgs) -> Result<Exit> {
     args.check();
+    if let Some(degree) = args.context_parallel {
+        let degree = format!("parallelism.context_parallel_degree={degree}");
+        args.recipe.overrides.push(degree);
+    }
     respect_nohup();
     match World::from_env(&variable)? {
         Some(world) => ranks::run(&args, world),
@@ -288,6 +295,7 @@ fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Re
             train::<Autodiff<Flex>>((start, out), recipe, session, &device, on_cpu, group)
         }
         Device::Cuda(gpu) => {
+            rows_in_parts_need_the_cpu(recipe)?;
             check_gpu_attention(recipe, &shape)?;
             sieve_ops::set_sum_order(if recipe.training.deterministic {
                 SumOrder::Fixed
@@ -299,6 +307,17 @@ fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Re
             train::<Autodiff<Cuda>>((start, out), recipe, session, &device, hardware, group)
         }
     }
+}
+
+/// Refuses a recipe whose processes share rows: on a GPU they cannot yet.
+pub(crate) fn rows_in_parts_need_the_cpu(recipe: &Recipe) -> Result<()> {
+    let degree = recipe.parallelism.context_parallel_degree;
+    ensure!(
+        degree < 2,
+        "parallelism.context_parallel_degree = {degree}: processes share rows on the CPU alone so far\n  hint: add --device cpu, \
+         or --set parallelism.context_parallel_degree=1"
+    );
+    Ok(())
 }
 
 fn on_cpu() -> (Hardware<Autodiff<Flex>>, String) {

@@ -126,6 +126,25 @@ fn bytes_come_from_all_ranks_or_from_the_first() {
 }
 
 #[test]
+fn each_rank_gets_what_the_others_have_for_it() {
+    for size in [2, 3, 4] {
+        let found = ranks(size, |mesh| {
+            let (rank, size) = (mesh.world().rank, mesh.world().size);
+            // Nothing for some, more than a piece for others.
+            let bytes = |to: usize| vec![(10 * rank + to) as u8; (rank + to) % 3 * 100_000];
+            mesh.exchange((0..size).map(bytes).collect()).unwrap()
+        });
+        for (to, found) in found.into_iter().enumerate() {
+            let expected = (0..size).map(|from| {
+                let value = (10 * from + to) as u8;
+                vec![value; (from + to) % 3 * 100_000]
+            });
+            assert!(expected.eq(found), "rank {to} of {size}");
+        }
+    }
+}
+
+#[test]
 fn a_rank_that_ends_is_named_to_all_others() {
     let errors = ranks(3, |mesh| {
         if mesh.world().rank == 1 {

@@ -103,6 +103,7 @@ struct OwnedParts {
     validation: Option<super::ValidationSection>,
     generation: Option<super::GenerationSection>,
     activation_checkpoint: Option<super::ActivationCheckpointSection>,
+    parallelism: Option<super::ParallelismSection>,
     stage: Option<Vec<super::StageSection>>,
 }
 
@@ -121,6 +122,7 @@ impl OwnedParts {
             validation: section(table, "validation"),
             generation: section(table, "generation"),
             activation_checkpoint: section(table, "activation_checkpoint"),
+            parallelism: section(table, "parallelism"),
             stage: section(table, "stage"),
         }
     }
@@ -139,6 +141,7 @@ impl OwnedParts {
             validation: self.validation.as_ref(),
             generation: self.generation.as_ref(),
             activation_checkpoint: self.activation_checkpoint.as_ref(),
+            parallelism: self.parallelism.as_ref(),
             stage: self.stage.as_deref(),
         }
     }

@@ -1,6 +1,7 @@
 //! Rules between values that have the right types. All are checked; none hides another.
 
 mod attention;
+mod parallelism;
 mod stages;
 
 use std::path::{Component, Path};
@@ -11,8 +12,9 @@ use super::data;
 use super::mistake::{Mistake, Problem};
 use super::{
     ActivationCheckpointSection, AttentionSection, CheckpointSection, DataSection,
-    GenerationSection, LrSchedulerSection, MetricsSection, ModelSection, OptimizerSection, Recipe,
-    StageSection, TokenizerSection, TokenizerSource, TrainingSection, ValidationSection,
+    GenerationSection, LrSchedulerSection, MetricsSection, ModelSection, OptimizerSection,
+    ParallelismSection, Recipe, StageSection, TokenizerSection, TokenizerSource, TrainingSection,
+    ValidationSection,
 };
 use crate::keys::{Bound, MAX_COUNT, Number, Section};
 
@@ -30,6 +32,7 @@ pub(super) struct Parts<'a> {
     pub(super) validation: Option<&'a ValidationSection>,
     pub(super) generation: Option<&'a GenerationSection>,
     pub(super) activation_checkpoint: Option<&'a ActivationCheckpointSection>,
+    pub(super) parallelism: Option<&'a ParallelismSection>,
     pub(super) stage: Option<&'a [StageSection]>,
 }
 
@@ -48,6 +51,7 @@ impl<'a> From<&'a Recipe> for Parts<'a> {
             validation: Some(&recipe.validation),
             generation: Some(&recipe.generation),
             activation_checkpoint: Some(&recipe.activation_checkpoint),
+            parallelism: Some(&recipe.parallelism),
             stage: Some(&recipe.stage),
         }
     }
@@ -95,6 +99,9 @@ pub(super) fn check(parts: &Parts<'_>, mistakes: &mut Vec<Mistake>) {
     }
     if let Some(section) = parts.activation_checkpoint {
         rules.bounds("activation_checkpoint", section);
+    }
+    if let Some(section) = parts.parallelism {
+        parallelism::check_parallelism(section, parts, &mut rules);
     }
     if let Some(stages) = parts.stage.filter(|stages| !stages.is_empty()) {
         stages::check_stages(stages, parts, &mut rules);

@@ -10,7 +10,11 @@ pub(super) const STAGE_KEYS: &[Key] = StageSection::KEYS;
 pub(super) const STAGE: &str = "stage";
 
 /// Sections and keys the recipe format reserves for what is not built yet.
-pub(super) const PLANNED: &[&str] = &["parallelism"];
+pub(super) const PLANNED: &[&str] = &[
+    "parallelism.data_parallel_shard_degree",
+    "parallelism.tensor_parallel_degree",
+    "parallelism.pipeline_parallel_degree",
+];
 
 /// Every section but `[[stage]]`, in the order a recipe writes them.
 pub(super) fn sections() -> impl Iterator<Item = &'static Key> {

@@ -425,6 +425,16 @@ choices! {
 }
 
 keys! {
+    /// `[parallelism]`: how several processes share a step.
+    #[derive(Copy, Eq)]
+    pub struct ParallelismSection: Default {
+        /// Processes that share each row, a part of equal length each. The rest share out the rows.
+        #[key(at_least_one, may_change)]
+        pub context_parallel_degree: usize = 1,
+    }
+}
+
+keys! {
     /// `[generation]`: sample lines at the end of a run.
     pub struct GenerationSection: Default {
         /// Texts to continue. Empty: none are generated.

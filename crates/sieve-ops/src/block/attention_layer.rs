@@ -40,6 +40,7 @@ pub fn attention_layer<B: AttentionLayerBackend>(
         positions: positions.into_primitive(),
         rope: rope.tables(),
         documents: documents.bounds(),
+        parts: documents.parts.clone(),
         spec,
         residual,
     };
@@ -95,6 +96,7 @@ impl<B: DeviceBackend, C: CheckpointStrategy> AttentionLayerBackend for Autodiff
             positions: call.positions,
             rope: call.rope.inner(),
             documents: call.documents,
+            parts: call.parts,
             spec: call.spec,
             residual: call.residual,
         };

@@ -28,6 +28,7 @@ pub fn attention_layer<B: Backend>(
         documents,
         spec,
         residual,
+        parts: _,
     } = call;
     let normed = normed(x.clone(), layer.norm, layer.epsilon);
     let packed = linear::<B>(normed, primitive(layer.qkv));

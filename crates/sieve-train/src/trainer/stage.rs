@@ -27,7 +27,7 @@ pub(super) struct StageState {
     pub(super) validation_loader: Loader,
     /// Micro-batches of a step in this process.
     pub(super) micro_batches: usize,
-    /// Which of each round of micro-batches, one for each process, is this one's.
+    /// Which of each round of micro-batches, one for each process or for those that share a row, is this one's.
     share: Share,
 }
 
@@ -58,6 +58,7 @@ impl StageState {
     ) -> Result<Self, TrainError> {
         let recipe = recipe.at_stage(&stage);
         let shape = recipe.model_shape(data.tokenizer.vocab_size())?;
+        let share = share.of_rows(recipe.parallelism.context_parallel_degree);
         let training = &recipe.training;
         let (global, local) = (training.global_batch_size, training.local_batch_size);
         let micro_batches =

@@ -175,7 +175,10 @@ fn bad_overrides_are_refused_by_name() {
             "attention.kind=mlaa",
             "there is no \"mlaa\", did you mean mla?",
         ),
-        ("parallelism.degree=2", "parallelism: is not built yet"),
+        (
+            "parallelism.tensor_parallel_degree=2",
+            "parallelism.tensor_parallel_degree: is not built yet",
+        ),
         ("data.weights=[1, 2]", "has 2 entries, data.paths has 1"),
     ] {
         let text = load(&[item]).expect_err(item).to_string();

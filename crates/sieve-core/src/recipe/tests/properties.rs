@@ -365,6 +365,7 @@ fn recipe() -> impl Strategy<Value = Recipe> {
                         selective_ac_option: interval,
                         ..BASE.activation_checkpoint.clone()
                     },
+                    parallelism: BASE.parallelism,
                     generation: GenerationSection {
                         prompts: generation.0,
                         max_new_tokens: generation.1,

@@ -109,6 +109,7 @@ fn keys_that_change_no_step_taken_may_change() {
         "validation.steps",
         "activation_checkpoint.mode",
         "activation_checkpoint.selective_ac_option",
+        "parallelism.context_parallel_degree",
         "generation.prompts",
         "generation.max_new_tokens",
         "data.cache_dir",

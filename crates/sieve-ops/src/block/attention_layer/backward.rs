@@ -1,10 +1,13 @@
 //! The backward pass of an attention layer.
-use super::forward::{Attended, AttentionLayer, AttentionLayerCall, merge_heads, rotation};
+use super::forward::{
+    Attended, AttentionLayer, AttentionLayerCall, merge_heads, of_parts, rotation,
+};
 use crate::block::residual::norm_gradient;
 use crate::device::autodiff::Gradient;
 use crate::device_backend::DeviceBackend;
 use crate::dma::composed::{self, DmaState};
 use crate::norm::RmsNormCall;
+use crate::row_parts;
 use crate::tensors::{Float, primitive};
 use burn::tensor::TensorMetadata;
 use burn::tensor::backend::Backend;
@@ -78,6 +81,11 @@ fn backward<B: DeviceBackend>(
         (Attended::Recent(output), _) => {
             let dqkv = B::attention_backward(again, &call.documents, call.spec, output, d_o);
             (dqkv, None)
+        }
+        (Attended::Parted(parted), dma) => {
+            let dma = dma.map(|dma| of_parts(dma, &call));
+            let parts = call.parts.as_ref().expect("made for parts of rows");
+            row_parts::backward(parted, again, dma, (parts, call.spec), d_o)
         }
         (Attended::Selected(_), None) => unreachable!("made with the weights of DMA"),
     };

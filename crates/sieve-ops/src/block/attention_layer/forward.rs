@@ -7,6 +7,7 @@ use crate::documents::DocumentBounds;
 use crate::linear::LinearBackend;
 use crate::norm::RmsNormCall;
 use crate::rope::{QkNorm, QkNormRopeCall, RopeTables};
+use crate::row_parts::{self, DmaParts, Parted, RowParts};
 use crate::tensors::{Float, Ints, primitive};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
@@ -49,6 +50,8 @@ pub struct AttentionLayerCall<B: Backend> {
     pub rope: RopeTables<B>,
     /// Document bounds.
     pub documents: DocumentBounds<B>,
+    /// Where the tokens are parts of rows: the whole rows.
+    pub parts: Option<RowParts>,
     /// Heads, scale and window.
     pub spec: AttentionSpec,
     /// Whether x is added to the output.
@@ -60,6 +63,8 @@ pub struct AttentionLayerCall<B: Backend> {
 pub(super) enum Attended<B: Backend> {
     Recent(AttentionOutput<B>),
     Selected(DmaForward<B>),
+    /// Of parts of rows.
+    Parted(Parted<B>),
 }
 
 impl<B: Backend> Attended<B> {
@@ -67,12 +72,13 @@ impl<B: Backend> Attended<B> {
         match self {
             Self::Recent(output) => output.o.clone(),
             Self::Selected(forward) => forward.output.o.clone(),
+            Self::Parted(parted) => parted.o.clone(),
         }
     }
 
     pub(super) fn expire(&self) -> Option<Ints<B>> {
         match self {
-            Self::Recent(_) => None,
+            Self::Recent(_) | Self::Parted(_) => None,
             Self::Selected(forward) => Some(forward.selection.expire.clone()),
         }
     }
@@ -100,9 +106,15 @@ pub(super) fn forward<B: DeviceBackend>(
     let qkv = split_heads::<B>(qkv, call.spec);
     let rotated = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm, call));
     let (documents, spec) = (&call.documents, call.spec);
-    let attended = match layer.dma {
-        None => Attended::Recent(<B as AttentionBackend>::attention(rotated, documents, spec)),
-        Some(dma) => {
+    let attended = match (&call.parts, layer.dma) {
+        (Some(parts), dma) => {
+            let dma = dma.map(|dma| of_parts(dma, call));
+            Attended::Parted(row_parts::forward(rotated, dma, parts, spec))
+        }
+        (None, None) => {
+            Attended::Recent(<B as AttentionBackend>::attention(rotated, documents, spec))
+        }
+        (None, Some(dma)) => {
             let (w_dt, a) = (primitive(dma.w_dt), primitive(dma.a));
             let forward = B::dynamic_mask_attention(rotated, w_dt, a, documents, spec, dma.spec);
             Attended::Selected(forward)
@@ -114,6 +126,12 @@ pub(super) fn forward<B: DeviceBackend>(
         Residual::None => <B as LinearBackend>::linear(heads, o),
     };
     LayerForward { qkv, attended, y }
+}
+
+/// What DMA of parts of rows computes with.
+pub(super) fn of_parts<B: Backend>(dma: DmaLayer<B>, call: &AttentionLayerCall<B>) -> DmaParts<B> {
+    let positions = call.positions.clone();
+    (primitive(dma.w_dt), primitive(dma.a), dma.spec, positions)
 }
 
 pub(super) fn rotation<B: Backend>(

@@ -85,6 +85,7 @@ impl Case {
             positions: self.documents.positions.clone().into_primitive(),
             rope: self.rope(&inputs[0]).tables(),
             documents: self.documents.bounds(),
+            parts: None,
             spec: self.spec,
             residual: self.residual,
         };

@@ -1,0 +1,46 @@
+//! Rules of `[parallelism]`.
+
+use super::{Parts, Rules};
+use crate::recipe::{AttentionKind, ParallelismSection};
+
+const DEGREE: &str = "parallelism.context_parallel_degree";
+
+pub(super) fn check_parallelism(
+    section: &ParallelismSection,
+    parts: &Parts<'_>,
+    rules: &mut Rules<'_>,
+) {
+    rules.bounds("parallelism", section);
+    let degree = section.context_parallel_degree;
+    if degree < 2 {
+        return;
+    }
+    let rows = parts
+        .training
+        .map(|training| ("training.seq_len".to_owned(), training.seq_len));
+    let stages = (1..).zip(parts.stage.unwrap_or_default());
+    let stages = stages.map(|(number, stage)| (format!("stage.{number}.seq_len"), stage.seq_len));
+    for (key, seq_len) in rows.into_iter().chain(stages) {
+        rules.require(
+            seq_len.is_multiple_of(degree),
+            DEGREE,
+            || format!("is {degree}, and {key} = {seq_len} cannot be cut into as many equal parts"),
+            || "powers of two are usual for both".to_owned(),
+        );
+    }
+    let kind = parts.attention.map(|attention| attention.kind());
+    let cannot = [AttentionKind::Mla, AttentionKind::Nsa];
+    if let Some(kind) = kind.filter(|kind| cannot.contains(kind)) {
+        rules.require(
+            false,
+            DEGREE,
+            || {
+                format!(
+                    "is {degree}, and attention of kind = {:?} needs whole rows",
+                    kind.name()
+                )
+            },
+            || "mha, swa and dma work on parts of rows".to_owned(),
+        );
+    }
+}

@@ -1,0 +1,125 @@
+//! Rows cut into parts of equal length, one for each of several ranks: context parallelism.
+//!
+//! Everything but attention looks at one token at a time and needs no other part. Attention does one of two things.
+//! Dense attention exchanges tokens for heads, so that each rank has whole rows of a few heads (Ulysses,
+//! arXiv:2309.14509). All other attention runs on a longer row: the keys of earlier parts that this part's queries may
+//! see, its border, and then the part. Of a window that is the last keys before the part. Of DMA it is as many keys a
+//! head as it keeps, however long the row is: a key that has left never returns, so of all earlier keys only those that
+//! are kept where the part begins can be seen.
+mod attend;
+mod border;
+mod heads;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use attend::{DmaParts, Parted, backward, forward};
+
+use crate::documents::Documents;
+use burn::tensor::backend::Backend;
+use burn::tensor::{Tensor, TensorData};
+use std::fmt;
+use std::sync::Arc;
+
+/// The ranks that hold the parts of one row.
+pub trait RowLinks: Send + Sync + fmt::Debug {
+    /// Which part of every row is this rank's.
+    fn part(&self) -> usize;
+    /// Parts of a row.
+    fn num_parts(&self) -> usize;
+    /// Gives each part's rank its values, and returns what each has given to this one: as many as `counts` says, part by
+    /// part. All ranks call it in the same order.
+    ///
+    /// A lost rank cannot be told from here: zeros come in place of its values, and whatever all ranks do next fails.
+    fn exchange(&self, values: Vec<Vec<f32>>, counts: &[usize]) -> Vec<Vec<f32>>;
+}
+
+/// Rows of which this rank holds a part.
+#[derive(Clone, Debug)]
+pub struct RowParts {
+    links: Arc<dyn RowLinks>,
+    /// First position, and one past the last, of each token's document in its whole row.
+    bounds: Arc<[Vec<u32>; 2]>,
+    batch: usize,
+    /// Of a whole row.
+    seq_len: usize,
+}
+
+impl RowParts {
+    /// Parts of rows whose documents have these bounds, `batch * seq_len` each.
+    ///
+    /// # Panics
+    /// Rows that cannot be cut into parts of equal length.
+    pub fn new(
+        links: Arc<dyn RowLinks>,
+        bounds: [Vec<u32>; 2],
+        [batch, seq_len]: [usize; 2],
+    ) -> Self {
+        let parts = links.num_parts();
+        assert_eq!(seq_len % parts, 0, "{parts} parts of a row of {seq_len}");
+        assert!(bounds.iter().all(|bounds| bounds.len() == batch * seq_len));
+        Self {
+            links,
+            bounds: Arc::new(bounds),
+            batch,
+            seq_len,
+        }
+    }
+
+    /// Tokens of a part.
+    fn len(&self) -> usize {
+        self.seq_len / self.links.num_parts()
+    }
+
+    /// First position, and one past the last, of the document of a token.
+    fn document(&self, row: usize, position: usize) -> [usize; 2] {
+        let token = row * self.seq_len + position;
+        [0, 1].map(|bound| self.bounds[bound][token] as usize)
+    }
+
+    /// The document bounds of this rank's part, followed by those of the part behind `border` further tokens a row, the
+    /// last of which belong to the document that is open where the part begins, and the first `pads` to none.
+    fn bounds_behind(&self, border: usize, pads: &[usize]) -> [Vec<i32>; 2] {
+        let (len, first) = (self.len(), self.links.part() * self.len());
+        let mut bounds = [Vec::new(), Vec::new()];
+        for (row, &pads) in pads.iter().enumerate() {
+            let mut push = |[start, end]: [usize; 2]| {
+                bounds[0].push(start as i32);
+                bounds[1].push(end as i32);
+            };
+            let document = |position: usize| {
+                let [start, end] = self.document(row, position);
+                let start = match start < first {
+                    true => pads,
+                    false => border + start - first,
+                };
+                [start, border + end.min(first + len) - first]
+            };
+            (0..pads).for_each(|_| push([0, pads]));
+            (pads..border).for_each(|_| push(document(first)));
+            (first..first + len).for_each(|position| push(document(position)));
+        }
+        bounds
+    }
+}
+
+impl<B: Backend> Documents<B> {
+    /// Of this rank's part of rows: bounds inside the part, positions as in the whole row.
+    pub fn of_part(parts: RowParts, device: &B::Device) -> Self {
+        let (batch, len) = (parts.batch, parts.len());
+        let [start, end] = parts.bounds_behind(0, &vec![0; batch]);
+        let first = parts.links.part() * len;
+        let positions = (0..batch * len).map(|token| {
+            let (row, position) = (token / len, first + token % len);
+            (position - parts.document(row, position)[0]) as i32
+        });
+        let positions = positions.collect::<Vec<_>>();
+        let [start, end, positions] = [start, end, positions]
+            .map(|values| Tensor::from_data(TensorData::new(values, [batch, len]), device));
+        Self {
+            start,
+            end,
+            positions,
+            parts: Some(parts),
+        }
+    }
+}

@@ -1,0 +1,388 @@
+use super::{DmaParts, Parted, RowLinks, RowParts, backward, forward};
+use crate::attention::{AttentionBackend, AttentionGradients, AttentionSpec};
+use crate::dma::composed::{self, DmaState};
+use crate::documents::Documents;
+use crate::tensors::{primitive, tensor};
+use crate::testing::{Random, RandomInput};
+use burn::tensor::{DType, Tensor};
+use burn_flex::{Flex, FlexTensor};
+use sieve_core::{DmaBias, DmaRecency, DmaShape};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+
+const WIDTH: usize = 8;
+const BATCH: usize = 2;
+const ROW: usize = 24;
+
+/// Ranks that are threads of one process.
+#[derive(Debug)]
+struct Threads {
+    part: usize,
+    to: Vec<Sender<Vec<f32>>>,
+    from: Vec<Mutex<Receiver<Vec<f32>>>>,
+}
+
+impl Threads {
+    fn all(num_parts: usize) -> Vec<Self> {
+        let mut from = (0..num_parts).map(|_| Vec::new()).collect::<Vec<_>>();
+        let mut to = (0..num_parts).map(|_| Vec::new()).collect::<Vec<_>>();
+        for senders in &mut to {
+            for receivers in &mut from {
+                let (sender, receiver) = channel();
+                senders.push(sender);
+                receivers.push(Mutex::new(receiver));
+            }
+        }
+        let links = to.into_iter().zip(from).enumerate();
+        links
+            .map(|(part, (to, from))| Self { part, to, from })
+            .collect()
+    }
+}
+
+impl RowLinks for Threads {
+    fn part(&self) -> usize {
+        self.part
+    }
+
+    fn num_parts(&self) -> usize {
+        self.to.len()
+    }
+
+    fn exchange(&self, values: Vec<Vec<f32>>, counts: &[usize]) -> Vec<Vec<f32>> {
+        for (to, values) in self.to.iter().zip(values) {
+            to.send(values).expect("it listens");
+        }
+        let from = self.from.iter().zip(counts);
+        from.map(|(from, &count)| {
+            let values = from.lock().expect("one reader").recv().expect("it sends");
+            assert_eq!(values.len(), count);
+            values
+        })
+        .collect()
+    }
+}
+
+/// What attends, over how many KV heads.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    spec: AttentionSpec,
+    dma: Option<DmaShape>,
+}
+
+fn case(num_kv_heads: usize, window_size: Option<usize>, dma: Option<DmaShape>) -> Case {
+    let spec = AttentionSpec {
+        num_heads: 2 * num_kv_heads,
+        num_kv_heads,
+        softmax_scale: 1.0 / (WIDTH as f64).sqrt(),
+        window_size,
+    };
+    Case { spec, dma }
+}
+
+fn recency(keep_window_size: usize, local_window_size: usize) -> DmaShape {
+    DmaShape {
+        bias: DmaBias::Linear,
+        recency: DmaRecency::Slope,
+        local_window_size,
+        ..DmaShape::published(keep_window_size)
+    }
+}
+
+fn cases() -> Vec<Case> {
+    let dma = |num_kv_heads, shape| case(num_kv_heads, None, Some(shape));
+    vec![
+        // Whole rows of some heads with two parts; with three and four of the longer rows.
+        case(2, None, None),
+        case(1, None, None),
+        // Shorter than a part, and longer than two.
+        case(2, Some(5), None),
+        case(3, Some(17), None),
+        case(2, Some(1), None),
+        dma(2, DmaShape::published(4)),
+        dma(3, DmaShape::published(99)),
+        dma(2, recency(6, 3)),
+        dma(2, recency(15, 9)),
+        dma(1, recency(4, 4)),
+    ]
+}
+
+/// Lengths of the documents of the two rows: they begin and end on cuts, before and after them, and hold one token.
+const ROWS: [[&[usize]; BATCH]; 3] = [
+    [&[ROW], &[12, 12]],
+    [&[1, 10, 2, 11], &[5, 1, 18]],
+    [&[13, 1, 1, 9], &[6, 6, 6, 6]],
+];
+
+fn bounds(rows: [&[usize]; BATCH]) -> [Vec<u32>; 2] {
+    let mut bounds = [Vec::new(), Vec::new()];
+    for lengths in rows {
+        let mut start = 0;
+        for &length in lengths {
+            bounds[0].extend(vec![start as u32; length]);
+            bounds[1].extend(vec![(start + length) as u32; length]);
+            start += length;
+        }
+        assert_eq!(start, ROW);
+    }
+    bounds
+}
+
+/// qkv, the gradient of o, w_dt and a.
+fn inputs(case: Case, a: f64) -> [FlexTensor; 4] {
+    let mut random = Random(3);
+    let kv = case.spec.num_kv_heads;
+    let shapes: [&[usize]; 3] = [
+        &[BATCH, ROW, case.spec.packed_heads(), WIDTH],
+        &[BATCH, ROW, case.spec.num_heads, WIDTH],
+        &[kv * WIDTH, kv],
+    ];
+    let [qkv, d_o, w_dt] = shapes.map(|shape| random.input(shape).tensor(DType::F32));
+    let a = random.input(&[kv]).affine(a, a).tensor(DType::F32);
+    [qkv, d_o, w_dt, a]
+}
+
+/// Results of whole rows or of all parts together.
+struct Found {
+    o: Vec<f32>,
+    d_qkv: Vec<f32>,
+    d_w_dt: Vec<f32>,
+    d_a: Vec<f32>,
+    /// By row, KV head and query: the keys that are active.
+    active: Vec<Vec<usize>>,
+}
+
+fn values<const D: usize>(x: FlexTensor) -> Vec<f32> {
+    let data = tensor::<Flex, D>(x).into_data();
+    data.iter::<f32>().collect()
+}
+
+fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found {
+    let [qkv, d_o, w_dt, a] = inputs.clone();
+    let device = Default::default();
+    let documents = Documents::<Flex>::new(&bounds[0], &bounds[1], [BATCH, ROW], &device).bounds();
+    let spec = case.spec;
+    let Some(dma) = case.dma else {
+        let output = <Flex as AttentionBackend>::attention(qkv.clone(), &documents, spec);
+        let o = values::<4>(output.o.clone());
+        let d_qkv = Flex::attention_backward(qkv, &documents, spec, output, d_o);
+        return Found {
+            o,
+            d_qkv: values::<4>(d_qkv),
+            d_w_dt: Vec::new(),
+            d_a: Vec::new(),
+            active: Vec::new(),
+        };
+    };
+    let (weights, gates) = (w_dt.clone(), a.clone());
+    let forward = composed::forward::<Flex>(qkv.clone(), weights, gates, &documents, spec, dma);
+    let o = values::<4>(forward.output.o.clone());
+    let expire = expire_of(forward.selection.expire.clone());
+    let mut active = Vec::new();
+    for head in expire.chunks(ROW) {
+        active.extend((0..ROW).map(|query| {
+            let keys = (0..=query).filter(|&key| (query as i64) < head[key]);
+            keys.collect::<Vec<_>>()
+        }));
+    }
+    let state = DmaState {
+        qkv,
+        w_dt,
+        a,
+        documents,
+        spec,
+        dma,
+        forward,
+    };
+    let (d_qkv, d_w_dt, d_a) = composed::backward::<Flex>(state, d_o);
+    Found {
+        o,
+        d_qkv: values::<4>(d_qkv),
+        d_w_dt: values::<2>(d_w_dt),
+        d_a: values::<1>(d_a),
+        active,
+    }
+}
+
+fn expire_of(expire: FlexTensor) -> Vec<i64> {
+    let expire = Tensor::<Flex, 3, burn::tensor::Int>::from_primitive(expire);
+    expire.into_data().iter::<i64>().collect()
+}
+
+/// One rank's results, of its part.
+fn part(case: Case, parts: RowParts, inputs: &[FlexTensor; 4]) -> Found {
+    let (len, first) = (parts.len(), parts.links.part() * parts.len());
+    let [qkv, d_o, w_dt, a] = inputs.clone();
+    let own = |x: FlexTensor| primitive(tensor::<Flex, 4>(x).narrow(1, first, len));
+    let documents = Documents::<Flex>::of_part(parts.clone(), &Default::default());
+    let dma = || -> Option<DmaParts<Flex>> {
+        let positions = documents.positions.clone().into_primitive();
+        Some((w_dt.clone(), a.clone(), case.dma?, positions))
+    };
+    let parted = forward::<Flex>(own(qkv.clone()), dma(), &parts, case.spec);
+    let (o, active) = (values::<4>(parted.o.clone()), active(&parted, first, len));
+    let place = (&parts, case.spec);
+    let (d_qkv, d_dma) = backward::<Flex>(parted, own(qkv), dma(), place, own(d_o));
+    let (d_w_dt, d_a) = d_dma.map_or((Vec::new(), Vec::new()), |(d_w_dt, d_a)| {
+        (values::<2>(d_w_dt), values::<1>(d_a))
+    });
+    Found {
+        o,
+        d_qkv: values::<4>(d_qkv),
+        d_w_dt,
+        d_a,
+        active,
+    }
+}
+
+/// The keys that each query of a part sees, by their positions in the whole row.
+fn active(parted: &Parted<Flex>, first: usize, len: usize) -> Vec<Vec<usize>> {
+    let Some((border, expire)) = parted.mask() else {
+        return Vec::new();
+    };
+    let slots = border.slots;
+    let mut active = Vec::new();
+    for (head, expire) in expire_of(expire).chunks(slots + len).enumerate() {
+        for query in slots..slots + len {
+            let seen = (0..=query).filter(|&key| (query as i64) < expire[key]);
+            let positions = seen.filter_map(|key| match key.checked_sub(slots) {
+                Some(own) => Some(first + own),
+                None => border.positions[head * slots + key],
+            });
+            active.push(positions.collect());
+        }
+    }
+    active
+}
+
+fn all_parts(
+    case: Case,
+    num_parts: usize,
+    bounds: &[Vec<u32>; 2],
+    inputs: &[FlexTensor; 4],
+) -> Vec<Found> {
+    std::thread::scope(|scope| {
+        let ranks = Threads::all(num_parts).into_iter().map(|links| {
+            let parts = RowParts::new(Arc::new(links), bounds.clone(), [BATCH, ROW]);
+            scope.spawn(move || part(case, parts, inputs))
+        });
+        let ranks = ranks.collect::<Vec<_>>().into_iter();
+        ranks
+            .map(|rank| rank.join().expect("it ends well"))
+            .collect()
+    })
+}
+
+/// Parts of rows `[batch, len, width]` as whole rows.
+fn rows(parts: &[&[f32]]) -> Vec<f32> {
+    let row = |row: usize| {
+        parts.iter().flat_map(move |part| {
+            let width = part.len() / BATCH;
+            &part[row * width..(row + 1) * width]
+        })
+    };
+    (0..BATCH).flat_map(row).copied().collect()
+}
+
+fn assert_near(what: &str, found: &[f32], expected: &[f32]) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let largest = expected.iter().fold(1.0f32, |most, x| most.max(x.abs()));
+    for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let apart = (found - expected).abs();
+        assert!(
+            apart <= 2e-6 * largest,
+            "{what} at {index}: {found}, {expected}"
+        );
+    }
+}
+
+fn check(case: Case, num_parts: usize, lengths: [&[usize]; BATCH], a: f64) {
+    let what = format!("{case:?} in {num_parts} parts, documents {lengths:?}, a {a}");
+    let (bounds, inputs) = (bounds(lengths), inputs(case, a));
+    let expected = whole(case, &bounds, &inputs);
+    let found = all_parts(case, num_parts, &bounds, &inputs);
+    let joined = |of: fn(&Found) -> &[f32]| rows(&found.iter().map(of).collect::<Vec<_>>());
+    assert_near(
+        &format!("o of {what}"),
+        &joined(|part| &part.o),
+        &expected.o,
+    );
+    let d_qkv = joined(|part| &part.d_qkv);
+    assert_near(&format!("dqkv of {what}"), &d_qkv, &expected.d_qkv);
+    // Gradients of weights are those of all parts added up.
+    let sum = |of: fn(&Found) -> &[f32]| {
+        let mut sum = vec![0.0; of(&found[0]).len()];
+        for part in &found {
+            let sums = sum.iter_mut().zip(of(part));
+            sums.for_each(|(sum, value)| *sum += value);
+        }
+        sum
+    };
+    let d_w_dt = sum(|part| &part.d_w_dt);
+    assert_near(&format!("dw_dt of {what}"), &d_w_dt, &expected.d_w_dt);
+    assert_near(
+        &format!("da of {what}"),
+        &sum(|part| &part.d_a),
+        &expected.d_a,
+    );
+    // Masks are the same to the last key.
+    let len = ROW / num_parts;
+    for (index, expected) in expected.active.iter().enumerate() {
+        let (head, query) = (index / ROW, index % ROW);
+        let part = &found[query / len].active[head * len + query % len];
+        assert_eq!(part, expected, "query {query} of head {head} of {what}");
+    }
+}
+
+#[test]
+fn parts_of_rows_attend_as_whole_rows_do() {
+    for case in cases() {
+        for num_parts in [1, 2, 3, 4] {
+            for lengths in ROWS {
+                check(case, num_parts, lengths, 0.5);
+            }
+        }
+    }
+}
+
+// Of equal ranks the later key stays, also across a cut.
+#[test]
+fn keys_of_equal_rank_leave_in_the_same_order() {
+    for num_parts in [2, 4] {
+        for dma in [DmaShape::published(5), recency(7, 2)] {
+            check(case(2, None, Some(dma)), num_parts, ROWS[1], 0.0);
+        }
+    }
+}
+
+#[test]
+fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
+    let dma = recency(5, 2);
+    let case = case(2, None, Some(dma));
+    let bounds = bounds(ROWS[0]);
+    let inputs = inputs(case, 0.5);
+    for num_parts in [2, 4, 8] {
+        let slots = std::thread::scope(|scope| {
+            let ranks = Threads::all(num_parts).into_iter().map(|links| {
+                let (bounds, inputs) = (bounds.clone(), &inputs);
+                scope.spawn(move || {
+                    let parts = RowParts::new(Arc::new(links), bounds, [BATCH, ROW]);
+                    let documents = Documents::<Flex>::of_part(parts.clone(), &Default::default());
+                    let [qkv, _, w_dt, a] = inputs.clone();
+                    let first = parts.links.part() * parts.len();
+                    let qkv = tensor::<Flex, 4>(qkv).narrow(1, first, parts.len());
+                    let dma = (w_dt, a, dma, documents.positions.into_primitive());
+                    let parted = forward::<Flex>(primitive(qkv), Some(dma), &parts, case.spec);
+                    parted.mask().expect("DMA's").0.slots
+                })
+            });
+            let ranks = ranks.collect::<Vec<_>>().into_iter();
+            ranks
+                .map(|rank| rank.join().expect("it ends well"))
+                .collect::<Vec<_>>()
+        });
+        // As many as there are before the part, or as many as are kept.
+        let expected = (0..num_parts).map(|part| 5.min(part * ROW / num_parts));
+        assert!(expected.eq(slots), "{num_parts} parts");
+    }
+}
