@@ -53,6 +53,10 @@ pub(super) fn check_layer_types(
             },
         );
     }
+    if types.is_empty() {
+        let hint = || "leave it out: every layer then has the kind of [attention]".to_owned();
+        return rules.require(false, KEY, || "is an empty list".to_owned(), hint);
+    }
     rules.require(
         types.iter().any(is_own),
         KEY,
@@ -61,7 +65,7 @@ pub(super) fn check_layer_types(
     );
     let (layers, length) = (model.num_hidden_layers, types.len());
     rules.require(
-        length > 0 && layers.is_multiple_of(length),
+        layers.is_multiple_of(length),
         KEY,
         || format!("has {length} entries, which do not divide num_hidden_layers = {layers}"),
         || "the list is repeated over the layers".to_owned(),

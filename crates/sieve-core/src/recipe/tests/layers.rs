@@ -44,7 +44,8 @@ fn a_pattern_of_layers_fits_the_model() {
             dma,
             "model.layer_types: has 2 entries, which do not divide num_hidden_layers",
         ),
-        ("[]", dma, "model.layer_types: has 0 entries"),
+        ("[]", dma, "recipe: 1 mistake"),
+        ("[]", dma, "model.layer_types: is an empty list"),
         ("[1]", dma, "wanted a list of strings"),
     ] {
         let error = load(types, attention).expect_err(wanted).to_string();
