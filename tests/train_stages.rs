@@ -293,3 +293,45 @@ fn an_imported_model_can_be_trained_on() {
     );
     refused(&mut run.sieve("import --from hf --out sparse"), &["step-0"]);
 }
+
+#[test]
+fn a_dense_model_goes_on_as_dma_whose_window_shrinks_by_stage() {
+    let run = TinyRun::new("kind = \"mha\"");
+    run.trained("dense", "");
+    succeed(&mut run.sieve("export --checkpoint dense --out hf"));
+    // A window of the whole row, no slope, A at 0: every key is kept and nothing is added to its logits.
+    let keys = "--set attention.keep_window_size=32 --set attention.bias=linear --set attention.local_window_size=4";
+    succeed(&mut run.sieve(&format!(
+        "import --from hf --out sparse --attention dma {keys}"
+    )));
+    let text = fs::read_to_string(run.path("tiny.toml")).expect("the recipe");
+    let stages = [32, 16, 8].map(|window| format!("[[stage]]\nsteps = 4\nwindow = {window}\n"));
+    let text = text.replacen("steps = 40\n", "", 1);
+    let text = text.replacen("[optimizer]", &format!("{}[optimizer]", stages.concat()), 1);
+    fs::write(run.path("shrinking.toml"), text).expect("writable");
+    let more = format!(
+        "--branch-from sparse --set attention.kind=dma {keys} --set lr_scheduler.warmup_steps=2"
+    );
+    succeed(&mut run.sieve(&format!(
+        "train --recipe shrinking.toml --device cpu --out tuned {more}"
+    )));
+    let loss = |out: &str, step: u64| {
+        let checks = run.metrics(out, "validation");
+        checks[&step]["loss"].as_f64().expect("a loss")
+    };
+    let (before, imported, after) = (loss("dense", STEPS), loss("tuned", 0), loss("tuned", 12));
+    assert!(
+        (before - imported).abs() < 1e-5,
+        "{before} became {imported}"
+    );
+    assert!(after < before + 0.05, "{before} became {after}");
+    let steps = run.metrics("tuned", "step");
+    let kept = [4, 8, 12].map(|step| {
+        let kept = &steps[&step]["attention"]["mean_active_keys"];
+        kept.as_f64().expect("a number")
+    });
+    assert!(
+        kept[0] > kept[1] && kept[1] > kept[2] && kept[2] <= 8.0,
+        "{kept:?}"
+    );
+}
