@@ -45,7 +45,7 @@ fn every_shipped_recipe_is_planned_within_a_second() {
             assert!(number("executed_flops_per_token") > 0.0, "{name}");
             // No speed was measured where there are no kernels on a GPU: for the narrow heads of mqar_nsa.
             match plan["attention"].as_str() {
-                Some("nsa") if name.contains("mqar") => {
+                Some("nsa") if name == "mqar_nsa" => {
                     assert!(stage["tokens_per_second"].is_null(), "{name}");
                 }
                 _ => assert!(number("tokens_per_second") > 0.0, "{name}"),

@@ -73,7 +73,7 @@ fn every_shipped_recipe_loads_and_is_complete() {
             "{name}"
         );
         let kind = match name.split_once('_') {
-            Some(("mqar", kind)) => Some(kind),
+            Some(("mqar", kind)) => Some(kind.trim_start_matches("hard_")),
             Some((kind, _)) => Some(kind),
             None => None,
         };
@@ -233,16 +233,21 @@ fn recipes_of_one_size_differ_in_their_attention_alone() {
 #[test]
 fn mqar_recipes_differ_in_their_attention_alone() {
     let recipes = shipped();
-    let (_, mha) = &recipes["mqar_mha"];
-    for kind in ["swa", "mla", "nsa", "dma"] {
-        let (_, other) = &recipes[&format!("mqar_{kind}")];
-        let changes = mha.diff(other).expect("both can be written");
-        assert!(
-            changes
-                .iter()
-                .all(|change| change.key.starts_with("attention.")),
-            "{kind}: {changes:?}"
-        );
+    for (task, kinds) in [
+        ("mqar", &["swa", "mla", "nsa", "dma"][..]),
+        ("mqar_hard", &["nsa", "dma"]),
+    ] {
+        let (_, mha) = &recipes[&format!("{task}_mha")];
+        for kind in kinds {
+            let (_, other) = &recipes[&format!("{task}_{kind}")];
+            let changes = mha.diff(other).expect("both can be written");
+            assert!(
+                changes
+                    .iter()
+                    .all(|change| change.key.starts_with("attention.")),
+                "{task}_{kind}: {changes:?}"
+            );
+        }
     }
 }
 
