@@ -8,6 +8,7 @@
 // Chores talk to a person; everything here prints.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
+mod book;
 mod check;
 mod dist;
 mod gpu;
@@ -34,12 +35,6 @@ const USAGE: &str = "cargo xtask <command>
                          does not allow
   kernels --write        write kernels/manifest.toml from the list in sieve-kernels/src/specialisations";
 
-/// docs/ as pages to read in a browser, in target/book.
-fn book() -> anyhow::Result<()> {
-    use anyhow::Context;
-    workspace::run("mdbook", &["build"]).context("hint: cargo install mdbook --locked")
-}
-
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
@@ -52,7 +47,7 @@ fn main() -> ExitCode {
         ["kernels", "--write"] => kernels::write(),
         ["dist"] => dist::run(true),
         ["dist", "--without-kernels"] => dist::run(false),
-        ["book"] => book(),
+        ["book"] => book::run(),
         ["kernels", "--arch", arch] => kernels::run(Some(arch)),
         [] | ["help" | "--help" | "-h"] => {
             println!("{USAGE}");
