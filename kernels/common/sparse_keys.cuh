@@ -53,7 +53,8 @@ struct SparseQueries {
 struct SparseMask {
   const i32* data;
   int num_heads, num_kv_heads, num_keys, num_queries;
-  int first_row, num_slots;               // rows of the call that this launch computes: all, or a range
+  int first_row, num_slots;               // rows of the call that this launch computes: all, or some
+  int order_stride;                       // of heads in query_order: an order of some rows only is that of all heads
   int query_tile, query_offset, key_tile, num_query_tiles;
   int heads_per_list, heads_per_order;
   u64 tile_order, row_ptr, tile_idx, col_ptr, col_idx, key_order, query_order, windows;
@@ -61,7 +62,7 @@ struct SparseMask {
   template <class Params>
   DEVICE SparseMask(const i32* data, const Params& params)
       : data(data), num_heads((int)params.num_heads), num_kv_heads((int)params.num_kv_heads), num_keys((int)params.seq_len), num_queries((int)params.num_queries),
-        first_row((int)params.first_row), num_slots((int)params.num_slots), query_tile((int)params.query_tile), query_offset((int)params.query_offset),
+        first_row((int)params.first_row), num_slots((int)params.num_slots), order_stride(num_slots == num_queries ? num_queries : 0), query_tile((int)params.query_tile), query_offset((int)params.query_offset),
         key_tile((int)params.key_tile), num_query_tiles((int)params.num_query_tiles), heads_per_list((int)params.heads_per_list),
         heads_per_order((int)params.heads_per_order), tile_order(params.tile_order), row_ptr(params.row_ptr), tile_idx(params.tile_idx), col_ptr(params.col_ptr),
         col_idx(params.col_idx), key_order(params.key_order), query_order(params.query_order), windows(params.windows) {}
@@ -77,8 +78,7 @@ struct SparseMask {
     SparseQueries queries;
     queries.context = num_keys - num_queries;
     queries.num_slots = min(min(tile_end, num_slots) - first_slot, rows);
-    // An order of some rows only is that of all heads.
-    queries.order = query_order ? data + query_order + (num_slots == num_queries ? (u64)head * num_queries : 0) + first_slot : nullptr;
+    queries.order = query_order ? data + query_order + (u64)head * order_stride + first_slot : nullptr;
     queries.first = query_order ? 0 : queries.context + first_row + first_slot;
     queries.end = query_order ? num_keys : queries.first + max(queries.num_slots, 0);
     return queries;

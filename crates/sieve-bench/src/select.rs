@@ -7,9 +7,9 @@ use burn::tensor::DType;
 use sieve_core::BlockSelection;
 use sieve_kernels::{
     AttentionShape, KernelError, KernelFamily, KeySource, Qkv, attention_family, correct_by_probes,
-    select_blocks, sparse_attention_forward,
+    select_blocks, select_blocks_by_bounds, sparse_attention_forward,
 };
-use sieve_select::{Call, CallShape, Selector, SparseMask};
+use sieve_select::{Call, CallShape, DecodeSession, LayerShape, Selector, SparseMask, Step};
 use sieve_testing::Random;
 
 /// Selectors whose steps a device takes; `TAU` stands for a share of mass.
@@ -94,6 +94,16 @@ pub(crate) fn check_wrappers(
             }
         }
     }
+    for text in STEPS {
+        let row = "select_blocks, a token";
+        match step(device, text, &mut random) {
+            Ok(outcome) => report.add(row, "kernels", text, outcome),
+            Err(error) if is_device_limit(&error.to_string()) => {
+                report.add_missing(row, &error.to_string());
+            }
+            Err(error) => report.add(row, "refused", text, Err(error.to_string())),
+        }
+    }
     for text in CORRECTED {
         for &[num_queries, num_keys] in &SIZES[..2] {
             let row = "correct_by_probes";
@@ -107,6 +117,126 @@ pub(crate) fn check_wrappers(
         }
     }
     Ok(())
+}
+
+/// Methods that choose for one token while a model writes.
+const STEPS: &[&str] = &[
+    "exact_top:k=21",
+    "exact_top:k=1000",
+    "quest:page=8,budget=64,dense_layers=0",
+    "quest:page=16,budget=0.3,dense_layers=0",
+    "streamingllm:n_init=5,n_local=70",
+];
+
+/// Tokens before the last one, and those whose pages have bounds already.
+const BEFORE: usize = 203;
+const BOUNDED: usize = 150;
+
+/// What the last of some tokens reads, and its attention, against a session of the CPU's.
+fn step(
+    device: &dyn Device,
+    text: &str,
+    random: &mut Random,
+) -> Result<Result<f32, String>, KernelError> {
+    let shape = CallShape {
+        num_queries: 1,
+        num_keys: BEFORE + 1,
+        num_heads: 4,
+        num_kv_heads: 2,
+        head_dim: 64,
+    };
+    let layer = LayerShape {
+        num_heads: 4,
+        num_kv_heads: 2,
+        head_dim: 64,
+        layer: 0,
+    };
+    let q = random.bf16_normals((BEFORE + 1) * 4 * 64);
+    let [k, v] = [(); 2].map(|()| random.bf16_normals((BEFORE + 1) * 2 * 64));
+    let selector = Selector::parse(text).expect("the names above are right");
+    let mut session = DecodeSession::new(&selector, layer).expect("a decode method");
+    let [q_last, k_last, v_last] = [BEFORE * 4 * 64, BEFORE * 2 * 64, BEFORE * 2 * 64];
+    let taken = session.take_prompt(&q[..q_last], &k[..k_last], &v[..v_last]);
+    taken.expect("sizes fit");
+    let expected = session.step(&q[q_last..], &k[k_last..], &v[v_last..]);
+    let expected = expected.expect("sizes fit");
+    let qkv_of = |tokens: usize| {
+        let put = |values: &[f32], heads: usize| {
+            let values = &values[..tokens * heads * 64];
+            device.float(values, &[1, tokens, heads, 64], DType::BF16)
+        };
+        Qkv::separate(&put(&q, 4), &put(&k, 2), &put(&v, 2))
+    };
+    let (qkv, scale) = (qkv_of(BEFORE + 1), shape.softmax_scale());
+    let step_of = |shape, known| {
+        selector
+            .step(shape, 0, known)
+            .expect("a device takes these")
+    };
+    let (layout, data) = match step_of(shape, 0) {
+        Step::Mask(mask) => {
+            let packed = mask.packed().expect("its own arrays");
+            let data = device.int(packed.data(), &[packed.data().len()]);
+            (packed.layout().clone(), data)
+        }
+        Step::Blocks(..) => {
+            let page = selector.page().unwrap_or(1);
+            let pages = BEFORE / page + 3;
+            let bounds = device.float(
+                &vec![f32::NAN; 2 * pages * 2 * 64],
+                &[2, pages, 2, 64],
+                DType::F32,
+            );
+            let mut made = None;
+            for (tokens, known) in [(BOUNDED, 0), (BEFORE + 1, BOUNDED / page)] {
+                let shape = CallShape {
+                    num_keys: tokens,
+                    ..shape
+                };
+                let Step::Blocks(selection, read) = step_of(shape, known) else {
+                    return Ok(Err("no blocks".to_owned()));
+                };
+                let chosen = select_blocks_by_bounds(&qkv_of(tokens), &selection, Some(&bounds))?;
+                made = Some((selection, read, chosen));
+            }
+            let (selection, read, chosen) = made.expect("two rounds");
+            let found = Found {
+                data: device.ints(&chosen.data)?,
+                counts: Vec::new(),
+                pairs: Vec::new(),
+                nan_rows: Vec::new(),
+                selection: *selection,
+            };
+            for (list, kept) in session.kept().iter().enumerate() {
+                let tile = found.selection.tile as u32;
+                let keys = found
+                    .row(list)
+                    .iter()
+                    .flat_map(|&j| j as u32 * tile..(j as u32 + 1) * tile);
+                let keys: Vec<u32> = keys.filter(|&key| key as usize <= BEFORE).collect();
+                if keys != *kept || read != kept.len() {
+                    return Ok(Err(format!(
+                        "list {list}: {keys:?}, {read}; the CPU reads {kept:?}"
+                    )));
+                }
+            }
+            (chosen.layout, chosen.data)
+        }
+    };
+    let o = sparse_attention_forward(&qkv, &layout, &data, scale)?.o;
+    let found = device.floats(&o)?;
+    let far = |(x, y): (&f32, &f32)| {
+        if x.is_nan() {
+            f32::INFINITY
+        } else {
+            (x - y).abs()
+        }
+    };
+    let worst = found.iter().zip(&expected).map(far).fold(0.0, f32::max);
+    match worst <= FARTHEST_CORRECTED {
+        true => Ok(Ok(worst / FARTHEST_CORRECTED)),
+        false => Ok(Err(format!("an output is {worst} away from the CPU's"))),
+    }
 }
 
 /// Selectors whose output dense rows correct.
@@ -386,6 +516,6 @@ mod tests {
             return;
         };
         assert_eq!(report.failed(), 0, "{report}");
-        assert!(report.rows().len() >= 13, "{report}");
+        assert!(report.rows().len() >= 14, "{report}");
     }
 }

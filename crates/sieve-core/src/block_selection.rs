@@ -46,6 +46,11 @@ pub enum BlockScores {
         /// Blocks that a probe chooses, and how many of them are surely the best.
         chosen: [usize; 2],
     },
+    /// Logits of a call of one query, with blocks of one key.
+    Logits,
+    /// Upper bounds of the products of a call of one query with the keys of each block; bounds of blocks before this one are
+    /// known from earlier calls.
+    Bounds(usize),
 }
 
 /// By what the keys of a segment are sorted.
@@ -119,6 +124,8 @@ pub struct BlockSelection {
     pub counts_own: bool,
     /// Query heads that share a list, which has what any of them keeps.
     pub heads_per_list: usize,
+    /// Whether a row keeps the blocks that meet its queries in any case.
+    pub keeps_own: bool,
     /// Tokens of the mask's tiles; divides `block`.
     pub tile: usize,
     /// Tokens before a tile's first row that stay.
@@ -267,6 +274,7 @@ mod tests {
             keep: KeepBlocks::Top(3),
             counts_own: false,
             heads_per_list: 2,
+            keeps_own: true,
             tile: 16,
             local_tokens: 0,
             first_tiles: 0,

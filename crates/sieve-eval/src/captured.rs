@@ -148,7 +148,7 @@ impl<B: SieveBackend> Captured<B> {
 }
 
 /// Dense attention by the kernel of masks, with every key kept.
-fn dense_on_device<B: SieveBackend>(
+pub(crate) fn dense_on_device<B: SieveBackend>(
     operands: &LayerOperands<B>,
 ) -> Result<SparseOutput<B>, EvalError> {
     let [_, tokens, _, head_dim] = operands.qkv.dims();

@@ -1,4 +1,5 @@
 //! Texts that a model reads piece by piece, with what it keeps of them.
+use crate::device_cache::DeviceCache;
 use crate::input::{check_vocabulary, ids};
 use crate::{EvalError, Selection};
 use sieve_nn::{KvCache, LayerOperands, Qwen3};
@@ -22,6 +23,8 @@ pub(crate) struct Continuation<'a, B: SieveBackend> {
     rope: RotaryEmbedding<B>,
     cache: KvCache<B>,
     selection: Option<Selection>,
+    /// One per layer, where a decode method runs on the device.
+    on_device: Vec<DeviceCache<B>>,
 }
 
 impl<'a, B: SieveBackend> Continuation<'a, B> {
@@ -31,6 +34,7 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
             rope: model.rope(max_tokens, device),
             cache: KvCache::new(model.layers.len()),
             selection: None,
+            on_device: Vec::new(),
             model,
             device: device.clone(),
         }
@@ -62,7 +66,12 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
         let (model, cache, rope) = (self.model, &mut self.cache, &self.rope);
         let logits = match &mut self.selection {
             Some(selection) if selection.acts_in_decode() => {
+                let on_device = &mut self.on_device;
                 let attend = &mut |operands: &LayerOperands<B>| {
+                    if selection.decodes_on_device(operands) {
+                        return selection.continue_on_device(on_device, operands);
+                    }
+                    selection.count_copied(operands);
                     operands.on_host(|operands| selection.continue_text(operands))
                 };
                 model.next_logits_attending(ids, cache, rope, attend)?

@@ -23,6 +23,7 @@ mod tasks;
 
 mod captured;
 mod chunks;
+mod device_cache;
 mod pass;
 mod patterns;
 mod selection;

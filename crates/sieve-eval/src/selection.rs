@@ -1,6 +1,8 @@
 //! A selector in place of a dense model's attention: what it computes, and what it cost.
 use crate::EvalError;
+use crate::captured::dense_on_device;
 use crate::chunks::{Cost, calls_of, prefill, prefill_on_device};
+use crate::device_cache::DeviceCache;
 use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::{Attention, ModelShape};
@@ -247,6 +249,50 @@ impl Selection {
             self.add(done.cost, tokens, heads);
             done.o
         };
+        self.totals.seconds += started.elapsed().as_secs_f64();
+        Ok(o)
+    }
+
+    /// Whether the tokens of a text that goes on are read by kernels of the device.
+    pub(crate) fn decodes_on_device<B: SieveBackend>(&self, operands: &LayerOperands<B>) -> bool {
+        self.selector.steps_on_device() && has_sparse_attention(&operands.qkv)
+    }
+
+    /// Bytes that the host is about to be handed.
+    pub(crate) fn count_copied<B: SieveBackend>(&mut self, operands: &LayerOperands<B>) {
+        // Copies of a host's own memory are none.
+        if has_sparse_attention(&operands.qkv) {
+            let elements: usize = operands.qkv.dims().into_iter().product();
+            self.totals.host_bytes += (elements * operands.qkv.dtype().size()) as u64;
+        }
+    }
+
+    /// As [`continue_text`](Self::continue_text) on the device; `caches` has the layers before this one, and this one after its
+    /// prompt.
+    ///
+    /// # Errors
+    /// Operands that the kernels refuse.
+    pub(crate) fn continue_on_device<B: SieveBackend>(
+        &mut self,
+        caches: &mut Vec<DeviceCache<B>>,
+        operands: &LayerOperands<B>,
+    ) -> Result<Tensor<B, 4>, EvalError> {
+        let Some(cache) = caches.get_mut(operands.layer) else {
+            caches.push(DeviceCache::of(operands));
+            if self.selector.phase() == Phase::Both {
+                return self.attend(operands);
+            }
+            return Ok(dense_on_device(operands)?.o);
+        };
+        let started = Instant::now();
+        let (o, pairs) = cache.step(&self.selector, operands)?;
+        let dense = (cache.num_tokens() * operands.num_heads) as f64;
+        self.totals.calls += 1;
+        self.totals.kernel_calls += 1;
+        self.totals.device_selections += 1;
+        self.totals.dense_calls += u64::from(pairs >= dense);
+        self.totals.pairs += pairs;
+        self.totals.dense_pairs += dense;
         self.totals.seconds += started.elapsed().as_secs_f64();
         Ok(o)
     }

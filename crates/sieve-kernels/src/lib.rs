@@ -69,7 +69,7 @@ pub use runtime::probe::{CudaReport, DeviceReport, memory_bytes, probe};
 pub use runtime::recording::{BufferView, Hardware, Launch, MapData, Recorder, Recording, Step};
 pub use runtime::source::{KernelText, kernel_file, kernel_files};
 pub use runtime::source_kernel::SourceKernel;
-pub use select::{SelectedBlocks, correct_by_probes, select_blocks};
+pub use select::{SelectedBlocks, correct_by_probes, select_blocks, select_blocks_by_bounds};
 pub use specialisations::{
     AttentionNeeds, NeededKernels, NeededKeys, manifest, mla_decode_kernels, mla_pack_kernels,
     needed_kernels, shared_bytes_of, shipped_kernels, shipped_kernels_for, sparse_kernels,

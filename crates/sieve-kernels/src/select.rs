@@ -3,6 +3,7 @@ mod lines;
 mod order;
 mod probes;
 mod scores;
+mod step;
 
 pub use probes::correct_by_probes;
 
@@ -51,6 +52,19 @@ pub struct SelectedBlocks {
 /// # Errors
 /// Sizes that do not fit the selection; cells of heads whose width is no multiple of 64, or that do not fit blocks.
 pub fn select_blocks(qkv: &Qkv, selection: &BlockSelection) -> Result<SelectedBlocks, KernelError> {
+    select_blocks_by_bounds(qkv, selection, None)
+}
+
+/// The same with bounds of pages that are kept from call to call, f32 `[num_kv_heads, pages or more, 2, head_dim]`, which
+/// [`BlockScores::Bounds`] reads and writes.
+///
+/// # Errors
+/// As [`select_blocks`]; bounds that are missing or too few.
+pub fn select_blocks_by_bounds(
+    qkv: &Qkv,
+    selection: &BlockSelection,
+    bounds: Option<&CudaTensor>,
+) -> Result<SelectedBlocks, KernelError> {
     let call = Call::new(qkv, selection)?;
     let [block_rows, columns] = selection.blocks();
     let like = call.qkv.q.tensor();
@@ -68,6 +82,8 @@ pub fn select_blocks(qkv: &Qkv, selection: &BlockSelection) -> Result<SelectedBl
         BlockScores::Lines { .. } => columns = Some(call.lines(&marks)?),
         BlockScores::Patterns { .. } => call.patterns(&marks)?,
         BlockScores::Probes { .. } => call.probes(&marks)?,
+        BlockScores::Logits => call.largest_logits(&marks)?,
+        BlockScores::Bounds(known) => call.pages(&marks, known, bounds)?,
         _ => call.compare(&marks, &orders)?,
     }
     call.lists(marks, data, &orders, columns.as_ref())
@@ -344,6 +360,7 @@ impl<'a> Call<'a> {
             segment: self.segment(),
             keeps_first: s.order.is_some_and(|order| order.keeps_first),
             moves_queries: s.order.is_some_and(|order| order.moves_queries),
+            drops_own: !s.keeps_own,
         });
         let [keys, queries] = [&orders.keys, &orders.queries].map(|x| x.as_ref().unwrap_or(&data));
         let tensors = [&kept, &nan_rows, keys, queries, &bits, &counts, &pairs];
@@ -406,7 +423,8 @@ impl<'a> Call<'a> {
 /// Tokens of a cell, where blocks are compared by cells.
 fn cell_of(scores: BlockScores) -> Option<usize> {
     match scores {
-        BlockScores::Means | BlockScores::MeansAndVariances(_) => None,
+        BlockScores::Means | BlockScores::MeansAndVariances(_) | BlockScores::Bounds(_) => None,
+        BlockScores::Logits => Some(1),
         BlockScores::Lines { .. } | BlockScores::Patterns { .. } | BlockScores::Probes { .. } => {
             Some(1)
         }
@@ -491,6 +509,7 @@ pub(crate) fn select_blocks_kernels(head_dims: &[usize]) -> Vec<SourceKernel> {
     kernels.extend(lines::lines_kernels());
     kernels.extend(order::order_kernels());
     kernels.extend(probes::probe_kernels());
+    kernels.push(step::select_pages_kernel());
     kernels.extend(cells_kernels(head_dims, KernelFamily::Portable));
     kernels
 }

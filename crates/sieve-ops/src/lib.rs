@@ -72,7 +72,7 @@ pub use rope::{
 pub use row_parts::{RowLinks, RowParts};
 pub use sparse::{
     ChosenBlocks, DeviceMask, DeviceSelection, SparseBackend, SparseOutput, correct_by_probes,
-    has_sparse_attention, select_blocks, sparse_attention,
+    has_sparse_attention, select_blocks, select_blocks_by_bounds, sparse_attention,
 };
 pub use swiglu::{SwigluBackend, SwigluGradients, swiglu};
 

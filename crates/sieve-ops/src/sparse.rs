@@ -89,7 +89,21 @@ pub fn select_blocks<B: SparseBackend>(
     qkv: &Tensor<B, 4>,
     selection: &BlockSelection,
 ) -> Result<DeviceSelection<B>, String> {
-    let chosen = B::select_blocks(primitive(qkv.clone()), selection)?;
+    select_blocks_by_bounds(qkv, selection, None)
+}
+
+/// The same with bounds of pages that are kept from call to call, f32 `[num_kv_heads, pages or more, 2, head_dim]`: new ones are
+/// written there.
+///
+/// # Errors
+/// As [`select_blocks`].
+pub fn select_blocks_by_bounds<B: SparseBackend>(
+    qkv: &Tensor<B, 4>,
+    selection: &BlockSelection,
+    bounds: Option<&Tensor<B, 4>>,
+) -> Result<DeviceSelection<B>, String> {
+    let bounds = bounds.map(|bounds| primitive(bounds.clone()));
+    let chosen = B::select_blocks(primitive(qkv.clone()), selection, bounds)?;
     let [data, counts, pairs, nan_rows] = chosen.tensors.map(Tensor::from_primitive);
     let layout = chosen.layout;
     Ok(DeviceSelection {

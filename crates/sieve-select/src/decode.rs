@@ -13,7 +13,10 @@ pub mod infllm;
 pub mod quest;
 pub mod rope;
 pub mod snapkv;
+mod step;
 pub mod streaming;
+
+pub use step::Step;
 
 use rayon::prelude::*;
 

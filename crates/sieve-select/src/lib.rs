@@ -48,7 +48,7 @@ mod tests;
 
 pub use attention::{AttentionOutput, block_sparse_attention, dense_rows_attention};
 pub use call::{BlockMeans, Call, CallShape, Tiles};
-pub use decode::{DecodeSession, LayerShape};
+pub use decode::{DecodeSession, LayerShape, Step};
 pub use error::SelectError;
 pub use gqa::GqaPolicy;
 pub use mask::{Correction, CorrectionMode, ListsPer, SelectStats, SparseMask, TokenWindow};

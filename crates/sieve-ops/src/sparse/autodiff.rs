@@ -25,6 +25,7 @@ impl<B: Backend, C: CheckpointStrategy> SparseBackend for Autodiff<B, C> {
     fn select_blocks(
         _qkv: Float<Self>,
         _selection: &BlockSelection,
+        _bounds: Option<Float<Self>>,
     ) -> Result<ChosenBlocks<IntTensor<Self>>, String> {
         Err("it has no gradient".to_owned())
     }

@@ -29,6 +29,7 @@ pub trait SparseBackend: Backend {
     fn select_blocks(
         qkv: Float<Self>,
         selection: &BlockSelection,
+        bounds: Option<Float<Self>>,
     ) -> Result<ChosenBlocks<IntTensor<Self>>, String>;
     /// See [`crate::correct_by_probes`].
     fn correct_by_probes(

@@ -7,7 +7,7 @@ use burn::tensor::DType;
 use burn::tensor::ops::IntTensor;
 use sieve_core::{BlockSelection, MaskLayout, ProbeCorrection};
 use sieve_kernels::{
-    CudaPrimitive as Float, CudaTensor, KernelError, correct_by_probes, select_blocks,
+    CudaPrimitive as Float, CudaTensor, KernelError, correct_by_probes, select_blocks_by_bounds,
     sparse_attention_forward, supports_head_dim,
 };
 use std::ops::Range;
@@ -34,13 +34,17 @@ impl SparseBackend for Cuda {
     fn select_blocks(
         qkv: Float,
         selection: &BlockSelection,
+        bounds: Option<Float>,
     ) -> Result<ChosenBlocks<IntTensor<Self>>, String> {
         let heads = [selection.num_heads, selection.num_kv_heads];
         let flat = |tensor: CudaTensor| -> Result<Float, KernelError> {
             let size = tensor.num_elements();
             Ok(tensor.reshaped("select_blocks", "lists", &[size])?.into())
         };
-        let chosen = select_blocks(&packed_heads(&qkv, heads), selection).and_then(|chosen| {
+        let bounds = bounds.map(CudaTensor::from);
+        let qkv = packed_heads(&qkv, heads);
+        let chosen = select_blocks_by_bounds(&qkv, selection, bounds.as_ref());
+        let chosen = chosen.and_then(|chosen| {
             let [data, counts, pairs, nan_rows] =
                 [chosen.data, chosen.counts, chosen.pairs, chosen.nan_rows].map(flat);
             Ok(ChosenBlocks {

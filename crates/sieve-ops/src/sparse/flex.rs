@@ -22,6 +22,7 @@ impl SparseBackend for Flex {
     fn select_blocks(
         _qkv: FlexTensor,
         _selection: &BlockSelection,
+        _bounds: Option<FlexTensor>,
     ) -> Result<ChosenBlocks<IntTensor<Self>>, String> {
         Err("the CPU selects from slices (sieve_select::Selector::select)".to_owned())
     }

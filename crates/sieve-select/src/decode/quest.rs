@@ -43,7 +43,7 @@ impl QuestConfig {
 }
 
 /// Pages that are read at least.
-const MIN_PAGES: usize = 3;
+pub(super) const MIN_PAGES: usize = 3;
 
 /// State of `quest`: minima and maxima per page, KV head and channel.
 #[derive(Clone, Debug)]

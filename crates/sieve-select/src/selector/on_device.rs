@@ -44,6 +44,7 @@ impl Selector {
             keep,
             counts_own: false,
             heads_per_list,
+            keeps_own: true,
             tile: block,
             local_tokens: 0,
             first_tiles: 0,

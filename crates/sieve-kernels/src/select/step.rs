@@ -1,0 +1,100 @@
+//! Choices of one query, while a model writes: the largest logits, and pages by bounds of their products.
+use super::{Call, Choice, LongChoice, Marks, NAME};
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use burn::tensor::DType;
+use sieve_core::KeepBlocks;
+
+/// Pages of a block of threads.
+const PAGES_AT_ONCE: usize = 8;
+
+impl Call<'_> {
+    /// Marks the keys with the largest logits of each head.
+    pub(super) fn largest_logits(&self, marks: &Marks) -> Result<(), KernelError> {
+        let s = self.selection;
+        let KeepBlocks::Top(top) = s.keep else {
+            return Err(self.not_one_query());
+        };
+        if s.num_queries != 1 || s.block != 1 {
+            return Err(self.not_one_query());
+        }
+        let scores = self.last_logits(1, 0..s.num_heads)?;
+        self.choose_long(&LongChoice {
+            scores: &scores,
+            kept: &marks.kept,
+            nan_rows: &marks.nan_rows,
+            tops: None,
+            heads: [0, s.num_heads],
+            length: s.num_keys,
+            top,
+            num_first: 0,
+            goal: 0.0,
+            strict: false,
+        })
+    }
+
+    /// Marks the pages with the largest bounds; those before `known` have bounds already.
+    pub(super) fn pages(
+        &self,
+        marks: &Marks,
+        known: usize,
+        bounds: Option<&CudaTensor>,
+    ) -> Result<(), KernelError> {
+        let s = self.selection;
+        let [_, pages] = s.blocks();
+        let d = self.shape.head_dim;
+        let Some(bounds) = bounds.filter(|_| s.num_queries == 1 && d.is_multiple_of(32)) else {
+            return Err(self.not_one_query());
+        };
+        let [kv_heads, room, two, width] = bounds.dims(NAME, "bounds")?;
+        bounds.require_dtype(NAME, "bounds", DType::F32)?;
+        bounds.require_contiguous(NAME, "bounds")?;
+        if [kv_heads, two, width] != [s.num_kv_heads, 2, d] || room < pages {
+            return Err(self.not_one_query());
+        }
+        let scores = self.new_f32(&[s.num_heads, 1, pages]);
+        let params = params!(SelectPagesParams {
+            num_keys: s.num_keys,
+            page: s.block,
+            room,
+            first_new: known,
+            head_dim: d,
+            group: s.num_heads / s.num_kv_heads,
+            q_offset: self.q[0],
+            k_offset: self.k[0],
+            q_token_stride: self.q[1],
+            k_token_stride: self.k[1],
+        });
+        let grid = [pages.div_ceil(PAGES_AT_ONCE), s.num_kv_heads, 1];
+        let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), bounds, &scores];
+        // SAFETY: bounds have room for every page, checked above; every score is written.
+        unsafe { select_pages_kernel().launch(grid, &tensors, &params) }?;
+        self.choose(&Choice {
+            scores: &scores,
+            kept: &marks.kept,
+            nan_rows: &marks.nan_rows,
+            tops: None,
+            first_head: 0,
+            num_heads: s.num_heads,
+            keep: s.keep,
+            is_mass: false,
+            forced: false,
+            drops_absent: true,
+        })
+    }
+
+    fn not_one_query(&self) -> KernelError {
+        KernelError::Unsupported {
+            kernel: NAME,
+            what: "selection",
+            got: format!("{:?}", self.selection),
+            supported: "one query; blocks of one key, or bounds of every page of heads of 32, 64, ... 256 columns".to_owned(),
+        }
+    }
+}
+
+pub(super) fn select_pages_kernel() -> SourceKernel {
+    SourceKernel::new("select_pages").threads(32 * PAGES_AT_ONCE)
+}
