@@ -155,7 +155,11 @@ fn a_signal_to_the_launcher_stops_all_with_one_checkpoint_and_exit_code_75() {
 }
 
 /// Trains in two threads that are two ranks, with another disturbance each.
-fn two_ranks(overrides: &'static [&str], disturbances: [Disturbance; 2]) -> [Outcome; 2] {
+fn two_ranks(
+    overrides: &'static [&str],
+    disturbances: [Disturbance; 2],
+    patience: Patience,
+) -> [Outcome; 2] {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = listener.local_addr().expect("an address").port();
     drop(listener);
@@ -170,7 +174,7 @@ fn two_ranks(overrides: &'static [&str], disturbances: [Disturbance; 2]) -> [Out
             master_port: port,
             run_id: "guard".to_owned(),
         };
-        let mesh = Mesh::join(world, "1", Patience::default(), |_| {}).expect("two ranks");
+        let mesh = Mesh::join(world, "1", patience, |_| {}).expect("two ranks");
         let mesh = Arc::new(mesh);
         let outcome = disturbed_rank(
             &tiny,
@@ -200,7 +204,11 @@ fn a_loss_that_is_no_number_in_one_rank_is_judged_alike_by_all() {
         },
         ..Disturbance::default()
     };
-    let [first, second] = two_ranks(overrides, [Disturbance::default(), wrong]);
+    let [first, second] = two_ranks(
+        overrides,
+        [Disturbance::default(), wrong],
+        Patience::default(),
+    );
     for outcome in [&first, &second] {
         let summary = outcome.result.as_ref().expect("it goes on");
         assert_eq!(summary.step, 16);
@@ -233,7 +241,7 @@ fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
     for disturbed in [0, 1] {
         let mut disturbances = [Disturbance::default(); 2];
         disturbances[disturbed] = wrong;
-        let outcomes = two_ranks(&["training.steps=12"], disturbances);
+        let outcomes = two_ranks(&["training.steps=12"], disturbances, Patience::default());
         for outcome in outcomes {
             let error = outcome
                 .result
@@ -242,5 +250,33 @@ fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
             assert!(error.contains("ranks 0 and 1 differ at step 8"), "{error}");
             assert!(outcome.checkpoints.iter().all(|name| name == "step-4"));
         }
+    }
+}
+
+#[test]
+fn a_rank_that_stands_still_in_a_step_is_named_though_it_lives() {
+    // The third step of rank 1 begins with row 16: its files do not answer.
+    let still = Disturbance {
+        batches: |row, _| {
+            if row == 16 {
+                std::thread::sleep(std::time::Duration::from_secs(6));
+            }
+        },
+        ..Disturbance::default()
+    };
+    let patience = Patience {
+        silence: std::time::Duration::from_secs(2),
+        ..Patience::default()
+    };
+    let found = two_ranks(&[], [Disturbance::default(), still], patience);
+    for outcome in found {
+        let error = outcome
+            .result
+            .expect_err("rank 1 does not go on")
+            .to_string();
+        assert!(
+            error.contains("rank 1 (") && error.contains("stood still in a step for 2 s"),
+            "{error}"
+        );
     }
 }

@@ -100,6 +100,8 @@ pub enum Loss {
     Ended,
     /// It gave no sign for this many seconds.
     Silent(u64),
+    /// It lives, and has not gone on with a step for this many seconds while the others wait.
+    Still(u64),
     /// It told an error.
     Error(String),
 }
@@ -117,6 +119,13 @@ impl fmt::Display for Failure {
                 write!(
                     f,
                     "no sign of rank {rank}{place} for {seconds} s; all ranks stop"
+                )
+            }
+            Loss::Still(seconds) => {
+                write!(
+                    f,
+                    "rank {rank}{place} has stood still in a step for {seconds} s while others wait for it: look at the files \
+                     and the devices of its host; all ranks stop"
                 )
             }
             Loss::Error(text) => write!(f, "rank {rank}{place}: {text}"),

@@ -6,7 +6,7 @@ use std::fmt;
 use std::io::{self, ErrorKind};
 use std::net::{TcpListener, TcpStream};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 const HELLO: u8 = 10;
@@ -67,6 +67,18 @@ impl fmt::Debug for Mesh {
     }
 }
 
+/// This rank waits for the others as long as it lasts.
+struct Turn<'a> {
+    watch: &'a Watch,
+    _lock: MutexGuard<'a, ()>,
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.watch.set_waiting(false);
+    }
+}
+
 impl Mesh {
     /// Connects this rank with the others of `world`, and returns when all are there. `version` must be the same for all.
     ///
@@ -113,7 +125,7 @@ impl Mesh {
         mut values: Vec<f32>,
         parts: &dyn Fn(usize) -> Vec<Range<usize>>,
     ) -> Result<Vec<f32>, CommError> {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = self.turn();
         let rank = self.world.rank;
         if rank > 0 {
             let first = &self.peers[0];
@@ -154,7 +166,7 @@ impl Mesh {
         own: &[f32],
         counts: &dyn Fn(usize) -> usize,
     ) -> Result<Vec<f32>, CommError> {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = self.turn();
         let mut all = vec![0.0; (0..self.world.size).map(counts).sum()];
         if self.world.rank > 0 {
             let first = &self.peers[0];
@@ -180,7 +192,7 @@ impl Mesh {
     /// # Errors
     /// A rank is lost.
     pub fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = self.turn();
         if self.world.rank > 0 {
             let first = &self.peers[0];
             send(&first.data, GATHER, bytes).map_err(|e| self.lost(first, &e))?;
@@ -205,7 +217,7 @@ impl Mesh {
     /// # Errors
     /// A rank is lost.
     pub fn broadcast(&self, bytes: &[u8]) -> Result<Vec<u8>, CommError> {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = self.turn();
         if self.world.rank > 0 {
             return self.expect(&self.peers[0], BROADCAST);
         }
@@ -221,7 +233,7 @@ impl Mesh {
     /// # Errors
     /// A rank is lost.
     pub fn exchange(&self, bytes: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, CommError> {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = self.turn();
         let size = self.world.size;
         if self.world.rank > 0 {
             let first = &self.peers[0];
@@ -263,6 +275,26 @@ impl Mesh {
     /// A rank is lost.
     pub fn barrier(&self) -> Result<(), CommError> {
         self.gather(&[]).map(drop)
+    }
+
+    /// Says whether this rank takes a step with the others. Where it does not go on with it for the time of
+    /// [`Patience::silence`] while another rank waits for it, it is lost, though it gives signs of life.
+    pub fn set_in_step(&self, is_in_step: bool) {
+        self.watch.set_in_step(is_in_step);
+    }
+
+    /// Says that this rank has gone on with its step.
+    pub fn tick(&self) {
+        self.watch.tick();
+    }
+
+    fn turn(&self) -> Turn<'_> {
+        let turn = Turn {
+            watch: &self.watch,
+            _lock: self.turn.lock().unwrap_or_else(PoisonError::into_inner),
+        };
+        self.watch.set_waiting(true);
+        turn
     }
 
     /// Tells the others why this rank cannot go on.

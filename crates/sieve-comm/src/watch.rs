@@ -6,7 +6,7 @@ use std::io::ErrorKind;
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const BEAT: u8 = 1;
 const FAILED: u8 = 2;
@@ -14,6 +14,8 @@ const BYE: u8 = 3;
 
 /// Time between two signs of life.
 const BEAT_EVERY: Duration = Duration::from_secs(2);
+/// So many are sent in the time without one after which a rank is lost, at least.
+const BEATS: u32 = 3;
 
 /// Another rank as this one knows it.
 #[derive(Debug)]
@@ -44,6 +46,28 @@ struct State {
     has_left: bool,
     /// Ranks that said so of themselves.
     gone: Vec<usize>,
+    pace: Pace,
+}
+
+/// How this rank gets on.
+#[derive(Clone, Copy, Default)]
+struct Pace {
+    /// Grows with everything that it has done.
+    ticks: u64,
+    /// Whether it must go on by itself: it takes a step that others take too.
+    is_in_step: bool,
+    /// Since when it has waited for the others.
+    waits_since: Option<Instant>,
+}
+
+impl Pace {
+    /// As a sign of life carries it: the ticks, where the rank must go on by itself.
+    fn to_bytes(self) -> Vec<u8> {
+        match self.is_in_step && self.waits_since.is_none() {
+            true => self.ticks.to_le_bytes().to_vec(),
+            false => Vec::new(),
+        }
+    }
 }
 
 /// Ends the process where the failure of another rank does not end it in time.
@@ -73,7 +97,8 @@ impl Watch {
             })?;
         }
         let watch = this.clone();
-        spawn("sieve-beat", move || watch.beat())?;
+        let every = BEAT_EVERY.min(patience.silence / BEATS);
+        spawn("sieve-beat", move || watch.beat(every))?;
         let watch = this.clone();
         spawn("sieve-give-up", move || {
             watch.end(patience.farewell, give_up)
@@ -113,15 +138,35 @@ impl Watch {
         self.changed.notify_all();
     }
 
-    fn beat(&self) {
+    /// This rank has done something.
+    pub(crate) fn tick(&self) {
+        self.lock().pace.ticks += 1;
+    }
+
+    /// From now on this rank takes a step, or does something that may last.
+    pub(crate) fn set_in_step(&self, is_in_step: bool) {
+        let pace = &mut self.lock().pace;
+        pace.ticks += 1;
+        pace.is_in_step = is_in_step;
+    }
+
+    /// From now on this rank waits for the others, or no more.
+    pub(crate) fn set_waiting(&self, waits: bool) {
+        let pace = &mut self.lock().pace;
+        pace.ticks += 1;
+        pace.waits_since = waits.then(Instant::now);
+    }
+
+    fn beat(&self, every: Duration) {
         let mut state = self.lock();
         while !state.has_left && state.failure.is_none() {
+            let pace = state.pace.to_bytes();
             drop(state);
             for peer in self.peers.iter() {
                 // A connection that broke is noticed by who listens to it.
-                let _ = send(&peer.control, BEAT, &[]);
+                let _ = send(&peer.control, BEAT, &pace);
             }
-            let waited = self.changed.wait_timeout(self.lock(), BEAT_EVERY);
+            let waited = self.changed.wait_timeout(self.lock(), every);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -133,9 +178,20 @@ impl Watch {
             place: peer.place.clone(),
             loss,
         };
+        // How far it was, and since when.
+        let (mut pace, mut since) = (Vec::new(), Instant::now());
         let failure = loop {
             match receive(&peer.control) {
-                Ok((BEAT, _)) => {}
+                Ok((BEAT, bytes)) => {
+                    if bytes.is_empty() || bytes != pace {
+                        (pace, since) = (bytes, Instant::now());
+                    }
+                    let waits = self.lock().pace.waits_since;
+                    let waits = waits.is_some_and(|since| since.elapsed() > silence);
+                    if waits && since.elapsed() > silence {
+                        break lost(Loss::Still(silence.as_secs()));
+                    }
+                }
                 Ok((BYE, _)) => {
                     self.lock().gone.push(peer.rank);
                     return;
@@ -154,7 +210,8 @@ impl Watch {
         state.is_lost = true;
         drop(state);
         // Before this rank knows and leaves: nobody listens to one that said farewell.
-        if self.rank == 0 {
+        // Rank 0 tells the others, and one that stands still does not know it.
+        if self.rank == 0 || matches!(failure.loss, Loss::Still(_)) {
             self.tell(&failure);
         }
         self.lock().failure = Some(failure);
@@ -170,6 +227,7 @@ impl Watch {
         let (kind, text) = match &failure.loss {
             Loss::Ended => ("ended", String::new()),
             Loss::Silent(seconds) => ("silent", seconds.to_string()),
+            Loss::Still(seconds) => ("still", seconds.to_string()),
             Loss::Error(text) => ("error", text.clone()),
         };
         let message = format!("{}\n{}\n{kind}\n{text}", failure.rank, failure.place);
@@ -234,6 +292,7 @@ fn read_failure(bytes: &[u8], from: &Peer) -> Failure {
         },
         loss: match kind.as_str() {
             "silent" => Loss::Silent(text.parse().unwrap_or(0)),
+            "still" => Loss::Still(text.parse().unwrap_or(0)),
             "error" => Loss::Error(text),
             _ => Loss::Ended,
         },

@@ -114,6 +114,11 @@ impl<B: TrainBackend> Group<B> {
         (degree > 1).then(|| Arc::new(Neighbours { mesh, part, degree }) as Arc<dyn RowLinks>)
     }
 
+    /// Says whether this rank takes a step, in which it must go on, or does something that may last.
+    pub(crate) fn set_in_step(&self, is_in_step: bool) {
+        self.mesh.set_in_step(is_in_step);
+    }
+
     /// A micro-batch begins; in the last of a step gradients are added up over all ranks.
     pub(crate) fn begin(&mut self, is_last: bool) {
         self.is_last = is_last;
@@ -274,6 +279,7 @@ impl<B: TrainBackend> Group<B> {
 
 impl<B: TrainBackend> BesidePass<B> for Group<B> {
     fn before(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
+        self.mesh.tick();
         let Some((ids, pending)) = self.leaves.remove(&segment) else {
             return Ok(());
         };
@@ -291,6 +297,7 @@ impl<B: TrainBackend> BesidePass<B> for Group<B> {
         segment: Segment,
         gradients: &mut GradientBuffer<B>,
     ) -> Result<(), TrainError> {
+        self.mesh.tick();
         if !self.is_last {
             return Ok(());
         }

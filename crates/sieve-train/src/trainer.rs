@@ -344,21 +344,27 @@ impl<B: TrainBackend> Trainer<B> {
         let mut is_due = false;
         let stops_alone = self.group.is_none();
         while self.step < num_steps && !(stops_alone && self.is_asked_to_stop(stop)) {
+            let mut is_usual = !is_first;
             if let Some(next) = self.next_stage() {
+                is_usual = false;
                 drop(batches);
                 clock.pause(|| self.enter_stage(next))?;
                 watch.restart();
                 reporter.tell(TrainEvent::Notice(&self.stage_line()));
                 batches = self.stage.batches(self.next_sample)?;
             }
+            // A first step compiles kernels, which may last.
+            self.set_in_step(is_usual);
             let mut step_batches = self.take_batches(&mut batches)?;
             (self.disturbance.batches)(self.next_sample, &mut step_batches);
             let agreed = self.agree(&step_batches, stop)?;
             self.all_written = agreed.all_written;
             if agreed.stops {
+                self.set_in_step(false);
                 break;
             }
             self.train_step(&step_batches, agreed.num_labels)?;
+            self.set_in_step(false);
             clock.step(self.stage.recipe.training.tokens_per_step() as u64);
             watch.step();
 
@@ -405,6 +411,13 @@ impl<B: TrainBackend> Trainer<B> {
         self.check_steps(true, reporter)?;
         self.finish_leaves()?;
         self.start_checkpoint(reporter)
+    }
+
+    /// Tells other processes whether this one takes a step with them.
+    fn set_in_step(&self, is_in_step: bool) {
+        if let Some(group) = &self.group {
+            group.set_in_step(is_in_step);
+        }
     }
 
     /// The micro-batches of one step.

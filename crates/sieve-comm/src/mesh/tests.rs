@@ -208,6 +208,68 @@ fn a_rank_without_a_sign_is_lost_and_who_waits_elsewhere_is_ended() {
     assert_eq!((failure.rank, failure.loss), (1, Loss::Silent(0)));
 }
 
+/// What each of three ranks meets at a barrier to which `late` comes after `work`.
+fn late_at_a_barrier(late: usize, work: fn(&Mesh)) -> Vec<Result<(), CommError>> {
+    let port = port();
+    let patience = Patience {
+        silence: Duration::from_secs(1),
+        ..QUICK
+    };
+    let threads = (0..3).map(|rank| {
+        thread::spawn(move || {
+            let mesh = Mesh::join(world(rank, 3, port), "1", patience, |_| {}).unwrap();
+            if rank == late {
+                work(&mesh);
+            }
+            let met = mesh.barrier();
+            mesh.leave();
+            met
+        })
+    });
+    let threads = threads.collect::<Vec<_>>().into_iter();
+    threads.map(|thread| thread.join().unwrap()).collect()
+}
+
+#[test]
+fn a_rank_that_lives_and_does_not_go_on_with_its_step_is_named() {
+    for late in [0, 2] {
+        let met = late_at_a_barrier(late, |mesh| {
+            mesh.set_in_step(true);
+            thread::sleep(Duration::from_secs(4));
+        });
+        for (rank, met) in met.into_iter().enumerate() {
+            let Err(CommError::Lost(failure)) = met else {
+                panic!("rank {rank} goes on without {late}: {met:?}");
+            };
+            assert_eq!((failure.rank, &failure.loss), (late, &Loss::Still(1)));
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_goes_on_or_does_something_long_is_waited_for() {
+    let works: [fn(&Mesh); 2] = [
+        |mesh| {
+            mesh.set_in_step(true);
+            for _ in 0..25 {
+                thread::sleep(Duration::from_millis(100));
+                mesh.tick();
+            }
+        },
+        |mesh| {
+            mesh.set_in_step(true);
+            mesh.set_in_step(false);
+            thread::sleep(Duration::from_millis(2500));
+        },
+    ];
+    for work in works {
+        for late in [0, 1] {
+            let met = late_at_a_barrier(late, work);
+            assert!(met.iter().all(Result::is_ok), "{met:?}");
+        }
+    }
+}
+
 #[test]
 fn strangers_and_double_ranks_are_refused() {
     let port = port();

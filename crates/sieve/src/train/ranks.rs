@@ -101,7 +101,7 @@ fn tell(rank: usize, failure: &Failure) {
         Loss::Error(_) => failure.rank == 0,
         // `sieve launch` sees how a process ended.
         Loss::Ended => variable(LAUNCHED).is_some(),
-        Loss::Silent(_) => false,
+        Loss::Silent(_) | Loss::Still(_) => false,
     };
     let speaker = usize::from(failure.rank == 0);
     if is_told || rank != speaker {
