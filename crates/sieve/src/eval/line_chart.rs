@@ -39,7 +39,21 @@ const COLOURS: [RGBColor; 8] = [
     RGBColor(0x8c, 0x6d, 0x31),
 ];
 
-/// The picture. Points outside the axes are drawn at their edge. Past eight curves colours begin again, with open circles.
+/// Corners of the marks, in pixels around a point: a square, a triangle, a diamond, a wide bar, and the triangle downwards.
+/// With eight colours no two of forty curves have both in common.
+const MARKS: [&[(i32, i32)]; 5] = [
+    &[(-3, -3), (3, -3), (3, 3), (-3, 3)],
+    &[(-4, 3), (0, -4), (4, 3)],
+    &[(-4, 0), (0, -4), (4, 0), (0, 4)],
+    &[(-5, -2), (5, -2), (5, 2), (-5, 2)],
+    &[(-4, -3), (0, 4), (4, -3)],
+];
+
+fn closed(mark: &[(i32, i32)]) -> Vec<(i32, i32)> {
+    mark.iter().chain(mark.first()).copied().collect()
+}
+
+/// The picture. Points outside the axes are drawn at their edge. Past eight curves colours begin again, with open marks.
 pub(super) fn svg(title: &str, x: &Axis<'_>, y: &Axis<'_>, curves: &[Curve]) -> String {
     let mut svg = String::new();
     // Room for the longest name, at 7 pixels a letter.
@@ -83,26 +97,44 @@ fn draw(
     let text = TextStyle::from((FONT, 15).into_font()).pos(Pos::new(HPos::Left, VPos::Center));
     for (n, curve) in curves.iter().enumerate() {
         let colour = COLOURS[n % COLOURS.len()];
-        let mark = match n < COLOURS.len() {
-            true => colour.filled(),
-            false => colour.stroke_width(2),
-        };
         let points = curve.points.iter();
         let points: Vec<_> = points
             .map(|point| (inside(point.0, x), inside(point.1, y)))
             .collect();
-        let circle = |&at: &(f64, f64)| Circle::new(at, 3, mark);
-        chart.draw_series(points.iter().map(circle))?;
-        chart.draw_series(LineSeries::new(points, colour.stroke_width(2)))?;
+        // Later curves are thinner, so that one that they cover still shows at their sides.
+        let width = if n < MARKS.len() { 3 } else { 1 };
+        chart.draw_series(LineSeries::new(points.clone(), colour.stroke_width(width)))?;
+        let inner = if n < COLOURS.len() { colour } else { WHITE };
+        let mark = MARKS[n % MARKS.len()];
+        chart.draw_series(points.into_iter().map(|at| {
+            EmptyElement::at(at)
+                + Polygon::new(mark, inner.filled())
+                + PathElement::new(closed(mark), colour.stroke_width(1))
+        }))?;
         let at = 40 + ROW_HEIGHT * n as i32;
-        legend.draw(&Rectangle::new(
-            [(4, at - 1), (24, at + 1)],
-            colour.filled(),
-        ))?;
-        legend.draw(&Text::new(curve.name.as_str(), (32, at), text.clone()))?;
+        let line = [(4, at), (28, at)];
+        legend.draw(&PathElement::new(line, colour.stroke_width(width)))?;
+        legend.draw(
+            &(EmptyElement::at((16, at))
+                + Polygon::new(mark, inner.filled())
+                + PathElement::new(closed(mark), colour.stroke_width(1))),
+        )?;
+        legend.draw(&Text::new(curve.name.as_str(), (36, at), text.clone()))?;
     }
     root.present()?;
     Ok(())
+}
+
+/// First corners of the marks of a picture, in the order drawn.
+#[cfg(test)]
+pub(super) fn marks(svg: &str) -> Vec<[u32; 2]> {
+    let of_mark = |mark: &str| {
+        let points = mark.split("points=\"").nth(1).expect("points");
+        let corner = points.split(' ').next().expect("a corner");
+        let (x, y) = corner.split_once(',').expect("two numbers");
+        [x, y].map(|number| number.parse().expect("a number"))
+    };
+    svg.split("<polygon").skip(1).map(of_mark).collect()
 }
 
 #[cfg(test)]
@@ -124,19 +156,28 @@ mod tests {
             text: &|value| format!("{value:.1}"),
         };
         let svg = svg("t & u", &axis("over"), &axis("up"), &curves);
-        assert_eq!(svg.matches("<polyline").count(), 10);
-        assert_eq!(svg.matches("<circle").count(), 20);
         assert!(svg.contains("a&lt;b 9") && svg.contains("t &amp; u") && svg.contains("0.4"));
-        let numbers = |name: &str| -> Vec<u32> {
-            let parts = svg.split(name).skip(1);
-            let number = |part: &str| part.split('"').next().and_then(|x| x.parse().ok());
-            parts.map(|part| number(part).expect("a number")).collect()
-        };
-        let [across, down] = ["cx=\"", "cy=\""].map(numbers);
-        assert!(across.iter().all(|x| (50..PLOT_WIDTH).contains(x)));
-        assert!(down.iter().all(|y| (20..HEIGHT - 50).contains(y)));
+        // A mark at each point, and one in the legend; the first corner stands for it.
+        let all = marks(&svg).into_iter();
+        let (legend, inside): (Vec<_>, Vec<_>) = all.partition(|mark| mark[0] > PLOT_WIDTH);
+        assert_eq!((legend.len(), inside.len()), (10, 20));
+        assert!(
+            inside
+                .iter()
+                .all(|[x, y]| *x >= 50 && (16..HEIGHT - 50).contains(y))
+        );
         // The second points lie above the axis and are drawn at its upper end.
-        let tops: Vec<u32> = down.iter().skip(1).step_by(2).copied().collect();
-        assert!(tops.iter().all(|y| *y == tops[0] && *y < down[0]));
+        let (firsts, seconds) = (inside.iter().step_by(2), inside.iter().skip(1).step_by(2));
+        assert!(
+            firsts
+                .zip(seconds)
+                .all(|(first, second)| second[1] + 50 < first[1])
+        );
+        let colours = svg.matches("fill=\"#0072B2\"").count();
+        assert!(colours > 0, "{svg}");
+        // Curves of one colour have different marks.
+        for (n, m) in (0..8 * MARKS.len()).flat_map(|n| (0..n).map(move |m| (n, m))) {
+            assert!(n % COLOURS.len() != m % COLOURS.len() || n % MARKS.len() != m % MARKS.len());
+        }
     }
 }

@@ -110,8 +110,7 @@ fn run_on<B: SieveBackend>(args: &MqarArgs, device: &B::Device, dtype: DType) ->
     let report = report?;
     print(args, &loaded, &report)?;
     if let Some(path) = &args.svg {
-        let (path_of_model, step) = (loaded.path.display(), loaded.state.step);
-        let title = format!("MQAR accuracy, {path_of_model} (step {step})");
+        let title = format!("MQAR accuracy: {}", output::model_name(&loaded));
         std::fs::write(path, accuracy_by_distance(&title, &report))
             .with_context(|| format!("writing {}", path.display()))?;
     }

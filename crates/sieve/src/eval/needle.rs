@@ -130,11 +130,7 @@ fn run_on<B: SieveBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType) 
     if let Some(path) = &args.plot {
         let own = attention_label(&loaded.shape);
         let picture = Picture {
-            title: format!(
-                "Needle in a haystack: {} (step {})",
-                loaded.path.display(),
-                loaded.state.step
-            ),
+            title: format!("Needle in a haystack: {}", output::model_name(&loaded)),
             trained_len: loaded.recipe.training.seq_len,
             maps: reports
                 .iter()

@@ -1,7 +1,34 @@
 //! Files that a measure writes when it is done.
 use anyhow::{Context, Result, bail};
 use sieve_files::write_synced;
+use sieve_hf::LoadedModel;
+use sieve_ops::SieveBackend;
 use std::path::Path;
+
+/// What a picture calls a model: the name of its run and the step, and no path.
+pub(super) fn model_name<B: SieveBackend>(loaded: &LoadedModel<B>) -> String {
+    let folder = &loaded.recipe.checkpoint.folder;
+    format!(
+        "{}, step {}",
+        run_name(&loaded.path, folder),
+        loaded.state.step
+    )
+}
+
+fn run_name(checkpoint: &Path, folder: &str) -> String {
+    let absolute = std::path::absolute(checkpoint).unwrap_or_else(|_| checkpoint.to_owned());
+    let levels = Path::new(folder).components().count();
+    let parent = absolute.parent().filter(|parent| parent.ends_with(folder));
+    let run = match parent {
+        Some(parent) => parent.ancestors().nth(levels),
+        None => Some(absolute.as_path()),
+    };
+    let run = run.and_then(Path::file_name);
+    run.map_or_else(
+        || "model".to_owned(),
+        |name| name.to_string_lossy().into_owned(),
+    )
+}
 
 /// Refuses a file that could not be written before the work is done for it.
 pub(crate) fn check(path: Option<&Path>) -> Result<()> {
@@ -52,6 +79,19 @@ pub(crate) fn escape(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_picture_names_the_run() {
+        for (path, folder) in [
+            ("/a/out/mine/checkpoint/step-30", "checkpoint"),
+            ("/a/out/mine/x/y/step-30", "x/y"),
+            ("/a/out/mine", "checkpoint"),
+        ] {
+            assert_eq!(run_name(Path::new(path), folder), "mine");
+        }
+        assert_eq!(run_name(Path::new("/"), "checkpoint"), "model");
+    }
+
     use std::fs;
 
     #[test]

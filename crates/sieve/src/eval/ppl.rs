@@ -150,7 +150,7 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
         false => Vec::new(),
     };
     if let Some(path) = &args.plot {
-        let title = format!("{} (step {})", loaded.path.display(), loaded.state.step);
+        let title = format!("Loss by tokens seen: {}", output::model_name(&loaded));
         output::write(path, &loss_by_position(&title, &report))?;
     }
     print(args, &loaded, &report, selection.as_ref(), &extrapolation)

@@ -437,11 +437,7 @@ fn picture<B: SieveBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) -> 
         }
     }
     Picture {
-        title: format!(
-            "RULER: {} (step {})",
-            loaded.path.display(),
-            loaded.state.step
-        ),
+        title: format!("RULER: {}", output::model_name(loaded)),
         trained_len: loaded.recipe.training.seq_len,
         maps,
     }

@@ -300,10 +300,9 @@ impl<B: SieveBackend> Run<'_, B> {
             });
         }
         let title = format!(
-            "{} tokens, {}, step {}",
+            "Selectors at {} tokens: {}",
             self.tokens.len() - 1,
-            self.loaded.path.display(),
-            self.loaded.state.step
+            output::model_name(self.loaded)
         );
         std::fs::write(path, plot::svg(&title, curves))
             .with_context(|| format!("cannot write {}", path.display()))?;
