@@ -181,7 +181,10 @@ fn sloped(settings: &RunSettings, case: &mut Case) -> Result<Option<Vec<f32>>> {
             "--periods names {given}, and there are {kv_heads} KV heads: one each"
         ));
     }
-    if let Some(period) = periods.iter().find(|period| period.is_nan() || **period <= 0.0) {
+    if let Some(period) = periods
+        .iter()
+        .find(|period| period.is_nan() || **period <= 0.0)
+    {
         return refused(format!(
             "--periods: {period} is no number of tokens above 0"
         ));

@@ -77,6 +77,28 @@ impl KernelCache {
         self.private
     }
 
+    /// Takes over the kernels that lie compiled below `shipped`, where this cache has none yet: those of the same architecture
+    /// and compiler version, in a folder of this one's name.
+    ///
+    /// # Errors
+    /// [`KernelError::Cache`] when they cannot be copied.
+    pub fn fill_from(&self, shipped: &Path) -> Result<(), KernelError> {
+        let own = cubecl_folder(&self.folder);
+        let Some(name) = self.folder.file_name().filter(|_| !self.private) else {
+            return Ok(());
+        };
+        let theirs = cubecl_folder(&shipped.join(name));
+        if own.exists() || !theirs.is_dir() {
+            return Ok(());
+        }
+        // Whole or not at all.
+        let partial = self.folder.join("cuda.partial");
+        let _ = fs::remove_dir_all(&partial);
+        copy_folder(&theirs, &partial)
+            .and_then(|()| fs::rename(&partial, &own))
+            .map_err(|error| cache_error(&own, error))
+    }
+
     /// Empties the cache, so that every kernel is compiled anew. Only before the first client is made.
     ///
     /// # Errors
@@ -216,6 +238,29 @@ fn cache_error(path: &Path, reason: impl ToString) -> KernelError {
 mod tests {
     use super::*;
     use crate::runtime::cache_files::{CacheEntry, open_files};
+
+    #[test]
+    fn an_empty_cache_takes_the_kernels_of_a_release() {
+        let [root, release] = [(); 2].map(|()| tempfile::tempdir().expect("a temporary folder"));
+        let compiled = release.path().join("sm_80-nvrtc13.0/cuda/0.10.0/ptx");
+        fs::create_dir_all(&compiled).expect("created");
+        fs::write(compiled.join("chunk0.cbor"), "compiled").expect("written");
+        let chunk = |cache: &KernelCache| {
+            fs::read_to_string(cache.folder().join("cuda/0.10.0/ptx/chunk0.cbor")).ok()
+        };
+        for (arch, nvrtc) in [("sm_86", "13.0"), ("sm_80", "13.1")] {
+            let other = KernelCache::open(root.path(), arch, nvrtc).expect("writable");
+            other.fill_from(release.path()).expect("nothing to do");
+            assert_eq!(chunk(&other), None, "{arch} {nvrtc}");
+        }
+        let cache = KernelCache::open(root.path(), "sm_80", "13.0").expect("writable");
+        cache.fill_from(release.path()).expect("copied");
+        assert_eq!(chunk(&cache).as_deref(), Some("compiled"));
+        // What is there stays.
+        fs::write(compiled.join("chunk0.cbor"), "others").expect("written");
+        cache.fill_from(release.path()).expect("nothing to do");
+        assert_eq!(chunk(&cache).as_deref(), Some("compiled"));
+    }
 
     #[test]
     fn the_second_user_works_on_a_private_copy() {
