@@ -6,9 +6,9 @@ use std::fs;
 use std::path::Path;
 
 /// A file of `sieve kernels run`: values in f64 by name, and the metadata.
-struct Written {
-    tensors: BTreeMap<String, (Vec<usize>, Vec<f64>)>,
-    metadata: BTreeMap<String, String>,
+pub(crate) struct Written {
+    pub(crate) tensors: BTreeMap<String, (Vec<usize>, Vec<f64>)>,
+    pub(crate) metadata: BTreeMap<String, String>,
 }
 
 impl Written {
@@ -23,7 +23,7 @@ impl Written {
         tensors.collect()
     }
 
-    fn read(path: &Path) -> Self {
+    pub(crate) fn read(path: &Path) -> Self {
         let tensors = Self::read_tensors(path);
         let bytes = fs::read(path).expect("readable");
         let length = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;
@@ -35,15 +35,15 @@ impl Written {
         Self { tensors, metadata }
     }
 
-    fn values(&self, name: &str) -> &[f64] {
+    pub(crate) fn values(&self, name: &str) -> &[f64] {
         &self.tensors[name].1
     }
 
-    fn shape(&self, name: &str) -> &[usize] {
+    pub(crate) fn shape(&self, name: &str) -> &[usize] {
         &self.tensors[name].0
     }
 
-    fn scale(&self) -> f64 {
+    pub(crate) fn scale(&self) -> f64 {
         self.metadata["scale"].parse().expect("a number")
     }
 

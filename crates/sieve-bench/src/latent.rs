@@ -30,6 +30,9 @@ const WIDTHS: &[[usize; 2]] = &[[128, 64], [128, 64], [64, 32], [96, 48], [32, 1
 /// Width of the latent beside which `k_rope` lies; NaN here, for nobody may read it.
 const RANK: usize = 24;
 
+/// Base of the rotation's frequencies.
+pub(crate) const ROPE_THETA: f32 = 100.0;
+
 /// How large the numbers are.
 #[derive(Clone, Copy, Debug)]
 enum Size {
@@ -52,7 +55,7 @@ struct Call {
 }
 
 /// Names and values.
-type Results = Vec<(&'static str, Vec<f32>)>;
+pub(crate) type Results = Vec<(&'static str, Vec<f32>)>;
 
 impl Call {
     fn draw(extent: &Extent, random: &mut Random) -> Result<Self> {
@@ -83,7 +86,17 @@ impl Call {
         let size = random.one_of(&[Size::Usual, Size::Usual, Size::Peaked, largest]);
         let cuts = random.one_of(&[Cuts::Count(1), Cuts::Few, Cuts::Mixed]);
         let seed = random.between(0, 1 << 30) as u64;
-        let mut case = Case::draw(shape, Keys::Dense, cuts, &Scores::Independent, seed)?;
+        let case = Case::draw(shape, Keys::Dense, cuts, &Scores::Independent, seed)?;
+        let label = format!("{shape:?} rope {rope_dim} {size:?} {cuts:?} seed {seed}");
+        Ok(Self::of(case, size, seed, label))
+    }
+
+    /// A call on the numbers of a case, whose keys are wider than its values by the rotated part.
+    fn of(mut case: Case, size: Size, seed: u64, label: String) -> Self {
+        let shape = case.shape;
+        let (seq_len, num_heads) = (shape.seq_len, shape.num_heads);
+        let (key_dim, head_dim) = (shape.head_dim, shape.head_dim_v);
+        let rope_dim = key_dim - head_dim;
         let mut random = Random(seed);
         let tokens = shape.batch * seq_len;
         let mut k_rope = random.bf16_normals(tokens * rope_dim);
@@ -111,7 +124,7 @@ impl Call {
             kv.extend(v);
         }
         let place = |(at, start): (usize, &i32)| (at % seq_len) as i32 - start;
-        Ok(Self {
+        Self {
             spec: MlaSpec {
                 num_heads,
                 head_dim,
@@ -121,9 +134,9 @@ impl Call {
             kv,
             k_rope,
             positions: case.doc_start.iter().enumerate().map(place).collect(),
-            label: format!("{shape:?} rope {rope_dim} {size:?} {cuts:?} seed {seed}"),
+            label,
             case,
-        })
+        }
     }
 
     fn rows(&self) -> [usize; 2] {
@@ -170,7 +183,7 @@ impl Call {
         let rope = RotaryEmbedding::<B>::with_dtype(
             self.spec.rope_dim,
             seq_len,
-            100.0,
+            ROPE_THETA.into(),
             device,
             table_type,
         );
@@ -228,7 +241,12 @@ impl Call {
             beside(&self.kv, 8, kv, 0)?,
             beside(&self.k_rope, RANK, k_rope, 0)?,
         ];
-        let rope = RotaryEmbedding::<Flex>::new(self.spec.rope_dim, seq_len, 100.0, &FlexDevice);
+        let rope = RotaryEmbedding::<Flex>::new(
+            self.spec.rope_dim,
+            seq_len,
+            ROPE_THETA.into(),
+            &FlexDevice,
+        );
         let table = |table: Tensor<Flex, 2>| {
             let values: Vec<f32> = table.into_data().to_vec().expect("f32 tables");
             device.float(&values, &[seq_len, self.spec.rope_dim / 2], DType::F32)
@@ -277,6 +295,28 @@ impl Call {
 
     fn plain(&self) -> Results {
         self.on::<Flex>(&FlexDevice, DType::BF16, false)
+    }
+}
+
+/// A call that is written for other programs.
+pub(crate) struct Written(Call);
+
+impl Written {
+    pub(crate) fn new(case: Case, seed: u64) -> Self {
+        Self(Call::of(case, Size::Usual, seed, String::new()))
+    }
+
+    /// What the projections give: queries, keys beside values, the rotated part that heads share.
+    pub(crate) fn inputs(&self) -> [(&'static str, &[f32]); 3] {
+        let Call {
+            case, kv, k_rope, ..
+        } = &self.0;
+        [("q", &case.q), ("kv", kv), ("k_rope", k_rope)]
+    }
+
+    /// Outputs and gradients of the ops of a backend.
+    pub(crate) fn run<B: Place>(&self, device: &B::Device) -> Results {
+        self.0.on::<B>(device, B::DTYPE, true)
     }
 }
 

@@ -162,14 +162,14 @@ struct Results {
     chosen: Vec<i32>,
 }
 
-fn indices<B: Place>(x: IntTensor<B>) -> Vec<i32> {
+pub(crate) fn indices<B: Place>(x: IntTensor<B>) -> Vec<i32> {
     let data = Tensor::<B, 4, Int>::from_primitive(x).into_data();
     let values = data.convert::<i32>().to_vec();
     values.expect("data converted to i32 is read as i32")
 }
 
 /// A contiguous tensor of the type that the backend's attention takes.
-fn typed<B: Place, const D: usize>(
+pub(crate) fn typed<B: Place, const D: usize>(
     values: &[f32],
     shape: [usize; D],
     device: &B::Device,

@@ -1,11 +1,15 @@
 //! `sieve kernels run`: one op's inputs, outputs and gradients as a file, for other programs to check.
+mod branches;
+
 use crate::case::{Case, Cuts, Keys};
 use crate::check::Target;
 use crate::device::Device;
 use crate::error::{BenchError, Result, refused};
+use crate::latent::ROPE_THETA;
 use crate::on_device::OnDevice;
 use crate::outputs::Outputs;
-use crate::place;
+use crate::place::{self, Place};
+use crate::report::{Path as OpPath, PathWatch};
 use crate::scores::Scores;
 use crate::shape::CaseShape;
 use crate::strided::{Layout, packed, packed_d_o};
@@ -14,6 +18,7 @@ use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use sieve_hf::{NamedTensor, write_tensor_file};
 use sieve_kernels::{AttentionShape, KernelError, SumOrder, TILE_QUERIES};
+use sieve_ops::Cuda;
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -32,17 +37,23 @@ pub enum Op {
     Decode,
     /// Decoding against DMA's slots.
     DmaDecode,
+    /// Native sparse attention.
+    Nsa,
+    /// Latent attention.
+    Mla,
 }
 
 impl Op {
     /// All of them.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 8] = [
         Self::Attention,
         Self::Swa,
         Self::Dma,
         Self::DmaSelect,
         Self::Decode,
         Self::DmaDecode,
+        Self::Nsa,
+        Self::Mla,
     ];
 
     /// Name on the command line and in files.
@@ -54,6 +65,8 @@ impl Op {
             Self::DmaSelect => "dma_select",
             Self::Decode => "decode",
             Self::DmaDecode => "dma_decode",
+            Self::Nsa => "nsa",
+            Self::Mla => "mla",
         }
     }
 
@@ -66,6 +79,8 @@ impl Op {
             Self::DmaSelect => "DMA's selection alone",
             Self::Decode => "One new token after the other against a key-value cache",
             Self::DmaDecode => "The same against DMA's slots",
+            Self::Nsa => "Native sparse attention, its gates, its choice and all gradients",
+            Self::Mla => "Latent attention from the projections on, and its gradients",
         }
     }
 }
@@ -106,20 +121,31 @@ pub fn run<E: From<BenchError>>(
     let mut case = case(settings)?;
     let z = sloped(settings, &mut case)?;
     let target = target()?;
-    let outputs = match &target {
-        Target::Cpu => on_cpu(settings.op, &case),
-        Target::Cuda(gpu) => {
+    let metadata = metadata(settings, &case, &target.name());
+    let order = match settings.deterministic {
+        true => SumOrder::Fixed,
+        false => SumOrder::Any,
+    };
+    let tensors = match (&target, settings.op) {
+        (Target::Cpu, Op::Nsa | Op::Mla) => of_ops::<Flex>(settings, case, &FlexDevice),
+        (Target::Cuda(gpu), Op::Nsa | Op::Mla) => {
+            sieve_ops::set_sum_order(order);
+            let watch = PathWatch::start();
+            let found = of_ops::<Cuda>(settings, case, &CudaDevice::new(gpu.index));
+            if let OpPath::Reference(reason) = watch.path() {
+                return Err(
+                    BenchError::Refused(format!("no kernel takes this call: {reason}")).into(),
+                );
+            }
+            found
+        }
+        (Target::Cpu, op) => tensors(op, &case, z.as_deref(), on_cpu(op, &case), false),
+        (Target::Cuda(gpu), op) => {
             let device = CudaDevice::new(gpu.index);
-            let order = match settings.deterministic {
-                true => SumOrder::Fixed,
-                false => SumOrder::Any,
-            };
-            on_cuda(settings.op, &case, order, &device).map_err(BenchError::NotTaken)?
+            let outputs = on_cuda(op, &case, order, &device).map_err(BenchError::NotTaken)?;
+            tensors(op, &case, z.as_deref(), outputs, true)
         }
     };
-    let on_gpu = matches!(target, Target::Cuda(_));
-    let tensors = tensors(settings.op, &case, z.as_deref(), outputs, on_gpu);
-    let metadata = metadata(settings, &case, &target.name());
     write_tensor_file(out, &tensors, Some(metadata)).map_err(BenchError::from)?;
     let names = tensors.into_iter().map(|tensor| tensor.name).collect();
     Ok((names, target.name()))
@@ -134,8 +160,9 @@ fn case(settings: &RunSettings) -> Result<Case> {
         (Op::Attention, Some(_)) => {
             return refused("attention sees all keys\n  hint: leave --window out, or use swa");
         }
-        (Op::Attention | Op::Decode, None) => Keys::Dense,
-        (Op::Swa | Op::Decode, Some(window)) => Keys::Window(window),
+        (Op::Mla, Some(_)) => return refused("mla sees all keys\n  hint: leave --window out"),
+        (Op::Attention | Op::Decode | Op::Mla, None) => Keys::Dense,
+        (Op::Swa | Op::Decode | Op::Nsa, Some(window)) => Keys::Window(window),
         (Op::Dma | Op::DmaSelect | Op::DmaDecode, Some(window)) => {
             if settings.local_window > window {
                 return refused(format!(
@@ -154,6 +181,18 @@ fn case(settings: &RunSettings) -> Result<Case> {
     }
     if !chosen && settings.local_window > 0 {
         return refused("--local-window is for dma, dma_select and dma_decode");
+    }
+    let rope_dim = shape.head_dim - shape.head_dim_v;
+    if settings.op == Op::Mla && (rope_dim == 0 || !rope_dim.is_multiple_of(2)) {
+        return refused(
+            "mla: keys are wider than values by their rotated part, an even number of columns\n  hint: head_dim=192,head_dim_v=128",
+        );
+    }
+    if settings.op == Op::Mla && shape.num_heads != shape.num_kv_heads {
+        return refused("mla: every head has keys of its own\n  hint: leave kv_heads out");
+    }
+    if settings.op == Op::Nsa && rope_dim != 0 {
+        return refused("nsa: keys and values have one width\n  hint: leave head_dim_v out");
     }
     if settings.documents != 1 && matches!(settings.op, Op::Decode | Op::DmaDecode) {
         return refused(format!(
@@ -202,6 +241,14 @@ fn sloped(settings: &RunSettings, case: &mut Case) -> Result<Option<Vec<f32>>> {
     Ok(Some(z))
 }
 
+/// The tensors of the ops that are more than one attention.
+fn of_ops<B: Place>(settings: &RunSettings, case: Case, device: &B::Device) -> Vec<NamedTensor> {
+    match settings.op {
+        Op::Mla => branches::mla::<B>(case, settings.seed, device),
+        _ => branches::nsa::<B>(&case, settings.seed, device),
+    }
+}
+
 fn on_cpu(op: Op, case: &Case) -> Outputs {
     let device = FlexDevice;
     match op {
@@ -224,6 +271,7 @@ fn on_cpu(op: Op, case: &Case) -> Outputs {
             o: place::dma_decode::<Flex>(case, &device),
             ..Outputs::default()
         },
+        Op::Nsa | Op::Mla => Outputs::default(),
     }
 }
 
@@ -239,7 +287,7 @@ fn on_cuda(
             let lists = call.lists(TILE_QUERIES)?;
             call.run(lists.as_ref(), order)?
         }
-        Op::DmaSelect => Outputs::default(),
+        Op::DmaSelect | Op::Nsa | Op::Mla => Outputs::default(),
         Op::Decode => Outputs {
             o: call.decode()?,
             ..Outputs::default()
@@ -337,5 +385,18 @@ fn metadata(settings: &RunSettings, case: &Case, device: &str) -> HashMap<String
         ("device", device.to_owned()),
         ("sieve", env!("CARGO_PKG_VERSION").to_owned()),
     ];
-    pairs.map(|(key, value)| (key.to_owned(), value)).into()
+    let blocks = branches::BLOCKS;
+    let sizes = [
+        blocks.compress_block_size,
+        blocks.compress_stride,
+        blocks.select_block_size,
+        blocks.num_selected_blocks,
+    ];
+    let more = match settings.op {
+        Op::Nsa => Some(("blocks", sizes.map(|x| x.to_string()).join(" "))),
+        Op::Mla => Some(("rope_theta", ROPE_THETA.to_string())),
+        _ => None,
+    };
+    let all = pairs.into_iter().chain(more);
+    all.map(|(key, value)| (key.to_owned(), value)).collect()
 }

@@ -191,7 +191,7 @@ pub(crate) struct RunArgs {
     /// Sizes, for example batch=2,seq_len=300,heads=4,kv_heads=2,head_dim=64
     #[arg(long, value_name = "SIZES")]
     pub(super) shape: CaseShape,
-    /// Keys a query sees (swa, decode) or keeps (dma, dma_select, dma_decode)
+    /// Keys a query sees (swa, decode; nsa's window) or keeps (dma, dma_select, dma_decode)
     #[arg(long, value_name = "KEYS")]
     pub(super) window: Option<usize>,
     /// Of the keys that DMA keeps, the last ones, kept whatever their rank

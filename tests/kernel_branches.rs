@@ -1,0 +1,334 @@
+//! Files of `sieve kernels run nsa | mla` against the definition, computed in f64 from their own inputs.
+use crate::kernels_cli::Written;
+use crate::tiny_run::{TinyRun, refused, succeed};
+
+/// `[tokens, heads, width]`.
+#[derive(Clone)]
+struct Rows {
+    values: Vec<f64>,
+    heads: usize,
+    width: usize,
+}
+
+impl Rows {
+    fn read(written: &Written, name: &str) -> Self {
+        let [.., heads, width] = *written.shape(name) else {
+            panic!("{name} has heads")
+        };
+        let values = written.values(name).to_vec();
+        Self {
+            values,
+            heads,
+            width,
+        }
+    }
+
+    fn zeros(&self) -> Self {
+        let values = vec![0.0; self.values.len()];
+        Self {
+            values,
+            ..self.clone()
+        }
+    }
+
+    fn row(&self, token: usize, head: usize) -> &[f64] {
+        &self.values[(token * self.heads + head) * self.width..][..self.width]
+    }
+
+    fn add(&mut self, token: usize, head: usize, factor: f64, row: &[f64]) {
+        let at = (token * self.heads + head) * self.width;
+        let own = &mut self.values[at..at + self.width];
+        own.iter_mut().zip(row).for_each(|(x, y)| *x += factor * y);
+    }
+
+    fn gap(&self, other: &Self) -> f64 {
+        let pairs = self.values.iter().zip(&other.values);
+        pairs.fold(0.0, |gap, (a, b)| gap.max((a - b).abs()))
+    }
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// The output, and for its gradient those of q, k and v. `seen` are the keys of a query's KV head.
+fn attention(
+    [q, k, v]: [&Rows; 3],
+    d_o: &Rows,
+    scale: f64,
+    seen: impl Fn(usize, usize) -> Vec<usize>,
+) -> [Rows; 4] {
+    let [mut o, mut dq, mut dk, mut dv] = [d_o.zeros(), q.zeros(), k.zeros(), v.zeros()];
+    for token in 0..q.values.len() / (q.heads * q.width) {
+        for head in 0..q.heads {
+            let kv = head / (q.heads / k.heads);
+            let keys = seen(token, kv);
+            let scores = keys
+                .iter()
+                .map(|&key| (scale * dot(q.row(token, head), k.row(key, kv))).exp());
+            let weights: Vec<f64> = scores.collect();
+            let total: f64 = weights.iter().sum();
+            for (&key, weight) in keys.iter().zip(&weights) {
+                o.add(token, head, weight / total, v.row(key, kv));
+            }
+            let gradient = d_o.row(token, head);
+            let mean = dot(gradient, o.row(token, head));
+            for (&key, weight) in keys.iter().zip(&weights) {
+                let p = weight / total;
+                let ds = p * (dot(gradient, v.row(key, kv)) - mean) * scale;
+                dv.add(key, kv, p, gradient);
+                dq.add(token, head, ds, k.row(key, kv));
+                dk.add(key, kv, ds, q.row(token, head));
+            }
+        }
+    }
+    [o, dq, dk, dv]
+}
+
+fn run(tiny: &TinyRun, words: &str) -> Written {
+    let words = format!("kernels run {words} --seed 5 --out file.safetensors --device cpu");
+    succeed(&mut tiny.sieve(&words));
+    Written::read(&tiny.path("file.safetensors"))
+}
+
+#[test]
+fn nsa_s_file_agrees_with_its_definition() {
+    let tiny = TinyRun::dma();
+    let n = 1100usize;
+    let shape = format!("seq_len={n},heads=4,kv_heads=2,head_dim=16");
+    let written = run(&tiny, &format!("nsa --shape {shape} --window 40"));
+    let blocks: Vec<usize> = written.metadata["blocks"]
+        .split(' ')
+        .map(|x| x.parse().expect("a number"))
+        .collect();
+    let [size, stride, select, count] = *blocks else {
+        panic!("{blocks:?}")
+    };
+    let rows = |name: &str| Rows::read(&written, name);
+    let [q, k, v, d_o] = ["q", "k", "v", "do"].map(rows);
+    let (scale, slots) = (written.scale(), n.div_ceil(stride));
+    let is_whole = |slot: usize| slot * stride + size <= n;
+
+    // Means of blocks.
+    let means = [&k, &v].map(|x| {
+        let mut means = Rows {
+            values: vec![0.0; slots * x.heads * x.width],
+            ..x.clone()
+        };
+        for slot in (0..slots).filter(|&slot| is_whole(slot)) {
+            for head in 0..x.heads {
+                for token in slot * stride..slot * stride + size {
+                    means.add(slot, head, 1.0 / size as f64, x.row(token, head));
+                }
+            }
+        }
+        means
+    });
+    let written_means: Vec<f64> = means.iter().flat_map(|x| x.values.clone()).collect();
+    let pairs = written_means.iter().zip(written.values("compressed"));
+    assert!(pairs.fold(0.0f64, |gap, (a, b)| gap.max((a - b).abs())) < 1e-5);
+
+    // A choice: the first block, the last two, none twice, none later than the query.
+    let choice = |token: usize, kv: usize| -> Vec<usize> {
+        let all = &written.values("block_indices")[(token * k.heads + kv) * count..][..count];
+        all.iter()
+            .filter(|&&x| x >= 0.0)
+            .map(|&x| x as usize)
+            .collect()
+    };
+    for token in 0..n {
+        let (own, chosen) = (token / select, choice(token, 1));
+        assert!(chosen.windows(2).all(|pair| pair[0] < pair[1]));
+        assert_eq!(chosen.len(), count.min(own + 1));
+        for block in [0, own.saturating_sub(1), own] {
+            assert!(chosen.contains(&block), "{token}: {chosen:?}");
+        }
+    }
+
+    // Gates.
+    let (logits, bias) = (written.values("gate_logits"), written.values("gate_bias"));
+    let gate = |token: usize, head: usize, branch: usize| {
+        let at = head * 3 + branch;
+        1.0 / (1.0 + (-logits[token * q.heads * 3 + at] - bias[at]).exp())
+    };
+    let gated = |branch: usize| {
+        let mut gradient = d_o.zeros();
+        for token in 0..n {
+            for head in 0..q.heads {
+                let g = gate(token, head, branch);
+                gradient.add(token, head, g, d_o.row(token, head));
+            }
+        }
+        gradient
+    };
+    let branches = [
+        attention([&q, &means[0], &means[1]], &gated(0), scale, |token, _| {
+            let ends = |slot: &usize| is_whole(*slot) && slot * stride + size <= token + 1;
+            (0..slots).filter(ends).collect()
+        }),
+        attention([&q, &k, &v], &gated(1), scale, |token, kv| {
+            let of_block = |block| block * select..(block + 1) * select;
+            let keys = choice(token, kv).into_iter().flat_map(of_block);
+            keys.filter(|&key| key <= token).collect()
+        }),
+        attention([&q, &k, &v], &gated(2), scale, |token, _| {
+            ((token + 1).saturating_sub(40)..=token).collect()
+        }),
+    ];
+    let mut o = d_o.zeros();
+    let mut d_logits = vec![0.0; logits.len()];
+    let names = ["compressed", "selected", "window"];
+    for (branch, ([out, ..], name)) in branches.iter().zip(names).enumerate() {
+        assert!(out.gap(&rows(&format!("{name}_o"))) < 2e-5, "{name}");
+        assert!(
+            gated(branch).gap(&rows(&format!("{name}_do"))) < 2e-5,
+            "{name}"
+        );
+        for token in 0..n {
+            for head in 0..q.heads {
+                let g = gate(token, head, branch);
+                o.add(token, head, g, out.row(token, head));
+                let slope = g * (1.0 - g) * dot(d_o.row(token, head), out.row(token, head));
+                d_logits[(token * q.heads + head) * 3 + branch] = slope;
+            }
+        }
+    }
+    assert!(o.gap(&rows("o")) < 2e-5);
+    let pairs = d_logits.iter().zip(written.values("dgate_logits"));
+    assert!(pairs.fold(0.0f64, |gap, (a, b)| gap.max((a - b).abs())) < 1e-4);
+    let gates = q.heads * 3;
+    for (at, &found) in written.values("dgate_bias").iter().enumerate() {
+        let sum: f64 = d_logits.iter().skip(at).step_by(gates).sum();
+        assert!((sum - found).abs() < 1e-3, "{at}: {found}, {sum}");
+    }
+
+    // Gradients of all branches, and of the means.
+    let [mut dq, mut dk, mut dv] = [q.zeros(), k.zeros(), v.zeros()];
+    for (branch, [_, branch_dq, branch_dk, branch_dv]) in branches.iter().enumerate() {
+        dq.values
+            .iter_mut()
+            .zip(&branch_dq.values)
+            .for_each(|(x, y)| *x += y);
+        for (sum, part) in [(&mut dk, branch_dk), (&mut dv, branch_dv)] {
+            for kv in 0..k.heads {
+                if branch > 0 {
+                    (0..n).for_each(|token| sum.add(token, kv, 1.0, part.row(token, kv)));
+                    continue;
+                }
+                for slot in (0..slots).filter(|&slot| is_whole(slot)) {
+                    for token in slot * stride..slot * stride + size {
+                        sum.add(token, kv, 1.0 / size as f64, part.row(slot, kv));
+                    }
+                }
+            }
+        }
+    }
+    for (name, own) in [("dq", &dq), ("dk", &dk), ("dv", &dv)] {
+        let gap = own.gap(&rows(name));
+        assert!(gap < 2e-4, "{name}: {gap}");
+    }
+}
+
+#[test]
+fn mla_s_file_agrees_with_its_definition() {
+    let tiny = TinyRun::dma();
+    let (n, heads, d, rope) = (90, 3, 16, 8);
+    let shape = format!(
+        "seq_len={n},heads={heads},head_dim={},head_dim_v={d}",
+        d + rope
+    );
+    let written = run(&tiny, &format!("mla --shape {shape}"));
+    let theta: f64 = written.metadata["rope_theta"].parse().expect("a number");
+    // Pairs of columns half the rotated part apart turn by the token's place.
+    let turn = |row: &[f64], token: usize, back: bool| -> Vec<f64> {
+        let mut turned = row.to_vec();
+        for i in 0..rope / 2 {
+            let angle = token as f64 / theta.powf(2.0 * i as f64 / rope as f64);
+            let (sin, cos) = if back { -angle } else { angle }.sin_cos();
+            let (a, b) = (row[i], row[i + rope / 2]);
+            turned[i] = a * cos - b * sin;
+            turned[i + rope / 2] = b * cos + a * sin;
+        }
+        turned
+    };
+    let (q_rows, kv_rows, shared) = (
+        written.values("q"),
+        written.values("kv"),
+        written.values("k_rope"),
+    );
+    let new = |width| Rows {
+        values: vec![0.0; n * heads * width],
+        heads,
+        width,
+    };
+    let [mut q, mut k, mut v] = [new(d + rope), new(d + rope), new(d)];
+    for token in 0..n {
+        for head in 0..heads {
+            let row = &q_rows[(token * heads + head) * (d + rope)..][..d + rope];
+            let turned = [&row[..d], &turn(&row[d..], token, false)].concat();
+            q.add(token, head, 1.0, &turned);
+            let row = &kv_rows[(token * heads + head) * 2 * d..][..2 * d];
+            let key = turn(&shared[token * rope..][..rope], token, false);
+            k.add(token, head, 1.0, &[&row[..d], &key[..]].concat());
+            v.add(token, head, 1.0, &row[d..]);
+        }
+    }
+    let d_o = Rows::read(&written, "do");
+    let scale = written.scale();
+    let [o, dq, dk, dv] = attention([&q, &k, &v], &d_o, scale, |token, _| (0..=token).collect());
+    assert!(o.gap(&Rows::read(&written, "o")) < 2e-5);
+    let mut worst = 0.0f64;
+    for token in 0..n {
+        let mut d_shared = vec![0.0; rope];
+        for head in 0..heads {
+            let row = dq.row(token, head);
+            let expected = [&row[..d], &turn(&row[d..], token, true)].concat();
+            let found = &written.values("dq")[(token * heads + head) * (d + rope)..];
+            worst = expected
+                .iter()
+                .zip(found)
+                .fold(worst, |m, (a, b)| m.max((a - b).abs()));
+            let expected = [&dk.row(token, head)[..d], dv.row(token, head)].concat();
+            let found = &written.values("dkv")[(token * heads + head) * 2 * d..];
+            worst = expected
+                .iter()
+                .zip(found)
+                .fold(worst, |m, (a, b)| m.max((a - b).abs()));
+            let turned = turn(&dk.row(token, head)[d..], token, true);
+            d_shared.iter_mut().zip(turned).for_each(|(x, y)| *x += y);
+        }
+        let found = &written.values("dk_rope")[token * rope..];
+        worst = d_shared
+            .iter()
+            .zip(found)
+            .fold(worst, |m, (a, b)| m.max((a - b).abs()));
+    }
+    assert!(worst < 1e-4, "{worst}");
+}
+
+#[test]
+fn sizes_that_the_ops_have_not_are_refused() {
+    let tiny = TinyRun::dma();
+    for (words, reason) in [
+        ("nsa --shape seq_len=20,heads=2,head_dim=16", "--window"),
+        (
+            "nsa --shape seq_len=20,heads=2,head_dim=16,head_dim_v=8 --window 4",
+            "one width",
+        ),
+        (
+            "mla --shape seq_len=20,heads=2,head_dim=16",
+            "wider than values",
+        ),
+        (
+            "mla --shape seq_len=20,heads=2,head_dim=24,head_dim_v=16 --window 4",
+            "all keys",
+        ),
+        (
+            "mla --shape seq_len=20,heads=2,kv_heads=1,head_dim=24,head_dim_v=16",
+            "keys of its own",
+        ),
+    ] {
+        let words = format!("kernels run {words} --out file --device cpu");
+        refused(&mut tiny.sieve(&words), &[reason]);
+    }
+}
