@@ -252,6 +252,43 @@ fn an_error_of_one_rank_alone_is_told_with_its_number() {
 }
 
 #[test]
+fn a_disk_that_is_full_for_one_rank_loses_no_checkpoint() {
+    let tiny = TinyRun::dma();
+    let more = "--set checkpoint.keep_latest_k=0 --set training.steps=8";
+    succeed(&mut tiny.launch(2, "reference", more));
+    let part = "model-00002-of-00002.safetensors";
+    let written = tiny.path(&format!("reference/checkpoint/step-8/{part}"));
+    // Half of its part fits; the shell counts blocks of 512 bytes, and an ignored SIGXFSZ makes the write fail.
+    let blocks = std::fs::metadata(written).expect("a part").len() / 1024;
+    let limit = format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"");
+    let port = free_port();
+    let mut full = Command::new("sh");
+    let own = tiny.train("run", more);
+    full.arg("-c")
+        .arg(limit)
+        .arg(own.get_program())
+        .args(own.get_args());
+    full.current_dir(tiny.path(""))
+        .env("RAYON_NUM_THREADS", "2");
+    torchrun(&mut full, 1, 2, port);
+    full.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let full = full.spawn().expect("a shell");
+    let mut first = tiny.train("run", more);
+    torchrun(&mut first, 0, 2, port);
+    refuses_once(
+        &mut first,
+        &["rank 1 (", part, "File too large", "make room"],
+    );
+    let full = full.wait_with_output().expect("it ends");
+    assert_eq!(full.status.code(), Some(1), "{}", text(&full));
+    let checkpoints = std::fs::read_dir(tiny.path("run/checkpoint")).expect("a folder");
+    assert_eq!(checkpoints.count(), 0);
+    // With room the same command goes on, here from the beginning.
+    succeed(&mut tiny.launch(2, "run", &format!("{more} --resume=auto")));
+    assert!(tiny.path("run/checkpoint/step-8").is_dir());
+}
+
+#[test]
 fn a_rank_that_stands_still_ends_the_job_with_one_plain_line() {
     let tiny = TinyRun::dma();
     for rank in [0, 1] {

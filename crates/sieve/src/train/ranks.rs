@@ -4,7 +4,7 @@ use crate::device::{Device, DeviceChoice};
 use crate::exit::Exit;
 use crate::kernels::fill;
 use crate::terminal;
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, anyhow, bail, ensure};
 use burn::backend::Autodiff;
 use burn::tensor::Tensor;
 use burn_cuda::CudaDevice;
@@ -121,7 +121,7 @@ pub(super) fn device(choice: DeviceChoice, mesh: &Mesh, recipe: &Recipe) -> Resu
     let choice = own_choice(choice, world)?;
     if world.local_rank > 0 {
         mesh.barrier()?;
-        return choice.resolve();
+        return choice.resolve().map_err(|error| without_gpu(error, world));
     }
     let found = choice.resolve_and_prepare(|cache, gpu| {
         let arch = gpu.arch();
@@ -137,6 +137,18 @@ pub(super) fn device(choice: DeviceChoice, mesh: &Mesh, recipe: &Recipe) -> Resu
     })?;
     mesh.barrier()?;
     Ok(found)
+}
+
+/// The error of a rank whose host has fewer GPUs than processes, in words of both.
+fn without_gpu(error: anyhow::Error, world: &World) -> anyhow::Error {
+    match error.downcast_ref() {
+        Some(KernelError::WrongDevice { wanted, count }) if *count < world.local_size => anyhow!(
+            "LOCAL_RANK {wanted} has no GPU: its host has {count}, and {} processes\n  hint: start {count} processes on it, or \
+             look at CUDA_VISIBLE_DEVICES",
+            world.local_size
+        ),
+        _ => error,
+    }
 }
 
 fn own_choice(choice: DeviceChoice, world: &World) -> Result<DeviceChoice> {
@@ -294,4 +306,34 @@ fn pending(work: Result<NcclWork, KernelError>) -> Result<Pending<Autodiff<Cuda>
         let results = work.finish().into_iter();
         Ok(results.map(CudaPrimitive::from).collect())
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_processes_than_gpus_are_told_in_both_numbers() {
+        let world = World {
+            rank: 12,
+            size: 16,
+            local_rank: 4,
+            local_size: 8,
+            master_addr: "a".to_owned(),
+            master_port: 1,
+            run_id: String::new(),
+        };
+        let error =
+            |count| without_gpu(KernelError::WrongDevice { wanted: 4, count }.into(), &world);
+        let text = error(4).to_string();
+        for part in [
+            "LOCAL_RANK 4",
+            "has 4, and 8 processes",
+            "start 4 processes",
+        ] {
+            assert!(text.contains(part), "{text}");
+        }
+        // Another reason stays as it is.
+        assert!(error(8).to_string().contains("there is no device 4"));
+    }
 }
