@@ -64,12 +64,13 @@ impl<B: SieveBackend> DeviceCache<B> {
         self.qkv = room.slice_assign(at, rows);
     }
 
-    /// One token: stores it, finds what its query reads, attends. Returns o, and the pairs that it took.
+    /// One token: stores it, finds what its query reads, attends. Returns o, the pairs that it took, and whether its keys were chosen
+    /// on the device.
     pub(crate) fn step(
         &mut self,
         selector: &Selector,
         operands: &LayerOperands<B>,
-    ) -> Result<(Tensor<B, 4>, f64), EvalError> {
+    ) -> Result<(Tensor<B, 4>, f64, bool), EvalError> {
         self.append(&operands.qkv);
         let [_, room, _, head_dim] = self.qkv.dims();
         let shape = CallShape {
@@ -94,10 +95,10 @@ impl<B: SieveBackend> DeviceCache<B> {
         let step = selector.step(shape, operands.layer, known);
         let step = step.ok_or_else(|| refused("it decodes on the host".to_owned()))?;
         let keys = self.qkv.clone().narrow(1, 0, self.num_tokens);
-        let (mask, read) = match step {
+        let (mask, read, is_chosen) = match step {
             Step::Mask(mask) => {
                 let read = sieve_select::density(&mask).token * shape.num_keys as f64;
-                (DeviceMask::upload(&mask.packed()?, &device), read)
+                (DeviceMask::upload(&mask.packed()?, &device), read, false)
             }
             Step::Blocks(selection, read) => {
                 let bounds = self.bounds.as_ref().map(|(bounds, _)| bounds);
@@ -105,11 +106,11 @@ impl<B: SieveBackend> DeviceCache<B> {
                 if let (Some((_, known)), Some(page)) = (&mut self.bounds, page) {
                     *known = self.num_tokens / page;
                 }
-                (made.map_err(refused)?.mask, read as f64)
+                (made.map_err(refused)?.mask, read as f64, true)
             }
         };
         let scale = f64::from(shape.softmax_scale());
         let SparseOutput { o, .. } = sparse_attention(keys, &mask, scale).map_err(refused)?;
-        Ok((o, read * shape.num_heads as f64))
+        Ok((o, read * shape.num_heads as f64, is_chosen))
     }
 }

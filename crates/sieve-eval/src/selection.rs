@@ -285,11 +285,11 @@ impl Selection {
             return Ok(dense_on_device(operands)?.o);
         };
         let started = Instant::now();
-        let (o, pairs) = cache.step(&self.selector, operands)?;
+        let (o, pairs, is_chosen) = cache.step(&self.selector, operands)?;
         let dense = (cache.num_tokens() * operands.num_heads) as f64;
         self.totals.calls += 1;
         self.totals.kernel_calls += 1;
-        self.totals.device_selections += 1;
+        self.totals.device_selections += u64::from(is_chosen);
         self.totals.dense_calls += u64::from(pairs >= dense);
         self.totals.pairs += pairs;
         self.totals.dense_pairs += dense;
