@@ -1,15 +1,19 @@
-// hopper_dma_attention_backward: dma_attention_backward for sm_90a; the same mathematics, layout, buffers, params words and results to rounding.
-// attention_backward_prepare and hopper_dma_attention_row_sums run before it (or hopper_attention_backward_prepare alone), attention_backward_convert (dq)
-// and dma_attention_backward_convert (dk, dv) after it.
-// Math       as hopper_attention_backward over the pairs j <= i < expire_j: dq_sum_i += sum_j dS_ij k_j (without softmax_scale), dk_sum_j += sum_i dS_ij q_i
-//            (without softmax_scale), dv_sum_j += sum_i P_ij do_i, ddelta_j += sum_i dS_ij, i over the queries of the launch's super-blocks
+// hopper_dma_attention_backward: dma_attention_backward for sm_90a; the same mathematics, layout, buffers, params words
+// and results to rounding.
+// attention_backward_prepare and hopper_dma_attention_row_sums run before it (or hopper_attention_backward_prepare
+// alone), attention_backward_convert (dq) and dma_attention_backward_convert (dk, dv) after it.
+// Math       as hopper_attention_backward over the pairs j <= i < expire_j: dq_sum_i += sum_j dS_ij k_j (without
+//            softmax_scale), dk_sum_j += sum_i dS_ij q_i (without softmax_scale), dv_sum_j += sum_i P_ij do_i, ddelta_j
+//            += sum_i dS_ij, i over the queries of the launch's super-blocks
 // Layout     as dma_attention_backward
-// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, (HAS_BIAS: delta, base,) list, list_len, (COMPUTE_DQ: dq_sum,)
-//            dk_sum, dv_sum, (HAS_BIAS: ddelta)
-// Defines    as hopper_attention_backward, HAS_BIAS (1); SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made without atomics, COMPUTE_DQ must
-//            be 0 and a launch covers one super-block (launches in ascending order fix the order of every sum; dq comes from dma_attention_backward_query)
-// Tiling     128 entries a block: grid (super_blocks * ceil(list_capacity / 128), num_kv_heads, batch), super_blocks = those of this launch; blocks past a
-//            list's end leave at once; threads and dynamic shared bytes as hopper_attention_backward
+// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, (HAS_BIAS:
+//            delta, base,) list, list_len, (COMPUTE_DQ: dq_sum,) dk_sum, dv_sum, (HAS_BIAS: ddelta)
+// Defines    as hopper_attention_backward, HAS_BIAS (1); SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made
+//            without atomics, COMPUTE_DQ must be 0 and a launch covers one super-block (launches in ascending order fix
+//            the order of every sum; dq comes from dma_attention_backward_query)
+// Tiling     128 entries a block: grid (super_blocks * ceil(list_capacity / 128), num_kv_heads, batch), super_blocks =
+//            those of this launch; blocks past a list's end leave at once; threads and dynamic shared bytes
+//            as hopper_attention_backward
 // Numerics   as dma_attention_backward; never-active keys are not touched
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
 #ifndef HAS_BIAS
@@ -44,9 +48,12 @@ struct ListKeys {
 };
 
 // The entries of block `block` of a launch; count 0 past the end of a list or of the row.
-DEVICE ListKeys list_keys(const DmaAttentionBackwardParams& params, const int2* list, const i32* list_len, u64 list_row, u32 block) {
-  const int seq_len = (int)params.seq_len, num_chunks = ceil_div((int)params.list_capacity, BLOCK_KV), num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
-  const int super_block = (int)params.first_super_block + (int)block / num_chunks, first_entry = (int)block % num_chunks * BLOCK_KV;
+DEVICE ListKeys list_keys(const DmaAttentionBackwardParams& params, const int2* list, const i32* list_len, u64 list_row,
+                          u32 block) {
+  const int seq_len = (int)params.seq_len, num_chunks = ceil_div((int)params.list_capacity, BLOCK_KV),
+            num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
+  const int super_block = (int)params.first_super_block + (int)block / num_chunks,
+            first_entry = (int)block % num_chunks * BLOCK_KV;
   ListKeys keys = {};
   if (super_block >= num_super_blocks) return keys;
   keys.count = min(list_len[list_row * num_super_blocks + super_block] - first_entry, BLOCK_KV);
@@ -57,7 +64,9 @@ DEVICE ListKeys list_keys(const DmaAttentionBackwardParams& params, const int2* 
 }
 
 // The first of a consumer thread's two entries, the other is 8 further.
-DEVICE int row_of_thread(u32 thread, int warpgroup) { return warpgroup * 64 + (int)thread % 128 / 32 * 16 + (int)thread % 32 / 4; }
+DEVICE int row_of_thread(u32 thread, int warpgroup) {
+  return warpgroup * 64 + (int)thread % 128 / 32 * 16 + (int)thread % 32 / 4;
+}
 
 // Adds four f32 at a 16-byte aligned address.
 DEVICE void add_f32x4(float* to, float a, float b, float c, float d) {
@@ -77,7 +86,9 @@ DEVICE void add_rows(float* to, const float (&sums)[SUM_REGISTERS], const int2 (
     if (entries[r].y <= 0) continue;
     float* row = to + (u64)(u32)entries[r].x * HEAD_DIM + threadIdx.x % 4 * 4;
 #pragma unroll
-    for (int n = 0; n < HEAD_DIM / 16; ++n) add_f32x4(row + n * 16, sums[8 * n + 2 * r], sums[8 * n + 2 * r + 1], sums[8 * n + 4 + 2 * r], sums[8 * n + 5 + 2 * r]);
+    for (int n = 0; n < HEAD_DIM / 16; ++n)
+      add_f32x4(row + n * 16, sums[8 * n + 2 * r], sums[8 * n + 2 * r + 1], sums[8 * n + 4 + 2 * r],
+                sums[8 * n + 5 + 2 * r]);
   }
 }
 
@@ -101,7 +112,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     const __grid_constant__ DmaAttentionBackwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
-  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, group_size = num_heads / num_kv_heads, head = kv_head * group_size;
+  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, group_size = num_heads / num_kv_heads,
+            head = kv_head * group_size;
   const u64 list_row = (u64)batch * num_kv_heads + kv_head;
   const ListKeys keys = list_keys(params, list, list_len, list_row, blockIdx.x);
   if (keys.count <= 0) return;

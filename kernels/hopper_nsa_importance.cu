@@ -1,16 +1,18 @@
-// hopper_nsa_importance: nsa_importance for sm_90a, for blocks of four strides and compressed blocks of two; the same mathematics, layout, buffers, params words and
-// results to rounding.
-// Math       importance[i, b] = sum over heads h and slots c of the document of w(c, b) exp(softmax_scale q_ih . k_c - lse_ih), over the blocks c that i sees;
+// hopper_nsa_importance: nsa_importance for sm_90a, for blocks of four strides and compressed blocks of two; the same
+// mathematics, layout, buffers, params words and results to rounding.
+// Math       importance[i, b] = sum over heads h and slots c of the document of w(c, b) exp(softmax_scale q_ih . k_c -
+//            lse_ih), over the blocks c that i sees;
 //            w = 1, 2, 2, 2, 1 for the slots 4 b - 1 .. 4 b + 3
 // Layout     as nsa_importance
 // Buffers    q, keys, lse, doc_start, doc_end, importance
 // Defines    HEAD_DIM 64|128
-// Tiling     grid (ceil(num_queries / (128 / group)), num_kv_heads, batch); 256 threads: 128 rows (queries x heads, a query's heads side by side) against 128
-//            slots a step, counted from a document's first; two blocks a multiprocessor; dynamic shared bytes = 3 * 128 * HEAD_DIM * 2 + 1024
+// Tiling     grid (ceil(num_queries / (128 / group)), num_kv_heads, batch); 256 threads: 128 rows (queries x heads, a
+//            query's heads side by side) against 128 slots a step, counted from a document's first; two blocks a
+//            multiprocessor; dynamic shared bytes = 3 * 128 * HEAD_DIM * 2 + 1024
 // Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
 // Edges      group 1, 2, 4, 8 or 16; slots that nobody sees may hold NaN
-// A thread's columns of eight are two neighbours. A block is the columns of two lanes and one of the lane before, so that sums over a query's heads and a
-// block's slots are shuffles, and nothing goes through shared memory.
+// A thread's columns of eight are two neighbours. A block is the columns of two lanes and one of the lane before, so
+// that sums over a query's heads and a block's slots are shuffles, and nothing goes through shared memory.
 #include "common/attention_params.cuh"
 #include "common/hopper_copy.cuh"
 #include "common/mma.cuh"
@@ -27,15 +29,16 @@ struct ImportanceRows {
   int own[2];  // the last block to write; -1: none
 };
 
-// Adds up a step's probabilities, `p[4 n + 2 h + x]` of column 8 n + 2 t + x, over blocks and the MERGED neighbouring heads, and writes them. `carry`: the
-// last slot's of the step before, in lanes t = 3.
+// Adds up a step's probabilities, `p[4 n + 2 h + x]` of column 8 n + 2 t + x, over blocks and the MERGED neighbouring
+// heads, and writes them. `carry`: the last slot's of the step before, in lanes t = 3.
 template <int MERGED>
 DEVICE void write_step(float (&p)[4 * TILES], float (&carry)[2], const ImportanceRows& rows, int first_block) {
   constexpr int STEPS = MERGED >= 8 ? 3 : MERGED == 4 ? 2 : MERGED == 2 ? 1 : 0;
   using Sums = RowSums<STEPS, 1>;
   const int lane = (int)threadIdx.x % 32, t = lane % 4;
   const bool odd = t % 2;
-  const float share = odd ? 0.5f : 1.0f;  // of the thread's second column: half the last slot of a block is the next block's
+  // of the thread's second column: half the last slot of a block is the next block's
+  const float share = odd ? 0.5f : 1.0f;
   if (MERGED == 16) {
 #pragma unroll
     for (int n = 0; n < TILES; ++n)
@@ -51,9 +54,11 @@ DEVICE void write_step(float (&p)[4 * TILES], float (&carry)[2], const Importanc
       const int first = 8 * m + 2 * h, second = first + 4;
       const float low = p[first] + share * p[first + 1], high = p[second] + share * p[second + 1];
       float sum = (odd ? high : low) + __shfl_xor_sync(~0u, odd ? low : high, 1);
-      // The slot before the block: lane 1 asks 3 and lane 2 asks 1 for the first tile's, lane 3 asks 1 for the second's, lane 0 asks 3 for the tile's before.
+      // The slot before the block: lane 1 asks 3 and lane 2 asks 1 for the first tile's, lane 3 asks 1 for the
+      // second's, lane 0 asks 3 for the tile's before.
       const int asked = (lane & ~3) | (t < 2 ? 3 : 1);
-      const float inner = __shfl_sync(~0u, p[first + 1], asked), outer = __shfl_sync(~0u, t == 1 ? p[second + 1] : before, asked);
+      const float inner = __shfl_sync(~0u, p[first + 1], asked),
+                  outer = __shfl_sync(~0u, t == 1 ? p[second + 1] : before, asked);
       sums[m] = sum + 0.5f * (t == 1 || t == 2 ? inner : outer);
       before = p[second + 1];
     }
@@ -66,25 +71,32 @@ DEVICE void write_step(float (&p)[4 * TILES], float (&carry)[2], const Importanc
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) hopper_nsa_importance(const bf16* q, const bf16* keys, const float* lse, const i32* doc_start, const i32* doc_end,
-                                                                              float* importance, const __grid_constant__ NsaImportanceParams params) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    hopper_nsa_importance(const bf16* q, const bf16* keys, const float* lse, const i32* doc_start, const i32* doc_end,
+                          float* importance, const __grid_constant__ NsaImportanceParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = (shared_address(shared_memory) + 1023) & ~1023u, k_shared = shared + TILE_BYTES;
-  const int seq_len = (int)params.seq_len, heads = (int)params.num_kv_heads, group = (int)params.num_heads / heads, tile_queries = ROWS / group;
-  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, num_slots = (int)params.num_slots, warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0), lane = (int)threadIdx.x % 32;
+  const int seq_len = (int)params.seq_len, heads = (int)params.num_kv_heads, group = (int)params.num_heads / heads,
+            tile_queries = ROWS / group;
+  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, num_slots = (int)params.num_slots,
+            warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0), lane = (int)threadIdx.x % 32;
   const int range_end = min((int)(params.first_query + params.num_queries), seq_len);
-  const int first_query = (int)params.first_query + (int)(gridDim.x - 1 - blockIdx.x) * tile_queries;  // late queries see most slots: start them first
+  // late queries see most slots: start them first
+  const int first_query = (int)params.first_query + (int)(gridDim.x - 1 - blockIdx.x) * tile_queries;
   const int end_query = min(first_query + tile_queries, range_end);
   if (first_query >= end_query) return;
-  const CompressedBlocks blocks = {doc_start + (u64)batch * seq_len, doc_end + (u64)batch * seq_len, (int)params.compress_size, (int)params.stride};
+  const CompressedBlocks blocks = {doc_start + (u64)batch * seq_len, doc_end + (u64)batch * seq_len,
+                                   (int)params.compress_size, (int)params.stride};
   const bf16* k = keys + ((u64)batch * num_slots * heads + kv_head) * HEAD_DIM;
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
 
   // Queries: eight warps bring 32 rows of 64 columns each.
   {
     const int row = warp % 4 * 32 + lane, query = first_query + row / group;
-    const bf16* from = q + params.q_offset + batch * params.q_batch_stride + (u64)kv_head * group * HEAD_DIM + warp / 4 * 64;
-    const int place = query < end_query ? (int)(((u32)query * (u32)(params.q_token_stride / 8)) + row % group * (HEAD_DIM / 8)) : -1;
+    const bf16* from =
+        q + params.q_offset + batch * params.q_batch_stride + (u64)kv_head * group * HEAD_DIM + warp / 4 * 64;
+    const int place =
+        query < end_query ? (int)(((u32)query * (u32)(params.q_token_stride / 8)) + row % group * (HEAD_DIM / 8)) : -1;
     if (HEAD_DIM == 128 || warp < 4) copy_key_rows<1, true>(shared + warp / 4 * ROWS * 128, from, 16, place, warp % 4);
   }
   int query[2];
@@ -93,7 +105,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) hopper_nsa_importance(c
   for (int h = 0; h < 2; ++h) {
     const int row = warp * 16 + h * 8 + lane / 4;
     query[h] = first_query + row / group;
-    row_lse[h] = query[h] < end_query ? lse[((u64)batch * params.num_heads + kv_head * group + row % group) * seq_len + query[h]] * LOG2_E : 0.0f;
+    row_lse[h] =
+        query[h] < end_query
+            ? lse[((u64)batch * params.num_heads + kv_head * group + row % group) * seq_len + query[h]] * LOG2_E
+            : 0.0f;
   }
 
   // One document after the other; most tiles lie in one.
@@ -109,11 +124,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) hopper_nsa_importance(c
       const bool inside = query[h] >= begin && query[h] < end;
       seen[h] = inside ? blocks.num_seen(query[h], document) : 0;
       rows.own[h] = inside ? (query[h] - document) / (int)params.select_size : -1;
-      rows.to[h] = importance + (((u64)batch * heads + kv_head) * params.num_queries + (query[h] - (int)params.first_query)) * params.num_blocks;
+      rows.to[h] =
+          importance + (((u64)batch * heads + kv_head) * params.num_queries + (query[h] - (int)params.first_query)) *
+                           params.num_blocks;
     }
     const auto load_slots = [&](int step) {
       const int slot = min(first_slot + step * SLOTS + warp % 4 * 32 + lane, num_slots - 1);
-      if (HEAD_DIM == 128 || warp < 4) copy_key_rows<1>(k_shared + step % 2 * TILE_BYTES + warp / 4 * SLOTS * 128, k + warp / 4 * 64, (u32)heads * HEAD_DIM * 2, slot, warp % 4);
+      if (HEAD_DIM == 128 || warp < 4)
+        copy_key_rows<1>(k_shared + step % 2 * TILE_BYTES + warp / 4 * SLOTS * 128, k + warp / 4 * 64,
+                         (u32)heads * HEAD_DIM * 2, slot, warp % 4);
       copy_async_commit();
     };
     __syncthreads();  // nobody reads the last document's slots any more
@@ -128,7 +147,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) hopper_nsa_importance(c
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 16; ++i)
-        wgmma<0, 0>(p, wgmma_step(a, i / 4 * ROWS * 128 + i % 4 * 32), wgmma_step(b, i / 4 * SLOTS * 128 + i % 4 * 32), i > 0);
+        wgmma<0, 0>(p, wgmma_step(a, i / 4 * ROWS * 128 + i % 4 * 32), wgmma_step(b, i / 4 * SLOTS * 128 + i % 4 * 32),
+                    i > 0);
       wgmma_commit();
       const int left[2] = {seen[0] - step * SLOTS, seen[1] - step * SLOTS};
       const bool partial = !__all_sync(~0u, min(left[0], left[1]) >= SLOTS);

@@ -1,15 +1,21 @@
-// hopper_nsa_selected_attention_backward: nsa_selected_attention_backward for sm_90a; the same mathematics, layout, buffers and results to rounding, in any order.
-// attention_backward_prepare runs before it, nsa_selected_combine (dq) and dma_attention_backward_convert (dk, dv) after it.
-// Math       as attention_backward over the pairs of a choice and the block's keys j <= i: each choice's part of dq = sum_j dS_ij k_j (without softmax_scale),
-//            dk_sum_j += sum_i dS_ij q_i (without softmax_scale), dv_sum_j += sum_i P_ij do_i
+// hopper_nsa_selected_attention_backward: nsa_selected_attention_backward for sm_90a; the same mathematics, layout,
+// buffers and results to rounding, in any order.
+// attention_backward_prepare runs before it, nsa_selected_combine (dq) and dma_attention_backward_convert (dk, dv)
+// after it.
+// Math       as attention_backward over the pairs of a choice and the block's keys j <= i: each choice's part of dq =
+//            sum_j dS_ij k_j (without softmax_scale), dk_sum_j += sum_i dS_ij q_i (without softmax_scale), dv_sum_j +=
+//            sum_i P_ij do_i
 // Layout     as nsa_selected_attention_backward; a seq_len of q takes less than 32 GiB
-// Buffers    q, k, v, do, row_stats, doc_start, doc_end, entries, items, num_items, dq_parts, dk_sum, dv_sum; the number behind num_items' last counts items taken
+// Buffers    q, k, v, do, row_stats, doc_start, doc_end, entries, items, num_items, dq_parts, dk_sum, dv_sum; the
+//            number behind num_items' last counts items taken
 // Defines    HEAD_DIM 64|128; ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
-// Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; dynamic shared bytes = (256 + ROW_STAGES * 256) * HEAD_DIM * 2 + 16384 + ROW_STAGES * 2064
-//            + 80 + 1024
-// Numerics   P and dS rounded to bf16, f32 sums; dk_sum, dv_sum: two f32 adds per key and item, in any order; parts rounded to bf16
+// Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; dynamic shared bytes = (256 +
+//            ROW_STAGES * 256) * HEAD_DIM * 2 + 16384 + ROW_STAGES * 2064 + 80 + 1024
+// Numerics   P and dS rounded to bf16, f32 sums; dk_sum, dv_sum: two f32 adds per key and item, in any order; parts
+//            rounded to bf16
 // Edges      select_size <= 64; any group; keys of a block that nobody chose are neither read nor written
-// Scores are kept transposed, S^T = K Q^T, as in hopper_backward.cuh; dQ = dS K reads dS^T from shared memory. A step's products:
+// Scores are kept transposed, S^T = K Q^T, as in hopper_backward.cuh; dQ = dS K reads dS^T from shared memory. A step's
+// products:
 // S, dP | exp S | dV | dS | dK, dQ.
 #define GRADIENT 1
 #include "common/attention_params.cuh"
@@ -20,7 +26,8 @@
 DEVICE void multiply_keys(float (&dq)[32], u32 ds, u32 keys) {
   const u64 a = wgmma_across(ds, 0), b = wgmma_across(keys, 0);
 #pragma unroll
-  for (int step = 0; step < KEYS / 16; ++step) wgmma<1, 1>(dq, wgmma_step(a, step * 2048), wgmma_step(b, step * 2048), step > 0);
+  for (int step = 0; step < KEYS / 16; ++step)
+    wgmma<1, 1>(dq, wgmma_step(a, step * 2048), wgmma_step(b, step * 2048), step > 0);
   wgmma_commit();
 }
 
@@ -31,12 +38,16 @@ DEVICE void add_rows(float* sums, u64 first_row, int first, int num_keys, const 
     if (first + 8 * r >= num_keys) continue;
     float* row = sums + (first_row + first + 8 * r) * HEAD_DIM + threadIdx.x % 4 * 4;
 #pragma unroll
-    for (int n = 0; n < HEAD_DIM / 16; ++n) reduce_add_f32x4(row + n * 16, x[8 * n + 2 * r], x[8 * n + 2 * r + 1], x[8 * n + 4 + 2 * r], x[8 * n + 5 + 2 * r]);
+    for (int n = 0; n < HEAD_DIM / 16; ++n)
+      reduce_add_f32x4(row + n * 16, x[8 * n + 2 * r], x[8 * n + 2 * r + 1], x[8 * n + 4 + 2 * r],
+                       x[8 * n + 5 + 2 * r]);
   }
 }
 
-// The consumer warpgroup's part. What a thread's number decides is worked out anew where it is used: kept, it would not fit into registers.
-DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* parts, float* dk_sum, float* dv_sum, u32 shared, int warpgroup) {
+// The consumer warpgroup's part. What a thread's number decides is worked out anew where it is used: kept, it would not
+// fit into registers.
+DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* parts, float* dk_sum, float* dv_sum,
+                    u32 shared, int warpgroup) {
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
   u32 tiles = 0;  // so far, over all runs
   for (u32 runs = 0;; ++runs) {
@@ -56,7 +67,8 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
         release_slot(barrier_at(shared, EMPTY_ROWS + slot));
         continue;
       }
-      const u32 q = stage_at(shared, slot) + half * 64 * 128, d_out = q + ROW_TILE_BYTES, places = places_at(shared, slot) + half * 64 * 8;
+      const u32 q = stage_at(shared, slot) + half * 64 * 128, d_out = q + ROW_TILE_BYTES,
+                places = places_at(shared, slot) + half * 64 * 8;
       fence_async_proxy();  // keys and rows came by cp.async
       const bool partial = load_shared_int(places) < whole_from;  // tokens ascend
       float scores[32], dp[32];
@@ -71,16 +83,19 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
       for (int n = 0; n < 8; ++n) {
         const float2 lse = load_shared_float2(stats + n * 32);
 #pragma unroll
-        for (int x = 0; x < 4; ++x) scores[4 * n + x] = exp2_fast(scores[4 * n + x] * scale_log2 - (x % 2 ? lse.y : lse.x));
+        for (int x = 0; x < 4; ++x)
+          scores[4 * n + x] = exp2_fast(scores[4 * n + x] * scale_log2 - (x % 2 ? lse.y : lse.x));
       }
       if (partial) {
-        const int thread = (int)opaque(threadIdx.x), key = thread % 128 / 32 * 16 + thread % 32 / 4, num_keys = run.num_keys(), first_key = run.first_key();
+        const int thread = (int)opaque(threadIdx.x), key = thread % 128 / 32 * 16 + thread % 32 / 4,
+                  num_keys = run.num_keys(), first_key = run.first_key();
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
           const uint4 two = load_shared_128(places + (8 * n + thread % 4 * 2) * 8);
 #pragma unroll
           for (int x = 0; x < 4; ++x) {
-            if (key + x / 2 * 8 >= min(num_keys, (int)(x % 2 ? two.z : two.x) + 1 - first_key)) scores[4 * n + x] = 0.0f;
+            if (key + x / 2 * 8 >= min(num_keys, (int)(x % 2 ? two.z : two.x) + 1 - first_key))
+              scores[4 * n + x] = 0.0f;
           }
         }
       }
@@ -97,7 +112,8 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const u32 pair = weights[n / 2][n % 2 * 2 + r];
-          gradient[n / 2][n % 2 * 2 + r] = pack_bf16(bf16_low(pair) * (dp[4 * n + 2 * r] - dot.x), bf16_high(pair) * (dp[4 * n + 2 * r + 1] - dot.y));
+          gradient[n / 2][n % 2 * 2 + r] = pack_bf16(bf16_low(pair) * (dp[4 * n + 2 * r] - dot.x),
+                                                     bf16_high(pair) * (dp[4 * n + 2 * r + 1] - dot.y));
         }
       }
       const u32 ds = shared + DS_AT + warpgroup * DS_BYTES;
@@ -136,9 +152,12 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_nsa_selected_attention_backward(
-    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_start, const i32* doc_end, const int2* entries,
-    const int4* items, i32* num_items, bf16* dq_parts, float* dk_sum, float* dv_sum, const __grid_constant__ NsaSelectedAttentionBackwardParams params) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    hopper_nsa_selected_attention_backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_out,
+                                           const float2* row_stats, const i32* doc_start, const i32* doc_end,
+                                           const int2* entries, const int4* items, i32* num_items, bf16* dq_parts,
+                                           float* dk_sum, float* dv_sum,
+                                           const __grid_constant__ NsaSelectedAttentionBackwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);
   __syncthreads();  // the barriers are set up

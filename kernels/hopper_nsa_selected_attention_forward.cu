@@ -1,9 +1,13 @@
-// hopper_nsa_selected_attention_forward: nsa_selected_attention_forward for sm_90a; the same mathematics, layout, buffers and results to rounding.
-// Math       for each choice: part = sum_j softmax_j(softmax_scale * q . k_j) v_j over the block's keys j <= i, part_lse = log2 sum_j exp(softmax_scale * q . k_j)
+// hopper_nsa_selected_attention_forward: nsa_selected_attention_forward for sm_90a; the same mathematics, layout,
+// buffers and results to rounding.
+// Math       for each choice: part = sum_j softmax_j(softmax_scale * q . k_j) v_j over the block's keys j <= i,
+//            part_lse = log2 sum_j exp(softmax_scale * q . k_j)
 // Layout     as nsa_selected_attention_forward; a seq_len of q takes less than 32 GiB
-// Buffers    q, k, v, doc_start, doc_end, entries, items, num_items, parts, part_lse; the number behind num_items' last counts items taken
+// Buffers    q, k, v, doc_start, doc_end, entries, items, num_items, parts, part_lse; the number behind num_items' last
+//            counts items taken
 // Defines    HEAD_DIM 64|128; ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
-// Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; dynamic shared bytes = (256 + ROW_STAGES * 128) * HEAD_DIM * 2 + ROW_STAGES * 1040 + 80 + 1024
+// Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; dynamic shared bytes = (256 +
+//            ROW_STAGES * 128) * HEAD_DIM * 2 + ROW_STAGES * 1040 + 80 + 1024
 // Numerics   P rounded to bf16, f32 sums, parts rounded to bf16; parts of choices that are none stay unwritten
 // Edges      select_size <= 64; any group; a block that nobody chose is never read
 #define GRADIENT 0
@@ -11,7 +15,8 @@
 #include "common/hopper_chosen.cuh"
 
 // The consumer warpgroup's part.
-DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts, float* part_lse, u32 shared, int warpgroup) {
+DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts, float* part_lse, u32 shared,
+                    int warpgroup) {
   const int warp_row = (int)threadIdx.x % 128 / 32 * 16, lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
   RingPlace<ROW_STAGES> place;
@@ -20,7 +25,8 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts
     const int num_rows = run.num_rows(), first_key = run.first_key(), num_keys = run.num_keys();
     if (num_rows == 0) break;
     const int half = (warpgroup + runs) % 2;  // the last tile's second half is often empty: warpgroups take it in turns
-    const int num_tiles = ceil_div(num_rows, ROWS), work = num_rows > half * 64 ? ceil_div(num_rows - half * 64, ROWS) : 0;
+    const int num_tiles = ceil_div(num_rows, ROWS),
+              work = num_rows > half * 64 ? ceil_div(num_rows - half * 64, ROWS) : 0;
     float score[32];
     const auto multiply = [&](const RingPlace<ROW_STAGES>& rows) {
       barrier_wait(barrier_at(shared, FULL_ROWS + rows.slot), rows.phase);
@@ -32,7 +38,8 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts
     for (int tile = 0; tile < work; ++tile) {
       RingPlace<ROW_STAGES> next = place;
       if (tile + 1 < work) next.advance();
-      const u32 q = stage_at(shared, place.slot) + half * 64 * 128, places = places_at(shared, place.slot) + half * 64 * 8;
+      const u32 q = stage_at(shared, place.slot) + half * 64 * 128,
+                places = places_at(shared, place.slot) + half * 64 * 8;
       int2 row[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) row[r] = load_shared_int2(places + (warp_row + g + 8 * r) * 8);
@@ -58,13 +65,15 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts
 #pragma unroll
       for (int n = 1; n < 8; ++n)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], fmaxf(score[4 * n + 2 * r], score[4 * n + 2 * r + 1]));
+        for (int r = 0; r < 2; ++r)
+          largest[r] = fmaxf(largest[r], fmaxf(score[4 * n + 2 * r], score[4 * n + 2 * r + 1]));
 #pragma unroll
       for (int step = 1; step < 4; step *= 2)
 #pragma unroll
         for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], step));
 #pragma unroll
-      for (int r = 0; r < 2; ++r) largest[r] = largest[r] > -INFINITY_F32 ? largest[r] * scale_log2 : 0.0f;  // none: a row past the end
+      // none: a row past the end
+      for (int r = 0; r < 2; ++r) largest[r] = largest[r] > -INFINITY_F32 ? largest[r] * scale_log2 : 0.0f;
 #pragma unroll
       for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -118,9 +127,11 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_nsa_selected_attention_forward(
-    const bf16* q, const bf16* k, const bf16* v, const i32* doc_start, const i32* doc_end, const int2* entries, const int4* items, i32* num_items, bf16* parts,
-    float* part_lse, const __grid_constant__ NsaSelectedAttentionForwardParams params) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    hopper_nsa_selected_attention_forward(const bf16* q, const bf16* k, const bf16* v, const i32* doc_start,
+                                          const i32* doc_end, const int2* entries, const int4* items, i32* num_items,
+                                          bf16* parts, float* part_lse,
+                                          const __grid_constant__ NsaSelectedAttentionForwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);
   __syncthreads();  // the barriers are set up

@@ -1,16 +1,23 @@
-// hopper_sparse_attention_forward: sparse_attention_forward for sm_90a; the same mathematics, layout, buffers, params words and results to rounding.
-// Math       o_i = sum_j softmax_j(softmax_scale * q_i . k_j) v_j over the keys of i's query tile with j <= i < expire_j; lse_i = log sum_j exp(softmax_scale * q_i . k_j);
+// hopper_sparse_attention_forward: sparse_attention_forward for sm_90a; the same mathematics, layout, buffers, params
+// words and results to rounding.
+// Math       o_i = sum_j softmax_j(softmax_scale * q_i . k_j) v_j over the keys of i's query tile with
+//            j <= i < expire_j; lse_i = log sum_j exp(softmax_scale * q_i . k_j);
 //            a query that sees nothing gets o = 0, lse = -inf
 // Layout     as sparse_attention_forward
 // Buffers    (TENSOR_MAPS: k_map, v_map by value, then as many unread pointers,) q, k, v, mask, o, lse
-// Defines    as hopper_attention_forward; HEAD_DIM 64 or 128, NUM_CONSUMERS 2, HEADS_PER_TILE 1; TENSOR_MAPS 0: keys one by one, for any mask;
-//            1: tiles of keys by the copy engine, for masks without single keys and order of keys whose key tiles are multiples of 64;
+// Defines    as hopper_attention_forward; HEAD_DIM 64 or 128, NUM_CONSUMERS 2, HEADS_PER_TILE 1; TENSOR_MAPS 0: keys
+//            one by one, for any mask;
+//            1: tiles of keys by the copy engine, for masks without single keys and order of keys whose key tiles are
+//            multiples of 64;
 //            maps of bf16 [1, seq_len, num_kv_heads * HEAD_DIM], box 1 x 64 x 64, 128-byte swizzle
-// Tiling     a tile is 128 rows of one query tile, or with TENSOR_MAPS and query tiles of 64 two neighbouring ones. Persistent: grid (multiprocessors, 1, 1);
-//            384 threads; dynamic shared bytes = 256 * HEAD_DIM + (K_STAGES + V_STAGES) * 256 * HEAD_DIM + (TENSOR_MAPS ? 128 : 4096) + 2 * (32 + 512)
+// Tiling     a tile is 128 rows of one query tile, or with TENSOR_MAPS and query tiles of 64 two neighbouring ones.
+//            Persistent: grid (multiprocessors, 1, 1);
+//            384 threads; dynamic shared bytes = 256 * HEAD_DIM + (K_STAGES + V_STAGES) * 256 * HEAD_DIM + (TENSOR_MAPS
+//            ? 128 : 4096) + 2 * (32 + 512)
 //              + (2 * K_STAGES + 2 * V_STAGES + 2) * 8 + 1024
 // Numerics   as hopper_attention_forward; the order of a row's sums follows the list
-// Edges      as sparse_attention_forward, but with TENSOR_MAPS listed tiles are read whole: keys that no query sees must be finite there
+// Edges      as sparse_attention_forward, but with TENSOR_MAPS listed tiles are read whole: keys that no query sees
+//            must be finite there
 #define GATHER (!TENSOR_MAPS)
 #define SPARSE 1
 #define HAS_BIAS 0

@@ -1,12 +1,15 @@
-// nsa_choose: the blocks whose tokens a query of native sparse attention reads: its own, the one before, its document's first, then the most important; of
-// equally important ones the later (arXiv:2502.11089, eq. 11).
-// Math       the num_selected largest by (importance, number of the block), the forced ones first; a query whose own block is b has b + 1 to choose from
-// Layout     importance f32 [batch, num_kv_heads, num_queries, num_blocks] of the queries from first_query on, as nsa_importance writes it; doc_start i32 [batch,
-//            seq_len]; block_indices i32 [batch, seq_len, num_kv_heads, num_selected]: ascending, counted from the document's first token, then -1
+// nsa_choose: the blocks whose tokens a query of native sparse attention reads: its own, the one before, its document's
+// first, then the most important; of equally important ones the later (arXiv:2502.11089, eq. 11).
+// Math       the num_selected largest by (importance, number of the block), the forced ones first; a query whose own
+//            block is b has b + 1 to choose from
+// Layout     importance f32 [batch, num_kv_heads, num_queries, num_blocks] of the queries from first_query on,
+//            as nsa_importance writes it; doc_start i32 [batch, seq_len]; block_indices i32
+//            [batch, seq_len, num_kv_heads, num_selected]: ascending, counted from the document's first token, then -1
 // Buffers    importance, doc_start, block_indices
 // Defines    none
-// Method     of each lane's importances the largest; the needed-th largest of those 32 is a bound that the chosen reach. Where no more than 32 importances reach
-//            it each becomes a lane's, which counts those ahead of it. Otherwise the least importance taken is found bit by bit
+// Method     of each lane's importances the largest; the needed-th largest of those 32 is a bound that the chosen
+//            reach. Where no more than 32 importances reach it each becomes a lane's, which counts those ahead of it.
+//            Otherwise the least importance taken is found bit by bit
 // Tiling     grid (ceil(num_queries / 8), num_kv_heads, batch); 256 threads, a warp a query
 // Numerics   exact; every element of these queries written
 // Edges      any num_selected >= 1; importances are not below 0; NaN counts as most important
@@ -29,14 +32,16 @@ struct Choice {
   i32* to;
 };
 
-// Takes exactly `needed` of all that are `least` or more, `reached` of them: of those that just reach it the earliest stay out.
+// Takes exactly `needed` of all that are `least` or more, `reached` of them: of those that just reach it the earliest
+// stay out.
 DEVICE void take_reaching(const Choice& choice, u32 least, int reached) {
   const int lane = (int)threadIdx.x % 32;
   const u32 below = (1u << lane) - 1;
   int surplus = reached - choice.needed, place = 0;
   for (int at = 0; at < choice.count; at += 32) {
     const bool inside = at + lane < choice.count;
-    const u32 value = inside ? order_of(choice.from[at + lane]) : 0, equal = __ballot_sync(~0u, inside && value == least);
+    const u32 value = inside ? order_of(choice.from[at + lane]) : 0,
+              equal = __ballot_sync(~0u, inside && value == least);
     const bool taken = inside && (value > least || (value == least && __popc(equal & below) >= surplus));
     const u32 takers = __ballot_sync(~0u, taken);
     if (taken) choice.to[place + __popc(takers & below)] = at + lane + 1;
@@ -104,14 +109,19 @@ DEVICE void choose(const Choice& choice, uint2* room) {
   take_reaching(choice, least, reached);
 }
 
-extern "C" __global__ void __launch_bounds__(256) nsa_choose(const float* importance, const i32* doc_start, i32* block_indices,
-                                                            const __grid_constant__ NsaChooseParams params) {
-  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, lane = (int)threadIdx.x % 32, in_range = (int)blockIdx.x * 8 + __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
+extern "C" __global__ void __launch_bounds__(256)
+    nsa_choose(const float* importance, const i32* doc_start, i32* block_indices,
+               const __grid_constant__ NsaChooseParams params) {
+  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, lane = (int)threadIdx.x % 32,
+            in_range = (int)blockIdx.x * 8 + __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
   const int query = (int)params.first_query + in_range;
   if (in_range >= (int)params.num_queries || query >= (int)params.seq_len) return;
-  const int own = __shfl_sync(~0u, (query - doc_start[(u64)batch * params.seq_len + query]) / (int)params.select_size, 0), num_selected = (int)params.num_selected;
+  const int own =
+                __shfl_sync(~0u, (query - doc_start[(u64)batch * params.seq_len + query]) / (int)params.select_size, 0),
+            num_selected = (int)params.num_selected;
   i32* chosen = block_indices + (((u64)batch * params.seq_len + query) * params.num_kv_heads + kv_head) * num_selected;
-  const int count = min(num_selected, own + 1), last = min(count, 2), first = count > 2;  // own and the one before end the list, the document's first begins it
+  // own and the one before end the list, the document's first begins it
+  const int count = min(num_selected, own + 1), last = min(count, 2), first = count > 2;
   const int needed = count - last - first;
 
   if (needed > 0) {

@@ -1,16 +1,21 @@
-// nsa_importance: how important each block of keys is to a query of native sparse attention: the probabilities of the compressed blocks that overlap it, over the
-// heads of the group (arXiv:2502.11089, eq. 9, 10). No matrix of scores lies in memory.
-// Math       importance[i, b] = sum over heads h and slots c of the document of w(c, b) exp(softmax_scale q_ih . k_c - lse_ih), over the blocks c that i sees;
+// nsa_importance: how important each block of keys is to a query of native sparse attention: the probabilities of the
+// compressed blocks that overlap it, over the heads of the group (arXiv:2502.11089, eq. 9, 10). No matrix of scores
+// lies in memory.
+// Math       importance[i, b] = sum over heads h and slots c of the document of w(c, b) exp(softmax_scale q_ih . k_c -
+//            lse_ih), over the blocks c that i sees;
 //            w(c, b) the strides that compressed block c and block b share
-// Layout     q bf16 [batch, seq_len, heads, HEAD_DIM]: any token and batch stride and an element offset, all multiples of 8; keys bf16 [batch, num_slots,
-//            num_kv_heads, HEAD_DIM]; lse f32 [batch, num_heads, seq_len]; doc_start i32 [batch, seq_len]; importance f32 [batch, num_kv_heads, num_queries,
-//            num_blocks] of the queries from first_query on; contiguous
+// Layout     q bf16 [batch, seq_len, heads, HEAD_DIM]: any token and batch stride and an element offset, all multiples
+//            of 8; keys bf16 [batch, num_slots, num_kv_heads, HEAD_DIM]; lse f32 [batch, num_heads, seq_len]; doc_start
+//            i32 [batch, seq_len]; importance f32 [batch, num_kv_heads, num_queries, num_blocks] of the queries from
+//            first_query on; contiguous
 // Buffers    q, keys, lse, doc_start, doc_end, importance
 // Defines    HEAD_DIM 64|128
-// Tiling     grid (ceil(num_queries / (64 / group)), num_kv_heads, batch); 128 threads: 64 rows (queries x heads, a query's heads side by side) against 64
-//            slots a step; dynamic shared bytes = 192 * HEAD_DIM * 2 + 64 * (64 + CARRY + 1) * 4
+// Tiling     grid (ceil(num_queries / (64 / group)), num_kv_heads, batch); 128 threads: 64 rows (queries x heads, a
+//            query's heads side by side) against 64 slots a step; dynamic shared bytes = 192 * HEAD_DIM * 2 + 64 * (64
+//            + CARRY + 1) * 4
 // Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
-// Edges      group <= 64; (select + compress) / stride <= CARRY + 2, select / stride <= 64; slots that nobody sees may hold NaN
+// Edges      group <= 64; (select + compress) / stride <= CARRY + 2, select / stride <= 64; slots that nobody sees may
+//            hold NaN
 #define NUM_WARPS 4
 #include "common/attention_params.cuh"
 #include "common/copy_rows.cuh"
@@ -44,29 +49,35 @@ DEVICE void store_probabilities(float (&p)[2][16], float* table, int warp) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) nsa_importance(const bf16* q, const bf16* keys, const float* lse, const i32* doc_start, const i32* doc_end,
-                                                                    float* importance, const __grid_constant__ NsaImportanceParams params) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    nsa_importance(const bf16* q, const bf16* keys, const float* lse, const i32* doc_start, const i32* doc_end,
+                   float* importance, const __grid_constant__ NsaImportanceParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  const int seq_len = (int)params.seq_len, heads = (int)params.num_kv_heads, group = (int)params.num_heads / heads, tile_queries = ROWS / group;
+  const int seq_len = (int)params.seq_len, heads = (int)params.num_kv_heads, group = (int)params.num_heads / heads,
+            tile_queries = ROWS / group;
   const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, num_slots = (int)params.num_slots;
   const int range_end = min((int)(params.first_query + params.num_queries), seq_len);
-  const int first_query = (int)params.first_query + (int)(gridDim.x - 1 - blockIdx.x) * tile_queries;  // late queries see most slots: start them first
+  // late queries see most slots: start them first
+  const int first_query = (int)params.first_query + (int)(gridDim.x - 1 - blockIdx.x) * tile_queries;
   const int end_query = min(first_query + tile_queries, range_end), num_rows = max(end_query - first_query, 0) * group;
   if (num_rows == 0) return;
-  const CompressedBlocks blocks = {doc_start + (u64)batch * seq_len, doc_end + (u64)batch * seq_len, (int)params.compress_size, (int)params.stride};
+  const CompressedBlocks blocks = {doc_start + (u64)batch * seq_len, doc_end + (u64)batch * seq_len,
+                                   (int)params.compress_size, (int)params.stride};
   const int per_select = (int)params.select_size / blocks.stride, per_compress = blocks.size / blocks.stride;
   const u32 shared = shared_address(shared_memory);
   // [ROWS / merged, PITCH]: column x is slot first - CARRY + x of a step; `merged` heads of a query share a row.
   float* probabilities = (float*)(shared_memory + Q_BYTES + 2 * K_BYTES);
   const int merged = group % 16 == 0 ? 16 : group % 8 == 0 ? 8 : group % 4 == 0 ? 4 : group % 2 == 0 ? 2 : 1;
   const int carry = per_select + per_compress - 2, num_table_rows = num_rows / merged;
-  __shared__ int row_first[ROWS], row_seen[ROWS], row_own[ROWS];           // of each query: its document's first slot, slots it sees, own block
+  // of each query: its document's first slot, slots it sees, own block
+  __shared__ int row_first[ROWS], row_seen[ROWS], row_own[ROWS];
   __shared__ float row_lse[ROWS];
 
   // Load: queries, and what each row sees.
   for (int at = (int)threadIdx.x; at < ROWS * Tile::CHUNKS; at += THREADS) {
     const int row = at / Tile::CHUNKS, chunk = at % Tile::CHUNKS, query = min(first_query + row / group, end_query - 1);
-    const bf16* from = q + params.q_offset + batch * params.q_batch_stride + (u64)query * params.q_token_stride + (u64)(kv_head * group + row % group) * HEAD_DIM;
+    const bf16* from = q + params.q_offset + batch * params.q_batch_stride + (u64)query * params.q_token_stride +
+                       (u64)(kv_head * group + row % group) * HEAD_DIM;
     copy_async_16(shared + Tile::offset(row, chunk), from + chunk * 8, row < num_rows ? 16 : 0);
   }
   if (threadIdx.x < ROWS) {
@@ -80,7 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) nsa_importance(const bf16*
       row_lse[row] = lse[((u64)batch * params.num_heads + kv_head * group + row % group) * seq_len + query] * LOG2_E;
     }
   }
-  for (int at = (int)threadIdx.x; at < ROWS * CARRY; at += THREADS) probabilities[at / CARRY * PITCH + at % CARRY] = 0.0f;
+  for (int at = (int)threadIdx.x; at < ROWS * CARRY; at += THREADS)
+    probabilities[at / CARRY * PITCH + at % CARRY] = 0.0f;
   __syncthreads();  // the rows are described
   const int begin = row_first[0], end = row_first[num_rows - 1] + (row_own[num_rows - 1] + 1) * per_select;
   const bf16* k = keys + ((u64)batch * num_slots * heads + kv_head) * HEAD_DIM;
@@ -89,7 +101,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) nsa_importance(const bf16*
 
   const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
-  float* to = importance + (((u64)batch * heads + kv_head) * params.num_queries + (first_query - (int)params.first_query)) * params.num_blocks;
+  float* to =
+      importance + (((u64)batch * heads + kv_head) * params.num_queries + (first_query - (int)params.first_query)) *
+                       params.num_blocks;
   // The threads of a query take its blocks in turn.
   const int team = THREADS / tile_queries, query = (int)threadIdx.x / team, query_row = min(query * group, ROWS - 1);
   const int document_first = row_first[query_row], own = row_own[query_row];
@@ -99,11 +113,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) nsa_importance(const bf16*
   for (int first = begin; first < end; first += SLOTS, slot ^= 1) {
     copy_async_wait<0>();
     __syncthreads();  // these keys are here for every thread; the last step's probabilities have been read and moved
-    if (first + SLOTS < end) copy_rows<HEAD_DIM, SLOTS>(shared + Q_BYTES + (slot ^ 1) * K_BYTES, k, (u32)heads * HEAD_DIM, first + SLOTS, num_slots);
+    if (first + SLOTS < end)
+      copy_rows<HEAD_DIM, SLOTS>(shared + Q_BYTES + (slot ^ 1) * K_BYTES, k, (u32)heads * HEAD_DIM, first + SLOTS,
+                                 num_slots);
     copy_async_commit();
     if (first == begin) {
 #pragma unroll
-      for (int step = 0; step < HEAD_DIM / 16; ++step) load_matrix_x4(a[step], Tile::step(shared + warp * 16 * Tile::ROW_BYTES + Tile::offset(lane % 16, lane / 16), 0, step * 2));
+      for (int step = 0; step < HEAD_DIM / 16; ++step)
+        load_matrix_x4(a[step], Tile::step(shared + warp * 16 * Tile::ROW_BYTES + Tile::offset(lane % 16, lane / 16), 0,
+                                           step * 2));
     }
 
     // Score, and probabilities of the slots that a row sees.
@@ -128,7 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) nsa_importance(const bf16*
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
           const int column = n * 8 + 2 * t + x;
-          p[h][2 * n + x] = column >= low && column < high ? exp2_fast(score[n][2 * h + x] * scale_log2 - row_sum) : 0.0f;
+          p[h][2 * n + x] =
+              column >= low && column < high ? exp2_fast(score[n][2 * h + x] * scale_log2 - row_sum) : 0.0f;
         }
     }
     switch (merged) {
@@ -143,11 +162,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) nsa_importance(const bf16*
     // Blocks whose last slot lies in this step.
     if (query < end_query - first_query) {
       for (; block <= own && document_first + (block + 1) * per_select <= first + SLOTS; block += team) {
-        const float* from = probabilities + query * group / merged * PITCH + CARRY + document_first + block * per_select - first;
+        const float* from =
+            probabilities + query * group / merged * PITCH + CARRY + document_first + block * per_select - first;
         float sum = 0.0f;
         for (int part = 0; part < group / merged; ++part, from += PITCH)
           for (int offset = 1 - per_compress; offset < per_select; ++offset) {
-            // As many strides as the compressed block at this offset shares with the block. Slots before the document hold zeros.
+            // As many strides as the compressed block at this offset shares with the block. Slots before the document
+            // hold zeros.
             const int weight = min(per_select - 1, offset + per_compress - 1) - max(offset, 0) + 1;
             sum += (float)weight * from[offset];
           }
@@ -156,7 +177,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) nsa_importance(const bf16*
     }
     __syncthreads();  // nobody reads the step's probabilities any more
     for (int row = warp; row < num_table_rows; row += NUM_WARPS) {
-      if (lane < carry) probabilities[row * PITCH + CARRY - carry + lane] = probabilities[row * PITCH + CARRY - carry + SLOTS + lane];
+      if (lane < carry)
+        probabilities[row * PITCH + CARRY - carry + lane] = probabilities[row * PITCH + CARRY - carry + SLOTS + lane];
     }
   }
   copy_async_wait<0>();

@@ -1,12 +1,18 @@
-// nsa_lists: the queries that chose each block of keys, ascending, and the pieces of those lists that attention works on.
-// Math       the entries of a cell are the queries with a choice there, in their order; an item is a piece of one cell's list
-// Layout     block_indices, doc_start, counts as nsa_list_counts; entries int2 {query, its choice's number: (query - first_query) * num_selected + place} [batch,
-//            num_kv_heads, num_queries * num_selected], cell after cell; items int4 {first entry, entries, cell, 0} [batch, num_kv_heads, max_items] in the
-//            order of cells, of at most item_queries entries each; num_items i32 [batch * num_kv_heads + 1], the last 0: items that somebody took
+// nsa_lists: the queries that chose each block of keys, ascending, and the pieces of those lists that attention works
+// on.
+// Math       the entries of a cell are the queries with a choice there, in their order; an item is a piece of one
+//            cell's list
+// Layout     block_indices, doc_start, counts as nsa_list_counts; entries int2 {query, its choice's number: (query -
+//            first_query) * num_selected + place} [batch, num_kv_heads, num_queries * num_selected], cell after cell;
+//            items int4 {first entry, entries, cell, 0} [batch, num_kv_heads, max_items] in the order of cells, of at
+//            most item_queries entries each; num_items i32 [batch * num_kv_heads + 1], the last 0: items that somebody
+//            took
 // Buffers    block_indices, doc_start, counts, entries, items, num_items
 // Defines    none
-// Method     a counting sort: 32 queries at a time set their bit in a word of each cell they chose; a query's place is the number of lower bits
-// Tiling     grid (parts, num_kv_heads, batch), a part is 256 queries; 512 threads; dynamic shared bytes = num_cells * 8
+// Method     a counting sort: 32 queries at a time set their bit in a word of each cell they chose; a query's place is
+//            the number of lower bits
+// Tiling     grid (parts, num_kv_heads, batch), a part is 256 queries; 512 threads; dynamic shared bytes =
+//            num_cells * 8
 // Numerics   integers; the same lists in every run
 // Edges      a query chooses a block once at most; max_items >= num_queries * num_selected / item_queries + num_cells
 #include "common/block_scan.cuh"
@@ -14,8 +20,9 @@
 
 constexpr int LIST_THREADS = 512, SLOTS = LIST_THREADS / 32;
 
-extern "C" __global__ void __launch_bounds__(LIST_THREADS, 3) nsa_lists(const i32* block_indices, const i32* doc_start, const i32* counts, int2* entries, int4* items,
-                                                                   i32* num_items, const __grid_constant__ NsaCellsParams params) {
+extern "C" __global__ void __launch_bounds__(LIST_THREADS, 3)
+    nsa_lists(const i32* block_indices, const i32* doc_start, const i32* counts, int2* entries, int4* items,
+              i32* num_items, const __grid_constant__ NsaCellsParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   __shared__ u32 warp_sums[2][32];
   const Choices choices(block_indices, doc_start, params);
@@ -46,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 3) nsa_lists(const i3
       cursor[cell] = entry + before;
       bits[cell] = 0;
       if (blockIdx.x == 0) {
-        for (u32 piece = 0; piece < pieces; ++piece) items[item + piece] = {(int)(entry + piece * most), (int)min(all - piece * most, most), cell, 0};
+        for (u32 piece = 0; piece < pieces; ++piece)
+          items[item + piece] = {(int)(entry + piece * most), (int)min(all - piece * most, most), cell, 0};
       }
     }
     first_entry += total_entries;
@@ -58,10 +66,12 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 3) nsa_lists(const i3
     if (choices.row() == 0) num_items[(u64)gridDim.y * gridDim.z] = 0;
   }
 
-  // Place: lane = query. The cell of a thread's first slot stays in a register; with more slots than warps others are worked out anew.
+  // Place: lane = query. The cell of a thread's first slot stays in a register; with more slots than warps others are
+  // worked out anew.
   for (int base = 0; base < choices.num_queries; base += 32) {
     const int query = base + lane, token = choices.first_query + query, own = thread / 32;
-    const int end = query < choices.num_queries ? choices.num_selected : 0, own_cell = own < end ? choices.cell(query, own) : -1;
+    const int end = query < choices.num_queries ? choices.num_selected : 0,
+              own_cell = own < end ? choices.cell(query, own) : -1;
     for (int slot = own; slot < end; slot += SLOTS) {
       const int cell = slot == own ? own_cell : choices.cell(query, slot);
       if (cell >= 0) atomicOr(&bits[cell], 1u << lane);
@@ -69,7 +79,9 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 3) nsa_lists(const i3
     __syncthreads();  // all bits of these queries are set
     for (int slot = own; slot < end; slot += SLOTS) {
       const int cell = slot == own ? own_cell : choices.cell(query, slot);
-      if (cell >= 0) entries[cursor[cell] + __popc(bits[cell] & ((1u << lane) - 1))] = {token, (token - choices.range_first) * choices.num_selected + slot};
+      if (cell >= 0)
+        entries[cursor[cell] + __popc(bits[cell] & ((1u << lane) - 1))] = {
+            token, (token - choices.range_first) * choices.num_selected + slot};
     }
     __syncthreads();  // every place has been read
     for (int slot = own; slot < end; slot += SLOTS) {

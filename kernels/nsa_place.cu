@@ -1,20 +1,21 @@
 // nsa_place: puts each compressed key and value at its block's last token, where an ordinary list of {position, expire}
 // lets queries see it; or takes the sums of their gradients from there.
-// Math       TAKE 0: k[token] = compressed[0, slot that ends with the token], v likewise with compressed[1]; zeros at the
-//            first token of each super-block where none does, because padded lists name it; SUMS 1: zeros of dk_sum and
-//            dv_sum where a slot ends. TAKE 1: the inverse, compressed[0] = scale * dk_sum and compressed[1] = dv_sum,
-//            zeros for empty slots, and zeros for the keys and values of dqkv
+// Math       TAKE 0: k[token] = compressed[0, slot that ends with the token], v likewise with compressed[1]; zeros at
+//            the first token of each super-block where none does, because padded lists name it; SUMS 1: zeros of dk_sum
+//            and dv_sum where a slot ends. TAKE 1: the inverse, compressed[0] = scale * dk_sum and compressed[1] =
+//            dv_sum, zeros for empty slots, and zeros for the keys and values of dqkv
 // Layout     compressed bf16 [2, batch * num_slots * num_kv_heads, width]; k, v bf16
-//            [batch, seq_len, num_kv_heads, width]; dk_sum, dv_sum f32 [batch, num_kv_heads, seq_len, width], columns as
-//            in dma_attention_backward_convert; dqkv bf16 [batch, seq_len, num_heads + 2 * num_kv_heads, width];
+//            [batch, seq_len, num_kv_heads, width]; dk_sum, dv_sum f32 [batch, num_kv_heads, seq_len, width], columns
+//            as in dma_attention_backward_convert; dqkv bf16 [batch, seq_len, num_heads + 2 * num_kv_heads, width];
 //            doc_start, doc_end i32 [batch, seq_len]; contiguous
 // Buffers    TAKE 0: compressed, doc_start, doc_end, k, v, (SUMS 1: dk_sum, dv_sum); TAKE 1: dk_sum, dv_sum, doc_start,
 //            doc_end, compressed, dqkv
 // Defines    TAKE 0|1, SUMS 0|1
 // Tiling     TAKE 0: grid (num_slots + ceil(seq_len / 1024), batch), a block takes a slot or the first token of a
-//            super-block; TAKE 1: grid (seq_len, batch), a block takes a token and the slot of its number; 128 threads, 16
-//            columns each; no shared memory
-// Numerics   copies and zeros; one rounding of the sums; other rows of k, v and the sums are not written: nobody reads them
+//            super-block; TAKE 1: grid (seq_len, batch), a block takes a token and the slot of its number; 128 threads,
+//            16 columns each; no shared memory
+// Numerics   copies and zeros; one rounding of the sums; other rows of k, v and the sums are not written: nobody reads
+//            them
 // Edges      width a multiple of 16
 #include "common/bf16x8.cuh"
 #include "common/nsa_blocks.cuh"

@@ -1,13 +1,16 @@
-// nsa_selected_attention_forward: attention of the queries that chose a block of keys over that block, keys outermost: a block of threads holds a block's K and V
-// and streams the rows of its list, 128 at a time. nsa_selected_combine joins a query's parts.
-// Math       for each choice: part = sum_j softmax_j(softmax_scale * q . k_j) v_j over the block's keys j <= i, part_lse = log2 sum_j exp(softmax_scale * q . k_j)
-// Layout     q bf16 [batch, seq_len, num_heads, HEAD_DIM], k, v [.., num_kv_heads, HEAD_DIM]: any token and batch stride and an element offset, all multiples of
-//            8; doc_start, doc_end i32 [batch, seq_len]; entries, items, num_items as nsa_lists; parts bf16 [batch, num_kv_heads, choices, group, HEAD_DIM],
-//            part_lse f32 [batch, num_kv_heads, choices, group], choices = queries of the lists * num_selected
+// nsa_selected_attention_forward: attention of the queries that chose a block of keys over that block, keys outermost:
+// a block of threads holds a block's K and V and streams the rows of its list, 128 at a time. nsa_selected_combine
+// joins a query's parts.
+// Math       for each choice: part = sum_j softmax_j(softmax_scale * q . k_j) v_j over the block's keys j <= i,
+//            part_lse = log2 sum_j exp(softmax_scale * q . k_j)
+// Layout     q bf16 [batch, seq_len, num_heads, HEAD_DIM], k, v [.., num_kv_heads, HEAD_DIM]: any token and batch
+//            stride and an element offset, all multiples of 8; doc_start, doc_end i32 [batch, seq_len]; entries, items,
+//            num_items as nsa_lists; parts bf16 [batch, num_kv_heads, choices, group, HEAD_DIM], part_lse f32
+//            [batch, num_kv_heads, choices, group], choices = queries of the lists * num_selected
 // Buffers    q, k, v, doc_start, doc_end, entries, items, num_items, parts, part_lse
 // Defines    HEAD_DIM 64|128
-// Tiling     grid (max_items, num_kv_heads, batch), blocks past num_items leave at once; 128 threads, 32 rows a warp; dynamic shared bytes = (2 * 64 + 2 * 128) *
-//            HEAD_DIM * 2
+// Tiling     grid (max_items, num_kv_heads, batch), blocks past num_items leave at once; 128 threads, 32 rows a warp;
+//            dynamic shared bytes = (2 * 64 + 2 * 128) * HEAD_DIM * 2
 // Numerics   P rounded to bf16, f32 sums, parts rounded to bf16; parts of choices that are none stay unwritten
 // Edges      select_size <= 64; any group; a block that nobody chose is never read
 #define NUM_WARPS 4
@@ -19,9 +22,11 @@ constexpr int ROWS = 128, KEYS = 64, ROW_TILES = 2;
 using Tile = SwizzledTile<HEAD_DIM>;
 constexpr int KEY_BYTES = KEYS * HEAD_DIM * 2, Q_BYTES = ROWS * HEAD_DIM * 2;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) nsa_selected_attention_forward(
-    const bf16* q, const bf16* k, const bf16* v, const i32* doc_start, const i32* doc_end, const int2* entries, const int4* items, const i32* num_items, bf16* parts,
-    float* part_lse, const __grid_constant__ NsaSelectedAttentionForwardParams params) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    nsa_selected_attention_forward(const bf16* q, const bf16* k, const bf16* v, const i32* doc_start,
+                                   const i32* doc_end, const int2* entries, const int4* items, const i32* num_items,
+                                   bf16* parts, float* part_lse,
+                                   const __grid_constant__ NsaSelectedAttentionForwardParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   __shared__ ChosenRow rows[3][ROWS];
   const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, group = (int)(params.num_heads / params.num_kv_heads);
@@ -39,7 +44,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) nsa_selected_attention_
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
 
   for (int first = 0, next; first < item.y; first = next) {
-    const ChosenRun run = chosen_run(entries, first, item.y, item.z, (int)params.select_size, group, doc_start, doc_end, next);
+    const ChosenRun run =
+        chosen_run(entries, first, item.y, item.z, (int)params.select_size, group, doc_start, doc_end, next);
     const int num_tiles = ceil_div(run.num_rows, ROWS);
     __syncthreads();  // nobody reads the last run's keys and rows any more
     rows[0][threadIdx.x] = chosen_row(run, (int)threadIdx.x, group, kv_head * group);
@@ -52,12 +58,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) nsa_selected_attention_
 
     for (int it = 0; it < num_tiles; ++it) {
       copy_async_wait<0>();
-      __syncthreads();  // this tile's queries and the next one's description are here for every thread, nobody reads the last tile any more
-      if (it + 1 < num_tiles) copy_chosen_rows<HEAD_DIM, ROWS>(q_shared + (it + 1) % 2 * Q_BYTES, q, (u32)params.q_token_stride, rows[(it + 1) % 3]);
+      // this tile's queries and the next one's description are here for every thread, nobody reads the last tile any
+      // more
+      __syncthreads();
+      if (it + 1 < num_tiles)
+        copy_chosen_rows<HEAD_DIM, ROWS>(q_shared + (it + 1) % 2 * Q_BYTES, q, (u32)params.q_token_stride,
+                                         rows[(it + 1) % 3]);
       copy_async_commit();
       rows[(it + 2) % 3][threadIdx.x] = chosen_row(run, (it + 2) * ROWS + (int)threadIdx.x, group, kv_head * group);
 
-      const int thread = (int)opaque(threadIdx.x), lane = thread % 32, warp_row = thread / 32 * 32, g = lane / 4, t = lane % 4;
+      const int thread = (int)opaque(threadIdx.x), lane = thread % 32, warp_row = thread / 32 * 32, g = lane / 4,
+                t = lane % 4;
       const ChosenRow* tile_rows = rows[it % 3] + warp_row;
       if (tile_rows[0].token < 0) continue;  // rows end before this warp's
 
@@ -122,7 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) nsa_selected_attention_
 #pragma unroll
         for (int step = 0; step < KEYS / 16; ++step)
 #pragma unroll
-          for (int x = 0; x < 4; ++x) p[m][step][x] = pack_bf16(score[m][2 * step + x / 2][x % 2 * 2], score[m][2 * step + x / 2][x % 2 * 2 + 1]);
+          for (int x = 0; x < 4; ++x)
+            p[m][step][x] = pack_bf16(score[m][2 * step + x / 2][x % 2 * 2], score[m][2 * step + x / 2][x % 2 * 2 + 1]);
 
       // Weigh, 64 columns at a time, and store.
       const u32 v_at = v_shared + Tile::offset(lane % 16, lane / 16);
@@ -150,7 +162,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) nsa_selected_attention_
           for (int four = 0; four < 2; ++four) {
             u32 words[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) words[i] = pack_bf16(output[m][four * 4 + i][2 * h] * inverse[m][h], output[m][four * 4 + i][2 * h + 1] * inverse[m][h]);
+            for (int i = 0; i < 4; ++i)
+              words[i] = pack_bf16(output[m][four * 4 + i][2 * h] * inverse[m][h],
+                                   output[m][four * 4 + i][2 * h + 1] * inverse[m][h]);
             quad_transpose(words);
             if (row.token >= 0) *(uint4*)(to + four * 32) = make_uint4(words[0], words[1], words[2], words[3]);
           }

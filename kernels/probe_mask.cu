@@ -1,6 +1,9 @@
-// probe_mask: the mask of dense probe rows, of which every gamma-th position is one (Delta Attention, arXiv:2505.11254).
-// Math       tile t: the probes 128 t .. 128 t + 127 and all tiles of 128 keys that begin no later than the last of them; probe p is row max(p * gamma - offset, 0)
-// Layout     mask i32: row_ptr [tiles + 1], tile_idx, query_order [probes] from the words row_ptr_at, tile_idx_at and query_order_at on
+// probe_mask: the mask of dense probe rows, of which every gamma-th position is one (Delta Attention,
+// arXiv:2505.11254).
+// Math       tile t: the probes 128 t .. 128 t + 127 and all tiles of 128 keys that begin no later than the last of
+//            them; probe p is row max(p * gamma - offset, 0)
+// Layout     mask i32: row_ptr [tiles + 1], tile_idx, query_order [probes] from the words row_ptr_at, tile_idx_at and
+//            query_order_at on
 // Buffers    mask
 // Defines    none
 // Tiling     grid (tiles, 1, 1); 128 threads; no dynamic shared memory
@@ -13,10 +16,14 @@ struct ProbeMaskParams {
   u64 row_ptr_at, tile_idx_at, query_order_at;
 };
 
-extern "C" __global__ void __launch_bounds__(128) probe_mask(i32* mask, const __grid_constant__ ProbeMaskParams params) {
-  const int probes = (int)params.num_probes, gamma = (int)params.gamma, offset = (int)params.offset, tile = (int)blockIdx.x, thread = (int)threadIdx.x;
+extern "C" __global__ void __launch_bounds__(128)
+    probe_mask(i32* mask, const __grid_constant__ ProbeMaskParams params) {
+  const int probes = (int)params.num_probes, gamma = (int)params.gamma, offset = (int)params.offset,
+            tile = (int)blockIdx.x, thread = (int)threadIdx.x;
   const auto row_of = [&](int probe) { return max(probe * gamma - offset, 0); };
-  const auto count_of = [&](int tile) { return ((int)params.context + row_of(min((tile + 1) * 128, probes) - 1)) / 128 + 1; };
+  const auto count_of = [&](int tile) {
+    return ((int)params.context + row_of(min((tile + 1) * 128, probes) - 1)) / 128 + 1;
+  };
   int at = 0;
   for (int before = 0; before < tile; ++before) at += count_of(before);
   const int count = count_of(tile), probe = tile * 128 + thread;

@@ -1,11 +1,15 @@
-// select_cell_sums: the softmax of cells over blocks of keys, summed over the cells of each block of queries (XAttention, arXiv:2503.16428).
-// Math       mass[h, i, j] = sum_a 2^(block_lse[h, a, j] - log2 sum_j' 2^block_lse[h, a, j']) over the cells a of block i and the blocks j' up to a's own
-// Layout     block_lse f32 [heads, query_cells, columns] as select_cells writes it, its first cell at position first_query; mass f32 [heads, rows, columns]
+// select_cell_sums: the softmax of cells over blocks of keys, summed over the cells of each block of queries
+// (XAttention, arXiv:2503.16428).
+// Math       mass[h, i, j] = sum_a 2^(block_lse[h, a, j] - log2 sum_j' 2^block_lse[h, a, j']) over the cells a of block
+//            i and the blocks j' up to a's own
+// Layout     block_lse f32 [heads, query_cells, columns] as select_cells writes it, its first cell at position
+//            first_query; mass f32 [heads, rows, columns]
 // Buffers    block_lse, mass
 // Defines    none
 // Tiling     grid (rows, heads, 1); 128 threads; no dynamic shared memory
 // Numerics   f32; cells are added in their order
-// Edges      a cell that reaches before the call belongs to the first block; blocks that a row does not admit are left as they are; NaN stays NaN
+// Edges      a cell that reaches before the call belongs to the first block; blocks that a row does not admit are left
+//            as they are; NaN stays NaN
 #include "common/select_blocks.cuh"
 
 struct SelectCellSumsParams {
@@ -25,11 +29,15 @@ DEVICE float together(float x, float* places) {
   return combine(combine(places[0], places[1]), combine(places[2], places[3]));
 }
 
-extern "C" __global__ void __launch_bounds__(128) select_cell_sums(const float* block_lse, float* mass, const __grid_constant__ SelectCellSumsParams params) {
+extern "C" __global__ void __launch_bounds__(128)
+    select_cell_sums(const float* block_lse, float* mass, const __grid_constant__ SelectCellSumsParams params) {
   __shared__ float places[4];
-  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset, (int)params.query_block};
-  const int row = (int)blockIdx.x, head = (int)blockIdx.y, columns = blocks.num_columns(), cell = (int)params.cell, first_query = (int)params.first_query;
-  const int begin = row == 0 ? 0 : (blocks.first(row) - first_query) / cell, end = blocks.last(row) < first_query ? 0 : (blocks.last(row) - first_query) / cell + 1;
+  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
+                               (int)params.query_block};
+  const int row = (int)blockIdx.x, head = (int)blockIdx.y, columns = blocks.num_columns(), cell = (int)params.cell,
+            first_query = (int)params.first_query;
+  const int begin = row == 0 ? 0 : (blocks.first(row) - first_query) / cell,
+            end = blocks.last(row) < first_query ? 0 : (blocks.last(row) - first_query) / cell + 1;
   mass += ((u64)head * blocks.num_rows() + row) * columns;
   block_lse += (u64)head * params.query_cells * columns;
   for (int j = (int)threadIdx.x; j < blocks.admissible(row); j += 128) mass[j] = 0.0f;

@@ -1,15 +1,20 @@
 // select_choose: which blocks of keys each block of queries keeps, by mass or by number.
-// Math       of the blocks that compete in a row, by falling score (equal ones by rising number): the shortest prefix that holds `goal` of the softmax's mass
-//            (absolute: `goal` itself; strict: more than that), or `top` blocks, or with tops as many as it has for the head (0: by mass; less: none), or with
-//            share that share of the competing ones, rounded up. IS_MASS: scores are masses already. FORCED: the first block and those that meet the row's
-//            queries are kept before all others and count. The first num_first have the highest score; drops_absent: minus infinity is never kept
-// Layout     score f32 [heads, rows, columns] of the heads from first_head on; kept u32 [num_heads, rows, ceil(columns / 32)], a bit a block; nan i32 [num_heads], added to: rows with a
-//            score that is no number, by mass also one that is infinite; tops i32 [num_heads], read where has_tops
+// Math       of the blocks that compete in a row, by falling score (equal ones by rising number): the shortest prefix
+//            that holds `goal` of the softmax's mass (absolute: `goal` itself; strict: more than that), or `top`
+//            blocks, or with tops as many as it has for the head (0: by mass; less: none), or with share that share of
+//            the competing ones, rounded up. IS_MASS: scores are masses already. FORCED: the first block and those that
+//            meet the row's queries are kept before all others and count. The first num_first have the highest score;
+//            drops_absent: minus infinity is never kept
+// Layout     score f32 [heads, rows, columns] of the heads from first_head on; kept u32
+//            [num_heads, rows, ceil(columns / 32)], a bit a block; nan i32 [num_heads], added to: rows with a score
+//            that is no number, by mass also one that is infinite; tops i32 [num_heads], read where has_tops
 // Buffers    score, kept, nan, tops
 // Defines    IS_MASS 0|1, FORCED 0|1; LONG 0|1: scores are read where they are, by rows of one block of queries
 // Tiling     grid (rows, heads, 1); 128 threads a row, LONG 1024; dynamic shared bytes = LONG ? 0 : columns * 4
-// Numerics   exact order of f32; sums of masses in a fixed order, which is not that of the CPU: a prefix may differ where its mass meets the goal to 1e-6
-// Edges      goal >= 1 (absolute: infinity) keeps all; at least one block stays of those that compete; top 0 and share 0: by mass; a row with NaN keeps nothing: its head is dense
+// Numerics   exact order of f32; sums of masses in a fixed order, which is not that of the CPU: a prefix may differ
+//            where its mass meets the goal to 1e-6
+// Edges      goal >= 1 (absolute: infinity) keeps all; at least one block stays of those that compete; top 0 and share
+//            0: by mass; a row with NaN keeps nothing: its head is dense
 #include "common/order_key.cuh"
 #include "common/select_blocks.cuh"
 
@@ -57,14 +62,17 @@ struct Together {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8) select_choose(const float* score, u32* kept, i32* nan, const i32* tops,
-                                                                        const __grid_constant__ SelectChooseParams params) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
+    select_choose(const float* score, u32* kept, i32* nan, const i32* tops,
+                  const __grid_constant__ SelectChooseParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   u32* stored = (u32*)shared_memory;
   __shared__ float places[2 * NUM_WARPS];
   Together together = {places, 0};
-  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset, (int)params.query_block};
-  const int row = (int)blockIdx.x, head = (int)params.first_head + (int)blockIdx.y, columns = blocks.num_columns(), words = ceil_div(columns, 32), thread = (int)threadIdx.x;
+  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
+                               (int)params.query_block};
+  const int row = (int)blockIdx.x, head = (int)params.first_head + (int)blockIdx.y, columns = blocks.num_columns(),
+            words = ceil_div(columns, 32), thread = (int)threadIdx.x;
   const int admissible = blocks.competing(row, (int)params.segment), num_first = (int)params.num_first;
   int top = params.has_tops ? tops[head] : (int)params.top;
   const double share = __longlong_as_double((i64)params.share);
@@ -92,8 +100,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8) select_c
   largest = together.largest(largest);
   float total = 0.0f, forced = 0.0f, highest = 0.0f;
   // Its place in the order of a row: of scores, or of masses up to a factor; 0: kept in any case.
-  const auto weighed = [&](float x) { return by_mass && !IS_MASS ? (largest == -INFINITY_F32 ? 0.0f : exp2f((x - largest) * LOG2_E)) : x; };
-  const auto order_of = [&](int j, float x) { return is_forced(j) ? 0 : j < num_first ? ~0u : order_of_score(weighed(x)); };
+  const auto weighed = [&](float x) {
+    return by_mass && !IS_MASS ? (largest == -INFINITY_F32 ? 0.0f : exp2f((x - largest) * LOG2_E)) : x;
+  };
+  const auto order_of = [&](int j, float x) {
+    return is_forced(j) ? 0 : j < num_first ? ~0u : order_of_score(weighed(x));
+  };
   for (int j = thread; j < admissible; j += NUM_THREADS) {
     const float x = LONG ? score[j] : __uint_as_float(stored[j]), weight = by_mass ? weighed(x) : 1.0f;
     total += weight;
@@ -106,7 +118,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8) select_c
   forced = together.sum(forced);
   const bool has_others = together.largest(highest) > 0.0f;
   const float given = f32_word(params.goal), goal = !by_mass ? (float)top : params.absolute ? given : given * total;
-  const bool all = by_mass ? (params.absolute ? given == INFINITY_F32 : given >= 1.0f) : top >= admissible, strict = params.strict;
+  const bool all = by_mass ? (params.absolute ? given == INFINITY_F32 : given >= 1.0f) : top >= admissible,
+             strict = params.strict;
   const auto enough_of = [&](float sum) { return strict ? sum > goal : sum >= goal; };
   const bool only_forced = FORCED && enough_of(forced), searches = !all && !only_forced && has_others;
   // A mass is not negative: its order is its bits and the highest one.
@@ -147,12 +160,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8) select_c
   for (float sum = above + mass; !enough_of(sum) && needed < (int)equal; sum += mass) needed += 1;
 
   // Each warp writes neighbouring words; of equal scores the first `needed` stay.
-  const int lane = thread % 32, warp = thread / 32, per_warp = ceil_div(words, NUM_WARPS), end = min((warp + 1) * per_warp, words);
+  const int lane = thread % 32, warp = thread / 32, per_warp = ceil_div(words, NUM_WARPS),
+            end = min((warp + 1) * per_warp, words);
   const auto is_equal = [&](int j) { return j < admissible && order(j) == least && !is_forced(j); };
   const u32 absent = params.drops_absent ? order_of_score(-INFINITY_F32) : 0;
   int before = 0;
   if (searches) {
-    for (int word = warp * per_warp; word < end; ++word) before += __popc(__ballot_sync(~0u, is_equal(word * 32 + lane)));
+    for (int word = warp * per_warp; word < end; ++word)
+      before += __popc(__ballot_sync(~0u, is_equal(word * 32 + lane)));
     float* place = places + together.turn * NUM_WARPS;
     if (lane == 0) place[warp] = (float)before;
     __syncthreads();  // every warp's number of equal ones is there
@@ -164,7 +179,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8) select_c
     const bool same = searches && is_equal(j);
     const u32 equals = __ballot_sync(~0u, same);
     bool taken = j < admissible && (all || is_forced(j));
-    if (j < admissible && searches) taken |= order(j) > least || (same && before + __popc(equals & ((1u << lane) - 1)) < needed);
+    if (j < admissible && searches)
+      taken |= order(j) > least || (same && before + __popc(equals & ((1u << lane) - 1)) < needed);
     if (taken && absent) taken = order(j) != absent;
     const u32 bits = __ballot_sync(~0u, taken);
     if (lane == 0) kept[word] = bits;

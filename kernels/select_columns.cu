@@ -1,11 +1,13 @@
 // select_columns: the single keys of each row of a mask: kept columns that no kept tile of the row holds.
 // Math       key c of row i: c is kept, not after the row's last query, and its tile is not kept
-// Layout     columns u32 [lists, ceil(num_keys / 32)], a bit a key; bits u32 [lists, rows, ceil(tiles / 32)] as select_lists writes it; counts i32 [lists, rows];
-//            pairs i32 [lists, rows], added to: pairs of a query and such a key; mask i32: col_ptr [lists * rows + 1] and col_idx from the words col_ptr_at and
-//            col_idx_at on
+// Layout     columns u32 [lists, ceil(num_keys / 32)], a bit a key; bits u32 [lists, rows, ceil(tiles / 32)]
+//            as select_lists writes it; counts i32 [lists, rows];
+//            pairs i32 [lists, rows], added to: pairs of a query and such a key; mask i32: col_ptr [lists * rows + 1]
+//            and col_idx from the words col_ptr_at and col_idx_at on
 // Buffers    columns, bits, counts, pairs, mask
 // Defines    none
-// Tiling     grid (ceil(rows / 4), lists, 1); 128 threads, a warp a row; no dynamic shared memory. Two launches: fills 0 writes counts and pairs, 1 col_idx
+// Tiling     grid (ceil(rows / 4), lists, 1); 128 threads, a warp a row; no dynamic shared memory. Two launches: fills
+//            0 writes counts and pairs, 1 col_idx
 // Numerics   integers
 // Edges      tiles of a multiple of 32 keys; rows without a key
 #include "common/block_scan.cuh"
@@ -16,10 +18,13 @@ struct SelectColumnsParams {
   u64 fills, col_ptr_at, col_idx_at;
 };
 
-extern "C" __global__ void __launch_bounds__(128) select_columns(const u32* columns, const u32* bits, i32* counts, i32* pairs, i32* mask,
-                                                                const __grid_constant__ SelectColumnsParams params) {
-  const SelectBlocks tiles = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset, (int)params.query_block};
-  const int lane = (int)threadIdx.x % 32, row = (int)blockIdx.x * 4 + (int)threadIdx.x / 32, rows = tiles.num_rows(), list = (int)blockIdx.y;
+extern "C" __global__ void __launch_bounds__(128)
+    select_columns(const u32* columns, const u32* bits, i32* counts, i32* pairs, i32* mask,
+                   const __grid_constant__ SelectColumnsParams params) {
+  const SelectBlocks tiles = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
+                              (int)params.query_block};
+  const int lane = (int)threadIdx.x % 32, row = (int)blockIdx.x * 4 + (int)threadIdx.x / 32, rows = tiles.num_rows(),
+            list = (int)blockIdx.y;
   if (row >= rows) return;
   const int first = tiles.first(row), last = tiles.last(row), words = last / 32 + 1;
   const u64 at_row = (u64)list * rows + row;

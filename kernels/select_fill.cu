@@ -1,6 +1,7 @@
 // select_fill: writes the tiles of each row of a mask where its row_ptr says.
 // Math       tile_idx[row_ptr[i] ..] = the set bits of row i, ascending
-// Layout     bits u32 [rows, words]; mask i32: row_ptr [rows + 1] and tile_idx from the words row_ptr_at and tile_idx_at on
+// Layout     bits u32 [rows, words]; mask i32: row_ptr [rows + 1] and tile_idx from the words row_ptr_at and
+//            tile_idx_at on
 // Buffers    bits, mask
 // Defines    none
 // Tiling     grid (ceil(rows / 4), 1, 1); 128 threads, a warp a row; no dynamic shared memory
@@ -12,7 +13,8 @@ struct SelectFillParams {
   u64 rows, words, row_ptr_at, tile_idx_at;
 };
 
-extern "C" __global__ void __launch_bounds__(128) select_fill(const u32* bits, i32* mask, const __grid_constant__ SelectFillParams params) {
+extern "C" __global__ void __launch_bounds__(128)
+    select_fill(const u32* bits, i32* mask, const __grid_constant__ SelectFillParams params) {
   const int lane = (int)threadIdx.x % 32, row = (int)blockIdx.x * 4 + (int)threadIdx.x / 32, words = (int)params.words;
   if (row >= (int)params.rows) return;
   i32* tiles = mask + params.tile_idx_at + mask[params.row_ptr_at + row];

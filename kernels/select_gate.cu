@@ -1,8 +1,11 @@
-// select_gate: which blocks each dense probe row chooses while their scores stream past (MOMO): a small buffer of the best, and a Gaussian gate for what it
-// refuses or lets go.
-// Math       of the blocks sinks .. complete - 1 of the probe's tile, complete those that end no later than the tile's first probe: all, where they are at most k.
-//            Else the num_exact best so far, and of the others each score that exceeds mean + deviation * quantile(1 - slots left / scores left)
-// Layout     lse f32 [heads, probes, blocks] as select_cells writes it, of the heads from first_head on; chosen u32 [num_heads, probes, ceil(blocks / 32)];
+// select_gate: which blocks each dense probe row chooses while their scores stream past (MOMO): a small buffer of the
+// best, and a Gaussian gate for what it refuses or lets go.
+// Math       of the blocks sinks .. complete - 1 of the probe's tile, complete those that end no later than the tile's
+//            first probe: all, where they are at most k.
+//            Else the num_exact best so far, and of the others each score that exceeds mean + deviation * quantile(1 -
+//            slots left / scores left)
+// Layout     lse f32 [heads, probes, blocks] as select_cells writes it, of the heads from first_head on; chosen u32
+//            [num_heads, probes, ceil(blocks / 32)];
 //            nan i32 [num_heads], added to: probes with a score of a block they see that is no number or infinite
 // Buffers    lse, chosen, nan
 // Defines    none
@@ -22,20 +25,38 @@ constexpr int MOST_EXACT = 32;
 DEVICE double normal_quantile(double p) {
   const auto tail = [](double p) {
     const double q = sqrt(-2.0 * log(p));
-    const double over = ((((-7.784894002430293e-3 * q - 3.223964580411365e-1) * q - 2.400758277161838) * q - 2.549732539343734) * q + 4.374664141464968) * q + 2.938163982698783;
-    return over / ((((7.784695709041462e-3 * q + 3.224671290700398e-1) * q + 2.445134137142996) * q + 3.754408661907416) * q + 1.0);
+    const double over =
+        ((((-7.784894002430293e-3 * q - 3.223964580411365e-1) * q - 2.400758277161838) * q - 2.549732539343734) * q +
+         4.374664141464968) *
+            q +
+        2.938163982698783;
+    return over /
+           ((((7.784695709041462e-3 * q + 3.224671290700398e-1) * q + 2.445134137142996) * q + 3.754408661907416) * q +
+            1.0);
   };
   if (p < 0.02425) return tail(p);
   if (p > 1.0 - 0.02425) return -tail(1.0 - p);
   const double q = p - 0.5, r = q * q;
-  const double over = ((((-3.969683028665376e1 * r + 2.209460984245205e2) * r - 2.759285104469687e2) * r + 1.38357751867269e2) * r - 3.066479806614716e1) * r + 2.506628277459239;
-  return over * q / (((((-5.447609879822406e1 * r + 1.615858368580409e2) * r - 1.556989798598866e2) * r + 6.680131188771972e1) * r - 1.328068155288572e1) * r + 1.0);
+  const double over =
+      ((((-3.969683028665376e1 * r + 2.209460984245205e2) * r - 2.759285104469687e2) * r + 1.38357751867269e2) * r -
+       3.066479806614716e1) *
+          r +
+      2.506628277459239;
+  return over * q /
+         (((((-5.447609879822406e1 * r + 1.615858368580409e2) * r - 1.556989798598866e2) * r + 6.680131188771972e1) *
+               r -
+           1.328068155288572e1) *
+              r +
+          1.0);
 }
 
-extern "C" __global__ void __launch_bounds__(64) select_gate(const float* lse, u32* chosen, i32* nan, const __grid_constant__ SelectGateParams params) {
-  const int probe = (int)(blockIdx.x * 64 + threadIdx.x), probes = (int)params.num_probes, blocks = (int)params.num_blocks, block = (int)params.block;
+extern "C" __global__ void __launch_bounds__(64)
+    select_gate(const float* lse, u32* chosen, i32* nan, const __grid_constant__ SelectGateParams params) {
+  const int probe = (int)(blockIdx.x * 64 + threadIdx.x), probes = (int)params.num_probes,
+            blocks = (int)params.num_blocks, block = (int)params.block;
   if (probe >= probes) return;
-  const int gamma = (int)params.gamma, context = (int)params.context, tile = (int)params.tile, head = (int)params.first_head + (int)blockIdx.y, words = ceil_div(blocks, 32);
+  const int gamma = (int)params.gamma, context = (int)params.context, tile = (int)params.tile,
+            head = (int)params.first_head + (int)blockIdx.y, words = ceil_div(blocks, 32);
   lse += ((u64)blockIdx.y * probes + probe) * blocks;
   chosen += ((u64)head * probes + probe) * words;
   for (int word = 0; word < words; ++word) chosen[word] = 0;
@@ -45,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(64) select_gate(const float* lse, u
     atomicAdd(nan + head, 1);
     return;
   }
-  const int first_probe = probe * gamma / tile * tile, end = max((context + first_probe + 1) / block - 1, 0), begin = min((int)params.sinks, end), count = end - begin;
+  const int first_probe = probe * gamma / tile * tile, end = max((context + first_probe + 1) / block - 1, 0),
+            begin = min((int)params.sinks, end), count = end - begin;
   const auto choose = [&](int j) { chosen[j / 32] |= 1u << j % 32; };
   if (count <= (int)params.k) {
     for (int j = begin; j < end; ++j) choose(j);

@@ -1,11 +1,15 @@
 // select_lists: the tiles that each list of a mask keeps, from the blocks that heads kept.
-// Math       tile j of row i: some head of the list kept its block, or it meets the row's queries or the `local` tokens before them, or it is one of the first
-//            `sinks`; all tiles where a head met a NaN. A row of blocks is block / tile rows of tiles, and the blocks that meet its queries are kept whole.
-//            With segments, tokens move inside them: a row keeps the tiles of its own segments that hold a key not after one of its queries, and with
-//            keeps_first the tile of key 0. drops_own: what meets a row's queries stays only where some head kept it
-// Layout     kept u32 [num_heads, rows of blocks, ceil(columns / 32)], nan i32 [num_heads] as select_choose writes them; bits u32 [lists, rows, ceil(tiles / 32)];
-//            counts, pairs i32 [lists, rows]: kept tiles, and pairs of a query and a kept key not after it; with segments key_order i32 [num_kv_heads, num_keys],
-//            and with moves_queries query_order i32 [num_heads, num_queries]
+// Math       tile j of row i: some head of the list kept its block, or it meets the row's queries or the `local` tokens
+//            before them, or it is one of the first `sinks`; all tiles where a head met a NaN. A row of blocks is
+//            block / tile rows of tiles, and the blocks that meet its queries are kept whole.
+//            With segments, tokens move inside them: a row keeps the tiles of its own segments that hold a key not
+//            after one of its queries, and with keeps_first the tile of key 0. drops_own: what meets a row's queries
+//            stays only where some head kept it
+// Layout     kept u32 [num_heads, rows of blocks, ceil(columns / 32)], nan i32 [num_heads] as select_choose writes
+//            them; bits u32 [lists, rows, ceil(tiles / 32)];
+//            counts, pairs i32 [lists, rows]: kept tiles, and pairs of a query and a kept key not after it; with
+//            segments key_order i32 [num_kv_heads, num_keys], and with moves_queries query_order i32
+//            [num_heads, num_queries]
 // Buffers    kept, nan, key_order, query_order, bits, counts, pairs
 // Defines    none
 // Tiling     grid (ceil(rows / 4), lists, 1); 128 threads, a warp a row; no dynamic shared memory
@@ -26,17 +30,23 @@ DEVICE i64 seen_up_to(i64 n, i64 keys) {
   return n <= keys ? n * (n + 1) / 2 : keys * (keys + 1) / 2 + (n - keys) * keys;
 }
 
-extern "C" __global__ void __launch_bounds__(128) select_lists(const u32* kept, const i32* nan, const i32* key_order, const i32* query_order, u32* bits, i32* counts, i32* pairs,
-                                                              const __grid_constant__ SelectListsParams params) {
-  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset, (int)params.query_block};
+extern "C" __global__ void __launch_bounds__(128)
+    select_lists(const u32* kept, const i32* nan, const i32* key_order, const i32* query_order, u32* bits, i32* counts,
+                 i32* pairs, const __grid_constant__ SelectListsParams params) {
+  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
+                               (int)params.query_block};
   const int per_block = blocks.block / (int)params.tile, segment = (int)params.segment;
-  const SelectBlocks tiles = {blocks.num_queries, blocks.num_keys, (int)params.tile, blocks.offset, blocks.query_block / per_block};
+  const SelectBlocks tiles = {blocks.num_queries, blocks.num_keys, (int)params.tile, blocks.offset,
+                              blocks.query_block / per_block};
   const int lane = (int)threadIdx.x % 32, row = (int)blockIdx.x * 4 + (int)threadIdx.x / 32, list = (int)blockIdx.y;
   const int rows = tiles.num_rows(), words = ceil_div(tiles.num_columns(), 32), heads = (int)params.heads_per_list;
   if (row >= rows) return;
-  const int block_row = row / per_block, block_rows = blocks.num_rows(), block_words = ceil_div(blocks.num_columns(), 32);
-  const int own = blocks.own(block_row, segment), own_end = blocks.own_end(block_row, segment), admissible = segment ? own_end : tiles.admissible(row);
-  const int band = segment ? own : max(tiles.first(row) - (int)params.local, 0) / tiles.block, sinks = (int)params.sinks;
+  const int block_row = row / per_block, block_rows = blocks.num_rows(),
+            block_words = ceil_div(blocks.num_columns(), 32);
+  const int own = blocks.own(block_row, segment), own_end = blocks.own_end(block_row, segment),
+            admissible = segment ? own_end : tiles.admissible(row);
+  const int band = segment ? own : max(tiles.first(row) - (int)params.local, 0) / tiles.block,
+            sinks = (int)params.sinks;
   bool dense = false;
   for (int head = 0; head < heads; ++head) dense |= nan[list * heads + head] != 0;
   const u64 at_row = (u64)list * rows + row;
@@ -60,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(128) select_lists(const u32* kept, 
       if (!params.moves_queries) here += max(last + 1 - max(key, first), (i64)0);
       else
         for (i64 query = first; query <= last; ++query)
-          here += tiles.context() + query_order[(u64)list * heads * tiles.num_queries + (query - tiles.context())] >= key;
+          here +=
+              tiles.context() + query_order[(u64)list * heads * tiles.num_queries + (query - tiles.context())] >= key;
     }
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) here += __shfl_xor_sync(~0u, here, step);
@@ -71,7 +82,8 @@ extern "C" __global__ void __launch_bounds__(128) select_lists(const u32* kept, 
     u32 here = 0;
     for (int j = word * 32; j < min(word * 32 + 32, admissible); ++j) {
       const int block = j / per_block;
-      bool keeps = dense || (!params.drops_own && ((block >= own && block < own_end) || j >= band)) || j < sinks || j == first_key;
+      bool keeps = dense || (!params.drops_own && ((block >= own && block < own_end) || j >= band)) || j < sinks ||
+                   j == first_key;
       for (int head = list * heads; head < (list + 1) * heads && !keeps; ++head)
         keeps = kept[((u64)head * block_rows + block_row) * block_words + block / 32] >> block % 32 & 1;
       if (!keeps) continue;

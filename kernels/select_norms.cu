@@ -1,6 +1,7 @@
 // select_norms: lengths of queries or keys, by which BA-Att (arXiv:2605.19726) sorts them.
 // Math       score[h, t] = -sqrt(sum_c x[t, h, c]^2): the shortest first when sorted by falling score
-// Layout     x bf16, rows of head_dim side by side in a token; score f32 [num_heads, num_tokens] of the tokens from first_token on
+// Layout     x bf16, rows of head_dim side by side in a token; score f32 [num_heads, num_tokens] of the tokens from
+//            first_token on
 // Buffers    x, score
 // Defines    none
 // Tiling     grid (ceil(num_tokens / 128), num_heads, 1); 128 threads, a token each; no dynamic shared memory
@@ -13,7 +14,8 @@ struct SelectNormsParams {
   u64 head_dim, first_token, num_tokens;
 };
 
-extern "C" __global__ void __launch_bounds__(128) select_norms(const bf16* x, float* score, const __grid_constant__ SelectNormsParams params) {
+extern "C" __global__ void __launch_bounds__(128)
+    select_norms(const bf16* x, float* score, const __grid_constant__ SelectNormsParams params) {
   const u64 token = (u64)blockIdx.x * 128 + threadIdx.x;
   if (token >= params.num_tokens) return;
   x += params.x_offset + (params.first_token + token) * params.token_stride + blockIdx.y * params.head_dim;

@@ -12,9 +12,11 @@ struct SelectOffsetsParams {
   u64 rows, row_ptr_at;
 };
 
-extern "C" __global__ void __launch_bounds__(1024) select_offsets(const i32* counts, i32* mask, const __grid_constant__ SelectOffsetsParams params) {
+extern "C" __global__ void __launch_bounds__(1024)
+    select_offsets(const i32* counts, i32* mask, const __grid_constant__ SelectOffsetsParams params) {
   __shared__ u32 warp_sums[32];
-  const int rows = (int)params.rows, each = ceil_div(rows, 1024), first = min((int)threadIdx.x * each, rows), end = min(first + each, rows);
+  const int rows = (int)params.rows, each = ceil_div(rows, 1024), first = min((int)threadIdx.x * each, rows),
+            end = min(first + each, rows);
   i32* row_ptr = mask + params.row_ptr_at;
   u32 sum = 0, total;
   for (int row = first; row < end; ++row) sum += (u32)counts[row];

@@ -1,12 +1,15 @@
-// select_order: tokens of each segment by falling score, equal ones as they come (PBS-Attn, arXiv:2510.21270; BA-Att, arXiv:2605.19726).
-// Math       segment g holds the positions g * segment .. (g + 1) * segment; order[s] of its slots: its tokens in order of score
-// Layout     score f32 [sets, num_tokens] of the tokens from position first_position on; order i32 [sets, num_tokens], counted from first_position
+// select_order: tokens of each segment by falling score, equal ones as they come (PBS-Attn, arXiv:2510.21270; BA-Att,
+// arXiv:2605.19726).
+// Math       segment g holds the positions g * segment .. (g + 1) * segment; order[s] of its slots: its tokens in order
+//            of score
+// Layout     score f32 [sets, num_tokens] of the tokens from position first_position on; order i32 [sets, num_tokens],
+//            counted from first_position
 // Buffers    score, nan, order
 // Defines    none
 // Tiling     grid (segments that the tokens meet, sets, 1); 512 threads; no dynamic shared memory
 // Numerics   exact order of f32; NaN last
-// Edges      at most 512 tokens a segment. whole_only: a segment without its last token keeps its order. heads_per_set > 0: so does a set where one of
-//            as many heads has nan > 0
+// Edges      at most 512 tokens a segment. whole_only: a segment without its last token keeps its order.
+//            heads_per_set > 0: so does a set where one of as many heads has nan > 0
 #include "common/block_sort.cuh"
 #include "common/order_key.cuh"
 
@@ -14,10 +17,13 @@ struct SelectOrderParams {
   u64 num_tokens, first_position, segment, whole_only, heads_per_set;
 };
 
-extern "C" __global__ void __launch_bounds__(512) select_order(const float* score, const i32* nan, i32* order, const __grid_constant__ SelectOrderParams params) {
+extern "C" __global__ void __launch_bounds__(512)
+    select_order(const float* score, const i32* nan, i32* order, const __grid_constant__ SelectOrderParams params) {
   __shared__ u64 front[512], back[512];
-  const int segment = (int)params.segment, first = (int)params.first_position, num_tokens = (int)params.num_tokens, set = (int)blockIdx.y, per_set = (int)params.heads_per_set;
-  const int number = first / segment + (int)blockIdx.x, begin = max(number * segment - first, 0), end = min((number + 1) * segment - first, num_tokens);
+  const int segment = (int)params.segment, first = (int)params.first_position, num_tokens = (int)params.num_tokens,
+            set = (int)blockIdx.y, per_set = (int)params.heads_per_set;
+  const int number = first / segment + (int)blockIdx.x, begin = max(number * segment - first, 0),
+            end = min((number + 1) * segment - first, num_tokens);
   score += (u64)set * num_tokens;
   order += (u64)set * num_tokens;
   bool stays = params.whole_only && (number + 1) * segment - first > num_tokens;

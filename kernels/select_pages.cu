@@ -1,8 +1,9 @@
 // select_pages: upper bounds of the products of the last query with pages of keys (Quest, arXiv:2406.10774).
-// Math       least, most[h, p, c] = least and largest k[t, h, c] of page p's tokens; score[h', p] = sum over the query heads of the group and c of
-//            max(q_c least_c, q_c most_c), the same for each head h' of the group; minus infinity for the last page
-// Layout     q, k bf16, rows of head_dim side by side in a token; bounds f32 [num_kv_heads, room, 2, head_dim]: pages before first_new are there, later ones are
-//            written; score f32 [num_heads, pages]
+// Math       least, most[h, p, c] = least and largest k[t, h, c] of page p's tokens; score[h', p] = sum over the query
+//            heads of the group and c of max(q_c least_c, q_c most_c), the same for each head h' of the group; minus
+//            infinity for the last page
+// Layout     q, k bf16, rows of head_dim side by side in a token; bounds f32 [num_kv_heads, room, 2, head_dim]: pages
+//            before first_new are there, later ones are written; score f32 [num_heads, pages]
 // Buffers    q, k, bounds, score
 // Defines    none
 // Tiling     grid (ceil(pages / 8), num_kv_heads, 1); 256 threads, a warp a page; no dynamic shared memory
@@ -16,9 +17,13 @@ struct SelectPagesParams {
   u64 q_offset, k_offset, q_token_stride, k_token_stride;  // elements
 };
 
-extern "C" __global__ void __launch_bounds__(256) select_pages(const bf16* q, const bf16* k, float* bounds, float* score, const __grid_constant__ SelectPagesParams params) {
-  const int lane = (int)threadIdx.x % 32, page = (int)blockIdx.x * 8 + (int)threadIdx.x / 32, kv_head = (int)blockIdx.y, group = (int)params.group;
-  const int num_keys = (int)params.num_keys, tokens = (int)params.page, pages = ceil_div(num_keys, tokens), head_dim = (int)params.head_dim;
+extern "C" __global__ void __launch_bounds__(256)
+    select_pages(const bf16* q, const bf16* k, float* bounds, float* score,
+                 const __grid_constant__ SelectPagesParams params) {
+  const int lane = (int)threadIdx.x % 32, page = (int)blockIdx.x * 8 + (int)threadIdx.x / 32, kv_head = (int)blockIdx.y,
+            group = (int)params.group;
+  const int num_keys = (int)params.num_keys, tokens = (int)params.page, pages = ceil_div(num_keys, tokens),
+            head_dim = (int)params.head_dim;
   if (page >= pages) return;
   const bool is_new = page >= (int)params.first_new;
   k += params.k_offset + (u64)kv_head * head_dim;
@@ -46,5 +51,6 @@ extern "C" __global__ void __launch_bounds__(256) select_pages(const bf16* q, co
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  for (int head = lane; head < group; head += 32) score[(u64)(kv_head * group + head) * pages + page] = page + 1 == pages ? -INFINITY_F32 : sum;
+  for (int head = lane; head < group; head += 32)
+    score[(u64)(kv_head * group + head) * pages + page] = page + 1 == pages ? -INFINITY_F32 : sum;
 }

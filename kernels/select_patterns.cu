@@ -1,13 +1,18 @@
-// select_patterns: whether a head looks where the means of its blocks say, and how many columns and diagonals it needs (FlexPrefill, arXiv:2502.20766).
-// Math       column_blocks, diagonal_blocks: sums of the probe's over blocks; e = softmax of the estimate; distance = sqrt((KL(e | m) + KL(c | m)) / 2) from the
-//            column blocks c, m their midpoint. Below tau: least columns and diagonals beside the map. Else as many blocks as the kept tokens fill, and one
-// Layout     column, diagonal f32 [heads, num_keys]; estimate f32 [heads, blocks]; column_tokens, diagonal_tokens u32 [heads, ceil(num_keys / 32)];
-//            column_blocks, diagonal_blocks f32 [heads, blocks]; tops i32 [3, heads]: columns, diagonals, and 0 or (no map) -1
+// select_patterns: whether a head looks where the means of its blocks say, and how many columns and diagonals it needs
+// (FlexPrefill, arXiv:2502.20766).
+// Math       column_blocks, diagonal_blocks: sums of the probe's over blocks; e = softmax of the estimate; distance =
+//            sqrt((KL(e | m) + KL(c | m)) / 2) from the column blocks c, m their midpoint. Below tau: least columns and
+//            diagonals beside the map. Else as many blocks as the kept tokens fill, and one
+// Layout     column, diagonal f32 [heads, num_keys]; estimate f32 [heads, blocks]; column_tokens, diagonal_tokens u32
+//            [heads, ceil(num_keys / 32)];
+//            column_blocks, diagonal_blocks f32 [heads, blocks]; tops i32 [3, heads]: columns, diagonals, and 0 or (no
+//            map) -1
 // Buffers    column, diagonal, estimate, column_tokens, diagonal_tokens, column_blocks, diagonal_blocks, tops, nan
 // Defines    none
 // Tiling     grid (heads, 1, 1); 256 threads; no dynamic shared memory
 // Numerics   f32 softmax and sums of blocks by rising key, f64 distance
-// Edges      an estimate that is no number: nan of the head grows. At least `least` blocks, at most `most`, in any case one
+// Edges      an estimate that is no number: nan of the head grows. At least `least` blocks, at most `most`, in any case
+//            one
 #include "common/block_sums.cuh"
 
 struct SelectPatternsParams {
@@ -18,12 +23,14 @@ struct SelectPatternsParams {
 // x log(x / m); 0 log 0 = 0.
 DEVICE double divergence(double x, double m) { return x > 0.0 ? x * log(x / m) : 0.0; }
 
-extern "C" __global__ void __launch_bounds__(256) select_patterns(const float* column, const float* diagonal, const float* estimate, const u32* column_tokens,
-                                                                 const u32* diagonal_tokens, float* column_blocks, float* diagonal_blocks, i32* tops, i32* nan,
-                                                                 const __grid_constant__ SelectPatternsParams params) {
+extern "C" __global__ void __launch_bounds__(256)
+    select_patterns(const float* column, const float* diagonal, const float* estimate, const u32* column_tokens,
+                    const u32* diagonal_tokens, float* column_blocks, float* diagonal_blocks, i32* tops, i32* nan,
+                    const __grid_constant__ SelectPatternsParams params) {
   __shared__ float places[8];
   __shared__ double halves[256];
-  const int head = (int)blockIdx.x, heads = (int)params.num_heads, num_keys = (int)params.num_keys, block = (int)params.block, thread = (int)threadIdx.x;
+  const int head = (int)blockIdx.x, heads = (int)params.num_heads, num_keys = (int)params.num_keys,
+            block = (int)params.block, thread = (int)threadIdx.x;
   const int blocks = ceil_div(num_keys, block), words = ceil_div(num_keys, 32);
   estimate += (u64)head * blocks;
   float largest = -INFINITY_F32, bad = 0.0f, sum = 0.0f;

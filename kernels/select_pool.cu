@@ -1,11 +1,15 @@
-// select_pool: means of blocks of queries or keys, by which selectors score blocks (MeanPool, arXiv:2510.21270, algorithm 2), and variances (BA-Att, arXiv:2605.19726).
-// Math       mean[h, b, d] = 1 / n_b * sum_{t in block b} x[t, h, d]; n_b: the block's own tokens, of which the last block may have fewer;
+// select_pool: means of blocks of queries or keys, by which selectors score blocks (MeanPool, arXiv:2510.21270,
+// algorithm 2), and variances (BA-Att, arXiv:2605.19726).
+// Math       mean[h, b, d] = 1 / n_b * sum_{t in block b} x[t, h, d]; n_b: the block's own tokens, of which the last
+//            block may have fewer;
 //            variance[h, b, d] = 1 / n_b * sum_t (x[t, h, d] - mean[h, b, d])^2
-// Layout     x bf16, rows of HEAD_DIM side by side in a token; blocks count from first_token, the first of them lacks `offset` tokens; has_order: order i32
-//            [num_heads, num_tokens] says which token from first_token on each place of a block holds; mean, variance f32 [num_heads, num_blocks, head_dim]
+// Layout     x bf16, rows of HEAD_DIM side by side in a token; blocks count from first_token, the first of them lacks
+//            `offset` tokens; has_order: order i32 [num_heads, num_tokens] says which token from first_token on each
+//            place of a block holds; mean, variance f32 [num_heads, num_blocks, head_dim]
 // Buffers    x, order, mean, variance
 // Defines    none
-// Tiling     grid (num_blocks, num_heads, 1); 128 threads: head_dim / 8 of them read a token, as many tokens at once as that leaves; no dynamic shared memory
+// Tiling     grid (num_blocks, num_heads, 1); 128 threads: head_dim / 8 of them read a token, as many tokens at once as
+//            that leaves; no dynamic shared memory
 // Numerics   f32 sums in an order that depends on sizes alone, one factor 1 / n_b; memory-bound
 // Edges      any head_dim that is a multiple of 8, up to 256. Variances only where has_variance
 #include "common/types.cuh"
@@ -54,15 +58,20 @@ struct PooledBlock {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(128) select_pool(const bf16* x, const i32* order, float* mean, float* variance, const __grid_constant__ SelectPoolParams params) {
+extern "C" __global__ void __launch_bounds__(128)
+    select_pool(const bf16* x, const i32* order, float* mean, float* variance,
+                const __grid_constant__ SelectPoolParams params) {
   __shared__ float parts[128 * 8], means[256];
   const int head_dim = (int)params.head_dim, chunks = head_dim / 8, at_once = 128 / chunks, thread = (int)threadIdx.x;
   const int block = (int)params.block, offset = (int)params.offset, number = (int)blockIdx.x;
   const int first = max(number * block - offset, 0), end = min((number + 1) * block - offset, (int)params.num_tokens);
   const int lane_token = thread / chunks, chunk = thread % chunks;
-  const bf16* from = x + params.x_offset + params.first_token * params.token_stride + (u64)blockIdx.y * head_dim + chunk * 8;
+  const bf16* from =
+      x + params.x_offset + params.first_token * params.token_stride + (u64)blockIdx.y * head_dim + chunk * 8;
   order += params.has_order ? blockIdx.y * params.num_tokens : 0;
-  PooledBlock pooled = {from, params.has_order ? order : nullptr, params.token_stride, head_dim, first, end, lane_token, chunk, at_once, parts};
+  PooledBlock pooled = {
+      from, params.has_order ? order : nullptr, params.token_stride, head_dim, first, end, lane_token, chunk, at_once,
+      parts};
   const u64 to = ((u64)blockIdx.y * gridDim.x + number) * head_dim;
   pooled.reduce<false>(mean + to, means);
   if (params.has_variance) pooled.reduce<true>(variance + to, means);

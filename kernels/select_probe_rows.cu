@@ -1,7 +1,9 @@
-// select_probe_rows: the largest logit and the sum of exponentials of each query of a probe, over the keys not after it.
-// Math       scale[h, r] = {max_j x[h, r, j], 1 / sum_j exp(x[h, r, j] - max)} over j <= first_position + r; {0, 0} where all logits are minus infinity
-// Layout     logit f32 [heads, rows, num_keys]; scale f32 [heads, rows, 2]; nan i32 [num_heads], added to at first_head + h: rows with a logit that is no
-//            number or whose largest one is infinite
+// select_probe_rows: the largest logit and the sum of exponentials of each query of a probe, over the keys not after
+// it.
+// Math       scale[h, r] = {max_j x[h, r, j], 1 / sum_j exp(x[h, r, j] - max)} over j <= first_position + r; {0, 0}
+//            where all logits are minus infinity
+// Layout     logit f32 [heads, rows, num_keys]; scale f32 [heads, rows, 2]; nan i32 [num_heads], added to at first_head
+//            + h: rows with a logit that is no number or whose largest one is infinite
 // Buffers    logit, scale, nan
 // Defines    none
 // Tiling     grid (rows, heads, 1); 256 threads; no dynamic shared memory
@@ -13,7 +15,9 @@ struct SelectProbeRowsParams {
   u64 rows, num_keys, first_position, first_head;
 };
 
-extern "C" __global__ void __launch_bounds__(256) select_probe_rows(const float* logit, float* scale, i32* nan, const __grid_constant__ SelectProbeRowsParams params) {
+extern "C" __global__ void __launch_bounds__(256)
+    select_probe_rows(const float* logit, float* scale, i32* nan,
+                      const __grid_constant__ SelectProbeRowsParams params) {
   __shared__ float places[8];
   const int row = (int)blockIdx.x, seen = (int)params.first_position + row + 1;
   const u64 at = (u64)blockIdx.y * params.rows + row;

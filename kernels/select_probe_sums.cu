@@ -1,10 +1,14 @@
-// select_probe_sums: what the queries of a probe look at, summed over each key and over each distance (MInference, arXiv:2407.02490; PBS-Attn, arXiv:2510.21270).
-// Math       p[h, r, j] = exp(x[h, r, j] - max[h, r]) / sum[h, r] over j <= first_position + r; with the sums over the rows r and the heads of a group:
+// select_probe_sums: what the queries of a probe look at, summed over each key and over each distance (MInference,
+// arXiv:2407.02490; PBS-Attn, arXiv:2510.21270).
+// Math       p[h, r, j] = exp(x[h, r, j] - max[h, r]) / sum[h, r] over j <= first_position + r; with the sums over the
+//            rows r and the heads of a group:
 //            column[g, j] = factor * sum p[h, r, j], diagonal[g, o] = factor * sum p[h, r, first_position + r - o]
-// Layout     logit f32 [heads, rows, num_keys], scale f32 [heads, rows, 2] as select_probe_rows writes it; column, diagonal f32 [heads / group, num_keys]
+// Layout     logit f32 [heads, rows, num_keys], scale f32 [heads, rows, 2] as select_probe_rows writes it; column,
+//            diagonal f32 [heads / group, num_keys]
 // Buffers    logit, scale, column, diagonal
 // Defines    none
-// Tiling     grid (ceil(num_keys / 256), heads / group, 1 or, with diagonals, 2); 256 threads, each a key or a distance; no dynamic shared memory
+// Tiling     grid (ceil(num_keys / 256), heads / group, 1 or, with diagonals, 2); 256 threads, each a key or a
+//            distance; no dynamic shared memory
 // Numerics   f32 sums by rising head and row
 // Edges      any number of keys
 #include "common/types.cuh"
@@ -14,9 +18,11 @@ struct SelectProbeSumsParams {
   u64 factor;  // f32 bits
 };
 
-extern "C" __global__ void __launch_bounds__(256) select_probe_sums(const float* logit, const float* scale, float* column, float* diagonal,
-                                                                   const __grid_constant__ SelectProbeSumsParams params) {
-  const int at = (int)(blockIdx.x * 256 + threadIdx.x), rows = (int)params.rows, num_keys = (int)params.num_keys, group = (int)params.group;
+extern "C" __global__ void __launch_bounds__(256)
+    select_probe_sums(const float* logit, const float* scale, float* column, float* diagonal,
+                      const __grid_constant__ SelectProbeSumsParams params) {
+  const int at = (int)(blockIdx.x * 256 + threadIdx.x), rows = (int)params.rows, num_keys = (int)params.num_keys,
+            group = (int)params.group;
   if (at >= num_keys) return;
   float sum = 0.0f;
   for (int head = (int)blockIdx.y * group; head < ((int)blockIdx.y + 1) * group; ++head)

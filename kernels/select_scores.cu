@@ -1,10 +1,12 @@
 // select_scores: products of the means of blocks, in f32.
-// Math       score[h, i, j] = (adds: itself +) scale * q_mean[h, i] . k_mean[h / group, j] for blocks of keys j that begin no later than the last query of block i
-// Layout     q_mean f32 [num_heads, rows, head_dim], k_mean f32 [num_kv_heads, columns, head_dim], score f32 [heads, rows, columns] of the heads from first_head
-//            on, all contiguous
+// Math       score[h, i, j] = (adds: itself +) scale * q_mean[h, i] . k_mean[h / group, j] for blocks of keys j that
+//            begin no later than the last query of block i
+// Layout     q_mean f32 [num_heads, rows, head_dim], k_mean f32 [num_kv_heads, columns, head_dim], score f32
+//            [heads, rows, columns] of the heads from first_head on, all contiguous
 // Buffers    q_mean, k_mean, score
 // Defines    none
-// Tiling     grid (ceil(columns / 64), ceil(rows / 64), heads); 256 threads, each 4 x 4 scores; no dynamic shared memory
+// Tiling     grid (ceil(columns / 64), ceil(rows / 64), heads); 256 threads, each 4 x 4 scores; no dynamic shared
+//            memory
 // Numerics   f32 products and sums by rising column of the heads: selections must not depend on rounding to bf16
 // Edges      any sizes; head_dim a multiple of 16. Scores of later blocks are left as they are
 #include "common/select_blocks.cuh"
@@ -26,11 +28,14 @@ DEVICE void load_side(float* to, const float* from, int vectors, int head_dim, i
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256) select_scores(const float* q_mean, const float* k_mean, float* score, const __grid_constant__ SelectScoresParams params) {
+extern "C" __global__ void __launch_bounds__(256) select_scores(const float* q_mean, const float* k_mean, float* score,
+                                                                const __grid_constant__ SelectScoresParams params) {
   __shared__ float q[DEPTH * PITCH], k[DEPTH * PITCH];
-  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset, (int)params.query_block};
+  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
+                               (int)params.query_block};
   const int rows = blocks.num_rows(), columns = blocks.num_columns(), head_dim = (int)params.head_dim;
-  const int first_row = (int)blockIdx.y * SIDE, first_column = (int)blockIdx.x * SIDE, head = (int)params.first_head + (int)blockIdx.z;
+  const int first_row = (int)blockIdx.y * SIDE, first_column = (int)blockIdx.x * SIDE,
+            head = (int)params.first_head + (int)blockIdx.z;
   const int num_rows = min(SIDE, rows - first_row), num_columns = min(SIDE, columns - first_column);
   if (first_column >= blocks.admissible(first_row + num_rows - 1)) return;
   const int kv_head = head / ((int)params.num_heads / (int)params.num_kv_heads);

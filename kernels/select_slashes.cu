@@ -1,7 +1,11 @@
-// select_slashes: blocks of keys that kept columns and diagonals meet (MInference, arXiv:2407.02490; FlexPrefill, arXiv:2502.20766).
-// Math       by_token 1: block j of row i is kept where a kept distance o leads from one of the row's queries to one of its keys; columns are no blocks.
-//            by_token 0: where column j is kept, or block distance o from a block that meets the row's queries, or entry (i, j) of a map
-// Layout     columns, diagonals u32 [num_heads, ceil(length / 32)], a bit a token or a block; map u32 [num_heads, ceil(rows * blocks / 32)], read where has_map;
+// select_slashes: blocks of keys that kept columns and diagonals meet (MInference, arXiv:2407.02490; FlexPrefill,
+// arXiv:2502.20766).
+// Math       by_token 1: block j of row i is kept where a kept distance o leads from one of the row's queries to one of
+//            its keys; columns are no blocks.
+//            by_token 0: where column j is kept, or block distance o from a block that meets the row's queries, or
+//            entry (i, j) of a map
+// Layout     columns, diagonals u32 [num_heads, ceil(length / 32)], a bit a token or a block; map u32
+//            [num_heads, ceil(rows * blocks / 32)], read where has_map;
 //            kept u32 [num_heads, rows, ceil(blocks / 32)]
 // Buffers    columns, diagonals, map, kept
 // Defines    none
@@ -25,14 +29,18 @@ DEVICE bool any_bit(const u32* bits, int low, int high) {
   return found;
 }
 
-extern "C" __global__ void __launch_bounds__(128) select_slashes(const u32* columns, const u32* diagonals, const u32* map, u32* kept,
-                                                                const __grid_constant__ SelectSlashesParams params) {
-  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset, (int)params.query_block};
+extern "C" __global__ void __launch_bounds__(128)
+    select_slashes(const u32* columns, const u32* diagonals, const u32* map, u32* kept,
+                   const __grid_constant__ SelectSlashesParams params) {
+  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
+                               (int)params.query_block};
   const int lane = (int)threadIdx.x % 32, row = (int)blockIdx.x * 4 + (int)threadIdx.x / 32, head = (int)blockIdx.y;
-  const int rows = blocks.num_rows(), num_columns = blocks.num_columns(), words = ceil_div(num_columns, 32), block = blocks.block;
+  const int rows = blocks.num_rows(), num_columns = blocks.num_columns(), words = ceil_div(num_columns, 32),
+            block = blocks.block;
   if (row >= rows) return;
   const bool by_token = params.by_token;
-  const u64 line_words = ceil_div(by_token ? blocks.num_keys : num_columns, 32), map_words = ((u64)rows * num_columns + 31) / 32;
+  const u64 line_words = ceil_div(by_token ? blocks.num_keys : num_columns, 32),
+            map_words = ((u64)rows * num_columns + 31) / 32;
   columns += head * line_words;
   diagonals += head * line_words;
   map += params.has_map ? head * map_words : 0;
@@ -45,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(128) select_slashes(const u32* colu
       if (by_token) keeps = any_bit(diagonals, max(first - j * block - (block - 1), 0), last - j * block);
       else {
         const u64 entry = (u64)row * num_columns + j;
-        keeps = any_bit(columns, j, j) || any_bit(diagonals, max(first / block - j, 0), last / block - j) || (params.has_map && map[entry / 32] >> entry % 32 & 1);
+        keeps = any_bit(columns, j, j) || any_bit(diagonals, max(first / block - j, 0), last / block - j) ||
+                (params.has_map && map[entry / 32] >> entry % 32 & 1);
       }
       here |= (u32)keeps << j % 32;
     }

@@ -1,6 +1,7 @@
 // select_softmax: rows of scores become shares of their mass; of heads that ask for it.
 // Math       x[h, i, j] = softmax_j(x[h, i, j]) over the blocks that row i admits, 0 beyond
-// Layout     x f32 [heads, rows, columns] of the heads from first_head on, in place; wanted i32 [num_heads]: below 0, the head's rows are left as they are
+// Layout     x f32 [heads, rows, columns] of the heads from first_head on, in place; wanted i32 [num_heads]: below 0,
+//            the head's rows are left as they are
 // Buffers    x, wanted, nan
 // Defines    none
 // Tiling     grid (rows, heads, 1); 128 threads; no dynamic shared memory
@@ -14,10 +15,13 @@ struct SelectSoftmaxParams {
   u64 first_head;
 };
 
-extern "C" __global__ void __launch_bounds__(128) select_softmax(float* x, const i32* wanted, i32* nan, const __grid_constant__ SelectSoftmaxParams params) {
+extern "C" __global__ void __launch_bounds__(128)
+    select_softmax(float* x, const i32* wanted, i32* nan, const __grid_constant__ SelectSoftmaxParams params) {
   __shared__ float places[4];
-  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset, (int)params.query_block};
-  const int row = (int)blockIdx.x, head = (int)params.first_head + (int)blockIdx.y, columns = blocks.num_columns(), admissible = blocks.admissible(row);
+  const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
+                               (int)params.query_block};
+  const int row = (int)blockIdx.x, head = (int)params.first_head + (int)blockIdx.y, columns = blocks.num_columns(),
+            admissible = blocks.admissible(row);
   if (wanted[head] < 0) return;
   x += ((u64)blockIdx.y * blocks.num_rows() + row) * columns;
   float largest = -INFINITY_F32, bad = 0.0f, sum = 0.0f;
@@ -31,5 +35,6 @@ extern "C" __global__ void __launch_bounds__(128) select_softmax(float* x, const
   for (int j = (int)threadIdx.x; j < admissible; j += 128) sum += exp2f((x[j] - largest) * LOG2_E);
   sum = block_sum<128>(sum, places);
   const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
-  for (int j = (int)threadIdx.x; j < columns; j += 128) x[j] = j < admissible ? exp2f((x[j] - largest) * LOG2_E) * factor : 0.0f;
+  for (int j = (int)threadIdx.x; j < columns; j += 128)
+    x[j] = j < admissible ? exp2f((x[j] - largest) * LOG2_E) * factor : 0.0f;
 }

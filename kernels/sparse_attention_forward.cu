@@ -1,18 +1,24 @@
 // sparse_attention_forward: attention over the keys that a selector's mask names, for prefill.
-// Math       o_i = sum_j softmax_j(softmax_scale * q_i . k_j) v_j over the keys of i's query tile with j <= i < expire_j; lse_i = log sum_j exp(softmax_scale * q_i . k_j);
+// Math       o_i = sum_j softmax_j(softmax_scale * q_i . k_j) v_j over the keys of i's query tile with
+//            j <= i < expire_j; lse_i = log sum_j exp(softmax_scale * q_i . k_j);
 //            a query that sees nothing gets o = 0, lse = -inf
-// Layout     q, k, v as attention_forward, batch 1, keys of tokens 0 .. seq_len - 1; queries are the last num_queries tokens of q's tensor;
-//            o bf16 [num_queries, num_heads, HEAD_DIM], lse f32 [num_heads, num_queries] contiguous. mask i32: the arrays of sieve-select's SparseMask in one
-//            buffer, each at a word of params (0: absent): row_ptr [lists * num_query_tiles + 1] and tile_idx (absent: every key up to a tile's last query),
-//            col_ptr and col_idx, key_order [num_heads / heads_per_order, seq_len], query_order [num_heads, num_queries] (or [num_slots], for some rows of all heads), windows {init, local} [lists],
-//            tile_order [lists, num_query_tiles]: query tiles by falling number of keys. lists = num_heads / heads_per_list
+// Layout     q, k, v as attention_forward, batch 1, keys of tokens 0 .. seq_len - 1; queries are the last num_queries
+//            tokens of q's tensor;
+//            o bf16 [num_queries, num_heads, HEAD_DIM], lse f32 [num_heads, num_queries] contiguous. mask i32: the
+//            arrays of sieve-select's SparseMask in one buffer, each at a word of params (0: absent): row_ptr
+//            [lists * num_query_tiles + 1] and tile_idx (absent: every key up to a tile's last query), col_ptr and
+//            col_idx, key_order [num_heads / heads_per_order, seq_len], query_order [num_heads, num_queries] (or
+//            [num_slots], for some rows of all heads), windows {init, local} [lists], tile_order
+//            [lists, num_query_tiles]: query tiles by falling number of keys. lists = num_heads / heads_per_list
 // Buffers    q, k, v, mask, o, lse
 // Defines    as attention_forward; HEADS_PER_TILE is always 1, HAS_BIAS is 0
-// Tiling     BLOCK_Q = NUM_WARPS * WARP_ROWS rows of one query tile; grid (num_query_tiles * ceil(query_tile / BLOCK_Q), num_heads, 1), tiles with most keys
-//            first; NUM_WARPS * 32 threads; dynamic shared bytes = BLOCK_Q * HEAD_DIM * 2 + NUM_STAGES * BLOCK_KV * HEAD_DIM * 4
+// Tiling     BLOCK_Q = NUM_WARPS * WARP_ROWS rows of one query tile; grid
+//            (num_query_tiles * ceil(query_tile / BLOCK_Q), num_heads, 1), tiles with most keys first; NUM_WARPS * 32
+//            threads; dynamic shared bytes = BLOCK_Q * HEAD_DIM * 2 + NUM_STAGES * BLOCK_KV * HEAD_DIM * 4
 //              + BLOCK_KV * 8 * (NUM_STAGES == 2 ? 4 : NUM_STAGES <= 4 ? 8 : 16)
 // Numerics   as attention_forward; the order of a row's sums follows the list
-// Edges      any sizes of tiles; rows of K and V that no query of the block sees are never read (with permuted queries: those of tiles that are not listed).
+// Edges      any sizes of tiles; rows of K and V that no query of the block sees are never read (with permuted queries:
+//            those of tiles that are not listed).
 //            A launch may compute some rows alone: the range first_row, num_slots, or the num_slots rows of query_order
 #define GATHER 1
 #define SPARSE 1
@@ -20,8 +26,9 @@
 #include "common/sparse_keys.cuh"
 #include "common/attention_forward.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) sparse_attention_forward(
-    const bf16* q, const bf16* k, const bf16* v, const i32* mask, bf16* o, float* lse, const __grid_constant__ SparseAttentionForwardParams params) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    sparse_attention_forward(const bf16* q, const bf16* k, const bf16* v, const i32* mask, bf16* o, float* lse,
+                             const __grid_constant__ SparseAttentionForwardParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const SparseMask sparse(mask, params);
   const int head = (int)blockIdx.y, kv_head = head / (sparse.num_heads / sparse.num_kv_heads);

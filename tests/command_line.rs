@@ -287,7 +287,10 @@ fn an_import_writes_a_recipe_that_trains() {
     let tiny = TinyRun::new("kind = \"mha\"");
     tiny.trained("run", "--set training.steps=8");
     succeed(&mut tiny.sieve("export --checkpoint run --out exported"));
-    let printed = succeed(&mut tiny.sieve("import --from exported --out in --attention dma --set attention.keep_window_size=8 --data corpus"));
+    let printed = succeed(&mut tiny.sieve(
+        "import --from exported --out in --attention dma --set \
+        attention.keep_window_size=8 --data corpus",
+    ));
     let train = printed
         .lines()
         .find(|line| line.contains(" train "))

@@ -1,5 +1,5 @@
-//! Damaged text files of every kind that the program reads: ten thousand each, from a fixed seed. Each is read or refused with
-//! a message that names it, and none brings the program down.
+//! Damaged text files of every kind that the program reads: ten thousand each, from a fixed seed. Each is read or
+//! refused with a message that names it, and none brings the program down.
 use crate::random_model::{random_model, recipe, write_checkpoint};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
@@ -96,7 +96,8 @@ fn mutated(text: &str, number: u64) -> Vec<u8> {
     bytes
 }
 
-/// Gives `read` every mutation of `text`; it returns whether that was taken. All or none: then the mutations test nothing.
+/// Gives `read` every mutation of `text`; it returns whether that was taken. All or none: then the mutations test
+/// nothing.
 fn each(text: &str, mut read: impl FnMut(&[u8]) -> bool) {
     assert!(read(text.as_bytes()), "{text} as it is");
     let taken = (0..NUM_INPUTS).filter(|&number| read(&mutated(text, number)));
@@ -194,7 +195,8 @@ fn damaged_tasks_and_their_rows() {
         truncate: false,
     };
     let path = dir.path().join("rows.jsonl");
-    let rows = "{\"question\": \"1 2\", \"answerKey\": \"B\", \"choices\": {\"text\": [\"3\", \"4 5\"], \"label\": [\"A\", \"B\"]}}\n";
+    let rows = "{\"question\": \"1 2\", \"answerKey\": \"B\", \
+                \"choices\": {\"text\": [\"3\", \"4 5\"], \"label\": [\"A\", \"B\"]}}\n";
     let rows = [
         rows.to_owned(),
         rows.replace("1 2", "6"),
@@ -209,7 +211,8 @@ fn damaged_tasks_and_their_rows() {
         })
     };
     let data = read().expect("rows");
-    let task = "measure = \"choices\"\nprompt = \"Q {question|strip}\"\nchoices = \"choices.text\"\nlabels = \"choices.label\"\n\
+    let task = "measure = \"choices\"\nprompt = \"Q {question|strip}\"\nchoices = \"choices.text\"\nlabels = \
+        \"choices.label\"\n\
                 label = \"{answerKey}\"\ndelimiter = \" \"\nfewshot = 1\n";
     each(task, |bytes| {
         let Ok(text) = std::str::from_utf8(bytes) else {
@@ -267,7 +270,8 @@ fn damaged_model_configurations() {
 
 #[test]
 fn damaged_questions() {
-    let squad = "{\"version\": \"v2.0\", \"data\": [{\"title\": \"T\", \"paragraphs\": [{\"context\": \"The sky is blue.\", \
+    let squad = "{\"version\": \"v2.0\", \"data\": [{\"title\": \"T\", \
+                 \"paragraphs\": [{\"context\": \"The sky is blue.\", \
                  \"qas\": [{\"question\": \"What colour?\", \"id\": \"1\", \"answers\": [{\"text\": \"blue\", \
                  \"answer_start\": 11}], \"is_impossible\": false}]}]}]}";
     let hotpot = "[{\"question\": \"Who?\", \"answer\": \"Ann\", \"context\": [[\"A\", [\"Ann is.\", \" So.\"]], \

@@ -197,12 +197,15 @@ fn a_run_on_a_weighted_mixture_resumes_exactly() {
     refused(&mut command, &["data.weights"]);
 }
 
-const MQAR: &str = "--set tokenizer.numbers=64 --set training.one_document_per_row=false --set data.validation_fraction=0.5";
+const MQAR: &str = "--set tokenizer.numbers=64 --set training.one_document_per_row=false --set \
+    data.validation_fraction=0.5";
 
 /// `tiny.toml` with a synthetic task for its text.
 fn mqar_recipe(tiny: &TinyRun) {
     let recipe = fs::read_to_string(tiny.path("tiny.toml")).expect("the recipe");
-    let data = "format = \"mqar\"\nmqar = { vocab_size = 64, seq_lens = [32, 16], num_pairs = [4, 2], num_samples = [500, 100], num_test_samples = 20 }";
+    let data = "format = \"mqar\"\nmqar \
+        = { vocab_size = 64, seq_lens = [32, 16], num_pairs = [4, 2], num_samples = [500, 100], num_test_samples = 20 \
+        }";
     let recipe = recipe.replace("paths = [\"corpus/*.txt\"]", data);
     fs::write(tiny.path("tiny.toml"), recipe).expect("writable");
 }

@@ -1,4 +1,5 @@
-//! `sieve kernels`: files that other programs can check, a check that runs anywhere, builds without a GPU, plain errors.
+//! `sieve kernels`: files that other programs can check, a check that runs anywhere, builds without a GPU, plain
+//! errors.
 use crate::tiny_run::{TinyRun, refused, succeed};
 use sieve_hf::TensorFile;
 use std::collections::BTreeMap;
@@ -47,8 +48,8 @@ impl Written {
         self.metadata["scale"].parse().expect("a number")
     }
 
-    /// Largest errors of `o`, `lse` and `ddelta` against the definition, computed here in f64 from the file's own inputs.
-    /// `lse` is of logits less the largest bias that the query sees.
+    /// Largest errors of `o`, `lse` and `ddelta` against the definition, computed here in f64 from the file's own
+    /// inputs. `lse` is of logits less the largest bias that the query sees.
     fn errors(&self) -> [f64; 3] {
         let [batch, seq_len, heads, d] = *self.shape("q") else {
             panic!("q has four dimensions")
@@ -294,7 +295,8 @@ fn a_seed_gives_one_file() {
     let tiny = folder();
     for (seed, file) in [(1, "a"), (1, "b"), (2, "c")] {
         succeed(&mut tiny.sieve(&format!(
-            "kernels run dma_select --shape seq_len=500,heads=2,kv_heads=2,head_dim=16 --window 20 --seed {seed} --out {file} --device cpu"
+            "kernels run dma_select --shape seq_len=500,heads=2,kv_heads=2,head_dim=16 --window 20 --seed {seed} \
+             --out {file} --device cpu"
         )));
     }
     let read = |file: &str| {
@@ -347,7 +349,8 @@ fn scores_of_a_trained_model_can_be_used() {
     assert_eq!(written.values("z")[..300], z["z"].1[..300]);
     assert!(written.errors()[0] < 2e-5);
 
-    let long = "kernels run dma_select --shape seq_len=9999999,heads=1,head_dim=16 --window 40 --scores captured:z --out out --device cpu";
+    let long = "kernels run dma_select --shape seq_len=9999999,heads=1,head_dim=16 --window 40 --scores captured:z \
+        --out out --device cpu";
     refused(
         &mut tiny.sieve(long),
         &["too short for seq_len=9999999", "hint"],
@@ -423,7 +426,8 @@ fn a_kernel_cache_cut_off_in_mid_write_is_used_again() {
     fake_nvcc(&tiny);
     let build = "kernels build --recipe tiny.toml --arch sm_90a --nvcc ./nvcc --out cache";
     succeed(&mut tiny.sieve(build));
-    // As a kill -9 in the middle of a write leaves it: half an entry, and a line of the table of contents without its end.
+    // As a kill -9 in the middle of a write leaves it: half an entry, and a line of the table of contents without its
+    // end.
     let torn = |ending: &str| {
         let snapshot = tiny.snapshot("cache");
         let mut found = 0;
@@ -508,7 +512,12 @@ fn mistakes_get_one_plain_message_and_write_nothing() {
 #[test]
 fn no_gpu_is_said_plainly() {
     let tiny = folder();
-    let probe = tiny.sieve("kernels run dma_select --shape seq_len=20,heads=1,head_dim=16 --window 3 --out probe --device cuda").output();
+    let probe = tiny
+        .sieve(
+            "kernels run dma_select --shape seq_len=20,heads=1,head_dim=16 --window 3 --out probe \
+        --device cuda",
+        )
+        .output();
     if probe.expect("the program starts").status.success() {
         return;
     }

@@ -1,4 +1,5 @@
-//! Commands that cannot fit into memory, each under a limit of address space, so that a failure costs the machine nothing.
+//! Commands that cannot fit into memory, each under a limit of address space, so that a failure costs the machine
+//! nothing.
 use crate::tiny_run::{TinyRun, refused, succeed};
 use std::process::Command;
 

@@ -71,8 +71,8 @@ fn step_by_step_decoding_equals_the_full_forward_pass() {
 
 #[test]
 fn the_window_matters_at_these_sizes() {
-    // Else the test above would pass with any cache: the first token changes what a dense model says at the end, and nothing
-    // that a one-layer reach of the window cannot carry there.
+    // Else the test above would pass with any cache: the first token changes what a dense model says at the end, and
+    // nothing that a one-layer reach of the window cannot carry there.
     for (kind, model_lines, attention) in KINDS {
         let recipe = recipe(model_lines, attention);
         let model = random_model(&recipe, 1);

@@ -1,6 +1,7 @@
 //! Exported models in Hugging Face transformers: the same logits.
 //!
-//! Live where Python has transformers, and against stored logits everywhere. `UPDATE_GOLDEN=1` rewrites the stored ones.
+//! Live where Python has transformers, and against stored logits everywhere. `UPDATE_GOLDEN=1` rewrites the stored
+//! ones.
 #![allow(
     clippy::print_stderr,
     reason = "the largest difference is worth a line"
@@ -99,7 +100,8 @@ fn transformers_computes_the_same_logits() {
         let (transformers, torch) = (&line["transformers"], &line["torch"]);
         let largest = theirs.iter().fold(0f32, |max, x| max.max(x.abs()));
         eprintln!(
-            "{kind}: largest difference {difference:.2e} of logits up to {largest:.2} (transformers {transformers}, torch {torch})"
+            "{kind}: largest difference {difference:.2e} of logits up to {largest:.2} (transformers {transformers}, \
+             torch {torch})"
         );
         assert!(difference < TOLERANCE, "{kind}: {difference}");
         if std::env::var_os("UPDATE_GOLDEN").is_some() {

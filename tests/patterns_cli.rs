@@ -63,7 +63,8 @@ fn patterns_of_minference_are_written_and_used() {
     assert_eq!((heads, &found["num_tokens"]), (4.0, &5050.into()));
     // The same prompt under the selector: its density and recall are those that the search told.
     let table = json(&succeed(&mut tiny.sieve(&format!(
-        "eval selectors --checkpoint run --data corpus --device cpu --lengths 5050 --windows 1 --json {flag} --selector minference"
+        "eval selectors --checkpoint run --data corpus --device cpu --lengths 5050 --windows 1 --json {flag} \
+         --selector minference"
     ))));
     let (used, default) = (&table["selectors"][0], &table["selectors"][1]);
     for key in ["density", "recall"] {

@@ -62,7 +62,8 @@ pub(crate) fn recipe(model: &str, attention: &str) -> Recipe {
     let kv_heads = if attention.contains("mla") { 4 } else { 2 };
     let text = format!(
         "[model]\nhidden_size = 64\nintermediate_size = 96\nnum_hidden_layers = 3\nnum_attention_heads = 4\n\
-         num_key_value_heads = {kv_heads}\nhead_dim = 16\nvocab_size = {VOCAB_SIZE}\nmax_position_embeddings = 64\n{model}\n\
+         num_key_value_heads = {kv_heads}\nhead_dim = 16\nvocab_size = {VOCAB_SIZE}\nmax_position_embeddings = \
+         64\n{model}\n\
          [attention]\n{attention}\n[tokenizer]\npath = \"tokenizer.json\"\n[data]\npaths = [\"none\"]\n\
          [training]\nsteps = 1\nseq_len = 48\nlocal_batch_size = 1\n[optimizer]\nlr = 1e-3\n\
          [lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n"
@@ -86,8 +87,8 @@ fn randomise(model: Qwen3<Flex>, shape: &ModelShape, seed: u64) -> Qwen3<Flex> {
     .expect("every name has values")
 }
 
-/// Uniform in `centre ± spread`, from the tensor's name and the seed alone: goldens outlive any change to the model's own
-/// initialisation.
+/// Uniform in `centre ± spread`, from the tensor's name and the seed alone: goldens outlive any change to the model's
+/// own initialisation.
 pub(crate) fn values(
     name: &str,
     dims: &[usize],
@@ -108,8 +109,8 @@ pub(crate) fn values(
     TensorData::new(values, dims.to_vec())
 }
 
-/// Centre and half width of a parameter's values: products keep the size of their input, norms and scales lie around one, A
-/// in ±1, and W_dt is large enough for scores far apart.
+/// Centre and half width of a parameter's values: products keep the size of their input, norms and scales lie around
+/// one, A in ±1, and W_dt is large enough for scores far apart.
 fn distribution(name: &str, shape: &ModelShape) -> (f64, f64) {
     let product = |d_in: usize| (0.0, (3.0 / d_in as f64).sqrt());
     match name {
@@ -173,8 +174,8 @@ pub(crate) fn tokens(len: usize, seed: u64) -> Vec<u32> {
         .collect()
 }
 
-/// `len` tokens, no two alike: equal tokens have equal scores in the first layer, and which of them `torch.topk` keeps is not
-/// defined, where here the later one stays.
+/// `len` tokens, no two alike: equal tokens have equal scores in the first layer, and which of them `torch.topk` keeps
+/// is not defined, where here the later one stays.
 pub(crate) fn distinct_tokens(len: usize, seed: u64) -> Vec<u32> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let mut all: Vec<u32> = (0..VOCAB_SIZE as u32).collect();

@@ -79,7 +79,8 @@ fn ruler_is_asked_of_kinds_with_files_and_a_picture() {
 fn ruler_under_selectors_is_another_question_unless_they_keep_everything() {
     let tiny = trained(KINDS[0]);
     let what = "--tasks passkey,kv_retrieval --lengths 800 --samples 4 --json";
-    let with = "--selector meanpool:tau=1,min_prefill_tokens=0 --selector streamingllm:n_init=2,n_local=10,min_prefill_tokens=0 \
+    let with = "--selector meanpool:tau=1,min_prefill_tokens=0 --selector \
+        streamingllm:n_init=2,n_local=10,min_prefill_tokens=0 \
                 --selector exact_top:k=2";
     let report = json(&asked(&tiny, &format!("{what} {with}")));
     let methods = report["methods"].as_array().expect("a list");
@@ -108,7 +109,8 @@ fn generated_samples_train_a_model_and_repeat() {
         .expect("a tokenizer");
     let generate = |out: &str, seed: usize| {
         let command = format!(
-            "data generate --tasks passkey,induce,kv_retrieval --tokenizer {} --samples 30 --min-length 700 --max-length 900 --seed {seed} \
+            "data generate --tasks passkey,induce,kv_retrieval --tokenizer {} --samples 30 --min-length 700 \
+             --max-length 900 --seed {seed} \
              --out {out}",
             tokenizer.display()
         );

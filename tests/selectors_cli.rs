@@ -203,7 +203,8 @@ fn selectors_of_which_one_fails_are_told_and_the_rest_is_written() {
     let run = run_of(&tiny);
     // The bidirectional form needs all tokens in one call, which chunks do not give it.
     let command = format!(
-        "eval selectors --checkpoint {run} --data text.txt --lengths 16,32 --windows 1 --device cpu --chunk 8 --selector \
+        "eval selectors --checkpoint {run} --data text.txt --lengths 16,32 --windows 1 --device cpu --chunk 8 \
+         --selector \
          ba_att:causal=false,block=4,segment=8,min_prefill_tokens=0 --selector {} --plot rest.svg",
         SELECTORS[1]
     );
@@ -322,7 +323,8 @@ fn selectors_stand_beside_models_trained_sparse() {
         compare += &format!(" --compare {kind}");
     }
     let table = format!(
-        "eval selectors --checkpoint {run} --data text.txt --lengths 16,32 --windows 2 --device cpu --selector {}{compare} --compare {run}",
+        "eval selectors --checkpoint {run} --data text.txt --lengths 16,32 --windows 2 --device cpu \
+         --selector {}{compare} --compare {run}",
         SELECTORS[1]
     );
     let report = json(&succeed(&mut tiny.sieve(&format!("{table} --json"))));
@@ -361,7 +363,8 @@ fn selectors_stand_beside_models_trained_sparse() {
     }
     let with = |more: &str| {
         tiny.sieve(&format!(
-            "eval selectors --checkpoint {run} --data text.txt --lengths 32 --windows 1 --device cpu --selector {} {more}",
+            "eval selectors --checkpoint {run} --data text.txt --lengths 32 --windows 1 --device cpu \
+             --selector {} {more}",
             SELECTORS[1]
         ))
     };
@@ -447,7 +450,10 @@ fn selectors_mistakes_are_told_and_change_nothing() {
     );
     refused(&mut command("dam:map=nowhere.json"), &["nowhere.json"]);
     refused(
-        &mut dense.sieve(&format!("eval selectors --checkpoint {run} --data text.txt --lengths 30 --windows 500 --device cpu")),
+        &mut dense.sieve(&format!(
+            "eval selectors --checkpoint {run} --data text.txt --lengths 30 --windows 500 \
+            --device cpu"
+        )),
         &["the data holds", "give more text"],
     );
 }

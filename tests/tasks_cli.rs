@@ -38,8 +38,8 @@ impl Rows {
             "lambada_openai" => json!({"text": self.words(2, 40)}),
             "hellaswag" => {
                 let endings: Vec<String> = (0..4).map(|_| self.words(1, 6) + " [step]").collect();
-                json!({"activity_label": self.words(1, 2), "ctx_a": self.words(2, 9) + " [title]", "ctx_b": self.words(1, 3),
-                    "endings": endings, "label": self.number(4).to_string()})
+                json!({"activity_label": self.words(1, 2), "ctx_a": self.words(2, 9) + " [title]",
+                    "ctx_b": self.words(1, 3), "endings": endings, "label": self.number(4).to_string()})
             }
             "piqa" => {
                 json!({"goal": self.words(2, 20), "sol1": self.words(1, 8), "sol2": self.words(1, 8),
@@ -185,7 +185,8 @@ fn assert_same(tiny: &TinyRun, expected: &Value) {
     assert!(num_cut > 0, "no text was longer than the context");
 }
 
-/// A prefill method reads each prompt in one sparse call, and a prompt once for all its choices; what follows reads everything.
+/// A prefill method reads each prompt in one sparse call, and a prompt once for all its choices; what follows reads
+/// everything.
 #[test]
 fn tasks_under_a_selector_are_one_call_a_prompt() {
     let tiny = random_run();
@@ -394,8 +395,8 @@ fn longbench_files_are_read_from_their_folder() {
     let mut random = Rows(ChaCha8Rng::seed_from_u64(5));
     for (name, answer) in [("hotpotqa", "t1 t2"), ("passage_count_e", "7")] {
         let row = |random: &mut Rows| {
-            json!({"input": random.words(2, 9), "context": random.words(50, 90), "answers": [answer, "t3"], "length": 70,
-                "dataset": name, "language": "en", "all_classes": null, "_id": "x"})
+            json!({"input": random.words(2, 9), "context": random.words(50, 90), "answers": [answer, "t3"],
+                "length": 70, "dataset": name, "language": "en", "all_classes": null, "_id": "x"})
             .to_string()
         };
         let rows: Vec<String> = (0..5).map(|_| row(&mut random)).collect();

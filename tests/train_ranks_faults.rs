@@ -379,7 +379,8 @@ fn two_launchers_are_one_job_of_two_hosts() {
     let master = format!("127.0.0.1:{}", free_port());
     let host = |rank: usize| {
         let mut command = tiny.sieve(&format!(
-            "launch --nproc 1 --nnodes 2 --node-rank {rank} --master {master} -- train --recipe tiny.toml --device cpu --out run {UNTIED}"
+            "launch --nproc 1 --nnodes 2 --node-rank {rank} --master {master} -- train --recipe tiny.toml --device \
+             cpu --out run {UNTIED}"
         ));
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         command.spawn().expect("the program starts")

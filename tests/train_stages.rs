@@ -268,7 +268,8 @@ fn an_imported_model_can_be_trained_on() {
             "import --from hf --out sparse --attention dma --set attention.keep_window_size=8",
         ));
     assert!(text.contains("4 parameters are new"), "{text}");
-    let branch = "--branch-from sparse --set attention.kind=dma --set attention.keep_window_size=8 --set training.steps=8 \
+    let branch = "--branch-from sparse --set attention.kind=dma --set attention.keep_window_size=8 --set \
+        training.steps=8 \
                   --set lr_scheduler.warmup_steps=2";
     let text = succeed(&mut run.train("tuned", branch));
     let losses = run.metrics("tuned", "step");

@@ -1,5 +1,6 @@
-//! Two hundred wrong inputs over all commands, in a table: each ends with its exit code, without a panic, and with what is
-//! wrong, where, and how to mend it. `wrong_inputs.txt` holds them, a command and below it the code and words of its message.
+//! Two hundred wrong inputs over all commands, in a table: each ends with its exit code, without a panic, and with what
+//! is wrong, where, and how to mend it. `wrong_inputs.txt` holds them, a command and below it the code and words of its
+//! message.
 use crate::tiny_run::{TinyRun, program, succeed, text};
 use std::fs;
 use std::path::Path;
@@ -173,8 +174,11 @@ fn prepared() -> TinyRun {
         ("few_words.txt", b"a few words\n"),
         ("piqa.jsonl", b"{\"goal\": \"a\", \"sol1\": \"b\", \"label\": 0}\n"),
         ("piqa_label.jsonl", b"{\"goal\": \"a\", \"sol1\": \"b\", \"sol2\": \"c\", \"label\": 2}\n"),
+        // Long line: a row of a file.
         ("arc.jsonl", b"{\"question\": \"a\", \"answerKey\": \"Z\", \"choices\": {\"text\": [\"x\", \"y\"], \"label\": [\"A\", \"B\"]}}\n"),
+        // Long line: a row of a file.
         ("arc_unequal.jsonl", b"{\"question\": \"a\", \"answerKey\": \"A\", \"choices\": {\"text\": [\"x\"], \"label\": [\"A\", \"B\"]}}\n"),
+        // Long line: a row of a file.
         ("arc_none.jsonl", b"{\"question\": \"a\", \"answerKey\": \"A\", \"choices\": {\"text\": [], \"label\": []}}\n"),
         ("lambada.jsonl", b"{\"text\": \"word\"}\n"),
         ("task_key.toml", b"measure = \"choices\"\nprompt = \"{q}\"\nchoises = [\"a\"]\nlabel = \"0\"\n"),

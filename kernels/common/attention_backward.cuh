@@ -1,13 +1,19 @@
-// attention_backward: the gradients of a block of keys, from every query that sees one of them (arXiv:2307.08691, algorithm 2, keys outermost).
-// Used by attention_backward.cu (dense, sliding window) and dma_attention_backward.cu (gathered lists), which document the interface.
-// Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (even; two warps own 32 keys), BLOCK_Q queries a step (32 or 64); HAS_BIAS; GATHER;
-//            CHOSEN_ROWS: the rows of a list (nsa_rows.cuh) take the place of all queries of all heads, and each has a place for its part of dQ;
-//            COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV: which gradients this launch makes (large heads take two launches, for want of registers)
-// Scores are kept transposed, S^T = K Q^T, so that P^T and dS^T in registers are A fragments of dV += P^T dO and dK += dS^T Q. What limits this
-// kernel is shared memory bandwidth, so a warp works on 32 keys: a fragment of Q or dO then serves two products. Of a pair of warps each scores
-// half the queries of a step and keeps half the columns of dK and dV; they swap the halves of P^T and dS^T through shared memory, after having
-// multiplied with their own. dQ = dS K sums over all keys: it is made from the dS^T in shared memory one step later, so that the block needs one
-// barrier a step.
+// attention_backward: the gradients of a block of keys, from every query that sees one of them (arXiv:2307.08691,
+// algorithm 2, keys outermost).
+// Used by attention_backward.cu (dense, sliding window) and dma_attention_backward.cu (gathered lists), which document
+// the interface.
+// Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (even; two warps own 32 keys), BLOCK_Q queries a step (32 or 64);
+//            HAS_BIAS; GATHER;
+//            CHOSEN_ROWS: the rows of a list (nsa_rows.cuh) take the place of all queries of all heads, and each has a
+//            place for its part of dQ;
+//            COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV: which gradients this launch makes (large heads take two launches, for
+//            want of registers)
+// Scores are kept transposed, S^T = K Q^T, so that P^T and dS^T in registers are A fragments of dV += P^T dO and dK +=
+// dS^T Q. What limits this kernel is shared memory bandwidth, so a warp works on 32 keys: a fragment of Q or dO then
+// serves two products. Of a pair of warps each scores half the queries of a step and keeps half the columns of dK and
+// dV; they swap the halves of P^T and dS^T through shared memory, after having multiplied with their own. dQ = dS K
+// sums over all keys: it is made from the dS^T in shared memory one step later, so that the block needs one barrier a
+// step.
 #pragma once
 #include "common/copy_rows.cuh"
 #include "common/nsa_copy_rows.cuh"
@@ -42,7 +48,8 @@
 
 constexpr int BLOCK_KV = NUM_WARPS * 16;
 constexpr int HALF_QUERY_TILES = BLOCK_Q / 16;            // tiles of 8 queries a warp scores
-constexpr int HALF_K_PAIRS = ceil_div(HEAD_DIM / 16, 2);   // pairs of column tiles of dk a warp keeps; the second warp of a pair
+// pairs of column tiles of dk a warp keeps; the second warp of a pair
+constexpr int HALF_K_PAIRS = ceil_div(HEAD_DIM / 16, 2);
 constexpr int HALF_V_PAIRS = ceil_div(HEAD_DIM_V / 16, 2); // may have one less
 static_assert(NUM_WARPS % 2 == 0, "warps work in pairs");
 static_assert(BLOCK_Q == 32 || BLOCK_Q == 64, "a row of dS^T is one swizzled line of queries");
@@ -58,7 +65,8 @@ constexpr int Q_BYTES = BLOCK_Q * HEAD_DIM * 2;       // x 2 slots
 constexpr int DO_BYTES = BLOCK_Q * HEAD_DIM_V * 2;    // x 2
 constexpr int DS_BYTES = BLOCK_KV * BLOCK_Q * 2;
 constexpr int P_BYTES = COMPUTE_DV ? BLOCK_KV * BLOCK_Q * 2 : 0;
-constexpr int SWAP_BYTES = COMPUTE_DQ ? 2 * DS_BYTES : COMPUTE_DK ? BLOCK_KV * BLOCK_Q * 2 : 0;  // dS^T: two slots where dQ needs it a step later
+// dS^T: two slots where dQ needs it a step later
+constexpr int SWAP_BYTES = COMPUTE_DQ ? 2 * DS_BYTES : COMPUTE_DK ? BLOCK_KV * BLOCK_Q * 2 : 0;
 constexpr int STATS_BYTES = BLOCK_Q * (HAS_BIAS ? 12 : 8);  // x 2: {lse, D}, then bases
 constexpr int Q_AT = K_BYTES + V_BYTES;
 constexpr int DO_AT = Q_AT + 2 * Q_BYTES;
@@ -69,16 +77,19 @@ constexpr int ENTRIES_AT = STATS_AT + 2 * STATS_BYTES;
 constexpr int BIAS_AT = ENTRIES_AT + BLOCK_KV * 8;
 constexpr int BLOCK_AT = BIAS_AT + (HAS_BIAS ? BLOCK_KV * 4 : 0);
 constexpr int BLOCK_BYTES = CHOSEN_ROWS ? 192 : 128;
-constexpr int ROWS_AT = BLOCK_AT + BLOCK_BYTES;  // CHOSEN_ROWS: the rows of four steps, of the last one to the one after the next
+// CHOSEN_ROWS: the rows of four steps, of the last one to the one after the next
+constexpr int ROWS_AT = BLOCK_AT + BLOCK_BYTES;
 constexpr int ROWS_BYTES = CHOSEN_ROWS ? 4 * BLOCK_Q * 16 : 0;
-static_assert(ROWS_AT + ROWS_BYTES <= 227 * 1024, "no device gives a block more shared memory; the caller checks its own limit");
+static_assert(ROWS_AT + ROWS_BYTES <= 227 * 1024,
+              "no device gives a block more shared memory; the caller checks its own limit");
 
 // How the warps share out a dQ tile of BLOCK_Q x HEAD_DIM: DQ_COLUMN_WARPS x DQ_ROW_WARPS of them, the others rest.
 constexpr int DQ_COLUMN_WARPS = HEAD_DIM % 64 == 0 && NUM_WARPS >= 8 ? 4 : HEAD_DIM % 32 == 0 ? 2 : 1;
 constexpr int DQ_ROW_WARPS = min_int(NUM_WARPS / DQ_COLUMN_WARPS, BLOCK_Q / 16);
 constexpr int DQ_ROW_TILES = BLOCK_Q / DQ_ROW_WARPS / 16;
 constexpr int DQ_COLUMN_TILES = HEAD_DIM / DQ_COLUMN_WARPS / 8;
-static_assert(DQ_COLUMN_TILES % 2 == 0 && DQ_ROW_TILES >= 1, "fragments are loaded for 16 rows and 16 columns at a time");
+static_assert(DQ_COLUMN_TILES % 2 == 0 && DQ_ROW_TILES >= 1,
+              "fragments are loaded for 16 rows and 16 columns at a time");
 
 // Kept in shared memory: pointers that are needed once a step would cost the main loop ten registers.
 struct BackwardBlock {
@@ -124,48 +135,61 @@ DEVICE KeyRange key_range(const int2* entries, int count) {
 }
 
 #if CHOSEN_ROWS
-DEVICE ChosenRow* step_rows(unsigned char* memory, int step) { return (ChosenRow*)(memory + ROWS_AT) + step % 4 * BLOCK_Q; }
+DEVICE ChosenRow* step_rows(unsigned char* memory, int step) {
+  return (ChosenRow*)(memory + ROWS_AT) + step % 4 * BLOCK_Q;
+}
 DEVICE void describe_rows(const BackwardBlock& block, unsigned char* memory, int step) {
   if (threadIdx.x < BLOCK_Q)
-    step_rows(memory, step)[threadIdx.x] = chosen_row(block.run, step * BLOCK_Q + (int)threadIdx.x, block.group_size, block.kv_head * block.group_size);
+    step_rows(memory, step)[threadIdx.x] =
+        chosen_row(block.run, step * BLOCK_Q + (int)threadIdx.x, block.group_size, block.kv_head * block.group_size);
 }
 #endif
 
 // Asks for a step's queries, output gradients and row statistics.
-DEVICE void load_queries(const BackwardBlock& block, unsigned char* memory, u32 shared, int slot, int head, int query_tile) {
+DEVICE void load_queries(const BackwardBlock& block, unsigned char* memory, u32 shared, int slot, int head,
+                         int query_tile) {
 #if CHOSEN_ROWS
   const ChosenRow* rows = step_rows(memory, query_tile);
   copy_chosen_rows<HEAD_DIM, BLOCK_Q>(shared + Q_AT + slot * Q_BYTES, block.q, block.q_stride, rows);
-  copy_chosen_rows<HEAD_DIM_V, BLOCK_Q>(shared + DO_AT + slot * DO_BYTES, block.d_out, (u32)block.num_heads * HEAD_DIM_V, rows);
+  copy_chosen_rows<HEAD_DIM_V, BLOCK_Q>(shared + DO_AT + slot * DO_BYTES, block.d_out,
+                                        (u32)block.num_heads * HEAD_DIM_V, rows);
   if (threadIdx.x < BLOCK_Q) {
     const ChosenRow row = rows[threadIdx.x];
-    copy_async_8(shared + STATS_AT + slot * STATS_BYTES + threadIdx.x * 8, block.stats + (u64)(u32)row.head * block.padded_len + max(row.token, 0), row.token >= 0 ? 8 : 0);
+    copy_async_8(shared + STATS_AT + slot * STATS_BYTES + threadIdx.x * 8,
+                 block.stats + (u64)(u32)row.head * block.padded_len + max(row.token, 0), row.token >= 0 ? 8 : 0);
   }
 #else
-  copy_rows<HEAD_DIM, BLOCK_Q>(shared + Q_AT + slot * Q_BYTES, block.q + head * HEAD_DIM, block.q_stride, query_tile * BLOCK_Q, block.seq_len);
-  copy_rows<HEAD_DIM_V, BLOCK_Q>(shared + DO_AT + slot * DO_BYTES, block.d_out + head * HEAD_DIM_V, (u32)block.num_heads * HEAD_DIM_V,
-                                 query_tile * BLOCK_Q, block.seq_len);
+  copy_rows<HEAD_DIM, BLOCK_Q>(shared + Q_AT + slot * Q_BYTES, block.q + head * HEAD_DIM, block.q_stride,
+                               query_tile * BLOCK_Q, block.seq_len);
+  copy_rows<HEAD_DIM_V, BLOCK_Q>(shared + DO_AT + slot * DO_BYTES, block.d_out + head * HEAD_DIM_V,
+                                 (u32)block.num_heads * HEAD_DIM_V, query_tile * BLOCK_Q, block.seq_len);
   if (threadIdx.x < BLOCK_Q / 2)
     copy_async_16(shared + STATS_AT + slot * STATS_BYTES + threadIdx.x * 16,
                   block.stats + (u64)head * block.padded_len + query_tile * BLOCK_Q + threadIdx.x * 2, 16);
 #if HAS_BIAS
   if (threadIdx.x < BLOCK_Q / 4)
-    copy_async_16(shared + STATS_AT + slot * STATS_BYTES + BLOCK_Q * 8 + threadIdx.x * 16, block.base + query_tile * BLOCK_Q + threadIdx.x * 4, 16);
+    copy_async_16(shared + STATS_AT + slot * STATS_BYTES + BLOCK_Q * 8 + threadIdx.x * 16,
+                  block.base + query_tile * BLOCK_Q + threadIdx.x * 4, 16);
 #endif
 #endif
 }
 
 #if COMPUTE_DQ
-// dQ += dS K of one step, from dS^T in shared memory; added to the f32 sums as 16 x 8 fragments of 512 contiguous bytes, or rounded to bf16 as parts of their own.
+// dQ += dS K of one step, from dS^T in shared memory; added to the f32 sums as 16 x 8 fragments of 512 contiguous
+// bytes, or rounded to bf16 as parts of their own.
 DEVICE void add_dq(const BackwardBlock& block, unsigned char* memory, u32 shared, int slot, int head, int query_tile) {
   const int thread = (int)opaque(threadIdx.x), lane = thread % 32, warp = thread / 32;
   if (warp >= DQ_COLUMN_WARPS * DQ_ROW_WARPS) return;
-  const int row = warp / DQ_COLUMN_WARPS * DQ_ROW_TILES, column = warp % DQ_COLUMN_WARPS * DQ_COLUMN_TILES;  // in 16s, in 8s
-  const u32 ds_at = opaque(shared + DS_AT + slot * DS_BYTES + DsTile::offset(lane % 8 + lane / 16 * 8, row * 2 + lane / 8 % 2));
+  // in 16s, in 8s
+  const int row = warp / DQ_COLUMN_WARPS * DQ_ROW_TILES, column = warp % DQ_COLUMN_WARPS * DQ_COLUMN_TILES;
+  const u32 ds_at =
+      opaque(shared + DS_AT + slot * DS_BYTES + DsTile::offset(lane % 8 + lane / 16 * 8, row * 2 + lane / 8 % 2));
   float dq[DQ_ROW_TILES][DQ_COLUMN_TILES][4] = {};
-  u32 k_at[DQ_COLUMN_TILES / 2];  // the columns of a warp need not begin at a power of two, so each pair has its own address
+  // the columns of a warp need not begin at a power of two, so each pair has its own address
+  u32 k_at[DQ_COLUMN_TILES / 2];
 #pragma unroll
-  for (int n = 0; n < DQ_COLUMN_TILES / 2; ++n) k_at[n] = opaque(shared + KTile::offset(lane % 16, column + n * 2 + lane / 16));
+  for (int n = 0; n < DQ_COLUMN_TILES / 2; ++n)
+    k_at[n] = opaque(shared + KTile::offset(lane % 16, column + n * 2 + lane / 16));
 #pragma unroll
   for (int step = 0; step < BLOCK_KV / 16; ++step) {
     u32 a[DQ_ROW_TILES][4];
@@ -194,7 +218,9 @@ DEVICE void add_dq(const BackwardBlock& block, unsigned char* memory, u32 shared
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[i] = pack_bf16(dq[r / 2][n + i][r % 2 * 2], dq[r / 2][n + i][r % 2 * 2 + 1]);
       quad_transpose(words);
-      if (to.token >= 0) *(uint4*)(block.dq_parts + (u64)(u32)to.part * HEAD_DIM + (column + n + lane % 4) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+      if (to.token >= 0)
+        *(uint4*)(block.dq_parts + (u64)(u32)to.part * HEAD_DIM + (column + n + lane % 4) * 8) =
+            make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 #else
@@ -220,25 +246,29 @@ DEVICE void pack_fragments(u32 (&a)[2][4], const float (&c)[2][HALF_QUERY_TILES]
 #pragma unroll
   for (int m = 0; m < 2; ++m)
 #pragma unroll
-    for (int x = 0; x < 4; ++x) a[m][x] = pack_bf16(c[m][2 * step + x / 2][x % 2 * 2], c[m][2 * step + x / 2][x % 2 * 2 + 1]);
+    for (int x = 0; x < 4; ++x)
+      a[m][x] = pack_bf16(c[m][2 * step + x / 2][x % 2 * 2], c[m][2 * step + x / 2][x % 2 * 2 + 1]);
 }
 
 // Where a lane finds the column pairs its warp keeps, in the first 16 rows of a tile of Q or dO.
 template <class Tile, int HALF_PAIRS>
 struct HalfColumns {
-  static constexpr bool ALIGNED = (HALF_PAIRS & (HALF_PAIRS - 1)) == 0;  // then the pairs differ from the first by an xor
+  // then the pairs differ from the first by an xor
+  static constexpr bool ALIGNED = (HALF_PAIRS & (HALF_PAIRS - 1)) == 0;
   u32 first[ALIGNED ? 1 : HALF_PAIRS];
   DEVICE HalfColumns(u32 tile, int half) {
     const int lane = (int)threadIdx.x % 32;
 #pragma unroll
-    for (int n = 0; n < (ALIGNED ? 1 : HALF_PAIRS); ++n) first[n] = opaque(tile + Tile::offset(lane % 16, (half * HALF_PAIRS + n) * 2 + lane / 16));
+    for (int n = 0; n < (ALIGNED ? 1 : HALF_PAIRS); ++n)
+      first[n] = opaque(tile + Tile::offset(lane % 16, (half * HALF_PAIRS + n) * 2 + lane / 16));
   }
   DEVICE u32 at(int n) const { return ALIGNED ? Tile::step(first[0], 0, n * 2) : first[n]; }
 };
 
 // sums += a b over the 16 queries from `first_row` on; b the column pairs a warp keeps.
 template <class Tile, int HALF_PAIRS>
-DEVICE void accumulate_columns(float (&sums)[2][2 * HALF_PAIRS][4], const u32 (&a)[2][4], const HalfColumns<Tile, HALF_PAIRS>& columns, int first_row, int num_pairs) {
+DEVICE void accumulate_columns(float (&sums)[2][2 * HALF_PAIRS][4], const u32 (&a)[2][4],
+                               const HalfColumns<Tile, HALF_PAIRS>& columns, int first_row, int num_pairs) {
 #pragma unroll
   for (int n = 0; n < HALF_PAIRS; ++n) {
     if (Tile::CHUNKS / 2 % 2 != 0 && n >= num_pairs) break;  // an odd number of pairs: the second warp has one less
@@ -252,7 +282,8 @@ DEVICE void accumulate_columns(float (&sums)[2][2 * HALF_PAIRS][4], const u32 (&
   }
 }
 
-// Gradients of the pair's 32 keys, the warp's half of the columns, summed over heads and queries; dk still lacks the softmax scale.
+// Gradients of the pair's 32 keys, the warp's half of the columns, summed over heads and queries; dk still lacks the
+// softmax scale.
 struct KeyGradients {
 #if COMPUTE_DK
   float dk[2][2 * HALF_K_PAIRS][4];
@@ -265,7 +296,8 @@ struct KeyGradients {
 #endif
 };
 
-// Expects K and V on their way to shared memory, the entries {position, expire} (and the biases, divided by softmax_scale) there behind a barrier.
+// Expects K and V on their way to shared memory, the entries {position, expire} (and the biases, divided by
+// softmax_scale) there behind a barrier.
 DEVICE void attention_backward_block(const BackwardBlock& description, unsigned char* memory, KeyGradients& sums) {
   if (threadIdx.x == 0) *(BackwardBlock*)(memory + BLOCK_AT) = description;
   __syncthreads();  // every thread reads the description
@@ -308,7 +340,9 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
   for (; step < block.num_tiles * (CHOSEN_ROWS ? 1 : block.group_size); ++step) {
     const int slot = step & 1;
 #if COMPUTE_DQ
-    const int dq_head = tile == 0 ? head - 1 : head, dq_tile = block.first_tile + (tile == 0 ? block.num_tiles : tile) - 1;  // of the last step
+    // of the last step
+    const int dq_head = tile == 0 ? head - 1 : head,
+              dq_tile = block.first_tile + (tile == 0 ? block.num_tiles : tile) - 1;
 #endif
 #if !CHOSEN_ROWS
     const int first_query = (block.first_tile + tile) * BLOCK_Q;
@@ -316,26 +350,30 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     if (++tile == block.num_tiles) tile = 0, ++head;
 
     copy_async_wait<0>();
-    __syncthreads();  // this step's rows and the last step's dS^T are here for every thread; the other slot is no longer read
+    // this step's rows and the last step's dS^T are here for every thread; the other slot is no longer read
+    __syncthreads();
 #if CHOSEN_ROWS
     const ChosenRow* rows = step_rows(memory, step);
     // Tokens ascend; a step that ends past the list ends with its last one.
-    const int first_query = rows[0].token, end_query = (rows[BLOCK_Q - 1].token < 0 ? block.last_token : rows[BLOCK_Q - 1].token) + 1;
+    const int first_query = rows[0].token,
+              end_query = (rows[BLOCK_Q - 1].token < 0 ? block.last_token : rows[BLOCK_Q - 1].token) + 1;
     describe_rows(block, memory, step + 2);
 #else
     const int end_query = first_query + BLOCK_Q;
 #endif
-    if (head < (CHOSEN_ROWS ? 1 : block.group_size)) load_queries(block, memory, shared, slot ^ 1, head, block.first_tile + tile);
+    if (head < (CHOSEN_ROWS ? 1 : block.group_size))
+      load_queries(block, memory, shared, slot ^ 1, head, block.first_tile + tile);
     copy_async_commit();
 #if COMPUTE_DQ
-    // Of the warps that share a scheduler one does this first and one last, so that the products of one meet the exponentials of the other: 11 %
-    // of the whole kernel at head_dim 128 on an H200.
+    // Of the warps that share a scheduler one does this first and one last, so that the products of one meet the
+    // exponentials of the other: 11 % of the whole kernel at head_dim 128 on an H200.
     const bool early = threadIdx.x < THREADS / 2;
     if (step > 0 && early) add_dq(block, memory, shared, slot ^ 1, dq_head, dq_tile);
 #endif
 
     // Everything this thread's number decides is worked out anew each step: kept, it would not fit into registers.
-    const int thread = (int)opaque(threadIdx.x), lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4, pair = warp / 2, half = warp % 2;
+    const int thread = (int)opaque(threadIdx.x), lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4,
+              pair = warp / 2, half = warp % 2;
     // Lane parts of the fragment addresses: A, and B transposed, by rows; B by columns.
     const u32 k_columns = KTile::offset(half * BLOCK_Q / 2 + lane % 8 + lane / 16 * 8, lane / 8 % 2);
     const u32 k_at = shared + pair * 32 * KTile::ROW_BYTES + KTile::offset(lane % 16, lane / 16);
@@ -343,10 +381,12 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     const u32 v_columns = VTile::offset(half * BLOCK_Q / 2 + lane % 8 + lane / 16 * 8, lane / 8 % 2);
     const u32 v_at = shared + K_BYTES + pair * 32 * VTile::ROW_BYTES + VTile::offset(lane % 16, lane / 16);
 #endif
-    // The pair's rows of P^T or dS^T in shared memory, and in them this lane's first word of its warp's half, and first row of the other half.
+    // The pair's rows of P^T or dS^T in shared memory, and in them this lane's first word of its warp's half, and first
+    // row of the other half.
     const u32 swap_rows = pair * 32 * DsTile::ROW_BYTES, own_word = DsTile::offset(g, half * HALF_QUERY_TILES) + t * 4;
     const u32 other_rows = DsTile::offset(lane % 16, (half ^ 1) * HALF_QUERY_TILES + lane / 16);
-    const int num_k_pairs = half ? HEAD_DIM / 16 - HALF_K_PAIRS : HALF_K_PAIRS, num_v_pairs = half ? HEAD_DIM_V / 16 - HALF_V_PAIRS : HALF_V_PAIRS;
+    const int num_k_pairs = half ? HEAD_DIM / 16 - HALF_K_PAIRS : HALF_K_PAIRS,
+              num_v_pairs = half ? HEAD_DIM_V / 16 - HALF_V_PAIRS : HALF_V_PAIRS;
 #if COMPUTE_DS
     const u32 ds_tile = shared + DS_AT + (COMPUTE_DQ ? slot * DS_BYTES : 0) + swap_rows;
     const u32 ds_word = opaque(ds_tile + own_word);
@@ -360,18 +400,21 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
         for (int r = 0; r < 4; ++r) store_shared_32(DsTile::step(ds_word, r * 8, n), 0);
       if (step > 0 && !early) add_dq(block, memory, shared, slot ^ 1, dq_head, dq_tile);
 #endif
-      barrier_sync(1 + pair, 64);  // nothing is swapped; but every pair passes its barrier once a step, which race checkers count on
+      // nothing is swapped; but every pair passes its barrier once a step, which race checkers count on
+      barrier_sync(1 + pair, 64);
       continue;
     }
     const u32 q_tile = shared + Q_AT + slot * Q_BYTES, do_tile = shared + DO_AT + slot * DO_BYTES;
-    const float4* stats = (const float4*)(memory + STATS_AT + slot * STATS_BYTES) + half * BLOCK_Q / 4 + t;  // of queries 2t, 2t + 1
+    // of queries 2t, 2t + 1
+    const float4* stats = (const float4*)(memory + STATS_AT + slot * STATS_BYTES) + half * BLOCK_Q / 4 + t;
 
     // Score: S^T = K Q^T, then P^T = 2^(S^T - lse). Scores begin with (delta - base) / softmax_scale (query_tile.cuh).
     float p[2][HALF_QUERY_TILES][4] = {};
 #if HAS_BIAS
     {
       const float* bias = (const float*)(memory + BIAS_AT) + pair * 32 + g;
-      const float* bases = (const float*)(memory + STATS_AT + slot * STATS_BYTES + BLOCK_Q * 8) + half * BLOCK_Q / 2 + 2 * t;
+      const float* bases =
+          (const float*)(memory + STATS_AT + slot * STATS_BYTES + BLOCK_Q * 8) + half * BLOCK_Q / 2 + 2 * t;
       const float unit = block.bias_unit;
       float row_bias[4];
 #pragma unroll

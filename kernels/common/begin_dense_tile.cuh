@@ -1,5 +1,5 @@
-// begin_dense_tile: statements with which the portable entry kernels over neighbouring keys begin: they declare `tile` and
-// `stream` from the buffers and params by the names these kernels give them. Included inside a kernel, because as a
+// begin_dense_tile: statements with which the portable entry kernels over neighbouring keys begin: they declare `tile`
+// and `stream` from the buffers and params by the names these kernels give them. Included inside a kernel, because as a
 // function of references the same lines change registers (24 bytes spill at a head_dim of 128).
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
   const BlockPlace place = block_place(num_kv_heads, params.seq_len * (HEAD_DIM + HEAD_DIM_V) * 2, SECTION_BYTES);

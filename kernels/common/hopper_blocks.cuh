@@ -1,7 +1,9 @@
-// hopper_blocks: tiles of queries and the tiles of keys that a selector's mask lists, which the copy engine brings in halves of a stage (64 keys).
-// Each consumer has 64 rows. Query tiles of 64 rows go in pairs: the halves of both lists stream past in order, and a consumer lets go by what its own
-// list lacks.
-// Defines    as hopper_tiles.cuh, with SPARSE and TENSOR_MAPS 1, GATHER and HAS_BIAS 0, HEADS_PER_TILE 1, NUM_CONSUMERS 2
+// hopper_blocks: tiles of queries and the tiles of keys that a selector's mask lists, which the copy engine brings in
+// halves of a stage (64 keys).
+// Each consumer has 64 rows. Query tiles of 64 rows go in pairs: the halves of both lists stream past in order, and a
+// consumer lets go by what its own list lacks.
+// Defines    as hopper_tiles.cuh, with SPARSE and TENSOR_MAPS 1, GATHER and HAS_BIAS 0, HEADS_PER_TILE 1, NUM_CONSUMERS
+//            2
 #pragma once
 #include "common/hopper_forward.cuh"
 #include "common/hopper_listed.cuh"
@@ -19,7 +21,8 @@ struct HalfList {
   int per_tile;      // halves of a key tile
   int at, here, ahead;
 
-  DEVICE HalfList(const SparseMask& mask, int head, int tile, int end_query, bool is_there) : per_tile(mask.key_tile / HALF_KV), at(0) {
+  DEVICE HalfList(const SparseMask& mask, int head, int tile, int end_query, bool is_there)
+      : per_tile(mask.key_tile / HALF_KV), at(0) {
     tiles = nullptr;
     count = is_there ? ceil_div(end_query, HALF_KV) : 0;
     if (is_there && mask.row_ptr) {
@@ -58,8 +61,11 @@ struct BlockSchedule {
   u32 num_rounds;
 
   DEVICE BlockSchedule(const SparseMask& mask)
-      : mask(mask), pairs(mask.query_tile == 64), parts(ceil_div(mask.query_tile, BLOCK_Q)),
-        all((u32)(pairs ? ceil_div(mask.num_query_tiles, 2) : mask.num_query_tiles * parts), (u32)mask.num_heads, (u32)mask.num_kv_heads, 1, (u64)mask.num_keys * HEAD_DIM * 4, SECTION_BYTES),
+      : mask(mask),
+        pairs(mask.query_tile == 64),
+        parts(ceil_div(mask.query_tile, BLOCK_Q)),
+        all((u32)(pairs ? ceil_div(mask.num_query_tiles, 2) : mask.num_query_tiles * parts), (u32)mask.num_heads,
+            (u32)mask.num_kv_heads, 1, (u64)mask.num_keys * HEAD_DIM * 4, SECTION_BYTES),
         num_rounds(all.num_rounds) {}
 
   // The query tile of a consumer's rows.
@@ -72,7 +78,9 @@ struct BlockSchedule {
     return mask.queries(place.head, query_tile(place, consumer), pairs ? 0 : place.tile % parts * 2 + consumer, 64);
   }
 
-  DEVICE bool find(u32 round, WorkPlace& place) const { return all.find(round, place) && queries(place, 0).num_slots > 0; }
+  DEVICE bool find(u32 round, WorkPlace& place) const {
+    return all.find(round, place) && queries(place, 0).num_slots > 0;
+  }
 };
 
 struct BlockWork {
@@ -81,10 +89,13 @@ struct BlockWork {
   DEVICE BlockWork(const SparseMask& mask) : schedule(mask) {}
 
   // The producer warpgroup's part of one tile: its first warp brings keys and values, all bring queries.
-  DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared, ProducerPlaces& places) const {
+  DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared,
+                      ProducerPlaces& places) const {
     const SparseMask& mask = schedule.mask;
-    const int thread = (int)threadIdx.x % 128, kv_head = place.head / (tensors.num_heads / tensors.num_kv_heads), list = place.head / mask.heads_per_list;
-    const SparseQueries own = schedule.queries(place, thread / 64), queries = schedule.queries(place, 0), more = schedule.queries(place, 1);
+    const int thread = (int)threadIdx.x % 128, kv_head = place.head / (tensors.num_heads / tensors.num_kv_heads),
+              list = place.head / mask.heads_per_list;
+    const SparseQueries own = schedule.queries(place, thread / 64), queries = schedule.queries(place, 0),
+                        more = schedule.queries(place, 1);
     TileHead tile = {};
     tile.head = place.head;
     tile.first_query = queries.first;
@@ -99,7 +110,8 @@ struct BlockWork {
     }
 
     HalfList lists[2] = {HalfList(mask, place.head, schedule.query_tile(place, 0), tile.end_query, true),
-                         HalfList(mask, place.head, schedule.query_tile(place, 1), tile.end_query, schedule.pairs && more.num_slots > 0)};
+                         HalfList(mask, place.head, schedule.query_tile(place, 1), tile.end_query,
+                                  schedule.pairs && more.num_slots > 0)};
     const auto next_half = [&](StageHalves& stage, int half) {
       const int a = lists[0].first(), b = lists[1].first(), smallest = min(a, b);
       stage.key[half] = smallest * HALF_KV;
@@ -117,14 +129,16 @@ struct BlockWork {
     const auto load_half = [&](u32 to, const TensorMap* map, u32 full, int half, int key) {
 #pragma unroll
       for (int h = 0; h < DIM_BLOCKS; ++h)
-        tensor_load_3d(to + h * BLOCK_KV * 128 + half * HALF_KV * 128, map, full, kv_head * HEAD_DIM + h * 64, min(key, mask.num_keys), 0);
+        tensor_load_3d(to + h * BLOCK_KV * 128 + half * HALF_KV * 128, map, full, kv_head * HEAD_DIM + h * 64,
+                       min(key, mask.num_keys), 0);
     };
     const auto bring_keys = [&](const StageHalves& stage, bool is_last) {
       if (thread == 0) {
         const u32 full = barrier_at(shared, FULL_K + places.k.slot), to = shared + K_AT + places.k.slot * STAGE_BYTES;
         barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
         int* slot = (int*)__cvta_shared_to_generic(key_slot(shared, places.stage));
-        for (int at = 0; at < 4; ++at) slot[at] = stage.seen[at % 2] >> at / 2 & 1 ? stage.key[at % 2] : ABSENT_HALF * HALF_KV;
+        for (int at = 0; at < 4; ++at)
+          slot[at] = stage.seen[at % 2] >> at / 2 & 1 ? stage.key[at % 2] : ABSENT_HALF * HALF_KV;
         slot[LAST_AT / 4] = is_last;
         barrier_expect(full, STAGE_BYTES);
         for (int half = 0; half < 2; ++half) load_half(to, maps[0], full, half, stage.key[half]);
@@ -178,7 +192,9 @@ struct BlockConsumer {
       state.maximum[r] = NO_MAXIMUM;
       state.total[r] = 0.0f;
     }
-    RowsInWork work = {rows, places, shared, shared + warpgroup * 64 * 128, 0, warpgroup, tensors.softmax_scale * LOG2_E, output, state};
+    RowsInWork work = {
+        rows,   places, shared, shared + warpgroup * 64 * 128, 0, warpgroup, tensors.softmax_scale * LOG2_E,
+        output, state};
     bool is_pending = false, is_last = false;  // pending: `weights` wait for their values
     for (int it = 0; !is_last; ++it) {
       RingPlace<K_STAGES> k = places.k;

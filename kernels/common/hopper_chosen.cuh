@@ -1,8 +1,10 @@
-// hopper_chosen: blocks of 64 keys and the rows of the queries that chose them (nsa_rows.cuh), on Hopper (sm_90a), keys outermost: shared memory, barriers and
-// the producer, common to attention over chosen blocks and its backward.
-// Defines    HEAD_DIM (64, 128); GRADIENT 0|1: output gradients and row statistics beside the queries; ROW_STAGES tiles of rows; CONSUMER_REGISTERS, PRODUCER_REGISTERS
-// A thread block stays for the whole launch and takes items from a common counter. Its producer warpgroup brings a run's keys and values, one run ahead, and
-// tiles of 128 rows of 256 bytes each, from anywhere; its two consumer warpgroups work on the same keys, each on 64 rows of a tile, and wait for nothing of each other.
+// hopper_chosen: blocks of 64 keys and the rows of the queries that chose them (nsa_rows.cuh), on Hopper (sm_90a), keys
+// outermost: shared memory, barriers and the producer, common to attention over chosen blocks and its backward.
+// Defines    HEAD_DIM (64, 128); GRADIENT 0|1: output gradients and row statistics beside the queries; ROW_STAGES tiles
+//            of rows; CONSUMER_REGISTERS, PRODUCER_REGISTERS
+// A thread block stays for the whole launch and takes items from a common counter. Its producer warpgroup brings a
+// run's keys and values, one run ahead, and tiles of 128 rows of 256 bytes each, from anywhere; its two consumer
+// warpgroups work on the same keys, each on 64 rows of a tile, and wait for nothing of each other.
 #pragma once
 #include "common/hopper_copy.cuh"
 #include "common/mma.cuh"
@@ -13,7 +15,8 @@
 constexpr int NUM_CONSUMERS = 2, THREADS = 128 + NUM_CONSUMERS * 128;
 constexpr int KEYS = 64, ROWS = NUM_CONSUMERS * 64, KEY_SLOTS = 2;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "sums of 64 rows are 32 or 64 registers of a thread");
-static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168, "a block cannot hand out more registers than it is launched with");
+static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168,
+              "a block cannot hand out more registers than it is launched with");
 
 // Shared memory, from a 1024-byte boundary on.
 constexpr int KEY_TILE_BYTES = KEYS * HEAD_DIM * 2, ROW_TILE_BYTES = ROWS * HEAD_DIM * 2;
@@ -24,13 +27,15 @@ constexpr int DS_AT = STAGES_AT + ROW_STAGES * STAGE_BYTES;
 constexpr int PLACES_AT = DS_AT + NUM_CONSUMERS * DS_BYTES;   // {token or -1, part} of each row of a tile
 constexpr int STATS_AT = PLACES_AT + ROW_STAGES * ROWS * 8;   // GRADIENT: lse * log2(e) of each row, then D
 constexpr int RUNS_AT = STATS_AT + GRADIENT * ROW_STAGES * ROWS * 8;
-constexpr int ITEMS_AT = RUNS_AT + KEY_SLOTS * 16;            // two announcements of the producer's first warp to the others
+// two announcements of the producer's first warp to the others
+constexpr int ITEMS_AT = RUNS_AT + KEY_SLOTS * 16;
 constexpr int BARRIERS_AT = ITEMS_AT + 2 * 8;
-constexpr int FULL_KEYS = 0, EMPTY_KEYS = FULL_KEYS + KEY_SLOTS, FULL_ROWS = EMPTY_KEYS + KEY_SLOTS, EMPTY_ROWS = FULL_ROWS + ROW_STAGES;
+constexpr int FULL_KEYS = 0, EMPTY_KEYS = FULL_KEYS + KEY_SLOTS, FULL_ROWS = EMPTY_KEYS + KEY_SLOTS,
+              EMPTY_ROWS = FULL_ROWS + ROW_STAGES;
 constexpr int SHARED_BYTES = BARRIERS_AT + (EMPTY_ROWS + ROW_STAGES) * 8;
 static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with room to align it");
-// A consumer warp has done reading when one lane says so for all. racecheck credits an arrival to its lane alone: with EVERY_LANE_ARRIVES each lane
-// speaks for itself, and what the tool then reports is a race.
+// A consumer warp has done reading when one lane says so for all. racecheck credits an arrival to its lane alone: with
+// EVERY_LANE_ARRIVES each lane speaks for itself, and what the tool then reports is a race.
 #ifndef EVERY_LANE_ARRIVES
 #define EVERY_LANE_ARRIVES 0
 #endif
@@ -56,8 +61,8 @@ struct ChosenInputs {
 
 // From the words that both params structs have.
 template <class Params>
-DEVICE ChosenInputs chosen_inputs(const bf16* q, const bf16* k, const bf16* v, const i32* doc_start, const i32* doc_end, const int2* entries, const int4* items,
-                                  i32* num_items, const Params& params) {
+DEVICE ChosenInputs chosen_inputs(const bf16* q, const bf16* k, const bf16* v, const i32* doc_start, const i32* doc_end,
+                                  const int2* entries, const int4* items, i32* num_items, const Params& params) {
   ChosenInputs inputs = {};
   inputs.q = q + params.q_offset;
   inputs.k = k + params.k_offset;
@@ -88,7 +93,9 @@ DEVICE u32 stage_at(u32 shared, u32 slot) { return shared + STAGES_AT + slot * S
 DEVICE u32 places_at(u32 shared, u32 slot) { return shared + PLACES_AT + slot * ROWS * 8; }
 DEVICE u32 stats_at(u32 shared, u32 slot) { return shared + STATS_AT + slot * ROWS * 8; }
 
-DEVICE void store_shared_int2(u32 shared, int a, int b) { asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared), "r"(a), "r"(b) : "memory"); }
+DEVICE void store_shared_int2(u32 shared, int a, int b) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared), "r"(a), "r"(b) : "memory");
+}
 DEVICE int2 load_shared_int2(u32 shared) {
   int2 x;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(shared) : "memory");
@@ -113,7 +120,8 @@ DEVICE u32 start_block(void* memory) {
   return shared;
 }
 
-// ---- Producer ------------------------------------------------------------------------------------------------------------------------------
+// ---- Producer
+// ---------------------------------------------------------------------------------------------------------------------
 
 // {list, item} of the item with number `index` in all lists, by a whole warp; {-1, 0} past the last.
 DEVICE int2 find_item(const ChosenInputs& inputs, int index) {
@@ -150,16 +158,20 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
       const int2 found = find_item(inputs, __shfl_sync(~0u, taken, 0));
       if (thread == 0) store_shared_int2(announced, found.x, found.y);
     }
-    barrier_sync(PRODUCERS_MEET, 128);  // the item is announced to all four warps, which have all read the one before the last
+    // the item is announced to all four warps, which have all read the one before the last
+    barrier_sync(PRODUCERS_MEET, 128);
     const int2 where = load_shared_int2(announced);
     if (where.x < 0) break;
-    if (thread == 0) taken = atomicAdd(inputs.num_items + inputs.num_lists, 1);  // the next one; it is on its way while this one is worked on
+    // the next one; it is on its way while this one is worked on
+    if (thread == 0) taken = atomicAdd(inputs.num_items + inputs.num_lists, 1);
     const int4 item = inputs.items[where.x * inputs.max_items + where.y];
     for (int first = 0, next; first < item.y; first = next) {
       // Worked out anew for each run: kept, it would not fit into registers.
-      const int list = load_shared_int(announced), batch = list / inputs.num_kv_heads, kv_head = list % inputs.num_kv_heads;
-      const ChosenRun run = chosen_run(inputs.entries + list * inputs.choices + item.x, first, item.y, item.z, inputs.select_size, group,
-                                       inputs.doc_start + (u64)batch * inputs.seq_len, inputs.doc_end + (u64)batch * inputs.seq_len, next);
+      const int list = load_shared_int(announced), batch = list / inputs.num_kv_heads,
+                kv_head = list % inputs.num_kv_heads;
+      const ChosenRun run = chosen_run(inputs.entries + list * inputs.choices + item.x, first, item.y, item.z,
+                                       inputs.select_size, group, inputs.doc_start + (u64)batch * inputs.seq_len,
+                                       inputs.doc_end + (u64)batch * inputs.seq_len, next);
       const int last_row = run.num_rows - 1;
       int2 entry = run.entries[min(thread, last_row) / group];  // of this thread's row of the next tile
 
@@ -168,10 +180,13 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
       barrier_wait(barrier_at(shared, EMPTY_KEYS + keys_place.slot), keys_place.phase ^ 1);
       const bool is_value = warp >= 2;
       const bf16* from = is_value ? inputs.v + batch * inputs.v_batch_stride : inputs.k + batch * inputs.k_batch_stride;
-      copy_key_rows<DIM_BLOCKS, true, KEYS>(shared + (keys_place.slot * 2 + is_value) * KEY_TILE_BYTES, from + (u64)kv_head * HEAD_DIM,
-                                            (u32)(is_value ? inputs.v_token_stride : inputs.k_token_stride) * 2, key < num_keys ? run.first_key + key : -1, warp % 2);
+      copy_key_rows<DIM_BLOCKS, true, KEYS>(shared + (keys_place.slot * 2 + is_value) * KEY_TILE_BYTES,
+                                            from + (u64)kv_head * HEAD_DIM,
+                                            (u32)(is_value ? inputs.v_token_stride : inputs.k_token_stride) * 2,
+                                            key < num_keys ? run.first_key + key : -1, warp % 2);
       if (thread == 0) {
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared + RUNS_AT + keys_place.slot * 16), "r"(run.first_key), "r"(num_keys), "r"(run.num_rows), "r"(list)
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared + RUNS_AT + keys_place.slot * 16),
+                     "r"(run.first_key), "r"(num_keys), "r"(run.num_rows), "r"(list)
                      : "memory");
       }
       barrier_arrive_copies(barrier_at(shared, FULL_KEYS + keys_place.slot));
@@ -193,14 +208,17 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
         entry = run.entries[min(row + ROWS, last_row) / group];
         const u32 full = barrier_at(shared, FULL_ROWS + place.slot), stage = stage_at(shared, place.slot);
         barrier_wait(barrier_at(shared, EMPTY_ROWS + place.slot), place.phase ^ 1);
-        copy_key_rows<DIM_BLOCKS, true>(stage, q, UNIT * 2, present ? (int)((u32)here.x * q_stride + head * (HEAD_DIM / UNIT)) : -1, warp);
+        copy_key_rows<DIM_BLOCKS, true>(stage, q, UNIT * 2,
+                                        present ? (int)((u32)here.x * q_stride + head * (HEAD_DIM / UNIT)) : -1, warp);
 #if GRADIENT
-        copy_key_rows<DIM_BLOCKS, true>(stage + ROW_TILE_BYTES, d_out, UNIT * 2, present ? (here.x * num_heads + head) * (HEAD_DIM / UNIT) : -1, warp);
+        copy_key_rows<DIM_BLOCKS, true>(stage + ROW_TILE_BYTES, d_out, UNIT * 2,
+                                        present ? (here.x * num_heads + head) * (HEAD_DIM / UNIT) : -1, warp);
         const float2* stat = stats + (u64)head * inputs.padded_len + (present ? here.x : 0);
         copy_async_4(stats_at(shared, place.slot) + thread * 4, &stat->x, present ? 4 : 0);
         copy_async_4(stats_at(shared, place.slot) + ROWS * 4 + thread * 4, &stat->y, present ? 4 : 0);
 #endif
-        store_shared_int2(places_at(shared, place.slot) + thread * 8, present ? here.x : -1, first_part + here.y * group + head);
+        store_shared_int2(places_at(shared, place.slot) + thread * 8, present ? here.x : -1,
+                          first_part + here.y * group + head);
         barrier_arrive_copies(full);
         barrier_arrive(full);
         place.advance();
@@ -209,18 +227,23 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
   }
   // A run without rows ends the consumers.
   barrier_wait(barrier_at(shared, EMPTY_KEYS + keys_place.slot), keys_place.phase ^ 1);
-  if (thread == 0) asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared + RUNS_AT + keys_place.slot * 16), "r"(0) : "memory");
+  if (thread == 0)
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared + RUNS_AT + keys_place.slot * 16), "r"(0)
+                 : "memory");
   barrier_arrive_copies(barrier_at(shared, FULL_KEYS + keys_place.slot));
   barrier_arrive(barrier_at(shared, FULL_KEYS + keys_place.slot));
   copy_async_wait<0>();
 }
 
-// ---- Consumer ------------------------------------------------------------------------------------------------------------------------------
+// ---- Consumer
+// ---------------------------------------------------------------------------------------------------------------------
 
 // The run with number `runs`, as consumers see it: all but its place lies in shared memory, which costs no registers.
 struct RunInWork {
   u32 shared, slot;
-  DEVICE RunInWork(u32 shared, u32 runs) : shared(shared), slot(runs % KEY_SLOTS) { barrier_wait(barrier_at(shared, FULL_KEYS + slot), runs / KEY_SLOTS % 2); }
+  DEVICE RunInWork(u32 shared, u32 runs) : shared(shared), slot(runs % KEY_SLOTS) {
+    barrier_wait(barrier_at(shared, FULL_KEYS + slot), runs / KEY_SLOTS % 2);
+  }
   DEVICE u32 keys() const { return shared + slot * 2 * KEY_TILE_BYTES; }
   DEVICE u32 values() const { return keys() + KEY_TILE_BYTES; }
   DEVICE int first_key() const { return load_shared_int(shared + RUNS_AT + slot * 16); }
@@ -236,7 +259,8 @@ DEVICE void multiply_rows(float (&d)[32], u32 a_tile, u32 b_tile) {
   const u64 a = wgmma_along(a_tile), b = wgmma_along(b_tile);
 #pragma unroll
   for (int step = 0; step < HEAD_DIM / 16; ++step)
-    wgmma<0, 0>(d, wgmma_step(a, step / 4 * A_ROWS * 128 + step % 4 * 32), wgmma_step(b, step / 4 * B_ROWS * 128 + step % 4 * 32), step > 0);
+    wgmma<0, 0>(d, wgmma_step(a, step / 4 * A_ROWS * 128 + step % 4 * 32),
+                wgmma_step(b, step / 4 * B_ROWS * 128 + step % 4 * 32), step > 0);
   wgmma_commit();
 }
 
@@ -245,7 +269,8 @@ template <int TILE_ROWS>
 DEVICE void weigh_rows(float (&sums)[HEAD_DIM / 2], const u32 (&weights)[4][4], u32 rows, bool accumulate) {
   const u64 b = wgmma_across(rows, TILE_ROWS * 128);
 #pragma unroll
-  for (int step = 0; step < 4; ++step) wgmma<1>(sums, weights[step], wgmma_step(b, step * 2048), accumulate || step > 0);
+  for (int step = 0; step < 4; ++step)
+    wgmma<1>(sums, weights[step], wgmma_step(b, step * 2048), accumulate || step > 0);
   wgmma_commit();
 }
 
@@ -255,12 +280,15 @@ DEVICE void pack_columns(u32 (&packed)[4][4], const float (&x)[N]) {
 #pragma unroll
   for (int step = 0; step < 4; ++step)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) packed[step][i] = pack_bf16(x[FIRST + 8 * step + 2 * i], x[FIRST + 8 * step + 2 * i + 1]);
+    for (int i = 0; i < 4; ++i)
+      packed[step][i] = pack_bf16(x[FIRST + 8 * step + 2 * i], x[FIRST + 8 * step + 2 * i + 1]);
 }
 
 // Four 8x8 matrices to shared memory: lanes 8m .. 8m + 7 give the rows of matrix m.
 DEVICE void store_matrix_x4(u32 shared, const u32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
 }
 // The warp's 16 rows of 64 columns, into a swizzled tile.
 DEVICE void store_warp_rows(u32 tile, const u32 (&packed)[4][4]) {
@@ -271,8 +299,8 @@ DEVICE void store_warp_rows(u32 tile, const u32 (&packed)[4][4]) {
   for (int i = 0; i < 4; ++i) store_matrix_x4(row ^ (i << 5), packed[i]);
 }
 
-// Stores 64 columns of the warp's 16 rows as parts, from `columns` on; `tile`: 64 rows of 128 bytes of shared memory that nobody else reads or writes any
-// more. Whole lines, marked as read late, so that rows of q stay in the cache.
+// Stores 64 columns of the warp's 16 rows as parts, from `columns` on; `tile`: 64 rows of 128 bytes of shared memory
+// that nobody else reads or writes any more. Whole lines, marked as read late, so that rows of q stay in the cache.
 DEVICE void store_parts(bf16* columns, u32 tile, u32 places, const u32 (&packed)[4][4]) {
   store_warp_rows(tile, packed);
   __syncwarp();  // a lane reads what others stored
@@ -283,6 +311,9 @@ DEVICE void store_parts(bf16* columns, u32 tile, u32 places, const u32 (&packed)
     const int2 place = load_shared_int2(places + row * 8);
     const uint4 x = load_shared_128(tile + row * 128 + ((chunk ^ (row % 8)) << 4));
     if (place.x >= 0)
-      asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(columns + (u64)(u32)place.y * HEAD_DIM + chunk * 8), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+      asm volatile(
+          "st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(columns + (u64)(u32)place.y * HEAD_DIM + chunk * 8),
+          "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+          : "memory");
   }
 }

@@ -1,4 +1,5 @@
-// hopper_copy: what producers and consumers of the Hopper attention kernels share: tiles of keys, releases, shared memory loads.
+// hopper_copy: what producers and consumers of the Hopper attention kernels share: tiles of keys, releases, shared
+// memory loads.
 // A tile of R rows of HEAD_DIM bf16 is HEAD_DIM / 64 blocks of R rows of 128 bytes, swizzled as wgmma.cuh says.
 // Defines    HEAD_DIM, HEAD_DIM_V (HEAD_DIM) of values
 #pragma once
@@ -10,13 +11,16 @@
 #endif
 constexpr int DIM_BLOCKS = HEAD_DIM / 64, DIM_BLOCKS_V = HEAD_DIM_V / 64;  // 64-column blocks of a tile
 
-// Copies 32 rows of BLOCKS 64-column blocks of a tile of TILE_ROWS as a warp, number `warp` of the tile's: eight lanes bring 128 bytes of a row, an instruction four rows. `key`: this lane's row;
+// Copies 32 rows of BLOCKS 64-column blocks of a tile of TILE_ROWS as a warp, number `warp` of the tile's: eight lanes
+// bring 128 bytes of a row, an instruction four rows. `key`: this lane's row;
 // `row_bytes` 16, or 0 for zeros in place of the rows. SOME_ABSENT: a `key` below 0 stands for a row of zeros.
 template <int BLOCKS = DIM_BLOCKS, bool SOME_ABSENT = false, int TILE_ROWS = 128>
 DEVICE void copy_key_rows(u32 tile, const bf16* rows, u32 stride_bytes, int key, int warp, u32 row_bytes = 16) {
-  const int lane = (int)opaque(threadIdx.x) % 32, row = lane / 8, chunk = lane % 8;  // worked out anew: kept, places would not fit into registers
+  // worked out anew: kept, places would not fit into registers
+  const int lane = (int)opaque(threadIdx.x) % 32, row = lane / 8, chunk = lane % 8;
   const char* from = (const char*)rows + chunk * 16;
-  const u32 even = tile + (warp * 32 + row) * 128 + ((chunk ^ row) << 4), odd = even ^ 64;  // rows 4 further: chunk bit 2 flips
+  // rows 4 further: chunk bit 2 flips
+  const u32 even = tile + (warp * 32 + row) * 128 + ((chunk ^ row) << 4), odd = even ^ 64;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     int at = __shfl_sync(~0u, key, 4 * i + row);
@@ -26,7 +30,8 @@ DEVICE void copy_key_rows(u32 tile, const bf16* rows, u32 stride_bytes, int key,
     }
     const char* line = from + (u64)(u32)at * stride_bytes;
 #pragma unroll
-    for (int h = 0; h < BLOCKS; ++h) copy_async_16((i % 2 ? odd : even) + i * 512 + h * TILE_ROWS * 128, line + h * 128, row_bytes);
+    for (int h = 0; h < BLOCKS; ++h)
+      copy_async_16((i % 2 ? odd : even) + i * 512 + h * TILE_ROWS * 128, line + h * 128, row_bytes);
   }
 }
 

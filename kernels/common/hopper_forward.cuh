@@ -1,6 +1,8 @@
-// hopper_forward: attention of a tile of query rows on Hopper (sm_90a), the softmax kept online (arXiv:2407.08608): while the softmax of stage k + 1 runs,
-// the tensor cores do the other warpgroup's products and this one's O of stage k.
-// Used by hopper_attention_forward.cu (dense, sliding window) and hopper_dma_attention_forward.cu (gathered lists), which document the interface.
+// hopper_forward: attention of a tile of query rows on Hopper (sm_90a), the softmax kept online (arXiv:2407.08608):
+// while the softmax of stage k + 1 runs, the tensor cores do the other warpgroup's products and this one's O of stage
+// k.
+// Used by hopper_attention_forward.cu (dense, sliding window) and hopper_dma_attention_forward.cu (gathered lists),
+// which document the interface.
 // Defines    as hopper_tiles.cuh; RESIDUAL 0|1: what rounding took from o is stored too
 #pragma once
 #if GATHER
@@ -15,11 +17,13 @@
 
 constexpr int O_REGISTERS = HEAD_DIM_V / 2;
 
-// The reference maximum of the online softmax moves only when a row outgrows it by this many powers of two. With RESIDUAL at once: the weight of a
-// key that holds most of the softmax is then 1, which bf16 represents, and o as a sum of bf16 weights is worth more than bf16.
+// The reference maximum of the online softmax moves only when a row outgrows it by this many powers of two. With
+// RESIDUAL at once: the weight of a key that holds most of the softmax is then 1, which bf16 represents, and o as a sum
+// of bf16 weights is worth more than bf16.
 constexpr float RESCALE_AT = RESIDUAL ? 0.0f : 8.0f;
-// "Nothing seen yet": finite, so that no infinity is subtracted from another. With a bias also above all scores of keys that do not count: a row's largest
-// logit is at least the q . k of its largest bias, and the exponent of a score of -2^60 is a rounding error of that size.
+// "Nothing seen yet": finite, so that no infinity is subtracted from another. With a bias also above all scores of keys
+// that do not count: a row's largest logit is at least the q . k of its largest bias, and the exponent of a score of
+// -2^60 is a rounding error of that size.
 constexpr float NO_MAXIMUM = HAS_BIAS ? -16777216.0f : -3.0e38f;
 // From this logit on (in powers of two) rounding it shows beside the 16 bits that o and o_low keep together.
 constexpr float LARGE_LOGIT = 16.0f;
@@ -37,7 +41,8 @@ struct SoftmaxState {
   float maximum[2], total[2];  // RESIDUAL: the maximum of scores, else of scores times logit_scale
 };
 
-// Turns scores into weights 2^(S - maximum); `factor` is what earlier sums and outputs must be multiplied by. Returns whether any of it differs from 1.
+// Turns scores into weights 2^(S - maximum); `factor` is what earlier sums and outputs must be multiplied by. Returns
+// whether any of it differs from 1.
 template <int N>
 DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor)[2], float logit_scale) {
   bool outgrown = false;
@@ -60,8 +65,10 @@ DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor
     outgrown |= grows;
   }
 #if RESIDUAL
-  // A product rounded at the size of the maximum would make the largest weight differ from 1, in the sum alone: o would lose what o_low keeps.
-  const bool is_large = __any_sync(~0u, fmaxf(fabsf(state.maximum[0]), fabsf(state.maximum[1])) * logit_scale > LARGE_LOGIT);
+  // A product rounded at the size of the maximum would make the largest weight differ from 1, in the sum alone: o would
+  // lose what o_low keeps.
+  const bool is_large =
+      __any_sync(~0u, fmaxf(fabsf(state.maximum[0]), fabsf(state.maximum[1])) * logit_scale > LARGE_LOGIT);
   if (is_large) {
 #pragma unroll
     for (int i = 0; i < N; ++i) score[i] = exp2_fast((score[i] - state.maximum[i % 4 / 2]) * logit_scale);
@@ -74,7 +81,8 @@ DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor
 #pragma unroll
       for (int n = 0; n < N / 4; ++n)
 #pragma unroll
-        for (int x = 0; x < 2; ++x) score[4 * n + 2 * r + x] = exp2_fast(score[4 * n + 2 * r + x] * logit_scale - maximum);
+        for (int x = 0; x < 2; ++x)
+          score[4 * n + 2 * r + x] = exp2_fast(score[4 * n + 2 * r + x] * logit_scale - maximum);
     }
   }
 #pragma unroll
@@ -104,9 +112,12 @@ struct ForwardOutput {
 };
 
 // Divides, rounds and stores the warpgroup's rows.
-DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& state, [[maybe_unused]] float logit_scale, const InputTensors& tensors, const ForwardOutput& out, u32 tile, int warpgroup) {
+DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& state,
+                       [[maybe_unused]] float logit_scale, const InputTensors& tensors, const ForwardOutput& out,
+                       u32 tile, int warpgroup) {
   const int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  [[maybe_unused]] const int batch = load_shared_int(tile), head = load_shared_int(tile + 4), first_query = load_shared_int(tile + 8), end_query = load_shared_int(tile + 12);
+  [[maybe_unused]] const int batch = load_shared_int(tile), head = load_shared_int(tile + 4),
+                             first_query = load_shared_int(tile + 8), end_query = load_shared_int(tile + 12);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = quad_sum(state.total[r]);
@@ -120,17 +131,21 @@ DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& s
 #endif
     const bool inside = query < end_query;
     if (inside && t == 0)
-      out.lse[((u64)batch * tensors.num_heads + row_head) * tensors.seq_len + query] = sum > 0.0f ? state.maximum[r] * (RESIDUAL ? logit_scale * LN_2 : LN_2) + logf(sum) : -INFINITY_F32;
+      out.lse[((u64)batch * tensors.num_heads + row_head) * tensors.seq_len + query] =
+          sum > 0.0f ? state.maximum[r] * (RESIDUAL ? logit_scale * LN_2 : LN_2) + logf(sum) : -INFINITY_F32;
     const u64 at = (((u64)batch * tensors.seq_len + query) * tensors.num_heads + row_head) * HEAD_DIM_V + t * 8;
 #pragma unroll
     for (int n = 0; n < HEAD_DIM_V / 32; ++n) {
       u32 x[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = pack_bf16(output[(4 * n + i) * 4 + 2 * r] * inverse, output[(4 * n + i) * 4 + 2 * r + 1] * inverse);
+      for (int i = 0; i < 4; ++i)
+        x[i] = pack_bf16(output[(4 * n + i) * 4 + 2 * r] * inverse, output[(4 * n + i) * 4 + 2 * r + 1] * inverse);
 #if RESIDUAL
       u32 low[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) low[i] = bf16_rest(x[i], output[(4 * n + i) * 4 + 2 * r] * inverse, output[(4 * n + i) * 4 + 2 * r + 1] * inverse);
+      for (int i = 0; i < 4; ++i)
+        low[i] =
+            bf16_rest(x[i], output[(4 * n + i) * 4 + 2 * r] * inverse, output[(4 * n + i) * 4 + 2 * r + 1] * inverse);
       quad_transpose(low);
       if (inside) *(uint4*)(out.o_low + at + n * 32) = make_uint4(low[0], low[1], low[2], low[3]);
 #endif
@@ -200,8 +215,8 @@ struct RowsInWork {
     release_keys(is_last);
     if (partial) mask_stage(score, rows, key_slot(shared, places.stage), it, -INFINITY_F32);
     const bool outgrown = softmax_stage(score, state, factor, logit_scale);
-    // The exponentials belong before the wait for O += P V, which covers them; the compiler moves them behind it where nothing holds them: this does,
-    // together with the loop inside barrier_wait.
+    // The exponentials belong before the wait for O += P V, which covers them; the compiler moves them behind it where
+    // nothing holds them: this does, together with the loop inside barrier_wait.
     keep_here(score);
     RingPlace<V_STAGES> next_v = places.v;
     next_v.advance();
@@ -244,7 +259,8 @@ struct RowsInWork {
     barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
   }
 
-  // A stage of which no row of this consumer sees a key. Weights that wait are weighed first: the slot of their values is needed.
+  // A stage of which no row of this consumer sees a key. Weights that wait are weighed first: the slot of their values
+  // is needed.
   DEVICE void let_go_by(const u32 (&weights)[BLOCK_KV / 16][4], bool is_pending, int it, bool is_last) {
     take_turn(it);
     pass_turn(it);
@@ -298,7 +314,15 @@ struct ForwardConsumer {
       state.maximum[r] = NO_MAXIMUM;
       state.total[r] = 0.0f;
     }
-    RowsInWork work = {rows, places, shared, shared + warpgroup * 64 * 128, tile + BASES_AT + warpgroup * 64 * SPLIT_BYTES, warpgroup, tensors.softmax_scale * LOG2_E, output, state};
+    RowsInWork work = {rows,
+                       places,
+                       shared,
+                       shared + warpgroup * 64 * 128,
+                       tile + BASES_AT + warpgroup * 64 * SPLIT_BYTES,
+                       warpgroup,
+                       tensors.softmax_scale * LOG2_E,
+                       output,
+                       state};
 
     int num_whole = num_stages;
 #if HALF_STAGES

@@ -1,4 +1,5 @@
-// hopper_gather: tiles of queries and the listed keys they see, for exact dynamic mask attention and for compressed blocks (HAS_BIAS 0).
+// hopper_gather: tiles of queries and the listed keys they see, for exact dynamic mask attention and for compressed
+// blocks (HAS_BIAS 0).
 // Defines    as hopper_tiles.cuh, with GATHER 1; SUPER_BLOCK (1024)
 #pragma once
 #include "common/hopper_tiles.cuh"
@@ -10,8 +11,8 @@
 constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
 constexpr int BLOCK_TILES = ceil_div(SUPER_BLOCK, TILE_QUERIES);
 
-// A tile's keys: entries of a list, `head_count` of them in the first stage and then whole stages. Where there is none the first entry stands in, with an
-// expire that nobody precedes.
+// A tile's keys: entries of a list, `head_count` of them in the first stage and then whole stages. Where there is none
+// the first entry stands in, with an expire that nobody precedes.
 struct KeyWindow {
   const int2* entries;
   int head_count, num_stages;
@@ -33,12 +34,18 @@ struct GatherWork {
 
   template <class Params>
   DEVICE GatherWork(const int2* list, const i32* tile_window, const Params& params)
-      : list(list), tile_window(tile_window), list_capacity(params.list_capacity), tile_queries((int)params.tile_queries),
-        tiles((int)params.seq_len / SUPER_BLOCK * BLOCK_TILES + ceil_div((int)params.seq_len % SUPER_BLOCK, TILE_QUERIES)),
-        schedule((u32)tiles, (u32)params.num_heads / HEADS_PER_TILE, (u32)params.num_kv_heads, (u32)params.batch, params.seq_len * HEAD_DIM * 4, SECTION_BYTES) {}
+      : list(list),
+        tile_window(tile_window),
+        list_capacity(params.list_capacity),
+        tile_queries((int)params.tile_queries),
+        tiles((int)params.seq_len / SUPER_BLOCK * BLOCK_TILES +
+              ceil_div((int)params.seq_len % SUPER_BLOCK, TILE_QUERIES)),
+        schedule((u32)tiles, (u32)params.num_heads / HEADS_PER_TILE, (u32)params.num_kv_heads, (u32)params.batch,
+                 params.seq_len * HEAD_DIM * 4, SECTION_BYTES) {}
 
   // The producer warpgroup's part of one tile.
-  DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared, ProducerPlaces& places) const {
+  DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared,
+                      ProducerPlaces& places) const {
     const int thread = (int)threadIdx.x % 128, warp = thread / 32;
     place.tile = tiles - 1 - place.tile;  // early tiles may see fewer keys
     place.head *= HEADS_PER_TILE;
@@ -49,11 +56,14 @@ struct GatherWork {
     tile.first_query = super_block * SUPER_BLOCK + place.tile % BLOCK_TILES * TILE_QUERIES;
     tile.end_query = min(min(tile.first_query + TILE_QUERIES, (super_block + 1) * SUPER_BLOCK), tensors.seq_len);
 
-    // The window's begin falls and its end falls from tile to tile: the last query decides the one, the first query the other.
+    // The window's begin falls and its end falls from tile to tile: the last query decides the one, the first query the
+    // other.
     const u64 list_row = (u64)place.batch * tensors.num_kv_heads + kv_head;
-    const int num_windows = ceil_div(tensors.seq_len, tile_queries), num_super_blocks = ceil_div(tensors.seq_len, SUPER_BLOCK);
+    const int num_windows = ceil_div(tensors.seq_len, tile_queries),
+              num_super_blocks = ceil_div(tensors.seq_len, SUPER_BLOCK);
     const i32* windows = tile_window + list_row * num_windows * 2;
-    const int begin = windows[(tile.end_query - 1) / tile_queries * 2], end = windows[tile.first_query / tile_queries * 2 + 1];
+    const int begin = windows[(tile.end_query - 1) / tile_queries * 2],
+              end = windows[tile.first_query / tile_queries * 2 + 1];
     const int count = max(end - begin, 0);
     tile.num_stages = max(ceil_div(count, BLOCK_KV), 1);
     KeyWindow window;
@@ -85,7 +95,8 @@ struct GatherWork {
         const u32 full = barrier_at(shared, FULL_K + places.k.slot), keys = key_slot(shared, places.stage);
         barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
         if (it >= 0 || !tile.first_is_half || warp < HALF_KV / 32)
-          copy_key_rows(shared + K_AT + places.k.slot * STAGE_BYTES, k, (u32)tensors.k_token_stride * 2, next.x, warp, window.row_bytes());
+          copy_key_rows(shared + K_AT + places.k.slot * STAGE_BYTES, k, (u32)tensors.k_token_stride * 2, next.x, warp,
+                        window.row_bytes());
         asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(keys + thread * 8), "r"(next.x), "r"(next.y) : "memory");
 #if HAS_BIAS
         store_split_column(keys + ENTRY_BYTES + thread * SPLIT_BYTES, in_scores(next_bias, inverse_scale), BF16_ONE);
@@ -107,7 +118,8 @@ struct GatherWork {
       } else {
         barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
         if (it > 0 || !tile.first_is_half || warp < HALF_KV / 32)
-          copy_key_rows(shared + V_AT + places.v.slot * STAGE_BYTES, v, (u32)tensors.v_token_stride * 2, here, warp, window.row_bytes());
+          copy_key_rows(shared + V_AT + places.v.slot * STAGE_BYTES, v, (u32)tensors.v_token_stride * 2, here, warp,
+                        window.row_bytes());
         barrier_arrive_copies(barrier_at(shared, FULL_V + places.v.slot));
         places.v.advance();
       }

@@ -1,5 +1,6 @@
 // hopper_sparse: tiles of queries and the keys that a selector's mask names, key by key.
-// Defines    as hopper_tiles.cuh, with GATHER and SPARSE 1, HAS_BIAS 0, TENSOR_MAPS 0, HEADS_PER_TILE 1, NUM_CONSUMERS 2
+// Defines    as hopper_tiles.cuh, with GATHER and SPARSE 1, HAS_BIAS 0, TENSOR_MAPS 0, HEADS_PER_TILE 1, NUM_CONSUMERS
+//            2
 #pragma once
 #include "common/hopper_tiles.cuh"
 #include "common/hopper_listed.cuh"
@@ -14,13 +15,20 @@ struct SparseSchedule {
   u32 num_rounds;
 
   DEVICE SparseSchedule(const SparseMask& mask)
-      : mask(mask), parts(ceil_div(mask.query_tile, BLOCK_Q)),
-        all((u32)(mask.num_query_tiles * parts), (u32)mask.num_heads, (u32)mask.num_kv_heads, 1, (u64)mask.num_keys * HEAD_DIM * 4, SECTION_BYTES), num_rounds(all.num_rounds) {}
+      : mask(mask),
+        parts(ceil_div(mask.query_tile, BLOCK_Q)),
+        all((u32)(mask.num_query_tiles * parts), (u32)mask.num_heads, (u32)mask.num_kv_heads, 1,
+            (u64)mask.num_keys * HEAD_DIM * 4, SECTION_BYTES),
+        num_rounds(all.num_rounds) {}
 
-  DEVICE SparseQueries queries(WorkPlace place, int tile) const { return mask.queries(place.head, tile, place.tile % parts, BLOCK_Q); }
+  DEVICE SparseQueries queries(WorkPlace place, int tile) const {
+    return mask.queries(place.head, tile, place.tile % parts, BLOCK_Q);
+  }
   DEVICE int query_tile(WorkPlace place) const { return mask.tile_of_rank(place.head, place.tile / parts); }
 
-  DEVICE bool find(u32 round, WorkPlace& place) const { return all.find(round, place) && queries(place, query_tile(place)).num_slots > 0; }
+  DEVICE bool find(u32 round, WorkPlace& place) const {
+    return all.find(round, place) && queries(place, query_tile(place)).num_slots > 0;
+  }
 };
 
 struct SparseWork {
@@ -29,8 +37,10 @@ struct SparseWork {
   DEVICE SparseWork(const SparseMask& mask) : schedule(mask) {}
 
   // The producer warpgroup's part of one tile.
-  DEVICE void produce(const InputTensors& tensors, const TensorMap* const*, WorkPlace place, u32 done, u32 shared, ProducerPlaces& places) const {
-    const int thread = (int)threadIdx.x % 128, warp = thread / 32, kv_head = place.head / (tensors.num_heads / tensors.num_kv_heads);
+  DEVICE void produce(const InputTensors& tensors, const TensorMap* const*, WorkPlace place, u32 done, u32 shared,
+                      ProducerPlaces& places) const {
+    const int thread = (int)threadIdx.x % 128, warp = thread / 32,
+              kv_head = place.head / (tensors.num_heads / tensors.num_kv_heads);
     const int query_tile = schedule.query_tile(place);
     const SparseQueries queries = schedule.queries(place, query_tile);
     const SparseKeys keys = schedule.mask.keys(place.head, query_tile, queries);
@@ -62,8 +72,11 @@ struct SparseWork {
         const u32 full = barrier_at(shared, FULL_K + places.k.slot);
         barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
         if (it >= 0 || !tile.first_is_half || warp < HALF_KV / 32)
-          copy_key_rows<DIM_BLOCKS, true>(shared + K_AT + places.k.slot * STAGE_BYTES, k, (u32)tensors.k_token_stride * 2, row_of(next), warp);
-        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(key_slot(shared, places.stage) + thread * 8), "r"(next.x), "r"(next.y) : "memory");
+          copy_key_rows<DIM_BLOCKS, true>(shared + K_AT + places.k.slot * STAGE_BYTES, k,
+                                          (u32)tensors.k_token_stride * 2, row_of(next), warp);
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(key_slot(shared, places.stage) + thread * 8), "r"(next.x),
+                     "r"(next.y)
+                     : "memory");
         barrier_arrive_copies(full);
         barrier_arrive(full);  // for the entry, which was stored
         places.k.advance();
@@ -74,7 +87,8 @@ struct SparseWork {
       } else {
         barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
         if (it > 0 || !tile.first_is_half || warp < HALF_KV / 32)
-          copy_key_rows<DIM_BLOCKS_V, true>(shared + V_AT + places.v.slot * V_STAGE_BYTES, v, (u32)tensors.v_token_stride * 2, here, warp);
+          copy_key_rows<DIM_BLOCKS_V, true>(shared + V_AT + places.v.slot * V_STAGE_BYTES, v,
+                                            (u32)tensors.v_token_stride * 2, here, warp);
         barrier_arrive_copies(barrier_at(shared, FULL_V + places.v.slot));
         places.v.advance();
       }

@@ -1,11 +1,16 @@
-// hopper_tiles: a tile of query rows and the stages of keys and values that stream past it, on Hopper (sm_90a): shared memory, barriers, masks; common to the
-// kernels that keep queries in place: attention (hopper_forward.cuh) and its backward's row sums (hopper_row_sums.cuh).
-// Defines    HEAD_DIM, HEAD_DIM_V (64, 128; with TENSOR_MAPS also 192 and 128, where nothing is gathered); NUM_CONSUMERS warpgroups of 64 rows; BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query heads of a
-//            group share a tile; HAS_BIAS; GATHER; TENSOR_MAPS 0|1: tiles by the copy engine instead of cp.async (gathered keys and values always by
-//            cp.async); TAKE_TURNS: consumers issue their products in turns, 1: the next one's follow at once, 2: after this one's first product;
-//            CONSUMER_REGISTERS, PRODUCER_REGISTERS; SPARSE: a selector's mask, with GATHER key by key, without in halves of a stage by the copy engine; ROW_SUMS: output gradients beside the queries; HALF_STAGES: a tile's first stage may be one of 64 keys
-// A stage's life: a producer thread waits for the slot (empty barrier), copies, and arrives at the full barrier when its copies are there; each
-// consumer warp releases the slot after the products that read it.
+// hopper_tiles: a tile of query rows and the stages of keys and values that stream past it, on Hopper (sm_90a): shared
+// memory, barriers, masks; common to the kernels that keep queries in place: attention (hopper_forward.cuh) and its
+// backward's row sums (hopper_row_sums.cuh).
+// Defines    HEAD_DIM, HEAD_DIM_V (64, 128; with TENSOR_MAPS also 192 and 128, where nothing is gathered);
+//            NUM_CONSUMERS warpgroups of 64 rows; BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query
+//            heads of a group share a tile; HAS_BIAS; GATHER; TENSOR_MAPS 0|1: tiles by the copy engine instead of
+//            cp.async (gathered keys and values always by cp.async); TAKE_TURNS: consumers issue their products in
+//            turns, 1: the next one's follow at once, 2: after this one's first product;
+//            CONSUMER_REGISTERS, PRODUCER_REGISTERS; SPARSE: a selector's mask, with GATHER key by key, without in
+//            halves of a stage by the copy engine; ROW_SUMS: output gradients beside the queries; HALF_STAGES: a tile's
+//            first stage may be one of 64 keys
+// A stage's life: a producer thread waits for the slot (empty barrier), copies, and arrives at the full barrier when
+// its copies are there; each consumer warp releases the slot after the products that read it.
 #pragma once
 #include "common/hopper_copy.cuh"
 #include "common/hopper_schedule.cuh"
@@ -46,14 +51,17 @@
 constexpr int BLOCK_Q = NUM_CONSUMERS * 64;
 constexpr int TILE_QUERIES = BLOCK_Q / HEADS_PER_TILE;
 constexpr int THREADS = 128 + NUM_CONSUMERS * 128;
-static_assert(HEAD_DIM_V == 64 || HEAD_DIM_V == 128, "output rows are 32 or 64 registers of a thread, and a producer thread copies whole chunks");
-static_assert(HEAD_DIM == HEAD_DIM_V || (HEAD_DIM == 192 && HEAD_DIM_V == 128 && KEY_MAPS && !ROW_SUMS), "wider keys come by the copy engine alone");
+static_assert(HEAD_DIM_V == 64 || HEAD_DIM_V == 128,
+              "output rows are 32 or 64 registers of a thread, and a producer thread copies whole chunks");
+static_assert(HEAD_DIM == HEAD_DIM_V || (HEAD_DIM == 192 && HEAD_DIM_V == 128 && KEY_MAPS && !ROW_SUMS),
+              "wider keys come by the copy engine alone");
 static_assert(BLOCK_KV == 128, "scores are 64 registers of a thread; each of four producer warps brings 32 keys");
 constexpr int HALF_KV = BLOCK_KV / 2;
 static_assert(BLOCK_Q % HEADS_PER_TILE == 0, "a tile holds whole heads");
 static_assert(K_STAGES >= 2 && K_STAGES <= 3 && V_STAGES >= 2, "stage k + 1 is scored while stage k is weighed");
 
-static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (NUM_CONSUMERS == 2 ? 3 * 168 : 4 * 128), "a block cannot hand out more registers than it is launched with");
+static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (NUM_CONSUMERS == 2 ? 3 * 168 : 4 * 128),
+              "a block cannot hand out more registers than it is launched with");
 
 // Shared memory, from a 1024-byte boundary on.
 constexpr int Q_BYTES = BLOCK_Q * HEAD_DIM * 2;
@@ -61,8 +69,9 @@ constexpr int STAGE_BYTES = BLOCK_KV * HEAD_DIM * 2, V_STAGE_BYTES = BLOCK_KV * 
 constexpr int DO_AT = Q_BYTES;
 constexpr int K_AT = DO_AT + (ROW_SUMS ? Q_BYTES : 0);
 constexpr int V_AT = K_AT + K_STAGES * STAGE_BYTES;
-// Per key of a stage: {position, expire} (GATHER) and the bias (HAS_BIAS). They are needed longer than K's rows: until the softmax, which precedes the
-// release of the next stage's K. So K_STAGES + 1 slots need no barriers of their own; four keep the index a mask.
+// Per key of a stage: {position, expire} (GATHER) and the bias (HAS_BIAS). They are needed longer than K's rows: until
+// the softmax, which precedes the release of the next stage's K. So K_STAGES + 1 slots need no barriers of their own;
+// four keep the index a mask.
 constexpr int NUM_KEY_SLOTS = 4;
 // SPARSE without GATHER: what each consumer sees of the stage, and whether it is the tile's last (hopper_blocks.cuh).
 constexpr int ENTRY_BYTES = GATHER ? BLOCK_KV * 8 : SPARSE ? 32 : 0;
@@ -74,18 +83,22 @@ constexpr int TILE_BYTES = BASES_AT + (HAS_BIAS ? BLOCK_Q * SPLIT_BYTES : 0);
 static_assert(!HAS_BIAS || BLOCK_Q == 128, "a producer thread brings the base of one row");
 constexpr int TILE_AT = KEYS_AT + NUM_KEY_SLOTS * KEY_BYTES;
 constexpr int BARRIERS_AT = TILE_AT + 2 * TILE_BYTES;
-constexpr int FULL_K = 0, EMPTY_K = FULL_K + K_STAGES, FULL_V = EMPTY_K + K_STAGES, EMPTY_V = FULL_V + V_STAGES, FULL_Q = EMPTY_V + V_STAGES, EMPTY_Q = FULL_Q + 1;
+constexpr int FULL_K = 0, EMPTY_K = FULL_K + K_STAGES, FULL_V = EMPTY_K + K_STAGES, EMPTY_V = FULL_V + V_STAGES,
+              FULL_Q = EMPTY_V + V_STAGES, EMPTY_Q = FULL_Q + 1;
 constexpr int NUM_BARRIERS = EMPTY_Q + 1;
 constexpr int SHARED_BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
 static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with room to align it");
 static_assert(BARRIERS_AT % 16 == 0, "barriers and vectors are aligned");
 
-// What consumers need to know of a tile; followed by the lowest key of each query (dense) or the position of each (SPARSE) and by each row's -base / softmax_scale (HAS_BIAS).
+// What consumers need to know of a tile; followed by the lowest key of each query (dense) or the position of each
+// (SPARSE) and by each row's -base / softmax_scale (HAS_BIAS).
 struct TileHead {
   int batch, head, first_query, end_query;
-  int num_stages, last_stage;  // num_stages: 0 behind the last tile; last_stage: dense, stages are visited from this one (key / BLOCK_KV) downwards
+  // num_stages: 0 behind the last tile; last_stage: dense, stages are visited from this one (key / BLOCK_KV) downwards
+  int num_stages, last_stage;
   int first_is_half;           // HALF_STAGES: the first stage holds HALF_KV keys
-  int local;                   // SPARSE without GATHER: the tile's window; last_stage is its `init`, and num_stages is 1
+  // SPARSE without GATHER: the tile's window; last_stage is its `init`, and num_stages is 1
+  int local;
 };
 
 struct InputTensors {
@@ -125,13 +138,15 @@ DEVICE u32 tile_base(u32 shared, u32 done) { return shared + TILE_AT + (done & 1
 DEVICE u32 key_slot(u32 shared, u32 stage) { return shared + KEYS_AT + (stage % NUM_KEY_SLOTS) * KEY_BYTES; }
 DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + barrier * 8; }
 
-// ---- Producer ------------------------------------------------------------------------------------------------------------------------------
+// ---- Producer
+// ---------------------------------------------------------------------------------------------------------------------
 
 #if !QUERY_MAPS
 // The tile's rows of q or do, `base` at the tile's batch row and first head; rows past its end arrive as zeros.
 DEVICE void copy_rows_of_tile(u32 to, const bf16* base, u64 token_stride, const TileHead& tile) {
   constexpr int CHUNKS = HEAD_DIM / 8, STEP = 128 / CHUNKS;  // rows that the warpgroup copies at once
-  static_assert(STEP % 8 == 0 && BLOCK_Q % STEP == 0, "a thread's rows differ by multiples of 8, so its swizzled chunk is one");
+  static_assert(STEP % 8 == 0 && BLOCK_Q % STEP == 0,
+                "a thread's rows differ by multiples of 8, so its swizzled chunk is one");
   const int thread = (int)opaque(threadIdx.x) % 128, chunk = thread % CHUNKS;
   base += chunk * 8;
   to += chunk / 8 * BLOCK_Q * 128 + thread / CHUNKS * 128 + (((chunk % 8) ^ (thread / CHUNKS % 8)) << 4);
@@ -139,7 +154,8 @@ DEVICE void copy_rows_of_tile(u32 to, const bf16* base, u64 token_stride, const 
   for (int row = thread / CHUNKS; row < BLOCK_Q; row += STEP, to += STEP * 128) {
     const int query = tile.first_query + row % TILE_QUERIES;
     const bool inside = query < tile.end_query;
-    copy_async_16(to, base + (u64)(inside ? query : tile.first_query) * token_stride + row / TILE_QUERIES * HEAD_DIM, inside ? 16 : 0);
+    copy_async_16(to, base + (u64)(inside ? query : tile.first_query) * token_stride + row / TILE_QUERIES * HEAD_DIM,
+                  inside ? 16 : 0);
   }
 }
 #endif
@@ -152,15 +168,19 @@ DEVICE void copy_queries(u32 shared, const InputTensors& tensors, const TensorMa
     barrier_expect(full, Q_BYTES * (ROW_SUMS ? 2 : 1));
 #pragma unroll
     for (int x = 0; x < (ROW_SUMS ? 2 : 1) * DIM_BLOCKS * HEADS_PER_TILE; ++x) {
-      const int head = x % HEADS_PER_TILE, block = x / HEADS_PER_TILE % DIM_BLOCKS, tensor = x / HEADS_PER_TILE / DIM_BLOCKS;
-      tensor_load_3d(shared + tensor * DO_AT + block * BLOCK_Q * 128 + head * TILE_QUERIES * 128, maps[tensor ? 3 : 0], full, (tile.head + head) * HEAD_DIM + block * 64,
-                     tile.first_query, tile.batch);
+      const int head = x % HEADS_PER_TILE, block = x / HEADS_PER_TILE % DIM_BLOCKS,
+                tensor = x / HEADS_PER_TILE / DIM_BLOCKS;
+      tensor_load_3d(shared + tensor * DO_AT + block * BLOCK_Q * 128 + head * TILE_QUERIES * 128, maps[tensor ? 3 : 0],
+                     full, (tile.head + head) * HEAD_DIM + block * 64, tile.first_query, tile.batch);
     }
   }
 #else
-  copy_rows_of_tile(shared, tensors.q + tile.batch * tensors.q_batch_stride + (u64)tile.head * HEAD_DIM, tensors.q_token_stride, tile);
+  copy_rows_of_tile(shared, tensors.q + tile.batch * tensors.q_batch_stride + (u64)tile.head * HEAD_DIM,
+                    tensors.q_token_stride, tile);
 #if ROW_SUMS
-  copy_rows_of_tile(shared + DO_AT, tensors.d_out + ((u64)tile.batch * tensors.seq_len * tensors.num_heads + tile.head) * HEAD_DIM, (u64)tensors.num_heads * HEAD_DIM, tile);
+  copy_rows_of_tile(shared + DO_AT,
+                    tensors.d_out + ((u64)tile.batch * tensors.seq_len * tensors.num_heads + tile.head) * HEAD_DIM,
+                    (u64)tensors.num_heads * HEAD_DIM, tile);
 #endif
   barrier_arrive_copies(full);
 #endif
@@ -169,7 +189,8 @@ DEVICE void copy_queries(u32 shared, const InputTensors& tensors, const TensorMa
 #if HAS_BIAS
 // The base of this thread's row of the tile. Asked for long before it is stored.
 DEVICE float load_base(const InputTensors& tensors, const TileHead& tile, int kv_head) {
-  const int query = min(tile.first_query + (int)threadIdx.x % 128 % TILE_QUERIES, tensors.seq_len - 1), padded_len = (tensors.seq_len + 63) & ~63;
+  const int query = min(tile.first_query + (int)threadIdx.x % 128 % TILE_QUERIES, tensors.seq_len - 1),
+            padded_len = (tensors.seq_len + 63) & ~63;
   return tensors.base[((u64)tile.batch * tensors.num_kv_heads + kv_head) * padded_len + query];
 }
 // Products read it after fence_async_proxy.
@@ -197,18 +218,20 @@ struct ProducerPlaces {
   u32 stage = 0;
 };
 
-// ---- Consumer ------------------------------------------------------------------------------------------------------------------------------
+// ---- Consumer
+// ---------------------------------------------------------------------------------------------------------------------
 
-// d = a b^T: the warpgroup's 64 rows of a tile of BLOCK_Q, against the 2 N keys of a stage, or of its first half. BIAS: and (delta - base) / softmax_scale,
-// as the first step. Base is the largest bias that a query sees. Of two biases of 2^29 their difference counts, and q . k beside it, which an f32 of that
-// size would swallow.
+// d = a b^T: the warpgroup's 64 rows of a tile of BLOCK_Q, against the 2 N keys of a stage, or of its first half. BIAS:
+// and (delta - base) / softmax_scale, as the first step. Base is the largest bias that a query sees. Of two biases of
+// 2^29 their difference counts, and q . k beside it, which an f32 of that size would swallow.
 template <int BIAS, int N>
 DEVICE void multiply_stage(float (&d)[N], u32 rows, u32 stage, [[maybe_unused]] u32 bases, [[maybe_unused]] u32 keys) {
   const u64 a = wgmma_along(rows), b = wgmma_along(stage);
   if (BIAS) wgmma<0, 0>(d, wgmma_unswizzled(bases), wgmma_unswizzled(keys + ENTRY_BYTES), 0);
 #pragma unroll
   for (int step = 0; step < HEAD_DIM / 16; ++step)
-    wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_Q * 128 + step % 4 * 32), wgmma_step(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32), BIAS || step > 0);
+    wgmma<0, 0>(d, wgmma_step(a, step / 4 * BLOCK_Q * 128 + step % 4 * 32),
+                wgmma_step(b, step / 4 * BLOCK_KV * 128 + step % 4 * 32), BIAS || step > 0);
   wgmma_commit();
 }
 
@@ -230,12 +253,14 @@ struct ConsumerRows {
 DEVICE int row_position(u32 tile, int row) { return load_shared_int(tile + 32 + row * 4); }
 #endif
 
-// The rows of this thread's warpgroup in the tile described at `tile`. SPARSE: bounds of this thread's warp, since rows are in any order.
+// The rows of this thread's warpgroup in the tile described at `tile`. SPARSE: bounds of this thread's warp, since rows
+// are in any order.
 DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
   ConsumerRows rows;
 #if SPARSE
   const int end_query = load_shared_int(tile + 12);
-  const int lane = (int)threadIdx.x % 32, warp_row = warpgroup * 64 + (int)threadIdx.x % 128 / 32 * 16, here = row_position(tile, warp_row + lane % 16);
+  const int lane = (int)threadIdx.x % 32, warp_row = warpgroup * 64 + (int)threadIdx.x % 128 / 32 * 16,
+            here = row_position(tile, warp_row + lane % 16);
   rows.first_query = here;
   rows.last_query = here < end_query ? here : -1;
 #pragma unroll
@@ -251,13 +276,15 @@ DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
 #endif
   return rows;
 #else
-  const int first_query = load_shared_int(tile + 8), end_query = load_shared_int(tile + 12), first_row = warpgroup * 64 % TILE_QUERIES;
+  const int first_query = load_shared_int(tile + 8), end_query = load_shared_int(tile + 12),
+            first_row = warpgroup * 64 % TILE_QUERIES;
   constexpr bool WHOLE_TILE = TILE_QUERIES % 64 != 0;  // a warpgroup's rows then may be several heads
   rows.first_query = first_query + (WHOLE_TILE ? 0 : first_row);
   rows.last_query = min(rows.first_query + (WHOLE_TILE ? TILE_QUERIES : 64), end_query) - 1;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int at = (warpgroup * 64 + (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4 + 8 * r) % TILE_QUERIES;
+    const int at =
+        (warpgroup * 64 + (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4 + 8 * r) % TILE_QUERIES;
     rows.query[r] = first_query + at;
 #if !GATHER
     rows.lowest[r] = load_shared_int(tile + 32 + at * 4);
@@ -272,10 +299,14 @@ DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
 }
 
 #if SPARSE && !GATHER
-// The first key of each half of a stage, for this thread's warpgroup; one behind all keys where its rows see nothing of a half.
+// The first key of each half of a stage, for this thread's warpgroup; one behind all keys where its rows see nothing of
+// a half.
 DEVICE int2 first_keys(u32 keys) {
   int2 first;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(first.x), "=r"(first.y) : "r"(keys + (threadIdx.x / 128 - 1) * 8) : "memory");
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+               : "=r"(first.x), "=r"(first.y)
+               : "r"(keys + (threadIdx.x / 128 - 1) * 8)
+               : "memory");
   return first;
 }
 #endif
@@ -288,7 +319,10 @@ DEVICE bool stage_is_partial(const ConsumerRows& rows, u32 keys, int it) {
 #pragma unroll
   for (int i = 0; i < KEYS / 32; ++i) {
     int2 entry;
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(entry.x), "=r"(entry.y) : "r"(keys + (i * 32 + threadIdx.x % 32) * 8) : "memory");
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(entry.x), "=r"(entry.y)
+                 : "r"(keys + (i * 32 + threadIdx.x % 32) * 8)
+                 : "memory");
     all &= entry.x <= rows.first_query && entry.y > rows.last_query;
   }
   return !__all_sync(~0u, all);
@@ -328,7 +362,8 @@ DEVICE void mask_stage(float (&score)[N], const ConsumerRows& rows, u32 keys, in
   for (int n = 0; n < N / 4; ++n)
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
-      const int i = rows.query[x / 2], key = (n < HALF_KV / 8 ? first.x : first.y) + n % (HALF_KV / 8) * 8 + 2 * t + x % 2;
+      const int i = rows.query[x / 2],
+                key = (n < HALF_KV / 8 ? first.x : first.y) + n % (HALF_KV / 8) * 8 + 2 * t + x % 2;
       if (key > i || (key >= rows.init && key <= i - rows.local)) score[4 * n + x] = masked;
     }
 #else
@@ -376,17 +411,20 @@ DEVICE u32 start_block(void* memory) {
       barrier_init(barrier_at(shared, FULL_V + i), FILL);
       barrier_init(barrier_at(shared, EMPTY_V + i), NUM_CONSUMERS * 4);
     }
-    barrier_init(barrier_at(shared, FULL_Q), (QUERY_MAPS ? 1 : 128) + 128);  // the queries; every producer thread's stores of the tile's description
+    // the queries; every producer thread's stores of the tile's description
+    barrier_init(barrier_at(shared, FULL_Q), (QUERY_MAPS ? 1 : 128) + 128);
     barrier_init(barrier_at(shared, EMPTY_Q), NUM_CONSUMERS * 4);
     barrier_ready();
   }
   return shared;
 }
 
-// A block's whole work, once `start_block` and a __syncthreads are behind it. `work` knows the tiles and how to produce one; `consumer` works on one.
+// A block's whole work, once `start_block` and a __syncthreads are behind it. `work` knows the tiles and how to produce
+// one; `consumer` works on one.
 // Tiles of this block are numbered `done`.
 template <class Work, class Consumer>
-DEVICE void run_block(const InputTensors& tensors, const Work& work, const Consumer& consumer, const TensorMap* const* maps, u32 shared) {
+DEVICE void run_block(const InputTensors& tensors, const Work& work, const Consumer& consumer,
+                      const TensorMap* const* maps, u32 shared) {
   const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {
     registers_shrink<PRODUCER_REGISTERS>();

@@ -1,4 +1,5 @@
-// nsa_copy_rows: asynchronous copies of the rows that chose a block (nsa_rows.cuh) into swizzled tiles, for the portable kernels.
+// nsa_copy_rows: asynchronous copies of the rows that chose a block (nsa_rows.cuh) into swizzled tiles, for the
+// portable kernels.
 // Defines    as copy_rows.cuh
 #pragma once
 #include "common/copy_rows.cuh"

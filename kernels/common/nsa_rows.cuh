@@ -1,4 +1,5 @@
-// nsa_rows: the query rows that chose a block of keys, as tiles of attention kernels: a row is a query and a head of the group, a query's heads side by side.
+// nsa_rows: the query rows that chose a block of keys, as tiles of attention kernels: a row is a query and a head of
+// the group, a query's heads side by side.
 #pragma once
 #include "common/types.cuh"
 
@@ -15,8 +16,10 @@ struct ChosenRun {
   int first_key, end_key;  // keys of the block
 };
 
-// The run that begins at entry `first` of `count`; `next` receives the entry behind it. `cell`: the cell of select_size positions where the block begins.
-DEVICE ChosenRun chosen_run(const int2* entries, int first, int count, int cell, int select_size, int group, const i32* doc_start, const i32* doc_end, int& next) {
+// The run that begins at entry `first` of `count`; `next` receives the entry behind it. `cell`: the cell of select_size
+// positions where the block begins.
+DEVICE ChosenRun chosen_run(const int2* entries, int first, int count, int cell, int select_size, int group,
+                            const i32* doc_start, const i32* doc_end, int& next) {
   const int token = entries[first].x, start = doc_start[token], end = doc_end[token];
   next = count;
   if (entries[count - 1].x >= end) {  // a later document has a block in the same cell

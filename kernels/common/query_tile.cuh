@@ -1,4 +1,5 @@
-// query_tile: a tile of query rows, which keys its warps see, and the masking of scores; shared by the kernels that keep queries in place.
+// query_tile: a tile of query rows, which keys its warps see, and the masking of scores; shared by the kernels that
+// keep queries in place.
 // Defines    as kv_stream; WARP_ROWS rows a warp (16 or 32), HEADS_PER_TILE query heads of a group that share a tile
 #pragma once
 #include "common/kv_stream.cuh"
@@ -17,7 +18,8 @@ constexpr int BLOCK_Q = NUM_WARPS * WARP_ROWS;  // rows of a tile: heads x queri
 constexpr int TILE_QUERIES = BLOCK_Q / HEADS_PER_TILE;
 [[maybe_unused]] constexpr int ROW_TILES = WARP_ROWS / 16;
 static_assert(WARP_ROWS % 16 == 0 && BLOCK_Q % HEADS_PER_TILE == 0, "tensor core tiles have 16 rows");
-static_assert(TILE_QUERIES % WARP_ROWS == 0 || WARP_ROWS % TILE_QUERIES == 0, "a warp holds parts of one head or whole heads");
+static_assert(TILE_QUERIES % WARP_ROWS == 0 || WARP_ROWS % TILE_QUERIES == 0,
+              "a warp holds parts of one head or whole heads");
 
 struct QueryTile {
   const bf16* q;           // at the batch row and the tile's first head
@@ -45,12 +47,15 @@ DEVICE int row_head(int row) { return row / TILE_QUERIES; }
 
 #if HAS_BIAS
 // What a query's base is in units of scores.
-DEVICE float row_base(const QueryTile& tile, int query) { return query < tile.end_query ? in_scores(tile.base[query], tile.bias_unit) : 0.0f; }
+DEVICE float row_base(const QueryTile& tile, int query) {
+  return query < tile.end_query ? in_scores(tile.base[query], tile.bias_unit) : 0.0f;
+}
 
-// Scores begin with (delta - base) / softmax_scale: of two biases of 2^29 their difference counts, and q . k beside it, which an f32 of that size would
-// swallow. `bias`: the deltas of this thread's columns of a tile, two every eight.
+// Scores begin with (delta - base) / softmax_scale: of two biases of 2^29 their difference counts, and q . k beside it,
+// which an f32 of that size would swallow. `bias`: the deltas of this thread's columns of a tile, two every eight.
 template <int ROWS>
-DEVICE void start_scores(float (&score)[ROWS][BLOCK_KV / 8][4], const float (&base)[ROWS][2], const float* bias, float bias_unit) {
+DEVICE void start_scores(float (&score)[ROWS][BLOCK_KV / 8][4], const float (&base)[ROWS][2], const float* bias,
+                         float bias_unit) {
 #pragma unroll
   for (int n = 0; n < BLOCK_KV / 8; ++n) {
     const float2 delta = *(const float2*)(bias + n * 8);
@@ -138,7 +143,8 @@ DEVICE WarpQueries warp_queries(const QueryTile& tile, int warp_row) {
 }
 
 // Puts `masked` where a row of the 16 from tile row `first_row` on does not see the key of tile `it`.
-DEVICE void mask_scores(const QueryTile& tile, const KvStream& stream, int it, int first_row, float (&score)[BLOCK_KV / 8][4], float masked) {
+DEVICE void mask_scores(const QueryTile& tile, const KvStream& stream, int it, int first_row,
+                        float (&score)[BLOCK_KV / 8][4], float masked) {
   const int lane = (int)opaque(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   int position[2];
 #if !GATHER

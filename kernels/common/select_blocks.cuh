@@ -1,6 +1,7 @@
 // select_blocks: how selections cut the queries of a call and the keys into blocks. Shared by the select_* kernels.
-// Queries are the last num_queries of num_keys tokens. A block of queries has `query_block` of them; the first one lacks `offset`. Blocks of keys have `block` and
-// begin at key 0. Where tokens move inside segments, a block competes with others of its kind before its segment only.
+// Queries are the last num_queries of num_keys tokens. A block of queries has `query_block` of them; the first one
+// lacks `offset`. Blocks of keys have `block` and begin at key 0. Where tokens move inside segments, a block competes
+// with others of its kind before its segment only.
 #pragma once
 #include "common/types.cuh"
 
@@ -16,8 +17,12 @@ struct SelectBlocks {
   // Blocks of keys that begin no later than its last query: 0 .. admissible - 1.
   DEVICE int admissible(int row) const { return last(row) / block + 1; }
   // Blocks that compete for a row's mass: those that it admits, or those of segments before its own.
-  DEVICE int competing(int row, int segment) const { return segment > 0 ? first(row) / segment * (segment / block) : admissible(row); }
+  DEVICE int competing(int row, int segment) const {
+    return segment > 0 ? first(row) / segment * (segment / block) : admissible(row);
+  }
   // The blocks a row keeps in any case: those that meet its queries, or its segments.
   DEVICE int own(int row, int segment) const { return segment > 0 ? competing(row, segment) : first(row) / block; }
-  DEVICE int own_end(int row, int segment) const { return segment > 0 ? min((last(row) / segment + 1) * (segment / block), num_columns()) : admissible(row); }
+  DEVICE int own_end(int row, int segment) const {
+    return segment > 0 ? min((last(row) / segment + 1) * (segment / block), num_columns()) : admissible(row);
+  }
 };

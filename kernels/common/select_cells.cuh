@@ -20,14 +20,16 @@ using Tile = SwizzledTile<STEP>;
 static_assert(SIDE * PITCH * 4 <= STAGES * STAGE_BYTES, "scores lie where the ring was");
 static_assert(HEAD_DIM % STEP == 0, "a step stays inside a token");
 
-// One side of a tile: 128 cells that begin `cell` tokens apart, of which a step brings 64 columns of one token each. Tokens outside first .. end arrive as zeros.
+// One side of a tile: 128 cells that begin `cell` tokens apart, of which a step brings 64 columns of one token each.
+// Tokens outside first .. end arrive as zeros.
 struct CellSide {
   const bf16* from;  // this thread's chunk of its first cell's first token
   i64 token_stride;
   int token, cell, first, end;
   u32 to;  // this thread's place in a step
 
-  DEVICE CellSide(const bf16* heads, u64 token_stride, i64 token, int cell, i64 first, i64 end) : token_stride((i64)token_stride), cell(cell), first((int)first), end((int)end) {
+  DEVICE CellSide(const bf16* heads, u64 token_stride, i64 token, int cell, i64 first, i64 end)
+      : token_stride((i64)token_stride), cell(cell), first((int)first), end((int)end) {
     const int row = (int)threadIdx.x / 8, chunk = (int)threadIdx.x % 8;
     this->token = (int)token + row * cell;
     from = heads + this->token * this->token_stride + chunk * 8;
@@ -40,7 +42,8 @@ struct CellSide {
     for (int i = 0; i < SIDE / ROWS_AT_ONCE; ++i) {
       const int at = token + u + i * ROWS_AT_ONCE * cell;
       const bool is_there = at >= first && at < end;
-      copy_async_16(step + to + i * ROWS_AT_ONCE * Tile::ROW_BYTES, is_there ? here + (i64)(i * ROWS_AT_ONCE * cell) * token_stride : from_first(), is_there ? 16 : 0);
+      copy_async_16(step + to + i * ROWS_AT_ONCE * Tile::ROW_BYTES,
+                    is_there ? here + (i64)(i * ROWS_AT_ONCE * cell) * token_stride : from_first(), is_there ? 16 : 0);
     }
   }
   // An address that may be read, for what is not.
@@ -48,11 +51,15 @@ struct CellSide {
 };
 
 template <class Params>
-DEVICE void select_cells_tile(const bf16* q, const bf16* k, float* out, const Params& params, unsigned char* shared_memory) {
+DEVICE void select_cells_tile(const bf16* q, const bf16* k, float* out, const Params& params,
+                              unsigned char* shared_memory) {
   const u32 shared = shared_address(shared_memory);
-  const int cell = (int)params.cell, query_step = (int)params.query_step, per_block = (int)params.per_block, head = (int)params.first_head + (int)blockIdx.z, kv_head = head / (int)(params.num_heads / params.num_kv_heads);
+  const int cell = (int)params.cell, query_step = (int)params.query_step, per_block = (int)params.per_block,
+            head = (int)params.first_head + (int)blockIdx.z,
+            kv_head = head / (int)(params.num_heads / params.num_kv_heads);
   const int first_a = (int)blockIdx.y * SIDE, first_b = (int)blockIdx.x * SIDE;
-  const i64 num_keys = (i64)params.num_keys, context = num_keys - (i64)params.num_queries, first_token = (i64)params.first_query + (i64)first_a * query_step;
+  const i64 num_keys = (i64)params.num_keys, context = num_keys - (i64)params.num_queries,
+            first_token = (i64)params.first_query + (i64)first_a * query_step;
   // Blocks of keys that begin after the tile's last query: whole blocks, so that a row's own block is there.
   const i64 last_token = min(first_token + (i64)SIDE * query_step, num_keys) - 1, block_tokens = (i64)per_block * cell;
   if ((i64)first_b * cell > last_token / block_tokens * block_tokens) return;
@@ -60,7 +67,8 @@ DEVICE void select_cells_tile(const bf16* q, const bf16* k, float* out, const Pa
   k += params.k_offset + (u64)kv_head * HEAD_DIM;
 
   const int steps = cell * (HEAD_DIM / STEP);
-  const CellSide queries(q, params.q_token_stride, first_token, query_step, context, num_keys), keys(k, params.k_token_stride, (i64)first_b * cell, cell, 0, num_keys);
+  const CellSide queries(q, params.q_token_stride, first_token, query_step, context, num_keys),
+      keys(k, params.k_token_stride, (i64)first_b * cell, cell, 0, num_keys);
   const bool reversed = params.reversed;
   const auto load_step = [&](int step) {
     if (step < steps) {
@@ -92,10 +100,12 @@ DEVICE void select_cells_tile(const bf16* q, const bf16* k, float* out, const Pa
     const u64 a = wgmma_along(at + threadIdx.x / 128 * 64 * Tile::ROW_BYTES), b = wgmma_along(at + SIDE_BYTES);
     wgmma_fence();
 #pragma unroll
-    for (int x = 0; x < STEP / 16; ++x) wgmma<0, 0>(sum, wgmma_step(a, x * 32), wgmma_step(b, x * 32), step > 0 || x > 0);
+    for (int x = 0; x < STEP / 16; ++x)
+      wgmma<0, 0>(sum, wgmma_step(a, x * 32), wgmma_step(b, x * 32), step > 0 || x > 0);
     wgmma_commit();
 #else
-    const u32 a_rows = at + Tile::offset(lane % 16, lane / 16), b_rows = at + SIDE_BYTES + Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const u32 a_rows = at + Tile::offset(lane % 16, lane / 16),
+              b_rows = at + SIDE_BYTES + Tile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
     for (int x = 0; x < STEP / 16; ++x) {
       u32 a[4][4], b[2][4];
@@ -116,21 +126,26 @@ DEVICE void select_cells_tile(const bf16* q, const bf16* k, float* out, const Pa
 #endif
   __syncthreads();  // nobody reads the ring any more
 
-  // Scores go to shared memory, where whole blocks of them are read. LSE: in powers of two, and cells of keys after a query's own count nothing.
+  // Scores go to shared memory, where whole blocks of them are read. LSE: in powers of two, and cells of keys after a
+  // query's own count nothing.
   float* score = (float*)shared_memory;
   const float scale = f32_word(params.scale) * (LSE ? LOG2_E : 1.0f);
   // LSE: first_query and query_step are multiples of the cell.
-  const auto put = [&](int a, int b, float x) { score[a * PITCH + b] = LSE && (first_b + b) * cell > (int)first_token + a * query_step ? -INFINITY_F32 : x * scale; };
+  const auto put = [&](int a, int b, float x) {
+    score[a * PITCH + b] = LSE && (first_b + b) * cell > (int)first_token + a * query_step ? -INFINITY_F32 : x * scale;
+  };
 #if WGMMA
 #pragma unroll
-  for (int i = 0; i < 64; ++i) put((int)threadIdx.x / 32 * 16 + lane / 4 + i % 4 / 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2, sum[i]);
+  for (int i = 0; i < 64; ++i)
+    put((int)threadIdx.x / 32 * 16 + lane / 4 + i % 4 / 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2, sum[i]);
 #else
 #pragma unroll
   for (int m = 0; m < 4; ++m)
 #pragma unroll
     for (int n = 0; n < 4; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) put(warp_a + m * 16 + lane / 4 + i / 2 * 8, warp_b + n * 8 + lane % 4 * 2 + i % 2, sum[m][n][i]);
+      for (int i = 0; i < 4; ++i)
+        put(warp_a + m * 16 + lane / 4 + i / 2 * 8, warp_b + n * 8 + lane % 4 * 2 + i % 2, sum[m][n][i]);
 #endif
   __syncthreads();  // all scores are there
   const int rows = LSE ? SIDE : SIDE / per_block, columns = SIDE / per_block, deep = LSE ? 1 : per_block;

@@ -1,6 +1,8 @@
-// sparse_keys: which keys and which queries a tile has under a selector's mask: lists of key tiles per query tile, single keys beside them, both
-// sequences possibly permuted, a window per list. Shared by sparse_attention_forward.cu and hopper_sparse_attention_forward.cu, which document the mask.
-// Slots are places in the permuted sequences; positions are tokens of the tensors. Keys 0 .. num_keys - 1, the queries are the last of them.
+// sparse_keys: which keys and which queries a tile has under a selector's mask: lists of key tiles per query tile,
+// single keys beside them, both sequences possibly permuted, a window per list. Shared by sparse_attention_forward.cu
+// and hopper_sparse_attention_forward.cu, which document the mask.
+// Slots are places in the permuted sequences; positions are tokens of the tensors. Keys 0 .. num_keys - 1, the queries
+// are the last of them.
 #pragma once
 #include "common/types.cuh"
 
@@ -18,7 +20,8 @@ struct SparseKeys {
 
   DEVICE int count() const { return num_tile_keys + num_columns; }
 
-  // The key at a place and the first position that does not see it any more; {0, 0} where no query of the tile sees a key: nothing is read there.
+  // The key at a place and the first position that does not see it any more; {0, 0} where no query of the tile sees a
+  // key: nothing is read there.
   DEVICE int2 entry(int at) const {
     int slot;
     if (at < num_tile_keys) {
@@ -61,20 +64,39 @@ struct SparseMask {
 
   template <class Params>
   DEVICE SparseMask(const i32* data, const Params& params)
-      : data(data), num_heads((int)params.num_heads), num_kv_heads((int)params.num_kv_heads), num_keys((int)params.seq_len), num_queries((int)params.num_queries),
-        first_row((int)params.first_row), num_slots((int)params.num_slots), order_stride(num_slots == num_queries ? num_queries : 0), query_tile((int)params.query_tile), query_offset((int)params.query_offset),
-        key_tile((int)params.key_tile), num_query_tiles((int)params.num_query_tiles), heads_per_list((int)params.heads_per_list),
-        heads_per_order((int)params.heads_per_order), tile_order(params.tile_order), row_ptr(params.row_ptr), tile_idx(params.tile_idx), col_ptr(params.col_ptr),
-        col_idx(params.col_idx), key_order(params.key_order), query_order(params.query_order), windows(params.windows) {}
+      : data(data),
+        num_heads((int)params.num_heads),
+        num_kv_heads((int)params.num_kv_heads),
+        num_keys((int)params.seq_len),
+        num_queries((int)params.num_queries),
+        first_row((int)params.first_row),
+        num_slots((int)params.num_slots),
+        order_stride(num_slots == num_queries ? num_queries : 0),
+        query_tile((int)params.query_tile),
+        query_offset((int)params.query_offset),
+        key_tile((int)params.key_tile),
+        num_query_tiles((int)params.num_query_tiles),
+        heads_per_list((int)params.heads_per_list),
+        heads_per_order((int)params.heads_per_order),
+        tile_order(params.tile_order),
+        row_ptr(params.row_ptr),
+        tile_idx(params.tile_idx),
+        col_ptr(params.col_ptr),
+        col_idx(params.col_idx),
+        key_order(params.key_order),
+        query_order(params.query_order),
+        windows(params.windows) {}
 
   // The query tile that is `rank`-th by its number of keys, most first.
   DEVICE int tile_of_rank(int head, int rank) const {
-    return tile_order ? data[tile_order + (u64)(head / heads_per_list) * num_query_tiles + rank] : num_query_tiles - 1 - rank;
+    return tile_order ? data[tile_order + (u64)(head / heads_per_list) * num_query_tiles + rank]
+                      : num_query_tiles - 1 - rank;
   }
 
   // `rows` slots of a query tile from its `part`-th run of as many on.
   DEVICE SparseQueries queries(int head, int tile, int part, int rows) const {
-    const int tile_end = (tile + 1) * query_tile - query_offset, first_slot = max(tile_end - query_tile, 0) + part * rows;
+    const int tile_end = (tile + 1) * query_tile - query_offset,
+              first_slot = max(tile_end - query_tile, 0) + part * rows;
     SparseQueries queries;
     queries.context = num_keys - num_queries;
     queries.num_slots = min(min(tile_end, num_slots) - first_slot, rows);

@@ -1,9 +1,9 @@
 //! A training step on a GPU, checked and timed: `gpu_step_check CACHE_DIR [check] [time] [deterministic] [portable]`.
 //!
-//! `check` compares the loss and every gradient of small models of all kinds with the CPU's f32 step on the same weights;
-//! `deterministic` repeats a step in fixed order and wants equal bits; `time` prints milliseconds of a step's parts at the
-//! size of the 80M recipes, `rival=1.7B-2K-dma` (or another case of main) at a size that others are measured at.
-//! `portable` takes no Hopper kernel.
+//! `check` compares the loss and every gradient of small models of all kinds with the CPU's f32 step on the same
+//! weights; `deterministic` repeats a step in fixed order and wants equal bits; `time` prints milliseconds of a step's
+//! parts at the size of the 80M recipes, `rival=1.7B-2K-dma` (or another case of main) at a size that others are
+//! measured at. `portable` takes no Hopper kernel.
 #![allow(clippy::print_stdout)]
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Tensor, TensorData};
@@ -31,10 +31,12 @@ type Cpu = Autodiff<Flex>;
 
 /// Relative error (Euclidean) that a bf16 step may have against f32, gradient by gradient.
 const GRADIENT_BAR: f64 = 3e-2;
-/// The same where DMA chooses keys: bf16 values move the scores, near ties fall the other way, and a query with another key
-/// has another gradient. That the kernels follow a given choice is for `sieve kernels check`; "dma all" has nothing to choose.
+/// The same where DMA chooses keys: bf16 values move the scores, near ties fall the other way, and a query with another
+/// key has another gradient. That the kernels follow a given choice is for `sieve kernels check`; "dma all" has nothing
+/// to choose.
 const CHOOSING_BAR: f64 = 0.3;
-/// The same for A where nothing is masked: a sum over all keys of gradients that add up to zero a query, so mostly rounding.
+/// The same for A where nothing is masked: a sum over all keys of gradients that add up to zero a query, so mostly
+/// rounding.
 const CANCELLING_BAR: f64 = 0.15;
 
 #[derive(Clone, Copy)]
@@ -324,7 +326,8 @@ fn time(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice)
     let peak = memory_peak().unwrap_or_default();
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     println!(
-        "{name:14} {:.1} GiB used, {:.1} reserved, at most {:.2} used and {:.2} reserved; pass {:8.2} ms (host {:7.2}), update {:7.2} ms (host {:6.2}), step {:8.2} ms: {:9.0} tokens/s",
+        "{name:14} {:.1} GiB used, {:.1} reserved, at most {:.2} used and {:.2} reserved; pass {:8.2} ms \
+         (host {:7.2}), update {:7.2} ms (host {:6.2}), step {:8.2} ms: {:9.0} tokens/s",
         gib(usage.bytes_in_use),
         gib(usage.bytes_reserved),
         gib(peak.in_use_bytes),

@@ -111,7 +111,8 @@ impl Draw {
             head_dim_v,
         } = self.shape;
         format!(
-            "batch={batch},seq_len={seq_len},heads={num_heads},kv_heads={num_kv_heads},head_dim={head_dim},head_dim_v={head_dim_v} {} {:?} {} {} seed {}",
+            "batch={batch},seq_len={seq_len},heads={num_heads},kv_heads={num_kv_heads},head_dim={head_dim},\
+             head_dim_v={head_dim_v} {} {:?} {} {} seed {}",
             self.keys,
             self.cuts,
             self.scores.name(),

@@ -1,5 +1,5 @@
-//! Attention with biases far beyond the size of `q . k`, as DMA makes them: by both families and both orders of sums, measured
-//! against the host, which takes the largest bias from a row before it adds.
+//! Attention with biases far beyond the size of `q . k`, as DMA makes them: by both families and both orders of sums,
+//! measured against the host, which takes the largest bias from a row before it adds.
 use crate::attention::{Prepared, check_wrapper};
 use crate::case::{Case, Cuts, Keys};
 use crate::decode;
@@ -98,7 +98,8 @@ impl Biases {
     }
 }
 
-/// Width and group: both of the Hopper family, the odd group whose dq in a fixed order is portable, one that is portable.
+/// Width and group: both of the Hopper family, the odd group whose dq in a fixed order is portable, one that is
+/// portable.
 const SHAPES: &[(usize, usize)] = &[(128, 2), (64, 4), (128, 3), (96, 2)];
 
 /// The same on the emulator, where each shape more is another set of programs to compile.

@@ -487,8 +487,8 @@ pub(crate) mod tests {
     use crate::error::Result;
     use crate::report::Report;
 
-    /// What `check` reports of kernels on the emulator, in a folder of this name that is removed again; `None` where no C++
-    /// compiler is installed.
+    /// What `check` reports of kernels on the emulator, in a folder of this name that is removed again; `None` where no
+    /// C++ compiler is installed.
     pub(crate) fn emulated(
         folder: &str,
         check: impl FnOnce(&Emulator, &mut Report) -> Result<()>,
@@ -514,7 +514,8 @@ pub(crate) mod tests {
                 "ptx_cvt_rn_bf16x2_f32(word, f(a, 1), b);",
             ),
             (
-                "asm volatile(\"cp.async.ca.shared.global [%0], [%1], 8, %2;\" ::\"r\"(to), \"l\"(from), \"r\"(n) : \"memory\");",
+                "asm volatile(\"cp.async.ca.shared.global [%0], [%1], 8, %2;\" ::\"r\"(to), \"l\"(from), \"r\"(n) : \
+                 \"memory\");",
                 "ptx_cp_async_ca_shared_global(to, from, 8, n);",
             ),
             (
@@ -527,7 +528,8 @@ pub(crate) mod tests {
                 "ptx_mma_sync(d[0], a);",
             ),
             (
-                "asm volatile(\"{\\n.reg .pred same;\\nsetp.eq.u32 same, %1, 0;\\n@same red.shared.add.u32 [%0], 1;\\n}\" ::\"r\"(a), \"r\"(b));",
+                "asm volatile(\"{\\n.reg .pred same;\\nsetp.eq.u32 same, %1, 0;\\n\"\n\
+                 \"@same red.shared.add.u32 [%0], 1;\\n}\" ::\"r\"(a), \"r\"(b));",
                 "ptx_block_red_shared_add_u32(a, b);",
             ),
         ] {

@@ -1,4 +1,5 @@
-//! Latent attention from the projections on: packing, attention, all gradients, through the ops and the launch wrappers.
+//! Latent attention from the projections on: packing, attention, all gradients, through the ops and the launch
+//! wrappers.
 mod decode;
 
 use crate::bar::Bar;
@@ -77,7 +78,8 @@ impl Call {
             head_dim: key_dim,
             head_dim_v: head_dim,
         };
-        // Gradients of a single key are 0: what is left of large numbers that cancel there has no size to be held against.
+        // Gradients of a single key are 0: what is left of large numbers that cancel there has no size to be held
+        // against.
         let largest = if seq_len < 15 {
             Size::Usual
         } else {

@@ -179,7 +179,8 @@ pub(crate) fn typed<B: Place, const D: usize>(
     x.into_primitive().tensor()
 }
 
-/// Every op and its gradients; the selected branch reads the blocks of `inputs`, or where there are none its own choice.
+/// Every op and its gradients; the selected branch reads the blocks of `inputs`, or where there are none its own
+/// choice.
 fn run<B: Place>(inputs: &Inputs, device: &B::Device) -> Results {
     let Case {
         shape,

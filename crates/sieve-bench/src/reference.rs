@@ -211,9 +211,9 @@ fn kv_head(case: &Case, b: usize, kv: usize, rounding: Rounding) -> Part {
     part
 }
 
-/// Softmax of each row, the first of which is that of query `first`, over its active keys; returns the logarithm of each row's
-/// sum. The largest bias that a row sees is
-/// taken from all of its biases first, as kernels do: beside a large one `q . k` would lose its digits.
+/// Softmax of each row, the first of which is that of query `first`, over its active keys; returns the logarithm of
+/// each row's sum. The largest bias that a row sees is taken from all of its biases first, as kernels do: beside a
+/// large one `q . k` would lose its digits.
 fn softmax(
     p: &mut [f32],
     n: usize,

@@ -185,7 +185,8 @@ fn case(settings: &RunSettings) -> Result<Case> {
     let rope_dim = shape.head_dim - shape.head_dim_v;
     if settings.op == Op::Mla && (rope_dim == 0 || !rope_dim.is_multiple_of(2)) {
         return refused(
-            "mla: keys are wider than values by their rotated part, an even number of columns\n  hint: head_dim=192,head_dim_v=128",
+            "mla: keys are wider than values by their rotated part, an even number of columns\n  \
+             hint: head_dim=192,head_dim_v=128",
         );
     }
     if settings.op == Op::Mla && shape.num_heads != shape.num_kv_heads {
@@ -205,7 +206,8 @@ fn case(settings: &RunSettings) -> Result<Case> {
     Case::draw(shape, keys, cuts, &scores, settings.seed)
 }
 
-/// Adds the slopes to what ranks the keys, which becomes their bias too; returns the scores alone. `None` without slopes.
+/// Adds the slopes to what ranks the keys, which becomes their bias too; returns the scores alone. `None` without
+/// slopes.
 fn sloped(settings: &RunSettings, case: &mut Case) -> Result<Option<Vec<f32>>> {
     let (periods, kv_heads) = (&settings.periods, case.shape.num_kv_heads);
     if periods.is_empty() {

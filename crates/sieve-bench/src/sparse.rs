@@ -1,4 +1,5 @@
-//! Attention under selectors' masks, and under random ones that use every part of the mask's form, against its definition.
+//! Attention under selectors' masks, and under random ones that use every part of the mask's form, against its
+//! definition.
 use crate::bar::Bar;
 use crate::device::Device;
 use crate::error::Result;
@@ -16,8 +17,8 @@ use sieve_select::{Call, CallShape, ListsPer, Selector, SparseMask, Tiles, Token
 use sieve_testing::{Random, round_bf16};
 use std::ops::Range;
 
-/// A selector of every kind of list: tiles alone, small tiles, tiles that go in pairs, aligned tiles, single keys, permuted keys, permuted keys and
-/// queries, a window, short key tiles beside long query tiles, all keys.
+/// A selector of every kind of list: tiles alone, small tiles, tiles that go in pairs, aligned tiles, single keys,
+/// permuted keys, permuted keys and queries, a window, short key tiles beside long query tiles, all keys.
 const SELECTORS: &[&str] = &[
     "meanpool:block=32,tau=0.6",
     "bfla:block=32,group=8,tile=8,local_tokens=16,keep_mass=0.5",
@@ -229,8 +230,8 @@ impl Case {
         Ok(o.and_then(|o| Ok(o.max(lse?))))
     }
 
-    /// Whether the kernel must not read a key. With permuted queries, and where it reads whole tiles, it may read listed keys
-    /// that no query sees.
+    /// Whether the kernel must not read a key. With permuted queries, and where it reads whole tiles, it may read
+    /// listed keys that no query sees.
     fn is_unread(&self, at: usize, seen: &[bool], reads_tiles: bool) -> bool {
         let (key, kv_head) = (at / self.shape.num_kv_heads, at % self.shape.num_kv_heads);
         let mask = &self.mask;
@@ -329,8 +330,8 @@ fn plain_row(call: &Call<'_>, head: usize, row: usize, shown: &[bool]) -> (Vec<f
     (o, lse)
 }
 
-/// Tiles of any size, rows without keys, single keys, both permutations, windows and dense rows; or tiles that the Hopper
-/// kernel reads whole.
+/// Tiles of any size, rows without keys, single keys, both permutations, windows and dense rows; or tiles that the
+/// Hopper kernel reads whole.
 fn random_mask(shape: CallShape, random: &mut Random) -> SparseMask {
     let whole_tiles = shape.num_keys > 400 || random.chance(0.3);
     let (query_tiles, key_tiles): (&[usize], &[usize]) = match whole_tiles {

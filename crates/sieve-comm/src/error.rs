@@ -6,7 +6,9 @@ use std::fmt;
 pub enum CommError {
     /// Variables that name a group, but not all of it.
     #[error(
-        "{set} is set and {missing} is not: the variables of a group of processes are set in part\n  hint: sieve launch and torchrun set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; unset them to train in one process"
+        "{set} is set and {missing} is not: the variables of a group of processes are set in part\n  \
+         hint: sieve launch and torchrun set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; unset them to \
+         train in one process"
     )]
     HalfSet {
         /// A variable that is set.
@@ -26,7 +28,8 @@ pub enum CommError {
     },
     /// Rank 0 cannot listen.
     #[error(
-        "rank 0 cannot listen on {address} (MASTER_ADDR:MASTER_PORT): {problem}\n  hint: another program may have the port; set MASTER_PORT to a free one"
+        "rank 0 cannot listen on {address} (MASTER_ADDR:MASTER_PORT): {problem}\n  \
+         hint: another program may have the port; set MASTER_PORT to a free one"
     )]
     Listen {
         /// The address.
@@ -36,7 +39,8 @@ pub enum CommError {
     },
     /// Rank 0 does not answer.
     #[error(
-        "rank {rank} found no rank 0 at {address} (MASTER_ADDR:MASTER_PORT) within {seconds} s: {problem}\n  hint: is rank 0 running, and does a firewall let the port through?"
+        "rank {rank} found no rank 0 at {address} (MASTER_ADDR:MASTER_PORT) within {seconds} s: {problem}\n  \
+         hint: is rank 0 running, and does a firewall let the port through?"
     )]
     NoFirstRank {
         /// Who asked.
@@ -124,7 +128,8 @@ impl fmt::Display for Failure {
             Loss::Still(seconds) => {
                 write!(
                     f,
-                    "rank {rank}{place} has stood still in a step for {seconds} s while others wait for it: look at the files \
+                    "rank {rank}{place} has stood still in a step for {seconds} s while others wait for it: look at \
+                     the files \
                      and the devices of its host; all ranks stop"
                 )
             }

@@ -80,10 +80,11 @@ impl Drop for Turn<'_> {
 }
 
 impl Mesh {
-    /// Connects this rank with the others of `world`, and returns when all are there. `version` must be the same for all.
+    /// Connects this rank with the others of `world`, and returns when all are there. `version` must be the same for
+    /// all.
     ///
-    /// From then on, where another rank is lost, every call fails; a process that has not left some seconds later is ended by
-    /// `give_up`: it may wait for a device that waits for the lost rank.
+    /// From then on, where another rank is lost, every call fails; a process that has not left some seconds later is
+    /// ended by `give_up`: it may wait for a device that waits for the lost rank.
     ///
     /// # Errors
     /// The port is taken, a rank does not come, one is twice there or of another version.
@@ -227,8 +228,8 @@ impl Mesh {
         Ok(bytes.to_vec())
     }
 
-    /// Gives each rank its bytes, and returns what each has given to this one, by rank. Few ranks may have something for each
-    /// other: the rest give nothing.
+    /// Gives each rank its bytes, and returns what each has given to this one, by rank. Few ranks may have something
+    /// for each other: the rest give nothing.
     ///
     /// # Errors
     /// A rank is lost.

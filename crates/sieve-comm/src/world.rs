@@ -25,8 +25,8 @@ const FIRST_SLURM_PORT: u64 = 15_000;
 const NUM_SLURM_PORTS: u64 = 20_000;
 
 impl World {
-    /// The group that the environment names: torchrun's variables, which `sieve launch` and others set too, else those of a
-    /// Slurm step. `None` where there is no group, or one of a single process.
+    /// The group that the environment names: torchrun's variables, which `sieve launch` and others set too, else those
+    /// of a Slurm step. `None` where there is no group, or one of a single process.
     ///
     /// # Errors
     /// Variables set in part, values that do not fit together.

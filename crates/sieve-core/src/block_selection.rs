@@ -29,8 +29,8 @@ pub enum BlockScores {
         /// Diagonals that stay, and how many of the first are among them.
         diagonals: [usize; 2],
     },
-    /// Blocks of columns and of diagonals that the last block of queries looks at, or a map by products of means where these say
-    /// the same; `keep` does not act.
+    /// Blocks of columns and of diagonals that the last block of queries looks at, or a map by products of means where
+    /// these say the same; `keep` does not act.
     Patterns {
         /// Share of the mass that columns, diagonals or the map must hold.
         gamma: f64,
@@ -48,8 +48,8 @@ pub enum BlockScores {
     },
     /// Logits of a call of one query, with blocks of one key.
     Logits,
-    /// Upper bounds of the products of a call of one query with the keys of each block; bounds of blocks before this one are
-    /// known from earlier calls.
+    /// Upper bounds of the products of a call of one query with the keys of each block; bounds of blocks before this
+    /// one are known from earlier calls.
     Bounds(usize),
 }
 
@@ -62,7 +62,8 @@ pub enum KeyScores {
     Length,
 }
 
-/// How tokens move before they are cut into blocks. A row then keeps the blocks of its own segments, and others compete.
+/// How tokens move before they are cut into blocks. A row then keeps the blocks of its own segments, and others
+/// compete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotOrder {
     /// Tokens of a segment, inside which they move; blocks divide it.

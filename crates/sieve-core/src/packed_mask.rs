@@ -59,8 +59,8 @@ pub struct MaskLayout {
     pub query_slots: usize,
     /// Query heads that share a list, and query heads that share an order of keys.
     pub heads_per: [usize; 2],
-    /// Where `tile_order`, `row_ptr`, `tile_idx`, `col_ptr`, `col_idx`, `key_order`, `query_order` and `windows` begin; 0 for
-    /// an absent one. Without `tile_order` later tiles have more keys.
+    /// Where `tile_order`, `row_ptr`, `tile_idx`, `col_ptr`, `col_idx`, `key_order`, `query_order` and `windows` begin;
+    /// 0 for an absent one. Without `tile_order` later tiles have more keys.
     pub places: [usize; 8],
     /// Words of the buffer.
     pub words: usize,
@@ -86,8 +86,8 @@ pub struct MaskError {
 }
 
 impl PackedMask {
-    /// Checks the arrays and lays them end to end. Query tiles with the most keys come first in `tile_order`, which is made
-    /// here.
+    /// Checks the arrays and lays them end to end. Query tiles with the most keys come first in `tile_order`, which is
+    /// made here.
     ///
     /// # Errors
     /// A size of 0, an array of another length than the call asks for, an index outside its array.

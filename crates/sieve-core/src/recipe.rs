@@ -53,8 +53,8 @@ use crate::keys::keys;
 keys! {
     /// One complete run. The section and key names are Hugging Face's (`[model]`) and torchtitan's (the rest).
     ///
-    /// A recipe is complete: nothing is inherited from another file. The sizes of a model and of its attention, the text,
-    /// the steps and the learning rate have no default.
+    /// A recipe is complete: nothing is inherited from another file. The sizes of a model and of its attention, the
+    /// text, the steps and the learning rate have no default.
     pub struct Recipe {
         /// Sizes of the model.
         pub model: ModelSection,

@@ -62,7 +62,8 @@ impl fmt::Display for ScoreMatrix {
 #[error(
     "{op} has no kernel on {device} ({reason}), and its plain-Burn reference would hold {} scores ({scores}); at most \
      {MOST_REFERENCE_SCORES} are allowed\n  \
-     hint: use --device cpu, whose f32 kernels hold no such matrix, or fewer or shorter rows (training.local_batch_size, \
+     hint: use --device cpu, whose f32 kernels hold no such matrix, or fewer or shorter rows \
+     (training.local_batch_size, \
      training.seq_len)",
     .scores.num_scores()
 )]

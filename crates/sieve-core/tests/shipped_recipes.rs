@@ -21,10 +21,22 @@ struct Row {
 
 #[rustfmt::skip]
 const TABLE_4: [Row; 4] = [
-    Row { size: "80m", steps: 13_500, batch: 0.128, lr: 3e-3, num_layers: 12, d_model: 768, num_heads: 6, keep_window_size: 1024 },
-    Row { size: "200m", steps: 20_800, batch: 0.192, lr: 2e-3, num_layers: 16, d_model: 1024, num_heads: 8, keep_window_size: 1024 },
-    Row { size: "680m", steps: 35_000, batch: 0.392, lr: 1e-3, num_layers: 24, d_model: 1536, num_heads: 12, keep_window_size: 1024 },
-    Row { size: "1p7b", steps: 40_000, batch: 1.0, lr: 1e-3, num_layers: 28, d_model: 2048, num_heads: 16, keep_window_size: 2048 },
+    Row {
+        size: "80m", steps: 13_500, batch: 0.128, lr: 3e-3, num_layers: 12, d_model: 768,
+        num_heads: 6, keep_window_size: 1024,
+    },
+    Row {
+        size: "200m", steps: 20_800, batch: 0.192, lr: 2e-3, num_layers: 16, d_model: 1024,
+        num_heads: 8, keep_window_size: 1024,
+    },
+    Row {
+        size: "680m", steps: 35_000, batch: 0.392, lr: 1e-3, num_layers: 24, d_model: 1536,
+        num_heads: 12, keep_window_size: 1024,
+    },
+    Row {
+        size: "1p7b", steps: 40_000, batch: 1.0, lr: 1e-3, num_layers: 28, d_model: 2048,
+        num_heads: 16, keep_window_size: 2048,
+    },
 ];
 
 fn shipped() -> BTreeMap<String, (String, Recipe)> {

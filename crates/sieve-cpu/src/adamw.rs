@@ -9,8 +9,8 @@ use crate::simd::arch;
 /// Elements one task updates.
 const BLOCK: usize = 1 << 14;
 
-/// One AdamW update of `param`, `m` and `v` in place: decay, moments, bias-corrected step, as `torch.optim.AdamW`, where the
-/// gradient is multiplied by `grad_scale` first. Scalars are rounded to f32 where torch rounds them.
+/// One AdamW update of `param`, `m` and `v` in place: decay, moments, bias-corrected step, as `torch.optim.AdamW`,
+/// where the gradient is multiplied by `grad_scale` first. Scalars are rounded to f32 where torch rounds them.
 ///
 /// # Shapes
 /// - param, grad, m, v: the same length

@@ -1,7 +1,7 @@
 //! DMA's score of each key, from the values of all KV heads: `z[g] = a[g] * softplus(concat(v) . w[g])`.
 //!
-//! A token's score depends on its own values alone, to the bit: decoding one token at a time gives the scores of the whole
-//! pass, and near ties fall the same way.
+//! A token's score depends on its own values alone, to the bit: decoding one token at a time gives the scores of the
+//! whole pass, and near ties fall the same way.
 
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;

@@ -73,11 +73,11 @@ pub fn dma_select(
     );
 }
 
-/// Lets every key be seen for `local_window_size` queries more, up to its document's end: the expiry of the best w - r keys
-/// becomes that of DMA with w keys of which the last r are always seen.
+/// Lets every key be seen for `local_window_size` queries more, up to its document's end: the expiry of the best w - r
+/// keys becomes that of DMA with w keys of which the last r are always seen.
 ///
-/// Query i then sees the last r keys and the best w - r of those before them: a key of age r or more is seen exactly if it
-/// was among the best at query i - r.
+/// Query i then sees the last r keys and the best w - r of those before them: a key of age r or more is seen exactly if
+/// it was among the best at query i - r.
 ///
 /// # Panics
 /// When lengths do not fit.

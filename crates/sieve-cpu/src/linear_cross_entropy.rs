@@ -199,8 +199,8 @@ fn run(
     total
 }
 
-/// The rows that have a label, copied together, and their results back to where they belong: tasks that ask few questions
-/// of long sequences pay for the questions alone.
+/// The rows that have a label, copied together, and their results back to where they belong: tasks that ask few
+/// questions of long sequences pay for the questions alone.
 fn run_labelled(
     h: &[f32],
     weight: &[f32],

@@ -1,5 +1,5 @@
-//! The packed tensor of multi-head latent attention (arXiv:2405.04434, section 2.1): what was projected up per head, beside
-//! rotary parts; keys share one.
+//! The packed tensor of multi-head latent attention (arXiv:2405.04434, section 2.1): what was projected up per head,
+//! beside rotary parts; keys share one.
 
 use rayon::prelude::*;
 
@@ -89,8 +89,8 @@ fn rotate(x: &[f32], (cos, sin): (&[f32], &[f32]), back: bool, y: &mut [f32]) {
 /// - q: `[tokens, num_heads, head_dim + rope_dim]`
 /// - kv: `[tokens, num_heads, 2 * head_dim]`, k_C then v of each head
 /// - k_rope: `[tokens, rope_dim]`
-/// - packed: per token `num_heads` queries and `num_heads` keys of `head_dim + rope_dim`, `num_heads` values of `head_dim`;
-///   written whole
+/// - packed: per token `num_heads` queries and `num_heads` keys of `head_dim + rope_dim`, `num_heads` values of
+///   `head_dim`; written whole
 ///
 /// # Panics
 /// When lengths do not fit or a position is outside the tables.

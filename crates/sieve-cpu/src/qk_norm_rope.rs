@@ -1,6 +1,7 @@
 //! Per-head RMSNorm of q and k, then rotary positions, on the packed output of the qkv projection.
 //!
-//! Rotate-half form, as Hugging Face's Qwen3: `rope(x) = x * cos + cat(-x2, x1) * sin` with x1, x2 the halves of a head.
+//! Rotate-half form, as Hugging Face's Qwen3: `rope(x) = x * cos + cat(-x2, x1) * sin` with x1, x2 the halves of a
+//! head.
 
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
@@ -98,7 +99,8 @@ impl QkNormRope<'_> {
 /// The position of a token is `i - documents.start[i] + position_offset`.
 ///
 /// # Shapes
-/// - qkv, out: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, heads in the order q, k, v; out is written whole
+/// - qkv, out: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, heads in the order q, k, v; out is written
+///   whole
 ///
 /// # Panics
 /// When lengths do not fit or a position is outside the tables.

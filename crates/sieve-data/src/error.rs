@@ -28,7 +28,8 @@ pub enum DataError {
     },
     /// A path or glob matches no file.
     #[error(
-        "{pattern:?} matches no file{searched}\n  hint: check the path; in folders only files with a known ending are taken, a glob takes any"
+        "{pattern:?} matches no file{searched}\n  \
+         hint: check the path; in folders only files with a known ending are taken, a glob takes any"
     )]
     NoFiles {
         /// The path or glob as given.
@@ -38,7 +39,9 @@ pub enum DataError {
     },
     /// A path names files of several formats, and none is said.
     #[error(
-        "{pattern:?} names files of several formats: {kinds}\n  hint: say which is meant (format: text, jsonl or parquet), or name the files of one format, for example by a glob"
+        "{pattern:?} names files of several formats: {kinds}\n  \
+         hint: say which is meant (format: text, jsonl or parquet), or name the files of one format, for example by a \
+         glob"
     )]
     MixedFormats {
         /// The path or glob as given.
@@ -47,7 +50,8 @@ pub enum DataError {
         kinds: String,
     },
     /// A document is not UTF-8.
-    #[error("{}: not UTF-8 at byte {byte_offset}\n  hint: convert the file, or allow invalid documents to be skipped", path.display())]
+    #[error("{}: not UTF-8 at byte {byte_offset}\n  \
+        hint: convert the file, or allow invalid documents to be skipped", path.display())]
     NotUtf8 {
         /// The file.
         path: PathBuf,
@@ -55,7 +59,8 @@ pub enum DataError {
         byte_offset: u64,
     },
     /// A document holds a NUL byte, so it is most likely no text.
-    #[error("{}: NUL at byte {byte_offset}, so this is probably not text\n  hint: leave the file out, or allow invalid documents to be skipped", path.display())]
+    #[error("{}: NUL at byte {byte_offset}, so this is probably not text\n  \
+        hint: leave the file out, or allow invalid documents to be skipped", path.display())]
     NulByte {
         /// The file.
         path: PathBuf,
@@ -63,7 +68,8 @@ pub enum DataError {
         byte_offset: u64,
     },
     /// A document is larger than allowed.
-    #[error("{}: a document of {bytes} bytes is over the limit of {max_bytes}\n  hint: raise max_document_bytes, split the document, or allow invalid documents to be skipped", path.display())]
+    #[error("{}: a document of {bytes} bytes is over the limit of {max_bytes}\n  \
+        hint: raise max_document_bytes, split the document, or allow invalid documents to be skipped", path.display())]
     TooLarge {
         /// The file.
         path: PathBuf,
@@ -73,7 +79,8 @@ pub enum DataError {
         max_bytes: u64,
     },
     /// A line of a JSONL file is not a JSON object.
-    #[error("{}: line {line} is not a JSON object: {reason}\n  hint: mend the line, or leave such lines out: skip_invalid", path.display())]
+    #[error("{}: line {line} is not a JSON object: {reason}\n  \
+        hint: mend the line, or leave such lines out: skip_invalid", path.display())]
     BadJson {
         /// The file.
         path: PathBuf,
@@ -83,7 +90,8 @@ pub enum DataError {
         reason: String,
     },
     /// A JSONL object lacks the text column.
-    #[error("{}: line {line} has no column {column:?} (it has {found:?})\n  hint: set text_column to the column that holds the text, or leave such rows out: skip_invalid", path.display())]
+    #[error("{}: line {line} has no column {column:?} (it has {found:?})\n  \
+        hint: set text_column to the column that holds the text, or leave such rows out: skip_invalid", path.display())]
     MissingColumn {
         /// The file.
         path: PathBuf,
@@ -95,7 +103,9 @@ pub enum DataError {
         found: Vec<String>,
     },
     /// The text column holds something else than a string.
-    #[error("{}: line {line}: column {column:?} is {found}, not a string\n  hint: set text_column to the column that holds the text, or allow invalid documents to be skipped", path.display())]
+    #[error("{}: line {line}: column {column:?} is {found}, not a string\n  \
+        hint: set text_column to the column that holds the text, or allow invalid documents to be \
+        skipped", path.display())]
     ColumnNotText {
         /// The file.
         path: PathBuf,
@@ -107,7 +117,9 @@ pub enum DataError {
         found: &'static str,
     },
     /// A file that is to be read row by row, and says nothing of rows.
-    #[error("{}: neither JSONL nor Parquet by its ending\n  hint: name it .jsonl (one JSON object a line) or .parquet; .jsonl.gz and .jsonl.zst are read too", path.display())]
+    #[error("{}: neither JSONL nor Parquet by its ending\n  \
+        hint: name it .jsonl (one JSON object a line) or .parquet; .jsonl.gz and .jsonl.zst are read \
+        too", path.display())]
     NotATable {
         /// The file.
         path: PathBuf,
@@ -119,7 +131,8 @@ pub enum DataError {
         path: PathBuf,
     },
     /// A packed file cannot be unpacked.
-    #[error("{}: damaged after {byte_offset} bytes of text: {packing}: {reason}\n  hint: nothing of it was used; fetch or pack the file again", path.display())]
+    #[error("{}: damaged after {byte_offset} bytes of text: {packing}: {reason}\n  \
+        hint: nothing of it was used; fetch or pack the file again", path.display())]
     BrokenArchive {
         /// The file.
         path: PathBuf,
@@ -139,7 +152,8 @@ pub enum DataError {
         reason: String,
     },
     /// A Parquet file lacks the text column.
-    #[error("{}: no column {column:?} (it has {found:?})\n  hint: set text_column to the column that holds the text", path.display())]
+    #[error("{}: no column {column:?} (it has {found:?})\n  \
+        hint: set text_column to the column that holds the text", path.display())]
     MissingParquetColumn {
         /// The file.
         path: PathBuf,
@@ -149,7 +163,8 @@ pub enum DataError {
         found: Vec<String>,
     },
     /// The text column of a Parquet file holds no text.
-    #[error("{}: column {column:?} holds {found}, not text\n  hint: set text_column to the column that holds the text", path.display())]
+    #[error("{}: column {column:?} holds {found}, not text\n  \
+        hint: set text_column to the column that holds the text", path.display())]
     ParquetColumnNotText {
         /// The file.
         path: PathBuf,
@@ -159,7 +174,8 @@ pub enum DataError {
         found: String,
     },
     /// The text of a Parquet row cannot be used.
-    #[error("{}: row {row} {what}\n  hint: leave the row out, or allow invalid documents to be skipped", path.display())]
+    #[error("{}: row {row} {what}\n  \
+        hint: leave the row out, or allow invalid documents to be skipped", path.display())]
     BadRow {
         /// The file.
         path: PathBuf,
@@ -170,7 +186,8 @@ pub enum DataError {
     },
     /// The `hf://` path of a tokenizer cannot be understood.
     #[error(
-        "{path:?} names no tokenizer of the hub\n  hint: write hf://OWNER/NAME, with @REVISION and /FOLDER behind it if need be"
+        "{path:?} names no tokenizer of the hub\n  \
+         hint: write hf://OWNER/NAME, with @REVISION and /FOLDER behind it if need be"
     )]
     BadHubTokenizer {
         /// The path as given.
@@ -178,7 +195,8 @@ pub enum DataError {
     },
     /// A file of a tokenizer is not there.
     #[error(
-        "there is no tokenizer {}\n  hint: huggingface-cli download OWNER/NAME tokenizer.json --local-dir DIR fetches a model's; or name it \
+        "there is no tokenizer {}\n  \
+         hint: huggingface-cli download OWNER/NAME tokenizer.json --local-dir DIR fetches a model's; or name it \
          as hf://OWNER/NAME, or train one: [tokenizer] train = {{ vocab_size = 8192 }} (docs/own-data.md)",
         path.display()
     )]
@@ -188,7 +206,8 @@ pub enum DataError {
     },
     /// A path that begins with `hf://` cannot be understood.
     #[error(
-        "{path:?} is no data set: {reason}\n  hint: write hf://datasets/OWNER/NAME, with @REVISION and /FILES behind it if need be"
+        "{path:?} is no data set: {reason}\n  \
+         hint: write hf://datasets/OWNER/NAME, with @REVISION and /FILES behind it if need be"
     )]
     BadHubPath {
         /// The path as given.
@@ -198,7 +217,9 @@ pub enum DataError {
     },
     /// A data set of the Hugging Face hub cannot be reached.
     #[error(
-        "data set {repo} at {endpoint}: {reason}\n  hint: check the name, the revision and the network; 401 and 404 mean that there is no such data set, or that it needs a token (HF_TOKEN); what was fetched before is kept, so ask again"
+        "data set {repo} at {endpoint}: {reason}\n  \
+         hint: check the name, the revision and the network; 401 and 404 mean that there is no such data set, or that \
+         it needs a token (HF_TOKEN); what was fetched before is kept, so ask again"
     )]
     Hub {
         /// "OWNER/NAME".
@@ -210,7 +231,8 @@ pub enum DataError {
     },
     /// A corpus names a data set of the hub, but it was opened without access to the hub.
     #[error(
-        "{path:?} lies on the Hugging Face hub, which is not read here\n  hint: prepare the data first, or name local files"
+        "{path:?} lies on the Hugging Face hub, which is not read here\n  \
+         hint: prepare the data first, or name local files"
     )]
     NotConnected {
         /// The path as given.
@@ -228,7 +250,8 @@ pub enum DataError {
     },
     /// A split came out empty.
     #[error(
-        "the {split} split holds no document: {num_documents} documents, validation_fraction {validation_fraction}\n  hint: name text to validate on with [validation] paths, change validation_fraction, or give more text"
+        "the {split} split holds no document: {num_documents} documents, validation_fraction {validation_fraction}\n  \
+         hint: name text to validate on with [validation] paths, change validation_fraction, or give more text"
     )]
     EmptySplit {
         /// "train", "train-001" for the second of several corpora, or "validation".
@@ -247,7 +270,8 @@ pub enum DataError {
         reason: String,
     },
     /// A tokenizer file cannot be used.
-    #[error("{}: not a usable tokenizer.json: {reason}\n  hint: name the tokenizer.json of a Hugging Face model, or one of sieve tokenizer train", path.display())]
+    #[error("{}: not a usable tokenizer.json: {reason}\n  \
+        hint: name the tokenizer.json of a Hugging Face model, or one of sieve tokenizer train", path.display())]
     BadTokenizer {
         /// The file.
         path: PathBuf,
@@ -262,7 +286,8 @@ pub enum DataError {
     },
     /// A special token is not in the vocabulary.
     #[error(
-        "the tokenizer has no token {token:?}\n  hint: name its end-of-document token by tokenizer.eos_token; its special tokens are {special:?}"
+        "the tokenizer has no token {token:?}\n  \
+         hint: name its end-of-document token by tokenizer.eos_token; its special tokens are {special:?}"
     )]
     NoSuchToken {
         /// What was looked for.
@@ -289,7 +314,8 @@ pub enum DataError {
         what: String,
     },
     /// A token id is outside the vocabulary.
-    #[error("{}: document {document} holds token {token}, outside a vocabulary of {vocab_size}\n  hint: the shard was made with another tokenizer than the model's", path.display())]
+    #[error("{}: document {document} holds token {token}, outside a vocabulary of {vocab_size}\n  \
+        hint: the shard was made with another tokenizer than the model's", path.display())]
     TokenOutOfVocabulary {
         /// The file.
         path: PathBuf,
@@ -301,7 +327,8 @@ pub enum DataError {
         vocab_size: usize,
     },
     /// A shard is too small for one sample.
-    #[error("{}: {num_tokens} tokens in {num_documents} documents give no sample of seq_len {seq_len}\n  hint: give more text or lower seq_len", path.display())]
+    #[error("{}: {num_tokens} tokens in {num_documents} documents give no sample of seq_len {seq_len}\n  \
+        hint: give more text or lower seq_len", path.display())]
     TooFewTokens {
         /// The shard.
         path: PathBuf,

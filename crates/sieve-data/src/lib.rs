@@ -3,8 +3,8 @@
 //! [`Corpus`] finds and reads documents (text, JSONL, Parquet, packed or not, on this disk or on the Hugging Face hub),
 //! [`Tokenizer`] turns text into token ids, [`prepare`] writes shards once, and goes on where it was interrupted,
 //! [`ShardReader`] maps them, and [`Loader`] makes batches: from a shard, from a weighted mixture of shards, or from
-//! generated samples of associative recall ([`Mqar`]). A batch is a pure function of the number of its first sample, so the
-//! loader's whole state is that number. The crate prints nothing and reads no environment.
+//! generated samples of associative recall ([`Mqar`]). A batch is a pure function of the number of its first sample, so
+//! the loader's whole state is that number. The crate prints nothing and reads no environment.
 //!
 //! ```
 //! use std::sync::Arc;

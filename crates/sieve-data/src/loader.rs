@@ -1,8 +1,9 @@
 //! Batches as a pure function of the number of their first sample.
 //!
-//! An epoch is a permutation of the documents, laid end to end and cut into rows of `seq_len` tokens, which are permuted in
-//! turn: neighbouring rows of one long document would make a batch of one kind. Sample `i` of all belongs to epoch `i / samples_per_epoch`; nothing else is remembered, so a run is resumed by a number, and any
-//! split of the samples over ranks and micro-batches reads the same ones.
+//! An epoch is a permutation of the documents, laid end to end and cut into rows of `seq_len` tokens, which are
+//! permuted in turn: neighbouring rows of one long document would make a batch of one kind. Sample `i` of all belongs
+//! to epoch `i / samples_per_epoch`; nothing else is remembered, so a run is resumed by a number, and any split of the
+//! samples over ranks and micro-batches reads the same ones.
 
 mod epoch;
 mod shard_rows;
@@ -147,9 +148,9 @@ impl Loader {
         Ok(Self { rows, config })
     }
 
-    /// Mixes shards: of the first n rows, source s has its share `n w_s / (w_0 + w_1 + …)` with an error below one row, for
-    /// every n. Rows of equal length, so the shares are shares of tokens. Each source goes through its own epochs; a small
-    /// one with a large weight is repeated more often.
+    /// Mixes shards: of the first n rows, source s has its share `n w_s / (w_0 + w_1 + …)` with an error below one row,
+    /// for every n. Rows of equal length, so the shares are shares of tokens. Each source goes through its own epochs;
+    /// a small one with a large weight is repeated more often.
     ///
     /// # Errors
     /// Those of [`new`](Self::new) for each shard, a weight that is not positive, an order that is not shuffled (an
@@ -180,7 +181,8 @@ impl Loader {
     /// Generates MQAR samples. The mixture decides the order; `config.order` and `config.packing` are not read.
     ///
     /// # Errors
-    /// A `seq_len` that is not the mixture's, a `pad_id` outside the vocabulary, a vocabulary smaller than the samples'.
+    /// A `seq_len` that is not the mixture's, a `pad_id` outside the vocabulary, a vocabulary smaller than the
+    /// samples'.
     pub fn mqar(mixture: MqarMixture, config: LoaderConfig) -> Result<Self, DataError> {
         check(&config)?;
         for (name, got, wanted) in [

@@ -31,7 +31,8 @@ impl MappedFile {
         if metadata.len() == 0 {
             return Ok(Self { map: None });
         }
-        // SAFETY: the map is read-only, and by the contract above no process changes or truncates the file while it is mapped.
+        // SAFETY: the map is read-only, and by the contract above no process changes or truncates the file while it is
+        // mapped.
         let map = unsafe { Mmap::map(&file) }.map_err(DataError::io("map", path))?;
         Ok(Self { map: Some(map) })
     }

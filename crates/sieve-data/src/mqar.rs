@@ -1,14 +1,15 @@
-//! Multi-query associative recall (MQAR, arXiv:2312.04927): keys and values in alternation, then the keys again at random
-//! places, each to be answered with its value. Also the hard variant of arXiv:2508.02124, section 5.2.
+//! Multi-query associative recall (MQAR, arXiv:2312.04927): keys and values in alternation, then the keys again at
+//! random places, each to be answered with its value. Also the hard variant of arXiv:2508.02124, section 5.2.
 //!
 //! A sample is a pure function of (configuration, split, number): nothing is stored, and no file is read.
 //!
 //! With vocabulary V, length L and D pairs, a sample is
 //!
-//! - tokens `0..2D`: key, value, key, value, …; the keys are D different ones of `1..V/2`, the values D different ones of
-//!   `V/2..V`;
-//! - then `(L - 2D) / 2` query slots of two tokens. D different slots are drawn one after another with weight `x^(a-1)` for
-//!   slot `x` from 1; key `r` stands first in the r-th slot drawn, and its label, *at the same position*, is its value;
+//! - tokens `0..2D`: key, value, key, value, …; the keys are D different ones of `1..V/2`, the values D different ones
+//!   of `V/2..V`;
+//! - then `(L - 2D) / 2` query slots of two tokens. D different slots are drawn one after another with weight `x^(a-1)`
+//!   for slot `x` from 1; key `r` stands first in the r-th slot drawn, and its label, *at the same position*, is its
+//!   value;
 //! - everywhere else the label is ignored, and the token is 0 or noise.
 
 mod draw;
@@ -75,8 +76,8 @@ impl MqarConfig {
     /// Checks that samples of these sizes can be drawn.
     ///
     /// # Errors
-    /// An odd length, more pairs than fit (`4 D > L`) or than there are keys, a vocabulary that is odd or not larger than
-    /// the length, a power that is not positive.
+    /// An odd length, more pairs than fit (`4 D > L`) or than there are keys, a vocabulary that is odd or not larger
+    /// than the length, a power that is not positive.
     pub fn validate(&self) -> Result<(), DataError> {
         let Self {
             vocab_size,
@@ -101,7 +102,8 @@ impl MqarConfig {
             return bad(
                 "mqar num_pairs",
                 format!(
-                    "{num_pairs} pairs do not fit: seq_len {seq_len} holds 1 to {}, two tokens a pair and two a query\n  hint: use fewer pairs, or longer samples",
+                    "{num_pairs} pairs do not fit: seq_len {seq_len} holds 1 to {}, two tokens a pair and two a \
+                     query\n  hint: use fewer pairs, or longer samples",
                     seq_len / 4
                 ),
             );

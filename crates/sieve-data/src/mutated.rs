@@ -1,5 +1,5 @@
-//! Damaged input of every kind: thousands of files with a few bytes changed, cut, doubled or lost. None may bring the program
-//! down, and none may be taken for what it is not.
+//! Damaged input of every kind: thousands of files with a few bytes changed, cut, doubled or lost. None may bring the
+//! program down, and none may be taken for what it is not.
 
 use std::fs;
 use std::path::{Path, PathBuf};

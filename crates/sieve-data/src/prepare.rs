@@ -1,12 +1,12 @@
-//! Preparation: a corpus becomes one shard to train on and one to validate on, once; several corpora that are to be mixed
-//! become a shard each to train on.
+//! Preparation: a corpus becomes one shard to train on and one to validate on, once; several corpora that are to be
+//! mixed become a shard each to train on.
 //!
 //! ```text
 //! <dir>/train.bin, train.idx                 documents to train on, each ended by the end-of-document token
 //!       (train-000.bin, train-001.bin, …     one pair a corpus where several are mixed)
 //! <dir>/validation.bin, validation.idx       documents held out
-//! <dir>/validation.docs.json                 bytes and words of each held-out document, for perplexity per byte and word
-//! <dir>/meta.json                            what it was made from and what came out; written last, so with it all is whole
+//! <dir>/validation.docs.json                 bytes and words of each held-out document, for numbers per byte and word
+//! <dir>/meta.json                            what it was made from and what came out; written last
 //! <dir>/prepare.state.json, *.tmp            an unfinished preparation; the next one goes on from there
 //! <dir>/prepare.lock                         held while a process prepares here; marks files of these names as Sieve's
 //! ```

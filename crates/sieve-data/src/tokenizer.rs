@@ -201,8 +201,8 @@ impl Tokenizer {
         }
     }
 
-    /// The id of the end-of-document token: the one [named](Self::with_eos_token), or else the first known name that the
-    /// vocabulary has (`<|endoftext|>`, `<|end_of_text|>`, `</s>`, …).
+    /// The id of the end-of-document token: the one [named](Self::with_eos_token), or else the first known name that
+    /// the vocabulary has (`<|endoftext|>`, `<|end_of_text|>`, `</s>`, …).
     ///
     /// # Errors
     /// An unknown token; the message lists the special tokens.

@@ -117,8 +117,8 @@ impl Cost {
     }
 }
 
-/// Runs a prefill selector on a document, in calls of `chunk` tokens or in one. A layer's rows depend on earlier rows of the
-/// layer below alone, so that cutting layer by layer is what a model does that reads its prompt piece by piece.
+/// Runs a prefill selector on a document, in calls of `chunk` tokens or in one. A layer's rows depend on earlier rows
+/// of the layer below alone, so that cutting layer by layer is what a model does that reads its prompt piece by piece.
 pub(crate) fn prefill(
     selector: &Selector,
     operands: HostOperands<'_>,
@@ -168,8 +168,8 @@ pub(crate) fn calls_of<B: SieveBackend>(
     })
 }
 
-/// The same with the attention on the device: o is `[1, num_tokens, num_heads, head_dim]`. Where the selection is not on the
-/// device too, what it reads goes to the host, and the masks come back.
+/// The same with the attention on the device: o is `[1, num_tokens, num_heads, head_dim]`. Where the selection is not
+/// on the device too, what it reads goes to the host, and the masks come back.
 pub(crate) fn prefill_on_device<B: SieveBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,

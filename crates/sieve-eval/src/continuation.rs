@@ -40,8 +40,8 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
         }
     }
 
-    /// The same with a selector: a prefill method for the prompt (tokens after it read everything), a decode method for the
-    /// tokens after a dense prompt.
+    /// The same with a selector: a prefill method for the prompt (tokens after it read everything), a decode method for
+    /// the tokens after a dense prompt.
     #[must_use]
     pub(crate) fn with_selection(self, selection: Option<Selection>) -> Self {
         Self { selection, ..self }
@@ -85,8 +85,8 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
         Ok(logits.into_data().iter::<f32>().collect())
     }
 
-    /// Reads one more token of each of several texts with the same room, in one pass where no selector acts on it; logits
-    /// of the token that comes next in each.
+    /// Reads one more token of each of several texts with the same room, in one pass where no selector acts on it;
+    /// logits of the token that comes next in each.
     ///
     /// # Errors
     /// As [`read`](Self::read).

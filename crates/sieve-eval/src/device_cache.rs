@@ -64,8 +64,8 @@ impl<B: SieveBackend> DeviceCache<B> {
         self.qkv = room.slice_assign(at, rows);
     }
 
-    /// One token: stores it, finds what its query reads, attends. Returns o, the pairs that it took, and whether its keys were chosen
-    /// on the device.
+    /// One token: stores it, finds what its query reads, attends. Returns o, the pairs that it took, and whether its
+    /// keys were chosen on the device.
     pub(crate) fn step(
         &mut self,
         selector: &Selector,

@@ -11,7 +11,8 @@ pub enum EvalError {
     Select(#[from] sieve_select::SelectError),
     /// A selector for a model that is sparse itself.
     #[error(
-        "{selector} selects for dense attention, and this model's attention is another kind\n  hint: use a checkpoint with kind = \"mha\""
+        "{selector} selects for dense attention, and this model's attention is another kind\n  \
+         hint: use a checkpoint with kind = \"mha\""
     )]
     NotDense {
         /// The selector.
@@ -19,7 +20,8 @@ pub enum EvalError {
     },
     /// No document as long as the longest context.
     #[error(
-        "none of {num_documents} documents has {wanted} tokens; the longest has {longest}\n  hint: give longer documents, or shorter contexts"
+        "none of {num_documents} documents has {wanted} tokens; the longest has {longest}\n  \
+         hint: give longer documents, or shorter contexts"
     )]
     NoLongDocument {
         /// Documents read.
@@ -34,7 +36,8 @@ pub enum EvalError {
     NoTokens,
     /// A token that the model does not know.
     #[error(
-        "token {token} at position {position} is outside the model's vocabulary of {vocab_size}\n  hint: use the tokenizer.json of the checkpoint"
+        "token {token} at position {position} is outside the model's vocabulary of {vocab_size}\n  \
+         hint: use the tokenizer.json of the checkpoint"
     )]
     TokenOutOfVocabulary {
         /// The token.
@@ -46,7 +49,8 @@ pub enum EvalError {
     },
     /// More tokens than positions.
     #[error(
-        "{num_tokens} tokens do not fit into the model's context of {context} (max_position_embeddings)\n  hint: shorten the input"
+        "{num_tokens} tokens do not fit into the model's context of {context} (max_position_embeddings)\n  \
+         hint: shorten the input"
     )]
     TooLong {
         /// Tokens given.
@@ -55,7 +59,8 @@ pub enum EvalError {
         context: usize,
     },
     /// A prompt with its continuation has more tokens than positions.
-    #[error("a prompt of {prompt} tokens and {max_new_tokens} new ones do not fit into the model's context of {context} (max_position_embeddings)\n  hint: {}", hint(*prompt, *context))]
+    #[error("a prompt of {prompt} tokens and {max_new_tokens} new ones do not fit into the model's context \
+        of {context} (max_position_embeddings)\n  hint: {}", hint(*prompt, *context))]
     NoRoom {
         /// Tokens of the prompt.
         prompt: usize,
@@ -76,21 +81,24 @@ pub enum EvalError {
     },
     /// The model's output is no number.
     #[error(
-        "the model's output after {num_tokens} tokens is not finite\n  hint: the weights are damaged or training diverged; use an earlier checkpoint"
+        "the model's output after {num_tokens} tokens is not finite\n  \
+         hint: the weights are damaged or training diverged; use an earlier checkpoint"
     )]
     NotFinite {
         /// Tokens that went in.
         num_tokens: usize,
     },
     /// The shards were made with another tokenizer.
-    #[error("{}: the shards there were made with another tokenizer than the checkpoint's\n  hint: name the text with --data instead", dir.display())]
+    #[error("{}: the shards there were made with another tokenizer than the checkpoint's\n  \
+        hint: name the text with --data instead", dir.display())]
     OtherTokenizer {
         /// Folder of the shards.
         dir: std::path::PathBuf,
     },
     /// Less text than a needle is to be hidden in.
     #[error(
-        "the haystack has {got} tokens, and the longest length needs {needed}\n  hint: give more text with --data, or shorter --lengths"
+        "the haystack has {got} tokens, and the longest length needs {needed}\n  \
+         hint: give more text with --data, or shorter --lengths"
     )]
     HaystackTooShort {
         /// Tokens of the text.
@@ -100,7 +108,8 @@ pub enum EvalError {
     },
     /// A needle, its question and its answer do not fit into the room kept for them.
     #[error(
-        "a needle with its question and answer takes {needed} tokens of this tokenizer, and {buffer} are kept for them\n  hint: use --buffer {needed} or more"
+        "a needle with its question and answer takes {needed} tokens of this tokenizer, and {buffer} are kept for \
+         them\n  hint: use --buffer {needed} or more"
     )]
     NeedleTooLong {
         /// Tokens that the longest of them takes.
@@ -110,7 +119,8 @@ pub enum EvalError {
     },
     /// A task that is not inside the program.
     #[error(
-        "there is no task {name:?}, did you mean {nearest}?\n  hint: the tasks are {known}; one of your own is a TOML file, named by its path"
+        "there is no task {name:?}, did you mean {nearest}?\n  \
+         hint: the tasks are {known}; one of your own is a TOML file, named by its path"
     )]
     UnknownTask {
         /// As asked for.
@@ -123,7 +133,8 @@ pub enum EvalError {
     /// A task that cannot be read, or rows that it does not fit.
     #[error("task {task}: {reason}{}", match reason.contains("hint:") {
         true => "",
-        false => "\n  hint: sieve eval tasks --show TASK prints a task and its columns; docs/evaluation.md has every key",
+        false => "\n  hint: sieve eval tasks --show TASK prints a task and its columns; docs/evaluation.md has every \
+            key",
     })]
     Task {
         /// Its name.
@@ -143,7 +154,8 @@ pub enum EvalError {
     },
     /// A length without room for the shortest text of a task.
     #[error(
-        "the shortest text of {task} takes {needed} tokens of this tokenizer, and the length is {length}\n  hint: use --lengths {needed} or more for it, or leave the task out"
+        "the shortest text of {task} takes {needed} tokens of this tokenizer, and the length is {length}\n  \
+         hint: use --lengths {needed} or more for it, or leave the task out"
     )]
     LengthTooShort {
         /// The task.
@@ -155,7 +167,8 @@ pub enum EvalError {
     },
     /// A question task without its questions.
     #[error(
-        "{task} asks the questions of a published file, which is not inside the program\n  hint: give the file with {option}, or leave the task out of --tasks"
+        "{task} asks the questions of a published file, which is not inside the program\n  \
+         hint: give the file with {option}, or leave the task out of --tasks"
     )]
     NoQaFile {
         /// The task.
@@ -165,7 +178,8 @@ pub enum EvalError {
     },
     /// A file of questions that cannot be read.
     #[error(
-        "{name}: {reason}\n  hint: give SQuAD 2.0 (dev-v2.0.json) or HotpotQA (hotpot_dev_distractor_v1.json) as published"
+        "{name}: {reason}\n  \
+         hint: give SQuAD 2.0 (dev-v2.0.json) or HotpotQA (hotpot_dev_distractor_v1.json) as published"
     )]
     QaFile {
         /// The file.

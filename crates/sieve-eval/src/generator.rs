@@ -68,8 +68,8 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
         })
     }
 
-    /// The same with a selector: a prefill method for the prompt (tokens after it read everything), a decode method for the
-    /// tokens after a dense prompt.
+    /// The same with a selector: a prefill method for the prompt (tokens after it read everything), a decode method for
+    /// the tokens after a dense prompt.
     #[must_use]
     pub fn with_selection(self, selection: Selection) -> Self {
         Self {
@@ -88,7 +88,8 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
         self.text.selection()
     }
 
-    /// The keys and values held now. With a decode selector they are the prompt's; the selector keeps all of them itself.
+    /// The keys and values held now. With a decode selector they are the prompt's; the selector keeps all of them
+    /// itself.
     pub fn cache(&self) -> &KvCache<B> {
         self.text.cache()
     }
@@ -110,7 +111,8 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
 impl<B: SieveBackend> Iterator for Generator<'_, B> {
     type Item = Result<u32, EvalError>;
 
-    /// The next token; `None` after `max_new_tokens`, at the end-of-document token (which is not given), and after an error.
+    /// The next token; `None` after `max_new_tokens`, at the end-of-document token (which is not given), and after an
+    /// error.
     fn next(&mut self) -> Option<Self::Item> {
         self.remaining = self.remaining.checked_sub(1)?;
         let token = self.step();

@@ -19,7 +19,8 @@ pub(crate) fn check_vocabulary(tokens: &[u32], vocab_size: usize) -> Result<(), 
     }
 }
 
-/// Refuses a row that the model cannot read: `num_inputs` of `tokens` go in, one at least, no more than its context holds.
+/// Refuses a row that the model cannot read: `num_inputs` of `tokens` go in, one at least, no more than its context
+/// holds.
 pub(crate) fn check_row(
     tokens: &[u32],
     num_inputs: usize,
@@ -37,7 +38,8 @@ pub(crate) fn check_row(
     check_vocabulary(tokens, shape.vocab_size)
 }
 
-/// Inputs of each window, whose last token is predicted only: those of the first. Refuses no windows, and what [`check_row`] does.
+/// Inputs of each window, whose last token is predicted only: those of the first. Refuses no windows, and what
+/// [`check_row`] does.
 pub(crate) fn check_windows(windows: &[Vec<u32>], shape: &ModelShape) -> Result<usize, EvalError> {
     let num_inputs = |window: &Vec<u32>| window.len().saturating_sub(1);
     for window in windows {

@@ -1,8 +1,8 @@
-//! Questions about long texts that are made up on the spot: RULER's thirteen tasks (arXiv:2404.06654), and passkey, key-value
-//! retrieval, copying, selective copying and induction by the same machinery.
+//! Questions about long texts that are made up on the spot: RULER's thirteen tasks (arXiv:2404.06654), and passkey,
+//! key-value retrieval, copying, selective copying and induction by the same machinery.
 //!
-//! Beside the score of the generated text there is the rank of the answer's likelihood among ten others that the text does
-//! not hold, which tells small models apart that say nothing right.
+//! Beside the score of the generated text there is the rank of the answer's likelihood among ten others that the text
+//! does not hold, which tells small models apart that say nothing right.
 mod ask;
 mod fit;
 mod lists;
@@ -47,8 +47,8 @@ pub const LONG_TASKS: [&str; 18] = [
     "induce",
 ];
 
-/// How a generated text is scored: the share of the references that it holds, or whether it holds one of them; upper and
-/// lower case are the same.
+/// How a generated text is scored: the share of the references that it holds, or whether it holds one of them; upper
+/// and lower case are the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Match {

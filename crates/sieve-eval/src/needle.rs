@@ -1,7 +1,8 @@
 //! A needle in a haystack: a sentence with a number hidden in a long text, asked for at its end.
 //!
-//! Small models cannot be asked to say much, so there are two scores: whether the greedy continuation holds the number, and
-//! the rank of the number's likelihood among others that the text does not hold. Under chance that rank is the middle one.
+//! Small models cannot be asked to say much, so there are two scores: whether the greedy continuation holds the number,
+//! and the rank of the number's likelihood among others that the text does not hold. Under chance that rank is the
+//! middle one.
 
 mod haystack;
 mod sample;
@@ -48,7 +49,8 @@ pub struct NeedleCell {
     pub num_needles: usize,
     /// Those whose number the greedy continuation holds.
     pub num_found: usize,
-    /// Mean rank of the answer's likelihood, from 1 (the best) to `NUM_DISTRACTORS + 1`; equal likelihoods share a rank.
+    /// Mean rank of the answer's likelihood, from 1 (the best) to `NUM_DISTRACTORS + 1`; equal likelihoods share a
+    /// rank.
     pub mean_rank: f64,
 }
 
@@ -131,7 +133,8 @@ impl NeedleConfig {
             return bad(
                 "lengths",
                 format!(
-                    "{length}, of which {} tokens are kept for needle, question and answer, so that no haystack is left",
+                    "{length}, of which {} tokens are kept for needle, question and answer, so that no haystack is \
+                     left",
                     self.buffer
                 ),
                 "use longer lengths, or a smaller --buffer",
@@ -156,12 +159,12 @@ impl NeedleConfig {
 
 /// Asks for every needle of the grid; `observe` hears the number of needles asked for so far.
 ///
-/// A prefill selector acts on haystack, needle and question, and what follows reads everything; a decode selector acts on what
-/// follows.
+/// A prefill selector acts on haystack, needle and question, and what follows reads everything; a decode selector acts
+/// on what follows.
 ///
 /// # Errors
-/// What [`NeedleConfig::check`] refuses; a haystack that is too short; needles longer than their room; a model whose output
-/// is no number; operands that the selector refuses.
+/// What [`NeedleConfig::check`] refuses; a haystack that is too short; needles longer than their room; a model whose
+/// output is no number; operands that the selector refuses.
 pub fn needle<B: SieveBackend>(
     model: &Qwen3<B>,
     tokenizer: &Tokenizer,

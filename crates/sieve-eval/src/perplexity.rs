@@ -1,7 +1,8 @@
 //! Perplexity over whole documents, by a sliding window where a document is longer than the context.
 //!
-//! Every token of a document but its first is predicted exactly once, the end-of-document token among them, as in training. No
-//! prediction sees another document. Windows of several documents share a row; the document bounds keep them apart.
+//! Every token of a document but its first is predicted exactly once, the end-of-document token among them, as in
+//! training. No prediction sees another document. Windows of several documents share a row; the document bounds keep
+//! them apart.
 
 mod breakdown;
 mod extrapolation;
@@ -69,8 +70,8 @@ pub struct PerplexityReport {
 /// Predicts every document of `documents`; `observe` hears the number of tokens predicted so far, once a forward pass.
 ///
 /// # Errors
-/// A context or stride out of range, a token outside the vocabulary, a document that cannot be read, nothing to predict, a
-/// loss that is no number.
+/// A context or stride out of range, a token outside the vocabulary, a document that cannot be read, nothing to
+/// predict, a loss that is no number.
 pub fn perplexity<B: SieveBackend>(
     model: &Qwen3<B>,
     documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
@@ -81,8 +82,8 @@ pub fn perplexity<B: SieveBackend>(
     run(model, documents, config, device, None, observe)
 }
 
-/// As [`perplexity`], with a selector as the attention of every layer. Each window is a prompt of its own: where the selector
-/// is no causal map from text to logits the result is its "prefill perplexity", no likelihood.
+/// As [`perplexity`], with a selector as the attention of every layer. Each window is a prompt of its own: where the
+/// selector is no causal map from text to logits the result is its "prefill perplexity", no likelihood.
 ///
 /// # Errors
 /// As [`perplexity`]; a selector that refuses a call.

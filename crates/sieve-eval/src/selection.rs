@@ -78,7 +78,8 @@ impl Selection {
     /// Checks that the selector fits the model.
     ///
     /// # Errors
-    /// A model whose attention is not dense; settings that no context of the model can meet; a method that lacks its file.
+    /// A model whose attention is not dense; settings that no context of the model can meet; a method that lacks its
+    /// file.
     pub fn new(selector: Selector, shape: &ModelShape) -> Result<Self, EvalError> {
         if shape.attention != Attention::Mha {
             return Err(EvalError::NotDense {
@@ -107,8 +108,8 @@ impl Selection {
         Ok(selection)
     }
 
-    /// The same with prompts read in chunks of this many tokens: each is a call of its own, whose queries are its tokens and
-    /// whose keys are all up to them.
+    /// The same with prompts read in chunks of this many tokens: each is a call of its own, whose queries are its
+    /// tokens and whose keys are all up to them.
     ///
     /// # Errors
     /// No token; a method that reads token by token; chunks so short that every call would be dense.
@@ -267,8 +268,8 @@ impl Selection {
         }
     }
 
-    /// As [`continue_text`](Self::continue_text) on the device; `caches` has the layers before this one, and this one after its
-    /// prompt.
+    /// As [`continue_text`](Self::continue_text) on the device; `caches` has the layers before this one, and this one
+    /// after its prompt.
     ///
     /// # Errors
     /// Operands that the kernels refuse.
@@ -297,8 +298,8 @@ impl Selection {
         Ok(o)
     }
 
-    /// Attention of the next tokens of one text: its prompt (densely, but for methods that act on prompts too), then one
-    /// token at a time. Only for methods that act in decode.
+    /// Attention of the next tokens of one text: its prompt (densely, but for methods that act on prompts too), then
+    /// one token at a time. Only for methods that act in decode.
     ///
     /// # Errors
     /// Operands that the selector refuses.

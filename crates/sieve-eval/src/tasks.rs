@@ -271,7 +271,8 @@ fn shots(
         false => Err(EvalError::Task {
             task: task.name().to_owned(),
             reason: format!(
-                "{fewshot} examples are asked for, and {left} rows are there to take them from\n  hint: use --fewshot {left} or less, or name more with --fewshot-data"
+                "{fewshot} examples are asked for, and {left} rows are there to take them from\n  \
+                 hint: use --fewshot {left} or less, or name more with --fewshot-data"
             ),
         }),
     }
@@ -329,7 +330,8 @@ impl Encoder<'_> {
         }
         if !self.truncate {
             return Err(self.error(n, format!(
-                "has a text of {len} tokens, and the model's context has room for {room}\n  hint: use --truncate to leave out its beginning (lm-evaluation-harness does so), or fewer --fewshot"
+                "has a text of {len} tokens, and the model's context has room for {room}\n  \
+                 hint: use --truncate to leave out its beginning (lm-evaluation-harness does so), or fewer --fewshot"
             )));
         }
         self.num_truncated += 1;

@@ -20,8 +20,8 @@ pub struct TrainedMeasure {
     pub num_windows: usize,
     /// Computed pairs over causal pairs; of NSA those of its three branches, a compressed block counted as one key.
     pub density: f64,
-    /// Pairs of a query and a token whose own key it reads, each once, over causal pairs: what NSA's selected blocks and its
-    /// window hold together. Of other kinds the same as `density`.
+    /// Pairs of a query and a token whose own key it reads, each once, over causal pairs: what NSA's selected blocks
+    /// and its window hold together. Of other kinds the same as `density`.
     pub distinct_density: f64,
     /// Cross-entropy, nats per token.
     pub loss: f64,
@@ -52,8 +52,8 @@ pub fn attention_label(shape: &ModelShape) -> String {
     }
 }
 
-/// Measures a model on prompts of one length, as [`measure_selectors`](crate::measure_selectors) does: `windows` are token
-/// sequences, each one longer than the prompt by the token that its last position predicts.
+/// Measures a model on prompts of one length, as [`measure_selectors`](crate::measure_selectors) does: `windows` are
+/// token sequences, each one longer than the prompt by the token that its last position predicts.
 ///
 /// # Errors
 /// No window; a token outside the vocabulary; a prompt longer than the model's context; a loss that is no number.

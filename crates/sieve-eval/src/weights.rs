@@ -19,7 +19,8 @@ pub struct LayerWeights {
     pub attention: String,
     /// Query heads.
     pub heads: Vec<HeadWeights>,
-    /// Mean over pairs of KV heads and over queries: keys that both see over keys that one of them sees. `None` with one KV head.
+    /// Mean over pairs of KV heads and over queries: keys that both see over keys that one of them sees. `None` with
+    /// one KV head.
     pub overlap: Option<f64>,
     /// How long DMA keeps a key; `None` of other kinds.
     pub life: Option<LifeSpans>,
@@ -33,8 +34,8 @@ pub struct HeadWeights {
     pub weights: Vec<f32>,
     /// Share of the causal pairs with a weight above 0.
     pub density: f64,
-    /// Share of a query's weight on the fifth of its causal keys that has most of it; queries with fewer than five keys are
-    /// left out.
+    /// Share of a query's weight on the fifth of its causal keys that has most of it; queries with fewer than five keys
+    /// are left out.
     pub top_fifth: f64,
     /// `-sum p ln p`, nats, of a query's weights as shares of their sum.
     pub entropy: f64,
@@ -44,7 +45,8 @@ pub struct HeadWeights {
     pub own: f64,
     /// Weight on the first token; the first query is left out.
     pub first: f64,
-    /// Share of the weight on keys more than [`DISTANCES`] tokens back, over queries that have such keys; `None` without any.
+    /// Share of the weight on keys more than [`DISTANCES`] tokens back, over queries that have such keys; `None`
+    /// without any.
     pub beyond: [Option<f64>; DISTANCES.len()],
 }
 
@@ -55,16 +57,16 @@ pub struct LifeSpans {
     pub never: f64,
     /// Keys that the last query still sees.
     pub to_the_end: f64,
-    /// The 10th, 50th and 90th percentile of the life span in tokens, of keys that were seen and have left; `None` when there
-    /// is none.
+    /// The 10th, 50th and 90th percentile of the life span in tokens, of keys that were seen and have left; `None` when
+    /// there is none.
     pub percentiles: Option<[usize; 3]>,
 }
 
 /// The weights of `layers` (all when empty) on the tokens of one prompt; `observe` hears how many layers are done.
 ///
 /// # Errors
-/// No token; a token outside the vocabulary; a prompt longer than the model's context, or so long that the weights of one
-/// layer are more than 2^26; a layer that the model does not have.
+/// No token; a token outside the vocabulary; a prompt longer than the model's context, or so long that the weights of
+/// one layer are more than 2^26; a layer that the model does not have.
 pub fn attention_weights<B: SieveBackend>(
     model: &Qwen3<B>,
     tokens: &[u32],

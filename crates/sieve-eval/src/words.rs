@@ -1,4 +1,5 @@
-//! Words of a document and how far back each was last used: who predicts a word whose last use lies far back can look back.
+//! Words of a document and how far back each was last used: who predicts a word whose last use lies far back can look
+//! back.
 use sieve_data::Tokenizer;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -20,8 +21,8 @@ pub enum WordUse {
     },
 }
 
-/// The [`WordUse`] of each token. A word is a run of at least three ASCII letters, digits and underscores, however it is cut
-/// into tokens; a token with parts of two words counts for the later one.
+/// The [`WordUse`] of each token. A word is a run of at least three ASCII letters, digits and underscores, however it
+/// is cut into tokens; a token with parts of two words counts for the later one.
 pub(crate) fn word_uses(tokenizer: &Tokenizer, tokens: &[u32]) -> Vec<WordUse> {
     let texts = tokens.iter().map(|&token| tokenizer.id_token(token));
     uses(texts.map(Option::unwrap_or_default))

@@ -1,14 +1,14 @@
 //! Files that appear whole or not at all, and locks on files.
 //!
-//! A file or folder is written under a temporary name beside its own, synced, and renamed, so a crash leaves the old one or
-//! the new one. Which temporary name:
-//! - in a folder that is Sieve's, `<path>.tmp`: one process writes there at a time, and the next attempt replaces what a
-//!   killed one left;
-//! - at a path that a person named, `<path>.<process id>.tmp`: two programs may write it at once, and the last one wins. A
-//!   symbolic link stays a link, and the file that it leads to is replaced.
+//! A file or folder is written under a temporary name beside its own, synced, and renamed, so a crash leaves the old
+//! one or the new one. Which temporary name:
+//! - in a folder that is Sieve's, `<path>.tmp`: one process writes there at a time, and the next attempt replaces what
+//!   a killed one left;
+//! - at a path that a person named, `<path>.<process id>.tmp`: two programs may write it at once, and the last one
+//!   wins. A symbolic link stays a link, and the file that it leads to is replaced.
 //!
-//! An error removes the temporary file. [`sync_folder`] makes renames durable; every function here that renames one file
-//! alone calls it.
+//! An error removes the temporary file. [`sync_folder`] makes renames durable; every function here that renames one
+//! file alone calls it.
 
 mod atomic_file;
 mod error;

@@ -81,8 +81,8 @@ pub fn sync_folder(folder: &Path) -> Result<(), FileError> {
         .map_err(FileError::on("sync", folder))
 }
 
-/// Renames the folder `partial` to `path` and makes the rename durable. A folder already there stays, as `<path>.old`, until
-/// the new one is in place.
+/// Renames the folder `partial` to `path` and makes the rename durable. A folder already there stays, as `<path>.old`,
+/// until the new one is in place.
 ///
 /// # Errors
 /// What the system refuses.

@@ -241,8 +241,8 @@ impl Checkpoint {
         Self::open_verified(&folder, previous)
     }
 
-    /// As [`open`](Self::open), but reads `state.json` alone: enough for the model's sizes, before any of its tensors is in
-    /// memory.
+    /// As [`open`](Self::open), but reads `state.json` alone: enough for the model's sizes, before any of its tensors
+    /// is in memory.
     ///
     /// # Errors
     /// Nothing there, a damaged state, a layout of another version.

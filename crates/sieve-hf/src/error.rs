@@ -20,7 +20,8 @@ pub enum CheckpointError {
     /// A file is not what its checksum says.
     #[error(
         "{} is damaged: {problem}\n  hint: resume from the checkpoint before it by naming it, --resume-from {}",
-        path.display(), previous.as_ref().map_or_else(|| "DIR (there is none before it)".to_owned(), |p| p.display().to_string())
+        path.display(), previous.as_ref().map_or_else(|| "DIR (there is none before \
+            it)".to_owned(), |p| p.display().to_string())
     )]
     Damaged {
         /// The damaged file.
@@ -42,7 +43,8 @@ pub enum CheckpointError {
         problem: String,
     },
     /// Tensors do not fit the model.
-    #[error("{} does not hold this model's weights: {problem}\n  hint: the checkpoint belongs to a recipe with another [model] or [attention]", path.display())]
+    #[error("{} does not hold this model's weights: {problem}\n  \
+        hint: the checkpoint belongs to a recipe with another [model] or [attention]", path.display())]
     OtherModel {
         /// The file.
         path: PathBuf,
@@ -84,7 +86,8 @@ pub enum CheckpointError {
         found: String,
     },
     /// No checkpoint where one was expected.
-    #[error("{} holds no checkpoint\n  hint: name a folder step-N, or a run folder with checkpoint/step-N inside", path.display())]
+    #[error("{} holds no checkpoint\n  \
+        hint: name a folder step-N, or a run folder with checkpoint/step-N inside", path.display())]
     NotFound {
         /// Where was looked.
         path: PathBuf,

@@ -1,7 +1,7 @@
 //! The Hugging Face layout: weights, configuration and tokenizer as stock `transformers` classes read them.
 //!
-//! Dense and sliding-window models are `Qwen3ForCausalLM`, dynamic mask models `DogeForCausalLM`; no remote code is needed.
-//! NSA and MLA have no stock class: `modeling_sieve.py`, written beside their weights, computes them
+//! Dense and sliding-window models are `Qwen3ForCausalLM`, dynamic mask models `DogeForCausalLM`; no remote code is
+//! needed. NSA and MLA have no stock class: `modeling_sieve.py`, written beside their weights, computes them
 //! (`trust_remote_code=True`).
 //! The same checkpoint always gives the same bytes.
 
@@ -108,7 +108,8 @@ impl Architecture {
         match shape.attention {
             Attention::Mha | Attention::Swa { .. } if shape.residual_scale => {
                 Err(CheckpointError::NotExportable {
-                    what: "model.residual_scale = true with dense or sliding-window attention: Qwen3 has no residual scales",
+                    what: "model.residual_scale = true with dense or sliding-window attention: Qwen3 has no residual \
+                        scales",
                     hint: "only attention.kind = \"dma\" is exported with them, as Doge",
                 })
             }

@@ -47,9 +47,9 @@ pub struct ImportReport {
 
 /// Writes the model in `from` as a checkpoint of step 0 into `out`.
 ///
-/// `attention` gives it another attention kind; `overrides` are `section.key=value`, as for a recipe. Parameters that the
-/// other kind adds are drawn as in a new model: DMA then starts as a window of `keep_window_size` (A is 0), NSA mostly as
-/// its window (its gates).
+/// `attention` gives it another attention kind; `overrides` are `section.key=value`, as for a recipe. Parameters that
+/// the other kind adds are drawn as in a new model: DMA then starts as a window of `keep_window_size` (A is 0), NSA
+/// mostly as its window (its gates).
 ///
 /// # Errors
 /// A configuration no recipe expresses, missing, unknown or ill-shaped tensors (all of them named), an attention that

@@ -1,10 +1,10 @@
 //! Matrix products by NVIDIA's cuBLASLt, queued on Burn's own stream, in order with Burn's operations.
 //!
-//! A product is a closure for CubeCL's device thread: it runs there between the launches before and after it, fetches the
-//! buffers' addresses and hands the product to cuBLASLt on *the same stream*, so nothing waits for anything and a buffer
-//! that is freed afterwards may be reused at once. How that stream is found, and what happens where it cannot be, is in
-//! `cublaslt/lane.rs`. Algorithms are asked for once per shape and kept, the workspace is held, the library is loaded at
-//! the first product.
+//! A product is a closure for CubeCL's device thread: it runs there between the launches before and after it, fetches
+//! the buffers' addresses and hands the product to cuBLASLt on *the same stream*, so nothing waits for anything and a
+//! buffer that is freed afterwards may be reused at once. How that stream is found, and what happens where it cannot
+//! be, is in `cublaslt/lane.rs`. Algorithms are asked for once per shape and kept, the workspace is held, the library
+//! is loaded at the first product.
 mod lane;
 mod plan;
 mod problem;
@@ -44,8 +44,8 @@ pub enum MatmulOutput<'a> {
 pub enum AlgorithmSearch {
     /// The heuristic's first choice: the same in every run.
     First,
-    /// The fastest of this many of the heuristic's choices, timed once on the operands at hand (some milliseconds a shape).
-    /// Two runs may choose differently and then sum in another order.
+    /// The fastest of this many of the heuristic's choices, timed once on the operands at hand (some milliseconds a
+    /// shape). Two runs may choose differently and then sum in another order.
     Timed(usize),
 }
 
@@ -73,12 +73,12 @@ pub fn matmul_tn(x: &CudaTensor, w: &CudaTensor) -> Result<CudaTensor, KernelErr
     matmul(Product::Tn, x, w, MatmulOutput::New(DType::BF16))
 }
 
-/// A product of two bf16 tensors with f32 accumulation, rounded once at the store. Leading dimensions count as rows; rows
-/// may be pitched. Returns the output tensor: the new one, or the one that was written.
+/// A product of two bf16 tensors with f32 accumulation, rounded once at the store. Leading dimensions count as rows;
+/// rows may be pitched. Returns the output tensor: the new one, or the one that was written.
 ///
 /// # Errors
-/// [`KernelError::NoCublasLt`] when the library is missing; another type, sizes that do not fit, an output whose rows are
-/// not one stride apart, a product that cuBLASLt has no algorithm for. A product that fails after it was queued is
+/// [`KernelError::NoCublasLt`] when the library is missing; another type, sizes that do not fit, an output whose rows
+/// are not one stride apart, a product that cuBLASLt has no algorithm for. A product that fails after it was queued is
 /// reported by a later call.
 pub fn matmul(
     product: Product,
@@ -242,8 +242,8 @@ fn require_matrix(
     })
 }
 
-// Process-wide, because Burn's backend methods have no place for state: a choice, what has been planned, and an error that
-// came after its call had returned.
+// Process-wide, because Burn's backend methods have no place for state: a choice, what has been planned, and an error
+// that came after its call had returned.
 static CANDIDATES: AtomicUsize = AtomicUsize::new(1);
 static PLANNED: LazyLock<Mutex<HashSet<(usize, u64, Problem)>>> = LazyLock::new(Mutex::default);
 static LATE_ERROR: Mutex<Option<String>> = Mutex::new(None);

@@ -62,7 +62,8 @@ pub enum KernelError {
     },
     /// A tensor whose strides the kernel cannot follow.
     #[error(
-        "{kernel}: {tensor} of shape {shape:?} has strides {strides:?}; {expected}\n  hint: call into_contiguous() on it first"
+        "{kernel}: {tensor} of shape {shape:?} has strides {strides:?}; {expected}\n  \
+         hint: call into_contiguous() on it first"
     )]
     Layout {
         /// Kernel that refused.
@@ -90,7 +91,8 @@ pub enum KernelError {
     },
     /// No kernel text under that name is built in.
     #[error(
-        "{name}: no such file among the kernels built into this program\n  hint: kernels/{name} must exist when sieve-kernels is compiled"
+        "{name}: no such file among the kernels built into this program\n  \
+         hint: kernels/{name} must exist when sieve-kernels is compiled"
     )]
     UnknownSource {
         /// File name below `kernels/`.
@@ -108,7 +110,8 @@ pub enum KernelError {
     },
     /// The CUDA compiler refused the source; its log follows.
     #[error(
-        "{kernel}: the CUDA compiler refused the source\n{log}\n  hint: a Sieve kernel that does not compile is a bug; please report it with the CUDA version"
+        "{kernel}: the CUDA compiler refused the source\n{log}\n  \
+         hint: a Sieve kernel that does not compile is a bug; please report it with the CUDA version"
     )]
     Compile {
         /// Kernel that failed.
@@ -131,7 +134,8 @@ pub enum KernelError {
     NoDriver,
     /// libcuda is there but does not start.
     #[error(
-        "CUDA: the driver does not start: {reason}\n  hint: check `nvidia-smi`; in a container, pass the GPU through; or run with --device cpu"
+        "CUDA: the driver does not start: {reason}\n  \
+         hint: check `nvidia-smi`; in a container, pass the GPU through; or run with --device cpu"
     )]
     DriverInit {
         /// The driver's error.
@@ -139,17 +143,21 @@ pub enum KernelError {
     },
     /// NVRTC is not on this machine.
     #[error(
-        "CUDA: the run-time compiler libnvrtc was not found\n  hint: install the CUDA toolkit, or `pip install nvidia-cuda-nvrtc`, and put its folder on LD_LIBRARY_PATH"
+        "CUDA: the run-time compiler libnvrtc was not found\n  \
+         hint: install the CUDA toolkit, or `pip install nvidia-cuda-nvrtc`, and put its folder on LD_LIBRARY_PATH"
     )]
     NoNvrtc,
     /// cuBLASLt is not on this machine.
     #[error(
-        "CUDA: the library libcublasLt was not found\n  hint: install the CUDA toolkit, or `pip install nvidia-cublas`, and put its folder on LD_LIBRARY_PATH"
+        "CUDA: the library libcublasLt was not found\n  \
+         hint: install the CUDA toolkit, or `pip install nvidia-cublas`, and put its folder on LD_LIBRARY_PATH"
     )]
     NoCublasLt,
     /// NCCL is not on this machine, or lacks a function.
     #[error(
-        "CUDA: the library libnccl, which several processes on GPUs need, cannot be used: {reason}\n  hint: install libnccl2, or `pip install nvidia-nccl-cu13` and put the folder of its libnccl.so.2 on LD_LIBRARY_PATH"
+        "CUDA: the library libnccl, which several processes on GPUs need, cannot be used: {reason}\n  \
+         hint: install libnccl2, or `pip install nvidia-nccl-cu13` and put the folder of its libnccl.so.2 on \
+         LD_LIBRARY_PATH"
     )]
     NoNccl {
         /// What the loader said of each name.
@@ -157,7 +165,9 @@ pub enum KernelError {
     },
     /// CUPTI, which traces kernels, is missing or refuses.
     #[error(
-        "CUDA: kernels cannot be traced: {reason}\n  hint: install the CUDA toolkit, or `pip install nvidia-cuda-cupti`, put the folder of libcupti.so on LD_LIBRARY_PATH, and run no other profiler"
+        "CUDA: kernels cannot be traced: {reason}\n  \
+         hint: install the CUDA toolkit, or `pip install nvidia-cuda-cupti`, put the folder of libcupti.so on \
+         LD_LIBRARY_PATH, and run no other profiler"
     )]
     NoCupti {
         /// What CUPTI or the loader said.
@@ -165,7 +175,8 @@ pub enum KernelError {
     },
     /// NVRTC emits code that the driver cannot load.
     #[error(
-        "CUDA: libnvrtc is version {nvrtc}, but the driver supports CUDA {driver} only, so it would refuse the compiled kernels\n  hint: update the driver, or use a toolkit of version {driver} or older"
+        "CUDA: libnvrtc is version {nvrtc}, but the driver supports CUDA {driver} only, so it would refuse the \
+         compiled kernels\n  hint: update the driver, or use a toolkit of version {driver} or older"
     )]
     NvrtcTooNew {
         /// NVRTC's version.
@@ -175,7 +186,9 @@ pub enum KernelError {
     },
     /// The CUDA headers are missing.
     #[error(
-        "CUDA: the header {header} was not found in {searched}\n  hint: set CUDA_PATH to the toolkit's folder (the one with include/{header}); without a toolkit: `pip install nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl` and CUDA_PATH=<site-packages>/nvidia/cu13"
+        "CUDA: the header {header} was not found in {searched}\n  \
+         hint: set CUDA_PATH to the toolkit's folder (the one with include/{header}); without a toolkit: `pip install \
+         nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl` and CUDA_PATH=<site-packages>/nvidia/cu13"
     )]
     NoHeaders {
         /// The header looked for.
@@ -189,7 +202,8 @@ pub enum KernelError {
     )]
     NoDevice,
     /// A device number that does not exist.
-    #[error("CUDA: there is no device {wanted}; this machine has {count}, numbered from 0\n  hint: use --device cuda:{} at most", count.saturating_sub(1))]
+    #[error("CUDA: there is no device {wanted}; this machine has {count}, numbered from 0\n  \
+        hint: use --device cuda:{} at most", count.saturating_sub(1))]
     WrongDevice {
         /// The number asked for.
         wanted: usize,
@@ -198,7 +212,8 @@ pub enum KernelError {
     },
     /// A GPU older than the kernels.
     #[error(
-        "CUDA: device {index} ({name}) has compute capability {major}.{minor}; the kernels need 8.0 (Ampere) or newer\n  hint: use another GPU, or --device cpu"
+        "CUDA: device {index} ({name}) has compute capability {major}.{minor}; the kernels need 8.0 (Ampere) or \
+         newer\n  hint: use another GPU, or --device cpu"
     )]
     OldDevice {
         /// Device number.
@@ -211,7 +226,8 @@ pub enum KernelError {
         minor: u32,
     },
     /// A file of the kernel cache could not be used.
-    #[error("kernel cache {path}: {reason}\n  hint: make the folder writable, or name another with XDG_CACHE_HOME", path = path.display())]
+    #[error("kernel cache {path}: {reason}\n  \
+        hint: make the folder writable, or name another with XDG_CACHE_HOME", path = path.display())]
     Cache {
         /// File or folder.
         path: PathBuf,
@@ -219,7 +235,8 @@ pub enum KernelError {
         reason: String,
     },
     /// The nvcc that was named does not work.
-    #[error("nvcc {path}: {reason}\n  hint: name the compiler of a CUDA toolkit with --nvcc, or use --nvrtc", path = path.display())]
+    #[error("nvcc {path}: {reason}\n  \
+        hint: name the compiler of a CUDA toolkit with --nvcc, or use --nvrtc", path = path.display())]
     Nvcc {
         /// The program.
         path: PathBuf,
@@ -228,7 +245,8 @@ pub enum KernelError {
     },
     /// The CUDA runtime was configured twice in one process.
     #[error(
-        "the CUDA runtime is already configured in this process\n  hint: call init_runtime once, before the first tensor is made"
+        "the CUDA runtime is already configured in this process\n  \
+         hint: call init_runtime once, before the first tensor is made"
     )]
     AlreadyInitialised,
 }

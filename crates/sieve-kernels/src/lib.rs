@@ -1,7 +1,7 @@
 //! Sieve's CUDA kernels, and one safe function to launch each.
 //!
-//! The kernels are text under `kernels/`, built into this crate, specialised by `#define`s and compiled by NVRTC at first
-//! use (or ahead of time, see [`ahead_of_time`]). They run on Burn's own stream, in order with Burn's operations.
+//! The kernels are text under `kernels/`, built into this crate, specialised by `#define`s and compiled by NVRTC at
+//! first use (or ahead of time, see [`ahead_of_time`]). They run on Burn's own stream, in order with Burn's operations.
 //!
 //! Start with [`probe()`], which says in one sentence what is missing, then [`KernelCache::open`] and [`init_runtime`],
 //! all before the first CUDA tensor of the process. One thread per process touches device tensors.

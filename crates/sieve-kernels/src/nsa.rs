@@ -1,9 +1,9 @@
 //! Launches of `kernels/nsa_*.cu`: native sparse attention (arXiv:2502.11089) without a score for every pair of tokens.
 //! The window branch is [`attention_forward`](crate::attention_forward()).
 //!
-//! Compressed keys and values stand at their blocks' last tokens, so that DMA's kernels attend to them by lists. Attention
-//! over the chosen blocks goes block by block: the queries that chose one are listed, each of their choices gets a part
-//! of its own, and a query's parts are joined in the order of its blocks.
+//! Compressed keys and values stand at their blocks' last tokens, so that DMA's kernels attend to them by lists.
+//! Attention over the chosen blocks goes block by block: the queries that chose one are listed, each of their choices
+//! gets a part of its own, and a query's parts are joined in the order of its blocks.
 mod blocks;
 mod choose;
 mod compressed;

@@ -1,4 +1,5 @@
-//! Launches of `kernels/select_*.cu`: a selector's choice of blocks, from queries and keys to the lists that attention reads.
+//! Launches of `kernels/select_*.cu`: a selector's choice of blocks, from queries and keys to the lists that attention
+//! reads.
 mod lines;
 mod order;
 mod probes;
@@ -55,8 +56,8 @@ pub fn select_blocks(qkv: &Qkv, selection: &BlockSelection) -> Result<SelectedBl
     select_blocks_by_bounds(qkv, selection, None)
 }
 
-/// The same with bounds of pages that are kept from call to call, f32 `[num_kv_heads, pages or more, 2, head_dim]`, which
-/// [`BlockScores::Bounds`] reads and writes.
+/// The same with bounds of pages that are kept from call to call, f32 `[num_kv_heads, pages or more, 2, head_dim]`,
+/// which [`BlockScores::Bounds`] reads and writes.
 ///
 /// # Errors
 /// As [`select_blocks`]; bounds that are missing or too few.

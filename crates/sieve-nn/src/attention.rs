@@ -164,7 +164,8 @@ impl<B: SieveBackend> Attention<B> {
     }
 
     /// The layer after `norm`, as one op where the kind has one: less is kept for the backward pass than by
-    /// [`forward`](Self::forward) after the norm. `x`, before the norm, is the residual stream, `[batch, seq_len, d_model]`.
+    /// [`forward`](Self::forward) after the norm. `x`, before the norm, is the residual stream,
+    /// `[batch, seq_len, d_model]`.
     pub fn forward_stream(
         &self,
         x: Tensor<B, 3>,
@@ -196,8 +197,8 @@ impl<B: SieveBackend> Attention<B> {
         AttentionResult { x, expire }
     }
 
-    /// The output alone, `[batch, seq_len, d_model]`, reading and extending one cache of all rows, or one of each row: a prompt
-    /// into an empty cache of all rows, or one token at a time.
+    /// The output alone, `[batch, seq_len, d_model]`, reading and extending one cache of all rows, or one of each row:
+    /// a prompt into an empty cache of all rows, or one token at a time.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,

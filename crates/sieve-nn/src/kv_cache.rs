@@ -31,8 +31,8 @@ impl<B: Backend> KvCache<B> {
     }
 }
 
-/// What one layer keeps. A prompt goes into an empty cache in one pass; after that tokens come one at a time, MLA's in any
-/// number.
+/// What one layer keeps. A prompt goes into an empty cache in one pass; after that tokens come one at a time, MLA's in
+/// any number.
 #[derive(Clone, Debug)]
 pub enum LayerCache<B: Backend> {
     /// Nothing yet.

@@ -1,6 +1,8 @@
-//! Another attention in place of a dense model's own, layer by layer, computed by the caller on the device or on the host.
+//! Another attention in place of a dense model's own, layer by layer, computed by the caller on the device or on the
+//! host.
 //!
-//! This is how selectors run on a checkpoint: the model's projections, norms, positions and feed-forward layers stay as they are.
+//! This is how selectors run on a checkpoint: the model's projections, norms, positions and feed-forward layers stay as
+//! they are.
 use crate::attention::Attention;
 use crate::decoder_layer::scaled;
 use crate::{KvCache, LayerCache, LayerContext, Qwen3};
@@ -97,8 +99,8 @@ impl<B: Backend> LayerOperands<B> {
 }
 
 impl<B: SieveBackend> Qwen3<B> {
-    /// As [`hidden`](Self::hidden), with `attend` in place of every dense layer's attention; it is called once per layer and
-    /// document, layer by layer. Layers of other kinds keep their own attention.
+    /// As [`hidden`](Self::hidden), with `attend` in place of every dense layer's attention; it is called once per
+    /// layer and document, layer by layer. Layers of other kinds keep their own attention.
     ///
     /// # Errors
     /// The first error of `attend`.
@@ -126,9 +128,9 @@ impl<B: SieveBackend> Qwen3<B> {
         Ok(self.head.token_losses(hidden, labels, &self.embed_tokens))
     }
 
-    /// As [`next_logits`](Self::next_logits) for tokens at positions `cache.num_tokens..`, with `attend`. Keys and values of a
-    /// prompt go into an empty cache, from which [`next_logits`](Self::next_logits) may go on. With a cache that is not empty
-    /// only its count is used and raised: `attend` then remembers earlier keys itself.
+    /// As [`next_logits`](Self::next_logits) for tokens at positions `cache.num_tokens..`, with `attend`. Keys and
+    /// values of a prompt go into an empty cache, from which [`next_logits`](Self::next_logits) may go on. With a cache
+    /// that is not empty only its count is used and raised: `attend` then remembers earlier keys itself.
     ///
     /// # Errors
     /// The first error of `attend`.

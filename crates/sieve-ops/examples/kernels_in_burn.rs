@@ -1,5 +1,5 @@
-//! Sieve's ops from another Burn program: its own module, its own optimizer, Sieve's attention in between. The same code
-//! runs on the CPU ([`Flex`]) and, with [`sieve_ops::Cuda`] in its place, on the CUDA kernels.
+//! Sieve's ops from another Burn program: its own module, its own optimizer, Sieve's attention in between. The same
+//! code runs on the CPU ([`Flex`]) and, with [`sieve_ops::Cuda`] in its place, on the CUDA kernels.
 //!
 //! `cargo run --release --example kernels_in_burn`, from the workspace's root.
 

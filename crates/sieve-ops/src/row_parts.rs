@@ -26,8 +26,8 @@ pub trait RowLinks: Send + Sync + fmt::Debug {
     fn part(&self) -> usize;
     /// Parts of a row.
     fn num_parts(&self) -> usize;
-    /// Gives each part's rank its values, and returns what each has given to this one: as many as `counts` says, part by
-    /// part. All ranks call it in the same order.
+    /// Gives each part's rank its values, and returns what each has given to this one: as many as `counts` says, part
+    /// by part. All ranks call it in the same order.
     ///
     /// A lost rank cannot be told from here: zeros come in place of its values, and whatever all ranks do next fails.
     fn exchange(&self, values: Vec<Vec<f32>>, counts: &[usize]) -> Vec<Vec<f32>>;

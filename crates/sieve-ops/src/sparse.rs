@@ -52,8 +52,8 @@ pub struct SparseOutput<B: Backend> {
     pub lse: Tensor<B, 3>,
 }
 
-/// Whether the backend has a kernel for [`sparse_attention`] on this tensor. Where it has none, sieve-select's attention on the
-/// host takes the call.
+/// Whether the backend has a kernel for [`sparse_attention`] on this tensor. Where it has none, sieve-select's
+/// attention on the host takes the call.
 pub fn has_sparse_attention<B: SparseBackend>(qkv: &Tensor<B, 4>) -> bool {
     B::has_sparse_attention(&primitive(qkv.clone()))
 }
@@ -92,8 +92,8 @@ pub fn select_blocks<B: SparseBackend>(
     select_blocks_by_bounds(qkv, selection, None)
 }
 
-/// The same with bounds of pages that are kept from call to call, f32 `[num_kv_heads, pages or more, 2, head_dim]`: new ones are
-/// written there.
+/// The same with bounds of pages that are kept from call to call, f32 `[num_kv_heads, pages or more, 2, head_dim]`: new
+/// ones are written there.
 ///
 /// # Errors
 /// As [`select_blocks`].
@@ -114,8 +114,8 @@ pub fn select_blocks_by_bounds<B: SparseBackend>(
     })
 }
 
-/// Corrects attention under a mask by dense rows, of which every so many positions one is computed here. `dense_rows` are
-/// dense already.
+/// Corrects attention under a mask by dense rows, of which every so many positions one is computed here. `dense_rows`
+/// are dense already.
 ///
 /// # Shapes
 /// - qkv: as [`sparse_attention`], whose output `o` is

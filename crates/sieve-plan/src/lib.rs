@@ -1,10 +1,10 @@
 //! What a run will need, from its recipe alone: parameters, operations, memory, cache, time.
 //!
-//! Parameters and operations are counted exactly. Memory is counted from the tensors a training step holds at its fullest,
-//! without the allocator's slack. Time is an estimate.
+//! Parameters and operations are counted exactly. Memory is counted from the tensors a training step holds at its
+//! fullest, without the allocator's slack. Time is an estimate.
 //!
-//! What a kernel takes and what it allocates is asked of the kernel: sieve-kernels and sieve-cpu hold those rules beside
-//! the launches that keep them.
+//! What a kernel takes and what it allocates is asked of the kernel: sieve-kernels and sieve-cpu hold those rules
+//! beside the launches that keep them.
 
 mod plan;
 

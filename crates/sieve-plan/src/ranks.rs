@@ -1,7 +1,7 @@
 //! What several processes that train one model, one a GPU, add to a plan.
 //!
-//! Times are bytes over a rate. Between GPUs of one host the rate is what NCCL was measured to reach between H200s; between
-//! hosts it is assumed.
+//! Times are bytes over a rate. Between GPUs of one host the rate is what NCCL was measured to reach between H200s;
+//! between hosts it is assumed.
 
 use serde::Serialize;
 
@@ -9,8 +9,8 @@ use serde::Serialize;
 const HOST_RATE: f64 = 240e9;
 /// The same between hosts with one 400 Gb/s card each: an assumption.
 const NETWORK_RATE: f64 = 46e9;
-/// How much longer a step takes for each second in which sums and gatherings go on beside it. They take multiprocessors and
-/// bandwidth from the model's kernels: 0.7 to 1.0 on two and four H200s (docs/scale.md).
+/// How much longer a step takes for each second in which sums and gatherings go on beside it. They take multiprocessors
+/// and bandwidth from the model's kernels: 0.7 to 1.0 on two and four H200s (docs/scale.md).
 const LENGTHENING: f64 = 0.8;
 
 /// Processes, one a device.
@@ -57,8 +57,8 @@ impl Ranks {
 }
 
 impl RanksPlan {
-    /// Tokens a second of all ranks together, where one alone takes `step_seconds` for its `step_tokens`, `update_seconds` of
-    /// them for the update, of which each rank does its part.
+    /// Tokens a second of all ranks together, where one alone takes `step_seconds` for its `step_tokens`,
+    /// `update_seconds` of them for the update, of which each rank does its part.
     pub(crate) fn tokens_per_second(
         &self,
         step_tokens: f64,

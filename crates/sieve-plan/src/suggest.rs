@@ -27,7 +27,8 @@ impl Suggestion {
     /// For the model of `plan`, made from `recipe`, on `num_tokens` tokens; 20 a parameter where none are named.
     ///
     /// With C the FLOPs of the run, the learning rate is 0.3118 C^-0.125 and a step has 0.2920 C^0.3271 tokens
-    /// (arXiv:2401.02954, section 3.1: fitted to dense models of 1e17 to 2e19 FLOPs with AdamW and a schedule in steps).
+    /// (arXiv:2401.02954, section 3.1: fitted to dense models of 1e17 to 2e19 FLOPs with AdamW and a schedule in
+    /// steps).
     pub fn new(plan: &Plan, recipe: &Recipe, num_tokens: Option<u64>) -> Self {
         let num_tokens = num_tokens.unwrap_or(TOKENS_PER_PARAMETER * plan.num_non_embedding);
         let total_flops = plan.total_flops / plan.num_tokens.max(1) as f64 * num_tokens as f64;

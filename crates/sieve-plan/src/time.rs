@@ -82,8 +82,8 @@ pub(super) fn tokens_per_second(
     Some(1.0 / (products + pairs + memory + update + ends))
 }
 
-/// The shortest rows, of powers of two, whose training is guessed faster than the same model's with dense attention; `None` for
-/// other kinds than NSA, and where there are none.
+/// The shortest rows, of powers of two, whose training is guessed faster than the same model's with dense attention;
+/// `None` for other kinds than NSA, and where there are none.
 pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Option<usize> {
     let Attention::Nsa(_) = shape.attention else {
         return None;
@@ -123,18 +123,20 @@ fn pairs_rate(shape: &ModelShape, seq_len: usize) -> Option<(f64, bool)> {
     }
 }
 
-/// Bytes that norms, rotation, SwiGLU, residuals and attention's own preparation read and write for a token, all layers.
+/// Bytes that norms, rotation, SwiGLU, residuals and attention's own preparation read and write for a token, all
+/// layers.
 fn block_bytes_per_token(shape: &ModelShape, is_dma: bool) -> f64 {
     let (width, ff) = (shape.d_model as f64, shape.d_ff as f64);
     let (q, kv) = (shape.q_width() as f64, shape.kv_width() as f64);
-    // Values: SwiGLU forward 3, backward 6 of d_ff; two norms forward 4, backward 10, residuals 3 of d_model; rotation of
-    // q, k and v twice forward and once backward; sums of dq in f32, cleared, added to, read again. DMA: scores and the
-    // f32 sums of dk and dv.
+    // Values: SwiGLU forward 3, backward 6 of d_ff; two norms forward 4, backward 10, residuals 3 of d_model; rotation
+    // of q, k and v twice forward and once backward; sums of dq in f32, cleared, added to, read again. DMA: scores and
+    // the f32 sums of dk and dv.
     let mut values = 9.0 * ff + 17.0 * width + 7.0 * (q + 2.0 * kv) + 30.0 * q;
     if is_dma {
         values += 18.0 * kv;
     }
-    // NSA: keys and values before and after rotation, three gradients of them added up, blocks, three branches and their gates.
+    // NSA: keys and values before and after rotation, three gradients of them added up, blocks, three branches and
+    // their gates.
     if let Attention::Nsa(_) = shape.attention {
         values += 14.0 * (q + 2.0 * kv) + 22.0 * q + 12.0 * kv;
     }

@@ -1,8 +1,8 @@
 //! Selectors for decoding: which cached keys a new token reads.
 //!
-//! A [`DecodeSession`] is one layer of one request. `stream` feeds it from token 0, row by row; `prompt` computes the prompt
-//! densely and lets the method act at its end. Keys and values stay stored, also those a method has evicted: the sets are
-//! the methods', the memory is not.
+//! A [`DecodeSession`] is one layer of one request. `stream` feeds it from token 0, row by row; `prompt` computes the
+//! prompt densely and lets the method act at its end. Keys and values stay stored, also those a method has evicted: the
+//! sets are the methods', the memory is not.
 
 pub mod dam;
 pub mod dma;
@@ -166,7 +166,8 @@ impl DecodeSession {
         Ok(output)
     }
 
-    /// Takes in a prompt whose attention was computed elsewhere, and lets the method act at its end. Only on an empty session.
+    /// Takes in a prompt whose attention was computed elsewhere, and lets the method act at its end. Only on an empty
+    /// session.
     ///
     /// # Errors
     /// Operands of another size; a session that has tokens already.
@@ -262,8 +263,8 @@ impl DecodeSession {
         Ok(rows.into_iter().flat_map(|row| row.o).collect())
     }
 
-    /// Feeds tokens one by one; `[tokens, num_heads, head_dim]`. Every output depends on earlier tokens alone, except that
-    /// `infllm` with a `chunk` above 1 chooses blocks by the queries of a whole chunk.
+    /// Feeds tokens one by one; `[tokens, num_heads, head_dim]`. Every output depends on earlier tokens alone, except
+    /// that `infllm` with a `chunk` above 1 chooses blocks by the queries of a whole chunk.
     ///
     /// # Errors
     /// Operands of another size.

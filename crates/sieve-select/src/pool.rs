@@ -101,8 +101,8 @@ pub(crate) fn scores(a: &[f32], b: &[f32], d: usize, scale: f32) -> Vec<f32> {
 /// Rows whose probabilities [`for_each_prompt_row`] holds at once.
 const CHUNK_ROWS: usize = 64;
 
-/// Calls `add` with every row of a prompt, once for each head of the group, and the row's causal probabilities. Rows that
-/// share a chunk with a NaN are left out.
+/// Calls `add` with every row of a prompt, once for each head of the group, and the row's causal probabilities. Rows
+/// that share a chunk with a NaN are left out.
 pub(crate) fn for_each_prompt_row(
     call: &Call<'_>,
     kv_head: usize,

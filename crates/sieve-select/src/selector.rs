@@ -450,7 +450,8 @@ impl Selector {
         })
     }
 
-    /// What selecting for a prefill call of so many rows in a layer reads; a correction by probes reads all operands besides.
+    /// What selecting for a prefill call of so many rows in a layer reads; a correction by probes reads all operands
+    /// besides.
     pub fn reads(&self, layer: usize, num_queries: usize) -> Reads {
         match &self.method {
             _ if self.is_dense(layer, num_queries) => Reads::Nothing,
@@ -568,8 +569,8 @@ impl Selector {
         })
     }
 
-    /// The same in chunks of so many rows, each over all keys before its end, as a server with bounded memory runs a prompt.
-    /// The outputs of the chunks are those of the rows in order.
+    /// The same in chunks of so many rows, each over all keys before its end, as a server with bounded memory runs a
+    /// prompt. The outputs of the chunks are those of the rows in order.
     ///
     /// Chunks choose as the whole call does only where a method promises it, and only while they are no shorter than
     /// `min_prefill_tokens`.

@@ -74,8 +74,8 @@ impl Random {
         (start, end)
     }
 
-    /// Numbers of [`normal_with_tails`](Self::normal_with_tails) rounded to bf16, so that kernels and references read the
-    /// same.
+    /// Numbers of [`normal_with_tails`](Self::normal_with_tails) rounded to bf16, so that kernels and references read
+    /// the same.
     pub fn bf16_normals(&mut self, count: usize) -> Vec<f32> {
         (0..count)
             .map(|_| round_bf16(self.normal_with_tails()))

@@ -14,7 +14,8 @@ pub struct AttentionStatistics {
     pub density: f64,
     /// Active keys a query, on average.
     pub mean_active_keys: f64,
-    /// Share of keys, of all KV heads of DMA's layers, that no query ever sees: those that leave with their own arrival.
+    /// Share of keys, of all KV heads of DMA's layers, that no query ever sees: those that leave with their own
+    /// arrival.
     pub never_active: f64,
     /// Share of queries that see their own key in no KV head of their layer, over DMA's layers.
     pub not_self_visible: f64,
@@ -80,7 +81,8 @@ impl AttentionStatistics {
         }
     }
 
-    /// Of one micro-batch and layers of one kind: counted from DMA's masks, or known from the documents for the other kinds.
+    /// Of one micro-batch and layers of one kind: counted from DMA's masks, or known from the documents for the other
+    /// kinds.
     pub fn of<B: Backend>(
         attention: Attention,
         batch: &Batch,

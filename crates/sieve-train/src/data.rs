@@ -139,12 +139,12 @@ impl DataSource {
         corpora.filter_map(Corpus::json_lines_as_text)
     }
 
-    /// Makes, or finds again, everything a run reads, in `dir`. Data sets of the Hugging Face hub are asked for here: their
-    /// list of files is kept in `dir`, and a file is fetched when it is read.
+    /// Makes, or finds again, everything a run reads, in `dir`. Data sets of the Hugging Face hub are asked for here:
+    /// their list of files is kept in `dir`, and a file is fetched when it is read.
     ///
     /// # Errors
-    /// Broken files; a data set that cannot be reached; a folder that holds another preparation, unless `on_change` has it
-    /// replaced.
+    /// Broken files; a data set that cannot be reached; a folder that holds another preparation, unless `on_change` has
+    /// it replaced.
     pub fn prepare(
         self,
         recipe: &Recipe,
@@ -297,8 +297,8 @@ fn hub_endpoint(variable: &dyn Fn(&str) -> Option<String>) -> String {
     endpoint.unwrap_or_else(|| HubConfig::ENDPOINT.to_owned())
 }
 
-/// The file of a recipe's `[tokenizer] path`; one of the hub (`hf://OWNER/NAME`) is fetched into `huggingface_hub`'s own cache
-/// unless it is there.
+/// The file of a recipe's `[tokenizer] path`; one of the hub (`hf://OWNER/NAME`) is fetched into `huggingface_hub`'s
+/// own cache unless it is there.
 ///
 /// # Errors
 /// A variable that is not set; a hub that cannot be reached.

@@ -21,7 +21,8 @@ pub enum TrainError {
     Collective(String),
     /// Ranks compute with other weights, though they took the same steps.
     #[error(
-        "the weights of ranks {} and {} differ at step {step}: bad memory of one of their devices, or a fault of Sieve's; no checkpoint of this step is written\n  hint: --resume goes on from the one before",
+        "the weights of ranks {} and {} differ at step {step}: bad memory of one of their devices, or a fault of \
+         Sieve's; no checkpoint of this step is written\n  hint: --resume goes on from the one before",
         ranks[0], ranks[1]
     )]
     ReplicasDiffer {
@@ -35,7 +36,8 @@ pub enum TrainError {
     Device(String),
     /// The output folder holds another run.
     #[error(
-        "{} already holds a run ({found} is there)\n  hint: continue it with --resume, or name another folder with --out",
+        "{} already holds a run ({found} is there)\n  \
+         hint: continue it with --resume, or name another folder with --out",
         path.display()
     )]
     FolderInUse {
@@ -45,7 +47,8 @@ pub enum TrainError {
         found: String,
     },
     /// Another process trains in the output folder.
-    #[error("another process is training in {}\n  hint: wait for it or stop it, or name another folder with --out", path.display())]
+    #[error("another process is training in {}\n  \
+        hint: wait for it or stop it, or name another folder with --out", path.display())]
     FolderBusy {
         /// The folder.
         path: PathBuf,
@@ -57,7 +60,8 @@ pub enum TrainError {
         path: PathBuf,
     },
     /// `--resume` where nothing can be resumed.
-    #[error("{} holds no run to resume: {problem}\n  hint: check --out, or leave out --resume to start a run there", path.display())]
+    #[error("{} holds no run to resume: {problem}\n  \
+        hint: check --out, or leave out --resume to start a run there", path.display())]
     NothingToResume {
         /// The folder.
         path: PathBuf,
@@ -66,7 +70,8 @@ pub enum TrainError {
     },
     /// The tokenizer found on resume is not the one the run began with.
     #[error(
-        "the tokenizer has {now} tokens, the run began with {saved}\n  hint: give the tokenizer.json of the run's checkpoint as tokenizer.path"
+        "the tokenizer has {now} tokens, the run began with {saved}\n  \
+         hint: give the tokenizer.json of the run's checkpoint as tokenizer.path"
     )]
     OtherTokenizer {
         /// Tokens when the run began.
@@ -88,7 +93,9 @@ pub enum TrainError {
         hint: String,
     },
     /// The data found on resume is not the data the run began with.
-    #[error("the data in {} is not what this run began with: {what}\n  hint: put the old files back and prepare them in another folder, --set data.cache_dir=DIR; or start a new run", path.display())]
+    #[error("the data in {} is not what this run began with: {what}\n  \
+        hint: put the old files back and prepare them in another folder, --set data.cache_dir=DIR; or start a new \
+        run", path.display())]
     OtherData {
         /// Folder of the shards.
         path: PathBuf,
@@ -97,16 +104,19 @@ pub enum TrainError {
     },
     /// Text is asked of a synthetic task.
     #[error(
-        "the recipe's data are a synthetic task (data.format = \"mqar\"), which has no text\n  hint: give data.mqar, or name text with data.paths and another data.format"
+        "the recipe's data are a synthetic task (data.format = \"mqar\"), which has no text\n  \
+         hint: give data.mqar, or name text with data.paths and another data.format"
     )]
     NoText,
     /// A synthetic task came without a tokenizer.
     #[error(
-        "the recipe's data need a tokenizer that is there before them\n  hint: set tokenizer.numbers for a synthetic task"
+        "the recipe's data need a tokenizer that is there before them\n  \
+         hint: set tokenizer.numbers for a synthetic task"
     )]
     NoTokenizer,
     /// A folder of shards that may be another run's holds other data.
-    #[error("the data folder {} {what}\n  hint: name another with --set data.cache_dir=DIR, or delete this one if no run needs it", path.display())]
+    #[error("the data folder {} {what}\n  \
+        hint: name another with --set data.cache_dir=DIR, or delete this one if no run needs it", path.display())]
     CacheInUse {
         /// Folder of the shards.
         path: PathBuf,
@@ -115,8 +125,11 @@ pub enum TrainError {
     },
     /// The loss or the gradient norm stays not finite, or the loss far above its mean.
     #[error(
-        "step {step}: the loss is {loss} (its mean was {mean_loss}), the gradient norm {grad_norm}: training diverged; {}\n  hint: start a new run (--out) with a lower optimizer.lr (now {lr:e}) or more lr_scheduler.warmup_steps",
-        last_checkpoint.as_ref().map_or_else(|| "there is no checkpoint yet".to_owned(), |path| format!("the last checkpoint, {}, is untouched", path.display()))
+        "step {step}: the loss is {loss} (its mean was {mean_loss}), the gradient norm {grad_norm}: training \
+         diverged; {}\n  \
+         hint: start a new run (--out) with a lower optimizer.lr (now {lr:e}) or more lr_scheduler.warmup_steps",
+        last_checkpoint.as_ref().map_or_else(|| "there is no checkpoint \
+            yet".to_owned(), |path| format!("the last checkpoint, {}, is untouched", path.display()))
     )]
     Diverged {
         /// The step at which it was seen; it may have begun a few steps before.
@@ -148,7 +161,8 @@ pub enum TrainError {
     },
     /// Processes that cannot share rows as the recipe says.
     #[error(
-        "parallelism.context_parallel_degree = {degree}, and {ranks} processes are no multiple of that\n  hint: sieve launch \
+        "parallelism.context_parallel_degree = {degree}, and {ranks} processes are no multiple of that\n  \
+         hint: sieve launch \
          --nproc {degree}, or --context-parallel 1"
     )]
     RowParts {

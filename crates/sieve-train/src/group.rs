@@ -199,7 +199,8 @@ impl<B: TrainBackend> Group<B> {
         segments.try_for_each(|segment| self.before(model, segment))
     }
 
-    /// What all ranks together know of the step after `step`; `mean_loss` is the guard's, which must be the same for all.
+    /// What all ranks together know of the step after `step`; `mean_loss` is the guard's, which must be the same for
+    /// all.
     ///
     /// # Errors
     /// A rank is lost, or stands elsewhere.

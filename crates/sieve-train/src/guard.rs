@@ -1,8 +1,8 @@
 //! Steps that would spoil the weights, and losses that show spoilt weights.
 //!
 //! A step is not taken where its loss or its gradient norm is not finite, and only there. [`gate`] decides that on the
-//! device, before the update: no value is read back for it. The host reads the losses later, and [`LossMean`] tells which
-//! of them lie far above the mean of those before.
+//! device, before the update: no value is read back for it. The host reads the losses later, and [`LossMean`] tells
+//! which of them lie far above the mean of those before.
 use burn::tensor::{Bool, Tensor};
 use sieve_core::recipe::TrainingSection;
 use sieve_hf::GuardState;

@@ -160,7 +160,8 @@ impl Metrics {
             .map_err(TrainError::io("writing", &self.path))
     }
 
-    /// TensorBoard's writer panics when its file cannot be written; a picture is not worth a run, so it is dropped then.
+    /// TensorBoard's writer panics when its file cannot be written; a picture is not worth a run, so it is dropped
+    /// then.
     fn scalars(&mut self, scalars: &[(&str, f64)], step: u64) {
         let Some(mut writer) = self.tensorboard.take() else {
             return;
@@ -235,9 +236,15 @@ mod tests {
     use crate::Start;
 
     const LINES: [&str; 4] = [
-        r#"{"kind":"validation","step":0,"loss":2.0,"perplexity":7.4,"bits_per_byte":1.0,"unigram_bits_per_byte":1.0,"num_labels":3,"num_bytes":4}"#,
+        concat!(
+            r#"{"kind":"validation","step":0,"loss":2.0,"perplexity":7.4,"bits_per_byte":1.0,"#,
+            r#""unigram_bits_per_byte":1.0,"num_labels":3,"num_bytes":4}"#
+        ),
         r#"{"kind":"step","step":1,"loss":1.5}"#,
-        r#"{"kind":"validation","step":2,"loss":1.0,"perplexity":2.7,"bits_per_byte":0.5,"unigram_bits_per_byte":1.0,"num_labels":3,"num_bytes":4}"#,
+        concat!(
+            r#"{"kind":"validation","step":2,"loss":1.0,"perplexity":2.7,"bits_per_byte":0.5,"#,
+            r#""unigram_bits_per_byte":1.0,"num_labels":3,"num_bytes":4}"#
+        ),
         r#"{"kind":"step","step":3,"loss":0.5}"#,
     ];
 

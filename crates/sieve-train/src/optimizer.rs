@@ -9,6 +9,7 @@ use crate::group::Share;
 use crate::segment::Segment;
 use crate::{GradientBuffer, TrainError};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::tensor::backend::{AutodiffBackend, BackendTypes};
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, Tensor, TensorMetadata, TensorPrimitive};
 use sieve_core::recipe::OptimizerSection;
@@ -19,8 +20,8 @@ use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Moments of every parameter, and what its f32 master has beyond the model's bf16 where the model holds that. Matrices (rank 2 and more) decay;
-/// norms, gates and scales do not.
+/// Moments of every parameter, and what its f32 master has beyond the model's bf16 where the model holds that. Matrices
+/// (rank 2 and more) decay; norms, gates and scales do not.
 ///
 /// Of several ranks each updates its piece of every matrix and holds moments and rests of that piece alone (ZeRO-1,
 /// arXiv:1910.02054); what is too small to be cut, all of them update alike.
@@ -42,7 +43,7 @@ struct Moments<B: TrainBackend> {
     exp_avg_sq: Inner<B>,
 }
 
-type Inner<B> = <<B as burn::tensor::backend::AutodiffBackend>::InnerBackend as burn::tensor::backend::BackendTypes>::FloatTensorPrimitive;
+type Inner<B> = <<B as AutodiffBackend>::InnerBackend as BackendTypes>::FloatTensorPrimitive;
 
 impl<B: TrainBackend> AdamW<B> {
     /// Zero moments, made at each parameter's first update.

@@ -139,7 +139,8 @@ fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> 
         _ => String::new(),
     };
     Some(format!(
-        "note: the learning rate was {before:.2e} at step {steps_done}, is {after:.2e} at step {} and {last:.2e} at step \
+        "note: the learning rate was {before:.2e} at step {steps_done}, is {after:.2e} at step {} and {last:.2e} at \
+         step \
          {steps}{hint}",
         steps_done + 1
     ))

@@ -1,11 +1,12 @@
 //! Forward and backward over the model's segments: embedding, blocks, head with loss.
 //!
-//! Each segment is a graph of its own. The forward pass cuts the graph between segments; the backward pass walks them from
-//! the last and seeds each with the gradient of its output. A block's graph is freed as soon as its gradient is known.
+//! Each segment is a graph of its own. The forward pass cuts the graph between segments; the backward pass walks them
+//! from the last and seeds each with the gradient of its output. A block's graph is freed as soon as its gradient is
+//! known.
 //!
-//! Activation checkpointing lives here, because a graph cannot be made inside a backward pass: a block that is recomputed
-//! keeps its input alone, and its graph is made when the walk comes to it. The same ops on the same numbers, so gradients
-//! are equal to the last bit.
+//! Activation checkpointing lives here, because a graph cannot be made inside a backward pass: a block that is
+//! recomputed keeps its input alone, and its graph is made when the walk comes to it. The same ops on the same numbers,
+//! so gradients are equal to the last bit.
 use crate::segment::Segment;
 use crate::{DeviceBatch, GradientBuffer, TrainError};
 use burn::module::AutodiffModule;
@@ -34,7 +35,8 @@ enum Block<B: TrainBackend> {
 
 /// Adds the gradients of `loss_scale * sum of cross-entropies` of one micro-batch to `gradients`.
 ///
-/// With `loss_scale = 1 / labels of the whole step`, micro-batches add up to the mean over the step. Nothing is recomputed.
+/// With `loss_scale = 1 / labels of the whole step`, micro-batches add up to the mean over the step. Nothing is
+/// recomputed.
 pub fn accumulate_gradients<B: TrainBackend>(
     model: &Qwen3<B>,
     batch: &DeviceBatch<B>,

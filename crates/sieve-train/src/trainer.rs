@@ -104,8 +104,8 @@ impl<B: TrainBackend> Trainer<B> {
     /// step's rows, of the update and of each checkpoint. Rank 0 alone writes the run's other files.
     ///
     /// # Errors
-    /// A recipe that does not fit the tokenizer or the checkpoint, an unreadable shard; a batch that does not divide by the
-    /// ranks.
+    /// A recipe that does not fit the tokenizer or the checkpoint, an unreadable shard; a batch that does not divide by
+    /// the ranks.
     pub fn new(
         recipe: Recipe,
         data: TrainingData,

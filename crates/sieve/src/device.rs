@@ -63,8 +63,8 @@ impl DeviceChoice {
         }
     }
 
-    /// Where a model computes, given the device that was found: `auto` never takes a GPU on which attention would run as its
-    /// reference, and says so.
+    /// Where a model computes, given the device that was found: `auto` never takes a GPU on which attention would run
+    /// as its reference, and says so.
     pub(crate) fn for_model(self, found: &Device, shape: &ModelShape) -> Device {
         match (self, found, gpu_attention_gap(shape)) {
             (Self::Auto, Device::Cuda(gpu), Some(reason)) => {

@@ -35,11 +35,14 @@ pub(crate) enum EvalCommand {
     Ruler(ruler::RulerArgs),
     /// The tasks of language-model papers on local files: LAMBADA, HellaSwag, PIQA, ARC and others, or one of your own
     Tasks(tasks::TasksArgs),
-    /// Sparse methods side by side on one dense model, and beside models trained sparse: density, recall, times, error, loss
+    /// Sparse methods side by side on one dense model, and beside models trained sparse: density, recall, times, error,
+    /// loss
     Selectors(selectors::SelectorsArgs),
-    /// Where attention goes, layer by layer and head by head: weights, distances, overlap, how long keys stay; with a picture
+    /// Where attention goes, layer by layer and head by head: weights, distances, overlap, how long keys stay; with a
+    /// picture
     Attention(attention::AttentionArgs),
-    /// A pattern or a map for every head of a dense model, searched ahead of time: the file of `minference` and of `dam`
+    /// A pattern or a map for every head of a dense model, searched ahead of time: the file of `minference` and of
+    /// `dam`
     Patterns(patterns::PatternsArgs),
 }
 

@@ -35,7 +35,8 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     let kind = args.attention.as_deref().map(kind).transpose()?;
     if !args.from.is_dir() {
         bail!(
-            "there is no folder {}\n  hint: a model of the hub is fetched by huggingface-cli download OWNER/NAME --local-dir DIR",
+            "there is no folder {}\n  \
+             hint: a model of the hub is fetched by huggingface-cli download OWNER/NAME --local-dir DIR",
             args.from.display()
         );
     }
@@ -54,7 +55,8 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     let report = sieve_hf::import::<Flex>(&args.from, &args.out, kind, &sets, &FlexDevice)?;
     let recipe_path = args.out.join("recipe.toml");
     let recipe = format!(
-        "# Trains what `sieve import --from {}` made, with --branch-from. Lines that are commented out hold defaults.\n\n{}",
+        "# Trains what `sieve import --from {}` made, with --branch-from. Lines that are commented out hold \
+         defaults.\n\n{}",
         args.from.display(),
         report.recipe.to_template()?
     );
@@ -79,7 +81,8 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     }
     if report.all_scores_tie {
         terminal::line(
-            "note: every A is 0, so all keys score alike: beyond keep_window_size tokens transformers keeps other ones of \
+            "note: every A is 0, so all keys score alike: beyond keep_window_size tokens transformers keeps other \
+             ones of \
              equal score than Sieve, and logits differ until A is trained",
         );
     }

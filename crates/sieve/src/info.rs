@@ -172,7 +172,8 @@ impl Info {
         }
         lines.push(match self.gpus.is_empty() {
             true => "cpu: own kernels in f32, any even width".to_owned(),
-            false => "hopper, portable: kernels in bf16; reference: n x n scores, so --device auto takes the CPU".to_owned(),
+            false => "hopper, portable: kernels in bf16; reference: n x n scores, so --device auto takes the \
+                CPU".to_owned(),
         });
         lines.join("\n")
     }

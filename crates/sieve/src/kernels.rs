@@ -138,7 +138,8 @@ fn bench(args: BenchArgs) -> Result<()> {
     let gpu = match args.device.resolve_and_prepare(prepare(part))? {
         Device::Cuda(gpu) => gpu,
         Device::Cpu => bail!(
-            "kernels bench times the CUDA kernels, and there is no GPU here\n  hint: `cargo run --release -p sieve-cpu --example bench_cpu` in the sources times those of the CPU"
+            "kernels bench times the CUDA kernels, and there is no GPU here\n  \
+             hint: `cargo run --release -p sieve-cpu --example bench_cpu` in the sources times those of the CPU"
         ),
     };
     let report = sieve_bench::short_check(&gpu, args.portable, rows)?;
@@ -218,7 +219,8 @@ fn capture_to<B: SieveBackend>(
     let [rows, tokens] = sieve_bench::capture(&loaded, tokenizer.encode(&text)?, out, device)?;
     let (step, out) = (loaded.state.step, out.display());
     terminal::line(&format!(
-        "captured the scores of {tokens} tokens by {rows} KV heads of step {step} in {out}; use them with --scores captured:{out}"
+        "captured the scores of {tokens} tokens by {rows} KV heads of step {step} in {out}; use them with --scores \
+         captured:{out}"
     ));
     Ok(())
 }

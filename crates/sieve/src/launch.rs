@@ -82,7 +82,8 @@ impl Place {
         }
         if args.max_restarts > 0 {
             bail!(
-                "--max-restarts works on one host: nobody here starts the processes of the other {} again\n  hint: let the scheduler start all hosts again after exit code {STOPPED_EARLY}, with --resume=auto",
+                "--max-restarts works on one host: nobody here starts the processes of the other {} again\n  \
+                 hint: let the scheduler start all hosts again after exit code {STOPPED_EARLY}, with --resume=auto",
                 nnodes - 1
             );
         }
@@ -98,7 +99,10 @@ impl Place {
         }
         let master = args.master.clone().or_else(|| variable("PET_MASTER_ADDR"));
         let master = master.with_context(|| {
-            format!("{nnodes} hosts take part, and nothing says where rank 0 is\n  hint: --master HOST:PORT, the first host's name, the same for all")
+            format!(
+                "{nnodes} hosts take part, and nothing says where rank 0 is\n  \
+                hint: --master HOST:PORT, the first host's name, the same for all"
+            )
         })?;
         let (host, port) = match master.rsplit_once(':') {
             Some((host, port)) => {

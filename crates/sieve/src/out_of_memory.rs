@@ -1,4 +1,5 @@
-//! Memory that is too small: told before a command begins, by the plan; and in plain words where CubeCL panics all the same.
+//! Memory that is too small: told before a command begins, by the plan; and in plain words where CubeCL panics all the
+//! same.
 use crate::device::Device;
 use crate::terminal::{bytes, gib};
 use anyhow::{Result, bail};
@@ -29,9 +30,9 @@ pub(crate) struct MemoryArgs {
 }
 
 impl MemoryArgs {
-    /// Refuses a run of `recipe` that does not fit on `device`. Where it may not fit, returns what to warn of. On a GPU with
-    /// room for it DMA keeps the rest of o in rows of any length from now on. On the CPU
-    /// `sharers` of all `ranks` take equal parts of what is free.
+    /// Refuses a run of `recipe` that does not fit on `device`. Where it may not fit, returns what to warn of. On a GPU
+    /// with room for it DMA keeps the rest of o in rows of any length from now on. On the CPU `sharers` of all `ranks`
+    /// take equal parts of what is free.
     ///
     /// # Errors
     /// Need, what is free, the largest parts, and settings with which the run would fit; a recipe that does not fit its
@@ -63,8 +64,8 @@ impl MemoryArgs {
         self.decide("this run", &memory)
     }
 
-    /// Refuses to load the model of `checkpoint` for work of a size that does not fit on `device`; warns where it may not.
-    /// From now on DMA keeps no rest of o, since nothing is differentiated.
+    /// Refuses to load the model of `checkpoint` for work of a size that does not fit on `device`; warns where it may
+    /// not. From now on DMA keeps no rest of o, since nothing is differentiated.
     ///
     /// # Errors
     /// As [`check_training`](Self::check_training). A checkpoint that cannot be read is left to its reader.
@@ -160,7 +161,8 @@ pub(crate) fn need(memory: &MemoryPlan) -> String {
 }
 
 /// What to say where no setting that is looked through makes a run fit.
-pub(crate) const NOTHING_FITS: &str = "no local_batch_size and no activation_checkpoint.mode makes it fit: the weights and \
+pub(crate) const NOTHING_FITS: &str = "no local_batch_size and no activation_checkpoint.mode makes it fit: the \
+    weights and \
      the optimizer's state are too large";
 
 /// The largest parts of the fullest moment.
@@ -187,7 +189,8 @@ fn way_out(memory: &MemoryPlan) -> String {
             format!("{NOTHING_FITS}; make the model smaller, or use a machine with more memory")
         }
         (true, true) => {
-            "lower training.local_batch_size, or set activation_checkpoint.mode=full; sieve plan says what is needed then"
+            "lower training.local_batch_size, or set activation_checkpoint.mode=full; sieve plan says what is needed \
+             then"
                 .to_owned()
         }
         (true, false) => "free memory, or use a machine with more of it".to_owned(),
@@ -282,7 +285,8 @@ mod tests {
 
     #[test]
     fn a_panic_of_the_allocator_is_told_plainly() {
-        let panic = "called `Result::unwrap()` on an `Err` value: can't allocate buffer of size: 2361393152\n   0: frame";
+        let panic = "called `Result::unwrap()` on an `Err` value: can't allocate buffer of size: 2361393152\n   \
+            0: frame";
         let text = message(panic).expect("it is about memory");
         assert!(
             text.starts_with("the GPU's memory is full: 2.20 GiB more"),

@@ -22,10 +22,22 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "NAME")]
     gpu: Option<String>,
     /// Plan for N processes on each host, one for each GPU, as `sieve launch --nproc N` starts them
-    #[arg(long, value_name = "N", default_value_t = 1, requires = "gpu", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        requires = "gpu",
+        value_parser = clap::value_parser!(u16).range(1..=1024),
+    )]
     nproc: u16,
     /// Hosts that take part, of --nproc GPUs each
-    #[arg(long, value_name = "N", default_value_t = 1, requires = "gpu", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        requires = "gpu",
+        value_parser = clap::value_parser!(u16).range(1..=4096),
+    )]
     nnodes: u16,
     /// Also suggest a learning rate, a batch and steps, by published scaling laws
     #[arg(long)]
@@ -88,9 +100,11 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
 fn suggestion_text(suggestion: &Suggestion, recipe: &Recipe, plan: &Plan) -> String {
     let tokens = suggestion.num_tokens as f64;
     format!(
-        "\nsuggested     for {} tokens, {:.1} per parameter besides the embedding, {} FLOPs (20 is usual, arXiv:2203.15556)\n\
+        "\nsuggested     for {} tokens, {:.1} per parameter besides the embedding, {} FLOPs (20 is usual, \
+         arXiv:2203.15556)\n\
          \x20 learning rate {:.2e} (the recipe has {:.2e}), {} rows a step ({}), {} steps ({})\n\
-         \x20 by 0.3118 C^-0.125 and 0.2920 C^0.3271 tokens a step, C the FLOPs (arXiv:2401.02954, fitted to dense models of\n\
+         \x20 by 0.3118 C^-0.125 and 0.2920 C^0.3271 tokens a step, C the FLOPs (arXiv:2401.02954, fitted to dense \
+         models of\n\
          \x20 1e17 to 2e19 FLOPs); a start for a sweep, no promise\n\
          \x20 {}",
         short_count(tokens),
@@ -216,7 +230,8 @@ fn stage_lines(number: usize, stage: &StagePlan, num_stages: usize) -> Vec<Strin
             stage.micro_batches
         ),
         format!(
-            "             {} FLOPs a token executed, {} dense equivalent ({:.2}x); {:.1} keys a query, attention {:.1} %",
+            "             {} FLOPs a token executed, {} dense equivalent ({:.2}x); {:.1} keys a query, \
+             attention {:.1} %",
             exponent(stage.executed_flops_per_token),
             exponent(stage.dense_flops_per_token),
             stage.dense_flops_per_token / stage.executed_flops_per_token,
@@ -249,7 +264,8 @@ fn ranks_line(together: &RanksPlan) -> String {
         hosts => format!("on {hosts} hosts, one 400 Gb/s card each assumed"),
     };
     format!(
-        "  together   {} processes {hosts}: {sums:.1} ms of gradient sums and {gathered:.1} ms of gathered weights a step, while the passes run; \
+        "  together   {} processes {hosts}: {sums:.1} ms of gradient sums and {gathered:.1} ms of gathered weights a \
+         step, while the passes run; \
          memory below is that of each",
         ranks.size
     )

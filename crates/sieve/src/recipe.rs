@@ -107,7 +107,8 @@ fn find(recipe: &str) -> Result<(String, String)> {
         let mut names = in_folder(Path::new(FOLDER));
         names.extend(shipped::recipe_names().map(str::to_owned));
         format!(
-            "there is no recipe {recipe}\n  looked at: {recipe}, in {FOLDER}/, and inside the program\n  hint: name a file, or one of: {}",
+            "there is no recipe {recipe}\n  looked at: {recipe}, in {FOLDER}/, and inside the program\n  \
+             hint: name a file, or one of: {}",
             list(&names)
         )
     })

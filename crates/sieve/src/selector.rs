@@ -11,7 +11,8 @@ pub(crate) const ABOUT: &str =
     "A sparse method in place of dense attention, NAME:key=value,…; `help` lists all";
 
 /// What `--chunk` takes.
-pub(crate) const ABOUT_CHUNK: &str = "Read prompts in chunks of N tokens, each a call of its own with all keys before it; prefill methods";
+pub(crate) const ABOUT_CHUNK: &str = "Read prompts in chunks of N tokens, each a call of its own with all keys before \
+    it; prefill methods";
 
 /// A selector for a model, on whole prompts or in chunks.
 pub(crate) fn selection(
@@ -51,7 +52,8 @@ pub(crate) fn summary(selector: &Selector, totals: &SelectionTotals) -> String {
     );
     if totals.dense_calls > 0 {
         text += &format!(
-            "; {} of {} calls ran dense (shorter than min_prefill_tokens, in a dense layer, or the method keeps everything)",
+            "; {} of {} calls ran dense (shorter than min_prefill_tokens, in a dense layer, or the method keeps \
+             everything)",
             totals.dense_calls, totals.calls
         );
     }
@@ -62,7 +64,8 @@ pub(crate) fn summary(selector: &Selector, totals: &SelectionTotals) -> String {
         );
     }
     text += &format!(
-        "\nattention         {:>14}  of {} calls by the GPU's kernel, the others by the CPU; masks of {} made on the GPU; {:.1} MB of q, k and v handed to the CPU",
+        "\nattention         {:>14}  of {} calls by the GPU's kernel, the others by the CPU; masks of {} made on the \
+         GPU; {:.1} MB of q, k and v handed to the CPU",
         totals.kernel_calls,
         totals.calls,
         totals.device_selections,

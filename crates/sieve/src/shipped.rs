@@ -56,7 +56,8 @@ pub(crate) fn choose_text(recipe: &mut Recipe) -> Result<Option<String>> {
     recipe.data.format = DataFormat::Text;
     let num_bytes = OWN_TEXT.iter().map(|(_, text)| text.len() as u64).sum();
     Ok(Some(format!(
-        "text: there is no file of {paths}, so Sieve's own sources and docs are read: {} files, {}, written to {FOLDER}",
+        "text: there is no file of {paths}, so Sieve's own sources and docs are read: {} files, {}, written \
+         to {FOLDER}",
         OWN_TEXT.len(),
         terminal::bytes(num_bytes),
     )))

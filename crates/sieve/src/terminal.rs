@@ -238,9 +238,9 @@ pub(crate) fn duration(seconds: f64) -> String {
     }
 }
 
-/// Replaces the panic report by one line that says what to do with it, on whichever thread it happens. Only TensorBoard's
-/// writer may panic (on a full disk), and readers of damaged data: their owners catch that. A GPU whose memory is full, and a
-/// reference that would hold too many scores, end the program here, as no call could return them.
+/// Replaces the panic report by one line that says what to do with it, on whichever thread it happens. Only
+/// TensorBoard's writer may panic (on a full disk), and readers of damaged data: their owners catch that. A GPU whose
+/// memory is full, and a reference that would hold too many scores, end the program here, as no call could return them.
 pub(crate) fn install_panic_message() {
     std::panic::set_hook(Box::new(|panic| {
         let file = panic.location().map_or("", |place| place.file());
@@ -253,7 +253,8 @@ pub(crate) fn install_panic_message() {
             crate::out_of_memory::message(text)
         });
         if let Some(message) = message {
-            // On the thread that speaks to the GPU: the one that waits for it would wait for ever, or report a second error.
+            // On the thread that speaks to the GPU: the one that waits for it would wait for ever, or report a second
+            // error.
             errors(&format!("error: {message}\n"));
             Exit::Failed.now();
         }

@@ -52,7 +52,8 @@ pub(crate) fn beginning(text: &str, most: usize) -> Option<String> {
 /// What to say of a text file whose lines are JSON.
 pub(crate) fn json_lines(path: &Path) -> String {
     format!(
-        "{} is read as plain text, and its lines are JSON\n  hint: if each line is a document, say so: data.format = \"jsonl\" in a recipe, --format jsonl of a command",
+        "{} is read as plain text, and its lines are JSON\n  \
+         hint: if each line is a document, say so: data.format = \"jsonl\" in a recipe, --format jsonl of a command",
         path.display()
     )
 }

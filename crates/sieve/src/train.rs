@@ -72,7 +72,8 @@ pub(crate) struct TrainArgs {
     /// Continue from this checkpoint instead of the latest; one of another run begins a new output folder
     #[arg(long, value_name = "DIR")]
     resume_from: Option<PathBuf>,
-    /// Begin a new run with this checkpoint's weights, moments and step; the recipe may be another one for the same model
+    /// Begin a new run with this checkpoint's weights, moments and step; the recipe may be another one for the same
+    /// model
     #[arg(long, value_name = "DIR", conflicts_with = "resume_from")]
     branch_from: Option<PathBuf>,
     /// Train once for each value, each in a folder of its own, and compare; several keys give all combinations
@@ -242,7 +243,8 @@ impl TrainArgs {
         if self.resume == Some(Resume::Latest) {
             let kind = clap::error::ErrorKind::ArgumentConflict;
             let text = format!(
-                "--resume and {other} name two places to begin from\n  hint: --resume=auto goes on where there is a run, else begins as {other} says\n"
+                "--resume and {other} name two places to begin from\n  \
+                 hint: --resume=auto goes on where there is a run, else begins as {other} says\n"
             );
             clap::Error::raw(kind, text).exit();
         }
@@ -314,7 +316,8 @@ pub(crate) fn rows_in_parts_need_the_cpu(recipe: &Recipe) -> Result<()> {
     let degree = recipe.parallelism.context_parallel_degree;
     ensure!(
         degree < 2,
-        "parallelism.context_parallel_degree = {degree}: processes share rows on the CPU alone so far\n  hint: add --device cpu, \
+        "parallelism.context_parallel_degree = {degree}: processes share rows on the CPU alone so far\n  \
+         hint: add --device cpu, \
          or --set parallelism.context_parallel_degree=1"
     );
     Ok(())
@@ -396,7 +399,8 @@ fn train<B: TrainBackend>(
             tidy_finished(&folder, recipe)?;
         }
         log.always(&format!(
-            "nothing to do: {} has all {} steps\n  to go on: --resume --extend {}, with a learning-rate schedule of its own for the new steps",
+            "nothing to do: {} has all {} steps\n  \
+             to go on: --resume --extend {}, with a learning-rate schedule of its own for the new steps",
             checkpoint.path.display(),
             recipe.training.steps,
             2 * origin.step(),
@@ -664,7 +668,8 @@ fn finish(log: &Log, summary: &TrainSummary) {
     if let Some(step) = &summary.last_step {
         let attention = &step.attention;
         log.line(&format!(
-            "mask: density {:.3}, {:.1} keys a query, {:.1} % of keys never seen, {:.1} % of queries that see their own key in no head",
+            "mask: density {:.3}, {:.1} keys a query, {:.1} % of keys never seen, {:.1} % of queries that see their \
+             own key in no head",
             attention.density,
             attention.mean_active_keys,
             100.0 * attention.never_active,

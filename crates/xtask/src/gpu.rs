@@ -71,8 +71,8 @@ pub(crate) fn run() -> Result<()> {
     run_program(&program, &[])
 }
 
-/// Runs all of it, or only the tools named, with a `sieve` that is there: on a machine without cargo or the sources. Words
-/// that begin with `--` go to `kernels check`, for example `--nsa`.
+/// Runs all of it, or only the tools named, with a `sieve` that is there: on a machine without cargo or the sources.
+/// Words that begin with `--` go to `kernels check`, for example `--nsa`.
 pub(crate) fn run_program(program: &Path, words: &[&str]) -> Result<()> {
     let (options, only): (Vec<&str>, Vec<&str>) = words.iter().partition(|x| x.starts_with("--"));
     let known = |name: &&str| *name == PLAIN || TOOLS.iter().any(|tool| tool.name == *name);

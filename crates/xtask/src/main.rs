@@ -20,14 +20,16 @@ use std::process::ExitCode;
 
 const USAGE: &str = "cargo xtask <command>
 
-  check [--gpu]          fmt, tidy, clippy, tests, kernels: what CI runs, cheapest first; --gpu adds `sieve kernels check`
+  check [--gpu]          fmt, tidy, clippy, tests, kernels: what CI runs, cheapest first; --gpu adds `sieve kernels \
+  check`
                          and all tools of compute-sanitizer, and fails where there is no GPU
   check --gpu SIEVE [kernels|memcheck|synccheck|initcheck|racecheck ..] [--nsa|--mla|--sparse]
                          the GPU's part alone, or only what is named, with a program that is there: needs neither cargo
                          nor the sources, so both programs can be carried to a machine with a GPU
   tidy                   arrows between crates, features, file lengths, kernel headers, forbidden words
   dist [--without-kernels]
-                         one archive of the program, recipes, docs, licences and compiled kernels; unpacks it into an empty
+                         one archive of the program, recipes, docs, licences and compiled kernels; unpacks it into an \
+                         empty
                          folder and runs it there with nothing in PATH
   book                   docs/ as a book, by mdbook, which must be installed; tidy checks its links
   kernels [--arch A]     compile kernels/manifest.toml with nvcc (installed into target/cuda-venv when missing), print

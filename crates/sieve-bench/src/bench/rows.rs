@@ -395,7 +395,8 @@ fn token(bench: &Bench<'_>, shape: AttentionShape) -> Qkv {
     )
 }
 
-/// The shapes of Table 2 of arXiv:2508.02124, forward passes: dense, and DMA with its selection. The first scores asked for.
+/// The shapes of Table 2 of arXiv:2508.02124, forward passes: dense, and DMA with its selection. The first scores asked
+/// for.
 pub(crate) fn table2(bench: &mut Bench<'_>) -> Result<()> {
     const KEPT: usize = 2048;
     let mut shapes: Vec<AttentionShape> = (8..16)

@@ -1,4 +1,5 @@
-//! How time and memory of a forward and backward pass grow: every kind with the length of a row, DMA with the keys it keeps.
+//! How time and memory of a forward and backward pass grow: every kind with the length of a row, DMA with the keys it
+//! keeps.
 use super::Bench;
 use super::inputs::Inputs;
 use super::row::Growth;

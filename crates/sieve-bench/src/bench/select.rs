@@ -1,4 +1,5 @@
-//! Rows of selectors from end to end: selection, attention under its mask, both; beside dense attention of the same operands.
+//! Rows of selectors from end to end: selection, attention under its mask, both; beside dense attention of the same
+//! operands.
 use super::Bench;
 use super::rows::{forward_flops, shape};
 use crate::device::Device;
@@ -36,8 +37,8 @@ const SELECTORS: [&str; 11] = [
     "delta:base=xattention,base.stride=16",
 ];
 
-/// Operands with the structure of attention: neighbouring tokens share a topic, a query looks for its own and for earlier
-/// ones, and for the first tokens.
+/// Operands with the structure of attention: neighbouring tokens share a topic, a query looks for its own and for
+/// earlier ones, and for the first tokens.
 mod generator {
     /// Tokens of a topic.
     pub(super) const TOPIC: usize = 256;

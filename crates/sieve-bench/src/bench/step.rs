@@ -1,4 +1,5 @@
-//! The kernels around attention, and products, at the sizes of two models' steps: 1.7B (rows of 2048 columns) and 80M (768).
+//! The kernels around attention, and products, at the sizes of two models' steps: 1.7B (rows of 2048 columns) and 80M
+//! (768).
 use super::Bench;
 use crate::device::Device;
 use crate::error::Result;

@@ -44,8 +44,8 @@ impl Tensors {
     }
 }
 
-/// Inputs, outputs and gradients of latent attention from the projections on. Keys are wider than values by their rotated
-/// part.
+/// Inputs, outputs and gradients of latent attention from the projections on. Keys are wider than values by their
+/// rotated part.
 pub(super) fn mla<B: Place>(case: Case, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
     let mut tensors = Tensors {
         list: Vec::new(),

@@ -1,5 +1,5 @@
-//! The loss's launch wrapper itself: vocabularies of any size, logits in bf16 and f32, gradients beside the logits and in
-//! their place, ignored labels and wrong ones.
+//! The loss's launch wrapper itself: vocabularies of any size, logits in bf16 and f32, gradients beside the logits and
+//! in their place, ignored labels and wrong ones.
 use super::wrappers::{Calls, Outcome, same, text};
 use crate::bar::Bar;
 use crate::device::Device;
@@ -9,8 +9,8 @@ use burn::tensor::DType;
 use sieve_kernels::{CudaTensor, LogitRows, cross_entropy, cross_entropy_with_gradients};
 use sieve_testing::round_bf16;
 
-/// Rows and vocabulary. The kernel keeps the first columns in registers and reads those past 28,672 (bf16) or 16,384 (f32)
-/// again.
+/// Rows and vocabulary. The kernel keeps the first columns in registers and reads those past 28,672 (bf16) or 16,384
+/// (f32) again.
 const SIZES: &[[usize; 2]] = &[
     [1, 1],
     [7, 13],

@@ -43,8 +43,8 @@ impl Document {
     /// Applies `section.key=value` items in order; what cannot be applied becomes a mistake.
     ///
     /// The value is read as TOML, else taken as a bare string. Choosing another `attention.kind` here drops the keys of
-    /// the text's kind, choosing another tokenizer source drops the text's, and choosing a preset drops what it sets, so
-    /// that one override is enough.
+    /// the text's kind, choosing another tokenizer source drops the text's, and choosing a preset drops what it sets,
+    /// so that one override is enough.
     pub(super) fn apply(&mut self, overrides: &[String]) {
         let mut set = BTreeSet::new();
         for item in overrides {

@@ -59,7 +59,8 @@ pub enum RecipeError {
     },
     /// A path holds a `$` that begins no variable.
     #[error(
-        "{path}: the $ at character {position} begins no variable\n  hint: write $NAME, ${{NAME}}, or $$ for a dollar sign"
+        "{path}: the $ at character {position} begins no variable\n  \
+         hint: write $NAME, ${{NAME}}, or $$ for a dollar sign"
     )]
     BadVariable {
         /// The path as written.

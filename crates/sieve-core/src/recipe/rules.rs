@@ -275,7 +275,8 @@ fn check_lr_scheduler(
             || format!("is {warmup_steps}, more than training.steps = {steps}"),
             || {
                 format!(
-                    "set lr_scheduler.warmup_steps to {} or less; to try the first steps alone: sieve train --stop-after {steps}",
+                    "set lr_scheduler.warmup_steps to {} or less; to try the first steps alone: sieve train \
+                     --stop-after {steps}",
                     (steps / 5).max(1)
                 )
             },

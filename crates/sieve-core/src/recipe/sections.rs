@@ -157,8 +157,8 @@ impl AttentionKind {
 keys! {
     /// `[tokenizer]`: exactly one of `path`, `numbers` and `train`.
     pub struct TokenizerSection {
-        /// A Hugging Face `tokenizer.json`, or `hf://OWNER/NAME[@REVISION]` for a model's on the hub; expanded as `data.paths`
-        /// are.
+        /// A Hugging Face `tokenizer.json`, or `hf://OWNER/NAME[@REVISION]` for a model's on the hub; expanded as
+        /// `data.paths` are.
         pub path: Option<String>,
         /// One token for each number below this, named by it: for synthetic tasks.
         #[key(size(MAX_VOCAB))]

@@ -230,7 +230,8 @@ impl StartingSize {
             _ => self.num_kv_heads,
         };
         let text = format!(
-            "[model]\nhidden_size = {}\nnum_hidden_layers = {}\nnum_attention_heads = {}\nnum_key_value_heads = {kv_heads}\n\
+            "[model]\nhidden_size = {}\nnum_hidden_layers = {}\nnum_attention_heads = {}\nnum_key_value_heads \
+             = {kv_heads}\n\
              initializer_range = {}\n[attention]\nkind = {:?}\n{attention}\n\
              [tokenizer]\ntrain = {{ vocab_size = {} }}\n[data]\npaths = {paths:?}\n\
              [training]\nsteps = {}\nseq_len = {}\nlocal_batch_size = {}\n[optimizer]\nlr = {}\n\

@@ -1,8 +1,8 @@
 //! Attention of every query over the blocks it chose.
 //!
-//! Work goes block by block, not query by query: within a tile of tokens, the rows that chose a block are put side by side
-//! and multiplied with it as one panel, so the arithmetic is that of dense attention and a block that no row chose costs
-//! nothing. Each row keeps its own running softmax.
+//! Work goes block by block, not query by query: within a tile of tokens, the rows that chose a block are put side by
+//! side and multiplied with it as one panel, so the arithmetic is that of dense attention and a block that no row chose
+//! costs nothing. Each row keeps its own running softmax.
 
 use std::ops::Range;
 
@@ -32,8 +32,8 @@ pub(super) struct Choosers {
 }
 
 impl Choosers {
-    /// Reads the choices of a tile: `chosen(token)` gives the blocks of one of its `num_tokens` tokens, whose own blocks
-    /// are below `num_blocks`.
+    /// Reads the choices of a tile: `chosen(token)` gives the blocks of one of its `num_tokens` tokens, whose own
+    /// blocks are below `num_blocks`.
     ///
     /// Panics on a block that no token of the tile can see.
     #[inline(always)]
@@ -135,8 +135,8 @@ impl<const W: usize> Scratch<W> {
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
-/// - block_indices: `[batch, seq_len, num_kv_heads, num_selected_blocks]`, blocks counted from the document's first token,
-///   none after the query's own, none twice; -1 for none
+/// - block_indices: `[batch, seq_len, num_kv_heads, num_selected_blocks]`, blocks counted from the document's first
+///   token, none after the query's own, none twice; -1 for none
 /// - o: `[batch, seq_len, num_heads, head_dim]`, lse: `[batch, num_heads, seq_len]`; written whole
 ///
 /// # Panics

@@ -1,9 +1,10 @@
 //! Data sets of the Hugging Face hub, named by paths.
 //!
-//! A path is `hf://datasets/OWNER/NAME[@REVISION][/FILES]`, as `huggingface_hub` writes it; FILES is a folder, a file or a
-//! glob, and without it all files with a wanted ending are taken. The listing is made once and kept: from then on the data
-//! set is pinned to that commit, and a preparation needs the network only for files that it has not read yet. A file is
-//! fetched when it is read, a broken transfer goes on where it stopped, and a file that was read to its end is removed.
+//! A path is `hf://datasets/OWNER/NAME[@REVISION][/FILES]`, as `huggingface_hub` writes it; FILES is a folder, a file
+//! or a glob, and without it all files with a wanted ending are taken. The listing is made once and kept: from then on
+//! the data set is pinned to that commit, and a preparation needs the network only for files that it has not read yet.
+//! A file is fetched when it is read, a broken transfer goes on where it stopped, and a file that was read to its end
+//! is removed.
 
 use std::fmt;
 use std::fs;
@@ -50,8 +51,8 @@ pub fn is_hub_tokenizer(path: &str) -> bool {
     is_remote(path)
 }
 
-/// The `tokenizer.json` of a model of the hub, `hf://OWNER/NAME[@REVISION][/FOLDER]`: fetched into the folder of `config`
-/// unless it is there, so that it is asked for once.
+/// The `tokenizer.json` of a model of the hub, `hf://OWNER/NAME[@REVISION][/FOLDER]`: fetched into the folder of
+/// `config` unless it is there, so that it is asked for once.
 ///
 /// # Errors
 /// A path of another form; a hub that cannot be reached or has no such file.
@@ -333,8 +334,8 @@ impl Hub {
         let mut pause = FIRST_PAUSE;
         let mut tries = 1;
         loop {
-            // Each call goes on with what the one before has left. The crate's own tries do not: they begin at byte 0 and
-            // put the file behind the part that is there.
+            // Each call goes on with what the one before has left. The crate's own tries do not: they begin at byte 0
+            // and put the file behind the part that is there.
             match repo.get(name) {
                 Ok(path) => return Ok(path),
                 // The hub has answered; asking again changes nothing.
@@ -388,8 +389,8 @@ impl Hub {
         let _ = fs::remove_file(path);
     }
 
-    /// Removes unfinished files that have all their bytes and only lack their name: asked for the rest of such a file, a
-    /// server answers that there is none.
+    /// Removes unfinished files that have all their bytes and only lack their name: asked for the rest of such a file,
+    /// a server answers that there is none.
     fn drop_whole_parts(&self, file: &RemoteFile) {
         let folder = format!("datasets--{}", file.repo.replace('/', "--"));
         let blobs = self.config.dir.join(folder).join("blobs");

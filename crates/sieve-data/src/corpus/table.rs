@@ -170,7 +170,8 @@ mod tests {
         group.close().expect("whole");
         writer.close().expect("whole");
         let (_folder, path) = written("rows.parquet", &bytes);
-        let lines = "{\"choices\":{\"text\":[\"x\",\"y\"]},\"label\":1}\n{\"choices\":{\"text\":[\"z\"]},\"label\":0}\n";
+        let lines = "{\"choices\":{\"text\":[\"x\",\"y\"]},\"label\":1}\n{\"choices\":{\"text\":[\"z\"]},\
+            \"label\":0}\n";
         let (_other, lines) = written("rows.jsonl", lines.as_bytes());
         assert_eq!(
             read_table(&path).expect("parquet"),

@@ -48,8 +48,8 @@ impl MqarPart {
 
 /// Kinds of samples in the proportion of their numbers, packed into rows.
 ///
-/// A row holds as many samples of *one* kind as fit, each a document of its own, so that attention does not cross from one
-/// to the next and packing changes nothing; then padding.
+/// A row holds as many samples of *one* kind as fit, each a document of its own, so that attention does not cross from
+/// one to the next and packing changes nothing; then padding.
 #[derive(Debug, Clone)]
 pub struct MqarMixture {
     parts: Vec<Part>,
@@ -76,8 +76,8 @@ struct Shuffled {
 }
 
 impl MqarMixture {
-    /// Rows in a mixed order, fixed by `seed`, that never ends: to train with. Each part is permuted anew in each of its
-    /// epochs.
+    /// Rows in a mixed order, fixed by `seed`, that never ends: to train with. Each part is permuted anew in each of
+    /// its epochs.
     ///
     /// # Errors
     /// No parts, a part without samples or with samples longer than `seq_len`, and those of [`MqarConfig::validate`].

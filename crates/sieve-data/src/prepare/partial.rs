@@ -1,7 +1,8 @@
 //! How far an unfinished preparation has come, so that the next one goes on instead of beginning again.
 //!
-//! `prepare.state.json` says how much of each temporary file counts. It is replaced (never changed) after those files are
-//! fsynced, so whatever a kill leaves behind the counted part is cut off, and the result is the same as without the kill.
+//! `prepare.state.json` says how much of each temporary file counts. It is replaced (never changed) after those files
+//! are fsynced, so whatever a kill leaves behind the counted part is cut off, and the result is the same as without the
+//! kill.
 
 use std::collections::HashSet;
 use std::fs;

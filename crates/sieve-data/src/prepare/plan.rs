@@ -154,8 +154,8 @@ impl Plan<'_> {
         Ok(meta)
     }
 
-    /// Reads one corpus to its end, into split `train_split` or, for `None`, into the validation split. Returns the hashes
-    /// of the texts seen.
+    /// Reads one corpus to its end, into split `train_split` or, for `None`, into the validation split. Returns the
+    /// hashes of the texts seen.
     fn read(
         &self,
         corpus: &Corpus,

@@ -139,7 +139,8 @@ fn truncation_and_padding_in_the_file_lose_nothing() {
     let path = dir.path().join("tokenizer.json");
     small().save(&path).unwrap();
     let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-    json["truncation"] = serde_json::json!({"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0});
+    json["truncation"] = serde_json::json!({"direction": "Right", "max_length": 3,
+        "strategy": "LongestFirst", "stride": 0});
     json["padding"] = serde_json::json!({"strategy": {"Fixed": 500}, "direction": "Right", "pad_to_multiple_of": null,
         "pad_id": 1, "pad_type_id": 0, "pad_token": "<|pad|>"});
     fs::write(&path, json.to_string()).unwrap();
@@ -245,7 +246,11 @@ fn the_fast_way_is_taken_where_it_fits_and_nowhere_else() {
 fn a_file_of_qwens_kind_works() {
     let mut json: serde_json::Value = serde_json::from_str(&json(&small())).unwrap();
     json["normalizer"] = serde_json::json!({"type": "NFC"});
-    let pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    let pattern = [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ]
+    .concat();
     json["pre_tokenizer"] = serde_json::json!({"type": "Sequence", "pretokenizers": [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false},
         {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false}]});

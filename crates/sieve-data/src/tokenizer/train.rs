@@ -57,7 +57,8 @@ impl Tokenizer {
     ) -> Result<Self, DataError> {
         if vocab_size < MIN_VOCAB_SIZE {
             let reason = format!(
-                "{vocab_size} is too small: 256 bytes and 2 special tokens take {MIN_VOCAB_SIZE}\n  hint: use {MIN_VOCAB_SIZE} or more"
+                "{vocab_size} is too small: 256 bytes and 2 special tokens take {MIN_VOCAB_SIZE}\n  \
+                 hint: use {MIN_VOCAB_SIZE} or more"
             );
             return Err(DataError::BadSetting {
                 name: "vocab_size",

@@ -1,7 +1,7 @@
 //! GPT-2's splitting of text into words, without a regular expression engine.
 //!
-//! The pattern is `'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+` (Radford et al., 2019), the
-//! first alternative that matches counting. Every character belongs to one of its classes, so words lie end to end.
+//! The pattern is `'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+` (Radford et al., 2019),
+//! the first alternative that matches counting. Every character belongs to one of its classes, so words lie end to end.
 
 use std::sync::LazyLock;
 

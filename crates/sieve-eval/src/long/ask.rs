@@ -82,8 +82,8 @@ pub struct LongReport {
 /// A prefill selector acts on the prompt, and what follows reads everything; a decode selector acts on what follows.
 ///
 /// # Errors
-/// Prompts longer than the model's context, tokens outside its vocabulary, an output that is no number, operands that the
-/// selector refuses.
+/// Prompts longer than the model's context, tokens outside its vocabulary, an output that is no number, operands that
+/// the selector refuses.
 pub fn ask_long<B: SieveBackend>(
     model: &TaskModel<'_, B>,
     texts: &LongTexts,

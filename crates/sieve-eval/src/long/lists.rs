@@ -61,8 +61,10 @@ fn chain(random: &mut Random, noises: usize, letters: usize) -> (String, Vec<Str
     }
     let context = sentences.join(" ");
     let text = format!(
-        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find all \
-         variables that are assigned the value {value} in the text above. Answer: According to the chain(s) of variable \
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: \
+         Find all \
+         variables that are assigned the value {value} in the text above. Answer: According to the chain(s) of \
+         variable \
          assignment in the text above, {CHAIN} variables are assgined the value {value}, they are:"
     );
     (text, variables)
@@ -115,8 +117,10 @@ fn word_list(
     random.shuffle(&mut list);
     let context = numbered(&list);
     let text = format!(
-        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear \
-         most often.\n{context}\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 words that \
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones \
+         that appear \
+         most often.\n{context}\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 \
+         words that \
          appear most often in the list are:"
     );
     (text, common.to_vec())
@@ -128,8 +132,8 @@ fn numbered<T: AsRef<str>>(words: &[T]) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// Coded words, of which the one of rank k stands `N k^-2 / zeta(2)` times; ranks 2, 3 and 4 are asked for, and rank 1 is
-/// dots.
+/// Coded words, of which the one of rank k stands `N k^-2 / zeta(2)` times; ranks 2, 3 and 4 are asked for, and rank 1
+/// is dots.
 pub(super) fn frequent_words(random: &mut Random, size: Size) -> LongSample {
     let num_words = (size.length / 50).max(4);
     let mut words: Vec<String> = vec!["...".to_owned()];
@@ -144,8 +148,10 @@ pub(super) fn frequent_words(random: &mut Random, size: Size) -> LongSample {
         .collect();
     random.shuffle(&mut coded);
     let prompt = format!(
-        "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared \
-         coded words. {}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most \
+        "Read the following coded text and track the frequency of each coded word. Find the three most frequently \
+         appeared \
+         coded words. {}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three \
+         most \
          frequently appeared words in the above coded text? Answer: According to the coded text above, the three most \
          frequently appeared words are:",
         coded.join(" ")

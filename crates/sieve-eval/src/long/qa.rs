@@ -139,7 +139,8 @@ impl QaData {
         }
     }
 
-    /// A question with its documents and others up to `parts`; the documents that answer are there even where they are more.
+    /// A question with its documents and others up to `parts`; the documents that answer are there even where they are
+    /// more.
     pub(super) fn sample(&self, random: &mut Random, parts: usize) -> LongSample {
         let asked = random.below(self.questions.len());
         let question = &self.questions[asked];
@@ -162,7 +163,8 @@ impl QaData {
         let documents =
             documents.map(|(n, &one)| format!("Document {}:\n{}", n + 1, self.documents[one]));
         let context = documents.collect::<Vec<_>>().join("\n\n");
-        let order = "Answer the question based on the given documents. Only give me the answer and do not output any other words.";
+        let order = "Answer the question based on the given documents. Only give me the answer and do not output any \
+            other words.";
         let place = chosen.iter().position(|one| *one == question.gold[0]);
         LongSample {
             prompt: format!(

@@ -17,7 +17,8 @@ pub(super) fn passkey(random: &mut Random, parts: usize) -> LongSample {
     let wrong = wrong(&context, || random.number(5));
     LongSample {
         prompt: format!(
-            "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you about \
+            "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz \
+             you about \
              the important information there.\n{context}\nWhat is the pass key? The pass key is"
         ),
         references: vec![key],
@@ -40,7 +41,8 @@ pub(super) fn key_value(random: &mut Random, parts: usize) -> LongSample {
     let wrong = wrong(&context, || random.uuid());
     LongSample {
         prompt: format!(
-            "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{{{context}}}\n\nKey: \
+            "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON \
+             data:\n{{{context}}}\n\nKey: \
              \"{key}\"\nCorresponding value:"
         ),
         references: vec![value.clone()],

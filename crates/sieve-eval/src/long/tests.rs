@@ -16,13 +16,15 @@ fn source() -> LongSource {
     let squad = serde_json::json!({"data": (0..6).map(|article| serde_json::json!({"paragraphs": (0..4).map(|n| {
         let number = article * 4 + n;
         serde_json::json!({"context": format!("In year {number} the town {number} had mayor M{number}X."),
-            "qas": [{"question": format!("Who was mayor of town {number}?"), "answers": [{"text": format!("M{number}X")}, {"text": format!("mayor M{number}X")}]},
+            "qas": [{"question": format!("Who was mayor of \
+             town {number}?"), "answers": [{"text": format!("M{number}X")}, {"text": format!("mayor M{number}X")}]},
                 {"question": "no?", "is_impossible": true, "answers": []}]})
     }).collect::<Vec<_>>()})).collect::<Vec<_>>()});
     let hotpot: Vec<_> = (0..20)
         .map(|n| {
             serde_json::json!({"question": format!("Where does river {n} end?"), "answer": format!("sea S{n}X"),
-            "context": [[format!("River {n}"), [format!("River {n} flows. "), format!("It ends in sea S{n}X.")]], ["Other", ["Nothing here."]]]})
+            "context": [[format!("River {n}"), [format!("River {n} flows. "), format!("It ends in sea \
+             S{n}X.")]], ["Other", ["Nothing here."]]]})
         })
         .collect();
     let parse = |value: String| Some(QaData::parse("a file", &value).expect("published form"));

@@ -64,8 +64,8 @@ pub struct Haystack {
 }
 
 impl Haystack {
-    /// The first `num_tokens` tokens of documents laid end to end, without their end-of-document tokens; fewer if there are no
-    /// more.
+    /// The first `num_tokens` tokens of documents laid end to end, without their end-of-document tokens; fewer if there
+    /// are no more.
     ///
     /// # Errors
     /// A document that cannot be read.
@@ -129,8 +129,8 @@ impl Haystack {
         self.tokens.len()
     }
 
-    /// Its first `len` tokens with `needle` inside, and the needle's place: at `depth` % of them, moved back to the sentence
-    /// that ends before it, or to the beginning; at 100 % after them all.
+    /// Its first `len` tokens with `needle` inside, and the needle's place: at `depth` % of them, moved back to the
+    /// sentence that ends before it, or to the beginning; at 100 % after them all.
     pub(super) fn with_needle(&self, len: usize, depth: f64, needle: &[u32]) -> (Vec<u32>, usize) {
         let wanted = (len as f64 * depth / 100.0).round() as usize;
         let place = match wanted >= len {

@@ -24,9 +24,9 @@ pub struct Extrapolation {
 
 /// Predicts the same tokens behind contexts of several lengths, the first of them the one to compare with.
 ///
-/// A document is cut into pieces one token longer than the longest context; what remains is left out, and so are shorter
-/// documents. In each piece the last tokens are predicted, half as many as the first context has, from as many of the tokens
-/// before as a context holds.
+/// A document is cut into pieces one token longer than the longest context; what remains is left out, and so are
+/// shorter documents. In each piece the last tokens are predicted, half as many as the first context has, from as many
+/// of the tokens before as a context holds.
 ///
 /// # Errors
 /// Those of [`perplexity`](super::perplexity); no document with so many tokens.

@@ -12,8 +12,8 @@ use sieve_ops::SieveBackend;
 /// What a number that is not there is called; never an answer.
 const NO_NUMBER: &str = "[invalid]";
 
-/// Greedy text after each prompt: up to the first stop string, the end of the document or `max_new_tokens`. Prompts are read
-/// one by one, and many texts go on together.
+/// Greedy text after each prompt: up to the first stop string, the end of the document or `max_new_tokens`. Prompts are
+/// read one by one, and many texts go on together.
 pub(super) fn answers<B: SieveBackend>(
     model: &TaskModel<'_, B>,
     prompts: &[Vec<u32>],

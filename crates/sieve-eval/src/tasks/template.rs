@@ -114,7 +114,8 @@ impl Template {
             }
             let Some((place, after)) = rest.split_once('}').filter(|_| brace == "{") else {
                 return Err(format!(
-                    "the template {text:?} has a single {brace}\n  hint: write {{column}} for a place, {brace}{brace} for a brace"
+                    "the template {text:?} has a single {brace}\n  \
+                     hint: write {{column}} for a place, {brace}{brace} for a brace"
                 ));
             };
             rest = after;

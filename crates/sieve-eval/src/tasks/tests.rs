@@ -371,7 +371,8 @@ fn answers_of_many_prompts_are_those_of_each_alone() {
     let folder = tempfile::tempdir().expect("a folder");
     let tokenizer = tokenizer(folder.path());
     let device = Default::default();
-    let text = "measure = \"generation\"\nprompt = \"{q}\"\nanswers = \"a\"\nmax_new_tokens = 9\nstop = [\"t1\", \"t2\"]";
+    let text = "measure = \"generation\"\nprompt = \"{q}\"\nanswers = \"a\"\nmax_new_tokens = 9\nstop = [\"t1\", \
+        \"t2\"]";
     let task = Task::parse("mine.toml", text).expect("a task");
     let prompts: Vec<Vec<u32>> = (0..70usize)
         .map(|n| (0..n % 13).map(|k| ((n * 5 + k * k) % 30) as u32).collect())

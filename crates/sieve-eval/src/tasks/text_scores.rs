@@ -168,8 +168,8 @@ fn classification(text: &str, answer: &str, classes: &[String]) -> f64 {
         .iter()
         .filter(|class| text.contains(*class))
         .collect();
-    // A class inside the right one's name does not count against it. The scorer takes entries out of the list that it walks
-    // over, and so passes over the entry behind each.
+    // A class inside the right one's name does not count against it. The scorer takes entries out of the list that it
+    // walks over, and so passes over the entry behind each.
     let mut at = 0;
     while at < named.len() {
         if answer.contains(named[at].as_str()) && named[at] != answer {
@@ -264,7 +264,8 @@ fn matching(a: &[char], b: &[char]) -> usize {
 mod tests {
     use super::*;
 
-    /// Texts and the numbers of lm-evaluation-harness's `longbench/metrics.py` for them (tests/python/longbench_scores.py).
+    /// Texts and the numbers of lm-evaluation-harness's `longbench/metrics.py` for them
+    /// (tests/python/longbench_scores.py).
     #[test]
     fn scores_are_those_of_the_scorer() {
         let golden: Vec<serde_json::Value> = serde_json::from_str(include_str!(

@@ -6,7 +6,8 @@ use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const HINT: &str = "Qwen3ForCausalLM, DogeForCausalLM (dense feed-forward, plain rotary embedding) and own exports can be imported";
+const HINT: &str = "Qwen3ForCausalLM, DogeForCausalLM (dense feed-forward, plain rotary embedding) and own exports \
+    can be imported";
 
 /// What of a `config.json` a recipe can say.
 pub(super) struct HfConfig {
@@ -217,7 +218,8 @@ impl HfConfig {
         })
     }
 
-    /// A recipe of the model. `transformers` says nothing of training: what stands here is a careful fine-tuning to edit.
+    /// A recipe of the model. `transformers` says nothing of training: what stands here is a careful fine-tuning to
+    /// edit.
     pub(super) fn recipe_toml(&self, residual_scale: bool) -> String {
         let seq_len = self.max_positions.min(2048);
         format!(

@@ -1,10 +1,11 @@
 //! The Hopper family (`sm_90a`) of the attention kernels: when it is taken, its tilings, and its tensor maps.
 //!
-//! Buffers and params words are those of the portable kernels, so that a launch differs in kernel, grid and maps alone: `launch` chooses them.
+//! Buffers and params words are those of the portable kernels, so that a launch differs in kernel, grid and maps alone:
+//! `launch` chooses them.
 //!
 //! | device | widths | forward, row sums, backward | dq in a fixed order |
 //! |---|---|---|---|
-//! | compute capability 9.0, unless [`use_portable_kernels_only`]`(true)` | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu`; lists of odd groups at 128: portable |
+//! | compute capability 9.0, unless [`use_portable_kernels_only`] | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu`; lists of odd groups at 128: portable |
 //! | the same | keys of 192 and values of 128, neighbours without a bias | `hopper_attention_*.cu` | the portable kernels |
 //! | any other, or other widths | 16 to 256 | the portable kernels | the portable kernels |
 //!
@@ -130,8 +131,8 @@ pub(crate) fn has_hopper_form(shape: &AttentionShape, source: KeySource) -> bool
     }
 }
 
-/// Whether the fixed-order dq kernel has a form for these widths: gathered keys of one head a tile would spill at 128, and
-/// wider keys do not fit beside the output's gradient.
+/// Whether the fixed-order dq kernel has a form for these widths: gathered keys of one head a tile would spill at 128,
+/// and wider keys do not fit beside the output's gradient.
 pub(crate) fn has_hopper_gradient(shape: &AttentionShape, source: KeySource) -> bool {
     match shape.head_dim {
         64 => true,

@@ -30,7 +30,8 @@ impl<'a> PassInputs<'a> {
     /// read: they must be among the launch's tensors.
     ///
     /// # Errors
-    /// [`KernelError::DeviceLimit`] when no tiling fits the device, [`KernelError::Layout`] when heads cannot be walked.
+    /// [`KernelError::DeviceLimit`] when no tiling fits the device, [`KernelError::Layout`] when heads cannot be
+    /// walked.
     pub(crate) fn by_query(
         &self,
         pass: QueryPass,
@@ -50,8 +51,8 @@ impl<'a> PassInputs<'a> {
         Ok((tiling.kernel(shape, source), grid, Vec::new()))
     }
 
-    /// Kernel, keys of a block of threads and maps of a pass that keeps keys in place and makes these gradients. The maps
-    /// are of q and d_o, which must be among the launch's tensors.
+    /// Kernel, keys of a block of threads and maps of a pass that keeps keys in place and makes these gradients. The
+    /// maps are of q and d_o, which must be among the launch's tensors.
     ///
     /// # Errors
     /// Those of [`by_query`](Self::by_query).

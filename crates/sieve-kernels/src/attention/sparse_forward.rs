@@ -20,8 +20,8 @@ const HOPPER_ROWS: usize = 128;
 pub enum SparseKeyReads {
     /// One by one: any mask.
     Keys,
-    /// Whole tiles by the copy engine: key tiles that are multiples of [`KEYS_OF_A_BOX`], in order, without single keys. It
-    /// also reads keys of a listed tile that no query sees.
+    /// Whole tiles by the copy engine: key tiles that are multiples of [`KEYS_OF_A_BOX`], in order, without single
+    /// keys. It also reads keys of a listed tile that no query sees.
     Tiles,
 }
 
@@ -40,16 +40,17 @@ impl SparseKeyReads {
     }
 }
 
-/// Attention of the last `mask.num_queries` tokens of `qkv` (one row) over the keys that the mask names; rows that the mask
-/// calls dense over all keys not after them. `data` is the mask's data on the device, i32. A query that sees nothing gets
-/// `o = 0`, `lse = -inf`.
+/// Attention of the last `mask.num_queries` tokens of `qkv` (one row) over the keys that the mask names; rows that the
+/// mask calls dense over all keys not after them. `data` is the mask's data on the device, i32. A query that sees
+/// nothing gets `o = 0`, `lse = -inf`.
 ///
 /// # Shapes
 /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
 /// - returns o bf16 `[1, num_queries, num_heads, head_dim]` and lse f32 `[1, num_heads, num_queries]`
 ///
 /// # Errors
-/// Another type than bf16, sizes that do not fit the mask, values of another width than keys, a scale that is not positive.
+/// Another type than bf16, sizes that do not fit the mask, values of another width than keys, a scale that is not
+/// positive.
 pub fn sparse_attention_forward(
     qkv: &Qkv,
     mask: &MaskLayout,
@@ -164,8 +165,9 @@ pub fn sparse_attention_forward(
                 (kernel, [num_tiles * parts, num_heads, 1], Vec::new())
             }
         };
-        // SAFETY: sizes, strides and types checked above; whoever made the mask vouches for every index; the mask's query
-        // tiles cover every row, whose o and lse are written; the maps are of k and v, which are among the tensors.
+        // SAFETY: sizes, strides and types checked above; whoever made the mask vouches for every index; the mask's
+        // query tiles cover every row, whose o and lse are written; the maps are of k and v, which are among the
+        // tensors.
         unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }
     };
     launch(&Rows {

@@ -23,7 +23,8 @@ const NAME: &str = "dma_attention_backward";
 /// stays small beside the sums of dk and dv.
 const SUPER_BLOCKS_PER_LAUNCH: usize = 16;
 
-/// Queries of a row whose f32 sums of dq exist together where their order is free; the buffer is padded to super-blocks.
+/// Queries of a row whose f32 sums of dq exist together where their order is free; the buffer is padded to
+/// super-blocks.
 pub fn dq_sum_queries(seq_len: usize) -> usize {
     seq_len.min(SUPER_BLOCKS_PER_LAUNCH * SUPER_BLOCK)
 }
@@ -63,8 +64,8 @@ pub(crate) fn listed_attention_backward(
 }
 
 /// Writes the gradient of the queries, and adds those of the keys, before their scale, and of the values to f32 sums
-/// `[batch, num_kv_heads, seq_len, width]` in the column order of the kernels. The sums of listed keys were cleared; others
-/// are not touched. Returns the gradient of the bias.
+/// `[batch, num_kv_heads, seq_len, width]` in the column order of the kernels. The sums of listed keys were cleared;
+/// others are not touched. Returns the gradient of the bias.
 pub(crate) fn listed_key_sums(
     call: &AttentionGradients,
     delta: Option<&CudaTensor>,

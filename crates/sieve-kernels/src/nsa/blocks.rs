@@ -30,7 +30,8 @@ pub fn nsa_blocks(
     forward(qkv, Some(positions), documents, blocks)
 }
 
-/// Means of the keys, and of the values, of every compressed block: bf16 `[2, batch * num_slots * num_kv_heads, head_dim]`.
+/// Means of the keys, and of the values, of every compressed block: bf16
+/// `[2, batch * num_slots * num_kv_heads, head_dim]`.
 ///
 /// # Errors
 /// As [`nsa_blocks`].
@@ -85,13 +86,14 @@ fn forward(
     tensors.extend(positions.iter().flatten());
     tensors.push(&y);
     let kernel = nsa_blocks_kernel(positions.is_none());
-    // SAFETY: sizes, strides and types checked above; reads keys and values inside documents, writes every element of y.
+    // SAFETY: sizes, strides and types checked above; reads keys and values inside documents, writes every element of
+    // y.
     unsafe { kernel.launch([num_slots, 2, shape.batch], &tensors, &params) }?;
     Ok(y)
 }
 
-/// `[dqkv, dk_positions, dv_positions]` of [`nsa_blocks`] for a packed `qkv` of `shape`: dqkv bf16, zero for queries; the
-/// others f32.
+/// `[dqkv, dk_positions, dv_positions]` of [`nsa_blocks`] for a packed `qkv` of `shape`: dqkv bf16, zero for queries;
+/// the others f32.
 ///
 /// # Errors
 /// Types or sizes that do not fit.

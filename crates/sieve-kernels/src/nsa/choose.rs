@@ -14,15 +14,16 @@ const NAME: &str = "nsa_choose";
 /// Bytes of the importances that a launch leaves for the next one.
 const IMPORTANCE_BYTES: usize = 256 << 20;
 
-/// Rows of a tile of the portable nsa_importance, a query's heads side by side, and the columns of its table of probabilities.
+/// Rows of a tile of the portable nsa_importance, a query's heads side by side, and the columns of its table of
+/// probabilities.
 const TILE_ROWS: usize = 64;
 const TILE_PITCH: usize = 64 + 32 + 1;
 
 /// Queries of nsa_choose's blocks of threads.
 const CHOOSE_QUERIES: usize = 8;
 
-/// The blocks of each query, i32 `[batch, seq_len, num_kv_heads, num_selected_blocks]`, from the compressed branch's keys
-/// (the first half of `compressed`) and log-sum-exp.
+/// The blocks of each query, i32 `[batch, seq_len, num_kv_heads, num_selected_blocks]`, from the compressed branch's
+/// keys (the first half of `compressed`) and log-sum-exp.
 pub(super) fn nsa_choose(
     qkv: &Qkv,
     compressed: &CudaTensor,

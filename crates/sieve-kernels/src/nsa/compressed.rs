@@ -56,7 +56,8 @@ impl Placed {
             nsa_place_kernel(false, sums.is_some()),
             place_params(shape, blocks, 1.0),
         );
-        // SAFETY: `require` checked the sizes; writes the rows of k, v and the sums that the lists name, nobody reads others.
+        // SAFETY: `require` checked the sizes; writes the rows of k, v and the sums that the lists name, nobody reads
+        // others.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
         Ok(Self {
             qkv: Qkv {
@@ -106,8 +107,8 @@ fn lists(
     });
     let tensors = [start, end, &list, &list_len, &tile_window];
     let grid = [super_blocks, heads, batch];
-    // SAFETY: reads the bounds, writes the new tensors within their shapes; entries past a list's padding stay undefined,
-    // and no reader looks there.
+    // SAFETY: reads the bounds, writes the new tensors within their shapes; entries past a list's padding stay
+    // undefined, and no reader looks there.
     unsafe { nsa_compressed_lists_kernel().launch(grid, &tensors, &params) }?;
     Ok(KeyLists {
         list,
@@ -164,8 +165,8 @@ pub fn nsa_compressed_attention_forward(
     Ok((result, indices))
 }
 
-/// `[dqkv, dcompressed]` of [`nsa_compressed_attention_forward`]'s output; the choice has no gradient. dqkv is packed and
-/// zero for keys and values.
+/// `[dqkv, dcompressed]` of [`nsa_compressed_attention_forward`]'s output; the choice has no gradient. dqkv is packed
+/// and zero for keys and values.
 ///
 /// # Errors
 /// As the forward pass.
@@ -218,8 +219,8 @@ pub fn nsa_compressed_attention_backward(
     Ok([dqkv, d_compressed])
 }
 
-/// The kernel that puts compressed keys and values at their blocks' last tokens, with sums of gradients or without, or takes
-/// their gradients from there.
+/// The kernel that puts compressed keys and values at their blocks' last tokens, with sums of gradients or without, or
+/// takes their gradients from there.
 pub(super) fn nsa_place_kernel(take: bool, sums: bool) -> SourceKernel {
     SourceKernel::new("nsa_place")
         .define("TAKE", u8::from(take))

@@ -58,7 +58,8 @@ impl ChoiceLists {
         });
         let grid = [parts, heads, batch];
         let tensors = [indices, doc_start, &counts];
-        // SAFETY: indices name blocks of the query's document at or before it, whose cells are below `cells`; writes all counts.
+        // SAFETY: indices name blocks of the query's document at or before it, whose cells are below `cells`; writes
+        // all counts.
         unsafe { nsa_list_counts_kernel(cells).launch(grid, &tensors, &params) }?;
         let tensors = [
             indices,

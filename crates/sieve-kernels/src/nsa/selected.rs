@@ -20,8 +20,8 @@ const NAME: &str = "nsa_selected_attention";
 /// Bytes of the parts that a launch leaves for nsa_selected_combine.
 pub const NSA_PART_BYTES: usize = 1 << 30;
 
-/// Rows (queries x heads of a group) of a piece of a list, about: enough to pay for a block's keys, few enough to spread the
-/// longest lists.
+/// Rows (queries x heads of a group) of a piece of a list, about: enough to pay for a block's keys, few enough to
+/// spread the longest lists.
 const ITEM_ROWS: usize = 2048;
 
 /// Keys of a block, and rows of a tile of the forward pass.
@@ -180,8 +180,8 @@ impl Work {
 }
 
 /// Causal attention of each query over the tokens of its blocks (`block_indices` i32 `[batch, seq_len, num_kv_heads,
-/// num_selected_blocks]`: counted from the document's first token, none after the query's own, none twice, -1 for none, at
-/// the end). A block that nobody chose is not read.
+/// num_selected_blocks]`: counted from the document's first token, none after the query's own, none twice, -1 for none,
+/// at the end). A block that nobody chose is not read.
 ///
 /// # Errors
 /// Another type than bf16, sizes that do not fit or have no kernel.
@@ -233,7 +233,8 @@ pub fn nsa_selected_attention_forward(
     })
 }
 
-/// Gradients of [`nsa_selected_attention_forward`]: every element of `call.grads`; keys and values that nobody chose get 0.
+/// Gradients of [`nsa_selected_attention_forward`]: every element of `call.grads`; keys and values that nobody chose
+/// get 0.
 ///
 /// # Errors
 /// As the forward pass.

@@ -77,8 +77,8 @@ impl KernelCache {
         self.private
     }
 
-    /// Takes over the kernels that lie compiled below `shipped`, where this cache has none yet: those of the same architecture
-    /// and compiler version, in a folder of this one's name.
+    /// Takes over the kernels that lie compiled below `shipped`, where this cache has none yet: those of the same
+    /// architecture and compiler version, in a folder of this one's name.
     ///
     /// # Errors
     /// [`KernelError::Cache`] when they cannot be copied.

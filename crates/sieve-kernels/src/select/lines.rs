@@ -24,7 +24,8 @@ impl Call<'_> {
             .map(move |first| first..(first + slab).min(kv_heads))
     }
 
-    /// Sums of what the last queries of some heads look at, by key and by distance: f32 `[heads / group, num_keys]` each.
+    /// Sums of what the last queries of some heads look at, by key and by distance: f32 `[heads / group, num_keys]`
+    /// each.
     #[allow(clippy::too_many_arguments, reason = "one launch after another")]
     pub(super) fn probe_sums(
         &self,

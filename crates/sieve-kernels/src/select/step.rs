@@ -90,7 +90,10 @@ impl Call<'_> {
             kernel: NAME,
             what: "selection",
             got: format!("{:?}", self.selection),
-            supported: "one query; blocks of one key, or bounds of every page of heads of 32, 64, ... 256 columns".to_owned(),
+            supported:
+                "one query; blocks of one key, or bounds of every page of heads of 32, 64, ... 256 \
+                columns"
+                    .to_owned(),
         }
     }
 }

@@ -67,8 +67,8 @@ pub fn cross_entropy(
     launch(logits, labels, losses, None)
 }
 
-/// Losses as [`cross_entropy`], and gradients of the logits times `gradient_scale` into `dlogits` bf16, which may be the
-/// logits themselves. The losses are not scaled.
+/// Losses as [`cross_entropy`], and gradients of the logits times `gradient_scale` into `dlogits` bf16, which may be
+/// the logits themselves. The losses are not scaled.
 ///
 /// # Errors
 /// As [`cross_entropy`].

@@ -17,11 +17,12 @@ const GATE_BIAS: [f64; NUM_NSA_BRANCHES] = [-2.0, -2.0, 2.0];
 /// Each query sees every compressed block before it, the tokens of a few blocks that the compressed branch finds
 /// important, and a window; a gate per token, head and branch weighs them.
 ///
-/// The mean of a block is taken over rotated keys and met by rotated queries. The MLP takes keys before rotation, met by
-/// queries before rotation: its positions are learned.
+/// The mean of a block is taken over rotated keys and met by rotated queries. The MLP takes keys before rotation, met
+/// by queries before rotation: its positions are learned.
 #[derive(Module, Debug)]
 pub struct NativeSparseAttention<B: Backend> {
-    /// Packed projection with q/k-norm and RoPE; the keys and values of the window branch, of all where they are shared.
+    /// Packed projection with q/k-norm and RoPE; the keys and values of the window branch, of all where they are
+    /// shared.
     pub qkv: QkvProjection<B>,
     /// Keys and values of the compressed branch, `[2 * num_kv_heads * head_dim, d_model]`; absent where shared.
     pub compress_kv_proj: Option<Linear<B>>,
@@ -151,8 +152,10 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         self.gate(x, o)
     }
 
-    /// The blocks whose tokens each query reads in the selected branch, `[batch, seq_len, num_kv_heads, num_selected_blocks]`:
-    /// counted from the document's first token, ascending, then -1. For measures; [`forward`](Self::forward) chooses the same.
+    /// The blocks whose tokens each query reads in the selected branch,
+    /// `[batch, seq_len, num_kv_heads, num_selected_blocks]`:
+    /// counted from the document's first token, ascending, then -1. For measures; [`forward`](Self::forward) chooses
+    /// the same.
     pub fn block_indices(
         &self,
         x: Tensor<B, 3>,

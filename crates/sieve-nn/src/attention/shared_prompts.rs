@@ -1,5 +1,5 @@
-//! Rows that hold a prompt once for several endings: all that a layer does token by token is done once for the prompt, and
-//! the attention alone sees the prompt again before each ending.
+//! Rows that hold a prompt once for several endings: all that a layer does token by token is done once for the prompt,
+//! and the attention alone sees the prompt again before each ending.
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_ops::Documents;

@@ -110,7 +110,8 @@ fn every_parameter_gets_a_gradient() {
             zero: 0,
         };
         model.visit(&mut missing);
-        // Embedding, final norm, projection; per layer 2 norms, qkv, 2 head norms, o, gate_up, down, 2 scales, A and W_dt.
+        // Embedding, final norm, projection; per layer 2 norms, qkv, 2 head norms, o, gate_up, down, 2 scales, A and
+        // W_dt.
         let per_layer = match attention {
             sieve_core::Attention::Dma(_) => 12,
             // Latent, its norm and the way up and down for the packed projection and the head norms.

@@ -4,8 +4,8 @@ use super::attend::{from_values, values_of};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 
-/// From `[batch, len, heads, width]` of this part to whole rows of every rank's share of the heads. `kinds` says how many
-/// heads follow one another that are shared out alike: queries, keys, values.
+/// From `[batch, len, heads, width]` of this part to whole rows of every rank's share of the heads. `kinds` says how
+/// many heads follow one another that are shared out alike: queries, keys, values.
 pub(super) fn to_heads<B: Backend>(
     links: &dyn RowLinks,
     x: Tensor<B, 4>,

@@ -59,18 +59,20 @@ pub(super) fn block_kept(
         Attention::Mla(mla) => {
             let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
             let queries = q + heads * rope;
-            // Normed stream; latent and rotated key, then normed; packed q, k and v; output. What was packed is not kept.
+            // Normed stream; latent and rotated key, then normed; packed q, k and v; output. What was packed is not
+            // kept.
             let attention = (rank + rope) + rank + (2 * queries + q) + q;
             (common + d_model + attention, lse)
         }
         Attention::Nsa(nsa) => {
             let branches = NUM_NSA_BRANCHES as u64;
-            // Packed tensors before and after norm and rotation: one pair for all branches or one for each. What is normed
-            // alone, for the blocks, is not kept.
+            // Packed tensors before and after norm and rotation: one pair for all branches or one for each. What is
+            // normed alone, for the blocks, is not kept.
             let pairs = nsa.num_kv_copies() as u64;
             let stride = nsa.compress_stride as u64;
             let blocks = match nsa.compress_hidden_size {
-                // Keys and values side by side, and once more as each MLP's input; its hidden layer before and after the ReLU.
+                // Keys and values side by side, and once more as each MLP's input; its hidden layer before and after
+                // the ReLU.
                 Some(hidden) => {
                     let inputs = 4 * kv * nsa.compress_block_size as u64;
                     let hidden = 4 * kv_heads * hidden as u64;
@@ -111,8 +113,8 @@ fn key_list_bytes(shape: &ModelShape, seq_len: usize, window: usize) -> u64 {
     (F32 * words).div_ceil(seq_len as u64)
 }
 
-/// Bytes that the forward pass keeps of one token of a row of `seq_len` over all blocks, when every block that `recomputed` names keeps its input
-/// alone.
+/// Bytes that the forward pass keeps of one token of a row of `seq_len` over all blocks, when every block that
+/// `recomputed` names keeps its input alone.
 pub fn activation_bytes_per_token(
     shape: &ModelShape,
     target: &Target,
@@ -128,7 +130,8 @@ pub fn activation_bytes_per_token(
     blocks.sum()
 }
 
-/// Most bytes that one block's backward pass holds beside what the forward pass kept, gradients of its weights included.
+/// Most bytes that one block's backward pass holds beside what the forward pass kept, gradients of its weights
+/// included.
 pub(super) fn block_temporaries(
     shape: &ModelShape,
     target: &Target,
@@ -145,8 +148,8 @@ pub(super) fn block_temporaries(
         _ => q + 2 * kv,
     };
 
-    // Feed-forward: gradient of the output, of the activation, of gate and up, and the activation once more; a GPU writes
-    // the last two where gate and up and the gradient of the activation lay.
+    // Feed-forward: gradient of the output, of the activation, of gate and up, and the activation once more; a GPU
+    // writes the last two where gate and up and the gradient of the activation lay.
     // A CPU's product also lays the transposed gradient of gate and up out anew.
     let beside = match target {
         Target::Cpu { .. } => 5 * d_ff,
@@ -155,8 +158,8 @@ pub(super) fn block_temporaries(
     let swiglu = times(tokens, (d_model + d_ff + beside) * bytes) + matrix;
     let norm = times(tokens, 4 * d_model * bytes) + 3 * matrix;
 
-    // Attention: the feed-forward's gradients and the stream's; of the output; rotated heads, their gradient, f32 sums of dq.
-    // Gate and up, and the stream between the halves, are gone by then.
+    // Attention: the feed-forward's gradients and the stream's; of the output; rotated heads, their gradient, f32 sums
+    // of dq. Gate and up, and the stream between the halves, are gone by then.
     let kinds = shape.by_kind();
     let sums = kinds
         .iter()

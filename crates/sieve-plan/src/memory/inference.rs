@@ -102,7 +102,8 @@ fn returned_logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64
     times(tokens, copies * row)
 }
 
-/// Memory of bringing a model of another program in: the weights as they were read, a new model, and a copy of its weights.
+/// Memory of bringing a model of another program in: the weights as they were read, a new model, and a copy of its
+/// weights.
 pub fn import_memory(shape: &ModelShape, target: &Target) -> MemoryPlan {
     let parameter_bytes = times(shape.parameters().total(), F32);
     let moment = Moment {

@@ -70,7 +70,8 @@ fn memory_of_dma_80m_on_an_h200() {
     let (tokens, stream) = (16 * 2048, 16 * 2048 * 768 * 2);
     assert_eq!(memory.moment, "the loss");
     assert_eq!(memory.activation_bytes, tokens * 12 * block + stream);
-    // The normed stream and its gradient, 4,736 rows of logits (32,768 in seven even blocks), the embedding's new gradient.
+    // The normed stream and its gradient, 4,736 rows of logits (32,768 in seven even blocks), the embedding's new
+    // gradient.
     let logits = 4736 * 50_304 * 2;
     assert_eq!(
         memory.workspace_bytes,
@@ -92,7 +93,8 @@ fn both_stages_of_dma_1p7b_are_planned() {
     assert_eq!(plan.num_tokens, 40_000 << 20);
     assert_eq!(plan.stages.len(), 2);
     let [first, second] = [&plan.stages[0], &plan.stages[1]];
-    // Nothing is left out at 2048 keys; at 8192 a query sees (2048 / 8192) (8192 - 1023.5) keys in three layers of four.
+    // Nothing is left out at 2048 keys; at 8192 a query sees (2048 / 8192) (8192 - 1023.5) keys in three layers of
+    // four.
     assert_eq!(first.executed_flops_per_token, first.dense_flops_per_token);
     assert_eq!(first.mean_active_keys, 1024.5);
     let sparse = 0.25 * (8192.0 - 1023.5);
@@ -244,16 +246,20 @@ fn measured_peaks_of_1p7b_steps_on_an_h200_are_met_within_a_fiftieth() {
 #[test]
 fn measured_peaks_on_a_cpu_are_met_within_a_sixth() {
     const QUICKSTART: &str = include_str!("../../../../recipes/quickstart.toml");
-    let wide = "model.hidden_size=512 model.intermediate_size=1536 model.num_hidden_layers=6 model.num_attention_heads=8 \
+    let wide = "model.hidden_size=512 model.intermediate_size=1536 model.num_hidden_layers=6 \
+        model.num_attention_heads=8 \
                 training.seq_len=512";
-    let deep = "model.hidden_size=768 model.intermediate_size=2304 model.num_hidden_layers=8 model.num_attention_heads=12 \
+    let deep = "model.hidden_size=768 model.intermediate_size=2304 model.num_hidden_layers=8 \
+        model.num_attention_heads=12 \
                 model.num_key_value_heads=4 attention.kind=mha training.seq_len=128 training.local_batch_size=2";
     let many_rows = "training.local_batch_size=32 training.global_batch_size=64";
     let grouped = "model.num_key_value_heads=4";
     let swa = "attention.kind=swa attention.sliding_window=64";
     let mla = "model.num_key_value_heads=8 attention.kind=mla attention.kv_lora_rank=96 attention.qk_rope_head_dim=32";
-    let small_mla = "model.num_key_value_heads=4 attention.kind=mla attention.kv_lora_rank=96 attention.qk_rope_head_dim=32";
-    let nsa = "attention.kind=nsa attention.compress_block_size=16 attention.compress_stride=8 attention.compress=\"mlp\" \
+    let small_mla = "model.num_key_value_heads=4 attention.kind=mla attention.kv_lora_rank=96 \
+        attention.qk_rope_head_dim=32";
+    let nsa = "attention.kind=nsa attention.compress_block_size=16 attention.compress_stride=8 \
+        attention.compress=\"mlp\" \
                attention.compress_hidden_size=64 attention.select_block_size=16 attention.num_selected_blocks=4 \
                attention.window_size=64";
     let runs = [

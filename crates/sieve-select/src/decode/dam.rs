@@ -1,8 +1,8 @@
-//! DAM (arXiv:2506.11104), as its overview describes it: a map per head from a calibration run, extended beyond it by the
-//! columns and diagonals it has. Results are of this reading.
+//! DAM (arXiv:2506.11104), as its overview describes it: a map per head from a calibration run, extended beyond it by
+//! the columns and diagonals it has. Results are of this reading.
 //!
-//! Maps of a calibration on other texts come from a file. Without one a text calibrates itself: its first `capture` tokens
-//! are read densely, and the map they give is extended over the rest.
+//! Maps of a calibration on other texts come from a file. Without one a text calibrates itself: its first `capture`
+//! tokens are read densely, and the map they give is extended over the rest.
 
 use std::path::Path;
 

@@ -17,8 +17,8 @@ pub enum Step {
 }
 
 impl Selector {
-    /// How a device finds what the last of `shape.num_keys` tokens reads; `None` where the method decodes on the host. `known`
-    /// pages have bounds from earlier tokens.
+    /// How a device finds what the last of `shape.num_keys` tokens reads; `None` where the method decodes on the host.
+    /// `known` pages have bounds from earlier tokens.
     pub fn step(&self, shape: CallShape, layer: usize, known: usize) -> Option<Step> {
         let n = shape.num_keys;
         let shape = CallShape {

@@ -1,5 +1,5 @@
-//! BFLA (Block-Filtered Long-Context Attention): coarse blocks by the largest product of flattened groups, kept by mass,
-//! spread over small tiles, with a local band, a sink and a deterministic rescue of dropped tiles.
+//! BFLA (Block-Filtered Long-Context Attention): coarse blocks by the largest product of flattened groups, kept by
+//! mass, spread over small tiles, with a local band, a sink and a deterministic rescue of dropped tiles.
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};

@@ -162,7 +162,8 @@ fn of_patterns(call: &Call<'_>, patterns: &[Pattern]) -> SparseMask {
     mask
 }
 
-/// The candidate that keeps the most dense mass, for each query head of one long sample. The kept mass is returned with it.
+/// The candidate that keeps the most dense mass, for each query head of one long sample. The kept mass is returned with
+/// it.
 ///
 /// # Errors
 /// None for a call that passed [`Call::new`].

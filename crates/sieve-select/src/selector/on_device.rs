@@ -15,8 +15,8 @@ use crate::prefill::xattention::SampleMode;
 use crate::selector::{Method, Reads, Selector};
 
 impl Selector {
-    /// The selection of a call in a layer as steps of a device; `None` where the method, or one of its settings, selects on the
-    /// host. A call that is dense whatever its operands are has none.
+    /// The selection of a call in a layer as steps of a device; `None` where the method, or one of its settings,
+    /// selects on the host. A call that is dense whatever its operands are has none.
     pub fn block_selection(
         &self,
         shape: CallShape,

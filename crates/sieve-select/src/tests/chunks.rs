@@ -21,7 +21,8 @@ const SAME: &[(&str, usize)] = &[
     ("block_sparse:block=16,topk=2", 16),
     ("oracle_topk:block=8,k=3", 8),
     (
-        "infinitehip:block=8,stride_1=2,chunk_1=16,budget_2=64,stride_2=2,chunk_2=8,budget_3=32,chunk_3=4,budget=16,sink=8,window=16,\
+        "infinitehip:block=8,stride_1=2,chunk_1=16,budget_2=64,stride_2=2,chunk_2=8,budget_3=32,chunk_3=4,budget=16,\
+         sink=8,window=16,\
          prefill_dense_below=0,first_dense_layers=0",
         8,
     ),
@@ -41,7 +42,8 @@ fn rows(mask: &SparseMask) -> Vec<Vec<Vec<i32>>> {
         .collect()
 }
 
-/// What the table of methods says of chunks: the same lists and outputs where it promises them, for the ranges with any cut.
+/// What the table of methods says of chunks: the same lists and outputs where it promises them, for the ranges with any
+/// cut.
 pub(super) fn chunks_agree_as_far_as_promised(method: &str) {
     let promised = [
         "bfla",

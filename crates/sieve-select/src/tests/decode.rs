@@ -18,8 +18,10 @@ const SMALL: &[&str] = &[
     "exact_top:k=7",
     "streamingllm:n_init=2,n_local=6",
     "streamingllm:n_init=2,n_local=6,reindex=true",
-    "infinitehip:block=1,stride_1=1,chunk_1=8,budget_2=32,chunk_2=4,budget_3=16,chunk_3=2,budget=8,sink=4,window=6,refresh_1=1,refresh_2=1,refresh_3=1,first_dense_layers=0",
-    "infinitehip:chunk_1=8,budget_2=32,chunk_2=4,budget_3=16,chunk_3=2,budget=8,sink=4,window=6,refresh_1=8,refresh_2=4,refresh_3=2,gqa=union,first_dense_layers=0",
+    "infinitehip:block=1,stride_1=1,chunk_1=8,budget_2=32,chunk_2=4,budget_3=16,chunk_3=2,budget=8,sink=4,window=6,\
+     refresh_1=1,refresh_2=1,refresh_3=1,first_dense_layers=0",
+    "infinitehip:chunk_1=8,budget_2=32,chunk_2=4,budget_3=16,chunk_3=2,budget=8,sink=4,window=6,refresh_1=8,\
+     refresh_2=4,refresh_3=2,gqa=union,first_dense_layers=0",
     "dma:keep_window_size=7",
     "dma:keep_window_size=7,bias=linear",
     "dam:capture=32,density=0.3",

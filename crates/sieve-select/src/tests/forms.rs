@@ -1,5 +1,5 @@
-//! What holds for every prefill method: the form's rules, and attention over the lists equals the definition. The checks are
-//! run method by method in the parent.
+//! What holds for every prefill method: the form's rules, and attention over the lists equals the definition. The
+//! checks are run method by method in the parent.
 
 use super::{select, selector};
 use crate::test_data::TestCall;

@@ -203,7 +203,8 @@ fn flexprefill_takes_the_estimate_when_it_is_close() {
 #[test]
 fn infinitehip_budget_and_ranges() {
     let data = TestCall::random(&mut Random(62), 300, 300, [1, 1], 16);
-    let text = "infinitehip:block=8,stride_1=2,chunk_1=16,budget_2=96,stride_2=2,chunk_2=8,budget_3=48,stride_3=1,chunk_3=4,budget=16,\
+    let text = "infinitehip:block=8,stride_1=2,chunk_1=16,budget_2=96,stride_2=2,chunk_2=8,budget_3=48,stride_3=1,\
+        chunk_3=4,budget=16,\
                 sink=8,window=16,prefill_dense_below=0,first_dense_layers=0";
     let mask = select(text, &data);
     for row in 0..300_usize {
@@ -326,8 +327,8 @@ fn bfla_sink_tiles_stay() {
     }
 }
 
-/// The rule as the published loop has it: forced ones in front, then by falling score all whose predecessors sum to less than
-/// the goal.
+/// The rule as the published loop has it: forced ones in front, then by falling score all whose predecessors sum to
+/// less than the goal.
 #[test]
 fn xattention_forced_first_equals_the_published_loop() {
     let mut random = Random(142);
@@ -530,7 +531,8 @@ fn minference_search_finds_the_candidate_with_the_most_mass() {
 /// The three stages once more, one loop each, on plain and on many equal keys.
 #[test]
 fn infinitehip_equals_a_naive_version() {
-    let text = "infinitehip:block=8,stride_1=4,chunk_1=16,budget_2=96,stride_2=2,chunk_2=8,budget_3=48,stride_3=1,chunk_3=4,budget=16,\
+    let text = "infinitehip:block=8,stride_1=4,chunk_1=16,budget_2=96,stride_2=2,chunk_2=8,budget_3=48,stride_3=1,\
+        chunk_3=4,budget=16,\
                 sink=8,window=16,prefill_dense_below=0,first_dense_layers=0";
     let random = TestCall::random(&mut Random(149), 300, 300, [2, 1], 16);
     let mut equal = random.clone();

@@ -222,8 +222,8 @@ fn rank_correlation(q: &[f32], k: &[f32], d: usize, compensation: Option<Compens
     total / blocks as f64
 }
 
-/// What sorting and the second-order term are for, on heavy-tailed vectors: neither the means alone nor the sorted means
-/// rank blocks, the compensated ones do, and best when sorted.
+/// What sorting and the second-order term are for, on heavy-tailed vectors: neither the means alone nor the sorted
+/// means rank blocks, the compensated ones do, and best when sorted.
 #[test]
 fn ba_att_compensation_and_sorting_rank_blocks() {
     let d = 32;
@@ -331,7 +331,8 @@ fn pbs_of_one_segment_is_dense_and_of_one_more_token_is_not() {
     }
 }
 
-/// Pairs of a query and a block of keys by falling cosine; a block takes at most its own length of queries of a segment.
+/// Pairs of a query and a block of keys by falling cosine; a block takes at most its own length of queries of a
+/// segment.
 #[test]
 fn pbs_query_order_equals_a_naive_greedy_assignment() {
     let (n, block, segment) = (200, 16, 64);

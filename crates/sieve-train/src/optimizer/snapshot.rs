@@ -13,8 +13,8 @@ impl<B: TrainBackend> AdamW<B> {
     /// pieces, and rank 0 what is not cut; and what shows whether all ranks compute with the same weights: of leaves
     /// that are cut its own piece and, as it stands here, that of the rank `distance` further, and all other leaves.
     ///
-    /// On a GPU with room for a second copy nothing is read now: updates that follow write to copies. Without that room every
-    /// tensor is read before this returns.
+    /// On a GPU with room for a second copy nothing is read now: updates that follow write to copies. Without that room
+    /// every tensor is read before this returns.
     ///
     /// # Panics
     /// The device reports an error, also one of work queued before.

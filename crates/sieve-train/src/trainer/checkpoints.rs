@@ -10,8 +10,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 impl<B: TrainBackend> Trainer<B> {
-    /// Takes hold of the state as it stands and begins to write it, unless the folder has it already. The checkpoint before is
-    /// on disk then. Of several processes each writes its pieces.
+    /// Takes hold of the state as it stands and begins to write it, unless the folder has it already. The checkpoint
+    /// before is on disk then. Of several processes each writes its pieces.
     ///
     /// # Errors
     /// Any failure of the file system, also of the checkpoint before. Earlier checkpoints stay.

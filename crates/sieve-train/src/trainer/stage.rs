@@ -89,8 +89,8 @@ impl StageState {
         })
     }
 
-    /// The stage's batches from row `first_sample` on. Of several processes each reads its micro-batch of every round, so that
-    /// all of them read the rows that one process would, in the same order.
+    /// The stage's batches from row `first_sample` on. Of several processes each reads its micro-batch of every round,
+    /// so that all of them read the rows that one process would, in the same order.
     pub(super) fn batches(&self, first_sample: u64) -> Result<Prefetch, TrainError> {
         let local = self.recipe.training.local_batch_size;
         let plan = PrefetchPlan {
@@ -138,7 +138,8 @@ impl<B: TrainBackend> Trainer<B> {
         (next.index != self.stage.stage.index).then_some(next)
     }
 
-    /// Goes on with `stage`: the same weights and moments in a model of its window and rotary base. Its rows begin anew.
+    /// Goes on with `stage`: the same weights and moments in a model of its window and rotary base. Its rows begin
+    /// anew.
     pub(super) fn enter_stage(&mut self, stage: Stage) -> Result<(), TrainError> {
         self.finish_leaves()?;
         self.stage = StageState::new(&self.recipe, stage, &self.data, self.share())?;

@@ -10,7 +10,8 @@ pub(crate) fn lines(part: &str, meta: &PreparedMeta) -> Vec<String> {
         let (held_out, train) = (&meta.validation, &meta.train);
         let num_bytes = held_out.num_bytes + train.num_bytes;
         lines.push(format!(
-            "{part}too few documents ({}) to hold whole ones out, so the last {:.1} % of the text validate (to name other \
+            "{part}too few documents ({}) to hold whole ones out, so the last {:.1} % of the text validate (to name \
+             other \
              text: [validation] paths)",
             thousands(meta.report.num_documents),
             100.0 * held_out.num_bytes as f64 / num_bytes.max(1) as f64

@@ -12,7 +12,8 @@ use std::path::PathBuf;
 /// Arguments of `sieve data generate`.
 #[derive(Args, Debug)]
 pub(crate) struct GenerateArgs {
-    /// Tasks by name, in turn; RULER's thirteen when absent, without those that ask the questions of a file that is not given
+    /// Tasks by name, in turn; RULER's thirteen when absent, without those that ask the questions of a file that is not
+    /// given
     #[arg(long, value_delimiter = ',', value_name = "NAME,…")]
     tasks: Vec<String>,
     /// The tokenizer.json that counts tokens

@@ -169,7 +169,8 @@ fn lines(layers: &[LayerWeights], length: usize) -> Vec<String> {
         }
     }
     lines.push(
-        "means over heads and queries: share of causal pairs with a weight; weight on the fifth of the keys with most of it; \
+        "means over heads and queries: share of causal pairs with a weight; weight on the fifth of the keys with most \
+         of it; \
          nats; tokens back; weight on the own and on the first token; keys that two KV heads both see; weight on keys \
          farther back"
             .to_owned(),
@@ -190,9 +191,11 @@ fn picture(layers: &[LayerWeights], length: usize) -> String {
         top + layers.len() * (SIDE + gap) + 20,
     );
     let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" \
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 \
+         0 {width} {height}\" \
          font-family=\"sans-serif\" font-size=\"13\"><rect width=\"100%\" height=\"100%\" fill=\"white\"/>\
-         <text x=\"{left}\" y=\"20\" font-size=\"15\">Attention weights of {length} tokens: queries downwards, keys to the \
+         <text x=\"{left}\" y=\"20\" font-size=\"15\">Attention weights of {length} tokens: queries downwards, keys \
+         to the \
          right</text>"
     );
     for head in 0..heads {
@@ -227,7 +230,8 @@ fn picture(layers: &[LayerWeights], length: usize) -> String {
     svg.push_str("<linearGradient id=\"scale\" x1=\"0\" y1=\"0\" x2=\"0\" y2=\"1\"><stop stop-color=\"black\"/>");
     let _ = write!(
         svg,
-        "<stop offset=\"1\" stop-color=\"white\"/></linearGradient><rect x=\"{x}\" y=\"{top}\" width=\"14\" height=\"{SIDE}\" \
+        "<stop offset=\"1\" stop-color=\"white\"/></linearGradient><rect x=\"{x}\" y=\"{top}\" width=\"14\" \
+         height=\"{SIDE}\" \
          fill=\"url(#scale)\" stroke=\"#999\"/>"
     );
     for (share, label) in [
@@ -247,8 +251,8 @@ fn picture(layers: &[LayerWeights], length: usize) -> String {
     svg + "</svg>\n"
 }
 
-/// A head as a grey PNG: black is 1, white 1e-4 and less, in between by the logarithm. A pixel that stands for several pairs
-/// shows the largest weight.
+/// A head as a grey PNG: black is 1, white 1e-4 and less, in between by the logarithm. A pixel that stands for several
+/// pairs shows the largest weight.
 fn square(weights: &[f32], length: usize) -> Vec<u8> {
     let side = length.min(PIXELS);
     let mut largest = vec![0.0_f32; side * side];

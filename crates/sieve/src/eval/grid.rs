@@ -119,7 +119,8 @@ impl Picture {
         let width = LEFT + 2.0 * (PANEL_WIDTH + GAP);
         let height = TOP + row_height * self.maps.len() as f64 + LEGEND_HEIGHT;
         let mut svg = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" \
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 \
+             0 {width} {height}\" \
              font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
              <text x=\"{LEFT}\" y=\"24\" font-size=\"15\">{}</text>\n",
             escape(&self.title)
@@ -208,7 +209,8 @@ impl Picture {
             let (x, y) = (left - LEFT + 14.0, top + PANEL_HEIGHT / 2.0);
             let _ = writeln!(
                 svg,
-                "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"middle\" fill=\"#444\" transform=\"rotate(-90 {x:.1} {y:.1})\">{}</text>",
+                "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"middle\" fill=\"#444\" \
+                 transform=\"rotate(-90 {x:.1} {y:.1})\">{}</text>",
                 map.about_rows
             );
         }

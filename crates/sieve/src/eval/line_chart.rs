@@ -39,8 +39,8 @@ const COLOURS: [RGBColor; 8] = [
     RGBColor(0x8c, 0x6d, 0x31),
 ];
 
-/// Corners of the marks, in pixels around a point: a square, a triangle, a diamond, a wide bar, and the triangle downwards.
-/// With eight colours no two of forty curves have both in common.
+/// Corners of the marks, in pixels around a point: a square, a triangle, a diamond, a wide bar, and the triangle
+/// downwards. With eight colours no two of forty curves have both in common.
 const MARKS: [&[(i32, i32)]; 5] = [
     &[(-3, -3), (3, -3), (3, 3), (-3, 3)],
     &[(-4, 3), (0, -4), (4, 3)],
@@ -53,7 +53,8 @@ fn closed(mark: &[(i32, i32)]) -> Vec<(i32, i32)> {
     mark.iter().chain(mark.first()).copied().collect()
 }
 
-/// The picture. Points outside the axes are drawn at their edge. Past eight curves colours begin again, with open marks.
+/// The picture. Points outside the axes are drawn at their edge. Past eight curves colours begin again, with open
+/// marks.
 pub(super) fn svg(title: &str, x: &Axis<'_>, y: &Axis<'_>, curves: &[Curve]) -> String {
     let mut svg = String::new();
     // Room for the longest name, at 7 pixels a letter.

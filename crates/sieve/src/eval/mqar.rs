@@ -153,7 +153,8 @@ fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Ve
                 .collect()
         }
         (true, None) => bail!(
-            "the recipe of this checkpoint has no [data] mqar\n  hint: name what to ask with --kinds, for example 64:4,128:8"
+            "the recipe of this checkpoint has no [data] mqar\n  \
+             hint: name what to ask with --kinds, for example 64:4,128:8"
         ),
     };
     // Without the recipe's vocabulary, the largest even one that the model knows.

@@ -242,7 +242,8 @@ fn print<B: SieveBackend>(
     }
     terminal::line(&format!(
         "{} (step {}), trained on {} tokens; {} lengths by {} depths, {} of each\n\
-         found: the number is in the greedy continuation; rank: of its likelihood among {} others, 1 is best, a guess {}",
+         found: the number is in the greedy continuation; rank: of its likelihood among {} others, 1 is best, a \
+         guess {}",
         loaded.path.display(),
         loaded.state.step,
         loaded.recipe.training.seq_len,

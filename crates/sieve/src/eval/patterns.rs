@@ -34,11 +34,12 @@ pub(crate) struct PatternsArgs {
     /// The file to write, JSON; one that is there is replaced
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// minference: the pattern that keeps most of each head's attention on one prompt; dam: a map of each head's mean attention
-    /// over several, with settings behind a colon: dam:capture=512,density=0.25
+    /// minference: the pattern that keeps most of each head's attention on one prompt; dam: a map of each head's mean
+    /// attention over several, with settings behind a colon: dam:capture=512,density=0.25
     #[arg(long, default_value = "minference", value_name = "NAME", value_parser = search)]
     method: Search,
-    /// Tokens of a prompt; when absent the length the model was trained with, and of dam its capture if the context has room
+    /// Tokens of a prompt; when absent the length the model was trained with, and of dam its capture if the context has
+    /// room
     #[arg(long, value_name = "N")]
     length: Option<usize>,
     /// Prompts of dam, 8 when absent; minference searches one
@@ -96,7 +97,8 @@ fn search(text: &str) -> std::result::Result<Search, String> {
             Err("minference's search has no settings\n  hint: use --method minference".to_owned())
         }
         _ => Err(
-            "a calibration has the settings capture, density, lambda, floor, matching and sink\n  hint: leave the others out"
+            "a calibration has the settings capture, density, lambda, floor, matching and sink\n  \
+             hint: leave the others out"
                 .to_owned(),
         ),
     }
@@ -161,13 +163,15 @@ fn flag(args: &PatternsArgs) -> Result<String> {
     let path = args.out.display();
     if args.out.to_str().is_none_or(|path| path.contains(',')) {
         bail!(
-            "--selector could not name {path}: a comma ends a setting there, and the rest must be UTF-8\n  hint: choose another name for --out"
+            "--selector could not name {path}: a comma ends a setting there, and the rest must be UTF-8\n  \
+             hint: choose another name for --out"
         );
     }
     if matches!(args.method, Search::Minference) && args.windows.is_some_and(|windows| windows != 1)
     {
         bail!(
-            "--windows is for dam; minference searches one prompt\n  hint: leave --windows out, or give a longer --length"
+            "--windows is for dam; minference searches one prompt\n  \
+             hint: leave --windows out, or give a longer --length"
         );
     }
     if args.windows == Some(0) || args.length == Some(0) {
@@ -209,7 +213,8 @@ fn length(args: &PatternsArgs, shape: &ModelShape, trained: usize) -> Result<usi
         && length > dam.capture
     {
         bail!(
-            "--length {length} is longer than the maps, which take the first {} tokens of a prompt\n  hint: use --method dam:capture={length}",
+            "--length {length} is longer than the maps, which take the first {} tokens of a prompt\n  \
+             hint: use --method dam:capture={length}",
             dam.capture
         );
     }
@@ -273,7 +278,8 @@ fn minference_report(found: &PatternSearch, length: usize) -> Report {
     ));
     if found.density > 0.99 {
         lines.push(format!(
-            "on {length} tokens these patterns keep everything, so the choice says little: search on a longer prompt (--length)"
+            "on {length} tokens these patterns keep everything, so the choice says little: search on a longer prompt \
+             (--length)"
         ));
     }
     Report {

@@ -49,8 +49,8 @@ pub(crate) struct PplArgs {
     /// Leave out documents that cannot be read (not UTF-8, no such column), and say how many
     #[arg(long, requires = "data")]
     skip_invalid: bool,
-    /// Also predict the same tokens behind once, twice and four times the tokens of a row in training, and print the ratios of
-    /// the perplexities; as far as the model's positions go
+    /// Also predict the same tokens behind once, twice and four times the tokens of a row in training, and print the
+    /// ratios of the perplexities; as far as the model's positions go
     #[arg(long, conflicts_with = "selector")]
     extrapolate: bool,
     /// Tokens the model sees at most; the length it was trained with when absent
@@ -336,7 +336,8 @@ fn print<B: SieveBackend>(
         ));
         if !selection.selector().is_causal_map() {
             terminal::line(
-                "this is prefill perplexity: the method chooses a row's keys by later rows too, so these are no likelihoods",
+                "this is prefill perplexity: the method chooses a row's keys by later rows too, so these are no \
+                 likelihoods",
             );
         }
     }

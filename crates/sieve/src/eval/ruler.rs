@@ -181,7 +181,8 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
         .find(|&&length| length > shape.max_seq_len)
     {
         bail!(
-            "--lengths has {length}, and the model's positions end at {}\n  hint: use lengths up to max_position_embeddings",
+            "--lengths has {length}, and the model's positions end at {}\n  \
+             hint: use lengths up to max_position_embeddings",
             shape.max_seq_len
         );
     }
@@ -334,7 +335,8 @@ fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[
     }
     terminal::line(&format!(
         "{} (step {}), trained on {} tokens; {} samples of each task and length\n\
-         score: the answers in the generated text, in percent; rank: of the answer's likelihood among {NUM_WRONG} others, 1 is \
+         score: the answers in the generated text, in percent; rank: of the answer's likelihood among {NUM_WRONG} \
+         others, 1 is \
          best, a guess {}",
         loaded.path.display(),
         loaded.state.step,

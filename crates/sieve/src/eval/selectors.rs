@@ -47,8 +47,8 @@ pub(crate) struct SelectorsArgs {
     selector: Vec<Selector>,
     #[arg(long, value_name = "N", conflicts_with = "maps", help = selector::ABOUT_CHUNK)]
     chunk: Option<usize>,
-    /// Also measure a model with an attention of its own (swa, dma, nsa, …) on the same prompts, once for each; it must have the
-    /// same tokenizer
+    /// Also measure a model with an attention of its own (swa, dma, nsa, …) on the same prompts, once for each; it must
+    /// have the same tokenizer
     #[arg(long, value_name = "DIR")]
     compare: Vec<PathBuf>,
     /// Print one JSON object

@@ -26,8 +26,8 @@ pub(crate) struct TasksArgs {
     /// A checkpoint (step-N), or a run folder: then its latest
     #[arg(long, value_name = "DIR", required_unless_present_any = ["list", "show"])]
     checkpoint: Option<PathBuf>,
-    /// A task and its rows, a JSONL or Parquet file with the data set's own columns; several may follow. The task is a name of
-    /// --list, or the path of a TOML file
+    /// A task and its rows, a JSONL or Parquet file with the data set's own columns; several may follow. The task is a
+    /// name of --list, or the path of a TOML file
     #[arg(long, num_args = 1.., value_name = "TASK=FILE")]
     data: Vec<String>,
     /// Solved examples before each question: the first rows; the task's own number when absent, mostly 0

@@ -24,8 +24,8 @@ pub(super) fn open(
     Ok(corpus)
 }
 
-/// The first tokens of the documents laid end to end: at least those of `windows` prompts of `length` tokens, each with the
-/// token after it.
+/// The first tokens of the documents laid end to end: at least those of `windows` prompts of `length` tokens, each with
+/// the token after it.
 pub(super) fn tokens(
     paths: &[String],
     tokenizer: &Tokenizer,
@@ -42,7 +42,8 @@ pub(super) fn tokens(
         }
     }
     bail!(
-        "the data holds {} tokens, and {windows} prompts of {length} tokens need {wanted}\n  hint: give more text, or fewer or shorter prompts",
+        "the data holds {} tokens, and {windows} prompts of {length} tokens need {wanted}\n  \
+         hint: give more text, or fewer or shorter prompts",
         tokens.len(),
     )
 }

@@ -127,7 +127,8 @@ struct BenchRowsArgs {
     /// The shapes of Table 2 of arXiv:2508.02124 instead of the usual ones
     #[arg(long)]
     table2: bool,
-    /// How time and memory grow: dense, window, DMA, NSA and MLA from 512 to 131072 tokens, DMA from 256 to 4096 kept keys
+    /// How time and memory grow: dense, window, DMA, NSA and MLA from 512 to 131072 tokens, DMA from 256 to 4096 kept
+    /// keys
     #[arg(long, conflicts_with_all = ["scores", "captured"])]
     scaling: bool,
     /// The kernels around attention, at the sizes of a training step, instead of attention

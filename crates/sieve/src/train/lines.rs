@@ -125,7 +125,8 @@ pub(super) fn skipped_line(report: &SkippedStep) -> String {
     let norms = norms.map(|(part, norm)| format!("{part} {norm:.4}"));
     let norms = norms.collect::<Vec<_>>().join(", ");
     format!(
-        "guard: step {} was not taken: loss {:.5} (mean before {:.5}), grad_norm {:.4}\n  rows {} to {}, documents {}{more}{}",
+        "guard: step {} was not taken: loss {:.5} (mean before {:.5}), grad_norm {:.4}\n  \
+         rows {} to {}, documents {}{more}{}",
         report.step,
         report.loss,
         report.mean_loss,

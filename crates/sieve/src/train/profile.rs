@@ -47,7 +47,8 @@ impl StepProfile {
         let needed = first_traced + num_steps;
         if run.last < needed {
             bail!(
-                "--profile {num_steps} needs a run that goes to step {needed}, this one ends at {}\n  hint: raise training.steps or profile fewer steps",
+                "--profile {num_steps} needs a run that goes to step {needed}, this one ends at {}\n  \
+                 hint: raise training.steps or profile fewer steps",
                 run.last
             );
         }
@@ -89,7 +90,8 @@ impl StepProfile {
         let steps_f = steps as f64;
         let (span, busy) = (result.span_ns() as f64, result.busy_ns() as f64);
         let mut text = format!(
-            "profile of {steps} steps: {:.2} ms a step on the GPU's clock, {:.1} % of it idle (1 - time in which a kernel ran / span)\n",
+            "profile of {steps} steps: {:.2} ms a step on the GPU's clock, {:.1} % of it idle (1 - time in which a \
+             kernel ran / span)\n",
             span / steps_f * 1e-6,
             100.0 * (1.0 - busy / span)
         );
@@ -159,8 +161,8 @@ impl StepProfile {
             Group::Products => tflops(work.tokens * work.linear),
             Group::Attention => tflops(work.tokens * work.attention),
             Group::Optimizer => {
-                // Leaf and rest of the master, 2 bytes each, and two f32 moments are read and written, the f32 gradient read;
-                // the norm reads it once more.
+                // Leaf and rest of the master, 2 bytes each, and two f32 moments are read and written, the f32 gradient
+                // read; the norm reads it once more.
                 let bytes = work.parameters * (2.0 * (2.0 + 2.0 + 2.0 * 4.0) + 4.0 + 4.0);
                 format!(": {:.0} GB/s", bytes / seconds * 1e-9)
             }

@@ -114,8 +114,9 @@ fn tell(rank: usize, failure: &Failure) {
     terminal::note(&format!("error: {failure}{hint}"));
 }
 
-/// The device of a rank: where others share the host, the GPU of its local number. One rank of each host compiles the kernels
-/// of `recipe` that the cache lacks, and the others read what it made: else each would compile all of them for itself.
+/// The device of a rank: where others share the host, the GPU of its local number. One rank of each host compiles the
+/// kernels of `recipe` that the cache lacks, and the others read what it made: else each would compile all of them for
+/// itself.
 pub(super) fn device(choice: DeviceChoice, mesh: &Mesh, recipe: &Recipe) -> Result<Device> {
     let world = mesh.world();
     let choice = own_choice(choice, world)?;
@@ -143,7 +144,8 @@ pub(super) fn device(choice: DeviceChoice, mesh: &Mesh, recipe: &Recipe) -> Resu
 fn without_gpu(error: anyhow::Error, world: &World) -> anyhow::Error {
     match error.downcast_ref() {
         Some(KernelError::WrongDevice { wanted, count }) if *count < world.local_size => anyhow!(
-            "LOCAL_RANK {wanted} has no GPU: its host has {count}, and {} processes\n  hint: start {count} processes on it, or \
+            "LOCAL_RANK {wanted} has no GPU: its host has {count}, and {} processes\n  \
+             hint: start {count} processes on it, or \
              look at CUDA_VISIBLE_DEVICES",
             world.local_size
         ),
@@ -180,7 +182,8 @@ pub(super) fn check_recipe(mesh: &Mesh, recipe: &Recipe) -> Result<()> {
         let other = Recipe::load(&String::from_utf8_lossy(text), &name, &[])?;
         if let Some(change) = first.diff(&other)?.first() {
             bail!(
-                "rank {rank} was given another recipe than rank 0: {change}\n  hint: start all ranks with the same command"
+                "rank {rank} was given another recipe than rank 0: {change}\n  \
+                 hint: start all ranks with the same command"
             );
         }
     }
@@ -258,7 +261,8 @@ pub(super) fn on_cuda(mesh: Arc<Mesh>, device: &CudaDevice) -> Result<Group<Auto
     let found = sums.sum::<f32>();
     ensure!(
         found == size as f32,
-        "the sum of a one of each of {size} ranks is {found} on this GPU\n  hint: NCCL_DEBUG=INFO says how NCCL connects them"
+        "the sum of a one of each of {size} ranks is {found} on this GPU\n  \
+         hint: NCCL_DEBUG=INFO says how NCCL connects them"
     );
     Ok(Group::new(mesh, Box::new(nccl)))
 }

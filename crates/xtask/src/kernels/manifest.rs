@@ -152,7 +152,8 @@ impl Manifest {
             allowance.map_or((0, 0), |a| (a.spill_bytes, a.stack_bytes));
         (spill > spill_allowed || function.stack_bytes > stack_allowed).then(|| {
             format!(
-                "{} spills {spill} bytes (allowed {spill_allowed}) and has a stack frame of {} (allowed {stack_allowed})",
+                "{} spills {spill} bytes (allowed {spill_allowed}) and has a stack frame of {} \
+                 (allowed {stack_allowed})",
                 function.name, function.stack_bytes
             )
         })

@@ -3,8 +3,8 @@ use crate::workspace;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-/// The crate map: a crate, and the crates of ours that it uses, no more and no fewer, in the order in which ARCHITECTURE.md
-/// names them. A new arrow comes with its reason there.
+/// The crate map: a crate, and the crates of ours that it uses, no more and no fewer, in the order in which
+/// ARCHITECTURE.md names them. A new arrow comes with its reason there.
 const ARROWS: &[(&str, &[&str])] = &[
     (
         "sieve-train",
@@ -116,7 +116,10 @@ fn check_package(name: &str, uses: &[&str], problems: &mut Vec<String>) {
     let ours = |dependency: &&&str| dependency.starts_with("sieve");
     if !TOP.contains(&name) {
         let Some((_, allowed)) = ARROWS.iter().find(|(known, _)| *known == name) else {
-            problems.push(format!("crate {name} is not in the crate map (crates/xtask/src/tidy/arrows.rs, ARCHITECTURE.md)"));
+            problems.push(format!(
+                "crate {name} is not in the crate map (crates/xtask/src/tidy/arrows.rs, \
+                ARCHITECTURE.md)"
+            ));
             return;
         };
         for dependency in uses.iter().filter(ours) {
@@ -180,9 +183,14 @@ fn check_features(tree: &str, problems: &mut Vec<String>) {
         .filter_map(|line| {
             let (package, rest) = line.split_once(" feature \"")?;
             let (feature, _) = rest.split_once('"')?;
-            let library = ["burn", "cubecl", "cubek"].iter().any(|start| package.starts_with(start));
+            let library = ["burn", "cubecl", "cubek"]
+                .iter()
+                .any(|start| package.starts_with(start));
             (library && FORBIDDEN_FEATURES.contains(&feature)).then(|| {
-                format!("{package} has the feature \"{feature}\" on; every Burn and CubeCL crate needs default-features = false")
+                format!(
+                    "{package} has the feature \"{feature}\" on; every Burn and CubeCL crate needs \
+                    default-features = false"
+                )
             })
         })
         .collect();
@@ -236,7 +244,8 @@ mod tests {
 
     #[test]
     fn a_forbidden_feature_is_named_once() {
-        let tree = "burn-cubecl feature \"fusion\"\nburn-cubecl feature \"fusion\" (*)\nburn feature \"std\"\nserde feature \"fusion\"\n";
+        let tree = "burn-cubecl feature \"fusion\"\nburn-cubecl feature \"fusion\" (*)\nburn feature \"std\"\nserde \
+            feature \"fusion\"\n";
         let mut problems = Vec::new();
         check_features(tree, &mut problems);
         assert_eq!(problems.len(), 1, "{problems:?}");

@@ -1,5 +1,6 @@
-//! What comes from outside: licences, sources, second versions, and dependencies that no file names. The first three are
-//! what `cargo deny` checks without a network, from what `cargo metadata` prints, so that no further tool is installed.
+//! What comes from outside: licences, sources, second versions, and dependencies that no file names. The first three
+//! are what `cargo deny` checks without a network, from what `cargo metadata` prints, so that no further tool is
+//! installed.
 use crate::workspace;
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -35,8 +36,8 @@ const SECOND_VERSIONS: &[(&str, &str)] = &[
     ("zstd", "zip of crates that are not built"),
 ];
 
-/// Dependencies that no file names, with their reason.
-const NAMED_NOWHERE: &[(&str, &str)] = &[("sieve-tests", "proptest")]; // so that `cargo run` and `cargo test` share its features
+/// Dependencies that no file names: proptest of sieve-tests, so that `cargo run` and `cargo test` share its features.
+const NAMED_NOWHERE: &[(&str, &str)] = &[("sieve-tests", "proptest")];
 
 /// Checks all packages.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
@@ -56,7 +57,8 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
         let licence = text(package, "license");
         if !is_allowed(licence) {
             problems.push(format!(
-                "{name} {version} has the licence \"{licence}\", which is not in the list of crates/xtask/src/tidy/dependencies.rs"
+                "{name} {version} has the licence \"{licence}\", which is not in the list of \
+                 crates/xtask/src/tidy/dependencies.rs"
             ));
         }
         let source = text(package, "source");

@@ -5,6 +5,15 @@ use anyhow::Result;
 /// Longest source file, in lines.
 const MAX_LINES: usize = 800;
 
+/// Most columns of a line of Rust or CUDA, comments included.
+const MAX_COLUMNS: usize = 120;
+
+/// Endings of files whose lines end there.
+const WRAPPED: &[&str] = &[".rs", ".cu", ".cuh"];
+
+/// What the line before a longer one says, with its reason: a string that cannot be broken.
+const LONG_LINE: &str = "// Long line: ";
+
 /// Endings of files that people write and read as source.
 const SOURCES: &[&str] = &[".rs", ".cu", ".cuh", ".py", ".sh"];
 
@@ -44,6 +53,13 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
                 text.lines().count()
             ));
         }
+        if is(WRAPPED) {
+            problems.extend(long_lines(&text).map(|line| {
+                format!(
+                    "{file}:{line}: more than {MAX_COLUMNS} columns; wrap it, or say why not before it: `{LONG_LINE}..`"
+                )
+            }));
+        }
         for (index, line) in text.lines().enumerate() {
             if let Some(word) = forbidden_in(line) {
                 problems.push(format!(
@@ -54,6 +70,20 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Numbers of the lines that are too long; tables in comments and lines with a reason are not.
+fn long_lines(text: &str) -> impl Iterator<Item = usize> {
+    let before = std::iter::once("").chain(text.lines());
+    let lines = text.lines().zip(before).zip(1..);
+    lines.filter_map(|((line, before), number)| {
+        let is_table = line
+            .trim_start()
+            .trim_start_matches(['/', '!'])
+            .starts_with(" |");
+        let has_reason = before.trim_start().starts_with(LONG_LINE);
+        (line.chars().count() > MAX_COLUMNS && !is_table && !has_reason).then_some(number)
+    })
 }
 
 /// A forbidden word, or a number that points into an issue tracker.
@@ -85,5 +115,15 @@ mod tests {
         );
         assert_eq!(forbidden_in("no issue here, 12 of them"), None);
         assert_eq!(forbidden_in("shared memory, network/"), None);
+    }
+
+    #[test]
+    fn long_lines_are_found_except_tables_and_those_with_a_reason() {
+        let long = "x".repeat(MAX_COLUMNS + 1);
+        let text = format!(
+            "ok\n{long}\n//! | {long} |\n  {LONG_LINE}a pattern\n{long}\n{}",
+            "é".repeat(MAX_COLUMNS)
+        );
+        assert_eq!(long_lines(&text).collect::<Vec<_>>(), [2]);
     }
 }

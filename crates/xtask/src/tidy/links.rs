@@ -120,7 +120,8 @@ mod tests {
 
     #[test]
     fn links_that_lead_nowhere_are_found() {
-        let text = "# A page\n[a](b.md) and [c](b.md#two-words) `x[i](y)`\n```\n[d](no.md)\n```\n[e](#a-page) [f](https://x.y)";
+        let text = "# A page\n[a](b.md) and [c](b.md#two-words) `x[i](y)`\n```\n[d](no.md)\n```\n[e](#a-page) \
+            [f](https://x.y)";
         let found = links(text).collect::<Vec<_>>();
         assert_eq!(
             found,

@@ -164,7 +164,8 @@ fn each_rule_is_checked() {
         (
             "num_key_value_heads = 2",
             "num_key_value_heads = 4",
-            "model.num_key_value_heads: is 4, which does not divide num_attention_heads = 6\n    hint: 6 heads can share 1, 2, 3, 6 key-value heads",
+            "model.num_key_value_heads: is 4, which does not divide num_attention_heads = 6\n    \
+             hint: 6 heads can share 1, 2, 3, 6 key-value heads",
         ),
         (
             "head_dim = 10",
@@ -219,7 +220,8 @@ fn each_rule_is_checked() {
         (
             "keep_window_size = 16",
             "keep_window_size = 16\nsliding_window = 8",
-            "attention.sliding_window: does not go with kind = \"dma\"\n    hint: it belongs to kind = \"swa\"; besides kind, \"dma\" takes preset, keep_window_size, bias, a_init",
+            "attention.sliding_window: does not go with kind = \"dma\"\n    \
+             hint: it belongs to kind = \"swa\"; besides kind, \"dma\" takes preset, keep_window_size, bias, a_init",
         ),
         (
             "kind = \"dma\"\nkeep_window_size = 16",
@@ -350,12 +352,16 @@ fn each_rule_is_checked() {
         (
             "steps = 40",
             "steps = 4",
-            "lr_scheduler.warmup_steps: is 7, more than training.steps = 4\n    hint: set lr_scheduler.warmup_steps to 1 or less; to try the first steps alone: sieve train --stop-after 4",
+            "lr_scheduler.warmup_steps: is 7, more than training.steps = 4\n    \
+             hint: set lr_scheduler.warmup_steps to 1 or less; to try the first steps alone: sieve train --stop-after \
+             4",
         ),
         (
             "warmup_steps = 7",
             "warmup_steps = 41",
-            "lr_scheduler.warmup_steps: is 41, more than training.steps = 40\n    hint: set lr_scheduler.warmup_steps to 8 or less; to try the first steps alone: sieve train --stop-after 40",
+            "lr_scheduler.warmup_steps: is 41, more than training.steps = 40\n    \
+             hint: set lr_scheduler.warmup_steps to 8 or less; to try the first steps alone: sieve train --stop-after \
+             40",
         ),
         (
             "decay_ratio = 0.2",
@@ -558,7 +564,8 @@ fn rules_of_the_general_form_of_dma() {
         ),
         (
             format!("{dma}\nrecency = \"slope\""),
-            "attention.bias: is \"exp\", but recency = \"slope\" adds to the logit itself\n    hint: set attention.bias = \"linear\"",
+            "attention.bias: is \"exp\", but recency = \"slope\" adds to the logit itself\n    \
+             hint: set attention.bias = \"linear\"",
         ),
         (
             format!("{dma}\nlongest_period = 8"),
@@ -632,7 +639,8 @@ fn rules_of_mla_and_nsa() {
 
 #[test]
 fn mixtures_and_synthetic_data_are_checked() {
-    const MQAR: &str = "format = \"mqar\"\nmqar = { vocab_size = 512, seq_lens = [64, 32], num_pairs = [4, 8], num_samples = [10, 5] }";
+    const MQAR: &str = "format = \"mqar\"\nmqar \
+        = { vocab_size = 512, seq_lens = [64, 32], num_pairs = [4, 8], num_samples = [10, 5] }";
     let load = |data: &str, tokenizer: &str| {
         let text = MINIMAL
             .replacen("paths = [\"text/*.md\"]", data, 1)

@@ -39,8 +39,8 @@ impl Packed {
 
 const BUFFER_BYTES: usize = 1 << 18;
 
-/// The contents of a file, unpacked where its ending is `.gz` or `.zst`. Several packed pieces one after another are one
-/// file, as for `gzip` and `zstd` themselves.
+/// The contents of a file, unpacked where its ending is `.gz` or `.zst`. Several packed pieces one after another are
+/// one file, as for `gzip` and `zstd` themselves.
 pub(in crate::corpus) struct Unpacked {
     reader: Box<dyn BufRead + Send>,
     packed: Option<Packed>,

@@ -253,7 +253,8 @@ mod tests {
         assert!(gauss(&[1.0, 2.0], 0).is_empty());
     }
 
-    /// What to expect of the gate: 0.83 of the best on stationary scores, 0.42 when they rise by two deviations along the row.
+    /// What to expect of the gate: 0.83 of the best on stationary scores, 0.42 when they rise by two deviations along
+    /// the row.
     #[test]
     fn momo_hybrid_recall_stationary_and_drifting() {
         let mut random = Random(13);

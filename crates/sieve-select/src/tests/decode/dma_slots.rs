@@ -6,8 +6,8 @@ use crate::test_data::TestCall;
 use crate::{DecodeSession, Method, Selector};
 use sieve_testing::{Random, assert_close_relative};
 
-/// The `w` keys with the largest (z, position) so far, and attention over them with the bias, by sorting all keys at every
-/// token.
+/// The `w` keys with the largest (z, position) so far, and attention over them with the bias, by sorting all keys at
+/// every token.
 #[test]
 fn dma_decode_equals_a_sort_of_all_keys() {
     let data = TestCall::structured(&mut Random(108), 70, [4, 2], 8);

@@ -32,7 +32,8 @@ fn infinitehip_decode_refreshes_each_stage_at_its_own_steps() {
     let data = TestCall::random(&mut Random(106), 200, 200, [1, 1], 8);
     let stages = |refresh: &str| {
         format!(
-            "infinitehip:chunk_1=8,budget_2=32,chunk_2=4,budget_3=16,chunk_3=2,budget=8,sink=4,window=6,first_dense_layers=0,{refresh}"
+            "infinitehip:chunk_1=8,budget_2=32,chunk_2=4,budget_3=16,chunk_3=2,budget=8,sink=4,window=6,\
+             first_dense_layers=0,{refresh}"
         )
     };
     let chosen = |refresh: &str| -> Vec<Vec<u32>> {

@@ -27,7 +27,8 @@ pub(super) fn measure<B: SieveBackend>(
     let contexts: Vec<_> = contexts.into_iter().filter(|it| *it <= most).collect();
     if contexts.len() < 2 {
         bail!(
-            "--extrapolate needs positions beyond the {trained} tokens of a row in training, and the model has {most}\n  \
+            "--extrapolate needs positions beyond the {trained} tokens of a row in training, and the model \
+             has {most}\n  \
              hint: train with --set model.max_position_embeddings={}",
             4 * trained
         );

@@ -43,7 +43,8 @@ pub(super) fn load<B: SieveBackend>(
         let context = loaded.shape.max_seq_len;
         if longest > context {
             bail!(
-                "--compare {}: prompts of {longest} tokens do not fit into its context of {context} (max_position_embeddings)\n  \
+                "--compare {}: prompts of {longest} tokens do not fit into its context of {context} \
+                 (max_position_embeddings)\n  \
                  hint: give shorter --lengths",
                 folder.display()
             );

@@ -9,8 +9,8 @@ const GAP: usize = 4;
 /// Grey of what lies after the diagonal, and between heads.
 const OUTSIDE: u8 = 200;
 
-/// A row of heads per layer; black is kept, white is dropped. Rows and columns are tiles (with permutations, of the permuted
-/// sequence); a pixel that stands for several tiles shows their mean.
+/// A row of heads per layer; black is kept, white is dropped. Rows and columns are tiles (with permutations, of the
+/// permuted sequence); a pixel that stands for several tiles shows their mean.
 pub(super) fn png(masks: &[SparseMask]) -> Vec<u8> {
     let side = |mask: &SparseMask| mask.tiles.num_query_tiles().clamp(1, SIDE);
     let heads = masks.first().map_or(0, |mask| mask.shape.num_heads);

@@ -1,8 +1,8 @@
 //! Density against recall as an SVG.
 use crate::eval::line_chart::{self, Axis, Curve};
 
-/// The picture of curves over (density, recall), both in [0, 1]. Recall begins at the lowest value that occurs, rounded down
-/// to a tenth.
+/// The picture of curves over (density, recall), both in [0, 1]. Recall begins at the lowest value that occurs, rounded
+/// down to a tenth.
 pub(super) fn svg(title: &str, curves: Vec<Curve>) -> String {
     let sorted = |mut curve: Curve| {
         curve.points.sort_by(|a, b| a.0.total_cmp(&b.0));

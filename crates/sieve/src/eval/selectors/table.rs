@@ -51,7 +51,8 @@ pub(super) fn print<B: SieveBackend>(
     };
     terminal::line(&format!(
         "{} (step {}), {} prompts of each length{chunks}, {} threads\n\
-         density: computed pairs over causal pairs, probes included; error: of the layers' output; select and attention ms:\n\
+         density: computed pairs over causal pairs, probes included; error: of the layers' output; select and \
+         attention ms:\n\
          all layers of one prompt; prefill ms: the whole model without its head, the fastest prompt; loss: nats\n\
          per token, * where it is no likelihood (prefill loss)",
         loaded.path.display(),
