@@ -258,6 +258,28 @@ impl DamCapture {
 }
 
 impl DamMap {
+    /// What is wrong with a map from a file: a key after its row, keys that do not ascend, a column or distance outside the
+    /// rows.
+    fn check(&self) -> Result<(), String> {
+        let ascends = |keys: &[u32]| keys.windows(2).all(|pair| pair[0] < pair[1]);
+        for (at, row) in self.rows.iter().enumerate() {
+            if !ascends(row) || row.last().is_some_and(|&key| key as usize > at) {
+                return Err(format!(
+                    "row {at} has keys that do not ascend to {at} at most"
+                ));
+            }
+        }
+        let rows = self.rows.len();
+        for (name, keys) in [("columns", &self.columns), ("offsets", &self.offsets)] {
+            if !ascends(keys) || keys.last().is_some_and(|&key| key as usize >= rows) {
+                return Err(format!(
+                    "{name} do not ascend below the number of rows, {rows}"
+                ));
+            }
+        }
+        Ok(())
+    }
+
     /// Keys that the token at position `a` reads, ascending.
     pub fn keys(&self, a: usize, sink: usize) -> Vec<u32> {
         if let Some(row) = self.rows.get(a) {
@@ -277,7 +299,14 @@ impl DamMaps {
     pub fn read(path: &Path) -> Result<Self, SelectError> {
         let problem = |problem: String| file_error(path, problem);
         let text = std::fs::read_to_string(path).map_err(|error| problem(error.to_string()))?;
-        serde_json::from_str(&text).map_err(|error| problem(error.to_string()))
+        let maps: Self = serde_json::from_str(&text).map_err(|error| problem(error.to_string()))?;
+        for (layer, heads) in maps.layers.iter().enumerate() {
+            for (head, map) in heads.iter().enumerate() {
+                map.check()
+                    .map_err(|fault| problem(format!("layer {layer}, head {head}: {fault}")))?;
+            }
+        }
+        Ok(maps)
     }
 
     /// Writes the maps as JSON.

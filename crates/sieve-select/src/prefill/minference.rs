@@ -206,6 +206,9 @@ impl PatternFile {
         let text = std::fs::read_to_string(path).map_err(|error| problem(error.to_string()))?;
         let layers: Vec<Map<String, Value>> =
             serde_json::from_str(&text).map_err(|error| problem(error.to_string()))?;
+        if layers.is_empty() {
+            return Err(problem("it has no layer".to_owned()));
+        }
         let mut file = Self::default();
         for (index, layer) in layers.iter().enumerate() {
             let mut heads = Vec::new();

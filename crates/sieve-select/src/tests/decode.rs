@@ -513,6 +513,44 @@ fn dam_maps_meet_their_density_and_extend() {
 }
 
 #[test]
+fn dam_maps_that_name_keys_outside_their_rows_are_refused() {
+    let path = std::env::temp_dir().join(format!("sieve-dam-bad-{}.json", std::process::id()));
+    let whole = r#"{"rows": [[0], [0, 1]], "columns": [0], "offsets": [0, 1]}"#;
+    let faults = [
+        ("[0, 1]], \"columns", "[0, 2]], \"columns", "row 1 has keys"),
+        ("[[0], [0, 1]]", "[[0], [1, 0]]", "row 1 has keys"),
+        (
+            "\"columns\": [0]",
+            "\"columns\": [2]",
+            "columns do not ascend",
+        ),
+        (
+            "\"offsets\": [0, 1]",
+            "\"offsets\": [7]",
+            "offsets do not ascend",
+        ),
+    ];
+    let read = |map: &str| {
+        let text = format!(r#"{{"layers": [[{map}]]}}"#);
+        std::fs::write(&path, text).expect("a temporary file");
+        let maps = DamMaps::read(&path);
+        std::fs::remove_file(&path).expect("it was there");
+        maps
+    };
+    read(whole).expect("a good file");
+    for (good, bad, words) in faults {
+        assert!(whole.contains(good), "{good}");
+        let error = read(&whole.replace(good, bad))
+            .expect_err(words)
+            .to_string();
+        assert!(
+            error.contains("layer 0, head 0") && error.contains(words),
+            "{error}"
+        );
+    }
+}
+
+#[test]
 fn dam_of_a_text_that_calibrates_itself() {
     let data = TestCall::structured(&mut Random(115), 80, [2, 1], 8);
     let (_, kept) = stream("dam:capture=32,density=0.3,sink=3", &data);
