@@ -258,8 +258,8 @@ impl DamCapture {
 }
 
 impl DamMap {
-    /// What is wrong with a map from a file: a key after its row, keys that do not ascend, a column or distance outside the
-    /// rows.
+    /// What is wrong with a map from a file: a key after its row, keys that do not ascend, a column or distance outside
+    /// the rows.
     fn check(&self) -> Result<(), String> {
         let ascends = |keys: &[u32]| keys.windows(2).all(|pair| pair[0] < pair[1]);
         for (at, row) in self.rows.iter().enumerate() {
