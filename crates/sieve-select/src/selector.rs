@@ -1,6 +1,6 @@
 //! All selectors by name: `NAME:key=value,…` in, a mask or a decoding session out.
 
-mod on_device;
+pub(crate) mod on_device;
 mod parse;
 mod sweep;
 

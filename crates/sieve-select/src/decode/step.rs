@@ -5,6 +5,7 @@ use super::amount;
 use super::quest::MIN_PAGES;
 use crate::call::{Call, CallShape};
 use crate::mask::SparseMask;
+use crate::selector::on_device::of_blocks;
 use crate::selector::{Method, Selector};
 
 /// How the keys that one token reads are found.
@@ -28,26 +29,7 @@ impl Selector {
         if layer < self.common.first_dense_layers && self.steps_on_device() {
             return Some(Step::Mask(Box::new(SparseMask::dense(shape))));
         }
-        let of = |block: usize, scores, keep| BlockSelection {
-            num_queries: 1,
-            num_keys: n,
-            num_heads: shape.num_heads,
-            num_kv_heads: shape.num_kv_heads,
-            block,
-            query_block: block,
-            order: None,
-            offset: 0,
-            scores,
-            keep,
-            counts_own: false,
-            heads_per_list: 1,
-            keeps_own: true,
-            tile: block,
-            local_tokens: 0,
-            first_tiles: 0,
-            softmax_scale: shape.softmax_scale(),
-            dense_rows: Vec::new(),
-        };
+        let of = |block, scores, keep| of_blocks(shape, block, scores, keep);
         match &self.method {
             Method::Streamingllm(config) if !config.reindex => Some(Step::Mask(Box::new(
                 config.select(&Call::of_shape(shape).ok()?),

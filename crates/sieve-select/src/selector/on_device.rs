@@ -14,6 +14,35 @@ use crate::prefill::vertical_slash::{self, VerticalSlashConfig};
 use crate::prefill::xattention::SampleMode;
 use crate::selector::{Method, Reads, Selector};
 
+/// Blocks of `block` queries and keys, a list for each query head, which keeps its own block.
+pub(crate) fn of_blocks(
+    shape: CallShape,
+    block: usize,
+    scores: BlockScores,
+    keep: KeepBlocks,
+) -> BlockSelection {
+    BlockSelection {
+        num_queries: shape.num_queries,
+        num_keys: shape.num_keys,
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        block,
+        query_block: block,
+        order: None,
+        offset: 0,
+        scores,
+        keep,
+        counts_own: false,
+        heads_per_list: 1,
+        keeps_own: true,
+        tile: block,
+        local_tokens: 0,
+        first_tiles: 0,
+        softmax_scale: shape.softmax_scale(),
+        dense_rows: Vec::new(),
+    }
+}
+
 impl Selector {
     /// The selection of a call in a layer as steps of a device; `None` where the method, or one of its settings,
     /// selects on the host. A call that is dense whatever its operands are has none.
@@ -32,24 +61,8 @@ impl Selector {
             return None;
         }
         let of = |block, scores, keep| BlockSelection {
-            num_queries: shape.num_queries,
-            num_keys: shape.num_keys,
-            num_heads: shape.num_heads,
-            num_kv_heads: shape.num_kv_heads,
-            block,
-            query_block: block,
-            order: None,
-            offset: 0,
-            scores,
-            keep,
-            counts_own: false,
             heads_per_list,
-            keeps_own: true,
-            tile: block,
-            local_tokens: 0,
-            first_tiles: 0,
-            softmax_scale: shape.softmax_scale(),
-            dense_rows: Vec::new(),
+            ..of_blocks(shape, block, scores, keep)
         };
         let mut selection = match &self.method {
             Method::Meanpool(config) => {
