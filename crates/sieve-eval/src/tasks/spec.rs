@@ -481,8 +481,10 @@ mod tests {
 
     #[test]
     fn rows_become_the_questions_of_the_papers() {
-        let row = r#"{"question": "Why?", "answerKey": "C",
-            "choices": {"text": ["a", "b", "c"], "label": ["A", "B", "C"]}}"#;
+        let row = concat!(
+            r#"{"question": "Why?", "answerKey": "C", "#,
+            r#""choices": {"text": ["a", "b", "c"], "label": ["A", "B", "C"]}}"#
+        );
         let arc = questions("arc_easy", row).expect("a question");
         assert_eq!(arc[0].prompts, ["Question: Why?\nAnswer:"]);
         assert_eq!((arc[0].endings.len(), arc[0].label), (3, Some(2)));
