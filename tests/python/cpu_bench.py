@@ -6,12 +6,16 @@ Each row trains the same recipe for few and for more steps and takes the differe
 cancel. Two rates: by the clock, and by processor time (tokens over processor seconds, times the number of threads), which
 says what the clock would say were nothing else running. "share" is executed FLOP/s by processor time over the rate of a
 2048 x 2048 x 2048 f32 product, which PyTorch's rows are divided by too; the product is measured by PyTorch and, through
-`sieve train`, by Sieve's own product library, at the start of every run.
+`sieve train`, by Sieve's own product library, at the start of every run. Memory is the largest resident size of the process,
+"start" the seconds from the start of the program to the end of its first step. PyTorch runs as it is and under
+torch.compile, each in a process of its own.
 """
 
 import argparse
+import concurrent.futures
 import json
 import math
+import multiprocessing
 import os
 import pathlib
 import re
@@ -99,13 +103,20 @@ def train(args, text, steps):
     before = cpu_seconds()
     command = [args.sieve, "train", "--recipe", path, "--out", out, "--device", "cpu", "--set", f"training.steps={steps}"]
     environment = dict(os.environ, RAYON_NUM_THREADS=str(args.threads))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(map(str, command))} failed:\n{done.stderr[-2000:]}")
-    product = re.search(r"([\d.]+) GFLOP/s measured", done.stdout + done.stderr)
+    log = args.work / "log"
+    with log.open("w") as file:
+        child = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+    _, status, usage = os.wait4(child.pid, 0)
+    said = log.read_text()
+    if status:
+        raise SystemExit(f"{' '.join(map(str, command))} failed:\n{said[-2000:]}")
+    product = re.search(r"([\d.]+) GFLOP/s measured", said)
+    start = re.search(r"started: ([\d.]+) s", said)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
-    return cpu_seconds() - before, steps, float(product.group(1)) if product else None
+    extras = {"product_gflops_at_start": float(product.group(1)) if product else None,
+              "start_seconds": float(start.group(1)) if start else None, "memory_mb": usage.ru_maxrss * 1024 / 1e6}
+    return cpu_seconds() - before, steps, extras
 
 
 def measure(args, sizes, kind, seq_len, batch, window=64, blocks=4, steps=(3, 15)):
@@ -113,7 +124,7 @@ def measure(args, sizes, kind, seq_len, batch, window=64, blocks=4, steps=(3, 15
     if not (args.work / "shards").exists():
         train(args, text, 1)
     few, _, _ = train(args, text, steps[0])
-    many, lines, product = train(args, text, steps[1])
+    many, lines, extras = train(args, text, steps[1])
     tokens = seq_len * batch
     seconds = (many - few) / (steps[1] - steps[0])
     flops = statistics.median(line["tflops"] * 1e12 / line["tokens_per_second"] for line in lines)
@@ -122,8 +133,7 @@ def measure(args, sizes, kind, seq_len, batch, window=64, blocks=4, steps=(3, 15
         "kind": kind, "seq_len": seq_len, "batch": batch,
         "tokens_per_second_clock": max(line["tokens_per_second"] for line in lines[1:]),
         "tokens_per_second_cpu": by_cpu,
-        "flops_per_token": flops, "gflops_cpu": flops * by_cpu / 1e9, "product_gflops_at_start": product,
-        "memory_mb": max(line["memory_bytes"] for line in lines) / 1e6,
+        "flops_per_token": flops, "gflops_cpu": flops * by_cpu / 1e9, **extras,
     }
 
 
@@ -143,8 +153,9 @@ def torch_product(threads):
     return 2 * 2048**3 / clock / 1e9, 2 * 2048**3 / cpu / 1e9
 
 
-def torch_train(threads, sizes, kind, seq_len, batch, window, steps=8):
+def torch_train(threads, sizes, kind, seq_len, batch, window, compiled, steps=8):
     """The same model by transformers' Qwen3 with SDPA, f32, fused AdamW, gradients clipped."""
+    began = time.perf_counter()
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -159,6 +170,8 @@ def torch_train(threads, sizes, kind, seq_len, batch, window, steps=8):
     )
     config._attn_implementation = "sdpa"
     model = Qwen3ForCausalLM(config).float().train()
+    if compiled:
+        model.compile(dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step():
@@ -168,9 +181,11 @@ def torch_train(threads, sizes, kind, seq_len, batch, window, steps=8):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss)
+        return float(loss.detach())
 
-    step(), step()
+    step()
+    start_seconds = time.perf_counter() - began
+    step()
     clock, cpu = [], time.process_time()
     for _ in range(steps):
         start = time.perf_counter()
@@ -178,14 +193,24 @@ def torch_train(threads, sizes, kind, seq_len, batch, window, steps=8):
         clock.append(time.perf_counter() - start)
     cpu = (time.process_time() - cpu) / steps / threads
     tokens = batch * seq_len
-    return {"kind": f"torch {kind}", "seq_len": seq_len, "batch": batch,
-            "tokens_per_second_clock": tokens / min(clock), "tokens_per_second_cpu": tokens / cpu}
+    return {"kind": f"torch {kind}", "seq_len": seq_len, "batch": batch, "threads": threads, "compiled": compiled,
+            "tokens_per_second_clock": tokens / min(clock), "tokens_per_second_cpu": tokens / cpu,
+            "start_seconds": start_seconds,
+            "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6}
+
+
+def in_own_process(function, *args):
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(function, *args).result()
 
 
 def show(row, product=None):
     share = f"{100 * row['gflops_cpu'] / product:5.1f} %" if product and "gflops_cpu" in row else "      -"
+    how = f", {row['threads']} threads, {'compiled' if row['compiled'] else 'as it is'}" if "threads" in row else ""
+    start = f" {row['start_seconds']:6.1f} s" if row.get("start_seconds") else "        -"
     print(f"{row['kind']:10} {row['seq_len']:6} x {row['batch']:<4} {row['tokens_per_second_clock']:9.0f} "
-          f"{row['tokens_per_second_cpu']:9.0f}  {share} {row.get('memory_mb', 0):8.0f} MB", flush=True)
+          f"{row['tokens_per_second_cpu']:9.0f}  {share} {row.get('memory_mb', 0):8.0f} MB{start}{how}", flush=True)
 
 
 def growth_svg(rows):
@@ -233,15 +258,18 @@ def main():
     only, kinds, rows = args.only.split(","), args.kinds.split(","), []
     clock, by_cpu = torch_product(args.threads)
     print(f"2048^3 f32 product, PyTorch: {clock:.0f} GFLOP/s by the clock (best), {by_cpu:.0f} by processor time\n"
-          "kind       length x batch  tok/s clock, by cpu   share    memory")
+          "kind       length x batch  tok/s clock, by cpu   share    memory    start")
     for name, sizes in (("tiny", TINY), ("wide", WIDE)):
         seq_len, batch = 256, 8
         for kind in kinds if "speed" in only else ():
             rows.append(measure(args, sizes, kind, seq_len, batch) | {"model": name})
             show(rows[-1], by_cpu)
+        ways = [(threads, compiled) for threads in range(1, args.threads + 1) for compiled in (False, True)]
         for kind in ("mha", "swa") if "torch" in only else ():
-            rows.append(torch_train(args.threads, sizes, kind, seq_len, batch, 64) | {"model": name})
-            show(rows[-1])
+            for threads, compiled in ways:
+                row = in_own_process(torch_train, threads, sizes, kind, seq_len, batch, 64, compiled)
+                rows.append(row | {"model": name})
+                show(rows[-1])
     for kind in kinds if "growth" in only else ():
         for seq_len in map(int, args.lengths.split(",")):
             batch = max(1, 16384 // seq_len)
