@@ -90,10 +90,10 @@ fn recipe_with_window(recipe: &sieve_core::Recipe) -> sieve_core::Recipe {
     use sieve_core::recipe::{AttentionSection, SwaShape};
     let mut wide = recipe.clone();
     match &mut wide.attention {
-        AttentionSection::Mha | AttentionSection::Mla(_) => {}
         AttentionSection::Nsa(nsa) => nsa.window_size = LEN,
         AttentionSection::Swa(SwaShape { sliding_window }) => *sliding_window = LEN,
         AttentionSection::Dma(dma) => dma.keep_window_size = LEN,
+        _ => {}
     }
     wide
 }

@@ -1,7 +1,8 @@
 //! Machine code put into the kernel cache before the first run.
 use crate::error::{BenchError, Result, refused};
+use sieve_core::model::AttentionForm;
 use sieve_core::recipe::AttentionSection;
-use sieve_core::{DmaBias, Recipe};
+use sieve_core::{Attention, DmaBias, Recipe};
 use sieve_kernels::ahead_of_time::{self, CompiledKernel};
 use sieve_kernels::{
     AttentionNeeds, AttentionShape, CudaVersion, KernelCache, KernelError, NeededKernels,
@@ -323,20 +324,20 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
     } else {
         SumOrder::Any
     };
-    let mut keys = match recipe.attention {
-        AttentionSection::Mha | AttentionSection::Swa(_) => vec![NeededKeys::Neighbours],
-        AttentionSection::Mla(mla) => {
+    let mut keys = match Attention::from(&recipe.attention).form() {
+        AttentionForm::Grouped { .. } => vec![NeededKeys::Neighbours],
+        AttentionForm::Latent(mla) => {
             shape.head_dim += mla.qk_rope_head_dim;
             vec![NeededKeys::Neighbours]
         }
-        AttentionSection::Dma(dma) => {
+        AttentionForm::Ranked(dma) => {
             let bias = match dma.bias {
                 DmaBias::Exp => ScoreBias::Exp,
                 DmaBias::Linear => ScoreBias::Linear,
             };
             vec![NeededKeys::Chosen(bias), NeededKeys::AllBiased]
         }
-        AttentionSection::Nsa(nsa) => {
+        AttentionForm::Branches(nsa) => {
             let group = shape.num_heads / shape.num_kv_heads;
             if let Some((got, supported)) = nsa.blocks().cuda_gap(shape.head_dim, group) {
                 return refused(format!(

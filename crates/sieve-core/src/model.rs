@@ -9,8 +9,8 @@ mod parameters;
 pub mod test_shapes;
 
 pub use attention::{
-    Attention, DmaBias, DmaPreset, DmaRecency, DmaShape, DmaWindow, MlaShape, NUM_NSA_BRANCHES,
-    NsaCompression, NsaShape,
+    Attention, AttentionForm, DmaBias, DmaPreset, DmaRecency, DmaShape, DmaWindow, MlaShape,
+    NUM_NSA_BRANCHES, NsaCompression, NsaShape,
 };
 pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};
 pub use gpu::peak_bf16_flops;

@@ -33,16 +33,17 @@ pub struct TrainedMeasure {
 
 /// A model's attention in a few words.
 pub fn attention_label(shape: &ModelShape) -> String {
-    use sieve_core::{Attention, DmaShape};
-    let label = match shape.attention {
-        Attention::Mha => "mha".to_owned(),
-        Attention::Swa { window_size } => format!("swa, window {window_size}"),
-        Attention::Mla(mla) => format!("mla, rank {}", mla.kv_lora_rank),
-        Attention::Dma(DmaShape {
-            keep_window_size, ..
-        }) => format!("dma, keeps {keep_window_size}"),
-        Attention::Nsa(nsa) => format!(
-            "nsa, {} x {} selected, window {}",
+    use sieve_core::model::AttentionForm;
+    let kind = shape.attention.kind().name();
+    let label = match shape.attention.form() {
+        AttentionForm::Grouped { window: None } => kind.to_owned(),
+        AttentionForm::Grouped {
+            window: Some(window),
+        } => format!("{kind}, window {window}"),
+        AttentionForm::Latent(mla) => format!("{kind}, rank {}", mla.kv_lora_rank),
+        AttentionForm::Ranked(dma) => format!("{kind}, keeps {}", dma.keep_window_size),
+        AttentionForm::Branches(nsa) => format!(
+            "{kind}, {} x {} selected, window {}",
             nsa.num_selected_blocks, nsa.select_block_size, nsa.window_size
         ),
     };

@@ -14,7 +14,8 @@ mod tokenizer_files;
 use crate::{Checkpoint, CheckpointError, NamedTensor, write_tensor_file};
 use burn::tensor::DType;
 use folder::OutFolder;
-use sieve_core::{Attention, DmaBias, ModelShape};
+use sieve_core::model::AttentionForm;
+use sieve_core::{DmaBias, ModelShape};
 use sieve_files::write_synced;
 use std::collections::HashMap;
 use std::path::Path;
@@ -105,25 +106,25 @@ impl Architecture {
 
     /// The class that expresses `shape`, or why there is none.
     fn of(shape: &ModelShape) -> Result<Self, CheckpointError> {
-        match shape.attention {
-            Attention::Mha | Attention::Swa { .. } if shape.residual_scale => {
+        match shape.attention.form() {
+            AttentionForm::Grouped { .. } if shape.residual_scale => {
                 Err(CheckpointError::NotExportable {
                     what: "model.residual_scale = true with dense or sliding-window attention: Qwen3 has no residual \
                         scales",
                     hint: "only attention.kind = \"dma\" is exported with them, as Doge",
                 })
             }
-            Attention::Mha | Attention::Swa { .. } => Ok(Self::Qwen3),
-            Attention::Mla(_) | Attention::Nsa(_) => Ok(Self::Sieve),
+            AttentionForm::Grouped { .. } => Ok(Self::Qwen3),
+            AttentionForm::Latent(_) | AttentionForm::Branches(_) => Ok(Self::Sieve),
             // Doge has neither recency nor a local window, and adds the exponential of a score.
-            Attention::Dma(dma)
+            AttentionForm::Ranked(dma)
                 if dma.ranks_by_content_alone()
                     && dma.bias == DmaBias::Exp
                     && shape.dense_layers.is_empty() =>
             {
                 Ok(Self::Doge)
             }
-            Attention::Dma(_) => Ok(Self::Sieve),
+            AttentionForm::Ranked(_) => Ok(Self::Sieve),
         }
     }
 }

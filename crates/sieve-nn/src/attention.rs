@@ -7,7 +7,6 @@ pub(crate) mod latent;
 pub(crate) mod multi_head;
 pub(crate) mod native_sparse;
 pub(crate) mod shared_prompts;
-pub(crate) mod sliding_window;
 mod weights;
 
 use crate::{LayerCache, RmsNorm, WeightInit};
@@ -20,8 +19,8 @@ use multi_head::MultiHeadAttention;
 use native_sparse::NativeSparseAttention;
 use shared_prompts::SharedPrompts;
 use sieve_core::ModelShape;
+use sieve_core::model::AttentionForm;
 use sieve_ops::{Documents, Residual, RotaryEmbedding, SieveBackend};
-use sliding_window::SlidingWindowAttention;
 
 /// What every layer of a forward pass shares.
 #[derive(Clone, Debug)]
@@ -94,14 +93,12 @@ impl<B: Backend> AttentionResult<B> {
     }
 }
 
-/// One of the attention kinds.
+/// The layer of an attention kind.
 #[derive(Module, Debug)]
 #[allow(clippy::large_enum_variant)]
 pub enum Attention<B: Backend> {
-    /// Dense causal attention.
-    Mha(MultiHeadAttention<B>),
-    /// Sliding window.
-    Swa(SlidingWindowAttention<B>),
+    /// Dense causal attention, or a sliding window.
+    Grouped(MultiHeadAttention<B>),
     /// Multi-head latent attention.
     Mla(LatentAttention<B>),
     /// Native sparse attention.
@@ -113,21 +110,15 @@ pub enum Attention<B: Backend> {
 impl<B: Backend> Attention<B> {
     /// The kind that `shape` names.
     pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
-        match shape.attention {
-            sieve_core::Attention::Mha => Self::Mha(MultiHeadAttention::new(shape, init, device)),
-            sieve_core::Attention::Swa { window_size } => Self::Swa(SlidingWindowAttention::new(
-                shape,
-                window_size,
-                init,
-                device,
-            )),
-            sieve_core::Attention::Mla(mla) => {
-                Self::Mla(LatentAttention::new(shape, mla, init, device))
+        match shape.attention.form() {
+            AttentionForm::Grouped { window } => {
+                Self::Grouped(MultiHeadAttention::new(shape, window, init, device))
             }
-            sieve_core::Attention::Nsa(nsa) => {
+            AttentionForm::Latent(mla) => Self::Mla(LatentAttention::new(shape, mla, init, device)),
+            AttentionForm::Branches(nsa) => {
                 Self::Nsa(NativeSparseAttention::new(shape, nsa, init, device))
             }
-            sieve_core::Attention::Dma(dma) => {
+            AttentionForm::Ranked(dma) => {
                 Self::Dma(DynamicMaskAttention::new(shape, dma, init, device))
             }
         }
@@ -143,11 +134,7 @@ impl<B: SieveBackend> Attention<B> {
         context: &LayerContext<'_, B>,
     ) -> AttentionResult<B> {
         match self {
-            Self::Mha(layer) => AttentionResult {
-                x: layer.forward(x, residual, context),
-                expire: None,
-            },
-            Self::Swa(layer) => AttentionResult {
+            Self::Grouped(layer) => AttentionResult {
                 x: layer.forward(x, residual, context),
                 expire: None,
             },
@@ -181,8 +168,7 @@ impl<B: SieveBackend> Attention<B> {
             return self.forward(norm.forward(x), added, context);
         }
         let (layer, spec) = match self {
-            Self::Mha(layer) => layer.stream_layer(norm),
-            Self::Swa(layer) => layer.stream_layer(norm),
+            Self::Grouped(layer) => layer.stream_layer(norm),
             Self::Dma(layer) => layer.stream_layer(norm),
             Self::Mla(layer) => {
                 let y = layer.forward(norm.forward(x.clone()), context);
@@ -206,8 +192,7 @@ impl<B: SieveBackend> Attention<B> {
         caches: &mut [&mut LayerCache<B>],
     ) -> Tensor<B, 3> {
         match self {
-            Self::Mha(layer) => layer.forward_cached(x, context, caches),
-            Self::Swa(layer) => layer.forward_cached(x, context, caches),
+            Self::Grouped(layer) => layer.forward_cached(x, context, caches),
             Self::Mla(layer) => layer.forward_cached(x, context, caches),
             Self::Nsa(layer) => layer.forward_cached(x, context, caches),
             Self::Dma(layer) => layer.forward_cached(x, context, caches),

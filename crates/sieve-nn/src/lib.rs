@@ -42,7 +42,6 @@ pub use attention::latent::LatentAttention;
 pub use attention::multi_head::MultiHeadAttention;
 pub use attention::native_sparse::NativeSparseAttention;
 pub use attention::shared_prompts::SharedPrompts;
-pub use attention::sliding_window::SlidingWindowAttention;
 pub use attention::{Attention, AttentionResult, LayerContext};
 pub use decoder_layer::{DecoderLayer, LayerOutput};
 pub use kv_cache::{BlockCache, KvCache, LayerCache};

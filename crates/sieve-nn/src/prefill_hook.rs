@@ -167,14 +167,17 @@ impl<B: SieveBackend> Qwen3<B> {
         let ranges = documents_of(context.documents);
         let mut x = self.embed_tokens.forward(ids);
         for (index, layer) in self.layers.iter().enumerate() {
-            let Attention::Mha(mha) = &layer.self_attn else {
-                x = layer.forward(x, context).x;
-                continue;
+            let mha = match &layer.self_attn {
+                Attention::Grouped(mha) if mha.is_dense() => mha,
+                _ => {
+                    x = layer.forward(x, context).x;
+                    continue;
+                }
             };
             let normed = layer.input_layernorm.forward(x.clone());
             let residual = scaled(x, &layer.input_residual);
             let qkv = mha.qkv.forward(normed, context);
-            let spec = mha.qkv.spec(None);
+            let spec = mha.spec();
             if let Some(cache) = caches.as_mut().and_then(|caches| caches.get_mut(index)) {
                 let of = |at| qkv.clone().narrow(2, at, spec.num_kv_heads);
                 *cache = LayerCache::Recent {

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use sieve_core::model::{Attention, DmaShape, ModelShape, NUM_NSA_BRANCHES};
+use sieve_core::model::{AttentionForm, ModelShape, NUM_NSA_BRANCHES};
 
 /// Bytes a decoded sequence holds, all layers.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -42,14 +42,13 @@ fn of_kind(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
     let layers = shape.num_layers as u64;
     let kv = 2 * shape.kv_width() as u64 * value_bytes;
     let held = |window: usize| window.min(seq_len) as u64;
-    let (per_token, stops_at_tokens, at_seq_len) = match shape.attention {
-        Attention::Mha => (kv, None, kv * seq_len as u64),
-        Attention::Swa { window_size } => (kv, Some(window_size), kv * held(window_size)),
-        Attention::Mla(mla) => {
+    let (per_token, stops_at_tokens, at_seq_len) = match shape.attention.form() {
+        AttentionForm::Grouped { window } => (kv, window, kv * held(window.unwrap_or(seq_len))),
+        AttentionForm::Latent(mla) => {
             let latent = (mla.kv_lora_rank + mla.qk_rope_head_dim) as u64 * value_bytes;
             (latent, None, latent * seq_len as u64)
         }
-        Attention::Nsa(nsa) => {
+        AttentionForm::Branches(nsa) => {
             let copies = nsa.num_kv_copies() as u64;
             // Copies of the compressed and selected branches grow; the window's own does not.
             let growing = if nsa.shared_kv {
@@ -64,11 +63,10 @@ fn of_kind(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
             let per_token = growing * kv + kv / nsa.compress_stride as u64;
             (per_token, None, at)
         }
-        Attention::Dma(DmaShape {
-            keep_window_size, ..
-        }) => {
+        AttentionForm::Ranked(dma) => {
             let slot = kv + 8 * shape.num_kv_heads as u64;
-            (slot, Some(keep_window_size), slot * held(keep_window_size))
+            let kept = dma.keep_window_size;
+            (slot, Some(kept), slot * held(kept))
         }
     };
     CachePlan {

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::Target;
-use sieve_core::model::{Attention, ModelShape};
+use sieve_core::model::{Attention, AttentionForm, ModelShape};
 use sieve_core::recipe::Recipe;
 use sieve_core::{ReferenceTooLarge, ScoreMatrix};
 use sieve_kernels::{HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_KV_HEADS, supports_head_dim};
@@ -25,11 +25,13 @@ pub struct OpPlan {
 pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
     let names = shape.by_kind();
     let names = names.iter().flat_map(|part| -> &[&'static str] {
-        match part.attention {
-            Attention::Mha | Attention::Swa { .. } => &["attention"],
-            Attention::Mla(_) => &["latent attention"],
-            Attention::Nsa(_) => &["compression", "selection", "selected and window attention"],
-            Attention::Dma(_) => &["dma scores", "dma selection", "dma attention"],
+        match part.attention.form() {
+            AttentionForm::Grouped { .. } => &["attention"],
+            AttentionForm::Latent(_) => &["latent attention"],
+            AttentionForm::Branches(_) => {
+                &["compression", "selection", "selected and window attention"]
+            }
+            AttentionForm::Ranked(_) => &["dma scores", "dma selection", "dma attention"],
         }
     });
     let rest = [

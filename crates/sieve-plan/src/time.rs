@@ -6,7 +6,7 @@
 
 use crate::gpu_attention_gap;
 use sieve_core::model::gpu::Gpu;
-use sieve_core::model::{Attention, DmaShape, FlopsPerToken, ModelShape};
+use sieve_core::model::{Attention, AttentionForm, FlopsPerToken, ModelShape};
 
 /// Share of the peak that products with weights reach.
 const PRODUCTS: f64 = 0.71;
@@ -110,16 +110,15 @@ pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Optio
 
 /// Share of the peak that a kind's pairs reach, and whether it is DMA; `None` where it was not measured.
 fn pairs_rate(shape: &ModelShape, seq_len: usize) -> Option<(f64, bool)> {
-    match shape.attention {
-        Attention::Mha => Some((DENSE_PAIRS, false)),
-        Attention::Swa { window_size } if window_size >= seq_len => Some((DENSE_PAIRS, false)),
-        Attention::Swa { .. } => Some((WINDOW_PAIRS, false)),
-        Attention::Dma(DmaShape {
-            keep_window_size, ..
-        }) if keep_window_size >= seq_len => Some((DENSE_PAIRS, true)),
-        Attention::Dma(_) => Some((GATHERED_PAIRS, true)),
-        Attention::Mla(_) => Some((LATENT_PAIRS, false)),
-        Attention::Nsa(_) => Some((BLOCK_PAIRS, false)),
+    match shape.attention.form() {
+        AttentionForm::Grouped {
+            window: Some(window),
+        } if window < seq_len => Some((WINDOW_PAIRS, false)),
+        AttentionForm::Grouped { .. } => Some((DENSE_PAIRS, false)),
+        AttentionForm::Ranked(dma) if dma.keep_window_size >= seq_len => Some((DENSE_PAIRS, true)),
+        AttentionForm::Ranked(_) => Some((GATHERED_PAIRS, true)),
+        AttentionForm::Latent(_) => Some((LATENT_PAIRS, false)),
+        AttentionForm::Branches(_) => Some((BLOCK_PAIRS, false)),
     }
 }
 

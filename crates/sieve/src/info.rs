@@ -5,7 +5,7 @@ use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
 use sieve_core::ModelShape;
-use sieve_core::model::Attention;
+use sieve_core::model::{Attention, AttentionForm};
 use sieve_core::recipe::{AttentionKind, StartingSize};
 use sieve_kernels::{
     AttentionShape, KernelFamily, KeySource, best_family, cublaslt_version, nccl_version, probe,
@@ -217,10 +217,12 @@ fn gpu_path(shape: &ModelShape, is_hopper: bool) -> &'static str {
     if gpu_attention_gap(shape).is_some() {
         return "reference";
     }
-    let (source, width) = match shape.attention {
-        Attention::Dma(_) | Attention::Nsa(_) => (KeySource::Gathered, shape.head_dim),
-        Attention::Mla(mla) => (KeySource::Dense, shape.head_dim + mla.qk_rope_head_dim),
-        Attention::Mha | Attention::Swa { .. } => (KeySource::Dense, shape.head_dim),
+    let (source, width) = match shape.attention.form() {
+        AttentionForm::Ranked(_) | AttentionForm::Branches(_) => {
+            (KeySource::Gathered, shape.head_dim)
+        }
+        AttentionForm::Latent(mla) => (KeySource::Dense, shape.head_dim + mla.qk_rope_head_dim),
+        AttentionForm::Grouped { .. } => (KeySource::Dense, shape.head_dim),
     };
     let call = AttentionShape {
         batch: 1,

@@ -2,6 +2,7 @@
 
 use crate::NsaBlocks;
 use crate::keys::{MAX_SEQ_LEN, MAX_WIDTH, choices, keys};
+use crate::recipe::AttentionKind;
 
 choices! {
     /// How a DMA key's score z enters the logit.
@@ -298,6 +299,49 @@ pub enum Attention {
     Nsa(NsaShape),
     /// Dynamic mask attention.
     Dma(DmaShape),
+}
+
+/// What the layers of a kind hold and read, whatever its name: parameters, operations, caches, memory and kernels
+/// follow from it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum AttentionForm {
+    /// Keys and values of groups of heads: all earlier ones, or the last `window`, the query's own included.
+    Grouped {
+        /// In tokens; `None`: all earlier keys.
+        window: Option<usize>,
+    },
+    /// Keys and values made from a latent.
+    Latent(MlaShape),
+    /// Three gated branches.
+    Branches(NsaShape),
+    /// The keys of the highest ranks.
+    Ranked(DmaShape),
+}
+
+impl Attention {
+    /// The kind alone.
+    pub fn kind(self) -> AttentionKind {
+        match self {
+            Self::Mha => AttentionKind::Mha,
+            Self::Swa { .. } => AttentionKind::Swa,
+            Self::Mla(_) => AttentionKind::Mla,
+            Self::Nsa(_) => AttentionKind::Nsa,
+            Self::Dma(_) => AttentionKind::Dma,
+        }
+    }
+
+    /// The form of its layers.
+    pub fn form(self) -> AttentionForm {
+        match self {
+            Self::Mha => AttentionForm::Grouped { window: None },
+            Self::Swa { window_size } => AttentionForm::Grouped {
+                window: Some(window_size),
+            },
+            Self::Mla(mla) => AttentionForm::Latent(mla),
+            Self::Nsa(nsa) => AttentionForm::Branches(nsa),
+            Self::Dma(dma) => AttentionForm::Ranked(dma),
+        }
+    }
 }
 
 #[cfg(test)]

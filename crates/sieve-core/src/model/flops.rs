@@ -15,7 +15,7 @@
 //! torchtitan counts `seq_len` keys for causal attention, twice what a causal mask leaves; ours is the mean over
 //! positions, `(seq_len + 1) / 2`, so our MFU is the lower one.
 
-use super::{Attention, DmaShape, ModelShape, NUM_NSA_BRANCHES};
+use super::{Attention, AttentionForm, ModelShape, NUM_NSA_BRANCHES};
 
 /// Forward floating-point operations of one token, mean over the positions of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -70,16 +70,18 @@ impl ModelShape {
             self.kv_width() as f64,
         );
         let grouped = 2.0 * d_model * (q_width + kv_width);
-        match self.attention {
-            Attention::Mha | Attention::Swa { .. } => (grouped, 2.0 * q_width),
-            Attention::Dma(_) => (grouped + kv_width * self.num_kv_heads as f64, 2.0 * q_width),
-            Attention::Mla(mla) => {
+        match self.attention.form() {
+            AttentionForm::Grouped { .. } => (grouped, 2.0 * q_width),
+            AttentionForm::Ranked(_) => {
+                (grouped + kv_width * self.num_kv_heads as f64, 2.0 * q_width)
+            }
+            AttentionForm::Latent(mla) => {
                 let (rank, rope) = (mla.kv_lora_rank as f64, mla.qk_rope_head_dim as f64);
                 let q = q_width + self.num_heads as f64 * rope;
                 let weights = d_model * (q + rank + rope + q_width) + 2.0 * rank * q_width;
                 (weights, q + q_width)
             }
-            Attention::Nsa(nsa) => {
+            AttentionForm::Branches(nsa) => {
                 let copies = (nsa.num_kv_copies() - 1) as f64;
                 let gates = d_model * (NUM_NSA_BRANCHES * self.num_heads) as f64;
                 let head_dim = self.head_dim as f64;
@@ -125,9 +127,11 @@ pub fn mean_active_keys_of_documents(
     attention: Attention,
     lengths: impl IntoIterator<Item = usize>,
 ) -> f64 {
-    let window = match attention {
-        Attention::Mha | Attention::Mla(_) => usize::MAX,
-        Attention::Nsa(nsa) => {
+    let window = match attention.form() {
+        AttentionForm::Grouped { window } => window.unwrap_or(usize::MAX),
+        AttentionForm::Latent(_) => usize::MAX,
+        AttentionForm::Ranked(dma) => dma.keep_window_size,
+        AttentionForm::Branches(nsa) => {
             let (pairs, tokens) = lengths
                 .into_iter()
                 .fold((0.0, 0), |(pairs, tokens), length| {
@@ -142,10 +146,6 @@ pub fn mean_active_keys_of_documents(
                 pairs / tokens as f64
             };
         }
-        Attention::Swa { window_size } => window_size,
-        Attention::Dma(DmaShape {
-            keep_window_size, ..
-        }) => keep_window_size,
     };
     let (mut pairs, mut tokens) = (0.0, 0.0);
     for length in lengths {
@@ -159,6 +159,7 @@ pub fn mean_active_keys_of_documents(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::DmaShape;
     use crate::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
 
     fn dma(keep_window_size: usize) -> Attention {

@@ -1,6 +1,6 @@
 //! Parameter counts, by part.
 
-use super::{Attention, ModelShape, NUM_NSA_BRANCHES};
+use super::{AttentionForm, ModelShape, NUM_NSA_BRANCHES};
 
 /// Numbers of parameters, by part. The parts are disjoint; [`total`](Self::total) is their sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,16 +93,16 @@ impl ModelShape {
         let (num_heads, num_kv_heads) = (self.num_heads as u64, self.num_kv_heads as u64);
         let head_dim = self.head_dim as u64;
         let grouped = 2 * d_model * (q_width + kv_width);
-        match self.attention {
-            Attention::Mha | Attention::Swa { .. } => [grouped, 0, 0, 2 * head_dim],
-            Attention::Dma(_) => [grouped, num_kv_heads * (1 + kv_width), 0, 2 * head_dim],
-            Attention::Mla(mla) => {
+        match self.attention.form() {
+            AttentionForm::Grouped { .. } => [grouped, 0, 0, 2 * head_dim],
+            AttentionForm::Ranked(_) => [grouped, num_kv_heads * (1 + kv_width), 0, 2 * head_dim],
+            AttentionForm::Latent(mla) => {
                 let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
                 let from_x = q_width + num_heads * rope + rank + rope;
                 let attention = d_model * (from_x + q_width) + 2 * rank * q_width;
                 [attention, 0, 0, rank]
             }
-            Attention::Nsa(nsa) => {
+            AttentionForm::Branches(nsa) => {
                 let more_kv = 2 * (nsa.num_kv_copies() as u64 - 1) * d_model * kv_width;
                 let gates = NUM_NSA_BRANCHES as u64 * num_heads * (d_model + 1);
                 let block = nsa.compress_block_size as u64 * head_dim;

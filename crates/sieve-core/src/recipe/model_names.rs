@@ -1,6 +1,6 @@
-//! The one file where recipe keys (Hugging Face's names) become the names of the Rust code.
+//! Where recipe keys (Hugging Face's names) become the names of the Rust code; those of `[attention]` in `sections.rs`.
 
-use super::{AttentionKind, AttentionSection, Recipe, RecipeError, SwaShape, TokenizerSource};
+use super::{AttentionKind, Recipe, RecipeError, TokenizerSource};
 use crate::model::{Attention, ModelShape};
 
 impl Recipe {
@@ -57,20 +57,6 @@ impl Recipe {
             (None, TokenizerSource::Train(train)) => Some(train.vocab_size),
             (None, TokenizerSource::Numbers(numbers)) => Some(numbers),
             (None, TokenizerSource::Path(_)) => None,
-        }
-    }
-}
-
-impl From<&AttentionSection> for Attention {
-    fn from(section: &AttentionSection) -> Self {
-        match *section {
-            AttentionSection::Mha => Self::Mha,
-            AttentionSection::Swa(SwaShape { sliding_window }) => Self::Swa {
-                window_size: sliding_window,
-            },
-            AttentionSection::Mla(mla) => Self::Mla(mla),
-            AttentionSection::Nsa(nsa) => Self::Nsa(nsa),
-            AttentionSection::Dma(dma) => Self::Dma(dma),
         }
     }
 }

@@ -1,10 +1,11 @@
 //! The sections of a recipe, one type each. To add a key: its line here, and the code that uses it.
 
+use super::rules::Rules;
 use crate::keys::{
     Key, KeyValue, Kind, MAX_BATCH, MAX_COUNT, MAX_HEAD_DIM, MAX_SEQ_LEN, MAX_STEPS, MAX_VOCAB,
     MAX_WIDTH, Section, choices, joined, keys,
 };
-use crate::model::{DmaShape, MlaShape, NsaShape};
+use crate::model::{Attention, DmaShape, MlaShape, NsaShape};
 use serde::{Deserialize, Serialize};
 
 keys! {
@@ -53,20 +54,94 @@ keys! {
     }
 }
 
-/// `[attention]`: the kind and what that kind needs.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
-pub enum AttentionSection {
+/// Makes from one list the kinds of attention that a recipe can name: the section `[attention]`, the kinds alone, and
+/// the keys of each.
+macro_rules! attention_kinds {
+    ($($(#[doc = $doc:literal])+ $kind:ident $(($shape:ident))? = $name:literal,)+) => {
+        /// `[attention]`: the kind and what that kind needs.
+        #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+        #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+        pub enum AttentionSection {$(
+            $(#[doc = $doc])+
+            $kind $(($shape))?,
+        )+}
+
+        choices! {
+            /// The kinds of attention a recipe can name.
+            #[derive(Hash)]
+            pub enum AttentionKind {$($(#[doc = $doc])+ $kind = $name,)+}
+        }
+
+        /// `kind`, and the keys of every kind.
+        static ATTENTION_KEYS: [Key; 1 $($(+ $shape::KEYS.len())?)+] = joined(
+            Key::new::<AttentionKind>("kind", "Which attention."),
+            &[$($($shape::KEYS,)?)+],
+        );
+
+        impl AttentionSection {
+            /// The kind alone.
+            pub fn kind(&self) -> AttentionKind {
+                match self {
+                    $(Self::$kind { .. } => AttentionKind::$kind,)+
+                }
+            }
+
+            /// Checks the numbers of the kind's keys against their bounds.
+            pub(super) fn check_bounds(&self, rules: &mut Rules<'_>) {
+                match self {
+                    $($(Self::$kind(shape) => rules.bounds::<$shape>("attention", shape),)?)+
+                    _ => {}
+                }
+            }
+        }
+
+        impl AttentionKind {
+            /// Every kind there is, in the order of the documentation.
+            pub const ALL: [Self; [$($name),+].len()] = [$(Self::$kind),+];
+
+            /// The name a recipe uses.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$kind => $name,)+
+                }
+            }
+
+            /// The keys of `[attention]` that go with the kind.
+            pub(super) fn keys(self) -> &'static [Key] {
+                match self {
+                    $($(Self::$kind => $shape::KEYS,)?)+
+                    _ => &[],
+                }
+            }
+        }
+    };
+}
+
+attention_kinds! {
     /// Dense causal attention with grouped queries.
-    Mha,
-    /// Sliding window.
-    Swa(SwaShape),
+    Mha = "mha",
+    /// Sliding window: each query sees the `sliding_window` latest keys, itself included.
+    Swa(SwaShape) = "swa",
     /// Multi-head latent attention.
-    Mla(MlaShape),
+    Mla(MlaShape) = "mla",
     /// Native sparse attention: compressed, selected and window branches.
-    Nsa(NsaShape),
+    Nsa(NsaShape) = "nsa",
     /// Dynamic mask attention: each query sees the `keep_window_size` best-scored keys before it.
-    Dma(DmaShape),
+    Dma(DmaShape) = "dma",
+}
+
+impl From<&AttentionSection> for Attention {
+    fn from(section: &AttentionSection) -> Self {
+        match *section {
+            AttentionSection::Mha => Self::Mha,
+            AttentionSection::Swa(SwaShape { sliding_window }) => Self::Swa {
+                window_size: sliding_window,
+            },
+            AttentionSection::Mla(mla) => Self::Mla(mla),
+            AttentionSection::Nsa(nsa) => Self::Nsa(nsa),
+            AttentionSection::Dma(dma) => Self::Dma(dma),
+        }
+    }
 }
 
 keys! {
@@ -81,77 +156,6 @@ keys! {
 
 impl KeyValue for AttentionSection {
     const KIND: Kind = Kind::Table(&ATTENTION_KEYS);
-}
-
-/// `kind`, and the keys of every kind.
-static ATTENTION_KEYS: [Key; NUM_ATTENTION_KEYS] = joined(
-    Key::new::<AttentionKind>("kind", "Which attention."),
-    &[
-        SwaShape::KEYS,
-        MlaShape::KEYS,
-        NsaShape::KEYS,
-        DmaShape::KEYS,
-    ],
-);
-
-const NUM_ATTENTION_KEYS: usize =
-    1 + SwaShape::KEYS.len() + MlaShape::KEYS.len() + NsaShape::KEYS.len() + DmaShape::KEYS.len();
-
-impl AttentionSection {
-    /// The kind alone.
-    pub fn kind(&self) -> AttentionKind {
-        match self {
-            Self::Mha => AttentionKind::Mha,
-            Self::Swa(_) => AttentionKind::Swa,
-            Self::Mla(_) => AttentionKind::Mla,
-            Self::Nsa(_) => AttentionKind::Nsa,
-            Self::Dma(_) => AttentionKind::Dma,
-        }
-    }
-}
-
-choices! {
-    /// The kinds of attention a recipe can name.
-    #[derive(Hash)]
-    pub enum AttentionKind {
-        /// Dense causal attention with grouped queries.
-        Mha = "mha",
-        /// Sliding window: each query sees the `sliding_window` latest keys, itself included.
-        Swa = "swa",
-        /// Multi-head latent attention.
-        Mla = "mla",
-        /// Native sparse attention: compressed, selected and window branches.
-        Nsa = "nsa",
-        /// Dynamic mask attention: each query sees the `keep_window_size` best-scored keys before it.
-        Dma = "dma",
-    }
-}
-
-impl AttentionKind {
-    /// Every kind there is, in the order of the documentation.
-    pub const ALL: [Self; 5] = [Self::Mha, Self::Swa, Self::Mla, Self::Nsa, Self::Dma];
-
-    /// The name a recipe uses.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Mha => "mha",
-            Self::Swa => "swa",
-            Self::Mla => "mla",
-            Self::Nsa => "nsa",
-            Self::Dma => "dma",
-        }
-    }
-
-    /// The keys of `[attention]` that go with the kind.
-    pub(super) fn keys(self) -> &'static [Key] {
-        match self {
-            Self::Mha => &[],
-            Self::Swa => SwaShape::KEYS,
-            Self::Mla => MlaShape::KEYS,
-            Self::Nsa => NsaShape::KEYS,
-            Self::Dma => DmaShape::KEYS,
-        }
-    }
 }
 
 keys! {

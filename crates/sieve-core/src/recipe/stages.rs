@@ -53,10 +53,10 @@ impl AttentionSection {
     /// The window a stage may change, in tokens.
     pub fn window(&self) -> Option<usize> {
         match *self {
-            Self::Mha | Self::Mla(_) => None,
             Self::Swa(SwaShape { sliding_window }) => Some(sliding_window),
             Self::Nsa(nsa) => Some(nsa.window_size),
             Self::Dma(dma) => Some(dma.keep_window_size),
+            _ => None,
         }
     }
 
@@ -72,10 +72,10 @@ impl AttentionSection {
     pub fn with_window(&self, window: usize) -> Self {
         let mut changed = self.clone();
         match &mut changed {
-            Self::Mha | Self::Mla(_) => {}
             Self::Swa(SwaShape { sliding_window }) => *sliding_window = window,
             Self::Nsa(nsa) => nsa.window_size = window,
             Self::Dma(dma) => *dma = dma.with_window(window),
+            _ => {}
         }
         changed
     }

@@ -208,7 +208,6 @@ impl StartingSize {
     ) -> Result<Recipe, RecipeError> {
         let window = self.seq_len / 4;
         let attention = match kind {
-            AttentionKind::Mha => String::new(),
             AttentionKind::Swa => format!("sliding_window = {window}"),
             // The recency and the local window are what the results of docs/results.md rest on.
             AttentionKind::Dma => format!(
@@ -224,6 +223,7 @@ impl StartingSize {
                  num_selected_blocks = 4\nwindow_size = {}",
                 window / 2
             ),
+            _ => String::new(),
         };
         let kv_heads = match kind {
             AttentionKind::Mla => self.num_heads,

@@ -1,7 +1,8 @@
 //! `config.json` and `generation_config.json`, readable by `transformers` 4 and 5.
 use super::{Architecture, ExportOptions};
 use serde_json::{Map, Value, json};
-use sieve_core::{Attention, ModelShape};
+use sieve_core::ModelShape;
+use sieve_core::model::AttentionForm;
 
 /// Text of a JSON file: two spaces, a line end at the end, keys in the order given.
 pub(super) fn to_text(value: &Value) -> String {
@@ -62,28 +63,30 @@ fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Valu
         });
         layers.collect::<Vec<_>>()
     };
-    let keys = match shape.attention {
-        Attention::Mha => json!({
+    let keys = match shape.attention.form() {
+        AttentionForm::Grouped { window: None } => json!({
             "use_sliding_window": false,
             "sliding_window": null,
             "max_window_layers": shape.num_layers,
             "layer_types": layer_types("full_attention"),
         }),
         // Layers from max_window_layers on have the window.
-        Attention::Swa { window_size } => json!({
+        AttentionForm::Grouped {
+            window: Some(window),
+        } => json!({
             "use_sliding_window": true,
-            "sliding_window": window_size,
+            "sliding_window": window,
             "max_window_layers": 0,
             "layer_types": layer_types("sliding_attention"),
         }),
-        Attention::Mla(mla) => of_sieve(shape, "mla", json!(mla)),
-        Attention::Nsa(nsa) => of_sieve(shape, "nsa", json!(nsa)),
-        Attention::Dma(dma) if architecture == Architecture::Sieve => {
+        AttentionForm::Latent(mla) => of_sieve(shape, "mla", json!(mla)),
+        AttentionForm::Branches(nsa) => of_sieve(shape, "nsa", json!(nsa)),
+        AttentionForm::Ranked(dma) if architecture == Architecture::Sieve => {
             let mut keys = of_sieve(shape, "dma", json!(dma));
             keys["slopes"] = json!(dma.slopes(shape.num_kv_heads));
             keys
         }
-        Attention::Dma(dma) => json!({
+        AttentionForm::Ranked(dma) => json!({
             "keep_window_size": dma.keep_window_size,
             "sliding_window": null,
             "hidden_dropout": 0.0,

@@ -200,7 +200,7 @@ fn push_layer(
             }
             push_compression(tensors, shape, nsa, &whole);
         }
-        Attention::Mha | Attention::Swa { .. } | Attention::Mla(_) => {}
+        _ => {}
     }
     let o_proj = "self_attn.o_proj.weight";
     tensors.push(whole(o_proj, o_proj, &[d_model, q_width]));

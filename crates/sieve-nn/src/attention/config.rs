@@ -3,7 +3,6 @@ use super::dynamic_mask::DynamicMaskAttention;
 use super::latent::LatentAttention;
 use super::multi_head::MultiHeadAttention;
 use super::native_sparse::NativeSparseAttention;
-use super::sliding_window::SlidingWindowAttention;
 use crate::WeightInit;
 use burn::tensor::backend::Backend;
 use sieve_core::{Attention, DmaBias, DmaShape, ModelShape};
@@ -115,7 +114,7 @@ impl AttentionConfig {
     /// Dense causal attention. Panics when [`validate`](Self::validate) fails.
     pub fn multi_head<B: Backend>(&self, device: &B::Device) -> MultiHeadAttention<B> {
         let shape = self.shape(Attention::Mha);
-        MultiHeadAttention::new(&shape, &mut self.weights(), device)
+        MultiHeadAttention::new(&shape, None, &mut self.weights(), device)
     }
 
     /// Attention over the last `window_size` tokens. Panics when [`validate`](Self::validate) fails or the window is 0.
@@ -123,10 +122,10 @@ impl AttentionConfig {
         &self,
         window_size: usize,
         device: &B::Device,
-    ) -> SlidingWindowAttention<B> {
+    ) -> MultiHeadAttention<B> {
         assert!(window_size > 0, "a window holds at least the token itself");
         let shape = self.shape(Attention::Swa { window_size });
-        SlidingWindowAttention::new(&shape, window_size, &mut self.weights(), device)
+        MultiHeadAttention::new(&shape, Some(window_size), &mut self.weights(), device)
     }
 
     /// Attention over the `keep_window_size` best keys. Panics when [`validate`](Self::validate) fails or it is 0.

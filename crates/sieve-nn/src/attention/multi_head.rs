@@ -1,4 +1,4 @@
-//! Dense causal attention with grouped queries.
+//! Causal attention with grouped queries, over all earlier keys or a sliding window.
 use super::LayerContext;
 use crate::kv_cache::by_row;
 use crate::{LayerCache, Linear, QkvProjection, RmsNorm, WeightInit};
@@ -8,18 +8,25 @@ use burn::tensor::backend::Backend;
 use sieve_core::ModelShape;
 use sieve_ops::{AttentionLayer, AttentionSpec, SieveBackend};
 
-/// Every query sees all earlier keys of its document (arXiv:2305.13245 for the groups).
+/// Every query sees the earlier keys of its document, all or the last `window_size` (arXiv:2305.13245 for the groups).
 #[derive(Module, Debug)]
 pub struct MultiHeadAttention<B: Backend> {
     /// Packed projection with q/k-norm and RoPE.
     pub qkv: QkvProjection<B>,
     /// `[d_model, num_heads * head_dim]`.
     pub o_proj: Linear<B>,
+    window_size: Option<usize>,
 }
 
 impl<B: Backend> MultiHeadAttention<B> {
-    /// Normal weights from `init`.
-    pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
+    /// Weights drawn by `init` from a normal distribution; `window_size` counts tokens, the query's own included, and
+    /// `None` is dense attention.
+    pub fn new(
+        shape: &ModelShape,
+        window_size: Option<usize>,
+        init: &mut WeightInit,
+        device: &B::Device,
+    ) -> Self {
         Self {
             qkv: QkvProjection::new(shape, init, device),
             o_proj: Linear::new(
@@ -28,7 +35,18 @@ impl<B: Backend> MultiHeadAttention<B> {
                 init,
                 device,
             ),
+            window_size,
         }
+    }
+
+    /// Sizes of its heads, and its window.
+    pub(crate) fn spec(&self) -> AttentionSpec {
+        self.qkv.spec(self.window_size)
+    }
+
+    /// Whether every earlier key is seen.
+    pub(crate) fn is_dense(&self) -> bool {
+        self.window_size.is_none()
     }
 }
 
@@ -41,17 +59,15 @@ impl<B: SieveBackend> MultiHeadAttention<B> {
         context: &LayerContext<'_, B>,
     ) -> Tensor<B, 3> {
         let qkv = self.qkv.forward(x, context);
-        let spec = self.qkv.spec(None);
         let o = context.attend(qkv, |qkv, documents| {
-            sieve_ops::attention(qkv, documents, spec)
+            sieve_ops::attention(qkv, documents, self.spec())
         });
         self.o_proj.forward_add(o.flatten(2, 3), residual)
     }
 
     /// The layer after `norm`, as one op takes it.
     pub(crate) fn stream_layer(&self, norm: &RmsNorm<B>) -> (AttentionLayer<B>, AttentionSpec) {
-        let spec = self.qkv.spec(None);
-        (self.qkv.stream_layer(norm, &self.o_proj), spec)
+        (self.qkv.stream_layer(norm, &self.o_proj), self.spec())
     }
 
     /// The output alone, with a cache; see [`LayerCache`].
@@ -62,9 +78,8 @@ impl<B: SieveBackend> MultiHeadAttention<B> {
         caches: &mut [&mut LayerCache<B>],
     ) -> Tensor<B, 3> {
         let qkv = self.qkv.forward(x, context);
-        let spec = self.qkv.spec(None);
         let o = by_row(caches, qkv, |cache, qkv| {
-            cache.attend_recent(qkv, context.documents, spec)
+            cache.attend_recent(qkv, context.documents, self.spec())
         });
         self.o_proj.forward(o.flatten(2, 3))
     }

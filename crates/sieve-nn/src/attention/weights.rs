@@ -22,17 +22,7 @@ impl<B: SieveBackend> Attention<B> {
     pub fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let documents = context.documents;
         match self {
-            Self::Mha(layer) => {
-                let (qkv, spec) = (layer.qkv.forward(x, context), layer.qkv.spec(None));
-                by_key(&qkv.clone(), |one_hot| {
-                    sieve_ops::attention(
-                        with_values(&qkv, one_hot, spec.num_kv_heads),
-                        documents,
-                        spec,
-                    )
-                })
-            }
-            Self::Swa(layer) => {
+            Self::Grouped(layer) => {
                 let (qkv, spec) = (layer.qkv.forward(x, context), layer.spec());
                 by_key(&qkv.clone(), |one_hot| {
                     sieve_ops::attention(
@@ -187,8 +177,9 @@ mod tests {
                 )
             };
             let (v, o_proj) = match &layer {
-                Attention::Mha(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
-                Attention::Swa(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
+                Attention::Grouped(layer) => {
+                    (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj)
+                }
                 Attention::Dma(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
                 Attention::Mla(layer) => {
                     let packed = layer.packed_of(x.clone(), &context);

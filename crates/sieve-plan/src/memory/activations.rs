@@ -1,7 +1,7 @@
 //! What a block keeps for its backward pass, and what that pass holds for a moment.
 
 use crate::{Target, gpu_attention_gap};
-use sieve_core::model::{Attention, DmaShape, ModelShape, NUM_NSA_BRANCHES};
+use sieve_core::model::{Attention, AttentionForm, DmaShape, ModelShape, NUM_NSA_BRANCHES};
 use sieve_core::recipe::TrainingSection;
 use sieve_kernels::oracle::SUPER_BLOCK;
 use sieve_kernels::{
@@ -35,11 +35,11 @@ pub(super) fn block_kept(
     let common = 2 * d_model + 2 * d_ff;
     let packed = q + 2 * kv;
     let lse = F32 * heads;
-    let (values, f32_bytes) = match shape.attention {
+    let (values, f32_bytes) = match shape.attention.form() {
         // q, k and v before q/k-norm and rotation, and the output.
-        Attention::Mha | Attention::Swa { .. } => (common + packed + q, lse),
+        AttentionForm::Grouped { .. } => (common + packed + q, lse),
         // z and expire beside them, key lists, and the lower 16 bits of the output.
-        Attention::Dma(DmaShape {
+        AttentionForm::Ranked(DmaShape {
             keep_window_size, ..
         }) => {
             let rest = if keeps_rest(shape, target, seq_len, rest) {
@@ -56,7 +56,7 @@ pub(super) fn block_kept(
             let per_key = 2 * F32 * kv_heads + lists;
             (common + packed + q + rest, lse + per_key)
         }
-        Attention::Mla(mla) => {
+        AttentionForm::Latent(mla) => {
             let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
             let queries = q + heads * rope;
             // Normed stream; latent and rotated key, then normed; packed q, k and v; output. What was packed is not
@@ -64,7 +64,7 @@ pub(super) fn block_kept(
             let attention = (rank + rope) + rank + (2 * queries + q) + q;
             (common + d_model + attention, lse)
         }
-        Attention::Nsa(nsa) => {
+        AttentionForm::Branches(nsa) => {
             let branches = NUM_NSA_BRANCHES as u64;
             // Packed tensors before and after norm and rotation: one pair for all branches or one for each. What is
             // normed alone, for the blocks, is not kept.

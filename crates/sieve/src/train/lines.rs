@@ -19,7 +19,6 @@ pub(super) fn describe<B: TrainBackend>(
     let parameters = shape.parameters();
     let training = &recipe.training;
     let kind = match recipe.attention {
-        AttentionSection::Mha => "mha".to_owned(),
         AttentionSection::Swa(SwaShape { sliding_window }) => {
             format!("swa, {sliding_window} keys a query")
         }
@@ -35,6 +34,7 @@ pub(super) fn describe<B: TrainBackend>(
                 local => format!("{keys}, the last {local} always"),
             }
         }
+        _ => recipe.attention.kind().name().to_owned(),
     };
     let kind = match shape.num_dense_layers() {
         0 => kind,

@@ -4,20 +4,17 @@ use super::Rules;
 use crate::model::{DmaBias, DmaRecency, DmaShape, MlaShape, NsaCompression, NsaShape};
 use crate::recipe::{AttentionSection, ModelSection};
 
-/// The section.
-const OWNER: &str = "attention";
-
 pub(super) fn check_attention(
     attention: &AttentionSection,
     model: Option<&ModelSection>,
     rules: &mut Rules<'_>,
 ) {
+    attention.check_bounds(rules);
     match attention {
-        AttentionSection::Mha => {}
-        AttentionSection::Swa(swa) => rules.bounds(OWNER, swa),
         AttentionSection::Mla(mla) => check_mla(mla, model, rules),
         AttentionSection::Nsa(nsa) => check_nsa(nsa, rules),
         AttentionSection::Dma(dma) => check_dma(dma, rules),
+        _ => {}
     }
 }
 
@@ -74,7 +71,6 @@ pub(super) fn check_layer_types(
 
 fn check_dma(dma: &DmaShape, rules: &mut Rules<'_>) {
     let (window, a_init) = (dma.keep_window_size, dma.a_init);
-    rules.bounds(OWNER, dma);
     rules.require(
         a_init.is_finite(),
         "attention.a_init",
@@ -113,7 +109,6 @@ fn check_dma(dma: &DmaShape, rules: &mut Rules<'_>) {
 }
 
 fn check_mla(mla: &MlaShape, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
-    rules.bounds(OWNER, mla);
     rules.require(
         mla.qk_rope_head_dim.is_multiple_of(2),
         "attention.qk_rope_head_dim",
@@ -136,7 +131,6 @@ fn check_mla(mla: &MlaShape, model: Option<&ModelSection>, rules: &mut Rules<'_>
 }
 
 fn check_nsa(nsa: &NsaShape, rules: &mut Rules<'_>) {
-    rules.bounds(OWNER, nsa);
     let stride = nsa.compress_stride;
     for (key, size) in [
         ("attention.compress_block_size", nsa.compress_block_size),
