@@ -8,7 +8,6 @@
 //! is `active(i, j) <=> j <= i < expire[j]`.
 
 mod backend;
-mod device_backend;
 mod documents;
 
 mod attention;
@@ -28,7 +27,6 @@ mod sparse;
 mod swiglu;
 
 mod device;
-pub mod reference;
 mod tensors;
 
 #[cfg(test)]
@@ -37,7 +35,7 @@ mod testing;
 pub use attention::{
     AttentionBackend, AttentionGradients, AttentionOutput, AttentionSpec, attention,
 };
-pub use backend::{SieveBackend, TrainBackend};
+pub use backend::{DeviceBackend, SieveBackend, TrainBackend};
 pub use block::{
     AttentionLayer, AttentionLayerBackend, AttentionLayerCall, DmaLayer, FeedForward,
     FeedForwardBackend, Residual, SeedBackend, attention_layer, feed_forward, seed_gradient,
@@ -45,7 +43,6 @@ pub use block::{
 pub use decode::{DecodeBackend, DmaCache, DmaToken, attention_decode, dma_decode, mla_decode};
 pub use device::cuda::Cuda;
 pub use device::paths::{OpPath, Place, op_paths, set_sum_order};
-pub use device_backend::DeviceBackend;
 pub use dma::{
     DMA_SCORE_CLAMP, DmaAttention, DmaBackend, DmaForward, DmaGradients, DmaKeyLists, DmaKeys,
     DmaSelection, DynamicMaskBackend, dma_attention, dma_bias, dma_rank, dma_select,
@@ -78,3 +75,34 @@ pub use swiglu::{SwigluBackend, SwigluGradients, swiglu};
 
 pub use sieve_core::DmaBias;
 pub use sieve_kernels::SumOrder;
+
+pub mod reference {
+    //! Every op in plain Burn operations: the definition the fast paths are measured against.
+    //!
+    //! Intermediate values are f32, or f64 for f64 inputs, whatever the dtype of the input; outputs have the input's
+    //! dtype. No fast library is called and nothing is skipped: attention builds its full score matrix.
+
+    pub use crate::attention::reference::{attention, attention_backward};
+    pub use crate::block::reference::{attention_layer, feed_forward};
+    pub use crate::decode::reference::{attention_decode, mla_decode};
+    pub use crate::dma::reference::{
+        dma_attention, dma_attention_backward, dma_scores, dma_scores_backward, dma_select,
+    };
+    pub use crate::embedding::reference::{embedding, embedding_backward};
+    pub use crate::linear::reference::{linear, linear_input_gradient, linear_weight_gradient};
+    pub use crate::loss::reference::{
+        linear_cross_entropy, linear_cross_entropy_with_gradients, scale, token_losses,
+    };
+    pub use crate::mla::reference::{
+        mla_attention, mla_attention_backward, mla_pack, mla_pack_backward,
+    };
+    pub use crate::norm::reference::{rms_norm, rms_norm_backward};
+    pub use crate::nsa::reference::{
+        nsa_blocks, nsa_blocks_backward, nsa_compressed_attention,
+        nsa_compressed_attention_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
+        nsa_mean_pool_backward, nsa_selected_attention, nsa_selected_attention_backward,
+    };
+    pub use crate::optimizer::reference::{adamw, global_norm, sum_of_squares};
+    pub use crate::rope::reference::{qk_norm_rope, qk_norm_rope_backward};
+    pub use crate::swiglu::reference::{swiglu, swiglu_backward};
+}

@@ -1,16 +1,15 @@
-//! Gated linear unit with SiLU (arXiv:2002.05202).
-mod autodiff;
-mod backend;
-mod cuda;
-mod flex;
-pub(crate) mod reference;
-#[cfg(test)]
-mod tests;
-
-pub use backend::{SwigluBackend, SwigluGradients};
-
-use crate::tensors::{primitive, tensor};
-use burn::tensor::Tensor;
+//! Gated linear unit with SiLU (arXiv:2002.05202): the op, its gradient, and both on every device.
+use crate::device::autodiff::{Gradient, enter};
+use crate::device::cuda::{Cuda, tensors};
+use crate::device::flex::{contiguous, floats, from_vec, is_f32, last_dim, plain, zeros_like};
+use crate::device::paths::kernel_or;
+use crate::tensors::{Float, primitive, tensor};
+use burn::backend::Autodiff;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::tensor::backend::Backend;
+use burn::tensor::{Tensor, TensorMetadata};
+use burn_flex::{Flex, FlexTensor};
+use sieve_kernels::{CudaPrimitive, CudaTensor, Reuse};
 
 /// `silu(gate) * up` of a packed tensor, gate first.
 ///
@@ -19,4 +18,196 @@ use burn::tensor::Tensor;
 /// - returns: `[.., d_ff]`
 pub fn swiglu<B: SwigluBackend, const D: usize>(gate_up: Tensor<B, D>) -> Tensor<B, D> {
     tensor(B::swiglu(primitive(gate_up)))
+}
+
+/// SwiGLU.
+pub trait SwigluBackend: Backend {
+    /// See [`crate::swiglu`].
+    fn swiglu(gate_up: Float<Self>) -> Float<Self>;
+}
+
+/// Its gradient, as a device computes it.
+pub trait SwigluGradients: SwigluBackend {
+    /// Gradient of [`crate::swiglu`].
+    fn swiglu_backward(gate_up: Float<Self>, dy: Float<Self>) -> Float<Self>;
+    /// `(dgate_up, y)`: gradient of [`crate::swiglu`], and its output once more.
+    fn swiglu_backward_with_output(
+        gate_up: Float<Self>,
+        dy: Float<Self>,
+    ) -> (Float<Self>, Float<Self>);
+}
+
+/// `silu(gate) * up` and its gradient in plain Burn operations.
+pub(crate) mod reference {
+    use crate::tensors::{Float, rows, unrows};
+    use burn::tensor::Tensor;
+    use burn::tensor::activation::sigmoid;
+    use burn::tensor::backend::Backend;
+
+    /// `gate_up [.., 2 * d_ff]`, gate first; returns `[.., d_ff]`.
+    pub fn swiglu<B: Backend>(gate_up: Float<B>) -> Float<B> {
+        let (gate_up, dtype, mut shape) = rows::<B>(gate_up);
+        let [gate, up] = halves(gate_up);
+        let last = shape.len() - 1;
+        shape[last] /= 2;
+        unrows(gate.clone() * sigmoid(gate) * up, dtype, shape)
+    }
+
+    /// With `s = sigmoid(gate)`: `dgate = dy * up * s * (1 + gate * (1 - s))`, `dup = dy * gate * s`.
+    pub fn swiglu_backward<B: Backend>(gate_up: Float<B>, dy: Float<B>) -> Float<B> {
+        let (gate_up, dtype, shape) = rows::<B>(gate_up);
+        let (dy, _, _) = rows::<B>(dy);
+        let [gate, up] = halves(gate_up);
+        let s = sigmoid(gate.clone());
+        let slope = s.clone() * (gate.clone() * (-s.clone() + 1.0) + 1.0);
+        let d_gate = dy.clone() * up * slope;
+        let d_up = dy * gate * s;
+        unrows(Tensor::cat(vec![d_gate, d_up], 1), dtype, shape)
+    }
+
+    fn halves<B: Backend>(gate_up: Tensor<B, 2>) -> [Tensor<B, 2>; 2] {
+        let [rows, width] = gate_up.dims();
+        let d_ff = width / 2;
+        [
+            gate_up.clone().slice([0..rows, 0..d_ff]),
+            gate_up.slice([0..rows, d_ff..width]),
+        ]
+    }
+}
+
+impl SwigluBackend for Flex {
+    fn swiglu(gate_up: FlexTensor) -> FlexTensor {
+        if !is_f32(&gate_up) {
+            return plain("swiglu", || reference::swiglu::<Self>(gate_up));
+        }
+        let gate_up = contiguous(gate_up);
+        let mut shape = gate_up.shape().to_vec();
+        let d_ff = last_dim(&gate_up) / 2;
+        let last = shape.len() - 1;
+        shape[last] = d_ff;
+        let mut y = vec![0.0; shape.iter().product()];
+        sieve_cpu::swiglu_forward(floats(&gate_up), d_ff, &mut y);
+        from_vec(y, shape)
+    }
+}
+
+impl SwigluGradients for Flex {
+    fn swiglu_backward(gate_up: FlexTensor, dy: FlexTensor) -> FlexTensor {
+        if !is_f32(&gate_up) {
+            return plain("swiglu_backward", || {
+                reference::swiglu_backward::<Self>(gate_up, dy)
+            });
+        }
+        let (gate_up, dy) = (contiguous(gate_up), contiguous(dy));
+        let mut d_gate_up = zeros_like(&gate_up);
+        let d_ff = last_dim(&gate_up) / 2;
+        sieve_cpu::swiglu_backward(floats(&gate_up), d_ff, floats(&dy), &mut d_gate_up);
+        from_vec(d_gate_up, gate_up.shape())
+    }
+
+    fn swiglu_backward_with_output(
+        gate_up: FlexTensor,
+        dy: FlexTensor,
+    ) -> (FlexTensor, FlexTensor) {
+        let y = Self::swiglu(gate_up.clone());
+        (Self::swiglu_backward(gate_up, dy), y)
+    }
+}
+
+impl SwigluBackend for Cuda {
+    fn swiglu(gate_up: CudaPrimitive) -> CudaPrimitive {
+        let attempt = sieve_kernels::swiglu_forward(&CudaTensor::from(gate_up.clone()));
+        kernel_or("swiglu", attempt.map(Into::into), || {
+            reference::swiglu::<Self>(gate_up)
+        })
+    }
+}
+
+impl SwigluGradients for Cuda {
+    fn swiglu_backward(gate_up: CudaPrimitive, dy: CudaPrimitive) -> CudaPrimitive {
+        let [x, d] = tensors([&gate_up, &dy]);
+        let attempt = sieve_kernels::swiglu_backward(&x, &d);
+        kernel_or("swiglu_backward", attempt.map(Into::into), || {
+            reference::swiglu_backward::<Self>(gate_up, dy)
+        })
+    }
+
+    fn swiglu_backward_with_output(
+        gate_up: CudaPrimitive,
+        dy: CudaPrimitive,
+    ) -> (CudaPrimitive, CudaPrimitive) {
+        let is_free = gate_up.can_mut() && dy.can_mut();
+        let [x, d] = tensors([&gate_up, &dy]);
+        let reuse = if is_free && x.is_contiguous() && d.is_contiguous() {
+            Reuse::InPlace
+        } else {
+            Reuse::Copy
+        };
+        let attempt = sieve_kernels::swiglu_backward_with_output(&x, &d, reuse);
+        let attempt = attempt.map(|(dx, y)| (dx.into(), y.into()));
+        kernel_or("swiglu_backward", attempt, || {
+            let y = reference::swiglu::<Self>(gate_up.clone());
+            (reference::swiglu_backward::<Self>(gate_up, dy), y)
+        })
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Gated<B: Backend> {
+    gate_up: Float<B>,
+}
+
+impl<B: SwigluGradients> Gradient<B, 1> for Gated<B> {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 1] {
+        [B::swiglu_backward(self.gate_up, dy)]
+    }
+}
+
+impl<B: SwigluGradients, C: CheckpointStrategy> SwigluBackend for Autodiff<B, C> {
+    fn swiglu(gate_up: Float<Self>) -> Float<Self> {
+        let kept = Gated::<B> {
+            gate_up: gate_up.primitive.clone(),
+        };
+        let y = B::swiglu(gate_up.primitive.clone());
+        enter::<B, C, _, 1>([&gate_up], kept, y)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::swiglu;
+    use crate::reference;
+    use crate::testing::{
+        Ad, Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float,
+        primitive,
+    };
+
+    fn op(inputs: &[Float]) -> Float {
+        primitive(swiglu(float::<3>(&inputs[0])))
+    }
+
+    fn reference_op(inputs: &[Float]) -> Float {
+        reference::swiglu::<Ad>(inputs[0].clone())
+    }
+
+    #[test]
+    fn equals_the_reference_for_any_sizes() {
+        for [batch, seq_len, d_ff] in [[2, 63, 20], [1, 1, 1], [3, 2, 33]] {
+            let inputs = [Random(1).input(&[batch, seq_len, 2 * d_ff])];
+            let what = format!("swiglu {batch} {seq_len} {d_ff}");
+            check_parity(&what, &inputs, &op, &reference_op);
+            check_views(&what, &inputs, &op);
+        }
+    }
+
+    #[test]
+    fn large_gates_saturate() {
+        let inputs = [Random(2).input(&[2, 3, 8]).affine(60.0, 0.0)];
+        check_parity("swiglu", &inputs, &op, &reference_op);
+    }
+
+    #[test]
+    fn gradients_are_those_of_the_function() {
+        check_finite_differences("swiglu", &[Random(3).input(&[2, 3, 6])], &op);
+    }
 }

@@ -10,8 +10,8 @@ pub use forward::{AttentionLayer, AttentionLayerCall, DmaLayer};
 
 use super::residual::Residual;
 use crate::attention::AttentionSpec;
+use crate::backend::DeviceBackend;
 use crate::device::autodiff::enter;
-use crate::device_backend::DeviceBackend;
 use crate::documents::Documents;
 use crate::rope::{QkNorm, RotaryEmbedding};
 use crate::tensors::{Float, Ints, primitive, tensor};

@@ -5,8 +5,8 @@
 //! which read what they are made of anyway, write them once more. The gradient of the residual stream is added there
 //! too.
 use super::residual::{Residual, norm_gradient};
+use crate::backend::DeviceBackend;
 use crate::device::autodiff::{Gradient, enter};
-use crate::device_backend::DeviceBackend;
 use crate::linear::LinearBackend;
 use crate::norm::RmsNormCall;
 use crate::tensors::{Float, primitive, tensor};

@@ -1,6 +1,6 @@
 //! The joint between segments of a model: a graph seeded with a gradient that is already known.
+use crate::backend::DeviceBackend;
 use crate::device::autodiff::{Gradient, enter};
-use crate::device_backend::DeviceBackend;
 use crate::tensors::{Float, primitive, tensor};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;

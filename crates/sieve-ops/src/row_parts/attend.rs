@@ -3,7 +3,7 @@ use super::RowParts;
 use super::border::{Border, Reach, Sizes};
 use super::heads::{to_heads, to_tokens};
 use crate::attention::{AttentionBackend, AttentionOutput, AttentionSpec};
-use crate::device_backend::DeviceBackend;
+use crate::backend::DeviceBackend;
 use crate::dma::{DmaSelection, bias_gradient, dma_bias, dma_rank};
 use crate::documents::DocumentBounds;
 use crate::tensors::{Float, Ints, primitive, tensor};

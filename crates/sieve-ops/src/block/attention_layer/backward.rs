@@ -2,9 +2,9 @@
 use super::forward::{
     Attended, AttentionLayer, AttentionLayerCall, merge_heads, of_parts, rotation,
 };
+use crate::backend::DeviceBackend;
 use crate::block::residual::norm_gradient;
 use crate::device::autodiff::Gradient;
-use crate::device_backend::DeviceBackend;
 use crate::dma::composed::{self, DmaState};
 use crate::norm::RmsNormCall;
 use crate::row_parts;

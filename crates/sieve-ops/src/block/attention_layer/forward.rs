@@ -1,7 +1,7 @@
 //! The forward pass of an attention layer.
 use crate::attention::{AttentionBackend, AttentionOutput, AttentionSpec};
+use crate::backend::DeviceBackend;
 use crate::block::residual::Residual;
-use crate::device_backend::DeviceBackend;
 use crate::dma::{DmaForward, DynamicMaskBackend};
 use crate::documents::DocumentBounds;
 use crate::linear::LinearBackend;
