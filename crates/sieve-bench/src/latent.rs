@@ -444,11 +444,9 @@ mod tests {
     #[test]
     #[ignore = "compiles the kernels of both orders with g++, which takes a minute"]
     fn the_emulated_wrappers_pass() {
-        use crate::emulator::Emulator;
-        let emulator = Emulator::new("../../target/emulator".as_ref()).expect("a folder");
-        let mut report = Report::default();
-        check_wrappers(&mut report, &emulator, &Extent::emulated(30, 140, 7)).expect("documents");
-        assert_eq!(report.failed(), 0, "{:#?}", report.rows());
+        crate::emulator::tests::emulated(1, |emulator, report| {
+            check_wrappers(report, emulator, &Extent::emulated(30, 140, 7))
+        });
     }
 
     #[test]

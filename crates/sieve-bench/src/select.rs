@@ -48,6 +48,9 @@ const MOST_ROWS_AT_THE_MARGIN: f64 = 0.02;
 /// Queries and keys: whole prompts, a chunk that begins inside a cell, one query.
 const SIZES: &[[usize; 2]] = &[[300, 300], [150, 391], [1, 70]];
 
+/// The same on the emulator, where time goes with rows and heads: blocks of 64 still end short.
+const EMULATED_SIZES: &[[usize; 2]] = &[[180, 180], [90, 235], [1, 70]];
+
 /// Probe rows stand at multiples of their distance: chunks that begin at one.
 const SIZES_OF_PROBES: &[[usize; 2]] = &[[300, 300], [150, 390], [130, 450]];
 
@@ -58,18 +61,22 @@ pub(crate) fn check_wrappers(
     extent: &Extent,
 ) -> Result<()> {
     let mut random = Random(extent.seed);
+    let (usual_sizes, groups): (_, &[usize]) = match extent.is_emulated {
+        true => (EMULATED_SIZES, &[1, 2]),
+        false => (SIZES, &[1, 2, 3]),
+    };
     for &name in SELECTORS {
         let sizes = match name {
             name if name.contains("gamma=5,") => SIZES_OF_PROBES,
             name if name.starts_with("momo") => &SIZES_OF_PROBES[..1],
-            _ => SIZES,
+            _ => usual_sizes,
         };
         for (at, &[num_queries, num_keys]) in sizes.iter().enumerate() {
             let num_kv_heads = random.between(1, 3);
             let shape = CallShape {
                 num_queries,
                 num_keys,
-                num_heads: num_kv_heads * random.one_of(&[1, 2, 3]),
+                num_heads: num_kv_heads * random.one_of(groups),
                 num_kv_heads,
                 head_dim: [64, 128][at % 2],
             };
@@ -509,13 +516,8 @@ mod tests {
 
     #[test]
     fn the_emulated_selection_is_the_cpus() {
-        let checked = emulated("sieve-select", |emulator, report| {
+        emulated(14, |emulator, report| {
             check_wrappers(report, emulator, &Extent::emulated(4, 130, 3))
         });
-        let Some(report) = checked else {
-            return;
-        };
-        assert_eq!(report.failed(), 0, "{report}");
-        assert!(report.rows().len() >= 14, "{report}");
     }
 }

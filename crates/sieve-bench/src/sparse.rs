@@ -411,13 +411,8 @@ mod tests {
 
     #[test]
     fn the_emulated_kernel_agrees_with_the_definition() {
-        let checked = emulated("sieve-sparse", |emulator, report| {
+        emulated(8, |emulator, report| {
             check_wrappers(report, emulator, &Extent::emulated(40, 130, 3))
         });
-        let Some(report) = checked else {
-            return;
-        };
-        assert_eq!(report.failed(), 0, "{report}");
-        assert!(report.rows().len() >= 8, "{report}");
     }
 }
