@@ -16,8 +16,7 @@ use sieve_core::Recipe;
 use sieve_data::{Batch, IGNORE_LABEL};
 use sieve_hf::{NamedTensor, load_parameters, named_parameters};
 use sieve_kernels::{
-    KernelCache, KernelTrace, SumOrder, TraceResult, init_runtime, memory_peak, probe,
-    unwatch_memory, use_portable_kernels_only, watch_memory,
+    KernelCache, KernelFamily, KernelTrace, MemoryPeak, SumOrder, TraceResult, init_runtime, probe,
 };
 use sieve_nn::Qwen3;
 use sieve_ops::{Cuda, TrainBackend, op_paths, set_sum_order};
@@ -286,10 +285,10 @@ fn time(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice)
     for step in 0..STEPS + TRACED {
         if step == 1 {
             // The first step with moments. Not timed: it is among the ones that warm up.
-            watch_memory();
+            MemoryPeak::watch();
         }
         if step == 2 {
-            unwatch_memory();
+            MemoryPeak::unwatch();
         }
         if step == STEPS {
             trace = KernelTrace::start()
@@ -323,7 +322,7 @@ fn time(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice)
     let tokens = (size.batch * size.seq_len) as f64;
     let client = CudaRuntime::client(device);
     let usage = client.memory_usage().expect("the device thread answers");
-    let peak = memory_peak().unwrap_or_default();
+    let peak = MemoryPeak::seen().unwrap_or_default();
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     println!(
         "{name:14} {:.1} GiB used, {:.1} reserved, at most {:.2} used and {:.2} reserved; pass {:8.2} ms \
@@ -376,7 +375,7 @@ fn main() -> ExitCode {
     let cache = KernelCache::open(Path::new(&cache_dir), &arch, report.nvrtc).expect("cache");
     init_runtime(&cache).expect("runtime");
     let device = burn_cuda::CudaDevice::default();
-    use_portable_kernels_only(wanted.iter().any(|x| x == "portable"));
+    KernelFamily::use_portable_only(wanted.iter().any(|x| x == "portable"));
     let mut good = true;
     if wants("check") {
         for (name, attention) in KINDS {

@@ -12,9 +12,7 @@ use crate::report::{Path, PathWatch, Report, is_device_limit};
 use crate::scores::Scores;
 use crate::strided::{Layout, packed, packed_d_o};
 use rayon::prelude::*;
-use sieve_kernels::{
-    AttentionResult, AttentionShape, KernelError, KeyLists, SumOrder, TILE_QUERIES,
-};
+use sieve_kernels::{AttentionResult, AttentionShape, KernelError, KeyLists, SumOrder};
 use sieve_testing::Random;
 
 /// Rounding of `ddelta` beside the sums that cancel in it: 2^-16 of their largest. The true value is 0 where a query
@@ -298,7 +296,7 @@ pub(crate) fn check_long_row(
 }
 
 fn orders_agree(call: &OnDevice<'_>) -> Result<Result<f32, String>, KernelError> {
-    let lists = call.lists(TILE_QUERIES)?;
+    let lists = call.lists(KeyLists::TILE_QUERIES)?;
     let any = call.run(lists.as_ref(), SumOrder::Any)?;
     let fixed = call.run(lists.as_ref(), SumOrder::Fixed)?;
     // One rounding of each.

@@ -20,8 +20,8 @@ use burn_cuda::CudaDevice;
 use inputs::Inputs;
 use serde_json::{Value, json};
 use sieve_kernels::{
-    AttentionShape, CudaTensor, DeviceReport, KernelError, matmul_nt, require_cublaslt,
-    use_portable_kernels_only,
+    AttentionShape, CudaTensor, DeviceReport, KernelError, KernelFamily, matmul_nt,
+    require_cublaslt,
 };
 use sieve_ops::Cuda;
 
@@ -87,7 +87,7 @@ pub fn bench(
     gpu: &DeviceReport,
     say: &mut dyn FnMut(BenchEvent),
 ) -> Result<BenchResult> {
-    use_portable_kernels_only(settings.portable);
+    KernelFamily::use_portable_only(settings.portable);
     let mut bench = Bench::new(settings, gpu, say)?;
     match settings.rows {
         BenchRows::Standard => rows::standard(&mut bench)?,

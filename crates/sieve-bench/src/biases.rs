@@ -11,7 +11,7 @@ use crate::report::Report;
 use crate::scores::Scores;
 use crate::strided::Layout;
 use rayon::prelude::*;
-use sieve_kernels::{AttentionShape, TILE_QUERIES, dma_lists, selection_of_expire};
+use sieve_kernels::{AttentionShape, KeyLists, Selection, dma_lists};
 use sieve_testing::Random;
 
 /// How biases are drawn.
@@ -136,7 +136,7 @@ pub(super) fn check_wrappers(
     for prepared in prepared {
         let name = "attention, large biases";
         check_wrapper(report, name, &prepared?, device, |call| {
-            call.lists(TILE_QUERIES)
+            call.lists(KeyLists::TILE_QUERIES)
         });
     }
     check_decoding(report, device, shapes[0].0.min(64), extent.seed)?;
@@ -232,8 +232,14 @@ fn check_empty_list(report: &mut Report, device: &dyn Device, extent: &Extent) -
             device,
             |call| {
                 let expire = device.int(&expire, &shape.per_key());
-                let selection = selection_of_expire(&expire, &call.doc_start, kept)?;
-                dma_lists(&selection, &call.doc_start, &call.doc_end, TILE_QUERIES).map(Some)
+                let selection = Selection::of_expire(&expire, &call.doc_start, kept)?;
+                dma_lists(
+                    &selection,
+                    &call.doc_start,
+                    &call.doc_end,
+                    KeyLists::TILE_QUERIES,
+                )
+                .map(Some)
             },
         );
     }

@@ -6,8 +6,7 @@ use sieve_core::{Attention, DmaBias, Recipe};
 use sieve_kernels::ahead_of_time::{self, CompiledKernel};
 use sieve_kernels::{
     AttentionNeeds, AttentionShape, CudaVersion, KernelCache, KernelError, NeededKernels,
-    NeededKeys, ScoreBias, SourceKernel, SumOrder, mla_decode_kernels, mla_pack_kernels,
-    needed_kernels, shared_bytes_of, shipped_kernels_for, step_kernels,
+    NeededKeys, ScoreBias, SourceKernel, SumOrder,
 };
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -263,7 +262,7 @@ fn architectures(named: &[String]) -> Result<Vec<(String, usize)>> {
     list.sort();
     list.dedup();
     list.into_iter()
-        .map(|arch| match shared_bytes_of(&arch) {
+        .map(|arch| match NeededKernels::shared_bytes_of(&arch) {
             Some(bytes) => Ok((arch, bytes)),
             None => refused(format!(
                 "--arch {arch}: the kernels are made for sm_80, sm_86, sm_89 and sm_90a\n  \
@@ -292,18 +291,18 @@ pub fn needed_by(
     shared_bytes: usize,
 ) -> Result<NeededKernels> {
     let Some(recipe) = recipe else {
-        return Ok(shipped_kernels_for(shared_bytes));
+        return Ok(NeededKernels::shipped_for(shared_bytes));
     };
     let mut list = NeededKernels::default();
-    list.extend_kernels(step_kernels());
+    list.extend_kernels(NeededKernels::step());
     if let AttentionSection::Mla(mla) = recipe.attention {
         let (head_dim, rope_dim) = (recipe.model.head_dim, mla.qk_rope_head_dim);
         let rank = mla.kv_lora_rank;
-        list.extend_kernels(mla_pack_kernels(head_dim, rope_dim));
-        list.extend_kernels(mla_decode_kernels(rank, rope_dim, shared_bytes));
+        list.extend_kernels(NeededKernels::mla_pack(head_dim, rope_dim));
+        list.extend_kernels(NeededKernels::mla_decode(rank, rope_dim, shared_bytes));
     }
     for needs in attention_needs(recipe)? {
-        list.extend(needed_kernels(&needs, arch));
+        list.extend(needs.kernels(arch));
     }
     Ok(list)
 }

@@ -2,7 +2,7 @@
 use crate::error::{BenchError, Result, refused};
 use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 use sieve_hf::{LoadedModel, NamedTensor, write_tensor_file};
-use sieve_kernels::{kernel_file, kernel_files};
+use sieve_kernels::KernelText;
 use sieve_nn::{Attention, LayerContext, Qwen3};
 use sieve_ops::{Documents, SieveBackend};
 use std::path::Path;
@@ -50,8 +50,8 @@ pub fn capture<B: SieveBackend>(
 /// None that a whole program can meet.
 pub fn kernel_sources() -> Result<String> {
     let mut all = String::new();
-    for name in kernel_files() {
-        all.push_str(kernel_file(name)?);
+    for name in KernelText::files() {
+        all.push_str(KernelText::of_file(name)?);
     }
     Ok(all)
 }

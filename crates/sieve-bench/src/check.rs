@@ -13,8 +13,8 @@ use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
 use sieve_kernels::{
-    AttentionNeeds, AttentionShape, DeviceReport, NeededKernels, NeededKeys, ScoreBias, SumOrder,
-    needed_kernels, shared_bytes_of, shipped_kernels_for, use_portable_kernels_only,
+    AttentionNeeds, AttentionShape, DeviceReport, KernelFamily, NeededKernels, NeededKeys,
+    ScoreBias, SumOrder,
 };
 use sieve_ops::Cuda;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -127,7 +127,7 @@ pub fn check_emulated(
 fn on_cuda(report: &mut Report, gpu: &DeviceReport, settings: &CheckSettings) -> Result<()> {
     let (device, extent) = (CudaDevice::new(gpu.index), settings.extent());
     let has_own_family = (gpu.major, gpu.minor) == (9, 0) && !settings.portable;
-    use_portable_kernels_only(true);
+    KernelFamily::use_portable_only(true);
     let both = |report: &mut Report| match settings.part {
         CheckPart::All => {
             attention::check_long_row(report, &device, &extent)?;
@@ -151,7 +151,7 @@ fn on_cuda(report: &mut Report, gpu: &DeviceReport, settings: &CheckSettings) ->
         }
         both(report)
     })?;
-    use_portable_kernels_only(!has_own_family);
+    KernelFamily::use_portable_only(!has_own_family);
     if good && has_own_family {
         good = stage(report, "Hopper kernels", both)?;
     }
@@ -187,7 +187,7 @@ fn stage(
 /// # Errors
 /// A GPU that cannot be asked; a wrong result is a row of the report.
 pub fn short_check(gpu: &DeviceReport, portable: bool, rows: BenchRows) -> Result<Report> {
-    use_portable_kernels_only(portable);
+    KernelFamily::use_portable_only(portable);
     let device = &CudaDevice::new(gpu.index);
     let mut report = Report::default();
     let extent = Extent::all(SHORT_CHECK_CASES, 300, 2);
@@ -260,8 +260,8 @@ fn only_portable(report: &mut Report, device: &dyn Device, extent: &Extent) -> R
 }
 
 fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
-    let shared_bytes = shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
-    let mut list = shipped_kernels_for(shared_bytes);
+    let shared_bytes = NeededKernels::shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
+    let mut list = NeededKernels::shipped_for(shared_bytes);
     let Extent { widths, groups, .. } = Extent::all(0, 0, 0);
     list.extend(latent_kernels(gpu));
     for &(head_dim, head_dim_v) in widths {
@@ -280,10 +280,8 @@ fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
                 NeededKeys::Chosen(ScoreBias::Exp),
             ] {
                 for order in [SumOrder::Any, SumOrder::Fixed] {
-                    list.extend(needed_kernels(
-                        &AttentionNeeds { shape, keys, order },
-                        &gpu.arch(),
-                    ));
+                    let needs = AttentionNeeds { shape, keys, order };
+                    list.extend(needs.kernels(&gpu.arch()));
                 }
             }
         }

@@ -16,9 +16,8 @@ use burn::tensor::{DType, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{
     AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError,
-    MlaPack, NeededKernels, NeededKeys, SumOrder, attention_backward, attention_forward,
-    mla_decode_kernels, mla_heads, mla_pack_backward, mla_pack_forward, mla_pack_kernels,
-    needed_kernels, shared_bytes_of,
+    MlaPack, NeededKernels, NeededKeys, SumOrder, attention_backward, attention_forward, mla_heads,
+    mla_pack_backward, mla_pack_forward,
 };
 use sieve_ops::{
     AttentionOutput, DeviceBackend, Documents, MlaPackCall, MlaSpec, RotaryEmbedding, reference,
@@ -349,7 +348,7 @@ fn draws(extent: &Extent) -> impl Iterator<Item = Result<Call>> {
 
 /// Every specialisation that a check asks for.
 pub(crate) fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
-    let shared_bytes = shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
+    let shared_bytes = NeededKernels::shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
     let mut list = NeededKernels::default();
     for &[head_dim, rope_dim] in WIDTHS {
         for order in [SumOrder::Any, SumOrder::Fixed] {
@@ -363,12 +362,12 @@ pub(crate) fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
             };
             let keys = NeededKeys::Neighbours;
             let needs = AttentionNeeds { shape, keys, order };
-            list.extend(needed_kernels(&needs, &gpu.arch()));
+            list.extend(needs.kernels(&gpu.arch()));
         }
-        list.extend_kernels(mla_pack_kernels(head_dim, rope_dim));
+        list.extend_kernels(NeededKernels::mla_pack(head_dim, rope_dim));
     }
     for &[rank, rope_dim] in decode::WIDTHS {
-        list.extend_kernels(mla_decode_kernels(rank, rope_dim, shared_bytes));
+        list.extend_kernels(NeededKernels::mla_decode(rank, rope_dim, shared_bytes));
     }
     list
 }

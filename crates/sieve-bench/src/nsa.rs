@@ -12,10 +12,10 @@ use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{
     AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError,
-    KernelFamily, KeySource, NeededKernels, NeededKeys, Qkv, SumOrder, attention_family,
-    needed_kernels, nsa_blocks, nsa_blocks_backward, nsa_compressed_attention_backward,
-    nsa_compressed_attention_forward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
-    nsa_mean_pool_backward, nsa_selected_attention_backward, nsa_selected_attention_forward,
+    KernelFamily, KeySource, NeededKernels, NeededKeys, Qkv, SumOrder, nsa_blocks,
+    nsa_blocks_backward, nsa_compressed_attention_backward, nsa_compressed_attention_forward,
+    nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
+    nsa_selected_attention_backward, nsa_selected_attention_forward,
 };
 use sieve_ops::{AttentionSpec, Documents, NsaBlocks, NsaCall};
 use sieve_testing::Random;
@@ -124,7 +124,7 @@ impl Inputs {
     /// The kernels that the selected branch takes.
     fn family(&self, device: &dyn Device) -> &'static str {
         let like = device.float(&[0.0], &[1], DType::F32);
-        match attention_family(&self.case.shape, KeySource::Gathered, &like) {
+        match KernelFamily::of(&self.case.shape, KeySource::Gathered, &like) {
             KernelFamily::Portable => "portable kernel",
             KernelFamily::Hopper => "Hopper kernel",
         }
@@ -465,7 +465,7 @@ pub(crate) fn nsa_check_kernels(gpu: &DeviceReport) -> NeededKernels {
                 };
                 for keys in [NeededKeys::Blocks, NeededKeys::Neighbours] {
                     let needs = AttentionNeeds { shape, keys, order };
-                    list.extend(needed_kernels(&needs, &gpu.arch()));
+                    list.extend(needs.kernels(&gpu.arch()));
                 }
             }
         }

@@ -11,7 +11,7 @@ use burn_cuda::CudaDevice;
 use sieve_kernels::{
     AttentionGradients, AttentionResult, AttentionShape, CudaPrimitive, CudaTensor, DecodeScratch,
     DecodeStep, DmaSlots, KernelError, KernelFamily, KeyLists, KeySource, KvCache, Qkv, ScoreBias,
-    Selection, SumOrder, attention_backward, attention_decode, attention_family, attention_forward,
+    Selection, SumOrder, attention_backward, attention_decode, attention_forward,
     dma_attention_backward, dma_attention_forward, dma_decode, dma_lists, dma_select,
 };
 use sieve_ops::Cuda;
@@ -41,7 +41,7 @@ pub(crate) fn family(case: &Case, device: &dyn Device) -> &'static str {
         Keys::Biased => KeySource::Biased,
         Keys::Chosen(_) => KeySource::Gathered,
     };
-    match attention_family(&case.shape, source, &like) {
+    match KernelFamily::of(&case.shape, source, &like) {
         KernelFamily::Portable => "portable kernel",
         KernelFamily::Hopper => "Hopper kernel",
     }

@@ -17,7 +17,7 @@ use burn::tensor::{DType, TensorData};
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use sieve_hf::{NamedTensor, write_tensor_file};
-use sieve_kernels::{AttentionShape, KernelError, SumOrder, TILE_QUERIES};
+use sieve_kernels::{AttentionShape, KernelError, KeyLists, SumOrder};
 use sieve_ops::Cuda;
 use std::collections::HashMap;
 use std::path::Path;
@@ -286,7 +286,7 @@ fn on_cuda(
     let call = OnDevice::new(case, device);
     let mut outputs = match op {
         Op::Attention | Op::Swa | Op::Dma => {
-            let lists = call.lists(TILE_QUERIES)?;
+            let lists = call.lists(KeyLists::TILE_QUERIES)?;
             call.run(lists.as_ref(), order)?
         }
         Op::DmaSelect | Op::Nsa | Op::Mla => Outputs::default(),

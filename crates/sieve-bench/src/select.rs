@@ -6,8 +6,8 @@ use crate::report::{Report, is_device_limit};
 use burn::tensor::DType;
 use sieve_core::BlockSelection;
 use sieve_kernels::{
-    AttentionShape, KernelError, KernelFamily, KeySource, Qkv, attention_family, correct_by_probes,
-    select_blocks, select_blocks_by_bounds, sparse_attention_forward,
+    AttentionShape, KernelError, KernelFamily, KeySource, Qkv, correct_by_probes, select_blocks,
+    select_blocks_by_bounds, sparse_attention_forward,
 };
 use sieve_select::{Call, CallShape, DecodeSession, LayerShape, Selector, SparseMask, Step};
 use sieve_testing::Random;
@@ -347,7 +347,7 @@ impl Case {
             head_dim_v: head_dim,
         };
         let like = device.float(&[0.0], &[1], DType::F32);
-        match attention_family(&shape, KeySource::Dense, &like) {
+        match KernelFamily::of(&shape, KeySource::Dense, &like) {
             KernelFamily::Portable => "portable kernels",
             KernelFamily::Hopper => "Hopper kernels",
         }

@@ -7,9 +7,7 @@ use crate::on_device::OnDevice;
 use crate::place::{self, Place};
 use crate::report::Report;
 use crate::scores::Scores;
-use sieve_kernels::{
-    AttentionShape, CudaTensor, KeyLists, TILE_QUERIES, dma_lists, oracle, selection_of_expire,
-};
+use sieve_kernels::{AttentionShape, CudaTensor, KeyLists, Selection, dma_lists, oracle};
 use sieve_testing::Random;
 
 /// Random windows over every length, each length with and without a local window in turn, and then the fixed ones.
@@ -80,7 +78,7 @@ pub(crate) fn check_wrappers(
     let mut random = Random(extent.seed);
     for case in cases(extent) {
         let (case, label) = case?;
-        let tile_queries = random.one_of(&[32, TILE_QUERIES, 128]);
+        let tile_queries = random.one_of(&[32, KeyLists::TILE_QUERIES, 128]);
         let call = OnDevice::new(&case, device);
         let named = |kernel: &str| format!("{kernel}{}", case.keys.suffix());
         let selection = match call.select() {
@@ -101,7 +99,7 @@ pub(crate) fn check_wrappers(
             .map_err(|e| e.to_string())
             .and_then(|lists| compare(&lists, &case, device));
         report.add(&named("dma_lists"), "kernel", &label, outcome);
-        let rebuilt = selection_of_expire(&selection.expire, &call.doc_start, case.window())
+        let rebuilt = Selection::of_expire(&selection.expire, &call.doc_start, case.window())
             .and_then(|s| dma_lists(&s, &call.doc_start, &call.doc_end, tile_queries))
             .map_err(|e| e.to_string())
             .and_then(|lists| compare(&lists, &case, device));

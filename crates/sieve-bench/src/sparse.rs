@@ -9,7 +9,7 @@ use burn::tensor::DType;
 use rayon::prelude::*;
 use sieve_kernels::{
     AttentionShape, DeviceReport, KernelError, KernelFamily, KeySource, NeededKernels, Qkv,
-    SparseKeyReads, attention_family, shared_bytes_of, sparse_attention_forward,
+    SparseKeyReads, sparse_attention_forward,
 };
 use sieve_select::mask::ListRows;
 use sieve_select::oracle::{expanded_row, oracle_row};
@@ -111,9 +111,9 @@ pub(crate) fn check_wrappers(
 
 /// Every specialisation that checks and benchmarks of attention under selectors' masks ask for.
 pub(crate) fn sparse_kernels(gpu: &DeviceReport) -> NeededKernels {
-    let shared_bytes = shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
+    let shared_bytes = NeededKernels::shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
     let is_hopper = (gpu.major, gpu.minor) == (9, 0);
-    sieve_kernels::sparse_kernels(&WIDTHS, shared_bytes, is_hopper)
+    NeededKernels::sparse(&WIDTHS, shared_bytes, is_hopper)
 }
 
 impl Case {
@@ -171,7 +171,7 @@ impl Case {
 
     fn family(&self, device: &dyn Device) -> KernelFamily {
         let like = device.float(&[0.0], &[1], DType::F32);
-        attention_family(&self.shape(), KeySource::Dense, &like)
+        KernelFamily::of(&self.shape(), KeySource::Dense, &like)
     }
 
     fn path(&self, device: &dyn Device) -> &'static str {

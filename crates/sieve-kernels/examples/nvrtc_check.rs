@@ -1,7 +1,7 @@
 //! Compiles every shipped specialisation with NVRTC, the compiler that users' machines run, from the
 //! exact text a launch would send. Needs no GPU: `nvrtc_check CUDA_PATH`, with libnvrtc's folder on LD_LIBRARY_PATH.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
-use sieve_kernels::{ahead_of_time::compile_with_nvrtc, shipped_kernels};
+use sieve_kernels::{NeededKernels, ahead_of_time::compile_with_nvrtc};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -13,7 +13,7 @@ fn main() -> ExitCode {
     };
     let start = Instant::now();
     let (mut compiled, mut failed) = (0, 0);
-    for kernel in shipped_kernels().expect("every tiling fits") {
+    for kernel in NeededKernels::shipped().expect("every tiling fits") {
         for arch in kernel.architectures() {
             match compile_with_nvrtc(&kernel, arch, Path::new(&cuda_path)) {
                 Ok(kernel) if kernel.cubin.starts_with(b"\x7fELF") => compiled += 1,

@@ -27,13 +27,8 @@ pub use attention::backward_tiling::SumOrder;
 pub use attention::decode::{DecodeStep, KvCache, attention_decode, attention_decode_cached};
 pub use attention::decode_scratch::DecodeScratch;
 pub use attention::forward::{AttentionResult, attention_forward};
-pub use attention::heads::{
-    AttentionShape, HEAD_DIM_STEP, Heads, MAX_HEAD_DIM, Qkv, supports_head_dim,
-};
-pub use attention::hopper_tiling::{
-    KeepRest, KernelFamily, attention_family, best_family, keep_rest, let_every_lane_arrive,
-    use_portable_kernels_only,
-};
+pub use attention::heads::{AttentionShape, Qkv};
+pub use attention::hopper_tiling::{KeepRest, KernelFamily};
 pub use attention::sparse_forward::{SparseKeyReads, sparse_attention_forward};
 pub use attention::tiling::KeySource;
 pub use cublaslt::{
@@ -43,55 +38,49 @@ pub use cublaslt::{
 pub use dma::attention_backward::{dma_attention_backward, dq_sum_queries};
 pub use dma::attention_forward::dma_attention_forward;
 pub use dma::decode::{DmaSlots, dma_decode};
-pub use dma::lists::{KeyLists, TILE_QUERIES, dma_lists, list_shape, selection_of_expire};
-pub use dma::scores::{MAX_KV_HEADS, ScoreBias, Scores, dma_scores};
+pub use dma::lists::{KeyLists, dma_lists};
+pub use dma::scores::{ScoreBias, dma_scores};
 pub use dma::scores_backward::{ScoresBackward, dma_scores_backward};
 pub use dma::select::{Selection, dma_select};
 pub use error::{CudaVersion, KernelError};
 pub use mla::decode::mla_decode;
 pub use mla::pack::{MlaPack, mla_heads, mla_pack_backward, mla_pack_forward};
 pub use nsa::{
-    GateGradients, NSA_PART_BYTES, nsa_blocks, nsa_blocks_backward,
-    nsa_compressed_attention_backward, nsa_compressed_attention_forward, nsa_gates,
-    nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward, nsa_selected_attention_backward,
-    nsa_selected_attention_forward,
+    NSA_PART_BYTES, nsa_blocks, nsa_blocks_backward, nsa_compressed_attention_backward,
+    nsa_compressed_attention_forward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
+    nsa_mean_pool_backward, nsa_selected_attention_backward, nsa_selected_attention_forward,
 };
 pub use runtime::cache::{KernelCache, init_runtime};
 pub use runtime::cuda_tensor::{CudaPrimitive, CudaTensor};
 pub use runtime::host_copy::{HostCopy, HostReader};
-pub use runtime::kernel_trace::{KernelRecord, KernelTotal, KernelTrace, TraceResult};
+pub use runtime::kernel_trace::{KernelTotal, KernelTrace, TraceResult};
 pub use runtime::layout::contiguous_strides;
-pub use runtime::memory_watch::{MemoryPeak, memory_peak, unwatch_memory, watch_memory};
+pub use runtime::memory_watch::MemoryPeak;
 pub use runtime::nccl::{
-    NCCL_ID_BYTES, NcclGroup, NcclPiece, NcclWork, RankRanges, nccl_id, nccl_version, require_nccl,
+    NcclGroup, NcclPiece, NcclWork, RankRanges, nccl_id, nccl_version, require_nccl,
 };
 pub use runtime::probe::{CudaReport, DeviceReport, memory_bytes, probe};
-pub use runtime::recording::{BufferView, Hardware, Launch, MapData, Recorder, Recording, Step};
-pub use runtime::source::{KernelText, kernel_file, kernel_files};
+pub use runtime::recording::{Hardware, Launch, Recorder, Step};
+pub use runtime::source::KernelText;
 pub use runtime::source_kernel::SourceKernel;
 pub use select::{SelectedBlocks, correct_by_probes, select_blocks, select_blocks_by_bounds};
-pub use specialisations::{
-    AttentionNeeds, NeededKernels, NeededKeys, manifest, mla_decode_kernels, mla_pack_kernels,
-    needed_kernels, shared_bytes_of, shipped_kernels, shipped_kernels_for, sparse_kernels,
-    step_kernels,
-};
+pub use specialisations::{AttentionNeeds, NeededKernels, NeededKeys, manifest};
 pub use step::adamw::{AdamwTensors, adamw};
 pub use step::cross_entropy::{LogitRows, cross_entropy, cross_entropy_with_gradients};
 pub use step::embedding_backward::embedding_backward;
 pub use step::embedding_forward::embedding_forward;
 pub use step::fill_zero::fill_zero;
 pub use step::linear_cross_entropy::{
-    LinearCrossEntropyGradients, gradient_block_tokens, linear_cross_entropy_with_gradients,
-    token_losses,
+    gradient_block_tokens, linear_cross_entropy_with_gradients, token_losses,
 };
-pub use step::qk_norm_rope_backward::{QkNormRopeGradients, qk_norm_rope_backward};
+pub use step::qk_norm_rope_backward::qk_norm_rope_backward;
 pub use step::qk_norm_rope_forward::{QkNormRope, Reuse, qk_norm_rope_forward};
 pub use step::residual_add::residual_add;
 pub use step::rms_norm_backward::{rms_norm_backward, rms_norm_backward_with_output};
 pub use step::rms_norm_forward::{rms_norm_forward, rms_norm_residual_forward};
 pub use step::scale::scale;
 pub use step::split_master::{join_master, split_master};
-pub use step::sum_of_squares::{ClippedNorm, FixedSum, Term, fixed_sum, sum_of_squares};
+pub use step::sum_of_squares::{FixedSum, Term, fixed_sum, sum_of_squares};
 pub use step::swiglu_backward::{swiglu_backward, swiglu_backward_with_output};
 pub use step::swiglu_forward::swiglu_forward;
 pub use step::vector_rows::GradientTarget;

@@ -1,21 +1,16 @@
 //! Which specialisations of the kernels there are. The kernels of each part of a model are named once, in
 //! `attention.rs` and `step.rs`; everything else is a view:
 //!
-//! - [`needed_kernels`]: all parts of one model's attention, for a build ahead of time;
-//! - [`shipped_kernels_for`]: the usual widths, by a table of parts (`shipped.rs`);
+//! - [`AttentionNeeds::kernels`]: all parts of one model's attention, for a build ahead of time;
+//! - [`NeededKernels::shipped_for`]: the usual widths, by a table of parts (`shipped.rs`);
 //! - [`manifest`]: the shipped list as `kernels/manifest.toml`, which CI compiles.
 mod attention;
 mod manifest;
 mod shipped;
 mod step;
 
-pub use attention::{
-    AttentionNeeds, NeededKeys, mla_decode_kernels, mla_pack_kernels, needed_kernels,
-    shared_bytes_of, sparse_kernels,
-};
+pub use attention::{AttentionNeeds, NeededKeys};
 pub use manifest::manifest;
-pub use shipped::{shipped_kernels, shipped_kernels_for};
-pub use step::step_kernels;
 
 use crate::error::KernelError;
 use crate::runtime::source_kernel::SourceKernel;

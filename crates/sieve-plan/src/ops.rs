@@ -6,7 +6,7 @@ use crate::Target;
 use sieve_core::model::{Attention, AttentionForm, ModelShape};
 use sieve_core::recipe::Recipe;
 use sieve_core::{ReferenceTooLarge, ScoreMatrix};
-use sieve_kernels::{HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_KV_HEADS, supports_head_dim};
+use sieve_kernels::{AttentionShape, ScoreBias};
 
 /// One op.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -61,6 +61,7 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
 /// would run there. `None` where there are kernels.
 pub fn gpu_attention_gap(shape: &ModelShape) -> Option<String> {
     let width = shape.head_dim;
+    let (step, most) = (AttentionShape::HEAD_DIM_STEP, AttentionShape::MAX_HEAD_DIM);
     match shape.attention {
         Attention::Nsa(nsa) => {
             let gap = nsa
@@ -70,16 +71,16 @@ pub fn gpu_attention_gap(shape: &ModelShape) -> Option<String> {
         }
         Attention::Mla(mla) => {
             let rope = mla.qk_rope_head_dim;
-            let fits = [width, rope, width + rope].map(supports_head_dim);
+            let fits = [width, rope, width + rope].map(AttentionShape::supports_head_dim);
             fits.contains(&false).then(|| {
                 format!(
-                    "heads of {width} + {rope} are no multiples of {HEAD_DIM_STEP} with a sum up to {MAX_HEAD_DIM}"
+                    "heads of {width} + {rope} are no multiples of {step} with a sum up to {most}"
                 )
             })
         }
-        _ if supports_head_dim(width) => None,
+        _ if AttentionShape::supports_head_dim(width) => None,
         _ => Some(format!(
-            "heads of {width} are no multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+            "heads of {width} are no multiple of {step} up to {most}"
         )),
     }
 }
@@ -111,10 +112,10 @@ fn cuda_attention(op: &str, shape: &ModelShape) -> (&'static str, String) {
         return plain(format!("{reason}; the reference holds n x n scores"));
     }
     let width = shape.head_dim;
-    if op == "dma scores" && shape.num_kv_heads > MAX_KV_HEADS {
+    let (kv_heads, most) = (shape.num_kv_heads, ScoreBias::MAX_KV_HEADS);
+    if op == "dma scores" && kv_heads > most {
         return plain(format!(
-            "{} KV heads, the kernel takes up to {MAX_KV_HEADS}",
-            shape.num_kv_heads
+            "{kv_heads} KV heads, the kernel takes up to {most}"
         ));
     }
     let width = match shape.attention {

@@ -153,7 +153,7 @@ pub(crate) fn cuda_memory(index: usize) -> (u64, u64) {
 
 /// The most memory of a CUDA device that tensors took while it was watched.
 pub(crate) fn cuda_memory_peak() -> Option<PeakMemory> {
-    let peak = sieve_kernels::memory_peak()?;
+    let peak = sieve_kernels::MemoryPeak::seen()?;
     Some(PeakMemory {
         in_use_bytes: peak.in_use_bytes,
         reserved_bytes: peak.reserved_bytes,

@@ -8,7 +8,7 @@ use sieve_core::ModelShape;
 use sieve_core::model::{Attention, AttentionForm};
 use sieve_core::recipe::{AttentionKind, StartingSize};
 use sieve_kernels::{
-    AttentionShape, KernelFamily, KeySource, best_family, cublaslt_version, nccl_version, probe,
+    AttentionShape, KernelFamily, KeySource, cublaslt_version, nccl_version, probe,
 };
 use sieve_plan::gpu_attention_gap;
 use sieve_train::MemoryProbe;
@@ -232,7 +232,7 @@ fn gpu_path(shape: &ModelShape, is_hopper: bool) -> &'static str {
         head_dim: width,
         head_dim_v: shape.head_dim,
     };
-    match best_family(&call, source, is_hopper) {
+    match KernelFamily::best(&call, source, is_hopper) {
         KernelFamily::Hopper => "hopper",
         KernelFamily::Portable => "portable",
     }

@@ -91,7 +91,7 @@ fn check(args: &CheckArgs) -> Result<()> {
         bail!("--cases 0: nothing would be checked");
     }
     if args.every_lane_arrives {
-        sieve_kernels::let_every_lane_arrive();
+        sieve_kernels::KernelFamily::let_every_lane_arrive();
     }
     let settings = CheckSettings {
         cases: args.cases,

@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use sieve_core::model::gpu::Gpu;
 use sieve_core::{ModelShape, Recipe};
-use sieve_kernels::{KeepRest, keep_rest};
+use sieve_kernels::KeepRest;
 use sieve_plan::{
     InferenceSize, MemoryPlan, MemoryVerdict, Ranks, Target, import_memory, inference_memory,
     plan_of_ranks,
@@ -56,7 +56,7 @@ impl MemoryArgs {
         if matches!(device, Device::Cuda(_)) {
             let advice = format!("{}\n{}", parts(&memory), way_out(&memory));
             *ADVICE.lock().unwrap_or_else(PoisonError::into_inner) = Some(advice);
-            keep_rest(match memory.keeps_rest_of_long_rows {
+            KeepRest::set(match memory.keeps_rest_of_long_rows {
                 true => KeepRest::Always,
                 false => KeepRest::ShortRows,
             });
@@ -75,7 +75,7 @@ impl MemoryArgs {
         device: &Device,
         size: impl FnOnce(&Recipe, &ModelShape) -> InferenceSize,
     ) -> Result<()> {
-        keep_rest(KeepRest::Never);
+        KeepRest::set(KeepRest::Never);
         let Ok((recipe, shape)) = sieve_hf::peek_model(checkpoint) else {
             return Ok(());
         };
@@ -193,8 +193,7 @@ fn way_out(memory: &MemoryPlan) -> String {
              then"
                 .to_owned()
         }
-        (true, false) => "free memory, or use a machine with more of it".to_owned(),
-    };
+        (true, false) => "free memory, or use a machine with more of it".to_owned()};
     format!("  hint: {hint}")
 }
 

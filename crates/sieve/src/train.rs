@@ -348,8 +348,8 @@ fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autodiff<Cuda>>,
         memory: MemoryProbe::Device(DeviceMemory {
             index: gpu.index,
             now: crate::device::cuda_memory,
-            watch: sieve_kernels::watch_memory,
-            unwatch: sieve_kernels::unwatch_memory,
+            watch: sieve_kernels::MemoryPeak::watch,
+            unwatch: sieve_kernels::MemoryPeak::unwatch,
             peak: crate::device::cuda_memory_peak,
         }),
     };

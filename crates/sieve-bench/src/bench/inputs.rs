@@ -5,8 +5,8 @@ use burn_cuda::CudaDevice;
 use sieve_core::{DmaBias, DmaWindow};
 use sieve_kernels::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KeyLists, Qkv,
-    Selection, SumOrder, TILE_QUERIES, attention_backward, attention_forward,
-    dma_attention_backward, dma_attention_forward, dma_lists, dma_select, mla_heads,
+    Selection, SumOrder, attention_backward, attention_forward, dma_attention_backward,
+    dma_attention_forward, dma_lists, dma_select, mla_heads,
 };
 use sieve_ops::Cuda;
 
@@ -98,7 +98,12 @@ impl Inputs {
         window: DmaWindow,
     ) -> Result<(Selection, KeyLists), KernelError> {
         let selection = self.selection(z, window)?;
-        let lists = dma_lists(&selection, &self.doc_start, &self.doc_end, TILE_QUERIES)?;
+        let lists = dma_lists(
+            &selection,
+            &self.doc_start,
+            &self.doc_end,
+            KeyLists::TILE_QUERIES,
+        )?;
         Ok((selection, lists))
     }
 

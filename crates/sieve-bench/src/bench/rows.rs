@@ -8,7 +8,7 @@ use burn::tensor::DType;
 use sieve_core::{DmaBias, DmaRecency, DmaShape, DmaWindow};
 use sieve_kernels::{
     AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KeepRest, KernelError,
-    KvCache, Qkv, ScoreBias, SumOrder, attention_decode, dma_decode, keep_rest,
+    KvCache, Qkv, ScoreBias, SumOrder, attention_decode, dma_decode,
 };
 use sieve_testing::Random;
 
@@ -227,7 +227,7 @@ fn dma(
     );
     passes(bench, &inputs, [&z, &delta], window, &name)?;
     if shape.seq_len > LONG_ROW {
-        keep_rest(KeepRest::Always);
+        KeepRest::set(KeepRest::Always);
         passes(
             bench,
             &inputs,
@@ -235,7 +235,7 @@ fn dma(
             window,
             &format!("{name}, rest of o kept"),
         )?;
-        keep_rest(KeepRest::ShortRows);
+        KeepRest::set(KeepRest::ShortRows);
     }
     if *scores == Scores::Independent {
         memory(bench, &inputs, [&z, &delta], window)?;

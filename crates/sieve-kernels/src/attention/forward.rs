@@ -1,7 +1,7 @@
 //! Launch of `kernels/attention_forward.cu`: dense causal and sliding-window attention.
 use crate::attention::bias_base::{Bias, SeenKeys};
 use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::hopper_tiling::{attention_family, keeps_rest};
+use crate::attention::hopper_tiling::{KernelFamily, keeps_rest};
 use crate::attention::launch::PassInputs;
 use crate::attention::tiling::{KeySource, QueryPass};
 use crate::error::KernelError;
@@ -70,7 +70,7 @@ pub fn attention_forward(
     let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &doc_start];
     tensors.extend(bias.iter().flat_map(Bias::tensors));
     tensors.extend([&o, &lse]);
-    let family = attention_family(&shape, source, q);
+    let family = KernelFamily::of(&shape, source, q);
     let with_rest = bias.is_some() && keeps_rest(family, shape.seq_len);
     let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
     tensors.extend(o_rest.as_ref());

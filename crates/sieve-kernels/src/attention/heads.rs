@@ -8,14 +8,19 @@ use burn::tensor::DType;
 /// Attention kernels copy 16 bytes at a time.
 const ALIGN_ELEMENTS: usize = 8;
 
-/// Widths of heads that the attention kernels take: multiples of this, up to [`MAX_HEAD_DIM`].
-pub const HEAD_DIM_STEP: usize = 16;
-/// The widest heads that the attention kernels take.
-pub const MAX_HEAD_DIM: usize = 256;
+impl AttentionShape {
+    /// Widths of heads that the attention kernels take: multiples of this, up to [`AttentionShape::MAX_HEAD_DIM`].
+    pub const HEAD_DIM_STEP: usize = 16;
+}
+impl AttentionShape {
+    /// The widest heads that the attention kernels take.
+    pub const MAX_HEAD_DIM: usize = 256;
 
-/// Whether the attention kernels take heads of this width.
-pub fn supports_head_dim(head_dim: usize) -> bool {
-    head_dim.is_multiple_of(HEAD_DIM_STEP) && (HEAD_DIM_STEP..=MAX_HEAD_DIM).contains(&head_dim)
+    /// Whether the attention kernels take heads of this width.
+    pub fn supports_head_dim(head_dim: usize) -> bool {
+        head_dim.is_multiple_of(AttentionShape::HEAD_DIM_STEP)
+            && (AttentionShape::HEAD_DIM_STEP..=AttentionShape::MAX_HEAD_DIM).contains(&head_dim)
+    }
 }
 
 /// Some neighbouring heads of a `[batch, seq_len, heads, head_dim]` bf16 tensor.
@@ -179,12 +184,12 @@ impl Qkv {
                 "as many k as v heads, dividing the q heads",
             );
         }
-        if !supports_head_dim(head_dim) {
-            let supported =
-                format!("multiples of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {MAX_HEAD_DIM}");
+        if !AttentionShape::supports_head_dim(head_dim) {
+            let (step, most) = (AttentionShape::HEAD_DIM_STEP, AttentionShape::MAX_HEAD_DIM);
+            let supported = format!("multiples of {step} from {step} to {most}");
             return unsupported("head_dim", head_dim.to_string(), &supported);
         }
-        if !head_dim_v.is_multiple_of(HEAD_DIM_STEP) || head_dim_v > head_dim {
+        if !head_dim_v.is_multiple_of(AttentionShape::HEAD_DIM_STEP) || head_dim_v > head_dim {
             return unsupported(
                 "head_dim of v",
                 head_dim_v.to_string(),

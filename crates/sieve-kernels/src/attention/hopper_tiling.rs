@@ -5,7 +5,7 @@
 //!
 //! | device | widths | forward, row sums, backward | dq in a fixed order |
 //! |---|---|---|---|
-//! | compute capability 9.0, unless [`use_portable_kernels_only`] | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu`; lists of odd groups at 128: portable |
+//! | compute capability 9.0, unless [`KernelFamily::use_portable_only`] | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu`; lists of odd groups at 128: portable |
 //! | the same | keys of 192 and values of 128, neighbours without a bias | `hopper_attention_*.cu` | the portable kernels |
 //! | any other, or other widths | 16 to 256 | the portable kernels | the portable kernels |
 //!
@@ -52,29 +52,35 @@ const SHORT_ROW: usize = 32768;
 // Process-wide: a mode, as the next one.
 static KEEP_REST: AtomicU8 = AtomicU8::new(KeepRest::ShortRows as u8);
 
-/// Says in which rows the rest of o is kept from now on.
-pub fn keep_rest(rows: KeepRest) {
-    KEEP_REST.store(rows as u8, Ordering::Relaxed);
+impl KeepRest {
+    /// Says in which rows the rest of o is kept from now on.
+    pub fn set(rows: KeepRest) {
+        KEEP_REST.store(rows as u8, Ordering::Relaxed);
+    }
 }
 
 // Process-wide, as the choice of the order of sums: a mode, for cross-checks of one family by the other.
 static PORTABLE_ONLY: AtomicBool = AtomicBool::new(false);
 
-/// Takes the portable kernels everywhere from now on, or, as at the start, the best for the device.
-pub fn use_portable_kernels_only(portable_only: bool) {
-    PORTABLE_ONLY.store(portable_only, Ordering::Relaxed);
+impl KernelFamily {
+    /// Takes the portable kernels everywhere from now on, or, as at the start, the best for the device.
+    pub fn use_portable_only(portable_only: bool) {
+        PORTABLE_ONLY.store(portable_only, Ordering::Relaxed);
+    }
 }
 
 // Process-wide as well: a mode of checks.
 static EVERY_LANE_ARRIVES: AtomicBool = AtomicBool::new(false);
 
-/// Compiles the Hopper backward kernels so that each lane that stores row statistics arrives at their barrier itself,
-/// instead of one lane for its warp. Slower; for racecheck, which credits an arrival to its lane alone.
-pub fn let_every_lane_arrive() {
-    EVERY_LANE_ARRIVES.store(true, Ordering::Relaxed);
+impl KernelFamily {
+    /// Compiles the Hopper backward kernels so that each lane that stores row statistics arrives at their barrier
+    /// itself, instead of one lane for its warp. Slower; for racecheck, which credits an arrival to its lane alone.
+    pub fn let_every_lane_arrive() {
+        EVERY_LANE_ARRIVES.store(true, Ordering::Relaxed);
+    }
 }
 
-/// A kernel in the form that [`let_every_lane_arrive`] asked for.
+/// A kernel in the form that [`KernelFamily::let_every_lane_arrive`] asked for.
 pub(crate) fn arriving(kernel: SourceKernel) -> SourceKernel {
     match EVERY_LANE_ARRIVES.load(Ordering::Relaxed) {
         true => kernel.define("EVERY_LANE_ARRIVES", 1),
@@ -82,24 +88,22 @@ pub(crate) fn arriving(kernel: SourceKernel) -> SourceKernel {
     }
 }
 
-/// The family that attention of this shape takes on the tensor's device.
-pub fn attention_family(
-    shape: &AttentionShape,
-    source: KeySource,
-    like: &CudaTensor,
-) -> KernelFamily {
-    if PORTABLE_ONLY.load(Ordering::Relaxed) {
-        return KernelFamily::Portable;
+impl KernelFamily {
+    /// The family that attention of this shape takes on the tensor's device.
+    pub fn of(shape: &AttentionShape, source: KeySource, like: &CudaTensor) -> KernelFamily {
+        if PORTABLE_ONLY.load(Ordering::Relaxed) {
+            return KernelFamily::Portable;
+        }
+        KernelFamily::best(shape, source, like.hardware().compute_capability == (9, 0))
     }
-    best_family(shape, source, like.hardware().compute_capability == (9, 0))
-}
 
-/// The family that attention of this shape takes on a Hopper device (compute capability 9.0), or on any other.
-pub fn best_family(shape: &AttentionShape, source: KeySource, is_hopper: bool) -> KernelFamily {
-    if is_hopper && has_hopper_form(shape, source) {
-        KernelFamily::Hopper
-    } else {
-        KernelFamily::Portable
+    /// The family that attention of this shape takes on a Hopper device (compute capability 9.0), or on any other.
+    pub fn best(shape: &AttentionShape, source: KeySource, is_hopper: bool) -> KernelFamily {
+        if is_hopper && has_hopper_form(shape, source) {
+            KernelFamily::Hopper
+        } else {
+            KernelFamily::Portable
+        }
     }
 }
 
@@ -115,7 +119,7 @@ impl KeepRest {
     }
 }
 
-/// The same in the mode that [`keep_rest`] set.
+/// The same in the mode that [`KeepRest::set`] set.
 pub(crate) fn keeps_rest(family: KernelFamily, seq_len: usize) -> bool {
     let modes = [KeepRest::Never, KeepRest::ShortRows, KeepRest::Always];
     let mode = KEEP_REST.load(Ordering::Relaxed);

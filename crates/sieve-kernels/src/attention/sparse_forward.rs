@@ -1,7 +1,7 @@
 //! Launch of `kernels/sparse_attention_forward.cu`: attention over the keys that a selector's mask names.
 use crate::attention::forward::{AttentionResult, require_scale};
 use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::hopper_tiling::{KernelFamily, attention_family, head_map};
+use crate::attention::hopper_tiling::{KernelFamily, head_map};
 use crate::attention::tiling::{KeySource, QueryPass, QueryTiling, list_entries_in_flight};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
@@ -106,7 +106,7 @@ pub fn sparse_attention_forward(
     let o = q.empty_contiguous(&outputs.output(), DType::BF16);
     let lse = q.empty_contiguous(&outputs.lse(), DType::F32);
     let tensors = [q, qkv.k.tensor(), qkv.v.tensor(), data, &o, &lse];
-    let family = attention_family(&shape, KeySource::Dense, q);
+    let family = KernelFamily::of(&shape, KeySource::Dense, q);
     let reads = SparseKeyReads::of(mask);
     let launch = |rows: &Rows| -> Result<(), KernelError> {
         let [query_tile, query_offset, key_tile, num_tiles] = rows.cuts;

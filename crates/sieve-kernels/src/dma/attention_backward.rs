@@ -5,7 +5,7 @@ use crate::attention::backward::{
 use crate::attention::backward_tiling::{BackwardTiling, SumOrder};
 use crate::attention::bias_base::{Bias, SeenKeys};
 use crate::attention::heads::Heads;
-use crate::attention::hopper_tiling::{KernelFamily, attention_family};
+use crate::attention::hopper_tiling::KernelFamily;
 use crate::attention::launch::PassInputs;
 use crate::attention::tiling::{KeySource, QueryPass};
 use crate::dma::attention_forward::{listed_bias, require_lists};
@@ -76,7 +76,7 @@ pub(crate) fn listed_key_sums(
     let qkv = call.qkv.walkable();
     require_gradients(NAME, call, &shape)?;
     require_lists(NAME, lists, &shape)?;
-    let family = attention_family(&shape, KeySource::Gathered, qkv.q.tensor());
+    let family = KernelFamily::of(&shape, KeySource::Gathered, qkv.q.tensor());
     let source = match (delta, family, call.order) {
         (None, KernelFamily::Hopper, SumOrder::Any) => KeySource::GatheredUnbiased,
         _ => KeySource::Gathered,

@@ -2,7 +2,7 @@
 use crate::attention::bias_base::{Bias, SeenKeys};
 use crate::attention::forward::{AttentionResult, require_per_key, require_scale};
 use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::hopper_tiling::{KernelFamily, attention_family, keeps_rest};
+use crate::attention::hopper_tiling::{KernelFamily, keeps_rest};
 use crate::attention::launch::PassInputs;
 use crate::attention::tiling::{KeySource, QueryPass};
 use crate::dma::lists::KeyLists;
@@ -54,7 +54,7 @@ pub(crate) fn listed_attention_forward(
     require_scale(NAME, softmax_scale)?;
     require_lists(NAME, lists, &shape)?;
     let q = qkv.q.tensor();
-    let family = attention_family(&shape, KeySource::Gathered, q);
+    let family = KernelFamily::of(&shape, KeySource::Gathered, q);
     let source = match (delta, family) {
         (None, KernelFamily::Hopper) => KeySource::GatheredUnbiased,
         _ => KeySource::Gathered,

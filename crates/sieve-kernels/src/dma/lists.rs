@@ -10,8 +10,10 @@ use burn::tensor::DType;
 
 const NAME: &str = "dma_lists";
 
-/// Queries a row of the window table stands for, unless a caller has a reason for another divisor of 1024.
-pub const TILE_QUERIES: usize = 64;
+impl KeyLists {
+    /// Queries a row of the window table stands for, unless a caller has a reason for another divisor of 1024.
+    pub const TILE_QUERIES: usize = 64;
+}
 
 /// Lists are padded to whole tiles of this many entries.
 const LIST_ALIGNMENT: usize = 128;
@@ -50,10 +52,12 @@ pub(crate) fn list_capacity(seq_len: usize, keep_window_size: usize) -> usize {
         .next_multiple_of(LIST_ALIGNMENT)
 }
 
-/// The lists of one row and KV head, i32: `[num_super_blocks, capacity, 2]`.
-pub fn list_shape(seq_len: usize, keep_window_size: usize) -> [usize; 3] {
-    let blocks = seq_len.div_ceil(SUPER_BLOCK);
-    [blocks, list_capacity(seq_len, keep_window_size), 2]
+impl KeyLists {
+    /// The lists of one row and KV head, i32: `[num_super_blocks, capacity, 2]`.
+    pub fn shape(seq_len: usize, keep_window_size: usize) -> [usize; 3] {
+        let blocks = seq_len.div_ceil(SUPER_BLOCK);
+        [blocks, list_capacity(seq_len, keep_window_size), 2]
+    }
 }
 
 /// Orders the kept keys of a [`Selection`] for each super-block of 1024 queries: first the keys entering there, latest
@@ -92,7 +96,7 @@ pub fn dma_lists(
         .survivors
         .require_shape(NAME, "survivors", &expected)?;
 
-    let [blocks, capacity, pair] = list_shape(seq_len, window);
+    let [blocks, capacity, pair] = KeyLists::shape(seq_len, window);
     let tiles = seq_len.div_ceil(tile_queries);
     let new = |shape: &[usize]| expire.empty_contiguous(shape, DType::I32);
     let list = new(&[batch, num_kv_heads, blocks, capacity, pair]);
@@ -128,39 +132,43 @@ pub fn dma_lists(
     })
 }
 
-/// Completes an `expire` that did not come from [`dma_select`](crate::dma_select()) to a [`Selection`]: i32
-/// `[batch, num_kv_heads, seq_len]`, at most one key leaving at a position and at most `keep_window_size` alive.
-///
-/// # Errors
-/// Other types or shapes.
-pub fn selection_of_expire(
-    expire: &CudaTensor,
-    doc_start: &CudaTensor,
-    keep_window_size: usize,
-) -> Result<Selection, KernelError> {
-    const PREFIX: &str = "dma_lists_prefix";
-    let [batch, num_kv_heads, seq_len] = expire.dims(PREFIX, "expire")?;
-    expire.require_dtype(PREFIX, "expire", DType::I32)?;
-    require_sequence(PREFIX, batch, seq_len)?;
-    require_non_empty(PREFIX, "keep_window_size", keep_window_size)?;
-    let doc_start = require_tokens(PREFIX, "doc_start", doc_start, [batch, seq_len])?;
-    let expire = expire.contiguous();
-    let window = keep_window_size.min(seq_len);
-    let shape = survivors_shape(batch, num_kv_heads, seq_len, window);
-    let survivors = expire.empty_contiguous(&shape, DType::I64);
-    let params = params!(DmaListsPrefixParams {
-        seq_len,
-        num_kv_heads,
-        keep_window_size: window,
-    });
-    let grid = [shape[2], num_kv_heads, batch];
-    // SAFETY: reads expire and the bounds, writes within survivors.
-    unsafe { dma_lists_prefix_kernel().launch(grid, &[&expire, &doc_start, &survivors], &params) }?;
-    Ok(Selection {
-        expire,
-        survivors,
-        keep_window_size: window,
-    })
+impl Selection {
+    /// Completes an `expire` that did not come from [`dma_select`](crate::dma_select()) to a [`Selection`]: i32
+    /// `[batch, num_kv_heads, seq_len]`, at most one key leaving at a position and at most `keep_window_size` alive.
+    ///
+    /// # Errors
+    /// Other types or shapes.
+    pub fn of_expire(
+        expire: &CudaTensor,
+        doc_start: &CudaTensor,
+        keep_window_size: usize,
+    ) -> Result<Selection, KernelError> {
+        const PREFIX: &str = "dma_lists_prefix";
+        let [batch, num_kv_heads, seq_len] = expire.dims(PREFIX, "expire")?;
+        expire.require_dtype(PREFIX, "expire", DType::I32)?;
+        require_sequence(PREFIX, batch, seq_len)?;
+        require_non_empty(PREFIX, "keep_window_size", keep_window_size)?;
+        let doc_start = require_tokens(PREFIX, "doc_start", doc_start, [batch, seq_len])?;
+        let expire = expire.contiguous();
+        let window = keep_window_size.min(seq_len);
+        let shape = survivors_shape(batch, num_kv_heads, seq_len, window);
+        let survivors = expire.empty_contiguous(&shape, DType::I64);
+        let params = params!(DmaListsPrefixParams {
+            seq_len,
+            num_kv_heads,
+            keep_window_size: window,
+        });
+        let grid = [shape[2], num_kv_heads, batch];
+        // SAFETY: reads expire and the bounds, writes within survivors.
+        unsafe {
+            dma_lists_prefix_kernel().launch(grid, &[&expire, &doc_start, &survivors], &params)
+        }?;
+        Ok(Selection {
+            expire,
+            survivors,
+            keep_window_size: window,
+        })
+    }
 }
 
 /// The list builder.

@@ -13,8 +13,10 @@ const NAME: &str = "dma_scores";
 /// Tokens of a block.
 const BLOCK_TOKENS: usize = 64;
 
-/// Most KV heads that the kernels of DMA's scores take: more do not fit a lane's sums.
-pub const MAX_KV_HEADS: usize = 32;
+impl ScoreBias {
+    /// Most KV heads that the kernels of DMA's scores take: more do not fit a lane's sums.
+    pub const MAX_KV_HEADS: usize = 32;
+}
 
 /// How a score becomes the bias of its key's logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,14 +92,14 @@ pub(crate) fn dma_scores_kernel(
 /// Refuses more KV heads than the kernels have registers for.
 pub(crate) fn require_kv_heads(kernel: &'static str, kv_heads: usize) -> Result<(), KernelError> {
     require_non_empty(kernel, "the number of KV heads", kv_heads)?;
-    if kv_heads <= MAX_KV_HEADS {
+    if kv_heads <= ScoreBias::MAX_KV_HEADS {
         return Ok(());
     }
     Err(KernelError::Unsupported {
         kernel,
         what: "number of KV heads",
         got: kv_heads.to_string(),
-        supported: format!("1 to {MAX_KV_HEADS}"),
+        supported: format!("1 to {}", ScoreBias::MAX_KV_HEADS),
     })
 }
 

@@ -1,5 +1,4 @@
 //! Launch of `kernels/dma_select_prefix.cu` and `kernels/dma_select.cu`: which keys DMA keeps, and until when.
-use crate::dma::lists::selection_of_expire;
 use crate::error::KernelError;
 use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
@@ -96,7 +95,7 @@ pub fn dma_select(
     if seq_len > SHORT_SEQUENCE {
         // `survivors` holds the best-ranked keys alone; `dma_lists` also needs those of the local window, so all are
         // found again, from `expire`.
-        return selection_of_expire(&expire, &doc_start, window);
+        return Selection::of_expire(&expire, &doc_start, window);
     }
     Ok(Selection {
         expire,

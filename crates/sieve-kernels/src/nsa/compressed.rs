@@ -8,7 +8,7 @@ use crate::attention::forward::AttentionResult;
 use crate::attention::heads::{AttentionShape, Heads, Qkv};
 use crate::dma::attention_backward::listed_key_sums;
 use crate::dma::attention_forward::listed_attention_forward;
-use crate::dma::lists::{KeyLists, TILE_QUERIES};
+use crate::dma::lists::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
@@ -97,7 +97,7 @@ fn lists(
     let new = |sizes: &[usize]| start.empty_contiguous(sizes, DType::I32);
     let list = new(&[batch, heads, super_blocks, capacity, 2]);
     let list_len = new(&[batch, heads, super_blocks]);
-    let tile_window = new(&[batch, heads, seq_len.div_ceil(TILE_QUERIES), 2]);
+    let tile_window = new(&[batch, heads, seq_len.div_ceil(KeyLists::TILE_QUERIES), 2]);
     let params = params!(NsaCompressedListsParams {
         seq_len,
         size: blocks.compress_block_size,
@@ -116,7 +116,7 @@ fn lists(
         num_entering: list_len.clone(),
         list_len,
         tile_window,
-        tile_queries: TILE_QUERIES,
+        tile_queries: KeyLists::TILE_QUERIES,
     })
 }
 

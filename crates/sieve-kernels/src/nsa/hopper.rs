@@ -11,7 +11,7 @@
 //! | everything else | the portable kernels |
 use crate::attention::backward_tiling::SumOrder;
 use crate::attention::heads::AttentionShape;
-use crate::attention::hopper_tiling::{KernelFamily, arriving, attention_family};
+use crate::attention::hopper_tiling::{KernelFamily, arriving};
 use crate::attention::tiling::KeySource;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::source_kernel::SourceKernel;
@@ -28,7 +28,7 @@ const DESCRIPTIONS: usize = 80 + 1024;
 
 /// Whether attention over chosen blocks takes the Hopper family on the tensor's device.
 pub(super) fn is_hopper(shape: &AttentionShape, like: &CudaTensor) -> bool {
-    attention_family(shape, KeySource::Gathered, like) == KernelFamily::Hopper
+    KernelFamily::of(shape, KeySource::Gathered, like) == KernelFamily::Hopper
 }
 
 /// Whether its gradients do: each warpgroup adds its keys' gradients on its own, in no fixed order.

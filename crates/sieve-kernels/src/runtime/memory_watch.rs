@@ -19,23 +19,25 @@ static IS_ON: AtomicBool = AtomicBool::new(false);
 static IN_USE: AtomicU64 = AtomicU64::new(0);
 static RESERVED: AtomicU64 = AtomicU64::new(0);
 
-/// Begins to watch; the peak so far counts on.
-pub fn watch_memory() {
-    IS_ON.store(true, Ordering::Relaxed);
-}
+impl MemoryPeak {
+    /// Begins to watch; the peak so far counts on.
+    pub fn watch() {
+        IS_ON.store(true, Ordering::Relaxed);
+    }
 
-/// Stops watching.
-pub fn unwatch_memory() {
-    IS_ON.store(false, Ordering::Relaxed);
-}
+    /// Stops watching.
+    pub fn unwatch() {
+        IS_ON.store(false, Ordering::Relaxed);
+    }
 
-/// The most seen while a watch was on; `None` where nothing was.
-pub fn memory_peak() -> Option<MemoryPeak> {
-    let peak = MemoryPeak {
-        in_use_bytes: IN_USE.load(Ordering::Relaxed),
-        reserved_bytes: RESERVED.load(Ordering::Relaxed),
-    };
-    (peak.in_use_bytes > 0).then_some(peak)
+    /// The most seen while a watch was on; `None` where nothing was.
+    pub fn seen() -> Option<MemoryPeak> {
+        let peak = MemoryPeak {
+            in_use_bytes: IN_USE.load(Ordering::Relaxed),
+            reserved_bytes: RESERVED.load(Ordering::Relaxed),
+        };
+        (peak.in_use_bytes > 0).then_some(peak)
+    }
 }
 
 /// Asks the allocator, where a watch is on.
@@ -60,11 +62,11 @@ mod tests {
 
     #[test]
     fn the_most_of_each_is_kept() {
-        assert_eq!(memory_peak(), None);
+        assert_eq!(MemoryPeak::seen(), None);
         for (in_use, reserved) in [(5, 9), (7, 8), (6, 11)] {
             note(in_use, reserved);
         }
-        let peak = memory_peak().expect("noted");
+        let peak = MemoryPeak::seen().expect("noted");
         assert_eq!((peak.in_use_bytes, peak.reserved_bytes), (7, 11));
     }
 }

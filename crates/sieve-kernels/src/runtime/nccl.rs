@@ -28,7 +28,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 const NAME: &str = "nccl";
 
 /// Bytes of what rank 0 gives to the others, so that they find each other.
-pub const NCCL_ID_BYTES: usize = 128;
+pub(crate) const NCCL_ID_BYTES: usize = 128;
 
 type Server = <CudaRuntime as cubecl::Runtime>::Server;
 

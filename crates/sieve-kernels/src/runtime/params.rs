@@ -85,7 +85,7 @@ pub(crate) fn words_for<P: Params>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::source::kernel_files;
+    use crate::runtime::source::KernelText;
 
     #[test]
     fn words_come_in_the_order_of_the_struct() {
@@ -135,7 +135,7 @@ mod tests {
 
     #[test]
     fn every_kernel_declares_its_params() {
-        for file in kernel_files().filter_map(|file| file.strip_suffix(".cu")) {
+        for file in KernelText::files().filter_map(|file| file.strip_suffix(".cu")) {
             assert!(
                 ENTRY_PARAMS.iter().any(|(entry, _)| *entry == file),
                 "{file}"

@@ -55,7 +55,7 @@ pub struct Recorder {
 
 /// What a recorder was told.
 #[derive(Debug, Default)]
-pub struct Recording {
+pub(crate) struct Recording {
     /// Bytes of each buffer.
     pub buffers: Vec<usize>,
     /// In the order of the stream.

@@ -20,22 +20,24 @@ pub struct KernelText {
     pub hash: u128,
 }
 
-/// Names of the files built in, relative to `kernels/`, sorted.
-pub fn kernel_files() -> impl Iterator<Item = &'static str> {
-    KERNEL_FILES.iter().map(|(name, _)| *name)
-}
+impl KernelText {
+    /// Names of the files built in, relative to `kernels/`, sorted.
+    pub fn files() -> impl Iterator<Item = &'static str> {
+        KERNEL_FILES.iter().map(|(name, _)| *name)
+    }
 
-/// Text of a built-in file, before includes.
-///
-/// # Errors
-/// [`KernelError::UnknownSource`] when no such file was there at compile time.
-pub fn kernel_file(name: &str) -> Result<&'static str, KernelError> {
-    KERNEL_FILES
-        .binary_search_by(|(known, _)| (*known).cmp(name))
-        .map(|at| KERNEL_FILES[at].1)
-        .map_err(|_| KernelError::UnknownSource {
-            name: name.to_owned(),
-        })
+    /// Text of a built-in file, before includes.
+    ///
+    /// # Errors
+    /// [`KernelError::UnknownSource`] when no such file was there at compile time.
+    pub fn of_file(name: &str) -> Result<&'static str, KernelError> {
+        KERNEL_FILES
+            .binary_search_by(|(known, _)| (*known).cmp(name))
+            .map(|at| KERNEL_FILES[at].1)
+            .map_err(|_| KernelError::UnknownSource {
+                name: name.to_owned(),
+            })
+    }
 }
 
 /// Puts the text for `file` together: `#define`s, then the file, then nothing. Remembers the result, since a training
@@ -58,7 +60,7 @@ pub(crate) fn assemble_file(
     if let Some(text) = assembled.get(&key) {
         return Ok(text.clone());
     }
-    let text = Arc::new(assemble_text(file, kernel_file(file)?, defines)?);
+    let text = Arc::new(assemble_text(file, KernelText::of_file(file)?, defines)?);
     assembled.insert(key, text.clone());
     Ok(text)
 }
@@ -147,7 +149,7 @@ fn resolve(file: &str, name: &str, line: usize) -> Result<(String, &'static str)
         None => name.to_owned(),
     };
     for candidate in [beside, name.to_owned()] {
-        if let Ok(text) = kernel_file(&candidate) {
+        if let Ok(text) = KernelText::of_file(&candidate) {
             return Ok((candidate, text));
         }
     }
@@ -165,7 +167,7 @@ mod tests {
 
     #[test]
     fn every_kernel_assembles_and_has_no_include_left() {
-        let kernels: Vec<_> = kernel_files().filter(|f| f.ends_with(".cu")).collect();
+        let kernels: Vec<_> = KernelText::files().filter(|f| f.ends_with(".cu")).collect();
         assert!(!kernels.is_empty(), "no kernel is built in");
         for file in kernels {
             let text = assemble_file(file, &[("HEAD_DIM", "64".into())]).expect(file);
@@ -193,7 +195,7 @@ mod tests {
 
     #[test]
     fn an_include_is_pasted_once_and_lines_are_kept() {
-        let header = kernel_files()
+        let header = KernelText::files()
             .find(|f| f.ends_with(".cuh"))
             .expect("a shared header exists");
         let source = format!("#include \"{header}\"\n#include \"{header}\"\nlast\n");

@@ -4,7 +4,7 @@ use super::{
     Call, select_cell_sums_kernel, select_cells_kernel, select_pool_kernel, select_scores_kernel,
 };
 use crate::attention::heads::Heads;
-use crate::attention::hopper_tiling::attention_family;
+use crate::attention::hopper_tiling::KernelFamily;
 use crate::attention::tiling::KeySource;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
@@ -264,7 +264,7 @@ impl Call<'_> {
             heads.len(),
         ];
         let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), &scores];
-        let family = attention_family(&self.shape, KeySource::Dense, self.qkv.q.tensor());
+        let family = KernelFamily::of(&self.shape, KeySource::Dense, self.qkv.q.tensor());
         let kernel = select_cells_kernel(self.shape.head_dim, cells.is_lse, family);
         // SAFETY: sizes and strides checked in `new`; tokens outside the row are not read; writes within `scores`.
         unsafe { kernel.launch(grid, &tensors, &params) }?;

@@ -54,64 +54,71 @@ pub enum NeededKeys {
     Blocks,
 }
 
-/// Shared memory that a block may have on an architecture, in bytes; `None` for one that the kernels are not made for.
-pub fn shared_bytes_of(arch: &str) -> Option<usize> {
-    let kib = match arch {
-        "sm_80" => 163,
-        "sm_86" | "sm_89" | "sm_120a" => 99,
-        "sm_90a" | "sm_100a" => 227,
-        _ => return None,
-    };
-    Some(kib * 1024)
+impl NeededKernels {
+    /// Shared memory that a block may have on an architecture, in bytes; `None` for one that the kernels are not made
+    /// for.
+    pub fn shared_bytes_of(arch: &str) -> Option<usize> {
+        let kib = match arch {
+            "sm_80" => 163,
+            "sm_86" | "sm_89" | "sm_120a" => 99,
+            "sm_90a" | "sm_100a" => 227,
+            _ => return None,
+        };
+        Some(kib * 1024)
+    }
 }
 
-/// What launches ask for when a model with this attention trains and decodes on a device of `arch`: forward, backward,
-/// decoding; where the architecture has a family of its own, both that and the portable kernels. Nothing for an
-/// architecture that the kernels are not made for.
-pub fn needed_kernels(needs: &AttentionNeeds, arch: &str) -> NeededKernels {
-    let mut list = NeededKernels::default();
-    let Some(shared_bytes) = shared_bytes_of(arch) else {
-        return list;
-    };
-    let source = key_source(needs.keys);
-    let mut parts = vec![
-        Part::Choose,
-        Part::Forward,
-        Part::Around,
-        Part::Gradients(needs.order),
-        Part::Decode,
-    ];
-    if source != KeySource::Dense {
-        parts.push(Part::RowSums);
-    }
-    if needs.order == SumOrder::Any {
-        parts.push(Part::ConvertDq);
-    }
-    for &part in &parts {
-        portable(&mut list, needs, part, shared_bytes);
-    }
-    if arch == "sm_90a" && has_hopper_form(&needs.shape, source) {
-        for &part in &parts {
-            hopper(&mut list, needs, part);
+impl AttentionNeeds {
+    /// What launches ask for when a model with this attention trains and decodes on a device of `arch`: forward,
+    /// backward, decoding; where the architecture has a family of its own, both that and the portable kernels. Nothing
+    /// for an architecture that the kernels are not made for.
+    pub fn kernels(&self, arch: &str) -> NeededKernels {
+        let mut list = NeededKernels::default();
+        let Some(shared_bytes) = NeededKernels::shared_bytes_of(arch) else {
+            return list;
+        };
+        let source = key_source(self.keys);
+        let mut parts = vec![
+            Part::Choose,
+            Part::Forward,
+            Part::Around,
+            Part::Gradients(self.order),
+            Part::Decode,
+        ];
+        if source != KeySource::Dense {
+            parts.push(Part::RowSums);
         }
+        if self.order == SumOrder::Any {
+            parts.push(Part::ConvertDq);
+        }
+        for &part in &parts {
+            portable(&mut list, self, part, shared_bytes);
+        }
+        if arch == "sm_90a" && has_hopper_form(&self.shape, source) {
+            for &part in &parts {
+                hopper(&mut list, self, part);
+            }
+        }
+        list
     }
-    list
 }
 
-/// What latent attention packs with: heads of `head_dim` columns, and `rope_dim` rotated ones beside them.
-pub fn mla_pack_kernels(head_dim: usize, rope_dim: usize) -> [SourceKernel; 2] {
-    [
-        mla_pack_forward_kernel(head_dim, rope_dim),
-        mla_pack_backward_kernel(head_dim, rope_dim),
-    ]
-}
+impl NeededKernels {
+    /// What latent attention packs with: heads of `head_dim` columns, and `rope_dim` rotated ones beside them.
+    pub fn mla_pack(head_dim: usize, rope_dim: usize) -> [SourceKernel; 2] {
+        [
+            mla_pack_forward_kernel(head_dim, rope_dim),
+            mla_pack_backward_kernel(head_dim, rope_dim),
+        ]
+    }
 
-/// What decodes on latents of `rank` columns and `rope_dim` rotated ones.
-pub fn mla_decode_kernels(rank: usize, rope_dim: usize, shared_bytes: usize) -> [SourceKernel; 2] {
-    [
-        mla_decode_kernel(rank + rope_dim, rank, shared_bytes),
-        mla_decode_join_kernel(rank),
-    ]
+    /// What decodes on latents of `rank` columns and `rope_dim` rotated ones.
+    pub fn mla_decode(rank: usize, rope_dim: usize, shared_bytes: usize) -> [SourceKernel; 2] {
+        [
+            mla_decode_kernel(rank + rope_dim, rank, shared_bytes),
+            mla_decode_join_kernel(rank),
+        ]
+    }
 }
 
 fn key_source(keys: NeededKeys) -> KeySource {
@@ -226,32 +233,34 @@ pub(super) fn portable(
     }
 }
 
-/// The kernels of attention under selectors' masks for heads of these widths, and of dense attention beside them.
-pub fn sparse_kernels(head_dims: &[usize], shared_bytes: usize, is_hopper: bool) -> NeededKernels {
-    let mut list = NeededKernels::default();
-    for &head_dim in head_dims {
-        let shape = AttentionShape {
-            batch: 1,
-            seq_len: 1,
-            num_heads: 1,
-            num_kv_heads: 1,
-            head_dim,
-            head_dim_v: head_dim,
-        };
-        let needs = AttentionNeeds {
-            shape,
-            keys: NeededKeys::Neighbours,
-            order: SumOrder::Any,
-        };
-        portable(&mut list, &needs, Part::Masked, shared_bytes);
-        if is_hopper && has_hopper_form(&shape, KeySource::Dense) {
-            hopper(&mut list, &needs, Part::Masked);
-            hopper(&mut list, &needs, Part::Forward);
-        } else {
-            portable(&mut list, &needs, Part::Forward, shared_bytes);
+impl NeededKernels {
+    /// The kernels of attention under selectors' masks for heads of these widths, and of dense attention beside them.
+    pub fn sparse(head_dims: &[usize], shared_bytes: usize, is_hopper: bool) -> NeededKernels {
+        let mut list = NeededKernels::default();
+        for &head_dim in head_dims {
+            let shape = AttentionShape {
+                batch: 1,
+                seq_len: 1,
+                num_heads: 1,
+                num_kv_heads: 1,
+                head_dim,
+                head_dim_v: head_dim,
+            };
+            let needs = AttentionNeeds {
+                shape,
+                keys: NeededKeys::Neighbours,
+                order: SumOrder::Any,
+            };
+            portable(&mut list, &needs, Part::Masked, shared_bytes);
+            if is_hopper && has_hopper_form(&shape, KeySource::Dense) {
+                hopper(&mut list, &needs, Part::Masked);
+                hopper(&mut list, &needs, Part::Forward);
+            } else {
+                portable(&mut list, &needs, Part::Forward, shared_bytes);
+            }
         }
+        list
     }
-    list
 }
 
 /// Adds a part's kernels of the Hopper family, for shapes that have them.
@@ -346,7 +355,7 @@ mod tests {
 
     #[test]
     fn dense_training_needs_no_dma_kernel() {
-        let needed = needed_kernels(&needs(128, NeededKeys::Neighbours, SumOrder::Any), "sm_80");
+        let needed = needs(128, NeededKeys::Neighbours, SumOrder::Any).kernels("sm_80");
         let expected = [
             "attention_backward",
             "attention_backward_convert",
@@ -362,8 +371,8 @@ mod tests {
     #[test]
     fn a_fixed_order_replaces_the_sums_of_dq() {
         let dma = NeededKeys::Chosen(ScoreBias::Exp);
-        let any = names(&needed_kernels(&needs(64, dma, SumOrder::Any), "sm_80"));
-        let fixed = names(&needed_kernels(&needs(64, dma, SumOrder::Fixed), "sm_80"));
+        let any = names(&needs(64, dma, SumOrder::Any).kernels("sm_80"));
+        let fixed = names(&needs(64, dma, SumOrder::Fixed).kernels("sm_80"));
         assert!(any.contains("attention_backward_convert"));
         assert!(fixed.contains("dma_attention_backward_query"));
         assert!(!fixed.contains("attention_backward_convert"));
@@ -375,10 +384,7 @@ mod tests {
     #[test]
     fn blocks_need_lists_but_no_choice_of_keys() {
         for arch in ["sm_80", "sm_90a"] {
-            let needed = names(&needed_kernels(
-                &needs(128, NeededKeys::Blocks, SumOrder::Any),
-                arch,
-            ));
+            let needed = names(&needs(128, NeededKeys::Blocks, SumOrder::Any).kernels(arch));
             for name in [
                 "nsa_choose",
                 "nsa_selected_attention_backward",
@@ -398,7 +404,7 @@ mod tests {
     fn hopper_gets_both_families_where_it_has_its_own() {
         let dma = NeededKeys::Chosen(ScoreBias::Exp);
         for (width, expected) in [(128, true), (96, false)] {
-            let needed = names(&needed_kernels(&needs(width, dma, SumOrder::Any), "sm_90a"));
+            let needed = names(&needs(width, dma, SumOrder::Any).kernels("sm_90a"));
             assert!(needed.contains("dma_attention_forward"), "{width}");
             for name in [
                 "hopper_dma_attention_forward",
@@ -412,7 +418,7 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_named_and_the_rest_is_kept() {
-        let needed = needed_kernels(&needs(256, NeededKeys::Neighbours, SumOrder::Any), "sm_86");
+        let needed = needs(256, NeededKeys::Neighbours, SumOrder::Any).kernels("sm_86");
         assert!(names(&needed).contains("attention_forward"));
         let reason = needed
             .refused
@@ -423,12 +429,12 @@ mod tests {
             reason.contains("attention_backward") && reason.contains("shared memory"),
             "{reason}"
         );
-        assert_eq!(shared_bytes_of("sm_75"), None);
+        assert_eq!(NeededKernels::shared_bytes_of("sm_75"), None);
     }
 
     #[test]
     fn equal_kernels_are_compiled_once() {
-        let mut list = needed_kernels(&needs(64, NeededKeys::Neighbours, SumOrder::Any), "sm_80");
+        let mut list = needs(64, NeededKeys::Neighbours, SumOrder::Any).kernels("sm_80");
         let once = list.kernels.len();
         list.extend(list.clone());
         assert_eq!(list.kernels.len(), once);

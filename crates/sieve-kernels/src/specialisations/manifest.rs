@@ -1,5 +1,5 @@
 //! The shipped list as text: `kernels/manifest.toml`, for `cargo xtask kernels`, which knows no Burn.
-use super::shipped_kernels;
+use super::NeededKernels;
 use crate::error::KernelError;
 use crate::runtime::source_kernel::SourceKernel;
 use std::collections::BTreeMap;
@@ -19,10 +19,10 @@ const HEAD: &str = "\
 /// Text of `kernels/manifest.toml`.
 ///
 /// # Errors
-/// As [`shipped_kernels`].
+/// As [`NeededKernels::shipped`].
 pub fn manifest() -> Result<String, KernelError> {
     let mut files: BTreeMap<&str, Vec<SourceKernel>> = BTreeMap::new();
-    for kernel in shipped_kernels()? {
+    for kernel in NeededKernels::shipped()? {
         files.entry(kernel.name()).or_default().push(kernel);
     }
     let mut text = HEAD.to_owned();

@@ -1,8 +1,6 @@
 //! The specialisations that ship: the parts of attention that are compiled ahead for the usual widths, as a table.
-use super::attention::{
-    AttentionNeeds, NeededKeys, Part, hopper, mla_decode_kernels, mla_pack_kernels, portable,
-};
-use super::{NeededKernels, step_kernels};
+use super::NeededKernels;
+use super::attention::{AttentionNeeds, NeededKeys, Part, hopper, portable};
 use crate::attention::backward_tiling::SumOrder;
 use crate::attention::heads::AttentionShape;
 use crate::attention::hopper_tiling::KernelFamily;
@@ -124,51 +122,53 @@ const SHIPPED: &[(KernelFamily, NeededKeys, Widths, HeadCounts, &[Part])] = &[
     (Hopper, Blocks, USUAL, PAIRS, &[Choose, Gradients(Any)]),
 ];
 
-/// All shipped specialisations.
-///
-/// # Errors
-/// None for the sizes listed here; [`KernelError::DeviceLimit`] would mean that a tiling outgrew an H100.
-pub fn shipped_kernels() -> Result<Vec<SourceKernel>, KernelError> {
-    let mut list = shipped_kernels_for(SHARED_BYTES);
-    match list.refused.pop() {
-        Some(error) => Err(error),
-        None => Ok(list.kernels),
-    }
-}
-
-/// The same specialisations with the tilings of a device whose blocks may have `shared_bytes` of shared memory.
-pub fn shipped_kernels_for(shared_bytes: usize) -> NeededKernels {
-    let mut list = NeededKernels::default();
-    list.extend_kernels(step_kernels());
-    list.extend_kernels(mla_pack_kernels(128, 64));
-    // Latents of DeepSeek-V2 and of the 80M and 200M recipes.
-    for rank in [192, 256, 512] {
-        list.extend_kernels(mla_decode_kernels(rank, 64, shared_bytes));
-    }
-    for &(family, keys, widths, heads, parts) in SHIPPED {
-        if family == Hopper && shared_bytes < SHARED_BYTES {
-            continue;
+impl NeededKernels {
+    /// All shipped specialisations.
+    ///
+    /// # Errors
+    /// None for the sizes listed here; [`KernelError::DeviceLimit`] would mean that a tiling outgrew an H100.
+    pub fn shipped() -> Result<Vec<SourceKernel>, KernelError> {
+        let mut list = NeededKernels::shipped_for(SHARED_BYTES);
+        match list.refused.pop() {
+            Some(error) => Err(error),
+            None => Ok(list.kernels),
         }
-        for (&(head_dim, head_dim_v), &(num_heads, num_kv_heads)) in pairs(widths, heads) {
-            let shape = AttentionShape {
-                batch: 1,
-                seq_len: 1,
-                num_heads,
-                num_kv_heads,
-                head_dim,
-                head_dim_v,
-            };
-            let order = Any;
-            let needs = AttentionNeeds { shape, keys, order };
-            for &part in parts {
-                match family {
-                    Portable => portable(&mut list, &needs, part, shared_bytes),
-                    Hopper => hopper(&mut list, &needs, part),
+    }
+
+    /// The same specialisations with the tilings of a device whose blocks may have `shared_bytes` of shared memory.
+    pub fn shipped_for(shared_bytes: usize) -> NeededKernels {
+        let mut list = NeededKernels::default();
+        list.extend_kernels(NeededKernels::step());
+        list.extend_kernels(NeededKernels::mla_pack(128, 64));
+        // Latents of DeepSeek-V2 and of the 80M and 200M recipes.
+        for rank in [192, 256, 512] {
+            list.extend_kernels(NeededKernels::mla_decode(rank, 64, shared_bytes));
+        }
+        for &(family, keys, widths, heads, parts) in SHIPPED {
+            if family == Hopper && shared_bytes < SHARED_BYTES {
+                continue;
+            }
+            for (&(head_dim, head_dim_v), &(num_heads, num_kv_heads)) in pairs(widths, heads) {
+                let shape = AttentionShape {
+                    batch: 1,
+                    seq_len: 1,
+                    num_heads,
+                    num_kv_heads,
+                    head_dim,
+                    head_dim_v,
+                };
+                let order = Any;
+                let needs = AttentionNeeds { shape, keys, order };
+                for &part in parts {
+                    match family {
+                        Portable => portable(&mut list, &needs, part, shared_bytes),
+                        Hopper => hopper(&mut list, &needs, part),
+                    }
                 }
             }
         }
+        list
     }
-    list
 }
 
 /// Each of one list with each of the other.
@@ -188,7 +188,7 @@ mod tests {
 
     #[test]
     fn every_shipped_kernel_has_a_key_of_its_own() {
-        let kernels = shipped_kernels().expect("every tiling fits");
+        let kernels = NeededKernels::shipped().expect("every tiling fits");
         let keys = kernels
             .iter()
             .map(|k| k.cache_key().expect("the file exists"));

@@ -10,7 +10,7 @@ use burn::tensor::DType;
 use sieve_core::DmaWindow;
 use sieve_kernels::{
     CudaPrimitive as Float, CudaTensor, GradientTarget, KernelError, KeyLists, ScoreBias,
-    ScoresBackward, TILE_QUERIES,
+    ScoresBackward,
 };
 
 impl DmaBackend for Cuda {
@@ -138,7 +138,7 @@ fn launch_select(
     let keys = if kept >= seq_len {
         DmaKeys::All
     } else {
-        let lists = sieve_kernels::dma_lists(&selection, &start, &end, TILE_QUERIES)?;
+        let lists = sieve_kernels::dma_lists(&selection, &start, &end, KeyLists::TILE_QUERIES)?;
         DmaKeys::Lists(DmaKeyLists {
             list: lists.list.into(),
             list_len: lists.list_len.into(),
@@ -215,7 +215,7 @@ fn kernel_lists(lists: &DmaKeyLists<Cuda>) -> KeyLists {
         list_len: of(&lists.list_len),
         num_entering: of(&lists.num_entering),
         tile_window: of(&lists.tile_window),
-        tile_queries: TILE_QUERIES,
+        tile_queries: KeyLists::TILE_QUERIES,
     }
 }
 

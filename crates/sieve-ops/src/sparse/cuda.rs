@@ -7,15 +7,15 @@ use burn::tensor::DType;
 use burn::tensor::ops::IntTensor;
 use sieve_core::{BlockSelection, MaskLayout, ProbeCorrection};
 use sieve_kernels::{
-    CudaPrimitive as Float, CudaTensor, KernelError, correct_by_probes, select_blocks_by_bounds,
-    sparse_attention_forward, supports_head_dim,
+    AttentionShape, CudaPrimitive as Float, CudaTensor, KernelError, correct_by_probes,
+    select_blocks_by_bounds, sparse_attention_forward,
 };
 use std::ops::Range;
 
 impl SparseBackend for Cuda {
     fn has_sparse_attention(qkv: &Float) -> bool {
         let qkv = CudaTensor::from(qkv.clone());
-        qkv.dtype() == DType::BF16 && supports_head_dim(qkv.shape()[3])
+        qkv.dtype() == DType::BF16 && AttentionShape::supports_head_dim(qkv.shape()[3])
     }
 
     fn sparse_attention(

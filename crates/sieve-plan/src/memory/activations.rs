@@ -5,7 +5,7 @@ use sieve_core::model::{Attention, AttentionForm, DmaShape, ModelShape, NUM_NSA_
 use sieve_core::recipe::TrainingSection;
 use sieve_kernels::oracle::SUPER_BLOCK;
 use sieve_kernels::{
-    AttentionShape, KeepRest, KeySource, NSA_PART_BYTES, best_family, dq_sum_queries, list_shape,
+    AttentionShape, KeepRest, KernelFamily, KeyLists, KeySource, NSA_PART_BYTES, dq_sum_queries,
 };
 
 /// Bytes of an f32 or i32.
@@ -102,13 +102,13 @@ fn keeps_rest(shape: &ModelShape, target: &Target, seq_len: usize, rest: KeepRes
         head_dim: shape.head_dim,
         head_dim_v: shape.head_dim,
     };
-    let family = best_family(&attention, KeySource::Biased, gpu.is_hopper());
+    let family = KernelFamily::best(&attention, KeySource::Biased, gpu.is_hopper());
     rest.in_row(family, seq_len)
 }
 
 /// Bytes a token of the GPU's key lists: one list for each super-block of queries and KV head.
 fn key_list_bytes(shape: &ModelShape, seq_len: usize, window: usize) -> u64 {
-    let row = list_shape(seq_len, window).map(|size| size as u64);
+    let row = KeyLists::shape(seq_len, window).map(|size| size as u64);
     let words = row.iter().product::<u64>() * shape.num_kv_heads as u64;
     (F32 * words).div_ceil(seq_len as u64)
 }

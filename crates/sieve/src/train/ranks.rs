@@ -11,8 +11,8 @@ use burn_cuda::CudaDevice;
 use sieve_comm::{CommError, Failure, Loss, Mesh, Patience, Pieces, World};
 use sieve_core::Recipe;
 use sieve_kernels::{
-    CudaPrimitive, CudaTensor, KernelError, NcclGroup, NcclPiece, NcclWork, RankRanges, nccl_id,
-    require_nccl, shared_bytes_of,
+    CudaPrimitive, CudaTensor, KernelError, NcclGroup, NcclPiece, NcclWork, NeededKernels,
+    RankRanges, nccl_id, require_nccl,
 };
 use sieve_ops::Cuda;
 use sieve_train::{Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError};
@@ -126,7 +126,7 @@ pub(super) fn device(choice: DeviceChoice, mesh: &Mesh, recipe: &Recipe) -> Resu
     }
     let found = choice.resolve_and_prepare(|cache, gpu| {
         let arch = gpu.arch();
-        let Some(shared_bytes) = shared_bytes_of(&arch) else {
+        let Some(shared_bytes) = NeededKernels::shared_bytes_of(&arch) else {
             return Ok(());
         };
         let needed = sieve_bench::needed_by(Some(recipe), &arch, shared_bytes)?;
