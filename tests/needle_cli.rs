@@ -87,10 +87,13 @@ fn needle_maps_are_drawn_for_every_selector() {
     assert!(density < 0.3 && all["density"] == 1.0, "{report}");
     let text = asked(
         &tiny,
-        &format!("{grid} --selector quest:page=4,budget=16,dense_layers=0 --plot picture.svg"),
+        &format!(
+            "{grid} --selector 0=dense/1-=quest:page=4,budget=16,dense_layers=0 --plot picture.svg"
+        ),
     );
     assert!(
-        text.contains("mha, its own") && text.contains("quest"),
+        text.contains("mha, its own")
+            && text.contains("\nlayer 0 dense on the CPU; layer 1 quest on the CPU\n"),
         "{text}"
     );
     let picture = fs::read_to_string(tiny.path("picture.svg")).expect("it was written");

@@ -96,6 +96,9 @@ fn ruler_under_selectors_is_another_question_unless_they_keep_everything() {
     }
     assert_ne!(likelihoods(&methods[2]), own);
     assert_ne!(likelihoods(&methods[3]), own);
+    let path = methods[3]["paths"][0]["path"].as_str();
+    assert_eq!(path, Some("exact_top on the CPU"));
+    assert_eq!(methods[0]["paths"], Value::Array(Vec::new()));
 }
 
 #[test]

@@ -25,8 +25,9 @@ fn run_of(tiny: &TinyRun) -> String {
 }
 
 fn json(text: &str) -> Value {
-    serde_json::from_str(text.lines().last().unwrap_or_default())
-        .unwrap_or_else(|e| panic!("{e}: {text}"))
+    // Remarks of the program may follow.
+    let object = text.lines().rev().find(|line| line.starts_with('{'));
+    serde_json::from_str(object.unwrap_or_default()).unwrap_or_else(|e| panic!("{e}: {text}"))
 }
 
 #[test]
@@ -298,6 +299,131 @@ fn selectors_read_prompts_in_chunks_as_they_read_them_whole() {
     // Too large for a context of 64.
     let left_out = table["left_out"].to_string();
     assert!(left_out.contains("pbs: segment=256"), "{left_out}");
+}
+
+/// The layers that a selector leaves alone are the model's own, and every command says what each layer did.
+#[test]
+fn selectors_differ_by_layer() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    let run = run_of(&tiny);
+    let on = format!("--checkpoint {run} --device cpu");
+    let ppl = |selector: &str| {
+        let command = format!("eval ppl {on} --data text.txt --json --selector {selector}");
+        json(&succeed(&mut tiny.sieve(&command)))
+    };
+    let number = |report: &Value, key: &str| report["selection"][key].as_f64().expect("a number");
+    let loss = |report: &Value| report["loss"].as_f64().expect("a number");
+    for (method, path) in [(SELECTORS[1], "meanpool"), (SELECTORS[4], "quest")] {
+        let (dense, sparse) = (ppl("dense"), ppl(method));
+        let (first, last) = (
+            ppl(&format!("0={method}/1-=dense")),
+            ppl(&format!("0=dense/1-={method}")),
+        );
+        assert_eq!(number(&dense, "pairs"), number(&dense, "dense_pairs"));
+        assert_eq!(loss(&ppl("0-1=dense")), loss(&dense));
+        assert_eq!(loss(&ppl(&format!("0-={method}"))), loss(&sparse));
+        for mixed in [&first, &last] {
+            let pairs = |report| number(report, "pairs");
+            assert!(pairs(mixed) > pairs(&sparse) && pairs(mixed) < pairs(&dense));
+            assert!((loss(mixed) - loss(&dense)).abs() > 1e-7);
+            assert!((loss(mixed) - loss(&sparse)).abs() > 1e-7);
+        }
+        let paths = |report: &Value| report["paths"].to_string();
+        assert_eq!(
+            paths(&last),
+            format!(
+                "[{{\"first\":0,\"last\":0,\"path\":\"dense on the CPU\"}},\
+                 {{\"first\":1,\"last\":1,\"path\":\"{path} on the CPU\"}}]"
+            )
+        );
+    }
+    let said = "layer 0 dense on the CPU; layer 1 meanpool on the CPU";
+    let by_layer = format!("0=dense/1-={}", SELECTORS[1]);
+    for command in [
+        format!("eval ppl {on} --data text.txt"),
+        format!("eval selectors {on} --data text.txt --lengths 32 --windows 1"),
+    ] {
+        let command = format!("{command} --selector {by_layer}");
+        let output = tiny.sieve(&command).output().expect("it starts");
+        let out = String::from_utf8_lossy(&output.stdout).into_owned();
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success() && out.contains(said),
+            "{command}: {out}{err}"
+        );
+        assert_eq!(out.matches(said).count(), 1, "{out}");
+    }
+    // A method of prompts beside one of the tokens after them.
+    let both = format!("0={}/1-={}", SELECTORS[1], SELECTORS[4]);
+    let generate = |selector: &str| {
+        let command = format!(
+            "generate {on} --quiet --prompt the-fox-sees-a-dog-and-the-dog-sees-the-fox --max-new-tokens 6 \
+             --temperature 0 --json --selector {selector}"
+        );
+        json(&succeed(&mut tiny.sieve(&command)))
+    };
+    let report = generate(&both);
+    let paths = report["paths"].to_string();
+    assert!(
+        paths.contains("meanpool on the CPU") && paths.contains("quest on the CPU"),
+        "{paths}"
+    );
+    // Everything kept in both phases is the model's own text.
+    let all = generate("0=meanpool:block=4,tau=1,min_prefill_tokens=0/1-=quest:page=2,budget=64");
+    assert_eq!(all["text"], generate("dense")["text"]);
+}
+
+/// Settings of a file, crossed, with their losses as a picture.
+#[test]
+fn selectors_come_from_a_grid() {
+    let tiny = TinyRun::new("kind = \"mha\"");
+    let run = run_of(&tiny);
+    fs::write(
+        tiny.path("grid.toml"),
+        "selectors = [\"0=dense/1-=a_shape:n_init=2,n_local=8,min_prefill_tokens=0\"]\n\
+         [[grid]]\nmethod = \"meanpool\"\nblock = [4, 8]\ntau = [0.3, 0.85]\nmin_prefill_tokens = 0\n\
+         [[grid]]\nmethod = \"momo\"\nk = [1, 9]\nk_exact = 2\nmin_prefill_tokens = 0\n",
+    )
+    .expect("the folder is writable");
+    let command = format!(
+        "eval selectors --checkpoint {run} --data text.txt --lengths 16,32 --windows 1 --device cpu --grid grid.toml \
+         --selector {}",
+        SELECTORS[0]
+    );
+    let report = json(&succeed(&mut tiny.sieve(&format!("{command} --json"))));
+    let rows = report["selectors"].as_array().expect("a list");
+    let labels: Vec<&str> = rows
+        .iter()
+        .filter_map(|row| row["label"].as_str())
+        .collect();
+    let wanted = [
+        SELECTORS[0],
+        "0=dense/1-=a_shape:n_init=2,n_local=8,min_prefill_tokens=0",
+        "meanpool:block=4,tau=0.3,min_prefill_tokens=0",
+        "meanpool:block=4,tau=0.85,min_prefill_tokens=0",
+        "meanpool:block=8,tau=0.3,min_prefill_tokens=0",
+        "meanpool:block=8,tau=0.85,min_prefill_tokens=0",
+        "momo:k=9,k_exact=2,min_prefill_tokens=0",
+    ];
+    assert_eq!(labels, [wanted, wanted].concat());
+    assert!(
+        report["left_out"]
+            .to_string()
+            .contains("k_exact=2 is more than k=1")
+    );
+    let text = succeed(&mut tiny.sieve(&format!("{command} --scores scores.svg")));
+    assert!(text.contains("wrote scores.svg") && text.contains("left out: momo: k_exact=2"));
+    let picture = fs::read_to_string(tiny.path("scores.svg")).expect("it was written");
+    for name in [
+        "dense\n<",
+        "meanpool:block=4,min_prefill_tokens=0 (tau)\n<",
+        "meanpool:block=8,min_prefill_tokens=0 (tau)\n<",
+        "momo:k_exact=2,min_prefill_tokens=0 (k)\n<",
+    ] {
+        assert_eq!(picture.matches(name).count(), 1, "{name}: {picture}");
+    }
+    // Dense and seven rows in two plots, and six curves in the legend.
+    assert_eq!(picture.matches("<polygon").count(), 2 * 8 + 6, "{picture}");
 }
 
 /// Models of other kinds, trained on the same text, in the table of a dense one.

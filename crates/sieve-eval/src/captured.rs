@@ -63,10 +63,10 @@ impl<B: SieveBackend> Captured<B> {
     /// A selector's attention of the layer: on the device where [`Selection::attends_on_device`].
     pub(crate) fn run(&self, selection: &Selection) -> Result<Done<B>, EvalError> {
         let operands = &self.operands;
+        let selector = selection.selectors().of(operands.layer);
         if selection.attends_on_device(operands) {
             let started = Instant::now();
-            let (output, cost) =
-                prefill_on_device(selection.selector(), operands, selection.chunk())?;
+            let (output, cost) = prefill_on_device(selector, operands, selection.chunk())?;
             // The clock waits for the device.
             let _last = output.lse.clone().narrow(2, 0, 1).into_data();
             return Ok(Done {
@@ -78,10 +78,9 @@ impl<B: SieveBackend> Captured<B> {
         let mut done = None;
         operands.on_host(|operands| {
             let started = Instant::now();
-            let (o, lse, cost) = match selection.is_token_by_token() {
+            let (o, lse, cost) = match selector.is_token_by_token() {
                 true => {
-                    let mut session =
-                        DecodeSession::new(selection.selector(), layer_shape(operands))?;
+                    let mut session = DecodeSession::new(selector, layer_shape(operands))?;
                     let o = session.stream(operands.q, operands.k, operands.v)?;
                     let shape = call(operands)?.shape;
                     let pairs = shape.causal_pairs() * shape.num_heads as u64;
@@ -89,7 +88,7 @@ impl<B: SieveBackend> Captured<B> {
                     (o, None, Cost::of_density(density))
                 }
                 false => {
-                    let done = prefill(selection.selector(), operands, selection.chunk())?;
+                    let done = prefill(selector, operands, selection.chunk())?;
                     (done.o, Some(done.lse), done.cost)
                 }
             };
@@ -148,7 +147,7 @@ impl<B: SieveBackend> Captured<B> {
 }
 
 /// Dense attention by the kernel of masks, with every key kept.
-pub(crate) fn dense_on_device<B: SieveBackend>(
+fn dense_on_device<B: SieveBackend>(
     operands: &LayerOperands<B>,
 ) -> Result<SparseOutput<B>, EvalError> {
     let [_, tokens, _, head_dim] = operands.qkv.dims();

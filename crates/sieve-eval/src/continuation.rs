@@ -24,7 +24,7 @@ pub(crate) struct Continuation<'a, B: SieveBackend> {
     cache: KvCache<B>,
     selection: Option<Selection>,
     /// One per layer, where a decode method runs on the device.
-    on_device: Vec<DeviceCache<B>>,
+    on_device: Vec<Option<DeviceCache<B>>>,
 }
 
 impl<'a, B: SieveBackend> Continuation<'a, B> {
@@ -67,13 +67,8 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
         let logits = match &mut self.selection {
             Some(selection) if selection.acts_in_decode() => {
                 let on_device = &mut self.on_device;
-                let attend = &mut |operands: &LayerOperands<B>| {
-                    if selection.decodes_on_device(operands) {
-                        return selection.continue_on_device(on_device, operands);
-                    }
-                    selection.count_copied(operands);
-                    operands.on_host(|operands| selection.continue_text(operands))
-                };
+                let attend =
+                    &mut |operands: &LayerOperands<B>| selection.continue_text(on_device, operands);
                 model.next_logits_attending(ids, cache, rope, attend)?
             }
             Some(selection) if cache.num_tokens == 0 => {

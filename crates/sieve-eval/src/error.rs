@@ -16,7 +16,7 @@ pub enum EvalError {
     )]
     NotDense {
         /// The selector.
-        selector: &'static str,
+        selector: String,
     },
     /// No document as long as the longest context.
     #[error(
@@ -186,6 +186,17 @@ pub enum EvalError {
         name: String,
         /// What is wrong.
         reason: String,
+    },
+    /// A file of settings that cannot be read.
+    #[error(
+        "{file}: {problem}\n  \
+         hint: write selectors = [\"NAME:key=value\", …], or [[grid]] with method = \"NAME\" and key = [value, …]"
+    )]
+    Grid {
+        /// The file.
+        file: String,
+        /// What is wrong.
+        problem: String,
     },
     /// A kernel that refused a selector's mask.
     #[error(

@@ -54,10 +54,10 @@ pub use perplexity::{
 };
 pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, recall};
 pub use sampler::{Sampler, Sampling};
-pub use selection::{Selection, SelectionTotals};
+pub use selection::{LayerPath, Selection, SelectionTotals};
 pub use selectors::{
-    DensityAndRecall, LayerMeasure, SelectorMeasure, measure_selectors, selector_masks,
-    sweep_selectors,
+    DensityAndRecall, LayerMeasure, READY_GRIDS, SelectorMeasure, measure_selectors, selector_grid,
+    selector_masks, sweep_selectors,
 };
 pub use stop::StopTexts;
 pub use tasks::{

@@ -13,7 +13,7 @@ pub(crate) use haystack::made_up_sentences;
 use crate::continuation::Continuation;
 use crate::input::check_vocabulary;
 use crate::sampler::likeliest;
-use crate::{EvalError, Selection};
+use crate::{EvalError, LayerPath, Selection};
 use sample::{Sample, samples, texts};
 use serde::Serialize;
 use sieve_data::Tokenizer;
@@ -70,6 +70,8 @@ pub struct NeedleExample {
 pub struct NeedleReport {
     /// The selector with its settings; absent for the model's own attention.
     pub selector: Option<String>,
+    /// The path that each layer took under it.
+    pub paths: Vec<LayerPath>,
     /// Needles asked for.
     pub num_needles: usize,
     /// Share whose number the greedy continuation holds.
@@ -187,7 +189,7 @@ pub fn needle<B: SieveBackend>(
         tokenizer,
         eos_id: tokenizer.eos_id()?,
         num_tokens: tokenizer.vocab_size().min(model.shape().vocab_size),
-        selection,
+        selection: selection.map(Selection::uncounted),
         device,
         pairs: [0.0; 2],
     };
@@ -222,7 +224,10 @@ pub fn needle<B: SieveBackend>(
     let first = texts(config.seed, samples[0].length, samples[0].depth, 0);
     let is_prefill = selection.is_some_and(|selection| !selection.is_token_by_token());
     Ok(NeedleReport {
-        selector: selection.map(|selection| selection.selector().to_string()),
+        selector: selection.map(|selection| selection.selectors().to_string()),
+        paths: reader
+            .selection
+            .map_or(Vec::new(), |counted| counted.paths()),
         num_needles: samples.len(),
         found: num_found as f64 / count,
         mean_rank,
@@ -246,7 +251,8 @@ struct Reader<'a, B: SieveBackend> {
     eos_id: u32,
     /// Logits beyond are padding.
     num_tokens: usize,
-    selection: Option<&'a Selection>,
+    /// With what it has computed.
+    selection: Option<Selection>,
     device: &'a B::Device,
     /// Computed pairs of the prompts, and those of dense attention.
     pairs: [f64; 2],
@@ -266,7 +272,7 @@ impl<B: SieveBackend> Reader<'_, B> {
         check_vocabulary(&prompt, self.model.shape().vocab_size)?;
         let room = prompt.len() + sample.max_new_tokens();
         let mut text = Continuation::new(self.model, room, self.device)
-            .with_selection(self.selection.map(Selection::uncounted));
+            .with_selection(self.selection.as_ref().map(Selection::uncounted));
         let logits = text.read(&prompt)?;
         if let Some(selection) = text.selection() {
             let totals = selection.totals();
@@ -282,27 +288,28 @@ impl<B: SieveBackend> Reader<'_, B> {
 
     /// Whether the likeliest tokens, one after another, spell the answer.
     fn is_said(
-        &self,
+        &mut self,
         mut text: Continuation<'_, B>,
         mut logits: Vec<f32>,
         sample: &Sample,
     ) -> Result<bool, EvalError> {
-        let mut said = Vec::new();
+        let (mut said, mut is_said) = (Vec::new(), false);
         while said.len() < sample.max_new_tokens() {
             let next = likeliest(&logits[..self.num_tokens]);
             let token = next.ok_or(EvalError::NotFinite {
                 num_tokens: text.cache().num_tokens,
             })?;
             said.push(token);
-            if self.tokenizer.decode(&said)?.contains(&sample.answer) {
-                return Ok(true);
-            }
-            if token == self.eos_id || said.len() == sample.max_new_tokens() {
+            is_said = self.tokenizer.decode(&said)?.contains(&sample.answer);
+            if is_said || token == self.eos_id || said.len() == sample.max_new_tokens() {
                 break;
             }
             logits = text.read(&[token])?;
         }
-        Ok(false)
+        if let (Some(kept), Some(used)) = (&mut self.selection, text.selection()) {
+            kept.add_totals(used);
+        }
+        Ok(is_said)
     }
 }
 

@@ -124,7 +124,9 @@ fn check_dam_memory(shape: &ModelShape, capture: usize) -> Result<(), EvalError>
 
 fn check(method: &'static str, shape: &ModelShape, window: &[u32]) -> Result<(), EvalError> {
     if shape.attention != Attention::Mha {
-        return Err(EvalError::NotDense { selector: method });
+        return Err(EvalError::NotDense {
+            selector: method.to_owned(),
+        });
     }
     check_row(window, window.len().saturating_sub(1), shape)
 }

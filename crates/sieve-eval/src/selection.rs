@@ -1,26 +1,39 @@
 //! A selector in place of a dense model's attention: what it computes, and what it cost.
 use crate::EvalError;
-use crate::captured::dense_on_device;
 use crate::chunks::{Cost, calls_of, prefill, prefill_on_device};
 use crate::device_cache::DeviceCache;
 use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::{Attention, ModelShape};
 use sieve_nn::{HostOperands, LayerOperands};
-use sieve_ops::{SieveBackend, has_sparse_attention};
-use sieve_select::{DecodeSession, LayerShape, Phase, Selector};
+use sieve_ops::{AttentionSpec, Documents, SieveBackend, attention, has_sparse_attention};
+use sieve_select::{DecodeSession, LayerSelectors, LayerShape, Method, Phase, Selector};
 use std::ops::AddAssign;
 use std::time::Instant;
 
-/// A selector at work in the layers of a model.
+/// Selectors at work in the layers of a model.
 #[derive(Clone, Debug)]
 pub struct Selection {
-    selector: Selector,
+    selectors: LayerSelectors,
+    /// What the layers do with tokens after a prompt: those of prefill methods read everything.
+    steps: LayerSelectors,
     /// Tokens of a call; a prompt is one call where absent.
     chunk: Option<usize>,
-    totals: SelectionTotals,
-    /// One per layer, of the text that is being generated.
-    sessions: Vec<DecodeSession>,
+    /// What each layer has computed.
+    totals: Vec<SelectionTotals>,
+    /// One per layer, of the text that is being generated; layers whose keys are on the device have none.
+    sessions: Vec<Option<DecodeSession>>,
+}
+
+/// The path that neighbouring layers took.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct LayerPath {
+    /// Its first layer.
+    pub first: usize,
+    /// Its last layer.
+    pub last: usize,
+    /// What selected, and where it and the attention ran.
+    pub path: String,
 }
 
 /// Sums over all calls.
@@ -57,6 +70,54 @@ impl SelectionTotals {
             1.0
         }
     }
+
+    fn add(&mut self, cost: Cost, num_tokens: usize, num_heads: usize) {
+        let dense_pairs = dense_pairs(num_tokens, num_heads);
+        self.dense_pairs += dense_pairs;
+        self.pairs += cost.density * dense_pairs;
+        self.calls += cost.calls;
+        self.dense_calls += cost.dense_calls;
+        self.nan_lists += cost.nan_lists;
+        self.select_seconds += cost.select_seconds;
+    }
+
+    /// One token of a text that is written.
+    fn add_step(&mut self, pairs: f64, dense_pairs: f64, started: Instant) {
+        self.calls += 1;
+        self.dense_calls += u64::from(pairs >= dense_pairs);
+        self.pairs += pairs;
+        self.dense_pairs += dense_pairs;
+        self.seconds += started.elapsed().as_secs_f64();
+    }
+
+    /// Where a layer's keys were chosen, and where its attention ran.
+    fn path(&self, selector: &Selector, layer: usize) -> String {
+        if selector.is_dense_layer(layer) {
+            let kernel = self.kernel_calls == self.calls;
+            return (if kernel {
+                "dense kernel"
+            } else {
+                "dense on the CPU"
+            })
+            .to_owned();
+        }
+        let name = selector.name();
+        match (self.kernel_calls, self.calls) {
+            (0, _) => format!("{name} on the CPU"),
+            (kernel, all) if kernel < all => format!(
+                "{name}, {kernel} of {all} calls by the block-sparse kernel, the others on the CPU"
+            ),
+            _ => {
+                let chosen = match (self.device_selections, self.host_bytes) {
+                    (1.., 0) => "on the device",
+                    (_, 1..) => "chosen on the CPU",
+                    (0, 0) if self.dense_calls == self.calls => "keeping everything",
+                    (0, 0) => "by positions",
+                };
+                format!("{name} {chosen}, block-sparse kernel")
+            }
+        }
+    }
 }
 
 impl AddAssign for SelectionTotals {
@@ -75,24 +136,39 @@ impl AddAssign for SelectionTotals {
 }
 
 impl Selection {
-    /// Checks that the selector fits the model.
+    /// Checks that the selectors fit the model.
     ///
     /// # Errors
-    /// A model whose attention is not dense; settings that no context of the model can meet; a method that lacks its
-    /// file.
-    pub fn new(selector: Selector, shape: &ModelShape) -> Result<Self, EvalError> {
+    /// A model whose attention is not dense; layers that it has not, or that no selector names; settings that none of
+    /// its contexts can meet; a method that lacks its file.
+    pub fn new(
+        selectors: impl Into<LayerSelectors>,
+        shape: &ModelShape,
+    ) -> Result<Self, EvalError> {
+        let selectors = selectors.into();
         if shape.attention != Attention::Mha {
             return Err(EvalError::NotDense {
-                selector: selector.name(),
+                selector: selectors.name(),
             });
         }
-        let selector = selector.for_rope_theta(shape.rope_theta);
-        selector.check_context(shape.max_seq_len)?;
+        let selectors = selectors.for_layers(shape.num_layers)?;
+        let selectors = selectors.map(|selector| selector.for_rope_theta(shape.rope_theta));
+        for selector in selectors.iter() {
+            selector.check_context(shape.max_seq_len)?;
+        }
+        let steps = selectors.clone().map(|selector| match selector.phase() {
+            Phase::Prefill => Selector {
+                method: Method::Dense,
+                ..selector
+            },
+            Phase::Decode | Phase::Both => selector,
+        });
         let selection = Self {
-            selector,
+            selectors,
+            steps,
             chunk: None,
-            totals: SelectionTotals::default(),
-            sessions: Vec::new(),
+            totals: vec![SelectionTotals::default(); shape.num_layers],
+            sessions: vec![None; shape.num_layers],
         };
         if selection.acts_in_decode() {
             let layer = |layer| LayerShape {
@@ -102,7 +178,7 @@ impl Selection {
                 layer,
             };
             for index in 0..shape.num_layers {
-                DecodeSession::new(&selection.selector, layer(index))?;
+                DecodeSession::new(selection.steps.of(index), layer(index))?;
             }
         }
         Ok(selection)
@@ -114,7 +190,7 @@ impl Selection {
     /// # Errors
     /// No token; a method that reads token by token; chunks so short that every call would be dense.
     pub fn in_chunks(self, chunk: usize) -> Result<Self, EvalError> {
-        let name = self.selector.name();
+        let name = self.selectors.name();
         let bad = |value, hint| {
             Err(EvalError::BadSetting {
                 name: "chunk",
@@ -131,14 +207,16 @@ impl Selection {
                 "leave --chunk out, or use a prefill method",
             );
         }
-        let shortest = self.selector.common.min_prefill_tokens;
-        if chunk < shortest {
-            return bad(
-                format!(
-                    "{chunk} with {name}:min_prefill_tokens={shortest}, so that every call would be dense"
-                ),
-                "use longer chunks, or min_prefill_tokens=0 behind the selector's colon",
-            );
+        for selector in (self.selectors.iter()).filter(|one| one.method != Method::Dense) {
+            let (name, shortest) = (selector.name(), selector.common.min_prefill_tokens);
+            if chunk < shortest {
+                return bad(
+                    format!(
+                        "{chunk} with {name}:min_prefill_tokens={shortest}, so that every call would be dense"
+                    ),
+                    "use longer chunks, or min_prefill_tokens=0 behind the selector's colon",
+                );
+            }
         }
         Ok(Self {
             chunk: Some(chunk),
@@ -151,49 +229,83 @@ impl Selection {
         self.chunk
     }
 
-    /// The selector.
-    pub fn selector(&self) -> &Selector {
-        &self.selector
+    /// The selectors.
+    pub fn selectors(&self) -> &LayerSelectors {
+        &self.selectors
     }
 
-    /// What it has computed so far.
+    /// What they have computed so far, over all layers.
     pub fn totals(&self) -> SelectionTotals {
-        self.totals
+        let mut sum = SelectionTotals::default();
+        for layer in &self.totals {
+            sum += *layer;
+        }
+        sum
+    }
+
+    /// The path that each layer took so far, layers of the same path together; nothing before the first call.
+    pub fn paths(&self) -> Vec<LayerPath> {
+        let mut paths: Vec<LayerPath> = Vec::new();
+        for (layer, totals) in self.totals.iter().enumerate() {
+            if totals.calls == 0 {
+                continue;
+            }
+            let path = totals.path(self.selectors.of(layer), layer);
+            match paths.last_mut() {
+                Some(before) if before.path == path && before.last + 1 == layer => {
+                    before.last = layer;
+                }
+                _ => paths.push(LayerPath {
+                    first: layer,
+                    last: layer,
+                    path,
+                }),
+            }
+        }
+        paths
     }
 
     /// A copy that has computed nothing yet.
     pub(crate) fn uncounted(&self) -> Self {
-        Self {
-            totals: SelectionTotals::default(),
-            ..self.clone()
-        }
+        let mut copy = self.clone();
+        copy.totals.fill(SelectionTotals::default());
+        copy
     }
 
     /// Adds what an [`uncounted`](Self::uncounted) copy has computed.
     pub(crate) fn add_totals(&mut self, copy: &Self) {
-        self.totals += copy.totals;
+        for (layer, more) in self.totals.iter_mut().zip(&copy.totals) {
+            *layer += *more;
+        }
     }
 
-    /// Whether it runs token by token only.
+    /// Whether a layer runs token by token only.
     pub fn is_token_by_token(&self) -> bool {
-        self.selector.is_token_by_token()
+        self.selectors.is_token_by_token()
     }
 
-    /// Whether tokens after a prompt read less than everything.
+    /// Whether tokens after a prompt read less than everything in a layer.
     pub fn acts_in_decode(&self) -> bool {
-        self.selector.phase() != Phase::Prefill
+        self.selectors.acts_in_decode()
+    }
+
+    /// Whether a layer's prompt is read by its selector, where tokens after it are too.
+    fn selects_prompts(&self, layer: usize) -> bool {
+        let selector = self.selectors.of(layer);
+        selector.phase() != Phase::Decode && !selector.is_token_by_token()
     }
 
     /// Whether kernels of the device attend to every call.
     pub(crate) fn attends_on_device<B: SieveBackend>(&self, operands: &LayerOperands<B>) -> bool {
         let mut calls = calls_of(operands, self.chunk);
-        !self.is_token_by_token()
+        let selector = self.selectors.of(operands.layer);
+        !selector.is_token_by_token()
             && has_sparse_attention(&operands.qkv)
             && calls.all(|call| {
                 let LayerOperands {
                     layer, num_layers, ..
                 } = *operands;
-                self.selector.runs_on_device(call, layer, num_layers)
+                selector.runs_on_device(call, layer, num_layers)
             })
     }
 
@@ -205,30 +317,33 @@ impl Selection {
         &mut self,
         operands: &LayerOperands<B>,
     ) -> Result<Tensor<B, 4>, EvalError> {
-        let [_, tokens, heads, head_dim] = operands.qkv.dims();
+        let (tokens, layer) = (operands.num_tokens(), operands.layer);
+        let started = Instant::now();
+        if self.selectors.of(layer).is_dense_layer(layer) {
+            let o = dense(operands);
+            let pairs = dense_pairs(tokens, operands.num_heads);
+            let totals = &mut self.totals[layer];
+            totals.calls += 1;
+            totals.dense_calls += 1;
+            totals.kernel_calls += u64::from(has_sparse_attention(&operands.qkv));
+            totals.pairs += pairs;
+            totals.dense_pairs += pairs;
+            totals.seconds += started.elapsed().as_secs_f64();
+            return Ok(o);
+        }
         if !self.attends_on_device(operands) {
-            let all = tokens * heads * head_dim * operands.qkv.dtype().size();
-            self.totals.host_bytes += all as u64;
+            self.count_copied(operands);
             return operands.on_host(|operands| self.attend_on_host(operands));
         }
-        let started = Instant::now();
-        let (output, cost) = prefill_on_device(&self.selector, operands, self.chunk)?;
-        self.totals.host_bytes += cost.host_bytes;
-        self.totals.kernel_calls += cost.calls;
-        self.totals.device_selections += cost.device_calls;
-        self.add(cost, tokens, operands.num_heads);
-        self.totals.seconds += started.elapsed().as_secs_f64();
+        let selector = self.selectors.of(layer);
+        let (output, cost) = prefill_on_device(selector, operands, self.chunk)?;
+        let totals = &mut self.totals[layer];
+        totals.host_bytes += cost.host_bytes;
+        totals.kernel_calls += cost.calls;
+        totals.device_selections += cost.device_calls;
+        totals.add(cost, tokens, operands.num_heads);
+        totals.seconds += started.elapsed().as_secs_f64();
         Ok(output.o)
-    }
-
-    fn add(&mut self, cost: Cost, num_tokens: usize, num_heads: usize) {
-        let dense_pairs = dense_pairs(num_tokens, num_heads);
-        self.totals.dense_pairs += dense_pairs;
-        self.totals.pairs += cost.density * dense_pairs;
-        self.totals.calls += cost.calls;
-        self.totals.dense_calls += cost.dense_calls;
-        self.totals.nan_lists += cost.nan_lists;
-        self.totals.select_seconds += cost.select_seconds;
     }
 
     /// Attention of one document in one layer, on the host. A decode method reads it as a stream from its first token.
@@ -238,102 +353,104 @@ impl Selection {
     fn attend_on_host(&mut self, operands: HostOperands<'_>) -> Result<Vec<f32>, EvalError> {
         let started = Instant::now();
         let (tokens, heads) = (operands.num_tokens, operands.num_heads);
-        let o = if self.is_token_by_token() {
-            let mut session = DecodeSession::new(&self.selector, layer_shape(operands))?;
+        let selector = self.selectors.of(operands.layer);
+        let totals = &mut self.totals[operands.layer];
+        let o = if selector.is_token_by_token() {
+            let mut session = DecodeSession::new(selector, layer_shape(operands))?;
             let o = session.stream(operands.q, operands.k, operands.v)?;
-            self.totals.dense_pairs += dense_pairs(tokens, heads);
-            self.totals.calls += 1;
-            self.totals.pairs += session.pairs_read() as f64;
+            totals.dense_pairs += dense_pairs(tokens, heads);
+            totals.calls += 1;
+            totals.pairs += session.pairs_read() as f64;
             o
         } else {
-            let done = prefill(&self.selector, operands, self.chunk)?;
-            self.add(done.cost, tokens, heads);
+            let done = prefill(selector, operands, self.chunk)?;
+            totals.add(done.cost, tokens, heads);
             done.o
         };
-        self.totals.seconds += started.elapsed().as_secs_f64();
+        totals.seconds += started.elapsed().as_secs_f64();
         Ok(o)
-    }
-
-    /// Whether the tokens of a text that goes on are read by kernels of the device.
-    pub(crate) fn decodes_on_device<B: SieveBackend>(&self, operands: &LayerOperands<B>) -> bool {
-        self.selector.steps_on_device() && has_sparse_attention(&operands.qkv)
     }
 
     /// Bytes that the host is about to be handed.
-    pub(crate) fn count_copied<B: SieveBackend>(&mut self, operands: &LayerOperands<B>) {
+    fn count_copied<B: SieveBackend>(&mut self, operands: &LayerOperands<B>) {
         // Copies of a host's own memory are none.
         if has_sparse_attention(&operands.qkv) {
             let elements: usize = operands.qkv.dims().into_iter().product();
-            self.totals.host_bytes += (elements * operands.qkv.dtype().size()) as u64;
+            let totals = &mut self.totals[operands.layer];
+            totals.host_bytes += (elements * operands.qkv.dtype().size()) as u64;
         }
-    }
-
-    /// As [`continue_text`](Self::continue_text) on the device; `caches` has the layers before this one, and this one
-    /// after its prompt.
-    ///
-    /// # Errors
-    /// Operands that the kernels refuse.
-    pub(crate) fn continue_on_device<B: SieveBackend>(
-        &mut self,
-        caches: &mut Vec<DeviceCache<B>>,
-        operands: &LayerOperands<B>,
-    ) -> Result<Tensor<B, 4>, EvalError> {
-        let Some(cache) = caches.get_mut(operands.layer) else {
-            caches.push(DeviceCache::of(operands));
-            if self.selector.phase() == Phase::Both {
-                return self.attend(operands);
-            }
-            return Ok(dense_on_device(operands)?.o);
-        };
-        let started = Instant::now();
-        let (o, pairs, is_chosen) = cache.step(&self.selector, operands)?;
-        let dense = (cache.num_tokens() * operands.num_heads) as f64;
-        self.totals.calls += 1;
-        self.totals.kernel_calls += 1;
-        self.totals.device_selections += u64::from(is_chosen);
-        self.totals.dense_calls += u64::from(pairs >= dense);
-        self.totals.pairs += pairs;
-        self.totals.dense_pairs += dense;
-        self.totals.seconds += started.elapsed().as_secs_f64();
-        Ok(o)
     }
 
     /// Attention of the next tokens of one text: its prompt (densely, but for methods that act on prompts too), then
-    /// one token at a time. Only for methods that act in decode.
+    /// one token at a time. Only where a layer acts in decode. `caches` has each layer's keys on the device, where its
+    /// tokens are read there.
     ///
     /// # Errors
-    /// Operands that the selector refuses.
-    pub(crate) fn continue_text(
+    /// Operands that the selector, or a kernel, refuses.
+    pub(crate) fn continue_text<B: SieveBackend>(
         &mut self,
-        operands: HostOperands<'_>,
-    ) -> Result<Vec<f32>, EvalError> {
-        if self.sessions.len() == operands.layer {
-            self.sessions
-                .push(DecodeSession::new(&self.selector, layer_shape(operands))?);
+        caches: &mut Vec<Option<DeviceCache<B>>>,
+        operands: &LayerOperands<B>,
+    ) -> Result<Tensor<B, 4>, EvalError> {
+        let layer = operands.layer;
+        if !(self.steps.of(layer).steps_on_device() && has_sparse_attention(&operands.qkv)) {
+            self.count_copied(operands);
+            return operands.on_host(|operands| self.continue_on_host(operands));
         }
-        let HostOperands { q, k, v, layer, .. } = operands;
-        if self.sessions[layer].is_empty()
-            && self.selector.phase() == Phase::Both
-            && !self.is_token_by_token()
-        {
-            self.sessions[layer].take_prompt(q, k, v)?;
-            return self.attend_on_host(operands);
+        if caches.len() <= layer {
+            caches.resize_with(layer + 1, || None);
         }
-        let session = &mut self.sessions[layer];
-        if session.is_empty() {
-            return Ok(session.prompt(q, k, v)?.o);
-        }
-        let (started, before) = (Instant::now(), session.pairs_read());
-        let o = session.step(q, k, v)?;
-        let read = session.pairs_read() - before;
-        let dense = (session.len() * operands.num_heads) as u64;
-        self.totals.calls += 1;
-        self.totals.dense_calls += u64::from(read >= dense);
-        self.totals.pairs += read as f64;
-        self.totals.dense_pairs += dense as f64;
-        self.totals.seconds += started.elapsed().as_secs_f64();
+        let Some(cache) = &mut caches[layer] else {
+            caches[layer] = Some(DeviceCache::of(operands));
+            return match self.selects_prompts(layer) {
+                true => self.attend(operands),
+                false => Ok(dense(operands)),
+            };
+        };
+        let started = Instant::now();
+        let (o, pairs, is_chosen) = cache.step(self.steps.of(layer), operands)?;
+        let dense = (cache.num_tokens() * operands.num_heads) as f64;
+        let totals = &mut self.totals[layer];
+        totals.kernel_calls += 1;
+        totals.device_selections += u64::from(is_chosen);
+        totals.add_step(pairs, dense, started);
         Ok(o)
     }
+
+    fn continue_on_host(&mut self, operands: HostOperands<'_>) -> Result<Vec<f32>, EvalError> {
+        let HostOperands { q, k, v, layer, .. } = operands;
+        let Some(session) = &mut self.sessions[layer] else {
+            let mut session = DecodeSession::new(self.steps.of(layer), layer_shape(operands))?;
+            let o = match self.selects_prompts(layer) {
+                true => {
+                    session.take_prompt(q, k, v)?;
+                    self.attend_on_host(operands)?
+                }
+                false => session.prompt(q, k, v)?.o,
+            };
+            self.sessions[layer] = Some(session);
+            return Ok(o);
+        };
+        let (started, before) = (Instant::now(), session.pairs_read());
+        let o = session.step(q, k, v)?;
+        let read = (session.pairs_read() - before) as f64;
+        let dense = (session.len() * operands.num_heads) as f64;
+        self.totals[layer].add_step(read, dense, started);
+        Ok(o)
+    }
+}
+
+/// Dense attention by the model's own kernel.
+fn dense<B: SieveBackend>(operands: &LayerOperands<B>) -> Tensor<B, 4> {
+    let [_, tokens, _, head_dim] = operands.qkv.dims();
+    let spec = AttentionSpec {
+        num_heads: operands.num_heads,
+        num_kv_heads: operands.num_kv_heads,
+        softmax_scale: 1.0 / (head_dim as f64).sqrt(),
+        window_size: None,
+    };
+    let documents = Documents::whole_rows([1, tokens], &operands.qkv.device());
+    attention(operands.qkv.clone(), &documents, spec)
 }
 
 /// Pairs of dense causal attention.

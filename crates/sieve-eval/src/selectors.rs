@@ -1,14 +1,18 @@
 //! Selectors side by side on one model: what each computes, keeps, costs and breaks.
+mod grid;
+
+pub use grid::{READY_GRIDS, selector_grid};
+
 use crate::EvalError;
 use crate::captured::Captured;
 use crate::chunks::call;
 use crate::input::{check_vocabulary, check_windows};
 use crate::pass::{attending_pass, layers_pass, own_pass, selecting_pass};
-use crate::selection::Selection;
+use crate::selection::{LayerPath, Selection};
 use serde::Serialize;
 use sieve_nn::Qwen3;
 use sieve_ops::SieveBackend;
-use sieve_select::{Selector, SparseMask, dense_attention};
+use sieve_select::{LayerSelectors, SparseMask, dense_attention};
 
 /// One selector at one prompt length, over all layers and windows.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -55,6 +59,8 @@ pub struct SelectorMeasure {
     pub device_selections: f64,
     /// Bytes of q, k, v and their means that a prompt's selection and attention copied to the host.
     pub host_bytes: f64,
+    /// The path that each layer took.
+    pub paths: Vec<LayerPath>,
     /// By layer.
     pub layers: Vec<LayerMeasure>,
 }
@@ -104,7 +110,7 @@ pub fn measure_selectors<B: SieveBackend>(
         })?;
         dense_nats += dense.nats;
         for (selection, total) in selections.iter_mut().zip(&mut sums) {
-            observe(selection.selector().name());
+            observe(&selection.selectors().name());
             let Ok(sum) = total else {
                 continue;
             };
@@ -116,15 +122,15 @@ pub fn measure_selectors<B: SieveBackend>(
     let predictions = (windows.len() * num_tokens) as f64;
     let count = windows.len() as f64;
     let measure = |selection: &Selection, sum: Sums| {
-        let selector = selection.selector();
+        let selectors = selection.selectors();
         let layers: Vec<LayerMeasure> = sum.layers.iter().map(|layer| layer.over(count)).collect();
         let mean = |x: &dyn Fn(&LayerMeasure) -> f64| {
             layers.iter().map(x).sum::<f64>() / layers.len().max(1) as f64
         };
-        let is_prefill = !selector.is_token_by_token();
+        let is_prefill = !selectors.is_token_by_token();
         SelectorMeasure {
-            name: selector.name().to_owned(),
-            selector: selector.to_string(),
+            name: selectors.name(),
+            selector: selectors.to_string(),
             chunk: selection.chunk(),
             num_tokens,
             num_windows: windows.len(),
@@ -140,10 +146,11 @@ pub fn measure_selectors<B: SieveBackend>(
             dense_prefill_ms,
             loss: sum.nats / predictions,
             dense_loss: dense_nats / predictions,
-            causal: selector.is_causal_map(),
+            causal: selectors.is_causal_map(),
             nan_lists: sum.nan_lists,
             device_selections: sum.device_selections as f64 / count,
             host_bytes: sum.host_bytes as f64 / count,
+            paths: selection.paths(),
             layers,
         }
     };
@@ -194,22 +201,22 @@ pub fn sweep_selectors<B: SieveBackend>(
 pub fn selector_masks<B: SieveBackend>(
     model: &Qwen3<B>,
     window: &[u32],
-    selectors: &[Selector],
+    selectors: &[LayerSelectors],
     device: &B::Device,
 ) -> Result<Vec<Result<Vec<SparseMask>, EvalError>>, EvalError> {
     check_vocabulary(window, model.shape().vocab_size)?;
-    let fits = |selector: &Selector| Selection::new(selector.clone(), model.shape());
+    let fits = |one: &LayerSelectors| Selection::new(one.clone(), model.shape());
     let mut masks: Vec<Result<Vec<SparseMask>, EvalError>> = selectors
         .iter()
-        .map(|selector| fits(selector).map(|_| Vec::new()))
+        .map(|one| fits(one).map(|_| Vec::new()))
         .collect();
     attending_pass(model, window, device, &mut |operands| {
         let call = call(operands)?;
-        for (selector, found) in selectors.iter().zip(&mut masks) {
+        for (one, found) in selectors.iter().zip(&mut masks) {
             let Ok(layers) = found else {
                 continue;
             };
-            match selector.select(&call) {
+            match one.of(call.layer).select(&call) {
                 Ok(mask) => layers.push(mask),
                 Err(error) => *found = Err(error.into()),
             }

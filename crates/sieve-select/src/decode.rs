@@ -88,8 +88,9 @@ impl DecodeSession {
         let empty: &[f32] = &[];
         // Checks the sizes.
         Call::new(shape.call(0, 0), empty, empty, empty)?;
-        let dense = shape.layer < selector.common.first_dense_layers;
+        let dense = selector.is_dense_layer(shape.layer);
         let state = match &selector.method {
+            Method::Dense => State::Dense,
             Method::Streamingllm(config) => {
                 State::Streaming(streaming::Streaming::new(config.clone())?)
             }

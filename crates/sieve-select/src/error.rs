@@ -15,6 +15,14 @@ pub enum SelectError {
         /// All names.
         known: Vec<&'static str>,
     },
+    /// Layers that a choice by layer does not name as it must.
+    #[error(
+        "selectors by layer: {problem}\n  hint: write every layer once, in order, for example 0-3=dense/4-=bfla"
+    )]
+    Layers {
+        /// What is wrong, with the layers.
+        problem: String,
+    },
     /// A key the selector does not have.
     #[error("{selector} has no key {key:?}, did you mean {nearest}?\n  hint: its keys are {}", known.join(", "))]
     UnknownKey {

@@ -54,4 +54,5 @@ pub use gqa::GqaPolicy;
 pub use mask::{Correction, CorrectionMode, ListsPer, SelectStats, SparseMask, TokenWindow};
 pub use measure::{Density, dense_attention, density, recall};
 pub use oracle::{OracleOutput, oracle_attention, oracle_dense};
+pub use selector::layers::LayerSelectors;
 pub use selector::{Common, ENTRIES, Entry, Method, Phase, Prefill, Reads, Selector, names_of};

@@ -1,5 +1,6 @@
 //! All selectors by name: `NAME:key=value,…` in, a mask or a decoding session out.
 
+pub(crate) mod layers;
 pub(crate) mod on_device;
 mod parse;
 mod sweep;
@@ -77,6 +78,8 @@ pub enum Reads {
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs, reason = "each is documented by its settings")]
 pub enum Method {
+    /// Every key; for layers that a selector leaves alone.
+    Dense,
     Bfla(BflaConfig),
     Momo(MomoConfig),
     Delta(DeltaConfig, Box<Selector>),
@@ -106,6 +109,7 @@ impl Method {
     /// The settings of [`Common`] that change what the method does; the flag takes and prints these alone.
     pub fn common_keys(&self) -> &'static [&'static str] {
         match self {
+            Self::Dense => &[],
             Self::H2o(_)
             | Self::Snapkv(_)
             | Self::Quest(_)
@@ -330,6 +334,7 @@ impl Selector {
     /// The method's name on the flag.
     pub fn name(&self) -> &'static str {
         match self.method {
+            Method::Dense => "dense",
             Method::Bfla(_) => "bfla",
             Method::Momo(_) => "momo",
             Method::Delta(..) => "delta",
@@ -374,7 +379,7 @@ impl Selector {
     /// Whether the output of a row depends on no later token, so that likelihoods may be scored row by row.
     pub fn is_causal_map(&self) -> bool {
         match &self.method {
-            Method::AShape(_) | Method::Streamingllm(_) => true,
+            Method::Dense | Method::AShape(_) | Method::Streamingllm(_) => true,
             // The queries of a chunk choose together, later ones for earlier ones.
             Method::Infllm(config) => config.chunk == 1,
             _ => self.phase() == Phase::Decode,
@@ -394,7 +399,7 @@ impl Selector {
             Method::BaAtt(config) => config.check(gqa),
             Method::Pbs(config) => config.check(gqa),
             Method::Xattention(config) => config.check(gqa),
-            Method::Minference(_) => Ok(()),
+            Method::Dense | Method::Minference(_) => Ok(()),
             Method::VerticalSlash(config) => config.check(),
             Method::BlockSparse(config) => config.check(),
             Method::AShape(config) => config.check(),
@@ -467,8 +472,12 @@ impl Selector {
 
     /// Whether a call of so many rows is dense, whatever its operands are.
     fn is_dense(&self, layer: usize, num_queries: usize) -> bool {
-        num_queries < self.common.min_prefill_tokens.max(1)
-            || layer < self.common.first_dense_layers
+        num_queries < self.common.min_prefill_tokens.max(1) || self.is_dense_layer(layer)
+    }
+
+    /// Whether a layer's attention is dense, whatever is asked of it.
+    pub fn is_dense_layer(&self, layer: usize) -> bool {
+        matches!(self.method, Method::Dense) || layer < self.common.first_dense_layers
     }
 
     /// What a prefill call computes under this selector.
@@ -538,8 +547,9 @@ impl Selector {
             Method::Streamingllm(config) => config.select(call),
             Method::Infinitehip(config) => config.select(call, gqa),
             Method::OracleTopk(config) => config.select(call, gqa),
-            // Refused above.
-            Method::H2o(_)
+            // Refused above, or dense.
+            Method::Dense
+            | Method::H2o(_)
             | Method::Snapkv(_)
             | Method::Quest(_)
             | Method::Infllm(_)

@@ -8,10 +8,10 @@ use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use sieve_data::Tokenizer;
-use sieve_eval::{GenerateConfig, Generator, Sampling, StopTexts};
+use sieve_eval::{GenerateConfig, Generator, Sampling, Selection, StopTexts};
 use sieve_ops::{Cuda, SieveBackend};
 use sieve_plan::InferenceSize;
-use sieve_select::Selector;
+use sieve_select::LayerSelectors;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -59,7 +59,7 @@ pub(crate) struct GenerateArgs {
     #[arg(long, default_value_t = 0)]
     seed: u64,
     #[arg(long, value_name = "NAME:…", value_parser = selector::parse, help = selector::ABOUT)]
-    selector: Option<Selector>,
+    selector: Option<LayerSelectors>,
     #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
     chunk: Option<usize>,
     /// auto, cpu, cuda or cuda:N
@@ -147,22 +147,23 @@ fn run_on<B: SieveBackend>(
                 "prompt_tokens": tokens.len(), "new_tokens": written.num_tokens,
                 "prompt_seconds": written.prompt_seconds, "tokens_per_second": written.tokens_per_second(),
                 "selector": selector,
+                "paths": generator.selection().map(Selection::paths),
             });
             terminal::line(&json.to_string());
         } else {
             terminal::remark(&written.speed(tokens.len()));
         }
-        if let (Some(selector), Some(selection)) = (&args.selector, generator.selection()) {
+        if let Some(selection) = generator.selection() {
             let totals = selection.totals();
             if totals.dense_calls == totals.calls {
                 terminal::warning(&format!(
                     "{} left nothing out of so short a text: all {} calls of attention ran dense, so this is the dense \
                      model's text",
-                    selector.name(),
+                    selection.selectors().name(),
                     totals.calls
                 ));
             } else {
-                terminal::remark(&selector::summary(selector, &totals));
+                terminal::remark(&selector::summary(selection));
             }
         }
     }

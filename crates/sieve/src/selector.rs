@@ -3,12 +3,12 @@ use crate::exit::Exit;
 use crate::terminal;
 use anyhow::Result;
 use sieve_core::ModelShape;
-use sieve_eval::{Selection, SelectionTotals};
-use sieve_select::Selector;
+use sieve_eval::{LayerPath, Selection};
+use sieve_select::{LayerSelectors, Selector};
 
 /// What `--selector` takes; also its help text.
-pub(crate) const ABOUT: &str =
-    "A sparse method in place of dense attention, NAME:key=value,…; `help` lists all";
+pub(crate) const ABOUT: &str = "A sparse method in place of dense attention, NAME:key=value,…, or one for each layer, \
+    0-3=dense/4-=NAME:…; `help` lists all";
 
 /// What `--chunk` takes.
 pub(crate) const ABOUT_CHUNK: &str = "Read prompts in chunks of N tokens, each a call of its own with all keys before \
@@ -16,36 +16,37 @@ pub(crate) const ABOUT_CHUNK: &str = "Read prompts in chunks of N tokens, each a
 
 /// A selector for a model, on whole prompts or in chunks.
 pub(crate) fn selection(
-    selector: &Selector,
+    selectors: &LayerSelectors,
     chunk: Option<usize>,
     shape: &ModelShape,
 ) -> Result<Selection> {
-    let selection = Selection::new(selector.clone(), shape)?;
+    let selection = Selection::new(selectors.clone(), shape)?;
     Ok(match chunk {
         Some(chunk) => selection.in_chunks(chunk)?,
         None => selection,
     })
 }
 
-/// Reads a selector; `help` prints the list and ends the program, as `--help` does.
-pub(crate) fn parse(text: &str) -> std::result::Result<Selector, String> {
+/// Reads selectors; `help` prints the list and ends the program, as `--help` does.
+pub(crate) fn parse(text: &str) -> std::result::Result<LayerSelectors, String> {
     if text == "help" {
         terminal::text(&Selector::help());
         Exit::Done.now();
     }
-    Selector::parse(text).map_err(|error| error.to_string())
+    LayerSelectors::parse(text).map_err(|error| error.to_string())
 }
 
-/// The label of a selector in its whole form.
+/// The label of selectors in their whole form.
 pub(crate) fn short(text: &str) -> String {
-    Selector::parse(text).map_or_else(|_| text.to_owned(), |selector| selector.label())
+    LayerSelectors::parse(text).map_or_else(|_| text.to_owned(), |selectors| selectors.label())
 }
 
-/// One line about what a selector computed.
-pub(crate) fn summary(selector: &Selector, totals: &SelectionTotals) -> String {
+/// Lines about what selectors computed, and where.
+pub(crate) fn summary(selection: &Selection) -> String {
+    let totals = selection.totals();
     let mut text = format!(
         "selector          {:>14}  {:.2} % of the pairs, {:.3} s in attention, {:.3} s of them selecting",
-        selector.name(),
+        selection.selectors().name(),
         100.0 * totals.density(),
         totals.seconds,
         totals.select_seconds
@@ -71,13 +72,22 @@ pub(crate) fn summary(selector: &Selector, totals: &SelectionTotals) -> String {
         totals.device_selections,
         totals.host_bytes as f64 / 1e6
     );
-    text
+    text + "\npaths             " + &paths(&selection.paths())
+}
+
+/// The path that each layer took.
+pub(crate) fn paths(paths: &[LayerPath]) -> String {
+    let paths = paths.iter().map(|of| match of.first == of.last {
+        true => format!("layer {} {}", of.first, of.path),
+        false => format!("layers {}-{} {}", of.first, of.last, of.path),
+    });
+    paths.collect::<Vec<_>>().join("; ")
 }
 
 #[cfg(test)]
 mod tests {
     use super::short;
-    use sieve_select::Selector;
+    use sieve_select::LayerSelectors;
 
     #[test]
     fn a_short_form_holds_what_was_asked_for() {
@@ -85,10 +95,11 @@ mod tests {
             "meanpool",
             "quest:budget=64",
             "xattention:stride=16,tau=0.5",
+            "0-1=dense/2-=meanpool:tau=0.5",
         ] {
-            let selector = Selector::parse(asked).expect("valid");
+            let selector = LayerSelectors::parse(asked).expect("valid");
             let short = short(&selector.to_string());
-            let again = Selector::parse(&short).expect("as valid");
+            let again = LayerSelectors::parse(&short).expect("as valid");
             assert_eq!(again, selector, "{short}");
             assert!(short.len() <= asked.len() + 2, "{short}");
         }

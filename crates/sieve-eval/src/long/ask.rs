@@ -4,7 +4,7 @@ use crate::continuation::Continuation;
 use crate::input::check_vocabulary;
 use crate::needle::rank;
 use crate::sampler::likeliest;
-use crate::{EvalError, Selection, TaskModel};
+use crate::{EvalError, LayerPath, Selection, TaskModel};
 use serde::Serialize;
 use sieve_ops::SieveBackend;
 
@@ -73,6 +73,8 @@ pub struct LongTaskReport {
 pub struct LongReport {
     /// The selector with its settings; absent for the model's own attention.
     pub selector: Option<String>,
+    /// The path that each layer took under it.
+    pub paths: Vec<LayerPath>,
     /// Task by task.
     pub tasks: Vec<LongTaskReport>,
 }
@@ -87,7 +89,7 @@ pub struct LongReport {
 pub fn ask_long<B: SieveBackend>(
     model: &TaskModel<'_, B>,
     texts: &LongTexts,
-    selection: Option<&Selection>,
+    mut selection: Option<&mut Selection>,
     observe: &mut dyn FnMut(usize),
 ) -> Result<Vec<SampleScore>, EvalError> {
     let shape = model.model.shape();
@@ -108,7 +110,7 @@ pub fn ask_long<B: SieveBackend>(
         let endings: Vec<Vec<u32>> = endings.collect::<Result<_, _>>()?;
         let longest = endings.iter().map(Vec::len).max().unwrap_or(0).max(most);
         let text = Continuation::new(model.model, prompt.len() + longest, model.device);
-        let mut text = text.with_selection(selection.map(Selection::uncounted));
+        let mut text = text.with_selection(selection.as_deref().map(Selection::uncounted));
         let mut logits = text.read(prompt)?;
         let slices: Vec<&[u32]> = endings.iter().map(Vec::as_slice).collect();
         let found = text.endings(&logits, &slices)?;
@@ -128,6 +130,9 @@ pub fn ask_long<B: SieveBackend>(
             if said.len() < most && score < 1.0 {
                 logits = text.read(&[token])?;
             }
+        }
+        if let (Some(kept), Some(used)) = (&mut selection, text.selection()) {
+            kept.add_totals(used);
         }
         scores.push(SampleScore {
             task: texts.task.name(),

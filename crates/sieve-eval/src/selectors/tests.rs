@@ -9,7 +9,7 @@ fn model(attention: Attention) -> Qwen3<Flex> {
 }
 
 fn selection(text: &str) -> Selection {
-    let selector = Selector::parse(text).expect("valid");
+    let selector = LayerSelectors::parse(text).expect("valid");
     Selection::new(selector, model(Attention::Mha).shape()).expect("it fits")
 }
 
@@ -67,7 +67,7 @@ fn a_selector_that_fails_leaves_the_others_their_measures() {
     let masks = selector_masks(
         &model(Attention::Mha),
         &window(301),
-        &["h2o", "meanpool:block=16"].map(|text| Selector::parse(text).expect("valid")),
+        &["h2o", "meanpool:block=16"].map(|text| LayerSelectors::parse(text).expect("valid")),
         &Default::default(),
     );
     let masks = masks.expect("a dense model");
@@ -99,6 +99,25 @@ fn everything_kept_is_the_model_itself_and_less_is_less() {
     }
     assert!(all[1].recall.expect("prefill") < 0.9);
     assert!(all[1].causal && !all[0].causal && all[3].causal);
+}
+
+#[test]
+fn a_selector_of_some_layers_leaves_the_others_as_they_are() {
+    let found = measured(&[
+        "streamingllm:n_init=2,n_local=40",
+        "0=dense/1-=streamingllm:n_init=2,n_local=40",
+    ]);
+    let [every, last] = &found[..] else {
+        panic!("two rows");
+    };
+    assert_eq!(last.layers[0].density, 1.0);
+    assert!(
+        last.layers[0].output_error < 1e-6 && last.layers[0].recall.expect("prefill") > 0.999_999
+    );
+    assert_eq!(last.layers[1], every.layers[1]);
+    assert!(last.density > every.density && last.name == "streamingllm");
+    let paths: Vec<&str> = last.paths.iter().map(|path| &path.path[..]).collect();
+    assert_eq!(paths, ["dense on the CPU", "streamingllm on the CPU"]);
 }
 
 #[test]
@@ -169,7 +188,7 @@ fn chunks_that_change_nothing_or_everything_are_refused() {
 #[test]
 fn a_model_with_an_own_sparse_attention_is_refused() {
     let model = model(Attention::Swa { window_size: 4 });
-    let selector = Selector::parse("meanpool").expect("valid");
+    let selector = LayerSelectors::parse("meanpool").expect("valid");
     let error = Selection::new(selector, model.shape()).expect_err("not dense");
     assert!(error.to_string().contains("meanpool"));
 }

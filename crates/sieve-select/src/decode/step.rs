@@ -26,7 +26,7 @@ impl Selector {
             num_queries: 1,
             ..shape
         };
-        if layer < self.common.first_dense_layers && self.steps_on_device() {
+        if self.is_dense_layer(layer) && self.steps_on_device() {
             return Some(Step::Mask(Box::new(SparseMask::dense(shape))));
         }
         let of = |block, scores, keep| of_blocks(shape, block, scores, keep);
@@ -68,7 +68,7 @@ impl Selector {
     pub fn steps_on_device(&self) -> bool {
         match &self.method {
             Method::Streamingllm(config) => !config.reindex,
-            Method::Quest(_) | Method::ExactTop(_) => true,
+            Method::Dense | Method::Quest(_) | Method::ExactTop(_) => true,
             _ => false,
         }
     }

@@ -71,6 +71,13 @@ impl Selector {
         };
         let (selector, key) = (self.name().to_owned(), (*key).to_owned());
         let known: Vec<String> = self.all_items().into_iter().map(|item| item.0).collect();
+        if known.is_empty() {
+            return Err(SelectError::Value {
+                selector: self.name(),
+                problem: format!("{key} is given, and it has no settings"),
+                hint: "leave the colon and what follows out".to_owned(),
+            });
+        }
         Err(match common_items(&self.common).any(|item| item.0 == key) {
             true => SelectError::UnusedKey {
                 selector,
@@ -132,7 +139,8 @@ impl Selector {
         text += "\nall: first_dense_layers=0 (momo, infinitehip: 3; quest has dense_layers too)\n\
                  prefill, and no decode method: min_prefill_tokens=256 (shorter calls are dense), last_dense_rows=0\n\
                  prefill methods that choose by scores: gqa=per_query|union|mean (bfla: union, others: per_query)\n\
-                 delta takes the settings of its base as base.key=value\n";
+                 delta takes the settings of its base as base.key=value\n\
+                 by layer: --selector 0-3=dense/4-=bfla:group=64 (dense reads every key; layers count from 0)\n";
         text
     }
 
@@ -147,6 +155,7 @@ impl Selector {
                 .collect()
         }
         match &self.method {
+            Method::Dense => Vec::new(),
             Method::Bfla(config) => items(config),
             Method::Momo(config) => items(config),
             Method::Delta(config, base) => {
@@ -203,13 +212,17 @@ impl fmt::Display for Selector {
             .into_iter()
             .filter(|(_, value)| !value.is_empty());
         let items: Vec<String> = items.map(|(key, value)| format!("{key}={value}")).collect();
-        write!(out, "{}:{}", self.name(), items.join(","))
+        match items.is_empty() {
+            true => write!(out, "{}", self.name()),
+            false => write!(out, "{}:{}", self.name(), items.join(",")),
+        }
     }
 }
 
 /// Reads the method's own keys and takes them out of the list.
 fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
     Ok(match name {
+        "dense" => Method::Dense,
         "bfla" => Method::Bfla(own(name, items)?),
         "momo" => Method::Momo(own(name, items)?),
         "delta" => delta(items)?,
@@ -234,7 +247,8 @@ fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectErro
         "exact_top" => Method::ExactTop(own(name, items)?),
         "dma" => Method::Dma(loaded(own(name, items)?, DmaConfig::load)?),
         _ => {
-            let known: Vec<&'static str> = ENTRIES.iter().map(|entry| entry.name).collect();
+            let names = ENTRIES.iter().map(|entry| entry.name);
+            let known: Vec<&'static str> = names.chain(["dense"]).collect();
             return Err(SelectError::UnknownName {
                 name: name.to_owned(),
                 nearest: nearest(name, known.iter().copied()),

@@ -1,5 +1,5 @@
 //! Lines over powers of two as a picture.
-use crate::eval::line_chart::{self, Axis, Curve};
+use crate::eval::line_chart::{self, Axis, Curve, Plot};
 use std::ops::Range;
 
 /// What is drawn.
@@ -58,7 +58,12 @@ impl Chart<'_> {
                 .collect(),
         };
         let curves: Vec<Curve> = self.lines.iter().map(curve).collect();
-        line_chart::svg(self.title, &power, &value, &curves)
+        line_chart::svg(&[Plot {
+            title: self.title,
+            x: power,
+            y: value,
+            curves,
+        }])
     }
 }
 

@@ -53,28 +53,91 @@ fn closed(mark: &[(i32, i32)]) -> Vec<(i32, i32)> {
     mark.iter().chain(mark.first()).copied().collect()
 }
 
-/// The picture. Points outside the axes are drawn at their edge. Past eight curves colours begin again, with open
-/// marks.
-pub(super) fn svg(title: &str, x: &Axis<'_>, y: &Axis<'_>, curves: &[Curve]) -> String {
+/// One plot of a picture.
+pub(super) struct Plot<'a> {
+    pub(super) title: &'a str,
+    pub(super) x: Axis<'a>,
+    pub(super) y: Axis<'a>,
+    pub(super) curves: Vec<Curve>,
+}
+
+/// Plots side by side, with one legend: their curves have the same names. Points outside the axes are drawn at their
+/// edge. Past eight curves colours begin again, with open marks.
+pub(super) fn svg(plots: &[Plot<'_>]) -> String {
     let mut svg = String::new();
+    let names: Vec<&str> = plots.first().map_or(Vec::new(), |plot| {
+        plot.curves.iter().map(|curve| &curve.name[..]).collect()
+    });
     // Room for the longest name, at 7 pixels a letter.
-    let longest = curves.iter().map(|curve| curve.name.len()).max();
+    let longest = names.iter().map(|name| name.len()).max();
     let legend_width = (50 + 7 * longest.unwrap_or(0) as u32).max(200);
-    let root = SVGBackend::with_string(&mut svg, (PLOT_WIDTH + legend_width, HEIGHT));
-    draw(&root.into_drawing_area(), title, x, y, curves).expect("a string takes every picture");
+    let height = HEIGHT.max(60 + ROW_HEIGHT as u32 * names.len() as u32);
+    let width = PLOT_WIDTH * plots.len() as u32 + legend_width;
+    let root = SVGBackend::with_string(&mut svg, (width, height)).into_drawing_area();
+    draw(root, plots, &names).expect("a string takes every picture");
     svg
 }
 
-fn draw(
-    root: &DrawingArea<SVGBackend<'_>, Shift>,
-    title: &str,
-    x: &Axis<'_>,
-    y: &Axis<'_>,
-    curves: &[Curve],
-) -> Result<(), Box<dyn std::error::Error>> {
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Drawn = Result<(), Box<dyn std::error::Error>>;
+
+fn draw(root: Area<'_>, plots: &[Plot<'_>], names: &[&str]) -> Drawn {
     root.fill(&WHITE)?;
-    let (plot, legend) = root.split_horizontally(PLOT_WIDTH);
-    let mut chart = ChartBuilder::on(&plot)
+    let mut rest = root.clone();
+    for plot in plots {
+        let (area, right) = rest.split_horizontally(PLOT_WIDTH);
+        draw_plot(&area, plot)?;
+        rest = right;
+    }
+    let text = TextStyle::from((FONT, 15).into_font()).pos(Pos::new(HPos::Left, VPos::Center));
+    for (n, name) in names.iter().enumerate() {
+        let Look {
+            colour,
+            width,
+            inner,
+            mark,
+        } = look(n);
+        let at = 40 + ROW_HEIGHT * n as i32;
+        let line = [(4, at), (28, at)];
+        rest.draw(&PathElement::new(line, colour.stroke_width(width)))?;
+        rest.draw(
+            &(EmptyElement::at((16, at))
+                + Polygon::new(mark, inner.filled())
+                + PathElement::new(closed(mark), colour.stroke_width(1))),
+        )?;
+        rest.draw(&Text::new(*name, (36, at), text.clone()))?;
+    }
+    root.present()?;
+    Ok(())
+}
+
+/// How one curve is drawn.
+struct Look {
+    colour: RGBColor,
+    width: u32,
+    inner: RGBColor,
+    mark: &'static [(i32, i32)],
+}
+
+fn look(n: usize) -> Look {
+    let colour = COLOURS[n % COLOURS.len()];
+    Look {
+        colour,
+        // Later curves are thinner, so that one that they cover still shows at their sides.
+        width: if n < MARKS.len() { 3 } else { 1 },
+        inner: if n < COLOURS.len() { colour } else { WHITE },
+        mark: MARKS[n % MARKS.len()],
+    }
+}
+
+fn draw_plot(area: &Area<'_>, plot: &Plot<'_>) -> Drawn {
+    let Plot {
+        title,
+        x,
+        y,
+        curves,
+    } = plot;
+    let mut chart = ChartBuilder::on(area)
         .caption(title, (FONT, 17))
         .margin(12)
         .x_label_area_size(44)
@@ -95,34 +158,24 @@ fn draw(
         .y_label_formatter(&|value| (y.text)(*value))
         .draw()?;
     let inside = |value: f64, axis: &Axis<'_>| value.clamp(axis.range.start, axis.range.end);
-    let text = TextStyle::from((FONT, 15).into_font()).pos(Pos::new(HPos::Left, VPos::Center));
     for (n, curve) in curves.iter().enumerate() {
-        let colour = COLOURS[n % COLOURS.len()];
+        let Look {
+            colour,
+            width,
+            inner,
+            mark,
+        } = look(n);
         let points = curve.points.iter();
         let points: Vec<_> = points
             .map(|point| (inside(point.0, x), inside(point.1, y)))
             .collect();
-        // Later curves are thinner, so that one that they cover still shows at their sides.
-        let width = if n < MARKS.len() { 3 } else { 1 };
         chart.draw_series(LineSeries::new(points.clone(), colour.stroke_width(width)))?;
-        let inner = if n < COLOURS.len() { colour } else { WHITE };
-        let mark = MARKS[n % MARKS.len()];
         chart.draw_series(points.into_iter().map(|at| {
             EmptyElement::at(at)
                 + Polygon::new(mark, inner.filled())
                 + PathElement::new(closed(mark), colour.stroke_width(1))
         }))?;
-        let at = 40 + ROW_HEIGHT * n as i32;
-        let line = [(4, at), (28, at)];
-        legend.draw(&PathElement::new(line, colour.stroke_width(width)))?;
-        legend.draw(
-            &(EmptyElement::at((16, at))
-                + Polygon::new(mark, inner.filled())
-                + PathElement::new(closed(mark), colour.stroke_width(1))),
-        )?;
-        legend.draw(&Text::new(curve.name.as_str(), (36, at), text.clone()))?;
     }
-    root.present()?;
     Ok(())
 }
 
@@ -156,7 +209,13 @@ mod tests {
             most_numbers: 6,
             text: &|value| format!("{value:.1}"),
         };
-        let svg = svg("t & u", &axis("over"), &axis("up"), &curves);
+        let plot = Plot {
+            title: "t & u",
+            x: axis("over"),
+            y: axis("up"),
+            curves,
+        };
+        let svg = svg(&[plot]);
         assert!(svg.contains("a&lt;b 9") && svg.contains("t &amp; u") && svg.contains("0.4"));
         // A mark at each point, and one in the legend; the first corner stands for it.
         let all = marks(&svg).into_iter();

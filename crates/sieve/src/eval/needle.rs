@@ -17,7 +17,7 @@ use sieve_eval::{
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
 use sieve_plan::InferenceSize;
-use sieve_select::Selector;
+use sieve_select::LayerSelectors;
 use std::path::PathBuf;
 
 /// Arguments of `sieve eval needle`.
@@ -54,7 +54,7 @@ pub(crate) struct NeedleArgs {
     seed: u64,
     /// Also ask with a sparse method in place of dense attention, once for each; `help` lists all
     #[arg(long, value_name = "NAME:…", value_parser = selector::parse)]
-    selector: Vec<Selector>,
+    selector: Vec<LayerSelectors>,
     #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
     chunk: Option<usize>,
     /// Print one JSON object
@@ -277,6 +277,9 @@ fn print<B: SieveBackend>(
             100.0 * report.first,
         ));
         by_length(config, report);
+        if !report.paths.is_empty() {
+            terminal::line(&selector::paths(&report.paths));
+        }
     }
 }
 

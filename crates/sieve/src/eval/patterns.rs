@@ -192,7 +192,7 @@ fn flag(args: &PatternsArgs) -> Result<String> {
 fn length(args: &PatternsArgs, shape: &ModelShape, trained: usize) -> Result<usize> {
     if shape.attention != Attention::Mha {
         return Err(EvalError::NotDense {
-            selector: args.method.name(),
+            selector: args.method.name().to_owned(),
         }
         .into());
     }

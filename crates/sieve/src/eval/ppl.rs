@@ -21,7 +21,7 @@ use sieve_eval::{
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
 use sieve_plan::InferenceSize;
-use sieve_select::Selector;
+use sieve_select::LayerSelectors;
 use std::path::{Path, PathBuf};
 
 /// Tokens of one forward pass; more only takes memory.
@@ -72,7 +72,7 @@ pub(crate) struct PplArgs {
     #[arg(long, num_args = 1.., value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     far: Vec<u32>,
     #[arg(long, value_name = "NAME:…", value_parser = selector::parse, help = selector::ABOUT)]
-    selector: Option<Selector>,
+    selector: Option<LayerSelectors>,
     #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
     chunk: Option<usize>,
     /// Print one JSON object
@@ -269,7 +269,7 @@ fn print<B: SieveBackend>(
                 object.insert("extrapolation".into(), contexts);
             }
             if let Some(selection) = selection {
-                let selector = selection.selector();
+                let selector = selection.selectors();
                 object.insert("selector".into(), selector.to_string().into());
                 object.insert("chunk".into(), selection.chunk().into());
                 object.insert(
@@ -280,6 +280,7 @@ fn print<B: SieveBackend>(
                     "selection".into(),
                     serde_json::to_value(selection.totals())?,
                 );
+                object.insert("paths".into(), serde_json::to_value(selection.paths())?);
             }
         }
         terminal::line(&json.to_string());
@@ -330,11 +331,8 @@ fn print<B: SieveBackend>(
     }
     extrapolation::print(extrapolation);
     if let Some(selection) = selection {
-        terminal::line(&selector::summary(
-            selection.selector(),
-            &selection.totals(),
-        ));
-        if !selection.selector().is_causal_map() {
+        terminal::line(&selector::summary(selection));
+        if !selection.selectors().is_causal_map() {
             terminal::line(
                 "this is prefill perplexity: the method chooses a row's keys by later rows too, so these are no \
                  likelihoods",

@@ -18,7 +18,7 @@ use sieve_eval::{
 use sieve_hf::{Checkpoint, LoadedModel};
 use sieve_ops::{Cuda, SieveBackend};
 use sieve_plan::InferenceSize;
-use sieve_select::Selector;
+use sieve_select::LayerSelectors;
 use std::path::{Path, PathBuf};
 
 /// Arguments of `sieve eval ruler`.
@@ -43,7 +43,7 @@ pub(crate) struct RulerArgs {
     seed: u64,
     /// Also ask with a sparse method in place of dense attention, once for each; `help` lists all
     #[arg(long, value_name = "NAME:…", value_parser = selector::parse)]
-    selector: Vec<Selector>,
+    selector: Vec<LayerSelectors>,
     #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
     chunk: Option<usize>,
     /// Print one JSON object
@@ -262,16 +262,16 @@ fn run_on<B: SieveBackend>(
     );
     let (mut reports, mut lines) = (Vec::new(), String::new());
     let mut before = 0;
-    for selection in &selections {
+    for mut selection in selections {
         let name = selection
             .as_ref()
-            .map(|selection| selection.selector().to_string());
+            .map(|selection| selection.selectors().to_string());
         let mut tasks = Vec::new();
         for of_task in &asked.texts {
             let mut scores = Vec::new();
             for texts in of_task {
                 let mut observe = |done: usize| bar.set_position((before + done) as u64);
-                let found = ask_long(&model, texts, selection.as_ref(), &mut observe);
+                let found = ask_long(&model, texts, selection.as_mut(), &mut observe);
                 if found.is_err() {
                     bar.finish_and_clear();
                 }
@@ -289,6 +289,7 @@ fn run_on<B: SieveBackend>(
         }
         reports.push(LongReport {
             selector: name,
+            paths: selection.map_or(Vec::new(), |counted| counted.paths()),
             tasks,
         });
     }
@@ -367,6 +368,9 @@ fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[
                 cells.collect::<String>(),
                 task.haystack
             ));
+        }
+        if !report.paths.is_empty() {
+            terminal::line(&selector::paths(&report.paths));
         }
     }
     for path in [&args.samples_file, &args.plot].into_iter().flatten() {

@@ -3,6 +3,7 @@ mod compare;
 pub(super) mod heat_map;
 mod labels;
 mod plot;
+mod scores;
 mod table;
 
 use super::line_chart::Curve;
@@ -17,11 +18,13 @@ use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use serde::Serialize;
 use sieve_core::ModelShape;
-use sieve_eval::{Selection, measure_selectors, selector_masks, sweep_selectors};
+use sieve_eval::{
+    READY_GRIDS, Selection, measure_selectors, selector_grid, selector_masks, sweep_selectors,
+};
 use sieve_hf::LoadedModel;
 use sieve_ops::{Cuda, SieveBackend};
 use sieve_plan::InferenceSize;
-use sieve_select::{ENTRIES, Phase, Selector};
+use sieve_select::{ENTRIES, LayerSelectors, Phase, Selector};
 use std::path::{Path, PathBuf};
 
 /// Tokens of the prompts where the user names no length.
@@ -44,7 +47,11 @@ pub(crate) struct SelectorsArgs {
     windows: usize,
     /// A method to measure, once for each; all prefill methods when absent
     #[arg(long, value_name = "NAME:…", value_parser = selector::parse)]
-    selector: Vec<Selector>,
+    selector: Vec<LayerSelectors>,
+    /// Also measure the settings of a TOML file, every combination of their values, or of a grid that comes with the
+    /// program: all, ba_att, bfla_table5, momo_k, momo_probes, pbs
+    #[arg(long, value_name = "FILE")]
+    grid: Option<PathBuf>,
     #[arg(long, value_name = "N", conflicts_with = "maps", help = selector::ABOUT_CHUNK)]
     chunk: Option<usize>,
     /// Also measure a model with an attention of its own (swa, dma, nsa, …) on the same prompts, once for each; it must
@@ -57,6 +64,10 @@ pub(crate) struct SelectorsArgs {
     /// Also write an SVG of density against recall, a line for each method and setting, at the longest length
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
+    /// Also write an SVG of the measured rows at the longest length: the loss they add against density, and against
+    /// the prompt's time
+    #[arg(long, value_name = "FILE")]
+    scores: Option<PathBuf>,
     /// Also write one PNG for each prefill method and setting into this folder: its kept blocks by layer and head, at
     /// the longest length
     #[arg(long, value_name = "DIR")]
@@ -90,6 +101,7 @@ pub(crate) fn run(mut args: SelectorsArgs) -> Result<()> {
 
 fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DType) -> Result<()> {
     output::check(args.plot.as_deref())?;
+    output::check(args.scores.as_deref())?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let (selectors, left_out) = selectors(args, &loaded.shape)?;
     let selections: Vec<Selection> = selectors
@@ -139,6 +151,10 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
         && let Err(error) = run.draw(path, &mut failed)
     {
         failed.add("--plot", &path.display().to_string(), &error);
+    }
+    if let Some(path) = &args.scores {
+        output::write(path, &scores::svg(&run, &rows, &trained))?;
+        run.say(&format!("wrote {}", path.display()));
     }
     if let Some(dir) = &args.maps
         && let Err(error) = run.draw_maps(dir, &mut failed)
@@ -196,32 +212,50 @@ impl Failures {
     }
 }
 
-/// The methods asked for; or all that this model's context has room for, and why others are left out.
+/// The methods asked for, and those of a grid, or all, that this model's context has room for; why others are left out.
 fn selectors(
     args: &SelectorsArgs,
     shape: &ModelShape,
-) -> Result<(Vec<Selector>, Vec<anyhow::Error>)> {
-    if !args.selector.is_empty() {
-        return Ok((args.selector.clone(), Vec::new()));
-    }
-    let (mut fitting, mut left_out) = (Vec::new(), Vec::new());
-    for selector in all_prefill(args.chunk)? {
-        match selector::selection(&selector, args.chunk, shape) {
-            Ok(_) => fitting.push(selector),
+) -> Result<(Vec<LayerSelectors>, Vec<anyhow::Error>)> {
+    let mut asked = args.selector.clone();
+    let (candidates, mut left_out) = match &args.grid {
+        Some(grid) => read_grid(grid)?,
+        None if asked.is_empty() => (all_prefill(args.chunk)?, Vec::new()),
+        None => (Vec::new(), Vec::new()),
+    };
+    for selectors in candidates {
+        match selector::selection(&selectors, args.chunk, shape) {
+            Ok(_) => asked.push(selectors),
             Err(error) => left_out.push(error),
         }
     }
-    if fitting.is_empty()
+    if asked.is_empty()
         && let Some(error) = left_out.pop()
     {
         return Err(error);
     }
-    Ok((fitting, left_out))
+    Ok((asked, left_out))
+}
+
+/// The settings of a file, or of a grid of this name where there is no such file.
+fn read_grid(path: &Path) -> Result<(Vec<LayerSelectors>, Vec<anyhow::Error>)> {
+    let shown = path.display().to_string();
+    let ready = READY_GRIDS.iter().find(|(name, _)| *name == shown);
+    let text = match (std::fs::read_to_string(path), ready) {
+        (Ok(text), _) => text,
+        (Err(_), Some((_, text))) => (*text).to_owned(),
+        (Err(error), None) => {
+            let names = READY_GRIDS.map(|(name, _)| name).join(", ");
+            bail!("--grid {shown}: {error}\n  hint: name a TOML file, or one of {names}");
+        }
+    };
+    let (found, forbidden) = selector_grid(&shown, &text)?;
+    Ok((found, forbidden.into_iter().map(Into::into).collect()))
 }
 
 /// Every prefill method with its defaults, but dense layers at the start off, so that small models show something, and
 /// calls as short as the chunks not dense.
-fn all_prefill(chunk: Option<usize>) -> Result<Vec<Selector>> {
+fn all_prefill(chunk: Option<usize>) -> Result<Vec<LayerSelectors>> {
     let prefill = ENTRIES.iter().filter(|entry| entry.phase != Phase::Decode);
     prefill
         .map(|entry| {
@@ -229,7 +263,7 @@ fn all_prefill(chunk: Option<usize>) -> Result<Vec<Selector>> {
             selector.common.first_dense_layers = 0;
             let shortest = &mut selector.common.min_prefill_tokens;
             *shortest = chunk.map_or(*shortest, |chunk| chunk.min(*shortest));
-            Ok(selector)
+            Ok(selector.into())
         })
         .collect()
 }
@@ -240,7 +274,7 @@ struct Run<'a, B: SieveBackend> {
     loaded: &'a LoadedModel<B>,
     /// The first prompt of the longest length, and the token after it.
     tokens: &'a [u32],
-    selectors: &'a [Selector],
+    selectors: &'a [LayerSelectors],
     /// What each selector is called in the table and its files.
     labels: &'a [String],
     device: &'a B::Device,
@@ -250,9 +284,9 @@ impl<B: SieveBackend> Run<'_, B> {
     /// One PNG a prefill method.
     fn draw_maps(&self, dir: &Path, failed: &mut Failures) -> Result<()> {
         let all = self.selectors.iter().zip(self.labels);
-        let (selectors, labels): (Vec<Selector>, Vec<String>) = all
-            .filter(|(selector, _)| selector.phase() != Phase::Decode)
-            .map(|(selector, label)| (selector.clone(), label.clone()))
+        let (selectors, labels): (Vec<LayerSelectors>, Vec<String>) = all
+            .filter(|(selectors, _)| selectors.iter().all(|one| one.phase() != Phase::Decode))
+            .map(|(selectors, label)| (selectors.clone(), label.clone()))
             .unzip();
         let masks = selector_masks(&self.loaded.model, self.tokens, &selectors, self.device)?;
         std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
@@ -278,7 +312,10 @@ impl<B: SieveBackend> Run<'_, B> {
     fn draw(&self, path: &Path, failed: &mut Failures) -> Result<()> {
         let mut curves = Vec::new();
         for sweep in self.sweeps() {
-            let of = |selector| selector::selection(selector, self.args.chunk, &self.loaded.shape);
+            let of = |selector: &Selector| {
+                let selectors = selector.clone().into();
+                selector::selection(&selectors, self.args.chunk, &self.loaded.shape)
+            };
             let moved: Result<Vec<Selection>> = sweep.selectors.iter().map(of).collect();
             let moved = match moved {
                 Ok(moved) => moved,
@@ -313,7 +350,7 @@ impl<B: SieveBackend> Run<'_, B> {
     /// The curves: settings that differ in the knob alone are points of one, whose label has no value of it.
     fn sweeps(&self) -> Vec<Sweep> {
         let mut sweeps: Vec<(Vec<Selector>, Sweep)> = Vec::new();
-        for selector in self.selectors {
+        for selector in self.selectors.iter().filter_map(LayerSelectors::only) {
             let Some(key) = selector.knob() else {
                 continue;
             };

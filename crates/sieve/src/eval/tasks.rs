@@ -16,7 +16,7 @@ use sieve_eval::{
 use sieve_hf::Checkpoint;
 use sieve_ops::{Cuda, SieveBackend};
 use sieve_plan::InferenceSize;
-use sieve_select::Selector;
+use sieve_select::LayerSelectors;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -46,7 +46,7 @@ pub(crate) struct TasksArgs {
     #[arg(long, value_name = "FILE")]
     samples: Option<PathBuf>,
     #[arg(long, value_name = "NAME:…", value_parser = selector::parse, help = selector::ABOUT)]
-    selector: Option<Selector>,
+    selector: Option<LayerSelectors>,
     #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
     chunk: Option<usize>,
     /// Print one JSON object
@@ -249,7 +249,7 @@ fn print(
             "seconds": seconds,
         });
         if let (Some(object), Some(selection)) = (json.as_object_mut(), selection) {
-            let selector = selection.selector();
+            let selector = selection.selectors();
             object.insert("selector".into(), selector.to_string().into());
             object.insert("chunk".into(), selection.chunk().into());
             object.insert("is_causal_map".into(), selector.is_causal_map().into());
@@ -257,6 +257,7 @@ fn print(
                 "selection".into(),
                 serde_json::to_value(selection.totals())?,
             );
+            object.insert("paths".into(), serde_json::to_value(selection.paths())?);
         }
         terminal::line(&json.to_string());
         return Ok(());
@@ -293,8 +294,7 @@ fn print(
         }
     }
     if let Some(selection) = selection {
-        let selector = selection.selector();
-        terminal::line(&selector::summary(selector, &selection.totals()));
+        terminal::line(&selector::summary(selection));
     }
     Ok(())
 }

@@ -1,13 +1,13 @@
 //! Names that tell the rows, lines and files of several settings apart.
 
-use sieve_select::Selector;
+use sieve_select::LayerSelectors;
 
 /// Letters of a file's name.
 const LONGEST: usize = 120;
 
 /// Each selector as the flag would ask for it; one that is asked for twice is numbered.
-pub(super) fn of(selectors: &[Selector]) -> Vec<String> {
-    distinct(selectors.iter().map(Selector::label))
+pub(super) fn of(selectors: &[LayerSelectors]) -> Vec<String> {
+    distinct(selectors.iter().map(LayerSelectors::label))
 }
 
 /// Labels as names of files, without an ending.
@@ -46,7 +46,7 @@ mod tests {
             "pbs:tau=0.5,segment=512",
             "a_shape:n_local=77",
         ];
-        let selectors = texts.map(|text| Selector::parse(text).expect("valid"));
+        let selectors = texts.map(|text| LayerSelectors::parse(text).expect("valid"));
         let labels = of(&selectors);
         assert_eq!(
             labels,

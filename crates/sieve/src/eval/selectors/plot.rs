@@ -1,5 +1,5 @@
 //! Density against recall as an SVG.
-use crate::eval::line_chart::{self, Axis, Curve};
+use crate::eval::line_chart::{self, Axis, Curve, Plot};
 
 /// The picture of curves over (density, recall), both in [0, 1]. Recall begins at the lowest value that occurs, rounded
 /// down to a tenth.
@@ -23,7 +23,12 @@ pub(super) fn svg(title: &str, curves: Vec<Curve>) -> String {
         most_numbers: 6,
         text: &|value| format!("{value:.2}"),
     };
-    line_chart::svg(title, &density, &recall, &curves)
+    line_chart::svg(&[Plot {
+        title,
+        x: density,
+        y: recall,
+        curves,
+    }])
 }
 
 #[cfg(test)]

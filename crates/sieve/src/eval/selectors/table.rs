@@ -1,7 +1,7 @@
 //! The measures as lines, or as one JSON object.
 use super::compare::Trained;
 use super::{Failures, Run};
-use crate::terminal;
+use crate::{selector, terminal};
 use serde::Serialize;
 use sieve_eval::SelectorMeasure;
 use sieve_ops::SieveBackend;
@@ -125,17 +125,18 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
     for line in notes(rows) {
         terminal::line(&line);
     }
-    let on_gpu = rows.iter().any(|row| row.measure.device_selections > 0.0);
+    let mut told = Vec::new();
     for Row { label, measure: m } in rows {
+        let path = selector::paths(&m.paths);
         if m.host_bytes > 0.0 {
             terminal::line(&format!(
-                "{label} is not on the GPU alone: a prompt copies {:.2} MB of q, k, v or their means to the host",
+                "{label}: {path}; a prompt copies {:.2} MB of q, k, v or their means to the CPU",
                 m.host_bytes / 1e6
             ));
+        } else if !told.contains(&path) {
+            terminal::line(&path);
+            told.push(path);
         }
-    }
-    if on_gpu {
-        terminal::line("the others select and attend on the GPU, without a copy of q, k or v");
     }
 }
 

@@ -1,0 +1,185 @@
+//! Many settings from a file: selectors as they stand, and tables whose values are crossed.
+use crate::EvalError;
+use serde::Deserialize;
+use sieve_select::{LayerSelectors, SelectError};
+use toml::{Table, Value};
+
+/// The grids that come with the program: names, and what their files say.
+pub const READY_GRIDS: [(&str, &str); 6] = [
+    ("bfla_table5", include_str!("../../grids/bfla_table5.toml")),
+    ("momo_k", include_str!("../../grids/momo_k.toml")),
+    ("momo_probes", include_str!("../../grids/momo_probes.toml")),
+    ("pbs", include_str!("../../grids/pbs.toml")),
+    ("ba_att", include_str!("../../grids/ba_att.toml")),
+    ("all", include_str!("../../grids/all.toml")),
+];
+
+/// A file's form.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    #[serde(default)]
+    selectors: Vec<String>,
+    #[serde(default)]
+    grid: Vec<Table>,
+}
+
+/// The settings of a grid's text, in the order of the file, and those that a method's own rules forbid.
+///
+/// # Errors
+/// Text of another form; a name or key that no method has; a table of which every combination is forbidden.
+pub fn selector_grid(
+    file: &str,
+    text: &str,
+) -> Result<(Vec<LayerSelectors>, Vec<SelectError>), EvalError> {
+    let wrong = |problem: String| EvalError::Grid {
+        file: file.to_owned(),
+        problem,
+    };
+    let form: File = toml::from_str(text).map_err(|error| wrong(error.message().to_owned()))?;
+    let (mut found, mut forbidden) = (Vec::new(), Vec::new());
+    for text in &form.selectors {
+        found.push(LayerSelectors::parse(text)?);
+    }
+    for table in &form.grid {
+        let before = found.len();
+        for text in crossed(table).map_err(wrong)? {
+            match LayerSelectors::parse(&text) {
+                Ok(selectors) => found.push(selectors),
+                Err(error @ SelectError::Value { .. }) => forbidden.push(error),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        if found.len() == before
+            && let Some(error) = forbidden.pop()
+        {
+            return Err(error.into());
+        }
+    }
+    match found.is_empty() {
+        true => Err(wrong("it names no selector".to_owned())),
+        false => Ok((found, forbidden)),
+    }
+}
+
+/// Every combination of a table's values, as the flag takes it; the last key moves fastest.
+fn crossed(table: &Table) -> Result<Vec<String>, String> {
+    let Some(Value::String(method)) = table.get("method") else {
+        return Err("a [[grid]] has no method = \"NAME\"".to_owned());
+    };
+    let mut all = vec![String::new()];
+    for (key, value) in table.iter().filter(|item| item.0 != "method") {
+        let values = match value {
+            Value::Array(values) if values.is_empty() => {
+                return Err(format!("{key} of {method} has no value"));
+            }
+            Value::Array(values) => &values[..],
+            one => std::slice::from_ref(one),
+        };
+        let texts: Vec<String> = values
+            .iter()
+            .map(|value| written(value).map(|text| format!("{key}={text}")))
+            .collect::<Option<_>>()
+            .ok_or_else(|| {
+                format!("{key} of {method} is no number, text, true or false, or a list of them")
+            })?;
+        let with = |start: &String| -> Vec<String> {
+            let comma = if start.is_empty() { "" } else { "," };
+            let of = texts.iter().map(|text| format!("{start}{comma}{text}"));
+            of.collect()
+        };
+        all = all.iter().flat_map(with).collect();
+    }
+    Ok(all
+        .iter()
+        .map(|settings| format!("{method}:{settings}"))
+        .collect())
+}
+
+fn written(value: &Value) -> Option<String> {
+    match value {
+        Value::String(text) => Some(text.clone()),
+        Value::Integer(number) => Some(number.to_string()),
+        Value::Float(number) => Some(number.to_string()),
+        Value::Boolean(truth) => Some(truth.to_string()),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_crossed_and_what_a_method_forbids_is_left_out() {
+        let text = "selectors = [\"0-1=dense/2-=meanpool:tau=0.5\"]\n[[grid]]\nmethod = \"momo\"\n\
+                    k = [4, 8]\nk_exact = [2, 8]\nscore = \"normalised\"\n[[grid]]\n\
+                    method = \"bfla\"\nkeep_mass = 0.9\n";
+        let (found, forbidden) = selector_grid("a.toml", text).expect("a grid");
+        let labels: Vec<String> = found.iter().map(LayerSelectors::label).collect();
+        let momo = |rest: &str| format!("momo:{rest},score=normalised");
+        let wanted = [
+            "0-1=dense/2-=meanpool:tau=0.5".to_owned(),
+            momo("k=4,k_exact=2"),
+            momo("k=8,k_exact=2"),
+            momo("k=8"),
+            "bfla:keep_mass=0.9".to_owned(),
+        ];
+        assert_eq!(labels, wanted);
+        assert_eq!(forbidden.len(), 1);
+        assert!(
+            forbidden[0]
+                .to_string()
+                .contains("k_exact=8 is more than k=4")
+        );
+    }
+
+    #[test]
+    fn files_that_are_wrong_are_named() {
+        for (text, wanted) in [
+            ("", "a.toml: it names no selector"),
+            ("selector = [\"bfla\"]", "unknown field"),
+            ("[[grid]]\nk = 3", "has no method"),
+            (
+                "[[grid]]\nmethod = \"bfla\"\nblock = []",
+                "block of bfla has no value",
+            ),
+            (
+                "[[grid]]\nmethod = \"bfla\"\nblock = [[64]]",
+                "block of bfla is no number",
+            ),
+            ("[[grid]]\nmethod = \"bfal\"", "did you mean bfla?"),
+            (
+                "[[grid]]\nmethod = \"bfla\"\nblok = 64",
+                "did you mean block?",
+            ),
+            (
+                "[[grid]]\nmethod = \"bfla\"\ntile = [100, 96]",
+                "does not divide block=256",
+            ),
+            (
+                "selectors = [\"0-3=dense\", \"1-=bfla\"]",
+                "nothing is said of layer 0",
+            ),
+            ("grid = 3", "a.toml: invalid type"),
+        ] {
+            let error = selector_grid("a.toml", text).expect_err(text).to_string();
+            assert!(
+                error.contains(wanted) && error.contains("hint:"),
+                "{text}: {error}"
+            );
+        }
+    }
+
+    #[test]
+    fn every_ready_grid_is_one() {
+        for (name, text) in READY_GRIDS {
+            let (found, forbidden) = selector_grid(name, text).expect(name);
+            assert!(found.len() >= 8, "{name}");
+            let labels: Vec<String> = found.iter().map(LayerSelectors::label).collect();
+            let is_first = |n: usize| !labels[..n].contains(&labels[n]);
+            assert!((0..labels.len()).all(is_first), "{name}: {labels:?}");
+            assert!(forbidden.len() < found.len(), "{name}");
+        }
+    }
+}

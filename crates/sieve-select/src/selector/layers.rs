@@ -1,0 +1,321 @@
+//! A selector for each layer: `0-3=dense/4-=bfla:group=64`, or one for all.
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::{Method, Phase, Selector};
+use crate::error::SelectError;
+
+/// The selectors of a model's layers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerSelectors {
+    /// In the order of the layers, without gaps.
+    parts: Vec<Part>,
+}
+
+/// Neighbouring layers and what selects in them.
+#[derive(Clone, Debug, PartialEq)]
+struct Part {
+    first: usize,
+    /// The model's last one where absent.
+    last: Option<usize>,
+    selector: Selector,
+}
+
+impl From<Selector> for LayerSelectors {
+    fn from(selector: Selector) -> Self {
+        let parts = vec![Part {
+            first: 0,
+            last: None,
+            selector,
+        }];
+        Self { parts }
+    }
+}
+
+impl LayerSelectors {
+    /// Reads `NAME:key=value,…` for all layers, or `LAYERS=NAME:…/LAYERS=NAME:…` with layers `4`, `0-3` and `4-`, both
+    /// ends among them.
+    ///
+    /// # Errors
+    /// As [`Selector::parse`]; layers that are named twice, or left out.
+    pub fn parse(text: &str) -> Result<Self, SelectError> {
+        let pieces = pieces(text);
+        if pieces.is_empty() {
+            return Selector::parse(text).map(Self::from);
+        }
+        let mut parts: Vec<Part> = Vec::new();
+        for (layers, selector) in pieces {
+            let (first, last) = range(layers)?;
+            let next = match parts.last() {
+                None => Some(0),
+                Some(before) => before.last.map(|last| last + 1),
+            };
+            let wrong = |problem| Err(SelectError::Layers { problem });
+            match next {
+                Some(next) if first == next => {}
+                Some(next) if first > next => {
+                    let gap = shown(next, Some(first - 1));
+                    return wrong(format!("nothing is said of {gap}"));
+                }
+                _ => return wrong(format!("{layers} names layer {first} a second time")),
+            }
+            parts.push(Part {
+                first,
+                last,
+                selector: Selector::parse(selector)?,
+            });
+        }
+        Ok(Self { parts })
+    }
+
+    /// For a model of so many layers.
+    ///
+    /// # Errors
+    /// Layers beyond the model's; layers of it that are left out.
+    pub fn for_layers(self, num_layers: usize) -> Result<Self, SelectError> {
+        let wrong = |problem| Err(SelectError::Layers { problem });
+        let Some(part) = self.parts.last() else {
+            return Ok(self);
+        };
+        let named = part.last.unwrap_or(part.first);
+        if named >= num_layers {
+            return wrong(format!(
+                "layer {named} is beyond the model's last, {}",
+                num_layers.saturating_sub(1)
+            ));
+        }
+        if part.last.is_some() && named + 1 < num_layers {
+            let gap = shown(named + 1, Some(num_layers - 1));
+            return wrong(format!("nothing is said of {gap}"));
+        }
+        Ok(self)
+    }
+
+    /// A layer's.
+    pub fn of(&self, layer: usize) -> &Selector {
+        let after = self.parts.partition_point(|part| part.first <= layer);
+        &self.parts[after.max(1) - 1].selector
+    }
+
+    /// Each once, in the order of the layers.
+    pub fn iter(&self) -> impl Iterator<Item = &Selector> {
+        self.parts.iter().map(|part| &part.selector)
+    }
+
+    /// The one of all layers, where there is but one.
+    pub fn only(&self) -> Option<&Selector> {
+        match &self.parts[..] {
+            [part] if part.first == 0 && part.last.is_none() => Some(&part.selector),
+            _ => None,
+        }
+    }
+
+    /// The same with every selector changed.
+    #[must_use]
+    pub fn map(self, change: impl Fn(Selector) -> Selector) -> Self {
+        let parts = self.parts.into_iter().map(|part| Part {
+            selector: change(part.selector),
+            ..part
+        });
+        Self {
+            parts: parts.collect(),
+        }
+    }
+
+    /// Names of the methods, `dense` only where there is no other.
+    pub fn name(&self) -> String {
+        let mut names: Vec<&str> = Vec::new();
+        for selector in self.iter().filter(|one| one.method != Method::Dense) {
+            if !names.contains(&selector.name()) {
+                names.push(selector.name());
+            }
+        }
+        match names.is_empty() {
+            true => "dense".to_owned(),
+            false => names.join("+"),
+        }
+    }
+
+    /// As the flag would ask for it, with the settings that are not the defaults.
+    pub fn label(&self) -> String {
+        self.text(Selector::label)
+    }
+
+    /// Whether the output of a row depends on no later token in any layer.
+    pub fn is_causal_map(&self) -> bool {
+        self.iter().all(Selector::is_causal_map)
+    }
+
+    /// Whether a layer runs token by token only.
+    pub fn is_token_by_token(&self) -> bool {
+        self.iter().any(Selector::is_token_by_token)
+    }
+
+    /// Whether tokens after a prompt read less than everything in a layer.
+    pub fn acts_in_decode(&self) -> bool {
+        self.iter().any(|one| one.phase() != Phase::Prefill)
+    }
+
+    fn text(&self, of: impl Fn(&Selector) -> String) -> String {
+        if let Some(only) = self.only() {
+            return of(only);
+        }
+        let parts = self.parts.iter().map(|part| {
+            let last = part.last.map_or(String::new(), |last| last.to_string());
+            match part.last {
+                Some(last) if last == part.first => format!("{last}={}", of(&part.selector)),
+                _ => format!("{}-{last}={}", part.first, of(&part.selector)),
+            }
+        });
+        parts.collect::<Vec<_>>().join("/")
+    }
+}
+
+impl FromStr for LayerSelectors {
+    type Err = SelectError;
+
+    fn from_str(text: &str) -> Result<Self, SelectError> {
+        Self::parse(text)
+    }
+}
+
+/// The whole setting; [`LayerSelectors::parse`] reads it back.
+impl fmt::Display for LayerSelectors {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(&self.text(ToString::to_string))
+    }
+}
+
+/// Layers as a message names them.
+fn shown(first: usize, last: Option<usize>) -> String {
+    match last {
+        Some(last) if last == first => format!("layer {first}"),
+        Some(last) => format!("layers {first}-{last}"),
+        None => format!("layers {first}-"),
+    }
+}
+
+/// The pieces `LAYERS=TEXT` between slashes; nothing where the text does not begin with layers. A slash in a file's
+/// name parts nothing unless layers and an equals sign follow it.
+fn pieces(text: &str) -> Vec<(&str, &str)> {
+    let begins = |text: &str| -> Option<usize> {
+        let end = text.find('=')?;
+        let is_range = |x: char| x.is_ascii_digit() || x == '-';
+        let layers = text[..end].trim();
+        let is_layers = layers.starts_with(|x: char| x.is_ascii_digit() || x == '-');
+        (is_layers && layers.chars().all(is_range)).then_some(end)
+    };
+    if begins(text).is_none() {
+        return Vec::new();
+    }
+    let cuts = text.match_indices('/').map(|(at, _)| at + 1);
+    let mut firsts: Vec<usize> = vec![0];
+    firsts.extend(cuts.filter(|&at| begins(&text[at..]).is_some()));
+    let ends = firsts.iter().skip(1).map(|&at| at - 1).chain([text.len()]);
+    let parts = firsts
+        .iter()
+        .zip(ends)
+        .map(|(&first, end)| &text[first..end]);
+    parts.filter_map(|part| part.split_once('=')).collect()
+}
+
+/// `4`, `0-3` or `4-`.
+fn range(text: &str) -> Result<(usize, Option<usize>), SelectError> {
+    let text = text.trim();
+    let number = |digits: &str| digits.parse::<usize>().ok();
+    let found = match text.split_once('-') {
+        None => number(text).map(|layer| (layer, Some(layer))),
+        Some((first, "")) => number(first).map(|first| (first, None)),
+        Some((first, last)) => number(first)
+            .zip(number(last))
+            .filter(|(first, last)| first <= last)
+            .map(|(first, last)| (first, Some(last))),
+    };
+    found.ok_or_else(|| SelectError::Layers {
+        problem: format!("{text:?} names no layers"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(text: &str) -> LayerSelectors {
+        LayerSelectors::parse(text).unwrap_or_else(|error| panic!("{text}: {error}"))
+    }
+
+    #[test]
+    fn every_layer_has_the_selector_that_names_it() {
+        let text = "0-1=dense/2=meanpool:tau=0.5/3-=quest:budget=64";
+        let selectors = parsed(text).for_layers(6).expect("they fit");
+        let names: Vec<&str> = (0..6).map(|layer| selectors.of(layer).name()).collect();
+        assert_eq!(
+            names,
+            ["dense", "dense", "meanpool", "quest", "quest", "quest"]
+        );
+        assert_eq!(
+            (selectors.name().as_str(), selectors.only()),
+            ("meanpool+quest", None)
+        );
+        assert_eq!(selectors.label(), text);
+        assert_eq!(parsed(&selectors.to_string()), selectors);
+        assert!(selectors.is_token_by_token() && selectors.acts_in_decode());
+        assert!(!selectors.is_causal_map());
+    }
+
+    #[test]
+    fn one_selector_is_that_of_all_layers() {
+        for text in ["meanpool:tau=0.5", "dense"] {
+            let selectors = parsed(text).for_layers(2).expect("it fits");
+            assert_eq!(selectors.only(), Some(selectors.of(1)));
+            assert_eq!(selectors.label(), text);
+            assert_eq!(parsed(&selectors.to_string()), selectors);
+            assert_eq!(parsed(&format!("0-={text}")), selectors);
+        }
+        assert_eq!(parsed("0-1=dense").name(), "dense");
+    }
+
+    #[test]
+    fn a_slash_in_a_files_name_parts_nothing() {
+        for text in ["dam:map=no/where/4.json", "0-=dam:map=no/where/4.json"] {
+            let error = LayerSelectors::parse(text).expect_err(text).to_string();
+            assert!(error.contains("no/where/4.json"), "{error}");
+        }
+    }
+
+    #[test]
+    fn layers_that_are_wrong_are_named() {
+        for (text, wanted) in [
+            ("0-3=dense/3-=bfla", "3- names layer 3 a second time"),
+            ("0-=dense/4-=bfla", "4- names layer 4 a second time"),
+            ("0-3=dense/2=bfla/5-=bfla", "2 names layer 2 a second time"),
+            ("0-3=dense/6-=bfla", "nothing is said of layers 4-5"),
+            ("1-=bfla", "nothing is said of layer 0"),
+            ("3-1=bfla", "\"3-1\" names no layers"),
+            ("-3=bfla", "\"-3\" names no layers"),
+            ("0-3=dense/4-=bfal", "did you mean bfla?"),
+            ("0-3=dense/4-=", "there is no selector \"\""),
+            ("0-3=dens/4-=bfla", "there is no selector \"dens\""),
+            (
+                "0-3=dense:tau=1/4-=bfla",
+                "dense: tau is given, and it has no settings",
+            ),
+        ] {
+            let error = LayerSelectors::parse(text).expect_err(text).to_string();
+            assert!(error.contains(wanted), "{text}: {error}");
+            assert!(error.contains("hint:"), "{text}: {error}");
+        }
+        for (text, wanted) in [
+            ("0-3=dense/4-=bfla", "layer 4 is beyond the model's last, 3"),
+            (
+                "0-1=dense/2-4=bfla",
+                "layer 4 is beyond the model's last, 3",
+            ),
+            ("0-1=dense/2=bfla", "nothing is said of layer 3"),
+        ] {
+            let error = parsed(text).for_layers(4).expect_err(text).to_string();
+            assert!(error.contains(wanted), "{text}: {error}");
+        }
+    }
+}
