@@ -291,7 +291,7 @@ pub fn needed_by(
     shared_bytes: usize,
 ) -> Result<NeededKernels> {
     let Some(recipe) = recipe else {
-        return Ok(NeededKernels::shipped_for(shared_bytes));
+        return Ok(NeededKernels::shipped_for(arch));
     };
     let mut list = NeededKernels::default();
     list.extend_kernels(NeededKernels::step());

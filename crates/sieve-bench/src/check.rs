@@ -260,8 +260,7 @@ fn only_portable(report: &mut Report, device: &dyn Device, extent: &Extent) -> R
 }
 
 fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
-    let shared_bytes = NeededKernels::shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
-    let mut list = NeededKernels::shipped_for(shared_bytes);
+    let mut list = NeededKernels::shipped_for(&gpu.arch());
     let Extent { widths, groups, .. } = Extent::all(0, 0, 0);
     list.extend(latent_kernels(gpu));
     for &(head_dim, head_dim_v) in widths {

@@ -1,7 +1,6 @@
 //! Prints `kernels/manifest.toml` from the list of shipped specialisations, for `cargo xtask kernels --write`.
 #![allow(clippy::print_stdout)]
 
-fn main() -> Result<(), sieve_kernels::KernelError> {
-    print!("{}", sieve_kernels::manifest()?);
-    Ok(())
+fn main() {
+    print!("{}", sieve_kernels::manifest());
 }

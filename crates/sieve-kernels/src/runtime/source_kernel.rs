@@ -178,15 +178,6 @@ impl SourceKernel {
         code(self) == code(other) && self.text == other.text && self.defines == other.defines
     }
 
-    /// Architectures that a file of `kernels/` is compiled for in CI.
-    pub fn architectures(&self) -> &'static [&'static str] {
-        if self.name.starts_with("hopper_") {
-            &["sm_90a"]
-        } else {
-            &["sm_80", "sm_90a"]
-        }
-    }
-
     /// The complete text that is compiled.
     ///
     /// # Errors

@@ -1,6 +1,5 @@
 //! The shipped list as text: `kernels/manifest.toml`, for `cargo xtask kernels`, which knows no Burn.
 use super::NeededKernels;
-use crate::error::KernelError;
 use crate::runtime::source_kernel::SourceKernel;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -17,24 +16,21 @@ const HEAD: &str = "\
 ";
 
 /// Text of `kernels/manifest.toml`.
-///
-/// # Errors
-/// As [`NeededKernels::shipped`].
-pub fn manifest() -> Result<String, KernelError> {
-    let mut files: BTreeMap<&str, Vec<SourceKernel>> = BTreeMap::new();
-    for kernel in NeededKernels::shipped()? {
-        files.entry(kernel.name()).or_default().push(kernel);
+pub fn manifest() -> String {
+    let mut files: BTreeMap<(&str, Vec<&str>), Vec<SourceKernel>> = BTreeMap::new();
+    for (kernel, architectures) in NeededKernels::shipped() {
+        let block = files.entry((kernel.name(), architectures));
+        block.or_default().push(kernel);
     }
     let mut text = HEAD.to_owned();
-    for (name, kernels) in files {
+    for ((name, architectures), kernels) in files {
         let (first, rest) = kernels.split_first().expect("an entry has a kernel");
         let is_common = |pair: &&Define| rest.iter().all(|kernel| kernel.defines().contains(pair));
         let common: Vec<&Define> = first.defines().iter().filter(is_common).collect();
         // Infallible for a String.
         let _ = write!(
             text,
-            "\n[[kernel]]\nfile = \"{name}.cu\"\narch = {:?}\n",
-            first.architectures()
+            "\n[[kernel]]\nfile = \"{name}.cu\"\narch = {architectures:?}\n"
         );
         if !common.is_empty() {
             let _ = writeln!(text, "defines = {}", table(&common));
@@ -49,7 +45,7 @@ pub fn manifest() -> Result<String, KernelError> {
             text.push_str("]\n");
         }
     }
-    Ok(text)
+    text
 }
 
 type Define = (&'static str, String);
@@ -72,7 +68,7 @@ mod tests {
     #[test]
     fn the_file_is_what_the_list_says() {
         let file = include_str!("../../../../kernels/manifest.toml");
-        let list = manifest().expect("every tiling fits");
+        let list = manifest();
         assert!(
             file == list,
             "kernels/manifest.toml is another list than specialisations/\n  hint: cargo xtask kernels --write"
