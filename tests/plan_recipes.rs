@@ -107,8 +107,14 @@ fn unknown_gpus_and_tokenizers_are_told() {
     let run = TinyRun::dma();
     refused(
         &mut run.sieve("plan --recipe quickstart --gpu h2000"),
-        &["--gpu h2000 is not known", "h200"],
+        &["--gpu h2000 is not known: did you mean h200?"],
     );
+    refused(
+        &mut run.sieve("plan --recipe quickstart --gpu v100"),
+        &["--gpu v100 is not known", "older than Ampere", "a100"],
+    );
+    let text = succeed(&mut run.sieve("plan --recipe quickstart --gpu 3090"));
+    assert!(text.contains("plan for 3090"), "{text}");
     refused(
         &mut run.sieve("plan --recipe quickstart --set tokenizer.path=nowhere/tokenizer.json"),
         &["model.vocab_size", "nowhere/tokenizer.json"],

@@ -20,7 +20,7 @@ pub use memory::{
     FittingSetting, InferenceSize, MemoryPlan, MemoryVerdict, activation_bytes_per_token,
     import_memory, inference_memory, memory_plan,
 };
-pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, op_plans};
+pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, gpu_training_gap, op_plans};
 pub use plan::{ASSUMED_MFU, Plan, StagePlan, Target, plan, plan_of_ranks};
 pub use ranks::{Ranks, RanksPlan};
 pub use suggest::Suggestion;

@@ -6,7 +6,7 @@ use crate::Target;
 use sieve_core::model::{Attention, AttentionForm, ModelShape};
 use sieve_core::recipe::Recipe;
 use sieve_core::{ReferenceTooLarge, ScoreMatrix};
-use sieve_kernels::{AttentionShape, ScoreBias};
+use sieve_kernels::{AttentionNeeds, AttentionShape, NeededKeys, ScoreBias, SumOrder};
 
 /// One op.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -49,7 +49,7 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
                 "cpu kernel",
                 "f32, SIMD and all threads; sums in a fixed order".to_owned(),
             ),
-            Target::Gpu(_) if is_attention => cuda_attention(op, shape),
+            Target::Gpu(gpu) if is_attention => cuda_attention(op, shape, &gpu.arch),
             Target::Gpu(_) => cuda_rest(op),
         };
         OpPlan { op, path, reason }
@@ -85,13 +85,50 @@ pub fn gpu_attention_gap(shape: &ModelShape) -> Option<String> {
     }
 }
 
-/// Refuses a recipe whose attention would run as its reference on a GPU, with more scores than that may hold, in any
-/// stage.
+/// Why training the attention of `shape` runs as its reference on a GPU of `arch` (`sm_86`): as
+/// [`gpu_attention_gap`], or since the tiles of a kernel do not fit the shared memory of its blocks.
+pub fn gpu_training_gap(shape: &ModelShape, arch: &str) -> Option<String> {
+    gpu_attention_gap(shape).or_else(|| refused_tiles(shape, arch))
+}
+
+fn refused_tiles(shape: &ModelShape, arch: &str) -> Option<String> {
+    shape.by_kind().iter().find_map(|part| {
+        let (head_dim, keys): (_, &[NeededKeys]) = match part.attention.form() {
+            AttentionForm::Grouped { .. } => (part.head_dim, &[NeededKeys::Neighbours]),
+            AttentionForm::Latent(mla) => {
+                let width = part.head_dim + mla.qk_rope_head_dim;
+                (width, &[NeededKeys::Neighbours])
+            }
+            AttentionForm::Ranked(_) => (part.head_dim, &[NeededKeys::Chosen(ScoreBias::Exp)]),
+            AttentionForm::Branches(_) => (part.head_dim, &[NeededKeys::Blocks, NeededKeys::Neighbours]),
+        };
+        let shape = AttentionShape {
+            batch: 1,
+            seq_len: part.max_seq_len,
+            num_heads: part.num_heads,
+            num_kv_heads: part.num_kv_heads,
+            head_dim,
+            head_dim_v: part.head_dim,
+        };
+        let order = SumOrder::Any;
+        keys.iter().find_map(|&keys| {
+            let needed = AttentionNeeds { shape, keys, order }.kernels(arch);
+            needed.refused.first().map(ToString::to_string)
+        })
+    })
+}
+
+/// Refuses a recipe whose attention would run as its reference on a GPU of `arch`, with more scores than that may hold,
+/// in any stage.
 ///
 /// # Errors
 /// [`ReferenceTooLarge`].
-pub fn check_gpu_attention(recipe: &Recipe, shape: &ModelShape) -> Result<(), ReferenceTooLarge> {
-    let Some(reason) = gpu_attention_gap(shape) else {
+pub fn check_gpu_attention(
+    recipe: &Recipe,
+    shape: &ModelShape,
+    arch: &str,
+) -> Result<(), ReferenceTooLarge> {
+    let Some(reason) = gpu_training_gap(shape, arch) else {
         return Ok(());
     };
     let op = format!("{} attention", recipe.attention.kind().name());
@@ -106,9 +143,9 @@ pub fn check_gpu_attention(recipe: &Recipe, shape: &ModelShape) -> Result<(), Re
     Ok(())
 }
 
-fn cuda_attention(op: &str, shape: &ModelShape) -> (&'static str, String) {
+fn cuda_attention(op: &str, shape: &ModelShape, arch: &str) -> (&'static str, String) {
     let plain = |reason: String| ("plain", reason);
-    if let Some(reason) = gpu_attention_gap(shape) {
+    if let Some(reason) = gpu_training_gap(shape, arch) {
         return plain(format!("{reason}; the reference holds n x n scores"));
     }
     let width = shape.head_dim;

@@ -186,7 +186,7 @@ pub fn plan_of_ranks(
         seconds,
         refused: match target {
             Target::Cpu { .. } => None,
-            Target::Gpu(_) => check_gpu_attention(recipe, &shape)
+            Target::Gpu(gpu) => check_gpu_attention(recipe, &shape, &gpu.arch)
                 .err()
                 .map(|error| error.to_string()),
         },

@@ -4,7 +4,7 @@
 //! step's load, where the card's power is the limit; memory-bound kernels move 0.84 of the bandwidth. A test holds the
 //! estimate against twenty measured runs. Other GPUs are assumed to reach the same shares.
 
-use crate::gpu_attention_gap;
+use crate::gpu_training_gap;
 use sieve_core::model::gpu::Gpu;
 use sieve_core::model::{Attention, AttentionForm, FlopsPerToken, ModelShape};
 
@@ -58,7 +58,7 @@ pub(super) fn tokens_per_second(
     size: &StepSize,
     gpu: &Gpu,
 ) -> Option<f64> {
-    if gpu_attention_gap(shape).is_some() {
+    if gpu_training_gap(shape, &gpu.arch).is_some() {
         return None;
     }
     let passes = 3.0 + size.recomputed;

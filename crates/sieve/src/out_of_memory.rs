@@ -146,6 +146,7 @@ pub(crate) fn target(device: &Device, cpu_flops: Option<f64>) -> Target {
                 bf16_flops: listed.as_ref().map_or(1e14, |gpu| gpu.bf16_flops),
                 memory_bytes: total.saturating_sub(in_use),
                 memory_bytes_per_second: listed.map_or(1e12, |gpu| gpu.memory_bytes_per_second),
+                arch: gpu.arch(),
             })
         }
     }
@@ -236,6 +237,7 @@ mod tests {
             bf16_flops: 1e15,
             memory_bytes: (gigabytes * 1e9) as u64,
             memory_bytes_per_second: 3.35e12,
+            arch: "sm_90a".to_owned(),
         });
         plan(&recipe, 50_277, &target).expect("plans").memory
     }

@@ -18,7 +18,7 @@ use sieve_train::TrainError;
 pub(crate) struct PlanArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// Plan for a GPU by name (h200, h100, a100, "rtx 4090", …) instead of this machine's CPU; none need be there
+    /// Plan for a GPU by name (h200, a100, 4090, …) instead of this machine's CPU; none need be there
     #[arg(long, value_name = "NAME")]
     gpu: Option<String>,
     /// Plan for N processes on each host, one for each GPU, as `sieve launch --nproc N` starts them
@@ -133,7 +133,8 @@ fn target(gpu: Option<&str>) -> Result<(Target, String)> {
             Ok((Target::Gpu(gpu), name))
         }
         None => bail!(
-            "--gpu {name} is not known\n  hint: one of {}",
+            "--gpu {name} is not known: {}\n  hint: one of {}",
+            gpu::why_not(name),
             gpu::names().join(", ")
         ),
     }

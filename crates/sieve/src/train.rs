@@ -32,7 +32,7 @@ use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_hf::Checkpoint;
 use sieve_kernels::{DeviceReport, SumOrder};
 use sieve_ops::{Cuda, TrainBackend};
-use sieve_plan::{check_gpu_attention, gpu_attention_gap};
+use sieve_plan::{check_gpu_attention, gpu_training_gap};
 use sieve_train::{
     DataEvent, DataSource, DeviceMemory, Group, Hardware, MemoryProbe, Origin, Precision,
     RunFolder, Start, TrainEvent, TrainSummary, Trainer, TrainingData, tidy_finished,
@@ -298,7 +298,7 @@ fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Re
         }
         Device::Cuda(gpu) => {
             rows_in_parts_need_the_cpu(recipe)?;
-            check_gpu_attention(recipe, &shape)?;
+            check_gpu_attention(recipe, &shape, &gpu.arch())?;
             sieve_ops::set_sum_order(if recipe.training.deterministic {
                 SumOrder::Fixed
             } else {
@@ -356,7 +356,7 @@ fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autodiff<Cuda>>,
     let peak = peak.map_or("unknown peak".to_owned(), |peak| {
         format!("{:.0} TFLOP/s peak", peak / 1e12)
     });
-    let attention = attention_path(shape);
+    let attention = attention_path(shape, &gpu.arch());
     let description = format!(
         "cuda:{} ({}, {peak}) in bf16 over f32 masters, {attention}",
         gpu.index, gpu.name
@@ -365,8 +365,8 @@ fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autodiff<Cuda>>,
 }
 
 /// By what the attention of a model runs on a GPU, in words.
-fn attention_path(shape: &ModelShape) -> &'static str {
-    match gpu_attention_gap(shape) {
+fn attention_path(shape: &ModelShape, arch: &str) -> &'static str {
+    match gpu_training_gap(shape, arch) {
         None => "attention by kernels",
         Some(_) => "attention by its plain-Burn reference",
     }
@@ -759,7 +759,7 @@ mod tests {
     fn the_path_of_attention_is_named() {
         let path = |recipe: &str| {
             let recipe = Recipe::load(recipe, "a recipe", &[]).expect("a shipped recipe");
-            attention_path(&recipe.model_shape(50_277).expect("a shape"))
+            attention_path(&recipe.model_shape(50_277).expect("a shape"), "sm_90a")
         };
         let mla = path(include_str!("../../../recipes/mla_80m.toml"));
         let nsa = path(include_str!("../../../recipes/nsa_80m.toml"));

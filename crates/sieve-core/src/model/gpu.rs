@@ -13,36 +13,40 @@ pub struct Gpu {
     pub memory_bytes: u64,
     /// Peak bandwidth of that memory in bytes a second.
     pub memory_bytes_per_second: f64,
+    /// What kernels are compiled for: `sm_80`, `sm_90a`.
+    pub arch: String,
 }
 
 impl Gpu {
     /// Whether it has the tensor cores that the `sm_90a` kernels are written for.
     pub fn is_hopper(&self) -> bool {
-        let upper = self.name.to_ascii_uppercase();
-        let mut words = upper.split(|letter: char| !letter.is_ascii_alphanumeric());
-        words.any(|word| HOPPER.contains(&word))
+        self.arch == "sm_90a"
     }
 }
 
-/// Words in the names of Hopper GPUs.
-const HOPPER: &[&str] = &["H100", "H200", "H800", "H20", "GH200"];
-
-/// The GPU whose words are in `name`, as a driver (`NVIDIA H200`) or a person (`h200`) writes it.
+/// The GPU whose words are in `name`, as a driver (`NVIDIA H200`) or a person (`h200`, `3090`) writes it.
 ///
 /// `None` for one that is not in the list; no guess is made.
 pub fn find(name: &str) -> Option<Gpu> {
     let upper = name.to_ascii_uppercase();
-    let words = upper
-        .split(|letter: char| !letter.is_ascii_alphanumeric())
-        .collect::<Vec<_>>();
-    let (_, peak, gigabytes, bandwidth) = GPUS
+    let is_letter = |letter: &char| letter.is_ascii_alphanumeric();
+    let words: Vec<&str> = upper.split(|letter| !is_letter(&letter)).collect();
+    let together: String = upper.chars().filter(is_letter).collect();
+    let spelt = |marks: &[&str]| {
+        let marks = marks.concat();
+        together == marks || Some(together.as_str()) == marks.strip_prefix("RTX")
+    };
+    let row = GPUS
         .iter()
-        .find(|(marks, ..)| marks.iter().all(|mark| words.contains(mark)))?;
+        .find(|row| row.0.iter().all(|mark| words.contains(mark)))
+        .or_else(|| GPUS.iter().find(|row| spelt(row.0)))?;
+    let (_, peak, gigabytes, bandwidth, arch) = row;
     Some(Gpu {
         name: name.to_owned(),
         bf16_flops: *peak,
         memory_bytes: gigabytes * 1_000_000_000,
         memory_bytes_per_second: *bandwidth as f64 * 1e9,
+        arch: (*arch).to_owned(),
     })
 }
 
@@ -52,38 +56,64 @@ pub fn names() -> Vec<String> {
     names.map(|name| name.to_ascii_lowercase()).collect()
 }
 
+/// What to answer to a name that [`find`] does not know: why no GPU of that name runs the kernels, or the name most like
+/// it.
+pub fn why_not(name: &str) -> String {
+    let upper = name.to_ascii_uppercase();
+    if BEFORE_AMPERE.iter().any(|old| upper.contains(old)) {
+        return "it is older than Ampere, and the kernels need compute capability 8.0".to_owned();
+    }
+    let names = names();
+    let likeness = |known: &&String| strsim::jaro_winkler(&name.to_ascii_lowercase(), known);
+    let nearest = names
+        .iter()
+        .max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+    format!("did you mean {}?", nearest.expect("GPUs are listed"))
+}
+
+/// Parts of the names of GPUs with tensor cores that lack bf16, or with none.
+const BEFORE_AMPERE: &[&str] = &[
+    "V100", "T4", "P100", "P40", "TITAN", "RTX 20", "2060", "2070", "2080", "GTX", "1080", "K80",
+];
+
 /// Peak dense bf16 rate of a GPU in FLOP/s, by the name the driver gives; `None` where it is not known.
 pub fn peak_bf16_flops(device_name: &str) -> Option<f64> {
     find(device_name).map(|gpu| gpu.bf16_flops)
 }
 
-/// Words of a device's name, peak FLOP/s, memory in GB, bandwidth in GB/s; the first row whose words are all there
-/// counts.
-const GPUS: &[(&[&str], f64, u64, u64)] = &[
-    (&["B200"], 2250e12, 180, 8000),
-    (&["GH200"], 989e12, 96, 4000),
-    (&["H200", "NVL"], 835e12, 141, 4800),
-    (&["H200"], 989e12, 141, 4800),
-    (&["H100", "NVL"], 835e12, 94, 3900),
-    (&["H100", "PCIE"], 756e12, 80, 2000),
-    (&["H100"], 989e12, 80, 3350),
-    (&["H800", "PCIE"], 756e12, 80, 2000),
-    (&["H800"], 989e12, 80, 3350),
-    (&["H20"], 148e12, 96, 4000),
-    (&["A100"], 312e12, 80, 2039),
-    (&["A800"], 312e12, 80, 2039),
-    (&["A30"], 165e12, 24, 933),
-    (&["A40"], 149.7e12, 48, 696),
-    (&["A10"], 125e12, 24, 600),
-    (&["A10G"], 70e12, 24, 600),
-    (&["L40S"], 362e12, 48, 864),
-    (&["L40"], 181e12, 48, 864),
-    (&["L4"], 121e12, 24, 300),
-    (&["RTX", "6000", "ADA"], 364.2e12, 48, 960),
-    (&["RTX", "A6000"], 154.8e12, 48, 768),
-    (&["RTX", "4090"], 165.2e12, 24, 1008),
-    (&["RTX", "3090", "TI"], 80e12, 24, 1008),
-    (&["RTX", "3090"], 71e12, 24, 936),
+/// Words of a device's name, peak FLOP/s, memory in GB, bandwidth in GB/s, architecture; the first row whose words are
+/// all there counts.
+type Row = (&'static [&'static str], f64, u64, u64, &'static str);
+const GPUS: &[Row] = &[
+    (&["B200"], 2250e12, 180, 8000, "sm_100a"),
+    (&["GH200"], 989e12, 96, 4000, "sm_90a"),
+    (&["H200", "NVL"], 835e12, 141, 4800, "sm_90a"),
+    (&["H200"], 989e12, 141, 4800, "sm_90a"),
+    (&["H100", "NVL"], 835e12, 94, 3900, "sm_90a"),
+    (&["H100", "PCIE"], 756e12, 80, 2000, "sm_90a"),
+    (&["H100"], 989e12, 80, 3350, "sm_90a"),
+    (&["H800", "PCIE"], 756e12, 80, 2000, "sm_90a"),
+    (&["H800"], 989e12, 80, 3350, "sm_90a"),
+    (&["H20"], 148e12, 96, 4000, "sm_90a"),
+    (&["A100"], 312e12, 80, 2039, "sm_80"),
+    (&["A800"], 312e12, 80, 2039, "sm_80"),
+    (&["A30"], 165e12, 24, 933, "sm_80"),
+    (&["A40"], 149.7e12, 48, 696, "sm_86"),
+    (&["A10"], 125e12, 24, 600, "sm_86"),
+    (&["A10G"], 70e12, 24, 600, "sm_86"),
+    (&["L40S"], 362e12, 48, 864, "sm_89"),
+    (&["L40"], 181e12, 48, 864, "sm_89"),
+    (&["L4"], 121e12, 24, 300, "sm_89"),
+    (&["RTX", "6000", "ADA"], 364.2e12, 48, 960, "sm_89"),
+    (&["RTX", "A6000"], 154.8e12, 48, 768, "sm_86"),
+    (&["RTX", "5090"], 209.5e12, 32, 1792, "sm_120a"),
+    (&["RTX", "5080"], 112.6e12, 16, 960, "sm_120a"),
+    (&["RTX", "4090"], 165.2e12, 24, 1008, "sm_89"),
+    (&["RTX", "4080"], 97.5e12, 16, 717, "sm_89"),
+    (&["RTX", "3090", "TI"], 80e12, 24, 1008, "sm_86"),
+    (&["RTX", "3090"], 71e12, 24, 936, "sm_86"),
+    (&["RTX", "3080", "TI"], 68.5e12, 12, 912, "sm_86"),
+    (&["RTX", "3080"], 59.5e12, 10, 760, "sm_86"),
 ];
 
 #[cfg(test)]
@@ -130,7 +160,24 @@ mod tests {
             (989e12, 141_000_000_000)
         );
         assert_eq!(find("rtx 4090").map(|gpu| gpu.bf16_flops), Some(165.2e12));
-        assert_eq!(find("h2000"), None);
+        for name in ["3090", "rtx3090", "RTX-3090", "GeForce RTX 3090"] {
+            assert_eq!(
+                find(name).map(|gpu| gpu.memory_bytes),
+                Some(24_000_000_000),
+                "{name}"
+            );
+            assert_eq!(find(name).map(|gpu| gpu.bf16_flops), Some(71e12), "{name}");
+        }
+        assert_eq!(find("3090ti").map(|gpu| gpu.bf16_flops), Some(80e12));
+        assert_eq!(find("a6000").expect("known").arch, "sm_86");
+        for name in ["h2000", "309", "rtx", ""] {
+            assert_eq!(find(name), None, "{name}");
+        }
+        assert_eq!(why_not("h2000"), "did you mean h200?");
+        assert_eq!(why_not("rtx 5900"), "did you mean rtx 5090?");
+        for old in ["Tesla V100-SXM2-16GB", "t4", "rtx 2080 ti"] {
+            assert!(why_not(old).contains("older than Ampere"), "{old}");
+        }
         for name in names() {
             assert!(find(&name).is_some(), "{name}");
         }

@@ -480,6 +480,27 @@ fn ops_say_their_path_and_why() {
     let (way, reason) = path(&narrow, &h200(), "attention");
     assert_eq!(way, "plain");
     assert!(reason.contains("heads of 40"), "{reason}");
+    // The backward pass of so wide heads does not fit the 99 KiB of a block there.
+    let wide = ModelShape {
+        head_dim: 256,
+        ..qwen3_0_6b()
+    };
+    assert_eq!(path(&wide, &h200(), "attention").0, "cuda kernel");
+    for (name, way) in [("a100", "cuda kernel"), ("rtx 4090", "plain")] {
+        let target = Target::Gpu(gpu::find(name).expect("known"));
+        assert_eq!(path(&wide, &target, "attention").0, way, "{name}");
+        assert_eq!(
+            path(&qwen3_0_6b(), &target, "attention").0,
+            "cuda kernel",
+            "{name}"
+        );
+    }
+    let ada = Target::Gpu(gpu::find("rtx 4090").expect("known"));
+    let (_, reason) = path(&wide, &ada, "attention");
+    assert!(
+        reason.contains("attention_backward: shared memory"),
+        "{reason}"
+    );
     // Heads of a width that the kernels of nsa do not take.
     let (way, reason) = path(&tiny_nsa(), &h200(), "selection");
     assert_eq!(way, "plain");
