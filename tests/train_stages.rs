@@ -272,6 +272,7 @@ fn an_imported_model_can_be_trained_on() {
         training.steps=8 \
                   --set lr_scheduler.warmup_steps=2";
     let text = succeed(&mut run.train("tuned", branch));
+    assert!(!text.contains("warning"), "{text}");
     let losses = run.metrics("tuned", "step");
     let first = losses[&1]["loss"].as_f64().expect("a loss");
     let trained = run.metrics("out", "step")[&STEPS]["loss"]
@@ -284,6 +285,13 @@ fn an_imported_model_can_be_trained_on() {
         first - trained < 0.3 * (untrained - trained),
         "{untrained} {trained} {first}: {text}"
     );
+    let text = succeed(&mut run.train(
+        "sloped",
+        &format!("{branch} --set attention.bias=linear --set attention.recency=slope"),
+    ));
+    let warned =
+        "warning: attention.recency was \"none\", is now \"slope\"; the weights were trained with";
+    assert!(text.contains(warned), "{text}");
     refused(
         &mut run.sieve("import --from hf --out other --attention mla"),
         &["attention.kv_lora_rank"],
@@ -292,7 +300,14 @@ fn an_imported_model_can_be_trained_on() {
         &mut run.sieve("import --from nowhere --out other"),
         &["nowhere"],
     );
-    refused(&mut run.sieve("import --from hf --out sparse"), &["step-0"]);
+    for (folder, found) in [("sparse", "step-0"), ("out", "a run")] {
+        let before = run.snapshot(folder);
+        refused(
+            &mut run.sieve(&format!("import --from hf --out {folder}")),
+            &[folder, "holds", found, "name a new or empty folder"],
+        );
+        assert!(run.snapshot(folder) == before, "{folder}");
+    }
 }
 
 #[test]

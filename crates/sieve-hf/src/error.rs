@@ -77,6 +77,14 @@ pub enum CheckpointError {
         /// What can be imported.
         hint: &'static str,
     },
+    /// The folder to import into holds a run or an import.
+    #[error("{} holds {found}\n  hint: name a new or empty folder with --out", path.display())]
+    ImportFolderInUse {
+        /// The folder.
+        path: PathBuf,
+        /// What is there.
+        found: &'static str,
+    },
     /// The folder to export to holds something else.
     #[error("{} holds {found}, which no export wrote\n  hint: name a new or empty folder", path.display())]
     FolderInUse {

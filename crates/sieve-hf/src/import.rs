@@ -62,11 +62,20 @@ pub fn import<B: Backend>(
     device: &B::Device,
 ) -> Result<ImportReport, CheckpointError> {
     let path = out.join("step-0");
-    if path.exists() {
-        return Err(CheckpointError::FolderInUse {
-            path: out.to_owned(),
-            found: "step-0".to_owned(),
-        });
+    // A run's own checkpoints lie beside its config.toml.
+    for (name, found) in [
+        ("step-0", "step-0"),
+        ("recipe.toml", "recipe.toml"),
+        ("config.toml", "a run"),
+        ("metrics.jsonl", "a run"),
+        ("state.json", "a checkpoint"),
+    ] {
+        if out.join(name).exists() {
+            return Err(CheckpointError::ImportFolderInUse {
+                path: out.to_owned(),
+                found,
+            });
+        }
     }
     let tokenizer_path = from.join("tokenizer.json");
     let tokenizer_json = fs::read_to_string(&tokenizer_path)

@@ -4,6 +4,20 @@ use sieve_core::recipe::AttentionKind;
 use sieve_core::{ModelShape, Recipe};
 use sieve_hf::{Checkpoint, list_checkpoints};
 
+/// Keys that decide how the same weights are read. Windows and counts of blocks, which a branch often changes on
+/// purpose, are not among them.
+const READS_WEIGHTS: [&str; 9] = [
+    "attention.bias",
+    "attention.compress_stride",
+    "attention.longest_period",
+    "attention.recency",
+    "attention.select_block_size",
+    "attention.shortest_period",
+    "model.layer_types",
+    "model.rms_norm_eps",
+    "model.rope_theta",
+];
+
 /// What a run has before its first step in this process.
 #[derive(Debug)]
 pub struct Origin {
@@ -92,10 +106,15 @@ impl Origin {
             "note: a new run that begins with {}",
             checkpoint.path.display()
         )];
-        // An import's recipe says nothing about training.
-        if checkpoint.state.step > 0 {
-            let changes = before.diff(recipe)?.into_iter();
-            notices.extend(changes.map(|change| format!("note: {change}")));
+        for change in before.diff(recipe)? {
+            if READS_WEIGHTS.contains(&change.key.as_str()) {
+                notices.push(format!(
+                    "warning: {change}; the weights were trained with the former, and what they compute changes at once"
+                ));
+            } else if checkpoint.state.step > 0 {
+                // An import's recipe says nothing about training.
+                notices.push(format!("note: {change}"));
+            }
         }
         Ok(Self {
             checkpoint: Some(checkpoint),

@@ -365,7 +365,14 @@ impl Task {
             .collect::<Result<_, _>>()?;
         let num_choices = prompts.len().max(endings.len());
         if self.measure == Measure::Choices && num_choices < 2 {
-            return Err(format!("has {num_choices} choices, and two are the least"));
+            let choices = if num_choices == 1 {
+                "choice"
+            } else {
+                "choices"
+            };
+            return Err(format!(
+                "has {num_choices} {choices}, and two are the least"
+            ));
         }
         if endings.is_empty() {
             return Err("has no answer".to_owned());

@@ -7,7 +7,7 @@ use clap::Args;
 use clap::builder::PossibleValuesParser;
 use sieve_core::Recipe;
 use sieve_core::recipe::{AttentionKind, DataFormat, StartingSize, TokenizerTraining};
-use sieve_data::Corpus;
+use sieve_data::{Corpus, Tokenizer};
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -91,6 +91,9 @@ pub(super) fn show(args: ShowArgs) -> Result<()> {
 
 /// Writes a recipe to begin with.
 pub(super) fn run(args: &NewArgs) -> Result<()> {
+    if let Some(path) = &args.tokenizer {
+        check_tokenizer(path).context("--tokenizer cannot be used")?;
+    }
     let recipe = start(args)?;
     let text = format!(
         "# A recipe made by `sieve recipe new --size {} --kind {}`. Lines that are commented out hold defaults.\n\
@@ -110,6 +113,15 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
                 format!("train --recipe {file}"),
             ]));
         }
+    }
+    Ok(())
+}
+
+/// Reads a tokenizer that is on this machine; one of the hub is fetched when it is needed.
+fn check_tokenizer(path: &str) -> Result<()> {
+    let path = sieve_core::paths::expand(path, &variable)?;
+    if !sieve_data::is_hub_tokenizer(&path) {
+        Tokenizer::from_file(Path::new(&path))?;
     }
     Ok(())
 }
