@@ -407,6 +407,33 @@ fn scores_are_rulers() {
     }
 }
 
+/// `ruler_scores.json` is what lm-evaluation-harness gives to the same answers (tests/python/ruler_scores.py).
+#[test]
+fn scores_are_the_harnesss() {
+    #[derive(serde::Deserialize)]
+    struct Case {
+        task: String,
+        text: String,
+        references: Vec<String>,
+        value: f64,
+    }
+    let cases = include_str!("../../../../tests/golden/ruler_scores.json");
+    let cases: Vec<Case> = serde_json::from_str(cases).expect("cases");
+    assert_eq!(cases.len(), 416);
+    for case in cases {
+        let matching = match case.task.starts_with("qa_") {
+            true => Match::Any,
+            false => Match::All,
+        };
+        let score = matching.score(&case.text, &case.references);
+        let (task, text, references) = (case.task, case.text, case.references);
+        assert!(
+            (score - case.value).abs() < 1e-12,
+            "{task} {text:?} {references:?} {score}"
+        );
+    }
+}
+
 #[test]
 fn what_cannot_be_made_is_told() {
     let error = LongTask::new("niah_singel_1")
