@@ -45,7 +45,9 @@
 
   const isDark = () => getComputedStyle(document.documentElement).colorScheme.includes("dark");
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const lineOf = (run) => state.join ? runs.findIndex((other) => other.group === run.group) : runs.indexOf(run);
+  // A line's colour: of its run, or of its group of seeds.
+  const groups = [...new Set(runs.map((run) => run.group))];
+  const lineOf = (run) => state.join ? groups.indexOf(run.group) : runs.indexOf(run);
   const colour = (idx) => (isDark() ? DARK : LIGHT)[idx % LIGHT.length];
   const dash = (idx) => DASHES[Math.floor(idx / LIGHT.length) % DASHES.length];
 
