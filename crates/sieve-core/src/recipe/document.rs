@@ -43,8 +43,8 @@ impl Document {
     /// Applies `section.key=value` items in order; what cannot be applied becomes a mistake.
     ///
     /// The value is read as TOML, else taken as a bare string. Choosing another `attention.kind` here drops the keys of
-    /// the text's kind, choosing another tokenizer source drops the text's, and choosing a preset drops what it sets,
-    /// so that one override is enough.
+    /// the text's kind, choosing another tokenizer source drops the text's, choosing a preset drops what it sets, and
+    /// another number of `data.paths` drops the text's `data.weights`, so that one override is enough.
     pub(super) fn apply(&mut self, overrides: &[String]) {
         let mut set = BTreeSet::new();
         for item in overrides {
@@ -167,6 +167,15 @@ impl Document {
                 .and_then(Value::as_table_mut)
         {
             tokenizer.retain(|key, _| key == chosen || !TokenizerSection::SOURCES.contains(&key));
+        }
+        if set.contains("data.paths")
+            && !set.contains("data.weights")
+            && let Some(Value::Table(data)) = self.table.get_mut("data")
+        {
+            let count = |key: &str| data.get(key).and_then(Value::as_array).map(Vec::len);
+            if count("paths") != count("weights") {
+                data.remove("weights");
+            }
         }
         if set.contains("attention.preset") {
             let mut drop = |section: &str, key: &str| {

@@ -15,7 +15,8 @@ impl Recipe {
     ///
     /// `origin` names the text in messages, usually its path. An override's value is read as TOML, else taken as a bare
     /// string. Overriding `attention.kind` drops the keys that belong to the text's kind; overriding one of
-    /// `tokenizer.path` and `tokenizer.train` drops the other; overriding `attention.preset` drops what it sets.
+    /// `tokenizer.path` and `tokenizer.train` drops the other; overriding `attention.preset` drops what it sets;
+    /// another number of `data.paths` drops `data.weights`.
     ///
     /// # Errors
     /// [`RecipeError::Syntax`] when the text is not TOML, else [`RecipeError::Invalid`] with every mistake of the text

@@ -163,6 +163,7 @@ fn start(args: &NewArgs) -> Result<Recipe> {
     let text = shipped::recipe(&name).context("every kind has a recipe of each size")?;
     let text = Recipe::load(text, &name, &[]).map(|mut recipe| {
         recipe.data.paths.clone_from(&args.data);
+        recipe.data.weights = None;
         recipe.data.format = DataFormat::Auto;
         recipe.model.vocab_size = None;
         recipe.tokenizer.path = None;

@@ -110,6 +110,25 @@ fn another_kind_drops_the_keys_of_the_texts_kind_only() {
 }
 
 #[test]
+fn another_number_of_paths_drops_the_weights() {
+    let text = include_str!("../../../../../recipes/dma_1p7b.toml");
+    let weights = |overrides: &[&str]| {
+        let overrides: Vec<String> = overrides.iter().map(|&item| item.to_owned()).collect();
+        let recipe = Recipe::load(text, "a recipe", &overrides);
+        recipe.map(|recipe| recipe.data.weights)
+    };
+    let four = Some(vec![0.7, 0.2, 0.05, 0.05]);
+    assert_eq!(weights(&[]).expect("valid"), four);
+    assert_eq!(
+        weights(&["data.paths=[\"w\", \"t\", \"c\", \"m\"]"]).expect("valid"),
+        four
+    );
+    assert_eq!(weights(&["data.paths=[\"text\"]"]).expect("valid"), None);
+    let two = ["data.paths=[\"text\"]", "data.weights=[1, 2]"];
+    assert!(weights(&two).is_err());
+}
+
+#[test]
 fn another_tokenizer_source_replaces_the_texts() {
     let recipe = loaded(&["tokenizer.path=my/tokenizer.json"]);
     let path = TokenizerSource::Path("my/tokenizer.json");
