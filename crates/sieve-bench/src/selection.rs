@@ -7,8 +7,12 @@ use crate::on_device::OnDevice;
 use crate::place::{self, Place};
 use crate::report::Report;
 use crate::scores::Scores;
-use sieve_kernels::{AttentionShape, CudaTensor, KeyLists, Selection, dma_lists, oracle};
-use sieve_testing::Random;
+use burn::tensor::DType;
+use sieve_kernels::{
+    AttentionShape, CudaTensor, KernelError, KeyLists, Selection, dma_border_keys_backward,
+    dma_border_keys_forward, dma_last_kept, dma_lists, oracle,
+};
+use sieve_testing::{Random, round_bf16};
 
 /// Random windows over every length, each length with and without a local window in turn, and then the fixed ones.
 fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
@@ -94,6 +98,8 @@ pub(crate) fn check_wrappers(
             Err(error) => Err(error.to_string()),
         };
         report.add(&named("dma_select"), "kernel", &label, expire);
+        let border = border_keys(&selection.expire, &case, device, &mut random);
+        report.add(&named("dma_border_keys"), "kernel", &label, border);
         let lists = dma_lists(&selection, &call.doc_start, &call.doc_end, tile_queries);
         let outcome = lists
             .map_err(|e| e.to_string())
@@ -111,6 +117,84 @@ pub(crate) fn check_wrappers(
         );
     }
     Ok(())
+}
+
+/// The keys that are kept at the end of each row, taken out of a packed tensor and added back to it.
+fn border_keys(
+    expire: &CudaTensor,
+    case: &Case,
+    device: &dyn Device,
+    random: &mut Random,
+) -> Result<f32, String> {
+    let text = |error: KernelError| error.to_string();
+    let (shape, head_dim) = (case.shape, 8 * random.between(1, 4));
+    let (batch, seq_len, kv_heads) = (shape.batch, shape.seq_len, shape.num_kv_heads);
+    let heads = 2 * kv_heads + random.between(0, 3);
+    // Also fewer slots than are kept.
+    let slots = random.between(1, case.window().min(seq_len) + 1);
+    let kept = dma_last_kept(expire, slots).map_err(text)?;
+    let mut places = Vec::new();
+    for expire in case.expire.chunks_exact(seq_len) {
+        let stays = (0..seq_len).filter(|&key| expire[key] as usize >= seq_len);
+        let stays = stays.map(|key| key as i32).collect::<Vec<_>>();
+        let last = &stays[stays.len().saturating_sub(slots)..];
+        places.extend(vec![-1; slots - last.len()]);
+        places.extend(last);
+    }
+    if device.ints(&kept).map_err(text)? != places {
+        return Err("other keys are kept at the end".to_owned());
+    }
+    let place = |row: usize, head: usize, slot: usize| {
+        usize::try_from(places[(row * kv_heads + head) * slots + slot]).ok()
+    };
+    let mut make = |sizes: &[usize], dtype| {
+        let values = random.bf16_normals(sizes.iter().product());
+        (device.float(&values, sizes, dtype), values)
+    };
+    let of_keys = [batch, slots, 2 * kv_heads, head_dim];
+    let (packed, x) = make(&[batch, seq_len, heads, head_dim], DType::BF16);
+    let (rank, r) = make(&[batch, kv_heads, seq_len], DType::F32);
+    let (d_keys, dx) = make(&of_keys, DType::BF16);
+    let (d_ranks, dr) = make(&[batch, kv_heads, slots], DType::F32);
+    let (mut keys, mut ranks) = (vec![0.0; dx.len()], vec![0.0; dr.len()]);
+    let (mut sums, mut rank_sums) = (x.clone(), r.clone());
+    for row in 0..batch {
+        for slot in 0..slots {
+            for vector in 0..2 * kv_heads {
+                let Some(token) = place(row, vector % kv_heads, slot) else {
+                    continue;
+                };
+                let first = heads - 2 * kv_heads + vector;
+                let from = ((row * seq_len + token) * heads + first) * head_dim;
+                let to = ((row * slots + slot) * 2 * kv_heads + vector) * head_dim;
+                for column in 0..head_dim {
+                    keys[to + column] = x[from + column];
+                    sums[from + column] = round_bf16(x[from + column] + dx[to + column]);
+                }
+                if vector < kv_heads {
+                    let from = (row * kv_heads + vector) * seq_len + token;
+                    let to = (row * kv_heads + vector) * slots + slot;
+                    ranks[to] = r[from];
+                    rank_sums[from] += dr[to];
+                }
+            }
+        }
+    }
+    let found = dma_border_keys_forward(&packed, &rank, &kept).map_err(text)?;
+    let gradients = [&d_keys, &d_ranks];
+    dma_border_keys_backward([&packed, &rank], &kept, gradients).map_err(text)?;
+    let [found_keys, found_ranks] = &found;
+    for (what, found, expected) in [
+        ("keys", found_keys, keys),
+        ("ranks", found_ranks, ranks),
+        ("the packed gradient", &packed, sums),
+        ("the ranks' gradient", &rank, rank_sums),
+    ] {
+        if device.floats(found).map_err(text)? != expected {
+            return Err(format!("{what} differ"));
+        }
+    }
+    Ok(0.0)
 }
 
 fn compare(lists: &KeyLists, case: &Case, device: &dyn Device) -> Result<f32, String> {
@@ -160,4 +244,22 @@ fn compare(lists: &KeyLists, case: &Case, device: &dyn Device) -> Result<f32, St
         }
     }
     Ok(0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::emulator::tests::emulated;
+
+    #[test]
+    fn emulated_selections_agree_with_the_definition() {
+        let checked = emulated("sieve-selection", |emulator, report| {
+            check_wrappers(report, emulator, &Extent::emulated(20, 130, 5))
+        });
+        let Some(report) = checked else {
+            return;
+        };
+        assert_eq!(report.failed(), 0, "{report}");
+        assert!(report.rows().len() == 8, "{report}");
+    }
 }

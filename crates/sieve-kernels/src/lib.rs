@@ -37,6 +37,7 @@ pub use cublaslt::{
 };
 pub use dma::attention_backward::{dma_attention_backward, dq_sum_queries};
 pub use dma::attention_forward::dma_attention_forward;
+pub use dma::border_keys::{dma_border_keys_backward, dma_border_keys_forward, dma_last_kept};
 pub use dma::decode::{DmaSlots, dma_decode};
 pub use dma::lists::{KeyLists, dma_lists};
 pub use dma::scores::{ScoreBias, dma_scores};

@@ -11,6 +11,7 @@ use crate::norm::{NormBackend, NormGradients};
 use crate::nsa::{NsaBackend, NsaGradients};
 use crate::optimizer::OptimizerBackend;
 use crate::rope::{RopeBackend, RopeGradients};
+use crate::row_parts::RowPartsBackend;
 use crate::sparse::SparseBackend;
 use crate::swiglu::{SwigluBackend, SwigluGradients};
 use burn::backend::Autodiff;
@@ -40,6 +41,7 @@ all_of!(
     /// body: what has no kernel says so and is counted.
     DeviceBackend: LinearGradients EmbeddingGradients NormGradients RopeGradients SwigluGradients AttentionGradients
         DmaGradients NsaGradients MlaGradients DecodeBackend SparseBackend LossGradients OptimizerBackend
+        RowPartsBackend
 );
 
 /// What a training loop needs of its backend: Sieve's ops with and without gradients.

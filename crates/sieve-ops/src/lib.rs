@@ -66,7 +66,7 @@ pub use optimizer::{
 pub use rope::{
     QkNorm, QkNormRopeCall, RopeBackend, RopeGradients, RopeTables, RotaryEmbedding, qk_norm_rope,
 };
-pub use row_parts::{RowLinks, RowParts};
+pub use row_parts::{Parcel, RowLinks, RowParts, RowPartsBackend};
 pub use sparse::{
     ChosenBlocks, DeviceMask, DeviceSelection, SparseBackend, SparseOutput, correct_by_probes,
     has_sparse_attention, select_blocks, select_blocks_by_bounds, sparse_attention,

@@ -7,17 +7,24 @@
 //! head as it keeps, however long the row is: a key that has left never returns, so of all earlier keys only those that
 //! are kept where the part begins can be seen.
 mod attend;
+mod backend;
 mod border;
+mod cuda;
+mod flex;
 mod heads;
+mod reference;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use attend::{DmaParts, Parted, backward, forward};
+pub use backend::{Parcel, RowPartsBackend};
 
 use crate::documents::Documents;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
+use sieve_kernels::NcclGroup;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// The ranks that hold the parts of one row.
@@ -31,6 +38,10 @@ pub trait RowLinks: Send + Sync + fmt::Debug {
     ///
     /// A lost rank cannot be told from here: zeros come in place of its values, and whatever all ranks do next fails.
     fn exchange(&self, values: Vec<Vec<f32>>, counts: &[usize]) -> Vec<Vec<f32>>;
+    /// Where these ranks' GPUs reach each other: their group, by part. Tensors then pass no host.
+    fn nccl(&self) -> Option<&NcclGroup> {
+        None
+    }
 }
 
 /// Rows of which this rank holds a part.
@@ -74,6 +85,18 @@ impl RowParts {
     fn document(&self, row: usize, position: usize) -> [usize; 2] {
         let token = row * self.seq_len + position;
         [0, 1].map(|bound| self.bounds[bound][token] as usize)
+    }
+
+    /// By row, as many of the last `share` tokens of each of these parts as belong to the document that is open where
+    /// this rank's part begins.
+    fn keys_of_open_documents(&self, from: Range<usize>, share: usize) -> Vec<usize> {
+        let len = self.len();
+        let keys = |row: usize| {
+            let [start, _] = self.document(row, self.links.part() * len);
+            let ends = from.clone().map(|part| (part + 1) * len);
+            ends.map(|end| end.saturating_sub(start).min(share)).sum()
+        };
+        (0..self.batch).map(keys).collect()
     }
 
     /// The document bounds of this rank's part, followed by those of the part behind `border` further tokens a row, the

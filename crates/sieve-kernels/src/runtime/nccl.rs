@@ -52,6 +52,8 @@ struct Link {
 
 // SAFETY: after `join` the handles are used on the device thread alone.
 unsafe impl Send for Link {}
+// SAFETY: as above.
+unsafe impl Sync for Link {}
 
 /// Which elements of a flattened tensor are whose, by rank.
 pub type RankRanges = Vec<Range<usize>>;
@@ -241,6 +243,53 @@ impl NcclGroup {
         Ok(work)
     }
 
+    /// Gives tensors of `shape` to other ranks, and returns those that the ranks of `from` give to this one; `like` is
+    /// of their type and on this GPU. What this rank gives to itself it gets.
+    ///
+    /// # Errors
+    /// Tensors of other types or shapes; an error of an earlier call.
+    pub fn exchange(
+        &self,
+        given: Vec<(usize, CudaTensor)>,
+        from: Range<usize>,
+        shape: &[usize],
+        like: &CudaTensor,
+    ) -> Result<Vec<CudaTensor>, KernelError> {
+        let dtype = like.dtype();
+        let count = shape.iter().product::<usize>() * dtype.size();
+        let job = |tensor: &CudaTensor, work| Job {
+            bindings: [tensor, tensor].map(|tensor| tensor.primitive().handle.clone().binding()),
+            count,
+            work,
+            ranges: None,
+        };
+        let mut jobs = Vec::new();
+        let mut own = None;
+        for (rank, tensor) in given {
+            tensor.require_dtype(NAME, "a given tensor", dtype)?;
+            tensor.require_shape(NAME, "a given tensor", shape)?;
+            let tensor = tensor.contiguous();
+            match rank == self.rank {
+                true => own = Some(tensor),
+                false => jobs.push(job(&tensor, Work::Send(rank))),
+            }
+        }
+        let found = from.map(|rank| match (&own, rank == self.rank) {
+            (Some(own), true) => own.clone(),
+            _ => {
+                let tensor = like.empty_contiguous(shape, dtype);
+                jobs.push(job(&tensor, Work::Receive(rank)));
+                tensor
+            }
+        });
+        let found = found.collect();
+        if jobs.is_empty() {
+            return Ok(found);
+        }
+        self.begin(jobs, vec![like.clone()])?.finish();
+        Ok(found)
+    }
+
     fn begin(&self, jobs: Vec<Job>, results: Vec<CudaTensor>) -> Result<NcclWork, KernelError> {
         if let Some(reason) = lock(&self.late_error).take() {
             return Err(failed(reason));
@@ -337,6 +386,9 @@ enum Work {
     Sum,
     GatherF32,
     GatherBf16,
+    /// To a rank, or from one; counts are of bytes.
+    Send(usize),
+    Receive(usize),
 }
 
 #[derive(Clone, Copy)]
@@ -395,7 +447,33 @@ impl Link {
         let (kind, bytes) = match work {
             Work::GatherBf16 => (sys::ncclDataType_t::ncclBfloat16, 2),
             Work::Sum | Work::GatherF32 => (f32s, 4),
+            Work::Send(_) | Work::Receive(_) => (sys::ncclDataType_t::ncclUint8, 1),
         };
+        // SAFETY: `count` bytes at the address.
+        let moved = unsafe {
+            match *work {
+                Work::Send(peer) => Some((nccl.send)(
+                    from as _,
+                    *count,
+                    kind,
+                    peer as i32,
+                    comm,
+                    stream,
+                )),
+                Work::Receive(peer) => Some((nccl.receive)(
+                    to as _,
+                    *count,
+                    kind,
+                    peer as i32,
+                    comm,
+                    stream,
+                )),
+                _ => None,
+            }
+        };
+        if let Some(moved) = moved {
+            return nccl.check("ncclSend or ncclRecv", moved);
+        }
         let Some(ranges) = ranges else {
             // SAFETY: `count` values at both addresses.
             let queued =

@@ -17,6 +17,7 @@ use crate::attention::sparse_forward::{
 };
 use crate::attention::tiling::{KeySource, QueryPass, QueryTiling};
 use crate::dma::attention_backward::dma_attention_backward_convert_kernel;
+use crate::dma::border_keys::{dma_border_keys_kernels, dma_last_kept_kernel};
 use crate::dma::decode::dma_decode_kernel;
 use crate::dma::lists::{dma_lists_kernel, dma_lists_prefix_kernel};
 use crate::dma::scores::{ScoreBias, dma_scores_kernel};
@@ -172,9 +173,11 @@ pub(super) fn portable(
         Part::Choose => match needs.keys {
             NeededKeys::Chosen(_) => {
                 list.extend_kernels(dma_select_kernels());
+                list.extend_kernels(dma_border_keys_kernels());
                 list.extend_kernels([
                     dma_lists_kernel(),
                     dma_lists_prefix_kernel(),
+                    dma_last_kept_kernel(),
                     dma_scores_kernel(num_kv_heads, head_dim_v, ScoreBias::Linear),
                     dma_scores_backward_kernel(num_kv_heads),
                 ]);

@@ -1,6 +1,6 @@
 //! Attention of a part of each row.
 use super::RowParts;
-use super::border::{Border, Reach, Sizes};
+use super::border::{Border, Reach};
 use super::heads::{to_heads, to_tokens};
 use crate::attention::{AttentionBackend, AttentionOutput, AttentionSpec};
 use crate::backend::DeviceBackend;
@@ -8,11 +8,14 @@ use crate::dma::{DmaSelection, bias_gradient, dma_bias, dma_rank};
 use crate::documents::DocumentBounds;
 use crate::tensors::{Float, Ints, primitive, tensor};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData, TensorMetadata};
+use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::DmaShape;
 
 /// What DMA has beside the packed tensor: w_dt, a, its form, and the tokens' positions in their documents.
 pub(crate) type DmaParts<B> = (Float<B>, Float<B>, DmaShape, Ints<B>);
+
+/// Where a part's tokens stand: the rows, the document bounds inside the part, and how they attend.
+pub(crate) type PartPlace<'a, B> = (&'a RowParts, &'a DocumentBounds<B>, AttentionSpec);
 
 /// What attention of a part leaves for its backward pass.
 #[derive(Clone, Debug)]
@@ -32,7 +35,7 @@ enum Way<B: Backend> {
 
 #[derive(Clone, Debug)]
 struct Bordered<B: Backend> {
-    border: Border,
+    border: Border<B>,
     output: AttentionOutput<B>,
     /// DMA's, and what ranks the keys.
     selection: Option<(DmaSelection<B>, Float<B>)>,
@@ -40,8 +43,8 @@ struct Bordered<B: Backend> {
 
 #[cfg(test)]
 impl<B: Backend> Parted<B> {
-    /// DMA's masks over the longer rows, with the positions of the border's keys.
-    pub(super) fn mask(&self) -> Option<(&Border, Ints<B>)> {
+    /// DMA's masks over the longer rows, and the border's keys and values.
+    pub(super) fn mask(&self) -> Option<(&Border<B>, Ints<B>)> {
         match &self.way {
             Way::Heads(_) => None,
             Way::Border(bordered) => {
@@ -56,65 +59,44 @@ impl<B: Backend> Parted<B> {
 pub(crate) fn forward<B: DeviceBackend>(
     qkv: Float<B>,
     dma: Option<DmaParts<B>>,
-    parts: &RowParts,
-    spec: AttentionSpec,
+    (parts, own_documents, spec): PartPlace<'_, B>,
 ) -> Parted<B> {
     let num_parts = parts.links.num_parts();
     let is_dense = dma.is_none() && spec.window_size.is_none();
     if is_dense && spec.num_kv_heads.is_multiple_of(num_parts) {
-        let output = dense::<B>(to_own_heads::<B>(parts, qkv, spec), parts, spec);
-        let o = to_tokens(
-            &*parts.links,
-            tensor::<B, 4>(output.o.clone()),
-            &[spec.num_heads],
-        );
+        let own = to_own_heads::<B>(parts, qkv, spec);
+        let (documents, own_spec) = whole::<B>(parts, &own, spec);
+        let output = <B as AttentionBackend>::attention(own, &documents, own_spec);
+        let o = tensor::<B, 4>(output.o.clone());
+        let o = to_tokens(&*parts.links, o, &[spec.num_heads]);
         return Parted {
             o: primitive(o),
             way: Way::Heads(output),
         };
     }
-    let device = B::float_device(&qkv);
     let reach = match (&dma, spec.window_size) {
-        (Some((_, _, dma, _)), _) => {
-            let window = dma.window();
-            Reach {
-                ranked: window.num_ranked(),
-                recent: window.local_window_size,
-            }
-        }
-        (None, window) => Reach {
-            ranked: 0,
-            recent: window.map_or(parts.seq_len, |window| window - 1),
-        },
+        (Some((_, _, dma, _)), _) => Reach::Kept(dma.window()),
+        (None, window) => Reach::Recent(window.map_or(parts.seq_len, |window| window - 1)),
     };
     let rank = dma.map(|(w_dt, a, dma, positions)| {
         let z = tensor::<B, 3>(B::dma_scores(qkv.clone(), w_dt, a, spec));
         let positions = || Tensor::<B, 2, Int>::from_primitive(positions);
-        (dma_rank(z, positions, dma.slopes(spec.num_kv_heads)), dma)
+        let rank = dma_rank(z, positions, dma.slopes(spec.num_kv_heads));
+        (primitive(rank), dma)
     });
-    let values = values_of(tensor::<B, 4>(qkv.clone()));
-    let own_ranks = rank.as_ref().map(|(rank, _)| values_of(rank.clone()));
-    let sizes = sizes(&qkv, spec);
-    let border = Border::gather(parts, sizes, reach, &values, own_ranks.as_deref());
-    let [batch, len, heads, head_dim] = qkv.shape().dims();
-    let row_len = border.slots + len;
-    let longer = from_values::<B, 4>(
-        border.with_keys(&values),
-        [batch, row_len, heads, head_dim],
-        &device,
-    );
-    let (longer, documents) = (primitive(longer), bounds::<B>(&border, row_len, &device));
-    let (output, selection) = match (rank, own_ranks) {
-        (Some((_, dma)), Some(own)) => {
-            let shape = [batch, spec.num_kv_heads, row_len];
-            let rank = from_values::<B, 3>(border.with_ranks(&own), shape, &device);
-            let delta = primitive(dma_bias(rank.clone(), dma.bias));
-            let rank = primitive(rank);
+    let own_rank = rank.as_ref().map(|(rank, _)| rank);
+    let border = Border::<B>::gather(parts, &qkv, (own_documents, spec), reach, own_rank);
+    let len = parts.len();
+    let (longer, documents) = (border.with_keys(qkv), border.documents(own_documents));
+    let (output, selection) = match rank {
+        Some((rank, dma)) => {
+            let rank = border.with_ranks(rank);
+            let delta = primitive(dma_bias(tensor::<B, 3>(rank.clone()), dma.bias));
             let selection = B::dma_select(rank.clone(), &documents, dma.window());
             let output = B::dma_attention(longer, delta, &documents, &selection, spec);
             (output, Some((selection, rank)))
         }
-        _ => {
+        None => {
             let output = <B as AttentionBackend>::attention(longer, &documents, spec);
             (output, None)
         }
@@ -137,7 +119,7 @@ pub(crate) fn backward<B: DeviceBackend>(
     parted: Parted<B>,
     qkv: Float<B>,
     dma: Option<DmaParts<B>>,
-    (parts, spec): (&RowParts, AttentionSpec),
+    (parts, own_documents, spec): PartPlace<'_, B>,
     d_o: Float<B>,
 ) -> (Float<B>, Option<(Float<B>, Float<B>)>) {
     let links = &*parts.links;
@@ -157,22 +139,23 @@ pub(crate) fn backward<B: DeviceBackend>(
         output,
         selection,
     } = *bordered;
-    let device = B::float_device(&qkv);
-    let shape: [usize; 4] = qkv.shape().dims();
-    let [batch, len, heads, head_dim] = shape;
-    let row_len = border.slots + len;
-    let values = border.with_keys(&values_of(tensor::<B, 4>(qkv.clone())));
-    let longer = from_values::<B, 4>(values, [batch, row_len, heads, head_dim], &device);
-    let longer = primitive(longer);
-    let documents = bounds::<B>(&border, row_len, &device);
-    let before = [batch, border.slots, spec.num_heads, head_dim];
-    let d_o = Tensor::cat(vec![Tensor::zeros(before, &device), tensor::<B, 4>(d_o)], 1);
+    let (slots, len) = (border.slots, parts.len());
+    let longer = border.with_keys(qkv.clone());
+    let documents = border.documents(own_documents);
+    let mut d_o = tensor::<B, 4>(d_o);
+    if slots > 0 {
+        let [batch, _, heads, head_dim] = d_o.dims();
+        let none = Tensor::zeros(
+            [batch, slots, heads, head_dim],
+            (&d_o.device(), d_o.dtype()),
+        );
+        d_o = Tensor::cat(vec![none, d_o], 1);
+    }
     let d_o = primitive(d_o);
     let (Some((selection, rank)), Some((w_dt, a, dma, _))) = (selection, dma) else {
         let d_longer = B::attention_backward(longer, &documents, spec, output, d_o);
-        let d_longer = values_of(tensor::<B, 4>(d_longer));
-        let (d_qkv, _) = border.give_back(&d_longer, None);
-        return (primitive(from_values::<B, 4>(d_qkv, shape, &device)), None);
+        let (d_qkv, _) = border.give_back(parts, d_longer, None);
+        return (d_qkv, None);
     };
     let rank = tensor::<B, 3>(rank);
     let delta = dma_bias(rank.clone(), dma.bias);
@@ -185,14 +168,9 @@ pub(crate) fn backward<B: DeviceBackend>(
         output,
         d_o,
     );
-    let d_longer = values_of(tensor::<B, 4>(d_longer));
-    let d_delta = values_of(tensor::<B, 3>(d_delta));
-    let (d_qkv, d_delta) = border.give_back(&d_longer, Some(&d_delta));
-    let d_qkv = primitive(from_values::<B, 4>(d_qkv, shape, &device));
-    let shape = [batch, spec.num_kv_heads, len];
-    let d_delta = d_delta.expect("given above");
-    let d_delta = from_values::<B, 3>(d_delta, shape, &device);
-    let own = |x: Tensor<B, 3>| x.narrow(2, border.slots, len);
+    let (d_qkv, d_delta) = border.give_back(parts, d_longer, Some(d_delta));
+    let d_delta = tensor::<B, 3>(d_delta.expect("given above"));
+    let own = |x: Tensor<B, 3>| x.narrow(2, slots, len);
     let dz = bias_gradient(own(rank), own(delta), d_delta, dma.bias);
     let (d_qkv, d_w_dt, d_a) = B::dma_scores_backward(qkv, w_dt, a, spec, primitive(dz), d_qkv);
     (d_qkv, Some((d_w_dt, d_a)))
@@ -202,17 +180,12 @@ fn kinds(spec: AttentionSpec) -> [usize; 3] {
     [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
 }
 
-fn to_own_heads<B: Backend>(parts: &RowParts, qkv: Float<B>, spec: AttentionSpec) -> Float<B> {
-    primitive(to_heads(&*parts.links, tensor::<B, 4>(qkv), &kinds(spec)))
-}
-
-fn dense<B: DeviceBackend>(
-    own: Float<B>,
+fn to_own_heads<B: DeviceBackend>(
     parts: &RowParts,
+    qkv: Float<B>,
     spec: AttentionSpec,
-) -> AttentionOutput<B> {
-    let (documents, own_spec) = whole::<B>(parts, &own, spec);
-    <B as AttentionBackend>::attention(own, &documents, own_spec)
+) -> Float<B> {
+    primitive(to_heads(&*parts.links, tensor::<B, 4>(qkv), &kinds(spec)))
 }
 
 /// Bounds of the whole rows, and the spec of this rank's heads.
@@ -236,23 +209,12 @@ fn whole<B: Backend>(
     (documents, own_spec)
 }
 
-fn bounds<B: Backend>(border: &Border, row_len: usize, device: &B::Device) -> DocumentBounds<B> {
-    border.bounds().map(|bounds| {
-        let shape = [bounds.len() / row_len, row_len];
-        int_primitive::<B>(bounds, shape, device)
-    })
-}
-
-fn int_primitive<B: Backend>(values: Vec<i32>, shape: [usize; 2], device: &B::Device) -> Ints<B> {
+pub(super) fn int_primitive<B: Backend>(
+    values: Vec<i32>,
+    shape: [usize; 2],
+    device: &B::Device,
+) -> Ints<B> {
     Tensor::<B, 2, Int>::from_data(TensorData::new(values, shape), device).into_primitive()
-}
-
-fn sizes<F: TensorMetadata>(qkv: &F, spec: AttentionSpec) -> Sizes {
-    Sizes {
-        num_heads: spec.num_heads,
-        num_kv_heads: spec.num_kv_heads,
-        head_dim: qkv.shape()[3],
-    }
 }
 
 pub(super) fn values_of<B: Backend, const D: usize>(x: Tensor<B, D>) -> Vec<f32> {

@@ -1,329 +1,337 @@
 //! The keys of earlier parts that a part's queries may see.
 use super::RowParts;
-use std::cmp::Ordering;
+use super::attend::int_primitive;
+use super::backend::Parcel;
+use crate::attention::AttentionSpec;
+use crate::backend::DeviceBackend;
+use crate::documents::DocumentBounds;
+use crate::tensors::{Float, Ints, primitive, tensor};
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor, TensorMetadata};
+use sieve_core::DmaWindow;
 use std::ops::Range;
 
-/// How many keys before a part its queries may see.
+/// Which keys before a part its queries may see.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Reach {
-    /// The best-ranked ones.
-    pub(super) ranked: usize,
-    /// The last ones, whatever their rank.
-    pub(super) recent: usize,
+pub(super) enum Reach {
+    /// The last ones.
+    Recent(usize),
+    /// Those that DMA keeps.
+    Kept(DmaWindow),
 }
 
-/// Sizes of a packed tensor of one part, `[batch, len, num_heads + 2 * num_kv_heads, head_dim]`.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Sizes {
-    pub(super) num_heads: usize,
-    pub(super) num_kv_heads: usize,
-    pub(super) head_dim: usize,
-}
-
-impl Sizes {
-    fn packed(&self) -> usize {
-        (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+impl Reach {
+    /// As many keys at the most.
+    fn keys(self) -> usize {
+        match self {
+            Self::Recent(keys) => keys,
+            Self::Kept(window) => window.keep_window_size,
+        }
     }
 
-    /// Where a token's key and value of a head stand in its packed vector.
-    fn key_and_value(&self, head: usize) -> [Range<usize>; 2] {
-        [0, self.num_kv_heads].map(|further| {
-            let first = (self.num_heads + further + head) * self.head_dim;
-            first..first + self.head_dim
-        })
+    /// The first part that has keys which part `part` may see, of parts of `len` tokens.
+    fn first_part(self, part: usize, len: usize) -> usize {
+        match self {
+            Self::Recent(keys) => (part * len).saturating_sub(keys) / len,
+            Self::Kept(_) => 0,
+        }
     }
-}
-
-/// A key of this part that was given to a later one.
-#[derive(Clone, Copy, Debug)]
-struct Given {
-    row: usize,
-    head: usize,
-    token: usize,
 }
 
 /// Keys before a part: as many slots for each row and head, those of a row with fewer keys left empty in front.
 #[derive(Clone, Debug)]
-pub(super) struct Border {
-    parts: RowParts,
-    sizes: Sizes,
+pub(super) struct Border<B: Backend> {
+    spec: AttentionSpec,
+    /// Tokens of the part.
+    len: usize,
     /// Slots of a row.
     pub(super) slots: usize,
-    /// Empty slots by row.
-    pads: Vec<usize>,
-    /// K and V, `[batch, num_kv_heads, slots, 2, head_dim]`.
-    keys: Vec<f32>,
-    /// `[batch, num_kv_heads, slots]`.
-    ranks: Vec<f32>,
-    /// Positions in the whole row; `[batch, num_kv_heads, slots]`.
-    #[cfg_attr(not(test), allow(dead_code))]
-    pub(super) positions: Vec<Option<usize>>,
-    /// Place among all keys that were received, part by part.
-    places: Vec<Option<usize>>,
-    /// Keys received from each part.
-    received: Vec<usize>,
-    /// Keys given to each part, in order.
-    given: Vec<Vec<Given>>,
+    /// K, then V, `[batch, slots, 2 * num_kv_heads, head_dim]`; none without slots.
+    pub(super) keys: Option<Float<B>>,
+    /// Of DMA's keys, `[batch, num_kv_heads, slots]`.
+    ranks: Option<Float<B>>,
+    /// Document bounds of the longer rows; none without slots.
+    documents: Option<DocumentBounds<B>>,
+    /// Keys of each row and head that a part gives.
+    share: usize,
+    /// Parts that give their keys to this one, and parts that get this one's.
+    from: Range<usize>,
+    to: Range<usize>,
+    /// DMA's keys of this part that were given away; else they are the last ones.
+    given: Option<Ints<B>>,
+    /// The keys that stay of those of all earlier parts; else all.
+    chosen: Option<Ints<B>>,
 }
 
-/// A key that was received.
-#[derive(Clone, Copy)]
-struct Found {
-    position: usize,
-    place: usize,
-    rank: f32,
-}
-
-/// Larger rank first; of equal ones the later key.
-fn best_first(one: (f32, usize), other: (f32, usize)) -> Ordering {
-    let by_rank = other.0.partial_cmp(&one.0).unwrap_or(Ordering::Equal);
-    by_rank.then(other.1.cmp(&one.1))
-}
-
-impl Border {
+impl<B: DeviceBackend> Border<B> {
     /// Gives later parts the keys that they may see, and gets those that this part may see. `qkv` is this part's packed
-    /// tensor, `ranks` `[batch, num_kv_heads, len]` what ranks its keys.
+    /// tensor, `documents` its bounds, `rank` `[batch, num_kv_heads, len]` what DMA ranks its keys by.
     pub(super) fn gather(
         parts: &RowParts,
-        sizes: Sizes,
+        qkv: &Float<B>,
+        (documents, spec): (&DocumentBounds<B>, AttentionSpec),
         reach: Reach,
-        qkv: &[f32],
-        ranks: Option<&[f32]>,
+        rank: Option<&Float<B>>,
     ) -> Self {
         let (own, num_parts, len) = (parts.links.part(), parts.links.num_parts(), parts.len());
-        let rank_of = |row: usize, head: usize, token: usize| {
-            ranks.map_or(0.0, |ranks| {
-                ranks[(row * sizes.num_kv_heads + head) * len + token]
-            })
-        };
-        let mut values = vec![Vec::new(); num_parts];
-        let mut given = vec![Vec::new(); num_parts];
-        for to in own + 1..num_parts {
-            for row in 0..parts.batch {
-                let [ranked, recent] = spans(parts, reach, row, [own, to]);
-                for head in 0..sizes.num_kv_heads {
-                    let rank = |position: usize| rank_of(row, head, position - own * len);
-                    let mut best = ranked.clone().collect::<Vec<_>>();
-                    best.sort_by(|&a, &b| best_first((rank(a), a), (rank(b), b)));
-                    best.truncate(reach.ranked);
-                    best.sort_unstable();
-                    for position in best.into_iter().chain(recent.clone()) {
-                        let token = position - own * len;
-                        // Exact up to 2^24 tokens of a part.
-                        values[to].extend([token as f32, rank(position)]);
-                        let packed = &qkv[(row * len + token) * sizes.packed()..];
-                        for range in sizes.key_and_value(head) {
-                            values[to].extend(&packed[range]);
-                        }
-                        given[to].push(Given { row, head, token });
-                    }
-                }
-            }
-        }
-        let width = 2 + 2 * sizes.head_dim;
-        let counts = |from: usize, row: usize| {
-            let [ranked, recent] = spans(parts, reach, row, [from, own]);
-            ranked.len().min(reach.ranked) + recent.len()
-        };
-        let received = (0..num_parts).map(|from| {
-            let rows = (0..parts.batch).map(|row| counts(from, row));
-            rows.sum::<usize>() * sizes.num_kv_heads
-        });
-        let received = received.collect::<Vec<_>>();
-        let expected = received.iter().map(|count| count * width);
-        let values = parts
-            .links
-            .exchange(values, &expected.collect::<Vec<_>>())
-            .concat();
-
-        // By row and head, from all parts in their order: positions rise in each part.
-        let mut found = vec![Vec::new(); parts.batch * sizes.num_kv_heads];
-        let mut place = 0;
-        for from in 0..num_parts {
-            for row in 0..parts.batch {
-                for head in 0..sizes.num_kv_heads {
-                    for _ in 0..counts(from, row) {
-                        found[row * sizes.num_kv_heads + head].push(Found {
-                            position: from * len + values[place * width] as usize,
-                            rank: values[place * width + 1],
-                            place,
-                        });
-                        place += 1;
-                    }
-                }
-            }
-        }
-        for (index, found) in found.iter_mut().enumerate() {
-            let (_, recent_from) = opening(parts, reach, index / sizes.num_kv_heads, own);
-            let (mut best, recent): (Vec<_>, Vec<_>) =
-                found.drain(..).partition(|key| key.position < recent_from);
-            best.sort_by(|a, b| best_first((a.rank, a.position), (b.rank, b.position)));
-            best.truncate(reach.ranked);
-            best.sort_by_key(|key| key.position);
-            found.extend(best.into_iter().chain(recent));
-        }
-        let slots = found.iter().map(Vec::len).max().unwrap_or(0);
+        let (share, kv_heads) = (reach.keys().min(len), spec.num_kv_heads);
+        let [batch, _, _, head_dim] = qkv.shape().dims();
+        let later = (own + 1..num_parts).take_while(|&part| reach.first_part(part, len) <= own);
         let mut border = Self {
-            parts: parts.clone(),
-            sizes,
-            slots,
-            pads: found
-                .chunks(sizes.num_kv_heads)
-                .map(|heads| slots - heads[0].len())
-                .collect(),
-            keys: Vec::new(),
-            ranks: Vec::new(),
-            positions: Vec::new(),
-            places: Vec::new(),
-            received,
-            given,
+            spec,
+            len,
+            slots: 0,
+            keys: None,
+            ranks: None,
+            documents: None,
+            share,
+            from: reach.first_part(own, len)..own,
+            to: own + 1..own + 1 + later.count(),
+            given: None,
+            chosen: None,
         };
-        for found in &found {
-            let pads = slots - found.len();
-            border.keys.extend(vec![0.0; pads * 2 * sizes.head_dim]);
-            border.ranks.extend(vec![0.0; pads]);
-            border.positions.extend(vec![None; pads]);
-            border.places.extend(vec![None; pads]);
-            for key in found {
-                let at = key.place * width + 2;
-                border.keys.extend(&values[at..at + 2 * sizes.head_dim]);
-                border.ranks.push(key.rank);
-                border.positions.push(Some(key.position));
-                border.places.push(Some(key.place));
-            }
+        let mut given = None;
+        if !border.to.is_empty() {
+            given = Some(match (reach, rank) {
+                (Reach::Kept(window), Some(rank)) => {
+                    let kept = B::dma_last_kept(rank.clone(), documents, window, share);
+                    border.given = Some(kept.clone());
+                    let [keys, ranks] = B::dma_border_keys(qkv.clone(), rank.clone(), kept, spec);
+                    (keys, Some(ranks))
+                }
+                _ => {
+                    let last = tensor::<B, 4>(qkv.clone()).narrow(1, len - share, share);
+                    (primitive(keys_of(last, spec)), None)
+                }
+            });
         }
+        let (keys, ranks) = given.unzip();
+        let shape = border.shape_of_keys(batch, head_dim);
+        let keys = border.give_on(parts, keys, shape, qkv);
+        let ranks = rank.map(|rank| {
+            let shape = vec![batch, kv_heads, share];
+            border.give_on(parts, ranks.flatten(), shape, rank)
+        });
+        if border.from.is_empty() {
+            return border;
+        }
+        let keys = keys.into_iter().map(tensor::<B, 4>).collect();
+        let mut keys = primitive(Tensor::cat(keys, 1));
+        let mut ranks = ranks.map(|ranks| {
+            let ranks = ranks.into_iter().map(tensor::<B, 3>).collect();
+            primitive(Tensor::cat(ranks, 2))
+        });
+        let all = border.from.len() * share;
+        let valid = parts.keys_of_open_documents(border.from.clone(), share);
+        border.slots = all.min(reach.keys());
+        let device = B::float_device(qkv);
+        if let (Reach::Kept(window), Some(candidates)) = (reach, &ranks)
+            && all > border.slots
+        {
+            let bounds = candidate_bounds::<B>(&valid, all, &device);
+            let chosen = B::dma_last_kept(candidates.clone(), &bounds, window, border.slots);
+            let [best, best_ranks] =
+                B::dma_border_keys(keys, candidates.clone(), chosen.clone(), spec);
+            (keys, ranks, border.chosen) = (best, Some(best_ranks), Some(chosen));
+        } else if all > border.slots {
+            let last = tensor::<B, 4>(keys).narrow(1, all - border.slots, border.slots);
+            keys = primitive(last);
+        }
+        let pads = valid
+            .iter()
+            .map(|&keys| border.slots - keys.min(border.slots));
+        let bounds = parts.bounds_behind(border.slots, &pads.collect::<Vec<_>>());
+        let shape = [batch, border.slots + len];
+        border.documents = Some(bounds.map(|bounds| int_primitive::<B>(bounds, shape, &device)));
+        border.keys = Some(keys);
+        border.ranks = ranks;
         border
     }
 
-    /// Document bounds of the longer rows.
-    pub(super) fn bounds(&self) -> [Vec<i32>; 2] {
-        self.parts.bounds_behind(self.slots, &self.pads)
+    /// Gives this part's tensor to the later parts, and returns those of the earlier ones.
+    fn give_on(
+        &self,
+        parts: &RowParts,
+        given: Option<Float<B>>,
+        shape: Vec<usize>,
+        like: &Float<B>,
+    ) -> Vec<Float<B>> {
+        let to = self.to.clone();
+        let given = to.filter_map(|part| Some((part, given.clone()?)));
+        let parcel = Parcel {
+            given: given.collect(),
+            from: self.from.clone(),
+            shape,
+            like: like.clone(),
+        };
+        B::exchange(&*parts.links, parcel)
+    }
+
+    /// The bounds of the longer rows, where those of the part are `own`.
+    pub(super) fn documents(&self, own: &DocumentBounds<B>) -> DocumentBounds<B> {
+        self.documents.clone().unwrap_or_else(|| own.clone())
     }
 
     /// The packed tensor of the longer rows: the border's keys with queries of zero, then the part.
-    pub(super) fn with_keys(&self, qkv: &[f32]) -> Vec<f32> {
-        let (packed, len) = (self.sizes.packed(), self.parts.len());
-        let width = self.sizes.head_dim;
-        let mut all = Vec::with_capacity(self.parts.batch * (self.slots + len) * packed);
-        for row in 0..self.parts.batch {
-            let first = all.len();
-            all.resize(first + self.slots * packed, 0.0);
-            for head in 0..self.sizes.num_kv_heads {
-                for slot in 0..self.slots {
-                    let from = 2 * width * self.slot(row, head, slot);
-                    let token = &mut all[first + slot * packed..];
-                    for (part, range) in self.sizes.key_and_value(head).into_iter().enumerate() {
-                        let from = from + part * width;
-                        token[range].copy_from_slice(&self.keys[from..from + width]);
-                    }
-                }
-            }
-            all.extend(&qkv[row * len * packed..(row + 1) * len * packed]);
-        }
-        all
+    pub(super) fn with_keys(&self, qkv: Float<B>) -> Float<B> {
+        let Some(keys) = &self.keys else {
+            return qkv;
+        };
+        let [batch, _, _, head_dim] = qkv.shape().dims();
+        let queries = [batch, self.slots, self.spec.num_heads, head_dim];
+        let queries = Tensor::<B, 4>::zeros(queries, (&B::float_device(&qkv), qkv.dtype()));
+        let border = Tensor::cat(vec![queries, tensor::<B, 4>(keys.clone())], 2);
+        primitive(Tensor::cat(vec![border, tensor::<B, 4>(qkv)], 1))
     }
 
     /// Ranks of the longer rows.
-    pub(super) fn with_ranks(&self, ranks: &[f32]) -> Vec<f32> {
-        let (len, slots) = (self.parts.len(), self.slots);
-        let heads = ranks.chunks_exact(len).enumerate();
-        heads
-            .flat_map(|(head, own)| {
-                let border = &self.ranks[head * slots..(head + 1) * slots];
-                border.iter().chain(own).copied()
-            })
-            .collect()
+    pub(super) fn with_ranks(&self, own: Float<B>) -> Float<B> {
+        let Some(ranks) = &self.ranks else {
+            return own;
+        };
+        let [ranks, own] = [ranks.clone(), own].map(tensor::<B, 3>);
+        primitive(Tensor::cat(vec![ranks, own], 2))
     }
 
     /// From gradients of the longer rows, packed and of what each rank adds, those of this part's keys: each part gives
     /// back the gradients of its border to where the keys are from.
     pub(super) fn give_back(
         &self,
-        d_qkv: &[f32],
-        d_delta: Option<&[f32]>,
-    ) -> (Vec<f32>, Option<Vec<f32>>) {
-        let (packed, len, sizes) = (self.sizes.packed(), self.parts.len(), self.sizes);
-        let row_len = self.slots + len;
-        let width = 1 + 2 * sizes.head_dim;
-        let mut back = vec![0.0; self.received.iter().sum::<usize>() * width];
-        for row in 0..self.parts.batch {
-            for head in 0..sizes.num_kv_heads {
-                for slot in 0..self.slots {
-                    let Some(place) = self.places[self.slot(row, head, slot)] else {
-                        continue;
-                    };
-                    let to = &mut back[place * width..(place + 1) * width];
-                    let delta = (row * sizes.num_kv_heads + head) * row_len + slot;
-                    to[0] = d_delta.map_or(0.0, |d_delta| d_delta[delta]);
-                    let token = &d_qkv[(row * row_len + slot) * packed..];
-                    for (part, range) in sizes.key_and_value(head).into_iter().enumerate() {
-                        let at = 1 + part * sizes.head_dim;
-                        to[at..at + sizes.head_dim].copy_from_slice(&token[range]);
-                    }
-                }
+        parts: &RowParts,
+        d_longer: Float<B>,
+        d_delta: Option<Float<B>>,
+    ) -> (Float<B>, Option<Float<B>>) {
+        let (slots, len, spec) = (self.slots, self.len, self.spec);
+        let d_longer = tensor::<B, 4>(d_longer);
+        let [batch, _, heads, head_dim] = d_longer.dims();
+        let (own, own_delta) = match (slots, d_delta.clone()) {
+            (0, own_delta) => (d_longer.clone(), own_delta),
+            (_, d_delta) => {
+                let own_delta = d_delta.map(|d_delta| {
+                    let own: Tensor<B, 3> = tensor::<B, 3>(d_delta).narrow(2, slots, len);
+                    primitive(own)
+                });
+                (d_longer.clone().narrow(1, slots, len), own_delta)
             }
-        }
-        let mut rest = back.as_slice();
-        let values = self.received.iter().map(|count| {
-            let (values, others) = rest.split_at(count * width);
-            rest = others;
-            values.to_vec()
+        };
+        let own = primitive(own);
+        let of_border = (slots > 0).then(|| self.of_candidates(d_longer, d_delta));
+        let (d_keys, d_ranks) = of_border.unzip();
+        let d_keys = self.take_back::<4>(
+            parts,
+            d_keys,
+            (1, self.shape_of_keys(batch, head_dim)),
+            &own,
+        );
+        let d_ranks = own_delta.as_ref().map(|like| {
+            let shape = vec![batch, spec.num_kv_heads, self.share];
+            self.take_back::<3>(parts, d_ranks.flatten(), (2, shape), like)
         });
-        let counts = self.given.iter().map(|given| given.len() * width);
-        let counts = counts.collect::<Vec<_>>();
-        let values = self.parts.links.exchange(values.collect(), &counts);
-
-        let rows = d_qkv.chunks_exact(row_len * packed);
-        let mut own = rows
-            .flat_map(|row| &row[self.slots * packed..])
-            .copied()
-            .collect::<Vec<_>>();
-        let mut own_delta = d_delta.map(|d_delta| {
-            let heads = d_delta.chunks_exact(row_len);
-            heads
-                .flat_map(|head| &head[self.slots..])
-                .copied()
-                .collect::<Vec<_>>()
-        });
-        for (given, values) in self.given.iter().zip(&values) {
-            for (key, values) in given.iter().zip(values.chunks_exact(width)) {
-                if let Some(own_delta) = &mut own_delta {
-                    let delta = (key.row * sizes.num_kv_heads + key.head) * len + key.token;
-                    own_delta[delta] += values[0];
-                }
-                let token = &mut own[(key.row * len + key.token) * packed..];
-                let parts = values[1..].chunks_exact(sizes.head_dim);
-                for (range, values) in sizes.key_and_value(key.head).into_iter().zip(parts) {
-                    let sums = token[range].iter_mut().zip(values);
-                    sums.for_each(|(sum, value)| *sum += value);
-                }
-            }
+        let Some(d_keys) = d_keys else {
+            return (own, own_delta);
+        };
+        if let (Some(given), Some(Some(d_ranks)), Some(own_delta)) =
+            (&self.given, d_ranks, &own_delta)
+        {
+            let sums = [own, own_delta.clone()];
+            let gradients = [primitive(d_keys), primitive(d_ranks)];
+            let [own, own_delta] =
+                B::dma_border_keys_backward(sums, given.clone(), gradients, spec);
+            return (own, Some(own_delta));
         }
-        (own, own_delta)
+        let range = [
+            0..batch,
+            len - self.share..len,
+            heads - 2 * spec.num_kv_heads..heads,
+            0..head_dim,
+        ];
+        let own = tensor::<B, 4>(own);
+        let sums = own.clone().slice(range.clone()) + d_keys;
+        (primitive(own.slice_assign(range, sums)), own_delta)
     }
 
-    fn slot(&self, row: usize, head: usize, slot: usize) -> usize {
-        (row * self.sizes.num_kv_heads + head) * self.slots + slot
+    fn shape_of_keys(&self, batch: usize, head_dim: usize) -> Vec<usize> {
+        vec![batch, self.share, 2 * self.spec.num_kv_heads, head_dim]
+    }
+
+    /// Gradients of all keys that earlier parts gave, and of DMA's ranks, from those of the longer rows.
+    fn of_candidates(
+        &self,
+        d_longer: Tensor<B, 4>,
+        d_delta: Option<Float<B>>,
+    ) -> (Tensor<B, 4>, Option<Tensor<B, 3>>) {
+        let (slots, spec) = (self.slots, self.spec);
+        let all = self.from.len() * self.share;
+        let d_keys = keys_of(d_longer.narrow(1, 0, slots), spec);
+        let [batch, _, heads, head_dim] = d_keys.dims();
+        let d_ranks = d_delta.map(|d_delta| tensor::<B, 3>(d_delta).narrow(2, 0, slots));
+        let zeros = |tokens: usize| {
+            let shape = [batch, tokens, heads, head_dim];
+            Tensor::<B, 4>::zeros(shape, (&d_keys.device(), d_keys.dtype()))
+        };
+        match (&self.chosen, d_ranks) {
+            (Some(chosen), Some(d_ranks)) => {
+                let shape = [batch, spec.num_kv_heads, all];
+                let ranks = Tensor::<B, 3>::zeros(shape, (&d_ranks.device(), d_ranks.dtype()));
+                let [keys, ranks] = B::dma_border_keys_backward(
+                    [primitive(zeros(all)), primitive(ranks)],
+                    chosen.clone(),
+                    [primitive(d_keys), primitive(d_ranks)],
+                    spec,
+                );
+                (tensor(keys), Some(tensor(ranks)))
+            }
+            // Of the first part's some were too early.
+            (_, d_ranks) if all > slots => {
+                (Tensor::cat(vec![zeros(all - slots), d_keys], 1), d_ranks)
+            }
+            (_, d_ranks) => (d_keys, d_ranks),
+        }
+    }
+
+    /// Gives each earlier part its gradients, which lie one after the other along `dim`, and adds up those that later
+    /// parts give to this one.
+    fn take_back<const D: usize>(
+        &self,
+        parts: &RowParts,
+        gradients: Option<Tensor<B, D>>,
+        (dim, shape): (usize, Vec<usize>),
+        like: &Float<B>,
+    ) -> Option<Tensor<B, D>> {
+        let given = self.from.clone().enumerate().filter_map(|(at, part)| {
+            let own = gradients.clone()?.narrow(dim, at * self.share, self.share);
+            Some((part, primitive(own)))
+        });
+        let parcel = Parcel {
+            given: given.collect(),
+            from: self.to.clone(),
+            shape,
+            like: like.clone(),
+        };
+        let found = B::exchange(&*parts.links, parcel).into_iter();
+        let sums = found.map(|found| tensor::<B, D>(found).cast(DType::F32));
+        Some(sums.reduce(|sum, more| sum + more)?.cast(like.dtype()))
     }
 }
 
-/// Where the document begins that is open where part `to` begins, and from where on its keys are seen whatever their
-/// rank.
-fn opening(parts: &RowParts, reach: Reach, row: usize, to: usize) -> (usize, usize) {
-    let first = to * parts.len();
-    let [start, _] = parts.document(row, first);
-    (start, start.max(first.saturating_sub(reach.recent)))
+/// K and V of a packed tensor.
+fn keys_of<B: Backend>(packed: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 4> {
+    let (heads, kept) = (packed.dims()[2], 2 * spec.num_kv_heads);
+    packed.narrow(2, heads - kept, kept)
 }
 
-/// The keys of one part that another's queries may see for their rank, and those they may see for their position.
-fn spans(parts: &RowParts, reach: Reach, row: usize, [from, to]: [usize; 2]) -> [Range<usize>; 2] {
-    if from >= to {
-        return [0..0, 0..0];
+/// Bounds of rows of so many candidates, of which the last are of one document and those before them of none.
+fn candidate_bounds<B: Backend>(
+    valid: &[usize],
+    all: usize,
+    device: &B::Device,
+) -> DocumentBounds<B> {
+    let mut bounds = [Vec::new(), Vec::new()];
+    for &valid in valid {
+        let pads = all - valid;
+        bounds[0].extend((0..all).map(|at| if at < pads { 0 } else { pads as i32 }));
+        bounds[1].extend((0..all).map(|at| if at < pads { pads as i32 } else { all as i32 }));
     }
-    let (start, recent_from) = opening(parts, reach, row, to);
-    let own = from * parts.len()..(from + 1) * parts.len();
-    [start..recent_from, recent_from..to * parts.len()].map(|span| {
-        let first = span.start.max(own.start);
-        first..span.end.min(own.end).max(first)
-    })
+    let shape = [valid.len(), all];
+    bounds.map(|bounds| int_primitive::<B>(bounds, shape, device))
 }

@@ -1,19 +1,19 @@
 //! Tokens for heads: from a part of all heads to whole rows of some heads, and back.
 use super::RowLinks;
-use super::attend::{from_values, values_of};
+use super::backend::Parcel;
+use crate::backend::DeviceBackend;
+use crate::tensors::{primitive, tensor};
 use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
 
 /// From `[batch, len, heads, width]` of this part to whole rows of every rank's share of the heads. `kinds` says how
 /// many heads follow one another that are shared out alike: queries, keys, values.
-pub(super) fn to_heads<B: Backend>(
+pub(super) fn to_heads<B: DeviceBackend>(
     links: &dyn RowLinks,
     x: Tensor<B, 4>,
     kinds: &[usize],
 ) -> Tensor<B, 4> {
     let (parts, [batch, len, heads, width]) = (links.num_parts(), x.dims());
-    let device = x.device();
-    let values = (0..parts).map(|part| {
+    let of_part = |part: usize| {
         let mut first = 0;
         let heads = kinds.iter().map(|&heads| {
             let own = heads / parts;
@@ -21,30 +21,25 @@ pub(super) fn to_heads<B: Backend>(
             first += heads;
             some
         });
-        values_of(Tensor::cat(heads.collect(), 2))
-    });
-    let shape = [batch, len, heads / parts, width];
-    let counts = vec![shape.iter().product(); parts];
-    let values = links.exchange(values.collect(), &counts).into_iter();
-    let tokens = values.map(|values| from_values(values, shape, &device));
-    Tensor::cat(tokens.collect(), 1)
+        Tensor::cat(heads.collect(), 2)
+    };
+    let given = (0..parts).map(of_part).collect();
+    Tensor::cat(
+        all_to_all(links, given, [batch, len, heads / parts, width]),
+        1,
+    )
 }
 
 /// The inverse of [`to_heads`].
-pub(super) fn to_tokens<B: Backend>(
+pub(super) fn to_tokens<B: DeviceBackend>(
     links: &dyn RowLinks,
     x: Tensor<B, 4>,
     kinds: &[usize],
 ) -> Tensor<B, 4> {
     let (parts, [batch, seq_len, own_heads, width]) = (links.num_parts(), x.dims());
-    let device = x.device();
     let len = seq_len / parts;
-    let values = (0..parts).map(|part| values_of(x.clone().narrow(1, part * len, len)));
-    let shape = [batch, len, own_heads, width];
-    let counts = vec![shape.iter().product(); parts];
-    let values = links.exchange(values.collect(), &counts).into_iter();
-    let found = values.map(|values| from_values::<B, 4>(values, shape, &device));
-    let found = found.collect::<Vec<_>>();
+    let given = (0..parts).map(|part| x.clone().narrow(1, part * len, len));
+    let found = all_to_all(links, given.collect(), [batch, len, own_heads, width]);
     let mut first = 0;
     let kinds = kinds.iter().flat_map(|&heads| {
         let own = heads / parts;
@@ -56,4 +51,21 @@ pub(super) fn to_tokens<B: Backend>(
         some
     });
     Tensor::cat(kinds.collect(), 2)
+}
+
+/// Gives each part's rank one of the tensors, and returns what each gives to this one.
+fn all_to_all<B: DeviceBackend>(
+    links: &dyn RowLinks,
+    given: Vec<Tensor<B, 4>>,
+    shape: [usize; 4],
+) -> Vec<Tensor<B, 4>> {
+    let given = given.into_iter().map(primitive).enumerate();
+    let given = given.collect::<Vec<_>>();
+    let parcel = Parcel {
+        like: given[links.part()].1.clone(),
+        given,
+        from: 0..links.num_parts(),
+        shape: shape.to_vec(),
+    };
+    B::exchange(links, parcel).into_iter().map(tensor).collect()
 }

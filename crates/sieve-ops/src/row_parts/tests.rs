@@ -1,10 +1,11 @@
+use super::border::Border;
 use super::{DmaParts, Parted, RowLinks, RowParts, backward, forward};
 use crate::attention::{AttentionBackend, AttentionGradients, AttentionSpec};
 use crate::dma::composed::{self, DmaState};
 use crate::documents::Documents;
 use crate::tensors::{primitive, tensor};
 use crate::testing::{Random, RandomInput};
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{DmaBias, DmaRecency, DmaShape};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -219,9 +220,11 @@ fn part(case: Case, parts: RowParts, inputs: &[FlexTensor; 4]) -> Found {
         let positions = documents.positions.clone().into_primitive();
         Some((w_dt.clone(), a.clone(), case.dma?, positions))
     };
-    let parted = forward::<Flex>(own(qkv.clone()), dma(), &parts, case.spec);
-    let (o, active) = (values::<4>(parted.o.clone()), active(&parted, first, len));
-    let place = (&parts, case.spec);
+    let bounds = documents.bounds();
+    let place = (&parts, &bounds, case.spec);
+    let parted = forward::<Flex>(own(qkv.clone()), dma(), place);
+    let active = active(&parted, first, len, qkv.clone());
+    let o = values::<4>(parted.o.clone());
     let (d_qkv, d_dma) = backward::<Flex>(parted, own(qkv), dma(), place, own(d_o));
     let (d_w_dt, d_a) = d_dma.map_or((Vec::new(), Vec::new()), |(d_w_dt, d_a)| {
         (values::<2>(d_w_dt), values::<1>(d_a))
@@ -236,23 +239,47 @@ fn part(case: Case, parts: RowParts, inputs: &[FlexTensor; 4]) -> Found {
 }
 
 /// The keys that each query of a part sees, by their positions in the whole row.
-fn active(parted: &Parted<Flex>, first: usize, len: usize) -> Vec<Vec<usize>> {
+fn active(parted: &Parted<Flex>, first: usize, len: usize, qkv: FlexTensor) -> Vec<Vec<usize>> {
     let Some((border, expire)) = parted.mask() else {
         return Vec::new();
     };
-    let slots = border.slots;
+    let (slots, positions) = (border.slots, positions(border, qkv));
     let mut active = Vec::new();
     for (head, expire) in expire_of(expire).chunks(slots + len).enumerate() {
         for query in slots..slots + len {
             let seen = (0..=query).filter(|&key| (query as i64) < expire[key]);
             let positions = seen.filter_map(|key| match key.checked_sub(slots) {
                 Some(own) => Some(first + own),
-                None => border.positions[head * slots + key],
+                None => positions[head * slots + key],
             });
             active.push(positions.collect());
         }
     }
     active
+}
+
+/// Where the keys of a border stand in the whole rows `qkv`, by row, KV head and slot: no two keys are equal.
+fn positions(border: &Border<Flex>, qkv: FlexTensor) -> Vec<Option<usize>> {
+    let Some(keys) = &border.keys else {
+        return Vec::new();
+    };
+    let [_, slots, heads, _] = keys.shape().dims();
+    let [_, _, all_heads, _] = qkv.shape().dims();
+    let (keys, qkv) = (values::<4>(keys.clone()), values::<4>(qkv));
+    let key = |of: &[f32], token: usize, [head, heads]: [usize; 2]| {
+        of[(token * heads + head) * WIDTH..][..WIDTH].to_vec()
+    };
+    let mut positions = Vec::new();
+    for row in 0..BATCH {
+        for head in 0..heads / 2 {
+            for slot in 0..slots {
+                let found = key(&keys, row * slots + slot, [head, heads]);
+                let place = [all_heads - heads + head, all_heads];
+                positions.push((0..ROW).find(|at| key(&qkv, row * ROW + at, place) == found));
+            }
+        }
+    }
+    positions
 }
 
 fn all_parts(
@@ -371,8 +398,10 @@ fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
                     let [qkv, _, w_dt, a] = inputs.clone();
                     let first = parts.links.part() * parts.len();
                     let qkv = tensor::<Flex, 4>(qkv).narrow(1, first, parts.len());
+                    let bounds = documents.bounds();
                     let dma = (w_dt, a, dma, documents.positions.into_primitive());
-                    let parted = forward::<Flex>(primitive(qkv), Some(dma), &parts, case.spec);
+                    let place = (&parts, &bounds, case.spec);
+                    let parted = forward::<Flex>(primitive(qkv), Some(dma), place);
                     parted.mask().expect("DMA's").0.slots
                 })
             });

@@ -60,6 +60,10 @@ pub(super) struct Nccl {
         ncclComm_t,
         cudaStream_t,
     ) -> c_int,
+    pub(super) send:
+        unsafe extern "C" fn(From, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> c_int,
+    pub(super) receive:
+        unsafe extern "C" fn(To, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> c_int,
     get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
     get_error_string: unsafe extern "C" fn(c_int) -> *const c_char,
     _library: Library,
@@ -102,6 +106,8 @@ impl Nccl {
                 reduce: *library.get(b"ncclReduce")?,
                 all_gather: *library.get(b"ncclAllGather")?,
                 broadcast: *library.get(b"ncclBroadcast")?,
+                send: *library.get(b"ncclSend")?,
+                receive: *library.get(b"ncclRecv")?,
                 get_version: *library.get(b"ncclGetVersion")?,
                 get_error_string: *library.get(b"ncclGetErrorString")?,
                 _library: library,

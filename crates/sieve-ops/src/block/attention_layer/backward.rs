@@ -85,7 +85,8 @@ fn backward<B: DeviceBackend>(
         (Attended::Parted(parted), dma) => {
             let dma = dma.map(|dma| of_parts(dma, &call));
             let parts = call.parts.as_ref().expect("made for parts of rows");
-            row_parts::backward(parted, again, dma, (parts, call.spec), d_o)
+            let place = (parts, &call.documents, call.spec);
+            row_parts::backward(parted, again, dma, place, d_o)
         }
         (Attended::Selected(_), None) => unreachable!("made with the weights of DMA"),
     };

@@ -109,7 +109,7 @@ pub(super) fn forward<B: DeviceBackend>(
     let attended = match (&call.parts, layer.dma) {
         (Some(parts), dma) => {
             let dma = dma.map(|dma| of_parts(dma, call));
-            Attended::Parted(row_parts::forward(rotated, dma, parts, spec))
+            Attended::Parted(row_parts::forward(rotated, dma, (parts, documents, spec)))
         }
         (None, None) => {
             Attended::Recent(<B as AttentionBackend>::attention(rotated, documents, spec))

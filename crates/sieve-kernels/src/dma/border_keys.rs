@@ -1,0 +1,180 @@
+//! Launches of `kernels/dma_last_kept.cu` and `kernels/dma_border_keys_*.cu`: the keys of one part of a row that later
+//! parts still see.
+use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use burn::tensor::DType;
+
+const LAST: &str = "dma_last_kept";
+const FORWARD: &str = "dma_border_keys_forward";
+const BACKWARD: &str = "dma_border_keys_backward";
+
+/// Columns that a thread moves.
+const VECTOR: usize = 8;
+
+/// The keys still kept at the last query of a row, by position: i32 `[batch, num_kv_heads, slots]`, the first ones -1
+/// where there are fewer. `expire` is [`Selection::expire`](crate::Selection::expire).
+///
+/// # Errors
+/// Another type or rank, no tokens, no slots.
+pub fn dma_last_kept(expire: &CudaTensor, slots: usize) -> Result<CudaTensor, KernelError> {
+    let [batch, num_kv_heads, seq_len] = expire.dims(LAST, "expire")?;
+    expire.require_dtype(LAST, "expire", DType::I32)?;
+    require_non_empty(LAST, "slots", slots)?;
+    require_non_empty(LAST, "the number of tokens", batch * num_kv_heads * seq_len)?;
+    let expire = expire.contiguous();
+    let kept = expire.empty_contiguous(&[batch, num_kv_heads, slots], DType::I32);
+    let params = params!(DmaLastKeptParams {
+        seq_len,
+        num_kv_heads,
+        slots,
+    });
+    let grid = [num_kv_heads, batch, 1];
+    // SAFETY: reads expire, writes every element of kept and nothing else.
+    unsafe { dma_last_kept_kernel().launch(grid, &[&expire, &kept], &params) }?;
+    Ok(kept)
+}
+
+/// The chosen keys of each KV head and their values, bf16 `[batch, slots, 2 * num_kv_heads, head_dim]`, and their
+/// ranks, f32 `[batch, num_kv_heads, slots]`; zeros where `kept` is -1. `packed` is bf16
+/// `[batch, seq_len, heads, head_dim]` with keys and values as its last heads, `rank` f32
+/// `[batch, num_kv_heads, seq_len]`, `kept` as [`dma_last_kept`] gives it for such a row.
+///
+/// # Errors
+/// Other types or shapes, a head width that is no multiple of 8.
+pub fn dma_border_keys_forward(
+    packed: &CudaTensor,
+    rank: &CudaTensor,
+    kept: &CudaTensor,
+) -> Result<[CudaTensor; 2], KernelError> {
+    let sizes = Sizes::of(FORWARD, [packed, rank, kept])?;
+    let (packed, rank, kept) = (packed.contiguous(), rank.contiguous(), kept.contiguous());
+    let keys = packed.empty_contiguous(&sizes.keys(), DType::BF16);
+    let ranks = packed.empty_contiguous(&sizes.ranks(), DType::F32);
+    let Sizes {
+        batch,
+        seq_len,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        slots,
+    } = sizes;
+    let params = params!(DmaBorderKeysForwardParams {
+        seq_len,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        slots,
+    });
+    let tensors = [&packed, &rank, &kept, &keys, &ranks];
+    let [kernel, _] = dma_border_keys_kernels();
+    // SAFETY: sizes and types checked above; kept names tokens of the row; writes every element of keys and ranks.
+    unsafe { kernel.launch([slots, batch, 1], &tensors, &params) }?;
+    Ok([keys, ranks])
+}
+
+/// Adds the gradients of [`dma_border_keys_forward`]'s results to `d_packed` and `d_rank` in place, which must be
+/// contiguous and nobody else's.
+///
+/// # Errors
+/// As there; gaps in `d_packed` or `d_rank`.
+pub fn dma_border_keys_backward(
+    [d_packed, d_rank]: [&CudaTensor; 2],
+    kept: &CudaTensor,
+    [d_keys, d_ranks]: [&CudaTensor; 2],
+) -> Result<(), KernelError> {
+    let sizes = Sizes::of(BACKWARD, [d_packed, d_rank, kept])?;
+    d_packed.require_contiguous(BACKWARD, "d_packed")?;
+    d_rank.require_contiguous(BACKWARD, "d_rank")?;
+    d_keys.require_dtype(BACKWARD, "d_keys", DType::BF16)?;
+    d_keys.require_shape(BACKWARD, "d_keys", &sizes.keys())?;
+    d_ranks.require_dtype(BACKWARD, "d_ranks", DType::F32)?;
+    d_ranks.require_shape(BACKWARD, "d_ranks", &sizes.ranks())?;
+    let (kept, d_keys, d_ranks) = (kept.contiguous(), d_keys.contiguous(), d_ranks.contiguous());
+    let Sizes {
+        batch,
+        seq_len,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        slots,
+    } = sizes;
+    let params = params!(DmaBorderKeysBackwardParams {
+        seq_len,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        slots,
+    });
+    let tensors = [d_packed, d_rank, &kept, &d_keys, &d_ranks];
+    let [_, kernel] = dma_border_keys_kernels();
+    // SAFETY: as above; adds to elements of d_packed and d_rank, each in one thread.
+    unsafe { kernel.launch([slots, batch, 1], &tensors, &params) }
+}
+
+struct Sizes {
+    batch: usize,
+    seq_len: usize,
+    num_heads: usize,
+    num_kv_heads: usize,
+    head_dim: usize,
+    slots: usize,
+}
+
+impl Sizes {
+    fn of(
+        kernel: &'static str,
+        [packed, rank, kept]: [&CudaTensor; 3],
+    ) -> Result<Self, KernelError> {
+        let [batch, seq_len, num_heads, head_dim] = packed.dims(kernel, "packed")?;
+        let [_, num_kv_heads, slots] = kept.dims(kernel, "kept")?;
+        packed.require_dtype(kernel, "packed", DType::BF16)?;
+        rank.require_dtype(kernel, "rank", DType::F32)?;
+        rank.require_shape(kernel, "rank", &[batch, num_kv_heads, seq_len])?;
+        kept.require_dtype(kernel, "kept", DType::I32)?;
+        kept.require_shape(kernel, "kept", &[batch, num_kv_heads, slots])?;
+        require_non_empty(kernel, "slots", slots)?;
+        require_non_empty(kernel, "the number of values", packed.num_elements())?;
+        if !head_dim.is_multiple_of(VECTOR) || num_heads < 2 * num_kv_heads {
+            return Err(KernelError::Unsupported {
+                kernel,
+                what: "heads",
+                got: format!("{num_heads} of {head_dim} columns, {num_kv_heads} KV heads"),
+                supported: format!("two for each KV head, of multiples of {VECTOR} columns"),
+            });
+        }
+        Ok(Self {
+            batch,
+            seq_len,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            slots,
+        })
+    }
+
+    fn keys(&self) -> [usize; 4] {
+        [self.batch, self.slots, 2 * self.num_kv_heads, self.head_dim]
+    }
+
+    fn ranks(&self) -> [usize; 3] {
+        [self.batch, self.num_kv_heads, self.slots]
+    }
+}
+
+/// The search for what is kept at the end.
+pub(crate) fn dma_last_kept_kernel() -> SourceKernel {
+    SourceKernel::new(LAST).threads(1024)
+}
+
+/// Taking keys, and adding their gradients.
+pub(crate) fn dma_border_keys_kernels() -> [SourceKernel; 2] {
+    [FORWARD, BACKWARD].map(|name| {
+        SourceKernel::new(name)
+            .define("IS_BF16", 1)
+            .define("VECTOR", VECTOR)
+            .threads(256)
+    })
+}

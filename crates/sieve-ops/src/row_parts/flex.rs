@@ -1,0 +1,70 @@
+//! Rows in parts on the CPU: Burn's operations on few values, and an exchange between hosts' memories.
+use super::attend::{from_values, values_of};
+use super::backend::{Parcel, RowPartsBackend};
+use super::{RowLinks, reference};
+use crate::attention::AttentionSpec;
+use crate::dma::DmaBackend;
+use crate::documents::DocumentBounds;
+use crate::tensors::{primitive, tensor};
+use burn::tensor::TensorMetadata;
+use burn::tensor::backend::Backend;
+use burn_flex::{Flex, FlexTensor};
+use sieve_core::DmaWindow;
+
+impl RowPartsBackend for Flex {
+    fn dma_last_kept(
+        rank: FlexTensor,
+        documents: &DocumentBounds<Self>,
+        window: DmaWindow,
+        slots: usize,
+    ) -> FlexTensor {
+        let selection = Self::dma_select(rank, documents, window);
+        reference::dma_last_kept::<Self>(selection.expire, slots)
+    }
+
+    fn dma_border_keys(
+        packed: FlexTensor,
+        rank: FlexTensor,
+        kept: FlexTensor,
+        spec: AttentionSpec,
+    ) -> [FlexTensor; 2] {
+        reference::dma_border_keys::<Self>(packed, rank, kept, spec)
+    }
+
+    fn dma_border_keys_backward(
+        sums: [FlexTensor; 2],
+        kept: FlexTensor,
+        gradients: [FlexTensor; 2],
+        spec: AttentionSpec,
+    ) -> [FlexTensor; 2] {
+        reference::dma_border_keys_backward::<Self>(sums, kept, gradients, spec)
+    }
+
+    fn exchange(links: &dyn RowLinks, parcel: Parcel<Self>) -> Vec<FlexTensor> {
+        over_hosts::<Self>(links, parcel)
+    }
+}
+
+/// An exchange by way of the host.
+pub(super) fn over_hosts<B: Backend>(
+    links: &dyn RowLinks,
+    parcel: Parcel<B>,
+) -> Vec<burn::tensor::ops::FloatTensor<B>> {
+    let (parts, count) = (links.num_parts(), parcel.shape.iter().product::<usize>());
+    let (device, dtype) = (B::float_device(&parcel.like), parcel.like.dtype());
+    let mut values = vec![Vec::new(); parts];
+    for (part, given) in parcel.given {
+        let flat = B::float_reshape(given, [count].into());
+        values[part] = values_of(tensor::<B, 1>(flat));
+    }
+    let counts = (0..parts).map(|part| match parcel.from.contains(&part) {
+        true => count,
+        false => 0,
+    });
+    let mut found = links.exchange(values, &counts.collect::<Vec<_>>());
+    let found = found.drain(parcel.from).map(|values| {
+        let flat = from_values::<B, 1>(values, [count], &device).cast(dtype);
+        B::float_reshape(primitive(flat), parcel.shape.clone().into())
+    });
+    found.collect()
+}
