@@ -3,6 +3,7 @@ use crate::random_model::{KINDS, VOCAB_SIZE, max_difference, random_model, recip
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
 use sieve_core::Attention;
+use sieve_core::model::AttentionForm;
 use sieve_eval::{GenerateConfig, Generator, Sampling, logits};
 use sieve_nn::{KvCache, Qwen3};
 
@@ -27,10 +28,10 @@ fn argmax(row: &[f32]) -> usize {
 
 /// Keys a cache may hold after `num_tokens`.
 fn expected_keys(attention: Attention, num_tokens: usize) -> usize {
-    match attention {
-        Attention::Mha | Attention::Mla(_) | Attention::Nsa(_) => num_tokens,
-        Attention::Swa { window_size } => num_tokens.min(window_size),
-        Attention::Dma(dma) => num_tokens.min(dma.keep_window_size),
+    match attention.form() {
+        AttentionForm::Grouped { window } => num_tokens.min(window.unwrap_or(num_tokens)),
+        AttentionForm::Ranked(dma) => num_tokens.min(dma.keep_window_size),
+        AttentionForm::Latent(_) | AttentionForm::Branches(_) => num_tokens,
     }
 }
 

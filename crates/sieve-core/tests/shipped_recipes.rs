@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use sieve_core::model::AttentionForm;
 use sieve_core::recipe::{AttentionKind, Location};
 use sieve_core::{Attention, DmaShape, Recipe, paths};
 
@@ -120,23 +121,24 @@ fn paper_recipes_follow_table_4() {
                 row.batch
             );
             let shape = recipe.model_shape(50_277).expect("the NeoX tokenizer fits");
-            match shape.attention {
-                Attention::Mha => {}
-                Attention::Mla(mla) => {
+            match shape.attention.form() {
+                AttentionForm::Grouped { window } => {
+                    assert!(window.is_none_or(|window| window == 1024), "{name}")
+                }
+                AttentionForm::Latent(mla) => {
                     assert_eq!(4 * mla.kv_lora_rank, row.d_model, "{name}");
                     assert_eq!(mla.qk_rope_head_dim, 64, "{name}");
                 }
-                Attention::Nsa(nsa) => {
+                AttentionForm::Branches(nsa) => {
                     let blocks = [nsa.compress_block_size, nsa.select_block_size];
                     assert_eq!(blocks, [32, 64], "{name}");
                     assert_eq!((nsa.num_selected_blocks, nsa.window_size), (16, 512));
                     let hidden = if size == "1p7b" { 256 } else { 192 };
                     assert_eq!(nsa.compress_hidden_size, Some(hidden), "{name}");
                 }
-                Attention::Swa { window_size } => assert_eq!(window_size, 1024, "{name}"),
-                Attention::Dma(DmaShape {
-                    keep_window_size, ..
-                }) => assert_eq!(keep_window_size, row.keep_window_size, "{name}"),
+                AttentionForm::Ranked(dma) => {
+                    assert_eq!(dma.keep_window_size, row.keep_window_size, "{name}")
+                }
             }
             let without_row = [AttentionKind::Swa, AttentionKind::Mla].contains(&kind);
             let extrapolated = without_row && ["680m", "1p7b"].contains(&size);
