@@ -200,6 +200,35 @@ fn a_port_that_is_taken_is_named() {
 }
 
 #[test]
+fn a_host_that_nobody_knows_is_named() {
+    let tiny = TinyRun::dma();
+    let mut command = tiny.train("run", "--patience 1");
+    torchrun(&mut command, 1, 2, free_port());
+    command.env("MASTER_ADDR", "no-such-host.invalid");
+    let words = ["rank 1", "no-such-host.invalid", "--master"];
+    refuses_once(&mut command, &words);
+}
+
+#[test]
+fn a_folder_that_not_all_processes_share_is_refused() {
+    let tiny = TinyRun::dma();
+    let port = free_port();
+    let mut others = tiny.train("elsewhere", "");
+    torchrun(&mut others, 1, 2, port);
+    let other = others.stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
+    let other = other.expect("it starts");
+    let mut first = tiny.train("run", "");
+    torchrun(&mut first, 0, 2, port);
+    refuses_once(
+        &mut first,
+        &["rank 1", "does not see", "elsewhere", "--out"],
+    );
+    let output = other.wait_with_output().expect("it ends");
+    assert!(!output.status.success());
+    assert!(!tiny.path("run/shared.tmp").exists());
+}
+
+#[test]
 fn variables_of_a_group_that_are_set_in_part_are_named() {
     let tiny = TinyRun::dma();
     for missing in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {

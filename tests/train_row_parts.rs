@@ -82,17 +82,17 @@ fn rows_that_cannot_be_shared_are_refused_once() {
         &["context_parallel_degree: is 3", "training.seq_len = 32"],
     );
     refuses(
-        &mut tiny.sieve(
-            "plan --recipe tiny.toml --gpu h200 --nproc 2 --set parallelism.context_parallel_degree=2",
-        ),
-        &["on the CPU alone so far", "--device cpu"],
+        &mut tiny.sieve("plan --recipe tiny.toml --gpu h200 --nproc 3 --context-parallel 2"),
+        &["context_parallel_degree = 2", "3 processes", "hint"],
     );
     let latent = TinyRun::new(
         "kind = \"mla\"\nkv_lora_rank = 16\nqk_nope_head_dim = 8\nqk_rope_head_dim = 8\nv_head_dim = 8",
     );
+    let words = &["\"mla\" needs whole rows", "mha, swa and dma"];
+    refuses(&mut latent.launch(2, "run", "--context-parallel 2"), words);
     refuses(
-        &mut latent.launch(2, "run", "--context-parallel 2"),
-        &["\"mla\" needs whole rows", "mha, swa and dma"],
+        &mut latent.sieve("plan --recipe tiny.toml --gpu h200 --nproc 2 --context-parallel 2"),
+        words,
     );
     assert!(!tiny.path("run/config.toml").exists());
 }

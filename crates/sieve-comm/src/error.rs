@@ -37,6 +37,20 @@ pub enum CommError {
         /// Why not.
         problem: String,
     },
+    /// The name of rank 0's host says nothing to this one.
+    #[error(
+        "rank {rank} does not know the host {host} (MASTER_ADDR): {problem}\n  \
+         hint: give rank 0's host by a name or an address that all hosts know, with sieve launch --master HOST:PORT or \
+         MASTER_ADDR"
+    )]
+    UnknownHost {
+        /// Who asked.
+        rank: usize,
+        /// For what.
+        host: String,
+        /// The system's answer.
+        problem: String,
+    },
     /// Rank 0 does not answer.
     #[error(
         "rank {rank} found no rank 0 at {address} (MASTER_ADDR:MASTER_PORT) within {seconds} s: {problem}\n  \
@@ -128,7 +142,7 @@ impl fmt::Display for Failure {
             Loss::Still(seconds) => {
                 write!(
                     f,
-                    "rank {rank}{place} has stood still in a step for {seconds} s while others wait for it: look at \
+                    "rank {rank}{place} has stood still for {seconds} s while others wait for it: look at \
                      the files \
                      and the devices of its host; all ranks stop"
                 )

@@ -12,6 +12,6 @@ mod watch;
 mod world;
 
 pub use error::{CommError, Failure, Loss};
-pub use mesh::{Mesh, Patience};
+pub use mesh::{Mesh, Patience, Work};
 pub use pieces::Pieces;
 pub use world::World;

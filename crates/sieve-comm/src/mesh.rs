@@ -4,7 +4,7 @@ use crate::watch::{GiveUp, Peer, Watch};
 use crate::{CommError, Failure, Loss, World};
 use std::fmt;
 use std::io::{self, ErrorKind};
-use std::net::{TcpListener, TcpStream};
+use std::net::{TcpListener, TcpStream, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -32,21 +32,35 @@ const REASON_WAIT: Duration = Duration::from_secs(3);
 pub struct Patience {
     /// Until all ranks are there.
     pub join: Duration,
-    /// For a sign of life.
+    /// For a sign of life, and for a step that stands still.
     pub silence: Duration,
+    /// For other work of a run that stands still.
+    pub long: Duration,
     /// After another rank is lost, until this process must end.
     pub farewell: Duration,
 }
 
 impl Default for Patience {
-    /// Five minutes to come, 30 seconds without a sign, 10 seconds to end.
+    /// Five minutes to come, 30 seconds without a sign, ten minutes for long work, 10 seconds to end.
     fn default() -> Self {
         Self {
             join: Duration::from_secs(300),
             silence: Duration::from_secs(30),
+            long: Duration::from_secs(600),
             farewell: Duration::from_secs(10),
         }
     }
+}
+
+/// What a rank does while others may wait for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// A step like those before: it goes on within [`Patience::silence`].
+    Step,
+    /// A first step, a validation, a checkpoint: it goes on within [`Patience::long`].
+    Long,
+    /// Something without a limit, as reading and preparing data.
+    Any,
 }
 
 /// This rank's connections. Every rank calls the same functions in the same order.
@@ -55,6 +69,7 @@ pub struct Mesh {
     /// Of rank 0 all others in order, of the others rank 0 alone.
     peers: Arc<Vec<Peer>>,
     watch: Arc<Watch>,
+    patience: Patience,
     /// One call at a time.
     turn: Mutex<()>,
 }
@@ -107,6 +122,7 @@ impl Mesh {
             world,
             peers,
             watch,
+            patience,
             turn: Mutex::new(()),
         })
     }
@@ -278,13 +294,17 @@ impl Mesh {
         self.gather(&[]).map(drop)
     }
 
-    /// Says whether this rank takes a step with the others. Where it does not go on with it for the time of
-    /// [`Patience::silence`] while another rank waits for it, it is lost, though it gives signs of life.
-    pub fn set_in_step(&self, is_in_step: bool) {
-        self.watch.set_in_step(is_in_step);
+    /// Says what this rank does from now on. Where it does not go on with it for the time that [`Work`] names while
+    /// another rank waits for it, it is lost, though it gives signs of life.
+    pub fn set_work(&self, work: Work) {
+        self.watch.set_limit(match work {
+            Work::Step => Some(self.patience.silence),
+            Work::Long => Some(self.patience.long),
+            Work::Any => None,
+        });
     }
 
-    /// Says that this rank has gone on with its step.
+    /// Says that this rank has gone on with its work.
     pub fn tick(&self) {
         self.watch.tick();
     }
@@ -459,6 +479,7 @@ fn place() -> String {
 
 /// Rank 0: waits for all others.
 fn accept_all(world: &World, version: &str, patience: Patience) -> Result<Vec<Peer>, CommError> {
+    find_host(world, patience)?;
     let failed = |error: io::Error| CommError::Listen {
         address: world.address(),
         problem: error.to_string(),
@@ -539,6 +560,24 @@ fn accept_all(world: &World, version: &str, patience: Patience) -> Result<Vec<Pe
     Ok(peers)
 }
 
+/// Waits until the name of rank 0's host is known: that of a host that has just been started may come late.
+fn find_host(world: &World, patience: Patience) -> Result<(), CommError> {
+    let deadline = Instant::now() + patience.silence.min(patience.join);
+    loop {
+        match world.address().to_socket_addrs() {
+            Ok(_) => return Ok(()),
+            Err(error) if Instant::now() >= deadline => {
+                return Err(CommError::UnknownHost {
+                    rank: world.rank,
+                    host: world.master_addr.clone(),
+                    problem: error.to_string(),
+                });
+            }
+            Err(_) => std::thread::sleep(10 * RETRY),
+        }
+    }
+}
+
 /// Listens where the others look; on every address of this host where that name is a router's or a proxy's.
 fn listen(world: &World) -> io::Result<TcpListener> {
     match TcpListener::bind(world.address()) {
@@ -572,6 +611,7 @@ fn missing(
 
 /// Any other rank: finds rank 0, and waits until all are there.
 fn connect(world: &World, version: &str, patience: Patience) -> Result<Peer, CommError> {
+    find_host(world, patience)?;
     let deadline = Instant::now() + patience.join;
     let failed = |error: io::Error| CommError::NoFirstRank {
         rank: world.rank,

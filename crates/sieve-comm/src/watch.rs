@@ -54,19 +54,27 @@ struct State {
 struct Pace {
     /// Grows with everything that it has done.
     ticks: u64,
-    /// Whether it must go on by itself: it takes a step that others take too.
-    is_in_step: bool,
+    /// Within which time it must go on by itself.
+    limit: Option<Duration>,
     /// Since when it has waited for the others.
     waits_since: Option<Instant>,
 }
 
 impl Pace {
-    /// As a sign of life carries it: the ticks, where the rank must go on by itself.
+    /// As a sign of life carries it, where the rank must go on by itself: ticks, and milliseconds of the limit.
     fn to_bytes(self) -> Vec<u8> {
-        match self.is_in_step && self.waits_since.is_none() {
-            true => self.ticks.to_le_bytes().to_vec(),
-            false => Vec::new(),
+        match (self.limit, self.waits_since) {
+            (Some(limit), None) => [self.ticks, limit.as_millis() as u64]
+                .map(u64::to_le_bytes)
+                .concat(),
+            _ => Vec::new(),
         }
+    }
+
+    /// The limit of a sign of life.
+    fn limit_of(bytes: &[u8]) -> Option<Duration> {
+        let millis = bytes.last_chunk()?;
+        Some(Duration::from_millis(u64::from_le_bytes(*millis)))
     }
 }
 
@@ -143,11 +151,11 @@ impl Watch {
         self.lock().pace.ticks += 1;
     }
 
-    /// From now on this rank takes a step, or does something that may last.
-    pub(crate) fn set_in_step(&self, is_in_step: bool) {
+    /// From now on this rank goes on within such a time, or does something that may last.
+    pub(crate) fn set_limit(&self, limit: Option<Duration>) {
         let pace = &mut self.lock().pace;
         pace.ticks += 1;
-        pace.is_in_step = is_in_step;
+        pace.limit = limit;
     }
 
     /// From now on this rank waits for the others, or no more.
@@ -187,9 +195,12 @@ impl Watch {
                         (pace, since) = (bytes, Instant::now());
                     }
                     let waits = self.lock().pace.waits_since;
-                    let waits = waits.is_some_and(|since| since.elapsed() > silence);
-                    if waits && since.elapsed() > silence {
-                        break lost(Loss::Still(silence.as_secs()));
+                    let waited = waits.map(|waits| waits.elapsed().min(since.elapsed()));
+                    let limit = Pace::limit_of(&pace);
+                    if let Some((waited, limit)) = waited.zip(limit)
+                        && waited > limit
+                    {
+                        break lost(Loss::Still(limit.as_secs()));
                     }
                 }
                 Ok((BYE, _)) => {

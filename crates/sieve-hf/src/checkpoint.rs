@@ -230,6 +230,13 @@ impl Checkpoint {
         let _ = fs::remove_dir_all(partial(folder, step));
     }
 
+    /// Bytes that are on disk of a checkpoint that is being written.
+    pub fn bytes_written(folder: &Path, step: u64) -> u64 {
+        let files = fs::read_dir(partial(folder, step)).into_iter().flatten();
+        let sizes = files.filter_map(|file| Some(file.ok()?.metadata().ok()?.len()));
+        sizes.sum()
+    }
+
     /// Opens `path` (a `step-N` folder, a folder of them, or a run folder) and verifies every checksum.
     ///
     /// Of several the latest is opened; a damaged one is an error that names the one before it, never skipped silently.

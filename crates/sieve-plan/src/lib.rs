@@ -12,6 +12,7 @@ mod cache;
 mod memory;
 mod ops;
 mod ranks;
+mod row_parts;
 mod suggest;
 mod time;
 
@@ -21,6 +22,6 @@ pub use memory::{
     import_memory, inference_memory, memory_plan,
 };
 pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, gpu_training_gap, op_plans};
-pub use plan::{ASSUMED_MFU, Plan, StagePlan, Target, plan, plan_of_ranks};
+pub use plan::{ASSUMED_MFU, Plan, RowPartsPlan, StagePlan, Target, plan, plan_of_ranks};
 pub use ranks::{Ranks, RanksPlan};
 pub use suggest::Suggestion;

@@ -17,6 +17,7 @@ pub use verdict::MemoryVerdict;
 use serde::Serialize;
 
 use crate::Target;
+use crate::row_parts::RowShare;
 use activations::{F32, block_kept, block_temporaries, times};
 use sieve_core::model::ModelShape;
 use sieve_core::recipe::Recipe;
@@ -125,7 +126,8 @@ pub fn memory_plan(
     };
     let mut plan = needed(recipe);
     if plan.verdict.needs_advice() {
-        plan.would_fit = advice::settings_that_fit(recipe, ranks, needed);
+        let rows_apart = ranks / RowShare::of(recipe).degree;
+        plan.would_fit = advice::settings_that_fit(recipe, rows_apart.max(1), needed);
     }
     plan
 }
@@ -140,8 +142,8 @@ fn needed(
     let value_bytes = target.value_bytes();
     let num_parameters = shape.parameters().total();
     let section = &recipe.activation_checkpoint;
-    let seq_len = recipe.training.seq_len;
-    let tokens = (recipe.training.local_batch_size * seq_len) as u64;
+    let rows = RowShare::of(recipe);
+    let (seq_len, tokens) = (rows.attended(shape), rows.tokens() as u64);
     let modes = {
         use sieve_core::recipe::ActivationCheckpointMode::{Full, None, Selective};
         [("none", None), ("selective", Selective), ("full", Full)].map(|(name, mode)| {
@@ -149,7 +151,9 @@ fn needed(
             section.mode = mode;
             let recomputed = |layer_idx| section.recomputes(layer_idx);
             let bytes = activation_bytes_per_token(shape, target, seq_len, rest, recomputed);
-            (name, times(tokens, bytes))
+            let parts = (0..shape.num_layers).filter(|&layer| !section.recomputes(layer));
+            let parts = parts.map(|layer| rows.kept_bytes(&shape.of_layer(layer), value_bytes));
+            (name, times(tokens, bytes) + parts.sum::<u64>())
         })
     };
     let moments = moments(recipe, shape, target, ranks, rest);
@@ -201,15 +205,19 @@ fn moments(
 ) -> [Moment; 4] {
     let training = &recipe.training;
     let section = &recipe.activation_checkpoint;
-    let tokens = (training.local_batch_size * training.seq_len) as u64;
+    let rows = RowShare::of(recipe);
+    let (seq_len, tokens) = (rows.attended(shape), rows.tokens() as u64);
+    let of_parts =
+        |layer_idx: usize| rows.kept_bytes(&shape.of_layer(layer_idx), target.value_bytes());
     let recomputes = |layer_idx: usize| section.recomputes(layer_idx);
-    let per_token = activation_bytes_per_token(shape, target, training.seq_len, rest, recomputes);
-    let blocks = times(tokens, per_token);
+    let per_token = activation_bytes_per_token(shape, target, seq_len, rest, recomputes);
+    let layers = (0..shape.num_layers).filter(|&layer_idx| !recomputes(layer_idx));
+    let blocks = times(tokens, per_token) + layers.map(of_parts).sum::<u64>();
     let stream = times(tokens, shape.d_model as u64 * target.value_bytes());
 
     let all_gradients = times(shape.parameters().total(), F32);
     let head_gradient = F32 * (shape.vocab_size * shape.d_model) as u64;
-    let adds_up = training.global_batch_size > training.local_batch_size * ranks;
+    let adds_up = training.global_batch_size * rows.degree > training.local_batch_size * ranks;
     // In the last micro-batch of several ranks, sums over all of them are under way behind the backward pass.
     let blocks_total = shape.parameters().non_embedding();
     let block = times(blocks_total / shape.num_layers.max(1) as u64, F32);
@@ -224,11 +232,14 @@ fn moments(
     } else {
         (head_gradient, 0)
     };
-    let temporaries = block_temporaries(shape, target, training);
+    let exchanged = shape.by_kind().into_iter();
+    let exchanged = exchanged.map(|part| rows.temporary_bytes(&part, target.value_bytes()));
+    let temporaries = block_temporaries(shape, target, &rows.recipe_of_part(recipe).training)
+        + exchanged.max().unwrap_or(0);
     // A recomputed block is there as a whole while its backward pass runs.
     let kept = |layer_idx: usize| {
-        let block = block_kept(&shape.of_layer(layer_idx), target, training.seq_len, rest);
-        times(tokens, block)
+        let block = block_kept(&shape.of_layer(layer_idx), target, seq_len, rest);
+        times(tokens, block) + of_parts(layer_idx)
     };
     let recomputed = |layer_idx: usize| {
         if recomputes(layer_idx) {

@@ -1,12 +1,13 @@
 //! The plan: what the other files count, put together stage by stage.
 
+use crate::row_parts::RowShare;
 use crate::{
-    CachePlan, MemoryPlan, OpPlan, Ranks, RanksPlan, cache_plan, check_gpu_attention, memory_plan,
-    op_plans, time,
+    CachePlan, MemoryPlan, MemoryVerdict, OpPlan, Ranks, RanksPlan, cache_plan,
+    check_gpu_attention, memory_plan, op_plans, time,
 };
 use serde::Serialize;
 
-use sieve_core::model::{ModelShape, ParameterCounts, gpu};
+use sieve_core::model::{Attention, ModelShape, ParameterCounts, gpu};
 use sieve_core::recipe::{Recipe, RecipeError, Stage};
 
 /// Share of the peak that the time estimate assumes on a CPU: what good training programs reach on dense models, not a
@@ -112,8 +113,24 @@ pub struct StagePlan {
     pub attention_share: f64,
     /// Guessed tokens a second, of all processes; `None` where nothing like the run was measured.
     pub tokens_per_second: Option<f64>,
+    /// Rows in parts; `None` for whole rows.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub row_parts: Option<RowPartsPlan>,
     /// NSA on a GPU: the shortest rows, of powers of two, whose training is guessed faster than with dense attention.
     pub pays_from: Option<usize>,
+}
+
+/// Rows of which each process has a part.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct RowPartsPlan {
+    /// Parts of a row.
+    pub degree: usize,
+    /// Tokens of a part.
+    pub tokens: usize,
+    /// Seconds a step in which keys and heads travel between the parts; nothing goes on beside it.
+    pub exchange_seconds: f64,
+    /// By kind of attention, the longest rows, of powers of two, of which a micro-batch of one fits.
+    pub longest_rows: Vec<(&'static str, usize)>,
 }
 
 /// The plan of `recipe` for an embedding of `vocab_size` rows.
@@ -235,12 +252,19 @@ fn stage_plan(
     together: Option<&RanksPlan>,
 ) -> StagePlan {
     let section = &stage.section;
-    let size = together.map_or(1, |together| together.ranks.size);
-    let micro_batches = section.global_batch_size / section.local_batch_size / size;
+    let ranks = together.map_or(1, |together| together.ranks.size);
+    let rows = RowShare::of(recipe);
+    let rows_apart = (ranks / rows.degree).max(1);
+    let micro_batches = section.global_batch_size / section.local_batch_size / rows_apart;
     let executed = shape.executed_flops_per_token(section.seq_len);
     let spared = (1.0 - recipe.label_share()) * shape.unlabelled_training_flops();
     let executed_training = executed.training() - spared;
+    let attention_share = 3.0 * executed.attention / executed_training;
     let dense_training = shape.dense_flops_per_token(section.seq_len).training() - spared;
+    let recomputed = recomputed_share(recipe, shape.num_layers);
+    let exchanged = rows.exchanged_bytes(shape, target.value_bytes(), recomputed);
+    let exchanged = exchanged * micro_batches as f64;
+    let exchange_seconds = together.map_or(0.0, |together| together.row_seconds(exchanged));
     let (speed, pays_from) = match target {
         Target::Cpu {
             flops_per_second, ..
@@ -250,16 +274,21 @@ fn stage_plan(
         }
         Target::Gpu(gpu) => {
             let size = time::StepSize {
-                tokens: section.local_batch_size * section.seq_len,
+                tokens: rows.tokens(),
                 seq_len: section.seq_len,
                 micro_batches,
-                recomputed: recomputed_share(recipe, shape.num_layers),
+                recomputed,
             };
             let alone = time::tokens_per_second(shape, executed, spared, &size, gpu);
             let tokens = (size.tokens * micro_batches) as f64;
             let update = time::update_seconds(shape.parameters().total(), gpu);
             let speed = alone.map(|speed| match together {
-                Some(together) => together.tokens_per_second(tokens, tokens / speed, update),
+                Some(together) => {
+                    // Of a border's queries attention computes as much as of others.
+                    let more = attention_share * (rows.queries_for_each(shape) - 1.0);
+                    let seconds = tokens / speed * (1.0 + more) + exchange_seconds;
+                    together.tokens_per_second(tokens, seconds, update)
+                }
                 None => speed,
             });
             (speed, time::pays_from(shape, &size, gpu))
@@ -273,10 +302,51 @@ fn stage_plan(
         mean_active_keys: shape.mean_active_keys(section.seq_len),
         executed_flops_per_token: executed_training,
         dense_flops_per_token: dense_training,
-        attention_share: 3.0 * executed.attention / executed_training,
+        attention_share,
         tokens_per_second: speed,
+        row_parts: (rows.degree > 1).then(|| RowPartsPlan {
+            degree: rows.degree,
+            tokens: section.seq_len / rows.degree,
+            exchange_seconds,
+            longest_rows: longest_rows(recipe, shape, target, ranks),
+        }),
         pays_from,
     }
+}
+
+/// Rows that are looked at.
+const LONGEST_ROW: usize = 1 << 23;
+
+/// By kind of attention, the longest rows of which a micro-batch of one fits: dense, and the recipe's own.
+fn longest_rows(
+    recipe: &Recipe,
+    shape: &ModelShape,
+    target: &Target,
+    ranks: usize,
+) -> Vec<(&'static str, usize)> {
+    let dense = ModelShape {
+        attention: Attention::Mha,
+        ..shape.clone()
+    };
+    let own = recipe.attention.kind().name();
+    let kinds = [("mha", &dense), (own, shape)].into_iter();
+    let kinds = kinds.filter(|(name, _)| *name == "mha" || own != "mha");
+    let longest = kinds.map(|(name, shape)| {
+        let mut recipe = recipe.clone();
+        recipe.training.local_batch_size = 1;
+        let mut fits = |seq_len: &usize| {
+            recipe.training.seq_len = *seq_len;
+            let memory = memory_plan(&recipe, shape, target, ranks);
+            memory.verdict == MemoryVerdict::Fits
+        };
+        let lengths = (10..).map(|power| 1usize << power);
+        let lengths = lengths.take_while(|&seq_len| seq_len <= LONGEST_ROW);
+        let mut lengths = lengths.collect::<Vec<_>>().into_iter().rev();
+        (name, lengths.find(|seq_len| fits(seq_len)).unwrap_or(0))
+    });
+    let mut longest = longest.collect::<Vec<_>>();
+    longest.dedup();
+    longest
 }
 
 #[cfg(test)]

@@ -37,13 +37,16 @@ impl Ranks {
     /// A run in one process.
     pub const ALONE: Self = Self { size: 1, hosts: 1 };
 
+    fn rate(self) -> f64 {
+        match self.hosts {
+            ..=1 => HOST_RATE,
+            _ => NETWORK_RATE,
+        }
+    }
+
     /// What they do together for a model of `num_parameters`, computed in values of `value_bytes`.
     pub(crate) fn together(self, num_parameters: u64, value_bytes: u64) -> RanksPlan {
-        let rate = if self.hosts > 1 {
-            NETWORK_RATE
-        } else {
-            HOST_RATE
-        };
+        let rate = self.rate();
         // A ring sends all pieces but one's own through each link.
         let share = (self.size - 1) as f64 / self.size as f64;
         let seconds = |bytes: u64| share * (num_parameters * bytes) as f64 / rate;
@@ -57,6 +60,11 @@ impl Ranks {
 }
 
 impl RanksPlan {
+    /// Seconds in which as many bytes reach a rank from others that hold parts of the same rows.
+    pub(crate) fn row_seconds(&self, bytes: f64) -> f64 {
+        bytes / self.ranks.rate()
+    }
+
     /// Tokens a second of all ranks together, where one alone takes `step_seconds` for its `step_tokens`,
     /// `update_seconds` of them for the update, of which each rank does its part.
     pub(crate) fn tokens_per_second(

@@ -12,7 +12,7 @@ use crate::segments::BesidePass;
 use crate::{GradientBuffer, TrainError};
 use burn::module::{ModuleMapper, Param, ParamId};
 use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
-use sieve_comm::{CommError, Mesh, Pieces};
+use sieve_comm::{CommError, Mesh, Pieces, Work};
 use sieve_nn::Qwen3;
 use sieve_ops::{RowLinks, TrainBackend};
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -26,6 +26,8 @@ const MAX_SUMS: usize = 2;
 pub struct Group<B: TrainBackend> {
     mesh: Arc<Mesh>,
     collectives: Box<dyn Collectives<B>>,
+    /// The ranks that share each row, where not the mesh connects them.
+    row_links: Option<Arc<dyn RowLinks>>,
     /// Whether the present micro-batch is its step's last.
     is_last: bool,
     /// Gradients on their way, first begun first.
@@ -89,6 +91,7 @@ impl<B: TrainBackend> Group<B> {
         Self {
             mesh,
             collectives,
+            row_links: None,
             is_last: false,
             sums: VecDeque::new(),
             leaves: BTreeMap::new(),
@@ -98,6 +101,12 @@ impl<B: TrainBackend> Group<B> {
     /// Ranks whose tensors are added up on the host, in the order of the ranks.
     pub fn on_host(mesh: Arc<Mesh>) -> Self {
         Self::new(mesh.clone(), Box::new(OnHost(mesh)))
+    }
+
+    /// The same, where the parts of a row travel by `links`.
+    pub fn with_row_links(mut self, links: Arc<dyn RowLinks>) -> Self {
+        self.row_links = Some(links);
+        self
     }
 
     pub(crate) fn share(&self) -> Share {
@@ -111,12 +120,19 @@ impl<B: TrainBackend> Group<B> {
     /// The ranks that share each row with this one, where `degree` do.
     pub(crate) fn row_links(&self, degree: usize) -> Option<Arc<dyn RowLinks>> {
         let (mesh, part) = (self.mesh.clone(), self.share().rank % degree);
-        (degree > 1).then(|| Arc::new(Neighbours { mesh, part, degree }) as Arc<dyn RowLinks>)
+        let over_hosts = || Arc::new(Neighbours { mesh, part, degree }) as Arc<dyn RowLinks>;
+        let links = self.row_links.clone();
+        (degree > 1).then(|| links.unwrap_or_else(over_hosts))
     }
 
-    /// Says whether this rank takes a step, in which it must go on, or does something that may last.
-    pub(crate) fn set_in_step(&self, is_in_step: bool) {
-        self.mesh.set_in_step(is_in_step);
+    /// Says what this rank does from now on, and so how soon it must go on with it.
+    pub(crate) fn set_work(&self, work: Work) {
+        self.mesh.set_work(work);
+    }
+
+    /// Says that this rank has gone on with it.
+    pub(crate) fn tick(&self) {
+        self.mesh.tick();
     }
 
     /// A micro-batch begins; in the last of a step gradients are added up over all ranks.

@@ -26,6 +26,7 @@ use burn::tensor::Tensor;
 use clock::Clock;
 use guarding::{GuardLog, Verdict, norms_by_part};
 use peak::PeakWatch;
+use sieve_comm::Work;
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::{Batch, Prefetch};
 use sieve_files::write_atomically;
@@ -289,6 +290,7 @@ impl<B: TrainBackend> Trainer<B> {
                 self.data.fingerprint()
             ))?;
         }
+        self.set_work(Work::Long);
         let (mut reporter, history) = self.begin(observe)?;
         let is_validated = match &self.group {
             // Rank 0 alone has read what an earlier process wrote.
@@ -316,6 +318,7 @@ impl<B: TrainBackend> Trainer<B> {
         let result = self.steps(stop, &mut reporter, &mut summary);
         // A checkpoint on its way is made whole and told of, also when a step failed.
         let written = self.finish_checkpoint(&mut reporter);
+        self.set_work(Work::Any);
         result?;
         written?;
         summary.peak_memory = self.memory.peak();
@@ -354,17 +357,20 @@ impl<B: TrainBackend> Trainer<B> {
                 batches = self.stage.batches(self.next_sample)?;
             }
             // A first step compiles kernels, which may last.
-            self.set_in_step(is_usual);
+            self.set_work(match is_usual {
+                true => Work::Step,
+                false => Work::Long,
+            });
             let mut step_batches = self.take_batches(&mut batches)?;
             (self.disturbance.batches)(self.next_sample, &mut step_batches);
             let agreed = self.agree(&step_batches, stop)?;
             self.all_written = agreed.all_written;
             if agreed.stops {
-                self.set_in_step(false);
+                self.set_work(Work::Long);
                 break;
             }
             self.train_step(&step_batches, agreed.num_labels)?;
-            self.set_in_step(false);
+            self.set_work(Work::Long);
             clock.step(self.stage.recipe.training.tokens_per_step() as u64);
             watch.step();
 
@@ -413,10 +419,17 @@ impl<B: TrainBackend> Trainer<B> {
         self.start_checkpoint(reporter)
     }
 
-    /// Tells other processes whether this one takes a step with them.
-    fn set_in_step(&self, is_in_step: bool) {
+    /// Tells other processes what this one does.
+    fn set_work(&self, work: Work) {
         if let Some(group) = &self.group {
-            group.set_in_step(is_in_step);
+            group.set_work(work);
+        }
+    }
+
+    /// Tells other processes that this one goes on.
+    fn tick(&self) {
+        if let Some(group) = &self.group {
+            group.tick();
         }
     }
 
@@ -664,6 +677,7 @@ impl<B: TrainBackend> Trainer<B> {
             size,
             (&self.token_bytes, &self.unigram),
             &self.device,
+            &|| self.tick(),
         )?;
         if let Some(group) = &self.group {
             sums = sums_of_shares(&group.gather(&sums_to_bytes(&sums))?);

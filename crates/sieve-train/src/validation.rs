@@ -44,7 +44,16 @@ pub fn validate<B: SieveBackend>(
     tokens: (&TokenBytes, &Unigram),
     device: &B::Device,
 ) -> Result<ValidationReport, TrainError> {
-    let sums = share_sums(Share::ALL, model, loader, rope, size, tokens, device)?;
+    let sums = share_sums(
+        Share::ALL,
+        model,
+        loader,
+        rope,
+        size,
+        tokens,
+        device,
+        &|| (),
+    )?;
     Ok(report(&sums))
 }
 
@@ -106,7 +115,9 @@ pub(crate) fn sums_of_shares(shares: &[Vec<u8>]) -> Vec<BatchSums> {
     all
 }
 
-/// The sums of every batch that is `share`'s: of N ranks, rank r has the batches r, r + N, ….
+/// The sums of every batch that is `share`'s: of N ranks, rank r has the batches r, r + N, …. `tick` is called after
+/// each.
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn share_sums<B: SieveBackend>(
     share: Share,
     model: &Qwen3<B>,
@@ -115,6 +126,7 @@ pub(crate) fn share_sums<B: SieveBackend>(
     [num_batches, batch_size]: [usize; 2],
     tokens: (&TokenBytes, &Unigram),
     device: &B::Device,
+    tick: &dyn Fn(),
 ) -> Result<Vec<BatchSums>, TrainError> {
     let (TokenBytes(bytes), unigram) = tokens;
     let rows = loader
@@ -141,6 +153,7 @@ pub(crate) fn share_sums<B: SieveBackend>(
                 sums.num_bytes += u64::from(bytes[label as usize]);
             }
         }
+        tick();
         Ok(sums)
     })
     .collect()

@@ -3,14 +3,16 @@ use crate::device::Device;
 use crate::out_of_memory::{self, NOTHING_FITS, need};
 use crate::recipe::RecipeArgs;
 use crate::terminal::{self, gib, short_count};
-use crate::train::{rows_in_parts_need_the_cpu, variable};
+use crate::train::variable;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_core::Recipe;
 use sieve_core::model::gpu;
 use sieve_core::recipe::TokenizerSource;
 use sieve_data::Tokenizer;
-use sieve_plan::{Plan, Ranks, RanksPlan, StagePlan, Suggestion, Target, plan_of_ranks};
+use sieve_plan::{
+    Plan, Ranks, RanksPlan, RowPartsPlan, StagePlan, Suggestion, Target, plan_of_ranks,
+};
 use sieve_train::TrainError;
 
 /// Arguments of `sieve plan`.
@@ -39,6 +41,9 @@ pub(crate) struct PlanArgs {
         value_parser = clap::value_parser!(u16).range(1..=4096),
     )]
     nnodes: u16,
+    /// Processes that share each row, instead of the recipe's parallelism.context_parallel_degree
+    #[arg(long, value_name = "P", requires = "gpu", value_parser = clap::value_parser!(u16).range(1..))]
+    context_parallel: Option<u16>,
     /// Also suggest a learning rate, a batch and steps, by published scaling laws
     #[arg(long)]
     suggest: bool,
@@ -52,21 +57,23 @@ pub(crate) struct PlanArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: PlanArgs) -> Result<()> {
-    let recipe = args.recipe.load()?;
-    if args.gpu.is_some() {
-        rows_in_parts_need_the_cpu(&recipe)?;
-    }
+    let recipe = args.recipe.with_parts(args.context_parallel).load()?;
     let vocab_size = vocab_size(&recipe)?;
     let (target, name) = target(args.gpu.as_deref())?;
     let ranks = Ranks {
         size: usize::from(args.nproc) * usize::from(args.nnodes),
         hosts: usize::from(args.nnodes),
     };
+    let degree = recipe.parallelism.context_parallel_degree;
+    if !ranks.size.is_multiple_of(degree) {
+        let ranks = ranks.size;
+        return Err(TrainError::RowParts { degree, ranks }.into());
+    }
     for stage in recipe.stages() {
         let training = recipe.at_stage(&stage).training;
         let (global, local) = (training.global_batch_size, training.local_batch_size);
-        if training.accumulation_steps(ranks.size).is_none() {
-            let ranks = ranks.size;
+        let ranks = ranks.size / degree;
+        if training.accumulation_steps(ranks).is_none() {
             return Err(TrainError::BatchSizes {
                 global,
                 local,
@@ -244,6 +251,9 @@ fn stage_lines(number: usize, stage: &StagePlan, num_stages: usize) -> Vec<Strin
         let speed = terminal::thousands(speed as u64);
         lines.push(format!("             about {speed} tokens/s"));
     }
+    if let Some(parts) = &stage.row_parts {
+        lines.extend(row_parts_lines(parts));
+    }
     if let Some(seq_len) = stage.pays_from {
         let seq_len = terminal::thousands(seq_len as u64);
         lines.push(format!(
@@ -251,6 +261,30 @@ fn stage_lines(number: usize, stage: &StagePlan, num_stages: usize) -> Vec<Strin
         ));
     }
     lines
+}
+
+fn row_parts_lines(parts: &RowPartsPlan) -> [String; 2] {
+    let RowPartsPlan {
+        degree,
+        tokens,
+        exchange_seconds,
+        longest_rows,
+    } = parts;
+    let longest = longest_rows.iter().map(|(kind, seq_len)| match seq_len {
+        0 => format!("{kind} none"),
+        seq_len => format!("{kind} {}", terminal::thousands(*seq_len as u64)),
+    });
+    [
+        format!(
+            "             rows in {degree} parts of {} tokens; keys and heads travel for {:.1} ms a step",
+            terminal::thousands(*tokens as u64),
+            1e3 * exchange_seconds
+        ),
+        format!(
+            "             longest rows that fit, one a micro-batch: {}",
+            longest.collect::<Vec<_>>().join(", ")
+        ),
+    ]
 }
 
 fn ranks_line(together: &RanksPlan) -> String {

@@ -45,6 +45,14 @@ pub(crate) struct RecipeArgs {
 }
 
 impl RecipeArgs {
+    /// The same, where so many processes share each row.
+    pub(crate) fn with_parts(mut self, degree: Option<u16>) -> Self {
+        let key = "parallelism.context_parallel_degree";
+        let degree = degree.map(|degree| format!("{key}={degree}"));
+        self.overrides.extend(degree);
+        self
+    }
+
     /// Finds, reads and checks the recipe.
     pub(crate) fn load(&self) -> Result<Recipe> {
         let (text, origin) = find(&self.recipe)?;

@@ -12,7 +12,7 @@ use crate::interrupt::{Interrupt, respect_nohup};
 use crate::out_of_memory::MemoryArgs;
 use crate::recipe::RecipeArgs;
 use crate::{startup, terminal, text_files};
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, bail};
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn_cuda::CudaDevice;
@@ -148,10 +148,7 @@ impl From<Ending> for Exit {
 /// Runs the command.
 pub(crate) fn run(mut args: TrainArgs) -> Result<Exit> {
     args.check();
-    if let Some(degree) = args.context_parallel {
-        let degree = format!("parallelism.context_parallel_degree={degree}");
-        args.recipe.overrides.push(degree);
-    }
+    args.recipe = args.recipe.with_parts(args.context_parallel);
     respect_nohup();
     match World::from_env(&variable)? {
         Some(world) => ranks::run(&args, world),
@@ -297,7 +294,6 @@ fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Re
             train::<Autodiff<Flex>>((start, out), recipe, session, &device, on_cpu, group)
         }
         Device::Cuda(gpu) => {
-            rows_in_parts_need_the_cpu(recipe)?;
             check_gpu_attention(recipe, &shape, &gpu.arch())?;
             sieve_ops::set_sum_order(if recipe.training.deterministic {
                 SumOrder::Fixed
@@ -305,22 +301,11 @@ fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Re
                 SumOrder::Any
             });
             let hardware = || on_cuda(gpu, &shape);
-            let group = |mesh, device: &CudaDevice| ranks::on_cuda(mesh, device);
+            let degree = recipe.parallelism.context_parallel_degree;
+            let group = |mesh, device: &CudaDevice| ranks::on_cuda(mesh, device, degree);
             train::<Autodiff<Cuda>>((start, out), recipe, session, &device, hardware, group)
         }
     }
-}
-
-/// Refuses a recipe whose processes share rows: on a GPU they cannot yet.
-pub(crate) fn rows_in_parts_need_the_cpu(recipe: &Recipe) -> Result<()> {
-    let degree = recipe.parallelism.context_parallel_degree;
-    ensure!(
-        degree < 2,
-        "parallelism.context_parallel_degree = {degree}: processes share rows on the CPU alone so far\n  \
-         hint: add --device cpu, \
-         or --set parallelism.context_parallel_degree=1"
-    );
-    Ok(())
 }
 
 fn on_cpu() -> (Hardware<Autodiff<Flex>>, String) {
@@ -420,6 +405,9 @@ fn train<B: TrainBackend>(
     let data = ranks::first_then_others(session.mesh.as_deref(), || {
         prepare(recipe, &mut folder, start, &origin, &log)
     })?;
+    if let Some(mesh) = &session.mesh {
+        ranks::check_shared(mesh, out)?;
+    }
 
     let (hardware, mut description) = hardware();
     let device = hardware.device.clone();

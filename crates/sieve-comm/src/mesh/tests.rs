@@ -5,6 +5,7 @@ use std::thread;
 const QUICK: Patience = Patience {
     join: Duration::from_secs(20),
     silence: Duration::from_secs(10),
+    long: Duration::from_secs(2),
     farewell: Duration::from_millis(200),
 };
 
@@ -209,13 +210,17 @@ fn a_rank_without_a_sign_is_lost_and_who_waits_elsewhere_is_ended() {
 }
 
 /// What each of three ranks meets at a barrier to which `late` comes after `work`.
-fn late_at_a_barrier(late: usize, work: fn(&Mesh)) -> Vec<Result<(), CommError>> {
+fn late_at_a_barrier(
+    late: usize,
+    work: impl Fn(&Mesh) + Clone + Send + 'static,
+) -> Vec<Result<(), CommError>> {
     let port = port();
     let patience = Patience {
         silence: Duration::from_secs(1),
         ..QUICK
     };
     let threads = (0..3).map(|rank| {
+        let work = work.clone();
         thread::spawn(move || {
             let mesh = Mesh::join(world(rank, 3, port), "1", patience, |_| {}).unwrap();
             if rank == late {
@@ -234,7 +239,7 @@ fn late_at_a_barrier(late: usize, work: fn(&Mesh)) -> Vec<Result<(), CommError>>
 fn a_rank_that_lives_and_does_not_go_on_with_its_step_is_named() {
     for late in [0, 2] {
         let met = late_at_a_barrier(late, |mesh| {
-            mesh.set_in_step(true);
+            mesh.set_work(Work::Step);
             thread::sleep(Duration::from_secs(4));
         });
         for (rank, met) in met.into_iter().enumerate() {
@@ -247,19 +252,69 @@ fn a_rank_that_lives_and_does_not_go_on_with_its_step_is_named() {
 }
 
 #[test]
+fn also_what_may_last_has_a_limit() {
+    for (work, is_lost) in [(Work::Long, true), (Work::Any, false)] {
+        let late = move |mesh: &Mesh| {
+            mesh.set_work(work);
+            // It goes on once, then no more.
+            thread::sleep(Duration::from_millis(1200));
+            mesh.tick();
+            thread::sleep(Duration::from_millis(2900));
+        };
+        for met in late_at_a_barrier(2, late) {
+            match (met, is_lost) {
+                (Ok(()), false) => {}
+                (Err(CommError::Lost(failure)), true) => {
+                    assert_eq!((failure.rank, &failure.loss), (2, &Loss::Still(2)));
+                }
+                (met, _) => panic!("{work:?}: {met:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_host_that_nobody_knows_is_named() {
+    let patience = Patience {
+        silence: Duration::from_millis(300),
+        ..QUICK
+    };
+    for rank in [0, 1] {
+        let mut world = world(rank, 2, port());
+        world.master_addr = "no-such-host.invalid".to_owned();
+        let since = std::time::Instant::now();
+        let error = Mesh::join(world, "1", patience, |_| {}).expect_err("unknown");
+        let text = error.to_string();
+        for part in [
+            &format!("rank {rank} "),
+            "no-such-host.invalid",
+            "hint",
+            "--master",
+        ] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert!(
+            since.elapsed() < Duration::from_secs(20),
+            "{:?}",
+            since.elapsed()
+        );
+    }
+}
+
+#[test]
 fn a_rank_that_goes_on_or_does_something_long_is_waited_for() {
     let works: [fn(&Mesh); 2] = [
         |mesh| {
-            mesh.set_in_step(true);
+            mesh.set_work(Work::Step);
             for _ in 0..25 {
                 thread::sleep(Duration::from_millis(100));
                 mesh.tick();
             }
         },
         |mesh| {
-            mesh.set_in_step(true);
-            mesh.set_in_step(false);
-            thread::sleep(Duration::from_millis(2500));
+            mesh.set_work(Work::Step);
+            mesh.set_work(Work::Long);
+            thread::sleep(Duration::from_millis(1500));
         },
     ];
     for work in works {

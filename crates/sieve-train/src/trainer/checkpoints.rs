@@ -1,6 +1,7 @@
 //! Checkpoints of a run: when they may be written, which stay.
 use super::writer::{Shard, Written};
 use super::{Reporter, Trainer};
+use crate::group::Group;
 use crate::optimizer::ReplicaSums;
 use crate::{RunFolder, TrainError, TrainEvent};
 use sieve_core::Recipe;
@@ -76,7 +77,7 @@ impl<B: TrainBackend> Trainer<B> {
             folder,
             state,
             shard,
-        }) = self.writer.finish()?
+        }) = self.finish_writing()?
         else {
             return Ok(());
         };
@@ -114,6 +115,13 @@ impl<B: TrainBackend> Trainer<B> {
         }
         self.last_checkpoint = Some(step);
         Ok(())
+    }
+
+    /// Waits for this process's files.
+    fn finish_writing(&mut self) -> Result<Option<Written>, TrainError> {
+        let group = self.group.as_ref();
+        self.writer
+            .finish(&|| group.into_iter().for_each(Group::tick))
     }
 
     /// How much further the rank is whose pieces this one compares at a step: over some checkpoints all others.

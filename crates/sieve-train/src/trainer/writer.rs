@@ -7,6 +7,7 @@ use sieve_hf::{Checkpoint, CheckpointError, CheckpointFiles, CheckpointState};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 /// At most one checkpoint on its way to the disk. Training goes on beside it.
 #[derive(Debug, Default)]
@@ -81,11 +82,11 @@ impl CheckpointWriter {
         self.job.as_ref().is_none_or(|job| job.thread.is_finished())
     }
 
-    /// Waits for the files being written.
+    /// Waits for the files being written, and calls `tick` as often as more of them is there.
     ///
     /// # Errors
     /// Why they could not be written.
-    pub(super) fn finish(&mut self) -> Result<Option<Written>, TrainError> {
+    pub(super) fn finish(&mut self, tick: &dyn Fn()) -> Result<Option<Written>, TrainError> {
         let Some(job) = self.job.take() else {
             return Ok(None);
         };
@@ -94,6 +95,18 @@ impl CheckpointWriter {
             state,
             thread,
         } = job;
+        let (mut looked, mut written) = (Instant::now(), 0);
+        while !thread.is_finished() {
+            std::thread::sleep(Duration::from_millis(10));
+            if looked.elapsed() < Duration::from_secs(1) {
+                continue;
+            }
+            let bytes = Checkpoint::bytes_written(&folder, state.step);
+            if bytes != written {
+                tick();
+            }
+            (looked, written) = (Instant::now(), bytes);
+        }
         match thread.join() {
             Ok(Ok(shard)) => Ok(Some(Written {
                 folder,

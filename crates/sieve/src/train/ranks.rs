@@ -4,7 +4,7 @@ use crate::device::{Device, DeviceChoice};
 use crate::exit::Exit;
 use crate::kernels::fill;
 use crate::terminal;
-use anyhow::{Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::backend::Autodiff;
 use burn::tensor::Tensor;
 use burn_cuda::CudaDevice;
@@ -14,15 +14,18 @@ use sieve_kernels::{
     CudaPrimitive, CudaTensor, KernelError, NcclGroup, NcclPiece, NcclWork, NeededKernels,
     RankRanges, nccl_id, require_nccl,
 };
-use sieve_ops::Cuda;
+use sieve_ops::{Cuda, RowLinks};
 use sieve_train::{Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant, SystemTime};
 
 /// Where it is set, NCCL works on Burn's stream, and nothing goes on beside it: to compare, and to look for a fault.
 const INLINE: &str = "SIEVE_NCCL_INLINE";
+
+/// Seconds after which a file that rank 0 has written must be there for all.
+const SHARED_SECONDS: u64 = 10;
 
 /// Trains as one rank of `world`. Rank 0 alone prints, but for errors that only another rank knows.
 pub(super) fn run(args: &TrainArgs, world: World) -> Result<Exit> {
@@ -46,6 +49,7 @@ pub(super) fn run(args: &TrainArgs, world: World) -> Result<Exit> {
     };
     let patience = Patience {
         silence: Duration::from_secs(args.patience),
+        long: Duration::from_secs(20 * args.patience),
         ..Patience::default()
     };
     let mesh = Mesh::join(world, env!("CARGO_PKG_VERSION"), patience, give_up)?;
@@ -221,6 +225,40 @@ pub(super) fn open(
     Ok((folder, origin))
 }
 
+/// Checks that all processes see the folder that rank 0 has made for the run: they write one checkpoint into it.
+pub(super) fn check_shared(mesh: &Mesh, out: &Path) -> Result<()> {
+    let sign = out.join("shared.tmp");
+    let rank = mesh.world().rank;
+    let own = format!("{} {:?}", std::process::id(), SystemTime::now());
+    if rank == 0 {
+        std::fs::write(&sign, &own).with_context(|| format!("writing {}", sign.display()))?;
+    }
+    let wanted = mesh.broadcast(own.as_bytes())?;
+    // A network's file system may tell of a new file late.
+    let deadline = Instant::now() + Duration::from_secs(SHARED_SECONDS);
+    let sees = || std::fs::read(&sign).is_ok_and(|found| found == wanted);
+    while !sees() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let place = out.canonicalize().unwrap_or_else(|_| out.to_owned());
+    let said = format!("{}{}", u8::from(sees()), place.display());
+    let all = mesh.gather(said.as_bytes())?;
+    if rank == 0 {
+        let _ = std::fs::remove_file(&sign);
+    }
+    let all = all.iter().map(|said| String::from_utf8_lossy(said));
+    let all = all.collect::<Vec<_>>();
+    match all.iter().position(|said| !said.starts_with('1')) {
+        None => Ok(()),
+        Some(blind) => bail!(
+            "rank {blind} does not see the files of rank 0's run: rank 0 writes to {}, rank {blind} looks in {}\n  \
+             hint: give --out a folder that all hosts of the job share, by the same path",
+            &all[0][1..],
+            all[blind].get(1..).unwrap_or_default()
+        ),
+    }
+}
+
 /// Does `work` in rank 0, then in all others: they find what it made.
 pub(super) fn first_then_others<T>(
     mesh: Option<&Mesh>,
@@ -238,21 +276,23 @@ pub(super) fn first_then_others<T>(
     Ok(made)
 }
 
-/// Ranks whose GPUs work together by NCCL.
-pub(super) fn on_cuda(mesh: Arc<Mesh>, device: &CudaDevice) -> Result<Group<Autodiff<Cuda>>> {
+/// Ranks whose GPUs work together by NCCL, `degree` of them on each row.
+pub(super) fn on_cuda(
+    mesh: Arc<Mesh>,
+    device: &CudaDevice,
+    degree: usize,
+) -> Result<Group<Autodiff<Cuda>>> {
     // The first tensor makes the context that NCCL works in.
     let one = Tensor::<Cuda, 1>::ones([1], device);
     require_nccl()?;
     // Once all have the library, none waits for one that has not.
     mesh.barrier()?;
     let (rank, size) = (mesh.world().rank, mesh.world().size);
-    let id = match rank {
-        0 => mesh.broadcast(&nccl_id()?)?,
-        _ => mesh.broadcast(&[])?,
-    };
     let overlaps = variable(INLINE).is_none();
-    let group = NcclGroup::join(device.index, &id, [rank, size], overlaps)?;
-    let nccl = Nccl { group, size };
+    let nccl = Nccl {
+        group: join(&mesh, device, size, overlaps)?,
+        size,
+    };
     let sums = nccl.sum(vec![(one.into_primitive().tensor(), None)])?()?;
     let sums = sums.into_iter().map(|sum| {
         let sum = Tensor::<Cuda, 1>::from_primitive(burn::tensor::TensorPrimitive::Float(sum));
@@ -264,7 +304,58 @@ pub(super) fn on_cuda(mesh: Arc<Mesh>, device: &CudaDevice) -> Result<Group<Auto
         "the sum of a one of each of {size} ranks is {found} on this GPU\n  \
          hint: NCCL_DEBUG=INFO says how NCCL connects them"
     );
-    Ok(Group::new(mesh, Box::new(nccl)))
+    let links = match degree > 1 && size.is_multiple_of(degree) {
+        // Attention needs the other parts at once: nothing could go on beside it.
+        true => Some(RowOfGpus {
+            nccl: join(&mesh, device, degree, false)?,
+            part: rank % degree,
+            degree,
+        }),
+        false => None,
+    };
+    let group = Group::new(mesh, Box::new(nccl));
+    Ok(match links {
+        Some(links) => group.with_row_links(Arc::new(links)),
+        None => group,
+    })
+}
+
+/// Joins the NCCL group of this rank: `size` ranks, one after another, are one.
+fn join(mesh: &Mesh, device: &CudaDevice, size: usize, overlaps: bool) -> Result<NcclGroup> {
+    let rank = mesh.world().rank;
+    let own = match rank % size {
+        0 => nccl_id()?.to_vec(),
+        _ => Vec::new(),
+    };
+    let ids = mesh.gather(&own)?;
+    let (first, place) = (rank - rank % size, [rank % size, size]);
+    Ok(NcclGroup::join(device.index, &ids[first], place, overlaps)?)
+}
+
+/// The GPUs that hold the parts of this rank's rows.
+#[derive(Debug)]
+struct RowOfGpus {
+    nccl: NcclGroup,
+    part: usize,
+    degree: usize,
+}
+
+impl RowLinks for RowOfGpus {
+    fn part(&self) -> usize {
+        self.part
+    }
+
+    fn num_parts(&self) -> usize {
+        self.degree
+    }
+
+    fn exchange(&self, _: Vec<Vec<f32>>, _: &[usize]) -> Vec<Vec<f32>> {
+        unreachable!("tensors of a GPU travel by NCCL")
+    }
+
+    fn nccl(&self) -> Option<&NcclGroup> {
+        Some(&self.nccl)
+    }
 }
 
 /// The GPUs of all ranks.
