@@ -6,7 +6,9 @@
 //            bf16 [batch, num_kv_heads, num_queries * num_selected, group, HEAD_DIM], part_lse f32 without HEAD_DIM, of
 //            the queries from first_query on; o bf16 [batch, seq_len, num_heads, HEAD_DIM], any token and batch stride
 //            and an element offset, all multiples of 8; lse f32 [batch, num_heads, seq_len]
-// Buffers    block_indices, parts, (GRADIENT 0: part_lse,) o or dq, (GRADIENT 0: lse)
+//            num_items i32, of which the number behind those of num_lists lists is set to 0: no piece of a list is
+//            taken any more, so that another pass can walk the lists
+// Buffers    block_indices, num_items, parts, (GRADIENT 0: part_lse,) o or dq, (GRADIENT 0: lse)
 // Defines    HEAD_DIM 64|128, GRADIENT 0|1
 // Tiling     grid (ceil(num_queries * num_heads / (2048 / HEAD_DIM)), batch); 256 threads, a lane 8 columns of a row;
 //            no shared memory
@@ -20,10 +22,11 @@ struct NsaSelectedCombineParams {
   u64 seq_len, num_heads, num_kv_heads, num_selected, first_query, num_queries;
   u64 offset, token_stride, batch_stride;  // of the output, elements
   u64 softmax_scale;                       // f32 bits
+  u64 num_lists;
 };
 
 extern "C" __global__ void __launch_bounds__(256)
-    nsa_selected_combine(const i32* block_indices, const bf16* parts,
+    nsa_selected_combine(const i32* block_indices, i32* num_items, const bf16* parts,
 #if GRADIENT
                          bf16* output,
 #else
@@ -35,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const u32 in_range = row / num_heads, head = row % num_heads, group = num_heads / (u32)params.num_kv_heads,
             kv_head = head / group;
   const u64 query = params.first_query + in_range;
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) num_items[params.num_lists] = 0;
   const bool inside = in_range < (u32)params.num_queries && query < params.seq_len;
   const int most = inside ? (int)params.num_selected : 0;
   const i32* chosen =

@@ -47,9 +47,10 @@ pub use error::{CudaVersion, KernelError};
 pub use mla::decode::mla_decode;
 pub use mla::pack::{MlaPack, mla_heads, mla_pack_backward, mla_pack_forward};
 pub use nsa::{
-    NSA_PART_BYTES, nsa_blocks, nsa_blocks_backward, nsa_compressed_attention_backward,
-    nsa_compressed_attention_forward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
-    nsa_mean_pool_backward, nsa_selected_attention_backward, nsa_selected_attention_forward,
+    ChoiceLists, NSA_PART_BYTES, nsa_blocks, nsa_blocks_backward,
+    nsa_compressed_attention_backward, nsa_compressed_attention_forward, nsa_gates,
+    nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward, nsa_selected_attention_backward,
+    nsa_selected_attention_forward,
 };
 pub use runtime::cache::{KernelCache, init_runtime};
 pub use runtime::cuda_tensor::{CudaPrimitive, CudaTensor};

@@ -16,6 +16,7 @@ pub use blocks::{nsa_blocks, nsa_blocks_backward, nsa_mean_pool, nsa_mean_pool_b
 pub use compressed::{nsa_compressed_attention_backward, nsa_compressed_attention_forward};
 pub use gates::{nsa_gates, nsa_gates_backward};
 pub(crate) use hopper::nsa_hopper_kernels;
+pub use lists::ChoiceLists;
 pub use selected::{
     NSA_PART_BYTES, nsa_selected_attention_backward, nsa_selected_attention_forward,
 };

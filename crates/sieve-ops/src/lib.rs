@@ -40,7 +40,10 @@ pub use block::{
     AttentionLayer, AttentionLayerBackend, AttentionLayerCall, DmaLayer, FeedForward,
     FeedForwardBackend, Residual, SeedBackend, attention_layer, feed_forward, seed_gradient,
 };
-pub use decode::{DecodeBackend, DmaCache, DmaToken, attention_decode, dma_decode, mla_decode};
+pub use decode::{
+    DecodeBackend, DmaCache, DmaToken, KeyCache, attention_decode, cached_attention, dma_decode,
+    mla_decode,
+};
 pub use device::cuda::Cuda;
 pub use device::paths::{OpPath, Place, op_paths, set_sum_order};
 pub use dma::{
@@ -55,7 +58,7 @@ pub use loss::{IGNORE_LABEL, LossBackend, LossGradients, linear_cross_entropy, t
 pub use mla::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec, mla_attention, mla_pack};
 pub use norm::{NormBackend, NormGradients, RmsNormCall, rms_norm};
 pub use nsa::{
-    CompressedAttention, NsaBackend, NsaBlocks, NsaCall, NsaCompressed, NsaGradients,
+    CompressedAttention, NsaBackend, NsaBlocks, NsaCall, NsaCompressed, NsaGradients, NsaSelected,
     choose_blocks, nsa_blocks, nsa_compressed_attention, nsa_gates, nsa_mean_pool,
     nsa_selected_attention, overlap_weight,
 };

@@ -10,7 +10,7 @@ pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients};
+pub use backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients, NsaSelected};
 pub use sieve_cpu::NsaBlocks;
 pub use sieve_cpu::nsa::{choose_blocks, overlap_weight};
 
@@ -83,8 +83,8 @@ pub fn nsa_selected_attention<B: NsaBackend>(
     block_indices: Tensor<B, 4, Int>,
     call: &NsaCall<B>,
 ) -> Tensor<B, 4> {
-    let output = B::nsa_selected_attention(primitive(qkv), block_indices.into_primitive(), call);
-    tensor(output.o)
+    let selected = B::nsa_selected_attention(primitive(qkv), block_indices.into_primitive(), call);
+    tensor(selected.output.o)
 }
 
 /// `o = sum_c sigmoid(logits_c + bias_c) o_c` over the branches compressed, selected, window (eq. 5).

@@ -5,7 +5,7 @@ use super::rows::{dense, forward_flops, shape};
 use crate::error::Result;
 use burn::tensor::DType;
 use sieve_kernels::{
-    AttentionResult, AttentionShape, CudaTensor, KernelError, SumOrder, nsa_blocks,
+    AttentionResult, AttentionShape, ChoiceLists, CudaTensor, KernelError, SumOrder, nsa_blocks,
     nsa_blocks_backward, nsa_compressed_attention_backward, nsa_compressed_attention_forward,
     nsa_gates, nsa_gates_backward, nsa_selected_attention_backward, nsa_selected_attention_forward,
 };
@@ -41,6 +41,7 @@ pub(super) struct Branches {
     compressed: AttentionResult,
     chosen: CudaTensor,
     selected: AttentionResult,
+    lists: Vec<ChoiceLists>,
     window: AttentionResult,
 }
 
@@ -83,9 +84,12 @@ impl Call {
         let [k, v] = &self.positions;
         let (compressed, chosen) =
             nsa_compressed_attention_forward(qkv, documents, &self.compressed, BLOCKS, *scale)?;
+        let (selected, lists) =
+            nsa_selected_attention_forward(qkv, documents, &chosen, BLOCKS, *scale)?;
         let branches = Branches {
             blocks: nsa_blocks(qkv, [k, v], documents, BLOCKS)?,
-            selected: nsa_selected_attention_forward(qkv, documents, &chosen, BLOCKS, *scale)?,
+            selected,
+            lists,
             window: self.inputs.forward(Some(WINDOW), None)?,
             compressed,
             chosen,
@@ -108,7 +112,8 @@ impl Call {
         self.inputs
             .backward(&branches.window, Some(WINDOW), None, order)?;
         let call = self.inputs.call(&branches.selected, order);
-        nsa_selected_attention_backward(call, documents, &branches.chosen, BLOCKS)?;
+        let (chosen, lists) = (&branches.chosen, &branches.lists);
+        nsa_selected_attention_backward(call, documents, chosen, BLOCKS, lists)?;
         nsa_compressed_attention_backward(
             qkv,
             documents,

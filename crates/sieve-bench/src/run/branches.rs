@@ -131,7 +131,7 @@ pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<N
     let chosen = coarse.block_indices;
     let selected = B::nsa_selected_attention(qkv.clone(), chosen.clone(), &call);
     let recent = <B as AttentionBackend>::attention(qkv.clone(), &bounds, window);
-    let branches = [&coarse.output, &selected, &recent].map(|x| x.o.clone());
+    let branches = [&coarse.output, &selected.output, &recent].map(|x| x.o.clone());
     let o = B::nsa_gates(branches.clone(), logits.clone(), bias.clone());
 
     let means_shape = [2, batch, BLOCKS.num_slots(seq_len), num_kv_heads, d];
@@ -139,7 +139,8 @@ pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<N
     tensors.output("compressed", &floats::<B, 3>(means.clone()), &means_shape);
     tensors.ints("block_indices", indices::<B>(chosen.clone()), &choice);
     let names = ["compressed", "selected", "window"];
-    for (name, x) in names.iter().zip([&coarse.output, &selected, &recent]) {
+    let of_branches = [&coarse.output, &selected.output, &recent];
+    for (name, x) in names.iter().zip(of_branches) {
         tensors.output(&format!("{name}_o"), &floats::<B, 4>(x.o.clone()), &output);
         let lse = floats::<B, 3>(x.lse.clone());
         tensors.floats(&format!("{name}_lse"), &lse, &case.shape.lse(), DType::F32);

@@ -10,16 +10,14 @@ use sieve_core::NsaBlocks;
 const PART_QUERIES: usize = 256;
 
 /// The lists of some queries' choices.
-pub(super) struct ChoiceLists {
+#[derive(Debug, Clone)]
+pub struct ChoiceLists {
     /// `{query, choice}`, i32 `[batch, num_kv_heads, choices, 2]`.
-    pub(super) entries: CudaTensor,
+    pub entries: CudaTensor,
     /// Pieces of lists, i32 `[batch, num_kv_heads, max_items, 4]`.
-    pub(super) items: CudaTensor,
-    /// Of each list, then how many of all are taken; i32 `[batch * num_kv_heads + 1]`.
-    pub(super) num_items: CudaTensor,
-    /// Choices a KV head has room for.
-    pub(super) choices: usize,
-    pub(super) max_items: usize,
+    pub items: CudaTensor,
+    /// Of each list, then how many of all are taken, 0 before and after a pass; i32 `[batch * num_kv_heads + 1]`.
+    pub num_items: CudaTensor,
 }
 
 impl ChoiceLists {
@@ -42,8 +40,6 @@ impl ChoiceLists {
             entries: new(&[batch, heads, choices, 2]),
             items: new(&[batch, heads, max_items, 4]),
             num_items: new(&[batch * heads + 1]),
-            choices,
-            max_items,
         };
         let params = params!(NsaCellsParams {
             seq_len,
@@ -72,6 +68,11 @@ impl ChoiceLists {
         // SAFETY: as above; there is room for every choice and for every piece of a list.
         unsafe { nsa_lists_kernel(cells).launch(grid, &tensors, &params) }?;
         Ok(lists)
+    }
+
+    /// Choices a KV head has room for, and pieces of lists.
+    pub(super) fn capacity(&self) -> [usize; 2] {
+        [&self.entries, &self.items].map(|x| x.shape()[2])
     }
 }
 

@@ -99,13 +99,8 @@ impl Work {
             num_kv_heads,
             ..
         } = self.shape;
-        let sizes = [
-            batch,
-            num_kv_heads,
-            lists.choices,
-            self.shape.group_size(),
-            width,
-        ];
+        let [choices, _] = lists.capacity();
+        let sizes = [batch, num_kv_heads, choices, self.shape.group_size(), width];
         self.indices.empty_contiguous(&sizes, dtype)
     }
 
@@ -115,6 +110,7 @@ impl Work {
         lists: &ChoiceLists,
     ) -> Result<NsaSelectedAttentionForwardParams, KernelError> {
         let [q, k, v] = self.qkv.head_words(NAME)?;
+        let [choices, max_items] = lists.capacity();
         Ok(params!(NsaSelectedAttentionForwardParams {
             seq_len: self.shape.seq_len,
             num_heads: self.shape.num_heads,
@@ -130,8 +126,8 @@ impl Work {
             v_batch_stride: v[2],
             softmax_scale: self.softmax_scale,
             select_size: self.blocks.select_block_size,
-            choices: lists.choices,
-            max_items: lists.max_items,
+            choices,
+            max_items,
             batch: self.shape.batch,
         }))
     }
@@ -142,12 +138,15 @@ impl Work {
         if is_hopper {
             return [self.indices.hardware().num_multiprocessors, 1, 1];
         }
-        [lists.max_items, self.shape.num_kv_heads, self.shape.batch]
+        let [_, max_items] = lists.capacity();
+        [max_items, self.shape.num_kv_heads, self.shape.batch]
     }
 
     /// Joins the parts of a range: `outputs` are the output and its log-sum-exp, or the gradient of the queries alone.
+    /// The lists are as new afterwards: none of their pieces is taken.
     fn combine(
         &self,
+        lists: &ChoiceLists,
         parts: [&CudaTensor; 2],
         outputs: [&CudaTensor; 2],
         layout: [u64; 3],
@@ -166,10 +165,12 @@ impl Work {
             token_stride: layout[1],
             batch_stride: layout[2],
             softmax_scale: self.softmax_scale,
+            num_lists: shape.batch * shape.num_kv_heads,
         });
+        let (indices, taken) = (&self.indices, &lists.num_items);
         let tensors: &[&CudaTensor] = match is_gradient {
-            true => &[&self.indices, parts[0], outputs[0]],
-            false => &[&self.indices, parts[0], parts[1], outputs[0], outputs[1]],
+            true => &[indices, taken, parts[0], outputs[0]],
+            false => &[indices, taken, parts[0], parts[1], outputs[0], outputs[1]],
         };
         let rows = count * shape.num_heads;
         let grid = [rows.div_ceil(2048 / shape.head_dim), shape.batch, 1];
@@ -181,7 +182,7 @@ impl Work {
 
 /// Causal attention of each query over the tokens of its blocks (`block_indices` i32 `[batch, seq_len, num_kv_heads,
 /// num_selected_blocks]`: counted from the document's first token, none after the query's own, none twice, -1 for none,
-/// at the end). A block that nobody chose is not read.
+/// at the end). A block that nobody chose is not read. Also the lists of each range of queries, for the backward pass.
 ///
 /// # Errors
 /// Another type than bf16, sizes that do not fit or have no kernel.
@@ -191,7 +192,7 @@ pub fn nsa_selected_attention_forward(
     block_indices: &CudaTensor,
     blocks: NsaBlocks,
     softmax_scale: f32,
-) -> Result<AttentionResult, KernelError> {
+) -> Result<(AttentionResult, Vec<ChoiceLists>), KernelError> {
     let work = Work::new(qkv, documents, block_indices, blocks, softmax_scale)?;
     let shape = &work.shape;
     let q = work.qkv.q.tensor();
@@ -204,6 +205,7 @@ pub fn nsa_selected_attention_forward(
         true => hopper::selected_forward_kernel(shape.head_dim),
         false => nsa_selected_attention_forward_kernel(shape.head_dim),
     };
+    let mut all_lists = Vec::new();
     for range in work.ranges() {
         let lists = work.lists(range, work.item_queries())?;
         let parts = work.parts(&lists, shape.head_dim, DType::BF16);
@@ -223,18 +225,27 @@ pub fn nsa_selected_attention_forward(
         let (params, grid) = (work.params(&lists)?, work.grid(&lists, is_hopper));
         // SAFETY: sizes, strides and types checked above; lists name queries of the range, each choice has its part.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
-        work.combine([&parts, &part_lse], [&o, &lse], layout, range, false)?;
+        work.combine(
+            &lists,
+            [&parts, &part_lse],
+            [&o, &lse],
+            layout,
+            range,
+            false,
+        )?;
+        all_lists.push(lists);
     }
-    Ok(AttentionResult {
+    let result = AttentionResult {
         o,
         lse,
         o_rest: None,
         base: None,
-    })
+    };
+    Ok((result, all_lists))
 }
 
 /// Gradients of [`nsa_selected_attention_forward`]: every element of `call.grads`; keys and values that nobody chose
-/// get 0.
+/// get 0. `lists` are the forward pass's; without them, and in a fixed order, lists are made here.
 ///
 /// # Errors
 /// As the forward pass.
@@ -243,6 +254,7 @@ pub fn nsa_selected_attention_backward(
     documents: Bounds,
     block_indices: &CudaTensor,
     blocks: NsaBlocks,
+    lists: &[ChoiceLists],
 ) -> Result<(), KernelError> {
     let work = Work::new(
         call.qkv,
@@ -256,21 +268,22 @@ pub fn nsa_selected_attention_backward(
     let d_o = call.d_o.contiguous();
     let stats = row_stats(&call, &d_o, shape)?;
     let [batch, heads, seq_len] = shape.per_key();
-    let sums = || empty_zero(&d_o, &[batch, heads, seq_len, shape.head_dim]);
-    let (dk_sum, dv_sum) = (sums()?, sums()?);
+    let sums = empty_zero(&d_o, &[2 * batch, heads, seq_len, shape.head_dim])?;
+    let [dk_sum, dv_sum] = [0, batch].map(|first| sums.row_range(NAME, "sums", first, batch));
+    let (dk_sum, dv_sum) = (dk_sum?, dv_sum?);
     let [dq, dk, dv] = call.grads.head_words(NAME)?;
     let is_hopper = hopper::is_hopper_backward(shape, call.order, &d_o);
     let kernel = match is_hopper {
         true => hopper::selected_backward_kernel(shape.head_dim),
         false => nsa_selected_attention_backward_kernel(shape.head_dim),
     };
-    for range in work.ranges() {
-        let item_queries = match call.order {
-            SumOrder::Any => work.item_queries(),
+    for (index, range) in work.ranges().enumerate() {
+        let lists = match (call.order, lists.get(index)) {
+            (SumOrder::Any, Some(lists)) => lists.clone(),
+            (SumOrder::Any, None) => work.lists(range, work.item_queries())?,
             // One piece a list, so that within a launch nobody else adds to its keys.
-            SumOrder::Fixed => range.1,
+            (SumOrder::Fixed, _) => work.lists(range, range.1)?,
         };
-        let lists = work.lists(range, item_queries)?;
         let parts = work.parts(&lists, shape.head_dim, DType::BF16);
         let tensors = [
             work.qkv.q.tensor(),
@@ -295,7 +308,7 @@ pub fn nsa_selected_attention_backward(
         // SAFETY: as in the forward pass; adds to the sums, which were cleared.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
         let grad = call.grads.q.tensor();
-        work.combine([&parts, &parts], [grad, grad], dq, range, true)?;
+        work.combine(&lists, [&parts, &parts], [grad, grad], dq, range, true)?;
     }
     convert_rows(&dk_sum, &call.grads.k, dk, call.softmax_scale)?;
     convert_rows(&dv_sum, &call.grads.v, dv, 1.0)

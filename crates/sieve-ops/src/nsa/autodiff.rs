@@ -1,5 +1,5 @@
 //! NSA's ops as nodes of the autodiff graph.
-use super::backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients};
+use super::backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients, NsaSelected};
 use crate::attention::AttentionOutput;
 use crate::device::autodiff::{Gradient, constant, enter, inner};
 use crate::tensors::{Float, Ints};
@@ -52,7 +52,7 @@ struct Selected<B: Backend> {
     call: NsaCall<B>,
     qkv: Float<B>,
     block_indices: Ints<B>,
-    output: AttentionOutput<B>,
+    selected: NsaSelected<B>,
 }
 
 impl<B: NsaGradients> Gradient<B, 1> for Selected<B> {
@@ -62,7 +62,7 @@ impl<B: NsaGradients> Gradient<B, 1> for Selected<B> {
             qkv,
             indices,
             &self.call,
-            self.output,
+            self.selected,
             dy,
         )]
     }
@@ -126,21 +126,23 @@ impl<B: NsaGradients, C: CheckpointStrategy> NsaBackend for Autodiff<B, C> {
         qkv: Float<Self>,
         block_indices: Ints<Self>,
         call: &NsaCall<Self>,
-    ) -> AttentionOutput<Self> {
+    ) -> NsaSelected<Self> {
         let call = call.on::<B>();
-        let output = B::nsa_selected_attention(qkv.primitive.clone(), block_indices.clone(), &call);
+        let selected =
+            B::nsa_selected_attention(qkv.primitive.clone(), block_indices.clone(), &call);
+        let output = selected.output.clone();
         let kept = Selected {
             call,
             qkv: qkv.primitive.clone(),
             block_indices,
-            output: output.clone(),
+            selected,
         };
-        AttentionOutput {
+        NsaSelected::without_lists(AttentionOutput {
             o: enter::<B, C, _, 1>([&qkv], kept, output.o),
             lse: constant::<B, C>(output.lse),
             o_rest: None,
             base: None,
-        }
+        })
     }
 
     fn nsa_gates(

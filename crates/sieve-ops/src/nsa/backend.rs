@@ -49,6 +49,24 @@ pub struct NsaCompressed<B: Backend> {
     pub block_indices: Ints<B>,
 }
 
+/// Output of the selected branch.
+#[derive(Clone, Debug)]
+pub struct NsaSelected<B: Backend> {
+    /// Attention over the chosen blocks.
+    pub output: AttentionOutput<B>,
+    /// The queries that chose each block, where the device keeps its lists for the backward pass: entries, pieces and
+    /// numbers of pieces, of each range of queries.
+    pub lists: Vec<[Ints<B>; 3]>,
+}
+
+impl<B: Backend> NsaSelected<B> {
+    /// Of a device that keeps no lists.
+    pub(crate) fn without_lists(output: AttentionOutput<B>) -> Self {
+        let lists = Vec::new();
+        Self { output, lists }
+    }
+}
+
 /// NSA's ops.
 pub trait NsaBackend: Backend {
     /// See [`crate::nsa_blocks`]; positions of keys, then of values.
@@ -70,7 +88,7 @@ pub trait NsaBackend: Backend {
         qkv: Float<Self>,
         block_indices: Ints<Self>,
         call: &NsaCall<Self>,
-    ) -> AttentionOutput<Self>;
+    ) -> NsaSelected<Self>;
     /// See [`crate::nsa_gates`].
     fn nsa_gates(branches: [Float<Self>; 3], logits: Float<Self>, bias: Float<Self>)
     -> Float<Self>;
@@ -104,7 +122,7 @@ pub trait NsaGradients: NsaBackend {
         qkv: Float<Self>,
         block_indices: Ints<Self>,
         call: &NsaCall<Self>,
-        output: AttentionOutput<Self>,
+        selected: NsaSelected<Self>,
         d_o: Float<Self>,
     ) -> Float<Self>;
     /// Gradients of the branches, the logits and the bias of [`nsa_gates`](NsaBackend::nsa_gates).

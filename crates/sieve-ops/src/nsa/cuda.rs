@@ -1,12 +1,14 @@
 //! NSA on CUDA.
-use super::backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients};
+use super::backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients, NsaSelected};
 use super::reference;
 use crate::attention::AttentionOutput;
 use crate::attention::cuda::{Backward, bounds, output, packed, result};
 use crate::device::cuda::{Cuda, cast, tensors};
 use crate::device::paths::{kernel_or, kernel_or_scores, scores, sum_order};
 use burn::tensor::DType;
-use sieve_kernels::{AttentionShape, CudaPrimitive as Float, CudaTensor, KernelError};
+use sieve_kernels::{
+    AttentionShape, ChoiceLists, CudaPrimitive as Float, CudaTensor, KernelError, SumOrder,
+};
 
 impl NsaBackend for Cuda {
     fn nsa_blocks(qkv: Float, positions: [Float; 2], call: &NsaCall<Self>) -> Float {
@@ -45,7 +47,7 @@ impl NsaBackend for Cuda {
         qkv: Float,
         block_indices: Float,
         call: &NsaCall<Self>,
-    ) -> AttentionOutput<Self> {
+    ) -> NsaSelected<Self> {
         let [start, end] = bounds(&call.documents);
         let attempt = sieve_kernels::nsa_selected_attention_forward(
             &packed(&qkv, call.spec),
@@ -55,12 +57,16 @@ impl NsaBackend for Cuda {
             call.spec.softmax_scale as f32,
         );
         let scores = scores(&qkv, call.spec.num_heads);
-        kernel_or_scores(
-            "nsa_selected_attention",
-            attempt.map(output),
-            scores,
-            || reference::nsa_selected_attention(qkv, block_indices, call),
-        )
+        let attempt = attempt.map(|(result, lists)| NsaSelected {
+            output: output(result),
+            lists: match sum_order() {
+                SumOrder::Any => lists.into_iter().map(of_lists).collect(),
+                SumOrder::Fixed => Vec::new(),
+            },
+        });
+        kernel_or_scores("nsa_selected_attention", attempt, scores, || {
+            reference::nsa_selected_attention(qkv, block_indices, call)
+        })
     }
 
     fn nsa_gates(branches: [Float; 3], logits: Float, bias: Float) -> Float {
@@ -115,21 +121,23 @@ impl NsaGradients for Cuda {
         qkv: Float,
         block_indices: Float,
         call: &NsaCall<Self>,
-        output: AttentionOutput<Self>,
+        selected: NsaSelected<Self>,
         d_o: Float,
     ) -> Float {
         let [start, end] = bounds(&call.documents);
-        let backward = Backward::new(&qkv, call.spec, &output, &d_o);
+        let backward = Backward::new(&qkv, call.spec, &selected.output, &d_o);
+        let lists: Vec<_> = selected.lists.iter().cloned().map(lists_of).collect();
         let attempt = sieve_kernels::nsa_selected_attention_backward(
             backward.call(),
             [&start, &end],
             &block_indices.clone().into(),
             call.blocks,
+            &lists,
         );
         let attempt = attempt.map(|()| backward.dqkv.clone().into());
         let scores = scores(&qkv, call.spec.num_heads);
         kernel_or_scores("nsa_selected_attention_backward", attempt, scores, || {
-            reference::nsa_selected_attention_backward(qkv, block_indices, call, output, d_o)
+            reference::nsa_selected_attention_backward(qkv, block_indices, call, selected, d_o)
         })
     }
 
@@ -149,6 +157,19 @@ impl NsaGradients for Cuda {
         kernel_or("nsa_gates_backward", attempt, || {
             reference::nsa_gates_backward::<Self>(branches, logits, bias, d_o)
         })
+    }
+}
+
+fn of_lists(lists: ChoiceLists) -> [Float; 3] {
+    [lists.entries, lists.items, lists.num_items].map(Into::into)
+}
+
+fn lists_of(lists: [Float; 3]) -> ChoiceLists {
+    let [entries, items, num_items] = lists.map(CudaTensor::from);
+    ChoiceLists {
+        entries,
+        items,
+        num_items,
     }
 }
 

@@ -1,7 +1,7 @@
 //! NSA on the CPU; f32 takes the kernels of `sieve-cpu`, any other dtype the reference.
 mod gates;
 
-use super::backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients};
+use super::backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients, NsaSelected};
 use super::reference;
 use crate::attention::AttentionOutput;
 use crate::attention::flex::{
@@ -97,7 +97,7 @@ impl NsaBackend for Flex {
         qkv: FlexTensor,
         block_indices: FlexTensor,
         call: &NsaCall<Self>,
-    ) -> AttentionOutput<Self> {
+    ) -> NsaSelected<Self> {
         if !is_f32(&qkv) {
             return plain_scores(
                 "nsa_selected_attention",
@@ -118,7 +118,7 @@ impl NsaBackend for Flex {
             &mut o,
             &mut lse,
         );
-        output_of(shape, shape.head_dim, [o, lse])
+        NsaSelected::without_lists(output_of(shape, shape.head_dim, [o, lse]))
     }
 
     fn nsa_gates(branches: [FlexTensor; 3], logits: FlexTensor, bias: FlexTensor) -> FlexTensor {
@@ -218,7 +218,7 @@ impl NsaGradients for Flex {
         qkv: FlexTensor,
         block_indices: FlexTensor,
         call: &NsaCall<Self>,
-        output: AttentionOutput<Self>,
+        selected: NsaSelected<Self>,
         d_o: FlexTensor,
     ) -> FlexTensor {
         if !is_f32(&qkv) {
@@ -230,14 +230,15 @@ impl NsaGradients for Flex {
                         qkv,
                         block_indices,
                         call,
-                        output,
+                        selected,
                         d_o,
                     )
                 },
             );
         }
         let [qkv, block_indices] = [qkv, block_indices].map(contiguous);
-        let [o, lse, d_o] = [output.o, output.lse, d_o].map(contiguous);
+        let AttentionOutput { o, lse, .. } = selected.output;
+        let [o, lse, d_o] = [o, lse, d_o].map(contiguous);
         let bounds = contiguous_bounds(&call.documents);
         let mut dqkv = zeros_like(&qkv);
         sieve_cpu::nsa_selected_attention_backward(

@@ -183,7 +183,9 @@ fn nsa_selected_attention_equals_the_reference() {
     let op = |call: &Call, chosen: &Tensor<Ad, 4, Int>, inputs: &[Float]| {
         let chosen = chosen.clone().into_primitive();
         let qkv = inputs[0].clone();
-        Ad::nsa_selected_attention(qkv, chosen, &call.call()).o
+        Ad::nsa_selected_attention(qkv, chosen, &call.call())
+            .output
+            .o
     };
     for call in calls() {
         let (inputs, chosen) = ([call.qkv(1)], call.chosen(2));
@@ -193,7 +195,9 @@ fn nsa_selected_attention_equals_the_reference() {
             &|inputs| op(&call, &chosen, inputs),
             &|inputs| {
                 let (qkv, indices) = (inputs[0].clone(), chosen.clone().into_primitive());
-                reference::nsa_selected_attention::<Ad>(qkv, indices, &call.call()).o
+                reference::nsa_selected_attention::<Ad>(qkv, indices, &call.call())
+                    .output
+                    .o
             },
         );
         check_views("nsa_selected_attention", &inputs, &|inputs| {

@@ -83,7 +83,14 @@ pub(super) fn block_kept(
             let compressed = 4 * kv / stride + blocks;
             let packs = 2 * pairs * packed;
             let attention = packs + branches * (q + heads) + q + compressed;
-            (common + d_model + attention, branches * lse)
+            // The queries that chose each block; a fixed order of sums keeps none.
+            let lists = match target {
+                Target::Gpu(_) if gpu_attention_gap(shape).is_none() => {
+                    2 * F32 * kv_heads * nsa.num_selected_blocks as u64
+                }
+                _ => 0,
+            };
+            (common + d_model + attention, branches * lse + lists)
         }
     };
     values * target.value_bytes() + f32_bytes

@@ -8,7 +8,7 @@ use crate::attention::reference::{
 use crate::dma::DmaSelection;
 use crate::dma::reference::{dma_attention, dma_attention_backward};
 use crate::documents::DocumentBounds;
-use crate::nsa::backend::{NsaCall, NsaCompressed};
+use crate::nsa::backend::{NsaCall, NsaCompressed, NsaSelected};
 use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor, TensorData};
@@ -213,9 +213,9 @@ pub fn nsa_selected_attention<B: Backend>(
     qkv: Float<B>,
     block_indices: Ints<B>,
     call: &NsaCall<B>,
-) -> AttentionOutput<B> {
+) -> NsaSelected<B> {
     let hidden = hidden_by_blocks::<B>(block_indices, &call.documents, call.blocks);
-    masked_attention::<B>(qkv, hidden, call.spec)
+    NsaSelected::without_lists(masked_attention::<B>(qkv, hidden, call.spec))
 }
 
 /// `dqkv` of [`nsa_selected_attention`].
@@ -223,9 +223,9 @@ pub fn nsa_selected_attention_backward<B: Backend>(
     qkv: Float<B>,
     block_indices: Ints<B>,
     call: &NsaCall<B>,
-    output: AttentionOutput<B>,
+    selected: NsaSelected<B>,
     d_o: Float<B>,
 ) -> Float<B> {
     let hidden = hidden_by_blocks::<B>(block_indices, &call.documents, call.blocks);
-    masked_attention_backward::<B>(qkv, hidden, call.spec, output, d_o)
+    masked_attention_backward::<B>(qkv, hidden, call.spec, selected.output, d_o)
 }
