@@ -27,6 +27,17 @@ LONG = ["training.seq_len=8192", "training.local_batch_size=4"]
 STEPS = {"long": 3.815, "recall": 2.5}
 ONE_DENSE = ['model.layer_types=["sparse","sparse","sparse","mha"]']
 WORDS = ["ppl", "--recipe-validation", "--by-position", "--far", "256", "1024", "2048"]
+# As nsa_80m.toml and mla_80m.toml: 85M parameters besides the embedding, as the other kinds have. The feed-forward layers
+# give up what NSA's compression takes, and what MLA takes for keys and values of every head.
+NSA = [
+    "attention.kind=nsa", "attention.compress_block_size=32", "attention.compress_stride=16", "attention.compress=mlp",
+    "attention.compress_hidden_size=192", "attention.select_block_size=64", "attention.num_selected_blocks=16",
+    "attention.window_size=512", "attention.shared_kv=true", "model.intermediate_size=1600",
+]
+MLA = [
+    "attention.kind=mla", "attention.kv_lora_rank=192", "attention.qk_rope_head_dim=64", "model.num_key_value_heads=6",
+    "model.intermediate_size=2224",
+]
 NEEDLES = ["needle", "--lengths", "512,1024", "--depths", "0,10,20,30,40,50,60,70,80,90,100", "--needles", "9"]
 
 
@@ -60,6 +71,8 @@ ROWS = {
         "DMA 1024, slope, r 128, 1 of 4 dense": dma(1024, 128, *SLOPE, *ONE_DENSE),
         "window 1024 + slope, 1 of 4 dense": dma(1024, 1024, *SLOPE, *ONE_DENSE),
         "window 1024, 1 of 4 dense": [*window(1024), *ONE_DENSE],
+        "NSA": NSA,
+        "MLA": MLA,
     },
     "2048": {
         "dense": ["attention.kind=mha"],
@@ -72,6 +85,8 @@ ROWS = {
         "DMA 512, slope, r 0": dma(512, 0, *SLOPE),
         "DMA 1024 as published": dma(1024, 0, *PUBLISHED),
         "DMA 512 as published": dma(512, 0, *PUBLISHED),
+        "NSA": NSA,
+        "MLA": MLA,
     },
     "long": {
         "dense": ["attention.kind=mha"],

@@ -7,6 +7,7 @@ Dense: SDPA with cuDNN and with FlashAttention-2. Windows: FlexAttention, compil
 `--only sparse`: the rows of `sieve kernels bench --sparse`, 32 query and 8 KV heads, FlexAttention under random blocks of 128, cuDNN dense.
 `--only nsa_check,nsa`: the rows of `sieve kernels bench --nsa`, cuDNN dense and, where the package fla can be imported, its Triton kernels without the
 window branch (it refuses groups under 16); the check holds them against f32 products first and prints relative errors.
+`--only mla`: the rows of `sieve kernels bench --mla` with keys of 192 and values of 128 columns, cuDNN.
 CUDA events, the L2 flushed by reads before each run, the launches queued before the GPU is free, medians. A ratio is the rival's time over ours.
 """
 
@@ -23,6 +24,7 @@ WINDOWS = [(16384, 128, 1024), (16384, 128, 2048), (65536, 128, 1024), (65536, 1
 DECODE = [(16, 131072, 128), (1, 131072, 128)]
 SPARSE_HEADS, SPARSE = 32, [(8192, []), (32768, [0.125]), (131072, [0.125, 0.0625])]
 NSA_HEADS, NSA_LENGTHS, NSA_BLOCK, NSA_CHOSEN = [(16, 8), (64, 4)], (8192, 32768, 65536), 64, 16
+MLA = [(2, 8192), (8, 2048), (1, 32768)]
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION}
 
 
@@ -245,6 +247,19 @@ def nsa(timer):
             print(f"{rival} {what} 1 x {n}: {ms:.3f} + {backward:.3f} = {ms + backward:.3f} ms", flush=True)
 
 
+def mla(timer):
+    for batch, n in MLA:
+        new = lambda width: torch.randn(batch, n, HEADS, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        q, k, v = new(192), new(192), new(128)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            call = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            both(timer, ("mla", batch, n, 192, "cuDNN"), call, (q, k, v), torch.randn_like(v), 5)
+        forward, backward = (timer.rows[("mla", batch, n, 192, "cuDNN", phase)] for phase in ("forward", "backward"))
+        pairs = batch * HEADS * n * (n + 1) / 2
+        rates = 2 * (192 + 128) * pairs / forward / 1e9, 2 * (3 * 192 + 2 * 128) * pairs / backward / 1e9
+        print(f"cuDNN mla {batch} x {n}: {forward:.3f} ({rates[0]:.0f} TFLOP/s) + {backward:.3f} ms ({rates[1]:.0f})", flush=True)
+
+
 def side_by_side(rows, ours):
     """Lines `what, shape, ours, rival, ratio` for everything that both timed."""
     found = {(row["name"], row["shape"]): row.get("median_ms") for row in ours["rows"]}
@@ -290,7 +305,7 @@ def main():
     parser.add_argument("--only", default="dense,windows,decoding")
     args = parser.parse_args()
     groups = {"dense": dense, "windows": windows, "decoding": decoding, "table2": table2, "sparse": sparse}
-    groups |= {"nsa_check": nsa_check, "nsa": nsa}
+    groups |= {"nsa_check": nsa_check, "nsa": nsa, "mla": mla}
     wanted = args.only.split(",")
     for name in wanted:
         if name not in groups:
