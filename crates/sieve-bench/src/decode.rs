@@ -77,15 +77,24 @@ pub(crate) fn check_ops<B: Place>(
 ) -> Result<()> {
     for case in cases(extent) {
         let (case, label) = case?;
-        let watch = PathWatch::start();
-        let o = match case.keys {
-            Keys::Chosen(_) => place::dma_decode::<B>(&case, device),
-            _ => place::decode::<B>(&case, device),
+        let mut check = |name: String, run: fn(&Case, &B::Device) -> Vec<f32>| {
+            let watch = PathWatch::start();
+            let o = run(&case, device);
+            let path = if is_cuda { watch.path() } else { Path::Kernel };
+            let kernel = if is_cuda { "kernel" } else { "cpu" };
+            report.add_call(&name, &path, kernel, &label, || judge(&case, &o, is_cuda));
         };
         let name = format!("op {}", name(case.keys));
-        let path = if is_cuda { watch.path() } else { Path::Kernel };
-        let kernel = if is_cuda { "kernel" } else { "cpu" };
-        report.add_call(&name, &path, kernel, &label, || judge(&case, &o, is_cuda));
+        match case.keys {
+            Keys::Chosen(_) => check(name, place::dma_decode::<B>),
+            _ => {
+                check(
+                    name.replace("decode", "cached decode"),
+                    place::cached_attention::<B>,
+                );
+                check(name, place::decode::<B>);
+            }
+        }
     }
     Ok(())
 }

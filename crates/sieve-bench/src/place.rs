@@ -8,7 +8,7 @@ use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::AttentionShape;
 use sieve_ops::{
     AttentionBackend, AttentionSpec, DeviceBackend, DmaBias, DmaCache, DmaSelection, DmaToken,
-    DocumentBounds, Documents, SieveBackend,
+    DocumentBounds, Documents, KeyCache, SieveBackend,
 };
 
 /// A backend that can be given a tensor of any strides.
@@ -196,6 +196,35 @@ pub(crate) fn decode<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> {
             scale,
         );
         rows.push(cut(floats::<B, 3>(o), shape));
+    }
+    by_token(&rows, shape)
+}
+
+/// The same through a cache that each token joins; at times somebody else holds the cache, too.
+pub(crate) fn cached_attention<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> {
+    let shape = case.shape;
+    let Tokens { q, k, v } = Tokens::<B>::new(case, device);
+    let spec = AttentionSpec {
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        softmax_scale: f64::from(case.scale),
+        window_size: (case.window() < shape.seq_len).then(|| case.window()),
+    };
+    let first = |x: &Tensor<B, 4>| x.clone().narrow(1, 0, 1).into_primitive().tensor();
+    let mut cache = KeyCache::<B> {
+        k: first(&k),
+        v: first(&v),
+    };
+    let o = B::attention_decode(token(&q, 0), first(&k), first(&v), None, spec.softmax_scale);
+    let mut rows = vec![cut(floats::<B, 3>(o), shape)];
+    let qkv = Tensor::cat(vec![q, k, v], 2);
+    for at in 1..shape.seq_len {
+        let token = qkv.clone().narrow(1, at, 1).into_primitive().tensor();
+        let also_held = (at % 50 == 7).then(|| cache.clone());
+        let (next, o) = B::cached_attention(cache, token, spec);
+        drop(also_held);
+        cache = next;
+        rows.push(cut(floats::<B, 4>(o), shape));
     }
     by_token(&rows, shape)
 }

@@ -2,6 +2,7 @@
 use crate::device_cache::DeviceCache;
 use crate::input::{check_vocabulary, ids};
 use crate::{EvalError, Selection};
+use burn::tensor::Tensor;
 use sieve_nn::{KvCache, LayerOperands, Qwen3};
 use sieve_ops::{RotaryEmbedding, SieveBackend};
 
@@ -80,6 +81,18 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
         Ok(logits.into_data().iter::<f32>().collect())
     }
 
+    /// The text several times: from here on [`read_rows`](Self::read_rows) reads one more token of each.
+    pub(crate) fn repeat(&mut self, num_texts: usize) {
+        self.cache.repeat(num_texts);
+    }
+
+    /// One more token of each text of a repeated prompt; logits of the token that comes next in each.
+    pub(crate) fn read_rows(&mut self, tokens: &[u32]) -> Vec<Vec<f32>> {
+        let ids = ids(tokens, [tokens.len(), 1], &self.device);
+        let logits = self.model.next_logits(ids, &mut self.cache, &self.rope);
+        rows_of(logits, tokens.len())
+    }
+
     /// Reads one more token of each of several texts with the same room, in one pass where no selector acts on it;
     /// logits of the token that comes next in each.
     ///
@@ -98,9 +111,7 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
         let ids = ids(tokens, [texts.len(), 1], &first.device);
         let mut caches: Vec<_> = texts.iter_mut().map(|text| &mut text.cache).collect();
         let logits = model.next_logits_of_rows(ids, &mut caches, &rope);
-        let logits: Vec<f32> = logits.into_data().iter::<f32>().collect();
-        let row = logits.len() / texts.len();
-        Ok(logits.chunks(row).map(<[f32]>::to_vec).collect())
+        Ok(rows_of(logits, tokens.len()))
     }
 
     /// What is known of each ending after this text, of whose next token these are the logits. Endings are not empty.
@@ -151,6 +162,12 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
             }),
         }
     }
+}
+
+fn rows_of<B: SieveBackend>(logits: Tensor<B, 2>, num_rows: usize) -> Vec<Vec<f32>> {
+    let logits: Vec<f32> = logits.into_data().iter::<f32>().collect();
+    let row = logits.len() / num_rows;
+    logits.chunks(row).map(<[f32]>::to_vec).collect()
 }
 
 /// What a model says of a text's ending.

@@ -19,17 +19,57 @@ pub struct GenerateConfig {
     pub num_tokens: usize,
 }
 
+/// A prompt that was checked and not read yet.
+#[derive(Debug)]
+pub(crate) struct Start<'a, B: SieveBackend> {
+    pub(crate) text: Continuation<'a, B>,
+    pub(crate) prompt: Vec<u32>,
+    /// With `num_tokens` of the model's vocabulary at most.
+    pub(crate) config: GenerateConfig,
+    pub(crate) remaining: usize,
+}
+
+impl<'a, B: SieveBackend> Start<'a, B> {
+    pub(crate) fn new(
+        model: &'a Qwen3<B>,
+        prompt: &[u32],
+        config: GenerateConfig,
+        device: &B::Device,
+    ) -> Result<Self, EvalError> {
+        let prompt = match prompt {
+            [] => vec![config.eos_id],
+            tokens => tokens.to_vec(),
+        };
+        let context = model.shape().max_seq_len;
+        if prompt.len() + config.max_new_tokens > context {
+            return Err(EvalError::NoRoom {
+                prompt: prompt.len(),
+                max_new_tokens: config.max_new_tokens,
+                context,
+            });
+        }
+        check_vocabulary(&prompt, model.shape().vocab_size)?;
+        Ok(Self {
+            text: Continuation::new(model, prompt.len() + config.max_new_tokens, device),
+            prompt,
+            config: GenerateConfig {
+                num_tokens: config.num_tokens.min(model.shape().vocab_size),
+                ..config
+            },
+            remaining: config.max_new_tokens,
+        })
+    }
+}
+
 /// Continues a prompt; an iterator over the new tokens.
 #[derive(Debug)]
 pub struct Generator<'a, B: SieveBackend> {
     text: Continuation<'a, B>,
     sampler: Sampler,
-    eos_id: u32,
-    num_tokens: usize,
+    config: GenerateConfig,
     /// What the cache has not seen yet: the prompt, then the last token.
     unseen: Vec<u32>,
     remaining: usize,
-    max_new_tokens: usize,
 }
 
 impl<'a, B: SieveBackend> Generator<'a, B> {
@@ -44,27 +84,13 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
         config: GenerateConfig,
         device: &B::Device,
     ) -> Result<Self, EvalError> {
-        let unseen = match prompt {
-            [] => vec![config.eos_id],
-            tokens => tokens.to_vec(),
-        };
-        let context = model.shape().max_seq_len;
-        if unseen.len() + config.max_new_tokens > context {
-            return Err(EvalError::NoRoom {
-                prompt: unseen.len(),
-                max_new_tokens: config.max_new_tokens,
-                context,
-            });
-        }
-        check_vocabulary(&unseen, model.shape().vocab_size)?;
+        let start = Start::new(model, prompt, config, device)?;
         Ok(Self {
-            text: Continuation::new(model, unseen.len() + config.max_new_tokens, device),
+            text: start.text,
             sampler: Sampler::new(config.sampling)?,
-            eos_id: config.eos_id,
-            num_tokens: config.num_tokens.min(model.shape().vocab_size),
-            unseen,
-            remaining: config.max_new_tokens,
-            max_new_tokens: config.max_new_tokens,
+            config: start.config,
+            unseen: start.prompt,
+            remaining: start.remaining,
         })
     }
 
@@ -80,7 +106,7 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
 
     /// Tokens after the prompt, at most.
     pub fn max_new_tokens(&self) -> usize {
-        self.max_new_tokens
+        self.config.max_new_tokens
     }
 
     /// The selector with what it has computed.
@@ -97,12 +123,12 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
     fn step(&mut self) -> Result<u32, EvalError> {
         let unseen = std::mem::take(&mut self.unseen);
         let logits = self.text.read(&unseen)?;
-        let token =
-            self.sampler
-                .sample(&logits[..self.num_tokens])
-                .ok_or(EvalError::NotFinite {
-                    num_tokens: self.text.cache().num_tokens,
-                })?;
+        let token = self
+            .sampler
+            .sample(&logits[..self.config.num_tokens])
+            .ok_or(EvalError::NotFinite {
+                num_tokens: self.text.cache().num_tokens,
+            })?;
         self.unseen.push(token);
         Ok(token)
     }
@@ -116,11 +142,12 @@ impl<B: SieveBackend> Iterator for Generator<'_, B> {
     fn next(&mut self) -> Option<Self::Item> {
         self.remaining = self.remaining.checked_sub(1)?;
         let token = self.step();
-        if !token.as_ref().is_ok_and(|token| *token != self.eos_id) {
+        let eos_id = self.config.eos_id;
+        if !token.as_ref().is_ok_and(|token| *token != eos_id) {
             self.remaining = 0;
         }
         match token {
-            Ok(token) if token == self.eos_id => None,
+            Ok(token) if token == eos_id => None,
             token => Some(token),
         }
     }

@@ -31,6 +31,7 @@ mod selectors;
 mod stop;
 #[cfg(test)]
 mod test_model;
+mod together;
 mod trained;
 mod weights;
 
@@ -64,6 +65,7 @@ pub use tasks::{
     Likelihood, READY_TASKS, RowScore, Score, Task, TaskModel, TaskReport, TaskRows, TaskRun,
     TaskSize, TaskTexts, run_task,
 };
+pub use together::TogetherGenerator;
 pub use trained::{TrainedMeasure, attention_label, measure_trained};
 pub use weights::{DISTANCES, HeadWeights, LayerWeights, LifeSpans, attention_weights};
 pub use words::WordUse;

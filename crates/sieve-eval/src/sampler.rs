@@ -2,6 +2,10 @@
 use crate::EvalError;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
+use std::cmp::Ordering;
+
+/// Tokens that are sorted first; four times as many each time they are too few.
+const FIRST_SORTED: usize = 256;
 
 /// How tokens are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -78,8 +82,10 @@ impl Sampler {
             .zip(logits)
             .map(|(token, &logit)| (weight(logit), token))
             .collect();
-        weights.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
-        weights.truncate(self.sampling.top_k.unwrap_or(usize::MAX));
+        if let Some(top_k) = self.sampling.top_k.filter(|top_k| *top_k < weights.len()) {
+            weights.select_nth_unstable_by(top_k, likelier);
+            weights.truncate(top_k);
+        }
         let total: f64 = weights.iter().map(|(weight, _)| weight).sum();
         let nucleus = self.keep_nucleus(&mut weights, total);
         let target = self.uniform() * nucleus;
@@ -94,16 +100,25 @@ impl Sampler {
         weights.last().map(|(_, token)| *token)
     }
 
-    /// Cuts the sorted weights after the first ones that reach `top_p`; returns their sum.
+    /// Sorts the largest weights and cuts the others off where they reach `top_p`; returns their sum. A vocabulary has
+    /// many more tokens than usually matter.
     fn keep_nucleus(&self, weights: &mut Vec<(f64, u32)>, total: f64) -> f64 {
         let wanted = self.sampling.top_p * total;
-        let mut sum = 0.0;
-        for kept in 0..weights.len() {
-            sum += weights[kept].0;
-            if sum >= wanted {
-                weights.truncate(kept + 1);
-                break;
+        let (mut sum, mut sorted) = (0.0, 0);
+        while sorted < weights.len() {
+            let end = (4 * sorted).max(FIRST_SORTED).min(weights.len());
+            if end < weights.len() {
+                weights[sorted..].select_nth_unstable_by(end - sorted, likelier);
             }
+            weights[sorted..end].sort_unstable_by(likelier);
+            for kept in sorted..end {
+                sum += weights[kept].0;
+                if sum >= wanted {
+                    weights.truncate(kept + 1);
+                    return sum;
+                }
+            }
+            sorted = end;
         }
         sum
     }
@@ -112,6 +127,11 @@ impl Sampler {
     fn uniform(&mut self) -> f64 {
         (self.random.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
+}
+
+/// The larger weight first, then the lower id.
+fn likelier(a: &(f64, u32), b: &(f64, u32)) -> Ordering {
+    b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
 }
 
 /// The first of the largest; `None` when a logit is NaN or infinite. Panics on an empty slice.
@@ -140,6 +160,26 @@ mod tests {
             seed,
         })
         .expect("valid settings")
+    }
+
+    /// Sorting no more than the nucleus keeps the tokens that sorting everything keeps, in the same order.
+    #[test]
+    fn the_nucleus_is_that_of_the_sorted_weights() {
+        let mut random = ChaCha8Rng::seed_from_u64(5);
+        for (len, flat) in [(1, 1), (255, 3), (257, 40), (5000, 4), (5000, 5000)] {
+            let mut weight = || (1 + random.next_u64() % flat) as f64;
+            let all: Vec<(f64, u32)> = (0..len).map(|token| (weight(), token)).collect();
+            let mut sorted = all.clone();
+            sorted.sort_by(likelier);
+            for top_p in [0.01, 0.5, 0.9, 0.999, 1.0] {
+                let total = all.iter().map(|(weight, _)| weight).sum::<f64>();
+                let mut kept = all.clone();
+                let sum = sampler(1.0, top_p, 0).keep_nucleus(&mut kept, total);
+                assert_eq!(kept[..], sorted[..kept.len()], "{len} {flat} {top_p}");
+                assert_eq!(sum, kept.iter().map(|(weight, _)| weight).sum::<f64>());
+                assert!(sum >= top_p * total && sum - kept[kept.len() - 1].0 < top_p * total);
+            }
+        }
     }
 
     fn frequencies(mut sampler: Sampler, logits: &[f32]) -> Vec<f64> {

@@ -5,11 +5,12 @@ pub use blocks::BlockCache;
 pub(crate) use blocks::Growing;
 
 use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 use sieve_core::DmaShape;
 use sieve_ops::{
-    AttentionSpec, DmaCache, DmaToken, Documents, SieveBackend, attention_decode, dma_decode,
-    dma_rank,
+    AttentionSpec, DmaCache, DmaToken, Documents, KeyCache, SieveBackend, cached_attention,
+    dma_decode, dma_rank,
 };
 
 /// One cache per layer, and the number of tokens that went through.
@@ -31,18 +32,27 @@ impl<B: Backend> KvCache<B> {
     }
 }
 
+impl<B: SieveBackend> KvCache<B> {
+    /// The cache of one row as that of several equal rows.
+    pub fn repeat(&mut self, rows: usize) {
+        for layer in &mut self.layers {
+            layer.repeat(rows);
+        }
+    }
+}
+
 /// What one layer keeps. A prompt goes into an empty cache in one pass; after that tokens come one at a time, MLA's in
 /// any number.
 #[derive(Clone, Debug)]
 pub enum LayerCache<B: Backend> {
     /// Nothing yet.
     Empty,
-    /// The most recent keys: all of them for dense attention, `window_size` for a sliding window.
+    /// The most recent keys: all of them for dense attention, at least `window_size` for a sliding window.
     Recent {
-        /// `[batch, len, num_kv_heads, head_dim]`.
-        k: Tensor<B, 4>,
-        /// `[batch, len, num_kv_heads, head_dim]`.
-        v: Tensor<B, 4>,
+        /// The keys.
+        cache: KeyCache<B>,
+        /// Keys that a query sees at most.
+        window_size: Option<usize>,
     },
     /// The keys that DMA still sees, at most `keep_window_size` a head.
     Selected {
@@ -63,11 +73,14 @@ impl<B: Backend> LayerCache<B> {
         matches!(self, Self::Empty)
     }
 
-    /// Keys held per head.
+    /// Keys per head that the next query may see, its own aside.
     pub fn num_keys(&self) -> usize {
         match self {
             Self::Empty => 0,
-            Self::Recent { k, .. } => k.dims()[1],
+            Self::Recent { cache, window_size } => {
+                let len = float::<B, 4>(cache.k.clone()).dims()[1];
+                window_size.unwrap_or(len).min(len)
+            }
             Self::Selected { cache, .. } => float::<B, 4>(cache.k.clone()).dims()[1],
             Self::Blocks(cache) => cache.num_tokens(),
             Self::Latent(latents) => latents.dims()[1],
@@ -104,8 +117,12 @@ pub(crate) fn by_row<B: Backend>(
     Tensor::cat(parts.collect(), 0)
 }
 
-fn float<B: Backend, const D: usize>(primitive: burn::tensor::ops::FloatTensor<B>) -> Tensor<B, D> {
+fn float<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {
     Tensor::from_primitive(TensorPrimitive::Float(primitive))
+}
+
+fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
+    x.into_primitive().tensor()
 }
 
 /// `[q, k, v]` of a packed tensor.
@@ -123,6 +140,26 @@ fn split<B: Backend>(qkv: Tensor<B, 4>, spec: AttentionSpec) -> [Tensor<B, 4>; 3
 }
 
 impl<B: SieveBackend> LayerCache<B> {
+    fn repeat(&mut self, rows: usize) {
+        let repeated = |x: &mut FloatTensor<B>| {
+            *x = primitive(float::<B, 4>(x.clone()).repeat_dim(0, rows));
+        };
+        match self {
+            Self::Empty => {}
+            Self::Recent { cache, .. } => {
+                [&mut cache.k, &mut cache.v].into_iter().for_each(repeated)
+            }
+            Self::Selected { cache, .. } => {
+                [&mut cache.k, &mut cache.v].into_iter().for_each(repeated);
+                cache.rank = primitive(float::<B, 3>(cache.rank.clone()).repeat_dim(0, rows));
+                let positions = Tensor::<B, 3, Int>::from_primitive(cache.positions.clone());
+                cache.positions = positions.repeat_dim(0, rows).into_primitive();
+            }
+            Self::Blocks(cache) => cache.repeat(rows),
+            Self::Latent(latents) => *latents = latents.clone().repeat_dim(0, rows),
+        }
+    }
+
     /// Dense or sliding-window attention of new tokens; `[batch, new, num_heads, head_dim]`.
     ///
     /// Panics when more than one token meets a cache that is not empty.
@@ -132,23 +169,22 @@ impl<B: SieveBackend> LayerCache<B> {
         documents: &Documents<B>,
         spec: AttentionSpec,
     ) -> Tensor<B, 4> {
-        let [q, new_k, new_v] = split(qkv.clone(), spec);
-        let (o, k, v) = match std::mem::replace(self, Self::Empty) {
-            Self::Recent { k, v } => {
-                let [batch, new, num_heads, head_dim] = q.dims();
-                assert_eq!(new, 1, "a filled cache takes one token at a time");
-                let k = recent(Tensor::cat(vec![k, new_k], 1), spec);
-                let v = recent(Tensor::cat(vec![v, new_v], 1), spec);
-                let q = q.reshape([batch, num_heads, head_dim]);
-                let o = attention_decode(q, k.clone(), v.clone(), None, spec.softmax_scale);
-                (o.reshape([batch, 1, num_heads, head_dim]), k, v)
+        let (cache, o) = match std::mem::replace(self, Self::Empty) {
+            Self::Recent { cache, .. } => {
+                assert_eq!(qkv.dims()[1], 1, "a filled cache takes one token at a time");
+                cached_attention(cache, qkv, spec)
             }
             _ => {
-                let o = sieve_ops::attention(qkv, documents, spec);
-                (o, recent(new_k, spec), recent(new_v, spec))
+                let [_, k, v] = split(qkv.clone(), spec);
+                let [k, v] = [k, v].map(|x| primitive(recent(x, spec)));
+                (
+                    KeyCache { k, v },
+                    sieve_ops::attention(qkv, documents, spec),
+                )
             }
         };
-        *self = Self::Recent { k, v };
+        let window_size = spec.window_size;
+        *self = Self::Recent { cache, window_size };
         o
     }
 

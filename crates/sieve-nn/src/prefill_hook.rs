@@ -8,7 +8,7 @@ use crate::decoder_layer::scaled;
 use crate::{KvCache, LayerCache, LayerContext, Qwen3};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_ops::{Documents, RotaryEmbedding, SieveBackend};
+use sieve_ops::{Documents, KeyCache, RotaryEmbedding, SieveBackend};
 
 /// Queries and keys after norm and rotation, and values, of one document in one layer.
 #[derive(Clone, Copy, Debug)]
@@ -179,10 +179,16 @@ impl<B: SieveBackend> Qwen3<B> {
             let qkv = mha.qkv.forward(normed, context);
             let spec = mha.spec();
             if let Some(cache) = caches.as_mut().and_then(|caches| caches.get_mut(index)) {
-                let of = |at| qkv.clone().narrow(2, at, spec.num_kv_heads);
+                let of = |at| {
+                    let heads = qkv.clone().narrow(2, at, spec.num_kv_heads);
+                    heads.into_primitive().tensor()
+                };
                 *cache = LayerCache::Recent {
-                    k: of(spec.num_heads),
-                    v: of(spec.num_heads + spec.num_kv_heads),
+                    cache: KeyCache {
+                        k: of(spec.num_heads),
+                        v: of(spec.num_heads + spec.num_kv_heads),
+                    },
+                    window_size: None,
                 };
             }
             let [batch, seq_len, heads, head_dim] = qkv.dims();

@@ -7,8 +7,9 @@ pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{DecodeBackend, DmaCache, DmaToken};
+pub use backend::{DecodeBackend, DmaCache, DmaToken, KeyCache};
 
+use crate::attention::AttentionSpec;
 use crate::tensors::{primitive, tensor};
 use burn::tensor::Tensor;
 use sieve_core::DmaBias;
@@ -35,6 +36,22 @@ pub fn attention_decode<B: DecodeBackend>(
         delta,
         softmax_scale,
     ))
+}
+
+/// Adds the keys and values of one token a sequence to the cache, then attends with its queries over all of them, or
+/// the last `spec.window_size`. A device may leave room behind the keys, and keys that the window no longer shows, so
+/// that most tokens copy none of the others.
+///
+/// # Shapes
+/// - qkv: `[batch, 1, num_heads + 2 * num_kv_heads, head_dim]`
+/// - returns: `[batch, 1, num_heads, head_dim]`
+pub fn cached_attention<B: DecodeBackend>(
+    cache: KeyCache<B>,
+    qkv: Tensor<B, 4>,
+    spec: AttentionSpec,
+) -> (KeyCache<B>, Tensor<B, 4>) {
+    let (cache, o) = B::cached_attention(cache, primitive(qkv), spec);
+    (cache, tensor(o))
 }
 
 /// Latent attention of the last `new` tokens over the cached latents, each over those up to its own. A latent is the

@@ -7,8 +7,8 @@ use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
-use sieve_data::Tokenizer;
-use sieve_eval::{GenerateConfig, Generator, Sampling, Selection, StopTexts};
+use sieve_data::{DecodeStream, Tokenizer};
+use sieve_eval::{GenerateConfig, Generator, Sampling, Selection, StopTexts, TogetherGenerator};
 use sieve_ops::{Cuda, SieveBackend};
 use sieve_plan::InferenceSize;
 use sieve_select::LayerSelectors;
@@ -49,7 +49,7 @@ pub(crate) struct GenerateArgs {
     /// End where this text would come; may be repeated
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// How many texts to write, each with the next seed
+    /// How many texts to write, each with the next seed; without a selector all at once, a token of each a pass
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     samples: u64,
     /// Print one JSON object a text
@@ -80,7 +80,10 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
             rows: 1,
             seq_len: prompt,
             cached_tokens: prompt.saturating_add(new),
-            num_caches: 1,
+            num_caches: match args.selector {
+                None => args.samples as usize,
+                Some(_) => 1,
+            },
             logit_tokens: 0,
         }
     })?;
@@ -112,9 +115,8 @@ fn run_on<B: SieveBackend>(
     let tokens = tokenizer.encode_marked(prompt)?;
     // An empty prompt takes one position for the token it starts from.
     let room = loaded.shape.max_seq_len.saturating_sub(tokens.len().max(1));
-    for sample in 0..args.samples {
-        let seed = args.seed.wrapping_add(sample);
-        let config = GenerateConfig {
+    let config = |seed| -> Result<GenerateConfig> {
+        Ok(GenerateConfig {
             max_new_tokens: args
                 .max_new_tokens
                 .unwrap_or(room.clamp(1, DEFAULT_NEW_TOKENS)),
@@ -126,34 +128,42 @@ fn run_on<B: SieveBackend>(
             },
             eos_id: tokenizer.eos_id()?,
             num_tokens: tokenizer.vocab_size(),
-        };
+        })
+    };
+    if args.samples > 1 && args.selector.is_none() {
+        let count = args.samples as usize;
+        let (model, config) = (&loaded.model, config(args.seed)?);
+        let generator = TogetherGenerator::new(model, &tokens, config, count, device)?;
+        let texts = write_together(args, &tokenizer, generator, count)?;
+        for (sample, written) in (0..).zip(&texts) {
+            head(args, sample);
+            if !args.json {
+                terminal::text(&format!("{prompt}{}\n", written.text));
+            }
+            tell(args, prompt, tokens.len(), sample, written, None);
+        }
+        if !args.json {
+            let (tokens, slowest) = texts.iter().fold((0, 0.0f64), |(tokens, slowest), text| {
+                let tokens = tokens + text.num_tokens.saturating_sub(1);
+                (tokens, slowest.max(text.seconds))
+            });
+            let speed = tokens as f64 / slowest.max(1e-9);
+            terminal::remark(&format!("all texts together: {speed:.1} tokens a second"));
+        }
+        return Ok(());
+    }
+    for sample in 0..args.samples {
+        let config = config(args.seed.wrapping_add(sample))?;
         let mut generator = Generator::new(&loaded.model, &tokens, config, device)?;
         if let Some(selector) = &args.selector {
             let selection = selector::selection(selector, args.chunk, &loaded.shape)?;
             generator = generator.with_selection(selection);
         }
-        if args.samples > 1 && !args.json {
-            let number = sample + 1;
-            terminal::line(&format!(
-                "--- sample {number} of {}, seed {seed}",
-                args.samples
-            ));
-        }
+        head(args, sample);
         let written = write(args, prompt, &tokenizer, &mut generator)?;
-        if args.json {
-            let selector = args.selector.as_ref().map(ToString::to_string);
-            let json = serde_json::json!({
-                "prompt": prompt, "text": written.text, "seed": seed, "stopped": written.stopped,
-                "prompt_tokens": tokens.len(), "new_tokens": written.num_tokens,
-                "prompt_seconds": written.prompt_seconds, "tokens_per_second": written.tokens_per_second(),
-                "selector": selector,
-                "paths": generator.selection().map(Selection::paths),
-            });
-            terminal::line(&json.to_string());
-        } else {
-            terminal::remark(&written.speed(tokens.len()));
-        }
-        if let Some(selection) = generator.selection() {
+        let selection = generator.selection();
+        tell(args, prompt, tokens.len(), sample, &written, selection);
+        if let Some(selection) = selection {
             let totals = selection.totals();
             if totals.dense_calls == totals.calls {
                 terminal::warning(&format!(
@@ -170,7 +180,42 @@ fn run_on<B: SieveBackend>(
     Ok(())
 }
 
+/// The line above a sample, where there are several.
+fn head(args: &GenerateArgs, sample: u64) {
+    if args.samples > 1 && !args.json {
+        let (number, seed) = (sample + 1, args.seed.wrapping_add(sample));
+        terminal::line(&format!(
+            "--- sample {number} of {}, seed {seed}",
+            args.samples
+        ));
+    }
+}
+
+/// What there is to say of a sample.
+fn tell(
+    args: &GenerateArgs,
+    prompt: &str,
+    num_prompt_tokens: usize,
+    sample: u64,
+    written: &Written,
+    selection: Option<&Selection>,
+) {
+    if args.json {
+        let selector = args.selector.as_ref().map(ToString::to_string);
+        let json = serde_json::json!({
+            "prompt": prompt, "text": written.text, "seed": args.seed.wrapping_add(sample), "stopped": written.stopped,
+            "prompt_tokens": num_prompt_tokens, "new_tokens": written.num_tokens,
+            "prompt_seconds": written.prompt_seconds, "tokens_per_second": written.tokens_per_second(),
+            "selector": selector, "paths": selection.map(Selection::paths),
+        });
+        terminal::line(&json.to_string());
+    } else {
+        terminal::remark(&written.speed(num_prompt_tokens));
+    }
+}
+
 /// What came of one sample.
+#[derive(Default)]
 struct Written {
     text: String,
     num_tokens: usize,
@@ -196,6 +241,93 @@ impl Written {
     }
 }
 
+/// A sample while its tokens come.
+struct Growing<'t> {
+    stream: DecodeStream<'t>,
+    stop: StopTexts,
+    written: Written,
+}
+
+impl<'t> Growing<'t> {
+    fn new(args: &GenerateArgs, tokenizer: &'t Tokenizer) -> Self {
+        Self {
+            stream: tokenizer.decode_stream(),
+            stop: StopTexts::new(&args.stop),
+            written: Written {
+                stopped: "max_new_tokens",
+                ..Written::default()
+            },
+        }
+    }
+
+    /// The text that a token adds, and whether a stop text was met behind it.
+    fn push(&mut self, token: u32) -> Result<(String, bool)> {
+        self.written.num_tokens += 1;
+        let (text, is_met) = self.stop.push(&self.stream.push(token)?);
+        self.written.text += &text;
+        if is_met {
+            self.written.stopped = "stop text";
+        }
+        Ok((text, is_met))
+    }
+
+    /// The sample, and what of its text had waited.
+    fn finish(mut self) -> Result<(Written, String)> {
+        if self.written.stopped == "stop text" {
+            return Ok((self.written, String::new()));
+        }
+        let (mut text, is_met) = self.stop.push(&self.stream.finish()?);
+        if !is_met {
+            text += &self.stop.finish();
+        }
+        self.written.text += &text;
+        Ok((self.written, text))
+    }
+}
+
+/// Gathers samples that grow together.
+fn write_together<B: SieveBackend>(
+    args: &GenerateArgs,
+    tokenizer: &Tokenizer,
+    mut generator: TogetherGenerator<'_, B>,
+    count: usize,
+) -> Result<Vec<Written>> {
+    let mut texts: Vec<_> = (0..count).map(|_| Growing::new(args, tokenizer)).collect();
+    let mut is_going = vec![true; count];
+    let begun = Instant::now();
+    let mut started = begun;
+    while let Some(tokens) = generator.next() {
+        for (at, token) in tokens?.into_iter().enumerate() {
+            let text = &mut texts[at];
+            match token {
+                Some(token) => {
+                    if text.push(token)?.1 {
+                        generator.end(at);
+                    }
+                }
+                None if is_going[at] && text.written.stopped != "stop text" => {
+                    text.written.stopped = "end of document";
+                    is_going[at] = false;
+                }
+                None => is_going[at] = false,
+            }
+            if is_going[at] {
+                text.written.seconds = started.elapsed().as_secs_f64();
+            }
+        }
+        if started == begun {
+            started = Instant::now();
+            let prompt_seconds = begun.elapsed().as_secs_f64();
+            let written = texts.iter_mut().map(|text| &mut text.written);
+            written.for_each(|written| {
+                (written.prompt_seconds, written.seconds) = (prompt_seconds, 0.0);
+            });
+        }
+    }
+    let finished = texts.into_iter().map(Growing::finish);
+    finished.map(|text| Ok(text?.0)).collect()
+}
+
 /// Prints one sample as it comes, or gathers it for `--json`.
 fn write<B: SieveBackend>(
     args: &GenerateArgs,
@@ -209,48 +341,30 @@ fn write<B: SieveBackend>(
         }
     };
     show(prompt);
-    let mut stream = tokenizer.decode_stream();
-    let mut stop = StopTexts::new(&args.stop);
-    let mut written = Written {
-        text: String::new(),
-        num_tokens: 0,
-        stopped: "max_new_tokens",
-        prompt_seconds: 0.0,
-        seconds: 0.0,
-    };
+    let mut growing = Growing::new(args, tokenizer);
     let mut started = Instant::now();
     let result = loop {
         let token = match generator.next() {
             Some(Ok(token)) => token,
             Some(Err(error)) => break Err(error.into()),
-            None if written.num_tokens < generator.max_new_tokens() => {
-                written.stopped = "end of document";
+            None if growing.written.num_tokens < generator.max_new_tokens() => {
+                growing.written.stopped = "end of document";
                 break Ok(());
             }
             None => break Ok(()),
         };
-        if written.num_tokens == 0 {
-            written.prompt_seconds = started.elapsed().as_secs_f64();
+        if growing.written.num_tokens == 0 {
+            growing.written.prompt_seconds = started.elapsed().as_secs_f64();
             started = Instant::now();
         }
-        written.num_tokens += 1;
-        let (text, is_met) = stop.push(&stream.push(token)?);
+        let (text, is_met) = growing.push(token)?;
         show(&text);
-        written.text += &text;
         if is_met {
-            written.stopped = "stop text";
             break Ok(());
         }
     };
-    written.seconds = started.elapsed().as_secs_f64();
-    if written.stopped != "stop text" {
-        let (text, is_met) = stop.push(&stream.finish()?);
-        let rest = if is_met { String::new() } else { stop.finish() };
-        for text in [text, rest] {
-            show(&text);
-            written.text += &text;
-        }
-    }
-    show("\n");
+    growing.written.seconds = started.elapsed().as_secs_f64();
+    let (written, rest) = growing.finish()?;
+    show(&format!("{rest}\n"));
     result.map(|()| written)
 }

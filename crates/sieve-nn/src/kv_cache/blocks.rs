@@ -57,6 +57,15 @@ impl<B: Backend> BlockCache<B> {
         self.compressed.as_ref().map_or(0, |[k, _]| k.dims()[1])
     }
 
+    /// The cache of one row as that of several equal rows.
+    pub(super) fn repeat(&mut self, rows: usize) {
+        let pairs = [&mut self.selected, &mut self.window];
+        let tensors = pairs.into_iter().chain(self.compressed.as_mut()).flatten();
+        for x in tensors.chain([&mut self.tail]) {
+            *x = x.clone().repeat_dim(0, rows);
+        }
+    }
+
     /// After a prompt; `compressed` is the prompt's, `[2, batch * num_slots * num_kv_heads, head_dim]`.
     pub(crate) fn of_prompt(
         new: Growing<'_, B>,

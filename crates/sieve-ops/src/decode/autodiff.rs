@@ -1,6 +1,7 @@
 //! Decoding under autodiff: plain operations, each with its own node.
-use super::backend::{DecodeBackend, DmaCache, DmaToken};
+use super::backend::{DecodeBackend, DmaCache, DmaToken, KeyCache};
 use super::reference;
+use crate::attention::AttentionSpec;
 use crate::tensors::Float;
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -16,6 +17,14 @@ impl<B: Backend, C: CheckpointStrategy> DecodeBackend for Autodiff<B, C> {
         softmax_scale: f64,
     ) -> Float<Self> {
         reference::attention_decode::<Self>(q, k, v, delta, softmax_scale)
+    }
+
+    fn cached_attention(
+        cache: KeyCache<Self>,
+        qkv: Float<Self>,
+        spec: AttentionSpec,
+    ) -> (KeyCache<Self>, Float<Self>) {
+        reference::cached_attention(cache, qkv, spec)
     }
 
     fn mla_decode(

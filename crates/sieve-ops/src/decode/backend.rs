@@ -1,4 +1,5 @@
 //! Attention of new queries as a backend computes it; without gradient.
+use crate::attention::AttentionSpec;
 use crate::tensors::{Float, Ints};
 use burn::tensor::backend::Backend;
 use sieve_core::{DmaBias, DmaWindow};
@@ -18,6 +19,15 @@ pub struct DmaCache<B: Backend> {
     pub positions: Ints<B>,
     /// Slots at most, and how many of them hold the last keys.
     pub window: DmaWindow,
+}
+
+/// Keys and values that a dense layer or one with a window keeps: `len` of them, of which a window shows the last.
+#[derive(Clone, Debug)]
+pub struct KeyCache<B: Backend> {
+    /// `[batch, len, num_kv_heads, head_dim]`.
+    pub k: Float<B>,
+    /// `[batch, len, num_kv_heads, head_dim]`.
+    pub v: Float<B>,
 }
 
 /// One new token of every sequence.
@@ -45,6 +55,12 @@ pub trait DecodeBackend: Backend {
         delta: Option<Float<Self>>,
         softmax_scale: f64,
     ) -> Float<Self>;
+    /// See [`crate::cached_attention`].
+    fn cached_attention(
+        cache: KeyCache<Self>,
+        qkv: Float<Self>,
+        spec: AttentionSpec,
+    ) -> (KeyCache<Self>, Float<Self>);
     /// See [`crate::mla_decode`].
     fn mla_decode(
         q: Float<Self>,

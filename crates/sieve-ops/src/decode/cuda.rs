@@ -1,14 +1,19 @@
 //! One new token a sequence against its cache on CUDA.
-use super::backend::{DecodeBackend, DmaCache, DmaToken};
+use super::backend::{DecodeBackend, DmaCache, DmaToken, KeyCache};
 use super::reference;
+use crate::attention::AttentionSpec;
+use crate::attention::cuda::packed;
 use crate::device::cuda::{Cuda, tensors};
 use crate::device::paths::kernel_or;
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use sieve_core::{DmaBias, DmaWindow};
+use sieve_cuda::CudaDevice;
 use sieve_kernels::{
     AttentionShape, CudaPrimitive as Float, CudaTensor, DecodeScratch, DecodeStep, DmaSlots,
     KernelError, KvCache, Qkv, ScoreBias, contiguous_strides,
 };
+use std::sync::Mutex;
+use std::thread::ThreadId;
 
 impl DecodeBackend for Cuda {
     fn attention_decode(
@@ -21,6 +26,17 @@ impl DecodeBackend for Cuda {
         let attempt = attend(&q, &k, &v, delta.as_ref(), softmax_scale);
         kernel_or("attention_decode", attempt, || {
             reference::attention_decode::<Self>(q, k, v, delta, softmax_scale)
+        })
+    }
+
+    fn cached_attention(
+        cache: KeyCache<Self>,
+        qkv: Float,
+        spec: AttentionSpec,
+    ) -> (KeyCache<Self>, Float) {
+        let attempt = append(&cache, &qkv, spec);
+        kernel_or("attention_decode", attempt, || {
+            reference::cached_attention(cache, qkv, spec)
         })
     }
 
@@ -48,6 +64,13 @@ impl DecodeBackend for Cuda {
 
 const NAME: &str = "decode";
 
+/// Buffers are made anew whenever this many keys came.
+const SCRATCH_KEYS: usize = 256;
+
+/// Room for new keys that a cache gets at least when it is full, and else the share of its keys.
+const LEAST_ROOM: usize = 256;
+const ROOM_SHARE: usize = 4;
+
 fn float<const D: usize>(primitive: &Float) -> Tensor<Cuda, D> {
     Tensor::from_primitive(TensorPrimitive::Float(primitive.clone()))
 }
@@ -63,11 +86,56 @@ fn one_token(x: &Float) -> Result<CudaTensor, KernelError> {
     x.reshaped(NAME, "token", &[batch, 1, heads, head_dim])
 }
 
+/// What the layers of a step share, made by the first of them. A thread has a stream of its own.
+struct Shared<K, V>(Mutex<Option<((ThreadId, CudaDevice, K), V)>>);
+
+impl<K: PartialEq, V: Clone> Shared<K, V> {
+    const fn new() -> Self {
+        Self(Mutex::new(None))
+    }
+
+    fn get<E>(
+        &self,
+        like: &CudaTensor,
+        key: K,
+        new: impl FnOnce() -> Result<V, E>,
+    ) -> Result<V, E> {
+        let key = (std::thread::current().id(), like.device().clone(), key);
+        let mut last = self.0.lock().unwrap_or_else(|broken| broken.into_inner());
+        if let Some((of, value)) = &*last
+            && *of == key
+        {
+            return Ok(value.clone());
+        }
+        let value = new()?;
+        *last = Some((key, value.clone()));
+        Ok(value)
+    }
+}
+
 /// The same length for every row, on the device.
 fn lengths(like: &CudaTensor, batch: usize, length: usize) -> CudaTensor {
-    let data = TensorData::new(vec![length as i32; batch], [batch]);
-    let lengths = Tensor::<Cuda, 1, Int>::from_data(data, like.device());
-    CudaTensor::from(lengths.into_primitive())
+    static LENGTHS: Shared<[usize; 2], CudaTensor> = Shared::new();
+    let new = || {
+        let data = TensorData::new(vec![length as i32; batch], [batch]);
+        let lengths = Tensor::<Cuda, 1, Int>::from_data(data, like.device());
+        Ok::<_, std::convert::Infallible>(CudaTensor::from(lengths.into_primitive()))
+    };
+    let Ok(lengths) = LENGTHS.get(like, [batch, length], new);
+    lengths
+}
+
+/// Buffers of the decode kernels for at most `keys` keys. Launches leave them as they found them.
+fn scratch(
+    like: &CudaTensor,
+    shape: AttentionShape,
+    keys: usize,
+) -> Result<DecodeScratch, KernelError> {
+    static SCRATCH: Shared<(AttentionShape, usize), DecodeScratch> = Shared::new();
+    let keys = keys.next_multiple_of(SCRATCH_KEYS);
+    SCRATCH.get(like, (shape, keys), || {
+        DecodeScratch::new(like, shape, keys)
+    })
 }
 
 fn without_token_dimension(o: CudaTensor) -> Result<Float, KernelError> {
@@ -104,7 +172,7 @@ fn attend(
     let first_value = primitive(float::<4>(v).narrow(1, 0, 1)).contiguous();
     let token = Qkv::separate(&query, &first_key, &first_value);
     let shape = token.shape(NAME)?;
-    let scratch = DecodeScratch::new(&query, shape, kv_len)?;
+    let scratch = scratch(&query, shape, kv_len)?;
     let step = DecodeStep {
         window: None,
         softmax_scale: softmax_scale as f32,
@@ -113,6 +181,88 @@ fn attend(
     let length = lengths(&query, shape.batch, kv_len);
     let o = sieve_kernels::attention_decode_cached(&token, &cache, &length, step, &scratch)?;
     without_token_dimension(o)
+}
+
+/// Writes the token's key and value behind the others and attends.
+///
+/// As with DMA's slots the cache's tensors are views of the used part of larger buffers. A cache that is full, or held by
+/// somebody else too, is copied to a larger one; of a window its last keys alone.
+fn append(
+    cache: &KeyCache<Cuda>,
+    qkv: &Float,
+    spec: AttentionSpec,
+) -> Result<(KeyCache<Cuda>, Float), KernelError> {
+    let token = packed(qkv, spec);
+    let shape = token.shape(NAME)?;
+    let [_, len, _, _] = CudaTensor::from(cache.k.clone()).dims::<4>(NAME, "cache.k")?;
+    let (kv, len) = match room_of(cache, &shape, len) {
+        Some(kv) => (kv, len),
+        None => larger(cache, &shape, len, spec.window_size),
+    };
+    let [_, _, capacity, _] = kv.k.dims::<4>(NAME, "k_cache")?;
+    let step = DecodeStep {
+        window: spec.window_size,
+        softmax_scale: spec.softmax_scale as f32,
+        max_length: len,
+    };
+    let length = lengths(&kv.k, shape.batch, len);
+    let scratch = scratch(
+        &kv.k,
+        shape,
+        spec.window_size.unwrap_or(len + 1).min(len + 1),
+    )?;
+    let o = sieve_kernels::attention_decode(&token, &kv, &length, step, &scratch)?;
+    let (sizes, strides) = (
+        [shape.batch, len + 1, shape.num_kv_heads, shape.head_dim],
+        view_strides(&shape, capacity, shape.head_dim).0,
+    );
+    let view = |x: &CudaTensor| x.view(NAME, "cache", &sizes, &strides).map(Float::from);
+    let (k, v) = (view(&kv.k)?, view(&kv.v)?);
+    Ok((KeyCache { k, v }, o.into()))
+}
+
+/// The buffers behind a cache, with room for one key more; `None` when its tensors are others, or somebody else holds
+/// them too.
+fn room_of(cache: &KeyCache<Cuda>, shape: &AttentionShape, len: usize) -> Option<KvCache> {
+    let whole = |x: &Float| {
+        let capacity = x.meta.strides()[2] / shape.head_dim;
+        let (wide, _) = view_strides(shape, capacity, shape.head_dim);
+        if capacity <= len || x.meta.strides()[..] != wide || x.dtype != DType::BF16 || !x.can_mut()
+        {
+            return None;
+        }
+        let sizes = [shape.batch, shape.num_kv_heads, capacity, shape.head_dim];
+        CudaTensor::from(x.clone())
+            .view(NAME, "cache", &sizes, &contiguous_strides(&sizes))
+            .ok()
+    };
+    let (k, v) = (whole(&cache.k)?, whole(&cache.v)?);
+    (k.shape() == v.shape()).then_some(KvCache { k, v })
+}
+
+/// New buffers with the keys and values that the next query sees, and how many those are.
+fn larger(
+    cache: &KeyCache<Cuda>,
+    shape: &AttentionShape,
+    len: usize,
+    window: Option<usize>,
+) -> (KvCache, usize) {
+    let kept = window.map_or(len, |window| len.min(window - 1));
+    let capacity = (kept + LEAST_ROOM.max(kept / ROOM_SHARE)).next_multiple_of(64);
+    let sizes = [shape.batch, shape.num_kv_heads, capacity, shape.head_dim];
+    let larger = |x: &Float| {
+        let x = float::<4>(x).narrow(1, len - kept, kept).swap_dims(1, 2);
+        let room = Tensor::<Cuda, 4>::empty(sizes, (&x.device(), DType::BF16));
+        let [batch, heads, _, width] = sizes;
+        let used = [0..batch, 0..heads, 0..kept, 0..width];
+        let filled = match kept {
+            0 => room,
+            _ => room.slice_assign(used, x.cast(DType::BF16)),
+        };
+        primitive(filled)
+    };
+    let (k, v) = (larger(&cache.k), larger(&cache.v));
+    (KvCache { k, v }, kept)
 }
 
 /// Offers the token to the slots and attends.
@@ -152,7 +302,7 @@ fn dma_step(
     };
     let rank = CudaTensor::from(token.rank.clone());
     let length = lengths(&q, shape.batch, token.position);
-    let scratch = DecodeScratch::new(&q, shape, window)?;
+    let scratch = scratch(&q, shape, window)?;
     let bias = match bias {
         DmaBias::Exp => ScoreBias::Exp,
         DmaBias::Linear => ScoreBias::Linear,

@@ -1,6 +1,7 @@
 //! Attention of one new query on the CPU.
-use super::backend::{DecodeBackend, DmaCache, DmaToken};
+use super::backend::{DecodeBackend, DmaCache, DmaToken, KeyCache};
 use super::reference;
+use crate::attention::AttentionSpec;
 use crate::device::flex::{contiguous, floats, from_vec, is_f32, plain, zeros_like};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
@@ -36,6 +37,14 @@ impl DecodeBackend for Flex {
         let delta = delta.as_ref().map(floats);
         sieve_cpu::attention_decode(&shape, floats(&q), floats(&k), floats(&v), delta, &mut o);
         from_vec(o, q_shape)
+    }
+
+    fn cached_attention(
+        cache: KeyCache<Self>,
+        qkv: FlexTensor,
+        spec: AttentionSpec,
+    ) -> (KeyCache<Self>, FlexTensor) {
+        reference::cached_attention(cache, qkv, spec)
     }
 
     /// Each token is a query of [`attention_decode`](Self::attention_decode).

@@ -1,7 +1,8 @@
 //! Attention of one new query in plain Burn operations.
-use super::backend::{DecodeBackend, DmaCache, DmaToken};
+use super::backend::{DecodeBackend, DmaCache, DmaToken, KeyCache};
+use crate::attention::AttentionSpec;
 use crate::dma::dma_bias;
-use crate::tensors::{Float, primitive, tensor, upcast};
+use crate::tensors::{Float, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor};
 use sieve_core::{DmaBias, DmaWindow};
@@ -31,6 +32,26 @@ pub fn attention_decode<B: Backend>(
     let p = burn::tensor::activation::softmax(logits, 3);
     let o = p.matmul(v.swap_dims(1, 2));
     primitive(o.reshape([batch, num_heads, head_dim]).cast(dtype))
+}
+
+/// See [`crate::cached_attention`]: the keys that the window shows, each time in a new tensor.
+pub(crate) fn cached_attention<B: DecodeBackend>(
+    cache: KeyCache<B>,
+    qkv: Float<B>,
+    spec: AttentionSpec,
+) -> (KeyCache<B>, Float<B>) {
+    let [q, k, v] = split_heads(tensor::<B, 4>(qkv), spec.num_kv_heads);
+    let [batch, _, num_heads, head_dim] = q.dims();
+    let [k, v] = [(cache.k, k), (cache.v, v)].map(|(old, new)| {
+        let all = Tensor::cat(vec![tensor::<B, 4>(old), new], 1);
+        let len = all.dims()[1];
+        let seen = spec.window_size.unwrap_or(len).min(len);
+        primitive(all.narrow(1, len - seen, seen))
+    });
+    let q = primitive(q.reshape([batch, num_heads, head_dim]));
+    let o = B::attention_decode(q, k.clone(), v.clone(), None, spec.softmax_scale);
+    let o = tensor::<B, 3>(o).reshape([batch, 1, num_heads, head_dim]);
+    (KeyCache { k, v }, primitive(o))
 }
 
 /// See [`crate::mla_decode`]: each token alone, by [`DecodeBackend::attention_decode`], the latents as keys and values

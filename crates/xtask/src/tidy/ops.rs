@@ -34,6 +34,7 @@ const FLOORS: &[(&str, &[Floor])] = &[
     ("nsa_mean_pool", &[Launch, Cpu]),
     ("nsa_compressed_attention", &[Launch, Cpu]),
     ("mla_attention", &[Cpu]),
+    ("cached_attention", &[]),
     ("dma_decode", &[Cuda, Launch]),
     ("mla_decode", &[Cuda, Launch]),
     // The CPU's is sieve-select's, over slices.

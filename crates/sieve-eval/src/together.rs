@@ -1,0 +1,103 @@
+//! Several texts from one prompt, a token of each at a time.
+use crate::generator::Start;
+use crate::{EvalError, GenerateConfig, Sampler};
+use sieve_nn::Qwen3;
+use sieve_ops::SieveBackend;
+
+/// Continues a prompt several times, each text with draws of its own: one pass of the model gives a token of every
+/// text.
+#[derive(Debug)]
+pub struct TogetherGenerator<'a, B: SieveBackend> {
+    start: Start<'a, B>,
+    /// Of each text.
+    samplers: Vec<Sampler>,
+    /// The last token of each text; empty before the prompt is read.
+    last: Vec<u32>,
+    is_done: Vec<bool>,
+}
+
+impl<'a, B: SieveBackend> TogetherGenerator<'a, B> {
+    /// `num_texts` texts, the first with the seed of `config`, each later one with the next. Checks everything before
+    /// the model runs.
+    ///
+    /// # Errors
+    /// As [`Generator::new`](crate::Generator::new).
+    pub fn new(
+        model: &'a Qwen3<B>,
+        prompt: &[u32],
+        config: GenerateConfig,
+        num_texts: usize,
+        device: &B::Device,
+    ) -> Result<Self, EvalError> {
+        let of_text = |text: usize| {
+            let mut sampling = config.sampling;
+            sampling.seed = sampling.seed.wrapping_add(text as u64);
+            Sampler::new(sampling)
+        };
+        Ok(Self {
+            start: Start::new(model, prompt, config, device)?,
+            samplers: (0..num_texts).map(of_text).collect::<Result<_, _>>()?,
+            last: Vec::new(),
+            is_done: vec![false; num_texts],
+        })
+    }
+
+    /// Ends one of the texts: it gets no more tokens.
+    pub fn end(&mut self, text: usize) {
+        self.is_done[text] = true;
+    }
+
+    fn step(&mut self) -> Result<Vec<Option<u32>>, EvalError> {
+        let Start {
+            text,
+            prompt,
+            config,
+            ..
+        } = &mut self.start;
+        let num_texts = self.samplers.len();
+        let logits = match self.last.is_empty() {
+            true => {
+                let logits = text.read(prompt)?;
+                text.repeat(num_texts);
+                self.last = vec![0; num_texts];
+                vec![logits; num_texts]
+            }
+            false => text.read_rows(&self.last),
+        };
+        let mut tokens = vec![None; num_texts];
+        for at in 0..num_texts {
+            if self.is_done[at] {
+                continue;
+            }
+            let logits = &logits[at][..config.num_tokens];
+            let token = self.samplers[at].sample(logits);
+            let token = token.ok_or(EvalError::NotFinite {
+                num_tokens: text.cache().num_tokens,
+            })?;
+            self.last[at] = token;
+            match token == config.eos_id {
+                true => self.is_done[at] = true,
+                false => tokens[at] = Some(token),
+            }
+        }
+        Ok(tokens)
+    }
+}
+
+impl<B: SieveBackend> Iterator for TogetherGenerator<'_, B> {
+    type Item = Result<Vec<Option<u32>>, EvalError>;
+
+    /// The next token of each text, `None` of one that has ended; `None` when all have, after `max_new_tokens`, and
+    /// after an error.
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.is_done.iter().all(|done| *done) {
+            return None;
+        }
+        self.start.remaining = self.start.remaining.checked_sub(1)?;
+        let tokens = self.step();
+        if tokens.is_err() {
+            self.start.remaining = 0;
+        }
+        Some(tokens)
+    }
+}
